@@ -1,0 +1,278 @@
+//! What users call. Everything that can be wrong is found here, before anything runs.
+
+use crate::backend::{FlashAttentionOps, OptionalBool, OptionalFloat};
+use crate::options::FlashAttentionOptions;
+use crate::plan::AttentionPlan;
+use crate::problem::{dtype, problem};
+use burn::backend::{Dispatch, DispatchDevice};
+use burn::tensor::ops::AttentionModuleOptions;
+use burn::tensor::{Bool, DType, Device, Tensor};
+use flash_attention_kernels::{AttentionError, AttentionProblem};
+
+/// Attention, `softmax(q·kᵀ · softmax_scale) · v`, exactly, without storing the scores: memory grows with the sequence
+/// and not with its square, in the backward too (FlashAttention-2, arXiv:2307.08691).
+///
+/// # Shapes
+///
+/// - `q`: `[batch, num_heads_q, seq_q, head_dim]`
+/// - `k`: `[batch, num_heads_kv, seq_k, head_dim]`
+/// - `v`: `[batch, num_heads_kv, seq_k, head_dim_v]`
+/// - returns `[batch, num_heads_q, seq_q, head_dim_v]`
+///
+/// `num_heads_q` is a multiple of `num_heads_kv`: query head `h` attends with head `h / (num_heads_q / num_heads_kv)`.
+/// All are f32, f16 or bf16 alike; sums are in f32. Any strides will do. Head dimensions go up to 256.
+///
+/// A query that sees no key gets 0. Differentiable in `q`, `k`, `v` and the bias; kernels run for tracked ones only.
+///
+/// # Panics
+///
+/// With the message of the error that [`try_flash_attention`] returns.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_flash_attention::{FlashAttentionOptions, flash_attention};
+///
+/// let device = Device::flex().autodiff();
+/// let q = Tensor::<4>::random([1, 4, 8, 16], Distribution::Default, &device).require_grad();
+/// let kv = Tensor::<4>::random([1, 2, 8, 16], Distribution::Default, &device);
+///
+/// let out = flash_attention(q.clone(), kv.clone(), kv, &FlashAttentionOptions::new().with_causal(true));
+/// let gradients = out.sum().backward();
+/// assert_eq!(q.grad(&gradients).unwrap().dims(), [1, 4, 8, 16]);
+/// # }
+/// ```
+#[track_caller]
+pub fn flash_attention(q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, options: &FlashAttentionOptions) -> Tensor<4> {
+    match try_flash_attention(q, k, v, options) {
+        Ok(out) => out,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// [`flash_attention`], or why it cannot be done. Nothing has run where an error is returned.
+///
+/// # Errors
+///
+/// Each [`AttentionError`] names the argument at fault and its value.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::{Device, Tensor};
+/// use burn_flash_attention::{AttentionError, FlashAttentionOptions, try_flash_attention};
+///
+/// let zeros = |heads| Tensor::<4>::zeros([1, heads, 8, 16], &Device::flex());
+/// let error = try_flash_attention(zeros(6), zeros(4), zeros(4), &FlashAttentionOptions::new()).unwrap_err();
+/// assert_eq!(error, AttentionError::HeadsNotGrouped { num_heads_q: 6, num_heads_kv: 4 });
+/// # }
+/// ```
+pub fn try_flash_attention(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    options: &FlashAttentionOptions,
+) -> Result<Tensor<4>, AttentionError> {
+    try_flash_attention_with_lse(q, k, v, options).map(|(out, _)| out)
+}
+
+/// [`flash_attention`], with the log-sum-exp of each row of scores: `lse [batch, num_heads_q, seq_q]`, natural
+/// logarithm, f32, −∞ where a query sees no key. Differentiable too.
+///
+/// With it, attention over parts of the keys can be merged into attention over all of them:
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::{Device, Distribution, Tensor, Tolerance};
+/// use burn_flash_attention::{FlashAttentionOptions, flash_attention, flash_attention_with_lse};
+///
+/// let random = |seq| Tensor::<4>::random([1, 1, seq, 8], Distribution::Default, &Device::flex());
+/// let (q, k, v) = (random(4), random(6), random(6));
+/// let options = FlashAttentionOptions::new();
+/// let part = |keys: std::ops::Range<usize>| {
+///     let (k, v) = (k.clone().slice_dim(2, keys.clone()), v.clone().slice_dim(2, keys));
+///     let (out, lse) = flash_attention_with_lse(q.clone(), k, v, &options);
+///     let weight = lse.exp().unsqueeze_dim::<4>(3);
+///     (out * weight.clone(), weight)
+/// };
+/// let ((a, weight_a), (b, weight_b)) = (part(0..2), part(2..6));
+/// let merged = (a + b) / (weight_a + weight_b);
+/// let whole = flash_attention(q, k, v, &options);
+/// merged.into_data().assert_approx_eq::<f32>(&whole.into_data(), Tolerance::default());
+/// # }
+/// ```
+///
+/// # Panics
+///
+/// With the message of the error that [`try_flash_attention_with_lse`] returns.
+#[track_caller]
+pub fn flash_attention_with_lse(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    options: &FlashAttentionOptions,
+) -> (Tensor<4>, Tensor<3>) {
+    match try_flash_attention_with_lse(q, k, v, options) {
+        Ok(output) => output,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// [`flash_attention_with_lse`], or why it cannot be done. Nothing has run where an error is returned.
+///
+/// # Errors
+///
+/// Each [`AttentionError`] names the argument at fault and its value.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::{Device, Tensor};
+/// use burn_flash_attention::{FlashAttentionOptions, try_flash_attention_with_lse};
+///
+/// let zeros = || Tensor::<4>::zeros([1, 1, 8, 16], &Device::flex());
+/// let options = FlashAttentionOptions::new().with_softcap(-1.0);
+/// let error = try_flash_attention_with_lse(zeros(), zeros(), zeros(), &options).unwrap_err();
+/// assert_eq!(error.to_string(), "softcap is -1; it must be a finite number above 0");
+/// # }
+/// ```
+pub fn try_flash_attention_with_lse(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    options: &FlashAttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
+    plan(&q, &k, &v, options)?;
+    let output = Dispatch::flash_attention(
+        q.into_dispatch(),
+        k.into_dispatch(),
+        v.into_dispatch(),
+        OptionalBool::from_option(options.mask.clone().map(Tensor::into_dispatch)),
+        OptionalFloat::from(options.bias.clone().map(Tensor::into_dispatch)),
+        options.numbers(),
+    );
+    Ok((Tensor::from_dispatch(output.out), Tensor::from_dispatch(output.lse)))
+}
+
+/// [`burn::tensor::module::attention`] with the same signature and meaning, to be put in its place by a change of the
+/// import.
+///
+/// Mask and bias broadcast in any dimension and are not expanded. Where Burn computes in f64, takes head dimensions
+/// above 256 or a scale that is not positive, this panics with an [`AttentionError`].
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::{Device, Distribution, Tensor, Tolerance, ops::AttentionModuleOptions};
+///
+/// let x = Tensor::<4>::random([2, 3, 5, 8], Distribution::Default, &Device::flex());
+/// let options = AttentionModuleOptions { is_causal: true, ..Default::default() };
+/// let ours = burn_flash_attention::attention(x.clone(), x.clone(), x.clone(), None, None, options);
+/// let burns = burn::tensor::module::attention(x.clone(), x.clone(), x, None, None, options);
+/// ours.into_data().assert_approx_eq::<f32>(&burns.into_data(), Tolerance::default());
+/// # }
+/// ```
+///
+/// # Panics
+///
+/// With the message of the [`AttentionError`] that says what is wrong.
+#[track_caller]
+pub fn attention(
+    query: Tensor<4>,
+    key: Tensor<4>,
+    value: Tensor<4>,
+    mask: Option<Tensor<4, Bool>>,
+    attn_bias: Option<Tensor<4>>,
+    options: AttentionModuleOptions,
+) -> Tensor<4> {
+    let options = FlashAttentionOptions { mask, bias: attn_bias, ..FlashAttentionOptions::from(options) };
+    flash_attention(query, key, value, &options)
+}
+
+/// What [`flash_attention`] would run for these arguments, without running it.
+///
+/// # Errors
+///
+/// The [`AttentionError`] that [`try_flash_attention`] would return.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::{Device, Tensor};
+/// use burn_flash_attention::{FlashAttentionOptions, plan};
+///
+/// let q = Tensor::<4>::zeros([1, 8, 1024, 64], &Device::flex());
+/// let plan = plan(&q, &q, &q, &FlashAttentionOptions::new())?;
+/// assert!(plan.to_string().starts_with("host loops"));
+/// # }
+/// # Ok::<(), burn_flash_attention::AttentionError>(())
+/// ```
+pub fn plan(
+    q: &Tensor<4>,
+    k: &Tensor<4>,
+    v: &Tensor<4>,
+    options: &FlashAttentionOptions,
+) -> Result<AttentionPlan, AttentionError> {
+    let (mask, bias) = (options.mask.as_ref(), options.bias.as_ref());
+    let q_dtype = dtype("q", q.dtype())?;
+    for (argument, other) in [("k", Some(k.dtype())), ("v", Some(v.dtype())), ("bias", bias.map(Tensor::dtype))] {
+        if let Some(other) = other {
+            same_dtype(argument, other, q.dtype())?;
+        }
+    }
+    let device = q.device();
+    for (argument, other) in [
+        ("k", Some(k.device())),
+        ("v", Some(v.device())),
+        ("mask", mask.map(Tensor::device)),
+        ("bias", bias.map(Tensor::device)),
+    ] {
+        if let Some(other) = other {
+            same_device(argument, &other, &device)?;
+        }
+    }
+    let problem = problem(
+        [&q.dims(), &k.dims(), &v.dims()],
+        mask.map(Tensor::dims).as_ref().map(|dims| &dims[..]),
+        bias.map(Tensor::dims).as_ref().map(|dims| &dims[..]),
+        q_dtype,
+        options.numbers(),
+    )?;
+    on_device(device.inner().as_dispatch(), &problem)
+}
+
+fn same_dtype(argument: &'static str, dtype: DType, expected: DType) -> Result<(), AttentionError> {
+    if dtype == expected {
+        return Ok(());
+    }
+    Err(AttentionError::MixedDtypes {
+        argument,
+        dtype: dtype.name().to_string(),
+        expected: expected.name().to_string(),
+    })
+}
+
+/// Whether the two are one device. A tensor without gradients may meet one with; two ways of checkpointing may not.
+fn same_device(argument: &'static str, device: &Device, expected: &Device) -> Result<(), AttentionError> {
+    let strategies = (device.gradient_checkpointing_strategy(), expected.gradient_checkpointing_strategy());
+    let mixed = matches!(strategies, (Some(strategy), Some(expected)) if strategy != expected);
+    if device == expected && !mixed {
+        return Ok(());
+    }
+    Err(AttentionError::Device { argument, device: format!("{device:?}"), expected: format!("{expected:?}") })
+}
+
+/// What that device would run.
+#[allow(unused_variables)]
+fn on_device(device: &DispatchDevice, problem: &AttentionProblem) -> Result<AttentionPlan, AttentionError> {
+    match device {
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(device) => {
+            flash_attention_kernels::plan(&device.client(), problem).map(AttentionPlan::Kernel)
+        }
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) => Ok(AttentionPlan::Host(crate::fallback::plan(problem))),
+        #[allow(unreachable_patterns)]
+        other => Err(AttentionError::Unsupported {
+            option: "device",
+            value: format!("{other:?}"),
+            why: "attention runs on CubeCL devices and on Flex, each with the feature of this crate that bears its name",
+        }),
+    }
+}

@@ -1,0 +1,238 @@
+//! Gradients of attention, recomputed from `lse`: nothing of size `seq_q × seq_k` is kept.
+//!
+//! A node of Burn's graph has one output, attention has two, and both feed one backward kernel
+//! (`ds = p∘(dout·vᵀ − delta + dlse)`). So a call records three nodes:
+//!
+//! ```text
+//! q, k, v, bias ── core ──┬── out      hands dout to core
+//!                         └── lse      hands dlse to core
+//! ```
+//!
+//! `out` and `lse` lay their gradients into a [`Mailbox`] that they share with `core`. Burn runs nodes from the loss
+//! towards the leaves, so `core` runs once, after whichever of the two the loss depends on, and empties the mailbox.
+//! It launches the kernels of the inputs that are tracked and no others.
+
+use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, OptionalBool, OptionalFloat, Wanted};
+use burn::backend::autodiff::NodeId;
+use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
+use burn::backend::tensor::{BoolTensor, FloatTensor};
+use burn::backend::{Autodiff, AutodiffBackend, Backend, TensorMetadata};
+use flash_attention_kernels::AttentionOptions;
+use std::sync::{Arc, Mutex, PoisonError};
+
+impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff<B, C> {
+    fn flash_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        mask: OptionalBool<Self>,
+        bias: OptionalFloat<Self>,
+        options: AttentionOptions,
+    ) -> AttentionOutput<Self> {
+        let mask = mask.into_option();
+        let guards = [q.node(), k.node(), v.node()];
+        match bias.into_option() {
+            None => record::<B, C, 3>(guards, [q, k, v], mask, None, options),
+            Some(bias) => {
+                let [q_guard, k_guard, v_guard] = guards;
+                let guards = [q_guard, k_guard, v_guard, bias.node()];
+                record::<B, C, 4>(guards, [q, k, v], mask, Some(bias), options)
+            }
+        }
+    }
+
+    fn flash_attention_backward(
+        _q: FloatTensor<Self>,
+        _k: FloatTensor<Self>,
+        _v: FloatTensor<Self>,
+        _mask: OptionalBool<Self>,
+        _bias: OptionalFloat<Self>,
+        _out: FloatTensor<Self>,
+        _lse: FloatTensor<Self>,
+        _dout: FloatTensor<Self>,
+        _dlse: OptionalFloat<Self>,
+        _wanted: Wanted,
+        _options: AttentionOptions,
+    ) -> AttentionGradients<Self> {
+        unreachable!("only the backward of Autodiff calls this, and it calls it on the backend beneath")
+    }
+}
+
+/// Runs the forward and records it if any of the `N` inputs (q, k, v and perhaps bias) is tracked.
+fn record<B: FlashAttentionOps, C: CheckpointStrategy, const N: usize>(
+    guards: [NodeGuard; N],
+    [q, k, v]: [FloatTensor<Autodiff<B, C>>; 3],
+    mask: Option<BoolTensor<B>>,
+    bias: Option<FloatTensor<Autodiff<B, C>>>,
+    options: AttentionOptions,
+) -> AttentionOutput<Autodiff<B, C>> {
+    let forward = |q, k, v, bias: Option<FloatTensor<B>>, mask: Option<BoolTensor<B>>| {
+        B::flash_attention(q, k, v, OptionalBool::from_option(mask), OptionalFloat::from(bias), options)
+    };
+    match Core.prepare::<C>(guards).compute_bound().stateful() {
+        OpsKind::UnTracked(_) => {
+            let bias = bias.map(|bias| bias.into_primitive());
+            let output = forward(q.into_primitive(), k.into_primitive(), v.into_primitive(), bias, mask);
+            AttentionOutput {
+                out: <Autodiff<B, C> as AutodiffBackend>::from_inner(output.out),
+                lse: <Autodiff<B, C> as AutodiffBackend>::from_inner(output.lse),
+            }
+        }
+        OpsKind::Tracked(mut prep) => {
+            let ids = [prep.checkpoint(&q), prep.checkpoint(&k), prep.checkpoint(&v)];
+            let bias_id = bias.as_ref().map(|bias| prep.checkpoint(bias));
+            let bias = bias.map(|bias| bias.into_primitive());
+            let output = forward(q.into_primitive(), k.into_primitive(), v.into_primitive(), bias, mask.clone());
+            let mailbox = Mailbox::<B>::default();
+            let state = CoreState {
+                ids,
+                bias_id,
+                mask,
+                out: output.out.clone(),
+                lse: output.lse.clone(),
+                mailbox: mailbox.clone(),
+                options,
+            };
+            let core = prep.finish(state, output.lse.clone());
+            AttentionOutput {
+                out: branch::<B, C>(core.node(), Letter::Dout, mailbox.clone(), output.out),
+                lse: branch::<B, C>(core.node(), Letter::Dlse, mailbox, output.lse),
+            }
+        }
+    }
+}
+
+/// A node under `core` whose gradient goes into the mailbox.
+fn branch<B: Backend, C: CheckpointStrategy>(
+    core: NodeGuard,
+    letter: Letter,
+    mailbox: Mailbox<B>,
+    output: FloatTensor<B>,
+) -> FloatTensor<Autodiff<B, C>> {
+    match Branch.prepare::<C>([core]).compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish((letter, mailbox), output),
+        OpsKind::UnTracked(prep) => prep.finish(output),
+    }
+}
+
+/// Gradients on their way from `out` and `lse` to `core`.
+#[derive(Debug)]
+struct Mailbox<B: Backend>(Arc<Mutex<Letters<B>>>);
+
+#[derive(Debug)]
+struct Letters<B: Backend> {
+    dout: Option<FloatTensor<B>>,
+    dlse: Option<FloatTensor<B>>,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Letter {
+    Dout,
+    Dlse,
+}
+
+impl<B: Backend> Default for Mailbox<B> {
+    fn default() -> Self {
+        Mailbox(Arc::new(Mutex::new(Letters { dout: None, dlse: None })))
+    }
+}
+
+impl<B: Backend> Clone for Mailbox<B> {
+    fn clone(&self) -> Self {
+        Mailbox(self.0.clone())
+    }
+}
+
+impl<B: Backend> Mailbox<B> {
+    /// Adds a gradient and tells whether it is the first.
+    fn put(&self, letter: Letter, gradient: FloatTensor<B>) -> bool {
+        let mut letters = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let first = letters.dout.is_none() && letters.dlse.is_none();
+        match letter {
+            Letter::Dout => letters.dout = Some(gradient),
+            Letter::Dlse => letters.dlse = Some(gradient),
+        }
+        first
+    }
+
+    /// Empties the mailbox.
+    fn take(&self) -> Letters<B> {
+        let mut letters = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        Letters { dout: letters.dout.take(), dlse: letters.dlse.take() }
+    }
+}
+
+#[derive(Debug)]
+struct Branch;
+
+impl<B: Backend> Backward<B, 1> for Branch {
+    type State = (Letter, Mailbox<B>);
+
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
+        let gradient = grads.consume::<B>(&ops.node);
+        let ([Some(core)], (letter, mailbox)) = (ops.parents, ops.state) else { return };
+        // Burn takes a node for reached once a gradient is registered for it. Which tensor that is does not matter:
+        // `core` reads the mailbox. It is registered once, or Burn would add two of different shapes.
+        if mailbox.put(letter, gradient.clone()) {
+            grads.register::<B>(core.id, gradient);
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Core;
+
+#[derive(Clone, Debug)]
+struct CoreState<B: Backend> {
+    /// Where the checkpointer finds q, k and v.
+    ids: [NodeId; 3],
+    bias_id: Option<NodeId>,
+    mask: Option<BoolTensor<B>>,
+    out: FloatTensor<B>,
+    lse: FloatTensor<B>,
+    mailbox: Mailbox<B>,
+    options: AttentionOptions,
+}
+
+impl<B: FlashAttentionOps, const N: usize> Backward<B, N> for Core {
+    type State = CoreState<B>;
+
+    fn backward(self, ops: Ops<CoreState<B>, N>, grads: &mut Gradients, checkpointer: &mut Checkpointer) {
+        let _token = grads.consume::<B>(&ops.node);
+        let state = ops.state;
+        let [q, k, v] = state.ids.map(|id| checkpointer.retrieve_node_output::<FloatTensor<B>>(id));
+        let bias = state.bias_id.map(|id| checkpointer.retrieve_node_output::<FloatTensor<B>>(id));
+        let Letters { dout, dlse } = state.mailbox.take();
+        // Where the loss depends on lse alone.
+        let dout = dout
+            .unwrap_or_else(|| B::float_zeros(state.out.shape(), &state.out.device(), state.out.dtype().into()));
+
+        let parent = |n: usize| ops.parents.get(n).and_then(Option::as_ref).map(|node| node.id);
+        let gradients = B::flash_attention_backward(
+            q,
+            k,
+            v,
+            OptionalBool::from_option(state.mask),
+            OptionalFloat::from(bias),
+            state.out,
+            state.lse,
+            dout,
+            OptionalFloat::from(dlse),
+            Wanted {
+                dq: parent(0).is_some(),
+                dk: parent(1).is_some(),
+                dv: parent(2).is_some(),
+                dbias: parent(3).is_some(),
+            },
+            state.options,
+        );
+        let AttentionGradients { dq, dk, dv, dbias } = gradients;
+        for (n, gradient) in [dq, dk, dv, dbias].into_iter().enumerate() {
+            if let (Some(id), Some(gradient)) = (parent(n), gradient.into_option()) {
+                grads.register::<B>(id, gradient);
+            }
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! What a backend implements: the forward and the backward of attention on its own tensors.
+//!
+//! From here a call goes to `cube` (through Burn's fusion, if that is on), to `fallback` on Flex, or first through
+//! `autodiff`. Arguments have been validated by `api` before they come here.
+
+use burn::backend::tensor::{BoolTensor, FloatTensor};
+use burn::backend::{Backend, ExtensionType, backend_extension};
+use flash_attention_kernels::AttentionOptions;
+
+#[cfg(feature = "fusion")]
+use burn::backend::fusion::custom::TensorSpec;
+#[cfg(feature = "fusion")]
+use burn::tensor::{DType, Shape};
+
+/// A float tensor that may be absent: extensions take no `Option`.
+#[derive(Clone, Debug, ExtensionType)]
+#[cfg_attr(feature = "fusion", extension_type(fusion))]
+pub enum OptionalFloat<B: Backend> {
+    Some(FloatTensor<B>),
+    None,
+}
+
+/// A boolean tensor that may be absent.
+#[derive(Clone, Debug, ExtensionType)]
+#[cfg_attr(feature = "fusion", extension_type(fusion))]
+pub enum OptionalBool<B: Backend> {
+    Some(BoolTensor<B>),
+    None,
+}
+
+impl<B: Backend> From<Option<FloatTensor<B>>> for OptionalFloat<B> {
+    fn from(tensor: Option<FloatTensor<B>>) -> Self {
+        tensor.map_or(Self::None, Self::Some)
+    }
+}
+
+impl<B: Backend> OptionalFloat<B> {
+    pub fn into_option(self) -> Option<FloatTensor<B>> {
+        match self {
+            Self::Some(tensor) => Some(tensor),
+            Self::None => None,
+        }
+    }
+}
+
+impl<B: Backend> OptionalBool<B> {
+    pub fn from_option(tensor: Option<BoolTensor<B>>) -> Self {
+        tensor.map_or(Self::None, Self::Some)
+    }
+
+    pub fn into_option(self) -> Option<BoolTensor<B>> {
+        match self {
+            Self::Some(tensor) => Some(tensor),
+            Self::None => None,
+        }
+    }
+}
+
+/// What the forward returns.
+#[derive(Debug, ExtensionType)]
+#[cfg_attr(feature = "fusion", extension_type(fusion))]
+pub struct AttentionOutput<B: Backend> {
+    /// `[batch, num_heads_q, seq_q, head_dim_v]`, of the dtype of `q`.
+    pub out: FloatTensor<B>,
+    /// `[batch, num_heads_q, seq_q]`, f32.
+    pub lse: FloatTensor<B>,
+}
+
+/// What the backward returns: the gradients asked for.
+#[derive(Debug, ExtensionType)]
+#[cfg_attr(feature = "fusion", extension_type(fusion))]
+pub struct AttentionGradients<B: Backend> {
+    #[extension_type]
+    pub dq: OptionalFloat<B>,
+    #[extension_type]
+    pub dk: OptionalFloat<B>,
+    #[extension_type]
+    pub dv: OptionalFloat<B>,
+    #[extension_type]
+    pub dbias: OptionalFloat<B>,
+}
+
+/// Which gradients the backward is to compute; the others cost nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wanted {
+    pub dq: bool,
+    pub dk: bool,
+    pub dv: bool,
+    pub dbias: bool,
+}
+
+/// Attention as one operation of a backend.
+#[backend_extension(
+    Cube: cfg(feature = "cube"),
+    Flex: cfg(feature = "flex"),
+    Fusion: cfg(feature = "fusion"),
+    Autodiff
+)]
+pub trait FlashAttentionOps: Backend {
+    /// The output and the log-sum-exp of each row of scores.
+    #[fusion(meta = |q, _k, v, _mask, _bias, _options| AttentionOutputMetadata {
+        out: TensorSpec::new(with_last(&q.shape, v.shape[3]), q.dtype),
+        lse: TensorSpec::new(Shape::new([q.shape[0], q.shape[1], q.shape[2]]), DType::F32),
+    })]
+    fn flash_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        #[extension_type] mask: OptionalBool<Self>,
+        #[extension_type] bias: OptionalFloat<Self>,
+        options: AttentionOptions,
+    ) -> AttentionOutput<Self>;
+
+    /// The gradients of `Σ dout∘out + Σ dlse∘lse`, from the forward's `out` and `lse`.
+    #[fusion(meta = |q, k, v, _mask, bias, _out, _lse, _dout, _dlse, wanted, _options| AttentionGradientsMetadata {
+        dq: when(wanted.dq, q),
+        dk: when(wanted.dk, k),
+        dv: when(wanted.dv, v),
+        dbias: match bias {
+            OptionalFloatMetadata::Some(bias) => when(wanted.dbias, bias),
+            OptionalFloatMetadata::None => OptionalFloatMetadata::None,
+        },
+    })]
+    #[allow(clippy::too_many_arguments)]
+    fn flash_attention_backward(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        #[extension_type] mask: OptionalBool<Self>,
+        #[extension_type] bias: OptionalFloat<Self>,
+        out: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        dout: FloatTensor<Self>,
+        #[extension_type] dlse: OptionalFloat<Self>,
+        wanted: Wanted,
+        options: AttentionOptions,
+    ) -> AttentionGradients<Self>;
+}
+
+#[cfg(feature = "fusion")]
+fn with_last(shape: &Shape, last: usize) -> Shape {
+    Shape::new([shape[0], shape[1], shape[2], last])
+}
+
+#[cfg(feature = "fusion")]
+fn when(wanted: bool, spec: &TensorSpec) -> OptionalFloatMetadata {
+    if wanted { OptionalFloatMetadata::Some(spec.clone()) } else { OptionalFloatMetadata::None }
+}

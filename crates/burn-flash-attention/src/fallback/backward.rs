@@ -1,0 +1,257 @@
+//! The backward (FlashAttention-2, arXiv:2307.08691, algorithm 2), with probabilities recomputed from `lse`:
+//!
+//! ```text
+//! p = exp(s − lse)            delta = Σ dout∘out − dlse          dp = dout·vᵀ
+//! dbias = p∘(dp − delta)      ds = dbias∘slope of the softcap
+//! dv = pᵀ·dout                dq = softmax_scale · ds·k          dk = softmax_scale · dsᵀ·q
+//! ```
+//!
+//! Each head of k and v is one task, which visits a tile once for all of dq, dk and dv. Where there are fewer heads than
+//! threads, blocks of keys (for dk and dv) and blocks of queries (for dq) are tasks of their own instead: more work, but
+//! for all threads, and the same sums in the same order. dbias sums over heads and batches where it broadcasts, so it
+//! always goes by itself.
+
+use super::math;
+use super::tile::{Attention, Matrix, Rows, Scratch, TILE_K, TILE_Q, Tile, accumulate, multiply};
+use crate::backend::Wanted;
+use flash_attention_kernels::AttentionProblem;
+use rayon::prelude::*;
+
+/// What the forward left and what comes from the loss.
+pub struct Saved<'a> {
+    /// `[batch, num_heads_q, seq_q]`; +∞ for rows that see nothing, which makes their probabilities 0.
+    lse: Vec<f32>,
+    /// `[batch, num_heads_q, seq_q]`.
+    delta: Vec<f32>,
+    dout: Rows<'a>,
+}
+
+impl<'a> Saved<'a> {
+    pub fn new(
+        problem: &AttentionProblem,
+        out: &[f32],
+        lse: &[f32],
+        dout: &'a [f32],
+        dlse: Option<&[f32]>,
+    ) -> Self {
+        let dim = problem.head_dim_v;
+        let rows = out.chunks_exact(dim).zip(dout.chunks_exact(dim)).enumerate();
+        let delta = rows.map(|(row, (out, dout))| math::dot(out, dout) - dlse.map_or(0.0, |dlse| dlse[row])).collect();
+        let lse = lse.iter().map(|&lse| if lse == f32::NEG_INFINITY { f32::INFINITY } else { lse }).collect();
+        Saved { lse, delta, dout: Rows::new(dout, problem.o_shape(), TILE_Q) }
+    }
+}
+
+/// The gradients asked for, in f32.
+pub struct Gradients {
+    pub dq: Option<Vec<f32>>,
+    pub dk: Option<Vec<f32>>,
+    pub dv: Option<Vec<f32>>,
+    pub dbias: Option<Vec<f32>>,
+}
+
+pub fn backward(attention: &Attention, saved: &Saved, wanted: Wanted) -> Gradients {
+    let problem = attention.problem;
+    let zeros = |shape: [usize; 4]| vec![0.0; shape.iter().product()];
+    let mut gradients = Gradients {
+        dq: wanted.dq.then(|| zeros(problem.q_shape())),
+        dk: wanted.dk.then(|| zeros(problem.k_shape())),
+        dv: wanted.dv.then(|| zeros(problem.v_shape())),
+        dbias: problem.bias.filter(|_| wanted.dbias).map(zeros),
+    };
+    // Nothing sees anything.
+    if problem.rows() == 0 || problem.seq_k == 0 {
+        return gradients;
+    }
+    let Gradients { dq, dk, dv, dbias } = &mut gradients;
+    let k_blocks = problem.seq_k.div_ceil(TILE_K);
+    let heads_occupy_threads = problem.batch * problem.num_heads_kv >= rayon::current_num_threads();
+    match (dq.is_some(), dk.is_some() || dv.is_some()) {
+        (true, true) if heads_occupy_threads => by_keys(attention, saved, k_blocks, [dq, dk, dv]),
+        (has_dq, has_dkv) => {
+            if has_dkv {
+                by_keys(attention, saved, 1, [&mut None, dk, dv]);
+            }
+            if has_dq {
+                by_queries(attention, saved, dq);
+            }
+        }
+    }
+    if let Some(dbias) = dbias {
+        for_bias(attention, saved, dbias);
+    }
+    gradients
+}
+
+/// Where a tile's share of the gradients is added.
+struct Sums<'a> {
+    /// `[rows, head_dim]`.
+    dq: Option<&'a mut [f32]>,
+    /// `[cols, head_dim]`.
+    dk: Option<&'a mut [f32]>,
+    /// `[cols, head_dim_v]`.
+    dv: Option<&'a mut [f32]>,
+}
+
+/// A task for each run of `blocks` blocks of keys of a head, which must be all of them where dq is wanted too.
+fn by_keys(
+    attention: &Attention,
+    saved: &Saved,
+    blocks: usize,
+    [dq, dk, dv]: [&mut Option<Vec<f32>>; 3],
+) {
+    let problem = attention.problem;
+    let (seq_q, seq_k, group) = (problem.seq_q, problem.seq_k, problem.group_size());
+    let (dim, dim_v) = (problem.head_dim, problem.head_dim_v);
+    let k_blocks = seq_k.div_ceil(TILE_K);
+    let tasks_a_head = k_blocks.div_ceil(blocks);
+    let tasks = problem.batch * problem.num_heads_kv * tasks_a_head;
+
+    let dq = split(dq, tasks, group * seq_q * dim, group * seq_q * dim);
+    let dk = split(dk, tasks, seq_k * dim, blocks * TILE_K * dim);
+    let dv = split(dv, tasks, seq_k * dim_v, blocks * TILE_K * dim_v);
+    let tasks: Vec<_> = dq.into_iter().zip(dk).zip(dv).enumerate().collect();
+    tasks.into_par_iter().for_each_init(Scratch::new, |scratch, (task, ((mut dq, mut dk), mut dv))| {
+        let (head, first) = (task / tasks_a_head, task % tasks_a_head * blocks);
+        let (b, h_kv) = (head / problem.num_heads_kv, head % problem.num_heads_kv);
+        for k_block in first..k_blocks.min(first + blocks) {
+            for n in 0..group {
+                for q_block in attention.q_blocks(k_block) {
+                    let tile = attention.tile(b, h_kv * group + n, q_block, k_block);
+                    let (q_row, k_row) = (n * seq_q + tile.q_start, (k_block - first) * TILE_K);
+                    let sums = Sums {
+                        dq: part(&mut dq, q_row, tile.rows, dim),
+                        dk: part(&mut dk, k_row, tile.cols, dim),
+                        dv: part(&mut dv, k_row, tile.cols, dim_v),
+                    };
+                    visit(attention, saved, tile, scratch, sums);
+                }
+            }
+        }
+    });
+}
+
+/// A task for each block of queries.
+fn by_queries(attention: &Attention, saved: &Saved, dq: &mut Option<Vec<f32>>) {
+    let (problem, dim, q_blocks) = (attention.problem, attention.problem.head_dim, attention.num_q_blocks());
+    let tasks = problem.batch * problem.num_heads_q * q_blocks;
+    let tasks: Vec<_> = split(dq, tasks, problem.seq_q * dim, TILE_Q * dim).into_iter().enumerate().collect();
+    tasks.into_par_iter().for_each_init(Scratch::new, |scratch, (task, mut dq)| {
+        let (head, q_block) = (task / q_blocks, task % q_blocks);
+        for k_block in attention.k_blocks(q_block) {
+            let tile = attention.tile(head / problem.num_heads_q, head % problem.num_heads_q, q_block, k_block);
+            visit(attention, saved, tile, scratch, Sums { dq: dq.as_deref_mut(), dk: None, dv: None });
+        }
+    });
+}
+
+/// A task for each part of the bias that no other task adds to.
+fn for_bias(attention: &Attention, saved: &Saved, dbias: &mut [f32]) {
+    let problem = attention.problem;
+    let [shape_b, shape_h, shape_q, shape_k] = problem.bias.unwrap_or_default();
+    let along_q = shape_q == problem.seq_q;
+    let (q_blocks, k_blocks) = (attention.num_q_blocks(), problem.seq_k.div_ceil(TILE_K));
+    // Blocks of queries if the bias has rows for them, else blocks of keys.
+    let part = if along_q { TILE_Q * shape_k } else { TILE_K };
+    let parts: Vec<_> = dbias
+        .chunks_mut(shape_q * shape_k)
+        .enumerate()
+        .flat_map(|(head, dbias)| dbias.chunks_mut(part).enumerate().map(move |(n, dbias)| (head, n, dbias)))
+        .collect();
+    // The index along a dimension of the scores, or all of them where the bias has but one.
+    let all = |shape: usize, size: usize, index: usize| if shape == 1 { 0..size } else { index..index + 1 };
+
+    parts.into_par_iter().for_each_init(Scratch::new, |scratch, (head, n, dbias)| {
+        for b in all(shape_b, problem.batch, head / shape_h) {
+            for h in all(shape_h, problem.num_heads_q, head % shape_h) {
+                for q_block in if along_q { n..n + 1 } else { 0..q_blocks } {
+                    let seen = attention.k_blocks(q_block);
+                    let own = if along_q || shape_k == 1 { 0..k_blocks } else { n..n + 1 };
+                    for k_block in seen.start.max(own.start)..seen.end.min(own.end) {
+                        let tile = attention.tile(b, h, q_block, k_block);
+                        probabilities(attention, saved, tile, scratch);
+                        bias_gradients(attention, saved, tile, scratch);
+                        // The parts of a bias without rows start at their own block of keys.
+                        let column = if along_q { tile.k_start } else { 0 };
+                        for (i, ds) in scratch.ds.chunks_exact(tile.cols).take(tile.rows).enumerate() {
+                            let row = if along_q { i * shape_k } else { 0 };
+                            if shape_k == 1 {
+                                dbias[row] += ds.iter().sum::<f32>();
+                            } else {
+                                dbias[row + column..].iter_mut().zip(ds).for_each(|(dbias, ds)| *dbias += ds);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// Adds what one tile has to add.
+fn visit(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut Scratch, sums: Sums) {
+    let Tile { b, h, q_start, rows, cols, .. } = tile;
+    probabilities(attention, saved, tile, scratch);
+    if let Some(dv) = sums.dv {
+        let p = Matrix::new(&scratch.p, rows, cols);
+        accumulate(dv, 1.0, p.transposed(), saved.dout.block(b, h, q_start, rows));
+    }
+    if sums.dq.is_none() && sums.dk.is_none() {
+        return;
+    }
+    bias_gradients(attention, saved, tile, scratch);
+    if attention.problem.options.softcap.is_some() {
+        let slope = &scratch.slope[..rows * cols];
+        scratch.ds.iter_mut().zip(slope).for_each(|(ds, slope)| *ds = if *ds == 0.0 { 0.0 } else { *ds * slope });
+    }
+    let ds = Matrix::new(&scratch.ds, rows, cols);
+    if let Some(dk) = sums.dk {
+        accumulate(dk, attention.scale, ds.transposed(), attention.q(tile));
+    }
+    if let Some(dq) = sums.dq {
+        accumulate(dq, attention.scale, ds, attention.k(tile));
+    }
+}
+
+/// `p = exp(s − lse)` into `scratch.p`, 0 where hidden.
+fn probabilities(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut Scratch) {
+    attention.scores(tile, &mut scratch.p, &mut scratch.slope);
+    let lse = &saved.lse[first_row(attention.problem, tile)..];
+    attention.arch.dispatch(|| {
+        for (p, &lse) in scratch.p.chunks_exact_mut(tile.cols).take(tile.rows).zip(lse) {
+            p.iter_mut().for_each(|p| *p = math::exp(*p - lse));
+        }
+    });
+}
+
+/// `p∘(dout·vᵀ − delta)` into `scratch.ds`, 0 where hidden whatever v and dout hold there.
+fn bias_gradients(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut Scratch) {
+    let Tile { b, h, q_start, rows, cols, .. } = tile;
+    let dout = saved.dout.block(b, h, q_start, rows);
+    multiply(&mut scratch.ds, false, [rows, cols], 1.0, dout.matrix(), attention.v(tile).transposed());
+    let delta = &saved.delta[first_row(attention.problem, tile)..];
+    attention.arch.dispatch(|| {
+        let tiles = scratch.ds.chunks_exact_mut(cols).zip(scratch.p.chunks_exact(cols)).take(rows);
+        for ((ds, p), &delta) in tiles.zip(delta) {
+            ds.iter_mut().zip(p).for_each(|(ds, &p)| *ds = if p == 0.0 { 0.0 } else { p * (*ds - delta) });
+        }
+    });
+}
+
+/// The tile's first row, counted over batches and heads.
+fn first_row(problem: &AttentionProblem, tile: Tile) -> usize {
+    (tile.b * problem.num_heads_q + tile.h) * problem.seq_q + tile.q_start
+}
+
+/// The parts of `len` numbers of each head's `head_len`, one for each task; or as many times nothing.
+fn split(data: &mut Option<Vec<f32>>, tasks: usize, head_len: usize, len: usize) -> Vec<Option<&mut [f32]>> {
+    match data {
+        Some(data) => data.chunks_mut(head_len).flat_map(|head| head.chunks_mut(len)).map(Some).collect(),
+        None => (0..tasks).map(|_| None).collect(),
+    }
+}
+
+/// `rows` rows of `dim` numbers from `start` on.
+fn part<'a>(data: &'a mut Option<&mut [f32]>, start: usize, rows: usize, dim: usize) -> Option<&'a mut [f32]> {
+    data.as_deref_mut().map(|data| &mut data[start * dim..][..rows * dim])
+}

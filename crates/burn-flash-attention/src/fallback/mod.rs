@@ -1,0 +1,179 @@
+//! Attention on Flex: loops on the host over the same tiles, with the same meaning, as the kernels.
+//!
+//! Inputs are read as f32, whatever their dtype, and sums are in f32. Memory is linear in the sequence in both passes.
+//! Tiles are shared out among threads so that each sum is taken by one thread in one order: results are the same bits
+//! in every run and with any number of threads.
+
+mod backward;
+mod forward;
+mod math;
+mod tile;
+
+use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, OptionalBool, OptionalFloat, Wanted};
+use crate::plan::HostPlan;
+use crate::problem::{dtype, problem};
+use burn::backend::tensor::FloatTensor;
+use burn::tensor::{Bytes, DType, Shape};
+use burn_flex::{Flex, FlexTensor, Layout};
+use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use std::ops::Range;
+use tile::{Attention, Broadcast, TILE_K, TILE_Q};
+
+impl FlashAttentionOps for Flex {
+    fn flash_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        mask: OptionalBool<Self>,
+        bias: OptionalFloat<Self>,
+        options: AttentionOptions,
+    ) -> AttentionOutput<Self> {
+        let call = Call::new(q, k, v, mask, bias, options);
+        let (out, lse) = forward::forward(&call.attention());
+        AttentionOutput {
+            out: tensor(out, call.problem.o_shape(), call.problem.dtype),
+            lse: tensor(lse, call.problem.lse_shape(), Dtype::F32),
+        }
+    }
+
+    fn flash_attention_backward(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        mask: OptionalBool<Self>,
+        bias: OptionalFloat<Self>,
+        out: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        dout: FloatTensor<Self>,
+        dlse: OptionalFloat<Self>,
+        wanted: Wanted,
+        options: AttentionOptions,
+    ) -> AttentionGradients<Self> {
+        let call = Call::new(q, k, v, mask, bias, options);
+        let (out, lse, dout) = (floats(out), floats(lse), floats(dout));
+        let dlse = dlse.into_option().map(floats);
+        let saved = backward::Saved::new(
+            &call.problem,
+            slice(&out),
+            slice(&lse),
+            slice(&dout),
+            dlse.as_ref().map(slice),
+        );
+        let gradients = backward::backward(&call.attention(), &saved, wanted);
+        let problem = &call.problem;
+        let some = |data: Option<Vec<f32>>, shape| data.map(|data| tensor(data, shape, problem.dtype)).into();
+        AttentionGradients {
+            dq: some(gradients.dq, problem.q_shape()),
+            dk: some(gradients.dk, problem.k_shape()),
+            dv: some(gradients.dv, problem.v_shape()),
+            dbias: some(gradients.dbias, problem.bias.unwrap_or_default()),
+        }
+    }
+}
+
+/// How the loops would go about this problem.
+pub(crate) fn plan(problem: &AttentionProblem) -> HostPlan {
+    let threads = rayon::current_num_threads();
+    let rows = problem.rows();
+    let (q, o) = (rows * problem.head_dim, rows * problem.head_dim_v);
+    let kv_rows = problem.batch * problem.num_heads_kv * problem.seq_k;
+    let kv = kv_rows * (problem.head_dim + problem.head_dim_v);
+    // Half-precision inputs are widened once, and their gradients summed in f32 before they are narrowed.
+    let widened = if problem.dtype == Dtype::F32 { 0 } else { 2 * (q + o + kv) };
+    let tiles = threads * tile::Scratch::LEN;
+    HostPlan {
+        tile_q: TILE_Q,
+        tile_k: TILE_K,
+        threads,
+        scratch_bytes: size_of::<f32>() * (tiles + rows + widened),
+    }
+}
+
+/// The arguments of a call, contiguous and in f32; mask and bias as they come.
+struct Call {
+    problem: AttentionProblem,
+    q: FlexTensor,
+    k: FlexTensor,
+    v: FlexTensor,
+    mask: Option<FlexTensor>,
+    bias: Option<FlexTensor>,
+}
+
+impl Call {
+    fn new(
+        q: FlexTensor,
+        k: FlexTensor,
+        v: FlexTensor,
+        mask: OptionalBool<Flex>,
+        bias: OptionalFloat<Flex>,
+        options: AttentionOptions,
+    ) -> Self {
+        let (mask, bias) = (mask.into_option(), bias.into_option());
+        let problem = dtype("q", q.dtype()).and_then(|dtype| {
+            let shape = |tensor: &FlexTensor| tensor.layout().shape().to_vec();
+            problem(
+                [&shape(&q), &shape(&k), &shape(&v)],
+                mask.as_ref().map(shape).as_deref(),
+                bias.as_ref().map(shape).as_deref(),
+                dtype,
+                options,
+            )
+        });
+        // `api` has checked the same.
+        let problem = problem.unwrap_or_else(|error| panic!("{error}"));
+        Call { problem, q: floats(q), k: floats(k), v: floats(v), mask, bias }
+    }
+
+    fn attention(&self) -> Attention<'_> {
+        let mask = self.mask.as_ref().map(|mask| Broadcast::new(mask.storage::<u8>(), mask.layout()));
+        let bias = self.bias.as_ref().map(|bias| match bias.dtype() {
+            DType::F16 => tile::Bias::F16(Broadcast::new(bias.storage::<f16>(), bias.layout())),
+            DType::BF16 => tile::Bias::BF16(Broadcast::new(bias.storage::<bf16>(), bias.layout())),
+            _ => tile::Bias::F32(Broadcast::new(bias.storage::<f32>(), bias.layout())),
+        });
+        Attention::new(&self.problem, [slice(&self.q), slice(&self.k), slice(&self.v)], mask, bias)
+    }
+}
+
+/// The tensor, contiguous and in f32: a copy only where it is not already.
+fn floats(tensor: FlexTensor) -> FlexTensor {
+    let tensor = tensor.to_contiguous();
+    let shape = tensor.layout().shape().clone();
+    let mut data = vec![0.0; shape.num_elements()];
+    match tensor.dtype() {
+        DType::F16 => tensor.storage::<f16>()[elements(&tensor)].convert_to_f32_slice(&mut data),
+        DType::BF16 => tensor.storage::<bf16>()[elements(&tensor)].convert_to_f32_slice(&mut data),
+        _ => return tensor,
+    }
+    FlexTensor::new(Bytes::from_elems(data), Layout::contiguous(shape), DType::F32)
+}
+
+fn slice(tensor: &FlexTensor) -> &[f32] {
+    &tensor.storage()[elements(tensor)]
+}
+
+/// Where a contiguous tensor's elements lie in its storage.
+fn elements(tensor: &FlexTensor) -> Range<usize> {
+    let start = tensor.layout().start_offset();
+    start..start + tensor.layout().num_elements()
+}
+
+/// A tensor of that shape and dtype; the values are rounded to it.
+fn tensor<const RANK: usize>(data: Vec<f32>, shape: [usize; RANK], dtype: Dtype) -> FlexTensor {
+    let layout = Layout::contiguous(Shape::new(shape));
+    match dtype {
+        Dtype::F32 => FlexTensor::new(Bytes::from_elems(data), layout, DType::F32),
+        Dtype::F16 => {
+            let mut halves = vec![f16::ZERO; data.len()];
+            halves.convert_from_f32_slice(&data);
+            FlexTensor::new(Bytes::from_elems(halves), layout, DType::F16)
+        }
+        Dtype::BF16 => {
+            let mut halves = vec![bf16::ZERO; data.len()];
+            halves.convert_from_f32_slice(&data);
+            FlexTensor::new(Bytes::from_elems(halves), layout, DType::BF16)
+        }
+    }
+}

@@ -1,0 +1,311 @@
+//! One tile of scores: `TILE_Q` queries of one head by `TILE_K` keys.
+
+use super::math;
+use burn_flex::Layout;
+use flash_attention_kernels::AttentionProblem;
+use flash_attention_kernels::mask::Band;
+use half::{bf16, f16};
+use pulp::Arch;
+
+/// Queries a tile. Scores, keys and values of a tile stay in a core's own cache, and products are long enough for the
+/// matrix routine to reach its speed.
+pub const TILE_Q: usize = 64;
+/// Keys a tile.
+pub const TILE_K: usize = 128;
+
+/// Where a tile lies.
+#[derive(Clone, Copy)]
+pub struct Tile {
+    pub b: usize,
+    /// The head of q.
+    pub h: usize,
+    pub q_start: usize,
+    /// Its queries: `TILE_Q`, or what is left of them.
+    pub rows: usize,
+    pub k_start: usize,
+    /// Its keys.
+    pub cols: usize,
+}
+
+/// The buffers of a thread.
+pub struct Scratch {
+    /// Scores, then probabilities: `[TILE_Q, TILE_K]`.
+    pub p: Vec<f32>,
+    /// Gradients of probabilities, then of scores.
+    pub ds: Vec<f32>,
+    /// The derivative of the softcap.
+    pub slope: Vec<f32>,
+}
+
+impl Scratch {
+    pub const LEN: usize = 3 * TILE_Q * TILE_K;
+
+    pub fn new() -> Self {
+        let tile = || vec![0.0; TILE_Q * TILE_K];
+        Scratch { p: tile(), ds: tile(), slope: tile() }
+    }
+}
+
+/// A tensor of the shape of the scores, each dimension possibly 1, read without being expanded.
+pub struct Broadcast<'a, T> {
+    data: &'a [T],
+    start: usize,
+    strides: [isize; 4],
+}
+
+impl<'a, T: Copy> Broadcast<'a, T> {
+    pub fn new(data: &'a [T], layout: &Layout) -> Self {
+        let stride = |dim: usize| if layout.shape()[dim] == 1 { 0 } else { layout.strides()[dim] };
+        Broadcast { data, start: layout.start_offset(), strides: std::array::from_fn(stride) }
+    }
+
+    /// The numbers of row `i` from column `j` on. Strides may be negative: Flex flips without copying.
+    fn row(&self, [b, h, i, j]: [usize; 4]) -> impl Iterator<Item = T> {
+        let offset: isize = [b, h, i, j].iter().zip(self.strides).map(|(n, stride)| *n as isize * stride).sum();
+        let first = self.start.wrapping_add_signed(offset);
+        (0..).map(move |n: isize| self.data[first.wrapping_add_signed(n * self.strides[3])])
+    }
+}
+
+/// The bias, in its own dtype.
+pub enum Bias<'a> {
+    F32(Broadcast<'a, f32>),
+    F16(Broadcast<'a, f16>),
+    BF16(Broadcast<'a, bf16>),
+}
+
+/// An attention call.
+pub struct Attention<'a> {
+    pub problem: &'a AttentionProblem,
+    pub band: Band,
+    pub scale: f32,
+    pub q: Rows<'a>,
+    pub k: Rows<'a>,
+    pub v: Rows<'a>,
+    mask: Option<Broadcast<'a, u8>>,
+    bias: Option<Bias<'a>>,
+    pub arch: Arch,
+}
+
+/// `[batch, heads, seq, dim]`, contiguous.
+pub struct Rows<'a> {
+    data: &'a [f32],
+    heads: usize,
+    seq: usize,
+    pub dim: usize,
+    /// Whether the tile at that head and block of rows holds neither NaN nor infinities.
+    finite: Vec<bool>,
+    tile: usize,
+}
+
+/// Some rows of one head.
+#[derive(Clone, Copy)]
+pub struct Block<'a> {
+    pub data: &'a [f32],
+    pub dim: usize,
+    finite: bool,
+}
+
+impl<'a> Rows<'a> {
+    pub fn new(data: &'a [f32], [_, heads, seq, dim]: [usize; 4], tile: usize) -> Self {
+        let arch = Arch::new();
+        let finite = if data.is_empty() {
+            Vec::new()
+        } else {
+            let blocks = data.chunks(seq * dim).flat_map(|head| head.chunks(tile * dim));
+            blocks.map(|block| arch.dispatch(|| math::all_finite(block))).collect()
+        };
+        Rows { data, heads, seq, dim, finite, tile }
+    }
+
+    /// `rows` rows of a head from `start`, a multiple of the tile, on.
+    pub fn block(&self, b: usize, h: usize, start: usize, rows: usize) -> Block<'a> {
+        let head = b * self.heads + h;
+        Block {
+            data: &self.data[(head * self.seq + start) * self.dim..][..rows * self.dim],
+            dim: self.dim,
+            finite: self.finite[head * self.seq.div_ceil(self.tile) + start / self.tile],
+        }
+    }
+}
+
+impl<'a> Attention<'a> {
+    pub fn new(
+        problem: &'a AttentionProblem,
+        [q, k, v]: [&'a [f32]; 3],
+        mask: Option<Broadcast<'a, u8>>,
+        bias: Option<Bias<'a>>,
+    ) -> Self {
+        Attention {
+            problem,
+            band: problem.band(),
+            scale: problem.softmax_scale(),
+            q: Rows::new(q, problem.q_shape(), TILE_Q),
+            k: Rows::new(k, problem.k_shape(), TILE_K),
+            v: Rows::new(v, problem.v_shape(), TILE_K),
+            mask,
+            bias,
+            arch: Arch::new(),
+        }
+    }
+
+    /// The tile at that block of queries and keys.
+    pub fn tile(&self, b: usize, h: usize, q_block: usize, k_block: usize) -> Tile {
+        let (q_start, k_start) = (q_block * TILE_Q, k_block * TILE_K);
+        let (rows, cols) = (self.problem.seq_q - q_start, self.problem.seq_k - k_start);
+        Tile { b, h, q_start, rows: rows.min(TILE_Q), k_start, cols: cols.min(TILE_K) }
+    }
+
+    /// The blocks of keys that a block of queries sees anything of.
+    pub fn k_blocks(&self, q_block: usize) -> std::ops::Range<usize> {
+        let blocks = self.band.k_blocks((q_block * TILE_Q) as u32, TILE_Q as u32, TILE_K as u32);
+        blocks.start as usize..blocks.end as usize
+    }
+
+    /// The blocks of queries that see anything of a block of keys.
+    pub fn q_blocks(&self, k_block: usize) -> std::ops::Range<usize> {
+        let blocks = self.band.q_blocks((k_block * TILE_K) as u32, TILE_Q as u32, TILE_K as u32);
+        blocks.start as usize..blocks.end as usize
+    }
+
+    /// Blocks of queries.
+    pub fn num_q_blocks(&self) -> usize {
+        self.problem.seq_q.div_ceil(TILE_Q)
+    }
+
+    pub fn q(&self, tile: Tile) -> Block<'a> {
+        self.q.block(tile.b, tile.h, tile.q_start, tile.rows)
+    }
+
+    pub fn k(&self, tile: Tile) -> Block<'a> {
+        self.k.block(tile.b, tile.h / self.problem.group_size(), tile.k_start, tile.cols)
+    }
+
+    pub fn v(&self, tile: Tile) -> Block<'a> {
+        self.v.block(tile.b, tile.h / self.problem.group_size(), tile.k_start, tile.cols)
+    }
+
+    /// The scores of a tile, −∞ where hidden, into `s [rows, cols]`, and the derivative of the softcap into `slope`.
+    pub fn scores(&self, tile: Tile, s: &mut [f32], slope: &mut [f32]) {
+        let Tile { b, h, q_start, rows, k_start, cols } = tile;
+        let s = &mut s[..rows * cols];
+        multiply(s, false, [rows, cols], self.scale, self.q(tile).matrix(), self.k(tile).transposed());
+        if let Some(softcap) = self.problem.options.softcap {
+            self.arch.dispatch(|| {
+                for (s, slope) in s.iter_mut().zip(slope) {
+                    let t = math::tanh(*s / softcap);
+                    *s = softcap * t;
+                    *slope = 1.0 - t * t;
+                }
+            });
+        }
+        // Bias before hiding, so that a NaN in a bias cannot get past −∞.
+        match &self.bias {
+            None => {}
+            Some(Bias::F32(bias)) => add(s, cols, |i| bias.row([b, h, q_start + i, k_start])),
+            Some(Bias::F16(bias)) => add(s, cols, |i| bias.row([b, h, q_start + i, k_start]).map(f16::to_f32)),
+            Some(Bias::BF16(bias)) => add(s, cols, |i| bias.row([b, h, q_start + i, k_start]).map(bf16::to_f32)),
+        }
+        if let Some(mask) = &self.mask {
+            for (i, row) in s.chunks_exact_mut(cols).enumerate() {
+                for (s, hidden) in row.iter_mut().zip(mask.row([b, h, q_start + i, k_start])) {
+                    *s = if hidden != 0 { f32::NEG_INFINITY } else { *s };
+                }
+            }
+        }
+        if !self.band.whole(q_start as u32, k_start as u32, rows as u32, cols as u32) {
+            for (i, row) in s.chunks_exact_mut(cols).enumerate() {
+                for (j, s) in row.iter_mut().enumerate() {
+                    let seen = self.band.sees((q_start + i) as u32, (k_start + j) as u32);
+                    *s = if seen { *s } else { f32::NEG_INFINITY };
+                }
+            }
+        }
+    }
+}
+
+fn add<I: Iterator<Item = f32>>(s: &mut [f32], cols: usize, row: impl Fn(usize) -> I) {
+    for (i, s) in s.chunks_exact_mut(cols).enumerate() {
+        for (s, bias) in s.iter_mut().zip(row(i)) {
+            *s += bias;
+        }
+    }
+}
+
+/// A matrix as the product reads it.
+#[derive(Clone, Copy)]
+pub struct Matrix<'a> {
+    data: &'a [f32],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    col_stride: usize,
+}
+
+impl<'a> Matrix<'a> {
+    /// Row-major.
+    pub fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
+        Matrix { data: &data[..rows * cols], rows, cols, row_stride: cols, col_stride: 1 }
+    }
+
+    pub fn transposed(self) -> Self {
+        let Matrix { data, rows, cols, row_stride, col_stride } = self;
+        Matrix { data, rows: cols, cols: rows, row_stride: col_stride, col_stride: row_stride }
+    }
+}
+
+impl<'a> Block<'a> {
+    pub fn matrix(self) -> Matrix<'a> {
+        Matrix::new(self.data, self.data.len() / self.dim, self.dim)
+    }
+
+    pub fn transposed(self) -> Matrix<'a> {
+        self.matrix().transposed()
+    }
+}
+
+/// `c += scale · weights · block`. A weight of exactly 0, which is what hidden pairs have, takes nothing from its row,
+/// not even NaN.
+pub fn accumulate(c: &mut [f32], scale: f32, weights: Matrix, block: Block) {
+    if block.finite {
+        return multiply(c, true, [weights.rows, block.dim], scale, weights, block.matrix());
+    }
+    for (i, c) in c.chunks_exact_mut(block.dim).take(weights.rows).enumerate() {
+        for (j, row) in block.data.chunks_exact(block.dim).enumerate() {
+            let weight = weights.data[i * weights.row_stride + j * weights.col_stride];
+            if weight != 0.0 {
+                c.iter_mut().zip(row).for_each(|(c, x)| *c += scale * weight * x);
+            }
+        }
+    }
+}
+
+/// `c = scale · a · b`, added to what is there if `add`. `c` is row-major.
+pub fn multiply(c: &mut [f32], add: bool, [m, n]: [usize; 2], scale: f32, a: Matrix, b: Matrix) {
+    assert!(a.rows == m && b.cols == n && a.cols == b.rows && c.len() >= m * n, "shapes of a product");
+    // SAFETY: each matrix reaches `rows · cols` elements, dense either way, and the asserts and constructors have
+    // checked that they are there; `c` overlaps neither, being borrowed mutably.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            a.cols,
+            c.as_mut_ptr(),
+            1,
+            n as isize,
+            add,
+            a.data.as_ptr(),
+            a.col_stride as isize,
+            a.row_stride as isize,
+            b.data.as_ptr(),
+            b.col_stride as isize,
+            b.row_stride as isize,
+            1.0,
+            scale,
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+    }
+}

@@ -1,0 +1,43 @@
+//! FlashAttention for [Burn](https://burn.dev): exact attention, forward and backward, in memory linear in the sequence.
+//!
+//! [`flash_attention`] is the operation, [`FlashAttentionOptions`] what it can be asked to do, [`attention`] the same
+//! behind the signature of Burn's own, and [`FlashMultiHeadAttention`] a module that loads the records of burn-nn's.
+//! [`plan()`] tells which kernel runs. Kernels are those of [`flash_attention_kernels`], on any device that CubeCL
+//! compiles to; tensors on Flex are computed on the host.
+//!
+//! ```
+//! # #[cfg(feature = "flex")] {
+//! use burn::tensor::{Device, Distribution, Tensor};
+//! use burn_flash_attention::{FlashAttentionOptions, flash_attention};
+//!
+//! // [batch, heads, seq, head_dim]
+//! let x = Tensor::<4>::random([1, 8, 128, 64], Distribution::Default, &Device::flex());
+//! let out = flash_attention(x.clone(), x.clone(), x, &FlashAttentionOptions::new().with_causal(true));
+//! assert_eq!(out.dims(), [1, 8, 128, 64]);
+//! # }
+//! ```
+//!
+//! # Features
+//!
+//! `wgpu`, `vulkan`, `metal`, `cuda`, `rocm` and `flex` choose devices, as in Burn. `fusion` and `autotune` are passed on
+//! to Burn; `fusion` must be on here where it is on for Burn. Default: `wgpu`, `flex` and `fusion`.
+
+mod api;
+mod autodiff;
+mod backend;
+#[cfg(feature = "cube")]
+mod cube;
+#[cfg(feature = "flex")]
+mod fallback;
+mod module;
+mod options;
+mod plan;
+mod problem;
+
+pub use api::{
+    attention, flash_attention, flash_attention_with_lse, plan, try_flash_attention, try_flash_attention_with_lse,
+};
+pub use flash_attention_kernels::{Alignment, AttentionError, Dtype, Kernel, Plan};
+pub use module::{FlashMhaInput, FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig};
+pub use options::FlashAttentionOptions;
+pub use plan::{AttentionPlan, HostPlan};

@@ -1,0 +1,427 @@
+//! Multi-head attention as a module, to be put in the place of burn-nn's.
+
+use crate::api::try_flash_attention;
+use crate::options::FlashAttentionOptions;
+use burn::config::Config;
+use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay};
+use burn::nn::attention::MultiHeadAttention;
+use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
+use burn::tensor::{Bool, Device, Tensor};
+use flash_attention_kernels::AttentionError;
+
+/// Configuration of a [`FlashMultiHeadAttention`].
+///
+/// ```
+/// use burn_flash_attention::FlashMultiHeadAttentionConfig;
+///
+/// // 32 heads of q that share 8 heads of k and v.
+/// let config = FlashMultiHeadAttentionConfig::new(4096, 32).with_n_kv_heads(Some(8)).with_causal(true);
+/// assert_eq!(config.n_heads, 32);
+/// ```
+#[derive(Config, Debug)]
+pub struct FlashMultiHeadAttentionConfig {
+    /// The size of each vector that comes in and goes out.
+    pub d_model: usize,
+    /// The number of heads of q.
+    pub n_heads: usize,
+    /// The number of heads of k and v; divides `n_heads`. Default: as many.
+    #[config(default = "None")]
+    pub n_kv_heads: Option<usize>,
+    /// Hides keys that come after the query, aligned at the bottom right. Default: false
+    #[config(default = false)]
+    pub causal: bool,
+    /// Dropout of the attention weights, which are never formed here: anything but 0 is refused. Default: 0
+    #[config(default = 0.0)]
+    pub dropout: f64,
+    /// How parameters are initialized.
+    #[config(default = "Initializer::KaimingUniform{gain:1.0/f64::sqrt(3.0), fan_out_only:false}")]
+    pub initializer: Initializer,
+    /// Whether the key layer has a bias. Default: true
+    #[config(default = true)]
+    pub key_bias: bool,
+    /// Whether the value layer has a bias. Default: true
+    #[config(default = true)]
+    pub value_bias: bool,
+    /// Whether the query layer has a bias. Default: true
+    #[config(default = true)]
+    pub query_bias: bool,
+    /// Whether the output layer has a bias. Default: true
+    #[config(default = true)]
+    pub output_bias: bool,
+}
+
+/// Multi-head attention (Attention Is All You Need, arXiv:1706.03762, section 3.2.2) without its matrix of weights.
+///
+/// Parameters have the names and shapes of [`MultiHeadAttention`]'s, so that its records load. What differs: the
+/// weights are not returned, since they are never formed; dropout on them and quiet softmax are refused; heads of k and
+/// v may be fewer than those of q; and causality needs no mask.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_flash_attention::{FlashMhaInput, FlashMultiHeadAttentionConfig};
+///
+/// let device = Device::flex();
+/// let attention = FlashMultiHeadAttentionConfig::new(64, 4).with_causal(true).init(&device);
+/// let x = Tensor::<3>::random([2, 10, 64], Distribution::Default, &device);
+/// assert_eq!(attention.forward(FlashMhaInput::self_attn(x)).context.dims(), [2, 10, 64]);
+/// # }
+/// ```
+#[derive(Module, Debug)]
+#[module(custom_display)]
+pub struct FlashMultiHeadAttention {
+    /// `d_model` to `n_heads · d_k`.
+    pub query: Linear,
+    /// `d_model` to `n_kv_heads · d_k`.
+    pub key: Linear,
+    /// `d_model` to `n_kv_heads · d_k`.
+    pub value: Linear,
+    /// `n_heads · d_k` to `d_model`.
+    pub output: Linear,
+    /// Kept for the sake of records; where it would do anything, the forward is refused.
+    pub dropout: Dropout,
+    /// The size of each vector that comes in and goes out.
+    pub d_model: usize,
+    /// The number of heads of q.
+    pub n_heads: usize,
+    /// The number of heads of k and v.
+    pub n_kv_heads: usize,
+    /// The size of a query and of a key.
+    pub d_k: usize,
+    /// Whether keys that come after the query are hidden.
+    pub causal: bool,
+}
+
+impl ModuleDisplay for FlashMultiHeadAttention {
+    fn custom_settings(&self) -> Option<DisplaySettings> {
+        DisplaySettings::new().with_new_line_after_attribute(false).optional()
+    }
+
+    fn custom_content(&self, content: Content) -> Option<Content> {
+        content
+            .add("d_model", &self.d_model)
+            .add("n_heads", &self.n_heads)
+            .add("n_kv_heads", &self.n_kv_heads)
+            .add("d_k", &self.d_k)
+            .add("causal", &self.causal)
+            .optional()
+    }
+}
+
+/// What goes into a [`FlashMultiHeadAttention`].
+///
+/// ```no_run
+/// use burn::tensor::{Bool, Device, Tensor};
+/// use burn_flash_attention::FlashMhaInput;
+///
+/// // A decoder's 3 positions over an encoder's 5, the last of which is padding.
+/// let device = Device::default();
+/// let (decoder, encoder) = (Tensor::<3>::zeros([1, 3, 64], &device), Tensor::<3>::zeros([1, 5, 64], &device));
+/// let padding = Tensor::<2, Bool>::from_data([[false, false, false, false, true]], &device);
+/// let input = FlashMhaInput::new(decoder, encoder.clone(), encoder).mask_pad(padding);
+/// ```
+#[derive(Clone, Debug)]
+pub struct FlashMhaInput {
+    query: Tensor<3>,
+    key: Tensor<3>,
+    value: Tensor<3>,
+    mask_pad: Option<Tensor<2, Bool>>,
+    mask_attn: Option<Tensor<3, Bool>>,
+}
+
+/// What comes out of a [`FlashMultiHeadAttention`]. Unlike burn-nn's, it has no weights.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::{Device, Tensor};
+/// use burn_flash_attention::{FlashMhaInput, FlashMultiHeadAttentionConfig};
+///
+/// let attention = FlashMultiHeadAttentionConfig::new(8, 2).init(&Device::flex());
+/// let output = attention.forward(FlashMhaInput::self_attn(Tensor::zeros([1, 3, 8], &Device::flex())));
+/// assert_eq!(output.context.dims(), [1, 3, 8]);
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct FlashMhaOutput {
+    /// `[batch, seq_q, d_model]`.
+    pub context: Tensor<3>,
+}
+
+impl FlashMhaInput {
+    /// Self-attention over `[batch, seq, d_model]`.
+    ///
+    /// ```no_run
+    /// use burn::tensor::{Device, Tensor};
+    ///
+    /// let input = burn_flash_attention::FlashMhaInput::self_attn(Tensor::zeros([1, 3, 64], &Device::default()));
+    /// ```
+    pub fn self_attn(tensor: Tensor<3>) -> Self {
+        Self::new(tensor.clone(), tensor.clone(), tensor)
+    }
+
+    /// A query `[batch, seq_q, d_model]` over a key and a value `[batch, seq_k, d_model]`.
+    ///
+    /// ```no_run
+    /// use burn::tensor::{Device, Tensor};
+    ///
+    /// let zeros = |seq| Tensor::<3>::zeros([1, seq, 64], &Device::default());
+    /// let input = burn_flash_attention::FlashMhaInput::new(zeros(3), zeros(5), zeros(5));
+    /// ```
+    pub fn new(query: Tensor<3>, key: Tensor<3>, value: Tensor<3>) -> Self {
+        FlashMhaInput { query, key, value, mask_pad: None, mask_attn: None }
+    }
+
+    /// Hides padding: `[batch, seq_k]`, true hides a key from every query.
+    ///
+    /// ```no_run
+    /// use burn::tensor::{Bool, Device, Tensor};
+    /// use burn_flash_attention::FlashMhaInput;
+    ///
+    /// let device = Device::default();
+    /// let padding = Tensor::<2, Bool>::from_data([[false, true]], &device);
+    /// let input = FlashMhaInput::self_attn(Tensor::zeros([1, 2, 64], &device)).mask_pad(padding);
+    /// ```
+    pub fn mask_pad(mut self, mask_pad: Tensor<2, Bool>) -> Self {
+        self.mask_pad = Some(mask_pad);
+        self
+    }
+
+    /// Hides pairs: `[batch, seq_q, seq_k]`, true hides a key from a query.
+    ///
+    /// ```no_run
+    /// use burn::nn::attention::generate_autoregressive_mask;
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_flash_attention::FlashMhaInput;
+    ///
+    /// let device = Device::default();
+    /// let mask = generate_autoregressive_mask(1, 8, &device);
+    /// let input = FlashMhaInput::self_attn(Tensor::zeros([1, 8, 64], &device)).mask_attn(mask);
+    /// ```
+    pub fn mask_attn(mut self, mask_attn: Tensor<3, Bool>) -> Self {
+        self.mask_attn = Some(mask_attn);
+        self
+    }
+}
+
+impl FlashMultiHeadAttentionConfig {
+    /// A module with new parameters.
+    ///
+    /// # Panics
+    ///
+    /// With the message of the error that [`try_init`](Self::try_init) returns.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// let config = burn_flash_attention::FlashMultiHeadAttentionConfig::new(64, 4);
+    /// assert_eq!(config.init(&burn::tensor::Device::flex()).d_k, 16);
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> FlashMultiHeadAttention {
+        match self.try_init(device) {
+            Ok(module) => module,
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// A module with new parameters, or why there can be none: heads that do not divide, or dropout.
+    ///
+    /// # Errors
+    ///
+    /// An [`AttentionError`] that names the setting and its value.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// let config = burn_flash_attention::FlashMultiHeadAttentionConfig::new(64, 4).with_n_kv_heads(Some(3));
+    /// let error = config.try_init(&burn::tensor::Device::flex()).unwrap_err();
+    /// assert!(error.to_string().contains("num_heads_kv, 3"));
+    /// # }
+    /// ```
+    pub fn try_init(&self, device: &Device) -> Result<FlashMultiHeadAttention, AttentionError> {
+        let n_kv_heads = self.n_kv_heads.unwrap_or(self.n_heads);
+        if n_kv_heads == 0 || !self.n_heads.is_multiple_of(n_kv_heads) {
+            return Err(AttentionError::HeadsNotGrouped { num_heads_q: self.n_heads, num_heads_kv: n_kv_heads });
+        }
+        if !self.d_model.is_multiple_of(self.n_heads) {
+            return Err(AttentionError::Unsupported {
+                option: "d_model",
+                value: self.d_model.to_string(),
+                why: "it must be a multiple of n_heads",
+            });
+        }
+        if self.dropout != 0.0 {
+            return Err(dropout_unsupported(self.dropout));
+        }
+        let d_k = self.d_model / self.n_heads;
+        let linear = |d_input, d_output, bias| {
+            LinearConfig::new(d_input, d_output).with_initializer(self.initializer.clone()).with_bias(bias).init(device)
+        };
+        Ok(FlashMultiHeadAttention {
+            query: linear(self.d_model, self.d_model, self.query_bias),
+            key: linear(self.d_model, n_kv_heads * d_k, self.key_bias),
+            value: linear(self.d_model, n_kv_heads * d_k, self.value_bias),
+            output: linear(self.d_model, self.d_model, self.output_bias),
+            dropout: DropoutConfig::new(self.dropout).init(),
+            d_model: self.d_model,
+            n_heads: self.n_heads,
+            n_kv_heads,
+            d_k,
+            causal: self.causal,
+        })
+    }
+}
+
+impl FlashMultiHeadAttention {
+    /// Attends.
+    ///
+    /// # Panics
+    ///
+    /// With the message of the error that [`try_forward`](Self::try_forward) returns.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_flash_attention::{FlashMhaInput, FlashMultiHeadAttentionConfig};
+    ///
+    /// let attention = FlashMultiHeadAttentionConfig::new(8, 2).init(&Device::flex());
+    /// let zeros = |seq| Tensor::<3>::zeros([1, seq, 8], &Device::flex());
+    /// let output = attention.forward(FlashMhaInput::new(zeros(3), zeros(5), zeros(5)));
+    /// assert_eq!(output.context.dims(), [1, 3, 8]);
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn forward(&self, input: FlashMhaInput) -> FlashMhaOutput {
+        match self.try_forward(input) {
+            Ok(output) => output,
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// Attends, or says why it cannot be done.
+    ///
+    /// # Errors
+    ///
+    /// An [`AttentionError`] that names the argument at fault and its value.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_flash_attention::{FlashMhaInput, FlashMultiHeadAttentionConfig};
+    ///
+    /// let attention = FlashMultiHeadAttentionConfig::new(8, 2).init(&Device::flex());
+    /// let wrong = FlashMhaInput::self_attn(Tensor::zeros([1, 3, 16], &Device::flex()));
+    /// assert!(attention.try_forward(wrong).unwrap_err().to_string().starts_with("query has d_model 16"));
+    /// # }
+    /// ```
+    pub fn try_forward(&self, input: FlashMhaInput) -> Result<FlashMhaOutput, AttentionError> {
+        self.check(&input)?;
+        let [batch, seq_q, _] = input.query.dims();
+        let heads = |x: Tensor<3>, linear: &Linear, n_heads| {
+            let [batch, seq, _] = x.dims();
+            linear.forward(x).reshape([batch, seq, n_heads, self.d_k]).swap_dims(1, 2)
+        };
+        let out = try_flash_attention(
+            heads(input.query, &self.query, self.n_heads),
+            heads(input.key, &self.key, self.n_kv_heads),
+            heads(input.value, &self.value, self.n_kv_heads),
+            &FlashAttentionOptions {
+                causal: self.causal,
+                mask: combined(input.mask_pad, input.mask_attn),
+                ..Default::default()
+            },
+        )?;
+        let context = out.swap_dims(1, 2).reshape([batch, seq_q, self.n_heads * self.d_k]);
+        Ok(FlashMhaOutput { context: self.output.forward(context) })
+    }
+
+    /// What would otherwise panic in a layer or in a mask before attention could name it.
+    fn check(&self, input: &FlashMhaInput) -> Result<(), AttentionError> {
+        let dropout = &self.dropout;
+        if dropout.prob > 0.0 && dropout.training.is_enabled() && input.query.device().is_autodiff() {
+            return Err(dropout_unsupported(dropout.prob));
+        }
+        let agree = |argument, shape: &[usize], dim: usize, dimension, expected_by, expected| {
+            if shape[dim] == expected {
+                return Ok(());
+            }
+            Err(AttentionError::Dimension {
+                argument,
+                dimension,
+                value: shape[dim],
+                shape: shape.to_vec(),
+                expected_by,
+                expected,
+            })
+        };
+        let [query, key, value] = [&input.query, &input.key, &input.value].map(|tensor| tensor.dims());
+        let [batch, seq_q, _] = query;
+        let seq_k = key[1];
+        for (argument, shape) in [("query", query), ("key", key), ("value", value)] {
+            agree(argument, &shape, 2, "d_model", "the module", self.d_model)?;
+            agree(argument, &shape, 0, "batch", "query", batch)?;
+        }
+        agree("value", &value, 1, "seq_k", "key", seq_k)?;
+        if let Some(mask) = input.mask_pad.as_ref().map(|mask| mask.dims()) {
+            agree("mask_pad", &mask, 0, "batch", "query", batch)?;
+            agree("mask_pad", &mask, 1, "seq_k", "key", seq_k)?;
+        }
+        if let Some(mask) = input.mask_attn.as_ref().map(|mask| mask.dims()) {
+            agree("mask_attn", &mask, 0, "batch", "query", batch)?;
+            agree("mask_attn", &mask, 1, "seq_q", "query", seq_q)?;
+            agree("mask_attn", &mask, 2, "seq_k", "key", seq_k)?;
+        }
+        Ok(())
+    }
+}
+
+/// One mask over heads, queries and keys out of the two of the input.
+fn combined(mask_pad: Option<Tensor<2, Bool>>, mask_attn: Option<Tensor<3, Bool>>) -> Option<Tensor<4, Bool>> {
+    let mask_pad = mask_pad.map(|mask| {
+        let [batch, seq_k] = mask.dims();
+        mask.reshape([batch, 1, 1, seq_k])
+    });
+    let mask_attn = mask_attn.map(|mask| mask.unsqueeze_dim(1));
+    match (mask_pad, mask_attn) {
+        (Some(pad), Some(attn)) => Some(attn.bool_or(pad)),
+        (pad, attn) => pad.or(attn),
+    }
+}
+
+fn dropout_unsupported(dropout: f64) -> AttentionError {
+    AttentionError::Unsupported {
+        option: "dropout",
+        value: dropout.to_string(),
+        why: "attention weights are never formed, so none can be dropped: set it to 0, or freeze the module for inference",
+    }
+}
+
+/// The same parameters without the matrix of weights. Refused where that would compute something else: dropout that is
+/// not frozen, and quiet softmax.
+impl TryFrom<MultiHeadAttention> for FlashMultiHeadAttention {
+    type Error = AttentionError;
+
+    fn try_from(module: MultiHeadAttention) -> Result<Self, AttentionError> {
+        if module.quiet_softmax {
+            return Err(AttentionError::Unsupported {
+                option: "quiet_softmax",
+                value: "true".to_string(),
+                why: "it adds 1 to the denominator of the softmax, which no kernel here does",
+            });
+        }
+        if module.dropout.prob > 0.0 && module.dropout.training.is_enabled() {
+            return Err(dropout_unsupported(module.dropout.prob));
+        }
+        Ok(FlashMultiHeadAttention {
+            query: module.query,
+            key: module.key,
+            value: module.value,
+            output: module.output,
+            dropout: module.dropout,
+            d_model: module.d_model,
+            n_heads: module.n_heads,
+            n_kv_heads: module.n_heads,
+            d_k: module.d_k,
+            causal: false,
+        })
+    }
+}

@@ -1,0 +1,209 @@
+//! What attention is asked to do, beside `q`, `k` and `v`.
+
+use burn::tensor::ops::{AttentionModuleOptions, CausalAlignment};
+use burn::tensor::{Bool, Tensor};
+use flash_attention_kernels::{Alignment, AttentionOptions};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, ser::Error};
+
+/// Options of [`flash_attention`](crate::flash_attention).
+///
+/// Scores are `softcap(q·kᵀ · softmax_scale)`, set to −∞ where mask, causality or window hide them, plus bias.
+///
+/// ```
+/// use burn_flash_attention::FlashAttentionOptions;
+///
+/// // Mistral's sliding window: each token sees itself and the 4095 before it.
+/// let options = FlashAttentionOptions::new().with_causal(true).with_window_left(4095);
+/// let text = serde_json::to_string(&options)?;
+/// let back: FlashAttentionOptions = serde_json::from_str(&text)?;
+/// assert_eq!(back.window_left, Some(4095));
+/// # Ok::<(), serde_json::Error>(())
+/// ```
+///
+/// # Serialization
+///
+/// The numbers serialize; a mask or a bias does not. Serializing options that hold one is an error, so that nothing is
+/// lost in silence.
+#[derive(Clone, Debug, Default)]
+pub struct FlashAttentionOptions {
+    /// Factor on `q·kᵀ`. `None`: `1/√head_dim`.
+    pub softmax_scale: Option<f32>,
+    /// Hides keys that come after the query.
+    pub causal: bool,
+    /// Where query 0 stands among the keys, for `causal` and windows. Bottom right by default: the last query is
+    /// aligned with the last key.
+    pub alignment: Alignment,
+    /// Keys seen before the query's own position. `None`: all.
+    pub window_left: Option<usize>,
+    /// Keys seen after the query's own position. `None`: all (none where `causal`).
+    pub window_right: Option<usize>,
+    /// Scores become `softcap · tanh(score / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
+    pub softcap: Option<f32>,
+    /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`; true hides. Never expanded.
+    pub mask: Option<Tensor<4, Bool>>,
+    /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, of the dtype of `q`; added to the scores. Never expanded.
+    /// Differentiable.
+    pub bias: Option<Tensor<4>>,
+}
+
+/// A setter that takes the value of an optional field.
+macro_rules! with {
+    ($($(#[$doc:meta])* $name:ident: $field:ident, $type:ty;)*) => {$(
+        $(#[$doc])*
+        pub fn $name(mut self, $field: impl Into<Option<$type>>) -> Self {
+            self.$field = $field.into();
+            self
+        }
+    )*};
+}
+
+impl FlashAttentionOptions {
+    /// Full attention, scaled by `1/√head_dim`.
+    ///
+    /// ```
+    /// assert!(!burn_flash_attention::FlashAttentionOptions::new().causal);
+    /// ```
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Whether to hide keys that come after the query.
+    ///
+    /// ```
+    /// assert!(burn_flash_attention::FlashAttentionOptions::new().with_causal(true).causal);
+    /// ```
+    pub fn with_causal(mut self, causal: bool) -> Self {
+        self.causal = causal;
+        self
+    }
+
+    /// Where query 0 stands among the keys, for `causal` and windows.
+    ///
+    /// ```
+    /// use burn_flash_attention::{Alignment, FlashAttentionOptions};
+    ///
+    /// let torch = FlashAttentionOptions::new().with_causal(true).with_alignment(Alignment::TopLeft);
+    /// assert_eq!(torch.alignment, Alignment::TopLeft);
+    /// ```
+    pub fn with_alignment(mut self, alignment: Alignment) -> Self {
+        self.alignment = alignment;
+        self
+    }
+
+    with! {
+        /// Sets the factor on `q·kᵀ`: a finite number above 0.
+        ///
+        /// ```
+        /// let options = burn_flash_attention::FlashAttentionOptions::new().with_softmax_scale(0.25);
+        /// assert_eq!(options.softmax_scale, Some(0.25));
+        /// ```
+        with_softmax_scale: softmax_scale, f32;
+        /// Sets how many keys are seen before the query's own position.
+        ///
+        /// ```
+        /// let options = burn_flash_attention::FlashAttentionOptions::new().with_window_left(127);
+        /// assert_eq!(options.window_left, Some(127));
+        /// ```
+        with_window_left: window_left, usize;
+        /// Sets how many keys are seen after the query's own position.
+        ///
+        /// ```
+        /// let options = burn_flash_attention::FlashAttentionOptions::new().with_window_right(0);
+        /// assert_eq!(options.window_right, Some(0));
+        /// ```
+        with_window_right: window_right, usize;
+        /// Sets the softcap: a finite number above 0.
+        ///
+        /// ```
+        /// let options = burn_flash_attention::FlashAttentionOptions::new().with_softcap(50.0);
+        /// assert_eq!(options.softcap, Some(50.0));
+        /// ```
+        with_softcap: softcap, f32;
+        /// Sets the mask: `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, true hides.
+        ///
+        /// ```no_run
+        /// use burn::tensor::{Bool, Device, Tensor};
+        ///
+        /// // The second of two keys is padding.
+        /// let mask = Tensor::<4, Bool>::from_data([[[[false, true]]]], &Device::default());
+        /// let options = burn_flash_attention::FlashAttentionOptions::new().with_mask(mask);
+        /// ```
+        with_mask: mask, Tensor<4, Bool>;
+        /// Sets the bias: `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, of the dtype of `q`.
+        ///
+        /// ```no_run
+        /// use burn::tensor::{Device, Tensor};
+        ///
+        /// // One learned number for each of 8 heads and 128 keys.
+        /// let bias = Tensor::<4>::zeros([1, 8, 1, 128], &Device::default().autodiff()).require_grad();
+        /// let options = burn_flash_attention::FlashAttentionOptions::new().with_bias(bias);
+        /// ```
+        with_bias: bias, Tensor<4>;
+    }
+
+    /// The part that is numbers.
+    pub(crate) fn numbers(&self) -> AttentionOptions {
+        AttentionOptions {
+            softmax_scale: self.softmax_scale,
+            causal: self.causal,
+            alignment: self.alignment,
+            window_left: self.window_left,
+            window_right: self.window_right,
+            softcap: self.softcap,
+        }
+    }
+}
+
+impl From<AttentionOptions> for FlashAttentionOptions {
+    fn from(options: AttentionOptions) -> Self {
+        FlashAttentionOptions {
+            softmax_scale: options.softmax_scale,
+            causal: options.causal,
+            alignment: options.alignment,
+            window_left: options.window_left,
+            window_right: options.window_right,
+            softcap: options.softcap,
+            mask: None,
+            bias: None,
+        }
+    }
+}
+
+/// Burn's own options. Its `scale` and `softcap` are f64; attention computes in f32.
+impl From<AttentionModuleOptions> for FlashAttentionOptions {
+    fn from(options: AttentionModuleOptions) -> Self {
+        FlashAttentionOptions {
+            softmax_scale: options.scale.map(|scale| scale as f32),
+            causal: options.is_causal,
+            alignment: match options.causal_alignment {
+                CausalAlignment::BottomRight => Alignment::BottomRight,
+                CausalAlignment::TopLeft => Alignment::TopLeft,
+            },
+            softcap: options.softcap.map(|softcap| softcap as f32),
+            ..Default::default()
+        }
+    }
+}
+
+impl Serialize for FlashAttentionOptions {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        for (field, shape) in [
+            ("mask", self.mask.as_ref().map(|mask| mask.dims())),
+            ("bias", self.bias.as_ref().map(|bias| bias.dims())),
+        ] {
+            if let Some(shape) = shape {
+                return Err(S::Error::custom(format!(
+                    "{field} is a tensor of shape {shape:?}, which options do not serialize: store it beside them and set it \
+                     again with with_{field}"
+                )));
+            }
+        }
+        self.numbers().serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for FlashAttentionOptions {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        AttentionOptions::deserialize(deserializer).map(Self::from)
+    }
+}

@@ -1,0 +1,76 @@
+//! What will run, for those who ask.
+
+use flash_attention_kernels::Plan;
+use serde::Serialize;
+use std::fmt::{Display, Formatter, Result};
+
+/// What [`flash_attention`](crate::flash_attention) runs for a call: the answer of [`plan`](crate::plan()).
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::{Device, Tensor};
+/// use burn_flash_attention::{AttentionPlan, FlashAttentionOptions, plan};
+///
+/// let q = Tensor::<4>::zeros([1, 8, 1024, 64], &Device::flex());
+/// assert!(matches!(plan(&q, &q, &q, &FlashAttentionOptions::new()), Ok(AttentionPlan::Host(_))));
+/// # }
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum AttentionPlan {
+    /// A CubeCL kernel.
+    Kernel(Plan),
+    /// Loops on the host, for tensors on Flex.
+    Host(HostPlan),
+}
+
+/// How the loops on the host go about it.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::{Device, Tensor};
+/// use burn_flash_attention::{AttentionPlan, FlashAttentionOptions, plan};
+///
+/// // Scratch memory is linear in the sequence.
+/// let scratch = |seq| {
+///     let q = Tensor::<4>::zeros([1, 1, seq, 64], &Device::flex());
+///     match plan(&q, &q, &q, &FlashAttentionOptions::new()) {
+///         Ok(AttentionPlan::Host(host)) => host.scratch_bytes,
+///         other => panic!("{other:?}"),
+///     }
+/// };
+/// assert!(scratch(8192) <= 2 * scratch(4096));
+/// # }
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct HostPlan {
+    /// Queries a tile.
+    pub tile_q: usize,
+    /// Keys a tile.
+    pub tile_k: usize,
+    /// Threads that share the tiles.
+    pub threads: usize,
+    /// Memory that the backward, the larger of the two passes, needs at most beside inputs and outputs.
+    pub scratch_bytes: usize,
+}
+
+impl Display for AttentionPlan {
+    fn fmt(&self, f: &mut Formatter<'_>) -> Result {
+        match self {
+            AttentionPlan::Kernel(plan) => write!(f, "{plan}"),
+            AttentionPlan::Host(plan) => write!(f, "{plan}"),
+        }
+    }
+}
+
+impl Display for HostPlan {
+    fn fmt(&self, f: &mut Formatter<'_>) -> Result {
+        let HostPlan { tile_q, tile_k, threads, scratch_bytes } = self;
+        write!(
+            f,
+            "host loops over tiles of {tile_q} queries by {tile_k} keys on {threads} threads, {scratch_bytes} bytes of scratch; \
+             the tensors are on Flex, so no kernel can run"
+        )
+    }
+}

@@ -1,0 +1,230 @@
+//! What can be wrong with a call, each kind naming the argument and its value.
+
+use thiserror::Error;
+
+/// Why an attention call was refused. Raised before anything is launched.
+///
+/// ```
+/// use flash_attention_kernels::{AttentionError, AttentionProblem, AttentionOptions, Dtype};
+///
+/// let error = AttentionProblem::new(&[1, 6, 8, 64], &[1, 4, 8, 64], &[1, 4, 8, 64], Dtype::F32, AttentionOptions::default())
+///     .unwrap_err();
+/// assert_eq!(error, AttentionError::HeadsNotGrouped { num_heads_q: 6, num_heads_kv: 4 });
+/// assert!(error.to_string().contains("num_heads_q is 6"));
+/// ```
+#[derive(Clone, Debug, Error, PartialEq)]
+#[non_exhaustive]
+pub enum AttentionError {
+    /// A tensor has another number of dimensions than the operation takes.
+    #[error("{argument} has rank {rank} (shape {shape:?}), but attention takes rank {expected}")]
+    Rank {
+        /// The argument at fault.
+        argument: &'static str,
+        /// Its rank.
+        rank: usize,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// The rank that attention takes.
+        expected: usize,
+    },
+    /// A dimension that must agree with another argument's does not.
+    #[error("{argument} has {dimension} {value} (shape {shape:?}), but {expected_by} has {expected}")]
+    Dimension {
+        /// The argument at fault.
+        argument: &'static str,
+        /// The dimension at fault.
+        dimension: &'static str,
+        /// Its size.
+        value: usize,
+        /// The argument's shape.
+        shape: Vec<usize>,
+        /// The argument that sets the size.
+        expected_by: &'static str,
+        /// The size that it sets.
+        expected: usize,
+    },
+    /// Query heads cannot be shared out evenly among key/value heads.
+    #[error("num_heads_q is {num_heads_q}, which is no multiple of num_heads_kv, {num_heads_kv}")]
+    HeadsNotGrouped {
+        /// Heads of `q`.
+        num_heads_q: usize,
+        /// Heads of `k` and `v`.
+        num_heads_kv: usize,
+    },
+    /// A head dimension outside the range that the kernels take.
+    #[error("{argument} is {value}; supported are {min} to {max}")]
+    HeadDim {
+        /// `head_dim` or `head_dim_v`.
+        argument: &'static str,
+        /// Its value.
+        value: usize,
+        /// The smallest supported.
+        min: usize,
+        /// The largest supported.
+        max: usize,
+    },
+    /// A sequence too long for positions of 31 bits.
+    #[error("{argument} is {value}; sequences of at most {max} are supported")]
+    SequenceTooLong {
+        /// `seq_q` or `seq_k`.
+        argument: &'static str,
+        /// Its value.
+        value: usize,
+        /// The largest supported.
+        max: usize,
+    },
+    /// A number among the options is NaN, infinite or not positive where that makes no sense.
+    #[error("{option} is {value}; it must be {requirement}")]
+    Option {
+        /// The option's name.
+        option: &'static str,
+        /// Its value.
+        value: f64,
+        /// What it must be.
+        requirement: &'static str,
+    },
+    /// Two arguments of different element types.
+    #[error("{argument} is {dtype}, but q is {expected}")]
+    MixedDtypes {
+        /// The argument at fault.
+        argument: &'static str,
+        /// Its element type.
+        dtype: String,
+        /// The element type of `q`.
+        expected: String,
+    },
+    /// An element type that attention is not defined for.
+    #[error("{argument} is {dtype}; supported are f32, f16 and bf16")]
+    Dtype {
+        /// The argument at fault.
+        argument: &'static str,
+        /// Its element type.
+        dtype: String,
+    },
+    /// An element type that this device lacks.
+    #[error("this device ({device}) does not compute in {dtype}, the type of q")]
+    DtypeUnsupported {
+        /// The element type.
+        dtype: &'static str,
+        /// The runtime's name.
+        device: String,
+    },
+    /// A mask or bias that does not broadcast to the scores.
+    #[error(
+        "{argument} has shape {shape:?}, which does not broadcast to [batch, num_heads_q, seq_q, seq_k] = {expected:?}: dimension {dimension} is {value}"
+    )]
+    Broadcast {
+        /// `mask` or `bias`.
+        argument: &'static str,
+        /// Its shape.
+        shape: [usize; 4],
+        /// The shape of the scores.
+        expected: [usize; 4],
+        /// The first dimension that fits neither 1 nor the scores'.
+        dimension: usize,
+        /// Its size.
+        value: usize,
+    },
+    /// An argument lives on another device than `q`.
+    #[error("{argument} is on {device}, but q is on {expected}")]
+    Device {
+        /// The argument at fault.
+        argument: &'static str,
+        /// Its device.
+        device: String,
+        /// The device of `q`.
+        expected: String,
+    },
+    /// A tensor's buffer is smaller than its shape and strides reach.
+    #[error("{argument} with shape {shape:?} and strides {strides:?} reaches element {reach}, but its buffer holds {len}")]
+    Buffer {
+        /// The argument at fault.
+        argument: &'static str,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// Its strides, in elements.
+        strides: Vec<usize>,
+        /// The last element reached.
+        reach: u64,
+        /// Elements in the buffer.
+        len: u64,
+    },
+    /// A tensor that the kernels write is not laid out for that.
+    #[error("{argument} with shape {shape:?} has strides {strides:?}; outputs must not overlap themselves")]
+    OutputOverlaps {
+        /// The argument at fault.
+        argument: &'static str,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// Its strides, in elements.
+        strides: Vec<usize>,
+    },
+    /// Offsets past 2^32 elements on a device that addresses with 32 bits.
+    #[error("{argument} reaches element {reach}, past the 2^32 that this device ({device}) can address")]
+    AddressSpace {
+        /// The argument at fault.
+        argument: &'static str,
+        /// The last element reached.
+        reach: u64,
+        /// The runtime's name.
+        device: String,
+    },
+    /// The work needs more cubes than the device starts in one launch.
+    #[error("{kernel} needs {cubes} cubes, but this device starts at most {max} in one launch")]
+    Grid {
+        /// The kernel.
+        kernel: &'static str,
+        /// Cubes needed.
+        cubes: u64,
+        /// Cubes the device can start.
+        max: u64,
+    },
+    /// No tile shape fits the device's shared memory or cube size.
+    #[error(
+        "head_dim {head_dim} needs {needed} bytes of shared memory and {units} units a cube for its smallest tiles, but this device has {available} bytes and {max_units} units"
+    )]
+    NoTileFits {
+        /// The larger head dimension.
+        head_dim: usize,
+        /// Bytes needed by the smallest tiles.
+        needed: usize,
+        /// Units needed by the smallest tiles.
+        units: usize,
+        /// Bytes of shared memory that there are.
+        available: usize,
+        /// Units a cube may have.
+        max_units: usize,
+    },
+    /// A kernel needs more storage buffers than the device binds at once.
+    #[error("{kernel} binds {needed} buffers (mask: {mask}, bias: {bias}), but this device binds {available} at once")]
+    Bindings {
+        /// The kernel.
+        kernel: &'static str,
+        /// Buffers needed.
+        needed: usize,
+        /// Whether a mask is among them.
+        mask: bool,
+        /// Whether a bias is among them.
+        bias: bool,
+        /// Buffers available.
+        available: usize,
+    },
+    /// A kernel was asked for by name that cannot run this problem here.
+    #[error("kernel {kernel} was asked for, but {why}")]
+    KernelUnavailable {
+        /// The kernel asked for.
+        kernel: &'static str,
+        /// Why it cannot run.
+        why: String,
+    },
+    /// Something that this crate does not do, asked for by an option of another interface.
+    #[error("{option} = {value} is not supported: {why}")]
+    Unsupported {
+        /// The option.
+        option: &'static str,
+        /// Its value.
+        value: String,
+        /// Why, and what to do instead.
+        why: &'static str,
+    },
+}

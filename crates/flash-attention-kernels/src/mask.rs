@@ -1,0 +1,149 @@
+//! Which query sees which key, as far as positions decide, and which blocks hold no such pair.
+//!
+//! Causality and windows are one thing: query `i` sees the keys `j` with `i + lower ≤ j ≤ i + upper`, a band around
+//! the diagonal, cut by the ends of the sequences. This is the one place that compares positions. Kernels and oracle
+//! call the same functions: a `#[cube]` function is also an ordinary one.
+
+use crate::problem::{Alignment, AttentionOptions};
+use cubecl::prelude::*;
+
+/// The band of keys that each query sees.
+///
+/// ```
+/// use flash_attention_kernels::{AttentionOptions, mask::Band};
+///
+/// // Two queries over five keys, causal, aligned at the bottom right.
+/// let band = Band::new(2, 5, &AttentionOptions { causal: true, ..Default::default() });
+/// let row = |i| (0..5).map(|j| u8::from(band.sees(i, j))).collect::<Vec<_>>();
+/// assert_eq!(row(0), [1, 1, 1, 1, 0]);
+/// assert_eq!(row(1), [1, 1, 1, 1, 1]);
+/// ```
+#[derive(CubeType, CubeLaunch, Clone, Copy, Debug, PartialEq, Eq)]
+#[expand(derive(Clone))]
+pub struct Band {
+    /// Queries.
+    pub seq_q: u32,
+    /// Keys.
+    pub seq_k: u32,
+    /// Query `i` sees no key before `i + lower`, where `bounded_below`.
+    pub lower: i32,
+    /// Query `i` sees no key after `i + upper`, where `bounded_above`.
+    pub upper: i32,
+    /// Whether there is a left edge.
+    #[cube(comptime)]
+    pub bounded_below: bool,
+    /// Whether there is a right edge.
+    #[cube(comptime)]
+    pub bounded_above: bool,
+}
+
+/// A run of blocks: from `start` up to, not including, `end`.
+#[derive(CubeType, Clone, Copy, Debug, PartialEq, Eq)]
+#[expand(derive(Clone))]
+pub struct Blocks {
+    /// The first block.
+    pub start: u32,
+    /// The block after the last; not before `start`.
+    pub end: u32,
+}
+
+impl Band {
+    /// The band of `seq_q` queries over `seq_k` keys under these options. Lengths are at most
+    /// [`MAX_SEQ`](crate::problem::MAX_SEQ).
+    pub fn new(seq_q: usize, seq_k: usize, options: &AttentionOptions) -> Self {
+        let (sq, sk) = (seq_q as i64, seq_k as i64);
+        let diagonal = match options.alignment {
+            Alignment::BottomRight => sk - sq,
+            Alignment::TopLeft => 0,
+        };
+        let left = options.window_left;
+        let right = if options.causal { Some(0) } else { options.window_right };
+        // Edges beyond the sequences are drawn in, so that adding a position cannot overflow.
+        let reach = |x: Option<usize>| x.unwrap_or(0).min(1 << 40) as i64;
+        let lower = (diagonal - reach(left)).max(-sq);
+        let upper = (diagonal + reach(right)).min(sk);
+        Band {
+            seq_q: seq_q as u32,
+            seq_k: seq_k as u32,
+            lower: lower.min(sk) as i32,
+            upper: upper.max(-sq) as i32,
+            bounded_below: left.is_some(),
+            bounded_above: right.is_some(),
+        }
+    }
+
+    /// The launch argument for this band.
+    pub fn into_launch(self) -> BandLaunch {
+        BandLaunch::new(self.seq_q, self.seq_k, self.lower, self.upper, self.bounded_below, self.bounded_above)
+    }
+}
+
+#[cube]
+impl Band {
+    /// Whether query `i` sees key `j`. False past the ends of the sequences.
+    pub fn sees(&self, i: u32, j: u32) -> bool {
+        let mut seen = i < self.seq_q && j < self.seq_k;
+        if comptime!(self.bounded_below) {
+            seen = seen && j as i32 >= i as i32 + self.lower;
+        }
+        if comptime!(self.bounded_above) {
+            seen = seen && j as i32 <= i as i32 + self.upper;
+        }
+        seen
+    }
+
+    /// The blocks of `tile_k` keys that queries `q_start .. q_start + tile_q` see anything of.
+    pub fn k_blocks(&self, q_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> Blocks {
+        let mut first = 0i32;
+        let mut after = self.seq_k as i32;
+        let q_last = min(q_start + tile_q, self.seq_q) as i32 - 1;
+        if comptime!(self.bounded_below) {
+            first = max(first, q_start as i32 + self.lower);
+        }
+        if comptime!(self.bounded_above) {
+            after = min(after, q_last + self.upper + 1);
+        }
+        blocks(first, after, tile_k)
+    }
+
+    /// The blocks of `tile_q` queries that see anything of keys `k_start .. k_start + tile_k`.
+    pub fn q_blocks(&self, k_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> Blocks {
+        let mut first = 0i32;
+        let mut after = self.seq_q as i32;
+        let k_last = min(k_start + tile_k, self.seq_k) as i32 - 1;
+        if comptime!(self.bounded_above) {
+            first = max(first, k_start as i32 - self.upper);
+        }
+        if comptime!(self.bounded_below) {
+            after = min(after, k_last - self.lower + 1);
+        }
+        blocks(first, after, tile_q)
+    }
+
+    /// Whether every query of `q_start .. q_start + tile_q` sees every key of `k_start .. k_start + tile_k`: such a
+    /// tile needs no masking.
+    pub fn whole(&self, q_start: u32, k_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> bool {
+        let q_last = q_start + tile_q - 1;
+        let k_last = k_start + tile_k - 1;
+        let mut whole = q_last < self.seq_q && k_last < self.seq_k;
+        if comptime!(self.bounded_below) {
+            whole = whole && k_start as i32 >= q_last as i32 + self.lower;
+        }
+        if comptime!(self.bounded_above) {
+            whole = whole && k_last as i32 <= q_start as i32 + self.upper;
+        }
+        whole
+    }
+}
+
+/// The blocks of `tile` positions that `first .. after` touches.
+#[cube]
+fn blocks(first: i32, after: i32, #[comptime] tile: u32) -> Blocks {
+    let mut start = 0u32;
+    let mut end = 0u32;
+    if first < after {
+        start = first as u32 / tile;
+        end = (after as u32 + (tile - 1)) / tile;
+    }
+    Blocks { start, end }
+}

@@ -1,0 +1,273 @@
+//! Backward for the bias: `dT = P ∘ (dout Vᵀ − delta)`, summed over what the bias broadcasts over.
+//!
+//! The sum is taken where the tile is, so that nothing of size `seq_q × seq_k` exists unless the bias itself has it:
+//!
+//! ```text
+//! bias varies with           each cube walks over              and writes
+//! query and key              batches and heads that share it   its tile of dbias
+//! key, not query             the queries of its head           column sums  [B, H, Sk]
+//! query, or neither          the keys of its head              row sums     [B, H, Sq]
+//! ```
+//!
+//! Sums of columns and rows are then folded over batches, heads and positions that share an element.
+
+use super::gradient::*;
+use super::scores::TileAt;
+use super::tile::*;
+use super::{Blueprint, Grid};
+use crate::mask::Band;
+use crate::score::Score;
+use cubecl::prelude::*;
+use serde::Serialize;
+
+/// Which sums a cube of [`dbias`] writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub enum Sums {
+    /// Its tile, over the batches and heads that share it.
+    Tile,
+    /// Those of its columns, over all queries.
+    Columns,
+    /// Those of its rows, over all keys.
+    Rows,
+}
+
+/// A tile of `dbias`, or column or row sums of one head, into `out`: `[bias batch, bias head, Sq, Sk]`, `[B, H, Sk]` or
+/// `[B, H, Sq]`.
+///
+/// `grid` numbers the blocks of what is written: pairs of blocks, key blocks or query blocks; `group_batches` and
+/// `group_heads` say how many batches and heads share a tile (1 but for [`Sums::Tile`]).
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(clippy::too_many_arguments)]
+pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
+    q: &Tensor<Vector<F, N>>,
+    k: &Tensor<Vector<F, N>>,
+    v: &Tensor<Vector<F, N>>,
+    dout: &Tensor<Vector<F, N>>,
+    stats: &Tensor<f32>,
+    mask: ComptimeOption<&Tensor<M>>,
+    bias: ComptimeOption<&Tensor<F>>,
+    out: &mut Tensor<O>,
+    score: Score,
+    band: Band,
+    grid: Grid,
+    heads_q: u32,
+    group_batches: u32,
+    group_heads: u32,
+    #[comptime] sums: Sums,
+    #[comptime] blueprint: Blueprint,
+    #[define(F, M, O)] _types: [ElemType; 3],
+) {
+    let tile = comptime!(blueprint.tile);
+    let (tile_q, tile_k) = comptime!((tile.tile_q as u32, tile.tile_k as u32));
+    let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
+    let me = unit(tile);
+    let mut panels = Panels {
+        a: Shared::new_slice(comptime!(tile.panel_a())),
+        b: Shared::new_slice(comptime!(tile.panel_b(0))),
+        p: Shared::new_slice(1usize),
+    };
+    let mut board = Shared::<[f32]>::new_slice(comptime!(tile.sums_board(sums)));
+    let work = grid.work(CUBE_POS);
+    if work.is_none {
+        terminate!();
+    }
+    let k_blocks = (band.seq_k + (tile_k - 1)) / tile_k;
+    let mut tile_gradient = TileGradient::new(blueprint);
+    let mut total = Array::<f32>::new(comptime!(match sums {
+        Sums::Tile => micro_q * micro_k,
+        Sums::Columns => micro_k,
+        Sums::Rows => micro_q,
+    }));
+    #[unroll]
+    for n in 0..total.len() {
+        total[n] = 0.0f32;
+    }
+
+    // The blocks that this cube walks over: one, all queries' or all keys'.
+    let mut q_start = 0u32;
+    let mut k_start = 0u32;
+    let mut first = 0u32;
+    let mut after = 1u32;
+    match comptime!(sums) {
+        Sums::Tile => {
+            q_start = work.block / k_blocks * tile_q;
+            k_start = work.block % k_blocks * tile_k;
+            let seen = band.k_blocks(q_start, tile_q, tile_k);
+            if k_start / tile_k < seen.start || k_start / tile_k >= seen.end {
+                after = 0u32;
+            }
+        }
+        Sums::Columns => {
+            k_start = work.block * tile_k;
+            let seen = band.q_blocks(k_start, tile_q, tile_k);
+            first = seen.start;
+            after = seen.end;
+        }
+        Sums::Rows => {
+            q_start = work.block * tile_q;
+            let seen = band.k_blocks(q_start, tile_q, tile_k);
+            first = seen.start;
+            after = seen.end;
+        }
+    }
+
+    for member in 0..group_batches * group_heads {
+        let batch = work.batch * group_batches as usize + (member / group_heads) as usize;
+        let head = work.head * group_heads as usize + (member % group_heads) as usize;
+        let head_kv = head / grid.group_size as usize;
+        let stats_row = (batch * heads_q as usize + head) * band.seq_q as usize;
+        for block in first..after {
+            match comptime!(sums) {
+                Sums::Tile => {}
+                Sums::Columns => q_start = block * tile_q,
+                Sums::Rows => k_start = block * tile_k,
+            }
+            let at = TileAt { batch, head, q_start, k_start };
+            let whole = band.whole(q_start, k_start, tile_q, tile_k);
+            recompute(
+                q, k, v, dout, stats, &mask, &bias, &score, &band, &at, head_kv, stats_row, whole, &mut panels,
+                &mut tile_gradient, me, true, blueprint,
+            );
+            #[unroll]
+            for i in 0..micro_q {
+                #[unroll]
+                for j in 0..micro_k {
+                    let n = comptime!(match sums {
+                        Sums::Tile => i * micro_k + j,
+                        Sums::Columns => j,
+                        Sums::Rows => i,
+                    });
+                    total[n] += tile_gradient.ds[comptime!(i * micro_k + j)];
+                }
+            }
+        }
+    }
+
+    match comptime!(sums) {
+        Sums::Tile => {
+            let at = work.batch * out.stride(0) + work.head * out.stride(1);
+            let of_row = out.stride(2);
+            let of_column = out.stride(3);
+            #[unroll]
+            for i in 0..micro_q {
+                #[unroll]
+                for j in 0..micro_k {
+                    let row = q_start + me.y * comptime!(micro_q as u32) + comptime!(i as u32);
+                    let column = k_start + me.x * comptime!(micro_k as u32) + comptime!(j as u32);
+                    if row < band.seq_q && column < band.seq_k {
+                        let value = total[comptime!(i * micro_k + j)];
+                        out[at + row as usize * of_row + column as usize * of_column] = O::cast_from(value);
+                    }
+                }
+            }
+        }
+        Sums::Columns => {
+            #[unroll]
+            for j in 0..micro_k {
+                board[me.y as usize * tile.tile_k + me.x as usize * micro_k + j] = total[j];
+            }
+            sync_cube();
+            write_sums(&board, out, &work.batch, &work.head, k_start, band.seq_k, tile.tile_k, tile.units_q, tile.units());
+        }
+        Sums::Rows => {
+            #[unroll]
+            for i in 0..micro_q {
+                board[me.x as usize * tile.tile_q + me.y as usize * micro_q + i] = total[i];
+            }
+            sync_cube();
+            write_sums(&board, out, &work.batch, &work.head, q_start, band.seq_q, tile.tile_q, tile.units_k, tile.units());
+        }
+    }
+}
+
+/// Adds up what `parts` units found of each of `size` positions and writes it.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn write_sums<O: Float>(
+    board: &Shared<[f32]>,
+    out: &mut Tensor<O>,
+    batch: &usize,
+    head: &usize,
+    start: u32,
+    end: u32,
+    #[comptime] size: usize,
+    #[comptime] parts: usize,
+    #[comptime] units: usize,
+) {
+    let at = *batch * out.stride(0) + *head * out.stride(1);
+    #[unroll]
+    for step in 0..comptime!(size.div_ceil(units)) {
+        let position = UNIT_POS as usize + comptime!(step * units);
+        let target = start as usize + position;
+        if position < size && target < end as usize {
+            let mut sum = 0.0f32;
+            for part in 0..parts {
+                sum += board[part * size + position];
+            }
+            out[at + target] = O::cast_from(sum);
+        }
+    }
+}
+
+impl TileShape {
+    /// f32 values on the board where sums meet.
+    pub fn sums_board(&self, sums: Sums) -> usize {
+        match sums {
+            Sums::Tile => 1,
+            Sums::Columns => self.units_q * self.tile_k,
+            Sums::Rows => self.units_k * self.tile_q,
+        }
+    }
+}
+
+/// Units of a cube of [`fold`].
+pub const FOLD_UNITS: usize = 64;
+
+/// `sums [B, H, L]`, contiguous, to `dbias`: an element is the sum over the batches, heads and positions that share it.
+/// `lanes` units share an element. `along`: the dimension of `dbias` that `L` is, 2 or 3.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn fold<O: Float>(
+    sums: &Tensor<f32>,
+    dbias: &mut Tensor<O>,
+    #[comptime] along: usize,
+    #[comptime] lanes: usize,
+    #[define(O)] _type: ElemType,
+) {
+    let mut board = Shared::<[f32]>::new_slice(FOLD_UNITS);
+    let lane = UNIT_POS as usize % lanes;
+    let element = CUBE_POS * comptime!(FOLD_UNITS / lanes) + UNIT_POS as usize / lanes;
+    let (of_batch, of_head, of_position) = (dbias.shape(0), dbias.shape(1), dbias.shape(along));
+    let (heads, length) = (sums.shape(1), sums.shape(2));
+    let exists = element < of_batch * of_head * of_position;
+
+    // One of each pair is 1: the dimension is either the output's or summed over.
+    let batches_each = sums.shape(0) / of_batch;
+    let heads_each = heads / of_head;
+    let positions_each = length / of_position;
+    let position = element % of_position;
+    let head = element / of_position % of_head;
+    let batch = element / of_position / of_head;
+
+    let mut sum = 0.0f32;
+    if exists {
+        let terms = batches_each * heads_each * positions_each;
+        let mut term = lane;
+        while term < terms {
+            let p = position * positions_each + term % positions_each;
+            let h = head * heads_each + term / positions_each % heads_each;
+            let b = batch * batches_each + term / positions_each / heads_each;
+            sum += sums[(b * heads + h) * length + p];
+            term += lanes;
+        }
+    }
+    board[UNIT_POS as usize] = sum;
+    sync_cube();
+    if exists && lane == 0 {
+        let mut total = 0.0f32;
+        for n in 0..lanes {
+            total += board[UNIT_POS as usize + n];
+        }
+        let offset = batch * dbias.stride(0) + head * dbias.stride(1) + position * dbias.stride(along);
+        dbias[offset] = O::cast_from(total);
+    }
+}

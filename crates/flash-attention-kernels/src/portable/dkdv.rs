@@ -1,0 +1,108 @@
+//! Backward for keys and values, one cube for each block of keys of a key/value head.
+//!
+//! ```text
+//! for each query head of the group, for each block of its queries that sees the keys:
+//!     dV += Pᵀ dout      dS = P ∘ (dout Vᵀ − delta) ∘ slope      dK += dSᵀ Q
+//! dk = scale · dK      dv = dV
+//! ```
+//!
+//! The heads of a group are summed here, in order, so that grouped heads need no repeated buffer and no atomics. Either
+//! gradient may be left out.
+
+use super::gradient::*;
+use super::scores::TileAt;
+use super::tile::*;
+use super::{Blueprint, Grid};
+use crate::mask::Band;
+use crate::score::Score;
+use cubecl::prelude::*;
+
+/// `dk [B, Hkv, Sk, D]` and `dv [B, Hkv, Sk, Dv]` from the forward's inputs, `dout [B, H, Sq, Dv]` and
+/// `stats [2, B · H · Sq]`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(clippy::too_many_arguments)]
+pub fn dkdv<F: Float, M: Numeric, N: Size>(
+    q: &Tensor<Vector<F, N>>,
+    k: &Tensor<Vector<F, N>>,
+    v: &Tensor<Vector<F, N>>,
+    dout: &Tensor<Vector<F, N>>,
+    stats: &Tensor<f32>,
+    mask: ComptimeOption<&Tensor<M>>,
+    bias: ComptimeOption<&Tensor<F>>,
+    dk: ComptimeOption<&mut Tensor<Vector<F, N>>>,
+    dv: ComptimeOption<&mut Tensor<Vector<F, N>>>,
+    score: Score,
+    band: Band,
+    grid: Grid,
+    #[comptime] blueprint: Blueprint,
+    #[define(F, M)] _types: [ElemType; 2],
+) {
+    let tile = comptime!(blueprint.tile);
+    let (tile_q, tile_k) = comptime!((tile.tile_q as u32, tile.tile_k as u32));
+    let (with_dk, with_dv) = comptime!((dk.is_some(), dv.is_some()));
+    let rows = comptime!(tile.tile_k / tile.units_q);
+    let me = unit(tile);
+    let mut panels = Panels {
+        a: Shared::new_slice(comptime!(tile.panel_a())),
+        b: Shared::new_slice(comptime!(tile.panel_b(tile.tile_q))),
+        p: Shared::new_slice(comptime!(tile.tile_k * TileShape::pitch(tile.tile_q))),
+    };
+    let work = grid.work(CUBE_POS);
+    if work.is_none {
+        terminate!();
+    }
+    // The first keys are seen by most queries where causal: block 0 goes first.
+    let k_start = work.block * tile_k;
+    let group_size = grid.group_size as usize;
+    let heads_q = grid.heads as usize * group_size;
+
+    let mut tile_gradient = TileGradient::new(blueprint);
+    let mut acc_k = zeros(comptime!(if with_dk { rows * tile.groups(blueprint.head_dim) } else { 1 }));
+    let mut acc_v = zeros(comptime!(if with_dv { rows * tile.groups(blueprint.head_dim_v) } else { 1 }));
+
+    let blocks = band.q_blocks(k_start, tile_q, tile_k);
+    for member in 0..group_size {
+        let head = work.head * group_size + member;
+        let q_at = matrix(q, work.batch, head);
+        let d_at = matrix(dout, work.batch, head);
+        let stats_row = (work.batch * heads_q + head) * band.seq_q as usize;
+        for block in blocks.start..blocks.end {
+            let q_start = block * tile_q;
+            let at = TileAt { batch: work.batch, head, q_start, k_start };
+            let whole = band.whole(q_start, k_start, tile_q, tile_k);
+            let careful = !whole || comptime!(blueprint.mask);
+            recompute(
+                q, k, v, dout, stats, &mask, &bias, &score, &band, &at, work.head, stats_row, whole, &mut panels,
+                &mut tile_gradient, me, with_dk, blueprint,
+            );
+            if comptime!(with_dv) {
+                share_transposed(&tile_gradient.p, &mut panels.p, me, tile);
+                accumulate(
+                    &panels.p, dout, &d_at, q_start, band.seq_q, &mut panels.b, &mut acc_v, careful, me, tile.tile_k,
+                    tile.tile_q, blueprint.head_dim_v, tile,
+                );
+            }
+            if comptime!(with_dk) {
+                tile_gradient.through_softcap(blueprint);
+                share_transposed(&tile_gradient.ds, &mut panels.p, me, tile);
+                accumulate(
+                    &panels.p, q, &q_at, q_start, band.seq_q, &mut panels.b, &mut acc_k, careful, me, tile.tile_k,
+                    tile.tile_q, blueprint.head_dim, tile,
+                );
+            }
+        }
+    }
+
+    #[comptime]
+    if let ComptimeOption::Some(dk) = dk {
+        let at = matrix(&*dk, work.batch, work.head);
+        let factors = uniform(score.scale, rows);
+        store(dk, &at, k_start, band.seq_k, &acc_k, &factors, me, tile.tile_k, blueprint.head_dim, tile);
+    }
+    #[comptime]
+    if let ComptimeOption::Some(dv) = dv {
+        let at = matrix(&*dv, work.batch, work.head);
+        let factors = uniform(1.0f32, rows);
+        store(dv, &at, k_start, band.seq_k, &acc_v, &factors, me, tile.tile_k, blueprint.head_dim_v, tile);
+    }
+}

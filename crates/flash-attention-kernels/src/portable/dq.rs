@@ -1,0 +1,74 @@
+//! Backward for the queries, one cube for each block of queries of a head.
+//!
+//! ```text
+//! for each block of keys that the queries see:      dS = P ∘ (dout Vᵀ − delta) ∘ slope      dQ += dS K
+//! dq = scale · dQ
+//! ```
+
+use super::gradient::*;
+use super::scores::TileAt;
+use super::tile::*;
+use super::{Blueprint, Grid};
+use crate::mask::Band;
+use crate::score::Score;
+use cubecl::prelude::*;
+
+/// `dq [B, H, Sq, D]` from the forward's inputs, `dout [B, H, Sq, Dv]` and `stats [2, B · H · Sq]`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(clippy::too_many_arguments)]
+pub fn dq<F: Float, M: Numeric, N: Size>(
+    q: &Tensor<Vector<F, N>>,
+    k: &Tensor<Vector<F, N>>,
+    v: &Tensor<Vector<F, N>>,
+    dout: &Tensor<Vector<F, N>>,
+    stats: &Tensor<f32>,
+    mask: ComptimeOption<&Tensor<M>>,
+    bias: ComptimeOption<&Tensor<F>>,
+    dq: &mut Tensor<Vector<F, N>>,
+    score: Score,
+    band: Band,
+    grid: Grid,
+    #[comptime] blueprint: Blueprint,
+    #[define(F, M)] _types: [ElemType; 2],
+) {
+    let tile = comptime!(blueprint.tile);
+    let (tile_q, tile_k) = comptime!((tile.tile_q as u32, tile.tile_k as u32));
+    let me = unit(tile);
+    let mut panels = Panels {
+        a: Shared::new_slice(comptime!(tile.panel_a())),
+        b: Shared::new_slice(comptime!(tile.panel_b(tile.tile_k))),
+        p: Shared::new_slice(comptime!(tile.tile_q * TileShape::pitch(tile.tile_k))),
+    };
+    let work = grid.work(CUBE_POS);
+    if work.is_none {
+        terminate!();
+    }
+    let q_start = (grid.blocks - 1 - work.block) * tile_q;
+    let head_kv = work.head / grid.group_size as usize;
+    let k_at = matrix(k, work.batch, head_kv);
+    let stats_row = (work.batch * grid.heads as usize + work.head) * band.seq_q as usize;
+
+    let mut tile_gradient = TileGradient::new(blueprint);
+    let mut acc = zeros(comptime!(tile.micro_q() * tile.groups(blueprint.head_dim)));
+
+    let blocks = band.k_blocks(q_start, tile_q, tile_k);
+    for block in blocks.start..blocks.end {
+        let k_start = block * tile_k;
+        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start };
+        let whole = band.whole(q_start, k_start, tile_q, tile_k);
+        recompute(
+            q, k, v, dout, stats, &mask, &bias, &score, &band, &at, head_kv, stats_row, whole, &mut panels,
+            &mut tile_gradient, me, true, blueprint,
+        );
+        tile_gradient.through_softcap(blueprint);
+        share(&tile_gradient.ds, &mut panels.p, me, tile);
+        accumulate(
+            &panels.p, k, &k_at, k_start, band.seq_k, &mut panels.b, &mut acc, !whole || comptime!(blueprint.mask), me,
+            tile.tile_q, tile.tile_k, blueprint.head_dim, tile,
+        );
+    }
+
+    let dq_at = matrix(&*dq, work.batch, work.head);
+    let factors = uniform(score.scale, comptime!(tile.micro_q()));
+    store(dq, &dq_at, q_start, band.seq_q, &acc, &factors, me, tile.tile_q, blueprint.head_dim, tile);
+}

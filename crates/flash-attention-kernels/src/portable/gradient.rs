@@ -1,0 +1,179 @@
+//! The tile that every backward kernel recomputes: the probabilities `P` and the scores' gradient.
+//!
+//! ```text
+//! P = exp(S − lse)      dP = dout Vᵀ      dT = P ∘ (dP − delta)      dS = dT ∘ slope
+//! ```
+//!
+//! `dT` is the gradient of the scores as the softmax sees them, and so of the bias; `dS` that of `scale · q·kᵀ`.
+
+use super::Blueprint;
+use super::scores::{TileAt, finish_scores};
+use super::tile::*;
+use crate::mask::Band;
+use crate::score::Score;
+use crate::softmax::weight;
+use cubecl::prelude::*;
+
+/// A unit's share of the tile, `micro_q × micro_k` each.
+#[derive(CubeType)]
+pub struct TileGradient {
+    /// Probabilities.
+    pub p: Array<f32>,
+    /// `dT`, then `dS`.
+    pub ds: Array<f32>,
+    /// Derivative of the softcap, where there is one.
+    pub slopes: Array<f32>,
+}
+
+#[cube]
+impl TileGradient {
+    /// Room for one.
+    pub fn new(#[comptime] blueprint: Blueprint) -> TileGradient {
+        let size = comptime!(blueprint.tile.micro_q() * blueprint.tile.micro_k());
+        TileGradient {
+            p: Array::new(size),
+            ds: Array::new(size),
+            slopes: Array::new(comptime!(blueprint.slopes())),
+        }
+    }
+
+    /// Goes from `dT` to `dS`.
+    pub fn through_softcap(&mut self, #[comptime] blueprint: Blueprint) {
+        if comptime!(blueprint.capped) {
+            #[unroll]
+            for n in 0..comptime!(blueprint.tile.micro_q() * blueprint.tile.micro_k()) {
+                self.ds[n] *= self.slopes[n];
+            }
+        }
+    }
+}
+
+/// Panels in shared memory that the kernels of the backward stage tiles in.
+#[derive(CubeType)]
+pub struct Panels {
+    /// For `A` of `A · Bᵀ`.
+    pub a: Shared<[Vec4]>,
+    /// For `B`, and for the right side of the products that accumulate.
+    pub b: Shared<[Vec4]>,
+    /// For `P` or `dS`, the left side of those.
+    pub p: Shared<[Vec4]>,
+}
+
+/// Recomputes `P`, and `dT` where `with_ds`.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn recompute<F: Float, M: Numeric, N: Size>(
+    q: &Tensor<Vector<F, N>>,
+    k: &Tensor<Vector<F, N>>,
+    v: &Tensor<Vector<F, N>>,
+    dout: &Tensor<Vector<F, N>>,
+    stats: &Tensor<f32>,
+    mask: &ComptimeOption<&Tensor<M>>,
+    bias: &ComptimeOption<&Tensor<F>>,
+    score: &Score,
+    band: &Band,
+    at: &TileAt,
+    head_kv: usize,
+    stats_row: usize,
+    whole: bool,
+    panels: &mut Panels,
+    tile_gradient: &mut TileGradient,
+    me: Unit,
+    #[comptime] with_ds: bool,
+    #[comptime] blueprint: Blueprint,
+) {
+    let tile = comptime!(blueprint.tile);
+    let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
+    let q_at = matrix(q, at.batch, at.head);
+    let k_at = matrix(k, at.batch, head_kv);
+    scores(
+        q, &q_at, at.q_start, band.seq_q, k, &k_at, at.k_start, band.seq_k, &mut panels.a, &mut panels.b,
+        &mut tile_gradient.p, me, blueprint.head_dim, tile,
+    );
+    finish_scores(
+        &mut tile_gradient.p, &mut tile_gradient.slopes, score, band, mask, bias, at,
+        !whole || comptime!(blueprint.extras()), me, tile,
+    );
+    if comptime!(with_ds) {
+        let d_at = matrix(dout, at.batch, at.head);
+        let v_at = matrix(v, at.batch, head_kv);
+        scores(
+            dout, &d_at, at.q_start, band.seq_q, v, &v_at, at.k_start, band.seq_k, &mut panels.a, &mut panels.b,
+            &mut tile_gradient.ds, me, blueprint.head_dim_v, tile,
+        );
+    }
+    let rows = stats.shape(1);
+    #[unroll]
+    for i in 0..micro_q {
+        let row = at.q_start + me.y * comptime!(micro_q as u32) + comptime!(i as u32);
+        let mut lse = f32::MAX.runtime();
+        let mut delta = 0.0f32;
+        if row < band.seq_q {
+            lse = stats[stats_row + row as usize];
+            if comptime!(with_ds) {
+                delta = stats[rows + stats_row + row as usize];
+            }
+        }
+        #[unroll]
+        for j in 0..micro_k {
+            let n = comptime!(i * micro_k + j);
+            let p = weight(tile_gradient.p[n], lse);
+            tile_gradient.p[n] = p;
+            if comptime!(with_ds) {
+                // What is hidden has no gradient, whatever dout and v hold there.
+                tile_gradient.ds[n] = select(p == 0.0f32, 0.0f32, p * (tile_gradient.ds[n] - delta));
+            }
+        }
+    }
+}
+
+/// Writes a unit's share of a `[tile_q, tile_k]` tile to its panel.
+#[cube]
+pub fn share(s: &Array<f32>, panel: &mut Shared<[Vec4]>, me: Unit, #[comptime] tile: TileShape) {
+    let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
+    let pitch = comptime!(TileShape::pitch(tile.tile_k));
+    #[unroll]
+    for i in 0..micro_q {
+        #[unroll]
+        for quad in 0..comptime!(micro_k / WIDTH) {
+            let mut value = Vec4::new(0.0f32);
+            #[unroll]
+            for lane in 0..WIDTH {
+                value.insert(lane, s[comptime!(i * micro_k + quad * WIDTH + lane)]);
+            }
+            let row = me.y as usize * micro_q + i;
+            panel[row * pitch + me.x as usize * comptime!(micro_k / WIDTH) + quad] = value;
+        }
+    }
+}
+
+/// Writes a unit's share of a `[tile_q, tile_k]` tile to its panel as `[tile_k, tile_q]`.
+#[cube]
+pub fn share_transposed(s: &Array<f32>, panel: &mut Shared<[Vec4]>, me: Unit, #[comptime] tile: TileShape) {
+    let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
+    let pitch = comptime!(TileShape::pitch(tile.tile_q));
+    #[unroll]
+    for j in 0..micro_k {
+        #[unroll]
+        for quad in 0..comptime!(micro_q / WIDTH) {
+            let mut value = Vec4::new(0.0f32);
+            #[unroll]
+            for lane in 0..WIDTH {
+                value.insert(lane, s[comptime!((quad * WIDTH + lane) * micro_k + j)]);
+            }
+            let row = me.x as usize * micro_k + j;
+            panel[row * pitch + me.y as usize * comptime!(micro_q / WIDTH) + quad] = value;
+        }
+    }
+}
+
+/// An accumulator of zeros.
+#[cube]
+pub fn zeros(#[comptime] size: usize) -> Array<Vec4> {
+    let mut acc = Array::<Vec4>::new(size);
+    #[unroll]
+    for n in 0..size {
+        acc[n] = Vec4::new(0.0f32);
+    }
+    acc
+}

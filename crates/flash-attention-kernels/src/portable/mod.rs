@@ -1,0 +1,88 @@
+//! Exact attention on any CubeCL device: fused multiply-adds, shared memory, barriers, and nothing else.
+
+pub mod dbias;
+pub mod delta;
+pub mod dkdv;
+pub mod dq;
+pub mod forward;
+pub mod gradient;
+pub mod nothing;
+pub mod scores;
+pub mod tile;
+
+use cubecl::prelude::*;
+use serde::Serialize;
+use tile::TileShape;
+
+/// What the portable kernels are specialised for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub struct Blueprint {
+    /// Shapes of tiles.
+    pub tile: TileShape,
+    /// Dimension of a query and of a key.
+    pub head_dim: usize,
+    /// Dimension of a value.
+    pub head_dim_v: usize,
+    /// Whether there is a softcap.
+    pub capped: bool,
+    /// Whether there is a boolean mask.
+    pub mask: bool,
+    /// Whether there is an additive bias.
+    pub bias: bool,
+}
+
+impl Blueprint {
+    /// Whether every score must look something up.
+    pub fn extras(&self) -> bool {
+        self.mask || self.bias
+    }
+
+    /// Length of the array of softcap derivatives; 1 where there is none, as no array is empty.
+    pub fn slopes(&self) -> usize {
+        if self.capped { self.tile.micro_q() * self.tile.micro_k() } else { 1 }
+    }
+}
+
+/// How cubes are numbered: block, then head, then batch.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone))]
+pub struct Grid {
+    /// Blocks of queries or of keys in a head.
+    pub blocks: u32,
+    /// Heads of `q`, or of `k`, whichever the kernel walks over.
+    pub heads: u32,
+    /// Batches.
+    pub batches: u32,
+    /// Query heads that share a key/value head.
+    pub group_size: u32,
+}
+
+/// One cube's work.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone))]
+pub struct Work {
+    /// The block.
+    pub block: u32,
+    /// The head.
+    pub head: usize,
+    /// The batch.
+    pub batch: usize,
+    /// A surplus cube: grids are filled up to a product of three numbers that the device takes.
+    pub is_none: bool,
+}
+
+#[cube]
+impl Grid {
+    /// The work of the cube at this position.
+    pub fn work(&self, position: usize) -> Work {
+        let of_batch = self.blocks as usize * self.heads as usize;
+        let batch = position / of_batch;
+        let within = position % of_batch;
+        Work {
+            block: (within % self.blocks as usize) as u32,
+            head: within / self.blocks as usize,
+            batch,
+            is_none: batch >= self.batches as usize,
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! A unit's products turned into scores: scale and softcap, mask, band, bias.
+
+use super::tile::{TileShape, Unit};
+use crate::mask::Band;
+use crate::score::Score;
+use crate::softmax::HIDDEN;
+use cubecl::prelude::*;
+
+/// Which tile of which head is being computed.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone))]
+pub struct TileAt {
+    /// Batch.
+    pub batch: usize,
+    /// Query head.
+    pub head: usize,
+    /// First query.
+    pub q_start: u32,
+    /// First key.
+    pub k_start: u32,
+}
+
+/// Turns products into scores, hidden ones into [`HIDDEN`]. With a softcap, `slopes` receives the derivative of each
+/// score by its scaled product.
+///
+/// `careful` is false where the band hides nothing of the tile; a mask is looked at in any case.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn finish_scores<F: Float, M: Numeric>(
+    s: &mut Array<f32>,
+    slopes: &mut Array<f32>,
+    score: &Score,
+    band: &Band,
+    mask: &ComptimeOption<&Tensor<M>>,
+    bias: &ComptimeOption<&Tensor<F>>,
+    at: &TileAt,
+    careful: bool,
+    me: Unit,
+    #[comptime] tile: TileShape,
+) {
+    let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
+    #[unroll]
+    for n in 0..comptime!(micro_q * micro_k) {
+        let t = score.of(s[n]);
+        s[n] = t;
+        if comptime!(score.capped) {
+            slopes[n] = score.derivative(t);
+        }
+    }
+    if careful {
+        #[unroll]
+        for i in 0..micro_q {
+            #[unroll]
+            for j in 0..micro_k {
+                let n = comptime!(i * micro_k + j);
+                let row = at.q_start + me.y * comptime!(micro_q as u32) + comptime!(i as u32);
+                let column = at.k_start + me.x * comptime!(micro_k as u32) + comptime!(j as u32);
+                let mut value = s[n];
+                if band.sees(row, column) {
+                    #[comptime]
+                    if let ComptimeOption::Some(bias) = bias {
+                        value += f32::cast_from(bias[element(at, row, column, bias.stride(0), bias.stride(1), bias.stride(2), bias.stride(3))]);
+                    }
+                    #[comptime]
+                    if let ComptimeOption::Some(mask) = mask {
+                        let offset =
+                            element(at, row, column, mask.stride(0), mask.stride(1), mask.stride(2), mask.stride(3));
+                        let hides = mask[offset] != M::from_int(0);
+                        value = select(hides, HIDDEN, value);
+                    }
+                } else {
+                    value = HIDDEN.runtime();
+                }
+                s[n] = value;
+            }
+        }
+    }
+}
+
+/// Offset of the element of a mask or bias for one pair, from its strides.
+#[cube]
+fn element(
+    at: &TileAt,
+    row: u32,
+    column: u32,
+    of_batch: usize,
+    of_head: usize,
+    of_row: usize,
+    of_column: usize,
+) -> usize {
+    at.batch * of_batch + at.head * of_head + row as usize * of_row + column as usize * of_column
+}

@@ -1,0 +1,297 @@
+//! What is to be computed: sizes, element type and options of one attention call.
+
+use crate::error::AttentionError;
+use crate::mask::Band;
+use serde::{Deserialize, Serialize};
+
+/// The largest head dimension that any kernel takes.
+pub const MAX_HEAD_DIM: usize = 256;
+/// The longest sequence: sums and differences of positions stay within 32-bit integers.
+pub const MAX_SEQ: usize = (1 << 30) - 1;
+
+/// Element type of `q`, `k`, `v`, `o`, the bias and their gradients. Arithmetic is in f32 whatever it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Dtype {
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    BF16,
+}
+
+impl Dtype {
+    /// Size in bytes.
+    pub fn size(self) -> usize {
+        match self {
+            Dtype::F32 => 4,
+            Dtype::F16 | Dtype::BF16 => 2,
+        }
+    }
+
+    /// The name used in messages and result files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Dtype::F32 => "f32",
+            Dtype::F16 => "f16",
+            Dtype::BF16 => "bf16",
+        }
+    }
+}
+
+/// Where the diagonal of causal masks and windows lies when `seq_q` and `seq_k` differ.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Alignment {
+    /// The last query is aligned with the last key: query `i` stands at key `i + seq_k − seq_q`.
+    #[default]
+    BottomRight,
+    /// The first query is aligned with the first key: query `i` stands at key `i`.
+    TopLeft,
+}
+
+/// What is done with the scores between `q·kᵀ` and the softmax, but for mask and bias, which are tensors.
+///
+/// Scores are `softcap(q·kᵀ · softmax_scale)`, set to −∞ where mask, causality or window hide them, plus bias.
+///
+/// ```
+/// use flash_attention_kernels::AttentionOptions;
+///
+/// let sliding = AttentionOptions { causal: true, window_left: Some(1023), ..Default::default() };
+/// assert_eq!(sliding.softmax_scale, None); // 1/√head_dim
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AttentionOptions {
+    /// Factor on `q·kᵀ`. `None`: `1/√head_dim`.
+    pub softmax_scale: Option<f32>,
+    /// Hides keys that come after the query.
+    pub causal: bool,
+    /// Where query 0 stands among the keys, for `causal` and windows.
+    pub alignment: Alignment,
+    /// Keys seen before the query's own position. `None`: all.
+    pub window_left: Option<usize>,
+    /// Keys seen after the query's own position. `None`: all (none where `causal`).
+    pub window_right: Option<usize>,
+    /// Scores become `softcap · tanh(score / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
+    pub softcap: Option<f32>,
+}
+
+/// One attention call: `o = softmax(scores) · v` over `q [batch, num_heads_q, seq_q, head_dim]`,
+/// `k [batch, num_heads_kv, seq_k, head_dim]` and `v [batch, num_heads_kv, seq_k, head_dim_v]`.
+///
+/// ```
+/// use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
+///
+/// let q = [2, 8, 1024, 64];
+/// let kv = [2, 2, 1024, 64];
+/// let problem = AttentionProblem::new(&q, &kv, &kv, Dtype::F32, AttentionOptions::default())?;
+/// assert_eq!(problem.group_size(), 4);
+/// assert_eq!(problem.softmax_scale(), 0.125);
+/// # Ok::<(), flash_attention_kernels::AttentionError>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AttentionProblem {
+    /// Independent attention problems.
+    pub batch: usize,
+    /// Heads of `q`; a multiple of `num_heads_kv`.
+    pub num_heads_q: usize,
+    /// Heads of `k` and `v`.
+    pub num_heads_kv: usize,
+    /// Queries.
+    pub seq_q: usize,
+    /// Keys.
+    pub seq_k: usize,
+    /// Dimension of a query and of a key: 1 to [`MAX_HEAD_DIM`].
+    pub head_dim: usize,
+    /// Dimension of a value: 1 to [`MAX_HEAD_DIM`].
+    pub head_dim_v: usize,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Shape of the boolean mask (true hides), each dimension 1 or that of the scores.
+    pub mask: Option<[usize; 4]>,
+    /// Shape of the additive bias, each dimension 1 or that of the scores.
+    pub bias: Option<[usize; 4]>,
+    /// The rest.
+    pub options: AttentionOptions,
+}
+
+fn rank4(argument: &'static str, shape: &[usize]) -> Result<[usize; 4], AttentionError> {
+    shape.try_into().map_err(|_| AttentionError::Rank {
+        argument,
+        rank: shape.len(),
+        shape: shape.to_vec(),
+        expected: 4,
+    })
+}
+
+impl AttentionProblem {
+    /// The problem that tensors of these shapes pose, validated.
+    pub fn new(
+        q: &[usize],
+        k: &[usize],
+        v: &[usize],
+        dtype: Dtype,
+        options: AttentionOptions,
+    ) -> Result<Self, AttentionError> {
+        let (q, k, v) = (rank4("q", q)?, rank4("k", k)?, rank4("v", v)?);
+        let agree = |argument, shape: [usize; 4], dim: usize, dimension, expected_by, expected| {
+            if shape[dim] == expected {
+                return Ok(());
+            }
+            Err(AttentionError::Dimension {
+                argument,
+                dimension,
+                value: shape[dim],
+                shape: shape.to_vec(),
+                expected_by,
+                expected,
+            })
+        };
+        agree("k", k, 0, "batch", "q", q[0])?;
+        agree("v", v, 0, "batch", "q", q[0])?;
+        agree("v", v, 1, "num_heads_kv", "k", k[1])?;
+        agree("v", v, 2, "seq_k", "k", k[2])?;
+        agree("k", k, 3, "head_dim", "q", q[3])?;
+        let problem = AttentionProblem {
+            batch: q[0],
+            num_heads_q: q[1],
+            num_heads_kv: k[1],
+            seq_q: q[2],
+            seq_k: k[2],
+            head_dim: q[3],
+            head_dim_v: v[3],
+            dtype,
+            mask: None,
+            bias: None,
+            options,
+        };
+        problem.validate()?;
+        Ok(problem)
+    }
+
+    /// This problem with a boolean mask of that shape.
+    pub fn with_mask(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
+        self.mask = Some(rank4("mask", shape)?);
+        self.validate()?;
+        Ok(self)
+    }
+
+    /// This problem with an additive bias of that shape.
+    pub fn with_bias(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
+        self.bias = Some(rank4("bias", shape)?);
+        self.validate()?;
+        Ok(self)
+    }
+
+    /// Checks everything that does not depend on the device.
+    pub fn validate(&self) -> Result<(), AttentionError> {
+        let heads = (self.num_heads_q, self.num_heads_kv);
+        let grouped = match heads {
+            (0, _) => true,
+            (_, 0) => false,
+            (q, kv) => q % kv == 0,
+        };
+        if !grouped {
+            return Err(AttentionError::HeadsNotGrouped { num_heads_q: heads.0, num_heads_kv: heads.1 });
+        }
+        for (argument, value) in [("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)] {
+            if value == 0 || value > MAX_HEAD_DIM {
+                return Err(AttentionError::HeadDim { argument, value, min: 1, max: MAX_HEAD_DIM });
+            }
+        }
+        for (argument, value) in [("seq_q", self.seq_q), ("seq_k", self.seq_k)] {
+            if value > MAX_SEQ {
+                return Err(AttentionError::SequenceTooLong { argument, value, max: MAX_SEQ });
+            }
+        }
+        for (argument, shape) in [("mask", self.mask), ("bias", self.bias)] {
+            let Some(shape) = shape else { continue };
+            let expected = self.scores_shape();
+            for dimension in 0..4 {
+                let value = shape[dimension];
+                if value != 1 && value != expected[dimension] {
+                    return Err(AttentionError::Broadcast { argument, shape, expected, dimension, value });
+                }
+            }
+        }
+        self.options.validate()
+    }
+
+    /// `[batch, num_heads_q, seq_q, seq_k]`, what mask and bias broadcast to. Never allocated.
+    pub fn scores_shape(&self) -> [usize; 4] {
+        [self.batch, self.num_heads_q, self.seq_q, self.seq_k]
+    }
+
+    /// `[batch, num_heads_q, seq_q, head_dim_v]`.
+    pub fn o_shape(&self) -> [usize; 4] {
+        [self.batch, self.num_heads_q, self.seq_q, self.head_dim_v]
+    }
+
+    /// `[batch, num_heads_q, seq_q]`.
+    pub fn lse_shape(&self) -> [usize; 3] {
+        [self.batch, self.num_heads_q, self.seq_q]
+    }
+
+    /// `[batch, num_heads_q, seq_q, head_dim]`.
+    pub fn q_shape(&self) -> [usize; 4] {
+        [self.batch, self.num_heads_q, self.seq_q, self.head_dim]
+    }
+
+    /// `[batch, num_heads_kv, seq_k, head_dim]`.
+    pub fn k_shape(&self) -> [usize; 4] {
+        [self.batch, self.num_heads_kv, self.seq_k, self.head_dim]
+    }
+
+    /// `[batch, num_heads_kv, seq_k, head_dim_v]`.
+    pub fn v_shape(&self) -> [usize; 4] {
+        [self.batch, self.num_heads_kv, self.seq_k, self.head_dim_v]
+    }
+
+    /// Rows of scores: `batch · num_heads_q · seq_q`.
+    pub fn rows(&self) -> usize {
+        self.batch * self.num_heads_q * self.seq_q
+    }
+
+    /// Query heads that share a key/value head.
+    pub fn group_size(&self) -> usize {
+        if self.num_heads_kv == 0 { 1 } else { self.num_heads_q / self.num_heads_kv }
+    }
+
+    /// The factor on `q·kᵀ`.
+    pub fn softmax_scale(&self) -> f32 {
+        self.options.softmax_scale.unwrap_or_else(|| (1.0 / (self.head_dim as f64).sqrt()) as f32)
+    }
+
+    /// Which positions see each other, as far as causality, window and the sequences' ends decide.
+    pub fn band(&self) -> Band {
+        Band::new(self.seq_q, self.seq_k, &self.options)
+    }
+
+    /// Floating-point operations of the forward as the field counts them: `4 · batch · heads · pairs · head_dim`
+    /// (2 products of 2 operations), over the pairs that see each other; half of all where causal (FlashAttention-2,
+    /// arXiv:2307.08691, section 4.1).
+    pub fn forward_flops(&self) -> f64 {
+        let pairs = self.seq_q as f64 * self.seq_k as f64 * if self.options.causal { 0.5 } else { 1.0 };
+        2.0 * self.batch as f64 * self.num_heads_q as f64 * pairs * (self.head_dim + self.head_dim_v) as f64
+    }
+
+    /// Floating-point operations of the backward: 2.5 times the forward's.
+    pub fn backward_flops(&self) -> f64 {
+        2.5 * self.forward_flops()
+    }
+}
+
+impl AttentionOptions {
+    /// Checks the numbers among the options.
+    pub fn validate(&self) -> Result<(), AttentionError> {
+        let check = |option, value: Option<f32>, ok: fn(f32) -> bool, requirement| match value {
+            Some(x) if !ok(x) => Err(AttentionError::Option { option, value: x as f64, requirement }),
+            _ => Ok(()),
+        };
+        let positive = |x: f32| x.is_finite() && x > 0.0;
+        check("softmax_scale", self.softmax_scale, positive, "a finite number above 0")?;
+        check("softcap", self.softcap, positive, "a finite number above 0")
+    }
+}

@@ -1,0 +1,47 @@
+//! The online softmax and its log-sum-exp: the one place that knows −∞ and rows that see nothing.
+//!
+//! ```text
+//! m' = max(m, max_j s_j)    α = exp(m − m')    l' = α·l + Σ_j exp(s_j − m')    o' = α·o + Σ_j exp(s_j − m')·v_j
+//! o = o / l                 lse = m + ln l     p_j = exp(s_j − lse)
+//! ```
+//!
+//! (FlashAttention, arXiv:2205.14135, algorithm 1; FlashAttention-2, arXiv:2307.08691, section 3.1.)
+//!
+//! WGSL cannot write −∞ and its compilers may assume that there is none. A hidden score is therefore the lowest finite
+//! number and recognised by comparison, a row that sees nothing is recognised by `l = 0`, and `lse = −∞` is written and
+//! read by its bits.
+
+use cubecl::prelude::*;
+
+/// The score of a hidden pair, and the maximum of a row that has seen nothing. No score that counts is as low.
+pub const HIDDEN: f32 = f32::MIN;
+
+/// The bits of −∞.
+const NEGATIVE_INFINITY: u32 = 0xFF80_0000;
+
+/// `exp(score − m)`, exactly 0 for a hidden score. A NaN is not hidden.
+#[cube]
+pub fn weight(score: f32, m: f32) -> f32 {
+    select(score <= HIDDEN, 0.0f32, f32::exp(score - m))
+}
+
+/// The bits of the log-sum-exp of a row with maximum `m` and sum `l`; −∞ where it saw nothing.
+#[cube]
+pub fn lse_bits(m: f32, l: f32) -> u32 {
+    let bits = u32::reinterpret(m + f32::ln(l));
+    select(l == 0.0f32, NEGATIVE_INFINITY, bits)
+}
+
+/// `1 / l`, or 0 for a row that saw nothing.
+#[cube]
+pub fn normalizer(l: f32) -> f32 {
+    select(l == 0.0f32, 0.0f32, 1.0f32 / l)
+}
+
+/// The log-sum-exp with these bits, as the backward subtracts it: of a row that saw nothing the highest number, which
+/// makes its probabilities `exp(score − lse)` exactly 0.
+#[cube]
+pub fn lse_of_bits(bits: u32) -> f32 {
+    let nothing = bits == NEGATIVE_INFINITY;
+    select(nothing, f32::MAX, f32::reinterpret(select(nothing, 0u32, bits)))
+}

@@ -1,0 +1,98 @@
+//! A tensor on the device as the kernels take it: a buffer with a shape and strides.
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+/// A strided view of a device buffer. Strides are in elements; 0 repeats.
+///
+/// ```no_run
+/// use flash_attention_kernels::TensorView;
+///
+/// # fn f(client: cubecl::client::Client) {
+/// // [batch, heads, seq, head_dim], contiguous, in f32.
+/// let o = TensorView::contiguous(client.empty(2 * 8 * 1024 * 64 * 4), [2, 8, 1024, 64]);
+/// assert_eq!(o.strides, [8 * 1024 * 64, 1024 * 64, 64, 1]);
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct TensorView<const RANK: usize = 4> {
+    /// The buffer; its start offset, if it has one, is the view's.
+    pub handle: Handle,
+    /// Sizes.
+    pub shape: [usize; RANK],
+    /// Elements between neighbours along each dimension.
+    pub strides: [usize; RANK],
+}
+
+impl<const RANK: usize> TensorView<RANK> {
+    /// A view of a buffer laid out in row-major order.
+    pub fn contiguous(handle: Handle, shape: [usize; RANK]) -> Self {
+        let mut strides = [1; RANK];
+        for dim in (1..RANK).rev() {
+            strides[dim - 1] = strides[dim] * shape[dim];
+        }
+        TensorView { handle, shape, strides }
+    }
+
+    /// Number of elements, repeated ones counted each time.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Whether there is no element.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Elements from the first to the last that the view reaches, both counted.
+    pub(crate) fn span(&self) -> u64 {
+        if self.is_empty() {
+            return 0;
+        }
+        1 + self.shape.iter().zip(&self.strides).map(|(n, s)| (*n as u64 - 1) * *s as u64).sum::<u64>()
+    }
+
+    /// Whether two index tuples may reach one element: fatal for outputs.
+    pub(crate) fn overlaps_itself(&self) -> bool {
+        let mut dims: Vec<_> = self.shape.iter().zip(&self.strides).filter(|(n, _)| **n > 1).collect();
+        dims.sort_by_key(|(_, stride)| **stride);
+        let mut reach = 0u64;
+        for (n, stride) in dims {
+            if *stride as u64 <= reach {
+                return true;
+            }
+            reach += (*n as u64 - 1) * *stride as u64;
+        }
+        false
+    }
+
+    /// Whether rows can be read in vectors of `width` elements of `elem_size` bytes: the last dimension is dense and
+    /// every row starts at a multiple of the width.
+    pub(crate) fn vectorizes(&self, width: usize, elem_size: usize) -> bool {
+        let last = RANK - 1;
+        let aligned = self.handle.offset_start.unwrap_or(0) % (width * elem_size) as u64 == 0;
+        aligned
+            && self.strides[last] == 1
+            && self.shape[last] % width == 0
+            && self.strides[..last].iter().zip(&self.shape).all(|(s, n)| *n == 1 || s % width == 0)
+    }
+
+    /// The launch argument. In kernels that read vectors of `width` elements, strides still count elements.
+    pub(crate) fn arg(&self) -> TensorArg {
+        // SAFETY: `launch` has checked that shape and strides stay within the buffer.
+        unsafe {
+            TensorArg::from_raw_parts(self.handle.clone(), self.strides.into(), self.shape.into())
+        }
+    }
+
+    /// The launch argument of a mask or bias: dimensions of 1 get stride 0, so that every index reads them.
+    pub(crate) fn broadcast_arg(&self) -> TensorArg {
+        let mut view = self.clone();
+        for dim in 0..RANK {
+            if view.shape[dim] == 1 {
+                view.strides[dim] = 0;
+            }
+        }
+        view.arg()
+    }
+}

@@ -1,0 +1,330 @@
+//! The one place that chooses kernels and tile shapes, from what the device says of itself.
+
+use crate::error::AttentionError;
+use crate::portable::Blueprint;
+use crate::portable::dbias::Sums;
+use crate::portable::tile::{TileShape, Vec4, WIDTH};
+use crate::problem::{AttentionProblem, Dtype};
+use cubecl::client::Client;
+use cubecl::ir::features::TypeUsage;
+use cubecl::ir::{AddressType, ElemType, FloatKind};
+use serde::Serialize;
+use std::fmt;
+
+const VEC4_BYTES: usize = size_of::<f32>() * WIDTH;
+const _: fn(Vec4) = |_| ();
+
+/// Tiles of the portable kernels, the first that fits the device wins.
+///
+/// ```text
+/// tile_q × tile_k  units    micro  shared memory (forward)   where it fits
+/// 64 × 64          16 × 16  4 × 4  48,128 bytes              desktop GPUs (48 KiB and more)
+/// 64 × 32          16 × 8   4 × 4  25,088 bytes              integrated and Apple GPUs (32 KiB)
+/// 32 × 32          8 × 8    4 × 4  14,848 bytes              what WebGPU promises everywhere (16 KiB)
+/// ```
+///
+/// A micro tile of 4 × 4 reads 8 vectors for 64 multiply-adds, which keeps the arithmetic and not shared memory busy,
+/// and leaves registers for two cubes to share a multiprocessor.
+const PORTABLE: [TileShape; 3] = [
+    TileShape { tile_q: 64, tile_k: 64, units_q: 16, units_k: 16, chunk: 32 },
+    TileShape { tile_q: 64, tile_k: 32, units_q: 16, units_k: 8, chunk: 32 },
+    TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 },
+];
+
+/// Vectors a unit may accumulate for `dk` and `dv` together before registers run out: beyond, they take a launch each.
+const MAX_ACCUMULATED: usize = 16;
+
+/// A kernel family.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kernel {
+    /// Fused multiply-adds in f32 on any CubeCL device.
+    Portable,
+}
+
+impl Kernel {
+    /// The name used in messages and result files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kernel::Portable => "portable",
+        }
+    }
+}
+
+/// What a device offers, as far as the choice depends on it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Device {
+    /// The runtime's name.
+    pub name: String,
+    /// Bytes of shared memory a cube may have.
+    pub shared_memory: usize,
+    /// Units a cube may have.
+    pub units: usize,
+    /// Buffers a kernel may bind.
+    pub bindings: usize,
+    /// Cubes of a launch along x, y and z.
+    pub cubes: (u32, u32, u32),
+    /// Whether buffers of more than 2^32 elements can be addressed.
+    pub wide_addresses: bool,
+    /// Element types that can be stored and converted.
+    pub dtypes: Vec<Dtype>,
+}
+
+impl Device {
+    /// What the device behind this client offers.
+    pub fn of(client: &Client) -> Self {
+        let properties = client.properties();
+        let hardware = &properties.hardware;
+        let stores = |dtype: &Dtype| {
+            let usage = properties.type_usage(element_type(*dtype));
+            usage.contains(TypeUsage::Buffer) && usage.contains(TypeUsage::Conversion)
+        };
+        Device {
+            name: client.name().to_string(),
+            shared_memory: hardware.max_shared_memory_size,
+            units: hardware.max_units_per_cube as usize,
+            bindings: hardware.max_bindings as usize,
+            cubes: hardware.max_cube_count,
+            wide_addresses: properties.supports_address(AddressType::U64),
+            dtypes: [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().filter(stores).collect(),
+        }
+    }
+}
+
+/// CubeCL's name for an element type.
+pub fn element_type(dtype: Dtype) -> ElemType {
+    ElemType::Float(match dtype {
+        Dtype::F32 => FloatKind::F32,
+        Dtype::F16 => FloatKind::F16,
+        Dtype::BF16 => FloatKind::BF16,
+    })
+}
+
+/// A choice that was passed over, and why.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct PassedOver {
+    /// What was passed over.
+    pub what: String,
+    /// Why.
+    pub why: String,
+}
+
+/// What will run: kernels, tiles and memory.
+///
+/// ```no_run
+/// use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, plan};
+///
+/// # fn f(client: &cubecl::client::Client) -> Result<(), flash_attention_kernels::AttentionError> {
+/// let shape = [4, 16, 4096, 128];
+/// let problem = AttentionProblem::new(&shape, &shape, &shape, Dtype::F32, AttentionOptions::default())?;
+/// println!("{}", plan(client, &problem)?); // portable: forward 64×64 …
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Plan {
+    /// The kernel family.
+    pub kernel: Kernel,
+    /// Tiles of the forward.
+    pub forward: TileShape,
+    /// Tiles of the backward's kernels.
+    pub backward: TileShape,
+    /// Whether `dk` and `dv` come from one launch.
+    pub dkdv_together: bool,
+    /// Bytes that training keeps from forward to backward beside inputs and output: `lse`.
+    pub saved_bytes: u64,
+    /// Bytes of scratch that the backward allocates.
+    pub scratch_bytes: u64,
+    /// What would have been preferred, and why it cannot run.
+    pub passed_over: Vec<PassedOver>,
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let TileShape { tile_q, tile_k, .. } = self.forward;
+        write!(f, "{}: forward {tile_q}×{tile_k}", self.kernel.name())?;
+        let TileShape { tile_q, tile_k, .. } = self.backward;
+        write!(f, ", backward {tile_q}×{tile_k} (dk and dv {})", if self.dkdv_together { "together" } else { "apart" })?;
+        write!(f, ", {} bytes saved, {} bytes of scratch", self.saved_bytes, self.scratch_bytes)?;
+        for PassedOver { what, why } in &self.passed_over {
+            write!(f, "; not {what}: {why}")?;
+        }
+        Ok(())
+    }
+}
+
+/// The kernels of the portable family, by what they keep in shared memory.
+#[derive(Clone, Copy)]
+enum Stage {
+    Forward,
+    Backward,
+}
+
+fn shared_memory(tile: &TileShape, stage: Stage) -> usize {
+    let (q, k) = (tile.tile_q, tile.tile_k);
+    let vectors = match stage {
+        Stage::Forward => tile.panel_a() + tile.panel_b(k) + q * TileShape::pitch(k) + tile.board(),
+        Stage::Backward => {
+            let dq = tile.panel_b(k) + q * TileShape::pitch(k);
+            let dkdv = tile.panel_b(q) + k * TileShape::pitch(q);
+            let dbias = tile.panel_b(0)
+                + 1
+                + [Sums::Rows, Sums::Columns].map(|sums| tile.sums_board(sums).div_ceil(WIDTH)).into_iter().max().unwrap_or(0);
+            tile.panel_a() + dq.max(dkdv).max(dbias)
+        }
+    };
+    vectors * VEC4_BYTES
+}
+
+fn choose(
+    device: &Device,
+    problem: &AttentionProblem,
+    stage: Stage,
+    passed_over: &mut Vec<PassedOver>,
+) -> Result<TileShape, AttentionError> {
+    for tile in PORTABLE {
+        let (needed, units) = (shared_memory(&tile, stage), tile.units());
+        if needed <= device.shared_memory && units <= device.units {
+            return Ok(tile);
+        }
+        let name = match stage {
+            Stage::Forward => "forward",
+            Stage::Backward => "backward",
+        };
+        passed_over.push(PassedOver {
+            what: format!("{name} {}×{}", tile.tile_q, tile.tile_k),
+            why: format!(
+                "it takes {needed} bytes of shared memory and {units} units, the device has {} and {}",
+                device.shared_memory, device.units
+            ),
+        });
+    }
+    let smallest = PORTABLE[PORTABLE.len() - 1];
+    Err(AttentionError::NoTileFits {
+        head_dim: problem.head_dim.max(problem.head_dim_v),
+        needed: shared_memory(&smallest, stage),
+        units: smallest.units(),
+        available: device.shared_memory,
+        max_units: device.units,
+    })
+}
+
+/// Tiles of the forward.
+pub(crate) fn forward_tile(device: &Device, problem: &AttentionProblem) -> Result<TileShape, AttentionError> {
+    choose(device, problem, Stage::Forward, &mut Vec::new())
+}
+
+/// Tiles of the backward, and whether `dk` and `dv` come from one launch.
+pub(crate) fn backward_tile(device: &Device, problem: &AttentionProblem) -> Result<(TileShape, bool), AttentionError> {
+    let tile = choose(device, problem, Stage::Backward, &mut Vec::new())?;
+    Ok((tile, together(device, problem, &tile)))
+}
+
+fn together(device: &Device, problem: &AttentionProblem, tile: &TileShape) -> bool {
+    let rows = tile.tile_k / tile.units_q;
+    let accumulated = rows * (tile.groups(problem.head_dim) + tile.groups(problem.head_dim_v));
+    let bindings = 7 + usize::from(problem.mask.is_some()) + usize::from(problem.bias.is_some());
+    accumulated <= MAX_ACCUMULATED && bindings <= device.bindings
+}
+
+/// What will run for this problem on this client's device.
+pub fn plan(client: &Client, problem: &AttentionProblem) -> Result<Plan, AttentionError> {
+    plan_on(&Device::of(client), problem)
+}
+
+/// What would run for this problem on such a device.
+///
+/// ```
+/// use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
+/// use flash_attention_kernels::tiling::{Device, plan_on};
+///
+/// let small = Device {
+///     name: "the least that WebGPU promises".into(),
+///     shared_memory: 16 << 10,
+///     units: 256,
+///     bindings: 7,
+///     cubes: (65535, 65535, 65535),
+///     wide_addresses: false,
+///     dtypes: vec![Dtype::F32],
+/// };
+/// let shape = [1, 1, 128, 256];
+/// let problem = AttentionProblem::new(&shape, &shape, &shape, Dtype::F32, AttentionOptions::default())?;
+/// assert_eq!(plan_on(&small, &problem)?.forward.tile_q, 32);
+/// # Ok::<(), flash_attention_kernels::AttentionError>(())
+/// ```
+pub fn plan_on(device: &Device, problem: &AttentionProblem) -> Result<Plan, AttentionError> {
+    problem.validate()?;
+    check_dtype(device, problem.dtype)?;
+    let mut passed_over = Vec::new();
+    let forward = choose(device, problem, Stage::Forward, &mut passed_over)?;
+    let backward = choose(device, problem, Stage::Backward, &mut passed_over)?;
+    Ok(Plan {
+        kernel: Kernel::Portable,
+        forward,
+        backward,
+        dkdv_together: together(device, problem, &backward),
+        saved_bytes: 4 * problem.rows() as u64,
+        scratch_bytes: 4 * scratch_floats(problem) as u64,
+        passed_over,
+    })
+}
+
+/// f32 values of scratch: lse and delta of each row, and the sums that a broadcast bias's gradient is folded from.
+pub(crate) fn scratch_floats(problem: &AttentionProblem) -> usize {
+    2 * problem.rows() + bias_sums_len(problem)
+}
+
+/// Which sums the gradient of this bias is made of.
+pub(crate) fn bias_sums(shape: &[usize; 4], problem: &AttentionProblem) -> Sums {
+    // A dimension of 1 that the scores have too broadcasts nothing.
+    let varies = |dim: usize| shape[dim] == problem.scores_shape()[dim];
+    match (varies(2), varies(3)) {
+        (true, true) => Sums::Tile,
+        (false, true) => Sums::Columns,
+        (_, false) => Sums::Rows,
+    }
+}
+
+/// Length of the sums' buffer.
+pub(crate) fn bias_sums_len(problem: &AttentionProblem) -> usize {
+    let Some(shape) = problem.bias else { return 0 };
+    match bias_sums(&shape, problem) {
+        Sums::Tile => 0,
+        Sums::Columns => problem.batch * problem.num_heads_q * problem.seq_k,
+        Sums::Rows => problem.rows(),
+    }
+}
+
+/// Whether the device computes with this element type.
+pub(crate) fn check_dtype(device: &Device, dtype: Dtype) -> Result<(), AttentionError> {
+    if device.dtypes.contains(&dtype) {
+        return Ok(());
+    }
+    Err(AttentionError::DtypeUnsupported { dtype: dtype.name(), device: device.name.clone() })
+}
+
+/// What a kernel with these tiles is specialised for.
+pub(crate) fn blueprint(problem: &AttentionProblem, tile: TileShape) -> Blueprint {
+    Blueprint {
+        tile,
+        head_dim: problem.head_dim,
+        head_dim_v: problem.head_dim_v,
+        capped: problem.options.softcap.is_some(),
+        mask: problem.mask.is_some(),
+        bias: problem.bias.is_some(),
+    }
+}
+
+/// A grid of at least `cubes` cubes, as the device takes it.
+pub(crate) fn cube_count(device: &Device, kernel: &'static str, cubes: u64) -> Result<(u32, u32, u32), AttentionError> {
+    let (x_max, y_max, z_max) = (device.cubes.0 as u64, device.cubes.1 as u64, device.cubes.2 as u64);
+    let x = cubes.min(x_max);
+    let y = cubes.div_ceil(x).min(y_max);
+    let z = cubes.div_ceil(x * y);
+    // Cubes are numbered with the address type, 32 bits on most devices.
+    if z > z_max || x * y * z > u32::MAX as u64 {
+        let max = x_max.saturating_mul(y_max).saturating_mul(z_max).min(u32::MAX as u64);
+        return Err(AttentionError::Grid { kernel, cubes, max });
+    }
+    Ok((x as u32, y as u32, z as u32))
+}

@@ -1,0 +1,419 @@
+//! Runs a case on the device under test and on the oracle, and compares.
+//!
+//! `FLASH_TEST_DEVICE` picks the device: `wgpu` (the default), `vulkan` or `cuda`, as far as the features compiled in
+//! allow. Where there is no adapter the tests say so and pass; `REQUIRE_WGPU=1` makes that a failure.
+#![allow(dead_code)]
+
+use cubecl::client::Client;
+use cubecl::server::Handle;
+use flash_attention_kernels::{
+    AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Gradients, Inputs, MaskStorage, MaskView,
+    Saved, Scratch, TensorView, TileShape, backward_with, forward, forward_with, tiling::Device,
+};
+use flash_attention_reference as reference;
+use half::{bf16, f16};
+
+/// The client of the device under test, or `None`, said aloud, where there is none.
+pub fn client() -> Option<Client> {
+    use cubecl::device::WgpuDeviceKind::DefaultDevice;
+    let name = std::env::var("FLASH_TEST_DEVICE").unwrap_or_else(|_| "wgpu".into());
+    let device = match name.as_str() {
+        "cuda" => cubecl::Device::cuda(0),
+        "vulkan" => cubecl::Device::vulkan(DefaultDevice),
+        "wgpu" => cubecl::Device::wgpu(DefaultDevice),
+        other => panic!("FLASH_TEST_DEVICE={other}: it is one of wgpu, vulkan and cuda"),
+    };
+    match device {
+        Ok(device) => Some(device.client()),
+        Err(error) => {
+            let required = name != "wgpu" || std::env::var("REQUIRE_WGPU").as_deref() == Ok("1");
+            assert!(!required, "a device was required: {error}");
+            eprintln!("no wgpu adapter here, so nothing is tested: {error}");
+            None
+        }
+    }
+}
+
+/// How a tensor lies in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Layout {
+    /// Row-major.
+    #[default]
+    Contiguous,
+    /// `[batch, seq, heads, dim]` in memory, as after `swap_dims(1, 2)` of a projection.
+    HeadsInner,
+    /// The last two dimensions transposed in memory.
+    Transposed,
+    /// Rows padded by this many elements.
+    Padded(usize),
+    /// One row for all: stride 0 along the sequence.
+    RepeatedRows,
+    /// One number for all: stride 0 everywhere.
+    Scalar,
+}
+
+impl Layout {
+    fn strides(self, shape: [usize; 4]) -> [usize; 4] {
+        let [_, h, s, d] = shape;
+        match self {
+            Layout::Contiguous => [h * s * d, s * d, d, 1],
+            Layout::HeadsInner => [s * h * d, d, h * d, 1],
+            Layout::Transposed => [h * s * d, s * d, 1, s],
+            Layout::Padded(by) => [h * s * (d + by), s * (d + by), d + by, 1],
+            Layout::RepeatedRows => [h * d, d, 0, 1],
+            Layout::Scalar => [0; 4],
+        }
+    }
+}
+
+/// What buffers hold before a kernel runs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Poison {
+    /// NaN.
+    Nan,
+    /// 1e30, or the largest power of ten that f16 holds.
+    Huge,
+}
+
+impl Poison {
+    pub fn value(self, dtype: Dtype) -> f64 {
+        match (self, dtype) {
+            (Poison::Nan, _) => f64::NAN,
+            (Poison::Huge, Dtype::F16) => 1e4,
+            (Poison::Huge, _) => 1e30,
+        }
+    }
+}
+
+pub fn to_bytes(values: &[f64], dtype: Dtype) -> Vec<u8> {
+    match dtype {
+        Dtype::F32 => values.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect(),
+        Dtype::F16 => values.iter().flat_map(|x| f16::from_f64(*x).to_le_bytes()).collect(),
+        Dtype::BF16 => values.iter().flat_map(|x| bf16::from_f64(*x).to_le_bytes()).collect(),
+    }
+}
+
+pub fn from_bytes(bytes: &[u8], dtype: Dtype) -> Vec<f64> {
+    match dtype {
+        Dtype::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()) as f64).collect(),
+        Dtype::F16 => bytes.chunks_exact(2).map(|b| f16::from_le_bytes(b.try_into().unwrap()).to_f64()).collect(),
+        Dtype::BF16 => bytes.chunks_exact(2).map(|b| bf16::from_le_bytes(b.try_into().unwrap()).to_f64()).collect(),
+    }
+}
+
+/// Elements of guard on either side of every buffer: a multiple of every device's offset alignment.
+const GUARD: usize = 1024;
+/// What guards hold; representable in every dtype.
+const GUARD_VALUE: f64 = 1536.0;
+
+/// A view into a buffer with guards around it.
+pub struct Guarded<const RANK: usize = 4> {
+    pub view: TensorView<RANK>,
+    whole: Handle,
+    dtype: Dtype,
+    span: usize,
+}
+
+impl<const RANK: usize> Guarded<RANK> {
+    /// A buffer of `span` elements filled by `fill`, viewed with this shape and strides.
+    pub fn new(
+        client: &Client,
+        dtype: Dtype,
+        shape: [usize; RANK],
+        strides: [usize; RANK],
+        span: usize,
+        fill: impl Fn(usize) -> f64,
+    ) -> Self {
+        let values: Vec<f64> = (0..span + 2 * GUARD)
+            .map(|n| if (GUARD..GUARD + span).contains(&n) { fill(n - GUARD) } else { GUARD_VALUE })
+            .collect();
+        let whole = client.create_from_slice(&to_bytes(&values, dtype));
+        let bytes = (GUARD * dtype.size()) as u64;
+        // The view may see the guard behind it: that is how a write past the end would land there and be noticed.
+        let handle = whole.clone().offset_start(bytes);
+        Guarded { view: TensorView { handle, shape, strides }, whole, dtype, span }
+    }
+
+    /// A contiguous output, poisoned.
+    pub fn output(client: &Client, dtype: Dtype, shape: [usize; RANK], poison: Poison) -> Self {
+        let len: usize = shape.iter().product();
+        let mut strides = [1; RANK];
+        for dim in (1..RANK).rev() {
+            strides[dim - 1] = strides[dim] * shape[dim];
+        }
+        let value = poison.value(dtype);
+        Self::new(client, dtype, shape, strides, len, |_| value)
+    }
+
+    /// The values, guards checked.
+    pub fn read(&self, client: &Client, name: &str) -> Vec<f64> {
+        let all = from_bytes(&client.read_one_unchecked(self.whole.clone()), self.dtype);
+        let all = &all[..self.span + 2 * GUARD];
+        let (before, rest) = all.split_at(GUARD);
+        let (values, after) = rest.split_at(self.span);
+        for (place, guard) in [("before", before), ("after", after)] {
+            let broken = guard.iter().position(|x| *x != GUARD_VALUE);
+            assert!(broken.is_none(), "{name}: the guard {place} it was overwritten at {broken:?}");
+        }
+        values.to_vec()
+    }
+}
+
+/// Places the elements of a tensor (row-major `values`) by strides into a guarded buffer; gaps hold NaN.
+pub fn place(client: &Client, dtype: Dtype, shape: [usize; 4], layout: Layout, values: &[f64]) -> Guarded {
+    let strides = layout.strides(shape);
+    let len: usize = shape.iter().product();
+    let span =
+        if len == 0 { 0 } else { 1 + (0..4).map(|d| (shape[d] - 1) * strides[d]).sum::<usize>() };
+    let mut buffer = vec![f64::NAN; span];
+    for (n, value) in values.iter().enumerate().take(len) {
+        let (mut rest, mut offset) = (n, 0);
+        for dim in (0..4).rev() {
+            offset += rest % shape[dim] * strides[dim];
+            rest /= shape[dim];
+        }
+        buffer[offset] = *value;
+    }
+    Guarded::new(client, dtype, shape, strides, span, |n| buffer[n])
+}
+
+/// The row-major values that a tensor with this layout has if its buffer is filled from `values`.
+pub fn as_laid_out(shape: [usize; 4], layout: Layout, values: Vec<f64>) -> Vec<f64> {
+    let [_, h, s, d] = shape;
+    match layout {
+        Layout::RepeatedRows => (0..values.len()).map(|n| values[n / (s * d) * (s * d) + n % d]).collect(),
+        Layout::Scalar => vec![values.first().copied().unwrap_or(0.0); values.len()],
+        _ => {
+            let _ = h;
+            values
+        }
+    }
+}
+
+/// One case: a problem, its data and how they lie in memory.
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub problem: AttentionProblem,
+    pub q: Vec<f64>,
+    pub k: Vec<f64>,
+    pub v: Vec<f64>,
+    pub dout: Vec<f64>,
+    pub dlse: Option<Vec<f64>>,
+    pub mask: Option<Vec<bool>>,
+    pub bias: Option<Vec<f64>>,
+    pub layouts: [Layout; 4],
+    pub poison: Poison,
+    pub tiles: Option<TileShape>,
+    /// Which of dq, dk, dv, dbias are asked for.
+    pub wanted: [bool; 4],
+}
+
+pub struct Results {
+    pub o: Vec<f64>,
+    pub lse: Vec<f64>,
+    pub dq: Option<Vec<f64>>,
+    pub dk: Option<Vec<f64>>,
+    pub dv: Option<Vec<f64>>,
+    pub dbias: Option<Vec<f64>>,
+    pub tile: TileShape,
+}
+
+/// Sizes of a case: `[batch, heads_q, heads_kv, seq_q, seq_k, head_dim, head_dim_v]`.
+pub type Sizes = [usize; 7];
+
+impl Case {
+    pub fn new(sizes: Sizes, dtype: Dtype, options: AttentionOptions) -> Self {
+        let [b, hq, hk, sq, sk, d, dv] = sizes;
+        let problem =
+            AttentionProblem::new(&[b, hq, sq, d], &[b, hk, sk, d], &[b, hk, sk, dv], dtype, options).unwrap();
+        let data = |shape: [usize; 4], seed| {
+            let mut values = reference::normal(shape.iter().product(), seed);
+            reference::round_to(&mut values, dtype);
+            values
+        };
+        Case {
+            problem,
+            q: data(problem.q_shape(), 1),
+            k: data(problem.k_shape(), 2),
+            v: data(problem.v_shape(), 3),
+            dout: data(problem.o_shape(), 4),
+            dlse: None,
+            mask: None,
+            bias: None,
+            layouts: [Layout::Contiguous; 4],
+            poison: Poison::Nan,
+            tiles: None,
+            wanted: [true; 4],
+        }
+    }
+
+    /// Adds a random mask of this shape that hides about a third.
+    pub fn with_mask(mut self, shape: [usize; 4]) -> Self {
+        self.problem = self.problem.with_mask(&shape).unwrap();
+        let draws = reference::normal(shape.iter().product(), 5);
+        self.mask = Some(draws.into_iter().map(|x| x > 0.43).collect());
+        self
+    }
+
+    /// Adds a random bias of this shape.
+    pub fn with_bias(mut self, shape: [usize; 4]) -> Self {
+        self.problem = self.problem.with_bias(&shape).unwrap();
+        let mut bias = reference::normal(shape.iter().product(), 6);
+        reference::round_to(&mut bias, self.problem.dtype);
+        self.bias = Some(bias);
+        self
+    }
+
+    /// Adds a gradient of lse.
+    pub fn with_dlse(mut self) -> Self {
+        let mut dlse = reference::normal(self.problem.rows(), 7);
+        reference::round_to(&mut dlse, Dtype::F32);
+        self.dlse = Some(dlse);
+        self
+    }
+
+    /// Lays `q, k, v, dout` out in memory otherwise.
+    pub fn with_layouts(mut self, layouts: [Layout; 4]) -> Self {
+        self.layouts = layouts;
+        let p = &self.problem;
+        let lay = |n: usize, shape, values: &Vec<f64>| as_laid_out(shape, layouts[n], values.clone());
+        (self.q, self.k, self.v, self.dout) = (
+            lay(0, p.q_shape(), &self.q),
+            lay(1, p.k_shape(), &self.k),
+            lay(2, p.v_shape(), &self.v),
+            lay(3, p.o_shape(), &self.dout),
+        );
+        self
+    }
+
+    /// Forces tiles.
+    pub fn with_tiles(mut self, tile: TileShape) -> Self {
+        self.tiles = Some(tile);
+        self
+    }
+
+    fn reference_inputs(&self) -> reference::Inputs<'_> {
+        reference::Inputs {
+            q: &self.q,
+            k: &self.k,
+            v: &self.v,
+            mask: self.mask.as_deref(),
+            bias: self.bias.as_deref(),
+        }
+    }
+
+    /// Runs forward and backward on the device.
+    pub fn run(&self, client: &Client) -> Result<Results, AttentionError> {
+        let p = &self.problem;
+        let dtype = p.dtype;
+        let put = |shape, layout, values: &[f64]| place(client, dtype, shape, layout, values);
+        let q = put(p.q_shape(), self.layouts[0], &self.q);
+        let k = put(p.k_shape(), self.layouts[1], &self.k);
+        let v = put(p.v_shape(), self.layouts[2], &self.v);
+        let dout = put(p.o_shape(), self.layouts[3], &self.dout);
+        let bias = self.bias.as_ref().map(|bias| put(p.bias.unwrap(), Layout::Contiguous, bias));
+        let mask = self.mask.as_ref().map(|mask| {
+            let bytes: Vec<u8> = mask.iter().flat_map(|hides| u32::from(*hides).to_le_bytes()).collect();
+            MaskView {
+                tensor: TensorView::contiguous(client.create_from_slice(&bytes), p.mask.unwrap()),
+                storage: MaskStorage::U32,
+            }
+        });
+        let inputs = Inputs {
+            q: q.view.clone(),
+            k: k.view.clone(),
+            v: v.view.clone(),
+            mask,
+            bias: bias.as_ref().map(|bias| bias.view.clone()),
+        };
+        let o = Guarded::output(client, dtype, p.o_shape(), self.poison);
+        let lse = Guarded::output(client, Dtype::F32, p.lse_shape(), self.poison);
+        let tile = match self.tiles {
+            Some(tile) => forward_with(client, p, &inputs, &o.view, &lse.view, tile).map(|()| tile)?,
+            None => forward(client, p, &inputs, &o.view, &lse.view)?,
+        };
+
+        let dlse = self.dlse.as_ref().map(|dlse| {
+            TensorView::contiguous(client.create_from_slice(&to_bytes(dlse, Dtype::F32)), p.lse_shape())
+        });
+        let saved = Saved { o: o.view.clone(), lse: lse.view.clone(), dout: dout.view.clone(), dlse };
+        let output = |wanted: bool, shape| wanted.then(|| Guarded::output(client, dtype, shape, self.poison));
+        let [wq, wk, wv, wb] = self.wanted;
+        let dq = output(wq, p.q_shape());
+        let dk = output(wk, p.k_shape());
+        let dv = output(wv, p.v_shape());
+        let dbias = output(wb && p.bias.is_some(), p.bias.unwrap_or([0; 4]));
+        let view = |out: &Option<Guarded>| out.as_ref().map(|out| out.view.clone());
+        let gradients = Gradients { dq: view(&dq), dk: view(&dk), dv: view(&dv), dbias: view(&dbias) };
+
+        // Scratch is poisoned and guarded like an output.
+        let plain = Scratch::empty(client, p);
+        let stats = Guarded::output(client, Dtype::F32, plain.stats.shape, self.poison);
+        let sums = plain.bias_sums.as_ref().map(|s| Guarded::output(client, Dtype::F32, s.shape, self.poison));
+        let scratch = Scratch { stats: stats.view.clone(), bias_sums: sums.as_ref().map(|s| s.view.clone()) };
+        let tiles = self.tiles.map(|tile| BackwardTiles { dq: tile, dkdv: tile, dkdv_together: true });
+        backward_with(client, p, &inputs, &saved, &gradients, &scratch, tiles)?;
+
+        let read = |out: &Option<Guarded>, name| out.as_ref().map(|out| out.read(client, name));
+        stats.read(client, "stats");
+        sums.map(|sums| sums.read(client, "bias_sums"));
+        Ok(Results {
+            o: o.read(client, "o"),
+            lse: lse.read(client, "lse"),
+            dq: read(&dq, "dq"),
+            dk: read(&dk, "dk"),
+            dv: read(&dv, "dv"),
+            dbias: read(&dbias, "dbias"),
+            tile,
+        })
+    }
+
+    /// Runs on the device and compares with the oracle.
+    pub fn check(&self, client: &Client) -> Results {
+        let results = self.run(client).unwrap_or_else(|error| panic!("{:?}: {error}", self.problem));
+        let inputs = self.reference_inputs();
+        let want = reference::forward(&self.problem, &inputs);
+        let grads = reference::backward(&self.problem, &inputs, &self.dout, self.dlse.as_deref());
+        let dtype = self.problem.dtype;
+        close(&self.name("o"), &results.o, &want.o, tolerance(dtype));
+        close(&self.name("lse"), &results.lse, &want.lse, 1e-5);
+        for (name, got, want) in [
+            ("dq", &results.dq, Some(&grads.dq)),
+            ("dk", &results.dk, Some(&grads.dk)),
+            ("dv", &results.dv, Some(&grads.dv)),
+            ("dbias", &results.dbias, grads.dbias.as_ref()),
+        ] {
+            if let (Some(got), Some(want)) = (got, want) {
+                close(&self.name(name), got, want, 4.0 * tolerance(dtype));
+            }
+        }
+        results
+    }
+
+    fn name(&self, what: &str) -> String {
+        format!("{what} of {:?} laid out {:?} with tiles {:?}", self.problem, self.layouts, self.tiles)
+    }
+}
+
+/// Rounding of one result: gradients get four times as much.
+fn tolerance(dtype: Dtype) -> f64 {
+    match dtype {
+        Dtype::F32 => 5e-6,
+        Dtype::F16 => 1e-3,
+        Dtype::BF16 => 8e-3,
+    }
+}
+
+/// Asserts `|got − want| ≤ tolerance · (1 + |want|)` everywhere, with infinities equal.
+pub fn close(name: &str, got: &[f64], want: &[f64], tolerance: f64) {
+    assert_eq!(got.len(), want.len(), "{name}: length");
+    for (n, (g, w)) in got.iter().zip(want).enumerate() {
+        let fine = g == w || (g - w).abs() <= tolerance * (1.0 + w.abs()) || (g.is_nan() && w.is_nan());
+        assert!(fine, "{name}: element {n} is {g}, the oracle has {w}");
+    }
+}
+
+/// Whether the device computes with this element type.
+pub fn supports(client: &Client, dtype: Dtype) -> bool {
+    Device::of(client).dtypes.contains(&dtype)
+}

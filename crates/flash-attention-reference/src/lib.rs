@@ -1,0 +1,81 @@
+//! Attention and its gradients in f64 on the host: naive, slow, and meant to be read.
+//!
+//! This is the oracle that the kernels are tested against. It shares with them only [`AttentionProblem`] and
+//! [`Band`](flash_attention_kernels::mask::Band); every score is computed on its own, and the softmax takes two
+//! passes over a row. Tensors are contiguous slices, last dimension fastest.
+//!
+//! With `t = softcap(softmax_scale · q·kᵀ)`, where `softcap(x) = c · tanh(x / c)` or `x` if there is no softcap:
+//!
+//! ```text
+//! s = t + bias where the pair is visible, −∞ where mask, causality or window hide it
+//! lse = log Σⱼ exp(s)        p = exp(s − lse)        o = p·v
+//! ```
+//!
+//! A row that sees nothing, or only scores of −∞, has `o = 0` and `lse = −∞`, and no part in any gradient. Hidden keys
+//! and values are never read, so NaN among them stays there.
+//!
+//! ```
+//! use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
+//! use flash_attention_reference::{Inputs, backward, forward, normal};
+//!
+//! let options = AttentionOptions { causal: true, ..Default::default() };
+//! let problem = AttentionProblem::new(&[1, 4, 3, 8], &[1, 2, 5, 8], &[1, 2, 5, 8], Dtype::F32, options)?;
+//! let (q, k, v) = (normal(4 * 3 * 8, 0), normal(2 * 5 * 8, 1), normal(2 * 5 * 8, 2));
+//! let inputs = Inputs { q: &q, k: &k, v: &v, mask: None, bias: None };
+//!
+//! let output = forward(&problem, &inputs);
+//! assert_eq!(output.o.len(), 4 * 3 * 8);
+//! let gradients = backward(&problem, &inputs, &output.o, None);
+//! assert_eq!(gradients.dk.len(), k.len());
+//! # Ok::<(), flash_attention_kernels::AttentionError>(())
+//! ```
+
+mod backward;
+mod dtype;
+pub mod error;
+mod forward;
+mod random;
+mod row;
+
+pub use backward::{Gradients, backward};
+pub use dtype::round_to;
+pub use error::Error;
+pub use forward::{Output, forward};
+pub use random::normal;
+
+use flash_attention_kernels::AttentionProblem;
+
+/// The tensors of one attention call.
+///
+/// ```
+/// use flash_attention_reference::Inputs;
+///
+/// // One query over two keys, the second hidden.
+/// let inputs = Inputs { q: &[1.0], k: &[0.5, 0.5], v: &[3.0, 4.0], mask: Some(&[false, true]), bias: None };
+/// # assert_eq!(inputs.k.len(), inputs.v.len());
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct Inputs<'a> {
+    /// `[batch, num_heads_q, seq_q, head_dim]`.
+    pub q: &'a [f64],
+    /// `[batch, num_heads_kv, seq_k, head_dim]`.
+    pub k: &'a [f64],
+    /// `[batch, num_heads_kv, seq_k, head_dim_v]`.
+    pub v: &'a [f64],
+    /// `problem.mask`, which broadcasts to `[batch, num_heads_q, seq_q, seq_k]`. `true` hides.
+    pub mask: Option<&'a [bool]>,
+    /// `problem.bias`, which broadcasts to `[batch, num_heads_q, seq_q, seq_k]`.
+    pub bias: Option<&'a [f64]>,
+}
+
+impl Inputs<'_> {
+    /// An oracle that reads the wrong elements is worse than none.
+    fn check(&self, problem: &AttentionProblem) {
+        let len = |shape: [usize; 4]| shape.iter().product::<usize>();
+        assert_eq!(self.q.len(), len(problem.q_shape()), "length of q");
+        assert_eq!(self.k.len(), len(problem.k_shape()), "length of k");
+        assert_eq!(self.v.len(), len(problem.v_shape()), "length of v");
+        assert_eq!(self.mask.map(<[bool]>::len), problem.mask.map(len), "length of mask");
+        assert_eq!(self.bias.map(<[f64]>::len), problem.bias.map(len), "length of bias");
+    }
+}

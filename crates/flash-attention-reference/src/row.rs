@@ -1,0 +1,79 @@
+//! One row of the attention matrix: the scores of one query and their softmax, over the keys that it sees.
+
+use crate::Inputs;
+use flash_attention_kernels::AttentionProblem;
+
+/// What query `i` of one head makes of the keys that it sees.
+pub(crate) struct Row {
+    /// Positions of the keys that it sees, in order.
+    pub keys: Vec<usize>,
+    /// Their scores after softcap and before bias.
+    pub t: Vec<f64>,
+    /// Their probabilities.
+    pub p: Vec<f64>,
+    /// `log Σ exp(score)`.
+    pub lse: f64,
+}
+
+impl Row {
+    /// The row of query `at = [batch, head, i]`, or `None` if that has nothing to attend to.
+    pub fn new(problem: &AttentionProblem, inputs: &Inputs, at: [usize; 3]) -> Option<Self> {
+        let [b, h, i] = at;
+        let band = problem.band();
+        let hides = |j| match (problem.mask, inputs.mask) {
+            (Some(shape), Some(mask)) => mask[broadcast_index(shape, [b, h, i, j])],
+            _ => false,
+        };
+        let keys: Vec<usize> = (0..problem.seq_k).filter(|&j| band.sees(i as u32, j as u32) && !hides(j)).collect();
+
+        let scale = f64::from(problem.softmax_scale());
+        let q = vector(inputs.q, problem.q_shape(), at);
+        let softcapped = |&j: &usize| {
+            let x = scale * dot(q, vector(inputs.k, problem.k_shape(), [b, h / problem.group_size(), j]));
+            match problem.options.softcap {
+                Some(cap) => f64::from(cap) * (x / f64::from(cap)).tanh(),
+                None => x,
+            }
+        };
+        let t: Vec<f64> = keys.iter().map(softcapped).collect();
+
+        let biased = |(&j, &t): (&usize, &f64)| match (problem.bias, inputs.bias) {
+            (Some(shape), Some(bias)) => t + bias[broadcast_index(shape, [b, h, i, j])],
+            _ => t,
+        };
+        let scores: Vec<f64> = keys.iter().zip(&t).map(biased).collect();
+
+        // Asked of every score, as the maximum passes over NaN.
+        if scores.iter().all(|&score| score == f64::NEG_INFINITY) {
+            return None;
+        }
+        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let exponentials: Vec<f64> = scores.iter().map(|score| (score - max).exp()).collect();
+        let sum: f64 = exponentials.iter().sum();
+        let p = exponentials.iter().map(|x| x / sum).collect();
+        Some(Row { keys, t, p, lse: max + sum.ln() })
+    }
+}
+
+/// The vector at `[batch, head, position]` of a contiguous tensor.
+pub(crate) fn vector(values: &[f64], shape: [usize; 4], [b, h, position]: [usize; 3]) -> &[f64] {
+    let start = ((b * shape[1] + h) * shape[2] + position) * shape[3];
+    &values[start..start + shape[3]]
+}
+
+/// Where a contiguous tensor that broadcasts to the scores holds what belongs to the score at `[batch, head, i, j]`.
+pub(crate) fn broadcast_index(shape: [usize; 4], at: [usize; 4]) -> usize {
+    shape.iter().zip(at).fold(0, |index, (&size, position)| index * size + if size == 1 { 0 } else { position })
+}
+
+/// `a · b`.
+pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(x, y)| x * y).sum()
+}
+
+/// `y += a · x`.
+pub(crate) fn add_scaled(y: &mut [f64], a: f64, x: &[f64]) {
+    for (y, x) in y.iter_mut().zip(x) {
+        *y += a * x;
+    }
+}

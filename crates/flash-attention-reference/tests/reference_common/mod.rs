@@ -1,0 +1,82 @@
+//! A problem together with tensors for it.
+#![allow(dead_code)] // each test file takes what it needs
+
+use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
+use flash_attention_reference::{Gradients, Inputs, Output, backward, forward, normal};
+
+/// `[batch, num_heads_q, num_heads_kv, seq_q, seq_k, head_dim, head_dim_v]`.
+pub type Sizes = [usize; 7];
+
+#[derive(Clone)]
+pub struct Case {
+    pub problem: AttentionProblem,
+    pub q: Vec<f64>,
+    pub k: Vec<f64>,
+    pub v: Vec<f64>,
+    pub mask: Option<Vec<bool>>,
+    pub bias: Option<Vec<f64>>,
+    pub dout: Vec<f64>,
+    pub dlse: Option<Vec<f64>>,
+}
+
+impl Case {
+    /// Normal inputs and gradients, without mask, bias and `dlse`.
+    pub fn new([b, hq, hkv, sq, sk, d, dv]: Sizes, options: AttentionOptions) -> Self {
+        let problem =
+            AttentionProblem::new(&[b, hq, sq, d], &[b, hkv, sk, d], &[b, hkv, sk, dv], Dtype::F32, options).unwrap();
+        let draw = |shape: [usize; 4], seed| normal(shape.iter().product(), seed);
+        Case {
+            problem,
+            q: draw(problem.q_shape(), 1),
+            k: draw(problem.k_shape(), 2),
+            v: draw(problem.v_shape(), 3),
+            mask: None,
+            bias: None,
+            dout: draw(problem.o_shape(), 4),
+            dlse: None,
+        }
+    }
+
+    /// With a mask of that shape that hides about a third.
+    pub fn with_mask(mut self, shape: [usize; 4]) -> Self {
+        self.problem = self.problem.with_mask(&shape).unwrap();
+        self.mask = Some(normal(shape.iter().product(), 5).iter().map(|&x| x > 0.4).collect());
+        self
+    }
+
+    pub fn with_bias(mut self, shape: [usize; 4]) -> Self {
+        self.problem = self.problem.with_bias(&shape).unwrap();
+        self.bias = Some(normal(shape.iter().product(), 6));
+        self
+    }
+
+    pub fn with_dlse(mut self) -> Self {
+        self.dlse = Some(normal(self.problem.rows(), 7));
+        self
+    }
+
+    pub fn inputs(&self) -> Inputs<'_> {
+        let Case { q, k, v, mask, bias, .. } = self;
+        Inputs { q, k, v, mask: mask.as_deref(), bias: bias.as_deref() }
+    }
+
+    pub fn forward(&self) -> Output {
+        forward(&self.problem, &self.inputs())
+    }
+
+    pub fn backward(&self) -> Gradients {
+        backward(&self.problem, &self.inputs(), &self.dout, self.dlse.as_deref())
+    }
+}
+
+/// Asserts that both are equal up to rounding.
+#[track_caller]
+pub fn assert_close(x: &[f64], y: &[f64]) {
+    assert_eq!(x.len(), y.len());
+    assert!(x.iter().zip(y).all(|(x, y)| x == y || (x - y).abs() <= 1e-12 * (1.0 + y.abs())), "{x:?} is not {y:?}");
+}
+
+/// For each of the 16 ways to broadcast over dimensions of `shape`, the shape that does.
+pub fn broadcasts(shape: [usize; 4]) -> impl Iterator<Item = [usize; 4]> {
+    (0..16usize).map(move |kept| std::array::from_fn(|n| if kept >> n & 1 == 1 { shape[n] } else { 1 }))
+}

@@ -1,0 +1,162 @@
+//! Rows that see nothing, empty tensors, and what is hidden.
+
+mod reference_common;
+
+use flash_attention_kernels::AttentionOptions;
+use flash_attention_reference::{Gradients, Output};
+use reference_common::{Case, assert_close};
+
+const SIZES: [usize; 7] = [2, 4, 2, 5, 2, 3, 4];
+const CAUSAL: AttentionOptions = AttentionOptions {
+    causal: true,
+    alignment: flash_attention_kernels::Alignment::BottomRight,
+    softmax_scale: None,
+    window_left: None,
+    window_right: None,
+    softcap: None,
+};
+
+#[test]
+fn a_dead_row_is_zero_with_lse_minus_infinity() {
+    let case = Case::new(SIZES, CAUSAL).with_dlse();
+    let (output, gradients) = (case.forward(), case.backward());
+    for (row, &lse) in output.lse.iter().enumerate() {
+        let dead = row % 5 < 3;
+        assert_eq!(lse == f64::NEG_INFINITY, dead, "row {row}");
+        assert_eq!(output.o[row * 4..][..4] == [0.0; 4], dead, "row {row}");
+        // Row 3 sees one key, to which it attends whatever the score: only lse moves its query.
+        assert_eq!(gradients.dq[row * 3..][..3] == [0.0; 3], dead, "row {row}");
+    }
+}
+
+/// Whatever is in a dead row, be it NaN, changes no output and no gradient by a bit.
+#[test]
+fn a_dead_row_takes_no_part() {
+    let case = Case::new(SIZES, CAUSAL).with_bias([1, 1, 5, 2]).with_dlse();
+    let mut poisoned = case.clone();
+    let dead = |row: usize| row % 5 < 3;
+    for row in (0..case.problem.rows()).filter(|&row| dead(row)) {
+        poisoned.q[row * 3..][..3].fill(f64::NAN);
+        poisoned.dout[row * 4..][..4].fill(f64::INFINITY);
+        poisoned.dlse.as_mut().unwrap()[row] = f64::NAN;
+    }
+    poisoned.bias.as_mut().unwrap()[..6].fill(f64::NAN);
+    assert_eq!(poisoned.forward(), case.forward());
+    assert_eq!(poisoned.backward(), case.backward());
+    assert_eq!(case.backward().dbias.unwrap()[..6], [0.0; 6]);
+}
+
+#[test]
+fn masks_and_infinite_biases_make_dead_rows_too() {
+    let live = Case::new([1, 1, 1, 2, 3, 2, 2], AttentionOptions::default()).with_dlse();
+    let mut masked = live.clone().with_mask([1, 1, 2, 1]);
+    masked.mask = Some(vec![true, false]);
+    let mut biased = live.clone().with_bias([1, 1, 2, 1]);
+    biased.bias = Some(vec![f64::NEG_INFINITY, 0.0]);
+
+    for case in [masked, biased] {
+        let (output, gradients) = (case.forward(), case.backward());
+        assert_eq!(output.lse, [f64::NEG_INFINITY, live.forward().lse[1]]);
+        assert_eq!(output.o, [&[0.0; 2], &live.forward().o[2..]].concat());
+        assert_eq!(gradients.dq, [&[0.0; 2], &live.backward().dq[2..]].concat());
+        // dk and dv are those of row 1 alone.
+        let mut alone = live.clone();
+        alone.dout[..2].fill(0.0);
+        alone.dlse.as_mut().unwrap()[0] = 0.0;
+        assert_eq!(gradients.dk, alone.backward().dk);
+        assert_eq!(gradients.dv, alone.backward().dv);
+        assert!(gradients.dbias.is_none_or(|dbias| dbias[0] == 0.0));
+    }
+}
+
+/// A NaN that is seen is a NaN, not a row that sees nothing.
+#[test]
+fn visible_nan_is_reported() {
+    let mut case = Case::new([1, 1, 1, 1, 2, 1, 1], AttentionOptions::default());
+    case.q = vec![f64::NAN];
+    let output = case.forward();
+    assert!(output.o[0].is_nan() && output.lse[0].is_nan());
+    assert!(case.backward().dq[0].is_nan());
+}
+
+#[test]
+fn nan_and_infinity_under_a_mask_do_not_leak() {
+    for poison in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+        // Key 1 is hidden from all queries.
+        let mut clean =
+            Case::new([1, 2, 1, 3, 3, 2, 2], AttentionOptions::default()).with_mask([1, 1, 1, 3]).with_dlse();
+        clean.mask = Some(vec![false, true, false]);
+        let mut poisoned = clean.clone();
+        poisoned.k[2..4].fill(poison);
+        poisoned.v[2..4].fill(poison);
+        assert_eq!(poisoned.forward(), clean.forward());
+        let gradients = poisoned.backward();
+        assert_eq!(gradients, clean.backward());
+        assert_eq!((&gradients.dk[2..4], &gradients.dv[2..4]), (&[0.0; 2][..], &[0.0; 2][..]));
+    }
+}
+
+#[test]
+fn a_causal_prefix_does_not_see_what_comes_later() {
+    let clean = Case::new([1, 1, 1, 4, 4, 2, 2], CAUSAL);
+    let mut poisoned = clean.clone();
+    for tensor in [&mut poisoned.k, &mut poisoned.v] {
+        tensor[6..].fill(f64::NAN); // key 3
+    }
+    let (clean, poisoned) = (clean.forward(), poisoned.forward());
+    assert_eq!((&poisoned.o[..6], &poisoned.lse[..3]), (&clean.o[..6], &clean.lse[..3]));
+    assert!(poisoned.o[6..].iter().all(|x| x.is_nan()));
+}
+
+/// Neither overflow nor a stand-in for −∞.
+#[test]
+fn large_scores_are_taken_as_they_are() {
+    let options = AttentionOptions { softmax_scale: Some(1.0), ..Default::default() };
+    for shift in [1e6, -1e6] {
+        let mut case = Case::new([1, 1, 1, 1, 2, 1, 1], options);
+        (case.q, case.k, case.v) = (vec![1.0], vec![shift, shift], vec![2.0, 4.0]);
+        assert_close(&case.forward().o, &[3.0]);
+        assert_close(&case.forward().lse, &[shift + 2f64.ln()]);
+    }
+}
+
+#[test]
+fn without_keys_every_row_is_dead() {
+    for options in [AttentionOptions::default(), CAUSAL] {
+        let case =
+            Case::new([1, 2, 1, 3, 0, 2, 2], options).with_bias([1, 1, 3, 1]).with_mask([1, 1, 1, 0]).with_dlse();
+        assert_eq!(case.forward(), Output { o: vec![0.0; 12], lse: vec![f64::NEG_INFINITY; 6] });
+        let zero = Gradients { dq: vec![0.0; 12], dk: vec![], dv: vec![], dbias: Some(vec![0.0; 3]) };
+        assert_eq!(case.backward(), zero);
+    }
+}
+
+#[test]
+fn without_queries_batch_or_heads_results_are_empty_or_zero() {
+    let nothing = Output { o: vec![], lse: vec![] };
+    for (sizes, keys) in [([1, 2, 1, 0, 3, 2, 2], 6), ([0, 2, 1, 3, 3, 2, 2], 0), ([1, 0, 2, 3, 3, 2, 2], 12)] {
+        for options in [AttentionOptions::default(), CAUSAL] {
+            let case = Case::new(sizes, options).with_bias([1, 1, 1, 3]).with_dlse();
+            assert_eq!(case.forward(), nothing);
+            let zero = vec![0.0; keys];
+            let expected = Gradients { dq: vec![], dk: zero.clone(), dv: zero, dbias: Some(vec![0.0; 3]) };
+            assert_eq!(case.backward(), expected, "{sizes:?}");
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "length of k")]
+fn a_tensor_of_another_length_is_refused() {
+    let mut case = Case::new(SIZES, CAUSAL);
+    case.k.pop();
+    case.forward();
+}
+
+#[test]
+#[should_panic(expected = "length of mask")]
+fn a_missing_mask_is_refused() {
+    let mut case = Case::new(SIZES, CAUSAL).with_mask([1, 1, 1, 2]);
+    case.mask = None;
+    case.forward();
+}

@@ -1,0 +1,165 @@
+//! Every gradient against central differences of the forward, over every option.
+
+mod reference_common;
+
+use flash_attention_kernels::{Alignment, AttentionOptions};
+use flash_attention_reference::Gradients;
+use reference_common::{Case, Sizes, broadcasts};
+
+/// Small, and no two dimensions alike where they may differ.
+const GROUPED: Sizes = [2, 4, 2, 3, 5, 3, 2];
+const LONG_Q: Sizes = [1, 2, 1, 6, 3, 2, 3];
+
+const PLAIN: AttentionOptions = AttentionOptions {
+    softmax_scale: None,
+    causal: false,
+    alignment: Alignment::BottomRight,
+    window_left: None,
+    window_right: None,
+    softcap: None,
+};
+const CAUSAL: AttentionOptions = AttentionOptions { causal: true, ..PLAIN };
+const TOP_LEFT: AttentionOptions = AttentionOptions { alignment: Alignment::TopLeft, ..CAUSAL };
+/// Well into the curve of tanh.
+const SOFTCAP: AttentionOptions = AttentionOptions { softcap: Some(0.75), ..PLAIN };
+const LEFT: AttentionOptions = AttentionOptions { window_left: Some(1), ..PLAIN };
+const RIGHT: AttentionOptions = AttentionOptions { window_right: Some(0), alignment: Alignment::TopLeft, ..PLAIN };
+const BOTH: AttentionOptions = AttentionOptions { window_left: Some(0), window_right: Some(1), ..PLAIN };
+const SCALE: AttentionOptions = AttentionOptions { softmax_scale: Some(1.7), ..PLAIN };
+
+type Tensor = fn(&mut Case) -> &mut Vec<f64>;
+
+/// `Σ dout∘o + Σ dlse∘lse`, over the rows that see anything.
+fn loss(case: &Case) -> f64 {
+    let output = case.forward();
+    let sum = |x: &[f64], y: &[f64]| x.iter().zip(y).filter(|(_, y)| y.is_finite()).map(|(x, y)| x * y).sum::<f64>();
+    sum(&case.dout, &output.o) + case.dlse.as_ref().map_or(0.0, |dlse| sum(dlse, &output.lse))
+}
+
+/// The gradient of the loss for one tensor, by central differences.
+fn differences(case: &Case, tensor: Tensor) -> Vec<f64> {
+    const H: f64 = 1e-4;
+    let mut case = case.clone();
+    (0..tensor(&mut case).len())
+        .map(|n| {
+            let x = tensor(&mut case)[n];
+            let mut loss_at = |x| {
+                tensor(&mut case)[n] = x;
+                loss(&case)
+            };
+            let difference = (loss_at(x + H) - loss_at(x - H)) / (2.0 * H);
+            loss_at(x);
+            difference
+        })
+        .collect()
+}
+
+/// How far each of dq, dk, dv and dbias is from central differences.
+fn deviations(case: &Case, gradients: &Gradients) -> [f64; 4] {
+    let deviation = |gradient: &[f64], tensor| {
+        let differences = differences(case, tensor);
+        assert_eq!(gradient.len(), differences.len());
+        let pairs = gradient.iter().zip(&differences);
+        pairs.map(|(x, y)| if x.is_nan() { f64::INFINITY } else { (x - y).abs() }).fold(0.0, f64::max)
+    };
+    assert_eq!(gradients.dbias.is_some(), case.bias.is_some());
+    let dbias = gradients.dbias.as_ref();
+    [
+        deviation(&gradients.dq, |case| &mut case.q),
+        deviation(&gradients.dk, |case| &mut case.k),
+        deviation(&gradients.dv, |case| &mut case.v),
+        dbias.map_or(0.0, |dbias| deviation(dbias, |case| case.bias.as_mut().unwrap())),
+    ]
+}
+
+/// Differences are off by about the square of their step.
+const TOLERANCE: f64 = 3e-7;
+
+#[track_caller]
+fn check(case: &Case) {
+    let deviations = deviations(case, &case.backward());
+    assert!(deviations.iter().all(|&x| x < TOLERANCE), "dq dk dv dbias {deviations:?} for {:?}", case.problem);
+}
+
+#[test]
+fn gradients_agree_for_every_option() {
+    for options in [PLAIN, CAUSAL, TOP_LEFT, SOFTCAP, LEFT, RIGHT, BOTH, SCALE] {
+        for sizes in [GROUPED, LONG_Q] {
+            check(&Case::new(sizes, options));
+            check(&Case::new(sizes, options).with_dlse());
+        }
+    }
+}
+
+#[test]
+fn gradients_agree_for_every_head_grouping() {
+    for (num_heads_q, num_heads_kv) in [(1, 1), (3, 3), (6, 3), (8, 2), (4, 1)] {
+        check(&Case::new([1, num_heads_q, num_heads_kv, 2, 3, 2, 2], CAUSAL).with_dlse());
+    }
+}
+
+#[test]
+fn gradients_agree_for_every_bias_broadcast() {
+    for sizes in [GROUPED, LONG_Q] {
+        let options = AttentionOptions { softcap: Some(0.75), ..CAUSAL };
+        for shape in broadcasts(Case::new(sizes, options).problem.scores_shape()) {
+            check(&Case::new(sizes, options).with_bias(shape).with_dlse());
+        }
+    }
+}
+
+#[test]
+fn gradients_agree_for_every_mask_broadcast() {
+    for shape in broadcasts(Case::new(GROUPED, PLAIN).problem.scores_shape()) {
+        check(&Case::new(GROUPED, PLAIN).with_mask(shape).with_dlse());
+    }
+}
+
+#[test]
+fn gradients_agree_with_everything_at_once() {
+    let options = AttentionOptions { softmax_scale: Some(1.3), softcap: Some(1.5), window_left: Some(2), ..CAUSAL };
+    let case = Case::new(GROUPED, options).with_mask([2, 1, 3, 5]).with_bias([1, 4, 3, 5]).with_dlse();
+    check(&case);
+}
+
+#[test]
+fn gradients_agree_where_bias_is_minus_infinity() {
+    let mut case = Case::new(GROUPED, PLAIN).with_bias([1, 1, 3, 5]).with_dlse();
+    let bias = case.bias.as_mut().unwrap();
+    bias[1] = f64::NEG_INFINITY;
+    bias[5..10].fill(f64::NEG_INFINITY); // all of row 1
+    check(&case);
+}
+
+/// What a mistake costs is far more than the tolerance.
+#[test]
+fn wrong_gradients_are_noticed() {
+    let case = Case::new(GROUPED, SOFTCAP).with_bias([1, 1, 3, 5]).with_dlse();
+    let right = case.backward();
+    let wrong = |change: fn(&mut Case)| {
+        let mut case = case.clone();
+        change(&mut case);
+        case.backward()
+    };
+    let noticed = |gradients: &Gradients| deviations(&case, gradients).map(|x| x > 1e3 * TOLERANCE);
+
+    let no_softcap = wrong(|case| case.problem.options.softcap = None);
+    assert_eq!(noticed(&no_softcap), [true; 4]);
+    let no_dlse = wrong(|case| case.dlse = None);
+    assert_eq!(noticed(&no_dlse), [true, true, false, true]);
+    let causal = wrong(|case| case.problem.options.causal = true);
+    assert_eq!(noticed(&causal), [true; 4]);
+    let no_bias = wrong(|case| case.bias.as_mut().unwrap().fill(0.0));
+    assert_eq!(noticed(&no_bias), [true; 4]);
+    let scale = wrong(|case| case.problem.options.softmax_scale = Some(0.5));
+    assert_eq!(noticed(&scale), [true; 4]);
+
+    // Heads mapped wrongly: what belongs to the two heads of k and v, exchanged.
+    let mut exchanged = right.clone();
+    exchanged.dk.rotate_left(right.dk.len() / 4);
+    exchanged.dv.rotate_left(right.dv.len() / 4);
+    assert_eq!(noticed(&exchanged), [false, true, true, false]);
+    let mut nan = right;
+    nan.dq[0] = f64::NAN;
+    assert_eq!(noticed(&nan), [true, false, false, false]);
+}
