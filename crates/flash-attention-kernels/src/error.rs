@@ -179,16 +179,20 @@ pub enum AttentionError {
         /// Cubes the device can start.
         max: u64,
     },
-    /// No tile shape fits the device's shared memory or cube size.
+    /// Tiles too large for the device's shared memory or cubes: the smallest there are, or those asked for.
     #[error(
-        "head_dim {head_dim} needs {needed} bytes of shared memory and {units} units a cube for its smallest tiles, but this device has {available} bytes and {max_units} units"
+        "tiles of {tile_q}×{tile_k} at head_dim {head_dim} need {needed} bytes of shared memory and {units} units a cube, but this device has {available} bytes and {max_units} units"
     )]
     NoTileFits {
         /// The larger head dimension.
         head_dim: usize,
-        /// Bytes needed by the smallest tiles.
+        /// Queries of a tile.
+        tile_q: usize,
+        /// Keys of a tile.
+        tile_k: usize,
+        /// Bytes needed.
         needed: usize,
-        /// Units needed by the smallest tiles.
+        /// Units needed.
         units: usize,
         /// Bytes of shared memory that there are.
         available: usize,

@@ -7,7 +7,7 @@ use crate::portable::{self, GridLaunch, dbias, delta, nothing};
 use crate::problem::AttentionProblem;
 use crate::score::ScoreLaunch;
 use crate::tensor::TensorView;
-use crate::tiling::{self, Device};
+use crate::tiling::{self, Device, Stage};
 use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType, FloatKind, UIntKind};
 use cubecl::prelude::*;
@@ -101,9 +101,9 @@ pub fn forward_with(
 ) -> Result<(), AttentionError> {
     let device = Device::of(client);
     let call = Call::new(client, &device, problem, inputs)?;
-    output("o", o, problem.o_shape(), problem.dtype.size())?;
-    output("lse", lse, problem.lse_shape(), 4)?;
-    let addresses = call.addresses(&[o], &[lse])?;
+    output(&device, "o", o, problem.o_shape(), problem.dtype.size())?;
+    output(&device, "lse", lse, problem.lse_shape(), 4)?;
+    let addresses = call.addresses([o.span(), lse.span()]);
     if problem.rows() == 0 {
         return Ok(());
     }
@@ -114,6 +114,7 @@ pub fn forward_with(
         unsafe { nothing::empty_lse::launch_unchecked(client, count, dim, addresses, lse.arg()) };
         return Ok(());
     }
+    tiling::check_tile(&device, problem, &tile, Stage::Forward)?;
     call.check_bindings("forward", 5)?;
     let (grid, count) = call.query_grid("forward", tile)?;
     unsafe {
@@ -232,19 +233,19 @@ impl<'a> Call<'a> {
         problem.validate()?;
         tiling::check_dtype(device, problem.dtype)?;
         let size = problem.dtype.size();
-        input("q", &inputs.q, problem.q_shape(), size)?;
-        input("k", &inputs.k, problem.k_shape(), size)?;
-        input("v", &inputs.v, problem.v_shape(), size)?;
+        input(device, "q", &inputs.q, problem.q_shape(), size)?;
+        input(device, "k", &inputs.k, problem.k_shape(), size)?;
+        input(device, "v", &inputs.v, problem.v_shape(), size)?;
         if let Some(mask) = &inputs.mask {
             let expected = problem.mask.unwrap_or(mask.tensor.shape);
             let size = match mask.storage {
                 MaskStorage::U8 => 1,
                 MaskStorage::U32 => 4,
             };
-            input("mask", &mask.tensor, expected, size)?;
+            input(device, "mask", &mask.tensor, expected, size)?;
         }
         if let Some(bias) = &inputs.bias {
-            input("bias", bias, problem.bias.unwrap_or(bias.shape), size)?;
+            input(device, "bias", bias, problem.bias.unwrap_or(bias.shape), size)?;
         }
         for (argument, given, stated) in [
             ("mask", inputs.mask.is_some(), problem.mask.is_some()),
@@ -261,24 +262,12 @@ impl<'a> Call<'a> {
         Ok(Call { client, device, problem, inputs })
     }
 
-    /// The address type that reaches every element.
-    fn addresses(&self, views: &[&TensorView], rows: &[&TensorView<3>]) -> Result<AddressType, AttentionError> {
+    /// The address type that reaches every element of the inputs and of these.
+    fn addresses(&self, spans: impl IntoIterator<Item = u64>) -> AddressType {
         let Inputs { q, k, v, mask, bias } = self.inputs;
-        let inputs = [Some(q), Some(k), Some(v), mask.as_ref().map(|m| &m.tensor), bias.as_ref()];
-        let names = ["q", "k", "v", "mask", "bias"].into_iter().chain(std::iter::repeat("an output or gradient"));
-        let spans = inputs
-            .into_iter()
-            .map(|view| view.map_or(0, |view| view.span()))
-            .chain(views.iter().map(|view| view.span()))
-            .chain(rows.iter().map(|view| view.span()));
-        let (argument, reach) = names.zip(spans).max_by_key(|(_, span)| *span).unwrap_or(("q", 0));
-        if reach <= u32::MAX as u64 {
-            return Ok(AddressType::U32);
-        }
-        if self.device.wide_addresses {
-            return Ok(AddressType::U64);
-        }
-        Err(AttentionError::AddressSpace { argument, reach, device: self.device.name.clone() })
+        let inputs = [Some(q), Some(k), Some(v), mask.as_ref().map(|mask| &mask.tensor), bias.as_ref()];
+        let farthest = inputs.into_iter().flatten().map(|view| view.span()).chain(spans).max();
+        AddressType::from_len(farthest.unwrap_or(0) as usize)
     }
 
     /// Elements that are read and written at once: a vector where every tensor allows it.
@@ -359,11 +348,11 @@ impl<'a> Call<'a> {
         // -- validate
         let p = self.problem;
         let size = p.dtype.size();
-        input("o", &saved.o, p.o_shape(), size)?;
-        input("lse", &saved.lse, p.lse_shape(), 4)?;
-        input("dout", &saved.dout, p.o_shape(), size)?;
+        input(self.device, "o", &saved.o, p.o_shape(), size)?;
+        input(self.device, "lse", &saved.lse, p.lse_shape(), 4)?;
+        input(self.device, "dout", &saved.dout, p.o_shape(), size)?;
         if let Some(dlse) = &saved.dlse {
-            input("dlse", dlse, p.lse_shape(), 4)?;
+            input(self.device, "dlse", dlse, p.lse_shape(), 4)?;
         }
         let wanted = [
             ("dq", &gradients.dq, p.q_shape()),
@@ -373,15 +362,14 @@ impl<'a> Call<'a> {
         ];
         for (argument, view, shape) in wanted {
             if let Some(view) = view {
-                output(argument, view, shape, size)?;
+                output(self.device, argument, view, shape, size)?;
             }
         }
-        output("stats", &scratch.stats, [2, p.rows()], 4)?;
+        output(self.device, "stats", &scratch.stats, [2, p.rows()], 4)?;
         let views: Vec<&TensorView> =
             wanted.iter().filter_map(|(_, view, _)| view.as_ref()).chain([&saved.o, &saved.dout]).collect();
-        let mut rows = vec![&saved.lse];
-        rows.extend(&saved.dlse);
-        let addresses = self.addresses(&views, &rows)?;
+        let rows = [Some(&saved.lse), saved.dlse.as_ref()].into_iter().flatten().map(|view| view.span());
+        let addresses = self.addresses(views.iter().map(|view| view.span()).chain(rows));
         if wanted.iter().all(|(_, view, _)| view.is_none()) {
             return Ok(());
         }
@@ -396,6 +384,9 @@ impl<'a> Call<'a> {
         }
 
         // -- everything that can fail, before anything runs
+        for tile in [tiles.dq, tiles.dkdv] {
+            tiling::check_tile(self.device, p, &tile, Stage::Backward)?;
+        }
         let (with_dk, with_dv) = (gradients.dk.is_some(), gradients.dv.is_some());
         let together = tiles.dkdv_together && with_dk && with_dv;
         if gradients.dq.is_some() {
@@ -614,8 +605,9 @@ fn elementwise(device: &Device, kernel: &'static str, len: usize) -> Result<(Cub
     Ok((CubeCount::Static(x, y, z), CubeDim::new_1d(units as u32)))
 }
 
-/// Checks a tensor's shape, and that its buffer holds what its strides reach.
+/// Checks a tensor's shape, and that the device can address and its buffer holds what its strides reach.
 fn input<const RANK: usize>(
+    device: &Device,
     argument: &'static str,
     view: &TensorView<RANK>,
     expected: [usize; RANK],
@@ -635,6 +627,9 @@ fn input<const RANK: usize>(
         }
     }
     let (reach, len) = (view.span(), view.handle.size_in_used() / elem_size as u64);
+    if reach > u32::MAX as u64 && !device.wide_addresses {
+        return Err(AttentionError::AddressSpace { argument, reach, device: device.name.clone() });
+    }
     if reach > len {
         return Err(AttentionError::Buffer {
             argument,
@@ -649,12 +644,13 @@ fn input<const RANK: usize>(
 
 /// [`input`], and that no two elements are one.
 fn output<const RANK: usize>(
+    device: &Device,
     argument: &'static str,
     view: &TensorView<RANK>,
     expected: [usize; RANK],
     elem_size: usize,
 ) -> Result<(), AttentionError> {
-    input(argument, view, expected, elem_size)?;
+    input(device, argument, view, expected, elem_size)?;
     if view.overlaps_itself() {
         return Err(AttentionError::OutputOverlaps {
             argument,

@@ -54,6 +54,9 @@ impl<const RANK: usize> TensorView<RANK> {
 
     /// Whether two index tuples may reach one element: fatal for outputs.
     pub(crate) fn overlaps_itself(&self) -> bool {
+        if self.is_empty() {
+            return false;
+        }
         let mut dims: Vec<_> = self.shape.iter().zip(&self.strides).filter(|(n, _)| **n > 1).collect();
         dims.sort_by_key(|(_, stride)| **stride);
         let mut reach = 0u64;

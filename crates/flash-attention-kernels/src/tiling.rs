@@ -17,16 +17,17 @@ const _: fn(Vec4) = |_| ();
 /// Tiles of the portable kernels, the first that fits the device wins.
 ///
 /// ```text
-/// tile_q × tile_k  units    micro  shared memory (forward)   where it fits
-/// 64 × 64          16 × 16  4 × 4  48,128 bytes              desktop GPUs (48 KiB and more)
-/// 64 × 32          16 × 8   4 × 4  25,088 bytes              integrated and Apple GPUs (32 KiB)
-/// 32 × 32          8 × 8    4 × 4  14,848 bytes              what WebGPU promises everywhere (16 KiB)
+/// tile_q × tile_k  units   micro  shared memory (forward)   where it fits
+/// 64 × 64          8 × 16  8 × 4  48,128 bytes              desktop GPUs (48 KiB and more)
+/// 64 × 32          16 × 8  4 × 4  25,088 bytes              integrated and Apple GPUs (32 KiB)
+/// 32 × 32          8 × 8   4 × 4  14,848 bytes              what WebGPU promises everywhere (16 KiB)
 /// ```
 ///
-/// A micro tile of 4 × 4 reads 8 vectors for 64 multiply-adds, which keeps the arithmetic and not shared memory busy,
-/// and leaves registers for two cubes to share a multiprocessor.
+/// A micro tile of 8 × 4 reads 12 vectors for 128 multiply-adds, which keeps the arithmetic and not shared memory busy,
+/// and leaves registers for several cubes to share a multiprocessor. On an H200 the first row was the fastest of thirty
+/// shapes for the forward and for `dk` and `dv` apart, and within 3% of the fastest for `dq` (docs/performance.md).
 const PORTABLE: [TileShape; 3] = [
-    TileShape { tile_q: 64, tile_k: 64, units_q: 16, units_k: 16, chunk: 32 },
+    TileShape { tile_q: 64, tile_k: 64, units_q: 8, units_k: 16, chunk: 32 },
     TileShape { tile_q: 64, tile_k: 32, units_q: 16, units_k: 8, chunk: 32 },
     TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 },
 ];
@@ -155,8 +156,10 @@ impl fmt::Display for Plan {
 
 /// The kernels of the portable family, by what they keep in shared memory.
 #[derive(Clone, Copy)]
-enum Stage {
+pub(crate) enum Stage {
+    /// The forward.
     Forward,
+    /// Those of the backward.
     Backward,
 }
 
@@ -176,6 +179,40 @@ fn shared_memory(tile: &TileShape, stage: Stage) -> usize {
     vectors * VEC4_BYTES
 }
 
+/// Whether a cube with these tiles fits the device.
+fn fits(device: &Device, tile: &TileShape, stage: Stage) -> bool {
+    shared_memory(tile, stage) <= device.shared_memory && tile.units() <= device.units
+}
+
+/// Checks tiles that the caller chose.
+pub(crate) fn check_tile(
+    device: &Device,
+    problem: &AttentionProblem,
+    tile: &TileShape,
+    stage: Stage,
+) -> Result<(), AttentionError> {
+    if !tile.is_consistent() {
+        return Err(AttentionError::Unsupported {
+            option: "tile",
+            value: format!("{tile:?}"),
+            why: "units must divide tiles into runs of a multiple of 4, and the chunk must be a multiple of 4",
+        });
+    }
+    if fits(device, tile, stage) { Ok(()) } else { Err(no_tile_fits(device, problem, tile, stage)) }
+}
+
+fn no_tile_fits(device: &Device, problem: &AttentionProblem, tile: &TileShape, stage: Stage) -> AttentionError {
+    AttentionError::NoTileFits {
+        head_dim: problem.head_dim.max(problem.head_dim_v),
+        tile_q: tile.tile_q,
+        tile_k: tile.tile_k,
+        needed: shared_memory(tile, stage),
+        units: tile.units(),
+        available: device.shared_memory,
+        max_units: device.units,
+    }
+}
+
 fn choose(
     device: &Device,
     problem: &AttentionProblem,
@@ -183,8 +220,7 @@ fn choose(
     passed_over: &mut Vec<PassedOver>,
 ) -> Result<TileShape, AttentionError> {
     for tile in PORTABLE {
-        let (needed, units) = (shared_memory(&tile, stage), tile.units());
-        if needed <= device.shared_memory && units <= device.units {
+        if fits(device, &tile, stage) {
             return Ok(tile);
         }
         let name = match stage {
@@ -194,19 +230,15 @@ fn choose(
         passed_over.push(PassedOver {
             what: format!("{name} {}×{}", tile.tile_q, tile.tile_k),
             why: format!(
-                "it takes {needed} bytes of shared memory and {units} units, the device has {} and {}",
-                device.shared_memory, device.units
+                "it takes {} bytes of shared memory and {} units, the device has {} and {}",
+                shared_memory(&tile, stage),
+                tile.units(),
+                device.shared_memory,
+                device.units
             ),
         });
     }
-    let smallest = PORTABLE[PORTABLE.len() - 1];
-    Err(AttentionError::NoTileFits {
-        head_dim: problem.head_dim.max(problem.head_dim_v),
-        needed: shared_memory(&smallest, stage),
-        units: smallest.units(),
-        available: device.shared_memory,
-        max_units: device.units,
-    })
+    Err(no_tile_fits(device, problem, &PORTABLE[PORTABLE.len() - 1], stage))
 }
 
 /// Tiles of the forward.

@@ -21,7 +21,7 @@ pub fn exp(x: f32) -> f32 {
     p = p * r + 8.333_452e-3;
     p = p * r + 4.166_579_6e-2;
     p = p * r + 1.666_666_5e-1;
-    p = p * r + 5.000_000_1e-1;
+    p = p * r + 0.5;
     let power = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
     let y = (p * r * r + r + 1.0) * power;
     let y = if x < -87.0 { 0.0 } else { y };
@@ -33,10 +33,10 @@ pub fn exp(x: f32) -> f32 {
 pub fn tanh(x: f32) -> f32 {
     let z = x * x;
     let mut p = -5.704_988_7e-3;
-    p = p * z + 2.063_908_9e-2;
+    p = p * z + 2.063_909e-2;
     p = p * z - 5.373_971_6e-2;
     p = p * z + 1.333_144_2e-1;
-    p = p * z - 3.333_328_2e-1;
+    p = p * z - 3.333_328e-1;
     let near = x + x * z * p;
     let a = if x.abs() > 10.0 { 10.0 } else { x.abs() };
     let far = (1.0 - 2.0 / (exp(2.0 * a) + 1.0)).copysign(x);
@@ -131,7 +131,7 @@ mod tests {
     fn sums_take_the_remainder_too() {
         let mut row: Vec<f32> = (0..37).map(|x| x as f32).collect();
         assert_eq!(max(&row), 36.0);
-        assert_eq!(dot(&row, &row), (0..37).map(|x| (x * x) as f32).sum());
+        assert_eq!(dot(&row, &row), (0..37).map(|x| (x * x) as f32).sum::<f32>());
         row.fill(1.0);
         assert_eq!(exp_sum(&mut row, 1.0), 37.0);
         assert_eq!(row, [1.0; 37]);

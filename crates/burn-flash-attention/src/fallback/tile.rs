@@ -59,11 +59,20 @@ impl<'a, T: Copy> Broadcast<'a, T> {
         Broadcast { data, start: layout.start_offset(), strides: std::array::from_fn(stride) }
     }
 
-    /// The numbers of row `i` from column `j` on. Strides may be negative: Flex flips without copying.
-    fn row(&self, [b, h, i, j]: [usize; 4]) -> impl Iterator<Item = T> {
-        let offset: isize = [b, h, i, j].iter().zip(self.strides).map(|(n, stride)| *n as isize * stride).sum();
+    /// Applies `f` to each number of `row` and the one that belongs to it, where `row` starts at that index.
+    #[inline(always)]
+    fn zip(&self, at: [usize; 4], row: &mut [f32], f: impl Fn(&mut f32, T)) {
+        let offset: isize = at.iter().zip(self.strides).map(|(n, stride)| *n as isize * stride).sum();
         let first = self.start.wrapping_add_signed(offset);
-        (0..).map(move |n: isize| self.data[first.wrapping_add_signed(n * self.strides[3])])
+        match self.strides[3] {
+            1 => row.iter_mut().zip(&self.data[first..]).for_each(|(x, y)| f(x, *y)),
+            0 => row.iter_mut().for_each(|x| f(x, self.data[first])),
+            // Negative ones too: Flex flips without copying.
+            stride => {
+                let index = |n: usize| first.wrapping_add_signed(n as isize * stride);
+                row.iter_mut().enumerate().for_each(|(n, x)| f(x, self.data[index(n)]));
+            }
+        }
     }
 }
 
@@ -199,35 +208,26 @@ impl<'a> Attention<'a> {
                 }
             });
         }
+        let rows_of = |s: &mut [f32], f: &dyn Fn([usize; 4], &mut [f32])| {
+            s.chunks_exact_mut(cols).enumerate().for_each(|(i, row)| f([b, h, q_start + i, k_start], row));
+        };
         // Bias before hiding, so that a NaN in a bias cannot get past −∞.
         match &self.bias {
             None => {}
-            Some(Bias::F32(bias)) => add(s, cols, |i| bias.row([b, h, q_start + i, k_start])),
-            Some(Bias::F16(bias)) => add(s, cols, |i| bias.row([b, h, q_start + i, k_start]).map(f16::to_f32)),
-            Some(Bias::BF16(bias)) => add(s, cols, |i| bias.row([b, h, q_start + i, k_start]).map(bf16::to_f32)),
+            Some(Bias::F32(bias)) => rows_of(s, &|at, row| bias.zip(at, row, |s, bias| *s += bias)),
+            Some(Bias::F16(bias)) => rows_of(s, &|at, row| bias.zip(at, row, |s, bias| *s += bias.to_f32())),
+            Some(Bias::BF16(bias)) => rows_of(s, &|at, row| bias.zip(at, row, |s, bias| *s += bias.to_f32())),
         }
         if let Some(mask) = &self.mask {
-            for (i, row) in s.chunks_exact_mut(cols).enumerate() {
-                for (s, hidden) in row.iter_mut().zip(mask.row([b, h, q_start + i, k_start])) {
-                    *s = if hidden != 0 { f32::NEG_INFINITY } else { *s };
-                }
-            }
+            let hide = |s: &mut f32, hidden| *s = if hidden != 0 { f32::NEG_INFINITY } else { *s };
+            rows_of(s, &|at, row| mask.zip(at, row, hide));
         }
         if !self.band.whole(q_start as u32, k_start as u32, rows as u32, cols as u32) {
-            for (i, row) in s.chunks_exact_mut(cols).enumerate() {
-                for (j, s) in row.iter_mut().enumerate() {
-                    let seen = self.band.sees((q_start + i) as u32, (k_start + j) as u32);
-                    *s = if seen { *s } else { f32::NEG_INFINITY };
+            rows_of(s, &|[_, _, i, j], row| {
+                for (n, s) in row.iter_mut().enumerate() {
+                    *s = if self.band.sees(i as u32, (j + n) as u32) { *s } else { f32::NEG_INFINITY };
                 }
-            }
-        }
-    }
-}
-
-fn add<I: Iterator<Item = f32>>(s: &mut [f32], cols: usize, row: impl Fn(usize) -> I) {
-    for (i, s) in s.chunks_exact_mut(cols).enumerate() {
-        for (s, bias) in s.iter_mut().zip(row(i)) {
-            *s += bias;
+            });
         }
     }
 }
@@ -267,11 +267,19 @@ impl<'a> Block<'a> {
 /// `c += scale · weights · block`. A weight of exactly 0, which is what hidden pairs have, takes nothing from its row,
 /// not even NaN.
 pub fn accumulate(c: &mut [f32], scale: f32, weights: Matrix, block: Block) {
+    let size = [weights.rows, block.dim];
     if block.finite {
-        return multiply(c, true, [weights.rows, block.dim], scale, weights, block.matrix());
+        return multiply(c, true, size, scale, weights, block.matrix());
     }
-    for (i, c) in c.chunks_exact_mut(block.dim).take(weights.rows).enumerate() {
-        for (j, row) in block.data.chunks_exact(block.dim).enumerate() {
+    // All others must get the same bits as if these rows were numbers.
+    let mut numbers = block.data.to_vec();
+    for row in numbers.chunks_exact_mut(block.dim).filter(|row| !math::all_finite(row)) {
+        row.fill(0.0);
+    }
+    let rows = numbers.len() / block.dim;
+    multiply(c, true, size, scale, weights, Matrix::new(&numbers, rows, block.dim));
+    for (j, row) in block.data.chunks_exact(block.dim).enumerate().filter(|(_, row)| !math::all_finite(row)) {
+        for (i, c) in c.chunks_exact_mut(block.dim).take(weights.rows).enumerate() {
             let weight = weights.data[i * weights.row_stride + j * weights.col_stride];
             if weight != 0.0 {
                 c.iter_mut().zip(row).for_each(|(c, x)| *c += scale * weight * x);

@@ -36,6 +36,20 @@ pub struct TileShape {
 }
 
 impl TileShape {
+    /// Whether units share the tiles out evenly, in vectors.
+    pub fn is_consistent(&self) -> bool {
+        let TileShape { tile_q, tile_k, units_q, units_k, chunk } = *self;
+        units_q > 0
+            && units_k > 0
+            && tile_q > 0
+            && tile_k > 0
+            && chunk > 0
+            && tile_q % (WIDTH * units_q) == 0
+            && tile_k % (WIDTH * units_k) == 0
+            && tile_k % units_q == 0
+            && chunk % WIDTH == 0
+    }
+
     /// Units of a cube.
     pub fn units(&self) -> usize {
         self.units_q * self.units_k

@@ -34,6 +34,11 @@ pub fn client() -> Option<Client> {
     }
 }
 
+/// Whether the device compiles and runs fast enough for the whole matrix: any but the default, which is often software.
+pub fn thorough() -> bool {
+    std::env::var("FLASH_TEST_DEVICE").is_ok_and(|name| name != "wgpu")
+}
+
 /// How a tensor lies in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Layout {

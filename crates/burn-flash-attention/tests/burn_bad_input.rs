@@ -1,0 +1,256 @@
+//! Every way to call attention wrongly: a typed error before anything runs, whose message names the argument and its
+//! value.
+
+mod common;
+
+use burn::nn::attention::MultiHeadAttentionConfig;
+use burn::tensor::{Bool, DType, Device, Tensor};
+use burn_flash_attention::{
+    AttentionError, FlashAttentionOptions, FlashMhaInput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig,
+    flash_attention, plan, try_flash_attention, try_flash_attention_with_lse,
+};
+use common::{Target, targets};
+
+fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {
+    Tensor::zeros(shape, (device, DType::F32))
+}
+
+fn mask(shape: [usize; 4], device: &Device) -> Tensor<4, Bool> {
+    Tensor::<4>::zeros(shape, device).greater_elem(0.0)
+}
+
+/// The error of a call with these shapes, the same from each entry.
+fn error_of(q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, options: FlashAttentionOptions) -> AttentionError {
+    let planned = plan(&q, &k, &v, &options).unwrap_err();
+    let tried = try_flash_attention(q.clone(), k.clone(), v.clone(), &options).unwrap_err();
+    let tried_with_lse = try_flash_attention_with_lse(q, k, v, &options).unwrap_err();
+    // Not `assert_eq`: NaN among the values is not equal to itself.
+    assert_eq!(planned.to_string(), tried.to_string());
+    assert_eq!(planned.to_string(), tried_with_lse.to_string());
+    tried
+}
+
+fn says(error: &AttentionError, words: &[&str]) {
+    for word in words {
+        assert!(error.to_string().contains(word), "{word:?} is not in {error}");
+    }
+}
+
+/// Asserts the kind of error and the words in it.
+macro_rules! refused {
+    ($error:expr, $kind:pat, $($word:expr),+) => {{
+        let error = $error;
+        assert!(matches!(error, $kind), "{error:?}");
+        says(&error, &[$($word),+]);
+    }};
+}
+
+fn shapes(target: &Target, q: [usize; 4], k: [usize; 4], v: [usize; 4]) -> AttentionError {
+    let d = &target.device;
+    error_of(zeros(q, d), zeros(k, d), zeros(v, d), FlashAttentionOptions::new())
+}
+
+fn with(target: &Target, options: FlashAttentionOptions) -> AttentionError {
+    let x = zeros([2, 4, 8, 16], &target.device);
+    let kv = zeros([2, 2, 6, 16], &target.device);
+    error_of(x, kv.clone(), kv, options)
+}
+
+#[test]
+fn shapes_that_do_not_fit() {
+    use AttentionError::*;
+    for target in targets() {
+        let t = &target;
+        let (q, kv) = ([2, 4, 8, 16], [2, 2, 6, 16]);
+        // 1–2 batch
+        refused!(shapes(t, q, [3, 2, 6, 16], kv), Dimension { .. }, "k has batch 3", "[3, 2, 6, 16]", "q has 2");
+        refused!(shapes(t, q, kv, [1, 2, 6, 16]), Dimension { .. }, "v has batch 1", "[1, 2, 6, 16]", "q has 2");
+        // 3 heads of k and v
+        refused!(shapes(t, q, kv, [2, 4, 6, 16]), Dimension { .. }, "v has num_heads_kv 4", "k has 2");
+        // 4 lengths of k and v
+        refused!(shapes(t, q, kv, [2, 2, 7, 16]), Dimension { .. }, "v has seq_k 7", "k has 6");
+        // 5 head_dim
+        refused!(shapes(t, q, [2, 2, 6, 8], kv), Dimension { .. }, "k has head_dim 8", "q has 16");
+        // 6–8 grouping
+        refused!(shapes(t, [2, 5, 8, 16], kv, kv), HeadsNotGrouped { .. }, "num_heads_q is 5", "num_heads_kv, 2");
+        refused!(shapes(t, [2, 1, 8, 16], kv, kv), HeadsNotGrouped { .. }, "num_heads_q is 1", "num_heads_kv, 2");
+        let none = [2, 0, 6, 16];
+        refused!(shapes(t, q, none, none), HeadsNotGrouped { .. }, "num_heads_q is 4", "num_heads_kv, 0");
+        // 9–12 head dimensions
+        let d = |d| [1, 1, 4, d];
+        refused!(shapes(t, d(0), d(0), d(8)), HeadDim { .. }, "head_dim is 0", "1 to 256");
+        refused!(shapes(t, d(257), d(257), d(8)), HeadDim { .. }, "head_dim is 257", "1 to 256");
+        refused!(shapes(t, d(8), d(8), d(0)), HeadDim { .. }, "head_dim_v is 0", "1 to 256");
+        refused!(shapes(t, d(8), d(8), d(300)), HeadDim { .. }, "head_dim_v is 300", "1 to 256");
+    }
+}
+
+#[test]
+fn numbers_that_make_no_sense() {
+    use AttentionError::Option;
+    for target in targets() {
+        let new = FlashAttentionOptions::new;
+        // 13–17 scale
+        for (scale, value) in [
+            (0.0, "softmax_scale is 0"),
+            (-0.125, "softmax_scale is -0.125"),
+            (f32::NAN, "softmax_scale is NaN"),
+            (f32::INFINITY, "softmax_scale is inf"),
+            (f32::NEG_INFINITY, "softmax_scale is -inf"),
+        ] {
+            refused!(with(&target, new().with_softmax_scale(scale)), Option { .. }, value, "a finite number above 0");
+        }
+        // 18–22 softcap
+        for (softcap, value) in [
+            (0.0, "softcap is 0"),
+            (-30.0, "softcap is -30"),
+            (f32::NAN, "softcap is NaN"),
+            (f32::INFINITY, "softcap is inf"),
+            (f32::NEG_INFINITY, "softcap is -inf"),
+        ] {
+            refused!(with(&target, new().with_softcap(softcap)), Option { .. }, value, "a finite number above 0");
+        }
+    }
+}
+
+#[test]
+fn masks_and_biases_that_do_not_broadcast() {
+    use AttentionError::Broadcast;
+    for target in targets() {
+        let d = &target.device;
+        let new = FlashAttentionOptions::new;
+        let scores = "[2, 4, 8, 6]";
+        // 23–26 mask
+        for (dimension, shape) in [[3, 1, 1, 1], [1, 2, 1, 1], [1, 1, 6, 1], [1, 1, 1, 8]].into_iter().enumerate() {
+            let words = [format!("mask has shape {shape:?}"), format!("dimension {dimension} is {}", shape[dimension])];
+            refused!(with(&target, new().with_mask(mask(shape, d))), Broadcast { .. }, &words[0], &words[1], scores);
+        }
+        // 27–30 bias
+        for (dimension, shape) in [[4, 1, 1, 1], [2, 3, 1, 1], [2, 4, 0, 6], [2, 4, 8, 7]].into_iter().enumerate() {
+            let words = [format!("bias has shape {shape:?}"), format!("dimension {dimension} is {}", shape[dimension])];
+            refused!(with(&target, new().with_bias(zeros(shape, d))), Broadcast { .. }, &words[0], &words[1], scores);
+        }
+    }
+}
+
+#[test]
+fn dtypes_that_are_mixed_or_unknown() {
+    use AttentionError::{Dtype, MixedDtypes};
+    for target in targets() {
+        let d = &target.device;
+        let new = FlashAttentionOptions::new;
+        let x = || zeros([1, 2, 4, 8], d);
+        if d.supports_dtype(DType::F16) {
+            let half = || Tensor::<4>::zeros([1, 2, 4, 8], (d, DType::F16));
+            // 31–34 mixed
+            refused!(error_of(x(), half(), x(), new()), MixedDtypes { .. }, "k is f16", "q is f32");
+            refused!(error_of(x(), x(), half(), new()), MixedDtypes { .. }, "v is f16", "q is f32");
+            refused!(error_of(half(), x(), x(), new()), MixedDtypes { .. }, "k is f32", "q is f16");
+            let bias = Tensor::<4>::zeros([1, 1, 4, 4], (d, DType::F16));
+            refused!(error_of(x(), x(), x(), new().with_bias(bias)), MixedDtypes { .. }, "bias is f16", "q is f32");
+        }
+        // 35 f64
+        if d.supports_dtype(DType::F64) {
+            let double = || Tensor::<4>::zeros([1, 2, 4, 8], (d, DType::F64));
+            refused!(error_of(double(), double(), double(), new()), Dtype { .. }, "q is f64", "f32, f16 and bf16");
+        }
+    }
+}
+
+#[cfg(all(feature = "flex", feature = "wgpu"))]
+#[test]
+fn devices_that_differ() {
+    use AttentionError::Device as OtherDevice;
+    let (Some(flex), Some(wgpu)) = (common::target("flex"), common::target("wgpu")) else { return };
+    let new = FlashAttentionOptions::new;
+    let x = |target: &Target| zeros([1, 2, 4, 8], &target.device);
+    let (here, there) = (|| x(&flex), || x(&wgpu));
+    // 37–40
+    refused!(error_of(here(), there(), here(), new()), OtherDevice { .. }, "k is on", "Wgpu", "q is on", "Flex");
+    refused!(error_of(here(), here(), there(), new()), OtherDevice { .. }, "v is on", "Wgpu", "q is on", "Flex");
+    let other_mask = mask([1, 1, 4, 4], &wgpu.device);
+    refused!(error_of(here(), here(), here(), new().with_mask(other_mask)), OtherDevice { .. }, "mask is on", "Wgpu");
+    let other_bias = zeros([1, 1, 4, 4], &wgpu.device);
+    refused!(error_of(here(), here(), here(), new().with_bias(other_bias)), OtherDevice { .. }, "bias is on", "Wgpu");
+}
+
+#[test]
+fn two_ways_of_checkpointing() {
+    for target in targets() {
+        let plain = zeros([1, 2, 4, 8], &target.device.clone().autodiff());
+        let balanced = zeros([1, 2, 4, 8], &target.device.clone().autodiff().gradient_checkpointing());
+        // 41
+        let error = error_of(plain.clone(), balanced, plain.clone(), FlashAttentionOptions::new());
+        refused!(error, AttentionError::Device { .. }, "k is on", "Balanced", "q is on", "Disabled");
+        // A constant may come without any.
+        let constant = zeros([1, 2, 4, 8], &target.device);
+        assert!(plan(&plain, &constant, &constant, &FlashAttentionOptions::new()).is_ok());
+    }
+}
+
+#[test]
+fn the_plain_form_panics_with_the_same_message_where_it_was_called() {
+    for target in targets() {
+        let x = zeros([1, 3, 4, 8], &target.device);
+        let kv = zeros([1, 2, 4, 8], &target.device);
+        let error = try_flash_attention(x.clone(), kv.clone(), kv.clone(), &FlashAttentionOptions::new()).unwrap_err();
+        let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            flash_attention(x, kv.clone(), kv, &FlashAttentionOptions::new())
+        }));
+        assert_eq!(*panic.unwrap_err().downcast::<String>().unwrap(), error.to_string());
+    }
+}
+
+#[test]
+fn modules_that_cannot_be() {
+    use AttentionError::{Dimension, HeadsNotGrouped, Unsupported};
+    for target in targets() {
+        let d = &target.device;
+        let config = FlashMultiHeadAttentionConfig::new(16, 4);
+        // 42–45 configurations
+        refused!(config.clone().with_n_kv_heads(Some(3)).try_init(d).unwrap_err(), HeadsNotGrouped { .. }, "is 4", "3");
+        refused!(config.clone().with_n_kv_heads(Some(0)).try_init(d).unwrap_err(), HeadsNotGrouped { .. }, "is 4", "0");
+        refused!(config.clone().with_dropout(0.1).try_init(d).unwrap_err(), Unsupported { .. }, "dropout = 0.1");
+        let uneven = FlashMultiHeadAttentionConfig::new(18, 4);
+        refused!(uneven.try_init(d).unwrap_err(), Unsupported { .. }, "d_model = 18", "multiple of n_heads");
+        // 46–47 conversions
+        let burns = MultiHeadAttentionConfig::new(16, 4);
+        let error = |module| FlashMultiHeadAttention::try_from(module).unwrap_err();
+        refused!(error(burns.init(d)), Unsupported { .. }, "dropout = 0.1", "freeze");
+        let quiet = burns.with_dropout(0.0).with_quiet_softmax(true);
+        refused!(error(quiet.init(d)), Unsupported { .. }, "quiet_softmax = true");
+
+        // 48–55 inputs
+        let module = config.init(d);
+        let x = |batch, seq, dim| Tensor::<3>::zeros([batch, seq, dim], d);
+        let error = |input| module.try_forward(input).unwrap_err();
+        let input = FlashMhaInput::new;
+        let (q, kv) = (|| x(2, 3, 16), || x(2, 5, 16));
+        refused!(error(input(x(2, 3, 8), kv(), kv())), Dimension { .. }, "query has d_model 8", "16");
+        refused!(error(input(q(), x(2, 5, 8), kv())), Dimension { .. }, "key has d_model 8", "16");
+        refused!(error(input(q(), x(1, 5, 16), kv())), Dimension { .. }, "key has batch 1", "query has 2");
+        refused!(error(input(q(), kv(), x(2, 6, 16))), Dimension { .. }, "value has seq_k 6", "key has 5");
+        let pad = |batch, seq| Tensor::<2>::zeros([batch, seq], d).greater_elem(0.0);
+        let attn = |batch, q, k| Tensor::<3>::zeros([batch, q, k], d).greater_elem(0.0);
+        let good = || input(q(), kv(), kv());
+        refused!(error(good().mask_pad(pad(1, 5))), Dimension { .. }, "mask_pad has batch 1", "query has 2");
+        refused!(error(good().mask_pad(pad(2, 3))), Dimension { .. }, "mask_pad has seq_k 3", "key has 5");
+        refused!(error(good().mask_attn(attn(2, 5, 5))), Dimension { .. }, "mask_attn has seq_q 5", "query has 3");
+        refused!(error(good().mask_attn(attn(2, 3, 3))), Dimension { .. }, "mask_attn has seq_k 3", "key has 5");
+    }
+}
+
+#[test]
+fn options_with_tensors_do_not_serialize() {
+    for target in targets() {
+        let d = &target.device;
+        let new = FlashAttentionOptions::new;
+        // 56–58
+        let error = serde_json::to_string(&new().with_mask(mask([1, 1, 2, 3], d))).unwrap_err().to_string();
+        assert!(error.contains("mask is a tensor of shape [1, 1, 2, 3]"), "{error}");
+        let error = serde_json::to_string(&new().with_bias(zeros([1, 1, 2, 3], d))).unwrap_err().to_string();
+        assert!(error.contains("bias is a tensor of shape [1, 1, 2, 3]"), "{error}");
+        let error = serde_json::from_str::<FlashAttentionOptions>(r#"{"casual": true}"#).unwrap_err().to_string();
+        assert!(error.contains("casual"), "{error}");
+    }
+}

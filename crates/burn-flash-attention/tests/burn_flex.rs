@@ -1,0 +1,336 @@
+//! Every option, gradient and way of calling, against the oracle and against the same mathematics in Burn's operations.
+//! Named for the device it needs least for; it runs on every one that `FLASH_TEST_DEVICE` names.
+
+mod common;
+
+use burn::tensor::ops::{AttentionModuleOptions, CausalAlignment};
+use burn::tensor::{Device, Distribution, Tensor, Tolerance};
+use burn_flash_attention::{FlashAttentionOptions, flash_attention, flash_attention_with_lse, plan};
+use common::*;
+use flash_attention_kernels::{Alignment, AttentionOptions, Dtype};
+
+const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
+
+/// The dtypes that a device computes in.
+fn dtypes(target: &Target) -> Vec<Dtype> {
+    let supported = |dtype: &Dtype| {
+        let q = || Tensor::<4>::zeros([1, 1, 1, 1], (&target.device, burn_dtype(*dtype)));
+        target.device.supports_dtype(burn_dtype(*dtype)) && plan(&q(), &q(), &q(), &FlashAttentionOptions::new()).is_ok()
+    };
+    DTYPES.into_iter().filter(supported).collect()
+}
+
+fn all_options() -> Vec<AttentionOptions> {
+    let none = AttentionOptions::default();
+    vec![
+        none,
+        AttentionOptions { causal: true, ..none },
+        AttentionOptions { causal: true, alignment: Alignment::TopLeft, ..none },
+        AttentionOptions { window_left: Some(9), ..none },
+        AttentionOptions { window_right: Some(3), alignment: Alignment::TopLeft, ..none },
+        AttentionOptions { window_left: Some(20), window_right: Some(0), ..none },
+        AttentionOptions { causal: true, window_left: Some(70), ..none },
+        AttentionOptions { softmax_scale: Some(0.5), softcap: Some(2.0), ..none },
+        AttentionOptions { softcap: Some(1.0), causal: true, ..none },
+    ]
+}
+
+#[test]
+fn options_dtypes_and_shapes() {
+    for target in targets() {
+        for dtype in dtypes(&target) {
+            for (n, options) in all_options().into_iter().enumerate() {
+                for sizes in [[2, 4, 2, 65, 130, 16, 24], [1, 2, 2, 130, 65, 33, 8]] {
+                    let data = Data::random(problem(sizes, dtype, options), n as u64);
+                    check(&data, &target, How { loss: Loss::BOTH, ..How::default() });
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn masks_and_biases_broadcast_in_every_dimension() {
+    for target in targets() {
+        let [b, h, q, k] = [2, 2, 70, 140];
+        for n in 0..16 {
+            let shape = [(b, 1), (h, 2), (q, 4), (k, 8)].map(|(size, bit)| if n & bit == 0 { size } else { 1 });
+            let options = AttentionOptions { causal: n % 3 == 0, softcap: (n % 4 == 1).then_some(3.0), ..Default::default() };
+            let problem = problem([b, h, 1, q, k, 8, 8], Dtype::F32, options);
+            let data = Data::random(problem.with_bias(&shape).unwrap(), n);
+            check(&data, &target, How::default());
+            let data = Data::random(problem.with_mask(&shape).unwrap(), n);
+            check(&data, &target, How::default());
+            let both = problem.with_mask(&shape).unwrap().with_bias(&[b, h, q, k]).unwrap();
+            check(&Data::random(both, n), &target, How { loss: Loss::BOTH, ..How::default() });
+        }
+    }
+}
+
+#[test]
+fn half_precision_bias() {
+    for target in targets() {
+        for dtype in dtypes(&target) {
+            for shape in [[2, 2, 70, 70], [1, 2, 1, 70], [1, 1, 70, 1]] {
+                let problem = problem([2, 2, 2, 70, 70, 16, 16], dtype, AttentionOptions::default());
+                let data = Data::random(problem.with_bias(&shape).unwrap(), 5);
+                check(&data, &target, How::default());
+            }
+        }
+    }
+}
+
+#[test]
+fn sequences_at_the_edges_of_tiles() {
+    for target in targets() {
+        for (n, seq) in [1, 3, 17, 63, 64, 65, 127, 128, 129, 257].into_iter().enumerate() {
+            for (seq_q, seq_k) in [(seq, seq), (1, seq), (seq, 5)] {
+                let options = AttentionOptions { causal: seq_q == seq_k, ..Default::default() };
+                let data = Data::random(problem([1, 2, 1, seq_q, seq_k, 8, 8], Dtype::F32, options), n as u64);
+                check(&data, &target, How::default());
+            }
+        }
+    }
+}
+
+#[test]
+fn each_subset_of_inputs_tracked() {
+    for target in targets() {
+        let options = AttentionOptions { causal: true, softcap: Some(5.0), ..Default::default() };
+        let problem = problem([2, 4, 2, 33, 47, 8, 12], Dtype::F32, options);
+        let data = Data::random(problem.with_bias(&[1, 4, 33, 47]).unwrap(), 3);
+        for tracked in Tracked::subsets() {
+            for checkpointing in [false, true] {
+                check(&data, &target, How { tracked, checkpointing, ..How::default() });
+            }
+        }
+        // The same without a bias, where a node has three parents.
+        let data = Data::random(problem, 4);
+        for tracked in Tracked::subsets().filter(|tracked| !tracked.bias) {
+            check(&data, &target, How { tracked, loss: Loss::BOTH, ..How::default() });
+        }
+    }
+}
+
+#[test]
+fn lse_alone_out_alone_and_both() {
+    for target in targets() {
+        for dtype in dtypes(&target) {
+            let options = AttentionOptions { causal: true, ..Default::default() };
+            // The first rows see nothing: their lse is −∞.
+            let data = Data::random(problem([1, 2, 2, 70, 50, 16, 16], dtype, options), 6);
+            for loss in [Loss::OUT, Loss::LSE, Loss::BOTH] {
+                for checkpointing in [false, true] {
+                    check(&data, &target, How { loss, checkpointing, ..How::default() });
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn strided_inputs_are_taken_as_they_are() {
+    for target in targets() {
+        for layout in [Layout::HeadsInner, Layout::Transposed, Layout::Offset] {
+            let problem = problem([2, 4, 2, 65, 66, 16, 16], Dtype::F32, AttentionOptions::default());
+            let data = Data::random(problem.with_bias(&[2, 1, 65, 66]).unwrap(), 7);
+            check(&data, &target, How { layout, loss: Loss::BOTH, ..How::default() });
+        }
+    }
+}
+
+#[test]
+fn expanded_flipped_and_expanded_gradients() {
+    for target in targets() {
+        let device = target.device.clone().autodiff();
+        let random = |shape: [usize; 4]| Tensor::<4>::random(shape, Distribution::Default, &device);
+        let q = random([2, 4, 9, 8]).flip([2]);
+        let k = random([1, 1, 9, 8]).expand([2, 4, 9, 8]);
+        let v = random([2, 4, 1, 8]).expand([2, 4, 9, 8]);
+        let (q, k, v) = (q.detach().require_grad(), k.detach().require_grad(), v.detach().require_grad());
+        let run = |ours: bool| {
+            let options = AttentionModuleOptions::default();
+            let out = if ours {
+                burn_flash_attention::attention(q.clone(), k.clone(), v.clone(), None, None, options)
+            } else {
+                burn::tensor::module::attention_fallback(q.clone(), k.clone(), v.clone(), None, None, options)
+            };
+            // The gradient of a sum is one number, expanded.
+            let gradients = out.clone().sum().backward();
+            [out.detach(), q.grad(&gradients).unwrap(), k.grad(&gradients).unwrap(), v.grad(&gradients).unwrap()]
+        };
+        for (ours, burns) in run(true).into_iter().zip(run(false)) {
+            ours.into_data().assert_approx_eq::<f32>(&burns.into_data(), Tolerance::absolute(1e-5));
+        }
+    }
+}
+
+#[test]
+fn drop_in_for_burns_attention() {
+    for target in targets() {
+        let random = |shape: [usize; 4]| Tensor::<4>::random(shape, Distribution::Normal(0.0, 1.0), &target.device);
+        let (q, k, v) = (random([2, 4, 20, 16]), random([2, 2, 30, 16]), random([2, 2, 30, 8]));
+        // The first row of each batch is hidden altogether.
+        let mask = random([2, 1, 20, 30]).greater_elem(0.3);
+        let first = Tensor::<4>::ones([2, 1, 1, 30], &target.device).greater_elem(0.0);
+        let mask = mask.slice_assign([0..2, 0..1, 0..1, 0..30], first).expand([2, 4, 20, 30]);
+        let bias = random([1, 4, 20, 30]).expand([2, 4, 20, 30]);
+        for n in 0..32 {
+            let options = AttentionModuleOptions {
+                scale: (n & 1 != 0).then_some(0.3),
+                softcap: (n & 2 != 0).then_some(4.0),
+                is_causal: n & 4 != 0,
+                causal_alignment: if n & 8 != 0 { CausalAlignment::TopLeft } else { CausalAlignment::BottomRight },
+            };
+            let (mask, bias) = ((n & 16 != 0).then(|| mask.clone()), (n & 1 != 0).then(|| bias.clone()));
+            let ours = burn_flash_attention::attention(q.clone(), k.clone(), v.clone(), mask.clone(), bias.clone(), options);
+            let burns = burn::tensor::module::attention(q.clone(), k.clone(), v.clone(), mask, bias, options);
+            ours.into_data().assert_approx_eq::<f32>(&burns.into_data(), Tolerance::absolute(1e-5));
+        }
+    }
+}
+
+#[test]
+fn nothing_to_see() {
+    for target in targets() {
+        for sizes in [[1, 2, 2, 4, 0, 8, 8], [1, 2, 2, 0, 4, 8, 8], [0, 2, 2, 4, 4, 8, 8], [1, 1, 1, 0, 0, 8, 8]] {
+            let data = Data::random(problem(sizes, Dtype::F32, AttentionOptions::default()), 0);
+            let oracle = data.oracle(How::default());
+            assert_eq!(flash(&data, &target, How::default()), oracle, "{sizes:?} on {}", target.name);
+        }
+        // All hidden, by the mask and by a bias of −∞.
+        let problem = problem([1, 2, 1, 70, 70, 8, 8], Dtype::F32, AttentionOptions::default());
+        let mut data = Data::random(problem.with_mask(&[1, 1, 1, 1]).unwrap(), 1);
+        data.mask = Some(vec![true]);
+        let how = How { loss: Loss::BOTH, ..How::default() };
+        let results = flash(&data, &target, how);
+        let mut oracle = data.oracle(how);
+        assert_eq!(results, oracle);
+        let mut data = Data::random(problem.with_bias(&[1, 1, 1, 1]).unwrap(), 1);
+        data.bias = Some(vec![f64::NEG_INFINITY]);
+        oracle.dbias = Some(vec![0.0]);
+        assert_eq!(flash(&data, &target, how), oracle);
+    }
+}
+
+#[test]
+fn what_a_mask_hides_stays_hidden() {
+    for target in targets() {
+        let problem = problem([1, 2, 1, 70, 140, 8, 8], Dtype::F32, AttentionOptions::default());
+        let clean = {
+            let mut data = Data::random(problem.with_mask(&[1, 1, 70, 140]).unwrap(), 2);
+            // Key 100 is hidden from all, and query 3 sees nothing.
+            let hidden = |n: usize| n % 140 == 100 || n / 140 == 3;
+            data.mask.as_mut().unwrap().iter_mut().enumerate().for_each(|(n, mask)| *mask |= hidden(n));
+            data
+        };
+        let mut dirty = clean.clone();
+        for (values, row) in [(&mut dirty.k, 100), (&mut dirty.v, 100), (&mut dirty.q, 3), (&mut dirty.dout, 3)] {
+            values[row * 8] = f64::NAN;
+            values[row * 8 + 1] = f64::INFINITY;
+        }
+        let how = How { loss: Loss::BOTH, ..How::default() };
+        assert_eq!(flash(&dirty, &target, how), flash(&clean, &target, how), "on {}", target.name);
+    }
+}
+
+#[test]
+fn the_same_bits_every_time() {
+    for target in targets() {
+        let problem = problem([2, 4, 2, 130, 130, 16, 16], Dtype::F32, AttentionOptions::default());
+        let data = Data::random(problem.with_bias(&[1, 4, 130, 1]).unwrap(), 8);
+        let how = How { loss: Loss::BOTH, ..How::default() };
+        let first = flash(&data, &target, how);
+        for _ in 0..3 {
+            assert_eq!(flash(&data, &target, how), first, "on {}", target.name);
+        }
+    }
+}
+
+#[test]
+fn a_head_alone_is_bitwise_the_one_in_the_batch() {
+    for target in targets() {
+        let options = AttentionOptions { causal: true, ..Default::default() };
+        let whole = Data::random(problem([3, 4, 4, 70, 140, 8, 8], Dtype::F32, options), 9);
+        let all = flash(&whole, &target, How::default());
+        let (q_len, k_len) = (70 * 8, 140 * 8);
+        for head in [0, 5, 11] {
+            let (q, k) = (head * q_len..(head + 1) * q_len, head * k_len..(head + 1) * k_len);
+            let mut one = Data::random(problem([1, 1, 1, 70, 140, 8, 8], Dtype::F32, options), 0);
+            one.q = whole.q[q.clone()].to_vec();
+            one.k = whole.k[k.clone()].to_vec();
+            one.v = whole.v[k.clone()].to_vec();
+            one.dout = whole.dout[q.clone()].to_vec();
+            let alone = flash(&one, &target, How::default());
+            assert_eq!(alone.out, all.out[q.clone()]);
+            assert_eq!(alone.dq.unwrap(), all.dq.as_ref().unwrap()[q]);
+            assert_eq!(alone.dk.unwrap(), all.dk.as_ref().unwrap()[k.clone()]);
+            assert_eq!(alone.dv.unwrap(), all.dv.as_ref().unwrap()[k]);
+        }
+    }
+}
+
+/// A small graph around attention: what feeds it and what it feeds are memory-bound operations, which checkpointing
+/// recomputes.
+fn graph(device: &Device, detach: &str) -> Option<[Vec<f64>; 2]> {
+    let x = tensor(&flash_attention_reference::normal(2 * 9 * 8, 1), [1, 2, 9, 8], Dtype::F32, device).require_grad();
+    let w = tensor(&flash_attention_reference::normal(2 * 9 * 8, 2), [1, 2, 9, 8], Dtype::F32, device).require_grad();
+    let (out, lse) = flash_attention_with_lse(
+        x.clone() * 1.5,
+        (x.clone() + 0.25).tanh(),
+        x.clone() * w.clone(),
+        &FlashAttentionOptions::new().with_causal(true),
+    );
+    let (out, lse) = match detach {
+        "out" => (out.detach(), lse),
+        "lse" => (out, lse.detach()),
+        "both" => (out.detach(), lse.detach()),
+        _ => (out, lse),
+    };
+    let mixed = (out.clone() * 2.0 + 1.0).tanh() * out.clone() + (lse.clone() * 0.5).unsqueeze_dim(3);
+    let loss = (mixed.exp() * lse.unsqueeze_dim(3)).sum() + out.sum();
+    if !loss.is_require_grad() {
+        let gradients = loss.backward();
+        return x.grad(&gradients).map(|dx| [read(dx), vec![]]);
+    }
+    let gradients = loss.backward();
+    Some([read(x.grad(&gradients)?), read(w.grad(&gradients)?)])
+}
+
+#[test]
+fn checkpointing_changes_nothing() {
+    for target in targets() {
+        let device = target.device.clone().autodiff();
+        for detach in ["", "out", "lse"] {
+            let plain = graph(&device, detach).unwrap();
+            let checkpointed = graph(&device.clone().gradient_checkpointing(), detach).unwrap();
+            for (plain, checkpointed) in plain.iter().zip(&checkpointed) {
+                let far = plain.iter().zip(checkpointed).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+                assert!(far < 1e-4, "{far} apart with {detach} detached on {}", target.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_graph_is_used_once_like_any_of_burns() {
+    for target in targets() {
+        let device = target.device.clone().autodiff();
+        let q = Tensor::<4>::random([1, 1, 5, 4], Distribution::Default, &device).require_grad();
+        let options = FlashAttentionOptions::new();
+        // Both outputs in two losses that are added: one backward, each used twice.
+        let (out, lse) = flash_attention_with_lse(q.clone(), q.clone(), q.clone(), &options);
+        let twice = q.grad(&(out.clone().sum() + out.sum() + lse.clone().sum() + lse.sum()).backward()).unwrap();
+        let (out, lse) = flash_attention_with_lse(q.clone(), q.clone(), q.clone(), &options);
+        let once = q.grad(&(out.sum() + lse.sum()).backward()).unwrap();
+        twice.into_data().assert_approx_eq::<f32>(&(once * 2.0).into_data(), Tolerance::absolute(1e-5));
+        // A second backward through the same node is refused by Burn rather than wrong.
+        let (out, lse) = flash_attention_with_lse(q.clone(), q.clone(), q.clone(), &options);
+        out.sum().backward();
+        let again = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| lse.sum().backward()));
+        assert!(again.is_err());
+        // Untracked all through.
+        let out = flash_attention(q.clone().detach(), q.clone().detach(), q.detach(), &options);
+        assert!(!out.is_require_grad());
+    }
+}

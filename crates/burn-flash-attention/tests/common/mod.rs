@@ -1,0 +1,451 @@
+//! Runs a case through Burn, through the same mathematics composed from Burn's operations, and through the oracle, and
+//! holds the first to the errors of the second.
+//!
+//! `FLASH_TEST_DEVICE` picks the device: `flex`, `wgpu`, `vulkan` or `cuda`, as far as the features compiled in allow;
+//! by default Flex, and wgpu where there is an adapter. `FLASH_TEST_KERNEL` names the kernel that has to run there
+//! (default `portable`; Flex has its own): a case that another one takes over fails.
+#![allow(dead_code)]
+
+use burn::tensor::{Bool, DType, Device, Tensor, TensorData, activation};
+use burn_flash_attention::{AttentionPlan, FlashAttentionOptions, flash_attention_with_lse, plan};
+use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
+use flash_attention_reference as reference;
+use rand::{Rng, SeedableRng, rngs::StdRng};
+
+// -- devices
+
+/// A device under test.
+#[derive(Clone, Debug)]
+pub struct Target {
+    pub name: String,
+    /// Without autodiff.
+    pub device: Device,
+    /// The kernel that has to run.
+    pub kernel: String,
+}
+
+/// The devices under test.
+pub fn targets() -> Vec<Target> {
+    match std::env::var("FLASH_TEST_DEVICE") {
+        Ok(name) => vec![target(&name).unwrap_or_else(|| panic!("FLASH_TEST_DEVICE={name}: there is none here"))],
+        Err(_) => ["flex", "wgpu"].into_iter().filter_map(target).collect(),
+    }
+}
+
+/// That device, or `None`, said aloud, where the machine has none or it is not compiled in.
+pub fn target(name: &str) -> Option<Target> {
+    let device = device(name);
+    if device.is_none() {
+        eprintln!("no {name} device here: nothing was tested on it");
+    }
+    let kernel = if name == "flex" {
+        "host".to_string()
+    } else {
+        std::env::var("FLASH_TEST_KERNEL").unwrap_or_else(|_| "portable".to_string())
+    };
+    device.map(|device| Target { name: name.to_string(), device, kernel })
+}
+
+fn device(name: &str) -> Option<Device> {
+    #[allow(unused_imports)]
+    use burn::tensor::{DeviceKind, DeviceType};
+    match name {
+        #[cfg(feature = "flex")]
+        "flex" => Some(Device::flex()),
+        #[cfg(feature = "wgpu")]
+        "wgpu" => Device::enumerate(DeviceType::Wgpu).into_vec().into_iter().next(),
+        #[cfg(feature = "vulkan")]
+        "vulkan" => Device::enumerate(DeviceType::Vulkan).into_vec().into_iter().next(),
+        #[cfg(feature = "cuda")]
+        "cuda" => Device::enumerate(DeviceType::Cuda).into_vec().into_iter().next(),
+        _ => None,
+    }
+}
+
+/// The name of the kernel that a plan chose.
+pub fn kernel_name(plan: &AttentionPlan) -> &'static str {
+    match plan {
+        AttentionPlan::Host(_) => "host",
+        AttentionPlan::Kernel(plan) => plan.kernel.name(),
+        other => panic!("{other:?}"),
+    }
+}
+
+// -- cases
+
+/// How an input lies in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Layout {
+    /// Row-major.
+    #[default]
+    Contiguous,
+    /// `[batch, seq, heads, dim]` in memory, as after `swap_dims(1, 2)` of a projection.
+    HeadsInner,
+    /// The last two dimensions transposed in memory.
+    Transposed,
+    /// The middle of a larger tensor.
+    Offset,
+}
+
+/// Which inputs get gradients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tracked {
+    pub q: bool,
+    pub k: bool,
+    pub v: bool,
+    pub bias: bool,
+}
+
+impl Tracked {
+    pub const ALL: Tracked = Tracked { q: true, k: true, v: true, bias: true };
+    pub const NONE: Tracked = Tracked { q: false, k: false, v: false, bias: false };
+
+    /// All sixteen.
+    pub fn subsets() -> impl Iterator<Item = Tracked> {
+        (0..16).map(|n| Tracked { q: n & 1 != 0, k: n & 2 != 0, v: n & 4 != 0, bias: n & 8 != 0 })
+    }
+
+    pub fn any(self) -> bool {
+        self != Tracked::NONE
+    }
+}
+
+/// What the loss depends on: `Σ dout∘out`, `Σ dlse∘lse` or both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Loss {
+    pub out: bool,
+    pub lse: bool,
+}
+
+impl Loss {
+    pub const OUT: Loss = Loss { out: true, lse: false };
+    pub const LSE: Loss = Loss { out: false, lse: true };
+    pub const BOTH: Loss = Loss { out: true, lse: true };
+}
+
+/// How a case is run.
+#[derive(Clone, Copy, Debug)]
+pub struct How {
+    pub tracked: Tracked,
+    pub loss: Loss,
+    pub layout: Layout,
+    pub checkpointing: bool,
+}
+
+impl Default for How {
+    fn default() -> Self {
+        How { tracked: Tracked::ALL, loss: Loss::OUT, layout: Layout::Contiguous, checkpointing: false }
+    }
+}
+
+/// The tensors of a case, rounded to its dtype.
+#[derive(Clone, Debug)]
+pub struct Data {
+    pub problem: AttentionProblem,
+    pub q: Vec<f64>,
+    pub k: Vec<f64>,
+    pub v: Vec<f64>,
+    pub mask: Option<Vec<bool>>,
+    pub bias: Option<Vec<f64>>,
+    pub dout: Vec<f64>,
+    pub dlse: Vec<f64>,
+}
+
+/// `[batch, num_heads_q, num_heads_kv, seq_q, seq_k, head_dim, head_dim_v]` posed as a problem.
+pub fn problem(sizes: [usize; 7], dtype: Dtype, options: AttentionOptions) -> AttentionProblem {
+    let [batch, num_heads_q, num_heads_kv, seq_q, seq_k, head_dim, head_dim_v] = sizes;
+    AttentionProblem::new(
+        &[batch, num_heads_q, seq_q, head_dim],
+        &[batch, num_heads_kv, seq_k, head_dim],
+        &[batch, num_heads_kv, seq_k, head_dim_v],
+        dtype,
+        options,
+    )
+    .unwrap()
+}
+
+impl Data {
+    /// Standard normal tensors, and a mask that hides three pairs in ten.
+    pub fn random(problem: AttentionProblem, seed: u64) -> Self {
+        let floats = |shape: &[usize], n: u64| {
+            let mut values = reference::normal(shape.iter().product(), 16 * seed + n);
+            reference::round_to(&mut values, problem.dtype);
+            values
+        };
+        let mut rng = StdRng::seed_from_u64(16 * seed + 8);
+        let mut dlse = reference::normal(problem.rows(), 16 * seed + 7);
+        reference::round_to(&mut dlse, Dtype::F32);
+        Data {
+            problem,
+            q: floats(&problem.q_shape(), 0),
+            k: floats(&problem.k_shape(), 1),
+            v: floats(&problem.v_shape(), 2),
+            mask: problem.mask.map(|shape| (0..shape.iter().product()).map(|_| rng.random_bool(0.3)).collect()),
+            bias: problem.bias.map(|shape| floats(&shape, 3)),
+            dout: floats(&problem.o_shape(), 4),
+            dlse,
+        }
+    }
+
+    pub fn inputs(&self) -> reference::Inputs<'_> {
+        reference::Inputs {
+            q: &self.q,
+            k: &self.k,
+            v: &self.v,
+            mask: self.mask.as_deref(),
+            bias: self.bias.as_deref(),
+        }
+    }
+
+    /// What the oracle says.
+    pub fn oracle(&self, how: How) -> Results {
+        let output = reference::forward(&self.problem, &self.inputs());
+        let zeros = vec![0.0; self.dout.len()];
+        let dout = if how.loss.out { &self.dout } else { &zeros };
+        let gradients = reference::backward(&self.problem, &self.inputs(), dout, how.loss.lse.then_some(&self.dlse));
+        let Tracked { q, k, v, bias } = how.tracked;
+        Results {
+            out: output.o,
+            lse: output.lse,
+            dq: q.then_some(gradients.dq),
+            dk: k.then_some(gradients.dk),
+            dv: v.then_some(gradients.dv),
+            dbias: gradients.dbias.filter(|_| bias),
+        }
+    }
+}
+
+/// Outputs and gradients, read back.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Results {
+    pub out: Vec<f64>,
+    pub lse: Vec<f64>,
+    pub dq: Option<Vec<f64>>,
+    pub dk: Option<Vec<f64>>,
+    pub dv: Option<Vec<f64>>,
+    pub dbias: Option<Vec<f64>>,
+}
+
+// -- tensors
+
+pub fn burn_dtype(dtype: Dtype) -> DType {
+    match dtype {
+        Dtype::F32 => DType::F32,
+        Dtype::F16 => DType::F16,
+        Dtype::BF16 => DType::BF16,
+    }
+}
+
+/// A tensor of these values and that dtype on the device.
+pub fn tensor<const D: usize>(values: &[f64], shape: [usize; D], dtype: Dtype, device: &Device) -> Tensor<D> {
+    let dtype = burn_dtype(dtype);
+    Tensor::from_data(TensorData::new(values.to_vec(), shape).convert_dtype(dtype), (device, dtype))
+}
+
+pub fn mask_tensor(values: &[bool], shape: [usize; 4], device: &Device) -> Tensor<4, Bool> {
+    Tensor::from_data(TensorData::new(values.to_vec(), shape), device)
+}
+
+/// The tensor's values, whatever its dtype.
+pub fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
+    tensor.into_data().convert::<f64>().try_into_vec::<f64>().unwrap()
+}
+
+/// The same values, lying in memory in that way.
+pub fn laid_out(tensor: Tensor<4>, layout: Layout) -> Tensor<4> {
+    // Copied after a permutation, a permutation back leaves a strided view.
+    let copied = |tensor: Tensor<4>| {
+        let (data, dtype) = (tensor.clone().into_data(), tensor.dtype());
+        Tensor::<4>::from_data(data, (&tensor.device(), dtype))
+    };
+    match layout {
+        Layout::Contiguous => tensor,
+        Layout::HeadsInner => copied(tensor.swap_dims(1, 2)).swap_dims(1, 2),
+        Layout::Transposed => copied(tensor.swap_dims(2, 3)).swap_dims(2, 3),
+        Layout::Offset => {
+            let [b, h, s, d] = tensor.dims();
+            let larger = Tensor::<4>::full([b, h, s + 2, d + 1], f32::NAN, (&tensor.device(), tensor.dtype()));
+            let inner = [0..b, 0..h, 1..s + 1, 1..d + 1];
+            larger.slice_assign(inner.clone(), tensor).slice(inner)
+        }
+    }
+}
+
+/// The tensors of a case on a device.
+pub struct Tensors {
+    pub q: Tensor<4>,
+    pub k: Tensor<4>,
+    pub v: Tensor<4>,
+    pub options: FlashAttentionOptions,
+}
+
+impl Tensors {
+    pub fn new(data: &Data, device: &Device, how: How) -> Self {
+        let problem = &data.problem;
+        let leaf = |values: &[f64], shape, tracked: bool| {
+            let tensor = laid_out(tensor(values, shape, problem.dtype, device), how.layout);
+            if tracked { tensor.detach().require_grad() } else { tensor }
+        };
+        let mask = problem.mask.zip(data.mask.as_ref()).map(|(shape, mask)| mask_tensor(mask, shape, device));
+        let bias = problem.bias.zip(data.bias.as_ref()).map(|(shape, bias)| leaf(bias, shape, how.tracked.bias));
+        Tensors {
+            q: leaf(&data.q, problem.q_shape(), how.tracked.q),
+            k: leaf(&data.k, problem.k_shape(), how.tracked.k),
+            v: leaf(&data.v, problem.v_shape(), how.tracked.v),
+            options: FlashAttentionOptions { mask, bias, ..problem.options.into() },
+        }
+    }
+}
+
+// -- the two ways
+
+/// Through this crate. Fails if another kernel than the target's would run.
+pub fn flash(data: &Data, target: &Target, how: How) -> Results {
+    run(data, target, how, |Tensors { q, k, v, options }| {
+        let plan = plan(q, k, v, options).unwrap();
+        assert_eq!(kernel_name(&plan), target.kernel, "{plan}");
+        flash_attention_with_lse(q.clone(), k.clone(), v.clone(), options)
+    })
+}
+
+/// Through Burn's operations, scores and all.
+pub fn composed(data: &Data, target: &Target, how: How) -> Results {
+    run(data, target, How { layout: Layout::Contiguous, ..how }, |tensors| composed_attention(&data.problem, tensors))
+}
+
+fn run(
+    data: &Data,
+    target: &Target,
+    how: How,
+    attention: impl Fn(&Tensors) -> (Tensor<4>, Tensor<3>),
+) -> Results {
+    let problem = &data.problem;
+    let mut device = target.device.clone();
+    if how.tracked.any() {
+        device = device.autodiff();
+        if how.checkpointing {
+            device = device.gradient_checkpointing();
+        }
+    }
+    let tensors = Tensors::new(data, &device, how);
+    let (out, lse) = attention(&tensors);
+    assert_eq!((out.dims(), lse.dims()), (problem.o_shape(), problem.lse_shape()));
+    let (out_values, lse_values) = (read(out.clone().detach()), read(lse.clone().detach()));
+    let mut results = Results { out: out_values, lse: lse_values, dq: None, dk: None, dv: None, dbias: None };
+    let tracked_bias = how.tracked.bias && tensors.options.bias.is_some();
+    if how.tracked.q || how.tracked.k || how.tracked.v || tracked_bias {
+        // In f32, since it is a sum of many.
+        let mut loss = Tensor::<1>::zeros([1], &device);
+        if how.loss.out {
+            let dout = laid_out(tensor(&data.dout, problem.o_shape(), problem.dtype, &device), how.layout);
+            loss = loss + (out * dout).cast(DType::F32).sum();
+        }
+        if how.loss.lse {
+            // Rows that see nothing would make the loss −∞; their gradient is not read.
+            let dead = lse.clone().detach().lower_elem(f32::MIN);
+            let dlse = tensor(&data.dlse, problem.lse_shape(), Dtype::F32, &device);
+            loss = loss + (lse.cast(DType::F32).mask_fill(dead, 0.0) * dlse).sum();
+        }
+        let gradients = loss.backward();
+        let gradient = |tensor: &Tensor<4>| tensor.grad(&gradients).map(read);
+        results.dq = gradient(&tensors.q);
+        results.dk = gradient(&tensors.k);
+        results.dv = gradient(&tensors.v);
+        results.dbias = tensors.options.bias.as_ref().and_then(gradient);
+    }
+    results
+}
+
+/// Attention as it is written down, in Burn's operations and in the dtype of the inputs.
+pub fn composed_attention(problem: &AttentionProblem, tensors: &Tensors) -> (Tensor<4>, Tensor<3>) {
+    let Tensors { q, k, v, options } = tensors;
+    let device = q.device();
+    let [batch, heads, seq_q, seq_k] = problem.scores_shape();
+    let repeated = |x: &Tensor<4>| {
+        let [_, heads_kv, _, dim] = x.dims();
+        let group = problem.group_size();
+        let x = x.clone().unsqueeze_dim::<5>(2).expand([batch, heads_kv, group, seq_k, dim]);
+        x.reshape([batch, heads, seq_k, dim])
+    };
+    let mut scores = q.clone().matmul(repeated(k).swap_dims(2, 3)).mul_scalar(problem.softmax_scale());
+    if let Some(softcap) = problem.options.softcap {
+        scores = scores.div_scalar(softcap).tanh().mul_scalar(softcap);
+    }
+    let band = problem.band();
+    let hidden: Vec<bool> = (0..seq_q as u32)
+        .flat_map(|i| (0..seq_k as u32).map(move |j| !band.sees(i, j)))
+        .collect();
+    let mut hidden = mask_tensor(&hidden, [1, 1, seq_q, seq_k], &device).expand([batch, heads, seq_q, seq_k]);
+    if let Some(mask) = &options.mask {
+        hidden = hidden.bool_or(mask.clone().expand([batch, heads, seq_q, seq_k]));
+    }
+    if let Some(bias) = &options.bias {
+        scores = scores + bias.clone();
+    }
+    let scores = scores.mask_fill(hidden.clone(), f32::NEG_INFINITY);
+    // Rows that see nothing are made finite for the softmax, and their weights 0 after it.
+    let dead = hidden.clone().all_dim(3);
+    let scores = scores.mask_fill(dead.clone(), 0.0);
+    let max = scores.clone().detach().max_dim(3);
+    let lse = (scores.clone() - max.clone()).exp().sum_dim(3).log() + max;
+    let lse = lse.mask_fill(dead, f32::NEG_INFINITY).squeeze_dim(3);
+    let weights = activation::softmax(scores, 3).mask_fill(hidden, 0.0);
+    (weights.matmul(repeated(v)), lse)
+}
+
+// -- comparison
+
+/// Runs a case and asserts the rules: outputs within twice, gradients within three times the errors of the composed
+/// operations (and a floor), their mean error within 1.5 times, each block of 64 rows within three times.
+pub fn check(data: &Data, target: &Target, how: How) {
+    let name = format!("{:?} {how:?} on {}", data.problem, target.name);
+    let (flash, composed, oracle) = (flash(data, target, how), composed(data, target, how), data.oracle(how));
+    compare(&name, data, &flash, &composed, &oracle);
+}
+
+pub fn compare(name: &str, data: &Data, flash: &Results, composed: &Results, oracle: &Results) {
+    let problem = &data.problem;
+    let (d, dv) = (problem.head_dim, problem.head_dim_v);
+    let bias_row = problem.bias.map_or(1, |shape| shape[3].max(1));
+    within(&format!("out, {name}"), [&flash.out, &composed.out, &oracle.out], dv, 2.0, 1e-5);
+    for (what, row, [flash, composed, oracle]) in [
+        ("dq", d, [&flash.dq, &composed.dq, &oracle.dq]),
+        ("dk", d, [&flash.dk, &composed.dk, &oracle.dk]),
+        ("dv", dv, [&flash.dv, &composed.dv, &oracle.dv]),
+        ("dbias", bias_row, [&flash.dbias, &composed.dbias, &oracle.dbias]),
+    ] {
+        assert_eq!(flash.is_some(), oracle.is_some(), "whether there is a {what}, {name}");
+        if let (Some(flash), Some(composed), Some(oracle)) = (flash, composed, oracle) {
+            within(&format!("{what}, {name}"), [flash, composed, oracle], row, 3.0, 3e-4);
+        }
+    }
+    let tolerance = if problem.dtype == Dtype::F32 { 1e-5 } else { 1e-3 };
+    for (row, (flash, oracle)) in flash.lse.iter().zip(&oracle.lse).enumerate() {
+        let near = (flash - oracle).abs() <= tolerance * (1.0 + oracle.abs());
+        assert!(near || flash == oracle, "lse of row {row} is {flash} and should be {oracle}, {name}");
+    }
+}
+
+fn within(
+    what: &str,
+    [flash, composed, oracle]: [&[f64]; 3],
+    row: usize,
+    factor: f64,
+    floor: f64,
+) {
+    let ours = reference::Error::between(flash, oracle, row);
+    let theirs = reference::Error::between(composed, oracle, row);
+    assert!(ours.max <= factor * theirs.max + floor, "{what}: largest error {}, composed {}", ours.max, theirs.max);
+    // Where even the composed operations are exact to a unit in the last place of f32, ratios say nothing.
+    let rms = (oracle.iter().map(|x| x * x).sum::<f64>() / oracle.len().max(1) as f64).sqrt();
+    let unit = f64::from(f32::EPSILON) * rms.max(1.0);
+    // A gradient that is 0 by mathematics (of a bias that shifts whole rows, of a single key) is nothing but rounding.
+    if rms < 1e-9 {
+        return;
+    }
+    assert!(ours.mean <= 1.5 * theirs.mean + unit, "{what}: mean error {}, composed {}", ours.mean, theirs.mean);
+    for (block, (ours, theirs)) in ours.block_rms.iter().zip(&theirs.block_rms).enumerate() {
+        assert!(*ours <= 3.0 * theirs + unit, "{what}: block {block} has error {ours}, composed {theirs}");
+    }
+}
+

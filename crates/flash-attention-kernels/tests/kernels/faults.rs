@@ -1,0 +1,152 @@
+//! The known ways in which such kernels broke elsewhere.
+
+use crate::common::*;
+use cubecl::prelude::*;
+use flash_attention_kernels::{AttentionError, AttentionOptions, Dtype, TensorView, TileShape, forward};
+
+fn causal() -> AttentionOptions {
+    AttentionOptions { causal: true, ..Default::default() }
+}
+
+/// A case that touches every kernel: ragged tiles, grouped heads, a folded bias gradient.
+fn rich() -> Case {
+    Case::new([2, 4, 2, 70, 90, 16, 16], Dtype::F32, causal()).with_bias([1, 4, 1, 90]).with_dlse()
+}
+
+fn all_of(results: &Results) -> Vec<Vec<f64>> {
+    let [dq, dk, dv, dbias] = [&results.dq, &results.dk, &results.dv, &results.dbias].map(|g| g.clone().unwrap());
+    vec![results.o.clone(), results.lse.clone(), dq, dk, dv, dbias]
+}
+
+#[test]
+fn nothing_depends_on_what_outputs_and_scratch_held() {
+    let Some(client) = client() else { return };
+    let nan = rich().run(&client).unwrap();
+    let huge = Case { poison: Poison::Huge, ..rich() }.run(&client).unwrap();
+    assert_eq!(all_of(&nan), all_of(&huge));
+    assert!(all_of(&nan).iter().flatten().all(|x| x.is_finite()));
+}
+
+#[test]
+fn every_run_gives_the_same_bits() {
+    let Some(client) = client() else { return };
+    let first = rich().run(&client).unwrap();
+    for _ in 0..if thorough() { 100 } else { 3 } {
+        assert_eq!(all_of(&rich().run(&client).unwrap()), all_of(&first));
+    }
+}
+
+/// A kernel with a planted fault: it writes one element past its tensor.
+#[cube(launch_unchecked)]
+fn overrun(out: &mut Tensor<f32>, extra: usize) {
+    if ABSOLUTE_POS < out.len() + extra {
+        out[ABSOLUTE_POS] = 1.0f32;
+    }
+}
+
+#[test]
+fn the_guards_notice_a_planted_overrun() {
+    let Some(client) = client() else { return };
+    for (extra, noticed) in [(0, false), (1, true)] {
+        let out = Guarded::output(&client, Dtype::F32, [1, 1, 10, 10], Poison::Nan);
+        let TensorView { handle, shape, strides } = out.view.clone();
+        unsafe {
+            let arg = TensorArg::from_raw_parts(handle, strides.into(), shape.into());
+            overrun::launch_unchecked(&client, CubeCount::Static(1, 1, 1), CubeDim::new_1d(128), arg, extra);
+        }
+        let read = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| out.read(&client, "out")));
+        assert_eq!(read.is_err(), noticed);
+    }
+}
+
+#[test]
+fn every_tile_shape() {
+    let Some(client) = client() else { return };
+    let shape = |tile_q, tile_k, units_q, units_k, chunk| TileShape { tile_q, tile_k, units_q, units_k, chunk };
+    let shapes = [
+        shape(64, 64, 16, 16, 32),
+        shape(64, 32, 16, 8, 32),
+        shape(32, 32, 8, 8, 32),
+        shape(64, 32, 8, 8, 16),
+        shape(32, 64, 8, 8, 8),
+        shape(128, 64, 16, 16, 32),
+        shape(128, 128, 16, 16, 16),
+    ];
+    let mut ran = 0;
+    for tile in shapes {
+        let case = rich().with_tiles(tile);
+        match case.run(&client) {
+            Ok(_) => {
+                assert_eq!(case.check(&client).tile, tile);
+                ran += 1;
+            }
+            Err(AttentionError::NoTileFits { tile_q, tile_k, .. }) => assert_eq!((tile_q, tile_k), (tile.tile_q, tile.tile_k)),
+            Err(error) => panic!("{tile:?}: {error}"),
+        }
+    }
+    assert!(ran >= 2, "only {ran} tile shapes ran");
+}
+
+#[test]
+fn grids_past_65535_cubes() {
+    let Some(client) = client() else { return };
+    Case::new([260, 256, 256, 1, 2, 4, 4], Dtype::F32, AttentionOptions::default()).check(&client);
+}
+
+#[test]
+fn offsets_past_32_bits() {
+    let Some(client) = client() else { return };
+    let case = Case::new([3, 1, 1, 70, 90, 16, 16], Dtype::F32, AttentionOptions::default());
+    let p = case.problem;
+    let put = |shape, values: &[f64]| place(&client, Dtype::F32, shape, Layout::Contiguous, values).view;
+    let inputs = flash_attention_kernels::Inputs {
+        q: put(p.q_shape(), &case.q),
+        k: put(p.k_shape(), &case.k),
+        v: put(p.v_shape(), &case.v),
+        mask: None,
+        bias: None,
+    };
+    let lse = TensorView::contiguous(client.empty(4 * p.rows()), p.lse_shape());
+    // Batches 2^31 elements apart: the last starts at element 2^32.
+    let apart = |handle| TensorView { handle, shape: p.o_shape(), strides: [1 << 31, 70 * 16, 16, 1] };
+    if !flash_attention_kernels::tiling::Device::of(&client).wide_addresses {
+        let error = forward(&client, &p, &inputs, &apart(client.empty(64)), &lse).unwrap_err();
+        assert!(matches!(error, AttentionError::AddressSpace { reach, .. } if reach > 1 << 32), "{error}");
+        return;
+    }
+    if !thorough() {
+        return;
+    }
+    // Written there, then read from there as the queries of another call.
+    let far = apart(client.empty(4 * ((2 << 31) + 70 * 16)));
+    forward(&client, &p, &inputs, &far, &lse).unwrap();
+    let near = TensorView::contiguous(client.empty(4 * p.rows() * 16), p.o_shape());
+    forward(&client, &p, &inputs, &near, &lse).unwrap();
+    let outputs = [far, near].map(|q| {
+        let o = TensorView::contiguous(client.empty(4 * p.rows() * 16), p.o_shape());
+        let inputs = flash_attention_kernels::Inputs { q, ..inputs.clone() };
+        forward(&client, &p, &inputs, &o, &lse).unwrap();
+        from_bytes(&client.read_one_unchecked(o.handle), Dtype::F32)
+    });
+    assert_eq!(outputs[0], outputs[1]);
+}
+
+#[test]
+fn a_view_that_its_buffer_cannot_hold_is_refused() {
+    let Some(client) = client() else { return };
+    let p = Case::new([1, 1, 1, 8, 8, 4, 4], Dtype::F32, causal()).problem;
+    let good = || TensorView::contiguous(client.empty(4 * 32), [1, 1, 8, 4]);
+    let inputs = |q| flash_attention_kernels::Inputs { q, k: good(), v: good(), mask: None, bias: None };
+    let lse = TensorView::contiguous(client.empty(32), [1, 1, 8]);
+    let beyond = TensorView { strides: [1000, 1000, 1000, 1], ..good() };
+    let error = forward(&client, &p, &inputs(beyond), &good(), &lse).unwrap_err();
+    assert!(matches!(error, AttentionError::Buffer { argument: "q", reach: 7004, .. }), "{error}");
+    // An output whose rows are one.
+    let overlapping = TensorView { strides: [0, 0, 0, 1], ..good() };
+    let error = forward(&client, &p, &inputs(good()), &overlapping, &lse).unwrap_err();
+    assert!(matches!(error, AttentionError::OutputOverlaps { argument: "o", .. }), "{error}");
+    // A shape that the problem does not state.
+    let other = TensorView::contiguous(client.empty(4 * 32), [1, 1, 4, 8]);
+    let error = forward(&client, &p, &inputs(other), &good(), &lse).unwrap_err();
+    assert!(matches!(error, AttentionError::Dimension { argument: "q", value: 4, expected: 8, .. }), "{error}");
+}

@@ -1,0 +1,9 @@
+//! The kernels straight on CubeCL: against the oracle, by their properties, and with everything around them poisoned.
+//!
+//! See `common.rs` for how the device is chosen.
+
+mod common;
+mod faults;
+mod masks;
+mod oracle;
+mod properties;

@@ -1,0 +1,100 @@
+//! Visibility, on the host: the functions that kernels and oracle share.
+
+use flash_attention_kernels::mask::Band;
+use flash_attention_kernels::{Alignment, AttentionOptions};
+use proptest::prelude::*;
+
+fn options() -> impl Strategy<Value = AttentionOptions> {
+    let window = || prop_oneof![Just(None), (0usize..12).prop_map(Some), Just(Some(usize::MAX))];
+    (any::<bool>(), any::<bool>(), window(), window()).prop_map(|(causal, top_left, window_left, window_right)| {
+        let alignment = if top_left { Alignment::TopLeft } else { Alignment::BottomRight };
+        AttentionOptions { causal, alignment, window_left, window_right, ..Default::default() }
+    })
+}
+
+/// Whether query `i` sees key `j`, from the words of the contract and with numbers that cannot overflow.
+fn sees(o: &AttentionOptions, seq_q: usize, seq_k: usize, i: usize, j: usize) -> bool {
+    let diagonal = match o.alignment {
+        Alignment::BottomRight => seq_k as i128 - seq_q as i128,
+        Alignment::TopLeft => 0,
+    };
+    let distance = j as i128 - (i as i128 + diagonal);
+    let left = o.window_left.is_none_or(|left| distance >= -(left as i128));
+    let right = o.window_right.is_none_or(|right| distance <= right as i128);
+    left && right && (!o.causal || distance <= 0)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    #[test]
+    fn a_pair_is_seen_as_the_contract_says(o in options(), seq_q in 0usize..20, seq_k in 0usize..20) {
+        let band = Band::new(seq_q, seq_k, &o);
+        for i in 0..seq_q + 2 {
+            for j in 0..seq_k + 2 {
+                let want = i < seq_q && j < seq_k && sees(&o, seq_q, seq_k, i, j);
+                prop_assert_eq!(band.sees(i as u32, j as u32), want, "i {} j {} {:?}", i, j, band);
+            }
+        }
+    }
+
+    #[test]
+    fn a_skipped_block_holds_no_pair_and_a_whole_one_all(
+        o in options(), seq_q in 1usize..40, seq_k in 1usize..40, tile_q in 1u32..9, tile_k in 1u32..9,
+    ) {
+        let band = Band::new(seq_q, seq_k, &o);
+        for q_block in 0..(seq_q as u32).div_ceil(tile_q) {
+            let keys = band.k_blocks(q_block * tile_q, tile_q, tile_k);
+            prop_assert!(keys.start <= keys.end && keys.end <= (seq_k as u32).div_ceil(tile_k));
+            for k_block in 0..(seq_k as u32).div_ceil(tile_k) {
+                let (q_start, k_start) = (q_block * tile_q, k_block * tile_k);
+                let pairs = (q_start..q_start + tile_q).flat_map(|i| (k_start..k_start + tile_k).map(move |j| (i, j)));
+                let seen = pairs.clone().filter(|(i, j)| band.sees(*i, *j)).count();
+                let visited = (keys.start..keys.end).contains(&k_block);
+                prop_assert!(visited || seen == 0, "keys {:?} skip block {} of {:?}", keys, k_block, band);
+                let queries = band.q_blocks(k_start, tile_q, tile_k);
+                let visited = (queries.start..queries.end).contains(&q_block);
+                prop_assert!(visited || seen == 0, "queries {:?} skip block {} of {:?}", queries, q_block, band);
+                let whole = band.whole(q_start, k_start, tile_q, tile_k);
+                prop_assert_eq!(whole, seen == (tile_q * tile_k) as usize);
+            }
+        }
+    }
+}
+
+#[test]
+fn blocks_that_hold_no_pair_are_skipped() {
+    // 64 queries and keys, causal: the blocks on and under the diagonal, in both directions.
+    let band = Band::new(64, 64, &AttentionOptions { causal: true, ..Default::default() });
+    for block in 0..4 {
+        let (keys, queries) = (band.k_blocks(16 * block, 16, 16), band.q_blocks(16 * block, 16, 16));
+        assert_eq!((keys.start, keys.end), (0, block + 1));
+        assert_eq!((queries.start, queries.end), (block, 4));
+    }
+    // A window of 16 before: two blocks each.
+    let window = AttentionOptions { causal: true, window_left: Some(16), ..Default::default() };
+    let keys = Band::new(64, 64, &window).k_blocks(32, 16, 16);
+    assert_eq!((keys.start, keys.end), (1, 3));
+}
+
+#[test]
+fn the_longest_sequences_do_not_overflow() {
+    let longest = flash_attention_kernels::MAX_SEQ;
+    for options in [
+        AttentionOptions { causal: true, ..Default::default() },
+        AttentionOptions { causal: true, alignment: Alignment::TopLeft, ..Default::default() },
+        AttentionOptions { window_left: Some(usize::MAX), window_right: Some(usize::MAX), ..Default::default() },
+        AttentionOptions { window_left: Some(3), window_right: Some(5), ..Default::default() },
+    ] {
+        for (seq_q, seq_k) in [(longest, longest), (1, longest), (longest, 1)] {
+            let band = Band::new(seq_q, seq_k, &options);
+            for i in [0, seq_q / 2, seq_q - 1] {
+                for j in [0, seq_k / 2, seq_k - 1] {
+                    assert_eq!(band.sees(i as u32, j as u32), sees(&options, seq_q, seq_k, i, j), "{band:?} {i} {j}");
+                }
+            }
+            band.k_blocks(seq_q as u32 - 1, 64, 64);
+            band.q_blocks(seq_k as u32 - 1, 64, 64);
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! Forward and backward against the f64 oracle, option by option.
+
+use crate::common::*;
+use flash_attention_kernels::{Alignment, AttentionOptions, Dtype};
+
+fn causal() -> AttentionOptions {
+    AttentionOptions { causal: true, ..Default::default() }
+}
+
+/// Runs each case on the device, where there is one.
+fn all(cases: impl IntoIterator<Item = Case>) {
+    let Some(client) = client() else { return };
+    for case in cases {
+        if supports(&client, case.problem.dtype) {
+            case.check(&client);
+        }
+    }
+}
+
+/// Sequence lengths around the tiles' edges. The kernels do not depend on them, so that all share one compilation.
+const LENGTHS: [usize; 15] = [0, 1, 3, 17, 63, 64, 65, 113, 127, 129, 203, 257, 799, 1023, 1025];
+
+#[test]
+fn every_length() {
+    all(LENGTHS.map(|n| Case::new([1, 1, 1, n, n, 16, 16], Dtype::F32, AttentionOptions::default())));
+}
+
+#[test]
+fn every_length_causal_with_other_keys() {
+    let pairs = LENGTHS.into_iter().zip(LENGTHS.into_iter().rev());
+    all(pairs.map(|(sq, sk)| Case::new([1, 1, 1, sq, sk, 16, 16], Dtype::F32, causal())));
+}
+
+#[test]
+fn causal_top_left() {
+    let options = AttentionOptions { alignment: Alignment::TopLeft, ..causal() };
+    let sizes = [(70, 130), (130, 70), (65, 65)];
+    all(sizes.map(|(sq, sk)| Case::new([1, 2, 2, sq, sk, 16, 16], Dtype::F32, options)));
+}
+
+#[test]
+fn windows() {
+    let windows = [(Some(0), Some(0)), (Some(5), Some(40)), (Some(70), Some(3)), (Some(200), Some(200))];
+    let lengths = [(130, 130), (60, 150), (150, 60)];
+    all(windows.into_iter().flat_map(|(window_left, window_right)| {
+        let options = AttentionOptions { window_left, window_right, ..Default::default() };
+        lengths.map(|(sq, sk)| Case::new([1, 1, 1, sq, sk, 16, 16], Dtype::F32, options))
+    }));
+}
+
+#[test]
+fn one_sided_windows() {
+    let left = AttentionOptions { window_left: Some(33), ..causal() };
+    let right = AttentionOptions { window_right: Some(20), ..Default::default() };
+    all([left, right].map(|options| Case::new([1, 2, 1, 100, 140, 16, 16], Dtype::F32, options)));
+}
+
+/// Odd ones, those that fit no vector, and the largest.
+const HEAD_DIMS: [usize; 14] = [1, 2, 8, 16, 32, 59, 64, 72, 80, 96, 111, 128, 192, 256];
+
+#[test]
+fn every_head_dim() {
+    let few: &[usize] = if thorough() { &HEAD_DIMS } else { &[1, 59, 64, 128, 256] };
+    all(few.iter().map(|d| Case::new([1, 2, 1, 67, 70, *d, *d], Dtype::F32, causal())));
+}
+
+#[test]
+fn values_of_another_dimension() {
+    let pairs: &[(usize, usize)] = if thorough() { &[(64, 128), (128, 64), (40, 24), (17, 96), (192, 128), (3, 256)] } else { &[(40, 24), (17, 96)] };
+    all(pairs.iter().map(|(d, dv)| Case::new([2, 2, 2, 70, 67, *d, *dv], Dtype::F32, AttentionOptions::default())));
+}
+
+#[test]
+fn softcap_and_scale() {
+    let options = AttentionOptions { softcap: Some(2.0), softmax_scale: Some(0.7), ..causal() };
+    all([Case::new([2, 2, 1, 66, 90, 16, 16], Dtype::F32, options).with_dlse()]);
+}
+
+#[test]
+fn grouped_heads() {
+    let heads = [(1, 1), (6, 3), (8, 2), (8, 1)];
+    all(heads.map(|(hq, hk)| Case::new([2, hq, hk, 40, 70, 16, 16], Dtype::F32, causal())));
+}
+
+#[test]
+fn masks_broadcast_in_every_dimension() {
+    let (b, h, sq, sk) = (2, 4, 37, 70);
+    let shapes = (0..16).map(|bits| {
+        let pick = |bit: usize, n: usize| if bits >> bit & 1 == 1 { n } else { 1 };
+        [pick(3, b), pick(2, h), pick(1, sq), pick(0, sk)]
+    });
+    all(shapes.map(|shape| Case::new([b, h, 2, sq, sk, 16, 16], Dtype::F32, causal()).with_mask(shape)));
+}
+
+#[test]
+fn biases_broadcast_in_every_dimension() {
+    let (b, h, sq, sk) = (2, 4, 37, 70);
+    let shapes = (0..16).map(|bits| {
+        let pick = |bit: usize, n: usize| if bits >> bit & 1 == 1 { n } else { 1 };
+        [pick(3, b), pick(2, h), pick(1, sq), pick(0, sk)]
+    });
+    all(shapes.map(|shape| Case::new([b, h, 2, sq, sk, 16, 16], Dtype::F32, causal()).with_bias(shape)));
+}
+
+#[test]
+fn everything_at_once() {
+    let options = AttentionOptions {
+        softmax_scale: Some(0.3),
+        softcap: Some(3.0),
+        window_left: Some(50),
+        alignment: Alignment::TopLeft,
+        ..causal()
+    };
+    all([Case::new([2, 4, 2, 90, 75, 24, 40], Dtype::F32, options)
+        .with_mask([2, 1, 1, 75])
+        .with_bias([1, 4, 90, 75])
+        .with_dlse()]);
+}
+
+#[test]
+fn half_precision() {
+    all([Dtype::F16, Dtype::BF16].into_iter().flat_map(|dtype| {
+        [
+            Case::new([1, 4, 2, 100, 130, 64, 64], dtype, causal()),
+            Case::new([1, 2, 2, 65, 70, 33, 17], dtype, AttentionOptions::default()).with_bias([1, 2, 1, 70]),
+        ]
+    }));
+}
+
+#[test]
+fn strided_inputs_are_read_in_place() {
+    use Layout::*;
+    let layouts = [
+        [HeadsInner, HeadsInner, HeadsInner, HeadsInner],
+        [Padded(4), Padded(8), Contiguous, RepeatedRows],
+        [Transposed, Contiguous, Padded(3), Scalar],
+        [RepeatedRows, HeadsInner, RepeatedRows, Transposed],
+    ];
+    all(layouts.map(|layouts| Case::new([2, 2, 2, 66, 70, 16, 16], Dtype::F32, causal()).with_layouts(layouts)));
+}
+
+#[test]
+fn every_subset_of_gradients() {
+    let Some(client) = client() else { return };
+    let case = Case::new([1, 2, 1, 40, 70, 16, 16], Dtype::F32, causal()).with_bias([1, 2, 40, 70]);
+    let full = case.check(&client);
+    for bits in 0..16 {
+        let wanted = [0, 1, 2, 3].map(|n| bits >> n & 1 == 1);
+        let results = Case { wanted, ..case.clone() }.run(&client).unwrap();
+        let pairs = [
+            (&results.dq, &full.dq),
+            (&results.dk, &full.dk),
+            (&results.dv, &full.dv),
+            (&results.dbias, &full.dbias),
+        ];
+        for (n, (got, want)) in pairs.into_iter().enumerate() {
+            assert_eq!(got.is_some(), wanted[n]);
+            assert!(got.is_none() || got == want, "gradient {n} of {wanted:?} differs from that computed with all");
+        }
+    }
+}
+
+#[test]
+fn empty_batch_heads_queries_keys() {
+    let sizes: [Sizes; 5] = [
+        [0, 2, 1, 5, 7, 16, 16],
+        [1, 0, 0, 5, 7, 16, 16],
+        [1, 2, 1, 0, 7, 16, 16],
+        [1, 2, 1, 5, 0, 16, 8],
+        [2, 2, 2, 0, 0, 16, 16],
+    ];
+    all(sizes.map(|sizes| Case::new(sizes, Dtype::F32, AttentionOptions::default())));
+}
+
+#[test]
+fn rows_that_see_nothing() {
+    // The first 60 queries see no key: more queries than keys, aligned at the bottom right.
+    let few_keys = Case::new([1, 2, 1, 100, 40, 16, 16], Dtype::F32, causal()).with_dlse();
+    // A mask that hides all keys of some rows, of one batch, and of one head.
+    let mut masked = Case::new([2, 2, 2, 33, 40, 16, 16], Dtype::F32, causal()).with_mask([2, 2, 33, 1]);
+    for (n, hides) in masked.mask.as_mut().unwrap().iter_mut().enumerate() {
+        *hides = n % 33 % 3 == 0 || n < 33;
+    }
+    // A bias of −∞ hides as well.
+    let mut biased = Case::new([1, 2, 2, 33, 40, 16, 16], Dtype::F32, causal()).with_bias([1, 1, 33, 1]);
+    for (n, bias) in biased.bias.as_mut().unwrap().iter_mut().enumerate() {
+        if n % 4 == 0 {
+            *bias = f64::NEG_INFINITY;
+        }
+    }
+    all([few_keys, masked, biased]);
+}
+
+#[test]
+fn logits_far_below_any_finite_stand_in() {
+    // Scores around −1e6 and 1e6: a mask value of −1e5 or a maximum that starts at 0 would be found out.
+    for sign in [1.0, -1.0] {
+        let mut case = Case::new([1, 1, 1, 40, 70, 16, 16], Dtype::F32, causal());
+        case.q.iter_mut().for_each(|x| *x = 1000.0 + x.round());
+        case.k.iter_mut().for_each(|x| *x = sign * 256.0 + x.round() / 4.0);
+        let Some(client) = client() else { return };
+        let results = case.run(&client).unwrap();
+        assert!(results.lse.iter().all(|x| x * sign > 1e5), "{:?}", &results.lse[..4]);
+        // Every output is a mean of values.
+        assert!(results.o.iter().all(|x| x.abs() < 5.0));
+    }
+}

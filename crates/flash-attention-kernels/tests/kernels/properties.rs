@@ -1,0 +1,261 @@
+//! What must hold of attention whatever the data, with no reference.
+
+use crate::common::*;
+use flash_attention_kernels::{AttentionOptions, Dtype};
+
+const CAUSAL: AttentionOptions = AttentionOptions {
+    softmax_scale: None,
+    causal: true,
+    alignment: flash_attention_kernels::Alignment::BottomRight,
+    window_left: None,
+    window_right: None,
+    softcap: None,
+};
+
+/// `[batch, heads_q, heads_kv, seq_q, seq_k, head_dim, head_dim_v]` that most properties are tried at.
+const SIZES: Sizes = [2, 4, 2, 70, 90, 16, 16];
+
+fn plain() -> Case {
+    Case::new(SIZES, Dtype::F32, AttentionOptions::default())
+}
+
+/// Rows `rows` of each matrix of `[matrices, of, width]`.
+fn rows(values: &[f64], of: usize, width: usize, rows: impl IntoIterator<Item = usize> + Clone) -> Vec<f64> {
+    values
+        .chunks(of * width)
+        .flat_map(|matrix| rows.clone().into_iter().flat_map(|r| matrix[r * width..(r + 1) * width].to_vec()))
+        .collect()
+}
+
+fn grads(results: &Results) -> [&Vec<f64>; 3] {
+    [results.dq.as_ref().unwrap(), results.dk.as_ref().unwrap(), results.dv.as_ref().unwrap()]
+}
+
+#[test]
+fn permuting_keys_changes_nothing_but_their_gradients() {
+    let Some(client) = client() else { return };
+    let case = plain();
+    let order: Vec<usize> = (0..90).map(|j| (j * 37 + 11) % 90).collect();
+    let shuffle = |x: &[f64]| rows(x, 90, 16, order.clone());
+    let shuffled = Case { k: shuffle(&case.k), v: shuffle(&case.v), ..case.clone() };
+    let (a, b) = (case.run(&client).unwrap(), shuffled.run(&client).unwrap());
+    close("o", &b.o, &a.o, 5e-6);
+    close("lse", &b.lse, &a.lse, 5e-6);
+    let ([dq, dk, dv], [pq, pk, pv]) = (grads(&a), grads(&b));
+    close("dq", pq, dq, 2e-5);
+    close("dk", pk, &shuffle(dk), 2e-5);
+    close("dv", pv, &shuffle(dv), 2e-5);
+}
+
+#[test]
+fn values_of_one_give_one() {
+    let Some(client) = client() else { return };
+    let mut case = Case::new(SIZES, Dtype::F32, CAUSAL);
+    case.v.fill(1.0);
+    close("o", &case.run(&client).unwrap().o, &vec![1.0; case.problem.rows() * 16], 1e-6);
+}
+
+#[test]
+fn a_batch_or_head_alone_is_bitwise_the_one_among_others() {
+    let Some(client) = client() else { return };
+    let case = Case::new(SIZES, Dtype::F32, CAUSAL);
+    let all = case.run(&client).unwrap();
+    // Batch 1, heads 2 and 3, which share key/value head 1.
+    let mut alone = Case::new([1, 2, 1, 70, 90, 16, 16], Dtype::F32, CAUSAL);
+    let q = (4 + 2) * 70 * 16..(4 + 4) * 70 * 16;
+    let k = (2 + 1) * 90 * 16..(2 + 2) * 90 * 16;
+    (alone.q, alone.dout) = (case.q[q.clone()].to_vec(), case.dout[q.clone()].to_vec());
+    (alone.k, alone.v) = (case.k[k.clone()].to_vec(), case.v[k.clone()].to_vec());
+    let one = alone.run(&client).unwrap();
+    assert_eq!(one.o, all.o[q.clone()]);
+    assert_eq!(one.lse, all.lse[(4 + 2) * 70..]);
+    let ([dq, dk, dv], [aq, ak, av]) = (grads(&one), grads(&all));
+    assert_eq!(*dq, aq[q]);
+    assert_eq!(*dk, ak[k.clone()]);
+    assert_eq!(*dv, av[k]);
+}
+
+#[test]
+fn later_keys_leave_a_causal_prefix_bitwise_alone() {
+    let Some(client) = client() else { return };
+    let short = Case::new([1, 2, 2, 70, 70, 16, 16], Dtype::F32, CAUSAL);
+    let mut long = Case::new([1, 2, 2, 150, 150, 16, 16], Dtype::F32, CAUSAL);
+    for head in 0..2 {
+        for (to, from) in [(&mut long.q, &short.q), (&mut long.k, &short.k), (&mut long.v, &short.v)] {
+            to[head * 150 * 16..][..70 * 16].copy_from_slice(&from[head * 70 * 16..][..70 * 16]);
+            // Everything later is NaN, and must not be seen.
+            to[head * 150 * 16..][70 * 16..150 * 16].fill(f64::NAN);
+        }
+    }
+    let (a, b) = (short.run(&client).unwrap(), long.run(&client).unwrap());
+    assert_eq!(rows(&b.o, 150, 16, 0..70), a.o);
+    assert_eq!(rows(&b.lse, 150, 1, 0..70), a.lse);
+    // dq of the prefix sees the prefix alone.
+    assert_eq!(rows(b.dq.as_ref().unwrap(), 150, 16, 0..70), {
+        let mut same = short.clone();
+        same.dout = rows(&long.dout, 150, 16, 0..70);
+        same.run(&client).unwrap().dq.unwrap()
+    });
+}
+
+#[test]
+fn halves_of_the_keys_merged_by_lse_give_the_whole() {
+    let Some(client) = client() else { return };
+    let whole = Case::new([1, 2, 2, 70, 90, 16, 16], Dtype::F32, AttentionOptions::default());
+    let half = |range: std::ops::Range<usize>| {
+        let mut case = Case::new([1, 2, 2, 70, range.len(), 16, 16], Dtype::F32, AttentionOptions::default());
+        case.q.clone_from(&whole.q);
+        (case.k, case.v) = (rows(&whole.k, 90, 16, range.clone()), rows(&whole.v, 90, 16, range));
+        case.run(&client).unwrap()
+    };
+    let (a, b, all) = (half(0..33), half(33..90), whole.run(&client).unwrap());
+    for row in 0..2 * 70 {
+        let lse = (a.lse[row].exp() + b.lse[row].exp()).ln();
+        assert!((lse - all.lse[row]).abs() < 1e-5);
+        for c in 0..16 {
+            let n = row * 16 + c;
+            let merged = (a.lse[row] - lse).exp() * a.o[n] + (b.lse[row] - lse).exp() * b.o[n];
+            assert!((merged - all.o[n]).abs() < 1e-5);
+        }
+    }
+}
+
+#[test]
+fn grouped_heads_are_repeated_heads() {
+    let Some(client) = client() else { return };
+    let grouped = Case::new([1, 4, 2, 70, 90, 16, 16], Dtype::F32, CAUSAL);
+    let mut repeated = Case::new([1, 4, 4, 70, 90, 16, 16], Dtype::F32, CAUSAL);
+    let repeat = |x: &[f64]| x.chunks(90 * 16).flat_map(|head| [head, head].concat()).collect::<Vec<_>>();
+    (repeated.q, repeated.dout) = (grouped.q.clone(), grouped.dout.clone());
+    (repeated.k, repeated.v) = (repeat(&grouped.k), repeat(&grouped.v));
+    let (a, b) = (grouped.run(&client).unwrap(), repeated.run(&client).unwrap());
+    assert_eq!(a.o, b.o);
+    assert_eq!(a.dq, b.dq);
+    let fold = |x: &[f64]| {
+        x.chunks(2 * 90 * 16)
+            .flat_map(|pair| (0..90 * 16).map(|n| pair[n] + pair[n + 90 * 16]).collect::<Vec<_>>())
+            .collect::<Vec<_>>()
+    };
+    close("dk", grads(&a)[1], &fold(grads(&b)[1]), 2e-5);
+    close("dv", grads(&a)[2], &fold(grads(&b)[2]), 2e-5);
+}
+
+#[test]
+fn masked_keys_have_zero_gradient_and_leak_nothing() {
+    let Some(client) = client() else { return };
+    // Keys 20 to 39 are hidden from all, as padding is.
+    let hidden = 20..40;
+    let mut clean = plain().with_mask([1, 1, 1, 90]);
+    clean.mask = Some((0..90).map(|j| hidden.contains(&j)).collect());
+    let want = clean.run(&client).unwrap();
+    for poison in [f64::NAN, f64::INFINITY] {
+        let mut dirty = clean.clone();
+        for head in 0..4 {
+            for x in [&mut dirty.k, &mut dirty.v] {
+                x[(head * 90 + 20) * 16..(head * 90 + 40) * 16].fill(poison);
+            }
+        }
+        let got = dirty.run(&client).unwrap();
+        assert_eq!(got.o, want.o, "{poison} leaked");
+        assert_eq!(got.lse, want.lse, "{poison} leaked");
+        assert_eq!(grads(&got), grads(&want), "{poison} leaked");
+        for d in [grads(&got)[1], grads(&got)[2]] {
+            assert!(rows(d, 90, 16, hidden.clone()).iter().all(|x| *x == 0.0));
+        }
+    }
+}
+
+#[test]
+fn queries_that_a_mask_hides_leak_nothing() {
+    let Some(client) = client() else { return };
+    // Queries 10 to 29 see no key: whatever they and their gradients hold, keys and values feel nothing of it.
+    let mut clean = plain().with_mask([1, 1, 70, 1]);
+    clean.mask = Some((0..70).map(|i| (10..30).contains(&i)).collect());
+    let want = clean.run(&client).unwrap();
+    let mut dirty = clean.clone();
+    for head in 0..8 {
+        for x in [&mut dirty.q, &mut dirty.dout] {
+            x[(head * 70 + 10) * 16..(head * 70 + 30) * 16].fill(f64::NAN);
+        }
+    }
+    let got = dirty.run(&client).unwrap();
+    assert_eq!(got.o, want.o);
+    assert_eq!(grads(&got), grads(&want));
+    assert!(rows(grads(&got)[0], 70, 16, 10..30).iter().all(|x| *x == 0.0));
+}
+
+#[test]
+fn a_visible_nan_is_not_swallowed() {
+    let Some(client) = client() else { return };
+    let mut case = Case::new([1, 1, 1, 70, 90, 16, 16], Dtype::F32, AttentionOptions::default());
+    case.q[5 * 16] = f64::NAN;
+    let results = case.run(&client).unwrap();
+    assert!(results.o[5 * 16..6 * 16].iter().all(|x| x.is_nan()), "{:?}", &results.o[5 * 16..6 * 16]);
+    assert!(results.o[..5 * 16].iter().all(|x| x.is_finite()));
+}
+
+#[test]
+fn adding_a_vector_to_every_key_shifts_lse_alone() {
+    let Some(client) = client() else { return };
+    let case = plain();
+    let added: Vec<f64> = (0..16).map(|c| (c as f64 - 7.5) / 16.0).collect();
+    let mut shifted = case.clone();
+    shifted.k.iter_mut().enumerate().for_each(|(n, x)| *x = (*x + added[n % 16]) as f32 as f64);
+    let (a, b) = (case.run(&client).unwrap(), shifted.run(&client).unwrap());
+    close("o", &b.o, &a.o, 1e-5);
+    for row in 0..case.problem.rows() {
+        let product: f64 = (0..16).map(|c| case.q[row * 16 + c] * added[c]).sum();
+        assert!((b.lse[row] - a.lse[row] - product / 4.0).abs() < 1e-5);
+    }
+    close("dv", grads(&b)[2], grads(&a)[2], 2e-5);
+}
+
+#[test]
+fn gradients_of_values_sum_to_those_of_outputs() {
+    let Some(client) = client() else { return };
+    let case = Case::new([1, 2, 2, 70, 90, 16, 16], Dtype::F32, CAUSAL);
+    let results = case.run(&client).unwrap();
+    for head in 0..2 {
+        for c in 0..16 {
+            let sum = |x: &[f64], seq: usize| (0..seq).map(|i| x[(head * seq + i) * 16 + c]).sum::<f64>();
+            assert!((sum(grads(&results)[2], 90) - sum(&case.dout, 70)).abs() < 1e-4);
+        }
+    }
+}
+
+#[test]
+fn gradients_are_linear_in_dout() {
+    let Some(client) = client() else { return };
+    let case = Case::new(SIZES, Dtype::F32, CAUSAL);
+    let other = Case { dout: case.dout.iter().rev().copied().collect(), ..case.clone() };
+    let both = Case {
+        dout: case.dout.iter().zip(&other.dout).map(|(a, b)| (2.0 * a + b) as f32 as f64).collect(),
+        ..case.clone()
+    };
+    let [a, b, sum] = [&case, &other, &both].map(|case| case.run(&client).unwrap());
+    for n in 0..3 {
+        let want: Vec<f64> = grads(&a)[n].iter().zip(grads(&b)[n]).map(|(a, b)| 2.0 * a + b).collect();
+        close("gradient", grads(&sum)[n], &want, 2e-5);
+    }
+}
+
+#[test]
+fn options_that_hide_nothing_change_nothing() {
+    let Some(client) = client() else { return };
+    let causal = Case::new([1, 2, 2, 70, 70, 16, 16], Dtype::F32, CAUSAL);
+    let want = causal.run(&client).unwrap();
+    let mut window = causal.clone();
+    window.problem.options.window_left = Some(70);
+    let mut mask = causal.clone().with_mask([1, 1, 70, 70]);
+    mask.mask.as_mut().unwrap().fill(false);
+    let mut bias = causal.clone().with_bias([1, 1, 70, 70]);
+    bias.bias.as_mut().unwrap().fill(0.0);
+    for same in [window, mask, bias] {
+        let got = same.run(&client).unwrap();
+        close("o", &got.o, &want.o, 1e-6);
+        close("lse", &got.lse, &want.lse, 1e-6);
+        for n in 0..3 {
+            close("gradient", grads(&got)[n], grads(&want)[n], 1e-6);
+        }
+    }
+}

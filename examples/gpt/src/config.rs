@@ -1,0 +1,357 @@
+//! What a run is: flags on the command line, resolved into a configuration that is kept with the run.
+
+use crate::device::{Found, Strength};
+use crate::error::Error;
+use burn::tensor::FloatDType;
+use clap::{Parser, ValueEnum};
+use serde::{Deserialize, Serialize};
+use std::fmt::Debug;
+use std::path::{Path, PathBuf};
+
+/// Trains a GPT with flash attention, shows that it learns, and lets it write.
+///
+/// Without flags: on the best GPU, else on the CPU, from this repository's own sources. What is not given follows the
+/// device. Everything is written to runs/NAME.
+#[derive(Parser, Debug)]
+#[command(version)]
+pub struct Args {
+    /// Where to compute: auto, or flex, wgpu, vulkan, metal, cuda, rocm as compiled in, with :N for the N-th.
+    #[arg(long)]
+    pub device: Option<String>,
+    /// A UTF-8 text to learn [default: the sources of this workspace].
+    #[arg(long, value_name = "FILE")]
+    pub data: Option<PathBuf>,
+    /// The run's name [default: the first free gpt-N; with --resume the latest run].
+    #[arg(long)]
+    pub name: Option<String>,
+    /// Continue a run from its latest checkpoint.
+    #[arg(long)]
+    pub resume: bool,
+
+    /// How attention is computed.
+    #[arg(long)]
+    pub attention: Option<AttentionKind>,
+    /// What matrix products and attention are computed in; all else is f32.
+    #[arg(long)]
+    pub dtype: Option<Dtype>,
+    #[arg(long)]
+    pub layers: Option<usize>,
+    #[arg(long)]
+    pub heads: Option<usize>,
+    /// Channels of the residual stream.
+    #[arg(long)]
+    pub width: Option<usize>,
+    /// Bytes that the model sees.
+    #[arg(long)]
+    pub context: Option<usize>,
+
+    /// Windows of text in a batch.
+    #[arg(long)]
+    pub batch: Option<usize>,
+    /// Batches whose gradients make one step.
+    #[arg(long)]
+    pub grad_accum: Option<usize>,
+    #[arg(long)]
+    pub steps: Option<usize>,
+    /// The highest learning rate.
+    #[arg(long)]
+    pub lr: Option<f64>,
+    /// The learning rate at the end [default: a tenth of --lr].
+    #[arg(long)]
+    pub min_lr: Option<f64>,
+    /// Steps in which the learning rate rises.
+    #[arg(long)]
+    pub warmup: Option<usize>,
+    #[arg(long)]
+    pub weight_decay: Option<f64>,
+    #[arg(long)]
+    pub beta1: Option<f64>,
+    #[arg(long)]
+    pub beta2: Option<f64>,
+    /// The largest norm of the gradients; 0 is none.
+    #[arg(long)]
+    pub grad_clip: Option<f64>,
+    /// After the embeddings, after attention's projection and after the MLP.
+    #[arg(long)]
+    pub dropout: Option<f64>,
+    #[arg(long)]
+    pub seed: Option<u32>,
+
+    /// Steps between two evaluations, each with a checkpoint.
+    #[arg(long)]
+    pub eval_interval: Option<usize>,
+    /// Batches of validation text in an evaluation, the last one too.
+    #[arg(long)]
+    pub eval_batches: Option<usize>,
+    /// Bytes that the model writes at the end.
+    #[arg(long)]
+    pub sample_bytes: Option<usize>,
+}
+
+/// How attention is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum AttentionKind {
+    /// This repository's.
+    Flash,
+    /// Burn's own operation.
+    Burn,
+    /// Matrix products with a mask and a softmax between them.
+    Composed,
+}
+
+/// What matrix products and attention are computed in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Dtype {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl Dtype {
+    pub fn float(self) -> FloatDType {
+        match self {
+            Dtype::F32 => FloatDType::F32,
+            Dtype::Bf16 => FloatDType::BF16,
+            Dtype::F16 => FloatDType::F16,
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Dtype::F32 => "f32",
+            Dtype::Bf16 => "bf16",
+            Dtype::F16 => "f16",
+        }
+    }
+}
+
+/// Everything that decides what a run computes. The flags have the same names.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    pub device: String,
+    /// None: the run's own copy of the sources.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub data: Option<PathBuf>,
+    pub attention: AttentionKind,
+    pub dtype: Dtype,
+    pub layers: usize,
+    pub heads: usize,
+    pub width: usize,
+    pub context: usize,
+    pub batch: usize,
+    pub grad_accum: usize,
+    pub steps: usize,
+    pub lr: f64,
+    pub min_lr: f64,
+    pub warmup: usize,
+    pub weight_decay: f64,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub grad_clip: f64,
+    pub dropout: f64,
+    pub seed: u32,
+    pub eval_interval: usize,
+    pub eval_batches: usize,
+    pub sample_bytes: usize,
+}
+
+/// Does something with each field that is a flag of the same name.
+macro_rules! for_each_flag {
+    ($do:ident) => {
+        $do!(
+            attention,
+            dtype,
+            layers,
+            heads,
+            width,
+            context,
+            batch,
+            grad_accum,
+            steps,
+            lr,
+            min_lr,
+            warmup,
+            weight_decay,
+            beta1,
+            beta2,
+            grad_clip,
+            dropout,
+            seed,
+            eval_interval,
+            eval_batches,
+            sample_bytes
+        )
+    };
+}
+
+impl Config {
+    /// A new run: what was asked for, and otherwise what suits the device.
+    pub fn new(args: &Args, found: &Found) -> Result<Self, Error> {
+        let mut config = Self::suited_to(found);
+        config.device = args.device.clone().unwrap_or_else(|| "auto".to_string());
+        config.data.clone_from(&args.data);
+        macro_rules! set {
+            ($($field:ident),*) => { $(if let Some(value) = args.$field { config.$field = value; })* };
+        }
+        for_each_flag!(set);
+        if args.min_lr.is_none() {
+            config.min_lr = config.lr / 10.0;
+        }
+        if args.warmup.is_none() {
+            config.warmup = config.warmup.min(config.steps / 10);
+        }
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// The run of a checkpoint goes on as it began: flags may repeat what was, and choose a device or find the text again.
+    pub fn resume(mut self, args: &Args, run: &Path) -> Result<Self, Error> {
+        macro_rules! compare {
+            ($($field:ident),*) => { $(
+                if let Some(given) = args.$field && given != self.$field {
+                    return Err(Error::Contradiction {
+                        flag: flag(stringify!($field)),
+                        given: format!("{given:?}").to_lowercase(),
+                        saved: format!("{:?}", self.$field).to_lowercase(),
+                        run: run.to_path_buf(),
+                    });
+                }
+            )* };
+        }
+        for_each_flag!(compare);
+        if let Some(device) = &args.device {
+            self.device.clone_from(device);
+        }
+        if args.data.is_some() {
+            self.data.clone_from(&args.data);
+        }
+        Ok(self)
+    }
+
+    /// nanoGPT's character model on a GPU, and smaller ones where that would take all day.
+    fn suited_to(found: &Found) -> Self {
+        let gpu = Self {
+            device: String::new(),
+            data: None,
+            attention: AttentionKind::Flash,
+            dtype: Dtype::F32,
+            layers: 6,
+            heads: 6,
+            width: 384,
+            context: 256,
+            batch: 64,
+            grad_accum: 1,
+            steps: 5000,
+            lr: 1e-3,
+            min_lr: 1e-4,
+            warmup: 100,
+            weight_decay: 0.1,
+            beta1: 0.9,
+            beta2: 0.99,
+            grad_clip: 1.0,
+            dropout: 0.2,
+            seed: 1337,
+            eval_interval: 250,
+            eval_batches: 200,
+            sample_bytes: 500,
+        };
+        match found.strength {
+            Strength::Discrete => gpu,
+            Strength::Integrated => Self {
+                layers: 4,
+                heads: 4,
+                width: 256,
+                context: 128,
+                batch: 32,
+                steps: 2000,
+                dropout: 0.0,
+                eval_batches: 50,
+                ..gpu
+            },
+            Strength::Cpu => Self {
+                layers: 4,
+                heads: 4,
+                width: 128,
+                context: 64,
+                batch: 12,
+                steps: 300,
+                warmup: 30,
+                dropout: 0.0,
+                eval_interval: 50,
+                eval_batches: 20,
+                sample_bytes: 300,
+                ..gpu
+            },
+            Strength::Software => Self {
+                layers: 2,
+                heads: 2,
+                width: 64,
+                context: 32,
+                batch: 8,
+                steps: 100,
+                warmup: 10,
+                dropout: 0.0,
+                eval_interval: 50,
+                eval_batches: 5,
+                sample_bytes: 100,
+                ..gpu
+            },
+        }
+    }
+
+    fn validate(&self) -> Result<(), Error> {
+        let check = |ok: bool, field: &'static str, value: &dyn Debug, rule: &'static str| match ok {
+            true => Ok(()),
+            false => Err(Error::Config { flag: flag(field), value: format!("{value:?}"), rule }),
+        };
+        for (field, value) in [
+            ("layers", self.layers),
+            ("heads", self.heads),
+            ("width", self.width),
+            ("context", self.context),
+            ("batch", self.batch),
+            ("grad_accum", self.grad_accum),
+            ("eval_interval", self.eval_interval),
+            ("eval_batches", self.eval_batches),
+        ] {
+            check(value > 0, field, &value, "it must be at least 1")?;
+        }
+        check(self.width.is_multiple_of(self.heads), "heads", &self.heads, "it must divide --width")?;
+        for (field, value) in [("dropout", self.dropout), ("beta1", self.beta1), ("beta2", self.beta2)] {
+            check((0.0..1.0).contains(&value), field, &value, "it must be from 0 to below 1")?;
+        }
+        for (field, value) in
+            [("min_lr", self.min_lr), ("weight_decay", self.weight_decay), ("grad_clip", self.grad_clip)]
+        {
+            check(value.is_finite() && value >= 0.0, field, &value, "it must be a finite number, 0 or above")?;
+        }
+        check(self.lr.is_finite() && self.lr > 0.0, "lr", &self.lr, "it must be a finite number above 0")?;
+        check(self.min_lr <= self.lr, "min_lr", &self.min_lr, "it must not be above --lr")
+    }
+
+    /// Up in a line, then down in a half cosine.
+    pub fn learning_rate(&self, step: usize) -> f64 {
+        if step < self.warmup {
+            return self.lr * (step + 1) as f64 / (self.warmup + 1) as f64;
+        }
+        let done = (step - self.warmup) as f64 / self.steps.saturating_sub(self.warmup).max(1) as f64;
+        self.min_lr + 0.5 * (1.0 + (std::f64::consts::PI * done).cos()) * (self.lr - self.min_lr)
+    }
+}
+
+/// A field's name as a flag.
+fn flag(field: &'static str) -> &'static str {
+    match field {
+        "grad_accum" => "grad-accum",
+        "min_lr" => "min-lr",
+        "weight_decay" => "weight-decay",
+        "grad_clip" => "grad-clip",
+        "eval_interval" => "eval-interval",
+        "eval_batches" => "eval-batches",
+        "sample_bytes" => "sample-bytes",
+        field => field,
+    }
+}

@@ -1,0 +1,148 @@
+//! The text: bytes are tokens, the first nine tenths are for training and the rest for validation.
+
+use crate::error::Error;
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Tokens are bytes.
+pub const VOCABULARY: usize = 256;
+
+/// A text, split.
+pub struct Text {
+    pub bytes: Vec<u8>,
+    /// Where validation begins.
+    split: usize,
+}
+
+impl Text {
+    /// Splits UTF-8 `bytes`, which must leave a window of `context` bytes and the byte after it on either side.
+    pub fn new(bytes: Vec<u8>, path: &Path, context: usize) -> Result<Self, Error> {
+        if let Err(error) = std::str::from_utf8(&bytes) {
+            return Err(Error::TextNotUtf8 { path: path.to_path_buf(), offset: error.valid_up_to() });
+        }
+        let split = bytes.len() * 9 / 10;
+        if bytes.len() - split < context + 1 || split < context + 1 {
+            return Err(Error::TextTooShort { bytes: bytes.len(), context, needed: 10 * (context + 1) });
+        }
+        Ok(Self { bytes, split })
+    }
+
+    /// Reads a file.
+    pub fn read(path: &Path, context: usize) -> Result<Self, Error> {
+        let bytes = fs::read(path).map_err(|source| Error::TextMissing { path: path.to_path_buf(), source })?;
+        Self::new(bytes, path, context)
+    }
+
+    pub fn train(&self) -> &[u8] {
+        &self.bytes[..self.split]
+    }
+
+    pub fn validation(&self) -> &[u8] {
+        &self.bytes[self.split..]
+    }
+
+    /// Tells texts apart.
+    pub fn hash(&self) -> u64 {
+        fnv1a(&self.bytes)
+    }
+}
+
+/// FNV-1a: finds accidents, not forgeries.
+pub fn fnv1a(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+/// The sources and documents of this workspace, one after the other in the order of their paths.
+pub fn own_sources() -> Result<Vec<u8>, Error> {
+    let mut files = Vec::new();
+    collect(&workspace_root()?, &mut files)?;
+    let mut text = Vec::new();
+    for file in files {
+        let source = fs::read(&file).map_err(Error::io(&file))?;
+        // A stray binary under a text's name should not keep anybody from training.
+        if std::str::from_utf8(&source).is_ok() {
+            text.extend(source);
+            text.push(b'\n');
+        }
+    }
+    Ok(text)
+}
+
+fn workspace_root() -> Result<PathBuf, Error> {
+    let is_workspace = |path: &Path| {
+        fs::read_to_string(path.join("Cargo.toml")).is_ok_and(|manifest| manifest.contains("[workspace]"))
+    };
+    let here = std::env::current_dir().map_err(Error::io("."))?;
+    let compiled_from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    here.ancestors()
+        .map(Path::to_path_buf)
+        .chain([compiled_from])
+        .find(|path| is_workspace(path))
+        .ok_or(Error::NoWorkspace)
+}
+
+fn collect(directory: &Path, files: &mut Vec<PathBuf>) -> Result<(), Error> {
+    let mut entries =
+        fs::read_dir(directory).and_then(Iterator::collect::<Result<Vec<_>, _>>).map_err(Error::io(directory))?;
+    entries.sort_by_key(fs::DirEntry::file_name);
+    for entry in entries {
+        let (path, name) = (entry.path(), entry.file_name());
+        let name = name.to_string_lossy();
+        let kind = entry.file_type().map_err(Error::io(&path))?;
+        if kind.is_dir() && !name.starts_with('.') && name != "target" && name != "runs" {
+            collect(&path, files)?;
+        } else if kind.is_file() && path.extension().is_some_and(|ext| ["rs", "md", "toml"].iter().any(|e| ext == *e)) {
+            files.push(path);
+        }
+    }
+    Ok(())
+}
+
+/// What a random number is for. Streams never meet, so no use of one shifts another.
+#[derive(Clone, Copy)]
+pub enum Stream {
+    Weights,
+    TrainBatch,
+    Dropout,
+    ValidationBatch,
+    FinalBatch,
+    Sample,
+}
+
+/// A seed from the run's seed, the use and a step: with nothing else to remember, a run resumes exactly.
+pub fn derive_seed(seed: u32, stream: Stream, step: usize) -> u64 {
+    // SplitMix64's finalizer.
+    let mix = |mut x: u64| {
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    };
+    let golden = 0x9e37_79b9_7f4a_7c15_u64;
+    let stream = mix(u64::from(seed) ^ golden.wrapping_mul(stream as u64 + 1));
+    mix(stream ^ golden.wrapping_mul(step as u64 + 1))
+}
+
+/// A generator for that use and step.
+pub fn rng(seed: u32, stream: Stream, step: usize) -> StdRng {
+    StdRng::seed_from_u64(derive_seed(seed, stream, step))
+}
+
+/// `batch` random windows: inputs and the bytes that follow each, both `[batch, context]`.
+pub fn random_batch(
+    text: &[u8],
+    batch: usize,
+    context: usize,
+    rng: &mut StdRng,
+    device: &Device,
+) -> (Tensor<2, Int>, Tensor<2, Int>) {
+    let starts: Vec<usize> = (0..batch).map(|_| rng.random_range(0..text.len() - context)).collect();
+    let windows = |offset: usize| {
+        let tokens = |start: &usize| text[start + offset..][..context].iter().map(|byte| i32::from(*byte));
+        let tokens: Vec<i32> = starts.iter().flat_map(tokens).collect();
+        Tensor::from_data(TensorData::new(tokens, [batch, context]), device)
+    };
+    (windows(0), windows(1))
+}

@@ -1,0 +1,69 @@
+//! Everything that can go wrong, in one sentence each.
+
+use burn_flash_attention::AttentionError;
+use std::io;
+use std::path::PathBuf;
+use thiserror::Error;
+
+/// Why a run could not start or go on. The program prints it and ends with exit code 2.
+#[derive(Debug, Error)]
+pub enum Error {
+    #[error("{0}")]
+    Arguments(String),
+    #[error("--{flag} is {value}; {rule}")]
+    Config { flag: &'static str, value: String, rule: &'static str },
+    #[error(
+        "--{flag} is {given}, but {run} was started with {saved}; leave the flag out, or start another run with --name"
+    )]
+    Contradiction { flag: &'static str, given: String, saved: String, run: PathBuf },
+
+    #[error("--device {request} is not known to this build; it has {known}")]
+    UnknownDevice { request: String, known: String },
+    #[error("--device {request} is not there; this machine has {found}")]
+    NoDevice { request: String, found: String },
+    #[error("--dtype {dtype} cannot be computed with on {device}; choose another dtype or device")]
+    Dtype { dtype: &'static str, device: String },
+    #[error("attention cannot run: {0}")]
+    Attention(#[from] AttentionError),
+
+    #[error("cannot read the text {path}: {source}")]
+    TextMissing { path: PathBuf, source: io::Error },
+    #[error("the text {path} is not UTF-8: the byte at {offset} is part of no character")]
+    TextNotUtf8 { path: PathBuf, offset: usize },
+    #[error("the text has {bytes} bytes; --context {context} needs at least {needed}")]
+    TextTooShort { bytes: usize, context: usize, needed: usize },
+    #[error("found no workspace whose sources could be the text; name a file with --data")]
+    NoWorkspace,
+
+    #[error("{run} holds a run already; continue it with --resume, or choose another --name")]
+    RunExists { run: PathBuf },
+    #[error("there is no run to resume in {runs}; start one without --resume")]
+    NoRun { runs: PathBuf },
+    #[error("the checkpoint {path} {problem}")]
+    Checkpoint { path: PathBuf, problem: CheckpointProblem },
+    #[error("the loss at step {step} is {loss}; try a smaller --lr or another --dtype")]
+    Diverged { step: usize, loss: f32 },
+    #[error("{path}: {source}")]
+    Io { path: PathBuf, source: io::Error },
+}
+
+/// Why a checkpoint is of no use.
+#[derive(Debug, Error)]
+pub enum CheckpointProblem {
+    #[error("is not one of this program's")]
+    Foreign,
+    #[error("has format version {found}; this program reads version {expected}")]
+    Version { found: u32, expected: u32 },
+    #[error("is damaged: {0}")]
+    Corrupt(String),
+    #[error("was trained on another text; give the same one with --data, or start another run with --name")]
+    OtherText,
+}
+
+impl Error {
+    /// For `map_err`: says which file an input or output error is about.
+    pub fn io(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Error {
+        let path = path.into();
+        move |source| Error::Io { path, source }
+    }
+}

@@ -1,0 +1,186 @@
+//! The training loop.
+
+use crate::checkpoint::{Best, Checkpoint, Header};
+use crate::config::Config;
+use crate::data::{Stream, Text, derive_seed, random_batch, rng};
+use crate::error::Error;
+use crate::losses::{Losses, Row};
+use crate::model::Gpt;
+use crate::optimizer::AdamW;
+use crate::plot::plot;
+use crate::run::Run;
+use burn::module::Module;
+use burn::optim::{GradientsAccumulator, GradientsParams};
+use burn::tensor::{Device, Tensor};
+use indicatif::{ProgressBar, ProgressStyle};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// Losses are read from the device this many at a time.
+const READ_LOSSES_EVERY: usize = 20;
+
+/// How training ended.
+#[derive(PartialEq)]
+pub enum Outcome {
+    Finished,
+    /// By the user, with a checkpoint at this step.
+    Interrupted(usize),
+}
+
+/// Trains until the last step, or until `stop`. `device` has autodiff.
+pub fn train(
+    config: &Config,
+    text: &Text,
+    run: &Run,
+    checkpoint: Option<Checkpoint>,
+    device: &Device,
+    stop: &AtomicBool,
+) -> Result<Outcome, Error> {
+    let text_hash = format!("{:016x}", text.hash());
+    let mut best = checkpoint.as_ref().and_then(|checkpoint| checkpoint.header.best);
+    let start = checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.header.step);
+    let model = Gpt::new(config, device);
+    let (mut model, mut optimizer) = match checkpoint {
+        Some(checkpoint) => checkpoint.restore(model)?,
+        None => {
+            let optimizer = AdamW::new(&model, config);
+            (model, optimizer)
+        }
+    };
+    println!("parameters {}", model.num_params());
+
+    let mut losses = Losses::open(&run.losses(), start)?;
+    let mut speed = Speed::start(config);
+    let bar = ProgressBar::new(config.steps as u64).with_position(start as u64).with_style(
+        ProgressStyle::with_template("{bar:30} {pos}/{len} [{elapsed} < {eta}] {msg}")
+            .expect("the template is well-formed"),
+    );
+
+    for step in start..=config.steps {
+        let header = |best, optimizer: &AdamW| Header {
+            step,
+            best,
+            updates: optimizer.updates,
+            text_hash: text_hash.clone(),
+            loss_scale: optimizer.loss_scale.clone(),
+            config: config.clone(),
+        };
+
+        // -- evaluate and save
+        let evaluates = step % config.eval_interval == 0 || step == config.steps;
+        let validation_loss = if evaluates {
+            losses.flush()?;
+            speed.pause();
+            let loss = evaluate(&model.valid(), text, config, Stream::ValidationBatch, device);
+            let train_loss = losses.recent(config.eval_interval).map_or("-".to_string(), |loss| format!("{loss:.4}"));
+            bar.suspend(|| println!("step {step:>6}   training {train_loss:<6}   validation {loss:.4}   {speed}"));
+
+            if best.is_none_or(|best: Best| loss < best.loss) {
+                best = Some(Best { step, loss });
+                Checkpoint::save(&run.best(), &header(best, &optimizer), &model, &optimizer)?;
+            }
+            Checkpoint::save(&run.latest(), &header(best, &optimizer), &model, &optimizer)?;
+            speed.resume();
+            Some(loss)
+        } else {
+            None
+        };
+        if step == config.steps {
+            losses.finish(Row { step, train_loss: None, validation_loss, learning_rate: None })?;
+            plot(&run.picture(), &losses.rows, config.steps)?;
+            break;
+        }
+        if evaluates {
+            plot(&run.picture(), &losses.rows, config.steps)?;
+        }
+        if stop.load(Ordering::Relaxed) {
+            losses.flush()?;
+            Checkpoint::save(&run.latest(), &header(best, &optimizer), &model, &optimizer)?;
+            bar.abandon();
+            return Ok(Outcome::Interrupted(step));
+        }
+
+        // -- forward and backward
+        device.seed(derive_seed(config.seed, Stream::Dropout, step));
+        let rng = &mut rng(config.seed, Stream::TrainBatch, step);
+        let mut gradients = GradientsAccumulator::new();
+        let mut train_losses = Vec::with_capacity(config.grad_accum);
+        for _ in 0..config.grad_accum {
+            let (inputs, targets) = random_batch(text.train(), config.batch, config.context, rng, device);
+            let loss = model.loss(inputs, targets) / config.grad_accum as f64;
+            train_losses.push(loss.clone().inner());
+            let backward = (loss * optimizer.scale()).backward();
+            gradients.accumulate(&model, GradientsParams::from_grads(backward, &model));
+        }
+
+        // -- update
+        let learning_rate = config.learning_rate(step);
+        model = optimizer.step(model, gradients.grads(), learning_rate, config);
+
+        // -- report
+        let row = Row { step, train_loss: None, validation_loss, learning_rate: Some(learning_rate) };
+        losses.push(row, Some(Tensor::cat(train_losses, 0).sum()));
+        if losses.num_pending() == READ_LOSSES_EVERY {
+            losses.flush()?;
+        }
+        speed.count();
+        bar.set_position(step as u64 + 1);
+        let loss = losses.recent(READ_LOSSES_EVERY).map_or(String::new(), |loss| format!("loss {loss:.4}, "));
+        bar.set_message(format!("{loss}{speed}"));
+    }
+    bar.finish();
+    Ok(Outcome::Finished)
+}
+
+/// The mean loss over random batches of validation text, the same ones each time.
+pub fn evaluate(model: &Gpt, text: &Text, config: &Config, stream: Stream, device: &Device) -> f32 {
+    let device = device.clone().inner();
+    let batch_loss = |index| {
+        let rng = &mut rng(config.seed, stream, index);
+        let (inputs, targets) = random_batch(text.validation(), config.batch, config.context, rng, &device);
+        model.loss(inputs, targets)
+    };
+    Tensor::cat((0..config.eval_batches).map(batch_loss).collect(), 0).mean().into_scalar()
+}
+
+/// Tokens a second while training; evaluations do not count.
+struct Speed {
+    tokens_per_step: usize,
+    tokens: usize,
+    seconds: f64,
+    since: Instant,
+}
+
+impl Speed {
+    fn start(config: &Config) -> Self {
+        Self {
+            tokens_per_step: config.batch * config.context * config.grad_accum,
+            tokens: 0,
+            seconds: 0.0,
+            since: Instant::now(),
+        }
+    }
+
+    fn count(&mut self) {
+        self.tokens += self.tokens_per_step;
+    }
+
+    fn pause(&mut self) {
+        self.seconds += self.since.elapsed().as_secs_f64();
+    }
+
+    /// Speed is that since the last evaluation, so that compiling at the start is soon forgotten.
+    fn resume(&mut self) {
+        (self.tokens, self.seconds, self.since) = (0, 0.0, Instant::now());
+    }
+}
+
+impl std::fmt::Display for Speed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let seconds = if self.seconds > 0.0 { self.seconds } else { self.since.elapsed().as_secs_f64() };
+        match self.tokens {
+            0 => Ok(()),
+            tokens => write!(f, "{:.0} tokens/s", tokens as f64 / seconds),
+        }
+    }
+}

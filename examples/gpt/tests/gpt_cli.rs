@@ -1,0 +1,221 @@
+//! The program as its users run it, with models small enough for a CPU.
+#![cfg(all(feature = "flex", unix))]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// A directory with a text, where runs go.
+struct Place {
+    directory: TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let lines = (0..2000).map(|line| format!("{line} and {} make {}.\n", line % 7, line + line % 7));
+        fs::write(directory.path().join("text.txt"), lines.collect::<String>()).unwrap();
+        Self { directory }
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_gpt"));
+        command.current_dir(&self.directory).args(arguments);
+        command
+    }
+
+    /// A small run on the CPU.
+    fn small(&self, name: &str, arguments: &[&str]) -> Command {
+        let mut command = self.command(&["--device", "flex", "--data", "text.txt", "--name", name]);
+        let size =
+            "--layers 2 --heads 2 --width 32 --context 16 --batch 4 --lr 1e-2 --eval-batches 4 --sample-bytes 20";
+        command.args(size.split(' ')).args(arguments);
+        command
+    }
+
+    fn resume(&self, name: &str) -> Command {
+        self.command(&["--resume", "--name", name])
+    }
+
+    fn file(&self, name: &str, file: &str) -> PathBuf {
+        self.directory.path().join("runs").join(name).join(file)
+    }
+
+    /// Step, training loss, validation loss and learning rate, as text: equal texts are equal bits.
+    fn losses(&self, name: &str) -> Vec<[String; 4]> {
+        let mut reader = csv::Reader::from_path(self.file(name, "loss.csv")).unwrap();
+        reader.records().map(|row| std::array::from_fn(|column| row.as_ref().unwrap()[column].to_string())).collect()
+    }
+
+    fn train_losses(&self, name: &str) -> Vec<f32> {
+        self.losses(name).iter().filter_map(|row| row[1].parse().ok()).collect()
+    }
+}
+
+fn succeeds(mut command: Command) -> String {
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// Exit code 2, and one sentence that holds `expected`.
+fn fails(mut command: Command, expected: &str) {
+    let Output { status, stderr, .. } = command.output().unwrap();
+    let stderr = String::from_utf8(stderr).unwrap();
+    // Drivers may have something to say as well, but what the program says is one line.
+    let lines: Vec<_> = stderr.lines().filter(|line| line.starts_with("error: ") && !line.contains("XDG_")).collect();
+    assert_eq!(status.code(), Some(2), "{stderr}");
+    assert_eq!(lines.len(), 1, "{stderr}");
+    assert!(lines[0].contains(expected), "{} does not say: {expected}", lines[0]);
+    assert!(!stderr.contains("panicked"), "{stderr}");
+}
+
+/// Starts a run and returns when it has a checkpoint past its beginning.
+fn start_and_wait(mut command: Command, losses: &Path) -> Child {
+    let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let begun = Instant::now();
+    while fs::read_to_string(losses).map_or(0, |text| text.lines().count()) < 50 {
+        assert!(begun.elapsed() < Duration::from_secs(60), "the run does not get on");
+        sleep(Duration::from_millis(2));
+    }
+    child
+}
+
+#[test]
+fn learns_from_its_own_sources() {
+    let place = Place::new();
+    let size = "--layers 2 --heads 2 --width 64 --context 32 --batch 8 --steps 80 --lr 1e-2";
+    let rest = "--device flex --name own --eval-interval 20 --eval-batches 4 --sample-bytes 50";
+    let arguments: Vec<_> = size.split(' ').chain(rest.split(' ')).collect();
+    let stdout = succeeds(place.command(&arguments));
+
+    assert!(stdout.starts_with("device "), "{stdout}");
+    for shown in ["attention  flash: host loops", "parameters ", "tokens/s", "best validation loss", "it writes:"] {
+        assert!(stdout.contains(shown), "{shown} is not in: {stdout}");
+    }
+    let losses = place.train_losses("own");
+    assert_eq!(losses.len(), 80);
+    assert!(losses[0] > 5.0, "the first loss is {}", losses[0]);
+    let end = losses[70..].iter().sum::<f32>() / 10.0;
+    assert!(end < losses[0] - 1.5, "from {} to {end}", losses[0]);
+    for file in ["config.toml", "loss.csv", "loss.svg", "latest.ckpt", "best.ckpt", "text.txt"] {
+        assert!(place.file("own", file).exists(), "{file}");
+    }
+    assert!(fs::read_to_string(place.file("own", "loss.svg")).unwrap().starts_with("<svg"));
+}
+
+#[test]
+fn resumes_bitwise_after_a_kill_and_after_an_interrupt() {
+    let place = Place::new();
+    let arguments = ["--steps", "300", "--eval-interval", "25", "--dropout", "0.1", "--grad-accum", "2"];
+    succeeds(place.small("whole", &arguments));
+    let whole = place.losses("whole");
+    assert_eq!(whole.len(), 301);
+
+    let mut killed = start_and_wait(place.small("killed", &arguments), &place.file("killed", "loss.csv"));
+    killed.kill().unwrap();
+    assert!(!killed.wait().unwrap().success(), "the run was over before it could be killed");
+    let stdout = succeeds(place.resume("killed"));
+    assert!(stdout.contains("resume     at step"), "{stdout}");
+    assert_eq!(place.losses("killed"), whole);
+
+    let mut stopped = start_and_wait(place.small("stopped", &arguments), &place.file("stopped", "loss.csv"));
+    let signal = Command::new("kill").args(["-INT", &stopped.id().to_string()]).status().unwrap();
+    assert!(signal.success());
+    assert_eq!(stopped.wait().unwrap().code(), Some(130));
+    assert!(place.losses("stopped").len() < 300);
+    // Without a name it is the run that was at work last.
+    succeeds(place.command(&["--resume"]));
+    assert_eq!(place.losses("stopped"), whole);
+}
+
+#[test]
+fn attention_is_the_same_in_three_ways() {
+    let place = Place::new();
+    let arguments = |kind| ["--steps", "100", "--eval-interval", "100", "--attention", kind];
+    for kind in ["flash", "burn", "composed"] {
+        succeeds(place.small(kind, &arguments(kind)));
+    }
+    let composed = place.train_losses("composed");
+    assert!(composed[99] < composed[0] - 1.0);
+    for kind in ["flash", "burn"] {
+        for (step, (loss, expected)) in place.train_losses(kind).into_iter().zip(&composed).enumerate() {
+            assert!((loss - expected).abs() <= 1e-3, "{kind} at step {step}: {loss}, not {expected}");
+        }
+    }
+}
+
+#[test]
+fn learns_in_half_precision() {
+    let place = Place::new();
+    for dtype in ["bf16", "f16"] {
+        succeeds(place.small(dtype, &["--steps", "100", "--eval-interval", "100", "--dtype", dtype]));
+        let losses = place.train_losses(dtype);
+        assert!(losses[99] < losses[0] - 1.0, "{dtype}: from {} to {}", losses[0], losses[99]);
+    }
+}
+
+#[test]
+fn bad_input_is_one_sentence() {
+    let place = Place::new();
+    let at = |name: &str, bytes: &[u8]| fs::write(place.directory.path().join(name), bytes).unwrap();
+    at("short.txt", b"too short");
+    at("latin.txt", &[b"na".as_slice(), &[0xef], b"ve".repeat(1000).as_slice()].concat());
+
+    let small = |arguments: &[&str]| place.small("bad", arguments);
+    fails(small(&["--data", "absent.txt"]), "the argument '--data <FILE>' cannot be used multiple times");
+    fails(small(&["--heads", "3"]), "'--heads <HEADS>' cannot be used multiple times");
+    fails(small(&["--steps", "many"]), "invalid value 'many'");
+    fails(small(&["--stepz", "3"]), "--stepz");
+    fails(small(&["--dropout", "1"]), "--dropout is 1.0; it must be from 0 to below 1");
+    fails(small(&["--min-lr", "1"]), "--min-lr is 1.0; it must not be above --lr");
+    fails(small(&["--grad-accum", "0"]), "--grad-accum is 0; it must be at least 1");
+
+    let flex = |arguments: &[&str]| {
+        let mut command = place.command(&["--device", "flex", "--name", "bad"]);
+        command.args(arguments);
+        command
+    };
+    fails(flex(&["--data", "absent.txt"]), "cannot read the text absent.txt");
+    fails(flex(&["--data", "short.txt"]), "the text has 9 bytes");
+    fails(flex(&["--data", "latin.txt"]), "is not UTF-8: the byte at 2");
+    fails(flex(&["--heads", "3"]), "--heads is 3; it must divide --width");
+    fails(flex(&["--heads", "0"]), "--heads is 0");
+    fails(flex(&["--layers", "1", "--width", "514", "--heads", "2"]), "head_dim");
+    fails(place.command(&["--name", "../up", "--device", "flex"]), "--name");
+    fails(place.command(&["--device", "abacus"]), "--device abacus is not known to this build; it has auto");
+    fails(place.command(&["--device", "flex:7"]), "--device flex:7 is not there");
+    fails(place.resume("nothing"), "there is no run to resume in runs/nothing");
+}
+
+#[test]
+fn a_wrong_checkpoint_is_one_sentence() {
+    let place = Place::new();
+    succeeds(place.small("run", &["--steps", "2", "--eval-interval", "1"]));
+    let latest = place.file("run", "latest.ckpt");
+    let whole = fs::read(&latest).unwrap();
+    let resume = |bytes: &[u8]| {
+        fs::write(&latest, bytes).unwrap();
+        place.resume("run")
+    };
+    let changed = |at: usize| {
+        let mut bytes = whole.clone();
+        bytes[at] ^= 1;
+        bytes
+    };
+
+    fails(place.small("run", &["--steps", "2"]), "runs/run holds a run already");
+    fails(resume(b"something else"), "is not one of this program's");
+    fails(resume(&whole[..10]), "is damaged: it ends too early");
+    fails(resume(&whole[..whole.len() / 2]), "is damaged: its checksum does not match");
+    fails(resume(&changed(whole.len() / 2)), "is damaged: its checksum does not match");
+    fails(resume(&changed(8)), "has format version 0");
+    let mut contradicting = resume(&whole);
+    contradicting.args(["--layers", "3"]);
+    fails(contradicting, "--layers is 3, but runs/run was started with 2");
+    fs::write(place.directory.path().join("text.txt"), "another text. ".repeat(1000)).unwrap();
+    fails(place.resume("run"), "was trained on another text");
+}
