@@ -206,8 +206,8 @@ impl<B: FlashAttentionOps, const N: usize> Backward<B, N> for Core {
         let bias = state.bias_id.map(|id| checkpointer.retrieve_node_output::<FloatTensor<B>>(id));
         let Letters { dout, dlse } = state.mailbox.take();
         // Where the loss depends on lse alone.
-        let dout = dout
-            .unwrap_or_else(|| B::float_zeros(state.out.shape(), &state.out.device(), state.out.dtype().into()));
+        let dout =
+            dout.unwrap_or_else(|| B::float_zeros(state.out.shape(), &state.out.device(), state.out.dtype().into()));
 
         let parent = |n: usize| ops.parents.get(n).and_then(Option::as_ref).map(|node| node.id);
         let gradients = B::flash_attention_backward(

@@ -9,8 +9,8 @@ use burn_cubecl::kernel::untile;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
 use flash_attention_kernels::{
-    AttentionError, AttentionOptions, AttentionProblem, Gradients, Inputs, MaskStorage, MaskView, Saved,
-    TensorView, backward, forward,
+    AttentionError, AttentionOptions, AttentionProblem, Gradients, Inputs, MaskStorage, MaskView, Saved, TensorView,
+    backward, forward,
 };
 
 impl FlashAttentionOps for CubeBackend {

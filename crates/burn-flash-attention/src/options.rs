@@ -187,10 +187,9 @@ impl From<AttentionModuleOptions> for FlashAttentionOptions {
 
 impl Serialize for FlashAttentionOptions {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        for (field, shape) in [
-            ("mask", self.mask.as_ref().map(|mask| mask.dims())),
-            ("bias", self.bias.as_ref().map(|bias| bias.dims())),
-        ] {
+        for (field, shape) in
+            [("mask", self.mask.as_ref().map(|mask| mask.dims())), ("bias", self.bias.as_ref().map(|bias| bias.dims()))]
+        {
             if let Some(shape) = shape {
                 return Err(S::Error::custom(format!(
                     "{field} is a tensor of shape {shape:?}, which options do not serialize: store it beside them and set it \

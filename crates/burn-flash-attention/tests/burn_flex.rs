@@ -15,7 +15,8 @@ const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 fn dtypes(target: &Target) -> Vec<Dtype> {
     let supported = |dtype: &Dtype| {
         let q = || Tensor::<4>::zeros([1, 1, 1, 1], (&target.device, burn_dtype(*dtype)));
-        target.device.supports_dtype(burn_dtype(*dtype)) && plan(&q(), &q(), &q(), &FlashAttentionOptions::new()).is_ok()
+        target.device.supports_dtype(burn_dtype(*dtype))
+            && plan(&q(), &q(), &q(), &FlashAttentionOptions::new()).is_ok()
     };
     DTYPES.into_iter().filter(supported).collect()
 }
@@ -55,7 +56,8 @@ fn masks_and_biases_broadcast_in_every_dimension() {
         let [b, h, q, k] = [2, 2, 70, 140];
         for n in 0..16 {
             let shape = [(b, 1), (h, 2), (q, 4), (k, 8)].map(|(size, bit)| if n & bit == 0 { size } else { 1 });
-            let options = AttentionOptions { causal: n % 3 == 0, softcap: (n % 4 == 1).then_some(3.0), ..Default::default() };
+            let options =
+                AttentionOptions { causal: n % 3 == 0, softcap: (n % 4 == 1).then_some(3.0), ..Default::default() };
             let problem = problem([b, h, 1, q, k, 8, 8], Dtype::F32, options);
             let data = Data::random(problem.with_bias(&shape).unwrap(), n);
             check(&data, &target, How::default());
@@ -183,7 +185,8 @@ fn drop_in_for_burns_attention() {
                 causal_alignment: if n & 8 != 0 { CausalAlignment::TopLeft } else { CausalAlignment::BottomRight },
             };
             let (mask, bias) = ((n & 16 != 0).then(|| mask.clone()), (n & 1 != 0).then(|| bias.clone()));
-            let ours = burn_flash_attention::attention(q.clone(), k.clone(), v.clone(), mask.clone(), bias.clone(), options);
+            let ours =
+                burn_flash_attention::attention(q.clone(), k.clone(), v.clone(), mask.clone(), bias.clone(), options);
             let burns = burn::tensor::module::attention(q.clone(), k.clone(), v.clone(), mask, bias, options);
             ours.into_data().assert_approx_eq::<f32>(&burns.into_data(), Tolerance::absolute(1e-5));
         }

@@ -136,7 +136,9 @@ pub enum AttentionError {
         expected: String,
     },
     /// A tensor's buffer is smaller than its shape and strides reach.
-    #[error("{argument} with shape {shape:?} and strides {strides:?} reaches element {reach}, but its buffer holds {len}")]
+    #[error(
+        "{argument} with shape {shape:?} and strides {strides:?} reaches element {reach}, but its buffer holds {len}"
+    )]
     Buffer {
         /// The argument at fault.
         argument: &'static str,

@@ -83,9 +83,7 @@ impl<const RANK: usize> TensorView<RANK> {
     /// The launch argument. In kernels that read vectors of `width` elements, strides still count elements.
     pub(crate) fn arg(&self) -> TensorArg {
         // SAFETY: `launch` has checked that shape and strides stay within the buffer.
-        unsafe {
-            TensorArg::from_raw_parts(self.handle.clone(), self.strides.into(), self.shape.into())
-        }
+        unsafe { TensorArg::from_raw_parts(self.handle.clone(), self.strides.into(), self.shape.into()) }
     }
 
     /// The launch argument of a mask or bias: dimensions of 1 get stride 0, so that every index reads them.

@@ -145,7 +145,11 @@ impl fmt::Display for Plan {
         let TileShape { tile_q, tile_k, .. } = self.forward;
         write!(f, "{}: forward {tile_q}×{tile_k}", self.kernel.name())?;
         let TileShape { tile_q, tile_k, .. } = self.backward;
-        write!(f, ", backward {tile_q}×{tile_k} (dk and dv {})", if self.dkdv_together { "together" } else { "apart" })?;
+        write!(
+            f,
+            ", backward {tile_q}×{tile_k} (dk and dv {})",
+            if self.dkdv_together { "together" } else { "apart" }
+        )?;
         write!(f, ", {} bytes saved, {} bytes of scratch", self.saved_bytes, self.scratch_bytes)?;
         for PassedOver { what, why } in &self.passed_over {
             write!(f, "; not {what}: {why}")?;
@@ -172,7 +176,11 @@ fn shared_memory(tile: &TileShape, stage: Stage) -> usize {
             let dkdv = tile.panel_b(q) + k * TileShape::pitch(q);
             let dbias = tile.panel_b(0)
                 + 1
-                + [Sums::Rows, Sums::Columns].map(|sums| tile.sums_board(sums).div_ceil(WIDTH)).into_iter().max().unwrap_or(0);
+                + [Sums::Rows, Sums::Columns]
+                    .map(|sums| tile.sums_board(sums).div_ceil(WIDTH))
+                    .into_iter()
+                    .max()
+                    .unwrap_or(0);
             tile.panel_a() + dq.max(dkdv).max(dbias)
         }
     };

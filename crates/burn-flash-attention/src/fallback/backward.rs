@@ -8,14 +8,13 @@
 //!
 //! Each head of k and v is one task, which visits a tile once for all of dq, dk and dv. Where there are fewer heads than
 //! threads, blocks of keys (for dk and dv) and blocks of queries (for dq) are tasks of their own instead: more work, but
-//! for all threads, and the same sums in the same order. dbias sums over heads and batches where it broadcasts, so it
-//! always goes by itself.
+//! for all threads, and the same sums in the same order. Where the bias broadcasts, dbias sums over tiles of several
+//! tasks, and goes by itself.
 
 use super::math;
-use super::tile::{Attention, Matrix, Rows, Scratch, TILE_K, TILE_Q, Tile, accumulate, multiply};
+use super::tile::{Attention, Matrix, Rows, Scratch, TILE_K, TILE_Q, Tile, multiply};
 use crate::backend::Wanted;
 use flash_attention_kernels::AttentionProblem;
-use rayon::prelude::*;
 
 /// What the forward left and what comes from the loss.
 pub struct Saved<'a> {
@@ -27,18 +26,12 @@ pub struct Saved<'a> {
 }
 
 impl<'a> Saved<'a> {
-    pub fn new(
-        problem: &AttentionProblem,
-        out: &[f32],
-        lse: &[f32],
-        dout: &'a [f32],
-        dlse: Option<&[f32]>,
-    ) -> Self {
+    pub fn new(problem: &AttentionProblem, out: &[f32], lse: &[f32], dout: &'a [f32], dlse: Option<&[f32]>) -> Self {
         let dim = problem.head_dim_v;
         let rows = out.chunks_exact(dim).zip(dout.chunks_exact(dim)).enumerate();
         let delta = rows.map(|(row, (out, dout))| math::dot(out, dout) - dlse.map_or(0.0, |dlse| dlse[row])).collect();
         let lse = lse.iter().map(|&lse| if lse == f32::NEG_INFINITY { f32::INFINITY } else { lse }).collect();
-        Saved { lse, delta, dout: Rows::new(dout, problem.o_shape(), TILE_Q) }
+        Saved { lse, delta, dout: Rows::new(dout, problem.o_shape()) }
     }
 }
 
@@ -64,20 +57,25 @@ pub fn backward(attention: &Attention, saved: &Saved, wanted: Wanted) -> Gradien
         return gradients;
     }
     let Gradients { dq, dk, dv, dbias } = &mut gradients;
-    let k_blocks = problem.seq_k.div_ceil(TILE_K);
     let heads_occupy_threads = problem.batch * problem.num_heads_kv >= rayon::current_num_threads();
+    // A bias that does not broadcast gets each number from one tile: whoever visits that for dq writes it as well.
+    let none = &mut None;
+    let alongside = problem.bias == Some(problem.scores_shape()) && dq.is_some();
+    let (dbias, dbias_apart) = if alongside { (dbias, none) } else { (none, dbias) };
     match (dq.is_some(), dk.is_some() || dv.is_some()) {
-        (true, true) if heads_occupy_threads => by_keys(attention, saved, k_blocks, [dq, dk, dv]),
+        (true, true) if heads_occupy_threads => {
+            by_keys(attention, saved, problem.seq_k.div_ceil(TILE_K), [dq, dk, dv, dbias]);
+        }
         (has_dq, has_dkv) => {
             if has_dkv {
-                by_keys(attention, saved, 1, [&mut None, dk, dv]);
+                by_keys(attention, saved, 1, [&mut None, dk, dv, &mut None]);
             }
             if has_dq {
-                by_queries(attention, saved, dq);
+                by_queries(attention, saved, dq, dbias);
             }
         }
     }
-    if let Some(dbias) = dbias {
+    if let Some(dbias) = dbias_apart {
         for_bias(attention, saved, dbias);
     }
     gradients
@@ -94,12 +92,7 @@ struct Sums<'a> {
 }
 
 /// A task for each run of `blocks` blocks of keys of a head, which must be all of them where dq is wanted too.
-fn by_keys(
-    attention: &Attention,
-    saved: &Saved,
-    blocks: usize,
-    [dq, dk, dv]: [&mut Option<Vec<f32>>; 3],
-) {
+fn by_keys(attention: &Attention, saved: &Saved, blocks: usize, [dq, dk, dv]: [&mut Option<Vec<f32>>; 3]) {
     let problem = attention.problem;
     let (seq_q, seq_k, group) = (problem.seq_q, problem.seq_k, problem.group_size());
     let (dim, dim_v) = (problem.head_dim, problem.head_dim_v);
@@ -110,8 +103,9 @@ fn by_keys(
     let dq = split(dq, tasks, group * seq_q * dim, group * seq_q * dim);
     let dk = split(dk, tasks, seq_k * dim, blocks * TILE_K * dim);
     let dv = split(dv, tasks, seq_k * dim_v, blocks * TILE_K * dim_v);
-    let tasks: Vec<_> = dq.into_iter().zip(dk).zip(dv).enumerate().collect();
-    tasks.into_par_iter().for_each_init(Scratch::new, |scratch, (task, ((mut dq, mut dk), mut dv))| {
+    let dbias = split(dbias, tasks, group * seq_q * seq_k, group * seq_q * seq_k);
+    let tasks = dq.into_iter().zip(dk).zip(dv.into_iter().zip(dbias)).enumerate();
+    attention.for_each(tasks, |scratch, (task, ((mut dq, mut dk), (mut dv, mut dbias)))| {
         let (head, first) = (task / tasks_a_head, task % tasks_a_head * blocks);
         let (b, h_kv) = (head / problem.num_heads_kv, head % problem.num_heads_kv);
         for k_block in first..k_blocks.min(first + blocks) {
@@ -123,6 +117,7 @@ fn by_keys(
                         dq: part(&mut dq, q_row, tile.rows, dim),
                         dk: part(&mut dk, k_row, tile.cols, dim),
                         dv: part(&mut dv, k_row, tile.cols, dim_v),
+                        dbias: part(&mut dbias, q_row, tile.rows, seq_k),
                     };
                     visit(attention, saved, tile, scratch, sums);
                 }
@@ -132,15 +127,18 @@ fn by_keys(
 }
 
 /// A task for each block of queries.
-fn by_queries(attention: &Attention, saved: &Saved, dq: &mut Option<Vec<f32>>) {
-    let (problem, dim, q_blocks) = (attention.problem, attention.problem.head_dim, attention.num_q_blocks());
-    let tasks = problem.batch * problem.num_heads_q * q_blocks;
-    let tasks: Vec<_> = split(dq, tasks, problem.seq_q * dim, TILE_Q * dim).into_iter().enumerate().collect();
-    tasks.into_par_iter().for_each_init(Scratch::new, |scratch, (task, mut dq)| {
+fn by_queries(attention: &Attention, saved: &Saved, dq: &mut Option<Vec<f32>>, dbias: &mut Option<Vec<f32>>) {
+    let (problem, q_blocks) = (attention.problem, attention.num_q_blocks());
+    let (heads, seq_q, seq_k, dim) = (problem.num_heads_q, problem.seq_q, problem.seq_k, problem.head_dim);
+    let tasks = problem.batch * heads * q_blocks;
+    let dq = split(dq, tasks, seq_q * dim, TILE_Q * dim);
+    let dbias = split(dbias, tasks, seq_q * seq_k, TILE_Q * seq_k);
+    attention.for_each(dq.into_iter().zip(dbias).enumerate(), |scratch, (task, (mut dq, mut dbias))| {
         let (head, q_block) = (task / q_blocks, task % q_blocks);
         for k_block in attention.k_blocks(q_block) {
-            let tile = attention.tile(head / problem.num_heads_q, head % problem.num_heads_q, q_block, k_block);
-            visit(attention, saved, tile, scratch, Sums { dq: dq.as_deref_mut(), dk: None, dv: None });
+            let tile = attention.tile(head / heads, head % heads, q_block, k_block);
+            let sums = Sums { dq: dq.as_deref_mut(), dk: None, dv: None, dbias: dbias.as_deref_mut() };
+            visit(attention, saved, tile, scratch, sums);
         }
     });
 }
@@ -153,15 +151,14 @@ fn for_bias(attention: &Attention, saved: &Saved, dbias: &mut [f32]) {
     let (q_blocks, k_blocks) = (attention.num_q_blocks(), problem.seq_k.div_ceil(TILE_K));
     // Blocks of queries if the bias has rows for them, else blocks of keys.
     let part = if along_q { TILE_Q * shape_k } else { TILE_K };
-    let parts: Vec<_> = dbias
+    let parts = dbias
         .chunks_mut(shape_q * shape_k)
         .enumerate()
-        .flat_map(|(head, dbias)| dbias.chunks_mut(part).enumerate().map(move |(n, dbias)| (head, n, dbias)))
-        .collect();
+        .flat_map(|(head, dbias)| dbias.chunks_mut(part).enumerate().map(move |(n, dbias)| (head, n, dbias)));
     // The index along a dimension of the scores, or all of them where the bias has but one.
     let all = |shape: usize, size: usize, index: usize| if shape == 1 { 0..size } else { index..index + 1 };
 
-    parts.into_par_iter().for_each_init(Scratch::new, |scratch, (head, n, dbias)| {
+    attention.for_each(parts, |scratch, (head, n, dbias)| {
         for b in all(shape_b, problem.batch, head / shape_h) {
             for h in all(shape_h, problem.num_heads_q, head % shape_h) {
                 for q_block in if along_q { n..n + 1 } else { 0..q_blocks } {
@@ -194,22 +191,28 @@ fn visit(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut Scratch
     probabilities(attention, saved, tile, scratch);
     if let Some(dv) = sums.dv {
         let p = Matrix::new(&scratch.p, rows, cols);
-        accumulate(dv, 1.0, p.transposed(), saved.dout.block(b, h, q_start, rows));
+        attention.accumulate(tile, dv, 1.0, p.transposed(), saved.dout.block(b, h, q_start, rows));
     }
     if sums.dq.is_none() && sums.dk.is_none() {
         return;
     }
     bias_gradients(attention, saved, tile, scratch);
+    if let Some(dbias) = sums.dbias {
+        let dbias = dbias.chunks_exact_mut(attention.problem.seq_k);
+        for (dbias, ds) in dbias.zip(scratch.ds.chunks_exact(cols)) {
+            dbias[tile.k_start..tile.k_start + cols].copy_from_slice(ds);
+        }
+    }
     if attention.problem.options.softcap.is_some() {
         let slope = &scratch.slope[..rows * cols];
         scratch.ds.iter_mut().zip(slope).for_each(|(ds, slope)| *ds = if *ds == 0.0 { 0.0 } else { *ds * slope });
     }
     let ds = Matrix::new(&scratch.ds, rows, cols);
     if let Some(dk) = sums.dk {
-        accumulate(dk, attention.scale, ds.transposed(), attention.q(tile));
+        attention.accumulate(tile, dk, attention.scale, ds.transposed(), attention.q(tile));
     }
     if let Some(dq) = sums.dq {
-        accumulate(dq, attention.scale, ds, attention.k(tile));
+        attention.accumulate(tile, dq, attention.scale, ds, attention.k(tile));
     }
 }
 

@@ -6,8 +6,7 @@
 //! ```
 
 use super::math;
-use super::tile::{Attention, Matrix, Scratch, TILE_Q, accumulate};
-use rayon::prelude::*;
+use super::tile::{Attention, Matrix, Scratch, TILE_Q};
 
 /// `out [batch, num_heads_q, seq_q, head_dim_v]` and `lse [batch, num_heads_q, seq_q]`.
 pub fn forward(attention: &Attention) -> (Vec<f32>, Vec<f32>) {
@@ -17,13 +16,11 @@ pub fn forward(attention: &Attention) -> (Vec<f32>, Vec<f32>) {
     let mut lse = vec![f32::NEG_INFINITY; problem.rows()];
     if !out.is_empty() {
         let heads_out = out.chunks_mut(seq_q * dim).zip(lse.chunks_mut(seq_q)).enumerate();
-        let tasks: Vec<_> = heads_out
-            .flat_map(|(head, (out, lse))| {
-                let blocks = out.chunks_mut(TILE_Q * dim).zip(lse.chunks_mut(TILE_Q)).enumerate();
-                blocks.map(move |(q_block, (out, lse))| ([head / heads, head % heads], q_block, out, lse))
-            })
-            .collect();
-        tasks.into_par_iter().for_each_init(Scratch::new, |scratch, (head, q_block, out, lse)| {
+        let tasks = heads_out.flat_map(|(head, (out, lse))| {
+            let blocks = out.chunks_mut(TILE_Q * dim).zip(lse.chunks_mut(TILE_Q)).enumerate();
+            blocks.map(move |(q_block, (out, lse))| ([head / heads, head % heads], q_block, out, lse))
+        });
+        attention.for_each(tasks, |scratch, (head, q_block, out, lse)| {
             block(attention, head, q_block, scratch, out, lse);
         });
     }
@@ -63,7 +60,7 @@ fn block(
             }
         });
 
-        accumulate(out, 1.0, Matrix::new(p, tile.rows, tile.cols), attention.v(tile));
+        attention.accumulate(tile, out, 1.0, Matrix::new(p, tile.rows, tile.cols), attention.v(tile));
     }
     for (i, (o, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
         // A row that sees nothing keeps the 0 and the −∞ that it started with.

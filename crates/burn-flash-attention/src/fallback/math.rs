@@ -108,7 +108,8 @@ mod tests {
 
     #[test]
     fn exp_and_tanh_are_those_of_f64_within_2_ulp() {
-        let ulps = |got: f32, want: f64| (f64::from(got) - want).abs() / f64::from((want as f32).next_up() - want as f32);
+        let ulps =
+            |got: f32, want: f64| (f64::from(got) - want).abs() / f64::from((want as f32).next_up() - want as f32);
         for n in -87_000..88_000 {
             let x = n as f32 / 1000.0;
             assert!(ulps(exp(x), f64::from(x).exp()) <= 2.0, "exp({x}) = {}", exp(x));

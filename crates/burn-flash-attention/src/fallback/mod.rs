@@ -54,13 +54,8 @@ impl FlashAttentionOps for Flex {
         let call = Call::new(q, k, v, mask, bias, options);
         let (out, lse, dout) = (floats(out), floats(lse), floats(dout));
         let dlse = dlse.into_option().map(floats);
-        let saved = backward::Saved::new(
-            &call.problem,
-            slice(&out),
-            slice(&lse),
-            slice(&dout),
-            dlse.as_ref().map(slice),
-        );
+        let saved =
+            backward::Saved::new(&call.problem, slice(&out), slice(&lse), slice(&dout), dlse.as_ref().map(slice));
         let gradients = backward::backward(&call.attention(), &saved, wanted);
         let problem = &call.problem;
         let some = |data: Option<Vec<f32>>, shape| data.map(|data| tensor(data, shape, problem.dtype)).into();
@@ -83,12 +78,7 @@ pub(crate) fn plan(problem: &AttentionProblem) -> HostPlan {
     // Half-precision inputs are widened once, and their gradients summed in f32 before they are narrowed.
     let widened = if problem.dtype == Dtype::F32 { 0 } else { 2 * (q + o + kv) };
     let tiles = threads * tile::Scratch::LEN;
-    HostPlan {
-        tile_q: TILE_Q,
-        tile_k: TILE_K,
-        threads,
-        scratch_bytes: size_of::<f32>() * (tiles + rows + widened),
-    }
+    HostPlan { tile_q: TILE_Q, tile_k: TILE_K, threads, scratch_bytes: size_of::<f32>() * (tiles + rows + widened) }
 }
 
 /// The arguments of a call, contiguous and in f32; mask and bias as they come.

@@ -6,6 +6,7 @@ use flash_attention_kernels::AttentionProblem;
 use flash_attention_kernels::mask::Band;
 use half::{bf16, f16};
 use pulp::Arch;
+use rayon::prelude::*;
 
 /// Queries a tile. Scores, keys and values of a tile stay in a core's own cache, and products are long enough for the
 /// matrix routine to reach its speed.
@@ -27,9 +28,10 @@ pub struct Tile {
     pub cols: usize,
 }
 
-/// The buffers of a thread.
+/// The buffers of a thread, each as large as a tile.
+#[derive(Default)]
 pub struct Scratch {
-    /// Scores, then probabilities: `[TILE_Q, TILE_K]`.
+    /// Scores, then probabilities.
     pub p: Vec<f32>,
     /// Gradients of probabilities, then of scores.
     pub ds: Vec<f32>,
@@ -38,11 +40,13 @@ pub struct Scratch {
 }
 
 impl Scratch {
+    /// The most that a thread may need.
     pub const LEN: usize = 3 * TILE_Q * TILE_K;
 
-    pub fn new() -> Self {
-        let tile = || vec![0.0; TILE_Q * TILE_K];
-        Scratch { p: tile(), ds: tile(), slope: tile() }
+    fn new(problem: &AttentionProblem) -> Self {
+        let tile = || vec![0.0; problem.seq_q.min(TILE_Q) * problem.seq_k.min(TILE_K)];
+        // The forward leaves `ds` untouched, and so the pages of it.
+        Scratch { p: tile(), ds: tile(), slope: problem.options.softcap.map_or_else(Vec::new, |_| tile()) }
     }
 }
 
@@ -86,11 +90,11 @@ pub enum Bias<'a> {
 /// An attention call.
 pub struct Attention<'a> {
     pub problem: &'a AttentionProblem,
-    pub band: Band,
+    band: Band,
     pub scale: f32,
-    pub q: Rows<'a>,
-    pub k: Rows<'a>,
-    pub v: Rows<'a>,
+    q: Rows<'a>,
+    k: Rows<'a>,
+    v: Rows<'a>,
     mask: Option<Broadcast<'a, u8>>,
     bias: Option<Bias<'a>>,
     pub arch: Arch,
@@ -101,40 +105,25 @@ pub struct Rows<'a> {
     data: &'a [f32],
     heads: usize,
     seq: usize,
-    pub dim: usize,
-    /// Whether the tile at that head and block of rows holds neither NaN nor infinities.
-    finite: Vec<bool>,
-    tile: usize,
+    dim: usize,
 }
 
 /// Some rows of one head.
 #[derive(Clone, Copy)]
 pub struct Block<'a> {
-    pub data: &'a [f32],
-    pub dim: usize,
-    finite: bool,
+    data: &'a [f32],
+    dim: usize,
 }
 
 impl<'a> Rows<'a> {
-    pub fn new(data: &'a [f32], [_, heads, seq, dim]: [usize; 4], tile: usize) -> Self {
-        let arch = Arch::new();
-        let finite = if data.is_empty() {
-            Vec::new()
-        } else {
-            let blocks = data.chunks(seq * dim).flat_map(|head| head.chunks(tile * dim));
-            blocks.map(|block| arch.dispatch(|| math::all_finite(block))).collect()
-        };
-        Rows { data, heads, seq, dim, finite, tile }
+    pub fn new(data: &'a [f32], [_, heads, seq, dim]: [usize; 4]) -> Self {
+        Rows { data, heads, seq, dim }
     }
 
-    /// `rows` rows of a head from `start`, a multiple of the tile, on.
+    /// `rows` rows of a head from `start` on.
     pub fn block(&self, b: usize, h: usize, start: usize, rows: usize) -> Block<'a> {
-        let head = b * self.heads + h;
-        Block {
-            data: &self.data[(head * self.seq + start) * self.dim..][..rows * self.dim],
-            dim: self.dim,
-            finite: self.finite[head * self.seq.div_ceil(self.tile) + start / self.tile],
-        }
+        let first = (b * self.heads + h) * self.seq + start;
+        Block { data: &self.data[first * self.dim..][..rows * self.dim], dim: self.dim }
     }
 }
 
@@ -149,9 +138,9 @@ impl<'a> Attention<'a> {
             problem,
             band: problem.band(),
             scale: problem.softmax_scale(),
-            q: Rows::new(q, problem.q_shape(), TILE_Q),
-            k: Rows::new(k, problem.k_shape(), TILE_K),
-            v: Rows::new(v, problem.v_shape(), TILE_K),
+            q: Rows::new(q, problem.q_shape()),
+            k: Rows::new(k, problem.k_shape()),
+            v: Rows::new(v, problem.v_shape()),
             mask,
             bias,
             arch: Arch::new(),
@@ -177,6 +166,17 @@ impl<'a> Attention<'a> {
         blocks.start as usize..blocks.end as usize
     }
 
+    /// Runs the tasks, by all threads if they are worth waking.
+    pub fn for_each<T: Send>(&self, tasks: impl Iterator<Item = T>, run: impl Fn(&mut Scratch, T) + Sync) {
+        const WORTH_WAKING: f64 = 1e6;
+        if self.problem.forward_flops() < WORTH_WAKING {
+            let mut scratch = Scratch::new(self.problem);
+            return tasks.for_each(|task| run(&mut scratch, task));
+        }
+        let tasks: Vec<T> = tasks.collect();
+        tasks.into_par_iter().for_each_init(|| Scratch::new(self.problem), run);
+    }
+
     /// Blocks of queries.
     pub fn num_q_blocks(&self) -> usize {
         self.problem.seq_q.div_ceil(TILE_Q)
@@ -192,6 +192,36 @@ impl<'a> Attention<'a> {
 
     pub fn v(&self, tile: Tile) -> Block<'a> {
         self.v.block(tile.b, tile.h / self.problem.group_size(), tile.k_start, tile.cols)
+    }
+
+    /// Whether causality and window hide nothing of a tile.
+    fn in_band(&self, tile: Tile) -> bool {
+        self.band.whole(tile.q_start as u32, tile.k_start as u32, tile.rows as u32, tile.cols as u32)
+    }
+
+    /// `c += scale · weights · block`, where the weights belong to the pairs of a tile. A weight of exactly 0, which is
+    /// what hidden pairs have, takes nothing from its row, not even NaN.
+    pub fn accumulate(&self, tile: Tile, c: &mut [f32], scale: f32, weights: Matrix, block: Block) {
+        let size = [weights.rows, block.dim];
+        let hides = self.mask.is_some() || self.bias.is_some() || !self.in_band(tile);
+        if !hides || self.arch.dispatch(|| math::all_finite(block.data)) {
+            return multiply(c, true, size, scale, weights, block.matrix());
+        }
+        // All others must get the same bits as if these rows were numbers.
+        let mut numbers = block.data.to_vec();
+        for row in numbers.chunks_exact_mut(block.dim).filter(|row| !math::all_finite(row)) {
+            row.fill(0.0);
+        }
+        let rows = numbers.len() / block.dim;
+        multiply(c, true, size, scale, weights, Matrix::new(&numbers, rows, block.dim));
+        for (j, row) in block.data.chunks_exact(block.dim).enumerate().filter(|(_, row)| !math::all_finite(row)) {
+            for (i, c) in c.chunks_exact_mut(block.dim).take(weights.rows).enumerate() {
+                let weight = weights.data[i * weights.row_stride + j * weights.col_stride];
+                if weight != 0.0 {
+                    c.iter_mut().zip(row).for_each(|(c, x)| *c += scale * weight * x);
+                }
+            }
+        }
     }
 
     /// The scores of a tile, −∞ where hidden, into `s [rows, cols]`, and the derivative of the softcap into `slope`.
@@ -222,7 +252,7 @@ impl<'a> Attention<'a> {
             let hide = |s: &mut f32, hidden| *s = if hidden != 0 { f32::NEG_INFINITY } else { *s };
             rows_of(s, &|at, row| mask.zip(at, row, hide));
         }
-        if !self.band.whole(q_start as u32, k_start as u32, rows as u32, cols as u32) {
+        if !self.in_band(tile) {
             rows_of(s, &|[_, _, i, j], row| {
                 for (n, s) in row.iter_mut().enumerate() {
                     *s = if self.band.sees(i as u32, (j + n) as u32) { *s } else { f32::NEG_INFINITY };
@@ -261,30 +291,6 @@ impl<'a> Block<'a> {
 
     pub fn transposed(self) -> Matrix<'a> {
         self.matrix().transposed()
-    }
-}
-
-/// `c += scale · weights · block`. A weight of exactly 0, which is what hidden pairs have, takes nothing from its row,
-/// not even NaN.
-pub fn accumulate(c: &mut [f32], scale: f32, weights: Matrix, block: Block) {
-    let size = [weights.rows, block.dim];
-    if block.finite {
-        return multiply(c, true, size, scale, weights, block.matrix());
-    }
-    // All others must get the same bits as if these rows were numbers.
-    let mut numbers = block.data.to_vec();
-    for row in numbers.chunks_exact_mut(block.dim).filter(|row| !math::all_finite(row)) {
-        row.fill(0.0);
-    }
-    let rows = numbers.len() / block.dim;
-    multiply(c, true, size, scale, weights, Matrix::new(&numbers, rows, block.dim));
-    for (j, row) in block.data.chunks_exact(block.dim).enumerate().filter(|(_, row)| !math::all_finite(row)) {
-        for (i, c) in c.chunks_exact_mut(block.dim).take(weights.rows).enumerate() {
-            let weight = weights.data[i * weights.row_stride + j * weights.col_stride];
-            if weight != 0.0 {
-                c.iter_mut().zip(row).for_each(|(c, x)| *c += scale * weight * x);
-            }
-        }
     }
 }
 

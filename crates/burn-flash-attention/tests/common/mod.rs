@@ -188,13 +188,7 @@ impl Data {
     }
 
     pub fn inputs(&self) -> reference::Inputs<'_> {
-        reference::Inputs {
-            q: &self.q,
-            k: &self.k,
-            v: &self.v,
-            mask: self.mask.as_deref(),
-            bias: self.bias.as_deref(),
-        }
+        reference::Inputs { q: &self.q, k: &self.k, v: &self.v, mask: self.mask.as_deref(), bias: self.bias.as_deref() }
     }
 
     /// What the oracle says.
@@ -313,12 +307,7 @@ pub fn composed(data: &Data, target: &Target, how: How) -> Results {
     run(data, target, How { layout: Layout::Contiguous, ..how }, |tensors| composed_attention(&data.problem, tensors))
 }
 
-fn run(
-    data: &Data,
-    target: &Target,
-    how: How,
-    attention: impl Fn(&Tensors) -> (Tensor<4>, Tensor<3>),
-) -> Results {
+fn run(data: &Data, target: &Target, how: How, attention: impl Fn(&Tensors) -> (Tensor<4>, Tensor<3>)) -> Results {
     let problem = &data.problem;
     let mut device = target.device.clone();
     if how.tracked.any() {
@@ -372,9 +361,7 @@ pub fn composed_attention(problem: &AttentionProblem, tensors: &Tensors) -> (Ten
         scores = scores.div_scalar(softcap).tanh().mul_scalar(softcap);
     }
     let band = problem.band();
-    let hidden: Vec<bool> = (0..seq_q as u32)
-        .flat_map(|i| (0..seq_k as u32).map(move |j| !band.sees(i, j)))
-        .collect();
+    let hidden: Vec<bool> = (0..seq_q as u32).flat_map(|i| (0..seq_k as u32).map(move |j| !band.sees(i, j))).collect();
     let mut hidden = mask_tensor(&hidden, [1, 1, seq_q, seq_k], &device).expand([batch, heads, seq_q, seq_k]);
     if let Some(mask) = &options.mask {
         hidden = hidden.bool_or(mask.clone().expand([batch, heads, seq_q, seq_k]));
@@ -426,13 +413,7 @@ pub fn compare(name: &str, data: &Data, flash: &Results, composed: &Results, ora
     }
 }
 
-fn within(
-    what: &str,
-    [flash, composed, oracle]: [&[f64]; 3],
-    row: usize,
-    factor: f64,
-    floor: f64,
-) {
+fn within(what: &str, [flash, composed, oracle]: [&[f64]; 3], row: usize, factor: f64, floor: f64) {
     let ours = reference::Error::between(flash, oracle, row);
     let theirs = reference::Error::between(composed, oracle, row);
     assert!(ours.max <= factor * theirs.max + floor, "{what}: largest error {}, composed {}", ours.max, theirs.max);
@@ -448,4 +429,3 @@ fn within(
         assert!(*ours <= 3.0 * theirs + unit, "{what}: block {block} has error {ours}, composed {theirs}");
     }
 }
-

@@ -125,8 +125,24 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
             let at = TileAt { batch, head, q_start, k_start };
             let whole = band.whole(q_start, k_start, tile_q, tile_k);
             recompute(
-                q, k, v, dout, stats, &mask, &bias, &score, &band, &at, head_kv, stats_row, whole, &mut panels,
-                &mut tile_gradient, me, true, blueprint,
+                q,
+                k,
+                v,
+                dout,
+                stats,
+                &mask,
+                &bias,
+                &score,
+                &band,
+                &at,
+                head_kv,
+                stats_row,
+                whole,
+                &mut panels,
+                &mut tile_gradient,
+                me,
+                true,
+                blueprint,
             );
             #[unroll]
             for i in 0..micro_q {
@@ -167,7 +183,17 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
                 board[me.y as usize * tile.tile_k + me.x as usize * micro_k + j] = total[j];
             }
             sync_cube();
-            write_sums(&board, out, &work.batch, &work.head, k_start, band.seq_k, tile.tile_k, tile.units_q, tile.units());
+            write_sums(
+                &board,
+                out,
+                &work.batch,
+                &work.head,
+                k_start,
+                band.seq_k,
+                tile.tile_k,
+                tile.units_q,
+                tile.units(),
+            );
         }
         Sums::Rows => {
             #[unroll]
@@ -175,7 +201,17 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
                 board[me.x as usize * tile.tile_q + me.y as usize * micro_q + i] = total[i];
             }
             sync_cube();
-            write_sums(&board, out, &work.batch, &work.head, q_start, band.seq_q, tile.tile_q, tile.units_k, tile.units());
+            write_sums(
+                &board,
+                out,
+                &work.batch,
+                &work.head,
+                q_start,
+                band.seq_q,
+                tile.tile_q,
+                tile.units_k,
+                tile.units(),
+            );
         }
     }
 }

@@ -72,22 +72,60 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
             let whole = band.whole(q_start, k_start, tile_q, tile_k);
             let careful = !whole || comptime!(blueprint.mask);
             recompute(
-                q, k, v, dout, stats, &mask, &bias, &score, &band, &at, work.head, stats_row, whole, &mut panels,
-                &mut tile_gradient, me, with_dk, blueprint,
+                q,
+                k,
+                v,
+                dout,
+                stats,
+                &mask,
+                &bias,
+                &score,
+                &band,
+                &at,
+                work.head,
+                stats_row,
+                whole,
+                &mut panels,
+                &mut tile_gradient,
+                me,
+                with_dk,
+                blueprint,
             );
             if comptime!(with_dv) {
                 share_transposed(&tile_gradient.p, &mut panels.p, me, tile);
                 accumulate(
-                    &panels.p, dout, &d_at, q_start, band.seq_q, &mut panels.b, &mut acc_v, careful, me, tile.tile_k,
-                    tile.tile_q, blueprint.head_dim_v, tile,
+                    &panels.p,
+                    dout,
+                    &d_at,
+                    q_start,
+                    band.seq_q,
+                    &mut panels.b,
+                    &mut acc_v,
+                    careful,
+                    me,
+                    tile.tile_k,
+                    tile.tile_q,
+                    blueprint.head_dim_v,
+                    tile,
                 );
             }
             if comptime!(with_dk) {
                 tile_gradient.through_softcap(blueprint);
                 share_transposed(&tile_gradient.ds, &mut panels.p, me, tile);
                 accumulate(
-                    &panels.p, q, &q_at, q_start, band.seq_q, &mut panels.b, &mut acc_k, careful, me, tile.tile_k,
-                    tile.tile_q, blueprint.head_dim, tile,
+                    &panels.p,
+                    q,
+                    &q_at,
+                    q_start,
+                    band.seq_q,
+                    &mut panels.b,
+                    &mut acc_k,
+                    careful,
+                    me,
+                    tile.tile_k,
+                    tile.tile_q,
+                    blueprint.head_dim,
+                    tile,
                 );
             }
         }

@@ -57,14 +57,41 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
         let at = TileAt { batch: work.batch, head: work.head, q_start, k_start };
         let whole = band.whole(q_start, k_start, tile_q, tile_k);
         recompute(
-            q, k, v, dout, stats, &mask, &bias, &score, &band, &at, head_kv, stats_row, whole, &mut panels,
-            &mut tile_gradient, me, true, blueprint,
+            q,
+            k,
+            v,
+            dout,
+            stats,
+            &mask,
+            &bias,
+            &score,
+            &band,
+            &at,
+            head_kv,
+            stats_row,
+            whole,
+            &mut panels,
+            &mut tile_gradient,
+            me,
+            true,
+            blueprint,
         );
         tile_gradient.through_softcap(blueprint);
         share(&tile_gradient.ds, &mut panels.p, me, tile);
         accumulate(
-            &panels.p, k, &k_at, k_start, band.seq_k, &mut panels.b, &mut acc, !whole || comptime!(blueprint.mask), me,
-            tile.tile_q, tile.tile_k, blueprint.head_dim, tile,
+            &panels.p,
+            k,
+            &k_at,
+            k_start,
+            band.seq_k,
+            &mut panels.b,
+            &mut acc,
+            !whole || comptime!(blueprint.mask),
+            me,
+            tile.tile_q,
+            tile.tile_k,
+            blueprint.head_dim,
+            tile,
         );
     }
 

@@ -78,11 +78,32 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
 
         // -- scores
         scores(
-            q, &q_at, q_start, band.seq_q, k, &k_at, k_start, band.seq_k, &mut panel_a, &mut panel_b, &mut s, me,
-            blueprint.head_dim, tile,
+            q,
+            &q_at,
+            q_start,
+            band.seq_q,
+            k,
+            &k_at,
+            k_start,
+            band.seq_k,
+            &mut panel_a,
+            &mut panel_b,
+            &mut s,
+            me,
+            blueprint.head_dim,
+            tile,
         );
         finish_scores(
-            &mut s, &mut slopes, &score, &band, &mask, &bias, &at, !whole || comptime!(blueprint.extras()), me, tile,
+            &mut s,
+            &mut slopes,
+            &score,
+            &band,
+            &mask,
+            &bias,
+            &at,
+            !whole || comptime!(blueprint.extras()),
+            me,
+            tile,
         );
 
         // -- the rows' new maxima
@@ -106,8 +127,19 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
 
         // -- O
         accumulate(
-            &panel_p, v, &v_at, k_start, band.seq_k, &mut panel_b, &mut acc,
-            !whole || comptime!(blueprint.mask), me, tile.tile_q, tile.tile_k, blueprint.head_dim_v, tile,
+            &panel_p,
+            v,
+            &v_at,
+            k_start,
+            band.seq_k,
+            &mut panel_b,
+            &mut acc,
+            !whole || comptime!(blueprint.mask),
+            me,
+            tile.tile_q,
+            tile.tile_k,
+            blueprint.head_dim_v,
+            tile,
         );
     }
 

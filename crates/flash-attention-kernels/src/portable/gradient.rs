@@ -30,11 +30,7 @@ impl TileGradient {
     /// Room for one.
     pub fn new(#[comptime] blueprint: Blueprint) -> TileGradient {
         let size = comptime!(blueprint.tile.micro_q() * blueprint.tile.micro_k());
-        TileGradient {
-            p: Array::new(size),
-            ds: Array::new(size),
-            slopes: Array::new(comptime!(blueprint.slopes())),
-        }
+        TileGradient { p: Array::new(size), ds: Array::new(size), slopes: Array::new(comptime!(blueprint.slopes())) }
     }
 
     /// Goes from `dT` to `dS`.
@@ -87,19 +83,51 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
     let q_at = matrix(q, at.batch, at.head);
     let k_at = matrix(k, at.batch, head_kv);
     scores(
-        q, &q_at, at.q_start, band.seq_q, k, &k_at, at.k_start, band.seq_k, &mut panels.a, &mut panels.b,
-        &mut tile_gradient.p, me, blueprint.head_dim, tile,
+        q,
+        &q_at,
+        at.q_start,
+        band.seq_q,
+        k,
+        &k_at,
+        at.k_start,
+        band.seq_k,
+        &mut panels.a,
+        &mut panels.b,
+        &mut tile_gradient.p,
+        me,
+        blueprint.head_dim,
+        tile,
     );
     finish_scores(
-        &mut tile_gradient.p, &mut tile_gradient.slopes, score, band, mask, bias, at,
-        !whole || comptime!(blueprint.extras()), me, tile,
+        &mut tile_gradient.p,
+        &mut tile_gradient.slopes,
+        score,
+        band,
+        mask,
+        bias,
+        at,
+        !whole || comptime!(blueprint.extras()),
+        me,
+        tile,
     );
     if comptime!(with_ds) {
         let d_at = matrix(dout, at.batch, at.head);
         let v_at = matrix(v, at.batch, head_kv);
         scores(
-            dout, &d_at, at.q_start, band.seq_q, v, &v_at, at.k_start, band.seq_k, &mut panels.a, &mut panels.b,
-            &mut tile_gradient.ds, me, blueprint.head_dim_v, tile,
+            dout,
+            &d_at,
+            at.q_start,
+            band.seq_q,
+            v,
+            &v_at,
+            at.k_start,
+            band.seq_k,
+            &mut panels.a,
+            &mut panels.b,
+            &mut tile_gradient.ds,
+            me,
+            blueprint.head_dim_v,
+            tile,
         );
     }
     let rows = stats.shape(1);

@@ -59,7 +59,17 @@ pub fn finish_scores<F: Float, M: Numeric>(
                 if band.sees(row, column) {
                     #[comptime]
                     if let ComptimeOption::Some(bias) = bias {
-                        value += f32::cast_from(bias[element(at, row, column, bias.stride(0), bias.stride(1), bias.stride(2), bias.stride(3))]);
+                        value += f32::cast_from(
+                            bias[element(
+                                at,
+                                row,
+                                column,
+                                bias.stride(0),
+                                bias.stride(1),
+                                bias.stride(2),
+                                bias.stride(3),
+                            )],
+                        );
                     }
                     #[comptime]
                     if let ComptimeOption::Some(mask) = mask {

@@ -263,7 +263,19 @@ pub fn scores<F: Float, N: Size>(
     #[unroll]
     for chunk in 0..comptime!(head_dim.div_ceil(tile.chunk)) {
         let column = comptime!(chunk * tile.chunk);
-        stage(a, a_at, a_start, a_end, panel_a, tile.tile_q, column, head_dim, tile.chunk, RowOrder::Natural, tile.units());
+        stage(
+            a,
+            a_at,
+            a_start,
+            a_end,
+            panel_a,
+            tile.tile_q,
+            column,
+            head_dim,
+            tile.chunk,
+            RowOrder::Natural,
+            tile.units(),
+        );
         stage(b, b_at, b_start, b_end, panel_b, tile.tile_k, column, head_dim, tile.chunk, order, tile.units());
         sync_cube();
         dot(&*panel_a, &*panel_b, s, me, tile);
@@ -296,7 +308,19 @@ pub fn accumulate<F: Float, N: Size>(
     #[unroll]
     for group in 0..comptime!(tile.groups(head_dim)) {
         let column = comptime!(group * tile.chunk_nn());
-        stage(v, v_at, v_start, v_end, panel, depth, column, head_dim, tile.chunk_nn(), RowOrder::Natural, tile.units());
+        stage(
+            v,
+            v_at,
+            v_start,
+            v_end,
+            panel,
+            depth,
+            column,
+            head_dim,
+            tile.chunk_nn(),
+            RowOrder::Natural,
+            tile.units(),
+        );
         sync_cube();
         if careful {
             multiply(p, &*panel, acc, me, group, true, micro, depth, head_dim, tile);

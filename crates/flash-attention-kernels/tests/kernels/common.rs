@@ -168,8 +168,7 @@ impl<const RANK: usize> Guarded<RANK> {
 pub fn place(client: &Client, dtype: Dtype, shape: [usize; 4], layout: Layout, values: &[f64]) -> Guarded {
     let strides = layout.strides(shape);
     let len: usize = shape.iter().product();
-    let span =
-        if len == 0 { 0 } else { 1 + (0..4).map(|d| (shape[d] - 1) * strides[d]).sum::<usize>() };
+    let span = if len == 0 { 0 } else { 1 + (0..4).map(|d| (shape[d] - 1) * strides[d]).sum::<usize>() };
     let mut buffer = vec![f64::NAN; span];
     for (n, value) in values.iter().enumerate().take(len) {
         let (mut rest, mut offset) = (n, 0);
@@ -298,13 +297,7 @@ impl Case {
     }
 
     fn reference_inputs(&self) -> reference::Inputs<'_> {
-        reference::Inputs {
-            q: &self.q,
-            k: &self.k,
-            v: &self.v,
-            mask: self.mask.as_deref(),
-            bias: self.bias.as_deref(),
-        }
+        reference::Inputs { q: &self.q, k: &self.k, v: &self.v, mask: self.mask.as_deref(), bias: self.bias.as_deref() }
     }
 
     /// Runs forward and backward on the device.
@@ -338,9 +331,10 @@ impl Case {
             None => forward(client, p, &inputs, &o.view, &lse.view)?,
         };
 
-        let dlse = self.dlse.as_ref().map(|dlse| {
-            TensorView::contiguous(client.create_from_slice(&to_bytes(dlse, Dtype::F32)), p.lse_shape())
-        });
+        let dlse = self
+            .dlse
+            .as_ref()
+            .map(|dlse| TensorView::contiguous(client.create_from_slice(&to_bytes(dlse, Dtype::F32)), p.lse_shape()));
         let saved = Saved { o: o.view.clone(), lse: lse.view.clone(), dout: dout.view.clone(), dlse };
         let output = |wanted: bool, shape| wanted.then(|| Guarded::output(client, dtype, shape, self.poison));
         let [wq, wk, wv, wb] = self.wanted;

@@ -80,7 +80,9 @@ fn every_tile_shape() {
                 assert_eq!(case.check(&client).tile, tile);
                 ran += 1;
             }
-            Err(AttentionError::NoTileFits { tile_q, tile_k, .. }) => assert_eq!((tile_q, tile_k), (tile.tile_q, tile.tile_k)),
+            Err(AttentionError::NoTileFits { tile_q, tile_k, .. }) => {
+                assert_eq!((tile_q, tile_k), (tile.tile_q, tile.tile_k))
+            }
             Err(error) => panic!("{tile:?}: {error}"),
         }
     }

@@ -66,7 +66,11 @@ fn every_head_dim() {
 
 #[test]
 fn values_of_another_dimension() {
-    let pairs: &[(usize, usize)] = if thorough() { &[(64, 128), (128, 64), (40, 24), (17, 96), (192, 128), (3, 256)] } else { &[(40, 24), (17, 96)] };
+    let pairs: &[(usize, usize)] = if thorough() {
+        &[(64, 128), (128, 64), (40, 24), (17, 96), (192, 128), (3, 256)]
+    } else {
+        &[(40, 24), (17, 96)]
+    };
     all(pairs.iter().map(|(d, dv)| Case::new([2, 2, 2, 70, 67, *d, *dv], Dtype::F32, AttentionOptions::default())));
 }
 
@@ -147,12 +151,8 @@ fn every_subset_of_gradients() {
     for bits in 0..16 {
         let wanted = [0, 1, 2, 3].map(|n| bits >> n & 1 == 1);
         let results = Case { wanted, ..case.clone() }.run(&client).unwrap();
-        let pairs = [
-            (&results.dq, &full.dq),
-            (&results.dk, &full.dk),
-            (&results.dv, &full.dv),
-            (&results.dbias, &full.dbias),
-        ];
+        let pairs =
+            [(&results.dq, &full.dq), (&results.dk, &full.dk), (&results.dv, &full.dv), (&results.dbias, &full.dbias)];
         for (n, (got, want)) in pairs.into_iter().enumerate() {
             assert_eq!(got.is_some(), wanted[n]);
             assert!(got.is_none() || got == want, "gradient {n} of {wanted:?} differs from that computed with all");

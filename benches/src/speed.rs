@@ -1,11 +1,10 @@
-//! Times the kernels on a GPU: `throughput [cuda|vulkan|wgpu] [sweep]`.
+//! Times the kernels, called directly.
 //!
 //! One line a kernel: median, fastest and slowest of 7 batches, and TFLOP/s as the field counts them (causal counts half
 //! the operations, the backward 2.5 times the forward's). Data are normal random numbers. `sweep` tries every tile shape
 //! that the device takes in place of the one chosen.
 
 use cubecl::client::Client;
-use cubecl::device::WgpuDeviceKind::DefaultDevice;
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Gradients, Inputs, Saved, Scratch,
     TensorView, TileShape, backward_with, forward_with, plan,
@@ -44,7 +43,8 @@ fn normal(client: &Client, shape: [usize; 4], dtype: Dtype, seed: u64) -> Tensor
 impl Data {
     fn new(client: &Client, p: &AttentionProblem) -> Self {
         let size = p.dtype.size();
-        let empty = |shape: [usize; 4]| TensorView::contiguous(client.empty(shape.iter().product::<usize>() * size), shape);
+        let empty =
+            |shape: [usize; 4]| TensorView::contiguous(client.empty(shape.iter().product::<usize>() * size), shape);
         Data {
             inputs: Inputs {
                 q: normal(client, p.q_shape(), p.dtype, 1),
@@ -125,20 +125,11 @@ fn report(name: &str, flops: f64, timed: Result<[f64; 4], AttentionError>) {
     }
 }
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let args: Vec<String> = std::env::args().skip(1).collect();
-    let device = match args.first().map(String::as_str) {
-        Some("cuda") => cubecl::Device::cuda(0)?,
-        Some("vulkan") => cubecl::Device::vulkan(DefaultDevice)?,
-        Some("wgpu") | None => cubecl::Device::wgpu(DefaultDevice)?,
-        Some(other) => return Err(format!("{other}: the device is one of cuda, vulkan and wgpu").into()),
-    };
-    let sweep = args.get(1).is_some_and(|arg| arg == "sweep");
+/// Times the kernels in f32, causal and full.
+pub fn run(device: &cubecl::Device, sweep: bool, tiny: bool) -> Result<(), Box<dyn std::error::Error>> {
     let client = device.client();
     println!("{}", client.name());
-    // Sizes that a software device can do too.
-    let quick = args.iter().any(|arg| arg == "tiny");
-    let sizes = if quick { [[1, 2, 256, 64]].to_vec() } else { [[4, 16, 4096, 128], [4, 32, 4096, 64]].to_vec() };
+    let sizes = if tiny { [[1, 2, 256, 64]].to_vec() } else { [[4, 16, 4096, 128], [4, 32, 4096, 64]].to_vec() };
     for shape in sizes {
         for causal in [true, false] {
             let options = AttentionOptions { causal, ..Default::default() };
@@ -149,7 +140,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let forward = if sweep { candidates() } else { vec![plan.forward] };
             let backward = if sweep { candidates() } else { vec![plan.backward] };
             for tile in forward {
-                report(&format!("forward {}", name(&tile)), p.forward_flops(), time(&client, || data.forward(&client, &p, tile)));
+                report(
+                    &format!("forward {}", name(&tile)),
+                    p.forward_flops(),
+                    time(&client, || data.forward(&client, &p, tile)),
+                );
             }
             data.forward(&client, &p, plan.forward)?;
             let only = |dq, dk, dv| {

@@ -1,0 +1,5 @@
+//! `cargo bench -p attention-bench`.
+
+fn main() {
+    attention_bench::main();
+}

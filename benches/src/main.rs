@@ -1,2 +1,0 @@
-//! Skeleton.
-fn main() {}

@@ -1,0 +1,81 @@
+//! Launches the forward.
+
+use super::{Call, Inputs, elementwise, output};
+use crate::error::AttentionError;
+use crate::portable::tile::TileShape;
+use crate::portable::{self, nothing};
+use crate::problem::AttentionProblem;
+use crate::tensor::TensorView;
+use crate::tiling::{self, Device, Stage};
+use cubecl::client::Client;
+use cubecl::prelude::*;
+
+/// Computes `o` and `lse`.
+///
+/// `o` has the shape `[batch, num_heads_q, seq_q, head_dim_v]` and the dtype of `q`; `lse`, the natural logarithm of the
+/// sum of exponentials of each row's scores, `[batch, num_heads_q, seq_q]`, is f32. A row that sees no key gets `o = 0`
+/// and `lse = −∞`. (FlashAttention-2, arXiv:2307.08691, algorithm 1.)
+///
+/// Returns the tiles that ran. Errors name the argument at fault; nothing has been launched then.
+pub fn forward(
+    client: &Client,
+    problem: &AttentionProblem,
+    inputs: &Inputs,
+    o: &TensorView,
+    lse: &TensorView<3>,
+) -> Result<TileShape, AttentionError> {
+    let tile = tiling::forward_tile(&Device::of(client), problem)?;
+    forward_with(client, problem, inputs, o, lse, tile)?;
+    Ok(tile)
+}
+
+/// [`forward`] with tiles of the caller's choice.
+pub fn forward_with(
+    client: &Client,
+    problem: &AttentionProblem,
+    inputs: &Inputs,
+    o: &TensorView,
+    lse: &TensorView<3>,
+    tile: TileShape,
+) -> Result<(), AttentionError> {
+    let device = Device::of(client);
+    let call = Call::new(client, &device, problem, inputs)?;
+    output(&device, "o", o, problem.o_shape(), problem.dtype.size())?;
+    output(&device, "lse", lse, problem.lse_shape(), 4)?;
+    let addresses = call.addresses([o.span(), lse.span()]);
+    if problem.rows() == 0 {
+        return Ok(());
+    }
+    if problem.seq_k == 0 {
+        let (count, dim) = elementwise(&device, "zeros", o.len())?;
+        unsafe { nothing::zeros::launch_unchecked(client, count, dim, addresses, o.arg(), call.dtype()) };
+        let (count, dim) = elementwise(&device, "empty_lse", lse.len())?;
+        unsafe { nothing::empty_lse::launch_unchecked(client, count, dim, addresses, lse.arg()) };
+        return Ok(());
+    }
+    tiling::check_tile(&device, problem, &tile, Stage::Forward)?;
+    call.check_bindings("forward", 5)?;
+    let (grid, count) = call.query_grid("forward", tile)?;
+    unsafe {
+        portable::forward::forward::launch_unchecked(
+            client,
+            count,
+            CubeDim::new_1d(tile.units() as u32),
+            addresses,
+            call.width(&[o]),
+            inputs.q.arg(),
+            inputs.k.arg(),
+            inputs.v.arg(),
+            call.mask().into(),
+            call.bias().into(),
+            o.arg(),
+            lse.arg(),
+            call.score(),
+            problem.band().into_launch(),
+            grid,
+            tiling::blueprint(problem, tile),
+            [call.dtype(), call.mask_type()],
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,238 @@
+//! Validate, choose, compute the grid, launch. No mathematics.
+
+mod backward;
+mod forward;
+
+pub use backward::{BackwardTiles, Gradients, Saved, Scratch, backward, backward_with};
+pub use forward::{forward, forward_with};
+
+use crate::error::AttentionError;
+use crate::portable::GridLaunch;
+use crate::portable::tile::{TileShape, WIDTH};
+use crate::problem::AttentionProblem;
+use crate::score::ScoreLaunch;
+use crate::tensor::TensorView;
+use crate::tiling::{self, Device};
+use cubecl::client::Client;
+use cubecl::ir::{AddressType, ElemType, UIntKind};
+use cubecl::prelude::*;
+
+/// How a boolean mask is stored. True (nonzero) hides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MaskStorage {
+    /// One byte an element.
+    U8,
+    /// Four bytes an element, as on devices without 8-bit storage.
+    U32,
+}
+
+/// A boolean mask: `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, true hides.
+#[derive(Clone, Debug)]
+pub struct MaskView {
+    /// The mask's own shape and strides; it is never expanded.
+    pub tensor: TensorView,
+    /// Its element type.
+    pub storage: MaskStorage,
+}
+
+/// What attention reads.
+#[derive(Clone, Debug)]
+pub struct Inputs {
+    /// `[batch, num_heads_q, seq_q, head_dim]`.
+    pub q: TensorView,
+    /// `[batch, num_heads_kv, seq_k, head_dim]`.
+    pub k: TensorView,
+    /// `[batch, num_heads_kv, seq_k, head_dim_v]`.
+    pub v: TensorView,
+    /// Hides pairs.
+    pub mask: Option<MaskView>,
+    /// Added to the scores: `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, of the dtype of `q`.
+    pub bias: Option<TensorView>,
+}
+
+/// A validated call on a device.
+struct Call<'a> {
+    client: &'a Client,
+    device: &'a Device,
+    problem: &'a AttentionProblem,
+    inputs: &'a Inputs,
+}
+
+impl<'a> Call<'a> {
+    fn new(
+        client: &'a Client,
+        device: &'a Device,
+        problem: &'a AttentionProblem,
+        inputs: &'a Inputs,
+    ) -> Result<Self, AttentionError> {
+        problem.validate()?;
+        tiling::check_dtype(device, problem.dtype)?;
+        let size = problem.dtype.size();
+        input(device, "q", &inputs.q, problem.q_shape(), size)?;
+        input(device, "k", &inputs.k, problem.k_shape(), size)?;
+        input(device, "v", &inputs.v, problem.v_shape(), size)?;
+        if let Some(mask) = &inputs.mask {
+            let expected = problem.mask.unwrap_or(mask.tensor.shape);
+            let size = match mask.storage {
+                MaskStorage::U8 => 1,
+                MaskStorage::U32 => 4,
+            };
+            input(device, "mask", &mask.tensor, expected, size)?;
+        }
+        if let Some(bias) = &inputs.bias {
+            input(device, "bias", bias, problem.bias.unwrap_or(bias.shape), size)?;
+        }
+        for (argument, given, stated) in [
+            ("mask", inputs.mask.is_some(), problem.mask.is_some()),
+            ("bias", inputs.bias.is_some(), problem.bias.is_some()),
+        ] {
+            if given != stated {
+                return Err(AttentionError::Unsupported {
+                    option: argument,
+                    value: if given { "a tensor" } else { "no tensor" }.into(),
+                    why: "the problem states otherwise: build it with with_mask and with_bias for what is given",
+                });
+            }
+        }
+        Ok(Call { client, device, problem, inputs })
+    }
+
+    /// The address type that reaches every element of the inputs and of these.
+    fn addresses(&self, spans: impl IntoIterator<Item = u64>) -> AddressType {
+        let Inputs { q, k, v, mask, bias } = self.inputs;
+        let inputs = [Some(q), Some(k), Some(v), mask.as_ref().map(|mask| &mask.tensor), bias.as_ref()];
+        let farthest = inputs.into_iter().flatten().map(|view| view.span()).chain(spans).max();
+        AddressType::from_len(farthest.unwrap_or(0) as usize)
+    }
+
+    /// Elements that are read and written at once: a vector where every tensor allows it.
+    fn width(&self, views: &[&TensorView]) -> usize {
+        let Inputs { q, k, v, .. } = self.inputs;
+        let size = self.problem.dtype.size();
+        let all = [q, k, v].into_iter().chain(views.iter().copied()).all(|view| view.vectorizes(WIDTH, size));
+        if all { WIDTH } else { 1 }
+    }
+
+    fn dtype(&self) -> ElemType {
+        tiling::element_type(self.problem.dtype)
+    }
+
+    fn mask_type(&self) -> ElemType {
+        ElemType::UInt(match self.inputs.mask.as_ref().map(|mask| mask.storage) {
+            Some(MaskStorage::U8) => UIntKind::U8,
+            Some(MaskStorage::U32) | None => UIntKind::U32,
+        })
+    }
+
+    fn mask(&self) -> Option<TensorArg> {
+        self.inputs.mask.as_ref().map(|mask| mask.tensor.broadcast_arg())
+    }
+
+    fn bias(&self) -> Option<TensorArg> {
+        self.inputs.bias.as_ref().map(|bias| bias.broadcast_arg())
+    }
+
+    fn score(&self) -> ScoreLaunch {
+        let softcap = self.problem.options.softcap;
+        ScoreLaunch::new(self.problem.softmax_scale(), softcap.unwrap_or(1.0), softcap.is_some())
+    }
+
+    /// One cube for each block of queries.
+    fn query_grid(&self, kernel: &'static str, tile: TileShape) -> Result<(GridLaunch, CubeCount), AttentionError> {
+        let p = self.problem;
+        self.grid(kernel, p.seq_q.div_ceil(tile.tile_q), p.num_heads_q, p.batch)
+    }
+
+    /// One cube for each block of keys.
+    fn key_grid(&self, kernel: &'static str, tile: TileShape) -> Result<(GridLaunch, CubeCount), AttentionError> {
+        let p = self.problem;
+        self.grid(kernel, p.seq_k.div_ceil(tile.tile_k), p.num_heads_kv, p.batch)
+    }
+
+    fn grid(
+        &self,
+        kernel: &'static str,
+        blocks: usize,
+        heads: usize,
+        batches: usize,
+    ) -> Result<(GridLaunch, CubeCount), AttentionError> {
+        let cubes = blocks as u64 * heads as u64 * batches as u64;
+        let (x, y, z) = tiling::cube_count(self.device, kernel, cubes)?;
+        let grid = GridLaunch::new(blocks as u32, heads as u32, batches as u32, self.problem.group_size() as u32);
+        Ok((grid, CubeCount::Static(x, y, z)))
+    }
+
+    /// Checks that the device binds `needed` buffers and those of mask and bias at once.
+    fn check_bindings(&self, kernel: &'static str, needed: usize) -> Result<(), AttentionError> {
+        let (mask, bias) = (self.problem.mask.is_some(), self.problem.bias.is_some());
+        let needed = needed + usize::from(mask) + usize::from(bias);
+        let available = self.device.bindings;
+        if needed <= available {
+            return Ok(());
+        }
+        Err(AttentionError::Bindings { kernel, needed, mask, bias, available })
+    }
+}
+
+/// Cubes of 256 units, or as many as the device takes, one unit for each element.
+fn elementwise(device: &Device, kernel: &'static str, len: usize) -> Result<(CubeCount, CubeDim), AttentionError> {
+    let units = device.units.min(256);
+    let (x, y, z) = tiling::cube_count(device, kernel, len.div_ceil(units) as u64)?;
+    Ok((CubeCount::Static(x, y, z), CubeDim::new_1d(units as u32)))
+}
+
+/// Checks a tensor's shape, and that the device can address and its buffer holds what its strides reach.
+fn input<const RANK: usize>(
+    device: &Device,
+    argument: &'static str,
+    view: &TensorView<RANK>,
+    expected: [usize; RANK],
+    elem_size: usize,
+) -> Result<(), AttentionError> {
+    const NAMES: [&str; 4] = ["dimension 0", "dimension 1", "dimension 2", "dimension 3"];
+    for dim in 0..RANK {
+        if view.shape[dim] != expected[dim] {
+            return Err(AttentionError::Dimension {
+                argument,
+                dimension: NAMES[dim],
+                value: view.shape[dim],
+                shape: view.shape.to_vec(),
+                expected_by: "the problem",
+                expected: expected[dim],
+            });
+        }
+    }
+    let (reach, len) = (view.span(), view.handle.size_in_used() / elem_size as u64);
+    if reach > u32::MAX as u64 && !device.wide_addresses {
+        return Err(AttentionError::AddressSpace { argument, reach, device: device.name.clone() });
+    }
+    if reach > len {
+        return Err(AttentionError::Buffer {
+            argument,
+            shape: view.shape.to_vec(),
+            strides: view.strides.to_vec(),
+            reach,
+            len,
+        });
+    }
+    Ok(())
+}
+
+/// [`input`], and that no two elements are one.
+fn output<const RANK: usize>(
+    device: &Device,
+    argument: &'static str,
+    view: &TensorView<RANK>,
+    expected: [usize; RANK],
+    elem_size: usize,
+) -> Result<(), AttentionError> {
+    input(device, argument, view, expected, elem_size)?;
+    if view.overlaps_itself() {
+        return Err(AttentionError::OutputOverlaps {
+            argument,
+            shape: view.shape.to_vec(),
+            strides: view.strides.to_vec(),
+        });
+    }
+    Ok(())
+}
