@@ -98,6 +98,7 @@ pub struct Wanted {
 )]
 pub trait FlashAttentionOps: Backend {
     /// The output and the log-sum-exp of each row of scores.
+    #[cfg_attr(not(any(feature = "cube", feature = "flex")), allow(unused_variables))]
     #[fusion(meta = |q, _k, v, _mask, _bias, _options| AttentionOutputMetadata {
         out: TensorSpec::new(with_last(&q.shape, v.shape[3]), q.dtype),
         lse: TensorSpec::new(Shape::new([q.shape[0], q.shape[1], q.shape[2]]), DType::F32),
@@ -122,6 +123,7 @@ pub trait FlashAttentionOps: Backend {
         },
     })]
     #[allow(clippy::too_many_arguments)]
+    #[cfg_attr(not(any(feature = "cube", feature = "flex")), allow(unused_variables))]
     fn flash_attention_backward(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,

@@ -162,9 +162,14 @@ fn expanded_flipped_and_expanded_gradients() {
             [out.detach(), q.grad(&gradients).unwrap(), k.grad(&gradients).unwrap(), v.grad(&gradients).unwrap()]
         };
         for (ours, burns) in run(true).into_iter().zip(run(false)) {
-            ours.into_data().assert_approx_eq::<f32>(&burns.into_data(), Tolerance::absolute(1e-5));
+            ours.into_data().assert_approx_eq::<f32>(&burns.into_data(), burns_own(&target));
         }
     }
+}
+
+/// How far Burn's own operations may be from ours in f32: on CUDA their products round their operands to TF32.
+fn burns_own(target: &Target) -> Tolerance<f32> {
+    Tolerance::absolute(if target.name == "cuda" { 5e-3 } else { 1e-5 })
 }
 
 #[test]
@@ -188,7 +193,7 @@ fn drop_in_for_burns_attention() {
             let ours =
                 burn_flash_attention::attention(q.clone(), k.clone(), v.clone(), mask.clone(), bias.clone(), options);
             let burns = burn::tensor::module::attention(q.clone(), k.clone(), v.clone(), mask, bias, options);
-            ours.into_data().assert_approx_eq::<f32>(&burns.into_data(), Tolerance::absolute(1e-5));
+            ours.into_data().assert_approx_eq::<f32>(&burns.into_data(), burns_own(&target));
         }
     }
 }
@@ -308,8 +313,10 @@ fn checkpointing_changes_nothing() {
             let plain = graph(&device, detach).unwrap();
             let checkpointed = graph(&device.clone().gradient_checkpointing(), detach).unwrap();
             for (plain, checkpointed) in plain.iter().zip(&checkpointed) {
-                let far = plain.iter().zip(checkpointed).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-                assert!(far < 1e-4, "{far} apart with {detach} detached on {}", target.name);
+                // Relative to the largest: the loss is an exponential of what attention gives.
+                let largest = plain.iter().fold(1.0, |largest: f64, x| largest.max(x.abs()));
+                let far = plain.iter().zip(checkpointed).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max) / largest;
+                assert!(far < 1e-5, "{far} apart with {detach} detached on {}", target.name);
             }
         }
     }

@@ -1,4 +1,32 @@
-//! FlashAttention kernels.
+//! FlashAttention in CubeCL: exact attention, forward and backward, on every device that CubeCL compiles to.
+//!
+//! An [`AttentionProblem`] says what is to be computed, [`TensorView`]s where the data lie; [`forward`] and [`backward`]
+//! validate, choose kernels and launch them, and write into outputs that the caller allocates. [`plan()`] tells what would
+//! run. Nothing here knows of any framework.
+//!
+//! ```no_run
+//! use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, Inputs, TensorView, forward};
+//!
+//! # fn f(client: cubecl::client::Client, q: TensorView, k: TensorView, v: TensorView) -> Result<(), flash_attention_kernels::AttentionError> {
+//! let options = AttentionOptions { causal: true, ..Default::default() };
+//! let problem = AttentionProblem::new(&q.shape, &k.shape, &v.shape, Dtype::F32, options)?;
+//!
+//! let o = TensorView::contiguous(client.empty(4 * problem.rows() * problem.head_dim_v), problem.o_shape());
+//! let lse = TensorView::contiguous(client.empty(4 * problem.rows()), problem.lse_shape());
+//! forward(&client, &problem, &Inputs { q, k, v, mask: None, bias: None }, &o, &lse)?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # From here to the kernel
+//!
+//! ```text
+//! problem   sizes, dtype, options, validation          tiling    which kernel, which tiles: the only place that chooses
+//! mask      which pairs see each other, which blocks   launch    validate → choose → grid → launch
+//! score     scale and softcap with their derivatives   portable  the kernels for any device
+//! softmax   the online softmax: −∞ lives here alone
+//! ```
+
 pub mod error;
 pub mod launch;
 pub mod mask;
@@ -8,6 +36,7 @@ pub mod score;
 pub mod softmax;
 pub mod tensor;
 pub mod tiling;
+
 pub use error::AttentionError;
 pub use launch::{
     BackwardTiles, Gradients, Inputs, MaskStorage, MaskView, Saved, Scratch, backward, backward_with, forward,

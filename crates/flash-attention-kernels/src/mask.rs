@@ -4,6 +4,8 @@
 //! the diagonal, cut by the ends of the sequences. This is the one place that compares positions. Kernels and oracle
 //! call the same functions: a `#[cube]` function is also an ordinary one.
 
+#![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
+
 use crate::problem::{Alignment, AttentionOptions};
 use cubecl::prelude::*;
 
@@ -143,7 +145,7 @@ fn blocks(first: i32, after: i32, #[comptime] tile: u32) -> Blocks {
     let mut end = 0u32;
     if first < after {
         start = first as u32 / tile;
-        end = (after as u32 + (tile - 1)) / tile;
+        end = (after as u32).div_ceil(tile);
     }
     Blocks { start, end }
 }

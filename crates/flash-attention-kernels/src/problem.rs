@@ -256,7 +256,7 @@ impl AttentionProblem {
 
     /// Query heads that share a key/value head.
     pub fn group_size(&self) -> usize {
-        if self.num_heads_kv == 0 { 1 } else { self.num_heads_q / self.num_heads_kv }
+        self.num_heads_q.checked_div(self.num_heads_kv).unwrap_or(1)
     }
 
     /// The factor on `q·kᵀ`.

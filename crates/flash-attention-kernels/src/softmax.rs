@@ -11,6 +11,8 @@
 //! number and recognised by comparison, a row that sees nothing is recognised by `l = 0`, and `lse = −∞` is written and
 //! read by its bits.
 
+#![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
+
 use cubecl::prelude::*;
 
 /// The score of a hidden pair, and the maximum of a row that has seen nothing. No score that counts is as low.

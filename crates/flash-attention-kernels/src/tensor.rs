@@ -73,10 +73,10 @@ impl<const RANK: usize> TensorView<RANK> {
     /// every row starts at a multiple of the width.
     pub(crate) fn vectorizes(&self, width: usize, elem_size: usize) -> bool {
         let last = RANK - 1;
-        let aligned = self.handle.offset_start.unwrap_or(0) % (width * elem_size) as u64 == 0;
+        let aligned = self.handle.offset_start.unwrap_or(0).is_multiple_of((width * elem_size) as u64);
         aligned
             && self.strides[last] == 1
-            && self.shape[last] % width == 0
+            && self.shape[last].is_multiple_of(width)
             && self.strides[..last].iter().zip(&self.shape).all(|(s, n)| *n == 1 || s % width == 0)
     }
 

@@ -11,7 +11,7 @@
 //! for all threads, and the same sums in the same order. Where the bias broadcasts, dbias sums over tiles of several
 //! tasks, and goes by itself.
 
-use super::math;
+use super::math::{self, vectorized};
 use super::tile::{Attention, Matrix, Rows, Scratch, TILE_K, TILE_Q, Tile, multiply};
 use crate::backend::Wanted;
 use flash_attention_kernels::AttentionProblem;
@@ -89,10 +89,12 @@ struct Sums<'a> {
     dk: Option<&'a mut [f32]>,
     /// `[cols, head_dim_v]`.
     dv: Option<&'a mut [f32]>,
+    /// `[rows, seq_k]`.
+    dbias: Option<&'a mut [f32]>,
 }
 
-/// A task for each run of `blocks` blocks of keys of a head, which must be all of them where dq is wanted too.
-fn by_keys(attention: &Attention, saved: &Saved, blocks: usize, [dq, dk, dv]: [&mut Option<Vec<f32>>; 3]) {
+/// A task for each run of `blocks` blocks of keys of a head, which must be all of them where dq or dbias is given.
+fn by_keys(attention: &Attention, saved: &Saved, blocks: usize, [dq, dk, dv, dbias]: [&mut Option<Vec<f32>>; 4]) {
     let problem = attention.problem;
     let (seq_q, seq_k, group) = (problem.seq_q, problem.seq_k, problem.group_size());
     let (dim, dim_v) = (problem.head_dim, problem.head_dim_v);
@@ -220,25 +222,31 @@ fn visit(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut Scratch
 fn probabilities(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut Scratch) {
     attention.scores(tile, &mut scratch.p, &mut scratch.slope);
     let lse = &saved.lse[first_row(attention.problem, tile)..];
-    attention.arch.dispatch(|| {
-        for (p, &lse) in scratch.p.chunks_exact_mut(tile.cols).take(tile.rows).zip(lse) {
-            p.iter_mut().for_each(|p| *p = math::exp(*p - lse));
-        }
-    });
+    vectorized(
+        #[inline(always)]
+        || {
+            for (p, &lse) in scratch.p.chunks_exact_mut(tile.cols).take(tile.rows).zip(lse) {
+                p.iter_mut().for_each(|p| *p = math::exp(*p - lse));
+            }
+        },
+    );
 }
 
 /// `p∘(dout·vᵀ − delta)` into `scratch.ds`, 0 where hidden whatever v and dout hold there.
 fn bias_gradients(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut Scratch) {
     let Tile { b, h, q_start, rows, cols, .. } = tile;
     let dout = saved.dout.block(b, h, q_start, rows);
-    multiply(&mut scratch.ds, false, [rows, cols], 1.0, dout.matrix(), attention.v(tile).transposed());
+    multiply(&mut scratch.ds, false, 1.0, dout.matrix(), attention.v(tile).transposed());
     let delta = &saved.delta[first_row(attention.problem, tile)..];
-    attention.arch.dispatch(|| {
-        let tiles = scratch.ds.chunks_exact_mut(cols).zip(scratch.p.chunks_exact(cols)).take(rows);
-        for ((ds, p), &delta) in tiles.zip(delta) {
-            ds.iter_mut().zip(p).for_each(|(ds, &p)| *ds = if p == 0.0 { 0.0 } else { p * (*ds - delta) });
-        }
-    });
+    vectorized(
+        #[inline(always)]
+        || {
+            let tiles = scratch.ds.chunks_exact_mut(cols).zip(scratch.p.chunks_exact(cols)).take(rows);
+            for ((ds, p), &delta) in tiles.zip(delta) {
+                ds.iter_mut().zip(p).for_each(|(ds, &p)| *ds = if p == 0.0 { 0.0 } else { p * (*ds - delta) });
+            }
+        },
+    );
 }
 
 /// The tile's first row, counted over batches and heads.

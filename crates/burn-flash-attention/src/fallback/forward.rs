@@ -5,7 +5,7 @@
 //! out = o / l             lse = m + ln l
 //! ```
 
-use super::math;
+use super::math::{self, vectorized};
 use super::tile::{Attention, Matrix, Scratch, TILE_Q};
 
 /// `out [batch, num_heads_q, seq_q, head_dim_v]` and `lse [batch, num_heads_q, seq_q]`.
@@ -45,20 +45,23 @@ fn block(
         let p = &mut p[..tile.rows * tile.cols];
 
         // -- update m and l, rescale o
-        attention.arch.dispatch(|| {
-            for (i, (p, o)) in p.chunks_exact_mut(tile.cols).zip(out.chunks_exact_mut(dim)).enumerate() {
-                let row_max = math::max(p);
-                let m_new = if row_max > m[i] { row_max } else { m[i] };
-                // As long as nothing is seen, any finite shift makes every exponential 0.
-                let shift = if m_new == f32::NEG_INFINITY { 0.0 } else { m_new };
-                let rescale = math::exp(m[i] - shift);
-                l[i] = l[i] * rescale + math::exp_sum(p, shift);
-                m[i] = m_new;
-                if rescale != 1.0 {
-                    o.iter_mut().for_each(|o| *o *= rescale);
+        vectorized(
+            #[inline(always)]
+            || {
+                for (i, (p, o)) in p.chunks_exact_mut(tile.cols).zip(out.chunks_exact_mut(dim)).enumerate() {
+                    let row_max = math::max(p);
+                    let m_new = if row_max > m[i] { row_max } else { m[i] };
+                    // As long as nothing is seen, any finite shift makes every exponential 0.
+                    let shift = if m_new == f32::NEG_INFINITY { 0.0 } else { m_new };
+                    let rescale = math::exp(m[i] - shift);
+                    l[i] = l[i] * rescale + math::exp_sum(p, shift);
+                    m[i] = m_new;
+                    if rescale != 1.0 {
+                        o.iter_mut().for_each(|o| *o *= rescale);
+                    }
                 }
-            }
-        });
+            },
+        );
 
         attention.accumulate(tile, out, 1.0, Matrix::new(p, tile.rows, tile.cols), attention.v(tile));
     }

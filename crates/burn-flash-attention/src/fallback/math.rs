@@ -1,6 +1,15 @@
 //! The functions that the loops apply to each score, written so that compilers turn them into vector instructions:
 //! no calls, no branches.
 
+use pulp::Arch;
+
+/// Runs `f` with the widest vectors that this machine has. Loops in it are compiled for each kind of machine, so every
+/// function between here and the loop has to be inlined: closures that are handed in are marked so.
+#[inline(always)]
+pub fn vectorized<R>(f: impl FnOnce() -> R) -> R {
+    Arch::new().dispatch(f)
+}
+
 /// Lanes of the sums and maxima below: a fixed number, so that results do not depend on the machine's vectors.
 const LANES: usize = 16;
 
@@ -57,7 +66,27 @@ pub fn max(row: &[f32]) -> f32 {
     for (lane, &x) in lanes.iter_mut().zip(rest) {
         *lane = if x > *lane { x } else { *lane };
     }
-    lanes.into_iter().fold(f32::NEG_INFINITY, |a, x| if x > a { x } else { a })
+    let mut half = LANES / 2;
+    while half > 0 {
+        for n in 0..half {
+            lanes[n] = if lanes[n + half] > lanes[n] { lanes[n + half] } else { lanes[n] };
+        }
+        half /= 2;
+    }
+    lanes[0]
+}
+
+/// The sum of the lanes, by halves: additions that do not wait for each other.
+#[inline(always)]
+fn sum(mut lanes: [f32; LANES]) -> f32 {
+    let mut half = LANES / 2;
+    while half > 0 {
+        for n in 0..half {
+            lanes[n] += lanes[n + half];
+        }
+        half /= 2;
+    }
+    lanes[0]
 }
 
 /// Replaces each `x` by `exp(x − shift)` and returns the sum.
@@ -75,7 +104,7 @@ pub fn exp_sum(row: &mut [f32], shift: f32) -> f32 {
         *x = exp(*x - shift);
         *lane += *x;
     }
-    lanes.into_iter().sum()
+    sum(lanes)
 }
 
 /// Σ a·b.
@@ -92,7 +121,7 @@ pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     for (lane, (a, b)) in lanes.iter_mut().zip(rest) {
         *lane += a * b;
     }
-    lanes.into_iter().sum()
+    sum(lanes)
 }
 
 /// Whether no number is NaN or infinite.

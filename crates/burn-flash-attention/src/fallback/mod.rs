@@ -130,14 +130,12 @@ impl Call {
 /// The tensor, contiguous and in f32: a copy only where it is not already.
 fn floats(tensor: FlexTensor) -> FlexTensor {
     let tensor = tensor.to_contiguous();
-    let shape = tensor.layout().shape().clone();
-    let mut data = vec![0.0; shape.num_elements()];
-    match tensor.dtype() {
-        DType::F16 => tensor.storage::<f16>()[elements(&tensor)].convert_to_f32_slice(&mut data),
-        DType::BF16 => tensor.storage::<bf16>()[elements(&tensor)].convert_to_f32_slice(&mut data),
+    let data = match tensor.dtype() {
+        DType::F16 => tensor.storage::<f16>()[elements(&tensor)].to_f32_vec(),
+        DType::BF16 => tensor.storage::<bf16>()[elements(&tensor)].to_f32_vec(),
         _ => return tensor,
-    }
-    FlexTensor::new(Bytes::from_elems(data), Layout::contiguous(shape), DType::F32)
+    };
+    FlexTensor::new(Bytes::from_elems(data), Layout::contiguous(tensor.layout().shape().clone()), DType::F32)
 }
 
 fn slice(tensor: &FlexTensor) -> &[f32] {

@@ -1,11 +1,10 @@
 //! One tile of scores: `TILE_Q` queries of one head by `TILE_K` keys.
 
-use super::math;
+use super::math::{self, vectorized};
 use burn_flex::Layout;
 use flash_attention_kernels::AttentionProblem;
 use flash_attention_kernels::mask::Band;
 use half::{bf16, f16};
-use pulp::Arch;
 use rayon::prelude::*;
 
 /// Queries a tile. Scores, keys and values of a tile stay in a core's own cache, and products are long enough for the
@@ -97,7 +96,6 @@ pub struct Attention<'a> {
     v: Rows<'a>,
     mask: Option<Broadcast<'a, u8>>,
     bias: Option<Bias<'a>>,
-    pub arch: Arch,
 }
 
 /// `[batch, heads, seq, dim]`, contiguous.
@@ -143,7 +141,6 @@ impl<'a> Attention<'a> {
             v: Rows::new(v, problem.v_shape()),
             mask,
             bias,
-            arch: Arch::new(),
         }
     }
 
@@ -167,7 +164,7 @@ impl<'a> Attention<'a> {
     }
 
     /// Runs the tasks, by all threads if they are worth waking.
-    pub fn for_each<T: Send>(&self, tasks: impl Iterator<Item = T>, run: impl Fn(&mut Scratch, T) + Sync) {
+    pub fn for_each<T: Send>(&self, tasks: impl Iterator<Item = T>, run: impl Fn(&mut Scratch, T) + Sync + Send) {
         const WORTH_WAKING: f64 = 1e6;
         if self.problem.forward_flops() < WORTH_WAKING {
             let mut scratch = Scratch::new(self.problem);
@@ -202,10 +199,14 @@ impl<'a> Attention<'a> {
     /// `c += scale · weights · block`, where the weights belong to the pairs of a tile. A weight of exactly 0, which is
     /// what hidden pairs have, takes nothing from its row, not even NaN.
     pub fn accumulate(&self, tile: Tile, c: &mut [f32], scale: f32, weights: Matrix, block: Block) {
-        let size = [weights.rows, block.dim];
         let hides = self.mask.is_some() || self.bias.is_some() || !self.in_band(tile);
-        if !hides || self.arch.dispatch(|| math::all_finite(block.data)) {
-            return multiply(c, true, size, scale, weights, block.matrix());
+        if !hides
+            || vectorized(
+                #[inline(always)]
+                || math::all_finite(block.data),
+            )
+        {
+            return multiply(c, true, scale, weights, block.matrix());
         }
         // All others must get the same bits as if these rows were numbers.
         let mut numbers = block.data.to_vec();
@@ -213,7 +214,7 @@ impl<'a> Attention<'a> {
             row.fill(0.0);
         }
         let rows = numbers.len() / block.dim;
-        multiply(c, true, size, scale, weights, Matrix::new(&numbers, rows, block.dim));
+        multiply(c, true, scale, weights, Matrix::new(&numbers, rows, block.dim));
         for (j, row) in block.data.chunks_exact(block.dim).enumerate().filter(|(_, row)| !math::all_finite(row)) {
             for (i, c) in c.chunks_exact_mut(block.dim).take(weights.rows).enumerate() {
                 let weight = weights.data[i * weights.row_stride + j * weights.col_stride];
@@ -228,15 +229,18 @@ impl<'a> Attention<'a> {
     pub fn scores(&self, tile: Tile, s: &mut [f32], slope: &mut [f32]) {
         let Tile { b, h, q_start, rows, k_start, cols } = tile;
         let s = &mut s[..rows * cols];
-        multiply(s, false, [rows, cols], self.scale, self.q(tile).matrix(), self.k(tile).transposed());
+        multiply(s, false, self.scale, self.q(tile).matrix(), self.k(tile).transposed());
         if let Some(softcap) = self.problem.options.softcap {
-            self.arch.dispatch(|| {
-                for (s, slope) in s.iter_mut().zip(slope) {
-                    let t = math::tanh(*s / softcap);
-                    *s = softcap * t;
-                    *slope = 1.0 - t * t;
-                }
-            });
+            vectorized(
+                #[inline(always)]
+                || {
+                    for (s, slope) in s.iter_mut().zip(slope) {
+                        let t = math::tanh(*s / softcap);
+                        *s = softcap * t;
+                        *slope = 1.0 - t * t;
+                    }
+                },
+            );
         }
         let rows_of = |s: &mut [f32], f: &dyn Fn([usize; 4], &mut [f32])| {
             s.chunks_exact_mut(cols).enumerate().for_each(|(i, row)| f([b, h, q_start + i, k_start], row));
@@ -295,8 +299,17 @@ impl<'a> Block<'a> {
 }
 
 /// `c = scale · a · b`, added to what is there if `add`. `c` is row-major.
-pub fn multiply(c: &mut [f32], add: bool, [m, n]: [usize; 2], scale: f32, a: Matrix, b: Matrix) {
-    assert!(a.rows == m && b.cols == n && a.cols == b.rows && c.len() >= m * n, "shapes of a product");
+pub fn multiply(c: &mut [f32], add: bool, scale: f32, a: Matrix, b: Matrix) {
+    // So few rows, as in decoding, would not repay the matrix routine's packing of `b`.
+    const FEW: usize = 4;
+    let (m, n) = (a.rows, b.cols);
+    assert!(a.cols == b.rows && c.len() >= m * n, "shapes of a product");
+    if m <= FEW && a.col_stride == 1 {
+        return vectorized(
+            #[inline(always)]
+            || multiply_rows(c, add, scale, a, b),
+        );
+    }
     // SAFETY: each matrix reaches `rows · cols` elements, dense either way, and the asserts and constructors have
     // checked that they are there; `c` overlaps neither, being borrowed mutably.
     unsafe {
@@ -321,5 +334,42 @@ pub fn multiply(c: &mut [f32], add: bool, [m, n]: [usize; 2], scale: f32, a: Mat
             false,
             gemm::Parallelism::None,
         );
+    }
+}
+
+/// The same a row of `a` at a time.
+#[inline(always)]
+fn multiply_rows(c: &mut [f32], add: bool, scale: f32, a: Matrix, b: Matrix) {
+    for (c, a) in c.chunks_exact_mut(b.cols).zip(a.data.chunks_exact(a.cols)) {
+        if !add {
+            c.fill(0.0);
+        }
+        if b.col_stride == 1 {
+            // Four rows of `b` at a time, for one trip through `c`.
+            let weights = a.chunks(4).map(|a| std::array::from_fn(|n| a.get(n).map_or(0.0, |a| scale * a)));
+            for (weights, rows) in weights.zip(b.data.chunks(4 * b.cols)) {
+                add_rows(c, weights, rows);
+            }
+        } else {
+            for (c, b) in c.iter_mut().zip(b.data.chunks_exact(b.rows)) {
+                *c += scale * math::dot(a, b);
+            }
+        }
+    }
+}
+
+/// `c += Σ weight · row`, over at most four rows.
+#[inline(always)]
+fn add_rows(c: &mut [f32], weights: [f32; 4], rows: &[f32]) {
+    let n = c.len();
+    if rows.len() == 4 * n {
+        let ([r0, r1], [r2, r3]) = ([0, 1].map(|r| &rows[r * n..][..n]), [2, 3].map(|r| &rows[r * n..][..n]));
+        for i in 0..n {
+            c[i] += (weights[0] * r0[i] + weights[1] * r1[i]) + (weights[2] * r2[i] + weights[3] * r3[i]);
+        }
+    } else {
+        for (weight, row) in weights.iter().zip(rows.chunks_exact(n)) {
+            c.iter_mut().zip(row).for_each(|(c, x)| *c += weight * x);
+        }
     }
 }

@@ -3,7 +3,8 @@
 //!
 //! `FLASH_TEST_DEVICE` picks the device: `flex`, `wgpu`, `vulkan` or `cuda`, as far as the features compiled in allow;
 //! by default Flex, and wgpu where there is an adapter. `FLASH_TEST_KERNEL` names the kernel that has to run there
-//! (default `portable`; Flex has its own): a case that another one takes over fails.
+//! (default `portable`; Flex has its own): a case that another one takes over fails. `REQUIRE_WGPU=1` makes it a failure
+//! that there is no adapter.
 #![allow(dead_code)]
 
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData, activation};
@@ -36,6 +37,8 @@ pub fn targets() -> Vec<Target> {
 pub fn target(name: &str) -> Option<Target> {
     let device = device(name);
     if device.is_none() {
+        let required = name == "wgpu" && std::env::var("REQUIRE_WGPU").as_deref() == Ok("1");
+        assert!(!required, "REQUIRE_WGPU=1, and there is no wgpu device here");
         eprintln!("no {name} device here: nothing was tested on it");
     }
     let kernel = if name == "flex" {

@@ -325,7 +325,7 @@ impl Call<'_> {
             _ => ElemType::Float(FloatKind::F32),
         };
         unsafe {
-            portable::dbias::dbias::launch_unchecked(
+            dbias::dbias::launch_unchecked(
                 self.client,
                 count,
                 CubeDim::new_1d(tile.units() as u32),
@@ -358,7 +358,7 @@ impl Call<'_> {
             let cubes = (dbias.len() * lanes).div_ceil(dbias::FOLD_UNITS);
             let (x, y, z) = tiling::cube_count(self.device, "fold", cubes as u64)?;
             unsafe {
-                portable::dbias::fold::launch_unchecked(
+                dbias::fold::launch_unchecked(
                     self.client,
                     CubeCount::Static(x, y, z),
                     CubeDim::new_1d(dbias::FOLD_UNITS as u32),

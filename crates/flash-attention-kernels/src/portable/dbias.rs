@@ -71,7 +71,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
     if work.is_none {
         terminate!();
     }
-    let k_blocks = (band.seq_k + (tile_k - 1)) / tile_k;
+    let k_blocks = band.seq_k.div_ceil(tile_k);
     let mut tile_gradient = TileGradient::new(blueprint);
     let mut total = Array::<f32>::new(comptime!(match sums {
         Sums::Tile => micro_q * micro_k,
