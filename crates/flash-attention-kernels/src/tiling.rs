@@ -17,17 +17,19 @@ const _: fn(Vec4) = |_| ();
 /// Tiles of the portable kernels, the first that fits the device wins.
 ///
 /// ```text
-/// tile_q × tile_k  units   micro  shared memory (forward)   where it fits
-/// 64 × 64          8 × 16  8 × 4  48,128 bytes              desktop GPUs (48 KiB and more)
-/// 64 × 32          16 × 8  4 × 4  25,088 bytes              integrated and Apple GPUs (32 KiB)
-/// 32 × 32          8 × 8   4 × 4  14,848 bytes              what WebGPU promises everywhere (16 KiB)
+/// tile_q × tile_k  units    micro  chunk  shared memory (forward)   where it fits
+/// 64 × 64          8 × 16   8 × 4  64     56,320 bytes              CUDA
+/// 64 × 64          16 × 16  4 × 4  32     48,128 bytes              desktop GPUs through Vulkan (48 KiB)
+/// 64 × 32          16 × 8   4 × 4  32     25,088 bytes              integrated and Apple GPUs (32 KiB)
+/// 32 × 32          8 × 8    4 × 4  32     14,848 bytes              what WebGPU promises everywhere (16 KiB)
 /// ```
 ///
 /// A micro tile of 8 × 4 reads 12 vectors for 128 multiply-adds, which keeps the arithmetic and not shared memory busy,
-/// and leaves registers for several cubes to share a multiprocessor. On an H200 the first row was the fastest of thirty
-/// shapes for the forward and for `dk` and `dv` apart, and within 3% of the fastest for `dq` (docs/performance.md).
-const PORTABLE: [TileShape; 3] = [
-    TileShape { tile_q: 64, tile_k: 64, units_q: 8, units_k: 16, chunk: 32 },
+/// and leaves registers for several cubes to share a multiprocessor. Through Vulkan 4 × 4 was the faster one in the
+/// backward (docs/performance.md).
+const PORTABLE: [TileShape; 4] = [
+    TileShape { tile_q: 64, tile_k: 64, units_q: 8, units_k: 16, chunk: 64 },
+    TileShape { tile_q: 64, tile_k: 64, units_q: 16, units_k: 16, chunk: 32 },
     TileShape { tile_q: 64, tile_k: 32, units_q: 16, units_k: 8, chunk: 32 },
     TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 },
 ];
