@@ -20,7 +20,7 @@ use crate::score::Score;
 use cubecl::prelude::*;
 use serde::Serialize;
 
-/// Which sums a cube of [`dbias`] writes.
+/// Which sums a cube of [`dbias()`] writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub enum Sums {
     /// Its tile, over the batches and heads that share it.
@@ -256,7 +256,7 @@ impl TileShape {
     }
 }
 
-/// Units of a cube of [`fold`].
+/// Units of a cube of [`fold()`].
 pub const FOLD_UNITS: usize = 64;
 
 /// `sums [B, H, L]`, contiguous, to `dbias`: an element is the sum over the batches, heads and positions that share it.
