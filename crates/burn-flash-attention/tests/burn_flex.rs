@@ -167,11 +167,6 @@ fn expanded_flipped_and_expanded_gradients() {
     }
 }
 
-/// How far Burn's own operations may be from ours in f32: on CUDA their products round their operands to TF32.
-fn burns_own(target: &Target) -> Tolerance<f32> {
-    Tolerance::absolute(if target.name == "cuda" { 5e-3 } else { 1e-5 })
-}
-
 #[test]
 fn drop_in_for_burns_attention() {
     for target in targets() {

@@ -4,9 +4,9 @@ mod common;
 
 use burn::module::Module;
 use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig, generate_autoregressive_mask};
-use burn::tensor::{Bool, Device, Distribution, Tensor, Tolerance};
+use burn::tensor::{Bool, Device, Distribution, Tensor};
 use burn_flash_attention::{FlashMhaInput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig};
-use common::{Target, targets};
+use common::{Target, burns_own, targets};
 
 const D_MODEL: usize = 24;
 const HEADS: usize = 3;
@@ -19,8 +19,8 @@ fn random(shape: [usize; 3], device: &Device) -> Tensor<3> {
     Tensor::random(shape, Distribution::Normal(0.0, 1.0), device)
 }
 
-fn close<const D: usize>(ours: Tensor<D>, burns: Tensor<D>) {
-    ours.into_data().assert_approx_eq::<f32>(&burns.into_data(), Tolerance::absolute(1e-5).set_relative(1e-4));
+fn close<const D: usize>(target: &Target, ours: Tensor<D>, burns: Tensor<D>) {
+    ours.into_data().assert_approx_eq::<f32>(&burns.into_data(), burns_own(target).set_relative(1e-4));
 }
 
 /// Outputs, gradients of the inputs, and gradients of all parameters.
@@ -78,7 +78,7 @@ fn compare(target: &Target, with_pad: bool, with_attn: bool) {
         ours.query.weight.val().grad(&gradients).map(|dw| dw.unsqueeze()),
     ];
     for (got, expected) in got.into_iter().zip(expected) {
-        close(got.unwrap(), expected.unwrap());
+        close(target, got.unwrap(), expected.unwrap());
     }
 }
 
@@ -101,17 +101,17 @@ fn records_of_burn_nn_load() {
 
         let config = FlashMultiHeadAttentionConfig::new(D_MODEL, HEADS);
         let loaded = config.init(device).load_record(burns.clone().into_record());
-        close(loaded.forward(FlashMhaInput::self_attn(x.clone())).context, expected.clone());
+        close(&target, loaded.forward(FlashMhaInput::self_attn(x.clone())).context, expected.clone());
 
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("attention");
         burns.save_file(&path).unwrap();
         let loaded = config.init(device).load_file(&path);
-        close(loaded.forward(FlashMhaInput::self_attn(x.clone())).context, expected.clone());
+        close(&target, loaded.forward(FlashMhaInput::self_attn(x.clone())).context, expected.clone());
 
         // And back.
         let burns = self::burns(device).load_record(loaded.into_record());
-        close(burns.forward(MhaInput::self_attn(x)).context, expected);
+        close(&target, burns.forward(MhaInput::self_attn(x)).context, expected);
     }
 }
 
@@ -125,7 +125,7 @@ fn causal_needs_no_mask() {
         let x = random([2, 9, D_MODEL], device);
         let mask = generate_autoregressive_mask(2, 9, device);
         let expected = burns.forward(MhaInput::self_attn(x.clone()).mask_attn(mask)).context;
-        close(ours.forward(FlashMhaInput::self_attn(x)).context, expected);
+        close(&target, ours.forward(FlashMhaInput::self_attn(x)).context, expected);
     }
 }
 
@@ -150,6 +150,7 @@ fn grouped_heads_are_repeated_heads() {
         }
         let x = random([2, 5, 16], device);
         close(
+            &target,
             grouped.forward(FlashMhaInput::self_attn(x.clone())).context,
             full.forward(FlashMhaInput::self_attn(x)).context,
         );
