@@ -300,6 +300,11 @@ pub fn plan_on(device: &Device, problem: &AttentionProblem) -> Result<Plan, Atte
     let mut passed_over = Vec::new();
     let forward = choose(device, problem, Stage::Forward, &mut passed_over)?;
     let backward = choose(device, problem, Stage::Backward, &mut passed_over)?;
+    check_size(device, problem, &forward, &backward)?;
+    check_bindings(device, problem, "forward", 5)?;
+    if let Err(error) = check_bindings(device, problem, "dq", 6) {
+        passed_over.push(PassedOver { what: "any backward".into(), why: error.to_string() });
+    }
     Ok(Plan {
         kernel: Kernel::Portable,
         forward,
@@ -309,6 +314,48 @@ pub fn plan_on(device: &Device, problem: &AttentionProblem) -> Result<Plan, Atte
         scratch_bytes: 4 * scratch_floats(problem) as u64,
         passed_over,
     })
+}
+
+/// Checks that the device reaches every element, were the tensors contiguous, and can start every cube.
+fn check_size(
+    device: &Device,
+    problem: &AttentionProblem,
+    forward: &TileShape,
+    backward: &TileShape,
+) -> Result<(), AttentionError> {
+    let shapes =
+        [("q", problem.q_shape()), ("k", problem.k_shape()), ("v", problem.v_shape()), ("o", problem.o_shape())];
+    let extras = [("mask", problem.mask), ("bias", problem.bias)];
+    for (argument, shape) in
+        shapes.into_iter().chain(extras.into_iter().filter_map(|(name, shape)| Some((name, shape?))))
+    {
+        let reach = shape.iter().map(|n| *n as u64).product();
+        if reach > u32::MAX as u64 && !device.wide_addresses {
+            return Err(AttentionError::AddressSpace { argument, reach, device: device.name.clone() });
+        }
+    }
+    let (heads_q, heads_kv) = (problem.batch * problem.num_heads_q, problem.batch * problem.num_heads_kv);
+    for (kernel, blocks, heads) in [
+        ("forward", problem.seq_q.div_ceil(forward.tile_q), heads_q),
+        ("dq", problem.seq_q.div_ceil(backward.tile_q), heads_q),
+        ("dkdv", problem.seq_k.div_ceil(backward.tile_k), heads_kv),
+    ] {
+        cube_count(device, kernel, (blocks as u64 * heads as u64).max(1))?;
+    }
+    Ok(())
+}
+
+/// Checks that the device binds `needed` buffers and those of mask and bias at once.
+pub(crate) fn check_bindings(
+    device: &Device,
+    problem: &AttentionProblem,
+    kernel: &'static str,
+    needed: usize,
+) -> Result<(), AttentionError> {
+    let (mask, bias) = (problem.mask.is_some(), problem.bias.is_some());
+    let needed = needed + usize::from(mask) + usize::from(bias);
+    let available = device.bindings;
+    if needed <= available { Ok(()) } else { Err(AttentionError::Bindings { kernel, needed, mask, bias, available }) }
 }
 
 /// f32 values of scratch: lse and delta of each row, and the sums that a broadcast bias's gradient is folded from.

@@ -167,13 +167,13 @@ impl Call<'_> {
         let (with_dk, with_dv) = (gradients.dk.is_some(), gradients.dv.is_some());
         let together = tiles.dkdv_together && with_dk && with_dv;
         if gradients.dq.is_some() {
-            self.check_bindings("dq", 6)?;
+            tiling::check_bindings(self.device, p, "dq", 6)?;
         }
         if with_dk || with_dv {
-            self.check_bindings("dkdv", if together { 7 } else { 6 })?;
+            tiling::check_bindings(self.device, p, "dkdv", if together { 7 } else { 6 })?;
         }
         if gradients.dbias.is_some() {
-            self.check_bindings("dbias", 6)?;
+            tiling::check_bindings(self.device, p, "dbias", 6)?;
         }
 
         self.delta(saved, scratch, addresses)?;

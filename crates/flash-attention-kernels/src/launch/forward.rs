@@ -54,7 +54,7 @@ pub fn forward_with(
         return Ok(());
     }
     tiling::check_tile(&device, problem, &tile, Stage::Forward)?;
-    call.check_bindings("forward", 5)?;
+    tiling::check_bindings(&device, problem, "forward", 5)?;
     let (grid, count) = call.query_grid("forward", tile)?;
     unsafe {
         portable::forward::forward::launch_unchecked(

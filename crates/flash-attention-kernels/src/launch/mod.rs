@@ -161,17 +161,6 @@ impl<'a> Call<'a> {
         let grid = GridLaunch::new(blocks as u32, heads as u32, batches as u32, self.problem.group_size() as u32);
         Ok((grid, CubeCount::Static(x, y, z)))
     }
-
-    /// Checks that the device binds `needed` buffers and those of mask and bias at once.
-    fn check_bindings(&self, kernel: &'static str, needed: usize) -> Result<(), AttentionError> {
-        let (mask, bias) = (self.problem.mask.is_some(), self.problem.bias.is_some());
-        let needed = needed + usize::from(mask) + usize::from(bias);
-        let available = self.device.bindings;
-        if needed <= available {
-            return Ok(());
-        }
-        Err(AttentionError::Bindings { kernel, needed, mask, bias, available })
-    }
 }
 
 /// Cubes of 256 units, or as many as the device takes, one unit for each element.

@@ -6,4 +6,5 @@ mod common;
 mod faults;
 mod masks;
 mod oracle;
+mod plans;
 mod properties;
