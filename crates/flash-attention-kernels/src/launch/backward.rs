@@ -141,9 +141,24 @@ impl Call<'_> {
             }
         }
         output(self.device, "stats", &scratch.stats, [2, p.rows()], 4)?;
+        let sums = gradients.dbias.as_ref().and(scratch.bias_sums.as_ref());
+        match (sums, tiling::bias_sums_len(p)) {
+            (Some(sums), len) if len > 0 => {
+                output(self.device, "bias_sums", sums, [p.batch, p.num_heads_q, len / (p.batch * p.num_heads_q)], 4)?;
+            }
+            (None, len) if len > 0 && gradients.dbias.is_some() => {
+                return Err(AttentionError::Unsupported {
+                    option: "scratch.bias_sums",
+                    value: "none".into(),
+                    why: "a broadcast bias's gradient is folded from sums; allocate with Scratch::empty",
+                });
+            }
+            _ => {}
+        }
         let views: Vec<&TensorView> =
             wanted.iter().filter_map(|(_, view, _)| view.as_ref()).chain([&saved.o, &saved.dout]).collect();
-        let rows = [Some(&saved.lse), saved.dlse.as_ref()].into_iter().flatten().map(|view| view.span());
+        let rows = [Some(&saved.lse), saved.dlse.as_ref(), sums].into_iter().flatten().map(|view| view.span());
+        let rows = rows.chain([scratch.stats.span()]);
         let addresses = self.addresses(views.iter().map(|view| view.span()).chain(rows));
         if wanted.iter().all(|(_, view, _)| view.is_none()) {
             return Ok(());
@@ -309,20 +324,11 @@ impl Call<'_> {
             Sums::Rows => (q_blocks, p.num_heads_q, p.batch),
         };
         let (grid, count) = self.grid("dbias", blocks, heads, batches)?;
-        let out = match (sums, &scratch.bias_sums) {
-            (Sums::Tile, _) => dbias.arg(),
-            (_, Some(sums)) => sums.arg(),
-            (_, None) => {
-                return Err(AttentionError::Unsupported {
-                    option: "scratch.bias_sums",
-                    value: "none".into(),
-                    why: "a broadcast bias's gradient is folded from sums; allocate with Scratch::empty",
-                });
-            }
-        };
-        let out_type = match sums {
-            Sums::Tile => self.dtype(),
-            _ => ElemType::Float(FloatKind::F32),
+        // What is folded afterwards is summed in scratch, which has been checked.
+        let partial = scratch.bias_sums.as_ref().filter(|_| sums != Sums::Tile);
+        let (out, out_type) = match partial {
+            Some(partial) => (partial.arg(), ElemType::Float(FloatKind::F32)),
+            None => (dbias.arg(), self.dtype()),
         };
         unsafe {
             dbias::dbias::launch_unchecked(
@@ -350,7 +356,7 @@ impl Call<'_> {
                 [self.dtype(), self.mask_type(), out_type],
             );
         }
-        if let (Sums::Columns | Sums::Rows, Some(partial)) = (sums, &scratch.bias_sums) {
+        if let Some(partial) = partial {
             let along = if sums == Sums::Columns { 3 } else { 2 };
             // A unit for each element, or a cube where many terms are to be added.
             let terms = partial.len() / dbias.len();

@@ -183,14 +183,11 @@ pub fn place(client: &Client, dtype: Dtype, shape: [usize; 4], layout: Layout, v
 
 /// The row-major values that a tensor with this layout has if its buffer is filled from `values`.
 pub fn as_laid_out(shape: [usize; 4], layout: Layout, values: Vec<f64>) -> Vec<f64> {
-    let [_, h, s, d] = shape;
+    let [_, _, s, d] = shape;
     match layout {
         Layout::RepeatedRows => (0..values.len()).map(|n| values[n / (s * d) * (s * d) + n % d]).collect(),
         Layout::Scalar => vec![values.first().copied().unwrap_or(0.0); values.len()],
-        _ => {
-            let _ = h;
-            values
-        }
+        _ => values,
     }
 }
 
