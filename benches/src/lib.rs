@@ -1,63 +1,91 @@
-//! Speed and memory of the attention kernels: `cargo bench -p attention-bench -- --help`.
+//! The fused-op benchmark: `cargo bench -p attention-bench -- --help`.
+//!
+//! ```text
+//! case             problems and sets of them, filters
+//! implementations  ours, Burn's own, composed operations; peers.py: PyTorch's
+//! worker           one implementation on one problem in a process of its own: checks, then times
+//! run              all of them, into a table and results/*.csv
+//! sweep            every tile shape, and what the profiler sees
+//! report           results as a page and as the README's tables
+//! ```
 
-mod memory;
-mod speed;
+pub mod case;
+mod data;
+mod device;
+pub mod error;
+mod implementations;
+mod peers;
+pub mod report;
+pub mod results;
+mod run;
+mod sweep;
+mod timing;
+mod worker;
 
-use clap::{Parser, ValueEnum};
+use clap::{Parser, Subcommand};
+use std::path::PathBuf;
 
-/// Speed and memory of the attention kernels.
+/// Times attention beside its peers.
 #[derive(Parser)]
+#[command(args_conflicts_with_subcommands = true)]
 struct Arguments {
-    /// What to measure.
-    #[arg(value_enum, default_value = "speed")]
-    what: What,
-    /// The device; each needs the feature of that name.
-    #[arg(long, value_enum, default_value = "wgpu")]
-    device: DeviceName,
-    /// Time every tile shape that the device takes, not the chosen one alone.
-    #[arg(long)]
-    sweep: bool,
-    /// Sizes that a software device can do.
-    #[arg(long)]
-    tiny: bool,
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    run: run::Options,
     /// Set by `cargo bench`.
-    #[arg(long, hide = true)]
+    #[arg(long, hide = true, global = true)]
     bench: bool,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum What {
-    /// Time of each kernel, called directly.
-    Speed,
-    /// Memory of forward and backward through Burn's autodiff, by sequence length.
-    Memory,
+#[derive(Subcommand)]
+enum Command {
+    /// Times every tile shape of every kernel.
+    Sweep(sweep::Options),
+    /// Turns results into one page with charts.
+    Report {
+        /// Names of results; all there are if none is given.
+        names: Vec<String>,
+        /// Where results are kept.
+        #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/results"))]
+        directory: PathBuf,
+        /// The page.
+        #[arg(long, default_value = "report.html")]
+        out: PathBuf,
+        /// A folder for the charts that documents show.
+        #[arg(long)]
+        pictures: Option<PathBuf>,
+    },
+    /// Writes tables of results between their markers in a document.
+    Readme {
+        /// The document.
+        #[arg(default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md"))]
+        document: PathBuf,
+        /// Where results are kept.
+        #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/results"))]
+        directory: PathBuf,
+        /// Writes nothing, and fails where the tables are not current.
+        #[arg(long)]
+        check: bool,
+    },
+    /// Does one job for `run`.
+    #[command(hide = true)]
+    Worker,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum DeviceName {
-    Wgpu,
-    Vulkan,
-    Cuda,
-}
-
-impl DeviceName {
-    fn open(self) -> Result<cubecl::Device, Box<dyn std::error::Error>> {
-        use cubecl::device::WgpuDeviceKind::DefaultDevice;
-        Ok(match self {
-            DeviceName::Wgpu => cubecl::Device::wgpu(DefaultDevice)?,
-            DeviceName::Vulkan => cubecl::Device::vulkan(DefaultDevice)?,
-            DeviceName::Cuda => cubecl::Device::cuda(0)?,
-        })
-    }
-}
-
-/// Runs what the command line asks for; ends the process with code 2 and one sentence where that cannot be done.
+/// Does what the command line asks for; ends the process with code 2 and one sentence where that cannot be done.
 pub fn main() {
     let arguments = Arguments::parse();
-    let result = arguments.device.open().and_then(|device| match arguments.what {
-        What::Speed => speed::run(&device, arguments.sweep, arguments.tiny),
-        What::Memory => memory::run(device, arguments.tiny),
-    });
+    let result = match arguments.command {
+        None => run::run(&arguments.run),
+        Some(Command::Sweep(options)) => sweep::run(&options),
+        Some(Command::Report { names, directory, out, pictures }) => {
+            report::write(&directory, &names, &out, pictures.as_deref())
+                .map(|written| written.iter().for_each(|path| println!("written: {}", path.display())))
+        }
+        Some(Command::Readme { document, directory, check }) => report::readme(&directory, &document, check),
+        Some(Command::Worker) => worker::run(),
+    };
     if let Err(error) = result {
         eprintln!("{error}");
         std::process::exit(2);

@@ -8,7 +8,7 @@ use crate::problem::{AttentionProblem, Dtype};
 use cubecl::client::Client;
 use cubecl::ir::features::TypeUsage;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 const VEC4_BYTES: usize = size_of::<f32>() * WIDTH;
@@ -38,7 +38,7 @@ const PORTABLE: [TileShape; 4] = [
 const MAX_ACCUMULATED: usize = 16;
 
 /// A kernel family.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kernel {
     /// Fused multiply-adds in f32 on any CubeCL device.
@@ -46,6 +46,9 @@ pub enum Kernel {
 }
 
 impl Kernel {
+    /// Every kernel family, the most preferred first.
+    pub const ALL: [Kernel; 1] = [Kernel::Portable];
+
     /// The name used in messages and result files.
     pub fn name(self) -> &'static str {
         match self {
@@ -161,15 +164,30 @@ impl fmt::Display for Plan {
 }
 
 /// The kernels of the portable family, by what they keep in shared memory.
-#[derive(Clone, Copy)]
-pub(crate) enum Stage {
+///
+/// ```
+/// use flash_attention_kernels::{TileShape, tiling::{Stage, shared_memory}};
+///
+/// let tile = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
+/// assert_eq!(shared_memory(&tile, Stage::Forward), 14848);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
     /// The forward.
     Forward,
     /// Those of the backward.
     Backward,
 }
 
-fn shared_memory(tile: &TileShape, stage: Stage) -> usize {
+/// Bytes of shared memory of a cube with these tiles: the most that a kernel of the stage takes.
+///
+/// ```
+/// use flash_attention_kernels::{TileShape, tiling::{Stage, shared_memory}};
+///
+/// let tile = TileShape { tile_q: 64, tile_k: 64, units_q: 16, units_k: 16, chunk: 32 };
+/// assert!(shared_memory(&tile, Stage::Backward) <= 48 << 10);
+/// ```
+pub fn shared_memory(tile: &TileShape, stage: Stage) -> usize {
     let (q, k) = (tile.tile_q, tile.tile_k);
     let vectors = match stage {
         Stage::Forward => tile.panel_a() + tile.panel_b(k) + q * TileShape::pitch(k) + tile.board(),

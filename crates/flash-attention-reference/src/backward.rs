@@ -120,24 +120,35 @@ fn backward_head(
         let dout = vector(dout, problem.o_shape(), [b, h, i]);
         let dlse = dlse.map_or(0.0, |dlse| dlse[(b * problem.num_heads_q + h) * seq_q + i]);
 
-        let value = |&j: &usize| vector(inputs.v, problem.v_shape(), [b, h_kv, j]);
-        let dp: Vec<f64> = row.keys.iter().map(|j| dot(dout, value(j))).collect();
-        let delta = dot(&row.p, &dp) - dlse;
-
+        let (dt, ds) = score_gradients(problem, inputs, &row, dout, dlse, [b, h_kv]);
         let dq = &mut head.dq[(n * seq_q + i) * head_dim..][..head_dim];
         for (n, &j) in row.keys.iter().enumerate() {
-            let dt = row.p[n] * (dp[n] - delta);
             if let Some(shape) = problem.bias {
-                head.dbias.push((broadcast_index(shape, [b, h, i, j]), dt));
+                head.dbias.push((broadcast_index(shape, [b, h, i, j]), dt[n]));
             }
-            let ds = match problem.options.softcap {
-                Some(cap) => dt * (1.0 - (row.t[n] / f64::from(cap)).powi(2)),
-                None => dt,
-            };
-            add_scaled(dq, scale * ds, vector(inputs.k, problem.k_shape(), [b, h_kv, j]));
-            add_scaled(&mut head.dk[j * head_dim..][..head_dim], scale * ds, q);
+            add_scaled(dq, scale * ds[n], vector(inputs.k, problem.k_shape(), [b, h_kv, j]));
+            add_scaled(&mut head.dk[j * head_dim..][..head_dim], scale * ds[n], q);
             add_scaled(&mut head.dv[j * head_dim_v..][..head_dim_v], row.p[n], dout);
         }
     }
     head
+}
+
+/// `dt` and `ds` of a row, for each of the keys that it sees; `dout` is the row's own.
+pub(crate) fn score_gradients(
+    problem: &AttentionProblem,
+    inputs: &Inputs,
+    row: &Row,
+    dout: &[f64],
+    dlse: f64,
+    [b, h_kv]: [usize; 2],
+) -> (Vec<f64>, Vec<f64>) {
+    let dp: Vec<f64> = row.keys.iter().map(|&j| dot(dout, vector(inputs.v, problem.v_shape(), [b, h_kv, j]))).collect();
+    let delta = dot(&row.p, &dp) - dlse;
+    let dt: Vec<f64> = row.p.iter().zip(&dp).map(|(p, dp)| p * (dp - delta)).collect();
+    let ds = match problem.options.softcap {
+        Some(cap) => dt.iter().zip(&row.t).map(|(dt, t)| dt * (1.0 - (t / f64::from(cap)).powi(2))).collect(),
+        None => dt.clone(),
+    };
+    (dt, ds)
 }

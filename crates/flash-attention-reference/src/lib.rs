@@ -36,12 +36,14 @@ pub mod error;
 mod forward;
 mod random;
 mod row;
+mod sample;
 
 pub use backward::{Gradients, backward};
 pub use dtype::round_to;
 pub use error::Error;
 pub use forward::{Output, forward};
 pub use random::normal;
+pub use sample::{Sample, sample};
 
 use flash_attention_kernels::AttentionProblem;
 

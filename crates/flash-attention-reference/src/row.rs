@@ -66,9 +66,17 @@ pub(crate) fn broadcast_index(shape: [usize; 4], at: [usize; 4]) -> usize {
     shape.iter().zip(at).fold(0, |index, (&size, position)| index * size + if size == 1 { 0 } else { position })
 }
 
-/// `a · b`.
+/// `a · b`, in eight sums, which the processor adds up side by side.
 pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {
-    a.iter().zip(b).map(|(x, y)| x * y).sum()
+    let (a, b) = (a.chunks_exact(8), b.chunks_exact(8));
+    let rest: f64 = a.remainder().iter().zip(b.remainder()).map(|(x, y)| x * y).sum();
+    let mut sums = [0.0; 8];
+    for (a, b) in a.zip(b) {
+        for lane in 0..8 {
+            sums[lane] += a[lane] * b[lane];
+        }
+    }
+    sums.iter().sum::<f64>() + rest
 }
 
 /// `y += a · x`.

@@ -2,6 +2,7 @@
 
 use super::{Call, Inputs, elementwise, input, output};
 use crate::error::AttentionError;
+use crate::portable::GridLaunch;
 use crate::portable::dbias::Sums;
 use crate::portable::tile::{TileShape, WIDTH};
 use crate::portable::{self, dbias, delta, nothing};
@@ -112,6 +113,17 @@ impl Scratch {
     }
 }
 
+/// How the bias's gradient is launched.
+struct DbiasGrids {
+    sums: Sums,
+    /// Heads and batches that are told apart in what a cube writes.
+    heads: usize,
+    batches: usize,
+    grid: (GridLaunch, CubeCount),
+    /// Units that share an element of the fold, and its cubes.
+    fold: Option<(usize, CubeCount)>,
+}
+
 impl Call<'_> {
     fn backward(
         &self,
@@ -166,8 +178,11 @@ impl Call<'_> {
 
         // -- nothing to attend to: zeros
         if p.rows() == 0 || p.seq_k == 0 {
-            for view in wanted.iter().filter_map(|(_, view, _)| view.as_ref()).filter(|view| !view.is_empty()) {
-                let (count, dim) = elementwise(self.device, "zeros", view.len())?;
+            let written = wanted.iter().filter_map(|(_, view, _)| view.as_ref()).filter(|view| !view.is_empty());
+            let launches: Vec<_> = written
+                .map(|view| Ok((view, elementwise(self.device, "zeros", view.len())?)))
+                .collect::<Result<_, AttentionError>>()?;
+            for (view, (count, dim)) in launches {
                 unsafe {
                     nothing::zeros::launch_unchecked(self.client, count, dim, addresses, view.arg(), self.dtype())
                 };
@@ -179,44 +194,58 @@ impl Call<'_> {
         for tile in [tiles.dq, tiles.dkdv] {
             tiling::check_tile(self.device, p, &tile, Stage::Backward)?;
         }
-        let (with_dk, with_dv) = (gradients.dk.is_some(), gradients.dv.is_some());
-        let together = tiles.dkdv_together && with_dk && with_dv;
-        if gradients.dq.is_some() {
-            tiling::check_bindings(self.device, p, "dq", 6)?;
-        }
-        if with_dk || with_dv {
-            tiling::check_bindings(self.device, p, "dkdv", if together { 7 } else { 6 })?;
-        }
-        if gradients.dbias.is_some() {
-            tiling::check_bindings(self.device, p, "dbias", 6)?;
-        }
-
-        self.delta(saved, scratch, addresses)?;
-        if let Some(dq) = &gradients.dq {
-            self.dq(saved, scratch, dq, tiles.dq, addresses)?;
-        }
         let (dk, dv) = (gradients.dk.as_ref(), gradients.dv.as_ref());
-        let launches = if together { vec![(dk, dv)] } else { vec![(dk, None), (None, dv)] };
-        for (dk, dv) in launches {
+        let together = tiles.dkdv_together && dk.is_some() && dv.is_some();
+        let delta = self.delta_grid()?;
+        let dq = match &gradients.dq {
+            Some(dq) => {
+                tiling::check_bindings(self.device, p, "dq", 6)?;
+                Some((dq, self.query_grid("dq", tiles.dq)?))
+            }
+            None => None,
+        };
+        let mut dkdv = Vec::new();
+        for (dk, dv) in if together { vec![(dk, dv)] } else { vec![(dk, None), (None, dv)] } {
             if dk.is_some() || dv.is_some() {
-                self.dkdv(saved, scratch, dk, dv, tiles.dkdv, addresses)?;
+                tiling::check_bindings(self.device, p, "dkdv", if together { 7 } else { 6 })?;
+                dkdv.push((dk, dv, self.key_grid("dkdv", tiles.dkdv)?));
             }
         }
-        if let Some(dbias) = &gradients.dbias {
-            self.dbias(saved, scratch, dbias, tiles.dq, addresses)?;
+        let dbias = match &gradients.dbias {
+            Some(dbias) => {
+                tiling::check_bindings(self.device, p, "dbias", 6)?;
+                Some((dbias, self.dbias_grids(dbias, tiles.dq)?))
+            }
+            None => None,
+        };
+
+        self.delta(saved, scratch, delta, addresses);
+        if let Some((dq, grid)) = dq {
+            self.dq(saved, scratch, dq, tiles.dq, grid, addresses);
+        }
+        for (dk, dv, grid) in dkdv {
+            self.dkdv(saved, scratch, dk, dv, tiles.dkdv, grid, addresses);
+        }
+        if let Some((dbias, grids)) = dbias {
+            self.dbias(saved, scratch, dbias, tiles.dq, grids, addresses);
         }
         Ok(())
     }
 
-    fn delta(&self, saved: &Saved, scratch: &Scratch, addresses: AddressType) -> Result<(), AttentionError> {
+    fn delta_grid(&self) -> Result<CubeCount, AttentionError> {
+        let cubes = self.problem.rows().div_ceil(delta::ROWS) as u64;
+        let (x, y, z) = tiling::cube_count(self.device, "delta", cubes)?;
+        Ok(CubeCount::Static(x, y, z))
+    }
+
+    fn delta(&self, saved: &Saved, scratch: &Scratch, count: CubeCount, addresses: AddressType) {
         let p = self.problem;
-        let (x, y, z) = tiling::cube_count(self.device, "delta", p.rows().div_ceil(delta::ROWS) as u64)?;
         let vectorizes = |view: &TensorView| view.vectorizes(WIDTH, p.dtype.size());
         let width = if vectorizes(&saved.o) && vectorizes(&saved.dout) { WIDTH } else { 1 };
         unsafe {
             delta::delta::launch_unchecked(
                 self.client,
-                CubeCount::Static(x, y, z),
+                count,
                 CubeDim::new_1d((delta::ROWS * delta::UNITS_PER_ROW) as u32),
                 addresses,
                 width,
@@ -231,7 +260,6 @@ impl Call<'_> {
                 self.dtype(),
             );
         }
-        Ok(())
     }
 
     fn dq(
@@ -240,9 +268,9 @@ impl Call<'_> {
         scratch: &Scratch,
         dq: &TensorView,
         tile: TileShape,
+        (grid, count): (GridLaunch, CubeCount),
         addresses: AddressType,
-    ) -> Result<(), AttentionError> {
-        let (grid, count) = self.query_grid("dq", tile)?;
+    ) {
         unsafe {
             portable::dq::dq::launch_unchecked(
                 self.client,
@@ -265,9 +293,9 @@ impl Call<'_> {
                 [self.dtype(), self.mask_type()],
             );
         }
-        Ok(())
     }
 
+    #[allow(clippy::too_many_arguments)]
     fn dkdv(
         &self,
         saved: &Saved,
@@ -275,9 +303,9 @@ impl Call<'_> {
         dk: Option<&TensorView>,
         dv: Option<&TensorView>,
         tile: TileShape,
+        (grid, count): (GridLaunch, CubeCount),
         addresses: AddressType,
-    ) -> Result<(), AttentionError> {
-        let (grid, count) = self.key_grid("dkdv", tile)?;
+    ) {
         let views: Vec<_> = [Some(&saved.dout), dk, dv].into_iter().flatten().collect();
         unsafe {
             portable::dkdv::dkdv::launch_unchecked(
@@ -302,7 +330,31 @@ impl Call<'_> {
                 [self.dtype(), self.mask_type()],
             );
         }
-        Ok(())
+    }
+
+    /// Where the bias's gradient is computed, and folded if it must be.
+    fn dbias_grids(&self, dbias: &TensorView, tile: TileShape) -> Result<DbiasGrids, AttentionError> {
+        let p = self.problem;
+        let sums = tiling::bias_sums(&dbias.shape, p);
+        let q_blocks = p.seq_q.div_ceil(tile.tile_q);
+        let k_blocks = p.seq_k.div_ceil(tile.tile_k);
+        let (blocks, heads, batches) = match sums {
+            Sums::Tile => (q_blocks * k_blocks, dbias.shape[1], dbias.shape[0]),
+            Sums::Columns => (k_blocks, p.num_heads_q, p.batch),
+            Sums::Rows => (q_blocks, p.num_heads_q, p.batch),
+        };
+        let fold = match sums {
+            Sums::Tile => None,
+            Sums::Columns | Sums::Rows => {
+                // A unit for each element, or a cube where many terms are to be added.
+                let terms = tiling::bias_sums_len(p) / dbias.len();
+                let lanes = if terms < dbias::FOLD_UNITS { 1 } else { dbias::FOLD_UNITS };
+                let cubes = (dbias.len() * lanes).div_ceil(dbias::FOLD_UNITS);
+                let (x, y, z) = tiling::cube_count(self.device, "fold", cubes as u64)?;
+                Some((lanes, CubeCount::Static(x, y, z)))
+            }
+        };
+        Ok(DbiasGrids { sums, heads, batches, grid: self.grid("dbias", blocks, heads, batches)?, fold })
     }
 
     fn dbias(
@@ -311,19 +363,10 @@ impl Call<'_> {
         scratch: &Scratch,
         dbias: &TensorView,
         tile: TileShape,
+        DbiasGrids { sums, heads, batches, grid: (grid, count), fold }: DbiasGrids,
         addresses: AddressType,
-    ) -> Result<(), AttentionError> {
+    ) {
         let p = self.problem;
-        let sums = tiling::bias_sums(&dbias.shape, p);
-        let q_blocks = p.seq_q.div_ceil(tile.tile_q);
-        let k_blocks = p.seq_k.div_ceil(tile.tile_k);
-        // What the grid numbers, and how many batches and heads share what a cube writes.
-        let (blocks, heads, batches) = match sums {
-            Sums::Tile => (q_blocks * k_blocks, dbias.shape[1], dbias.shape[0]),
-            Sums::Columns => (k_blocks, p.num_heads_q, p.batch),
-            Sums::Rows => (q_blocks, p.num_heads_q, p.batch),
-        };
-        let (grid, count) = self.grid("dbias", blocks, heads, batches)?;
         // What is folded afterwards is summed in scratch, which has been checked.
         let partial = scratch.bias_sums.as_ref().filter(|_| sums != Sums::Tile);
         let (out, out_type) = match partial {
@@ -356,17 +399,12 @@ impl Call<'_> {
                 [self.dtype(), self.mask_type(), out_type],
             );
         }
-        if let Some(partial) = partial {
+        if let (Some(partial), Some((lanes, count))) = (partial, fold) {
             let along = if sums == Sums::Columns { 3 } else { 2 };
-            // A unit for each element, or a cube where many terms are to be added.
-            let terms = partial.len() / dbias.len();
-            let lanes = if terms < dbias::FOLD_UNITS { 1 } else { dbias::FOLD_UNITS };
-            let cubes = (dbias.len() * lanes).div_ceil(dbias::FOLD_UNITS);
-            let (x, y, z) = tiling::cube_count(self.device, "fold", cubes as u64)?;
             unsafe {
                 dbias::fold::launch_unchecked(
                     self.client,
-                    CubeCount::Static(x, y, z),
+                    count,
                     CubeDim::new_1d(dbias::FOLD_UNITS as u32),
                     addresses,
                     partial.arg(),
@@ -377,6 +415,5 @@ impl Call<'_> {
                 );
             }
         }
-        Ok(())
     }
 }

@@ -47,9 +47,9 @@ pub fn forward_with(
         return Ok(());
     }
     if problem.seq_k == 0 {
-        let (count, dim) = elementwise(&device, "zeros", o.len())?;
-        unsafe { nothing::zeros::launch_unchecked(client, count, dim, addresses, o.arg(), call.dtype()) };
+        let (o_count, o_dim) = elementwise(&device, "zeros", o.len())?;
         let (count, dim) = elementwise(&device, "empty_lse", lse.len())?;
+        unsafe { nothing::zeros::launch_unchecked(client, o_count, o_dim, addresses, o.arg(), call.dtype()) };
         unsafe { nothing::empty_lse::launch_unchecked(client, count, dim, addresses, lse.arg()) };
         return Ok(());
     }

@@ -1,0 +1,366 @@
+//! What is timed: a problem, and a pass over it.
+
+use crate::error::Error;
+use clap::ValueEnum;
+use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// One attention problem of a set.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Case {
+    /// Element type.
+    pub dtype: Dtype,
+    /// Batches.
+    pub batch: usize,
+    /// Heads of the queries.
+    pub heads_q: usize,
+    /// Heads of keys and values.
+    pub heads_kv: usize,
+    /// Queries.
+    pub seq_q: usize,
+    /// Keys.
+    pub seq_k: usize,
+    /// Dimension of queries and keys.
+    pub head_dim: usize,
+    /// Dimension of values.
+    pub head_dim_v: usize,
+    /// Whether a query sees no later key.
+    pub causal: bool,
+    /// What else is asked of the scores.
+    pub variant: Variant,
+}
+
+/// What is asked of the scores beside causality.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Variant {
+    /// Nothing.
+    None,
+    /// A padding mask `[batch, 1, 1, seq_k]` that hides the last eighth of the keys of every other batch.
+    Mask,
+    /// A bias `[1, heads, seq_q, seq_k]`, and its gradient.
+    Bias,
+    /// A softcap of 20.
+    Softcap,
+    /// A causal window of so many keys, the query's own counted.
+    Window(usize),
+}
+
+/// The softcap of [`Variant::Softcap`].
+pub const SOFTCAP: f32 = 20.0;
+
+impl fmt::Display for Variant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Variant::None => f.write_str("none"),
+            Variant::Mask => f.write_str("mask"),
+            Variant::Bias => f.write_str("bias"),
+            Variant::Softcap => f.write_str("softcap"),
+            Variant::Window(keys) => write!(f, "window {keys}"),
+        }
+    }
+}
+
+impl Case {
+    /// Causal or full self-attention: as many keys as queries, as many heads of one as of the other.
+    pub const fn new(dtype: Dtype, [batch, heads, seq, head_dim]: [usize; 4], causal: bool) -> Self {
+        Case {
+            dtype,
+            batch,
+            heads_q: heads,
+            heads_kv: heads,
+            seq_q: seq,
+            seq_k: seq,
+            head_dim,
+            head_dim_v: head_dim,
+            causal,
+            variant: Variant::None,
+        }
+    }
+
+    /// The same with something asked of the scores.
+    pub const fn with(self, variant: Variant) -> Self {
+        Case { variant, ..self }
+    }
+
+    /// The problem that the kernels are given.
+    pub fn problem(&self) -> Result<AttentionProblem, AttentionError> {
+        let mut options = AttentionOptions { causal: self.causal, ..Default::default() };
+        match self.variant {
+            Variant::Softcap => options.softcap = Some(SOFTCAP),
+            Variant::Window(keys) => options.window_left = Some(keys.saturating_sub(1)),
+            Variant::None | Variant::Mask | Variant::Bias => {}
+        }
+        let q = [self.batch, self.heads_q, self.seq_q, self.head_dim];
+        let k = [self.batch, self.heads_kv, self.seq_k, self.head_dim];
+        let v = [self.batch, self.heads_kv, self.seq_k, self.head_dim_v];
+        let problem = AttentionProblem::new(&q, &k, &v, self.dtype, options)?;
+        match self.variant {
+            Variant::Mask => problem.with_mask(&[self.batch, 1, 1, self.seq_k]),
+            Variant::Bias => problem.with_bias(&[1, self.heads_q, self.seq_q, self.seq_k]),
+            Variant::None | Variant::Softcap | Variant::Window(_) => Ok(problem),
+        }
+    }
+
+    /// The column `variant` of the results.
+    pub fn variant_name(&self) -> String {
+        if self.head_dim_v == self.head_dim {
+            self.variant.to_string()
+        } else {
+            format!("{}, head_dim_v {}", self.variant, self.head_dim_v)
+        }
+    }
+
+    /// Bytes of `q`, `k`, `v` and the output.
+    pub fn bytes(&self) -> usize {
+        let rows_q = self.batch * self.heads_q * self.seq_q;
+        let rows_k = self.batch * self.heads_kv * self.seq_k;
+        (rows_q + rows_k) * (self.head_dim + self.head_dim_v) * self.dtype.size()
+    }
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} [{}, {}", self.dtype.name(), self.batch, self.heads_q)?;
+        if self.heads_kv != self.heads_q {
+            write!(f, "/{}", self.heads_kv)?;
+        }
+        write!(f, ", {}", self.seq_q)?;
+        if self.seq_k != self.seq_q {
+            write!(f, "→{}", self.seq_k)?;
+        }
+        write!(f, ", {}]{}", self.head_dim, if self.causal { " causal" } else { "" })?;
+        match self.variant_name() {
+            name if name == "none" => Ok(()),
+            name => write!(f, ", {name}"),
+        }
+    }
+}
+
+/// A pass over a problem.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Pass {
+    /// The output.
+    Forward,
+    /// All gradients, from what the forward saved.
+    Backward,
+    /// One after the other.
+    Both,
+    /// One after the other, through Burn's autodiff.
+    Autodiff,
+}
+
+impl Pass {
+    /// The name in results.
+    pub fn name(self) -> &'static str {
+        match self {
+            Pass::Forward => "forward",
+            Pass::Backward => "backward",
+            Pass::Both => "both",
+            Pass::Autodiff => "autodiff",
+        }
+    }
+
+    /// Operations as the field counts them.
+    pub fn flops(self, problem: &AttentionProblem) -> f64 {
+        match self {
+            Pass::Forward => problem.forward_flops(),
+            Pass::Backward => problem.backward_flops(),
+            Pass::Both | Pass::Autodiff => problem.forward_flops() + problem.backward_flops(),
+        }
+    }
+}
+
+/// A set of problems.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Set {
+    /// Seconds, even on a software device: what tests run.
+    Tiny,
+    /// Minutes on any device, in f32 and f16: one axis at a time, and every variant.
+    Quick,
+    /// The shapes of the FlashAttention papers in bf16: 16k tokens in all, hidden size 2,048 (arXiv:2307.08691, section
+    /// 4.1).
+    Paper,
+    /// Shapes that fill a data-centre GPU, in bf16.
+    H200,
+    /// Mask, bias, softcap and window at (4, 16, 4096, 128), in bf16.
+    Variants,
+    /// Lengths that fit no tile beside the next that does, and grouped heads, in bf16.
+    Ragged,
+    /// f32 at 4k to 64k tokens: memory.
+    Lengths,
+}
+
+impl Set {
+    /// The name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Set::Tiny => "tiny",
+            Set::Quick => "quick",
+            Set::Paper => "paper",
+            Set::H200 => "h200",
+            Set::Variants => "variants",
+            Set::Ragged => "ragged",
+            Set::Lengths => "lengths",
+        }
+    }
+
+    /// Its problems.
+    pub fn cases(self) -> Vec<Case> {
+        use Dtype::{BF16, F16, F32};
+        match self {
+            Set::Tiny => {
+                let base = Case::new(F32, [1, 2, 64, 32], true);
+                vec![
+                    base,
+                    Case::new(F32, [1, 2, 128, 32], true),
+                    Case { heads_kv: 1, ..base },
+                    base.with(Variant::Mask),
+                    base.with(Variant::Bias),
+                ]
+            }
+            Set::Quick => [F32, F16].into_iter().flat_map(quick).collect(),
+            Set::Paper => {
+                let lengths = [512, 1024, 2048, 4096, 8192, 16384];
+                let of = |head_dim: usize, causal: bool| {
+                    lengths.map(|seq| Case::new(BF16, [16384 / seq, 2048 / head_dim, seq, head_dim], causal))
+                };
+                [64, 128, 256].into_iter().flat_map(|d| [of(d, false), of(d, true)].concat()).collect()
+            }
+            Set::H200 => [
+                ([16, 16, 1024, 128], false),
+                ([16, 16, 1024, 128], true),
+                ([32, 16, 512, 128], true),
+                ([4, 16, 4096, 128], false),
+                ([4, 16, 4096, 128], true),
+                ([1, 16, 16384, 128], true),
+                ([16, 32, 1024, 64], true),
+                ([4, 32, 4096, 64], true),
+                ([1, 32, 16384, 64], true),
+                ([4, 8, 4096, 256], true),
+                ([1, 8, 16384, 256], true),
+            ]
+            .map(|(shape, causal)| Case::new(BF16, shape, causal))
+            .to_vec(),
+            Set::Variants => {
+                let full = Case::new(BF16, [4, 16, 4096, 128], false);
+                let causal = Case { causal: true, ..full };
+                vec![
+                    full.with(Variant::Mask),
+                    full.with(Variant::Bias),
+                    causal.with(Variant::Softcap),
+                    causal.with(Variant::Window(256)),
+                    causal.with(Variant::Window(1024)),
+                    causal.with(Variant::Window(2048)),
+                ]
+            }
+            Set::Ragged => {
+                let of = |seq_q: usize, seq_k: usize, batch: usize| Case {
+                    seq_k,
+                    ..Case::new(BF16, [batch, 16, seq_q, 128], true)
+                };
+                let grouped = Case::new(BF16, [4, 32, 4096, 128], true);
+                vec![
+                    of(1000, 1000, 16),
+                    of(1024, 1024, 16),
+                    of(1023, 1024, 16),
+                    of(4095, 4095, 4),
+                    of(4096, 4096, 4),
+                    of(16385, 16385, 1),
+                    of(16512, 16512, 1),
+                    grouped,
+                    Case { heads_kv: 8, ..grouped },
+                    Case { head_dim_v: 64, ..of(4096, 4096, 4) },
+                ]
+            }
+            Set::Lengths => [4096, 8192, 16384, 32768, 65536].map(|seq| Case::new(F32, [1, 8, seq, 64], true)).to_vec(),
+        }
+    }
+}
+
+/// One axis at a time around `[1, 8, 512, 64]`.
+fn quick(dtype: Dtype) -> Vec<Case> {
+    let base = Case::new(dtype, [1, 8, 512, 64], true);
+    let mut cases: Vec<Case> = [256, 512, 1024].map(|seq| Case { seq_q: seq, seq_k: seq, ..base }).to_vec();
+    cases.push(Case { causal: false, ..base });
+    if dtype == Dtype::F32 {
+        cases.extend([32, 128].map(|d| Case { head_dim: d, head_dim_v: d, ..base }));
+        cases.extend([2, 4].map(|batch| Case { batch, ..base }));
+        cases.extend([2, 4].map(|heads| Case { heads_q: heads, heads_kv: heads, ..base }));
+        cases.push(Case { heads_kv: 2, ..base });
+        cases.push(Case { seq_q: 128, ..base });
+        cases.extend([Variant::Mask, Variant::Bias, Variant::Softcap, Variant::Window(128)].map(|v| base.with(v)));
+    }
+    cases
+}
+
+/// Filters on the axes of a set: what is left empty keeps everything.
+#[derive(clap::Args, Clone, Debug, Default)]
+pub struct Filters {
+    /// Element types to keep: f32, f16, bf16.
+    #[arg(long, value_delimiter = ',')]
+    dtype: Vec<String>,
+    /// Batches to keep.
+    #[arg(long, value_delimiter = ',')]
+    batch: Vec<String>,
+    /// Query heads to keep.
+    #[arg(long, value_delimiter = ',')]
+    heads_q: Vec<String>,
+    /// Key/value heads to keep.
+    #[arg(long, value_delimiter = ',')]
+    heads_kv: Vec<String>,
+    /// Numbers of queries to keep.
+    #[arg(long, value_delimiter = ',')]
+    seq_q: Vec<String>,
+    /// Numbers of keys to keep.
+    #[arg(long, value_delimiter = ',')]
+    seq_k: Vec<String>,
+    /// Head dimensions to keep.
+    #[arg(long, value_delimiter = ',')]
+    head_dim: Vec<String>,
+    /// Head dimensions of the values to keep.
+    #[arg(long, value_delimiter = ',')]
+    head_dim_v: Vec<String>,
+    /// true, false or both.
+    #[arg(long, value_delimiter = ',')]
+    causal: Vec<String>,
+    /// Variants to keep: none, mask, bias, softcap, "window 1024", …
+    #[arg(long, value_delimiter = ',')]
+    variant: Vec<String>,
+}
+
+impl Filters {
+    /// The problems of the set that every filter keeps.
+    pub fn apply(&self, set: Set) -> Result<Vec<Case>, Error> {
+        type Axis<'a> = (&'static str, &'a [String], fn(&Case) -> String);
+        let axes: [Axis; 10] = [
+            ("dtype", &self.dtype, |c| c.dtype.name().into()),
+            ("batch", &self.batch, |c| c.batch.to_string()),
+            ("heads-q", &self.heads_q, |c| c.heads_q.to_string()),
+            ("heads-kv", &self.heads_kv, |c| c.heads_kv.to_string()),
+            ("seq-q", &self.seq_q, |c| c.seq_q.to_string()),
+            ("seq-k", &self.seq_k, |c| c.seq_k.to_string()),
+            ("head-dim", &self.head_dim, |c| c.head_dim.to_string()),
+            ("head-dim-v", &self.head_dim_v, |c| c.head_dim_v.to_string()),
+            ("causal", &self.causal, |c| c.causal.to_string()),
+            ("variant", &self.variant, |c| c.variant.to_string()),
+        ];
+        let mut cases = set.cases();
+        for (axis, wanted, value) in axes {
+            let mut known: Vec<String> = Vec::new();
+            for value in cases.iter().map(value) {
+                if !known.contains(&value) {
+                    known.push(value);
+                }
+            }
+            if let Some(unknown) = wanted.iter().find(|value| !known.contains(value)) {
+                let (value, known) = (unknown.clone(), known.join(", "));
+                return Err(Error::Filter { axis, value, set: set.name(), known });
+            }
+            cases.retain(|case| wanted.is_empty() || wanted.contains(&value(case)));
+        }
+        Ok(cases)
+    }
+}

@@ -1,0 +1,216 @@
+//! Attention through Burn's tensors: ours, Burn's own, and composed of products, mask and softmax.
+
+use super::{Implementation, Prepared};
+use crate::case::{Pass, SOFTCAP, Variant};
+use crate::data::{Data, Results, Values};
+use crate::error::Error;
+use crate::timing::Work;
+use burn::tensor::ops::AttentionModuleOptions;
+use burn::tensor::{Bool, DType, Device, Tensor, TensorData, activation, module};
+use burn_flash_attention::{FlashAttentionOptions, flash_attention};
+use cubecl::client::Client;
+use flash_attention_kernels::{AttentionProblem, Dtype};
+
+/// The forward, or forward and backward through autodiff, with inputs that take turns.
+pub(super) struct Tensors {
+    device: Device,
+    implementation: Implementation,
+    problem: AttentionProblem,
+    variant: Variant,
+    pass: Pass,
+    inputs: Vec<Inputs>,
+    /// What the last call gave: output, then gradients.
+    last: Option<(Tensor<4>, Vec<Tensor<4>>)>,
+}
+
+struct Inputs {
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    bias: Option<Tensor<4>>,
+    mask: Option<Tensor<4, Bool>>,
+    dout: Tensor<4>,
+    /// True where causality or the window hide, for implementations that cannot be asked for it; made once, as models do.
+    hidden: Option<Tensor<4, Bool>>,
+}
+
+impl Tensors {
+    pub fn new(
+        device: &cubecl::Device,
+        implementation: Implementation,
+        pass: Pass,
+        data: &[Data],
+    ) -> Result<Self, Error> {
+        let inner = Device::new(device.clone());
+        let device = if pass == Pass::Autodiff { inner.autodiff() } else { inner };
+        let (problem, variant) = (data[0].problem, data[0].case.variant);
+        let inputs = data.iter().map(|data| Inputs::new(data, implementation, &device)).collect();
+        Ok(Tensors { device, implementation, problem, variant, pass, inputs, last: None })
+    }
+
+    fn attention(&self, inputs: &Inputs) -> Tensor<4> {
+        let Inputs { q, k, v, bias, mask, hidden, .. } = inputs;
+        let (q, k, v, p) = (q.clone(), k.clone(), v.clone(), &self.problem);
+        match self.implementation {
+            Implementation::Ours => {
+                let mut options = FlashAttentionOptions::new().with_causal(p.options.causal);
+                if let Variant::Window(keys) = self.variant {
+                    options = options.with_window_left(keys - 1);
+                }
+                if self.variant == Variant::Softcap {
+                    options = options.with_softcap(SOFTCAP);
+                }
+                if let Some(mask) = mask {
+                    options = options.with_mask(mask.clone());
+                }
+                if let Some(bias) = bias {
+                    options = options.with_bias(bias.clone());
+                }
+                flash_attention(q, k, v, &options)
+            }
+            Implementation::Burn => {
+                let options = AttentionModuleOptions {
+                    softcap: (self.variant == Variant::Softcap).then_some(f64::from(SOFTCAP)),
+                    is_causal: p.options.causal,
+                    ..Default::default()
+                };
+                let scores = p.scores_shape();
+                // Burn's operation takes neither grouped heads nor broadcast masks.
+                let mask = match self.variant {
+                    Variant::Window(_) => hidden.clone(),
+                    _ => mask.clone(),
+                };
+                let mask = mask.map(|mask| mask.expand(scores));
+                let bias = bias.clone().map(|bias| bias.expand(scores));
+                module::attention(q, repeated(k, p), repeated(v, p), mask, bias, options)
+            }
+            Implementation::Composed => {
+                let mut scores = q.matmul(repeated(k, p).swap_dims(2, 3)).mul_scalar(p.softmax_scale());
+                if self.variant == Variant::Softcap {
+                    scores = scores.div_scalar(SOFTCAP).tanh().mul_scalar(SOFTCAP);
+                }
+                if let Some(bias) = bias {
+                    scores = scores + bias.clone();
+                }
+                for hidden in [mask, hidden].into_iter().flatten() {
+                    scores = scores.mask_fill(hidden.clone().expand(p.scores_shape()), f32::NEG_INFINITY);
+                }
+                activation::softmax(scores, 3).matmul(repeated(v, p))
+            }
+        }
+    }
+}
+
+/// Heads of keys or values, each as often as query heads share it.
+fn repeated(x: Tensor<4>, p: &AttentionProblem) -> Tensor<4> {
+    if p.group_size() == 1 {
+        return x;
+    }
+    let [batch, heads, seq, dim] = x.dims();
+    let group = p.group_size();
+    x.unsqueeze_dim::<5>(2).expand([batch, heads, group, seq, dim]).reshape([batch, heads * group, seq, dim])
+}
+
+impl Inputs {
+    fn new(data: &Data, implementation: Implementation, device: &Device) -> Self {
+        let p = &data.problem;
+        let leaf = |values: &Values, shape| {
+            let x = tensor(values, shape, p.dtype, device);
+            if device.is_autodiff() { x.require_grad() } else { x }
+        };
+        let mask = data.mask.as_ref().zip(p.mask);
+        // Burn's own operation knows causality, not windows.
+        let told = match implementation {
+            Implementation::Ours => true,
+            Implementation::Burn => !matches!(data.case.variant, Variant::Window(_)),
+            Implementation::Composed => false,
+        };
+        let hidden = (p.options.causal && !told).then(|| {
+            let shift = p.seq_k as i64 - p.seq_q as i64;
+            let later = Tensor::<2, Bool>::tril_mask([p.seq_q, p.seq_k], shift, device);
+            let hidden = match data.case.variant {
+                Variant::Window(keys) => {
+                    let earlier = Tensor::<2, Bool>::triu_mask([p.seq_q, p.seq_k], shift + 1 - keys as i64, device);
+                    later.bool_or(earlier)
+                }
+                _ => later,
+            };
+            hidden.unsqueeze()
+        });
+        Inputs {
+            q: leaf(&data.q, p.q_shape()),
+            k: leaf(&data.k, p.k_shape()),
+            v: leaf(&data.v, p.v_shape()),
+            bias: data.bias.as_ref().zip(p.bias).map(|(bias, shape)| leaf(bias, shape)),
+            mask: mask.map(|(mask, shape)| Tensor::from_data(TensorData::new(mask.clone(), shape), device)),
+            dout: tensor(&data.dout, p.o_shape(), p.dtype, device),
+            hidden,
+        }
+    }
+}
+
+fn tensor(values: &Values, shape: [usize; 4], dtype: Dtype, device: &Device) -> Tensor<4> {
+    let dtype = match dtype {
+        Dtype::F32 => DType::F32,
+        Dtype::F16 => DType::F16,
+        Dtype::BF16 => DType::BF16,
+    };
+    Tensor::from_data(TensorData::from_bytes_vec(values.bytes.clone(), shape, dtype), (device, dtype))
+}
+
+impl Work for Tensors {
+    fn call(&mut self, turn: usize) -> Result<(), Error> {
+        // The last results go first: what a training step keeps is gone by the next one.
+        self.last = None;
+        let inputs = &self.inputs[turn % self.inputs.len()];
+        let o = self.attention(inputs);
+        let gradients = if self.pass == Pass::Autodiff {
+            let gradients = (o.clone() * inputs.dout.clone()).sum().backward();
+            let leaves = [Some(&inputs.q), Some(&inputs.k), Some(&inputs.v), inputs.bias.as_ref()];
+            leaves.into_iter().flatten().filter_map(|x| x.grad(&gradients)).collect()
+        } else {
+            Vec::new()
+        };
+        self.last = Some((o.detach(), gradients));
+        Ok(())
+    }
+
+    fn finish(&self) -> Result<(), Error> {
+        self.device.sync().map_err(|error| Error::Other(format!("the device failed: {error}")))
+    }
+
+    fn stream(&self) -> Option<&Client> {
+        None
+    }
+}
+
+impl Prepared for Tensors {
+    fn kernel(&self) -> String {
+        match self.implementation {
+            Implementation::Ours => "planned",
+            Implementation::Burn => "module::attention",
+            Implementation::Composed => "matmul, softmax, matmul",
+        }
+        .into()
+    }
+
+    fn results(&mut self) -> Result<Results, Error> {
+        self.call(0)?;
+        let (o, gradients) = self.last.take().ok_or_else(|| Error::Other("no call was made".into()))?;
+        let mut gradients = gradients.into_iter().map(read);
+        Ok(Results {
+            o: Some(read(o)?),
+            lse: None,
+            dq: gradients.next().transpose()?,
+            dk: gradients.next().transpose()?,
+            dv: gradients.next().transpose()?,
+            dbias: gradients.next().transpose()?,
+        })
+    }
+}
+
+fn read(x: Tensor<4>) -> Result<Vec<f64>, Error> {
+    let values = x.cast(DType::F32).into_data().try_into_vec::<f32>();
+    let values = values.map_err(|error| Error::Other(format!("results cannot be read: {error:?}")))?;
+    Ok(values.into_iter().map(f64::from).collect())
+}

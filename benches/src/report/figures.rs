@@ -1,0 +1,287 @@
+//! Which charts the report has, and what each says of itself.
+
+use super::model::{Machine, Problem, Results, Roofs, Who, by_who, distinct, latest, passes, timed_by};
+use super::studies::{self, Study};
+use super::svg::{self, Scale, Svg, number};
+use super::{bars, heatmap, lines};
+use crate::results::{Call, Moved, TileTiming, Timing};
+
+/// A chart in one or more views, with what it shows.
+pub struct Figure {
+    /// What is shown.
+    pub title: String,
+    /// Several where the reader can choose.
+    pub views: Vec<Svg>,
+    /// What has no value, and why.
+    pub missing: Vec<String>,
+}
+
+/// What is drawn against an axis.
+struct Measure {
+    class: &'static str,
+    label: &'static str,
+    scale: Scale,
+    of: fn(&Timing, &Roofs) -> Option<f64>,
+    text: fn(f64) -> String,
+}
+
+const RATE: Measure =
+    Measure { class: "rate", label: "TFLOP/s", scale: Scale::Linear, of: |row, _| row.tflops, text: number };
+const TIME: Measure = Measure {
+    class: "time",
+    label: "milliseconds, median",
+    scale: Scale::Log,
+    of: |row, _| row.median_ms,
+    text: number,
+};
+const FRACTION: Measure = Measure {
+    class: "fraction",
+    label: "percent of the matmul's TFLOP/s",
+    scale: Scale::Percent,
+    of: |row, roofs| Some(row.tflops? / roofs.of(row)?),
+    text: |value| format!("{:.1}%", value * 100.0),
+};
+const PEAK: Measure = Measure {
+    class: "peak",
+    label: "peak memory in use",
+    scale: Scale::Bytes,
+    of: |row, _| row.peak_bytes.map(|bytes| bytes as f64),
+    text: svg::bytes,
+};
+
+/// Time, rate and fraction of the roofline over sequence length.
+pub fn sequences(results: &Results, machine: &Machine, roofs: &Roofs) -> Vec<Figure> {
+    let studies = studies::sequences(machine);
+    studies.iter().filter_map(|study| lines_of(results, study, roofs, &[RATE, TIME, FRACTION])).collect()
+}
+
+/// The same over every other axis.
+pub fn scaling(results: &Results, machine: &Machine, roofs: &Roofs) -> Vec<Figure> {
+    let studies = studies::scaling(machine);
+    studies.iter().filter_map(|study| lines_of(results, study, roofs, &[RATE, TIME, FRACTION])).collect()
+}
+
+/// Memory over sequence length.
+pub fn memory(results: &Results, machine: &Machine, roofs: &Roofs) -> Vec<Figure> {
+    let studies = studies::sequences(machine);
+    studies.iter().filter_map(|study| lines_of(results, study, roofs, &[PEAK])).collect()
+}
+
+/// Who failed, where along the axis, and why.
+type Failure<'a> = (String, String, &'a str);
+
+fn lines_of(results: &Results, study: &Study, roofs: &Roofs, measures: &[Measure]) -> Option<Figure> {
+    let passes = passes(study.rows.iter().map(|row| row.pass.as_str()));
+    let of_pass = |pass: &str| by_who(&rows_of_pass(&study.rows, pass), &study.rows, timed_by);
+    let view = |measure: &Measure| {
+        let line = |(who, rows): (Who, Vec<&Timing>)| {
+            let mut points: Vec<lines::Point> =
+                rows.iter().map(|row| point(measure, study, &who, row, roofs)).collect();
+            points.sort_by_key(|point| point.x);
+            lines::Line { who, points }
+        };
+        let plot = |pass: &&str| lines::Plot {
+            title: pass.to_string(),
+            lines: of_pass(pass).into_iter().map(line).collect(),
+            ends: composed_end(results, study, pass).into_iter().collect(),
+        };
+        let plots: Vec<lines::Plot> = passes.iter().map(plot).collect();
+        lines::draw(measure.class, study.axis.label, measure.label, measure.scale, &plots)
+    };
+    let views: Vec<_> = measures.iter().filter_map(view).collect();
+    let mut failures: Vec<(Failure, Vec<&str>)> = Vec::new();
+    for pass in &passes {
+        for (who, rows) in of_pass(pass) {
+            let failed = || rows.iter().filter(|row| row.median_ms.is_none());
+            for reason in distinct(failed().map(|row| results.reason(row))) {
+                let places = failed().filter(|row| results.reason(row) == reason);
+                let places: Vec<String> = places.map(|row| svg::length((study.axis.of)(row))).collect();
+                let failure = (who.label.clone(), places.join(", "), reason);
+                match failures.iter_mut().find(|(other, _)| *other == failure) {
+                    Some((_, passes)) => passes.push(pass),
+                    None => failures.push((failure, vec![pass])),
+                }
+            }
+        }
+    }
+    let missing = failures.iter().map(|((who, places, reason), passes)| {
+        format!("{who}, {}, at {} {places}: {reason}", passes.join(", "), study.axis.label)
+    });
+    let missing = missing.collect();
+    let title = study.fixed.to_string();
+    (!views.is_empty()).then_some(Figure { title, views, missing })
+}
+
+fn point(measure: &Measure, study: &Study, who: &Who, row: &Timing, roofs: &Roofs) -> lines::Point {
+    let y = (measure.of)(row, roofs);
+    let spread = match (measure.class, row.p20_ms, row.p80_ms) {
+        ("time", Some(p20), Some(p80)) => format!(" (p20 {}, p80 {})", number(p20), number(p80)),
+        _ => String::new(),
+    };
+    let value = y.map_or(String::new(), measure.text);
+    let title = format!("{}, {}: {value} {}{spread}", who.label, Problem::from(row), measure.label);
+    lines::Point { x: (study.axis.of)(row), y, title }
+}
+
+/// Where the composed form no longer fits into memory.
+fn composed_end(results: &Results, study: &Study, pass: &str) -> Option<(usize, &'static str, String)> {
+    let failed = |row: &&&Timing| {
+        (row.r#impl.as_str(), row.pass.as_str()) == ("composed", pass)
+            && row.median_ms.is_none()
+            && results.reason(row).starts_with("out of memory")
+    };
+    let place = study.rows.iter().filter(failed).map(|row| (study.axis.of)(row)).min()?;
+    Some((place, "composed", "composed: out of memory".into()))
+}
+
+fn rows_of_pass<'a>(rows: &[&'a Timing], pass: &str) -> Vec<&'a Timing> {
+    rows.iter().copied().filter(|row| row.pass == pass).collect()
+}
+
+/// Rates with each variant of a problem.
+pub fn variants(results: &Results, machine: &Machine) -> Vec<Figure> {
+    let bare = |row: &Timing| Problem { variant: String::new(), ..Problem::from(row) };
+    let varied = distinct(machine.attention().filter(|row| row.variant != "none").map(bare));
+    let figure = |problem: Problem| {
+        let rows: Vec<&Timing> = machine.attention().filter(|row| bare(row) == problem).collect();
+        let mut variants = distinct(rows.iter().map(|row| row.variant.as_str()));
+        variants.sort_by_key(|variant| *variant != "none");
+        let bar = |(who, rows): (Who, Vec<&Timing>)| {
+            let row = rows.first()?;
+            let title = match row.median_ms {
+                Some(time) => format!("{} ms", number(time)),
+                None => results.reason(row).into(),
+            };
+            Some(bars::Bar { who, value: row.tflops, title, points: Vec::new() })
+        };
+        let plot = |pass: &str| {
+            let of_pass = rows_of_pass(&rows, pass);
+            let group = |variant: &&str| {
+                let of_variant: Vec<&Timing> = of_pass.iter().copied().filter(|row| row.variant == *variant).collect();
+                (
+                    variant.to_string(),
+                    by_who(&of_variant, &rows, timed_by).into_iter().filter_map(bar).collect::<Vec<_>>(),
+                )
+            };
+            let groups = variants.iter().map(group).filter(|(_, bars)| !bars.is_empty()).collect();
+            bars::Plot { title: pass.into(), groups }
+        };
+        let plots: Vec<_> = passes(rows.iter().map(|row| row.pass.as_str())).into_iter().map(plot).collect();
+        let views = vec![bars::draw("variants", "TFLOP/s", Scale::Linear, &plots)?];
+        let title = problem.to_string();
+        Some(Figure { title, views, missing: Vec::new() })
+    };
+    varied.into_iter().filter_map(figure).collect()
+}
+
+/// What the first call costs, and each launch on the host.
+pub fn calls(results: &Results, machine: &Machine) -> Vec<Figure> {
+    let runs = distinct(machine.rows.iter().map(|row| row.run.as_str()));
+    let calls: Vec<&Call> = results.calls.iter().filter(|call| runs.contains(&call.run.as_str())).collect();
+    let figure = |title: &str, label: &str, of: fn(&Call) -> Option<f64>| {
+        let bar = |(who, calls): (Who, Vec<&Call>)| {
+            let point = |call: &&Call| {
+                let value = of(call)?;
+                Some((value, format!("{}: {} {label}", Problem::from(*call), number(value))))
+            };
+            let mut points: Vec<_> = calls.iter().filter_map(point).collect();
+            points.sort_by(|a, b| a.0.total_cmp(&b.0));
+            let value = points.get(points.len() / 2)?.0;
+            let title = format!("median of {}: {} {label}", points.len(), number(value));
+            Some(bars::Bar { who, value: Some(value), title, points })
+        };
+        let plot = |pass: &str| {
+            let rows: Vec<&Call> = calls.iter().copied().filter(|call| call.pass == pass).collect();
+            let bars: Vec<_> = by_who(&rows, &calls, |call| [&call.r#impl, &call.kernel, "", &call.pass])
+                .into_iter()
+                .filter_map(bar)
+                .collect();
+            (!bars.is_empty()).then(|| bars::Plot { title: pass.into(), groups: vec![(String::new(), bars)] })
+        };
+        let passes = passes(calls.iter().map(|call| call.pass.as_str()));
+        let plots: Vec<_> = passes.into_iter().filter_map(plot).collect();
+        let views = vec![bars::draw("calls", label, Scale::Log, &plots)?];
+        Some(Figure { title: title.into(), views, missing: Vec::new() })
+    };
+    let first = figure("First call", "milliseconds", |call| call.first_call_ms);
+    let host = figure("Host time of a launch", "microseconds", |call| call.host_us);
+    first.into_iter().chain(host).collect()
+}
+
+/// Tile sweeps: a map for each kernel, one figure for each problem, and the rows that it shows.
+pub fn tiles(rows: &[TileTiming]) -> Vec<(Figure, Vec<&TileTiming>)> {
+    let problem = |row: &TileTiming| {
+        let TileTiming { batch, heads_q, seq_q, head_dim, .. } = row;
+        let causal = if row.causal { "causal" } else { "full" };
+        format!("{}, {}: {} [{batch}, {heads_q}, {seq_q}, {head_dim}] {causal}", row.device, row.runtime, row.dtype)
+    };
+    let rows = latest(rows, |row| (problem(row), row.kernel.clone(), row.tile_q, row.tile_k, row.shape.clone()));
+    let figure = |title: String| {
+        let rows: Vec<&TileTiming> = rows.iter().copied().filter(|row| problem(row) == title).collect();
+        let map = |kernel: &str| {
+            heatmap::panel(kernel, &rows.iter().copied().filter(|row| row.kernel == kernel).collect::<Vec<_>>())
+        };
+        let maps: Vec<_> = distinct(rows.iter().map(|row| row.kernel.as_str())).into_iter().map(map).collect();
+        let views = vec![svg::figure("tiles", &maps, [])];
+        (Figure { title, views, missing: Vec::new() }, rows)
+    };
+    distinct(rows.iter().map(|row| problem(row))).into_iter().map(figure).collect()
+}
+
+/// Bytes moved beside the model's, over the tile and over the length.
+pub fn moved(rows: &[Moved]) -> Vec<Figure> {
+    type Field = fn(&Moved) -> usize;
+    let axes: [(&str, Field, Field, &str); 2] = [
+        ("queries of a tile", |row| row.tile_q, |row| row.seq_q, "sequence"),
+        ("sequence length", |row| row.seq_q, |row| row.tile_q, "tile_q"),
+    ];
+    let key = |row: &Moved| {
+        let Moved { batch, heads_q, head_dim, .. } = row;
+        let causal = if row.causal { "causal" } else { "full" };
+        format!("{}: {} [{batch}, {heads_q}, s, {head_dim}] {causal}", row.device, row.dtype)
+    };
+    let rows = latest(rows, |row| (key(row), row.kernel.clone(), row.tile_q, row.seq_q));
+    let mut figures = Vec::new();
+    for (label, x, other, name) in axes {
+        let title = |row: &Moved| format!("{}, {name} {}", key(row), other(row));
+        for title_of in distinct(rows.iter().map(|row| title(row))) {
+            let rows: Vec<&Moved> = rows.iter().copied().filter(|row| title(row) == title_of).collect();
+            let plot = |kernel: &str| {
+                let mut rows: Vec<&Moved> = rows.iter().copied().filter(|row| row.kernel == kernel).collect();
+                rows.sort_by_key(|row| x(row));
+                (rows.len() > 1).then(|| moved_plot(kernel, &rows, x))
+            };
+            let kernels = distinct(rows.iter().map(|row| row.kernel.as_str()));
+            let plots: Vec<_> = kernels.into_iter().filter_map(plot).collect();
+            let view = lines::draw("moved", label, "bytes of one launch", Scale::Bytes, &plots);
+            figures.extend(view.map(|view| Figure { title: title_of, views: vec![view], missing: vec![] }));
+        }
+    }
+    figures
+}
+
+fn moved_plot(kernel: &str, rows: &[&Moved], x: fn(&Moved) -> usize) -> lines::Plot {
+    type Field = fn(&Moved) -> u64;
+    let kinds: [(&str, &'static str, Field); 3] = [
+        ("device memory, measured", "dram", |row| row.dram_bytes),
+        ("L2, measured", "l2", |row| row.l2_bytes),
+        ("IO model", "model", |row| row.model_bytes),
+    ];
+    let line = |(label, class, of): (&str, &'static str, Field)| {
+        let point = |row: &&Moved| {
+            let value = of(row) as f64;
+            let of_model = value / row.model_bytes.max(1) as f64;
+            let title = format!("{label}: {}, {} of the model's", svg::bytes(value), number(of_model));
+            lines::Point { x: x(row), y: Some(value), title }
+        };
+        let who = Who { label: label.into(), class, dash: 0 };
+        lines::Line { who, points: rows.iter().map(point).collect() }
+    };
+    lines::Plot { title: kernel.into(), lines: kinds.into_iter().map(line).collect(), ends: Vec::new() }
+}
+
+/// A title as part of a file's name.
+pub fn slug(title: &str) -> String {
+    let words = title.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
+    words.collect::<Vec<_>>().join("-").to_lowercase()
+}

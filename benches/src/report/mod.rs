@@ -1,0 +1,64 @@
+//! The report: a page of charts and tables from the files of results, and the tables of the README.
+
+mod bars;
+mod figures;
+mod heatmap;
+mod lines;
+mod model;
+mod page;
+mod readme;
+mod studies;
+mod svg;
+
+use crate::error::Error;
+use model::{Results, Roofs};
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+pub use readme::readme;
+
+/// Writes the page of these results (all in the directory, if none is named), and the charts that may stand alone as
+/// files of their own. Gives the files written.
+pub fn write(directory: &Path, names: &[String], out: &Path, pictures: Option<&Path>) -> Result<Vec<PathBuf>, Error> {
+    let names = if names.is_empty() { found(directory)? } else { names.to_vec() };
+    let mut all = names.iter().map(|name| Results::read(directory, name)).collect::<Result<Vec<_>, _>>()?;
+    all.sort_by_key(|results| results.timings.is_empty());
+    let mut roofs = Roofs::default();
+    all.iter().for_each(|results| roofs.add(&results.timings));
+    let (html, charts) = page::page(&all, &roofs);
+    let mut files = vec![out.to_path_buf()];
+    save(out, &html)?;
+    if let Some(folder) = pictures {
+        for (name, chart) in charts {
+            let file = folder.join(name);
+            save(&file, &chart)?;
+            files.push(file);
+        }
+    }
+    Ok(files)
+}
+
+/// The names of all results in a directory.
+fn found(directory: &Path) -> Result<Vec<String>, Error> {
+    let entries = fs::read_dir(directory).map_err(|source| Error::io(directory, source))?;
+    let mut names = BTreeSet::new();
+    for entry in entries {
+        let file = entry.map_err(|source| Error::io(directory, source))?.file_name();
+        if let Some(stem) = file.to_str().and_then(|file| file.strip_suffix(".csv")) {
+            let parts = ["-calls", "-tiles", "-bytes"];
+            names.insert(parts.iter().find_map(|part| stem.strip_suffix(part)).unwrap_or(stem).to_string());
+        }
+    }
+    if names.is_empty() {
+        return Err(Error::NoResults { directory: directory.into(), name: "*".into() });
+    }
+    Ok(names.into_iter().collect())
+}
+
+fn save(file: &Path, text: &str) -> Result<(), Error> {
+    if let Some(folder) = file.parent() {
+        fs::create_dir_all(folder).map_err(|source| Error::io(folder, source))?;
+    }
+    fs::write(file, text).map_err(|source| Error::io(file, source))
+}

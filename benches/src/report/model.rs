@@ -1,0 +1,262 @@
+//! Rows put in order: which belong together in a chart, and what each is called there.
+
+use crate::error::Error;
+use crate::results::{self, Call, Moved, TileTiming, Timing};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::path::Path;
+
+/// Implementations in the order of legends and tables; others follow.
+const IMPLS: [&str; 8] = ["ours", "burn", "composed", "cudnn", "flash2", "memeff", "flex", "matmul"];
+/// Passes in the order of panels.
+const PASSES: [&str; 4] = ["forward", "backward", "both", "autodiff"];
+
+/// Everything that the results of one name hold.
+pub struct Results {
+    /// The name.
+    pub name: String,
+    /// Device times.
+    pub timings: Vec<Timing>,
+    /// Calls.
+    pub calls: Vec<Call>,
+    /// Tile sweeps.
+    pub tiles: Vec<TileTiming>,
+    /// Bytes moved.
+    pub moved: Vec<Moved>,
+}
+
+impl Results {
+    /// Reads the files of a name; at least one of them must be there.
+    pub fn read(directory: &Path, name: &str) -> Result<Self, Error> {
+        let results = Results {
+            name: name.into(),
+            timings: results::read_if_there(directory, name)?,
+            calls: results::read_if_there(directory, name)?,
+            tiles: results::read_if_there(directory, name)?,
+            moved: results::read_if_there(directory, name)?,
+        };
+        let rows = results.timings.len() + results.calls.len() + results.tiles.len() + results.moved.len();
+        if rows == 0 {
+            return Err(Error::NoResults { directory: directory.into(), name: name.into() });
+        }
+        Ok(results)
+    }
+
+    /// Why this row has no time, as far as the first line of its call's note says.
+    pub fn reason(&self, row: &Timing) -> &str {
+        let same = |call: &&Call| {
+            (&call.run, &call.r#impl, &call.kernel, &call.pass) == (&row.run, &row.r#impl, &row.kernel, &row.pass)
+                && !call.note.is_empty()
+                && Problem::from(*call) == Problem::from(row)
+        };
+        self.calls.iter().rev().find(same).and_then(|call| call.note.lines().next()).unwrap_or("no reason recorded")
+    }
+
+    /// What was timed on each device with each runtime. PyTorch's rows join the runs that they were timed in.
+    pub fn machines(&self) -> Vec<Machine<'_>> {
+        let what = |row: &Timing| {
+            let who = (row.device.clone(), row.runtime.clone(), row.r#impl.clone());
+            (who, row.pass.clone(), Problem::from(row))
+        };
+        let mut rows = latest(&self.timings, |row| (what(row), row.kernel.clone()));
+        // A call that failed before it had a kernel gives way to one that did not fail.
+        let named: BTreeSet<_> = rows.iter().filter(|row| !row.kernel.is_empty()).map(|row| what(row)).collect();
+        rows.retain(|row| !row.kernel.is_empty() || row.median_ms.is_some() || !named.contains(&what(row)));
+        let torch = |row: &Timing| row.runtime.starts_with("torch");
+        // Runs count even where a later one has measured the same again.
+        let hosts: BTreeSet<&str> = self.timings.iter().filter(|row| !torch(row)).map(|row| row.run.as_str()).collect();
+        let alone = |row: &Timing| !torch(row) || !hosts.contains(row.run.as_str());
+        let mut machines: Vec<Machine> = Vec::new();
+        for row in rows.iter().copied().filter(|row| alone(row)) {
+            let same = |machine: &&mut Machine| (machine.device, machine.runtime) == (&*row.device, &*row.runtime);
+            match machines.iter_mut().find(same) {
+                Some(machine) => machine.rows.push(row),
+                None => machines.push(Machine { device: &row.device, runtime: &row.runtime, rows: vec![row] }),
+            }
+        }
+        for machine in &mut machines {
+            let here = |row: &&Timing| (&*row.device, &*row.runtime) == (machine.device, machine.runtime);
+            let runs: BTreeSet<&str> = self.timings.iter().filter(here).map(|row| row.run.as_str()).collect();
+            let joins = |row: &&Timing| torch(row) && !alone(row) && runs.contains(row.run.as_str());
+            machine.rows.extend(rows.iter().copied().filter(joins));
+        }
+        machines
+    }
+}
+
+/// A device with a runtime, and what was timed there.
+pub struct Machine<'a> {
+    /// The device.
+    pub device: &'a str,
+    /// The runtime.
+    pub runtime: &'a str,
+    /// Its rows, of each repeated measurement the last.
+    pub rows: Vec<&'a Timing>,
+}
+
+impl Machine<'_> {
+    /// As in `NVIDIA H200, cuda, with torch 2.9.1`.
+    pub fn title(&self) -> String {
+        let peers = distinct(self.rows.iter().map(|row| row.runtime.as_str()).filter(|name| *name != self.runtime));
+        let with = if peers.is_empty() { String::new() } else { format!(", with {}", peers.join(", ")) };
+        format!("{}, {}{with}", self.device, self.runtime)
+    }
+
+    /// Attention alone, without the products that are its roofline.
+    pub fn attention(&self) -> impl Iterator<Item = &Timing> {
+        self.rows.iter().copied().filter(|row| row.r#impl != "matmul")
+    }
+}
+
+/// Which problem a row is about, in the columns' names. A zero is an axis that varies.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Problem {
+    pub dtype: String,
+    pub head_dim: usize,
+    pub causal: bool,
+    pub variant: String,
+    pub heads_q: usize,
+    pub heads_kv: usize,
+    pub batch: usize,
+    pub seq_q: usize,
+    pub seq_k: usize,
+    /// What stays the same where axes vary together.
+    pub also: String,
+}
+
+macro_rules! problem_of {
+    ($($row:ty),*) => {$(
+        impl From<&$row> for Problem {
+            fn from(row: &$row) -> Self {
+                Problem {
+                    dtype: row.dtype.clone(),
+                    head_dim: row.head_dim,
+                    causal: row.causal,
+                    variant: row.variant.clone(),
+                    heads_q: row.heads_q,
+                    heads_kv: row.heads_kv,
+                    batch: row.batch,
+                    seq_q: row.seq_q,
+                    seq_k: row.seq_k,
+                    also: String::new(),
+                }
+            }
+        }
+    )*};
+}
+problem_of!(Timing, Call);
+
+/// As in `bf16 [4, 16, 4096, 128] causal`; an axis that varies is a letter.
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let axis = |value: usize, letter: &str| if value == 0 { letter.into() } else { value.to_string() };
+        write!(f, "{} [{}, {}", self.dtype, axis(self.batch, "b"), axis(self.heads_q, "h"))?;
+        if self.heads_kv != self.heads_q {
+            write!(f, "/{}", axis(self.heads_kv, "h"))?;
+        }
+        write!(f, ", {}", axis(self.seq_q, "s"))?;
+        if self.seq_k != self.seq_q {
+            write!(f, "→{}", self.seq_k)?;
+        }
+        write!(f, ", {}] {}", axis(self.head_dim, "d"), if self.causal { "causal" } else { "full" })?;
+        let mut rest = [&*self.variant, &*self.also].into_iter().filter(|text| !["", "none"].contains(text));
+        rest.try_for_each(|text| write!(f, ", {text}"))
+    }
+}
+
+/// Who did something: rows of one line in a chart.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Who {
+    /// The implementation, with its kernel and runtime where there are several.
+    pub label: String,
+    /// Its class in the style sheet, which gives the color.
+    pub class: &'static str,
+    /// Which of the implementation's lines this is.
+    pub dash: usize,
+}
+
+/// Rows by who did them, in the order of legends. `who` gives implementation, kernel, runtime and pass; kernel and
+/// runtime are part of the label where an implementation has several in one pass of `all`, the rows of the figure.
+pub fn by_who<'a, R>(rows: &[&'a R], all: &[&'a R], who: fn(&R) -> [&str; 4]) -> Vec<(Who, Vec<&'a R>)> {
+    let keys = distinct(all.iter().map(|row| who(row)));
+    let several = |name: &str, part: usize| {
+        let of_pass = |pass: &str| {
+            let same = keys.iter().filter(|key| (key[0], key[3]) == (name, pass));
+            distinct(same.map(|key| key[part]).filter(|value| !value.is_empty())).len()
+        };
+        keys.iter().any(|key| of_pass(key[3]) > 1)
+    };
+    let parts = |key: [&'a str; 4]| {
+        let parts = (1..3).filter(|part| several(key[0], *part)).map(|part| key[part]);
+        [key[0]].into_iter().chain(parts.filter(|part| !part.is_empty())).collect::<Vec<_>>()
+    };
+    let labels = distinct(keys.iter().map(|key| parts(*key)));
+    let mut mine = distinct(rows.iter().map(|row| parts(who(row))));
+    mine.sort_by_key(|label| place(&IMPLS, label[0]));
+    let of = |label: Vec<&'a str>| {
+        let mut same = labels.iter().filter(|other| other[0] == label[0]);
+        let dash = same.position(|other| *other == label).unwrap_or(0);
+        let rows = rows.iter().copied().filter(|row| parts(who(row)) == label).collect();
+        (Who { label: label.join(" "), class: class(label[0]), dash }, rows)
+    };
+    mine.into_iter().map(of).collect()
+}
+
+/// Implementation, kernel, runtime and pass of a timing.
+pub fn timed_by(row: &Timing) -> [&str; 4] {
+    [&row.r#impl, &row.kernel, &row.runtime, &row.pass]
+}
+
+/// The style sheet's class of an implementation.
+pub fn class(name: &str) -> &'static str {
+    IMPLS.into_iter().find(|known| *known == name).unwrap_or("other")
+}
+
+/// Passes among these, in the order of panels.
+pub fn passes<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+    let mut passes = distinct(names);
+    passes.sort_by_key(|name| place(&PASSES, name));
+    passes
+}
+
+fn place(known: &[&str], name: &str) -> usize {
+    known.iter().position(|other| *other == name).unwrap_or(known.len())
+}
+
+/// The fastest product of matrices of each run and element type, in TFLOP/s.
+#[derive(Default)]
+pub struct Roofs(BTreeMap<(String, String), f64>);
+
+impl Roofs {
+    /// Adds what was timed.
+    pub fn add(&mut self, rows: &[Timing]) {
+        for row in rows.iter().filter(|row| row.r#impl == "matmul") {
+            let roof = self.0.entry((row.run.clone(), row.dtype.clone())).or_default();
+            *roof = roof.max(row.tflops.unwrap_or(0.0));
+        }
+    }
+
+    /// That of the row's own run.
+    pub fn of(&self, row: &Timing) -> Option<f64> {
+        self.0.get(&(row.run.clone(), row.dtype.clone())).copied().filter(|roof| *roof > 0.0)
+    }
+}
+
+/// Of rows with the same key the last, in their order.
+pub fn latest<R, K: Ord>(rows: &[R], key: impl Fn(&R) -> K) -> Vec<&R> {
+    let mut seen = BTreeSet::new();
+    let mut kept: Vec<&R> = rows.iter().rev().filter(|row| seen.insert(key(row))).collect();
+    kept.reverse();
+    kept
+}
+
+/// Each once, in order of appearance.
+pub fn distinct<T: PartialEq>(items: impl IntoIterator<Item = T>) -> Vec<T> {
+    let mut kept = Vec::new();
+    for item in items {
+        if !kept.contains(&item) {
+            kept.push(item);
+        }
+    }
+    kept
+}

@@ -1,0 +1,242 @@
+//! The page: figures and tables in their order, in one file that needs nothing else.
+
+use super::figures::{self, Figure};
+use super::model::{Machine, Problem, Results, Roofs, distinct};
+use super::svg::{bytes, escape, number, thousands};
+use crate::results::{TileTiming, Timing};
+use std::fmt::Write;
+
+const CHART_STYLE: &str = include_str!("chart.css");
+const STYLE: &str = include_str!("page.css");
+const SCRIPT: &str = include_str!("page.js");
+
+const SEQUENCE: &str = "Device time of one call once warm, median of the samples. TFLOP/s are operations as the field \
+    counts them over that time: 4 · b · h · s² · d forward, half of it where causal, 2.5 times the forward's for the \
+    backward, 3.5 for both. The third view divides them by those of the fastest product of matrices of the same type in \
+    the same run. [b, h, s, d] are batch, heads, sequence length and head_dim; a letter is what varies.";
+const SCALING: &str = "The same, where one other axis varies and all else stays.";
+const MEMORY: &str = "The largest number of bytes in use after any allocation of the call, inputs included; both axes \
+    logarithmic. At one batch the matrix of scores grows with s², all else with s.";
+const VARIANTS: &str = "Rates of one problem with what else may be asked of its scores. A window hides most of its scores, \
+    yet counts operations as if it hid none, so that its rates may exceed what a device can do.";
+const CALLS: &str = "A dot for each problem, a bar to their median; logarithmic. The first call runs until the device has \
+    finished, compilation and autotuning included. Host time is from the call's entry to its return, once warm.";
+const TILES: &str = "The best shape for each size of tiles, the fuller its color the faster, outlined where <code>tiling.rs</code> \
+    chooses a shape of that size. Point at a cell for all its shapes with their registers and shared memory.";
+const MOVED: &str = "Bytes of one launch that the profiler counted, beside the IO model of FlashAttention (\
+    <a href=\"https://arxiv.org/abs/2205.14135\">arXiv:2205.14135</a>, theorem 2): each query block reads all the keys \
+    and values that it sees. What L2 serves again does not reach the device's memory.";
+
+/// The whole page, and the charts that may stand alone with the names of their files.
+pub fn page(all: &[Results], roofs: &Roofs) -> (String, Vec<(String, String)>) {
+    let mut pictures = Vec::new();
+    let mut sections = String::new();
+    for results in all {
+        let _ = write!(sections, "<section id=\"{0}\"><h2>{0}</h2>", escape(&results.name));
+        let machines = results.machines();
+        for machine in &machines {
+            let title = machine.title();
+            let alone = machines.len() == 1;
+            let place = if alone {
+                results.name.clone()
+            } else {
+                format!("{} {} {}", results.name, machine.device, machine.runtime)
+            };
+            let _ = write!(sections, "<h3>{}</h3>{}", escape(&title), best(machine));
+            for (heading, about, figures, keep) in [
+                ("Sequence length", SEQUENCE, figures::sequences(results, machine, roofs), true),
+                ("Scaling", SCALING, figures::scaling(results, machine, roofs), false),
+                ("Memory", MEMORY, figures::memory(results, machine, roofs), true),
+                ("Variants", VARIANTS, figures::variants(results, machine), true),
+                ("Calls", CALLS, figures::calls(results, machine), false),
+            ] {
+                if keep {
+                    pictures.extend(figures.iter().filter_map(|figure| saved(&place, &title, figure)));
+                }
+                sections += &section(heading, about, figures.iter().map(|figure| (figure, String::new())));
+            }
+        }
+        let tiles = figures::tiles(&results.tiles);
+        let with_table = tiles.iter().map(|(figure, rows)| (figure, tile_table(rows)));
+        sections += &section("Tiles", TILES, with_table);
+        let moved = figures::moved(&results.moved);
+        sections += &section("Bytes moved", MOVED, moved.iter().map(|figure| (figure, String::new())));
+        for figure in tiles.iter().map(|(figure, _)| figure).chain(&moved) {
+            pictures.extend(saved(&results.name, "", figure));
+        }
+        sections += "</section>";
+    }
+    let links: String = all.iter().map(|results| format!("<a href=\"#{0}\">{0}</a>", escape(&results.name))).collect();
+    let views = [("rate", "TFLOP/s", " checked"), ("time", "time", ""), ("fraction", "of matmul", "")].map(
+        |(id, name, checked)| {
+            format!("<label><input type=\"radio\" name=\"view\" id=\"view-{id}\"{checked}>{name}</label>")
+        },
+    );
+    let html = format!(
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
+        <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
+        <title>FlashAttention in CubeCL, measured</title><style>\n{CHART_STYLE}{STYLE}</style></head><body>\
+        <h1>FlashAttention in CubeCL, measured</h1>\
+        <p class=\"lead\">Time, memory and traffic of attention kernels for Burn, beside those of others. Charts never \
+        join what was measured on different devices or with different runtimes.</p>{}\
+        <nav>{links}<a href=\"#rows\">all rows</a><fieldset aria-label=\"What charts over an axis show\">{}</fieldset></nav>\
+        {sections}{}<script>\n{SCRIPT}</script></body></html>\n",
+        runs(all),
+        views.concat(),
+        rows(all, roofs)
+    );
+    (html, pictures)
+}
+
+/// A figure's first view as a file of its own: its name and its text.
+fn saved(place: &str, machine: &str, figure: &Figure) -> Option<(String, String)> {
+    let view = figure.views.first()?;
+    let file = format!("{}-{}.svg", figures::slug(&format!("{place} {}", figure.title)), view.class);
+    let title = if machine.is_empty() { figure.title.clone() } else { format!("{}: {machine}", figure.title) };
+    Some((file, view.alone(&title, CHART_STYLE)))
+}
+
+fn section<'a>(heading: &str, about: &str, figures: impl Iterator<Item = (&'a Figure, String)>) -> String {
+    let body: String = figures.map(|(figure, table)| show(figure, &table)).collect();
+    if body.is_empty() { body } else { format!("<h4>{heading}</h4><p>{about}</p>{body}") }
+}
+
+fn show(figure: &Figure, table: &str) -> String {
+    let mut html = format!("<figure><figcaption>{}</figcaption>", escape(&figure.title));
+    for view in &figure.views {
+        let _ = write!(html, "<div class=\"view {}\">{}</div>", view.class, view.inline());
+    }
+    // The choice of views is the whole page's, so that one which a figure lacks must be said.
+    if figure.views.iter().any(|view| ["rate", "time"].contains(&view.class)) {
+        let lacks = |class: &&str| figure.views.iter().all(|view| view.class != *class);
+        for class in ["rate", "time", "fraction"].iter().filter(|class| lacks(class)) {
+            let why =
+                if *class == "fraction" { "No product of matrices was timed in this run." } else { "Not measured." };
+            let _ = write!(html, "<p class=\"view {class} empty\">{why}</p>");
+        }
+    }
+    if !figure.missing.is_empty() {
+        let items: String = figure.missing.iter().map(|text| format!("<li>{}</li>", escape(text))).collect();
+        let _ = write!(html, "<ul class=\"missing\">{items}</ul>");
+    }
+    html + table + "</figure>"
+}
+
+/// Our best rates, in large type.
+fn best(machine: &Machine) -> String {
+    let best = |pass: &str| {
+        // Hidden scores are counted as if they were computed: a variant's rate is not one to boast of.
+        let ours = |row: &&Timing| (&*row.r#impl, &*row.pass, &*row.variant) == ("ours", pass, "none");
+        let ours = machine.attention().filter(ours).filter(|row| row.tflops.is_some());
+        let row = ours.max_by(|a, b| a.tflops.unwrap_or(0.0).total_cmp(&b.tflops.unwrap_or(0.0)))?;
+        let (rate, problem) = (number(row.tflops?), escape(&Problem::from(row).to_string()));
+        Some(format!("<div><dt>our best {pass}, {problem}</dt><dd>{rate} <small>TFLOP/s</small></dd></div>"))
+    };
+    let items: String = ["forward", "backward"].into_iter().filter_map(best).collect();
+    if items.is_empty() { items } else { format!("<dl class=\"best\">{items}</dl>") }
+}
+
+/// A table; each cell is its class, what it is sorted by where that is not its text, and its text.
+fn table(
+    columns: &[&str],
+    rows: impl Iterator<Item = (&'static str, Vec<(&'static str, Option<f64>, String)>)>,
+) -> String {
+    let head: String = columns.iter().map(|name| format!("<th>{name}</th>")).collect();
+    let mut html = format!("<div class=\"scroll\"><table><thead><tr>{head}</tr></thead><tbody>");
+    for (class, cells) in rows {
+        let _ = write!(html, "<tr class=\"{class}\">");
+        for (class, value, text) in cells {
+            let value = value.map_or(String::new(), |value| format!(" data-value=\"{value}\""));
+            let _ = write!(html, "<td class=\"{class}\"{value}>{}</td>", escape(&text));
+        }
+        html += "</tr>";
+    }
+    html + "</tbody></table></div>"
+}
+
+fn text(text: impl ToString) -> (&'static str, Option<f64>, String) {
+    ("", None, text.to_string())
+}
+
+fn measured(value: Option<f64>, name: fn(f64) -> String) -> (&'static str, Option<f64>, String) {
+    ("number", value, value.map_or("–".into(), name))
+}
+
+fn runs(all: &[Results]) -> String {
+    let of = |row: &Timing| [&row.run, &row.date, &row.commit, &row.device, &row.runtime].map(String::clone);
+    let of_tiles = |row: &TileTiming| [&row.run, &row.date, &row.commit, &row.device, &row.runtime].map(String::clone);
+    let each = all.iter().flat_map(|r| r.timings.iter().map(of).chain(r.tiles.iter().map(of_tiles)));
+    let rows = distinct(each).into_iter().map(|row| ("", row.into_iter().map(text).collect()));
+    table(&["run", "date", "commit", "device", "runtime"], rows)
+}
+
+fn rows(all: &[Results], roofs: &Roofs) -> String {
+    let columns = [
+        "results",
+        "device",
+        "runtime",
+        "impl",
+        "kernel",
+        "pass",
+        "problem",
+        "ms",
+        "p20–p80",
+        "TFLOP/s",
+        "of matmul",
+        "peak memory",
+        "run",
+    ];
+    let row = |results: &Results, row: &Timing| {
+        let spread = match (row.median_ms, row.p20_ms, row.p80_ms) {
+            (None, ..) => ("reason", None, results.reason(row).to_string()),
+            (_, Some(p20), Some(p80)) => text(format!("{}–{}", number(p20), number(p80))),
+            _ => text("–"),
+        };
+        let of_roof = row.tflops.zip(roofs.of(row)).map(|(rate, roof)| rate / roof);
+        let cells = vec![
+            text(&results.name),
+            text(&row.device),
+            text(&row.runtime),
+            text(&row.r#impl),
+            text(&row.kernel),
+            text(&row.pass),
+            text(Problem::from(row)),
+            measured(row.median_ms, number),
+            spread,
+            measured(row.tflops, number),
+            measured(of_roof, |part| format!("{:.1}%", part * 100.0)),
+            measured(row.peak_bytes.map(|size| size as f64), bytes),
+            text(&row.run),
+        ];
+        ("", cells)
+    };
+    let rows = all.iter().flat_map(|results| results.timings.iter().map(move |timing| row(results, timing)));
+    let count = thousands(all.iter().map(|results| results.timings.len() as u64).sum());
+    format!(
+        "<section id=\"rows\"><h2>All rows</h2><p>{count} in all, repeated measurements included.</p>\
+        <input id=\"filter\" type=\"search\" placeholder=\"filter: ours backward causal …\" aria-label=\"Filter\" hidden>{}</section>",
+        table(&columns, rows)
+    )
+}
+
+fn tile_table(rows: &[&TileTiming]) -> String {
+    let row = |row: &&TileTiming| {
+        let time = match row.median_ms {
+            Some(_) => measured(row.median_ms, number),
+            None => ("reason", None, format!("– {}", row.note)),
+        };
+        let cells = vec![
+            text(&row.kernel),
+            text(format!("{} × {}", row.tile_q, row.tile_k)),
+            text(&row.shape),
+            time,
+            measured(row.tflops, number),
+            measured(row.registers.map(f64::from), number),
+            measured(row.shared_bytes.map(|size| size as f64), bytes),
+            text(if row.chosen { "chosen" } else { "" }),
+        ];
+        (if row.chosen { "chosen" } else { "" }, cells)
+    };
+    let columns = ["kernel", "queries × keys", "shape", "ms", "TFLOP/s", "registers", "shared memory", ""];
+    format!("<details><summary>All {} shapes</summary>{}</details>", rows.len(), table(&columns, rows.iter().map(row)))
+}

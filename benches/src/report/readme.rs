@@ -1,0 +1,114 @@
+//! The tables of the README, kept current by a test.
+
+use super::model::{Machine, Problem, Results, by_who, distinct, passes};
+use super::svg::number;
+use crate::error::Error;
+use crate::results::Timing;
+use std::fmt::Write;
+use std::fs;
+use std::path::Path;
+
+const OPEN: &str = "<!-- results:";
+const CLOSE: &str = "<!-- /results -->";
+
+/// Writes the tables between `<!-- results:NAME -->` and `<!-- /results -->` anew; with `check`, says instead whether
+/// they are current.
+pub fn readme(directory: &Path, readme: &Path, check: bool) -> Result<(), Error> {
+    let old = fs::read_to_string(readme).map_err(|source| Error::io(readme, source))?;
+    let markers = |why: String| Error::Markers { file: readme.into(), why };
+    let (mut new, mut rest) = (String::new(), old.as_str());
+    while let Some(start) = rest.find(OPEN) {
+        let (before, after) = rest.split_at(start);
+        let (name, body) =
+            after[OPEN.len()..].split_once("-->").ok_or_else(|| markers("a marker has no end".into()))?;
+        let name = name.trim();
+        let end = body.find(CLOSE).filter(|end| !body[..*end].contains(OPEN));
+        let end = end.ok_or_else(|| markers(format!("{OPEN}{name} --> has no {CLOSE} after it")))?;
+        let _ = write!(new, "{before}{OPEN}{name} -->\n{}{CLOSE}", tables(&Results::read(directory, name)?));
+        rest = &body[end + CLOSE.len()..];
+    }
+    if new.is_empty() {
+        return Err(markers(format!("there is no {OPEN}NAME --> to fill")));
+    }
+    new += rest;
+    match new == old {
+        true => Ok(()),
+        false if check => Err(Error::NotCurrent { file: readme.into() }),
+        false => fs::write(readme, new).map_err(|source| Error::io(readme, source)),
+    }
+}
+
+fn tables(results: &Results) -> String {
+    results.machines().iter().map(|machine| table(results, machine)).collect()
+}
+
+fn table(results: &Results, machine: &Machine) -> String {
+    let rows: Vec<&Timing> = machine.attention().collect();
+    // Rows timed as a whole stand in a table of their own results.
+    let all = passes(rows.iter().map(|row| row.pass.as_str()));
+    let parts: Vec<&str> = all.iter().copied().filter(|pass| ["forward", "backward"].contains(pass)).collect();
+    let passes = if parts.is_empty() { all } else { parts };
+    let rows: Vec<&Timing> = rows.into_iter().filter(|row| passes.contains(&row.pass.as_str())).collect();
+    let columns = by_who(&rows, &rows, |row| [&row.r#impl, "", "", ""]);
+    let dates = distinct(rows.iter().map(|row| row.date.as_str())).join(", ");
+    let commits = distinct(rows.iter().map(|row| row.commit.as_str())).join(", ");
+    let roof = machine.rows.iter().filter(|row| row.r#impl == "matmul").find_map(|row| row.tflops);
+    let mut text = format!(
+        "\n{}; commit {commits}, {dates}. TFLOP/s, {}; causal counts half the operations, the backward 2.5 times the \
+        forward's.{}\n\n",
+        cell(&machine.title()),
+        passes.join(" / "),
+        roof.map_or(String::new(), |roof| format!(" A product of matrices reaches {}.", number(roof)))
+    );
+    let names: String = columns.iter().map(|(who, _)| format!(" {} |", cell(&who.label))).collect();
+    let compared = columns.iter().any(|(who, _)| who.class == "ours") && columns.len() > 1;
+    let (last, rule) = if compared { (" ours ÷ best other |", "--:|") } else { ("", "") };
+    let _ = writeln!(text, "| [batch, heads, sequence, head_dim] |{names}{last}");
+    let _ = writeln!(text, "|---|{}{rule}", "--:|".repeat(columns.len()));
+    for problem in distinct(rows.iter().map(|row| Problem::from(*row))) {
+        let of = |pass: &str, rows: &[&Timing]| fastest(rows, pass, &problem).map(|row| reached(results, row));
+        let _ = write!(text, "| {} |", cell(&problem.to_string()));
+        for (_, rows) in &columns {
+            let parts = passes.iter().map(|pass| of(pass, rows).unwrap_or("–".into()));
+            let _ = write!(text, " {} |", distinct_or_joined(parts.collect()));
+        }
+        if compared {
+            let ratio = |pass: &&str| {
+                let rate = |ours: bool| {
+                    let rows: Vec<&Timing> =
+                        rows.iter().copied().filter(|row| (row.r#impl == "ours") == ours).collect();
+                    fastest(&rows, pass, &problem)?.tflops
+                };
+                rate(true).zip(rate(false)).map_or("–".into(), |(ours, other)| format!("{:.2}×", ours / other))
+            };
+            let _ = write!(text, " {} |", distinct_or_joined(passes.iter().map(ratio).collect()));
+        }
+        text.push('\n');
+    }
+    text + "\n"
+}
+
+/// The fastest of the kernels that did this, or one that failed.
+fn fastest<'a>(rows: &[&'a Timing], pass: &str, problem: &Problem) -> Option<&'a Timing> {
+    let same = rows.iter().copied().filter(|row| row.pass == pass && Problem::from(*row) == *problem);
+    same.max_by(|a, b| a.tflops.unwrap_or(-1.0).total_cmp(&b.tflops.unwrap_or(-1.0)))
+}
+
+/// The rate, or a dash and the kind of reason that there is none.
+fn reached(results: &Results, row: &Timing) -> String {
+    let reason = || results.reason(row).split(':').next().unwrap_or_default();
+    row.tflops.map_or_else(|| format!("– ({})", cell(reason())), number)
+}
+
+/// `a / b`, or one where all are the same dash.
+fn distinct_or_joined(parts: Vec<String>) -> String {
+    match distinct(parts.iter()).as_slice() {
+        [only] if only.starts_with('–') => only.to_string(),
+        _ => parts.join(" / "),
+    }
+}
+
+/// Text that ends no cell of a table.
+fn cell(text: &str) -> String {
+    text.replace('|', "\\|").replace('\n', " ").replace('<', "&lt;")
+}

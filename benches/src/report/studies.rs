@@ -1,0 +1,96 @@
+//! Rows that differ in one axis only: what lines are drawn of.
+
+use super::model::{Machine, Problem, distinct};
+use crate::results::Timing;
+use std::collections::BTreeMap;
+use std::ptr;
+
+/// Something that varies while all else stays.
+pub struct Axis {
+    /// Its name.
+    pub label: &'static str,
+    /// Its value.
+    pub of: fn(&Timing) -> usize,
+    /// Takes it out of a problem, so that what is left is the same for all rows of a study.
+    clear: fn(&mut Problem),
+}
+
+const SEQUENCE: Axis = Axis {
+    label: "sequence length",
+    of: |row| row.seq_q,
+    clear: |problem| {
+        if problem.seq_q == problem.seq_k {
+            problem.seq_k = 0;
+        }
+        problem.seq_q = 0;
+    },
+};
+
+/// The FlashAttention papers keep the number of tokens in all.
+const SEQUENCE_OF_TOKENS: Axis = Axis {
+    clear: |problem| {
+        problem.also = format!("b · s = {}", problem.batch * problem.seq_q);
+        problem.batch = 0;
+        (SEQUENCE.clear)(problem);
+    },
+    ..SEQUENCE
+};
+
+const SCALING: [Axis; 4] = [
+    Axis { label: "batch", of: |row| row.batch, clear: |problem| problem.batch = 0 },
+    Axis {
+        label: "heads",
+        of: |row| row.heads_q,
+        clear: |problem| {
+            if problem.heads_q != problem.heads_kv {
+                let group = problem.heads_q / problem.heads_kv.max(1);
+                problem.also = format!("{group} query heads for one of keys and values");
+            }
+            (problem.heads_q, problem.heads_kv) = (0, 0);
+        },
+    },
+    Axis { label: "heads of keys and values", of: |row| row.heads_kv, clear: |problem| problem.heads_kv = 0 },
+    Axis { label: "head_dim", of: |row| row.head_dim, clear: |problem| problem.head_dim = 0 },
+];
+
+/// Rows that differ in one axis only.
+pub struct Study<'a> {
+    /// The axis.
+    pub axis: &'static Axis,
+    /// All else.
+    pub fixed: Problem,
+    /// The rows.
+    pub rows: Vec<&'a Timing>,
+}
+
+/// All studies along an axis with two values or more.
+fn along<'a>(machine: &'a Machine, axis: &'static Axis) -> Vec<Study<'a>> {
+    let mut groups: BTreeMap<Problem, Vec<&Timing>> = BTreeMap::new();
+    for row in machine.attention() {
+        let mut problem = Problem::from(row);
+        (axis.clear)(&mut problem);
+        groups.entry(problem).or_default().push(row);
+    }
+    let studies = groups.into_iter().map(|(fixed, rows)| Study { axis, fixed, rows });
+    studies.filter(|study| distinct(study.rows.iter().map(|row| (axis.of)(row))).len() > 1).collect()
+}
+
+/// Studies of sequence length: at one batch, and, where those leave two lengths, at one number of tokens.
+pub fn sequences<'a>(machine: &'a Machine) -> Vec<Study<'a>> {
+    // Lengths closer than an octave are about tiles that do not divide them.
+    let octave = |study: &Study| {
+        let lengths = || study.rows.iter().map(|row| row.seq_q);
+        lengths().max() >= lengths().min().map(|least| 2 * least)
+    };
+    let at_batch: Vec<Study> = along(machine, &SEQUENCE).into_iter().filter(octave).collect();
+    let seen = |row: &Timing| at_batch.iter().any(|study| study.rows.iter().any(|other| ptr::eq(*other, row)));
+    let fresh = |study: &Study| distinct(study.rows.iter().filter(|row| !seen(row)).map(|row| row.seq_q)).len() > 1;
+    let of_tokens = along(machine, &SEQUENCE_OF_TOKENS).into_iter().filter(|study| octave(study) && fresh(study));
+    let of_tokens: Vec<Study> = of_tokens.collect();
+    at_batch.into_iter().chain(of_tokens).collect()
+}
+
+/// Studies of every other axis.
+pub fn scaling<'a>(machine: &'a Machine) -> Vec<Study<'a>> {
+    SCALING.iter().flat_map(|axis| along(machine, axis)).collect()
+}

@@ -1,0 +1,398 @@
+//! Every tile shape of every kernel: time, registers, bytes moved.
+
+use crate::case::Case;
+use crate::data::{Data, Oracle, Results, to_f64, tolerance};
+use crate::device::DeviceName;
+use crate::error::Error;
+use crate::results::{self, Moved, TileTiming};
+use crate::run::{Run, round};
+use crate::timing::{Work, device_time, sync};
+use cubecl::client::Client;
+use flash_attention_kernels::tiling::{Stage, shared_memory};
+use flash_attention_kernels::{
+    AttentionProblem, BackwardTiles, Dtype, Gradients, Inputs, Saved, Scratch, TensorView, TileShape, backward_with,
+    forward_with, plan,
+};
+use indicatif::ProgressBar;
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::process::Command;
+
+/// What to sweep, and where to write it.
+#[derive(clap::Args, Clone, Debug)]
+pub struct Options {
+    /// The device, which needs the feature of that name; by default the best that was compiled in.
+    #[arg(long, value_enum)]
+    device: Option<DeviceName>,
+    /// Head dimensions.
+    #[arg(long, value_delimiter = ',', default_value = "64,128")]
+    head_dim: Vec<usize>,
+    /// Tokens.
+    #[arg(long, default_value_t = 4096)]
+    seq: usize,
+    /// Batches.
+    #[arg(long, default_value_t = 1)]
+    batch: usize,
+    /// Heads.
+    #[arg(long, default_value_t = 16)]
+    heads: usize,
+    /// Tiles to keep, as in 64x64.
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
+    /// Reads registers and bytes moved from Nsight Compute, which must be installed (CUDA alone).
+    #[arg(long)]
+    profile: bool,
+    /// Results are added to NAME-tiles.csv; by default sweep and the device.
+    #[arg(long)]
+    name: Option<String>,
+    /// Where results are kept.
+    #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/results"))]
+    directory: PathBuf,
+    /// Starts every kernel once and measures nothing: what the profiler watches.
+    #[arg(long, hide = true)]
+    once: bool,
+}
+
+/// A kernel that has tiles of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Part {
+    Forward,
+    Dq,
+    Dkdv,
+}
+
+impl Part {
+    const ALL: [Part; 3] = [Part::Forward, Part::Dq, Part::Dkdv];
+
+    fn name(self) -> &'static str {
+        match self {
+            Part::Forward => "forward",
+            Part::Dq => "dq",
+            Part::Dkdv => "dkdv",
+        }
+    }
+
+    fn stage(self) -> Stage {
+        match self {
+            Part::Forward => Stage::Forward,
+            Part::Dq | Part::Dkdv => Stage::Backward,
+        }
+    }
+
+    /// Operations as the field counts them: of the backward's five products, each of its kernels recomputes the scores
+    /// and dP, and adds its own.
+    fn flops(self, p: &AttentionProblem) -> f64 {
+        match self {
+            Part::Forward => p.forward_flops(),
+            Part::Dq => 1.5 * p.forward_flops(),
+            Part::Dkdv => 2.0 * p.forward_flops(),
+        }
+    }
+}
+
+/// Shapes worth trying on some device, of those to keep.
+fn candidates(only: &[String]) -> Result<Vec<TileShape>, Error> {
+    let shapes = [
+        (128, 128, 16, 16),
+        (128, 64, 16, 16),
+        (64, 128, 16, 16),
+        (64, 64, 16, 16),
+        (64, 64, 8, 16),
+        (64, 64, 8, 8),
+        (128, 64, 16, 8),
+        (128, 32, 16, 8),
+        (64, 32, 16, 8),
+        (32, 64, 8, 16),
+        (32, 32, 8, 8),
+    ];
+    let chunks = [16, 32, 64];
+    let shape =
+        |(tile_q, tile_k, units_q, units_k)| chunks.map(|chunk| TileShape { tile_q, tile_k, units_q, units_k, chunk });
+    let all: Vec<TileShape> = shapes.into_iter().flat_map(shape).collect();
+    let name = |tile: &TileShape| format!("{}x{}", tile.tile_q, tile.tile_k);
+    if let Some(unknown) = only.iter().find(|wanted| !all.iter().any(|tile| name(tile) == **wanted)) {
+        let mut known: Vec<String> = all.iter().map(name).collect();
+        known.dedup();
+        let (value, known) = (unknown.clone(), known.join(", "));
+        return Err(Error::Filter { axis: "only", value, set: "tiles", known });
+    }
+    Ok(all.into_iter().filter(|tile| only.is_empty() || only.contains(&name(tile))).collect())
+}
+
+/// Tensors of one problem, and what is known to be right about them.
+struct Bench {
+    client: Client,
+    problem: AttentionProblem,
+    inputs: Inputs,
+    saved: Saved,
+    gradients: Gradients,
+    scratch: Scratch,
+    oracle: Oracle,
+}
+
+impl Bench {
+    fn new(client: &Client, case: Case) -> Result<Self, Error> {
+        let data = Data::new(case, 0)?;
+        let p = data.problem;
+        let upload = |bytes: &[u8], shape| TensorView::contiguous(client.create_from_slice(bytes), shape);
+        let empty =
+            |shape: [usize; 4]| TensorView::contiguous(client.empty(shape.iter().product::<usize>() * 4), shape);
+        let inputs = Inputs {
+            q: upload(&data.q.bytes, p.q_shape()),
+            k: upload(&data.k.bytes, p.k_shape()),
+            v: upload(&data.v.bytes, p.v_shape()),
+            mask: None,
+            bias: None,
+        };
+        let lse = TensorView::contiguous(client.empty(4 * p.rows()), p.lse_shape());
+        let (o, dout) = (empty(p.o_shape()), upload(&data.dout.bytes, p.o_shape()));
+        let gradients = Gradients {
+            dq: Some(empty(p.q_shape())),
+            dk: Some(empty(p.k_shape())),
+            dv: Some(empty(p.v_shape())),
+            dbias: None,
+        };
+        Ok(Bench {
+            client: client.clone(),
+            problem: p,
+            inputs,
+            saved: Saved { o, lse, dout, dlse: None },
+            gradients,
+            scratch: Scratch::empty(client, &p),
+            oracle: Oracle::new(&data),
+        })
+    }
+
+    fn call(&self, part: Part, tile: TileShape, together: bool) -> Result<(), Error> {
+        let Bench { client, problem, inputs, saved, gradients, scratch, .. } = self;
+        if part == Part::Forward {
+            return Ok(forward_with(client, problem, inputs, &saved.o, &saved.lse, tile)?);
+        }
+        let wanted = match part {
+            Part::Forward | Part::Dq => Gradients { dq: gradients.dq.clone(), ..Default::default() },
+            Part::Dkdv => Gradients { dk: gradients.dk.clone(), dv: gradients.dv.clone(), ..Default::default() },
+        };
+        let tiles = BackwardTiles { dq: tile, dkdv: tile, dkdv_together: together };
+        Ok(backward_with(client, problem, inputs, saved, &wanted, scratch, Some(tiles))?)
+    }
+
+    fn error(&self, part: Part) -> f64 {
+        let read = |view: &Option<TensorView>| {
+            view.as_ref().map(|view| to_f64(&self.client.read_one_unchecked(view.handle.clone()), Dtype::F32))
+        };
+        self.oracle.error(&match part {
+            Part::Forward => Results { o: read(&Some(self.saved.o.clone())), ..Default::default() },
+            Part::Dq => Results { dq: read(&self.gradients.dq), ..Default::default() },
+            Part::Dkdv => Results { dk: read(&self.gradients.dk), dv: read(&self.gradients.dv), ..Default::default() },
+        })
+    }
+}
+
+/// What the profiler saw of one launch.
+#[derive(Clone, Copy, Debug)]
+struct Seen {
+    registers: u32,
+    dram_bytes: u64,
+    l2_bytes: u64,
+}
+
+/// Sweeps the kernels, in f32 and causal.
+pub fn run(options: &Options) -> Result<(), Error> {
+    let name = options.device.unwrap_or_else(DeviceName::best);
+    let device = name.open()?;
+    let client = device.client();
+    let run = Run::new(name.name());
+    let results = options.name.clone().unwrap_or_else(|| format!("sweep-{}", name.name()));
+    let tiles_file = results::path::<TileTiming>(&options.directory, &results);
+    let bytes_file = results::path::<Moved>(&options.directory, &results);
+    let device_name = client.properties().identity.name.clone();
+    let seen = if options.profile { profile(options)? } else { HashMap::new() };
+
+    let candidates = candidates(&options.only)?;
+    let bar = ProgressBar::new((options.head_dim.len() * Part::ALL.len() * candidates.len()) as u64);
+    for head_dim in options.head_dim.iter().copied() {
+        let case = Case::new(Dtype::F32, [options.batch, options.heads, options.seq, head_dim], true);
+        let bench = Bench::new(&client, case)?;
+        let plan = plan(&client, &bench.problem)?;
+        bench.call(Part::Forward, plan.forward, false)?;
+        if options.once {
+            println!("{head_dim} {} first", Part::Forward.name());
+        }
+        for part in Part::ALL {
+            let chosen = if part == Part::Forward { plan.forward } else { plan.backward };
+            for tile in candidates.iter().copied() {
+                if options.once {
+                    // What does not fit is not launched, and not in the profiler's list either.
+                    if bench.call(part, tile, plan.dkdv_together).is_ok() {
+                        let launches = if part == Part::Dkdv && !plan.dkdv_together { 2 } else { 1 };
+                        (0..launches).for_each(|_| println!("{head_dim} {} {}", part.name(), label(&tile)));
+                    }
+                    continue;
+                }
+                let seen = seen.get(&(head_dim, part.name(), label(&tile))).copied();
+                let timed = time(&bench, part, tile, plan.dkdv_together);
+                let row = |median: Option<f64>, note: String| TileTiming {
+                    run: run.id.clone(),
+                    date: run.date.clone(),
+                    commit: run.commit.clone(),
+                    device: device_name.clone(),
+                    runtime: run.runtime.clone(),
+                    kernel: format!("{} {}", plan.kernel.name(), part.name()),
+                    dtype: case.dtype.name().into(),
+                    batch: case.batch,
+                    heads_q: case.heads_q,
+                    seq_q: case.seq_q,
+                    head_dim,
+                    causal: case.causal,
+                    tile_q: tile.tile_q,
+                    tile_k: tile.tile_k,
+                    shape: format!("{}×{} units, chunk {}", tile.units_q, tile.units_k, tile.chunk),
+                    median_ms: median.map(round),
+                    tflops: median.map(|ms| round(part.flops(&bench.problem) / ms / 1e9)),
+                    shared_bytes: Some(shared_memory(&tile, part.stage()) as u64),
+                    registers: seen.map(|seen| seen.registers),
+                    chosen: tile == chosen,
+                    note,
+                };
+                let row = match timed {
+                    Ok(median) => row(Some(median), String::new()),
+                    Err(error) => row(None, error.to_string()),
+                };
+                results::append(&tiles_file, &[row])?;
+                if let Some(Seen { registers, dram_bytes, l2_bytes }) = seen.filter(|_| part != Part::Dkdv) {
+                    let moved = Moved {
+                        run: run.id.clone(),
+                        device: device_name.clone(),
+                        kernel: format!("{} {}", plan.kernel.name(), part.name()),
+                        dtype: case.dtype.name().into(),
+                        batch: case.batch,
+                        heads_q: case.heads_q,
+                        seq_q: case.seq_q,
+                        head_dim,
+                        causal: case.causal,
+                        tile_q: tile.tile_q,
+                        dram_bytes,
+                        l2_bytes,
+                        model_bytes: model_bytes(&bench.problem, tile.tile_q),
+                        registers: Some(registers),
+                    };
+                    results::append(&bytes_file, &[moved])?;
+                }
+                bar.inc(1);
+            }
+        }
+    }
+    bar.finish_and_clear();
+    if options.once {
+        sync(&client)?;
+    } else {
+        println!("written: {}", tiles_file.display());
+    }
+    Ok(())
+}
+
+/// One kernel with one shape.
+struct Kernel<'a> {
+    bench: &'a Bench,
+    part: Part,
+    tile: TileShape,
+    together: bool,
+}
+
+impl Work for Kernel<'_> {
+    fn call(&mut self, _turn: usize) -> Result<(), Error> {
+        self.bench.call(self.part, self.tile, self.together)
+    }
+
+    fn finish(&self) -> Result<(), Error> {
+        sync(&self.bench.client)
+    }
+
+    fn stream(&self) -> Option<&Client> {
+        Some(&self.bench.client)
+    }
+}
+
+fn time(bench: &Bench, part: Part, tile: TileShape, together: bool) -> Result<f64, Error> {
+    bench.call(part, tile, together)?;
+    let error = bench.error(part);
+    if error > tolerance(Dtype::F32, false) || error.is_nan() {
+        return Err(Error::Other(format!("wrong result: relative error {error:.1e}")));
+    }
+    Ok(device_time(&mut Kernel { bench, part, tile, together })?.median())
+}
+
+fn label(tile: &TileShape) -> String {
+    let TileShape { tile_q, tile_k, units_q, units_k, chunk } = tile;
+    format!("{tile_q}x{tile_k}-{units_q}x{units_k}-{chunk}")
+}
+
+/// Bytes by the IO model of FlashAttention: queries and outputs once, and for each block of queries the keys and values
+/// that it sees (causal: half of them, and half a block).
+fn model_bytes(p: &AttentionProblem, tile_q: usize) -> u64 {
+    let blocks = p.seq_q.div_ceil(tile_q) as f64;
+    let passes = if p.options.causal { (blocks + 1.0) / 2.0 } else { blocks };
+    let width = (p.head_dim + p.head_dim_v) as f64;
+    let heads = (p.batch * p.num_heads_q) as f64;
+    (heads * width * (p.seq_q as f64 + passes * p.seq_k as f64) * p.dtype.size() as f64) as u64
+}
+
+/// Launches by head dimension, kernel and tiles, as the profiler saw them.
+type Launches = HashMap<(usize, &'static str, String), Seen>;
+
+/// Starts every kernel once under Nsight Compute.
+fn profile(options: &Options) -> Result<Launches, Error> {
+    const METRICS: [&str; 3] = ["launch__registers_per_thread", "dram__bytes.sum", "lts__t_sectors_srcunit_tex.sum"];
+    let other = |what: String| Error::Other(format!("the profiler: {what}"));
+    let program = std::env::current_exe().map_err(|error| other(error.to_string()))?;
+    let head_dims: Vec<String> = options.head_dim.iter().map(usize::to_string).collect();
+    let output = Command::new("ncu")
+        .args(["--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"])
+        .args(["--metrics", &METRICS.join(",")])
+        .arg(program)
+        .args(["sweep", "--once", "--device", options.device.unwrap_or_else(DeviceName::best).name()])
+        .args(["--head-dim", &head_dims.join(",")])
+        .args(["--seq", &options.seq.to_string(), "--batch", &options.batch.to_string()])
+        .args(["--heads", &options.heads.to_string()])
+        .args(options.only.iter().flat_map(|tile| ["--only", tile]))
+        .output()
+        .map_err(|error| other(format!("ncu could not be started ({error})")))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    // Launches that this program names stand beside the profiler's table.
+    let launched: Vec<(usize, &'static str, String)> = text.lines().filter_map(launch).collect();
+    let table = text.lines().skip_while(|line| !line.starts_with("\"ID\"")).collect::<Vec<_>>().join("\n");
+    let mut reader = csv::ReaderBuilder::new().flexible(true).from_reader(table.as_bytes());
+    let header = reader.headers().map_err(|error| other(error.to_string()))?.clone();
+    let column = |name: &str| {
+        let found = header.iter().position(|column| column == name);
+        found.ok_or_else(|| other(format!("no column {name} in: {}", text.chars().take(400).collect::<String>())))
+    };
+    let (kernel, metrics) = (column("Kernel Name")?, METRICS.map(column));
+    let [registers, dram, sectors] = metrics;
+    let (registers, dram, sectors) = (registers?, dram?, sectors?);
+    let mut seen = Vec::new();
+    for record in reader.records() {
+        let record = record.map_err(|error| other(error.to_string()))?;
+        let name = record.get(kernel).unwrap_or_default();
+        let number = |column: usize| record.get(column).and_then(|text| text.replace(',', "").parse::<f64>().ok());
+        // The line of units has no kernel, and delta no tiles.
+        let ours = Part::ALL.iter().any(|part| name.contains(part.name())) && !name.contains("delta");
+        if let (true, Some(registers), Some(dram), Some(sectors)) =
+            (ours, number(registers), number(dram), number(sectors))
+        {
+            seen.push(Seen { registers: registers as u32, dram_bytes: dram as u64, l2_bytes: 32 * sectors as u64 });
+        }
+    }
+    if seen.len() != launched.len() {
+        return Err(other(format!("it saw {} launches of {}", seen.len(), launched.len())));
+    }
+    Ok(launched.into_iter().zip(seen).collect())
+}
+
+/// The launch that a line of `--once` names.
+fn launch(line: &str) -> Option<(usize, &'static str, String)> {
+    let mut words = line.split(' ');
+    let (head_dim, part, tile) = (words.next()?.parse().ok()?, words.next()?, words.next()?);
+    let part = Part::ALL.into_iter().find(|known| known.name() == part)?;
+    Some((head_dim, part.name(), tile.into()))
+}

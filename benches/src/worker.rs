@@ -1,0 +1,130 @@
+//! One pass of one implementation over one problem, in a process of its own: what runs out of memory, hangs or poisons
+//! its device takes nothing else along, a first call is a first call, and the memory in use is its own.
+//!
+//! The job comes as JSON on standard input; the answer is a line of JSON on standard output.
+
+use crate::case::{Case, Pass};
+use crate::data::{Data, Oracle, tolerance};
+use crate::device::DeviceName;
+use crate::error::Error;
+use crate::implementations::{Implementation, input_sets, prepare};
+use crate::timing::{Work, device_time, host_time, once};
+use cubecl::MemoryScope;
+use cubecl::client::Client;
+use cubecl_runtime::logging::{LaunchObservation, LaunchObserver};
+use flash_attention_kernels::{Dtype, Kernel};
+use serde::{Deserialize, Serialize};
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// What a worker is to do.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Job {
+    /// Where.
+    pub device: DeviceName,
+    /// On what.
+    pub case: Case,
+    /// With what.
+    pub implementation: Implementation,
+    /// With this kernel, or as planned.
+    pub kernel: Option<Kernel>,
+    /// This.
+    pub pass: Pass,
+}
+
+/// What a worker found out; what is left out was not measured.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Answer {
+    /// The device's own name.
+    pub device: String,
+    /// The kernel that ran.
+    pub kernel: String,
+    /// Median, first and last fifth of the device's time, in milliseconds.
+    pub time_ms: Option<[f64; 3]>,
+    /// Operations by the median.
+    pub tflops: Option<f64>,
+    /// The largest number of bytes in use at any launch.
+    pub peak_bytes: Option<u64>,
+    /// The first call, in milliseconds.
+    pub first_call_ms: Option<f64>,
+    /// Host time of a warm call, in microseconds.
+    pub host_us: Option<f64>,
+    /// Error against the oracle.
+    pub error: Option<f64>,
+    /// Why there is no time.
+    pub note: String,
+}
+
+/// Reads a job, does it, answers.
+pub fn run() -> Result<(), Error> {
+    let job: Job = serde_json::from_reader(io::stdin()).map_err(|error| Error::Other(format!("the job: {error}")))?;
+    let device = job.device.open()?;
+    let client = device.client();
+    let name = client.properties().identity.name.clone();
+    let sets = input_sets(&job.case);
+    let data = (0..sets as u64).map(|seed| Data::new(job.case, seed)).collect::<Result<Vec<_>, _>>()?;
+    let oracle = Oracle::new(&data[0]);
+    let answer = match one(&device, &job, &data, &oracle) {
+        Ok(answer) => answer,
+        Err(error) => Answer { note: error.to_string(), ..Default::default() },
+    };
+    let line = serde_json::to_string(&Answer { device: name, ..answer });
+    let line = line.map_err(|error| Error::Other(format!("the answer: {error}")))?;
+    println!("{line}");
+    Ok(())
+}
+
+fn one(device: &cubecl::Device, job: &Job, data: &[Data], oracle: &Oracle) -> Result<Answer, Error> {
+    let client = device.client();
+    let start = |data| prepare(device, job.implementation, job.kernel, job.pass, data);
+    let mut answer = Answer::default();
+
+    // -- the first call, what it computed, and what memory it takes: with one set of inputs
+    let mut alone = start(&data[..1])?;
+    answer.kernel = alone.kernel();
+    answer.first_call_ms = Some(once(&mut *alone)?);
+    let results = alone.results()?;
+    let error = oracle.error(&results);
+    drop(results);
+    answer.error = Some(error);
+    // Burn's own f32 products round to TF32 on CUDA.
+    let tf32 = job.device == DeviceName::Cuda && job.implementation != Implementation::Ours;
+    let right = error <= tolerance(job.case.dtype, tf32 && job.case.dtype == Dtype::F32);
+    if !right {
+        answer.note = format!("wrong result: relative error {error:.1e}");
+        return Ok(answer);
+    }
+    answer.peak_bytes = Some(peak(&client, &mut *alone)?);
+    drop(alone);
+
+    // -- time: with all of them
+    let mut prepared = start(data)?;
+    let samples = device_time(&mut *prepared)?;
+    answer.host_us = Some(host_time(&mut *prepared)?);
+    let median = samples.median();
+    answer.time_ms = Some([median, samples.quantile(0.2), samples.quantile(0.8)]);
+    answer.tflops = Some(job.pass.flops(&data[0].problem) / median / 1e9);
+    Ok(answer)
+}
+
+/// The largest number of bytes in use at any launch of this call.
+///
+/// Whatever is allocated is there for a launch: the most in use at a launch is the most in use after any allocation.
+fn peak(client: &Client, work: &mut (impl Work + ?Sized)) -> Result<u64, Error> {
+    struct Watch(Client, AtomicU64);
+    impl LaunchObserver for Watch {
+        fn launched(&self, _kernel: &'static str) {
+            let in_use = self.0.memory_report(MemoryScope::Device).usage().bytes_in_use;
+            self.1.fetch_max(in_use, Ordering::Relaxed);
+        }
+    }
+    work.finish()?;
+    let watch = Arc::new(Watch(client.clone(), AtomicU64::new(0)));
+    let observation = LaunchObservation::new(watch.clone());
+    work.call(0)?;
+    work.finish()?;
+    drop(observation);
+    Ok(watch.1.load(Ordering::Relaxed))
+}

@@ -1,0 +1,111 @@
+//! The program from end to end, on whatever adapter WGSL finds, and what it says to those who ask for nonsense.
+
+use attention_bench::results::{self, Call, Timing};
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+
+fn bench(arguments: &[&str], directory: &Path) -> Output {
+    let program = env!("CARGO_BIN_EXE_attention-bench");
+    Command::new(program).args(arguments).arg("--directory").arg(directory).output().unwrap()
+}
+
+/// Asserts one clear sentence and exit code 2.
+fn refused(output: &Output, words: &[&str]) {
+    let said = String::from_utf8_lossy(&output.stderr);
+    let sentence: Vec<_> = said.lines().filter(|line| !line.contains("XDG_RUNTIME_DIR")).collect();
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert_eq!(sentence.len(), 1, "{said}");
+    assert!(words.iter().all(|word| sentence[0].contains(word)), "{said}");
+}
+
+/// Whether there is an adapter; `REQUIRE_WGPU=1` makes it a failure that there is none.
+fn has_adapter() -> bool {
+    let there = cubecl::Device::wgpu(cubecl::device::WgpuDeviceKind::DefaultDevice).is_ok();
+    assert!(there || std::env::var("REQUIRE_WGPU").as_deref() != Ok("1"), "REQUIRE_WGPU=1, and there is no adapter");
+    if !there {
+        eprintln!("no adapter here: nothing was timed");
+    }
+    there
+}
+
+#[test]
+fn a_tiny_set_is_timed_and_reported() {
+    if !has_adapter() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let few = ["--device", "wgpu", "--set", "tiny", "--impl", "ours,composed", "--variant", "none,bias"];
+    let few = [&few[..], &["--heads-kv", "2", "--seq-q", "64", "--pass", "forward,backward,autodiff"]].concat();
+    let output = bench(&few, directory.path());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+
+    let timings: Vec<Timing> = results::read_if_there(directory.path(), "tiny-wgpu").unwrap();
+    let calls: Vec<Call> = results::read_if_there(directory.path(), "tiny-wgpu").unwrap();
+    // Two problems; three passes of ours, two of the composed form, which has no backward alone.
+    assert_eq!((timings.len(), calls.len()), (10, 10));
+    for (timing, call) in timings.iter().zip(&calls) {
+        assert_eq!(call.note, "", "{timing:?}");
+        assert!(call.error.unwrap() < 1e-5, "{call:?}");
+        assert!(timing.p20_ms.unwrap() <= timing.median_ms.unwrap(), "{timing:?}");
+        assert!(timing.median_ms.unwrap() <= timing.p80_ms.unwrap(), "{timing:?}");
+        assert!(timing.median_ms.unwrap() > 0.0 && call.host_us.unwrap() > 0.0 && call.first_call_ms.unwrap() > 0.0);
+        assert!(!timing.device.is_empty() && timing.runtime == "wgpu", "{timing:?}");
+    }
+    // q, k, v, o of 4096 floats and lse of 128, and what the runtime keeps for a launch.
+    let forward = &timings[0];
+    assert_eq!(
+        (forward.r#impl.as_str(), forward.pass.as_str(), forward.kernel.as_str()),
+        ("ours", "forward", "portable")
+    );
+    let tensors = 4 * (4 * 4096 + 128);
+    assert!((tensors..tensors + 4096).contains(&forward.peak_bytes.unwrap()), "{forward:?}");
+
+    let page = directory.path().join("report.html");
+    let program = env!("CARGO_BIN_EXE_attention-bench");
+    let report =
+        Command::new(program).args(["report", "--directory"]).arg(directory.path()).arg("--out").arg(&page).output();
+    assert!(report.unwrap().status.success());
+    let page = fs::read_to_string(page).unwrap();
+    assert!(page.contains("<svg") && page.contains(&forward.device), "{page}");
+}
+
+#[test]
+fn tiles_are_swept() {
+    if !has_adapter() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let arguments = ["sweep", "--device", "wgpu", "--head-dim", "16", "--seq", "48", "--heads", "1", "--only", "32x32"];
+    let output = bench(&arguments, directory.path());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let tiles: Vec<results::TileTiming> = results::read_if_there(directory.path(), "sweep-wgpu").unwrap();
+    assert_eq!(tiles.len(), 9);
+    assert!(tiles.iter().all(|tile| tile.median_ms.is_some() && tile.shared_bytes.is_some()), "{tiles:?}");
+}
+
+#[test]
+fn nonsense_gets_one_sentence() {
+    let directory = tempfile::tempdir().unwrap();
+    let of = |arguments: &[&str]| bench(arguments, directory.path());
+    refused(&of(&["--set", "h200", "--head-dim", "65"]), &["--head-dim 65", "h200", "128, 64, 256"]);
+    refused(&of(&["--set", "quick", "--variant", "none,windy"]), &["--variant windy", "window 128"]);
+    if !cfg!(feature = "cuda") {
+        refused(&of(&["--device", "cuda"]), &["--device cuda"]);
+    }
+    let unknown = of(&["--kernel", "magic"]);
+    assert_eq!(unknown.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&unknown.stderr).contains("portable"));
+
+    let foreign = directory.path().join("foreign.csv");
+    fs::write(&foreign, "date,temperature\n2026-01-01,3\n").unwrap();
+    let before = fs::read(&foreign).unwrap();
+    if has_adapter() {
+        let device = ["--device", "wgpu", "--set", "tiny", "--name", "foreign"];
+        refused(&of(&device), &["foreign.csv", "is not a file of results"]);
+        assert_eq!(fs::read(&foreign).unwrap(), before);
+    }
+    let program = env!("CARGO_BIN_EXE_attention-bench");
+    let report = Command::new(program).args(["report", "foreign", "--directory"]).arg(directory.path()).output();
+    refused(&report.unwrap(), &["foreign.csv", "is not a file of results"]);
+}

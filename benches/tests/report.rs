@@ -1,0 +1,420 @@
+//! The report on results made up here: what each chart holds, and what is said of that which was not measured.
+
+use attention_bench::report;
+use attention_bench::results::{self, Call, Moved, Record, TileTiming, Timing};
+use std::fs;
+use std::path::PathBuf;
+use tempfile::TempDir;
+
+/// A directory of results.
+struct Place(TempDir);
+
+impl Place {
+    fn new() -> Self {
+        Place(tempfile::tempdir().unwrap())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn with<R: Record>(self, name: &str, rows: &[R]) -> Self {
+        results::append(&results::path::<R>(self.0.path(), name), rows).unwrap();
+        self
+    }
+
+    fn write(&self) -> Result<Vec<PathBuf>, String> {
+        report::write(self.0.path(), &[], &self.path("report.html"), Some(&self.path("pictures")))
+            .map_err(|error| error.to_string())
+    }
+
+    fn page(&self) -> String {
+        self.write().unwrap();
+        fs::read_to_string(self.path("report.html")).unwrap()
+    }
+
+    fn readme(&self, check: bool) -> Result<(), String> {
+        report::readme(self.0.path(), &self.path("README.md"), check).map_err(|error| error.to_string())
+    }
+
+    fn readme_text(&self) -> String {
+        fs::read_to_string(self.path("README.md")).unwrap()
+    }
+}
+
+fn timing(name: &str, pass: &str, seq: usize, ms: Option<f64>) -> Timing {
+    Timing {
+        run: "r1".into(),
+        date: "2026-11-21".into(),
+        commit: "abc1234".into(),
+        device: "Chip 1".into(),
+        runtime: if ["cudnn", "flash2", "matmul"].contains(&name) { "torch 2.9.1" } else { "cuda" }.into(),
+        r#impl: name.into(),
+        kernel: if name == "ours" { "portable" } else { "" }.into(),
+        pass: pass.into(),
+        dtype: "bf16".into(),
+        batch: 4,
+        heads_q: 8,
+        heads_kv: 8,
+        seq_q: seq,
+        seq_k: seq,
+        head_dim: 64,
+        causal: true,
+        variant: "none".into(),
+        median_ms: ms,
+        p20_ms: ms.map(|ms| ms * 0.9),
+        p80_ms: ms.map(|ms| ms * 1.1),
+        tflops: ms.map(|ms| 100.0 / ms),
+        peak_bytes: ms.map(|_| 1 << 20),
+    }
+}
+
+fn call(row: &Timing, note: &str) -> Call {
+    Call {
+        run: row.run.clone(),
+        r#impl: row.r#impl.clone(),
+        kernel: row.kernel.clone(),
+        pass: row.pass.clone(),
+        dtype: row.dtype.clone(),
+        batch: row.batch,
+        heads_q: row.heads_q,
+        heads_kv: row.heads_kv,
+        seq_q: row.seq_q,
+        seq_k: row.seq_k,
+        head_dim: row.head_dim,
+        causal: row.causal,
+        variant: row.variant.clone(),
+        first_call_ms: row.median_ms.map(|ms| ms * 1000.0),
+        host_us: row.median_ms.map(|_| 12.0),
+        note: note.into(),
+        ..Default::default()
+    }
+}
+
+/// Ours, composed operations that run out of memory at 4,096, and a peer in the same run.
+fn lengths() -> Vec<Timing> {
+    let lengths = [1024, 2048, 4096];
+    let mut rows: Vec<_> = lengths.iter().map(|seq| timing("ours", "forward", *seq, Some(*seq as f64 / 1e3))).collect();
+    rows.extend(lengths.map(|seq| timing("composed", "forward", seq, (seq < 4096).then_some(seq as f64 / 1e2))));
+    rows.extend(lengths.map(|seq| timing("cudnn", "forward", seq, Some(seq as f64 / 2e3))));
+    rows
+}
+
+fn paper() -> Place {
+    let rows = lengths();
+    let calls: Vec<Call> =
+        rows.iter().map(|row| call(row, if row.median_ms.is_none() { "out of memory" } else { "" })).collect();
+    let matmul = Timing { tflops: Some(200.0), ..timing("matmul", "forward", 8192, Some(0.5)) };
+    Place::new().with("paper", &rows).with("paper", &calls).with("paper", &[matmul])
+}
+
+/// The figures with this title, in this view.
+fn views<'a>(page: &'a str, title: &str, view: &str) -> Vec<&'a str> {
+    let figures = page.split("<figure>").skip(1).map(|part| part.split("</figure>").next().unwrap());
+    let titled = figures.filter(|part| part.starts_with(&format!("<figcaption>{title}</figcaption>")));
+    titled
+        .flat_map(|part| part.split("<div class=\"view "))
+        .filter(|part| part.starts_with(&format!("{view}\"")))
+        .collect()
+}
+
+fn view<'a>(page: &'a str, title: &str, view: &str) -> &'a str {
+    match *views(page, title, view) {
+        [one] => one,
+        ref all => panic!("{} figures {title} in view {view}", all.len()),
+    }
+}
+
+/// The lines of a chart, with the number of their points.
+fn lines(chart: &str) -> Vec<(&str, usize)> {
+    let lines = chart.split("<g class=\"line ").skip(1).map(|part| part.split("</g>").next().unwrap());
+    lines
+        .map(|line| {
+            let label = line.split("data-label=\"").nth(1).unwrap().split('"').next().unwrap();
+            (label, line.matches("<circle").count())
+        })
+        .collect()
+}
+
+#[test]
+fn a_line_for_each_implementation_in_every_view() {
+    let page = paper().page();
+    for name in ["rate", "time", "fraction", "peak"] {
+        let chart = view(&page, "bf16 [4, 8, s, 64] causal", name);
+        // Ours is drawn last, over the others.
+        assert_eq!(lines(chart), [("cudnn", 3), ("composed", 2), ("ours", 3)], "{name}");
+    }
+    let chart = view(&page, "bf16 [4, 8, s, 64] causal", "fraction");
+    assert!(chart.contains("ours, bf16 [4, 8, 1024, 64] causal: 48.8% percent of the matmul"), "{chart}");
+}
+
+#[test]
+fn a_missing_time_says_why_and_is_never_drawn() {
+    let page = paper().page();
+    let chart = view(&page, "bf16 [4, 8, s, 64] causal", "time");
+    assert!(chart.contains("<g class=\"stop composed\">") && chart.contains(">composed: out of memory</text>"));
+    assert!(page.contains("<li>composed, forward, at sequence length 4k: out of memory</li>"));
+    let rows = page.split("id=\"rows\"").nth(1).unwrap();
+    let row = rows.split("<tr class=\"\">").find(|row| row.contains("composed") && row.contains("4096")).unwrap();
+    assert!(row.contains("<td class=\"number\">–</td><td class=\"reason\">out of memory</td>"), "{row}");
+
+    // The reason is that of this row's call, not of any other.
+    let other = call(&timing("composed", "forward", 2048, None), "out of memory");
+    let unsaid = Place::new().with("paper", &lengths()).with("paper", &[other]).page();
+    assert!(unsaid.contains("<li>composed, forward, at sequence length 4k: no reason recorded</li>"));
+    assert!(!unsaid.contains("class=\"stop"));
+}
+
+#[test]
+fn a_line_stops_where_a_value_is_missing() {
+    let mut rows = lengths();
+    rows[1] = timing("ours", "forward", 2048, None);
+    let page = Place::new().with("paper", &rows).page();
+    let chart = view(&page, "bf16 [4, 8, s, 64] causal", "rate");
+    let line = chart.split("data-label=\"ours\"").nth(1).unwrap().split("/>").next().unwrap();
+    assert_eq!((line.matches('M').count(), line.matches('L').count()), (2, 0), "{line}");
+}
+
+#[test]
+fn devices_and_runtimes_are_never_joined() {
+    let on = |device: &str, runtime: &str, run: &str, seqs: &[usize]| -> Vec<Timing> {
+        let row = |seq: &usize| Timing {
+            device: device.into(),
+            runtime: runtime.into(),
+            run: run.into(),
+            ..timing("ours", "forward", *seq, Some(1.0))
+        };
+        seqs.iter().map(row).collect()
+    };
+    let page = Place::new()
+        .with("paper", &lengths())
+        .with("paper", &on("Chip 1", "vulkan", "r2", &[1024, 2048, 4096, 8192]))
+        .with("paper", &on("Chip 2", "cuda", "r3", &[512, 1024]))
+        .page();
+    let charts = views(&page, "bf16 [4, 8, s, 64] causal", "rate");
+    let all: Vec<_> = charts.into_iter().map(lines).collect();
+    // The peer was timed in the first run, and stays there.
+    assert_eq!(all[0], [("cudnn", 3), ("composed", 2), ("ours", 3)]);
+    assert_eq!(all[1..], [vec![("ours", 4)], vec![("ours", 2)]]);
+    for title in ["Chip 1, cuda, with torch 2.9.1", "Chip 1, vulkan", "Chip 2, cuda"] {
+        assert!(page.contains(&format!("<h3>{title}</h3>")), "{title}");
+    }
+    // The only product of matrices is another run's.
+    let other = Timing { run: "r9".into(), ..timing("matmul", "forward", 8192, Some(0.5)) };
+    let page = Place::new().with("paper", &lengths()).with("other", &[other]).page();
+    assert!(views(&page, "bf16 [4, 8, s, 64] causal", "fraction").is_empty());
+    assert!(page.contains("No product of matrices was timed in this run."));
+}
+
+#[test]
+fn peers_stay_where_a_later_run_measured_the_rest_again() {
+    let rows = lengths();
+    let again = rows.iter().filter(|row| row.r#impl != "cudnn").map(|row| Timing { run: "r2".into(), ..row.clone() });
+    let again: Vec<Timing> = again.collect();
+    let page = Place::new().with("paper", &rows).with("paper", &again).page();
+    assert_eq!(lines(view(&page, "bf16 [4, 8, s, 64] causal", "rate")).len(), 3);
+}
+
+#[test]
+fn kernels_have_lines_of_their_own_and_repeated_rows_count_once() {
+    let mut rows = lengths();
+    rows.extend([1024, 2048].map(|seq| Timing { kernel: "mma".into(), ..timing("ours", "forward", seq, Some(0.25)) }));
+    rows.push(timing("ours", "forward", 1024, Some(0.125)));
+    let page = Place::new().with("paper", &rows).page();
+    let chart = view(&page, "bf16 [4, 8, s, 64] causal", "rate");
+    assert_eq!(lines(chart)[2..], [("ours mma", 2), ("ours portable", 3)], "{chart}");
+    assert!(chart.contains("ours portable, bf16 [4, 8, 1024, 64] causal: 800 TFLOP/s"), "the last one counts");
+}
+
+#[test]
+fn studies_of_one_axis_each() {
+    let base = timing("ours", "backward", 512, Some(1.0));
+    let page = Place::new()
+        .with("quick", &[4, 2, 1].map(|batch| Timing { batch, ..base.clone() }))
+        .with("quick", &[Timing { heads_q: 2, heads_kv: 2, ..base.clone() }])
+        .with("quick", &[Timing { heads_kv: 2, ..base.clone() }])
+        .with("quick", &[Timing { head_dim: 128, ..base.clone() }])
+        .with("quick", &[Timing { seq_q: 500, seq_k: 500, ..base }])
+        .page();
+    for (title, points) in [
+        ("bf16 [b, 8, 512, 64] causal", 3),
+        ("bf16 [4, h, 512, 64] causal", 2),
+        ("bf16 [4, 8/h, 512, 64] causal", 2),
+        ("bf16 [4, 8, 512, d] causal", 2),
+    ] {
+        assert_eq!(lines(view(&page, title, "time")), [("ours", points)], "{title}");
+    }
+    // 500 beside 512 is no study of length.
+    assert_eq!(page.matches("<figure>").count(), 4);
+}
+
+#[test]
+fn lengths_of_one_number_of_tokens_are_a_study() {
+    let rows = [512, 1024, 2048].map(|seq| Timing { batch: 4096 / seq, ..timing("ours", "both", seq, Some(1.0)) });
+    let page = Place::new().with("paper", &rows).page();
+    assert_eq!(lines(view(&page, "bf16 [b, 8, s, 64] causal, b · s = 4096", "rate")), [("ours", 3)]);
+}
+
+#[test]
+fn calls_are_bars_with_a_dot_for_each_problem() {
+    let page = paper().page();
+    for (title, said) in
+        [("First call", "median of 3: 2,048 milliseconds"), ("Host time of a launch", "12.0 microseconds")]
+    {
+        let chart = view(&page, title, "calls");
+        assert_eq!(chart.matches("<g class=\"bar ").count(), 3, "{title}");
+        assert_eq!(chart.matches("<circle").count(), 8, "{title}");
+        assert!(chart.contains(said), "{title}");
+    }
+}
+
+#[test]
+fn variants_are_bars_and_a_missing_one_says_why() {
+    let of = |name: &str, variant: &str, ms| Timing { variant: variant.into(), ..timing(name, "forward", 4096, ms) };
+    let failed = of("cudnn", "bias", None);
+    let rows =
+        [of("ours", "none", Some(1.0)), of("ours", "bias", Some(2.0)), of("cudnn", "none", Some(0.5)), failed.clone()];
+    let page = Place::new().with("variants", &rows).with("variants", &[call(&failed, "not supported: <bias>")]).page();
+    let chart = view(&page, "bf16 [4, 8, 4096, 64] causal", "variants");
+    assert_eq!(chart.matches("<g class=\"bar ours").count(), 2);
+    assert_eq!(chart.matches("<g class=\"bar cudnn").count(), 1);
+    assert!(chart.contains(">– not supported: &lt;bias&gt;</text>"), "{chart}");
+}
+
+fn tile(tile_q: usize, tile_k: usize, shape: &str, ms: Option<f64>) -> TileTiming {
+    TileTiming {
+        run: "r1".into(),
+        device: "Chip 1".into(),
+        runtime: "cuda".into(),
+        kernel: "portable forward".into(),
+        dtype: "f32".into(),
+        batch: 4,
+        heads_q: 8,
+        seq_q: 4096,
+        head_dim: 64,
+        tile_q,
+        tile_k,
+        shape: shape.into(),
+        median_ms: ms,
+        shared_bytes: Some(49152),
+        registers: Some(168),
+        chosen: ms == Some(1.5),
+        note: if ms.is_none() { "too much shared memory".into() } else { String::new() },
+        ..Default::default()
+    }
+}
+
+#[test]
+fn a_map_of_tiles_shows_the_best_shape_and_outlines_the_chosen() {
+    let rows = [
+        tile(32, 32, "a", Some(2.0)),
+        tile(64, 32, "a", Some(1.5)),
+        tile(64, 32, "b", Some(1.25)),
+        tile(64, 64, "a", None),
+    ];
+    let page = Place::new().with("sweep", &rows).page();
+    let chart = view(&page, "Chip 1, cuda: f32 [4, 8, 4096, 64] full", "tiles");
+    assert_eq!(chart.matches("<g class=\"cell\">").count(), 3);
+    assert_eq!(chart.matches("class=\"chosen\"").count(), 2, "the outline, and the row below");
+    assert!(chart.contains(">1.25 ms</text>") && !chart.contains(">1.50 ms</text>"));
+    assert!(chart.contains("64 × 32, a: 1.50 ms, 168 registers, 48 KiB shared (chosen)"));
+    assert!(chart.contains("64 × 64, a: – too much shared memory"));
+    assert!(chart.contains("<summary>All 4 shapes</summary>"));
+    assert!(chart.contains("<td class=\"reason\">– too much shared memory</td>"));
+}
+
+#[test]
+fn bytes_moved_stand_beside_the_model() {
+    let row = |tile_q: usize| Moved {
+        device: "Chip 1".into(),
+        kernel: "portable dq".into(),
+        dtype: "f32".into(),
+        batch: 1,
+        heads_q: 8,
+        seq_q: 4096,
+        head_dim: 64,
+        tile_q,
+        dram_bytes: 3 << 20,
+        l2_bytes: (1 << 30) / tile_q as u64,
+        model_bytes: (1 << 29) / tile_q as u64,
+        ..Default::default()
+    };
+    let page = Place::new().with("sweep", &[row(32), row(64), row(128)]).page();
+    let chart = view(&page, "Chip 1: f32 [1, 8, s, 64] full, sequence 4096", "moved");
+    assert_eq!(lines(chart), [("IO model", 3), ("L2, measured", 3), ("device memory, measured", 3)]);
+    assert!(chart.contains("L2, measured: 32 MiB, 2.00 of the model's"));
+}
+
+#[test]
+fn the_page_needs_nothing_else_and_escapes_what_it_is_given() {
+    let rows = lengths().into_iter().map(|row| Timing { device: "<b>\"Chip\" & Co".into(), ..row });
+    let page = Place::new().with("paper", &rows.collect::<Vec<_>>()).page();
+    assert!(page.contains("&lt;b&gt;&quot;Chip&quot; &amp; Co") && !page.contains("<b>"));
+    for outside in ["<link", "src=", "@import", "url(", "fetch("] {
+        assert!(!page.contains(outside), "{outside}");
+    }
+    assert_eq!(page.matches("http").count(), page.matches("href=\"https://arxiv.org/").count());
+    assert!(page.contains("prefers-color-scheme: dark"));
+}
+
+#[test]
+fn pictures_stand_alone() {
+    let place = paper();
+    let written = place.write().unwrap();
+    let names: Vec<_> = written.iter().map(|file| file.file_name().unwrap().to_str().unwrap()).collect();
+    assert_eq!(names, ["report.html", "paper-bf16-4-8-s-64-causal-rate.svg", "paper-bf16-4-8-s-64-causal-peak.svg"]);
+    let picture = fs::read_to_string(&written[1]).unwrap();
+    assert!(picture.starts_with("<svg ") && picture.contains("xmlns=\"http://www.w3.org/2000/svg\""));
+    assert!(picture.contains("prefers-color-scheme") && picture.contains("bf16 [4, 8, s, 64] causal: Chip 1, cuda"));
+    assert_eq!(lines(&picture).len(), 3);
+}
+
+#[test]
+fn the_readme_is_stale_until_it_is_written_anew() {
+    let place = paper().with("paper", &[timing("ours", "backward", 1024, Some(4.0))]);
+    let old = "# Title\n\n<!-- results:paper -->\nold\n<!-- /results -->\n\nEnd.\n";
+    fs::write(place.path("README.md"), old).unwrap();
+    let error = place.readme(true).unwrap_err();
+    assert!(
+        error.ends_with("README.md is not current: its tables differ from the results, write them anew"),
+        "{error}"
+    );
+    assert_eq!(place.readme_text(), old, "a check writes nothing");
+
+    place.readme(false).unwrap();
+    place.readme(true).unwrap();
+    let text = place.readme_text();
+    assert!(text.starts_with("# Title\n\n<!-- results:paper -->\n") && text.ends_with("<!-- /results -->\n\nEnd.\n"));
+    assert!(
+        text.contains("\nChip 1, cuda, with torch 2.9.1; commit abc1234, 2026-11-21. TFLOP/s, forward / backward;")
+    );
+    assert!(text.contains("A product of matrices reaches 200."));
+    assert!(text.contains("| [batch, heads, sequence, head_dim] | ours | composed | cudnn | ours ÷ best other |"));
+    assert!(text.contains("| bf16 [4, 8, 1024, 64] causal | 97.7 / 25.0 | 9.77 / – | 195 / – | 0.50× / – |"), "{text}");
+    assert!(text.contains("| – (out of memory) / – |"), "{text}");
+
+    // One more measurement, and it is stale again.
+    let place = place.with("paper", &[timing("ours", "forward", 1024, Some(0.5))]);
+    place.readme(true).unwrap_err();
+}
+
+#[test]
+fn what_is_wrong_is_said_in_a_sentence() {
+    let place = paper();
+    let readme = |text: &str| {
+        fs::write(place.path("README.md"), text).unwrap();
+        place.readme(false).unwrap_err()
+    };
+    assert!(readme("# Title").ends_with("README.md: there is no <!-- results:NAME --> to fill"));
+    let open = "<!-- results:paper -->\n<!-- results:paper -->\n<!-- /results -->";
+    assert!(readme(open).ends_with("README.md: <!-- results:paper --> has no <!-- /results --> after it"));
+    let error = readme("<!-- results:other -->\n<!-- /results -->");
+    assert!(error.starts_with("there are no results ") && error.ends_with("other.csv"), "{error}");
+
+    let error = Place::new().write().unwrap_err();
+    assert!(error.starts_with("there are no results "), "{error}");
+    fs::write(place.path("notes.csv"), "day,rain\n1,2\n").unwrap();
+    let error = place.write().unwrap_err();
+    assert!(error.contains("notes.csv is not a file of results: its first line should be run,date,"), "{error}");
+    assert!(!place.path("report.html").exists(), "nothing is written");
+}

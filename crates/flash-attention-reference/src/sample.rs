@@ -1,0 +1,126 @@
+//! Some rows and keys of a problem that is too large to compute whole.
+
+use crate::Inputs;
+use crate::backward::score_gradients;
+use crate::row::{Row, add_scaled, vector};
+use flash_attention_kernels::AttentionProblem;
+use rayon::prelude::*;
+
+/// What attention gives for some queries and keys of one key/value head.
+///
+/// ```
+/// use flash_attention_reference::Sample;
+///
+/// // Nothing was asked for.
+/// assert_eq!(Sample::default().dk.len(), 0);
+/// ```
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Sample {
+    /// For each of the queries, `head_dim_v` values.
+    pub o: Vec<f64>,
+    /// For each of the queries.
+    pub lse: Vec<f64>,
+    /// For each of the queries, `head_dim` values.
+    pub dq: Vec<f64>,
+    /// For each of the keys, `head_dim` values.
+    pub dk: Vec<f64>,
+    /// For each of the keys, `head_dim_v` values.
+    pub dv: Vec<f64>,
+    /// For each of the queries, `seq_k` values, summed over the batches: rows of the gradient of a bias
+    /// `[1, num_heads_q, seq_q, seq_k]`. Empty for any other.
+    pub dbias: Vec<f64>,
+}
+
+/// Output and gradients of `Σ dout∘o` for these queries of head `[batch, head]` and for these keys of the head that it
+/// shares, exactly: the keys' gradients are summed over all queries of all heads that share them.
+///
+/// Takes `seq_q · seq_k` steps for a head, but memory for no more than a row for each thread.
+///
+/// ```
+/// use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
+/// use flash_attention_reference::{Inputs, backward, forward, normal, sample};
+///
+/// let shape = [1, 2, 9, 4];
+/// let problem = AttentionProblem::new(&shape, &shape, &shape, Dtype::F32, AttentionOptions::default())?;
+/// let (q, k, v, dout) = (normal(72, 0), normal(72, 1), normal(72, 2), normal(72, 3));
+/// let inputs = Inputs { q: &q, k: &k, v: &v, mask: None, bias: None };
+/// let some = sample(&problem, &inputs, &dout, [0, 1], &[8], &[3]);
+/// assert_eq!(some.o, forward(&problem, &inputs).o[68..]);
+/// let whole = backward(&problem, &inputs, &dout, None).dk;
+/// assert!(some.dk.iter().zip(&whole[48..]).all(|(some, whole)| (some - whole).abs() < 1e-12));
+/// # Ok::<(), flash_attention_kernels::AttentionError>(())
+/// ```
+///
+/// # Panics
+///
+/// If an input's length is not what the problem says, or a position is not in the problem.
+pub fn sample(
+    problem: &AttentionProblem,
+    inputs: &Inputs,
+    dout: &[f64],
+    [b, h]: [usize; 2],
+    queries: &[usize],
+    keys: &[usize],
+) -> Sample {
+    inputs.check(problem);
+    assert_eq!(dout.len(), problem.o_shape().iter().product::<usize>(), "length of dout");
+    assert!(queries.iter().all(|&i| i < problem.seq_q) && keys.iter().all(|&j| j < problem.seq_k), "positions");
+    let (head_dim, head_dim_v, group) = (problem.head_dim, problem.head_dim_v, problem.group_size());
+    let h_kv = h / group;
+    let scale = f64::from(problem.softmax_scale());
+    let score_gradients =
+        |row: &Row, at| score_gradients(problem, inputs, row, vector(dout, problem.o_shape(), at), 0.0, [at[0], h_kv]);
+    let [_, heads, rows, columns] = problem.scores_shape();
+    let whole_bias = problem.bias == Some([1, heads, rows, columns]);
+
+    let mut sample = Sample::default();
+    for &i in queries {
+        let (mut o, mut dq, mut lse) = (vec![0.0; head_dim_v], vec![0.0; head_dim], f64::NEG_INFINITY);
+        if let Some(row) = Row::new(problem, inputs, [b, h, i]) {
+            let (_, ds) = score_gradients(&row, [b, h, i]);
+            for (n, &j) in row.keys.iter().enumerate() {
+                add_scaled(&mut o, row.p[n], vector(inputs.v, problem.v_shape(), [b, h_kv, j]));
+                add_scaled(&mut dq, scale * ds[n], vector(inputs.k, problem.k_shape(), [b, h_kv, j]));
+            }
+            lse = row.lse;
+        }
+        if whole_bias {
+            let mut dbias = vec![0.0; columns];
+            for at in (0..problem.batch).map(|b| [b, h, i]) {
+                let Some(row) = Row::new(problem, inputs, at) else { continue };
+                let (dt, _) = score_gradients(&row, at);
+                row.keys.iter().zip(dt).for_each(|(&j, dt)| dbias[j] += dt);
+            }
+            sample.dbias.extend(dbias);
+        }
+        sample.o.extend(o);
+        sample.dq.extend(dq);
+        sample.lse.push(lse);
+    }
+
+    let zeros = || (vec![0.0; keys.len() * head_dim], vec![0.0; keys.len() * head_dim_v]);
+    let rows = (h_kv * group..(h_kv + 1) * group).flat_map(|h| (0..problem.seq_q).map(move |i| [b, h, i]));
+    let sums = rows.collect::<Vec<_>>().into_par_iter().fold(zeros, |(mut dk, mut dv), at| {
+        if let Some(row) = Row::new(problem, inputs, at) {
+            let (_, ds) = score_gradients(&row, at);
+            for (slot, key) in keys.iter().enumerate() {
+                // Keys of a row are in order.
+                let Ok(n) = row.keys.binary_search(key) else { continue };
+                add_scaled(
+                    &mut dk[slot * head_dim..][..head_dim],
+                    scale * ds[n],
+                    vector(inputs.q, problem.q_shape(), at),
+                );
+                let dout = vector(dout, problem.o_shape(), at);
+                add_scaled(&mut dv[slot * head_dim_v..][..head_dim_v], row.p[n], dout);
+            }
+        }
+        (dk, dv)
+    });
+    (sample.dk, sample.dv) = sums.reduce(zeros, |(mut dk, mut dv), (more_dk, more_dv)| {
+        add_scaled(&mut dk, 1.0, &more_dk);
+        add_scaled(&mut dv, 1.0, &more_dv);
+        (dk, dv)
+    });
+    sample
+}
