@@ -5,6 +5,7 @@ use crate::error::Error;
 use crate::results::{Call, Timing};
 use crate::run::{Run, rows};
 use crate::worker::Answer;
+use clap::ValueEnum;
 use serde::Deserialize;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -45,9 +46,13 @@ pub(crate) fn run(
     for line in lines {
         match serde_json::from_str(&line) {
             Ok(Line::Versions { version, cudnn }) => run.runtime = format!("torch {version}, cuDNN {cudnn}"),
-            Ok(Line::Result { r#impl, case, pass, answer }) => {
+            Ok(Line::Result { r#impl, case, pass, mut answer }) => {
                 let matmul = Case::new(flash_attention_kernels::Dtype::BF16, [1, 1, 8192, 8192], false);
                 let case = case.and_then(|index| cases.get(index));
+                if let (Some(case), Ok(pass), Some([median, ..])) = (case, Pass::from_str(&pass, false), answer.time_ms)
+                {
+                    answer.tflops = Some(pass.flops(&case.problem()?) / median / 1e9);
+                }
                 add(rows(&run, &r#impl, case.unwrap_or(&matmul), &pass, &answer), case)?;
             }
             // Libraries may print lines of their own.

@@ -5,13 +5,13 @@ use cubecl::client::Client;
 use std::time::{Duration, Instant};
 
 /// Aim of a sample's length: long beside the few microseconds that opening and closing one costs.
-const SAMPLE: Duration = Duration::from_millis(25);
+const SAMPLE: Duration = Duration::from_millis(20);
 /// Samples, unless they would take longer than [`BUDGET`].
-const SAMPLES: usize = 25;
+const SAMPLES: usize = 20;
 /// The fewest samples.
 const LEAST: usize = 3;
 /// Time that samples of one pass may take together.
-const BUDGET: Duration = Duration::from_millis(2500);
+const BUDGET: Duration = Duration::from_millis(1500);
 
 /// Samples of one call's time on the device, in milliseconds, in order.
 #[derive(Clone, Debug, PartialEq)]

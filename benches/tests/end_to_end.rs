@@ -109,3 +109,10 @@ fn nonsense_gets_one_sentence() {
     let report = Command::new(program).args(["report", "foreign", "--directory"]).arg(directory.path()).output();
     refused(&report.unwrap(), &["foreign.csv", "is not a file of results"]);
 }
+
+#[test]
+fn the_readme_shows_the_committed_results() {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let current = attention_bench::report::readme(&here.join("results"), &here.join("../README.md"), true);
+    assert!(current.is_ok(), "{}", current.unwrap_err());
+}

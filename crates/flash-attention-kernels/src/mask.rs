@@ -74,6 +74,23 @@ impl Band {
         }
     }
 
+    /// How many pairs of query and key see each other.
+    ///
+    /// ```
+    /// use flash_attention_kernels::{AttentionOptions, mask::Band};
+    ///
+    /// let options = AttentionOptions { causal: true, window_left: Some(1), ..Default::default() };
+    /// assert_eq!(Band::new(3, 3, &options).pairs(), 1 + 2 + 2);
+    /// ```
+    pub fn pairs(&self) -> u64 {
+        (0..self.seq_q)
+            .map(|i| {
+                let keys = self.k_blocks(i, 1, 1);
+                u64::from(keys.end - keys.start)
+            })
+            .sum()
+    }
+
     /// The launch argument for this band.
     pub fn into_launch(self) -> BandLaunch {
         BandLaunch::new(self.seq_q, self.seq_k, self.lower, self.upper, self.bounded_below, self.bounded_above)

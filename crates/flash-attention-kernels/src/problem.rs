@@ -270,10 +270,15 @@ impl AttentionProblem {
     }
 
     /// Floating-point operations of the forward as the field counts them: `4 · batch · heads · pairs · head_dim`
-    /// (2 products of 2 operations), over the pairs that see each other; half of all where causal (FlashAttention-2,
-    /// arXiv:2307.08691, section 4.1).
+    /// (2 products of 2 operations), over half of all pairs where causal (FlashAttention-2, arXiv:2307.08691, section
+    /// 4.1), and over those that see each other where there is a window.
     pub fn forward_flops(&self) -> f64 {
-        let pairs = self.seq_q as f64 * self.seq_k as f64 * if self.options.causal { 0.5 } else { 1.0 };
+        let AttentionOptions { causal, window_left, window_right, .. } = self.options;
+        let pairs = if window_left.is_some() || window_right.is_some() {
+            self.band().pairs() as f64
+        } else {
+            self.seq_q as f64 * self.seq_k as f64 * if causal { 0.5 } else { 1.0 }
+        };
         2.0 * self.batch as f64 * self.num_heads_q as f64 * pairs * (self.head_dim + self.head_dim_v) as f64
     }
 
