@@ -2,7 +2,9 @@
 
 use crate::common::*;
 use cubecl::prelude::*;
-use flash_attention_kernels::{AttentionError, AttentionOptions, Dtype, TensorView, TileShape, forward};
+use flash_attention_kernels::{
+    AttentionError, AttentionOptions, Dtype, Gradients, Saved, TensorView, TileShape, backward, forward,
+};
 
 fn causal() -> AttentionOptions {
     AttentionOptions { causal: true, ..Default::default() }
@@ -127,13 +129,38 @@ fn offsets_past_32_bits() {
     forward(&client, &p, &inputs, &far, &lse).unwrap();
     let near = TensorView::contiguous(client.empty(4 * p.rows() * 16), p.o_shape());
     forward(&client, &p, &inputs, &near, &lse).unwrap();
-    let outputs = [far, near].map(|q| {
+    let outputs = [far.clone(), near.clone()].map(|q| {
         let o = TensorView::contiguous(client.empty(4 * p.rows() * 16), p.o_shape());
         let inputs = flash_attention_kernels::Inputs { q, ..inputs.clone() };
         forward(&client, &p, &inputs, &o, &lse).unwrap();
         from_bytes(&client.read_one_unchecked(o.handle), Dtype::F32)
     });
     assert_eq!(outputs[0], outputs[1]);
+
+    // Gradients written there, from `o` and `dout` read there.
+    forward(&client, &p, &inputs, &near, &lse).unwrap();
+    forward(&client, &p, &inputs, &far, &lse).unwrap();
+    let gradients = [(true, &far), (false, &near)].map(|(is_far, o)| {
+        let view = |shape: [usize; 4]| {
+            let batch = shape[2] * shape[3];
+            if is_far {
+                let strides = [1 << 31, batch, shape[3], 1];
+                TensorView { handle: client.empty(4 * ((2 << 31) + batch)), shape, strides }
+            } else {
+                TensorView::contiguous(client.empty(4 * 3 * batch), shape)
+            }
+        };
+        let views = [view(p.q_shape()), view(p.k_shape()), view(p.v_shape())];
+        let [dq, dk, dv] = views.clone().map(Some);
+        let saved = Saved { o: o.clone(), lse: lse.clone(), dout: o.clone(), dlse: None };
+        backward(&client, &p, &inputs, &saved, &Gradients { dq, dk, dv, dbias: None }).unwrap();
+        views.map(|view| {
+            let last = 4 * 2 * view.strides[0] as u64;
+            from_bytes(&client.read_one_unchecked(view.handle.offset_start(last)), Dtype::F32)
+        })
+    });
+    assert_eq!(gradients[0], gradients[1]);
+    assert!(gradients[0].iter().flatten().any(|x| *x != 0.0));
 }
 
 #[test]
