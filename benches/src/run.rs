@@ -267,7 +267,7 @@ pub const OUT_OF_MEMORY: &str = "out of memory";
 
 fn is_out_of_memory(text: &str) -> bool {
     let text = text.to_lowercase();
-    ["out of memory", "outofmemory", "out_of_memory", "buffertoobig", "bytes is too large"]
+    ["out of memory", "outofmemory", "out_of_memory", "buffertoobig", "can't allocate buffer"]
         .iter()
         .any(|sign| text.contains(sign))
 }
@@ -280,5 +280,6 @@ fn reason(complaint: &str) -> String {
     let lines = || complaint.lines().map(str::trim).filter(|line| !line.is_empty());
     // The line after "panicked at" is the message.
     let message = lines().skip_while(|line| !line.contains("panicked at")).nth(1).or_else(|| lines().next_back());
-    format!("failed: {}", message.unwrap_or("without a word"))
+    let cause = lines().skip_while(|line| !line.contains("Caused by")).nth(1).map(|cause| format!(", {cause}"));
+    format!("failed: {}{}", message.unwrap_or("without a word"), cause.unwrap_or_default())
 }
