@@ -22,7 +22,8 @@ if not torch.cuda.is_available():
     sys.exit(print("PyTorch sees no CUDA device", file=sys.stderr) or 3)
 
 # The numbers of src/timing.rs and src/implementations/mod.rs.
-SAMPLE_MS, SAMPLES, LEAST, BUDGET_S, CACHE_BYTES, SOFTCAP = 20, 20, 3, 1.5, 256e6, 20.0
+WARM_UP_S, SAMPLE_MS, SAMPLES, LEAST, BUDGET_S = 0.2, 20, 20, 3, 1.5
+CACHE_BYTES, SOFTCAP = 256e6, 20.0
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 TOLERANCES = {"f32": 5e-3, "f16": 5e-3, "bf16": 3e-2}
 BACKENDS = {
@@ -51,6 +52,11 @@ def device_time(call):
     for _ in range(2):
         last = synchronized_ms(lambda: call(0))
     batch = min(max(int(SAMPLE_MS / last), 1), 200)
+    start = time.perf_counter()
+    while time.perf_counter() - start < WARM_UP_S:
+        for turn in range(batch):
+            call(turn)
+        torch.cuda.synchronize()
     samples, turn, start = [], 0, time.perf_counter()
     while len(samples) < LEAST or len(samples) < SAMPLES and time.perf_counter() - start < BUDGET_S:
         first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 /// Aim of a sample's length: long beside the few microseconds that opening and closing one costs.
 const SAMPLE: Duration = Duration::from_millis(20);
+/// Time to warm up.
+const WARM_UP: Duration = Duration::from_millis(200);
 /// Samples, unless they would take longer than [`BUDGET`].
 const SAMPLES: usize = 20;
 /// The fewest samples.
@@ -64,9 +66,15 @@ pub fn once(work: &mut (impl Work + ?Sized)) -> Result<f64, Error> {
 /// It is read from the device's clock, or, where work chooses its streams itself, from the host's, which adds the few
 /// microseconds of one wait to each batch.
 pub fn device_time(work: &mut (impl Work + ?Sized)) -> Result<Samples, Error> {
-    // Warm: the second of these has everything compiled and cached.
+    // The second of these has everything compiled and cached.
     once(work)?;
     let batch = ((SAMPLE.as_secs_f64() * 1e3 / once(work)?) as usize).clamp(1, 200);
+    // An idle device lowers its clocks, and takes a while to raise them.
+    let start = Instant::now();
+    while start.elapsed() < WARM_UP {
+        (0..batch).try_for_each(|turn| work.call(turn))?;
+        work.finish()?;
+    }
     let mut turns = 0..;
     let mut samples = Vec::new();
     let start = Instant::now();

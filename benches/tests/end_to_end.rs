@@ -111,8 +111,10 @@ fn nonsense_gets_one_sentence() {
 }
 
 #[test]
-fn the_readme_shows_the_committed_results() {
+fn documents_show_the_committed_results() {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let current = attention_bench::report::readme(&here.join("results"), &here.join("../README.md"), true);
-    assert!(current.is_ok(), "{}", current.unwrap_err());
+    for document in ["../README.md", "../docs/benchmark.md"] {
+        let current = attention_bench::report::readme(&here.join("results"), &here.join(document), true);
+        assert!(current.is_ok(), "{}", current.unwrap_err());
+    }
 }
