@@ -66,11 +66,11 @@ pub fn once(work: &mut (impl Work + ?Sized)) -> Result<f64, Error> {
 /// It is read from the device's clock, or, where work chooses its streams itself, from the host's, which adds the few
 /// microseconds of one wait to each batch.
 pub fn device_time(work: &mut (impl Work + ?Sized)) -> Result<Samples, Error> {
-    // The second of these has everything compiled and cached.
+    // The second of these has everything compiled and cached. An idle device lowers its clocks, and takes a while to raise
+    // them.
+    let start = Instant::now();
     once(work)?;
     let batch = ((SAMPLE.as_secs_f64() * 1e3 / once(work)?) as usize).clamp(1, 200);
-    // An idle device lowers its clocks, and takes a while to raise them.
-    let start = Instant::now();
     while start.elapsed() < WARM_UP {
         (0..batch).try_for_each(|turn| work.call(turn))?;
         work.finish()?;
