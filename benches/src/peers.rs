@@ -5,7 +5,6 @@ use crate::error::Error;
 use crate::results::{Call, Timing};
 use crate::run::{Run, rows};
 use crate::worker::Answer;
-use clap::ValueEnum;
 use serde::Deserialize;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -18,7 +17,7 @@ const SCRIPT: &str = include_str!("../peers.py");
 #[serde(untagged)]
 enum Line {
     Versions { version: String, cudnn: u64 },
-    Result { r#impl: String, case: Option<usize>, pass: String, answer: Box<Answer> },
+    Result { r#impl: String, case: Option<usize>, pass: Pass, answer: Box<Answer> },
 }
 
 /// Times the cases with every implementation of PyTorch's that has their mathematics. Where python3 has no PyTorch, or
@@ -46,14 +45,10 @@ pub(crate) fn run(
     for line in lines {
         match serde_json::from_str(&line) {
             Ok(Line::Versions { version, cudnn }) => run.runtime = format!("torch {version}, cuDNN {cudnn}"),
-            Ok(Line::Result { r#impl, case, pass, mut answer }) => {
+            Ok(Line::Result { r#impl, case, pass, answer }) => {
                 let matmul = Case::new(flash_attention_kernels::Dtype::BF16, [1, 1, 8192, 8192], false);
                 let case = case.and_then(|index| cases.get(index));
-                if let (Some(case), Ok(pass), Some([median, ..])) = (case, Pass::from_str(&pass, false), answer.time_ms)
-                {
-                    answer.tflops = Some(pass.flops(&case.problem()?) / median / 1e9);
-                }
-                add(rows(&run, &r#impl, case.unwrap_or(&matmul), &pass, &answer), case)?;
+                add(rows(&run, &r#impl, case.unwrap_or(&matmul), pass, &answer)?, case)?;
             }
             // Libraries may print lines of their own.
             Err(_) => {}

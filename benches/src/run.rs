@@ -76,7 +76,17 @@ impl Run {
 }
 
 /// One line of the table and of both files.
-pub(crate) fn rows(run: &Run, implementation: &str, case: &Case, pass: &str, answer: &Answer) -> (Timing, Call) {
+pub(crate) fn rows(
+    run: &Run,
+    implementation: &str,
+    case: &Case,
+    pass: Pass,
+    answer: &Answer,
+) -> Result<(Timing, Call), Error> {
+    let tflops = match (answer.tflops, answer.time_ms) {
+        (None, Some([median, ..])) => Some(pass.flops(&case.problem()?) / median / 1e9),
+        (given, _) => given,
+    };
     let timing = Timing {
         run: run.id.clone(),
         date: run.date.clone(),
@@ -85,7 +95,7 @@ pub(crate) fn rows(run: &Run, implementation: &str, case: &Case, pass: &str, ans
         runtime: run.runtime.clone(),
         r#impl: implementation.into(),
         kernel: answer.kernel.clone(),
-        pass: pass.into(),
+        pass: pass.name().into(),
         dtype: case.dtype.name().into(),
         batch: case.batch,
         heads_q: case.heads_q,
@@ -98,7 +108,7 @@ pub(crate) fn rows(run: &Run, implementation: &str, case: &Case, pass: &str, ans
         median_ms: answer.time_ms.map(|[median, ..]| round(median)),
         p20_ms: answer.time_ms.map(|[_, p20, _]| round(p20)),
         p80_ms: answer.time_ms.map(|[.., p80]| round(p80)),
-        tflops: answer.tflops.map(round),
+        tflops: tflops.map(round),
         peak_bytes: answer.peak_bytes,
     };
     let Timing { run, r#impl, kernel, pass, dtype, variant, .. } = timing.clone();
@@ -121,7 +131,7 @@ pub(crate) fn rows(run: &Run, implementation: &str, case: &Case, pass: &str, ans
         error: answer.error.map(round),
         note: answer.note.clone(),
     };
-    (timing, call)
+    Ok((timing, call))
 }
 
 /// Four significant digits, which is more than a measurement holds.
@@ -142,7 +152,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
             out.bar.set_message(format!("{} {} {case}", implementation.name(), pass.name()));
             let job = Job { device, case: *case, implementation, kernel: options.kernel, pass };
             let answer = answer(&job, &device_name, Duration::from_secs(options.limit))?;
-            out.add(rows(&run, implementation.name(), case, pass.name(), &answer), Some(case))?;
+            out.add(rows(&run, implementation.name(), case, pass, &answer)?, Some(case))?;
             out.bar.inc(1);
         }
     }

@@ -1,18 +1,16 @@
 //! Every tile shape of every kernel: time, registers, bytes moved.
 
-use crate::case::Case;
-use crate::data::{Data, Oracle, Results, to_f64, tolerance};
+use crate::case::{Case, Pass};
+use crate::data::{Data, Oracle, Results, tolerance};
 use crate::device::DeviceName;
 use crate::error::Error;
+use crate::implementations::Tensors;
 use crate::results::{self, Moved, TileTiming};
 use crate::run::{Run, round};
 use crate::timing::{Work, device_time, sync};
 use cubecl::client::Client;
 use flash_attention_kernels::tiling::{Stage, shared_memory};
-use flash_attention_kernels::{
-    AttentionProblem, BackwardTiles, Dtype, Gradients, Inputs, Saved, Scratch, TensorView, TileShape, backward_with,
-    forward_with, plan,
-};
+use flash_attention_kernels::{AttentionProblem, BackwardTiles, Dtype, Gradients, TileShape, plan};
 use indicatif::ProgressBar;
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -119,72 +117,34 @@ fn candidates(only: &[String]) -> Result<Vec<TileShape>, Error> {
     Ok(all.into_iter().filter(|tile| only.is_empty() || only.contains(&name(tile))).collect())
 }
 
-/// Tensors of one problem, and what is known to be right about them.
+/// One problem on the device.
 struct Bench {
     client: Client,
     problem: AttentionProblem,
-    inputs: Inputs,
-    saved: Saved,
-    gradients: Gradients,
-    scratch: Scratch,
-    oracle: Oracle,
+    tensors: Tensors,
 }
 
 impl Bench {
-    fn new(client: &Client, case: Case) -> Result<Self, Error> {
-        let data = Data::new(case, 0)?;
-        let p = data.problem;
-        let upload = |bytes: &[u8], shape| TensorView::contiguous(client.create_from_slice(bytes), shape);
-        let empty =
-            |shape: [usize; 4]| TensorView::contiguous(client.empty(shape.iter().product::<usize>() * 4), shape);
-        let inputs = Inputs {
-            q: upload(&data.q.bytes, p.q_shape()),
-            k: upload(&data.k.bytes, p.k_shape()),
-            v: upload(&data.v.bytes, p.v_shape()),
-            mask: None,
-            bias: None,
-        };
-        let lse = TensorView::contiguous(client.empty(4 * p.rows()), p.lse_shape());
-        let (o, dout) = (empty(p.o_shape()), upload(&data.dout.bytes, p.o_shape()));
-        let gradients = Gradients {
-            dq: Some(empty(p.q_shape())),
-            dk: Some(empty(p.k_shape())),
-            dv: Some(empty(p.v_shape())),
-            dbias: None,
-        };
-        Ok(Bench {
-            client: client.clone(),
-            problem: p,
-            inputs,
-            saved: Saved { o, lse, dout, dlse: None },
-            gradients,
-            scratch: Scratch::empty(client, &p),
-            oracle: Oracle::new(&data),
-        })
+    /// What this part of the kernels writes beside the forward's results.
+    fn wanted(&self, part: Part) -> Gradients {
+        let Gradients { dq, dk, dv, .. } = self.tensors.gradients.clone();
+        match part {
+            Part::Forward => Gradients::default(),
+            Part::Dq => Gradients { dq, ..Default::default() },
+            Part::Dkdv => Gradients { dk, dv, ..Default::default() },
+        }
     }
 
     fn call(&self, part: Part, tile: TileShape, together: bool) -> Result<(), Error> {
-        let Bench { client, problem, inputs, saved, gradients, scratch, .. } = self;
         if part == Part::Forward {
-            return Ok(forward_with(client, problem, inputs, &saved.o, &saved.lse, tile)?);
+            return self.tensors.forward(&self.client, &self.problem, tile);
         }
-        let wanted = match part {
-            Part::Forward | Part::Dq => Gradients { dq: gradients.dq.clone(), ..Default::default() },
-            Part::Dkdv => Gradients { dk: gradients.dk.clone(), dv: gradients.dv.clone(), ..Default::default() },
-        };
         let tiles = BackwardTiles { dq: tile, dkdv: tile, dkdv_together: together };
-        Ok(backward_with(client, problem, inputs, saved, &wanted, scratch, Some(tiles))?)
+        self.tensors.backward(&self.client, &self.problem, &self.wanted(part), tiles)
     }
 
-    fn error(&self, part: Part) -> f64 {
-        let read = |view: &Option<TensorView>| {
-            view.as_ref().map(|view| to_f64(&self.client.read_one_unchecked(view.handle.clone()), Dtype::F32))
-        };
-        self.oracle.error(&match part {
-            Part::Forward => Results { o: read(&Some(self.saved.o.clone())), ..Default::default() },
-            Part::Dq => Results { dq: read(&self.gradients.dq), ..Default::default() },
-            Part::Dkdv => Results { dk: read(&self.gradients.dk), dv: read(&self.gradients.dv), ..Default::default() },
-        })
+    fn results(&self, part: Part) -> Results {
+        self.tensors.results(&self.client, self.problem.dtype, &self.wanted(part))
     }
 }
 
@@ -212,25 +172,28 @@ pub fn run(options: &Options) -> Result<(), Error> {
     let bar = ProgressBar::new((options.head_dim.len() * Part::ALL.len() * candidates.len()) as u64);
     for head_dim in options.head_dim.iter().copied() {
         let case = Case::new(Dtype::F32, [options.batch, options.heads, options.seq, head_dim], true);
-        let bench = Bench::new(&client, case)?;
+        let data = Data::new(case, 0)?;
+        let tensors = Tensors::new(&client, &data, Pass::Both);
+        let bench = Bench { client: client.clone(), problem: data.problem, tensors };
         let plan = plan(&client, &bench.problem)?;
         bench.call(Part::Forward, plan.forward, false)?;
         if options.once {
             println!("{head_dim} {} first", Part::Forward.name());
         }
+        let oracle = (!options.once).then(|| Oracle::new(&data));
         for part in Part::ALL {
             let chosen = if part == Part::Forward { plan.forward } else { plan.backward };
             for tile in candidates.iter().copied() {
-                if options.once {
+                let Some(oracle) = &oracle else {
                     // What does not fit is not launched, and not in the profiler's list either.
                     if bench.call(part, tile, plan.dkdv_together).is_ok() {
                         let launches = if part == Part::Dkdv && !plan.dkdv_together { 2 } else { 1 };
                         (0..launches).for_each(|_| println!("{head_dim} {} {}", part.name(), label(&tile)));
                     }
                     continue;
-                }
+                };
                 let seen = seen.get(&(head_dim, part.name(), label(&tile))).copied();
-                let timed = time(&bench, part, tile, plan.dkdv_together);
+                let timed = time(&bench, oracle, part, tile, plan.dkdv_together);
                 let row = |median: Option<f64>, note: String| TileTiming {
                     run: run.id.clone(),
                     date: run.date.clone(),
@@ -313,9 +276,9 @@ impl Work for Kernel<'_> {
     }
 }
 
-fn time(bench: &Bench, part: Part, tile: TileShape, together: bool) -> Result<f64, Error> {
+fn time(bench: &Bench, oracle: &Oracle, part: Part, tile: TileShape, together: bool) -> Result<f64, Error> {
     bench.call(part, tile, together)?;
-    let error = bench.error(part);
+    let error = oracle.error(&bench.results(part));
     if error > tolerance(Dtype::F32, false) || error.is_nan() {
         return Err(Error::Other(format!("wrong result: relative error {error:.1e}")));
     }

@@ -3,6 +3,8 @@
 mod burn;
 mod ours;
 
+pub(crate) use ours::Tensors;
+
 use crate::case::{Case, Pass};
 use crate::data::{Data, Results};
 use crate::error::Error;

@@ -8,8 +8,8 @@ use crate::timing::{Work, sync};
 use cubecl::client::Client;
 use flash_attention_kernels::launch::{MaskStorage, MaskView};
 use flash_attention_kernels::{
-    AttentionProblem, BackwardTiles, Dtype, Gradients, Inputs, Kernel, Plan, Saved, Scratch, TensorView, backward_with,
-    forward_with, plan,
+    AttentionProblem, BackwardTiles, Dtype, Gradients, Inputs, Kernel, Plan, Saved, Scratch, TensorView, TileShape,
+    backward_with, forward_with, plan,
 };
 
 /// Forward, backward or both, with inputs that take turns.
@@ -22,10 +22,12 @@ pub(super) struct Kernels {
 }
 
 /// One set of inputs, and where its results go.
-struct Tensors {
+pub(crate) struct Tensors {
     inputs: Inputs,
     saved: Saved,
-    gradients: Option<(Gradients, Scratch)>,
+    /// None of them, and no scratch, for a forward alone.
+    pub gradients: Gradients,
+    scratch: Option<Scratch>,
 }
 
 impl Kernels {
@@ -45,21 +47,18 @@ impl Kernels {
     }
 
     fn forward(&self, tensors: &Tensors) -> Result<(), Error> {
-        let Tensors { inputs, saved, .. } = tensors;
-        Ok(forward_with(&self.client, &self.problem, inputs, &saved.o, &saved.lse, self.plan.forward)?)
+        tensors.forward(&self.client, &self.problem, self.plan.forward)
     }
 
     fn backward(&self, tensors: &Tensors) -> Result<(), Error> {
-        let Some((gradients, scratch)) = &tensors.gradients else { return Ok(()) };
         let Plan { backward: tile, dkdv_together, .. } = self.plan;
         let tiles = BackwardTiles { dq: tile, dkdv: tile, dkdv_together };
-        let Tensors { inputs, saved, .. } = tensors;
-        Ok(backward_with(&self.client, &self.problem, inputs, saved, gradients, scratch, Some(tiles))?)
+        tensors.backward(&self.client, &self.problem, &tensors.gradients, tiles)
     }
 }
 
 impl Tensors {
-    fn new(client: &Client, data: &Data, pass: Pass) -> Self {
+    pub fn new(client: &Client, data: &Data, pass: Pass) -> Self {
         let p = &data.problem;
         let size = p.dtype.size();
         let upload = |values: &Values, shape| TensorView::contiguous(client.create_from_slice(&values.bytes), shape);
@@ -78,19 +77,53 @@ impl Tensors {
             mask,
             bias: data.bias.as_ref().zip(p.bias).map(|(bias, shape)| upload(bias, shape)),
         };
-        let gradients = (pass != Pass::Forward).then(|| {
-            let gradients = Gradients {
+        let with_backward = pass != Pass::Forward;
+        let gradients = if with_backward {
+            Gradients {
                 dq: Some(empty(p.q_shape())),
                 dk: Some(empty(p.k_shape())),
                 dv: Some(empty(p.v_shape())),
                 dbias: p.bias.map(empty),
-            };
-            (gradients, Scratch::empty(client, p))
-        });
+            }
+        } else {
+            Gradients::default()
+        };
+        let scratch = with_backward.then(|| Scratch::empty(client, p));
         let o = empty(p.o_shape());
-        let dout = if gradients.is_some() { upload(&data.dout, p.o_shape()) } else { o.clone() };
+        let dout = if with_backward { upload(&data.dout, p.o_shape()) } else { o.clone() };
         let lse = TensorView::contiguous(client.empty(4 * p.rows()), p.lse_shape());
-        Tensors { inputs, saved: Saved { o, lse, dout, dlse: None }, gradients }
+        Tensors { inputs, saved: Saved { o, lse, dout, dlse: None }, gradients, scratch }
+    }
+
+    /// Starts the forward.
+    pub fn forward(&self, client: &Client, problem: &AttentionProblem, tile: TileShape) -> Result<(), Error> {
+        Ok(forward_with(client, problem, &self.inputs, &self.saved.o, &self.saved.lse, tile)?)
+    }
+
+    /// Starts the backward for these of the gradients.
+    pub fn backward(
+        &self,
+        client: &Client,
+        problem: &AttentionProblem,
+        wanted: &Gradients,
+        tiles: BackwardTiles,
+    ) -> Result<(), Error> {
+        let Some(scratch) = &self.scratch else { return Ok(()) };
+        Ok(backward_with(client, problem, &self.inputs, &self.saved, wanted, scratch, Some(tiles))?)
+    }
+
+    /// What the forward and these of the gradients hold.
+    pub fn results(&self, client: &Client, dtype: Dtype, wanted: &Gradients) -> Results {
+        let read = |bytes, dtype| to_f64(&client.read_one_unchecked(bytes), dtype);
+        let gradient = |view: &Option<TensorView>| view.as_ref().map(|view| read(view.handle.clone(), dtype));
+        Results {
+            o: Some(read(self.saved.o.handle.clone(), dtype)),
+            lse: Some(read(self.saved.lse.handle.clone(), Dtype::F32)),
+            dq: gradient(&wanted.dq),
+            dk: gradient(&wanted.dk),
+            dv: gradient(&wanted.dv),
+            dbias: gradient(&wanted.dbias),
+        }
     }
 }
 
@@ -119,21 +152,7 @@ impl Prepared for Kernels {
     }
 
     fn results(&mut self) -> Result<Results, Error> {
-        let read = |bytes, dtype| to_f64(&self.client.read_one_unchecked(bytes), dtype);
-        let dtype = self.problem.dtype;
-        let Tensors { saved, gradients, .. } = &self.tensors[0];
-        let mut results = Results {
-            o: Some(read(saved.o.handle.clone(), dtype)),
-            lse: Some(read(saved.lse.handle.clone(), Dtype::F32)),
-            ..Default::default()
-        };
-        if let Some((gradients, _)) = gradients {
-            let gradient = |view: &Option<TensorView>| view.as_ref().map(|view| read(view.handle.clone(), dtype));
-            results.dq = gradient(&gradients.dq);
-            results.dk = gradient(&gradients.dk);
-            results.dv = gradient(&gradients.dv);
-            results.dbias = gradient(&gradients.dbias);
-        }
-        Ok(results)
+        let tensors = &self.tensors[0];
+        Ok(tensors.results(&self.client, self.problem.dtype, &tensors.gradients))
     }
 }
