@@ -10,7 +10,7 @@ use crate::run::{Run, round};
 use crate::timing::{Work, device_time, sync};
 use cubecl::client::Client;
 use flash_attention_kernels::tiling::{Stage, shared_memory};
-use flash_attention_kernels::{AttentionProblem, BackwardTiles, Dtype, Gradients, TileShape, plan};
+use flash_attention_kernels::{AttentionProblem, BackwardTiles, Dtype, Forward, Gradients, TileShape, plan_with};
 use indicatif::ProgressBar;
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -148,6 +148,9 @@ impl Bench {
     }
 }
 
+/// The kernels that are swept.
+const PORTABLE: flash_attention_kernels::Kernel = flash_attention_kernels::Kernel::Portable;
+
 /// What the profiler saw of one launch.
 #[derive(Clone, Copy, Debug)]
 struct Seen {
@@ -175,14 +178,17 @@ pub fn run(options: &Options) -> Result<(), Error> {
         let data = Data::new(case, 0)?;
         let tensors = Tensors::new(&client, &data, Pass::Both);
         let bench = Bench { client: client.clone(), problem: data.problem, tensors };
-        let plan = plan(&client, &bench.problem)?;
-        bench.call(Part::Forward, plan.forward, false)?;
+        let plan = plan_with(&client, &bench.problem, PORTABLE)?;
+        let Forward::Portable(forward) = plan.forward else {
+            return Err(Error::Other(format!("{plan}: not the kernel that was asked for")));
+        };
+        bench.call(Part::Forward, forward, false)?;
         if options.once {
             println!("{head_dim} {} first", Part::Forward.name());
         }
         let oracle = (!options.once).then(|| Oracle::new(&data));
         for part in Part::ALL {
-            let chosen = if part == Part::Forward { plan.forward } else { plan.backward };
+            let chosen = if part == Part::Forward { forward } else { plan.backward };
             for tile in candidates.iter().copied() {
                 let Some(oracle) = &oracle else {
                     // What does not fit is not launched, and not in the profiler's list either.
@@ -200,7 +206,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
                     commit: run.commit.clone(),
                     device: device_name.clone(),
                     runtime: run.runtime.clone(),
-                    kernel: format!("{} {}", plan.kernel.name(), part.name()),
+                    kernel: format!("{} {}", PORTABLE.name(), part.name()),
                     dtype: case.dtype.name().into(),
                     batch: case.batch,
                     heads_q: case.heads_q,
@@ -226,7 +232,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
                     let moved = Moved {
                         run: run.id.clone(),
                         device: device_name.clone(),
-                        kernel: format!("{} {}", plan.kernel.name(), part.name()),
+                        kernel: format!("{} {}", PORTABLE.name(), part.name()),
                         dtype: case.dtype.name().into(),
                         batch: case.batch,
                         heads_q: case.heads_q,

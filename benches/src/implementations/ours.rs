@@ -8,8 +8,8 @@ use crate::timing::{Work, sync};
 use cubecl::client::Client;
 use flash_attention_kernels::launch::{MaskStorage, MaskView};
 use flash_attention_kernels::{
-    AttentionProblem, BackwardTiles, Dtype, Gradients, Inputs, Kernel, Plan, Saved, Scratch, TensorView, TileShape,
-    backward_with, forward_with, plan,
+    AttentionProblem, BackwardTiles, Dtype, Forward, Gradients, Inputs, Kernel, Plan, Saved, Scratch, TensorView,
+    backward_with, forward_with, plan, plan_with,
 };
 
 /// Forward, backward or both, with inputs that take turns.
@@ -33,10 +33,10 @@ pub(crate) struct Tensors {
 impl Kernels {
     pub fn new(client: Client, kernel: Option<Kernel>, pass: Pass, data: &[Data]) -> Result<Self, Error> {
         let problem = data[0].problem;
-        let plan = plan(&client, &problem)?;
-        if let Some(kernel) = kernel.filter(|kernel| *kernel != plan.kernel) {
-            return Err(Error::Other(format!("not supported: {} cannot run this", kernel.name())));
-        }
+        let plan = match kernel {
+            Some(kernel) => plan_with(&client, &problem, kernel)?,
+            None => plan(&client, &problem)?,
+        };
         let tensors = data.iter().map(|data| Tensors::new(&client, data, pass)).collect();
         let kernels = Kernels { client, problem, plan, pass, tensors };
         if pass == Pass::Backward {
@@ -96,8 +96,8 @@ impl Tensors {
     }
 
     /// Starts the forward.
-    pub fn forward(&self, client: &Client, problem: &AttentionProblem, tile: TileShape) -> Result<(), Error> {
-        Ok(forward_with(client, problem, &self.inputs, &self.saved.o, &self.saved.lse, tile)?)
+    pub fn forward(&self, client: &Client, problem: &AttentionProblem, kernel: impl Into<Forward>) -> Result<(), Error> {
+        Ok(forward_with(client, problem, &self.inputs, &self.saved.o, &self.saved.lse, kernel)?)
     }
 
     /// Starts the backward for these of the gradients.
@@ -148,7 +148,14 @@ impl Work for Kernels {
 
 impl Prepared for Kernels {
     fn kernel(&self) -> String {
-        self.plan.kernel.name().into()
+        let forward = self.plan.forward.kernel();
+        match self.pass {
+            Pass::Backward => Kernel::Portable.name().into(),
+            Pass::Both | Pass::Autodiff if forward != Kernel::Portable => {
+                format!("{}, {}", forward.name(), Kernel::Portable.name())
+            }
+            _ => forward.name().into(),
+        }
     }
 
     fn results(&mut self) -> Result<Results, Error> {

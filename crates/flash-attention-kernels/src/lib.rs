@@ -24,10 +24,11 @@
 //! problem   sizes, dtype, options, validation          tiling    which kernel, which tiles: the only place that chooses
 //! mask      which pairs see each other, which blocks   launch    validate → choose → grid → launch
 //! score     scale and softcap with their derivatives   portable  the kernels for any device
-//! softmax   the online softmax: −∞ lives here alone
+//! softmax   the online softmax: −∞ lives here alone           hopper    those for NVIDIA Hopper
 //! ```
 
 pub mod error;
+pub mod hopper;
 pub mod launch;
 pub mod mask;
 pub mod portable;
@@ -45,4 +46,5 @@ pub use launch::{
 pub use portable::tile::TileShape;
 pub use problem::{Alignment, AttentionOptions, AttentionProblem, Dtype, MAX_HEAD_DIM, MAX_SEQ};
 pub use tensor::TensorView;
-pub use tiling::{Kernel, Plan, plan};
+pub use hopper::HopperTile;
+pub use tiling::{Forward, HopperForward, Kernel, Plan, plan, plan_with};

@@ -21,7 +21,7 @@ use cubecl::prelude::*;
 /// assert_eq!(row(1), [1, 1, 1, 1, 1]);
 /// ```
 #[derive(CubeType, CubeLaunch, Clone, Copy, Debug, PartialEq, Eq)]
-#[expand(derive(Clone))]
+#[expand(derive(Clone, Copy))]
 pub struct Band {
     /// Queries.
     pub seq_q: u32,
@@ -37,6 +37,31 @@ pub struct Band {
     /// Whether there is a right edge.
     #[cube(comptime)]
     pub bounded_above: bool,
+}
+
+/// The keys that one query sees, counted from some position.
+#[derive(CubeType, Clone, Copy, Debug)]
+#[expand(derive(Clone))]
+pub struct Run {
+    /// The first.
+    pub start: i32,
+    /// The one after the last.
+    pub end: i32,
+    /// Whether `start` can lie past the first key.
+    #[cube(comptime)]
+    pub bounded_below: bool,
+}
+
+#[cube]
+impl Run {
+    /// Whether the query sees the key at this distance from the position. Not for keys before the first.
+    pub fn holds(&self, distance: i32) -> bool {
+        let mut holds = distance < self.end;
+        if comptime!(self.bounded_below) {
+            holds = holds && distance >= self.start;
+        }
+        holds
+    }
 }
 
 /// A run of blocks: from `start` up to, not including, `end`.
@@ -137,6 +162,39 @@ impl Band {
             after = min(after, k_last - self.lower + 1);
         }
         blocks(first, after, tile_q)
+    }
+
+    /// The keys that query `i` sees, counted from `origin`; none if `blind`. One comparison decides for a key where the
+    /// band is bounded above alone.
+    pub fn run(&self, i: u32, origin: u32, blind: bool) -> Run {
+        let mut start = 0i32;
+        let mut end = self.seq_k as i32;
+        if comptime!(self.bounded_below) {
+            start = i as i32 + self.lower;
+        }
+        if comptime!(self.bounded_above) {
+            end = min(end, i as i32 + self.upper + 1);
+        }
+        Run {
+            start: start - origin as i32,
+            end: select(blind, i32::MIN, end - origin as i32),
+            bounded_below: comptime!(self.bounded_below),
+        }
+    }
+
+    /// Whether there is a query `i`.
+    pub fn is_query(&self, i: u32) -> bool {
+        i < self.seq_q
+    }
+
+    /// Query `i`, or the last one if there is none: what may be read for it.
+    pub fn query_within(&self, i: u32) -> u32 {
+        min(i, self.seq_q - 1)
+    }
+
+    /// Key `j`, or the last `width` ones if they end before it: what may be read for it.
+    pub fn key_within(&self, j: u32, width: u32) -> u32 {
+        min(j, self.seq_k - width)
     }
 
     /// Whether every query of `q_start .. q_start + tile_q` sees every key of `k_start .. k_start + tile_k`: such a

@@ -18,6 +18,9 @@ use cubecl::prelude::*;
 /// The score of a hidden pair, and the maximum of a row that has seen nothing. No score that counts is as low.
 pub const HIDDEN: f32 = f32::MIN;
 
+/// The score of a hidden pair where −∞ can be written: on CUDA.
+pub const UNSEEN: f32 = f32::NEG_INFINITY;
+
 /// The bits of −∞.
 const NEGATIVE_INFINITY: u32 = 0xFF80_0000;
 
@@ -32,6 +35,20 @@ pub fn weight(score: f32, m: f32) -> f32 {
 pub fn lse_bits(m: f32, l: f32) -> u32 {
     let bits = u32::reinterpret(m + f32::ln(l));
     select(l == 0.0f32, NEGATIVE_INFINITY, bits)
+}
+
+/// [`lse_bits`] in base 2: of a maximum `m_log2 = m · log2(e)` and `log2 l`.
+#[cube]
+pub fn lse_bits_log2(m_log2: f32, l: f32, l_log2: f32) -> u32 {
+    let bits = u32::reinterpret((m_log2 + l_log2) * comptime!(std::f32::consts::LN_2));
+    select(l == 0.0f32, NEGATIVE_INFINITY, bits)
+}
+
+/// The log-sum-exp with these bits, [`HIDDEN`] where nothing was seen.
+#[cube]
+pub fn lse_of_part(bits: u32) -> f32 {
+    let nothing = bits == NEGATIVE_INFINITY;
+    select(nothing, HIDDEN, f32::reinterpret(select(nothing, 0u32, bits)))
 }
 
 /// `1 / l`, or 0 for a row that saw nothing.

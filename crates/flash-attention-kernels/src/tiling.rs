@@ -1,6 +1,7 @@
 //! The one place that chooses kernels and tile shapes, from what the device says of itself.
 
 use crate::error::AttentionError;
+use crate::hopper::{self, HopperTile};
 use crate::portable::Blueprint;
 use crate::portable::dbias::Sums;
 use crate::portable::tile::{TileShape, Vec4, WIDTH};
@@ -37,23 +38,120 @@ const PORTABLE: [TileShape; 4] = [
 /// Vectors a unit may accumulate for `dk` and `dv` together before registers run out: beyond, they take a launch each.
 const MAX_ACCUMULATED: usize = 16;
 
+/// Tiles of the forward for Hopper, by the larger head dimension: the first row that is large enough.
+///
+/// ```text
+/// head_dim  keys  stages  registers: O, S, P    shared memory
+/// 64        256   2       32 + 128 + 64         144 KiB
+/// 128       128   3       64 + 64 + 32          224 KiB
+/// 192       96    2       96 + 48 + 24          192 KiB
+/// 256       64    2       128 + 32 + 16         192 KiB
+/// ```
+///
+/// Two warpgroups have at most 255 registers a unit; `O`, `S` and `P` must fit, with some 40 for the rest. As many keys as
+/// that allows: each tile costs a barrier and the shuffles of a row's maximum.
+const HOPPER: [(usize, HopperTile); 4] = [
+    (64, HopperTile { tile_k: 256, stages: 2, turns: false, lazy: false }),
+    (128, HopperTile { tile_k: 128, stages: 3, turns: true, lazy: true }),
+    (192, HopperTile { tile_k: 96, stages: 2, turns: true, lazy: true }),
+    (256, HopperTile { tile_k: 64, stages: 2, turns: true, lazy: true }),
+];
+
+/// Bytes of keys and values that the heads of a section may have: what of Hopper's second-level cache (50 to 60 MB) one of
+/// its halves can hold beside the rest.
+const SECTION_BYTES: usize = 32 << 20;
+
+/// Keys that a part must have at the least, in tiles.
+const TILES_OF_PART: usize = 2;
+
 /// A kernel family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kernel {
+    /// Warpgroup matrix products and TMA of NVIDIA Hopper, in f16 and bf16.
+    Hopper,
     /// Fused multiply-adds in f32 on any CubeCL device.
     Portable,
 }
 
 impl Kernel {
     /// Every kernel family, the most preferred first.
-    pub const ALL: [Kernel; 1] = [Kernel::Portable];
+    pub const ALL: [Kernel; 2] = [Kernel::Hopper, Kernel::Portable];
 
     /// The name used in messages and result files.
     pub fn name(self) -> &'static str {
         match self {
+            Kernel::Hopper => "hopper",
             Kernel::Portable => "portable",
         }
+    }
+}
+
+/// A kernel of the forward, with its tiles.
+///
+/// ```
+/// use flash_attention_kernels::{Forward, Kernel, TileShape};
+///
+/// let tile = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
+/// assert_eq!(Forward::from(tile).kernel(), Kernel::Portable);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Forward {
+    /// [`Kernel::Hopper`].
+    Hopper(HopperForward),
+    /// [`Kernel::Portable`].
+    Portable(TileShape),
+}
+
+/// How [`Kernel::Hopper`] computes a forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct HopperForward {
+    /// Tiles.
+    pub tile: HopperTile,
+    /// Parts of the keys that are computed apart and merged: more than 1 where there are few queries and heads.
+    pub parts: usize,
+    /// Heads that take turns, so that their keys and values stay in the second-level cache.
+    pub section: usize,
+    /// Whether cubes take work from a common counter, not by their number.
+    pub dynamic: bool,
+}
+
+impl Forward {
+    /// The kernel family.
+    pub fn kernel(&self) -> Kernel {
+        match self {
+            Forward::Hopper(_) => Kernel::Hopper,
+            Forward::Portable(_) => Kernel::Portable,
+        }
+    }
+
+    /// Queries of a cube.
+    pub fn tile_q(&self) -> usize {
+        match self {
+            Forward::Hopper(_) => hopper::TILE_Q,
+            Forward::Portable(tile) => tile.tile_q,
+        }
+    }
+
+    /// Keys of a tile.
+    pub fn tile_k(&self) -> usize {
+        match self {
+            Forward::Hopper(forward) => forward.tile.tile_k,
+            Forward::Portable(tile) => tile.tile_k,
+        }
+    }
+}
+
+impl From<TileShape> for Forward {
+    fn from(tile: TileShape) -> Self {
+        Forward::Portable(tile)
+    }
+}
+
+impl From<HopperForward> for Forward {
+    fn from(forward: HopperForward) -> Self {
+        Forward::Hopper(forward)
     }
 }
 
@@ -74,6 +172,10 @@ pub struct Device {
     pub wide_addresses: bool,
     /// Element types that can be stored and converted.
     pub dtypes: Vec<Dtype>,
+    /// Multiprocessors, where known; otherwise 0.
+    pub multiprocessors: usize,
+    /// Whether there are warpgroup matrix products and TMA.
+    pub wgmma: bool,
 }
 
 impl Device {
@@ -93,6 +195,8 @@ impl Device {
             cubes: hardware.max_cube_count,
             wide_addresses: properties.supports_address(AddressType::U64),
             dtypes: [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().filter(stores).collect(),
+            multiprocessors: hardware.num_streaming_multiprocessors.unwrap_or(0) as usize,
+            wgmma: !properties.features.matmul.wgmma.is_empty(),
         }
     }
 }
@@ -123,16 +227,14 @@ pub struct PassedOver {
 /// # fn f(client: &cubecl::client::Client) -> Result<(), flash_attention_kernels::AttentionError> {
 /// let shape = [4, 16, 4096, 128];
 /// let problem = AttentionProblem::new(&shape, &shape, &shape, Dtype::F32, AttentionOptions::default())?;
-/// println!("{}", plan(client, &problem)?); // portable: forward 64×64 …
+/// println!("{}", plan(client, &problem)?); // forward portable 64×64, backward portable 64×64 …
 /// # Ok(())
 /// # }
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Plan {
-    /// The kernel family.
-    pub kernel: Kernel,
-    /// Tiles of the forward.
-    pub forward: TileShape,
+    /// The forward.
+    pub forward: Forward,
     /// Tiles of the backward's kernels.
     pub backward: TileShape,
     /// Whether `dk` and `dv` come from one launch.
@@ -147,12 +249,16 @@ pub struct Plan {
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let TileShape { tile_q, tile_k, .. } = self.forward;
-        write!(f, "{}: forward {tile_q}×{tile_k}", self.kernel.name())?;
+        let (tile_q, tile_k) = (self.forward.tile_q(), self.forward.tile_k());
+        write!(f, "forward {} {tile_q}×{tile_k}", self.forward.kernel().name())?;
+        if let Forward::Hopper(HopperForward { parts: parts @ 2.., .. }) = self.forward {
+            write!(f, " in {parts} parts")?;
+        }
         let TileShape { tile_q, tile_k, .. } = self.backward;
         write!(
             f,
-            ", backward {tile_q}×{tile_k} (dk and dv {})",
+            ", backward {} {tile_q}×{tile_k} (dk and dv {})",
+            Kernel::Portable.name(),
             if self.dkdv_together { "together" } else { "apart" }
         )?;
         write!(f, ", {} bytes saved, {} bytes of scratch", self.saved_bytes, self.scratch_bytes)?;
@@ -269,9 +375,54 @@ fn choose(
     Err(no_tile_fits(device, problem, &PORTABLE[PORTABLE.len() - 1], stage))
 }
 
-/// Tiles of the forward.
-pub(crate) fn forward_tile(device: &Device, problem: &AttentionProblem) -> Result<TileShape, AttentionError> {
-    choose(device, problem, Stage::Forward, &mut Vec::new())
+/// The forward that runs: the most preferred kernel that can, or the one that is asked for.
+pub(crate) fn choose_forward(
+    device: &Device,
+    problem: &AttentionProblem,
+    asked: Option<Kernel>,
+    passed_over: &mut Vec<PassedOver>,
+) -> Result<Forward, AttentionError> {
+    if asked != Some(Kernel::Portable) {
+        match hopper_forward(device, problem) {
+            Ok(forward) => return Ok(Forward::Hopper(forward)),
+            Err(why) if asked == Some(Kernel::Hopper) => {
+                return Err(AttentionError::KernelUnavailable { kernel: Kernel::Hopper.name(), why });
+            }
+            Err(why) => passed_over.push(PassedOver { what: format!("forward {}", Kernel::Hopper.name()), why }),
+        }
+    }
+    Ok(Forward::Portable(choose(device, problem, Stage::Forward, passed_over)?))
+}
+
+/// How Hopper's kernel computes this, or why it cannot.
+fn hopper_forward(device: &Device, problem: &AttentionProblem) -> Result<HopperForward, String> {
+    if !device.wgmma {
+        return Err("the device has no warpgroup matrix products".into());
+    }
+    if !cfg!(feature = "cuda") {
+        return Err("it was not compiled: that takes the feature cuda".into());
+    }
+    if problem.dtype == Dtype::F32 {
+        return Err("it computes in f16 and bf16, q is f32".into());
+    }
+    let widest = problem.head_dim.max(problem.head_dim_v);
+    let row = HOPPER.iter().find(|(head_dim, _)| widest <= *head_dim);
+    let (_, tile) = *row.ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER[HOPPER.len() - 1].0))?;
+
+    let blocks = problem.seq_q.div_ceil(hopper::TILE_Q);
+    let heads = problem.batch * problem.num_heads_q;
+    // Parts where whole rows would leave more than half of the device idle.
+    let room = device.multiprocessors / (blocks * heads).max(1);
+    let parts = room.min(problem.seq_k.div_ceil(TILES_OF_PART * tile.tile_k)).max(1);
+    // Where blocks are of one length, heads come one by one: their keys and values are then read by all at the same time.
+    let band = problem.band();
+    let section = if band.bounded_above || band.bounded_below {
+        let of_head = problem.seq_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.size();
+        (SECTION_BYTES / of_head.max(1) * problem.group_size()).clamp(1, heads.max(1))
+    } else {
+        1
+    };
+    Ok(HopperForward { tile, parts, section, dynamic: true })
 }
 
 /// Tiles of the backward, and whether `dk` and `dv` come from one launch.
@@ -292,6 +443,11 @@ pub fn plan(client: &Client, problem: &AttentionProblem) -> Result<Plan, Attenti
     plan_on(&Device::of(client), problem)
 }
 
+/// What will run if the forward must be of this kernel.
+pub fn plan_with(client: &Client, problem: &AttentionProblem, forward: Kernel) -> Result<Plan, AttentionError> {
+    plan_for(&Device::of(client), problem, Some(forward))
+}
+
 /// What would run for this problem on such a device.
 ///
 /// ```
@@ -306,17 +462,23 @@ pub fn plan(client: &Client, problem: &AttentionProblem) -> Result<Plan, Attenti
 ///     cubes: (65535, 65535, 65535),
 ///     wide_addresses: false,
 ///     dtypes: vec![Dtype::F32],
+///     multiprocessors: 0,
+///     wgmma: false,
 /// };
 /// let shape = [1, 1, 128, 256];
 /// let problem = AttentionProblem::new(&shape, &shape, &shape, Dtype::F32, AttentionOptions::default())?;
-/// assert_eq!(plan_on(&small, &problem)?.forward.tile_q, 32);
+/// assert_eq!(plan_on(&small, &problem)?.forward.tile_q(), 32);
 /// # Ok::<(), flash_attention_kernels::AttentionError>(())
 /// ```
 pub fn plan_on(device: &Device, problem: &AttentionProblem) -> Result<Plan, AttentionError> {
+    plan_for(device, problem, None)
+}
+
+fn plan_for(device: &Device, problem: &AttentionProblem, asked: Option<Kernel>) -> Result<Plan, AttentionError> {
     problem.validate()?;
     check_dtype(device, problem.dtype)?;
     let mut passed_over = Vec::new();
-    let forward = choose(device, problem, Stage::Forward, &mut passed_over)?;
+    let forward = choose_forward(device, problem, asked, &mut passed_over)?;
     let backward = choose(device, problem, Stage::Backward, &mut passed_over)?;
     check_size(device, problem, &forward, &backward)?;
     check_bindings(device, problem, "forward", 5)?;
@@ -324,7 +486,6 @@ pub fn plan_on(device: &Device, problem: &AttentionProblem) -> Result<Plan, Atte
         passed_over.push(PassedOver { what: "any backward".into(), why: error.to_string() });
     }
     Ok(Plan {
-        kernel: Kernel::Portable,
         forward,
         backward,
         dkdv_together: together(device, problem, &backward),
@@ -338,7 +499,7 @@ pub fn plan_on(device: &Device, problem: &AttentionProblem) -> Result<Plan, Atte
 fn check_size(
     device: &Device,
     problem: &AttentionProblem,
-    forward: &TileShape,
+    forward: &Forward,
     backward: &TileShape,
 ) -> Result<(), AttentionError> {
     let shapes =
@@ -354,7 +515,7 @@ fn check_size(
     }
     let (heads_q, heads_kv) = (problem.batch * problem.num_heads_q, problem.batch * problem.num_heads_kv);
     for (kernel, blocks, heads) in [
-        ("forward", problem.seq_q.div_ceil(forward.tile_q), heads_q),
+        ("forward", problem.seq_q.div_ceil(forward.tile_q()), heads_q),
         ("dq", problem.seq_q.div_ceil(backward.tile_q), heads_q),
         ("dkdv", problem.seq_k.div_ceil(backward.tile_k), heads_kv),
     ] {

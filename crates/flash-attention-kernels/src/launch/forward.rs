@@ -2,11 +2,12 @@
 
 use super::{Call, Inputs, elementwise, output};
 use crate::error::AttentionError;
-use crate::portable::tile::TileShape;
 use crate::portable::{self, nothing};
 use crate::problem::AttentionProblem;
 use crate::tensor::TensorView;
-use crate::tiling::{self, Device, Stage};
+#[cfg(not(feature = "cuda"))]
+use crate::tiling::Kernel;
+use crate::tiling::{self, Device, Forward, Stage};
 use cubecl::client::Client;
 use cubecl::prelude::*;
 
@@ -16,27 +17,27 @@ use cubecl::prelude::*;
 /// sum of exponentials of each row's scores, `[batch, num_heads_q, seq_q]`, is f32. A row that sees no key gets `o = 0`
 /// and `lse = −∞`. (FlashAttention-2, arXiv:2307.08691, algorithm 1.)
 ///
-/// Returns the tiles that ran. Errors name the argument at fault; nothing has been launched then.
+/// Returns the kernel that ran, with its tiles. Errors name the argument at fault; nothing has been launched then.
 pub fn forward(
     client: &Client,
     problem: &AttentionProblem,
     inputs: &Inputs,
     o: &TensorView,
     lse: &TensorView<3>,
-) -> Result<TileShape, AttentionError> {
-    let tile = tiling::forward_tile(&Device::of(client), problem)?;
-    forward_with(client, problem, inputs, o, lse, tile)?;
-    Ok(tile)
+) -> Result<Forward, AttentionError> {
+    let kernel = tiling::choose_forward(&Device::of(client), problem, None, &mut Vec::new())?;
+    forward_with(client, problem, inputs, o, lse, kernel)?;
+    Ok(kernel)
 }
 
-/// [`forward`] with tiles of the caller's choice.
+/// [`forward`] with a kernel and tiles of the caller's choice.
 pub fn forward_with(
     client: &Client,
     problem: &AttentionProblem,
     inputs: &Inputs,
     o: &TensorView,
     lse: &TensorView<3>,
-    tile: TileShape,
+    kernel: impl Into<Forward>,
 ) -> Result<(), AttentionError> {
     let device = Device::of(client);
     let call = Call::new(client, &device, problem, inputs)?;
@@ -53,6 +54,16 @@ pub fn forward_with(
         unsafe { nothing::empty_lse::launch_unchecked(client, count, dim, addresses, lse.arg()) };
         return Ok(());
     }
+    let tile = match kernel.into() {
+        Forward::Portable(tile) => tile,
+        #[cfg(feature = "cuda")]
+        Forward::Hopper(tiles) => return call.forward_hopper(o, lse, tiles),
+        #[cfg(not(feature = "cuda"))]
+        Forward::Hopper(_) => {
+            let why = "it was not compiled: that takes the feature cuda".into();
+            return Err(AttentionError::KernelUnavailable { kernel: Kernel::Hopper.name(), why });
+        }
+    };
     tiling::check_tile(&device, problem, &tile, Stage::Forward)?;
     tiling::check_bindings(&device, problem, "forward", 5)?;
     let (grid, count) = call.query_grid("forward", tile)?;

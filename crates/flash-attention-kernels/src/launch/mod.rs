@@ -2,6 +2,8 @@
 
 mod backward;
 mod forward;
+#[cfg(feature = "cuda")]
+mod hopper;
 
 pub use backward::{BackwardTiles, Gradients, Saved, Scratch, backward, backward_with};
 pub use forward::{forward, forward_with};
@@ -24,6 +26,16 @@ pub enum MaskStorage {
     U8,
     /// Four bytes an element, as on devices without 8-bit storage.
     U32,
+}
+
+impl MaskStorage {
+    /// Bytes of an element.
+    fn size(self) -> usize {
+        match self {
+            MaskStorage::U8 => 1,
+            MaskStorage::U32 => 4,
+        }
+    }
 }
 
 /// A boolean mask: `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, true hides.
@@ -73,11 +85,7 @@ impl<'a> Call<'a> {
         input(device, "v", &inputs.v, problem.v_shape(), size)?;
         if let Some(mask) = &inputs.mask {
             let expected = problem.mask.unwrap_or(mask.tensor.shape);
-            let size = match mask.storage {
-                MaskStorage::U8 => 1,
-                MaskStorage::U32 => 4,
-            };
-            input(device, "mask", &mask.tensor, expected, size)?;
+            input(device, "mask", &mask.tensor, expected, mask.storage.size())?;
         }
         if let Some(bias) = &inputs.bias {
             input(device, "bias", bias, problem.bias.unwrap_or(bias.shape), size)?;
@@ -167,6 +175,19 @@ impl<'a> Call<'a> {
 fn elementwise(device: &Device, kernel: &'static str, len: usize) -> Result<(CubeCount, CubeDim), AttentionError> {
     let units = device.units.min(256);
     let (x, y, z) = tiling::cube_count(device, kernel, len.div_ceil(units) as u64)?;
+    Ok((CubeCount::Static(x, y, z), CubeDim::new_1d(units as u32)))
+}
+
+/// One cube for each row of `[B, H, S, D]`.
+#[cfg(feature = "cuda")]
+fn rows_grid(
+    device: &Device,
+    kernel: &'static str,
+    shape: [usize; 4],
+) -> Result<(CubeCount, CubeDim), AttentionError> {
+    let rows = shape[..3].iter().map(|n| *n as u64).product();
+    let (x, y, z) = tiling::cube_count(device, kernel, rows)?;
+    let units = shape[3].next_multiple_of(32).min(device.units);
     Ok((CubeCount::Static(x, y, z), CubeDim::new_1d(units as u32)))
 }
 

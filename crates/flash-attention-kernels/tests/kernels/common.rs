@@ -8,7 +8,7 @@ use cubecl::client::Client;
 use cubecl::server::Handle;
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Gradients, Inputs, MaskStorage, MaskView,
-    Saved, Scratch, TensorView, TileShape, backward_with, forward, forward_with, tiling::Device,
+    Forward, Kernel, Saved, Scratch, TensorView, TileShape, backward_with, forward, forward_with, tiling::Device,
 };
 use flash_attention_reference as reference;
 use half::{bf16, f16};
@@ -191,6 +191,17 @@ pub fn as_laid_out(shape: [usize; 4], layout: Layout, values: Vec<f64>) -> Vec<f
     }
 }
 
+/// The element type of cases that do not ask for another than f32: `FLASH_TEST_DTYPE` sends the suite through kernels
+/// for half precision.
+pub fn chosen_dtype() -> Dtype {
+    match std::env::var("FLASH_TEST_DTYPE").as_deref() {
+        Err(_) | Ok("f32") => Dtype::F32,
+        Ok("f16") => Dtype::F16,
+        Ok("bf16") => Dtype::BF16,
+        Ok(other) => panic!("FLASH_TEST_DTYPE is {other}: f32, f16 or bf16"),
+    }
+}
+
 /// One case: a problem, its data and how they lie in memory.
 #[derive(Clone, Debug)]
 pub struct Case {
@@ -216,7 +227,7 @@ pub struct Results {
     pub dk: Option<Vec<f64>>,
     pub dv: Option<Vec<f64>>,
     pub dbias: Option<Vec<f64>>,
-    pub tile: TileShape,
+    pub forward: Forward,
 }
 
 /// Sizes of a case: `[batch, heads_q, heads_kv, seq_q, seq_k, head_dim, head_dim_v]`.
@@ -225,6 +236,7 @@ pub type Sizes = [usize; 7];
 impl Case {
     pub fn new(sizes: Sizes, dtype: Dtype, options: AttentionOptions) -> Self {
         let [b, hq, hk, sq, sk, d, dv] = sizes;
+        let dtype = if dtype == Dtype::F32 { chosen_dtype() } else { dtype };
         let problem =
             AttentionProblem::new(&[b, hq, sq, d], &[b, hk, sk, d], &[b, hk, sk, dv], dtype, options).unwrap();
         let data = |shape: [usize; 4], seed| {
@@ -323,10 +335,12 @@ impl Case {
         };
         let o = Guarded::output(client, dtype, p.o_shape(), self.poison);
         let lse = Guarded::output(client, Dtype::F32, p.lse_shape(), self.poison);
-        let tile = match self.tiles {
-            Some(tile) => forward_with(client, p, &inputs, &o.view, &lse.view, tile).map(|()| tile)?,
+        let ran = match self.tiles {
+            Some(tile) => forward_with(client, p, &inputs, &o.view, &lse.view, tile).map(|()| tile.into())?,
             None => forward(client, p, &inputs, &o.view, &lse.view)?,
         };
+        let can = Device::of(client).wgmma && cfg!(feature = "cuda") && p.dtype != Dtype::F32 && self.tiles.is_none();
+        assert_eq!(ran.kernel(), if can { Kernel::Hopper } else { Kernel::Portable }, "{p:?}");
 
         let dlse = self
             .dlse
@@ -360,7 +374,7 @@ impl Case {
             dk: read(&dk, "dk"),
             dv: read(&dv, "dv"),
             dbias: read(&dbias, "dbias"),
-            tile,
+            forward: ran,
         })
     }
 

@@ -131,6 +131,20 @@ fn half_precision() {
     }));
 }
 
+/// More blocks than a device runs cubes at a time, and longer than what any ring holds: cubes go from block to block.
+#[test]
+fn more_blocks_than_cubes() {
+    all([Dtype::F16, Dtype::BF16].into_iter().flat_map(|dtype| {
+        let window = AttentionOptions { window_left: Some(300), ..causal() };
+        [
+            Case::new([3, 20, 10, 300, 500, 64, 64], dtype, causal()),
+            Case::new([1, 80, 80, 200, 900, 16, 128], dtype, AttentionOptions::default()),
+            Case::new([2, 40, 8, 390, 1000, 16, 16], dtype, window),
+            Case::new([2, 40, 8, 260, 520, 32, 256], dtype, causal()),
+        ]
+    }));
+}
+
 #[test]
 fn strided_inputs_are_read_in_place() {
     use Layout::*;

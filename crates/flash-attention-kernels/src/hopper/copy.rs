@@ -1,0 +1,32 @@
+//! Copies between layouts: for tensors whose rows do not start at multiples of 16 bytes, which neither TMA nor vectors of
+//! that size can reach.
+
+use cubecl::prelude::*;
+
+/// Copies `from` to `to`, `[B, H, S, D]` both, one cube for each row.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn copy<E: Float>(
+    from: &Tensor<E>,
+    to: &mut Tensor<E>,
+    batches: u32,
+    heads: u32,
+    rows: u32,
+    columns: u32,
+    #[define(E)] _type: ElemType,
+) {
+    if CUBE_POS as u32 >= batches * heads * rows {
+        terminate!();
+    }
+    let row = CUBE_POS as u32 % rows;
+    let head = CUBE_POS as u32 / rows;
+    let batch = head / heads;
+    let head = head % heads;
+    let mut column = UNIT_POS + 0;
+    let read = batch as usize * from.stride(0) + head as usize * from.stride(1) + row as usize * from.stride(2);
+    let write = batch as usize * to.stride(0) + head as usize * to.stride(1) + row as usize * to.stride(2);
+    let stride = to.stride(3);
+    while column < columns {
+        to[write + column as usize * stride] = from[read + column as usize * from.stride(3)];
+        column += CUBE_DIM;
+    }
+}

@@ -1,0 +1,354 @@
+//! Forward: `o = softmax(scores) · v` and its log-sum-exp, a block of 128 queries at a time.
+//!
+//! ```text
+//! for each tile of keys that the queries see, the last first:
+//!     S = Q Kᵀ, turned into scores      m' = max(m, rowmax S)      P = 2^(c (S − m'))        c = log2(e) · scale
+//!     l = 2^(c (m − m'))·l + rowsum P   O = 2^(c (m − m'))·O + P V
+//! o = O / l      lse = (c m + log2 l) / log2(e)
+//! ```
+//!
+//! Two warpgroups have 64 queries each. Of a warpgroup, `S` of one tile and `P V` of the tile before are in flight
+//! together, so that a softmax hides under products (FlashAttention-3, arXiv:2407.08608, section 3.2); the warpgroups take
+//! turns, so that one's products run under the other's softmax (section 3.1). `O` is rescaled only when a row's maximum
+//! has grown by more than 2^8, which nothing but the range of f32 asks for. The first product of the next item is issued
+//! beside the last one of this item, under its stores.
+//!
+//! Only unit 0 loads: its waits for an empty stage lie in the shadow of products already issued.
+
+use super::ops::*;
+use super::ring::{Loader, Memory, Of, Place, load_q};
+use super::rows::*;
+use super::schedule::Walk;
+use super::scores::{Factors, finish};
+use super::{Blueprint, TILE_Q, UNITS, WARPGROUP_ROWS};
+use crate::mask::Band;
+use crate::softmax::{HIDDEN, lse_bits_log2};
+use cubecl::prelude::*;
+
+/// How much, as a power of two, a maximum may grow before `O` is rescaled.
+const LAZY: f32 = 8.0;
+
+/// `q [B, H, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `o [B, H, Sq, Dv]`, its rows in vectors of 16 bytes, and
+/// the bits of `lse [B, H, Sq]`. Boxes of the maps: 64 columns of 64 queries, or of a tile's keys.
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(clippy::too_many_arguments)]
+pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
+    q: &TensorMap<E, Tiled>,
+    k: &TensorMap<E, Tiled>,
+    v: &TensorMap<E, Tiled>,
+    mask: ComptimeOption<&Tensor<Vector<M, NM>>>,
+    bias: ComptimeOption<&Tensor<Vector<E, NB>>>,
+    o: &mut Tensor<Vector<u32, Const<4>>>,
+    lse: &mut Tensor<u32>,
+    counter: &[u32],
+    factors: Factors,
+    band: Band,
+    walk: Walk,
+    #[comptime] blueprint: Blueprint,
+    #[define(E, M)] _types: [ElemType; 2],
+) {
+    let tile = comptime!(blueprint.tile);
+    let (tile_k, stages) = comptime!((tile.tile_k, tile.stages));
+    let s_len = comptime!(tile_k / 2);
+    let o_len = comptime!(blueprint.columns() / 2);
+    let k_bytes = comptime!(blueprint.k_bytes());
+    let fragments = comptime!(tile_k / 16);
+
+    // -- shared memory, barriers, descriptors
+    let elements = comptime!(blueprint.shared_memory() / blueprint.dtype.size());
+    let k_at = comptime!(2 * blueprint.q_bytes() / blueprint.dtype.size());
+    let v_at = comptime!(k_at + stages * k_bytes / blueprint.dtype.size());
+    let shared = Shared::<[E]>::new_aligned_slice(elements, 1024usize);
+    let memory = Memory::new(shared_address::<E>(&shared[0..1024]), blueprint);
+
+    let warp = plane_broadcast(UNIT_POS / 32, 0u32);
+    let warpgroup = warp / 4;
+    let lane = UNIT_POS % 32;
+    let loads = UNIT_POS == 0;
+    // Descriptors count in units of 16 bytes.
+    let q_tile = descriptor::<E>(&shared[0..1024], 16usize, 1024usize)
+        + u64::cast_from(warpgroup * comptime!((blueprint.q_bytes() / 16) as u32));
+    let k_tiles = descriptor::<E>(&shared[k_at..k_at + 1024], 16usize, 1024usize);
+    let v_tiles = descriptor::<E>(&shared[v_at..v_at + 1024], comptime!(tile_k * 128), 1024usize);
+    let k_stage = comptime!((k_bytes / 16) as u32);
+    let v_stage = comptime!((blueprint.v_bytes() / 16) as u32);
+
+    // -- the first loads
+    let mut loader = Loader::new(memory, walk, band);
+    if loads {
+        loader.enter(counter, true, blueprint);
+        loader.enter(counter, false, blueprint);
+        #[unroll]
+        for _ in 0..stages {
+            loader.load(k, counter, true, false, blueprint);
+            loader.load(v, counter, false, false, blueprint);
+        }
+    }
+    // There are no more cubes than items.
+    memory.await_item(0u32);
+    if UNIT_POS % 128 == 0 {
+        load_q(q, &memory, 0u32, warpgroup, blueprint);
+    }
+    if comptime!(tile.turns) {
+        if warpgroup == 1 {
+            named_arrive(TURN, comptime!(UNITS as u32));
+        }
+    }
+
+    // Where the products are in the rings. What a step has freed is filled again in the next one, so that neither
+    // warpgroup waits for the other.
+    let mut k_place = Place::first();
+    let mut v_place = Place::first();
+    let mut v_freed = false;
+    let mut nth = 0u32;
+
+    // -- the first S; those of later items are issued at the end of the item before
+    let mut s = Array::<f32>::new(s_len);
+    zero(&mut s, s_len);
+    mbarrier_wait(memory.full_q + warpgroup * 8, 0u32);
+    mbarrier_wait(memory.full_k, 0u32);
+    take_turn(warpgroup, tile.turns);
+    pin::<f32>(&s);
+    wgmma_fence();
+    qk::<E>(&s, q_tile, k_tiles, blueprint);
+    wgmma_commit();
+    pass_turn(warpgroup, tile.turns);
+
+    let mut steps = memory.item(0u32, Of::Steps);
+    while steps != 0 {
+        let first_row = memory.item(nth, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
+        let mut k_start = memory.item(nth, Of::KLast);
+
+        // -- the first tile
+        if loads {
+            if v_freed {
+                loader.load(v, counter, false, true, blueprint);
+            }
+        }
+        v_freed = false;
+        wgmma_wait(0usize);
+        pin::<f32>(&s);
+        if lane == 0 {
+            mbarrier_arrive(memory.empty_k + k_place.stage * 8);
+        }
+        k_place.advance(stages);
+        if steps == 1 {
+            load_next_q(q, &memory, nth + 1, warpgroup, blueprint);
+        }
+        finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, blueprint);
+        let mut m0 = row_max(&s, 0usize, HIDDEN.runtime(), tile_k);
+        let mut m1 = row_max(&s, 1usize, HIDDEN.runtime(), tile_k);
+        let mut l0 = exponentials(&mut s, 0usize, m0, factors.exponent, 0.0f32.runtime(), tile_k);
+        let mut l1 = exponentials(&mut s, 1usize, m1, factors.exponent, 0.0f32.runtime(), tile_k);
+        let mut p = Sequence::<Array<u32>>::new();
+        #[unroll]
+        for _ in 0..fragments {
+            p.push(Array::<u32>::new(4usize));
+        }
+        to_fragments(&s, &mut p, blueprint);
+        let mut acc = Array::<f32>::new(o_len);
+        zero(&mut acc, o_len);
+        if steps > 1 {
+            mbarrier_wait(memory.full_k + k_place.stage * 8, k_place.phase);
+        }
+
+        // -- the others: S of this tile and P V of the one before are in flight together
+        for step in 1..steps {
+            k_start -= comptime!(tile_k as u32);
+            zero(&mut s, s_len);
+            take_turn(warpgroup, tile.turns);
+            pin::<f32>(&s);
+            pin::<f32>(&acc);
+            pin_fragments(&p, fragments);
+            wgmma_fence();
+            qk::<E>(&s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint);
+            wgmma_commit();
+            mbarrier_wait(memory.full_v + v_place.stage * 8, v_place.phase);
+            // The wait ends a stretch of products for the assembler.
+            wgmma_fence();
+            pv::<E>(&acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), blueprint);
+            wgmma_commit();
+            pass_turn(warpgroup, tile.turns);
+            if loads {
+                loader.load(k, counter, true, true, blueprint);
+                if v_freed {
+                    loader.load(v, counter, false, true, blueprint);
+                }
+            }
+            wgmma_wait(1usize);
+            pin::<f32>(&s);
+            if lane == 0 {
+                mbarrier_arrive(memory.empty_k + k_place.stage * 8);
+            }
+            k_place.advance(stages);
+            if step + 1 == steps {
+                load_next_q(q, &memory, nth + 1, warpgroup, blueprint);
+            }
+
+            finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, blueprint);
+            // -- update m and l
+            let x0 = row_max(&s, 0usize, m0, tile_k);
+            let x1 = row_max(&s, 1usize, m1, tile_k);
+            let mut rescale = true.runtime();
+            if comptime!(tile.lazy) {
+                rescale = plane_any(max(x0 - m0, x1 - m1) * factors.exponent > LAZY);
+            }
+            let mut a0 = 1.0f32.runtime();
+            let mut a1 = 1.0f32.runtime();
+            if rescale {
+                a0 = ex2((m0 - x0) * factors.exponent);
+                a1 = ex2((m1 - x1) * factors.exponent);
+                m0 = x0;
+                m1 = x1;
+                l0 *= a0;
+                l1 *= a1;
+            }
+            l0 = exponentials(&mut s, 0usize, m0, factors.exponent, l0, tile_k);
+            l1 = exponentials(&mut s, 1usize, m1, factors.exponent, l1, tile_k);
+            pin::<f32>(&s);
+            // The branch of this wait is what keeps the assembler from moving the wait for P V above the softmax.
+            if step + 1 < steps {
+                mbarrier_wait(memory.full_k + k_place.stage * 8, k_place.phase);
+            }
+            wgmma_wait(0usize);
+            pin::<f32>(&acc);
+            if lane == 0 {
+                mbarrier_arrive(memory.empty_v + v_place.stage * 8);
+            }
+            v_place.advance(stages);
+            v_freed = true;
+            // -- update O
+            if rescale {
+                scale_rows(&mut acc, a0, a1, o_len);
+            }
+            to_fragments(&s, &mut p, blueprint);
+        }
+
+        // -- the last P V, and in its shadow and that of the stores the next item's first S; after the last item that
+        //    one reads what is left in shared memory, and nothing reads it
+        zero(&mut s, s_len);
+        mbarrier_wait(memory.full_v + v_place.stage * 8, v_place.phase);
+        let next_steps = memory.item(nth + 1, Of::Steps);
+        if next_steps != 0 {
+            mbarrier_wait(memory.full_q + warpgroup * 8, (nth + 1) % 2);
+            mbarrier_wait(memory.full_k + k_place.stage * 8, k_place.phase);
+        }
+        take_turn(warpgroup, tile.turns);
+        pin::<f32>(&s);
+        pin::<f32>(&acc);
+        pin_fragments(&p, fragments);
+        wgmma_fence();
+        pv::<E>(&acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), blueprint);
+        wgmma_commit();
+        qk::<E>(&s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint);
+        wgmma_commit();
+        pass_turn(warpgroup, tile.turns);
+        if loads {
+            loader.load(k, counter, true, true, blueprint);
+            if v_freed {
+                loader.load(v, counter, false, true, blueprint);
+            }
+        }
+
+        // -- O / l and lse
+        l0 = row_sum(l0);
+        l1 = row_sum(l1);
+        let row = first_row + warp % 4 * 16 + lane / 4;
+        let (batch, head) = (memory.item(nth, Of::BatchOut) as usize, memory.item(nth, Of::Head) as usize);
+        let lse_at = batch * lse.stride(0) + head * lse.stride(1) + row as usize * lse.stride(2);
+        let (live0, live1) = (band.is_query(row), band.is_query(row + 8));
+        if lane % 4 == 0 {
+            let next = lse_at + 8 * lse.stride(2);
+            if live0 {
+                lse[lse_at] = lse_bits_log2(m0 * factors.exponent, l0, lg2(l0));
+            }
+            if live1 {
+                lse[next] = lse_bits_log2(m1 * factors.exponent, l1, lg2(l1));
+            }
+        }
+        let f0 = select(l0 == 0.0f32, 0.0f32, reciprocal(l0));
+        let f1 = select(l1 == 0.0f32, 0.0f32, reciprocal(l1));
+        wgmma_wait(1usize);
+        pin::<f32>(&acc);
+        if lane == 0 {
+            mbarrier_arrive(memory.empty_v + v_place.stage * 8);
+        }
+        v_place.advance(stages);
+        v_freed = true;
+        let row0 = batch * o.stride(0) + head * o.stride(1) + row as usize * o.stride(2);
+        let row1 = row0 + 8 * o.stride(2);
+        if comptime!(blueprint.partial) {
+            store_row_f32(&acc, 0usize, f0, o, row0, live0, blueprint);
+            store_row_f32(&acc, 1usize, f1, o, row1, live1, blueprint);
+        } else {
+            store_row(&acc, 0usize, f0, o, row0, live0, blueprint);
+            store_row(&acc, 1usize, f1, o, row1, live1, blueprint);
+        }
+
+        nth += 1;
+        steps = next_steps;
+    }
+    wgmma_wait(0usize);
+    pin::<f32>(&s);
+}
+
+/// Named barriers: from this one on the warpgroups' turns, and before it each warpgroup's own.
+const TURN: u32 = 3;
+
+/// Waits for the other warpgroup to have issued its products.
+#[cube]
+fn take_turn(warpgroup: u32, #[comptime] turns: bool) {
+    if comptime!(turns) {
+        named_sync(TURN + warpgroup, comptime!(UNITS as u32));
+    }
+}
+
+/// Lets the other warpgroup issue.
+#[cube]
+fn pass_turn(warpgroup: u32, #[comptime] turns: bool) {
+    if comptime!(turns) {
+        named_arrive(comptime!(TURN + 1) - warpgroup, comptime!(UNITS as u32));
+    }
+}
+
+/// Loads a warpgroup's Q of the next item, once all its warps are past their last product with this one's.
+#[cube]
+fn load_next_q<E: Float>(
+    q: &TensorMap<E, Tiled>,
+    memory: &Memory,
+    next: u32,
+    warpgroup: u32,
+    #[comptime] blueprint: Blueprint,
+) {
+    named_sync(1 + warpgroup, comptime!((UNITS / 2) as u32));
+    // It becomes known when the last tile of K of this one is loaded, which has been.
+    memory.await_item(next);
+    if UNIT_POS % 128 == 0 && memory.item(next, Of::Steps) != 0 {
+        load_q(q, memory, next, warpgroup, blueprint);
+    }
+}
+
+/// Issues `S += Q Kᵀ`.
+#[cube]
+fn qk<E: Float>(s: &Array<f32>, q: u64, k: u64, #[comptime] blueprint: Blueprint) {
+    let tile_k = comptime!(blueprint.tile.tile_k);
+    #[unroll]
+    for i in 0..comptime!(blueprint.head_dim.div_ceil(16)) {
+        // 16 columns are 32 bytes of a panel's lines; a panel of Q has 64 lines, one of K as many as keys.
+        let of_q = comptime!(((i % 4) * 2 + (i / 4) * WARPGROUP_ROWS * 8) as u64);
+        let of_k = comptime!(((i % 4) * 2 + (i / 4) * tile_k * 8) as u64);
+        mma_shared::<E>(s, q + of_q, k + of_k, tile_k);
+    }
+}
+
+/// Issues `O += P V`.
+#[cube]
+fn pv<E: Float>(o: &Array<f32>, p: &Sequence<Array<u32>>, v: u64, #[comptime] blueprint: Blueprint) {
+    #[unroll]
+    for i in 0..comptime!(blueprint.tile.tile_k / 16) {
+        // 16 keys are 16 lines of 128 bytes.
+        mma_registers::<E>(o, p.index(i), v + comptime!((i * 128) as u64), blueprint.columns());
+    }
+}
+
+const _: () = assert!(TILE_Q == 2 * WARPGROUP_ROWS);

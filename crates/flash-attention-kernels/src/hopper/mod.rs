@@ -1,0 +1,143 @@
+//! Attention for NVIDIA Hopper: warpgroup matrix products (`wgmma`), loads by the tensor memory accelerator (TMA),
+//! asynchronous barriers.
+//!
+//! ```text
+//! forward   the kernel                              ring      stages of shared memory and who fills them when
+//! rows      softmax on an accumulator's rows        schedule  which cube computes which block of queries, in which order
+//! scores    softcap, bias, mask, band, on registers merge     parts of the keys, computed apart, put together
+//! ops       operations that CubeCL has no name for  copy      tensors that TMA cannot read, packed
+//! ```
+//!
+//! CubeCL assembles what it compiles as relocatable code, which shapes these kernels: `setmaxnreg` is ignored there, so
+//! there is no warpgroup that only loads, and one external call (an exact division is enough) serialises every product.
+
+#![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
+
+#[cfg(feature = "cuda")]
+pub mod copy;
+#[cfg(feature = "cuda")]
+pub mod forward;
+#[cfg(feature = "cuda")]
+pub mod merge;
+#[cfg(feature = "cuda")]
+pub mod ops;
+#[cfg(feature = "cuda")]
+pub mod ring;
+#[cfg(feature = "cuda")]
+pub mod rows;
+#[cfg(feature = "cuda")]
+pub mod schedule;
+#[cfg(feature = "cuda")]
+pub mod scores;
+
+use crate::problem::Dtype;
+use serde::Serialize;
+
+/// Queries of a cube: two warpgroups of 64.
+pub const TILE_Q: usize = 128;
+/// Rows of a warpgroup's products.
+pub const WARPGROUP_ROWS: usize = 64;
+/// Units of a cube: two warpgroups.
+pub const UNITS: usize = 256;
+/// Columns of a panel: 128 bytes, what the swizzle works on.
+pub const PANEL: usize = 64;
+
+/// Bytes behind the tiles, for barriers, work items and cursors.
+pub const BARRIER_BYTES: usize = 512;
+
+/// Tiles of the forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub struct HopperTile {
+    /// Keys of a tile: a multiple of 16, at most 256.
+    pub tile_k: usize,
+    /// Tiles of K, and of V, in shared memory at a time.
+    pub stages: usize,
+    /// Whether the warpgroups take turns in issuing products, so that one's softmax runs under the other's products.
+    pub turns: bool,
+    /// Whether O is rescaled only when a row's maximum has grown by more than 2^8 (FlashAttention-4's rule).
+    pub lazy: bool,
+}
+
+/// What the forward is specialised for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub struct Blueprint {
+    /// Tiles.
+    pub tile: HopperTile,
+    /// f16 or bf16.
+    pub dtype: Dtype,
+    /// Dimension of a query and of a key.
+    pub head_dim: usize,
+    /// Dimension of a value.
+    pub head_dim_v: usize,
+    /// Whether there is a softcap.
+    pub capped: bool,
+    /// Whether there is a boolean mask, and whether it differs from row to row.
+    pub mask: Option<Rows>,
+    /// Whether there is a bias, and whether it differs from row to row.
+    pub bias: Option<Rows>,
+    /// Whether the result is a part, in f32, to be merged with others.
+    pub partial: bool,
+    /// Whether cubes take work from a common counter, not by their number.
+    pub dynamic: bool,
+}
+
+/// Whether the rows of a mask or bias are all alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub enum Rows {
+    /// One row for all queries.
+    Same,
+    /// A row for each query.
+    Each,
+}
+
+impl Blueprint {
+    /// Panels of Q and K.
+    pub fn panels(&self) -> usize {
+        self.head_dim.div_ceil(PANEL)
+    }
+
+    /// Panels of V.
+    pub fn panels_v(&self) -> usize {
+        self.head_dim_v.div_ceil(PANEL)
+    }
+
+    /// Columns of the accumulator of O: `n` of its products, a multiple of 8.
+    pub fn columns(&self) -> usize {
+        self.head_dim_v.next_multiple_of(8)
+    }
+
+    /// Bytes of a tile of K.
+    pub fn k_bytes(&self) -> usize {
+        self.tile.tile_k * self.panels() * PANEL * self.dtype.size()
+    }
+
+    /// Bytes of a tile of V.
+    pub fn v_bytes(&self) -> usize {
+        self.tile.tile_k * self.panels_v() * PANEL * self.dtype.size()
+    }
+
+    /// Bytes of a warpgroup's rows of Q.
+    pub fn q_bytes(&self) -> usize {
+        WARPGROUP_ROWS * self.panels() * PANEL * self.dtype.size()
+    }
+
+    /// Bytes of shared memory: Q, the rings of K and V, barriers.
+    ///
+    /// ```
+    /// # use flash_attention_kernels::{Dtype, hopper::{Blueprint, HopperTile}};
+    /// let tile = HopperTile { tile_k: 128, stages: 3, turns: true, lazy: true };
+    /// let blueprint = Blueprint {
+    ///     tile, dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
+    ///     capped: false, mask: None, bias: None, partial: false, dynamic: true,
+    /// };
+    /// assert!(blueprint.shared_memory() <= 227 << 10);
+    /// ```
+    pub fn shared_memory(&self) -> usize {
+        2 * self.q_bytes() + self.tile.stages * (self.k_bytes() + self.v_bytes()) + BARRIER_BYTES
+    }
+
+    /// Whether scores are turned into natural units before the softmax, not by its factor alone.
+    pub fn cooked(&self) -> bool {
+        self.capped || self.bias.is_some()
+    }
+}

@@ -1,0 +1,201 @@
+//! The online softmax on the rows of an accumulator, and their way out.
+//!
+//! A warpgroup's accumulator `[64, n]` lies in its units' registers by eights of columns: unit `u` of a warp holds, of
+//! rows `u / 4` and `u / 4 + 8` of the warp's 16, columns `2 (u % 4)` and the next of each eight. Element `4 i + 2 r + e`
+//! of its registers is row `r`, eight `i`, column `e`. Four units share a row.
+
+use super::Blueprint;
+use super::ops::*;
+use crate::softmax::HIDDEN;
+use cubecl::prelude::*;
+
+/// Sets `len` registers to 0.
+#[cube]
+pub fn zero(x: &mut Array<f32>, #[comptime] len: usize) {
+    #[unroll]
+    for i in 0..len {
+        x[i] = 0.0f32;
+    }
+}
+
+/// The highest of `start` and a row's scores. `row`: 0 or 1.
+#[cube]
+pub fn row_max(s: &Array<f32>, #[comptime] row: usize, start: f32, #[comptime] tile_k: usize) -> f32 {
+    let mut m = start;
+    #[unroll]
+    for i in 0..comptime!(tile_k / 8) {
+        m = max(m, max(s[comptime!(4 * i + 2 * row)], s[comptime!(4 * i + 2 * row + 1)]));
+    }
+    m = max(m, plane_shuffle_xor(m, 1u32));
+    max(m, plane_shuffle_xor(m, 2u32))
+}
+
+/// Turns a row's scores into `2^(exponent · (s − m))`; returns `sum` and what this unit holds of the row, added.
+#[cube]
+pub fn exponentials(
+    s: &mut Array<f32>,
+    #[comptime] row: usize,
+    m: f32,
+    exponent: f32,
+    sum: f32,
+    #[comptime] tile_k: usize,
+) -> f32 {
+    // A row that has seen nothing has the lowest maximum, and all its scores are −∞.
+    let offset = select(m == HIDDEN, 0.0f32, -m * exponent);
+    let mut sum = sum;
+    #[unroll]
+    for i in 0..comptime!(tile_k / 8) {
+        let at = comptime!(4 * i + 2 * row);
+        s[at] = ex2(fma(s[at], exponent, offset));
+        s[at + 1] = ex2(fma(s[at + 1], exponent, offset));
+        sum += s[at] + s[at + 1];
+    }
+    sum
+}
+
+/// The sum over the four units of a row.
+#[cube]
+pub fn row_sum(part: f32) -> f32 {
+    let pair = part + plane_shuffle_xor(part, 1u32);
+    pair + plane_shuffle_xor(pair, 2u32)
+}
+
+/// Multiplies the two rows of an accumulator of `len` registers.
+#[cube]
+pub fn scale_rows(o: &mut Array<f32>, a0: f32, a1: f32, #[comptime] len: usize) {
+    #[unroll]
+    for i in 0..comptime!(len / 4) {
+        o[4 * i] *= a0;
+        o[4 * i + 1] *= a0;
+        o[4 * i + 2] *= a1;
+        o[4 * i + 3] *= a1;
+    }
+}
+
+/// An accumulator's registers are, rounded and packed, those of the A operand of the next product.
+#[cube]
+pub fn to_fragments(s: &Array<f32>, p: &mut Sequence<Array<u32>>, #[comptime] blueprint: Blueprint) {
+    #[unroll]
+    for i in 0..comptime!(blueprint.tile.tile_k / 16) {
+        let fragment = p.index_mut(i);
+        #[unroll]
+        for e in 0..4usize {
+            fragment[e] = pack(s[comptime!(8 * i + 2 * e)], s[comptime!(8 * i + 2 * e + 1)], blueprint.dtype);
+        }
+    }
+}
+
+/// Pins all fragments.
+#[cube]
+pub fn pin_fragments(p: &Sequence<Array<u32>>, #[comptime] count: usize) {
+    #[unroll]
+    for i in 0..count {
+        pin::<u32>(p.index(i));
+    }
+}
+
+/// Writes one of a unit's two rows, `factor` times, to `out` from vector `at` on, in 16 bits: 8 columns a vector; nothing if
+/// not `live`. The four units of a row exchange what they hold, so that each has whole vectors: all must call it.
+#[cube]
+pub fn store_row(
+    o: &Array<f32>,
+    #[comptime] row: usize,
+    factor: f32,
+    out: &mut Tensor<Vector<u32, Const<4>>>,
+    at: usize,
+    live: bool,
+    #[comptime] blueprint: Blueprint,
+) {
+    let lane = UNIT_POS % 32;
+    let odd = lane % 2 == 1;
+    let high = lane % 4 >= 2;
+    let eights = comptime!(blueprint.columns() / 8);
+    #[unroll]
+    for i in 0..comptime!(eights.div_ceil(4)) {
+        let mut w = Array::<u32>::new(4usize);
+        #[unroll]
+        for b in 0..4usize {
+            if comptime!(4 * i + b < eights) {
+                let e = comptime!(4 * (4 * i + b) + 2 * row);
+                w[b] = pack(o[e] * factor, o[e + 1] * factor, blueprint.dtype);
+            } else {
+                w[b] = 0u32;
+            }
+        }
+        // A transposition of 4 x 4 words over 4 units: within pairs, then between pairs.
+        #[unroll]
+        for b in 0..2usize {
+            let low = w[2 * b];
+            let next = w[2 * b + 1];
+            let got = plane_shuffle_xor(select(odd, low, next), 1u32);
+            w[2 * b] = select(odd, got, low);
+            w[2 * b + 1] = select(odd, next, got);
+        }
+        #[unroll]
+        for b in 0..2usize {
+            let low = w[b];
+            let next = w[b + 2];
+            let got = plane_shuffle_xor(select(high, low, next), 2u32);
+            w[b] = select(high, got, low);
+            w[b + 2] = select(high, next, got);
+        }
+        let mut vector = Vector::<u32, Const<4>>::empty();
+        #[unroll]
+        for b in 0..4usize {
+            vector.insert(b, w[b]);
+        }
+        let nth = comptime!(4 * i as u32) + lane % 4;
+        if live && (comptime!(4 * i + 4 <= eights) || nth < comptime!(eights as u32)) {
+            out[at + nth as usize] = vector;
+        }
+    }
+}
+
+/// [`store_row`] in f32: 4 columns a vector.
+#[cube]
+pub fn store_row_f32(
+    o: &Array<f32>,
+    #[comptime] row: usize,
+    factor: f32,
+    out: &mut Tensor<Vector<u32, Const<4>>>,
+    at: usize,
+    live: bool,
+    #[comptime] blueprint: Blueprint,
+) {
+    let lane = UNIT_POS % 32;
+    let odd = lane % 2 == 1;
+    let eights = comptime!(blueprint.columns() / 8);
+    #[unroll]
+    for i in 0..comptime!(eights.div_ceil(2)) {
+        let mut w = Array::<f32>::new(4usize);
+        #[unroll]
+        for b in 0..2usize {
+            #[unroll]
+            for e in 0..2usize {
+                if comptime!(2 * i + b < eights) {
+                    w[comptime!(2 * b + e)] = o[comptime!(4 * (2 * i + b) + 2 * row + e)] * factor;
+                } else {
+                    w[comptime!(2 * b + e)] = 0.0f32;
+                }
+            }
+        }
+        // The even unit of a pair keeps the first eight and gets the other's part of it, the odd one the second.
+        #[unroll]
+        for e in 0..2usize {
+            let low = w[e];
+            let next = w[e + 2];
+            let got = plane_shuffle_xor(select(odd, low, next), 1u32);
+            w[e] = select(odd, got, low);
+            w[e + 2] = select(odd, next, got);
+        }
+        let mut vector = Vector::<u32, Const<4>>::empty();
+        #[unroll]
+        for b in 0..4usize {
+            vector.insert(b, u32::reinterpret(w[b]));
+        }
+        let eight = comptime!(2 * i as u32) + lane % 2;
+        if live && (comptime!(2 * i + 2 <= eights) || eight < comptime!(eights as u32)) {
+            out[at + (eight * 2 + lane % 4 / 2) as usize] = vector;
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! Which cube computes which block of queries, and when.
+//!
+//! As many cubes as run at a time are started; each computes one item after another. An item is a block of queries of a
+//! head, or a part of the keys of one. Items are numbered so that
+//! - heads come in sections whose keys and values fit the second-level cache together, and
+//! - within a section the longest come first (of causal attention the last block of queries), heads taking turns.
+//!
+//! A cube's first item is that of its own number. The others it takes from a common counter, so that whoever is done
+//! first takes the next; or, `dynamic` being off, from its place in rows that run to and fro.
+//! (FlashAttention-3, arXiv:2407.08608, section 3; longest first: Graham 1969.)
+
+use super::TILE_Q;
+use super::ops::take_ticket;
+use crate::mask::Band;
+use cubecl::prelude::*;
+
+/// How items are numbered.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Walk {
+    /// Items in all.
+    pub items: u32,
+    /// Blocks of queries of a head.
+    pub blocks: u32,
+    /// Heads of `q` in all batches.
+    pub heads: u32,
+    /// Heads of `q` in a batch.
+    pub num_heads_q: u32,
+    /// Query heads that share a key/value head.
+    pub group_size: u32,
+    /// Heads in a section.
+    pub section: u32,
+    /// Parts of the keys.
+    pub parts: u32,
+    /// Batches.
+    pub batches: u32,
+}
+
+/// A block of queries of a head, and the tiles of keys that it sees.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone))]
+pub struct Item {
+    /// Batch.
+    pub batch: u32,
+    /// Batch of the output: parts of the keys lie one behind the other there.
+    pub batch_out: u32,
+    /// Query head.
+    pub head: u32,
+    /// First query.
+    pub q_start: u32,
+    /// First key of the last tile, with which to begin.
+    pub k_last: u32,
+    /// Tiles; at least 1.
+    pub steps: u32,
+    /// There is nothing to see: the one tile must be hidden.
+    pub blind: bool,
+}
+
+#[cube]
+impl Walk {
+    /// The number of the `nth` item of this cube; not below `items` if there is none.
+    pub fn number(&self, nth: u32, counter: &[u32], #[comptime] dynamic: bool) -> u32 {
+        let cubes = CUBE_COUNT as u32;
+        if comptime!(dynamic) {
+            // Each item but the first ones is taken once, and each cube comes once for nothing: after `items` tickets
+            // the counter is 0 again, ready for the next launch.
+            cubes + take_ticket(counter, self.items - 1)
+        } else {
+            let mut at = CUBE_POS as u32;
+            if nth % 2 == 1 {
+                at = cubes - 1 - at;
+            }
+            nth * cubes + at
+        }
+    }
+
+    /// The item of that number.
+    pub fn item(&self, number: u32, band: &Band, #[comptime] tile_k: u32) -> Item {
+        let length = self.blocks * self.parts;
+        let of_section = self.section * length;
+        let first_head = number / of_section * self.section;
+        let within = number % of_section;
+        let heads = min(self.section, self.heads - first_head);
+        let nth = within / heads;
+        let head = first_head + within % heads;
+        let part = nth % self.parts;
+        let q_start = (self.blocks - 1 - nth / self.parts) * comptime!(TILE_Q as u32);
+
+        let seen = band.k_blocks(q_start, comptime!(TILE_Q as u32), tile_k);
+        let of_part = (seen.end - seen.start).div_ceil(self.parts);
+        let start = min(seen.start + part * of_part, seen.end);
+        let end = min(start + of_part, seen.end);
+        let batch = head / self.num_heads_q;
+        Item {
+            batch,
+            batch_out: part * self.batches + batch,
+            head: head % self.num_heads_q,
+            q_start,
+            k_last: (max(end, 1u32) - 1) * tile_k,
+            steps: max(end - start, 1u32),
+            blind: start == end,
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! From products in registers to scores: softcap, bias, mask, band. How registers hold a tile: [`rows`](super::rows).
+
+use super::ops::{ex2, reciprocal};
+use super::ring::{Memory, Of};
+use super::{Blueprint, Rows, WARPGROUP_ROWS};
+use crate::mask::Band;
+use crate::softmax::UNSEEN;
+use cubecl::prelude::*;
+
+/// Factors of the scores in base 2, prepared on the host.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone))]
+pub struct Factors {
+    /// Factor on `q·kᵀ`, where scores are cooked.
+    pub scale: f32,
+    /// The cap.
+    pub softcap: f32,
+    /// `2 log2(e) scale / softcap`: `e^(2x) = 2^(inner · q·kᵀ)` for the `x` of [`Score::of`](crate::score::Score::of)'s
+    /// `tanh`.
+    pub inner: f32,
+    /// From a score to an exponent of 2.
+    pub exponent: f32,
+}
+
+/// Turns a warpgroup's products of a tile, its first row and key given, into scores, ready for the softmax once multiplied
+/// by `exponent`.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
+    s: &mut Array<f32>,
+    factors: &Factors,
+    band: &Band,
+    mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
+    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
+    memory: &Memory,
+    nth: u32,
+    first_row: u32,
+    k_start: u32,
+    #[comptime] blueprint: Blueprint,
+) {
+    let tile_k = comptime!(blueprint.tile.tile_k);
+    let lane_row = first_row + UNIT_POS / 32 % 4 * 16 + UNIT_POS % 32 / 4;
+    let lane_column = k_start + UNIT_POS % 4 * 2;
+    if comptime!(blueprint.capped) {
+        // tanh x = 1 − 2 / (1 + e^(2x))
+        #[unroll]
+        for i in 0..comptime!(tile_k / 2) {
+            let e2x = ex2(s[i] * factors.inner);
+            s[i] = fma(-2.0f32 * factors.softcap, reciprocal(1.0f32 + e2x), factors.softcap);
+        }
+    } else if comptime!(blueprint.cooked()) {
+        #[unroll]
+        for i in 0..comptime!(tile_k / 2) {
+            s[i] *= factors.scale;
+        }
+    }
+    #[comptime]
+    if let ComptimeOption::Some(bias) = bias {
+        let rows = comptime!(blueprint.bias.unwrap());
+        let at = memory.item(nth, Of::Batch) as usize * bias.stride(0) + memory.item(nth, Of::Head) as usize * bias.stride(1);
+        #[unroll]
+        for r in 0..comptime!(if rows == Rows::Each { 2usize } else { 1usize }) {
+            let row = band.query_within(lane_row + comptime!(8 * r as u32));
+            let at = at + row as usize * bias.stride(2);
+            #[unroll]
+            for i in 0..comptime!(tile_k / 8) {
+                let pair = pair_of::<E, NB>(bias, at, band, lane_column + comptime!(8 * i as u32));
+                #[unroll]
+                for e in 0..2usize {
+                    let value = f32::cast_from(pair.extract(e));
+                    s[comptime!(4 * i + 2 * r + e)] += value;
+                    if comptime!(rows == Rows::Same) {
+                        s[comptime!(4 * i + 2 + e)] += value;
+                    }
+                }
+            }
+        }
+    }
+    #[comptime]
+    if let ComptimeOption::Some(mask) = mask {
+        let rows = comptime!(blueprint.mask.unwrap());
+        let at = memory.item(nth, Of::Batch) as usize * mask.stride(0) + memory.item(nth, Of::Head) as usize * mask.stride(1);
+        #[unroll]
+        for r in 0..comptime!(if rows == Rows::Each { 2usize } else { 1usize }) {
+            let row = band.query_within(lane_row + comptime!(8 * r as u32));
+            let at = at + row as usize * mask.stride(2);
+            #[unroll]
+            for i in 0..comptime!(tile_k / 8) {
+                let pair = pair_of::<M, NM>(mask, at, band, lane_column + comptime!(8 * i as u32));
+                #[unroll]
+                for e in 0..2usize {
+                    let hides = pair.extract(e) != M::from_int(0);
+                    let n = comptime!(4 * i + 2 * r + e);
+                    s[n] = select(hides, UNSEEN, s[n]);
+                    if comptime!(rows == Rows::Same) {
+                        s[n + 2] = select(hides, UNSEEN, s[n + 2]);
+                    }
+                }
+            }
+        }
+    }
+    let blind = memory.item(nth, Of::Blind) != 0;
+    let whole = band.whole(first_row, k_start, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32));
+    if blind || !whole {
+        #[unroll]
+        for r in 0..2usize {
+            let run = band.run(lane_row + comptime!(8 * r as u32), lane_column, blind);
+            #[unroll]
+            for i in 0..comptime!(tile_k / 8) {
+                #[unroll]
+                for e in 0..2usize {
+                    let n = comptime!(4 * i + 2 * r + e);
+                    s[n] = select(run.holds(comptime!((8 * i + e) as i32)), s[n], UNSEEN);
+                }
+            }
+        }
+    }
+}
+
+/// Two neighbouring elements of a row of a mask or bias: one read where rows allow vectors of two.
+#[cube]
+fn pair_of<T: Numeric, N: Size>(tensor: &&Tensor<Vector<T, N>>, row: usize, band: &Band, column: u32) -> Vector<T, Const<2>> {
+    let width = tensor.vector_size();
+    if comptime!(width == 2) {
+        let first = band.key_within(column, 2u32);
+        let read = tensor[(row + first as usize) / 2];
+        let mut pair = Vector::<T, Const<2>>::empty();
+        #[unroll]
+        for e in 0..2usize {
+            pair.insert(e, read.extract(e));
+        }
+        pair
+    } else {
+        let mut pair = Vector::<T, Const<2>>::empty();
+        #[unroll]
+        for e in 0..2usize {
+            let key = band.key_within(column + comptime!(e as u32), 1u32);
+            pair.insert(e, tensor[row + key as usize * tensor.stride(3)].extract(0usize));
+        }
+        pair
+    }
+}

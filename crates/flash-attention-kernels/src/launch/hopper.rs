@@ -1,0 +1,222 @@
+//! Launches the kernels for Hopper.
+
+use super::{Call, rows_grid};
+use crate::error::AttentionError;
+use crate::hopper::scores::FactorsLaunch;
+use crate::hopper::schedule::WalkLaunch;
+use crate::hopper::{self, PANEL, Rows, TILE_Q, UNITS, WARPGROUP_ROWS};
+use crate::tensor::TensorView;
+use crate::tiling::HopperForward;
+use cubecl::ir::AddressType;
+use cubecl::prelude::*;
+use std::f32::consts::LOG2_E;
+
+/// Bytes that rows must start at multiples of: what TMA and vectors of 16 bytes ask for.
+const ALIGNMENT: usize = 16;
+
+impl Call<'_> {
+    /// Computes `o` and `lse`.
+    pub(super) fn forward_hopper(
+        &self,
+        o: &TensorView,
+        lse: &TensorView<3>,
+        tiles: HopperForward,
+    ) -> Result<(), AttentionError> {
+        let p = self.problem;
+        let blueprint = hopper::Blueprint {
+            tile: tiles.tile,
+            dtype: p.dtype,
+            head_dim: p.head_dim,
+            head_dim_v: p.head_dim_v,
+            capped: p.options.softcap.is_some(),
+            mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
+            bias: rows_of(self.inputs.bias.as_ref()),
+            partial: tiles.parts > 1,
+            dynamic: tiles.dynamic,
+        };
+        let blocks = p.seq_q.div_ceil(TILE_Q);
+        let heads = p.batch * p.num_heads_q;
+        let items = blocks as u64 * heads as u64 * tiles.parts as u64;
+        let max = u32::MAX as u64 - self.device.multiprocessors as u64 - 1;
+        if items > max {
+            return Err(AttentionError::Grid { kernel: "forward", cubes: items, max });
+        }
+        let copies = [&self.inputs.q, &self.inputs.k, &self.inputs.v].map(|view| !is_aligned(view, p.dtype.size()));
+        let copies_o = tiles.parts == 1 && !is_aligned(o, p.dtype.size());
+        for (copied, view) in copies.into_iter().chain([copies_o]).zip([&self.inputs.q, &self.inputs.k, &self.inputs.v, o]) {
+            if copied {
+                rows_grid(self.device, "copy", view.shape)?;
+            }
+        }
+        if tiles.parts > 1 {
+            rows_grid(self.device, "merge", o.shape)?;
+        }
+
+        // Nothing can fail from here on.
+        let read = |view: &TensorView, copied: bool| if copied { self.packed_copy(view) } else { Ok(view.clone()) };
+        let q = read(&self.inputs.q, copies[0])?;
+        let k = read(&self.inputs.k, copies[1])?;
+        let v = read(&self.inputs.v, copies[2])?;
+        let (out, out_lse, out_size) = if tiles.parts > 1 {
+            let columns = blueprint.columns();
+            let batches = tiles.parts * p.batch;
+            let shape = [batches, p.num_heads_q, p.seq_q, columns];
+            let lse_shape = [batches, p.num_heads_q, p.seq_q];
+            let parts = self.client.empty(4 * shape.iter().product::<usize>());
+            let part_lse = self.client.empty(4 * lse_shape.iter().product::<usize>());
+            (TensorView::contiguous(parts, shape), TensorView::contiguous(part_lse, lse_shape), 4)
+        } else if copies_o {
+            (self.packed(p.o_shape()), lse.clone(), p.dtype.size())
+        } else {
+            (o.clone(), lse.clone(), p.dtype.size())
+        };
+
+        let scale = p.softmax_scale();
+        let softcap = p.options.softcap.unwrap_or(1.0);
+        let factors = FactorsLaunch::new(
+            scale,
+            softcap,
+            2.0 * LOG2_E * scale / softcap,
+            if blueprint.cooked() { LOG2_E } else { LOG2_E * scale },
+        );
+        let walk = WalkLaunch::new(
+            items as u32,
+            blocks as u32,
+            heads as u32,
+            p.num_heads_q as u32,
+            p.group_size() as u32,
+            tiles.section as u32,
+            tiles.parts as u32,
+            p.batch as u32,
+        );
+        let cubes = (self.device.multiprocessors as u64).min(items);
+        let counter = self.client.create_from_slice(&[0; 4]);
+        let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
+        let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, p.dtype.size())));
+        let addresses = self.addresses([out.span(), out_lse.span()]);
+        // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
+        unsafe {
+            hopper::forward::forward::launch_unchecked(
+                self.client,
+                CubeCount::Static(cubes as u32, 1, 1),
+                CubeDim::new_1d(UNITS as u32),
+                addresses,
+                bias_width,
+                mask_width,
+                self.map(&q, WARPGROUP_ROWS),
+                self.map(&k, tiles.tile.tile_k),
+                self.map(&v, tiles.tile.tile_k),
+                mask.into(),
+                bias.into(),
+                out.vectors_arg(ALIGNMENT / out_size),
+                out_lse.arg(),
+                BufferArg::from_raw_parts(counter, 1),
+                factors,
+                p.band().into_launch(),
+                walk,
+                blueprint,
+                [self.dtype(), self.mask_type()],
+            );
+        }
+        if tiles.parts > 1 {
+            let (count, dim) = rows_grid(self.device, "merge", o.shape)?;
+            let addresses = self.addresses([out.span(), out_lse.span(), o.span(), lse.span()]);
+            // SAFETY: as above.
+            unsafe {
+                hopper::merge::merge::launch_unchecked(
+                    self.client,
+                    count,
+                    dim,
+                    addresses,
+                    out.arg(),
+                    out_lse.arg(),
+                    o.arg(),
+                    lse.arg(),
+                    p.batch as u32,
+                    p.num_heads_q as u32,
+                    p.seq_q as u32,
+                    p.head_dim_v as u32,
+                    tiles.parts as u32,
+                    self.dtype(),
+                );
+            }
+        } else if copies_o {
+            self.copy(&out, o)?;
+        }
+        Ok(())
+    }
+
+    /// Memory for `[B, H, S, D]` whose rows start at multiples of 16 bytes.
+    fn packed(&self, shape: [usize; 4]) -> TensorView {
+        let size = self.problem.dtype.size();
+        let [batch, heads, rows, columns] = shape;
+        let row = columns.next_multiple_of(ALIGNMENT / size);
+        TensorView {
+            handle: self.client.empty(size * batch * heads * rows * row),
+            shape,
+            strides: [heads * rows * row, rows * row, row, 1],
+        }
+    }
+
+    fn packed_copy(&self, view: &TensorView) -> Result<TensorView, AttentionError> {
+        let packed = self.packed(view.shape);
+        self.copy(view, &packed)?;
+        Ok(packed)
+    }
+
+    fn copy(&self, from: &TensorView, to: &TensorView) -> Result<(), AttentionError> {
+        let (count, dim) = rows_grid(self.device, "copy", from.shape)?;
+        let addresses = AddressType::from_len(from.span().max(to.span()) as usize);
+        let [batch, heads, rows, columns] = from.shape.map(|n| n as u32);
+        // SAFETY: views have been checked against their buffers.
+        unsafe {
+            hopper::copy::copy::launch_unchecked(
+                self.client,
+                count,
+                dim,
+                addresses,
+                from.arg(),
+                to.arg(),
+                batch,
+                heads,
+                rows,
+                columns,
+                self.dtype(),
+            );
+        }
+        Ok(())
+    }
+
+    /// The tensor map of `[B, H, S, D]` with boxes of 64 columns of `rows` rows.
+    fn map(&self, view: &TensorView, rows: usize) -> TensorMapArg<Tiled> {
+        let mut view = view.clone();
+        // The stride of a single element says nothing, but TMA checks it.
+        for dim in 0..3 {
+            if view.shape[dim] == 1 {
+                view.strides[dim] = view.shape[3].next_multiple_of(PANEL);
+            }
+        }
+        TensorMapArg::new(TiledArgs { tile_size: [1, 1, rows, PANEL].into() }, view.arg(), self.dtype())
+            .with_swizzle(TensorMapSwizzle::B128)
+            .with_prefetch(TensorMapPrefetch::B256)
+    }
+}
+
+/// Whether rows start at multiples of 16 bytes and no dimension repeats: what TMA reads, and vectors of 16 bytes.
+fn is_aligned(view: &TensorView, size: usize) -> bool {
+    let dense = view.strides[3] == 1 || view.shape[3] == 1;
+    let starts = view.handle.offset_start.unwrap_or(0).is_multiple_of(ALIGNMENT as u64);
+    let strided = |dim: usize| view.shape[dim] == 1 || view.strides[dim] > 0 && (view.strides[dim] * size).is_multiple_of(ALIGNMENT);
+    dense && starts && (0..3).all(strided) && (view.shape[3] * size).is_multiple_of(ALIGNMENT)
+}
+
+/// Whether a mask or bias differs from row to row.
+fn rows_of(view: Option<&TensorView>) -> Option<Rows> {
+    view.map(|view| if view.shape[2] == 1 { Rows::Same } else { Rows::Each })
+}
+
+/// The argument of a mask or bias, and how many elements it is read at a time: two where its layout allows it.
+fn pairs(view: Option<(&TensorView, usize)>) -> (Option<TensorArg>, usize) {
+    let Some((view, size)) = view else { return (None, 1) };
+    (Some(view.broadcast_arg()), if view.shape[3] > 1 && view.vectorizes(2, size) { 2 } else { 1 })
+}

@@ -1,0 +1,199 @@
+//! Every kernel for Hopper compiles to PTX on a machine with no GPU, as CubeCL compiles it on one, and is what it is meant
+//! to be: warpgroup products and tensor-map loads, nothing in local memory. Where `ptxas` is at hand (or named by `PTXAS`),
+//! it is assembled as CubeCL's driver calls do, as relocatable code, and its registers are counted.
+//!
+//! `HOPPER_PTX_DIR` keeps the PTX there.
+
+use cubecl::ir::{AddressType, DeviceIdentity, DeviceProperties, ElemType, HardwareProperties, UIntKind};
+use cubecl::prelude::*;
+use cubecl_core::ir::MemoryDeviceProperties;
+use cubecl_core::ir::nvidia::SmArch;
+use cubecl_core::{Compiler, CubeKernel};
+use cubecl_llvm::nvptx::ptx_version::PtxVersion;
+use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
+use flash_attention_kernels::hopper::scores::FactorsCompilationArg;
+use flash_attention_kernels::hopper::schedule::WalkCompilationArg;
+use flash_attention_kernels::hopper::{Blueprint, Rows, UNITS, forward};
+use flash_attention_kernels::mask::{Band, BandCompilationArg};
+use flash_attention_kernels::tiling::{Device, element_type, plan_on};
+use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, Forward};
+use std::process::Command;
+use std::sync::Arc;
+
+/// An H200, as far as plans and compilation ask.
+fn device() -> Device {
+    Device {
+        name: "offline".into(),
+        shared_memory: 227 << 10,
+        units: 1024,
+        bindings: 1024,
+        cubes: (u32::MAX, 65535, 65535),
+        wide_addresses: true,
+        dtypes: vec![Dtype::F32, Dtype::F16, Dtype::BF16],
+        multiprocessors: 132,
+        wgmma: true,
+    }
+}
+
+fn properties() -> DeviceProperties {
+    let hardware = HardwareProperties {
+        load_width: 128,
+        vector_register_count: None,
+        plane_size_min: 32,
+        plane_size_max: 32,
+        max_bindings: 32,
+        max_shared_memory_size: 227 << 10,
+        max_cube_count: (u32::MAX, u16::MAX as u32, u16::MAX as u32),
+        max_units_per_cube: 1024,
+        max_cube_dim: (1024, 1024, 64),
+        num_streaming_multiprocessors: None,
+        num_tensor_cores: None,
+        min_tensor_cores_dim: None,
+        num_cpu_cores: None,
+        last_level_cache_size: None,
+        max_vector_size: VectorSize::MAX,
+        cube_mma_reserved_shared_memory: 0,
+    };
+    let identity = DeviceIdentity { name: "offline".into(), fingerprint: "offline".into(), physical: None };
+    DeviceProperties::new(
+        Default::default(),
+        MemoryDeviceProperties::new(u64::MAX, 256),
+        hardware,
+        cubecl_core::profile::TimingMethod::Device,
+        identity,
+    )
+}
+
+fn tensor() -> TensorCompilationArg {
+    TensorCompilationArg {
+        meta: TensorMetaCompilationArg { len: (), rank: () },
+        buffer: BufferCompilationArg { inplace: None },
+    }
+}
+
+fn ptx(blueprint: Blueprint, band: Band) -> String {
+    let settings = KernelSettings::new(*CubeDim::new_1d(UNITS as u32), ExecutionMode::Unchecked, AddressType::U32);
+    let kernel = forward::forward::Forward::new(
+        settings,
+        Arc::new(properties()),
+        Arc::new(Default::default()),
+        (),
+        (),
+        (),
+        if blueprint.mask.is_some() { ComptimeOptionCompilationArg::Some(tensor()) } else { ComptimeOptionCompilationArg::None },
+        if blueprint.bias.is_some() { ComptimeOptionCompilationArg::Some(tensor()) } else { ComptimeOptionCompilationArg::None },
+        tensor(),
+        tensor(),
+        BufferCompilationArg { inplace: None },
+        FactorsCompilationArg { scale: (), softcap: (), inner: (), exponent: () },
+        BandCompilationArg {
+            seq_q: (),
+            seq_k: (),
+            lower: (),
+            upper: (),
+            bounded_below: band.bounded_below,
+            bounded_above: band.bounded_above,
+        },
+        WalkCompilationArg {
+            items: (),
+            blocks: (),
+            heads: (),
+            num_heads_q: (),
+            group_size: (),
+            section: (),
+            parts: (),
+            batches: (),
+        },
+        2,
+        2,
+        blueprint,
+        [element_type(blueprint.dtype), ElemType::UInt(UIntKind::U8)],
+    );
+    let options = PlironOptions {
+        arch: None,
+        sm_arch: Some(SmArch::new(90, true)),
+        ptx_version: PtxVersion::for_driver(12080),
+        grid_constants: true,
+        ..Default::default()
+    };
+    let mut compiler = PlironCompiler { target: LlvmTarget::Nvptx };
+    match compiler.compile(kernel.define(), &options).unwrap() {
+        PlironArtifact::NvptxCode(module) => {
+            // SAFETY: the compiler ends it with a zero.
+            unsafe { std::ffi::CStr::from_ptr(module.ptx.as_ptr()) }.to_string_lossy().into_owned()
+        }
+        _ => unreachable!("PTX was asked for"),
+    }
+}
+
+/// Registers of a unit and bytes of spills, or `None` without an assembler.
+fn assemble(ptx: &str) -> Option<(usize, usize, String)> {
+    let ptxas = std::env::var("PTXAS").unwrap_or_else(|_| "ptxas".into());
+    let directory = tempfile::tempdir().unwrap();
+    let (source, object) = (directory.path().join("kernel.ptx"), directory.path().join("kernel.o"));
+    std::fs::write(&source, ptx).unwrap();
+    let arguments = ["-c", "-arch=sm_90a", "-v", "-o"];
+    let output = Command::new(ptxas).args(arguments).args([object, source]).output().ok()?;
+    let said = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat();
+    assert!(output.status.success(), "{said}");
+    let before = |what: &str| -> usize {
+        said.match_indices(what).filter_map(|(at, _)| said[..at].split_whitespace().last()?.parse::<usize>().ok())
+            .max()
+            .unwrap_or(0)
+    };
+    Some((before(" registers"), before(" bytes spill stores") + before(" bytes spill loads"), said))
+}
+
+/// The kernel that is planned for a problem, compiled and looked at.
+fn check(name: &str, problem: AttentionProblem) {
+    let plan = plan_on(&device(), &problem).unwrap();
+    let Forward::Hopper(tiles) = plan.forward else { panic!("{plan}") };
+    let rows = |shape: Option<[usize; 4]>| shape.map(|shape| if shape[2] == 1 { Rows::Same } else { Rows::Each });
+    let blueprint = Blueprint {
+        tile: tiles.tile,
+        dtype: problem.dtype,
+        head_dim: problem.head_dim,
+        head_dim_v: problem.head_dim_v,
+        capped: problem.options.softcap.is_some(),
+        mask: rows(problem.mask),
+        bias: rows(problem.bias),
+        partial: tiles.parts > 1,
+        dynamic: tiles.dynamic,
+    };
+    assert!(blueprint.shared_memory() <= device().shared_memory, "{name}: {} bytes", blueprint.shared_memory());
+    let ptx = ptx(blueprint, problem.band());
+    if let Ok(directory) = std::env::var("HOPPER_PTX_DIR") {
+        std::fs::write(format!("{directory}/{name}.ptx"), &ptx).unwrap();
+    }
+    let ty = if problem.dtype == Dtype::BF16 { "bf16" } else { "f16" };
+    for n in [tiles.tile.tile_k, blueprint.columns()] {
+        let product = format!("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ty}.{ty}");
+        assert!(ptx.contains(&product), "{name}: no {product}");
+    }
+    assert!(ptx.contains("cp.async.bulk.tensor.4d"), "{name}: no load through a tensor map");
+    assert!(!ptx.contains(".local"), "{name}: local memory");
+    assert!(!ptx.contains("call.uni"), "{name}: a call, which serialises products");
+    match assemble(&ptx) {
+        Some((registers, spills, said)) => {
+            println!("{name}: {registers} registers, {spills} bytes of spills");
+            assert!(!said.contains("serialized"), "{name}: {said}");
+            }
+        None => println!("{name}: compiled; no ptxas to assemble it"),
+    }
+}
+
+fn problem(head_dim: usize, dtype: Dtype, options: AttentionOptions) -> AttentionProblem {
+    let shape = [4, 16, 4096, head_dim];
+    AttentionProblem::new(&shape, &shape, &shape, dtype, options).unwrap()
+}
+
+#[test]
+fn every_head_dimension_compiles_to_warpgroup_products() {
+    for head_dim in [64, 128, 192, 256] {
+        for causal in [false, true] {
+            let options = AttentionOptions { causal, ..Default::default() };
+            let name = format!("d{head_dim}_{}", if causal { "causal" } else { "full" });
+            check(&name, problem(head_dim, Dtype::BF16, options));
+        }
+    }
+}
