@@ -6,6 +6,7 @@
 //! worker           one implementation on one problem in a process of its own: checks, then times
 //! run              all of them, into a table and results/*.csv
 //! sweep            every tile shape, and what the profiler sees
+//! tune             ways to plan Hopper's forward
 //! report           results as a page and as the README's tables
 //! ```
 
@@ -20,6 +21,7 @@ pub mod results;
 mod run;
 mod sweep;
 mod timing;
+mod tune;
 mod worker;
 
 use clap::{Parser, Subcommand};
@@ -42,6 +44,8 @@ struct Arguments {
 enum Command {
     /// Times every tile shape of every kernel.
     Sweep(sweep::Options),
+    /// Times ways to plan Hopper's forward.
+    Tune(tune::Options),
     /// Turns results into one page with charts.
     Report {
         /// Names of results; all there are if none is given.
@@ -79,6 +83,7 @@ pub fn main() {
     let result = match arguments.command {
         None => run::run(&arguments.run),
         Some(Command::Sweep(options)) => sweep::run(&options),
+        Some(Command::Tune(options)) => tune::run(&options),
         Some(Command::Report { names, directory, out, pictures }) => {
             report::write(&directory, &names, &out, pictures.as_deref())
                 .map(|written| written.iter().for_each(|path| println!("written: {}", path.display())))

@@ -96,7 +96,12 @@ impl Tensors {
     }
 
     /// Starts the forward.
-    pub fn forward(&self, client: &Client, problem: &AttentionProblem, kernel: impl Into<Forward>) -> Result<(), Error> {
+    pub fn forward(
+        &self,
+        client: &Client,
+        problem: &AttentionProblem,
+        kernel: impl Into<Forward>,
+    ) -> Result<(), Error> {
         Ok(forward_with(client, problem, &self.inputs, &self.saved.o, &self.saved.lse, kernel)?)
     }
 

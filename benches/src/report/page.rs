@@ -166,8 +166,11 @@ fn runs(all: &[Results]) -> String {
     let of = |row: &Timing| [&row.run, &row.date, &row.commit, &row.device, &row.runtime].map(String::clone);
     let of_tiles = |row: &TileTiming| [&row.run, &row.date, &row.commit, &row.device, &row.runtime].map(String::clone);
     let each = all.iter().flat_map(|r| r.timings.iter().map(of).chain(r.tiles.iter().map(of_tiles)));
-    let rows = distinct(each).into_iter().map(|row| ("", row.into_iter().map(text).collect()));
-    table(&["run", "date", "commit", "device", "runtime"], rows)
+    let all = distinct(each);
+    let count = all.len();
+    let rows = all.into_iter().map(|row| ("", row.into_iter().map(text).collect()));
+    let table = table(&["run", "date", "commit", "device", "runtime"], rows);
+    format!("<details><summary>{count} runs</summary>{table}</details>")
 }
 
 fn rows(all: &[Results], roofs: &Roofs) -> String {

@@ -39,6 +39,7 @@ pub mod tensor;
 pub mod tiling;
 
 pub use error::AttentionError;
+pub use hopper::HopperTile;
 pub use launch::{
     BackwardTiles, Gradients, Inputs, MaskStorage, MaskView, Saved, Scratch, backward, backward_with, forward,
     forward_with,
@@ -46,5 +47,4 @@ pub use launch::{
 pub use portable::tile::TileShape;
 pub use problem::{Alignment, AttentionOptions, AttentionProblem, Dtype, MAX_HEAD_DIM, MAX_SEQ};
 pub use tensor::TensorView;
-pub use hopper::HopperTile;
 pub use tiling::{Forward, HopperForward, Kernel, Plan, plan, plan_with};

@@ -64,6 +64,16 @@ impl Run {
     }
 }
 
+/// Which of some blocks of keys, walked from the last to the first, need masking.
+#[derive(CubeType, Clone, Copy, Debug, PartialEq, Eq)]
+#[expand(derive(Clone))]
+pub struct Edges {
+    /// The first blocks that are walked do, as many as this.
+    pub lead: u32,
+    /// And all from this one on.
+    pub tail: u32,
+}
+
 /// A run of blocks: from `start` up to, not including, `end`.
 #[derive(CubeType, Clone, Copy, Debug, PartialEq, Eq)]
 #[expand(derive(Clone))]
@@ -180,6 +190,27 @@ impl Band {
             end: select(blind, i32::MIN, end - origin as i32),
             bounded_below: comptime!(self.bounded_below),
         }
+    }
+
+    /// Which blocks of `tile_k` keys, walked from the one that starts at `k_last` down, hold a key that one of the queries
+    /// `q_start .. q_start + tile_q` does not see. Queries past the last do not count: what is computed for them is
+    /// dropped.
+    pub fn edges(&self, q_start: u32, k_last: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> Edges {
+        let tile = tile_k as i32;
+        let after = (k_last + tile_k) as i32;
+        // All of the queries see keys from `first` to `end`.
+        let mut end = self.seq_k as i32;
+        if comptime!(self.bounded_above) {
+            end = min(end, q_start as i32 + self.upper + 1);
+        }
+        // As a number of blocks, rounded up; none where the end lies past the last block.
+        let lead = (max(after - end, 0i32) + tile - 1) / tile;
+        let mut tail = i32::MAX.runtime();
+        if comptime!(self.bounded_below) {
+            let first = q_start as i32 + tile_q as i32 - 1 + self.lower;
+            tail = max(after - max(first, 0i32), 0i32) / tile;
+        }
+        Edges { lead: lead as u32, tail: tail as u32 }
     }
 
     /// Whether there is a query `i`.

@@ -45,24 +45,21 @@ const MAX_ACCUMULATED: usize = 16;
 /// 64        256   2       32 + 128 + 64         144 KiB
 /// 128       128   3       64 + 64 + 32          224 KiB
 /// 192       96    2       96 + 48 + 24          192 KiB
-/// 256       64    2       128 + 32 + 16         192 KiB
+/// 256       80    2       128 + 40 + 20         224 KiB
 /// ```
 ///
 /// Two warpgroups have at most 255 registers a unit; `O`, `S` and `P` must fit, with some 40 for the rest. As many keys as
 /// that allows: each tile costs a barrier and the shuffles of a row's maximum.
 const HOPPER: [(usize, HopperTile); 4] = [
     (64, HopperTile { tile_k: 256, stages: 2, turns: false, lazy: false }),
-    (128, HopperTile { tile_k: 128, stages: 3, turns: true, lazy: true }),
+    (128, HopperTile { tile_k: 128, stages: 3, turns: false, lazy: true }),
     (192, HopperTile { tile_k: 96, stages: 2, turns: true, lazy: true }),
-    (256, HopperTile { tile_k: 64, stages: 2, turns: true, lazy: true }),
+    (256, HopperTile { tile_k: 80, stages: 2, turns: true, lazy: true }),
 ];
 
 /// Bytes of keys and values that the heads of a section may have: what of Hopper's second-level cache (50 to 60 MB) one of
 /// its halves can hold beside the rest.
 const SECTION_BYTES: usize = 32 << 20;
-
-/// Keys that a part must have at the least, in tiles.
-const TILES_OF_PART: usize = 2;
 
 /// A kernel family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -109,12 +106,10 @@ pub enum Forward {
 pub struct HopperForward {
     /// Tiles.
     pub tile: HopperTile,
-    /// Parts of the keys that are computed apart and merged: more than 1 where there are few queries and heads.
+    /// Parts of the keys that are computed apart and merged; 1 where it is planned.
     pub parts: usize,
     /// Heads that take turns, so that their keys and values stay in the second-level cache.
     pub section: usize,
-    /// Whether cubes take work from a common counter, not by their number.
-    pub dynamic: bool,
 }
 
 impl Forward {
@@ -409,11 +404,7 @@ fn hopper_forward(device: &Device, problem: &AttentionProblem) -> Result<HopperF
     let row = HOPPER.iter().find(|(head_dim, _)| widest <= *head_dim);
     let (_, tile) = *row.ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER[HOPPER.len() - 1].0))?;
 
-    let blocks = problem.seq_q.div_ceil(hopper::TILE_Q);
     let heads = problem.batch * problem.num_heads_q;
-    // Parts where whole rows would leave more than half of the device idle.
-    let room = device.multiprocessors / (blocks * heads).max(1);
-    let parts = room.min(problem.seq_k.div_ceil(TILES_OF_PART * tile.tile_k)).max(1);
     // Where blocks are of one length, heads come one by one: their keys and values are then read by all at the same time.
     let band = problem.band();
     let section = if band.bounded_above || band.bounded_below {
@@ -422,7 +413,7 @@ fn hopper_forward(device: &Device, problem: &AttentionProblem) -> Result<HopperF
     } else {
         1
     };
-    Ok(HopperForward { tile, parts, section, dynamic: true })
+    Ok(HopperForward { tile, parts: 1, section })
 }
 
 /// Tiles of the backward, and whether `dk` and `dv` come from one launch.

@@ -11,14 +11,15 @@ use cubecl_core::ir::nvidia::SmArch;
 use cubecl_core::{Compiler, CubeKernel};
 use cubecl_llvm::nvptx::ptx_version::PtxVersion;
 use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
-use flash_attention_kernels::hopper::scores::FactorsCompilationArg;
 use flash_attention_kernels::hopper::schedule::WalkCompilationArg;
+use flash_attention_kernels::hopper::scores::FactorsCompilationArg;
 use flash_attention_kernels::hopper::{Blueprint, Rows, UNITS, forward};
 use flash_attention_kernels::mask::{Band, BandCompilationArg};
 use flash_attention_kernels::tiling::{Device, element_type, plan_on};
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, Forward};
 use std::process::Command;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// An H200, as far as plans and compilation ask.
 fn device() -> Device {
@@ -80,8 +81,16 @@ fn ptx(blueprint: Blueprint, band: Band) -> String {
         (),
         (),
         (),
-        if blueprint.mask.is_some() { ComptimeOptionCompilationArg::Some(tensor()) } else { ComptimeOptionCompilationArg::None },
-        if blueprint.bias.is_some() { ComptimeOptionCompilationArg::Some(tensor()) } else { ComptimeOptionCompilationArg::None },
+        if blueprint.mask.is_some() {
+            ComptimeOptionCompilationArg::Some(tensor())
+        } else {
+            ComptimeOptionCompilationArg::None
+        },
+        if blueprint.bias.is_some() {
+            ComptimeOptionCompilationArg::Some(tensor())
+        } else {
+            ComptimeOptionCompilationArg::None
+        },
         tensor(),
         tensor(),
         BufferCompilationArg { inplace: None },
@@ -137,7 +146,8 @@ fn assemble(ptx: &str) -> Option<(usize, usize, String)> {
     let said = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat();
     assert!(output.status.success(), "{said}");
     let before = |what: &str| -> usize {
-        said.match_indices(what).filter_map(|(at, _)| said[..at].split_whitespace().last()?.parse::<usize>().ok())
+        said.match_indices(what)
+            .filter_map(|(at, _)| said[..at].split_whitespace().last()?.parse::<usize>().ok())
             .max()
             .unwrap_or(0)
     };
@@ -158,10 +168,11 @@ fn check(name: &str, problem: AttentionProblem) {
         mask: rows(problem.mask),
         bias: rows(problem.bias),
         partial: tiles.parts > 1,
-        dynamic: tiles.dynamic,
     };
     assert!(blueprint.shared_memory() <= device().shared_memory, "{name}: {} bytes", blueprint.shared_memory());
+    let start = Instant::now();
     let ptx = ptx(blueprint, problem.band());
+    let compiled = start.elapsed().as_millis();
     if let Ok(directory) = std::env::var("HOPPER_PTX_DIR") {
         std::fs::write(format!("{directory}/{name}.ptx"), &ptx).unwrap();
     }
@@ -175,9 +186,9 @@ fn check(name: &str, problem: AttentionProblem) {
     assert!(!ptx.contains("call.uni"), "{name}: a call, which serialises products");
     match assemble(&ptx) {
         Some((registers, spills, said)) => {
-            println!("{name}: {registers} registers, {spills} bytes of spills");
+            println!("{name}: {registers} registers, {spills} bytes of spills, PTX in {compiled} ms");
             assert!(!said.contains("serialized"), "{name}: {said}");
-            }
+        }
         None => println!("{name}: compiled; no ptxas to assemble it"),
     }
 }
@@ -188,12 +199,37 @@ fn problem(head_dim: usize, dtype: Dtype, options: AttentionOptions) -> Attentio
 }
 
 #[test]
-fn every_head_dimension_compiles_to_warpgroup_products() {
+fn every_head_dimension_is_warpgroup_products() {
     for head_dim in [64, 128, 192, 256] {
         for causal in [false, true] {
             let options = AttentionOptions { causal, ..Default::default() };
             let name = format!("d{head_dim}_{}", if causal { "causal" } else { "full" });
             check(&name, problem(head_dim, Dtype::BF16, options));
         }
+    }
+}
+
+#[test]
+fn every_option_is_warpgroup_products() {
+    let causal = AttentionOptions { causal: true, ..Default::default() };
+    let window = AttentionOptions { window_left: Some(1023), ..causal };
+    let capped = AttentionOptions { softcap: Some(50.0), ..causal };
+    let plain = problem(128, Dtype::BF16, AttentionOptions::default());
+    check("f16", problem(128, Dtype::F16, causal));
+    check("window", problem(128, Dtype::BF16, window));
+    check("softcap", problem(128, Dtype::BF16, capped));
+    check("padding_mask", plain.with_mask(&[4, 1, 1, 4096]).unwrap());
+    check("mask", plain.with_mask(&[1, 1, 4096, 4096]).unwrap());
+    check("bias", plain.with_bias(&[1, 16, 4096, 4096]).unwrap());
+}
+
+/// Head dimensions that are no multiple of a panel, of 16 or of 8.
+#[test]
+fn odd_head_dimensions_are_warpgroup_products() {
+    for (head_dim, head_dim_v) in [(72, 40), (59, 111), (8, 8), (192, 128)] {
+        let (q, v) = ([1, 2, 300, head_dim], [1, 2, 300, head_dim_v]);
+        let options = AttentionOptions { causal: true, ..Default::default() };
+        let name = format!("d{head_dim}_{head_dim_v}");
+        check(&name, AttentionProblem::new(&q, &q, &v, Dtype::BF16, options).unwrap());
     }
 }

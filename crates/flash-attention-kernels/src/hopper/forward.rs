@@ -118,6 +118,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     while steps != 0 {
         let first_row = memory.item(nth, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
         let mut k_start = memory.item(nth, Of::KLast);
+        let edges = band.edges(first_row, k_start, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32));
 
         // -- the first tile
         if loads {
@@ -135,7 +136,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         if steps == 1 {
             load_next_q(q, &memory, nth + 1, warpgroup, blueprint);
         }
-        finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, blueprint);
+        let edge = edges.lead > 0 || edges.tail == 0 || memory.item(nth, Of::Blind) != 0;
+        finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, edge, blueprint);
         let mut m0 = row_max(&s, 0usize, HIDDEN.runtime(), tile_k);
         let mut m1 = row_max(&s, 1usize, HIDDEN.runtime(), tile_k);
         let mut l0 = exponentials(&mut s, 0usize, m0, factors.exponent, 0.0f32.runtime(), tile_k);
@@ -185,7 +187,9 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                 load_next_q(q, &memory, nth + 1, warpgroup, blueprint);
             }
 
-            finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, blueprint);
+            // Only where there is a band can a tile after the first be at its edge.
+            let edge = comptime!(band.bounded_above || band.bounded_below) && (step < edges.lead || step >= edges.tail);
+            finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, edge, blueprint);
             // -- update m and l
             let x0 = row_max(&s, 0usize, m0, tile_k);
             let x1 = row_max(&s, 1usize, m1, tile_k);

@@ -34,7 +34,8 @@ pub fn merge<E: Float>(
     let head = CUBE_POS as u32 / rows;
     let batch = head / heads;
     let head = head % heads;
-    let lse_at = batch as usize * part_lse.stride(0) + head as usize * part_lse.stride(1) + row as usize * part_lse.stride(2);
+    let lse_at =
+        batch as usize * part_lse.stride(0) + head as usize * part_lse.stride(1) + row as usize * part_lse.stride(2);
     let o_at = batch as usize * parts.stride(0) + head as usize * parts.stride(1) + row as usize * parts.stride(2);
 
     let mut m = HIDDEN.runtime();

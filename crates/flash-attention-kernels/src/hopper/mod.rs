@@ -42,8 +42,10 @@ pub const UNITS: usize = 256;
 /// Columns of a panel: 128 bytes, what the swizzle works on.
 pub const PANEL: usize = 64;
 
-/// Bytes behind the tiles, for barriers, work items and cursors.
-pub const BARRIER_BYTES: usize = 512;
+/// Work items that are kept in shared memory: more than loads run ahead of the products (one for each stage, and one).
+pub const SLOTS: usize = 8;
+/// Words of shared memory for a kept item, and for each of the two cursors.
+pub const WORDS: usize = 8;
 
 /// Tiles of the forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -77,8 +79,6 @@ pub struct Blueprint {
     pub bias: Option<Rows>,
     /// Whether the result is a part, in f32, to be merged with others.
     pub partial: bool,
-    /// Whether cubes take work from a common counter, not by their number.
-    pub dynamic: bool,
 }
 
 /// Whether the rows of a mask or bias are all alike.
@@ -128,12 +128,16 @@ impl Blueprint {
     /// let tile = HopperTile { tile_k: 128, stages: 3, turns: true, lazy: true };
     /// let blueprint = Blueprint {
     ///     tile, dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
-    ///     capped: false, mask: None, bias: None, partial: false, dynamic: true,
+    ///     capped: false, mask: None, bias: None, partial: false,
     /// };
     /// assert!(blueprint.shared_memory() <= 227 << 10);
     /// ```
     pub fn shared_memory(&self) -> usize {
-        2 * self.q_bytes() + self.tile.stages * (self.k_bytes() + self.v_bytes()) + BARRIER_BYTES
+        let barriers = 2 + 4 * self.tile.stages + SLOTS;
+        2 * self.q_bytes()
+            + self.tile.stages * (self.k_bytes() + self.v_bytes())
+            + 8 * barriers
+            + 4 * WORDS * (SLOTS + 2)
     }
 
     /// Whether scores are turned into natural units before the softmax, not by its factor alone.

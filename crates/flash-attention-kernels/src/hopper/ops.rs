@@ -199,7 +199,8 @@ pub fn mbarrier_expect(at: u32, bytes: u32) {
 pub fn mbarrier_wait(at: u32, parity: u32) {
     intrinsic!(|scope| {
         let args = vec![at.read_value(scope), parity.read_value(scope)];
-        let template = "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;\n@!done bra wait;\n}";
+        let template =
+            "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;\n@!done bra wait;\n}";
         effect(scope, template, "r,r,~{memory}", args)
     })
 }

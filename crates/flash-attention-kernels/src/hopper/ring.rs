@@ -5,15 +5,9 @@
 
 use super::ops::*;
 use super::schedule::{Item, Walk};
-use super::{Blueprint, PANEL, TILE_Q, WARPGROUP_ROWS};
+use super::{Blueprint, PANEL, SLOTS, WARPGROUP_ROWS, WORDS};
 use crate::mask::Band;
 use cubecl::prelude::*;
-
-/// Work items that are kept: more than loads run ahead of the products (one for each stage, and one).
-pub const SLOTS: usize = 8;
-
-/// Words of shared memory for a kept item, and for a cursor.
-const WORDS: usize = 8;
 
 /// Where words of an item lie.
 #[derive(Clone, Copy)]
@@ -147,15 +141,14 @@ impl Memory {
 
     /// Waits until the `nth` item of this cube is known.
     pub fn await_item(&self, nth: u32) {
-        mbarrier_wait(
-            self.known + nth % comptime!(SLOTS as u32) * 8,
-            (nth / comptime!(SLOTS as u32)) % 2,
-        );
+        mbarrier_wait(self.known + nth % comptime!(SLOTS as u32) * 8, (nth / comptime!(SLOTS as u32)) % 2);
     }
 
     /// A word of the `nth` item, which is known. Read when it is needed: registers are what this kernel lacks.
     pub fn item(&self, nth: u32, #[comptime] word: Of) -> u32 {
-        load_shared(self.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32) + comptime!(4 * word as u32))
+        load_shared(
+            self.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32) + comptime!(4 * word as u32),
+        )
     }
 
     fn write_item(&self, nth: u32, item: &Item, head_kv: u32) {
@@ -203,7 +196,7 @@ impl Loader {
             if self.ahead < self.walk.items {
                 let item = self.walk.item(self.ahead, &self.band, comptime!(blueprint.tile.tile_k as u32));
                 self.memory.write_item(nth, &item, item.head / self.walk.group_size);
-                self.ahead = self.walk.number(nth + 1, counter, blueprint.dynamic);
+                self.ahead = self.walk.next(counter);
             } else {
                 let slot = self.memory.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
                 store_shared(slot + comptime!(4 * Of::Steps as u32), 0u32);
@@ -227,12 +220,16 @@ impl Loader {
         #[comptime] again: bool,
         #[comptime] blueprint: Blueprint,
     ) {
+        // All at once: each read waits some 30 cycles.
         let left = self.memory.cursor(leads, To::Left);
+        let count = self.memory.cursor(leads, To::Count);
+        let k_start = self.memory.cursor(leads, To::KStart);
+        let head = self.memory.cursor(leads, To::Head);
+        let batch = self.memory.cursor(leads, To::Batch);
         if left > 0 {
             let stages = comptime!(blueprint.tile.stages as u32);
             let bytes = comptime!((if leads { blueprint.k_bytes() } else { blueprint.v_bytes() }) as u32);
             let panels = comptime!((if leads { blueprint.panels() } else { blueprint.panels_v() }) as u32);
-            let count = self.memory.cursor(leads, To::Count);
             let stage = count % stages;
             let mut to = self.memory.v + stage * bytes;
             let mut full = self.memory.full_v + stage * 8;
@@ -246,9 +243,6 @@ impl Loader {
                 // The load before this one into the stage had the other parity, and so its release.
                 mbarrier_wait(empty, (count / stages % 2) ^ 1);
             }
-            let k_start = self.memory.cursor(leads, To::KStart);
-            let head = self.memory.cursor(leads, To::Head);
-            let batch = self.memory.cursor(leads, To::Batch);
             mbarrier_expect(full, bytes);
             #[unroll]
             for panel in 0..panels {
@@ -288,5 +282,3 @@ pub fn load_q<E: CubePrimitive>(
         tma_load(map, at, full, batch, head, row, comptime!(panel * PANEL as u32));
     }
 }
-
-const _: () = assert!(TILE_Q == 2 * WARPGROUP_ROWS);

@@ -6,7 +6,7 @@
 //! - within a section the longest come first (of causal attention the last block of queries), heads taking turns.
 //!
 //! A cube's first item is that of its own number. The others it takes from a common counter, so that whoever is done
-//! first takes the next; or, `dynamic` being off, from its place in rows that run to and fro.
+//! first takes the next.
 //! (FlashAttention-3, arXiv:2407.08608, section 3; longest first: Graham 1969.)
 
 use super::TILE_Q;
@@ -58,20 +58,11 @@ pub struct Item {
 
 #[cube]
 impl Walk {
-    /// The number of the `nth` item of this cube; not below `items` if there is none.
-    pub fn number(&self, nth: u32, counter: &[u32], #[comptime] dynamic: bool) -> u32 {
-        let cubes = CUBE_COUNT as u32;
-        if comptime!(dynamic) {
-            // Each item but the first ones is taken once, and each cube comes once for nothing: after `items` tickets
-            // the counter is 0 again, ready for the next launch.
-            cubes + take_ticket(counter, self.items - 1)
-        } else {
-            let mut at = CUBE_POS as u32;
-            if nth % 2 == 1 {
-                at = cubes - 1 - at;
-            }
-            nth * cubes + at
-        }
+    /// The number of this cube's next item; not below `items` if there is none.
+    pub fn next(&self, counter: &[u32]) -> u32 {
+        // Each item but the first ones is taken once, and each cube comes once for nothing: after `items` tickets the
+        // counter is 0 again, ready for the next launch.
+        CUBE_COUNT as u32 + take_ticket(counter, self.items - 1)
     }
 
     /// The item of that number.

@@ -2,7 +2,7 @@
 
 use super::ops::{ex2, reciprocal};
 use super::ring::{Memory, Of};
-use super::{Blueprint, Rows, WARPGROUP_ROWS};
+use super::{Blueprint, Rows};
 use crate::mask::Band;
 use crate::softmax::UNSEEN;
 use cubecl::prelude::*;
@@ -23,7 +23,7 @@ pub struct Factors {
 }
 
 /// Turns a warpgroup's products of a tile, its first row and key given, into scores, ready for the softmax once multiplied
-/// by `exponent`.
+/// by `exponent`. The band is looked at where the tile is at its `edge`.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
@@ -36,6 +36,7 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
     nth: u32,
     first_row: u32,
     k_start: u32,
+    edge: bool,
     #[comptime] blueprint: Blueprint,
 ) {
     let tile_k = comptime!(blueprint.tile.tile_k);
@@ -57,7 +58,8 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
     #[comptime]
     if let ComptimeOption::Some(bias) = bias {
         let rows = comptime!(blueprint.bias.unwrap());
-        let at = memory.item(nth, Of::Batch) as usize * bias.stride(0) + memory.item(nth, Of::Head) as usize * bias.stride(1);
+        let at = memory.item(nth, Of::Batch) as usize * bias.stride(0)
+            + memory.item(nth, Of::Head) as usize * bias.stride(1);
         #[unroll]
         for r in 0..comptime!(if rows == Rows::Each { 2usize } else { 1usize }) {
             let row = band.query_within(lane_row + comptime!(8 * r as u32));
@@ -79,7 +81,8 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
     #[comptime]
     if let ComptimeOption::Some(mask) = mask {
         let rows = comptime!(blueprint.mask.unwrap());
-        let at = memory.item(nth, Of::Batch) as usize * mask.stride(0) + memory.item(nth, Of::Head) as usize * mask.stride(1);
+        let at = memory.item(nth, Of::Batch) as usize * mask.stride(0)
+            + memory.item(nth, Of::Head) as usize * mask.stride(1);
         #[unroll]
         for r in 0..comptime!(if rows == Rows::Each { 2usize } else { 1usize }) {
             let row = band.query_within(lane_row + comptime!(8 * r as u32));
@@ -99,9 +102,8 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
         }
     }
-    let blind = memory.item(nth, Of::Blind) != 0;
-    let whole = band.whole(first_row, k_start, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32));
-    if blind || !whole {
+    if edge {
+        let blind = memory.item(nth, Of::Blind) != 0;
         #[unroll]
         for r in 0..2usize {
             let run = band.run(lane_row + comptime!(8 * r as u32), lane_column, blind);
@@ -119,7 +121,12 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
 
 /// Two neighbouring elements of a row of a mask or bias: one read where rows allow vectors of two.
 #[cube]
-fn pair_of<T: Numeric, N: Size>(tensor: &&Tensor<Vector<T, N>>, row: usize, band: &Band, column: u32) -> Vector<T, Const<2>> {
+fn pair_of<T: Numeric, N: Size>(
+    tensor: &&Tensor<Vector<T, N>>,
+    row: usize,
+    band: &Band,
+    column: u32,
+) -> Vector<T, Const<2>> {
     let width = tensor.vector_size();
     if comptime!(width == 2) {
         let first = band.key_within(column, 2u32);

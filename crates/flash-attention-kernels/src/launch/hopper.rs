@@ -2,14 +2,18 @@
 
 use super::{Call, rows_grid};
 use crate::error::AttentionError;
-use crate::hopper::scores::FactorsLaunch;
 use crate::hopper::schedule::WalkLaunch;
+use crate::hopper::scores::FactorsLaunch;
 use crate::hopper::{self, PANEL, Rows, TILE_Q, UNITS, WARPGROUP_ROWS};
 use crate::tensor::TensorView;
 use crate::tiling::HopperForward;
+use cubecl::client::Client;
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
+use cubecl::server::Handle;
+use cubecl_core::device::ServiceId;
 use std::f32::consts::LOG2_E;
+use std::sync::{Mutex, PoisonError};
 
 /// Bytes that rows must start at multiples of: what TMA and vectors of 16 bytes ask for.
 const ALIGNMENT: usize = 16;
@@ -32,7 +36,6 @@ impl Call<'_> {
             mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
             bias: rows_of(self.inputs.bias.as_ref()),
             partial: tiles.parts > 1,
-            dynamic: tiles.dynamic,
         };
         let blocks = p.seq_q.div_ceil(TILE_Q);
         let heads = p.batch * p.num_heads_q;
@@ -43,7 +46,9 @@ impl Call<'_> {
         }
         let copies = [&self.inputs.q, &self.inputs.k, &self.inputs.v].map(|view| !is_aligned(view, p.dtype.size()));
         let copies_o = tiles.parts == 1 && !is_aligned(o, p.dtype.size());
-        for (copied, view) in copies.into_iter().chain([copies_o]).zip([&self.inputs.q, &self.inputs.k, &self.inputs.v, o]) {
+        for (copied, view) in
+            copies.into_iter().chain([copies_o]).zip([&self.inputs.q, &self.inputs.k, &self.inputs.v, o])
+        {
             if copied {
                 rows_grid(self.device, "copy", view.shape)?;
             }
@@ -90,7 +95,7 @@ impl Call<'_> {
             p.batch as u32,
         );
         let cubes = (self.device.multiprocessors as u64).min(items);
-        let counter = self.client.create_from_slice(&[0; 4]);
+        let counter = counter(self.client);
         let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
         let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, p.dtype.size())));
         let addresses = self.addresses([out.span(), out_lse.span()]);
@@ -206,7 +211,9 @@ impl Call<'_> {
 fn is_aligned(view: &TensorView, size: usize) -> bool {
     let dense = view.strides[3] == 1 || view.shape[3] == 1;
     let starts = view.handle.offset_start.unwrap_or(0).is_multiple_of(ALIGNMENT as u64);
-    let strided = |dim: usize| view.shape[dim] == 1 || view.strides[dim] > 0 && (view.strides[dim] * size).is_multiple_of(ALIGNMENT);
+    let strided = |dim: usize| {
+        view.shape[dim] == 1 || view.strides[dim] > 0 && (view.strides[dim] * size).is_multiple_of(ALIGNMENT)
+    };
     dense && starts && (0..3).all(strided) && (view.shape[3] * size).is_multiple_of(ALIGNMENT)
 }
 
@@ -219,4 +226,20 @@ fn rows_of(view: Option<&TensorView>) -> Option<Rows> {
 fn pairs(view: Option<(&TensorView, usize)>) -> (Option<TensorArg>, usize) {
     let Some((view, size)) = view else { return (None, 1) };
     (Some(view.broadcast_arg()), if view.shape[3] > 1 && view.vectorizes(2, size) { 2 } else { 1 })
+}
+
+/// The counter that cubes take work from, 0 between launches: the kernel leaves it so. One for each stream, as launches on
+/// one stream come one after the other.
+fn counter(client: &Client) -> Handle {
+    static COUNTERS: Mutex<Vec<(ServiceId, Handle)>> = Mutex::new(Vec::new());
+    // A handle knows the stream that its client works on.
+    let (service, stream) = (client.service_id(), client.empty(4).stream);
+    let mut counters = COUNTERS.lock().unwrap_or_else(PoisonError::into_inner);
+    let found = counters.iter().find(|(of, handle)| *of == service && handle.stream == stream);
+    if let Some((_, handle)) = found {
+        return handle.clone();
+    }
+    let handle = client.create_from_slice(&[0; 4]);
+    counters.push((service, handle.clone()));
+    handle
 }

@@ -180,11 +180,7 @@ fn elementwise(device: &Device, kernel: &'static str, len: usize) -> Result<(Cub
 
 /// One cube for each row of `[B, H, S, D]`.
 #[cfg(feature = "cuda")]
-fn rows_grid(
-    device: &Device,
-    kernel: &'static str,
-    shape: [usize; 4],
-) -> Result<(CubeCount, CubeDim), AttentionError> {
+fn rows_grid(device: &Device, kernel: &'static str, shape: [usize; 4]) -> Result<(CubeCount, CubeDim), AttentionError> {
     let rows = shape[..3].iter().map(|n| *n as u64).product();
     let (x, y, z) = tiling::cube_count(device, kernel, rows)?;
     let units = shape[3].next_multiple_of(32).min(device.units);

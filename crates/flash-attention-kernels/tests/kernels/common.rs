@@ -7,8 +7,8 @@
 use cubecl::client::Client;
 use cubecl::server::Handle;
 use flash_attention_kernels::{
-    AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Gradients, Inputs, MaskStorage, MaskView,
-    Forward, Kernel, Saved, Scratch, TensorView, TileShape, backward_with, forward, forward_with, tiling::Device,
+    AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradients, Inputs, Kernel,
+    MaskStorage, MaskView, Saved, Scratch, TensorView, TileShape, backward_with, forward, forward_with, tiling::Device,
 };
 use flash_attention_reference as reference;
 use half::{bf16, f16};

@@ -105,7 +105,8 @@ fn offsets_past_32_bits() {
     let Some(client) = client() else { return };
     let case = Case::new([3, 1, 1, 70, 90, 16, 16], Dtype::F32, AttentionOptions::default());
     let p = case.problem;
-    let put = |shape, values: &[f64]| place(&client, Dtype::F32, shape, Layout::Contiguous, values).view;
+    let (dtype, size) = (p.dtype, p.dtype.size());
+    let put = |shape, values: &[f64]| place(&client, dtype, shape, Layout::Contiguous, values).view;
     let inputs = flash_attention_kernels::Inputs {
         q: put(p.q_shape(), &case.q),
         k: put(p.k_shape(), &case.k),
@@ -125,15 +126,15 @@ fn offsets_past_32_bits() {
         return;
     }
     // Written there, then read from there as the queries of another call.
-    let far = apart(client.empty(4 * ((2 << 31) + 70 * 16)));
+    let far = apart(client.empty(size * ((2 << 31) + 70 * 16)));
     forward(&client, &p, &inputs, &far, &lse).unwrap();
-    let near = TensorView::contiguous(client.empty(4 * p.rows() * 16), p.o_shape());
+    let near = TensorView::contiguous(client.empty(size * p.rows() * 16), p.o_shape());
     forward(&client, &p, &inputs, &near, &lse).unwrap();
     let outputs = [far.clone(), near.clone()].map(|q| {
-        let o = TensorView::contiguous(client.empty(4 * p.rows() * 16), p.o_shape());
+        let o = TensorView::contiguous(client.empty(size * p.rows() * 16), p.o_shape());
         let inputs = flash_attention_kernels::Inputs { q, ..inputs.clone() };
         forward(&client, &p, &inputs, &o, &lse).unwrap();
-        from_bytes(&client.read_one_unchecked(o.handle), Dtype::F32)
+        from_bytes(&client.read_one_unchecked(o.handle), dtype)
     });
     assert_eq!(outputs[0], outputs[1]);
 
@@ -145,9 +146,9 @@ fn offsets_past_32_bits() {
             let batch = shape[2] * shape[3];
             if is_far {
                 let strides = [1 << 31, batch, shape[3], 1];
-                TensorView { handle: client.empty(4 * ((2 << 31) + batch)), shape, strides }
+                TensorView { handle: client.empty(size * ((2 << 31) + batch)), shape, strides }
             } else {
-                TensorView::contiguous(client.empty(4 * 3 * batch), shape)
+                TensorView::contiguous(client.empty(size * 3 * batch), shape)
             }
         };
         let views = [view(p.q_shape()), view(p.k_shape()), view(p.v_shape())];
@@ -155,8 +156,8 @@ fn offsets_past_32_bits() {
         let saved = Saved { o: o.clone(), lse: lse.clone(), dout: o.clone(), dlse: None };
         backward(&client, &p, &inputs, &saved, &Gradients { dq, dk, dv, dbias: None }).unwrap();
         views.map(|view| {
-            let last = 4 * 2 * view.strides[0] as u64;
-            from_bytes(&client.read_one_unchecked(view.handle.offset_start(last)), Dtype::F32)
+            let last = (size * 2) as u64 * view.strides[0] as u64;
+            from_bytes(&client.read_one_unchecked(view.handle.offset_start(last)), dtype)
         })
     });
     assert_eq!(gradients[0], gradients[1]);

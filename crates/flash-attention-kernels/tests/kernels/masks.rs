@@ -77,6 +77,47 @@ fn blocks_that_hold_no_pair_are_skipped() {
     assert_eq!((keys.start, keys.end), (1, 3));
 }
 
+/// What kernels on registers ask: which walked blocks are at an edge, and which keys of a row are seen, by distance.
+#[test]
+fn edges_and_runs_are_the_band() {
+    let windows = [None, Some(0), Some(5), Some(40)];
+    for (seq_q, seq_k) in [(37, 37), (20, 50), (50, 20), (16, 64), (1, 9)] {
+        for (causal, left, right) in
+            [false, true].into_iter().flat_map(|c| windows.into_iter().flat_map(move |l| windows.map(|r| (c, l, r))))
+        {
+            let options = AttentionOptions { causal, window_left: left, window_right: right, ..Default::default() };
+            let band = Band::new(seq_q, seq_k, &options);
+            for q_start in (0..seq_q as u32).step_by(8) {
+                let blocks = band.k_blocks(q_start, 8, 16);
+                if blocks.start == blocks.end {
+                    continue;
+                }
+                let k_last = (blocks.end - 1) * 16;
+                let edges = band.edges(q_start, k_last, 8, 16);
+                for step in 0..blocks.end - blocks.start {
+                    let k_start = k_last - step * 16;
+                    let queries = q_start..(q_start + 8).min(seq_q as u32);
+                    let hidden = queries.clone().any(|i| (k_start..k_start + 16).any(|j| !band.sees(i, j)));
+                    if hidden {
+                        assert!(step < edges.lead || step >= edges.tail, "{band:?} {q_start} {step} {edges:?}");
+                    }
+                    for i in queries {
+                        let run = band.run(i, k_start, false);
+                        let seen = |d: u32| run.holds(d as i32);
+                        assert!((0..16).all(|d| seen(d) == band.sees(i, k_start + d)), "{band:?} {i} {k_start}");
+                        assert!((0..16).all(|d| !band.run(i, k_start, true).holds(d)));
+                    }
+                }
+                // Edges are not drawn wider than by a block: queries past the last may count, and nothing else.
+                if q_start + 8 <= seq_q as u32 && edges.lead > 0 {
+                    let k_start = k_last - (edges.lead - 1).min(blocks.end - blocks.start - 1) * 16;
+                    assert!((q_start..q_start + 8).any(|i| (k_start..k_start + 16).any(|j| !band.sees(i, j))));
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn the_longest_sequences_do_not_overflow() {
     let longest = flash_attention_kernels::MAX_SEQ;
