@@ -37,7 +37,7 @@ pub fn lse_bits(m: f32, l: f32) -> u32 {
     select(l == 0.0f32, NEGATIVE_INFINITY, bits)
 }
 
-/// [`lse_bits`] in base 2: of a maximum `m_log2 = m · log2(e)` and `log2 l`.
+/// [`lse_bits()`] in base 2: of a maximum `m_log2 = m · log2(e)` and `log2 l`.
 #[cube]
 pub fn lse_bits_log2(m_log2: f32, l: f32, l_log2: f32) -> u32 {
     let bits = u32::reinterpret((m_log2 + l_log2) * comptime!(std::f32::consts::LN_2));

@@ -23,6 +23,8 @@ pub struct Target {
     pub device: Device,
     /// The kernel that has to run.
     pub kernel: String,
+    /// The forward's kernel that must run in f16 and bf16.
+    pub half: String,
 }
 
 /// The devices under test.
@@ -41,12 +43,14 @@ pub fn target(name: &str) -> Option<Target> {
         assert!(!required, "REQUIRE_WGPU=1, and there is no wgpu device here");
         eprintln!("no {name} device here: nothing was tested on it");
     }
-    let kernel = if name == "flex" {
-        "host".to_string()
-    } else {
-        std::env::var("FLASH_TEST_KERNEL").unwrap_or_else(|_| "portable".to_string())
+    let named = |variable: &str, default: &str| std::env::var(variable).unwrap_or_else(|_| default.to_string());
+    let (kernel, half) = match name {
+        "flex" => ("host".to_string(), "host".to_string()),
+        // An H200, unless told otherwise.
+        "cuda" => (named("FLASH_TEST_KERNEL", "portable"), named("FLASH_TEST_HALF_KERNEL", "hopper")),
+        _ => (named("FLASH_TEST_KERNEL", "portable"), named("FLASH_TEST_HALF_KERNEL", "portable")),
     };
-    device.map(|device| Target { name: name.to_string(), device, kernel })
+    device.map(|device| Target { name: name.to_string(), device, kernel, half })
 }
 
 fn device(name: &str) -> Option<Device> {
@@ -69,7 +73,7 @@ fn device(name: &str) -> Option<Device> {
 pub fn kernel_name(plan: &AttentionPlan) -> &'static str {
     match plan {
         AttentionPlan::Host(_) => "host",
-        AttentionPlan::Kernel(plan) => plan.kernel.name(),
+        AttentionPlan::Kernel(plan) => plan.forward.kernel().name(),
         other => panic!("{other:?}"),
     }
 }
@@ -300,7 +304,8 @@ impl Tensors {
 pub fn flash(data: &Data, target: &Target, how: How) -> Results {
     run(data, target, how, |Tensors { q, k, v, options }| {
         let plan = plan(q, k, v, options).unwrap();
-        assert_eq!(kernel_name(&plan), target.kernel, "{plan}");
+        let expected = if data.problem.dtype == Dtype::F32 { &target.kernel } else { &target.half };
+        assert_eq!(kernel_name(&plan), expected, "{plan}");
         flash_attention_with_lse(q.clone(), k.clone(), v.clone(), options)
     })
 }

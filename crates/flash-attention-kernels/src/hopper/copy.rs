@@ -21,7 +21,7 @@ pub fn copy<E: Float>(
     let head = CUBE_POS as u32 / rows;
     let batch = head / heads;
     let head = head % heads;
-    let mut column = UNIT_POS + 0;
+    let mut column = UNIT_POS;
     let read = batch as usize * from.stride(0) + head as usize * from.stride(1) + row as usize * from.stride(2);
     let write = batch as usize * to.stride(0) + head as usize * to.stride(1) + row as usize * to.stride(2);
     let stride = to.stride(3);

@@ -64,7 +64,9 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let warp = plane_broadcast(UNIT_POS / 32, 0u32);
     let warpgroup = warp / 4;
     let lane = UNIT_POS % 32;
+    let quarter = lane % 4;
     let loads = UNIT_POS == 0;
+    let unit = UNIT_POS % 128;
     // Descriptors count in units of 16 bytes.
     let q_tile = descriptor::<E>(&shared[0..1024], 16usize, 1024usize)
         + u64::cast_from(warpgroup * comptime!((blueprint.q_bytes() / 16) as u32));
@@ -86,13 +88,11 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
     // There are no more cubes than items.
     memory.await_item(0u32);
-    if UNIT_POS % 128 == 0 {
+    if unit == 0 {
         load_q(q, &memory, 0u32, warpgroup, blueprint);
     }
-    if comptime!(tile.turns) {
-        if warpgroup == 1 {
-            named_arrive(TURN, comptime!(UNITS as u32));
-        }
+    if comptime!(tile.turns) && warpgroup == 1 {
+        named_arrive(TURN, comptime!(UNITS as u32));
     }
 
     // Where the products are in the rings. What a step has freed is filled again in the next one, so that neither
@@ -121,10 +121,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         let edges = band.edges(first_row, k_start, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32));
 
         // -- the first tile
-        if loads {
-            if v_freed {
-                loader.load(v, counter, false, true, blueprint);
-            }
+        if loads && v_freed {
+            loader.load(v, counter, false, true, blueprint);
         }
         v_freed = false;
         wgmma_wait(0usize);
@@ -261,7 +259,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         let (batch, head) = (memory.item(nth, Of::BatchOut) as usize, memory.item(nth, Of::Head) as usize);
         let lse_at = batch * lse.stride(0) + head * lse.stride(1) + row as usize * lse.stride(2);
         let (live0, live1) = (band.is_query(row), band.is_query(row + 8));
-        if lane % 4 == 0 {
+        if quarter == 0 {
             let next = lse_at + 8 * lse.stride(2);
             if live0 {
                 lse[lse_at] = lse_bits_log2(m0 * factors.exponent, l0, lg2(l0));
@@ -327,7 +325,8 @@ fn load_next_q<E: Float>(
     named_sync(1 + warpgroup, comptime!((UNITS / 2) as u32));
     // It becomes known when the last tile of K of this one is loaded, which has been.
     memory.await_item(next);
-    if UNIT_POS % 128 == 0 && memory.item(next, Of::Steps) != 0 {
+    let unit = UNIT_POS % 128;
+    if unit == 0 && memory.item(next, Of::Steps) != 0 {
         load_q(q, memory, next, warpgroup, blueprint);
     }
 }

@@ -51,7 +51,7 @@ pub fn merge<E: Float>(
 
     let write = batch as usize * o.stride(0) + head as usize * o.stride(1) + row as usize * o.stride(2);
     let stride = o.stride(3);
-    let mut column = UNIT_POS + 0;
+    let mut column = UNIT_POS;
     while column < columns {
         let mut sum = 0.0f32.runtime();
         for part in 0..count {

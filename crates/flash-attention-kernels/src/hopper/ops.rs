@@ -1,7 +1,7 @@
 //! Every operation that CubeCL has no public name for: warpgroup matrix products, tensor-map loads, `mbarrier`s, named
 //! barriers, approximations of the special-function unit.
 //!
-//! Three kinds: [`PtxOp`], an operation of our own that lowers to one piece of inline PTX; thin wrappers of warpgroup
+//! Three kinds: `PtxOp`, an operation of our own that lowers to one piece of inline PTX; thin wrappers of warpgroup
 //! operations that CubeCL's intermediate representation has; and descriptors. Names and semantics are those of the PTX
 //! ISA 8.7. Addresses of shared memory are byte addresses in the shared window, `u32`.
 

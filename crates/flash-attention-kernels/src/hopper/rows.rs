@@ -151,7 +151,7 @@ pub fn store_row(
     }
 }
 
-/// [`store_row`] in f32: 4 columns a vector.
+/// [`store_row()`] in f32: 4 columns a vector.
 #[cube]
 pub fn store_row_f32(
     o: &Array<f32>,
