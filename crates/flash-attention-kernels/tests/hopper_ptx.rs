@@ -16,7 +16,7 @@ use flash_attention_kernels::hopper::scores::FactorsCompilationArg;
 use flash_attention_kernels::hopper::{Blueprint, Rows, UNITS, forward};
 use flash_attention_kernels::mask::{Band, BandCompilationArg};
 use flash_attention_kernels::tiling::{Device, element_type, plan_on};
-use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, Forward};
+use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, Forward, HopperForward, Kernel};
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Instant;
@@ -232,4 +232,22 @@ fn odd_head_dimensions_are_warpgroup_products() {
         let name = format!("d{head_dim}_{head_dim_v}");
         check(&name, AttentionProblem::new(&q, &q, &v, Dtype::BF16, options).unwrap());
     }
+}
+
+#[test]
+fn what_hopper_cannot_do_is_planned_visibly() {
+    let causal = AttentionOptions { causal: true, ..Default::default() };
+    let half = plan_on(&device(), &problem(128, Dtype::F16, causal)).unwrap();
+    assert!(half.passed_over.is_empty() && half.to_string().starts_with("forward hopper 128×128"), "{half}");
+    // 16 heads of 4,096 keys and values take 32 MiB; heads of full attention come one by one.
+    assert!(matches!(half.forward, Forward::Hopper(HopperForward { section: 16, .. })), "{half:?}");
+    let full = plan_on(&device(), &problem(128, Dtype::F16, AttentionOptions::default())).unwrap();
+    assert!(matches!(full.forward, Forward::Hopper(HopperForward { section: 1, .. })), "{full:?}");
+
+    let single = plan_on(&device(), &problem(128, Dtype::F32, causal)).unwrap();
+    assert_eq!(single.forward.kernel(), Kernel::Portable);
+    assert!(single.to_string().contains("not forward hopper: it computes in f16 and bf16, q is f32"), "{single}");
+    let older = Device { wgmma: false, ..device() };
+    let plan = plan_on(&older, &problem(128, Dtype::BF16, causal)).unwrap();
+    assert!(plan.to_string().contains("no warpgroup matrix products"), "{plan}");
 }

@@ -94,7 +94,7 @@ impl Call<'_> {
             tiles.parts as u32,
             p.batch as u32,
         );
-        let cubes = (self.device.multiprocessors as u64).min(items);
+        let cubes = (self.device.multiprocessors as u64).clamp(1, items);
         let counter = counter(self.client);
         let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
         let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, p.dtype.size())));
