@@ -108,9 +108,9 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     mbarrier_wait(memory.full_q + warpgroup * 8, 0u32);
     mbarrier_wait(memory.full_k, 0u32);
     take_turn(warpgroup, tile.turns);
-    pin::<f32>(&s);
+    pin(&mut s, s_len);
     wgmma_fence();
-    qk::<E>(&s, q_tile, k_tiles, blueprint);
+    qk(&mut s, q_tile, k_tiles, blueprint);
     wgmma_commit();
     pass_turn(warpgroup, tile.turns);
 
@@ -126,7 +126,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         }
         v_freed = false;
         wgmma_wait(0usize);
-        pin::<f32>(&s);
+        pin(&mut s, s_len);
         if lane == 0 {
             mbarrier_arrive(memory.empty_k + k_place.stage * 8);
         }
@@ -157,16 +157,15 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             k_start -= comptime!(tile_k as u32);
             zero(&mut s, s_len);
             take_turn(warpgroup, tile.turns);
-            pin::<f32>(&s);
-            pin::<f32>(&acc);
-            pin_fragments(&p, fragments);
+            pin(&mut s, s_len);
+            pin(&mut acc, o_len);
             wgmma_fence();
-            qk::<E>(&s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint);
+            qk(&mut s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint);
             wgmma_commit();
             mbarrier_wait(memory.full_v + v_place.stage * 8, v_place.phase);
             // The wait ends a stretch of products for the assembler.
             wgmma_fence();
-            pv::<E>(&acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), blueprint);
+            pv(&mut acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), blueprint);
             wgmma_commit();
             pass_turn(warpgroup, tile.turns);
             if loads {
@@ -176,7 +175,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                 }
             }
             wgmma_wait(1usize);
-            pin::<f32>(&s);
+            pin(&mut s, s_len);
             if lane == 0 {
                 mbarrier_arrive(memory.empty_k + k_place.stage * 8);
             }
@@ -207,13 +206,13 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
             l0 = exponentials(&mut s, 0usize, m0, factors.exponent, l0, tile_k);
             l1 = exponentials(&mut s, 1usize, m1, factors.exponent, l1, tile_k);
-            pin::<f32>(&s);
+            pin(&mut s, s_len);
             // The branch of this wait is what keeps the assembler from moving the wait for P V above the softmax.
             if step + 1 < steps {
                 mbarrier_wait(memory.full_k + k_place.stage * 8, k_place.phase);
             }
             wgmma_wait(0usize);
-            pin::<f32>(&acc);
+            pin(&mut acc, o_len);
             if lane == 0 {
                 mbarrier_arrive(memory.empty_v + v_place.stage * 8);
             }
@@ -236,13 +235,12 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             mbarrier_wait(memory.full_k + k_place.stage * 8, k_place.phase);
         }
         take_turn(warpgroup, tile.turns);
-        pin::<f32>(&s);
-        pin::<f32>(&acc);
-        pin_fragments(&p, fragments);
+        pin(&mut s, s_len);
+        pin(&mut acc, o_len);
         wgmma_fence();
-        pv::<E>(&acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), blueprint);
+        pv(&mut acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), blueprint);
         wgmma_commit();
-        qk::<E>(&s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint);
+        qk(&mut s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint);
         wgmma_commit();
         pass_turn(warpgroup, tile.turns);
         if loads {
@@ -271,7 +269,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         let f0 = select(l0 == 0.0f32, 0.0f32, reciprocal(l0));
         let f1 = select(l1 == 0.0f32, 0.0f32, reciprocal(l1));
         wgmma_wait(1usize);
-        pin::<f32>(&acc);
+        pin(&mut acc, o_len);
         if lane == 0 {
             mbarrier_arrive(memory.empty_v + v_place.stage * 8);
         }
@@ -291,7 +289,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         steps = next_steps;
     }
     wgmma_wait(0usize);
-    pin::<f32>(&s);
+    pin(&mut s, s_len);
 }
 
 /// Named barriers: from this one on the warpgroups' turns, and before it each warpgroup's own.
@@ -333,24 +331,24 @@ fn load_next_q<E: Float>(
 
 /// Issues `S += Q Kᵀ`.
 #[cube]
-fn qk<E: Float>(s: &Array<f32>, q: u64, k: u64, #[comptime] blueprint: Blueprint) {
+fn qk(s: &mut Array<f32>, q: u64, k: u64, #[comptime] blueprint: Blueprint) {
     let tile_k = comptime!(blueprint.tile.tile_k);
     #[unroll]
     for i in 0..comptime!(blueprint.head_dim.div_ceil(16)) {
         // 16 columns are 32 bytes of a panel's lines; a panel of Q has 64 lines, one of K as many as keys.
         let of_q = comptime!(((i % 4) * 2 + (i / 4) * WARPGROUP_ROWS * 8) as u64);
         let of_k = comptime!(((i % 4) * 2 + (i / 4) * tile_k * 8) as u64);
-        mma_shared::<E>(s, q + of_q, k + of_k, tile_k);
+        mma_shared(s, q + of_q, k + of_k, tile_k, blueprint.dtype);
     }
 }
 
 /// Issues `O += P V`.
 #[cube]
-fn pv<E: Float>(o: &Array<f32>, p: &Sequence<Array<u32>>, v: u64, #[comptime] blueprint: Blueprint) {
+fn pv(o: &mut Array<f32>, p: &Sequence<Array<u32>>, v: u64, #[comptime] blueprint: Blueprint) {
     #[unroll]
     for i in 0..comptime!(blueprint.tile.tile_k / 16) {
         // 16 keys are 16 lines of 128 bytes.
-        mma_registers::<E>(o, p.index(i), v + comptime!((i * 128) as u64), blueprint.columns());
+        mma_registers(o, p.index(i), v + comptime!((i * 128) as u64), blueprint.columns(), blueprint.dtype);
     }
 }
 

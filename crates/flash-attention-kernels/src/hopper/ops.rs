@@ -1,16 +1,15 @@
 //! Every operation that CubeCL has no public name for: warpgroup matrix products, tensor-map loads, `mbarrier`s, named
 //! barriers, approximations of the special-function unit.
 //!
-//! Three kinds: `PtxOp`, an operation of our own that lowers to one piece of inline PTX; thin wrappers of warpgroup
-//! operations that CubeCL's intermediate representation has; and descriptors. Names and semantics are those of the PTX
+//! Nearly all is `PtxOp`, an operation of our own that lowers to one piece of inline PTX; fences and descriptors are those of
+//! CubeCL's intermediate representation. It has products, too, but they carry an accumulator as one vector, and taking that
+//! apart for each of them was more than half of the time that LLVM took for a kernel. Names and semantics are those of the PTX
 //! ISA 8.7. Addresses of shared memory are byte addresses in the shared window, `u32`.
 
 use crate::problem::Dtype;
 use cubecl::prelude::*;
 use cubecl_core::ir::ExpandValue;
 use cubecl_core::ir::dialect::matrix::*;
-use cubecl_core::ir::types::MatrixShape;
-use pliron::builtin::attributes::TypeAttr;
 
 mod lowered {
     use cubecl_core::ir::Scope;
@@ -18,7 +17,8 @@ mod lowered {
     use cubecl_llvm::shared::intrinsic::i32_ty;
     use cubecl_llvm::shared::to_llvm::{ToLLVMDialect, prelude as lp};
     use pliron::builtin::attributes::{BoolAttr, StringAttr};
-    use pliron_llvm::ops::InlineAsmOp;
+    use pliron_llvm::ops::{ExtractValueOp, InlineAsmOp};
+    use pliron_llvm::types::{StructLayout, StructType};
 
     /// Inline PTX with at most one result, a register of 32 bits (`=r`: u32, `=f`: f32). CubeCL's own `gpu_asm!` has no
     /// lowering in the LLVM backend.
@@ -33,13 +33,13 @@ mod lowered {
     impl PtxOp {
         fn new(
             ctx: &mut Context,
-            result: Option<TypeHandle>,
+            results: Vec<TypeHandle>,
             args: Vec<Value>,
             template: &str,
             constraints: &str,
             effects: bool,
         ) -> Self {
-            let op = Operation::new(ctx, Self::get_concrete_op_info(), result.into_iter().collect(), args, vec![], 0);
+            let op = Operation::new(ctx, Self::get_concrete_op_info(), results, args, vec![], 0);
             let op = PtxOp { op };
             op.set_attr_flash_ptx_template(ctx, StringAttr::new(template.to_string()));
             op.set_attr_flash_ptx_constraints(ctx, StringAttr::new(constraints.to_string()));
@@ -61,19 +61,38 @@ mod lowered {
             let template: String = self.get_attr_flash_ptx_template(ctx).expect(SET).clone().into();
             let constraints: String = self.get_attr_flash_ptx_constraints(ctx).expect(SET).clone().into();
             let effects: bool = self.get_attr_flash_ptx_effects(ctx).expect(SET).clone().into();
-            let ty: TypeHandle = match constraints.get(..2) {
-                Some("=r") => i32_ty(ctx),
-                Some("=f") => lp::FP32Type::get(ctx).into(),
-                _ => lp::VoidType::get(ctx).into(),
+            let results: Vec<TypeHandle> = constraints
+                .split(',')
+                .filter_map(|constraint| match constraint {
+                    "=r" => Some(i32_ty(ctx)),
+                    "=f" => Some(lp::FP32Type::get(ctx).into()),
+                    _ => None,
+                })
+                .collect();
+            let count = results.len();
+            let ty: TypeHandle = match count {
+                0 => lp::VoidType::get(ctx).into(),
+                1 => results[0],
+                _ => StructType::get_unnamed(ctx, (results, StructLayout::Unpacked)).into(),
             };
             let asm = InlineAsmOp::new(ctx, ty, args, &template, &constraints, effects);
             rewriter.insert_op(ctx, &asm);
-            if constraints.starts_with('=') {
-                let value = asm.get_operation().deref(ctx).get_result(0);
-                rewriter.replace_operation_with_values(ctx, self.get_operation(), vec![value]);
-            } else {
+            if count == 0 {
                 rewriter.erase_operation(ctx, self.get_operation());
+                return Ok(());
             }
+            let value = asm.get_operation().deref(ctx).get_result(0);
+            let values = match count {
+                1 => vec![value],
+                _ => (0..count)
+                    .map(|field| {
+                        let field = ExtractValueOp::new(ctx, value, vec![field as u32]).expect("a field of the struct");
+                        rewriter.insert_op(ctx, &field);
+                        field.get_operation().deref(ctx).get_result(0)
+                    })
+                    .collect(),
+            };
+            rewriter.replace_operation_with_values(ctx, self.get_operation(), values);
             Ok(())
         }
     }
@@ -85,20 +104,41 @@ mod lowered {
 
     /// PTX without side effects that returns a register: it may move, and go if nothing uses it.
     pub fn pure(scope: &Scope, ty: TypeHandle, template: &str, constraints: &str, args: Vec<Value>) -> Value {
-        result(scope, PtxOp::new(scope.ctx_mut(), Some(ty), args, template, constraints, false))
+        result(scope, PtxOp::new(scope.ctx_mut(), vec![ty], args, template, constraints, false))
     }
 
     /// PTX that depends on memory and returns a register: it stays where it is.
     pub fn effect_value(scope: &Scope, ty: TypeHandle, template: &str, constraints: &str, args: Vec<Value>) -> Value {
-        result(scope, PtxOp::new(scope.ctx_mut(), Some(ty), args, template, constraints, true))
+        result(scope, PtxOp::new(scope.ctx_mut(), vec![ty], args, template, constraints, true))
+    }
+
+    /// PTX that changes registers of f32, which come first among its operands, by the constraints of the other ones.
+    /// Returns what they hold then.
+    pub fn in_place(
+        scope: &Scope,
+        ty: TypeHandle,
+        template: &str,
+        others: &[&str],
+        registers: Vec<Value>,
+        args: Vec<Value>,
+    ) -> Vec<Value> {
+        let count = registers.len();
+        let tied = (0..count).map(|nth| nth.to_string());
+        let others = others.iter().copied().chain(["~{memory}"]).map(String::from);
+        let constraints: Vec<_> = vec!["=f".to_string(); count].into_iter().chain(tied).chain(others).collect();
+        let operands = registers.into_iter().chain(args).collect();
+        let op = PtxOp::new(scope.ctx_mut(), vec![ty; count], operands, template, &constraints.join(","), true);
+        scope.register(&op);
+        let op = op.get_operation().deref(scope.ctx());
+        (0..count).map(|nth| op.get_result(nth)).collect()
     }
 
     /// PTX that acts on memory or on other units.
     pub fn effect(scope: &Scope, template: &str, constraints: &str, args: Vec<Value>) {
-        scope.register(&PtxOp::new(scope.ctx_mut(), None, args, template, constraints, true));
+        scope.register(&PtxOp::new(scope.ctx_mut(), vec![], args, template, constraints, true));
     }
 }
-use lowered::{effect, effect_value, pure};
+use lowered::{effect, effect_value, in_place, pure};
 
 // -- special-function unit
 
@@ -272,15 +312,37 @@ pub fn shared_address<E: CubePrimitive>(tile: &[E]) -> u32 {
     u32::cast_from(descriptor::<E>(tile, 16usize, 1024usize) & 0x3FFFu64) << 4
 }
 
-// -- warpgroup products
+// -- warpgroup products. Accumulators lie in registers one by one; `len` and `n / 2` of them.
 
 /// Pins registers: no access to them moves across this point.
 #[cube]
-pub fn pin<E: CubePrimitive>(registers: &Array<E>) {
+pub fn pin(registers: &mut Array<f32>, #[comptime] len: usize) {
+    let mut held = Sequence::<f32>::new();
+    #[unroll]
+    for i in 0..len {
+        held.push(registers[i]);
+    }
+    let after = pinned(&held);
+    #[unroll]
+    for i in 0..len {
+        registers[i] = *after.index(i);
+    }
+}
+
+#[cube]
+fn pinned(held: &Sequence<f32>) -> Sequence<f32> {
     intrinsic!(|scope| {
-        let list = registers.__extract_list(scope);
-        scope.register(&WgmmaFenceOperandOp::new(scope.ctx_mut(), list));
+        let ty = f32::__expand_as_type(scope);
+        let registers = held.iter_cloned().map(|x| x.read_value(scope)).collect();
+        sequence(scope, in_place(scope, ty, "", &[], registers, vec![]))
     })
+}
+
+/// Values as what a `#[cube]` function returns.
+fn sequence(scope: &cubecl_core::ir::Scope, values: Vec<pliron::value::Value>) -> SequenceExpand<f32> {
+    let mut all = Sequence::<f32>::__expand_new(scope);
+    values.into_iter().for_each(|value| all.__expand_push_method(scope, ExpandValue::from(value).into()));
+    all
 }
 
 /// `wgmma.fence`: before the first product, and after registers that products read or add to were written.
@@ -315,25 +377,89 @@ pub fn descriptor<E: CubePrimitive>(tile: &[E], #[comptime] leading: usize, #[co
 
 /// `acc += A · B`, `m64 n k16`, both from shared memory, both K-major.
 #[cube]
-pub fn mma_shared<E: CubePrimitive>(acc: &Array<f32>, a: u64, b: u64, #[comptime] n: usize) {
+pub fn mma_shared(acc: &mut Array<f32>, a: u64, b: u64, #[comptime] n: usize, #[comptime] dtype: Dtype) {
+    let mut held = Sequence::<f32>::new();
+    #[unroll]
+    for i in 0..comptime!(n / 2) {
+        held.push(acc[i]);
+    }
+    let after = product_shared(&held, a, b, n, dtype);
+    #[unroll]
+    for i in 0..comptime!(n / 2) {
+        acc[i] = *after.index(i);
+    }
+}
+
+/// The product of `n / 2` registers `$0`, `$1`, … with these operands.
+fn wgmma(n: usize, dtype: Dtype, operands: &str, transposed: &str) -> String {
+    let ty = match dtype {
+        Dtype::BF16 => "bf16",
+        _ => "f16",
+    };
+    let registers = (0..n / 2).map(|i| format!("${i}")).collect::<Vec<_>>().join(", ");
+    let product = format!("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ty}.{ty}");
+    // The predicate adds to the accumulator; a zeroed one costs nothing, the assembler folds it.
+    format!(
+        "{{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n{product} {{{registers}}}, {operands}, p, 1, 1, {transposed};\n}}"
+    )
+}
+
+#[cube]
+fn product_shared(
+    held: &Sequence<f32>,
+    a: u64,
+    b: u64,
+    #[comptime] n: usize,
+    #[comptime] dtype: Dtype,
+) -> Sequence<f32> {
     intrinsic!(|scope| {
-        let (a, b) = (a.read_value(scope), b.read_value(scope));
-        let acc = acc.__extract_list(scope);
-        let ty = TypeAttr::new(E::__expand_as_type(scope));
-        let shape = MatrixShape { m: 64, n, k: 16 };
-        scope.register(&WgmmaOp::new(scope.ctx_mut(), a, b, acc, ty.clone(), ty, shape, WgmmaMajor::K, WgmmaMajor::K));
+        let registers: Vec<_> = held.iter_cloned().map(|x| x.read_value(scope)).collect();
+        let args = vec![a.read_value(scope), b.read_value(scope)];
+        let template = wgmma(n, dtype, &format!("${}, ${}", n, n + 1), "0, 0");
+        sequence(scope, in_place(scope, f32::__expand_as_type(scope), &template, &["l", "l"], registers, args))
     })
 }
 
 /// `acc += A · B`, `m64 n k16`, A from four packed registers, B from shared memory, MN-major.
 #[cube]
-pub fn mma_registers<E: CubePrimitive>(acc: &Array<f32>, a: &Array<u32>, b: u64, #[comptime] n: usize) {
+pub fn mma_registers(acc: &mut Array<f32>, a: &Array<u32>, b: u64, #[comptime] n: usize, #[comptime] dtype: Dtype) {
+    let mut held = Sequence::<f32>::new();
+    #[unroll]
+    for i in 0..comptime!(n / 2) {
+        held.push(acc[i]);
+    }
+    let after = product_registers(&held, a[0], a[1], a[2], a[3], b, n, dtype);
+    #[unroll]
+    for i in 0..comptime!(n / 2) {
+        acc[i] = *after.index(i);
+    }
+}
+
+#[cube]
+fn product_registers(
+    held: &Sequence<f32>,
+    a0: u32,
+    a1: u32,
+    a2: u32,
+    a3: u32,
+    b: u64,
+    #[comptime] n: usize,
+    #[comptime] dtype: Dtype,
+) -> Sequence<f32> {
     intrinsic!(|scope| {
-        let b = b.read_value(scope);
-        let a = a.__extract_list(scope);
-        let acc = acc.__extract_list(scope);
-        let ty = TypeAttr::new(E::__expand_as_type(scope));
-        let shape = MatrixShape { m: 64, n, k: 16 };
-        scope.register(&WgmmaOp::new(scope.ctx_mut(), a, b, acc, ty.clone(), ty, shape, WgmmaMajor::K, WgmmaMajor::MN));
+        let registers: Vec<_> = held.iter_cloned().map(|x| x.read_value(scope)).collect();
+        let args = vec![
+            a0.read_value(scope),
+            a1.read_value(scope),
+            a2.read_value(scope),
+            a3.read_value(scope),
+            b.read_value(scope),
+        ];
+        let operands = format!("{{${}, ${}, ${}, ${}}}, ${}", n, n + 1, n + 2, n + 3, n + 4);
+        let template = wgmma(n, dtype, &operands, "1");
+        sequence(
+            scope,
+            in_place(scope, f32::__expand_as_type(scope), &template, &["r", "r", "r", "r", "l"], registers, args),
+        )
     })
 }

@@ -85,15 +85,6 @@ pub fn to_fragments(s: &Array<f32>, p: &mut Sequence<Array<u32>>, #[comptime] bl
     }
 }
 
-/// Pins all fragments.
-#[cube]
-pub fn pin_fragments(p: &Sequence<Array<u32>>, #[comptime] count: usize) {
-    #[unroll]
-    for i in 0..count {
-        pin::<u32>(p.index(i));
-    }
-}
-
 /// Writes one of a unit's two rows, `factor` times, to `out` from vector `at` on, in 16 bits: 8 columns a vector; nothing if
 /// not `live`. The four units of a row exchange what they hold, so that each has whole vectors: all must call it.
 #[cube]
