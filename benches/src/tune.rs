@@ -59,7 +59,7 @@ fn way(text: &str, planned: HopperForward) -> Result<HopperForward, Error> {
         turns: number(turns, planned_turns.into())? != 0,
         lazy: number(lazy, planned_lazy.into())? != 0,
     };
-    Ok(HopperForward { tile, section: number(section, planned.section)?, ..planned })
+    Ok(HopperForward { tile, section: number(section, planned.section)? })
 }
 
 /// Times them.
@@ -86,8 +86,8 @@ pub fn run(options: &Options) -> Result<(), Error> {
                 }
                 Ok((first, error, device_time(&mut work)?.median()))
             });
-            let HopperForward { tile: HopperTile { tile_k, stages, turns, lazy }, section, parts } = way;
-            let name = format!("{tile_k}/{stages}/{}/{}/{section} in {parts}", turns as u8, lazy as u8);
+            let HopperForward { tile: HopperTile { tile_k, stages, turns, lazy }, section } = way;
+            let name = format!("{tile_k}/{stages}/{}/{}/{section}", turns as u8, lazy as u8);
             match timed {
                 Ok((first, error, ms)) => {
                     let rate = problem.forward_flops() / ms / 1e9;

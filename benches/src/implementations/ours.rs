@@ -34,7 +34,9 @@ impl Kernels {
     pub fn new(client: Client, kernel: Option<Kernel>, pass: Pass, data: &[Data]) -> Result<Self, Error> {
         let problem = data[0].problem;
         let plan = match kernel {
-            Some(kernel) => plan_with(&client, &problem, kernel)?,
+            Some(kernel) => {
+                plan_with(&client, &problem, kernel).map_err(|error| Error::Other(format!("not supported: {error}")))?
+            }
             None => plan(&client, &problem)?,
         };
         let tensors = data.iter().map(|data| Tensors::new(&client, data, pass)).collect();

@@ -106,8 +106,6 @@ pub enum Forward {
 pub struct HopperForward {
     /// Tiles.
     pub tile: HopperTile,
-    /// Parts of the keys that are computed apart and merged; 1 where it is planned.
-    pub parts: usize,
     /// Heads that take turns, so that their keys and values stay in the second-level cache.
     pub section: usize,
 }
@@ -246,9 +244,6 @@ impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (tile_q, tile_k) = (self.forward.tile_q(), self.forward.tile_k());
         write!(f, "forward {} {tile_q}×{tile_k}", self.forward.kernel().name())?;
-        if let Forward::Hopper(HopperForward { parts: parts @ 2.., .. }) = self.forward {
-            write!(f, " in {parts} parts")?;
-        }
         let TileShape { tile_q, tile_k, .. } = self.backward;
         write!(
             f,
@@ -413,7 +408,7 @@ fn hopper_forward(device: &Device, problem: &AttentionProblem) -> Result<HopperF
     } else {
         1
     };
-    Ok(HopperForward { tile, parts: 1, section })
+    Ok(HopperForward { tile, section })
 }
 
 /// Tiles of the backward, and whether `dk` and `dv` come from one launch.

@@ -11,7 +11,7 @@ use cubecl_core::ir::nvidia::SmArch;
 use cubecl_core::{Compiler, CubeKernel};
 use cubecl_llvm::nvptx::ptx_version::PtxVersion;
 use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
-use flash_attention_kernels::hopper::schedule::WalkCompilationArg;
+use flash_attention_kernels::hopper::schedule::{Walk, WalkCompilationArg};
 use flash_attention_kernels::hopper::scores::FactorsCompilationArg;
 use flash_attention_kernels::hopper::{Blueprint, Rows, UNITS, forward};
 use flash_attention_kernels::mask::{Band, BandCompilationArg};
@@ -103,16 +103,7 @@ fn ptx(blueprint: Blueprint, band: Band) -> String {
             bounded_below: band.bounded_below,
             bounded_above: band.bounded_above,
         },
-        WalkCompilationArg {
-            items: (),
-            blocks: (),
-            heads: (),
-            num_heads_q: (),
-            group_size: (),
-            section: (),
-            parts: (),
-            batches: (),
-        },
+        WalkCompilationArg { items: (), blocks: (), heads: (), num_heads_q: (), group_size: (), section: () },
         2,
         2,
         blueprint,
@@ -167,7 +158,6 @@ fn check(name: &str, problem: AttentionProblem) {
         capped: problem.options.softcap.is_some(),
         mask: rows(problem.mask),
         bias: rows(problem.bias),
-        partial: tiles.parts > 1,
     };
     assert!(blueprint.shared_memory() <= device().shared_memory, "{name}: {} bytes", blueprint.shared_memory());
     let start = Instant::now();
@@ -250,4 +240,34 @@ fn what_hopper_cannot_do_is_planned_visibly() {
     let older = Device { wgmma: false, ..device() };
     let plan = plan_on(&older, &problem(128, Dtype::BF16, causal)).unwrap();
     assert!(plan.to_string().contains("no warpgroup matrix products"), "{plan}");
+}
+
+/// Each block of queries of each head comes once, and within a section none before a longer one.
+#[test]
+fn work_items_are_every_block_once() {
+    for (heads, section, seq) in [(1, 1, 1), (6, 4, 700), (6, 6, 300), (5, 1, 129)] {
+        let causal = AttentionOptions { causal: true, ..Default::default() };
+        let shape = [heads / heads.min(3), heads.min(3), seq, 64];
+        let problem = AttentionProblem::new(&shape, &shape, &shape, Dtype::BF16, causal).unwrap();
+        let (band, blocks) = (problem.band(), seq.div_ceil(128));
+        let all = shape[0] * shape[1];
+        let walk = Walk {
+            items: (all * blocks) as u32,
+            blocks: blocks as u32,
+            heads: all as u32,
+            num_heads_q: shape[1] as u32,
+            group_size: 1,
+            section: section.min(all) as u32,
+        };
+        let items: Vec<_> = (0..walk.items).map(|number| walk.item(number, &band, 128)).collect();
+        let mut seen: Vec<_> = items.iter().map(|item| (item.batch, item.head, item.q_start)).collect();
+        seen.sort_unstable();
+        let (batches, heads, blocks) = (shape[0] as u32, shape[1] as u32, blocks as u32);
+        let every = (0..batches).flat_map(|b| (0..heads).flat_map(move |h| (0..blocks).map(move |q| (b, h, q * 128))));
+        assert!(seen.into_iter().eq(every), "{walk:?}");
+        for of_section in items.chunks(walk.section as usize * blocks as usize) {
+            assert!(of_section.is_sorted_by_key(|item| std::cmp::Reverse(item.steps)), "{walk:?}");
+        }
+        assert!(items.iter().all(|item| !item.blind && item.k_last == (item.steps - 1) * 128), "{walk:?}");
+    }
 }

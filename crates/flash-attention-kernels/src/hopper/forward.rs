@@ -169,10 +169,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             wgmma_commit();
             pass_turn(warpgroup, tile.turns);
             if loads {
-                loader.load(k, counter, true, true, blueprint);
-                if v_freed {
-                    loader.load(v, counter, false, true, blueprint);
-                }
+                loader.refill(k, v, v_freed, counter, blueprint);
             }
             wgmma_wait(1usize);
             pin(&mut s, s_len);
@@ -244,17 +241,14 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         wgmma_commit();
         pass_turn(warpgroup, tile.turns);
         if loads {
-            loader.load(k, counter, true, true, blueprint);
-            if v_freed {
-                loader.load(v, counter, false, true, blueprint);
-            }
+            loader.refill(k, v, v_freed, counter, blueprint);
         }
 
         // -- O / l and lse
         l0 = row_sum(l0);
         l1 = row_sum(l1);
         let row = first_row + warp % 4 * 16 + lane / 4;
-        let (batch, head) = (memory.item(nth, Of::BatchOut) as usize, memory.item(nth, Of::Head) as usize);
+        let (batch, head) = (memory.item(nth, Of::Batch) as usize, memory.item(nth, Of::Head) as usize);
         let lse_at = batch * lse.stride(0) + head * lse.stride(1) + row as usize * lse.stride(2);
         let (live0, live1) = (band.is_query(row), band.is_query(row + 8));
         if quarter == 0 {
@@ -277,13 +271,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         v_freed = true;
         let row0 = batch * o.stride(0) + head * o.stride(1) + row as usize * o.stride(2);
         let row1 = row0 + 8 * o.stride(2);
-        if comptime!(blueprint.partial) {
-            store_row_f32(&acc, 0usize, f0, o, row0, live0, blueprint);
-            store_row_f32(&acc, 1usize, f1, o, row1, live1, blueprint);
-        } else {
-            store_row(&acc, 0usize, f0, o, row0, live0, blueprint);
-            store_row(&acc, 1usize, f1, o, row1, live1, blueprint);
-        }
+        store_row(&acc, 0usize, f0, o, row0, live0, blueprint);
+        store_row(&acc, 1usize, f1, o, row1, live1, blueprint);
 
         nth += 1;
         steps = next_steps;

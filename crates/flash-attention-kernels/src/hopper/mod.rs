@@ -4,8 +4,8 @@
 //! ```text
 //! forward   the kernel                              ring      stages of shared memory and who fills them when
 //! rows      softmax on an accumulator's rows        schedule  which cube computes which block of queries, in which order
-//! scores    softcap, bias, mask, band, on registers merge     parts of the keys, computed apart, put together
-//! ops       operations that CubeCL has no name for  copy      tensors that TMA cannot read, packed
+//! scores    softcap, bias, mask, band, on registers copy      tensors that TMA cannot read, packed
+//! ops       operations that CubeCL has no name for
 //! ```
 //!
 //! CubeCL assembles what it compiles as relocatable code, which shapes these kernels: `setmaxnreg` is ignored there, so
@@ -17,8 +17,6 @@
 pub mod copy;
 #[cfg(feature = "cuda")]
 pub mod forward;
-#[cfg(feature = "cuda")]
-pub mod merge;
 #[cfg(feature = "cuda")]
 pub mod ops;
 #[cfg(feature = "cuda")]
@@ -77,8 +75,6 @@ pub struct Blueprint {
     pub mask: Option<Rows>,
     /// Whether there is a bias, and whether it differs from row to row.
     pub bias: Option<Rows>,
-    /// Whether the result is a part, in f32, to be merged with others.
-    pub partial: bool,
 }
 
 /// Whether the rows of a mask or bias are all alike.
@@ -128,7 +124,7 @@ impl Blueprint {
     /// let tile = HopperTile { tile_k: 128, stages: 3, turns: true, lazy: true };
     /// let blueprint = Blueprint {
     ///     tile, dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
-    ///     capped: false, mask: None, bias: None, partial: false,
+    ///     capped: false, mask: None, bias: None,
     /// };
     /// assert!(blueprint.shared_memory() <= 227 << 10);
     /// ```

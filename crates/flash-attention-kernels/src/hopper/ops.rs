@@ -142,13 +142,19 @@ use lowered::{effect, effect_value, in_place, pure};
 
 // -- special-function unit
 
+/// What the special-function unit makes of an f32.
+fn approximation(scope: &cubecl_core::ir::Scope, name: &str, x: pliron::value::Value) -> ExpandValue {
+    let ty = f32::__expand_as_type(scope);
+    pure(scope, ty, &format!("{name}.approx.ftz.f32 $0, $1;"), "=f,f", vec![x]).into()
+}
+
 /// `2^x`, the hardware's approximation (relative error 2^-22). CubeCL's own needs libdevice, which only a CUDA toolkit on
 /// the machine brings; so do `log2` and `tanh`.
 #[cube]
 pub fn ex2(x: f32) -> f32 {
     intrinsic!(|scope| {
-        let (ty, x) = (f32::__expand_as_type(scope), x.read_value(scope));
-        ExpandValue::from(pure(scope, ty, "ex2.approx.ftz.f32 $0, $1;", "=f,f", vec![x])).into()
+        let x = x.read_value(scope);
+        approximation(scope, "ex2", x).into()
     })
 }
 
@@ -156,8 +162,8 @@ pub fn ex2(x: f32) -> f32 {
 #[cube]
 pub fn lg2(x: f32) -> f32 {
     intrinsic!(|scope| {
-        let (ty, x) = (f32::__expand_as_type(scope), x.read_value(scope));
-        ExpandValue::from(pure(scope, ty, "lg2.approx.ftz.f32 $0, $1;", "=f,f", vec![x])).into()
+        let x = x.read_value(scope);
+        approximation(scope, "lg2", x).into()
     })
 }
 
@@ -167,8 +173,8 @@ pub fn lg2(x: f32) -> f32 {
 #[cube]
 pub fn reciprocal(x: f32) -> f32 {
     intrinsic!(|scope| {
-        let (ty, x) = (f32::__expand_as_type(scope), x.read_value(scope));
-        ExpandValue::from(pure(scope, ty, "rcp.approx.ftz.f32 $0, $1;", "=f,f", vec![x])).into()
+        let x = x.read_value(scope);
+        approximation(scope, "rcp", x).into()
     })
 }
 
@@ -314,19 +320,31 @@ pub fn shared_address<E: CubePrimitive>(tile: &[E]) -> u32 {
 
 // -- warpgroup products. Accumulators lie in registers one by one; `len` and `n / 2` of them.
 
-/// Pins registers: no access to them moves across this point.
+/// What registers hold.
 #[cube]
-pub fn pin(registers: &mut Array<f32>, #[comptime] len: usize) {
+fn held(registers: &Array<f32>, #[comptime] len: usize) -> Sequence<f32> {
     let mut held = Sequence::<f32>::new();
     #[unroll]
     for i in 0..len {
         held.push(registers[i]);
     }
-    let after = pinned(&held);
+    held
+}
+
+/// Lets them hold this.
+#[cube]
+fn hold(registers: &mut Array<f32>, values: &Sequence<f32>, #[comptime] len: usize) {
     #[unroll]
     for i in 0..len {
-        registers[i] = *after.index(i);
+        registers[i] = *values.index(i);
     }
+}
+
+/// Pins registers: no access to them moves across this point.
+#[cube]
+pub fn pin(registers: &mut Array<f32>, #[comptime] len: usize) {
+    let after = pinned(&held(&*registers, len));
+    hold(registers, &after, len);
 }
 
 #[cube]
@@ -378,16 +396,9 @@ pub fn descriptor<E: CubePrimitive>(tile: &[E], #[comptime] leading: usize, #[co
 /// `acc += A · B`, `m64 n k16`, both from shared memory, both K-major.
 #[cube]
 pub fn mma_shared(acc: &mut Array<f32>, a: u64, b: u64, #[comptime] n: usize, #[comptime] dtype: Dtype) {
-    let mut held = Sequence::<f32>::new();
-    #[unroll]
-    for i in 0..comptime!(n / 2) {
-        held.push(acc[i]);
-    }
-    let after = product_shared(&held, a, b, n, dtype);
-    #[unroll]
-    for i in 0..comptime!(n / 2) {
-        acc[i] = *after.index(i);
-    }
+    let before = held(&*acc, comptime!(n / 2));
+    let after = product_shared(&before, a, b, n, dtype);
+    hold(acc, &after, comptime!(n / 2));
 }
 
 /// The product of `n / 2` registers `$0`, `$1`, … with these operands.
@@ -423,16 +434,9 @@ fn product_shared(
 /// `acc += A · B`, `m64 n k16`, A from four packed registers, B from shared memory, MN-major.
 #[cube]
 pub fn mma_registers(acc: &mut Array<f32>, a: &Array<u32>, b: u64, #[comptime] n: usize, #[comptime] dtype: Dtype) {
-    let mut held = Sequence::<f32>::new();
-    #[unroll]
-    for i in 0..comptime!(n / 2) {
-        held.push(acc[i]);
-    }
-    let after = product_registers(&held, a[0], a[1], a[2], a[3], b, n, dtype);
-    #[unroll]
-    for i in 0..comptime!(n / 2) {
-        acc[i] = *after.index(i);
-    }
+    let before = held(&*acc, comptime!(n / 2));
+    let after = product_registers(&before, a[0], a[1], a[2], a[3], b, n, dtype);
+    hold(acc, &after, comptime!(n / 2));
 }
 
 #[cube]

@@ -14,8 +14,6 @@ use cubecl::prelude::*;
 pub enum Of {
     /// Batch.
     Batch,
-    /// Batch of the output.
-    BatchOut,
     /// Query head.
     Head,
     /// Key/value head.
@@ -154,7 +152,6 @@ impl Memory {
     fn write_item(&self, nth: u32, item: &Item, head_kv: u32) {
         let at = self.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
         store_shared(at + comptime!(4 * Of::Batch as u32), item.batch);
-        store_shared(at + comptime!(4 * Of::BatchOut as u32), item.batch_out);
         store_shared(at + comptime!(4 * Of::Head as u32), item.head);
         store_shared(at + comptime!(4 * Of::HeadKv as u32), head_kv);
         store_shared(at + comptime!(4 * Of::QStart as u32), item.q_start);
@@ -256,6 +253,21 @@ impl Loader {
             } else {
                 self.enter(counter, leads, blueprint);
             }
+        }
+    }
+
+    /// Fills what the last step has freed: a stage of K, and of V where `v_freed`.
+    pub fn refill<E: CubePrimitive>(
+        &mut self,
+        k: &TensorMap<E, Tiled>,
+        v: &TensorMap<E, Tiled>,
+        v_freed: bool,
+        counter: &[u32],
+        #[comptime] blueprint: Blueprint,
+    ) {
+        self.load(k, counter, true, true, blueprint);
+        if v_freed {
+            self.load(v, counter, false, true, blueprint);
         }
     }
 }

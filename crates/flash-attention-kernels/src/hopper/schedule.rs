@@ -1,7 +1,7 @@
 //! Which cube computes which block of queries, and when.
 //!
 //! As many cubes as run at a time are started; each computes one item after another. An item is a block of queries of a
-//! head, or a part of the keys of one. Items are numbered so that
+//! head. Items are numbered so that
 //! - heads come in sections whose keys and values fit the second-level cache together, and
 //! - within a section the longest come first (of causal attention the last block of queries), heads taking turns.
 //!
@@ -15,7 +15,7 @@ use crate::mask::Band;
 use cubecl::prelude::*;
 
 /// How items are numbered.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[derive(CubeType, CubeLaunch, Clone, Copy, Debug)]
 #[expand(derive(Clone, Copy))]
 pub struct Walk {
     /// Items in all.
@@ -30,20 +30,14 @@ pub struct Walk {
     pub group_size: u32,
     /// Heads in a section.
     pub section: u32,
-    /// Parts of the keys.
-    pub parts: u32,
-    /// Batches.
-    pub batches: u32,
 }
 
 /// A block of queries of a head, and the tiles of keys that it sees.
-#[derive(CubeType, Clone, Copy)]
+#[derive(CubeType, Clone, Copy, Debug)]
 #[expand(derive(Clone))]
 pub struct Item {
     /// Batch.
     pub batch: u32,
-    /// Batch of the output: parts of the keys lie one behind the other there.
-    pub batch_out: u32,
     /// Query head.
     pub head: u32,
     /// First query.
@@ -67,29 +61,22 @@ impl Walk {
 
     /// The item of that number.
     pub fn item(&self, number: u32, band: &Band, #[comptime] tile_k: u32) -> Item {
-        let length = self.blocks * self.parts;
-        let of_section = self.section * length;
+        let of_section = self.section * self.blocks;
         let first_head = number / of_section * self.section;
         let within = number % of_section;
         let heads = min(self.section, self.heads - first_head);
         let nth = within / heads;
         let head = first_head + within % heads;
-        let part = nth % self.parts;
-        let q_start = (self.blocks - 1 - nth / self.parts) * comptime!(TILE_Q as u32);
+        let q_start = (self.blocks - 1 - nth) * comptime!(TILE_Q as u32);
 
         let seen = band.k_blocks(q_start, comptime!(TILE_Q as u32), tile_k);
-        let of_part = (seen.end - seen.start).div_ceil(self.parts);
-        let start = min(seen.start + part * of_part, seen.end);
-        let end = min(start + of_part, seen.end);
-        let batch = head / self.num_heads_q;
         Item {
-            batch,
-            batch_out: part * self.batches + batch,
+            batch: head / self.num_heads_q,
             head: head % self.num_heads_q,
             q_start,
-            k_last: (max(end, 1u32) - 1) * tile_k,
-            steps: max(end - start, 1u32),
-            blind: start == end,
+            k_last: (max(seen.end, 1u32) - 1) * tile_k,
+            steps: max(seen.end - seen.start, 1u32),
+            blind: seen.start == seen.end,
         }
     }
 }

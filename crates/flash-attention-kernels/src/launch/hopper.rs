@@ -35,17 +35,16 @@ impl Call<'_> {
             capped: p.options.softcap.is_some(),
             mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
             bias: rows_of(self.inputs.bias.as_ref()),
-            partial: tiles.parts > 1,
         };
         let blocks = p.seq_q.div_ceil(TILE_Q);
         let heads = p.batch * p.num_heads_q;
-        let items = blocks as u64 * heads as u64 * tiles.parts as u64;
+        let items = blocks as u64 * heads as u64;
         let max = u32::MAX as u64 - self.device.multiprocessors as u64 - 1;
         if items > max {
             return Err(AttentionError::Grid { kernel: "forward", cubes: items, max });
         }
         let copies = [&self.inputs.q, &self.inputs.k, &self.inputs.v].map(|view| !is_aligned(view, p.dtype.size()));
-        let copies_o = tiles.parts == 1 && !is_aligned(o, p.dtype.size());
+        let copies_o = !is_aligned(o, p.dtype.size());
         for (copied, view) in
             copies.into_iter().chain([copies_o]).zip([&self.inputs.q, &self.inputs.k, &self.inputs.v, o])
         {
@@ -53,28 +52,13 @@ impl Call<'_> {
                 rows_grid(self.device, "copy", view.shape)?;
             }
         }
-        if tiles.parts > 1 {
-            rows_grid(self.device, "merge", o.shape)?;
-        }
 
         // Nothing can fail from here on.
         let read = |view: &TensorView, copied: bool| if copied { self.packed_copy(view) } else { Ok(view.clone()) };
         let q = read(&self.inputs.q, copies[0])?;
         let k = read(&self.inputs.k, copies[1])?;
         let v = read(&self.inputs.v, copies[2])?;
-        let (out, out_lse, out_size) = if tiles.parts > 1 {
-            let columns = blueprint.columns();
-            let batches = tiles.parts * p.batch;
-            let shape = [batches, p.num_heads_q, p.seq_q, columns];
-            let lse_shape = [batches, p.num_heads_q, p.seq_q];
-            let parts = self.client.empty(4 * shape.iter().product::<usize>());
-            let part_lse = self.client.empty(4 * lse_shape.iter().product::<usize>());
-            (TensorView::contiguous(parts, shape), TensorView::contiguous(part_lse, lse_shape), 4)
-        } else if copies_o {
-            (self.packed(p.o_shape()), lse.clone(), p.dtype.size())
-        } else {
-            (o.clone(), lse.clone(), p.dtype.size())
-        };
+        let out = if copies_o { self.packed(p.o_shape()) } else { o.clone() };
 
         let scale = p.softmax_scale();
         let softcap = p.options.softcap.unwrap_or(1.0);
@@ -91,14 +75,12 @@ impl Call<'_> {
             p.num_heads_q as u32,
             p.group_size() as u32,
             tiles.section as u32,
-            tiles.parts as u32,
-            p.batch as u32,
         );
         let cubes = (self.device.multiprocessors as u64).clamp(1, items);
         let counter = counter(self.client);
         let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
         let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, p.dtype.size())));
-        let addresses = self.addresses([out.span(), out_lse.span()]);
+        let addresses = self.addresses([out.span(), lse.span()]);
         // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
         unsafe {
             hopper::forward::forward::launch_unchecked(
@@ -113,8 +95,8 @@ impl Call<'_> {
                 self.map(&v, tiles.tile.tile_k),
                 mask.into(),
                 bias.into(),
-                out.vectors_arg(ALIGNMENT / out_size),
-                out_lse.arg(),
+                out.vectors_arg(ALIGNMENT / p.dtype.size()),
+                lse.arg(),
                 BufferArg::from_raw_parts(counter, 1),
                 factors,
                 p.band().into_launch(),
@@ -123,29 +105,7 @@ impl Call<'_> {
                 [self.dtype(), self.mask_type()],
             );
         }
-        if tiles.parts > 1 {
-            let (count, dim) = rows_grid(self.device, "merge", o.shape)?;
-            let addresses = self.addresses([out.span(), out_lse.span(), o.span(), lse.span()]);
-            // SAFETY: as above.
-            unsafe {
-                hopper::merge::merge::launch_unchecked(
-                    self.client,
-                    count,
-                    dim,
-                    addresses,
-                    out.arg(),
-                    out_lse.arg(),
-                    o.arg(),
-                    lse.arg(),
-                    p.batch as u32,
-                    p.num_heads_q as u32,
-                    p.seq_q as u32,
-                    p.head_dim_v as u32,
-                    tiles.parts as u32,
-                    self.dtype(),
-                );
-            }
-        } else if copies_o {
+        if copies_o {
             self.copy(&out, o)?;
         }
         Ok(())
