@@ -11,7 +11,8 @@ use cubecl_core::ir::nvidia::SmArch;
 use cubecl_core::{Compiler, CubeKernel};
 use cubecl_llvm::nvptx::ptx_version::PtxVersion;
 use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
-use flash_attention_kernels::hopper::schedule::{Walk, WalkCompilationArg};
+use flash_attention_kernels::hopper::forward::StridesCompilationArg;
+use flash_attention_kernels::hopper::schedule::{Divisor, DivisorCompilationArg, Walk, WalkCompilationArg};
 use flash_attention_kernels::hopper::scores::FactorsCompilationArg;
 use flash_attention_kernels::hopper::{Blueprint, Rows, UNITS, forward};
 use flash_attention_kernels::mask::{Band, BandCompilationArg};
@@ -72,6 +73,10 @@ fn tensor() -> TensorCompilationArg {
     }
 }
 
+fn divisor() -> DivisorCompilationArg {
+    DivisorCompilationArg { divisor: (), multiplier: (), shift: () }
+}
+
 fn ptx(blueprint: Blueprint, band: Band) -> String {
     let settings = KernelSettings::new(*CubeDim::new_1d(UNITS as u32), ExecutionMode::Unchecked, AddressType::U32);
     let kernel = forward::forward::Forward::new(
@@ -94,6 +99,7 @@ fn ptx(blueprint: Blueprint, band: Band) -> String {
         tensor(),
         tensor(),
         BufferCompilationArg { inplace: None },
+        StridesCompilationArg { o_batch: (), o_head: (), o_row: (), lse_batch: (), lse_head: (), lse_row: () },
         FactorsCompilationArg { scale: (), softcap: (), inner: (), exponent: () },
         BandCompilationArg {
             seq_q: (),
@@ -103,7 +109,16 @@ fn ptx(blueprint: Blueprint, band: Band) -> String {
             bounded_below: band.bounded_below,
             bounded_above: band.bounded_above,
         },
-        WalkCompilationArg { items: (), blocks: (), heads: (), num_heads_q: (), group_size: (), section: () },
+        WalkCompilationArg {
+            items: (),
+            blocks: (),
+            heads: (),
+            of_section: divisor(),
+            section: divisor(),
+            last_section: divisor(),
+            num_heads_q: divisor(),
+            group_size: divisor(),
+        },
         2,
         2,
         blueprint,
@@ -250,24 +265,29 @@ fn work_items_are_every_block_once() {
         let shape = [heads / heads.min(3), heads.min(3), seq, 64];
         let problem = AttentionProblem::new(&shape, &shape, &shape, Dtype::BF16, causal).unwrap();
         let (band, blocks) = (problem.band(), seq.div_ceil(128));
-        let all = shape[0] * shape[1];
-        let walk = Walk {
-            items: (all * blocks) as u32,
-            blocks: blocks as u32,
-            heads: all as u32,
-            num_heads_q: shape[1] as u32,
-            group_size: 1,
-            section: section.min(all) as u32,
-        };
+        let walk = Walk::new(blocks as u32, shape[0] as u32, shape[1] as u32, 1, section as u32);
         let items: Vec<_> = (0..walk.items).map(|number| walk.item(number, &band, 128)).collect();
         let mut seen: Vec<_> = items.iter().map(|item| (item.batch, item.head, item.q_start)).collect();
         seen.sort_unstable();
         let (batches, heads, blocks) = (shape[0] as u32, shape[1] as u32, blocks as u32);
         let every = (0..batches).flat_map(|b| (0..heads).flat_map(move |h| (0..blocks).map(move |q| (b, h, q * 128))));
         assert!(seen.into_iter().eq(every), "{walk:?}");
-        for of_section in items.chunks(walk.section as usize * blocks as usize) {
+        for of_section in items.chunks((walk.section.divisor * blocks) as usize) {
             assert!(of_section.is_sorted_by_key(|item| std::cmp::Reverse(item.steps)), "{walk:?}");
         }
         assert!(items.iter().all(|item| !item.blind && item.k_last == (item.steps - 1) * 128), "{walk:?}");
+    }
+}
+
+#[test]
+fn products_and_shifts_divide() {
+    for divisor in (1..300).chain([65_535, 65_536, 1 << 30, (1 << 31) - 1]) {
+        let by = Divisor::new(divisor);
+        let multiples = (0..5).map(|n| n * divisor as u64).chain([(1 << 31) / divisor as u64 * divisor as u64]);
+        for x in multiples.flat_map(|x| [x.saturating_sub(1), x, x + 1]).chain([0, (1 << 31) - 1]) {
+            if let Ok(x @ 0..=0x7fff_ffff) = u32::try_from(x) {
+                assert_eq!((by.divide(x), by.modulo(x)), (x / divisor, x % divisor), "{x} by {divisor}");
+            }
+        }
     }
 }

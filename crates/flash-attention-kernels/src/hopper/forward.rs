@@ -13,7 +13,7 @@
 //! has grown by more than 2^8, which nothing but the range of f32 asks for. The first product of the next item is issued
 //! beside the last one of this item, under its stores.
 //!
-//! Only unit 0 loads: its waits for an empty stage lie in the shadow of products already issued.
+//! What a step has freed of K and V is loaded again between the products of the next: in their shadow.
 
 use super::ops::*;
 use super::ring::{Loader, Memory, Of, Place, load_q};
@@ -28,6 +28,24 @@ use cubecl::prelude::*;
 /// How much, as a power of two, a maximum may grow before `O` is rescaled.
 const LAZY: f32 = 8.0;
 
+/// Strides of `o`, in its vectors, and of `lse`. As arguments they are constants; those of a tensor are read from memory.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone))]
+pub struct Strides {
+    /// From a batch to the next.
+    pub o_batch: usize,
+    /// From a head to the next.
+    pub o_head: usize,
+    /// From a query to the next.
+    pub o_row: usize,
+    /// From a batch to the next.
+    pub lse_batch: usize,
+    /// From a head to the next.
+    pub lse_head: usize,
+    /// From a query to the next.
+    pub lse_row: usize,
+}
+
 /// `q [B, H, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `o [B, H, Sq, Dv]`, its rows in vectors of 16 bytes, and
 /// the bits of `lse [B, H, Sq]`. Boxes of the maps: 64 columns of 64 queries, or of a tile's keys.
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -41,6 +59,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     o: &mut Tensor<Vector<u32, Const<4>>>,
     lse: &mut Tensor<u32>,
     counter: &[u32],
+    strides: Strides,
     factors: Factors,
     band: Band,
     walk: Walk,
@@ -65,7 +84,6 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let warpgroup = warp / 4;
     let lane = UNIT_POS % 32;
     let quarter = lane % 4;
-    let loads = UNIT_POS == 0;
     let unit = UNIT_POS % 128;
     // Descriptors count in units of 16 bytes.
     let q_tile = descriptor::<E>(&shared[0..1024], 16usize, 1024usize)
@@ -77,15 +95,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
 
     // -- the first loads
     let mut loader = Loader::new(memory, walk, band);
-    if loads {
-        loader.enter(counter, true, blueprint);
-        loader.enter(counter, false, blueprint);
-        #[unroll]
-        for _ in 0..stages {
-            loader.load(k, counter, true, false, blueprint);
-            loader.load(v, counter, false, false, blueprint);
-        }
-    }
+    loader.start(k, v, counter, blueprint);
     // There are no more cubes than items.
     memory.await_item(0u32);
     if unit == 0 {
@@ -99,7 +109,6 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     // warpgroup waits for the other.
     let mut k_place = Place::first();
     let mut v_place = Place::first();
-    let mut v_freed = false;
     let mut nth = 0u32;
 
     // -- the first S; those of later items are issued at the end of the item before
@@ -121,10 +130,6 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         let edges = band.edges(first_row, k_start, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32));
 
         // -- the first tile
-        if loads && v_freed {
-            loader.load(v, counter, false, true, blueprint);
-        }
-        v_freed = false;
         wgmma_wait(0usize);
         pin(&mut s, s_len);
         if lane == 0 {
@@ -132,7 +137,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         }
         k_place.advance(stages);
         if steps == 1 {
-            load_next_q(q, &memory, nth + 1, warpgroup, blueprint);
+            load_next_q(q, &memory, nth, warpgroup, blueprint);
         }
         let edge = edges.lead > 0 || edges.tail == 0 || memory.item(nth, Of::Blind) != 0;
         finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, edge, blueprint);
@@ -162,15 +167,13 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             wgmma_fence();
             qk(&mut s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint);
             wgmma_commit();
+            loader.refill(k, v, counter, blueprint);
             mbarrier_wait(memory.full_v + v_place.stage * 8, v_place.phase);
             // The wait ends a stretch of products for the assembler.
             wgmma_fence();
             pv(&mut acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), blueprint);
             wgmma_commit();
             pass_turn(warpgroup, tile.turns);
-            if loads {
-                loader.refill(k, v, v_freed, counter, blueprint);
-            }
             wgmma_wait(1usize);
             pin(&mut s, s_len);
             if lane == 0 {
@@ -178,7 +181,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
             k_place.advance(stages);
             if step + 1 == steps {
-                load_next_q(q, &memory, nth + 1, warpgroup, blueprint);
+                load_next_q(q, &memory, nth, warpgroup, blueprint);
             }
 
             // Only where there is a band can a tile after the first be at its edge.
@@ -214,7 +217,6 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                 mbarrier_arrive(memory.empty_v + v_place.stage * 8);
             }
             v_place.advance(stages);
-            v_freed = true;
             // -- update O
             if rescale {
                 scale_rows(&mut acc, a0, a1, o_len);
@@ -237,22 +239,21 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         wgmma_fence();
         pv(&mut acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), blueprint);
         wgmma_commit();
+        loader.refill(k, v, counter, blueprint);
+        wgmma_fence();
         qk(&mut s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint);
         wgmma_commit();
         pass_turn(warpgroup, tile.turns);
-        if loads {
-            loader.refill(k, v, v_freed, counter, blueprint);
-        }
 
         // -- O / l and lse
         l0 = row_sum(l0);
         l1 = row_sum(l1);
         let row = first_row + warp % 4 * 16 + lane / 4;
         let (batch, head) = (memory.item(nth, Of::Batch) as usize, memory.item(nth, Of::Head) as usize);
-        let lse_at = batch * lse.stride(0) + head * lse.stride(1) + row as usize * lse.stride(2);
+        let lse_at = batch * strides.lse_batch + head * strides.lse_head + row as usize * strides.lse_row;
         let (live0, live1) = (band.is_query(row), band.is_query(row + 8));
         if quarter == 0 {
-            let next = lse_at + 8 * lse.stride(2);
+            let next = lse_at + 8 * strides.lse_row;
             if live0 {
                 lse[lse_at] = lse_bits_log2(m0 * factors.exponent, l0, lg2(l0));
             }
@@ -268,9 +269,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             mbarrier_arrive(memory.empty_v + v_place.stage * 8);
         }
         v_place.advance(stages);
-        v_freed = true;
-        let row0 = batch * o.stride(0) + head * o.stride(1) + row as usize * o.stride(2);
-        let row1 = row0 + 8 * o.stride(2);
+        let row0 = batch * strides.o_batch + head * strides.o_head + row as usize * strides.o_row;
+        let row1 = row0 + 8 * strides.o_row;
         store_row(&acc, 0usize, f0, o, row0, live0, blueprint);
         store_row(&acc, 1usize, f1, o, row1, live1, blueprint);
 
@@ -281,8 +281,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     pin(&mut s, s_len);
 }
 
-/// Named barriers: from this one on the warpgroups' turns, and before it each warpgroup's own.
-const TURN: u32 = 3;
+/// Named barriers: from this one on, the warpgroups' turns.
+const TURN: u32 = 1;
 
 /// Waits for the other warpgroup to have issued its products.
 #[cube]
@@ -300,21 +300,25 @@ fn pass_turn(warpgroup: u32, #[comptime] turns: bool) {
     }
 }
 
-/// Loads a warpgroup's Q of the next item, once all its warps are past their last product with this one's.
+/// Loads a warpgroup's Q of the item after the `nth`, once all its warps are past their last product with that one's.
 #[cube]
 fn load_next_q<E: Float>(
     q: &TensorMap<E, Tiled>,
     memory: &Memory,
-    next: u32,
+    nth: u32,
     warpgroup: u32,
     #[comptime] blueprint: Blueprint,
 ) {
-    named_sync(1 + warpgroup, comptime!((UNITS / 2) as u32));
+    let empty = memory.empty_q + warpgroup * 8;
+    if UNIT_POS % 32 == 0 {
+        mbarrier_arrive(empty);
+    }
     // It becomes known when the last tile of K of this one is loaded, which has been.
-    memory.await_item(next);
+    memory.await_item(nth + 1);
     let unit = UNIT_POS % 128;
-    if unit == 0 && memory.item(next, Of::Steps) != 0 {
-        load_q(q, memory, next, warpgroup, blueprint);
+    if unit == 0 && memory.item(nth + 1, Of::Steps) != 0 {
+        mbarrier_wait(empty, nth % 2);
+        load_q(q, memory, nth + 1, warpgroup, blueprint);
     }
 }
 

@@ -129,7 +129,7 @@ impl Blueprint {
     /// assert!(blueprint.shared_memory() <= 227 << 10);
     /// ```
     pub fn shared_memory(&self) -> usize {
-        let barriers = 2 + 4 * self.tile.stages + SLOTS;
+        let barriers = 4 + 4 * self.tile.stages + SLOTS;
         2 * self.q_bytes()
             + self.tile.stages * (self.k_bytes() + self.v_bytes())
             + 8 * barriers

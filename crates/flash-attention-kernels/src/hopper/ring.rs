@@ -1,29 +1,30 @@
 //! Stages of shared memory: TMA fills them, products empty them, `mbarrier`s tell each of the other.
 //!
-//! Of K and of V there is a ring of stages each. Unit 0 loads ahead of the products, over the borders of work items. A
-//! stage's barrier `full` completes when its bytes have come, `empty` when the last warp is done with them.
+//! Of K and of V there is a ring of stages each. A unit of the first warpgroup loads K and one of the second V, ahead of the
+//! products and over the borders of work items. A stage's barrier `full` completes when its bytes have come, `empty` when
+//! the last warp is done with them.
 
 use super::ops::*;
 use super::schedule::{Item, Walk};
-use super::{Blueprint, PANEL, SLOTS, WARPGROUP_ROWS, WORDS};
+use super::{Blueprint, PANEL, SLOTS, UNITS, WARPGROUP_ROWS, WORDS};
 use crate::mask::Band;
 use cubecl::prelude::*;
 
-/// Where words of an item lie.
+/// Where words of an item lie. The first four are what loading needs.
 #[derive(Clone, Copy)]
 pub enum Of {
-    /// Batch.
-    Batch,
-    /// Query head.
-    Head,
-    /// Key/value head.
-    HeadKv,
-    /// First query.
-    QStart,
     /// First key of the last tile, with which to begin.
     KLast,
     /// Tiles; 0 where there is no more work.
     Steps,
+    /// Key/value head.
+    HeadKv,
+    /// Batch.
+    Batch,
+    /// Query head.
+    Head,
+    /// First query.
+    QStart,
     /// 1 where there is nothing to see: the one tile must be hidden.
     Blind,
 }
@@ -31,18 +32,20 @@ pub enum Of {
 /// Where words of a cursor lie.
 #[derive(Clone, Copy)]
 enum To {
-    /// How many items have been entered.
-    Nth,
-    /// How many tiles have been loaded.
-    Count,
-    /// Tiles left in the item, the next one counted. 0: there is no more work.
-    Left,
     /// First key of the next tile. Tiles go from the last to the first.
     KStart,
+    /// Tiles left in the item, the next one counted. 0: there is no more work.
+    Left,
     /// Key/value head.
     Head,
     /// Batch.
     Batch,
+    /// The stage of the next tile.
+    Stage,
+    /// The parity of its barriers' phase.
+    Phase,
+    /// How many items have been entered.
+    Nth,
 }
 
 /// A place in a ring: the stage, and the parity of its barriers' phase.
@@ -83,7 +86,8 @@ pub struct Memory {
     pub full_q: u32,
     pub full_k: u32,
     pub full_v: u32,
-    /// Barriers of K and V that complete when all warps are done.
+    /// Barriers of Q that complete when the warps of the warpgroup are done, of K and V when all are.
+    pub empty_q: u32,
     pub empty_k: u32,
     pub empty_v: u32,
     /// Barriers of the slots: an item has been written.
@@ -103,7 +107,8 @@ impl Memory {
         let k = q + comptime!(2 * blueprint.q_bytes() as u32);
         let v = k + comptime!(stages * blueprint.k_bytes() as u32);
         let full_q = v + comptime!(stages * blueprint.v_bytes() as u32);
-        let full_k = full_q + 16;
+        let empty_q = full_q + 16;
+        let full_k = empty_q + 16;
         let full_v = full_k + comptime!(8 * stages);
         let empty_k = full_v + comptime!(8 * stages);
         let empty_v = empty_k + comptime!(8 * stages);
@@ -114,6 +119,7 @@ impl Memory {
             #[unroll]
             for i in 0..2u32 {
                 mbarrier_init(full_q + comptime!(8 * i), 1u32);
+                mbarrier_init(empty_q + comptime!(8 * i), 4u32);
             }
             #[unroll]
             for i in 0..stages {
@@ -134,7 +140,7 @@ impl Memory {
             sync_async_proxy_shared();
         }
         sync_cube();
-        Memory { q, k, v, full_q, full_k, full_v, empty_k, empty_v, known, slots, cursors }
+        Memory { q, k, v, full_q, full_k, full_v, empty_q, empty_k, empty_v, known, slots, cursors }
     }
 
     /// Waits until the `nth` item of this cube is known.
@@ -149,14 +155,14 @@ impl Memory {
         )
     }
 
-    fn write_item(&self, nth: u32, item: &Item, head_kv: u32) {
+    fn write_item(&self, nth: u32, item: &Item) {
         let at = self.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
-        store_shared(at + comptime!(4 * Of::Batch as u32), item.batch);
-        store_shared(at + comptime!(4 * Of::Head as u32), item.head);
-        store_shared(at + comptime!(4 * Of::HeadKv as u32), head_kv);
-        store_shared(at + comptime!(4 * Of::QStart as u32), item.q_start);
         store_shared(at + comptime!(4 * Of::KLast as u32), item.k_last);
         store_shared(at + comptime!(4 * Of::Steps as u32), item.steps);
+        store_shared(at + comptime!(4 * Of::HeadKv as u32), item.head_kv);
+        store_shared(at + comptime!(4 * Of::Batch as u32), item.batch);
+        store_shared(at + comptime!(4 * Of::Head as u32), item.head);
+        store_shared(at + comptime!(4 * Of::QStart as u32), item.q_start);
         store_shared(at + comptime!(4 * Of::Blind as u32), u32::cast_from(item.blind));
     }
 
@@ -169,8 +175,8 @@ impl Memory {
     }
 }
 
-/// What loading depends on. Only unit 0 loads; where it stands lies in shared memory, but for the number of the item
-/// after the current one: that has been asked for, and waiting for it would take longer than anything else here.
+/// What loading depends on. Where it stands lies in shared memory, but for the number of the item after the current one: that
+/// has been asked for, and waiting for it would take longer than anything else here.
 #[derive(CubeType)]
 pub struct Loader {
     memory: Memory,
@@ -186,88 +192,119 @@ impl Loader {
         Loader { memory, walk, band, ahead: CUBE_POS as u32 }
     }
 
+    /// The first loads. All units may call it.
+    pub fn start<E: CubePrimitive>(
+        &mut self,
+        k: &TensorMap<E, Tiled>,
+        v: &TensorMap<E, Tiled>,
+        counter: &[u32],
+        #[comptime] blueprint: Blueprint,
+    ) {
+        let stages = comptime!(blueprint.tile.stages);
+        if UNIT_POS == 0 {
+            self.enter(counter, true, blueprint);
+            #[unroll]
+            for _ in 0..stages {
+                self.load(k, counter, true, blueprint);
+            }
+        }
+        if UNIT_POS == comptime!(UNITS as u32 / 2) {
+            self.enter(counter, false, blueprint);
+            // V is wanted a step after K.
+            #[unroll]
+            for _ in 1..stages {
+                self.load(v, counter, false, blueprint);
+            }
+        }
+    }
+
+    /// Fills the stages of K and V that the step before has freed: once in each step that multiplies both. All units may
+    /// call it.
+    pub fn refill<E: CubePrimitive>(
+        &mut self,
+        k: &TensorMap<E, Tiled>,
+        v: &TensorMap<E, Tiled>,
+        counter: &[u32],
+        #[comptime] blueprint: Blueprint,
+    ) {
+        if UNIT_POS == 0 {
+            self.load(k, counter, true, blueprint);
+        }
+        if UNIT_POS == comptime!(UNITS as u32 / 2) {
+            self.load(v, counter, false, blueprint);
+        }
+    }
+
     /// Enters the next item. K leads: it finds out which item that is and tells everybody.
-    pub fn enter(&mut self, counter: &[u32], #[comptime] leads: bool, #[comptime] blueprint: Blueprint) {
+    fn enter(&mut self, counter: &[u32], #[comptime] leads: bool, #[comptime] blueprint: Blueprint) {
         let nth = self.memory.cursor(leads, To::Nth);
         if comptime!(leads) {
             if self.ahead < self.walk.items {
                 let item = self.walk.item(self.ahead, &self.band, comptime!(blueprint.tile.tile_k as u32));
-                self.memory.write_item(nth, &item, item.head / self.walk.group_size);
+                self.memory.write_item(nth, &item);
                 self.ahead = self.walk.next(counter);
             } else {
                 let slot = self.memory.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
                 store_shared(slot + comptime!(4 * Of::Steps as u32), 0u32);
             }
             mbarrier_arrive(self.memory.known + nth % comptime!(SLOTS as u32) * 8);
+        } else {
+            self.memory.await_item(nth);
         }
+        // All at once: each read waits some 30 cycles.
+        let k_last = self.memory.item(nth, Of::KLast);
+        let steps = self.memory.item(nth, Of::Steps);
+        let head = self.memory.item(nth, Of::HeadKv);
+        let batch = self.memory.item(nth, Of::Batch);
+        self.memory.set_cursor(leads, To::KStart, k_last);
+        self.memory.set_cursor(leads, To::Left, steps);
+        self.memory.set_cursor(leads, To::Head, head);
+        self.memory.set_cursor(leads, To::Batch, batch);
         self.memory.set_cursor(leads, To::Nth, nth + 1);
-        self.memory.set_cursor(leads, To::Left, self.memory.item(nth, Of::Steps));
-        self.memory.set_cursor(leads, To::KStart, self.memory.item(nth, Of::KLast));
-        self.memory.set_cursor(leads, To::Head, self.memory.item(nth, Of::HeadKv));
-        self.memory.set_cursor(leads, To::Batch, self.memory.item(nth, Of::Batch));
     }
 
-    /// Loads the next tile and moves on; not if there is none. `again`: into a stage that was in use, once all warps are
-    /// done with it.
-    pub fn load<E: CubePrimitive>(
+    /// Loads the next tile, once all warps are done with what its stage held, and moves on; not if there is none.
+    fn load<E: CubePrimitive>(
         &mut self,
         map: &TensorMap<E, Tiled>,
         counter: &[u32],
         #[comptime] leads: bool,
-        #[comptime] again: bool,
         #[comptime] blueprint: Blueprint,
     ) {
-        // All at once: each read waits some 30 cycles.
-        let left = self.memory.cursor(leads, To::Left);
-        let count = self.memory.cursor(leads, To::Count);
         let k_start = self.memory.cursor(leads, To::KStart);
+        let left = self.memory.cursor(leads, To::Left);
         let head = self.memory.cursor(leads, To::Head);
         let batch = self.memory.cursor(leads, To::Batch);
+        let mut place =
+            Place { stage: self.memory.cursor(leads, To::Stage), phase: self.memory.cursor(leads, To::Phase) };
         if left > 0 {
-            let stages = comptime!(blueprint.tile.stages as u32);
             let bytes = comptime!((if leads { blueprint.k_bytes() } else { blueprint.v_bytes() }) as u32);
             let panels = comptime!((if leads { blueprint.panels() } else { blueprint.panels_v() }) as u32);
-            let stage = count % stages;
-            let mut to = self.memory.v + stage * bytes;
-            let mut full = self.memory.full_v + stage * 8;
-            let mut empty = self.memory.empty_v + stage * 8;
+            let mut to = self.memory.v + place.stage * bytes;
+            let mut full = self.memory.full_v + place.stage * 8;
+            let mut empty = self.memory.empty_v + place.stage * 8;
             if comptime!(leads) {
-                to = self.memory.k + stage * bytes;
-                full = self.memory.full_k + stage * 8;
-                empty = self.memory.empty_k + stage * 8;
+                to = self.memory.k + place.stage * bytes;
+                full = self.memory.full_k + place.stage * 8;
+                empty = self.memory.empty_k + place.stage * 8;
             }
-            if comptime!(again) {
-                // The load before this one into the stage had the other parity, and so its release.
-                mbarrier_wait(empty, (count / stages % 2) ^ 1);
-            }
+            // A stage's first load waits for the phase before the first, which counts as over.
+            mbarrier_wait(empty, place.phase ^ 1);
             mbarrier_expect(full, bytes);
             #[unroll]
             for panel in 0..panels {
                 let at = to + comptime!(panel * bytes / panels);
                 tma_load(map, at, full, batch, head, k_start, comptime!(panel * PANEL as u32));
             }
-            self.memory.set_cursor(leads, To::Count, count + 1);
+            place.advance(blueprint.tile.stages);
+            self.memory.set_cursor(leads, To::Stage, place.stage);
+            self.memory.set_cursor(leads, To::Phase, place.phase);
             if left > 1 {
-                self.memory.set_cursor(leads, To::Left, left - 1);
                 self.memory.set_cursor(leads, To::KStart, k_start - comptime!(blueprint.tile.tile_k as u32));
+                self.memory.set_cursor(leads, To::Left, left - 1);
             } else {
                 self.enter(counter, leads, blueprint);
             }
-        }
-    }
-
-    /// Fills what the last step has freed: a stage of K, and of V where `v_freed`.
-    pub fn refill<E: CubePrimitive>(
-        &mut self,
-        k: &TensorMap<E, Tiled>,
-        v: &TensorMap<E, Tiled>,
-        v_freed: bool,
-        counter: &[u32],
-        #[comptime] blueprint: Blueprint,
-    ) {
-        self.load(k, counter, true, true, blueprint);
-        if v_freed {
-            self.load(v, counter, false, true, blueprint);
         }
     }
 }

@@ -14,22 +14,74 @@ use super::ops::take_ticket;
 use crate::mask::Band;
 use cubecl::prelude::*;
 
-/// How items are numbered.
+/// A number to divide by, as a multiplication and a shift.
+/// (Granlund and Montgomery, "Division by invariant integers using multiplication", 1994, section 4.)
+///
+/// ```
+/// use flash_attention_kernels::hopper::schedule::Divisor;
+///
+/// assert_eq!(Divisor::new(7).divide(50), 7);
+/// ```
+#[derive(CubeType, CubeLaunch, Clone, Copy, Debug)]
+#[expand(derive(Clone, Copy))]
+pub struct Divisor {
+    /// The number.
+    pub divisor: u32,
+    /// `2^32 (2^shift − divisor) / divisor + 1`.
+    pub multiplier: u32,
+    /// The base-2 logarithm of the number, rounded up.
+    pub shift: u32,
+}
+
+impl Divisor {
+    /// Of a number that is not 0.
+    pub fn new(divisor: u32) -> Self {
+        let shift = divisor.next_power_of_two().trailing_zeros();
+        let multiplier = (((1u64 << shift) - divisor as u64) << 32) / divisor as u64 + 1;
+        Divisor { divisor, multiplier: multiplier as u32, shift }
+    }
+
+    /// The launch argument.
+    pub fn into_launch(self) -> DivisorLaunch {
+        DivisorLaunch::new(self.divisor, self.multiplier, self.shift)
+    }
+}
+
+#[cube]
+impl Divisor {
+    /// `x / divisor`, rounded down. For `x` below 2^31.
+    pub fn divide(&self, x: u32) -> u32 {
+        let high = (x as u64 * self.multiplier as u64) >> 32;
+        (high as u32 + x) >> self.shift
+    }
+
+    /// `x % divisor`. For `x` below 2^31.
+    pub fn modulo(&self, x: u32) -> u32 {
+        x - self.divide(x) * self.divisor
+    }
+}
+
+/// How items are numbered. Divisors come with multipliers that the host has prepared: one unit decodes every item of a cube,
+/// and its warpgroup waits for it.
 #[derive(CubeType, CubeLaunch, Clone, Copy, Debug)]
 #[expand(derive(Clone, Copy))]
 pub struct Walk {
-    /// Items in all.
+    /// Items in all; fewer than 2^31.
     pub items: u32,
     /// Blocks of queries of a head.
     pub blocks: u32,
     /// Heads of `q` in all batches.
     pub heads: u32,
-    /// Heads of `q` in a batch.
-    pub num_heads_q: u32,
-    /// Query heads that share a key/value head.
-    pub group_size: u32,
+    /// Items of a section.
+    pub of_section: Divisor,
     /// Heads in a section.
-    pub section: u32,
+    pub section: Divisor,
+    /// Heads in the last section, which may have fewer.
+    pub last_section: Divisor,
+    /// Heads of `q` in a batch.
+    pub num_heads_q: Divisor,
+    /// Query heads that share a key/value head.
+    pub group_size: Divisor,
 }
 
 /// A block of queries of a head, and the tiles of keys that it sees.
@@ -40,6 +92,8 @@ pub struct Item {
     pub batch: u32,
     /// Query head.
     pub head: u32,
+    /// Key/value head.
+    pub head_kv: u32,
     /// First query.
     pub q_start: u32,
     /// First key of the last tile, with which to begin.
@@ -48,6 +102,38 @@ pub struct Item {
     pub steps: u32,
     /// There is nothing to see: the one tile must be hidden.
     pub blind: bool,
+}
+
+impl Walk {
+    /// The items of blocks of queries of `[batch, heads]`, with so many heads in a section.
+    pub fn new(blocks: u32, batch: u32, num_heads_q: u32, group_size: u32, section: u32) -> Self {
+        let heads = batch * num_heads_q;
+        let section = section.min(heads);
+        Walk {
+            items: blocks * heads,
+            blocks,
+            heads,
+            of_section: Divisor::new(section * blocks),
+            section: Divisor::new(section),
+            last_section: Divisor::new((heads - 1) % section + 1),
+            num_heads_q: Divisor::new(num_heads_q),
+            group_size: Divisor::new(group_size),
+        }
+    }
+
+    /// The launch argument.
+    pub fn into_launch(self) -> WalkLaunch {
+        WalkLaunch::new(
+            self.items,
+            self.blocks,
+            self.heads,
+            self.of_section.into_launch(),
+            self.section.into_launch(),
+            self.last_section.into_launch(),
+            self.num_heads_q.into_launch(),
+            self.group_size.into_launch(),
+        )
+    }
 }
 
 #[cube]
@@ -61,18 +147,22 @@ impl Walk {
 
     /// The item of that number.
     pub fn item(&self, number: u32, band: &Band, #[comptime] tile_k: u32) -> Item {
-        let of_section = self.section * self.blocks;
-        let first_head = number / of_section * self.section;
-        let within = number % of_section;
-        let heads = min(self.section, self.heads - first_head);
-        let nth = within / heads;
-        let head = first_head + within % heads;
+        let first_head = self.of_section.divide(number) * self.section.divisor;
+        let within = self.of_section.modulo(number);
+        let mut nth = self.section.divide(within);
+        let mut head = first_head + self.section.modulo(within);
+        if self.heads - first_head < self.section.divisor {
+            nth = self.last_section.divide(within);
+            head = first_head + self.last_section.modulo(within);
+        }
+        let (batch, head) = (self.num_heads_q.divide(head), self.num_heads_q.modulo(head));
         let q_start = (self.blocks - 1 - nth) * comptime!(TILE_Q as u32);
 
         let seen = band.k_blocks(q_start, comptime!(TILE_Q as u32), tile_k);
         Item {
-            batch: head / self.num_heads_q,
-            head: head % self.num_heads_q,
+            batch,
+            head,
+            head_kv: self.group_size.divide(head),
             q_start,
             k_last: (max(seen.end, 1u32) - 1) * tile_k,
             steps: max(seen.end - seen.start, 1u32),

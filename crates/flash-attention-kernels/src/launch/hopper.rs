@@ -2,7 +2,8 @@
 
 use super::{Call, rows_grid};
 use crate::error::AttentionError;
-use crate::hopper::schedule::WalkLaunch;
+use crate::hopper::forward::StridesLaunch;
+use crate::hopper::schedule::Walk;
 use crate::hopper::scores::FactorsLaunch;
 use crate::hopper::{self, PANEL, Rows, TILE_Q, UNITS, WARPGROUP_ROWS};
 use crate::tensor::TensorView;
@@ -39,7 +40,7 @@ impl Call<'_> {
         let blocks = p.seq_q.div_ceil(TILE_Q);
         let heads = p.batch * p.num_heads_q;
         let items = blocks as u64 * heads as u64;
-        let max = u32::MAX as u64 - self.device.multiprocessors as u64 - 1;
+        let max = i32::MAX as u64 - self.device.multiprocessors as u64;
         if items > max {
             return Err(AttentionError::Grid { kernel: "forward", cubes: items, max });
         }
@@ -68,16 +69,14 @@ impl Call<'_> {
             2.0 * LOG2_E * scale / softcap,
             if blueprint.cooked() { LOG2_E } else { LOG2_E * scale },
         );
-        let walk = WalkLaunch::new(
-            items as u32,
-            blocks as u32,
-            heads as u32,
-            p.num_heads_q as u32,
-            p.group_size() as u32,
-            tiles.section as u32,
-        );
+        let walk =
+            Walk::new(blocks as u32, p.batch as u32, p.num_heads_q as u32, p.group_size() as u32, tiles.section as u32);
         let cubes = (self.device.multiprocessors as u64).clamp(1, items);
         let counter = counter(self.client);
+        let vector = ALIGNMENT / p.dtype.size();
+        let [o_batch, o_head, o_row] = [0, 1, 2].map(|dim| out.strides[dim] / vector);
+        let [lse_batch, lse_head, lse_row] = lse.strides;
+        let strides = StridesLaunch::new(o_batch, o_head, o_row, lse_batch, lse_head, lse_row);
         let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
         let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, p.dtype.size())));
         let addresses = self.addresses([out.span(), lse.span()]);
@@ -95,12 +94,13 @@ impl Call<'_> {
                 self.map(&v, tiles.tile.tile_k),
                 mask.into(),
                 bias.into(),
-                out.vectors_arg(ALIGNMENT / p.dtype.size()),
+                out.vectors_arg(vector),
                 lse.arg(),
                 BufferArg::from_raw_parts(counter, 1),
+                strides,
                 factors,
                 p.band().into_launch(),
-                walk,
+                walk.into_launch(),
                 blueprint,
                 [self.dtype(), self.mask_type()],
             );
