@@ -17,7 +17,7 @@ pub struct Options {
     set: Set,
     #[command(flatten)]
     filters: Filters,
-    /// Ways to try, KEYS/STAGES/TURNS/LAZY/SECTION each (flags 0 or 1, heads of a section; `-` for what is planned),
+    /// Ways to try, TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/SECTION each (TURNS is 0 or 1, heads of a section; `-` for what is planned),
     /// beside the planned one.
     #[arg(long = "try", value_delimiter = ',')]
     ways: Vec<String>,
@@ -45,21 +45,25 @@ impl Work for Forwards<'_> {
 }
 
 fn way(text: &str, planned: HopperForward) -> Result<HopperForward, Error> {
-    let wrong = || Error::Other(format!("--try {text}: it must be KEYS/STAGES/TURNS/LAZY/SECTION"));
+    let wrong = || Error::Other(format!("--try {text}: it must be TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/SECTION"));
     let parts: Vec<&str> = text.split('/').collect();
-    let [keys, stages, turns, lazy, section] = parts[..] else { return Err(wrong()) };
+    let [teams, warpgroups, keys, stages, turns, section] = parts[..] else { return Err(wrong()) };
     let number = |text: &str, planned: usize| match text {
         "-" => Ok(planned),
         text => text.parse().map_err(|_| wrong()),
     };
-    let HopperTile { tile_k, stages: planned_stages, turns: planned_turns, lazy: planned_lazy } = planned.tile;
+    let HopperForward { tile, section: planned_section } = planned;
     let tile = HopperTile {
-        tile_k: number(keys, tile_k)?,
-        stages: number(stages, planned_stages)?,
-        turns: number(turns, planned_turns.into())? != 0,
-        lazy: number(lazy, planned_lazy.into())? != 0,
+        teams: number(teams, tile.teams)?,
+        warpgroups: number(warpgroups, tile.warpgroups)?,
+        tile_k: number(keys, tile.tile_k)?,
+        stages: number(stages, tile.stages)?,
+        turns: number(turns, tile.turns.into())? != 0,
     };
-    Ok(HopperForward { tile, section: number(section, planned.section)? })
+    if !tile.tile_k.is_multiple_of(16) || tile.tile_k > 256 || tile.warpgroups < 2 || tile.teams == 0 {
+        return Err(Error::Other(format!("--try {text}: KEYS are multiples of 16 up to 256, WARPGROUPS at least 2")));
+    }
+    Ok(HopperForward { tile, section: number(section, planned_section)? })
 }
 
 /// Times them.
@@ -86,8 +90,8 @@ pub fn run(options: &Options) -> Result<(), Error> {
                 }
                 Ok((first, error, device_time(&mut work)?.median()))
             });
-            let HopperForward { tile: HopperTile { tile_k, stages, turns, lazy }, section } = way;
-            let name = format!("{tile_k}/{stages}/{}/{}/{section}", turns as u8, lazy as u8);
+            let HopperForward { tile: HopperTile { teams, warpgroups, tile_k, stages, turns }, section } = way;
+            let name = format!("{teams}/{warpgroups}/{tile_k}/{stages}/{}/{section}", turns as u8);
             match timed {
                 Ok((first, error, ms)) => {
                     let rate = problem.forward_flops() / ms / 1e9;

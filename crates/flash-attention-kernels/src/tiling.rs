@@ -1,7 +1,7 @@
 //! The one place that chooses kernels and tile shapes, from what the device says of itself.
 
 use crate::error::AttentionError;
-use crate::hopper::{self, HopperTile};
+use crate::hopper::HopperTile;
 use crate::portable::Blueprint;
 use crate::portable::dbias::Sums;
 use crate::portable::tile::{TileShape, Vec4, WIDTH};
@@ -38,23 +38,26 @@ const PORTABLE: [TileShape; 4] = [
 /// Vectors a unit may accumulate for `dk` and `dv` together before registers run out: beyond, they take a launch each.
 const MAX_ACCUMULATED: usize = 16;
 
-/// Tiles of the forward for Hopper, by the larger head dimension: the first row that is large enough.
+/// Tiles of the forward for Hopper, by the larger head dimension and the number of keys: the first row that both fit.
 ///
 /// ```text
-/// head_dim  keys  stages  registers: O, S, P    shared memory
-/// 64        256   2       32 + 128 + 64         144 KiB
-/// 128       128   3       64 + 64 + 32          224 KiB
-/// 192       96    2       96 + 48 + 24          192 KiB
-/// 256       80    2       128 + 40 + 20         224 KiB
+/// head_dim  seq_k    teams × warpgroups  keys  stages  registers: O, S, P    of   shared memory
+/// 64        4,096    2 × 2               64    4       32 + 32 + 16          128  160 KiB
+/// 64        any      1 × 3               128   4       32 + 64 + 32          168  152 KiB
+/// 128       any      1 × 2               128   3       64 + 64 + 32          255  224 KiB
+/// 192       any      1 × 2               96    2       96 + 48 + 24          255  192 KiB
+/// 256       any      1 × 2               80    2       128 + 40 + 20         255  224 KiB
 /// ```
 ///
-/// Two warpgroups have at most 255 registers a unit; `O`, `S` and `P` must fit, with some 40 for the rest. As many keys as
-/// that allows: each tile costs a barrier and the shuffles of a row's maximum.
-const HOPPER: [(usize, HopperTile); 4] = [
-    (64, HopperTile { tile_k: 256, stages: 2, turns: false, lazy: false }),
-    (128, HopperTile { tile_k: 128, stages: 3, turns: false, lazy: true }),
-    (192, HopperTile { tile_k: 96, stages: 2, turns: true, lazy: true }),
-    (256, HopperTile { tile_k: 80, stages: 2, turns: true, lazy: true }),
+/// The units of a cube share 65,536 registers; `O`, `S` and `P` must fit, with some 40 for the rest. Within that, more keys
+/// are better, as each tile costs barriers and the shuffles of a row's maximum, and so are more warpgroups, whose softmax
+/// and products then overlap. Three with 192 queries waste more of a short sequence than two teams with 128 each.
+const HOPPER: [(usize, usize, HopperTile); 5] = [
+    (64, 4096, HopperTile { teams: 2, warpgroups: 2, tile_k: 64, stages: 4, turns: false }),
+    (64, usize::MAX, HopperTile { teams: 1, warpgroups: 3, tile_k: 128, stages: 4, turns: false }),
+    (128, usize::MAX, HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: false }),
+    (192, usize::MAX, HopperTile { teams: 1, warpgroups: 2, tile_k: 96, stages: 2, turns: true }),
+    (256, usize::MAX, HopperTile { teams: 1, warpgroups: 2, tile_k: 80, stages: 2, turns: true }),
 ];
 
 /// Bytes of keys and values that the heads of a section may have: what of Hopper's second-level cache (50 to 60 MB) one of
@@ -122,7 +125,7 @@ impl Forward {
     /// Queries of a cube.
     pub fn tile_q(&self) -> usize {
         match self {
-            Forward::Hopper(_) => hopper::TILE_Q,
+            Forward::Hopper(forward) => forward.tile.tile_q(),
             Forward::Portable(tile) => tile.tile_q,
         }
     }
@@ -396,8 +399,8 @@ fn hopper_forward(device: &Device, problem: &AttentionProblem) -> Result<HopperF
         return Err("it computes in f16 and bf16, q is f32".into());
     }
     let widest = problem.head_dim.max(problem.head_dim_v);
-    let row = HOPPER.iter().find(|(head_dim, _)| widest <= *head_dim);
-    let (_, tile) = *row.ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER[HOPPER.len() - 1].0))?;
+    let row = HOPPER.iter().find(|(head_dim, seq_k, _)| widest <= *head_dim && problem.seq_k <= *seq_k);
+    let (.., tile) = *row.ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER[HOPPER.len() - 1].0))?;
 
     let heads = problem.batch * problem.num_heads_q;
     // Where blocks are of one length, heads come one by one: their keys and values are then read by all at the same time.

@@ -1,6 +1,7 @@
 //! Every kernel for Hopper compiles to PTX on a machine with no GPU, as CubeCL compiles it on one, and is what it is meant
 //! to be: warpgroup products and tensor-map loads, nothing in local memory. Where `ptxas` is at hand (or named by `PTXAS`),
-//! it is assembled as CubeCL's driver calls do, as relocatable code, and its registers are counted.
+//! it is assembled as CubeCL's driver calls do, as relocatable code, and its registers are counted; with `nvdisasm` (or
+//! `NVDISASM`), too, the machine code is searched for guarded shuffles.
 //!
 //! `HOPPER_PTX_DIR` keeps the PTX there.
 
@@ -11,13 +12,13 @@ use cubecl_core::ir::nvidia::SmArch;
 use cubecl_core::{Compiler, CubeKernel};
 use cubecl_llvm::nvptx::ptx_version::PtxVersion;
 use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
-use flash_attention_kernels::hopper::forward::StridesCompilationArg;
+use flash_attention_kernels::hopper::forward::{StrideCompilationArg, StridesCompilationArg};
 use flash_attention_kernels::hopper::schedule::{Divisor, DivisorCompilationArg, Walk, WalkCompilationArg};
 use flash_attention_kernels::hopper::scores::FactorsCompilationArg;
-use flash_attention_kernels::hopper::{Blueprint, Rows, UNITS, forward};
+use flash_attention_kernels::hopper::{Blueprint, Rows, forward};
 use flash_attention_kernels::mask::{Band, BandCompilationArg};
 use flash_attention_kernels::tiling::{Device, element_type, plan_on};
-use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, Forward, HopperForward, Kernel};
+use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, Forward, HopperForward, HopperTile, Kernel};
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Instant;
@@ -77,8 +78,16 @@ fn divisor() -> DivisorCompilationArg {
     DivisorCompilationArg { divisor: (), multiplier: (), shift: () }
 }
 
+fn stride() -> StrideCompilationArg {
+    StrideCompilationArg { batch: (), head: (), row: () }
+}
+
 fn ptx(blueprint: Blueprint, band: Band) -> String {
-    let settings = KernelSettings::new(*CubeDim::new_1d(UNITS as u32), ExecutionMode::Unchecked, AddressType::U32);
+    let settings = KernelSettings::new(
+        *CubeDim::new_1d(blueprint.tile.units() as u32),
+        ExecutionMode::Unchecked,
+        AddressType::U32,
+    );
     let kernel = forward::forward::Forward::new(
         settings,
         Arc::new(properties()),
@@ -99,7 +108,10 @@ fn ptx(blueprint: Blueprint, band: Band) -> String {
         tensor(),
         tensor(),
         BufferCompilationArg { inplace: None },
-        StridesCompilationArg { o_batch: (), o_head: (), o_row: (), lse_batch: (), lse_head: (), lse_row: () },
+        BufferCompilationArg { inplace: None },
+        BufferCompilationArg { inplace: None },
+        BufferCompilationArg { inplace: None },
+        StridesCompilationArg { q: stride(), k: stride(), v: stride(), o: stride(), lse: stride() },
         FactorsCompilationArg { scale: (), softcap: (), inner: (), exponent: () },
         BandCompilationArg {
             seq_q: (),
@@ -141,14 +153,25 @@ fn ptx(blueprint: Blueprint, band: Band) -> String {
     }
 }
 
-/// Registers of a unit and bytes of spills, or `None` without an assembler.
-fn assemble(ptx: &str) -> Option<(usize, usize, String)> {
+/// What the assembler makes of a kernel.
+struct Assembled {
+    registers: usize,
+    /// Bytes.
+    spills: usize,
+    /// What it says.
+    said: String,
+    /// Guards of shuffles in a warp that may have come apart; `None` without a disassembler.
+    guards: Option<usize>,
+}
+
+/// Assembles, if there is an assembler.
+fn assemble(ptx: &str) -> Option<Assembled> {
     let ptxas = std::env::var("PTXAS").unwrap_or_else(|_| "ptxas".into());
     let directory = tempfile::tempdir().unwrap();
     let (source, object) = (directory.path().join("kernel.ptx"), directory.path().join("kernel.o"));
     std::fs::write(&source, ptx).unwrap();
     let arguments = ["-c", "-arch=sm_90a", "-v", "-o"];
-    let output = Command::new(ptxas).args(arguments).args([object, source]).output().ok()?;
+    let output = Command::new(ptxas).args(arguments).args([&object, &source]).output().ok()?;
     let said = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat();
     assert!(output.status.success(), "{said}");
     let before = |what: &str| -> usize {
@@ -157,13 +180,25 @@ fn assemble(ptx: &str) -> Option<(usize, usize, String)> {
             .max()
             .unwrap_or(0)
     };
-    Some((before(" registers"), before(" bytes spill stores") + before(" bytes spill loads"), said))
+    let nvdisasm = std::env::var("NVDISASM").unwrap_or_else(|_| "nvdisasm".into());
+    let code = Command::new(nvdisasm).arg("-c").arg(&object).output().ok().filter(|output| output.status.success());
+    Some(Assembled {
+        registers: before(" registers"),
+        spills: before(" bytes spill stores") + before(" bytes spill loads"),
+        guards: code.map(|code| String::from_utf8_lossy(&code.stdout).matches("BRA.DIV").count()),
+        said,
+    })
 }
 
 /// The kernel that is planned for a problem, compiled and looked at.
 fn check(name: &str, problem: AttentionProblem) {
     let plan = plan_on(&device(), &problem).unwrap();
-    let Forward::Hopper(tiles) = plan.forward else { panic!("{plan}") };
+    let Forward::Hopper(mut tiles) = plan.forward else { panic!("{plan}") };
+    // Other tiles can be looked at, too: TEAMS/WARPGROUPS/KEYS/STAGES/TURNS.
+    if let Ok(tile) = std::env::var("HOPPER_TILE") {
+        let n: Vec<usize> = tile.split('/').map(|n| n.parse().unwrap()).collect();
+        tiles.tile = HopperTile { teams: n[0], warpgroups: n[1], tile_k: n[2], stages: n[3], turns: n[4] != 0 };
+    }
     let rows = |shape: Option<[usize; 4]>| shape.map(|shape| if shape[2] == 1 { Rows::Same } else { Rows::Each });
     let blueprint = Blueprint {
         tile: tiles.tile,
@@ -190,9 +225,10 @@ fn check(name: &str, problem: AttentionProblem) {
     assert!(!ptx.contains(".local"), "{name}: local memory");
     assert!(!ptx.contains("call.uni"), "{name}: a call, which serialises products");
     match assemble(&ptx) {
-        Some((registers, spills, said)) => {
+        Some(Assembled { registers, spills, said, guards }) => {
             println!("{name}: {registers} registers, {spills} bytes of spills, PTX in {compiled} ms");
             assert!(!said.contains("serialized"), "{name}: {said}");
+            assert!(guards.is_none_or(|guards| guards == 0), "{name}: {guards:?} guarded shuffles");
         }
         None => println!("{name}: compiled; no ptxas to assemble it"),
     }
@@ -212,6 +248,9 @@ fn every_head_dimension_is_warpgroup_products() {
             check(&name, problem(head_dim, Dtype::BF16, options));
         }
     }
+    let long = [1, 2, 16384, 64];
+    let causal = AttentionOptions { causal: true, ..Default::default() };
+    check("d64_long", AttentionProblem::new(&long, &long, &long, Dtype::BF16, causal).unwrap());
 }
 
 #[test]
@@ -219,13 +258,16 @@ fn every_option_is_warpgroup_products() {
     let causal = AttentionOptions { causal: true, ..Default::default() };
     let window = AttentionOptions { window_left: Some(1023), ..causal };
     let capped = AttentionOptions { softcap: Some(50.0), ..causal };
-    let plain = problem(128, Dtype::BF16, AttentionOptions::default());
-    check("f16", problem(128, Dtype::F16, causal));
-    check("window", problem(128, Dtype::BF16, window));
-    check("softcap", problem(128, Dtype::BF16, capped));
-    check("padding_mask", plain.with_mask(&[4, 1, 1, 4096]).unwrap());
-    check("mask", plain.with_mask(&[1, 1, 4096, 4096]).unwrap());
-    check("bias", plain.with_bias(&[1, 16, 4096, 4096]).unwrap());
+    for head_dim in [64, 128] {
+        let plain = problem(head_dim, Dtype::BF16, AttentionOptions::default());
+        let name = |what: &str| format!("d{head_dim}_{what}");
+        check(&name("f16"), problem(head_dim, Dtype::F16, causal));
+        check(&name("window"), problem(head_dim, Dtype::BF16, window));
+        check(&name("softcap"), problem(head_dim, Dtype::BF16, capped));
+        check(&name("padding_mask"), plain.with_mask(&[4, 1, 1, 4096]).unwrap());
+        check(&name("mask"), plain.with_mask(&[1, 1, 4096, 4096]).unwrap());
+        check(&name("bias"), plain.with_bias(&[1, 16, 4096, 4096]).unwrap());
+    }
 }
 
 /// Head dimensions that are no multiple of a panel, of 16 or of 8.
@@ -264,9 +306,10 @@ fn work_items_are_every_block_once() {
         let causal = AttentionOptions { causal: true, ..Default::default() };
         let shape = [heads / heads.min(3), heads.min(3), seq, 64];
         let problem = AttentionProblem::new(&shape, &shape, &shape, Dtype::BF16, causal).unwrap();
-        let (band, blocks) = (problem.band(), seq.div_ceil(128));
+        let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: false };
+        let (band, blocks) = (problem.band(), seq.div_ceil(tile.tile_q()));
         let walk = Walk::new(blocks as u32, shape[0] as u32, shape[1] as u32, 1, section as u32);
-        let items: Vec<_> = (0..walk.items).map(|number| walk.item(number, &band, 128)).collect();
+        let items: Vec<_> = (0..walk.items).map(|number| walk.item(number, &band, tile)).collect();
         let mut seen: Vec<_> = items.iter().map(|item| (item.batch, item.head, item.q_start)).collect();
         seen.sort_unstable();
         let (batches, heads, blocks) = (shape[0] as u32, shape[1] as u32, blocks as u32);

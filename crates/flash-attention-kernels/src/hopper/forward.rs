@@ -1,4 +1,4 @@
-//! Forward: `o = softmax(scores) · v` and its log-sum-exp, a block of 128 queries at a time.
+//! Forward: `o = softmax(scores) · v` and its log-sum-exp, a block of queries at a time.
 //!
 //! ```text
 //! for each tile of keys that the queries see, the last first:
@@ -7,43 +7,61 @@
 //! o = O / l      lse = (c m + log2 l) / log2(e)
 //! ```
 //!
-//! Two warpgroups have 64 queries each. Of a warpgroup, `S` of one tile and `P V` of the tile before are in flight
-//! together, so that a softmax hides under products (FlashAttention-3, arXiv:2407.08608, section 3.2); the warpgroups take
-//! turns, so that one's products run under the other's softmax (section 3.1). `O` is rescaled only when a row's maximum
-//! has grown by more than 2^8, which nothing but the range of f32 asks for. The first product of the next item is issued
-//! beside the last one of this item, under its stores.
+//! Each warpgroup has 64 queries of the block. Of a warpgroup, `S` of one tile and `P V` of the tile before are in flight
+//! together, so that a softmax hides under products (FlashAttention-3, arXiv:2407.08608, section 3.2); where it pays the
+//! warpgroups take turns, so that one's products run under the other's softmax (section 3.1). `O` is rescaled only when a
+//! row's maximum has grown by more than 2^8, which nothing but the range of f32 asks for. The first product of the next item
+//! is issued beside the last one of this item, under its stores.
 //!
-//! What a step has freed of K and V is loaded again between the products of the next: in their shadow.
+//! Whole warps take every branch together, and the assembler must see that they do: a branch by `UNIT_POS`, or a shuffle
+//! behind one, makes it guard every shuffle that follows.
 
 use super::ops::*;
+use super::recompute::{recompute_row, trace};
 use super::ring::{Loader, Memory, Of, Place, load_q};
 use super::rows::*;
 use super::schedule::Walk;
 use super::scores::{Factors, finish};
-use super::{Blueprint, TILE_Q, UNITS, WARPGROUP_ROWS};
+use super::{Blueprint, HopperTile, WARPGROUP_ROWS, WARPGROUP_UNITS};
 use crate::mask::Band;
-use crate::softmax::{HIDDEN, lse_bits_log2};
+use crate::softmax::lse_bits_log2;
 use cubecl::prelude::*;
 
-/// How much, as a power of two, a maximum may grow before `O` is rescaled.
-const LAZY: f32 = 8.0;
+/// Where the rows of `[B, H, S, …]` start.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone))]
+pub struct Stride {
+    /// From a batch to the next.
+    pub batch: usize,
+    /// From a head to the next.
+    pub head: usize,
+    /// From a row to the next.
+    pub row: usize,
+}
 
-/// Strides of `o`, in its vectors, and of `lse`. As arguments they are constants; those of a tensor are read from memory.
+#[cube]
+impl Stride {
+    /// The start of a row.
+    pub fn at(&self, batch: usize, head: usize, row: u32) -> usize {
+        batch * self.batch + head * self.head + row as usize * self.row
+    }
+}
+
+/// Strides of `q`, `k`, `v` and `o`, in vectors of 16 bytes, and of `lse`. As arguments they are constants; those of a tensor
+/// are read from memory.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone))]
 pub struct Strides {
-    /// From a batch to the next.
-    pub o_batch: usize,
-    /// From a head to the next.
-    pub o_head: usize,
-    /// From a query to the next.
-    pub o_row: usize,
-    /// From a batch to the next.
-    pub lse_batch: usize,
-    /// From a head to the next.
-    pub lse_head: usize,
-    /// From a query to the next.
-    pub lse_row: usize,
+    /// Of the queries.
+    pub q: Stride,
+    /// Of the keys.
+    pub k: Stride,
+    /// Of the values.
+    pub v: Stride,
+    /// Of the output.
+    pub o: Stride,
+    /// Of the log-sum-exp.
+    pub lse: Stride,
 }
 
 /// `q [B, H, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `o [B, H, Sq, Dv]`, its rows in vectors of 16 bytes, and
@@ -59,6 +77,9 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     o: &mut Tensor<Vector<u32, Const<4>>>,
     lse: &mut Tensor<u32>,
     counter: &[u32],
+    q_rows: &[Vector<E, Const<8>>],
+    k_rows: &[Vector<E, Const<8>>],
+    v_rows: &[Vector<E, Const<8>>],
     strides: Strides,
     factors: Factors,
     band: Band,
@@ -75,34 +96,44 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
 
     // -- shared memory, barriers, descriptors
     let elements = comptime!(blueprint.shared_memory() / blueprint.dtype.size());
-    let k_at = comptime!(2 * blueprint.q_bytes() / blueprint.dtype.size());
+    let k_at = comptime!(tile.warpgroups * blueprint.q_bytes() / blueprint.dtype.size());
+    let team_bytes = comptime!(blueprint.team_memory() as u32);
     let v_at = comptime!(k_at + stages * k_bytes / blueprint.dtype.size());
     let shared = Shared::<[E]>::new_aligned_slice(elements, 1024usize);
-    let memory = Memory::new(shared_address::<E>(&shared[0..1024]), blueprint);
 
-    let warp = plane_broadcast(UNIT_POS / 32, 0u32);
+    let mut warp = plane_broadcast(UNIT_POS / 32, 0u32);
+    let mut team = 0u32;
+    if comptime!(tile.teams > 1) {
+        team = warp / comptime!(4 * tile.warpgroups as u32);
+        warp %= comptime!(4 * tile.warpgroups as u32);
+    }
     let warpgroup = warp / 4;
+    let memory = Memory::new(shared_address::<E>(&shared[0..1024]) + team * team_bytes, blueprint);
     let lane = UNIT_POS % 32;
     let quarter = lane % 4;
-    let unit = UNIT_POS % 128;
     // Descriptors count in units of 16 bytes.
-    let q_tile = descriptor::<E>(&shared[0..1024], 16usize, 1024usize)
-        + u64::cast_from(warpgroup * comptime!((blueprint.q_bytes() / 16) as u32));
-    let k_tiles = descriptor::<E>(&shared[k_at..k_at + 1024], 16usize, 1024usize);
-    let v_tiles = descriptor::<E>(&shared[v_at..v_at + 1024], comptime!(tile_k * 128), 1024usize);
+    let team_at = team * (team_bytes / 16);
+    let q_at = team_at + warpgroup * comptime!((blueprint.q_bytes() / 16) as u32);
+    let q_tile = descriptor::<E>(&shared[0..1024], 16usize, 1024usize) + u64::cast_from(q_at);
+    let k_tiles = descriptor::<E>(&shared[k_at..k_at + 1024], 16usize, 1024usize) + u64::cast_from(team_at);
+    let v_tiles =
+        descriptor::<E>(&shared[v_at..v_at + 1024], comptime!(tile_k * 128), 1024usize) + u64::cast_from(team_at);
     let k_stage = comptime!((k_bytes / 16) as u32);
     let v_stage = comptime!((blueprint.v_bytes() / 16) as u32);
 
     // -- the first loads
-    let mut loader = Loader::new(memory, walk, band);
+    let mut loader = Loader::new(memory, walk, band, team, warp, tile);
     loader.start(k, v, counter, blueprint);
-    // There are no more cubes than items.
     memory.await_item(0u32);
-    if unit == 0 {
+    let mut steps = memory.item(0u32, Of::Steps);
+    let of_warpgroup = warp % 4;
+    if of_warpgroup == 0 && steps != 0 {
         load_q(q, &memory, 0u32, warpgroup, blueprint);
     }
-    if comptime!(tile.turns) && warpgroup == 1 {
-        named_arrive(TURN, comptime!(UNITS as u32));
+    // Named barrier 0 is that of all units.
+    let turn = 1 + team * comptime!(tile.warpgroups as u32);
+    if warpgroup == comptime!(tile.warpgroups as u32 - 1) {
+        pass_turn(turn, warpgroup, tile);
     }
 
     // Where the products are in the rings. What a step has freed is filled again in the next one, so that neither
@@ -114,16 +145,17 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     // -- the first S; those of later items are issued at the end of the item before
     let mut s = Array::<f32>::new(s_len);
     zero(&mut s, s_len);
-    mbarrier_wait(memory.full_q + warpgroup * 8, 0u32);
-    mbarrier_wait(memory.full_k, 0u32);
-    take_turn(warpgroup, tile.turns);
+    if steps != 0 {
+        mbarrier_wait(memory.full_q + warpgroup * 8, 0u32);
+        mbarrier_wait(memory.full_k, 0u32);
+    }
+    take_turn(turn, warpgroup, tile);
     pin(&mut s, s_len);
     wgmma_fence();
     qk(&mut s, q_tile, k_tiles, blueprint);
     wgmma_commit();
-    pass_turn(warpgroup, tile.turns);
+    pass_turn(turn, warpgroup, tile);
 
-    let mut steps = memory.item(0u32, Of::Steps);
     while steps != 0 {
         let first_row = memory.item(nth, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
         let mut k_start = memory.item(nth, Of::KLast);
@@ -137,14 +169,11 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         }
         k_place.advance(stages);
         if steps == 1 {
-            load_next_q(q, &memory, nth, warpgroup, blueprint);
+            load_next_q(q, &memory, nth, warp, blueprint);
         }
         let edge = edges.lead > 0 || edges.tail == 0 || memory.item(nth, Of::Blind) != 0;
         finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, edge, blueprint);
-        let mut m0 = row_max(&s, 0usize, HIDDEN.runtime(), tile_k);
-        let mut m1 = row_max(&s, 1usize, HIDDEN.runtime(), tile_k);
-        let mut l0 = exponentials(&mut s, 0usize, m0, factors.exponent, 0.0f32.runtime(), tile_k);
-        let mut l1 = exponentials(&mut s, 1usize, m1, factors.exponent, 0.0f32.runtime(), tile_k);
+        let mut rows = Statistics::first(&mut s, factors.exponent, tile_k);
         let mut p = Sequence::<Array<u32>>::new();
         #[unroll]
         for _ in 0..fragments {
@@ -161,19 +190,19 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         for step in 1..steps {
             k_start -= comptime!(tile_k as u32);
             zero(&mut s, s_len);
-            take_turn(warpgroup, tile.turns);
+            take_turn(turn, warpgroup, tile);
             pin(&mut s, s_len);
             pin(&mut acc, o_len);
             wgmma_fence();
             qk(&mut s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint);
             wgmma_commit();
-            loader.refill(k, v, counter, blueprint);
+            // Not waited for before S is on its way; the wait ends a stretch of products for the assembler.
             mbarrier_wait(memory.full_v + v_place.stage * 8, v_place.phase);
-            // The wait ends a stretch of products for the assembler.
             wgmma_fence();
             pv(&mut acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), blueprint);
             wgmma_commit();
-            pass_turn(warpgroup, tile.turns);
+            pass_turn(turn, warpgroup, tile);
+            loader.refill(k, v, counter, blueprint);
             wgmma_wait(1usize);
             pin(&mut s, s_len);
             if lane == 0 {
@@ -181,31 +210,13 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
             k_place.advance(stages);
             if step + 1 == steps {
-                load_next_q(q, &memory, nth, warpgroup, blueprint);
+                load_next_q(q, &memory, nth, warp, blueprint);
             }
 
             // Only where there is a band can a tile after the first be at its edge.
             let edge = comptime!(band.bounded_above || band.bounded_below) && (step < edges.lead || step >= edges.tail);
             finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, edge, blueprint);
-            // -- update m and l
-            let x0 = row_max(&s, 0usize, m0, tile_k);
-            let x1 = row_max(&s, 1usize, m1, tile_k);
-            let mut rescale = true.runtime();
-            if comptime!(tile.lazy) {
-                rescale = plane_any(max(x0 - m0, x1 - m1) * factors.exponent > LAZY);
-            }
-            let mut a0 = 1.0f32.runtime();
-            let mut a1 = 1.0f32.runtime();
-            if rescale {
-                a0 = ex2((m0 - x0) * factors.exponent);
-                a1 = ex2((m1 - x1) * factors.exponent);
-                m0 = x0;
-                m1 = x1;
-                l0 *= a0;
-                l1 *= a1;
-            }
-            l0 = exponentials(&mut s, 0usize, m0, factors.exponent, l0, tile_k);
-            l1 = exponentials(&mut s, 1usize, m1, factors.exponent, l1, tile_k);
+            let rescale = rows.absorb(&mut s, factors.exponent, tile_k);
             pin(&mut s, s_len);
             // The branch of this wait is what keeps the assembler from moving the wait for P V above the softmax.
             if step + 1 < steps {
@@ -218,8 +229,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
             v_place.advance(stages);
             // -- update O
-            if rescale {
-                scale_rows(&mut acc, a0, a1, o_len);
+            if rescale.needed {
+                scale_rows(&mut acc, rescale.a0, rescale.a1, o_len);
             }
             to_fragments(&s, &mut p, blueprint);
         }
@@ -233,7 +244,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             mbarrier_wait(memory.full_q + warpgroup * 8, (nth + 1) % 2);
             mbarrier_wait(memory.full_k + k_place.stage * 8, k_place.phase);
         }
-        take_turn(warpgroup, tile.turns);
+        take_turn(turn, warpgroup, tile);
         pin(&mut s, s_len);
         pin(&mut acc, o_len);
         wgmma_fence();
@@ -243,17 +254,17 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         wgmma_fence();
         qk(&mut s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint);
         wgmma_commit();
-        pass_turn(warpgroup, tile.turns);
+        pass_turn(turn, warpgroup, tile);
 
         // -- O / l and lse
-        l0 = row_sum(l0);
-        l1 = row_sum(l1);
-        let row = first_row + warp % 4 * 16 + lane / 4;
+        let (m0, l0) = (rows.m0, row_sum(rows.l0));
+        let (m1, l1) = (rows.m1, row_sum(rows.l1));
+        let row = first_row + of_warpgroup * 16 + lane / 4;
         let (batch, head) = (memory.item(nth, Of::Batch) as usize, memory.item(nth, Of::Head) as usize);
-        let lse_at = batch * strides.lse_batch + head * strides.lse_head + row as usize * strides.lse_row;
+        let lse_at = strides.lse.at(batch, head, row);
         let (live0, live1) = (band.is_query(row), band.is_query(row + 8));
         if quarter == 0 {
-            let next = lse_at + 8 * strides.lse_row;
+            let next = lse_at + 8 * strides.lse.row;
             if live0 {
                 lse[lse_at] = lse_bits_log2(m0 * factors.exponent, l0, lg2(l0));
             }
@@ -269,10 +280,48 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             mbarrier_arrive(memory.empty_v + v_place.stage * 8);
         }
         v_place.advance(stages);
-        let row0 = batch * strides.o_batch + head * strides.o_head + row as usize * strides.o_row;
-        let row1 = row0 + 8 * strides.o_row;
-        store_row(&acc, 0usize, f0, o, row0, live0, blueprint);
-        store_row(&acc, 1usize, f1, o, row1, live1, blueprint);
+        let row0 = strides.o.at(batch, head, row);
+        let row1 = row0 + 8 * strides.o.row;
+        // Only what is hidden can leak.
+        let leaky = comptime!(blueprint.mask.is_some() || band.bounded_above || band.bounded_below);
+        let mut leaked0 = false.runtime();
+        let mut leaked1 = false.runtime();
+        if comptime!(leaky) {
+            let (trace0, trace1) = (row_sum(trace(&acc, 0usize, o_len)), row_sum(trace(&acc, 1usize, o_len)));
+            leaked0 = live0 && l0 <= f32::MAX && trace0 != 0.0f32;
+            leaked1 = live1 && l1 <= f32::MAX && trace1 != 0.0f32;
+        }
+        store_row(&acc, 0usize, f0, o, row0, live0 && !leaked0, blueprint);
+        store_row(&acc, 1usize, f1, o, row1, live1 && !leaked1, blueprint);
+        if comptime!(leaky) && plane_any(leaked0 || leaked1) {
+            let head_kv = memory.item(nth, Of::HeadKv) as usize;
+            let first = first_row + of_warpgroup * 16;
+            for of_warp in 0..16u32 {
+                let upper = of_warp >= 8;
+                let from = of_warp % 8 * 4;
+                let m = plane_shuffle(select(upper, m1, m0), from);
+                let l = plane_shuffle(select(upper, l1, l0), from);
+                if plane_any(lane == from && select(upper, leaked1, leaked0)) {
+                    recompute_row(
+                        q_rows,
+                        k_rows,
+                        v_rows,
+                        &mask,
+                        &bias,
+                        o,
+                        &strides,
+                        &factors,
+                        &band,
+                        batch,
+                        head,
+                        head_kv,
+                        first + of_warp,
+                        m * factors.exponent + lg2(l),
+                        blueprint,
+                    );
+                }
+            }
+        }
 
         nth += 1;
         steps = next_steps;
@@ -281,22 +330,20 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     pin(&mut s, s_len);
 }
 
-/// Named barriers: from this one on, the warpgroups' turns.
-const TURN: u32 = 1;
-
-/// Waits for the other warpgroup to have issued its products.
+/// Waits for the warpgroup before to have issued its products. `turn`: the first of the team's named barriers.
 #[cube]
-fn take_turn(warpgroup: u32, #[comptime] turns: bool) {
-    if comptime!(turns) {
-        named_sync(TURN + warpgroup, comptime!(UNITS as u32));
+fn take_turn(turn: u32, warpgroup: u32, #[comptime] tile: HopperTile) {
+    if comptime!(tile.turns) {
+        named_sync(turn + warpgroup, comptime!(2 * WARPGROUP_UNITS as u32));
     }
 }
 
-/// Lets the other warpgroup issue.
+/// Lets the next warpgroup issue.
 #[cube]
-fn pass_turn(warpgroup: u32, #[comptime] turns: bool) {
-    if comptime!(turns) {
-        named_arrive(comptime!(TURN + 1) - warpgroup, comptime!(UNITS as u32));
+fn pass_turn(turn: u32, warpgroup: u32, #[comptime] tile: HopperTile) {
+    if comptime!(tile.turns) {
+        let next = (warpgroup + 1) % comptime!(tile.warpgroups as u32);
+        named_arrive(turn + next, comptime!(2 * WARPGROUP_UNITS as u32));
     }
 }
 
@@ -306,17 +353,18 @@ fn load_next_q<E: Float>(
     q: &TensorMap<E, Tiled>,
     memory: &Memory,
     nth: u32,
-    warpgroup: u32,
+    warp: u32,
     #[comptime] blueprint: Blueprint,
 ) {
+    let warpgroup = warp / 4;
     let empty = memory.empty_q + warpgroup * 8;
-    if UNIT_POS % 32 == 0 {
+    let (lane, of_warpgroup) = (UNIT_POS % 32, warp % 4);
+    if lane == 0 {
         mbarrier_arrive(empty);
     }
     // It becomes known when the last tile of K of this one is loaded, which has been.
     memory.await_item(nth + 1);
-    let unit = UNIT_POS % 128;
-    if unit == 0 && memory.item(nth + 1, Of::Steps) != 0 {
+    if of_warpgroup == 0 && memory.item(nth + 1, Of::Steps) != 0 {
         mbarrier_wait(empty, nth % 2);
         load_q(q, memory, nth + 1, warpgroup, blueprint);
     }
@@ -344,5 +392,3 @@ fn pv(o: &mut Array<f32>, p: &Sequence<Array<u32>>, v: u64, #[comptime] blueprin
         mma_registers(o, p.index(i), v + comptime!((i * 128) as u64), blueprint.columns(), blueprint.dtype);
     }
 }
-
-const _: () = assert!(TILE_Q == 2 * WARPGROUP_ROWS);

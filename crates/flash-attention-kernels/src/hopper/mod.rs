@@ -5,7 +5,7 @@
 //! forward   the kernel                              ring      stages of shared memory and who fills them when
 //! rows      softmax on an accumulator's rows        schedule  which cube computes which block of queries, in which order
 //! scores    softcap, bias, mask, band, on registers copy      tensors that TMA cannot read, packed
-//! ops       operations that CubeCL has no name for
+//! ops       operations that CubeCL has no name for   recompute rows that a value which is not finite has leaked into
 //! ```
 //!
 //! CubeCL assembles what it compiles as relocatable code, which shapes these kernels: `setmaxnreg` is ignored there, so
@@ -20,6 +20,8 @@ pub mod forward;
 #[cfg(feature = "cuda")]
 pub mod ops;
 #[cfg(feature = "cuda")]
+pub mod recompute;
+#[cfg(feature = "cuda")]
 pub mod ring;
 #[cfg(feature = "cuda")]
 pub mod rows;
@@ -31,12 +33,10 @@ pub mod scores;
 use crate::problem::Dtype;
 use serde::Serialize;
 
-/// Queries of a cube: two warpgroups of 64.
-pub const TILE_Q: usize = 128;
 /// Rows of a warpgroup's products.
 pub const WARPGROUP_ROWS: usize = 64;
-/// Units of a cube: two warpgroups.
-pub const UNITS: usize = 256;
+/// Units of a warpgroup.
+pub const WARPGROUP_UNITS: usize = 128;
 /// Columns of a panel: 128 bytes, what the swizzle works on.
 pub const PANEL: usize = 64;
 
@@ -48,14 +48,28 @@ pub const WORDS: usize = 8;
 /// Tiles of the forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct HopperTile {
+    /// Teams of a cube. Each works for itself, in shared memory of its own.
+    pub teams: usize,
+    /// Warpgroups of a team, 64 queries each; at least 2.
+    pub warpgroups: usize,
     /// Keys of a tile: a multiple of 16, at most 256.
     pub tile_k: usize,
     /// Tiles of K, and of V, in shared memory at a time.
     pub stages: usize,
     /// Whether the warpgroups take turns in issuing products, so that one's softmax runs under the other's products.
     pub turns: bool,
-    /// Whether O is rescaled only when a row's maximum has grown by more than 2^8 (FlashAttention-4's rule).
-    pub lazy: bool,
+}
+
+impl HopperTile {
+    /// Queries of a team.
+    pub fn tile_q(&self) -> usize {
+        self.warpgroups * WARPGROUP_ROWS
+    }
+
+    /// Units of a cube.
+    pub fn units(&self) -> usize {
+        self.teams * self.warpgroups * WARPGROUP_UNITS
+    }
 }
 
 /// What the forward is specialised for.
@@ -117,11 +131,11 @@ impl Blueprint {
         WARPGROUP_ROWS * self.panels() * PANEL * self.dtype.size()
     }
 
-    /// Bytes of shared memory: Q, the rings of K and V, barriers.
+    /// Bytes of shared memory: for each team Q, the rings of K and V, barriers.
     ///
     /// ```
     /// # use flash_attention_kernels::{Dtype, hopper::{Blueprint, HopperTile}};
-    /// let tile = HopperTile { tile_k: 128, stages: 3, turns: true, lazy: true };
+    /// let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: true };
     /// let blueprint = Blueprint {
     ///     tile, dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
     ///     capped: false, mask: None, bias: None,
@@ -129,11 +143,14 @@ impl Blueprint {
     /// assert!(blueprint.shared_memory() <= 227 << 10);
     /// ```
     pub fn shared_memory(&self) -> usize {
-        let barriers = 4 + 4 * self.tile.stages + SLOTS;
-        2 * self.q_bytes()
-            + self.tile.stages * (self.k_bytes() + self.v_bytes())
-            + 8 * barriers
-            + 4 * WORDS * (SLOTS + 2)
+        self.tile.teams * self.team_memory()
+    }
+
+    /// Bytes of a team, a multiple of 1,024, to which swizzled tiles are aligned.
+    pub fn team_memory(&self) -> usize {
+        let barriers = 2 * self.tile.warpgroups + 4 * self.tile.stages + SLOTS;
+        let tiles = self.tile.warpgroups * self.q_bytes() + self.tile.stages * (self.k_bytes() + self.v_bytes());
+        (tiles + 8 * barriers + 4 * WORDS * (SLOTS + 2)).next_multiple_of(if self.tile.teams > 1 { 1024 } else { 16 })
     }
 
     /// Whether scores are turned into natural units before the softmax, not by its factor alone.

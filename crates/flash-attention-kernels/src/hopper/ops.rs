@@ -64,7 +64,7 @@ mod lowered {
             let results: Vec<TypeHandle> = constraints
                 .split(',')
                 .filter_map(|constraint| match constraint {
-                    "=r" => Some(i32_ty(ctx)),
+                    "=r" | "=&r" => Some(i32_ty(ctx)),
                     "=f" => Some(lp::FP32Type::get(ctx).into()),
                     _ => None,
                 })
@@ -231,12 +231,12 @@ pub fn mbarrier_arrive(at: u32) {
     })
 }
 
-/// Arrives, and lets the phase wait for `bytes` bytes of loads.
+/// One unit of the warp arrives, and lets the phase wait for `bytes` bytes of loads. The whole warp must call it.
 #[cube]
 pub fn mbarrier_expect(at: u32, bytes: u32) {
     intrinsic!(|scope| {
         let args = vec![at.read_value(scope), bytes.read_value(scope)];
-        effect(scope, "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "r,r,~{memory}", args)
+        effect(scope, &elected("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"), "r,r,~{memory}", args)
     })
 }
 
@@ -253,8 +253,8 @@ pub fn mbarrier_wait(at: u32, parity: u32) {
 
 // -- memory
 
-/// Loads the box of `map` at `(batch, head, row, column)` to a shared address; the bytes count at `barrier`. What lies
-/// past the tensor's ends is loaded as zeros.
+/// One unit of the warp loads the box of `map` at `(batch, head, row, column)` to a shared address; the bytes count at
+/// `barrier`. What lies past the tensor's ends is loaded as zeros. The whole warp must call it.
 #[cube]
 pub fn tma_load<E: CubePrimitive>(
     map: &TensorMap<E, Tiled>,
@@ -277,7 +277,7 @@ pub fn tma_load<E: CubePrimitive>(
         let template = format!(
             "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [$0], [$1, {{{column}, $2, $3, $4}}], [$5];"
         );
-        effect(scope, &template, "r,l,r,r,r,r,~{memory}", args)
+        effect(scope, &elected(&template), "r,l,r,r,r,r,~{memory}", args)
     })
 }
 
@@ -299,14 +299,17 @@ pub fn load_shared(at: u32) -> u32 {
     })
 }
 
-/// Adds 1 to the first element of `counter`, or makes it 0 if it was `last`; returns what it was.
+/// Unit 0 of the warp adds 1 to the first element of `counter`, or makes it 0 if it was `last`; returns to it what it was.
+/// The whole warp must call it.
 #[cube]
 pub fn take_ticket(counter: &[u32], last: u32) -> u32 {
     intrinsic!(|scope| {
         let ty = u32::__expand_as_type(scope);
         let counter = unsafe { *counter.__expand_as_ptr_method(scope) }.value(scope);
         let args = vec![counter, last.read_value(scope)];
-        let value = effect_value(scope, ty, "atom.global.inc.u32 $0, [$1], $2;", "=r,l,r,~{memory}", args);
+        let template = "{\n.reg .pred p;\n.reg .u32 lane;\nmov.u32 lane, %laneid;\nsetp.eq.u32 p, lane, 0;\nmov.u32 $0, 0;\n\
+             @p atom.global.inc.u32 $0, [$1], $2;\n}";
+        let value = effect_value(scope, ty, template, "=&r,l,r,~{memory}", args);
         ExpandValue::from(value).into()
     })
 }
@@ -399,6 +402,12 @@ pub fn mma_shared(acc: &mut Array<f32>, a: u64, b: u64, #[comptime] n: usize, #[
     let before = held(&*acc, comptime!(n / 2));
     let after = product_shared(&before, a, b, n, dtype);
     hold(acc, &after, comptime!(n / 2));
+}
+
+/// An instruction for one unit of a warp. The branch stays one of the warp as a whole: what the assembler has to take for
+/// divergent makes it guard every shuffle that follows.
+fn elected(instruction: &str) -> String {
+    format!("{{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n@one {instruction}\n}}")
 }
 
 /// The product of `n / 2` registers `$0`, `$1`, … with these operands.

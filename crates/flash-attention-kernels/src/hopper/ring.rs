@@ -1,12 +1,12 @@
 //! Stages of shared memory: TMA fills them, products empty them, `mbarrier`s tell each of the other.
 //!
-//! Of K and of V there is a ring of stages each. A unit of the first warpgroup loads K and one of the second V, ahead of the
-//! products and over the borders of work items. A stage's barrier `full` completes when its bytes have come, `empty` when
+//! Of K and of V there is a ring of stages each. The first warp of the first warpgroup loads K and that of the second V,
+//! ahead of the products and over the borders of work items. A stage's barrier `full` completes when its bytes have come, `empty` when
 //! the last warp is done with them.
 
 use super::ops::*;
 use super::schedule::{Item, Walk};
-use super::{Blueprint, PANEL, SLOTS, UNITS, WARPGROUP_ROWS, WORDS};
+use super::{Blueprint, HopperTile, PANEL, SLOTS, WARPGROUP_ROWS, WARPGROUP_UNITS, WORDS};
 use crate::mask::Band;
 use cubecl::prelude::*;
 
@@ -100,24 +100,26 @@ pub struct Memory {
 
 #[cube]
 impl Memory {
-    /// The layout from `base` on, and its barriers made. All units must call it.
+    /// The layout of a team's memory from `base` on, and its barriers made. All units must call it.
     pub fn new(base: u32, #[comptime] blueprint: Blueprint) -> Memory {
         let stages = comptime!(blueprint.tile.stages as u32);
+        let warpgroups = comptime!(blueprint.tile.warpgroups as u32);
         let q = base;
-        let k = q + comptime!(2 * blueprint.q_bytes() as u32);
+        let k = q + comptime!(warpgroups * blueprint.q_bytes() as u32);
         let v = k + comptime!(stages * blueprint.k_bytes() as u32);
         let full_q = v + comptime!(stages * blueprint.v_bytes() as u32);
-        let empty_q = full_q + 16;
-        let full_k = empty_q + 16;
+        let empty_q = full_q + comptime!(8 * warpgroups);
+        let full_k = empty_q + comptime!(8 * warpgroups);
         let full_v = full_k + comptime!(8 * stages);
         let empty_k = full_v + comptime!(8 * stages);
         let empty_v = empty_k + comptime!(8 * stages);
         let known = empty_v + comptime!(8 * stages);
         let slots = known + comptime!(8 * SLOTS as u32);
         let cursors = slots + comptime!(4 * (SLOTS * WORDS) as u32);
-        if UNIT_POS == 0 {
+        let of_team = UNIT_POS % comptime!(warpgroups * WARPGROUP_UNITS as u32);
+        if of_team == 0 {
             #[unroll]
-            for i in 0..2u32 {
+            for i in 0..warpgroups {
                 mbarrier_init(full_q + comptime!(8 * i), 1u32);
                 mbarrier_init(empty_q + comptime!(8 * i), 4u32);
             }
@@ -126,8 +128,8 @@ impl Memory {
                 mbarrier_init(full_k + comptime!(8 * i), 1u32);
                 mbarrier_init(full_v + comptime!(8 * i), 1u32);
                 // One arrival of each warp.
-                mbarrier_init(empty_k + comptime!(8 * i), 8u32);
-                mbarrier_init(empty_v + comptime!(8 * i), 8u32);
+                mbarrier_init(empty_k + comptime!(8 * i), comptime!(4 * warpgroups));
+                mbarrier_init(empty_v + comptime!(8 * i), comptime!(4 * warpgroups));
             }
             #[unroll]
             for i in 0..comptime!(SLOTS as u32) {
@@ -143,7 +145,7 @@ impl Memory {
         Memory { q, k, v, full_q, full_k, full_v, empty_q, empty_k, empty_v, known, slots, cursors }
     }
 
-    /// Waits until the `nth` item of this cube is known.
+    /// Waits until the `nth` item of this team is known.
     pub fn await_item(&self, nth: u32) {
         mbarrier_wait(self.known + nth % comptime!(SLOTS as u32) * 8, (nth / comptime!(SLOTS as u32)) % 2);
     }
@@ -182,17 +184,19 @@ pub struct Loader {
     memory: Memory,
     walk: Walk,
     band: Band,
+    warp: u32,
     ahead: u32,
 }
 
 #[cube]
 impl Loader {
-    /// Before the first item, which is that of the cube's own number.
-    pub fn new(memory: Memory, walk: Walk, band: Band) -> Loader {
-        Loader { memory, walk, band, ahead: CUBE_POS as u32 }
+    /// Before the first item, which is that of the team's own number.
+    pub fn new(memory: Memory, walk: Walk, band: Band, team: u32, warp: u32, #[comptime] tile: HopperTile) -> Loader {
+        let number = CUBE_POS as u32 * comptime!(tile.teams as u32) + team;
+        Loader { memory, walk, band, warp, ahead: number }
     }
 
-    /// The first loads. All units may call it.
+    /// The first loads.
     pub fn start<E: CubePrimitive>(
         &mut self,
         k: &TensorMap<E, Tiled>,
@@ -201,25 +205,22 @@ impl Loader {
         #[comptime] blueprint: Blueprint,
     ) {
         let stages = comptime!(blueprint.tile.stages);
-        if UNIT_POS == 0 {
+        if self.warp == 0 {
             self.enter(counter, true, blueprint);
-            #[unroll]
             for _ in 0..stages {
                 self.load(k, counter, true, blueprint);
             }
         }
-        if UNIT_POS == comptime!(UNITS as u32 / 2) {
+        if self.warp == comptime!(WARPGROUP_UNITS as u32 / 32) {
             self.enter(counter, false, blueprint);
             // V is wanted a step after K.
-            #[unroll]
             for _ in 1..stages {
                 self.load(v, counter, false, blueprint);
             }
         }
     }
 
-    /// Fills the stages of K and V that the step before has freed: once in each step that multiplies both. All units may
-    /// call it.
+    /// Fills the stages of K and V that the step before has freed: once in each step that multiplies both.
     pub fn refill<E: CubePrimitive>(
         &mut self,
         k: &TensorMap<E, Tiled>,
@@ -227,10 +228,10 @@ impl Loader {
         counter: &[u32],
         #[comptime] blueprint: Blueprint,
     ) {
-        if UNIT_POS == 0 {
+        if self.warp == 0 {
             self.load(k, counter, true, blueprint);
         }
-        if UNIT_POS == comptime!(UNITS as u32 / 2) {
+        if self.warp == comptime!(WARPGROUP_UNITS as u32 / 32) {
             self.load(v, counter, false, blueprint);
         }
     }
@@ -239,15 +240,19 @@ impl Loader {
     fn enter(&mut self, counter: &[u32], #[comptime] leads: bool, #[comptime] blueprint: Blueprint) {
         let nth = self.memory.cursor(leads, To::Nth);
         if comptime!(leads) {
-            if self.ahead < self.walk.items {
-                let item = self.walk.item(self.ahead, &self.band, comptime!(blueprint.tile.tile_k as u32));
+            let number = plane_broadcast(self.ahead, 0u32);
+            if number < self.walk.items {
+                let item = self.walk.item(number, &self.band, blueprint.tile);
                 self.memory.write_item(nth, &item);
-                self.ahead = self.walk.next(counter);
+                self.ahead = self.walk.next(counter, blueprint.tile);
             } else {
                 let slot = self.memory.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
                 store_shared(slot + comptime!(4 * Of::Steps as u32), 0u32);
             }
-            mbarrier_arrive(self.memory.known + nth % comptime!(SLOTS as u32) * 8);
+            let lane = UNIT_POS % 32;
+            if lane == 0 {
+                mbarrier_arrive(self.memory.known + nth % comptime!(SLOTS as u32) * 8);
+            }
         } else {
             self.memory.await_item(nth);
         }
@@ -309,7 +314,7 @@ impl Loader {
     }
 }
 
-/// Loads a warpgroup's rows of Q of the `nth` item. By one unit of it.
+/// Loads a warpgroup's rows of Q of the `nth` item. By one warp of it.
 #[cube]
 pub fn load_q<E: CubePrimitive>(
     map: &TensorMap<E, Tiled>,

@@ -18,21 +18,82 @@ pub fn zero(x: &mut Array<f32>, #[comptime] len: usize) {
     }
 }
 
+/// How much, as a power of two, a maximum may grow before what was computed with it is rescaled.
+const LAZY: f32 = 8.0;
+
+/// What the softmax remembers of a unit's two rows.
+#[derive(CubeType)]
+pub struct Statistics {
+    /// What their exponentials are relative to: their maxima, or up to 2^8 below.
+    pub m0: f32,
+    pub m1: f32,
+    /// What this unit holds of the rows' exponentials, added.
+    pub l0: f32,
+    pub l1: f32,
+}
+
+/// By what earlier exponentials of a unit's two rows must be multiplied; if not `needed` in any row of the warp, by 1.
+#[derive(CubeType, Clone)]
+pub struct Rescale {
+    pub a0: f32,
+    pub a1: f32,
+    pub needed: bool,
+}
+
+#[cube]
+impl Statistics {
+    /// Of the first tile, of which `2^(exponent · (s − m))` are left.
+    pub fn first(s: &mut Array<f32>, exponent: f32, #[comptime] tile_k: usize) -> Statistics {
+        let m0 = row_max(&*s, 0usize, HIDDEN.runtime(), tile_k);
+        let m1 = row_max(&*s, 1usize, HIDDEN.runtime(), tile_k);
+        let l0 = exponentials(s, 0usize, m0, exponent, 0.0f32.runtime(), tile_k);
+        let l1 = exponentials(s, 1usize, m1, exponent, 0.0f32.runtime(), tile_k);
+        Statistics { m0, m1, l0, l1 }
+    }
+
+    /// Takes another tile in, of which as much is left.
+    pub fn absorb(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] tile_k: usize) -> Rescale {
+        let x0 = row_max(&*s, 0usize, self.m0, tile_k);
+        let x1 = row_max(&*s, 1usize, self.m1, tile_k);
+        // Without branches, so that the exponentials need not wait for a vote.
+        let m0 = select((x0 - self.m0) * exponent > LAZY, x0, self.m0);
+        let m1 = select((x1 - self.m1) * exponent > LAZY, x1, self.m1);
+        let a0 = ex2((self.m0 - m0) * exponent);
+        let a1 = ex2((self.m1 - m1) * exponent);
+        let needed = m0 > self.m0 || m1 > self.m1;
+        self.m0 = m0;
+        self.m1 = m1;
+        self.l0 = exponentials(s, 0usize, m0, exponent, self.l0 * a0, tile_k);
+        self.l1 = exponentials(s, 1usize, m1, exponent, self.l1 * a1, tile_k);
+        Rescale { a0, a1, needed: plane_any(needed) }
+    }
+}
+
 /// The highest of `start` and a row's scores. `row`: 0 or 1.
 #[cube]
-pub fn row_max(s: &Array<f32>, #[comptime] row: usize, start: f32, #[comptime] tile_k: usize) -> f32 {
-    let mut m = start;
+fn row_max(s: &Array<f32>, #[comptime] row: usize, start: f32, #[comptime] tile_k: usize) -> f32 {
+    // Even and odd eights and columns apart: one after the other, each would wait for the one before.
+    let mut m = Array::<f32>::new(4usize);
+    #[unroll]
+    for i in 0..4usize {
+        m[i] = start;
+    }
     #[unroll]
     for i in 0..comptime!(tile_k / 8) {
-        m = max(m, max(s[comptime!(4 * i + 2 * row)], s[comptime!(4 * i + 2 * row + 1)]));
+        #[unroll]
+        for e in 0..2usize {
+            let n = comptime!((2 * i + e) % 4);
+            m[n] = max(m[n], s[comptime!(4 * i + 2 * row + e)]);
+        }
     }
-    m = max(m, plane_shuffle_xor(m, 1u32));
+    let m = max(max(m[0], m[1]), max(m[2], m[3]));
+    let m = max(m, plane_shuffle_xor(m, 1u32));
     max(m, plane_shuffle_xor(m, 2u32))
 }
 
 /// Turns a row's scores into `2^(exponent · (s − m))`; returns `sum` and what this unit holds of the row, added.
 #[cube]
-pub fn exponentials(
+fn exponentials(
     s: &mut Array<f32>,
     #[comptime] row: usize,
     m: f32,

@@ -1,15 +1,15 @@
-//! Which cube computes which block of queries, and when.
+//! Which team computes which block of queries, and when.
 //!
-//! As many cubes as run at a time are started; each computes one item after another. An item is a block of queries of a
+//! As many cubes as run at a time are started, of one team or more; each team computes one item after another. An item is a block of queries of a
 //! head. Items are numbered so that
 //! - heads come in sections whose keys and values fit the second-level cache together, and
 //! - within a section the longest come first (of causal attention the last block of queries), heads taking turns.
 //!
-//! A cube's first item is that of its own number. The others it takes from a common counter, so that whoever is done
+//! A team's first item is that of its own number. The others it takes from a common counter, so that whoever is done
 //! first takes the next.
 //! (FlashAttention-3, arXiv:2407.08608, section 3; longest first: Graham 1969.)
 
-use super::TILE_Q;
+use super::HopperTile;
 use super::ops::take_ticket;
 use crate::mask::Band;
 use cubecl::prelude::*;
@@ -61,7 +61,7 @@ impl Divisor {
     }
 }
 
-/// How items are numbered. Divisors come with multipliers that the host has prepared: one unit decodes every item of a cube,
+/// How items are numbered. Divisors come with multipliers that the host has prepared: one unit decodes every item of a team,
 /// and its warpgroup waits for it.
 #[derive(CubeType, CubeLaunch, Clone, Copy, Debug)]
 #[expand(derive(Clone, Copy))]
@@ -138,15 +138,15 @@ impl Walk {
 
 #[cube]
 impl Walk {
-    /// The number of this cube's next item; not below `items` if there is none.
-    pub fn next(&self, counter: &[u32]) -> u32 {
-        // Each item but the first ones is taken once, and each cube comes once for nothing: after `items` tickets the
-        // counter is 0 again, ready for the next launch.
-        CUBE_COUNT as u32 + take_ticket(counter, self.items - 1)
+    /// The number of this team's next item; not below `items` if there is none.
+    pub fn next(&self, counter: &[u32], #[comptime] tile: HopperTile) -> u32 {
+        // Each item but the first ones is taken once, and each team that had a first one comes once for nothing: after
+        // `items` tickets the counter is 0 again, ready for the next launch.
+        CUBE_COUNT as u32 * comptime!(tile.teams as u32) + take_ticket(counter, self.items - 1)
     }
 
     /// The item of that number.
-    pub fn item(&self, number: u32, band: &Band, #[comptime] tile_k: u32) -> Item {
+    pub fn item(&self, number: u32, band: &Band, #[comptime] tile: HopperTile) -> Item {
         let first_head = self.of_section.divide(number) * self.section.divisor;
         let within = self.of_section.modulo(number);
         let mut nth = self.section.divide(within);
@@ -156,9 +156,10 @@ impl Walk {
             head = first_head + self.last_section.modulo(within);
         }
         let (batch, head) = (self.num_heads_q.divide(head), self.num_heads_q.modulo(head));
-        let q_start = (self.blocks - 1 - nth) * comptime!(TILE_Q as u32);
+        let (tile_q, tile_k) = comptime!((tile.tile_q() as u32, tile.tile_k as u32));
+        let q_start = (self.blocks - 1 - nth) * tile_q;
 
-        let seen = band.k_blocks(q_start, comptime!(TILE_Q as u32), tile_k);
+        let seen = band.k_blocks(q_start, tile_q, tile_k);
         Item {
             batch,
             head,

@@ -43,11 +43,9 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
     let lane_row = first_row + UNIT_POS / 32 % 4 * 16 + UNIT_POS % 32 / 4;
     let lane_column = k_start + UNIT_POS % 4 * 2;
     if comptime!(blueprint.capped) {
-        // tanh x = 1 − 2 / (1 + e^(2x))
         #[unroll]
         for i in 0..comptime!(tile_k / 2) {
-            let e2x = ex2(s[i] * factors.inner);
-            s[i] = fma(-2.0f32 * factors.softcap, reciprocal(1.0f32 + e2x), factors.softcap);
+            s[i] = capped(s[i], factors);
         }
     } else if comptime!(blueprint.cooked()) {
         #[unroll]
@@ -117,6 +115,61 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
         }
     }
+}
+
+/// A score as an exponent of 2.
+#[derive(CubeType, Clone)]
+pub struct Exponent {
+    /// The exponent.
+    pub value: f32,
+    /// Whether no mask hides the pair.
+    pub visible: bool,
+}
+
+/// The score of one pair of query and key from their product, as [`finish()`] turns a tile's; the band does not count.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn exponent_of<E: Float, M: Numeric, NB: Size, NM: Size>(
+    product: f32,
+    factors: &Factors,
+    band: &Band,
+    mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
+    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
+    batch: usize,
+    head: usize,
+    row: u32,
+    key: u32,
+    #[comptime] blueprint: Blueprint,
+) -> Exponent {
+    let mut s = product;
+    let mut visible = true.runtime();
+    if comptime!(blueprint.capped) {
+        s = capped(s, factors);
+    } else if comptime!(blueprint.cooked()) {
+        s *= factors.scale;
+    }
+    // Pairs are read from even keys on.
+    let (even, odd) = (key / 2 * 2, key % 2 == 1);
+    #[comptime]
+    if let ComptimeOption::Some(bias) = bias {
+        let at = batch * bias.stride(0) + head * bias.stride(1) + row as usize * bias.stride(2);
+        let pair = pair_of::<E, NB>(bias, at, band, even);
+        s += select(odd, f32::cast_from(pair.extract(1usize)), f32::cast_from(pair.extract(0usize)));
+    }
+    #[comptime]
+    if let ComptimeOption::Some(mask) = mask {
+        let at = batch * mask.stride(0) + head * mask.stride(1) + row as usize * mask.stride(2);
+        let pair = pair_of::<M, NM>(mask, at, band, even);
+        visible = select(odd, pair.extract(1usize), pair.extract(0usize)) == M::from_int(0);
+    }
+    Exponent { value: s * factors.exponent, visible }
+}
+
+/// A product's score under the softcap: `softcap · tanh x`, with `tanh x = 1 − 2 / (1 + e^(2x))`.
+#[cube]
+fn capped(product: f32, factors: &Factors) -> f32 {
+    let e2x = ex2(product * factors.inner);
+    fma(-2.0f32 * factors.softcap, reciprocal(1.0f32 + e2x), factors.softcap)
 }
 
 /// Two neighbouring elements of a row of a mask or bias: one read where rows allow vectors of two.

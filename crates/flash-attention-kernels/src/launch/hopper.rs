@@ -2,10 +2,10 @@
 
 use super::{Call, rows_grid};
 use crate::error::AttentionError;
-use crate::hopper::forward::StridesLaunch;
+use crate::hopper::forward::{StrideLaunch, StridesLaunch};
 use crate::hopper::schedule::Walk;
 use crate::hopper::scores::FactorsLaunch;
-use crate::hopper::{self, PANEL, Rows, TILE_Q, UNITS, WARPGROUP_ROWS};
+use crate::hopper::{self, PANEL, Rows, WARPGROUP_ROWS};
 use crate::tensor::TensorView;
 use crate::tiling::HopperForward;
 use cubecl::client::Client;
@@ -37,10 +37,10 @@ impl Call<'_> {
             mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
             bias: rows_of(self.inputs.bias.as_ref()),
         };
-        let blocks = p.seq_q.div_ceil(TILE_Q);
+        let blocks = p.seq_q.div_ceil(tiles.tile.tile_q());
         let heads = p.batch * p.num_heads_q;
         let items = blocks as u64 * heads as u64;
-        let max = i32::MAX as u64 - self.device.multiprocessors as u64;
+        let max = i32::MAX as u64 - self.device.multiprocessors as u64 * tiles.tile.teams as u64;
         if items > max {
             return Err(AttentionError::Grid { kernel: "forward", cubes: items, max });
         }
@@ -71,12 +71,13 @@ impl Call<'_> {
         );
         let walk =
             Walk::new(blocks as u32, p.batch as u32, p.num_heads_q as u32, p.group_size() as u32, tiles.section as u32);
-        let cubes = (self.device.multiprocessors as u64).clamp(1, items);
+        let cubes = (self.device.multiprocessors as u64).clamp(1, items.div_ceil(tiles.tile.teams as u64));
         let counter = counter(self.client);
         let vector = ALIGNMENT / p.dtype.size();
-        let [o_batch, o_head, o_row] = [0, 1, 2].map(|dim| out.strides[dim] / vector);
-        let [lse_batch, lse_head, lse_row] = lse.strides;
-        let strides = StridesLaunch::new(o_batch, o_head, o_row, lse_batch, lse_head, lse_row);
+        let stride = |[batch, head, row]: [usize; 3]| StrideLaunch::new(batch, head, row);
+        let [q_stride, k_stride, v_stride, o_stride] =
+            [&q, &k, &v, &out].map(|view| stride([0, 1, 2].map(|dim| view.strides[dim] / vector)));
+        let strides = StridesLaunch::new(q_stride, k_stride, v_stride, o_stride, stride(lse.strides));
         let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
         let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, p.dtype.size())));
         let addresses = self.addresses([out.span(), lse.span()]);
@@ -85,7 +86,7 @@ impl Call<'_> {
             hopper::forward::forward::launch_unchecked(
                 self.client,
                 CubeCount::Static(cubes as u32, 1, 1),
-                CubeDim::new_1d(UNITS as u32),
+                CubeDim::new_1d(tiles.tile.units() as u32),
                 addresses,
                 bias_width,
                 mask_width,
@@ -97,6 +98,9 @@ impl Call<'_> {
                 out.vectors_arg(vector),
                 lse.arg(),
                 BufferArg::from_raw_parts(counter, 1),
+                rows_arg(&q, vector),
+                rows_arg(&k, vector),
+                rows_arg(&v, vector),
                 strides,
                 factors,
                 p.band().into_launch(),
@@ -165,6 +169,16 @@ impl Call<'_> {
             .with_swizzle(TensorMapSwizzle::B128)
             .with_prefetch(TensorMapPrefetch::B256)
     }
+}
+
+/// The launch argument of a tensor as so many elements at a time, up to the end of its last row.
+///
+/// # Safety
+///
+/// As `launch_unchecked`: the view has been checked against its buffer.
+unsafe fn rows_arg(view: &TensorView, vector: usize) -> BufferArg {
+    // SAFETY: the caller's.
+    unsafe { BufferArg::from_raw_parts(view.handle.clone(), (view.span() as usize).div_ceil(vector)) }
 }
 
 /// Whether rows start at multiples of 16 bytes and no dimension repeats: what TMA reads, and vectors of 16 bytes.

@@ -33,7 +33,8 @@ fn nothing_depends_on_what_outputs_and_scratch_held() {
 fn every_run_gives_the_same_bits() {
     let Some(client) = client() else { return };
     let first = rich().run(&client).unwrap();
-    for _ in 0..if thorough() { 100 } else { 3 } {
+    let asked = std::env::var("FLASH_TEST_REPEATS").ok().map(|n| n.parse().expect("FLASH_TEST_REPEATS is a number"));
+    for _ in 0..asked.unwrap_or(if thorough() { 100 } else { 3 }) {
         assert_eq!(all_of(&rich().run(&client).unwrap()), all_of(&first));
     }
 }

@@ -39,12 +39,12 @@ fn permuting_keys_changes_nothing_but_their_gradients() {
     let shuffle = |x: &[f64]| rows(x, 90, 16, order.clone());
     let shuffled = Case { k: shuffle(&case.k), v: shuffle(&case.v), ..case.clone() };
     let (a, b) = (case.run(&client).unwrap(), shuffled.run(&client).unwrap());
-    close("o", &b.o, &a.o, 5e-6);
+    close("o", &b.o, &a.o, case.tolerance(5e-6));
     close("lse", &b.lse, &a.lse, 5e-6);
     let ([dq, dk, dv], [pq, pk, pv]) = (grads(&a), grads(&b));
-    close("dq", pq, dq, 2e-5);
-    close("dk", pk, &shuffle(dk), 2e-5);
-    close("dv", pv, &shuffle(dv), 2e-5);
+    close("dq", pq, dq, case.tolerance(2e-5));
+    close("dk", pk, &shuffle(dk), case.tolerance(2e-5));
+    close("dv", pv, &shuffle(dv), case.tolerance(2e-5));
 }
 
 #[test]
@@ -75,27 +75,44 @@ fn a_batch_or_head_alone_is_bitwise_the_one_among_others() {
     assert_eq!(*dv, av[k]);
 }
 
+/// Asserts that what must not be seen has not been: bitwise in f32; in half precision kernels compute rows once more where
+/// it is not finite, in another order.
+fn unseen(case: &Case, name: &str, got: &[f64], want: &[f64]) {
+    match case.problem.dtype {
+        Dtype::F32 => assert_eq!(got, want, "{name}"),
+        _ => close(name, got, want, case.tolerance(0.0)),
+    }
+}
+
 #[test]
-fn later_keys_leave_a_causal_prefix_bitwise_alone() {
+fn later_keys_leave_a_causal_prefix_alone() {
     let Some(client) = client() else { return };
-    let short = Case::new([1, 2, 2, 70, 70, 16, 16], Dtype::F32, CAUSAL);
+    let mut short = Case::new([1, 2, 2, 70, 70, 16, 16], Dtype::F32, CAUSAL);
     let mut long = Case::new([1, 2, 2, 150, 150, 16, 16], Dtype::F32, CAUSAL);
     for head in 0..2 {
         for (to, from) in [(&mut long.q, &short.q), (&mut long.k, &short.k), (&mut long.v, &short.v)] {
             to[head * 150 * 16..][..70 * 16].copy_from_slice(&from[head * 70 * 16..][..70 * 16]);
-            // Everything later is NaN, and must not be seen.
-            to[head * 150 * 16..][70 * 16..150 * 16].fill(f64::NAN);
         }
     }
-    let (a, b) = (short.run(&client).unwrap(), long.run(&client).unwrap());
-    assert_eq!(rows(&b.o, 150, 16, 0..70), a.o);
-    assert_eq!(rows(&b.lse, 150, 1, 0..70), a.lse);
-    // dq of the prefix sees the prefix alone.
-    assert_eq!(rows(b.dq.as_ref().unwrap(), 150, 16, 0..70), {
-        let mut same = short.clone();
-        same.dout = rows(&long.dout, 150, 16, 0..70);
-        same.run(&client).unwrap().dq.unwrap()
-    });
+    short.dout = rows(&long.dout, 150, 16, 0..70);
+    let want = short.run(&client).unwrap();
+    // Whatever is later must not be seen, were it not a number.
+    for poison in [1e4, f64::NAN] {
+        let mut long = long.clone();
+        for head in 0..2 {
+            for x in [&mut long.q, &mut long.k, &mut long.v] {
+                x[head * 150 * 16..][70 * 16..150 * 16].fill(poison);
+            }
+        }
+        let got = long.run(&client).unwrap();
+        if poison.is_finite() {
+            assert_eq!(rows(&got.o, 150, 16, 0..70), want.o);
+        } else {
+            unseen(&short, "o", &rows(&got.o, 150, 16, 0..70), &want.o);
+        }
+        assert_eq!(rows(&got.lse, 150, 1, 0..70), want.lse);
+        unseen(&short, "dq", &rows(got.dq.as_ref().unwrap(), 150, 16, 0..70), want.dq.as_ref().unwrap());
+    }
 }
 
 #[test]
@@ -115,7 +132,7 @@ fn halves_of_the_keys_merged_by_lse_give_the_whole() {
         for c in 0..16 {
             let n = row * 16 + c;
             let merged = (a.lse[row] - lse).exp() * a.o[n] + (b.lse[row] - lse).exp() * b.o[n];
-            assert!((merged - all.o[n]).abs() < 1e-5);
+            assert!((merged - all.o[n]).abs() < whole.tolerance(1e-5));
         }
     }
 }
@@ -136,8 +153,8 @@ fn grouped_heads_are_repeated_heads() {
             .flat_map(|pair| (0..90 * 16).map(|n| pair[n] + pair[n + 90 * 16]).collect::<Vec<_>>())
             .collect::<Vec<_>>()
     };
-    close("dk", grads(&a)[1], &fold(grads(&b)[1]), 2e-5);
-    close("dv", grads(&a)[2], &fold(grads(&b)[2]), 2e-5);
+    close("dk", grads(&a)[1], &fold(grads(&b)[1]), grouped.tolerance(2e-5));
+    close("dv", grads(&a)[2], &fold(grads(&b)[2]), grouped.tolerance(2e-5));
 }
 
 #[test]
@@ -156,12 +173,34 @@ fn masked_keys_have_zero_gradient_and_leak_nothing() {
             }
         }
         let got = dirty.run(&client).unwrap();
-        assert_eq!(got.o, want.o, "{poison} leaked");
+        unseen(&clean, "o", &got.o, &want.o);
         assert_eq!(got.lse, want.lse, "{poison} leaked");
-        assert_eq!(grads(&got), grads(&want), "{poison} leaked");
+        for (got, want) in grads(&got).into_iter().zip(grads(&want)) {
+            unseen(&clean, "gradient", got, want);
+        }
         for d in [grads(&got)[1], grads(&got)[2]] {
             assert!(rows(d, 90, 16, hidden.clone()).iter().all(|x| *x == 0.0));
         }
+    }
+}
+
+#[test]
+fn values_that_are_not_finite_reach_whoever_sees_them_and_nobody_else() {
+    let Some(client) = client() else { return };
+    let window = AttentionOptions { window_left: Some(60), ..CAUSAL };
+    for options in [CAUSAL, window] {
+        let mut case = Case::new([1, 2, 1, 200, 200, 16, 40], Dtype::F32, options).with_mask([1, 2, 1, 200]);
+        case.mask = Some((0..400).map(|n| n % 200 == 20 || n == 30).collect());
+        // Key 20 is hidden from both heads, key 30 from the first.
+        for (key, column, value) in
+            [(150, 3, f64::NAN), (90, 39, f64::INFINITY), (20, 7, f64::NAN), (30, 8, f64::NEG_INFINITY)]
+        {
+            case.v[key * 40 + column] = value;
+        }
+        let want = flash_attention_reference::forward(&case.problem, &case.reference_inputs()).o;
+        assert!(want.iter().any(|x| x.is_nan()) && want.contains(&f64::INFINITY) && want.contains(&f64::NEG_INFINITY));
+        case.wanted = [false; 4];
+        close("o", &case.run(&client).unwrap().o, &want, case.tolerance(5e-6));
     }
 }
 
@@ -198,16 +237,18 @@ fn a_visible_nan_is_not_swallowed() {
 fn adding_a_vector_to_every_key_shifts_lse_alone() {
     let Some(client) = client() else { return };
     let case = plain();
+    // In half precision the sum is rounded, and with it the products change.
+    let loose = case.tolerance(1e-5);
     let added: Vec<f64> = (0..16).map(|c| (c as f64 - 7.5) / 16.0).collect();
     let mut shifted = case.clone();
     shifted.k.iter_mut().enumerate().for_each(|(n, x)| *x = (*x + added[n % 16]) as f32 as f64);
     let (a, b) = (case.run(&client).unwrap(), shifted.run(&client).unwrap());
-    close("o", &b.o, &a.o, 1e-5);
+    close("o", &b.o, &a.o, loose);
     for row in 0..case.problem.rows() {
         let product: f64 = (0..16).map(|c| case.q[row * 16 + c] * added[c]).sum();
-        assert!((b.lse[row] - a.lse[row] - product / 4.0).abs() < 1e-5);
+        assert!((b.lse[row] - a.lse[row] - product / 4.0).abs() < loose);
     }
-    close("dv", grads(&b)[2], grads(&a)[2], 2e-5);
+    close("dv", grads(&b)[2], grads(&a)[2], 2.0 * loose);
 }
 
 #[test]
@@ -218,7 +259,7 @@ fn gradients_of_values_sum_to_those_of_outputs() {
     for head in 0..2 {
         for c in 0..16 {
             let sum = |x: &[f64], seq: usize| (0..seq).map(|i| x[(head * seq + i) * 16 + c]).sum::<f64>();
-            assert!((sum(grads(&results)[2], 90) - sum(&case.dout, 70)).abs() < 1e-4);
+            assert!((sum(grads(&results)[2], 90) - sum(&case.dout, 70)).abs() < case.tolerance(1e-4) * 4.0);
         }
     }
 }
@@ -235,7 +276,7 @@ fn gradients_are_linear_in_dout() {
     let [a, b, sum] = [&case, &other, &both].map(|case| case.run(&client).unwrap());
     for n in 0..3 {
         let want: Vec<f64> = grads(&a)[n].iter().zip(grads(&b)[n]).map(|(a, b)| 2.0 * a + b).collect();
-        close("gradient", grads(&sum)[n], &want, 2e-5);
+        close("gradient", grads(&sum)[n], &want, case.tolerance(2e-5));
     }
 }
 

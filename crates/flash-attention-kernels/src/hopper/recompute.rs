@@ -1,0 +1,115 @@
+//! Rows that are computed once more, key by key.
+//!
+//! A hidden key has the exponential 0, and 0 times a value that is not finite is not a number: products of whole tiles let
+//! such a value reach rows that must not see it. That shows in O where the log-sum-exp is finite. Those rows alone are
+//! computed again, by a warp each, in f32 and without the keys that are hidden from them. Rows that do see the value get
+//! what it makes of them.
+
+use super::Blueprint;
+use super::forward::Strides;
+use super::ops::{ex2, pack};
+use super::scores::{Factors, exponent_of};
+use crate::mask::Band;
+use cubecl::prelude::*;
+
+/// Keys at a time: one for each unit of a warp.
+const KEYS: u32 = 32;
+
+/// 0 if a unit's part of a row of an accumulator is finite, else not a number. `row`: 0 or 1.
+#[cube]
+pub fn trace(o: &Array<f32>, #[comptime] row: usize, #[comptime] len: usize) -> f32 {
+    let mut trace = 0.0f32.runtime();
+    #[unroll]
+    for i in 0..comptime!(len / 4) {
+        #[unroll]
+        for e in 0..2usize {
+            trace = fma(o[comptime!(4 * i + 2 * row + e)], 0.0f32, trace);
+        }
+    }
+    trace
+}
+
+/// Computes one row of `out` from `q`, `k`, `v`, all in vectors of 16 bytes, and from the row's `lse` in base 2. By a whole
+/// warp.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
+    q: &[Vector<E, Const<8>>],
+    k: &[Vector<E, Const<8>>],
+    v: &[Vector<E, Const<8>>],
+    mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
+    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
+    out: &mut Tensor<Vector<u32, Const<4>>>,
+    strides: &Strides,
+    factors: &Factors,
+    band: &Band,
+    batch: usize,
+    head: usize,
+    head_kv: usize,
+    row: u32,
+    lse: f32,
+    #[comptime] blueprint: Blueprint,
+) {
+    let lane = UNIT_POS % 32;
+    let q_at = strides.q.at(batch, head, row);
+    // A unit has eight columns of O. Of more units than there are eights, the others compute the last ones too.
+    let eights = comptime!((blueprint.columns() / 8) as u32);
+    let column = min(lane, eights - 1) as usize;
+    let mut o = Array::<f32>::new(8usize);
+    #[unroll]
+    for e in 0..8usize {
+        o[e] = 0.0f32;
+    }
+    // Branches that are the warp's, not a unit's, are decided by votes: the assembler then knows that the warp stays
+    // together, and guards no shuffle, here or in the loop around.
+    let seen = band.k_blocks(row, 1u32, KEYS);
+    let mut block = seen.start;
+    while plane_any(block < seen.end) {
+        let key = block * KEYS + lane;
+        let mut sees = band.sees(row, key);
+        let mut p = 0.0f32.runtime();
+        if sees {
+            let at = strides.k.at(batch, head_kv, key);
+            let mut product = 0.0f32.runtime();
+            for i in 0..comptime!(blueprint.head_dim / 8) {
+                let (a, b) = (q[q_at + i], k[at + i]);
+                #[unroll]
+                for e in 0..8usize {
+                    product = fma(f32::cast_from(a.extract(e)), f32::cast_from(b.extract(e)), product);
+                }
+            }
+            let rest = comptime!(blueprint.head_dim % 8);
+            if comptime!(rest > 0) {
+                let last = comptime!(blueprint.head_dim / 8);
+                let (a, b) = (q[q_at + last], k[at + last]);
+                #[unroll]
+                for e in 0..rest {
+                    product = fma(f32::cast_from(a.extract(e)), f32::cast_from(b.extract(e)), product);
+                }
+            }
+            let exponent = exponent_of(product, factors, band, mask, bias, batch, head, row, key, blueprint);
+            // A mask's −∞, not a value's.
+            sees = exponent.visible;
+            p = ex2(exponent.value - lse);
+        }
+        for n in 0..KEYS {
+            let p = plane_shuffle(p, n);
+            if plane_any(lane == n && sees) {
+                let values = v[strides.v.at(batch, head_kv, block * KEYS + n) + column];
+                #[unroll]
+                for e in 0..8usize {
+                    o[e] = fma(p, f32::cast_from(values.extract(e)), o[e]);
+                }
+            }
+        }
+        block += 1;
+    }
+    let mut vector = Vector::<u32, Const<4>>::empty();
+    #[unroll]
+    for e in 0..4usize {
+        vector.insert(e, pack(o[2 * e], o[2 * e + 1], blueprint.dtype));
+    }
+    if lane < eights {
+        out[strides.o.at(batch, head, row) + column] = vector;
+    }
+}
