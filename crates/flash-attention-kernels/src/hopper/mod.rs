@@ -2,10 +2,10 @@
 //! asynchronous barriers.
 //!
 //! ```text
-//! forward   the kernel                              ring      stages of shared memory and who fills them when
-//! rows      softmax on an accumulator's rows        schedule  which cube computes which block of queries, in which order
-//! scores    softcap, bias, mask, band, on registers copy      tensors that TMA cannot read, packed
-//! ops       operations that CubeCL has no name for   recompute rows that a value which is not finite has leaked into
+//! forward   the kernel                               ring      stages of shared memory and who fills them when
+//! rows      softmax on an accumulator's rows         schedule  which team computes which block of queries, in which order
+//! scores    softcap, bias, mask, band, on registers  copy      tensors that TMA cannot read, packed
+//! ops       operations that CubeCL has no name for   recompute rows that a hidden NaN or infinity has reached
 //! ```
 //!
 //! CubeCL assembles what it compiles as relocatable code, which shapes these kernels: `setmaxnreg` is ignored there, so
