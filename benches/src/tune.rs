@@ -17,8 +17,8 @@ pub struct Options {
     set: Set,
     #[command(flatten)]
     filters: Filters,
-    /// Ways to try, TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/SECTION each (TURNS is 0 or 1, heads of a section; `-` for what is planned),
-    /// beside the planned one.
+    /// Ways to try, TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/SECTION each (TURNS is 0 or 1, SECTION a number of heads; `-` is
+    /// what is planned), beside the planned one.
     #[arg(long = "try", value_delimiter = ',')]
     ways: Vec<String>,
 }

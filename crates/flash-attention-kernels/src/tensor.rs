@@ -86,19 +86,6 @@ impl<const RANK: usize> TensorView<RANK> {
         unsafe { TensorArg::from_raw_parts(self.handle.clone(), self.strides.into(), self.shape.into()) }
     }
 
-    /// The launch argument as a tensor of vectors of `width` elements, which strides count, too.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn vectors_arg(&self, width: usize) -> TensorArg {
-        let last = RANK - 1;
-        let (mut shape, mut strides) = (self.shape, self.strides);
-        shape[last] = shape[last].div_ceil(width);
-        for stride in &mut strides[..last] {
-            *stride /= width;
-        }
-        // SAFETY: as in `arg`.
-        unsafe { TensorArg::from_raw_parts(self.handle.clone(), strides.into(), shape.into()) }
-    }
-
     /// The launch argument of a mask or bias: dimensions of 1 get stride 0, so that every index reads them.
     pub(crate) fn broadcast_arg(&self) -> TensorArg {
         let mut view = self.clone();

@@ -122,7 +122,7 @@ impl Forward {
         }
     }
 
-    /// Queries of a cube.
+    /// Queries of a block.
     pub fn tile_q(&self) -> usize {
         match self {
             Forward::Hopper(forward) => forward.tile.tile_q(),

@@ -68,10 +68,11 @@ fn properties() -> DeviceProperties {
 }
 
 fn tensor() -> TensorCompilationArg {
-    TensorCompilationArg {
-        meta: TensorMetaCompilationArg { len: (), rank: () },
-        buffer: BufferCompilationArg { inplace: None },
-    }
+    TensorCompilationArg { meta: TensorMetaCompilationArg { len: (), rank: () }, buffer: buffer() }
+}
+
+fn buffer() -> BufferCompilationArg {
+    BufferCompilationArg { inplace: None }
 }
 
 fn divisor() -> DivisorCompilationArg {
@@ -105,12 +106,12 @@ fn ptx(blueprint: Blueprint, band: Band) -> String {
         } else {
             ComptimeOptionCompilationArg::None
         },
-        tensor(),
-        tensor(),
-        BufferCompilationArg { inplace: None },
-        BufferCompilationArg { inplace: None },
-        BufferCompilationArg { inplace: None },
-        BufferCompilationArg { inplace: None },
+        buffer(),
+        buffer(),
+        buffer(),
+        buffer(),
+        buffer(),
+        buffer(),
         StridesCompilationArg { q: stride(), k: stride(), v: stride(), o: stride(), lse: stride() },
         FactorsCompilationArg { scale: (), softcap: (), inner: (), exponent: () },
         BandCompilationArg {

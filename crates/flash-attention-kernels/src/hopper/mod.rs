@@ -150,7 +150,7 @@ impl Blueprint {
     pub fn team_memory(&self) -> usize {
         let barriers = 2 * self.tile.warpgroups + 4 * self.tile.stages + SLOTS;
         let tiles = self.tile.warpgroups * self.q_bytes() + self.tile.stages * (self.k_bytes() + self.v_bytes());
-        (tiles + 8 * barriers + 4 * WORDS * (SLOTS + 2)).next_multiple_of(if self.tile.teams > 1 { 1024 } else { 16 })
+        (tiles + 8 * barriers + 4 * WORDS * (SLOTS + 2)).next_multiple_of(1024)
     }
 
     /// Whether scores are turned into natural units before the softmax, not by its factor alone.

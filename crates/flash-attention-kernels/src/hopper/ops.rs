@@ -20,8 +20,8 @@ mod lowered {
     use pliron_llvm::ops::{ExtractValueOp, InlineAsmOp};
     use pliron_llvm::types::{StructLayout, StructType};
 
-    /// Inline PTX with at most one result, a register of 32 bits (`=r`: u32, `=f`: f32). CubeCL's own `gpu_asm!` has no
-    /// lowering in the LLVM backend.
+    /// Inline PTX whose results are registers of 32 bits (`=r`: u32, `=f`: f32). CubeCL's own `gpu_asm!` has no lowering in
+    /// the LLVM backend.
     #[pliron_op(
         name = "flash.ptx",
         format,
@@ -231,6 +231,12 @@ pub fn mbarrier_arrive(at: u32) {
     })
 }
 
+/// An instruction for one unit of a warp. The branch stays one of the warp as a whole: what the assembler has to take for
+/// divergent makes it guard every shuffle that follows.
+fn elected(instruction: &str) -> String {
+    format!("{{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n@one {instruction}\n}}")
+}
+
 /// One unit of the warp arrives, and lets the phase wait for `bytes` bytes of loads. The whole warp must call it.
 #[cube]
 pub fn mbarrier_expect(at: u32, bytes: u32) {
@@ -402,12 +408,6 @@ pub fn mma_shared(acc: &mut Array<f32>, a: u64, b: u64, #[comptime] n: usize, #[
     let before = held(&*acc, comptime!(n / 2));
     let after = product_shared(&before, a, b, n, dtype);
     hold(acc, &after, comptime!(n / 2));
-}
-
-/// An instruction for one unit of a warp. The branch stays one of the warp as a whole: what the assembler has to take for
-/// divergent makes it guard every shuffle that follows.
-fn elected(instruction: &str) -> String {
-    format!("{{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n@one {instruction}\n}}")
 }
 
 /// The product of `n / 2` registers `$0`, `$1`, … with these operands.

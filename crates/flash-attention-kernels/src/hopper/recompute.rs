@@ -29,6 +29,17 @@ pub fn trace(o: &Array<f32>, #[comptime] row: usize, #[comptime] len: usize) -> 
     trace
 }
 
+/// `sum` and the products of the first `len` elements of two vectors.
+#[cube]
+fn dot<E: Float>(a: Vector<E, Const<8>>, b: Vector<E, Const<8>>, #[comptime] len: usize, sum: f32) -> f32 {
+    let mut sum = sum;
+    #[unroll]
+    for e in 0..len {
+        sum = fma(f32::cast_from(a.extract(e)), f32::cast_from(b.extract(e)), sum);
+    }
+    sum
+}
+
 /// Computes one row of `out` from `q`, `k`, `v`, all in vectors of 16 bytes, and from the row's `lse` in base 2. By a whole
 /// warp.
 #[cube]
@@ -39,7 +50,7 @@ pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
     v: &[Vector<E, Const<8>>],
     mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
     bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
-    out: &mut Tensor<Vector<u32, Const<4>>>,
+    out: &mut [Vector<u32, Const<4>>],
     strides: &Strides,
     factors: &Factors,
     band: &Band,
@@ -69,23 +80,14 @@ pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
         let mut sees = band.sees(row, key);
         let mut p = 0.0f32.runtime();
         if sees {
-            let at = strides.k.at(batch, head_kv, key);
+            let k_at = strides.k.at(batch, head_kv, key);
+            let (whole, rest) = comptime!((blueprint.head_dim / 8, blueprint.head_dim % 8));
             let mut product = 0.0f32.runtime();
-            for i in 0..comptime!(blueprint.head_dim / 8) {
-                let (a, b) = (q[q_at + i], k[at + i]);
-                #[unroll]
-                for e in 0..8usize {
-                    product = fma(f32::cast_from(a.extract(e)), f32::cast_from(b.extract(e)), product);
-                }
+            for i in 0..whole {
+                product = dot(q[q_at + i], k[k_at + i], 8usize, product);
             }
-            let rest = comptime!(blueprint.head_dim % 8);
             if comptime!(rest > 0) {
-                let last = comptime!(blueprint.head_dim / 8);
-                let (a, b) = (q[q_at + last], k[at + last]);
-                #[unroll]
-                for e in 0..rest {
-                    product = fma(f32::cast_from(a.extract(e)), f32::cast_from(b.extract(e)), product);
-                }
+                product = dot(q[q_at + whole], k[k_at + whole], rest, product);
             }
             let exponent = exponent_of(product, factors, band, mask, bias, batch, head, row, key, blueprint);
             // A mask's −∞, not a value's.

@@ -153,7 +153,7 @@ pub fn store_row(
     o: &Array<f32>,
     #[comptime] row: usize,
     factor: f32,
-    out: &mut Tensor<Vector<u32, Const<4>>>,
+    out: &mut [Vector<u32, Const<4>>],
     at: usize,
     live: bool,
     #[comptime] blueprint: Blueprint,

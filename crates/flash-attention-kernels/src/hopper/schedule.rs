@@ -1,7 +1,7 @@
 //! Which team computes which block of queries, and when.
 //!
-//! As many cubes as run at a time are started, of one team or more; each team computes one item after another. An item is a block of queries of a
-//! head. Items are numbered so that
+//! As many cubes as run at a time are started, of one team or more; each team computes one item after another. An item is
+//! a block of queries of a head. Items are numbered so that
 //! - heads come in sections whose keys and values fit the second-level cache together, and
 //! - within a section the longest come first (of causal attention the last block of queries), heads taking turns.
 //!
@@ -61,8 +61,8 @@ impl Divisor {
     }
 }
 
-/// How items are numbered. Divisors come with multipliers that the host has prepared: one unit decodes every item of a team,
-/// and its warpgroup waits for it.
+/// How items are numbered. Divisors come with multipliers that the host has prepared: one warp decodes every item of a
+/// team, and its warpgroup waits for it.
 #[derive(CubeType, CubeLaunch, Clone, Copy, Debug)]
 #[expand(derive(Clone, Copy))]
 pub struct Walk {

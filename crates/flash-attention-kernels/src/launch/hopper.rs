@@ -95,8 +95,8 @@ impl Call<'_> {
                 self.map(&v, tiles.tile.tile_k),
                 mask.into(),
                 bias.into(),
-                out.vectors_arg(vector),
-                lse.arg(),
+                rows_arg(&out, vector),
+                rows_arg(lse, 1),
                 BufferArg::from_raw_parts(counter, 1),
                 rows_arg(&q, vector),
                 rows_arg(&k, vector),
@@ -171,12 +171,13 @@ impl Call<'_> {
     }
 }
 
-/// The launch argument of a tensor as so many elements at a time, up to the end of its last row.
+/// The launch argument of a tensor as vectors of so many elements, up to the end of its last row; its strides are
+/// [`Strides`](hopper::forward::Strides).
 ///
 /// # Safety
 ///
 /// As `launch_unchecked`: the view has been checked against its buffer.
-unsafe fn rows_arg(view: &TensorView, vector: usize) -> BufferArg {
+unsafe fn rows_arg<const RANK: usize>(view: &TensorView<RANK>, vector: usize) -> BufferArg {
     // SAFETY: the caller's.
     unsafe { BufferArg::from_raw_parts(view.handle.clone(), (view.span() as usize).div_ceil(vector)) }
 }
