@@ -9,9 +9,8 @@
 //!
 //! Each warpgroup has 64 queries of the block. Of a warpgroup, `S` of one tile and `P V` of the tile before are in flight
 //! together, so that a softmax hides under products (FlashAttention-3, arXiv:2407.08608, section 3.2); where it pays the
-//! warpgroups take turns, so that one's products run under the other's softmax (section 3.1). `O` is rescaled only when a
-//! row's maximum has grown by more than 2^8, which nothing but the range of f32 asks for. The first product of the next item
-//! is issued beside the last one of this item, under its stores.
+//! warpgroups take turns, so that one's products run under the other's softmax (section 3.1). What `m` really is, and when it
+//! changes: [`Statistics`]. The first product of the next item is issued beside the last one of this item, under its stores.
 //!
 //! Whole warps take every branch together, and the assembler must see that they do: a branch by `UNIT_POS`, or a shuffle
 //! behind one, makes it guard every shuffle that follows.
@@ -93,6 +92,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let o_len = comptime!(blueprint.columns() / 2);
     let k_bytes = comptime!(blueprint.k_bytes());
     let fragments = comptime!(tile_k / 16);
+    // Whether more is hidden than what lies past the last key.
+    let hides = comptime!(blueprint.mask.is_some() || band.bounded_above || band.bounded_below);
 
     // -- shared memory, barriers, descriptors
     let elements = comptime!(blueprint.shared_memory() / blueprint.dtype.size());
@@ -123,13 +124,15 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
 
     // -- the first loads
     let mut loader = Loader::new(memory, walk, band, team, warp, tile);
-    loader.start(k, v, counter, blueprint);
+    loader.begin(counter, blueprint);
     memory.await_item(0u32);
     let mut steps = memory.item(0u32, Of::Steps);
     let of_warpgroup = warp % 4;
+    // Before K and V, of which all stages come at once, on all multiprocessors.
     if of_warpgroup == 0 && steps != 0 {
         load_q(q, &memory, 0u32, warpgroup, blueprint);
     }
+    loader.fill(k, v, counter, blueprint);
     // Named barrier 0 is that of all units.
     let turn = 1 + team * comptime!(tile.warpgroups as u32);
     if warpgroup == comptime!(tile.warpgroups as u32 - 1) {
@@ -173,7 +176,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         }
         let edge = edges.lead > 0 || edges.tail == 0 || memory.item(nth, Of::Blind) != 0;
         finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, edge, blueprint);
-        let mut rows = Statistics::first(&mut s, factors.exponent, tile_k);
+        let mut rows = Statistics::first(&mut s, factors.exponent, hides, blueprint);
         let mut p = Sequence::<Array<u32>>::new();
         #[unroll]
         for _ in 0..fragments {
@@ -216,7 +219,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             // Only where there is a band can a tile after the first be at its edge.
             let edge = comptime!(band.bounded_above || band.bounded_below) && (step < edges.lead || step >= edges.tail);
             finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, edge, blueprint);
-            let rescale = rows.absorb(&mut s, factors.exponent, tile_k);
+            let rescale = rows.absorb(&mut s, factors.exponent, hides, blueprint);
             pin(&mut s, s_len);
             // The branch of this wait is what keeps the assembler from moving the wait for P V above the softmax.
             if step + 1 < steps {
@@ -266,10 +269,10 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         if quarter == 0 {
             let next = lse_at + 8 * strides.lse.row;
             if live0 {
-                lse[lse_at] = lse_bits_log2(m0 * factors.exponent, l0, lg2(l0));
+                lse[lse_at] = lse_bits_log2(m0, l0, lg2(l0));
             }
             if live1 {
-                lse[next] = lse_bits_log2(m1 * factors.exponent, l1, lg2(l1));
+                lse[next] = lse_bits_log2(m1, l1, lg2(l1));
             }
         }
         let f0 = select(l0 == 0.0f32, 0.0f32, reciprocal(l0));
@@ -282,18 +285,19 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         v_place.advance(stages);
         let row0 = strides.o.at(batch, head, row);
         let row1 = row0 + 8 * strides.o.row;
-        // Only what is hidden can leak.
-        let leaky = comptime!(blueprint.mask.is_some() || band.bounded_above || band.bounded_below);
-        let mut leaked0 = false.runtime();
-        let mut leaked1 = false.runtime();
-        if comptime!(leaky) {
+        // Rows that these exponentials or products cannot give: out of range, or reached by what is hidden from them.
+        let mut again0 = live0 && l0 == f32::INFINITY;
+        let mut again1 = live1 && l1 == f32::INFINITY;
+        if comptime!(hides) {
             let (trace0, trace1) = (row_sum(trace(&acc, 0usize, o_len)), row_sum(trace(&acc, 1usize, o_len)));
-            leaked0 = live0 && l0 <= f32::MAX && trace0 != 0.0f32;
-            leaked1 = live1 && l1 <= f32::MAX && trace1 != 0.0f32;
+            let leaked0 = live0 && l0 <= f32::MAX && trace0 != 0.0f32;
+            let leaked1 = live1 && l1 <= f32::MAX && trace1 != 0.0f32;
+            again0 = again0 || leaked0;
+            again1 = again1 || leaked1;
         }
-        store_row(&acc, 0usize, f0, o, row0, live0 && !leaked0, blueprint);
-        store_row(&acc, 1usize, f1, o, row1, live1 && !leaked1, blueprint);
-        if comptime!(leaky) && plane_any(leaked0 || leaked1) {
+        store_row(&acc, 0usize, f0, o, row0, live0 && !again0, blueprint);
+        store_row(&acc, 1usize, f1, o, row1, live1 && !again1, blueprint);
+        if comptime!(hides || blueprint.anchored()) && plane_any(again0 || again1) {
             let head_kv = memory.item(nth, Of::HeadKv) as usize;
             let first = first_row + of_warpgroup * 16;
             for of_warp in 0..16u32 {
@@ -301,7 +305,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                 let from = of_warp % 8 * 4;
                 let m = plane_shuffle(select(upper, m1, m0), from);
                 let l = plane_shuffle(select(upper, l1, l0), from);
-                if plane_any(lane == from && select(upper, leaked1, leaked0)) {
+                if plane_any(lane == from && select(upper, again1, again0)) {
                     recompute_row(
                         q_rows,
                         k_rows,
@@ -309,6 +313,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                         &mask,
                         &bias,
                         o,
+                        lse,
                         &strides,
                         &factors,
                         &band,
@@ -316,7 +321,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                         head,
                         head_kv,
                         first + of_warp,
-                        m * factors.exponent + lg2(l),
+                        m,
+                        l,
                         blueprint,
                     );
                 }

@@ -153,6 +153,12 @@ impl Blueprint {
         (tiles + 8 * barriers + 4 * WORDS * (SLOTS + 2)).next_multiple_of(1024)
     }
 
+    /// Whether exponentials are relative to an anchor, not to the maximum: where what they are rounded to has the range of f32,
+    /// and no bias stands in for a mask.
+    pub fn anchored(&self) -> bool {
+        self.dtype == Dtype::BF16 && self.bias.is_none()
+    }
+
     /// Whether scores are turned into natural units before the softmax, not by its factor alone.
     pub fn cooked(&self) -> bool {
         self.capped || self.bias.is_some()

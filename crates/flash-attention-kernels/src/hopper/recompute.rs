@@ -1,15 +1,17 @@
-//! Rows that are computed once more, key by key.
+//! Rows that are computed once more, key by key: by a warp each, in f32, slowly.
 //!
-//! A hidden key has the exponential 0, and 0 times a value that is not finite is not a number: products of whole tiles let
-//! such a value reach rows that must not see it. That shows in O where the log-sum-exp is finite. Those rows alone are
-//! computed again, by a warp each, in f32 and without the keys that are hidden from them. Rows that do see the value get
-//! what it makes of them.
+//! - A hidden key has the exponential 0, and 0 times a value that is not finite is not a number: products of whole tiles let
+//!   such a value reach rows that must not see it. That shows in O where the log-sum-exp is finite. Rows that do see the value
+//!   get what it makes of them.
+//! - Exponentials relative to an anchor leave the range of f32 where a score is more than 72 above all those of the tiles
+//!   before, which is far beyond what a softmax makes a difference of. That shows in a sum of +∞.
 
 use super::Blueprint;
 use super::forward::Strides;
-use super::ops::{ex2, pack};
-use super::scores::{Factors, exponent_of};
+use super::ops::{ex2, lg2, pack};
+use super::scores::{Exponent, Factors, exponent_of};
 use crate::mask::Band;
+use crate::softmax::{HIDDEN, lse_bits_log2};
 use cubecl::prelude::*;
 
 /// Keys at a time: one for each unit of a warp.
@@ -40,8 +42,47 @@ fn dot<E: Float>(a: Vector<E, Const<8>>, b: Vector<E, Const<8>>, #[comptime] len
     sum
 }
 
-/// Computes one row of `out` from `q`, `k`, `v`, all in vectors of 16 bytes, and from the row's `lse` in base 2. By a whole
-/// warp.
+/// The scores of a row for the keys of a block, one for each unit of the warp, as exponents of 2.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn exponents<E: Float, M: Numeric, NB: Size, NM: Size>(
+    q: &[Vector<E, Const<8>>],
+    k: &[Vector<E, Const<8>>],
+    mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
+    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
+    strides: &Strides,
+    factors: &Factors,
+    band: &Band,
+    batch: usize,
+    head: usize,
+    head_kv: usize,
+    row: u32,
+    block: u32,
+    #[comptime] blueprint: Blueprint,
+) -> Exponent {
+    let key = block * KEYS + UNIT_POS % 32;
+    let mut value = 0.0f32.runtime();
+    let mut visible = false.runtime();
+    if band.sees(row, key) {
+        let q_at = strides.q.at(batch, head, row);
+        let k_at = strides.k.at(batch, head_kv, key);
+        let (whole, rest) = comptime!((blueprint.head_dim / 8, blueprint.head_dim % 8));
+        let mut product = 0.0f32.runtime();
+        for i in 0..whole {
+            product = dot(q[q_at + i], k[k_at + i], 8usize, product);
+        }
+        if comptime!(rest > 0) {
+            product = dot(q[q_at + whole], k[k_at + whole], rest, product);
+        }
+        let exponent = exponent_of(product, factors, band, mask, bias, batch, head, row, key, blueprint);
+        value = exponent.value;
+        visible = exponent.visible;
+    }
+    Exponent { value, visible }
+}
+
+/// Computes one row of `out` from `q`, `k`, `v`, all in vectors of 16 bytes, and from what its exponentials `2^(… − m)` are
+/// relative to and their sum `l`; if that is +∞, these too, and the bits of `lse`. By a whole warp.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
@@ -51,6 +92,7 @@ pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
     mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
     bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
     out: &mut [Vector<u32, Const<4>>],
+    lse: &mut [u32],
     strides: &Strides,
     factors: &Factors,
     band: &Band,
@@ -58,11 +100,39 @@ pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
     head: usize,
     head_kv: usize,
     row: u32,
-    lse: f32,
+    m: f32,
+    l: f32,
     #[comptime] blueprint: Blueprint,
 ) {
     let lane = UNIT_POS % 32;
-    let q_at = strides.q.at(batch, head, row);
+    // Branches that are the warp's, not a unit's, are decided by votes: the assembler then knows that the warp stays
+    // together, and guards no shuffle, here or in the loop around.
+    let seen = band.k_blocks(row, 1u32, KEYS);
+    let mut m = m;
+    let mut l = l;
+    if plane_any(l == f32::INFINITY) {
+        m = HIDDEN.runtime();
+        l = 0.0f32.runtime();
+        let mut block = seen.start;
+        while plane_any(block < seen.end) {
+            let exponent =
+                exponents(q, k, mask, bias, strides, factors, band, batch, head, head_kv, row, block, blueprint);
+            if exponent.visible {
+                let higher = max(m, exponent.value);
+                l = fma(l, ex2(m - higher), ex2(exponent.value - higher));
+                m = higher;
+            }
+            block += 1;
+        }
+        let highest = plane_max(m);
+        l = plane_sum(l * ex2(m - highest));
+        m = highest;
+        if lane == 0 {
+            lse[strides.lse.at(batch, head, row)] = lse_bits_log2(m, l, lg2(l));
+        }
+    }
+    let of_row = m + lg2(l);
+
     // A unit has eight columns of O. Of more units than there are eights, the others compute the last ones too.
     let eights = comptime!((blueprint.columns() / 8) as u32);
     let column = min(lane, eights - 1) as usize;
@@ -71,29 +141,11 @@ pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
     for e in 0..8usize {
         o[e] = 0.0f32;
     }
-    // Branches that are the warp's, not a unit's, are decided by votes: the assembler then knows that the warp stays
-    // together, and guards no shuffle, here or in the loop around.
-    let seen = band.k_blocks(row, 1u32, KEYS);
     let mut block = seen.start;
     while plane_any(block < seen.end) {
-        let key = block * KEYS + lane;
-        let mut sees = band.sees(row, key);
-        let mut p = 0.0f32.runtime();
-        if sees {
-            let k_at = strides.k.at(batch, head_kv, key);
-            let (whole, rest) = comptime!((blueprint.head_dim / 8, blueprint.head_dim % 8));
-            let mut product = 0.0f32.runtime();
-            for i in 0..whole {
-                product = dot(q[q_at + i], k[k_at + i], 8usize, product);
-            }
-            if comptime!(rest > 0) {
-                product = dot(q[q_at + whole], k[k_at + whole], rest, product);
-            }
-            let exponent = exponent_of(product, factors, band, mask, bias, batch, head, row, key, blueprint);
-            // A mask's −∞, not a value's.
-            sees = exponent.visible;
-            p = ex2(exponent.value - lse);
-        }
+        let exponent = exponents(q, k, mask, bias, strides, factors, band, batch, head, head_kv, row, block, blueprint);
+        let sees = exponent.visible;
+        let p = select(sees, ex2(exponent.value - of_row), 0.0f32);
         for n in 0..KEYS {
             let p = plane_shuffle(p, n);
             if plane_any(lane == n && sees) {

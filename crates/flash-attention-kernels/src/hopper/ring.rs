@@ -196,8 +196,18 @@ impl Loader {
         Loader { memory, walk, band, warp, ahead: number }
     }
 
+    /// Enters the first item.
+    pub fn begin(&mut self, counter: &[u32], #[comptime] blueprint: Blueprint) {
+        if self.warp == 0 {
+            self.enter(counter, true, blueprint);
+        }
+        if self.warp == comptime!(WARPGROUP_UNITS as u32 / 32) {
+            self.enter(counter, false, blueprint);
+        }
+    }
+
     /// The first loads.
-    pub fn start<E: CubePrimitive>(
+    pub fn fill<E: CubePrimitive>(
         &mut self,
         k: &TensorMap<E, Tiled>,
         v: &TensorMap<E, Tiled>,
@@ -206,13 +216,11 @@ impl Loader {
     ) {
         let stages = comptime!(blueprint.tile.stages);
         if self.warp == 0 {
-            self.enter(counter, true, blueprint);
             for _ in 0..stages {
                 self.load(k, counter, true, blueprint);
             }
         }
         if self.warp == comptime!(WARPGROUP_UNITS as u32 / 32) {
-            self.enter(counter, false, blueprint);
             // V is wanted a step after K.
             for _ in 1..stages {
                 self.load(v, counter, false, blueprint);

@@ -21,13 +21,26 @@ pub fn zero(x: &mut Array<f32>, #[comptime] len: usize) {
 /// How much, as a power of two, a maximum may grow before what was computed with it is rescaled.
 const LAZY: f32 = 8.0;
 
+/// The highest sum of a unit's exponentials of a tile after which an anchor is kept.
+const KEPT: f32 = 65536.0;
+
+/// The highest such sum that can be rescaled: 2^120, as 2^-127 is no normal number any more.
+const RESCALED: f32 = 1.329227995784916e36;
+
+/// Of how many eights of columns one is looked at for an anchor.
+const SPARSE: usize = 4;
+
 /// What the softmax remembers of a unit's two rows.
 #[derive(CubeType)]
 pub struct Statistics {
-    /// What their exponentials are relative to: their maxima, or up to 2^8 below.
+    /// The exponents of 2 that their exponentials are relative to; [`HIDDEN`] for a row that has seen nothing.
+    ///
+    /// Any number will do that keeps exponentials in range. What is rounded to f16 needs the maximum, or what is up to 2^8
+    /// below it. bf16 has the range of f32: there it is an *anchor*, some score of the first tile that shows any, and only
+    /// a tile's sum tells whether it has become too low. A maximum costs as many instructions as the exponentials do.
     pub m0: f32,
     pub m1: f32,
-    /// What this unit holds of the rows' exponentials, added.
+    /// What this unit holds of the rows' exponentials, added; +∞ for a row that was out of range.
     pub l0: f32,
     pub l1: f32,
 }
@@ -42,68 +55,151 @@ pub struct Rescale {
 
 #[cube]
 impl Statistics {
-    /// Of the first tile, of which `2^(exponent · (s − m))` are left.
-    pub fn first(s: &mut Array<f32>, exponent: f32, #[comptime] tile_k: usize) -> Statistics {
-        let m0 = row_max(&*s, 0usize, HIDDEN.runtime(), tile_k);
-        let m1 = row_max(&*s, 1usize, HIDDEN.runtime(), tile_k);
-        let l0 = exponentials(s, 0usize, m0, exponent, 0.0f32.runtime(), tile_k);
-        let l1 = exponentials(s, 1usize, m1, exponent, 0.0f32.runtime(), tile_k);
-        Statistics { m0, m1, l0, l1 }
+    /// Of the first tile, of which `2^(exponent · s − m)` are left. `hides`: a row may see nothing of it.
+    pub fn first(
+        s: &mut Array<f32>,
+        exponent: f32,
+        #[comptime] hides: bool,
+        #[comptime] blueprint: Blueprint,
+    ) -> Statistics {
+        let tile_k = comptime!(blueprint.tile.tile_k);
+        let every = comptime!(if blueprint.anchored() { SPARSE } else { 1 });
+        let mut rows = Statistics {
+            m0: row_max(&*s, 0usize, exponent, every, tile_k),
+            m1: row_max(&*s, 1usize, exponent, every, tile_k),
+            l0: 0.0f32.runtime(),
+            l1: 0.0f32.runtime(),
+        };
+        if comptime!(blueprint.anchored()) {
+            let _ = rows.anchored(s, exponent, hides, tile_k);
+        } else {
+            rows.l0 = exponentials(s, 0usize, rows.m0, exponent, tile_k);
+            rows.l1 = exponentials(s, 1usize, rows.m1, exponent, tile_k);
+        }
+        rows
     }
 
     /// Takes another tile in, of which as much is left.
-    pub fn absorb(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] tile_k: usize) -> Rescale {
-        let x0 = row_max(&*s, 0usize, self.m0, tile_k);
-        let x1 = row_max(&*s, 1usize, self.m1, tile_k);
+    pub fn absorb(
+        &mut self,
+        s: &mut Array<f32>,
+        exponent: f32,
+        #[comptime] hides: bool,
+        #[comptime] blueprint: Blueprint,
+    ) -> Rescale {
+        let tile_k = comptime!(blueprint.tile.tile_k);
+        if comptime!(blueprint.anchored()) {
+            self.anchored(s, exponent, hides, tile_k)
+        } else {
+            self.maximal(s, exponent, tile_k)
+        }
+    }
+
+    /// Takes a tile in, relative to maxima.
+    fn maximal(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] tile_k: usize) -> Rescale {
+        let x0 = row_max(&*s, 0usize, exponent, 1usize, tile_k);
+        let x1 = row_max(&*s, 1usize, exponent, 1usize, tile_k);
         // Without branches, so that the exponentials need not wait for a vote.
-        let m0 = select((x0 - self.m0) * exponent > LAZY, x0, self.m0);
-        let m1 = select((x1 - self.m1) * exponent > LAZY, x1, self.m1);
-        let a0 = ex2((self.m0 - m0) * exponent);
-        let a1 = ex2((self.m1 - m1) * exponent);
+        let m0 = select(x0 - self.m0 > LAZY, x0, self.m0);
+        let m1 = select(x1 - self.m1 > LAZY, x1, self.m1);
+        let a0 = ex2(self.m0 - m0);
+        let a1 = ex2(self.m1 - m1);
         let needed = m0 > self.m0 || m1 > self.m1;
         self.m0 = m0;
         self.m1 = m1;
-        self.l0 = exponentials(s, 0usize, m0, exponent, self.l0 * a0, tile_k);
-        self.l1 = exponentials(s, 1usize, m1, exponent, self.l1 * a1, tile_k);
+        let l0 = exponentials(s, 0usize, m0, exponent, tile_k);
+        let l1 = exponentials(s, 1usize, m1, exponent, tile_k);
+        self.l0 = fma(self.l0, a0, l0);
+        self.l1 = fma(self.l1, a1, l1);
         Rescale { a0, a1, needed: plane_any(needed) }
+    }
+
+    /// Takes a tile in, relative to anchors. Rows that have none yet get the maximum of this tile.
+    fn anchored(
+        &mut self,
+        s: &mut Array<f32>,
+        exponent: f32,
+        #[comptime] hides: bool,
+        #[comptime] tile_k: usize,
+    ) -> Rescale {
+        if comptime!(hides) {
+            let none = self.m0 == HIDDEN || self.m1 == HIDDEN;
+            if plane_any(none) {
+                let x0 = row_max(&*s, 0usize, exponent, 1usize, tile_k);
+                let x1 = row_max(&*s, 1usize, exponent, 1usize, tile_k);
+                self.m0 = select(self.m0 == HIDDEN, x0, self.m0);
+                self.m1 = select(self.m1 == HIDDEN, x1, self.m1);
+            }
+        }
+        let l0 = exponentials(s, 0usize, self.m0, exponent, tile_k);
+        let l1 = exponentials(s, 1usize, self.m1, exponent, tile_k);
+        self.l0 += l0;
+        self.l1 += l1;
+        let mut a0 = 1.0f32.runtime();
+        let mut a1 = 1.0f32.runtime();
+        let needed = plane_any(l0 > KEPT || l1 > KEPT);
+        if needed {
+            // Of each row by itself, whatever the warp's others hold.
+            let growth0 = growth(l0);
+            let growth1 = growth(l1);
+            a0 = ex2(-growth0);
+            a1 = ex2(-growth1);
+            self.m0 += growth0;
+            self.m1 += growth1;
+            self.l0 = select(l0 > RESCALED, f32::INFINITY, self.l0 * a0);
+            self.l1 = select(l1 > RESCALED, f32::INFINITY, self.l1 * a1);
+            scale_rows(s, a0, a1, comptime!(tile_k / 2));
+        }
+        Rescale { a0, a1, needed }
     }
 }
 
-/// The highest of `start` and a row's scores. `row`: 0 or 1.
+/// By how much the anchor of a row must grow after a tile of which a unit holds this sum: 0, but where a unit's sum is
+/// above [`KEPT`].
 #[cube]
-fn row_max(s: &Array<f32>, #[comptime] row: usize, start: f32, #[comptime] tile_k: usize) -> f32 {
+fn growth(sum: f32) -> f32 {
+    let sum = max(sum, plane_shuffle_xor(sum, 1u32));
+    let sum = max(sum, plane_shuffle_xor(sum, 2u32));
+    let grows = sum > KEPT && sum <= RESCALED;
+    select(grows, f32::floor(lg2(sum)), 0.0f32)
+}
+
+/// The highest of a row's scores, as an exponent of 2; [`HIDDEN`] if all are hidden. `row`: 0 or 1. One of `every` eights
+/// counts.
+#[cube]
+fn row_max(
+    s: &Array<f32>,
+    #[comptime] row: usize,
+    exponent: f32,
+    #[comptime] every: usize,
+    #[comptime] tile_k: usize,
+) -> f32 {
     // Even and odd eights and columns apart: one after the other, each would wait for the one before.
     let mut m = Array::<f32>::new(4usize);
     #[unroll]
     for i in 0..4usize {
-        m[i] = start;
+        m[i] = HIDDEN.runtime();
     }
     #[unroll]
-    for i in 0..comptime!(tile_k / 8) {
+    for nth in 0..comptime!((tile_k / 8).div_ceil(every)) {
         #[unroll]
         for e in 0..2usize {
-            let n = comptime!((2 * i + e) % 4);
-            m[n] = max(m[n], s[comptime!(4 * i + 2 * row + e)]);
+            let n = comptime!((2 * nth + e) % 4);
+            m[n] = max(m[n], s[comptime!(4 * nth * every + 2 * row + e)]);
         }
     }
     let m = max(max(m[0], m[1]), max(m[2], m[3]));
     let m = max(m, plane_shuffle_xor(m, 1u32));
-    max(m, plane_shuffle_xor(m, 2u32))
+    let m = max(m, plane_shuffle_xor(m, 2u32));
+    select(m == HIDDEN, HIDDEN, m * exponent)
 }
 
-/// Turns a row's scores into `2^(exponent · (s − m))`; returns `sum` and what this unit holds of the row, added.
+/// Turns a row's scores into `2^(exponent · s − m)`; returns what this unit holds of the row, added.
 #[cube]
-fn exponentials(
-    s: &mut Array<f32>,
-    #[comptime] row: usize,
-    m: f32,
-    exponent: f32,
-    sum: f32,
-    #[comptime] tile_k: usize,
-) -> f32 {
-    // A row that has seen nothing has the lowest maximum, and all its scores are −∞.
-    let offset = select(m == HIDDEN, 0.0f32, -m * exponent);
-    let mut sum = sum;
+fn exponentials(s: &mut Array<f32>, #[comptime] row: usize, m: f32, exponent: f32, #[comptime] tile_k: usize) -> f32 {
+    // All scores of a row that has seen nothing are −∞.
+    let offset = select(m == HIDDEN, 0.0f32, -m);
+    let mut sum = 0.0f32.runtime();
     #[unroll]
     for i in 0..comptime!(tile_k / 8) {
         let at = comptime!(4 * i + 2 * row);
