@@ -54,14 +54,24 @@ pub struct Run {
 
 #[cube]
 impl Run {
-    /// Whether the query sees the key at this distance from the position. Not for keys before the first.
-    pub fn holds(&self, distance: i32) -> bool {
-        let mut holds = distance < self.end;
+    /// The first two of each eight keys, for 16 eights from the `eight`-th on: bit `2 n + e` is set if the query sees the key
+    /// at distance `8 (eight + n) + e`.
+    pub fn pairs(&self, #[comptime] eight: u32) -> u32 {
+        let from = comptime!(8 * eight as i32);
+        let mut pairs = pairs_before(self.end - from);
         if comptime!(self.bounded_below) {
-            holds = holds && distance >= self.start;
+            pairs &= !pairs_before(self.start - from);
         }
-        holds
+        pairs
     }
+}
+
+/// The first two of each eight positions, for 16 eights: those below `end`.
+#[cube]
+fn pairs_before(end: i32) -> u32 {
+    let end = max(end, 0i32) as u32;
+    let count = min(end / 8 * 2 + min(end % 8, 2u32), 32u32);
+    select(count == 32, u32::MAX, (1u32 << (count % 32)) - 1)
 }
 
 /// Which of some blocks of keys, walked from the last to the first, need masking.
@@ -174,8 +184,7 @@ impl Band {
         blocks(first, after, tile_q)
     }
 
-    /// The keys that query `i` sees, counted from `origin`; none if `blind`. One comparison decides for a key where the
-    /// band is bounded above alone.
+    /// The keys that query `i` sees, counted from `origin`; none if `blind`.
     pub fn run(&self, i: u32, origin: u32, blind: bool) -> Run {
         let mut start = 0i32;
         let mut end = self.seq_k as i32;

@@ -16,7 +16,7 @@
 //! behind one, makes it guard every shuffle that follows.
 
 use super::ops::*;
-use super::recompute::{recompute_row, trace};
+use super::recompute::{is_finite, recompute_row};
 use super::ring::{Loader, Memory, Of, Place, load_q};
 use super::rows::*;
 use super::schedule::Walk;
@@ -46,7 +46,7 @@ impl Stride {
     }
 }
 
-/// Strides of `q`, `k`, `v` and `o`, in vectors of 16 bytes, and of `lse`. As arguments they are constants; those of a tensor
+/// Strides of `q`, `k` and `v`, in vectors of 16 bytes, of `o`, in vectors of 8, and of `lse`. As arguments they are constants; those of a tensor
 /// are read from memory.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone))]
@@ -63,7 +63,7 @@ pub struct Strides {
     pub lse: Stride,
 }
 
-/// `q [B, H, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `o [B, H, Sq, Dv]`, its rows in vectors of 16 bytes, and
+/// `q [B, H, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `o [B, H, Sq, Dv]`, its rows in vectors of 8 bytes, and
 /// the bits of `lse [B, H, Sq]`. Boxes of the maps: 64 columns of 64 queries, or of a tile's keys.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
@@ -73,7 +73,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     v: &TensorMap<E, Tiled>,
     mask: ComptimeOption<&Tensor<Vector<M, NM>>>,
     bias: ComptimeOption<&Tensor<Vector<E, NB>>>,
-    o: &mut [Vector<u32, Const<4>>],
+    o: &mut [Vector<u32, Const<2>>],
     lse: &mut [u32],
     counter: &[u32],
     q_rows: &[Vector<E, Const<8>>],
@@ -124,7 +124,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
 
     // -- the first loads
     let mut loader = Loader::new(memory, walk, band, team, warp, tile);
-    loader.begin(counter, blueprint);
+    loader.begin(q, counter, blueprint);
     memory.await_item(0u32);
     let mut steps = memory.item(0u32, Of::Steps);
     let of_warpgroup = warp % 4;
@@ -132,7 +132,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     if of_warpgroup == 0 && steps != 0 {
         load_q(q, &memory, 0u32, warpgroup, blueprint);
     }
-    loader.fill(k, v, counter, blueprint);
+    loader.fill(q, k, v, counter, blueprint);
     // Named barrier 0 is that of all units.
     let turn = 1 + team * comptime!(tile.warpgroups as u32);
     if warpgroup == comptime!(tile.warpgroups as u32 - 1) {
@@ -183,8 +183,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             p.push(Array::<u32>::new(4usize));
         }
         to_fragments(&s, &mut p, blueprint);
+        // The first product overwrites it.
         let mut acc = Array::<f32>::new(o_len);
-        zero(&mut acc, o_len);
         if steps > 1 {
             mbarrier_wait(memory.full_k + k_place.stage * 8, k_place.phase);
         }
@@ -202,10 +202,10 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             // Not waited for before S is on its way; the wait ends a stretch of products for the assembler.
             mbarrier_wait(memory.full_v + v_place.stage * 8, v_place.phase);
             wgmma_fence();
-            pv(&mut acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), blueprint);
+            pv(&mut acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), u32::cast_from(step > 1), blueprint);
             wgmma_commit();
             pass_turn(turn, warpgroup, tile);
-            loader.refill(k, v, counter, blueprint);
+            loader.refill(q, k, v, counter, blueprint);
             wgmma_wait(1usize);
             pin(&mut s, s_len);
             if lane == 0 {
@@ -240,7 +240,6 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
 
         // -- the last P V, and in its shadow and that of the stores the next item's first S; after the last item that
         //    one reads what is left in shared memory, and nothing reads it
-        zero(&mut s, s_len);
         mbarrier_wait(memory.full_v + v_place.stage * 8, v_place.phase);
         let next_steps = memory.item(nth + 1, Of::Steps);
         if next_steps != 0 {
@@ -248,12 +247,13 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             mbarrier_wait(memory.full_k + k_place.stage * 8, k_place.phase);
         }
         take_turn(turn, warpgroup, tile);
-        pin(&mut s, s_len);
         pin(&mut acc, o_len);
         wgmma_fence();
-        pv(&mut acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), blueprint);
+        pv(&mut acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), u32::cast_from(steps > 1), blueprint);
         wgmma_commit();
-        loader.refill(k, v, counter, blueprint);
+        loader.refill(q, k, v, counter, blueprint);
+        zero(&mut s, s_len);
+        pin(&mut s, s_len);
         wgmma_fence();
         qk(&mut s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint);
         wgmma_commit();
@@ -285,27 +285,32 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         v_place.advance(stages);
         let row0 = strides.o.at(batch, head, row);
         let row1 = row0 + 8 * strides.o.row;
+        let (words0, words1) = (pack_row(&acc, 0usize, f0, blueprint), pack_row(&acc, 1usize, f1, blueprint));
+        store_row(&words0, o, row0, live0, blueprint);
+        store_row(&words1, o, row1, live1, blueprint);
         // Rows that these exponentials or products cannot give: out of range, or reached by what is hidden from them.
-        let mut again0 = live0 && l0 == f32::INFINITY;
-        let mut again1 = live1 && l1 == f32::INFINITY;
+        let mut again0 = l0 == f32::INFINITY;
+        let mut again1 = l1 == f32::INFINITY;
         if comptime!(hides) {
-            let (trace0, trace1) = (row_sum(trace(&acc, 0usize, o_len)), row_sum(trace(&acc, 1usize, o_len)));
-            let leaked0 = live0 && l0 <= f32::MAX && trace0 != 0.0f32;
-            let leaked1 = live1 && l1 <= f32::MAX && trace1 != 0.0f32;
+            let leaked0 = l0 <= f32::MAX && !is_finite(&words0, blueprint);
+            let leaked1 = l1 <= f32::MAX && !is_finite(&words1, blueprint);
             again0 = again0 || leaked0;
             again1 = again1 || leaked1;
         }
-        store_row(&acc, 0usize, f0, o, row0, live0 && !again0, blueprint);
-        store_row(&acc, 1usize, f1, o, row1, live1 && !again1, blueprint);
+        again0 = live0 && again0;
+        again1 = live1 && again1;
         if comptime!(hides || blueprint.anchored()) && plane_any(again0 || again1) {
+            // What other units have stored of these rows comes first.
+            sync_plane();
             let head_kv = memory.item(nth, Of::HeadKv) as usize;
             let first = first_row + of_warpgroup * 16;
             for of_warp in 0..16u32 {
                 let upper = of_warp >= 8;
-                let from = of_warp % 8 * 4;
-                let m = plane_shuffle(select(upper, m1, m0), from);
-                let l = plane_shuffle(select(upper, l1, l0), from);
-                if plane_any(lane == from && select(upper, again1, again0)) {
+                let from = of_warp % 8;
+                let m = plane_shuffle(select(upper, m1, m0), 4 * from);
+                let l = plane_shuffle(select(upper, l1, l0), 4 * from);
+                let again = select(upper, again1, again0);
+                if plane_any(lane / 4 == from && again) {
                     recompute_row(
                         q_rows,
                         k_rows,
@@ -389,12 +394,13 @@ fn qk(s: &mut Array<f32>, q: u64, k: u64, #[comptime] blueprint: Blueprint) {
     }
 }
 
-/// Issues `O += P V`.
+/// Issues `O += P V`, or `O = P V` if not `adds`.
 #[cube]
-fn pv(o: &mut Array<f32>, p: &Sequence<Array<u32>>, v: u64, #[comptime] blueprint: Blueprint) {
+fn pv(o: &mut Array<f32>, p: &Sequence<Array<u32>>, v: u64, adds: u32, #[comptime] blueprint: Blueprint) {
     #[unroll]
     for i in 0..comptime!(blueprint.tile.tile_k / 16) {
         // 16 keys are 16 lines of 128 bytes.
-        mma_registers(o, p.index(i), v + comptime!((i * 128) as u64), blueprint.columns(), blueprint.dtype);
+        let adds = if comptime!(i == 0) { adds } else { 1u32.runtime() };
+        mma_registers(o, p.index(i), v + comptime!((i * 128) as u64), adds, blueprint.columns(), blueprint.dtype);
     }
 }

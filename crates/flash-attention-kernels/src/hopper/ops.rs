@@ -192,6 +192,20 @@ pub fn pack(low: f32, high: f32, #[comptime] dtype: Dtype) -> u32 {
     })
 }
 
+/// `a · b + c` of both halves of packed registers.
+#[cube]
+pub fn fma_packed(a: u32, b: u32, c: u32, #[comptime] dtype: Dtype) -> u32 {
+    intrinsic!(|scope| {
+        let args = vec![a.read_value(scope), b.read_value(scope), c.read_value(scope)];
+        let ty = u32::__expand_as_type(scope);
+        let template = match dtype {
+            Dtype::BF16 => "fma.rn.bf16x2 $0, $1, $2, $3;",
+            _ => "fma.rn.f16x2 $0, $1, $2, $3;",
+        };
+        ExpandValue::from(pure(scope, ty, template, "=r,r,r,r", args)).into()
+    })
+}
+
 // -- barriers
 
 /// Waits until `units` units have come to the named barrier `id`. Barrier 0 is `sync_cube`'s.
@@ -284,6 +298,34 @@ pub fn tma_load<E: CubePrimitive>(
             "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [$0], [$1, {{{column}, $2, $3, $4}}], [$5];"
         );
         effect(scope, &elected(&template), "r,l,r,r,r,r,~{memory}", args)
+    })
+}
+
+/// One unit of the warp asks for the box of `map` at `(batch, head, row, column)` to be brought to the second-level cache. The
+/// whole warp must call it.
+#[cube]
+pub fn tma_prefetch<E: CubePrimitive>(
+    map: &TensorMap<E, Tiled>,
+    batch: u32,
+    head: u32,
+    row: u32,
+    #[comptime] column: u32,
+) {
+    intrinsic!(|scope| {
+        let args = vec![map.value(scope), row.read_value(scope), head.read_value(scope), batch.read_value(scope)];
+        let template = format!("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [$0, {{{column}, $1, $2, $3}}];");
+        effect(scope, &elected(&template), "l,r,r,r,~{memory}", args)
+    })
+}
+
+/// Writes two words to the vector of `to` of this number. (Indexing computes an address for each vector: numbers are added
+/// in 32 bits, which no immediate offset can do.)
+#[cube]
+pub fn store_pair(to: &mut [Vector<u32, Const<2>>], #[comptime] nth: usize, low: u32, high: u32) {
+    intrinsic!(|scope| {
+        let to = unsafe { *to.__expand_as_ptr_method(scope) }.value(scope);
+        let template = format!("st.global.v2.u32 [$0+{}], {{$1, $2}};", 8 * nth);
+        effect(scope, &template, "l,r,r,~{memory}", vec![to, low.read_value(scope), high.read_value(scope)])
     })
 }
 
@@ -402,7 +444,8 @@ pub fn descriptor<E: CubePrimitive>(tile: &[E], #[comptime] leading: usize, #[co
     })
 }
 
-/// `acc += A · B`, `m64 n k16`, both from shared memory, both K-major.
+/// `acc += A · B`, `m64 n k16`, both from shared memory, both K-major. Zeros that were set right before cost nothing: the
+/// assembler folds them.
 #[cube]
 pub fn mma_shared(acc: &mut Array<f32>, a: u64, b: u64, #[comptime] n: usize, #[comptime] dtype: Dtype) {
     let before = held(&*acc, comptime!(n / 2));
@@ -410,17 +453,16 @@ pub fn mma_shared(acc: &mut Array<f32>, a: u64, b: u64, #[comptime] n: usize, #[
     hold(acc, &after, comptime!(n / 2));
 }
 
-/// The product of `n / 2` registers `$0`, `$1`, … with these operands.
-fn wgmma(n: usize, dtype: Dtype, operands: &str, transposed: &str) -> String {
+/// The product of `n / 2` registers `$0`, `$1`, … with these operands; `adds`: 0 if what they held does not count.
+fn wgmma(n: usize, dtype: Dtype, operands: &str, adds: &str, transposed: &str) -> String {
     let ty = match dtype {
         Dtype::BF16 => "bf16",
         _ => "f16",
     };
     let registers = (0..n / 2).map(|i| format!("${i}")).collect::<Vec<_>>().join(", ");
     let product = format!("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ty}.{ty}");
-    // The predicate adds to the accumulator; a zeroed one costs nothing, the assembler folds it.
     format!(
-        "{{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n{product} {{{registers}}}, {operands}, p, 1, 1, {transposed};\n}}"
+        "{{\n.reg .pred p;\nsetp.ne.b32 p, {adds}, 0;\n{product} {{{registers}}}, {operands}, p, 1, 1, {transposed};\n}}"
     )
 }
 
@@ -435,16 +477,23 @@ fn product_shared(
     intrinsic!(|scope| {
         let registers: Vec<_> = held.iter_cloned().map(|x| x.read_value(scope)).collect();
         let args = vec![a.read_value(scope), b.read_value(scope)];
-        let template = wgmma(n, dtype, &format!("${}, ${}", n, n + 1), "0, 0");
+        let template = wgmma(n, dtype, &format!("${}, ${}", n, n + 1), "1", "0, 0");
         sequence(scope, in_place(scope, f32::__expand_as_type(scope), &template, &["l", "l"], registers, args))
     })
 }
 
-/// `acc += A · B`, `m64 n k16`, A from four packed registers, B from shared memory, MN-major.
+/// `acc += A · B`, or `acc = A · B` if not `adds`; `m64 n k16`, A from four packed registers, B from shared memory, MN-major.
 #[cube]
-pub fn mma_registers(acc: &mut Array<f32>, a: &Array<u32>, b: u64, #[comptime] n: usize, #[comptime] dtype: Dtype) {
+pub fn mma_registers(
+    acc: &mut Array<f32>,
+    a: &Array<u32>,
+    b: u64,
+    adds: u32,
+    #[comptime] n: usize,
+    #[comptime] dtype: Dtype,
+) {
     let before = held(&*acc, comptime!(n / 2));
-    let after = product_registers(&before, a[0], a[1], a[2], a[3], b, n, dtype);
+    let after = product_registers(&before, a[0], a[1], a[2], a[3], b, adds, n, dtype);
     hold(acc, &after, comptime!(n / 2));
 }
 
@@ -456,6 +505,7 @@ fn product_registers(
     a2: u32,
     a3: u32,
     b: u64,
+    adds: u32,
     #[comptime] n: usize,
     #[comptime] dtype: Dtype,
 ) -> Sequence<f32> {
@@ -467,12 +517,11 @@ fn product_registers(
             a2.read_value(scope),
             a3.read_value(scope),
             b.read_value(scope),
+            adds.read_value(scope),
         ];
         let operands = format!("{{${}, ${}, ${}, ${}}}, ${}", n, n + 1, n + 2, n + 3, n + 4);
-        let template = wgmma(n, dtype, &operands, "1");
-        sequence(
-            scope,
-            in_place(scope, f32::__expand_as_type(scope), &template, &["r", "r", "r", "r", "l"], registers, args),
-        )
+        let template = wgmma(n, dtype, &operands, &format!("${}", n + 5), "1");
+        let others = ["r", "r", "r", "r", "l", "r"];
+        sequence(scope, in_place(scope, f32::__expand_as_type(scope), &template, &others, registers, args))
     })
 }

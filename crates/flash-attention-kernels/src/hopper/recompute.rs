@@ -8,7 +8,7 @@
 
 use super::Blueprint;
 use super::forward::Strides;
-use super::ops::{ex2, lg2, pack};
+use super::ops::{ex2, fma_packed, lg2, pack};
 use super::scores::{Exponent, Factors, exponent_of};
 use crate::mask::Band;
 use crate::softmax::{HIDDEN, lse_bits_log2};
@@ -17,18 +17,16 @@ use cubecl::prelude::*;
 /// Keys at a time: one for each unit of a warp.
 const KEYS: u32 = 32;
 
-/// 0 if a unit's part of a row of an accumulator is finite, else not a number. `row`: 0 or 1.
+/// Whether what a unit holds of a packed row is finite.
 #[cube]
-pub fn trace(o: &Array<f32>, #[comptime] row: usize, #[comptime] len: usize) -> f32 {
-    let mut trace = 0.0f32.runtime();
+pub fn is_finite(words: &Array<u32>, #[comptime] blueprint: Blueprint) -> bool {
+    let mut trace = 0u32.runtime();
     #[unroll]
-    for i in 0..comptime!(len / 4) {
-        #[unroll]
-        for e in 0..2usize {
-            trace = fma(o[comptime!(4 * i + 2 * row + e)], 0.0f32, trace);
-        }
+    for i in 0..comptime!(blueprint.columns() / 8) {
+        // 0 times what is not finite is not a number. The sign of zeros is dropped by adding 0.
+        trace = fma_packed(words[i], 0u32.runtime(), trace, blueprint.dtype);
     }
-    trace
+    trace == 0
 }
 
 /// `sum` and the products of the first `len` elements of two vectors.
@@ -81,7 +79,7 @@ fn exponents<E: Float, M: Numeric, NB: Size, NM: Size>(
     Exponent { value, visible }
 }
 
-/// Computes one row of `out` from `q`, `k`, `v`, all in vectors of 16 bytes, and from what its exponentials `2^(… − m)` are
+/// Computes one row of `out`, in vectors of 8 bytes, from `q`, `k`, `v`, in vectors of 16, and from what its exponentials `2^(… − m)` are
 /// relative to and their sum `l`; if that is +∞, these too, and the bits of `lse`. By a whole warp.
 #[cube]
 #[allow(clippy::too_many_arguments)]
@@ -91,7 +89,7 @@ pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
     v: &[Vector<E, Const<8>>],
     mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
     bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
-    out: &mut [Vector<u32, Const<4>>],
+    out: &mut [Vector<u32, Const<2>>],
     lse: &mut [u32],
     strides: &Strides,
     factors: &Factors,
@@ -158,12 +156,17 @@ pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
         }
         block += 1;
     }
-    let mut vector = Vector::<u32, Const<4>>::empty();
+    let at = strides.o.at(batch, head, row) + 2 * column;
     #[unroll]
-    for e in 0..4usize {
-        vector.insert(e, pack(o[2 * e], o[2 * e + 1], blueprint.dtype));
-    }
-    if lane < eights {
-        out[strides.o.at(batch, head, row) + column] = vector;
+    for half in 0..2usize {
+        let mut vector = Vector::<u32, Const<2>>::empty();
+        #[unroll]
+        for e in 0..2usize {
+            let column = comptime!(4 * half + 2 * e);
+            vector.insert(e, pack(o[column], o[column + 1], blueprint.dtype));
+        }
+        if lane < eights {
+            out[at + half] = vector;
+        }
     }
 }

@@ -197,18 +197,24 @@ impl Loader {
     }
 
     /// Enters the first item.
-    pub fn begin(&mut self, counter: &[u32], #[comptime] blueprint: Blueprint) {
+    pub fn begin<E: CubePrimitive>(
+        &mut self,
+        q: &TensorMap<E, Tiled>,
+        counter: &[u32],
+        #[comptime] blueprint: Blueprint,
+    ) {
         if self.warp == 0 {
-            self.enter(counter, true, blueprint);
+            self.enter(q, counter, true, blueprint);
         }
         if self.warp == comptime!(WARPGROUP_UNITS as u32 / 32) {
-            self.enter(counter, false, blueprint);
+            self.enter(q, counter, false, blueprint);
         }
     }
 
     /// The first loads.
     pub fn fill<E: CubePrimitive>(
         &mut self,
+        q: &TensorMap<E, Tiled>,
         k: &TensorMap<E, Tiled>,
         v: &TensorMap<E, Tiled>,
         counter: &[u32],
@@ -217,13 +223,13 @@ impl Loader {
         let stages = comptime!(blueprint.tile.stages);
         if self.warp == 0 {
             for _ in 0..stages {
-                self.load(k, counter, true, blueprint);
+                self.load(q, k, counter, true, blueprint);
             }
         }
         if self.warp == comptime!(WARPGROUP_UNITS as u32 / 32) {
             // V is wanted a step after K.
             for _ in 1..stages {
-                self.load(v, counter, false, blueprint);
+                self.load(q, v, counter, false, blueprint);
             }
         }
     }
@@ -231,27 +237,44 @@ impl Loader {
     /// Fills the stages of K and V that the step before has freed: once in each step that multiplies both.
     pub fn refill<E: CubePrimitive>(
         &mut self,
+        q: &TensorMap<E, Tiled>,
         k: &TensorMap<E, Tiled>,
         v: &TensorMap<E, Tiled>,
         counter: &[u32],
         #[comptime] blueprint: Blueprint,
     ) {
         if self.warp == 0 {
-            self.load(k, counter, true, blueprint);
+            self.load(q, k, counter, true, blueprint);
         }
         if self.warp == comptime!(WARPGROUP_UNITS as u32 / 32) {
-            self.load(v, counter, false, blueprint);
+            self.load(q, v, counter, false, blueprint);
         }
     }
 
     /// Enters the next item. K leads: it finds out which item that is and tells everybody.
-    fn enter(&mut self, counter: &[u32], #[comptime] leads: bool, #[comptime] blueprint: Blueprint) {
+    fn enter<E: CubePrimitive>(
+        &mut self,
+        q: &TensorMap<E, Tiled>,
+        counter: &[u32],
+        #[comptime] leads: bool,
+        #[comptime] blueprint: Blueprint,
+    ) {
         let nth = self.memory.cursor(leads, To::Nth);
         if comptime!(leads) {
             let number = plane_broadcast(self.ahead, 0u32);
             if number < self.walk.items {
                 let item = self.walk.item(number, &self.band, blueprint.tile);
                 self.memory.write_item(nth, &item);
+                // There is room for one Q only, but it need not come from far then.
+                let tiles = comptime!(blueprint.tile.warpgroups as u32);
+                #[unroll]
+                for tile in 0..tiles {
+                    let row = item.q_start + comptime!(tile * WARPGROUP_ROWS as u32);
+                    #[unroll]
+                    for panel in 0..comptime!(blueprint.panels() as u32) {
+                        tma_prefetch(q, item.batch, item.head, row, comptime!(panel * PANEL as u32));
+                    }
+                }
                 self.ahead = self.walk.next(counter, blueprint.tile);
             } else {
                 let slot = self.memory.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
@@ -279,6 +302,7 @@ impl Loader {
     /// Loads the next tile, once all warps are done with what its stage held, and moves on; not if there is none.
     fn load<E: CubePrimitive>(
         &mut self,
+        q: &TensorMap<E, Tiled>,
         map: &TensorMap<E, Tiled>,
         counter: &[u32],
         #[comptime] leads: bool,
@@ -316,7 +340,7 @@ impl Loader {
                 self.memory.set_cursor(leads, To::KStart, k_start - comptime!(blueprint.tile.tile_k as u32));
                 self.memory.set_cursor(leads, To::Left, left - 1);
             } else {
-                self.enter(counter, leads, blueprint);
+                self.enter(q, counter, leads, blueprint);
             }
         }
     }

@@ -242,59 +242,47 @@ pub fn to_fragments(s: &Array<f32>, p: &mut Sequence<Array<u32>>, #[comptime] bl
     }
 }
 
-/// Writes one of a unit's two rows, `factor` times, to `out` from vector `at` on, in 16 bits: 8 columns a vector; nothing if
-/// not `live`. The four units of a row exchange what they hold, so that each has whole vectors: all must call it.
+/// One of a unit's two rows of an accumulator, `factor` times, in 16 bits: a word for each eight of columns.
+#[cube]
+pub fn pack_row(o: &Array<f32>, #[comptime] row: usize, factor: f32, #[comptime] blueprint: Blueprint) -> Array<u32> {
+    let eights = comptime!(blueprint.columns() / 8);
+    let mut words = Array::<u32>::new(eights);
+    #[unroll]
+    for i in 0..eights {
+        let e = comptime!(4 * i + 2 * row);
+        words[i] = pack(o[e] * factor, o[e + 1] * factor, blueprint.dtype);
+    }
+    words
+}
+
+/// Writes a packed row to `out` from vector `at` on: 4 columns a vector; nothing if not `live`. Neighbours exchange what they
+/// hold, so that the four units of a row write 32 bytes of it together: all must call it.
 #[cube]
 pub fn store_row(
-    o: &Array<f32>,
-    #[comptime] row: usize,
-    factor: f32,
-    out: &mut [Vector<u32, Const<4>>],
+    words: &Array<u32>,
+    out: &mut [Vector<u32, Const<2>>],
     at: usize,
     live: bool,
     #[comptime] blueprint: Blueprint,
 ) {
     let lane = UNIT_POS % 32;
     let odd = lane % 2 == 1;
-    let high = lane % 4 >= 2;
+    // Even units write what the pair holds of the first of two eights, odd ones of the second.
+    let at = at + (lane % 2 * 2 + lane % 4 / 2) as usize;
+    let to = &mut out[at..at + 1];
     let eights = comptime!(blueprint.columns() / 8);
     #[unroll]
-    for i in 0..comptime!(eights.div_ceil(4)) {
-        let mut w = Array::<u32>::new(4usize);
-        #[unroll]
-        for b in 0..4usize {
-            if comptime!(4 * i + b < eights) {
-                let e = comptime!(4 * (4 * i + b) + 2 * row);
-                w[b] = pack(o[e] * factor, o[e + 1] * factor, blueprint.dtype);
-            } else {
-                w[b] = 0u32;
-            }
+    for i in 0..comptime!(eights.div_ceil(2)) {
+        let paired = comptime!(2 * i + 1 < eights);
+        let first = words[2 * i];
+        let mut second = 0u32;
+        if comptime!(paired) {
+            second = words[comptime!(2 * i + 1)];
         }
-        // A transposition of 4 x 4 words over 4 units: within pairs, then between pairs.
-        #[unroll]
-        for b in 0..2usize {
-            let low = w[2 * b];
-            let next = w[2 * b + 1];
-            let got = plane_shuffle_xor(select(odd, low, next), 1u32);
-            w[2 * b] = select(odd, got, low);
-            w[2 * b + 1] = select(odd, next, got);
-        }
-        #[unroll]
-        for b in 0..2usize {
-            let low = w[b];
-            let next = w[b + 2];
-            let got = plane_shuffle_xor(select(high, low, next), 2u32);
-            w[b] = select(high, got, low);
-            w[b + 2] = select(high, next, got);
-        }
-        let mut vector = Vector::<u32, Const<4>>::empty();
-        #[unroll]
-        for b in 0..4usize {
-            vector.insert(b, w[b]);
-        }
-        let nth = comptime!(4 * i as u32) + lane % 4;
-        if live && (comptime!(4 * i + 4 <= eights) || nth < comptime!(eights as u32)) {
-            out[at + nth as usize] = vector;
+        let got = plane_shuffle_xor(select(odd, first, second), 1u32);
+        let (low, high) = (select(odd, got, first), select(odd, second, got));
+        if live && (comptime!(paired) || !odd) {
+            store_pair(to, comptime!(4 * i), low, high);
         }
     }
 }

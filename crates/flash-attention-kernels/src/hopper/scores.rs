@@ -106,11 +106,16 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
         for r in 0..2usize {
             let run = band.run(lane_row + comptime!(8 * r as u32), lane_column, blind);
             #[unroll]
-            for i in 0..comptime!(tile_k / 8) {
+            for word in 0..comptime!((tile_k / 8).div_ceil(16)) {
+                // Bits become predicates several at a time.
+                let pairs = run.pairs(comptime!(16 * word as u32));
                 #[unroll]
-                for e in 0..2usize {
-                    let n = comptime!(4 * i + 2 * r + e);
-                    s[n] = select(run.holds(comptime!((8 * i + e) as i32)), s[n], UNSEEN);
+                for i in 0..comptime!((tile_k / 8 - 16 * word).min(16)) {
+                    #[unroll]
+                    for e in 0..2usize {
+                        let n = comptime!(4 * (16 * word + i) + 2 * r + e);
+                        s[n] = select(pairs & comptime!(1u32 << (2 * i + e)) != 0, s[n], UNSEEN);
+                    }
                 }
             }
         }

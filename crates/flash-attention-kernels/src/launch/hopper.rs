@@ -75,8 +75,8 @@ impl Call<'_> {
         let counter = counter(self.client);
         let vector = ALIGNMENT / p.dtype.size();
         let stride = |[batch, head, row]: [usize; 3]| StrideLaunch::new(batch, head, row);
-        let [q_stride, k_stride, v_stride, o_stride] =
-            [&q, &k, &v, &out].map(|view| stride([0, 1, 2].map(|dim| view.strides[dim] / vector)));
+        let [q_stride, k_stride, v_stride, o_stride] = [(&q, vector), (&k, vector), (&v, vector), (&out, vector / 2)]
+            .map(|(view, vector)| stride([0, 1, 2].map(|dim| view.strides[dim] / vector)));
         let strides = StridesLaunch::new(q_stride, k_stride, v_stride, o_stride, stride(lse.strides));
         let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
         let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, p.dtype.size())));
@@ -95,7 +95,7 @@ impl Call<'_> {
                 self.map(&v, tiles.tile.tile_k),
                 mask.into(),
                 bias.into(),
-                rows_arg(&out, vector),
+                rows_arg(&out, vector / 2),
                 rows_arg(lse, 1),
                 BufferArg::from_raw_parts(counter, 1),
                 rows_arg(&q, vector),
