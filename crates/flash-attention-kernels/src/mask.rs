@@ -58,18 +58,18 @@ impl Run {
     /// at distance `8 (eight + n) + e`.
     pub fn pairs(&self, #[comptime] eight: u32) -> u32 {
         let from = comptime!(8 * eight as i32);
-        let mut pairs = pairs_before(self.end - from);
+        let mut pairs = pairs_before(max(self.end, from) - from);
         if comptime!(self.bounded_below) {
-            pairs &= !pairs_before(self.start - from);
+            pairs &= !pairs_before(max(self.start, from) - from);
         }
         pairs
     }
 }
 
-/// The first two of each eight positions, for 16 eights: those below `end`.
+/// The first two of each eight positions, for 16 eights: those below `end`, which is not negative.
 #[cube]
 fn pairs_before(end: i32) -> u32 {
-    let end = max(end, 0i32) as u32;
+    let end = end as u32;
     let count = min(end / 8 * 2 + min(end % 8, 2u32), 32u32);
     select(count == 32, u32::MAX, (1u32 << (count % 32)) - 1)
 }
