@@ -407,7 +407,10 @@ fn hopper_forward(device: &Device, problem: &AttentionProblem) -> Result<HopperF
     let band = problem.band();
     let section = if band.bounded_above || band.bounded_below {
         let of_head = problem.seq_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.size();
-        (SECTION_BYTES / of_head.max(1) * problem.group_size()).clamp(1, heads.max(1))
+        // At least two blocks of a head at a time, or all loads would come from memory first and from the cache then.
+        // A power of two, as numbers of heads mostly are: a last section with few heads keeps few teams busy.
+        let pairs = (device.multiprocessors * tile.teams / 2).max(1);
+        (SECTION_BYTES / of_head.max(1) * problem.group_size()).min(1 << pairs.ilog2()).clamp(1, heads.max(1))
     } else {
         1
     };

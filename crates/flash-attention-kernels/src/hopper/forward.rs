@@ -20,7 +20,7 @@ use super::recompute::{is_finite, recompute_row};
 use super::ring::{Loader, Memory, Of, Place, load_q};
 use super::rows::*;
 use super::schedule::Walk;
-use super::scores::{Factors, finish};
+use super::scores::{Factors, finish, hide};
 use super::{Blueprint, HopperTile, WARPGROUP_ROWS, WARPGROUP_UNITS};
 use crate::mask::Band;
 use crate::softmax::lse_bits_log2;
@@ -174,8 +174,11 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         if steps == 1 {
             load_next_q(q, &memory, nth, warp, blueprint);
         }
-        let edge = edges.lead > 0 || edges.tail == 0 || memory.item(nth, Of::Blind) != 0;
-        finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, edge, blueprint);
+        finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, blueprint);
+        let blind = memory.item(nth, Of::Blind) != 0;
+        if edges.lead > 0 || edges.tail == 0 || blind {
+            hide(&mut s, &band, blind, first_row, k_start, tile_k);
+        }
         let mut rows = Statistics::first(&mut s, factors.exponent, hides, blueprint);
         let mut p = Sequence::<Array<u32>>::new();
         #[unroll]
@@ -216,10 +219,19 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                 load_next_q(q, &memory, nth, warp, blueprint);
             }
 
-            // Only where there is a band can a tile after the first be at its edge.
-            let edge = comptime!(band.bounded_above || band.bounded_below) && (step < edges.lead || step >= edges.tail);
-            finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, edge, blueprint);
-            let rescale = rows.absorb(&mut s, factors.exponent, hides, blueprint);
+            finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, blueprint);
+            // Only where there is a band can a tile after the first be at its edge; without a mask, a row that begins to see
+            // does so there.
+            if comptime!(band.bounded_above || band.bounded_below) && (step < edges.lead || step >= edges.tail) {
+                hide(&mut s, &band, false.runtime(), first_row, k_start, tile_k);
+                if comptime!(blueprint.mask.is_none()) {
+                    rows.anchor(&mut s, factors.exponent, blueprint);
+                }
+            }
+            if comptime!(blueprint.mask.is_some()) {
+                rows.anchor(&mut s, factors.exponent, blueprint);
+            }
+            let rescale = rows.absorb(&mut s, factors.exponent, blueprint);
             pin(&mut s, s_len);
             // The branch of this wait is what keeps the assembler from moving the wait for P V above the softmax.
             if step + 1 < steps {
@@ -292,10 +304,10 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         let mut again0 = l0 == f32::INFINITY;
         let mut again1 = l1 == f32::INFINITY;
         if comptime!(hides) {
-            let leaked0 = l0 <= f32::MAX && !is_finite(&words0, blueprint);
-            let leaked1 = l1 <= f32::MAX && !is_finite(&words1, blueprint);
-            again0 = again0 || leaked0;
-            again1 = again1 || leaked1;
+            // Before any `&&`, which would be a branch.
+            let (finite0, finite1) = (is_finite(&words0, blueprint), is_finite(&words1, blueprint));
+            again0 = again0 || (l0 <= f32::MAX && !finite0);
+            again1 = again1 || (l1 <= f32::MAX && !finite1);
         }
         again0 = live0 && again0;
         again1 = live1 && again1;

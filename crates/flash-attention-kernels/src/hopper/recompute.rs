@@ -23,7 +23,7 @@ pub fn is_finite(words: &Array<u32>, #[comptime] blueprint: Blueprint) -> bool {
     let mut trace = 0u32.runtime();
     #[unroll]
     for i in 0..comptime!(blueprint.columns() / 8) {
-        // 0 times what is not finite is not a number. The sign of zeros is dropped by adding 0.
+        // 0 times what is not finite is not a number; −0 added to 0 is 0.
         trace = fma_packed(words[i], 0u32.runtime(), trace, blueprint.dtype);
     }
     trace == 0

@@ -71,7 +71,10 @@ impl Statistics {
             l1: 0.0f32.runtime(),
         };
         if comptime!(blueprint.anchored()) {
-            let _ = rows.anchored(s, exponent, hides, tile_k);
+            if comptime!(hides) {
+                rows.anchor(s, exponent, blueprint);
+            }
+            let _ = rows.anchored(s, exponent, tile_k);
         } else {
             rows.l0 = exponentials(s, 0usize, rows.m0, exponent, tile_k);
             rows.l1 = exponentials(s, 1usize, rows.m1, exponent, tile_k);
@@ -79,17 +82,22 @@ impl Statistics {
         rows
     }
 
+    /// Anchors rows that have seen nothing at the maximum of the tile to be taken in.
+    pub fn anchor(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) {
+        let none = self.m0 == HIDDEN || self.m1 == HIDDEN;
+        if comptime!(blueprint.anchored()) && plane_any(none) {
+            let x0 = row_max(&*s, 0usize, exponent, 1usize, comptime!(blueprint.tile.tile_k));
+            let x1 = row_max(&*s, 1usize, exponent, 1usize, comptime!(blueprint.tile.tile_k));
+            self.m0 = select(self.m0 == HIDDEN, x0, self.m0);
+            self.m1 = select(self.m1 == HIDDEN, x1, self.m1);
+        }
+    }
+
     /// Takes another tile in, of which as much is left.
-    pub fn absorb(
-        &mut self,
-        s: &mut Array<f32>,
-        exponent: f32,
-        #[comptime] hides: bool,
-        #[comptime] blueprint: Blueprint,
-    ) -> Rescale {
+    pub fn absorb(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) -> Rescale {
         let tile_k = comptime!(blueprint.tile.tile_k);
         if comptime!(blueprint.anchored()) {
-            self.anchored(s, exponent, hides, tile_k)
+            self.anchored(s, exponent, tile_k)
         } else {
             self.maximal(s, exponent, tile_k)
         }
@@ -114,23 +122,8 @@ impl Statistics {
         Rescale { a0, a1, needed: plane_any(needed) }
     }
 
-    /// Takes a tile in, relative to anchors. Rows that have none yet get the maximum of this tile.
-    fn anchored(
-        &mut self,
-        s: &mut Array<f32>,
-        exponent: f32,
-        #[comptime] hides: bool,
-        #[comptime] tile_k: usize,
-    ) -> Rescale {
-        if comptime!(hides) {
-            let none = self.m0 == HIDDEN || self.m1 == HIDDEN;
-            if plane_any(none) {
-                let x0 = row_max(&*s, 0usize, exponent, 1usize, tile_k);
-                let x1 = row_max(&*s, 1usize, exponent, 1usize, tile_k);
-                self.m0 = select(self.m0 == HIDDEN, x0, self.m0);
-                self.m1 = select(self.m1 == HIDDEN, x1, self.m1);
-            }
-        }
+    /// Takes a tile in, relative to anchors.
+    fn anchored(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] tile_k: usize) -> Rescale {
         let l0 = exponentials(s, 0usize, self.m0, exponent, tile_k);
         let l1 = exponentials(s, 1usize, self.m1, exponent, tile_k);
         self.l0 += l0;

@@ -1,4 +1,4 @@
-//! From products in registers to scores: softcap, bias, mask, band. How registers hold a tile: [`rows`](super::rows).
+//! From products in registers to scores: softcap, bias, mask; band. How registers hold a tile: [`rows`](super::rows).
 
 use super::ops::{ex2, reciprocal};
 use super::ring::{Memory, Of};
@@ -23,7 +23,7 @@ pub struct Factors {
 }
 
 /// Turns a warpgroup's products of a tile, its first row and key given, into scores, ready for the softmax once multiplied
-/// by `exponent`. The band is looked at where the tile is at its `edge`.
+/// by `exponent`. What the band hides is not hidden yet.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
@@ -36,12 +36,10 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
     nth: u32,
     first_row: u32,
     k_start: u32,
-    edge: bool,
     #[comptime] blueprint: Blueprint,
 ) {
     let tile_k = comptime!(blueprint.tile.tile_k);
-    let lane_row = first_row + UNIT_POS / 32 % 4 * 16 + UNIT_POS % 32 / 4;
-    let lane_column = k_start + UNIT_POS % 4 * 2;
+    let (lane_row, lane_column) = (row_of(first_row), column_of(k_start));
     if comptime!(blueprint.capped) {
         #[unroll]
         for i in 0..comptime!(tile_k / 2) {
@@ -100,26 +98,41 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
         }
     }
-    if edge {
-        let blind = memory.item(nth, Of::Blind) != 0;
+}
+
+/// Hides what the band hides from a warpgroup's rows of a tile, its first row and key given.
+#[cube]
+pub fn hide(s: &mut Array<f32>, band: &Band, blind: bool, first_row: u32, k_start: u32, #[comptime] tile_k: usize) {
+    let (lane_row, lane_column) = (row_of(first_row), column_of(k_start));
+    #[unroll]
+    for r in 0..2usize {
+        let run = band.run(lane_row + comptime!(8 * r as u32), lane_column, blind);
         #[unroll]
-        for r in 0..2usize {
-            let run = band.run(lane_row + comptime!(8 * r as u32), lane_column, blind);
+        for word in 0..comptime!((tile_k / 8).div_ceil(16)) {
+            // Bits become predicates several at a time.
+            let pairs = run.pairs(comptime!(16 * word as u32));
             #[unroll]
-            for word in 0..comptime!((tile_k / 8).div_ceil(16)) {
-                // Bits become predicates several at a time.
-                let pairs = run.pairs(comptime!(16 * word as u32));
+            for i in 0..comptime!((tile_k / 8 - 16 * word).min(16)) {
                 #[unroll]
-                for i in 0..comptime!((tile_k / 8 - 16 * word).min(16)) {
-                    #[unroll]
-                    for e in 0..2usize {
-                        let n = comptime!(4 * (16 * word + i) + 2 * r + e);
-                        s[n] = select(pairs & comptime!(1u32 << (2 * i + e)) != 0, s[n], UNSEEN);
-                    }
+                for e in 0..2usize {
+                    let n = comptime!(4 * (16 * word + i) + 2 * r + e);
+                    s[n] = select(pairs & comptime!(1u32 << (2 * i + e)) != 0, s[n], UNSEEN);
                 }
             }
         }
     }
+}
+
+/// The first of a unit's two rows.
+#[cube]
+fn row_of(first_row: u32) -> u32 {
+    first_row + UNIT_POS / 32 % 4 * 16 + UNIT_POS % 32 / 4
+}
+
+/// The first of a unit's columns.
+#[cube]
+fn column_of(k_start: u32) -> u32 {
+    k_start + UNIT_POS % 4 * 2
 }
 
 /// A score as an exponent of 2.
