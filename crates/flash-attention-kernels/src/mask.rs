@@ -119,6 +119,25 @@ impl Band {
         }
     }
 
+    /// How many queries before the first the first of the blocks of `tile_q` queries should start, for the blocks' last keys
+    /// to be last ones of tiles of `tile_k`: a block whose diagonal passes a tile's end by one key computes a whole tile for
+    /// it. 0 where that would take one more block.
+    ///
+    /// ```
+    /// use flash_attention_kernels::{AttentionOptions, mask::Band};
+    ///
+    /// let causal = AttentionOptions { causal: true, ..Default::default() };
+    /// assert_eq!(Band::new(1024, 1024, &causal).ahead(128, 128), 0);
+    /// assert_eq!(Band::new(1023, 1024, &causal).ahead(128, 128), 1);
+    /// assert_eq!(Band::new(1024, 1025, &causal).ahead(128, 128), 0);
+    /// ```
+    pub fn ahead(&self, tile_q: u32, tile_k: u32) -> u32 {
+        let common = (1..=tile_k).rev().find(|n| tile_k.is_multiple_of(*n) && tile_q.is_multiple_of(*n)).unwrap_or(1);
+        let ahead = if self.bounded_above { self.upper.rem_euclid(common as i32) as u32 } else { 0 };
+        let free = (tile_q - self.seq_q % tile_q) % tile_q;
+        if ahead <= free { ahead } else { 0 }
+    }
+
     /// How many pairs of query and key see each other.
     ///
     /// ```
@@ -156,11 +175,12 @@ impl Band {
         seen
     }
 
-    /// The blocks of `tile_k` keys that queries `q_start .. q_start + tile_q` see anything of.
+    /// The blocks of `tile_k` keys that queries `q_start .. q_start + tile_q` see anything of. The first may be before query 0:
+    /// a negative number in 32 bits.
     pub fn k_blocks(&self, q_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> Blocks {
         let mut first = 0i32;
         let mut after = self.seq_k as i32;
-        let q_last = min(q_start + tile_q, self.seq_q) as i32 - 1;
+        let q_last = min(q_start as i32 + tile_q as i32, self.seq_q as i32) - 1;
         if comptime!(self.bounded_below) {
             first = max(first, q_start as i32 + self.lower);
         }

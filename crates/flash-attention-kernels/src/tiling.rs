@@ -60,6 +60,23 @@ const HOPPER: [(usize, usize, HopperTile); 5] = [
     (256, usize::MAX, HopperTile { teams: 1, warpgroups: 2, tile_k: 80, stages: 2, turns: true }),
 ];
 
+/// Tiles of the forward for Hopper with a bias that comes in tiles of its own, by the larger head dimension: what fits the
+/// 227 KiB beside it.
+///
+/// ```text
+/// head_dim  teams × warpgroups  keys  stages  shared memory, of which bias
+/// 64        2 × 2               64    3       224 KiB  96 KiB
+/// 128       1 × 2               128   2       224 KiB  64 KiB
+/// 192       1 × 2               64    2       176 KiB  32 KiB
+/// 256       1 × 2               64    2       224 KiB  32 KiB
+/// ```
+const HOPPER_BIAS: [(usize, HopperTile); 4] = [
+    (64, HopperTile { teams: 2, warpgroups: 2, tile_k: 64, stages: 3, turns: false }),
+    (128, HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 2, turns: false }),
+    (192, HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 2, turns: true }),
+    (256, HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 2, turns: true }),
+];
+
 /// Bytes of keys and values that the heads of a section may have: what of Hopper's second-level cache (50 to 60 MB) one of
 /// its halves can hold beside the rest.
 const SECTION_BYTES: usize = 32 << 20;
@@ -399,8 +416,12 @@ fn hopper_forward(device: &Device, problem: &AttentionProblem) -> Result<HopperF
         return Err("it computes in f16 and bf16, q is f32".into());
     }
     let widest = problem.head_dim.max(problem.head_dim_v);
+    // A bias with rows of other lengths may have padded rows, which only the call tells.
+    let tiled_bias = problem.bias.is_some_and(|[_, _, q, k]| q == problem.seq_q && k == problem.seq_k && q * k > 1);
+    let biased = HOPPER_BIAS.iter().filter(|_| tiled_bias).find(|(head_dim, _)| widest <= *head_dim);
     let row = HOPPER.iter().find(|(head_dim, seq_k, _)| widest <= *head_dim && problem.seq_k <= *seq_k);
-    let (.., tile) = *row.ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER[HOPPER.len() - 1].0))?;
+    let tile = biased.map(|(_, tile)| *tile).or(row.map(|(.., tile)| *tile));
+    let tile = tile.ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER[HOPPER.len() - 1].0))?;
 
     let heads = problem.batch * problem.num_heads_q;
     // Where blocks are of one length, heads come one by one: their keys and values are then read by all at the same time.

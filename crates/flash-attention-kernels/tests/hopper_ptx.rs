@@ -13,6 +13,7 @@ use cubecl_core::{Compiler, CubeKernel};
 use cubecl_llvm::nvptx::ptx_version::PtxVersion;
 use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
 use flash_attention_kernels::hopper::forward::{StrideCompilationArg, StridesCompilationArg};
+use flash_attention_kernels::hopper::ring::SpreadCompilationArg;
 use flash_attention_kernels::hopper::schedule::{Divisor, DivisorCompilationArg, Walk, WalkCompilationArg};
 use flash_attention_kernels::hopper::scores::FactorsCompilationArg;
 use flash_attention_kernels::hopper::{Blueprint, Rows, forward};
@@ -96,6 +97,7 @@ fn ptx(blueprint: Blueprint, band: Band) -> String {
         (),
         (),
         (),
+        (),
         if blueprint.mask.is_some() {
             ComptimeOptionCompilationArg::Some(tensor())
         } else {
@@ -125,6 +127,7 @@ fn ptx(blueprint: Blueprint, band: Band) -> String {
         WalkCompilationArg {
             items: (),
             blocks: (),
+            ahead: (),
             heads: (),
             of_section: divisor(),
             section: divisor(),
@@ -132,6 +135,7 @@ fn ptx(blueprint: Blueprint, band: Band) -> String {
             num_heads_q: divisor(),
             group_size: divisor(),
         },
+        SpreadCompilationArg { batch: (), head: () },
         2,
         2,
         blueprint,
@@ -210,6 +214,13 @@ fn check(name: &str, problem: AttentionProblem) {
         mask: rows(problem.mask),
         bias: rows(problem.bias),
     };
+    look_at(name, blueprint, &problem);
+    if blueprint.bias == Some(Rows::Each) {
+        look_at(&format!("{name}_tiled"), Blueprint { bias: Some(Rows::Tiled), ..blueprint }, &problem);
+    }
+}
+
+fn look_at(name: &str, blueprint: Blueprint, problem: &AttentionProblem) {
     assert!(blueprint.shared_memory() <= device().shared_memory, "{name}: {} bytes", blueprint.shared_memory());
     let start = Instant::now();
     let ptx = ptx(blueprint, problem.band());
@@ -218,7 +229,7 @@ fn check(name: &str, problem: AttentionProblem) {
         std::fs::write(format!("{directory}/{name}.ptx"), &ptx).unwrap();
     }
     let ty = if problem.dtype == Dtype::BF16 { "bf16" } else { "f16" };
-    for n in [tiles.tile.tile_k, blueprint.columns()] {
+    for n in [blueprint.tile.tile_k, blueprint.columns()] {
         let product = format!("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ty}.{ty}");
         assert!(ptx.contains(&product), "{name}: no {product}");
     }
@@ -303,23 +314,33 @@ fn what_hopper_cannot_do_is_planned_visibly() {
 /// Each block of queries of each head comes once, and within a section none before a longer one.
 #[test]
 fn work_items_are_every_block_once() {
-    for (heads, section, seq) in [(1, 1, 1), (6, 4, 700), (6, 6, 300), (5, 1, 129)] {
+    for (heads, section, seq_q, seq_k) in
+        [(1, 1, 1, 1), (6, 4, 700, 700), (6, 6, 300, 300), (5, 1, 129, 129), (4, 2, 383, 384), (4, 2, 300, 420)]
+    {
         let causal = AttentionOptions { causal: true, ..Default::default() };
-        let shape = [heads / heads.min(3), heads.min(3), seq, 64];
-        let problem = AttentionProblem::new(&shape, &shape, &shape, Dtype::BF16, causal).unwrap();
+        let q = [heads / heads.min(3), heads.min(3), seq_q, 64];
+        let k = [q[0], q[1], seq_k, 64];
+        let problem = AttentionProblem::new(&q, &k, &k, Dtype::BF16, causal).unwrap();
         let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: false };
-        let (band, blocks) = (problem.band(), seq.div_ceil(tile.tile_q()));
-        let walk = Walk::new(blocks as u32, shape[0] as u32, shape[1] as u32, 1, section as u32);
+        let band = problem.band();
+        let ahead = band.ahead(128, 128);
+        let blocks = (seq_q as u32 + ahead).div_ceil(128);
+        let walk = Walk::new(blocks, ahead, q[0] as u32, q[1] as u32, 1, section);
         let items: Vec<_> = (0..walk.items).map(|number| walk.item(number, &band, tile)).collect();
-        let mut seen: Vec<_> = items.iter().map(|item| (item.batch, item.head, item.q_start)).collect();
+        let mut seen: Vec<_> = items.iter().map(|item| (item.batch, item.head, item.q_start as i32)).collect();
         seen.sort_unstable();
-        let (batches, heads, blocks) = (shape[0] as u32, shape[1] as u32, blocks as u32);
-        let every = (0..batches).flat_map(|b| (0..heads).flat_map(move |h| (0..blocks).map(move |q| (b, h, q * 128))));
+        let (batches, heads) = (q[0] as u32, q[1] as u32);
+        let start = |block: u32| (block * 128) as i32 - ahead as i32;
+        let every = (0..batches).flat_map(|b| (0..heads).flat_map(move |h| (0..blocks).map(move |q| (b, h, start(q)))));
         assert!(seen.into_iter().eq(every), "{walk:?}");
         for of_section in items.chunks((walk.section.divisor * blocks) as usize) {
             assert!(of_section.is_sorted_by_key(|item| std::cmp::Reverse(item.steps)), "{walk:?}");
         }
-        assert!(items.iter().all(|item| !item.blind && item.k_last == (item.steps - 1) * 128), "{walk:?}");
+        for item in &items {
+            let last = (item.q_start as i32 + 128).min(seq_q as i32) + seq_k as i32 - seq_q as i32;
+            assert!(!item.blind && item.k_last == (item.steps - 1) * 128, "{walk:?}");
+            assert_eq!(item.steps, (last as u32).div_ceil(128), "{item:?}");
+        }
     }
 }
 

@@ -17,7 +17,7 @@
 
 use super::ops::*;
 use super::recompute::{is_finite, recompute_row};
-use super::ring::{Loader, Memory, Of, Place, load_q};
+use super::ring::{Loader, Memory, Of, Place, Spread, load_q};
 use super::rows::*;
 use super::schedule::Walk;
 use super::scores::{Factors, finish, hide};
@@ -64,13 +64,15 @@ pub struct Strides {
 }
 
 /// `q [B, H, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `o [B, H, Sq, Dv]`, its rows in vectors of 8 bytes, and
-/// the bits of `lse [B, H, Sq]`. Boxes of the maps: 64 columns of 64 queries, or of a tile's keys.
+/// the bits of `lse [B, H, Sq]`. Boxes of the maps: 64 columns of 64 queries, or of a tile's keys. `b`: a tiled bias; any map, if
+/// there is none.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
 pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     q: &TensorMap<E, Tiled>,
     k: &TensorMap<E, Tiled>,
     v: &TensorMap<E, Tiled>,
+    b: &TensorMap<E, Tiled>,
     mask: ComptimeOption<&Tensor<Vector<M, NM>>>,
     bias: ComptimeOption<&Tensor<Vector<E, NB>>>,
     o: &mut [Vector<u32, Const<2>>],
@@ -83,6 +85,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     factors: Factors,
     band: Band,
     walk: Walk,
+    spread: Spread,
     #[comptime] blueprint: Blueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
@@ -123,7 +126,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let v_stage = comptime!((blueprint.v_bytes() / 16) as u32);
 
     // -- the first loads
-    let mut loader = Loader::new(memory, walk, band, team, warp, tile);
+    let mut loader = Loader::new(memory, walk, band, spread, team, warp, tile);
     loader.begin(q, counter, blueprint);
     memory.await_item(0u32);
     let mut steps = memory.item(0u32, Of::Steps);
@@ -132,7 +135,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     if of_warpgroup == 0 && steps != 0 {
         load_q(q, &memory, 0u32, warpgroup, blueprint);
     }
-    loader.fill(q, k, v, counter, blueprint);
+    loader.fill(q, k, v, b, counter, blueprint);
     // Named barrier 0 is that of all units.
     let turn = 1 + team * comptime!(tile.warpgroups as u32);
     if warpgroup == comptime!(tile.warpgroups as u32 - 1) {
@@ -170,11 +173,13 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         if lane == 0 {
             mbarrier_arrive(memory.empty_k + k_place.stage * 8);
         }
-        k_place.advance(stages);
         if steps == 1 {
             load_next_q(q, &memory, nth, warp, blueprint);
         }
-        finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, blueprint);
+        let tile_b = await_bias(&memory, &k_place, warpgroup, blueprint);
+        finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, tile_b, blueprint);
+        release_bias(&memory, &k_place, blueprint);
+        k_place.advance(stages);
         let blind = memory.item(nth, Of::Blind) != 0;
         if edges.lead > 0 || edges.tail == 0 || blind {
             hide(&mut s, &band, blind, first_row, k_start, tile_k);
@@ -208,18 +213,20 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             pv(&mut acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), u32::cast_from(step > 1), blueprint);
             wgmma_commit();
             pass_turn(turn, warpgroup, tile);
-            loader.refill(q, k, v, counter, blueprint);
+            loader.refill(q, k, v, b, counter, blueprint);
             wgmma_wait(1usize);
             pin(&mut s, s_len);
             if lane == 0 {
                 mbarrier_arrive(memory.empty_k + k_place.stage * 8);
             }
-            k_place.advance(stages);
             if step + 1 == steps {
                 load_next_q(q, &memory, nth, warp, blueprint);
             }
 
-            finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, blueprint);
+            let tile_b = await_bias(&memory, &k_place, warpgroup, blueprint);
+            finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, tile_b, blueprint);
+            release_bias(&memory, &k_place, blueprint);
+            k_place.advance(stages);
             // Only where there is a band can a tile after the first be at its edge; without a mask, a row that begins to see
             // does so there.
             if comptime!(band.bounded_above || band.bounded_below) && (step < edges.lead || step >= edges.tail) {
@@ -263,7 +270,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         wgmma_fence();
         pv(&mut acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), u32::cast_from(steps > 1), blueprint);
         wgmma_commit();
-        loader.refill(q, k, v, counter, blueprint);
+        loader.refill(q, k, v, b, counter, blueprint);
         zero(&mut s, s_len);
         pin(&mut s, s_len);
         wgmma_fence();
@@ -367,6 +374,29 @@ fn pass_turn(turn: u32, warpgroup: u32, #[comptime] tile: HopperTile) {
     if comptime!(tile.turns) {
         let next = (warpgroup + 1) % comptime!(tile.warpgroups as u32);
         named_arrive(turn + next, comptime!(2 * WARPGROUP_UNITS as u32));
+    }
+}
+
+/// Waits for a tile of a tiled bias, which has the place of that of K in its ring; returns where a warpgroup's part of it lies.
+#[cube]
+fn await_bias(memory: &Memory, place: &Place, warpgroup: u32, #[comptime] blueprint: Blueprint) -> u32 {
+    if comptime!(blueprint.tiled_bias()) {
+        mbarrier_wait(memory.full_b + place.stage * 8, place.phase);
+    }
+    let of_warpgroup = comptime!((blueprint.b_bytes() / blueprint.tile.warpgroups) as u32);
+    memory.b + place.stage * comptime!(blueprint.b_bytes() as u32) + warpgroup * of_warpgroup
+}
+
+/// Lets a tile of a tiled bias be overwritten.
+#[cube]
+fn release_bias(memory: &Memory, place: &Place, #[comptime] blueprint: Blueprint) {
+    if comptime!(blueprint.tiled_bias()) {
+        // All units of the warp have read it.
+        sync_plane();
+        let lane = UNIT_POS % 32;
+        if lane == 0 {
+            mbarrier_arrive(memory.empty_b + place.stage * 8);
+        }
     }
 }
 

@@ -42,7 +42,7 @@ pub const PANEL: usize = 64;
 
 /// Work items that are kept in shared memory: more than loads run ahead of the products (one for each stage, and one).
 pub const SLOTS: usize = 8;
-/// Words of shared memory for a kept item, and for each of the two cursors.
+/// Words of shared memory for a kept item, and for each of the three cursors.
 pub const WORDS: usize = 8;
 
 /// Tiles of the forward.
@@ -98,6 +98,8 @@ pub enum Rows {
     Same,
     /// A row for each query.
     Each,
+    /// A row for each query, and TMA can read them: tiles of a bias come to shared memory as those of K and V do.
+    Tiled,
 }
 
 impl Blueprint {
@@ -126,12 +128,28 @@ impl Blueprint {
         self.tile.tile_k * self.panels_v() * PANEL * self.dtype.size()
     }
 
+    /// Whether tiles of the bias come to shared memory.
+    pub fn tiled_bias(&self) -> bool {
+        self.bias == Some(Rows::Tiled)
+    }
+
+    /// Panels of a tile of the bias.
+    pub fn panels_b(&self) -> usize {
+        self.tile.tile_k.div_ceil(PANEL)
+    }
+
+    /// Bytes of a tile of the bias, for all queries of a team: panels of a warpgroup's 64 rows each.
+    pub fn b_bytes(&self) -> usize {
+        let bytes = self.tile.tile_q() * self.panels_b() * PANEL * self.dtype.size();
+        if self.tiled_bias() { bytes } else { 0 }
+    }
+
     /// Bytes of a warpgroup's rows of Q.
     pub fn q_bytes(&self) -> usize {
         WARPGROUP_ROWS * self.panels() * PANEL * self.dtype.size()
     }
 
-    /// Bytes of shared memory: for each team Q, the rings of K and V, barriers.
+    /// Bytes of shared memory: for each team Q, the rings of K, V and perhaps the bias, barriers.
     ///
     /// ```
     /// # use flash_attention_kernels::{Dtype, hopper::{Blueprint, HopperTile}};
@@ -148,9 +166,10 @@ impl Blueprint {
 
     /// Bytes of a team, a multiple of 1,024, to which swizzled tiles are aligned.
     pub fn team_memory(&self) -> usize {
-        let barriers = 2 * self.tile.warpgroups + 4 * self.tile.stages + SLOTS;
-        let tiles = self.tile.warpgroups * self.q_bytes() + self.tile.stages * (self.k_bytes() + self.v_bytes());
-        (tiles + 8 * barriers + 4 * WORDS * (SLOTS + 2)).next_multiple_of(1024)
+        let barriers = 2 * self.tile.warpgroups + 6 * self.tile.stages + SLOTS;
+        let stage = self.k_bytes() + self.v_bytes() + self.b_bytes();
+        let tiles = self.tile.warpgroups * self.q_bytes() + self.tile.stages * stage;
+        (tiles + 8 * barriers + 4 * WORDS * (SLOTS + 3)).next_multiple_of(1024)
     }
 
     /// Whether exponentials are relative to an anchor, not to the maximum: where what they are rounded to has the range of f32,

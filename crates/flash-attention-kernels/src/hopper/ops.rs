@@ -112,6 +112,21 @@ mod lowered {
         result(scope, PtxOp::new(scope.ctx_mut(), vec![ty], args, template, constraints, true))
     }
 
+    /// PTX that depends on memory and returns registers.
+    pub fn effect_values(
+        scope: &Scope,
+        ty: TypeHandle,
+        count: usize,
+        template: &str,
+        constraints: &str,
+        args: Vec<Value>,
+    ) -> Vec<Value> {
+        let op = PtxOp::new(scope.ctx_mut(), vec![ty; count], args, template, constraints, true);
+        scope.register(&op);
+        let op = op.get_operation().deref(scope.ctx());
+        (0..count).map(|nth| op.get_result(nth)).collect()
+    }
+
     /// PTX that changes registers of f32, which come first among its operands, by the constraints of the other ones.
     /// Returns what they hold then.
     pub fn in_place(
@@ -138,7 +153,7 @@ mod lowered {
         scope.register(&PtxOp::new(scope.ctx_mut(), vec![], args, template, constraints, true));
     }
 }
-use lowered::{effect, effect_value, in_place, pure};
+use lowered::{effect, effect_value, effect_values, in_place, pure};
 
 // -- special-function unit
 
@@ -276,6 +291,7 @@ pub fn mbarrier_wait(at: u32, parity: u32) {
 /// One unit of the warp loads the box of `map` at `(batch, head, row, column)` to a shared address; the bytes count at
 /// `barrier`. What lies past the tensor's ends is loaded as zeros. The whole warp must call it.
 #[cube]
+#[allow(clippy::too_many_arguments)]
 pub fn tma_load<E: CubePrimitive>(
     map: &TensorMap<E, Tiled>,
     to: u32,
@@ -283,21 +299,21 @@ pub fn tma_load<E: CubePrimitive>(
     batch: u32,
     head: u32,
     row: u32,
-    #[comptime] column: u32,
+    column: u32,
 ) {
     intrinsic!(|scope| {
         let args = vec![
             to.read_value(scope),
             map.value(scope),
+            column.read_value(scope),
             row.read_value(scope),
             head.read_value(scope),
             batch.read_value(scope),
             barrier.read_value(scope),
         ];
-        let template = format!(
-            "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [$0], [$1, {{{column}, $2, $3, $4}}], [$5];"
-        );
-        effect(scope, &elected(&template), "r,l,r,r,r,r,~{memory}", args)
+        let template = "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [$0], \
+             [$1, {$2, $3, $4, $5}], [$6];";
+        effect(scope, &elected(template), "r,l,r,r,r,r,r,~{memory}", args)
     })
 }
 
@@ -344,6 +360,42 @@ pub fn load_shared(at: u32) -> u32 {
     intrinsic!(|scope| {
         let (ty, at) = (u32::__expand_as_type(scope), at.read_value(scope));
         ExpandValue::from(effect_value(scope, ty, "ld.shared.u32 $0, [$1];", "=r,r,~{memory}", vec![at])).into()
+    })
+}
+
+/// Four 8 x 8 tiles of 16 bits from shared memory. Of the `n`-th tile, unit `8 n + i` gives the address of row `i`, 16 bytes;
+/// each unit `u` gets columns `2 (u % 4)` and the next of row `u / 4` of each tile, as an accumulator's registers lie.
+#[cube]
+pub fn load_tiles(at: u32) -> Sequence<u32> {
+    intrinsic!(|scope| {
+        let (ty, at) = (u32::__expand_as_type(scope), at.read_value(scope));
+        let template = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];";
+        let mut all = Sequence::<u32>::__expand_new(scope);
+        effect_values(scope, ty, 4, template, "=r,=r,=r,=r,r,~{memory}", vec![at])
+            .into_iter()
+            .for_each(|value| all.__expand_push_method(scope, ExpandValue::from(value).into()));
+        all
+    })
+}
+
+/// One of the two numbers of a packed register, as f32.
+#[cube]
+pub fn unpack(packed: u32, #[comptime] high: bool, #[comptime] dtype: Dtype) -> f32 {
+    if comptime!(dtype == Dtype::BF16) {
+        // bf16 is the upper half of f32.
+        f32::reinterpret(if comptime!(high) { packed & 0xFFFF_0000 } else { packed << 16 })
+    } else {
+        half_to_f32(packed, high)
+    }
+}
+
+#[cube]
+fn half_to_f32(packed: u32, #[comptime] high: bool) -> f32 {
+    intrinsic!(|scope| {
+        let (ty, packed) = (f32::__expand_as_type(scope), packed.read_value(scope));
+        let half = if high { "_, half" } else { "half, _" };
+        let template = format!("{{\n.reg .b16 half;\nmov.b32 {{{half}}}, $1;\ncvt.f32.f16 $0, half;\n}}");
+        ExpandValue::from(pure(scope, ty, &template, "=f,r", vec![packed])).into()
     })
 }
 

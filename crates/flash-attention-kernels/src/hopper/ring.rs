@@ -1,7 +1,7 @@
 //! Stages of shared memory: TMA fills them, products empty them, `mbarrier`s tell each of the other.
 //!
-//! Of K and of V there is a ring of stages each. The first warp of the first warpgroup loads K and that of the second V,
-//! ahead of the products and over the borders of work items. A stage's barrier `full` completes when its bytes have come,
+//! Of K, of V and of a tiled bias there is a ring of stages each. The first warp of the first warpgroup loads K, that of the
+//! second V and its next one the bias, ahead of the products and over the borders of work items. A stage's barrier `full` completes when its bytes have come,
 //! `empty` when the last warp is done with them.
 
 use super::ops::*;
@@ -48,6 +48,54 @@ enum To {
     Nth,
 }
 
+/// The rings.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Ring {
+    /// Of K. It leads: who loads it finds out what there is to do.
+    K,
+    /// Of V.
+    V,
+    /// Of the bias.
+    Bias,
+}
+
+impl Ring {
+    /// The warp that loads: its warpgroup waits for it.
+    fn warp(self) -> u32 {
+        let of_warpgroup = WARPGROUP_UNITS as u32 / 32;
+        match self {
+            Ring::K => 0,
+            Ring::V => of_warpgroup,
+            Ring::Bias => of_warpgroup + 1,
+        }
+    }
+
+    /// Bytes of a stage.
+    fn bytes(self, blueprint: Blueprint) -> u32 {
+        let bytes = match self {
+            Ring::K => blueprint.k_bytes(),
+            Ring::V => blueprint.v_bytes(),
+            Ring::Bias => blueprint.b_bytes(),
+        };
+        bytes as u32
+    }
+
+    /// Panels of a stage of K or V.
+    fn panels(self, blueprint: Blueprint) -> u32 {
+        (if self == Ring::V { blueprint.panels_v() } else { blueprint.panels() }) as u32
+    }
+}
+
+/// A factor of 0 for each dimension that a bias repeats, else of 1.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone))]
+pub struct Spread {
+    /// Of the batch.
+    pub batch: u32,
+    /// Of the query head.
+    pub head: u32,
+}
+
 /// A place in a ring: the stage, and the parity of its barriers' phase.
 #[derive(CubeType, Clone)]
 pub struct Place {
@@ -82,19 +130,23 @@ pub struct Memory {
     pub k: u32,
     /// Tiles of V.
     pub v: u32,
-    /// Barriers of Q, K and V that complete when bytes have come.
+    /// Tiles of the bias.
+    pub b: u32,
+    /// Barriers of Q, K, V and the bias that complete when bytes have come.
     pub full_q: u32,
     pub full_k: u32,
     pub full_v: u32,
-    /// Barriers of Q that complete when the warps of the warpgroup are done, of K and V when all are.
+    pub full_b: u32,
+    /// Barriers of Q that complete when the warps of the warpgroup are done, of the others when all are.
     pub empty_q: u32,
     pub empty_k: u32,
     pub empty_v: u32,
+    pub empty_b: u32,
     /// Barriers of the slots: an item has been written.
     pub known: u32,
     /// The slots.
     pub slots: u32,
-    /// The cursors of K and V.
+    /// The rings' cursors.
     cursors: u32,
 }
 
@@ -107,13 +159,16 @@ impl Memory {
         let q = base;
         let k = q + comptime!(warpgroups * blueprint.q_bytes() as u32);
         let v = k + comptime!(stages * blueprint.k_bytes() as u32);
-        let full_q = v + comptime!(stages * blueprint.v_bytes() as u32);
+        let b = v + comptime!(stages * blueprint.v_bytes() as u32);
+        let full_q = b + comptime!(stages * blueprint.b_bytes() as u32);
         let empty_q = full_q + comptime!(8 * warpgroups);
         let full_k = empty_q + comptime!(8 * warpgroups);
         let full_v = full_k + comptime!(8 * stages);
-        let empty_k = full_v + comptime!(8 * stages);
+        let full_b = full_v + comptime!(8 * stages);
+        let empty_k = full_b + comptime!(8 * stages);
         let empty_v = empty_k + comptime!(8 * stages);
-        let known = empty_v + comptime!(8 * stages);
+        let empty_b = empty_v + comptime!(8 * stages);
+        let known = empty_b + comptime!(8 * stages);
         let slots = known + comptime!(8 * SLOTS as u32);
         let cursors = slots + comptime!(4 * (SLOTS * WORDS) as u32);
         let of_team = UNIT_POS % comptime!(warpgroups * WARPGROUP_UNITS as u32);
@@ -127,22 +182,24 @@ impl Memory {
             for i in 0..stages {
                 mbarrier_init(full_k + comptime!(8 * i), 1u32);
                 mbarrier_init(full_v + comptime!(8 * i), 1u32);
+                mbarrier_init(full_b + comptime!(8 * i), 1u32);
                 // One arrival of each warp.
                 mbarrier_init(empty_k + comptime!(8 * i), comptime!(4 * warpgroups));
                 mbarrier_init(empty_v + comptime!(8 * i), comptime!(4 * warpgroups));
+                mbarrier_init(empty_b + comptime!(8 * i), comptime!(4 * warpgroups));
             }
             #[unroll]
             for i in 0..comptime!(SLOTS as u32) {
                 mbarrier_init(known + comptime!(8 * i), 1u32);
             }
             #[unroll]
-            for i in 0..comptime!(2 * WORDS as u32) {
+            for i in 0..comptime!(3 * WORDS as u32) {
                 store_shared(cursors + comptime!(4 * i), 0u32);
             }
             sync_async_proxy_shared();
         }
         sync_cube();
-        Memory { q, k, v, full_q, full_k, full_v, empty_q, empty_k, empty_v, known, slots, cursors }
+        Memory { q, k, v, b, full_q, full_k, full_v, full_b, empty_q, empty_k, empty_v, empty_b, known, slots, cursors }
     }
 
     /// Waits until the `nth` item of this team is known.
@@ -168,12 +225,21 @@ impl Memory {
         store_shared(at + comptime!(4 * Of::Blind as u32), u32::cast_from(item.blind));
     }
 
-    fn cursor(&self, #[comptime] leads: bool, #[comptime] word: To) -> u32 {
-        load_shared(self.cursors + comptime!(4 * ((!leads) as usize * WORDS + word as usize) as u32))
+    /// The first stage of a ring, and its barriers `full` and `empty`.
+    fn ring(&self, #[comptime] ring: Ring) -> (u32, u32, u32) {
+        match comptime!(ring) {
+            Ring::K => (self.k, self.full_k, self.empty_k),
+            Ring::V => (self.v, self.full_v, self.empty_v),
+            Ring::Bias => (self.b, self.full_b, self.empty_b),
+        }
     }
 
-    fn set_cursor(&self, #[comptime] leads: bool, #[comptime] word: To, value: u32) {
-        store_shared(self.cursors + comptime!(4 * ((!leads) as usize * WORDS + word as usize) as u32), value);
+    fn cursor(&self, #[comptime] ring: Ring, #[comptime] word: To) -> u32 {
+        load_shared(self.cursors + comptime!(4 * (ring as usize * WORDS + word as usize) as u32))
+    }
+
+    fn set_cursor(&self, #[comptime] ring: Ring, #[comptime] word: To, value: u32) {
+        store_shared(self.cursors + comptime!(4 * (ring as usize * WORDS + word as usize) as u32), value);
     }
 }
 
@@ -184,6 +250,7 @@ pub struct Loader {
     memory: Memory,
     walk: Walk,
     band: Band,
+    spread: Spread,
     warp: u32,
     ahead: u32,
 }
@@ -191,9 +258,17 @@ pub struct Loader {
 #[cube]
 impl Loader {
     /// Before the first item, which is that of the team's own number.
-    pub fn new(memory: Memory, walk: Walk, band: Band, team: u32, warp: u32, #[comptime] tile: HopperTile) -> Loader {
+    pub fn new(
+        memory: Memory,
+        walk: Walk,
+        band: Band,
+        spread: Spread,
+        team: u32,
+        warp: u32,
+        #[comptime] tile: HopperTile,
+    ) -> Loader {
         let number = CUBE_POS as u32 * comptime!(tile.teams as u32) + team;
-        Loader { memory, walk, band, warp, ahead: number }
+        Loader { memory, walk, band, spread, warp, ahead: number }
     }
 
     /// Enters the first item.
@@ -203,11 +278,14 @@ impl Loader {
         counter: &[u32],
         #[comptime] blueprint: Blueprint,
     ) {
-        if self.warp == 0 {
-            self.enter(q, counter, true, blueprint);
+        if self.warp == comptime!(Ring::K.warp()) {
+            self.enter(q, counter, Ring::K, blueprint);
         }
-        if self.warp == comptime!(WARPGROUP_UNITS as u32 / 32) {
-            self.enter(q, counter, false, blueprint);
+        if self.warp == comptime!(Ring::V.warp()) {
+            self.enter(q, counter, Ring::V, blueprint);
+        }
+        if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Ring::Bias.warp()) {
+            self.enter(q, counter, Ring::Bias, blueprint);
         }
     }
 
@@ -217,37 +295,47 @@ impl Loader {
         q: &TensorMap<E, Tiled>,
         k: &TensorMap<E, Tiled>,
         v: &TensorMap<E, Tiled>,
+        b: &TensorMap<E, Tiled>,
         counter: &[u32],
         #[comptime] blueprint: Blueprint,
     ) {
         let stages = comptime!(blueprint.tile.stages);
-        if self.warp == 0 {
+        if self.warp == comptime!(Ring::K.warp()) {
             for _ in 0..stages {
-                self.load(q, k, counter, true, blueprint);
+                self.load(q, k, counter, Ring::K, blueprint);
             }
         }
-        if self.warp == comptime!(WARPGROUP_UNITS as u32 / 32) {
+        if self.warp == comptime!(Ring::V.warp()) {
             // V is wanted a step after K.
             for _ in 1..stages {
-                self.load(q, v, counter, false, blueprint);
+                self.load(q, v, counter, Ring::V, blueprint);
+            }
+        }
+        if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Ring::Bias.warp()) {
+            for _ in 0..stages {
+                self.load(q, b, counter, Ring::Bias, blueprint);
             }
         }
     }
 
-    /// Fills the stages of K and V that the step before has freed: once in each step that multiplies both.
+    /// Fills the stages that the step before has freed: once in each step that multiplies both K and V.
     pub fn refill<E: CubePrimitive>(
         &mut self,
         q: &TensorMap<E, Tiled>,
         k: &TensorMap<E, Tiled>,
         v: &TensorMap<E, Tiled>,
+        b: &TensorMap<E, Tiled>,
         counter: &[u32],
         #[comptime] blueprint: Blueprint,
     ) {
-        if self.warp == 0 {
-            self.load(q, k, counter, true, blueprint);
+        if self.warp == comptime!(Ring::K.warp()) {
+            self.load(q, k, counter, Ring::K, blueprint);
         }
-        if self.warp == comptime!(WARPGROUP_UNITS as u32 / 32) {
-            self.load(q, v, counter, false, blueprint);
+        if self.warp == comptime!(Ring::V.warp()) {
+            self.load(q, v, counter, Ring::V, blueprint);
+        }
+        if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Ring::Bias.warp()) {
+            self.load(q, b, counter, Ring::Bias, blueprint);
         }
     }
 
@@ -256,19 +344,18 @@ impl Loader {
         &mut self,
         q: &TensorMap<E, Tiled>,
         counter: &[u32],
-        #[comptime] leads: bool,
+        #[comptime] ring: Ring,
         #[comptime] blueprint: Blueprint,
     ) {
-        let nth = self.memory.cursor(leads, To::Nth);
-        if comptime!(leads) {
+        let nth = self.memory.cursor(ring, To::Nth);
+        if comptime!(ring == Ring::K) {
             let number = plane_broadcast(self.ahead, 0u32);
             if number < self.walk.items {
                 let item = self.walk.item(number, &self.band, blueprint.tile);
                 self.memory.write_item(nth, &item);
                 // There is room for one Q only, but it need not come from far then.
-                let tiles = comptime!(blueprint.tile.warpgroups as u32);
                 #[unroll]
-                for tile in 0..tiles {
+                for tile in 0..comptime!(blueprint.tile.warpgroups as u32) {
                     let row = item.q_start + comptime!(tile * WARPGROUP_ROWS as u32);
                     #[unroll]
                     for panel in 0..comptime!(blueprint.panels() as u32) {
@@ -290,13 +377,20 @@ impl Loader {
         // All at once: each read waits some 30 cycles.
         let k_last = self.memory.item(nth, Of::KLast);
         let steps = self.memory.item(nth, Of::Steps);
-        let head = self.memory.item(nth, Of::HeadKv);
-        let batch = self.memory.item(nth, Of::Batch);
-        self.memory.set_cursor(leads, To::KStart, k_last);
-        self.memory.set_cursor(leads, To::Left, steps);
-        self.memory.set_cursor(leads, To::Head, head);
-        self.memory.set_cursor(leads, To::Batch, batch);
-        self.memory.set_cursor(leads, To::Nth, nth + 1);
+        let head = if comptime!(ring == Ring::Bias) {
+            self.memory.item(nth, Of::Head) * self.spread.head
+        } else {
+            self.memory.item(nth, Of::HeadKv)
+        };
+        let mut batch = self.memory.item(nth, Of::Batch);
+        if comptime!(ring == Ring::Bias) {
+            batch *= self.spread.batch;
+        }
+        self.memory.set_cursor(ring, To::KStart, k_last);
+        self.memory.set_cursor(ring, To::Left, steps);
+        self.memory.set_cursor(ring, To::Head, head);
+        self.memory.set_cursor(ring, To::Batch, batch);
+        self.memory.set_cursor(ring, To::Nth, nth + 1);
     }
 
     /// Loads the next tile, once all warps are done with what its stage held, and moves on; not if there is none.
@@ -305,42 +399,53 @@ impl Loader {
         q: &TensorMap<E, Tiled>,
         map: &TensorMap<E, Tiled>,
         counter: &[u32],
-        #[comptime] leads: bool,
+        #[comptime] ring: Ring,
         #[comptime] blueprint: Blueprint,
     ) {
-        let k_start = self.memory.cursor(leads, To::KStart);
-        let left = self.memory.cursor(leads, To::Left);
-        let head = self.memory.cursor(leads, To::Head);
-        let batch = self.memory.cursor(leads, To::Batch);
+        let k_start = self.memory.cursor(ring, To::KStart);
+        let left = self.memory.cursor(ring, To::Left);
+        let head = self.memory.cursor(ring, To::Head);
+        let batch = self.memory.cursor(ring, To::Batch);
         let mut place =
-            Place { stage: self.memory.cursor(leads, To::Stage), phase: self.memory.cursor(leads, To::Phase) };
+            Place { stage: self.memory.cursor(ring, To::Stage), phase: self.memory.cursor(ring, To::Phase) };
         if left > 0 {
-            let bytes = comptime!((if leads { blueprint.k_bytes() } else { blueprint.v_bytes() }) as u32);
-            let panels = comptime!((if leads { blueprint.panels() } else { blueprint.panels_v() }) as u32);
-            let mut to = self.memory.v + place.stage * bytes;
-            let mut full = self.memory.full_v + place.stage * 8;
-            let mut empty = self.memory.empty_v + place.stage * 8;
-            if comptime!(leads) {
-                to = self.memory.k + place.stage * bytes;
-                full = self.memory.full_k + place.stage * 8;
-                empty = self.memory.empty_k + place.stage * 8;
-            }
+            let bytes = comptime!(ring.bytes(blueprint));
+            let (start, full, empty) = self.memory.ring(ring);
+            let to = start + place.stage * bytes;
+            let full = full + place.stage * 8;
             // A stage's first load waits for the phase before the first, which counts as over.
-            mbarrier_wait(empty, place.phase ^ 1);
+            mbarrier_wait(empty + place.stage * 8, place.phase ^ 1);
             mbarrier_expect(full, bytes);
-            #[unroll]
-            for panel in 0..panels {
-                let at = to + comptime!(panel * bytes / panels);
-                tma_load(map, at, full, batch, head, k_start, comptime!(panel * PANEL as u32));
+            if comptime!(ring == Ring::Bias) {
+                let first_row = self.memory.item(self.memory.cursor(ring, To::Nth) - 1, Of::QStart);
+                let panels = comptime!(blueprint.panels_b() as u32);
+                let panel_bytes = comptime!(bytes / (panels * blueprint.tile.warpgroups as u32));
+                #[unroll]
+                for tile in 0..comptime!(blueprint.tile.warpgroups as u32) {
+                    let row = first_row + comptime!(tile * WARPGROUP_ROWS as u32);
+                    #[unroll]
+                    for panel in 0..panels {
+                        let at = to + comptime!((tile * panels + panel) * panel_bytes);
+                        tma_load(map, at, full, batch, head, row, k_start + comptime!(panel * PANEL as u32));
+                    }
+                }
+            } else {
+                let panels = comptime!(ring.panels(blueprint));
+                #[unroll]
+                for panel in 0..panels {
+                    let at = to + comptime!(panel * bytes / panels);
+                    let column = comptime!(panel * PANEL as u32).runtime();
+                    tma_load(map, at, full, batch, head, k_start, column);
+                }
             }
             place.advance(blueprint.tile.stages);
-            self.memory.set_cursor(leads, To::Stage, place.stage);
-            self.memory.set_cursor(leads, To::Phase, place.phase);
+            self.memory.set_cursor(ring, To::Stage, place.stage);
+            self.memory.set_cursor(ring, To::Phase, place.phase);
             if left > 1 {
-                self.memory.set_cursor(leads, To::KStart, k_start - comptime!(blueprint.tile.tile_k as u32));
-                self.memory.set_cursor(leads, To::Left, left - 1);
+                self.memory.set_cursor(ring, To::KStart, k_start - comptime!(blueprint.tile.tile_k as u32));
+                self.memory.set_cursor(ring, To::Left, left - 1);
             } else {
-                self.enter(q, counter, leads, blueprint);
+                self.enter(q, counter, ring, blueprint);
             }
         }
     }
@@ -365,6 +470,6 @@ pub fn load_q<E: CubePrimitive>(
     #[unroll]
     for panel in 0..panels {
         let at = to + comptime!(panel * bytes / panels);
-        tma_load(map, at, full, batch, head, row, comptime!(panel * PANEL as u32));
+        tma_load(map, at, full, batch, head, row, comptime!(panel * PANEL as u32).runtime());
     }
 }

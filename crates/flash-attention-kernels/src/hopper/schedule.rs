@@ -70,6 +70,8 @@ pub struct Walk {
     pub items: u32,
     /// Blocks of queries of a head.
     pub blocks: u32,
+    /// How many queries before the first one the first block starts: [`Band::ahead()`].
+    pub ahead: u32,
     /// Heads of `q` in all batches.
     pub heads: u32,
     /// Items of a section.
@@ -94,7 +96,7 @@ pub struct Item {
     pub head: u32,
     /// Key/value head.
     pub head_kv: u32,
-    /// First query.
+    /// First query; of the first block it may be before query 0, a negative number in 32 bits.
     pub q_start: u32,
     /// First key of the last tile, with which to begin.
     pub k_last: u32,
@@ -105,13 +107,15 @@ pub struct Item {
 }
 
 impl Walk {
-    /// The items of blocks of queries of `[batch, heads]`, with so many heads in a section.
-    pub fn new(blocks: u32, batch: u32, num_heads_q: u32, group_size: u32, section: u32) -> Self {
+    /// The items of blocks of queries of `[batch, heads]`, the first of which starts `ahead` queries before the first one, with
+    /// so many heads in a section.
+    pub fn new(blocks: u32, ahead: u32, batch: u32, num_heads_q: u32, group_size: u32, section: u32) -> Self {
         let heads = batch * num_heads_q;
         let section = section.min(heads);
         Walk {
             items: blocks * heads,
             blocks,
+            ahead,
             heads,
             of_section: Divisor::new(section * blocks),
             section: Divisor::new(section),
@@ -126,6 +130,7 @@ impl Walk {
         WalkLaunch::new(
             self.items,
             self.blocks,
+            self.ahead,
             self.heads,
             self.of_section.into_launch(),
             self.section.into_launch(),
@@ -157,7 +162,7 @@ impl Walk {
         }
         let (batch, head) = (self.num_heads_q.divide(head), self.num_heads_q.modulo(head));
         let (tile_q, tile_k) = comptime!((tile.tile_q() as u32, tile.tile_k as u32));
-        let q_start = (self.blocks - 1 - nth) * tile_q;
+        let q_start = (((self.blocks - 1 - nth) * tile_q) as i32 - self.ahead as i32) as u32;
 
         let seen = band.k_blocks(q_start, tile_q, tile_k);
         Item {

@@ -1,8 +1,8 @@
 //! From products in registers to scores: softcap, bias, mask; band. How registers hold a tile: [`rows`](super::rows).
 
-use super::ops::{ex2, reciprocal};
+use super::ops::{ex2, load_tiles, reciprocal, unpack};
 use super::ring::{Memory, Of};
-use super::{Blueprint, Rows};
+use super::{Blueprint, Rows, WARPGROUP_ROWS};
 use crate::mask::Band;
 use crate::softmax::UNSEEN;
 use cubecl::prelude::*;
@@ -24,6 +24,7 @@ pub struct Factors {
 
 /// Turns a warpgroup's products of a tile, its first row and key given, into scores, ready for the softmax once multiplied
 /// by `exponent`. What the band hides is not hidden yet.
+/// `bias_tile`: where a tiled bias lies.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
@@ -36,6 +37,7 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
     nth: u32,
     first_row: u32,
     k_start: u32,
+    bias_tile: u32,
     #[comptime] blueprint: Blueprint,
 ) {
     let tile_k = comptime!(blueprint.tile.tile_k);
@@ -45,19 +47,64 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
         for i in 0..comptime!(tile_k / 2) {
             s[i] = capped(s[i], factors);
         }
-    } else if comptime!(blueprint.cooked()) {
+    } else if comptime!(blueprint.cooked() && !blueprint.tiled_bias()) {
         #[unroll]
         for i in 0..comptime!(tile_k / 2) {
             s[i] *= factors.scale;
         }
     }
+    if comptime!(blueprint.tiled_bias()) {
+        add_tile(s, factors, bias_tile, blueprint);
+    } else {
+        add_rows(s, band, bias, memory, nth, lane_row, lane_column, blueprint);
+    }
+    #[comptime]
+    if let ComptimeOption::Some(mask) = mask {
+        let rows = comptime!(blueprint.mask.unwrap());
+        let at = memory.item(nth, Of::Batch) as usize * mask.stride(0)
+            + memory.item(nth, Of::Head) as usize * mask.stride(1);
+        #[unroll]
+        for r in 0..comptime!(if rows == Rows::Same { 1usize } else { 2usize }) {
+            let row = band.query_within(lane_row + comptime!(8 * r as u32));
+            let at = at + row as usize * mask.stride(2);
+            #[unroll]
+            for i in 0..comptime!(tile_k / 8) {
+                let pair = pair_of::<M, NM>(mask, at, band, lane_column + comptime!(8 * i as u32));
+                #[unroll]
+                for e in 0..2usize {
+                    let hides = pair.extract(e) != M::from_int(0);
+                    let n = comptime!(4 * i + 2 * r + e);
+                    s[n] = select(hides, UNSEEN, s[n]);
+                    if comptime!(rows == Rows::Same) {
+                        s[n + 2] = select(hides, UNSEEN, s[n + 2]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Adds the bias, read from memory where it is needed.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn add_rows<E: Float, NB: Size>(
+    s: &mut Array<f32>,
+    band: &Band,
+    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
+    memory: &Memory,
+    nth: u32,
+    lane_row: u32,
+    lane_column: u32,
+    #[comptime] blueprint: Blueprint,
+) {
+    let tile_k = comptime!(blueprint.tile.tile_k);
     #[comptime]
     if let ComptimeOption::Some(bias) = bias {
         let rows = comptime!(blueprint.bias.unwrap());
         let at = memory.item(nth, Of::Batch) as usize * bias.stride(0)
             + memory.item(nth, Of::Head) as usize * bias.stride(1);
         #[unroll]
-        for r in 0..comptime!(if rows == Rows::Each { 2usize } else { 1usize }) {
+        for r in 0..comptime!(if rows == Rows::Same { 1usize } else { 2usize }) {
             let row = band.query_within(lane_row + comptime!(8 * r as u32));
             let at = at + row as usize * bias.stride(2);
             #[unroll]
@@ -74,27 +121,28 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
         }
     }
-    #[comptime]
-    if let ComptimeOption::Some(mask) = mask {
-        let rows = comptime!(blueprint.mask.unwrap());
-        let at = memory.item(nth, Of::Batch) as usize * mask.stride(0)
-            + memory.item(nth, Of::Head) as usize * mask.stride(1);
+}
+
+/// Adds the bias, of which a warpgroup's tile lies in shared memory at `tile`, and multiplies by the scale, unless a softcap
+/// has done so.
+#[cube]
+fn add_tile(s: &mut Array<f32>, factors: &Factors, tile: u32, #[comptime] blueprint: Blueprint) {
+    // Of 16 rows and columns at a time: rows 0 to 7 and 8 to 15 of an eight, then of the next one. A line of a panel is 128
+    // bytes, in which the swizzle exchanges vectors of 16 by the line's number.
+    let lane = UNIT_POS % 32;
+    let row = UNIT_POS / 32 % 4 * 16 + lane / 8 % 2 * 8 + lane % 8;
+    let at = tile + row * 128 + ((lane / 16) ^ (lane % 8)) * 16;
+    #[unroll]
+    for i in 0..comptime!(blueprint.tile.tile_k / 16) {
+        let panel = comptime!((i / 4 * WARPGROUP_ROWS * 128) as u32);
+        let words = load_tiles((at ^ comptime!((i % 4 * 32) as u32)) + panel);
         #[unroll]
-        for r in 0..comptime!(if rows == Rows::Each { 2usize } else { 1usize }) {
-            let row = band.query_within(lane_row + comptime!(8 * r as u32));
-            let at = at + row as usize * mask.stride(2);
+        for word in 0..4usize {
             #[unroll]
-            for i in 0..comptime!(tile_k / 8) {
-                let pair = pair_of::<M, NM>(mask, at, band, lane_column + comptime!(8 * i as u32));
-                #[unroll]
-                for e in 0..2usize {
-                    let hides = pair.extract(e) != M::from_int(0);
-                    let n = comptime!(4 * i + 2 * r + e);
-                    s[n] = select(hides, UNSEEN, s[n]);
-                    if comptime!(rows == Rows::Same) {
-                        s[n + 2] = select(hides, UNSEEN, s[n + 2]);
-                    }
-                }
+            for e in 0..2usize {
+                let n = comptime!(8 * i + 2 * word + e);
+                let value = unpack(*words.index(word), comptime!(e == 1), blueprint.dtype);
+                s[n] = if comptime!(blueprint.capped) { s[n] + value } else { fma(s[n], factors.scale, value) };
             }
         }
     }

@@ -3,9 +3,11 @@
 use super::{Call, rows_grid};
 use crate::error::AttentionError;
 use crate::hopper::forward::{StrideLaunch, StridesLaunch};
+use crate::hopper::ring::SpreadLaunch;
 use crate::hopper::schedule::Walk;
 use crate::hopper::scores::FactorsLaunch;
 use crate::hopper::{self, PANEL, Rows, WARPGROUP_ROWS};
+use crate::problem::AttentionProblem;
 use crate::tensor::TensorView;
 use crate::tiling::HopperForward;
 use cubecl::client::Client;
@@ -28,7 +30,7 @@ impl Call<'_> {
         tiles: HopperForward,
     ) -> Result<(), AttentionError> {
         let p = self.problem;
-        let blueprint = hopper::Blueprint {
+        let mut blueprint = hopper::Blueprint {
             tile: tiles.tile,
             dtype: p.dtype,
             head_dim: p.head_dim,
@@ -37,7 +39,14 @@ impl Call<'_> {
             mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
             bias: rows_of(self.inputs.bias.as_ref()),
         };
-        let blocks = p.seq_q.div_ceil(tiles.tile.tile_q());
+        if let Some(bias) = &self.inputs.bias {
+            let tiled = hopper::Blueprint { bias: Some(Rows::Tiled), ..blueprint };
+            if is_tiled(bias, p) && tiled.shared_memory() <= self.device.shared_memory {
+                blueprint = tiled;
+            }
+        }
+        let ahead = p.band().ahead(tiles.tile.tile_q() as u32, tiles.tile.tile_k as u32);
+        let blocks = (p.seq_q + ahead as usize).div_ceil(tiles.tile.tile_q());
         let heads = p.batch * p.num_heads_q;
         let items = blocks as u64 * heads as u64;
         let max = i32::MAX as u64 - self.device.multiprocessors as u64 * tiles.tile.teams as u64;
@@ -69,8 +78,14 @@ impl Call<'_> {
             2.0 * LOG2_E * scale / softcap,
             if blueprint.cooked() { LOG2_E } else { LOG2_E * scale },
         );
-        let walk =
-            Walk::new(blocks as u32, p.batch as u32, p.num_heads_q as u32, p.group_size() as u32, tiles.section as u32);
+        let walk = Walk::new(
+            blocks as u32,
+            ahead,
+            p.batch as u32,
+            p.num_heads_q as u32,
+            p.group_size() as u32,
+            tiles.section as u32,
+        );
         let cubes = (self.device.multiprocessors as u64).clamp(1, items.div_ceil(tiles.tile.teams as u64));
         let counter = counter(self.client);
         let vector = ALIGNMENT / p.dtype.size();
@@ -78,6 +93,12 @@ impl Call<'_> {
         let [q_stride, k_stride, v_stride, o_stride] = [(&q, vector), (&k, vector), (&v, vector), (&out, vector / 2)]
             .map(|(view, vector)| stride([0, 1, 2].map(|dim| view.strides[dim] / vector)));
         let strides = StridesLaunch::new(q_stride, k_stride, v_stride, o_stride, stride(lse.strides));
+        let bias_map = match &self.inputs.bias {
+            Some(bias) if blueprint.tiled_bias() => self.map(bias, WARPGROUP_ROWS),
+            _ => self.map(&k, tiles.tile.tile_k),
+        };
+        let repeats = |dim: usize| self.inputs.bias.as_ref().is_some_and(|bias| bias.shape[dim] == 1);
+        let spread = SpreadLaunch::new(u32::from(!repeats(0)), u32::from(!repeats(1)));
         let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
         let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, p.dtype.size())));
         let addresses = self.addresses([out.span(), lse.span()]);
@@ -93,6 +114,7 @@ impl Call<'_> {
                 self.map(&q, WARPGROUP_ROWS),
                 self.map(&k, tiles.tile.tile_k),
                 self.map(&v, tiles.tile.tile_k),
+                bias_map,
                 mask.into(),
                 bias.into(),
                 rows_arg(&out, vector / 2),
@@ -105,6 +127,7 @@ impl Call<'_> {
                 factors,
                 p.band().into_launch(),
                 walk.into_launch(),
+                spread,
                 blueprint,
                 [self.dtype(), self.mask_type()],
             );
@@ -185,11 +208,21 @@ unsafe fn rows_arg<const RANK: usize>(view: &TensorView<RANK>, vector: usize) ->
 /// Whether rows start at multiples of 16 bytes and no dimension repeats: what TMA reads, and vectors of 16 bytes.
 fn is_aligned(view: &TensorView, size: usize) -> bool {
     let dense = view.strides[3] == 1 || view.shape[3] == 1;
-    let starts = view.handle.offset_start.unwrap_or(0).is_multiple_of(ALIGNMENT as u64);
+    dense && starts_aligned(view, size) && (view.shape[3] * size).is_multiple_of(ALIGNMENT)
+}
+
+/// Whether TMA reads tiles of a bias: it repeats no query and no key, and rows start at multiples of 16 bytes.
+fn is_tiled(view: &TensorView, problem: &AttentionProblem) -> bool {
+    let varies = view.shape[2] == problem.seq_q && view.shape[3] == problem.seq_k;
+    varies && view.strides[3] == 1 && starts_aligned(view, problem.dtype.size())
+}
+
+/// Whether rows start at multiples of 16 bytes and no dimension of more than one repeats.
+fn starts_aligned(view: &TensorView, size: usize) -> bool {
     let strided = |dim: usize| {
         view.shape[dim] == 1 || view.strides[dim] > 0 && (view.strides[dim] * size).is_multiple_of(ALIGNMENT)
     };
-    dense && starts && (0..3).all(strided) && (view.shape[3] * size).is_multiple_of(ALIGNMENT)
+    view.handle.offset_start.unwrap_or(0).is_multiple_of(ALIGNMENT as u64) && (0..3).all(strided)
 }
 
 /// Whether a mask or bias differs from row to row.
