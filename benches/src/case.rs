@@ -187,7 +187,7 @@ pub enum Set {
     H200,
     /// Mask, bias, softcap and window at (4, 16, 4096, 128), in bf16.
     Variants,
-    /// Lengths that fit no tile beside the next that does, and grouped heads, in bf16.
+    /// Lengths that fit no tile beside the next that does, grouped heads, few heads, a single query, in bf16.
     Ragged,
     /// f32 at 4k to 64k tokens: memory.
     Lengths,
@@ -273,6 +273,9 @@ impl Set {
                     grouped,
                     Case { heads_kv: 8, ..grouped },
                     Case { head_dim_v: 64, ..of(4096, 4096, 4) },
+                    Case::new(BF16, [1, 1, 16384, 128], true),
+                    Case::new(BF16, [1, 2, 4096, 128], false),
+                    Case { seq_k: 16384, ..Case::new(BF16, [1, 32, 1, 128], true) },
                 ]
             }
             Set::Lengths => [4096, 8192, 16384, 32768, 65536].map(|seq| Case::new(F32, [1, 8, seq, 64], true)).to_vec(),

@@ -17,7 +17,7 @@ pub struct Options {
     set: Set,
     #[command(flatten)]
     filters: Filters,
-    /// Ways to try, TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/SECTION each (TURNS is 0 or 1, SECTION a number of heads; `-` is
+    /// Ways to try, TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/SECTION/PARTS each (TURNS is 0 or 1, SECTION a number of heads, PARTS one of parts of the keys; `-` is
     /// what is planned), beside the planned one.
     #[arg(long = "try", value_delimiter = ',')]
     ways: Vec<String>,
@@ -45,14 +45,14 @@ impl Work for Forwards<'_> {
 }
 
 fn way(text: &str, planned: HopperForward) -> Result<HopperForward, Error> {
-    let wrong = || Error::Other(format!("--try {text}: it must be TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/SECTION"));
+    let wrong = || Error::Other(format!("--try {text}: it must be TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/SECTION/PARTS"));
     let parts: Vec<&str> = text.split('/').collect();
-    let [teams, warpgroups, keys, stages, turns, section] = parts[..] else { return Err(wrong()) };
+    let [teams, warpgroups, keys, stages, turns, section, parts] = parts[..] else { return Err(wrong()) };
     let number = |text: &str, planned: usize| match text {
         "-" => Ok(planned),
         text => text.parse().map_err(|_| wrong()),
     };
-    let HopperForward { tile, section: planned_section } = planned;
+    let HopperForward { tile, section: planned_section, parts: planned_parts } = planned;
     let tile = HopperTile {
         teams: number(teams, tile.teams)?,
         warpgroups: number(warpgroups, tile.warpgroups)?,
@@ -63,7 +63,7 @@ fn way(text: &str, planned: HopperForward) -> Result<HopperForward, Error> {
     if !tile.tile_k.is_multiple_of(16) || tile.tile_k > 256 || tile.warpgroups < 2 || tile.teams == 0 {
         return Err(Error::Other(format!("--try {text}: KEYS are multiples of 16 up to 256, WARPGROUPS at least 2")));
     }
-    Ok(HopperForward { tile, section: number(section, planned_section)? })
+    Ok(HopperForward { tile, section: number(section, planned_section)?, parts: number(parts, planned_parts)?.max(1) })
 }
 
 /// Times them.
@@ -90,8 +90,8 @@ pub fn run(options: &Options) -> Result<(), Error> {
                 }
                 Ok((first, error, device_time(&mut work)?.median()))
             });
-            let HopperForward { tile: HopperTile { teams, warpgroups, tile_k, stages, turns }, section } = way;
-            let name = format!("{teams}/{warpgroups}/{tile_k}/{stages}/{}/{section}", turns as u8);
+            let HopperForward { tile: HopperTile { teams, warpgroups, tile_k, stages, turns }, section, parts } = way;
+            let name = format!("{teams}/{warpgroups}/{tile_k}/{stages}/{}/{section}/{parts}", turns as u8);
             match timed {
                 Ok((first, error, ms)) => {
                     let rate = problem.forward_flops() / ms / 1e9;

@@ -44,6 +44,13 @@ pub fn lse_bits_log2(m_log2: f32, l: f32, l_log2: f32) -> u32 {
     select(l == 0.0f32, NEGATIVE_INFINITY, bits)
 }
 
+/// The log-sum-exp with these bits, [`HIDDEN`] where nothing was seen.
+#[cube]
+pub fn lse_of_part(bits: u32) -> f32 {
+    let nothing = bits == NEGATIVE_INFINITY;
+    select(nothing, HIDDEN, f32::reinterpret(select(nothing, 0u32, bits)))
+}
+
 /// `1 / l`, or 0 for a row that saw nothing.
 #[cube]
 pub fn normalizer(l: f32) -> f32 {

@@ -81,6 +81,9 @@ const HOPPER_BIAS: [(usize, HopperTile); 4] = [
 /// its halves can hold beside the rest.
 const SECTION_BYTES: usize = 32 << 20;
 
+/// The fewest keys of a part: an item costs about as much as three tiles of 128 beside its tiles.
+const PART: usize = 512;
+
 /// A kernel family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -128,6 +131,8 @@ pub struct HopperForward {
     pub tile: HopperTile,
     /// Heads that take turns, so that their keys and values stay in the second-level cache.
     pub section: usize,
+    /// Parts of the keys that are computed apart, where heads and blocks of queries are too few to keep the device busy.
+    pub parts: usize,
 }
 
 impl Forward {
@@ -264,6 +269,9 @@ impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (tile_q, tile_k) = (self.forward.tile_q(), self.forward.tile_k());
         write!(f, "forward {} {tile_q}×{tile_k}", self.forward.kernel().name())?;
+        if let Forward::Hopper(HopperForward { parts: parts @ 2.., .. }) = self.forward {
+            write!(f, " in {parts} parts")?;
+        }
         let TileShape { tile_q, tile_k, .. } = self.backward;
         write!(
             f,
@@ -435,7 +443,30 @@ fn hopper_forward(device: &Device, problem: &AttentionProblem) -> Result<HopperF
     } else {
         1
     };
-    Ok(HopperForward { tile, section })
+    Ok(HopperForward { tile, section, parts: parts(device, problem, &tile) })
+}
+
+/// Into how many parts the keys are split: so many that no part is longer than what each team has to do in all, if their
+/// results can be merged for less. Keys of a part are at least [`PART`].
+fn parts(device: &Device, problem: &AttentionProblem, tile: &HopperTile) -> usize {
+    let teams = device.multiprocessors * tile.teams;
+    let heads = problem.batch * problem.num_heads_q;
+    let (tile_q, tile_k) = (tile.tile_q() as u32, tile.tile_k as u32);
+    let band = problem.band();
+    let blocks = (problem.seq_q as u32).div_ceil(tile_q);
+    // With this many, whoever is done early finds more to do.
+    if heads * blocks as usize >= 4 * teams {
+        return 1;
+    }
+    let tiles = |block: u32| {
+        let seen = band.k_blocks(block * tile_q, tile_q, tile_k);
+        (seen.end - seen.start) as usize
+    };
+    let longest = (0..blocks).map(tiles).max().unwrap_or(0);
+    let all = heads * (0..blocks).map(tiles).sum::<usize>();
+    let parts = (longest * teams).div_ceil(all.max(1)).min(longest * tile.tile_k / PART);
+    // A little more than each has to do is not worth another launch.
+    if 4 * longest * teams <= 5 * all { 1 } else { parts.max(1) }
 }
 
 /// Tiles of the backward, and whether `dk` and `dv` come from one launch.

@@ -20,6 +20,7 @@ use flash_attention_kernels::hopper::{Blueprint, Rows, forward};
 use flash_attention_kernels::mask::{Band, BandCompilationArg};
 use flash_attention_kernels::tiling::{Device, element_type, plan_on};
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, Forward, HopperForward, HopperTile, Kernel};
+use std::collections::HashMap;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Instant;
@@ -134,6 +135,8 @@ fn ptx(blueprint: Blueprint, band: Band) -> String {
             last_section: divisor(),
             num_heads_q: divisor(),
             group_size: divisor(),
+            parts: divisor(),
+            batches: (),
         },
         SpreadCompilationArg { batch: (), head: () },
         2,
@@ -213,6 +216,7 @@ fn check(name: &str, problem: AttentionProblem) {
         capped: problem.options.softcap.is_some(),
         mask: rows(problem.mask),
         bias: rows(problem.bias),
+        partial: tiles.parts > 1,
     };
     look_at(name, blueprint, &problem);
     if blueprint.bias == Some(Rows::Each) {
@@ -260,9 +264,12 @@ fn every_head_dimension_is_warpgroup_products() {
             check(&name, problem(head_dim, Dtype::BF16, options));
         }
     }
-    let long = [1, 2, 16384, 64];
+    let long = [1, 32, 16384, 64];
     let causal = AttentionOptions { causal: true, ..Default::default() };
     check("d64_long", AttentionProblem::new(&long, &long, &long, Dtype::BF16, causal).unwrap());
+    // In parts of the keys.
+    let few = [1, 1, 4096, 128];
+    check("d128_few", AttentionProblem::new(&few, &few, &few, Dtype::BF16, causal).unwrap());
 }
 
 #[test]
@@ -303,6 +310,11 @@ fn what_hopper_cannot_do_is_planned_visibly() {
     let full = plan_on(&device(), &problem(128, Dtype::F16, AttentionOptions::default())).unwrap();
     assert!(matches!(full.forward, Forward::Hopper(HopperForward { section: 1, .. })), "{full:?}");
 
+    // One head of few queries and many keys.
+    let (q, k) = ([1, 1, 128, 128], [1, 1, 65536, 128]);
+    let few = plan_on(&device(), &AttentionProblem::new(&q, &k, &k, Dtype::BF16, causal).unwrap()).unwrap();
+    assert!(few.to_string().starts_with("forward hopper 128×128 in 128 parts"), "{few}");
+
     let single = plan_on(&device(), &problem(128, Dtype::F32, causal)).unwrap();
     assert_eq!(single.forward.kernel(), Kernel::Portable);
     assert!(single.to_string().contains("not forward hopper: it computes in f16 and bf16, q is f32"), "{single}");
@@ -314,9 +326,9 @@ fn what_hopper_cannot_do_is_planned_visibly() {
 /// Each block of queries of each head comes once, and within a section none before a longer one.
 #[test]
 fn work_items_are_every_block_once() {
-    for (heads, section, seq_q, seq_k) in
-        [(1, 1, 1, 1), (6, 4, 700, 700), (6, 6, 300, 300), (5, 1, 129, 129), (4, 2, 383, 384), (4, 2, 300, 420)]
-    {
+    let cases =
+        [(1, 1, 1, 1), (6, 4, 700, 700), (6, 6, 300, 300), (5, 1, 129, 129), (4, 2, 383, 384), (4, 2, 300, 420)];
+    for ((heads, section, seq_q, seq_k), parts) in cases.into_iter().flat_map(|case| [(case, 1), (case, 3)]) {
         let causal = AttentionOptions { causal: true, ..Default::default() };
         let q = [heads / heads.min(3), heads.min(3), seq_q, 64];
         let k = [q[0], q[1], seq_k, 64];
@@ -325,22 +337,32 @@ fn work_items_are_every_block_once() {
         let band = problem.band();
         let ahead = band.ahead(128, 128);
         let blocks = (seq_q as u32 + ahead).div_ceil(128);
-        let walk = Walk::new(blocks, ahead, q[0] as u32, q[1] as u32, 1, section);
-        let items: Vec<_> = (0..walk.items).map(|number| walk.item(number, &band, tile)).collect();
-        let mut seen: Vec<_> = items.iter().map(|item| (item.batch, item.head, item.q_start as i32)).collect();
-        seen.sort_unstable();
+        let walk = Walk::new(blocks, ahead, q[0] as u32, q[1] as u32, 1, section, parts);
+        let items: Vec<_> = (0..walk.items).map(|number| walk.item(number, &band, parts > 1, tile)).collect();
         let (batches, heads) = (q[0] as u32, q[1] as u32);
-        let start = |block: u32| (block * 128) as i32 - ahead as i32;
-        let every = (0..batches).flat_map(|b| (0..heads).flat_map(move |h| (0..blocks).map(move |q| (b, h, start(q)))));
-        assert!(seen.into_iter().eq(every), "{walk:?}");
-        for of_section in items.chunks((walk.section.divisor * blocks) as usize) {
-            assert!(of_section.is_sorted_by_key(|item| std::cmp::Reverse(item.steps)), "{walk:?}");
+        for of_section in items.chunks((walk.section.divisor * blocks * parts) as usize) {
+            assert!(parts > 1 || of_section.is_sorted_by_key(|item| std::cmp::Reverse(item.steps)), "{walk:?}");
         }
+        // Tiles of each block, by all of its parts: every one once.
+        let mut tiles = HashMap::<_, Vec<_>>::new();
         for item in &items {
-            let last = (item.q_start as i32 + 128).min(seq_q as i32) + seq_k as i32 - seq_q as i32;
-            assert!(!item.blind && item.k_last == (item.steps - 1) * 128, "{walk:?}");
-            assert_eq!(item.steps, (last as u32).div_ceil(128), "{item:?}");
+            assert_eq!(item.batch_out % batches, item.batch, "{item:?}");
+            let of_block = tiles.entry((item.batch, item.head, item.q_start as i32)).or_default();
+            if !item.blind {
+                let last = item.k_last / 128;
+                of_block.extend(last + 1 - item.steps..=last);
+            }
         }
+        for (batch, head, block) in
+            (0..batches).flat_map(|b| (0..heads).flat_map(move |h| (0..blocks).map(move |q| (b, h, q))))
+        {
+            let start = (block * 128) as i32 - ahead as i32;
+            let mut of_block = tiles.remove(&(batch, head, start)).unwrap();
+            of_block.sort_unstable();
+            let after = ((start + 128).min(seq_q as i32) + seq_k as i32 - seq_q as i32) as u32;
+            assert!(of_block.into_iter().eq(0..after.div_ceil(128)), "{walk:?} {start}");
+        }
+        assert!(tiles.is_empty(), "{walk:?}");
     }
 }
 

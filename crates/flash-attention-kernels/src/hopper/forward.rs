@@ -65,7 +65,7 @@ pub struct Strides {
 
 /// `q [B, H, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `o [B, H, Sq, Dv]`, its rows in vectors of 8 bytes, and
 /// the bits of `lse [B, H, Sq]`. Boxes of the maps: 64 columns of 64 queries, or of a tile's keys. `b`: a tiled bias; any map, if
-/// there is none.
+/// there is none. Of parts of the keys, `o [P · B, H, Sq, Dv]` in f32 and the bits of `lse [P · B, H, Sq]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
 pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
@@ -282,8 +282,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         let (m0, l0) = (rows.m0, row_sum(rows.l0));
         let (m1, l1) = (rows.m1, row_sum(rows.l1));
         let row = first_row + of_warpgroup * 16 + lane / 4;
-        let (batch, head) = (memory.item(nth, Of::Batch) as usize, memory.item(nth, Of::Head) as usize);
-        let lse_at = strides.lse.at(batch, head, row);
+        let (out, head) = (memory.item(nth, Of::BatchOut) as usize, memory.item(nth, Of::Head) as usize);
+        let lse_at = strides.lse.at(out, head, row);
         let (live0, live1) = (band.is_query(row), band.is_query(row + 8));
         if quarter == 0 {
             let next = lse_at + 8 * strides.lse.row;
@@ -302,11 +302,16 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             mbarrier_arrive(memory.empty_v + v_place.stage * 8);
         }
         v_place.advance(stages);
-        let row0 = strides.o.at(batch, head, row);
+        let row0 = strides.o.at(out, head, row);
         let row1 = row0 + 8 * strides.o.row;
         let (words0, words1) = (pack_row(&acc, 0usize, f0, blueprint), pack_row(&acc, 1usize, f1, blueprint));
-        store_row(&words0, o, row0, live0, blueprint);
-        store_row(&words1, o, row1, live1, blueprint);
+        if comptime!(blueprint.partial) {
+            store_row_f32(&acc, 0usize, f0, o, row0, live0, blueprint);
+            store_row_f32(&acc, 1usize, f1, o, row1, live1, blueprint);
+        } else {
+            store_row(&words0, o, row0, live0, blueprint);
+            store_row(&words1, o, row1, live1, blueprint);
+        }
         // Rows that these exponentials or products cannot give: out of range, or reached by what is hidden from them.
         let mut again0 = l0 == f32::INFINITY;
         let mut again1 = l1 == f32::INFINITY;
@@ -321,7 +326,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         if comptime!(hides || blueprint.anchored()) && plane_any(again0 || again1) {
             // What other units have stored of these rows comes first.
             sync_plane();
-            let head_kv = memory.item(nth, Of::HeadKv) as usize;
+            let (batch, head_kv) = (memory.item(nth, Of::Batch) as usize, memory.item(nth, Of::HeadKv) as usize);
+            let after = memory.item(nth, Of::KLast) + comptime!(tile_k as u32);
             let first = first_row + of_warpgroup * 16;
             for of_warp in 0..16u32 {
                 let upper = of_warp >= 8;
@@ -342,9 +348,12 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                         &factors,
                         &band,
                         batch,
+                        out,
                         head,
                         head_kv,
                         first + of_warp,
+                        k_start,
+                        after,
                         m,
                         l,
                         blueprint,

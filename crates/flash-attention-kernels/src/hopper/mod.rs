@@ -5,7 +5,8 @@
 //! forward   the kernel                               ring      stages of shared memory and who fills them when
 //! rows      softmax on an accumulator's rows         schedule  which team computes which block of queries, in which order
 //! scores    softcap, bias, mask, band, on registers  copy      tensors that TMA cannot read, packed
-//! ops       operations that CubeCL has no name for   recompute rows that a hidden NaN or infinity has reached
+//! ops       operations that CubeCL has no name for   recompute rows that tiles of products cannot give
+//! merge     parts of the keys, put together
 //! ```
 //!
 //! CubeCL assembles what it compiles as relocatable code, which shapes these kernels: `setmaxnreg` is ignored there, so
@@ -17,6 +18,8 @@
 pub mod copy;
 #[cfg(feature = "cuda")]
 pub mod forward;
+#[cfg(feature = "cuda")]
+pub mod merge;
 #[cfg(feature = "cuda")]
 pub mod ops;
 #[cfg(feature = "cuda")]
@@ -89,6 +92,8 @@ pub struct Blueprint {
     pub mask: Option<Rows>,
     /// Whether there is a bias, and whether it differs from row to row.
     pub bias: Option<Rows>,
+    /// Whether items are parts of the keys, whose results are merged.
+    pub partial: bool,
 }
 
 /// Whether the rows of a mask or bias are all alike.
@@ -156,7 +161,7 @@ impl Blueprint {
     /// let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: true };
     /// let blueprint = Blueprint {
     ///     tile, dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
-    ///     capped: false, mask: None, bias: None,
+    ///     capped: false, mask: None, bias: None, partial: false,
     /// };
     /// assert!(blueprint.shared_memory() <= 227 << 10);
     /// ```

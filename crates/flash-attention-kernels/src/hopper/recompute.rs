@@ -40,7 +40,7 @@ fn dot<E: Float>(a: Vector<E, Const<8>>, b: Vector<E, Const<8>>, #[comptime] len
     sum
 }
 
-/// The scores of a row for the keys of a block, one for each unit of the warp, as exponents of 2.
+/// The score of a row for a unit's key, if that is not `after` all, as an exponent of 2.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn exponents<E: Float, M: Numeric, NB: Size, NM: Size>(
@@ -55,13 +55,13 @@ fn exponents<E: Float, M: Numeric, NB: Size, NM: Size>(
     head: usize,
     head_kv: usize,
     row: u32,
-    block: u32,
+    key: u32,
+    after: u32,
     #[comptime] blueprint: Blueprint,
 ) -> Exponent {
-    let key = block * KEYS + UNIT_POS % 32;
     let mut value = 0.0f32.runtime();
     let mut visible = false.runtime();
-    if band.sees(row, key) {
+    if key < after && band.sees(row, key) {
         let q_at = strides.q.at(batch, head, row);
         let k_at = strides.k.at(batch, head_kv, key);
         let (whole, rest) = comptime!((blueprint.head_dim / 8, blueprint.head_dim % 8));
@@ -79,7 +79,7 @@ fn exponents<E: Float, M: Numeric, NB: Size, NM: Size>(
     Exponent { value, visible }
 }
 
-/// Computes one row of `out`, in vectors of 8 bytes, from `q`, `k`, `v`, in vectors of 16, and from what its exponentials `2^(… − m)` are
+/// Computes one row of `out`, for the keys from `first` on and not `after`, in vectors of 8 bytes, from `q`, `k`, `v`, in vectors of 16, and from what its exponentials `2^(… − m)` are
 /// relative to and their sum `l`; if that is +∞, these too, and the bits of `lse`. By a whole warp.
 #[cube]
 #[allow(clippy::too_many_arguments)]
@@ -95,9 +95,12 @@ pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
     factors: &Factors,
     band: &Band,
     batch: usize,
+    batch_out: usize,
     head: usize,
     head_kv: usize,
     row: u32,
+    first: u32,
+    after: u32,
     m: f32,
     l: f32,
     #[comptime] blueprint: Blueprint,
@@ -105,28 +108,41 @@ pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
     let lane = UNIT_POS % 32;
     // Branches that are the warp's, not a unit's, are decided by votes: the assembler then knows that the warp stays
     // together, and guards no shuffle, here or in the loop around.
-    let seen = band.k_blocks(row, 1u32, KEYS);
     let mut m = m;
     let mut l = l;
     if plane_any(l == f32::INFINITY) {
         m = HIDDEN.runtime();
         l = 0.0f32.runtime();
-        let mut block = seen.start;
-        while plane_any(block < seen.end) {
-            let exponent =
-                exponents(q, k, mask, bias, strides, factors, band, batch, head, head_kv, row, block, blueprint);
+        let mut start = first;
+        while plane_any(start < after) {
+            let exponent = exponents(
+                q,
+                k,
+                mask,
+                bias,
+                strides,
+                factors,
+                band,
+                batch,
+                head,
+                head_kv,
+                row,
+                start + lane,
+                after,
+                blueprint,
+            );
             if exponent.visible {
                 let higher = max(m, exponent.value);
                 l = fma(l, ex2(m - higher), ex2(exponent.value - higher));
                 m = higher;
             }
-            block += 1;
+            start += KEYS;
         }
         let highest = plane_max(m);
         l = plane_sum(l * ex2(m - highest));
         m = highest;
         if lane == 0 {
-            lse[strides.lse.at(batch, head, row)] = lse_bits_log2(m, l, lg2(l));
+            lse[strides.lse.at(batch_out, head, row)] = lse_bits_log2(m, l, lg2(l));
         }
     }
     let of_row = m + lg2(l);
@@ -139,34 +155,55 @@ pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
     for e in 0..8usize {
         o[e] = 0.0f32;
     }
-    let mut block = seen.start;
-    while plane_any(block < seen.end) {
-        let exponent = exponents(q, k, mask, bias, strides, factors, band, batch, head, head_kv, row, block, blueprint);
+    let mut start = first;
+    while plane_any(start < after) {
+        let exponent = exponents(
+            q,
+            k,
+            mask,
+            bias,
+            strides,
+            factors,
+            band,
+            batch,
+            head,
+            head_kv,
+            row,
+            start + lane,
+            after,
+            blueprint,
+        );
         let sees = exponent.visible;
         let p = select(sees, ex2(exponent.value - of_row), 0.0f32);
         for n in 0..KEYS {
             let p = plane_shuffle(p, n);
             if plane_any(lane == n && sees) {
-                let values = v[strides.v.at(batch, head_kv, block * KEYS + n) + column];
+                let values = v[strides.v.at(batch, head_kv, start + n) + column];
                 #[unroll]
                 for e in 0..8usize {
                     o[e] = fma(p, f32::cast_from(values.extract(e)), o[e]);
                 }
             }
         }
-        block += 1;
+        start += KEYS;
     }
-    let at = strides.o.at(batch, head, row) + 2 * column;
+    // Columns of a vector of 8 bytes.
+    let of_vector = comptime!(if blueprint.partial { 2usize } else { 4usize });
+    let at = strides.o.at(batch_out, head, row) + comptime!(8 / of_vector) * column;
     #[unroll]
-    for half in 0..2usize {
+    for nth in 0..comptime!(8 / of_vector) {
         let mut vector = Vector::<u32, Const<2>>::empty();
         #[unroll]
         for e in 0..2usize {
-            let column = comptime!(4 * half + 2 * e);
-            vector.insert(e, pack(o[column], o[column + 1], blueprint.dtype));
+            if comptime!(blueprint.partial) {
+                vector.insert(e, u32::reinterpret(o[comptime!(2 * nth + e)]));
+            } else {
+                let column = comptime!(4 * nth + 2 * e);
+                vector.insert(e, pack(o[column], o[column + 1], blueprint.dtype));
+            }
         }
         if lane < eights {
-            out[at + half] = vector;
+            out[at + nth] = vector;
         }
     }
 }

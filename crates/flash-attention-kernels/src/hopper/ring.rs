@@ -27,6 +27,8 @@ pub enum Of {
     QStart,
     /// 1 where there is nothing to see: the one tile must be hidden.
     Blind,
+    /// Batch of the results.
+    BatchOut,
 }
 
 /// Where words of a cursor lie.
@@ -223,6 +225,7 @@ impl Memory {
         store_shared(at + comptime!(4 * Of::Head as u32), item.head);
         store_shared(at + comptime!(4 * Of::QStart as u32), item.q_start);
         store_shared(at + comptime!(4 * Of::Blind as u32), u32::cast_from(item.blind));
+        store_shared(at + comptime!(4 * Of::BatchOut as u32), item.batch_out);
     }
 
     /// The first stage of a ring, and its barriers `full` and `empty`.
@@ -351,7 +354,7 @@ impl Loader {
         if comptime!(ring == Ring::K) {
             let number = plane_broadcast(self.ahead, 0u32);
             if number < self.walk.items {
-                let item = self.walk.item(number, &self.band, blueprint.tile);
+                let item = self.walk.item(number, &self.band, blueprint.partial, blueprint.tile);
                 self.memory.write_item(nth, &item);
                 // There is room for one Q only, but it need not come from far then.
                 #[unroll]

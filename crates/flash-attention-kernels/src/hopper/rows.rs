@@ -279,3 +279,26 @@ pub fn store_row(
         }
     }
 }
+
+/// Writes one of a unit's two rows of an accumulator, `factor` times, in f32 to `out` from vector `at` on: 2 columns a vector;
+/// nothing if not `live`.
+#[cube]
+pub fn store_row_f32(
+    o: &Array<f32>,
+    #[comptime] row: usize,
+    factor: f32,
+    out: &mut [Vector<u32, Const<2>>],
+    at: usize,
+    live: bool,
+    #[comptime] blueprint: Blueprint,
+) {
+    let at = at + (UNIT_POS % 4) as usize;
+    let to = &mut out[at..at + 1];
+    if live {
+        #[unroll]
+        for i in 0..comptime!(blueprint.columns() / 8) {
+            let e = comptime!(4 * i + 2 * row);
+            store_pair(to, comptime!(4 * i), u32::reinterpret(o[e] * factor), u32::reinterpret(o[e + 1] * factor));
+        }
+    }
+}

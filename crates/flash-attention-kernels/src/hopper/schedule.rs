@@ -1,7 +1,7 @@
 //! Which team computes which block of queries, and when.
 //!
 //! As many cubes as run at a time are started, of one team or more; each team computes one item after another. An item is
-//! a block of queries of a head. Items are numbered so that
+//! a block of queries of a head, or, where there are too few of them, that with a part of its keys. Items are numbered so that
 //! - heads come in sections whose keys and values fit the second-level cache together, and
 //! - within a section the longest come first (of causal attention the last block of queries), heads taking turns.
 //!
@@ -84,6 +84,10 @@ pub struct Walk {
     pub num_heads_q: Divisor,
     /// Query heads that share a key/value head.
     pub group_size: Divisor,
+    /// Parts of the keys of a block.
+    pub parts: Divisor,
+    /// Batches.
+    pub batches: u32,
 }
 
 /// A block of queries of a head, and the tiles of keys that it sees.
@@ -92,6 +96,8 @@ pub struct Walk {
 pub struct Item {
     /// Batch.
     pub batch: u32,
+    /// Batch of the results: parts lie one behind the other there.
+    pub batch_out: u32,
     /// Query head.
     pub head: u32,
     /// Key/value head.
@@ -108,20 +114,30 @@ pub struct Item {
 
 impl Walk {
     /// The items of blocks of queries of `[batch, heads]`, the first of which starts `ahead` queries before the first one, with
-    /// so many heads in a section.
-    pub fn new(blocks: u32, ahead: u32, batch: u32, num_heads_q: u32, group_size: u32, section: u32) -> Self {
+    /// so many heads in a section and so many parts of the keys.
+    pub fn new(
+        blocks: u32,
+        ahead: u32,
+        batch: u32,
+        num_heads_q: u32,
+        group_size: u32,
+        section: u32,
+        parts: u32,
+    ) -> Self {
         let heads = batch * num_heads_q;
         let section = section.min(heads);
         Walk {
-            items: blocks * heads,
+            items: blocks * heads * parts,
             blocks,
             ahead,
             heads,
-            of_section: Divisor::new(section * blocks),
+            of_section: Divisor::new(section * blocks * parts),
             section: Divisor::new(section),
             last_section: Divisor::new((heads - 1) % section + 1),
             num_heads_q: Divisor::new(num_heads_q),
             group_size: Divisor::new(group_size),
+            parts: Divisor::new(parts),
+            batches: batch,
         }
     }
 
@@ -137,6 +153,8 @@ impl Walk {
             self.last_section.into_launch(),
             self.num_heads_q.into_launch(),
             self.group_size.into_launch(),
+            self.parts.into_launch(),
+            self.batches,
         )
     }
 }
@@ -151,7 +169,7 @@ impl Walk {
     }
 
     /// The item of that number.
-    pub fn item(&self, number: u32, band: &Band, #[comptime] tile: HopperTile) -> Item {
+    pub fn item(&self, number: u32, band: &Band, #[comptime] partial: bool, #[comptime] tile: HopperTile) -> Item {
         let first_head = self.of_section.divide(number) * self.section.divisor;
         let within = self.of_section.modulo(number);
         let mut nth = self.section.divide(within);
@@ -161,18 +179,30 @@ impl Walk {
             head = first_head + self.last_section.modulo(within);
         }
         let (batch, head) = (self.num_heads_q.divide(head), self.num_heads_q.modulo(head));
+        let mut part = 0u32;
+        if comptime!(partial) {
+            part = self.parts.modulo(nth);
+            nth = self.parts.divide(nth);
+        }
         let (tile_q, tile_k) = comptime!((tile.tile_q() as u32, tile.tile_k as u32));
         let q_start = (((self.blocks - 1 - nth) * tile_q) as i32 - self.ahead as i32) as u32;
 
         let seen = band.k_blocks(q_start, tile_q, tile_k);
+        let (mut start, mut end) = (seen.start, seen.end);
+        if comptime!(partial) {
+            let of_part = self.parts.divide(end - start + self.parts.divisor - 1);
+            start = min(seen.start + part * of_part, seen.end);
+            end = min(start + of_part, seen.end);
+        }
         Item {
             batch,
+            batch_out: part * self.batches + batch,
             head,
             head_kv: self.group_size.divide(head),
             q_start,
-            k_last: (max(seen.end, 1u32) - 1) * tile_k,
-            steps: max(seen.end - seen.start, 1u32),
-            blind: seen.start == seen.end,
+            k_last: (max(end, 1u32) - 1) * tile_k,
+            steps: max(end - start, 1u32),
+            blind: start == end,
         }
     }
 }

@@ -21,6 +21,9 @@ use std::sync::{Mutex, PoisonError};
 /// Bytes that rows must start at multiples of: what TMA and vectors of 16 bytes ask for.
 const ALIGNMENT: usize = 16;
 
+/// Bytes of the vectors that results are written in.
+const OUT_BYTES: usize = 8;
+
 impl Call<'_> {
     /// Computes `o` and `lse`.
     pub(super) fn forward_hopper(
@@ -38,6 +41,7 @@ impl Call<'_> {
             capped: p.options.softcap.is_some(),
             mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
             bias: rows_of(self.inputs.bias.as_ref()),
+            partial: tiles.parts > 1,
         };
         if let Some(bias) = &self.inputs.bias {
             let tiled = hopper::Blueprint { bias: Some(Rows::Tiled), ..blueprint };
@@ -48,13 +52,13 @@ impl Call<'_> {
         let ahead = p.band().ahead(tiles.tile.tile_q() as u32, tiles.tile.tile_k as u32);
         let blocks = (p.seq_q + ahead as usize).div_ceil(tiles.tile.tile_q());
         let heads = p.batch * p.num_heads_q;
-        let items = blocks as u64 * heads as u64;
+        let items = blocks as u64 * heads as u64 * tiles.parts as u64;
         let max = i32::MAX as u64 - self.device.multiprocessors as u64 * tiles.tile.teams as u64;
         if items > max {
             return Err(AttentionError::Grid { kernel: "forward", cubes: items, max });
         }
         let copies = [&self.inputs.q, &self.inputs.k, &self.inputs.v].map(|view| !is_aligned(view, p.dtype.size()));
-        let copies_o = !is_aligned(o, p.dtype.size());
+        let copies_o = tiles.parts == 1 && !is_aligned(o, p.dtype.size());
         for (copied, view) in
             copies.into_iter().chain([copies_o]).zip([&self.inputs.q, &self.inputs.k, &self.inputs.v, o])
         {
@@ -63,12 +67,27 @@ impl Call<'_> {
             }
         }
 
+        if tiles.parts > 1 {
+            rows_grid(self.device, "merge", o.shape)?;
+        }
+
         // Nothing can fail from here on.
         let read = |view: &TensorView, copied: bool| if copied { self.packed_copy(view) } else { Ok(view.clone()) };
         let q = read(&self.inputs.q, copies[0])?;
         let k = read(&self.inputs.k, copies[1])?;
         let v = read(&self.inputs.v, copies[2])?;
-        let out = if copies_o { self.packed(p.o_shape()) } else { o.clone() };
+        let (out, out_lse, out_size) = if tiles.parts > 1 {
+            let shape = [tiles.parts * p.batch, p.num_heads_q, p.seq_q, blueprint.columns()];
+            let [batches, heads, rows, _] = shape;
+            let parts = self.client.empty(size_of::<f32>() * shape.iter().product::<usize>());
+            let part_lse = self.client.empty(size_of::<f32>() * batches * heads * rows);
+            let part_lse = TensorView::contiguous(part_lse, [batches, heads, rows]);
+            (TensorView::contiguous(parts, shape), part_lse, size_of::<f32>())
+        } else if copies_o {
+            (self.packed(p.o_shape()), lse.clone(), p.dtype.size())
+        } else {
+            (o.clone(), lse.clone(), p.dtype.size())
+        };
 
         let scale = p.softmax_scale();
         let softcap = p.options.softcap.unwrap_or(1.0);
@@ -85,14 +104,16 @@ impl Call<'_> {
             p.num_heads_q as u32,
             p.group_size() as u32,
             tiles.section as u32,
+            tiles.parts as u32,
         );
         let cubes = (self.device.multiprocessors as u64).clamp(1, items.div_ceil(tiles.tile.teams as u64));
         let counter = counter(self.client);
         let vector = ALIGNMENT / p.dtype.size();
         let stride = |[batch, head, row]: [usize; 3]| StrideLaunch::new(batch, head, row);
-        let [q_stride, k_stride, v_stride, o_stride] = [(&q, vector), (&k, vector), (&v, vector), (&out, vector / 2)]
-            .map(|(view, vector)| stride([0, 1, 2].map(|dim| view.strides[dim] / vector)));
-        let strides = StridesLaunch::new(q_stride, k_stride, v_stride, o_stride, stride(lse.strides));
+        let [q_stride, k_stride, v_stride, o_stride] =
+            [(&q, vector), (&k, vector), (&v, vector), (&out, OUT_BYTES / out_size)]
+                .map(|(view, vector)| stride([0, 1, 2].map(|dim| view.strides[dim] / vector)));
+        let strides = StridesLaunch::new(q_stride, k_stride, v_stride, o_stride, stride(out_lse.strides));
         let bias_map = match &self.inputs.bias {
             Some(bias) if blueprint.tiled_bias() => self.map(bias, WARPGROUP_ROWS),
             _ => self.map(&k, tiles.tile.tile_k),
@@ -101,7 +122,7 @@ impl Call<'_> {
         let spread = SpreadLaunch::new(u32::from(!repeats(0)), u32::from(!repeats(1)));
         let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
         let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, p.dtype.size())));
-        let addresses = self.addresses([out.span(), lse.span()]);
+        let addresses = self.addresses([out.span(), out_lse.span()]);
         // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
         unsafe {
             hopper::forward::forward::launch_unchecked(
@@ -117,8 +138,8 @@ impl Call<'_> {
                 bias_map,
                 mask.into(),
                 bias.into(),
-                rows_arg(&out, vector / 2),
-                rows_arg(lse, 1),
+                rows_arg(&out, OUT_BYTES / out_size),
+                rows_arg(&out_lse, 1),
                 BufferArg::from_raw_parts(counter, 1),
                 rows_arg(&q, vector),
                 rows_arg(&k, vector),
@@ -132,8 +153,44 @@ impl Call<'_> {
                 [self.dtype(), self.mask_type()],
             );
         }
-        if copies_o {
+        if tiles.parts > 1 {
+            self.merge(&out, &out_lse, o, lse, tiles.parts)?;
+        } else if copies_o {
             self.copy(&out, o)?;
+        }
+        Ok(())
+    }
+
+    /// Puts parts of the keys together.
+    fn merge(
+        &self,
+        parts: &TensorView,
+        part_lse: &TensorView<3>,
+        o: &TensorView,
+        lse: &TensorView<3>,
+        count: usize,
+    ) -> Result<(), AttentionError> {
+        let (grid, dim) = rows_grid(self.device, "merge", o.shape)?;
+        let addresses = self.addresses([parts.span(), part_lse.span(), o.span(), lse.span()]);
+        let [batches, heads, rows, columns] = o.shape.map(|n| n as u32);
+        // SAFETY: views have been checked against their buffers, those of the parts are as long as they say.
+        unsafe {
+            hopper::merge::merge::launch_unchecked(
+                self.client,
+                grid,
+                dim,
+                addresses,
+                parts.arg(),
+                part_lse.arg(),
+                o.arg(),
+                lse.arg(),
+                batches,
+                heads,
+                rows,
+                columns,
+                count as u32,
+                self.dtype(),
+            );
         }
         Ok(())
     }

@@ -145,6 +145,62 @@ fn more_blocks_than_cubes() {
     }));
 }
 
+/// Few heads and blocks of queries: kernels that compute parts of the keys apart, and put them together.
+#[test]
+fn few_heads_and_many_keys() {
+    let window = AttentionOptions { window_left: Some(700), ..causal() };
+    let full = AttentionOptions::default();
+    let masked = Case::new([1, 2, 1, 40, 1300, 16, 24], Dtype::F32, full).with_mask([1, 2, 1, 1300]);
+    let biased = Case::new([1, 2, 1, 70, 1200, 16, 16], Dtype::F32, causal()).with_bias([1, 2, 70, 1200]);
+    let mut leaky = Case::new([1, 1, 1, 30, 1100, 16, 16], Dtype::F32, causal());
+    leaky.wanted = [false; 4];
+    leaky.v[1090 * 16..].fill(f64::NAN);
+    all([
+        Case::new([1, 1, 1, 100, 3000, 64, 64], Dtype::F32, causal()),
+        Case::new([1, 2, 1, 1, 2049, 128, 128], Dtype::F32, full),
+        Case::new([1, 1, 1, 300, 1500, 72, 40], Dtype::F32, window),
+        masked,
+        biased,
+        leaky,
+    ]);
+}
+
+/// Blocks of queries whose diagonals do not end with tiles of keys.
+#[test]
+fn one_query_fewer_than_keys() {
+    let options = [causal(), AttentionOptions { window_right: Some(3), window_left: Some(90), ..Default::default() }];
+    all(options.into_iter().flat_map(|options| {
+        [(255, 256), (383, 400), (256, 255), (100, 227)]
+            .map(|(sq, sk)| Case::new([1, 2, 2, sq, sk, 64, 64], Dtype::F32, options).with_dlse())
+    }));
+}
+
+/// Scores that rise or fall by far more from one tile of keys to the next than exponentials have range: keys of each 64 are
+/// alike, and half of the queries see them the other way round.
+#[test]
+fn scores_that_rise_and_fall_from_tile_to_tile() {
+    let levels: [[f64; 7]; 3] = [
+        [75.0, 45.0, 15.0, -15.0, -45.0, -75.0, -105.0],
+        [50.0, 0.0, -30.0, -60.0, -150.0, -160.0, 20.0],
+        [-100.0, 0.0, 40.0, -60.0, -150.0, -160.0, -164.0],
+    ];
+    all(levels.into_iter().flat_map(|levels| {
+        [AttentionOptions::default(), causal()].map(|options| {
+            let mut case = Case::new([1, 1, 1, 448, 448, 64, 64], Dtype::F32, options);
+            case.q.fill(0.0);
+            case.k.fill(0.0);
+            for row in 0..448 {
+                case.q[row * 64] = if row % 3 == 0 { -8.0 } else { 8.0 };
+                case.k[row * 64] = levels[row / 64] + (row % 7) as f64 / 4.0;
+            }
+            flash_attention_reference::round_to(&mut case.k, case.problem.dtype);
+            // Gradients of scores this large are no better than the scores' own rounding.
+            case.wanted = [false; 4];
+            case
+        })
+    }));
+}
+
 #[test]
 fn strided_inputs_are_read_in_place() {
     use Layout::*;
