@@ -232,8 +232,8 @@ impl Band {
         if comptime!(self.bounded_above) {
             end = min(end, q_start as i32 + self.upper + 1);
         }
-        // As a number of blocks, rounded up; none where the end lies past the last block.
-        let lead = (max(after - end, 0i32) + tile - 1) / tile;
+        // Until each of the queries has begun to see: if the first one does so with a whole block, that one counts.
+        let lead = select(after > end, (after - end) / tile + 1, 0i32);
         let mut tail = i32::MAX.runtime();
         if comptime!(self.bounded_below) {
             let first = q_start as i32 + tile_q as i32 - 1 + self.lower;

@@ -81,8 +81,13 @@ const HOPPER_BIAS: [(usize, HopperTile); 4] = [
 /// its halves can hold beside the rest.
 const SECTION_BYTES: usize = 32 << 20;
 
-/// The fewest keys of a part: an item costs about as much as three tiles of 128 beside its tiles.
-const PART: usize = 512;
+/// What an item costs beside its tiles, in tiles.
+const ITEM: usize = 3;
+/// What it costs to merge parts of the keys at all, in tiles, and how many bytes are written and read again in the time of one.
+const MERGE: usize = 4;
+const MERGED: usize = 4 << 20;
+/// Parts that are considered.
+const PARTS: [usize; 12] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64];
 
 /// A kernel family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -446,8 +451,8 @@ fn hopper_forward(device: &Device, problem: &AttentionProblem) -> Result<HopperF
     Ok(HopperForward { tile, section, parts: parts(device, problem, &tile) })
 }
 
-/// Into how many parts the keys are split: so many that no part is longer than what each team has to do in all, if their
-/// results can be merged for less. Keys of a part are at least [`PART`].
+/// Into how many parts the keys are split, so that all is done soonest. Times in tiles of keys, each of which a team computes
+/// in some 1.4 µs.
 fn parts(device: &Device, problem: &AttentionProblem, tile: &HopperTile) -> usize {
     let teams = device.multiprocessors * tile.teams;
     let heads = problem.batch * problem.num_heads_q;
@@ -458,15 +463,26 @@ fn parts(device: &Device, problem: &AttentionProblem, tile: &HopperTile) -> usiz
     if heads * blocks as usize >= 4 * teams {
         return 1;
     }
-    let tiles = |block: u32| {
-        let seen = band.k_blocks(block * tile_q, tile_q, tile_k);
-        (seen.end - seen.start) as usize
+    let mut tiles: Vec<usize> = (0..blocks)
+        .map(|block| {
+            let seen = band.k_blocks(block * tile_q, tile_q, tile_k);
+            (seen.end - seen.start) as usize
+        })
+        .collect();
+    tiles.sort_unstable_by_key(|tiles| std::cmp::Reverse(*tiles));
+    let longest = tiles.first().copied().unwrap_or(0);
+    let time = |parts: usize| {
+        let of_item = |tiles: usize| tiles.div_ceil(parts) + ITEM;
+        let each = tiles.iter().map(|tiles| heads * parts * of_item(*tiles)).sum::<usize>().div_ceil(teams);
+        // If n · teams items are at least so long, and there is one more, some team has n + 1 of them.
+        let items = blocks as usize * heads * parts;
+        let rounds = (0..items).step_by(teams).enumerate();
+        let most = rounds.map(|(n, nth)| (n + 1) * of_item(tiles[nth / (heads * parts)])).max();
+        let bytes = 2 * size_of::<f32>() * parts * problem.rows() * problem.head_dim_v;
+        let merge = if parts == 1 { 0 } else { MERGE + bytes / MERGED };
+        each.max(most.unwrap_or(0)) + merge
     };
-    let longest = (0..blocks).map(tiles).max().unwrap_or(0);
-    let all = heads * (0..blocks).map(tiles).sum::<usize>();
-    let parts = (longest * teams).div_ceil(all.max(1)).min(longest * tile.tile_k / PART);
-    // A little more than each has to do is not worth another launch.
-    if 4 * longest * teams <= 5 * all { 1 } else { parts.max(1) }
+    PARTS.into_iter().filter(|parts| *parts == 1 || 2 * parts <= longest).min_by_key(|parts| time(*parts)).unwrap_or(1)
 }
 
 /// Tiles of the backward, and whether `dk` and `dv` come from one launch.

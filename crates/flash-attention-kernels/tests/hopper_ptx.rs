@@ -310,10 +310,15 @@ fn what_hopper_cannot_do_is_planned_visibly() {
     let full = plan_on(&device(), &problem(128, Dtype::F16, AttentionOptions::default())).unwrap();
     assert!(matches!(full.forward, Forward::Hopper(HopperForward { section: 1, .. })), "{full:?}");
 
-    // One head of few queries and many keys.
-    let (q, k) = ([1, 1, 128, 128], [1, 1, 65536, 128]);
-    let few = plan_on(&device(), &AttentionProblem::new(&q, &k, &k, Dtype::BF16, causal).unwrap()).unwrap();
-    assert!(few.to_string().starts_with("forward hopper 128×128 in 128 parts"), "{few}");
+    // Few heads, or a single query: every multiprocessor has something to do, and none much more than others.
+    for (heads, seq_q, seq_k, causal, parts) in
+        [(1, 128, 65536, true, 64), (1, 16384, 16384, true, 2), (2, 4096, 4096, false, 2), (32, 1, 16384, true, 4)]
+    {
+        let (q, k) = ([1, heads, seq_q, 128], [1, heads, seq_k, 128]);
+        let options = AttentionOptions { causal, ..Default::default() };
+        let plan = plan_on(&device(), &AttentionProblem::new(&q, &k, &k, Dtype::BF16, options).unwrap()).unwrap();
+        assert!(plan.to_string().starts_with(&format!("forward hopper 128×128 in {parts} parts")), "{plan}");
+    }
 
     let single = plan_on(&device(), &problem(128, Dtype::F32, causal)).unwrap();
     assert_eq!(single.forward.kernel(), Kernel::Portable);

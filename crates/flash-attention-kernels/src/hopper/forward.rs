@@ -238,7 +238,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             if comptime!(blueprint.mask.is_some()) {
                 rows.anchor(&mut s, factors.exponent, blueprint);
             }
-            let rescale = rows.absorb(&mut s, factors.exponent, blueprint);
+            rows.absorb(&mut s, &mut acc, factors.exponent, blueprint);
             pin(&mut s, s_len);
             // The branch of this wait is what keeps the assembler from moving the wait for P V above the softmax.
             if step + 1 < steps {
@@ -250,10 +250,6 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                 mbarrier_arrive(memory.empty_v + v_place.stage * 8);
             }
             v_place.advance(stages);
-            // -- update O
-            if rescale.needed {
-                scale_rows(&mut acc, rescale.a0, rescale.a1, o_len);
-            }
             to_fragments(&s, &mut p, blueprint);
         }
 

@@ -10,12 +10,15 @@ use super::ops::{ex2, lg2, reciprocal};
 use crate::softmax::{HIDDEN, lse_bits_log2, lse_of_part};
 use cubecl::prelude::*;
 
-/// `parts [P · B, H, S, D]` in f32 and the bits of their `lse [P · B, H, S]` to `o [B, H, S, D]` and the bits of its
-/// `lse [B, H, S]`; one cube for each row.
+/// Rows of a cube: one for each warp.
+pub const ROWS: u32 = 4;
+
+/// `parts [P · B, H, S, D]` in f32, in vectors of four, and the bits of their `lse [P · B, H, S]` to `o [B, H, S, D]` and the
+/// bits of its `lse [B, H, S]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
 pub fn merge<E: Float>(
-    parts: &Tensor<f32>,
+    parts: &Tensor<Vector<f32, Const<4>>>,
     part_lse: &Tensor<u32>,
     o: &mut Tensor<E>,
     lse: &mut Tensor<u32>,
@@ -27,11 +30,11 @@ pub fn merge<E: Float>(
     #[define(E)] _type: ElemType,
 ) {
     let log2_e = comptime!(std::f32::consts::LOG2_E);
-    if CUBE_POS as u32 >= batches * heads * rows {
+    let number = CUBE_POS as u32 * ROWS + UNIT_POS / 32;
+    if number >= batches * heads * rows {
         terminate!();
     }
-    let row = CUBE_POS as u32 % rows;
-    let head = CUBE_POS as u32 / rows;
+    let (row, head) = (number % rows, number / rows);
     let (batch, head) = (head / heads, head % heads);
     let lse_at = at(part_lse, batch, head, row);
     let o_at = at(parts, batch, head, row);
@@ -50,24 +53,32 @@ pub fn merge<E: Float>(
 
     let write = at(&*o, batch, head, row);
     let stride = o.stride(3);
-    let mut column = UNIT_POS;
+    let lane = UNIT_POS % 32;
+    let mut column = lane * 4;
     while column < columns {
-        let mut sum = 0.0f32.runtime();
+        let mut sum = Vector::<f32, Const<4>>::new(0.0f32);
         for part in 0..count as usize {
             let weight = ex2((lse_of_part(part_lse[lse_at + part * lse_part]) - m) * log2_e) * factor;
-            sum += weight * parts[o_at + part * o_part + column as usize];
+            let of_part = parts[(o_at + part * o_part + column as usize) / 4];
+            sum += of_part * Vector::<f32, Const<4>>::new(weight);
         }
-        o[write + column as usize * stride] = E::cast_from(sum);
-        column += CUBE_DIM;
+        #[unroll]
+        for e in 0..4usize {
+            let column = column + comptime!(e as u32);
+            if column < columns {
+                o[write + column as usize * stride] = E::cast_from(sum.extract(e));
+            }
+        }
+        column += 128;
     }
-    if UNIT_POS == 0 {
+    if lane == 0 {
         let seen = select(nothing, 0.0f32, l);
         let at = at(&*lse, batch, head, row);
         lse[at] = lse_bits_log2(m * log2_e, seen, lg2(l));
     }
 }
 
-/// Where a row starts.
+/// Where a row starts, in elements.
 #[cube]
 fn at<T: CubePrimitive>(tensor: &Tensor<T>, batch: u32, head: u32, row: u32) -> usize {
     batch as usize * tensor.stride(0) + head as usize * tensor.stride(1) + row as usize * tensor.stride(2)

@@ -106,47 +106,6 @@ pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
     #[comptime] blueprint: Blueprint,
 ) {
     let lane = UNIT_POS % 32;
-    // Branches that are the warp's, not a unit's, are decided by votes: the assembler then knows that the warp stays
-    // together, and guards no shuffle, here or in the loop around.
-    let mut m = m;
-    let mut l = l;
-    if plane_any(l == f32::INFINITY) {
-        m = HIDDEN.runtime();
-        l = 0.0f32.runtime();
-        let mut start = first;
-        while plane_any(start < after) {
-            let exponent = exponents(
-                q,
-                k,
-                mask,
-                bias,
-                strides,
-                factors,
-                band,
-                batch,
-                head,
-                head_kv,
-                row,
-                start + lane,
-                after,
-                blueprint,
-            );
-            if exponent.visible {
-                let higher = max(m, exponent.value);
-                l = fma(l, ex2(m - higher), ex2(exponent.value - higher));
-                m = higher;
-            }
-            start += KEYS;
-        }
-        let highest = plane_max(m);
-        l = plane_sum(l * ex2(m - highest));
-        m = highest;
-        if lane == 0 {
-            lse[strides.lse.at(batch_out, head, row)] = lse_bits_log2(m, l, lg2(l));
-        }
-    }
-    let of_row = m + lg2(l);
-
     // A unit has eight columns of O. Of more units than there are eights, the others compute the last ones too.
     let eights = comptime!((blueprint.columns() / 8) as u32);
     let column = min(lane, eights - 1) as usize;
@@ -155,37 +114,48 @@ pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
     for e in 0..8usize {
         o[e] = 0.0f32;
     }
-    let mut start = first;
-    while plane_any(start < after) {
-        let exponent = exponents(
-            q,
-            k,
-            mask,
-            bias,
-            strides,
-            factors,
-            band,
-            batch,
-            head,
-            head_kv,
-            row,
-            start + lane,
-            after,
-            blueprint,
-        );
-        let sees = exponent.visible;
-        let p = select(sees, ex2(exponent.value - of_row), 0.0f32);
-        for n in 0..KEYS {
-            let p = plane_shuffle(p, n);
-            if plane_any(lane == n && sees) {
-                let values = v[strides.v.at(batch, head_kv, start + n) + column];
-                #[unroll]
-                for e in 0..8usize {
-                    o[e] = fma(p, f32::cast_from(values.extract(e)), o[e]);
+    // Branches that are the warp's, not a unit's, are decided by votes: the assembler then knows that the warp stays
+    // together, and guards no shuffle, here or in the loop around.
+    let lost = l == f32::INFINITY;
+    let mut of_row = m + lg2(l);
+    // Of this unit's keys, while they are looked for.
+    let mut m = HIDDEN.runtime();
+    let mut l = 0.0f32.runtime();
+    for round in select(lost, 0u32, 1u32)..2u32 {
+        let mut start = first;
+        while plane_any(start < after) {
+            let key = start + lane;
+            let exponent =
+                exponents(q, k, mask, bias, strides, factors, band, batch, head, head_kv, row, key, after, blueprint);
+            let sees = exponent.visible;
+            if round == 0 {
+                let higher = select(sees, max(m, exponent.value), m);
+                let p = select(sees, ex2(exponent.value - higher), 0.0f32);
+                l = fma(l, ex2(m - higher), p);
+                m = higher;
+            } else {
+                let p = select(sees, ex2(exponent.value - of_row), 0.0f32);
+                for n in 0..KEYS {
+                    let p = plane_shuffle(p, n);
+                    if plane_any(lane == n && sees) {
+                        let values = v[strides.v.at(batch, head_kv, start + n) + column];
+                        #[unroll]
+                        for e in 0..8usize {
+                            o[e] = fma(p, f32::cast_from(values.extract(e)), o[e]);
+                        }
+                    }
                 }
             }
+            start += KEYS;
         }
-        start += KEYS;
+        if round == 0 {
+            let highest = plane_max(m);
+            l = plane_sum(l * ex2(m - highest));
+            of_row = highest + lg2(l);
+            if lane == 0 {
+                lse[strides.lse.at(batch_out, head, row)] = lse_bits_log2(highest, l, lg2(l));
+            }
+        }
     }
     // Columns of a vector of 8 bytes.
     let of_vector = comptime!(if blueprint.partial { 2usize } else { 4usize });

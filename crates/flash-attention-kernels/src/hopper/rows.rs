@@ -45,12 +45,11 @@ pub struct Statistics {
     pub l1: f32,
 }
 
-/// By what earlier exponentials of a unit's two rows must be multiplied; if not `needed` in any row of the warp, by 1.
+/// By what all that was computed with earlier exponentials of a unit's two rows must be multiplied.
 #[derive(CubeType, Clone)]
 pub struct Rescale {
     pub a0: f32,
     pub a1: f32,
-    pub needed: bool,
 }
 
 #[cube]
@@ -70,14 +69,12 @@ impl Statistics {
             l0: 0.0f32.runtime(),
             l1: 0.0f32.runtime(),
         };
-        if comptime!(blueprint.anchored()) {
-            if comptime!(hides) {
-                rows.anchor(s, exponent, blueprint);
-            }
-            let _ = rows.anchored(s, exponent, tile_k);
-        } else {
-            rows.l0 = exponentials(s, 0usize, rows.m0, exponent, tile_k);
-            rows.l1 = exponentials(s, 1usize, rows.m1, exponent, tile_k);
+        if comptime!(blueprint.anchored() && hides) {
+            rows.anchor(s, exponent, blueprint);
+        }
+        let sums = rows.take(s, exponent, tile_k);
+        if comptime!(blueprint.anchored()) && sums.outgrow() {
+            rows.grow(s, &sums, tile_k);
         }
         rows
     }
@@ -93,58 +90,79 @@ impl Statistics {
         }
     }
 
-    /// Takes another tile in, of which as much is left.
-    pub fn absorb(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) -> Rescale {
-        let tile_k = comptime!(blueprint.tile.tile_k);
+    /// Takes another tile in, of which as much is left, and rescales the accumulator `o` where that is needed, once the
+    /// products are done that add to it.
+    pub fn absorb(&mut self, s: &mut Array<f32>, o: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) {
+        let (tile_k, o_len) = comptime!((blueprint.tile.tile_k, blueprint.columns() / 2));
         if comptime!(blueprint.anchored()) {
-            self.anchored(s, exponent, tile_k)
+            let sums = self.take(s, exponent, tile_k);
+            if sums.outgrow() {
+                let by = self.grow(s, &sums, tile_k);
+                rescale(o, &by, o_len);
+            }
         } else {
-            self.maximal(s, exponent, tile_k)
+            let x0 = row_max(&*s, 0usize, exponent, 1usize, tile_k);
+            let x1 = row_max(&*s, 1usize, exponent, 1usize, tile_k);
+            // Without branches, so that the exponentials need not wait for a vote.
+            let m0 = select(x0 - self.m0 > LAZY, x0, self.m0);
+            let m1 = select(x1 - self.m1 > LAZY, x1, self.m1);
+            let by = Rescale { a0: ex2(self.m0 - m0), a1: ex2(self.m1 - m1) };
+            let needed = m0 > self.m0 || m1 > self.m1;
+            self.m0 = m0;
+            self.m1 = m1;
+            self.l0 *= by.a0;
+            self.l1 *= by.a1;
+            let _ = self.take(s, exponent, tile_k);
+            if plane_any(needed) {
+                rescale(o, &by, o_len);
+            }
         }
     }
 
-    /// Takes a tile in, relative to maxima.
-    fn maximal(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] tile_k: usize) -> Rescale {
-        let x0 = row_max(&*s, 0usize, exponent, 1usize, tile_k);
-        let x1 = row_max(&*s, 1usize, exponent, 1usize, tile_k);
-        // Without branches, so that the exponentials need not wait for a vote.
-        let m0 = select(x0 - self.m0 > LAZY, x0, self.m0);
-        let m1 = select(x1 - self.m1 > LAZY, x1, self.m1);
-        let a0 = ex2(self.m0 - m0);
-        let a1 = ex2(self.m1 - m1);
-        let needed = m0 > self.m0 || m1 > self.m1;
-        self.m0 = m0;
-        self.m1 = m1;
-        let l0 = exponentials(s, 0usize, m0, exponent, tile_k);
-        let l1 = exponentials(s, 1usize, m1, exponent, tile_k);
-        self.l0 = fma(self.l0, a0, l0);
-        self.l1 = fma(self.l1, a1, l1);
-        Rescale { a0, a1, needed: plane_any(needed) }
-    }
-
-    /// Takes a tile in, relative to anchors.
-    fn anchored(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] tile_k: usize) -> Rescale {
+    /// Turns scores into exponentials relative to what there is, and adds them up.
+    fn take(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] tile_k: usize) -> Sums {
         let l0 = exponentials(s, 0usize, self.m0, exponent, tile_k);
         let l1 = exponentials(s, 1usize, self.m1, exponent, tile_k);
         self.l0 += l0;
         self.l1 += l1;
-        let mut a0 = 1.0f32.runtime();
-        let mut a1 = 1.0f32.runtime();
-        let needed = plane_any(l0 > KEPT || l1 > KEPT);
-        if needed {
-            // Of each row by itself, whatever the warp's others hold.
-            let growth0 = growth(l0);
-            let growth1 = growth(l1);
-            a0 = ex2(-growth0);
-            a1 = ex2(-growth1);
-            self.m0 += growth0;
-            self.m1 += growth1;
-            self.l0 = select(l0 > RESCALED, f32::INFINITY, self.l0 * a0);
-            self.l1 = select(l1 > RESCALED, f32::INFINITY, self.l1 * a1);
-            scale_rows(s, a0, a1, comptime!(tile_k / 2));
-        }
-        Rescale { a0, a1, needed }
+        Sums { l0, l1 }
     }
+
+    /// Raises the anchors of rows that a tile has outgrown, of each row by itself, whatever the warp's others hold.
+    fn grow(&mut self, s: &mut Array<f32>, sums: &Sums, #[comptime] tile_k: usize) -> Rescale {
+        let growth0 = growth(sums.l0);
+        let growth1 = growth(sums.l1);
+        let by = Rescale { a0: ex2(-growth0), a1: ex2(-growth1) };
+        self.m0 += growth0;
+        self.m1 += growth1;
+        self.l0 = select(sums.l0 > RESCALED, f32::INFINITY, self.l0 * by.a0);
+        self.l1 = select(sums.l1 > RESCALED, f32::INFINITY, self.l1 * by.a1);
+        scale_rows(s, &by, comptime!(tile_k / 2));
+        by
+    }
+}
+
+/// What a unit holds of a tile's exponentials, added.
+#[derive(CubeType, Clone)]
+struct Sums {
+    l0: f32,
+    l1: f32,
+}
+
+#[cube]
+impl Sums {
+    /// Whether a row of the warp has outgrown its anchor.
+    fn outgrow(&self) -> bool {
+        plane_any(self.l0 > KEPT || self.l1 > KEPT)
+    }
+}
+
+/// Rescales an accumulator of `len` registers once the products are done that add to it.
+#[cube]
+fn rescale(o: &mut Array<f32>, by: &Rescale, #[comptime] len: usize) {
+    wgmma_wait(0usize);
+    pin(o, len);
+    scale_rows(o, by, len);
 }
 
 /// By how much the anchor of a row must grow after a tile of which a unit holds this sum: 0, but where a unit's sum is
@@ -212,13 +230,13 @@ pub fn row_sum(part: f32) -> f32 {
 
 /// Multiplies the two rows of an accumulator of `len` registers.
 #[cube]
-pub fn scale_rows(o: &mut Array<f32>, a0: f32, a1: f32, #[comptime] len: usize) {
+fn scale_rows(o: &mut Array<f32>, by: &Rescale, #[comptime] len: usize) {
     #[unroll]
     for i in 0..comptime!(len / 4) {
-        o[4 * i] *= a0;
-        o[4 * i + 1] *= a0;
-        o[4 * i + 2] *= a1;
-        o[4 * i + 3] *= a1;
+        o[4 * i] *= by.a0;
+        o[4 * i + 1] *= by.a0;
+        o[4 * i + 2] *= by.a1;
+        o[4 * i + 3] *= by.a1;
     }
 }
 

@@ -9,7 +9,7 @@ use crate::hopper::scores::FactorsLaunch;
 use crate::hopper::{self, PANEL, Rows, WARPGROUP_ROWS};
 use crate::problem::AttentionProblem;
 use crate::tensor::TensorView;
-use crate::tiling::HopperForward;
+use crate::tiling::{HopperForward, cube_count};
 use cubecl::client::Client;
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
@@ -68,7 +68,7 @@ impl Call<'_> {
         }
 
         if tiles.parts > 1 {
-            rows_grid(self.device, "merge", o.shape)?;
+            self.merge_grid()?;
         }
 
         // Nothing can fail from here on.
@@ -161,6 +161,13 @@ impl Call<'_> {
         Ok(())
     }
 
+    fn merge_grid(&self) -> Result<(CubeCount, CubeDim), AttentionError> {
+        let rows = hopper::merge::ROWS;
+        let cubes = (self.problem.rows() as u64).div_ceil(rows as u64);
+        let (x, y, z) = cube_count(self.device, "merge", cubes)?;
+        Ok((CubeCount::Static(x, y, z), CubeDim::new_1d(32 * rows)))
+    }
+
     /// Puts parts of the keys together.
     fn merge(
         &self,
@@ -170,7 +177,7 @@ impl Call<'_> {
         lse: &TensorView<3>,
         count: usize,
     ) -> Result<(), AttentionError> {
-        let (grid, dim) = rows_grid(self.device, "merge", o.shape)?;
+        let (grid, dim) = self.merge_grid()?;
         let addresses = self.addresses([parts.span(), part_lse.span(), o.span(), lse.span()]);
         let [batches, heads, rows, columns] = o.shape.map(|n| n as u32);
         // SAFETY: views have been checked against their buffers, those of the parts are as long as they say.

@@ -113,10 +113,17 @@ fn edges_and_runs_are_the_band() {
                         }
                     }
                 }
+                // A query begins to see in the first block or at an edge.
+                for i in q_start..(q_start + 8).min(seq_q as u32) {
+                    let sees = |step: &u32| (0..16).any(|d| band.sees(i, k_last - step * 16 + d));
+                    let begins = (0..blocks.end - blocks.start).find(sees).unwrap_or(0);
+                    assert!(begins == 0 || begins < edges.lead || begins >= edges.tail, "{band:?} {i} {edges:?}");
+                }
                 // Edges are not drawn wider than by a block: queries past the last may count, and nothing else.
                 if q_start + 8 <= seq_q as u32 && edges.lead > 0 {
                     let k_start = k_last - (edges.lead - 1).min(blocks.end - blocks.start - 1) * 16;
-                    assert!((q_start..q_start + 8).any(|i| (k_start..k_start + 16).any(|j| !band.sees(i, j))));
+                    let hides = (q_start..q_start + 8).any(|i| (k_start..k_start + 16).any(|j| !band.sees(i, j)));
+                    assert!(hides || !band.sees(q_start, k_start + 16), "{band:?} {q_start} {edges:?}");
                 }
             }
         }
