@@ -62,6 +62,29 @@ fn the_guards_notice_a_planted_overrun() {
     }
 }
 
+/// A kernel with a planted fault that guards cannot see: it writes far behind its tensor.
+#[cube(launch_unchecked)]
+fn stray(out: &mut Tensor<f32>, at: usize) {
+    if ABSOLUTE_POS == 0 {
+        out[at] = 1.0f32;
+    }
+}
+
+/// For `compute-sanitizer`, which must report it: pages that CubeCL shares out hide overruns from it unless the tests are
+/// built with `cubecl/exclusive-memory-only`, and even then a page is larger than its tensor.
+#[test]
+#[ignore = "it is a fault, for a sanitizer to find"]
+fn a_planted_stray_write() {
+    let Some(client) = client() else { return };
+    let out = Guarded::output(&client, Dtype::F32, [1, 1, 10, 10], Poison::Nan);
+    let TensorView { handle, shape, strides } = out.view.clone();
+    unsafe {
+        let arg = TensorArg::from_raw_parts(handle, strides.into(), shape.into());
+        stray::launch_unchecked(&client, CubeCount::Static(1, 1, 1), CubeDim::new_1d(32), arg, 1 << 28);
+    }
+    out.read(&client, "out");
+}
+
 #[test]
 fn every_tile_shape() {
     let Some(client) = client() else { return };
