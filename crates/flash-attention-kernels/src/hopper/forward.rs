@@ -13,7 +13,8 @@
 //! changes: [`Statistics`]. The first product of the next item is issued beside the last one of this item, under its stores.
 //!
 //! Whole warps take every branch together, and the assembler must see that they do: a branch by `UNIT_POS`, or a shuffle
-//! behind one, makes it guard every shuffle that follows.
+//! behind one, makes it guard every shuffle that follows. Products and waits for them are the whole warpgroup's: they may not
+//! stand behind what a warp decides.
 
 use super::ops::*;
 use super::recompute::{is_finite, recompute_row};
@@ -238,7 +239,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             if comptime!(blueprint.mask.is_some()) {
                 rows.anchor(&mut s, factors.exponent, blueprint);
             }
-            rows.absorb(&mut s, &mut acc, factors.exponent, blueprint);
+            let taken = rows.absorb(&mut s, factors.exponent, blueprint);
             pin(&mut s, s_len);
             // The branch of this wait is what keeps the assembler from moving the wait for P V above the softmax.
             if step + 1 < steps {
@@ -250,6 +251,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                 mbarrier_arrive(memory.empty_v + v_place.stage * 8);
             }
             v_place.advance(stages);
+            rows.settle(&taken, &mut s, &mut acc, blueprint);
             to_fragments(&s, &mut p, blueprint);
         }
 

@@ -45,11 +45,15 @@ pub struct Statistics {
     pub l1: f32,
 }
 
-/// By what all that was computed with earlier exponentials of a unit's two rows must be multiplied.
+/// What taking a tile in leaves to be done.
 #[derive(CubeType, Clone)]
-pub struct Rescale {
-    pub a0: f32,
-    pub a1: f32,
+pub struct Taken {
+    /// What this unit holds of the tile's exponentials, added: relative to anchors, their growth is decided by it. Relative to
+    /// maxima, by what the accumulator must be multiplied.
+    x0: f32,
+    x1: f32,
+    /// Whether there is anything to be done for a row of the warp.
+    needed: bool,
 }
 
 #[cube]
@@ -72,9 +76,9 @@ impl Statistics {
         if comptime!(blueprint.anchored() && hides) {
             rows.anchor(s, exponent, blueprint);
         }
-        let sums = rows.take(s, exponent, tile_k);
-        if comptime!(blueprint.anchored()) && sums.outgrow() {
-            rows.grow(s, &sums, tile_k);
+        let taken = rows.take(s, exponent, tile_k);
+        if comptime!(blueprint.anchored()) && taken.needed {
+            let _ = rows.grow(s, &taken, tile_k);
         }
         rows
     }
@@ -90,79 +94,63 @@ impl Statistics {
         }
     }
 
-    /// Takes another tile in, of which as much is left, and rescales the accumulator `o` where that is needed, once the
-    /// products are done that add to it.
-    pub fn absorb(&mut self, s: &mut Array<f32>, o: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) {
-        let (tile_k, o_len) = comptime!((blueprint.tile.tile_k, blueprint.columns() / 2));
+    /// Takes another tile in, of which as much is left.
+    pub fn absorb(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) -> Taken {
+        let tile_k = comptime!(blueprint.tile.tile_k);
         if comptime!(blueprint.anchored()) {
-            let sums = self.take(s, exponent, tile_k);
-            if sums.outgrow() {
-                let by = self.grow(s, &sums, tile_k);
-                rescale(o, &by, o_len);
-            }
+            self.take(s, exponent, tile_k)
         } else {
-            let x0 = row_max(&*s, 0usize, exponent, 1usize, tile_k);
-            let x1 = row_max(&*s, 1usize, exponent, 1usize, tile_k);
+            let m0 = row_max(&*s, 0usize, exponent, 1usize, tile_k);
+            let m1 = row_max(&*s, 1usize, exponent, 1usize, tile_k);
             // Without branches, so that the exponentials need not wait for a vote.
-            let m0 = select(x0 - self.m0 > LAZY, x0, self.m0);
-            let m1 = select(x1 - self.m1 > LAZY, x1, self.m1);
-            let by = Rescale { a0: ex2(self.m0 - m0), a1: ex2(self.m1 - m1) };
+            let m0 = select(m0 - self.m0 > LAZY, m0, self.m0);
+            let m1 = select(m1 - self.m1 > LAZY, m1, self.m1);
+            let (x0, x1) = (ex2(self.m0 - m0), ex2(self.m1 - m1));
             let needed = m0 > self.m0 || m1 > self.m1;
             self.m0 = m0;
             self.m1 = m1;
-            self.l0 *= by.a0;
-            self.l1 *= by.a1;
+            self.l0 *= x0;
+            self.l1 *= x1;
             let _ = self.take(s, exponent, tile_k);
-            if plane_any(needed) {
-                rescale(o, &by, o_len);
+            Taken { x0, x1, needed: plane_any(needed) }
+        }
+    }
+
+    /// Does what is left to be done, once the products are done that add to the accumulator `o`.
+    pub fn settle(&mut self, taken: &Taken, s: &mut Array<f32>, o: &mut Array<f32>, #[comptime] blueprint: Blueprint) {
+        let (tile_k, o_len) = comptime!((blueprint.tile.tile_k, blueprint.columns() / 2));
+        if taken.needed {
+            if comptime!(blueprint.anchored()) {
+                let (a0, a1) = self.grow(s, taken, tile_k);
+                scale_rows(o, a0, a1, o_len);
+            } else {
+                scale_rows(o, taken.x0, taken.x1, o_len);
             }
         }
     }
 
     /// Turns scores into exponentials relative to what there is, and adds them up.
-    fn take(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] tile_k: usize) -> Sums {
-        let l0 = exponentials(s, 0usize, self.m0, exponent, tile_k);
-        let l1 = exponentials(s, 1usize, self.m1, exponent, tile_k);
-        self.l0 += l0;
-        self.l1 += l1;
-        Sums { l0, l1 }
+    fn take(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] tile_k: usize) -> Taken {
+        let x0 = exponentials(s, 0usize, self.m0, exponent, tile_k);
+        let x1 = exponentials(s, 1usize, self.m1, exponent, tile_k);
+        self.l0 += x0;
+        self.l1 += x1;
+        Taken { x0, x1, needed: plane_any(x0 > KEPT || x1 > KEPT) }
     }
 
-    /// Raises the anchors of rows that a tile has outgrown, of each row by itself, whatever the warp's others hold.
-    fn grow(&mut self, s: &mut Array<f32>, sums: &Sums, #[comptime] tile_k: usize) -> Rescale {
-        let growth0 = growth(sums.l0);
-        let growth1 = growth(sums.l1);
-        let by = Rescale { a0: ex2(-growth0), a1: ex2(-growth1) };
+    /// Raises the anchors of rows that a tile has outgrown, of each row by itself, whatever the warp's others hold. Returns by
+    /// what earlier results must be multiplied.
+    fn grow(&mut self, s: &mut Array<f32>, taken: &Taken, #[comptime] tile_k: usize) -> (f32, f32) {
+        let growth0 = growth(taken.x0);
+        let growth1 = growth(taken.x1);
+        let (a0, a1) = (ex2(-growth0), ex2(-growth1));
         self.m0 += growth0;
         self.m1 += growth1;
-        self.l0 = select(sums.l0 > RESCALED, f32::INFINITY, self.l0 * by.a0);
-        self.l1 = select(sums.l1 > RESCALED, f32::INFINITY, self.l1 * by.a1);
-        scale_rows(s, &by, comptime!(tile_k / 2));
-        by
+        self.l0 = select(taken.x0 > RESCALED, f32::INFINITY, self.l0 * a0);
+        self.l1 = select(taken.x1 > RESCALED, f32::INFINITY, self.l1 * a1);
+        scale_rows(s, a0, a1, comptime!(tile_k / 2));
+        (a0, a1)
     }
-}
-
-/// What a unit holds of a tile's exponentials, added.
-#[derive(CubeType, Clone)]
-struct Sums {
-    l0: f32,
-    l1: f32,
-}
-
-#[cube]
-impl Sums {
-    /// Whether a row of the warp has outgrown its anchor.
-    fn outgrow(&self) -> bool {
-        plane_any(self.l0 > KEPT || self.l1 > KEPT)
-    }
-}
-
-/// Rescales an accumulator of `len` registers once the products are done that add to it.
-#[cube]
-fn rescale(o: &mut Array<f32>, by: &Rescale, #[comptime] len: usize) {
-    wgmma_wait(0usize);
-    pin(o, len);
-    scale_rows(o, by, len);
 }
 
 /// By how much the anchor of a row must grow after a tile of which a unit holds this sum: 0, but where a unit's sum is
@@ -230,13 +218,13 @@ pub fn row_sum(part: f32) -> f32 {
 
 /// Multiplies the two rows of an accumulator of `len` registers.
 #[cube]
-fn scale_rows(o: &mut Array<f32>, by: &Rescale, #[comptime] len: usize) {
+fn scale_rows(o: &mut Array<f32>, a0: f32, a1: f32, #[comptime] len: usize) {
     #[unroll]
     for i in 0..comptime!(len / 4) {
-        o[4 * i] *= by.a0;
-        o[4 * i + 1] *= by.a0;
-        o[4 * i + 2] *= by.a1;
-        o[4 * i + 3] *= by.a1;
+        o[4 * i] *= a0;
+        o[4 * i + 1] *= a0;
+        o[4 * i + 2] *= a1;
+        o[4 * i + 3] *= a1;
     }
 }
 
