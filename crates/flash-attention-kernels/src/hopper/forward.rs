@@ -47,8 +47,8 @@ impl Stride {
     }
 }
 
-/// Strides of `q`, `k` and `v`, in vectors of 16 bytes, of `o`, in vectors of 8, and of `lse`. As arguments they are constants; those of a tensor
-/// are read from memory.
+/// Strides of `q`, `k` and `v`, in vectors of 16 bytes, of `o`, in vectors of 8, and of `lse`. As arguments they are
+/// constants; those of a tensor are read from memory.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone))]
 pub struct Strides {
@@ -65,8 +65,8 @@ pub struct Strides {
 }
 
 /// `q [B, H, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `o [B, H, Sq, Dv]`, its rows in vectors of 8 bytes, and
-/// the bits of `lse [B, H, Sq]`. Boxes of the maps: 64 columns of 64 queries, or of a tile's keys. `b`: a tiled bias; any map, if
-/// there is none. Of parts of the keys, `o [P · B, H, Sq, Dv]` in f32 and the bits of `lse [P · B, H, Sq]`.
+/// the bits of `lse [B, H, Sq]`; of parts of the keys to `o [P · B, H, Sq, Dv]` in f32 and the bits of `lse [P · B, H, Sq]`.
+/// Boxes of the maps: 64 columns of 64 queries, or of a tile's keys. `b`: a tiled bias; any map, if there is none.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
 pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(

@@ -40,7 +40,7 @@ fn dot<E: Float>(a: Vector<E, Const<8>>, b: Vector<E, Const<8>>, #[comptime] len
     sum
 }
 
-/// The score of a row for a unit's key, if that is not `after` all, as an exponent of 2.
+/// The score of a row and a unit's key as an exponent of 2; not visible if the key is `after` the last.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn exponents<E: Float, M: Numeric, NB: Size, NM: Size>(
@@ -79,8 +79,9 @@ fn exponents<E: Float, M: Numeric, NB: Size, NM: Size>(
     Exponent { value, visible }
 }
 
-/// Computes one row of `out`, for the keys from `first` on and not `after`, in vectors of 8 bytes, from `q`, `k`, `v`, in vectors of 16, and from what its exponentials `2^(… − m)` are
-/// relative to and their sum `l`; if that is +∞, these too, and the bits of `lse`. By a whole warp.
+/// Computes one row of `out`, in vectors of 8 bytes, from `q`, `k`, `v`, in vectors of 16, for the keys from `first` on but
+/// not `after`. Its exponentials are relative to `m`, their sum is `l`; if that is +∞, both are computed, too, and the bits of
+/// `lse`. By a whole warp.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
