@@ -1,8 +1,8 @@
 //! Stages of shared memory: TMA fills them, products empty them, `mbarrier`s tell each of the other.
 //!
 //! Of K, of V and of a tiled bias there is a ring of stages each. The first warp of the first warpgroup loads K, that of the
-//! second V and its next one the bias, ahead of the products and over the borders of work items. A stage's barrier `full` completes when its bytes have come,
-//! `empty` when the last warp is done with them.
+//! second V and the one after it the bias, ahead of the products and over the borders of work items. A stage's barrier `full`
+//! completes when its bytes have come, `empty` when the last warp is done with them.
 
 use super::ops::*;
 use super::schedule::{Item, Walk};
