@@ -25,7 +25,7 @@ const LAZY: f32 = 8.0;
 const KEPT: f32 = 65536.0;
 
 /// The highest such sum that can be rescaled: 2^120, as 2^-127 is no normal number any more.
-const RESCALED: f32 = 1.329227995784916e36;
+const RESCALED: f32 = (1u128 << 120) as f32;
 
 /// Of how many eights of columns one is looked at for an anchor.
 const SPARSE: usize = 4;
