@@ -148,14 +148,14 @@ fn more_blocks_than_cubes() {
 /// Every tile shape that is planned for half precision on CUDA, forward alone: what a sanitizer can watch in a minute.
 #[test]
 fn every_planned_tile() {
-    let dims = [64, 128, 192, 256];
+    let dims = if thorough() { vec![64, 128, 192, 256] } else { vec![64] };
     let case = |d: usize, sq: usize, sk: usize| {
         let mut case = Case::new([1, 4, 2, sq, sk, d, d], Dtype::F32, causal());
         case.wanted = [false; 4];
         case
     };
-    all(dims.map(|d| case(d, 200, 300)));
-    all(dims.map(|d| case(d, 200, 304).with_bias([1, 4, 200, 304])));
+    all(dims.iter().map(|d| case(*d, 200, 300)));
+    all(dims.iter().map(|d| case(*d, 200, 304).with_bias([1, 4, 200, 304])));
     // With many keys others, and parts of them.
     all([case(64, 70, 4200), case(128, 70, 2100).with_mask([1, 1, 70, 2100])]);
 }
