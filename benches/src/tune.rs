@@ -17,8 +17,8 @@ pub struct Options {
     set: Set,
     #[command(flatten)]
     filters: Filters,
-    /// Ways to try, TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/SECTION/PARTS each (TURNS is 0 or 1, SECTION a number of heads, PARTS one of parts of the keys; `-` is
-    /// what is planned), beside the planned one.
+    /// Ways to try, TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/SECTION/PARTS each (TURNS is 0 or 1, SECTION a number of heads, PARTS
+    /// into how many the keys are split; `-` is what is planned), beside the planned one.
     #[arg(long = "try", value_delimiter = ',')]
     ways: Vec<String>,
 }

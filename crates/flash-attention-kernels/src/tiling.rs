@@ -417,6 +417,12 @@ pub(crate) fn choose_forward(
     Ok(Forward::Portable(choose(device, problem, Stage::Forward, passed_over)?))
 }
 
+/// Whether there is a bias that repeats no query and no key: one that may come in tiles, if its strides, which only the call
+/// knows, let TMA read them.
+pub(crate) fn varies_by_pair(problem: &AttentionProblem) -> bool {
+    problem.bias.is_some_and(|[_, _, q, k]| q == problem.seq_q && k == problem.seq_k && q * k > 1)
+}
+
 /// How Hopper's kernel computes this, or why it cannot.
 fn hopper_forward(device: &Device, problem: &AttentionProblem) -> Result<HopperForward, String> {
     if !device.wgmma {
@@ -429,9 +435,7 @@ fn hopper_forward(device: &Device, problem: &AttentionProblem) -> Result<HopperF
         return Err("it computes in f16 and bf16, q is f32".into());
     }
     let widest = problem.head_dim.max(problem.head_dim_v);
-    // A bias with rows of other lengths may have padded rows, which only the call tells.
-    let tiled_bias = problem.bias.is_some_and(|[_, _, q, k]| q == problem.seq_q && k == problem.seq_k && q * k > 1);
-    let biased = HOPPER_BIAS.iter().filter(|_| tiled_bias).find(|(head_dim, _)| widest <= *head_dim);
+    let biased = HOPPER_BIAS.iter().filter(|_| varies_by_pair(problem)).find(|(head_dim, _)| widest <= *head_dim);
     let row = HOPPER.iter().find(|(head_dim, seq_k, _)| widest <= *head_dim && problem.seq_k <= *seq_k);
     let tile = biased.map(|(_, tile)| *tile).or(row.map(|(.., tile)| *tile));
     let tile = tile.ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER[HOPPER.len() - 1].0))?;

@@ -98,8 +98,13 @@ mod lowered {
     }
 
     fn result(scope: &Scope, op: PtxOp) -> Value {
+        results(scope, op, 1)[0]
+    }
+
+    fn results(scope: &Scope, op: PtxOp, count: usize) -> Vec<Value> {
         scope.register(&op);
-        op.get_operation().deref(scope.ctx()).get_result(0)
+        let op = op.get_operation().deref(scope.ctx());
+        (0..count).map(|nth| op.get_result(nth)).collect()
     }
 
     /// PTX without side effects that returns a register: it may move, and go if nothing uses it.
@@ -121,10 +126,7 @@ mod lowered {
         constraints: &str,
         args: Vec<Value>,
     ) -> Vec<Value> {
-        let op = PtxOp::new(scope.ctx_mut(), vec![ty; count], args, template, constraints, true);
-        scope.register(&op);
-        let op = op.get_operation().deref(scope.ctx());
-        (0..count).map(|nth| op.get_result(nth)).collect()
+        results(scope, PtxOp::new(scope.ctx_mut(), vec![ty; count], args, template, constraints, true), count)
     }
 
     /// PTX that changes registers of f32, which come first among its operands, by the constraints of the other ones.
@@ -142,10 +144,8 @@ mod lowered {
         let others = others.iter().copied().chain(["~{memory}"]).map(String::from);
         let constraints: Vec<_> = vec!["=f".to_string(); count].into_iter().chain(tied).chain(others).collect();
         let operands = registers.into_iter().chain(args).collect();
-        let op = PtxOp::new(scope.ctx_mut(), vec![ty; count], operands, template, &constraints.join(","), true);
-        scope.register(&op);
-        let op = op.get_operation().deref(scope.ctx());
-        (0..count).map(|nth| op.get_result(nth)).collect()
+        let constraints = constraints.join(",");
+        results(scope, PtxOp::new(scope.ctx_mut(), vec![ty; count], operands, template, &constraints, true), count)
     }
 
     /// PTX that acts on memory or on other units.
@@ -370,11 +370,7 @@ pub fn load_tiles(at: u32) -> Sequence<u32> {
     intrinsic!(|scope| {
         let (ty, at) = (u32::__expand_as_type(scope), at.read_value(scope));
         let template = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];";
-        let mut all = Sequence::<u32>::__expand_new(scope);
-        effect_values(scope, ty, 4, template, "=r,=r,=r,=r,r,~{memory}", vec![at])
-            .into_iter()
-            .for_each(|value| all.__expand_push_method(scope, ExpandValue::from(value).into()));
-        all
+        sequence(scope, effect_values(scope, ty, 4, template, "=r,=r,=r,=r,r,~{memory}", vec![at]))
     })
 }
 
@@ -460,8 +456,8 @@ fn pinned(held: &Sequence<f32>) -> Sequence<f32> {
 }
 
 /// Values as what a `#[cube]` function returns.
-fn sequence(scope: &cubecl_core::ir::Scope, values: Vec<pliron::value::Value>) -> SequenceExpand<f32> {
-    let mut all = Sequence::<f32>::__expand_new(scope);
+fn sequence<T: CubePrimitive>(scope: &cubecl_core::ir::Scope, values: Vec<pliron::value::Value>) -> SequenceExpand<T> {
+    let mut all = Sequence::<T>::__expand_new(scope);
     values.into_iter().for_each(|value| all.__expand_push_method(scope, ExpandValue::from(value).into()));
     all
 }

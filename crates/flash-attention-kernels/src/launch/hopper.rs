@@ -9,7 +9,7 @@ use crate::hopper::scores::FactorsLaunch;
 use crate::hopper::{self, PANEL, Rows, WARPGROUP_ROWS};
 use crate::problem::AttentionProblem;
 use crate::tensor::TensorView;
-use crate::tiling::{HopperForward, cube_count};
+use crate::tiling::{HopperForward, cube_count, varies_by_pair};
 use cubecl::client::Client;
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
@@ -275,10 +275,9 @@ fn is_aligned(view: &TensorView, size: usize) -> bool {
     dense && starts_aligned(view, size) && (view.shape[3] * size).is_multiple_of(ALIGNMENT)
 }
 
-/// Whether TMA reads tiles of a bias: it repeats no query and no key, and rows start at multiples of 16 bytes.
+/// Whether TMA reads tiles of the problem's bias.
 fn is_tiled(view: &TensorView, problem: &AttentionProblem) -> bool {
-    let varies = view.shape[2] == problem.seq_q && view.shape[3] == problem.seq_k;
-    varies && view.strides[3] == 1 && starts_aligned(view, problem.dtype.size())
+    varies_by_pair(problem) && view.strides[3] == 1 && starts_aligned(view, problem.dtype.size())
 }
 
 /// Whether rows start at multiples of 16 bytes and no dimension of more than one repeats.
