@@ -128,15 +128,9 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
 
     // -- the first loads
     let mut loader = Loader::new(memory, walk, band, spread, team, warp, tile);
-    loader.begin(q, counter, blueprint);
-    memory.await_item(0u32);
+    loader.fill(q, k, v, b, counter, blueprint);
     let mut steps = memory.item(0u32, Of::Steps);
     let of_warpgroup = warp % 4;
-    // Before K and V, of which all stages come at once, on all multiprocessors.
-    if of_warpgroup == 0 && steps != 0 {
-        load_q(q, &memory, 0u32, warpgroup, blueprint);
-    }
-    loader.fill(q, k, v, b, counter, blueprint);
     // Named barrier 0 is that of all units.
     let turn = 1 + team * comptime!(tile.warpgroups as u32);
     if warpgroup == comptime!(tile.warpgroups as u32 - 1) {
@@ -151,13 +145,11 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
 
     // -- the first S; those of later items are issued at the end of the item before
     let mut s = Array::<f32>::new(s_len);
-    zero(&mut s, s_len);
     if steps != 0 {
         mbarrier_wait(memory.full_q + warpgroup * 8, 0u32);
         mbarrier_wait(memory.full_k, 0u32);
     }
     take_turn(turn, warpgroup, tile);
-    pin(&mut s, s_len);
     wgmma_fence();
     qk(&mut s, q_tile, k_tiles, blueprint);
     wgmma_commit();
@@ -201,9 +193,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         // -- the others: S of this tile and P V of the one before are in flight together
         for step in 1..steps {
             k_start -= comptime!(tile_k as u32);
-            zero(&mut s, s_len);
             take_turn(turn, warpgroup, tile);
-            pin(&mut s, s_len);
             pin(&mut acc, o_len);
             wgmma_fence();
             qk(&mut s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint);
@@ -269,8 +259,6 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         pv(&mut acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), u32::cast_from(steps > 1), blueprint);
         wgmma_commit();
         loader.refill(q, k, v, b, counter, blueprint);
-        zero(&mut s, s_len);
-        pin(&mut s, s_len);
         wgmma_fence();
         qk(&mut s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint);
         wgmma_commit();
@@ -430,26 +418,22 @@ fn load_next_q<E: Float>(
     }
 }
 
-/// Issues `S += Q Kᵀ`.
+/// Issues `S = Q Kᵀ`.
 #[cube]
 fn qk(s: &mut Array<f32>, q: u64, k: u64, #[comptime] blueprint: Blueprint) {
     let tile_k = comptime!(blueprint.tile.tile_k);
-    #[unroll]
-    for i in 0..comptime!(blueprint.head_dim.div_ceil(16)) {
-        // 16 columns are 32 bytes of a panel's lines; a panel of Q has 64 lines, one of K as many as keys.
-        let of_q = comptime!(((i % 4) * 2 + (i / 4) * WARPGROUP_ROWS * 8) as u64);
-        let of_k = comptime!(((i % 4) * 2 + (i / 4) * tile_k * 8) as u64);
-        mma_shared(s, q + of_q, k + of_k, tile_k, blueprint.dtype);
-    }
+    // 16 columns are 32 bytes of a panel's lines; a panel of Q has 64 lines, one of K as many as keys.
+    let steps = comptime!(
+        (0..blueprint.head_dim.div_ceil(16))
+            .map(|i| [WARPGROUP_ROWS, tile_k].map(|lines| i % 4 * 2 + i / 4 * lines * 8))
+            .collect::<Vec<_>>()
+    );
+    mma_shared(s, q, k, steps, tile_k, blueprint.dtype);
 }
 
 /// Issues `O += P V`, or `O = P V` if not `adds`.
 #[cube]
 fn pv(o: &mut Array<f32>, p: &Sequence<Array<u32>>, v: u64, adds: u32, #[comptime] blueprint: Blueprint) {
-    #[unroll]
-    for i in 0..comptime!(blueprint.tile.tile_k / 16) {
-        // 16 keys are 16 lines of 128 bytes.
-        let adds = if comptime!(i == 0) { adds } else { 1u32.runtime() };
-        mma_registers(o, p.index(i), v + comptime!((i * 128) as u64), adds, blueprint.columns(), blueprint.dtype);
-    }
+    // 16 keys are 16 lines of 128 bytes.
+    mma_registers(o, p, v, adds, 128usize, blueprint.columns(), blueprint.dtype);
 }

@@ -334,14 +334,15 @@ pub fn tma_prefetch<E: CubePrimitive>(
     })
 }
 
-/// Writes two words to the vector of `to` of this number. (Indexing computes an address for each vector: numbers are added
-/// in 32 bits, which no immediate offset can do.)
+/// Writes two words to the vector of `to` of this number, if `live`. No branch: after one, the assembler takes the warp for
+/// divergent. (Indexing computes an address for each vector: numbers are added in 32 bits, which no immediate offset can do.)
 #[cube]
-pub fn store_pair(to: &mut [Vector<u32, Const<2>>], #[comptime] nth: usize, low: u32, high: u32) {
+pub fn store_pair(to: &mut [Vector<u32, Const<2>>], #[comptime] nth: usize, low: u32, high: u32, live: bool) {
     intrinsic!(|scope| {
         let to = unsafe { *to.__expand_as_ptr_method(scope) }.value(scope);
-        let template = format!("st.global.v2.u32 [$0+{}], {{$1, $2}};", 8 * nth);
-        effect(scope, &template, "l,r,r,~{memory}", vec![to, low.read_value(scope), high.read_value(scope)])
+        let template = format!("@$3 st.global.v2.u32 [$0+{}], {{$1, $2}};", 8 * nth);
+        let args = vec![to, low.read_value(scope), high.read_value(scope), live.read_value(scope)];
+        effect(scope, &template, "l,r,r,b,~{memory}", args)
     })
 }
 
@@ -492,84 +493,112 @@ pub fn descriptor<E: CubePrimitive>(tile: &[E], #[comptime] leading: usize, #[co
     })
 }
 
-/// `acc += A · B`, `m64 n k16`, both from shared memory, both K-major. Zeros that were set right before cost nothing: the
-/// assembler folds them.
-#[cube]
-pub fn mma_shared(acc: &mut Array<f32>, a: u64, b: u64, #[comptime] n: usize, #[comptime] dtype: Dtype) {
-    let before = held(&*acc, comptime!(n / 2));
-    let after = product_shared(&before, a, b, n, dtype);
-    hold(acc, &after, comptime!(n / 2));
-}
-
-/// The product of `n / 2` registers `$0`, `$1`, … with these operands; `adds`: 0 if what they held does not count.
-fn wgmma(n: usize, dtype: Dtype, operands: &str, adds: &str, transposed: &str) -> String {
+/// A product `m64 n` in steps of 16 along its inner dimension, as one piece of PTX: what surrounds a piece takes CubeCL and
+/// LLVM more time than what is in it. Of each step: what comes before it, and its operands. `adds`: 0 if what the accumulator
+/// `$0`, `$1`, … holds does not count.
+fn wgmma(n: usize, dtype: Dtype, adds: &str, transposed: &str, steps: &[(String, String)]) -> String {
     let ty = match dtype {
         Dtype::BF16 => "bf16",
         _ => "f16",
     };
     let registers = (0..n / 2).map(|i| format!("${i}")).collect::<Vec<_>>().join(", ");
     let product = format!("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ty}.{ty}");
+    let steps = steps.iter().enumerate().map(|(nth, (before, operands))| {
+        let adds = if nth == 0 { "first" } else { "others" };
+        format!("{before}\n{product} {{{registers}}}, {operands}, {adds}, 1, 1, {transposed};\n")
+    });
     format!(
-        "{{\n.reg .pred p;\nsetp.ne.b32 p, {adds}, 0;\n{product} {{{registers}}}, {operands}, p, 1, 1, {transposed};\n}}"
+        "{{\n.reg .pred first, others;\n.reg .b64 a, b;\nsetp.ne.b32 first, {adds}, 0;\nsetp.ne.b32 others, 1, 0;\n{}}}",
+        steps.collect::<String>()
     )
+}
+
+/// `acc = A · B`, `m64 n`, both from shared memory, both K-major. `steps`: where 16 columns of A and of B lie, from `a` and `b`
+/// on.
+#[cube]
+pub fn mma_shared(
+    acc: &mut Array<f32>,
+    a: u64,
+    b: u64,
+    #[comptime] steps: Vec<[usize; 2]>,
+    #[comptime] n: usize,
+    #[comptime] dtype: Dtype,
+) {
+    let after = product_shared(a, b, steps, n, dtype);
+    hold(acc, &after, comptime!(n / 2));
 }
 
 #[cube]
 fn product_shared(
-    held: &Sequence<f32>,
     a: u64,
     b: u64,
+    #[comptime] steps: Vec<[usize; 2]>,
     #[comptime] n: usize,
     #[comptime] dtype: Dtype,
 ) -> Sequence<f32> {
     intrinsic!(|scope| {
-        let registers: Vec<_> = held.iter_cloned().map(|x| x.read_value(scope)).collect();
+        let count = n / 2;
         let args = vec![a.read_value(scope), b.read_value(scope)];
-        let template = wgmma(n, dtype, &format!("${}, ${}", n, n + 1), "1", "0, 0");
-        sequence(scope, in_place(scope, f32::__expand_as_type(scope), &template, &["l", "l"], registers, args))
+        let steps: Vec<_> = steps
+            .iter()
+            .map(|[of_a, of_b]| format!("add.s64 a, ${count}, {of_a};\nadd.s64 b, ${}, {of_b};", count + 1))
+            .map(|before| (before, "a, b".into()))
+            .collect();
+        let template = wgmma(n, dtype, "0", "0, 0", &steps);
+        let constraints = "=f,".repeat(count) + "l,l,~{memory}";
+        sequence(scope, effect_values(scope, f32::__expand_as_type(scope), count, &template, &constraints, args))
     })
 }
 
-/// `acc += A · B`, or `acc = A · B` if not `adds`; `m64 n k16`, A from four packed registers, B from shared memory, MN-major.
+/// `acc += A · B`, or `acc = A · B` if not `adds`; `m64 n`, A from registers, B from shared memory, MN-major. Of A four packed
+/// registers a step; `stride`: from a step of B to the next.
 #[cube]
 pub fn mma_registers(
     acc: &mut Array<f32>,
-    a: &Array<u32>,
+    a: &Sequence<Array<u32>>,
     b: u64,
     adds: u32,
+    #[comptime] stride: usize,
     #[comptime] n: usize,
     #[comptime] dtype: Dtype,
 ) {
     let before = held(&*acc, comptime!(n / 2));
-    let after = product_registers(&before, a[0], a[1], a[2], a[3], b, adds, n, dtype);
+    let mut fragments = Sequence::<u32>::new();
+    #[unroll]
+    for i in 0..a.len() {
+        #[unroll]
+        for e in 0..4usize {
+            fragments.push(a.index(i)[e]);
+        }
+    }
+    let after = product_registers(&before, &fragments, b, adds, stride, n, dtype);
     hold(acc, &after, comptime!(n / 2));
 }
 
 #[cube]
 fn product_registers(
     held: &Sequence<f32>,
-    a0: u32,
-    a1: u32,
-    a2: u32,
-    a3: u32,
+    fragments: &Sequence<u32>,
     b: u64,
     adds: u32,
+    #[comptime] stride: usize,
     #[comptime] n: usize,
     #[comptime] dtype: Dtype,
 ) -> Sequence<f32> {
     intrinsic!(|scope| {
         let registers: Vec<_> = held.iter_cloned().map(|x| x.read_value(scope)).collect();
-        let args = vec![
-            a0.read_value(scope),
-            a1.read_value(scope),
-            a2.read_value(scope),
-            a3.read_value(scope),
-            b.read_value(scope),
-            adds.read_value(scope),
-        ];
-        let operands = format!("{{${}, ${}, ${}, ${}}}, ${}", n, n + 1, n + 2, n + 3, n + 4);
-        let template = wgmma(n, dtype, &operands, &format!("${}", n + 5), "1");
-        let others = ["r", "r", "r", "r", "l", "r"];
+        let mut args: Vec<_> = fragments.iter_cloned().map(|x| x.read_value(scope)).collect();
+        let (first, last) = (n, n + args.len());
+        let steps: Vec<_> = (0..args.len() / 4)
+            .map(|i| {
+                let a: Vec<_> = (0..4).map(|e| format!("${}", first + 4 * i + e)).collect();
+                (format!("add.s64 b, ${last}, {};", i * stride), format!("{{{}}}, b", a.join(", ")))
+            })
+            .collect();
+        let template = wgmma(n, dtype, &format!("${}", last + 1), "1", &steps);
+        let mut others = vec!["r"; args.len()];
+        others.extend(["l", "r"]);
+        args.extend([b.read_value(scope), adds.read_value(scope)]);
         sequence(scope, in_place(scope, f32::__expand_as_type(scope), &template, &others, registers, args))
     })
 }

@@ -36,7 +36,7 @@ pub enum Of {
 enum To {
     /// First key of the next tile. Tiles go from the last to the first.
     KStart,
-    /// Tiles left in the item, the next one counted. 0: there is no more work.
+    /// Tiles left in the item, the next one counted; 0 before the first item, [`END`] after the last.
     Left,
     /// Key/value head.
     Head,
@@ -49,6 +49,9 @@ enum To {
     /// How many items have been entered.
     Nth,
 }
+
+/// No item is left.
+const END: u32 = u32::MAX;
 
 /// The rings.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -274,25 +277,7 @@ impl Loader {
         Loader { memory, walk, band, spread, warp, ahead: number }
     }
 
-    /// Enters the first item.
-    pub fn begin<E: CubePrimitive>(
-        &mut self,
-        q: &TensorMap<E, Tiled>,
-        counter: &[u32],
-        #[comptime] blueprint: Blueprint,
-    ) {
-        if self.warp == comptime!(Ring::K.warp()) {
-            self.enter(q, counter, Ring::K, blueprint);
-        }
-        if self.warp == comptime!(Ring::V.warp()) {
-            self.enter(q, counter, Ring::V, blueprint);
-        }
-        if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Ring::Bias.warp()) {
-            self.enter(q, counter, Ring::Bias, blueprint);
-        }
-    }
-
-    /// The first loads.
+    /// The first loads: all stages. Cursors enter an item the first time.
     pub fn fill<E: CubePrimitive>(
         &mut self,
         q: &TensorMap<E, Tiled>,
@@ -304,20 +289,26 @@ impl Loader {
     ) {
         let stages = comptime!(blueprint.tile.stages);
         if self.warp == comptime!(Ring::K.warp()) {
-            for _ in 0..stages {
+            for _ in 0..stages + 1 {
                 self.load(q, k, counter, Ring::K, blueprint);
             }
         }
         if self.warp == comptime!(Ring::V.warp()) {
             // V is wanted a step after K.
-            for _ in 1..stages {
+            for _ in 0..stages {
                 self.load(q, v, counter, Ring::V, blueprint);
             }
         }
         if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Ring::Bias.warp()) {
-            for _ in 0..stages {
+            for _ in 0..stages + 1 {
                 self.load(q, b, counter, Ring::Bias, blueprint);
             }
+        }
+        self.memory.await_item(0u32);
+        // By a warp that loads nothing else now: what is asked for last comes last, after the stages of all multiprocessors.
+        let (warpgroup, of_warpgroup) = (self.warp / 4, self.warp % 4);
+        if of_warpgroup == 2 && self.memory.item(0u32, Of::Steps) != 0 {
+            load_q(q, &self.memory, 0u32, warpgroup, blueprint);
         }
     }
 
@@ -342,14 +333,14 @@ impl Loader {
         }
     }
 
-    /// Enters the next item. K leads: it finds out which item that is and tells everybody.
+    /// Enters the next item, and returns how many tiles are left to load. K leads: it finds out which item that is and tells
+    /// everybody.
     fn enter<E: CubePrimitive>(
         &mut self,
         q: &TensorMap<E, Tiled>,
-        counter: &[u32],
         #[comptime] ring: Ring,
         #[comptime] blueprint: Blueprint,
-    ) {
+    ) -> u32 {
         let nth = self.memory.cursor(ring, To::Nth);
         if comptime!(ring == Ring::K) {
             let number = plane_broadcast(self.ahead, 0u32);
@@ -365,7 +356,6 @@ impl Loader {
                         tma_prefetch(q, item.batch, item.head, row, comptime!(panel * PANEL as u32));
                     }
                 }
-                self.ahead = self.walk.next(counter, blueprint.tile);
             } else {
                 let slot = self.memory.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
                 store_shared(slot + comptime!(4 * Of::Steps as u32), 0u32);
@@ -390,13 +380,14 @@ impl Loader {
             batch *= self.spread.batch;
         }
         self.memory.set_cursor(ring, To::KStart, k_last);
-        self.memory.set_cursor(ring, To::Left, steps);
         self.memory.set_cursor(ring, To::Head, head);
         self.memory.set_cursor(ring, To::Batch, batch);
         self.memory.set_cursor(ring, To::Nth, nth + 1);
+        select(steps == 0, END, steps)
     }
 
-    /// Loads the next tile, once all warps are done with what its stage held, and moves on; not if there is none.
+    /// Loads the next tile, once all warps are done with what its stage held, and moves on; not if there is none. A cursor that
+    /// is in no item yet only enters the first one.
     fn load<E: CubePrimitive>(
         &mut self,
         q: &TensorMap<E, Tiled>,
@@ -406,49 +397,55 @@ impl Loader {
         #[comptime] blueprint: Blueprint,
     ) {
         let k_start = self.memory.cursor(ring, To::KStart);
-        let left = self.memory.cursor(ring, To::Left);
+        let mut left = self.memory.cursor(ring, To::Left);
         let head = self.memory.cursor(ring, To::Head);
         let batch = self.memory.cursor(ring, To::Batch);
         let mut place =
             Place { stage: self.memory.cursor(ring, To::Stage), phase: self.memory.cursor(ring, To::Phase) };
-        if left > 0 {
-            let bytes = comptime!(ring.bytes(blueprint));
-            let (start, full, empty) = self.memory.ring(ring);
-            let to = start + place.stage * bytes;
-            let full = full + place.stage * 8;
-            // A stage's first load waits for the phase before the first, which counts as over.
-            mbarrier_wait(empty + place.stage * 8, place.phase ^ 1);
-            mbarrier_expect(full, bytes);
-            if comptime!(ring == Ring::Bias) {
-                let first_row = self.memory.item(self.memory.cursor(ring, To::Nth) - 1, Of::QStart);
-                let panels = comptime!(blueprint.panels_b() as u32);
-                let panel_bytes = comptime!(bytes / (panels * blueprint.tile.warpgroups as u32));
-                #[unroll]
-                for tile in 0..comptime!(blueprint.tile.warpgroups as u32) {
-                    let row = first_row + comptime!(tile * WARPGROUP_ROWS as u32);
+        if left != END {
+            if left > 0 {
+                let bytes = comptime!(ring.bytes(blueprint));
+                let (start, full, empty) = self.memory.ring(ring);
+                let to = start + place.stage * bytes;
+                let full = full + place.stage * 8;
+                // A stage's first load waits for the phase before the first, which counts as over.
+                mbarrier_wait(empty + place.stage * 8, place.phase ^ 1);
+                mbarrier_expect(full, bytes);
+                if comptime!(ring == Ring::Bias) {
+                    let first_row = self.memory.item(self.memory.cursor(ring, To::Nth) - 1, Of::QStart);
+                    let panels = comptime!(blueprint.panels_b() as u32);
+                    let panel_bytes = comptime!(bytes / (panels * blueprint.tile.warpgroups as u32));
+                    #[unroll]
+                    for tile in 0..comptime!(blueprint.tile.warpgroups as u32) {
+                        let row = first_row + comptime!(tile * WARPGROUP_ROWS as u32);
+                        #[unroll]
+                        for panel in 0..panels {
+                            let at = to + comptime!((tile * panels + panel) * panel_bytes);
+                            tma_load(map, at, full, batch, head, row, k_start + comptime!(panel * PANEL as u32));
+                        }
+                    }
+                } else {
+                    let panels = comptime!(ring.panels(blueprint));
                     #[unroll]
                     for panel in 0..panels {
-                        let at = to + comptime!((tile * panels + panel) * panel_bytes);
-                        tma_load(map, at, full, batch, head, row, k_start + comptime!(panel * PANEL as u32));
+                        let at = to + comptime!(panel * bytes / panels);
+                        let column = comptime!(panel * PANEL as u32).runtime();
+                        tma_load(map, at, full, batch, head, k_start, column);
                     }
                 }
-            } else {
-                let panels = comptime!(ring.panels(blueprint));
-                #[unroll]
-                for panel in 0..panels {
-                    let at = to + comptime!(panel * bytes / panels);
-                    let column = comptime!(panel * PANEL as u32).runtime();
-                    tma_load(map, at, full, batch, head, k_start, column);
-                }
-            }
-            place.advance(blueprint.tile.stages);
-            self.memory.set_cursor(ring, To::Stage, place.stage);
-            self.memory.set_cursor(ring, To::Phase, place.phase);
-            if left > 1 {
+                place.advance(blueprint.tile.stages);
+                self.memory.set_cursor(ring, To::Stage, place.stage);
+                self.memory.set_cursor(ring, To::Phase, place.phase);
                 self.memory.set_cursor(ring, To::KStart, k_start - comptime!(blueprint.tile.tile_k as u32));
-                self.memory.set_cursor(ring, To::Left, left - 1);
-            } else {
-                self.enter(q, counter, ring, blueprint);
+                left -= 1;
+            }
+            if left == 0 {
+                left = self.enter(q, ring, blueprint);
+            }
+            self.memory.set_cursor(ring, To::Left, left);
+            // As late as the answer still comes in time: who takes an item early may be busy for long before it.
+            if comptime!(ring == Ring::K) && left == 1 {
+                self.ahead = self.walk.next(counter, blueprint.tile);
             }
         }
     }

@@ -9,15 +9,6 @@ use super::ops::*;
 use crate::softmax::HIDDEN;
 use cubecl::prelude::*;
 
-/// Sets `len` registers to 0.
-#[cube]
-pub fn zero(x: &mut Array<f32>, #[comptime] len: usize) {
-    #[unroll]
-    for i in 0..len {
-        x[i] = 0.0f32;
-    }
-}
-
 /// How much, as a power of two, a maximum may grow before what was computed with it is rescaled.
 const LAZY: f32 = 8.0;
 
@@ -274,15 +265,11 @@ pub fn store_row(
     for i in 0..comptime!(eights.div_ceil(2)) {
         let paired = comptime!(2 * i + 1 < eights);
         let first = words[2 * i];
-        let mut second = 0u32;
-        if comptime!(paired) {
-            second = words[comptime!(2 * i + 1)];
-        }
+        let second = if comptime!(paired) { words[comptime!(2 * i + 1)] } else { 0u32.runtime() };
         let got = plane_shuffle_xor(select(odd, first, second), 1u32);
         let (low, high) = (select(odd, got, first), select(odd, second, got));
-        if live && (comptime!(paired) || !odd) {
-            store_pair(to, comptime!(4 * i), low, high);
-        }
+        let live = if comptime!(paired) { live } else { live && !odd };
+        store_pair(to, comptime!(4 * i), low, high, live);
     }
 }
 
@@ -300,11 +287,9 @@ pub fn store_row_f32(
 ) {
     let at = at + (UNIT_POS % 4) as usize;
     let to = &mut out[at..at + 1];
-    if live {
-        #[unroll]
-        for i in 0..comptime!(blueprint.columns() / 8) {
-            let e = comptime!(4 * i + 2 * row);
-            store_pair(to, comptime!(4 * i), u32::reinterpret(o[e] * factor), u32::reinterpret(o[e + 1] * factor));
-        }
+    #[unroll]
+    for i in 0..comptime!(blueprint.columns() / 8) {
+        let e = comptime!(4 * i + 2 * row);
+        store_pair(to, comptime!(4 * i), u32::reinterpret(o[e] * factor), u32::reinterpret(o[e + 1] * factor), live);
     }
 }
