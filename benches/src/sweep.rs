@@ -10,7 +10,9 @@ use crate::run::{Run, round};
 use crate::timing::{Work, device_time, sync};
 use cubecl::client::Client;
 use flash_attention_kernels::tiling::{Stage, shared_memory};
-use flash_attention_kernels::{AttentionProblem, BackwardTiles, Dtype, Forward, Gradients, TileShape, plan_with};
+use flash_attention_kernels::{
+    AttentionProblem, BackwardTiles, Dtype, Forward, Gradient, Gradients, TileShape, plan_with,
+};
 use indicatif::ProgressBar;
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -139,7 +141,7 @@ impl Bench {
         if part == Part::Forward {
             return self.tensors.forward(&self.client, &self.problem, tile);
         }
-        let tiles = BackwardTiles { dq: tile, dkdv: tile, dkdv_together: together };
+        let tiles = BackwardTiles::portable(tile, together);
         self.tensors.backward(&self.client, &self.problem, &self.wanted(part), tiles)
     }
 
@@ -179,27 +181,28 @@ pub fn run(options: &Options) -> Result<(), Error> {
         let tensors = Tensors::new(&client, &data, Pass::Both);
         let bench = Bench { client: client.clone(), problem: data.problem, tensors };
         let plan = plan_with(&client, &bench.problem, PORTABLE)?;
-        let Forward::Portable(forward) = plan.forward else {
+        let (Forward::Portable(forward), Gradient::Portable(backward)) = (plan.forward, plan.backward.dq) else {
             return Err(Error::Other(format!("{plan}: not the kernel that was asked for")));
         };
+        let together = plan.backward.dkdv_together;
         bench.call(Part::Forward, forward, false)?;
         if options.once {
             println!("{head_dim} {} first", Part::Forward.name());
         }
         let oracle = (!options.once).then(|| Oracle::new(&data));
         for part in Part::ALL {
-            let chosen = if part == Part::Forward { forward } else { plan.backward };
+            let chosen = if part == Part::Forward { forward } else { backward };
             for tile in candidates.iter().copied() {
                 let Some(oracle) = &oracle else {
                     // What does not fit is not launched, and not in the profiler's list either.
-                    if bench.call(part, tile, plan.dkdv_together).is_ok() {
-                        let launches = if part == Part::Dkdv && !plan.dkdv_together { 2 } else { 1 };
+                    if bench.call(part, tile, together).is_ok() {
+                        let launches = if part == Part::Dkdv && !together { 2 } else { 1 };
                         (0..launches).for_each(|_| println!("{head_dim} {} {}", part.name(), label(&tile)));
                     }
                     continue;
                 };
                 let seen = seen.get(&(head_dim, part.name(), label(&tile))).copied();
-                let timed = time(&bench, oracle, part, tile, plan.dkdv_together);
+                let timed = time(&bench, oracle, part, tile, together);
                 let row = |median: Option<f64>, note: String| TileTiming {
                     run: run.id.clone(),
                     date: run.date.clone(),

@@ -53,9 +53,7 @@ impl Kernels {
     }
 
     fn backward(&self, tensors: &Tensors) -> Result<(), Error> {
-        let Plan { backward: tile, dkdv_together, .. } = self.plan;
-        let tiles = BackwardTiles { dq: tile, dkdv: tile, dkdv_together };
-        tensors.backward(&self.client, &self.problem, &tensors.gradients, tiles)
+        tensors.backward(&self.client, &self.problem, &tensors.gradients, self.plan.backward)
     }
 }
 
@@ -155,14 +153,19 @@ impl Work for Kernels {
 
 impl Prepared for Kernels {
     fn kernel(&self) -> String {
-        let forward = self.plan.forward.kernel();
-        match self.pass {
-            Pass::Backward => Kernel::Portable.name().into(),
-            Pass::Both | Pass::Autodiff if forward != Kernel::Portable => {
-                format!("{}, {}", forward.name(), Kernel::Portable.name())
-            }
-            _ => forward.name().into(),
+        let forward = self.plan.forward.kernel().name();
+        let BackwardTiles { dq, dkdv, .. } = self.plan.backward;
+        let mut backward = vec![dq.kernel().name(), dkdv.kernel().name()];
+        if self.problem.bias.is_some() {
+            backward.push(Kernel::Portable.name());
         }
+        let mut kernels = match self.pass {
+            Pass::Forward => vec![forward],
+            Pass::Backward => backward,
+            Pass::Both | Pass::Autodiff => [vec![forward], backward].concat(),
+        };
+        kernels.dedup();
+        kernels.join(", ")
     }
 
     fn results(&mut self) -> Result<Results, Error> {

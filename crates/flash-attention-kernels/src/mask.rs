@@ -155,6 +155,25 @@ impl Band {
             .sum()
     }
 
+    /// The band as keys see it: of this one, query `i` sees key `j` where of the other query `j` sees key `i`.
+    ///
+    /// ```
+    /// use flash_attention_kernels::{AttentionOptions, mask::Band};
+    ///
+    /// let band = Band::new(3, 5, &AttentionOptions { causal: true, window_left: Some(1), ..Default::default() });
+    /// assert!((0..3).all(|i| (0..5).all(|j| band.transposed().sees(j, i) == band.sees(i, j))));
+    /// ```
+    pub fn transposed(&self) -> Band {
+        Band {
+            seq_q: self.seq_k,
+            seq_k: self.seq_q,
+            lower: -self.upper,
+            upper: -self.lower,
+            bounded_below: self.bounded_above,
+            bounded_above: self.bounded_below,
+        }
+    }
+
     /// The launch argument for this band.
     pub fn into_launch(self) -> BandLaunch {
         BandLaunch::new(self.seq_q, self.seq_k, self.lower, self.upper, self.bounded_below, self.bounded_above)

@@ -77,6 +77,43 @@ const HOPPER_BIAS: [(usize, HopperTile); 4] = [
     (256, HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 2, turns: true }),
 ];
 
+/// Tiles of `dq` for Hopper, by the larger head dimension: without a bias that comes in tiles of its own, and with one.
+///
+/// ```text
+/// head_dim  keys, stages  with a bias  registers: dQ, S, dP   of   shared memory
+/// 64        128, 3        128, 2       32 + 64 + 64           255  128 KiB, 160 KiB
+/// 128       128, 2        64, 2        64 + 64 + 64           255  192 KiB, 160 KiB
+/// 192       64, 2         48, 2        96 + 32 + 32           255  192 KiB, 200 KiB
+/// 256       48, 2         32, 2        128 + 24 + 24          255  224 KiB, 224 KiB
+/// ```
+const HOPPER_DQ: [(usize, HopperTile, HopperTile); 4] = [
+    (64, gradient_tile(128, 3), gradient_tile(128, 2)),
+    (128, gradient_tile(128, 2), gradient_tile(64, 2)),
+    (192, gradient_tile(64, 2), gradient_tile(48, 2)),
+    (256, gradient_tile(48, 2), gradient_tile(32, 2)),
+];
+
+/// Tiles of `dk` and `dv` for Hopper in the same way, and whether one launch computes both: what they add up to shares the
+/// registers. Tiles divide [`STATS_ROWS`](crate::hopper::STATS_ROWS).
+///
+/// ```text
+/// head_dim  queries, stages  with a bias  registers: dK + dV, S, dP   of   shared memory
+/// 64        128, 2           128, 2       64 + 64 + 64                255   98 KiB, 162 KiB
+/// 128       64, 2            64, 2        128 + 32 + 32               255  129 KiB, 161 KiB
+/// 192       64, 2            32, 2        96 + 32 + 32                255  193 KiB, 161 KiB
+/// 256       32, 2            32, 2        128 + 16 + 16               255  193 KiB, 209 KiB
+/// ```
+const HOPPER_DKDV: [(usize, HopperTile, HopperTile, bool); 4] = [
+    (64, gradient_tile(128, 2), gradient_tile(128, 2), true),
+    (128, gradient_tile(64, 2), gradient_tile(64, 2), true),
+    (192, gradient_tile(64, 2), gradient_tile(32, 2), false),
+    (256, gradient_tile(32, 2), gradient_tile(32, 2), false),
+];
+
+const fn gradient_tile(tile_k: usize, stages: usize) -> HopperTile {
+    HopperTile { teams: 1, warpgroups: 2, tile_k, stages, turns: false }
+}
+
 /// Bytes of keys and values that the heads of a section may have: what of Hopper's second-level cache (50 to 60 MB) one of
 /// its halves can hold beside the rest.
 const SECTION_BYTES: usize = 32 << 20;
@@ -138,6 +175,87 @@ pub struct HopperForward {
     pub section: usize,
     /// Parts of the keys that are computed apart, where heads and blocks of queries are too few to keep the device busy.
     pub parts: usize,
+}
+
+/// A kernel of a gradient, with its tiles.
+///
+/// ```
+/// use flash_attention_kernels::{Gradient, Kernel, TileShape};
+///
+/// let tile = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
+/// assert_eq!(Gradient::Portable(tile).kernel(), Kernel::Portable);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Gradient {
+    /// [`Kernel::Hopper`].
+    Hopper(HopperGradient),
+    /// [`Kernel::Portable`].
+    Portable(TileShape),
+}
+
+/// How [`Kernel::Hopper`] computes a gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct HopperGradient {
+    /// Tiles: of keys that stream by for `dq`, of queries for `dk` and `dv`.
+    pub tile: HopperTile,
+    /// Heads that take turns, so that what streams by stays in the second-level cache.
+    pub section: usize,
+}
+
+impl Gradient {
+    /// The kernel family.
+    pub fn kernel(&self) -> Kernel {
+        match self {
+            Gradient::Hopper(_) => Kernel::Hopper,
+            Gradient::Portable(_) => Kernel::Portable,
+        }
+    }
+
+    /// Rows of a block, and positions of a tile that streams by.
+    fn blocks(&self, transposed: bool) -> (usize, usize) {
+        match self {
+            Gradient::Hopper(gradient) => (gradient.tile.tile_q(), gradient.tile.tile_k),
+            Gradient::Portable(tile) if transposed => (tile.tile_k, tile.tile_q),
+            Gradient::Portable(tile) => (tile.tile_q, tile.tile_k),
+        }
+    }
+}
+
+/// Kernels of the backward, with their tiles.
+///
+/// ```
+/// use flash_attention_kernels::{BackwardTiles, Kernel, TileShape};
+///
+/// let tile = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
+/// assert_eq!(BackwardTiles::portable(tile, true).dkdv.kernel(), Kernel::Portable);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct BackwardTiles {
+    /// Of `dq`.
+    pub dq: Gradient,
+    /// Of `dk` and `dv`.
+    pub dkdv: Gradient,
+    /// Whether `dk` and `dv` come from one launch.
+    pub dkdv_together: bool,
+    /// Of the bias's gradient, by the portable kernel.
+    pub dbias: TileShape,
+}
+
+impl BackwardTiles {
+    /// The portable kernels with these tiles.
+    pub fn portable(tile: TileShape, dkdv_together: bool) -> Self {
+        BackwardTiles { dq: Gradient::Portable(tile), dkdv: Gradient::Portable(tile), dkdv_together, dbias: tile }
+    }
+
+    /// Tiles of the portable kernels that are used.
+    pub(crate) fn portables(&self) -> impl Iterator<Item = TileShape> {
+        let of = |gradient| match gradient {
+            Gradient::Portable(tile) => Some(tile),
+            Gradient::Hopper(_) => None,
+        };
+        [of(self.dq), of(self.dkdv), Some(self.dbias)].into_iter().flatten()
+    }
 }
 
 impl Forward {
@@ -258,10 +376,8 @@ pub struct PassedOver {
 pub struct Plan {
     /// The forward.
     pub forward: Forward,
-    /// Tiles of the backward's kernels.
-    pub backward: TileShape,
-    /// Whether `dk` and `dv` come from one launch.
-    pub dkdv_together: bool,
+    /// The backward.
+    pub backward: BackwardTiles,
     /// Bytes that training keeps from forward to backward beside inputs and output: `lse`.
     pub saved_bytes: u64,
     /// Bytes of scratch that the backward allocates.
@@ -277,13 +393,12 @@ impl fmt::Display for Plan {
         if let Forward::Hopper(HopperForward { parts: parts @ 2.., .. }) = self.forward {
             write!(f, " in {parts} parts")?;
         }
-        let TileShape { tile_q, tile_k, .. } = self.backward;
-        write!(
-            f,
-            ", backward {} {tile_q}×{tile_k} (dk and dv {})",
-            Kernel::Portable.name(),
-            if self.dkdv_together { "together" } else { "apart" }
-        )?;
+        let BackwardTiles { dq, dkdv, dkdv_together, .. } = self.backward;
+        let (dq_rows, dq_tile) = dq.blocks(false);
+        let (dkdv_rows, dkdv_tile) = dkdv.blocks(true);
+        let together = if dkdv_together { "together" } else { "apart" };
+        write!(f, ", dq {} {dq_rows}×{dq_tile}", dq.kernel().name())?;
+        write!(f, ", dk and dv {} {dkdv_tile}×{dkdv_rows} {together}", dkdv.kernel().name())?;
         write!(f, ", {} bytes saved, {} bytes of scratch", self.saved_bytes, self.scratch_bytes)?;
         for PassedOver { what, why } in &self.passed_over {
             write!(f, "; not {what}: {why}")?;
@@ -425,6 +540,54 @@ pub(crate) fn varies_by_pair(problem: &AttentionProblem) -> bool {
 
 /// How Hopper's kernel computes this, or why it cannot.
 fn hopper_forward(device: &Device, problem: &AttentionProblem) -> Result<HopperForward, String> {
+    can_hopper(device, problem)?;
+    let widest = problem.head_dim.max(problem.head_dim_v);
+    let biased = HOPPER_BIAS.iter().filter(|_| varies_by_pair(problem)).find(|(head_dim, _)| widest <= *head_dim);
+    let row = HOPPER.iter().find(|(head_dim, seq_k, _)| widest <= *head_dim && problem.seq_k <= *seq_k);
+    let tile = biased.map(|(_, tile)| *tile).or(row.map(|(.., tile)| *tile));
+    let tile = tile.ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER[HOPPER.len() - 1].0))?;
+
+    Ok(HopperForward { tile, section: section(device, problem, &tile, false), parts: parts(device, problem, &tile) })
+}
+
+/// How many heads take turns; transposed, heads of keys, by which queries stream.
+fn section(device: &Device, problem: &AttentionProblem, tile: &HopperTile, transposed: bool) -> usize {
+    // Where blocks are of one length, heads come one by one: their keys and values are then read by all at the same time.
+    let band = problem.band();
+    if !(band.bounded_above || band.bounded_below) {
+        return 1;
+    }
+    let of_position = (problem.head_dim + problem.head_dim_v) * problem.dtype.size();
+    // At least two blocks of a head at a time, or all loads would come from memory first and from the cache then.
+    // A power of two, as numbers of heads mostly are: a last section with few heads keeps few teams busy.
+    let pairs = (device.multiprocessors * tile.teams / 2).max(1);
+    let (of_cache, heads) = if transposed {
+        (SECTION_BYTES / (problem.seq_q * of_position * problem.group_size()).max(1), problem.num_heads_kv)
+    } else {
+        (SECTION_BYTES / (problem.seq_k * of_position).max(1) * problem.group_size(), problem.num_heads_q)
+    };
+    of_cache.min(1 << pairs.ilog2()).clamp(1, (problem.batch * heads).max(1))
+}
+
+/// How Hopper's kernels compute `dq`, and `dk` and `dv`, or why they cannot.
+fn hopper_backward(device: &Device, problem: &AttentionProblem) -> Result<(Gradient, Gradient, bool), String> {
+    can_hopper(device, problem)?;
+    let widest = problem.head_dim.max(problem.head_dim_v);
+    let biased = varies_by_pair(problem);
+    let too_wide = || format!("head_dim {widest} is above {}", HOPPER_DQ[HOPPER_DQ.len() - 1].0);
+    let (_, plain, with_bias) = HOPPER_DQ.iter().find(|(of, ..)| widest <= *of).ok_or_else(too_wide)?;
+    let dq = if biased { *with_bias } else { *plain };
+    let (_, plain, with_bias, together) = HOPPER_DKDV.iter().find(|(of, ..)| widest <= *of).ok_or_else(too_wide)?;
+    let dkdv = if biased { *with_bias } else { *plain };
+    Ok((
+        Gradient::Hopper(HopperGradient { tile: dq, section: section(device, problem, &dq, false) }),
+        Gradient::Hopper(HopperGradient { tile: dkdv, section: section(device, problem, &dkdv, true) }),
+        *together,
+    ))
+}
+
+/// Whether Hopper's kernels compute this at all, or why not.
+fn can_hopper(device: &Device, problem: &AttentionProblem) -> Result<(), String> {
     if !device.wgmma {
         return Err("the device has no warpgroup matrix products".into());
     }
@@ -434,25 +597,7 @@ fn hopper_forward(device: &Device, problem: &AttentionProblem) -> Result<HopperF
     if problem.dtype == Dtype::F32 {
         return Err("it computes in f16 and bf16, q is f32".into());
     }
-    let widest = problem.head_dim.max(problem.head_dim_v);
-    let biased = HOPPER_BIAS.iter().filter(|_| varies_by_pair(problem)).find(|(head_dim, _)| widest <= *head_dim);
-    let row = HOPPER.iter().find(|(head_dim, seq_k, _)| widest <= *head_dim && problem.seq_k <= *seq_k);
-    let tile = biased.map(|(_, tile)| *tile).or(row.map(|(.., tile)| *tile));
-    let tile = tile.ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER[HOPPER.len() - 1].0))?;
-
-    let heads = problem.batch * problem.num_heads_q;
-    // Where blocks are of one length, heads come one by one: their keys and values are then read by all at the same time.
-    let band = problem.band();
-    let section = if band.bounded_above || band.bounded_below {
-        let of_head = problem.seq_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.size();
-        // At least two blocks of a head at a time, or all loads would come from memory first and from the cache then.
-        // A power of two, as numbers of heads mostly are: a last section with few heads keeps few teams busy.
-        let pairs = (device.multiprocessors * tile.teams / 2).max(1);
-        (SECTION_BYTES / of_head.max(1) * problem.group_size()).min(1 << pairs.ilog2()).clamp(1, heads.max(1))
-    } else {
-        1
-    };
-    Ok(HopperForward { tile, section, parts: parts(device, problem, &tile) })
+    Ok(())
 }
 
 /// Into how many parts the keys are split, so that all is done soonest. Times in tiles of keys, each of which a team computes
@@ -489,10 +634,22 @@ fn parts(device: &Device, problem: &AttentionProblem, tile: &HopperTile) -> usiz
     PARTS.into_iter().filter(|parts| *parts == 1 || 2 * parts <= longest).min_by_key(|parts| time(*parts)).unwrap_or(1)
 }
 
-/// Tiles of the backward, and whether `dk` and `dv` come from one launch.
-pub(crate) fn backward_tile(device: &Device, problem: &AttentionProblem) -> Result<(TileShape, bool), AttentionError> {
-    let tile = choose(device, problem, Stage::Backward, &mut Vec::new())?;
-    Ok((tile, together(device, problem, &tile)))
+/// The backward that runs: the most preferred kernels that can, or those that are asked for.
+pub(crate) fn choose_backward(
+    device: &Device,
+    problem: &AttentionProblem,
+    asked: Option<Kernel>,
+    passed_over: &mut Vec<PassedOver>,
+) -> Result<BackwardTiles, AttentionError> {
+    let hopper = if asked == Some(Kernel::Portable) { None } else { Some(hopper_backward(device, problem)) };
+    if let Some(Err(why)) = &hopper {
+        passed_over.push(PassedOver { what: format!("backward {}", Kernel::Hopper.name()), why: why.clone() });
+    }
+    let tile = choose(device, problem, Stage::Backward, passed_over)?;
+    Ok(match hopper {
+        Some(Ok((dq, dkdv, dkdv_together))) => BackwardTiles { dq, dkdv, dkdv_together, dbias: tile },
+        _ => BackwardTiles::portable(tile, together(device, problem, &tile)),
+    })
 }
 
 fn together(device: &Device, problem: &AttentionProblem, tile: &TileShape) -> bool {
@@ -507,7 +664,7 @@ pub fn plan(client: &Client, problem: &AttentionProblem) -> Result<Plan, Attenti
     plan_on(&Device::of(client), problem)
 }
 
-/// What will run if the forward must be of this kernel.
+/// What will run if it must be this kernel, as far as that has the parts.
 pub fn plan_with(client: &Client, problem: &AttentionProblem, forward: Kernel) -> Result<Plan, AttentionError> {
     plan_for(&Device::of(client), problem, Some(forward))
 }
@@ -543,7 +700,7 @@ fn plan_for(device: &Device, problem: &AttentionProblem, asked: Option<Kernel>) 
     check_dtype(device, problem.dtype)?;
     let mut passed_over = Vec::new();
     let forward = choose_forward(device, problem, asked, &mut passed_over)?;
-    let backward = choose(device, problem, Stage::Backward, &mut passed_over)?;
+    let backward = choose_backward(device, problem, asked, &mut passed_over)?;
     check_size(device, problem, &forward, &backward)?;
     check_bindings(device, problem, "forward", 5)?;
     if let Err(error) = check_bindings(device, problem, "dq", 6) {
@@ -552,7 +709,6 @@ fn plan_for(device: &Device, problem: &AttentionProblem, asked: Option<Kernel>) 
     Ok(Plan {
         forward,
         backward,
-        dkdv_together: together(device, problem, &backward),
         saved_bytes: 4 * problem.rows() as u64,
         scratch_bytes: 4 * scratch_floats(problem) as u64,
         passed_over,
@@ -564,7 +720,7 @@ fn check_size(
     device: &Device,
     problem: &AttentionProblem,
     forward: &Forward,
-    backward: &TileShape,
+    backward: &BackwardTiles,
 ) -> Result<(), AttentionError> {
     let shapes =
         [("q", problem.q_shape()), ("k", problem.k_shape()), ("v", problem.v_shape()), ("o", problem.o_shape())];
@@ -580,8 +736,8 @@ fn check_size(
     let (heads_q, heads_kv) = (problem.batch * problem.num_heads_q, problem.batch * problem.num_heads_kv);
     for (kernel, blocks, heads) in [
         ("forward", problem.seq_q.div_ceil(forward.tile_q()), heads_q),
-        ("dq", problem.seq_q.div_ceil(backward.tile_q), heads_q),
-        ("dkdv", problem.seq_k.div_ceil(backward.tile_k), heads_kv),
+        ("dq", problem.seq_q.div_ceil(backward.dq.blocks(false).0), heads_q),
+        ("dkdv", problem.seq_k.div_ceil(backward.dkdv.blocks(true).0), heads_kv),
     ] {
         cube_count(device, kernel, (blocks as u64 * heads as u64).max(1))?;
     }
@@ -603,7 +759,17 @@ pub(crate) fn check_bindings(
 
 /// f32 values of scratch: lse and delta of each row, and the sums that a broadcast bias's gradient is folded from.
 pub(crate) fn scratch_floats(problem: &AttentionProblem) -> usize {
-    2 * problem.rows() + bias_sums_len(problem)
+    2 * stats_rows(problem) + bias_sums_len(problem)
+}
+
+/// Rows whose lse and delta have room in scratch. In half precision, of which kernels for Hopper load whole tiles, heads are
+/// filled up.
+pub(crate) fn stats_rows(problem: &AttentionProblem) -> usize {
+    let of_head = match problem.dtype {
+        Dtype::F32 => problem.seq_q,
+        Dtype::F16 | Dtype::BF16 => problem.seq_q.next_multiple_of(crate::hopper::STATS_ROWS as usize),
+    };
+    problem.batch * problem.num_heads_q * of_head
 }
 
 /// Which sums the gradient of this bias is made of.

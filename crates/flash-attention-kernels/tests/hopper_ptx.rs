@@ -13,13 +13,16 @@ use cubecl_core::{Compiler, CubeKernel};
 use cubecl_llvm::nvptx::ptx_version::PtxVersion;
 use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
 use flash_attention_kernels::hopper::forward::{StrideCompilationArg, StridesCompilationArg};
+use flash_attention_kernels::hopper::gradient::ResultStridesCompilationArg;
 use flash_attention_kernels::hopper::ring::SpreadCompilationArg;
 use flash_attention_kernels::hopper::schedule::{Divisor, DivisorCompilationArg, Walk, WalkCompilationArg};
 use flash_attention_kernels::hopper::scores::FactorsCompilationArg;
-use flash_attention_kernels::hopper::{Blueprint, Rows, forward};
+use flash_attention_kernels::hopper::{Blueprint, Role, Rows, forward, gradient};
 use flash_attention_kernels::mask::{Band, BandCompilationArg};
 use flash_attention_kernels::tiling::{Device, element_type, plan_on};
-use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, Forward, HopperForward, HopperTile, Kernel};
+use flash_attention_kernels::{
+    AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradient, HopperForward, HopperTile, Kernel,
+};
 use std::collections::HashMap;
 use std::process::Command;
 use std::sync::Arc;
@@ -86,29 +89,97 @@ fn stride() -> StrideCompilationArg {
 }
 
 fn ptx(blueprint: Blueprint, band: Band) -> String {
-    let settings = KernelSettings::new(
-        *CubeDim::new_1d(blueprint.tile.units() as u32),
-        ExecutionMode::Unchecked,
-        AddressType::U32,
-    );
-    let kernel = forward::forward::Forward::new(
-        settings,
+    match blueprint.role {
+        Role::Forward => forward_ptx(blueprint, band),
+        Role::Dq => gradient_ptx(blueprint, band),
+        Role::DkDv { .. } => gradient_ptx(blueprint, band.transposed()),
+    }
+}
+
+fn settings(units: usize) -> KernelSettings {
+    KernelSettings::new(*CubeDim::new_1d(units as u32), ExecutionMode::Unchecked, AddressType::U32)
+}
+
+fn optional<T: LaunchArg<CompilationArg = TensorCompilationArg>>(is: bool) -> ComptimeOptionCompilationArg<T> {
+    if is { ComptimeOptionCompilationArg::Some(tensor()) } else { ComptimeOptionCompilationArg::None }
+}
+
+fn factors() -> FactorsCompilationArg {
+    FactorsCompilationArg { scale: (), softcap: (), inner: (), exponent: () }
+}
+
+fn band_arg(band: Band) -> BandCompilationArg {
+    BandCompilationArg {
+        seq_q: (),
+        seq_k: (),
+        lower: (),
+        upper: (),
+        bounded_below: band.bounded_below,
+        bounded_above: band.bounded_above,
+    }
+}
+
+fn walk() -> WalkCompilationArg {
+    WalkCompilationArg {
+        items: (),
+        blocks: (),
+        ahead: (),
+        heads: (),
+        of_section: divisor(),
+        section: divisor(),
+        last_section: divisor(),
+        num_heads_q: divisor(),
+        group_size: divisor(),
+        parts: divisor(),
+        batches: (),
+    }
+}
+
+fn types(blueprint: Blueprint) -> [ElemType; 2] {
+    [element_type(blueprint.dtype), ElemType::UInt(UIntKind::U8)]
+}
+
+fn gradient_ptx(blueprint: Blueprint, band: Band) -> String {
+    let width = if blueprint.transposed() { 1 } else { 2 };
+    compile(gradient::gradient::Gradient::new(
+        settings(blueprint.tile.units()),
         Arc::new(properties()),
         Arc::new(Default::default()),
         (),
         (),
         (),
         (),
-        if blueprint.mask.is_some() {
-            ComptimeOptionCompilationArg::Some(tensor())
-        } else {
-            ComptimeOptionCompilationArg::None
-        },
-        if blueprint.bias.is_some() {
-            ComptimeOptionCompilationArg::Some(tensor())
-        } else {
-            ComptimeOptionCompilationArg::None
-        },
+        (),
+        optional(blueprint.mask.is_some()),
+        optional(blueprint.bias.is_some()),
+        buffer(),
+        buffer(),
+        buffer(),
+        buffer(),
+        ResultStridesCompilationArg { dk: stride(), dv: stride() },
+        (),
+        factors(),
+        band_arg(band),
+        walk(),
+        SpreadCompilationArg { batch: (), head: () },
+        width,
+        width,
+        blueprint,
+        types(blueprint),
+    ))
+}
+
+fn forward_ptx(blueprint: Blueprint, band: Band) -> String {
+    compile(forward::forward::Forward::new(
+        settings(blueprint.tile.units()),
+        Arc::new(properties()),
+        Arc::new(Default::default()),
+        (),
+        (),
+        (),
+        (),
+        optional(blueprint.mask.is_some()),
+        optional(blueprint.bias.is_some()),
         buffer(),
         buffer(),
         buffer(),
@@ -116,34 +187,18 @@ fn ptx(blueprint: Blueprint, band: Band) -> String {
         buffer(),
         buffer(),
         StridesCompilationArg { q: stride(), k: stride(), v: stride(), o: stride(), lse: stride() },
-        FactorsCompilationArg { scale: (), softcap: (), inner: (), exponent: () },
-        BandCompilationArg {
-            seq_q: (),
-            seq_k: (),
-            lower: (),
-            upper: (),
-            bounded_below: band.bounded_below,
-            bounded_above: band.bounded_above,
-        },
-        WalkCompilationArg {
-            items: (),
-            blocks: (),
-            ahead: (),
-            heads: (),
-            of_section: divisor(),
-            section: divisor(),
-            last_section: divisor(),
-            num_heads_q: divisor(),
-            group_size: divisor(),
-            parts: divisor(),
-            batches: (),
-        },
+        factors(),
+        band_arg(band),
+        walk(),
         SpreadCompilationArg { batch: (), head: () },
         2,
         2,
         blueprint,
-        [element_type(blueprint.dtype), ElemType::UInt(UIntKind::U8)],
-    );
+        types(blueprint),
+    ))
+}
+
+fn compile(kernel: impl CubeKernel) -> String {
     let options = PlironOptions {
         arch: None,
         sm_arch: Some(SmArch::new(90, true)),
@@ -208,7 +263,8 @@ fn check(name: &str, problem: AttentionProblem) {
         tiles.tile = HopperTile { teams: n[0], warpgroups: n[1], tile_k: n[2], stages: n[3], turns: n[4] != 0 };
     }
     let rows = |shape: Option<[usize; 4]>| shape.map(|shape| if shape[2] == 1 { Rows::Same } else { Rows::Each });
-    let blueprint = Blueprint {
+    let mut blueprint = Blueprint {
+        role: Role::Forward,
         tile: tiles.tile,
         dtype: problem.dtype,
         head_dim: problem.head_dim,
@@ -219,6 +275,30 @@ fn check(name: &str, problem: AttentionProblem) {
         partial: tiles.parts > 1,
     };
     look_at(name, blueprint, &problem);
+    let BackwardTiles { dq: Gradient::Hopper(dq), dkdv: Gradient::Hopper(dkdv), dkdv_together, .. } = plan.backward
+    else {
+        panic!("{plan}")
+    };
+    let dkdv_roles = if dkdv_together { vec![(true, true)] } else { vec![(true, false), (false, true)] };
+    let mut gradients = vec![("dq", Role::Dq, dq.tile)];
+    gradients.extend(dkdv_roles.into_iter().map(|(dk, dv)| {
+        (["", "dv", "dk", "dkdv"][usize::from(dk) * 2 + usize::from(dv)], Role::DkDv { dk, dv }, dkdv.tile)
+    }));
+    blueprint.partial = false;
+    for (what, role, tile) in gradients {
+        // Other tiles can be looked at, too: DQ_KEYS/DQ_STAGES/DKDV_QUERIES/DKDV_STAGES.
+        let mut tile = tile;
+        if let Ok(asked) = std::env::var("HOPPER_GRADIENT_TILE") {
+            let n: Vec<usize> = asked.split('/').map(|n| n.parse().unwrap()).collect();
+            let n = if role == Role::Dq { &n[..2] } else { &n[2..] };
+            (tile.tile_k, tile.stages) = (n[0], n[1]);
+        }
+        look_at(&format!("{name}_{what}"), Blueprint { role, tile, ..blueprint }, &problem);
+        if blueprint.bias == Some(Rows::Each) {
+            let tiled = Blueprint { role, tile, bias: Some(Rows::Tiled), ..blueprint };
+            look_at(&format!("{name}_{what}_tiled"), tiled, &problem);
+        }
+    }
     if blueprint.bias == Some(Rows::Each) {
         look_at(&format!("{name}_tiled"), Blueprint { bias: Some(Rows::Tiled), ..blueprint }, &problem);
     }
@@ -233,7 +313,8 @@ fn look_at(name: &str, blueprint: Blueprint, problem: &AttentionProblem) {
         std::fs::write(format!("{directory}/{name}.ptx"), &ptx).unwrap();
     }
     let ty = if problem.dtype == Dtype::BF16 { "bf16" } else { "f16" };
-    for n in [blueprint.tile.tile_k, blueprint.columns()] {
+    let sums = if blueprint.differentiates() { blueprint.columns_dk() } else { blueprint.columns() };
+    for n in [blueprint.tile.tile_k, sums] {
         let product = format!("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ty}.{ty}");
         assert!(ptx.contains(&product), "{name}: no {product}");
     }
@@ -343,7 +424,18 @@ fn work_items_are_every_block_once() {
         let ahead = band.ahead(128, 128);
         let blocks = (seq_q as u32 + ahead).div_ceil(128);
         let walk = Walk::new(blocks, ahead, q[0] as u32, q[1] as u32, 1, section, parts);
-        let items: Vec<_> = (0..walk.items).map(|number| walk.item(number, &band, parts > 1, tile)).collect();
+        let blueprint = Blueprint {
+            role: Role::Forward,
+            tile,
+            dtype: Dtype::BF16,
+            head_dim: 64,
+            head_dim_v: 64,
+            capped: false,
+            mask: None,
+            bias: None,
+            partial: parts > 1,
+        };
+        let items: Vec<_> = (0..walk.items).map(|number| walk.item(number, 0, &band, blueprint)).collect();
         let (batches, heads) = (q[0] as u32, q[1] as u32);
         for of_section in items.chunks((walk.section.divisor * blocks * parts) as usize) {
             assert!(parts > 1 || of_section.is_sorted_by_key(|item| std::cmp::Reverse(item.steps)), "{walk:?}");

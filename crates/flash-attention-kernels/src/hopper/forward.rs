@@ -18,10 +18,10 @@
 
 use super::ops::*;
 use super::recompute::{is_finite, recompute_row};
-use super::ring::{Loader, Memory, Of, Place, Spread, load_q};
+use super::ring::{BLIND, Loader, Memory, Of, Place, Spread, load_next_q};
 use super::rows::*;
 use super::schedule::Walk;
-use super::scores::{Factors, finish, hide};
+use super::scores::{Factors, finish, hide, products};
 use super::{Blueprint, HopperTile, WARPGROUP_ROWS, WARPGROUP_UNITS};
 use crate::mask::Band;
 use crate::softmax::lse_bits_log2;
@@ -93,7 +93,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let tile = comptime!(blueprint.tile);
     let (tile_k, stages) = comptime!((tile.tile_k, tile.stages));
     let s_len = comptime!(tile_k / 2);
-    let o_len = comptime!(blueprint.columns() / 2);
+    let (columns, dtype) = comptime!((blueprint.columns(), blueprint.dtype));
+    let o_len = comptime!(columns / 2);
     let k_bytes = comptime!(blueprint.k_bytes());
     let fragments = comptime!(tile_k / 16);
     // Whether more is hidden than what lies past the last key.
@@ -128,7 +129,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
 
     // -- the first loads
     let mut loader = Loader::new(memory, walk, band, spread, team, warp, tile);
-    loader.fill(q, k, v, b, counter, blueprint);
+    loader.fill(q, q, k, v, b, counter, counter, blueprint);
     let mut steps = memory.item(0u32, Of::Steps);
     let of_warpgroup = warp % 4;
     // Named barrier 0 is that of all units.
@@ -151,7 +152,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
     take_turn(turn, warpgroup, tile);
     wgmma_fence();
-    qk(&mut s, q_tile, k_tiles, blueprint);
+    products(&mut s, q_tile, k_tiles, blueprint.head_dim, blueprint);
     wgmma_commit();
     pass_turn(turn, warpgroup, tile);
 
@@ -167,13 +168,13 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             mbarrier_arrive(memory.empty_k + k_place.stage * 8);
         }
         if steps == 1 {
-            load_next_q(q, &memory, nth, warp, blueprint);
+            load_next_q(q, q, &memory, nth, warp, blueprint);
         }
-        let tile_b = await_bias(&memory, &k_place, warpgroup, blueprint);
+        let tile_b = memory.await_bias(&k_place, warpgroup, blueprint);
         finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, tile_b, blueprint);
-        release_bias(&memory, &k_place, blueprint);
+        memory.release_bias(&k_place, blueprint);
         k_place.advance(stages);
-        let blind = memory.item(nth, Of::Blind) != 0;
+        let blind = memory.item(nth, Of::Flags) & BLIND != 0;
         if edges.lead > 0 || edges.tail == 0 || blind {
             hide(&mut s, &band, blind, first_row, k_start, tile_k);
         }
@@ -196,7 +197,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             take_turn(turn, warpgroup, tile);
             pin(&mut acc, o_len);
             wgmma_fence();
-            qk(&mut s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint);
+            products(&mut s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint.head_dim, blueprint);
             wgmma_commit();
             // Not waited for before S is on its way; the wait ends a stretch of products for the assembler.
             mbarrier_wait(memory.full_v + v_place.stage * 8, v_place.phase);
@@ -204,19 +205,19 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             pv(&mut acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), u32::cast_from(step > 1), blueprint);
             wgmma_commit();
             pass_turn(turn, warpgroup, tile);
-            loader.refill(q, k, v, b, counter, blueprint);
+            loader.refill(q, k, v, b, counter, counter, blueprint);
             wgmma_wait(1usize);
             pin(&mut s, s_len);
             if lane == 0 {
                 mbarrier_arrive(memory.empty_k + k_place.stage * 8);
             }
             if step + 1 == steps {
-                load_next_q(q, &memory, nth, warp, blueprint);
+                load_next_q(q, q, &memory, nth, warp, blueprint);
             }
 
-            let tile_b = await_bias(&memory, &k_place, warpgroup, blueprint);
+            let tile_b = memory.await_bias(&k_place, warpgroup, blueprint);
             finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, tile_b, blueprint);
-            release_bias(&memory, &k_place, blueprint);
+            memory.release_bias(&k_place, blueprint);
             k_place.advance(stages);
             // Only where there is a band can a tile after the first be at its edge; without a mask, a row that begins to see
             // does so there.
@@ -258,9 +259,9 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         wgmma_fence();
         pv(&mut acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), u32::cast_from(steps > 1), blueprint);
         wgmma_commit();
-        loader.refill(q, k, v, b, counter, blueprint);
+        loader.refill(q, k, v, b, counter, counter, blueprint);
         wgmma_fence();
-        qk(&mut s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint);
+        products(&mut s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint.head_dim, blueprint);
         wgmma_commit();
         pass_turn(turn, warpgroup, tile);
 
@@ -290,13 +291,13 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         v_place.advance(stages);
         let row0 = strides.o.at(out, head, row);
         let row1 = row0 + 8 * strides.o.row;
-        let (words0, words1) = (pack_row(&acc, 0usize, f0, blueprint), pack_row(&acc, 1usize, f1, blueprint));
+        let (words0, words1) = (pack_row(&acc, 0usize, f0, columns, dtype), pack_row(&acc, 1usize, f1, columns, dtype));
         if comptime!(blueprint.partial) {
-            store_row_f32(&acc, 0usize, f0, o, row0, live0, blueprint);
-            store_row_f32(&acc, 1usize, f1, o, row1, live1, blueprint);
+            store_row_f32(&acc, 0usize, f0, o, row0, live0, columns);
+            store_row_f32(&acc, 1usize, f1, o, row1, live1, columns);
         } else {
-            store_row(&words0, o, row0, live0, blueprint);
-            store_row(&words1, o, row1, live1, blueprint);
+            store_row(&words0, o, row0, live0, columns);
+            store_row(&words1, o, row1, live1, columns);
         }
         // Rows that these exponentials or products cannot give: out of range, or reached by what is hidden from them.
         let mut again0 = l0 == f32::INFINITY;
@@ -370,65 +371,6 @@ fn pass_turn(turn: u32, warpgroup: u32, #[comptime] tile: HopperTile) {
         let next = (warpgroup + 1) % comptime!(tile.warpgroups as u32);
         named_arrive(turn + next, comptime!(2 * WARPGROUP_UNITS as u32));
     }
-}
-
-/// Waits for a tile of a tiled bias, which has the place of that of K in its ring; returns where a warpgroup's part of it lies.
-#[cube]
-fn await_bias(memory: &Memory, place: &Place, warpgroup: u32, #[comptime] blueprint: Blueprint) -> u32 {
-    if comptime!(blueprint.tiled_bias()) {
-        mbarrier_wait(memory.full_b + place.stage * 8, place.phase);
-    }
-    let of_warpgroup = comptime!((blueprint.b_bytes() / blueprint.tile.warpgroups) as u32);
-    memory.b + place.stage * comptime!(blueprint.b_bytes() as u32) + warpgroup * of_warpgroup
-}
-
-/// Lets a tile of a tiled bias be overwritten.
-#[cube]
-fn release_bias(memory: &Memory, place: &Place, #[comptime] blueprint: Blueprint) {
-    if comptime!(blueprint.tiled_bias()) {
-        // All units of the warp have read it.
-        sync_plane();
-        let lane = UNIT_POS % 32;
-        if lane == 0 {
-            mbarrier_arrive(memory.empty_b + place.stage * 8);
-        }
-    }
-}
-
-/// Loads a warpgroup's Q of the item after the `nth`, once all its warps are past their last product with that one's.
-#[cube]
-fn load_next_q<E: Float>(
-    q: &TensorMap<E, Tiled>,
-    memory: &Memory,
-    nth: u32,
-    warp: u32,
-    #[comptime] blueprint: Blueprint,
-) {
-    let warpgroup = warp / 4;
-    let empty = memory.empty_q + warpgroup * 8;
-    let (lane, of_warpgroup) = (UNIT_POS % 32, warp % 4);
-    if lane == 0 {
-        mbarrier_arrive(empty);
-    }
-    // It becomes known when the last tile of K of this one is loaded, which has been.
-    memory.await_item(nth + 1);
-    if of_warpgroup == 0 && memory.item(nth + 1, Of::Steps) != 0 {
-        mbarrier_wait(empty, nth % 2);
-        load_q(q, memory, nth + 1, warpgroup, blueprint);
-    }
-}
-
-/// Issues `S = Q Kᵀ`.
-#[cube]
-fn qk(s: &mut Array<f32>, q: u64, k: u64, #[comptime] blueprint: Blueprint) {
-    let tile_k = comptime!(blueprint.tile.tile_k);
-    // 16 columns are 32 bytes of a panel's lines; a panel of Q has 64 lines, one of K as many as keys.
-    let steps = comptime!(
-        (0..blueprint.head_dim.div_ceil(16))
-            .map(|i| [WARPGROUP_ROWS, tile_k].map(|lines| i % 4 * 2 + i / 4 * lines * 8))
-            .collect::<Vec<_>>()
-    );
-    mma_shared(s, q, k, steps, tile_k, blueprint.dtype);
 }
 
 /// Issues `O += P V`, or `O = P V` if not `adds`.

@@ -2,12 +2,15 @@
 //! asynchronous barriers.
 //!
 //! ```text
-//! forward   the kernel                               ring      stages of shared memory and who fills them when
-//! rows      softmax on an accumulator's rows         schedule  which team computes which block of queries, in which order
-//! scores    softcap, bias, mask, band, on registers  copy      tensors that TMA cannot read, packed
-//! ops       operations that CubeCL has no name for   recompute rows that tiles of products cannot give
-//! merge     parts of the keys, put together
+//! forward   O and the log-sum-exp                    ring      stages of shared memory and who fills them when
+//! gradient  dq; dk and dv                            schedule  which team computes which block of rows, in which order
+//! rows      softmax on an accumulator's rows         copy      tensors that TMA cannot read, packed
+//! scores    softcap, bias, mask, band, on registers  recompute rows that tiles of products cannot give
+//! delta     what gradients need of each query        merge     parts of the keys, put together
+//! ops       operations that CubeCL has no name for
 //! ```
+//!
+//! Each kernel keeps blocks of rows of one or two tensors, and tiles of two others stream by ([`Role`]).
 //!
 //! CubeCL assembles what it compiles as relocatable code, which shapes these kernels: `setmaxnreg` is ignored there, so
 //! there is no warpgroup that only loads, and one external call (an exact division is enough) serialises every product.
@@ -17,7 +20,11 @@
 #[cfg(feature = "cuda")]
 pub mod copy;
 #[cfg(feature = "cuda")]
+pub mod delta;
+#[cfg(feature = "cuda")]
 pub mod forward;
+#[cfg(feature = "cuda")]
+pub mod gradient;
 #[cfg(feature = "cuda")]
 pub mod merge;
 #[cfg(feature = "cuda")]
@@ -43,12 +50,15 @@ pub const WARPGROUP_UNITS: usize = 128;
 /// Columns of a panel: 128 bytes, what the swizzle works on.
 pub const PANEL: usize = 64;
 
+/// Rows of lse and delta come by as many: they lie in scratch with what a head's last ones lack added.
+pub const STATS_ROWS: u32 = 128;
+
 /// Work items that are kept in shared memory: more than loads run ahead of the products (one for each stage, and one).
 pub const SLOTS: usize = 8;
 /// Words of shared memory for a kept item, and for each of the three cursors.
 pub const WORDS: usize = 8;
 
-/// Tiles of the forward.
+/// Tiles. What is said of queries and keys is the other way round in the kernel of `dk` and `dv`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct HopperTile {
     /// Teams of a cube. Each works for itself, in shared memory of its own.
@@ -75,9 +85,34 @@ impl HopperTile {
     }
 }
 
-/// What the forward is specialised for.
+/// What a kernel computes. Everything here is named after the forward; gradients put other tensors in the same places.
+///
+/// ```text
+///          blocks of    rows kept (`q`, `d`)    tiles that stream by (`k`, `v`)    computes
+/// Forward  queries      Q                       K, V                               O = softmax(Q Kᵀ) V
+/// Dq       queries      Q, dO                   K, V                               dQ = dS K
+/// DkDv     keys         K, V                    Q, dO, with their lse and delta    dK = dSᵀ Q, dV = Pᵀ dO
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub enum Role {
+    /// The output and its log-sum-exp.
+    Forward,
+    /// The gradient of the queries.
+    Dq,
+    /// Those of keys and values: `S` and `dP` come transposed, and the band is [transposed](crate::mask::Band::transposed()).
+    DkDv {
+        /// Whether that of the keys is wanted.
+        dk: bool,
+        /// Whether that of the values is wanted.
+        dv: bool,
+    },
+}
+
+/// What a kernel is specialised for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Blueprint {
+    /// What is computed.
+    pub role: Role,
     /// Tiles.
     pub tile: HopperTile,
     /// f16 or bf16.
@@ -118,9 +153,29 @@ impl Blueprint {
         self.head_dim_v.div_ceil(PANEL)
     }
 
-    /// Columns of the accumulator of O: `n` of its products, a multiple of 8.
+    /// Columns of the accumulator of O or dV: `n` of its products, a multiple of 8.
     pub fn columns(&self) -> usize {
         self.head_dim_v.next_multiple_of(8)
+    }
+
+    /// Columns of the accumulator of dQ or dK.
+    pub fn columns_dk(&self) -> usize {
+        self.head_dim.next_multiple_of(8)
+    }
+
+    /// Whether keys are rows and queries columns.
+    pub fn transposed(&self) -> bool {
+        matches!(self.role, Role::DkDv { .. })
+    }
+
+    /// Whether `dS` is computed, and the accumulator of dQ or dK.
+    pub fn differentiates(&self) -> bool {
+        matches!(self.role, Role::Dq | Role::DkDv { dk: true, .. })
+    }
+
+    /// Whether `P` multiplies, and there is an accumulator of dV.
+    pub fn sums_values(&self) -> bool {
+        matches!(self.role, Role::DkDv { dv: true, .. })
     }
 
     /// Bytes of a tile of K.
@@ -143,10 +198,17 @@ impl Blueprint {
         self.tile.tile_k.div_ceil(PANEL)
     }
 
-    /// Bytes of a tile of the bias, for all queries of a team: panels of a warpgroup's 64 rows each.
+    /// Bytes of a tile of the bias, for all rows of a team: panels of a warpgroup's 64 rows each, or, transposed, a panel for
+    /// each warpgroup.
     pub fn b_bytes(&self) -> usize {
-        let bytes = self.tile.tile_q() * self.panels_b() * PANEL * self.dtype.size();
+        let panels = if self.transposed() { self.tile.tile_k } else { WARPGROUP_ROWS * self.panels_b() };
+        let bytes = self.tile.warpgroups * panels * PANEL * self.dtype.size();
         if self.tiled_bias() { bytes } else { 0 }
+    }
+
+    /// Bytes of a tile's log-sum-exp or delta, where they come to shared memory.
+    pub fn stats_bytes(&self) -> usize {
+        if self.transposed() { self.tile.tile_k * size_of::<f32>() } else { 0 }
     }
 
     /// Bytes of a warpgroup's rows of Q.
@@ -154,13 +216,18 @@ impl Blueprint {
         WARPGROUP_ROWS * self.panels() * PANEL * self.dtype.size()
     }
 
+    /// Bytes of a warpgroup's rows of dO.
+    pub fn d_bytes(&self) -> usize {
+        if self.differentiates() { WARPGROUP_ROWS * self.panels_v() * PANEL * self.dtype.size() } else { 0 }
+    }
+
     /// Bytes of shared memory: for each team Q, the rings of K, V and perhaps the bias, barriers.
     ///
     /// ```
-    /// # use flash_attention_kernels::{Dtype, hopper::{Blueprint, HopperTile}};
+    /// # use flash_attention_kernels::{Dtype, hopper::{Blueprint, HopperTile, Role}};
     /// let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: true };
     /// let blueprint = Blueprint {
-    ///     tile, dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
+    ///     role: Role::Forward, tile, dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
     ///     capped: false, mask: None, bias: None, partial: false,
     /// };
     /// assert!(blueprint.shared_memory() <= 227 << 10);
@@ -172,8 +239,8 @@ impl Blueprint {
     /// Bytes of a team, a multiple of 1,024, to which swizzled tiles are aligned.
     pub fn team_memory(&self) -> usize {
         let barriers = 2 * self.tile.warpgroups + 6 * self.tile.stages + SLOTS;
-        let stage = self.k_bytes() + self.v_bytes() + self.b_bytes();
-        let tiles = self.tile.warpgroups * self.q_bytes() + self.tile.stages * stage;
+        let stage = self.k_bytes() + self.v_bytes() + self.b_bytes() + 2 * self.stats_bytes();
+        let tiles = self.tile.warpgroups * (self.q_bytes() + self.d_bytes()) + self.tile.stages * stage;
         (tiles + 8 * barriers + 4 * WORDS * (SLOTS + 3)).next_multiple_of(1024)
     }
 

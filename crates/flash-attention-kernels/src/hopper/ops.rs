@@ -317,6 +317,25 @@ pub fn tma_load<E: CubePrimitive>(
     })
 }
 
+/// One unit of the warp loads `bytes` bytes from element `from` of `source` on to a shared address; they count at `barrier`. All
+/// are multiples of 16 bytes. The whole warp must call it.
+#[cube]
+pub fn bulk_load(source: &[u32], from: usize, #[comptime] bytes: usize, to: u32, barrier: u32) {
+    let element = &source[from..from + 1];
+    bulk_load_from(element, bytes, to, barrier);
+}
+
+#[cube]
+fn bulk_load_from(element: &[u32], #[comptime] bytes: usize, to: u32, barrier: u32) {
+    intrinsic!(|scope| {
+        let from = unsafe { *element.__expand_as_ptr_method(scope) }.value(scope);
+        let args = vec![to.read_value(scope), from, barrier.read_value(scope)];
+        let template =
+            format!("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {bytes}, [$2];");
+        effect(scope, &elected(&template), "r,l,r,~{memory}", args)
+    })
+}
+
 /// One unit of the warp asks for the box of `map` at `(batch, head, row, column)` to be brought to the second-level cache. The
 /// whole warp must call it.
 #[cube]
@@ -364,14 +383,26 @@ pub fn load_shared(at: u32) -> u32 {
     })
 }
 
-/// Four 8 x 8 tiles of 16 bits from shared memory. Of the `n`-th tile, unit `8 n + i` gives the address of row `i`, 16 bytes;
-/// each unit `u` gets columns `2 (u % 4)` and the next of row `u / 4` of each tile, as an accumulator's registers lie.
+/// Two f32 of shared memory.
 #[cube]
-pub fn load_tiles(at: u32) -> Sequence<u32> {
+pub fn load_shared_pair(at: u32) -> Sequence<f32> {
+    intrinsic!(|scope| {
+        let (ty, at) = (f32::__expand_as_type(scope), at.read_value(scope));
+        let template = "ld.shared.v2.f32 {$0, $1}, [$2];";
+        sequence(scope, effect_values(scope, ty, 2, template, "=f,=f,r,~{memory}", vec![at]))
+    })
+}
+
+/// Four 8 x 8 tiles of 16 bits from shared memory. Of the `n`-th tile, unit `8 n + i` gives the address of row `i`, 16 bytes;
+/// each unit `u` gets columns `2 (u % 4)` and the next of row `u / 4` of each tile, as an accumulator's registers lie; if
+/// `transposed`, rows and columns change places.
+#[cube]
+pub fn load_tiles(at: u32, #[comptime] transposed: bool) -> Sequence<u32> {
     intrinsic!(|scope| {
         let (ty, at) = (u32::__expand_as_type(scope), at.read_value(scope));
-        let template = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];";
-        sequence(scope, effect_values(scope, ty, 4, template, "=r,=r,=r,=r,r,~{memory}", vec![at]))
+        let transposed = if transposed { ".trans" } else { "" };
+        let template = format!("ldmatrix.sync.aligned.m8n8.x4{transposed}.shared.b16 {{$0, $1, $2, $3}}, [$4];");
+        sequence(scope, effect_values(scope, ty, 4, &template, "=r,=r,=r,=r,r,~{memory}", vec![at]))
     })
 }
 

@@ -6,7 +6,7 @@
 
 use super::ops::*;
 use super::schedule::{Item, Walk};
-use super::{Blueprint, HopperTile, PANEL, SLOTS, WARPGROUP_ROWS, WARPGROUP_UNITS, WORDS};
+use super::{Blueprint, HopperTile, PANEL, Role, SLOTS, STATS_ROWS, WARPGROUP_ROWS, WARPGROUP_UNITS, WORDS};
 use crate::mask::Band;
 use cubecl::prelude::*;
 
@@ -25,11 +25,18 @@ pub enum Of {
     Head,
     /// First query.
     QStart,
-    /// 1 where there is nothing to see: the one tile must be hidden.
-    Blind,
+    /// [`BLIND`], [`CONTINUED`], [`CONTINUES`].
+    Flags,
     /// Batch of the results.
     BatchOut,
 }
+
+/// There is nothing to see: the one tile must be hidden.
+pub const BLIND: u32 = 1;
+/// It adds to what the item before has computed, of the same block: with another query head of its group.
+pub const CONTINUED: u32 = 2;
+/// The next one adds to it.
+pub const CONTINUES: u32 = 4;
 
 /// Where words of a cursor lie.
 #[derive(Clone, Copy)]
@@ -48,6 +55,8 @@ enum To {
     Phase,
     /// How many items have been entered.
     Nth,
+    /// The number of the next item in its group.
+    OfGroup,
 }
 
 /// No item is left.
@@ -123,6 +132,12 @@ impl Place {
             self.phase ^= 1;
         }
     }
+
+    /// The one after this.
+    pub fn next(&self, #[comptime] stages: usize) -> Place {
+        let wraps = self.stage + 1 == comptime!(stages as u32);
+        Place { stage: select(wraps, 0u32, self.stage + 1), phase: self.phase ^ u32::cast_from(wraps) }
+    }
 }
 
 /// Where things lie in shared memory, as addresses.
@@ -131,12 +146,17 @@ impl Place {
 pub struct Memory {
     /// Rows of Q, one tile for each warpgroup.
     pub q: u32,
+    /// Those of dO.
+    pub d: u32,
     /// Tiles of K.
     pub k: u32,
     /// Tiles of V.
     pub v: u32,
     /// Tiles of the bias.
     pub b: u32,
+    /// The log-sum-exp and delta of streamed tiles.
+    pub lse: u32,
+    pub delta: u32,
     /// Barriers of Q, K, V and the bias that complete when bytes have come.
     pub full_q: u32,
     pub full_k: u32,
@@ -162,10 +182,13 @@ impl Memory {
         let stages = comptime!(blueprint.tile.stages as u32);
         let warpgroups = comptime!(blueprint.tile.warpgroups as u32);
         let q = base;
-        let k = q + comptime!(warpgroups * blueprint.q_bytes() as u32);
+        let d = q + comptime!(warpgroups * blueprint.q_bytes() as u32);
+        let k = d + comptime!(warpgroups * blueprint.d_bytes() as u32);
         let v = k + comptime!(stages * blueprint.k_bytes() as u32);
         let b = v + comptime!(stages * blueprint.v_bytes() as u32);
-        let full_q = b + comptime!(stages * blueprint.b_bytes() as u32);
+        let lse = b + comptime!(stages * blueprint.b_bytes() as u32);
+        let delta = lse + comptime!(stages * blueprint.stats_bytes() as u32);
+        let full_q = delta + comptime!(stages * blueprint.stats_bytes() as u32);
         let empty_q = full_q + comptime!(8 * warpgroups);
         let full_k = empty_q + comptime!(8 * warpgroups);
         let full_v = full_k + comptime!(8 * stages);
@@ -204,7 +227,26 @@ impl Memory {
             sync_async_proxy_shared();
         }
         sync_cube();
-        Memory { q, k, v, b, full_q, full_k, full_v, full_b, empty_q, empty_k, empty_v, empty_b, known, slots, cursors }
+        Memory {
+            q,
+            d,
+            k,
+            v,
+            b,
+            lse,
+            delta,
+            full_q,
+            full_k,
+            full_v,
+            full_b,
+            empty_q,
+            empty_k,
+            empty_v,
+            empty_b,
+            known,
+            slots,
+            cursors,
+        }
     }
 
     /// Waits until the `nth` item of this team is known.
@@ -219,7 +261,7 @@ impl Memory {
         )
     }
 
-    fn write_item(&self, nth: u32, item: &Item) {
+    fn write_item(&self, nth: u32, item: &Item, flags: u32) {
         let at = self.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
         store_shared(at + comptime!(4 * Of::KLast as u32), item.k_last);
         store_shared(at + comptime!(4 * Of::Steps as u32), item.steps);
@@ -227,8 +269,30 @@ impl Memory {
         store_shared(at + comptime!(4 * Of::Batch as u32), item.batch);
         store_shared(at + comptime!(4 * Of::Head as u32), item.head);
         store_shared(at + comptime!(4 * Of::QStart as u32), item.q_start);
-        store_shared(at + comptime!(4 * Of::Blind as u32), u32::cast_from(item.blind));
+        store_shared(at + comptime!(4 * Of::Flags as u32), u32::cast_from(item.blind) | flags);
         store_shared(at + comptime!(4 * Of::BatchOut as u32), item.batch_out);
+    }
+
+    /// Waits for a tile of a tiled bias, which has the place of that of K in its ring; returns where a warpgroup's part of it
+    /// lies.
+    pub fn await_bias(&self, place: &Place, warpgroup: u32, #[comptime] blueprint: Blueprint) -> u32 {
+        if comptime!(blueprint.tiled_bias()) {
+            mbarrier_wait(self.full_b + place.stage * 8, place.phase);
+        }
+        let of_warpgroup = comptime!((blueprint.b_bytes() / blueprint.tile.warpgroups) as u32);
+        self.b + place.stage * comptime!(blueprint.b_bytes() as u32) + warpgroup * of_warpgroup
+    }
+
+    /// Lets a tile of a tiled bias be overwritten.
+    pub fn release_bias(&self, place: &Place, #[comptime] blueprint: Blueprint) {
+        if comptime!(blueprint.tiled_bias()) {
+            // All units of the warp have read it.
+            sync_plane();
+            let lane = UNIT_POS % 32;
+            if lane == 0 {
+                mbarrier_arrive(self.empty_b + place.stage * 8);
+            }
+        }
     }
 
     /// The first stage of a ring, and its barriers `full` and `empty`.
@@ -277,59 +341,64 @@ impl Loader {
         Loader { memory, walk, band, spread, warp, ahead: number }
     }
 
-    /// The first loads: all stages. Cursors enter an item the first time.
+    /// The first loads: all stages. Cursors enter an item the first time. `stats`: lse and delta of each query, where they come
+    /// with its tiles.
     pub fn fill<E: CubePrimitive>(
         &mut self,
         q: &TensorMap<E, Tiled>,
+        d: &TensorMap<E, Tiled>,
         k: &TensorMap<E, Tiled>,
         v: &TensorMap<E, Tiled>,
         b: &TensorMap<E, Tiled>,
+        stats: &[u32],
         counter: &[u32],
         #[comptime] blueprint: Blueprint,
     ) {
         let stages = comptime!(blueprint.tile.stages);
         if self.warp == comptime!(Ring::K.warp()) {
             for _ in 0..stages + 1 {
-                self.load(q, k, counter, Ring::K, blueprint);
+                self.load(q, k, stats, counter, Ring::K, blueprint);
             }
         }
         if self.warp == comptime!(Ring::V.warp()) {
-            // V is wanted a step after K.
-            for _ in 0..stages {
-                self.load(q, v, counter, Ring::V, blueprint);
+            // In the forward, V is wanted a step after K.
+            for _ in 0..comptime!(if blueprint.role == Role::Forward { stages } else { stages + 1 }) {
+                self.load(q, v, stats, counter, Ring::V, blueprint);
             }
         }
         if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Ring::Bias.warp()) {
             for _ in 0..stages + 1 {
-                self.load(q, b, counter, Ring::Bias, blueprint);
+                self.load(q, b, stats, counter, Ring::Bias, blueprint);
             }
         }
         self.memory.await_item(0u32);
         // By a warp that loads nothing else now: what is asked for last comes last, after the stages of all multiprocessors.
         let (warpgroup, of_warpgroup) = (self.warp / 4, self.warp % 4);
         if of_warpgroup == 2 && self.memory.item(0u32, Of::Steps) != 0 {
-            load_q(q, &self.memory, 0u32, warpgroup, blueprint);
+            load_q(q, d, &self.memory, 0u32, warpgroup, blueprint);
         }
     }
 
-    /// Fills the stages that the step before has freed: once in each step that multiplies both K and V.
+    /// Fills the stages that the step before has freed: in the forward once in each step that multiplies both K and V, else in
+    /// each but the very first.
     pub fn refill<E: CubePrimitive>(
         &mut self,
         q: &TensorMap<E, Tiled>,
         k: &TensorMap<E, Tiled>,
         v: &TensorMap<E, Tiled>,
         b: &TensorMap<E, Tiled>,
+        stats: &[u32],
         counter: &[u32],
         #[comptime] blueprint: Blueprint,
     ) {
         if self.warp == comptime!(Ring::K.warp()) {
-            self.load(q, k, counter, Ring::K, blueprint);
+            self.load(q, k, stats, counter, Ring::K, blueprint);
         }
         if self.warp == comptime!(Ring::V.warp()) {
-            self.load(q, v, counter, Ring::V, blueprint);
+            self.load(q, v, stats, counter, Ring::V, blueprint);
         }
         if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Ring::Bias.warp()) {
-            self.load(q, b, counter, Ring::Bias, blueprint);
+            self.load(q, b, stats, counter, Ring::Bias, blueprint);
         }
     }
 
@@ -345,8 +414,16 @@ impl Loader {
         if comptime!(ring == Ring::K) {
             let number = plane_broadcast(self.ahead, 0u32);
             if number < self.walk.items {
-                let item = self.walk.item(number, &self.band, blueprint.partial, blueprint.tile);
-                self.memory.write_item(nth, &item);
+                let mut of_group = 0u32;
+                let mut flags = 0u32;
+                if comptime!(blueprint.transposed()) {
+                    of_group = self.memory.cursor(ring, To::OfGroup);
+                    let last = of_group + 1 == self.walk.group_size.divisor;
+                    flags = select(of_group == 0, 0u32, CONTINUED) | select(last, 0u32, CONTINUES);
+                    self.memory.set_cursor(ring, To::OfGroup, select(last, 0u32, of_group + 1));
+                }
+                let item = self.walk.item(number, of_group, &self.band, blueprint);
+                self.memory.write_item(nth, &item, flags);
                 // There is room for one Q only, but it need not come from far then.
                 #[unroll]
                 for tile in 0..comptime!(blueprint.tile.warpgroups as u32) {
@@ -392,6 +469,7 @@ impl Loader {
         &mut self,
         q: &TensorMap<E, Tiled>,
         map: &TensorMap<E, Tiled>,
+        stats: &[u32],
         counter: &[u32],
         #[comptime] ring: Ring,
         #[comptime] blueprint: Blueprint,
@@ -410,8 +488,23 @@ impl Loader {
                 let full = full + place.stage * 8;
                 // A stage's first load waits for the phase before the first, which counts as over.
                 mbarrier_wait(empty + place.stage * 8, place.phase ^ 1);
-                mbarrier_expect(full, bytes);
-                if comptime!(ring == Ring::Bias) {
+                let with_stats = comptime!(ring != Ring::Bias && blueprint.transposed());
+                let stats_bytes = comptime!(if with_stats { blueprint.stats_bytes() as u32 } else { 0 });
+                mbarrier_expect(full, comptime!(bytes + stats_bytes));
+                if comptime!(with_stats) {
+                    let to = if comptime!(ring == Ring::K) { self.memory.lse } else { self.memory.delta };
+                    let from = self.stats_at(batch, head, k_start, comptime!(ring == Ring::V));
+                    bulk_load(stats, from, blueprint.stats_bytes(), to + place.stage * stats_bytes, full);
+                }
+                if comptime!(ring == Ring::Bias && blueprint.transposed()) {
+                    // A panel of keys for each warpgroup.
+                    let first_key = self.memory.item(self.memory.cursor(ring, To::Nth) - 1, Of::QStart);
+                    #[unroll]
+                    for panel in 0..comptime!(blueprint.tile.warpgroups as u32) {
+                        let at = to + comptime!(panel * bytes / blueprint.tile.warpgroups as u32);
+                        tma_load(map, at, full, batch, head, k_start, first_key + comptime!(panel * PANEL as u32));
+                    }
+                } else if comptime!(ring == Ring::Bias) {
                     let first_row = self.memory.item(self.memory.cursor(ring, To::Nth) - 1, Of::QStart);
                     let panels = comptime!(blueprint.panels_b() as u32);
                     let panel_bytes = comptime!(bytes / (panels * blueprint.tile.warpgroups as u32));
@@ -445,16 +538,39 @@ impl Loader {
             self.memory.set_cursor(ring, To::Left, left);
             // As late as the answer still comes in time: who takes an item early may be busy for long before it.
             if comptime!(ring == Ring::K) && left == 1 {
-                self.ahead = self.walk.next(counter, blueprint.tile);
+                if comptime!(!blueprint.transposed()) {
+                    self.ahead = self.walk.next(counter, blueprint.tile);
+                } else if self.memory.cursor(ring, To::OfGroup) == 0 {
+                    self.ahead = self.walk.next(counter, blueprint.tile);
+                }
             }
         }
     }
+
+    /// Where the log-sum-exp of a row of queries is, or delta.
+    fn stats_at(&self, batch: u32, head: u32, row: u32, #[comptime] delta: bool) -> usize {
+        // Transposed, what the band calls keys are queries.
+        let rows = stats_rows(self.band.seq_k) as usize;
+        let heads = (self.walk.num_heads_q.divisor * self.walk.group_size.divisor) as usize;
+        let mut first = batch as usize * heads + head as usize;
+        if comptime!(delta) {
+            first += self.walk.batches as usize * heads;
+        }
+        first * rows + row as usize
+    }
 }
 
-/// Loads a warpgroup's rows of Q of the `nth` item. By one warp of it.
+/// Rows of lse and delta of a head with this many queries: whole tiles of them.
+#[cube]
+pub fn stats_rows(seq_q: u32) -> u32 {
+    seq_q.div_ceil(STATS_ROWS) * STATS_ROWS
+}
+
+/// Loads a warpgroup's rows of Q of the `nth` item, and of dO. By one warp of it.
 #[cube]
 pub fn load_q<E: CubePrimitive>(
     map: &TensorMap<E, Tiled>,
+    d_map: &TensorMap<E, Tiled>,
     memory: &Memory,
     nth: u32,
     warpgroup: u32,
@@ -466,10 +582,45 @@ pub fn load_q<E: CubePrimitive>(
     let to = memory.q + warpgroup * bytes;
     let (batch, head) = (memory.item(nth, Of::Batch), memory.item(nth, Of::Head));
     let row = memory.item(nth, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
-    mbarrier_expect(full, bytes);
+    let d_bytes = comptime!(blueprint.d_bytes() as u32);
+    mbarrier_expect(full, comptime!(bytes + d_bytes));
     #[unroll]
     for panel in 0..panels {
         let at = to + comptime!(panel * bytes / panels);
         tma_load(map, at, full, batch, head, row, comptime!(panel * PANEL as u32).runtime());
+    }
+    if comptime!(d_bytes > 0) {
+        let panels = comptime!(blueprint.panels_v() as u32);
+        let to = memory.d + warpgroup * d_bytes;
+        #[unroll]
+        for panel in 0..panels {
+            let at = to + comptime!(panel * d_bytes / panels);
+            tma_load(d_map, at, full, batch, head, row, comptime!(panel * PANEL as u32).runtime());
+        }
+    }
+}
+
+/// Loads a warpgroup's Q of the item after the `nth`, and dO, once all its warps are past their last product with those of
+/// this one.
+#[cube]
+pub fn load_next_q<E: CubePrimitive>(
+    q: &TensorMap<E, Tiled>,
+    d: &TensorMap<E, Tiled>,
+    memory: &Memory,
+    nth: u32,
+    warp: u32,
+    #[comptime] blueprint: Blueprint,
+) {
+    let warpgroup = warp / 4;
+    let empty = memory.empty_q + warpgroup * 8;
+    let (lane, of_warpgroup) = (UNIT_POS % 32, warp % 4);
+    if lane == 0 {
+        mbarrier_arrive(empty);
+    }
+    // It becomes known when the last tile of K of this one is loaded, which has been.
+    memory.await_item(nth + 1);
+    if of_warpgroup == 0 && memory.item(nth + 1, Of::Steps) != 0 {
+        mbarrier_wait(empty, nth % 2);
+        load_q(q, d, memory, nth + 1, warpgroup, blueprint);
     }
 }

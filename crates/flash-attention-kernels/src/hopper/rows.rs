@@ -6,6 +6,7 @@
 
 use super::Blueprint;
 use super::ops::*;
+use crate::problem::Dtype;
 use crate::softmax::HIDDEN;
 use cubecl::prelude::*;
 
@@ -234,13 +235,19 @@ pub fn to_fragments(s: &Array<f32>, p: &mut Sequence<Array<u32>>, #[comptime] bl
 
 /// One of a unit's two rows of an accumulator, `factor` times, in 16 bits: a word for each eight of columns.
 #[cube]
-pub fn pack_row(o: &Array<f32>, #[comptime] row: usize, factor: f32, #[comptime] blueprint: Blueprint) -> Array<u32> {
-    let eights = comptime!(blueprint.columns() / 8);
+pub fn pack_row(
+    o: &Array<f32>,
+    #[comptime] row: usize,
+    factor: f32,
+    #[comptime] columns: usize,
+    #[comptime] dtype: Dtype,
+) -> Array<u32> {
+    let eights = comptime!(columns / 8);
     let mut words = Array::<u32>::new(eights);
     #[unroll]
     for i in 0..eights {
         let e = comptime!(4 * i + 2 * row);
-        words[i] = pack(o[e] * factor, o[e + 1] * factor, blueprint.dtype);
+        words[i] = pack(o[e] * factor, o[e + 1] * factor, dtype);
     }
     words
 }
@@ -253,14 +260,14 @@ pub fn store_row(
     out: &mut [Vector<u32, Const<2>>],
     at: usize,
     live: bool,
-    #[comptime] blueprint: Blueprint,
+    #[comptime] columns: usize,
 ) {
     let lane = UNIT_POS % 32;
     let odd = lane % 2 == 1;
     // Even units write what the pair holds of the first of two eights, odd ones of the second.
     let at = at + (lane % 2 * 2 + lane % 4 / 2) as usize;
     let to = &mut out[at..at + 1];
-    let eights = comptime!(blueprint.columns() / 8);
+    let eights = comptime!(columns / 8);
     #[unroll]
     for i in 0..comptime!(eights.div_ceil(2)) {
         let paired = comptime!(2 * i + 1 < eights);
@@ -283,12 +290,12 @@ pub fn store_row_f32(
     out: &mut [Vector<u32, Const<2>>],
     at: usize,
     live: bool,
-    #[comptime] blueprint: Blueprint,
+    #[comptime] columns: usize,
 ) {
     let at = at + (UNIT_POS % 4) as usize;
     let to = &mut out[at..at + 1];
     #[unroll]
-    for i in 0..comptime!(blueprint.columns() / 8) {
+    for i in 0..comptime!(columns / 8) {
         let e = comptime!(4 * i + 2 * row);
         store_pair(to, comptime!(4 * i), u32::reinterpret(o[e] * factor), u32::reinterpret(o[e + 1] * factor), live);
     }

@@ -1,16 +1,18 @@
-//! Which team computes which block of queries, and when.
+//! Which team computes which block of rows, and when.
 //!
 //! As many cubes as run at a time are started, of one team or more; each team computes one item after another. An item is
-//! a block of queries of a head, or, where there are too few of them, that with a part of its keys. Items are numbered so that
+//! a block of queries of a head, or, where there are too few of them, that with a part of its keys; transposed it is a block
+//! of keys, and what is said of queries and keys here is the other way round. Items are numbered so that
 //! - heads come in sections whose keys and values fit the second-level cache together, and
-//! - within a section the longest come first (of causal attention the last block of queries), heads taking turns.
+//! - within a section the longest come first (of causal attention the last block of queries, or the first one of keys), heads
+//!   taking turns.
 //!
 //! A team's first item is that of its own number. The others it takes from a common counter, so that whoever is done
 //! first takes the next.
 //! (FlashAttention-3, arXiv:2407.08608, section 3; longest first: Graham 1969.)
 
-use super::HopperTile;
 use super::ops::take_ticket;
+use super::{Blueprint, HopperTile};
 use crate::mask::Band;
 use cubecl::prelude::*;
 
@@ -100,7 +102,7 @@ pub struct Item {
     pub batch_out: u32,
     /// Query head.
     pub head: u32,
-    /// Key/value head.
+    /// Key/value head: that of the tiles that stream by.
     pub head_kv: u32,
     /// First query; of the first block it may be before query 0, a negative number in 32 bits.
     pub q_start: u32,
@@ -168,8 +170,10 @@ impl Walk {
         CUBE_COUNT as u32 * comptime!(tile.teams as u32) + take_ticket(counter, self.items - 1)
     }
 
-    /// The item of that number.
-    pub fn item(&self, number: u32, band: &Band, #[comptime] partial: bool, #[comptime] tile: HopperTile) -> Item {
+    /// The item of that number. Transposed, the heads are those of keys, and the item is one for each query head of the group:
+    /// `of_group` is that one's number in it.
+    pub fn item(&self, number: u32, of_group: u32, band: &Band, #[comptime] blueprint: Blueprint) -> Item {
+        let (partial, transposed, tile) = comptime!((blueprint.partial, blueprint.transposed(), blueprint.tile));
         let first_head = self.of_section.divide(number) * self.section.divisor;
         let within = self.of_section.modulo(number);
         let mut nth = self.section.divide(within);
@@ -185,7 +189,8 @@ impl Walk {
             nth = self.parts.divide(nth);
         }
         let (tile_q, tile_k) = comptime!((tile.tile_q() as u32, tile.tile_k as u32));
-        let q_start = (((self.blocks - 1 - nth) * tile_q) as i32 - self.ahead as i32) as u32;
+        let block = if comptime!(transposed) { nth } else { self.blocks - 1 - nth };
+        let q_start = ((block * tile_q) as i32 - self.ahead as i32) as u32;
 
         let seen = band.k_blocks(q_start, tile_q, tile_k);
         let (mut start, mut end) = (seen.start, seen.end);
@@ -198,7 +203,11 @@ impl Walk {
             batch,
             batch_out: part * self.batches + batch,
             head,
-            head_kv: self.group_size.divide(head),
+            head_kv: if comptime!(transposed) {
+                head * self.group_size.divisor + of_group
+            } else {
+                self.group_size.divide(head)
+            },
             q_start,
             k_last: (max(end, 1u32) - 1) * tile_k,
             steps: max(end - start, 1u32),

@@ -1,6 +1,6 @@
 //! From products in registers to scores: softcap, bias, mask; band. How registers hold a tile: [`rows`](super::rows).
 
-use super::ops::{ex2, load_tiles, reciprocal, unpack};
+use super::ops::{ex2, lg2, load_tiles, mma_shared, reciprocal, unpack};
 use super::ring::{Memory, Of};
 use super::{Blueprint, Rows, WARPGROUP_ROWS};
 use crate::mask::Band;
@@ -20,6 +20,19 @@ pub struct Factors {
     pub inner: f32,
     /// From a score to an exponent of 2.
     pub exponent: f32,
+}
+
+/// Issues the products of a warpgroup's rows `q` with a tile `k`, both this `wide`: `S = Q Kᵀ`.
+#[cube]
+pub fn products(s: &mut Array<f32>, q: u64, k: u64, #[comptime] wide: usize, #[comptime] blueprint: Blueprint) {
+    let tile_k = comptime!(blueprint.tile.tile_k);
+    // 16 columns are 32 bytes of a panel's lines; a panel of rows has 64 lines, one of a tile as many as it has keys.
+    let steps = comptime!(
+        (0..wide.div_ceil(16))
+            .map(|i| [WARPGROUP_ROWS, tile_k].map(|lines| i % 4 * 2 + i / 4 * lines * 8))
+            .collect::<Vec<_>>()
+    );
+    mma_shared(s, q, k, steps, tile_k, blueprint.dtype);
 }
 
 /// Turns a warpgroup's products of a tile, its first row and key given, into scores, ready for the softmax once multiplied
@@ -53,34 +66,94 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
             s[i] *= factors.scale;
         }
     }
-    if comptime!(blueprint.tiled_bias()) {
-        add_tile(s, factors, bias_tile, blueprint);
-    } else {
-        add_rows(s, band, bias, memory, nth, lane_row, lane_column, blueprint);
-    }
+    add_bias(s, factors, band, bias, memory, nth, first_row, k_start, bias_tile, blueprint);
     #[comptime]
     if let ComptimeOption::Some(mask) = mask {
-        let rows = comptime!(blueprint.mask.unwrap());
+        let once = comptime!(blueprint.mask == Some(Rows::Same) && !blueprint.transposed());
         let at = memory.item(nth, Of::Batch) as usize * mask.stride(0)
-            + memory.item(nth, Of::Head) as usize * mask.stride(1);
+            + query_head(memory, nth, blueprint) as usize * mask.stride(1);
         #[unroll]
-        for r in 0..comptime!(if rows == Rows::Same { 1usize } else { 2usize }) {
+        for r in 0..comptime!(if once { 1usize } else { 2usize }) {
             let row = band.query_within(lane_row + comptime!(8 * r as u32));
-            let at = at + row as usize * mask.stride(2);
+            let at = at + row as usize * mask.stride(comptime!(if blueprint.transposed() { 3 } else { 2 }));
             #[unroll]
             for i in 0..comptime!(tile_k / 8) {
-                let pair = pair_of::<M, NM>(mask, at, band, lane_column + comptime!(8 * i as u32));
+                let column = lane_column + comptime!(8 * i as u32);
+                let pair = pair_of::<M, NM>(mask, at, band, column, blueprint.mask, blueprint);
                 #[unroll]
                 for e in 0..2usize {
                     let hides = pair.extract(e) != M::from_int(0);
                     let n = comptime!(4 * i + 2 * r + e);
                     s[n] = select(hides, UNSEEN, s[n]);
-                    if comptime!(rows == Rows::Same) {
+                    if comptime!(once) {
                         s[n + 2] = select(hides, UNSEEN, s[n + 2]);
                     }
                 }
             }
         }
+    }
+}
+
+/// The query head of an item.
+#[cube]
+fn query_head(memory: &Memory, nth: u32, #[comptime] blueprint: Blueprint) -> u32 {
+    if comptime!(blueprint.transposed()) { memory.item(nth, Of::HeadKv) } else { memory.item(nth, Of::Head) }
+}
+
+/// Adds the bias, if there is one.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn add_bias<E: Float, NB: Size>(
+    s: &mut Array<f32>,
+    factors: &Factors,
+    band: &Band,
+    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
+    memory: &Memory,
+    nth: u32,
+    first_row: u32,
+    k_start: u32,
+    bias_tile: u32,
+    #[comptime] blueprint: Blueprint,
+) {
+    if comptime!(blueprint.tiled_bias()) {
+        add_tile(s, factors, bias_tile, blueprint);
+    } else {
+        add_rows(s, band, bias, memory, nth, row_of(first_row), column_of(k_start), blueprint);
+    }
+}
+
+/// Multiplies gradients `ds` of scores by the softcap's derivative `1 − tanh²`. The capped product is found in the probabilities
+/// `p = 2^(exponent · (capped + bias) − lse)`, for which alone there are registers. `lse`: of each of those.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn slope<E: Float, NB: Size>(
+    ds: &mut Array<f32>,
+    p: &Array<f32>,
+    lse: &Sequence<f32>,
+    factors: &Factors,
+    band: &Band,
+    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
+    memory: &Memory,
+    nth: u32,
+    first_row: u32,
+    k_start: u32,
+    bias_tile: u32,
+    #[comptime] blueprint: Blueprint,
+) {
+    let len = comptime!(blueprint.tile.tile_k / 2);
+    // bias − (capped + bias)
+    let mut t = Array::<f32>::new(len);
+    #[unroll]
+    for n in 0..len {
+        t[n] = -(lg2(max(p[n], f32::MIN_POSITIVE)) + *lse.index(n)) * comptime!(std::f32::consts::LN_2);
+    }
+    add_bias(&mut t, factors, band, bias, memory, nth, first_row, k_start, bias_tile, blueprint);
+    let per_cap = reciprocal(factors.softcap);
+    #[unroll]
+    for n in 0..len {
+        let tanh = t[n] * per_cap;
+        // Where nothing is seen, whatever the bias may be there.
+        ds[n] = select(p[n] == 0.0f32, 0.0f32, fma(-tanh, tanh, 1.0f32) * ds[n]);
     }
 }
 
@@ -100,21 +173,22 @@ fn add_rows<E: Float, NB: Size>(
     let tile_k = comptime!(blueprint.tile.tile_k);
     #[comptime]
     if let ComptimeOption::Some(bias) = bias {
-        let rows = comptime!(blueprint.bias.unwrap());
+        let once = comptime!(blueprint.bias == Some(Rows::Same) && !blueprint.transposed());
         let at = memory.item(nth, Of::Batch) as usize * bias.stride(0)
-            + memory.item(nth, Of::Head) as usize * bias.stride(1);
+            + query_head(memory, nth, blueprint) as usize * bias.stride(1);
         #[unroll]
-        for r in 0..comptime!(if rows == Rows::Same { 1usize } else { 2usize }) {
+        for r in 0..comptime!(if once { 1usize } else { 2usize }) {
             let row = band.query_within(lane_row + comptime!(8 * r as u32));
-            let at = at + row as usize * bias.stride(2);
+            let at = at + row as usize * bias.stride(comptime!(if blueprint.transposed() { 3 } else { 2 }));
             #[unroll]
             for i in 0..comptime!(tile_k / 8) {
-                let pair = pair_of::<E, NB>(bias, at, band, lane_column + comptime!(8 * i as u32));
+                let column = lane_column + comptime!(8 * i as u32);
+                let pair = pair_of::<E, NB>(bias, at, band, column, blueprint.bias, blueprint);
                 #[unroll]
                 for e in 0..2usize {
                     let value = f32::cast_from(pair.extract(e));
                     s[comptime!(4 * i + 2 * r + e)] += value;
-                    if comptime!(rows == Rows::Same) {
+                    if comptime!(once) {
                         s[comptime!(4 * i + 2 + e)] += value;
                     }
                 }
@@ -130,12 +204,20 @@ fn add_tile(s: &mut Array<f32>, factors: &Factors, tile: u32, #[comptime] bluepr
     // Of 16 rows and columns at a time: rows 0 to 7 and 8 to 15 of an eight, then of the next one. A line of a panel is 128
     // bytes, in which the swizzle exchanges vectors of 16 by the line's number.
     let lane = UNIT_POS % 32;
-    let row = UNIT_POS / 32 % 4 * 16 + lane / 8 % 2 * 8 + lane % 8;
-    let at = tile + row * 128 + ((lane / 16) ^ (lane % 8)) * 16;
+    let (of_warp, eight) = (UNIT_POS / 32 % 4, lane % 8);
+    // Transposed, lines are columns.
+    let line =
+        if comptime!(blueprint.transposed()) { lane / 16 * 8 + eight } else { of_warp * 16 + lane / 8 % 2 * 8 + eight };
+    let vector = if comptime!(blueprint.transposed()) { of_warp * 2 + lane / 8 % 2 } else { lane / 16 };
+    let at = tile + line * 128 + (vector ^ eight) * 16;
     #[unroll]
     for i in 0..comptime!(blueprint.tile.tile_k / 16) {
-        let panel = comptime!((i / 4 * WARPGROUP_ROWS * 128) as u32);
-        let words = load_tiles((at ^ comptime!((i % 4 * 32) as u32)) + panel);
+        let words = if comptime!(blueprint.transposed()) {
+            load_tiles(at + comptime!((i * 16 * 128) as u32), true)
+        } else {
+            let panel = comptime!((i / 4 * WARPGROUP_ROWS * 128) as u32);
+            load_tiles((at ^ comptime!((i % 4 * 32) as u32)) + panel, false)
+        };
         #[unroll]
         for word in 0..4usize {
             #[unroll]
@@ -219,13 +301,13 @@ pub fn exponent_of<E: Float, M: Numeric, NB: Size, NM: Size>(
     #[comptime]
     if let ComptimeOption::Some(bias) = bias {
         let at = batch * bias.stride(0) + head * bias.stride(1) + row as usize * bias.stride(2);
-        let pair = pair_of::<E, NB>(bias, at, band, even);
+        let pair = pair_of::<E, NB>(bias, at, band, even, blueprint.bias, blueprint);
         s += select(odd, f32::cast_from(pair.extract(1usize)), f32::cast_from(pair.extract(0usize)));
     }
     #[comptime]
     if let ComptimeOption::Some(mask) = mask {
         let at = batch * mask.stride(0) + head * mask.stride(1) + row as usize * mask.stride(2);
-        let pair = pair_of::<M, NM>(mask, at, band, even);
+        let pair = pair_of::<M, NM>(mask, at, band, even, blueprint.mask, blueprint);
         visible = select(odd, pair.extract(1usize), pair.extract(0usize)) == M::from_int(0);
     }
     Exponent { value: s * factors.exponent, visible }
@@ -238,31 +320,38 @@ fn capped(product: f32, factors: &Factors) -> f32 {
     fma(-2.0f32 * factors.softcap, reciprocal(1.0f32 + e2x), factors.softcap)
 }
 
-/// Two neighbouring elements of a row of a mask or bias: one read where rows allow vectors of two.
+/// Two neighbouring elements of a row of a mask or bias: one read where rows allow vectors of two. `rows`: whether they differ.
 #[cube]
 fn pair_of<T: Numeric, N: Size>(
     tensor: &&Tensor<Vector<T, N>>,
     row: usize,
     band: &Band,
     column: u32,
+    #[comptime] rows: Option<Rows>,
+    #[comptime] blueprint: Blueprint,
 ) -> Vector<T, Const<2>> {
     let width = tensor.vector_size();
-    if comptime!(width == 2) {
+    let mut pair = Vector::<T, Const<2>>::empty();
+    if comptime!(blueprint.transposed() && rows == Some(Rows::Same)) {
+        let read = tensor[row].extract(0usize);
+        #[unroll]
+        for e in 0..2usize {
+            pair.insert(e, read);
+        }
+    } else if comptime!(width == 2) {
         let first = band.key_within(column, 2u32);
         let read = tensor[(row + first as usize) / 2];
-        let mut pair = Vector::<T, Const<2>>::empty();
         #[unroll]
         for e in 0..2usize {
             pair.insert(e, read.extract(e));
         }
-        pair
     } else {
-        let mut pair = Vector::<T, Const<2>>::empty();
+        let along = comptime!(if blueprint.transposed() { 2 } else { 3 });
         #[unroll]
         for e in 0..2usize {
             let key = band.key_within(column + comptime!(e as u32), 1u32);
-            pair.insert(e, tensor[row + key as usize * tensor.stride(3)].extract(0usize));
+            pair.insert(e, tensor[row + key as usize * tensor.stride(along)].extract(0usize));
         }
-        pair
     }
+    pair
 }

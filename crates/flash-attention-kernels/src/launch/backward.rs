@@ -8,7 +8,7 @@ use crate::portable::tile::{TileShape, WIDTH};
 use crate::portable::{self, dbias, delta, nothing};
 use crate::problem::AttentionProblem;
 use crate::tensor::TensorView;
-use crate::tiling::{self, Device, Stage};
+use crate::tiling::{self, BackwardTiles, Device, Gradient, Stage};
 use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -71,29 +71,16 @@ pub fn backward_with(
     let call = Call::new(client, &device, problem, inputs)?;
     let tiles = match tiles {
         Some(tiles) => tiles,
-        None => {
-            let (tile, dkdv_together) = tiling::backward_tile(&device, problem)?;
-            BackwardTiles { dq: tile, dkdv: tile, dkdv_together }
-        }
+        None => tiling::choose_backward(&device, problem, None, &mut Vec::new())?,
     };
     call.backward(saved, gradients, scratch, tiles)
-}
-
-/// Tiles of the backward's kernels.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BackwardTiles {
-    /// Of `dq` and of the bias's gradient.
-    pub dq: TileShape,
-    /// Of `dk` and `dv`.
-    pub dkdv: TileShape,
-    /// Whether `dk` and `dv` come from one launch.
-    pub dkdv_together: bool,
 }
 
 /// Memory that the backward needs beside inputs, outputs and gradients; contents do not matter.
 #[derive(Clone, Debug)]
 pub struct Scratch {
-    /// `lse` and delta of each row, `[2, batch · num_heads_q · seq_q]`, f32.
+    /// `lse` and delta of each row, `[2, n]`, f32: `n` is `batch · num_heads_q · seq_q`, in half precision with `seq_q` rounded
+    /// up to a multiple of 128.
     pub stats: TensorView<2>,
     /// Sums that the gradient of a broadcast bias is folded from, `[batch, num_heads_q, seq_q or seq_k]`, f32.
     pub bias_sums: Option<TensorView<3>>,
@@ -102,7 +89,7 @@ pub struct Scratch {
 impl Scratch {
     /// Allocates what the problem needs.
     pub fn empty(client: &Client, problem: &AttentionProblem) -> Self {
-        let rows = problem.rows();
+        let rows = tiling::stats_rows(problem);
         let len = tiling::bias_sums_len(problem);
         let heads = problem.batch * problem.num_heads_q;
         let bias_sums = (len > 0).then(|| {
@@ -111,6 +98,14 @@ impl Scratch {
         });
         Scratch { stats: TensorView::contiguous(client.empty(8 * rows.max(1)), [2, rows]), bias_sums }
     }
+}
+
+/// Gradients that one launch for Hopper computes: `dq`, or one or both of the others.
+#[derive(Clone, Copy)]
+pub(super) struct HopperResults<'a> {
+    pub dq: Option<&'a TensorView>,
+    pub dk: Option<&'a TensorView>,
+    pub dv: Option<&'a TensorView>,
 }
 
 /// How the bias's gradient is launched.
@@ -152,7 +147,7 @@ impl Call<'_> {
                 output(self.device, argument, view, shape, size)?;
             }
         }
-        output(self.device, "stats", &scratch.stats, [2, p.rows()], 4)?;
+        output(self.device, "stats", &scratch.stats, [2, tiling::stats_rows(p)], 4)?;
         let sums = gradients.dbias.as_ref().and(scratch.bias_sums.as_ref());
         match (sums, tiling::bias_sums_len(p)) {
             (Some(sums), len) if len > 0 => {
@@ -191,45 +186,88 @@ impl Call<'_> {
         }
 
         // -- everything that can fail, before anything runs
-        for tile in [tiles.dq, tiles.dkdv] {
+        for tile in tiles.portables() {
             tiling::check_tile(self.device, p, &tile, Stage::Backward)?;
         }
         let (dk, dv) = (gradients.dk.as_ref(), gradients.dv.as_ref());
         let together = tiles.dkdv_together && dk.is_some() && dv.is_some();
         let delta = self.delta_grid()?;
-        let dq = match &gradients.dq {
-            Some(dq) => {
-                tiling::check_bindings(self.device, p, "dq", 6)?;
-                Some((dq, self.query_grid("dq", tiles.dq)?))
+        let mut hopper = Vec::new();
+        let mut dq = None;
+        if let Some(view) = &gradients.dq {
+            match tiles.dq {
+                Gradient::Hopper(tiles) => hopper.push((HopperResults { dq: Some(view), dk: None, dv: None }, tiles)),
+                Gradient::Portable(tile) => {
+                    tiling::check_bindings(self.device, p, "dq", 6)?;
+                    dq = Some((view, tile, self.query_grid("dq", tile)?));
+                }
             }
-            None => None,
-        };
+        }
         let mut dkdv = Vec::new();
         for (dk, dv) in if together { vec![(dk, dv)] } else { vec![(dk, None), (None, dv)] } {
-            if dk.is_some() || dv.is_some() {
-                tiling::check_bindings(self.device, p, "dkdv", if together { 7 } else { 6 })?;
-                dkdv.push((dk, dv, self.key_grid("dkdv", tiles.dkdv)?));
+            if dk.is_none() && dv.is_none() {
+                continue;
+            }
+            match tiles.dkdv {
+                Gradient::Hopper(tiles) => hopper.push((HopperResults { dq: None, dk, dv }, tiles)),
+                Gradient::Portable(tile) => {
+                    tiling::check_bindings(self.device, p, "dkdv", if together { 7 } else { 6 })?;
+                    dkdv.push((dk, dv, tile, self.key_grid("dkdv", tile)?));
+                }
             }
         }
         let dbias = match &gradients.dbias {
             Some(dbias) => {
                 tiling::check_bindings(self.device, p, "dbias", 6)?;
-                Some((dbias, self.dbias_grids(dbias, tiles.dq)?))
+                Some((dbias, self.dbias_grids(dbias, tiles.dbias)?))
             }
             None => None,
         };
+        self.check_hopper_backward(saved, &hopper)?;
 
-        self.delta(saved, scratch, delta, addresses);
-        if let Some((dq, grid)) = dq {
-            self.dq(saved, scratch, dq, tiles.dq, grid, addresses);
+        if dq.is_some() || !dkdv.is_empty() || dbias.is_some() {
+            self.delta(saved, scratch, delta, addresses);
         }
-        for (dk, dv, grid) in dkdv {
-            self.dkdv(saved, scratch, dk, dv, tiles.dkdv, grid, addresses);
+        if let Some((dq, tile, grid)) = dq {
+            self.dq(saved, scratch, dq, tile, grid, addresses);
+        }
+        for (dk, dv, tile, grid) in dkdv {
+            self.dkdv(saved, scratch, dk, dv, tile, grid, addresses);
         }
         if let Some((dbias, grids)) = dbias {
-            self.dbias(saved, scratch, dbias, tiles.dq, grids, addresses);
+            self.dbias(saved, scratch, dbias, tiles.dbias, grids, addresses);
         }
+        // They read scratch in a layout of their own.
+        self.backward_hopper(saved, scratch, &hopper)
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn check_hopper_backward(
+        &self,
+        _: &Saved,
+        wanted: &[(HopperResults, HopperGradient)],
+    ) -> Result<(), AttentionError> {
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let why = "it was not compiled: that takes the feature cuda".into();
+        Err(AttentionError::KernelUnavailable { kernel: tiling::Kernel::Hopper.name(), why })
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn backward_hopper(
+        &self,
+        _: &Saved,
+        _: &Scratch,
+        _: &[(HopperResults, HopperGradient)],
+    ) -> Result<(), AttentionError> {
         Ok(())
+    }
+
+    /// lse and delta as the portable kernels keep them.
+    fn portable_stats(&self, scratch: &Scratch) -> TensorArg {
+        let rows = self.problem.rows();
+        TensorView { handle: scratch.stats.handle.clone(), shape: [2, rows], strides: [rows, 1] }.arg()
     }
 
     fn delta_grid(&self) -> Result<CubeCount, AttentionError> {
@@ -253,7 +291,7 @@ impl Call<'_> {
                 saved.dout.arg(),
                 saved.lse.arg(),
                 saved.dlse.as_ref().map(|dlse| dlse.arg()).into(),
-                scratch.stats.arg(),
+                self.portable_stats(scratch),
                 p.num_heads_q as u32,
                 p.seq_q as u32,
                 p.head_dim_v,
@@ -282,7 +320,7 @@ impl Call<'_> {
                 self.inputs.k.arg(),
                 self.inputs.v.arg(),
                 saved.dout.arg(),
-                scratch.stats.arg(),
+                self.portable_stats(scratch),
                 self.mask().into(),
                 self.bias().into(),
                 dq.arg(),
@@ -318,7 +356,7 @@ impl Call<'_> {
                 self.inputs.k.arg(),
                 self.inputs.v.arg(),
                 saved.dout.arg(),
-                scratch.stats.arg(),
+                self.portable_stats(scratch),
                 self.mask().into(),
                 self.bias().into(),
                 dk.map(|dk| dk.arg()).into(),
@@ -384,7 +422,7 @@ impl Call<'_> {
                 self.inputs.k.arg(),
                 self.inputs.v.arg(),
                 saved.dout.arg(),
-                scratch.stats.arg(),
+                self.portable_stats(scratch),
                 self.mask().into(),
                 self.bias().into(),
                 out,

@@ -5,7 +5,7 @@ mod forward;
 #[cfg(feature = "cuda")]
 mod hopper;
 
-pub use backward::{BackwardTiles, Gradients, Saved, Scratch, backward, backward_with};
+pub use backward::{Gradients, Saved, Scratch, backward, backward_with};
 pub use forward::{forward, forward_with};
 
 use crate::error::AttentionError;

@@ -8,7 +8,8 @@ use cubecl::client::Client;
 use cubecl::server::Handle;
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradients, Inputs, Kernel,
-    MaskStorage, MaskView, Saved, Scratch, TensorView, TileShape, backward_with, forward, forward_with, tiling::Device,
+    MaskStorage, MaskView, Saved, Scratch, TensorView, TileShape, backward_with, forward, forward_with, plan,
+    tiling::Device,
 };
 use flash_attention_reference as reference;
 use half::{bf16, f16};
@@ -361,8 +362,11 @@ impl Case {
         let stats = Guarded::output(client, Dtype::F32, plain.stats.shape, self.poison);
         let sums = plain.bias_sums.as_ref().map(|s| Guarded::output(client, Dtype::F32, s.shape, self.poison));
         let scratch = Scratch { stats: stats.view.clone(), bias_sums: sums.as_ref().map(|s| s.view.clone()) };
-        let tiles = self.tiles.map(|tile| BackwardTiles { dq: tile, dkdv: tile, dkdv_together: true });
+        let tiles = self.tiles.map(|tile| BackwardTiles::portable(tile, true));
         backward_with(client, p, &inputs, &saved, &gradients, &scratch, tiles)?;
+        let planned = plan(client, p)?.backward;
+        let of_backward = if can { Kernel::Hopper } else { Kernel::Portable };
+        assert_eq!([planned.dq.kernel(), planned.dkdv.kernel()], [of_backward; 2], "{p:?}");
 
         let read = |out: &Option<Guarded>, name| out.as_ref().map(|out| out.read(client, name));
         stats.read(client, "stats");

@@ -1,0 +1,97 @@
+//! What gradients need of each query: `lse` in base 2, and `delta_i = Σ_c dout_ic · o_ic − dlse_i`.
+//!
+//! As [for the portable kernels](crate::portable::delta), but in the layout that tiles of queries are loaded with: rows of a head
+//! are filled up to whole tiles, with rows whose probabilities are 0.
+
+use super::STATS_ROWS;
+use crate::softmax::lse_of_bits;
+use cubecl::prelude::*;
+
+/// Units that share a row.
+const UNITS_PER_ROW: u32 = 8;
+/// Units of a cube.
+pub const UNITS: u32 = 128;
+/// Rows of a cube.
+pub const ROWS: u32 = UNITS / UNITS_PER_ROW;
+/// Elements of a vector.
+const WIDTH: usize = 8;
+
+/// `o, dout [B, H, Sq, Dv]` in vectors of 16 bytes, `lse` (bits), `dlse [B, H, Sq]` to `stats [2, B · H, Sq filled up]`: lse, then
+/// delta, as bits.
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(clippy::too_many_arguments)]
+pub fn delta<E: Float>(
+    o: &Tensor<Vector<E, Const<8>>>,
+    dout: &Tensor<Vector<E, Const<8>>>,
+    lse: &Tensor<u32>,
+    dlse: ComptimeOption<&Tensor<f32>>,
+    stats: &mut [u32],
+    batches: u32,
+    heads: u32,
+    seq_q: u32,
+    #[comptime] head_dim_v: usize,
+    #[define(E)] _type: ElemType,
+) {
+    let rows = seq_q.div_ceil(STATS_ROWS) * STATS_ROWS;
+    let (of_row, nth) = (UNIT_POS % UNITS_PER_ROW, UNIT_POS / UNITS_PER_ROW);
+    // Blocks of a head's rows follow one another, so do heads and batches: a cube's rows are of one head.
+    let blocks = rows / ROWS;
+    let (head, block) = (CUBE_POS / blocks as usize, CUBE_POS % blocks as usize);
+    let row = block as u32 * ROWS + nth;
+    let all = (batches * heads) as usize;
+    if head >= all {
+        terminate!();
+    }
+    let (batch, of_batch) = (head / heads as usize, head % heads as usize);
+
+    let mut sum = 0.0f32.runtime();
+    if row < seq_q {
+        let o_at = at(o, batch, of_batch, row) / WIDTH;
+        let d_at = at(dout, batch, of_batch, row) / WIDTH;
+        #[unroll]
+        for step in 0..comptime!(head_dim_v.div_ceil(WIDTH * UNITS_PER_ROW as usize)) {
+            let vector = comptime!(step * UNITS_PER_ROW as usize) + of_row as usize;
+            if vector * WIDTH < head_dim_v {
+                let a = o[o_at + vector];
+                let b = dout[d_at + vector];
+                #[unroll]
+                for e in 0..WIDTH {
+                    let product = f32::cast_from(a.extract(e)) * f32::cast_from(b.extract(e));
+                    // What lies past the last column may be anything.
+                    sum += if comptime!(head_dim_v % WIDTH == 0) {
+                        product
+                    } else {
+                        select(vector * WIDTH + e < head_dim_v, product, 0.0f32)
+                    };
+                }
+            }
+        }
+    }
+    sum += plane_shuffle_xor(sum, 1u32);
+    sum += plane_shuffle_xor(sum, 2u32);
+    sum += plane_shuffle_xor(sum, 4u32);
+
+    if of_row == 0 {
+        let mut of_lse = f32::MAX.runtime();
+        let mut of_delta = 0.0f32.runtime();
+        if row < seq_q {
+            let log2_e = comptime!(std::f32::consts::LOG2_E);
+            of_lse = min(lse_of_bits(lse[at(lse, batch, of_batch, row)]) * log2_e, f32::MAX);
+            of_delta = sum;
+            #[comptime]
+            if let ComptimeOption::Some(dlse) = &dlse {
+                let from = batch * dlse.stride(0) + of_batch * dlse.stride(1) + row as usize * dlse.stride(2);
+                of_delta -= dlse[from];
+            }
+        }
+        let to = head * rows as usize + row as usize;
+        stats[to] = u32::reinterpret(of_lse);
+        stats[all * rows as usize + to] = u32::reinterpret(of_delta);
+    }
+}
+
+/// Where a row starts, in elements.
+#[cube]
+fn at<T: CubePrimitive>(tensor: &Tensor<T>, batch: usize, head: usize, row: u32) -> usize {
+    batch * tensor.stride(0) + head * tensor.stride(1) + row as usize * tensor.stride(2)
+}

@@ -1,0 +1,315 @@
+//! Gradients: `dq`, a block of queries at a time, or `dk` and `dv`, a block of keys at a time.
+//!
+//! ```text
+//! Dq      for each tile of keys that the queries see, the last first:
+//!             S = Q Kᵀ    dP = dO Vᵀ    P = 2^(c S − lse)    dS = P ∘ (dP − delta)    dQ += dS K
+//! DkDv    for each query head of the group and each tile of queries that see the keys, the last first:
+//!             Sᵀ = K Qᵀ   dPᵀ = V dOᵀ   Pᵀ = 2^(c Sᵀ − lse)  dSᵀ = Pᵀ ∘ (dPᵀ − delta) dV += Pᵀ dO    dK += dSᵀ Q
+//! ```
+//!
+//! with lse in base 2, `c = log2(e) · scale`, and the scale left to the end. (FlashAttention-2, arXiv:2307.08691, algorithm 2.)
+//! One kernel, as the second is the first with queries and keys in each other's places and one product more: `P` and `dS` are
+//! then operands as they lie in registers, and every sum is taken in a fixed order, by one team. What each tensor is called
+//! here: [`Role`](super::Role).
+//!
+//! Of a warpgroup, only `S` and `dP` are in flight together; its exponentials run under the other warpgroup's products.
+
+use super::Blueprint;
+use super::forward::Stride;
+use super::ops::*;
+use super::ring::{BLIND, CONTINUED, CONTINUES, Loader, Memory, Of, Place, Spread, load_next_q, stats_rows};
+use super::rows::*;
+use super::schedule::Walk;
+use super::scores::{Factors, finish, hide, products, slope};
+use super::{Role, WARPGROUP_ROWS};
+use crate::mask::Band;
+use cubecl::prelude::*;
+
+/// Strides of the results, in vectors of 8 bytes.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone))]
+pub struct ResultStrides {
+    /// Of `dq` or `dk`.
+    pub dk: Stride,
+    /// Of `dv`.
+    pub dv: Stride,
+}
+
+/// Rows `q [B, H, Sq, D]`, `d [B, H, Sq, Dv]` and tiles `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `dk [B, H, Sq, D]` and
+/// `dv [B, H, Sq, Dv]`, in vectors of 8 bytes, as [`Role`](super::Role) names them: for the gradients of keys and values, queries
+/// are what is called keys here. `stats`: lse and delta of all queries, [`delta`](super::delta). Boxes of the maps: 64 columns of
+/// 64 rows, or of a tile. `b`: a tiled bias; any map, if there is none. `scale`: of `dk`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(clippy::too_many_arguments)]
+pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
+    q: &TensorMap<E, Tiled>,
+    d: &TensorMap<E, Tiled>,
+    k: &TensorMap<E, Tiled>,
+    v: &TensorMap<E, Tiled>,
+    b: &TensorMap<E, Tiled>,
+    mask: ComptimeOption<&Tensor<Vector<M, NM>>>,
+    bias: ComptimeOption<&Tensor<Vector<E, NB>>>,
+    dk: &mut [Vector<u32, Const<2>>],
+    dv: &mut [Vector<u32, Const<2>>],
+    stats: &[u32],
+    counter: &[u32],
+    strides: ResultStrides,
+    scale: f32,
+    factors: Factors,
+    band: Band,
+    walk: Walk,
+    spread: Spread,
+    #[comptime] blueprint: Blueprint,
+    #[define(E, M)] _types: [ElemType; 2],
+) {
+    let tile = comptime!(blueprint.tile);
+    let dtype = comptime!(blueprint.dtype);
+    let (tile_k, stages) = comptime!((tile.tile_k, tile.stages));
+    let s_len = comptime!(tile_k / 2);
+    let (columns_dk, columns_dv) = comptime!((blueprint.columns_dk(), blueprint.columns()));
+    let (differentiates, sums_values) = comptime!((blueprint.differentiates(), blueprint.sums_values()));
+
+    // -- shared memory, barriers, descriptors
+    let size = comptime!(dtype.size());
+    let elements = comptime!(blueprint.shared_memory() / size);
+    let d_at = comptime!(tile.warpgroups * blueprint.q_bytes() / size);
+    let k_at = comptime!(d_at + tile.warpgroups * blueprint.d_bytes() / size);
+    let v_at = comptime!(k_at + stages * blueprint.k_bytes() / size);
+    let shared = Shared::<[E]>::new_aligned_slice(elements, 1024usize);
+    let warp = plane_broadcast(UNIT_POS / 32, 0u32);
+    let (warpgroup, of_warpgroup) = (warp / 4, warp % 4);
+    let memory = Memory::new(shared_address::<E>(&shared[0..1024]), blueprint);
+    let lane = UNIT_POS % 32;
+    let quarter = lane % 4;
+    // Descriptors count in units of 16 bytes. Tiles are read by rows for S and dP, by columns for what is added up.
+    let q_rows = descriptor::<E>(&shared[0..1024], 16usize, 1024usize)
+        + u64::cast_from(warpgroup * comptime!((blueprint.q_bytes() / 16) as u32));
+    let d_rows = descriptor::<E>(&shared[d_at..d_at + 1024], 16usize, 1024usize)
+        + u64::cast_from(warpgroup * comptime!((blueprint.d_bytes() / 16) as u32));
+    let k_rows = descriptor::<E>(&shared[k_at..k_at + 1024], 16usize, 1024usize);
+    let v_rows = descriptor::<E>(&shared[v_at..v_at + 1024], 16usize, 1024usize);
+    let k_columns = descriptor::<E>(&shared[k_at..k_at + 1024], comptime!(tile_k * 128), 1024usize);
+    let v_columns = descriptor::<E>(&shared[v_at..v_at + 1024], comptime!(tile_k * 128), 1024usize);
+    let k_stage = comptime!((blueprint.k_bytes() / 16) as u32);
+    let v_stage = comptime!((blueprint.v_bytes() / 16) as u32);
+
+    // -- the first loads
+    let mut loader = Loader::new(memory, walk, band, spread, 0u32, warp, tile);
+    loader.fill(q, d, k, v, b, stats, counter, blueprint);
+    let mut place = Place::first();
+    let mut nth = 0u32;
+    let mut steps = memory.item(0u32, Of::Steps);
+
+    let mut sum_k = Array::<f32>::new(comptime!(if differentiates { columns_dk / 2 } else { 0 }));
+    let mut sum_v = Array::<f32>::new(comptime!(if sums_values { columns_dv / 2 } else { 0 }));
+    while steps != 0 {
+        let first_row = memory.item(nth, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
+        let row = first_row + of_warpgroup * 16 + lane / 4;
+        let mut k_start = memory.item(nth, Of::KLast);
+        let edges = band.edges(first_row, k_start, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32));
+        let flags = memory.item(nth, Of::Flags);
+        let blind = flags & BLIND != 0;
+        let continued = flags & CONTINUED != 0;
+        let of_rows = RowStatistics::read(stats, &memory, nth, row, &band, &walk, blueprint);
+        mbarrier_wait(memory.full_q + warpgroup * 8, nth % 2);
+        mbarrier_wait(memory.full_k + place.stage * 8, place.phase);
+
+        for step in 0..steps {
+            // -- S and dP
+            let mut s = Array::<f32>::new(s_len);
+            let mut ds = Array::<f32>::new(comptime!(if differentiates { s_len } else { 0 }));
+            let k_tile = u64::cast_from(place.stage * k_stage);
+            let v_tile = u64::cast_from(place.stage * v_stage);
+            wgmma_fence();
+            products(&mut s, q_rows, k_rows + k_tile, blueprint.head_dim, blueprint);
+            wgmma_commit();
+            mbarrier_wait(memory.full_v + place.stage * 8, place.phase);
+            if comptime!(differentiates) {
+                wgmma_fence();
+                products(&mut ds, d_rows, v_rows + v_tile, blueprint.head_dim_v, blueprint);
+                wgmma_commit();
+            }
+            if nth + step != 0 {
+                loader.refill(q, k, v, b, stats, counter, blueprint);
+            }
+            if comptime!(differentiates) {
+                wgmma_wait(1usize);
+            } else {
+                wgmma_wait(0usize);
+            }
+            pin(&mut s, s_len);
+
+            // -- P
+            let tile_b = memory.await_bias(&place, warpgroup, blueprint);
+            finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, tile_b, blueprint);
+            if step < edges.lead || step >= edges.tail || blind {
+                hide(&mut s, &band, blind, first_row, k_start, tile_k);
+            }
+            let lse_at = memory.lse + place.stage * comptime!(blueprint.stats_bytes() as u32) + 8 * quarter;
+            let lse = statistics(lse_at, of_rows.lse0, of_rows.lse1, blueprint);
+            #[unroll]
+            for n in 0..s_len {
+                s[n] = ex2(fma(s[n], factors.exponent, -*lse.index(n)));
+            }
+            let mut p = fragments(blueprint);
+            if comptime!(sums_values) {
+                to_fragments(&s, &mut p, blueprint);
+            }
+            pin(&mut s, s_len);
+            let next = place.next(stages);
+            // The branch of this wait is what keeps the assembler from moving the wait for dP above the exponentials.
+            if step + 1 < steps {
+                mbarrier_wait(memory.full_k + next.stage * 8, next.phase);
+            }
+
+            // -- dS
+            let mut g = fragments(blueprint);
+            if comptime!(differentiates) {
+                wgmma_wait(0usize);
+                pin(&mut ds, s_len);
+                let delta_at = memory.delta + place.stage * comptime!(blueprint.stats_bytes() as u32) + 8 * quarter;
+                let delta = statistics(delta_at, of_rows.delta0, of_rows.delta1, blueprint);
+                #[unroll]
+                for n in 0..s_len {
+                    ds[n] = s[n] * (ds[n] - *delta.index(n));
+                }
+                if comptime!(blueprint.capped) {
+                    slope(
+                        &mut ds, &s, &lse, &factors, &band, &bias, &memory, nth, first_row, k_start, tile_b, blueprint,
+                    );
+                }
+                to_fragments(&ds, &mut g, blueprint);
+            }
+            memory.release_bias(&place, blueprint);
+            if step + 1 == steps {
+                load_next_q(q, d, &memory, nth, warp, blueprint);
+            }
+
+            // -- the sums
+            let adds = u32::cast_from(step > 0 || continued);
+            if comptime!(differentiates) {
+                pin(&mut sum_k, comptime!(columns_dk / 2));
+            }
+            if comptime!(sums_values) {
+                pin(&mut sum_v, comptime!(columns_dv / 2));
+            }
+            wgmma_fence();
+            if comptime!(sums_values) {
+                mma_registers(&mut sum_v, &p, v_columns + v_tile, adds, 128usize, columns_dv, dtype);
+                wgmma_commit();
+            }
+            if comptime!(differentiates) {
+                mma_registers(&mut sum_k, &g, k_columns + k_tile, adds, 128usize, columns_dk, dtype);
+                wgmma_commit();
+            }
+            wgmma_wait(0usize);
+            if comptime!(differentiates) {
+                pin(&mut sum_k, comptime!(columns_dk / 2));
+            }
+            if comptime!(sums_values) {
+                pin(&mut sum_v, comptime!(columns_dv / 2));
+            }
+            if lane == 0 {
+                mbarrier_arrive(memory.empty_k + place.stage * 8);
+                mbarrier_arrive(memory.empty_v + place.stage * 8);
+            }
+            place.advance(stages);
+            k_start -= comptime!(tile_k as u32);
+        }
+
+        // -- results
+        if flags & CONTINUES == 0 {
+            let (batch, head) = (memory.item(nth, Of::Batch) as usize, memory.item(nth, Of::Head) as usize);
+            let (live0, live1) = (band.is_query(row), band.is_query(row + 8));
+            if comptime!(differentiates) {
+                let row0 = strides.dk.at(batch, head, row);
+                let row1 = row0 + 8 * strides.dk.row;
+                store_row(&pack_row(&sum_k, 0usize, scale, columns_dk, dtype), dk, row0, live0, columns_dk);
+                store_row(&pack_row(&sum_k, 1usize, scale, columns_dk, dtype), dk, row1, live1, columns_dk);
+            }
+            if comptime!(sums_values) {
+                let row0 = strides.dv.at(batch, head, row);
+                let row1 = row0 + 8 * strides.dv.row;
+                let one = 1.0f32.runtime();
+                store_row(&pack_row(&sum_v, 0usize, one, columns_dv, dtype), dv, row0, live0, columns_dv);
+                store_row(&pack_row(&sum_v, 1usize, one, columns_dv, dtype), dv, row1, live1, columns_dv);
+            }
+        }
+        nth += 1;
+        steps = memory.item(nth, Of::Steps);
+    }
+}
+
+/// lse and delta of a unit's two rows, where rows are queries.
+#[derive(CubeType)]
+struct RowStatistics {
+    lse0: f32,
+    lse1: f32,
+    delta0: f32,
+    delta1: f32,
+}
+
+#[cube]
+impl RowStatistics {
+    fn read(
+        stats: &[u32],
+        memory: &Memory,
+        nth: u32,
+        row: u32,
+        band: &Band,
+        walk: &Walk,
+        #[comptime] blueprint: Blueprint,
+    ) -> RowStatistics {
+        if comptime!(blueprint.role == Role::Dq) {
+            let heads = walk.num_heads_q.divisor as usize;
+            let rows = stats_rows(band.seq_q) as usize;
+            let head = memory.item(nth, Of::Batch) as usize * heads + memory.item(nth, Of::Head) as usize;
+            let all = walk.batches as usize * heads * rows;
+            let row0 = head * rows + band.query_within(row) as usize;
+            let row1 = head * rows + band.query_within(row + 8) as usize;
+            RowStatistics {
+                lse0: f32::reinterpret(stats[row0]),
+                lse1: f32::reinterpret(stats[row1]),
+                delta0: f32::reinterpret(stats[all + row0]),
+                delta1: f32::reinterpret(stats[all + row1]),
+            }
+        } else {
+            let none = 0.0f32.runtime();
+            RowStatistics { lse0: none, lse1: none, delta0: none, delta1: none }
+        }
+    }
+}
+
+/// What belongs to each register of an accumulator of a tile: that of its row, or, transposed, that of its column, which shared
+/// memory holds from `at` on.
+#[cube]
+fn statistics(at: u32, row0: f32, row1: f32, #[comptime] blueprint: Blueprint) -> Sequence<f32> {
+    let mut all = Sequence::<f32>::new();
+    #[unroll]
+    for i in 0..comptime!(blueprint.tile.tile_k / 8) {
+        if comptime!(blueprint.transposed()) {
+            let pair = load_shared_pair(at + comptime!((32 * i) as u32));
+            #[unroll]
+            for n in 0..4usize {
+                all.push(*pair.index(n % 2));
+            }
+        } else {
+            #[unroll]
+            for n in 0..4usize {
+                all.push(if comptime!(n < 2) { row0 } else { row1 });
+            }
+        }
+    }
+    all
+}
+
+/// Registers for an operand made of a tile's accumulator.
+#[cube]
+fn fragments(#[comptime] blueprint: Blueprint) -> Sequence<Array<u32>> {
+    let mut fragments = Sequence::<Array<u32>>::new();
+    #[unroll]
+    for _ in 0..comptime!(blueprint.tile.tile_k / 16) {
+        fragments.push(Array::<u32>::new(4usize));
+    }
+    fragments
+}

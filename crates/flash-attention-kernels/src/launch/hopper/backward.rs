@@ -1,0 +1,203 @@
+//! Launches the gradients for Hopper.
+
+use super::{OUT_BYTES, counter, factors, is_aligned, is_tiled, pairs, rows_arg, rows_of, stride};
+use crate::error::AttentionError;
+use crate::hopper::gradient::ResultStridesLaunch;
+use crate::hopper::schedule::Walk;
+use crate::hopper::{self, Role, Rows, STATS_ROWS, WARPGROUP_ROWS};
+use crate::launch::backward::HopperResults;
+use crate::launch::{Call, Saved, Scratch};
+use crate::tensor::TensorView;
+use crate::tiling::{HopperGradient, cube_count};
+use cubecl::prelude::*;
+
+type Wanted<'a> = (HopperResults<'a>, HopperGradient);
+
+impl Call<'_> {
+    /// Whatever can fail of [`backward_hopper`](Self::backward_hopper).
+    pub(in crate::launch) fn check_hopper_backward(
+        &self,
+        saved: &Saved,
+        wanted: &[Wanted],
+    ) -> Result<(), AttentionError> {
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let inputs = &self.inputs;
+        self.check_copies(&[&inputs.q, &inputs.k, &inputs.v, &saved.o, &saved.dout])?;
+        for (results, tiles) in wanted {
+            let views: Vec<_> = [results.dq, results.dk, results.dv].into_iter().flatten().collect();
+            self.check_copies(&views)?;
+            let items = self.items(results, tiles);
+            let max = i32::MAX as u64 - self.device.multiprocessors as u64;
+            if items > max {
+                return Err(AttentionError::Grid { kernel: "gradient", cubes: items, max });
+            }
+        }
+        self.delta_hopper_grid().map(|_| ())
+    }
+
+    /// Computes these, each by a launch.
+    pub(in crate::launch) fn backward_hopper(
+        &self,
+        saved: &Saved,
+        scratch: &Scratch,
+        wanted: &[Wanted],
+    ) -> Result<(), AttentionError> {
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let [q, k, v] = [&self.inputs.q, &self.inputs.k, &self.inputs.v].map(|view| self.readable(view));
+        let inputs = [q?, k?, v?, self.readable(&saved.dout)?];
+        self.delta_hopper(saved, &self.readable(&saved.o)?, &inputs[3], scratch)?;
+        wanted.iter().try_for_each(|(results, tiles)| self.gradient(&inputs, scratch, results, tiles))
+    }
+
+    /// Blocks of all heads.
+    fn items(&self, results: &HopperResults, tiles: &HopperGradient) -> u64 {
+        let p = self.problem;
+        let (rows, heads) = if results.dq.is_some() { (p.seq_q, p.num_heads_q) } else { (p.seq_k, p.num_heads_kv) };
+        // One more block of a head at most, if the first starts early.
+        (rows.div_ceil(tiles.tile.tile_q()) as u64 + 1) * (p.batch * heads) as u64
+    }
+
+    fn gradient(
+        &self,
+        [q, k, v, dout]: &[TensorView; 4],
+        scratch: &Scratch,
+        results: &HopperResults,
+        tiles: &HopperGradient,
+    ) -> Result<(), AttentionError> {
+        let p = self.problem;
+        let tile = tiles.tile;
+        let transposed = results.dq.is_none();
+        let mut blueprint = hopper::Blueprint {
+            role: if transposed { Role::DkDv { dk: results.dk.is_some(), dv: results.dv.is_some() } } else { Role::Dq },
+            tile,
+            dtype: p.dtype,
+            head_dim: p.head_dim,
+            head_dim_v: p.head_dim_v,
+            capped: p.options.softcap.is_some(),
+            mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
+            bias: rows_of(self.inputs.bias.as_ref()),
+            partial: false,
+        };
+        if let Some(bias) = &self.inputs.bias {
+            let tiled = hopper::Blueprint { bias: Some(Rows::Tiled), ..blueprint };
+            if is_tiled(bias, p) && tiled.shared_memory() <= self.device.shared_memory {
+                blueprint = tiled;
+            }
+        }
+        // Rows that are kept, tiles that stream by: Role says which.
+        let (rows, tiled, band, heads) = if transposed {
+            ([k, v], [q, dout], p.band().transposed(), p.num_heads_kv)
+        } else {
+            ([q, dout], [k, v], p.band(), p.num_heads_q)
+        };
+        let ahead = if transposed { 0 } else { band.ahead(tile.tile_q() as u32, tile.tile_k as u32) };
+        let blocks = (band.seq_q + ahead).div_ceil(tile.tile_q() as u32);
+        let group = p.group_size() as u32;
+        let walk = Walk::new(blocks, ahead, p.batch as u32, heads as u32, group, tiles.section as u32, 1);
+        let cubes = (self.device.multiprocessors as u32).clamp(1, walk.items);
+
+        let size = p.dtype.size();
+        let out = |view: Option<&TensorView>| {
+            view.map(|view| if is_aligned(view, size) { view.clone() } else { self.packed(view.shape) })
+        };
+        let wanted_k = results.dq.or(results.dk);
+        let (dk, dv) = (out(wanted_k), out(results.dv));
+        // What is not wanted is not written.
+        let any = dk.as_ref().or(dv.as_ref()).expect("one of them is wanted");
+        let (dk_out, dv_out) = (dk.as_ref().unwrap_or(any), dv.as_ref().unwrap_or(any));
+        let vector = OUT_BYTES / size;
+        let strides = ResultStridesLaunch::new(stride(dk_out, vector), stride(dv_out, vector));
+        let bias_map = match &self.inputs.bias {
+            Some(bias) if blueprint.tiled_bias() => {
+                self.map(bias, if transposed { tile.tile_k } else { WARPGROUP_ROWS })
+            }
+            _ => self.map(tiled[0], tile.tile_k),
+        };
+        let width = |width: usize| if transposed { 1 } else { width };
+        let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
+        let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, size)));
+        let addresses = self.addresses([dk_out.span(), dv_out.span(), scratch.stats.span()]);
+        // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
+        unsafe {
+            hopper::gradient::gradient::launch_unchecked(
+                self.client,
+                CubeCount::Static(cubes, 1, 1),
+                CubeDim::new_1d(tile.units() as u32),
+                addresses,
+                width(bias_width),
+                width(mask_width),
+                self.map(rows[0], WARPGROUP_ROWS),
+                self.map(rows[1], WARPGROUP_ROWS),
+                self.map(tiled[0], tile.tile_k),
+                self.map(tiled[1], tile.tile_k),
+                bias_map,
+                mask.into(),
+                bias.into(),
+                rows_arg(dk_out, vector),
+                rows_arg(dv_out, vector),
+                rows_arg(&scratch.stats, 1),
+                BufferArg::from_raw_parts(counter(self.client), 1),
+                strides,
+                p.softmax_scale(),
+                factors(p, &blueprint),
+                band.into_launch(),
+                walk.into_launch(),
+                self.spread(),
+                blueprint,
+                [self.dtype(), self.mask_type()],
+            );
+        }
+        for (computed, asked) in [(dk, wanted_k), (dv, results.dv)] {
+            if let (Some(computed), Some(asked)) = (computed, asked)
+                && !is_aligned(asked, size)
+            {
+                self.copy(&computed, asked)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn delta_hopper_grid(&self) -> Result<CubeCount, AttentionError> {
+        let p = self.problem;
+        let rows = p.batch * p.num_heads_q * p.seq_q.next_multiple_of(STATS_ROWS as usize);
+        let (x, y, z) = cube_count(self.device, "delta", rows as u64 / hopper::delta::ROWS as u64)?;
+        Ok(CubeCount::Static(x, y, z))
+    }
+
+    /// lse and delta of each query, in whole tiles.
+    fn delta_hopper(
+        &self,
+        saved: &Saved,
+        o: &TensorView,
+        dout: &TensorView,
+        scratch: &Scratch,
+    ) -> Result<(), AttentionError> {
+        let p = self.problem;
+        let dlse = saved.dlse.as_ref();
+        let spans = [o.span(), dout.span(), saved.lse.span(), scratch.stats.span(), dlse.map_or(0, |dlse| dlse.span())];
+        // SAFETY: views have been checked against their buffers.
+        unsafe {
+            hopper::delta::delta::launch_unchecked(
+                self.client,
+                self.delta_hopper_grid()?,
+                CubeDim::new_1d(hopper::delta::UNITS),
+                self.addresses(spans),
+                o.arg(),
+                dout.arg(),
+                saved.lse.arg(),
+                dlse.map(|dlse| dlse.arg()).into(),
+                rows_arg(&scratch.stats, 1),
+                p.batch as u32,
+                p.num_heads_q as u32,
+                p.seq_q as u32,
+                p.head_dim_v,
+                self.dtype(),
+            );
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,177 @@
+//! Launches the forward for Hopper.
+
+use super::{OUT_BYTES, VECTOR_BYTES, counter, factors, is_aligned, is_tiled, pairs, rows_arg, rows_of, stride};
+use crate::error::AttentionError;
+use crate::hopper::forward::StridesLaunch;
+use crate::hopper::schedule::Walk;
+use crate::hopper::{self, Rows, WARPGROUP_ROWS};
+use crate::launch::{Call, rows_grid};
+use crate::tensor::TensorView;
+use crate::tiling::{HopperForward, cube_count};
+use cubecl::prelude::*;
+
+impl Call<'_> {
+    /// Computes `o` and `lse`.
+    pub(in crate::launch) fn forward_hopper(
+        &self,
+        o: &TensorView,
+        lse: &TensorView<3>,
+        tiles: HopperForward,
+    ) -> Result<(), AttentionError> {
+        let p = self.problem;
+        let mut blueprint = hopper::Blueprint {
+            role: hopper::Role::Forward,
+            tile: tiles.tile,
+            dtype: p.dtype,
+            head_dim: p.head_dim,
+            head_dim_v: p.head_dim_v,
+            capped: p.options.softcap.is_some(),
+            mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
+            bias: rows_of(self.inputs.bias.as_ref()),
+            partial: tiles.parts > 1,
+        };
+        if let Some(bias) = &self.inputs.bias {
+            let tiled = hopper::Blueprint { bias: Some(Rows::Tiled), ..blueprint };
+            if is_tiled(bias, p) && tiled.shared_memory() <= self.device.shared_memory {
+                blueprint = tiled;
+            }
+        }
+        let ahead = p.band().ahead(tiles.tile.tile_q() as u32, tiles.tile.tile_k as u32);
+        let blocks = (p.seq_q + ahead as usize).div_ceil(tiles.tile.tile_q());
+        let heads = p.batch * p.num_heads_q;
+        let items = blocks as u64 * heads as u64 * tiles.parts as u64;
+        let max = i32::MAX as u64 - self.device.multiprocessors as u64 * tiles.tile.teams as u64;
+        if items > max {
+            return Err(AttentionError::Grid { kernel: "forward", cubes: items, max });
+        }
+        let copies_o = tiles.parts == 1 && !is_aligned(o, p.dtype.size());
+        self.check_copies(&[&self.inputs.q, &self.inputs.k, &self.inputs.v])?;
+        if copies_o {
+            rows_grid(self.device, "copy", o.shape)?;
+        }
+        if tiles.parts > 1 {
+            self.merge_grid()?;
+        }
+
+        // Nothing can fail from here on.
+        let q = self.readable(&self.inputs.q)?;
+        let k = self.readable(&self.inputs.k)?;
+        let v = self.readable(&self.inputs.v)?;
+        let (out, out_lse, out_size) = if tiles.parts > 1 {
+            let shape = [tiles.parts * p.batch, p.num_heads_q, p.seq_q, blueprint.columns()];
+            let [batches, heads, rows, _] = shape;
+            let parts = self.client.empty(size_of::<f32>() * shape.iter().product::<usize>());
+            let part_lse = self.client.empty(size_of::<f32>() * batches * heads * rows);
+            let part_lse = TensorView::contiguous(part_lse, [batches, heads, rows]);
+            (TensorView::contiguous(parts, shape), part_lse, size_of::<f32>())
+        } else if copies_o {
+            (self.packed(p.o_shape()), lse.clone(), p.dtype.size())
+        } else {
+            (o.clone(), lse.clone(), p.dtype.size())
+        };
+
+        let walk = Walk::new(
+            blocks as u32,
+            ahead,
+            p.batch as u32,
+            p.num_heads_q as u32,
+            p.group_size() as u32,
+            tiles.section as u32,
+            tiles.parts as u32,
+        );
+        let cubes = (self.device.multiprocessors as u64).clamp(1, items.div_ceil(tiles.tile.teams as u64));
+        let counter = counter(self.client);
+        let vector = VECTOR_BYTES / p.dtype.size();
+        let strides = StridesLaunch::new(
+            stride(&q, vector),
+            stride(&k, vector),
+            stride(&v, vector),
+            stride(&out, OUT_BYTES / out_size),
+            stride(&out_lse, 1),
+        );
+        let bias_map = match &self.inputs.bias {
+            Some(bias) if blueprint.tiled_bias() => self.map(bias, WARPGROUP_ROWS),
+            _ => self.map(&k, tiles.tile.tile_k),
+        };
+        let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
+        let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, p.dtype.size())));
+        let addresses = self.addresses([out.span(), out_lse.span()]);
+        // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
+        unsafe {
+            hopper::forward::forward::launch_unchecked(
+                self.client,
+                CubeCount::Static(cubes as u32, 1, 1),
+                CubeDim::new_1d(tiles.tile.units() as u32),
+                addresses,
+                bias_width,
+                mask_width,
+                self.map(&q, WARPGROUP_ROWS),
+                self.map(&k, tiles.tile.tile_k),
+                self.map(&v, tiles.tile.tile_k),
+                bias_map,
+                mask.into(),
+                bias.into(),
+                rows_arg(&out, OUT_BYTES / out_size),
+                rows_arg(&out_lse, 1),
+                BufferArg::from_raw_parts(counter, 1),
+                rows_arg(&q, vector),
+                rows_arg(&k, vector),
+                rows_arg(&v, vector),
+                strides,
+                factors(p, &blueprint),
+                p.band().into_launch(),
+                walk.into_launch(),
+                self.spread(),
+                blueprint,
+                [self.dtype(), self.mask_type()],
+            );
+        }
+        if tiles.parts > 1 {
+            self.merge(&out, &out_lse, o, lse, tiles.parts)?;
+        } else if copies_o {
+            self.copy(&out, o)?;
+        }
+        Ok(())
+    }
+
+    fn merge_grid(&self) -> Result<(CubeCount, CubeDim), AttentionError> {
+        let rows = hopper::merge::ROWS;
+        let cubes = (self.problem.rows() as u64).div_ceil(rows as u64);
+        let (x, y, z) = cube_count(self.device, "merge", cubes)?;
+        Ok((CubeCount::Static(x, y, z), CubeDim::new_1d(32 * rows)))
+    }
+
+    /// Puts parts of the keys together.
+    fn merge(
+        &self,
+        parts: &TensorView,
+        part_lse: &TensorView<3>,
+        o: &TensorView,
+        lse: &TensorView<3>,
+        count: usize,
+    ) -> Result<(), AttentionError> {
+        let (grid, dim) = self.merge_grid()?;
+        let addresses = self.addresses([parts.span(), part_lse.span(), o.span(), lse.span()]);
+        let [batches, heads, rows, columns] = o.shape.map(|n| n as u32);
+        // SAFETY: views have been checked against their buffers, those of the parts are as long as they say.
+        unsafe {
+            hopper::merge::merge::launch_unchecked(
+                self.client,
+                grid,
+                dim,
+                addresses,
+                parts.arg(),
+                part_lse.arg(),
+                o.arg(),
+                lse.arg(),
+                batches,
+                heads,
+                rows,
+                columns,
+                count as u32,
+                self.dtype(),
+            );
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,173 @@
+//! Launches the kernels for Hopper.
+
+mod backward;
+mod forward;
+
+use super::{Call, rows_grid};
+use crate::error::AttentionError;
+use crate::hopper::forward::StrideLaunch;
+use crate::hopper::ring::SpreadLaunch;
+use crate::hopper::scores::FactorsLaunch;
+use crate::hopper::{self, PANEL, Rows};
+use crate::problem::AttentionProblem;
+use crate::tensor::TensorView;
+use crate::tiling::varies_by_pair;
+use cubecl::client::Client;
+use cubecl::ir::AddressType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use cubecl_core::device::ServiceId;
+use std::f32::consts::LOG2_E;
+use std::sync::{Mutex, PoisonError};
+
+/// Bytes that rows must start at multiples of: what TMA and vectors of as many bytes ask for.
+const VECTOR_BYTES: usize = 16;
+
+/// Bytes of the vectors that results are written in.
+const OUT_BYTES: usize = 8;
+
+impl Call<'_> {
+    /// Memory for `[B, H, S, D]` whose rows start at multiples of 16 bytes.
+    fn packed(&self, shape: [usize; 4]) -> TensorView {
+        let size = self.problem.dtype.size();
+        let [batch, heads, rows, columns] = shape;
+        let row = columns.next_multiple_of(VECTOR_BYTES / size);
+        TensorView {
+            handle: self.client.empty(size * batch * heads * rows * row),
+            shape,
+            strides: [heads * rows * row, rows * row, row, 1],
+        }
+    }
+
+    /// Checks that what TMA cannot read of these can be copied.
+    fn check_copies(&self, views: &[&TensorView]) -> Result<(), AttentionError> {
+        for view in views.iter().filter(|view| !is_aligned(view, self.problem.dtype.size())) {
+            rows_grid(self.device, "copy", view.shape)?;
+        }
+        Ok(())
+    }
+
+    /// What TMA reads: the tensor itself, or a copy.
+    fn readable(&self, view: &TensorView) -> Result<TensorView, AttentionError> {
+        if is_aligned(view, self.problem.dtype.size()) {
+            return Ok(view.clone());
+        }
+        let packed = self.packed(view.shape);
+        self.copy(view, &packed)?;
+        Ok(packed)
+    }
+
+    /// Which dimensions of a bias repeat.
+    fn spread(&self) -> SpreadLaunch {
+        let repeats = |dim: usize| self.inputs.bias.as_ref().is_some_and(|bias| bias.shape[dim] == 1);
+        SpreadLaunch::new(u32::from(!repeats(0)), u32::from(!repeats(1)))
+    }
+
+    fn copy(&self, from: &TensorView, to: &TensorView) -> Result<(), AttentionError> {
+        let (count, dim) = rows_grid(self.device, "copy", from.shape)?;
+        let addresses = AddressType::from_len(from.span().max(to.span()) as usize);
+        let [batch, heads, rows, columns] = from.shape.map(|n| n as u32);
+        // SAFETY: views have been checked against their buffers.
+        unsafe {
+            hopper::copy::copy::launch_unchecked(
+                self.client,
+                count,
+                dim,
+                addresses,
+                from.arg(),
+                to.arg(),
+                batch,
+                heads,
+                rows,
+                columns,
+                self.dtype(),
+            );
+        }
+        Ok(())
+    }
+
+    /// The tensor map of `[B, H, S, D]` with boxes of 64 columns of `rows` rows.
+    fn map(&self, view: &TensorView, rows: usize) -> TensorMapArg<Tiled> {
+        let mut view = view.clone();
+        // The stride of a single element says nothing, but TMA checks it.
+        for dim in 0..3 {
+            if view.shape[dim] == 1 {
+                view.strides[dim] = view.shape[3].next_multiple_of(PANEL);
+            }
+        }
+        TensorMapArg::new(TiledArgs { tile_size: [1, 1, rows, PANEL].into() }, view.arg(), self.dtype())
+            .with_swizzle(TensorMapSwizzle::B128)
+            .with_prefetch(TensorMapPrefetch::B256)
+    }
+}
+
+/// The launch argument of a tensor as vectors of so many elements, up to the end of its last row; its strides are
+/// [`Strides`](hopper::forward::Strides).
+///
+/// # Safety
+///
+/// As `launch_unchecked`: the view has been checked against its buffer.
+unsafe fn rows_arg<const RANK: usize>(view: &TensorView<RANK>, vector: usize) -> BufferArg {
+    // SAFETY: the caller's.
+    unsafe { BufferArg::from_raw_parts(view.handle.clone(), (view.span() as usize).div_ceil(vector)) }
+}
+
+/// The strides of rows, in vectors of so many elements.
+fn stride<const RANK: usize>(view: &TensorView<RANK>, vector: usize) -> StrideLaunch {
+    let [batch, head, row] = [0, 1, 2].map(|dim| view.strides[dim] / vector);
+    StrideLaunch::new(batch, head, row)
+}
+
+/// The factors of the scores.
+fn factors(p: &AttentionProblem, blueprint: &hopper::Blueprint) -> FactorsLaunch {
+    let scale = p.softmax_scale();
+    let softcap = p.options.softcap.unwrap_or(1.0);
+    let exponent = if blueprint.cooked() { LOG2_E } else { LOG2_E * scale };
+    FactorsLaunch::new(scale, softcap, 2.0 * LOG2_E * scale / softcap, exponent)
+}
+
+/// Whether rows start at multiples of 16 bytes and no dimension repeats: what TMA reads, and vectors of 16 bytes.
+fn is_aligned(view: &TensorView, size: usize) -> bool {
+    let dense = view.strides[3] == 1 || view.shape[3] == 1;
+    dense && starts_aligned(view, size) && (view.shape[3] * size).is_multiple_of(VECTOR_BYTES)
+}
+
+/// Whether TMA reads tiles of the problem's bias.
+fn is_tiled(view: &TensorView, problem: &AttentionProblem) -> bool {
+    varies_by_pair(problem) && view.strides[3] == 1 && starts_aligned(view, problem.dtype.size())
+}
+
+/// Whether rows start at multiples of 16 bytes and no dimension of more than one repeats.
+fn starts_aligned(view: &TensorView, size: usize) -> bool {
+    let strided = |dim: usize| {
+        view.shape[dim] == 1 || view.strides[dim] > 0 && (view.strides[dim] * size).is_multiple_of(VECTOR_BYTES)
+    };
+    view.handle.offset_start.unwrap_or(0).is_multiple_of(VECTOR_BYTES as u64) && (0..3).all(strided)
+}
+
+/// Whether a mask or bias differs from row to row.
+fn rows_of(view: Option<&TensorView>) -> Option<Rows> {
+    view.map(|view| if view.shape[2] == 1 { Rows::Same } else { Rows::Each })
+}
+
+/// The argument of a mask or bias, and how many elements it is read at a time: two where its layout allows it.
+fn pairs(view: Option<(&TensorView, usize)>) -> (Option<TensorArg>, usize) {
+    let Some((view, size)) = view else { return (None, 1) };
+    (Some(view.broadcast_arg()), if view.shape[3] > 1 && view.vectorizes(2, size) { 2 } else { 1 })
+}
+
+/// The counter that cubes take work from, 0 between launches: the kernel leaves it so. One for each stream, as launches on
+/// one stream come one after the other.
+fn counter(client: &Client) -> Handle {
+    static COUNTERS: Mutex<Vec<(ServiceId, Handle)>> = Mutex::new(Vec::new());
+    // A handle knows the stream that its client works on.
+    let (service, stream) = (client.service_id(), client.empty(4).stream);
+    let mut counters = COUNTERS.lock().unwrap_or_else(PoisonError::into_inner);
+    let found = counters.iter().find(|(of, handle)| *of == service && handle.stream == stream);
+    if let Some((_, handle)) = found {
+        return handle.clone();
+    }
+    let handle = client.create_from_slice(&[0; 4]);
+    counters.push((service, handle.clone()));
+    handle
+}
