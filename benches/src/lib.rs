@@ -15,6 +15,7 @@ mod data;
 mod device;
 pub mod error;
 mod implementations;
+mod part;
 mod peers;
 pub mod report;
 pub mod results;

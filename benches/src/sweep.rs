@@ -5,14 +5,13 @@ use crate::data::{Data, Oracle, Results, tolerance};
 use crate::device::DeviceName;
 use crate::error::Error;
 use crate::implementations::Tensors;
+use crate::part::Part;
 use crate::results::{self, Moved, TileTiming};
 use crate::run::{Run, round};
 use crate::timing::{Work, device_time, sync};
 use cubecl::client::Client;
 use flash_attention_kernels::tiling::{Stage, shared_memory};
-use flash_attention_kernels::{
-    AttentionProblem, BackwardTiles, Dtype, Forward, Gradient, Gradients, TileShape, plan_with,
-};
+use flash_attention_kernels::{AttentionProblem, BackwardTiles, Dtype, Forward, Gradient, TileShape, plan_with};
 use indicatif::ProgressBar;
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -53,39 +52,11 @@ pub struct Options {
     once: bool,
 }
 
-/// A kernel that has tiles of its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Part {
-    Forward,
-    Dq,
-    Dkdv,
-}
-
 impl Part {
-    const ALL: [Part; 3] = [Part::Forward, Part::Dq, Part::Dkdv];
-
-    fn name(self) -> &'static str {
-        match self {
-            Part::Forward => "forward",
-            Part::Dq => "dq",
-            Part::Dkdv => "dkdv",
-        }
-    }
-
     fn stage(self) -> Stage {
         match self {
             Part::Forward => Stage::Forward,
             Part::Dq | Part::Dkdv => Stage::Backward,
-        }
-    }
-
-    /// Operations as the field counts them: of the backward's five products, each of its kernels recomputes the scores
-    /// and dP, and adds its own.
-    fn flops(self, p: &AttentionProblem) -> f64 {
-        match self {
-            Part::Forward => p.forward_flops(),
-            Part::Dq => 1.5 * p.forward_flops(),
-            Part::Dkdv => 2.0 * p.forward_flops(),
         }
     }
 }
@@ -127,26 +98,16 @@ struct Bench {
 }
 
 impl Bench {
-    /// What this part of the kernels writes beside the forward's results.
-    fn wanted(&self, part: Part) -> Gradients {
-        let Gradients { dq, dk, dv, .. } = self.tensors.gradients.clone();
-        match part {
-            Part::Forward => Gradients::default(),
-            Part::Dq => Gradients { dq, ..Default::default() },
-            Part::Dkdv => Gradients { dk, dv, ..Default::default() },
-        }
-    }
-
     fn call(&self, part: Part, tile: TileShape, together: bool) -> Result<(), Error> {
         if part == Part::Forward {
             return self.tensors.forward(&self.client, &self.problem, tile);
         }
         let tiles = BackwardTiles::portable(tile, together);
-        self.tensors.backward(&self.client, &self.problem, &self.wanted(part), tiles)
+        self.tensors.backward(&self.client, &self.problem, &part.wanted(&self.tensors), tiles)
     }
 
     fn results(&self, part: Part) -> Results {
-        self.tensors.results(&self.client, self.problem.dtype, &self.wanted(part))
+        self.tensors.results(&self.client, self.problem.dtype, &part.wanted(&self.tensors))
     }
 }
 

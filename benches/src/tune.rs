@@ -1,13 +1,17 @@
-//! Ways to plan Hopper's forward, timed beside the planned one.
+//! Ways to plan Hopper's kernels, timed beside the planned one.
 
 use crate::case::{Filters, Pass, Set};
 use crate::data::{Data, Oracle, tolerance};
 use crate::device::DeviceName;
 use crate::error::Error;
 use crate::implementations::Tensors;
+use crate::part::Part;
 use crate::timing::{Work, device_time, once, sync};
 use cubecl::client::Client;
-use flash_attention_kernels::{AttentionProblem, Forward, Gradients, HopperForward, HopperTile, Kernel, plan_with};
+use flash_attention_kernels::{
+    AttentionProblem, BackwardTiles, Forward, Gradient, HopperForward, HopperGradient, HopperTile, Kernel, Plan,
+    plan_with,
+};
 
 /// What to try.
 #[derive(clap::Args, Clone, Debug)]
@@ -17,22 +21,39 @@ pub struct Options {
     set: Set,
     #[command(flatten)]
     filters: Filters,
+    /// The kernel.
+    #[arg(long, value_enum, default_value = "forward")]
+    part: Part,
     /// Ways to try, TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/SECTION/PARTS each (TURNS is 0 or 1, SECTION a number of heads, PARTS
-    /// into how many the keys are split; `-` is what is planned), beside the planned one.
+    /// into how many the keys are split; KEYS are queries for dkdv; `-` is what is planned), beside the planned one.
     #[arg(long = "try", value_delimiter = ',')]
     ways: Vec<String>,
 }
 
-struct Forwards<'a> {
+/// Tiles, heads of a section, parts of the keys.
+#[derive(Clone, Copy, Debug)]
+struct Way(HopperTile, usize, usize);
+
+/// One kernel, planned in one way. A gradient comes with delta, which it needs.
+struct Launches<'a> {
     client: &'a Client,
     problem: AttentionProblem,
-    tensors: &'a [Tensors],
-    way: HopperForward,
+    tensors: &'a Tensors,
+    part: Part,
+    together: bool,
+    way: Way,
 }
 
-impl Work for Forwards<'_> {
-    fn call(&mut self, turn: usize) -> Result<(), Error> {
-        self.tensors[turn % self.tensors.len()].forward(self.client, &self.problem, self.way)
+impl Work for Launches<'_> {
+    fn call(&mut self, _: usize) -> Result<(), Error> {
+        let Way(tile, section, parts) = self.way;
+        if self.part == Part::Forward {
+            return self.tensors.forward(self.client, &self.problem, HopperForward { tile, section, parts });
+        }
+        let gradient = Gradient::Hopper(HopperGradient { tile, section });
+        let BackwardTiles { dbias, .. } = plan_with(self.client, &self.problem, Kernel::Portable)?.backward;
+        let tiles = BackwardTiles { dq: gradient, dkdv: gradient, dkdv_together: self.together, dbias };
+        self.tensors.backward(self.client, &self.problem, &self.part.wanted(self.tensors), tiles)
     }
 
     fn finish(&self) -> Result<(), Error> {
@@ -44,7 +65,22 @@ impl Work for Forwards<'_> {
     }
 }
 
-fn way(text: &str, planned: HopperForward) -> Result<HopperForward, Error> {
+/// How the kernel is planned.
+fn planned(plan: &Plan, part: Part) -> Result<Way, Error> {
+    let gradient = |gradient| match gradient {
+        Gradient::Hopper(HopperGradient { tile, section }) => Some(Way(tile, section, 1)),
+        Gradient::Portable(_) => None,
+    };
+    let way = match (part, plan.forward) {
+        (Part::Forward, Forward::Hopper(HopperForward { tile, section, parts })) => Some(Way(tile, section, parts)),
+        (Part::Forward, Forward::Portable(_)) => None,
+        (Part::Dq, _) => gradient(plan.backward.dq),
+        (Part::Dkdv, _) => gradient(plan.backward.dkdv),
+    };
+    way.ok_or_else(|| Error::Other(format!("{plan}: not the kernel that was asked for")))
+}
+
+fn way(text: &str, Way(tile, planned_section, planned_parts): Way) -> Result<Way, Error> {
     let wrong = || Error::Other(format!("--try {text}: it must be TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/SECTION/PARTS"));
     let parts: Vec<&str> = text.split('/').collect();
     let [teams, warpgroups, keys, stages, turns, section, parts] = parts[..] else { return Err(wrong()) };
@@ -52,7 +88,6 @@ fn way(text: &str, planned: HopperForward) -> Result<HopperForward, Error> {
         "-" => Ok(planned),
         text => text.parse().map_err(|_| wrong()),
     };
-    let HopperForward { tile, section: planned_section, parts: planned_parts } = planned;
     let tile = HopperTile {
         teams: number(teams, tile.teams)?,
         warpgroups: number(warpgroups, tile.warpgroups)?,
@@ -63,7 +98,7 @@ fn way(text: &str, planned: HopperForward) -> Result<HopperForward, Error> {
     if !tile.tile_k.is_multiple_of(16) || tile.tile_k > 256 || tile.warpgroups < 2 || tile.teams == 0 {
         return Err(Error::Other(format!("--try {text}: KEYS are multiples of 16 up to 256, WARPGROUPS at least 2")));
     }
-    Ok(HopperForward { tile, section: number(section, planned_section)?, parts: number(parts, planned_parts)?.max(1) })
+    Ok(Way(tile, number(section, planned_section)?, number(parts, planned_parts)?.max(1)))
 }
 
 /// Times them.
@@ -73,28 +108,31 @@ pub fn run(options: &Options) -> Result<(), Error> {
     for case in options.filters.apply(options.set)? {
         let data = Data::new(case, 0)?;
         let problem = data.problem;
-        let tensors = vec![Tensors::new(&client, &data, Pass::Forward)];
+        let pass = if options.part == Part::Forward { Pass::Forward } else { Pass::Both };
+        let tensors = Tensors::new(&client, &data, pass);
         let oracle = Oracle::new(&data);
         let plan = plan_with(&client, &problem, Kernel::Hopper)?;
-        let Forward::Hopper(planned) = plan.forward else {
-            return Err(Error::Other(format!("{plan}: not the kernel that was asked for")));
-        };
+        let planned = planned(&plan, options.part)?;
+        // Gradients read what it saves.
+        tensors.forward(&client, &problem, plan.forward)?;
+        let wanted = options.part.wanted(&tensors);
+        let together = plan.backward.dkdv_together;
         let ways = options.ways.iter().map(|text| way(text, planned)).collect::<Result<Vec<_>, _>>()?;
         for way in [planned].into_iter().chain(ways) {
-            let mut work = Forwards { client: &client, problem, tensors: &tensors, way };
+            let mut work = Launches { client: &client, problem, tensors: &tensors, part: options.part, together, way };
             let first = once(&mut work);
             let timed = first.and_then(|first| {
-                let error = oracle.error(&tensors[0].results(&client, problem.dtype, &Gradients::default()));
+                let error = oracle.error(&tensors.results(&client, problem.dtype, &wanted));
                 if error > tolerance(problem.dtype, false) || error.is_nan() {
                     return Err(Error::Other(format!("wrong result: relative error {error:.1e}")));
                 }
                 Ok((first, error, device_time(&mut work)?.median()))
             });
-            let HopperForward { tile: HopperTile { teams, warpgroups, tile_k, stages, turns }, section, parts } = way;
+            let Way(HopperTile { teams, warpgroups, tile_k, stages, turns }, section, parts) = way;
             let name = format!("{teams}/{warpgroups}/{tile_k}/{stages}/{}/{section}/{parts}", turns as u8);
             match timed {
                 Ok((first, error, ms)) => {
-                    let rate = problem.forward_flops() / ms / 1e9;
+                    let rate = options.part.flops(&problem) / ms / 1e9;
                     println!(
                         "{case:<40} {name:<30} {ms:8.4} ms {rate:7.1} TFLOP/s, first {first:.0} ms, error {error:.1e}"
                     );

@@ -94,20 +94,20 @@ const HOPPER_DQ: [(usize, HopperTile, HopperTile); 4] = [
 ];
 
 /// Tiles of `dk` and `dv` for Hopper in the same way, and whether one launch computes both: what they add up to shares the
-/// registers. Tiles divide [`STATS_ROWS`](crate::hopper::STATS_ROWS).
+/// registers. Tiles divide [`stats_multiple`].
 ///
 /// ```text
 /// head_dim  queries, stages  with a bias  registers: dK + dV, S, dP   of   shared memory
-/// 64        128, 2           128, 2       64 + 64 + 64                255   98 KiB, 162 KiB
-/// 128       64, 2            64, 2        128 + 32 + 32               255  129 KiB, 161 KiB
+/// 64        128, 3           128, 2       64 + 64 + 64                255  132 KiB, 162 KiB
+/// 128       64, 3            64, 3        128 + 32 + 32               255  162 KiB, 210 KiB
 /// 192       64, 2            32, 2        96 + 32 + 32                255  193 KiB, 161 KiB
-/// 256       32, 2            32, 2        128 + 16 + 16               255  193 KiB, 209 KiB
+/// 256       48, 2            32, 2        128 + 24 + 24               255  225 KiB, 209 KiB
 /// ```
 const HOPPER_DKDV: [(usize, HopperTile, HopperTile, bool); 4] = [
-    (64, gradient_tile(128, 2), gradient_tile(128, 2), true),
-    (128, gradient_tile(64, 2), gradient_tile(64, 2), true),
+    (64, gradient_tile(128, 3), gradient_tile(128, 2), true),
+    (128, gradient_tile(64, 3), gradient_tile(64, 3), true),
     (192, gradient_tile(64, 2), gradient_tile(32, 2), false),
-    (256, gradient_tile(32, 2), gradient_tile(32, 2), false),
+    (256, gradient_tile(48, 2), gradient_tile(32, 2), false),
 ];
 
 const fn gradient_tile(tile_k: usize, stages: usize) -> HopperTile {
@@ -762,12 +762,17 @@ pub(crate) fn scratch_floats(problem: &AttentionProblem) -> usize {
     2 * stats_rows(problem) + bias_sums_len(problem)
 }
 
+/// What the number of a head's rows of lse and delta is a multiple of: tiles of them are loaded whole.
+pub(crate) fn stats_multiple(problem: &AttentionProblem) -> usize {
+    if problem.head_dim.max(problem.head_dim_v) <= 192 { 128 } else { 384 }
+}
+
 /// Rows whose lse and delta have room in scratch. In half precision, of which kernels for Hopper load whole tiles, heads are
 /// filled up.
 pub(crate) fn stats_rows(problem: &AttentionProblem) -> usize {
     let of_head = match problem.dtype {
         Dtype::F32 => problem.seq_q,
-        Dtype::F16 | Dtype::BF16 => problem.seq_q.next_multiple_of(crate::hopper::STATS_ROWS as usize),
+        Dtype::F16 | Dtype::BF16 => problem.seq_q.next_multiple_of(stats_multiple(problem)),
     };
     problem.batch * problem.num_heads_q * of_head
 }

@@ -13,7 +13,7 @@ use cubecl_core::{Compiler, CubeKernel};
 use cubecl_llvm::nvptx::ptx_version::PtxVersion;
 use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
 use flash_attention_kernels::hopper::forward::{StrideCompilationArg, StridesCompilationArg};
-use flash_attention_kernels::hopper::gradient::ResultStridesCompilationArg;
+use flash_attention_kernels::hopper::gradient::{ResultStridesCompilationArg, SourceStridesCompilationArg};
 use flash_attention_kernels::hopper::ring::SpreadCompilationArg;
 use flash_attention_kernels::hopper::schedule::{Divisor, DivisorCompilationArg, Walk, WalkCompilationArg};
 use flash_attention_kernels::hopper::scores::FactorsCompilationArg;
@@ -156,6 +156,11 @@ fn gradient_ptx(blueprint: Blueprint, band: Band) -> String {
         buffer(),
         buffer(),
         buffer(),
+        buffer(),
+        buffer(),
+        buffer(),
+        buffer(),
+        SourceStridesCompilationArg { q: stride(), d: stride(), k: stride(), v: stride() },
         ResultStridesCompilationArg { dk: stride(), dv: stride() },
         (),
         factors(),
@@ -273,6 +278,7 @@ fn check(name: &str, problem: AttentionProblem) {
         mask: rows(problem.mask),
         bias: rows(problem.bias),
         partial: tiles.parts > 1,
+        stats_multiple: 384,
     };
     look_at(name, blueprint, &problem);
     let BackwardTiles { dq: Gradient::Hopper(dq), dkdv: Gradient::Hopper(dkdv), dkdv_together, .. } = plan.backward
@@ -434,6 +440,7 @@ fn work_items_are_every_block_once() {
             mask: None,
             bias: None,
             partial: parts > 1,
+            stats_multiple: 128,
         };
         let items: Vec<_> = (0..walk.items).map(|number| walk.item(number, 0, &band, blueprint)).collect();
         let (batches, heads) = (q[0] as u32, q[1] as u32);

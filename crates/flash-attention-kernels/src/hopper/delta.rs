@@ -3,7 +3,9 @@
 //! As [for the portable kernels](crate::portable::delta), but in the layout that tiles of queries are loaded with: rows of a head
 //! are filled up to whole tiles, with rows whose probabilities are 0.
 
-use super::STATS_ROWS;
+use super::Blueprint;
+use super::schedule::Walk;
+use crate::mask::Band;
 use crate::softmax::lse_of_bits;
 use cubecl::prelude::*;
 
@@ -30,9 +32,10 @@ pub fn delta<E: Float>(
     heads: u32,
     seq_q: u32,
     #[comptime] head_dim_v: usize,
+    #[comptime] stats_multiple: usize,
     #[define(E)] _type: ElemType,
 ) {
-    let rows = seq_q.div_ceil(STATS_ROWS) * STATS_ROWS;
+    let rows = stats_rows(seq_q, stats_multiple);
     let (of_row, nth) = (UNIT_POS % UNITS_PER_ROW, UNIT_POS / UNITS_PER_ROW);
     // Blocks of a head's rows follow one another, so do heads and batches: a cube's rows are of one head.
     let blocks = rows / ROWS;
@@ -83,6 +86,8 @@ pub fn delta<E: Float>(
                 let from = batch * dlse.stride(0) + of_batch * dlse.stride(1) + row as usize * dlse.stride(2);
                 of_delta -= dlse[from];
             }
+            // A query that sees nothing has no gradient, whatever it holds.
+            of_delta = select(of_lse == f32::MAX, 0.0f32, of_delta);
         }
         let to = head * rows as usize + row as usize;
         stats[to] = u32::reinterpret(of_lse);
@@ -94,4 +99,43 @@ pub fn delta<E: Float>(
 #[cube]
 fn at<T: CubePrimitive>(tensor: &Tensor<T>, batch: usize, head: usize, row: u32) -> usize {
     batch * tensor.stride(0) + head * tensor.stride(1) + row as usize * tensor.stride(2)
+}
+
+/// Rows of lse and delta of a head: whole tiles of them.
+#[cube]
+fn stats_rows(seq_q: u32, #[comptime] multiple: usize) -> u32 {
+    seq_q.div_ceil(comptime!(multiple as u32)) * comptime!(multiple as u32)
+}
+
+/// Queries, and their heads in a batch.
+#[cube]
+fn queries(band: &Band, walk: &Walk, #[comptime] blueprint: Blueprint) -> (u32, u32) {
+    if comptime!(blueprint.transposed()) {
+        // What the band calls keys.
+        (band.seq_k, walk.num_heads_q.divisor * walk.group_size.divisor)
+    } else {
+        (band.seq_q, walk.num_heads_q.divisor)
+    }
+}
+
+/// Where a query's lse is.
+#[cube]
+pub fn stats_at(
+    band: &Band,
+    walk: &Walk,
+    batch: u32,
+    head: u32,
+    query: u32,
+    #[comptime] blueprint: Blueprint,
+) -> usize {
+    let (seq_q, heads) = queries(band, walk, blueprint);
+    (batch as usize * heads as usize + head as usize) * stats_rows(seq_q, blueprint.stats_multiple) as usize
+        + query as usize
+}
+
+/// How far behind it delta is.
+#[cube]
+pub fn stats_all(band: &Band, walk: &Walk, #[comptime] blueprint: Blueprint) -> usize {
+    let (seq_q, heads) = queries(band, walk, blueprint);
+    walk.batches as usize * heads as usize * stats_rows(seq_q, blueprint.stats_multiple) as usize
 }

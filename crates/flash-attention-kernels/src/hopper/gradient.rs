@@ -15,9 +15,11 @@
 //! Of a warpgroup, only `S` and `dP` are in flight together; its exponentials run under the other warpgroup's products.
 
 use super::Blueprint;
+use super::delta::{stats_all, stats_at};
 use super::forward::Stride;
 use super::ops::*;
-use super::ring::{BLIND, CONTINUED, CONTINUES, Loader, Memory, Of, Place, Spread, load_next_q, stats_rows};
+use super::recompute::{is_finite_row, recompute_gradient};
+use super::ring::{BLIND, CONTINUED, CONTINUES, Loader, Memory, Of, Place, Spread, load_next_q};
 use super::rows::*;
 use super::schedule::Walk;
 use super::scores::{Factors, finish, hide, products, slope};
@@ -35,10 +37,24 @@ pub struct ResultStrides {
     pub dv: Stride,
 }
 
+/// Strides of what is read, in vectors of 16 bytes.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone))]
+pub struct SourceStrides {
+    /// Of the rows that are kept.
+    pub q: Stride,
+    /// Of the second of them.
+    pub d: Stride,
+    /// Of the tiles that stream by.
+    pub k: Stride,
+    /// Of the second of them.
+    pub v: Stride,
+}
+
 /// Rows `q [B, H, Sq, D]`, `d [B, H, Sq, Dv]` and tiles `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `dk [B, H, Sq, D]` and
 /// `dv [B, H, Sq, Dv]`, in vectors of 8 bytes, as [`Role`](super::Role) names them: for the gradients of keys and values, queries
 /// are what is called keys here. `stats`: lse and delta of all queries, [`delta`](super::delta). Boxes of the maps: 64 columns of
-/// 64 rows, or of a tile. `b`: a tiled bias; any map, if there is none. `scale`: of `dk`.
+/// 64 rows, or of a tile. `b`: a tiled bias; any map, if there is none. `scale`: of `dk`. The slices are the same tensors as the maps.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
 pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
@@ -53,6 +69,11 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     dv: &mut [Vector<u32, Const<2>>],
     stats: &[u32],
     counter: &[u32],
+    q_slice: &[Vector<E, Const<8>>],
+    d_slice: &[Vector<E, Const<8>>],
+    k_slice: &[Vector<E, Const<8>>],
+    v_slice: &[Vector<E, Const<8>>],
+    source_strides: SourceStrides,
     strides: ResultStrides,
     scale: f32,
     factors: Factors,
@@ -68,6 +89,8 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let s_len = comptime!(tile_k / 2);
     let (columns_dk, columns_dv) = comptime!((blueprint.columns_dk(), blueprint.columns()));
     let (differentiates, sums_values) = comptime!((blueprint.differentiates(), blueprint.sums_values()));
+    let transposed = comptime!(blueprint.transposed());
+    let hides = comptime!(blueprint.mask.is_some() || band.bounded_above || band.bounded_below);
 
     // -- shared memory, barriers, descriptors
     let size = comptime!(dtype.size());
@@ -234,6 +257,58 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 store_row(&pack_row(&sum_v, 0usize, one, columns_dv, dtype), dv, row0, live0, columns_dv);
                 store_row(&pack_row(&sum_v, 1usize, one, columns_dv, dtype), dv, row1, live1, columns_dv);
             }
+            // Rows that what is hidden from them has reached; not where the query itself is no number.
+            if comptime!(hides) {
+                let mut finite0 = true.runtime();
+                let mut finite1 = true.runtime();
+                if comptime!(differentiates) {
+                    finite0 = is_finite_row(&sum_k, 0usize, columns_dk);
+                    finite1 = is_finite_row(&sum_k, 1usize, columns_dk);
+                }
+                if comptime!(sums_values) {
+                    let (v0, v1) =
+                        (is_finite_row(&sum_v, 0usize, columns_dv), is_finite_row(&sum_v, 1usize, columns_dv));
+                    finite0 = finite0 && v0;
+                    finite1 = finite1 && v1;
+                }
+                let again0 = live0 && !finite0 && of_rows.lse0 * of_rows.delta0 * 0.0f32 == 0.0f32;
+                let again1 = live1 && !finite1 && of_rows.lse1 * of_rows.delta1 * 0.0f32 == 0.0f32;
+                if plane_any(again0 || again1) {
+                    // What other units have stored of these rows comes first.
+                    sync_plane();
+                    let first = first_row + of_warpgroup * 16;
+                    let stream = memory.item(nth, Of::HeadKv);
+                    let group = if comptime!(transposed) { walk.group_size.divisor } else { 1u32.runtime() };
+                    for of_warp in 0..16u32 {
+                        let again = select(of_warp >= 8, again1, again0);
+                        if plane_any(lane / 4 == of_warp % 8 && again) {
+                            recompute_gradient(
+                                q_slice,
+                                d_slice,
+                                k_slice,
+                                v_slice,
+                                stats,
+                                &source_strides,
+                                &mask,
+                                &bias,
+                                dk,
+                                dv,
+                                &strides,
+                                scale,
+                                &factors,
+                                &band,
+                                &walk,
+                                batch,
+                                head,
+                                stream + 1 - group,
+                                stream + 1,
+                                first + of_warp,
+                                blueprint,
+                            );
+                        }
+                    }
+                }
+            }
         }
         nth += 1;
         steps = memory.item(nth, Of::Steps);
@@ -261,12 +336,10 @@ impl RowStatistics {
         #[comptime] blueprint: Blueprint,
     ) -> RowStatistics {
         if comptime!(blueprint.role == Role::Dq) {
-            let heads = walk.num_heads_q.divisor as usize;
-            let rows = stats_rows(band.seq_q) as usize;
-            let head = memory.item(nth, Of::Batch) as usize * heads + memory.item(nth, Of::Head) as usize;
-            let all = walk.batches as usize * heads * rows;
-            let row0 = head * rows + band.query_within(row) as usize;
-            let row1 = head * rows + band.query_within(row + 8) as usize;
+            let (batch, head) = (memory.item(nth, Of::Batch), memory.item(nth, Of::Head));
+            let all = stats_all(band, walk, blueprint);
+            let row0 = stats_at(band, walk, batch, head, band.query_within(row), blueprint);
+            let row1 = stats_at(band, walk, batch, head, band.query_within(row + 8), blueprint);
             RowStatistics {
                 lse0: f32::reinterpret(stats[row0]),
                 lse1: f32::reinterpret(stats[row1]),

@@ -50,9 +50,6 @@ pub const WARPGROUP_UNITS: usize = 128;
 /// Columns of a panel: 128 bytes, what the swizzle works on.
 pub const PANEL: usize = 64;
 
-/// Rows of lse and delta come by as many: they lie in scratch with what a head's last ones lack added.
-pub const STATS_ROWS: u32 = 128;
-
 /// Work items that are kept in shared memory: more than loads run ahead of the products (one for each stage, and one).
 pub const SLOTS: usize = 8;
 /// Words of shared memory for a kept item, and for each of the three cursors.
@@ -129,6 +126,8 @@ pub struct Blueprint {
     pub bias: Option<Rows>,
     /// Whether items are parts of the keys, whose results are merged.
     pub partial: bool,
+    /// Lse and delta lie in scratch with each head's rows filled up to a multiple of this, which tiles of queries divide.
+    pub stats_multiple: usize,
 }
 
 /// Whether the rows of a mask or bias are all alike.
@@ -228,7 +227,7 @@ impl Blueprint {
     /// let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: true };
     /// let blueprint = Blueprint {
     ///     role: Role::Forward, tile, dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
-    ///     capped: false, mask: None, bias: None, partial: false,
+    ///     capped: false, mask: None, bias: None, partial: false, stats_multiple: 128,
     /// };
     /// assert!(blueprint.shared_memory() <= 227 << 10);
     /// ```

@@ -3,19 +3,36 @@
 //! - A hidden key has the exponential 0, and 0 times a value that is not finite is not a number: products of whole tiles let
 //!   such a value reach rows that must not see it. That shows in O where the log-sum-exp is finite. Rows that do see the value
 //!   get what it makes of them.
+//!   The same holds for gradients, of which each tensor's hidden rows count.
 //! - Exponentials relative to an anchor leave the range of f32 where a score is more than 72 above all those of the tiles
 //!   before, which is far beyond what a softmax makes a difference of. That shows in a sum of +∞.
 
 use super::Blueprint;
+use super::delta::{stats_all, stats_at};
 use super::forward::Strides;
+use super::gradient::{ResultStrides, SourceStrides};
 use super::ops::{ex2, fma_packed, lg2, pack};
+use super::schedule::Walk;
 use super::scores::{Exponent, Factors, exponent_of};
 use crate::mask::Band;
+use crate::problem::Dtype;
 use crate::softmax::{HIDDEN, lse_bits_log2};
 use cubecl::prelude::*;
 
 /// Keys at a time: one for each unit of a warp.
 const KEYS: u32 = 32;
+
+/// Whether what a unit holds of one of its two rows of an accumulator is finite.
+#[cube]
+pub fn is_finite_row(sums: &Array<f32>, #[comptime] row: usize, #[comptime] columns: usize) -> bool {
+    let mut trace = 0.0f32.runtime();
+    #[unroll]
+    for i in 0..comptime!(columns / 8) {
+        trace = fma(sums[comptime!(4 * i + 2 * row)], 0.0f32, trace);
+        trace = fma(sums[comptime!(4 * i + 2 * row + 1)], 0.0f32, trace);
+    }
+    trace == 0.0f32
+}
 
 /// Whether what a unit holds of a packed row is finite.
 #[cube]
@@ -29,9 +46,29 @@ pub fn is_finite(words: &Array<u32>, #[comptime] blueprint: Blueprint) -> bool {
     trace == 0
 }
 
+/// The product of two rows of `wide` elements, which start at these vectors.
+#[cube]
+fn dot<E: Float>(
+    a: &[Vector<E, Const<8>>],
+    a_at: usize,
+    b: &[Vector<E, Const<8>>],
+    b_at: usize,
+    #[comptime] wide: usize,
+) -> f32 {
+    let (whole, rest) = comptime!((wide / 8, wide % 8));
+    let mut sum = 0.0f32.runtime();
+    for i in 0..whole {
+        sum = dot_vectors(a[a_at + i], b[b_at + i], 8usize, sum);
+    }
+    if comptime!(rest > 0) {
+        sum = dot_vectors(a[a_at + whole], b[b_at + whole], rest, sum);
+    }
+    sum
+}
+
 /// `sum` and the products of the first `len` elements of two vectors.
 #[cube]
-fn dot<E: Float>(a: Vector<E, Const<8>>, b: Vector<E, Const<8>>, #[comptime] len: usize, sum: f32) -> f32 {
+fn dot_vectors<E: Float>(a: Vector<E, Const<8>>, b: Vector<E, Const<8>>, #[comptime] len: usize, sum: f32) -> f32 {
     let mut sum = sum;
     #[unroll]
     for e in 0..len {
@@ -61,22 +98,16 @@ fn exponents<E: Float, M: Numeric, NB: Size, NM: Size>(
 ) -> Exponent {
     let mut value = 0.0f32.runtime();
     let mut visible = false.runtime();
+    let slope = 1.0f32.runtime();
     if key < after && band.sees(row, key) {
         let q_at = strides.q.at(batch, head, row);
         let k_at = strides.k.at(batch, head_kv, key);
-        let (whole, rest) = comptime!((blueprint.head_dim / 8, blueprint.head_dim % 8));
-        let mut product = 0.0f32.runtime();
-        for i in 0..whole {
-            product = dot(q[q_at + i], k[k_at + i], 8usize, product);
-        }
-        if comptime!(rest > 0) {
-            product = dot(q[q_at + whole], k[k_at + whole], rest, product);
-        }
+        let product = dot(q, q_at, k, k_at, blueprint.head_dim);
         let exponent = exponent_of(product, factors, band, mask, bias, batch, head, row, key, blueprint);
         value = exponent.value;
         visible = exponent.visible;
     }
-    Exponent { value, visible }
+    Exponent { value, visible, slope }
 }
 
 /// Computes one row of `out`, in vectors of 8 bytes, from `q`, `k`, `v`, in vectors of 16, for the keys from `first` on but
@@ -158,23 +189,155 @@ pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
         }
     }
+    let at = strides.o.at(batch_out, head, row);
+    write_row(&o, out, at, 1.0f32.runtime(), blueprint.columns(), blueprint.partial, blueprint.dtype);
+}
+
+/// Writes a row, of which each unit has eight columns, `factor` times, to `out` from vector `at` on; in f32 if `whole`.
+#[cube]
+fn write_row(
+    o: &Array<f32>,
+    out: &mut [Vector<u32, Const<2>>],
+    at: usize,
+    factor: f32,
+    #[comptime] columns: usize,
+    #[comptime] whole: bool,
+    #[comptime] dtype: Dtype,
+) {
+    let lane = UNIT_POS % 32;
     // Columns of a vector of 8 bytes.
-    let of_vector = comptime!(if blueprint.partial { 2usize } else { 4usize });
-    let at = strides.o.at(batch_out, head, row) + comptime!(8 / of_vector) * column;
+    let of_vector = comptime!(if whole { 2usize } else { 4usize });
+    let at = at + comptime!(8 / of_vector) * lane as usize;
     #[unroll]
     for nth in 0..comptime!(8 / of_vector) {
         let mut vector = Vector::<u32, Const<2>>::empty();
         #[unroll]
         for e in 0..2usize {
-            if comptime!(blueprint.partial) {
-                vector.insert(e, u32::reinterpret(o[comptime!(2 * nth + e)]));
+            if comptime!(whole) {
+                vector.insert(e, u32::reinterpret(o[comptime!(2 * nth + e)] * factor));
             } else {
                 let column = comptime!(4 * nth + 2 * e);
-                vector.insert(e, pack(o[column], o[column + 1], blueprint.dtype));
+                vector.insert(e, pack(o[column] * factor, o[column + 1] * factor, dtype));
             }
         }
-        if lane < eights {
+        if lane < comptime!((columns / 8) as u32) {
             out[at + nth] = vector;
         }
+    }
+}
+
+/// Whether no number is left.
+#[cube]
+fn is_lost(sums: &Array<f32>) -> bool {
+    let mut numbers = 0u32.runtime();
+    #[unroll]
+    for e in 0..8usize {
+        numbers += u32::cast_from(sums[e] == sums[e]);
+    }
+    numbers == 0
+}
+
+/// Adds `factor` times eight columns of a row.
+#[cube]
+fn add_row<E: Float>(sums: &mut Array<f32>, factor: f32, rows: &[Vector<E, Const<8>>], at: usize) {
+    let values = rows[at];
+    #[unroll]
+    for e in 0..8usize {
+        sums[e] = fma(factor, f32::cast_from(values.extract(e)), sums[e]);
+    }
+}
+
+/// Computes one row of `dk` and `dv` as [`gradient`](super::gradient) does, with the query heads, or the one key head, from
+/// `first_kv` to, not including, `after_kv`. By a whole warp.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn recompute_gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
+    q: &[Vector<E, Const<8>>],
+    d: &[Vector<E, Const<8>>],
+    k: &[Vector<E, Const<8>>],
+    v: &[Vector<E, Const<8>>],
+    stats: &[u32],
+    strides: &SourceStrides,
+    mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
+    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
+    dk: &mut [Vector<u32, Const<2>>],
+    dv: &mut [Vector<u32, Const<2>>],
+    results: &ResultStrides,
+    scale: f32,
+    factors: &Factors,
+    band: &Band,
+    walk: &Walk,
+    batch: usize,
+    head: usize,
+    first_kv: u32,
+    after_kv: u32,
+    row: u32,
+    #[comptime] blueprint: Blueprint,
+) {
+    let (differentiates, sums_values) = comptime!((blueprint.differentiates(), blueprint.sums_values()));
+    let lane = UNIT_POS % 32;
+    // Of more units than there are eights of columns, the others compute the last ones too.
+    let column_k = min(lane, comptime!((blueprint.columns_dk() / 8 - 1) as u32)) as usize;
+    let column_v = min(lane, comptime!((blueprint.columns() / 8 - 1) as u32)) as usize;
+    let mut sum_k = Array::<f32>::new(8usize);
+    let mut sum_v = Array::<f32>::new(8usize);
+    #[unroll]
+    for e in 0..8usize {
+        sum_k[e] = 0.0f32;
+        sum_v[e] = 0.0f32;
+    }
+    let seen = band.k_blocks(row, 1u32, KEYS);
+    let all = stats_all(band, walk, blueprint);
+    for head_kv in first_kv..after_kv {
+        let mut start = seen.start * KEYS;
+        while plane_any(start < seen.end * KEYS) {
+            let key = start + lane;
+            let mut p = 0.0f32.runtime();
+            let mut ds = 0.0f32.runtime();
+            let mut visible = false.runtime();
+            if key < seen.end * KEYS && band.sees(row, key) {
+                let head_q = if comptime!(blueprint.transposed()) { head_kv as usize } else { head };
+                let query = if comptime!(blueprint.transposed()) { key } else { row };
+                let at = stats_at(band, walk, batch as u32, head_q as u32, query, blueprint);
+                let q_at = strides.q.at(batch, head, row);
+                let k_at = strides.k.at(batch, head_kv as usize, key);
+                let product = dot(q, q_at, k, k_at, blueprint.head_dim);
+                let exponent = exponent_of(product, factors, band, mask, bias, batch, head_q, row, key, blueprint);
+                visible = exponent.visible;
+                p = select(visible, ex2(exponent.value - f32::reinterpret(stats[at])), 0.0f32);
+                if comptime!(differentiates) {
+                    let d_at = strides.d.at(batch, head, row);
+                    let v_at = strides.v.at(batch, head_kv as usize, key);
+                    let dp = dot(d, d_at, v, v_at, blueprint.head_dim_v);
+                    let delta = f32::reinterpret(stats[all + at]);
+                    ds = select(visible, p * (dp - delta) * exponent.slope, 0.0f32);
+                }
+            }
+            for n in 0..KEYS {
+                let (p, ds) = (plane_shuffle(p, n), plane_shuffle(ds, n));
+                if plane_any(lane == n && visible) {
+                    if comptime!(differentiates) {
+                        add_row(&mut sum_k, ds, k, strides.k.at(batch, head_kv as usize, start + n) + column_k);
+                    }
+                    if comptime!(sums_values) {
+                        add_row(&mut sum_v, p, v, strides.v.at(batch, head_kv as usize, start + n) + column_v);
+                    }
+                }
+            }
+            start += KEYS;
+            // Nothing can change any more: where nothing is a number, each row would come here, and take its time.
+            let lost = (comptime!(!differentiates) || is_lost(&sum_k)) && (comptime!(!sums_values) || is_lost(&sum_v));
+            if plane_all(lost) {
+                start = seen.end * KEYS;
+            }
+        }
+    }
+    if comptime!(differentiates) {
+        let at = results.dk.at(batch, head, row);
+        write_row(&sum_k, dk, at, scale, blueprint.columns_dk(), false, blueprint.dtype);
+    }
+    if comptime!(sums_values) {
+        let at = results.dv.at(batch, head, row);
+        write_row(&sum_v, dv, at, 1.0f32.runtime(), blueprint.columns(), false, blueprint.dtype);
     }
 }

@@ -4,9 +4,10 @@
 //! second V and the one after it the bias, ahead of the products and over the borders of work items. A stage's barrier `full`
 //! completes when its bytes have come, `empty` when the last warp is done with them.
 
+use super::delta::{stats_all, stats_at};
 use super::ops::*;
 use super::schedule::{Item, Walk};
-use super::{Blueprint, HopperTile, PANEL, Role, SLOTS, STATS_ROWS, WARPGROUP_ROWS, WARPGROUP_UNITS, WORDS};
+use super::{Blueprint, HopperTile, PANEL, Role, SLOTS, WARPGROUP_ROWS, WARPGROUP_UNITS, WORDS};
 use crate::mask::Band;
 use cubecl::prelude::*;
 
@@ -447,8 +448,10 @@ impl Loader {
         // All at once: each read waits some 30 cycles.
         let k_last = self.memory.item(nth, Of::KLast);
         let steps = self.memory.item(nth, Of::Steps);
-        let head = if comptime!(ring == Ring::Bias) {
+        let head = if comptime!(ring == Ring::Bias && !blueprint.transposed()) {
             self.memory.item(nth, Of::Head) * self.spread.head
+        } else if comptime!(ring == Ring::Bias) {
+            self.memory.item(nth, Of::HeadKv) * self.spread.head
         } else {
             self.memory.item(nth, Of::HeadKv)
         };
@@ -493,7 +496,12 @@ impl Loader {
                 mbarrier_expect(full, comptime!(bytes + stats_bytes));
                 if comptime!(with_stats) {
                     let to = if comptime!(ring == Ring::K) { self.memory.lse } else { self.memory.delta };
-                    let from = self.stats_at(batch, head, k_start, comptime!(ring == Ring::V));
+                    let of_lse = stats_at(&self.band, &self.walk, batch, head, k_start, blueprint);
+                    let from = if comptime!(ring == Ring::K) {
+                        of_lse
+                    } else {
+                        of_lse + stats_all(&self.band, &self.walk, blueprint)
+                    };
                     bulk_load(stats, from, blueprint.stats_bytes(), to + place.stage * stats_bytes, full);
                 }
                 if comptime!(ring == Ring::Bias && blueprint.transposed()) {
@@ -546,24 +554,6 @@ impl Loader {
             }
         }
     }
-
-    /// Where the log-sum-exp of a row of queries is, or delta.
-    fn stats_at(&self, batch: u32, head: u32, row: u32, #[comptime] delta: bool) -> usize {
-        // Transposed, what the band calls keys are queries.
-        let rows = stats_rows(self.band.seq_k) as usize;
-        let heads = (self.walk.num_heads_q.divisor * self.walk.group_size.divisor) as usize;
-        let mut first = batch as usize * heads + head as usize;
-        if comptime!(delta) {
-            first += self.walk.batches as usize * heads;
-        }
-        first * rows + row as usize
-    }
-}
-
-/// Rows of lse and delta of a head with this many queries: whole tiles of them.
-#[cube]
-pub fn stats_rows(seq_q: u32) -> u32 {
-    seq_q.div_ceil(STATS_ROWS) * STATS_ROWS
 }
 
 /// Loads a warpgroup's rows of Q of the `nth` item, and of dO. By one warp of it.

@@ -272,9 +272,12 @@ pub struct Exponent {
     pub value: f32,
     /// Whether no mask hides the pair.
     pub visible: bool,
+    /// The softcap's derivative.
+    pub slope: f32,
 }
 
-/// The score of one pair of query and key from their product, as [`finish()`] turns a tile's; the band does not count.
+/// The score of one pair of query and key from their product, as [`finish()`] turns a tile's; the band does not count. `head`:
+/// of the query. `row` and `key` change places where they do in tiles.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn exponent_of<E: Float, M: Numeric, NB: Size, NM: Size>(
@@ -291,8 +294,12 @@ pub fn exponent_of<E: Float, M: Numeric, NB: Size, NM: Size>(
 ) -> Exponent {
     let mut s = product;
     let mut visible = true.runtime();
+    let mut slope = 1.0f32.runtime();
+    let along_rows = comptime!(if blueprint.transposed() { 3 } else { 2 });
     if comptime!(blueprint.capped) {
         s = capped(s, factors);
+        let tanh = s * reciprocal(factors.softcap);
+        slope = fma(-tanh, tanh, slope);
     } else if comptime!(blueprint.cooked()) {
         s *= factors.scale;
     }
@@ -300,17 +307,17 @@ pub fn exponent_of<E: Float, M: Numeric, NB: Size, NM: Size>(
     let (even, odd) = (key / 2 * 2, key % 2 == 1);
     #[comptime]
     if let ComptimeOption::Some(bias) = bias {
-        let at = batch * bias.stride(0) + head * bias.stride(1) + row as usize * bias.stride(2);
+        let at = batch * bias.stride(0) + head * bias.stride(1) + row as usize * bias.stride(along_rows);
         let pair = pair_of::<E, NB>(bias, at, band, even, blueprint.bias, blueprint);
         s += select(odd, f32::cast_from(pair.extract(1usize)), f32::cast_from(pair.extract(0usize)));
     }
     #[comptime]
     if let ComptimeOption::Some(mask) = mask {
-        let at = batch * mask.stride(0) + head * mask.stride(1) + row as usize * mask.stride(2);
+        let at = batch * mask.stride(0) + head * mask.stride(1) + row as usize * mask.stride(along_rows);
         let pair = pair_of::<M, NM>(mask, at, band, even, blueprint.mask, blueprint);
         visible = select(odd, pair.extract(1usize), pair.extract(0usize)) == M::from_int(0);
     }
-    Exponent { value: s * factors.exponent, visible }
+    Exponent { value: s * factors.exponent, visible, slope }
 }
 
 /// A product's score under the softcap: `softcap · tanh x`, with `tanh x = 1 − 2 / (1 + e^(2x))`.

@@ -1,14 +1,14 @@
 //! Launches the gradients for Hopper.
 
-use super::{OUT_BYTES, counter, factors, is_aligned, is_tiled, pairs, rows_arg, rows_of, stride};
+use super::{OUT_BYTES, VECTOR_BYTES, counter, factors, is_aligned, is_tiled, pairs, rows_arg, rows_of, stride};
 use crate::error::AttentionError;
-use crate::hopper::gradient::ResultStridesLaunch;
+use crate::hopper::gradient::{ResultStridesLaunch, SourceStridesLaunch};
 use crate::hopper::schedule::Walk;
-use crate::hopper::{self, Role, Rows, STATS_ROWS, WARPGROUP_ROWS};
+use crate::hopper::{self, Role, Rows, WARPGROUP_ROWS};
 use crate::launch::backward::HopperResults;
 use crate::launch::{Call, Saved, Scratch};
 use crate::tensor::TensorView;
-use crate::tiling::{HopperGradient, cube_count};
+use crate::tiling::{HopperGradient, cube_count, stats_multiple, stats_rows};
 use cubecl::prelude::*;
 
 type Wanted<'a> = (HopperResults<'a>, HopperGradient);
@@ -28,6 +28,14 @@ impl Call<'_> {
         for (results, tiles) in wanted {
             let views: Vec<_> = [results.dq, results.dk, results.dv].into_iter().flatten().collect();
             self.check_copies(&views)?;
+            let (tile_k, multiple) = (tiles.tile.tile_k, stats_multiple(self.problem));
+            if results.dq.is_none() && !multiple.is_multiple_of(tile_k) {
+                return Err(AttentionError::Unsupported {
+                    option: "tile_k",
+                    value: tile_k.to_string(),
+                    why: "tiles of queries must divide what scratch fills heads up to, 128, or 384 above head_dim 192",
+                });
+            }
             let items = self.items(results, tiles);
             let max = i32::MAX as u64 - self.device.multiprocessors as u64;
             if items > max {
@@ -81,6 +89,7 @@ impl Call<'_> {
             mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
             bias: rows_of(self.inputs.bias.as_ref()),
             partial: false,
+            stats_multiple: stats_multiple(p),
         };
         if let Some(bias) = &self.inputs.bias {
             let tiled = hopper::Blueprint { bias: Some(Rows::Tiled), ..blueprint };
@@ -111,6 +120,13 @@ impl Call<'_> {
         let (dk_out, dv_out) = (dk.as_ref().unwrap_or(any), dv.as_ref().unwrap_or(any));
         let vector = OUT_BYTES / size;
         let strides = ResultStridesLaunch::new(stride(dk_out, vector), stride(dv_out, vector));
+        let wide = VECTOR_BYTES / size;
+        let sources = SourceStridesLaunch::new(
+            stride(rows[0], wide),
+            stride(rows[1], wide),
+            stride(tiled[0], wide),
+            stride(tiled[1], wide),
+        );
         let bias_map = match &self.inputs.bias {
             Some(bias) if blueprint.tiled_bias() => {
                 self.map(bias, if transposed { tile.tile_k } else { WARPGROUP_ROWS })
@@ -141,6 +157,11 @@ impl Call<'_> {
                 rows_arg(dv_out, vector),
                 rows_arg(&scratch.stats, 1),
                 BufferArg::from_raw_parts(counter(self.client), 1),
+                rows_arg(rows[0], wide),
+                rows_arg(rows[1], wide),
+                rows_arg(tiled[0], wide),
+                rows_arg(tiled[1], wide),
+                sources,
                 strides,
                 p.softmax_scale(),
                 factors(p, &blueprint),
@@ -162,8 +183,7 @@ impl Call<'_> {
     }
 
     fn delta_hopper_grid(&self) -> Result<CubeCount, AttentionError> {
-        let p = self.problem;
-        let rows = p.batch * p.num_heads_q * p.seq_q.next_multiple_of(STATS_ROWS as usize);
+        let rows = stats_rows(self.problem);
         let (x, y, z) = cube_count(self.device, "delta", rows as u64 / hopper::delta::ROWS as u64)?;
         Ok(CubeCount::Static(x, y, z))
     }
@@ -195,6 +215,7 @@ impl Call<'_> {
                 p.num_heads_q as u32,
                 p.seq_q as u32,
                 p.head_dim_v,
+                stats_multiple(p),
                 self.dtype(),
             );
         }

@@ -29,6 +29,7 @@ impl Call<'_> {
             mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
             bias: rows_of(self.inputs.bias.as_ref()),
             partial: tiles.parts > 1,
+            stats_multiple: 1,
         };
         if let Some(bias) = &self.inputs.bias {
             let tiled = hopper::Blueprint { bias: Some(Rows::Tiled), ..blueprint };

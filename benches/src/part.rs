@@ -1,0 +1,47 @@
+//! Kernels that have tiles of their own.
+
+use crate::implementations::Tensors;
+use flash_attention_kernels::{AttentionProblem, Gradients};
+
+/// A kernel that has tiles of its own.
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Part {
+    /// The output.
+    Forward,
+    /// The gradient of the queries.
+    Dq,
+    /// Those of keys and values.
+    Dkdv,
+}
+
+impl Part {
+    pub const ALL: [Part; 3] = [Part::Forward, Part::Dq, Part::Dkdv];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Part::Forward => "forward",
+            Part::Dq => "dq",
+            Part::Dkdv => "dkdv",
+        }
+    }
+
+    /// Operations as the field counts them: of the backward's five products, each of its kernels recomputes the scores
+    /// and dP, and adds its own.
+    pub fn flops(self, p: &AttentionProblem) -> f64 {
+        match self {
+            Part::Forward => p.forward_flops(),
+            Part::Dq => 1.5 * p.forward_flops(),
+            Part::Dkdv => 2.0 * p.forward_flops(),
+        }
+    }
+
+    /// What it writes beside the forward's results.
+    pub fn wanted(self, tensors: &Tensors) -> Gradients {
+        let Gradients { dq, dk, dv, .. } = tensors.gradients.clone();
+        match self {
+            Part::Forward => Gradients::default(),
+            Part::Dq => Gradients { dq, ..Default::default() },
+            Part::Dkdv => Gradients { dk, dv, ..Default::default() },
+        }
+    }
+}
