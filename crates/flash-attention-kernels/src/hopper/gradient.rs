@@ -174,21 +174,30 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             for n in 0..s_len {
                 s[n] = ex2(fma(s[n], factors.exponent, -*lse.index(n)));
             }
-            let mut p = fragments(blueprint);
+            let adds = u32::cast_from(step > 0 || continued);
             if comptime!(sums_values) {
+                // dV runs under what turns dP into dS.
+                let mut p = fragments(blueprint);
                 to_fragments(&s, &mut p, blueprint);
+                pin(&mut sum_v, comptime!(columns_dv / 2));
+                wgmma_fence();
+                mma_registers(&mut sum_v, &p, v_columns + v_tile, adds, 128usize, columns_dv, dtype);
+                wgmma_commit();
             }
             pin(&mut s, s_len);
             let next = place.next(stages);
-            // The branch of this wait is what keeps the assembler from moving the wait for dP above the exponentials.
-            if step + 1 < steps {
-                mbarrier_wait(memory.full_k + next.stage * 8, next.phase);
-            }
 
             // -- dS
-            let mut g = fragments(blueprint);
             if comptime!(differentiates) {
-                wgmma_wait(0usize);
+                if comptime!(sums_values) {
+                    wgmma_wait(1usize);
+                } else {
+                    // The branch of this wait is what keeps the assembler from moving the wait for dP above the exponentials.
+                    if step + 1 < steps {
+                        mbarrier_wait(memory.full_k + next.stage * 8, next.phase);
+                    }
+                    wgmma_wait(0usize);
+                }
                 pin(&mut ds, s_len);
                 let delta_at = memory.delta + place.stage * comptime!(blueprint.stats_bytes() as u32) + 8 * quarter;
                 let delta = statistics(delta_at, of_rows.delta0, of_rows.delta1, blueprint);
@@ -201,40 +210,37 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                         &mut ds, &s, &lse, &factors, &band, &bias, &memory, nth, first_row, k_start, tile_b, blueprint,
                     );
                 }
-                to_fragments(&ds, &mut g, blueprint);
+                pin(&mut ds, s_len);
             }
             memory.release_bias(&place, blueprint);
+            if comptime!(sums_values) {
+                // As above, for the wait for dV.
+                if step + 1 < steps {
+                    mbarrier_wait(memory.full_k + next.stage * 8, next.phase);
+                }
+                wgmma_wait(0usize);
+                pin(&mut sum_v, comptime!(columns_dv / 2));
+            }
             if step + 1 == steps {
                 load_next_q(q, d, &memory, nth, warp, blueprint);
             }
+            if lane == 0 {
+                mbarrier_arrive(memory.empty_v + place.stage * 8);
+            }
 
-            // -- the sums
-            let adds = u32::cast_from(step > 0 || continued);
+            // -- dQ or dK
             if comptime!(differentiates) {
+                let mut g = fragments(blueprint);
+                to_fragments(&ds, &mut g, blueprint);
                 pin(&mut sum_k, comptime!(columns_dk / 2));
-            }
-            if comptime!(sums_values) {
-                pin(&mut sum_v, comptime!(columns_dv / 2));
-            }
-            wgmma_fence();
-            if comptime!(sums_values) {
-                mma_registers(&mut sum_v, &p, v_columns + v_tile, adds, 128usize, columns_dv, dtype);
-                wgmma_commit();
-            }
-            if comptime!(differentiates) {
+                wgmma_fence();
                 mma_registers(&mut sum_k, &g, k_columns + k_tile, adds, 128usize, columns_dk, dtype);
                 wgmma_commit();
-            }
-            wgmma_wait(0usize);
-            if comptime!(differentiates) {
+                wgmma_wait(0usize);
                 pin(&mut sum_k, comptime!(columns_dk / 2));
-            }
-            if comptime!(sums_values) {
-                pin(&mut sum_v, comptime!(columns_dv / 2));
             }
             if lane == 0 {
                 mbarrier_arrive(memory.empty_k + place.stage * 8);
-                mbarrier_arrive(memory.empty_v + place.stage * 8);
             }
             place.advance(stages);
             k_start -= comptime!(tile_k as u32);
