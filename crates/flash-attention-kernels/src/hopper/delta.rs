@@ -61,7 +61,7 @@ pub fn delta<E: Float>(
                 for e in 0..WIDTH {
                     let product = f32::cast_from(a.extract(e)) * f32::cast_from(b.extract(e));
                     // What lies past the last column may be anything.
-                    sum += if comptime!(head_dim_v % WIDTH == 0) {
+                    sum += if comptime!(head_dim_v.is_multiple_of(WIDTH)) {
                         product
                     } else {
                         select(vector * WIDTH + e < head_dim_v, product, 0.0f32)

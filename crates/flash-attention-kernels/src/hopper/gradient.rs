@@ -10,7 +10,7 @@
 //! with lse in base 2, `c = log2(e) · scale`, and the scale left to the end. (FlashAttention-2, arXiv:2307.08691, algorithm 2.)
 //! One kernel, as the second is the first with queries and keys in each other's places and one product more: `P` and `dS` are
 //! then operands as they lie in registers, and every sum is taken in a fixed order, by one team. What each tensor is called
-//! here: [`Role`](super::Role).
+//! here: [`Role`].
 //!
 //! Of a warpgroup, only `S` and `dP` are in flight together; its exponentials run under the other warpgroup's products.
 
@@ -52,8 +52,8 @@ pub struct SourceStrides {
 }
 
 /// Rows `q [B, H, Sq, D]`, `d [B, H, Sq, Dv]` and tiles `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `dk [B, H, Sq, D]` and
-/// `dv [B, H, Sq, Dv]`, in vectors of 8 bytes, as [`Role`](super::Role) names them: for the gradients of keys and values, queries
-/// are what is called keys here. `stats`: lse and delta of all queries, [`delta`](super::delta). Boxes of the maps: 64 columns of
+/// `dv [B, H, Sq, Dv]`, in vectors of 8 bytes, as [`Role`] names them: for the gradients of keys and values, queries
+/// are what is called keys here. `stats`: lse and delta of all queries, [`delta`](mod@crate::hopper::delta). Boxes of the maps: 64 columns of
 /// 64 rows, or of a tile. `b`: a tiled bias; any map, if there is none. `scale`: of `dk`. The slices are the same tensors as the maps.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]

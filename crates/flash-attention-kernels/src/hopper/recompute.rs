@@ -232,7 +232,7 @@ fn is_lost(sums: &Array<f32>) -> bool {
     let mut numbers = 0u32.runtime();
     #[unroll]
     for e in 0..8usize {
-        numbers += u32::cast_from(sums[e] == sums[e]);
+        numbers += u32::cast_from(sums[e] <= f32::INFINITY);
     }
     numbers == 0
 }
@@ -247,7 +247,7 @@ fn add_row<E: Float>(sums: &mut Array<f32>, factor: f32, rows: &[Vector<E, Const
     }
 }
 
-/// Computes one row of `dk` and `dv` as [`gradient`](super::gradient) does, with the query heads, or the one key head, from
+/// Computes one row of `dk` and `dv` as [`gradient`](mod@crate::hopper::gradient) does, with the query heads, or the one key head, from
 /// `first_kv` to, not including, `after_kv`. By a whole warp.
 #[cube]
 #[allow(clippy::too_many_arguments)]

@@ -344,6 +344,7 @@ impl Loader {
 
     /// The first loads: all stages. Cursors enter an item the first time. `stats`: lse and delta of each query, where they come
     /// with its tiles.
+    #[allow(clippy::too_many_arguments)]
     pub fn fill<E: CubePrimitive>(
         &mut self,
         q: &TensorMap<E, Tiled>,
@@ -382,6 +383,7 @@ impl Loader {
 
     /// Fills the stages that the step before has freed: in the forward once in each step that multiplies both K and V, else in
     /// each but the very first.
+    #[allow(clippy::too_many_arguments)]
     pub fn refill<E: CubePrimitive>(
         &mut self,
         q: &TensorMap<E, Tiled>,
@@ -546,9 +548,12 @@ impl Loader {
             self.memory.set_cursor(ring, To::Left, left);
             // As late as the answer still comes in time: who takes an item early may be busy for long before it.
             if comptime!(ring == Ring::K) && left == 1 {
-                if comptime!(!blueprint.transposed()) {
-                    self.ahead = self.walk.next(counter, blueprint.tile);
-                } else if self.memory.cursor(ring, To::OfGroup) == 0 {
+                // Another query head of the same group is no other number.
+                let mut of_group = 0u32;
+                if comptime!(blueprint.transposed()) {
+                    of_group = self.memory.cursor(ring, To::OfGroup);
+                }
+                if of_group == 0 {
                     self.ahead = self.walk.next(counter, blueprint.tile);
                 }
             }
