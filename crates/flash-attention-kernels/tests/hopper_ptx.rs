@@ -415,6 +415,59 @@ fn what_hopper_cannot_do_is_planned_visibly() {
     assert!(plan.to_string().contains("no warpgroup matrix products"), "{plan}");
 }
 
+fn plain(role: Role, tile: HopperTile, partial: bool) -> Blueprint {
+    let (head_dim, head_dim_v, stats_multiple) = (64, 64, 128);
+    let (capped, mask, bias) = (false, None, None);
+    Blueprint { role, tile, dtype: Dtype::BF16, head_dim, head_dim_v, capped, mask, bias, partial, stats_multiple }
+}
+
+/// Of gradients of keys, each block of keys of each head comes once with each query head of its group, over the tiles of
+/// queries that see it, and none before a longer one.
+#[test]
+fn work_items_of_keys_are_every_block_with_every_query_head() {
+    let options = [
+        AttentionOptions { causal: true, ..Default::default() },
+        AttentionOptions { causal: true, window_left: Some(99), ..Default::default() },
+        AttentionOptions::default(),
+    ];
+    for ((seq_q, seq_k, group), options) in [(700, 700, 1), (300, 420, 3), (420, 300, 2)]
+        .into_iter()
+        .flat_map(|case| options.map(|options| (case, options)))
+    {
+        let (q, k) = ([2, 2 * group as usize, seq_q, 64], [2, 2, seq_k, 64]);
+        let band = AttentionProblem::new(&q, &k, &k, Dtype::BF16, options).unwrap().band();
+        let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 3, turns: false };
+        let blueprint = plain(Role::DkDv { dk: true, dv: true }, tile, false);
+        let blocks = (seq_k as u32).div_ceil(128);
+        let walk = Walk::new(blocks, 0, 2, 2, group, 4, 1);
+        assert_eq!(walk.items, 2 * 2 * blocks);
+        let mut found = HashMap::new();
+        let mut longest = u32::MAX;
+        for number in 0..walk.items {
+            for of_group in 0..group {
+                let item = walk.item(number, of_group, &band.transposed(), blueprint);
+                assert_eq!(item.head_kv, item.head * group + of_group);
+                let last = item.k_last / 64;
+                let tiles = if item.blind { 0..0 } else { last + 1 - item.steps..last + 1 };
+                if options.window_left.is_none() && seq_q == seq_k {
+                    assert!(item.steps <= longest, "{item:?}");
+                    longest = item.steps;
+                }
+                assert!(found.insert((item.batch, item.head_kv, item.q_start), tiles).is_none(), "{item:?} once more");
+            }
+        }
+        assert_eq!(found.len() as u32, 2 * 2 * group * blocks);
+        for ((_, _, start), tiles) in found {
+            let keys = start..(start + 128).min(seq_k as u32);
+            let seen = |tile: &u32| {
+                (tile * 64..(tile * 64 + 64).min(seq_q as u32)).any(|i| keys.clone().any(|j| band.sees(i, j)))
+            };
+            let all = 0..(seq_q as u32).div_ceil(64);
+            assert!(all.filter(seen).eq(tiles.clone()), "{band:?} {start}: {tiles:?}");
+        }
+    }
+}
+
 /// Each block of queries of each head comes once, and within a section none before a longer one.
 #[test]
 fn work_items_are_every_block_once() {
@@ -430,18 +483,7 @@ fn work_items_are_every_block_once() {
         let ahead = band.ahead(128, 128);
         let blocks = (seq_q as u32 + ahead).div_ceil(128);
         let walk = Walk::new(blocks, ahead, q[0] as u32, q[1] as u32, 1, section, parts);
-        let blueprint = Blueprint {
-            role: Role::Forward,
-            tile,
-            dtype: Dtype::BF16,
-            head_dim: 64,
-            head_dim_v: 64,
-            capped: false,
-            mask: None,
-            bias: None,
-            partial: parts > 1,
-            stats_multiple: 128,
-        };
+        let blueprint = plain(Role::Forward, tile, parts > 1);
         let items: Vec<_> = (0..walk.items).map(|number| walk.item(number, 0, &band, blueprint)).collect();
         let (batches, heads) = (q[0] as u32, q[1] as u32);
         for of_section in items.chunks((walk.section.divisor * blocks * parts) as usize) {

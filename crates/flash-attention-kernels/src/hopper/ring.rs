@@ -528,13 +528,7 @@ impl Loader {
                         }
                     }
                 } else {
-                    let panels = comptime!(ring.panels(blueprint));
-                    #[unroll]
-                    for panel in 0..panels {
-                        let at = to + comptime!(panel * bytes / panels);
-                        let column = comptime!(panel * PANEL as u32).runtime();
-                        tma_load(map, at, full, batch, head, k_start, column);
-                    }
+                    load_panels(map, to, bytes, ring.panels(blueprint), full, batch, head, k_start);
                 }
                 place.advance(blueprint.tile.stages);
                 self.memory.set_cursor(ring, To::Stage, place.stage);
@@ -572,26 +566,36 @@ pub fn load_q<E: CubePrimitive>(
     #[comptime] blueprint: Blueprint,
 ) {
     let bytes = comptime!(blueprint.q_bytes() as u32);
-    let panels = comptime!(blueprint.panels() as u32);
     let full = memory.full_q + warpgroup * 8;
     let to = memory.q + warpgroup * bytes;
     let (batch, head) = (memory.item(nth, Of::Batch), memory.item(nth, Of::Head));
     let row = memory.item(nth, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
     let d_bytes = comptime!(blueprint.d_bytes() as u32);
     mbarrier_expect(full, comptime!(bytes + d_bytes));
+    load_panels(map, to, bytes, blueprint.panels() as u32, full, batch, head, row);
+    if comptime!(d_bytes > 0) {
+        let to = memory.d + warpgroup * d_bytes;
+        load_panels(d_map, to, d_bytes, blueprint.panels_v() as u32, full, batch, head, row);
+    }
+}
+
+/// Loads rows, panel after panel.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn load_panels<E: CubePrimitive>(
+    map: &TensorMap<E, Tiled>,
+    to: u32,
+    #[comptime] bytes: u32,
+    #[comptime] panels: u32,
+    full: u32,
+    batch: u32,
+    head: u32,
+    row: u32,
+) {
     #[unroll]
     for panel in 0..panels {
         let at = to + comptime!(panel * bytes / panels);
         tma_load(map, at, full, batch, head, row, comptime!(panel * PANEL as u32).runtime());
-    }
-    if comptime!(d_bytes > 0) {
-        let panels = comptime!(blueprint.panels_v() as u32);
-        let to = memory.d + warpgroup * d_bytes;
-        #[unroll]
-        for panel in 0..panels {
-            let at = to + comptime!(panel * d_bytes / panels);
-            tma_load(d_map, at, full, batch, head, row, comptime!(panel * PANEL as u32).runtime());
-        }
     }
 }
 

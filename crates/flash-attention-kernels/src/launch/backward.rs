@@ -8,7 +8,7 @@ use crate::portable::tile::{TileShape, WIDTH};
 use crate::portable::{self, dbias, delta, nothing};
 use crate::problem::AttentionProblem;
 use crate::tensor::TensorView;
-use crate::tiling::{self, BackwardTiles, Device, Gradient, Stage};
+use crate::tiling::{self, BackwardTiles, Device, Gradient, HopperGradient, Stage};
 use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -102,11 +102,15 @@ impl Scratch {
 
 /// Gradients that one launch for Hopper computes: `dq`, or one or both of the others.
 #[derive(Clone, Copy)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "there is no such launch then"))]
 pub(super) struct HopperResults<'a> {
     pub dq: Option<&'a TensorView>,
     pub dk: Option<&'a TensorView>,
     pub dv: Option<&'a TensorView>,
 }
+
+/// A launch for Hopper.
+pub(super) type Wanted<'a> = (HopperResults<'a>, HopperGradient);
 
 /// How the bias's gradient is launched.
 struct DbiasGrids {
@@ -242,11 +246,7 @@ impl Call<'_> {
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn check_hopper_backward(
-        &self,
-        _: &Saved,
-        wanted: &[(HopperResults, HopperGradient)],
-    ) -> Result<(), AttentionError> {
+    fn check_hopper_backward(&self, _: &Saved, wanted: &[Wanted]) -> Result<(), AttentionError> {
         if wanted.is_empty() {
             return Ok(());
         }
@@ -255,12 +255,7 @@ impl Call<'_> {
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn backward_hopper(
-        &self,
-        _: &Saved,
-        _: &Scratch,
-        _: &[(HopperResults, HopperGradient)],
-    ) -> Result<(), AttentionError> {
+    fn backward_hopper(&self, _: &Saved, _: &Scratch, _: &[Wanted]) -> Result<(), AttentionError> {
         Ok(())
     }
 

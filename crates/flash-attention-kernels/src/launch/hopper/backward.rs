@@ -1,17 +1,15 @@
 //! Launches the gradients for Hopper.
 
-use super::{OUT_BYTES, VECTOR_BYTES, counter, factors, is_aligned, is_tiled, pairs, rows_arg, rows_of, stride};
+use super::{OUT_BYTES, VECTOR_BYTES, counter, factors, is_aligned, pairs, rows_arg, stride};
 use crate::error::AttentionError;
 use crate::hopper::gradient::{ResultStridesLaunch, SourceStridesLaunch};
 use crate::hopper::schedule::Walk;
-use crate::hopper::{self, Role, Rows, WARPGROUP_ROWS};
-use crate::launch::backward::HopperResults;
+use crate::hopper::{self, Role, WARPGROUP_ROWS};
+use crate::launch::backward::{HopperResults, Wanted};
 use crate::launch::{Call, Saved, Scratch};
 use crate::tensor::TensorView;
 use crate::tiling::{HopperGradient, cube_count, stats_multiple, stats_rows};
 use cubecl::prelude::*;
-
-type Wanted<'a> = (HopperResults<'a>, HopperGradient);
 
 impl Call<'_> {
     /// Whatever can fail of [`backward_hopper`](Self::backward_hopper).
@@ -79,24 +77,9 @@ impl Call<'_> {
         let p = self.problem;
         let tile = tiles.tile;
         let transposed = results.dq.is_none();
-        let mut blueprint = hopper::Blueprint {
-            role: if transposed { Role::DkDv { dk: results.dk.is_some(), dv: results.dv.is_some() } } else { Role::Dq },
-            tile,
-            dtype: p.dtype,
-            head_dim: p.head_dim,
-            head_dim_v: p.head_dim_v,
-            capped: p.options.softcap.is_some(),
-            mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
-            bias: rows_of(self.inputs.bias.as_ref()),
-            partial: false,
-            stats_multiple: stats_multiple(p),
-        };
-        if let Some(bias) = &self.inputs.bias {
-            let tiled = hopper::Blueprint { bias: Some(Rows::Tiled), ..blueprint };
-            if is_tiled(bias, p) && tiled.shared_memory() <= self.device.shared_memory {
-                blueprint = tiled;
-            }
-        }
+        let role =
+            if transposed { Role::DkDv { dk: results.dk.is_some(), dv: results.dv.is_some() } } else { Role::Dq };
+        let blueprint = self.hopper_blueprint(role, tile, false);
         // Rows that are kept, tiles that stream by: Role says which.
         let (rows, tiled, band, heads) = if transposed {
             ([k, v], [q, dout], p.band().transposed(), p.num_heads_kv)

@@ -1,10 +1,10 @@
 //! Launches the forward for Hopper.
 
-use super::{OUT_BYTES, VECTOR_BYTES, counter, factors, is_aligned, is_tiled, pairs, rows_arg, rows_of, stride};
+use super::{OUT_BYTES, VECTOR_BYTES, counter, factors, is_aligned, pairs, rows_arg, stride};
 use crate::error::AttentionError;
 use crate::hopper::forward::StridesLaunch;
 use crate::hopper::schedule::Walk;
-use crate::hopper::{self, Rows, WARPGROUP_ROWS};
+use crate::hopper::{self, Role, WARPGROUP_ROWS};
 use crate::launch::{Call, rows_grid};
 use crate::tensor::TensorView;
 use crate::tiling::{HopperForward, cube_count};
@@ -19,24 +19,7 @@ impl Call<'_> {
         tiles: HopperForward,
     ) -> Result<(), AttentionError> {
         let p = self.problem;
-        let mut blueprint = hopper::Blueprint {
-            role: hopper::Role::Forward,
-            tile: tiles.tile,
-            dtype: p.dtype,
-            head_dim: p.head_dim,
-            head_dim_v: p.head_dim_v,
-            capped: p.options.softcap.is_some(),
-            mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
-            bias: rows_of(self.inputs.bias.as_ref()),
-            partial: tiles.parts > 1,
-            stats_multiple: 1,
-        };
-        if let Some(bias) = &self.inputs.bias {
-            let tiled = hopper::Blueprint { bias: Some(Rows::Tiled), ..blueprint };
-            if is_tiled(bias, p) && tiled.shared_memory() <= self.device.shared_memory {
-                blueprint = tiled;
-            }
-        }
+        let blueprint = self.hopper_blueprint(Role::Forward, tiles.tile, tiles.parts > 1);
         let ahead = p.band().ahead(tiles.tile.tile_q() as u32, tiles.tile.tile_k as u32);
         let blocks = (p.seq_q + ahead as usize).div_ceil(tiles.tile.tile_q());
         let heads = p.batch * p.num_heads_q;

@@ -8,10 +8,10 @@ use crate::error::AttentionError;
 use crate::hopper::forward::StrideLaunch;
 use crate::hopper::ring::SpreadLaunch;
 use crate::hopper::scores::FactorsLaunch;
-use crate::hopper::{self, PANEL, Rows};
+use crate::hopper::{self, Blueprint, HopperTile, PANEL, Role, Rows};
 use crate::problem::AttentionProblem;
 use crate::tensor::TensorView;
-use crate::tiling::varies_by_pair;
+use crate::tiling::{stats_multiple, varies_by_pair};
 use cubecl::client::Client;
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
@@ -27,6 +27,26 @@ const VECTOR_BYTES: usize = 16;
 const OUT_BYTES: usize = 8;
 
 impl Call<'_> {
+    /// What a kernel is specialised for.
+    fn hopper_blueprint(&self, role: Role, tile: HopperTile, partial: bool) -> Blueprint {
+        let p = self.problem;
+        let blueprint = Blueprint {
+            role,
+            tile,
+            dtype: p.dtype,
+            head_dim: p.head_dim,
+            head_dim_v: p.head_dim_v,
+            capped: p.options.softcap.is_some(),
+            mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
+            bias: rows_of(self.inputs.bias.as_ref()),
+            partial,
+            stats_multiple: stats_multiple(p),
+        };
+        let tiled = Blueprint { bias: Some(Rows::Tiled), ..blueprint };
+        let fits = tiled.shared_memory() <= self.device.shared_memory;
+        if fits && self.inputs.bias.as_ref().is_some_and(|bias| is_tiled(bias, p)) { tiled } else { blueprint }
+    }
+
     /// Memory for `[B, H, S, D]` whose rows start at multiples of 16 bytes.
     fn packed(&self, shape: [usize; 4]) -> TensorView {
         let size = self.problem.dtype.size();
@@ -119,7 +139,7 @@ fn stride<const RANK: usize>(view: &TensorView<RANK>, vector: usize) -> StrideLa
 }
 
 /// The factors of the scores.
-fn factors(p: &AttentionProblem, blueprint: &hopper::Blueprint) -> FactorsLaunch {
+fn factors(p: &AttentionProblem, blueprint: &Blueprint) -> FactorsLaunch {
     let scale = p.softmax_scale();
     let softcap = p.options.softcap.unwrap_or(1.0);
     let exponent = if blueprint.cooked() { LOG2_E } else { LOG2_E * scale };
