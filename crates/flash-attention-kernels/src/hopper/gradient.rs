@@ -12,7 +12,8 @@
 //! then operands as they lie in registers, and every sum is taken in a fixed order, by one team. What each tensor is called
 //! here: [`Role`].
 //!
-//! Of a warpgroup, only `S` and `dP` are in flight together; its exponentials run under the other warpgroup's products.
+//! Of a warpgroup, `S` and `dP` are in flight together, and `dV` under what turns `dP` into `dS`; the rest runs under the other
+//! warpgroup's products.
 
 use super::Blueprint;
 use super::delta::{stats_all, stats_at};
@@ -52,9 +53,10 @@ pub struct SourceStrides {
 }
 
 /// Rows `q [B, H, Sq, D]`, `d [B, H, Sq, Dv]` and tiles `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `dk [B, H, Sq, D]` and
-/// `dv [B, H, Sq, Dv]`, in vectors of 8 bytes, as [`Role`] names them: for the gradients of keys and values, queries
-/// are what is called keys here. `stats`: lse and delta of all queries, [`delta`](mod@crate::hopper::delta). Boxes of the maps: 64 columns of
-/// 64 rows, or of a tile. `b`: a tiled bias; any map, if there is none. `scale`: of `dk`. The slices are the same tensors as the maps.
+/// `dv [B, H, Sq, Dv]`, in vectors of 8 bytes, as [`Role`] names them: for the gradients of keys and values, queries are what
+/// is called keys here. `stats`: lse and delta of all queries, from [`delta`](mod@crate::hopper::delta). Boxes of the maps: 64
+/// columns of 64 rows, or of a tile. `b`: a tiled bias; any map, if there is none. `scale`: of `dk`. The slices are the same
+/// tensors as the maps.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
 pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(

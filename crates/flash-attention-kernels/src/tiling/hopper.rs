@@ -1,0 +1,200 @@
+//! Tiles for NVIDIA Hopper, and in which order and in how many parts its kernels work.
+
+use super::{Device, Gradient, HopperForward, HopperGradient};
+use crate::hopper::HopperTile;
+use crate::problem::{AttentionProblem, Dtype};
+
+/// Tiles of the forward for Hopper, by the larger head dimension and the number of keys: the first row that both fit.
+///
+/// ```text
+/// head_dim  seq_k    teams × warpgroups  keys  stages  registers: O, S, P    of   shared memory
+/// 64        4,096    2 × 2               64    4       32 + 32 + 16          128  160 KiB
+/// 64        any      1 × 3               128   4       32 + 64 + 32          168  152 KiB
+/// 128       any      1 × 2               128   3       64 + 64 + 32          255  224 KiB
+/// 192       any      1 × 2               96    2       96 + 48 + 24          255  192 KiB
+/// 256       any      1 × 2               80    2       128 + 40 + 20         255  224 KiB
+/// ```
+///
+/// The units of a cube share 65,536 registers; `O`, `S` and `P` must fit, with some 40 for the rest. Within that, more keys
+/// are better, as each tile costs barriers and the shuffles of a row's maximum, and so are more warpgroups, whose softmax
+/// and products then overlap. Three with 192 queries waste more of a short sequence than two teams with 128 each.
+const HOPPER: [(usize, usize, HopperTile); 5] = [
+    (64, 4096, HopperTile { teams: 2, warpgroups: 2, tile_k: 64, stages: 4, turns: false }),
+    (64, usize::MAX, HopperTile { teams: 1, warpgroups: 3, tile_k: 128, stages: 4, turns: false }),
+    (128, usize::MAX, HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: false }),
+    (192, usize::MAX, HopperTile { teams: 1, warpgroups: 2, tile_k: 96, stages: 2, turns: true }),
+    (256, usize::MAX, HopperTile { teams: 1, warpgroups: 2, tile_k: 80, stages: 2, turns: true }),
+];
+
+/// Tiles of the forward for Hopper with a bias that comes in tiles of its own, by the larger head dimension: what fits the
+/// 227 KiB beside it.
+///
+/// ```text
+/// head_dim  teams × warpgroups  keys  stages  shared memory, of which bias
+/// 64        2 × 2               64    3       224 KiB  96 KiB
+/// 128       1 × 2               128   2       224 KiB  64 KiB
+/// 192       1 × 2               64    2       176 KiB  32 KiB
+/// 256       1 × 2               64    2       224 KiB  32 KiB
+/// ```
+const HOPPER_BIAS: [(usize, HopperTile); 4] = [
+    (64, HopperTile { teams: 2, warpgroups: 2, tile_k: 64, stages: 3, turns: false }),
+    (128, HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 2, turns: false }),
+    (192, HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 2, turns: true }),
+    (256, HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 2, turns: true }),
+];
+
+/// Tiles of `dq` for Hopper, by the larger head dimension: without a bias that comes in tiles of its own, and with one.
+///
+/// ```text
+/// head_dim  keys, stages  with a bias  registers: dQ, S, dP   of   shared memory
+/// 64        128, 3        128, 2       32 + 64 + 64           255  128 KiB, 160 KiB
+/// 128       128, 2        64, 2        64 + 64 + 64           255  192 KiB, 160 KiB
+/// 192       64, 2         48, 2        96 + 32 + 32           255  192 KiB, 200 KiB
+/// 256       48, 2         32, 2        128 + 24 + 24          255  224 KiB, 224 KiB
+/// ```
+const HOPPER_DQ: [(usize, HopperTile, HopperTile); 4] = [
+    (64, gradient_tile(128, 3), gradient_tile(128, 2)),
+    (128, gradient_tile(128, 2), gradient_tile(64, 2)),
+    (192, gradient_tile(64, 2), gradient_tile(48, 2)),
+    (256, gradient_tile(48, 2), gradient_tile(32, 2)),
+];
+
+/// Tiles of `dk` and `dv` for Hopper in the same way, and whether one launch computes both: what they add up to shares the
+/// registers. Tiles divide [`stats_multiple`].
+///
+/// ```text
+/// head_dim  queries, stages  with a bias  registers: dK + dV, S, dP   of   shared memory
+/// 64        128, 3           128, 2       64 + 64 + 64                255  132 KiB, 162 KiB
+/// 128       64, 3            64, 3        128 + 32 + 32               255  162 KiB, 210 KiB
+/// 192       64, 2            32, 2        96 + 32 + 32                255  193 KiB, 161 KiB
+/// 256       48, 2            32, 2        128 + 24 + 24               255  225 KiB, 209 KiB
+/// ```
+const HOPPER_DKDV: [(usize, HopperTile, HopperTile, bool); 4] = [
+    (64, gradient_tile(128, 3), gradient_tile(128, 2), true),
+    (128, gradient_tile(64, 3), gradient_tile(64, 3), true),
+    (192, gradient_tile(64, 2), gradient_tile(32, 2), false),
+    (256, gradient_tile(48, 2), gradient_tile(32, 2), false),
+];
+
+const fn gradient_tile(tile_k: usize, stages: usize) -> HopperTile {
+    HopperTile { teams: 1, warpgroups: 2, tile_k, stages, turns: false }
+}
+
+/// Bytes of keys and values that the heads of a section may have: what of Hopper's second-level cache (50 to 60 MB) one of
+/// its halves can hold beside the rest.
+const SECTION_BYTES: usize = 32 << 20;
+
+/// What an item costs beside its tiles, in tiles.
+const ITEM: usize = 3;
+/// What it costs to merge parts of the keys at all, in tiles, and how many bytes are written and read again in the time of one.
+const MERGE: usize = 4;
+const MERGED: usize = 4 << 20;
+/// Parts that are considered.
+const PARTS: [usize; 12] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64];
+
+/// Whether there is a bias that repeats no query and no key: one that may come in tiles, if its strides, which only the call
+/// knows, let TMA read them.
+pub fn varies_by_pair(problem: &AttentionProblem) -> bool {
+    problem.bias.is_some_and(|[_, _, q, k]| q == problem.seq_q && k == problem.seq_k && q * k > 1)
+}
+
+/// How Hopper's kernel computes this, or why it cannot.
+pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<HopperForward, String> {
+    possible(device, problem)?;
+    let widest = problem.head_dim.max(problem.head_dim_v);
+    let biased = HOPPER_BIAS.iter().filter(|_| varies_by_pair(problem)).find(|(head_dim, _)| widest <= *head_dim);
+    let row = HOPPER.iter().find(|(head_dim, seq_k, _)| widest <= *head_dim && problem.seq_k <= *seq_k);
+    let tile = biased.map(|(_, tile)| *tile).or(row.map(|(.., tile)| *tile));
+    let tile = tile.ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER[HOPPER.len() - 1].0))?;
+
+    Ok(HopperForward { tile, section: section(device, problem, &tile, false), parts: parts(device, problem, &tile) })
+}
+
+/// How many heads take turns; transposed, heads of keys, by which queries stream.
+fn section(device: &Device, problem: &AttentionProblem, tile: &HopperTile, transposed: bool) -> usize {
+    // Where blocks are of one length, heads come one by one: their keys and values are then read by all at the same time.
+    let band = problem.band();
+    if !(band.bounded_above || band.bounded_below) {
+        return 1;
+    }
+    let of_position = (problem.head_dim + problem.head_dim_v) * problem.dtype.size();
+    // At least two blocks of a head at a time, or all loads would come from memory first and from the cache then.
+    // A power of two, as numbers of heads mostly are: a last section with few heads keeps few teams busy.
+    let pairs = (device.multiprocessors * tile.teams / 2).max(1);
+    let (of_cache, heads) = if transposed {
+        (SECTION_BYTES / (problem.seq_q * of_position * problem.group_size()).max(1), problem.num_heads_kv)
+    } else {
+        (SECTION_BYTES / (problem.seq_k * of_position).max(1) * problem.group_size(), problem.num_heads_q)
+    };
+    of_cache.min(1 << pairs.ilog2()).clamp(1, (problem.batch * heads).max(1))
+}
+
+/// How Hopper's kernels compute `dq`, and `dk` and `dv`, or why they cannot.
+pub fn backward(device: &Device, problem: &AttentionProblem) -> Result<(Gradient, Gradient, bool), String> {
+    possible(device, problem)?;
+    let widest = problem.head_dim.max(problem.head_dim_v);
+    let biased = varies_by_pair(problem);
+    let too_wide = || format!("head_dim {widest} is above {}", HOPPER_DQ[HOPPER_DQ.len() - 1].0);
+    let (_, plain, with_bias) = HOPPER_DQ.iter().find(|(of, ..)| widest <= *of).ok_or_else(too_wide)?;
+    let dq = if biased { *with_bias } else { *plain };
+    let (_, plain, with_bias, together) = HOPPER_DKDV.iter().find(|(of, ..)| widest <= *of).ok_or_else(too_wide)?;
+    let dkdv = if biased { *with_bias } else { *plain };
+    Ok((
+        Gradient::Hopper(HopperGradient { tile: dq, section: section(device, problem, &dq, false) }),
+        Gradient::Hopper(HopperGradient { tile: dkdv, section: section(device, problem, &dkdv, true) }),
+        *together,
+    ))
+}
+
+/// Whether Hopper's kernels compute this at all, or why not.
+fn possible(device: &Device, problem: &AttentionProblem) -> Result<(), String> {
+    if !device.wgmma {
+        return Err("the device has no warpgroup matrix products".into());
+    }
+    if !cfg!(feature = "cuda") {
+        return Err("it was not compiled: that takes the feature cuda".into());
+    }
+    if problem.dtype == Dtype::F32 {
+        return Err("it computes in f16 and bf16, q is f32".into());
+    }
+    Ok(())
+}
+
+/// Into how many parts the keys are split, so that all is done soonest. Times in tiles of keys, each of which a team computes
+/// in some 1.4 µs.
+fn parts(device: &Device, problem: &AttentionProblem, tile: &HopperTile) -> usize {
+    let teams = device.multiprocessors * tile.teams;
+    let heads = problem.batch * problem.num_heads_q;
+    let (tile_q, tile_k) = (tile.tile_q() as u32, tile.tile_k as u32);
+    let band = problem.band();
+    let blocks = (problem.seq_q as u32).div_ceil(tile_q);
+    // With this many, whoever is done early finds more to do.
+    if heads * blocks as usize >= 4 * teams {
+        return 1;
+    }
+    let mut tiles: Vec<usize> = (0..blocks)
+        .map(|block| {
+            let seen = band.k_blocks(block * tile_q, tile_q, tile_k);
+            (seen.end - seen.start) as usize
+        })
+        .collect();
+    tiles.sort_unstable_by_key(|tiles| std::cmp::Reverse(*tiles));
+    let longest = tiles.first().copied().unwrap_or(0);
+    let time = |parts: usize| {
+        let of_item = |tiles: usize| tiles.div_ceil(parts) + ITEM;
+        let each = tiles.iter().map(|tiles| heads * parts * of_item(*tiles)).sum::<usize>().div_ceil(teams);
+        // If n · teams items are at least so long, and there is one more, some team has n + 1 of them.
+        let items = blocks as usize * heads * parts;
+        let rounds = (0..items).step_by(teams).enumerate();
+        let most = rounds.map(|(n, nth)| (n + 1) * of_item(tiles[nth / (heads * parts)])).max();
+        let bytes = 2 * size_of::<f32>() * parts * problem.rows() * problem.head_dim_v;
+        let merge = if parts == 1 { 0 } else { MERGE + bytes / MERGED };
+        each.max(most.unwrap_or(0)) + merge
+    };
+    PARTS.into_iter().filter(|parts| *parts == 1 || 2 * parts <= longest).min_by_key(|parts| time(*parts)).unwrap_or(1)
+}
+
+/// What the number of a head's rows of lse and delta is a multiple of: tiles of them are loaded whole.
+pub fn stats_multiple(problem: &AttentionProblem) -> usize {
+    if problem.head_dim.max(problem.head_dim_v) <= 192 { 128 } else { 384 }
+}
