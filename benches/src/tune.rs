@@ -40,7 +40,8 @@ struct Launches<'a> {
     problem: AttentionProblem,
     tensors: &'a Tensors,
     part: Part,
-    together: bool,
+    /// What is planned beside it.
+    backward: BackwardTiles,
     way: Way,
 }
 
@@ -51,8 +52,7 @@ impl Work for Launches<'_> {
             return self.tensors.forward(self.client, &self.problem, HopperForward { tile, section, parts });
         }
         let gradient = Gradient::Hopper(HopperGradient { tile, section });
-        let BackwardTiles { dbias, .. } = plan_with(self.client, &self.problem, Kernel::Portable)?.backward;
-        let tiles = BackwardTiles { dq: gradient, dkdv: gradient, dkdv_together: self.together, dbias };
+        let tiles = BackwardTiles { dq: gradient, dkdv: gradient, ..self.backward };
         self.tensors.backward(self.client, &self.problem, &self.part.wanted(self.tensors), tiles)
     }
 
@@ -116,10 +116,16 @@ pub fn run(options: &Options) -> Result<(), Error> {
         // Gradients read what it saves.
         tensors.forward(&client, &problem, plan.forward)?;
         let wanted = options.part.wanted(&tensors);
-        let together = plan.backward.dkdv_together;
         let ways = options.ways.iter().map(|text| way(text, planned)).collect::<Result<Vec<_>, _>>()?;
         for way in [planned].into_iter().chain(ways) {
-            let mut work = Launches { client: &client, problem, tensors: &tensors, part: options.part, together, way };
+            let mut work = Launches {
+                client: &client,
+                problem,
+                tensors: &tensors,
+                part: options.part,
+                backward: plan.backward,
+                way,
+            };
             let first = once(&mut work);
             let timed = first.and_then(|first| {
                 let error = oracle.error(&tensors.results(&client, problem.dtype, &wanted));

@@ -17,7 +17,7 @@ use flash_attention_kernels::hopper::gradient::{ResultStridesCompilationArg, Sou
 use flash_attention_kernels::hopper::ring::SpreadCompilationArg;
 use flash_attention_kernels::hopper::schedule::{Divisor, DivisorCompilationArg, Walk, WalkCompilationArg};
 use flash_attention_kernels::hopper::scores::FactorsCompilationArg;
-use flash_attention_kernels::hopper::{Blueprint, Role, Rows, forward, gradient};
+use flash_attention_kernels::hopper::{Blueprint, Role, Rows, copy, delta, forward, gradient, merge};
 use flash_attention_kernels::mask::{Band, BandCompilationArg};
 use flash_attention_kernels::tiling::{Device, element_type, plan_on};
 use flash_attention_kernels::{
@@ -373,6 +373,76 @@ fn every_option_is_warpgroup_products() {
         check(&name("padding_mask"), plain.with_mask(&[4, 1, 1, 4096]).unwrap());
         check(&name("mask"), plain.with_mask(&[1, 1, 4096, 4096]).unwrap());
         check(&name("bias"), plain.with_bias(&[1, 16, 4096, 4096]).unwrap());
+    }
+}
+
+/// The kernels around them: plain ones, with nothing in local memory.
+#[test]
+fn what_comes_before_and_after_compiles() {
+    for dtype in [Dtype::BF16, Dtype::F16] {
+        let (properties, defaults) = (|| Arc::new(properties()), || Arc::new(Default::default()));
+        let ty = element_type(dtype);
+        let kernels = [
+            (
+                "copy",
+                compile(copy::copy::Copy::new(
+                    settings(128),
+                    properties(),
+                    defaults(),
+                    tensor(),
+                    tensor(),
+                    (),
+                    (),
+                    (),
+                    (),
+                    ty,
+                )),
+            ),
+            (
+                "merge",
+                compile(merge::merge::Merge::new(
+                    settings(128),
+                    properties(),
+                    defaults(),
+                    tensor(),
+                    tensor(),
+                    tensor(),
+                    tensor(),
+                    (),
+                    (),
+                    (),
+                    (),
+                    (),
+                    ty,
+                )),
+            ),
+            (
+                "delta",
+                compile(delta::delta::Delta::new(
+                    settings(128),
+                    properties(),
+                    defaults(),
+                    tensor(),
+                    tensor(),
+                    tensor(),
+                    optional(true),
+                    buffer(),
+                    (),
+                    (),
+                    (),
+                    72,
+                    128,
+                    ty,
+                )),
+            ),
+        ];
+        for (name, ptx) in kernels {
+            assert!(!ptx.contains(".local") && !ptx.contains("call.uni"), "{name}: {ptx}");
+            if let Some(Assembled { registers, spills, .. }) = assemble(&ptx) {
+                println!("{name}: {registers} registers, {spills} bytes of spills");
+                assert_eq!(spills, 0, "{name}");
+            }
+        }
     }
 }
 

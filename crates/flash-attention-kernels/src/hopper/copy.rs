@@ -1,6 +1,7 @@
 //! Copies between layouts: for tensors whose rows do not start at multiples of 16 bytes, which neither TMA nor vectors of
 //! that size can reach.
 
+use super::forward::row_start;
 use cubecl::prelude::*;
 
 /// Copies `from` to `to`, `[B, H, S, D]` both, one cube for each row.
@@ -22,8 +23,8 @@ pub fn copy<E: Float>(
     let batch = head / heads;
     let head = head % heads;
     let mut column = UNIT_POS;
-    let read = batch as usize * from.stride(0) + head as usize * from.stride(1) + row as usize * from.stride(2);
-    let write = batch as usize * to.stride(0) + head as usize * to.stride(1) + row as usize * to.stride(2);
+    let read = row_start(from, batch as usize, head as usize, row);
+    let write = row_start(&*to, batch as usize, head as usize, row);
     let stride = to.stride(3);
     while column < columns {
         to[write + column as usize * stride] = from[read + column as usize * from.stride(3)];

@@ -4,6 +4,7 @@
 //! are filled up to whole tiles, with rows whose probabilities are 0.
 
 use super::Blueprint;
+use super::forward::row_start;
 use super::schedule::Walk;
 use crate::mask::Band;
 use crate::softmax::lse_of_bits;
@@ -49,8 +50,8 @@ pub fn delta<E: Float>(
 
     let mut sum = 0.0f32.runtime();
     if row < seq_q {
-        let o_at = at(o, batch, of_batch, row) / WIDTH;
-        let d_at = at(dout, batch, of_batch, row) / WIDTH;
+        let o_at = row_start(o, batch, of_batch, row) / WIDTH;
+        let d_at = row_start(dout, batch, of_batch, row) / WIDTH;
         #[unroll]
         for step in 0..comptime!(head_dim_v.div_ceil(WIDTH * UNITS_PER_ROW as usize)) {
             let vector = comptime!(step * UNITS_PER_ROW as usize) + of_row as usize;
@@ -79,7 +80,7 @@ pub fn delta<E: Float>(
         let mut of_delta = 0.0f32.runtime();
         if row < seq_q {
             let log2_e = comptime!(std::f32::consts::LOG2_E);
-            of_lse = min(lse_of_bits(lse[at(lse, batch, of_batch, row)]) * log2_e, f32::MAX);
+            of_lse = min(lse_of_bits(lse[row_start(lse, batch, of_batch, row)]) * log2_e, f32::MAX);
             of_delta = sum;
             #[comptime]
             if let ComptimeOption::Some(dlse) = &dlse {
@@ -93,12 +94,6 @@ pub fn delta<E: Float>(
         stats[to] = u32::reinterpret(of_lse);
         stats[all * rows as usize + to] = u32::reinterpret(of_delta);
     }
-}
-
-/// Where a row starts, in elements.
-#[cube]
-fn at<T: CubePrimitive>(tensor: &Tensor<T>, batch: usize, head: usize, row: u32) -> usize {
-    batch * tensor.stride(0) + head * tensor.stride(1) + row as usize * tensor.stride(2)
 }
 
 /// Rows of lse and delta of a head: whole tiles of them.

@@ -47,6 +47,12 @@ impl Stride {
     }
 }
 
+/// Where a row of a tensor `[B, H, S, …]` starts, in elements, by strides that are read from memory.
+#[cube]
+pub fn row_start<T: CubePrimitive>(tensor: &Tensor<T>, batch: usize, head: usize, row: u32) -> usize {
+    batch * tensor.stride(0) + head * tensor.stride(1) + row as usize * tensor.stride(2)
+}
+
 /// Strides of `q`, `k` and `v`, in vectors of 16 bytes, of `o`, in vectors of 8, and of `lse`. As arguments they are
 /// constants; those of a tensor are read from memory.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]

@@ -6,6 +6,7 @@
 //!
 //! (Flash-Decoding, Dao et al. 2023.)
 
+use super::forward::row_start;
 use super::ops::{ex2, lg2, reciprocal};
 use crate::softmax::{HIDDEN, lse_bits_log2, lse_of_part};
 use cubecl::prelude::*;
@@ -36,8 +37,8 @@ pub fn merge<E: Float>(
     }
     let (row, head) = (number % rows, number / rows);
     let (batch, head) = (head / heads, head % heads);
-    let lse_at = at(part_lse, batch, head, row);
-    let o_at = at(parts, batch, head, row);
+    let lse_at = row_start(part_lse, batch as usize, head as usize, row);
+    let o_at = row_start(parts, batch as usize, head as usize, row);
     let (lse_part, o_part) = (batches as usize * part_lse.stride(0), batches as usize * parts.stride(0));
 
     let mut m = HIDDEN.runtime();
@@ -51,7 +52,7 @@ pub fn merge<E: Float>(
     let nothing = m == HIDDEN;
     let factor = select(nothing, 0.0f32, reciprocal(l));
 
-    let write = at(&*o, batch, head, row);
+    let write = row_start(&*o, batch as usize, head as usize, row);
     let stride = o.stride(3);
     let lane = UNIT_POS % 32;
     let mut column = lane * 4;
@@ -73,13 +74,7 @@ pub fn merge<E: Float>(
     }
     if lane == 0 {
         let seen = select(nothing, 0.0f32, l);
-        let at = at(&*lse, batch, head, row);
+        let at = row_start(&*lse, batch as usize, head as usize, row);
         lse[at] = lse_bits_log2(m * log2_e, seen, lg2(l));
     }
-}
-
-/// Where a row starts, in elements.
-#[cube]
-fn at<T: CubePrimitive>(tensor: &Tensor<T>, batch: u32, head: u32, row: u32) -> usize {
-    batch as usize * tensor.stride(0) + head as usize * tensor.stride(1) + row as usize * tensor.stride(2)
 }

@@ -170,11 +170,7 @@ pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
                 for n in 0..KEYS {
                     let p = plane_shuffle(p, n);
                     if plane_any(lane == n && sees) {
-                        let values = v[strides.v.at(batch, head_kv, start + n) + column];
-                        #[unroll]
-                        for e in 0..8usize {
-                            o[e] = fma(p, f32::cast_from(values.extract(e)), o[e]);
-                        }
+                        add_row(&mut o, p, v, strides.v.at(batch, head_kv, start + n) + column);
                     }
                 }
             }
@@ -247,8 +243,8 @@ fn add_row<E: Float>(sums: &mut Array<f32>, factor: f32, rows: &[Vector<E, Const
     }
 }
 
-/// Computes one row of `dk` and `dv` as [`gradient`](mod@crate::hopper::gradient) does, with the query heads, or the one key head, from
-/// `first_kv` to, not including, `after_kv`. By a whole warp.
+/// Computes one row of `dk` and `dv` as [`gradient`](mod@crate::hopper::gradient) does, with the query heads, or the one key
+/// head, from `first_kv` to, not including, `after_kv`. By a whole warp.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn recompute_gradient<E: Float, M: Numeric, NB: Size, NM: Size>(

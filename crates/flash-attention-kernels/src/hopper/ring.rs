@@ -262,6 +262,11 @@ impl Memory {
         )
     }
 
+    /// The query head of the `nth` item.
+    pub fn query_head(&self, nth: u32, #[comptime] blueprint: Blueprint) -> u32 {
+        if comptime!(blueprint.transposed()) { self.item(nth, Of::HeadKv) } else { self.item(nth, Of::Head) }
+    }
+
     fn write_item(&self, nth: u32, item: &Item, flags: u32) {
         let at = self.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
         store_shared(at + comptime!(4 * Of::KLast as u32), item.k_last);
@@ -450,10 +455,8 @@ impl Loader {
         // All at once: each read waits some 30 cycles.
         let k_last = self.memory.item(nth, Of::KLast);
         let steps = self.memory.item(nth, Of::Steps);
-        let head = if comptime!(ring == Ring::Bias && !blueprint.transposed()) {
-            self.memory.item(nth, Of::Head) * self.spread.head
-        } else if comptime!(ring == Ring::Bias) {
-            self.memory.item(nth, Of::HeadKv) * self.spread.head
+        let head = if comptime!(ring == Ring::Bias) {
+            self.memory.query_head(nth, blueprint) * self.spread.head
         } else {
             self.memory.item(nth, Of::HeadKv)
         };

@@ -71,7 +71,7 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
     if let ComptimeOption::Some(mask) = mask {
         let once = comptime!(blueprint.mask == Some(Rows::Same) && !blueprint.transposed());
         let at = memory.item(nth, Of::Batch) as usize * mask.stride(0)
-            + query_head(memory, nth, blueprint) as usize * mask.stride(1);
+            + memory.query_head(nth, blueprint) as usize * mask.stride(1);
         #[unroll]
         for r in 0..comptime!(if once { 1usize } else { 2usize }) {
             let row = band.query_within(lane_row + comptime!(8 * r as u32));
@@ -92,12 +92,6 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
         }
     }
-}
-
-/// The query head of an item.
-#[cube]
-fn query_head(memory: &Memory, nth: u32, #[comptime] blueprint: Blueprint) -> u32 {
-    if comptime!(blueprint.transposed()) { memory.item(nth, Of::HeadKv) } else { memory.item(nth, Of::Head) }
 }
 
 /// Adds the bias, if there is one.
@@ -175,7 +169,7 @@ fn add_rows<E: Float, NB: Size>(
     if let ComptimeOption::Some(bias) = bias {
         let once = comptime!(blueprint.bias == Some(Rows::Same) && !blueprint.transposed());
         let at = memory.item(nth, Of::Batch) as usize * bias.stride(0)
-            + query_head(memory, nth, blueprint) as usize * bias.stride(1);
+            + memory.query_head(nth, blueprint) as usize * bias.stride(1);
         #[unroll]
         for r in 0..comptime!(if once { 1usize } else { 2usize }) {
             let row = band.query_within(lane_row + comptime!(8 * r as u32));

@@ -1,6 +1,6 @@
 //! Launches the gradients for Hopper.
 
-use super::{OUT_BYTES, VECTOR_BYTES, counter, factors, is_aligned, pairs, rows_arg, stride};
+use super::{OUT_BYTES, VECTOR_BYTES, counter, factors, pairs, rows_arg, stride};
 use crate::error::AttentionError;
 use crate::hopper::gradient::{ResultStridesLaunch, SourceStridesLaunch};
 use crate::hopper::schedule::Walk;
@@ -93,11 +93,8 @@ impl Call<'_> {
         let cubes = (self.device.multiprocessors as u32).clamp(1, walk.items);
 
         let size = p.dtype.size();
-        let out = |view: Option<&TensorView>| {
-            view.map(|view| if is_aligned(view, size) { view.clone() } else { self.packed(view.shape) })
-        };
         let wanted_k = results.dq.or(results.dk);
-        let (dk, dv) = (out(wanted_k), out(results.dv));
+        let [dk, dv] = [wanted_k, results.dv].map(|view| view.map(|view| self.writable(view)));
         // What is not wanted is not written.
         let any = dk.as_ref().or(dv.as_ref()).expect("one of them is wanted");
         let (dk_out, dv_out) = (dk.as_ref().unwrap_or(any), dv.as_ref().unwrap_or(any));
@@ -156,10 +153,8 @@ impl Call<'_> {
             );
         }
         for (computed, asked) in [(dk, wanted_k), (dv, results.dv)] {
-            if let (Some(computed), Some(asked)) = (computed, asked)
-                && !is_aligned(asked, size)
-            {
-                self.copy(&computed, asked)?;
+            if let (Some(computed), Some(asked)) = (computed, asked) {
+                self.written(&computed, asked)?;
             }
         }
         Ok(())

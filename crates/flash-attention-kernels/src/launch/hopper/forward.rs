@@ -1,11 +1,11 @@
 //! Launches the forward for Hopper.
 
-use super::{OUT_BYTES, VECTOR_BYTES, counter, factors, is_aligned, pairs, rows_arg, stride};
+use super::{OUT_BYTES, VECTOR_BYTES, counter, factors, pairs, rows_arg, stride};
 use crate::error::AttentionError;
 use crate::hopper::forward::StridesLaunch;
 use crate::hopper::schedule::Walk;
 use crate::hopper::{self, Role, WARPGROUP_ROWS};
-use crate::launch::{Call, rows_grid};
+use crate::launch::Call;
 use crate::tensor::TensorView;
 use crate::tiling::{HopperForward, cube_count};
 use cubecl::prelude::*;
@@ -28,13 +28,11 @@ impl Call<'_> {
         if items > max {
             return Err(AttentionError::Grid { kernel: "forward", cubes: items, max });
         }
-        let copies_o = tiles.parts == 1 && !is_aligned(o, p.dtype.size());
         self.check_copies(&[&self.inputs.q, &self.inputs.k, &self.inputs.v])?;
-        if copies_o {
-            rows_grid(self.device, "copy", o.shape)?;
-        }
         if tiles.parts > 1 {
             self.merge_grid()?;
+        } else {
+            self.check_copies(&[o])?;
         }
 
         // Nothing can fail from here on.
@@ -48,10 +46,8 @@ impl Call<'_> {
             let part_lse = self.client.empty(size_of::<f32>() * batches * heads * rows);
             let part_lse = TensorView::contiguous(part_lse, [batches, heads, rows]);
             (TensorView::contiguous(parts, shape), part_lse, size_of::<f32>())
-        } else if copies_o {
-            (self.packed(p.o_shape()), lse.clone(), p.dtype.size())
         } else {
-            (o.clone(), lse.clone(), p.dtype.size())
+            (self.writable(o), lse.clone(), p.dtype.size())
         };
 
         let walk = Walk::new(
@@ -110,12 +106,7 @@ impl Call<'_> {
                 [self.dtype(), self.mask_type()],
             );
         }
-        if tiles.parts > 1 {
-            self.merge(&out, &out_lse, o, lse, tiles.parts)?;
-        } else if copies_o {
-            self.copy(&out, o)?;
-        }
-        Ok(())
+        if tiles.parts > 1 { self.merge(&out, &out_lse, o, lse, tiles.parts) } else { self.written(&out, o) }
     }
 
     fn merge_grid(&self) -> Result<(CubeCount, CubeDim), AttentionError> {

@@ -77,6 +77,16 @@ impl Call<'_> {
         Ok(packed)
     }
 
+    /// What a result is written to: the tensor itself, or memory for [`written`](Self::written) to copy from.
+    fn writable(&self, view: &TensorView) -> TensorView {
+        if is_aligned(view, self.problem.dtype.size()) { view.clone() } else { self.packed(view.shape) }
+    }
+
+    /// Brings a result from where it was written to where it was asked for.
+    fn written(&self, computed: &TensorView, asked: &TensorView) -> Result<(), AttentionError> {
+        if is_aligned(asked, self.problem.dtype.size()) { Ok(()) } else { self.copy(computed, asked) }
+    }
+
     /// Which dimensions of a bias repeat.
     fn spread(&self) -> SpreadLaunch {
         let repeats = |dim: usize| self.inputs.bias.as_ref().is_some_and(|bias| bias.shape[dim] == 1);
