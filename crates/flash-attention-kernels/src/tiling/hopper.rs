@@ -1,8 +1,8 @@
 //! Tiles for NVIDIA Hopper, and in which order and in how many parts its kernels work.
 
 use super::{Device, Gradient, HopperForward, HopperGradient};
-use crate::hopper::HopperTile;
-use crate::problem::{AttentionProblem, Dtype};
+use crate::hopper::{HopperTile, PANEL};
+use crate::problem::{AttentionProblem, BackwardOrder, Dtype};
 
 /// Tiles of the forward for Hopper, by the larger head dimension and the number of keys: the first row that both fit.
 ///
@@ -76,6 +76,18 @@ const HOPPER_DKDV: [(usize, HopperTile, HopperTile, bool); 4] = [
     (256, gradient_tile(48, 2), gradient_tile(32, 2), false),
 ];
 
+/// Tiles of all three gradients by one kernel, by the larger head dimension, the least number of queries from which on it is
+/// faster, and that of queries of a tile: 128, or 64 of two panels of columns each, so that dQ of a tile is a block of 64 × 64
+/// for each of two warpgroups.
+///
+/// ```text
+/// head_dim  seq_q   queries, stages  registers: dK + dV, S, dP, dQ  of   shared memory
+/// 64        1,024   128, 2           64 + 64 + 64 + 32              255  195 KiB
+/// 128       1,024   64, 3            128 + 32 + 32 + 32             255  227 KiB
+/// ```
+const HOPPER_FUSED: [(usize, usize, HopperTile); 2] =
+    [(64, 1024, gradient_tile(128, 2)), (128, 1024, gradient_tile(64, 3))];
+
 const fn gradient_tile(tile_k: usize, stages: usize) -> HopperTile {
     HopperTile { teams: 1, warpgroups: 2, tile_k, stages, turns: false }
 }
@@ -144,6 +156,24 @@ pub fn backward(device: &Device, problem: &AttentionProblem) -> Result<(Gradient
         Gradient::Hopper(HopperGradient { tile: dkdv, section: section(device, problem, &dkdv, true) }),
         *together,
     ))
+}
+
+/// How one kernel computes all three gradients, if that is wanted and faster.
+pub fn fused(device: &Device, problem: &AttentionProblem) -> Option<HopperGradient> {
+    let (least, fused) = fusible(device, problem)?;
+    (problem.options.backward_order == BackwardOrder::Fast && problem.seq_q >= least).then_some(fused)
+}
+
+/// How one kernel computes all three gradients, if it can, and from how many queries on it is faster than two.
+pub fn fusible(device: &Device, problem: &AttentionProblem) -> Option<(usize, HopperGradient)> {
+    // A bias leaves no room for tiles of dS in shared memory.
+    possible(device, problem).ok().filter(|_| problem.bias.is_none())?;
+    let widest = problem.head_dim.max(problem.head_dim_v);
+    let (_, least, tile) = HOPPER_FUSED.iter().find(|(of, ..)| widest <= *of)?;
+    // Tiles of queries must have dQ in blocks of 64 × 64 for two warpgroups.
+    let panels = problem.head_dim.div_ceil(PANEL);
+    (tile.tile_k * panels == tile.tile_q())
+        .then(|| (*least, HopperGradient { tile: *tile, section: section(device, problem, tile, true) }))
 }
 
 /// Whether Hopper's kernels compute this at all, or why not.
