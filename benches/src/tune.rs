@@ -55,7 +55,7 @@ impl Work for Launches<'_> {
         let gradient = Gradient::Hopper(HopperGradient { tile, section });
         let tiles = match self.part {
             // Its tiles are those of dkdv; dq's are of the kernel that it does without.
-            Part::Fused => BackwardTiles { dkdv: gradient, ..self.backward },
+            Part::Fused => BackwardTiles { fused: Some(HopperGradient { tile, section }), ..self.backward },
             _ => BackwardTiles { dq: gradient, dkdv: gradient, ..self.backward },
         };
         self.tensors.backward(self.client, &self.problem, &self.part.wanted(self.tensors), tiles)
@@ -80,7 +80,8 @@ fn planned(plan: &Plan, part: Part) -> Result<Way, Error> {
         (Part::Forward, Forward::Hopper(HopperForward { tile, section, parts })) => Some(Way(tile, section, parts)),
         (Part::Forward, Forward::Portable(_)) => None,
         (Part::Dq, _) => gradient(plan.backward.dq),
-        (Part::Dkdv | Part::Fused, _) => gradient(plan.backward.dkdv),
+        (Part::Dkdv, _) => gradient(plan.backward.dkdv),
+        (Part::Fused, _) => plan.backward.fused.and_then(|fused| gradient(Gradient::Hopper(fused))),
     };
     way.ok_or_else(|| Error::Other(format!("{plan}: not the kernel that was asked for")))
 }
