@@ -232,11 +232,6 @@ impl Blueprint {
         if self.reduces() { self.tile.tile_q() * self.tile.tile_k * self.dtype.size() } else { 0 }
     }
 
-    /// Bytes that a warp adds to dQ at a time: 16 rows of a panel.
-    pub fn addend_bytes(&self) -> usize {
-        if self.reduces() { WARPGROUP_ROWS / 4 * PANEL * size_of::<f32>() } else { 0 }
-    }
-
     /// Bytes of a warpgroup's rows of Q.
     pub fn q_bytes(&self) -> usize {
         WARPGROUP_ROWS * self.panels() * PANEL * self.dtype.size()
@@ -267,8 +262,7 @@ impl Blueprint {
         let barriers = 2 * self.tile.warpgroups + 6 * self.tile.stages + SLOTS;
         let stage = self.k_bytes() + self.v_bytes() + self.b_bytes() + 2 * self.stats_bytes();
         let tiles = self.tile.warpgroups * (self.q_bytes() + self.d_bytes()) + self.tile.stages * stage;
-        let reduction = 2 * self.ds_bytes() + 4 * self.tile.warpgroups * self.addend_bytes();
-        (tiles + reduction + 8 * barriers + 4 * WORDS * (SLOTS + 3)).next_multiple_of(1024)
+        (tiles + 2 * self.ds_bytes() + 8 * barriers + 4 * WORDS * (SLOTS + 3)).next_multiple_of(1024)
     }
 
     /// Whether exponentials are relative to an anchor, not to the maximum: where what they are rounded to has the range of f32,

@@ -421,51 +421,15 @@ fn store_tiles_of(at: u32, a: u32, b: u32, c: u32, d: u32) {
     })
 }
 
-/// Writes four f32 to shared memory, at a multiple of 16 bytes.
+/// Adds four f32 to those from element `128 nth` of `sums` on, a multiple of 16 bytes.
 #[cube]
-pub fn store_shared_quad(at: u32, a: f32, b: f32, c: f32, d: f32) {
+pub fn add_quad(sums: &[f32], #[comptime] nth: usize, a: f32, b: f32, c: f32, d: f32) {
     intrinsic!(|scope| {
-        let mut args = vec![at.read_value(scope)];
+        let sums = unsafe { *sums.__expand_as_ptr_method(scope) }.value(scope);
+        let mut args = vec![sums];
         args.extend([a, b, c, d].map(|x| x.read_value(scope)));
-        effect(scope, "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f,~{memory}", args)
-    })
-}
-
-/// What unit 0 of a warp does, with no branch.
-fn by_unit_0(instructions: &[String]) -> String {
-    let instructions: String = instructions.iter().map(|instruction| format!("@p {instruction}\n")).collect();
-    format!("{{\n.reg .pred p;\n.reg .u32 lane;\nmov.u32 lane, %laneid;\nsetp.eq.u32 p, lane, 0;\n{instructions}}}")
-}
-
-/// Unit 0 of the warp adds `bytes` bytes of f32 from a shared address on to those from element `to` of `sums` on. Both are
-/// multiples of 16 bytes. The whole warp must call it.
-#[cube]
-pub fn bulk_add(sums: &[f32], to: usize, #[comptime] bytes: usize, from: u32) {
-    let element = &sums[to..to + 1];
-    bulk_add_to(element, bytes, from);
-}
-
-#[cube]
-fn bulk_add_to(element: &[f32], #[comptime] bytes: usize, from: u32) {
-    intrinsic!(|scope| {
-        let to = unsafe { *element.__expand_as_ptr_method(scope) }.value(scope);
-        let args = vec![to, from.read_value(scope)];
-        let template = by_unit_0(&[
-            format!("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], {bytes};"),
-            "cp.async.bulk.commit_group;".into(),
-        ]);
-        effect(scope, &template, "l,r,~{memory}", args)
-    })
-}
-
-/// Unit 0 of the warp waits until its [`bulk_add`]s have read what they add, or, if `done`, have added it. The whole warp must
-/// call it.
-#[cube]
-pub fn bulk_wait(#[comptime] done: bool) {
-    intrinsic!(|scope| {
-        let what = if done { "" } else { ".read" };
-        let template = by_unit_0(&[format!("cp.async.bulk.wait_group{what} 0;")]);
-        effect(scope, &template, "~{memory}", vec![])
+        let template = format!("red.global.add.v4.f32 [$0+{}], {{$1, $2, $3, $4}};", 512 * nth);
+        effect(scope, &template, "l,f,f,f,f,~{memory}", args)
     })
 }
 
@@ -640,46 +604,6 @@ fn product_shared(
         let template = wgmma(n, dtype, "0", columns, &shared_steps(count, &steps));
         let constraints = "=f,".repeat(count) + "l,l,~{memory}";
         sequence(scope, effect_values(scope, f32::__expand_as_type(scope), count, &template, &constraints, args))
-    })
-}
-
-/// As [`mma_shared`], but `acc += A · B`, or `acc = A · B` if not `adds`.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-pub fn mma_shared_onto(
-    acc: &mut Array<f32>,
-    a: u64,
-    b: u64,
-    adds: u32,
-    #[comptime] steps: Vec<[usize; 2]>,
-    #[comptime] columns: [bool; 2],
-    #[comptime] n: usize,
-    #[comptime] dtype: Dtype,
-) {
-    let before = held(&*acc, comptime!(n / 2));
-    let after = product_shared_onto(&before, a, b, adds, steps, columns, n, dtype);
-    hold(acc, &after, comptime!(n / 2));
-}
-
-#[cube]
-#[allow(clippy::too_many_arguments)]
-fn product_shared_onto(
-    held: &Sequence<f32>,
-    a: u64,
-    b: u64,
-    adds: u32,
-    #[comptime] steps: Vec<[usize; 2]>,
-    #[comptime] columns: [bool; 2],
-    #[comptime] n: usize,
-    #[comptime] dtype: Dtype,
-) -> Sequence<f32> {
-    intrinsic!(|scope| {
-        let registers: Vec<_> = held.iter_cloned().map(|x| x.read_value(scope)).collect();
-        let steps = shared_steps(n, &steps);
-        let template = wgmma(n, dtype, &format!("${}", n + 2), columns, &steps);
-        let args = vec![a.read_value(scope), b.read_value(scope), adds.read_value(scope)];
-        let ty = f32::__expand_as_type(scope);
-        sequence(scope, in_place(scope, ty, &template, &["l", "l", "r"], registers, args))
     })
 }
 

@@ -1,9 +1,8 @@
 //! `dq`, where every block of keys adds to it: [`Role::All`](super::Role::All).
 //!
 //! ```text
-//! each warpgroup   dSᵀ of its 64 keys                         → shared memory
-//! both             dS K over all 128 keys, 64 queries × 64 columns each
-//! each warp        its 16 × 64 of that                        → shared memory → added to `sums` by TMA
+//! each warpgroup   dSᵀ of its 64 keys                                     → shared memory
+//! both             dS K over all 128 keys, 64 queries × 64 columns each    → added to `sums` from registers
 //! ```
 //!
 //! `sums` is f32 in an order of its own, that of the registers: for each head, tile of 64 queries, panel of 64 columns and 16
@@ -36,23 +35,18 @@ pub fn columns(head_dim: usize) -> usize {
     head_dim.next_multiple_of(PANEL)
 }
 
-/// What a warp adds to dQ.
+/// How a warpgroup adds to dQ.
 #[derive(CubeType)]
 pub struct Reducer {
     /// Which of the two tiles of `dSᵀ` is written next.
     turn: u32,
-    /// Descriptor of the first, for dQ.
+    /// Descriptors of the first, and of what the warpgroup multiplies it with.
     ds_columns: u64,
-    /// And of this warpgroup's keys in it, for dK.
-    ds_rows: u64,
-    /// Of what the warpgroup multiplies it with.
     k_columns: u64,
     /// Where this unit writes its part of the first.
     ds: u32,
-    /// Where this unit writes what it adds.
+    /// The first of `sums` in a tile of queries that this unit adds to.
     addend: u32,
-    /// The warp's number in the team.
-    warp: u32,
 }
 
 #[cube]
@@ -67,20 +61,18 @@ impl Reducer {
     ) -> Reducer {
         let lane = UNIT_POS % 32;
         let warpgroup = warp / 4;
-        let tall = comptime!(blueprint.tile.tile_k > WARPGROUP_ROWS);
+        let size = comptime!(blueprint.dtype.size());
         // A panel of dSᵀ: 64 queries of all keys.
-        let ds_panel = comptime!((blueprint.tile.tile_q() * PANEL * blueprint.dtype.size() / 16) as u32);
-        let k_panel = comptime!((WARPGROUP_ROWS * PANEL * blueprint.dtype.size() / 16) as u32);
+        let ds_panel = comptime!((blueprint.tile.tile_q() * PANEL * size / 16) as u32);
+        let k_panel = comptime!((WARPGROUP_ROWS * PANEL * size / 16) as u32);
         // The warpgroups divide a tile of 128 queries, or the columns of one of 64.
-        let (ds_at, k_at) = if comptime!(tall) {
+        let (ds_at, k_at) = if comptime!(blueprint.tile.tile_k > WARPGROUP_ROWS) {
             (warpgroup * ds_panel, 0u32.runtime())
         } else {
             (0u32.runtime(), warpgroup * k_panel)
         };
         let ds_columns = descriptor::<E>(ds, 1024usize, 1024usize) + u64::cast_from(ds_at);
         let k_columns = descriptor::<E>(k, 1024usize, 1024usize) + u64::cast_from(k_at);
-        let lines = comptime!((WARPGROUP_ROWS * PANEL * blueprint.dtype.size() / 16) as u32);
-        let ds_rows = descriptor::<E>(ds, 16usize, 1024usize) + u64::cast_from(warpgroup * lines);
         // Of 16 keys a unit addresses one, and the first or second eight queries of 16; the swizzle exchanges eights by the
         // key's number modulo 8.
         let key = warp * WARP_ROWS + lane % 16;
@@ -88,55 +80,41 @@ impl Reducer {
         Reducer {
             turn: 0u32,
             ds_columns,
-            ds_rows,
             k_columns,
-            ds: memory.ds + key * comptime!((PANEL * blueprint.dtype.size()) as u32) + eight * 16,
-            addend: memory.addends + warp * comptime!(blueprint.addend_bytes() as u32) + lane * 16,
-            warp,
+            ds: memory.ds + key * comptime!((PANEL * size) as u32) + eight * 16,
+            addend: warp * (WARP_ROWS * PANEL as u32) + lane * 4,
         }
     }
 
-    /// Writes this warpgroup's `dSᵀ`, packed, and waits for the other's.
-    pub fn exchange(&mut self, ds: &Sequence<Array<u32>>, #[comptime] blueprint: Blueprint) {
-        let tile = comptime!(blueprint.ds_bytes() as u32);
+    /// Writes this warpgroup's `dSᵀ`, packed.
+    pub fn write(&self, ds: &Sequence<Array<u32>>, #[comptime] blueprint: Blueprint) {
         let panel = comptime!((blueprint.tile.tile_q() * PANEL * blueprint.dtype.size()) as u32);
-        let at = self.ds + self.turn * tile;
+        let at = self.ds + self.turn * comptime!(blueprint.ds_bytes() as u32);
         #[unroll]
         for i in 0..comptime!(blueprint.tile.tile_k / 16) {
             let (of_panel, eights) = comptime!(((i / 4) as u32, (i % 4 * 32) as u32));
             store_tiles((at ^ eights) + of_panel * panel, ds.index(i));
         }
         sync_async_proxy_shared();
-        // With two tiles this is barrier enough: who comes here has read the tile before last to its end.
-        named_sync(WRITTEN, comptime!(blueprint.tile.units() as u32));
     }
 
-    /// Issues `dS K`.
-    pub fn multiply(&self, dq: &mut Array<f32>, #[comptime] blueprint: Blueprint) {
-        let tile = comptime!((blueprint.ds_bytes() / 16) as u32);
+    /// Issues `dS K`, once the other's is written, too, and goes on to the other tile.
+    pub fn multiply(&mut self, dq: &mut Array<f32>, #[comptime] blueprint: Blueprint) {
+        // With two tiles this is barrier enough: who comes here has read the tile before last to its end.
+        named_sync(WRITTEN, comptime!(blueprint.tile.units() as u32));
+        let ds = self.ds_columns + u64::cast_from(self.turn * comptime!((blueprint.ds_bytes() / 16) as u32));
         // 16 keys are 16 lines.
         let rows = comptime!(blueprint.q_bytes() / 16);
         let steps = comptime!(
             (0..blueprint.tile.tile_q() / 16).map(|i| [i * 128, i / 4 * rows + i % 4 * 128]).collect::<Vec<_>>()
         );
-        let ds = self.ds_columns + u64::cast_from(self.turn * tile);
+        wgmma_fence();
         mma_shared(dq, ds, self.k_columns, steps, [true, true], PANEL, blueprint.dtype);
-    }
-
-    /// Issues `dK += dSᵀ Q`, and goes on to the other tile.
-    pub fn multiply_keys(&mut self, dk: &mut Array<f32>, q_columns: u64, adds: u32, #[comptime] blueprint: Blueprint) {
-        let tile = comptime!((blueprint.ds_bytes() / 16) as u32);
-        let panel = comptime!(blueprint.tile.tile_q() * PANEL * blueprint.dtype.size() / 16);
-        // 16 queries are 32 bytes of a line of dSᵀ, and 16 lines of Q.
-        let steps = comptime!(
-            (0..blueprint.tile.tile_k / 16).map(|i| [i / 4 * panel + i % 4 * 2, i * 128]).collect::<Vec<_>>()
-        );
-        let ds = self.ds_rows + u64::cast_from(self.turn * tile);
-        mma_shared_onto(dk, ds, q_columns, adds, steps, [false, true], blueprint.columns_dk(), blueprint.dtype);
+        wgmma_commit();
         self.turn ^= 1;
     }
 
-    /// Adds this warp's part of dQ, once what it added before has been read.
+    /// Adds it to the sums.
     #[allow(clippy::too_many_arguments)]
     pub fn add(
         &self,
@@ -149,25 +127,15 @@ impl Reducer {
         walk: &Walk,
         #[comptime] blueprint: Blueprint,
     ) {
-        bulk_wait(false);
-        sync_plane();
+        let (batch, head) = (memory.item(nth, Of::Batch), memory.query_head(nth, blueprint));
+        let tile = stats_at(band, walk, batch, head, k_start, blueprint) * comptime!(columns(blueprint.head_dim));
+        let to = tile + self.addend as usize;
+        let to = &sums[to..to + 1];
         #[unroll]
         for i in 0..comptime!(ADDENDS / 4) {
             let n = comptime!(4 * i);
-            store_shared_quad(self.addend + comptime!(512 * i as u32), dq[n], dq[n + 1], dq[n + 2], dq[n + 3]);
+            add_quad(to, i, dq[n], dq[n + 1], dq[n + 2], dq[n + 3]);
         }
-        sync_async_proxy_shared();
-        sync_plane();
-        let (batch, head) = (memory.item(nth, Of::Batch), memory.query_head(nth, blueprint));
-        let columns = comptime!(columns(blueprint.head_dim));
-        let tile = stats_at(band, walk, batch, head, k_start, blueprint) * columns;
-        let to = tile + self.warp as usize * comptime!(blueprint.addend_bytes() / size_of::<f32>());
-        bulk_add(sums, to, blueprint.addend_bytes(), self.addend - UNIT_POS % 32 * 16);
-    }
-
-    /// Waits until all has been added.
-    pub fn finish(&self) {
-        bulk_wait(true);
     }
 }
 

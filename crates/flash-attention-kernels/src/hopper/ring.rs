@@ -134,6 +134,12 @@ impl Place {
         }
     }
 
+    /// The one before this, but for the phase.
+    pub fn before(&self, #[comptime] stages: usize) -> Place {
+        let stage = select(self.stage == 0, comptime!(stages as u32 - 1).runtime(), self.stage - 1);
+        Place { stage, phase: self.phase }
+    }
+
     /// The one after this.
     pub fn next(&self, #[comptime] stages: usize) -> Place {
         let wraps = self.stage + 1 == comptime!(stages as u32);
@@ -155,9 +161,8 @@ pub struct Memory {
     pub v: u32,
     /// Tiles of the bias.
     pub b: u32,
-    /// Tiles of `dSᵀ`, and what warps add to dQ.
+    /// Tiles of `dSᵀ`.
     pub ds: u32,
-    pub addends: u32,
     /// The log-sum-exp and delta of streamed tiles.
     pub lse: u32,
     pub delta: u32,
@@ -191,8 +196,7 @@ impl Memory {
         let v = k + comptime!(stages * blueprint.k_bytes() as u32);
         let b = v + comptime!(stages * blueprint.v_bytes() as u32);
         let ds = b + comptime!(stages * blueprint.b_bytes() as u32);
-        let addends = ds + comptime!(2 * blueprint.ds_bytes() as u32);
-        let lse = addends + comptime!(4 * warpgroups * blueprint.addend_bytes() as u32);
+        let lse = ds + comptime!(2 * blueprint.ds_bytes() as u32);
         let delta = lse + comptime!(stages * blueprint.stats_bytes() as u32);
         let full_q = delta + comptime!(stages * blueprint.stats_bytes() as u32);
         let empty_q = full_q + comptime!(8 * warpgroups);
@@ -244,7 +248,6 @@ impl Memory {
             v,
             b,
             ds,
-            addends,
             lse,
             delta,
             full_q,
@@ -298,6 +301,17 @@ impl Memory {
         }
         let of_warpgroup = comptime!((blueprint.b_bytes() / blueprint.tile.warpgroups) as u32);
         self.b + place.stage * comptime!(blueprint.b_bytes() as u32) + warpgroup * of_warpgroup
+    }
+
+    /// Lets a tile of K be overwritten, and that of V if `both`.
+    pub fn release(&self, place: &Place, #[comptime] both: bool) {
+        let lane = UNIT_POS % 32;
+        if lane == 0 {
+            mbarrier_arrive(self.empty_k + place.stage * 8);
+            if comptime!(both) {
+                mbarrier_arrive(self.empty_v + place.stage * 8);
+            }
+        }
     }
 
     /// Lets a tile of a tiled bias be overwritten.

@@ -85,8 +85,7 @@ const HOPPER_DKDV: [(usize, HopperTile, HopperTile, bool); 4] = [
 /// 64        1,024   128, 2           64 + 64 + 64 + 32              255  195 KiB
 /// 128       1,024   64, 3            128 + 32 + 32 + 32             255  227 KiB
 /// ```
-const HOPPER_FUSED: [(usize, usize, HopperTile); 2] =
-    [(64, 0, gradient_tile(128, 2)), (128, 0, gradient_tile(64, 3))];
+const HOPPER_FUSED: [(usize, usize, HopperTile); 2] = [(64, 0, gradient_tile(128, 3)), (128, 0, gradient_tile(64, 3))];
 
 const fn gradient_tile(tile_k: usize, stages: usize) -> HopperTile {
     HopperTile { teams: 1, warpgroups: 2, tile_k, stages, turns: false }
