@@ -12,9 +12,12 @@ pub enum Part {
     Dq,
     /// Those of keys and values.
     Dkdv,
+    /// That of the bias, by the kernel for Hopper.
+    Dbias,
 }
 
 impl Part {
+    /// Those of the portable kernels that are swept.
     pub const ALL: [Part; 3] = [Part::Forward, Part::Dq, Part::Dkdv];
 
     pub fn name(self) -> &'static str {
@@ -22,6 +25,7 @@ impl Part {
             Part::Forward => "forward",
             Part::Dq => "dq",
             Part::Dkdv => "dkdv",
+            Part::Dbias => "dbias",
         }
     }
 
@@ -32,16 +36,18 @@ impl Part {
             Part::Forward => p.forward_flops(),
             Part::Dq => 1.5 * p.forward_flops(),
             Part::Dkdv => 2.0 * p.forward_flops(),
+            Part::Dbias => p.forward_flops(),
         }
     }
 
     /// What it writes beside the forward's results.
     pub fn wanted(self, tensors: &Tensors) -> Gradients {
-        let Gradients { dq, dk, dv, .. } = tensors.gradients.clone();
+        let Gradients { dq, dk, dv, dbias } = tensors.gradients.clone();
         match self {
             Part::Forward => Gradients::default(),
             Part::Dq => Gradients { dq, ..Default::default() },
             Part::Dkdv => Gradients { dk, dv, ..Default::default() },
+            Part::Dbias => Gradients { dbias, ..Default::default() },
         }
     }
 }
