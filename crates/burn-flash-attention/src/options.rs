@@ -2,7 +2,7 @@
 
 use burn::tensor::ops::{AttentionModuleOptions, CausalAlignment};
 use burn::tensor::{Bool, Tensor};
-use flash_attention_kernels::{Alignment, AttentionOptions};
+use flash_attention_kernels::{Alignment, AttentionOptions, BackwardOrder};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, ser::Error};
 
 /// Options of [`flash_attention`](crate::flash_attention).
@@ -39,6 +39,8 @@ pub struct FlashAttentionOptions {
     pub window_right: Option<usize>,
     /// Scores become `softcap · tanh(score / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
     pub softcap: Option<f32>,
+    /// In which order the backward adds up: a fixed one by default, so that the same call gives the same bits.
+    pub backward_order: BackwardOrder,
     /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`; true hides. Never expanded.
     pub mask: Option<Tensor<4, Bool>>,
     /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, of the dtype of `q`; added to the scores. Never expanded.
@@ -87,6 +89,20 @@ impl FlashAttentionOptions {
     /// ```
     pub fn with_alignment(mut self, alignment: Alignment) -> Self {
         self.alignment = alignment;
+        self
+    }
+
+    /// In which order the backward adds up.
+    ///
+    /// ```
+    /// use burn_flash_attention::{BackwardOrder, FlashAttentionOptions};
+    ///
+    /// let fast = FlashAttentionOptions::new().with_backward_order(BackwardOrder::Fast);
+    /// assert_eq!(FlashAttentionOptions::new().backward_order, BackwardOrder::Deterministic);
+    /// # assert_eq!(fast.backward_order, BackwardOrder::Fast);
+    /// ```
+    pub fn with_backward_order(mut self, backward_order: BackwardOrder) -> Self {
+        self.backward_order = backward_order;
         self
     }
 
@@ -150,6 +166,7 @@ impl FlashAttentionOptions {
             window_left: self.window_left,
             window_right: self.window_right,
             softcap: self.softcap,
+            backward_order: self.backward_order,
         }
     }
 }
@@ -163,6 +180,7 @@ impl From<AttentionOptions> for FlashAttentionOptions {
             window_left: options.window_left,
             window_right: options.window_right,
             softcap: options.softcap,
+            backward_order: options.backward_order,
             mask: None,
             bias: None,
         }

@@ -51,6 +51,18 @@ pub enum Alignment {
     TopLeft,
 }
 
+/// In which order the sums of gradients are taken.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum BackwardOrder {
+    /// A fixed one: the same call gives the same bits.
+    #[default]
+    Deterministic,
+    /// Whichever is fastest: a kernel may add to `dq` in whatever order its cubes come by. What differs from run to run is
+    /// what rounding in another order leaves. Where there is no such kernel, or it would not be faster, a fixed one.
+    Fast,
+}
+
 /// What is done with the scores between `q·kᵀ` and the softmax, but for mask and bias, which are tensors.
 ///
 /// Scores are `softcap(q·kᵀ · softmax_scale)`, set to −∞ where mask, causality or window hide them, plus bias.
@@ -76,6 +88,8 @@ pub struct AttentionOptions {
     pub window_right: Option<usize>,
     /// Scores become `softcap · tanh(score / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
     pub softcap: Option<f32>,
+    /// In which order the backward adds up.
+    pub backward_order: BackwardOrder,
 }
 
 /// One attention call: `o = softmax(scores) · v` over `q [batch, num_heads_q, seq_q, head_dim]`,

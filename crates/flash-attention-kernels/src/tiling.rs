@@ -8,7 +8,7 @@ pub(crate) use hopper::stats_multiple;
 pub(crate) use hopper::varies_by_pair;
 
 use crate::error::AttentionError;
-use crate::hopper::{BiasTile, HopperTile};
+use crate::hopper::{BiasTile, HopperTile, PANEL};
 use crate::portable::Blueprint;
 use crate::portable::dbias::Sums;
 use crate::portable::tile::{TileShape, Vec4, WIDTH};
@@ -184,6 +184,8 @@ pub struct BackwardTiles {
     pub dkdv: Gradient,
     /// Whether `dk` and `dv` come from one launch.
     pub dkdv_together: bool,
+    /// Of `dq`, `dk` and `dv` by one launch, which adds `dq` up in any order: instead of the others, where all three are wanted.
+    pub fused: Option<HopperGradient>,
     /// Of the bias's gradient.
     pub dbias: BiasGradient,
 }
@@ -192,7 +194,7 @@ impl BackwardTiles {
     /// The portable kernels with these tiles.
     pub fn portable(tile: TileShape, dkdv_together: bool) -> Self {
         let (of, dbias) = (Gradient::Portable(tile), BiasGradient::Portable(tile));
-        BackwardTiles { dq: of, dkdv: of, dkdv_together, dbias }
+        BackwardTiles { dq: of, dkdv: of, dkdv_together, fused: None, dbias }
     }
 
     /// Tiles of the portable kernels that are used.
@@ -344,12 +346,15 @@ impl fmt::Display for Plan {
         if let Forward::Hopper(HopperForward { parts: parts @ 2.., .. }) = self.forward {
             write!(f, " in {parts} parts")?;
         }
-        let BackwardTiles { dq, dkdv, dkdv_together, dbias } = self.backward;
+        let BackwardTiles { dq, dkdv, dkdv_together, fused, dbias } = self.backward;
         let (dq_rows, dq_tile) = dq.blocks(false);
         let (dkdv_rows, dkdv_tile) = dkdv.blocks(true);
         let together = if dkdv_together { "together" } else { "apart" };
         write!(f, ", dq {} {dq_rows}×{dq_tile}", dq.kernel().name())?;
         write!(f, ", dk and dv {} {dkdv_tile}×{dkdv_rows} {together}", dkdv.kernel().name())?;
+        if let Some(HopperGradient { tile, .. }) = fused {
+            write!(f, ", all three {} {}×{} in any order", Kernel::Hopper.name(), tile.tile_k, tile.tile_q())?;
+        }
         if let BiasGradient::Hopper(tile) = dbias {
             write!(f, ", dbias {} {}×{}", dbias.kernel().name(), BiasTile::TILE_Q, tile.block_k())?;
         }
@@ -506,7 +511,7 @@ pub(crate) fn choose_backward(
                 }
                 BiasGradient::Portable(tile)
             });
-            BackwardTiles { dq, dkdv, dkdv_together, dbias }
+            BackwardTiles { dq, dkdv, dkdv_together, fused: hopper::fused(device, problem), dbias }
         }
         _ => BackwardTiles::portable(tile, together(device, problem, &tile)),
     })
@@ -527,6 +532,21 @@ pub fn plan(client: &Client, problem: &AttentionProblem) -> Result<Plan, Attenti
 /// What will run if it must be this kernel, as far as that has the parts.
 pub fn plan_with(client: &Client, problem: &AttentionProblem, forward: Kernel) -> Result<Plan, AttentionError> {
     plan_for(&Device::of(client), problem, Some(forward))
+}
+
+/// How `dq`, `dk` and `dv` would be computed by one launch on such a device, whether or not that is what would be chosen.
+///
+/// ```no_run
+/// use flash_attention_kernels::{AttentionProblem, tiling::{Device, fused_on}};
+///
+/// # fn f(client: &cubecl::client::Client, problem: &AttentionProblem) {
+/// if let Some(gradient) = fused_on(&Device::of(client), problem) {
+///     println!("tiles of {} queries", gradient.tile.tile_k);
+/// }
+/// # }
+/// ```
+pub fn fused_on(device: &Device, problem: &AttentionProblem) -> Option<HopperGradient> {
+    hopper::fusible(device, problem).map(|(_, gradient)| gradient)
 }
 
 /// What would run for this problem on such a device.
@@ -570,7 +590,7 @@ fn plan_for(device: &Device, problem: &AttentionProblem, asked: Option<Kernel>) 
         forward,
         backward,
         saved_bytes: 4 * problem.rows() as u64,
-        scratch_bytes: 4 * scratch_floats(problem) as u64,
+        scratch_bytes: 4 * scratch_floats(device, problem) as u64,
         passed_over,
     })
 }
@@ -617,9 +637,15 @@ pub(crate) fn check_bindings(
     if needed <= available { Ok(()) } else { Err(AttentionError::Bindings { kernel, needed, mask, bias, available }) }
 }
 
-/// f32 values of scratch: lse and delta of each row, and the sums that a broadcast bias's gradient is folded from.
-pub(crate) fn scratch_floats(problem: &AttentionProblem) -> usize {
-    2 * stats_rows(problem) + bias_sums_len(problem)
+/// f32 values of scratch: lse and delta of each row, the sums that a broadcast bias's gradient is folded from, and those of
+/// `dq`.
+pub(crate) fn scratch_floats(device: &Device, problem: &AttentionProblem) -> usize {
+    (2 + dq_sums_columns(device, problem)) * stats_rows(problem) + bias_sums_len(problem)
+}
+
+/// Columns of `dq` in f32, where blocks of keys add to it; else 0.
+pub(crate) fn dq_sums_columns(device: &Device, problem: &AttentionProblem) -> usize {
+    hopper::fused(device, problem).map_or(0, |_| problem.head_dim.next_multiple_of(PANEL))
 }
 
 /// Rows whose lse and delta have room in scratch. In half precision, of which kernels for Hopper load whole tiles, heads are

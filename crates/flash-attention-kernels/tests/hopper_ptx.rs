@@ -19,13 +19,13 @@ use flash_attention_kernels::hopper::ring::SpreadCompilationArg;
 use flash_attention_kernels::hopper::schedule::{Divisor, DivisorCompilationArg, Walk, WalkCompilationArg};
 use flash_attention_kernels::hopper::scores::FactorsCompilationArg;
 use flash_attention_kernels::hopper::{
-    BiasBlueprint, BiasTile, Blueprint, Role, Rows, copy, dbias, delta, forward, gradient, merge,
+    BiasBlueprint, BiasTile, Blueprint, Role, Rows, copy, dbias, delta, forward, gradient, merge, reduce,
 };
 use flash_attention_kernels::mask::{Band, BandCompilationArg};
 use flash_attention_kernels::tiling::{Device, element_type, plan_on};
 use flash_attention_kernels::{
-    AttentionOptions, AttentionProblem, BackwardTiles, BiasGradient, Dtype, Forward, Gradient, HopperForward,
-    HopperTile, Kernel,
+    AttentionOptions, AttentionProblem, BackwardOrder, BackwardTiles, BiasGradient, Dtype, Forward, Gradient,
+    HopperForward, HopperTile, Kernel,
 };
 use std::collections::HashMap;
 use std::process::Command;
@@ -96,7 +96,7 @@ fn ptx(blueprint: Blueprint, band: Band) -> String {
     match blueprint.role {
         Role::Forward => forward_ptx(blueprint, band),
         Role::Dq => gradient_ptx(blueprint, band),
-        Role::DkDv { .. } => gradient_ptx(blueprint, band.transposed()),
+        Role::DkDv { .. } | Role::All => gradient_ptx(blueprint, band.transposed()),
     }
 }
 
@@ -164,6 +164,7 @@ fn gradient_ptx(blueprint: Blueprint, band: Band) -> String {
         buffer(),
         buffer(),
         buffer(),
+        buffer(),
         SourceStridesCompilationArg { q: stride(), d: stride(), k: stride(), v: stride() },
         ResultStridesCompilationArg { dk: stride(), dv: stride() },
         (),
@@ -173,6 +174,34 @@ fn gradient_ptx(blueprint: Blueprint, band: Band) -> String {
         SpreadCompilationArg { batch: (), head: () },
         width,
         width,
+        blueprint,
+        types(blueprint),
+    ))
+}
+
+fn round_ptx(blueprint: Blueprint) -> String {
+    compile(reduce::round_sums::RoundSums::new(
+        settings(reduce::UNITS as usize),
+        Arc::new(properties()),
+        Arc::new(Default::default()),
+        buffer(),
+        optional(false),
+        optional(false),
+        buffer(),
+        buffer(),
+        buffer(),
+        buffer(),
+        buffer(),
+        buffer(),
+        buffer(),
+        SourceStridesCompilationArg { q: stride(), d: stride(), k: stride(), v: stride() },
+        ResultStridesCompilationArg { dk: stride(), dv: stride() },
+        (),
+        factors(),
+        band_arg(Band::new(4096, 4096, &AttentionOptions { causal: true, ..Default::default() })),
+        walk(),
+        2,
+        2,
         blueprint,
         types(blueprint),
     ))
@@ -332,6 +361,9 @@ fn check(name: &str, problem: AttentionProblem) {
     gradients.extend(dkdv_roles.into_iter().map(|(dk, dv)| {
         (["", "dv", "dk", "dkdv"][usize::from(dk) * 2 + usize::from(dv)], Role::DkDv { dk, dv }, dkdv.tile)
     }));
+    let options = AttentionOptions { backward_order: BackwardOrder::Fast, ..problem.options };
+    let any_order = plan_on(&device(), &AttentionProblem { options, ..problem }).unwrap();
+    gradients.extend(any_order.backward.fused.map(|fused| ("all", Role::All, fused.tile)));
     blueprint.partial = false;
     for (what, role, tile) in gradients {
         // Other tiles can be looked at, too: DQ_KEYS/DQ_STAGES/DKDV_QUERIES/DKDV_STAGES.
@@ -489,6 +521,7 @@ fn what_comes_before_and_after_compiles() {
     for dtype in [Dtype::BF16, Dtype::F16] {
         let (properties, defaults) = (|| Arc::new(properties()), || Arc::new(Default::default()));
         let ty = element_type(dtype);
+        let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 3, turns: false };
         let kernels = [
             (
                 "copy",
@@ -534,14 +567,17 @@ fn what_comes_before_and_after_compiles() {
                     tensor(),
                     optional(true),
                     buffer(),
+                    buffer(),
                     (),
                     (),
                     (),
                     72,
                     128,
+                    128,
                     ty,
                 )),
             ),
+            ("round_sums", round_ptx(Blueprint { head_dim: 128, head_dim_v: 128, ..plain(Role::Dq, tile, false) })),
         ];
         for (name, ptx) in kernels {
             assert!(!ptx.contains(".local") && !ptx.contains("call.uni"), "{name}: {ptx}");

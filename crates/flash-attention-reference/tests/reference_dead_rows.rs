@@ -2,7 +2,7 @@
 
 mod reference_common;
 
-use flash_attention_kernels::AttentionOptions;
+use flash_attention_kernels::{AttentionOptions, BackwardOrder};
 use flash_attention_reference::{Gradients, Output};
 use reference_common::{Case, assert_close};
 
@@ -14,6 +14,7 @@ const CAUSAL: AttentionOptions = AttentionOptions {
     window_left: None,
     window_right: None,
     softcap: None,
+    backward_order: BackwardOrder::Deterministic,
 };
 
 #[test]

@@ -2,7 +2,7 @@
 
 mod reference_common;
 
-use flash_attention_kernels::{Alignment, AttentionOptions};
+use flash_attention_kernels::{Alignment, AttentionOptions, BackwardOrder};
 use flash_attention_reference::Gradients;
 use reference_common::{Case, Sizes, broadcasts};
 
@@ -17,6 +17,7 @@ const PLAIN: AttentionOptions = AttentionOptions {
     window_left: None,
     window_right: None,
     softcap: None,
+    backward_order: BackwardOrder::Deterministic,
 };
 const CAUSAL: AttentionOptions = AttentionOptions { causal: true, ..PLAIN };
 const TOP_LEFT: AttentionOptions = AttentionOptions { alignment: Alignment::TopLeft, ..CAUSAL };

@@ -20,7 +20,7 @@ pub const ROWS: u32 = UNITS / UNITS_PER_ROW;
 const WIDTH: usize = 8;
 
 /// `o, dout [B, H, Sq, Dv]` in vectors of 16 bytes, `lse` (bits), `dlse [B, H, Sq]` to `stats [2, B · H, Sq filled up]`: lse, then
-/// delta, as bits.
+/// delta, as bits. Makes `sums [B · H, Sq filled up, zeros]`, in vectors of 16 bytes, 0 on the way: `zeros` columns of it.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
 pub fn delta<E: Float>(
@@ -29,11 +29,13 @@ pub fn delta<E: Float>(
     lse: &Tensor<u32>,
     dlse: ComptimeOption<&Tensor<f32>>,
     stats: &mut [u32],
+    sums: &mut [Vector<f32, Const<4>>],
     batches: u32,
     heads: u32,
     seq_q: u32,
     #[comptime] head_dim_v: usize,
     #[comptime] stats_multiple: usize,
+    #[comptime] zeros: usize,
     #[define(E)] _type: ElemType,
 ) {
     let rows = stats_rows(seq_q, stats_multiple);
@@ -47,6 +49,12 @@ pub fn delta<E: Float>(
         terminate!();
     }
     let (batch, of_batch) = (head / heads as usize, head % heads as usize);
+    let to = head * rows as usize + row as usize;
+    #[unroll]
+    for step in 0..comptime!(zeros / (4 * UNITS_PER_ROW as usize)) {
+        let vector = comptime!(step * UNITS_PER_ROW as usize) + of_row as usize;
+        sums[to * comptime!(zeros / 4) + vector] = Vector::new(0.0f32);
+    }
 
     let mut sum = 0.0f32.runtime();
     if row < seq_q {
@@ -90,7 +98,6 @@ pub fn delta<E: Float>(
             // A query that sees nothing has no gradient, whatever it holds.
             of_delta = select(of_lse == f32::MAX, 0.0f32, of_delta);
         }
-        let to = head * rows as usize + row as usize;
         stats[to] = u32::reinterpret(of_lse);
         stats[all * rows as usize + to] = u32::reinterpret(of_delta);
     }

@@ -5,12 +5,14 @@
 //!             S = Q Kᵀ    dP = dO Vᵀ    P = 2^(c S − lse)    dS = P ∘ (dP − delta)    dQ += dS K
 //! DkDv    for each query head of the group and each tile of queries that see the keys, the last first:
 //!             Sᵀ = K Qᵀ   dPᵀ = V dOᵀ   Pᵀ = 2^(c Sᵀ − lse)  dSᵀ = Pᵀ ∘ (dPᵀ − delta) dV += Pᵀ dO    dK += dSᵀ Q
+//! All         the same, and                                                                          dQ += dS K
 //! ```
 //!
 //! with lse in base 2, `c = log2(e) · scale`, and the scale left to the end. (FlashAttention-2, arXiv:2307.08691, algorithm 2.)
 //! One kernel, as the second is the first with queries and keys in each other's places and one product more: `P` and `dS` are
 //! then operands as they lie in registers, and every sum is taken in a fixed order, by one team. What each tensor is called
-//! here: [`Role`].
+//! here: [`Role`]. All three at once take five products instead of seven, but every block of keys adds to `dQ`, in whatever
+//! order they come by ([`reduce`](super::reduce)).
 //!
 //! Of a warpgroup, `S` and `dP` are in flight together, and `dV` under what turns `dP` into `dS`; the rest runs under the other
 //! warpgroup's products.
@@ -20,6 +22,7 @@ use super::delta::{stats_all, stats_at};
 use super::forward::Stride;
 use super::ops::*;
 use super::recompute::{is_finite_row, recompute_gradient};
+use super::reduce::{ADDENDS, Reducer};
 use super::ring::{BLIND, CONTINUED, CONTINUES, Loader, Memory, Of, Place, Spread, load_next_q};
 use super::rows::*;
 use super::schedule::Walk;
@@ -54,7 +57,8 @@ pub struct SourceStrides {
 
 /// Rows `q [B, H, Sq, D]`, `d [B, H, Sq, Dv]` and tiles `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `dk [B, H, Sq, D]` and
 /// `dv [B, H, Sq, Dv]`, in vectors of 8 bytes, as [`Role`] names them: for the gradients of keys and values, queries are what
-/// is called keys here. `stats`: lse and delta of all queries, from [`delta`](mod@crate::hopper::delta). Boxes of the maps: 64
+/// is called keys here. `stats`: lse and delta of all queries, from [`delta`](mod@crate::hopper::delta). `sums`: dQ, if it is added
+/// up. Boxes of the maps: 64
 /// columns of 64 rows, or of a tile. `b`: a tiled bias; any map, if there is none. `scale`: of `dk`. The slices are the same
 /// tensors as the maps.
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -70,6 +74,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     dk: &mut [Vector<u32, Const<2>>],
     dv: &mut [Vector<u32, Const<2>>],
     stats: &[u32],
+    sums: &[f32],
     counter: &[u32],
     q_slice: &[Vector<E, Const<8>>],
     d_slice: &[Vector<E, Const<8>>],
@@ -91,7 +96,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let s_len = comptime!(tile_k / 2);
     let (columns_dk, columns_dv) = comptime!((blueprint.columns_dk(), blueprint.columns()));
     let (differentiates, sums_values) = comptime!((blueprint.differentiates(), blueprint.sums_values()));
-    let transposed = comptime!(blueprint.transposed());
+    let (transposed, reduces) = comptime!((blueprint.transposed(), blueprint.reduces()));
     let hides = comptime!(blueprint.mask.is_some() || band.bounded_above || band.bounded_below);
 
     // -- shared memory, barriers, descriptors
@@ -117,6 +122,10 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let v_columns = descriptor::<E>(&shared[v_at..v_at + 1024], comptime!(tile_k * 128), 1024usize);
     let k_stage = comptime!((blueprint.k_bytes() / 16) as u32);
     let v_stage = comptime!((blueprint.v_bytes() / 16) as u32);
+    let ds_at = comptime!(v_at + stages * (blueprint.v_bytes() + blueprint.b_bytes()) / size);
+    let reducible = comptime!(if blueprint.reduces() { ds_at..ds_at + 1024 } else { 0..1024 });
+    let mut reducer =
+        Reducer::new::<E>(&shared[reducible.start..reducible.end], &shared[0..1024], &memory, warp, blueprint);
 
     // -- the first loads
     let mut loader = Loader::new(memory, walk, band, spread, 0u32, warp, tile);
@@ -136,7 +145,14 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
         let blind = flags & BLIND != 0;
         let continued = flags & CONTINUED != 0;
         let of_rows = RowStatistics::read(stats, &memory, nth, row, &band, &walk, blueprint);
-        mbarrier_wait(memory.full_q + warpgroup * 8, nth % 2);
+        if comptime!(reduces) {
+            #[unroll]
+            for of_any in 0..comptime!(tile.warpgroups as u32) {
+                mbarrier_wait(memory.full_q + comptime!(8 * of_any), nth % 2);
+            }
+        } else {
+            mbarrier_wait(memory.full_q + warpgroup * 8, nth % 2);
+        }
         mbarrier_wait(memory.full_k + place.stage * 8, place.phase);
 
         for step in 0..steps {
@@ -215,23 +231,50 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 pin(&mut ds, s_len);
             }
             memory.release_bias(&place, blueprint);
+
+            // -- dQ and dK, added up apart
+            if comptime!(reduces) {
+                let mut g = fragments(blueprint);
+                to_fragments(&ds, &mut g, blueprint);
+                reducer.exchange(&g, blueprint);
+                let mut dq = Array::<f32>::new(comptime!(if reduces { ADDENDS } else { 0 }));
+                wgmma_fence();
+                reducer.multiply(&mut dq, blueprint);
+                wgmma_commit();
+                pin(&mut sum_k, comptime!(columns_dk / 2));
+                wgmma_fence();
+                reducer.multiply_keys(&mut sum_k, k_columns + k_tile, adds, blueprint);
+                wgmma_commit();
+                wgmma_wait(1usize);
+                pin(&mut sum_v, comptime!(columns_dv / 2));
+                pin(&mut dq, ADDENDS);
+                if lane == 0 {
+                    mbarrier_arrive(memory.empty_v + place.stage * 8);
+                }
+                // Under dK.
+                reducer.add(&dq, sums, &memory, nth, k_start, &band, &walk, blueprint);
+            }
             if comptime!(sums_values) {
                 // As above, for the wait for dV.
                 if step + 1 < steps {
                     mbarrier_wait(memory.full_k + next.stage * 8, next.phase);
                 }
                 wgmma_wait(0usize);
-                pin(&mut sum_v, comptime!(columns_dv / 2));
+                if comptime!(reduces) {
+                    pin(&mut sum_k, comptime!(columns_dk / 2));
+                } else {
+                    pin(&mut sum_v, comptime!(columns_dv / 2));
+                }
             }
             if step + 1 == steps {
                 load_next_q(q, d, &memory, nth, warp, blueprint);
             }
-            if lane == 0 {
+            if comptime!(!reduces) && lane == 0 {
                 mbarrier_arrive(memory.empty_v + place.stage * 8);
             }
 
-            // -- dQ or dK
-            if comptime!(differentiates) {
+            // -- dQ or dK, in registers
+            if comptime!(differentiates && !reduces) {
                 let mut g = fragments(blueprint);
                 to_fragments(&ds, &mut g, blueprint);
                 pin(&mut sum_k, comptime!(columns_dk / 2));
@@ -320,6 +363,9 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
         }
         nth += 1;
         steps = memory.item(nth, Of::Steps);
+    }
+    if comptime!(reduces) {
+        reducer.finish();
     }
 }
 

@@ -4,11 +4,11 @@
 //! ```text
 //! forward   O and the log-sum-exp                    ring      stages of shared memory and who fills them when
 //! gradient  dq; dk and dv                            schedule  which team computes which block of rows, in which order
-//! rows      softmax on an accumulator's rows         copy      tensors that TMA cannot read, packed
-//! scores    softcap, bias, mask, band, on registers  recompute rows that tiles of products cannot give
-//! dbias     the gradient of a bias of each pair      merge     parts of the keys, put together
+//! reduce    dq, to which every block of keys adds    copy      tensors that TMA cannot read, packed
+//! dbias     the gradient of a bias of each pair      recompute rows that tiles of products cannot give
+//! rows      softmax on an accumulator's rows         merge     parts of the keys, put together
+//! scores    softcap, bias, mask, band, on registers  ops       operations that CubeCL has no name for
 //! delta     what gradients need of each query
-//! ops       operations that CubeCL has no name for
 //! ```
 //!
 //! Each kernel keeps blocks of rows of one or two tensors, and tiles of two others stream by ([`Role`]).
@@ -34,6 +34,8 @@ pub mod merge;
 pub mod ops;
 #[cfg(feature = "cuda")]
 pub mod recompute;
+#[cfg(feature = "cuda")]
+pub mod reduce;
 #[cfg(feature = "cuda")]
 pub mod ring;
 #[cfg(feature = "cuda")]
@@ -92,6 +94,7 @@ impl HopperTile {
 /// Forward  queries      Q                       K, V                               O = softmax(Q Kᵀ) V
 /// Dq       queries      Q, dO                   K, V                               dQ = dS K
 /// DkDv     keys         K, V                    Q, dO, with their lse and delta    dK = dSᵀ Q, dV = Pᵀ dO
+/// All      keys         K, V                    Q, dO, with their lse and delta    the same, and dQ += dS K
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub enum Role {
@@ -106,6 +109,15 @@ pub enum Role {
         /// Whether that of the values is wanted.
         dv: bool,
     },
+    /// All three: `dQ` is added up in memory, by whichever block of keys comes by.
+    All,
+}
+
+impl Role {
+    /// Whether keys are rows and queries columns.
+    pub fn is_transposed(self) -> bool {
+        matches!(self, Role::DkDv { .. } | Role::All)
+    }
 }
 
 /// What a kernel is specialised for.
@@ -167,17 +179,22 @@ impl Blueprint {
 
     /// Whether keys are rows and queries columns.
     pub fn transposed(&self) -> bool {
-        matches!(self.role, Role::DkDv { .. })
+        self.role.is_transposed()
     }
 
     /// Whether `dS` is computed, and the accumulator of dQ or dK.
     pub fn differentiates(&self) -> bool {
-        matches!(self.role, Role::Dq | Role::DkDv { dk: true, .. })
+        matches!(self.role, Role::Dq | Role::DkDv { dk: true, .. } | Role::All)
     }
 
     /// Whether `P` multiplies, and there is an accumulator of dV.
     pub fn sums_values(&self) -> bool {
-        matches!(self.role, Role::DkDv { dv: true, .. })
+        matches!(self.role, Role::DkDv { dv: true, .. } | Role::All)
+    }
+
+    /// Whether dQ is added up in memory.
+    pub fn reduces(&self) -> bool {
+        self.role == Role::All
     }
 
     /// Bytes of a tile of K.
@@ -213,6 +230,16 @@ impl Blueprint {
         if self.transposed() { self.tile.tile_k * size_of::<f32>() } else { 0 }
     }
 
+    /// Bytes of a tile of `dSᵀ`, which goes through shared memory where dQ is added up. There are two.
+    pub fn ds_bytes(&self) -> usize {
+        if self.reduces() { self.tile.tile_q() * self.tile.tile_k * self.dtype.size() } else { 0 }
+    }
+
+    /// Bytes that a warp adds to dQ at a time: 16 rows of a panel.
+    pub fn addend_bytes(&self) -> usize {
+        if self.reduces() { WARPGROUP_ROWS / 4 * PANEL * size_of::<f32>() } else { 0 }
+    }
+
     /// Bytes of a warpgroup's rows of Q.
     pub fn q_bytes(&self) -> usize {
         WARPGROUP_ROWS * self.panels() * PANEL * self.dtype.size()
@@ -243,7 +270,8 @@ impl Blueprint {
         let barriers = 2 * self.tile.warpgroups + 6 * self.tile.stages + SLOTS;
         let stage = self.k_bytes() + self.v_bytes() + self.b_bytes() + 2 * self.stats_bytes();
         let tiles = self.tile.warpgroups * (self.q_bytes() + self.d_bytes()) + self.tile.stages * stage;
-        (tiles + 8 * barriers + 4 * WORDS * (SLOTS + 3)).next_multiple_of(1024)
+        let reduction = 2 * self.ds_bytes() + 4 * self.tile.warpgroups * self.addend_bytes();
+        (tiles + reduction + 8 * barriers + 4 * WORDS * (SLOTS + 3)).next_multiple_of(1024)
     }
 
     /// Whether exponentials are relative to an anchor, not to the maximum: where what they are rounded to has the range of f32,

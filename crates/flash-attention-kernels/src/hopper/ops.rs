@@ -406,6 +406,69 @@ pub fn load_tiles(at: u32, #[comptime] transposed: bool) -> Sequence<u32> {
     })
 }
 
+/// The opposite of [`load_tiles`]: each unit gives what it would get.
+#[cube]
+pub fn store_tiles(at: u32, tiles: &Array<u32>) {
+    store_tiles_of(at, tiles[0], tiles[1], tiles[2], tiles[3]);
+}
+
+#[cube]
+fn store_tiles_of(at: u32, a: u32, b: u32, c: u32, d: u32) {
+    intrinsic!(|scope| {
+        let args = [at, a, b, c, d].map(|x| x.read_value(scope)).to_vec();
+        let template = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};";
+        effect(scope, template, "r,r,r,r,r,~{memory}", args)
+    })
+}
+
+/// Writes four f32 to shared memory, at a multiple of 16 bytes.
+#[cube]
+pub fn store_shared_quad(at: u32, a: f32, b: f32, c: f32, d: f32) {
+    intrinsic!(|scope| {
+        let mut args = vec![at.read_value(scope)];
+        args.extend([a, b, c, d].map(|x| x.read_value(scope)));
+        effect(scope, "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f,~{memory}", args)
+    })
+}
+
+/// What unit 0 of a warp does, with no branch.
+fn by_unit_0(instructions: &[String]) -> String {
+    let instructions: String = instructions.iter().map(|instruction| format!("@p {instruction}\n")).collect();
+    format!("{{\n.reg .pred p;\n.reg .u32 lane;\nmov.u32 lane, %laneid;\nsetp.eq.u32 p, lane, 0;\n{instructions}}}")
+}
+
+/// Unit 0 of the warp adds `bytes` bytes of f32 from a shared address on to those from element `to` of `sums` on. Both are
+/// multiples of 16 bytes. The whole warp must call it.
+#[cube]
+pub fn bulk_add(sums: &[f32], to: usize, #[comptime] bytes: usize, from: u32) {
+    let element = &sums[to..to + 1];
+    bulk_add_to(element, bytes, from);
+}
+
+#[cube]
+fn bulk_add_to(element: &[f32], #[comptime] bytes: usize, from: u32) {
+    intrinsic!(|scope| {
+        let to = unsafe { *element.__expand_as_ptr_method(scope) }.value(scope);
+        let args = vec![to, from.read_value(scope)];
+        let template = by_unit_0(&[
+            format!("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], {bytes};"),
+            "cp.async.bulk.commit_group;".into(),
+        ]);
+        effect(scope, &template, "l,r,~{memory}", args)
+    })
+}
+
+/// Unit 0 of the warp waits until its [`bulk_add`]s have read what they add, or, if `done`, have added it. The whole warp must
+/// call it.
+#[cube]
+pub fn bulk_wait(#[comptime] done: bool) {
+    intrinsic!(|scope| {
+        let what = if done { "" } else { ".read" };
+        let template = by_unit_0(&[format!("cp.async.bulk.wait_group{what} 0;")]);
+        effect(scope, &template, "~{memory}", vec![])
+    })
+}
+
 /// One of the two numbers of a packed register, as f32.
 #[cube]
 pub fn unpack(packed: u32, #[comptime] high: bool, #[comptime] dtype: Dtype) -> f32 {
@@ -526,8 +589,10 @@ pub fn descriptor<E: CubePrimitive>(tile: &[E], #[comptime] leading: usize, #[co
 
 /// A product `m64 n` in steps of 16 along its inner dimension, as one piece of PTX: what surrounds a piece takes CubeCL and
 /// LLVM more time than what is in it. Of each step: what comes before it, and its operands. `adds`: 0 if what the accumulator
-/// `$0`, `$1`, … holds does not count.
-fn wgmma(n: usize, dtype: Dtype, adds: &str, transposed: &str, steps: &[(String, String)]) -> String {
+/// `$0`, `$1`, … holds does not count. `columns`: for each operand in shared memory, whether it is MN-major.
+fn wgmma(n: usize, dtype: Dtype, adds: &str, columns: impl AsRef<[bool]>, steps: &[(String, String)]) -> String {
+    let transposed: Vec<_> = columns.as_ref().iter().map(|is| u32::from(*is).to_string()).collect();
+    let transposed = transposed.join(", ");
     let ty = match dtype {
         Dtype::BF16 => "bf16",
         _ => "f16",
@@ -544,18 +609,19 @@ fn wgmma(n: usize, dtype: Dtype, adds: &str, transposed: &str, steps: &[(String,
     )
 }
 
-/// `acc = A · B`, `m64 n`, both from shared memory, both K-major. `steps`: where 16 columns of A and of B lie, from `a` and `b`
-/// on.
+/// `acc = A · B`, `m64 n`, both from shared memory. `steps`: where 16 of the inner dimension lie in A and in B, from `a` and `b`
+/// on. `columns`: whether A and B are MN-major, not K-major.
 #[cube]
 pub fn mma_shared(
     acc: &mut Array<f32>,
     a: u64,
     b: u64,
     #[comptime] steps: Vec<[usize; 2]>,
+    #[comptime] columns: [bool; 2],
     #[comptime] n: usize,
     #[comptime] dtype: Dtype,
 ) {
-    let after = product_shared(a, b, steps, n, dtype);
+    let after = product_shared(a, b, steps, columns, n, dtype);
     hold(acc, &after, comptime!(n / 2));
 }
 
@@ -564,21 +630,63 @@ fn product_shared(
     a: u64,
     b: u64,
     #[comptime] steps: Vec<[usize; 2]>,
+    #[comptime] columns: [bool; 2],
     #[comptime] n: usize,
     #[comptime] dtype: Dtype,
 ) -> Sequence<f32> {
     intrinsic!(|scope| {
         let count = n / 2;
         let args = vec![a.read_value(scope), b.read_value(scope)];
-        let steps: Vec<_> = steps
-            .iter()
-            .map(|[of_a, of_b]| format!("add.s64 a, ${count}, {of_a};\nadd.s64 b, ${}, {of_b};", count + 1))
-            .map(|before| (before, "a, b".into()))
-            .collect();
-        let template = wgmma(n, dtype, "0", "0, 0", &steps);
+        let template = wgmma(n, dtype, "0", columns, &shared_steps(count, &steps));
         let constraints = "=f,".repeat(count) + "l,l,~{memory}";
         sequence(scope, effect_values(scope, f32::__expand_as_type(scope), count, &template, &constraints, args))
     })
+}
+
+/// As [`mma_shared`], but `acc += A · B`, or `acc = A · B` if not `adds`.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn mma_shared_onto(
+    acc: &mut Array<f32>,
+    a: u64,
+    b: u64,
+    adds: u32,
+    #[comptime] steps: Vec<[usize; 2]>,
+    #[comptime] columns: [bool; 2],
+    #[comptime] n: usize,
+    #[comptime] dtype: Dtype,
+) {
+    let before = held(&*acc, comptime!(n / 2));
+    let after = product_shared_onto(&before, a, b, adds, steps, columns, n, dtype);
+    hold(acc, &after, comptime!(n / 2));
+}
+
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn product_shared_onto(
+    held: &Sequence<f32>,
+    a: u64,
+    b: u64,
+    adds: u32,
+    #[comptime] steps: Vec<[usize; 2]>,
+    #[comptime] columns: [bool; 2],
+    #[comptime] n: usize,
+    #[comptime] dtype: Dtype,
+) -> Sequence<f32> {
+    intrinsic!(|scope| {
+        let registers: Vec<_> = held.iter_cloned().map(|x| x.read_value(scope)).collect();
+        let steps = shared_steps(n, &steps);
+        let template = wgmma(n, dtype, &format!("${}", n + 2), columns, &steps);
+        let args = vec![a.read_value(scope), b.read_value(scope), adds.read_value(scope)];
+        let ty = f32::__expand_as_type(scope);
+        sequence(scope, in_place(scope, ty, &template, &["l", "l", "r"], registers, args))
+    })
+}
+
+/// Steps of a product of two operands in shared memory, whose descriptors come from operand `first` on.
+fn shared_steps(first: usize, steps: &[[usize; 2]]) -> Vec<(String, String)> {
+    let of = |[a, b]: &[usize; 2]| format!("add.s64 a, ${first}, {a};\nadd.s64 b, ${}, {b};", first + 1);
+    steps.iter().map(|step| (of(step), "a, b".into())).collect()
 }
 
 /// `acc += A · B`, or `acc = A · B` if not `adds`; `m64 n`, A from registers, B from shared memory, MN-major. Of A four packed
@@ -626,7 +734,7 @@ fn product_registers(
                 (format!("add.s64 b, ${last}, {};", i * stride), format!("{{{}}}, b", a.join(", ")))
             })
             .collect();
-        let template = wgmma(n, dtype, &format!("${}", last + 1), "1", &steps);
+        let template = wgmma(n, dtype, &format!("${}", last + 1), [true], &steps);
         let mut others = vec!["r"; args.len()];
         others.extend(["l", "r"]);
         args.extend([b.read_value(scope), adds.read_value(scope)]);

@@ -155,6 +155,9 @@ pub struct Memory {
     pub v: u32,
     /// Tiles of the bias.
     pub b: u32,
+    /// Tiles of `dSᵀ`, and what warps add to dQ.
+    pub ds: u32,
+    pub addends: u32,
     /// The log-sum-exp and delta of streamed tiles.
     pub lse: u32,
     pub delta: u32,
@@ -163,7 +166,7 @@ pub struct Memory {
     pub full_k: u32,
     pub full_v: u32,
     pub full_b: u32,
-    /// Barriers of Q that complete when the warps of the warpgroup are done, of the others when all are.
+    /// Barriers of Q that complete when the warps that multiply with it are done, of the others when all are.
     pub empty_q: u32,
     pub empty_k: u32,
     pub empty_v: u32,
@@ -187,7 +190,9 @@ impl Memory {
         let k = d + comptime!(warpgroups * blueprint.d_bytes() as u32);
         let v = k + comptime!(stages * blueprint.k_bytes() as u32);
         let b = v + comptime!(stages * blueprint.v_bytes() as u32);
-        let lse = b + comptime!(stages * blueprint.b_bytes() as u32);
+        let ds = b + comptime!(stages * blueprint.b_bytes() as u32);
+        let addends = ds + comptime!(2 * blueprint.ds_bytes() as u32);
+        let lse = addends + comptime!(4 * warpgroups * blueprint.addend_bytes() as u32);
         let delta = lse + comptime!(stages * blueprint.stats_bytes() as u32);
         let full_q = delta + comptime!(stages * blueprint.stats_bytes() as u32);
         let empty_q = full_q + comptime!(8 * warpgroups);
@@ -205,7 +210,11 @@ impl Memory {
             #[unroll]
             for i in 0..warpgroups {
                 mbarrier_init(full_q + comptime!(8 * i), 1u32);
-                mbarrier_init(empty_q + comptime!(8 * i), 4u32);
+                // Where dQ is added up, all warps multiply with every warpgroup's rows.
+                mbarrier_init(
+                    empty_q + comptime!(8 * i),
+                    comptime!(if blueprint.reduces() { 4 * warpgroups } else { 4 }),
+                );
             }
             #[unroll]
             for i in 0..stages {
@@ -234,6 +243,8 @@ impl Memory {
             k,
             v,
             b,
+            ds,
+            addends,
             lse,
             delta,
             full_q,
@@ -602,8 +613,8 @@ pub fn load_panels<E: CubePrimitive>(
     }
 }
 
-/// Loads a warpgroup's Q of the item after the `nth`, and dO, once all its warps are past their last product with those of
-/// this one.
+/// Loads a warpgroup's Q of the item after the `nth`, and dO, once all warps are past their last product with those of this
+/// one.
 #[cube]
 pub fn load_next_q<E: CubePrimitive>(
     q: &TensorMap<E, Tiled>,
@@ -617,7 +628,14 @@ pub fn load_next_q<E: CubePrimitive>(
     let empty = memory.empty_q + warpgroup * 8;
     let (lane, of_warpgroup) = (UNIT_POS % 32, warp % 4);
     if lane == 0 {
-        mbarrier_arrive(empty);
+        if comptime!(blueprint.reduces()) {
+            #[unroll]
+            for of_other in 0..comptime!(blueprint.tile.warpgroups as u32) {
+                mbarrier_arrive(memory.empty_q + comptime!(8 * of_other));
+            }
+        } else {
+            mbarrier_arrive(empty);
+        }
     }
     // It becomes known when the last tile of K of this one is loaded, which has been.
     memory.await_item(nth + 1);

@@ -32,7 +32,7 @@ pub fn products(s: &mut Array<f32>, q: u64, k: u64, #[comptime] wide: usize, #[c
             .map(|i| [WARPGROUP_ROWS, tile_k].map(|lines| i % 4 * 2 + i / 4 * lines * 8))
             .collect::<Vec<_>>()
     );
-    mma_shared(s, q, k, steps, tile_k, blueprint.dtype);
+    mma_shared(s, q, k, steps, [false, false], tile_k, blueprint.dtype);
 }
 
 /// Turns a warpgroup's products of a tile, its first row and key given, into scores, ready for the softmax once multiplied

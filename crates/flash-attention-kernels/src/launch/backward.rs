@@ -2,7 +2,7 @@
 
 use super::{Call, Inputs, elementwise, input, output};
 use crate::error::AttentionError;
-use crate::hopper::BiasTile;
+use crate::hopper::{BiasTile, PANEL};
 use crate::portable::GridLaunch;
 use crate::portable::dbias::Sums;
 use crate::portable::tile::{TileShape, WIDTH};
@@ -85,11 +85,14 @@ pub struct Scratch {
     pub stats: TensorView<2>,
     /// Sums that the gradient of a broadcast bias is folded from, `[batch, num_heads_q, seq_q or seq_k]`, f32.
     pub bias_sums: Option<TensorView<3>>,
+    /// `dq` in f32, where blocks of keys add to it: `[n, head_dim rounded up to a multiple of 64]`, with the `n` of `stats`.
+    pub dq_sums: Option<TensorView<2>>,
 }
 
 impl Scratch {
-    /// Allocates what the problem needs.
+    /// Allocates what the problem needs on this device.
     pub fn empty(client: &Client, problem: &AttentionProblem) -> Self {
+        let device = Device::of(client);
         let rows = tiling::stats_rows(problem);
         let len = tiling::bias_sums_len(problem);
         let heads = problem.batch * problem.num_heads_q;
@@ -97,11 +100,14 @@ impl Scratch {
             let shape = [problem.batch, problem.num_heads_q, len / heads];
             TensorView::contiguous(client.empty(4 * len), shape)
         });
-        Scratch { stats: TensorView::contiguous(client.empty(8 * rows.max(1)), [2, rows]), bias_sums }
+        let columns = tiling::dq_sums_columns(&device, problem);
+        let dq_sums =
+            (columns > 0).then(|| TensorView::contiguous(client.empty(4 * (rows * columns).max(1)), [rows, columns]));
+        Scratch { stats: TensorView::contiguous(client.empty(8 * rows.max(1)), [2, rows]), bias_sums, dq_sums }
     }
 }
 
-/// Gradients that one launch for Hopper computes: `dq`, or one or both of the others.
+/// Gradients that one launch for Hopper computes: `dq`, one or both of the others, or all.
 #[derive(Clone, Copy)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "there is no such launch then"))]
 pub(super) struct HopperResults<'a> {
@@ -170,6 +176,22 @@ impl Call<'_> {
             }
             _ => {}
         }
+        let all = [&gradients.dq, &gradients.dk, &gradients.dv].iter().all(|view| view.is_some());
+        let fused = tiles.fused.filter(|_| all);
+        match &scratch.dq_sums {
+            Some(sums) if fused.is_some() => {
+                let shape = [tiling::stats_rows(p), p.head_dim.next_multiple_of(PANEL)];
+                output(self.device, "dq_sums", sums, shape, 4)?;
+            }
+            None if fused.is_some() => {
+                return Err(AttentionError::Unsupported {
+                    option: "scratch.dq_sums",
+                    value: "none".into(),
+                    why: "blocks of keys add to dq there; allocate with Scratch::empty",
+                });
+            }
+            _ => {}
+        }
         let views: Vec<&TensorView> =
             wanted.iter().filter_map(|(_, view, _)| view.as_ref()).chain([&saved.o, &saved.dout]).collect();
         let rows = [Some(&saved.lse), saved.dlse.as_ref(), sums].into_iter().flatten().map(|view| view.span());
@@ -201,8 +223,11 @@ impl Call<'_> {
         let together = tiles.dkdv_together && dk.is_some() && dv.is_some();
         let delta = self.delta_grid()?;
         let mut hopper = Vec::new();
+        if let Some(tiles) = fused {
+            hopper.push((HopperResults { dq: gradients.dq.as_ref(), dk, dv }, tiles));
+        }
         let mut dq = None;
-        if let Some(view) = &gradients.dq {
+        if let Some(view) = gradients.dq.as_ref().filter(|_| fused.is_none()) {
             match tiles.dq {
                 Gradient::Hopper(tiles) => hopper.push((HopperResults { dq: Some(view), dk: None, dv: None }, tiles)),
                 Gradient::Portable(tile) => {
@@ -213,7 +238,7 @@ impl Call<'_> {
         }
         let mut dkdv = Vec::new();
         for (dk, dv) in if together { vec![(dk, dv)] } else { vec![(dk, None), (None, dv)] } {
-            if dk.is_none() && dv.is_none() {
+            if fused.is_some() || dk.is_none() && dv.is_none() {
                 continue;
             }
             match tiles.dkdv {

@@ -1,8 +1,8 @@
 //! Tiles for NVIDIA Hopper, and in which order and in how many parts its kernels work.
 
 use super::{Device, Gradient, HopperForward, HopperGradient};
-use crate::hopper::{BiasTile, HopperTile};
-use crate::problem::{AttentionProblem, Dtype};
+use crate::hopper::{BiasTile, HopperTile, PANEL};
+use crate::problem::{AttentionProblem, BackwardOrder, Dtype};
 
 /// Tiles of the forward for Hopper, by the larger head dimension and the number of keys: the first row that both fit.
 ///
@@ -93,6 +93,17 @@ const HOPPER_DBIAS: [(usize, BiasTile); 4] = [
     (256, BiasTile { tile_k: 32, tiles: 4, stages: 2, row_stages: 1 }),
 ];
 
+/// Tiles of all three gradients by one kernel, by the larger head dimension, the least number of queries from which on it is
+/// faster, and that of queries of a tile: 128, or 64 of two panels of columns each, so that dQ of a tile is a block of 64 × 64
+/// for each of two warpgroups.
+///
+/// ```text
+/// head_dim  seq_q   queries, stages  registers: dK + dV, S, dP, dQ  of   shared memory
+/// 64        1,024   128, 2           64 + 64 + 64 + 32              255  195 KiB
+/// 128       1,024   64, 3            128 + 32 + 32 + 32             255  227 KiB
+/// ```
+const HOPPER_FUSED: [(usize, usize, HopperTile); 2] = [(64, 0, gradient_tile(128, 2)), (128, 0, gradient_tile(64, 3))];
+
 const fn gradient_tile(tile_k: usize, stages: usize) -> HopperTile {
     HopperTile { teams: 1, warpgroups: 2, tile_k, stages, turns: false }
 }
@@ -172,6 +183,24 @@ pub fn dbias(problem: &AttentionProblem) -> Result<BiasTile, String> {
     let row = HOPPER_DBIAS.iter().find(|(of, _)| widest <= *of);
     row.map(|(_, tile)| *tile)
         .ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER_DBIAS[HOPPER_DBIAS.len() - 1].0))
+}
+
+/// How one kernel computes all three gradients, if that is wanted and faster.
+pub fn fused(device: &Device, problem: &AttentionProblem) -> Option<HopperGradient> {
+    let (least, fused) = fusible(device, problem)?;
+    (problem.options.backward_order == BackwardOrder::Fast && problem.seq_q >= least).then_some(fused)
+}
+
+/// How one kernel computes all three gradients, if it can, and from how many queries on it is faster than two.
+pub fn fusible(device: &Device, problem: &AttentionProblem) -> Option<(usize, HopperGradient)> {
+    // A bias leaves no room for tiles of dS in shared memory.
+    possible(device, problem).ok().filter(|_| problem.bias.is_none())?;
+    let widest = problem.head_dim.max(problem.head_dim_v);
+    let (_, least, tile) = HOPPER_FUSED.iter().find(|(of, ..)| widest <= *of)?;
+    // Tiles of queries must have dQ in blocks of 64 × 64 for two warpgroups.
+    let panels = problem.head_dim.div_ceil(PANEL);
+    (tile.tile_k * panels == tile.tile_q())
+        .then(|| (*least, HopperGradient { tile: *tile, section: section(device, problem, tile, true) }))
 }
 
 /// Whether Hopper's kernels compute this at all, or why not.

@@ -9,7 +9,7 @@ use cubecl::server::Handle;
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradients, Inputs, Kernel,
     MaskStorage, MaskView, Saved, Scratch, TensorView, TileShape, backward_with, forward, forward_with, plan,
-    tiling::Device,
+    tiling::{Device, fused_on},
 };
 use flash_attention_reference as reference;
 use half::{bf16, f16};
@@ -219,6 +219,8 @@ pub struct Case {
     pub tiles: Option<TileShape>,
     /// Which of dq, dk, dv, dbias are asked for.
     pub wanted: [bool; 4],
+    /// Whether one kernel computes dq, dk and dv where it can, in any order. `FLASH_TEST_ORDER=fast` sends the suite through it.
+    pub fused: bool,
 }
 
 pub struct Results {
@@ -258,6 +260,7 @@ impl Case {
             poison: Poison::Nan,
             tiles: None,
             wanted: [true; 4],
+            fused: std::env::var("FLASH_TEST_ORDER").is_ok_and(|order| order == "fast"),
         }
     }
 
@@ -361,10 +364,24 @@ impl Case {
         let plain = Scratch::empty(client, p);
         let stats = Guarded::output(client, Dtype::F32, plain.stats.shape, self.poison);
         let sums = plain.bias_sums.as_ref().map(|s| Guarded::output(client, Dtype::F32, s.shape, self.poison));
-        let scratch = Scratch { stats: stats.view.clone(), bias_sums: sums.as_ref().map(|s| s.view.clone()) };
-        let tiles = self.tiles.map(|tile| BackwardTiles::portable(tile, true));
-        backward_with(client, p, &inputs, &saved, &gradients, &scratch, tiles)?;
-        let planned = tiles.map_or_else(|| plan(client, p).map(|plan| plan.backward), Ok)?;
+        let mut planned = match self.tiles {
+            Some(tile) => BackwardTiles::portable(tile, true),
+            None => plan(client, p)?.backward,
+        };
+        if self.fused && self.tiles.is_none() {
+            planned.fused = fused_on(&Device::of(client), p);
+            assert_eq!(planned.fused.is_some(), can && self.fusible(), "{p:?}");
+        }
+        let dq_sums = planned.fused.map(|_| {
+            let shape = [plain.stats.shape[1], p.head_dim.next_multiple_of(64)];
+            Guarded::output(client, Dtype::F32, shape, self.poison)
+        });
+        let scratch = Scratch {
+            stats: stats.view.clone(),
+            bias_sums: sums.as_ref().map(|s| s.view.clone()),
+            dq_sums: dq_sums.as_ref().map(|s| s.view.clone()),
+        };
+        backward_with(client, p, &inputs, &saved, &gradients, &scratch, Some(planned))?;
         let of_backward = if can { Kernel::Hopper } else { Kernel::Portable };
         assert_eq!([planned.dq.kernel(), planned.dkdv.kernel()], [of_backward; 2], "{p:?}");
         let each_pair = p.bias.is_some_and(|[.., sq, sk]| [sq, sk] == [p.seq_q, p.seq_k] && sq * sk > 1);
@@ -374,6 +391,7 @@ impl Case {
         let read = |out: &Option<Guarded>, name| out.as_ref().map(|out| out.read(client, name));
         stats.read(client, "stats");
         sums.map(|sums| sums.read(client, "bias_sums"));
+        dq_sums.map(|sums| sums.read(client, "dq_sums"));
         Ok(Results {
             o: o.read(client, "o"),
             lse: lse.read(client, "lse"),
@@ -407,6 +425,12 @@ impl Case {
             }
         }
         results
+    }
+
+    /// Whether there is a kernel of all three gradients: no bias, and both head dimensions within the same of 64 and 128.
+    fn fusible(&self) -> bool {
+        let p = &self.problem;
+        p.bias.is_none() && p.head_dim.max(p.head_dim_v) <= 128 && (p.head_dim > 64 || p.head_dim_v <= 64)
     }
 
     /// How many rows of scores one row of the bias is added to.

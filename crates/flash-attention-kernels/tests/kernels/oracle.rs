@@ -154,6 +154,41 @@ fn every_planned_tile() {
     all(dims.iter().map(|d| case(*d, 200, 304).with_bias([1, 4, 200, 304])));
     // With many keys others, and parts of them.
     all([case(64, 70, 4200), case(128, 70, 2100).with_mask([1, 1, 70, 2100])]);
+    // All three gradients by one kernel.
+    all(dims.iter().filter(|d| **d <= 128).map(|d| Case { fused: true, ..case(*d, 300, 200) }));
+}
+
+/// Gradients by the one kernel that adds `dq` up in any order, where there is one: of few and many tiles, head dimensions that
+/// fill no panel, query heads that share keys, and what reaches rows that must not see it.
+#[test]
+fn gradients_in_any_order() {
+    let full = AttentionOptions::default();
+    let window = AttentionOptions { window_left: Some(100), window_right: Some(20), ..full };
+    let capped = AttentionOptions { softcap: Some(2.0), ..causal() };
+    let mut leaky = Case::new([1, 2, 1, 200, 200, 64, 64], Dtype::F32, causal());
+    leaky.k[130 * 64] = f64::INFINITY;
+    leaky.v[150 * 64..][..64].fill(f64::NAN);
+    let mut dims = vec![[1, 2, 1, 130, 70, 16, 24], [2, 1, 1, 257, 300, 64, 64]];
+    if thorough() {
+        dims.extend([[1, 4, 2, 200, 330, 72, 40], [1, 2, 2, 640, 640, 128, 128], [1, 1, 1, 1, 513, 128, 72]]);
+    }
+    let cases = dims.into_iter().flat_map(|sizes| {
+        let case = |options| Case::new(sizes, Dtype::F32, options).with_dlse();
+        let [b, _, _, sq, sk, ..] = sizes;
+        [case(full), case(causal()), case(window), case(capped), case(full).with_mask([b, 1, sq, sk])]
+    });
+    all(cases.map(|case| Case { fused: true, ..case }));
+    let Some(client) = client() else { return };
+    let results = [false, true].map(|fused| Case { fused, ..leaky.clone() }.run(&client).unwrap());
+    for (name, of) in [("dq", |r: &Results| r.dq.clone()), ("dk", |r: &Results| r.dk.clone())] as [(_, fn(&_) -> _); 2]
+    {
+        let [fixed, any] = [of(&results[0]).unwrap(), of(&results[1]).unwrap()];
+        assert!(fixed.iter().any(|x| x.is_nan()) && fixed.iter().any(|x| x.is_finite()), "{name}");
+        for (n, (fixed, any)) in fixed.iter().zip(&any).enumerate() {
+            let agree = fixed.is_finite() == any.is_finite();
+            assert!(agree && (!fixed.is_finite() || (fixed - any).abs() <= 0.05 * fixed.abs().max(1.0)), "{name} {n}");
+        }
+    }
 }
 
 /// Biases with an element for each pair, shared by batches, heads, both or none, at lengths around the tiles' edges: rows of 304

@@ -1,7 +1,7 @@
 //! What must hold of attention whatever the data, with no reference.
 
 use crate::common::*;
-use flash_attention_kernels::{AttentionOptions, Dtype};
+use flash_attention_kernels::{AttentionOptions, BackwardOrder, Dtype};
 
 const CAUSAL: AttentionOptions = AttentionOptions {
     softmax_scale: None,
@@ -10,6 +10,7 @@ const CAUSAL: AttentionOptions = AttentionOptions {
     window_left: None,
     window_right: None,
     softcap: None,
+    backward_order: BackwardOrder::Deterministic,
 };
 
 /// `[batch, heads_q, heads_kv, seq_q, seq_k, head_dim, head_dim_v]` that most properties are tried at.

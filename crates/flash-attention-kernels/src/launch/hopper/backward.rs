@@ -4,12 +4,23 @@ use super::{OUT_BYTES, VECTOR_BYTES, counter, factors, pairs, rows_arg, stride};
 use crate::error::AttentionError;
 use crate::hopper::gradient::{ResultStridesLaunch, SourceStridesLaunch};
 use crate::hopper::schedule::Walk;
-use crate::hopper::{self, Role, WARPGROUP_ROWS};
+use crate::hopper::{self, HopperTile, Role, WARPGROUP_ROWS, reduce};
 use crate::launch::backward::{HopperResults, Wanted, WantedBias};
 use crate::launch::{Call, Saved, Scratch};
 use crate::tensor::TensorView;
 use crate::tiling::{HopperGradient, cube_count, stats_multiple, stats_rows};
 use cubecl::prelude::*;
+
+impl HopperResults<'_> {
+    /// What computes them.
+    fn role(&self) -> Role {
+        match (self.dq, self.dk, self.dv) {
+            (Some(_), None, None) => Role::Dq,
+            (Some(_), ..) => Role::All,
+            (None, dk, dv) => Role::DkDv { dk: dk.is_some(), dv: dv.is_some() },
+        }
+    }
+}
 
 impl Call<'_> {
     /// Whatever can fail of [`backward_hopper`](Self::backward_hopper).
@@ -28,7 +39,7 @@ impl Call<'_> {
             let views: Vec<_> = [results.dq, results.dk, results.dv].into_iter().flatten().collect();
             self.check_copies(&views)?;
             let (tile_k, multiple) = (tiles.tile.tile_k, stats_multiple(self.problem));
-            if results.dq.is_none() && !multiple.is_multiple_of(tile_k) {
+            if results.role().is_transposed() && !multiple.is_multiple_of(tile_k) {
                 return Err(AttentionError::Unsupported {
                     option: "tile_k",
                     value: tile_k.to_string(),
@@ -44,6 +55,7 @@ impl Call<'_> {
         if let Some(bias) = bias {
             self.check_dbias_hopper(bias)?;
         }
+        self.round_grid()?;
         self.delta_hopper_grid().map(|_| ())
     }
 
@@ -60,7 +72,8 @@ impl Call<'_> {
         }
         let [q, k, v] = [&self.inputs.q, &self.inputs.k, &self.inputs.v].map(|view| self.readable(view));
         let inputs = [q?, k?, v?, self.readable(&saved.dout)?];
-        self.delta_hopper(saved, &self.readable(&saved.o)?, &inputs[3], scratch)?;
+        let sums = wanted.iter().find(|(results, _)| results.role() == Role::All).and(scratch.dq_sums.as_ref());
+        self.delta_hopper(saved, &self.readable(&saved.o)?, &inputs[3], scratch, sums)?;
         wanted.iter().try_for_each(|(results, tiles)| self.gradient(&inputs, scratch, results, tiles))?;
         bias.map_or(Ok(()), |bias| self.dbias_hopper(&inputs, scratch, bias))
     }
@@ -68,7 +81,8 @@ impl Call<'_> {
     /// Blocks of all heads.
     fn items(&self, results: &HopperResults, tiles: &HopperGradient) -> u64 {
         let p = self.problem;
-        let (rows, heads) = if results.dq.is_some() { (p.seq_q, p.num_heads_q) } else { (p.seq_k, p.num_heads_kv) };
+        let (rows, heads) =
+            if results.role().is_transposed() { (p.seq_k, p.num_heads_kv) } else { (p.seq_q, p.num_heads_q) };
         // One more block of a head at most, if the first starts early.
         (rows.div_ceil(tiles.tile.tile_q()) as u64 + 1) * (p.batch * heads) as u64
     }
@@ -82,9 +96,8 @@ impl Call<'_> {
     ) -> Result<(), AttentionError> {
         let p = self.problem;
         let tile = tiles.tile;
-        let transposed = results.dq.is_none();
-        let role =
-            if transposed { Role::DkDv { dk: results.dk.is_some(), dv: results.dv.is_some() } } else { Role::Dq };
+        let role = results.role();
+        let transposed = role.is_transposed();
         let blueprint = self.hopper_blueprint(role, tile, false);
         // Rows that are kept, tiles that stream by: Role says which.
         let (rows, tiled, band, heads) = if transposed {
@@ -99,7 +112,7 @@ impl Call<'_> {
         let cubes = (self.device.multiprocessors as u32).clamp(1, walk.items);
 
         let size = p.dtype.size();
-        let wanted_k = results.dq.or(results.dk);
+        let wanted_k = results.dk.or(results.dq);
         let [dk, dv] = [wanted_k, results.dv].map(|view| view.map(|view| self.writable(view)));
         // What is not wanted is not written.
         let any = dk.as_ref().or(dv.as_ref()).expect("one of them is wanted");
@@ -142,6 +155,7 @@ impl Call<'_> {
                 rows_arg(dk_out, vector),
                 rows_arg(dv_out, vector),
                 rows_arg(&scratch.stats, 1),
+                rows_arg(scratch.dq_sums.as_ref().unwrap_or(&scratch.stats), 1),
                 BufferArg::from_raw_parts(counter(self.client), 1),
                 rows_arg(rows[0], wide),
                 rows_arg(rows[1], wide),
@@ -163,7 +177,68 @@ impl Call<'_> {
                 self.written(&computed, asked)?;
             }
         }
-        Ok(())
+        match (role, results.dq, &scratch.dq_sums) {
+            (Role::All, Some(dq), Some(sums)) => self.round_sums([q, k, v, dout], scratch, sums, dq, tile),
+            _ => Ok(()),
+        }
+    }
+
+    /// Cubes that make `dq` of its sums.
+    fn round_grid(&self) -> Result<CubeCount, AttentionError> {
+        let cubes = stats_rows(self.problem).div_ceil((reduce::UNITS / 32 * reduce::WARP_ROWS) as usize);
+        let (x, y, z) = cube_count(self.device, "round_sums", cubes as u64)?;
+        Ok(CubeCount::Static(x, y, z))
+    }
+
+    /// Makes `dq` of what blocks of keys have added up.
+    fn round_sums(
+        &self,
+        [q, k, v, dout]: [&TensorView; 4],
+        scratch: &Scratch,
+        sums: &TensorView<2>,
+        dq: &TensorView,
+        tile: HopperTile,
+    ) -> Result<(), AttentionError> {
+        let p = self.problem;
+        let blueprint = self.hopper_blueprint(Role::Dq, tile, false);
+        let (size, band) = (p.dtype.size(), p.band());
+        let walk = Walk::new(1, 0, p.batch as u32, p.num_heads_q as u32, p.group_size() as u32, 1, 1);
+        let computed = self.writable(dq);
+        let (vector, wide) = (OUT_BYTES / size, VECTOR_BYTES / size);
+        let strides = ResultStridesLaunch::new(stride(&computed, vector), stride(&computed, vector));
+        let sources = SourceStridesLaunch::new(stride(q, wide), stride(dout, wide), stride(k, wide), stride(v, wide));
+        let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
+        let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, size)));
+        // SAFETY: views have been checked against their buffers; the kernel drops what lies past the ends.
+        unsafe {
+            reduce::round_sums::launch_unchecked(
+                self.client,
+                self.round_grid()?,
+                CubeDim::new_1d(reduce::UNITS),
+                self.addresses([computed.span(), sums.span(), scratch.stats.span()]),
+                bias_width,
+                mask_width,
+                rows_arg(sums, 4),
+                mask.into(),
+                bias.into(),
+                rows_arg(&computed, vector),
+                rows_arg(&computed, vector),
+                rows_arg(&scratch.stats, 1),
+                rows_arg(q, wide),
+                rows_arg(dout, wide),
+                rows_arg(k, wide),
+                rows_arg(v, wide),
+                sources,
+                strides,
+                p.softmax_scale(),
+                factors(p, &blueprint),
+                band.into_launch(),
+                walk.into_launch(),
+                blueprint,
+                [self.dtype(), self.mask_type()],
+            );
+        }
+        self.written(&computed, dq)
     }
 
     fn delta_hopper_grid(&self) -> Result<CubeCount, AttentionError> {
@@ -172,13 +247,14 @@ impl Call<'_> {
         Ok(CubeCount::Static(x, y, z))
     }
 
-    /// lse and delta of each query, in whole tiles.
+    /// lse and delta of each query, in whole tiles; and `sums`, if any, are made 0.
     fn delta_hopper(
         &self,
         saved: &Saved,
         o: &TensorView,
         dout: &TensorView,
         scratch: &Scratch,
+        sums: Option<&TensorView<2>>,
     ) -> Result<(), AttentionError> {
         let p = self.problem;
         let dlse = saved.dlse.as_ref();
@@ -195,11 +271,13 @@ impl Call<'_> {
                 saved.lse.arg(),
                 dlse.map(|dlse| dlse.arg()).into(),
                 rows_arg(&scratch.stats, 1),
+                rows_arg(sums.unwrap_or(&scratch.stats), 4),
                 p.batch as u32,
                 p.num_heads_q as u32,
                 p.seq_q as u32,
                 p.head_dim_v,
                 stats_multiple(p),
+                sums.map_or(0, |sums| sums.shape[1]),
                 self.dtype(),
             );
         }

@@ -1,0 +1,280 @@
+//! `dq`, where every block of keys adds to it: [`Role::All`](super::Role::All).
+//!
+//! ```text
+//! each warpgroup   dSᵀ of its 64 keys                         → shared memory
+//! both             dS K over all 128 keys, 64 queries × 64 columns each
+//! each warp        its 16 × 64 of that                        → shared memory → added to `sums` by TMA
+//! ```
+//!
+//! `sums` is f32 in an order of its own, that of the registers: for each head, tile of 64 queries, panel of 64 columns and 16
+//! queries of these, register by register four at a time, what the 32 units of a warp hold. Adding reads and writes whole lines
+//! then, and so does [`round_sums`], which makes `dq` of it.
+
+use super::gradient::{ResultStrides, SourceStrides};
+use super::ops::*;
+use super::recompute::{is_finite_row, recompute_gradient};
+use super::ring::{Memory, Of};
+use super::rows::{pack_row, store_row};
+use super::schedule::Walk;
+use super::scores::Factors;
+use super::{Blueprint, PANEL, WARPGROUP_ROWS};
+use crate::hopper::delta::{stats_all, stats_at};
+use crate::mask::Band;
+use cubecl::prelude::*;
+
+/// Units of a cube of [`round_sums`].
+pub const UNITS: u32 = 256;
+/// Queries of a warp of it.
+pub const WARP_ROWS: u32 = (WARPGROUP_ROWS / 4) as u32;
+/// Registers that a unit adds of a panel.
+pub const ADDENDS: usize = WARPGROUP_ROWS * PANEL / 128;
+/// The named barrier of all units. Barrier 0 is `sync_cube`'s.
+const WRITTEN: u32 = 1;
+
+/// f32 of a query in `sums`.
+pub fn columns(head_dim: usize) -> usize {
+    head_dim.next_multiple_of(PANEL)
+}
+
+/// What a warp adds to dQ.
+#[derive(CubeType)]
+pub struct Reducer {
+    /// Which of the two tiles of `dSᵀ` is written next.
+    turn: u32,
+    /// Descriptor of the first, for dQ.
+    ds_columns: u64,
+    /// And of this warpgroup's keys in it, for dK.
+    ds_rows: u64,
+    /// Of what the warpgroup multiplies it with.
+    k_columns: u64,
+    /// Where this unit writes its part of the first.
+    ds: u32,
+    /// Where this unit writes what it adds.
+    addend: u32,
+    /// The warp's number in the team.
+    warp: u32,
+}
+
+#[cube]
+impl Reducer {
+    /// `ds`: the first tile of `dSᵀ`, `k`: the first warpgroup's rows of K.
+    pub fn new<E: CubePrimitive>(
+        ds: &[E],
+        k: &[E],
+        memory: &Memory,
+        warp: u32,
+        #[comptime] blueprint: Blueprint,
+    ) -> Reducer {
+        let lane = UNIT_POS % 32;
+        let warpgroup = warp / 4;
+        let tall = comptime!(blueprint.tile.tile_k > WARPGROUP_ROWS);
+        // A panel of dSᵀ: 64 queries of all keys.
+        let ds_panel = comptime!((blueprint.tile.tile_q() * PANEL * blueprint.dtype.size() / 16) as u32);
+        let k_panel = comptime!((WARPGROUP_ROWS * PANEL * blueprint.dtype.size() / 16) as u32);
+        // The warpgroups divide a tile of 128 queries, or the columns of one of 64.
+        let (ds_at, k_at) = if comptime!(tall) {
+            (warpgroup * ds_panel, 0u32.runtime())
+        } else {
+            (0u32.runtime(), warpgroup * k_panel)
+        };
+        let ds_columns = descriptor::<E>(ds, 1024usize, 1024usize) + u64::cast_from(ds_at);
+        let k_columns = descriptor::<E>(k, 1024usize, 1024usize) + u64::cast_from(k_at);
+        let lines = comptime!((WARPGROUP_ROWS * PANEL * blueprint.dtype.size() / 16) as u32);
+        let ds_rows = descriptor::<E>(ds, 16usize, 1024usize) + u64::cast_from(warpgroup * lines);
+        // Of 16 keys a unit addresses one, and the first or second eight queries of 16; the swizzle exchanges eights by the
+        // key's number modulo 8.
+        let key = warp * WARP_ROWS + lane % 16;
+        let eight = (lane / 16) ^ (lane % 8);
+        Reducer {
+            turn: 0u32,
+            ds_columns,
+            ds_rows,
+            k_columns,
+            ds: memory.ds + key * comptime!((PANEL * blueprint.dtype.size()) as u32) + eight * 16,
+            addend: memory.addends + warp * comptime!(blueprint.addend_bytes() as u32) + lane * 16,
+            warp,
+        }
+    }
+
+    /// Writes this warpgroup's `dSᵀ`, packed, and waits for the other's.
+    pub fn exchange(&mut self, ds: &Sequence<Array<u32>>, #[comptime] blueprint: Blueprint) {
+        let tile = comptime!(blueprint.ds_bytes() as u32);
+        let panel = comptime!((blueprint.tile.tile_q() * PANEL * blueprint.dtype.size()) as u32);
+        let at = self.ds + self.turn * tile;
+        #[unroll]
+        for i in 0..comptime!(blueprint.tile.tile_k / 16) {
+            let (of_panel, eights) = comptime!(((i / 4) as u32, (i % 4 * 32) as u32));
+            store_tiles((at ^ eights) + of_panel * panel, ds.index(i));
+        }
+        sync_async_proxy_shared();
+        // With two tiles this is barrier enough: who comes here has read the tile before last to its end.
+        named_sync(WRITTEN, comptime!(blueprint.tile.units() as u32));
+    }
+
+    /// Issues `dS K`.
+    pub fn multiply(&self, dq: &mut Array<f32>, #[comptime] blueprint: Blueprint) {
+        let tile = comptime!((blueprint.ds_bytes() / 16) as u32);
+        // 16 keys are 16 lines.
+        let rows = comptime!(blueprint.q_bytes() / 16);
+        let steps = comptime!(
+            (0..blueprint.tile.tile_q() / 16).map(|i| [i * 128, i / 4 * rows + i % 4 * 128]).collect::<Vec<_>>()
+        );
+        let ds = self.ds_columns + u64::cast_from(self.turn * tile);
+        mma_shared(dq, ds, self.k_columns, steps, [true, true], PANEL, blueprint.dtype);
+    }
+
+    /// Issues `dK += dSᵀ Q`, and goes on to the other tile.
+    pub fn multiply_keys(&mut self, dk: &mut Array<f32>, q_columns: u64, adds: u32, #[comptime] blueprint: Blueprint) {
+        let tile = comptime!((blueprint.ds_bytes() / 16) as u32);
+        let panel = comptime!(blueprint.tile.tile_q() * PANEL * blueprint.dtype.size() / 16);
+        // 16 queries are 32 bytes of a line of dSᵀ, and 16 lines of Q.
+        let steps = comptime!(
+            (0..blueprint.tile.tile_k / 16).map(|i| [i / 4 * panel + i % 4 * 2, i * 128]).collect::<Vec<_>>()
+        );
+        let ds = self.ds_rows + u64::cast_from(self.turn * tile);
+        mma_shared_onto(dk, ds, q_columns, adds, steps, [false, true], blueprint.columns_dk(), blueprint.dtype);
+        self.turn ^= 1;
+    }
+
+    /// Adds this warp's part of dQ, once what it added before has been read.
+    #[allow(clippy::too_many_arguments)]
+    pub fn add(
+        &self,
+        dq: &Array<f32>,
+        sums: &[f32],
+        memory: &Memory,
+        nth: u32,
+        k_start: u32,
+        band: &Band,
+        walk: &Walk,
+        #[comptime] blueprint: Blueprint,
+    ) {
+        bulk_wait(false);
+        sync_plane();
+        #[unroll]
+        for i in 0..comptime!(ADDENDS / 4) {
+            let n = comptime!(4 * i);
+            store_shared_quad(self.addend + comptime!(512 * i as u32), dq[n], dq[n + 1], dq[n + 2], dq[n + 3]);
+        }
+        sync_async_proxy_shared();
+        sync_plane();
+        let (batch, head) = (memory.item(nth, Of::Batch), memory.query_head(nth, blueprint));
+        let columns = comptime!(columns(blueprint.head_dim));
+        let tile = stats_at(band, walk, batch, head, k_start, blueprint) * columns;
+        let to = tile + self.warp as usize * comptime!(blueprint.addend_bytes() / size_of::<f32>());
+        bulk_add(sums, to, blueprint.addend_bytes(), self.addend - UNIT_POS % 32 * 16);
+    }
+
+    /// Waits until all has been added.
+    pub fn finish(&self) {
+        bulk_wait(true);
+    }
+}
+
+/// `sums`, `scale` times, to `dq [B, H, Sq, D]`, in vectors of 8 bytes. A row that what is hidden from it has reached is
+/// computed again, from the rest, as [`gradient`](mod@super::gradient) does. A warp has 16 queries.
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(clippy::too_many_arguments)]
+pub fn round_sums<E: Float, M: Numeric, NB: Size, NM: Size>(
+    sums: &[Vector<f32, Const<4>>],
+    mask: ComptimeOption<&Tensor<Vector<M, NM>>>,
+    bias: ComptimeOption<&Tensor<Vector<E, NB>>>,
+    dq: &mut [Vector<u32, Const<2>>],
+    unused: &mut [Vector<u32, Const<2>>],
+    stats: &[u32],
+    q_slice: &[Vector<E, Const<8>>],
+    d_slice: &[Vector<E, Const<8>>],
+    k_slice: &[Vector<E, Const<8>>],
+    v_slice: &[Vector<E, Const<8>>],
+    source_strides: SourceStrides,
+    strides: ResultStrides,
+    scale: f32,
+    factors: Factors,
+    band: Band,
+    walk: Walk,
+    #[comptime] blueprint: Blueprint,
+    #[define(E, M)] _types: [ElemType; 2],
+) {
+    let lane = UNIT_POS % 32;
+    // Filled up to whole tiles.
+    let rows = (stats_all(&band, &walk, blueprint) / walk.heads as usize) as u32;
+    let warps = rows / WARP_ROWS;
+    let number = CUBE_POS as u32 * comptime!(UNITS / 32) + plane_broadcast(UNIT_POS / 32, 0u32);
+    let (of_all, nth) = (number / warps, number % warps);
+    if of_all >= walk.heads {
+        terminate!();
+    }
+    let (batch, head) = (walk.num_heads_q.divide(of_all), walk.num_heads_q.modulo(of_all));
+    let first_row = nth * WARP_ROWS;
+    let row = first_row + lane / 4;
+    let (live0, live1) = (band.is_query(row), band.is_query(row + 8));
+
+    let panels = comptime!(blueprint.panels());
+    // Vectors of a warp's rows of a panel, of a tile of 64 queries, and of all before it.
+    let (of_warp, of_panel) = comptime!((ADDENDS / 4 * 32, WARPGROUP_ROWS * PANEL / 4));
+    let tile = (of_all * rows + first_row / 64 * 64) as usize * comptime!(panels * PANEL / 4);
+    let at = tile + (nth % 4) as usize * of_warp + lane as usize;
+    let mut finite0 = true.runtime();
+    let mut finite1 = true.runtime();
+    #[unroll]
+    for panel in 0..panels {
+        let columns = comptime!((blueprint.columns_dk() - panel * PANEL).min(PANEL));
+        let mut sum = Array::<f32>::new(ADDENDS);
+        #[unroll]
+        for i in 0..comptime!(ADDENDS / 4) {
+            let four = sums[at + comptime!(panel * of_panel + 32 * i)];
+            #[unroll]
+            for e in 0..4usize {
+                sum[comptime!(4 * i + e)] = four.extract(e);
+            }
+        }
+        let row0 = strides.dk.at(batch as usize, head as usize, row) + comptime!(panel * PANEL / 4);
+        let row1 = row0 + 8 * strides.dk.row;
+        store_row(&pack_row(&sum, 0usize, scale, columns, blueprint.dtype), dq, row0, live0, columns);
+        store_row(&pack_row(&sum, 1usize, scale, columns, blueprint.dtype), dq, row1, live1, columns);
+        let (panel0, panel1) = (is_finite_row(&sum, 0usize, columns), is_finite_row(&sum, 1usize, columns));
+        finite0 = finite0 && panel0;
+        finite1 = finite1 && panel1;
+    }
+
+    // Not where the query itself is no number.
+    let lse0 = stats_at(&band, &walk, batch, head, row, blueprint);
+    let all = stats_all(&band, &walk, blueprint);
+    let query0 = f32::reinterpret(stats[lse0]) * f32::reinterpret(stats[all + lse0]) * 0.0f32 == 0.0f32;
+    let query1 = f32::reinterpret(stats[lse0 + 8]) * f32::reinterpret(stats[all + lse0 + 8]) * 0.0f32 == 0.0f32;
+    let again0 = live0 && !finite0 && query0;
+    let again1 = live1 && !finite1 && query1;
+    if plane_any(again0 || again1) {
+        // What other units have stored of these rows comes first.
+        sync_plane();
+        let head_kv = walk.group_size.divide(head);
+        for of_warp in 0..WARP_ROWS {
+            let again = select(of_warp >= 8, again1, again0);
+            if plane_any(lane / 4 == of_warp % 8 && again) {
+                recompute_gradient(
+                    q_slice,
+                    d_slice,
+                    k_slice,
+                    v_slice,
+                    stats,
+                    &source_strides,
+                    &mask,
+                    &bias,
+                    dq,
+                    unused,
+                    &strides,
+                    scale,
+                    &factors,
+                    &band,
+                    &walk,
+                    batch as usize,
+                    head as usize,
+                    head_kv,
+                    head_kv + 1,
+                    first_row + of_warp,
+                    blueprint,
+                );
+            }
+        }
+    }
+}
