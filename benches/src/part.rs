@@ -14,6 +14,8 @@ pub enum Part {
     Dkdv,
     /// All three, with sums in whichever order is fastest.
     Fused,
+    /// That of the bias, by the kernel for Hopper.
+    Dbias,
 }
 
 impl Part {
@@ -26,6 +28,7 @@ impl Part {
             Part::Dq => "dq",
             Part::Dkdv => "dkdv",
             Part::Fused => "fused",
+            Part::Dbias => "dbias",
         }
     }
 
@@ -37,17 +40,19 @@ impl Part {
             Part::Dq => 1.5 * p.forward_flops(),
             Part::Dkdv => 2.0 * p.forward_flops(),
             Part::Fused => p.backward_flops(),
+            Part::Dbias => p.forward_flops(),
         }
     }
 
     /// What it writes beside the forward's results.
     pub fn wanted(self, tensors: &Tensors) -> Gradients {
-        let Gradients { dq, dk, dv, .. } = tensors.gradients.clone();
+        let Gradients { dq, dk, dv, dbias } = tensors.gradients.clone();
         match self {
             Part::Forward => Gradients::default(),
             Part::Dq => Gradients { dq, ..Default::default() },
             Part::Dkdv => Gradients { dk, dv, ..Default::default() },
             Part::Fused => Gradients { dq, dk, dv, ..Default::default() },
+            Part::Dbias => Gradients { dbias, ..Default::default() },
         }
     }
 }

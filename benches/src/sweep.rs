@@ -56,7 +56,7 @@ impl Part {
     fn stage(self) -> Stage {
         match self {
             Part::Forward => Stage::Forward,
-            Part::Dq | Part::Dkdv | Part::Fused => Stage::Backward,
+            Part::Dq | Part::Dkdv | Part::Fused | Part::Dbias => Stage::Backward,
         }
     }
 }

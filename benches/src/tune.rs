@@ -9,8 +9,8 @@ use crate::part::Part;
 use crate::timing::{Work, device_time, once, sync};
 use cubecl::client::Client;
 use flash_attention_kernels::{
-    AttentionProblem, BackwardOrder, BackwardTiles, Forward, Gradient, HopperForward, HopperGradient, HopperTile,
-    Kernel, Plan, plan_with,
+    AttentionProblem, BackwardOrder, BackwardTiles, BiasGradient, BiasTile, Forward, Gradient, HopperForward,
+    HopperGradient, HopperTile, Kernel, Plan, plan_with,
 };
 
 /// What to try.
@@ -26,7 +26,7 @@ pub struct Options {
     part: Part,
     /// Ways to try, TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/SECTION/PARTS each (TURNS is 0 or 1, SECTION a number of heads, PARTS
     /// into how many the keys are split; KEYS are queries for dkdv and fused; `-` is what is planned), beside the planned
-    /// one.
+    /// one. For dbias TEAMS are blocks of Q and dO in shared memory at a time, and PARTS tiles of a block.
     #[arg(long = "try", value_delimiter = ',')]
     ways: Vec<String>,
 }
@@ -51,6 +51,12 @@ impl Work for Launches<'_> {
         let Way(tile, section, parts) = self.way;
         if self.part == Part::Forward {
             return self.tensors.forward(self.client, &self.problem, HopperForward { tile, section, parts });
+        }
+        if self.part == Part::Dbias {
+            let HopperTile { teams: row_stages, tile_k, stages, .. } = tile;
+            let dbias = BiasGradient::Hopper(BiasTile { tile_k, tiles: parts, stages, row_stages });
+            let tiles = BackwardTiles { dbias, ..self.backward };
+            return self.tensors.backward(self.client, &self.problem, &self.part.wanted(self.tensors), tiles);
         }
         let gradient = Gradient::Hopper(HopperGradient { tile, section });
         let tiles = match self.part {
@@ -81,6 +87,12 @@ fn planned(plan: &Plan, part: Part) -> Result<Way, Error> {
         (Part::Forward, Forward::Portable(_)) => None,
         (Part::Dq, _) => gradient(plan.backward.dq),
         (Part::Dkdv, _) => gradient(plan.backward.dkdv),
+        (Part::Dbias, _) => match plan.backward.dbias {
+            BiasGradient::Hopper(tile) => {
+                Some(Way(HopperTile { teams: tile.row_stages, ..tile.tile() }, 1, tile.tiles))
+            }
+            BiasGradient::Portable(_) => None,
+        },
         (Part::Fused, _) => plan.backward.fused.and_then(|fused| gradient(Gradient::Hopper(fused))),
     };
     way.ok_or_else(|| Error::Other(format!("{plan}: not the kernel that was asked for")))

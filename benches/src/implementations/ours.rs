@@ -154,10 +154,10 @@ impl Work for Kernels {
 impl Prepared for Kernels {
     fn kernel(&self) -> String {
         let forward = self.plan.forward.kernel().name();
-        let BackwardTiles { dq, dkdv, .. } = self.plan.backward;
+        let BackwardTiles { dq, dkdv, dbias, .. } = self.plan.backward;
         let mut backward = vec![dq.kernel().name(), dkdv.kernel().name()];
         if self.problem.bias.is_some() {
-            backward.push(Kernel::Portable.name());
+            backward.push(dbias.kernel().name());
         }
         let mut kernels = match self.pass {
             Pass::Forward => vec![forward],

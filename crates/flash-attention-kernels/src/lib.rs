@@ -39,11 +39,13 @@ pub mod tensor;
 pub mod tiling;
 
 pub use error::AttentionError;
-pub use hopper::HopperTile;
+pub use hopper::{BiasTile, HopperTile};
 pub use launch::{
     Gradients, Inputs, MaskStorage, MaskView, Saved, Scratch, backward, backward_with, forward, forward_with,
 };
 pub use portable::tile::TileShape;
 pub use problem::{Alignment, AttentionOptions, AttentionProblem, BackwardOrder, Dtype, MAX_HEAD_DIM, MAX_SEQ};
 pub use tensor::TensorView;
-pub use tiling::{BackwardTiles, Forward, Gradient, HopperForward, HopperGradient, Kernel, Plan, plan, plan_with};
+pub use tiling::{
+    BackwardTiles, BiasGradient, Forward, Gradient, HopperForward, HopperGradient, Kernel, Plan, plan, plan_with,
+};

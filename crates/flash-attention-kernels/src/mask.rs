@@ -266,6 +266,11 @@ impl Band {
         i < self.seq_q
     }
 
+    /// Whether there is a key `j`.
+    pub fn is_key(&self, j: u32) -> bool {
+        j < self.seq_k
+    }
+
     /// Query `i`, or the last one if there is none: what may be read for it.
     pub fn query_within(&self, i: u32) -> u32 {
         min(i, self.seq_q - 1)

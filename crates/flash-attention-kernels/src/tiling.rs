@@ -8,7 +8,7 @@ pub(crate) use hopper::stats_multiple;
 pub(crate) use hopper::varies_by_pair;
 
 use crate::error::AttentionError;
-use crate::hopper::{HopperTile, PANEL};
+use crate::hopper::{BiasTile, HopperTile, PANEL};
 use crate::portable::Blueprint;
 use crate::portable::dbias::Sums;
 use crate::portable::tile::{TileShape, Vec4, WIDTH};
@@ -141,6 +141,33 @@ impl Gradient {
     }
 }
 
+/// A kernel of the bias's gradient, with its tiles.
+///
+/// ```
+/// use flash_attention_kernels::{BiasGradient, Kernel, TileShape};
+///
+/// let tile = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
+/// assert_eq!(BiasGradient::Portable(tile).kernel(), Kernel::Portable);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum BiasGradient {
+    /// [`Kernel::Hopper`], of a bias that has an element for each pair of query and key.
+    Hopper(BiasTile),
+    /// [`Kernel::Portable`].
+    Portable(TileShape),
+}
+
+impl BiasGradient {
+    /// The kernel family.
+    pub fn kernel(&self) -> Kernel {
+        match self {
+            BiasGradient::Hopper(_) => Kernel::Hopper,
+            BiasGradient::Portable(_) => Kernel::Portable,
+        }
+    }
+}
+
 /// Kernels of the backward, with their tiles.
 ///
 /// ```
@@ -159,15 +186,15 @@ pub struct BackwardTiles {
     pub dkdv_together: bool,
     /// Of `dq`, `dk` and `dv` by one launch, which adds `dq` up in any order: instead of the others, where all three are wanted.
     pub fused: Option<HopperGradient>,
-    /// Of the bias's gradient, by the portable kernel.
-    pub dbias: TileShape,
+    /// Of the bias's gradient.
+    pub dbias: BiasGradient,
 }
 
 impl BackwardTiles {
     /// The portable kernels with these tiles.
     pub fn portable(tile: TileShape, dkdv_together: bool) -> Self {
-        let of = Gradient::Portable(tile);
-        BackwardTiles { dq: of, dkdv: of, dkdv_together, fused: None, dbias: tile }
+        let (of, dbias) = (Gradient::Portable(tile), BiasGradient::Portable(tile));
+        BackwardTiles { dq: of, dkdv: of, dkdv_together, fused: None, dbias }
     }
 
     /// Tiles of the portable kernels that are used.
@@ -176,7 +203,11 @@ impl BackwardTiles {
             Gradient::Portable(tile) => Some(tile),
             Gradient::Hopper(_) => None,
         };
-        [of(self.dq), of(self.dkdv), Some(self.dbias)].into_iter().flatten()
+        let dbias = match self.dbias {
+            BiasGradient::Portable(tile) => Some(tile),
+            BiasGradient::Hopper(_) => None,
+        };
+        [of(self.dq), of(self.dkdv), dbias].into_iter().flatten()
     }
 }
 
@@ -315,7 +346,7 @@ impl fmt::Display for Plan {
         if let Forward::Hopper(HopperForward { parts: parts @ 2.., .. }) = self.forward {
             write!(f, " in {parts} parts")?;
         }
-        let BackwardTiles { dq, dkdv, dkdv_together, fused, .. } = self.backward;
+        let BackwardTiles { dq, dkdv, dkdv_together, fused, dbias } = self.backward;
         let (dq_rows, dq_tile) = dq.blocks(false);
         let (dkdv_rows, dkdv_tile) = dkdv.blocks(true);
         let together = if dkdv_together { "together" } else { "apart" };
@@ -323,6 +354,9 @@ impl fmt::Display for Plan {
         write!(f, ", dk and dv {} {dkdv_tile}×{dkdv_rows} {together}", dkdv.kernel().name())?;
         if let Some(HopperGradient { tile, .. }) = fused {
             write!(f, ", all three {} {}×{} in any order", Kernel::Hopper.name(), tile.tile_k, tile.tile_q())?;
+        }
+        if let BiasGradient::Hopper(tile) = dbias {
+            write!(f, ", dbias {} {}×{}", dbias.kernel().name(), BiasTile::TILE_Q, tile.block_k())?;
         }
         write!(f, ", {} bytes saved, {} bytes of scratch", self.saved_bytes, self.scratch_bytes)?;
         for PassedOver { what, why } in &self.passed_over {
@@ -471,7 +505,13 @@ pub(crate) fn choose_backward(
     let tile = choose(device, problem, Stage::Backward, passed_over)?;
     Ok(match hopper {
         Some(Ok((dq, dkdv, dkdv_together))) => {
-            BackwardTiles { dq, dkdv, dkdv_together, fused: hopper::fused(device, problem), dbias: tile }
+            let dbias = hopper::dbias(problem).map(BiasGradient::Hopper).unwrap_or_else(|why| {
+                if problem.bias.is_some() {
+                    passed_over.push(PassedOver { what: format!("dbias {}", Kernel::Hopper.name()), why });
+                }
+                BiasGradient::Portable(tile)
+            });
+            BackwardTiles { dq, dkdv, dkdv_together, fused: hopper::fused(device, problem), dbias }
         }
         _ => BackwardTiles::portable(tile, together(device, problem, &tile)),
     })

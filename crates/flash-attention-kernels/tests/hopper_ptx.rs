@@ -12,17 +12,20 @@ use cubecl_core::ir::nvidia::SmArch;
 use cubecl_core::{Compiler, CubeKernel};
 use cubecl_llvm::nvptx::ptx_version::PtxVersion;
 use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
+use flash_attention_kernels::hopper::dbias::{BiasStridesCompilationArg, Block, Mosaic, MosaicCompilationArg};
 use flash_attention_kernels::hopper::forward::{StrideCompilationArg, StridesCompilationArg};
 use flash_attention_kernels::hopper::gradient::{ResultStridesCompilationArg, SourceStridesCompilationArg};
 use flash_attention_kernels::hopper::ring::SpreadCompilationArg;
 use flash_attention_kernels::hopper::schedule::{Divisor, DivisorCompilationArg, Walk, WalkCompilationArg};
 use flash_attention_kernels::hopper::scores::FactorsCompilationArg;
-use flash_attention_kernels::hopper::{Blueprint, Role, Rows, copy, delta, forward, gradient, merge, reduce};
+use flash_attention_kernels::hopper::{
+    BiasBlueprint, BiasTile, Blueprint, Role, Rows, copy, dbias, delta, forward, gradient, merge, reduce,
+};
 use flash_attention_kernels::mask::{Band, BandCompilationArg};
 use flash_attention_kernels::tiling::{Device, element_type, plan_on};
 use flash_attention_kernels::{
-    AttentionOptions, AttentionProblem, BackwardOrder, BackwardTiles, Dtype, Forward, Gradient, HopperForward,
-    HopperTile, Kernel,
+    AttentionOptions, AttentionProblem, BackwardOrder, BackwardTiles, BiasGradient, Dtype, Forward, Gradient,
+    HopperForward, HopperTile, Kernel,
 };
 use std::collections::HashMap;
 use std::process::Command;
@@ -233,6 +236,44 @@ fn forward_ptx(blueprint: Blueprint, band: Band) -> String {
     ))
 }
 
+fn dbias_ptx(blueprint: BiasBlueprint, band: Band) -> String {
+    compile(dbias::dbias::Dbias::new(
+        settings(blueprint.tile.tile().units()),
+        Arc::new(properties()),
+        Arc::new(Default::default()),
+        (),
+        (),
+        (),
+        (),
+        (),
+        optional(blueprint.scores.mask.is_some()),
+        optional(blueprint.scores.bias.is_some()),
+        buffer(),
+        buffer(),
+        buffer(),
+        buffer(),
+        BiasStridesCompilationArg { rows: stride(), column: () },
+        factors(),
+        band_arg(band),
+        MosaicCompilationArg {
+            items: (),
+            matrices: (),
+            q_blocks: divisor(),
+            k_blocks: divisor(),
+            heads: divisor(),
+            group_batches: (),
+            group_heads: divisor(),
+            group_size: divisor(),
+            batches: (),
+            num_heads_q: (),
+        },
+        2,
+        2,
+        blueprint,
+        types(blueprint.scores),
+    ))
+}
+
 fn compile(kernel: impl CubeKernel) -> String {
     let options = PlironOptions {
         arch: None,
@@ -340,20 +381,45 @@ fn check(name: &str, problem: AttentionProblem) {
     }
     if blueprint.bias == Some(Rows::Each) {
         look_at(&format!("{name}_tiled"), Blueprint { bias: Some(Rows::Tiled), ..blueprint }, &problem);
+        check_dbias(name, blueprint, plan.backward.dbias, &problem);
+    }
+}
+
+/// The gradient of a bias that repeats no query and no key: read and written as TMA and vectors allow, and not.
+fn check_dbias(name: &str, scores: Blueprint, planned: BiasGradient, problem: &AttentionProblem) {
+    let BiasGradient::Hopper(mut tile) = planned else { panic!("{planned:?}") };
+    // Other tiles can be looked at, too: KEYS/TILES/STAGES/ROW_STAGES.
+    if let Ok(asked) = std::env::var("HOPPER_DBIAS_TILE") {
+        let n: Vec<usize> = asked.split('/').map(|n| n.parse().unwrap()).collect();
+        tile = BiasTile { tile_k: n[0], tiles: n[1], stages: n[2], row_stages: n[3] };
+    }
+    assert!(tile.is_consistent(), "{tile:?}");
+    for (what, bias, vectors) in [("dbias_tiled", Rows::Tiled, true), ("dbias", Rows::Each, false)] {
+        let scores = Blueprint { role: Role::Dq, tile: tile.tile(), bias: Some(bias), partial: false, ..scores };
+        let blueprint = BiasBlueprint { tile, scores, vectors };
+        let bytes = blueprint.shared_memory();
+        println!("{name}_{what}: {bytes} bytes of shared memory");
+        assert!(bytes <= device().shared_memory, "{name}_{what}: {bytes} bytes");
+        look_at_ptx(&format!("{name}_{what}"), &scores, &[tile.tile_k], || dbias_ptx(blueprint, problem.band()));
     }
 }
 
 fn look_at(name: &str, blueprint: Blueprint, problem: &AttentionProblem) {
     assert!(blueprint.shared_memory() <= device().shared_memory, "{name}: {} bytes", blueprint.shared_memory());
+    let sums = if blueprint.differentiates() { blueprint.columns_dk() } else { blueprint.columns() };
+    look_at_ptx(name, &blueprint, &[blueprint.tile.tile_k, sums], || ptx(blueprint, problem.band()));
+}
+
+/// Compiles a kernel whose products have so many columns.
+fn look_at_ptx(name: &str, blueprint: &Blueprint, columns: &[usize], ptx: impl FnOnce() -> String) {
     let start = Instant::now();
-    let ptx = ptx(blueprint, problem.band());
+    let ptx = ptx();
     let compiled = start.elapsed().as_millis();
     if let Ok(directory) = std::env::var("HOPPER_PTX_DIR") {
         std::fs::write(format!("{directory}/{name}.ptx"), &ptx).unwrap();
     }
-    let ty = if problem.dtype == Dtype::BF16 { "bf16" } else { "f16" };
-    let sums = if blueprint.differentiates() { blueprint.columns_dk() } else { blueprint.columns() };
-    for n in [blueprint.tile.tile_k, sums] {
+    let ty = if blueprint.dtype == Dtype::BF16 { "bf16" } else { "f16" };
+    for n in columns {
         let product = format!("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ty}.{ty}");
         assert!(ptx.contains(&product), "{name}: no {product}");
     }
@@ -406,6 +472,46 @@ fn every_option_is_warpgroup_products() {
         check(&name("padding_mask"), plain.with_mask(&[4, 1, 1, 4096]).unwrap());
         check(&name("mask"), plain.with_mask(&[1, 1, 4096, 4096]).unwrap());
         check(&name("bias"), plain.with_bias(&[1, 16, 4096, 4096]).unwrap());
+    }
+}
+
+/// The gradient of a bias that has an element for each pair, with what else there may be.
+#[test]
+fn gradients_of_biases_are_warpgroup_products() {
+    let causal = AttentionOptions { causal: true, ..Default::default() };
+    let check = |name: &str, problem: AttentionProblem| {
+        let plan = plan_on(&device(), &problem).unwrap();
+        let (tile, dtype, head_dim, head_dim_v) = (
+            HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 2, turns: false },
+            problem.dtype,
+            problem.head_dim,
+            problem.head_dim_v,
+        );
+        let rows = |shape: Option<[usize; 4]>| shape.map(|shape| if shape[2] == 1 { Rows::Same } else { Rows::Each });
+        let scores = Blueprint {
+            role: Role::Dq,
+            tile,
+            dtype,
+            head_dim,
+            head_dim_v,
+            capped: problem.options.softcap.is_some(),
+            mask: rows(problem.mask),
+            bias: rows(problem.bias),
+            partial: false,
+            stats_multiple: 384,
+        };
+        check_dbias(name, scores, plan.backward.dbias, &problem);
+    };
+    let dims: Vec<usize> = match std::env::var("HOPPER_DIMS") {
+        Ok(dims) => dims.split(',').map(|n| n.parse().unwrap()).collect(),
+        Err(_) => vec![64, 128, 192, 256],
+    };
+    for head_dim in dims {
+        let biased = |dtype, options| problem(head_dim, dtype, options).with_bias(&[1, 16, 4096, 4096]).unwrap();
+        check(&format!("d{head_dim}_full"), biased(Dtype::BF16, AttentionOptions::default()));
+        check(&format!("d{head_dim}_causal_f16"), biased(Dtype::F16, causal));
+        let everything = AttentionOptions { window_left: Some(1023), softcap: Some(50.0), ..causal };
+        check(&format!("d{head_dim}_all"), biased(Dtype::BF16, everything).with_mask(&[4, 1, 4096, 4096]).unwrap());
     }
 }
 
@@ -520,6 +626,58 @@ fn what_hopper_cannot_do_is_planned_visibly() {
     let older = Device { wgmma: false, ..device() };
     let plan = plan_on(&older, &problem(128, Dtype::BF16, causal)).unwrap();
     assert!(plan.to_string().contains("no warpgroup matrix products"), "{plan}");
+}
+
+/// The gradient of a bias that repeats queries or keys is told to be the portable kernel's.
+#[test]
+fn which_bias_has_a_gradient_of_its_own_kernel_is_planned_visibly() {
+    let plain = problem(128, Dtype::BF16, AttentionOptions::default());
+    let plan = |problem: AttentionProblem| plan_on(&device(), &problem).unwrap();
+    let biased = plan(plain.with_bias(&[1, 16, 4096, 4096]).unwrap());
+    assert!(biased.passed_over.is_empty() && biased.to_string().contains(", dbias hopper 128×256"), "{biased}");
+    for shape in [[4, 16, 1, 4096], [1, 1, 4096, 1], [1, 16, 1, 1]] {
+        let repeated = plan(plain.with_bias(&shape).unwrap());
+        assert_eq!(repeated.backward.dbias.kernel(), Kernel::Portable, "{repeated}");
+        assert!(repeated.to_string().contains("; not dbias hopper: it takes no sums"), "{repeated}");
+    }
+    let none = plan(plain);
+    assert!(none.passed_over.is_empty() && !none.to_string().contains("dbias"), "{none}");
+}
+
+/// Of a bias's gradient, each block of which the band shows something comes once, in order, whatever was taken before.
+#[test]
+fn blocks_of_a_bias_are_every_block_once() {
+    let options = [
+        AttentionOptions::default(),
+        AttentionOptions { causal: true, ..Default::default() },
+        AttentionOptions { causal: true, window_left: Some(99), ..Default::default() },
+    ];
+    let tile = BiasTile { tile_k: 64, tiles: 2, stages: 2, row_stages: 1 };
+    for ((seq_q, seq_k), options) in
+        [(700, 700), (300, 900), (900, 300), (128, 128), (1, 500)].into_iter().flat_map(|n| options.map(|o| (n, o)))
+    {
+        let band = Band::new(seq_q, seq_k, &options);
+        let mosaic = Mosaic::new(&band, tile, [2, 3], [2, 6, 3]);
+        let matrices = 0..6u32;
+        let all: Vec<_> = matrices
+            .flat_map(|matrix| (0..(seq_q as u32).div_ceil(128)).map(move |row| (matrix, row)))
+            .flat_map(|(matrix, row)| {
+                let seen = band.k_blocks(row * 128, 128, 128);
+                (0..seen.end - seen.start).map(move |nth| Block { matrix, row, nth })
+            })
+            .collect();
+        assert_eq!(all.len() as u32, mosaic.items);
+        for stride in [1, 5, 132] {
+            for first in 0..stride.min(3) {
+                let (mut block, mut at) = (Block { matrix: 0, row: 0, nth: 0 }, 0);
+                for number in (first..all.len()).step_by(stride) {
+                    block = mosaic.after(&block, (number - at) as u32, &band, tile);
+                    assert_eq!(block, all[number], "{band:?} {number}");
+                    at = number;
+                }
+            }
+        }
+    }
 }
 
 fn plain(role: Role, tile: HopperTile, partial: bool) -> Blueprint {

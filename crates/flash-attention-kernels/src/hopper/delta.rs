@@ -105,7 +105,7 @@ pub fn delta<E: Float>(
 
 /// Rows of lse and delta of a head: whole tiles of them.
 #[cube]
-fn stats_rows(seq_q: u32, #[comptime] multiple: usize) -> u32 {
+pub fn stats_rows(seq_q: u32, #[comptime] multiple: usize) -> u32 {
     seq_q.div_ceil(comptime!(multiple as u32)) * comptime!(multiple as u32)
 }
 

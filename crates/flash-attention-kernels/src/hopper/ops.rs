@@ -665,3 +665,24 @@ fn product_registers(
         sequence(scope, in_place(scope, f32::__expand_as_type(scope), &template, &others, registers, args))
     })
 }
+
+/// Writes one of the two numbers of a packed register to the first element of `to`, if `live`. No branch, as for [`store_pair`].
+#[cube]
+pub fn store_half<E: CubePrimitive>(to: &mut [E], packed: u32, #[comptime] high: bool, live: bool) {
+    intrinsic!(|scope| {
+        let to = unsafe { *to.__expand_as_ptr_method(scope) }.value(scope);
+        let halves = if high { "_, half" } else { "half, _" };
+        let template = format!("{{\n.reg .b16 half;\nmov.b32 {{{halves}}}, $1;\n@$2 st.global.b16 [$0], half;\n}}");
+        effect(scope, &template, "l,r,b,~{memory}", vec![to, packed.read_value(scope), live.read_value(scope)])
+    })
+}
+
+/// The same number, which the compiler takes for another one each time: what is computed from it is computed where it is needed,
+/// not once before a loop, which takes a register for each.
+#[cube]
+pub fn opaque(x: u32) -> u32 {
+    intrinsic!(|scope| {
+        let (ty, x) = (u32::__expand_as_type(scope), x.read_value(scope));
+        ExpandValue::from(effect_value(scope, ty, "mov.u32 $0, $1;", "=r,r", vec![x])).into()
+    })
+}

@@ -610,7 +610,7 @@ pub fn load_q<E: CubePrimitive>(
 /// Loads rows, panel after panel.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-fn load_panels<E: CubePrimitive>(
+pub fn load_panels<E: CubePrimitive>(
     map: &TensorMap<E, Tiled>,
     to: u32,
     #[comptime] bytes: u32,

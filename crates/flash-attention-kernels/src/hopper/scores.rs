@@ -53,6 +53,37 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
     bias_tile: u32,
     #[comptime] blueprint: Blueprint,
 ) {
+    let (batch, head) = head_of(memory, nth, blueprint);
+    finish_head(s, factors, band, mask, bias, batch, head, first_row, k_start, bias_tile, 0usize, blueprint);
+}
+
+/// Batch and query head of an item, where a mask or bias is read for them.
+#[cube]
+fn head_of(memory: &Memory, nth: u32, #[comptime] blueprint: Blueprint) -> (u32, u32) {
+    if comptime!(blueprint.mask.is_some() || (blueprint.bias.is_some() && !blueprint.tiled_bias())) {
+        (memory.item(nth, Of::Batch), memory.query_head(nth, blueprint))
+    } else {
+        (0u32.runtime(), 0u32.runtime())
+    }
+}
+
+/// [`finish()`] for a batch and query head. `sixteenth`: which 16 columns of the panel at `bias_tile` are the first.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn finish_head<E: Float, M: Numeric, NB: Size, NM: Size>(
+    s: &mut Array<f32>,
+    factors: &Factors,
+    band: &Band,
+    mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
+    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
+    batch: u32,
+    head: u32,
+    first_row: u32,
+    k_start: u32,
+    bias_tile: u32,
+    #[comptime] sixteenth: usize,
+    #[comptime] blueprint: Blueprint,
+) {
     let tile_k = comptime!(blueprint.tile.tile_k);
     let (lane_row, lane_column) = (row_of(first_row), column_of(k_start));
     if comptime!(blueprint.capped) {
@@ -66,12 +97,11 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
             s[i] *= factors.scale;
         }
     }
-    add_bias(s, factors, band, bias, memory, nth, first_row, k_start, bias_tile, blueprint);
+    add_bias(s, factors, band, bias, batch, head, first_row, k_start, bias_tile, sixteenth, blueprint);
     #[comptime]
     if let ComptimeOption::Some(mask) = mask {
         let once = comptime!(blueprint.mask == Some(Rows::Same) && !blueprint.transposed());
-        let at = memory.item(nth, Of::Batch) as usize * mask.stride(0)
-            + memory.query_head(nth, blueprint) as usize * mask.stride(1);
+        let at = batch as usize * mask.stride(0) + head as usize * mask.stride(1);
         #[unroll]
         for r in 0..comptime!(if once { 1usize } else { 2usize }) {
             let row = band.query_within(lane_row + comptime!(8 * r as u32));
@@ -102,17 +132,18 @@ fn add_bias<E: Float, NB: Size>(
     factors: &Factors,
     band: &Band,
     bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
-    memory: &Memory,
-    nth: u32,
+    batch: u32,
+    head: u32,
     first_row: u32,
     k_start: u32,
     bias_tile: u32,
+    #[comptime] sixteenth: usize,
     #[comptime] blueprint: Blueprint,
 ) {
     if comptime!(blueprint.tiled_bias()) {
-        add_tile(s, factors, bias_tile, blueprint);
+        add_tile(s, factors, bias_tile, sixteenth, blueprint);
     } else {
-        add_rows(s, band, bias, memory, nth, row_of(first_row), column_of(k_start), blueprint);
+        add_rows(s, band, bias, batch, head, row_of(first_row), column_of(k_start), blueprint);
     }
 }
 
@@ -141,7 +172,8 @@ pub fn slope<E: Float, NB: Size>(
     for n in 0..len {
         t[n] = -(lg2(max(p[n], f32::MIN_POSITIVE)) + *lse.index(n)) * comptime!(std::f32::consts::LN_2);
     }
-    add_bias(&mut t, factors, band, bias, memory, nth, first_row, k_start, bias_tile, blueprint);
+    let (batch, head) = head_of(memory, nth, blueprint);
+    add_bias(&mut t, factors, band, bias, batch, head, first_row, k_start, bias_tile, 0usize, blueprint);
     let per_cap = reciprocal(factors.softcap);
     #[unroll]
     for n in 0..len {
@@ -158,8 +190,8 @@ fn add_rows<E: Float, NB: Size>(
     s: &mut Array<f32>,
     band: &Band,
     bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
-    memory: &Memory,
-    nth: u32,
+    batch: u32,
+    head: u32,
     lane_row: u32,
     lane_column: u32,
     #[comptime] blueprint: Blueprint,
@@ -168,8 +200,7 @@ fn add_rows<E: Float, NB: Size>(
     #[comptime]
     if let ComptimeOption::Some(bias) = bias {
         let once = comptime!(blueprint.bias == Some(Rows::Same) && !blueprint.transposed());
-        let at = memory.item(nth, Of::Batch) as usize * bias.stride(0)
-            + memory.query_head(nth, blueprint) as usize * bias.stride(1);
+        let at = batch as usize * bias.stride(0) + head as usize * bias.stride(1);
         #[unroll]
         for r in 0..comptime!(if once { 1usize } else { 2usize }) {
             let row = band.query_within(lane_row + comptime!(8 * r as u32));
@@ -192,9 +223,15 @@ fn add_rows<E: Float, NB: Size>(
 }
 
 /// Adds the bias, of which a warpgroup's tile lies in shared memory at `tile`, and multiplies by the scale, unless a softcap
-/// has done so.
+/// has done so. `sixteenth`: which 16 columns of its first panel are the first.
 #[cube]
-fn add_tile(s: &mut Array<f32>, factors: &Factors, tile: u32, #[comptime] blueprint: Blueprint) {
+fn add_tile(
+    s: &mut Array<f32>,
+    factors: &Factors,
+    tile: u32,
+    #[comptime] sixteenth: usize,
+    #[comptime] blueprint: Blueprint,
+) {
     // Of 16 rows and columns at a time: rows 0 to 7 and 8 to 15 of an eight, then of the next one. A line of a panel is 128
     // bytes, in which the swizzle exchanges vectors of 16 by the line's number.
     let lane = UNIT_POS % 32;
@@ -209,8 +246,9 @@ fn add_tile(s: &mut Array<f32>, factors: &Factors, tile: u32, #[comptime] bluepr
         let words = if comptime!(blueprint.transposed()) {
             load_tiles(at + comptime!((i * 16 * 128) as u32), true)
         } else {
-            let panel = comptime!((i / 4 * WARPGROUP_ROWS * 128) as u32);
-            load_tiles((at ^ comptime!((i % 4 * 32) as u32)) + panel, false)
+            let of_tile = comptime!(i + sixteenth);
+            let panel = comptime!((of_tile / 4 * WARPGROUP_ROWS * 128) as u32);
+            load_tiles((at ^ comptime!((of_tile % 4 * 32) as u32)) + panel, false)
         };
         #[unroll]
         for word in 0..4usize {

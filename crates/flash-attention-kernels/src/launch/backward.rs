@@ -2,14 +2,14 @@
 
 use super::{Call, Inputs, elementwise, input, output};
 use crate::error::AttentionError;
-use crate::hopper::PANEL;
+use crate::hopper::{BiasTile, PANEL};
 use crate::portable::GridLaunch;
 use crate::portable::dbias::Sums;
 use crate::portable::tile::{TileShape, WIDTH};
 use crate::portable::{self, dbias, delta, nothing};
 use crate::problem::AttentionProblem;
 use crate::tensor::TensorView;
-use crate::tiling::{self, BackwardTiles, Device, Gradient, HopperGradient, Stage};
+use crate::tiling::{self, BackwardTiles, BiasGradient, Device, Gradient, HopperGradient, Stage};
 use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -118,6 +118,9 @@ pub(super) struct HopperResults<'a> {
 
 /// A launch for Hopper.
 pub(super) type Wanted<'a> = (HopperResults<'a>, HopperGradient);
+
+/// That of the bias's gradient.
+pub(super) type WantedBias<'a> = (&'a TensorView, BiasTile);
 
 /// How the bias's gradient is launched.
 struct DbiasGrids {
@@ -246,14 +249,18 @@ impl Call<'_> {
                 }
             }
         }
-        let dbias = match &gradients.dbias {
-            Some(dbias) => {
-                tiling::check_bindings(self.device, p, "dbias", 6)?;
-                Some((dbias, self.dbias_grids(dbias, tiles.dbias)?))
+        let mut dbias = None;
+        let mut hopper_dbias = None;
+        if let Some(view) = &gradients.dbias {
+            match tiles.dbias {
+                BiasGradient::Hopper(tile) => hopper_dbias = Some((view, tile)),
+                BiasGradient::Portable(tile) => {
+                    tiling::check_bindings(self.device, p, "dbias", 6)?;
+                    dbias = Some((view, tile, self.dbias_grids(view, tile)?));
+                }
             }
-            None => None,
-        };
-        self.check_hopper_backward(saved, &hopper)?;
+        }
+        self.check_hopper_backward(saved, &hopper, hopper_dbias)?;
 
         if dq.is_some() || !dkdv.is_empty() || dbias.is_some() {
             self.delta(saved, scratch, delta, addresses);
@@ -264,16 +271,21 @@ impl Call<'_> {
         for (dk, dv, tile, grid) in dkdv {
             self.dkdv(saved, scratch, dk, dv, tile, grid, addresses);
         }
-        if let Some((dbias, grids)) = dbias {
-            self.dbias(saved, scratch, dbias, tiles.dbias, grids, addresses);
+        if let Some((dbias, tile, grids)) = dbias {
+            self.dbias(saved, scratch, dbias, tile, grids, addresses);
         }
         // They read scratch in a layout of their own.
-        self.backward_hopper(saved, scratch, &hopper)
+        self.backward_hopper(saved, scratch, &hopper, hopper_dbias)
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn check_hopper_backward(&self, _: &Saved, wanted: &[Wanted]) -> Result<(), AttentionError> {
-        if wanted.is_empty() {
+    fn check_hopper_backward(
+        &self,
+        _: &Saved,
+        wanted: &[Wanted],
+        bias: Option<WantedBias>,
+    ) -> Result<(), AttentionError> {
+        if wanted.is_empty() && bias.is_none() {
             return Ok(());
         }
         let why = "it was not compiled: that takes the feature cuda".into();
@@ -281,7 +293,13 @@ impl Call<'_> {
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn backward_hopper(&self, _: &Saved, _: &Scratch, _: &[Wanted]) -> Result<(), AttentionError> {
+    fn backward_hopper(
+        &self,
+        _: &Saved,
+        _: &Scratch,
+        _: &[Wanted],
+        _: Option<WantedBias>,
+    ) -> Result<(), AttentionError> {
         Ok(())
     }
 

@@ -1,7 +1,7 @@
 //! Tiles for NVIDIA Hopper, and in which order and in how many parts its kernels work.
 
 use super::{Device, Gradient, HopperForward, HopperGradient};
-use crate::hopper::{HopperTile, PANEL};
+use crate::hopper::{BiasTile, HopperTile, PANEL};
 use crate::problem::{AttentionProblem, BackwardOrder, Dtype};
 
 /// Tiles of the forward for Hopper, by the larger head dimension and the number of keys: the first row that both fit.
@@ -74,6 +74,23 @@ const HOPPER_DKDV: [(usize, HopperTile, HopperTile, bool); 4] = [
     (128, gradient_tile(64, 3), gradient_tile(64, 3), true),
     (192, gradient_tile(64, 2), gradient_tile(32, 2), false),
     (256, gradient_tile(48, 2), gradient_tile(32, 2), false),
+];
+
+/// Tiles of the gradient of a bias for Hopper, by the larger head dimension. Blocks are 128 queries high; the wider they are, the
+/// less is loaded for each pair.
+///
+/// ```text
+/// head_dim  keys    stages  of rows  registers: dB, S, dP  of   shared memory, of which bias
+/// 64        4 × 64  6       2        128 + 32 + 32         255  227 KiB  64 KiB
+/// 128       4 × 64  3       1        128 + 32 + 32         255  226 KiB  64 KiB
+/// 192       2 × 64  2       1        64 + 32 + 32          255  226 KiB  32 KiB
+/// 256       4 × 32  2       1        64 + 16 + 16          255  226 KiB  32 KiB
+/// ```
+const HOPPER_DBIAS: [(usize, BiasTile); 4] = [
+    (64, BiasTile { tile_k: 64, tiles: 4, stages: 6, row_stages: 2 }),
+    (128, BiasTile { tile_k: 64, tiles: 4, stages: 3, row_stages: 1 }),
+    (192, BiasTile { tile_k: 64, tiles: 2, stages: 2, row_stages: 1 }),
+    (256, BiasTile { tile_k: 32, tiles: 4, stages: 2, row_stages: 1 }),
 ];
 
 /// Tiles of all three gradients by one kernel, by the larger head dimension, the least number of queries from which on it is
@@ -155,6 +172,17 @@ pub fn backward(device: &Device, problem: &AttentionProblem) -> Result<(Gradient
         Gradient::Hopper(HopperGradient { tile: dkdv, section: section(device, problem, &dkdv, true) }),
         *together,
     ))
+}
+
+/// How Hopper's kernel computes the bias's gradient, where those of the other gradients can be, or why it cannot.
+pub fn dbias(problem: &AttentionProblem) -> Result<BiasTile, String> {
+    if !varies_by_pair(problem) {
+        return Err("it takes no sums over queries or keys, which the bias repeats".into());
+    }
+    let widest = problem.head_dim.max(problem.head_dim_v);
+    let row = HOPPER_DBIAS.iter().find(|(of, _)| widest <= *of);
+    row.map(|(_, tile)| *tile)
+        .ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER_DBIAS[HOPPER_DBIAS.len() - 1].0))
 }
 
 /// How one kernel computes all three gradients, if that is wanted and faster.

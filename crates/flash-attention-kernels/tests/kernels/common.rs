@@ -384,6 +384,9 @@ impl Case {
         backward_with(client, p, &inputs, &saved, &gradients, &scratch, Some(planned))?;
         let of_backward = if can { Kernel::Hopper } else { Kernel::Portable };
         assert_eq!([planned.dq.kernel(), planned.dkdv.kernel()], [of_backward; 2], "{p:?}");
+        let each_pair = p.bias.is_some_and(|[.., sq, sk]| [sq, sk] == [p.seq_q, p.seq_k] && sq * sk > 1);
+        let of_bias = if can && each_pair { Kernel::Hopper } else { Kernel::Portable };
+        assert_eq!(planned.dbias.kernel(), of_bias, "{p:?}");
 
         let read = |out: &Option<Guarded>, name| out.as_ref().map(|out| out.read(client, name));
         stats.read(client, "stats");

@@ -145,16 +145,11 @@ fn more_blocks_than_cubes() {
     }));
 }
 
-/// Every tile shape that is planned for half precision on CUDA, without the gradient of the bias: what a sanitizer can watch
-/// in a minute.
+/// Every tile shape that is planned for half precision on CUDA: what a sanitizer can watch in a minute.
 #[test]
 fn every_planned_tile() {
     let dims = if thorough() { vec![64, 128, 192, 256] } else { vec![64] };
-    let case = |d: usize, sq: usize, sk: usize| {
-        let mut case = Case::new([1, 4, 2, sq, sk, d, d], Dtype::F32, causal());
-        case.wanted = [true, true, true, false];
-        case
-    };
+    let case = |d: usize, sq: usize, sk: usize| Case::new([1, 4, 2, sq, sk, d, d], Dtype::F32, causal());
     all(dims.iter().map(|d| case(*d, 200, 300)));
     all(dims.iter().map(|d| case(*d, 200, 304).with_bias([1, 4, 200, 304])));
     // With many keys others, and parts of them.
@@ -192,6 +187,78 @@ fn gradients_in_any_order() {
         for (n, (fixed, any)) in fixed.iter().zip(&any).enumerate() {
             let agree = fixed.is_finite() == any.is_finite();
             assert!(agree && (!fixed.is_finite() || (fixed - any).abs() <= 0.05 * fixed.abs().max(1.0)), "{name} {n}");
+        }
+    }
+}
+
+/// Biases with an element for each pair, shared by batches, heads, both or none, at lengths around the tiles' edges: rows of 304
+/// come and go as tiles and vectors, of 308 go as vectors, of 300 queries and 301 keys neither.
+#[test]
+fn biases_of_each_pair() {
+    let window = AttentionOptions { window_left: Some(70), window_right: Some(9), ..Default::default() };
+    let options = [AttentionOptions::default(), causal(), window];
+    let sizes = [(200, 304), (130, 308), (300, 301), (1, 72), (129, 1), (257, 64)];
+    for (shared, d) in [([1, 4], 64), ([2, 4], 16), ([2, 1], 24), ([1, 1], 8)] {
+        all(sizes.into_iter().flat_map(|(sq, sk)| {
+            options.map(|options| {
+                Case::new([2, 4, 2, sq, sk, d, d], Dtype::F32, options).with_bias([shared[0], shared[1], sq, sk])
+            })
+        }));
+    }
+    let dims: &[(usize, usize)] =
+        if thorough() { &[(128, 128), (192, 128), (64, 256), (256, 256), (59, 111)] } else { &[(59, 111)] };
+    all(dims
+        .iter()
+        .map(|(d, dv)| Case::new([2, 4, 2, 200, 304, *d, *dv], Dtype::F32, causal()).with_bias([1, 4, 200, 304])));
+    // With all that there may be beside it.
+    let capped = AttentionOptions { softcap: Some(3.0), softmax_scale: Some(0.3), ..causal() };
+    let case = |mask: [usize; 4]| {
+        Case::new([2, 4, 2, 140, 208, 64, 64], Dtype::F32, capped)
+            .with_bias([1, 4, 140, 208])
+            .with_mask(mask)
+            .with_dlse()
+    };
+    all([[2, 1, 1, 208], [1, 4, 140, 208], [2, 4, 140, 1]].map(case));
+    // Of more blocks than there are cubes, and none of which the first queries see anything.
+    all([
+        Case::new([1, 40, 40, 520, 1100, 16, 16], Dtype::F32, causal()).with_bias([1, 40, 520, 1100]),
+        Case::new([3, 12, 4, 700, 304, 16, 16], Dtype::F32, causal()).with_bias([1, 12, 700, 304]),
+        Case::new([3, 12, 4, 700, 304, 16, 16], Dtype::F32, causal()).with_bias([3, 12, 700, 304]),
+    ]);
+}
+
+/// What a row must not see makes nothing of its gradient of the bias, whatever it is; nor do rows that are no numbers make
+/// anything of what is hidden from them.
+#[test]
+fn what_is_hidden_has_no_gradient_of_its_bias() {
+    let Some(client) = client() else { return };
+    let case = Case::new([2, 2, 1, 140, 200, 16, 16], Dtype::F32, causal()).with_bias([2, 2, 140, 200]);
+    if !supports(&client, case.problem.dtype) {
+        return;
+    }
+    let clean = case.run(&client).unwrap().dbias.unwrap();
+    let band = case.problem.band();
+    // The last ten keys are seen by the last ten queries alone.
+    let hidden = |n: usize| n / 200 % 140 < 130;
+    for poison in [f64::NAN, f64::INFINITY] {
+        let mut keys = case.clone();
+        let mut queries = case.clone();
+        for batch in 0..2 {
+            keys.v[(batch * 200 + 190) * 16..(batch + 1) * 200 * 16].fill(poison);
+        }
+        for head in 0..4 {
+            queries.q[(head * 140 + 130) * 16..(head + 1) * 140 * 16].fill(poison);
+            queries.dout[(head * 140 + 130) * 16..(head + 1) * 140 * 16].fill(poison);
+        }
+        for case in [keys, queries] {
+            let got = case.run(&client).unwrap().dbias.unwrap();
+            for (n, (got, want)) in got.iter().zip(&clean).enumerate() {
+                let (i, j) = (n / 200 % 140, n % 200);
+                // Rows of `o` that the poison has reached are computed once more, and round otherwise.
+                let close = (got - want).abs() <= case.tolerance(1e-5) * (1.0 + want.abs());
+                assert!(!hidden(n) || close, "({i}, {j}): {got} instead of {want} with {poison}");
+                assert!(band.sees(i as u32, j as u32) || *got == 0.0, "({i}, {j}) is hidden and {got} with {poison}");
+            }
         }
     }
 }

@@ -5,7 +5,7 @@ use crate::error::AttentionError;
 use crate::hopper::gradient::{ResultStridesLaunch, SourceStridesLaunch};
 use crate::hopper::schedule::Walk;
 use crate::hopper::{self, HopperTile, Role, WARPGROUP_ROWS, reduce};
-use crate::launch::backward::{HopperResults, Wanted};
+use crate::launch::backward::{HopperResults, Wanted, WantedBias};
 use crate::launch::{Call, Saved, Scratch};
 use crate::tensor::TensorView;
 use crate::tiling::{HopperGradient, cube_count, stats_multiple, stats_rows};
@@ -28,8 +28,9 @@ impl Call<'_> {
         &self,
         saved: &Saved,
         wanted: &[Wanted],
+        bias: Option<WantedBias>,
     ) -> Result<(), AttentionError> {
-        if wanted.is_empty() {
+        if wanted.is_empty() && bias.is_none() {
             return Ok(());
         }
         let inputs = &self.inputs;
@@ -51,6 +52,9 @@ impl Call<'_> {
                 return Err(AttentionError::Grid { kernel: "gradient", cubes: items, max });
             }
         }
+        if let Some(bias) = bias {
+            self.check_dbias_hopper(bias)?;
+        }
         self.round_grid()?;
         self.delta_hopper_grid().map(|_| ())
     }
@@ -61,15 +65,17 @@ impl Call<'_> {
         saved: &Saved,
         scratch: &Scratch,
         wanted: &[Wanted],
+        bias: Option<WantedBias>,
     ) -> Result<(), AttentionError> {
-        if wanted.is_empty() {
+        if wanted.is_empty() && bias.is_none() {
             return Ok(());
         }
         let [q, k, v] = [&self.inputs.q, &self.inputs.k, &self.inputs.v].map(|view| self.readable(view));
         let inputs = [q?, k?, v?, self.readable(&saved.dout)?];
         let sums = wanted.iter().find(|(results, _)| results.role() == Role::All).and(scratch.dq_sums.as_ref());
         self.delta_hopper(saved, &self.readable(&saved.o)?, &inputs[3], scratch, sums)?;
-        wanted.iter().try_for_each(|(results, tiles)| self.gradient(&inputs, scratch, results, tiles))
+        wanted.iter().try_for_each(|(results, tiles)| self.gradient(&inputs, scratch, results, tiles))?;
+        bias.map_or(Ok(()), |bias| self.dbias_hopper(&inputs, scratch, bias))
     }
 
     /// Blocks of all heads.

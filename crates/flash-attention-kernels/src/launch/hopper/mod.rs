@@ -1,6 +1,7 @@
 //! Launches the kernels for Hopper.
 
 mod backward;
+mod dbias;
 mod forward;
 
 use super::{Call, rows_grid};

@@ -1,0 +1,112 @@
+//! Launches the gradient of a bias for Hopper.
+
+use super::{OUT_BYTES, counter, factors, is_tiled, pairs, rows_arg, rows_of, stride};
+use crate::error::AttentionError;
+use crate::hopper::dbias::{BiasStridesLaunch, Mosaic};
+use crate::hopper::{self, BiasBlueprint, BiasTile, Blueprint, Role, Rows, WARPGROUP_ROWS};
+use crate::launch::backward::WantedBias;
+use crate::launch::{Call, Scratch};
+use crate::tensor::TensorView;
+use crate::tiling::{stats_multiple, varies_by_pair};
+use cubecl::prelude::*;
+
+impl Call<'_> {
+    /// Whatever can fail of [`dbias_hopper`](Self::dbias_hopper).
+    pub(super) fn check_dbias_hopper(&self, (dbias, tile): WantedBias) -> Result<(), AttentionError> {
+        let p = self.problem;
+        if !varies_by_pair(p) {
+            return Err(AttentionError::Unsupported {
+                option: "dbias",
+                value: format!("{:?}", dbias.shape),
+                why: "the kernel for Hopper computes that of a bias that repeats no query and no key",
+            });
+        }
+        let available = self.device.shared_memory;
+        if !tile.is_consistent() || self.dbias_blueprint(dbias, tile).shared_memory() > available {
+            return Err(AttentionError::Unsupported {
+                option: "tile",
+                value: format!("{tile:?}"),
+                why: "tiles of 32, 64 or 128 keys make blocks of a multiple of 64; stages are 2 or more and fit the device",
+            });
+        }
+        // Blocks, and runs of 8 rows of them, are numbered in 31 bits, with those of all cubes beyond the last.
+        let blocks = (dbias.shape[0] * dbias.shape[1] * p.seq_q.div_ceil(BiasTile::TILE_Q)) as u64;
+        let items = blocks * p.seq_k.div_ceil(tile.block_k()).max(BiasTile::TILE_Q / 8) as u64;
+        let max = i32::MAX as u64 - 8 * self.device.multiprocessors as u64;
+        if items > max { Err(AttentionError::Grid { kernel: "dbias", cubes: items, max }) } else { Ok(()) }
+    }
+
+    fn dbias_blueprint(&self, dbias: &TensorView, tile: BiasTile) -> BiasBlueprint {
+        let p = self.problem;
+        let bias = self.inputs.bias.as_ref();
+        let scores = Blueprint {
+            role: Role::Dq,
+            tile: tile.tile(),
+            dtype: p.dtype,
+            head_dim: p.head_dim,
+            head_dim_v: p.head_dim_v,
+            capped: p.options.softcap.is_some(),
+            mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
+            bias: rows_of(bias),
+            partial: false,
+            stats_multiple: stats_multiple(p),
+        };
+        let size = p.dtype.size();
+        let plain = BiasBlueprint { tile, scores, vectors: dbias.vectorizes(OUT_BYTES / size, size) };
+        let tiled = BiasBlueprint { scores: Blueprint { bias: Some(Rows::Tiled), ..scores }, ..plain };
+        let fits = tiled.shared_memory() <= self.device.shared_memory;
+        if fits && bias.is_some_and(|bias| is_tiled(bias, p)) { tiled } else { plain }
+    }
+
+    /// Computes the bias's gradient, from lse and delta in scratch.
+    pub(super) fn dbias_hopper(
+        &self,
+        [q, k, v, dout]: &[TensorView; 4],
+        scratch: &Scratch,
+        (dbias, tile): WantedBias,
+    ) -> Result<(), AttentionError> {
+        let p = self.problem;
+        let size = p.dtype.size();
+        let blueprint = self.dbias_blueprint(dbias, tile);
+        let band = p.band();
+        let [bias_batch, bias_heads, ..] = dbias.shape;
+        let mosaic = Mosaic::new(&band, tile, [bias_batch, bias_heads], [p.batch, p.num_heads_q, p.num_heads_kv]);
+        let bias_map = match &self.inputs.bias {
+            Some(bias) if blueprint.scores.tiled_bias() => self.map(bias, WARPGROUP_ROWS),
+            _ => self.map(k, tile.tile_k),
+        };
+        let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
+        let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, size)));
+        let vector = if blueprint.vectors { OUT_BYTES / size } else { 1 };
+        let strides = BiasStridesLaunch::new(stride(dbias, vector), dbias.strides[3]);
+        // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
+        unsafe {
+            hopper::dbias::dbias::launch_unchecked(
+                self.client,
+                CubeCount::Static(self.device.multiprocessors.max(1) as u32, 1, 1),
+                CubeDim::new_1d(tile.tile().units() as u32),
+                self.addresses([dbias.span(), scratch.stats.span()]),
+                bias_width,
+                mask_width,
+                self.map(q, WARPGROUP_ROWS),
+                self.map(dout, WARPGROUP_ROWS),
+                self.map(k, tile.tile_k),
+                self.map(v, tile.tile_k),
+                bias_map,
+                mask.into(),
+                bias.into(),
+                rows_arg(dbias, OUT_BYTES / size),
+                rows_arg(dbias, 1),
+                rows_arg(&scratch.stats, 1),
+                BufferArg::from_raw_parts(counter(self.client), 1),
+                strides,
+                factors(p, &blueprint.scores),
+                band.into_launch(),
+                mosaic.into_launch(),
+                blueprint,
+                [self.dtype(), self.mask_type()],
+            );
+        }
+        Ok(())
+    }
+}
