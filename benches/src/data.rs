@@ -2,7 +2,7 @@
 
 use crate::case::{Case, Variant};
 use crate::error::Error;
-use flash_attention_kernels::{AttentionProblem, Dtype};
+use flash_attention_kernels::{AttentionProblem, BackwardOrder, Dtype};
 use flash_attention_reference as reference;
 use half::{bf16, f16};
 
@@ -86,6 +86,12 @@ impl Data {
             bias: problem.bias.map(|shape| normal(shape, 4)),
             mask,
         })
+    }
+
+    /// The same, where the backward is to add up in this order.
+    pub fn with_backward_order(mut self, order: BackwardOrder) -> Self {
+        self.problem.options.backward_order = order;
+        self
     }
 }
 

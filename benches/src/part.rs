@@ -12,26 +12,31 @@ pub enum Part {
     Dq,
     /// Those of keys and values.
     Dkdv,
+    /// All three, with sums in whichever order is fastest.
+    Fused,
 }
 
 impl Part {
-    pub const ALL: [Part; 3] = [Part::Forward, Part::Dq, Part::Dkdv];
+    /// Those that every device has.
+    pub const EVERYWHERE: [Part; 3] = [Part::Forward, Part::Dq, Part::Dkdv];
 
     pub fn name(self) -> &'static str {
         match self {
             Part::Forward => "forward",
             Part::Dq => "dq",
             Part::Dkdv => "dkdv",
+            Part::Fused => "fused",
         }
     }
 
     /// Operations as the field counts them: of the backward's five products, each of its kernels recomputes the scores
-    /// and dP, and adds its own.
+    /// and dP, and adds its own; the fused one takes all five.
     pub fn flops(self, p: &AttentionProblem) -> f64 {
         match self {
             Part::Forward => p.forward_flops(),
             Part::Dq => 1.5 * p.forward_flops(),
             Part::Dkdv => 2.0 * p.forward_flops(),
+            Part::Fused => p.backward_flops(),
         }
     }
 
@@ -42,6 +47,7 @@ impl Part {
             Part::Forward => Gradients::default(),
             Part::Dq => Gradients { dq, ..Default::default() },
             Part::Dkdv => Gradients { dk, dv, ..Default::default() },
+            Part::Fused => Gradients { dq, dk, dv, ..Default::default() },
         }
     }
 }

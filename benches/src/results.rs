@@ -57,7 +57,8 @@ record! {
         device: String,
         /// `cuda`, `vulkan` (SPIR-V), `wgpu` (WGSL), or `torch` and its version.
         runtime: String,
-        /// `ours`, `burn`, `composed`, `cudnn`, `flash2`, `memeff`, `flex` or `matmul`.
+        /// `ours`, `ours-fast` (sums of the backward in whichever order is fastest), `burn`, `composed`, `cudnn`, `flash2`,
+        /// `memeff`, `flex` or `matmul`.
         r#impl: String,
         /// Which of its kernels ran.
         kernel: String,

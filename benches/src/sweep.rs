@@ -56,7 +56,7 @@ impl Part {
     fn stage(self) -> Stage {
         match self {
             Part::Forward => Stage::Forward,
-            Part::Dq | Part::Dkdv => Stage::Backward,
+            Part::Dq | Part::Dkdv | Part::Fused => Stage::Backward,
         }
     }
 }
@@ -135,7 +135,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
     let seen = if options.profile { profile(options)? } else { HashMap::new() };
 
     let candidates = candidates(&options.only)?;
-    let bar = ProgressBar::new((options.head_dim.len() * Part::ALL.len() * candidates.len()) as u64);
+    let bar = ProgressBar::new((options.head_dim.len() * Part::EVERYWHERE.len() * candidates.len()) as u64);
     for head_dim in options.head_dim.iter().copied() {
         let case = Case::new(Dtype::F32, [options.batch, options.heads, options.seq, head_dim], true);
         let data = Data::new(case, 0)?;
@@ -151,7 +151,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
             println!("{head_dim} {} first", Part::Forward.name());
         }
         let oracle = (!options.once).then(|| Oracle::new(&data));
-        for part in Part::ALL {
+        for part in Part::EVERYWHERE {
             let chosen = if part == Part::Forward { forward } else { backward };
             for tile in candidates.iter().copied() {
                 let Some(oracle) = &oracle else {
@@ -309,7 +309,7 @@ fn profile(options: &Options) -> Result<Launches, Error> {
         let name = record.get(kernel).unwrap_or_default();
         let number = |column: usize| record.get(column).and_then(|text| text.replace(',', "").parse::<f64>().ok());
         // The line of units has no kernel, and delta no tiles.
-        let ours = Part::ALL.iter().any(|part| name.contains(part.name())) && !name.contains("delta");
+        let ours = Part::EVERYWHERE.iter().any(|part| name.contains(part.name())) && !name.contains("delta");
         if let (true, Some(registers), Some(dram), Some(sectors)) =
             (ours, number(registers), number(dram), number(sectors))
         {
@@ -326,6 +326,6 @@ fn profile(options: &Options) -> Result<Launches, Error> {
 fn launch(line: &str) -> Option<(usize, &'static str, String)> {
     let mut words = line.split(' ');
     let (head_dim, part, tile) = (words.next()?.parse().ok()?, words.next()?, words.next()?);
-    let part = Part::ALL.into_iter().find(|known| known.name() == part)?;
+    let part = Part::EVERYWHERE.into_iter().find(|known| known.name() == part)?;
     Some((head_dim, part.name(), tile.into()))
 }

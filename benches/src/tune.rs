@@ -9,8 +9,8 @@ use crate::part::Part;
 use crate::timing::{Work, device_time, once, sync};
 use cubecl::client::Client;
 use flash_attention_kernels::{
-    AttentionProblem, BackwardTiles, Forward, Gradient, HopperForward, HopperGradient, HopperTile, Kernel, Plan,
-    plan_with,
+    AttentionProblem, BackwardOrder, BackwardTiles, Forward, Gradient, HopperForward, HopperGradient, HopperTile,
+    Kernel, Plan, plan_with,
 };
 
 /// What to try.
@@ -25,7 +25,8 @@ pub struct Options {
     #[arg(long, value_enum, default_value = "forward")]
     part: Part,
     /// Ways to try, TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/SECTION/PARTS each (TURNS is 0 or 1, SECTION a number of heads, PARTS
-    /// into how many the keys are split; KEYS are queries for dkdv; `-` is what is planned), beside the planned one.
+    /// into how many the keys are split; KEYS are queries for dkdv and fused; `-` is what is planned), beside the planned
+    /// one.
     #[arg(long = "try", value_delimiter = ',')]
     ways: Vec<String>,
 }
@@ -52,7 +53,11 @@ impl Work for Launches<'_> {
             return self.tensors.forward(self.client, &self.problem, HopperForward { tile, section, parts });
         }
         let gradient = Gradient::Hopper(HopperGradient { tile, section });
-        let tiles = BackwardTiles { dq: gradient, dkdv: gradient, ..self.backward };
+        let tiles = match self.part {
+            // Its tiles are those of dkdv; dq's are of the kernel that it does without.
+            Part::Fused => BackwardTiles { dkdv: gradient, ..self.backward },
+            _ => BackwardTiles { dq: gradient, dkdv: gradient, ..self.backward },
+        };
         self.tensors.backward(self.client, &self.problem, &self.part.wanted(self.tensors), tiles)
     }
 
@@ -75,7 +80,7 @@ fn planned(plan: &Plan, part: Part) -> Result<Way, Error> {
         (Part::Forward, Forward::Hopper(HopperForward { tile, section, parts })) => Some(Way(tile, section, parts)),
         (Part::Forward, Forward::Portable(_)) => None,
         (Part::Dq, _) => gradient(plan.backward.dq),
-        (Part::Dkdv, _) => gradient(plan.backward.dkdv),
+        (Part::Dkdv | Part::Fused, _) => gradient(plan.backward.dkdv),
     };
     way.ok_or_else(|| Error::Other(format!("{plan}: not the kernel that was asked for")))
 }
@@ -106,7 +111,8 @@ pub fn run(options: &Options) -> Result<(), Error> {
     let device = DeviceName::best().open()?;
     let client = device.client();
     for case in options.filters.apply(options.set)? {
-        let data = Data::new(case, 0)?;
+        let order = if options.part == Part::Fused { BackwardOrder::Fast } else { BackwardOrder::Deterministic };
+        let data = Data::new(case, 0)?.with_backward_order(order);
         let problem = data.problem;
         let pass = if options.part == Part::Forward { Pass::Forward } else { Pass::Both };
         let tensors = Tensors::new(&client, &data, pass);

@@ -64,7 +64,9 @@ pub fn run() -> Result<(), Error> {
     let client = device.client();
     let name = client.properties().identity.name.clone();
     let sets = input_sets(&job.case);
-    let data = (0..sets as u64).map(|seed| Data::new(job.case, seed)).collect::<Result<Vec<_>, _>>()?;
+    let order = job.implementation.backward_order();
+    let new = |seed| Ok(Data::new(job.case, seed)?.with_backward_order(order));
+    let data = (0..sets as u64).map(new).collect::<Result<Vec<_>, Error>>()?;
     let oracle = Oracle::new(&data[0]);
     let answer = match one(&device, &job, &data, &oracle) {
         Ok(answer) => answer,
@@ -90,7 +92,7 @@ fn one(device: &cubecl::Device, job: &Job, data: &[Data], oracle: &Oracle) -> Re
     drop(results);
     answer.error = Some(error);
     // Burn's own f32 products round to TF32 on CUDA.
-    let tf32 = job.device == DeviceName::Cuda && job.implementation != Implementation::Ours;
+    let tf32 = job.device == DeviceName::Cuda && !job.implementation.is_ours();
     let right = error <= tolerance(job.case.dtype, tf32 && job.case.dtype == Dtype::F32);
     if !right {
         answer.note = format!("wrong result: relative error {error:.1e}");

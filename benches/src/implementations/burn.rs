@@ -52,8 +52,10 @@ impl Tensors {
         let Inputs { q, k, v, bias, mask, hidden, .. } = inputs;
         let (q, k, v, p) = (q.clone(), k.clone(), v.clone(), &self.problem);
         match self.implementation {
-            Implementation::Ours => {
-                let mut options = FlashAttentionOptions::new().with_causal(p.options.causal);
+            Implementation::Ours | Implementation::OursFast => {
+                let mut options = FlashAttentionOptions::new()
+                    .with_causal(p.options.causal)
+                    .with_backward_order(p.options.backward_order);
                 if let Variant::Window(keys) = self.variant {
                     options = options.with_window_left(keys - 1);
                 }
@@ -121,7 +123,7 @@ impl Inputs {
         let mask = data.mask.as_ref().zip(p.mask);
         // Burn's own operation knows causality, not windows.
         let told = match implementation {
-            Implementation::Ours => true,
+            Implementation::Ours | Implementation::OursFast => true,
             Implementation::Burn => !matches!(data.case.variant, Variant::Window(_)),
             Implementation::Composed => false,
         };
@@ -187,7 +189,7 @@ impl Work for Tensors {
 impl Prepared for Tensors {
     fn kernel(&self) -> String {
         match self.implementation {
-            Implementation::Ours => "planned",
+            Implementation::Ours | Implementation::OursFast => "planned",
             Implementation::Burn => "module::attention",
             Implementation::Composed => "matmul, softmax, matmul",
         }

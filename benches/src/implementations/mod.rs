@@ -10,15 +10,17 @@ use crate::data::{Data, Results};
 use crate::error::Error;
 use crate::timing::Work;
 use clap::ValueEnum;
-use flash_attention_kernels::Kernel;
+use flash_attention_kernels::{BackwardOrder, Kernel};
 use serde::{Deserialize, Serialize};
 
 /// An implementation of attention in this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub enum Implementation {
     /// This repository's.
     Ours,
+    /// The same with sums of the backward in whichever order is fastest.
+    OursFast,
     /// Burn's `module::attention`.
     Burn,
     /// Products, mask, softmax: attention as it is written down, in Burn's operations.
@@ -30,15 +32,31 @@ impl Implementation {
     pub fn name(self) -> &'static str {
         match self {
             Implementation::Ours => "ours",
+            Implementation::OursFast => "ours-fast",
             Implementation::Burn => "burn",
             Implementation::Composed => "composed",
         }
     }
 
-    /// Whether it has this pass: only our kernels can be called one at a time.
+    /// In which order its backward adds up, as far as it can be asked.
+    pub fn backward_order(self) -> BackwardOrder {
+        match self {
+            Implementation::OursFast => BackwardOrder::Fast,
+            Implementation::Ours | Implementation::Burn | Implementation::Composed => BackwardOrder::Deterministic,
+        }
+    }
+
+    /// Whether it is this repository's.
+    pub fn is_ours(self) -> bool {
+        matches!(self, Implementation::Ours | Implementation::OursFast)
+    }
+
+    /// Whether it has this pass of its own: only our kernels can be called one at a time, and the order of the backward
+    /// is none of the forward's business.
     pub fn has(self, pass: Pass) -> bool {
         match self {
             Implementation::Ours => true,
+            Implementation::OursFast => pass != Pass::Forward,
             Implementation::Burn | Implementation::Composed => matches!(pass, Pass::Forward | Pass::Autodiff),
         }
     }
@@ -52,7 +70,7 @@ pub trait Prepared: Work {
     fn results(&mut self) -> Result<Results, Error>;
 }
 
-/// Puts `data` on the device, ready for the pass.
+/// Puts `data` on the device, ready for the pass. Its problem says in which order our backward adds up.
 pub fn prepare(
     device: &cubecl::Device,
     implementation: Implementation,
@@ -60,12 +78,10 @@ pub fn prepare(
     pass: Pass,
     data: &[Data],
 ) -> Result<Box<dyn Prepared>, Error> {
-    match (implementation, pass) {
-        (Implementation::Ours, Pass::Forward | Pass::Backward | Pass::Both) => {
-            Ok(Box::new(ours::Kernels::new(device.client(), kernel, pass, data)?))
-        }
-        _ => Ok(Box::new(burn::Tensors::new(device, implementation, pass, data)?)),
+    if implementation.is_ours() && pass != Pass::Autodiff {
+        return Ok(Box::new(ours::Kernels::new(device.client(), kernel, pass, data)?));
     }
+    Ok(Box::new(burn::Tensors::new(device, implementation, pass, data)?))
 }
 
 /// How many sets of inputs take turns, so that none is found in a cache: 256 MB of them, more than any GPU caches.

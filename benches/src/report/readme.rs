@@ -1,6 +1,6 @@
 //! The tables of the README, kept current by a test.
 
-use super::model::{Machine, Problem, Results, by_who, distinct, passes};
+use super::model::{Machine, OURS, Problem, Results, by_who, distinct, passes};
 use super::svg::number;
 use crate::error::Error;
 use crate::results::Timing;
@@ -61,10 +61,13 @@ fn table(results: &Results, machine: &Machine) -> String {
         roof.map_or(String::new(), |roof| format!(" A product of matrices reaches {}.", number(roof)))
     );
     let names: String = columns.iter().map(|(who, _)| format!(" {} |", cell(&who.label))).collect();
-    let compared = columns.iter().any(|(who, _)| who.class == "ours") && columns.len() > 1;
-    let (last, rule) = if compared { (" ours ÷ best other |", "--:|") } else { ("", "") };
-    let _ = writeln!(text, "| [batch, heads, sequence, head_dim] |{names}{last}");
-    let _ = writeln!(text, "|---|{}{rule}", "--:|".repeat(columns.len()));
+    // Ours are compared with what is not ours, not with each other.
+    let others = columns.iter().any(|(who, _)| !OURS.contains(&who.class));
+    let compared: Vec<&str> =
+        columns.iter().map(|(who, _)| who.class).filter(|name| others && OURS.contains(name)).collect();
+    let ratios: String = compared.iter().map(|name| format!(" {name} ÷ best other |")).collect();
+    let _ = writeln!(text, "| [batch, heads, sequence, head_dim] |{names}{ratios}");
+    let _ = writeln!(text, "|---|{}", "--:|".repeat(columns.len() + compared.len()));
     for problem in distinct(rows.iter().map(|row| Problem::from(*row))) {
         let of = |pass: &str, rows: &[&Timing]| fastest(rows, pass, &problem).map(|row| reached(results, row));
         let _ = write!(text, "| {} |", cell(&problem.to_string()));
@@ -72,14 +75,14 @@ fn table(results: &Results, machine: &Machine) -> String {
             let parts = passes.iter().map(|pass| of(pass, rows).unwrap_or("–".into()));
             let _ = write!(text, " {} |", distinct_or_joined(parts.collect()));
         }
-        if compared {
+        for name in &compared {
             let ratio = |pass: &&str| {
-                let rate = |ours: bool| {
-                    let rows: Vec<&Timing> =
-                        rows.iter().copied().filter(|row| (row.r#impl == "ours") == ours).collect();
+                let rate = |wanted: &dyn Fn(&str) -> bool| {
+                    let rows: Vec<&Timing> = rows.iter().copied().filter(|row| wanted(&row.r#impl)).collect();
                     fastest(&rows, pass, &problem)?.tflops
                 };
-                rate(true).zip(rate(false)).map_or("–".into(), |(ours, other)| format!("{:.2}×", ours / other))
+                let (ours, other) = (rate(&|of| of == *name), rate(&|of| !OURS.contains(&of)));
+                ours.zip(other).map_or("–".into(), |(ours, other)| format!("{:.2}×", ours / other))
             };
             let _ = write!(text, " {} |", distinct_or_joined(passes.iter().map(ratio).collect()));
         }
