@@ -1,8 +1,9 @@
-//! The files of results: what was timed (`NAME.csv`), and beside it calls, tiles and bytes moved.
+//! The files of results: what was timed (`NAME.csv`), and beside it calls, errors, tiles and bytes moved.
 //!
 //! ```text
 //! NAME.csv         device time, rate and peak memory          [`Timing`]
 //! NAME-calls.csv   first call, host time of a launch, error   [`Call`]
+//! NAME-errors.csv  error of each result                       [`Accuracy`]
 //! NAME-tiles.csv   time of each tile shape, chosen or not     [`TileTiming`]
 //! NAME-bytes.csv   bytes moved, from the profiler             [`Moved`]
 //! ```
@@ -128,10 +129,55 @@ record! {
         first_call_ms: Option<f64>,
         /// Host time of one launch once warm: from the call's entry to its return, in microseconds.
         host_us: Option<f64>,
-        /// Largest relative root-mean-square error against the oracle, over the results of the pass.
+        /// Largest error against the oracle, over the results of the pass: the root-mean-square of rows' relative errors.
         error: Option<f64>,
         /// Why there is no time: `out of memory`, `wrong result`, `not supported: …`.
         note: String,
+    }
+}
+
+record! {
+    /// The error of each result against the oracle: the root-mean-square over the sampled rows of each row's relative error;
+    /// empty where it was not computed or not compared.
+    Accuracy, "-errors" {
+        /// As in [`Timing`].
+        run: String,
+        /// As in [`Timing`].
+        r#impl: String,
+        /// As in [`Timing`].
+        kernel: String,
+        /// As in [`Timing`].
+        pass: String,
+        /// As in [`Timing`].
+        dtype: String,
+        /// As in [`Timing`].
+        batch: usize,
+        /// As in [`Timing`].
+        heads_q: usize,
+        /// As in [`Timing`].
+        heads_kv: usize,
+        /// As in [`Timing`].
+        seq_q: usize,
+        /// As in [`Timing`].
+        seq_k: usize,
+        /// As in [`Timing`].
+        head_dim: usize,
+        /// As in [`Timing`].
+        causal: bool,
+        /// As in [`Timing`].
+        variant: String,
+        /// Of the output.
+        o: Option<f64>,
+        /// Of the log-sum-exp, in the norm over all sampled rows.
+        lse: Option<f64>,
+        /// Of the queries' gradient.
+        dq: Option<f64>,
+        /// Of the keys'.
+        dk: Option<f64>,
+        /// Of the values'.
+        dv: Option<f64>,
+        /// Of the bias's.
+        dbias: Option<f64>,
     }
 }
 

@@ -134,7 +134,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
             };
             let first = once(&mut work);
             let timed = first.and_then(|first| {
-                let error = oracle.error(&tensors.results(&client, problem.dtype, &wanted));
+                let error = oracle.errors(&tensors.results(&client, problem.dtype, &wanted)).worst();
                 if error > tolerance(problem.dtype, false) || error.is_nan() {
                     return Err(Error::Other(format!("wrong result: relative error {error:.1e}")));
                 }

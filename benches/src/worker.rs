@@ -4,7 +4,7 @@
 //! The job comes as JSON on standard input; the answer is a line of JSON on standard output.
 
 use crate::case::{Case, Pass};
-use crate::data::{Data, Oracle, tolerance};
+use crate::data::{Data, Errors, Oracle, tolerance};
 use crate::device::DeviceName;
 use crate::error::Error;
 use crate::implementations::{Implementation, input_sets, prepare};
@@ -51,8 +51,10 @@ pub struct Answer {
     pub first_call_ms: Option<f64>,
     /// Host time of a warm call, in microseconds.
     pub host_us: Option<f64>,
-    /// Error against the oracle.
+    /// The largest error against the oracle.
     pub error: Option<f64>,
+    /// Each result's.
+    pub errors: Errors,
     /// Why there is no time.
     pub note: String,
 }
@@ -88,7 +90,8 @@ fn one(device: &cubecl::Device, job: &Job, data: &[Data], oracle: &Oracle) -> Re
     answer.kernel = alone.kernel();
     answer.first_call_ms = Some(once(&mut *alone)?);
     let results = alone.results()?;
-    let error = oracle.error(&results);
+    answer.errors = oracle.errors(&results);
+    let error = answer.errors.worst();
     drop(results);
     answer.error = Some(error);
     // Burn's own f32 products round to TF32 on CUDA.

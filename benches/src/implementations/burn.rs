@@ -199,20 +199,16 @@ impl Prepared for Tensors {
     fn results(&mut self) -> Result<Results, Error> {
         self.call(0)?;
         let (o, gradients) = self.last.take().ok_or_else(|| Error::Other("no call was made".into()))?;
+        let dtype = self.problem.dtype;
+        let read = |x: Tensor<4>| Values { bytes: x.into_data().bytes().to_vec(), dtype };
         let mut gradients = gradients.into_iter().map(read);
         Ok(Results {
-            o: Some(read(o)?),
+            o: Some(read(o)),
             lse: None,
-            dq: gradients.next().transpose()?,
-            dk: gradients.next().transpose()?,
-            dv: gradients.next().transpose()?,
-            dbias: gradients.next().transpose()?,
+            dq: gradients.next(),
+            dk: gradients.next(),
+            dv: gradients.next(),
+            dbias: gradients.next(),
         })
     }
-}
-
-fn read(x: Tensor<4>) -> Result<Vec<f64>, Error> {
-    let values = x.cast(DType::F32).into_data().try_into_vec::<f32>();
-    let values = values.map_err(|error| Error::Other(format!("results cannot be read: {error:?}")))?;
-    Ok(values.into_iter().map(f64::from).collect())
 }

@@ -1,7 +1,7 @@
 //! Rows put in order: which belong together in a chart, and what each is called there.
 
 use crate::error::Error;
-use crate::results::{self, Call, Moved, TileTiming, Timing};
+use crate::results::{self, Accuracy, Call, Moved, TileTiming, Timing};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
@@ -21,6 +21,8 @@ pub struct Results {
     pub timings: Vec<Timing>,
     /// Calls.
     pub calls: Vec<Call>,
+    /// Errors.
+    pub errors: Vec<Accuracy>,
     /// Tile sweeps.
     pub tiles: Vec<TileTiming>,
     /// Bytes moved.
@@ -34,10 +36,18 @@ impl Results {
             name: name.into(),
             timings: results::read_if_there(directory, name)?,
             calls: results::read_if_there(directory, name)?,
+            errors: results::read_if_there(directory, name)?,
             tiles: results::read_if_there(directory, name)?,
             moved: results::read_if_there(directory, name)?,
         };
-        let rows = results.timings.len() + results.calls.len() + results.tiles.len() + results.moved.len();
+        let rows = [
+            results.timings.len(),
+            results.calls.len(),
+            results.errors.len(),
+            results.tiles.len(),
+            results.moved.len(),
+        ];
+        let rows: usize = rows.into_iter().sum();
         if rows == 0 {
             return Err(Error::NoResults { directory: directory.into(), name: name.into() });
         }
@@ -146,7 +156,7 @@ macro_rules! problem_of {
         }
     )*};
 }
-problem_of!(Timing, Call);
+problem_of!(Timing, Call, Accuracy);
 
 /// As in `bf16 [4, 16, 4096, 128] causal`; an axis that varies is a letter.
 impl fmt::Display for Problem {

@@ -1,9 +1,9 @@
 //! The page: figures and tables in their order, in one file that needs nothing else.
 
 use super::figures::{self, Figure};
-use super::model::{Machine, Problem, Results, Roofs, distinct};
+use super::model::{Machine, Problem, Results, Roofs, distinct, latest};
 use super::svg::{bytes, escape, number, thousands};
-use crate::results::{TileTiming, Timing};
+use crate::results::{Accuracy, TileTiming, Timing};
 use std::fmt::Write;
 
 const CHART_STYLE: &str = include_str!("chart.css");
@@ -26,6 +26,9 @@ const TILES: &str = "The best shape for each size of tiles, the fuller its color
 const MOVED: &str = "Bytes of one launch that the profiler counted, beside the IO model of FlashAttention (\
     <a href=\"https://arxiv.org/abs/2205.14135\">arXiv:2205.14135</a>, theorem 2): each query block reads all the keys \
     and values that it sees. What L2 serves again does not reach the device's memory.";
+
+const ERRORS: &str = "Of each result, against f64, at some rows of the last head of the last batch: the root-mean-square of \
+    the rows' relative errors (of lse the relative error in the norm over all of them).";
 
 /// The whole page, and the charts that may stand alone with the names of their files.
 pub fn page(all: &[Results], roofs: &Roofs) -> (String, Vec<(String, String)>) {
@@ -64,6 +67,7 @@ pub fn page(all: &[Results], roofs: &Roofs) -> (String, Vec<(String, String)>) {
         for figure in tiles.iter().map(|(figure, _)| figure).chain(&moved) {
             pictures.extend(saved(&results.name, "", figure));
         }
+        sections += &errors(&results.errors);
         sections += "</section>";
     }
     let links: String = all.iter().map(|results| format!("<a href=\"#{0}\">{0}</a>", escape(&results.name))).collect();
@@ -220,6 +224,24 @@ fn rows(all: &[Results], roofs: &Roofs) -> String {
         <input id=\"filter\" type=\"search\" placeholder=\"filter: ours backward causal …\" aria-label=\"Filter\" hidden>{}</section>",
         table(&columns, rows)
     )
+}
+
+/// The error of each result, side by side for those who computed it.
+fn errors(rows: &[Accuracy]) -> String {
+    let what = |row: &Accuracy| (Problem::from(row), row.pass.clone(), row.r#impl.clone(), row.kernel.clone());
+    let mut rows = latest(rows, what);
+    rows.sort_by_key(|row| (Problem::from(*row), row.pass.clone()));
+    if rows.is_empty() {
+        return String::new();
+    }
+    let row = |row: &&Accuracy| {
+        let Accuracy { o, lse, dq, dk, dv, dbias, .. } = **row;
+        let names = [Problem::from(*row).to_string(), row.pass.clone(), row.r#impl.clone(), row.kernel.clone()];
+        let errors = [o, lse, dq, dk, dv, dbias].map(|error| measured(error, |error| format!("{error:.1e}")));
+        ("", names.map(text).into_iter().chain(errors).collect())
+    };
+    let columns = ["problem", "pass", "impl", "kernel", "o", "lse", "dq", "dk", "dv", "dbias"];
+    format!("<h4>Errors</h4><p>{ERRORS}</p>{}", table(&columns, rows.iter().map(row)))
 }
 
 fn tile_table(rows: &[&TileTiming]) -> String {
