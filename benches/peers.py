@@ -4,6 +4,7 @@ python3 peers.py JSON, where JSON holds `cases` and `passes` as src/peers.rs wri
 result: {"impl", "case" (its index, none for matmul), "pass", "answer"}. Exits with 3 where there is no PyTorch or no GPU.
 """
 
+import contextlib
 import json
 import math
 import sys
@@ -31,14 +32,27 @@ TOLERANCES = {"f32": 5e-3, "f16": 5e-3, "bf16": 3e-2}
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash2": SDPBackend.FLASH_ATTENTION,
+    "flash2-deterministic": SDPBackend.FLASH_ATTENTION,
     "memeff": SDPBackend.EFFICIENT_ATTENTION,
 }
 torch.manual_seed(0)
+# What is asked for is a fixed order, not that memory be cleared before it is written.
+torch.utils.deterministic.fill_uninitialized_memory = False
 warnings.filterwarnings("ignore")
 torch._dynamo.config.cache_size_limit = 1000
 # Or no backward could be called twice.
 torch._functorch.config.donated_buffer = False
 compiled_flex = torch.compile(flex_attention)
+
+
+@contextlib.contextmanager
+def order(deterministic):
+    """Sums in a fixed order, for what is called within."""
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def synchronized_ms(call):
@@ -80,7 +94,7 @@ def positions(length, spread):
 
 
 def error_of_rows(found, right):
-    """That of src/data.rs: the root-mean-square of the rows' relative errors, of rows next to nothing that of the typical."""
+    """That of src/data.rs: the root-mean-square of the rows' relative errors, tiny rows measured by the typical size."""
     sizes = right.square().sum(-1)
     typical = sizes.mean()
     sizes = torch.where(sizes < NEGLIGIBLE**2 * typical, typical, sizes)
@@ -128,7 +142,7 @@ class Case:
         """The call of scaled_dot_product_attention, or None where it has no such mathematics."""
         if self.kind in ("softcap", "window") or (self.causal and self.seq_q != self.seq_k):
             return None
-        if self.kind != "none" and (self.causal or name == "flash2"):
+        if self.kind != "none" and (self.causal or name.startswith("flash2")):
             return None
         grouped = self.heads_q != self.heads_kv
         hidden = None
@@ -221,7 +235,7 @@ class Case:
         return errors
 
 
-def one(case, attention, which):
+def one(case, attention, which, deterministic):
     """Times one pass."""
     answer = {"device": torch.cuda.get_device_name(), "kernel": "", "note": ""}
     sets = [case.inputs()]
@@ -235,13 +249,14 @@ def one(case, attention, which):
         return torch.autograd.grad(attention(leaves), leaves, dout)
 
     call = forward if which == "forward" else both
-    torch.cuda.reset_peak_memory_stats()
-    answer["first_call_ms"] = synchronized_ms(lambda: call(0))
-    torch.cuda.reset_peak_memory_stats()
-    call(0)
-    torch.cuda.synchronize()
-    answer["peak_bytes"] = torch.cuda.max_memory_allocated()
-    errors = case.errors(*sets[0], forward(0), None if which == "forward" else both(0))
+    with order(deterministic):
+        answer["first_call_ms"] = synchronized_ms(lambda: call(0))
+        torch.cuda.reset_peak_memory_stats()
+        found = call(0)
+        torch.cuda.synchronize()
+        answer["peak_bytes"] = torch.cuda.max_memory_allocated()
+    errors = case.errors(*sets[0], forward(0), None if which == "forward" else found)
+    del found
     # NaN is larger than any error, and JSON has none.
     error = max(errors.values(), key=lambda error: math.inf if math.isnan(error) else error)
     answer["errors"] = {name: None if math.isnan(of) else of for name, of in errors.items()}
@@ -256,7 +271,8 @@ def one(case, attention, which):
             n = turn % len(sets)
             return torch.autograd.grad(saved[n], sets[n][0], sets[n][1], retain_graph=True)
 
-    return answer | {"time_ms": device_time(call)}
+    with order(deterministic):
+        return answer | {"time_ms": device_time(call)}
 
 
 def say(name, index, which, answer):
@@ -277,14 +293,16 @@ def main():
     print(json.dumps({"version": torch.__version__, "cudnn": torch.backends.cudnn.version()}), flush=True)
     say("matmul", None, "forward", matmul())
     for index, case in enumerate(map(Case, job["cases"])):
-        names = ["memeff", "flex"] if case.dtype == "f32" else ["cudnn", "flash2", "memeff", "flex"]
+        names = ["memeff", "flex"] if case.dtype == "f32" else [*BACKENDS, "flex"]
         for name in names:
-            for which in passes:
+            deterministic = name == "flash2-deterministic"
+            # No forward depends on it.
+            for which in [which for which in passes if which == "backward" or not deterministic]:
                 try:
                     attention = case.flex() if name == "flex" else case.sdpa(name)
                     if attention is None:
                         continue
-                    answer = one(case, attention, which)
+                    answer = one(case, attention, which, deterministic)
                 except torch.OutOfMemoryError:
                     answer = {"note": "out of memory"}
                 except Exception as error:

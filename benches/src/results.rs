@@ -59,7 +59,7 @@ record! {
         /// `cuda`, `vulkan` (SPIR-V), `wgpu` (WGSL), or `torch` and its version.
         runtime: String,
         /// `ours`, `ours-fast` (sums of the backward in whichever order is fastest), `burn`, `composed`, `cudnn`, `flash2`,
-        /// `memeff`, `flex` or `matmul`.
+        /// `flash2-deterministic` (sums of the backward in a fixed order), `memeff`, `flex` or `matmul`.
         r#impl: String,
         /// Which of its kernels ran.
         kernel: String,

@@ -7,7 +7,8 @@ use std::fmt;
 use std::path::Path;
 
 /// Implementations in the order of legends and tables; others follow.
-const IMPLS: [&str; 9] = ["ours", "ours-fast", "burn", "composed", "cudnn", "flash2", "memeff", "flex", "matmul"];
+const IMPLS: [&str; 10] =
+    ["ours", "ours-fast", "burn", "composed", "cudnn", "flash2", "flash2-deterministic", "memeff", "flex", "matmul"];
 /// Those of this repository.
 pub const OURS: [&str; 2] = ["ours", "ours-fast"];
 /// Passes in the order of panels.
