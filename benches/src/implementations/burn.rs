@@ -1,6 +1,6 @@
 //! Attention through Burn's tensors: ours, Burn's own, and composed of products, mask and softmax.
 
-use super::{Implementation, Prepared};
+use super::{Implementation, Prepared, feed};
 use crate::case::{Pass, SOFTCAP, Variant};
 use crate::data::{Data, Results, Values};
 use crate::error::Error;
@@ -167,7 +167,7 @@ impl Work for Tensors {
         let inputs = &self.inputs[turn % self.inputs.len()];
         let o = self.attention(inputs);
         let gradients = if self.pass == Pass::Autodiff {
-            let gradients = (o.clone() * inputs.dout.clone()).sum().backward();
+            let gradients = feed::loss(o.clone(), inputs.dout.clone()).backward();
             let leaves = [Some(&inputs.q), Some(&inputs.k), Some(&inputs.v), inputs.bias.as_ref()];
             leaves.into_iter().flatten().filter_map(|x| x.grad(&gradients)).collect()
         } else {
