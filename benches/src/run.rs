@@ -176,7 +176,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
     for case in &cases {
         for (implementation, pass) in calls(options) {
             out.bar.set_message(format!("{} {} {case}", implementation.name(), pass.name()));
-            let job = Job { device, case: *case, implementation, kernel: options.kernel, pass };
+            let job = Job { device, case: *case, implementation, kernel: options.kernel, pass, timed: true };
             let answer = answer(&job, &device_name, Duration::from_secs(options.limit))?;
             out.add(rows(&run, implementation.name(), case, pass, &answer)?, Some(case))?;
             out.bar.inc(1);
@@ -252,7 +252,7 @@ impl Output {
 }
 
 /// What a worker answers; if it did not live to answer, why.
-fn answer(job: &Job, device: &str, limit: Duration) -> Result<Answer, Error> {
+pub(crate) fn answer(job: &Job, device: &str, limit: Duration) -> Result<Answer, Error> {
     let failed = |what: &str, error: std::io::Error| Error::Other(format!("a worker could not be {what}: {error}"));
     let program = std::env::current_exe().map_err(|error| failed("found", error))?;
     let mut child = Command::new(program)

@@ -1,7 +1,7 @@
 //! Rows put in order: which belong together in a chart, and what each is called there.
 
 use crate::error::Error;
-use crate::results::{self, Accuracy, Call, Moved, TileTiming, Timing};
+use crate::results::{self, Accuracy, Call, Memory, Moved, TileTiming, Timing};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
@@ -24,6 +24,8 @@ pub struct Results {
     pub calls: Vec<Call>,
     /// Errors.
     pub errors: Vec<Accuracy>,
+    /// Memory beyond the inputs.
+    pub memory: Vec<Memory>,
     /// Tile sweeps.
     pub tiles: Vec<TileTiming>,
     /// Bytes moved.
@@ -38,18 +40,13 @@ impl Results {
             timings: results::read_if_there(directory, name)?,
             calls: results::read_if_there(directory, name)?,
             errors: results::read_if_there(directory, name)?,
+            memory: results::read_if_there(directory, name)?,
             tiles: results::read_if_there(directory, name)?,
             moved: results::read_if_there(directory, name)?,
         };
-        let rows = [
-            results.timings.len(),
-            results.calls.len(),
-            results.errors.len(),
-            results.tiles.len(),
-            results.moved.len(),
-        ];
-        let rows: usize = rows.into_iter().sum();
-        if rows == 0 {
+        let Results { timings, calls, errors, memory, tiles, moved, .. } = &results;
+        let rows = [timings.len(), calls.len(), errors.len(), memory.len(), tiles.len(), moved.len()];
+        if rows.iter().sum::<usize>() == 0 {
             return Err(Error::NoResults { directory: directory.into(), name: name.into() });
         }
         Ok(results)
@@ -157,7 +154,7 @@ macro_rules! problem_of {
         }
     )*};
 }
-problem_of!(Timing, Call, Accuracy);
+problem_of!(Timing, Call, Accuracy, Memory);
 
 /// As in `bf16 [4, 16, 4096, 128] causal`; an axis that varies is a letter.
 impl fmt::Display for Problem {
