@@ -180,8 +180,8 @@ impl Errors {
     }
 }
 
-/// Sequences longer than this are sampled at few places: a row of scores is as long as the sequence, and the gradient of a
-/// key takes the row of every query that sees it.
+/// Sequences longer than this are sampled at few places: a row of scores is as long as the sequence, and the gradient
+/// of a key takes the row of every query that sees it.
 const LONG: usize = 1 << 17;
 
 /// Queries and keys that a sample holds.
@@ -206,13 +206,13 @@ fn positions(len: usize, spread: usize) -> Vec<usize> {
     all
 }
 
-/// Rows smaller than this part of their typical size are measured against that size: there what rounding leaves of a sum
-/// is no part of the sum. The first row of causal `dq` is such a one, 0 but for rounding.
+/// Rows smaller than this part of their typical size are measured against that size: what rounding leaves there is no
+/// part of them. The first row of causal `dq` is such a one, 0 but for rounding.
 const NEGLIGIBLE: f64 = 1e-3;
 
-/// The root-mean-square of the rows' relative errors: early rows of causal attention, which average few values, are many
-/// times as long as late ones, and would be all that counts in a norm over all of them. NaN stays NaN, and is within no
-/// tolerance.
+/// The root-mean-square of the rows' relative errors: early rows of causal attention, which average few values, are
+/// many times as long as late ones, and would be all that counts in a norm over all of them. NaN stays NaN, and is
+/// within no tolerance.
 fn error_of_rows(found: &[f64], right: &[f64], width: usize) -> f64 {
     let square = |row: &[f64]| row.iter().map(|x| x * x).sum::<f64>();
     let rows = (right.len() / width) as f64;

@@ -131,7 +131,7 @@ record! {
         first_call_ms: Option<f64>,
         /// Host time of one launch once warm: from the call's entry to its return, in microseconds.
         host_us: Option<f64>,
-        /// Largest error against the oracle, over the results of the pass: the root-mean-square of rows' relative errors.
+        /// Largest error against the oracle, over the results of the pass, as in [`Accuracy`].
         error: Option<f64>,
         /// Why there is no time: `out of memory`, `wrong result`, `not supported: …`.
         note: String,
@@ -139,8 +139,8 @@ record! {
 }
 
 record! {
-    /// The error of each result against the oracle: the root-mean-square over the sampled rows of each row's relative error;
-    /// empty where it was not computed or not compared.
+    /// The error of each result against the oracle: the root-mean-square over the sampled rows of each row's relative
+    /// error; empty where it was not computed or not compared.
     Accuracy, "-errors" {
         /// As in [`Timing`].
         run: String,
@@ -222,8 +222,8 @@ record! {
         variant: String,
         /// What the pass reads: `q`, `k`, `v`, mask and bias, and the output's gradient where there is a backward.
         input_bytes: u64,
-        /// What it must hold beside that: output, `lse` and, where there is a backward, gradients and two f32 a row, and for
-        /// an order of the backward that is not fixed `dq` in f32.
+        /// What it must hold beside that: output, `lse` and, where there is a backward, gradients and two f32 a row,
+        /// and for an order of the backward that is not fixed `dq` in f32.
         linear_bytes: u64,
         /// As in [`Timing`].
         peak_bytes: Option<u64>,
