@@ -4,6 +4,7 @@ python3 peers.py JSON, where JSON holds `cases` and `passes` as src/peers.rs wri
 result: {"impl", "case" (its index, none for matmul), "pass", "answer"}. Exits with 3 where there is no PyTorch or no GPU.
 """
 
+import contextlib
 import json
 import math
 import sys
@@ -22,21 +23,36 @@ if not torch.cuda.is_available():
     sys.exit(print("PyTorch sees no CUDA device", file=sys.stderr) or 3)
 
 # The numbers of src/timing.rs and src/implementations/mod.rs.
-WARM_UP_S, SAMPLE_MS, SAMPLES, LEAST, BUDGET_S = 0.2, 20, 20, 3, 1.5
+WARM_UP_S, SAMPLE_MS, SAMPLES, LEAST, BUDGET_S, SLOW_MS = 0.2, 20, 20, 3, 1.5, 1e3
 CACHE_BYTES, SOFTCAP = 256e6, 20.0
+# Those of src/data.rs, and how many scores are in memory at a time.
+LONG, NEGLIGIBLE, SCORES = 1 << 17, 1e-3, 1 << 26
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 TOLERANCES = {"f32": 5e-3, "f16": 5e-3, "bf16": 3e-2}
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash2": SDPBackend.FLASH_ATTENTION,
+    "flash2-deterministic": SDPBackend.FLASH_ATTENTION,
     "memeff": SDPBackend.EFFICIENT_ATTENTION,
 }
 torch.manual_seed(0)
+# What is asked for is a fixed order, not that memory be cleared before it is written.
+torch.utils.deterministic.fill_uninitialized_memory = False
 warnings.filterwarnings("ignore")
 torch._dynamo.config.cache_size_limit = 1000
 # Or no backward could be called twice.
 torch._functorch.config.donated_buffer = False
 compiled_flex = torch.compile(flex_attention)
+
+
+@contextlib.contextmanager
+def order(deterministic):
+    """Sums in a fixed order, for what is called within."""
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def synchronized_ms(call):
@@ -49,11 +65,12 @@ def synchronized_ms(call):
 
 def device_time(call):
     """Median and fifths of the device's time of one call, in milliseconds."""
-    for _ in range(2):
+    last = synchronized_ms(lambda: call(0))
+    if last < SLOW_MS:
         last = synchronized_ms(lambda: call(0))
     batch = min(max(int(SAMPLE_MS / last), 1), 200)
     start = time.perf_counter()
-    while time.perf_counter() - start < WARM_UP_S:
+    while last < SLOW_MS and time.perf_counter() - start < WARM_UP_S:
         for turn in range(batch):
             call(turn)
         torch.cuda.synchronize()
@@ -71,10 +88,19 @@ def device_time(call):
     return [samples[round((len(samples) - 1) * fraction)] for fraction in (0.5, 0.2, 0.8)]
 
 
-def positions(length):
+def positions(length, spread):
     """Those of src/data.rs."""
-    spread = [length * (2 * n + 1) // 96 for n in range(48)]
-    return sorted({i for i in [0, 1, 63, 64, 127, 128, *spread, length - 2, length - 1] if 0 <= i < length})
+    others = [length * (2 * n + 1) // (2 * spread) for n in range(spread)]
+    return sorted({i for i in [0, 1, 63, 64, 127, 128, *others, length - 2, length - 1] if 0 <= i < length})
+
+
+def error_of_rows(found, right):
+    """That of src/data.rs: the root-mean-square of the rows' relative errors, tiny rows measured by the typical size."""
+    sizes = right.square().sum(-1)
+    typical = sizes.mean()
+    sizes = torch.where(sizes < NEGLIGIBLE**2 * typical, typical, sizes)
+    differences = (found.double() - right).square().sum(-1)
+    return torch.where(sizes == 0, differences, differences / sizes).mean().sqrt().item()
 
 
 class Case:
@@ -117,7 +143,7 @@ class Case:
         """The call of scaled_dot_product_attention, or None where it has no such mathematics."""
         if self.kind in ("softcap", "window") or (self.causal and self.seq_q != self.seq_k):
             return None
-        if self.kind != "none" and (self.causal or name == "flash2"):
+        if self.kind != "none" and (self.causal or name.startswith("flash2")):
             return None
         grouped = self.heads_q != self.heads_kv
         hidden = None
@@ -155,33 +181,62 @@ class Case:
 
         return call
 
-    def error(self, leaves, dout, o, gradients):
-        """Largest relative root-mean-square error at some queries and keys of the last head of the last batch, against f64."""
-        b, h, h_kv = self.batch - 1, self.heads_q - 1, self.heads_kv - 1
-        group = self.heads_q // self.heads_kv
-        q = leaves[0][b, -group:].detach().double().requires_grad_()
-        k, v = (x[b, h_kv].detach().double().requires_grad_() for x in leaves[1:3])
+    def sampled(self):
+        """Queries and keys: those of src/data.rs."""
+        if max(self.seq_q, self.seq_k) <= LONG:
+            return positions(self.seq_q, 128), positions(self.seq_k, 128)
+        keys = [max(self.seq_k - (16 * n - 15), 0) for n in range(8, 0, -1)] if self.causal else []
+        return positions(self.seq_q, 16), keys
+
+    def rows(self, leaves, dout, b, h, queries):
+        """In f64: probabilities and the gradients of scores, before and after bias and softcap, of these queries."""
+        h_kv = h // (self.heads_q // self.heads_kv)
+        q, k, v = leaves[0][b, h, queries], leaves[1][b, h_kv], leaves[2][b, h_kv]
+        q, k, v, dout = (x.detach().double() for x in (q, k, v, dout[b, h, queries]))
         scores = q @ k.T * self.scale
+        slope = 1.0
         if self.kind == "softcap":
-            scores = SOFTCAP * torch.tanh(scores / SOFTCAP)
+            scores = torch.tanh(scores / SOFTCAP)
+            slope = 1 - scores**2
+            scores = SOFTCAP * scores
         if self.kind == "bias":
-            scores = scores + leaves[3][0, -group:].detach().double()
-        i, j = torch.arange(self.seq_q, device="cuda"), torch.arange(self.seq_k, device="cuda")
+            scores = scores + leaves[3][0, h, queries].detach().double()
+        i, j = torch.as_tensor(queries, device="cuda"), torch.arange(self.seq_k, device="cuda")
         scores = scores.masked_fill(~self.visible(b, i.view(-1, 1), j.view(1, -1)), -math.inf)
-        right = torch.softmax(scores, -1) @ v
-        queries, keys = positions(self.seq_q), positions(self.seq_k)
-        # Rows count alike: early ones of causal attention are many times as long as late ones.
-        rows = (o[b, -1, queries].double() - right[-1, queries]).norm(dim=-1) / right[-1, queries].norm(dim=-1)
-        error = (rows**2).mean().sqrt().item()
-        pairs = []
-        if gradients is not None:
-            of = torch.autograd.grad(right, (q, k, v), dout[b, -group:].double())
-            pairs.append((gradients[0][b, -1, queries], of[0][-1, queries]))
-            pairs += [(found[b, h_kv, keys], of[keys]) for found, of in zip(gradients[1:], of[1:])]
-        return max([error] + [((found.double() - of).norm() / of.norm()).item() for found, of in pairs])
+        p = torch.softmax(scores, -1)
+        dp = dout @ v.T
+        dt = p * (dp - (p * dp).sum(-1, keepdim=True))
+        return q, k, v, dout, p, dt, dt * slope
+
+    def errors(self, leaves, dout, o, gradients):
+        """The error of each result against f64, at some queries and keys of the last head of the last batch."""
+        b, h, h_kv = self.batch - 1, self.heads_q - 1, self.heads_kv - 1
+        queries, keys = self.sampled()
+        _, k, v, _, p, _, ds = self.rows(leaves, dout, b, h, queries)
+        errors = {"o": error_of_rows(o[b, h, queries], p @ v)}
+        if gradients is None:
+            return errors
+        errors["dq"] = error_of_rows(gradients[0][b, h, queries], self.scale * ds @ k)
+        if self.kind == "bias":
+            dbias = sum(self.rows(leaves, dout, batch, h, queries)[5] for batch in range(self.batch))
+            errors["dbias"] = error_of_rows(gradients[3][0, h, queries], dbias)
+        if keys:
+            dk, dv = 0, 0
+            # Queries before the first of the keys see none of them.
+            first = max(keys[0] - (self.seq_k - self.seq_q), 0) if self.causal else 0
+            some = max(SCORES // self.seq_k, 1)
+            for head in range(h + 1 - self.heads_q // self.heads_kv, h + 1):
+                for start in range(first, self.seq_q, some):
+                    at = list(range(start, min(start + some, self.seq_q)))
+                    q, _, _, d, p, _, ds = self.rows(leaves, dout, b, head, at)
+                    dk = dk + self.scale * ds[:, keys].T @ q
+                    dv = dv + p[:, keys].T @ d
+            errors["dk"] = error_of_rows(gradients[1][b, h_kv, keys], dk)
+            errors["dv"] = error_of_rows(gradients[2][b, h_kv, keys], dv)
+        return errors
 
 
-def one(case, attention, which):
+def one(case, attention, which, deterministic):
     """Times one pass."""
     answer = {"device": torch.cuda.get_device_name(), "kernel": "", "note": ""}
     sets = [case.inputs()]
@@ -195,14 +250,18 @@ def one(case, attention, which):
         return torch.autograd.grad(attention(leaves), leaves, dout)
 
     call = forward if which == "forward" else both
-    torch.cuda.reset_peak_memory_stats()
-    answer["first_call_ms"] = synchronized_ms(lambda: call(0))
-    torch.cuda.reset_peak_memory_stats()
-    call(0)
-    torch.cuda.synchronize()
-    answer["peak_bytes"] = torch.cuda.max_memory_allocated()
-    error = case.error(*sets[0], forward(0), None if which == "forward" else both(0))
-    answer["error"] = error
+    with order(deterministic):
+        answer["first_call_ms"] = synchronized_ms(lambda: call(0))
+        torch.cuda.reset_peak_memory_stats()
+        found = call(0)
+        torch.cuda.synchronize()
+        answer["peak_bytes"] = torch.cuda.max_memory_allocated()
+    errors = case.errors(*sets[0], forward(0), None if which == "forward" else found)
+    del found
+    # NaN is larger than any error, and JSON has none.
+    error = max(errors.values(), key=lambda error: math.inf if math.isnan(error) else error)
+    answer["errors"] = {name: None if math.isnan(of) else of for name, of in errors.items()}
+    answer["error"] = None if math.isnan(error) else error
     if not error <= TOLERANCES[case.dtype]:
         return answer | {"note": f"wrong result: relative error {error:.1e}"}
     sets += [case.inputs() for _ in range(case.sets - 1)]
@@ -213,7 +272,8 @@ def one(case, attention, which):
             n = turn % len(sets)
             return torch.autograd.grad(saved[n], sets[n][0], sets[n][1], retain_graph=True)
 
-    return answer | {"time_ms": device_time(call)}
+    with order(deterministic):
+        return answer | {"time_ms": device_time(call)}
 
 
 def say(name, index, which, answer):
@@ -234,14 +294,16 @@ def main():
     print(json.dumps({"version": torch.__version__, "cudnn": torch.backends.cudnn.version()}), flush=True)
     say("matmul", None, "forward", matmul())
     for index, case in enumerate(map(Case, job["cases"])):
-        names = ["memeff", "flex"] if case.dtype == "f32" else ["cudnn", "flash2", "memeff", "flex"]
+        names = ["memeff", "flex"] if case.dtype == "f32" else [*BACKENDS, "flex"]
         for name in names:
-            for which in passes:
+            deterministic = name == "flash2-deterministic"
+            # No forward depends on it.
+            for which in [which for which in passes if which == "backward" or not deterministic]:
                 try:
                     attention = case.flex() if name == "flex" else case.sdpa(name)
                     if attention is None:
                         continue
-                    answer = one(case, attention, which)
+                    answer = one(case, attention, which, deterministic)
                 except torch.OutOfMemoryError:
                     answer = {"note": "out of memory"}
                 except Exception as error:

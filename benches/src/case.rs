@@ -191,6 +191,10 @@ pub enum Set {
     Ragged,
     /// f32 at 4k to 64k tokens: memory.
     Lengths,
+    /// (4, 16, 4096, 128) full and causal, in bf16: what Burn's autodiff adds to the kernels.
+    Autodiff,
+    /// One sequence of 2²⁰ tokens, causal, in bf16: seconds a call.
+    Million,
 }
 
 impl Set {
@@ -204,6 +208,8 @@ impl Set {
             Set::Variants => "variants",
             Set::Ragged => "ragged",
             Set::Lengths => "lengths",
+            Set::Autodiff => "autodiff",
+            Set::Million => "million",
         }
     }
 
@@ -279,6 +285,8 @@ impl Set {
                 ]
             }
             Set::Lengths => [4096, 8192, 16384, 32768, 65536].map(|seq| Case::new(F32, [1, 8, seq, 64], true)).to_vec(),
+            Set::Autodiff => [false, true].map(|causal| Case::new(BF16, [4, 16, 4096, 128], causal)).to_vec(),
+            Set::Million => vec![Case::new(BF16, [1, 8, 1 << 20, 128], true)],
         }
     }
 }

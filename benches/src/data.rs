@@ -5,6 +5,10 @@ use crate::error::Error;
 use flash_attention_kernels::{AttentionProblem, BackwardOrder, Dtype};
 use flash_attention_reference as reference;
 use half::{bf16, f16};
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+use std::iter::successors;
+use std::ops::Range;
 
 /// Inputs of a problem: normal random numbers, rounded to its dtype.
 pub struct Data {
@@ -30,35 +34,64 @@ pub struct Data {
 pub struct Values {
     /// As a device stores them.
     pub bytes: Vec<u8>,
-    dtype: Dtype,
+    /// What they are.
+    pub dtype: Dtype,
 }
 
+/// Steps of a walk that one thread takes at a time.
+const STRIDE: usize = 1 << 20;
+
 impl Values {
+    /// A table of normal numbers walked at random: cheap to make, and nothing like zeros.
     fn normal(len: usize, dtype: Dtype, seed: u64) -> Self {
-        // A table of normal numbers walked at random: cheap to make, and nothing like zeros.
-        let table = reference::normal(1 << 14, seed);
-        let mut state = seed | 1;
-        let mut bytes = Vec::with_capacity(len * dtype.size());
-        for _ in 0..len {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            let x = table[(state >> 50) as usize];
+        let mut table = Vec::new();
+        for x in reference::normal(1 << 14, seed) {
             match dtype {
-                Dtype::F32 => bytes.extend_from_slice(&(x as f32).to_le_bytes()),
-                Dtype::F16 => bytes.extend_from_slice(&f16::from_f64(x).to_le_bytes()),
-                Dtype::BF16 => bytes.extend_from_slice(&bf16::from_f64(x).to_le_bytes()),
+                Dtype::F32 => table.extend((x as f32).to_le_bytes()),
+                Dtype::F16 => table.extend(f16::from_f64(x).to_le_bytes()),
+                Dtype::BF16 => table.extend(bf16::from_f64(x).to_le_bytes()),
             }
         }
+        // `x → a·x + c`, done so often, is of that form again: threads start where they would come to.
+        let stride = (0..STRIDE).fold((1, 0), |(a, c): (u64, u64), _| (step(a).wrapping_sub(step(0)), step(c)));
+        let jump = |state: &u64| Some(state.wrapping_mul(stride.0).wrapping_add(stride.1));
+        let starts: Vec<u64> = successors(Some(seed | 1), jump).take(len.div_ceil(STRIDE)).collect();
+        let mut bytes = vec![0; len * dtype.size()];
+        bytes.par_chunks_mut(STRIDE * dtype.size()).zip(starts).for_each(|(chunk, start)| match dtype {
+            Dtype::F32 => walk::<4>(chunk, &table, start),
+            Dtype::F16 | Dtype::BF16 => walk::<2>(chunk, &table, start),
+        });
         Values { bytes, dtype }
     }
 
-    /// The numbers themselves.
-    pub fn to_f64(&self) -> Vec<f64> {
-        to_f64(&self.bytes, self.dtype)
+    /// The numbers at these places.
+    pub fn range(&self, range: Range<usize>) -> Vec<f64> {
+        let size = self.dtype.size();
+        to_f64(&self.bytes[range.start * size..range.end * size], self.dtype)
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.bytes.len() / self.dtype.size()
+    }
+}
+
+/// A step of the walk.
+fn step(state: u64) -> u64 {
+    state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407)
+}
+
+/// Fills a stretch with what the walk meets in the table, of numbers of `SIZE` bytes.
+fn walk<const SIZE: usize>(stretch: &mut [u8], table: &[u8], mut state: u64) {
+    let (table, _) = table.as_chunks::<SIZE>();
+    for x in stretch.as_chunks_mut::<SIZE>().0 {
+        state = step(state);
+        *x = table[(state >> 50) as usize];
     }
 }
 
 /// Numbers that a device stored.
-pub fn to_f64(bytes: &[u8], dtype: Dtype) -> Vec<f64> {
+fn to_f64(bytes: &[u8], dtype: Dtype) -> Vec<f64> {
     match dtype {
         Dtype::F32 => bytes.as_chunks().0.iter().map(|x| f64::from(f32::from_le_bytes(*x))).collect(),
         Dtype::F16 => bytes.as_chunks().0.iter().map(|x| f16::from_le_bytes(*x).to_f64()).collect(),
@@ -107,87 +140,145 @@ pub struct Oracle {
 #[derive(Default)]
 pub struct Results {
     /// `[batch, heads_q, seq_q, head_dim_v]`.
-    pub o: Option<Vec<f64>>,
+    pub o: Option<Values>,
     /// `[batch, heads_q, seq_q]`.
-    pub lse: Option<Vec<f64>>,
+    pub lse: Option<Values>,
     /// Shape of `q`.
-    pub dq: Option<Vec<f64>>,
+    pub dq: Option<Values>,
     /// Shape of `k`.
-    pub dk: Option<Vec<f64>>,
+    pub dk: Option<Values>,
     /// Shape of `v`.
-    pub dv: Option<Vec<f64>>,
+    pub dv: Option<Values>,
     /// Shape of the bias.
-    pub dbias: Option<Vec<f64>>,
+    pub dbias: Option<Values>,
 }
 
-/// Positions that a sample holds, the first and last and the edges of tiles among them.
-fn positions(len: usize) -> Vec<usize> {
-    let spread = (0..48).map(|n| len * (2 * n + 1) / 96);
+/// The error of each result that was computed and that the sample holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Errors {
+    /// Of the output.
+    pub o: Option<f64>,
+    /// Of the log-sum-exp.
+    pub lse: Option<f64>,
+    /// Of the queries' gradient.
+    pub dq: Option<f64>,
+    /// Of the keys'.
+    pub dk: Option<f64>,
+    /// Of the values'.
+    pub dv: Option<f64>,
+    /// Of the bias's.
+    pub dbias: Option<f64>,
+}
+
+impl Errors {
+    /// The largest, or NaN if one of them is.
+    pub fn worst(&self) -> f64 {
+        let Errors { o, lse, dq, dk, dv, dbias } = *self;
+        let all = [o, lse, dq, dk, dv, dbias].into_iter().flatten();
+        all.fold(0.0, |worst: f64, error| if error > worst || error.is_nan() { error } else { worst })
+    }
+}
+
+/// Sequences longer than this are sampled at few places: a row of scores is as long as the sequence, and the gradient
+/// of a key takes the row of every query that sees it.
+const LONG: usize = 1 << 17;
+
+/// Queries and keys that a sample holds.
+fn sampled(p: &AttentionProblem) -> (Vec<usize>, Vec<usize>) {
+    if p.seq_q.max(p.seq_k) <= LONG {
+        return (positions(p.seq_q, 128), positions(p.seq_k, 128));
+    }
+    // Where causal, those near the end are seen by few queries. Others have too many to sum over.
+    let keys =
+        if p.options.causal { (1..=8).rev().map(|n| p.seq_k.saturating_sub(16 * n - 15)).collect() } else { vec![] };
+    (positions(p.seq_q, 16), keys)
+}
+
+/// The first and last positions, edges of tiles, and so many others.
+fn positions(len: usize, spread: usize) -> Vec<usize> {
+    let others = (0..spread).map(|n| len * (2 * n + 1) / (2 * spread));
     let mut all: Vec<usize> =
-        [0, 1, 63, 64, 127, 128].into_iter().chain(spread).chain(len.saturating_sub(2)..len).collect();
+        [0, 1, 63, 64, 127, 128].into_iter().chain(others).chain(len.saturating_sub(2)..len).collect();
     all.retain(|&i| i < len);
     all.sort_unstable();
     all.dedup();
     all
 }
 
+/// Rows smaller than this part of their typical size are measured against that size: what rounding leaves there is no
+/// part of them. The first row of causal `dq` is such a one, 0 but for rounding.
+const NEGLIGIBLE: f64 = 1e-3;
+
+/// The root-mean-square of the rows' relative errors: early rows of causal attention, which average few values, are
+/// many times as long as late ones, and would be all that counts in a norm over all of them. NaN stays NaN, and is
+/// within no tolerance.
+fn error_of_rows(found: &[f64], right: &[f64], width: usize) -> f64 {
+    let square = |row: &[f64]| row.iter().map(|x| x * x).sum::<f64>();
+    let rows = (right.len() / width) as f64;
+    let typical = square(right) / rows;
+    let errors = found.chunks(width).zip(right.chunks(width)).map(|(found, right)| {
+        let difference: f64 = found.iter().zip(right).map(|(found, right)| (found - right).powi(2)).sum();
+        let size = square(right);
+        let size = if size < NEGLIGIBLE.powi(2) * typical { typical } else { size };
+        // All of them are 0.
+        if size == 0.0 { difference } else { difference / size }
+    });
+    (errors.sum::<f64>() / rows).sqrt()
+}
+
 impl Oracle {
     /// For the last head of the last batch, which wrong strides and offsets miss first.
     pub fn new(data: &Data) -> Self {
-        let p = data.problem;
-        let (queries, keys) = (positions(p.seq_q), positions(p.seq_k));
-        let [q, k, v, dout] = [&data.q, &data.k, &data.v, &data.dout].map(Values::to_f64);
-        let bias = data.bias.as_ref().map(Values::to_f64);
-        let inputs = reference::Inputs { q: &q, k: &k, v: &v, mask: data.mask.as_deref(), bias: bias.as_deref() };
-        let at = [p.batch - 1, p.num_heads_q - 1];
-        let sample = reference::sample(&p, &inputs, &dout, at, &queries, &keys);
-        Oracle { problem: p, queries, keys, sample }
-    }
-
-    /// The root-mean-square of the rows' relative errors: early rows of causal attention, which average few values, are many
-    /// times as long as late ones, and would be all that counts.
-    fn error_of_o(&self, found: &Option<Vec<f64>>) -> f64 {
-        let Some(found) = found else { return 0.0 };
-        let (p, width) = (&self.problem, self.problem.head_dim_v);
-        let head = p.batch * p.num_heads_q - 1;
-        let (mut sum, mut rows) = (0.0, 0.0);
-        for (i, right) in self.queries.iter().zip(self.sample.o.chunks(width)) {
-            let found = &found[(head * p.seq_q + i) * width..][..width];
-            let difference: f64 = found.iter().zip(right).map(|(found, right)| (found - right).powi(2)).sum();
-            let size: f64 = right.iter().map(|right| right.powi(2)).sum();
-            // A row that sees nothing is 0.
-            sum += if size == 0.0 { difference } else { difference / size };
-            rows += 1.0;
-        }
-        (sum / f64::max(rows, 1.0)).sqrt()
-    }
-
-    /// The largest relative root-mean-square error of what was computed.
-    pub fn error(&self, results: &Results) -> f64 {
-        let p = &self.problem;
-        let (head, head_kv) = (p.batch * p.num_heads_q - 1, p.batch * p.num_heads_kv - 1);
-        let (queries, keys) = (&self.queries, &self.keys);
-        let of = |found: &Option<Vec<f64>>, right: &[f64], head: usize, len: usize, at: &[usize], width: usize| {
-            let Some(found) = found else { return 0.0 };
-            let found = at.iter().flat_map(|i| &found[(head * len + i) * width..][..width]);
-            let (mut difference, mut size) = (0.0, 0.0);
-            for (found, right) in found.zip(right).filter(|(_, right)| right.is_finite()) {
-                difference += (found - right).powi(2);
-                size += right.powi(2);
+        let whole = data.problem;
+        let (queries, keys) = sampled(&whole);
+        // Of heads that share nothing with the others nothing else is read.
+        let (p, at) = match data.problem {
+            AttentionProblem { mask: None, bias: None, .. } => {
+                let group = whole.group_size();
+                (AttentionProblem { batch: 1, num_heads_q: group, num_heads_kv: 1, ..whole }, [0, group - 1])
             }
-            // NaN stays NaN, and is larger than any tolerance to who asks whether it is within.
-            (difference / size).sqrt()
+            _ => (whole, [whole.batch - 1, whole.num_heads_q - 1]),
         };
-        let s = &self.sample;
-        let errors = [
-            self.error_of_o(&results.o),
-            of(&results.lse, &s.lse, head, p.seq_q, queries, 1),
-            of(&results.dq, &s.dq, head, p.seq_q, queries, p.head_dim),
-            of(&results.dk, &s.dk, head_kv, p.seq_k, keys, p.head_dim),
-            of(&results.dv, &s.dv, head_kv, p.seq_k, keys, p.head_dim_v),
-            of(&results.dbias, &s.dbias, p.num_heads_q - 1, p.seq_q, queries, p.seq_k),
-        ];
-        errors.into_iter().fold(0.0, |worst, error| if error > worst || error.is_nan() { error } else { worst })
+        let last = |values: &Values, shape: [usize; 4]| {
+            values.range(values.len() - shape.iter().product::<usize>()..values.len())
+        };
+        let (q, k, v) = (last(&data.q, p.q_shape()), last(&data.k, p.k_shape()), last(&data.v, p.v_shape()));
+        let dout = last(&data.dout, p.o_shape());
+        let bias = data.bias.as_ref().zip(p.bias).map(|(bias, shape)| last(bias, shape));
+        let inputs = reference::Inputs { q: &q, k: &k, v: &v, mask: data.mask.as_deref(), bias: bias.as_deref() };
+        let sample = reference::sample(&p, &inputs, &dout, at, &queries, &keys);
+        Oracle { problem: whole, queries, keys, sample }
+    }
+
+    /// The errors of what was computed.
+    pub fn errors(&self, results: &Results) -> Errors {
+        let p = &self.problem;
+        let (queries, keys, s) = (&self.queries, &self.keys, &self.sample);
+        // Rows at these positions, of the last head.
+        let rows = |found: &Values, len: usize, at: &[usize], width: usize| -> Vec<f64> {
+            let head = found.len() - len * width;
+            at.iter().flat_map(|i| found.range(head + i * width..head + (i + 1) * width)).collect()
+        };
+        let of = |found: &Option<Values>, right: &[f64], len: usize, at: &[usize], width: usize| {
+            let found = found.as_ref().filter(|_| !right.is_empty())?;
+            Some(error_of_rows(&rows(found, len, at, width), right, width))
+        };
+        // Logarithms count together, where there are any.
+        let lse = results.lse.as_ref().and_then(|found| {
+            let found = rows(found, p.seq_q, queries, 1);
+            let finite = found.into_iter().zip(s.lse.iter().copied()).filter(|(_, right)| right.is_finite());
+            let (found, right): (Vec<f64>, Vec<f64>) = finite.unzip();
+            (!right.is_empty()).then(|| error_of_rows(&found, &right, right.len()))
+        });
+        Errors {
+            o: of(&results.o, &s.o, p.seq_q, queries, p.head_dim_v),
+            lse,
+            dq: of(&results.dq, &s.dq, p.seq_q, queries, p.head_dim),
+            dk: of(&results.dk, &s.dk, p.seq_k, keys, p.head_dim),
+            dv: of(&results.dv, &s.dv, p.seq_k, keys, p.head_dim_v),
+            dbias: of(&results.dbias, &s.dbias, p.seq_q, queries, p.seq_k),
+        }
     }
 }
 
@@ -200,5 +291,79 @@ pub fn tolerance(dtype: Dtype, tf32: bool) -> f64 {
         Dtype::F32 => 1e-4,
         Dtype::F16 => 5e-3,
         Dtype::BF16 => 3e-2,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_count_alike_whatever_their_size() {
+        let right = [100.0, 0.0, 0.0, 1.0];
+        // A tenth of either row.
+        assert!((error_of_rows(&[110.0, 0.0, 0.0, 1.1], &right, 2) - 0.1).abs() < 1e-12);
+        // One bad row of two, the small one.
+        assert!((error_of_rows(&[100.0, 0.0, 0.0, 2.0], &right, 2) - 0.5f64.sqrt()).abs() < 1e-12);
+        assert_eq!(error_of_rows(&right, &right, 2), 0.0);
+    }
+
+    #[test]
+    fn a_row_of_next_to_nothing_is_measured_against_the_typical_one() {
+        // Rows of 2 and 2 beside one that is 0 but for rounding: 1e-7 of their size, not infinitely much.
+        let right = [2.0, 0.0, 2.0];
+        let typical = (8.0f64 / 3.0).sqrt();
+        let error = error_of_rows(&[2.0, 1e-7 * typical, 2.0], &right, 1);
+        assert!((error - 1e-7 / 3f64.sqrt()).abs() < 1e-15, "{error}");
+        // So is one just below the threshold, while one above it counts like any other.
+        let small = |size: f64| error_of_rows(&[2.0, 0.0, 2.0], &[2.0, size, 2.0], 1);
+        assert!(small(1e-3) < 1e-3 && (small(1e-2) - 1.0 / 3f64.sqrt()).abs() < 1e-12);
+        // Where all is 0 what is found is all there is to measure.
+        assert_eq!(error_of_rows(&[3.0, 0.0], &[0.0, 0.0], 2), 3.0);
+    }
+
+    #[test]
+    fn nan_stays_nan() {
+        assert!(error_of_rows(&[f64::NAN, 1.0, 1.0], &[0.0, 1.0, 1.0], 1).is_nan());
+        let errors = Errors { o: Some(f64::NAN), dq: Some(1.0), ..Errors::default() };
+        assert!(errors.worst().is_nan());
+        assert_eq!(Errors { o: None, ..errors }.worst(), 1.0);
+    }
+
+    #[test]
+    fn threads_walk_as_one_would() {
+        let seed = 5;
+        let table = reference::normal(1 << 14, seed);
+        let values = Values::normal(STRIDE + 9, Dtype::F32, seed);
+        let mut state = seed | 1;
+        let right: Vec<f64> = (0..STRIDE + 9)
+            .map(|_| {
+                state = step(state);
+                f64::from(table[(state >> 50) as usize] as f32)
+            })
+            .collect();
+        assert_eq!(values.range(0..values.len()), right);
+    }
+
+    #[test]
+    fn a_head_alone_is_the_last_of_all() {
+        let case = Case { heads_kv: 2, ..Case::new(Dtype::F32, [2, 4, 40, 8], true) };
+        let data = Data::new(case, 0).unwrap();
+        let p = data.problem;
+        let [q, k, v, dout] = [&data.q, &data.k, &data.v, &data.dout].map(|values| values.range(0..values.len()));
+        let inputs = reference::Inputs { q: &q, k: &k, v: &v, mask: None, bias: None };
+        let (queries, keys) = sampled(&p);
+        let right = reference::sample(&p, &inputs, &dout, [1, 3], &queries, &keys);
+        assert_eq!(Oracle::new(&data).sample.o, right.o);
+        assert_eq!(Oracle::new(&data).sample.dq, right.dq);
+    }
+
+    #[test]
+    fn long_sequences_are_sampled_where_few_queries_see_the_keys() {
+        let p = Case::new(Dtype::BF16, [1, 1, 1 << 20, 8], true).problem().unwrap();
+        let (queries, keys) = sampled(&p);
+        assert!(queries.len() < 30 && queries.contains(&0) && queries.contains(&((1 << 20) - 1)), "{queries:?}");
+        assert_eq!(keys.len(), 8);
+        assert!(keys.is_sorted() && keys[0] > (1 << 20) - 128 && keys[7] == (1 << 20) - 1, "{keys:?}");
     }
 }

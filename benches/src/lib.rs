@@ -5,6 +5,7 @@
 //! implementations  ours, Burn's own, composed operations; peers.py: PyTorch's
 //! worker           one implementation on one problem in a process of its own: checks, then times
 //! run              all of them, into a table and results/*.csv
+//! memory           what each takes beyond its inputs, beside what it must hold
 //! sweep            every tile shape, and what the profiler sees
 //! tune             ways to plan Hopper's forward
 //! report           results as a page and as the README's tables
@@ -15,6 +16,7 @@ mod data;
 mod device;
 pub mod error;
 mod implementations;
+mod memory;
 mod part;
 mod peers;
 pub mod report;
@@ -47,6 +49,8 @@ enum Command {
     Sweep(sweep::Options),
     /// Times ways to plan Hopper's forward.
     Tune(tune::Options),
+    /// Measures memory beyond the inputs, of kernels called directly and through autodiff, and times nothing.
+    Memory(memory::Options),
     /// Turns results into one page with charts.
     Report {
         /// Names of results; all there are if none is given.
@@ -85,6 +89,7 @@ pub fn main() {
         None => run::run(&arguments.run),
         Some(Command::Sweep(options)) => sweep::run(&options),
         Some(Command::Tune(options)) => tune::run(&options),
+        Some(Command::Memory(options)) => memory::run(&options),
         Some(Command::Report { names, directory, out, pictures }) => {
             report::write(&directory, &names, &out, pictures.as_deref())
                 .map(|written| written.iter().for_each(|path| println!("written: {}", path.display())))

@@ -2,8 +2,7 @@
 
 use crate::case::{Case, Pass};
 use crate::error::Error;
-use crate::results::{Call, Timing};
-use crate::run::{Run, rows};
+use crate::run::{Rows, Run, rows};
 use crate::worker::Answer;
 use serde::Deserialize;
 use std::io::{BufRead, BufReader};
@@ -26,7 +25,7 @@ pub(crate) fn run(
     cases: &[Case],
     passes: &[Pass],
     run: &Run,
-    mut add: impl FnMut((Timing, Call), Option<&Case>) -> Result<(), Error>,
+    mut add: impl FnMut(Rows, Option<&Case>) -> Result<(), Error>,
 ) -> Result<(), Error> {
     let other = |what: String| Error::Other(format!("the peers: {what}"));
     let script = std::env::temp_dir().join(format!("attention-bench-peers-{}.py", std::process::id()));

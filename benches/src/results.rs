@@ -1,8 +1,11 @@
-//! The files of results: what was timed (`NAME.csv`), and beside it calls, tiles and bytes moved.
+//! The files of results: what was timed (`NAME.csv`), and beside it calls, errors, memory, tiles and bytes
+//! moved.
 //!
 //! ```text
 //! NAME.csv         device time, rate and peak memory          [`Timing`]
 //! NAME-calls.csv   first call, host time of a launch, error   [`Call`]
+//! NAME-errors.csv  error of each result                       [`Accuracy`]
+//! NAME-memory.csv  memory beyond the inputs                   [`Memory`]
 //! NAME-tiles.csv   time of each tile shape, chosen or not     [`TileTiming`]
 //! NAME-bytes.csv   bytes moved, from the profiler             [`Moved`]
 //! ```
@@ -58,7 +61,7 @@ record! {
         /// `cuda`, `vulkan` (SPIR-V), `wgpu` (WGSL), or `torch` and its version.
         runtime: String,
         /// `ours`, `ours-fast` (sums of the backward in whichever order is fastest), `burn`, `composed`, `cudnn`, `flash2`,
-        /// `memeff`, `flex` or `matmul`.
+        /// `flash2-deterministic` (sums of the backward in a fixed order), `memeff`, `flex` or `matmul`.
         r#impl: String,
         /// Which of its kernels ran.
         kernel: String,
@@ -128,10 +131,113 @@ record! {
         first_call_ms: Option<f64>,
         /// Host time of one launch once warm: from the call's entry to its return, in microseconds.
         host_us: Option<f64>,
-        /// Largest relative root-mean-square error against the oracle, over the results of the pass.
+        /// Largest error against the oracle, over the results of the pass, as in [`Accuracy`].
         error: Option<f64>,
         /// Why there is no time: `out of memory`, `wrong result`, `not supported: …`.
         note: String,
+    }
+}
+
+record! {
+    /// The error of each result against the oracle: the root-mean-square over the sampled rows of each row's relative
+    /// error; empty where it was not computed or not compared.
+    Accuracy, "-errors" {
+        /// As in [`Timing`].
+        run: String,
+        /// As in [`Timing`].
+        r#impl: String,
+        /// As in [`Timing`].
+        kernel: String,
+        /// As in [`Timing`].
+        pass: String,
+        /// As in [`Timing`].
+        dtype: String,
+        /// As in [`Timing`].
+        batch: usize,
+        /// As in [`Timing`].
+        heads_q: usize,
+        /// As in [`Timing`].
+        heads_kv: usize,
+        /// As in [`Timing`].
+        seq_q: usize,
+        /// As in [`Timing`].
+        seq_k: usize,
+        /// As in [`Timing`].
+        head_dim: usize,
+        /// As in [`Timing`].
+        causal: bool,
+        /// As in [`Timing`].
+        variant: String,
+        /// Of the output.
+        o: Option<f64>,
+        /// Of the log-sum-exp, in the norm over all sampled rows.
+        lse: Option<f64>,
+        /// Of the queries' gradient.
+        dq: Option<f64>,
+        /// Of the keys'.
+        dk: Option<f64>,
+        /// Of the values'.
+        dv: Option<f64>,
+        /// Of the bias's.
+        dbias: Option<f64>,
+    }
+}
+
+record! {
+    /// Memory of one pass of one implementation on one problem, in a process of its own.
+    Memory, "-memory" {
+        /// As in [`Timing`].
+        run: String,
+        /// As in [`Timing`].
+        date: String,
+        /// As in [`Timing`].
+        commit: String,
+        /// As in [`Timing`].
+        device: String,
+        /// As in [`Timing`].
+        runtime: String,
+        /// As in [`Timing`].
+        r#impl: String,
+        /// As in [`Timing`].
+        kernel: String,
+        /// As in [`Timing`].
+        pass: String,
+        /// As in [`Timing`].
+        dtype: String,
+        /// As in [`Timing`].
+        batch: usize,
+        /// As in [`Timing`].
+        heads_q: usize,
+        /// As in [`Timing`].
+        heads_kv: usize,
+        /// As in [`Timing`].
+        seq_q: usize,
+        /// As in [`Timing`].
+        seq_k: usize,
+        /// As in [`Timing`].
+        head_dim: usize,
+        /// As in [`Timing`].
+        causal: bool,
+        /// As in [`Timing`].
+        variant: String,
+        /// What the pass reads: `q`, `k`, `v`, mask and bias, and the output's gradient where there is a backward.
+        input_bytes: u64,
+        /// What it must hold beside that: output, `lse` and, where there is a backward, gradients and two f32 a row,
+        /// and for an order of the backward that is not fixed `dq` in f32.
+        linear_bytes: u64,
+        /// As in [`Timing`].
+        peak_bytes: Option<u64>,
+        /// The largest number of bytes that the runtime held, in use or kept for later.
+        reserved_bytes: Option<u64>,
+        /// Why it was not measured.
+        note: String,
+    }
+}
+
+impl Memory {
+    /// The most in use beside the inputs.
+    pub fn beyond(&self) -> Option<u64> {
+        self.peak_bytes.map(|peak| peak.saturating_sub(self.input_bytes))
     }
 }
 

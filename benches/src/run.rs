@@ -1,11 +1,12 @@
 //! The benchmark itself: a worker for each problem and implementation, peers beside them, results as they come.
 
 use crate::case::{Case, Filters, Pass, Set};
+use crate::data::Errors;
 use crate::device::DeviceName;
 use crate::error::Error;
 use crate::implementations::Implementation;
 use crate::peers;
-use crate::results::{self, Call, Timing};
+use crate::results::{self, Accuracy, Call, Timing};
 use crate::worker::{Answer, Job};
 use flash_attention_kernels::Kernel;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -75,14 +76,15 @@ impl Run {
     }
 }
 
-/// One line of the table and of both files.
-pub(crate) fn rows(
-    run: &Run,
-    implementation: &str,
-    case: &Case,
-    pass: Pass,
-    answer: &Answer,
-) -> Result<(Timing, Call), Error> {
+/// One line of the table, and of each file that has something to say.
+pub(crate) struct Rows {
+    timing: Timing,
+    call: Call,
+    accuracy: Option<Accuracy>,
+}
+
+/// What a worker or a peer found out, as rows.
+pub(crate) fn rows(run: &Run, implementation: &str, case: &Case, pass: Pass, answer: &Answer) -> Result<Rows, Error> {
     let tflops = match (answer.tflops, answer.time_ms) {
         (None, Some([median, ..])) => Some(pass.flops(&case.problem()?) / median / 1e9),
         (given, _) => given,
@@ -131,7 +133,31 @@ pub(crate) fn rows(
         error: answer.error.map(round),
         note: answer.note.clone(),
     };
-    Ok((timing, call))
+    let Errors { o, lse, dq, dk, dv, dbias } = answer.errors;
+    let [o, lse, dq, dk, dv, dbias] = [o, lse, dq, dk, dv, dbias].map(|error| error.map(round));
+    let Call { run, r#impl, kernel, pass, dtype, variant, .. } = call.clone();
+    let accuracy = Accuracy {
+        run,
+        r#impl,
+        kernel,
+        pass,
+        dtype,
+        batch: case.batch,
+        heads_q: case.heads_q,
+        heads_kv: case.heads_kv,
+        seq_q: case.seq_q,
+        seq_k: case.seq_k,
+        head_dim: case.head_dim,
+        causal: case.causal,
+        variant,
+        o,
+        lse,
+        dq,
+        dk,
+        dv,
+        dbias,
+    };
+    Ok(Rows { timing, call, accuracy: (answer.errors != Errors::default()).then_some(accuracy) })
 }
 
 /// Four significant digits, which is more than a measurement holds.
@@ -150,7 +176,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
     for case in &cases {
         for (implementation, pass) in calls(options) {
             out.bar.set_message(format!("{} {} {case}", implementation.name(), pass.name()));
-            let job = Job { device, case: *case, implementation, kernel: options.kernel, pass };
+            let job = Job { device, case: *case, implementation, kernel: options.kernel, pass, timed: true };
             let answer = answer(&job, &device_name, Duration::from_secs(options.limit))?;
             out.add(rows(&run, implementation.name(), case, pass, &answer)?, Some(case))?;
             out.bar.inc(1);
@@ -176,25 +202,28 @@ struct Output {
     bar: ProgressBar,
     timings: PathBuf,
     calls: PathBuf,
+    errors: PathBuf,
 }
 
 impl Output {
     fn new(options: &Options, name: &str, length: u64) -> Result<Self, Error> {
         let timings = results::path::<Timing>(&options.directory, name);
         let calls = results::path::<Call>(&options.directory, name);
+        let errors = results::path::<Accuracy>(&options.directory, name);
         // A file that is not ours is refused now, not after an hour.
         results::append::<Timing>(&timings, &[])?;
         results::append::<Call>(&calls, &[])?;
+        results::append::<Accuracy>(&errors, &[])?;
         let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {elapsed} {wide_msg}");
         let bar = ProgressBar::new(length).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         bar.println(format!(
             "{:<44} {:<9} {:<9} {:>10} {:>17} {:>8} {:>9} {:>9} {:>8} {:>8}",
             "problem", "impl", "pass", "median ms", "p20–p80", "TFLOP/s", "peak MiB", "first ms", "host µs", "error"
         ));
-        Ok(Output { bar, timings, calls })
+        Ok(Output { bar, timings, calls, errors })
     }
 
-    fn add(&mut self, (timing, call): (Timing, Call), case: Option<&Case>) -> Result<(), Error> {
+    fn add(&mut self, Rows { timing, call, accuracy }: Rows, case: Option<&Case>) -> Result<(), Error> {
         let show = |x: Option<f64>, digits: usize| x.map_or("–".into(), |x| format!("{x:.digits$}"));
         let problem = case.map_or_else(|| timing.kernel.clone(), Case::to_string);
         let spread = format!("{}–{}", show(timing.p20_ms, 3), show(timing.p80_ms, 3));
@@ -217,12 +246,13 @@ impl Output {
             self.bar.println(line)
         }
         results::append(&self.timings, &[timing])?;
+        results::append(&self.errors, accuracy.as_slice())?;
         results::append(&self.calls, &[call])
     }
 }
 
 /// What a worker answers; if it did not live to answer, why.
-fn answer(job: &Job, device: &str, limit: Duration) -> Result<Answer, Error> {
+pub(crate) fn answer(job: &Job, device: &str, limit: Duration) -> Result<Answer, Error> {
     let failed = |what: &str, error: std::io::Error| Error::Other(format!("a worker could not be {what}: {error}"));
     let program = std::env::current_exe().map_err(|error| failed("found", error))?;
     let mut child = Command::new(program)

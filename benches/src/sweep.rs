@@ -248,7 +248,7 @@ impl Work for Kernel<'_> {
 
 fn time(bench: &Bench, oracle: &Oracle, part: Part, tile: TileShape, together: bool) -> Result<f64, Error> {
     bench.call(part, tile, together)?;
-    let error = oracle.error(&bench.results(part));
+    let error = oracle.errors(&bench.results(part)).worst();
     if error > tolerance(Dtype::F32, false) || error.is_nan() {
         return Err(Error::Other(format!("wrong result: relative error {error:.1e}")));
     }

@@ -12,6 +12,8 @@ const WARM_UP: Duration = Duration::from_millis(200);
 const SAMPLES: usize = 20;
 /// The fewest samples.
 const LEAST: usize = 3;
+/// A call that takes longer than this is made no oftener than it must be.
+const SLOW: Duration = Duration::from_secs(1);
 /// Time that samples of one pass may take together.
 const BUDGET: Duration = Duration::from_millis(1500);
 
@@ -66,11 +68,14 @@ pub fn once(work: &mut (impl Work + ?Sized)) -> Result<f64, Error> {
 /// It is read from the device's clock, or, where work chooses its streams itself, from the host's, which adds the few
 /// microseconds of one wait to each batch.
 pub fn device_time(work: &mut (impl Work + ?Sized)) -> Result<Samples, Error> {
-    // The second of these has everything compiled and cached. An idle device lowers its clocks, and takes a while to raise
-    // them.
+    // The second of these has everything compiled and cached, which what takes seconds does not need: that is little of
+    // them. An idle device lowers its clocks, and takes a while to raise them.
     let start = Instant::now();
-    once(work)?;
-    let batch = ((SAMPLE.as_secs_f64() * 1e3 / once(work)?) as usize).clamp(1, 200);
+    let mut last = once(work)?;
+    if last < SLOW.as_secs_f64() * 1e3 {
+        last = once(work)?;
+    }
+    let batch = ((SAMPLE.as_secs_f64() * 1e3 / last) as usize).clamp(1, 200);
     while start.elapsed() < WARM_UP {
         (0..batch).try_for_each(|turn| work.call(turn))?;
         work.finish()?;
@@ -105,11 +110,11 @@ fn sample(work: &mut (impl Work + ?Sized), mut turns: impl Iterator<Item = usize
     Ok(ticks.duration().as_secs_f64() * 1e3)
 }
 
-/// Median host time of one call once warm, from its entry to its return, in microseconds.
-pub fn host_time(work: &mut (impl Work + ?Sized)) -> Result<f64, Error> {
+/// Median host time of one call once warm, from its entry to its return, in microseconds. The device takes `call_ms` for it.
+pub fn host_time(work: &mut (impl Work + ?Sized), call_ms: f64) -> Result<f64, Error> {
     let mut times = Vec::new();
     let begin = Instant::now();
-    for n in 0..40 {
+    for n in 0..((BUDGET.as_secs_f64() * 1e3 / call_ms) as usize).clamp(1, 40) {
         // A full queue would make the host wait for the device.
         if n % 4 == 0 {
             work.finish()?;

@@ -4,7 +4,7 @@
 //! The job comes as JSON on standard input; the answer is a line of JSON on standard output.
 
 use crate::case::{Case, Pass};
-use crate::data::{Data, Oracle, tolerance};
+use crate::data::{Data, Errors, Oracle, tolerance};
 use crate::device::DeviceName;
 use crate::error::Error;
 use crate::implementations::{Implementation, input_sets, prepare};
@@ -31,6 +31,8 @@ pub struct Job {
     pub kernel: Option<Kernel>,
     /// This.
     pub pass: Pass,
+    /// Whether time is wanted, beside memory and errors.
+    pub timed: bool,
 }
 
 /// What a worker found out; what is left out was not measured.
@@ -47,12 +49,16 @@ pub struct Answer {
     pub tflops: Option<f64>,
     /// The largest number of bytes in use at any launch.
     pub peak_bytes: Option<u64>,
+    /// The largest number that the runtime held for that, what it keeps for later included.
+    pub reserved_bytes: Option<u64>,
     /// The first call, in milliseconds.
     pub first_call_ms: Option<f64>,
     /// Host time of a warm call, in microseconds.
     pub host_us: Option<f64>,
-    /// Error against the oracle.
+    /// The largest error against the oracle.
     pub error: Option<f64>,
+    /// Each result's.
+    pub errors: Errors,
     /// Why there is no time.
     pub note: String,
 }
@@ -63,7 +69,7 @@ pub fn run() -> Result<(), Error> {
     let device = job.device.open()?;
     let client = device.client();
     let name = client.properties().identity.name.clone();
-    let sets = input_sets(&job.case);
+    let sets = if job.timed { input_sets(&job.case) } else { 1 };
     let order = job.implementation.backward_order();
     let new = |seed| Ok(Data::new(job.case, seed)?.with_backward_order(order));
     let data = (0..sets as u64).map(new).collect::<Result<Vec<_>, Error>>()?;
@@ -88,7 +94,8 @@ fn one(device: &cubecl::Device, job: &Job, data: &[Data], oracle: &Oracle) -> Re
     answer.kernel = alone.kernel();
     answer.first_call_ms = Some(once(&mut *alone)?);
     let results = alone.results()?;
-    let error = oracle.error(&results);
+    answer.errors = oracle.errors(&results);
+    let error = answer.errors.worst();
     drop(results);
     answer.error = Some(error);
     // Burn's own f32 products round to TF32 on CUDA.
@@ -98,33 +105,42 @@ fn one(device: &cubecl::Device, job: &Job, data: &[Data], oracle: &Oracle) -> Re
         answer.note = format!("wrong result: relative error {error:.1e}");
         return Ok(answer);
     }
-    answer.peak_bytes = Some(peak(&client, &mut *alone)?);
-    drop(alone);
+    let [in_use, reserved] = peak(&client, &mut *alone)?;
+    (answer.peak_bytes, answer.reserved_bytes) = (Some(in_use), Some(reserved));
+    if !job.timed {
+        return Ok(answer);
+    }
 
     // -- time: with all of them
-    let mut prepared = start(data)?;
+    let mut prepared = if data.len() == 1 {
+        alone
+    } else {
+        drop(alone);
+        start(data)?
+    };
     let samples = device_time(&mut *prepared)?;
-    answer.host_us = Some(host_time(&mut *prepared)?);
+    answer.host_us = Some(host_time(&mut *prepared, samples.median())?);
     answer.time_ms = Some([samples.median(), samples.quantile(0.2), samples.quantile(0.8)]);
     Ok(answer)
 }
 
-/// The largest number of bytes in use at any launch of this call.
+/// The largest numbers of bytes in use and of bytes reserved at any launch of this call.
 ///
 /// Whatever is allocated is there for a launch: the most in use at a launch is the most in use after any allocation.
-fn peak(client: &Client, work: &mut (impl Work + ?Sized)) -> Result<u64, Error> {
-    struct Watch(Client, AtomicU64);
+fn peak(client: &Client, work: &mut (impl Work + ?Sized)) -> Result<[u64; 2], Error> {
+    struct Watch(Client, AtomicU64, AtomicU64);
     impl LaunchObserver for Watch {
         fn launched(&self, _kernel: &'static str) {
-            let in_use = self.0.memory_report(MemoryScope::Device).usage().bytes_in_use;
-            self.1.fetch_max(in_use, Ordering::Relaxed);
+            let usage = self.0.memory_report(MemoryScope::Device).usage();
+            self.1.fetch_max(usage.bytes_in_use, Ordering::Relaxed);
+            self.2.fetch_max(usage.bytes_reserved, Ordering::Relaxed);
         }
     }
     work.finish()?;
-    let watch = Arc::new(Watch(client.clone(), AtomicU64::new(0)));
+    let watch = Arc::new(Watch(client.clone(), AtomicU64::new(0), AtomicU64::new(0)));
     let observation = LaunchObservation::new(watch.clone());
     work.call(0)?;
     work.finish()?;
     drop(observation);
-    Ok(watch.1.load(Ordering::Relaxed))
+    Ok([&watch.1, &watch.2].map(|most| most.load(Ordering::Relaxed)))
 }

@@ -1,6 +1,6 @@
 //! The program from end to end, on whatever adapter WGSL finds, and what it says to those who ask for nonsense.
 
-use attention_bench::results::{self, Call, Timing};
+use attention_bench::results::{self, Accuracy, Call, Memory, Timing};
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
@@ -52,6 +52,14 @@ fn a_tiny_set_is_timed_and_reported() {
         assert!(timing.median_ms.unwrap() > 0.0 && call.host_us.unwrap() > 0.0 && call.first_call_ms.unwrap() > 0.0);
         assert!(!timing.device.is_empty() && timing.runtime == "wgpu", "{timing:?}");
     }
+    // Each result's error stands by itself: of the bias's gradient where there is a bias, of lse where kernels are called.
+    let errors: Vec<Accuracy> = results::read_if_there(directory.path(), "tiny-wgpu").unwrap();
+    assert_eq!(errors.len(), 10);
+    for error in &errors {
+        assert_eq!(error.dbias.is_some(), error.variant == "bias" && error.pass != "forward", "{error:?}");
+        assert_eq!(error.lse.is_some(), error.pass != "autodiff" && error.r#impl == "ours", "{error:?}");
+        assert_eq!(error.dq.is_some(), error.pass != "forward", "{error:?}");
+    }
     // q, k, v, o of 4096 floats and lse of 128, and what the runtime keeps for a launch.
     let forward = &timings[0];
     assert_eq!(
@@ -68,6 +76,25 @@ fn a_tiny_set_is_timed_and_reported() {
     assert!(report.unwrap().status.success());
     let page = fs::read_to_string(page).unwrap();
     assert!(page.contains("<svg") && page.contains(&forward.device), "{page}");
+}
+
+#[test]
+fn memory_beyond_the_inputs_is_what_must_be_held() {
+    if !has_adapter() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let arguments = ["memory", "--device", "wgpu", "--set", "tiny", "--impl", "ours", "--variant", "none"];
+    let output = bench(&[&arguments[..], &["--heads-kv", "2", "--seq-q", "128"]].concat(), directory.path());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let rows: Vec<Memory> = results::read_if_there(directory.path(), "tiny-wgpu").unwrap();
+    // By kernels called directly, and through autodiff: the runtime keeps a little for a launch.
+    assert_eq!(rows.iter().map(|row| row.pass.as_str()).collect::<Vec<_>>(), ["both", "autodiff"]);
+    for row in &rows {
+        let beyond = row.beyond().unwrap();
+        assert!((row.linear_bytes..row.linear_bytes + 4096).contains(&beyond), "{row:?}");
+        assert!(row.reserved_bytes >= row.peak_bytes, "{row:?}");
+    }
 }
 
 #[test]

@@ -401,14 +401,16 @@ fn the_readme_is_stale_until_it_is_written_anew() {
 #[test]
 fn both_orders_of_the_backward_stand_beside_each_other_and_beside_the_best_other() {
     let of = |name: &str, ms: f64| timing(name, "backward", 1024, Some(ms));
-    let rows = [of("ours-fast", 1.0), of("ours", 2.0), of("cudnn", 1.25), of("flash2", 5.0)];
+    let rows =
+        [of("ours-fast", 1.0), of("ours", 2.0), of("cudnn", 1.25), of("flash2", 5.0), of("flash2-deterministic", 6.25)];
     let place = Place::new().with("paper", &rows);
     fs::write(place.path("README.md"), "<!-- results:paper -->\n<!-- /results -->").unwrap();
     place.readme(false).unwrap();
     let text = place.readme_text();
-    let heads = "| ours | ours-fast | cudnn | flash2 | ours ÷ best other | ours-fast ÷ best other |";
+    let heads =
+        "| ours | ours-fast | cudnn | flash2 | flash2-deterministic | ours ÷ best other | ours-fast ÷ best other |";
     assert!(text.contains(heads), "{text}");
-    assert!(text.contains("| 50.0 | 100 | 80.0 | 20.0 | 0.62× | 1.25× |"), "{text}");
+    assert!(text.contains("| 50.0 | 100 | 80.0 | 20.0 | 16.0 | 0.62× | 1.25× |"), "{text}");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Attention through Burn's tensors: ours, Burn's own, and composed of products, mask and softmax.
 
-use super::{Implementation, Prepared};
+use super::{Implementation, Prepared, feed};
 use crate::case::{Pass, SOFTCAP, Variant};
 use crate::data::{Data, Results, Values};
 use crate::error::Error;
@@ -167,7 +167,7 @@ impl Work for Tensors {
         let inputs = &self.inputs[turn % self.inputs.len()];
         let o = self.attention(inputs);
         let gradients = if self.pass == Pass::Autodiff {
-            let gradients = (o.clone() * inputs.dout.clone()).sum().backward();
+            let gradients = feed::loss(o.clone(), inputs.dout.clone()).backward();
             let leaves = [Some(&inputs.q), Some(&inputs.k), Some(&inputs.v), inputs.bias.as_ref()];
             leaves.into_iter().flatten().filter_map(|x| x.grad(&gradients)).collect()
         } else {
@@ -199,20 +199,16 @@ impl Prepared for Tensors {
     fn results(&mut self) -> Result<Results, Error> {
         self.call(0)?;
         let (o, gradients) = self.last.take().ok_or_else(|| Error::Other("no call was made".into()))?;
+        let dtype = self.problem.dtype;
+        let read = |x: Tensor<4>| Values { bytes: x.into_data().bytes().to_vec(), dtype };
         let mut gradients = gradients.into_iter().map(read);
         Ok(Results {
-            o: Some(read(o)?),
+            o: Some(read(o)),
             lse: None,
-            dq: gradients.next().transpose()?,
-            dk: gradients.next().transpose()?,
-            dv: gradients.next().transpose()?,
-            dbias: gradients.next().transpose()?,
+            dq: gradients.next(),
+            dk: gradients.next(),
+            dv: gradients.next(),
+            dbias: gradients.next(),
         })
     }
-}
-
-fn read(x: Tensor<4>) -> Result<Vec<f64>, Error> {
-    let values = x.cast(DType::F32).into_data().try_into_vec::<f32>();
-    let values = values.map_err(|error| Error::Other(format!("results cannot be read: {error:?}")))?;
-    Ok(values.into_iter().map(f64::from).collect())
 }

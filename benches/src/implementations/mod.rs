@@ -1,6 +1,7 @@
 //! What is timed: the kernels called directly, and three attentions through Burn's tensors.
 
 mod burn;
+mod feed;
 mod ours;
 
 pub(crate) use ours::Tensors;

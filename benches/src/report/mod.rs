@@ -46,7 +46,7 @@ fn found(directory: &Path) -> Result<Vec<String>, Error> {
     for entry in entries {
         let file = entry.map_err(|source| Error::io(directory, source))?.file_name();
         if let Some(stem) = file.to_str().and_then(|file| file.strip_suffix(".csv")) {
-            let parts = ["-calls", "-tiles", "-bytes"];
+            let parts = ["-calls", "-errors", "-memory", "-tiles", "-bytes"];
             names.insert(parts.iter().find_map(|part| stem.strip_suffix(part)).unwrap_or(stem).to_string());
         }
     }

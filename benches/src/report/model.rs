@@ -1,13 +1,14 @@
 //! Rows put in order: which belong together in a chart, and what each is called there.
 
 use crate::error::Error;
-use crate::results::{self, Call, Moved, TileTiming, Timing};
+use crate::results::{self, Accuracy, Call, Memory, Moved, TileTiming, Timing};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
 
 /// Implementations in the order of legends and tables; others follow.
-const IMPLS: [&str; 9] = ["ours", "ours-fast", "burn", "composed", "cudnn", "flash2", "memeff", "flex", "matmul"];
+const IMPLS: [&str; 10] =
+    ["ours", "ours-fast", "burn", "composed", "cudnn", "flash2", "flash2-deterministic", "memeff", "flex", "matmul"];
 /// Those of this repository.
 pub const OURS: [&str; 2] = ["ours", "ours-fast"];
 /// Passes in the order of panels.
@@ -21,6 +22,10 @@ pub struct Results {
     pub timings: Vec<Timing>,
     /// Calls.
     pub calls: Vec<Call>,
+    /// Errors.
+    pub errors: Vec<Accuracy>,
+    /// Memory beyond the inputs.
+    pub memory: Vec<Memory>,
     /// Tile sweeps.
     pub tiles: Vec<TileTiming>,
     /// Bytes moved.
@@ -34,11 +39,14 @@ impl Results {
             name: name.into(),
             timings: results::read_if_there(directory, name)?,
             calls: results::read_if_there(directory, name)?,
+            errors: results::read_if_there(directory, name)?,
+            memory: results::read_if_there(directory, name)?,
             tiles: results::read_if_there(directory, name)?,
             moved: results::read_if_there(directory, name)?,
         };
-        let rows = results.timings.len() + results.calls.len() + results.tiles.len() + results.moved.len();
-        if rows == 0 {
+        let Results { timings, calls, errors, memory, tiles, moved, .. } = &results;
+        let rows = [timings.len(), calls.len(), errors.len(), memory.len(), tiles.len(), moved.len()];
+        if rows.iter().sum::<usize>() == 0 {
             return Err(Error::NoResults { directory: directory.into(), name: name.into() });
         }
         Ok(results)
@@ -146,7 +154,7 @@ macro_rules! problem_of {
         }
     )*};
 }
-problem_of!(Timing, Call);
+problem_of!(Timing, Call, Accuracy, Memory);
 
 /// As in `bf16 [4, 16, 4096, 128] causal`; an axis that varies is a letter.
 impl fmt::Display for Problem {

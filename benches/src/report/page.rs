@@ -1,9 +1,9 @@
 //! The page: figures and tables in their order, in one file that needs nothing else.
 
 use super::figures::{self, Figure};
-use super::model::{Machine, Problem, Results, Roofs, distinct};
+use super::model::{Machine, Problem, Results, Roofs, distinct, latest};
 use super::svg::{bytes, escape, number, thousands};
-use crate::results::{TileTiming, Timing};
+use crate::results::{Accuracy, Memory, TileTiming, Timing};
 use std::fmt::Write;
 
 const CHART_STYLE: &str = include_str!("chart.css");
@@ -26,6 +26,13 @@ const TILES: &str = "The best shape for each size of tiles, the fuller its color
 const MOVED: &str = "Bytes of one launch that the profiler counted, beside the IO model of FlashAttention (\
     <a href=\"https://arxiv.org/abs/2205.14135\">arXiv:2205.14135</a>, theorem 2): each query block reads all the keys \
     and values that it sees. What L2 serves again does not reach the device's memory.";
+
+const ERRORS: &str = "Of each result, against f64, at some rows of the last head of the last batch: the root-mean-square of \
+    the rows' relative errors (of lse the relative error in the norm over all of them).";
+
+const BEYOND: &str = "The most bytes in use at any launch of a call in a process of its own, less those of the inputs, beside \
+    what must be held: the output, lse, the gradients and two f32 a row, and for an order of the backward that is not fixed \
+    dq in f32. What the runtime reserves includes what it keeps for later.";
 
 /// The whole page, and the charts that may stand alone with the names of their files.
 pub fn page(all: &[Results], roofs: &Roofs) -> (String, Vec<(String, String)>) {
@@ -64,6 +71,8 @@ pub fn page(all: &[Results], roofs: &Roofs) -> (String, Vec<(String, String)>) {
         for figure in tiles.iter().map(|(figure, _)| figure).chain(&moved) {
             pictures.extend(saved(&results.name, "", figure));
         }
+        sections += &beyond(&results.memory);
+        sections += &errors(&results.errors);
         sections += "</section>";
     }
     let links: String = all.iter().map(|results| format!("<a href=\"#{0}\">{0}</a>", escape(&results.name))).collect();
@@ -220,6 +229,48 @@ fn rows(all: &[Results], roofs: &Roofs) -> String {
         <input id=\"filter\" type=\"search\" placeholder=\"filter: ours backward causal …\" aria-label=\"Filter\" hidden>{}</section>",
         table(&columns, rows)
     )
+}
+
+/// Memory beyond the inputs.
+fn beyond(rows: &[Memory]) -> String {
+    let what = |row: &Memory| {
+        let place = (row.device.clone(), row.runtime.clone());
+        (place, Problem::from(row), row.pass.clone(), row.r#impl.clone())
+    };
+    let rows = latest(rows, what);
+    if rows.is_empty() {
+        return String::new();
+    }
+    let row = |row: &&Memory| {
+        let size = |size: Option<u64>| measured(size.map(|size| size as f64), bytes);
+        let ratio = row.beyond().map(|size| size as f64 / row.linear_bytes.max(1) as f64);
+        let mut cells = [&row.device, &row.runtime].map(text).to_vec();
+        cells.extend([Problem::from(*row).to_string(), row.r#impl.clone(), row.pass.clone()].map(text));
+        cells.extend([Some(row.input_bytes), row.beyond(), Some(row.linear_bytes)].map(size));
+        cells.extend([measured(ratio, |ratio| format!("{ratio:.3}")), size(row.reserved_bytes), text(&row.note)]);
+        ("", cells)
+    };
+    let columns =
+        ["device", "runtime", "problem", "impl", "pass", "inputs", "beyond them", "must hold", "ratio", "reserved", ""];
+    format!("<h4>Memory beyond the inputs</h4><p>{BEYOND}</p>{}", table(&columns, rows.iter().map(row)))
+}
+
+/// The error of each result, side by side for those who computed it.
+fn errors(rows: &[Accuracy]) -> String {
+    let what = |row: &Accuracy| (Problem::from(row), row.pass.clone(), row.r#impl.clone(), row.kernel.clone());
+    let mut rows = latest(rows, what);
+    rows.sort_by_key(|row| (Problem::from(*row), row.pass.clone()));
+    if rows.is_empty() {
+        return String::new();
+    }
+    let row = |row: &&Accuracy| {
+        let Accuracy { o, lse, dq, dk, dv, dbias, .. } = **row;
+        let names = [Problem::from(*row).to_string(), row.pass.clone(), row.r#impl.clone(), row.kernel.clone()];
+        let errors = [o, lse, dq, dk, dv, dbias].map(|error| measured(error, |error| format!("{error:.1e}")));
+        ("", names.map(text).into_iter().chain(errors).collect())
+    };
+    let columns = ["problem", "pass", "impl", "kernel", "o", "lse", "dq", "dk", "dv", "dbias"];
+    format!("<h4>Errors</h4><p>{ERRORS}</p>{}", table(&columns, rows.iter().map(row)))
 }
 
 fn tile_table(rows: &[&TileTiming]) -> String {

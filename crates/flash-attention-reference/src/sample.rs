@@ -34,7 +34,8 @@ pub struct Sample {
 /// Output and gradients of `Σ dout∘o` for these queries of head `[batch, head]` and for these keys of the head that it
 /// shares, exactly: the keys' gradients are summed over all queries of all heads that share them.
 ///
-/// Takes `seq_q · seq_k` steps for a head, but memory for no more than a row for each thread.
+/// Takes as many steps as there are scores in the rows of these queries and of those that see one of the keys, but memory
+/// for no more than a row for each thread.
 ///
 /// ```
 /// use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
@@ -74,7 +75,7 @@ pub fn sample(
     let whole_bias = problem.bias == Some([1, heads, rows, columns]);
 
     let mut sample = Sample::default();
-    for &i in queries {
+    let query = |&i: &usize| {
         let (mut o, mut dq, mut lse) = (vec![0.0; head_dim_v], vec![0.0; head_dim], f64::NEG_INFINITY);
         if let Some(row) = Row::new(problem, inputs, [b, h, i]) {
             let (_, ds) = score_gradients(&row, [b, h, i]);
@@ -84,22 +85,28 @@ pub fn sample(
             }
             lse = row.lse;
         }
+        let mut dbias = vec![0.0; if whole_bias { columns } else { 0 }];
         if whole_bias {
-            let mut dbias = vec![0.0; columns];
             for at in (0..problem.batch).map(|b| [b, h, i]) {
                 let Some(row) = Row::new(problem, inputs, at) else { continue };
                 let (dt, _) = score_gradients(&row, at);
                 row.keys.iter().zip(dt).for_each(|(&j, dt)| dbias[j] += dt);
             }
-            sample.dbias.extend(dbias);
         }
+        (o, dq, lse, dbias)
+    };
+    for (o, dq, lse, dbias) in queries.par_iter().map(query).collect::<Vec<_>>() {
         sample.o.extend(o);
         sample.dq.extend(dq);
         sample.lse.push(lse);
+        sample.dbias.extend(dbias);
     }
 
     let zeros = || (vec![0.0; keys.len() * head_dim], vec![0.0; keys.len() * head_dim_v]);
     let rows = (h_kv * group..(h_kv + 1) * group).flat_map(|h| (0..problem.seq_q).map(move |i| [b, h, i]));
+    // A row that sees none of the keys is not computed.
+    let band = problem.band();
+    let rows = rows.filter(|&[_, _, i]| keys.iter().any(|&j| band.sees(i as u32, j as u32)));
     let sums = rows.collect::<Vec<_>>().into_par_iter().fold(zeros, |(mut dk, mut dv), at| {
         if let Some(row) = Row::new(problem, inputs, at) {
             let (_, ds) = score_gradients(&row, at);

@@ -1,0 +1,169 @@
+//! What memory attention takes beyond its inputs, beside what it must hold.
+
+use crate::case::{Case, Filters, Pass, Set};
+use crate::device::DeviceName;
+use crate::error::Error;
+use crate::implementations::Implementation;
+use crate::results::{self, Memory};
+use crate::run::{Run, answer};
+use crate::worker::{Answer, Job};
+use flash_attention_kernels::{AttentionProblem, BackwardOrder};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// What to look at, and where to write it.
+#[derive(clap::Args, Clone, Debug)]
+pub struct Options {
+    /// The set of problems.
+    #[arg(long, value_enum, default_value = "h200")]
+    set: Set,
+    #[command(flatten)]
+    filters: Filters,
+    /// Implementations.
+    #[arg(long = "impl", value_enum, value_delimiter = ',', default_value = "ours,ours-fast")]
+    implementations: Vec<Implementation>,
+    /// Passes: kernels called directly, and through Burn's autodiff.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "both,autodiff")]
+    pass: Vec<Pass>,
+    /// The device, which needs the feature of that name; by default the best that was compiled in.
+    #[arg(long, value_enum)]
+    device: Option<DeviceName>,
+    /// Seconds that one problem may take, compilation and autotuning included.
+    #[arg(long, default_value_t = 300)]
+    limit: u64,
+    /// Results are added to NAME-memory.csv; by default the set and the device.
+    #[arg(long)]
+    name: Option<String>,
+    /// Where results are kept.
+    #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/results"))]
+    directory: PathBuf,
+}
+
+/// Bytes of what a pass reads: `q`, `k`, `v`, mask (four bytes each) and bias, and `dout` where there is a backward.
+fn input_bytes(p: &AttentionProblem, pass: Pass) -> u64 {
+    let len = |shape: [usize; 4]| shape.iter().product::<usize>();
+    let dout = if pass == Pass::Forward { 0 } else { len(p.o_shape()) };
+    let elements = len(p.q_shape()) + len(p.k_shape()) + len(p.v_shape()) + dout + p.bias.map_or(0, len);
+    (elements * p.dtype.size() + 4 * p.mask.map_or(0, len)) as u64
+}
+
+/// Bytes of what a pass must hold beside that: the output, a number a row for `lse`, and where there is a backward the
+/// gradients and two more numbers a row, which are `lse` and delta as its kernels read them. An order of the backward that
+/// is not fixed may add up `dq` in f32. Each grows with the sequence, none with its square but the gradient of a bias.
+fn linear_bytes(p: &AttentionProblem, pass: Pass) -> u64 {
+    let len = |shape: [usize; 4]| shape.iter().product::<usize>();
+    let forward = len(p.o_shape()) * p.dtype.size() + 4 * p.rows();
+    let gradients = len(p.q_shape()) + len(p.k_shape()) + len(p.v_shape()) + p.bias.map_or(0, len);
+    let sums = if p.options.backward_order == BackwardOrder::Fast { 4 * len(p.q_shape()) } else { 0 };
+    let backward = gradients * p.dtype.size() + 8 * p.rows() + sums;
+    (if pass == Pass::Forward { forward } else { forward + backward }) as u64
+}
+
+/// Measures everything that was asked for.
+pub fn run(options: &Options) -> Result<(), Error> {
+    let cases = options.filters.apply(options.set)?;
+    let device = options.device.unwrap_or_else(DeviceName::best);
+    let device_name = device.open()?.client().properties().identity.name.clone();
+    let run = Run::new(device.name());
+    let name = options.name.clone().unwrap_or_else(|| format!("{}-{}", options.set.name(), device.name()));
+    let file = results::path::<Memory>(&options.directory, &name);
+    results::append::<Memory>(&file, &[])?;
+    println!(
+        "{:<44} {:<9} {:<9} {:>12} {:>12} {:>12} {:>12} {:>7} {:>12}",
+        "problem", "impl", "pass", "inputs", "peak", "beyond", "must hold", "ratio", "reserved, MiB"
+    );
+    for case in &cases {
+        for implementation in options.implementations.iter().copied() {
+            for pass in options.pass.iter().copied().filter(|pass| implementation.has(*pass)) {
+                let job = Job { device, case: *case, implementation, kernel: None, pass, timed: false };
+                let answer = answer(&job, &device_name, Duration::from_secs(options.limit))?;
+                let mut problem = case.problem()?;
+                problem.options.backward_order = implementation.backward_order();
+                let row = row(&run, implementation, case, &problem, pass, &answer);
+                println!("{}", line(case, &row));
+                results::append(&file, &[row])?;
+            }
+        }
+    }
+    println!("written: {}", file.display());
+    Ok(())
+}
+
+fn row(
+    run: &Run,
+    implementation: Implementation,
+    case: &Case,
+    problem: &AttentionProblem,
+    pass: Pass,
+    answer: &Answer,
+) -> Memory {
+    Memory {
+        run: run.id.clone(),
+        date: run.date.clone(),
+        commit: run.commit.clone(),
+        device: answer.device.clone(),
+        runtime: run.runtime.clone(),
+        r#impl: implementation.name().into(),
+        kernel: answer.kernel.clone(),
+        pass: pass.name().into(),
+        dtype: case.dtype.name().into(),
+        batch: case.batch,
+        heads_q: case.heads_q,
+        heads_kv: case.heads_kv,
+        seq_q: case.seq_q,
+        seq_k: case.seq_k,
+        head_dim: case.head_dim,
+        causal: case.causal,
+        variant: case.variant_name(),
+        input_bytes: input_bytes(problem, pass),
+        linear_bytes: linear_bytes(problem, pass),
+        peak_bytes: answer.peak_bytes,
+        reserved_bytes: answer.reserved_bytes,
+        note: answer.note.clone(),
+    }
+}
+
+fn line(case: &Case, row: &Memory) -> String {
+    let mib = |bytes: u64| format!("{:.2}", bytes as f64 / (1 << 20) as f64);
+    let beyond = row.beyond();
+    let show = |bytes: Option<u64>| bytes.map_or("–".into(), mib);
+    format!(
+        "{:<44} {:<9} {:<9} {:>12} {:>12} {:>12} {:>12} {:>7} {:>12} {}",
+        case.to_string(),
+        row.r#impl,
+        row.pass,
+        mib(row.input_bytes),
+        show(row.peak_bytes),
+        show(beyond),
+        mib(row.linear_bytes),
+        beyond.map_or("–".into(), |bytes| format!("{:.3}", bytes as f64 / row.linear_bytes.max(1) as f64)),
+        show(row.reserved_bytes),
+        row.note,
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::case::Variant;
+    use flash_attention_kernels::Dtype;
+
+    #[test]
+    fn what_must_be_held_is_linear_but_for_a_bias() {
+        let bytes = |seq: usize, order: BackwardOrder| {
+            let mut p = Case::new(Dtype::BF16, [2, 4, seq, 64], true).problem().unwrap();
+            p.options.backward_order = order;
+            [Pass::Forward, Pass::Both].map(|pass| (input_bytes(&p, pass), linear_bytes(&p, pass)))
+        };
+        let (rows, elements) = (2 * 4 * 100, 2 * 4 * 100 * 64);
+        let [forward, both] = bytes(100, BackwardOrder::Deterministic);
+        assert_eq!(forward, (3 * 2 * elements, 2 * elements + 4 * rows));
+        // The output and three gradients, and three numbers a row.
+        assert_eq!(both, (4 * 2 * elements, 4 * 2 * elements + 12 * rows));
+        assert_eq!(bytes(100, BackwardOrder::Fast)[1].1, both.1 + 4 * elements);
+        assert_eq!(bytes(200, BackwardOrder::Deterministic)[1].1, 2 * both.1);
+
+        let biased = Case::new(Dtype::BF16, [2, 4, 100, 64], true).with(Variant::Bias).problem().unwrap();
+        assert_eq!(linear_bytes(&biased, Pass::Both), both.1 + 2 * 4 * 100 * 100);
+    }
+}
