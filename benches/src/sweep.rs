@@ -145,7 +145,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
         let (Forward::Portable(forward), Gradient::Portable(backward)) = (plan.forward, plan.backward.dq) else {
             return Err(Error::Other(format!("{plan}: not the kernel that was asked for")));
         };
-        let together = plan.backward.dkdv_together;
+        let together = plan.backward.dv.is_none();
         bench.call(Part::Forward, forward, false)?;
         if options.once {
             println!("{head_dim} {} first", Part::Forward.name());

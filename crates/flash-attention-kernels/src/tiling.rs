@@ -180,10 +180,10 @@ impl BiasGradient {
 pub struct BackwardTiles {
     /// Of `dq`.
     pub dq: Gradient,
-    /// Of `dk` and `dv`.
+    /// Of `dk`, and of `dv` with it.
     pub dkdv: Gradient,
-    /// Whether `dk` and `dv` come from one launch.
-    pub dkdv_together: bool,
+    /// Of `dv`, if it takes a launch of its own even where both are wanted.
+    pub dv: Option<Gradient>,
     /// Of `dq`, `dk` and `dv` by one launch, which adds `dq` up in any order: instead of the others, where all three are wanted.
     pub fused: Option<HopperGradient>,
     /// Of the bias's gradient.
@@ -194,7 +194,7 @@ impl BackwardTiles {
     /// The portable kernels with these tiles.
     pub fn portable(tile: TileShape, dkdv_together: bool) -> Self {
         let (of, dbias) = (Gradient::Portable(tile), BiasGradient::Portable(tile));
-        BackwardTiles { dq: of, dkdv: of, dkdv_together, fused: None, dbias }
+        BackwardTiles { dq: of, dkdv: of, dv: (!dkdv_together).then_some(of), fused: None, dbias }
     }
 
     /// Tiles of the portable kernels that are used.
@@ -207,7 +207,7 @@ impl BackwardTiles {
             BiasGradient::Portable(tile) => Some(tile),
             BiasGradient::Hopper(_) => None,
         };
-        [of(self.dq), of(self.dkdv), dbias].into_iter().flatten()
+        [of(self.dq), of(self.dkdv), self.dv.and_then(of), dbias].into_iter().flatten()
     }
 }
 
@@ -346,12 +346,20 @@ impl fmt::Display for Plan {
         if let Forward::Hopper(HopperForward { parts: parts @ 2.., .. }) = self.forward {
             write!(f, " in {parts} parts")?;
         }
-        let BackwardTiles { dq, dkdv, dkdv_together, fused, dbias } = self.backward;
+        let BackwardTiles { dq, dkdv, dv, fused, dbias } = self.backward;
         let (dq_rows, dq_tile) = dq.blocks(false);
         let (dkdv_rows, dkdv_tile) = dkdv.blocks(true);
-        let together = if dkdv_together { "together" } else { "apart" };
         write!(f, ", dq {} {dq_rows}×{dq_tile}", dq.kernel().name())?;
-        write!(f, ", dk and dv {} {dkdv_tile}×{dkdv_rows} {together}", dkdv.kernel().name())?;
+        write!(
+            f,
+            ", dk {} {} {dkdv_tile}×{dkdv_rows}",
+            if dv.is_some() { "alone" } else { "and dv" },
+            dkdv.kernel().name()
+        )?;
+        if let Some(dv) = dv {
+            let (rows, tile) = dv.blocks(true);
+            write!(f, ", dv {} {tile}×{rows}", dv.kernel().name())?;
+        }
         if let Some(HopperGradient { tile, .. }) = fused {
             write!(f, ", all three {} {}×{} in any order", Kernel::Hopper.name(), tile.tile_k, tile.tile_q())?;
         }
@@ -504,14 +512,14 @@ pub(crate) fn choose_backward(
     }
     let tile = choose(device, problem, Stage::Backward, passed_over)?;
     Ok(match hopper {
-        Some(Ok((dq, dkdv, dkdv_together))) => {
+        Some(Ok((dq, dkdv, dv))) => {
             let dbias = hopper::dbias(problem).map(BiasGradient::Hopper).unwrap_or_else(|why| {
                 if problem.bias.is_some() {
                     passed_over.push(PassedOver { what: format!("dbias {}", Kernel::Hopper.name()), why });
                 }
                 BiasGradient::Portable(tile)
             });
-            BackwardTiles { dq, dkdv, dkdv_together, fused: hopper::fused(device, problem), dbias }
+            BackwardTiles { dq, dkdv, dv, fused: hopper::fused(device, problem), dbias }
         }
         _ => BackwardTiles::portable(tile, together(device, problem, &tile)),
     })

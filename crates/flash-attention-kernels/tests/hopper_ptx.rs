@@ -352,15 +352,18 @@ fn check(name: &str, problem: AttentionProblem) {
         stats_multiple: 384,
     };
     look_at(name, blueprint, &problem);
-    let BackwardTiles { dq: Gradient::Hopper(dq), dkdv: Gradient::Hopper(dkdv), dkdv_together, .. } = plan.backward
-    else {
+    let BackwardTiles { dq: Gradient::Hopper(dq), dkdv: Gradient::Hopper(dkdv), dv, .. } = plan.backward else {
         panic!("{plan}")
     };
-    let dkdv_roles = if dkdv_together { vec![(true, true)] } else { vec![(true, false), (false, true)] };
     let mut gradients = vec![("dq", Role::Dq, dq.tile)];
-    gradients.extend(dkdv_roles.into_iter().map(|(dk, dv)| {
-        (["", "dv", "dk", "dkdv"][usize::from(dk) * 2 + usize::from(dv)], Role::DkDv { dk, dv }, dkdv.tile)
-    }));
+    match dv {
+        None => gradients.push(("dkdv", Role::DkDv { dk: true, dv: true }, dkdv.tile)),
+        Some(Gradient::Hopper(dv)) => gradients.extend([
+            ("dk", Role::DkDv { dk: true, dv: false }, dkdv.tile),
+            ("dv", Role::DkDv { dk: false, dv: true }, dv.tile),
+        ]),
+        Some(Gradient::Portable(_)) => panic!("{plan}"),
+    }
     let options = AttentionOptions { backward_order: BackwardOrder::Fast, ..problem.options };
     let any_order = plan_on(&device(), &AttentionProblem { options, ..problem }).unwrap();
     gradients.extend(any_order.backward.fused.map(|fused| ("all", Role::All, fused.tile)));

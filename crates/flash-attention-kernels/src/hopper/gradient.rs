@@ -154,28 +154,32 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
         }
         mbarrier_wait(memory.full_k + place.stage * 8, place.phase);
 
-        // -- the first S
-        let mut s = Array::<f32>::new(s_len);
-        wgmma_fence();
-        products(&mut s, q_rows, k_rows + u64::cast_from(place.stage * k_stage), blueprint.head_dim, blueprint);
-        wgmma_commit();
-        wgmma_wait(0usize);
-
         for step in 0..steps {
-            // -- dP
+            // -- S and dP
+            let mut s = Array::<f32>::new(s_len);
             let mut ds = Array::<f32>::new(comptime!(if differentiates { s_len } else { 0 }));
-            let next = place.next(stages);
             let k_tile = u64::cast_from(place.stage * k_stage);
             let v_tile = u64::cast_from(place.stage * v_stage);
+            wgmma_fence();
+            products(&mut s, q_rows, k_rows + k_tile, blueprint.head_dim, blueprint);
+            wgmma_commit();
             mbarrier_wait(memory.full_v + place.stage * 8, place.phase);
             if comptime!(differentiates) {
                 wgmma_fence();
                 products(&mut ds, d_rows, v_rows + v_tile, blueprint.head_dim_v, blueprint);
                 wgmma_commit();
             }
+            if nth + step != 0 {
+                loader.refill(q, k, v, b, stats, counter, blueprint);
+            }
+            if comptime!(differentiates) {
+                wgmma_wait(1usize);
+            } else {
+                wgmma_wait(0usize);
+            }
+            pin(&mut s, s_len);
 
             // -- P
-            pin(&mut s, s_len);
             let tile_b = memory.await_bias(&place, warpgroup, blueprint);
             finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, tile_b, blueprint);
             if step < edges.lead || step >= edges.tail || blind {
@@ -187,43 +191,28 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             for n in 0..s_len {
                 s[n] = ex2(fma(s[n], factors.exponent, -*lse.index(n)));
             }
-            pin(&mut s, s_len);
-
-            // -- what the step before has added up; the branch of this wait keeps the assembler from moving the next one above
-            // the exponentials
-            mbarrier_wait(memory.full_v + place.stage * 8, place.phase);
-            if comptime!(differentiates) {
-                wgmma_wait(1usize);
-                pin(&mut sum_k, comptime!(columns_dk / 2));
-            } else {
-                wgmma_wait(0usize);
-                pin(&mut sum_v, comptime!(columns_dv / 2));
-            }
-            if step > 0 {
-                memory.release(&place.before(stages), !differentiates);
-            }
-            if nth + step != 0 {
-                loader.refill(q, k, v, b, stats, counter, blueprint);
-            }
-
-            // -- dV, under what turns dP into dS
             let adds = u32::cast_from(step > 0 || continued);
-            let mut p = fragments(blueprint);
             if comptime!(sums_values) {
+                // dV runs under what turns dP into dS.
+                let mut p = fragments(blueprint);
                 to_fragments(&s, &mut p, blueprint);
-            }
-            if comptime!(differentiates && sums_values) {
+                pin(&mut sum_v, comptime!(columns_dv / 2));
                 wgmma_fence();
                 mma_registers(&mut sum_v, &p, v_columns + v_tile, adds, 128usize, columns_dv, dtype);
                 wgmma_commit();
             }
             pin(&mut s, s_len);
+            let next = place.next(stages);
 
             // -- dS
             if comptime!(differentiates) {
                 if comptime!(sums_values) {
                     wgmma_wait(1usize);
                 } else {
+                    // The branch of this wait is what keeps the assembler from moving the wait for dP above the exponentials.
+                    if step + 1 < steps {
+                        mbarrier_wait(memory.full_k + next.stage * 8, next.phase);
+                    }
                     wgmma_wait(0usize);
                 }
                 pin(&mut ds, s_len);
@@ -241,65 +230,52 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 pin(&mut ds, s_len);
             }
             memory.release_bias(&place, blueprint);
-            // As above, for the wait for dV.
-            if step + 1 < steps {
-                mbarrier_wait(memory.full_k + next.stage * 8, next.phase);
-            }
-            if comptime!(differentiates && sums_values) {
+            if comptime!(sums_values) {
+                // As above, for the wait for dV.
+                if step + 1 < steps {
+                    mbarrier_wait(memory.full_k + next.stage * 8, next.phase);
+                }
                 wgmma_wait(0usize);
                 pin(&mut sum_v, comptime!(columns_dv / 2));
             }
-            if comptime!(differentiates) {
-                if lane == 0 {
-                    mbarrier_arrive(memory.empty_v + place.stage * 8);
-                }
-            }
-            // What the last products read of the rows that are kept nobody asks for, but for dQ.
             if comptime!(!reduces) && step + 1 == steps {
                 load_next_q(q, d, &memory, nth, warp, blueprint);
             }
+            if lane == 0 {
+                mbarrier_arrive(memory.empty_v + place.stage * 8);
+            }
 
-            // -- the next S; after the last tile one that nobody asks for, as a branch would serialise products. Then dQ, dK or dV,
-            // under the next exponentials
-            let mut g = fragments(blueprint);
+            // -- dQ or dK, or both
             if comptime!(differentiates) {
+                let mut g = fragments(blueprint);
                 to_fragments(&ds, &mut g, blueprint);
-            }
-            if comptime!(reduces) {
-                reducer.write(&g, blueprint);
-            }
-            wgmma_fence();
-            products(&mut s, q_rows, k_rows + u64::cast_from(next.stage * k_stage), blueprint.head_dim, blueprint);
-            wgmma_commit();
-            let mut dq = Array::<f32>::new(comptime!(if reduces { ADDENDS } else { 0 }));
-            if comptime!(reduces) {
-                reducer.multiply(&mut dq, blueprint);
-            }
-            wgmma_fence();
-            if comptime!(differentiates) {
+                let mut dq = Array::<f32>::new(comptime!(if reduces { ADDENDS } else { 0 }));
+                if comptime!(reduces) {
+                    reducer.write(&g, blueprint);
+                    reducer.multiply(&mut dq, blueprint);
+                }
+                pin(&mut sum_k, comptime!(columns_dk / 2));
+                wgmma_fence();
                 mma_registers(&mut sum_k, &g, k_columns + k_tile, adds, 128usize, columns_dk, dtype);
-            } else {
-                mma_registers(&mut sum_v, &p, v_columns + v_tile, adds, 128usize, columns_dv, dtype);
+                wgmma_commit();
+                if comptime!(reduces) {
+                    wgmma_wait(1usize);
+                    pin(&mut dq, ADDENDS);
+                    reducer.add(&dq, sums, &memory, nth, k_start, &band, &walk, blueprint);
+                    // As above: dK is to run under this. There is nothing to wait for.
+                    mbarrier_wait(memory.full_v + place.stage * 8, place.phase);
+                }
+                wgmma_wait(0usize);
+                pin(&mut sum_k, comptime!(columns_dk / 2));
+                if comptime!(reduces) && step + 1 == steps {
+                    load_next_q(q, d, &memory, nth, warp, blueprint);
+                }
             }
-            wgmma_commit();
-            wgmma_wait(1usize);
-            pin(&mut s, s_len);
-            if comptime!(reduces) {
-                pin(&mut dq, ADDENDS);
-                reducer.add(&dq, sums, &memory, nth, k_start, &band, &walk, blueprint);
+            if lane == 0 {
+                mbarrier_arrive(memory.empty_k + place.stage * 8);
             }
             place.advance(stages);
             k_start -= comptime!(tile_k as u32);
-        }
-        wgmma_wait(0usize);
-        if comptime!(differentiates) {
-            pin(&mut sum_k, comptime!(columns_dk / 2));
-        } else {
-            pin(&mut sum_v, comptime!(columns_dv / 2));
-        }
-        memory.release(&place.before(stages), !differentiates);
-        if comptime!(reduces) {
-            load_next_q(q, d, &memory, nth, warp, blueprint);
         }
 
         // -- results

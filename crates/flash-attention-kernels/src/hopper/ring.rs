@@ -134,12 +134,6 @@ impl Place {
         }
     }
 
-    /// The one before this, but for the phase.
-    pub fn before(&self, #[comptime] stages: usize) -> Place {
-        let stage = select(self.stage == 0, comptime!(stages as u32 - 1).runtime(), self.stage - 1);
-        Place { stage, phase: self.phase }
-    }
-
     /// The one after this.
     pub fn next(&self, #[comptime] stages: usize) -> Place {
         let wraps = self.stage + 1 == comptime!(stages as u32);
@@ -301,17 +295,6 @@ impl Memory {
         }
         let of_warpgroup = comptime!((blueprint.b_bytes() / blueprint.tile.warpgroups) as u32);
         self.b + place.stage * comptime!(blueprint.b_bytes() as u32) + warpgroup * of_warpgroup
-    }
-
-    /// Lets a tile of K be overwritten, and that of V if `both`.
-    pub fn release(&self, place: &Place, #[comptime] both: bool) {
-        let lane = UNIT_POS % 32;
-        if lane == 0 {
-            mbarrier_arrive(self.empty_k + place.stage * 8);
-            if comptime!(both) {
-                mbarrier_arrive(self.empty_v + place.stage * 8);
-            }
-        }
     }
 
     /// Lets a tile of a tiled bias be overwritten.

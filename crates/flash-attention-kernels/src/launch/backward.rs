@@ -220,7 +220,7 @@ impl Call<'_> {
             tiling::check_tile(self.device, p, &tile, Stage::Backward)?;
         }
         let (dk, dv) = (gradients.dk.as_ref(), gradients.dv.as_ref());
-        let together = tiles.dkdv_together && dk.is_some() && dv.is_some();
+        let together = tiles.dv.is_none() && dk.is_some() && dv.is_some();
         let delta = self.delta_grid()?;
         let mut hopper = Vec::new();
         if let Some(tiles) = fused {
@@ -241,7 +241,7 @@ impl Call<'_> {
             if fused.is_some() || dk.is_none() && dv.is_none() {
                 continue;
             }
-            match tiles.dkdv {
+            match tiles.dv.filter(|_| dk.is_none()).unwrap_or(tiles.dkdv) {
                 Gradient::Hopper(tiles) => hopper.push((HopperResults { dq: None, dk, dv }, tiles)),
                 Gradient::Portable(tile) => {
                     tiling::check_bindings(self.device, p, "dkdv", if together { 7 } else { 6 })?;

@@ -59,36 +59,36 @@ const HOPPER_DQ: [(usize, HopperTile, HopperTile); 4] = [
     (256, gradient_tile(48, 2), gradient_tile(32, 2)),
 ];
 
-/// Tiles of `dk` and `dv` for Hopper in the same way, and whether one launch computes both: what they add up to shares the
-/// registers. Tiles divide [`stats_multiple`].
+/// Tiles of `dk` and `dv` for Hopper in the same way; and of `dv`, without such a bias, where what they add up to does not fit the
+/// registers together. Tiles divide [`stats_multiple`].
 ///
 /// ```text
-/// head_dim  queries, stages  with a bias  registers: dK + dV, S, dP   of   shared memory
-/// 64        128, 3           128, 2       64 + 64 + 64                255  132 KiB, 162 KiB
-/// 128       64, 3            64, 3        128 + 32 + 32               255  162 KiB, 210 KiB
-/// 192       64, 2            32, 2        96 + 32 + 32                255  193 KiB, 161 KiB
-/// 256       48, 2            32, 2        128 + 24 + 24               255  225 KiB, 209 KiB
+/// head_dim  queries, stages  with a bias  dv     registers: dK, dV, S, dP  of   shared memory
+/// 64        128, 3           128, 2              32 + 32 + 64 + 64         255  132 KiB, 162 KiB
+/// 128       64, 3            64, 3               64 + 64 + 32 + 32         255  162 KiB, 210 KiB
+/// 192       64, 2            32, 2        64, 2  96, 96 + 32 + 32          255  193 KiB, 161 KiB, 145 KiB
+/// 256       48, 2            32, 2        64, 2  128, 128 + 24 + 24        255  225 KiB, 209 KiB, 193 KiB
 /// ```
-const HOPPER_DKDV: [(usize, HopperTile, HopperTile, bool); 4] = [
-    (64, gradient_tile(128, 3), gradient_tile(128, 2), true),
-    (128, gradient_tile(64, 3), gradient_tile(64, 3), true),
-    (192, gradient_tile(64, 2), gradient_tile(32, 2), false),
-    (256, gradient_tile(48, 2), gradient_tile(32, 2), false),
+const HOPPER_DKDV: [(usize, HopperTile, HopperTile, Option<HopperTile>); 4] = [
+    (64, gradient_tile(128, 3), gradient_tile(128, 2), None),
+    (128, gradient_tile(64, 3), gradient_tile(64, 3), None),
+    (192, gradient_tile(64, 2), gradient_tile(32, 2), Some(gradient_tile(64, 2))),
+    (256, gradient_tile(48, 2), gradient_tile(32, 2), Some(gradient_tile(64, 2))),
 ];
 
 /// Tiles of the gradient of a bias for Hopper, by the larger head dimension. Blocks are 128 queries high; the wider they are, the
-/// less is loaded for each pair.
+/// less is loaded for each pair, the wider a tile, the less is read of shared memory, which counts for more at 128.
 ///
 /// ```text
 /// head_dim  keys    stages  of rows  registers: dB, S, dP  of   shared memory, of which bias
 /// 64        4 × 64  6       2        128 + 32 + 32         255  227 KiB  64 KiB
-/// 128       4 × 64  3       1        128 + 32 + 32         255  226 KiB  64 KiB
+/// 128       128     2       1        64 + 64 + 64          255  225 KiB  32 KiB
 /// 192       2 × 64  2       1        64 + 32 + 32          255  226 KiB  32 KiB
 /// 256       4 × 32  2       1        64 + 16 + 16          255  226 KiB  32 KiB
 /// ```
 const HOPPER_DBIAS: [(usize, BiasTile); 4] = [
     (64, BiasTile { tile_k: 64, tiles: 4, stages: 6, row_stages: 2 }),
-    (128, BiasTile { tile_k: 64, tiles: 4, stages: 3, row_stages: 1 }),
+    (128, BiasTile { tile_k: 128, tiles: 1, stages: 2, row_stages: 1 }),
     (192, BiasTile { tile_k: 64, tiles: 2, stages: 2, row_stages: 1 }),
     (256, BiasTile { tile_k: 32, tiles: 4, stages: 2, row_stages: 1 }),
 ];
@@ -99,10 +99,11 @@ const HOPPER_DBIAS: [(usize, BiasTile); 4] = [
 ///
 /// ```text
 /// head_dim  seq_q   queries, stages  registers: dK + dV, S, dP, dQ  of   shared memory
-/// 64        1,024   128, 2           64 + 64 + 64 + 32              255  195 KiB
-/// 128       1,024   64, 3            128 + 32 + 32 + 32             255  227 KiB
+/// 64        1,024   128, 3           64 + 64 + 64 + 32              255  196 KiB
+/// 128       2,048   64, 3            128 + 32 + 32 + 32             255  195 KiB
 /// ```
-const HOPPER_FUSED: [(usize, usize, HopperTile); 2] = [(64, 0, gradient_tile(128, 3)), (128, 0, gradient_tile(64, 3))];
+const HOPPER_FUSED: [(usize, usize, HopperTile); 2] =
+    [(64, 1024, gradient_tile(128, 3)), (128, 2048, gradient_tile(64, 3))];
 
 const fn gradient_tile(tile_k: usize, stages: usize) -> HopperTile {
     HopperTile { teams: 1, warpgroups: 2, tile_k, stages, turns: false }
@@ -158,20 +159,20 @@ fn section(device: &Device, problem: &AttentionProblem, tile: &HopperTile, trans
 }
 
 /// How Hopper's kernels compute `dq`, and `dk` and `dv`, or why they cannot.
-pub fn backward(device: &Device, problem: &AttentionProblem) -> Result<(Gradient, Gradient, bool), String> {
+pub fn backward(device: &Device, problem: &AttentionProblem) -> Result<(Gradient, Gradient, Option<Gradient>), String> {
     possible(device, problem)?;
     let widest = problem.head_dim.max(problem.head_dim_v);
     let biased = varies_by_pair(problem);
     let too_wide = || format!("head_dim {widest} is above {}", HOPPER_DQ[HOPPER_DQ.len() - 1].0);
     let (_, plain, with_bias) = HOPPER_DQ.iter().find(|(of, ..)| widest <= *of).ok_or_else(too_wide)?;
     let dq = if biased { *with_bias } else { *plain };
-    let (_, plain, with_bias, together) = HOPPER_DKDV.iter().find(|(of, ..)| widest <= *of).ok_or_else(too_wide)?;
+    let (_, plain, with_bias, dv) = HOPPER_DKDV.iter().find(|(of, ..)| widest <= *of).ok_or_else(too_wide)?;
     let dkdv = if biased { *with_bias } else { *plain };
-    Ok((
-        Gradient::Hopper(HopperGradient { tile: dq, section: section(device, problem, &dq, false) }),
-        Gradient::Hopper(HopperGradient { tile: dkdv, section: section(device, problem, &dkdv, true) }),
-        *together,
-    ))
+    let dv = dv.map(|tile| if biased { *with_bias } else { tile });
+    let of = |tile, transposed| {
+        Gradient::Hopper(HopperGradient { tile, section: section(device, problem, &tile, transposed) })
+    };
+    Ok((of(dq, false), of(dkdv, true), dv.map(|tile| of(tile, true))))
 }
 
 /// How Hopper's kernel computes the bias's gradient, where those of the other gradients can be, or why it cannot.
