@@ -295,7 +295,7 @@ def main():
     say("matmul", None, "forward", matmul())
     for index, case in enumerate(map(Case, job["cases"])):
         names = ["memeff", "flex"] if case.dtype == "f32" else [*BACKENDS, "flex"]
-        for name in names:
+        for name in [name for name in names if not job["only"] or name in job["only"]]:
             deterministic = name == "flash2-deterministic"
             # No forward depends on it.
             for which in [which for which in passes if which == "backward" or not deterministic]:

@@ -19,18 +19,19 @@ enum Line {
     Result { r#impl: String, case: Option<usize>, pass: Pass, answer: Box<Answer> },
 }
 
-/// Times the cases with every implementation of PyTorch's that has their mathematics. Where python3 has no PyTorch, or
+/// Times the cases with every implementation of PyTorch's that has their mathematics, or with `only` these, if any are named. Where python3 has no PyTorch, or
 /// PyTorch no GPU, says so and does nothing.
 pub(crate) fn run(
     cases: &[Case],
     passes: &[Pass],
+    only: &[String],
     run: &Run,
     mut add: impl FnMut(Rows, Option<&Case>) -> Result<(), Error>,
 ) -> Result<(), Error> {
     let other = |what: String| Error::Other(format!("the peers: {what}"));
     let script = std::env::temp_dir().join(format!("attention-bench-peers-{}.py", std::process::id()));
     std::fs::write(&script, SCRIPT).map_err(|source| Error::io(&script, source))?;
-    let job = serde_json::json!({ "cases": cases, "passes": passes }).to_string();
+    let job = serde_json::json!({ "cases": cases, "passes": passes, "only": only }).to_string();
     let child = Command::new("python3").arg(&script).arg(job).stdout(Stdio::piped()).spawn();
     let mut child = match child {
         Ok(child) => child,

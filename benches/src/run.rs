@@ -37,8 +37,8 @@ pub struct Options {
     #[arg(long, value_enum)]
     pub device: Option<DeviceName>,
     /// PyTorch's implementations too, on the first CUDA device, if python3 has PyTorch.
-    #[arg(long)]
-    pub peers: bool,
+    #[arg(long, value_delimiter = ',', num_args = 0.., require_equals = true)]
+    pub peers: Option<Vec<String>>,
     /// Seconds that one pass of one implementation over one problem may take, compilation and autotuning included.
     #[arg(long, default_value_t = 300)]
     pub limit: u64,
@@ -182,9 +182,9 @@ pub fn run(options: &Options) -> Result<(), Error> {
             out.bar.inc(1);
         }
     }
-    if options.peers {
+    if let Some(only) = &options.peers {
         out.bar.set_message("peers");
-        peers::run(&cases, &options.pass, &run, |rows, case| out.add(rows, case))?;
+        peers::run(&cases, &options.pass, only, &run, |rows, case| out.add(rows, case))?;
     }
     out.bar.finish_and_clear();
     println!("written: {}", results::path::<Timing>(&options.directory, &name).display());

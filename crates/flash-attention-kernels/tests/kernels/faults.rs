@@ -39,6 +39,53 @@ fn every_run_gives_the_same_bits() {
     }
 }
 
+/// Twenty shapes: head dimensions of every kernel, full, causal and windowed, grouped heads, lengths that fit no tile.
+fn many_shapes() -> Vec<Case> {
+    let window = AttentionOptions { window_left: Some(200), ..causal() };
+    let options = [AttentionOptions::default(), causal(), window, AttentionOptions { softcap: Some(5.0), ..causal() }];
+    let sizes: [Sizes; 5] = [
+        [2, 4, 2, 300, 300, 64, 64],
+        [1, 8, 8, 515, 515, 128, 128],
+        [1, 3, 1, 257, 640, 96, 40],
+        [1, 4, 2, 200, 330, 192, 128],
+        [1, 2, 2, 384, 384, 256, 256],
+    ];
+    let case = |sizes, options| Case::new(sizes, Dtype::F32, options);
+    sizes.into_iter().flat_map(|sizes| options.map(|options| case(sizes, options))).collect()
+}
+
+/// The gradients alone, from one forward, as bytes: cheap enough to be repeated many times, also beside other work.
+#[test]
+fn every_backward_gives_the_same_bits() {
+    let Some(client) = client() else { return };
+    let repeats: usize = std::env::var("FLASH_TEST_REPEATS")
+        .map_or(if thorough() { 50 } else { 2 }, |n| n.parse().expect("FLASH_TEST_REPEATS is a number"));
+    let shapes = many_shapes();
+    let shapes = if thorough() { &shapes[..] } else { &shapes[..2] };
+    for case in shapes {
+        let p = &case.problem;
+        let size = p.dtype.size();
+        let put = |shape, values: &[f64]| place(&client, p.dtype, shape, Layout::Contiguous, values).view;
+        let (q, k, v) = (put(p.q_shape(), &case.q), put(p.k_shape(), &case.k), put(p.v_shape(), &case.v));
+        let inputs = flash_attention_kernels::Inputs { q, k, v, mask: None, bias: None };
+        let empty =
+            |shape: [usize; 4]| TensorView::contiguous(client.empty(size * shape.iter().product::<usize>()), shape);
+        let o = empty(p.o_shape());
+        let lse = TensorView::contiguous(client.empty(4 * p.rows()), p.lse_shape());
+        forward(&client, p, &inputs, &o, &lse).unwrap();
+        let saved = Saved { o, lse, dout: put(p.o_shape(), &case.dout), dlse: None };
+        let mut first = None;
+        for _ in 0..=repeats {
+            let views = [p.q_shape(), p.k_shape(), p.v_shape()].map(empty);
+            let [dq, dk, dv] = views.clone().map(Some);
+            backward(&client, p, &inputs, &saved, &Gradients { dq, dk, dv, dbias: None }).unwrap();
+            let bytes = views.map(|view| client.read_one_unchecked(view.handle).to_vec());
+            let first = first.get_or_insert_with(|| bytes.clone());
+            assert!(*first == bytes, "{p:?}");
+        }
+    }
+}
+
 /// A kernel with a planted fault: it writes one element past its tensor.
 #[cube(launch_unchecked)]
 fn overrun(out: &mut Tensor<f32>, extra: usize) {
