@@ -39,7 +39,9 @@ pub fn readme(directory: &Path, readme: &Path, check: bool) -> Result<(), Error>
 }
 
 fn tables(results: &Results) -> String {
-    results.machines().iter().map(|machine| table(results, machine)).collect()
+    // Peers that nothing of this repository ran beside are for the report page.
+    let ours = |machine: &&Machine| machine.attention().any(|row| OURS.contains(&row.r#impl.as_str()));
+    results.machines().iter().filter(ours).map(|machine| table(results, machine)).collect()
 }
 
 fn table(results: &Results, machine: &Machine) -> String {

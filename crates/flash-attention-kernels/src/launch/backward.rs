@@ -43,8 +43,9 @@ pub struct Gradients {
 /// Computes the gradients asked for, launching only what they need.
 ///
 /// `dq`, `dk`, `dv` and `dbias` have the shape and dtype of what they are the gradient of. Every sum is taken in a fixed
-/// order: the same call gives the same bits. (FlashAttention-2, arXiv:2307.08691, algorithm 2, with one kernel for `dq`
-/// and one for `dk` and `dv` in place of atomic additions.)
+/// order, unless the options ask for [`BackwardOrder::Fast`](crate::BackwardOrder::Fast): the same call gives the same bits.
+/// (FlashAttention-2, arXiv:2307.08691, algorithm 2, with one kernel for `dq` and one for `dk` and `dv` in place of atomic
+/// additions.)
 ///
 /// Errors name the argument at fault; nothing has been launched then.
 pub fn backward(
