@@ -12,7 +12,7 @@ use crate::hopper::{BiasTile, HopperTile, PANEL};
 use crate::portable::Blueprint;
 use crate::portable::dbias::Sums;
 use crate::portable::tile::{TileShape, Vec4, WIDTH};
-use crate::problem::{AttentionProblem, Dtype};
+use crate::problem::{AttentionProblem, BackwardOrder, Dtype};
 use cubecl::client::Client;
 use cubecl::ir::features::TypeUsage;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
@@ -519,7 +519,13 @@ pub(crate) fn choose_backward(
                 }
                 BiasGradient::Portable(tile)
             });
-            BackwardTiles { dq, dkdv, dv, fused: hopper::fused(device, problem), dbias }
+            let fused = match problem.options.backward_order {
+                BackwardOrder::Deterministic => None,
+                BackwardOrder::Fast => hopper::fused(device, problem)
+                    .map_err(|why| passed_over.push(PassedOver { what: "dq, dk and dv together".into(), why }))
+                    .ok(),
+            };
+            BackwardTiles { dq, dkdv, dv, fused, dbias }
         }
         _ => BackwardTiles::portable(tile, together(device, problem, &tile)),
     })
@@ -554,7 +560,7 @@ pub fn plan_with(client: &Client, problem: &AttentionProblem, forward: Kernel) -
 /// # }
 /// ```
 pub fn fused_on(device: &Device, problem: &AttentionProblem) -> Option<HopperGradient> {
-    hopper::fusible(device, problem).map(|(_, gradient)| gradient)
+    hopper::fusible(device, problem).ok().map(|(_, gradient)| gradient)
 }
 
 /// What would run for this problem on such a device.
@@ -653,7 +659,8 @@ pub(crate) fn scratch_floats(device: &Device, problem: &AttentionProblem) -> usi
 
 /// Columns of `dq` in f32, where blocks of keys add to it; else 0.
 pub(crate) fn dq_sums_columns(device: &Device, problem: &AttentionProblem) -> usize {
-    hopper::fused(device, problem).map_or(0, |_| problem.head_dim.next_multiple_of(PANEL))
+    let wanted = problem.options.backward_order == BackwardOrder::Fast;
+    if wanted && hopper::fused(device, problem).is_ok() { problem.head_dim.next_multiple_of(PANEL) } else { 0 }
 }
 
 /// Rows whose lse and delta have room in scratch. In half precision, of which kernels for Hopper load whole tiles, heads are

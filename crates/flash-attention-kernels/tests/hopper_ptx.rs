@@ -637,7 +637,7 @@ fn which_bias_has_a_gradient_of_its_own_kernel_is_planned_visibly() {
     let plain = problem(128, Dtype::BF16, AttentionOptions::default());
     let plan = |problem: AttentionProblem| plan_on(&device(), &problem).unwrap();
     let biased = plan(plain.with_bias(&[1, 16, 4096, 4096]).unwrap());
-    assert!(biased.passed_over.is_empty() && biased.to_string().contains(", dbias hopper 128×256"), "{biased}");
+    assert!(biased.passed_over.is_empty() && biased.to_string().contains(", dbias hopper 128×128"), "{biased}");
     for shape in [[4, 16, 1, 4096], [1, 1, 4096, 1], [1, 16, 1, 1]] {
         let repeated = plan(plain.with_bias(&shape).unwrap());
         assert_eq!(repeated.backward.dbias.kernel(), Kernel::Portable, "{repeated}");
@@ -645,6 +645,29 @@ fn which_bias_has_a_gradient_of_its_own_kernel_is_planned_visibly() {
     }
     let none = plan(plain);
     assert!(none.passed_over.is_empty() && !none.to_string().contains("dbias"), "{none}");
+}
+
+/// Adding dq up in any order is planned where it is asked for, faster and possible, and told why not elsewhere.
+#[test]
+fn the_order_of_the_backward_is_planned_visibly() {
+    let options = AttentionOptions { backward_order: BackwardOrder::Fast, ..Default::default() };
+    let plan = |problem: AttentionProblem| plan_on(&device(), &problem).unwrap();
+    let fast = plan(problem(128, Dtype::BF16, options));
+    assert!(fast.to_string().contains(", all three hopper 64×128 in any order"), "{fast}");
+    let fixed = plan(problem(128, Dtype::BF16, AttentionOptions::default()));
+    assert!(fixed.backward.fused.is_none() && fixed.passed_over.is_empty(), "{fixed}");
+    // One dq in f32.
+    assert_eq!(fast.scratch_bytes - fixed.scratch_bytes, 4 * 4 * 16 * 4096 * 128);
+    let short = [1, 16, 1024, 128];
+    let short = AttentionProblem::new(&short, &short, &short, Dtype::BF16, options).unwrap();
+    let biased = problem(64, Dtype::BF16, options).with_bias(&[1, 1, 4096, 4096]).unwrap();
+    let whys =
+        [(short, "2048 are the least"), (problem(256, Dtype::F16, options), "256 is above 128"), (biased, "a bias")];
+    for (problem, why) in whys {
+        let plan = plan(problem);
+        let told = plan.to_string().contains("; not dq, dk and dv together: ") && plan.to_string().contains(why);
+        assert!(plan.backward.fused.is_none() && told, "{plan}");
+    }
 }
 
 /// Of a bias's gradient, each block of which the band shows something comes once, in order, whatever was taken before.

@@ -2,7 +2,7 @@
 
 use super::{Device, Gradient, HopperForward, HopperGradient};
 use crate::hopper::{BiasTile, HopperTile, PANEL};
-use crate::problem::{AttentionProblem, BackwardOrder, Dtype};
+use crate::problem::{AttentionProblem, Dtype};
 
 /// Tiles of the forward for Hopper, by the larger head dimension and the number of keys: the first row that both fit.
 ///
@@ -186,22 +186,30 @@ pub fn dbias(problem: &AttentionProblem) -> Result<BiasTile, String> {
         .ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER_DBIAS[HOPPER_DBIAS.len() - 1].0))
 }
 
-/// How one kernel computes all three gradients, if that is wanted and faster.
-pub fn fused(device: &Device, problem: &AttentionProblem) -> Option<HopperGradient> {
+/// How one kernel computes all three gradients where that is faster than two, or why it does not.
+pub fn fused(device: &Device, problem: &AttentionProblem) -> Result<HopperGradient, String> {
     let (least, fused) = fusible(device, problem)?;
-    (problem.options.backward_order == BackwardOrder::Fast && problem.seq_q >= least).then_some(fused)
+    if problem.seq_q < least {
+        return Err(format!("with {} queries a fixed order is as fast, {least} are the least", problem.seq_q));
+    }
+    Ok(fused)
 }
 
-/// How one kernel computes all three gradients, if it can, and from how many queries on it is faster than two.
-pub fn fusible(device: &Device, problem: &AttentionProblem) -> Option<(usize, HopperGradient)> {
-    // A bias leaves no room for tiles of dS in shared memory.
-    possible(device, problem).ok().filter(|_| problem.bias.is_none())?;
-    let widest = problem.head_dim.max(problem.head_dim_v);
-    let (_, least, tile) = HOPPER_FUSED.iter().find(|(of, ..)| widest <= *of)?;
-    // Tiles of queries must have dQ in blocks of 64 × 64 for two warpgroups.
-    let panels = problem.head_dim.div_ceil(PANEL);
-    (tile.tile_k * panels == tile.tile_q())
-        .then(|| (*least, HopperGradient { tile: *tile, section: section(device, problem, tile, true) }))
+/// How one kernel computes all three gradients, and from how many queries on it is faster than two; or why it cannot.
+pub fn fusible(device: &Device, problem: &AttentionProblem) -> Result<(usize, HopperGradient), String> {
+    possible(device, problem)?;
+    if problem.bias.is_some() {
+        return Err("a bias leaves no room for tiles of dS in shared memory".into());
+    }
+    let (head_dim, widest) = (problem.head_dim, problem.head_dim.max(problem.head_dim_v));
+    let (_, least, tile) = HOPPER_FUSED
+        .iter()
+        .find(|(of, ..)| widest <= *of)
+        .ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER_FUSED[HOPPER_FUSED.len() - 1].0))?;
+    if tile.tile_k * head_dim.div_ceil(PANEL) != tile.tile_q() {
+        return Err(format!("head_dim {head_dim} gives dQ no blocks of 64 × 64 for two warpgroups beside {widest}"));
+    }
+    Ok((*least, HopperGradient { tile: *tile, section: section(device, problem, tile, true) }))
 }
 
 /// Whether Hopper's kernels compute this at all, or why not.
