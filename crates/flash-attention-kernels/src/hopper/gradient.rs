@@ -21,7 +21,7 @@ use super::Blueprint;
 use super::delta::{stats_all, stats_at};
 use super::forward::Stride;
 use super::ops::*;
-use super::recompute::{is_finite_row, recompute_gradient};
+use super::recompute::{is_finite_row, recompute_gradients};
 use super::reduce::{ADDENDS, Reducer};
 use super::ring::{BLIND, CONTINUED, CONTINUES, Loader, Memory, Of, Place, Spread, load_next_q};
 use super::rows::*;
@@ -312,39 +312,34 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 let again0 = live0 && !finite0 && of_rows.lse0 * of_rows.delta0 * 0.0f32 == 0.0f32;
                 let again1 = live1 && !finite1 && of_rows.lse1 * of_rows.delta1 * 0.0f32 == 0.0f32;
                 if plane_any(again0 || again1) {
-                    // What other units have stored of these rows comes first.
-                    sync_plane();
                     let first = first_row + of_warpgroup * 16;
                     let stream = memory.item(nth, Of::HeadKv);
                     let group = if comptime!(transposed) { walk.group_size.divisor } else { 1u32.runtime() };
-                    for of_warp in 0..16u32 {
-                        let again = select(of_warp >= 8, again1, again0);
-                        if plane_any(lane / 4 == of_warp % 8 && again) {
-                            recompute_gradient(
-                                q_slice,
-                                d_slice,
-                                k_slice,
-                                v_slice,
-                                stats,
-                                &source_strides,
-                                &mask,
-                                &bias,
-                                dk,
-                                dv,
-                                &strides,
-                                scale,
-                                &factors,
-                                &band,
-                                &walk,
-                                batch,
-                                head,
-                                stream + 1 - group,
-                                stream + 1,
-                                first + of_warp,
-                                blueprint,
-                            );
-                        }
-                    }
+                    recompute_gradients(
+                        q_slice,
+                        d_slice,
+                        k_slice,
+                        v_slice,
+                        stats,
+                        &source_strides,
+                        &mask,
+                        &bias,
+                        dk,
+                        dv,
+                        &strides,
+                        scale,
+                        &factors,
+                        &band,
+                        &walk,
+                        batch,
+                        head,
+                        stream + 1 - group,
+                        stream + 1,
+                        first,
+                        again0,
+                        again1,
+                        blueprint,
+                    );
                 }
             }
         }

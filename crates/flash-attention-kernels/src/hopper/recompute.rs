@@ -243,11 +243,73 @@ fn add_row<E: Float>(sums: &mut Array<f32>, factor: f32, rows: &[Vector<E, Const
     }
 }
 
+/// Of the 16 rows that a warp has of an accumulator from `first_row` on, those that a unit asks for with `again0` or `again1`, for
+/// the first and the second of its two: see [`recompute_gradient`]. By a whole warp.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn recompute_gradients<E: Float, M: Numeric, NB: Size, NM: Size>(
+    q: &[Vector<E, Const<8>>],
+    d: &[Vector<E, Const<8>>],
+    k: &[Vector<E, Const<8>>],
+    v: &[Vector<E, Const<8>>],
+    stats: &[u32],
+    strides: &SourceStrides,
+    mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
+    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
+    dk: &mut [Vector<u32, Const<2>>],
+    dv: &mut [Vector<u32, Const<2>>],
+    results: &ResultStrides,
+    scale: f32,
+    factors: &Factors,
+    band: &Band,
+    walk: &Walk,
+    batch: usize,
+    head: usize,
+    first_kv: u32,
+    after_kv: u32,
+    first_row: u32,
+    again0: bool,
+    again1: bool,
+    #[comptime] blueprint: Blueprint,
+) {
+    let lane = UNIT_POS % 32;
+    // What other units have stored of these rows comes first.
+    sync_plane();
+    for of_warp in 0..16u32 {
+        let again = select(of_warp >= 8, again1, again0);
+        if plane_any(lane / 4 == of_warp % 8 && again) {
+            recompute_gradient(
+                q,
+                d,
+                k,
+                v,
+                stats,
+                strides,
+                mask,
+                bias,
+                dk,
+                dv,
+                results,
+                scale,
+                factors,
+                band,
+                walk,
+                batch,
+                head,
+                first_kv,
+                after_kv,
+                first_row + of_warp,
+                blueprint,
+            );
+        }
+    }
+}
+
 /// Computes one row of `dk` and `dv` as [`gradient`](mod@crate::hopper::gradient) does, with the query heads, or the one key
 /// head, from `first_kv` to, not including, `after_kv`. By a whole warp.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub fn recompute_gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
+fn recompute_gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     q: &[Vector<E, Const<8>>],
     d: &[Vector<E, Const<8>>],
     k: &[Vector<E, Const<8>>],

@@ -11,7 +11,7 @@
 
 use super::gradient::{ResultStrides, SourceStrides};
 use super::ops::*;
-use super::recompute::{is_finite_row, recompute_gradient};
+use super::recompute::{is_finite_row, recompute_gradients};
 use super::ring::{Memory, Of};
 use super::rows::{pack_row, store_row};
 use super::schedule::Walk;
@@ -213,36 +213,31 @@ pub fn round_sums<E: Float, M: Numeric, NB: Size, NM: Size>(
     let again0 = live0 && !finite0 && query0;
     let again1 = live1 && !finite1 && query1;
     if plane_any(again0 || again1) {
-        // What other units have stored of these rows comes first.
-        sync_plane();
         let head_kv = walk.group_size.divide(head);
-        for of_warp in 0..WARP_ROWS {
-            let again = select(of_warp >= 8, again1, again0);
-            if plane_any(lane / 4 == of_warp % 8 && again) {
-                recompute_gradient(
-                    q_slice,
-                    d_slice,
-                    k_slice,
-                    v_slice,
-                    stats,
-                    &source_strides,
-                    &mask,
-                    &bias,
-                    dq,
-                    unused,
-                    &strides,
-                    scale,
-                    &factors,
-                    &band,
-                    &walk,
-                    batch as usize,
-                    head as usize,
-                    head_kv,
-                    head_kv + 1,
-                    first_row + of_warp,
-                    blueprint,
-                );
-            }
-        }
+        recompute_gradients(
+            q_slice,
+            d_slice,
+            k_slice,
+            v_slice,
+            stats,
+            &source_strides,
+            &mask,
+            &bias,
+            dq,
+            unused,
+            &strides,
+            scale,
+            &factors,
+            &band,
+            &walk,
+            batch as usize,
+            head as usize,
+            head_kv,
+            head_kv + 1,
+            first_row,
+            again0,
+            again1,
+            blueprint,
+        );
     }
 }
