@@ -8,7 +8,7 @@ pub(crate) use hopper::stats_multiple;
 pub(crate) use hopper::varies_by_pair;
 
 use crate::error::AttentionError;
-use crate::hopper::{BiasTile, HopperTile, PANEL};
+use crate::hopper::{BiasTile, HopperTile, sums_columns};
 use crate::portable::Blueprint;
 use crate::portable::dbias::Sums;
 use crate::portable::tile::{TileShape, Vec4, WIDTH};
@@ -654,13 +654,13 @@ pub(crate) fn check_bindings(
 /// f32 values of scratch: lse and delta of each row, the sums that a broadcast bias's gradient is folded from, and those of
 /// `dq`.
 pub(crate) fn scratch_floats(device: &Device, problem: &AttentionProblem) -> usize {
-    (2 + dq_sums_columns(device, problem)) * stats_rows(problem) + bias_sums_len(problem)
+    let columns = if adds_dq(device, problem) { sums_columns(problem.head_dim) } else { 0 };
+    (2 + columns) * stats_rows(problem) + bias_sums_len(problem)
 }
 
-/// Columns of `dq` in f32, where blocks of keys add to it; else 0.
-pub(crate) fn dq_sums_columns(device: &Device, problem: &AttentionProblem) -> usize {
-    let wanted = problem.options.backward_order == BackwardOrder::Fast;
-    if wanted && hopper::fused(device, problem).is_ok() { problem.head_dim.next_multiple_of(PANEL) } else { 0 }
+/// Whether blocks of keys add to `dq`, which is kept in f32 then.
+pub(crate) fn adds_dq(device: &Device, problem: &AttentionProblem) -> bool {
+    problem.options.backward_order == BackwardOrder::Fast && hopper::fused(device, problem).is_ok()
 }
 
 /// Rows whose lse and delta have room in scratch. In half precision, of which kernels for Hopper load whole tiles, heads are

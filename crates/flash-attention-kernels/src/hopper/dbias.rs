@@ -25,6 +25,7 @@ use super::delta::stats_rows;
 use super::forward::Stride;
 use super::ops::*;
 use super::ring::{Place, load_panels};
+use super::rows::{exchange, vector_of_pair};
 use super::schedule::Divisor;
 use super::scores::{Factors, finish_head, hide, products};
 use super::{BiasBlueprint, BiasTile, PANEL, SLOTS, WARPGROUP_ROWS, WORDS};
@@ -804,10 +805,7 @@ fn store_vectors(
     #[comptime] blueprint: BiasBlueprint,
 ) {
     let dtype = comptime!(blueprint.scores.dtype);
-    let lane = UNIT_POS % 32;
-    let odd = lane % 2 == 1;
-    // Even units write what the pair holds of the first of two eights, odd ones of the second.
-    let of_four = lane % 2 * 2 + lane % 4 / 2;
+    let of_four = vector_of_pair();
     let at = at + (k_start / 4 + of_four) as usize;
     let to = &mut out[at..at + 1];
     #[unroll]
@@ -816,8 +814,7 @@ fn store_vectors(
         let n = comptime!(16 * i % blueprint.tile.tile_k / 2 + 2 * row);
         let first = pack(sum[n], sum[n + 1], dtype);
         let second = pack(sum[n + 4], sum[n + 5], dtype);
-        let got = plane_shuffle_xor(select(odd, first, second), 1u32);
-        let (low, high) = (select(odd, got, first), select(odd, second, got));
+        let (low, high) = exchange(first, second);
         let is_key = band.is_key(k_start + comptime!(16 * i as u32) + of_four * 4);
         store_pair(to, comptime!(4 * i), low, high, live && is_key);
     }

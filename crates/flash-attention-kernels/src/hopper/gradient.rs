@@ -57,10 +57,9 @@ pub struct SourceStrides {
 
 /// Rows `q [B, H, Sq, D]`, `d [B, H, Sq, Dv]` and tiles `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `dk [B, H, Sq, D]` and
 /// `dv [B, H, Sq, Dv]`, in vectors of 8 bytes, as [`Role`] names them: for the gradients of keys and values, queries are what
-/// is called keys here. `stats`: lse and delta of all queries, from [`delta`](mod@crate::hopper::delta). `sums`: dQ, if it is added
-/// up. Boxes of the maps: 64
-/// columns of 64 rows, or of a tile. `b`: a tiled bias; any map, if there is none. `scale`: of `dk`. The slices are the same
-/// tensors as the maps.
+/// is called keys here. `stats`: lse and delta of all queries, from [`delta`](mod@crate::hopper::delta). `sums`: dQ, if it is
+/// added up. Boxes of the maps: 64 columns of 64 rows, or of a tile. `b`: a tiled bias; any map, if there is none. `scale`: of
+/// `dk`. The slices are the same tensors as the maps.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
 pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
@@ -122,8 +121,9 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let v_columns = descriptor::<E>(&shared[v_at..v_at + 1024], comptime!(tile_k * 128), 1024usize);
     let k_stage = comptime!((blueprint.k_bytes() / 16) as u32);
     let v_stage = comptime!((blueprint.v_bytes() / 16) as u32);
-    let ds_at = comptime!(v_at + stages * (blueprint.v_bytes() + blueprint.b_bytes()) / size);
-    let ds_at = comptime!(if blueprint.reduces() { ds_at } else { 0 });
+    // What follows the ring, if anything does.
+    let ring_end = comptime!(v_at + stages * (blueprint.v_bytes() + blueprint.b_bytes()) / size);
+    let ds_at = comptime!(if blueprint.reduces() { ring_end } else { 0 });
     let mut reducer = Reducer::new::<E>(&shared[ds_at..ds_at + 1024], &shared[0..1024], &memory, warp, blueprint);
 
     // -- the first loads

@@ -60,6 +60,11 @@ pub const SLOTS: usize = 8;
 /// Words of shared memory for a kept item, and for each of the three cursors.
 pub const WORDS: usize = 8;
 
+/// f32 of a query in the sums of dQ, where every block of keys adds to it: whole panels.
+pub fn sums_columns(head_dim: usize) -> usize {
+    head_dim.next_multiple_of(PANEL)
+}
+
 /// Tiles. What is said of queries and keys is the other way round in the kernel of `dk` and `dv`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct HopperTile {

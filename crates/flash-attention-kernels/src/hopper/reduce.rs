@@ -16,7 +16,7 @@ use super::ring::{Memory, Of};
 use super::rows::{pack_row, store_row};
 use super::schedule::Walk;
 use super::scores::Factors;
-use super::{Blueprint, PANEL, WARPGROUP_ROWS};
+use super::{Blueprint, PANEL, WARPGROUP_ROWS, sums_columns};
 use crate::hopper::delta::{stats_all, stats_at};
 use crate::mask::Band;
 use cubecl::prelude::*;
@@ -29,11 +29,6 @@ pub const WARP_ROWS: u32 = (WARPGROUP_ROWS / 4) as u32;
 pub const ADDENDS: usize = WARPGROUP_ROWS * PANEL / 128;
 /// The named barrier of all units. Barrier 0 is `sync_cube`'s.
 const WRITTEN: u32 = 1;
-
-/// f32 of a query in `sums`.
-pub fn columns(head_dim: usize) -> usize {
-    head_dim.next_multiple_of(PANEL)
-}
 
 /// How a warpgroup adds to dQ.
 #[derive(CubeType)]
@@ -128,7 +123,7 @@ impl Reducer {
         #[comptime] blueprint: Blueprint,
     ) {
         let (batch, head) = (memory.item(nth, Of::Batch), memory.query_head(nth, blueprint));
-        let tile = stats_at(band, walk, batch, head, k_start, blueprint) * comptime!(columns(blueprint.head_dim));
+        let tile = stats_at(band, walk, batch, head, k_start, blueprint) * comptime!(sums_columns(blueprint.head_dim));
         let to = tile + self.addend as usize;
         let to = &sums[to..to + 1];
         #[unroll]

@@ -252,6 +252,21 @@ pub fn pack_row(
     words
 }
 
+/// Which vector of 4 columns a unit writes of two eights of a row: even units one of the first, odd ones of the second.
+#[cube]
+pub fn vector_of_pair() -> u32 {
+    let lane = UNIT_POS % 32;
+    lane % 2 * 2 + lane % 4 / 2
+}
+
+/// That vector, of what this unit and its neighbour hold of the two eights: all must call it.
+#[cube]
+pub fn exchange(first: u32, second: u32) -> (u32, u32) {
+    let odd = UNIT_POS % 2 == 1;
+    let got = plane_shuffle_xor(select(odd, first, second), 1u32);
+    (select(odd, got, first), select(odd, second, got))
+}
+
 /// Writes a packed row to `out` from vector `at` on: 4 columns a vector; nothing if not `live`. Neighbours exchange what they
 /// hold, so that the four units of a row write 32 bytes of it together: all must call it.
 #[cube]
@@ -262,19 +277,16 @@ pub fn store_row(
     live: bool,
     #[comptime] columns: usize,
 ) {
-    let lane = UNIT_POS % 32;
-    let odd = lane % 2 == 1;
-    // Even units write what the pair holds of the first of two eights, odd ones of the second.
-    let at = at + (lane % 2 * 2 + lane % 4 / 2) as usize;
+    let at = at + vector_of_pair() as usize;
     let to = &mut out[at..at + 1];
+    let odd = UNIT_POS % 2 == 1;
     let eights = comptime!(columns / 8);
     #[unroll]
     for i in 0..comptime!(eights.div_ceil(2)) {
         let paired = comptime!(2 * i + 1 < eights);
         let first = words[2 * i];
         let second = if comptime!(paired) { words[comptime!(2 * i + 1)] } else { 0u32.runtime() };
-        let got = plane_shuffle_xor(select(odd, first, second), 1u32);
-        let (low, high) = (select(odd, got, first), select(odd, second, got));
+        let (low, high) = exchange(first, second);
         let live = if comptime!(paired) { live } else { live && !odd };
         store_pair(to, comptime!(4 * i), low, high, live);
     }

@@ -2,12 +2,12 @@
 
 use super::{Call, Inputs, elementwise, input, output};
 use crate::error::AttentionError;
-use crate::hopper::{BiasTile, PANEL};
+use crate::hopper::{BiasTile, sums_columns};
 use crate::portable::GridLaunch;
 use crate::portable::dbias::Sums;
 use crate::portable::tile::{TileShape, WIDTH};
 use crate::portable::{self, dbias, delta, nothing};
-use crate::problem::AttentionProblem;
+use crate::problem::{AttentionProblem, BackwardOrder};
 use crate::tensor::TensorView;
 use crate::tiling::{self, BackwardTiles, BiasGradient, Device, Gradient, HopperGradient, Stage};
 use cubecl::client::Client;
@@ -93,7 +93,6 @@ pub struct Scratch {
 impl Scratch {
     /// Allocates what the problem needs on this device.
     pub fn empty(client: &Client, problem: &AttentionProblem) -> Self {
-        let device = Device::of(client);
         let rows = tiling::stats_rows(problem);
         let len = tiling::bias_sums_len(problem);
         let heads = problem.batch * problem.num_heads_q;
@@ -101,9 +100,12 @@ impl Scratch {
             let shape = [problem.batch, problem.num_heads_q, len / heads];
             TensorView::contiguous(client.empty(4 * len), shape)
         });
-        let columns = tiling::dq_sums_columns(&device, problem);
-        let dq_sums =
-            (columns > 0).then(|| TensorView::contiguous(client.empty(4 * (rows * columns).max(1)), [rows, columns]));
+        // Reading what the device can do takes time, too.
+        let fast = problem.options.backward_order == BackwardOrder::Fast;
+        let dq_sums = (fast && tiling::adds_dq(&Device::of(client), problem)).then(|| {
+            let columns = sums_columns(problem.head_dim);
+            TensorView::contiguous(client.empty(4 * (rows * columns).max(1)), [rows, columns])
+        });
         Scratch { stats: TensorView::contiguous(client.empty(8 * rows.max(1)), [2, rows]), bias_sums, dq_sums }
     }
 }
@@ -181,7 +183,7 @@ impl Call<'_> {
         let fused = tiles.fused.filter(|_| all);
         match &scratch.dq_sums {
             Some(sums) if fused.is_some() => {
-                let shape = [tiling::stats_rows(p), p.head_dim.next_multiple_of(PANEL)];
+                let shape = [tiling::stats_rows(p), sums_columns(p.head_dim)];
                 output(self.device, "dq_sums", sums, shape, 4)?;
             }
             None if fused.is_some() => {

@@ -55,7 +55,9 @@ impl Call<'_> {
         if let Some(bias) = bias {
             self.check_dbias_hopper(bias)?;
         }
-        self.round_grid()?;
+        if wanted.iter().any(|(results, _)| results.role() == Role::All) {
+            self.round_grid()?;
+        }
         self.delta_hopper_grid().map(|_| ())
     }
 
@@ -135,7 +137,8 @@ impl Call<'_> {
         let width = |width: usize| if transposed { 1 } else { width };
         let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
         let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, size)));
-        let addresses = self.addresses([dk_out.span(), dv_out.span(), scratch.stats.span()]);
+        let sums = scratch.dq_sums.as_ref().unwrap_or(&scratch.stats);
+        let addresses = self.addresses([dk_out.span(), dv_out.span(), scratch.stats.span(), sums.span()]);
         // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
         unsafe {
             hopper::gradient::gradient::launch_unchecked(
@@ -155,7 +158,7 @@ impl Call<'_> {
                 rows_arg(dk_out, vector),
                 rows_arg(dv_out, vector),
                 rows_arg(&scratch.stats, 1),
-                rows_arg(scratch.dq_sums.as_ref().unwrap_or(&scratch.stats), 1),
+                rows_arg(sums, 1),
                 BufferArg::from_raw_parts(counter(self.client), 1),
                 rows_arg(rows[0], wide),
                 rows_arg(rows[1], wide),
@@ -258,7 +261,9 @@ impl Call<'_> {
     ) -> Result<(), AttentionError> {
         let p = self.problem;
         let dlse = saved.dlse.as_ref();
-        let spans = [o.span(), dout.span(), saved.lse.span(), scratch.stats.span(), dlse.map_or(0, |dlse| dlse.span())];
+        let zeroed = sums.unwrap_or(&scratch.stats);
+        let rows = [saved.lse.span(), scratch.stats.span(), dlse.map_or(0, |dlse| dlse.span())];
+        let spans = [o.span(), dout.span(), zeroed.span()].into_iter().chain(rows);
         // SAFETY: views have been checked against their buffers.
         unsafe {
             hopper::delta::delta::launch_unchecked(
@@ -271,7 +276,7 @@ impl Call<'_> {
                 saved.lse.arg(),
                 dlse.map(|dlse| dlse.arg()).into(),
                 rows_arg(&scratch.stats, 1),
-                rows_arg(sums.unwrap_or(&scratch.stats), 4),
+                rows_arg(zeroed, 4),
                 p.batch as u32,
                 p.num_heads_q as u32,
                 p.seq_q as u32,

@@ -1,13 +1,13 @@
 //! Launches the gradient of a bias for Hopper.
 
-use super::{OUT_BYTES, counter, factors, is_tiled, pairs, rows_arg, rows_of, stride};
+use super::{OUT_BYTES, counter, factors, pairs, rows_arg, stride};
 use crate::error::AttentionError;
 use crate::hopper::dbias::{BiasStridesLaunch, Mosaic};
 use crate::hopper::{self, BiasBlueprint, BiasTile, Blueprint, Role, Rows, WARPGROUP_ROWS};
 use crate::launch::backward::WantedBias;
 use crate::launch::{Call, Scratch};
 use crate::tensor::TensorView;
-use crate::tiling::{stats_multiple, varies_by_pair};
+use crate::tiling::varies_by_pair;
 use cubecl::prelude::*;
 
 impl Call<'_> {
@@ -37,25 +37,11 @@ impl Call<'_> {
     }
 
     fn dbias_blueprint(&self, dbias: &TensorView, tile: BiasTile) -> BiasBlueprint {
-        let p = self.problem;
-        let bias = self.inputs.bias.as_ref();
-        let scores = Blueprint {
-            role: Role::Dq,
-            tile: tile.tile(),
-            dtype: p.dtype,
-            head_dim: p.head_dim,
-            head_dim_v: p.head_dim_v,
-            capped: p.options.softcap.is_some(),
-            mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
-            bias: rows_of(bias),
-            partial: false,
-            stats_multiple: stats_multiple(p),
-        };
-        let size = p.dtype.size();
+        let scores = self.plain_blueprint(Role::Dq, tile.tile(), false);
+        let size = self.problem.dtype.size();
         let plain = BiasBlueprint { tile, scores, vectors: dbias.vectorizes(OUT_BYTES / size, size) };
         let tiled = BiasBlueprint { scores: Blueprint { bias: Some(Rows::Tiled), ..scores }, ..plain };
-        let fits = tiled.shared_memory() <= self.device.shared_memory;
-        if fits && bias.is_some_and(|bias| is_tiled(bias, p)) { tiled } else { plain }
+        if self.takes_tiles(tiled.shared_memory()) { tiled } else { plain }
     }
 
     /// Computes the bias's gradient, from lse and delta in scratch.

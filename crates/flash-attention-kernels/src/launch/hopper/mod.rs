@@ -30,8 +30,15 @@ const OUT_BYTES: usize = 8;
 impl Call<'_> {
     /// What a kernel is specialised for.
     fn hopper_blueprint(&self, role: Role, tile: HopperTile, partial: bool) -> Blueprint {
+        let plain = self.plain_blueprint(role, tile, partial);
+        let tiled = Blueprint { bias: Some(Rows::Tiled), ..plain };
+        if self.takes_tiles(tiled.shared_memory()) { tiled } else { plain }
+    }
+
+    /// The same, with the bias read as it lies.
+    fn plain_blueprint(&self, role: Role, tile: HopperTile, partial: bool) -> Blueprint {
         let p = self.problem;
-        let blueprint = Blueprint {
+        Blueprint {
             role,
             tile,
             dtype: p.dtype,
@@ -42,10 +49,13 @@ impl Call<'_> {
             bias: rows_of(self.inputs.bias.as_ref()),
             partial,
             stats_multiple: stats_multiple(p),
-        };
-        let tiled = Blueprint { bias: Some(Rows::Tiled), ..blueprint };
-        let fits = tiled.shared_memory() <= self.device.shared_memory;
-        if fits && self.inputs.bias.as_ref().is_some_and(|bias| is_tiled(bias, p)) { tiled } else { blueprint }
+        }
+    }
+
+    /// Whether the bias comes to shared memory in tiles, with so many bytes in all.
+    fn takes_tiles(&self, bytes: usize) -> bool {
+        let readable = self.inputs.bias.as_ref().is_some_and(|bias| is_tiled(bias, self.problem));
+        readable && bytes <= self.device.shared_memory
     }
 
     /// Memory for `[B, H, S, D]` whose rows start at multiples of 16 bytes.
