@@ -74,7 +74,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
     );
     for case in &cases {
         for implementation in options.implementations.iter().copied() {
-            for pass in options.pass.iter().copied().filter(|pass| implementation.has(*pass)) {
+            for pass in options.pass.iter().copied().filter(|pass| implementation.has(case, *pass)) {
                 let job = Job { device, case: *case, implementation, kernel: None, pass, timed: false };
                 let answer = answer(&job, &device_name, Duration::from_secs(options.limit))?;
                 let mut problem = case.problem()?;

@@ -172,9 +172,9 @@ pub fn run(options: &Options) -> Result<(), Error> {
     let device_name = device.open()?.client().properties().identity.name.clone();
     let name = options.name.clone().unwrap_or_else(|| format!("{}-{}", options.set.name(), device.name()));
     let run = Run::new(device.name());
-    let mut out = Output::new(options, &name, (cases.len() * calls(options).count()) as u64)?;
+    let mut out = Output::new(options, &name, cases.iter().map(|case| calls(options, case).count() as u64).sum())?;
     for case in &cases {
-        for (implementation, pass) in calls(options) {
+        for (implementation, pass) in calls(options, case) {
             out.bar.set_message(format!("{} {} {case}", implementation.name(), pass.name()));
             let job = Job { device, case: *case, implementation, kernel: options.kernel, pass, timed: true };
             let answer = answer(&job, &device_name, Duration::from_secs(options.limit))?;
@@ -191,10 +191,11 @@ pub fn run(options: &Options) -> Result<(), Error> {
     Ok(())
 }
 
-/// What is called for each problem.
-fn calls(options: &Options) -> impl Iterator<Item = (Implementation, Pass)> + '_ {
+/// What is called for a problem.
+fn calls<'a>(options: &'a Options, case: &'a Case) -> impl Iterator<Item = (Implementation, Pass)> + 'a {
     let passes = |implementation| options.pass.iter().copied().map(move |pass| (implementation, pass));
-    options.implementations.iter().copied().flat_map(passes).filter(|(implementation, pass)| implementation.has(*pass))
+    let all = options.implementations.iter().copied().flat_map(passes);
+    all.filter(|(implementation, pass)| implementation.has(case, *pass))
 }
 
 /// The table in the terminal, and the files.

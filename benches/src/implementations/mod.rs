@@ -6,7 +6,7 @@ mod ours;
 
 pub(crate) use ours::Tensors;
 
-use crate::case::{Case, Pass};
+use crate::case::{Case, Pass, Variant};
 use crate::data::{Data, Results};
 use crate::error::Error;
 use crate::timing::Work;
@@ -26,6 +26,9 @@ pub enum Implementation {
     Burn,
     /// Products, mask, softmax: attention as it is written down, in Burn's operations.
     Composed,
+    /// The two products of the forward alone, in Burn's operations: what its matrix products leave to be had. No attention, so
+    /// nothing is compared with the oracle.
+    Products,
 }
 
 impl Implementation {
@@ -36,6 +39,7 @@ impl Implementation {
             Implementation::OursFast => "ours-fast",
             Implementation::Burn => "burn",
             Implementation::Composed => "composed",
+            Implementation::Products => "products",
         }
     }
 
@@ -43,7 +47,7 @@ impl Implementation {
     pub fn backward_order(self) -> BackwardOrder {
         match self {
             Implementation::OursFast => BackwardOrder::Fast,
-            Implementation::Ours | Implementation::Burn | Implementation::Composed => BackwardOrder::Deterministic,
+            _ => BackwardOrder::Deterministic,
         }
     }
 
@@ -52,10 +56,11 @@ impl Implementation {
         matches!(self, Implementation::Ours | Implementation::OursFast)
     }
 
-    /// Whether it has this pass of its own: only our kernels can be called one at a time, and the order of the backward
-    /// is none of the forward's business.
-    pub fn has(self, pass: Pass) -> bool {
+    /// Whether it has this pass of its own: only our kernels can be called one at a time, the order of the backward is none of
+    /// the forward's business, and products know no causality.
+    pub fn has(self, case: &Case, pass: Pass) -> bool {
         match self {
+            Implementation::Products => pass == Pass::Forward && !case.causal && case.variant == Variant::None,
             Implementation::Ours => true,
             Implementation::OursFast => pass != Pass::Forward,
             Implementation::Burn | Implementation::Composed => matches!(pass, Pass::Forward | Pass::Autodiff),

@@ -7,8 +7,21 @@ use std::fmt;
 use std::path::Path;
 
 /// Implementations in the order of legends and tables; others follow.
-const IMPLS: [&str; 10] =
-    ["ours", "ours-fast", "burn", "composed", "cudnn", "flash2", "flash2-deterministic", "memeff", "flex", "matmul"];
+const IMPLS: [&str; 11] = [
+    "ours",
+    "ours-fast",
+    "burn",
+    "composed",
+    "cudnn",
+    "flash2",
+    "flash2-deterministic",
+    "memeff",
+    "flex",
+    "products",
+    "matmul",
+];
+/// What is no attention.
+pub const PRODUCTS: &str = "products";
 /// Those of this repository.
 pub const OURS: [&str; 2] = ["ours", "ours-fast"];
 /// Passes in the order of panels.

@@ -1,6 +1,6 @@
 //! The tables of the README, kept current by a test.
 
-use super::model::{Machine, OURS, Problem, Results, by_who, distinct, passes};
+use super::model::{Machine, OURS, PRODUCTS, Problem, Results, by_who, distinct, passes};
 use super::svg::number;
 use crate::error::Error;
 use crate::results::Timing;
@@ -83,7 +83,7 @@ fn table(results: &Results, machine: &Machine) -> String {
                     let rows: Vec<&Timing> = rows.iter().copied().filter(|row| wanted(&row.r#impl)).collect();
                     fastest(&rows, pass, &problem)?.tflops
                 };
-                let (ours, other) = (rate(&|of| of == *name), rate(&|of| !OURS.contains(&of)));
+                let (ours, other) = (rate(&|of| of == *name), rate(&|of| !OURS.contains(&of) && of != PRODUCTS));
                 ours.zip(other).map_or("–".into(), |(ours, other)| format!("{:.2}×", ours / other))
             };
             let _ = write!(text, " {} |", distinct_or_joined(passes.iter().map(ratio).collect()));

@@ -24,13 +24,15 @@
 //! problem   sizes, dtype, options, validation          tiling    which kernel, which tiles: the only place that chooses
 //! mask      which pairs see each other, which blocks   launch    validate → choose → grid → launch
 //! score     scale and softcap with their derivatives   portable  the kernels for any device
-//! softmax   the online softmax: −∞ lives here alone           hopper    those for NVIDIA Hopper
+//! softmax   the online softmax: −∞ lives here alone           matrix    those for devices with cooperative matrix products
+//!                                                      hopper    those for NVIDIA Hopper
 //! ```
 
 pub mod error;
 pub mod hopper;
 pub mod launch;
 pub mod mask;
+pub mod matrix;
 pub mod portable;
 pub mod problem;
 pub mod score;
@@ -43,6 +45,7 @@ pub use hopper::{BiasTile, HopperTile};
 pub use launch::{
     Gradients, Inputs, MaskStorage, MaskView, Saved, Scratch, backward, backward_with, forward, forward_with,
 };
+pub use matrix::MatrixTile;
 pub use portable::tile::TileShape;
 pub use problem::{Alignment, AttentionOptions, AttentionProblem, BackwardOrder, Dtype, MAX_HEAD_DIM, MAX_SEQ};
 pub use tensor::TensorView;

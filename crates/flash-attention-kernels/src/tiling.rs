@@ -1,7 +1,8 @@
 //! The one place that chooses kernels and tile shapes, from what the device says of itself. What it chooses for NVIDIA Hopper
-//! has a file of its own.
+//! and for matrix products has files of its own.
 
 mod hopper;
+pub(crate) mod matrix;
 
 pub(crate) use hopper::stats_multiple;
 #[cfg(feature = "cuda")]
@@ -9,6 +10,7 @@ pub(crate) use hopper::varies_by_pair;
 
 use crate::error::AttentionError;
 use crate::hopper::{BiasTile, HopperTile, sums_columns};
+use crate::matrix::MatrixTile;
 use crate::portable::Blueprint;
 use crate::portable::dbias::Sums;
 use crate::portable::tile::{TileShape, Vec4, WIDTH};
@@ -51,18 +53,21 @@ const MAX_ACCUMULATED: usize = 16;
 pub enum Kernel {
     /// Warpgroup matrix products and TMA of NVIDIA Hopper, in f16 and bf16.
     Hopper,
+    /// Cooperative matrix products in f16 and bf16, on any device that offers them.
+    Matrix,
     /// Fused multiply-adds in f32 on any CubeCL device.
     Portable,
 }
 
 impl Kernel {
     /// Every kernel family, the most preferred first.
-    pub const ALL: [Kernel; 2] = [Kernel::Hopper, Kernel::Portable];
+    pub const ALL: [Kernel; 3] = [Kernel::Hopper, Kernel::Matrix, Kernel::Portable];
 
     /// The name used in messages and result files.
     pub fn name(self) -> &'static str {
         match self {
             Kernel::Hopper => "hopper",
+            Kernel::Matrix => "matrix",
             Kernel::Portable => "portable",
         }
     }
@@ -81,6 +86,8 @@ impl Kernel {
 pub enum Forward {
     /// [`Kernel::Hopper`].
     Hopper(HopperForward),
+    /// [`Kernel::Matrix`].
+    Matrix(MatrixTile),
     /// [`Kernel::Portable`].
     Portable(TileShape),
 }
@@ -109,6 +116,8 @@ pub struct HopperForward {
 pub enum Gradient {
     /// [`Kernel::Hopper`].
     Hopper(HopperGradient),
+    /// [`Kernel::Matrix`].
+    Matrix(MatrixTile),
     /// [`Kernel::Portable`].
     Portable(TileShape),
 }
@@ -127,6 +136,7 @@ impl Gradient {
     pub fn kernel(&self) -> Kernel {
         match self {
             Gradient::Hopper(_) => Kernel::Hopper,
+            Gradient::Matrix(_) => Kernel::Matrix,
             Gradient::Portable(_) => Kernel::Portable,
         }
     }
@@ -135,6 +145,7 @@ impl Gradient {
     fn blocks(&self, transposed: bool) -> (usize, usize) {
         match self {
             Gradient::Hopper(gradient) => (gradient.tile.tile_q(), gradient.tile.tile_k),
+            Gradient::Matrix(tile) => (tile.rows(), tile.columns),
             Gradient::Portable(tile) if transposed => (tile.tile_k, tile.tile_q),
             Gradient::Portable(tile) => (tile.tile_q, tile.tile_k),
         }
@@ -201,7 +212,7 @@ impl BackwardTiles {
     pub(crate) fn portables(&self) -> impl Iterator<Item = TileShape> {
         let of = |gradient| match gradient {
             Gradient::Portable(tile) => Some(tile),
-            Gradient::Hopper(_) => None,
+            Gradient::Hopper(_) | Gradient::Matrix(_) => None,
         };
         let dbias = match self.dbias {
             BiasGradient::Portable(tile) => Some(tile),
@@ -216,6 +227,7 @@ impl Forward {
     pub fn kernel(&self) -> Kernel {
         match self {
             Forward::Hopper(_) => Kernel::Hopper,
+            Forward::Matrix(_) => Kernel::Matrix,
             Forward::Portable(_) => Kernel::Portable,
         }
     }
@@ -224,6 +236,7 @@ impl Forward {
     pub fn tile_q(&self) -> usize {
         match self {
             Forward::Hopper(forward) => forward.tile.tile_q(),
+            Forward::Matrix(tile) => tile.rows(),
             Forward::Portable(tile) => tile.tile_q,
         }
     }
@@ -232,6 +245,7 @@ impl Forward {
     pub fn tile_k(&self) -> usize {
         match self {
             Forward::Hopper(forward) => forward.tile.tile_k,
+            Forward::Matrix(tile) => tile.columns,
             Forward::Portable(tile) => tile.tile_k,
         }
     }
@@ -240,6 +254,12 @@ impl Forward {
 impl From<TileShape> for Forward {
     fn from(tile: TileShape) -> Self {
         Forward::Portable(tile)
+    }
+}
+
+impl From<MatrixTile> for Forward {
+    fn from(tile: MatrixTile) -> Self {
+        Forward::Matrix(tile)
     }
 }
 
@@ -270,6 +290,10 @@ pub struct Device {
     pub multiprocessors: usize,
     /// Whether there are warpgroup matrix products and TMA.
     pub wgmma: bool,
+    /// Units of a plane, where all planes have as many; otherwise 0.
+    pub plane: usize,
+    /// Shapes `[m, n, k]` of cooperative matrix products of an element type that are summed in f32.
+    pub matrices: Vec<(Dtype, [usize; 3])>,
 }
 
 impl Device {
@@ -291,6 +315,21 @@ impl Device {
             dtypes: [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().filter(stores).collect(),
             multiprocessors: hardware.num_streaming_multiprocessors.unwrap_or(0) as usize,
             wgmma: !properties.features.matmul.wgmma.is_empty(),
+            plane: if hardware.plane_size_min == hardware.plane_size_max {
+                hardware.plane_size_min as usize
+            } else {
+                0
+            },
+            matrices: [Dtype::F16, Dtype::BF16]
+                .into_iter()
+                .flat_map(|dtype| {
+                    let element = element_type(dtype);
+                    let sums = ElemType::Float(FloatKind::F32);
+                    let all = properties.features.matmul.cmma.iter();
+                    all.filter(move |of| of.a_type == element && of.b_type == element && of.cd_type == sums)
+                        .map(move |of| (dtype, [of.m as usize, of.n as usize, of.k as usize]))
+                })
+                .collect(),
         }
     }
 }
@@ -487,13 +526,20 @@ pub(crate) fn choose_forward(
     asked: Option<Kernel>,
     passed_over: &mut Vec<PassedOver>,
 ) -> Result<Forward, AttentionError> {
-    if asked != Some(Kernel::Portable) {
-        match hopper::forward(device, problem) {
-            Ok(forward) => return Ok(Forward::Hopper(forward)),
-            Err(why) if asked == Some(Kernel::Hopper) => {
-                return Err(AttentionError::KernelUnavailable { kernel: Kernel::Hopper.name(), why });
+    for kernel in [Kernel::Hopper, Kernel::Matrix] {
+        if asked.is_some_and(|asked| asked != kernel) {
+            continue;
+        }
+        let found = match kernel {
+            Kernel::Hopper => hopper::forward(device, problem).map(Forward::Hopper),
+            _ => matrix::forward(device, problem).map(Forward::Matrix),
+        };
+        match found {
+            Ok(forward) => return Ok(forward),
+            Err(why) if asked == Some(kernel) => {
+                return Err(AttentionError::KernelUnavailable { kernel: kernel.name(), why });
             }
-            Err(why) => passed_over.push(PassedOver { what: format!("forward {}", Kernel::Hopper.name()), why }),
+            Err(why) => passed_over.push(PassedOver { what: format!("forward {}", kernel.name()), why }),
         }
     }
     Ok(Forward::Portable(choose(device, problem, Stage::Forward, passed_over)?))
@@ -506,13 +552,17 @@ pub(crate) fn choose_backward(
     asked: Option<Kernel>,
     passed_over: &mut Vec<PassedOver>,
 ) -> Result<BackwardTiles, AttentionError> {
-    let hopper = if asked == Some(Kernel::Portable) { None } else { Some(hopper::backward(device, problem)) };
-    if let Some(Err(why)) = &hopper {
-        passed_over.push(PassedOver { what: format!("backward {}", Kernel::Hopper.name()), why: why.clone() });
-    }
+    let mut pass_over = |kernel: Kernel, why| {
+        passed_over.push(PassedOver { what: format!("backward {}", kernel.name()), why });
+    };
+    let asked_for = |kernel| asked.is_none_or(|asked| asked == kernel);
+    let hopper = asked_for(Kernel::Hopper).then(|| hopper::backward(device, problem));
+    let hopper = hopper.and_then(|found| found.map_err(|why| pass_over(Kernel::Hopper, why)).ok());
+    let matrix = (hopper.is_none() && asked_for(Kernel::Matrix)).then(|| matrix::backward(device, problem));
+    let matrix = matrix.and_then(|found| found.map_err(|why| pass_over(Kernel::Matrix, why)).ok());
     let tile = choose(device, problem, Stage::Backward, passed_over)?;
-    Ok(match hopper {
-        Some(Ok((dq, dkdv, dv))) => {
+    Ok(match (hopper, matrix) {
+        (Some((dq, dkdv, dv)), _) => {
             let dbias = hopper::dbias(problem).map(BiasGradient::Hopper).unwrap_or_else(|why| {
                 if problem.bias.is_some() {
                     passed_over.push(PassedOver { what: format!("dbias {}", Kernel::Hopper.name()), why });
@@ -527,7 +577,13 @@ pub(crate) fn choose_backward(
             };
             BackwardTiles { dq, dkdv, dv, fused, dbias }
         }
-        _ => BackwardTiles::portable(tile, together(device, problem, &tile)),
+        (None, Some((dq, dkdv, dv))) => BackwardTiles {
+            dq: Gradient::Matrix(dq),
+            dkdv: Gradient::Matrix(dkdv),
+            dv: dv.map(Gradient::Matrix),
+            ..BackwardTiles::portable(tile, true)
+        },
+        (None, None) => BackwardTiles::portable(tile, together(device, problem, &tile)),
     })
 }
 
@@ -579,6 +635,8 @@ pub fn fused_on(device: &Device, problem: &AttentionProblem) -> Option<HopperGra
 ///     dtypes: vec![Dtype::F32],
 ///     multiprocessors: 0,
 ///     wgmma: false,
+///     plane: 0,
+///     matrices: Vec::new(),
 /// };
 /// let shape = [1, 1, 128, 256];
 /// let problem = AttentionProblem::new(&shape, &shape, &shape, Dtype::F32, AttentionOptions::default())?;

@@ -44,6 +44,8 @@ fn device() -> Device {
         dtypes: vec![Dtype::F32, Dtype::F16, Dtype::BF16],
         multiprocessors: 132,
         wgmma: true,
+        plane: 32,
+        matrices: [Dtype::F16, Dtype::BF16].map(|dtype| (dtype, [16, 16, 16])).to_vec(),
     }
 }
 
@@ -629,6 +631,7 @@ fn what_hopper_cannot_do_is_planned_visibly() {
     let older = Device { wgmma: false, ..device() };
     let plan = plan_on(&older, &problem(128, Dtype::BF16, causal)).unwrap();
     assert!(plan.to_string().contains("no warpgroup matrix products"), "{plan}");
+    assert_eq!(plan.forward.kernel(), Kernel::Matrix, "{plan}");
 }
 
 /// The gradient of a bias that repeats queries or keys is told to be the portable kernel's.

@@ -3,6 +3,7 @@
 use super::{Call, Inputs, elementwise, input, output};
 use crate::error::AttentionError;
 use crate::hopper::{BiasTile, sums_columns};
+use crate::matrix::Role;
 use crate::portable::GridLaunch;
 use crate::portable::dbias::Sums;
 use crate::portable::tile::{TileShape, WIDTH};
@@ -225,7 +226,7 @@ impl Call<'_> {
         let (dk, dv) = (gradients.dk.as_ref(), gradients.dv.as_ref());
         let together = tiles.dv.is_none() && dk.is_some() && dv.is_some();
         let delta = self.delta_grid()?;
-        let mut hopper = Vec::new();
+        let (mut hopper, mut matrix) = (Vec::new(), Vec::new());
         if let Some(tiles) = fused {
             hopper.push((HopperResults { dq: gradients.dq.as_ref(), dk, dv }, tiles));
         }
@@ -233,6 +234,9 @@ impl Call<'_> {
         if let Some(view) = gradients.dq.as_ref().filter(|_| fused.is_none()) {
             match tiles.dq {
                 Gradient::Hopper(tiles) => hopper.push((HopperResults { dq: Some(view), dk: None, dv: None }, tiles)),
+                Gradient::Matrix(tile) => {
+                    matrix.push(self.check_gradient_matrix(Role::Dq, tile, [Some(view), None])?)
+                }
                 Gradient::Portable(tile) => {
                     tiling::check_bindings(self.device, p, "dq", 6)?;
                     dq = Some((view, tile, self.query_grid("dq", tile)?));
@@ -246,6 +250,10 @@ impl Call<'_> {
             }
             match tiles.dv.filter(|_| dk.is_none()).unwrap_or(tiles.dkdv) {
                 Gradient::Hopper(tiles) => hopper.push((HopperResults { dq: None, dk, dv }, tiles)),
+                Gradient::Matrix(tile) => {
+                    let role = Role::DkDv { dk: dk.is_some(), dv: dv.is_some() };
+                    matrix.push(self.check_gradient_matrix(role, tile, [dk, dv])?);
+                }
                 Gradient::Portable(tile) => {
                     tiling::check_bindings(self.device, p, "dkdv", if together { 7 } else { 6 })?;
                     dkdv.push((dk, dv, tile, self.key_grid("dkdv", tile)?));
@@ -265,8 +273,11 @@ impl Call<'_> {
         }
         self.check_hopper_backward(saved, &hopper, hopper_dbias)?;
 
-        if dq.is_some() || !dkdv.is_empty() || dbias.is_some() {
+        if dq.is_some() || !dkdv.is_empty() || dbias.is_some() || !matrix.is_empty() {
             self.delta(saved, scratch, delta, addresses);
+        }
+        for gradient in matrix {
+            self.gradient_matrix(saved, scratch, gradient, addresses);
         }
         if let Some((dq, tile, grid)) = dq {
             self.dq(saved, scratch, dq, tile, grid, addresses);
@@ -307,7 +318,7 @@ impl Call<'_> {
     }
 
     /// lse and delta as the portable kernels keep them.
-    fn portable_stats(&self, scratch: &Scratch) -> TensorArg {
+    pub(super) fn portable_stats(&self, scratch: &Scratch) -> TensorArg {
         let rows = self.problem.rows();
         TensorView { handle: scratch.stats.handle.clone(), shape: [2, rows], strides: [rows, 1] }.arg()
     }

@@ -4,6 +4,7 @@ mod backward;
 mod forward;
 #[cfg(feature = "cuda")]
 mod hopper;
+mod matrix;
 
 pub use backward::{Gradients, Saved, Scratch, backward, backward_with};
 pub use forward::{forward, forward_with};

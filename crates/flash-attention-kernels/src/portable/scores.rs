@@ -55,36 +55,39 @@ pub fn finish_scores<F: Float, M: Numeric>(
                 let n = comptime!(i * micro_k + j);
                 let row = at.q_start + me.y * comptime!(micro_q as u32) + comptime!(i as u32);
                 let column = at.k_start + me.x * comptime!(micro_k as u32) + comptime!(j as u32);
-                let mut value = s[n];
-                if band.sees(row, column) {
-                    #[comptime]
-                    if let ComptimeOption::Some(bias) = bias {
-                        value += f32::cast_from(
-                            bias[element(
-                                at,
-                                row,
-                                column,
-                                bias.stride(0),
-                                bias.stride(1),
-                                bias.stride(2),
-                                bias.stride(3),
-                            )],
-                        );
-                    }
-                    #[comptime]
-                    if let ComptimeOption::Some(mask) = mask {
-                        let offset =
-                            element(at, row, column, mask.stride(0), mask.stride(1), mask.stride(2), mask.stride(3));
-                        let hides = mask[offset] != M::from_int(0);
-                        value = select(hides, HIDDEN, value);
-                    }
-                } else {
-                    value = HIDDEN.runtime();
-                }
-                s[n] = value;
+                s[n] = finish_score(s[n], band, mask, bias, at, row, column);
             }
         }
     }
+}
+
+/// Adds the bias of query `row` and key `column` to a score; [`HIDDEN`] where the query does not see the key.
+#[cube]
+pub fn finish_score<F: Float, M: Numeric>(
+    score: f32,
+    band: &Band,
+    mask: &ComptimeOption<&Tensor<M>>,
+    bias: &ComptimeOption<&Tensor<F>>,
+    at: &TileAt,
+    row: u32,
+    column: u32,
+) -> f32 {
+    let mut value = score;
+    if band.sees(row, column) {
+        #[comptime]
+        if let ComptimeOption::Some(bias) = bias {
+            let offset = element(at, row, column, bias.stride(0), bias.stride(1), bias.stride(2), bias.stride(3));
+            value += f32::cast_from(bias[offset]);
+        }
+        #[comptime]
+        if let ComptimeOption::Some(mask) = mask {
+            let offset = element(at, row, column, mask.stride(0), mask.stride(1), mask.stride(2), mask.stride(3));
+            value = select(mask[offset] != M::from_int(0), HIDDEN, value);
+        }
+    } else {
+        value = HIDDEN.runtime();
+    }
+    value
 }
 
 /// Offset of the element of a mask or bias for one pair, from its strides.

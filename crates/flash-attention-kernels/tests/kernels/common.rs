@@ -1,7 +1,7 @@
 //! Runs a case on the device under test and on the oracle, and compares.
 //!
 //! `FLASH_TEST_DEVICE` picks the device: `wgpu` (the default), `vulkan` or `cuda`, as far as the features compiled in
-//! allow. Where there is no adapter the tests say so and pass; `REQUIRE_WGPU=1` makes that a failure.
+//! allow; `FLASH_TEST_KERNEL` a kernel of half precision that is not the planned one. Where there is no adapter the tests say so and pass; `REQUIRE_WGPU=1` makes that a failure.
 #![allow(dead_code)]
 
 use cubecl::client::Client;
@@ -9,6 +9,7 @@ use cubecl::server::Handle;
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradients, Inputs, Kernel,
     MaskStorage, MaskView, Saved, Scratch, TensorView, TileShape, backward_with, forward, forward_with, plan,
+    plan_with,
     tiling::{Device, fused_on},
 };
 use flash_attention_reference as reference;
@@ -33,6 +34,13 @@ pub fn client() -> Option<Client> {
             None
         }
     }
+}
+
+/// The kernel of half precision in place of the planned one: `FLASH_TEST_KERNEL`.
+pub fn forced_kernel() -> Option<Kernel> {
+    let name = std::env::var("FLASH_TEST_KERNEL").ok()?;
+    let found = Kernel::ALL.into_iter().find(|kernel| kernel.name() == name);
+    Some(found.unwrap_or_else(|| panic!("FLASH_TEST_KERNEL={name}: it is one of {:?}", Kernel::ALL.map(Kernel::name))))
 }
 
 /// Whether the device compiles and runs fast enough for the whole matrix: any but the default, which is often software.
@@ -339,12 +347,16 @@ impl Case {
         };
         let o = Guarded::output(client, dtype, p.o_shape(), self.poison);
         let lse = Guarded::output(client, Dtype::F32, p.lse_shape(), self.poison);
-        let ran = match self.tiles {
-            Some(tile) => forward_with(client, p, &inputs, &o.view, &lse.view, tile).map(|()| tile.into())?,
+        let forced = self.tiles.map(Forward::from).or(match forced_kernel() {
+            Some(kernel) if p.dtype != Dtype::F32 => Some(plan_with(client, p, kernel)?.forward),
+            _ => None,
+        });
+        let ran = match forced {
+            Some(forced) => forward_with(client, p, &inputs, &o.view, &lse.view, forced).map(|()| forced)?,
             None => forward(client, p, &inputs, &o.view, &lse.view)?,
         };
-        let can = Device::of(client).wgmma && cfg!(feature = "cuda") && p.dtype != Dtype::F32 && self.tiles.is_none();
-        assert_eq!(ran.kernel(), if can { Kernel::Hopper } else { Kernel::Portable }, "{p:?}");
+        let kernel = self.kernel(client);
+        assert_eq!(ran.kernel(), kernel, "{p:?}");
 
         let dlse = self
             .dlse
@@ -364,10 +376,12 @@ impl Case {
         let plain = Scratch::empty(client, p);
         let stats = Guarded::output(client, Dtype::F32, plain.stats.shape, self.poison);
         let sums = plain.bias_sums.as_ref().map(|s| Guarded::output(client, Dtype::F32, s.shape, self.poison));
-        let mut planned = match self.tiles {
-            Some(tile) => BackwardTiles::portable(tile, true),
-            None => plan(client, p)?.backward,
+        let mut planned = match (self.tiles, forced_kernel()) {
+            (Some(tile), _) => BackwardTiles::portable(tile, true),
+            (None, Some(kernel)) if p.dtype != Dtype::F32 => plan_with(client, p, kernel)?.backward,
+            _ => plan(client, p)?.backward,
         };
+        let can = kernel == Kernel::Hopper;
         if self.fused && self.tiles.is_none() {
             planned.fused = fused_on(&Device::of(client), p);
             assert_eq!(planned.fused.is_some(), can && self.fusible(), "{p:?}");
@@ -382,8 +396,7 @@ impl Case {
             dq_sums: dq_sums.as_ref().map(|s| s.view.clone()),
         };
         backward_with(client, p, &inputs, &saved, &gradients, &scratch, Some(planned))?;
-        let of_backward = if can { Kernel::Hopper } else { Kernel::Portable };
-        assert_eq!([planned.dq.kernel(), planned.dkdv.kernel()], [of_backward; 2], "{p:?}");
+        assert_eq!([planned.dq.kernel(), planned.dkdv.kernel()], [kernel; 2], "{p:?}");
         let each_pair = p.bias.is_some_and(|[.., sq, sk]| [sq, sk] == [p.seq_q, p.seq_k] && sq * sk > 1);
         let of_bias = if can && each_pair { Kernel::Hopper } else { Kernel::Portable };
         assert_eq!(planned.dbias.kernel(), of_bias, "{p:?}");
@@ -425,6 +438,20 @@ impl Case {
             }
         }
         results
+    }
+
+    /// The kernel that must run.
+    fn kernel(&self, client: &Client) -> Kernel {
+        let device = Device::of(client);
+        let dtype = self.problem.dtype;
+        let multiplies = device.plane > 0 && device.matrices.iter().any(|(of, _)| *of == dtype);
+        match forced_kernel() {
+            _ if self.tiles.is_some() || dtype == Dtype::F32 => Kernel::Portable,
+            Some(kernel) => kernel,
+            None if device.wgmma && cfg!(feature = "cuda") => Kernel::Hopper,
+            None if multiplies => Kernel::Matrix,
+            None => Kernel::Portable,
+        }
     }
 
     /// Whether there is a kernel of all three gradients: no bias, and both head dimensions within the same of 64 and 128.

@@ -1,7 +1,7 @@
 //! What is chosen for devices that are not here.
 
 use flash_attention_kernels::tiling::{Device, plan_on};
-use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype, Forward};
+use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype, Forward, Kernel};
 
 /// The least that WebGPU promises.
 fn smallest() -> Device {
@@ -15,6 +15,8 @@ fn smallest() -> Device {
         dtypes: vec![Dtype::F32],
         multiprocessors: 0,
         wgmma: false,
+        plane: 0,
+        matrices: Vec::new(),
     }
 }
 
@@ -28,8 +30,8 @@ fn tiles_follow_shared_memory() {
         let device = Device { shared_memory: kib << 10, ..smallest() };
         let plan = plan_on(&device, &problem([1, 1, 64, 256])).unwrap();
         let Forward::Portable(tile) = plan.forward else { panic!("{plan}") };
-        // The kernels for Hopper, of the forward and of the backward, are two.
-        (tile.tile_q, tile.tile_k, tile.units_q, plan.passed_over.len() - 2)
+        // The kernels for Hopper and of matrix products, of the forward and of the backward, are four.
+        (tile.tile_q, tile.tile_k, tile.units_q, plan.passed_over.len() - 4)
     };
     assert_eq!(chosen(227), (64, 64, 8, 0));
     assert_eq!(chosen(48), (64, 64, 16, 2));
@@ -37,6 +39,46 @@ fn tiles_follow_shared_memory() {
     assert_eq!(chosen(16), (32, 32, 8, 6));
     let none = plan_on(&Device { shared_memory: 8 << 10, ..smallest() }, &problem([1, 1, 64, 64])).unwrap_err();
     assert!(matches!(none, AttentionError::NoTileFits { needed: 14848, available: 8192, .. }), "{none}");
+}
+
+/// Matrix products are chosen by what a device offers, and what it lacks is told.
+#[test]
+fn matrix_products_follow_what_is_offered() {
+    let gpu = Device {
+        shared_memory: 48 << 10,
+        units: 1024,
+        bindings: 32,
+        dtypes: vec![Dtype::F32, Dtype::F16],
+        plane: 32,
+        matrices: vec![(Dtype::F16, [16, 8, 8]), (Dtype::F16, [16, 16, 16])],
+        ..smallest()
+    };
+    let half = |head_dim| AttentionProblem { dtype: Dtype::F16, ..problem([1, 1, 64, head_dim]) };
+    let chosen = |device: &Device, head_dim| {
+        let plan = plan_on(device, &half(head_dim)).unwrap();
+        let Forward::Matrix(tile) = plan.forward else { panic!("{plan}") };
+        (tile.planes, tile.columns, tile.shape, plan.backward.dv.is_some())
+    };
+    assert_eq!(chosen(&gpu, 64), (4, 64, [16; 3], false));
+    assert_eq!(chosen(&gpu, 128), (8, 32, [16; 3], true));
+    assert_eq!(chosen(&gpu, 256), (4, 16, [16; 3], true));
+    let eights = Device { matrices: vec![(Dtype::F16, [8, 8, 8])], plane: 8, ..gpu.clone() };
+    assert_eq!(chosen(&eights, 64), (8, 64, [8; 3], false));
+
+    let why = |device: Device| {
+        let plan = plan_on(&device, &half(64)).unwrap();
+        assert_eq!([plan.forward.kernel(), plan.backward.dq.kernel()], [Kernel::Portable; 2], "{plan}");
+        plan.to_string()
+    };
+    let lacks = why(Device { matrices: vec![(Dtype::BF16, [16; 3])], ..gpu.clone() });
+    assert!(lacks.contains("not forward matrix: the device offers no matrix products of f16"), "{lacks}");
+    let uneven = why(Device { plane: 0, ..gpu.clone() });
+    assert!(uneven.contains("does not say how many units a plane has"), "{uneven}");
+    let small =
+        why(Device { shared_memory: 16 << 10, matrices: vec![(Dtype::F16, [64; 3])], plane: 64, ..gpu.clone() });
+    assert!(small.contains("not backward matrix: it takes"), "{small}");
+    let single = plan_on(&gpu, &problem([1, 1, 64, 64])).unwrap().to_string();
+    assert!(single.contains("not forward matrix: it computes in f16 and bf16, not f32"), "{single}");
 }
 
 #[test]

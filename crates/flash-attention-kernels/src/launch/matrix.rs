@@ -1,0 +1,116 @@
+//! Launches the kernels made of cooperative matrix products.
+
+use super::{Call, Saved, Scratch};
+use crate::error::AttentionError;
+use crate::matrix::{self, MatrixTile, Role};
+use crate::portable::GridLaunch;
+use crate::tensor::TensorView;
+use crate::tiling::{self, Kernel};
+use cubecl::ir::AddressType;
+use cubecl::prelude::*;
+
+/// A gradient's launch, checked: what it computes, tiles, cubes, and where `dq` or `dk`, and `dv` go.
+pub(super) struct MatrixGradient<'a> {
+    role: Role,
+    tile: MatrixTile,
+    grid: (GridLaunch, CubeCount),
+    results: [Option<&'a TensorView>; 2],
+}
+
+impl Call<'_> {
+    /// Computes `o` and `lse`.
+    pub(super) fn forward_matrix(
+        &self,
+        o: &TensorView,
+        lse: &TensorView<3>,
+        tile: MatrixTile,
+        addresses: AddressType,
+    ) -> Result<(), AttentionError> {
+        let p = self.problem;
+        self.check_matrix(Role::Forward, tile)?;
+        tiling::check_bindings(self.device, p, "forward", 5)?;
+        let (grid, count) = self.grid("forward", p.seq_q.div_ceil(tile.rows()), p.num_heads_q, p.batch)?;
+        // SAFETY: views have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
+        unsafe {
+            matrix::forward::forward::launch_unchecked(
+                self.client,
+                count,
+                CubeDim::new_2d(tile.plane as u32, tile.planes as u32),
+                addresses,
+                self.width(&[o]),
+                self.inputs.q.arg(),
+                self.inputs.k.arg(),
+                self.inputs.v.arg(),
+                self.mask().into(),
+                self.bias().into(),
+                o.arg(),
+                lse.arg(),
+                self.score(),
+                p.band().into_launch(),
+                grid,
+                tiling::matrix::blueprint(p, Role::Forward, tile),
+                [self.dtype(), self.mask_type()],
+            );
+        }
+        Ok(())
+    }
+
+    /// Whatever can fail of [`gradient_matrix`](Self::gradient_matrix).
+    pub(super) fn check_gradient_matrix<'a>(
+        &self,
+        role: Role,
+        tile: MatrixTile,
+        results: [Option<&'a TensorView>; 2],
+    ) -> Result<MatrixGradient<'a>, AttentionError> {
+        let p = self.problem;
+        self.check_matrix(role, tile)?;
+        let (kernel, rows, heads) =
+            if role.is_transposed() { ("dkdv", p.seq_k, p.num_heads_kv) } else { ("dq", p.seq_q, p.num_heads_q) };
+        tiling::check_bindings(self.device, p, kernel, 5 + results.iter().flatten().count())?;
+        let grid = self.grid(kernel, rows.div_ceil(tile.rows()), heads, p.batch)?;
+        Ok(MatrixGradient { role, tile, grid, results })
+    }
+
+    /// Computes `dq`, or `dk` and `dv`, from lse and delta in scratch.
+    pub(super) fn gradient_matrix(
+        &self,
+        saved: &Saved,
+        scratch: &Scratch,
+        MatrixGradient { role, tile, grid: (grid, count), results: [dk, dv] }: MatrixGradient,
+        addresses: AddressType,
+    ) {
+        let p = self.problem;
+        let (queries, keys) = ([&self.inputs.q, &saved.dout], [&self.inputs.k, &self.inputs.v]);
+        let (rows, columns) = if role.is_transposed() { (keys, queries) } else { (queries, keys) };
+        let views: Vec<_> = [Some(&saved.dout), dk, dv].into_iter().flatten().collect();
+        // SAFETY: as for the forward.
+        unsafe {
+            matrix::gradient::gradient::launch_unchecked(
+                self.client,
+                count,
+                CubeDim::new_2d(tile.plane as u32, tile.planes as u32),
+                addresses,
+                self.width(&views),
+                rows[0].arg(),
+                rows[1].arg(),
+                columns[0].arg(),
+                columns[1].arg(),
+                self.portable_stats(scratch),
+                self.mask().into(),
+                self.bias().into(),
+                dk.map(|dk| dk.arg()).into(),
+                dv.map(|dv| dv.arg()).into(),
+                self.score(),
+                p.band().into_launch(),
+                grid,
+                tiling::matrix::blueprint(p, role, tile),
+                [self.dtype(), self.mask_type()],
+            );
+        }
+    }
+
+    fn check_matrix(&self, role: Role, tile: MatrixTile) -> Result<(), AttentionError> {
+        tiling::matrix::check(self.device, self.problem, role, tile)
+            .map_err(|why| AttentionError::KernelUnavailable { kernel: Kernel::Matrix.name(), why })
+    }
+}

@@ -1,0 +1,242 @@
+//! Forward: `o = softmax(scores) · v` and its log-sum-exp, one cube for each block of queries of a head.
+//!
+//! ```text
+//! for each tile of keys that the queries see:
+//!     S = Q Kᵀ → board, turned into scores by the units of a row      m' = max(m, rowmax S)
+//!     P = exp(S − m') → weights      l = exp(m − m')·l + rowsum P      O = exp(m − m')·O + P V
+//! o = O / l      lse = m + ln l
+//! ```
+//!
+//! `m` follows the maximum only when that has grown by more than [`LAZY`], since rescaling O takes it across the board. (The
+//! rescaling threshold is FlashAttention-4's.)
+
+use super::tile::*;
+use super::{Blueprint, MatrixTile, WIDTH};
+use crate::mask::Band;
+use crate::portable::Grid;
+use crate::portable::scores::{TileAt, finish_score};
+use crate::portable::tile::matrix;
+use crate::score::Score;
+use crate::softmax::{HIDDEN, lse_bits, normalizer, weight};
+use cubecl::prelude::*;
+
+/// By how much a maximum may grow before what was computed with it is rescaled: weights stay below `e^8`, which f16 holds.
+const LAZY: f32 = 8.0;
+
+/// `q [B, H, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `o [B, H, Sq, Dv]` and the bits of `lse [B, H, Sq]`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(clippy::too_many_arguments)]
+pub fn forward<E: Float, M: Numeric, N: Size>(
+    q: &Tensor<Vector<E, N>>,
+    k: &Tensor<Vector<E, N>>,
+    v: &Tensor<Vector<E, N>>,
+    mask: ComptimeOption<&Tensor<M>>,
+    bias: ComptimeOption<&Tensor<E>>,
+    o: &mut Tensor<Vector<E, N>>,
+    lse: &mut Tensor<u32>,
+    score: Score,
+    band: Band,
+    grid: Grid,
+    #[comptime] blueprint: Blueprint,
+    #[define(E, M)] _types: [ElemType; 2],
+) {
+    let tile = comptime!(blueprint.tile);
+    let (rows, columns) = comptime!((tile.rows() as u32, tile.columns as u32));
+    let (head_dim, head_dim_v) = comptime!((blueprint.head_dim, blueprint.head_dim_v));
+    let me = Place::new();
+    let mut panels = Panels::<E>::new(blueprint);
+    let work = grid.work(CUBE_POS);
+    if work.is_none {
+        terminate!();
+    }
+    // The last queries see most where causal: start with them.
+    let q_start = (grid.blocks - 1 - work.block) * rows;
+    let head_kv = work.head / grid.group_size as usize;
+    let q_at = matrix(q, work.batch, work.head);
+    let k_at = matrix(k, work.batch, head_kv);
+    let v_at = matrix(v, work.batch, head_kv);
+
+    let queries = operands(q, &q_at, q_start, band.seq_q, &mut panels.k, me, head_dim, tile);
+    let mut acc = accumulator(head_dim_v, tile);
+    let of_unit = comptime!(tile.rows_of_unit());
+    let mut m = Array::<f32>::new(of_unit);
+    let mut l = Array::<f32>::new(of_unit);
+    let mut factors = Array::<f32>::new(of_unit);
+    #[unroll]
+    for nth in 0..of_unit {
+        m[nth] = HIDDEN.runtime();
+        l[nth] = 0.0f32;
+    }
+
+    let blocks = band.k_blocks(q_start, rows, columns);
+    for block in blocks.start..blocks.end {
+        let k_start = block * columns;
+        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start };
+        let whole = band.whole(q_start, k_start, rows, columns);
+
+        // -- the tile
+        sync_cube();
+        let _ = stage(k, &k_at, k_start, band.seq_k, &mut panels.k, head_dim, tile);
+        let dirty = stage(v, &v_at, k_start, band.seq_k, &mut panels.v, head_dim_v, tile);
+        tell_staged(dirty, &mut panels.flags, me);
+        sync_cube();
+        let dirty = was_staged(&panels.flags, tile);
+
+        // -- P, and the rows' new maxima and sums
+        scores(&queries, &panels.k, &mut panels.board, me, head_dim, tile);
+        sync_plane();
+        let mut grown = false.runtime();
+        #[unroll]
+        for nth in 0..of_unit {
+            let mut s = read_row(&panels.board, me, nth, tile);
+            finish_row(
+                &mut s,
+                &score,
+                &band,
+                &mask,
+                &bias,
+                &at,
+                !whole || comptime!(blueprint.extras()),
+                me,
+                nth,
+                tile,
+            );
+            let highest = row_max(&s, tile);
+            let grows = highest - m[nth] > LAZY;
+            let highest = select(grows, highest, m[nth]);
+            let factor = f32::exp(m[nth] - highest);
+            grown = grown || grows && l[nth] > 0.0;
+            factors[nth] = factor;
+            m[nth] = highest;
+            l[nth] = l[nth] * factor + weigh_row::<E>(&s, highest, &mut panels.weights, me, nth, tile);
+        }
+        if plane_any(grown) {
+            scale(&mut acc, &mut panels.board, &factors, me, head_dim_v, tile);
+        }
+        sync_plane();
+
+        // -- O
+        accumulate(&mut acc, &panels.weights, &panels.v, &mut panels.board, dirty, me, head_dim_v, tile);
+    }
+
+    // -- the sums of a row meet
+    let lse_at = work.batch * lse.stride(0) + work.head * lse.stride(1);
+    let lse_step = lse.stride(2);
+    #[unroll]
+    for nth in 0..of_unit {
+        let total = row_sum(l[nth], tile);
+        factors[nth] = normalizer(total);
+        let row = q_start + me.plane * comptime!(tile.m() as u32) + me.row(nth, tile);
+        if me.lane % comptime!(tile.sharers() as u32) == 0 && row < band.seq_q {
+            lse[lse_at + row as usize * lse_step] = lse_bits(m[nth], total);
+        }
+    }
+    let o_at = matrix(&*o, work.batch, work.head);
+    write(o, &o_at, q_start, band.seq_q, &acc, &mut panels.board, &factors, me, head_dim_v, tile);
+}
+
+/// A unit's part of its `nth` row of the board.
+#[cube]
+pub fn read_row(
+    board: &Shared<[Quad<f32>]>,
+    me: Place,
+    #[comptime] nth: usize,
+    #[comptime] tile: MatrixTile,
+) -> Array<f32> {
+    let mut s = Array::<f32>::new(comptime!(tile.vectors_of_unit() * WIDTH));
+    let row = me.board(tile) + me.row(nth, tile) as usize * comptime!(tile.board_pitch());
+    #[unroll]
+    for i in 0..comptime!(tile.vectors_of_unit()) {
+        let quad = board[row + me.vector(i, tile) as usize];
+        #[unroll]
+        for n in 0..WIDTH {
+            s[comptime!(i * WIDTH + n)] = quad.extract(n);
+        }
+    }
+    s
+}
+
+/// Turns a unit's part of its `nth` row of products into scores, hidden ones into [`HIDDEN`].
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn finish_row<E: Float, M: Numeric>(
+    s: &mut Array<f32>,
+    score: &Score,
+    band: &Band,
+    mask: &ComptimeOption<&Tensor<M>>,
+    bias: &ComptimeOption<&Tensor<E>>,
+    at: &TileAt,
+    careful: bool,
+    me: Place,
+    #[comptime] nth: usize,
+    #[comptime] tile: MatrixTile,
+) {
+    #[unroll]
+    for n in 0..comptime!(tile.vectors_of_unit() * WIDTH) {
+        s[n] = score.of(s[n]);
+    }
+    if careful {
+        let row = at.q_start + me.plane * comptime!(tile.m() as u32) + me.row(nth, tile);
+        #[unroll]
+        for i in 0..comptime!(tile.vectors_of_unit()) {
+            let first = at.k_start + me.vector(i, tile) * comptime!(WIDTH as u32);
+            #[unroll]
+            for n in 0..WIDTH {
+                let e = comptime!(i * WIDTH + n);
+                s[e] = finish_score(s[e], band, mask, bias, at, row, first + comptime!(n as u32));
+            }
+        }
+    }
+}
+
+/// The highest score of a row.
+#[cube]
+fn row_max(s: &Array<f32>, #[comptime] tile: MatrixTile) -> f32 {
+    let mut highest = HIDDEN.runtime();
+    #[unroll]
+    for n in 0..comptime!(tile.vectors_of_unit() * WIDTH) {
+        highest = max(highest, s[n]);
+    }
+    #[unroll]
+    for step in 0..comptime!(tile.sharers().ilog2()) {
+        highest = max(highest, plane_shuffle_xor(highest, comptime!(1u32 << step)));
+    }
+    highest
+}
+
+/// The sum of what the units of a row have.
+#[cube]
+fn row_sum(part: f32, #[comptime] tile: MatrixTile) -> f32 {
+    let mut sum = part;
+    #[unroll]
+    for step in 0..comptime!(tile.sharers().ilog2()) {
+        sum += plane_shuffle_xor(sum, comptime!(1u32 << step));
+    }
+    sum
+}
+
+/// Writes a unit's part of the weights of its `nth` row; returns their sum.
+#[cube]
+fn weigh_row<E: Float>(
+    s: &Array<f32>,
+    highest: f32,
+    weights: &mut Shared<[Quad<E>]>,
+    me: Place,
+    #[comptime] nth: usize,
+    #[comptime] tile: MatrixTile,
+) -> f32 {
+    let row = me.board(tile) + me.row(nth, tile) as usize * comptime!(tile.board_pitch());
+    let mut sum = 0.0f32.runtime();
+    #[unroll]
+    for i in 0..comptime!(tile.vectors_of_unit()) {
+        let mut quad = Quad::<f32>::new(0.0f32);
+        #[unroll]
+        for n in 0..WIDTH {
+            let w = weight(s[comptime!(i * WIDTH + n)], highest);
+            sum += w;
+            quad.insert(n, w);
+        }
+        weights[row + me.vector(i, tile) as usize] = Quad::<E>::cast_from(quad);
+    }
+    sum
+}

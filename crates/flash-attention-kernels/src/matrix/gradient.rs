@@ -1,0 +1,311 @@
+//! Gradients: `dq`, one cube for each block of queries of a head, or `dk` and `dv`, one for each block of keys.
+//!
+//! ```text
+//! Dq      for each tile of keys that the queries see:
+//!             S = Q Kᵀ    dP = dO Vᵀ    P = exp(S − lse)    dS = P ∘ (dP − delta) ∘ slope    dQ += dS K
+//! DkDv    for each query head of the group and each tile of queries that see the keys:
+//!             Sᵀ = K Qᵀ   dPᵀ = V dOᵀ   Pᵀ = exp(Sᵀ − lse)  dSᵀ = Pᵀ ∘ (dPᵀ − delta) ∘ slope
+//!             dV += Pᵀ dO               dK += dSᵀ Q
+//! ```
+//!
+//! The second is the first with queries and keys in each other's places and one product more: [`Role`] says what each tensor is
+//! called here. (FlashAttention-2, arXiv:2307.08691, algorithm 2.) Every sum is taken in a fixed order.
+
+use super::forward::read_row;
+use super::tile::*;
+use super::{Blueprint, MatrixTile, Role, WIDTH};
+use crate::mask::Band;
+use crate::portable::Grid;
+use crate::portable::scores::{TileAt, finish_score};
+use crate::portable::tile::matrix;
+use crate::score::Score;
+use crate::softmax::weight;
+use cubecl::prelude::*;
+
+/// Rows `q`, `d` and columns `k`, `v`, all `[B, H, S, D]` or `[…, Dv]` as [`Role`] names them, with
+/// `stats [2, B · H · Sq]` to `dk`, of the shape of `q`, and `dv`, of that of `d`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(clippy::too_many_arguments)]
+pub fn gradient<E: Float, M: Numeric, N: Size>(
+    q: &Tensor<Vector<E, N>>,
+    d: &Tensor<Vector<E, N>>,
+    k: &Tensor<Vector<E, N>>,
+    v: &Tensor<Vector<E, N>>,
+    stats: &Tensor<f32>,
+    mask: ComptimeOption<&Tensor<M>>,
+    bias: ComptimeOption<&Tensor<E>>,
+    dk: ComptimeOption<&mut Tensor<Vector<E, N>>>,
+    dv: ComptimeOption<&mut Tensor<Vector<E, N>>>,
+    score: Score,
+    band: Band,
+    grid: Grid,
+    #[comptime] blueprint: Blueprint,
+    #[define(E, M)] _types: [ElemType; 2],
+) {
+    let (tile, role) = comptime!((blueprint.tile, blueprint.role));
+    let (rows, columns) = comptime!((tile.rows() as u32, tile.columns as u32));
+    let (head_dim, head_dim_v) = comptime!((blueprint.head_dim, blueprint.head_dim_v));
+    let me = Place::new();
+    let mut panels = Panels::<E>::new(blueprint);
+    let work = grid.work(CUBE_POS);
+    if work.is_none {
+        terminate!();
+    }
+    // What is seen by most goes first: the last queries, or the first keys.
+    let block = if comptime!(role.is_transposed()) { work.block } else { grid.blocks - 1 - work.block };
+    let start = block * rows;
+    let rows_end = if comptime!(role.is_transposed()) { band.seq_k } else { band.seq_q };
+    let columns_end = if comptime!(role.is_transposed()) { band.seq_q } else { band.seq_k };
+    let group_size = grid.group_size as usize;
+
+    let q_at = matrix(q, work.batch, work.head);
+    let d_at = matrix(d, work.batch, work.head);
+    let keep = operands(q, &q_at, start, rows_end, &mut panels.k, me, head_dim, tile);
+    let keep_d = if comptime!(role.differentiates()) {
+        operands(d, &d_at, start, rows_end, &mut panels.v, me, head_dim_v, tile)
+    } else {
+        Sequence::new()
+    };
+    let mut acc = accumulator(comptime!(if role.differentiates() { head_dim } else { 0 }), tile);
+    let mut acc_v = accumulator(comptime!(if dv.is_some() { head_dim_v } else { 0 }), tile);
+
+    // Heads that stream by: the query heads of a key head, or the key head of a query head.
+    let streams = if comptime!(role.is_transposed()) { group_size } else { 1usize.runtime() };
+    let blocks = if comptime!(role.is_transposed()) {
+        band.q_blocks(start, columns, rows)
+    } else {
+        band.k_blocks(start, rows, columns)
+    };
+    for member in 0..streams {
+        let stream =
+            if comptime!(role.is_transposed()) { work.head * group_size + member } else { work.head / group_size };
+        let k_at = matrix(k, work.batch, stream);
+        let v_at = matrix(v, work.batch, stream);
+        let (head, heads) = if comptime!(role.is_transposed()) {
+            (stream, grid.heads as usize * group_size)
+        } else {
+            (work.head, grid.heads as usize)
+        };
+        let stats_row = (work.batch * heads + head) * band.seq_q as usize;
+        for block in blocks.start..blocks.end {
+            let first = block * columns;
+            let at = if comptime!(role.is_transposed()) {
+                TileAt { batch: work.batch, head, q_start: first, k_start: start }
+            } else {
+                TileAt { batch: work.batch, head, q_start: start, k_start: first }
+            };
+            let whole = if comptime!(role.is_transposed()) {
+                band.whole(first, start, columns, rows)
+            } else {
+                band.whole(start, first, rows, columns)
+            };
+
+            // -- the tile
+            sync_cube();
+            let mut dirty = stage(k, &k_at, first, columns_end, &mut panels.k, head_dim, tile);
+            if comptime!(role != Role::Dq || role.differentiates()) {
+                let dirty_v = stage(v, &v_at, first, columns_end, &mut panels.v, head_dim_v, tile);
+                dirty = dirty || dirty_v;
+            }
+            tell_staged(dirty, &mut panels.flags, me);
+            sync_cube();
+            let dirty = was_staged(&panels.flags, tile);
+
+            // -- P
+            scores(&keep, &panels.k, &mut panels.board, me, head_dim, tile);
+            sync_plane();
+            let of_unit = comptime!(tile.rows_of_unit());
+            let mut weighed = Sequence::<Row>::new();
+            #[unroll]
+            for nth in 0..of_unit {
+                let s = read_row(&panels.board, me, nth, tile);
+                let row = Row::weighed(
+                    s,
+                    stats,
+                    &score,
+                    &band,
+                    &mask,
+                    &bias,
+                    &at,
+                    stats_row,
+                    !whole || comptime!(blueprint.extras()),
+                    me,
+                    nth,
+                    blueprint,
+                );
+                if comptime!(dv.is_some()) {
+                    row.write::<E>(&mut panels.weights, me, nth, tile);
+                }
+                weighed.push(row);
+            }
+            sync_plane();
+            if comptime!(dv.is_some()) {
+                let (board, weights) = (&mut panels.board, &panels.weights);
+                accumulate(&mut acc_v, weights, &panels.v, board, dirty, me, head_dim_v, tile);
+                sync_plane();
+            }
+
+            // -- dS
+            if comptime!(role.differentiates()) {
+                scores(&keep_d, &panels.v, &mut panels.board, me, head_dim_v, tile);
+                sync_plane();
+                #[unroll]
+                for nth in 0..of_unit {
+                    let row = weighed.index_mut(nth);
+                    row.differentiate(
+                        &read_row(&panels.board, me, nth, tile),
+                        stats,
+                        stats_row,
+                        &band,
+                        &at,
+                        me,
+                        nth,
+                        blueprint,
+                    );
+                    row.write::<E>(&mut panels.weights, me, nth, tile);
+                }
+                sync_plane();
+                accumulate(&mut acc, &panels.weights, &panels.k, &mut panels.board, dirty, me, head_dim, tile);
+            }
+        }
+    }
+
+    let mut factors = Array::<f32>::new(comptime!(tile.rows_of_unit()));
+    #[comptime]
+    if let ComptimeOption::Some(dk) = dk {
+        #[unroll]
+        for nth in 0..comptime!(tile.rows_of_unit()) {
+            factors[nth] = score.scale;
+        }
+        let at = matrix(&*dk, work.batch, work.head);
+        write(dk, &at, start, rows_end, &acc, &mut panels.board, &factors, me, head_dim, tile);
+    }
+    #[comptime]
+    if let ComptimeOption::Some(dv) = dv {
+        #[unroll]
+        for nth in 0..comptime!(tile.rows_of_unit()) {
+            factors[nth] = 1.0f32;
+        }
+        let at = matrix(&*dv, work.batch, work.head);
+        write(dv, &at, start, rows_end, &acc_v, &mut panels.board, &factors, me, head_dim_v, tile);
+    }
+}
+
+/// A unit's part of a row of the tile.
+#[derive(CubeType)]
+struct Row {
+    /// `P`, then `dS`.
+    weights: Array<f32>,
+    /// Derivatives of the softcap, where there is one.
+    slopes: Array<f32>,
+}
+
+#[cube]
+impl Row {
+    /// From products `s`.
+    #[allow(clippy::too_many_arguments)]
+    fn weighed<E: Float, M: Numeric>(
+        s: Array<f32>,
+        stats: &Tensor<f32>,
+        score: &Score,
+        band: &Band,
+        mask: &ComptimeOption<&Tensor<M>>,
+        bias: &ComptimeOption<&Tensor<E>>,
+        at: &TileAt,
+        stats_row: usize,
+        careful: bool,
+        me: Place,
+        #[comptime] nth: usize,
+        #[comptime] blueprint: Blueprint,
+    ) -> Row {
+        let tile = comptime!(blueprint.tile);
+        let len = comptime!(tile.vectors_of_unit() * WIDTH);
+        let mut weights = Array::<f32>::new(len);
+        let mut slopes = Array::<f32>::new(comptime!(if blueprint.capped { len } else { 1 }));
+        #[unroll]
+        for n in 0..len {
+            let t = score.of(s[n]);
+            weights[n] = t;
+            if comptime!(blueprint.capped) {
+                slopes[n] = score.derivative(t);
+            }
+        }
+        #[unroll]
+        for n in 0..len {
+            let (i, j) = pair(at, me, nth, n, blueprint);
+            if careful {
+                weights[n] = finish_score(weights[n], band, mask, bias, at, i, j);
+            }
+            let lse = select(band.is_query(i), stats[stats_row + band.query_within(i) as usize], f32::MAX);
+            weights[n] = weight(weights[n], lse);
+        }
+        Row { weights, slopes }
+    }
+
+    /// Goes on to `dS`, with the row of `dP`.
+    #[allow(clippy::too_many_arguments)]
+    fn differentiate(
+        &mut self,
+        dp: &Array<f32>,
+        stats: &Tensor<f32>,
+        stats_row: usize,
+        band: &Band,
+        at: &TileAt,
+        me: Place,
+        #[comptime] nth: usize,
+        #[comptime] blueprint: Blueprint,
+    ) {
+        let all = stats.shape(1);
+        #[unroll]
+        for n in 0..comptime!(blueprint.tile.vectors_of_unit() * WIDTH) {
+            let (i, _) = pair(at, me, nth, n, blueprint);
+            let delta = stats[all + stats_row + band.query_within(i) as usize];
+            let p = self.weights[n];
+            let mut ds = p * (dp[n] - delta);
+            if comptime!(blueprint.capped) {
+                ds *= self.slopes[n];
+            }
+            // What is hidden has no gradient, whatever dO and V hold there.
+            self.weights[n] = select(p == 0.0, 0.0f32, ds);
+        }
+    }
+
+    /// Writes it where products find it.
+    fn write<E: Float>(
+        &self,
+        weights: &mut Shared<[Quad<E>]>,
+        me: Place,
+        #[comptime] nth: usize,
+        #[comptime] tile: MatrixTile,
+    ) {
+        let row = me.board(tile) + me.row(nth, tile) as usize * comptime!(tile.board_pitch());
+        #[unroll]
+        for i in 0..comptime!(tile.vectors_of_unit()) {
+            let mut quad = Quad::<f32>::new(0.0f32);
+            #[unroll]
+            for n in 0..WIDTH {
+                quad.insert(n, self.weights[comptime!(i * WIDTH + n)]);
+            }
+            weights[row + me.vector(i, tile) as usize] = Quad::<E>::cast_from(quad);
+        }
+    }
+}
+
+/// The query and the key of the `n`-th element of a unit's `nth` row.
+#[cube]
+fn pair(
+    at: &TileAt,
+    me: Place,
+    #[comptime] nth: usize,
+    #[comptime] n: usize,
+    #[comptime] blueprint: Blueprint,
+) -> (u32, u32) {
+    let tile = comptime!(blueprint.tile);
+    let row = me.plane * comptime!(tile.m() as u32) + me.row(nth, tile);
+    let column = me.vector(comptime!(n / WIDTH), tile) * comptime!(WIDTH as u32) + comptime!((n % WIDTH) as u32);
+    if comptime!(blueprint.role.is_transposed()) {
+        (at.q_start + column, at.k_start + row)
+    } else {
+        (at.q_start + row, at.k_start + column)
+    }
+}

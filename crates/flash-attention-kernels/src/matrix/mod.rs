@@ -1,0 +1,200 @@
+//! Attention by cooperative matrix products: a plane of units holds small matrices between its units and multiplies them on
+//! the device's matrix units. Vulkan, CUDA before Hopper, Metal and ROCm offer them.
+//!
+//! ```text
+//! tile      panels of 16-bit elements in shared memory, products on them, rows written out
+//! forward   O and the log-sum-exp
+//! gradient  dq; dk and dv
+//! ```
+//!
+//! How a plane's units share a matrix is the device's secret, so that whatever works row by row — softmax, masks, scaling —
+//! goes through a *board* of f32 in shared memory, on which each unit has its row, or its part of one.
+
+#![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
+
+pub mod forward;
+pub mod gradient;
+pub mod tile;
+
+use serde::Serialize;
+
+/// Elements of a vector.
+pub const WIDTH: usize = 4;
+
+/// Elements that rows in shared memory are apart beyond what fills them, so that neighbours start in different banks.
+const PAD: usize = 8;
+
+/// Shapes of one cube's tiles. A plane owns `m` rows; columns stream by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub struct MatrixTile {
+    /// Planes of a cube.
+    pub planes: usize,
+    /// Units of a plane.
+    pub plane: usize,
+    /// Columns of a tile: keys that stream by, or, for the gradients of keys and values, queries.
+    pub columns: usize,
+    /// Shape of a product: `[m, k] · [k, n]`.
+    pub shape: [usize; 3],
+}
+
+impl MatrixTile {
+    /// Rows of a plane, and of a product.
+    pub fn m(&self) -> usize {
+        self.shape[0]
+    }
+
+    /// Columns of a product.
+    pub fn n(&self) -> usize {
+        self.shape[1]
+    }
+
+    /// What a product sums over.
+    pub fn k(&self) -> usize {
+        self.shape[2]
+    }
+
+    /// Rows of a block.
+    pub fn rows(&self) -> usize {
+        self.planes * self.m()
+    }
+
+    /// Units of a cube.
+    pub fn units(&self) -> usize {
+        self.planes * self.plane
+    }
+
+    /// Units that share a row of the board.
+    pub fn sharers(&self) -> usize {
+        (self.plane / self.m()).max(1)
+    }
+
+    /// Rows of the board that a unit has a part of.
+    pub fn rows_of_unit(&self) -> usize {
+        self.m().div_ceil(self.plane)
+    }
+
+    /// Vectors of a row of the board that a unit has.
+    pub fn vectors_of_unit(&self) -> usize {
+        self.columns / WIDTH / self.sharers()
+    }
+
+    /// Vectors between rows of the board, and of the panel of weights.
+    pub fn board_pitch(&self) -> usize {
+        (self.columns + PAD) / WIDTH
+    }
+
+    /// Elements of a row of a panel, zeros behind the last: products sum over whole `k`, and count whole `n`.
+    pub fn padded(&self, head_dim: usize) -> usize {
+        head_dim.next_multiple_of(self.k().max(self.n()))
+    }
+
+    /// Vectors between rows of a panel.
+    pub fn pitch(&self, head_dim: usize) -> usize {
+        (self.padded(head_dim) + PAD) / WIDTH
+    }
+
+    /// Whether a kernel can be made of these shapes.
+    ///
+    /// ```
+    /// use flash_attention_kernels::matrix::MatrixTile;
+    ///
+    /// let tile = MatrixTile { planes: 4, plane: 32, columns: 32, shape: [16, 16, 16] };
+    /// assert!(tile.is_consistent());
+    /// assert!(!MatrixTile { columns: 24, ..tile }.is_consistent());
+    /// ```
+    pub fn is_consistent(&self) -> bool {
+        let MatrixTile { planes, plane, columns, shape: [m, n, k] } = *self;
+        let divides = |a: usize, b: usize| a > 0 && b.is_multiple_of(a);
+        planes > 0
+            && (divides(m, plane) || divides(plane, m))
+            && divides(m, columns)
+            && divides(n, columns)
+            && divides(k, columns)
+            && divides(WIDTH, n)
+            && divides(WIDTH, k)
+            && divides(self.sharers() * WIDTH, columns)
+            && (divides(k, n) || divides(n, k))
+    }
+}
+
+/// What a kernel computes. Names are the forward's; gradients put other tensors in the same places.
+///
+/// ```text
+///          rows (`q`, `d`)   columns (`k`, `v`)   computes
+/// Forward  Q                 K, V                 O = softmax(Q Kᵀ) V
+/// Dq       Q, dO             K, V                 dQ = dS K
+/// DkDv     K, V              Q, dO                dK = dSᵀ Q, dV = Pᵀ dO
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub enum Role {
+    /// The output and its log-sum-exp.
+    Forward,
+    /// The gradient of the queries.
+    Dq,
+    /// Those of keys and values.
+    DkDv {
+        /// Whether that of the keys is wanted.
+        dk: bool,
+        /// Whether that of the values is wanted.
+        dv: bool,
+    },
+}
+
+impl Role {
+    /// Whether keys are rows and queries columns.
+    pub fn is_transposed(self) -> bool {
+        matches!(self, Role::DkDv { .. })
+    }
+
+    /// Whether `dS` is computed.
+    pub fn differentiates(self) -> bool {
+        matches!(self, Role::Dq | Role::DkDv { dk: true, .. })
+    }
+
+    /// Whether `P` multiplies.
+    pub fn weighs(self) -> bool {
+        matches!(self, Role::Forward | Role::DkDv { dv: true, .. })
+    }
+}
+
+/// What a kernel is specialised for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub struct Blueprint {
+    /// What is computed.
+    pub role: Role,
+    /// Tiles.
+    pub tile: MatrixTile,
+    /// Dimension of a query and of a key.
+    pub head_dim: usize,
+    /// Dimension of a value.
+    pub head_dim_v: usize,
+    /// Whether there is a softcap.
+    pub capped: bool,
+    /// Whether there is a boolean mask.
+    pub mask: bool,
+    /// Whether there is an additive bias.
+    pub bias: bool,
+}
+
+impl Blueprint {
+    /// Whether every score must look something up.
+    pub fn extras(&self) -> bool {
+        self.mask || self.bias
+    }
+
+    /// Bytes of shared memory: panels of K and V, the board, weights, a word for each plane.
+    ///
+    /// ```
+    /// # use flash_attention_kernels::matrix::{Blueprint, MatrixTile, Role};
+    /// let tile = MatrixTile { planes: 8, plane: 32, columns: 32, shape: [16, 16, 16] };
+    /// let (role, head_dim, head_dim_v) = (Role::Forward, 128, 128);
+    /// let blueprint = Blueprint { role, tile, head_dim, head_dim_v, capped: false, mask: false, bias: false };
+    /// assert!(blueprint.shared_memory() <= 48 << 10);
+    /// ```
+    pub fn shared_memory(&self) -> usize {
+        let tile = &self.tile;
+        let panels = tile.columns * (tile.pitch(self.head_dim) + tile.pitch(self.head_dim_v)) * 2;
+        let board = tile.rows() * tile.board_pitch() * (4 + 2);
+        (panels + board) * WIDTH + 4 * tile.planes
+    }
+}

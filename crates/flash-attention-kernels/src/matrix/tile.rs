@@ -1,0 +1,462 @@
+//! What the kernels are made of: panels in shared memory, the products on them, and the way of rows through the board.
+//!
+//! ```text
+//! panel     [columns, head_dim]       a tile of K or V, 16-bit, staged by all units
+//! board     [rows, columns]           f32: products on their way to units, accumulators on theirs to memory
+//! weights   [rows, columns]           16-bit: P or dS on its way back to the matrix units
+//! ```
+//!
+//! Board and weights belong to planes, `m` rows each, so that a plane waits for nobody else.
+
+use super::{Blueprint, MatrixTile, WIDTH};
+use crate::portable::tile::Matrix as HeadOf;
+use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
+use cubecl::prelude::*;
+
+/// Four elements.
+pub type Quad<E> = Vector<E, Const<4>>;
+
+/// What lies in shared memory.
+#[derive(CubeType)]
+pub struct Panels<E: Float> {
+    /// The tile of K.
+    pub k: Shared<[Quad<E>]>,
+    /// The tile of V.
+    pub v: Shared<[Quad<E>]>,
+    /// f32 of all planes.
+    pub board: Shared<[Quad<f32>]>,
+    /// 16-bit weights of all planes.
+    pub weights: Shared<[Quad<E>]>,
+    /// For each plane, whether it staged anything that is not finite.
+    pub flags: Shared<[u32]>,
+}
+
+#[cube]
+impl<E: Float> Panels<E> {
+    /// Room for one tile.
+    pub fn new(#[comptime] blueprint: Blueprint) -> Panels<E> {
+        let tile = comptime!(blueprint.tile);
+        let board = comptime!(tile.rows() * tile.board_pitch());
+        Panels::<E> {
+            k: Shared::new_slice(comptime!(tile.columns * tile.pitch(blueprint.head_dim))),
+            v: Shared::new_slice(comptime!(tile.columns * tile.pitch(blueprint.head_dim_v))),
+            board: Shared::new_slice(board),
+            weights: Shared::new_slice(board),
+            flags: Shared::new_slice(comptime!(tile.planes)),
+        }
+    }
+}
+
+/// Where a unit stands: its plane, and in it.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Place {
+    /// The plane.
+    pub plane: u32,
+    /// The unit's number in it.
+    pub lane: u32,
+}
+
+#[cube]
+impl Place {
+    /// This unit's. Planes lie along y.
+    pub fn new() -> Place {
+        Place { plane: UNIT_POS_Y, lane: UNIT_POS_X }
+    }
+
+    /// The plane's `nth` row that this unit has a part of.
+    pub fn row(&self, #[comptime] nth: usize, #[comptime] tile: MatrixTile) -> u32 {
+        self.lane / comptime!(tile.sharers() as u32) + comptime!((nth * tile.plane) as u32)
+    }
+
+    /// The vector of a row that is this unit's `nth`.
+    pub fn vector(&self, #[comptime] nth: usize, #[comptime] tile: MatrixTile) -> u32 {
+        self.lane % comptime!(tile.sharers() as u32) + comptime!((nth * tile.sharers()) as u32)
+    }
+
+    /// The first vector of this plane's on the board.
+    pub fn board(&self, #[comptime] tile: MatrixTile) -> usize {
+        self.plane as usize * comptime!(tile.m() * tile.board_pitch())
+    }
+}
+
+/// Copies rows `start .. start + columns` of a head into a panel, zeros where there are none. Returns whether this unit met
+/// anything that is not finite.
+#[cube]
+pub fn stage<E: Float, N: Size>(
+    tensor: &Tensor<Vector<E, N>>,
+    at: &HeadOf,
+    start: u32,
+    end: u32,
+    panel: &mut Shared<[Quad<E>]>,
+    #[comptime] head_dim: usize,
+    #[comptime] tile: MatrixTile,
+) -> bool {
+    let pitch = comptime!(tile.pitch(head_dim));
+    let width = comptime!(tile.padded(head_dim) / WIDTH);
+    let vectors = comptime!(tile.columns * width);
+    let units = comptime!(tile.units());
+    let me = (UNIT_POS_Y * comptime!(tile.plane as u32) + UNIT_POS_X) as usize;
+    let mut highest = 0u32.runtime();
+    #[unroll]
+    for step in 0..comptime!(vectors.div_ceil(units)) {
+        let slot = me + comptime!(step * units);
+        if comptime!((step + 1) * units <= vectors) || slot < vectors {
+            let row = slot / width;
+            let within = slot % width;
+            let value = read(tensor, at, start + row as u32, end, within * WIDTH, head_dim);
+            highest = max(highest, magnitude(value));
+            panel[row * pitch + within] = value;
+        }
+    }
+    // All bits of the exponent.
+    highest >= 0x7F80_0000u32
+}
+
+/// Four elements of a row from `column` on, zeros beyond the row, and of rows from `end` on.
+#[cube]
+pub fn read<E: Float, N: Size>(
+    tensor: &Tensor<Vector<E, N>>,
+    at: &HeadOf,
+    row: u32,
+    end: u32,
+    column: usize,
+    #[comptime] head_dim: usize,
+) -> Quad<E> {
+    let per_read = N::value();
+    let mut value = Quad::<E>::new(E::from_int(0));
+    if row < end && column < head_dim {
+        let offset = at.base + row as usize * at.row_stride;
+        if comptime!(per_read == WIDTH) {
+            value = Vector::cast_from(tensor[(offset + column) / WIDTH]);
+        } else {
+            #[unroll]
+            for n in 0..WIDTH {
+                if column + n < head_dim {
+                    value.insert(n, tensor[offset + (column + n) * at.column_stride].extract(0usize));
+                }
+            }
+        }
+    }
+    value
+}
+
+/// The bits of the largest magnitude of four elements, in f32.
+#[cube]
+fn magnitude<E: Float>(value: Quad<E>) -> u32 {
+    let wide = Quad::<f32>::cast_from(value);
+    let mut highest = 0u32.runtime();
+    #[unroll]
+    for n in 0..WIDTH {
+        highest = max(highest, u32::reinterpret(wide.extract(n)) & 0x7FFF_FFFFu32);
+    }
+    highest
+}
+
+/// Tells the other planes what was staged. Call [`was_staged`] for their answer, after a barrier.
+#[cube]
+pub fn tell_staged(dirty: bool, flags: &mut Shared<[u32]>, me: Place) {
+    let any = plane_any(dirty);
+    if me.lane == 0 {
+        flags[me.plane as usize] = u32::cast_from(any);
+    }
+}
+
+/// Whether any plane staged anything that is not finite.
+#[cube]
+pub fn was_staged(flags: &Shared<[u32]>, #[comptime] tile: MatrixTile) -> bool {
+    let mut any = 0u32.runtime();
+    #[unroll]
+    for n in 0..comptime!(tile.planes) {
+        any |= flags[n];
+    }
+    any != 0
+}
+
+/// An accumulator of `n` columns for each `n` of the padded `head_dim`, all zeros.
+#[cube]
+pub fn accumulator(#[comptime] head_dim: usize, #[comptime] tile: MatrixTile) -> Sequence<Matrix<f32>> {
+    let mut acc = Sequence::<Matrix<f32>>::new();
+    #[unroll]
+    for _ in 0..comptime!(tile.padded(head_dim) / tile.n()) {
+        acc.push(product(tile));
+    }
+    acc
+}
+
+/// A product's accumulator, all zeros.
+#[cube]
+fn product(#[comptime] tile: MatrixTile) -> Matrix<f32> {
+    let [m, n, k] = comptime!(tile.shape);
+    Matrix::<f32>::from_value(MatrixIdent::Accumulator, m, n, k, MatrixLayout::Undefined, 0.0f32)
+}
+
+/// The plane's rows of a block that starts at `start`, as left operands. They pass the panel `through`, tile by tile, whose
+/// contents are lost; all units must call it.
+#[cube]
+pub fn operands<E: Float, N: Size>(
+    tensor: &Tensor<Vector<E, N>>,
+    at: &HeadOf,
+    start: u32,
+    end: u32,
+    through: &mut Shared<[Quad<E>]>,
+    me: Place,
+    #[comptime] head_dim: usize,
+    #[comptime] tile: MatrixTile,
+) -> Sequence<Matrix<E>> {
+    let [m, n, k] = comptime!(tile.shape);
+    let pitch = comptime!(tile.pitch(head_dim));
+    let mut rows = Sequence::<Matrix<E>>::new();
+    #[unroll]
+    for _ in 0..comptime!(tile.padded(head_dim) / k) {
+        rows.push(unsafe { Matrix::<E>::uninitialized(MatrixIdent::A, m, n, k, MatrixLayout::RowMajor) });
+    }
+    // So many rows go through the panel at a time.
+    let columns = comptime!(tile.columns);
+    let (turns, planes) = comptime!((tile.rows().div_ceil(columns), (columns / m).max(1)));
+    for turn in 0..comptime!(turns as u32) {
+        sync_cube();
+        let _ = stage(tensor, at, start + turn * comptime!(columns as u32), end, through, head_dim, tile);
+        sync_cube();
+        if me.plane / comptime!(planes as u32) == turn {
+            let row = (me.plane % comptime!(planes as u32)) as usize * comptime!(m * pitch);
+            #[unroll]
+            for step in 0..comptime!(tile.padded(head_dim) / k) {
+                let from = row + comptime!(step * k / WIDTH);
+                cmma::load(rows.index_mut(step), &through[from..from + 1], comptime!((pitch * WIDTH) as u32));
+            }
+        }
+    }
+    rows
+}
+
+/// `rows · panelᵀ` to the plane's board.
+#[cube]
+pub fn scores<E: Float>(
+    rows: &Sequence<Matrix<E>>,
+    panel: &Shared<[Quad<E>]>,
+    board: &mut Shared<[Quad<f32>]>,
+    me: Place,
+    #[comptime] head_dim: usize,
+    #[comptime] tile: MatrixTile,
+) {
+    let [m, n, k] = comptime!(tile.shape);
+    let pitch = comptime!(tile.pitch(head_dim));
+    #[unroll]
+    for block in 0..comptime!(tile.columns / n) {
+        let acc = product(tile);
+        #[unroll]
+        for step in 0..comptime!(tile.padded(head_dim) / k) {
+            let from = comptime!(block * n * pitch + step * k / WIDTH);
+            let mut column = unsafe { Matrix::<E>::uninitialized(MatrixIdent::B, m, n, k, MatrixLayout::ColMajor) };
+            cmma::load(&mut column, &panel[from..from + 1], comptime!((pitch * WIDTH) as u32));
+            cmma::execute(rows.index(step), &column, &acc, &acc);
+        }
+        let to = me.board(tile) + comptime!(block * n / WIDTH);
+        let stride = comptime!((tile.board_pitch() * WIDTH) as u32);
+        cmma::store(&mut board[to..to + 1], &acc, stride, MatrixLayout::RowMajor);
+    }
+}
+
+/// `acc += weights · panel`. Where the panel is `dirty`, a weight of 0 adds nothing, whatever it meets: a hidden NaN must not
+/// leak.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn accumulate<E: Float>(
+    acc: &mut Sequence<Matrix<f32>>,
+    weights: &Shared<[Quad<E>]>,
+    panel: &Shared<[Quad<E>]>,
+    board: &mut Shared<[Quad<f32>]>,
+    dirty: bool,
+    me: Place,
+    #[comptime] head_dim: usize,
+    #[comptime] tile: MatrixTile,
+) {
+    if dirty {
+        accumulate_one_by_one(acc, weights, panel, board, me, head_dim, tile);
+    } else {
+        let [m, n, k] = comptime!(tile.shape);
+        let pitch = comptime!(tile.pitch(head_dim));
+        #[unroll]
+        for step in 0..comptime!(tile.columns / k) {
+            let from = me.board(tile) + comptime!(step * k / WIDTH);
+            let mut row = unsafe { Matrix::<E>::uninitialized(MatrixIdent::A, m, n, k, MatrixLayout::RowMajor) };
+            cmma::load(&mut row, &weights[from..from + 1], comptime!((tile.board_pitch() * WIDTH) as u32));
+            #[unroll]
+            for block in 0..comptime!(tile.padded(head_dim) / n) {
+                let from = comptime!(step * k * pitch + block * n / WIDTH);
+                let mut column = unsafe { Matrix::<E>::uninitialized(MatrixIdent::B, m, n, k, MatrixLayout::RowMajor) };
+                cmma::load(&mut column, &panel[from..from + 1], comptime!((pitch * WIDTH) as u32));
+                let sum = acc.index(block);
+                cmma::execute(&row, &column, sum, sum);
+            }
+        }
+    }
+}
+
+/// The same on the board.
+#[cube]
+fn accumulate_one_by_one<E: Float>(
+    acc: &mut Sequence<Matrix<f32>>,
+    weights: &Shared<[Quad<E>]>,
+    panel: &Shared<[Quad<E>]>,
+    board: &mut Shared<[Quad<f32>]>,
+    me: Place,
+    #[comptime] head_dim: usize,
+    #[comptime] tile: MatrixTile,
+) {
+    let pitch = comptime!(tile.pitch(head_dim));
+    let first = me.board(tile);
+    #[unroll]
+    for part in 0..comptime!(tile.padded(head_dim).div_ceil(tile.columns)) {
+        to_board(&*acc, board, me, part, head_dim, tile);
+        #[unroll]
+        for nth in 0..comptime!(tile.rows_of_unit()) {
+            let row = first + me.row(nth, tile) as usize * comptime!(tile.board_pitch());
+            for i in 0..comptime!(tile.vectors_of_unit() as u32) {
+                let vector =
+                    (me.lane % comptime!(tile.sharers() as u32) + i * comptime!(tile.sharers() as u32)) as usize;
+                let mut sum = board[row + vector];
+                if comptime!(part * tile.columns) + vector * WIDTH < comptime!(tile.padded(head_dim)) {
+                    for quad in 0..comptime!(tile.columns / WIDTH) {
+                        let four = Quad::<f32>::cast_from(weights[row + quad]);
+                        #[unroll]
+                        for n in 0..WIDTH {
+                            let weight = four.extract(n);
+                            if weight != 0.0 {
+                                let at = (quad * WIDTH + n) * pitch + comptime!(part * tile.columns / WIDTH) + vector;
+                                sum += Quad::<f32>::new(weight) * Quad::<f32>::cast_from(panel[at]);
+                            }
+                        }
+                    }
+                }
+                board[row + vector] = sum;
+            }
+        }
+        from_board(acc, &*board, me, part, head_dim, tile);
+    }
+}
+
+/// Puts the accumulator's `part`-th columns, as many as the board has, on it.
+#[cube]
+fn to_board(
+    acc: &Sequence<Matrix<f32>>,
+    board: &mut Shared<[Quad<f32>]>,
+    me: Place,
+    #[comptime] part: usize,
+    #[comptime] head_dim: usize,
+    #[comptime] tile: MatrixTile,
+) {
+    let blocks = comptime!(tile.columns / tile.n());
+    sync_plane();
+    #[unroll]
+    for block in 0..comptime!(blocks.min(tile.padded(head_dim) / tile.n() - part * blocks)) {
+        let to = me.board(tile) + comptime!(block * tile.n() / WIDTH);
+        let stride = comptime!((tile.board_pitch() * WIDTH) as u32);
+        let sum = acc.index(comptime!(part * blocks + block));
+        cmma::store(&mut board[to..to + 1], sum, stride, MatrixLayout::RowMajor);
+    }
+    sync_plane();
+}
+
+/// Takes them back.
+#[cube]
+fn from_board(
+    acc: &mut Sequence<Matrix<f32>>,
+    board: &Shared<[Quad<f32>]>,
+    me: Place,
+    #[comptime] part: usize,
+    #[comptime] head_dim: usize,
+    #[comptime] tile: MatrixTile,
+) {
+    let blocks = comptime!(tile.columns / tile.n());
+    sync_plane();
+    #[unroll]
+    for block in 0..comptime!(blocks.min(tile.padded(head_dim) / tile.n() - part * blocks)) {
+        let from = me.board(tile) + comptime!(block * tile.n() / WIDTH);
+        let stride = comptime!((tile.board_pitch() * WIDTH) as u32);
+        let sum = acc.index_mut(comptime!(part * blocks + block));
+        cmma::load_with_layout(sum, &board[from..from + 1], stride, MatrixLayout::RowMajor);
+    }
+    sync_plane();
+}
+
+/// Multiplies each row on the board by its factor.
+#[cube]
+fn scale_board(board: &mut Shared<[Quad<f32>]>, factors: &Array<f32>, me: Place, #[comptime] tile: MatrixTile) {
+    #[unroll]
+    for nth in 0..comptime!(tile.rows_of_unit()) {
+        let row = me.board(tile) + me.row(nth, tile) as usize * comptime!(tile.board_pitch());
+        let factor = Quad::<f32>::new(factors[nth]);
+        #[unroll]
+        for i in 0..comptime!(tile.vectors_of_unit()) {
+            board[row + me.vector(i, tile) as usize] *= factor;
+        }
+    }
+}
+
+/// Multiplies each row of the accumulator by its factor.
+#[cube]
+pub fn scale(
+    acc: &mut Sequence<Matrix<f32>>,
+    board: &mut Shared<[Quad<f32>]>,
+    factors: &Array<f32>,
+    me: Place,
+    #[comptime] head_dim: usize,
+    #[comptime] tile: MatrixTile,
+) {
+    #[unroll]
+    for part in 0..comptime!(tile.padded(head_dim).div_ceil(tile.columns)) {
+        to_board(&*acc, board, me, part, head_dim, tile);
+        scale_board(board, factors, me, tile);
+        from_board(acc, &*board, me, part, head_dim, tile);
+    }
+}
+
+/// Writes the plane's rows of the accumulator, each multiplied by its factor, to those of a block that starts at `start`.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn write<E: Float, N: Size>(
+    tensor: &mut Tensor<Vector<E, N>>,
+    at: &HeadOf,
+    start: u32,
+    end: u32,
+    acc: &Sequence<Matrix<f32>>,
+    board: &mut Shared<[Quad<f32>]>,
+    factors: &Array<f32>,
+    me: Place,
+    #[comptime] head_dim: usize,
+    #[comptime] tile: MatrixTile,
+) {
+    let per_write = N::value();
+    let width = comptime!(tile.columns / WIDTH);
+    #[unroll]
+    for part in 0..comptime!(head_dim.div_ceil(tile.columns)) {
+        to_board(acc, board, me, part, head_dim, tile);
+        scale_board(board, factors, me, tile);
+        sync_plane();
+        // Neighbours write neighbours.
+        #[unroll]
+        for step in 0..comptime!((tile.m() * width).div_ceil(tile.plane)) {
+            let slot = me.lane as usize + comptime!(step * tile.plane);
+            let (of_plane, within) = (slot / width, slot % width);
+            let row = start + me.plane * comptime!(tile.m() as u32) + of_plane as u32;
+            let column = comptime!(part * tile.columns) + within * WIDTH;
+            if slot < comptime!(tile.m() * width) && row < end && column < head_dim {
+                let value = board[me.board(tile) + of_plane * comptime!(tile.board_pitch()) + within];
+                let offset = at.base + row as usize * at.row_stride;
+                if comptime!(per_write == WIDTH) {
+                    tensor[(offset + column) / WIDTH] = Vector::<E, N>::cast_from(value);
+                } else {
+                    #[unroll]
+                    for n in 0..WIDTH {
+                        if column + n < head_dim {
+                            let element = E::cast_from(value.extract(n));
+                            tensor[offset + (column + n) * at.column_stride] = Vector::<E, N>::new(element);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

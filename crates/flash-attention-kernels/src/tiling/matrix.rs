@@ -1,0 +1,92 @@
+//! Tiles of the kernels made of cooperative matrix products, from the shapes that a device offers.
+
+use super::Device;
+use crate::matrix::{Blueprint, MatrixTile, Role};
+use crate::problem::{AttentionProblem, Dtype};
+
+/// Planes and columns of a tile, the first that fits the device wins.
+///
+/// ```text
+///                    shared memory of products of 16 × 16 × 16
+/// planes  columns    head_dim 64    128           256
+/// 8       64         72 KiB         88 KiB        120 KiB
+/// 4       64         45 KiB         61 KiB        93 KiB
+/// 8       32         39 KiB         47 KiB        63 KiB
+/// 4       32         24 KiB         32 KiB        48 KiB
+/// 4       16         14 KiB         18 KiB        26 KiB
+/// ```
+///
+/// More rows share what is staged, more columns a barrier.
+const TILES: [(usize, usize); 5] = [(8, 64), (4, 64), (8, 32), (4, 32), (4, 16)];
+
+/// Columns that a unit accumulates for `dk` and `dv` together before registers run out: beyond, they take a launch each.
+const MAX_ACCUMULATED: usize = 128;
+
+/// How matrix products compute the forward, or why they cannot.
+pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<MatrixTile, String> {
+    choose(device, problem, Role::Forward)
+}
+
+/// How they compute `dq`; `dk`, and `dv` with it; and `dv`, if it takes a launch of its own.
+#[allow(clippy::type_complexity)]
+pub fn backward(
+    device: &Device,
+    problem: &AttentionProblem,
+) -> Result<(MatrixTile, MatrixTile, Option<MatrixTile>), String> {
+    let role = |dk, dv| Role::DkDv { dk, dv };
+    let dq = choose(device, problem, Role::Dq)?;
+    if problem.head_dim + problem.head_dim_v <= MAX_ACCUMULATED {
+        return Ok((dq, choose(device, problem, role(true, true))?, None));
+    }
+    Ok((dq, choose(device, problem, role(true, false))?, Some(choose(device, problem, role(false, true))?)))
+}
+
+/// What a kernel is specialised for.
+pub fn blueprint(problem: &AttentionProblem, role: Role, tile: MatrixTile) -> Blueprint {
+    Blueprint {
+        role,
+        tile,
+        head_dim: problem.head_dim,
+        head_dim_v: problem.head_dim_v,
+        capped: problem.options.softcap.is_some(),
+        mask: problem.mask.is_some(),
+        bias: problem.bias.is_some(),
+    }
+}
+
+fn choose(device: &Device, problem: &AttentionProblem, role: Role) -> Result<MatrixTile, String> {
+    if problem.dtype == Dtype::F32 {
+        return Err("it computes in f16 and bf16, not f32".into());
+    }
+    if device.plane == 0 {
+        return Err("the device does not say how many units a plane has".into());
+    }
+    let offered = device.matrices.iter().filter(|(dtype, _)| *dtype == problem.dtype);
+    let Some((_, shape)) = offered.min_by_key(|(_, [m, n, k])| m.abs_diff(16) + n.abs_diff(16) + k.abs_diff(16)) else {
+        return Err(format!("the device offers no matrix products of {} summed in f32", problem.dtype.name()));
+    };
+    let tiles = TILES.map(|(planes, columns)| MatrixTile { planes, plane: device.plane, columns, shape: *shape });
+    let found = tiles.into_iter().find(|tile| check(device, problem, role, *tile).is_ok());
+    found.ok_or_else(|| match check(device, problem, role, tiles[TILES.len() - 1]) {
+        Err(why) => why,
+        Ok(()) => unreachable!("the last tile fits"),
+    })
+}
+
+/// Why these tiles cannot be used, if they cannot.
+pub fn check(device: &Device, problem: &AttentionProblem, role: Role, tile: MatrixTile) -> Result<(), String> {
+    if !device.matrices.contains(&(problem.dtype, tile.shape)) || tile.plane != device.plane {
+        return Err(format!("the device offers no products of {:?} by planes of {}", tile.shape, tile.plane));
+    }
+    if !tile.is_consistent() {
+        return Err(format!("planes of {} units cannot divide products of {:?} among them", tile.plane, tile.shape));
+    }
+    let (bytes, units) = (blueprint(problem, role, tile).shared_memory(), tile.units());
+    if bytes > device.shared_memory || units > device.units {
+        return Err(format!(
+            "it takes {bytes} bytes of shared memory and {units} units, the device has {} and {}",
+            device.shared_memory, device.units
+        ));
+    }
+    Ok(())
+}
