@@ -193,6 +193,8 @@ pub enum Set {
     Lengths,
     /// (4, 16, 4096, 128) full and causal, in bf16: what Burn's autodiff adds to the kernels.
     Autodiff,
+    /// (4, 16, 1024, 64) and (2, 16, 2048, 128), full and causal, in f16: what fits any GPU with matrix products.
+    Modest,
     /// One sequence of 2²⁰ tokens, causal, in bf16: seconds a call.
     Million,
 }
@@ -209,6 +211,7 @@ impl Set {
             Set::Ragged => "ragged",
             Set::Lengths => "lengths",
             Set::Autodiff => "autodiff",
+            Set::Modest => "modest",
             Set::Million => "million",
         }
     }
@@ -286,6 +289,10 @@ impl Set {
             }
             Set::Lengths => [4096, 8192, 16384, 32768, 65536].map(|seq| Case::new(F32, [1, 8, seq, 64], true)).to_vec(),
             Set::Autodiff => [false, true].map(|causal| Case::new(BF16, [4, 16, 4096, 128], causal)).to_vec(),
+            Set::Modest => [[4, 16, 1024, 64], [2, 16, 2048, 128]]
+                .into_iter()
+                .flat_map(|shape| [false, true].map(|causal| Case::new(F16, shape, causal)))
+                .collect(),
             Set::Million => vec![Case::new(BF16, [1, 8, 1 << 20, 128], true)],
         }
     }
