@@ -65,17 +65,16 @@ fn matrix_products_follow_what_is_offered() {
     let eights = Device { matrices: vec![(Dtype::F16, [8, 8, 8])], plane: 8, ..gpu.clone() };
     assert_eq!(chosen(&eights, 64), (8, 64, [8; 3], false));
 
-    let why = |device: Device| {
-        let plan = plan_on(&device, &half(64)).unwrap();
+    let why = |device: Device, head_dim| {
+        let plan = plan_on(&device, &half(head_dim)).unwrap();
         assert_eq!([plan.forward.kernel(), plan.backward.dq.kernel()], [Kernel::Portable; 2], "{plan}");
         plan.to_string()
     };
-    let lacks = why(Device { matrices: vec![(Dtype::BF16, [16; 3])], ..gpu.clone() });
+    let lacks = why(Device { matrices: vec![(Dtype::BF16, [16; 3])], ..gpu.clone() }, 64);
     assert!(lacks.contains("not forward matrix: the device offers no matrix products of f16"), "{lacks}");
-    let uneven = why(Device { plane: 0, ..gpu.clone() });
+    let uneven = why(Device { plane: 0, ..gpu.clone() }, 64);
     assert!(uneven.contains("does not say how many units a plane has"), "{uneven}");
-    let small =
-        why(Device { shared_memory: 16 << 10, matrices: vec![(Dtype::F16, [64; 3])], plane: 64, ..gpu.clone() });
+    let small = why(Device { shared_memory: 16 << 10, ..gpu.clone() }, 256);
     assert!(small.contains("not backward matrix: it takes"), "{small}");
     let single = plan_on(&gpu, &problem([1, 1, 64, 64])).unwrap().to_string();
     assert!(single.contains("not forward matrix: it computes in f16 and bf16, not f32"), "{single}");
