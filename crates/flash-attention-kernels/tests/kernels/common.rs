@@ -43,9 +43,11 @@ pub fn forced_kernel() -> Option<Kernel> {
     Some(found.unwrap_or_else(|| panic!("FLASH_TEST_KERNEL={name}: it is one of {:?}", Kernel::ALL.map(Kernel::name))))
 }
 
-/// Whether the device compiles and runs fast enough for the whole matrix: any but the default, which is often software.
+/// Whether the device compiles and runs fast enough for the whole matrix: any but the default, which is often software, and but
+/// where `FLASH_TEST_THOROUGH=0` says otherwise.
 pub fn thorough() -> bool {
     std::env::var("FLASH_TEST_DEVICE").is_ok_and(|name| name != "wgpu")
+        && std::env::var("FLASH_TEST_THOROUGH").as_deref() != Ok("0")
 }
 
 /// How a tensor lies in memory.
