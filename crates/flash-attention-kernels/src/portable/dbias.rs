@@ -65,6 +65,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
         a: Shared::new_slice(comptime!(tile.panel_a())),
         b: Shared::new_slice(comptime!(tile.panel_b(0))),
         p: Shared::new_slice(1usize),
+        ahead: Ahead::new(0usize, tile),
     };
     let mut board = Shared::<[f32]>::new_slice(comptime!(tile.sums_board(sums)));
     let work = grid.work(CUBE_POS);
@@ -123,6 +124,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
                 Sums::Rows => k_start = block * tile_k,
             }
             let at = TileAt { batch, head, q_start, k_start };
+            ask(q, k, &band, &at, head_kv, &mut panels, blueprint);
             let whole = band.whole(q_start, k_start, tile_q, tile_k);
             recompute(
                 q,

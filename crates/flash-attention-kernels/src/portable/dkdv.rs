@@ -46,6 +46,7 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
         a: Shared::new_slice(comptime!(tile.panel_a())),
         b: Shared::new_slice(comptime!(tile.panel_b(tile.tile_q))),
         p: Shared::new_slice(comptime!(tile.tile_k * TileShape::pitch(tile.tile_q))),
+        ahead: Ahead::new(tile.tile_q, tile),
     };
     let work = grid.work(CUBE_POS);
     if work.is_none {
@@ -66,6 +67,8 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
         let q_at = matrix(q, work.batch, head);
         let d_at = matrix(dout, work.batch, head);
         let stats_row = (work.batch * heads_q + head) * band.seq_q as usize;
+        let first = TileAt { batch: work.batch, head, q_start: blocks.start * tile_q, k_start };
+        ask(q, k, &band, &first, work.head, &mut panels, blueprint);
         for block in blocks.start..blocks.end {
             let q_start = block * tile_q;
             let at = TileAt { batch: work.batch, head, q_start, k_start };
@@ -91,8 +94,14 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
                 with_dk,
                 blueprint,
             );
+            let next = TileAt { batch: work.batch, head, q_start: q_start + tile_q, k_start };
             if comptime!(with_dv) {
+                let (depth, head_dim_v) = comptime!((tile.tile_q, blueprint.head_dim_v));
+                panels.ahead.ask_right(dout, &d_at, q_start, band.seq_q, 0usize, depth, head_dim_v, tile);
                 share_transposed(&tile_gradient.p, &mut panels.p, me, tile);
+                if comptime!(!with_dk) {
+                    ask(q, k, &band, &next, work.head, &mut panels, blueprint);
+                }
                 accumulate(
                     &panels.p,
                     dout,
@@ -100,6 +109,7 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
                     q_start,
                     band.seq_q,
                     &mut panels.b,
+                    &mut panels.ahead,
                     &mut acc_v,
                     careful,
                     me,
@@ -110,8 +120,11 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
                 );
             }
             if comptime!(with_dk) {
+                let (depth, head_dim) = comptime!((tile.tile_q, blueprint.head_dim));
+                panels.ahead.ask_right(q, &q_at, q_start, band.seq_q, 0usize, depth, head_dim, tile);
                 tile_gradient.through_softcap(blueprint);
                 share_transposed(&tile_gradient.ds, &mut panels.p, me, tile);
+                ask(q, k, &band, &next, work.head, &mut panels, blueprint);
                 accumulate(
                     &panels.p,
                     q,
@@ -119,6 +132,7 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
                     q_start,
                     band.seq_q,
                     &mut panels.b,
+                    &mut panels.ahead,
                     &mut acc_k,
                     careful,
                     me,

@@ -38,6 +38,7 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
         a: Shared::new_slice(comptime!(tile.panel_a())),
         b: Shared::new_slice(comptime!(tile.panel_b(tile.tile_k))),
         p: Shared::new_slice(comptime!(tile.tile_q * TileShape::pitch(tile.tile_k))),
+        ahead: Ahead::new(tile.tile_k, tile),
     };
     let work = grid.work(CUBE_POS);
     if work.is_none {
@@ -52,6 +53,8 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
     let mut acc = zeros(comptime!(tile.micro_q() * tile.groups(blueprint.head_dim)));
 
     let blocks = band.k_blocks(q_start, tile_q, tile_k);
+    let first = TileAt { batch: work.batch, head: work.head, q_start, k_start: blocks.start * tile_k };
+    ask(q, k, &band, &first, head_kv, &mut panels, blueprint);
     for block in blocks.start..blocks.end {
         let k_start = block * tile_k;
         let at = TileAt { batch: work.batch, head: work.head, q_start, k_start };
@@ -76,8 +79,11 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
             true,
             blueprint,
         );
+        panels.ahead.ask_right(k, &k_at, k_start, band.seq_k, 0usize, tile.tile_k, blueprint.head_dim, tile);
         tile_gradient.through_softcap(blueprint);
         share(&tile_gradient.ds, &mut panels.p, me, tile);
+        let next = TileAt { batch: work.batch, head: work.head, q_start, k_start: k_start + tile_k };
+        ask(q, k, &band, &next, head_kv, &mut panels, blueprint);
         accumulate(
             &panels.p,
             k,
@@ -85,6 +91,7 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
             k_start,
             band.seq_k,
             &mut panels.b,
+            &mut panels.ahead,
             &mut acc,
             !whole || comptime!(blueprint.mask),
             me,

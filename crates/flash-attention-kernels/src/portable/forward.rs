@@ -71,6 +71,10 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     }
 
     let blocks = band.k_blocks(q_start, tile_q, tile_k);
+    let mut ahead = Ahead::new(tile.tile_k, tile);
+    let head_dim = comptime!(blueprint.head_dim);
+    let first = blocks.start * tile_k;
+    ahead.ask_scores(q, &q_at, q_start, band.seq_q, k, &k_at, first, band.seq_k, 0usize, head_dim, tile);
     for block in blocks.start..blocks.end {
         let k_start = block * tile_k;
         let at = TileAt { batch: work.batch, head: work.head, q_start, k_start };
@@ -88,11 +92,13 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
             band.seq_k,
             &mut panel_a,
             &mut panel_b,
+            &mut ahead,
             &mut s,
             me,
-            blueprint.head_dim,
+            head_dim,
             tile,
         );
+        ahead.ask_right(v, &v_at, k_start, band.seq_k, 0usize, tile.tile_k, blueprint.head_dim_v, tile);
         finish_scores(
             &mut s,
             &mut slopes,
@@ -126,6 +132,8 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
         rescale(&mut acc, &alpha, comptime!(tile.groups(blueprint.head_dim_v)), comptime!(tile.micro_q()));
 
         // -- O
+        let next = k_start + tile_k;
+        ahead.ask_scores(q, &q_at, q_start, band.seq_q, k, &k_at, next, band.seq_k, 0usize, head_dim, tile);
         accumulate(
             &panel_p,
             v,
@@ -133,6 +141,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
             k_start,
             band.seq_k,
             &mut panel_b,
+            &mut ahead,
             &mut acc,
             !whole || comptime!(blueprint.mask),
             me,

@@ -53,9 +53,29 @@ pub struct Panels {
     pub b: Shared<[Vec4]>,
     /// For `P` or `dS`, the left side of those.
     pub p: Shared<[Vec4]>,
+    /// What comes into them next.
+    pub ahead: Ahead,
 }
 
-/// Recomputes `P`, and `dT` where `with_ds`.
+/// Asks for what [`recompute`] begins with.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn ask<F: Float, N: Size>(
+    q: &Tensor<Vector<F, N>>,
+    k: &Tensor<Vector<F, N>>,
+    band: &Band,
+    at: &TileAt,
+    head_kv: usize,
+    panels: &mut Panels,
+    #[comptime] blueprint: Blueprint,
+) {
+    let (q_at, k_at) = (matrix(q, at.batch, at.head), matrix(k, at.batch, head_kv));
+    let (head_dim, tile) = comptime!((blueprint.head_dim, blueprint.tile));
+    let ahead = &mut panels.ahead;
+    ahead.ask_scores(q, &q_at, at.q_start, band.seq_q, k, &k_at, at.k_start, band.seq_k, 0usize, head_dim, tile);
+}
+
+/// Recomputes `P`, and `dT` where `with_ds`. What it begins with has been [asked for](ask()).
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn recompute<F: Float, M: Numeric, N: Size>(
@@ -93,11 +113,20 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
         band.seq_k,
         &mut panels.a,
         &mut panels.b,
+        &mut panels.ahead,
         &mut tile_gradient.p,
         me,
         blueprint.head_dim,
         tile,
     );
+    let d_at = matrix(dout, at.batch, at.head);
+    let v_at = matrix(v, at.batch, head_kv);
+    if comptime!(with_ds) {
+        let (head_dim_v, ahead) = (comptime!(blueprint.head_dim_v), &mut panels.ahead);
+        ahead.ask_scores(
+            dout, &d_at, at.q_start, band.seq_q, v, &v_at, at.k_start, band.seq_k, 0usize, head_dim_v, tile,
+        );
+    }
     finish_scores(
         &mut tile_gradient.p,
         &mut tile_gradient.slopes,
@@ -111,8 +140,6 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
         tile,
     );
     if comptime!(with_ds) {
-        let d_at = matrix(dout, at.batch, at.head);
-        let v_at = matrix(v, at.batch, head_kv);
         scores(
             dout,
             &d_at,
@@ -124,6 +151,7 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
             band.seq_k,
             &mut panels.a,
             &mut panels.b,
+            &mut panels.ahead,
             &mut tile_gradient.ds,
             me,
             blueprint.head_dim_v,

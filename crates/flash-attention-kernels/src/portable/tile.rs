@@ -91,6 +91,11 @@ impl TileShape {
         self.units_k * self.tile_q / WIDTH
     }
 
+    /// Vectors of a chunk of so many rows and columns that a unit brings.
+    fn share(&self, rows: usize, columns: usize) -> usize {
+        (rows * columns / WIDTH).div_ceil(self.units())
+    }
+
     /// Vectors that each unit accumulates for one of its rows over `head_dim` columns.
     pub fn groups(&self, head_dim: usize) -> usize {
         head_dim.div_ceil(self.chunk_nn())
@@ -149,51 +154,132 @@ pub enum RowOrder {
     },
 }
 
-/// Copies rows `start .. start + rows` and columns `column .. column + chunk` into a panel, as f32. What lies past `end`
+/// What comes next of the tiles, on its way from memory: each unit holds its share in registers while the chunk before is
+/// multiplied, as a load takes as long as many products.
+#[derive(CubeType)]
+pub struct Ahead {
+    /// Of `A`.
+    a: Array<Vec4>,
+    /// Of `B`.
+    b: Array<Vec4>,
+    /// Of `V`.
+    v: Array<Vec4>,
+}
+
+#[cube]
+impl Ahead {
+    /// Room for a chunk of each; `rows_nn` is the height of `V`, 0 if there is none.
+    pub fn new(#[comptime] rows_nn: usize, #[comptime] tile: TileShape) -> Ahead {
+        Ahead {
+            a: Array::new(comptime!(tile.share(tile.tile_q, tile.chunk))),
+            b: Array::new(comptime!(tile.share(tile.tile_k, tile.chunk))),
+            v: Array::new(comptime!(tile.share(rows_nn, tile.chunk_nn()).max(1))),
+        }
+    }
+
+    /// Asks for a chunk of `A` and `B`.
+    #[allow(clippy::too_many_arguments)]
+    pub fn ask_scores<F: Float, N: Size>(
+        &mut self,
+        a: &Tensor<Vector<F, N>>,
+        a_at: &Matrix,
+        a_start: u32,
+        a_end: u32,
+        b: &Tensor<Vector<F, N>>,
+        b_at: &Matrix,
+        b_start: u32,
+        b_end: u32,
+        #[comptime] chunk: usize,
+        #[comptime] head_dim: usize,
+        #[comptime] tile: TileShape,
+    ) {
+        let (column, width) = comptime!((chunk * tile.chunk, tile.chunk));
+        fetch(a, a_at, a_start, a_end, &mut self.a, tile.tile_q, column, head_dim, width, tile.units());
+        fetch(b, b_at, b_start, b_end, &mut self.b, tile.tile_k, column, head_dim, width, tile.units());
+    }
+
+    /// Asks for a group of columns of `V`, `depth` rows.
+    #[allow(clippy::too_many_arguments)]
+    pub fn ask_right<F: Float, N: Size>(
+        &mut self,
+        v: &Tensor<Vector<F, N>>,
+        v_at: &Matrix,
+        v_start: u32,
+        v_end: u32,
+        #[comptime] group: usize,
+        #[comptime] depth: usize,
+        #[comptime] head_dim: usize,
+        #[comptime] tile: TileShape,
+    ) {
+        let (column, width) = comptime!((group * tile.chunk_nn(), tile.chunk_nn()));
+        fetch(v, v_at, v_start, v_end, &mut self.v, depth, column, head_dim, width, tile.units());
+    }
+}
+
+/// Reads this unit's share of rows `start .. start + rows` and columns `column .. column + chunk`, as f32. What lies past `end`
 /// or `columns` becomes zero, so that a product never meets uninitialised memory.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub fn stage<F: Float, N: Size>(
+fn fetch<F: Float, N: Size>(
     tensor: &Tensor<Vector<F, N>>,
     at: &Matrix,
     start: u32,
     end: u32,
-    panel: &mut Shared<[Vec4]>,
+    share: &mut Array<Vec4>,
     #[comptime] rows: usize,
     #[comptime] column: usize,
     #[comptime] columns: usize,
     #[comptime] chunk: usize,
-    #[comptime] order: RowOrder,
     #[comptime] units: usize,
 ) {
     let per_read = N::value();
     let width = comptime!(chunk / WIDTH);
-    let pitch = comptime!(TileShape::pitch(chunk));
     let vectors = comptime!(rows * width);
-    let steps = comptime!(vectors.div_ceil(units));
     #[unroll]
-    for step in 0..steps {
+    for step in 0..comptime!(vectors.div_ceil(units)) {
         let slot = UNIT_POS as usize + comptime!(step * units);
         let row = slot / width;
         let within = slot % width;
         let first = comptime!(column) + within * comptime!(WIDTH);
         let mut value = Vec4::new(0.0f32);
-        if row < rows {
-            let i = start as usize + row;
-            if i < end as usize && first < columns {
-                let offset = at.base + i * at.row_stride;
-                if comptime!(per_read == WIDTH) {
-                    value = Vec4::cast_from(tensor[(offset + first) / WIDTH]);
-                } else {
-                    #[unroll]
-                    for lane in 0..WIDTH {
-                        if first + lane < columns {
-                            let element = tensor[offset + (first + lane) * at.column_stride];
-                            value.insert(lane, f32::cast_from(element.extract(0usize)));
-                        }
+        let i = start as usize + row;
+        if row < rows && i < end as usize && first < columns {
+            let offset = at.base + i * at.row_stride;
+            if comptime!(per_read == WIDTH) {
+                value = Vec4::cast_from(tensor[(offset + first) / WIDTH]);
+            } else {
+                #[unroll]
+                for lane in 0..WIDTH {
+                    if first + lane < columns {
+                        let element = tensor[offset + (first + lane) * at.column_stride];
+                        value.insert(lane, f32::cast_from(element.extract(0usize)));
                     }
                 }
             }
+        }
+        share[step] = value;
+    }
+}
+
+/// Puts what has come into its panel.
+#[cube]
+fn put(
+    share: &Array<Vec4>,
+    panel: &mut Shared<[Vec4]>,
+    #[comptime] rows: usize,
+    #[comptime] chunk: usize,
+    #[comptime] order: RowOrder,
+    #[comptime] units: usize,
+) {
+    let width = comptime!(chunk / WIDTH);
+    let pitch = comptime!(TileShape::pitch(chunk));
+    let vectors = comptime!(rows * width);
+    #[unroll]
+    for step in 0..comptime!(vectors.div_ceil(units)) {
+        let slot = UNIT_POS as usize + comptime!(step * units);
+        let row = slot / width;
+        let within = slot % width;
+        if comptime!((step + 1) * units <= vectors) || row < rows {
             let mut slot_row = row;
             match comptime!(order) {
                 RowOrder::Natural => {}
@@ -201,7 +287,7 @@ pub fn stage<F: Float, N: Size>(
                     slot_row = (row % micro) * units + row / micro;
                 }
             }
-            panel[slot_row * pitch + within] = value;
+            panel[slot_row * pitch + within] = share[step];
         }
     }
 }
@@ -236,7 +322,8 @@ pub fn dot(a: &Shared<[Vec4]>, b: &Shared<[Vec4]>, s: &mut Array<f32>, me: Unit,
     }
 }
 
-/// One tile of scores: `S = A · Bᵀ`, staged and multiplied chunk by chunk. Units are in step before and after.
+/// One tile of scores: `S = A · Bᵀ`, staged and multiplied chunk by chunk. The first has been [asked for](Ahead::ask_scores).
+/// Units are in step before and after.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn scores<F: Float, N: Size>(
@@ -250,6 +337,7 @@ pub fn scores<F: Float, N: Size>(
     b_end: u32,
     panel_a: &mut Shared<[Vec4]>,
     panel_b: &mut Shared<[Vec4]>,
+    ahead: &mut Ahead,
     s: &mut Array<f32>,
     me: Unit,
     #[comptime] head_dim: usize,
@@ -260,30 +348,23 @@ pub fn scores<F: Float, N: Size>(
     for n in 0..comptime!(tile.micro_q() * tile.micro_k()) {
         s[n] = 0.0f32;
     }
+    let chunks = comptime!(head_dim.div_ceil(tile.chunk));
     #[unroll]
-    for chunk in 0..comptime!(head_dim.div_ceil(tile.chunk)) {
-        let column = comptime!(chunk * tile.chunk);
-        stage(
-            a,
-            a_at,
-            a_start,
-            a_end,
-            panel_a,
-            tile.tile_q,
-            column,
-            head_dim,
-            tile.chunk,
-            RowOrder::Natural,
-            tile.units(),
-        );
-        stage(b, b_at, b_start, b_end, panel_b, tile.tile_k, column, head_dim, tile.chunk, order, tile.units());
+    for chunk in 0..chunks {
+        put(&ahead.a, panel_a, tile.tile_q, tile.chunk, RowOrder::Natural, tile.units());
+        put(&ahead.b, panel_b, tile.tile_k, tile.chunk, order, tile.units());
         sync_cube();
+        if comptime!(chunk + 1 < chunks) {
+            let next = comptime!(chunk + 1);
+            ahead.ask_scores(a, a_at, a_start, a_end, b, b_at, b_start, b_end, next, head_dim, tile);
+        }
         dot(&*panel_a, &*panel_b, s, me, tile);
         sync_cube();
     }
 }
 
-/// `O += P · V` over all of `V`'s columns, staged chunk by chunk. `p` holds `[rows, depth]`, `V` is `[depth, head_dim]`.
+/// `O += P · V` over all of `V`'s columns, staged chunk by chunk. `p` holds `[rows, depth]`, `V` is `[depth, head_dim]`; its
+/// first columns have been [asked for](Ahead::ask_right).
 ///
 /// `careful`: an element of `p` that is zero adds nothing, whatever stands in `V`. IEEE arithmetic would make NaN of
 /// `0 · NaN`, and a hidden key must not leak.
@@ -296,6 +377,7 @@ pub fn accumulate<F: Float, N: Size>(
     v_start: u32,
     v_end: u32,
     panel: &mut Shared<[Vec4]>,
+    ahead: &mut Ahead,
     acc: &mut Array<Vec4>,
     careful: bool,
     me: Unit,
@@ -307,21 +389,11 @@ pub fn accumulate<F: Float, N: Size>(
     let micro = comptime!(rows / tile.units_q);
     #[unroll]
     for group in 0..comptime!(tile.groups(head_dim)) {
-        let column = comptime!(group * tile.chunk_nn());
-        stage(
-            v,
-            v_at,
-            v_start,
-            v_end,
-            panel,
-            depth,
-            column,
-            head_dim,
-            tile.chunk_nn(),
-            RowOrder::Natural,
-            tile.units(),
-        );
+        put(&ahead.v, panel, depth, tile.chunk_nn(), RowOrder::Natural, tile.units());
         sync_cube();
+        if comptime!(group + 1 < tile.groups(head_dim)) {
+            ahead.ask_right(v, v_at, v_start, v_end, comptime!(group + 1), depth, head_dim, tile);
+        }
         if careful {
             multiply(p, &*panel, acc, me, group, true, micro, depth, head_dim, tile);
         } else {
