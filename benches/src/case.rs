@@ -195,6 +195,8 @@ pub enum Set {
     Autodiff,
     /// (4, 16, 1024, 64) and (2, 16, 2048, 128), full and causal, in f16: what fits any GPU with matrix products.
     Modest,
+    /// (4, 16, 4096, 64) and (4, 16, 4096, 128), causal, in f32.
+    Single,
     /// One sequence of 2²⁰ tokens, causal, in bf16: seconds a call.
     Million,
 }
@@ -212,6 +214,7 @@ impl Set {
             Set::Lengths => "lengths",
             Set::Autodiff => "autodiff",
             Set::Modest => "modest",
+            Set::Single => "single",
             Set::Million => "million",
         }
     }
@@ -293,6 +296,7 @@ impl Set {
                 .into_iter()
                 .flat_map(|shape| [false, true].map(|causal| Case::new(F16, shape, causal)))
                 .collect(),
+            Set::Single => [64, 128].map(|head_dim| Case::new(F32, [4, 16, 4096, head_dim], true)).to_vec(),
             Set::Million => vec![Case::new(BF16, [1, 8, 1 << 20, 128], true)],
         }
     }
