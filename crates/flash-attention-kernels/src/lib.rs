@@ -26,6 +26,7 @@
 //! score     scale and softcap with their derivatives   portable  the kernels for any device
 //! softmax   the online softmax: −∞ lives here alone           matrix    those for devices with cooperative matrix products
 //!                                                      hopper    those for NVIDIA Hopper
+//!                                                      mma       those for NVIDIA GPUs from Ampere on
 //! ```
 
 pub mod error;
@@ -33,6 +34,7 @@ pub mod hopper;
 pub mod launch;
 pub mod mask;
 pub mod matrix;
+pub mod mma;
 pub mod portable;
 pub mod problem;
 pub mod score;
@@ -46,9 +48,11 @@ pub use launch::{
     Gradients, Inputs, MaskStorage, MaskView, Saved, Scratch, backward, backward_with, forward, forward_with,
 };
 pub use matrix::MatrixTile;
+pub use mma::MmaTile;
 pub use portable::tile::TileShape;
 pub use problem::{Alignment, AttentionOptions, AttentionProblem, BackwardOrder, Dtype, MAX_HEAD_DIM, MAX_SEQ};
 pub use tensor::TensorView;
 pub use tiling::{
-    BackwardTiles, BiasGradient, Forward, Gradient, HopperForward, HopperGradient, Kernel, Plan, plan, plan_with,
+    BackwardTiles, BiasGradient, Forward, Gradient, HopperForward, HopperGradient, Kernel, MmaForward, MmaGradient, Plan, plan,
+    plan_with,
 };

@@ -1,8 +1,9 @@
-//! The one place that chooses kernels and tile shapes, from what the device says of itself. What it chooses for NVIDIA Hopper
-//! and for matrix products has files of its own.
+//! The one place that chooses kernels and tile shapes, from what the device says of itself. What it chooses for NVIDIA GPUs and
+//! for matrix products has files of its own.
 
 mod hopper;
 pub(crate) mod matrix;
+pub(crate) mod mma;
 
 pub(crate) use hopper::stats_multiple;
 #[cfg(feature = "cuda")]
@@ -11,6 +12,7 @@ pub(crate) use hopper::varies_by_pair;
 use crate::error::AttentionError;
 use crate::hopper::{BiasTile, HopperTile, sums_columns};
 use crate::matrix::MatrixTile;
+use crate::mma::MmaTile;
 use crate::portable::Blueprint;
 use crate::portable::dbias::Sums;
 use crate::portable::tile::{TileShape, Vec4, WIDTH};
@@ -53,6 +55,8 @@ const MAX_ACCUMULATED: usize = 16;
 pub enum Kernel {
     /// Warpgroup matrix products and TMA of NVIDIA Hopper, in f16 and bf16.
     Hopper,
+    /// Matrix products of a warp, `mma.sync`, of NVIDIA GPUs from Ampere on, in f16 and bf16.
+    Mma,
     /// Cooperative matrix products in f16 and bf16, on any device that offers them.
     Matrix,
     /// Fused multiply-adds in f32 on any CubeCL device.
@@ -61,12 +65,13 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel family, the most preferred first.
-    pub const ALL: [Kernel; 3] = [Kernel::Hopper, Kernel::Matrix, Kernel::Portable];
+    pub const ALL: [Kernel; 4] = [Kernel::Hopper, Kernel::Mma, Kernel::Matrix, Kernel::Portable];
 
     /// The name used in messages and result files.
     pub fn name(self) -> &'static str {
         match self {
             Kernel::Hopper => "hopper",
+            Kernel::Mma => "mma",
             Kernel::Matrix => "matrix",
             Kernel::Portable => "portable",
         }
@@ -86,6 +91,8 @@ impl Kernel {
 pub enum Forward {
     /// [`Kernel::Hopper`].
     Hopper(HopperForward),
+    /// [`Kernel::Mma`].
+    Mma(MmaForward),
     /// [`Kernel::Matrix`].
     Matrix(MatrixTile),
     /// [`Kernel::Portable`].
@@ -103,6 +110,24 @@ pub struct HopperForward {
     pub parts: usize,
 }
 
+/// How [`Kernel::Mma`] computes a forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct MmaForward {
+    /// Tiles.
+    pub tile: MmaTile,
+    /// Heads that take turns, so that their keys and values stay in the second-level cache.
+    pub section: usize,
+}
+
+/// How [`Kernel::Mma`] computes a gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct MmaGradient {
+    /// Tiles: of keys that stream by for `dq`, of queries for `dk` and `dv`.
+    pub tile: MmaTile,
+    /// Heads that take turns, so that what streams by stays in the second-level cache.
+    pub section: usize,
+}
+
 /// A kernel of a gradient, with its tiles.
 ///
 /// ```
@@ -116,6 +141,8 @@ pub struct HopperForward {
 pub enum Gradient {
     /// [`Kernel::Hopper`].
     Hopper(HopperGradient),
+    /// [`Kernel::Mma`].
+    Mma(MmaGradient),
     /// [`Kernel::Matrix`].
     Matrix(MatrixTile),
     /// [`Kernel::Portable`].
@@ -136,6 +163,7 @@ impl Gradient {
     pub fn kernel(&self) -> Kernel {
         match self {
             Gradient::Hopper(_) => Kernel::Hopper,
+            Gradient::Mma(_) => Kernel::Mma,
             Gradient::Matrix(_) => Kernel::Matrix,
             Gradient::Portable(_) => Kernel::Portable,
         }
@@ -145,6 +173,7 @@ impl Gradient {
     fn blocks(&self, transposed: bool) -> (usize, usize) {
         match self {
             Gradient::Hopper(gradient) => (gradient.tile.tile_q(), gradient.tile.tile_k),
+            Gradient::Mma(gradient) => (gradient.tile.tile_q(), gradient.tile.tile_k),
             Gradient::Matrix(tile) => (tile.rows(), tile.columns),
             Gradient::Portable(tile) if transposed => (tile.tile_k, tile.tile_q),
             Gradient::Portable(tile) => (tile.tile_q, tile.tile_k),
@@ -212,7 +241,7 @@ impl BackwardTiles {
     pub(crate) fn portables(&self) -> impl Iterator<Item = TileShape> {
         let of = |gradient| match gradient {
             Gradient::Portable(tile) => Some(tile),
-            Gradient::Hopper(_) | Gradient::Matrix(_) => None,
+            Gradient::Hopper(_) | Gradient::Mma(_) | Gradient::Matrix(_) => None,
         };
         let dbias = match self.dbias {
             BiasGradient::Portable(tile) => Some(tile),
@@ -227,6 +256,7 @@ impl Forward {
     pub fn kernel(&self) -> Kernel {
         match self {
             Forward::Hopper(_) => Kernel::Hopper,
+            Forward::Mma(_) => Kernel::Mma,
             Forward::Matrix(_) => Kernel::Matrix,
             Forward::Portable(_) => Kernel::Portable,
         }
@@ -236,6 +266,7 @@ impl Forward {
     pub fn tile_q(&self) -> usize {
         match self {
             Forward::Hopper(forward) => forward.tile.tile_q(),
+            Forward::Mma(forward) => forward.tile.tile_q(),
             Forward::Matrix(tile) => tile.rows(),
             Forward::Portable(tile) => tile.tile_q,
         }
@@ -245,6 +276,7 @@ impl Forward {
     pub fn tile_k(&self) -> usize {
         match self {
             Forward::Hopper(forward) => forward.tile.tile_k,
+            Forward::Mma(forward) => forward.tile.tile_k,
             Forward::Matrix(tile) => tile.columns,
             Forward::Portable(tile) => tile.tile_k,
         }
@@ -260,6 +292,12 @@ impl From<TileShape> for Forward {
 impl From<MatrixTile> for Forward {
     fn from(tile: MatrixTile) -> Self {
         Forward::Matrix(tile)
+    }
+}
+
+impl From<MmaForward> for Forward {
+    fn from(forward: MmaForward) -> Self {
+        Forward::Mma(forward)
     }
 }
 
@@ -290,6 +328,8 @@ pub struct Device {
     pub multiprocessors: usize,
     /// Whether there are warpgroup matrix products and TMA.
     pub wgmma: bool,
+    /// Element types of warps' matrix products `mma.sync` of 16 × 8 × 16 that are summed in f32, where inline PTX can be compiled.
+    pub mma: Vec<Dtype>,
     /// Units of a plane, where all planes have as many; otherwise 0.
     pub plane: usize,
     /// Shapes `[m, n, k]` of cooperative matrix products of an element type that are summed in f32.
@@ -305,6 +345,15 @@ impl Device {
             let usage = properties.type_usage(element_type(*dtype));
             usage.contains(TypeUsage::Buffer) && usage.contains(TypeUsage::Conversion)
         };
+        let multiplies = |dtype: Dtype| {
+            let (element, sums) = (element_type(dtype), ElemType::Float(FloatKind::F32));
+            let shaped = properties.features.matmul.mma.iter().any(|of| {
+                let types = [of.a_type, of.b_type, of.cd_type] == [element, element, sums];
+                types && (of.m, of.n, of.k) == (16, 8, 16)
+            });
+            // Only CubeCL's C++ compiler for CUDA, which takes no operations of our own, offers copies of its own.
+            shaped && !properties.features.copy_async
+        };
         Device {
             name: client.name().to_string(),
             shared_memory: hardware.max_shared_memory_size,
@@ -315,6 +364,7 @@ impl Device {
             dtypes: [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().filter(stores).collect(),
             multiprocessors: hardware.num_streaming_multiprocessors.unwrap_or(0) as usize,
             wgmma: !properties.features.matmul.wgmma.is_empty(),
+            mma: [Dtype::F16, Dtype::BF16].into_iter().filter(|dtype| multiplies(*dtype)).collect(),
             plane: if hardware.plane_size_min == hardware.plane_size_max {
                 hardware.plane_size_min as usize
             } else {
@@ -526,12 +576,13 @@ pub(crate) fn choose_forward(
     asked: Option<Kernel>,
     passed_over: &mut Vec<PassedOver>,
 ) -> Result<Forward, AttentionError> {
-    for kernel in [Kernel::Hopper, Kernel::Matrix] {
+    for kernel in [Kernel::Hopper, Kernel::Mma, Kernel::Matrix] {
         if asked.is_some_and(|asked| asked != kernel) {
             continue;
         }
         let found = match kernel {
             Kernel::Hopper => hopper::forward(device, problem).map(Forward::Hopper),
+            Kernel::Mma => mma::forward(device, problem).map(Forward::Mma),
             _ => matrix::forward(device, problem).map(Forward::Matrix),
         };
         match found {
@@ -558,11 +609,13 @@ pub(crate) fn choose_backward(
     let asked_for = |kernel| asked.is_none_or(|asked| asked == kernel);
     let hopper = asked_for(Kernel::Hopper).then(|| hopper::backward(device, problem));
     let hopper = hopper.and_then(|found| found.map_err(|why| pass_over(Kernel::Hopper, why)).ok());
-    let matrix = (hopper.is_none() && asked_for(Kernel::Matrix)).then(|| matrix::backward(device, problem));
+    let mma = (hopper.is_none() && asked_for(Kernel::Mma)).then(|| mma::backward(device, problem));
+    let mma = mma.and_then(|found| found.map_err(|why| pass_over(Kernel::Mma, why)).ok());
+    let matrix = (hopper.is_none() && mma.is_none() && asked_for(Kernel::Matrix)).then(|| matrix::backward(device, problem));
     let matrix = matrix.and_then(|found| found.map_err(|why| pass_over(Kernel::Matrix, why)).ok());
     let tile = choose(device, problem, Stage::Backward, passed_over)?;
-    Ok(match (hopper, matrix) {
-        (Some((dq, dkdv, dv)), _) => {
+    Ok(match (hopper, mma, matrix) {
+        (Some((dq, dkdv, dv)), ..) => {
             let dbias = hopper::dbias(problem).map(BiasGradient::Hopper).unwrap_or_else(|why| {
                 if problem.bias.is_some() {
                     passed_over.push(PassedOver { what: format!("dbias {}", Kernel::Hopper.name()), why });
@@ -577,13 +630,19 @@ pub(crate) fn choose_backward(
             };
             BackwardTiles { dq, dkdv, dv, fused, dbias }
         }
-        (None, Some((dq, dkdv, dv))) => BackwardTiles {
+        (None, Some((dq, dkdv, dv)), _) => BackwardTiles {
+            dq: Gradient::Mma(dq),
+            dkdv: Gradient::Mma(dkdv),
+            dv: dv.map(Gradient::Mma),
+            ..BackwardTiles::portable(tile, true)
+        },
+        (None, None, Some((dq, dkdv, dv))) => BackwardTiles {
             dq: Gradient::Matrix(dq),
             dkdv: Gradient::Matrix(dkdv),
             dv: dv.map(Gradient::Matrix),
             ..BackwardTiles::portable(tile, true)
         },
-        (None, None) => BackwardTiles::portable(tile, together(device, problem, &tile)),
+        (None, None, None) => BackwardTiles::portable(tile, together(device, problem, &tile)),
     })
 }
 
@@ -635,6 +694,7 @@ pub fn fused_on(device: &Device, problem: &AttentionProblem) -> Option<HopperGra
 ///     dtypes: vec![Dtype::F32],
 ///     multiprocessors: 0,
 ///     wgmma: false,
+///     mma: Vec::new(),
 ///     plane: 0,
 ///     matrices: Vec::new(),
 /// };

@@ -44,6 +44,7 @@ fn device() -> Device {
         dtypes: vec![Dtype::F32, Dtype::F16, Dtype::BF16],
         multiprocessors: 132,
         wgmma: true,
+        mma: vec![Dtype::F16, Dtype::BF16],
         plane: 32,
         matrices: [Dtype::F16, Dtype::BF16].map(|dtype| (dtype, [16, 16, 16])).to_vec(),
     }
@@ -364,7 +365,7 @@ fn check(name: &str, problem: AttentionProblem) {
             ("dk", Role::DkDv { dk: true, dv: false }, dkdv.tile),
             ("dv", Role::DkDv { dk: false, dv: true }, dv.tile),
         ]),
-        Some(Gradient::Portable(_)) => panic!("{plan}"),
+        Some(_) => panic!("{plan}"),
     }
     let options = AttentionOptions { backward_order: BackwardOrder::Fast, ..problem.options };
     let any_order = plan_on(&device(), &AttentionProblem { options, ..problem }).unwrap();

@@ -350,11 +350,11 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
 
 /// lse and delta of a unit's two rows, where rows are queries.
 #[derive(CubeType)]
-struct RowStatistics {
-    lse0: f32,
-    lse1: f32,
-    delta0: f32,
-    delta1: f32,
+pub struct RowStatistics {
+    pub lse0: f32,
+    pub lse1: f32,
+    pub delta0: f32,
+    pub delta1: f32,
 }
 
 #[cube]
@@ -370,6 +370,24 @@ impl RowStatistics {
     ) -> RowStatistics {
         if comptime!(blueprint.role == Role::Dq) {
             let (batch, head) = (memory.item(nth, Of::Batch), memory.item(nth, Of::Head));
+            RowStatistics::of(stats, batch, head, row, band, walk, blueprint)
+        } else {
+            let none = 0.0f32.runtime();
+            RowStatistics { lse0: none, lse1: none, delta0: none, delta1: none }
+        }
+    }
+
+    /// Those of the first of the rows, and of the one 8 after it.
+    pub fn of(
+        stats: &[u32],
+        batch: u32,
+        head: u32,
+        row: u32,
+        band: &Band,
+        walk: &Walk,
+        #[comptime] blueprint: Blueprint,
+    ) -> RowStatistics {
+        if comptime!(blueprint.role == Role::Dq) {
             let all = stats_all(band, walk, blueprint);
             let row0 = stats_at(band, walk, batch, head, band.query_within(row), blueprint);
             let row1 = stats_at(band, walk, batch, head, band.query_within(row + 8), blueprint);
@@ -389,7 +407,7 @@ impl RowStatistics {
 /// What belongs to each register of an accumulator of a tile: that of its row, or, transposed, that of its column, which shared
 /// memory holds from `at` on.
 #[cube]
-fn statistics(at: u32, row0: f32, row1: f32, #[comptime] blueprint: Blueprint) -> Sequence<f32> {
+pub fn statistics(at: u32, row0: f32, row1: f32, #[comptime] blueprint: Blueprint) -> Sequence<f32> {
     let mut all = Sequence::<f32>::new();
     #[unroll]
     for i in 0..comptime!(blueprint.tile.tile_k / 8) {

@@ -11,7 +11,7 @@ use cubecl::prelude::*;
 use cubecl_core::ir::ExpandValue;
 use cubecl_core::ir::dialect::matrix::*;
 
-mod lowered {
+pub(crate) mod lowered {
     use cubecl_core::ir::Scope;
     use cubecl_core::ir::prelude::*;
     use cubecl_llvm::shared::intrinsic::i32_ty;
@@ -480,7 +480,7 @@ pub fn shared_address<E: CubePrimitive>(tile: &[E]) -> u32 {
 
 /// What registers hold.
 #[cube]
-fn held(registers: &Array<f32>, #[comptime] len: usize) -> Sequence<f32> {
+pub(crate) fn held(registers: &Array<f32>, #[comptime] len: usize) -> Sequence<f32> {
     let mut held = Sequence::<f32>::new();
     #[unroll]
     for i in 0..len {
@@ -491,7 +491,7 @@ fn held(registers: &Array<f32>, #[comptime] len: usize) -> Sequence<f32> {
 
 /// Lets them hold this.
 #[cube]
-fn hold(registers: &mut Array<f32>, values: &Sequence<f32>, #[comptime] len: usize) {
+pub(crate) fn hold(registers: &mut Array<f32>, values: &Sequence<f32>, #[comptime] len: usize) {
     #[unroll]
     for i in 0..len {
         registers[i] = *values.index(i);
@@ -515,7 +515,7 @@ fn pinned(held: &Sequence<f32>) -> Sequence<f32> {
 }
 
 /// Values as what a `#[cube]` function returns.
-fn sequence<T: CubePrimitive>(scope: &cubecl_core::ir::Scope, values: Vec<pliron::value::Value>) -> SequenceExpand<T> {
+pub(crate) fn sequence<T: CubePrimitive>(scope: &cubecl_core::ir::Scope, values: Vec<pliron::value::Value>) -> SequenceExpand<T> {
     let mut all = Sequence::<T>::__expand_new(scope);
     values.into_iter().for_each(|value| all.__expand_push_method(scope, ExpandValue::from(value).into()));
     all

@@ -233,6 +233,15 @@ pub fn to_fragments(s: &Array<f32>, p: &mut Sequence<Array<u32>>, #[comptime] bl
     }
 }
 
+/// The same, one after the other.
+#[cube]
+pub fn fragments_of(s: &Array<f32>, p: &mut Sequence<u32>, #[comptime] tile_k: usize, #[comptime] dtype: Dtype) {
+    #[unroll]
+    for e in 0..comptime!(tile_k / 4) {
+        p.push(pack(s[comptime!(2 * e)], s[comptime!(2 * e + 1)], dtype));
+    }
+}
+
 /// One of a unit's two rows of an accumulator, `factor` times, in 16 bits: a word for each eight of columns.
 #[cube]
 pub fn pack_row(

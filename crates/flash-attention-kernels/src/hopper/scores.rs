@@ -165,18 +165,57 @@ pub fn slope<E: Float, NB: Size>(
     bias_tile: u32,
     #[comptime] blueprint: Blueprint,
 ) {
-    let len = comptime!(blueprint.tile.tile_k / 2);
-    // bias − (capped + bias)
+    let mut t = negative_capped(p, lse, comptime!(blueprint.tile.tile_k / 2));
+    let (batch, head) = head_of(memory, nth, blueprint);
+    add_bias(&mut t, factors, band, bias, batch, head, first_row, k_start, bias_tile, 0usize, blueprint);
+    multiply_slope(ds, p, &t, factors, blueprint);
+}
+
+/// [`slope()`] for a batch and query head.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn slope_head<E: Float, NB: Size>(
+    ds: &mut Array<f32>,
+    p: &Array<f32>,
+    lse: &Sequence<f32>,
+    factors: &Factors,
+    band: &Band,
+    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
+    batch: u32,
+    head: u32,
+    first_row: u32,
+    k_start: u32,
+    bias_tile: u32,
+    #[comptime] blueprint: Blueprint,
+) {
+    let mut t = negative_capped(p, lse, comptime!(blueprint.tile.tile_k / 2));
+    add_bias(&mut t, factors, band, bias, batch, head, first_row, k_start, bias_tile, 0usize, blueprint);
+    multiply_slope(ds, p, &t, factors, blueprint);
+}
+
+/// `−(capped + bias)` of probabilities.
+#[cube]
+fn negative_capped(p: &Array<f32>, lse: &Sequence<f32>, #[comptime] len: usize) -> Array<f32> {
     let mut t = Array::<f32>::new(len);
     #[unroll]
     for n in 0..len {
         t[n] = -(lg2(max(p[n], f32::MIN_POSITIVE)) + *lse.index(n)) * comptime!(std::f32::consts::LN_2);
     }
-    let (batch, head) = head_of(memory, nth, blueprint);
-    add_bias(&mut t, factors, band, bias, batch, head, first_row, k_start, bias_tile, 0usize, blueprint);
+    t
+}
+
+/// Multiplies by the derivative. `t`: the capped products, negative.
+#[cube]
+fn multiply_slope(
+    ds: &mut Array<f32>,
+    p: &Array<f32>,
+    t: &Array<f32>,
+    factors: &Factors,
+    #[comptime] blueprint: Blueprint,
+) {
     let per_cap = reciprocal(factors.softcap);
     #[unroll]
-    for n in 0..len {
+    for n in 0..comptime!(blueprint.tile.tile_k / 2) {
         let tanh = t[n] * per_cap;
         // Where nothing is seen, whatever the bias may be there.
         ds[n] = select(p[n] == 0.0f32, 0.0f32, fma(-tanh, tanh, 1.0f32) * ds[n]);

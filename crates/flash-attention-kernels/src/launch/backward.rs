@@ -10,7 +10,7 @@ use crate::portable::tile::{TileShape, WIDTH};
 use crate::portable::{self, dbias, delta, nothing};
 use crate::problem::{AttentionProblem, BackwardOrder};
 use crate::tensor::TensorView;
-use crate::tiling::{self, BackwardTiles, BiasGradient, Device, Gradient, HopperGradient, Stage};
+use crate::tiling::{self, BackwardTiles, BiasGradient, Device, Gradient, HopperGradient, MmaGradient, Stage};
 use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -111,7 +111,7 @@ impl Scratch {
     }
 }
 
-/// Gradients that one launch for Hopper computes: `dq`, one or both of the others, or all.
+/// Gradients that one launch for Hopper, or of `mma.sync`, computes: `dq`, one or both of the others, or, for Hopper, all.
 #[derive(Clone, Copy)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "there is no such launch then"))]
 pub(super) struct HopperResults<'a> {
@@ -122,6 +122,9 @@ pub(super) struct HopperResults<'a> {
 
 /// A launch for Hopper.
 pub(super) type Wanted<'a> = (HopperResults<'a>, HopperGradient);
+
+/// A launch of `mma.sync`.
+pub(super) type WantedMma<'a> = (HopperResults<'a>, MmaGradient);
 
 /// That of the bias's gradient.
 pub(super) type WantedBias<'a> = (&'a TensorView, BiasTile);
@@ -226,7 +229,7 @@ impl Call<'_> {
         let (dk, dv) = (gradients.dk.as_ref(), gradients.dv.as_ref());
         let together = tiles.dv.is_none() && dk.is_some() && dv.is_some();
         let delta = self.delta_grid()?;
-        let (mut hopper, mut matrix) = (Vec::new(), Vec::new());
+        let (mut hopper, mut mma, mut matrix) = (Vec::new(), Vec::new(), Vec::new());
         if let Some(tiles) = fused {
             hopper.push((HopperResults { dq: gradients.dq.as_ref(), dk, dv }, tiles));
         }
@@ -234,6 +237,7 @@ impl Call<'_> {
         if let Some(view) = gradients.dq.as_ref().filter(|_| fused.is_none()) {
             match tiles.dq {
                 Gradient::Hopper(tiles) => hopper.push((HopperResults { dq: Some(view), dk: None, dv: None }, tiles)),
+                Gradient::Mma(tiles) => mma.push((HopperResults { dq: Some(view), dk: None, dv: None }, tiles)),
                 Gradient::Matrix(tile) => {
                     matrix.push(self.check_gradient_matrix(Role::Dq, tile, [Some(view), None])?)
                 }
@@ -250,6 +254,7 @@ impl Call<'_> {
             }
             match tiles.dv.filter(|_| dk.is_none()).unwrap_or(tiles.dkdv) {
                 Gradient::Hopper(tiles) => hopper.push((HopperResults { dq: None, dk, dv }, tiles)),
+                Gradient::Mma(tiles) => mma.push((HopperResults { dq: None, dk, dv }, tiles)),
                 Gradient::Matrix(tile) => {
                     let role = Role::DkDv { dk: dk.is_some(), dv: dv.is_some() };
                     matrix.push(self.check_gradient_matrix(role, tile, [dk, dv])?);
@@ -272,6 +277,7 @@ impl Call<'_> {
             }
         }
         self.check_hopper_backward(saved, &hopper, hopper_dbias)?;
+        self.check_mma_backward(saved, &mma)?;
 
         if dq.is_some() || !dkdv.is_empty() || dbias.is_some() || !matrix.is_empty() {
             self.delta(saved, scratch, delta, addresses);
@@ -289,6 +295,7 @@ impl Call<'_> {
             self.dbias(saved, scratch, dbias, tile, grids, addresses);
         }
         // They read scratch in a layout of their own.
+        self.backward_mma(saved, scratch, &mma)?;
         self.backward_hopper(saved, scratch, &hopper, hopper_dbias)
     }
 
@@ -314,6 +321,20 @@ impl Call<'_> {
         _: &[Wanted],
         _: Option<WantedBias>,
     ) -> Result<(), AttentionError> {
+        Ok(())
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn check_mma_backward(&self, _: &Saved, wanted: &[WantedMma]) -> Result<(), AttentionError> {
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let why = "it was not compiled: that takes the feature cuda".into();
+        Err(AttentionError::KernelUnavailable { kernel: tiling::Kernel::Mma.name(), why })
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn backward_mma(&self, _: &Saved, _: &Scratch, _: &[WantedMma]) -> Result<(), AttentionError> {
         Ok(())
     }
 

@@ -5,8 +5,6 @@ use crate::error::AttentionError;
 use crate::portable::{self, nothing};
 use crate::problem::AttentionProblem;
 use crate::tensor::TensorView;
-#[cfg(not(feature = "cuda"))]
-use crate::tiling::Kernel;
 use crate::tiling::{self, Device, Forward, Stage};
 use cubecl::client::Client;
 use cubecl::prelude::*;
@@ -59,10 +57,12 @@ pub fn forward_with(
         Forward::Matrix(tile) => return call.forward_matrix(o, lse, tile, addresses),
         #[cfg(feature = "cuda")]
         Forward::Hopper(tiles) => return call.forward_hopper(o, lse, tiles),
+        #[cfg(feature = "cuda")]
+        Forward::Mma(tiles) => return call.forward_mma(o, lse, tiles),
         #[cfg(not(feature = "cuda"))]
-        Forward::Hopper(_) => {
+        kernel @ (Forward::Hopper(_) | Forward::Mma(_)) => {
             let why = "it was not compiled: that takes the feature cuda".into();
-            return Err(AttentionError::KernelUnavailable { kernel: Kernel::Hopper.name(), why });
+            return Err(AttentionError::KernelUnavailable { kernel: kernel.kernel().name(), why });
         }
     };
     tiling::check_tile(&device, problem, &tile, Stage::Forward)?;

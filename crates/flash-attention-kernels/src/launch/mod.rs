@@ -5,6 +5,8 @@ mod forward;
 #[cfg(feature = "cuda")]
 mod hopper;
 mod matrix;
+#[cfg(feature = "cuda")]
+mod mma;
 
 pub use backward::{Gradients, Saved, Scratch, backward, backward_with};
 pub use forward::{forward, forward_with};

@@ -140,7 +140,7 @@ pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<HopperForw
 }
 
 /// How many heads take turns; transposed, heads of keys, by which queries stream.
-fn section(device: &Device, problem: &AttentionProblem, tile: &HopperTile, transposed: bool) -> usize {
+pub(super) fn section(device: &Device, problem: &AttentionProblem, tile: &HopperTile, transposed: bool) -> usize {
     // Where blocks are of one length, heads come one by one: their keys and values are then read by all at the same time.
     let band = problem.band();
     if !(band.bounded_above || band.bounded_below) {

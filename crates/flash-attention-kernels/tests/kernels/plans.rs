@@ -15,6 +15,7 @@ fn smallest() -> Device {
         dtypes: vec![Dtype::F32],
         multiprocessors: 0,
         wgmma: false,
+        mma: Vec::new(),
         plane: 0,
         matrices: Vec::new(),
     }

@@ -13,7 +13,7 @@ use cubecl::prelude::*;
 
 impl HopperResults<'_> {
     /// What computes them.
-    fn role(&self) -> Role {
+    pub(in crate::launch) fn role(&self) -> Role {
         match (self.dq, self.dk, self.dv) {
             (Some(_), None, None) => Role::Dq,
             (Some(_), ..) => Role::All,
@@ -244,14 +244,14 @@ impl Call<'_> {
         self.written(&computed, dq)
     }
 
-    fn delta_hopper_grid(&self) -> Result<CubeCount, AttentionError> {
+    pub(in crate::launch) fn delta_hopper_grid(&self) -> Result<CubeCount, AttentionError> {
         let rows = stats_rows(self.problem);
         let (x, y, z) = cube_count(self.device, "delta", rows as u64 / hopper::delta::ROWS as u64)?;
         Ok(CubeCount::Static(x, y, z))
     }
 
     /// lse and delta of each query, in whole tiles; and `sums`, if any, are made 0.
-    fn delta_hopper(
+    pub(in crate::launch) fn delta_hopper(
         &self,
         saved: &Saved,
         o: &TensorView,

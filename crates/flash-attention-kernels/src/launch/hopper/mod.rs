@@ -22,10 +22,10 @@ use std::f32::consts::LOG2_E;
 use std::sync::{Mutex, PoisonError};
 
 /// Bytes that rows must start at multiples of: what TMA and vectors of as many bytes ask for.
-const VECTOR_BYTES: usize = 16;
+pub(in crate::launch) const VECTOR_BYTES: usize = 16;
 
 /// Bytes of the vectors that results are written in.
-const OUT_BYTES: usize = 8;
+pub(in crate::launch) const OUT_BYTES: usize = 8;
 
 impl Call<'_> {
     /// What a kernel is specialised for.
@@ -36,7 +36,7 @@ impl Call<'_> {
     }
 
     /// The same, with the bias read as it lies.
-    fn plain_blueprint(&self, role: Role, tile: HopperTile, partial: bool) -> Blueprint {
+    pub(in crate::launch) fn plain_blueprint(&self, role: Role, tile: HopperTile, partial: bool) -> Blueprint {
         let p = self.problem;
         Blueprint {
             role,
@@ -71,7 +71,7 @@ impl Call<'_> {
     }
 
     /// Checks that what TMA cannot read of these can be copied.
-    fn check_copies(&self, views: &[&TensorView]) -> Result<(), AttentionError> {
+    pub(in crate::launch) fn check_copies(&self, views: &[&TensorView]) -> Result<(), AttentionError> {
         for view in views.iter().filter(|view| !is_aligned(view, self.problem.dtype.size())) {
             rows_grid(self.device, "copy", view.shape)?;
         }
@@ -79,7 +79,7 @@ impl Call<'_> {
     }
 
     /// What TMA reads: the tensor itself, or a copy.
-    fn readable(&self, view: &TensorView) -> Result<TensorView, AttentionError> {
+    pub(in crate::launch) fn readable(&self, view: &TensorView) -> Result<TensorView, AttentionError> {
         if is_aligned(view, self.problem.dtype.size()) {
             return Ok(view.clone());
         }
@@ -89,12 +89,12 @@ impl Call<'_> {
     }
 
     /// What a result is written to: the tensor itself, or memory for [`written`](Self::written) to copy from.
-    fn writable(&self, view: &TensorView) -> TensorView {
+    pub(in crate::launch) fn writable(&self, view: &TensorView) -> TensorView {
         if is_aligned(view, self.problem.dtype.size()) { view.clone() } else { self.packed(view.shape) }
     }
 
     /// Brings a result from where it was written to where it was asked for.
-    fn written(&self, computed: &TensorView, asked: &TensorView) -> Result<(), AttentionError> {
+    pub(in crate::launch) fn written(&self, computed: &TensorView, asked: &TensorView) -> Result<(), AttentionError> {
         if is_aligned(asked, self.problem.dtype.size()) { Ok(()) } else { self.copy(computed, asked) }
     }
 
@@ -148,19 +148,19 @@ impl Call<'_> {
 /// # Safety
 ///
 /// As `launch_unchecked`: the view has been checked against its buffer.
-unsafe fn rows_arg<const RANK: usize>(view: &TensorView<RANK>, vector: usize) -> BufferArg {
+pub(in crate::launch) unsafe fn rows_arg<const RANK: usize>(view: &TensorView<RANK>, vector: usize) -> BufferArg {
     // SAFETY: the caller's.
     unsafe { BufferArg::from_raw_parts(view.handle.clone(), (view.span() as usize).div_ceil(vector)) }
 }
 
 /// The strides of rows, in vectors of so many elements.
-fn stride<const RANK: usize>(view: &TensorView<RANK>, vector: usize) -> StrideLaunch {
+pub(in crate::launch) fn stride<const RANK: usize>(view: &TensorView<RANK>, vector: usize) -> StrideLaunch {
     let [batch, head, row] = [0, 1, 2].map(|dim| view.strides[dim] / vector);
     StrideLaunch::new(batch, head, row)
 }
 
 /// The factors of the scores.
-fn factors(p: &AttentionProblem, blueprint: &Blueprint) -> FactorsLaunch {
+pub(in crate::launch) fn factors(p: &AttentionProblem, blueprint: &Blueprint) -> FactorsLaunch {
     let scale = p.softmax_scale();
     let softcap = p.options.softcap.unwrap_or(1.0);
     let exponent = if blueprint.cooked() { LOG2_E } else { LOG2_E * scale };
@@ -192,7 +192,7 @@ fn rows_of(view: Option<&TensorView>) -> Option<Rows> {
 }
 
 /// The argument of a mask or bias, and how many elements it is read at a time: two where its layout allows it.
-fn pairs(view: Option<(&TensorView, usize)>) -> (Option<TensorArg>, usize) {
+pub(in crate::launch) fn pairs(view: Option<(&TensorView, usize)>) -> (Option<TensorArg>, usize) {
     let Some((view, size)) = view else { return (None, 1) };
     (Some(view.broadcast_arg()), if view.shape[3] > 1 && view.vectorizes(2, size) { 2 } else { 1 })
 }

@@ -1,0 +1,137 @@
+//! Launches the gradients made of `mma.sync`.
+
+use crate::error::AttentionError;
+use crate::hopper::gradient::{ResultStridesLaunch, SourceStridesLaunch};
+use crate::hopper::schedule::Walk;
+use crate::launch::backward::WantedMma;
+use crate::launch::hopper::{OUT_BYTES, VECTOR_BYTES, factors, pairs, rows_arg, stride};
+use crate::launch::{Call, Saved, Scratch};
+use crate::mask::Band;
+use crate::mma::{MmaBlueprint, gradient};
+use crate::tensor::TensorView;
+use crate::tiling;
+use cubecl::prelude::*;
+
+/// A gradient's launch, checked.
+struct Prepared {
+    blueprint: MmaBlueprint,
+    band: Band,
+    walk: Walk,
+    count: CubeCount,
+}
+
+impl Call<'_> {
+    /// Whatever can fail of [`backward_mma`](Self::backward_mma).
+    pub(in crate::launch) fn check_mma_backward(
+        &self,
+        saved: &Saved,
+        wanted: &[WantedMma],
+    ) -> Result<(), AttentionError> {
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let inputs = &self.inputs;
+        self.check_copies(&[&inputs.q, &inputs.k, &inputs.v, &saved.o, &saved.dout])?;
+        for one in wanted {
+            let results = &one.0;
+            let views: Vec<_> = [results.dq, results.dk, results.dv].into_iter().flatten().collect();
+            self.check_copies(&views)?;
+            tiling::check_bindings(self.device, self.problem, "gradient", 7)?;
+            self.prepare(one)?;
+        }
+        self.delta_hopper_grid().map(|_| ())
+    }
+
+    /// Computes these, each by a launch.
+    pub(in crate::launch) fn backward_mma(
+        &self,
+        saved: &Saved,
+        scratch: &Scratch,
+        wanted: &[WantedMma],
+    ) -> Result<(), AttentionError> {
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let [q, k, v] = [&self.inputs.q, &self.inputs.k, &self.inputs.v].map(|view| self.readable(view));
+        let inputs = [q?, k?, v?, self.readable(&saved.dout)?];
+        self.delta_hopper(saved, &self.readable(&saved.o)?, &inputs[3], scratch, None)?;
+        wanted.iter().try_for_each(|one| self.gradient_mma(&inputs, scratch, one))
+    }
+
+    fn prepare(&self, (results, tiles): &WantedMma) -> Result<Prepared, AttentionError> {
+        let p = self.problem;
+        let role = results.role();
+        let transposed = role.is_transposed();
+        let blueprint = self.mma_blueprint(role, tiles.tile)?;
+        let (kernel, band, heads) = if transposed {
+            ("dkdv", p.band().transposed(), p.num_heads_kv)
+        } else {
+            ("dq", p.band(), p.num_heads_q)
+        };
+        let (walk, count) = self.mma_walk(kernel, &band, heads, tiles.section, tiles.tile, transposed)?;
+        Ok(Prepared { blueprint, band, walk, count })
+    }
+
+    fn gradient_mma(
+        &self,
+        [q, k, v, dout]: &[TensorView; 4],
+        scratch: &Scratch,
+        wanted: &WantedMma,
+    ) -> Result<(), AttentionError> {
+        let p = self.problem;
+        let results = &wanted.0;
+        let Prepared { blueprint, band, walk, count } = self.prepare(wanted)?;
+        // Rows that are kept, tiles that stream by: Role says which.
+        let transposed = results.role().is_transposed();
+        let (rows, tiled) = if transposed { ([k, v], [q, dout]) } else { ([q, dout], [k, v]) };
+        let size = p.dtype.size();
+        let wanted_k = results.dk.or(results.dq);
+        let [dk, dv] = [wanted_k, results.dv].map(|view| view.map(|view| self.writable(view)));
+        // What is not wanted is not written.
+        let any = dk.as_ref().or(dv.as_ref()).expect("one of them is wanted");
+        let (dk_out, dv_out) = (dk.as_ref().unwrap_or(any), dv.as_ref().unwrap_or(any));
+        let (vector, wide) = (OUT_BYTES / size, VECTOR_BYTES / size);
+        let strides = ResultStridesLaunch::new(stride(dk_out, vector), stride(dv_out, vector));
+        let [q, d, k, v] = [rows[0], rows[1], tiled[0], tiled[1]];
+        let sources = SourceStridesLaunch::new(stride(q, wide), stride(d, wide), stride(k, wide), stride(v, wide));
+        let width = |width: usize| if transposed { 1 } else { width };
+        let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
+        let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, size)));
+        let spans = [q, d, k, v, dk_out, dv_out].map(|view| view.span());
+        let addresses = self.addresses(spans.into_iter().chain([scratch.stats.span()]));
+        // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
+        unsafe {
+            gradient::gradient::launch_unchecked(
+                self.client,
+                count,
+                CubeDim::new_1d(blueprint.tile.units() as u32),
+                addresses,
+                width(bias_width),
+                width(mask_width),
+                rows_arg(q, wide),
+                rows_arg(d, wide),
+                rows_arg(k, wide),
+                rows_arg(v, wide),
+                mask.into(),
+                bias.into(),
+                rows_arg(dk_out, vector),
+                rows_arg(dv_out, vector),
+                rows_arg(&scratch.stats, 1),
+                sources,
+                strides,
+                p.softmax_scale(),
+                factors(p, &blueprint.scores),
+                band.into_launch(),
+                walk.into_launch(),
+                blueprint,
+                [self.dtype(), self.mask_type()],
+            );
+        }
+        for (computed, asked) in [(dk, wanted_k), (dv, results.dv)] {
+            if let (Some(computed), Some(asked)) = (computed, asked) {
+                self.written(&computed, asked)?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,106 @@
+//! Launches the kernels made of `mma.sync`.
+
+mod backward;
+
+use super::Call;
+use super::hopper::{OUT_BYTES, VECTOR_BYTES, factors, pairs, rows_arg, stride};
+use crate::error::AttentionError;
+use crate::hopper::Role;
+use crate::hopper::forward::StridesLaunch;
+use crate::hopper::schedule::Walk;
+use crate::mask::Band;
+use crate::mma::{MmaBlueprint, MmaTile, forward};
+use crate::tensor::TensorView;
+use crate::tiling::{self, Kernel, MmaForward};
+use cubecl::prelude::*;
+
+impl Call<'_> {
+    /// What a kernel is specialised for.
+    fn mma_blueprint(&self, role: Role, tile: MmaTile) -> Result<MmaBlueprint, AttentionError> {
+        tiling::mma::check(self.device, self.problem, role, tile)
+            .map_err(|why| AttentionError::KernelUnavailable { kernel: Kernel::Mma.name(), why })?;
+        Ok(MmaBlueprint { tile, scores: self.plain_blueprint(role, tile.tile(), false) })
+    }
+
+    /// Which cube computes which block of rows of so many heads, and the cubes.
+    fn mma_walk(
+        &self,
+        kernel: &'static str,
+        band: &Band,
+        heads: usize,
+        section: usize,
+        tile: MmaTile,
+        transposed: bool,
+    ) -> Result<(Walk, CubeCount), AttentionError> {
+        let p = self.problem;
+        let (tile_q, tile_k) = (tile.tile_q() as u32, tile.tile_k as u32);
+        let ahead = if transposed { 0 } else { band.ahead(tile_q, tile_k) };
+        let blocks = (band.seq_q + ahead).div_ceil(tile_q);
+        let (items, max) = (blocks as u64 * (p.batch * heads) as u64, i32::MAX as u64);
+        if items > max {
+            return Err(AttentionError::Grid { kernel, cubes: items, max });
+        }
+        let (x, y, z) = tiling::cube_count(self.device, kernel, items)?;
+        let group = p.group_size() as u32;
+        let walk = Walk::new(blocks, ahead, p.batch as u32, heads as u32, group, section as u32, 1);
+        Ok((walk, CubeCount::Static(x, y, z)))
+    }
+
+    /// Computes `o` and `lse`.
+    pub(super) fn forward_mma(
+        &self,
+        o: &TensorView,
+        lse: &TensorView<3>,
+        MmaForward { tile, section }: MmaForward,
+    ) -> Result<(), AttentionError> {
+        let p = self.problem;
+        let blueprint = self.mma_blueprint(Role::Forward, tile)?;
+        let band = p.band();
+        let (walk, count) = self.mma_walk("forward", &band, p.num_heads_q, section, tile, false)?;
+        tiling::check_bindings(self.device, p, "forward", 5)?;
+        self.check_copies(&[&self.inputs.q, &self.inputs.k, &self.inputs.v, o])?;
+
+        // Nothing can fail from here on.
+        let q = self.readable(&self.inputs.q)?;
+        let k = self.readable(&self.inputs.k)?;
+        let v = self.readable(&self.inputs.v)?;
+        let out = self.writable(o);
+        let size = p.dtype.size();
+        let (vector, of_out) = (VECTOR_BYTES / size, OUT_BYTES / size);
+        let strides = StridesLaunch::new(
+            stride(&q, vector),
+            stride(&k, vector),
+            stride(&v, vector),
+            stride(&out, of_out),
+            stride(lse, 1),
+        );
+        let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
+        let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, size)));
+        let addresses = self.addresses([q.span(), k.span(), v.span(), out.span(), lse.span()]);
+        // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
+        unsafe {
+            forward::forward::launch_unchecked(
+                self.client,
+                count,
+                CubeDim::new_1d(tile.units() as u32),
+                addresses,
+                bias_width,
+                mask_width,
+                rows_arg(&q, vector),
+                rows_arg(&k, vector),
+                rows_arg(&v, vector),
+                mask.into(),
+                bias.into(),
+                rows_arg(&out, of_out),
+                rows_arg(lse, 1),
+                strides,
+                factors(p, &blueprint.scores),
+                band.into_launch(),
+                walk.into_launch(),
+                blueprint,
+                [self.dtype(), self.mask_type()],
+            );
+        }
+        self.written(&out, o)
+    }
+}

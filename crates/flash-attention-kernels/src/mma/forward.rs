@@ -1,0 +1,256 @@
+//! Forward: `o = softmax(scores) · v` and its log-sum-exp, one cube for each block of queries of a head.
+//!
+//! ```text
+//! for each tile of keys that the queries see, the last first, while the next one is copied:
+//!     S = Q Kᵀ, turned into scores      m' = max(m, rowmax S)      P = 2^(c (S − m'))        c = log2(e) · scale
+//!     l = 2^(c (m − m'))·l + rowsum P   O = 2^(c (m − m'))·O + P V
+//! o = O / l      lse = (c m + log2 l) / log2(e)
+//! ```
+//!
+//! (FlashAttention-2, arXiv:2307.08691, algorithm 1 and section 3.3: `S`, `P` and `O` of a warp's queries never leave its
+//! registers.) What `m` really is, and when it changes: [`Statistics`]. Products of one cube run under the softmax of another
+//! on the same multiprocessor, which is why tiles leave room for two where they can.
+
+use super::ops::{ColumnsOf, RowsOf, copies_commit, copies_wait, multiply_columns, multiply_rows};
+use super::tiles::{Along, copy_rows, lane_of_columns, lane_of_rows};
+use super::{MmaBlueprint, MmaTile};
+use crate::hopper::WARPGROUP_ROWS;
+use crate::hopper::forward::Strides;
+use crate::hopper::ops::{lg2, reciprocal, shared_address};
+use crate::hopper::recompute::{is_finite, recompute_row};
+use crate::hopper::rows::*;
+use crate::hopper::schedule::Walk;
+use crate::hopper::scores::{Factors, finish_head, hide};
+use crate::mask::Band;
+use crate::softmax::lse_bits_log2;
+use cubecl::prelude::*;
+
+/// `q [B, H, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` in vectors of 16 bytes to `o [B, H, Sq, Dv]`, its rows in vectors
+/// of 8 bytes, and the bits of `lse [B, H, Sq]`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(clippy::too_many_arguments)]
+pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
+    q: &[Vector<E, Const<8>>],
+    k: &[Vector<E, Const<8>>],
+    v: &[Vector<E, Const<8>>],
+    mask: ComptimeOption<&Tensor<Vector<M, NM>>>,
+    bias: ComptimeOption<&Tensor<Vector<E, NB>>>,
+    o: &mut [Vector<u32, Const<2>>],
+    lse: &mut [u32],
+    strides: Strides,
+    factors: Factors,
+    band: Band,
+    walk: Walk,
+    #[comptime] blueprint: MmaBlueprint,
+    #[define(E, M)] _types: [ElemType; 2],
+) {
+    let (tile, scores) = comptime!((blueprint.tile, blueprint.scores));
+    let (groups, tile_k, dtype) = comptime!((tile.groups, tile.tile_k, scores.dtype));
+    let columns = comptime!(scores.columns());
+    let (k_bytes, v_bytes) = comptime!((scores.k_bytes() as u32, scores.v_bytes() as u32));
+    // Whether more is hidden than what lies past the last key.
+    let hides = comptime!(scores.mask.is_some() || band.bounded_above || band.bounded_below);
+    if CUBE_POS as u32 >= walk.items {
+        terminate!();
+    }
+
+    // -- shared memory: Q of each group, two tiles of K, two of V
+    let shared = Shared::<[E]>::new_aligned_slice(comptime!(blueprint.shared_memory() / dtype.size()), 1024usize);
+    let q_at = shared_address::<E>(&shared[0..1024]);
+    let k_at = q_at + comptime!((scores.tile.warpgroups * scores.q_bytes()) as u32);
+    let v_at = k_at + comptime!(MmaTile::STAGES as u32 * k_bytes);
+
+    // -- whose rows
+    let item = walk.item(CUBE_POS as u32, 0u32, &band, scores);
+    let (batch, head, head_kv) = (item.batch as usize, item.head as usize, item.head_kv as usize);
+    let lane = UNIT_POS % 32;
+    let warp = plane_broadcast(UNIT_POS / 32, 0u32);
+    let (warpgroup, of_warpgroup) = (warp / 4, warp % 4);
+    let first_row = item.q_start + warpgroup * comptime!((groups * WARPGROUP_ROWS) as u32);
+    let (blind, steps) = (item.blind, item.steps);
+    let mut k_start = item.k_last;
+    let edges = band.edges(item.q_start, k_start, comptime!(tile.tile_q() as u32), comptime!(tile_k as u32));
+
+    // -- the first copies
+    #[unroll]
+    for group in 0..comptime!(scores.tile.warpgroups as u32) {
+        let first = item.q_start + comptime!(group * WARPGROUP_ROWS as u32);
+        let to = q_at + comptime!(group * scores.q_bytes() as u32);
+        copy_rows(q, &strides.q, batch, head, first, to, &band, Along::Queries, WARPGROUP_ROWS, scores.head_dim, tile);
+    }
+    copy_rows(k, &strides.k, batch, head_kv, k_start, k_at, &band, Along::Keys, tile_k, scores.head_dim, tile);
+    copy_rows(v, &strides.v, batch, head_kv, k_start, v_at, &band, Along::Keys, tile_k, scores.head_dim_v, tile);
+    copies_commit();
+
+    // -- where this unit reads operands
+    let of_rows = comptime!(RowsOf {
+        groups,
+        lines: WARPGROUP_ROWS,
+        group_bytes: scores.q_bytes(),
+        tile_k,
+        wide: scores.head_dim,
+        dtype,
+    });
+    let of_columns = comptime!(ColumnsOf { groups, tile_k, columns, dtype });
+    let q_lane = q_at
+        + warpgroup * comptime!((groups * scores.q_bytes()) as u32)
+        + of_warpgroup * comptime!(16u32 * 128)
+        + lane_of_rows();
+    let k_lane = k_at + lane_of_columns();
+    let v_lane = v_at + lane_of_rows();
+
+    let mut s = registers(groups, comptime!(tile_k / 2));
+    let mut acc = registers(groups, comptime!(columns / 2));
+    // Of each group the two rows of this unit.
+    let mut m = Array::<f32>::new(comptime!(2 * groups));
+    let mut l = Array::<f32>::new(comptime!(2 * groups));
+    let mut stage = 0u32;
+    for step in 0..steps {
+        // This tile has come, and all warps are done with the one before.
+        copies_wait(0usize);
+        sync_cube();
+        let next = stage ^ 1;
+        if step + 1 < steps {
+            let first = k_start - comptime!(tile_k as u32);
+            let (k_to, v_to) = (k_at + next * k_bytes, v_at + next * v_bytes);
+            copy_rows(k, &strides.k, batch, head_kv, first, k_to, &band, Along::Keys, tile_k, scores.head_dim, tile);
+            copy_rows(v, &strides.v, batch, head_kv, first, v_to, &band, Along::Keys, tile_k, scores.head_dim_v, tile);
+            copies_commit();
+        }
+
+        // -- S
+        multiply_rows(&mut s, q_lane, k_lane + stage * k_bytes, of_rows);
+
+        // -- P
+        let mut p = Sequence::<u32>::new();
+        #[unroll]
+        for group in 0..groups {
+            let row = first_row + comptime!((group * WARPGROUP_ROWS) as u32);
+            let of_group = s.index_mut(group);
+            finish_head(
+                of_group, &factors, &band, &mask, &bias, item.batch, item.head, row, k_start, 0u32, 0usize, scores,
+            );
+            let edge = step < edges.lead || step >= edges.tail || blind;
+            if edge {
+                hide(of_group, &band, blind, row, k_start, tile_k);
+            }
+            if step == 0 {
+                let rows = Statistics::first(of_group, factors.exponent, hides, scores);
+                m[2 * group] = rows.m0;
+                m[2 * group + 1] = rows.m1;
+                l[2 * group] = rows.l0;
+                l[2 * group + 1] = rows.l1;
+            } else {
+                let mut rows =
+                    Statistics { m0: m[2 * group], m1: m[2 * group + 1], l0: l[2 * group], l1: l[2 * group + 1] };
+                // Without a mask, a row that begins to see does so at an edge.
+                if comptime!(scores.mask.is_some()) {
+                    rows.anchor(of_group, factors.exponent, scores);
+                } else if comptime!(hides) {
+                    if edge {
+                        rows.anchor(of_group, factors.exponent, scores);
+                    }
+                }
+                let taken = rows.absorb(of_group, factors.exponent, scores);
+                rows.settle(&taken, of_group, acc.index_mut(group), scores);
+                m[2 * group] = rows.m0;
+                m[2 * group + 1] = rows.m1;
+                l[2 * group] = rows.l0;
+                l[2 * group + 1] = rows.l1;
+            }
+            fragments_of(s.index(group), &mut p, tile_k, dtype);
+        }
+
+        // -- O
+        multiply_columns(&mut acc, &p, v_lane + stage * v_bytes, of_columns);
+        stage = next;
+        k_start -= comptime!(tile_k as u32);
+    }
+
+    // -- O / l and lse
+    let mut again = 0u32.runtime();
+    #[unroll]
+    for group in 0..groups {
+        let row = first_row + comptime!((group * WARPGROUP_ROWS) as u32) + of_warpgroup * 16 + lane / 4;
+        #[unroll]
+        for half in 0..2usize {
+            let row = row + comptime!(8 * half as u32);
+            let of_row = comptime!(2 * group + half);
+            let sum = row_sum(l[of_row]);
+            l[of_row] = sum;
+            let live = band.is_query(row);
+            if lane % 4 == 0 && live {
+                lse[strides.lse.at(batch, head, row)] = lse_bits_log2(m[of_row], sum, lg2(sum));
+            }
+            let factor = select(sum == 0.0f32, 0.0f32, reciprocal(sum));
+            let words = pack_row(acc.index(group), half, factor, columns, dtype);
+            store_row(&words, o, strides.o.at(batch, head, row), live, columns);
+            // Rows that these exponentials or products cannot give: out of range, or reached by what is hidden from them.
+            let mut lost = sum == f32::INFINITY;
+            if comptime!(hides) {
+                let finite = is_finite(&words, scores);
+                lost = lost || (sum <= f32::MAX && !finite);
+            }
+            again |= select(live && lost, comptime!(1u32 << of_row), 0u32);
+        }
+    }
+    if comptime!(hides || scores.anchored()) && plane_any(again != 0) {
+        // What other units have stored of these rows comes first.
+        sync_plane();
+        let after = item.k_last + comptime!(tile_k as u32);
+        let first = after - steps * comptime!(tile_k as u32);
+        for nth in 0..comptime!(16 * groups as u32) {
+            let (of_row, from) = (nth / 8, nth % 8);
+            let mut of_m = m[0];
+            let mut of_l = l[0];
+            #[unroll]
+            for other in 1..comptime!(2 * groups) {
+                of_m = select(of_row == comptime!(other as u32), m[other], of_m);
+                of_l = select(of_row == comptime!(other as u32), l[other], of_l);
+            }
+            let of_m = plane_shuffle(of_m, 4 * from);
+            let of_l = plane_shuffle(of_l, 4 * from);
+            if plane_any(lane / 4 == from && (again >> of_row) & 1 == 1) {
+                let of_group = of_warpgroup * 16 + of_row % 2 * 8 + from;
+                recompute_row(
+                    q,
+                    k,
+                    v,
+                    &mask,
+                    &bias,
+                    o,
+                    lse,
+                    &strides,
+                    &factors,
+                    &band,
+                    batch,
+                    batch,
+                    head,
+                    head_kv,
+                    first_row + of_row / 2 * comptime!(WARPGROUP_ROWS as u32) + of_group,
+                    first,
+                    after,
+                    of_m,
+                    of_l,
+                    scores,
+                );
+            }
+        }
+    }
+}
+
+/// Registers of an accumulator for each group, 0.
+#[cube]
+pub fn registers(#[comptime] groups: usize, #[comptime] len: usize) -> Sequence<Array<f32>> {
+    let mut all = Sequence::<Array<f32>>::new();
+    #[unroll]
+    for _ in 0..groups {
+        let mut of_group = Array::<f32>::new(len);
+        #[unroll]
+        for i in 0..len {
+            of_group[i] = 0.0f32.runtime();
+        }
+        all.push(of_group);
+    }
+    all
+}

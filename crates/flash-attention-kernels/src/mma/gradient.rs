@@ -1,0 +1,317 @@
+//! Gradients: `dq`, one cube for each block of queries, or `dk` and `dv`, one cube for each block of keys.
+//!
+//! ```text
+//! Dq      for each tile of keys that the queries see, the last first:
+//!             S = Q Kᵀ    dP = dO Vᵀ    P = 2^(c S − lse)    dS = P ∘ (dP − delta)    dQ += dS K
+//! DkDv    for each query head of the group and each tile of queries that see the keys, the last first:
+//!             Sᵀ = K Qᵀ   dPᵀ = V dOᵀ   Pᵀ = 2^(c Sᵀ − lse)  dSᵀ = Pᵀ ∘ (dPᵀ − delta) dV += Pᵀ dO    dK += dSᵀ Q
+//! ```
+//!
+//! with lse in base 2, `c = log2(e) · scale`, and the scale left to the end. As
+//! [for Hopper](crate::hopper::gradient), the second is the first with queries and keys in each other's places and one product
+//! more, and every sum is taken in a fixed order, by one warp. What each tensor is called here: [`Role`](crate::hopper::Role).
+
+use super::forward::registers;
+use super::ops::{ColumnsOf, RowsOf, copies_commit, copies_wait, multiply_columns, multiply_rows};
+use super::tiles::{Along, copy_rows, copy_words, lane_of_columns, lane_of_rows};
+use super::{MmaBlueprint, MmaTile};
+use crate::hopper::WARPGROUP_ROWS;
+use crate::hopper::delta::{stats_all, stats_at};
+use crate::hopper::gradient::{ResultStrides, RowStatistics, SourceStrides, statistics};
+use crate::hopper::ops::{ex2, shared_address};
+use crate::hopper::recompute::{is_finite_row, recompute_gradients};
+use crate::hopper::rows::{fragments_of, pack_row, store_row};
+use crate::hopper::schedule::Walk;
+use crate::hopper::scores::{Factors, finish_head, hide, slope_head};
+use crate::mask::Band;
+use cubecl::prelude::*;
+
+/// Rows `q [B, H, Sq, D]`, `d [B, H, Sq, Dv]` and tiles `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]`, in vectors of 16 bytes, to
+/// `dk [B, H, Sq, D]` and `dv [B, H, Sq, Dv]`, in vectors of 8, as [`Role`](crate::hopper::Role) names them: for the gradients of
+/// keys and values, queries are what is called keys here. `stats`: lse and delta of all queries, from
+/// [`delta`](mod@crate::hopper::delta). `scale`: of `dk`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(clippy::too_many_arguments)]
+pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
+    q: &[Vector<E, Const<8>>],
+    d: &[Vector<E, Const<8>>],
+    k: &[Vector<E, Const<8>>],
+    v: &[Vector<E, Const<8>>],
+    mask: ComptimeOption<&Tensor<Vector<M, NM>>>,
+    bias: ComptimeOption<&Tensor<Vector<E, NB>>>,
+    dk: &mut [Vector<u32, Const<2>>],
+    dv: &mut [Vector<u32, Const<2>>],
+    stats: &[u32],
+    sources: SourceStrides,
+    results: ResultStrides,
+    scale: f32,
+    factors: Factors,
+    band: Band,
+    walk: Walk,
+    #[comptime] blueprint: MmaBlueprint,
+    #[define(E, M)] _types: [ElemType; 2],
+) {
+    let (tile, scores) = comptime!((blueprint.tile, blueprint.scores));
+    let (groups, tile_k, dtype) = comptime!((tile.groups, tile.tile_k, scores.dtype));
+    let s_len = comptime!(tile_k / 2);
+    let (head_dim, head_dim_v) = comptime!((scores.head_dim, scores.head_dim_v));
+    let (columns_dk, columns_dv) = comptime!((scores.columns_dk(), scores.columns()));
+    let (differentiates, sums_values) = comptime!((scores.differentiates(), scores.sums_values()));
+    let transposed = comptime!(scores.transposed());
+    let (k_bytes, v_bytes) = comptime!((scores.k_bytes() as u32, scores.v_bytes() as u32));
+    let stats_bytes = comptime!(scores.stats_bytes() as u32);
+    let hides = comptime!(scores.mask.is_some() || band.bounded_above || band.bounded_below);
+    if CUBE_POS as u32 >= walk.items {
+        terminate!();
+    }
+
+    // -- shared memory: Q and dO of each group, two tiles of K, two of V, twice lse and delta
+    let shared = Shared::<[E]>::new_aligned_slice(comptime!(blueprint.shared_memory() / dtype.size()), 1024usize);
+    let q_at = shared_address::<E>(&shared[0..1024]);
+    let d_at = q_at + comptime!((scores.tile.warpgroups * scores.q_bytes()) as u32);
+    let k_at = d_at + comptime!((scores.tile.warpgroups * scores.d_bytes()) as u32);
+    let v_at = k_at + comptime!(MmaTile::STAGES as u32 * k_bytes);
+    let lse_at = v_at + comptime!(MmaTile::STAGES as u32 * v_bytes);
+    let delta_at = lse_at + comptime!(MmaTile::STAGES as u32 * stats_bytes);
+
+    // -- whose rows
+    let item = walk.item(CUBE_POS as u32, 0u32, &band, scores);
+    let (batch, head) = (item.batch as usize, item.head as usize);
+    let lane = UNIT_POS % 32;
+    let warp = plane_broadcast(UNIT_POS / 32, 0u32);
+    let (warpgroup, of_warpgroup) = (warp / 4, warp % 4);
+    let first_row = item.q_start + warpgroup * comptime!((groups * WARPGROUP_ROWS) as u32);
+    let (blind, steps, k_last) = (item.blind, item.steps, item.k_last);
+    let edges = band.edges(item.q_start, k_last, comptime!(tile.tile_q() as u32), comptime!(tile_k as u32));
+    let group = if comptime!(transposed) { walk.group_size.divisor } else { 1u32.runtime() };
+
+    // -- the first copies
+    #[unroll]
+    for nth in 0..comptime!(scores.tile.warpgroups as u32) {
+        let first = item.q_start + comptime!(nth * WARPGROUP_ROWS as u32);
+        let to = q_at + comptime!(nth * scores.q_bytes() as u32);
+        copy_rows(q, &sources.q, batch, head, first, to, &band, Along::Queries, WARPGROUP_ROWS, head_dim, tile);
+        if comptime!(differentiates) {
+            let to = d_at + comptime!(nth * scores.d_bytes() as u32);
+            copy_rows(d, &sources.d, batch, head, first, to, &band, Along::Queries, WARPGROUP_ROWS, head_dim_v, tile);
+        }
+    }
+    let copies = Copies { k_at, v_at, lse_at, delta_at, batch: item.batch };
+    copies.tile(k, v, stats, &sources, &band, &walk, item.head_kv, k_last, 0u32, blueprint);
+
+    // -- where this unit reads operands
+    let of_s = comptime!(RowsOf {
+        groups,
+        lines: WARPGROUP_ROWS,
+        group_bytes: scores.q_bytes(),
+        tile_k,
+        wide: head_dim,
+        dtype,
+    });
+    let of_dp = comptime!(RowsOf { group_bytes: scores.d_bytes(), wide: head_dim_v, ..of_s });
+    let of_dk = comptime!(ColumnsOf { groups, tile_k, columns: columns_dk, dtype });
+    let of_dv = comptime!(ColumnsOf { columns: columns_dv, ..of_dk });
+    let (rows, columns) = (lane_of_rows(), lane_of_columns());
+    let of_warp = of_warpgroup * comptime!(16u32 * 128) + rows;
+    let q_lane = q_at + warpgroup * comptime!((groups * scores.q_bytes()) as u32) + of_warp;
+    let d_lane = d_at + warpgroup * comptime!((groups * scores.d_bytes()) as u32) + of_warp;
+
+    // lse and delta of this unit's rows, where rows are queries.
+    let mut of_rows = Sequence::<RowStatistics>::new();
+    #[unroll]
+    for nth in 0..groups {
+        let row = first_row + comptime!((nth * WARPGROUP_ROWS) as u32) + of_warpgroup * 16 + lane / 4;
+        of_rows.push(RowStatistics::of(stats, item.batch, item.head, row, &band, &walk, scores));
+    }
+
+    let mut s = registers(groups, s_len);
+    let mut ds = registers(groups, comptime!(if differentiates { s_len } else { 0 }));
+    let mut sum_k = registers(groups, comptime!(if differentiates { columns_dk / 2 } else { 0 }));
+    let mut sum_v = registers(groups, comptime!(if sums_values { columns_dv / 2 } else { 0 }));
+    let mut stage = 0u32;
+    let mut step = 0u32;
+    let mut head_kv = item.head_kv;
+    let mut k_start = item.k_last;
+    let all = steps * group;
+    for nth in 0..all {
+        // This tile has come, and all warps are done with the one before.
+        copies_wait(0usize);
+        sync_cube();
+        let ends = step + 1 == steps;
+        let next_head = select(ends, head_kv + 1, head_kv);
+        let next_start = select(ends, k_last, k_start - comptime!(tile_k as u32));
+        if nth + 1 < all {
+            copies.tile(k, v, stats, &sources, &band, &walk, next_head, next_start, stage ^ 1, blueprint);
+        }
+        let k_tile = k_at + stage * k_bytes;
+        let v_tile = v_at + stage * v_bytes;
+
+        // -- S and dP
+        multiply_rows(&mut s, q_lane, k_tile + columns, of_s);
+        if comptime!(differentiates) {
+            multiply_rows(&mut ds, d_lane, v_tile + columns, of_dp);
+        }
+
+        // -- P and dS
+        let mut p = Sequence::<u32>::new();
+        let mut g = Sequence::<u32>::new();
+        let edge = step < edges.lead || step >= edges.tail || blind;
+        let head_q = if comptime!(transposed) { head_kv } else { item.head };
+        let of_stage = stage * stats_bytes + lane % 4 * 8;
+        #[unroll]
+        for of_group in 0..groups {
+            let row = first_row + comptime!((of_group * WARPGROUP_ROWS) as u32);
+            let s = s.index_mut(of_group);
+            finish_head(
+                s, &factors, &band, &mask, &bias, item.batch, head_q, row, k_start, 0u32, 0usize, scores,
+            );
+            if edge {
+                hide(s, &band, blind, row, k_start, tile_k);
+            }
+            let of_rows = of_rows.index(of_group);
+            let lse = statistics(lse_at + of_stage, of_rows.lse0, of_rows.lse1, scores);
+            #[unroll]
+            for n in 0..s_len {
+                s[n] = ex2(fma(s[n], factors.exponent, -*lse.index(n)));
+            }
+            if comptime!(sums_values) {
+                fragments_of(&*s, &mut p, tile_k, dtype);
+            }
+            if comptime!(differentiates) {
+                let ds = ds.index_mut(of_group);
+                let delta = statistics(delta_at + of_stage, of_rows.delta0, of_rows.delta1, scores);
+                #[unroll]
+                for n in 0..s_len {
+                    ds[n] = s[n] * (ds[n] - *delta.index(n));
+                }
+                if comptime!(scores.capped) {
+                    slope_head(
+                        ds, &*s, &lse, &factors, &band, &bias, item.batch, head_q, row, k_start, 0u32, scores,
+                    );
+                }
+                fragments_of(&*ds, &mut g, tile_k, dtype);
+            }
+        }
+
+        // -- what is added up
+        if comptime!(sums_values) {
+            multiply_columns(&mut sum_v, &p, v_tile + rows, of_dv);
+        }
+        if comptime!(differentiates) {
+            multiply_columns(&mut sum_k, &g, k_tile + rows, of_dk);
+        }
+        stage ^= 1;
+        step = select(ends, 0u32, step + 1);
+        head_kv = next_head;
+        k_start = next_start;
+    }
+
+    // -- results
+    #[unroll]
+    for of_group in 0..groups {
+        let first = first_row + comptime!((of_group * WARPGROUP_ROWS) as u32) + of_warpgroup * 16;
+        let row = first + lane / 4;
+        let of_rows = of_rows.index(of_group);
+        let (live0, live1) = (band.is_query(row), band.is_query(row + 8));
+        let mut finite0 = true.runtime();
+        let mut finite1 = true.runtime();
+        if comptime!(differentiates) {
+            let sums = sum_k.index(of_group);
+            let row0 = results.dk.at(batch, head, row);
+            let row1 = row0 + 8 * results.dk.row;
+            store_row(&pack_row(sums, 0usize, scale, columns_dk, dtype), dk, row0, live0, columns_dk);
+            store_row(&pack_row(sums, 1usize, scale, columns_dk, dtype), dk, row1, live1, columns_dk);
+            finite0 = is_finite_row(sums, 0usize, columns_dk);
+            finite1 = is_finite_row(sums, 1usize, columns_dk);
+        }
+        if comptime!(sums_values) {
+            let sums = sum_v.index(of_group);
+            let row0 = results.dv.at(batch, head, row);
+            let row1 = row0 + 8 * results.dv.row;
+            let one = 1.0f32.runtime();
+            store_row(&pack_row(sums, 0usize, one, columns_dv, dtype), dv, row0, live0, columns_dv);
+            store_row(&pack_row(sums, 1usize, one, columns_dv, dtype), dv, row1, live1, columns_dv);
+            let (v0, v1) = (is_finite_row(sums, 0usize, columns_dv), is_finite_row(sums, 1usize, columns_dv));
+            finite0 = finite0 && v0;
+            finite1 = finite1 && v1;
+        }
+        // Rows that what is hidden from them has reached; not where the query itself is no number.
+        if comptime!(hides) {
+            let again0 = live0 && !finite0 && of_rows.lse0 * of_rows.delta0 * 0.0f32 == 0.0f32;
+            let again1 = live1 && !finite1 && of_rows.lse1 * of_rows.delta1 * 0.0f32 == 0.0f32;
+            if plane_any(again0 || again1) {
+                recompute_gradients(
+                    q,
+                    d,
+                    k,
+                    v,
+                    stats,
+                    &sources,
+                    &mask,
+                    &bias,
+                    dk,
+                    dv,
+                    &results,
+                    scale,
+                    &factors,
+                    &band,
+                    &walk,
+                    batch,
+                    head,
+                    item.head_kv,
+                    item.head_kv + group,
+                    first,
+                    again0,
+                    again1,
+                    scores,
+                );
+            }
+        }
+    }
+}
+
+/// Where tiles come to.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Copies {
+    k_at: u32,
+    v_at: u32,
+    lse_at: u32,
+    delta_at: u32,
+    batch: u32,
+}
+
+#[cube]
+impl Copies {
+    /// Asks for a copy of a tile to this stage. By all units.
+    #[allow(clippy::too_many_arguments)]
+    fn tile<E: Float>(
+        &self,
+        k: &[Vector<E, Const<8>>],
+        v: &[Vector<E, Const<8>>],
+        stats: &[u32],
+        sources: &SourceStrides,
+        band: &Band,
+        walk: &Walk,
+        head: u32,
+        first: u32,
+        stage: u32,
+        #[comptime] blueprint: MmaBlueprint,
+    ) {
+        let (tile, scores) = comptime!((blueprint.tile, blueprint.scores));
+        let tile_k = comptime!(tile.tile_k);
+        let batch = self.batch as usize;
+        let of_head = head as usize;
+        let k_to = self.k_at + stage * comptime!(scores.k_bytes() as u32);
+        let v_to = self.v_at + stage * comptime!(scores.v_bytes() as u32);
+        copy_rows(k, &sources.k, batch, of_head, first, k_to, band, Along::Keys, tile_k, scores.head_dim, tile);
+        copy_rows(v, &sources.v, batch, of_head, first, v_to, band, Along::Keys, tile_k, scores.head_dim_v, tile);
+        if comptime!(scores.transposed()) {
+            let of_stage = stage * comptime!(scores.stats_bytes() as u32);
+            let at = stats_at(band, walk, self.batch, head, first, scores);
+            copy_words(stats, at, self.lse_at + of_stage, tile_k);
+            copy_words(stats, at + stats_all(band, walk, scores), self.delta_at + of_stage, tile_k);
+        }
+        copies_commit();
+    }
+}

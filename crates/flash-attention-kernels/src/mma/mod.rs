@@ -1,0 +1,108 @@
+//! Attention for NVIDIA GPUs with `mma.sync`, from Ampere (sm_80) on: products of a warp, whose operands `ldmatrix` reads from
+//! swizzled shared memory, to which `cp.async` brings them.
+//!
+//! ```text
+//! forward   O and the log-sum-exp           tiles    how tiles come to shared memory and operands from there
+//! gradient  dq; dk and dv                   ops      operations that CubeCL has no name for
+//! ```
+//!
+//! An accumulator lies in the registers of a warp as that of a warpgroup's product does ([`rows`](crate::hopper::rows)), so that
+//! all that works on registers is shared with the kernels for [`hopper`](crate::hopper): softmax, scores, rows that are computed
+//! once more. For it, four warps are a warpgroup, and each 16 rows of a warp belong to a *group* of 64 rows of all four.
+
+#![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
+
+#[cfg(feature = "cuda")]
+pub mod forward;
+#[cfg(feature = "cuda")]
+pub mod gradient;
+#[cfg(feature = "cuda")]
+pub mod ops;
+#[cfg(feature = "cuda")]
+pub mod tiles;
+
+use crate::hopper::{Blueprint, HopperTile, WARPGROUP_ROWS, WARPGROUP_UNITS};
+use serde::Serialize;
+
+/// Tiles. What is said of queries and keys is the other way round in the kernel of `dk` and `dv`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub struct MmaTile {
+    /// Warpgroups of a cube.
+    pub warpgroups: usize,
+    /// Blocks of 16 queries of a warp: what is read of K and V serves all of them.
+    pub groups: usize,
+    /// Keys of a tile: a multiple of 16, and of the rows that a cube copies at a time, an eighth of its units.
+    pub tile_k: usize,
+}
+
+impl MmaTile {
+    /// Tiles of K, and of V, in shared memory at a time.
+    pub const STAGES: usize = 2;
+
+    /// Queries of a cube.
+    ///
+    /// ```
+    /// use flash_attention_kernels::MmaTile;
+    ///
+    /// assert_eq!(MmaTile { warpgroups: 1, groups: 2, tile_k: 64 }.tile_q(), 128);
+    /// ```
+    pub fn tile_q(&self) -> usize {
+        self.warpgroups * self.groups * WARPGROUP_ROWS
+    }
+
+    /// Units of a cube.
+    pub fn units(&self) -> usize {
+        self.warpgroups * WARPGROUP_UNITS
+    }
+
+    /// The tile as those of other kernels are told: a warpgroup for each group.
+    pub fn tile(&self) -> HopperTile {
+        let warpgroups = self.warpgroups * self.groups;
+        HopperTile { teams: 1, warpgroups, tile_k: self.tile_k, stages: Self::STAGES, turns: false }
+    }
+
+    /// Whether there is a kernel with these tiles.
+    ///
+    /// ```
+    /// use flash_attention_kernels::MmaTile;
+    ///
+    /// assert!(MmaTile { warpgroups: 2, groups: 1, tile_k: 64 }.is_consistent());
+    /// assert!(!MmaTile { warpgroups: 2, groups: 1, tile_k: 48 }.is_consistent());
+    /// ```
+    pub fn is_consistent(&self) -> bool {
+        let MmaTile { warpgroups, groups, tile_k } = *self;
+        matches!(warpgroups, 1 | 2 | 4)
+            && matches!(groups, 1 | 2)
+            && tile_k > 0
+            && tile_k.is_multiple_of(self.units() / 8)
+            && tile_k <= 256
+    }
+}
+
+/// What a kernel is specialised for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub struct MmaBlueprint {
+    /// Tiles.
+    pub tile: MmaTile,
+    /// As the scores are computed, with this [tile](MmaTile::tile()).
+    pub scores: Blueprint,
+}
+
+impl MmaBlueprint {
+    /// Bytes of shared memory: rows of Q, and of dO, two tiles of K and of V, and of lse and delta where queries stream by.
+    ///
+    /// ```
+    /// # use flash_attention_kernels::{Dtype, MmaTile, hopper::{Blueprint, Role}, mma::MmaBlueprint};
+    /// let tile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64 };
+    /// let scores = Blueprint {
+    ///     role: Role::Forward, tile: tile.tile(), dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
+    ///     capped: false, mask: None, bias: None, partial: false, stats_multiple: 128,
+    /// };
+    /// assert_eq!(MmaBlueprint { tile, scores }.shared_memory(), 96 << 10);
+    /// ```
+    pub fn shared_memory(&self) -> usize {
+        let scores = &self.scores;
+        let rows = scores.tile.warpgroups * (scores.q_bytes() + scores.d_bytes());
+        rows + MmaTile::STAGES * (scores.k_bytes() + scores.v_bytes() + 2 * scores.stats_bytes())
+    }
+}

@@ -1,0 +1,96 @@
+//! Tiles in shared memory: copied there row by row, read as operands of products.
+//!
+//! A tile lies in *panels* of 64 columns, 128 bytes a line, in which vectors of 16 bytes are exchanged by the line's number
+//! modulo 8: eight rows of one column of vectors, which `ldmatrix` reads at a time, are in different banks then.
+
+use super::MmaTile;
+use super::ops::{copy_vector, copy_word};
+use crate::hopper::PANEL;
+use crate::hopper::forward::Stride;
+use crate::mask::Band;
+use cubecl::prelude::*;
+
+/// Bytes of a line.
+const LINE: u32 = 128;
+/// Units that copy a line of a panel: a vector of 16 bytes each.
+const OF_LINE: u32 = 8;
+/// Elements of a vector.
+const WIDTH: usize = 8;
+
+/// Where this unit's part of a read of 16 rows and 16 columns lies from a tile's start on, as the first operand of a product and,
+/// transposed, as the second: matrices of 8 × 8 follow one another down, then to the right.
+#[cube]
+pub fn lane_of_rows() -> u32 {
+    let lane = UNIT_POS % 32;
+    lane % 16 * LINE + ((lane / 16) ^ (lane % 8)) * 16
+}
+
+/// The same as the second operand, whose columns are rows here: matrices follow one another to the right, then down.
+#[cube]
+pub fn lane_of_columns() -> u32 {
+    let lane = UNIT_POS % 32;
+    (lane / 16 * 8 + lane % 8) * LINE + ((lane / 8 % 2) ^ (lane % 8)) * 16
+}
+
+/// Which end of the band rows must lie before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Along {
+    /// Rows are what the band calls queries.
+    Queries,
+    /// What it calls keys.
+    Keys,
+}
+
+/// Asks for a copy of `lines` rows from the `first` on, this `wide`, to `to`; zeros past the last row and column. By all units.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn copy_rows<E: Float>(
+    from: &[Vector<E, Const<8>>],
+    stride: &Stride,
+    batch: usize,
+    head: usize,
+    first: u32,
+    to: u32,
+    band: &Band,
+    #[comptime] along: Along,
+    #[comptime] lines: usize,
+    #[comptime] wide: usize,
+    #[comptime] tile: MmaTile,
+) {
+    let (line, vector) = (UNIT_POS / OF_LINE, UNIT_POS % OF_LINE);
+    let at = to + line * LINE + (vector ^ (line % 8)) * 16;
+    let of_pass = comptime!(tile.units() / OF_LINE as usize);
+    #[unroll]
+    for pass in 0..comptime!(lines / of_pass) {
+        let row = first + line + comptime!((pass * of_pass) as u32);
+        let (is_row, within) = if comptime!(along == Along::Keys) {
+            (band.is_key(row), band.key_within(row, 1u32))
+        } else {
+            (band.is_query(row), band.query_within(row))
+        };
+        let start = stride.at(batch, head, within) + vector as usize;
+        let row = &from[start..start + 1];
+        #[unroll]
+        for panel in 0..comptime!(wide.div_ceil(PANEL)) {
+            // Bytes of the row from this panel on.
+            let left = comptime!((2 * (wide - panel * PANEL)) as u32);
+            let bytes = if comptime!(left >= LINE) {
+                16u32.runtime()
+            } else {
+                min(max(left.runtime(), vector * 16) - vector * 16, 16u32)
+            };
+            let offset = comptime!((panel * lines + pass * of_pass) * LINE as usize);
+            let bytes = select(is_row, bytes, 0u32);
+            copy_vector(row, comptime!(panel * PANEL / WIDTH), at, offset, bytes);
+        }
+    }
+}
+
+/// Asks for a copy of `count` words from element `first` on to `to`. By all units.
+#[cube]
+pub fn copy_words(from: &[u32], first: usize, to: u32, #[comptime] count: usize) {
+    if UNIT_POS < comptime!(count as u32) {
+        let start = first + UNIT_POS as usize;
+        copy_word(&from[start..start + 1], to + UNIT_POS * 4, 4u32.runtime());
+    }
+}

@@ -1,0 +1,172 @@
+//! Tiles of the kernels made of `mma.sync`, by what fits a cube's shared memory: 227 KiB on Hopper, 163 on sm_80 and sm_87, 99 on
+//! the other ones from Ampere on.
+
+use super::hopper::section;
+use super::{Device, MmaForward, MmaGradient};
+use crate::hopper::{Blueprint, Role, Rows};
+use crate::mma::{MmaBlueprint, MmaTile};
+use crate::problem::{AttentionProblem, Dtype};
+
+/// Tiles of the forward, by the larger head dimension: the first row that both fit.
+///
+/// ```text
+/// head_dim  queries: warpgroups × groups  keys  registers: O, S       of   shared memory
+/// 64        1 × 2                         64    2 × 32 + 2 × 32       255  48 KiB
+/// 128       1 × 2                         64    2 × 64 + 2 × 32       255  96 KiB
+/// 192       2 × 1                         64    96 + 32               255  144 KiB
+/// 192       1 × 1                         32    96 + 16               255  72 KiB
+/// 256       2 × 1                         64    128 + 32              255  192 KiB
+/// 256       1 × 1                         64    128 + 32              255  160 KiB
+/// 256       1 × 1                         32    128 + 16              255  96 KiB
+/// ```
+///
+/// Reading operands from shared memory takes as long as the products do with one group, half as long with two. With four warps
+/// a multiprocessor has room for two cubes, of which one multiplies while the other one exponentiates.
+const FORWARD: [(usize, MmaTile); 7] = [
+    (64, shape(1, 2, 64)),
+    (128, shape(1, 2, 64)),
+    (192, shape(2, 1, 64)),
+    (192, shape(1, 1, 32)),
+    (256, shape(2, 1, 64)),
+    (256, shape(1, 1, 64)),
+    (256, shape(1, 1, 32)),
+];
+
+/// Tiles of `dq` in the same way.
+///
+/// ```text
+/// head_dim  queries: warpgroups × groups  keys  registers: dQ, S, dP    of   shared memory
+/// 64        1 × 2                         64    2 × (32 + 32 + 32)      255  64 KiB
+/// 128       1 × 2                         32    2 × (64 + 16 + 16)      255  96 KiB
+/// 192       2 × 1                         64    96 + 32 + 32            255  192 KiB
+/// 192       1 × 1                         32    96 + 16 + 16            255  96 KiB
+/// 256       2 × 1                         32    128 + 16 + 16           255  192 KiB
+/// 256       1 × 1                         32    128 + 16 + 16           255  128 KiB
+/// 256       1 × 1                         16    128 + 8 + 8             255  96 KiB
+/// ```
+const DQ: [(usize, MmaTile); 7] = [
+    (64, shape(1, 2, 64)),
+    (128, shape(1, 2, 32)),
+    (192, shape(2, 1, 64)),
+    (192, shape(1, 1, 32)),
+    (256, shape(2, 1, 32)),
+    (256, shape(1, 1, 32)),
+    (256, shape(1, 1, 16)),
+];
+
+/// Tiles of `dk` and `dv` in the same way, which above 128 take a launch each.
+///
+/// ```text
+/// head_dim  keys: warpgroups × groups  queries  registers: dK + dV, S, dP   of   shared memory
+/// 64        1 × 2                      32       2 × (64 + 16 + 16)          255  49 KiB
+/// 128       2 × 1                      64       128 + 32 + 32               255  129 KiB
+/// 128       1 × 1                      64       128 + 32 + 32               255  97 KiB
+/// 192       2 × 1                      64       96 + 32 + 32                255  193 KiB
+/// 192       1 × 1                      32       96 + 16 + 16                255  97 KiB
+/// 256       2 × 1                      32       128 + 16 + 16               255  193 KiB
+/// 256       1 × 1                      32       128 + 16 + 16               255  129 KiB
+/// 256       1 × 1                      16       128 + 8 + 8                 255  97 KiB
+/// ```
+const DKDV: [(usize, MmaTile); 8] = [
+    (64, shape(1, 2, 32)),
+    (128, shape(2, 1, 64)),
+    (128, shape(1, 1, 64)),
+    (192, shape(2, 1, 64)),
+    (192, shape(1, 1, 32)),
+    (256, shape(2, 1, 32)),
+    (256, shape(1, 1, 32)),
+    (256, shape(1, 1, 16)),
+];
+
+/// The largest head dimension of which `dk` and `dv` are added up together.
+const TOGETHER: usize = 128;
+
+const fn shape(warpgroups: usize, groups: usize, tile_k: usize) -> MmaTile {
+    MmaTile { warpgroups, groups, tile_k }
+}
+
+/// How `mma.sync` computes the forward, or why it cannot.
+pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<MmaForward, String> {
+    let tile = choose(device, problem, Role::Forward, &FORWARD)?;
+    Ok(MmaForward { tile, section: section(device, problem, &tile.tile(), false) })
+}
+
+/// How it computes `dq`; `dk`, and `dv` with it; and `dv`, if it takes a launch of its own.
+#[allow(clippy::type_complexity)]
+pub fn backward(
+    device: &Device,
+    problem: &AttentionProblem,
+) -> Result<(MmaGradient, MmaGradient, Option<MmaGradient>), String> {
+    let of = |role: Role, rows: &[(usize, MmaTile)]| -> Result<MmaGradient, String> {
+        let tile = choose(device, problem, role, rows)?;
+        Ok(MmaGradient { tile, section: section(device, problem, &tile.tile(), role.is_transposed()) })
+    };
+    let dkdv = |dk, dv| of(Role::DkDv { dk, dv }, &DKDV);
+    let dq = of(Role::Dq, &DQ)?;
+    if problem.head_dim.max(problem.head_dim_v) <= TOGETHER {
+        return Ok((dq, dkdv(true, true)?, None));
+    }
+    Ok((dq, dkdv(true, false)?, Some(dkdv(false, true)?)))
+}
+
+fn choose(
+    device: &Device,
+    problem: &AttentionProblem,
+    role: Role,
+    rows: &[(usize, MmaTile)],
+) -> Result<MmaTile, String> {
+    if problem.dtype == Dtype::F32 {
+        return Err("it computes in f16 and bf16, not f32".into());
+    }
+    let widest = problem.head_dim.max(problem.head_dim_v);
+    let mut why = format!("head_dim {widest} is above {}", rows[rows.len() - 1].0);
+    for (_, tile) in rows.iter().filter(|(head_dim, _)| widest <= *head_dim) {
+        match check(device, problem, role, *tile) {
+            Ok(()) => return Ok(*tile),
+            Err(reason) => why = reason,
+        }
+    }
+    Err(why)
+}
+
+/// What a kernel is specialised for, with a mask or bias whose rows differ.
+pub fn blueprint(problem: &AttentionProblem, role: Role, tile: MmaTile) -> MmaBlueprint {
+    let scores = Blueprint {
+        role,
+        tile: tile.tile(),
+        dtype: problem.dtype,
+        head_dim: problem.head_dim,
+        head_dim_v: problem.head_dim_v,
+        capped: problem.options.softcap.is_some(),
+        mask: problem.mask.map(|_| Rows::Each),
+        bias: problem.bias.map(|_| Rows::Each),
+        partial: false,
+        stats_multiple: super::stats_multiple(problem),
+    };
+    MmaBlueprint { tile, scores }
+}
+
+/// Why these tiles cannot be used, if they cannot.
+pub fn check(device: &Device, problem: &AttentionProblem, role: Role, tile: MmaTile) -> Result<(), String> {
+    if !cfg!(feature = "cuda") {
+        return Err("it was not compiled: that takes the feature cuda".into());
+    }
+    if !device.mma.contains(&problem.dtype) {
+        return Err(format!("the device has no mma.sync of {} that inline PTX reaches", problem.dtype.name()));
+    }
+    if !tile.is_consistent() {
+        return Err(format!("{tile:?}: rows that are copied at a time must divide tiles"));
+    }
+    let blueprint = blueprint(problem, role, tile);
+    if role.is_transposed() && !blueprint.scores.stats_multiple.is_multiple_of(tile.tile_k) {
+        return Err(format!("tiles of {} queries do not divide what scratch fills heads up to", tile.tile_k));
+    }
+    let (bytes, units) = (blueprint.shared_memory(), tile.units());
+    if bytes > device.shared_memory || units > device.units {
+        return Err(format!(
+            "it takes {bytes} bytes of shared memory and {units} units, the device has {} and {}",
+            device.shared_memory, device.units
+        ));
+    }
+    Ok(())
+}
