@@ -201,7 +201,8 @@ fn registers_with_columns(of: ColumnsOf) -> String {
             let mut of_pair = String::new();
             for eight in (0..2).filter(|eight| 2 * pair + eight < columns / 8) {
                 for group in 0..groups {
-                    let a: Vec<_> = (0..4).map(|e| format!("${}", fragments + 4 * (group * steps + step) + e)).collect();
+                    let a: Vec<_> =
+                        (0..4).map(|e| format!("${}", fragments + 4 * (group * steps + step) + e)).collect();
                     let b = [0, 1].map(|e| format!("b{}", 4 * nth + 2 * eight + e));
                     of_pair += &product(group * columns / 2 + 4 * (2 * pair + eight), &a, b, true, dtype);
                 }
@@ -216,12 +217,7 @@ fn registers_with_columns(of: ColumnsOf) -> String {
 /// `acc += A · B`: fragments, of each group those of all steps, with columns of `b`, where
 /// [`lane_of_rows`](super::tiles::lane_of_rows) says that this unit reads them.
 #[cube]
-pub fn multiply_columns(
-    acc: &mut Sequence<Array<f32>>,
-    fragments: &Sequence<u32>,
-    b: u32,
-    #[comptime] of: ColumnsOf,
-) {
+pub fn multiply_columns(acc: &mut Sequence<Array<f32>>, fragments: &Sequence<u32>, b: u32, #[comptime] of: ColumnsOf) {
     let len = comptime!(of.columns / 2);
     let mut before = Sequence::<f32>::new();
     #[unroll]
