@@ -80,11 +80,11 @@ impl Work for Launches<'_> {
 fn planned(plan: &Plan, part: Part) -> Result<Way, Error> {
     let gradient = |gradient| match gradient {
         Gradient::Hopper(HopperGradient { tile, section }) => Some(Way(tile, section, 1)),
-        Gradient::Matrix(_) | Gradient::Portable(_) => None,
+        Gradient::Mma(_) | Gradient::Matrix(_) | Gradient::Portable(_) => None,
     };
     let way = match (part, plan.forward) {
         (Part::Forward, Forward::Hopper(HopperForward { tile, section, parts })) => Some(Way(tile, section, parts)),
-        (Part::Forward, Forward::Matrix(_) | Forward::Portable(_)) => None,
+        (Part::Forward, Forward::Mma(_) | Forward::Matrix(_) | Forward::Portable(_)) => None,
         (Part::Dq, _) => gradient(plan.backward.dq),
         (Part::Dkdv, _) => gradient(plan.backward.dkdv),
         (Part::Dbias, _) => match plan.backward.dbias {

@@ -53,6 +53,6 @@ pub use portable::tile::TileShape;
 pub use problem::{Alignment, AttentionOptions, AttentionProblem, BackwardOrder, Dtype, MAX_HEAD_DIM, MAX_SEQ};
 pub use tensor::TensorView;
 pub use tiling::{
-    BackwardTiles, BiasGradient, Forward, Gradient, HopperForward, HopperGradient, Kernel, MmaForward, MmaGradient, Plan, plan,
-    plan_with,
+    BackwardTiles, BiasGradient, Forward, Gradient, HopperForward, HopperGradient, Kernel, MmaForward, MmaGradient,
+    Plan, plan, plan_with,
 };

@@ -611,7 +611,8 @@ pub(crate) fn choose_backward(
     let hopper = hopper.and_then(|found| found.map_err(|why| pass_over(Kernel::Hopper, why)).ok());
     let mma = (hopper.is_none() && asked_for(Kernel::Mma)).then(|| mma::backward(device, problem));
     let mma = mma.and_then(|found| found.map_err(|why| pass_over(Kernel::Mma, why)).ok());
-    let matrix = (hopper.is_none() && mma.is_none() && asked_for(Kernel::Matrix)).then(|| matrix::backward(device, problem));
+    let matrix =
+        (hopper.is_none() && mma.is_none() && asked_for(Kernel::Matrix)).then(|| matrix::backward(device, problem));
     let matrix = matrix.and_then(|found| found.map_err(|why| pass_over(Kernel::Matrix, why)).ok());
     let tile = choose(device, problem, Stage::Backward, passed_over)?;
     Ok(match (hopper, mma, matrix) {

@@ -515,7 +515,10 @@ fn pinned(held: &Sequence<f32>) -> Sequence<f32> {
 }
 
 /// Values as what a `#[cube]` function returns.
-pub(crate) fn sequence<T: CubePrimitive>(scope: &cubecl_core::ir::Scope, values: Vec<pliron::value::Value>) -> SequenceExpand<T> {
+pub(crate) fn sequence<T: CubePrimitive>(
+    scope: &cubecl_core::ir::Scope,
+    values: Vec<pliron::value::Value>,
+) -> SequenceExpand<T> {
     let mut all = Sequence::<T>::__expand_new(scope);
     values.into_iter().for_each(|value| all.__expand_push_method(scope, ExpandValue::from(value).into()));
     all

@@ -95,9 +95,9 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let q_lane = q_at
         + warpgroup * comptime!((groups * scores.q_bytes()) as u32)
         + of_warpgroup * comptime!(16u32 * 128)
-        + lane_of_rows();
-    let k_lane = k_at + lane_of_columns();
-    let v_lane = v_at + lane_of_rows();
+        + lane_of_rows(lane);
+    let k_lane = k_at + lane_of_columns(lane);
+    let v_lane = v_at + lane_of_rows(lane);
 
     let mut s = registers(groups, comptime!(tile_k / 2));
     let mut acc = registers(groups, comptime!(columns / 2));

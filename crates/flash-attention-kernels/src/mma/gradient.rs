@@ -111,7 +111,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let of_dp = comptime!(RowsOf { group_bytes: scores.d_bytes(), wide: head_dim_v, ..of_s });
     let of_dk = comptime!(ColumnsOf { groups, tile_k, columns: columns_dk, dtype });
     let of_dv = comptime!(ColumnsOf { columns: columns_dv, ..of_dk });
-    let (rows, columns) = (lane_of_rows(), lane_of_columns());
+    let (rows, columns) = (lane_of_rows(lane), lane_of_columns(lane));
     let of_warp = of_warpgroup * comptime!(16u32 * 128) + rows;
     let q_lane = q_at + warpgroup * comptime!((groups * scores.q_bytes()) as u32) + of_warp;
     let d_lane = d_at + warpgroup * comptime!((groups * scores.d_bytes()) as u32) + of_warp;
@@ -162,9 +162,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
         for of_group in 0..groups {
             let row = first_row + comptime!((of_group * WARPGROUP_ROWS) as u32);
             let s = s.index_mut(of_group);
-            finish_head(
-                s, &factors, &band, &mask, &bias, item.batch, head_q, row, k_start, 0u32, 0usize, scores,
-            );
+            finish_head(s, &factors, &band, &mask, &bias, item.batch, head_q, row, k_start, 0u32, 0usize, scores);
             if edge {
                 hide(s, &band, blind, row, k_start, tile_k);
             }
@@ -185,9 +183,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                     ds[n] = s[n] * (ds[n] - *delta.index(n));
                 }
                 if comptime!(scores.capped) {
-                    slope_head(
-                        ds, &*s, &lse, &factors, &band, &bias, item.batch, head_q, row, k_start, 0u32, scores,
-                    );
+                    slope_head(ds, &*s, &lse, &factors, &band, &bias, item.batch, head_q, row, k_start, 0u32, scores);
                 }
                 fragments_of(&*ds, &mut g, tile_k, dtype);
             }

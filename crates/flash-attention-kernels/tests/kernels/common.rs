@@ -449,6 +449,7 @@ impl Case {
             _ if self.tiles.is_some() || dtype == Dtype::F32 => Kernel::Portable,
             Some(kernel) => kernel,
             None if device.wgmma && cfg!(feature = "cuda") => Kernel::Hopper,
+            None if device.mma.contains(&dtype) && cfg!(feature = "cuda") => Kernel::Mma,
             None if multiplies => Kernel::Matrix,
             None => Kernel::Portable,
         }

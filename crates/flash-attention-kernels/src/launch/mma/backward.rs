@@ -63,11 +63,8 @@ impl Call<'_> {
         let role = results.role();
         let transposed = role.is_transposed();
         let blueprint = self.mma_blueprint(role, tiles.tile)?;
-        let (kernel, band, heads) = if transposed {
-            ("dkdv", p.band().transposed(), p.num_heads_kv)
-        } else {
-            ("dq", p.band(), p.num_heads_q)
-        };
+        let (kernel, band, heads) =
+            if transposed { ("dkdv", p.band().transposed(), p.num_heads_kv) } else { ("dq", p.band(), p.num_heads_q) };
         let (walk, count) = self.mma_walk(kernel, &band, heads, tiles.section, tiles.tile, transposed)?;
         Ok(Prepared { blueprint, band, walk, count })
     }
