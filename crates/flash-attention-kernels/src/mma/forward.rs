@@ -145,9 +145,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                 let mut rows =
                     Statistics { m0: m[2 * group], m1: m[2 * group + 1], l0: l[2 * group], l1: l[2 * group + 1] };
                 // Without a mask, a row that begins to see does so at an edge.
-                if comptime!(scores.mask.is_some()) {
-                    rows.anchor(of_group, factors.exponent, scores);
-                } else if comptime!(hides) && edge {
+                if comptime!(scores.mask.is_some()) || comptime!(hides) && edge {
                     rows.anchor(of_group, factors.exponent, scores);
                 }
                 let taken = rows.absorb(of_group, factors.exponent, scores);
