@@ -632,7 +632,7 @@ fn what_hopper_cannot_do_is_planned_visibly() {
     let older = Device { wgmma: false, ..device() };
     let plan = plan_on(&older, &problem(128, Dtype::BF16, causal)).unwrap();
     assert!(plan.to_string().contains("no warpgroup matrix products"), "{plan}");
-    assert_eq!(plan.forward.kernel(), Kernel::Matrix, "{plan}");
+    assert_eq!(plan.forward.kernel(), Kernel::Mma, "{plan}");
 }
 
 /// The gradient of a bias that repeats queries or keys is told to be the portable kernel's.

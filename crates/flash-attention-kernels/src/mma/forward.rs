@@ -64,6 +64,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let item = walk.item(CUBE_POS as u32, 0u32, &band, scores);
     let (batch, head, head_kv) = (item.batch as usize, item.head as usize, item.head_kv as usize);
     let lane = UNIT_POS % 32;
+    let quarter = lane % 4;
     let warp = plane_broadcast(UNIT_POS / 32, 0u32);
     let (warpgroup, of_warpgroup) = (warp / 4, warp % 4);
     let first_row = item.q_start + warpgroup * comptime!((groups * WARPGROUP_ROWS) as u32);
@@ -95,9 +96,9 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let q_lane = q_at
         + warpgroup * comptime!((groups * scores.q_bytes()) as u32)
         + of_warpgroup * comptime!(16u32 * 128)
-        + lane_of_rows();
-    let k_lane = k_at + lane_of_columns();
-    let v_lane = v_at + lane_of_rows();
+        + lane_of_rows(lane);
+    let k_lane = k_at + lane_of_columns(lane);
+    let v_lane = v_at + lane_of_rows(lane);
 
     let mut s = registers(groups, comptime!(tile_k / 2));
     let mut acc = registers(groups, comptime!(columns / 2));
@@ -144,12 +145,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                 let mut rows =
                     Statistics { m0: m[2 * group], m1: m[2 * group + 1], l0: l[2 * group], l1: l[2 * group + 1] };
                 // Without a mask, a row that begins to see does so at an edge.
-                if comptime!(scores.mask.is_some()) {
+                if comptime!(scores.mask.is_some()) || comptime!(hides) && edge {
                     rows.anchor(of_group, factors.exponent, scores);
-                } else if comptime!(hides) {
-                    if edge {
-                        rows.anchor(of_group, factors.exponent, scores);
-                    }
                 }
                 let taken = rows.absorb(of_group, factors.exponent, scores);
                 rows.settle(&taken, of_group, acc.index_mut(group), scores);
@@ -179,7 +176,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             let sum = row_sum(l[of_row]);
             l[of_row] = sum;
             let live = band.is_query(row);
-            if lane % 4 == 0 && live {
+            if quarter == 0 && live {
                 lse[strides.lse.at(batch, head, row)] = lse_bits_log2(m[of_row], sum, lg2(sum));
             }
             let factor = select(sum == 0.0f32, 0.0f32, reciprocal(sum));

@@ -111,7 +111,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let of_dp = comptime!(RowsOf { group_bytes: scores.d_bytes(), wide: head_dim_v, ..of_s });
     let of_dk = comptime!(ColumnsOf { groups, tile_k, columns: columns_dk, dtype });
     let of_dv = comptime!(ColumnsOf { columns: columns_dv, ..of_dk });
-    let (rows, columns) = (lane_of_rows(), lane_of_columns());
+    let (rows, columns) = (lane_of_rows(lane), lane_of_columns(lane));
     let of_warp = of_warpgroup * comptime!(16u32 * 128) + rows;
     let q_lane = q_at + warpgroup * comptime!((groups * scores.q_bytes()) as u32) + of_warp;
     let d_lane = d_at + warpgroup * comptime!((groups * scores.d_bytes()) as u32) + of_warp;

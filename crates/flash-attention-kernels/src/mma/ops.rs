@@ -256,3 +256,173 @@ fn product_columns(
         sequence(scope, in_place(scope, ty, &registers_with_columns(of), &others, registers, args))
     })
 }
+
+#[cfg(test)]
+mod tests {
+    //! What the pieces of PTX compute, unit by unit, as the PTX ISA (sections 9.7.14.5.8 and 9.7.14.5.15) lays fragments out.
+
+    use super::super::tiles::{lane_of_columns, lane_of_rows, place};
+    use super::*;
+    use std::collections::HashMap;
+
+    /// Shared memory of 16-bit elements, which hold small whole numbers here.
+    type Shared = Vec<i64>;
+    /// Registers of a unit: of sums one number, of fragments two.
+    type Registers = HashMap<String, [i64; 2]>;
+
+    /// Runs a piece for a warp, whose operands registers hold by their names.
+    fn run(text: &str, shared: &Shared, units: &mut [Registers]) {
+        for line in text.lines() {
+            let line = line.trim_end_matches(';');
+            let (name, rest) = line.split_once(' ').unwrap_or((line, ""));
+            let lists: Vec<Vec<&str>> =
+                rest.split('{').skip(1).map(|list| list.split_once('}').unwrap().0.split(", ").collect()).collect();
+            if name == "xor.b32" {
+                let of: Vec<_> = rest.split(", ").collect();
+                for unit in units.iter_mut() {
+                    let value = unit[of[1]][0] ^ of[2].parse::<i64>().unwrap();
+                    unit.insert(of[0].into(), [value, 0]);
+                }
+            } else if name.starts_with("mov") {
+                for unit in units.iter_mut() {
+                    unit.insert("none".into(), [0, 0]);
+                }
+            } else if name.starts_with("ldmatrix") {
+                let (at, offset) = rest.split_once('[').unwrap().1.trim_end_matches(']').split_once('+').unwrap();
+                let offset: i64 = offset.parse().unwrap();
+                let lines: Vec<i64> = units.iter().map(|unit| unit[at][0] + offset).collect();
+                assert!(lines.iter().all(|line| line % 16 == 0));
+                for (lane, unit) in units.iter_mut().enumerate() {
+                    for (matrix, word) in lists[0].iter().enumerate() {
+                        let element = |row: usize, column: usize| shared[lines[8 * matrix + row] as usize / 2 + column];
+                        let (across, along) = (lane / 4, lane % 4 * 2);
+                        let value = if name.contains("trans") {
+                            [element(along, across), element(along + 1, across)]
+                        } else {
+                            [element(across, along), element(across, along + 1)]
+                        };
+                        unit.insert(word.to_string(), value);
+                    }
+                }
+            } else if name.starts_with("mma") {
+                let (mut a, mut b) = ([[0; 16]; 16], [[0; 8]; 16]);
+                for (lane, unit) in units.iter().enumerate() {
+                    let (group, within) = (lane / 4, lane % 4 * 2);
+                    for e in 0..2 {
+                        for n in 0..4 {
+                            a[group + n % 2 * 8][within + n / 2 * 8 + e] = unit[lists[1][n]][e];
+                        }
+                        for n in 0..2 {
+                            b[within + 8 * n + e][group] = unit[lists[2][n]][e];
+                        }
+                    }
+                }
+                for (lane, unit) in units.iter_mut().enumerate() {
+                    for n in 0..4 {
+                        let (row, column) = (lane / 4 + n / 2 * 8, lane % 4 * 2 + n % 2);
+                        let sum = (0..16).map(|k| a[row][k] * b[k][column]).sum::<i64>() + unit[lists[3][n]][0];
+                        unit.insert(lists[0][n].into(), [sum, 0]);
+                    }
+                }
+            } else {
+                assert!(["{", "}", ".reg"].contains(&name), "{line}");
+            }
+        }
+    }
+
+    fn value(seed: usize, row: usize, column: usize) -> i64 {
+        ((row * 31 + column * 17 + seed * 7) * 2654435761 % 4294967296 / 65536 % 19) as i64 - 9
+    }
+
+    /// Puts rows where copies put them, and nonsense where they put nothing.
+    fn put(shared: &mut Shared, at: usize, lines: usize, wide: usize, of: impl Fn(usize, usize) -> i64) {
+        for column in 0..wide {
+            for line in 0..lines {
+                let within = place(line as u32, (column % 64 / 8) as u32) as usize;
+                shared[(at + column / 64 * lines * LINE + within) / 2 + column % 8] = of(line, column);
+            }
+        }
+    }
+
+    #[test]
+    fn rows_are_multiplied_with_rows() {
+        let dtype = Dtype::F16;
+        for (groups, tile_k, wide) in [(2, 64, 128), (1, 32, 64), (2, 16, 72), (1, 48, 16), (1, 64, 256)] {
+            let group_bytes = 64 * wide.div_ceil(64) * LINE;
+            let of = RowsOf { groups, lines: 64, group_bytes, tile_k, wide, dtype };
+            let padded = wide.next_multiple_of(16);
+            let (q_at, k_at) = (0, groups * group_bytes);
+            let mut shared = vec![1 << 40; (k_at + tile_k * wide.div_ceil(64) * LINE) / 2];
+            let filled = |seed, row, column| if column < wide { value(seed, row, column) } else { 0 };
+            for group in 0..groups {
+                put(&mut shared, q_at + group * group_bytes, 64, padded, |row, column| {
+                    filled(0, group * 64 + row, column)
+                });
+            }
+            put(&mut shared, k_at, tile_k, padded, |row, column| filled(1, row, column));
+            let count = groups * tile_k / 2;
+            for warp in 0..4 {
+                let mut units: Vec<Registers> = (0..32u32)
+                    .map(|lane| {
+                        let q = q_at + 16 * LINE * warp + lane_of_rows(lane) as usize;
+                        let k = k_at + lane_of_columns(lane) as usize;
+                        HashMap::from([
+                            (format!("${count}"), [q as i64, 0]),
+                            (format!("${}", count + 1), [k as i64, 0]),
+                        ])
+                    })
+                    .collect();
+                run(&rows_with_rows(of), &shared, &mut units);
+                for (lane, unit) in units.iter().enumerate() {
+                    for n in 0..count {
+                        let (group, i) = (n / (tile_k / 2), n % (tile_k / 2));
+                        let row = group * 64 + warp * 16 + lane / 4 + i % 4 / 2 * 8;
+                        let key = i / 4 * 8 + lane % 4 * 2 + i % 2;
+                        let want: i64 = (0..wide).map(|d| value(0, row, d) * value(1, key, d)).sum();
+                        assert_eq!(unit[&format!("${n}")][0], want, "{of:?} {lane} {n}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn registers_are_multiplied_with_columns() {
+        let dtype = Dtype::F16;
+        for (groups, tile_k, columns) in [(2, 64, 128), (1, 32, 256), (2, 16, 72), (1, 48, 8), (1, 64, 104)] {
+            let of = ColumnsOf { groups, tile_k, columns, dtype };
+            let panels = columns.div_ceil(64);
+            let mut shared = vec![1 << 40; tile_k * panels * LINE / 2];
+            put(&mut shared, 0, tile_k, columns, |row, column| value(2, row, column));
+            let (count, steps) = (groups * columns / 2, tile_k / 16);
+            let mut units: Vec<Registers> = (0..32usize)
+                .map(|lane| {
+                    let mut unit = Registers::new();
+                    for n in 0..count {
+                        unit.insert(format!("${n}"), [1000 + n as i64, 0]);
+                    }
+                    // As an accumulator's registers are packed: of each eight of columns two rows.
+                    for n in 0..groups * 4 * steps {
+                        let (group, word) = (n / (4 * steps), n % (4 * steps));
+                        let (row, eight) = (group * 16 + lane / 4 + word % 2 * 8, word / 2);
+                        let key = eight * 8 + lane % 4 * 2;
+                        unit.insert(format!("${}", 2 * count + n), [value(3, row, key), value(3, row, key + 1)]);
+                    }
+                    let b = lane_of_rows(lane as u32) as i64;
+                    unit.insert(format!("${}", 2 * count + groups * 4 * steps), [b, 0]);
+                    unit
+                })
+                .collect();
+            run(&registers_with_columns(of), &shared, &mut units);
+            for (lane, unit) in units.iter().enumerate() {
+                for n in 0..count {
+                    let (group, i) = (n / (columns / 2), n % (columns / 2));
+                    let row = group * 16 + lane / 4 + i % 4 / 2 * 8;
+                    let column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+                    let sum: i64 = (0..tile_k).map(|key| value(3, row, key) * value(2, key, column)).sum();
+                    assert_eq!(unit[&format!("${n}")][0], 1000 + n as i64 + sum, "{of:?} {lane} {n}");
+                }
+            }
+        }
+    }
+}

@@ -17,19 +17,23 @@ const OF_LINE: u32 = 8;
 /// Elements of a vector.
 const WIDTH: usize = 8;
 
-/// Where this unit's part of a read of 16 rows and 16 columns lies from a tile's start on, as the first operand of a product and,
+/// Where a vector of a line lies from a panel's start on.
+#[cube]
+pub fn place(line: u32, vector: u32) -> u32 {
+    line * LINE + (vector ^ (line % 8)) * 16
+}
+
+/// Where a unit's part of a read of 16 rows and 16 columns lies from a tile's start on, as the first operand of a product and,
 /// transposed, as the second: matrices of 8 × 8 follow one another down, then to the right.
 #[cube]
-pub fn lane_of_rows() -> u32 {
-    let lane = UNIT_POS % 32;
-    lane % 16 * LINE + ((lane / 16) ^ (lane % 8)) * 16
+pub fn lane_of_rows(lane: u32) -> u32 {
+    place(lane % 16, lane / 16)
 }
 
 /// The same as the second operand, whose columns are rows here: matrices follow one another to the right, then down.
 #[cube]
-pub fn lane_of_columns() -> u32 {
-    let lane = UNIT_POS % 32;
-    (lane / 16 * 8 + lane % 8) * LINE + ((lane / 8 % 2) ^ (lane % 8)) * 16
+pub fn lane_of_columns(lane: u32) -> u32 {
+    place(lane / 16 * 8 + lane % 8, lane / 8 % 2)
 }
 
 /// Which end of the band rows must lie before.
@@ -58,7 +62,7 @@ pub fn copy_rows<E: Float>(
     #[comptime] tile: MmaTile,
 ) {
     let (line, vector) = (UNIT_POS / OF_LINE, UNIT_POS % OF_LINE);
-    let at = to + line * LINE + (vector ^ (line % 8)) * 16;
+    let at = to + place(line, vector);
     let of_pass = comptime!(tile.units() / OF_LINE as usize);
     #[unroll]
     for pass in 0..comptime!(lines / of_pass) {

@@ -384,9 +384,9 @@ impl Case {
             _ => plan(client, p)?.backward,
         };
         let can = kernel == Kernel::Hopper;
-        if self.fused && self.tiles.is_none() {
+        if self.fused && can {
             planned.fused = fused_on(&Device::of(client), p);
-            assert_eq!(planned.fused.is_some(), can && self.fusible(), "{p:?}");
+            assert_eq!(planned.fused.is_some(), self.fusible(), "{p:?}");
         }
         let dq_sums = planned.fused.map(|_| {
             let shape = [plain.stats.shape[1], p.head_dim.next_multiple_of(64)];
@@ -451,6 +451,7 @@ impl Case {
             _ if self.tiles.is_some() || dtype == Dtype::F32 => Kernel::Portable,
             Some(kernel) => kernel,
             None if device.wgmma && cfg!(feature = "cuda") => Kernel::Hopper,
+            None if device.mma.contains(&dtype) && cfg!(feature = "cuda") => Kernel::Mma,
             None if multiplies => Kernel::Matrix,
             None => Kernel::Portable,
         }
