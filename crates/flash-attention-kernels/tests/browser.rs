@@ -20,7 +20,7 @@ async fn client() -> Option<Client> {
     match try_init_setup_async::<AutoGraphicsApi>(&device, RuntimeOptions::default()).await {
         Ok(setup) => {
             let info = setup.adapter.get_info();
-            console_log!("adapter: {} {} {} ({:?})", info.name, info.driver, info.driver_info, setup.backend);
+            console_log!("adapter: {:?}, {:?}", info.backend, info.device_type);
             Some(cubecl::Device::Wgpu(device).client())
         }
         Err(error) => {
