@@ -106,7 +106,7 @@ impl Band {
         let left = options.window_left;
         let right = if options.causal { Some(0) } else { options.window_right };
         // Edges beyond the sequences are drawn in, so that adding a position cannot overflow.
-        let reach = |x: Option<usize>| x.unwrap_or(0).min(1 << 40) as i64;
+        let reach = |x: Option<usize>| (x.unwrap_or(0) as u64).min(1 << 40) as i64;
         let lower = (diagonal - reach(left)).max(-sq);
         let upper = (diagonal + reach(right)).min(sk);
         Band {

@@ -5,6 +5,7 @@
 #![allow(dead_code)]
 
 use cubecl::client::Client;
+use cubecl::future::block_on;
 use cubecl::server::Handle;
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradients, Inputs, Kernel,
@@ -163,7 +164,13 @@ impl<const RANK: usize> Guarded<RANK> {
 
     /// The values, guards checked.
     pub fn read(&self, client: &Client, name: &str) -> Vec<f64> {
-        let all = from_bytes(&client.read_one_unchecked(self.whole.clone()), self.dtype);
+        block_on(self.read_async(client, name))
+    }
+
+    /// The same, for a browser, where nothing may block.
+    pub async fn read_async(&self, client: &Client, name: &str) -> Vec<f64> {
+        let read = client.read_async(vec![self.whole.clone()]).await;
+        let all = from_bytes(&read.unwrap().remove(0), self.dtype);
         let all = &all[..self.span + 2 * GUARD];
         let (before, rest) = all.split_at(GUARD);
         let (values, after) = rest.split_at(self.span);
@@ -325,6 +332,11 @@ impl Case {
 
     /// Runs forward and backward on the device.
     pub fn run(&self, client: &Client) -> Result<Results, AttentionError> {
+        block_on(self.run_async(client))
+    }
+
+    /// The same, for a browser.
+    pub async fn run_async(&self, client: &Client) -> Result<Results, AttentionError> {
         let p = &self.problem;
         let dtype = p.dtype;
         let put = |shape, layout, values: &[f64]| place(client, dtype, shape, layout, values);
@@ -403,24 +415,36 @@ impl Case {
         let of_bias = if can && each_pair { Kernel::Hopper } else { Kernel::Portable };
         assert_eq!(planned.dbias.kernel(), of_bias, "{p:?}");
 
-        let read = |out: &Option<Guarded>, name| out.as_ref().map(|out| out.read(client, name));
-        stats.read(client, "stats");
-        sums.map(|sums| sums.read(client, "bias_sums"));
-        dq_sums.map(|sums| sums.read(client, "dq_sums"));
+        let read = async |out: &Option<Guarded>, name| match out {
+            Some(out) => Some(out.read_async(client, name).await),
+            None => None,
+        };
+        stats.read_async(client, "stats").await;
+        if let Some(sums) = sums {
+            sums.read_async(client, "bias_sums").await;
+        }
+        if let Some(sums) = dq_sums {
+            sums.read_async(client, "dq_sums").await;
+        }
         Ok(Results {
-            o: o.read(client, "o"),
-            lse: lse.read(client, "lse"),
-            dq: read(&dq, "dq"),
-            dk: read(&dk, "dk"),
-            dv: read(&dv, "dv"),
-            dbias: read(&dbias, "dbias"),
+            o: o.read_async(client, "o").await,
+            lse: lse.read_async(client, "lse").await,
+            dq: read(&dq, "dq").await,
+            dk: read(&dk, "dk").await,
+            dv: read(&dv, "dv").await,
+            dbias: read(&dbias, "dbias").await,
             forward: ran,
         })
     }
 
     /// Runs on the device and compares with the oracle.
     pub fn check(&self, client: &Client) -> Results {
-        let results = self.run(client).unwrap_or_else(|error| panic!("{:?}: {error}", self.problem));
+        block_on(self.check_async(client))
+    }
+
+    /// The same, for a browser.
+    pub async fn check_async(&self, client: &Client) -> Results {
+        let results = self.run_async(client).await.unwrap_or_else(|error| panic!("{:?}: {error}", self.problem));
         let inputs = self.reference_inputs();
         let want = reference::forward(&self.problem, &inputs);
         let grads = reference::backward(&self.problem, &inputs, &self.dout, self.dlse.as_deref());

@@ -1,0 +1,48 @@
+//! The kernels in a browser, through its WebGPU, against the oracle: `.ci/test-in-browser` runs this.
+//!
+//! Where the browser offers no adapter the test says so and passes; `REQUIRE_WGPU=1` at compile time makes that a failure.
+#![cfg(target_family = "wasm")]
+
+#[path = "kernels/common.rs"]
+mod common;
+
+use common::Case;
+use cubecl::client::Client;
+use cubecl::wgpu::{AutoGraphicsApi, RuntimeOptions, WgpuDevice, try_init_setup_async};
+use flash_attention_kernels::{AttentionOptions, Dtype, plan};
+use wasm_bindgen_test::{console_log, wasm_bindgen_test, wasm_bindgen_test_configure};
+
+wasm_bindgen_test_configure!(run_in_browser);
+
+/// The client of the browser's adapter, or `None`, said aloud, where there is none.
+async fn client() -> Option<Client> {
+    let device = WgpuDevice::default();
+    match try_init_setup_async::<AutoGraphicsApi>(&device, RuntimeOptions::default()).await {
+        Ok(setup) => {
+            let info = setup.adapter.get_info();
+            console_log!("adapter: {:?}, {:?}", info.backend, info.device_type);
+            Some(cubecl::Device::Wgpu(device).client())
+        }
+        Err(error) => {
+            assert!(option_env!("REQUIRE_WGPU") != Some("1"), "an adapter was required: {error}");
+            console_log!("no WebGPU adapter here, so nothing is tested: {error}");
+            None
+        }
+    }
+}
+
+/// Several tiles with a ragged end each way; every output and scratch poisoned, with guards around it.
+#[wasm_bindgen_test]
+async fn forward_and_backward_match_the_oracle() {
+    let Some(client) = client().await else { return };
+    let causal = AttentionOptions { causal: true, ..Default::default() };
+    let banded = AttentionOptions { window_left: Some(90), softcap: Some(5.0), ..causal };
+    let grouped = Case::new([2, 4, 2, 150, 203, 40, 40], Dtype::F32, causal);
+    let masked = Case::new([1, 2, 1, 130, 97, 59, 24], Dtype::F32, banded);
+    for case in [grouped, masked.with_mask([1, 1, 130, 97]).with_bias([1, 2, 1, 97]).with_dlse()] {
+        let p = &case.problem;
+        console_log!("q {:?}, k {:?}, v {:?}: {}", p.q_shape(), p.k_shape(), p.v_shape(), plan(&client, p).unwrap());
+        case.check_async(&client).await;
+        console_log!("o, lse and gradients as the oracle has them");
+    }
+}
