@@ -43,7 +43,7 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     let tile = comptime!(blueprint.tile);
     let (rows, columns) = comptime!((tile.rows() as u32, tile.columns as u32));
     let (head_dim, head_dim_v) = comptime!((blueprint.head_dim, blueprint.head_dim_v));
-    let me = Place::new();
+    let me = Place::here();
     let mut panels = Panels::<E>::new(blueprint);
     let work = grid.work(CUBE_POS);
     if work.is_none {
@@ -127,7 +127,8 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
         let total = row_sum(l[nth], tile);
         factors[nth] = normalizer(total);
         let row = q_start + me.plane * comptime!(tile.m() as u32) + me.row(nth, tile);
-        if me.lane % comptime!(tile.sharers() as u32) == 0 && row < band.seq_q {
+        let is_first = me.vector(0usize, tile) == 0;
+        if is_first && row < band.seq_q {
             lse[lse_at + row as usize * lse_step] = lse_bits(m[nth], total);
         }
     }

@@ -45,7 +45,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
     let (tile, role) = comptime!((blueprint.tile, blueprint.role));
     let (rows, columns) = comptime!((tile.rows() as u32, tile.columns as u32));
     let (head_dim, head_dim_v) = comptime!((blueprint.head_dim, blueprint.head_dim_v));
-    let me = Place::new();
+    let me = Place::here();
     let mut panels = Panels::<E>::new(blueprint);
     let work = grid.work(CUBE_POS);
     if work.is_none {

@@ -60,7 +60,7 @@ pub struct Place {
 #[cube]
 impl Place {
     /// This unit's. Planes lie along y.
-    pub fn new() -> Place {
+    pub fn here() -> Place {
         Place { plane: UNIT_POS_Y, lane: UNIT_POS_X }
     }
 

@@ -96,6 +96,12 @@ impl TileShape {
         (rows * columns / WIDTH).div_ceil(self.units())
     }
 
+    /// Whether the next chunk is on its way while one is multiplied. Where a unit's share of it is large, the registers that it
+    /// waits in are missed elsewhere.
+    pub fn reads_ahead(&self) -> bool {
+        self.share(self.tile_q, self.chunk) + self.share(self.tile_k, self.chunk) <= 8
+    }
+
     /// Vectors that each unit accumulates for one of its rows over `head_dim` columns.
     pub fn groups(&self, head_dim: usize) -> usize {
         head_dim.div_ceil(self.chunk_nn())
@@ -155,7 +161,8 @@ pub enum RowOrder {
 }
 
 /// What comes next of the tiles, on its way from memory: each unit holds its share in registers while the chunk before is
-/// multiplied, as a load takes as long as many products.
+/// multiplied, as a load takes as long as many products. Where there is no [reading ahead](TileShape::reads_ahead), asking does
+/// nothing, and what is needed is read when it is.
 #[derive(CubeType)]
 pub struct Ahead {
     /// Of `A`.
@@ -193,6 +200,26 @@ impl Ahead {
         #[comptime] head_dim: usize,
         #[comptime] tile: TileShape,
     ) {
+        if comptime!(tile.reads_ahead()) {
+            self.fetch_scores(a, a_at, a_start, a_end, b, b_at, b_start, b_end, chunk, head_dim, tile);
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn fetch_scores<F: Float, N: Size>(
+        &mut self,
+        a: &Tensor<Vector<F, N>>,
+        a_at: &Matrix,
+        a_start: u32,
+        a_end: u32,
+        b: &Tensor<Vector<F, N>>,
+        b_at: &Matrix,
+        b_start: u32,
+        b_end: u32,
+        #[comptime] chunk: usize,
+        #[comptime] head_dim: usize,
+        #[comptime] tile: TileShape,
+    ) {
         let (column, width) = comptime!((chunk * tile.chunk, tile.chunk));
         fetch(a, a_at, a_start, a_end, &mut self.a, tile.tile_q, column, head_dim, width, tile.units());
         fetch(b, b_at, b_start, b_end, &mut self.b, tile.tile_k, column, head_dim, width, tile.units());
@@ -201,6 +228,23 @@ impl Ahead {
     /// Asks for a group of columns of `V`, `depth` rows.
     #[allow(clippy::too_many_arguments)]
     pub fn ask_right<F: Float, N: Size>(
+        &mut self,
+        v: &Tensor<Vector<F, N>>,
+        v_at: &Matrix,
+        v_start: u32,
+        v_end: u32,
+        #[comptime] group: usize,
+        #[comptime] depth: usize,
+        #[comptime] head_dim: usize,
+        #[comptime] tile: TileShape,
+    ) {
+        if comptime!(tile.reads_ahead()) {
+            self.fetch_right(v, v_at, v_start, v_end, group, depth, head_dim, tile);
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn fetch_right<F: Float, N: Size>(
         &mut self,
         v: &Tensor<Vector<F, N>>,
         v_at: &Matrix,
@@ -351,6 +395,9 @@ pub fn scores<F: Float, N: Size>(
     let chunks = comptime!(head_dim.div_ceil(tile.chunk));
     #[unroll]
     for chunk in 0..chunks {
+        if comptime!(!tile.reads_ahead()) {
+            ahead.fetch_scores(a, a_at, a_start, a_end, b, b_at, b_start, b_end, chunk, head_dim, tile);
+        }
         put(&ahead.a, panel_a, tile.tile_q, tile.chunk, RowOrder::Natural, tile.units());
         put(&ahead.b, panel_b, tile.tile_k, tile.chunk, order, tile.units());
         sync_cube();
@@ -389,6 +436,9 @@ pub fn accumulate<F: Float, N: Size>(
     let micro = comptime!(rows / tile.units_q);
     #[unroll]
     for group in 0..comptime!(tile.groups(head_dim)) {
+        if comptime!(!tile.reads_ahead()) {
+            ahead.fetch_right(v, v_at, v_start, v_end, group, depth, head_dim, tile);
+        }
         put(&ahead.v, panel, depth, tile.chunk_nn(), RowOrder::Natural, tile.units());
         sync_cube();
         if comptime!(group + 1 < tile.groups(head_dim)) {
