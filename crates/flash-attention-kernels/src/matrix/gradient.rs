@@ -8,12 +8,12 @@
 //!             dV += Pᵀ dO               dK += dSᵀ Q
 //! ```
 //!
-//! The second is the first with queries and keys in each other's places and one product more: [`Role`] says what each tensor is
+//! The second is the first with queries and keys in each other's places and one product more: [`Role`](super::Role) says what each tensor is
 //! called here. (FlashAttention-2, arXiv:2307.08691, algorithm 2.) Every sum is taken in a fixed order.
 
 use super::forward::read_row;
 use super::tile::*;
-use super::{Blueprint, MatrixTile, Role, WIDTH};
+use super::{Blueprint, MatrixTile, WIDTH};
 use crate::mask::Band;
 use crate::portable::Grid;
 use crate::portable::scores::{TileAt, finish_score};
@@ -22,7 +22,7 @@ use crate::score::Score;
 use crate::softmax::weight;
 use cubecl::prelude::*;
 
-/// Rows `q`, `d` and columns `k`, `v`, all `[B, H, S, D]` or `[…, Dv]` as [`Role`] names them, with
+/// Rows `q`, `d` and columns `k`, `v`, all `[B, H, S, D]` or `[…, Dv]` as [`Role`](super::Role) names them, with
 /// `stats [2, B · H · Sq]` to `dk`, of the shape of `q`, and `dv`, of that of `d`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
@@ -102,12 +102,9 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
 
             // -- the tile
             sync_cube();
-            let mut dirty = stage(k, &k_at, first, columns_end, &mut panels.k, head_dim, tile);
-            if comptime!(role != Role::Dq || role.differentiates()) {
-                let dirty_v = stage(v, &v_at, first, columns_end, &mut panels.v, head_dim_v, tile);
-                dirty = dirty || dirty_v;
-            }
-            tell_staged(dirty, &mut panels.flags, me);
+            let dirty_k = stage(k, &k_at, first, columns_end, &mut panels.k, head_dim, tile);
+            let dirty_v = stage(v, &v_at, first, columns_end, &mut panels.v, head_dim_v, tile);
+            tell_staged(dirty_k || dirty_v, &mut panels.flags, me);
             sync_cube();
             let dirty = was_staged(&panels.flags, tile);
 

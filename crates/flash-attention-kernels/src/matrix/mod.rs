@@ -150,11 +150,6 @@ impl Role {
     pub fn differentiates(self) -> bool {
         matches!(self, Role::Dq | Role::DkDv { dk: true, .. })
     }
-
-    /// Whether `P` multiplies.
-    pub fn weighs(self) -> bool {
-        matches!(self, Role::Forward | Role::DkDv { dv: true, .. })
-    }
 }
 
 /// What a kernel is specialised for.
