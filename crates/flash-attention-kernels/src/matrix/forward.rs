@@ -7,7 +7,7 @@
 //! o = O / l      lse = m + ln l
 //! ```
 //!
-//! `m` follows the maximum only when that has grown by more than [`LAZY`], since rescaling O takes it across the board. (The
+//! `m` follows the maximum only when that has grown by more than `LAZY`, since rescaling O takes it across the board. (The
 //! rescaling threshold is FlashAttention-4's.)
 
 use super::tile::*;

@@ -8,8 +8,8 @@
 //!             dV += Pᵀ dO               dK += dSᵀ Q
 //! ```
 //!
-//! The second is the first with queries and keys in each other's places and one product more: [`Role`](super::Role) says what each tensor is
-//! called here. (FlashAttention-2, arXiv:2307.08691, algorithm 2.) Every sum is taken in a fixed order.
+//! The second is the first with queries and keys in each other's places and one product more; what each tensor is called here:
+//! [`Role`](crate::matrix::Role). (FlashAttention-2, arXiv:2307.08691, algorithm 2.) Every sum is taken in a fixed order.
 
 use super::forward::read_row;
 use super::tile::*;
@@ -22,7 +22,7 @@ use crate::score::Score;
 use crate::softmax::weight;
 use cubecl::prelude::*;
 
-/// Rows `q`, `d` and columns `k`, `v`, all `[B, H, S, D]` or `[…, Dv]` as [`Role`](super::Role) names them, with
+/// Rows `q`, `d` and columns `k`, `v`, all `[B, H, S, D]` or `[…, Dv]` as [`Role`](crate::matrix::Role) names them, with
 /// `stats [2, B · H · Sq]` to `dk`, of the shape of `q`, and `dv`, of that of `d`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]

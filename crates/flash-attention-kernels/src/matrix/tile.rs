@@ -153,7 +153,7 @@ fn magnitude<E: Float>(value: Quad<E>) -> u32 {
     highest
 }
 
-/// Tells the other planes what was staged. Call [`was_staged`] for their answer, after a barrier.
+/// Tells the other planes what was staged. Call [`was_staged()`] for their answer, after a barrier.
 #[cube]
 pub fn tell_staged(dirty: bool, flags: &mut Shared<[u32]>, me: Place) {
     let any = plane_any(dirty);

@@ -6,7 +6,7 @@
 //! gradient  dq; dk and dv                   ops      operations that CubeCL has no name for
 //! ```
 //!
-//! An accumulator lies in the registers of a warp as that of a warpgroup's product does ([`rows`](crate::hopper::rows)), so that
+//! An accumulator lies in the registers of a warp as that of a warpgroup's product does (`hopper::rows`), so that
 //! all that works on registers is shared with the kernels for [`hopper`](crate::hopper): softmax, scores, rows that are computed
 //! once more. For it, four warps are a warpgroup, and each 16 rows of a warp belong to a *group* of 64 rows of all four.
 

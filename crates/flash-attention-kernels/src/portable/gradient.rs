@@ -57,7 +57,7 @@ pub struct Panels {
     pub ahead: Ahead,
 }
 
-/// Asks for what [`recompute`] begins with.
+/// Asks for what [`recompute()`] begins with.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn ask<F: Float, N: Size>(
