@@ -108,7 +108,8 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
             grown = grown || grows && l[nth] > 0.0;
             factors[nth] = factor;
             m[nth] = highest;
-            l[nth] = l[nth] * factor + weigh_row::<E>(&s, highest, &mut panels.weights, me, nth, tile);
+            l[nth] = l[nth] * factor + weigh_row(&mut s, highest, tile);
+            write_row(&s, &mut panels.weights, me, nth, tile);
         }
         if plane_any(grown) {
             scale(&mut acc, &mut panels.board, &factors, me, head_dim_v, tile);
@@ -134,27 +135,6 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     }
     let o_at = matrix(&*o, work.batch, work.head);
     write(o, &o_at, q_start, band.seq_q, &acc, &mut panels.board, &factors, me, head_dim_v, tile);
-}
-
-/// A unit's part of its `nth` row of the board.
-#[cube]
-pub fn read_row(
-    board: &Shared<[Quad<f32>]>,
-    me: Place,
-    #[comptime] nth: usize,
-    #[comptime] tile: MatrixTile,
-) -> Array<f32> {
-    let mut s = Array::<f32>::new(comptime!(tile.vectors_of_unit() * WIDTH));
-    let row = me.board(tile) + me.row(nth, tile) as usize * comptime!(tile.board_pitch());
-    #[unroll]
-    for i in 0..comptime!(tile.vectors_of_unit()) {
-        let quad = board[row + me.vector(i, tile) as usize];
-        #[unroll]
-        for n in 0..WIDTH {
-            s[comptime!(i * WIDTH + n)] = quad.extract(n);
-        }
-    }
-    s
 }
 
 /// Turns a unit's part of its `nth` row of products into scores, hidden ones into [`HIDDEN`].
@@ -216,28 +196,14 @@ fn row_sum(part: f32, #[comptime] tile: MatrixTile) -> f32 {
     sum
 }
 
-/// Writes a unit's part of the weights of its `nth` row; returns their sum.
+/// Turns a unit's part of a row of scores into weights; returns their sum.
 #[cube]
-fn weigh_row<E: Float>(
-    s: &Array<f32>,
-    highest: f32,
-    weights: &mut Shared<[Quad<E>]>,
-    me: Place,
-    #[comptime] nth: usize,
-    #[comptime] tile: MatrixTile,
-) -> f32 {
-    let row = me.board(tile) + me.row(nth, tile) as usize * comptime!(tile.board_pitch());
+fn weigh_row(s: &mut Array<f32>, highest: f32, #[comptime] tile: MatrixTile) -> f32 {
     let mut sum = 0.0f32.runtime();
     #[unroll]
-    for i in 0..comptime!(tile.vectors_of_unit()) {
-        let mut quad = Quad::<f32>::new(0.0f32);
-        #[unroll]
-        for n in 0..WIDTH {
-            let w = weight(s[comptime!(i * WIDTH + n)], highest);
-            sum += w;
-            quad.insert(n, w);
-        }
-        weights[row + me.vector(i, tile) as usize] = Quad::<E>::cast_from(quad);
+    for n in 0..comptime!(tile.vectors_of_unit() * WIDTH) {
+        s[n] = weight(s[n], highest);
+        sum += s[n];
     }
     sum
 }

@@ -11,9 +11,8 @@
 //! The second is the first with queries and keys in each other's places and one product more; what each tensor is called here:
 //! [`Role`](crate::matrix::Role). (FlashAttention-2, arXiv:2307.08691, algorithm 2.) Every sum is taken in a fixed order.
 
-use super::forward::read_row;
 use super::tile::*;
-use super::{Blueprint, MatrixTile, WIDTH};
+use super::{Blueprint, WIDTH};
 use crate::mask::Band;
 use crate::portable::Grid;
 use crate::portable::scores::{TileAt, finish_score};
@@ -131,7 +130,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
                     blueprint,
                 );
                 if comptime!(dv.is_some()) {
-                    row.write::<E>(&mut panels.weights, me, nth, tile);
+                    write_row(&row.weights, &mut panels.weights, me, nth, tile);
                 }
                 weighed.push(row);
             }
@@ -159,7 +158,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
                         nth,
                         blueprint,
                     );
-                    row.write::<E>(&mut panels.weights, me, nth, tile);
+                    write_row(&row.weights, &mut panels.weights, me, nth, tile);
                 }
                 sync_plane();
                 accumulate(&mut acc, &panels.weights, &panels.k, &mut panels.board, dirty, me, head_dim, tile);
@@ -264,26 +263,6 @@ impl Row {
             }
             // What is hidden has no gradient, whatever dO and V hold there.
             self.weights[n] = select(p == 0.0, 0.0f32, ds);
-        }
-    }
-
-    /// Writes it where products find it.
-    fn write<E: Float>(
-        &self,
-        weights: &mut Shared<[Quad<E>]>,
-        me: Place,
-        #[comptime] nth: usize,
-        #[comptime] tile: MatrixTile,
-    ) {
-        let row = me.board(tile) + me.row(nth, tile) as usize * comptime!(tile.board_pitch());
-        #[unroll]
-        for i in 0..comptime!(tile.vectors_of_unit()) {
-            let mut quad = Quad::<f32>::new(0.0f32);
-            #[unroll]
-            for n in 0..WIDTH {
-                quad.insert(n, self.weights[comptime!(i * WIDTH + n)]);
-            }
-            weights[row + me.vector(i, tile) as usize] = Quad::<E>::cast_from(quad);
         }
     }
 }

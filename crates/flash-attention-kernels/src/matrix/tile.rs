@@ -173,6 +173,48 @@ pub fn was_staged(flags: &Shared<[u32]>, #[comptime] tile: MatrixTile) -> bool {
     any != 0
 }
 
+/// A unit's part of its `nth` row of the board.
+#[cube]
+pub fn read_row(
+    board: &Shared<[Quad<f32>]>,
+    me: Place,
+    #[comptime] nth: usize,
+    #[comptime] tile: MatrixTile,
+) -> Array<f32> {
+    let mut s = Array::<f32>::new(comptime!(tile.vectors_of_unit() * WIDTH));
+    let row = me.board(tile) + me.row(nth, tile) as usize * comptime!(tile.board_pitch());
+    #[unroll]
+    for i in 0..comptime!(tile.vectors_of_unit()) {
+        let quad = board[row + me.vector(i, tile) as usize];
+        #[unroll]
+        for n in 0..WIDTH {
+            s[comptime!(i * WIDTH + n)] = quad.extract(n);
+        }
+    }
+    s
+}
+
+/// Writes a unit's part of its `nth` row of weights where products find it.
+#[cube]
+pub fn write_row<E: Float>(
+    values: &Array<f32>,
+    weights: &mut Shared<[Quad<E>]>,
+    me: Place,
+    #[comptime] nth: usize,
+    #[comptime] tile: MatrixTile,
+) {
+    let row = me.board(tile) + me.row(nth, tile) as usize * comptime!(tile.board_pitch());
+    #[unroll]
+    for i in 0..comptime!(tile.vectors_of_unit()) {
+        let mut quad = Quad::<f32>::new(0.0f32);
+        #[unroll]
+        for n in 0..WIDTH {
+            quad.insert(n, values[comptime!(i * WIDTH + n)]);
+        }
+        weights[row + me.vector(i, tile) as usize] = Quad::<E>::cast_from(quad);
+    }
+}
+
 /// An accumulator of `n` columns for each `n` of the padded `head_dim`, all zeros.
 #[cube]
 pub fn accumulator(#[comptime] head_dim: usize, #[comptime] tile: MatrixTile) -> Sequence<Matrix<f32>> {
