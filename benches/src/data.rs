@@ -2,7 +2,7 @@
 
 use crate::case::{Case, Variant};
 use crate::error::Error;
-use flash_attention_kernels::{AttentionProblem, BackwardOrder, Dtype};
+use flash_attention_kernels::{AttentionProblem, BackwardOrder, Dtype, Precision};
 use flash_attention_reference as reference;
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -124,6 +124,12 @@ impl Data {
     /// The same, where the backward is to add up in this order.
     pub fn with_backward_order(mut self, order: BackwardOrder) -> Self {
         self.problem.options.backward_order = order;
+        self
+    }
+
+    /// The same, where f32 is to be multiplied so precisely.
+    pub fn with_precision(mut self, precision: Precision) -> Self {
+        self.problem.options.precision = precision;
         self
     }
 }

@@ -1,4 +1,4 @@
-//! Ways to plan Hopper's kernels, timed beside the planned one.
+//! Ways to plan the kernels for CUDA, timed beside the planned one.
 
 use crate::case::{Filters, Pass, Set};
 use crate::data::{Data, Oracle, tolerance};
@@ -10,8 +10,9 @@ use crate::timing::{Work, device_time, once, sync};
 use cubecl::client::Client;
 use flash_attention_kernels::{
     AttentionProblem, BackwardOrder, BackwardTiles, BiasGradient, BiasTile, Forward, Gradient, HopperForward,
-    HopperGradient, HopperTile, Kernel, Plan, plan_with,
+    HopperGradient, HopperTile, Kernel, MmaForward, MmaGradient, MmaTile, Plan, Precision, plan_with,
 };
+use std::fmt;
 
 /// What to try.
 #[derive(clap::Args, Clone, Debug)]
@@ -21,19 +22,50 @@ pub struct Options {
     set: Set,
     #[command(flatten)]
     filters: Filters,
-    /// The kernel.
+    /// What is computed.
     #[arg(long, value_enum, default_value = "forward")]
     part: Part,
+    /// With which kernel: hopper or mma.
+    #[arg(long, value_parser = kernel, default_value = "hopper")]
+    kernel: Kernel,
+    /// How precisely f32 is multiplied: with factors rounded to tf32.
+    #[arg(long)]
+    tf32: bool,
     /// Ways to try, TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/SECTION/PARTS each (TURNS is 0 or 1, SECTION a number of heads, PARTS
     /// into how many the keys are split; KEYS are queries for dkdv and fused; `-` is what is planned), beside the planned
-    /// one. For dbias TEAMS are blocks of Q and dO in shared memory at a time, and PARTS tiles of a block.
+    /// one. For dbias TEAMS are blocks of Q and dO in shared memory at a time, and PARTS tiles of a block. For mma
+    /// WARPGROUPS/GROUPS/KEYS/SECTION.
     #[arg(long = "try", value_delimiter = ',')]
     ways: Vec<String>,
 }
 
+/// A kernel by its name on the command line.
+pub fn kernel(name: &str) -> Result<Kernel, String> {
+    let all = [Kernel::Hopper, Kernel::Mma];
+    all.into_iter()
+        .find(|kernel| kernel.name() == name)
+        .ok_or_else(|| format!("it is one of {:?}", all.map(Kernel::name)))
+}
+
 /// Tiles, heads of a section, parts of the keys.
 #[derive(Clone, Copy, Debug)]
-struct Way(HopperTile, usize, usize);
+enum Way {
+    Hopper(HopperTile, usize, usize),
+    Mma(MmaTile, usize),
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Way::Hopper(HopperTile { teams, warpgroups, tile_k, stages, turns }, section, parts) => {
+                write!(f, "{teams}/{warpgroups}/{tile_k}/{stages}/{}/{section}/{parts}", turns as u8)
+            }
+            Way::Mma(MmaTile { warpgroups, groups, tile_k }, section) => {
+                write!(f, "{warpgroups}/{groups}/{tile_k}/{section}")
+            }
+        }
+    }
+}
 
 /// One kernel, planned in one way. A gradient comes with delta, which it needs.
 struct Launches<'a> {
@@ -48,7 +80,18 @@ struct Launches<'a> {
 
 impl Work for Launches<'_> {
     fn call(&mut self, _: usize) -> Result<(), Error> {
-        let Way(tile, section, parts) = self.way;
+        let (tile, section, parts) = match self.way {
+            Way::Hopper(tile, section, parts) => (tile, section, parts),
+            Way::Mma(tile, section) if self.part == Part::Forward => {
+                return self.tensors.forward(self.client, &self.problem, MmaForward { tile, section });
+            }
+            Way::Mma(tile, section) => {
+                let gradient = Gradient::Mma(MmaGradient { tile, section });
+                let dv = self.backward.dv.map(|_| gradient);
+                let tiles = BackwardTiles { dq: gradient, dkdv: gradient, dv, ..self.backward };
+                return self.tensors.backward(self.client, &self.problem, &self.part.wanted(self.tensors), tiles);
+            }
+        };
         if self.part == Part::Forward {
             return self.tensors.forward(self.client, &self.problem, HopperForward { tile, section, parts });
         }
@@ -79,17 +122,21 @@ impl Work for Launches<'_> {
 /// How the kernel is planned.
 fn planned(plan: &Plan, part: Part) -> Result<Way, Error> {
     let gradient = |gradient| match gradient {
-        Gradient::Hopper(HopperGradient { tile, section }) => Some(Way(tile, section, 1)),
-        Gradient::Mma(_) | Gradient::Matrix(_) | Gradient::Portable(_) => None,
+        Gradient::Hopper(HopperGradient { tile, section }) => Some(Way::Hopper(tile, section, 1)),
+        Gradient::Mma(MmaGradient { tile, section }) => Some(Way::Mma(tile, section)),
+        Gradient::Matrix(_) | Gradient::Portable(_) => None,
     };
     let way = match (part, plan.forward) {
-        (Part::Forward, Forward::Hopper(HopperForward { tile, section, parts })) => Some(Way(tile, section, parts)),
-        (Part::Forward, Forward::Mma(_) | Forward::Matrix(_) | Forward::Portable(_)) => None,
+        (Part::Forward, Forward::Hopper(HopperForward { tile, section, parts })) => {
+            Some(Way::Hopper(tile, section, parts))
+        }
+        (Part::Forward, Forward::Mma(MmaForward { tile, section })) => Some(Way::Mma(tile, section)),
+        (Part::Forward, Forward::Matrix(_) | Forward::Portable(_)) => None,
         (Part::Dq, _) => gradient(plan.backward.dq),
         (Part::Dkdv, _) => gradient(plan.backward.dkdv),
         (Part::Dbias, _) => match plan.backward.dbias {
             BiasGradient::Hopper(tile) => {
-                Some(Way(HopperTile { teams: tile.row_stages, ..tile.tile() }, 1, tile.tiles))
+                Some(Way::Hopper(HopperTile { teams: tile.row_stages, ..tile.tile() }, 1, tile.tiles))
             }
             BiasGradient::Portable(_) => None,
         },
@@ -98,25 +145,41 @@ fn planned(plan: &Plan, part: Part) -> Result<Way, Error> {
     way.ok_or_else(|| Error::Other(format!("{plan}: not the kernel that was asked for")))
 }
 
-fn way(text: &str, Way(tile, planned_section, planned_parts): Way) -> Result<Way, Error> {
-    let wrong = || Error::Other(format!("--try {text}: it must be TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/SECTION/PARTS"));
-    let parts: Vec<&str> = text.split('/').collect();
-    let [teams, warpgroups, keys, stages, turns, section, parts] = parts[..] else { return Err(wrong()) };
-    let number = |text: &str, planned: usize| match text {
+fn way(text: &str, planned: Way) -> Result<Way, Error> {
+    let numbers: Vec<&str> = text.split('/').collect();
+    let wrong = |form: &str| Error::Other(format!("--try {text}: it must be {form}"));
+    let number = |text: &str, planned: usize, form: &str| match text {
         "-" => Ok(planned),
-        text => text.parse().map_err(|_| wrong()),
+        text => text.parse().map_err(|_| wrong(form)),
     };
-    let tile = HopperTile {
-        teams: number(teams, tile.teams)?,
-        warpgroups: number(warpgroups, tile.warpgroups)?,
-        tile_k: number(keys, tile.tile_k)?,
-        stages: number(stages, tile.stages)?,
-        turns: number(turns, tile.turns.into())? != 0,
-    };
-    if !tile.tile_k.is_multiple_of(16) || tile.tile_k > 256 || tile.warpgroups < 2 || tile.teams == 0 {
-        return Err(Error::Other(format!("--try {text}: KEYS are multiples of 16 up to 256, WARPGROUPS at least 2")));
+    match planned {
+        Way::Hopper(tile, planned_section, planned_parts) => {
+            let form = "TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/SECTION/PARTS";
+            let [teams, warpgroups, keys, stages, turns, section, parts] = numbers[..] else { return Err(wrong(form)) };
+            let tile = HopperTile {
+                teams: number(teams, tile.teams, form)?,
+                warpgroups: number(warpgroups, tile.warpgroups, form)?,
+                tile_k: number(keys, tile.tile_k, form)?,
+                stages: number(stages, tile.stages, form)?,
+                turns: number(turns, tile.turns.into(), form)? != 0,
+            };
+            if !tile.tile_k.is_multiple_of(16) || tile.tile_k > 256 || tile.warpgroups < 2 || tile.teams == 0 {
+                return Err(wrong("KEYS that are a multiple of 16 up to 256, and at least 2 WARPGROUPS"));
+            }
+            let parts = number(parts, planned_parts, form)?.max(1);
+            Ok(Way::Hopper(tile, number(section, planned_section, form)?, parts))
+        }
+        Way::Mma(tile, planned_section) => {
+            let form = "WARPGROUPS/GROUPS/KEYS/SECTION";
+            let [warpgroups, groups, keys, section] = numbers[..] else { return Err(wrong(form)) };
+            let tile = MmaTile {
+                warpgroups: number(warpgroups, tile.warpgroups, form)?,
+                groups: number(groups, tile.groups, form)?,
+                tile_k: number(keys, tile.tile_k, form)?,
+            };
+            Ok(Way::Mma(tile, number(section, planned_section, form)?))
+        }
     }
-    Ok(Way(tile, number(section, planned_section)?, number(parts, planned_parts)?.max(1)))
 }
 
 /// Times them.
@@ -125,12 +188,13 @@ pub fn run(options: &Options) -> Result<(), Error> {
     let client = device.client();
     for case in options.filters.apply(options.set)? {
         let order = if options.part == Part::Fused { BackwardOrder::Fast } else { BackwardOrder::Deterministic };
-        let data = Data::new(case, 0)?.with_backward_order(order);
+        let precision = if options.tf32 { Precision::Tf32 } else { Precision::Full };
+        let data = Data::new(case, 0)?.with_backward_order(order).with_precision(precision);
         let problem = data.problem;
         let pass = if options.part == Part::Forward { Pass::Forward } else { Pass::Both };
         let tensors = Tensors::new(&client, &data, pass);
         let oracle = Oracle::new(&data);
-        let plan = plan_with(&client, &problem, Kernel::Hopper)?;
+        let plan = plan_with(&client, &problem, options.kernel)?;
         let planned = planned(&plan, options.part)?;
         // Gradients read what it saves.
         tensors.forward(&client, &problem, plan.forward)?;
@@ -148,13 +212,12 @@ pub fn run(options: &Options) -> Result<(), Error> {
             let first = once(&mut work);
             let timed = first.and_then(|first| {
                 let error = oracle.errors(&tensors.results(&client, problem.dtype, &wanted)).worst();
-                if error > tolerance(problem.dtype, false) || error.is_nan() {
+                if error > tolerance(problem.dtype, options.tf32) || error.is_nan() {
                     return Err(Error::Other(format!("wrong result: relative error {error:.1e}")));
                 }
                 Ok((first, error, device_time(&mut work)?.median()))
             });
-            let Way(HopperTile { teams, warpgroups, tile_k, stages, turns }, section, parts) = way;
-            let name = format!("{teams}/{warpgroups}/{tile_k}/{stages}/{}/{section}/{parts}", turns as u8);
+            let name = way.to_string();
             match timed {
                 Ok((first, error, ms)) => {
                     let rate = options.part.flops(&problem) / ms / 1e9;

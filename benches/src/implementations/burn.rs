@@ -52,10 +52,11 @@ impl Tensors {
         let Inputs { q, k, v, bias, mask, hidden, .. } = inputs;
         let (q, k, v, p) = (q.clone(), k.clone(), v.clone(), &self.problem);
         match self.implementation {
-            Implementation::Ours | Implementation::OursFast => {
+            Implementation::Ours | Implementation::OursFast | Implementation::OursTf32 => {
                 let mut options = FlashAttentionOptions::new()
                     .with_causal(p.options.causal)
-                    .with_backward_order(p.options.backward_order);
+                    .with_backward_order(p.options.backward_order)
+                    .with_precision(p.options.precision);
                 if let Variant::Window(keys) = self.variant {
                     options = options.with_window_left(keys - 1);
                 }
@@ -128,7 +129,7 @@ impl Inputs {
         let mask = data.mask.as_ref().zip(p.mask);
         // Burn's own operation knows causality, not windows.
         let told = match implementation {
-            Implementation::Ours | Implementation::OursFast => true,
+            Implementation::Ours | Implementation::OursFast | Implementation::OursTf32 => true,
             Implementation::Burn => !matches!(data.case.variant, Variant::Window(_)),
             Implementation::Composed | Implementation::Products => false,
         };
@@ -194,7 +195,7 @@ impl Work for Tensors {
 impl Prepared for Tensors {
     fn kernel(&self) -> String {
         match self.implementation {
-            Implementation::Ours | Implementation::OursFast => "planned",
+            Implementation::Ours | Implementation::OursFast | Implementation::OursTf32 => "planned",
             Implementation::Burn => "module::attention",
             Implementation::Composed => "matmul, softmax, matmul",
             Implementation::Products => "matmul, matmul",

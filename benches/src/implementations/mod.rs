@@ -11,7 +11,7 @@ use crate::data::{Data, Results};
 use crate::error::Error;
 use crate::timing::Work;
 use clap::ValueEnum;
-use flash_attention_kernels::{BackwardOrder, Kernel};
+use flash_attention_kernels::{BackwardOrder, Dtype, Kernel, Precision};
 use serde::{Deserialize, Serialize};
 
 /// An implementation of attention in this process.
@@ -22,6 +22,8 @@ pub enum Implementation {
     Ours,
     /// The same with sums of the backward in whichever order is fastest.
     OursFast,
+    /// The same with factors of f32 rounded to tf32.
+    OursTf32,
     /// Burn's `module::attention`.
     Burn,
     /// Products, mask, softmax: attention as it is written down, in Burn's operations.
@@ -37,6 +39,7 @@ impl Implementation {
         match self {
             Implementation::Ours => "ours",
             Implementation::OursFast => "ours-fast",
+            Implementation::OursTf32 => "ours-tf32",
             Implementation::Burn => "burn",
             Implementation::Composed => "composed",
             Implementation::Products => "products",
@@ -51,18 +54,27 @@ impl Implementation {
         }
     }
 
+    /// How precisely it multiplies f32, as far as it can be asked.
+    pub fn precision(self) -> Precision {
+        match self {
+            Implementation::OursTf32 => Precision::Tf32,
+            _ => Precision::Full,
+        }
+    }
+
     /// Whether it is this repository's.
     pub fn is_ours(self) -> bool {
-        matches!(self, Implementation::Ours | Implementation::OursFast)
+        matches!(self, Implementation::Ours | Implementation::OursFast | Implementation::OursTf32)
     }
 
     /// Whether it has this pass of its own: only our kernels can be called one at a time, the order of the backward is none of
-    /// the forward's business, and products know no causality.
+    /// the forward's business, tf32 none of half precision's, and products know no causality.
     pub fn has(self, case: &Case, pass: Pass) -> bool {
         match self {
             Implementation::Products => pass == Pass::Forward && !case.causal && case.variant == Variant::None,
             Implementation::Ours => true,
             Implementation::OursFast => pass != Pass::Forward,
+            Implementation::OursTf32 => case.dtype == Dtype::F32,
             Implementation::Burn | Implementation::Composed => matches!(pass, Pass::Forward | Pass::Autodiff),
         }
     }
@@ -76,7 +88,8 @@ pub trait Prepared: Work {
     fn results(&mut self) -> Result<Results, Error>;
 }
 
-/// Puts `data` on the device, ready for the pass. Its problem says in which order our backward adds up.
+/// Puts `data` on the device, ready for the pass. Its problem says in which order our backward adds up, and how precisely we
+/// multiply.
 pub fn prepare(
     device: &cubecl::Device,
     implementation: Implementation,

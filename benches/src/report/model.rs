@@ -7,9 +7,10 @@ use std::fmt;
 use std::path::Path;
 
 /// Implementations in the order of legends and tables; others follow.
-const IMPLS: [&str; 11] = [
+const IMPLS: [&str; 12] = [
     "ours",
     "ours-fast",
+    "ours-tf32",
     "burn",
     "composed",
     "cudnn",
@@ -23,7 +24,7 @@ const IMPLS: [&str; 11] = [
 /// What is no attention.
 pub const PRODUCTS: &str = "products";
 /// Those of this repository.
-pub const OURS: [&str; 2] = ["ours", "ours-fast"];
+pub const OURS: [&str; 3] = ["ours", "ours-fast", "ours-tf32"];
 /// Passes in the order of panels.
 const PASSES: [&str; 4] = ["forward", "backward", "both", "autodiff"];
 

@@ -37,7 +37,7 @@ mod problem;
 pub use api::{
     attention, flash_attention, flash_attention_with_lse, plan, try_flash_attention, try_flash_attention_with_lse,
 };
-pub use flash_attention_kernels::{Alignment, AttentionError, BackwardOrder, Dtype, Kernel, Plan};
+pub use flash_attention_kernels::{Alignment, AttentionError, BackwardOrder, Dtype, Kernel, Plan, Precision};
 pub use module::{FlashMhaInput, FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig};
 pub use options::FlashAttentionOptions;
 pub use plan::{AttentionPlan, HostPlan};

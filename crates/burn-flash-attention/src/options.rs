@@ -2,7 +2,7 @@
 
 use burn::tensor::ops::{AttentionModuleOptions, CausalAlignment};
 use burn::tensor::{Bool, Tensor};
-use flash_attention_kernels::{Alignment, AttentionOptions, BackwardOrder};
+use flash_attention_kernels::{Alignment, AttentionOptions, BackwardOrder, Precision};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, ser::Error};
 
 /// Options of [`flash_attention`](crate::flash_attention).
@@ -41,6 +41,8 @@ pub struct FlashAttentionOptions {
     pub softcap: Option<f32>,
     /// In which order the backward adds up: a fixed one by default, so that the same call gives the same bits.
     pub backward_order: BackwardOrder,
+    /// How precisely f32 is multiplied: as f32 by default.
+    pub precision: Precision,
     /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`; true hides. Never expanded.
     pub mask: Option<Tensor<4, Bool>>,
     /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, of the dtype of `q`; added to the scores. Never expanded.
@@ -106,6 +108,20 @@ impl FlashAttentionOptions {
         self
     }
 
+    /// How precisely f32 is multiplied; nothing to half precision.
+    ///
+    /// ```
+    /// use burn_flash_attention::{FlashAttentionOptions, Precision};
+    ///
+    /// let fast = FlashAttentionOptions::new().with_precision(Precision::Tf32);
+    /// assert_eq!(FlashAttentionOptions::new().precision, Precision::Full);
+    /// # assert_eq!(fast.precision, Precision::Tf32);
+    /// ```
+    pub fn with_precision(mut self, precision: Precision) -> Self {
+        self.precision = precision;
+        self
+    }
+
     with! {
         /// Sets the factor on `q·kᵀ`: a finite number above 0.
         ///
@@ -167,6 +183,7 @@ impl FlashAttentionOptions {
             window_right: self.window_right,
             softcap: self.softcap,
             backward_order: self.backward_order,
+            precision: self.precision,
         }
     }
 }
@@ -181,6 +198,7 @@ impl From<AttentionOptions> for FlashAttentionOptions {
             window_right: options.window_right,
             softcap: options.softcap,
             backward_order: options.backward_order,
+            precision: options.precision,
             mask: None,
             bias: None,
         }

@@ -37,6 +37,7 @@ pub mod matrix;
 pub mod mma;
 pub mod portable;
 pub mod problem;
+pub mod rounding;
 pub mod score;
 pub mod softmax;
 pub mod tensor;
@@ -50,7 +51,9 @@ pub use launch::{
 pub use matrix::MatrixTile;
 pub use mma::MmaTile;
 pub use portable::tile::TileShape;
-pub use problem::{Alignment, AttentionOptions, AttentionProblem, BackwardOrder, Dtype, MAX_HEAD_DIM, MAX_SEQ};
+pub use problem::{
+    Alignment, AttentionOptions, AttentionProblem, BackwardOrder, Dtype, MAX_HEAD_DIM, MAX_SEQ, Precision,
+};
 pub use tensor::TensorView;
 pub use tiling::{
     BackwardTiles, BiasGradient, Forward, Gradient, HopperForward, HopperGradient, Kernel, MmaForward, MmaGradient,

@@ -9,7 +9,8 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// The longest sequence: sums and differences of positions stay within 32-bit integers.
 pub const MAX_SEQ: usize = (1 << 30) - 1;
 
-/// Element type of `q`, `k`, `v`, `o`, the bias and their gradients. Arithmetic is in f32 whatever it is.
+/// Element type of `q`, `k`, `v`, `o`, the bias and their gradients. Arithmetic is in f32 whatever it is, but for products that
+/// [`Precision`] allows to be less precise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
@@ -63,6 +64,26 @@ pub enum BackwardOrder {
     Fast,
 }
 
+/// How precisely f32 is multiplied. Half precision is multiplied as it is, and everything is added up in f32.
+///
+/// ```
+/// use flash_attention_kernels::{AttentionOptions, Precision};
+///
+/// let fast = AttentionOptions { precision: Precision::Tf32, ..Default::default() };
+/// assert_eq!(AttentionOptions::default().precision, Precision::Full);
+/// # assert_ne!(fast, AttentionOptions::default());
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    /// As f32, whether by multiply-adds or by matrix products.
+    #[default]
+    Full,
+    /// Factors may be rounded to tf32, which has 11 significant bits as f16 has, and the range of f32: two to three times as
+    /// fast where a device multiplies matrices of it. Elsewhere as [`Full`](Precision::Full): a plan says what was passed over.
+    Tf32,
+}
+
 /// What is done with the scores between `q·kᵀ` and the softmax, but for mask and bias, which are tensors.
 ///
 /// Scores are `softcap(q·kᵀ · softmax_scale)`, set to −∞ where mask, causality or window hide them, plus bias.
@@ -90,6 +111,8 @@ pub struct AttentionOptions {
     pub softcap: Option<f32>,
     /// In which order the backward adds up.
     pub backward_order: BackwardOrder,
+    /// How precisely f32 is multiplied.
+    pub precision: Precision,
 }
 
 /// One attention call: `o = softmax(scores) · v` over `q [batch, num_heads_q, seq_q, head_dim]`,

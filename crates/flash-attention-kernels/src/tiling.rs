@@ -328,7 +328,8 @@ pub struct Device {
     pub multiprocessors: usize,
     /// Whether there are warpgroup matrix products and TMA.
     pub wgmma: bool,
-    /// Element types of warps' matrix products `mma.sync` of 16 × 8 × 16 that are summed in f32, where inline PTX can be compiled.
+    /// Element types of warps' matrix products `mma.sync` that are summed in f32, where inline PTX can be compiled: of f16 and bf16
+    /// those of 16 × 8 × 16, of f32 those of 16 × 8 × 8 of tf32.
     pub mma: Vec<Dtype>,
     /// Units of a plane, where all planes have as many; otherwise 0.
     pub plane: usize,
@@ -345,11 +346,15 @@ impl Device {
             let usage = properties.type_usage(element_type(*dtype));
             usage.contains(TypeUsage::Buffer) && usage.contains(TypeUsage::Conversion)
         };
-        let multiplies = |dtype: Dtype| {
-            let (element, sums) = (element_type(dtype), ElemType::Float(FloatKind::F32));
+        let multiplies = |dtype: &Dtype| {
+            let (factor, k) = match dtype {
+                Dtype::F32 => (ElemType::Float(FloatKind::TF32), 8),
+                half => (element_type(*half), 16),
+            };
+            let sums = ElemType::Float(FloatKind::F32);
             let shaped = properties.features.matmul.mma.iter().any(|of| {
-                let types = [of.a_type, of.b_type, of.cd_type] == [element, element, sums];
-                types && (of.m, of.n, of.k) == (16, 8, 16)
+                let types = [of.a_type, of.b_type, of.cd_type] == [factor, factor, sums];
+                types && (of.m, of.n, of.k) == (16, 8, k)
             });
             // Only CubeCL's C++ compiler for CUDA, which takes no operations of our own, offers copies of its own.
             shaped && !properties.features.copy_async
@@ -364,7 +369,7 @@ impl Device {
             dtypes: [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().filter(stores).collect(),
             multiprocessors: hardware.num_streaming_multiprocessors.unwrap_or(0) as usize,
             wgmma: !properties.features.matmul.wgmma.is_empty(),
-            mma: [Dtype::F16, Dtype::BF16].into_iter().filter(|dtype| multiplies(*dtype)).collect(),
+            mma: [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().filter(multiplies).collect(),
             plane: if hardware.plane_size_min == hardware.plane_size_max {
                 hardware.plane_size_min as usize
             } else {
@@ -782,14 +787,9 @@ pub(crate) fn adds_dq(device: &Device, problem: &AttentionProblem) -> bool {
     problem.options.backward_order == BackwardOrder::Fast && hopper::fused(device, problem).is_ok()
 }
 
-/// Rows whose lse and delta have room in scratch. In half precision, of which kernels for Hopper load whole tiles, heads are
-/// filled up.
+/// Rows whose lse and delta have room in scratch. Heads are filled up, as there are kernels that load whole tiles.
 pub(crate) fn stats_rows(problem: &AttentionProblem) -> usize {
-    let of_head = match problem.dtype {
-        Dtype::F32 => problem.seq_q,
-        Dtype::F16 | Dtype::BF16 => problem.seq_q.next_multiple_of(stats_multiple(problem)),
-    };
-    problem.batch * problem.num_heads_q * of_head
+    problem.batch * problem.num_heads_q * problem.seq_q.next_multiple_of(stats_multiple(problem))
 }
 
 /// Which sums the gradient of this bias is made of.

@@ -2,7 +2,7 @@
 
 mod reference_common;
 
-use flash_attention_kernels::{AttentionOptions, BackwardOrder};
+use flash_attention_kernels::{AttentionOptions, BackwardOrder, Precision};
 use flash_attention_reference::{Gradients, Output};
 use reference_common::{Case, assert_close};
 
@@ -15,6 +15,7 @@ const CAUSAL: AttentionOptions = AttentionOptions {
     window_right: None,
     softcap: None,
     backward_order: BackwardOrder::Deterministic,
+    precision: Precision::Full,
 };
 
 #[test]

@@ -2,7 +2,7 @@
 
 mod reference_common;
 
-use flash_attention_kernels::{Alignment, AttentionOptions, BackwardOrder};
+use flash_attention_kernels::{Alignment, AttentionOptions, BackwardOrder, Precision};
 use flash_attention_reference::Gradients;
 use reference_common::{Case, Sizes, broadcasts};
 
@@ -18,6 +18,7 @@ const PLAIN: AttentionOptions = AttentionOptions {
     window_right: None,
     softcap: None,
     backward_order: BackwardOrder::Deterministic,
+    precision: Precision::Full,
 };
 const CAUSAL: AttentionOptions = AttentionOptions { causal: true, ..PLAIN };
 const TOP_LEFT: AttentionOptions = AttentionOptions { alignment: Alignment::TopLeft, ..CAUSAL };

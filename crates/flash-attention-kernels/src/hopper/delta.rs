@@ -16,16 +16,13 @@ const UNITS_PER_ROW: u32 = 8;
 pub const UNITS: u32 = 128;
 /// Rows of a cube.
 pub const ROWS: u32 = UNITS / UNITS_PER_ROW;
-/// Elements of a vector.
-const WIDTH: usize = 8;
-
 /// `o, dout [B, H, Sq, Dv]` in vectors of 16 bytes, `lse` (bits), `dlse [B, H, Sq]` to `stats [2, B · H, Sq filled up]`: lse, then
 /// delta, as bits. Makes `sums [B · H, Sq filled up, zeros]`, in vectors of 16 bytes, 0 on the way: `zeros` columns of it.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
-pub fn delta<E: Float>(
-    o: &Tensor<Vector<E, Const<8>>>,
-    dout: &Tensor<Vector<E, Const<8>>>,
+pub fn delta<E: Float, N: Size>(
+    o: &Tensor<Vector<E, N>>,
+    dout: &Tensor<Vector<E, N>>,
     lse: &Tensor<u32>,
     dlse: ComptimeOption<&Tensor<f32>>,
     stats: &mut [u32],
@@ -38,6 +35,7 @@ pub fn delta<E: Float>(
     #[comptime] zeros: usize,
     #[define(E)] _type: ElemType,
 ) {
+    let width = o.vector_size();
     let rows = stats_rows(seq_q, stats_multiple);
     let (of_row, nth) = (UNIT_POS % UNITS_PER_ROW, UNIT_POS / UNITS_PER_ROW);
     // Blocks of a head's rows follow one another, so do heads and batches: a cube's rows are of one head.
@@ -58,22 +56,22 @@ pub fn delta<E: Float>(
 
     let mut sum = 0.0f32.runtime();
     if row < seq_q {
-        let o_at = row_start(o, batch, of_batch, row) / WIDTH;
-        let d_at = row_start(dout, batch, of_batch, row) / WIDTH;
+        let o_at = row_start(o, batch, of_batch, row) / width;
+        let d_at = row_start(dout, batch, of_batch, row) / width;
         #[unroll]
-        for step in 0..comptime!(head_dim_v.div_ceil(WIDTH * UNITS_PER_ROW as usize)) {
+        for step in 0..comptime!(head_dim_v.div_ceil(width * UNITS_PER_ROW as usize)) {
             let vector = comptime!(step * UNITS_PER_ROW as usize) + of_row as usize;
-            if vector * WIDTH < head_dim_v {
+            if vector * width < head_dim_v {
                 let a = o[o_at + vector];
                 let b = dout[d_at + vector];
                 #[unroll]
-                for e in 0..WIDTH {
+                for e in 0..width {
                     let product = f32::cast_from(a.extract(e)) * f32::cast_from(b.extract(e));
                     // What lies past the last column may be anything.
-                    sum += if comptime!(head_dim_v.is_multiple_of(WIDTH)) {
+                    sum += if comptime!(head_dim_v.is_multiple_of(width)) {
                         product
                     } else {
-                        select(vector * WIDTH + e < head_dim_v, product, 0.0f32)
+                        select(vector * width + e < head_dim_v, product, 0.0f32)
                     };
                 }
             }

@@ -52,7 +52,9 @@ use serde::Serialize;
 pub const WARPGROUP_ROWS: usize = 64;
 /// Units of a warpgroup.
 pub const WARPGROUP_UNITS: usize = 128;
-/// Columns of a panel: 128 bytes, what the swizzle works on.
+/// Bytes of a line of a panel: what the swizzle works on.
+pub const LINE: usize = 128;
+/// Columns of a panel in 16 bits.
 pub const PANEL: usize = 64;
 
 /// Work items that are kept in shared memory: more than loads run ahead of the products (one for each stage, and one).
@@ -132,7 +134,7 @@ pub struct Blueprint {
     pub role: Role,
     /// Tiles.
     pub tile: HopperTile,
-    /// f16 or bf16.
+    /// Element type.
     pub dtype: Dtype,
     /// Dimension of a query and of a key.
     pub head_dim: usize,
@@ -162,14 +164,29 @@ pub enum Rows {
 }
 
 impl Blueprint {
+    /// Elements of a vector of 16 bytes.
+    pub fn vector(&self) -> usize {
+        16 / self.dtype.size()
+    }
+
+    /// Columns of a panel, whose lines are 128 bytes.
+    pub fn panel(&self) -> usize {
+        LINE / self.dtype.size()
+    }
+
     /// Panels of Q and K.
     pub fn panels(&self) -> usize {
-        self.head_dim.div_ceil(PANEL)
+        self.head_dim.div_ceil(self.panel())
     }
 
     /// Panels of V.
     pub fn panels_v(&self) -> usize {
-        self.head_dim_v.div_ceil(PANEL)
+        self.head_dim_v.div_ceil(self.panel())
+    }
+
+    /// Whether results are written in f32.
+    pub fn whole(&self) -> bool {
+        self.partial || self.dtype == Dtype::F32
     }
 
     /// Columns of the accumulator of O or dV: `n` of its products, a multiple of 8.
@@ -204,12 +221,12 @@ impl Blueprint {
 
     /// Bytes of a tile of K.
     pub fn k_bytes(&self) -> usize {
-        self.tile.tile_k * self.panels() * PANEL * self.dtype.size()
+        self.tile.tile_k * self.panels() * LINE
     }
 
     /// Bytes of a tile of V.
     pub fn v_bytes(&self) -> usize {
-        self.tile.tile_k * self.panels_v() * PANEL * self.dtype.size()
+        self.tile.tile_k * self.panels_v() * LINE
     }
 
     /// Whether tiles of the bias come to shared memory.
@@ -242,12 +259,12 @@ impl Blueprint {
 
     /// Bytes of a warpgroup's rows of Q.
     pub fn q_bytes(&self) -> usize {
-        WARPGROUP_ROWS * self.panels() * PANEL * self.dtype.size()
+        WARPGROUP_ROWS * self.panels() * LINE
     }
 
     /// Bytes of a warpgroup's rows of dO.
     pub fn d_bytes(&self) -> usize {
-        if self.differentiates() { WARPGROUP_ROWS * self.panels_v() * PANEL * self.dtype.size() } else { 0 }
+        if self.differentiates() { WARPGROUP_ROWS * self.panels_v() * LINE } else { 0 }
     }
 
     /// Bytes of shared memory: for each team Q, the rings of K, V and perhaps the bias, barriers.

@@ -15,7 +15,6 @@ use super::ops::{ex2, fma_packed, lg2, pack};
 use super::schedule::Walk;
 use super::scores::{Exponent, Factors, exponent_of};
 use crate::mask::Band;
-use crate::problem::Dtype;
 use crate::softmax::{HIDDEN, lse_bits_log2};
 use cubecl::prelude::*;
 
@@ -46,19 +45,20 @@ pub fn is_finite(words: &Array<u32>, #[comptime] blueprint: Blueprint) -> bool {
     trace == 0
 }
 
-/// The product of two rows of `wide` elements, which start at these vectors.
+/// The product of two rows of `wide` elements, which start at these vectors of so many each.
 #[cube]
-fn dot<E: Float>(
-    a: &[Vector<E, Const<8>>],
+fn dot<E: Float, N: Size>(
+    a: &[Vector<E, N>],
     a_at: usize,
-    b: &[Vector<E, Const<8>>],
+    b: &[Vector<E, N>],
     b_at: usize,
     #[comptime] wide: usize,
+    #[comptime] vector: usize,
 ) -> f32 {
-    let (whole, rest) = comptime!((wide / 8, wide % 8));
+    let (whole, rest) = comptime!((wide / vector, wide % vector));
     let mut sum = 0.0f32.runtime();
     for i in 0..whole {
-        sum = dot_vectors(a[a_at + i], b[b_at + i], 8usize, sum);
+        sum = dot_vectors(a[a_at + i], b[b_at + i], vector, sum);
     }
     if comptime!(rest > 0) {
         sum = dot_vectors(a[a_at + whole], b[b_at + whole], rest, sum);
@@ -68,7 +68,7 @@ fn dot<E: Float>(
 
 /// `sum` and the products of the first `len` elements of two vectors.
 #[cube]
-fn dot_vectors<E: Float>(a: Vector<E, Const<8>>, b: Vector<E, Const<8>>, #[comptime] len: usize, sum: f32) -> f32 {
+fn dot_vectors<E: Float, N: Size>(a: Vector<E, N>, b: Vector<E, N>, #[comptime] len: usize, sum: f32) -> f32 {
     let mut sum = sum;
     #[unroll]
     for e in 0..len {
@@ -80,9 +80,9 @@ fn dot_vectors<E: Float>(a: Vector<E, Const<8>>, b: Vector<E, Const<8>>, #[compt
 /// The score of a row and a unit's key as an exponent of 2; not visible if the key is `after` the last.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-fn exponents<E: Float, M: Numeric, NB: Size, NM: Size>(
-    q: &[Vector<E, Const<8>>],
-    k: &[Vector<E, Const<8>>],
+fn exponents<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
+    q: &[Vector<E, N>],
+    k: &[Vector<E, N>],
     mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
     bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
     strides: &Strides,
@@ -102,7 +102,7 @@ fn exponents<E: Float, M: Numeric, NB: Size, NM: Size>(
     if key < after && band.sees(row, key) {
         let q_at = strides.q.at(batch, head, row);
         let k_at = strides.k.at(batch, head_kv, key);
-        let product = dot(q, q_at, k, k_at, blueprint.head_dim);
+        let product = dot(q, q_at, k, k_at, blueprint.head_dim, blueprint.vector());
         let exponent = exponent_of(product, factors, band, mask, bias, batch, head, row, key, blueprint);
         value = exponent.value;
         visible = exponent.visible;
@@ -115,10 +115,10 @@ fn exponents<E: Float, M: Numeric, NB: Size, NM: Size>(
 /// `lse`. By a whole warp.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
-    q: &[Vector<E, Const<8>>],
-    k: &[Vector<E, Const<8>>],
-    v: &[Vector<E, Const<8>>],
+pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
+    q: &[Vector<E, N>],
+    k: &[Vector<E, N>],
+    v: &[Vector<E, N>],
     mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
     bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
     out: &mut [Vector<u32, Const<2>>],
@@ -138,9 +138,7 @@ pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
     #[comptime] blueprint: Blueprint,
 ) {
     let lane = UNIT_POS % 32;
-    // A unit has eight columns of O. Of more units than there are eights, the others compute the last ones too.
-    let eights = comptime!((blueprint.columns() / 8) as u32);
-    let column = min(lane, eights - 1) as usize;
+    // A unit has eight columns of O.
     let mut o = Array::<f32>::new(8usize);
     #[unroll]
     for e in 0..8usize {
@@ -170,7 +168,8 @@ pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
                 for n in 0..KEYS {
                     let p = plane_shuffle(p, n);
                     if plane_any(lane == n && sees) {
-                        add_row(&mut o, p, v, strides.v.at(batch, head_kv, start + n) + column);
+                        let at = strides.v.at(batch, head_kv, start + n);
+                        add_row(&mut o, p, v, at, blueprint.head_dim_v, blueprint.vector());
                     }
                 }
             }
@@ -186,20 +185,21 @@ pub fn recompute_row<E: Float, M: Numeric, NB: Size, NM: Size>(
         }
     }
     let at = strides.o.at(batch_out, head, row);
-    write_row(&o, out, at, 1.0f32.runtime(), blueprint.columns(), blueprint.partial, blueprint.dtype);
+    write_row(&o, out, at, 1.0f32.runtime(), blueprint.head_dim_v, blueprint);
 }
 
-/// Writes a row, of which each unit has eight columns, `factor` times, to `out` from vector `at` on; in f32 if `whole`.
+/// Writes a row of `wide` columns, of which each unit has eight, `factor` times, to `out` from vector `at` on.
 #[cube]
 fn write_row(
     o: &Array<f32>,
     out: &mut [Vector<u32, Const<2>>],
     at: usize,
     factor: f32,
-    #[comptime] columns: usize,
-    #[comptime] whole: bool,
-    #[comptime] dtype: Dtype,
+    #[comptime] wide: usize,
+    #[comptime] blueprint: Blueprint,
 ) {
+    let (whole, dtype) = comptime!((blueprint.whole(), blueprint.dtype));
+    let columns = comptime!(wide.next_multiple_of(blueprint.vector()) as u32);
     let lane = UNIT_POS % 32;
     // Columns of a vector of 8 bytes.
     let of_vector = comptime!(if whole { 2usize } else { 4usize });
@@ -216,7 +216,7 @@ fn write_row(
                 vector.insert(e, pack(o[column] * factor, o[column + 1] * factor, dtype));
             }
         }
-        if lane < comptime!((columns / 8) as u32) {
+        if 8 * lane + comptime!((nth * of_vector) as u32) < columns {
             out[at + nth] = vector;
         }
     }
@@ -233,13 +233,27 @@ fn is_lost(sums: &Array<f32>) -> bool {
     numbers == 0
 }
 
-/// Adds `factor` times eight columns of a row.
+/// Adds `factor` times eight columns of a row that starts at a vector and has `wide` columns: of more units than there are eights
+/// of columns, the others add the last ones, which nobody writes.
 #[cube]
-fn add_row<E: Float>(sums: &mut Array<f32>, factor: f32, rows: &[Vector<E, Const<8>>], at: usize) {
-    let values = rows[at];
+fn add_row<E: Float, N: Size>(
+    sums: &mut Array<f32>,
+    factor: f32,
+    rows: &[Vector<E, N>],
+    row: usize,
+    #[comptime] wide: usize,
+    #[comptime] vector: usize,
+) {
+    let (each, last) = comptime!((8 / vector, wide.div_ceil(vector) - 1));
+    let first = (UNIT_POS % 32) as usize * each;
     #[unroll]
-    for e in 0..8usize {
-        sums[e] = fma(factor, f32::cast_from(values.extract(e)), sums[e]);
+    for nth in 0..each {
+        let values = rows[row + min(first + nth, last)];
+        #[unroll]
+        for e in 0..vector {
+            let n = comptime!(nth * vector + e);
+            sums[n] = fma(factor, f32::cast_from(values.extract(e)), sums[n]);
+        }
     }
 }
 
@@ -247,11 +261,11 @@ fn add_row<E: Float>(sums: &mut Array<f32>, factor: f32, rows: &[Vector<E, Const
 /// the first and the second of its two: see [`recompute_gradient`]. By a whole warp.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub fn recompute_gradients<E: Float, M: Numeric, NB: Size, NM: Size>(
-    q: &[Vector<E, Const<8>>],
-    d: &[Vector<E, Const<8>>],
-    k: &[Vector<E, Const<8>>],
-    v: &[Vector<E, Const<8>>],
+pub fn recompute_gradients<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
+    q: &[Vector<E, N>],
+    d: &[Vector<E, N>],
+    k: &[Vector<E, N>],
+    v: &[Vector<E, N>],
     stats: &[u32],
     strides: &SourceStrides,
     mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
@@ -309,11 +323,11 @@ pub fn recompute_gradients<E: Float, M: Numeric, NB: Size, NM: Size>(
 /// head, from `first_kv` to, not including, `after_kv`. By a whole warp.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-fn recompute_gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
-    q: &[Vector<E, Const<8>>],
-    d: &[Vector<E, Const<8>>],
-    k: &[Vector<E, Const<8>>],
-    v: &[Vector<E, Const<8>>],
+fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
+    q: &[Vector<E, N>],
+    d: &[Vector<E, N>],
+    k: &[Vector<E, N>],
+    v: &[Vector<E, N>],
     stats: &[u32],
     strides: &SourceStrides,
     mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
@@ -334,9 +348,6 @@ fn recompute_gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
 ) {
     let (differentiates, sums_values) = comptime!((blueprint.differentiates(), blueprint.sums_values()));
     let lane = UNIT_POS % 32;
-    // Of more units than there are eights of columns, the others compute the last ones too.
-    let column_k = min(lane, comptime!((blueprint.columns_dk() / 8 - 1) as u32)) as usize;
-    let column_v = min(lane, comptime!((blueprint.columns() / 8 - 1) as u32)) as usize;
     let mut sum_k = Array::<f32>::new(8usize);
     let mut sum_v = Array::<f32>::new(8usize);
     #[unroll]
@@ -359,14 +370,14 @@ fn recompute_gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 let at = stats_at(band, walk, batch as u32, head_q as u32, query, blueprint);
                 let q_at = strides.q.at(batch, head, row);
                 let k_at = strides.k.at(batch, head_kv as usize, key);
-                let product = dot(q, q_at, k, k_at, blueprint.head_dim);
+                let product = dot(q, q_at, k, k_at, blueprint.head_dim, blueprint.vector());
                 let exponent = exponent_of(product, factors, band, mask, bias, batch, head_q, row, key, blueprint);
                 visible = exponent.visible;
                 p = select(visible, ex2(exponent.value - f32::reinterpret(stats[at])), 0.0f32);
                 if comptime!(differentiates) {
                     let d_at = strides.d.at(batch, head, row);
                     let v_at = strides.v.at(batch, head_kv as usize, key);
-                    let dp = dot(d, d_at, v, v_at, blueprint.head_dim_v);
+                    let dp = dot(d, d_at, v, v_at, blueprint.head_dim_v, blueprint.vector());
                     let delta = f32::reinterpret(stats[all + at]);
                     ds = select(visible, p * (dp - delta) * exponent.slope, 0.0f32);
                 }
@@ -375,10 +386,12 @@ fn recompute_gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 let (p, ds) = (plane_shuffle(p, n), plane_shuffle(ds, n));
                 if plane_any(lane == n && visible) {
                     if comptime!(differentiates) {
-                        add_row(&mut sum_k, ds, k, strides.k.at(batch, head_kv as usize, start + n) + column_k);
+                        let at = strides.k.at(batch, head_kv as usize, start + n);
+                        add_row(&mut sum_k, ds, k, at, blueprint.head_dim, blueprint.vector());
                     }
                     if comptime!(sums_values) {
-                        add_row(&mut sum_v, p, v, strides.v.at(batch, head_kv as usize, start + n) + column_v);
+                        let at = strides.v.at(batch, head_kv as usize, start + n);
+                        add_row(&mut sum_v, p, v, at, blueprint.head_dim_v, blueprint.vector());
                     }
                 }
             }
@@ -392,10 +405,10 @@ fn recompute_gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
     if comptime!(differentiates) {
         let at = results.dk.at(batch, head, row);
-        write_row(&sum_k, dk, at, scale, blueprint.columns_dk(), false, blueprint.dtype);
+        write_row(&sum_k, dk, at, scale, blueprint.head_dim, blueprint);
     }
     if comptime!(sums_values) {
         let at = results.dv.at(batch, head, row);
-        write_row(&sum_v, dv, at, 1.0f32.runtime(), blueprint.columns(), false, blueprint.dtype);
+        write_row(&sum_v, dv, at, 1.0f32.runtime(), blueprint.head_dim_v, blueprint);
     }
 }

@@ -233,12 +233,26 @@ pub fn to_fragments(s: &Array<f32>, p: &mut Sequence<Array<u32>>, #[comptime] bl
     }
 }
 
-/// The same, one after the other.
+/// The same, one after the other. Of f32, which stays as it is, a fragment has eight keys: even ones first, as products do not care
+/// in which order they are added up.
 #[cube]
 pub fn fragments_of(s: &Array<f32>, p: &mut Sequence<u32>, #[comptime] tile_k: usize, #[comptime] dtype: Dtype) {
-    #[unroll]
-    for e in 0..comptime!(tile_k / 4) {
-        p.push(pack(s[comptime!(2 * e)], s[comptime!(2 * e + 1)], dtype));
+    if comptime!(dtype == Dtype::F32) {
+        #[unroll]
+        for i in 0..comptime!(tile_k / 8) {
+            #[unroll]
+            for e in 0..2usize {
+                #[unroll]
+                for row in 0..2usize {
+                    p.push(u32::reinterpret(s[comptime!(4 * i + 2 * row + e)]));
+                }
+            }
+        }
+    } else {
+        #[unroll]
+        for e in 0..comptime!(tile_k / 4) {
+            p.push(pack(s[comptime!(2 * e)], s[comptime!(2 * e + 1)], dtype));
+        }
     }
 }
 
@@ -301,8 +315,8 @@ pub fn store_row(
     }
 }
 
-/// Writes one of a unit's two rows of an accumulator, `factor` times, in f32 to `out` from vector `at` on: 2 columns a vector;
-/// nothing if not `live`.
+/// Writes one of a unit's two rows of an accumulator, `factor` times, in f32 to `out` from vector `at` on: 2 columns a vector, this
+/// many, a multiple of 4; nothing if not `live`.
 #[cube]
 pub fn store_row_f32(
     o: &Array<f32>,
@@ -316,8 +330,32 @@ pub fn store_row_f32(
     let at = at + (UNIT_POS % 4) as usize;
     let to = &mut out[at..at + 1];
     #[unroll]
-    for i in 0..comptime!(columns / 8) {
+    for i in 0..comptime!(columns.div_ceil(8)) {
         let e = comptime!(4 * i + 2 * row);
+        // Of the last eight there may be the first half alone.
+        let live = if comptime!(8 * (i + 1) > columns) { live && UNIT_POS % 4 < 2 } else { live };
         store_pair(to, comptime!(4 * i), u32::reinterpret(o[e] * factor), u32::reinterpret(o[e + 1] * factor), live);
+    }
+}
+
+/// Writes one of a unit's two rows of an accumulator, `factor` times, in this element type, as a row of `wide` columns and what
+/// fills them up to vectors of 16 bytes: see [`store_row()`] and [`store_row_f32()`].
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn store_row_of(
+    o: &Array<f32>,
+    #[comptime] row: usize,
+    factor: f32,
+    out: &mut [Vector<u32, Const<2>>],
+    at: usize,
+    live: bool,
+    #[comptime] wide: usize,
+    #[comptime] dtype: Dtype,
+) {
+    if comptime!(dtype == Dtype::F32) {
+        store_row_f32(o, row, factor, out, at, live, comptime!(wide.next_multiple_of(4)));
+    } else {
+        let columns = comptime!(wide.next_multiple_of(8));
+        store_row(&pack_row(o, row, factor, columns, dtype), out, at, live, columns);
     }
 }

@@ -82,8 +82,8 @@ pub fn backward_with(
 /// Memory that the backward needs beside inputs, outputs and gradients; contents do not matter.
 #[derive(Clone, Debug)]
 pub struct Scratch {
-    /// `lse` and delta of each row, `[2, n]`, f32: `n` is `batch · num_heads_q · seq_q`, in half precision with `seq_q` rounded
-    /// up to a multiple of 128, or of 384 above head_dim 192.
+    /// `lse` and delta of each row, `[2, n]`, f32: `n` is `batch · num_heads_q · seq_q` with `seq_q` rounded up to a multiple of
+    /// 128, or of 384 above head_dim 192.
     pub stats: TensorView<2>,
     /// Sums that the gradient of a broadcast bias is folded from, `[batch, num_heads_q, seq_q or seq_k]`, f32.
     pub bias_sums: Option<TensorView<3>>,

@@ -10,6 +10,7 @@
 
 use super::{Blueprint, MatrixTile, WIDTH};
 use crate::portable::tile::Matrix as HeadOf;
+use crate::rounding::{rounded, rounded_one};
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;
 
@@ -211,7 +212,7 @@ pub fn write_row<E: Float>(
         for n in 0..WIDTH {
             quad.insert(n, values[comptime!(i * WIDTH + n)]);
         }
-        weights[row + me.vector(i, tile) as usize] = Quad::<E>::cast_from(quad);
+        weights[row + me.vector(i, tile) as usize] = rounded::<E, Const<4>, Const<4>>(quad);
     }
 }
 
@@ -488,12 +489,12 @@ pub fn write<E: Float, N: Size>(
                 let value = board[me.board(tile) + of_plane * comptime!(tile.board_pitch()) + within];
                 let offset = at.base + row as usize * at.row_stride;
                 if comptime!(per_write == WIDTH) {
-                    tensor[(offset + column) / WIDTH] = Vector::<E, N>::cast_from(value);
+                    tensor[(offset + column) / WIDTH] = rounded::<E, Const<4>, N>(value);
                 } else {
                     #[unroll]
                     for n in 0..WIDTH {
                         if column + n < head_dim {
-                            let element = E::cast_from(value.extract(n));
+                            let element = rounded_one::<E>(value.extract(n));
                             tensor[offset + (column + n) * at.column_stride] = Vector::<E, N>::new(element);
                         }
                     }

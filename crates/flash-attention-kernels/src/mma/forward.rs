@@ -11,13 +11,14 @@
 //! registers.) What `m` really is, and when it changes: [`Statistics`]. Products of one cube run under the softmax of another
 //! on the same multiprocessor, which is why tiles leave room for two where they can.
 
-use super::ops::{ColumnsOf, RowsOf, copies_commit, copies_wait, multiply_columns, multiply_rows};
-use super::tiles::{Along, copy_rows, lane_of_columns, lane_of_rows};
-use super::{MmaBlueprint, MmaTile};
+use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
+use super::products::{ColumnsOf, RowsOf};
+use super::tiles::{Along, copy_rows, lane_of_columns, lane_of_rows, lane_of_sums};
+use super::{MmaBlueprint, MmaTile, Products};
 use crate::hopper::WARPGROUP_ROWS;
 use crate::hopper::forward::Strides;
 use crate::hopper::ops::{lg2, reciprocal, shared_address};
-use crate::hopper::recompute::{is_finite, recompute_row};
+use crate::hopper::recompute::{is_finite_row, recompute_row};
 use crate::hopper::rows::*;
 use crate::hopper::schedule::Walk;
 use crate::hopper::scores::{Factors, finish_head, hide};
@@ -29,10 +30,10 @@ use cubecl::prelude::*;
 /// of 8 bytes, and the bits of `lse [B, H, Sq]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
-pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
-    q: &[Vector<E, Const<8>>],
-    k: &[Vector<E, Const<8>>],
-    v: &[Vector<E, Const<8>>],
+pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
+    q: &[Vector<E, N>],
+    k: &[Vector<E, N>],
+    v: &[Vector<E, N>],
     mask: ComptimeOption<&Tensor<Vector<M, NM>>>,
     bias: ComptimeOption<&Tensor<Vector<E, NB>>>,
     o: &mut [Vector<u32, Const<2>>],
@@ -44,8 +45,9 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     #[comptime] blueprint: MmaBlueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
-    let (tile, scores) = comptime!((blueprint.tile, blueprint.scores));
+    let (tile, scores, products) = comptime!((blueprint.tile, blueprint.scores, blueprint.products));
     let (groups, tile_k, dtype) = comptime!((tile.groups, tile.tile_k, scores.dtype));
+    let split = comptime!(products == Products::Split);
     let columns = comptime!(scores.columns());
     let (k_bytes, v_bytes) = comptime!((scores.k_bytes() as u32, scores.v_bytes() as u32));
     // Whether more is hidden than what lies past the last key.
@@ -77,10 +79,22 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     for group in 0..comptime!(scores.tile.warpgroups as u32) {
         let first = item.q_start + comptime!(group * WARPGROUP_ROWS as u32);
         let to = q_at + comptime!(group * scores.q_bytes() as u32);
-        copy_rows(q, &strides.q, batch, head, first, to, &band, Along::Queries, WARPGROUP_ROWS, scores.head_dim, tile);
+        copy_rows(
+            q,
+            &strides.q,
+            batch,
+            head,
+            first,
+            to,
+            &band,
+            Along::Queries,
+            WARPGROUP_ROWS,
+            scores.head_dim,
+            blueprint,
+        );
     }
-    copy_rows(k, &strides.k, batch, head_kv, k_start, k_at, &band, Along::Keys, tile_k, scores.head_dim, tile);
-    copy_rows(v, &strides.v, batch, head_kv, k_start, v_at, &band, Along::Keys, tile_k, scores.head_dim_v, tile);
+    copy_rows(k, &strides.k, batch, head_kv, k_start, k_at, &band, Along::Keys, tile_k, scores.head_dim, blueprint);
+    copy_rows(v, &strides.v, batch, head_kv, k_start, v_at, &band, Along::Keys, tile_k, scores.head_dim_v, blueprint);
     copies_commit();
 
     // -- where this unit reads operands
@@ -90,15 +104,15 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         group_bytes: scores.q_bytes(),
         tile_k,
         wide: scores.head_dim,
-        dtype,
+        products,
     });
-    let of_columns = comptime!(ColumnsOf { groups, tile_k, columns, dtype });
+    let of_columns = comptime!(ColumnsOf { groups, tile_k, columns, products });
     let q_lane = q_at
         + warpgroup * comptime!((groups * scores.q_bytes()) as u32)
         + of_warpgroup * comptime!(16u32 * 128)
         + lane_of_rows(lane);
     let k_lane = k_at + lane_of_columns(lane);
-    let v_lane = v_at + lane_of_rows(lane);
+    let v_lane = v_at + lane_of_sums(lane, products);
 
     let mut s = registers(groups, comptime!(tile_k / 2));
     let mut acc = registers(groups, comptime!(columns / 2));
@@ -114,8 +128,32 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         if step + 1 < steps {
             let first = k_start - comptime!(tile_k as u32);
             let (k_to, v_to) = (k_at + next * k_bytes, v_at + next * v_bytes);
-            copy_rows(k, &strides.k, batch, head_kv, first, k_to, &band, Along::Keys, tile_k, scores.head_dim, tile);
-            copy_rows(v, &strides.v, batch, head_kv, first, v_to, &band, Along::Keys, tile_k, scores.head_dim_v, tile);
+            copy_rows(
+                k,
+                &strides.k,
+                batch,
+                head_kv,
+                first,
+                k_to,
+                &band,
+                Along::Keys,
+                tile_k,
+                scores.head_dim,
+                blueprint,
+            );
+            copy_rows(
+                v,
+                &strides.v,
+                batch,
+                head_kv,
+                first,
+                v_to,
+                &band,
+                Along::Keys,
+                tile_k,
+                scores.head_dim_v,
+                blueprint,
+            );
             copies_commit();
         }
 
@@ -180,18 +218,24 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                 lse[strides.lse.at(batch, head, row)] = lse_bits_log2(m[of_row], sum, lg2(sum));
             }
             let factor = select(sum == 0.0f32, 0.0f32, reciprocal(sum));
-            let words = pack_row(acc.index(group), half, factor, columns, dtype);
-            store_row(&words, o, strides.o.at(batch, head, row), live, columns);
+            let of_group = acc.index(group);
+            store_row_of(of_group, half, factor, o, strides.o.at(batch, head, row), live, scores.head_dim_v, dtype);
             // Rows that these exponentials or products cannot give: out of range, or reached by what is hidden from them.
             let mut lost = sum == f32::INFINITY;
-            if comptime!(hides) {
-                let finite = is_finite(&words, scores);
+            if comptime!(hides || split) {
+                let finite = is_finite_row(of_group, half, columns);
                 lost = lost || (sum <= f32::MAX && !finite);
+            }
+            // Of infinity, a split leaves no number.
+            if comptime!(split) {
+                let none = sum.is_nan();
+                l[of_row] = select(none, f32::INFINITY, sum);
+                lost = lost || none;
             }
             again |= select(live && lost, comptime!(1u32 << of_row), 0u32);
         }
     }
-    if comptime!(hides || scores.anchored()) && plane_any(again != 0) {
+    if comptime!(hides || split || scores.anchored()) && plane_any(again != 0) {
         // What other units have stored of these rows comes first.
         sync_plane();
         let after = item.k_last + comptime!(tile_k as u32);

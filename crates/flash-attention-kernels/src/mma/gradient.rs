@@ -12,15 +12,16 @@
 //! more, and every sum is taken in a fixed order, by one warp. What each tensor is called here: [`Role`](crate::hopper::Role).
 
 use super::forward::registers;
-use super::ops::{ColumnsOf, RowsOf, copies_commit, copies_wait, multiply_columns, multiply_rows};
-use super::tiles::{Along, copy_rows, copy_words, lane_of_columns, lane_of_rows};
-use super::{MmaBlueprint, MmaTile};
+use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
+use super::products::{ColumnsOf, RowsOf};
+use super::tiles::{Along, copy_rows, copy_words, lane_of_columns, lane_of_rows, lane_of_sums};
+use super::{MmaBlueprint, MmaTile, Products};
 use crate::hopper::WARPGROUP_ROWS;
 use crate::hopper::delta::{stats_all, stats_at};
 use crate::hopper::gradient::{ResultStrides, RowStatistics, SourceStrides, statistics};
 use crate::hopper::ops::{ex2, shared_address};
 use crate::hopper::recompute::{is_finite_row, recompute_gradients};
-use crate::hopper::rows::{fragments_of, pack_row, store_row};
+use crate::hopper::rows::{fragments_of, store_row_of};
 use crate::hopper::schedule::Walk;
 use crate::hopper::scores::{Factors, finish_head, hide, slope_head};
 use crate::mask::Band;
@@ -32,11 +33,11 @@ use cubecl::prelude::*;
 /// [`delta`](mod@crate::hopper::delta). `scale`: of `dk`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
-pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
-    q: &[Vector<E, Const<8>>],
-    d: &[Vector<E, Const<8>>],
-    k: &[Vector<E, Const<8>>],
-    v: &[Vector<E, Const<8>>],
+pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
+    q: &[Vector<E, N>],
+    d: &[Vector<E, N>],
+    k: &[Vector<E, N>],
+    v: &[Vector<E, N>],
     mask: ComptimeOption<&Tensor<Vector<M, NM>>>,
     bias: ComptimeOption<&Tensor<Vector<E, NB>>>,
     dk: &mut [Vector<u32, Const<2>>],
@@ -51,7 +52,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     #[comptime] blueprint: MmaBlueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
-    let (tile, scores) = comptime!((blueprint.tile, blueprint.scores));
+    let (tile, scores, products) = comptime!((blueprint.tile, blueprint.scores, blueprint.products));
     let (groups, tile_k, dtype) = comptime!((tile.groups, tile.tile_k, scores.dtype));
     let s_len = comptime!(tile_k / 2);
     let (head_dim, head_dim_v) = comptime!((scores.head_dim, scores.head_dim_v));
@@ -90,10 +91,22 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     for nth in 0..comptime!(scores.tile.warpgroups as u32) {
         let first = item.q_start + comptime!(nth * WARPGROUP_ROWS as u32);
         let to = q_at + comptime!(nth * scores.q_bytes() as u32);
-        copy_rows(q, &sources.q, batch, head, first, to, &band, Along::Queries, WARPGROUP_ROWS, head_dim, tile);
+        copy_rows(q, &sources.q, batch, head, first, to, &band, Along::Queries, WARPGROUP_ROWS, head_dim, blueprint);
         if comptime!(differentiates) {
             let to = d_at + comptime!(nth * scores.d_bytes() as u32);
-            copy_rows(d, &sources.d, batch, head, first, to, &band, Along::Queries, WARPGROUP_ROWS, head_dim_v, tile);
+            copy_rows(
+                d,
+                &sources.d,
+                batch,
+                head,
+                first,
+                to,
+                &band,
+                Along::Queries,
+                WARPGROUP_ROWS,
+                head_dim_v,
+                blueprint,
+            );
         }
     }
     let copies = Copies { k_at, v_at, lse_at, delta_at, batch: item.batch };
@@ -106,13 +119,13 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
         group_bytes: scores.q_bytes(),
         tile_k,
         wide: head_dim,
-        dtype,
+        products,
     });
     let of_dp = comptime!(RowsOf { group_bytes: scores.d_bytes(), wide: head_dim_v, ..of_s });
-    let of_dk = comptime!(ColumnsOf { groups, tile_k, columns: columns_dk, dtype });
+    let of_dk = comptime!(ColumnsOf { groups, tile_k, columns: columns_dk, products });
     let of_dv = comptime!(ColumnsOf { columns: columns_dv, ..of_dk });
-    let (rows, columns) = (lane_of_rows(lane), lane_of_columns(lane));
-    let of_warp = of_warpgroup * comptime!(16u32 * 128) + rows;
+    let (columns, summed) = (lane_of_columns(lane), lane_of_sums(lane, products));
+    let of_warp = of_warpgroup * comptime!(16u32 * 128) + lane_of_rows(lane);
     let q_lane = q_at + warpgroup * comptime!((groups * scores.q_bytes()) as u32) + of_warp;
     let d_lane = d_at + warpgroup * comptime!((groups * scores.d_bytes()) as u32) + of_warp;
 
@@ -191,10 +204,10 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
 
         // -- what is added up
         if comptime!(sums_values) {
-            multiply_columns(&mut sum_v, &p, v_tile + rows, of_dv);
+            multiply_columns(&mut sum_v, &p, v_tile + summed, of_dv);
         }
         if comptime!(differentiates) {
-            multiply_columns(&mut sum_k, &g, k_tile + rows, of_dk);
+            multiply_columns(&mut sum_k, &g, k_tile + summed, of_dk);
         }
         stage ^= 1;
         step = select(ends, 0u32, step + 1);
@@ -215,8 +228,8 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             let sums = sum_k.index(of_group);
             let row0 = results.dk.at(batch, head, row);
             let row1 = row0 + 8 * results.dk.row;
-            store_row(&pack_row(sums, 0usize, scale, columns_dk, dtype), dk, row0, live0, columns_dk);
-            store_row(&pack_row(sums, 1usize, scale, columns_dk, dtype), dk, row1, live1, columns_dk);
+            store_row_of(sums, 0usize, scale, dk, row0, live0, head_dim, dtype);
+            store_row_of(sums, 1usize, scale, dk, row1, live1, head_dim, dtype);
             finite0 = is_finite_row(sums, 0usize, columns_dk);
             finite1 = is_finite_row(sums, 1usize, columns_dk);
         }
@@ -225,14 +238,15 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             let row0 = results.dv.at(batch, head, row);
             let row1 = row0 + 8 * results.dv.row;
             let one = 1.0f32.runtime();
-            store_row(&pack_row(sums, 0usize, one, columns_dv, dtype), dv, row0, live0, columns_dv);
-            store_row(&pack_row(sums, 1usize, one, columns_dv, dtype), dv, row1, live1, columns_dv);
+            store_row_of(sums, 0usize, one, dv, row0, live0, head_dim_v, dtype);
+            store_row_of(sums, 1usize, one, dv, row1, live1, head_dim_v, dtype);
             let (v0, v1) = (is_finite_row(sums, 0usize, columns_dv), is_finite_row(sums, 1usize, columns_dv));
             finite0 = finite0 && v0;
             finite1 = finite1 && v1;
         }
-        // Rows that what is hidden from them has reached; not where the query itself is no number.
-        if comptime!(hides) {
+        // Rows that what is hidden from them has reached, or infinity, of which a split leaves no number; not where the query itself is
+        // no number.
+        if comptime!(hides || products == Products::Split) {
             let again0 = live0 && !finite0 && of_rows.lse0 * of_rows.delta0 * 0.0f32 == 0.0f32;
             let again1 = live1 && !finite1 && of_rows.lse1 * of_rows.delta1 * 0.0f32 == 0.0f32;
             if plane_any(again0 || again1) {
@@ -281,10 +295,10 @@ struct Copies {
 impl Copies {
     /// Asks for a copy of a tile to this stage. By all units.
     #[allow(clippy::too_many_arguments)]
-    fn tile<E: Float>(
+    fn tile<E: Float, N: Size>(
         &self,
-        k: &[Vector<E, Const<8>>],
-        v: &[Vector<E, Const<8>>],
+        k: &[Vector<E, N>],
+        v: &[Vector<E, N>],
         stats: &[u32],
         sources: &SourceStrides,
         band: &Band,
@@ -294,14 +308,14 @@ impl Copies {
         stage: u32,
         #[comptime] blueprint: MmaBlueprint,
     ) {
-        let (tile, scores) = comptime!((blueprint.tile, blueprint.scores));
-        let tile_k = comptime!(tile.tile_k);
+        let scores = comptime!(blueprint.scores);
+        let tile_k = comptime!(blueprint.tile.tile_k);
         let batch = self.batch as usize;
         let of_head = head as usize;
         let k_to = self.k_at + stage * comptime!(scores.k_bytes() as u32);
         let v_to = self.v_at + stage * comptime!(scores.v_bytes() as u32);
-        copy_rows(k, &sources.k, batch, of_head, first, k_to, band, Along::Keys, tile_k, scores.head_dim, tile);
-        copy_rows(v, &sources.v, batch, of_head, first, v_to, band, Along::Keys, tile_k, scores.head_dim_v, tile);
+        copy_rows(k, &sources.k, batch, of_head, first, k_to, band, Along::Keys, tile_k, scores.head_dim, blueprint);
+        copy_rows(v, &sources.v, batch, of_head, first, v_to, band, Along::Keys, tile_k, scores.head_dim_v, blueprint);
         if comptime!(scores.transposed()) {
             let of_stage = stage * comptime!(scores.stats_bytes() as u32);
             let at = stats_at(band, walk, self.batch, head, first, scores);

@@ -2,9 +2,13 @@
 //! swizzled shared memory, to which `cp.async` brings them.
 //!
 //! ```text
-//! forward   O and the log-sum-exp           tiles    how tiles come to shared memory and operands from there
-//! gradient  dq; dk and dv                   ops      operations that CubeCL has no name for
+//! forward   O and the log-sum-exp           tiles     how tiles come to shared memory and operands from there
+//! gradient  dq; dk and dv                   products  PTX of products
+//!                                           ops       operations that CubeCL has no name for
 //! ```
+//!
+//! f32 is multiplied as tf32: split into two, which keeps its precision, or rounded where that is [asked
+//! for](crate::Precision::Tf32).
 //!
 //! An accumulator lies in the registers of a warp as that of a warpgroup's product does (`hopper::rows`), so that
 //! all that works on registers is shared with the kernels for [`hopper`](crate::hopper): softmax, scores, rows that are computed
@@ -18,6 +22,8 @@ pub mod forward;
 pub mod gradient;
 #[cfg(feature = "cuda")]
 pub mod ops;
+#[cfg(feature = "cuda")]
+pub mod products;
 #[cfg(feature = "cuda")]
 pub mod tiles;
 
@@ -86,19 +92,46 @@ pub struct MmaBlueprint {
     pub tile: MmaTile,
     /// As the scores are computed, with this [tile](MmaTile::tile()).
     pub scores: Blueprint,
+    /// What is multiplied.
+    pub products: Products,
+}
+
+/// What `mma.sync` multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub enum Products {
+    /// f16.
+    F16,
+    /// bf16.
+    BF16,
+    /// f32, rounded to tf32.
+    Tf32,
+    /// f32 as the sum of two tf32, `x = big + small`, with `x y ≈ small big + big small + big big`: what is left out is 2^-22 of it.
+    /// (H. Ootomo and R. Yokota, Recovering single precision accuracy from Tensor Cores, arXiv:2203.03341, equations 19 to 24.)
+    /// As there, sums are taken in f32 with rounding to nearest every few products, as products round towards zero.
+    Split,
+}
+
+impl Products {
+    /// Columns that one product sums over: 32 bytes of both operands.
+    pub fn depth(self) -> usize {
+        match self {
+            Products::F16 | Products::BF16 => 16,
+            Products::Tf32 | Products::Split => 8,
+        }
+    }
 }
 
 impl MmaBlueprint {
     /// Bytes of shared memory: rows of Q, and of dO, two tiles of K and of V, and of lse and delta where queries stream by.
     ///
     /// ```
-    /// # use flash_attention_kernels::{Dtype, MmaTile, hopper::{Blueprint, Role}, mma::MmaBlueprint};
+    /// # use flash_attention_kernels::{Dtype, MmaTile, hopper::{Blueprint, Role}, mma::{MmaBlueprint, Products}};
     /// let tile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64 };
     /// let scores = Blueprint {
     ///     role: Role::Forward, tile: tile.tile(), dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
     ///     capped: false, mask: None, bias: None, partial: false, stats_multiple: 128,
     /// };
-    /// assert_eq!(MmaBlueprint { tile, scores }.shared_memory(), 96 << 10);
+    /// assert_eq!(MmaBlueprint { tile, scores, products: Products::BF16 }.shared_memory(), 96 << 10);
     /// ```
     pub fn shared_memory(&self) -> usize {
         let scores = &self.scores;

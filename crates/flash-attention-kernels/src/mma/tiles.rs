@@ -3,24 +3,20 @@
 //! A tile lies in *panels* of 64 columns, 128 bytes a line, in which vectors of 16 bytes are exchanged by the line's number
 //! modulo 8: eight rows of one column of vectors, which `ldmatrix` reads at a time, are in different banks then.
 
-use super::MmaTile;
 use super::ops::{copy_vector, copy_word};
-use crate::hopper::PANEL;
+use super::{MmaBlueprint, Products};
+use crate::hopper::LINE;
 use crate::hopper::forward::Stride;
 use crate::mask::Band;
 use cubecl::prelude::*;
 
-/// Bytes of a line.
-const LINE: u32 = 128;
 /// Units that copy a line of a panel: a vector of 16 bytes each.
 const OF_LINE: u32 = 8;
-/// Elements of a vector.
-const WIDTH: usize = 8;
 
 /// Where a vector of a line lies from a panel's start on.
 #[cube]
 pub fn place(line: u32, vector: u32) -> u32 {
-    line * LINE + (vector ^ (line % 8)) * 16
+    line * comptime!(LINE as u32) + (vector ^ (line % 8)) * 16
 }
 
 /// Where a unit's part of a read of 16 rows and 16 columns lies from a tile's start on, as the first operand of a product and,
@@ -36,6 +32,23 @@ pub fn lane_of_columns(lane: u32) -> u32 {
     place(lane / 16 * 8 + lane % 8, lane / 8 % 2)
 }
 
+/// Where a unit's element of 32 bits lies in a tile's first even line and first eight columns, as the second operand of a product
+/// whose rows are even lines first: the other ones are a line further on, in the vector that differs in its last bit.
+#[cube]
+pub fn lane_of_even_rows(lane: u32) -> u32 {
+    place(lane % 4 * 2, lane / 16) + lane / 4 % 4 * 4
+}
+
+/// Where a unit's part of the second operand lies whose rows are summed over.
+#[cube]
+pub fn lane_of_sums(lane: u32, #[comptime] products: Products) -> u32 {
+    if comptime!(matches!(products, Products::F16 | Products::BF16)) {
+        lane_of_rows(lane)
+    } else {
+        lane_of_even_rows(lane)
+    }
+}
+
 /// Which end of the band rows must lie before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Along {
@@ -48,8 +61,8 @@ pub enum Along {
 /// Asks for a copy of `lines` rows from the `first` on, this `wide`, to `to`; zeros past the last row and column. By all units.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub fn copy_rows<E: Float>(
-    from: &[Vector<E, Const<8>>],
+pub fn copy_rows<E: Float, N: Size>(
+    from: &[Vector<E, N>],
     stride: &Stride,
     batch: usize,
     head: usize,
@@ -59,8 +72,10 @@ pub fn copy_rows<E: Float>(
     #[comptime] along: Along,
     #[comptime] lines: usize,
     #[comptime] wide: usize,
-    #[comptime] tile: MmaTile,
+    #[comptime] blueprint: MmaBlueprint,
 ) {
+    let (tile, panel_columns, size) =
+        comptime!((blueprint.tile, blueprint.scores.panel(), blueprint.scores.dtype.size()));
     let (line, vector) = (UNIT_POS / OF_LINE, UNIT_POS % OF_LINE);
     let at = to + place(line, vector);
     let of_pass = comptime!(tile.units() / OF_LINE as usize);
@@ -75,17 +90,17 @@ pub fn copy_rows<E: Float>(
         let start = stride.at(batch, head, within) + vector as usize;
         let row = &from[start..start + 1];
         #[unroll]
-        for panel in 0..comptime!(wide.div_ceil(PANEL)) {
+        for panel in 0..comptime!(wide.div_ceil(panel_columns)) {
             // Bytes of the row from this panel on.
-            let left = comptime!((2 * (wide - panel * PANEL)) as u32);
-            let bytes = if comptime!(left >= LINE) {
+            let left = comptime!((size * (wide - panel * panel_columns)) as u32);
+            let bytes = if comptime!(left >= LINE as u32) {
                 16u32.runtime()
             } else {
                 min(max(left.runtime(), vector * 16) - vector * 16, 16u32)
             };
-            let offset = comptime!((panel * lines + pass * of_pass) * LINE as usize);
+            let offset = comptime!((panel * lines + pass * of_pass) * LINE);
             let bytes = select(is_row, bytes, 0u32);
-            copy_vector(row, comptime!(panel * PANEL / WIDTH), at, offset, bytes);
+            copy_vector(row, comptime!(panel * OF_LINE as usize), at, offset, bytes);
         }
     }
 }

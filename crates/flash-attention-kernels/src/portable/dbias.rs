@@ -16,6 +16,7 @@ use super::scores::TileAt;
 use super::tile::*;
 use super::{Blueprint, Grid};
 use crate::mask::Band;
+use crate::rounding::rounded_one;
 use crate::score::Score;
 use cubecl::prelude::*;
 use serde::Serialize;
@@ -174,7 +175,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
                     let column = k_start + me.x * comptime!(micro_k as u32) + comptime!(j as u32);
                     if row < band.seq_q && column < band.seq_k {
                         let value = total[comptime!(i * micro_k + j)];
-                        out[at + row as usize * of_row + column as usize * of_column] = O::cast_from(value);
+                        out[at + row as usize * of_row + column as usize * of_column] = rounded_one::<O>(value);
                     }
                 }
             }
@@ -242,7 +243,7 @@ fn write_sums<O: Float>(
             for part in 0..parts {
                 sum += board[part * size + position];
             }
-            out[at + target] = O::cast_from(sum);
+            out[at + target] = rounded_one::<O>(sum);
         }
     }
 }
@@ -306,6 +307,6 @@ pub fn fold<O: Float>(
             total += board[UNIT_POS as usize + n];
         }
         let offset = batch * dbias.stride(0) + head * dbias.stride(1) + position * dbias.stride(along);
-        dbias[offset] = O::cast_from(total);
+        dbias[offset] = rounded_one::<O>(total);
     }
 }

@@ -11,6 +11,7 @@
 //! Unit `(y, x)` owns rows `y·micro_q ..` and columns `x·micro_k ..` of the scores, and of the accumulator its rows and
 //! the vectors `x, x + units_k, …` of each.
 
+use crate::rounding::{rounded, rounded_one};
 use cubecl::prelude::*;
 use serde::Serialize;
 
@@ -527,13 +528,13 @@ pub fn store<F: Float, N: Size>(
                 let value = acc[comptime!(i * groups + group)] * Vec4::new(factor);
                 if comptime!(per_write == WIDTH) {
                     if first < head_dim {
-                        tensor[(offset + first) / WIDTH] = Vector::<F, N>::cast_from(value);
+                        tensor[(offset + first) / WIDTH] = rounded::<F, Const<4>, N>(value);
                     }
                 } else {
                     #[unroll]
                     for lane in 0..WIDTH {
                         if first + lane < head_dim {
-                            let element = F::cast_from(value.extract(lane));
+                            let element = rounded_one::<F>(value.extract(lane));
                             tensor[offset + (first + lane) * at.column_stride] = Vector::<F, N>::new(element);
                         }
                     }

@@ -4,8 +4,8 @@
 use super::hopper::section;
 use super::{Device, MmaForward, MmaGradient};
 use crate::hopper::{Blueprint, Role, Rows};
-use crate::mma::{MmaBlueprint, MmaTile};
-use crate::problem::{AttentionProblem, Dtype};
+use crate::mma::{MmaBlueprint, MmaTile, Products};
+use crate::problem::{AttentionProblem, Dtype, Precision};
 
 /// Tiles of the forward, by the larger head dimension: the first row that both fit.
 ///
@@ -78,6 +78,71 @@ const DKDV: [(usize, MmaTile); 8] = [
     (256, shape(1, 1, 16)),
 ];
 
+/// Tiles of the forward in f32 as split, in the same way.
+///
+/// ```text
+/// head_dim  queries: warpgroups × groups  keys  registers: O, S    shared memory
+/// 64        1 × 2                         32    2 × (32 + 16)      64 KiB
+/// 128       1 × 1                         32    64 + 16            96 KiB
+/// 192       2 × 1                         32    96 + 16            192 KiB
+/// 192       1 × 1                         16    96 + 8             96 KiB
+/// 256       1 × 1                         32    128 + 16           192 KiB
+/// 256       1 × 1                         16    128 + 8            128 KiB
+/// ```
+///
+/// Rows are twice as long as those of 16 bits. With three products for one, reads of operands are no limit, but registers are:
+/// weights are in them twice.
+const FORWARD_SPLIT: [(usize, MmaTile); 6] = [
+    (64, shape(1, 2, 32)),
+    (128, shape(1, 1, 32)),
+    (192, shape(2, 1, 32)),
+    (192, shape(1, 1, 16)),
+    (256, shape(1, 1, 32)),
+    (256, shape(1, 1, 16)),
+];
+
+/// Tiles of the forward in f32 as tf32, in the same way: as many groups as fit, as reads of operands take longest.
+///
+/// ```text
+/// head_dim  queries: warpgroups × groups  keys  registers: O, S    shared memory
+/// 64        1 × 2                         64    2 × (32 + 32)      96 KiB
+/// 128       2 × 2                         32    2 × (64 + 16)      192 KiB
+/// 128       1 × 2                         32    2 × (64 + 16)      128 KiB
+/// 128       1 × 1                         32    64 + 16            96 KiB
+/// ```
+///
+/// and above as what is split.
+const FORWARD_TF32: [(usize, MmaTile); 8] = [
+    (64, shape(1, 2, 64)),
+    (128, shape(2, 2, 32)),
+    (128, shape(1, 2, 32)),
+    (128, shape(1, 1, 32)),
+    FORWARD_SPLIT[2],
+    FORWARD_SPLIT[3],
+    FORWARD_SPLIT[4],
+    FORWARD_SPLIT[5],
+];
+
+/// Tiles of gradients in f32, in the same way. Registers: of `dq`, and of `dk` and `dv` up to head_dim 128, of one of them above.
+///
+/// ```text
+/// head_dim  rows: warpgroups × groups  tile  registers: dQ or dK + dV, S, dP   shared memory
+/// 64        1 × 2                      32    2 × (32 or 64 + 16 + 16)          96 KiB
+/// 128       2 × 1                      32    64 or 128 + 16 + 16               192 KiB
+/// 128       1 × 1                      16    64 or 128 + 8 + 8                 96 KiB
+/// 192       1 × 1                      32    96 + 16 + 16                      192 KiB
+/// 192       1 × 1                      16    96 + 8 + 8                        144 KiB
+/// 256       1 × 1                      16    128 + 8 + 8                       192 KiB
+/// ```
+const GRADIENTS_F32: [(usize, MmaTile); 6] = [
+    (64, shape(1, 2, 32)),
+    (128, shape(2, 1, 32)),
+    (128, shape(1, 1, 16)),
+    (192, shape(1, 1, 32)),
+    (192, shape(1, 1, 16)),
+    (256, shape(1, 1, 16)),
+];
+
 /// The largest head dimension of which `dk` and `dv` are added up together.
 const TOGETHER: usize = 128;
 
@@ -87,7 +152,12 @@ const fn shape(warpgroups: usize, groups: usize, tile_k: usize) -> MmaTile {
 
 /// How `mma.sync` computes the forward, or why it cannot.
 pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<MmaForward, String> {
-    let tile = choose(device, problem, Role::Forward, &FORWARD)?;
+    let rows: &[_] = match products(problem) {
+        Products::F16 | Products::BF16 => &FORWARD,
+        Products::Split => &FORWARD_SPLIT,
+        Products::Tf32 => &FORWARD_TF32,
+    };
+    let tile = choose(device, problem, Role::Forward, rows)?;
     Ok(MmaForward { tile, section: section(device, problem, &tile.tile(), false) })
 }
 
@@ -101,8 +171,10 @@ pub fn backward(
         let tile = choose(device, problem, role, rows)?;
         Ok(MmaGradient { tile, section: section(device, problem, &tile.tile(), role.is_transposed()) })
     };
-    let dkdv = |dk, dv| of(Role::DkDv { dk, dv }, &DKDV);
-    let dq = of(Role::Dq, &DQ)?;
+    let (of_dq, of_dkdv): (&[_], &[_]) =
+        if problem.dtype == Dtype::F32 { (&GRADIENTS_F32, &GRADIENTS_F32) } else { (&DQ, &DKDV) };
+    let dkdv = |dk, dv| of(Role::DkDv { dk, dv }, of_dkdv);
+    let dq = of(Role::Dq, of_dq)?;
     if problem.head_dim.max(problem.head_dim_v) <= TOGETHER {
         return Ok((dq, dkdv(true, true)?, None));
     }
@@ -115,9 +187,6 @@ fn choose(
     role: Role,
     rows: &[(usize, MmaTile)],
 ) -> Result<MmaTile, String> {
-    if problem.dtype == Dtype::F32 {
-        return Err("it computes in f16 and bf16, not f32".into());
-    }
     let widest = problem.head_dim.max(problem.head_dim_v);
     let mut why = format!("head_dim {widest} is above {}", rows[rows.len() - 1].0);
     for (_, tile) in rows.iter().filter(|(head_dim, _)| widest <= *head_dim) {
@@ -143,7 +212,17 @@ pub fn blueprint(problem: &AttentionProblem, role: Role, tile: MmaTile) -> MmaBl
         partial: false,
         stats_multiple: super::stats_multiple(problem),
     };
-    MmaBlueprint { tile, scores }
+    MmaBlueprint { tile, scores, products: products(problem) }
+}
+
+/// What is multiplied.
+pub fn products(problem: &AttentionProblem) -> Products {
+    match (problem.dtype, problem.options.precision) {
+        (Dtype::F16, _) => Products::F16,
+        (Dtype::BF16, _) => Products::BF16,
+        (Dtype::F32, Precision::Full) => Products::Split,
+        (Dtype::F32, Precision::Tf32) => Products::Tf32,
+    }
 }
 
 /// Why these tiles cannot be used, if they cannot.

@@ -3,7 +3,8 @@
 use crate::common::*;
 use cubecl::prelude::*;
 use flash_attention_kernels::{
-    AttentionError, AttentionOptions, Dtype, Gradients, Saved, TensorView, TileShape, backward, forward,
+    AttentionError, AttentionOptions, Dtype, Gradients, Saved, Scratch, TensorView, TileShape, backward, backward_with,
+    forward, forward_with,
 };
 
 fn causal() -> AttentionOptions {
@@ -72,13 +73,16 @@ fn every_backward_gives_the_same_bits() {
             |shape: [usize; 4]| TensorView::contiguous(client.empty(size * shape.iter().product::<usize>()), shape);
         let o = empty(p.o_shape());
         let lse = TensorView::contiguous(client.empty(4 * p.rows()), p.lse_shape());
-        forward(&client, p, &inputs, &o, &lse).unwrap();
+        let plan = case.plan(&client).unwrap();
+        forward_with(&client, p, &inputs, &o, &lse, plan.forward).unwrap();
+        let scratch = Scratch::empty(&client, p);
         let saved = Saved { o, lse, dout: put(p.o_shape(), &case.dout), dlse: None };
         let mut first = None;
         for _ in 0..=repeats {
             let views = [p.q_shape(), p.k_shape(), p.v_shape()].map(empty);
             let [dq, dk, dv] = views.clone().map(Some);
-            backward(&client, p, &inputs, &saved, &Gradients { dq, dk, dv, dbias: None }).unwrap();
+            let gradients = Gradients { dq, dk, dv, dbias: None };
+            backward_with(&client, p, &inputs, &saved, &gradients, &scratch, Some(plan.backward)).unwrap();
             let bytes = views.map(|view| client.read_one_unchecked(view.handle).to_vec());
             let first = first.get_or_insert_with(|| bytes.clone());
             assert!(*first == bytes, "{p:?}");

@@ -1,7 +1,7 @@
 //! What is chosen for devices that are not here.
 
 use flash_attention_kernels::tiling::{Device, plan_on};
-use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype, Forward, Kernel};
+use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype, Forward, Kernel, Precision};
 
 /// The least that WebGPU promises.
 fn smallest() -> Device {
@@ -79,6 +79,16 @@ fn matrix_products_follow_what_is_offered() {
     assert!(small.contains("not backward matrix: it takes"), "{small}");
     let single = plan_on(&gpu, &problem([1, 1, 64, 64])).unwrap().to_string();
     assert!(single.contains("not forward matrix: it computes in f16 and bf16, not f32"), "{single}");
+}
+
+/// tf32 is a permission: where nothing multiplies it, f32 stays f32, and the plan tells.
+#[test]
+fn tf32_is_planned_visibly() {
+    let options = AttentionOptions { precision: Precision::Tf32, ..Default::default() };
+    let plan = plan_on(&smallest(), &AttentionProblem { options, ..problem([1, 1, 64, 64]) }).unwrap();
+    assert_eq!([plan.forward.kernel(), plan.backward.dq.kernel()], [Kernel::Portable; 2], "{plan}");
+    let told = plan.to_string();
+    assert!(told.contains("not forward mma: ") && told.contains("not backward mma: "), "{told}");
 }
 
 #[test]

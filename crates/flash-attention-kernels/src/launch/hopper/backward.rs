@@ -271,6 +271,7 @@ impl Call<'_> {
                 self.delta_hopper_grid()?,
                 CubeDim::new_1d(hopper::delta::UNITS),
                 self.addresses(spans),
+                VECTOR_BYTES / p.dtype.size(),
                 o.arg(),
                 dout.arg(),
                 saved.lse.arg(),

@@ -103,6 +103,7 @@ impl Call<'_> {
                 count,
                 CubeDim::new_1d(blueprint.tile.units() as u32),
                 addresses,
+                wide,
                 width(bias_width),
                 width(mask_width),
                 rows_arg(q, wide),

@@ -19,7 +19,8 @@ impl Call<'_> {
     fn mma_blueprint(&self, role: Role, tile: MmaTile) -> Result<MmaBlueprint, AttentionError> {
         tiling::mma::check(self.device, self.problem, role, tile)
             .map_err(|why| AttentionError::KernelUnavailable { kernel: Kernel::Mma.name(), why })?;
-        Ok(MmaBlueprint { tile, scores: self.plain_blueprint(role, tile.tile(), false) })
+        let scores = self.plain_blueprint(role, tile.tile(), false);
+        Ok(MmaBlueprint { tile, scores, products: tiling::mma::products(self.problem) })
     }
 
     /// Which cube computes which block of rows of so many heads, and the cubes.
@@ -84,6 +85,7 @@ impl Call<'_> {
                 count,
                 CubeDim::new_1d(tile.units() as u32),
                 addresses,
+                vector,
                 bias_width,
                 mask_width,
                 rows_arg(&q, vector),

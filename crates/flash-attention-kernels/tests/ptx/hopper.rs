@@ -1,98 +1,32 @@
-//! Every kernel for Hopper compiles to PTX on a machine with no GPU, as CubeCL compiles it on one, and is what it is meant
-//! to be: warpgroup products and tensor-map loads, nothing in local memory. Where `ptxas` is at hand (or named by `PTXAS`),
-//! it is assembled as CubeCL's driver calls do, as relocatable code, and its registers are counted; with `nvdisasm` (or
-//! `NVDISASM`), too, the machine code is searched for guarded shuffles.
-//!
-//! `HOPPER_PTX_DIR` keeps the PTX there.
+//! Every kernel for Hopper is what it is meant to be: warpgroup products and tensor-map loads, nothing in local memory, no guarded
+//! shuffles.
 
-use cubecl::ir::{AddressType, DeviceIdentity, DeviceProperties, ElemType, HardwareProperties, UIntKind};
-use cubecl::prelude::*;
-use cubecl_core::ir::MemoryDeviceProperties;
+use crate::harness::*;
+use cubecl_core::CubeKernel;
 use cubecl_core::ir::nvidia::SmArch;
-use cubecl_core::{Compiler, CubeKernel};
-use cubecl_llvm::nvptx::ptx_version::PtxVersion;
-use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
 use flash_attention_kernels::hopper::dbias::{BiasStridesCompilationArg, Block, Mosaic, MosaicCompilationArg};
-use flash_attention_kernels::hopper::forward::{StrideCompilationArg, StridesCompilationArg};
+use flash_attention_kernels::hopper::forward::StridesCompilationArg;
 use flash_attention_kernels::hopper::gradient::{ResultStridesCompilationArg, SourceStridesCompilationArg};
 use flash_attention_kernels::hopper::ring::SpreadCompilationArg;
-use flash_attention_kernels::hopper::schedule::{Divisor, DivisorCompilationArg, Walk, WalkCompilationArg};
-use flash_attention_kernels::hopper::scores::FactorsCompilationArg;
+use flash_attention_kernels::hopper::schedule::{Divisor, Walk};
 use flash_attention_kernels::hopper::{
     BiasBlueprint, BiasTile, Blueprint, Role, Rows, copy, dbias, delta, forward, gradient, merge, reduce,
 };
-use flash_attention_kernels::mask::{Band, BandCompilationArg};
+use flash_attention_kernels::mask::Band;
 use flash_attention_kernels::tiling::{Device, element_type, plan_on};
 use flash_attention_kernels::{
     AttentionOptions, AttentionProblem, BackwardOrder, BackwardTiles, BiasGradient, Dtype, Forward, Gradient,
     HopperForward, HopperTile, Kernel,
 };
 use std::collections::HashMap;
-use std::process::Command;
-use std::sync::Arc;
 use std::time::Instant;
 
-/// An H200, as far as plans and compilation ask.
-fn device() -> Device {
-    Device {
-        name: "offline".into(),
-        shared_memory: 227 << 10,
-        units: 1024,
-        bindings: 1024,
-        cubes: (u32::MAX, 65535, 65535),
-        wide_addresses: true,
-        dtypes: vec![Dtype::F32, Dtype::F16, Dtype::BF16],
-        multiprocessors: 132,
-        wgmma: true,
-        mma: vec![Dtype::F16, Dtype::BF16],
-        plane: 32,
-        matrices: [Dtype::F16, Dtype::BF16].map(|dtype| (dtype, [16, 16, 16])).to_vec(),
-    }
+fn compile(kernel: impl CubeKernel) -> String {
+    crate::harness::compile(kernel, SmArch::new(90, true))
 }
 
-fn properties() -> DeviceProperties {
-    let hardware = HardwareProperties {
-        load_width: 128,
-        vector_register_count: None,
-        plane_size_min: 32,
-        plane_size_max: 32,
-        max_bindings: 32,
-        max_shared_memory_size: 227 << 10,
-        max_cube_count: (u32::MAX, u16::MAX as u32, u16::MAX as u32),
-        max_units_per_cube: 1024,
-        max_cube_dim: (1024, 1024, 64),
-        num_streaming_multiprocessors: None,
-        num_tensor_cores: None,
-        min_tensor_cores_dim: None,
-        num_cpu_cores: None,
-        last_level_cache_size: None,
-        max_vector_size: VectorSize::MAX,
-        cube_mma_reserved_shared_memory: 0,
-    };
-    let identity = DeviceIdentity { name: "offline".into(), fingerprint: "offline".into(), physical: None };
-    DeviceProperties::new(
-        Default::default(),
-        MemoryDeviceProperties::new(u64::MAX, 256),
-        hardware,
-        cubecl_core::profile::TimingMethod::Device,
-        identity,
-    )
-}
-
-fn tensor() -> TensorCompilationArg {
-    TensorCompilationArg { meta: TensorMetaCompilationArg { len: (), rank: () }, buffer: buffer() }
-}
-
-fn buffer() -> BufferCompilationArg {
-    BufferCompilationArg { inplace: None }
-}
-
-fn divisor() -> DivisorCompilationArg {
-    DivisorCompilationArg { divisor: (), multiplier: (), shift: () }
-}
-
-fn stride() -> StrideCompilationArg {
-    StrideCompilationArg { batch: (), head: (), row: () }
+fn assemble(ptx: &str) -> Option<Assembled> {
+    crate::harness::assemble(ptx, "sm_90a")
 }
 
 fn ptx(blueprint: Blueprint, band: Band) -> String {
@@ -103,55 +37,12 @@ fn ptx(blueprint: Blueprint, band: Band) -> String {
     }
 }
 
-fn settings(units: usize) -> KernelSettings {
-    KernelSettings::new(*CubeDim::new_1d(units as u32), ExecutionMode::Unchecked, AddressType::U32)
-}
-
-fn optional<T: LaunchArg<CompilationArg = TensorCompilationArg>>(is: bool) -> ComptimeOptionCompilationArg<T> {
-    if is { ComptimeOptionCompilationArg::Some(tensor()) } else { ComptimeOptionCompilationArg::None }
-}
-
-fn factors() -> FactorsCompilationArg {
-    FactorsCompilationArg { scale: (), softcap: (), inner: (), exponent: () }
-}
-
-fn band_arg(band: Band) -> BandCompilationArg {
-    BandCompilationArg {
-        seq_q: (),
-        seq_k: (),
-        lower: (),
-        upper: (),
-        bounded_below: band.bounded_below,
-        bounded_above: band.bounded_above,
-    }
-}
-
-fn walk() -> WalkCompilationArg {
-    WalkCompilationArg {
-        items: (),
-        blocks: (),
-        ahead: (),
-        heads: (),
-        of_section: divisor(),
-        section: divisor(),
-        last_section: divisor(),
-        num_heads_q: divisor(),
-        group_size: divisor(),
-        parts: divisor(),
-        batches: (),
-    }
-}
-
-fn types(blueprint: Blueprint) -> [ElemType; 2] {
-    [element_type(blueprint.dtype), ElemType::UInt(UIntKind::U8)]
-}
-
 fn gradient_ptx(blueprint: Blueprint, band: Band) -> String {
     let width = if blueprint.transposed() { 1 } else { 2 };
     compile(gradient::gradient::Gradient::new(
         settings(blueprint.tile.units()),
-        Arc::new(properties()),
-        Arc::new(Default::default()),
+        properties(),
+        Default::default(),
         (),
         (),
         (),
@@ -185,8 +76,8 @@ fn gradient_ptx(blueprint: Blueprint, band: Band) -> String {
 fn round_ptx(blueprint: Blueprint) -> String {
     compile(reduce::round_sums::RoundSums::new(
         settings(reduce::UNITS as usize),
-        Arc::new(properties()),
-        Arc::new(Default::default()),
+        properties(),
+        Default::default(),
         buffer(),
         optional(false),
         optional(false),
@@ -213,8 +104,8 @@ fn round_ptx(blueprint: Blueprint) -> String {
 fn forward_ptx(blueprint: Blueprint, band: Band) -> String {
     compile(forward::forward::Forward::new(
         settings(blueprint.tile.units()),
-        Arc::new(properties()),
-        Arc::new(Default::default()),
+        properties(),
+        Default::default(),
         (),
         (),
         (),
@@ -242,8 +133,8 @@ fn forward_ptx(blueprint: Blueprint, band: Band) -> String {
 fn dbias_ptx(blueprint: BiasBlueprint, band: Band) -> String {
     compile(dbias::dbias::Dbias::new(
         settings(blueprint.tile.tile().units()),
-        Arc::new(properties()),
-        Arc::new(Default::default()),
+        properties(),
+        Default::default(),
         (),
         (),
         (),
@@ -277,61 +168,6 @@ fn dbias_ptx(blueprint: BiasBlueprint, band: Band) -> String {
     ))
 }
 
-fn compile(kernel: impl CubeKernel) -> String {
-    let options = PlironOptions {
-        arch: None,
-        sm_arch: Some(SmArch::new(90, true)),
-        ptx_version: PtxVersion::for_driver(12080),
-        grid_constants: true,
-        ..Default::default()
-    };
-    let mut compiler = PlironCompiler { target: LlvmTarget::Nvptx };
-    match compiler.compile(kernel.define(), &options).unwrap() {
-        PlironArtifact::NvptxCode(module) => {
-            // SAFETY: the compiler ends it with a zero.
-            unsafe { std::ffi::CStr::from_ptr(module.ptx.as_ptr()) }.to_string_lossy().into_owned()
-        }
-        _ => unreachable!("PTX was asked for"),
-    }
-}
-
-/// What the assembler makes of a kernel.
-struct Assembled {
-    registers: usize,
-    /// Bytes.
-    spills: usize,
-    /// What it says.
-    said: String,
-    /// Guards of shuffles in a warp that may have come apart; `None` without a disassembler.
-    guards: Option<usize>,
-}
-
-/// Assembles, if there is an assembler.
-fn assemble(ptx: &str) -> Option<Assembled> {
-    let ptxas = std::env::var("PTXAS").unwrap_or_else(|_| "ptxas".into());
-    let directory = tempfile::tempdir().unwrap();
-    let (source, object) = (directory.path().join("kernel.ptx"), directory.path().join("kernel.o"));
-    std::fs::write(&source, ptx).unwrap();
-    let arguments = ["-c", "-arch=sm_90a", "-v", "-o"];
-    let output = Command::new(ptxas).args(arguments).args([&object, &source]).output().ok()?;
-    let said = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat();
-    assert!(output.status.success(), "{said}");
-    let before = |what: &str| -> usize {
-        said.match_indices(what)
-            .filter_map(|(at, _)| said[..at].split_whitespace().last()?.parse::<usize>().ok())
-            .max()
-            .unwrap_or(0)
-    };
-    let nvdisasm = std::env::var("NVDISASM").unwrap_or_else(|_| "nvdisasm".into());
-    let code = Command::new(nvdisasm).arg("-c").arg(&object).output().ok().filter(|output| output.status.success());
-    Some(Assembled {
-        registers: before(" registers"),
-        spills: before(" bytes spill stores") + before(" bytes spill loads"),
-        guards: code.map(|code| String::from_utf8_lossy(&code.stdout).matches("BRA.DIV").count()),
-        said,
-    })
-}
-
 /// The kernel that is planned for a problem, compiled and looked at.
 fn check(name: &str, problem: AttentionProblem) {
     let plan = plan_on(&device(), &problem).unwrap();
@@ -341,19 +177,8 @@ fn check(name: &str, problem: AttentionProblem) {
         let n: Vec<usize> = tile.split('/').map(|n| n.parse().unwrap()).collect();
         tiles.tile = HopperTile { teams: n[0], warpgroups: n[1], tile_k: n[2], stages: n[3], turns: n[4] != 0 };
     }
-    let rows = |shape: Option<[usize; 4]>| shape.map(|shape| if shape[2] == 1 { Rows::Same } else { Rows::Each });
-    let mut blueprint = Blueprint {
-        role: Role::Forward,
-        tile: tiles.tile,
-        dtype: problem.dtype,
-        head_dim: problem.head_dim,
-        head_dim_v: problem.head_dim_v,
-        capped: problem.options.softcap.is_some(),
-        mask: rows(problem.mask),
-        bias: rows(problem.bias),
-        partial: tiles.parts > 1,
-        stats_multiple: 384,
-    };
+    let plain = scores(&problem, Role::Forward, tiles.tile);
+    let mut blueprint = Blueprint { partial: tiles.parts > 1, ..plain };
     look_at(name, blueprint, &problem);
     let BackwardTiles { dq: Gradient::Hopper(dq), dkdv: Gradient::Hopper(dkdv), dv, .. } = plan.backward else {
         panic!("{plan}")
@@ -421,9 +246,7 @@ fn look_at_ptx(name: &str, blueprint: &Blueprint, columns: &[usize], ptx: impl F
     let start = Instant::now();
     let ptx = ptx();
     let compiled = start.elapsed().as_millis();
-    if let Ok(directory) = std::env::var("HOPPER_PTX_DIR") {
-        std::fs::write(format!("{directory}/{name}.ptx"), &ptx).unwrap();
-    }
+    keep(name, &ptx);
     let ty = if blueprint.dtype == Dtype::BF16 { "bf16" } else { "f16" };
     for n in columns {
         let product = format!("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ty}.{ty}");
@@ -440,11 +263,6 @@ fn look_at_ptx(name: &str, blueprint: &Blueprint, columns: &[usize], ptx: impl F
         }
         None => println!("{name}: compiled; no ptxas to assemble it"),
     }
-}
-
-fn problem(head_dim: usize, dtype: Dtype, options: AttentionOptions) -> AttentionProblem {
-    let shape = [4, 16, 4096, head_dim];
-    AttentionProblem::new(&shape, &shape, &shape, dtype, options).unwrap()
 }
 
 #[test]
@@ -525,7 +343,7 @@ fn gradients_of_biases_are_warpgroup_products() {
 #[test]
 fn what_comes_before_and_after_compiles() {
     for dtype in [Dtype::BF16, Dtype::F16] {
-        let (properties, defaults) = (|| Arc::new(properties()), || Arc::new(Default::default()));
+        let (properties, defaults) = (|| properties(), || Default::default());
         let ty = element_type(dtype);
         let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 3, turns: false };
         let kernels = [
@@ -577,6 +395,7 @@ fn what_comes_before_and_after_compiles() {
                     (),
                     (),
                     (),
+                    8,
                     72,
                     128,
                     128,
@@ -627,7 +446,7 @@ fn what_hopper_cannot_do_is_planned_visibly() {
     }
 
     let single = plan_on(&device(), &problem(128, Dtype::F32, causal)).unwrap();
-    assert_eq!(single.forward.kernel(), Kernel::Portable);
+    assert_eq!(single.forward.kernel(), Kernel::Mma);
     assert!(single.to_string().contains("not forward hopper: it computes in f16 and bf16, q is f32"), "{single}");
     let older = Device { wgmma: false, ..device() };
     let plan = plan_on(&older, &problem(128, Dtype::BF16, causal)).unwrap();

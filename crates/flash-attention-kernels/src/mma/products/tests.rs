@@ -1,0 +1,266 @@
+//! What the pieces of PTX compute, unit by unit, on a warp that is simulated: registers of 32 bits, shared memory in bytes.
+
+use super::super::tiles::{lane_of_columns, lane_of_rows, lane_of_sums, place};
+use super::*;
+use half::{bf16, f16};
+use std::collections::HashMap;
+
+/// Registers of a unit.
+type Registers = HashMap<String, u32>;
+
+/// A number as products see it in a register: of 32 bits what tf32 keeps, of 16 bits the low or the high half.
+fn factors(of: &str, register: u32) -> Vec<f64> {
+    let [low, high] = [register as u16, (register >> 16) as u16];
+    match of {
+        "tf32" => vec![f32::from_bits(register & !0x1fff) as f64],
+        "bf16" => [low, high].map(|bits| bf16::from_bits(bits).to_f64()).to_vec(),
+        _ => [low, high].map(|bits| f16::from_bits(bits).to_f64()).to_vec(),
+    }
+}
+
+/// Runs a piece for a warp, whose operands registers hold by their names.
+fn run(text: &str, shared: &[u8], units: &mut [Registers]) {
+    let word = |at: usize| u32::from_le_bytes(shared[at..at + 4].try_into().unwrap());
+    let half = |at: usize| u16::from_le_bytes(shared[at..at + 2].try_into().unwrap()) as u32;
+    for line in text.lines() {
+        let line = line.trim_end_matches(';');
+        let (name, rest) = line.split_once(' ').unwrap_or((line, ""));
+        let of: Vec<_> = rest.split(", ").collect();
+        let lists: Vec<Vec<&str>> =
+            rest.split('{').skip(1).map(|list| list.split_once('}').unwrap().0.split(", ").collect()).collect();
+        let address = || {
+            let (at, offset) = rest.split_once('[').unwrap().1.trim_end_matches(']').split_once('+').unwrap();
+            (at, offset.parse::<u32>().unwrap())
+        };
+        // What one unit does by itself.
+        let alone: Option<&dyn Fn(&Registers) -> u32> = match name {
+            "xor.b32" => Some(&|unit| unit[of[1]] ^ of[2].parse::<u32>().unwrap()),
+            "and.b32" => Some(&|unit| unit[of[1]] & of[2].parse::<i32>().unwrap() as u32),
+            "add.u32" => Some(&|unit| unit[of[1]].wrapping_add(of[2].parse().unwrap())),
+            "add.rn.f32" => Some(&|unit| (f32::from_bits(unit[of[1]]) + f32::from_bits(unit[of[2]])).to_bits()),
+            "sub.rn.f32" => Some(&|unit| (f32::from_bits(unit[of[1]]) - f32::from_bits(unit[of[2]])).to_bits()),
+            "cvt.rna.tf32.f32" => Some(&|unit| match unit[of[1]] {
+                bits if !f32::from_bits(bits).is_finite() => bits,
+                bits => (bits + 0x1000) & !0x1fff,
+            }),
+            "mov.b32" => Some(&|unit| unit[of[1]]),
+            "mov.f32" => Some(&|_| 0),
+            "ld.shared.b32" => Some(&|unit| word((unit[address().0] + address().1) as usize)),
+            _ => None,
+        };
+        if let Some(result) = alone {
+            for unit in units.iter_mut() {
+                let value = result(unit);
+                unit.insert(of[0].into(), value);
+            }
+        } else if name.starts_with("ldmatrix") {
+            let (at, offset) = address();
+            let lines: Vec<usize> = units.iter().map(|unit| (unit[at] + offset) as usize).collect();
+            assert!(lines.iter().all(|line| line % 16 == 0));
+            for (lane, unit) in units.iter_mut().enumerate() {
+                for (matrix, register) in lists[0].iter().enumerate() {
+                    let line = |row: usize| lines[8 * matrix + row];
+                    let value = if name.contains("trans") {
+                        let (row, column) = (lane % 4 * 2, lane / 4 * 2);
+                        half(line(row) + column) | half(line(row + 1) + column) << 16
+                    } else {
+                        word(line(lane / 4) + lane % 4 * 4)
+                    };
+                    unit.insert(register.to_string(), value);
+                }
+            }
+        } else if name.starts_with("mma") {
+            let ty = name.rsplit('.').nth(1).unwrap();
+            let each = factors(ty, 0).len();
+            let (mut a, mut b) = ([[0.0; 16]; 16], [[0.0; 8]; 16]);
+            for (lane, unit) in units.iter().enumerate() {
+                let (group, within) = (lane / 4, lane % 4 * each);
+                for n in 0..4 {
+                    for (e, value) in factors(ty, unit[lists[1][n]]).into_iter().enumerate() {
+                        a[group + n % 2 * 8][within + n / 2 * 4 * each + e] = value;
+                    }
+                }
+                for n in 0..2 {
+                    for (e, value) in factors(ty, unit[lists[2][n]]).into_iter().enumerate() {
+                        b[within + n * 4 * each + e][group] = value;
+                    }
+                }
+            }
+            for (lane, unit) in units.iter_mut().enumerate() {
+                for n in 0..4 {
+                    let (row, column) = (lane / 4 + n / 2 * 8, lane % 4 * 2 + n % 2);
+                    let sum = (0..16).map(|k| a[row][k] * b[k][column]).sum::<f64>();
+                    let sum = sum + f32::from_bits(unit[lists[3][n]]) as f64;
+                    unit.insert(lists[0][n].into(), (sum as f32).to_bits());
+                }
+            }
+        } else {
+            assert!(["{", "}", ".reg"].contains(&name), "{line}");
+        }
+    }
+}
+
+impl Products {
+    fn bytes(self) -> usize {
+        32 / self.depth()
+    }
+
+    /// Something that this can hold: of f32 all its bits count.
+    fn value(self, seed: usize, row: usize, column: usize) -> f64 {
+        let whole = (((row * 31 + column * 17 + seed * 7) * 2654435761 % 4294967296) / 65536 % 19) as f64 - 9.0;
+        if self.depth() == 16 { whole } else { (whole + (row * 7 + column * 3 + seed) as f64 / 977.0) as f32 as f64 }
+    }
+
+    fn put(self, to: &mut [u8], value: f64) {
+        match self {
+            Products::F16 => to.copy_from_slice(&f16::from_f64(value).to_le_bytes()),
+            Products::BF16 => to.copy_from_slice(&bf16::from_f64(value).to_le_bytes()),
+            Products::Tf32 | Products::Split => to.copy_from_slice(&(value as f32).to_le_bytes()),
+        }
+    }
+
+    /// Puts rows where copies put them.
+    fn rows(self, shared: &mut [u8], lines: usize, wide: usize, of: impl Fn(usize, usize) -> f64) {
+        let (size, panel) = (self.bytes(), LINE / self.bytes());
+        for column in 0..wide {
+            for line in 0..lines {
+                let byte = column % panel * size;
+                let at = column / panel * lines * LINE + place(line as u32, (byte / 16) as u32) as usize + byte % 16;
+                self.put(&mut shared[at..at + size], of(line, column));
+            }
+        }
+    }
+
+    /// How far a sum may be off that is made of numbers of this size.
+    fn tolerance(self, size: f64) -> f64 {
+        match self {
+            Products::F16 | Products::BF16 => 0.0,
+            Products::Tf32 => size * 2f64.powi(-10),
+            Products::Split => size * 2f64.powi(-21),
+        }
+    }
+}
+
+/// What shared memory holds where nothing was put: no number.
+const NOTHING: u8 = 0xff;
+
+const ALL: [Products; 4] = [Products::F16, Products::BF16, Products::Tf32, Products::Split];
+
+#[test]
+fn rows_are_multiplied_with_rows() {
+    let shapes = [(2, 64, 128usize), (1, 32, 64), (2, 16, 72), (1, 48, 16), (1, 64, 256), (1, 16, 4)];
+    for (products, (groups, tile_k, wide)) in ALL.into_iter().flat_map(|of| shapes.map(|shape| (of, shape))) {
+        let panels = wide.div_ceil(LINE / products.bytes());
+        let group_bytes = 64 * panels * LINE;
+        let of = RowsOf { groups, lines: 64, group_bytes, tile_k, wide, products };
+        let padded = wide.next_multiple_of(products.depth());
+        let k_at = groups * group_bytes;
+        let mut shared = vec![NOTHING; k_at + tile_k * panels * LINE];
+        let filled = |seed, row, column| if column < wide { products.value(seed, row, column) } else { 0.0 };
+        for group in 0..groups {
+            let of_group = |row, column| filled(0, group * 64 + row, column);
+            products.rows(&mut shared[group * group_bytes..], 64, padded, of_group);
+        }
+        products.rows(&mut shared[k_at..], tile_k, padded, |row, column| filled(1, row, column));
+        let count = groups * tile_k / 2;
+        for warp in 0..4 {
+            let mut units: Vec<Registers> = (0..32u32)
+                .map(|lane| {
+                    let q = (16 * LINE * warp) as u32 + lane_of_rows(lane);
+                    let k = k_at as u32 + lane_of_columns(lane);
+                    HashMap::from([(format!("${count}"), q), (format!("${}", count + 1), k)])
+                })
+                .collect();
+            run(&rows_with_rows(of), &shared, &mut units);
+            for (lane, unit) in units.iter().enumerate() {
+                for n in 0..count {
+                    let (group, i) = (n / (tile_k / 2), n % (tile_k / 2));
+                    let row = group * 64 + warp * 16 + lane / 4 + i % 4 / 2 * 8;
+                    let key = i / 4 * 8 + lane % 4 * 2 + i % 2;
+                    let products = |d| of.products.value(0, row, d) * of.products.value(1, key, d);
+                    let want: f64 = (0..wide).map(products).sum();
+                    let size: f64 = (0..wide).map(|d| products(d).abs()).sum();
+                    let got = f32::from_bits(unit[&format!("${n}")]) as f64;
+                    assert!((got - want).abs() <= of.products.tolerance(size), "{of:?} {lane} {n}: {got}, {want}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn registers_are_multiplied_with_columns() {
+    let shapes = [(2, 64, 128usize), (1, 32, 256), (2, 16, 72), (1, 48, 8), (1, 64, 104)];
+    for (products, (groups, tile_k, columns)) in ALL.into_iter().flat_map(|of| shapes.map(|shape| (of, shape))) {
+        let of = ColumnsOf { groups, tile_k, columns, products };
+        let panels = columns.div_ceil(LINE / products.bytes());
+        let mut shared = vec![NOTHING; tile_k * panels * LINE];
+        products.rows(&mut shared, tile_k, columns, |row, column| products.value(2, row, column));
+        // As an accumulator's registers become fragments: 16-bit ones in pairs of columns, of each eight two rows; f32 column by
+        // column, of each two rows.
+        let (count, depth) = (groups * columns / 2, products.depth());
+        let words = 4 * (tile_k / depth);
+        let mut units: Vec<Registers> = (0..32usize)
+            .map(|lane| {
+                let mut unit = Registers::new();
+                for n in 0..count {
+                    unit.insert(format!("${n}"), (1000.0 + n as f32).to_bits());
+                }
+                for n in 0..groups * words {
+                    let (group, word) = (n / words, n % words);
+                    let row = group * 16 + lane / 4 + word % 2 * 8;
+                    let value = |key| products.value(3, row, key);
+                    let mut bytes = [0; 4];
+                    if depth == 16 {
+                        let key = word / 2 * 8 + lane % 4 * 2;
+                        products.put(&mut bytes[..2], value(key));
+                        products.put(&mut bytes[2..], value(key + 1));
+                    } else {
+                        products.put(&mut bytes, value(word / 4 * 8 + lane % 4 * 2 + word % 4 / 2));
+                    }
+                    unit.insert(format!("${}", 2 * count + n), u32::from_le_bytes(bytes));
+                }
+                unit.insert(format!("${}", 2 * count + groups * words), lane_of_sums(lane as u32, products));
+                unit
+            })
+            .collect();
+        run(&registers_with_columns(of), &shared, &mut units);
+        for (lane, unit) in units.iter().enumerate() {
+            for n in 0..count {
+                let (group, i) = (n / (columns / 2), n % (columns / 2));
+                let row = group * 16 + lane / 4 + i % 4 / 2 * 8;
+                let column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+                let one = |key| products.value(3, row, key) * products.value(2, key, column);
+                let want = 1000.0 + n as f64 + (0..tile_k).map(one).sum::<f64>();
+                let size = 1000.0 + n as f64 + (0..tile_k).map(|key| one(key).abs()).sum::<f64>();
+                let got = f32::from_bits(unit[&format!("${n}")]) as f64;
+                assert!((got - want).abs() <= products.tolerance(size), "{of:?} {lane} {n}: {got}, {want}");
+            }
+        }
+    }
+}
+
+/// What is not finite shows, however it is split.
+#[test]
+fn nothing_that_is_not_finite_is_lost() {
+    for products in [Products::Tf32, Products::Split] {
+        let of = ColumnsOf { groups: 1, tile_k: 16, columns: 8, products };
+        for lost in [f32::NAN.to_bits(), 0x7fff_ffff, 0xffff_ffff, f32::INFINITY.to_bits(), f32::NEG_INFINITY.to_bits()]
+        {
+            let mut shared = vec![NOTHING; 16 * LINE];
+            products.rows(&mut shared, 16, 8, |_, _| 1.0);
+            let at = place(3, 0) as usize;
+            shared[at..at + 4].copy_from_slice(&lost.to_le_bytes());
+            let mut units: Vec<Registers> = (0..32u32)
+                .map(|lane| {
+                    let fragments = (8..16).map(|n| (format!("${n}"), 1f32.to_bits()));
+                    let sums = (0..4).map(|n| (format!("${n}"), 0));
+                    sums.chain(fragments).chain([("$16".into(), lane_of_sums(lane, products))]).collect()
+                })
+                .collect();
+            run(&registers_with_columns(of), &shared, &mut units);
+            let sum = f32::from_bits(units[0]["$0"]);
+            assert!(!sum.is_finite(), "{products:?} of {lost:x} gives {sum}");
+        }
+    }
+}

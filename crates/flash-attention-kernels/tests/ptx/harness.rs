@@ -1,0 +1,211 @@
+//! Kernels compiled to PTX on a machine with no GPU, as CubeCL compiles them on one, and assembled where `ptxas` is at hand (or
+//! named by `PTXAS`), as CubeCL's driver calls do: as relocatable code. With `nvdisasm` (or `NVDISASM`), too, the machine code is
+//! searched for guarded shuffles. `PTX_DIR` keeps the PTX there.
+
+use cubecl::ir::{AddressType, DeviceIdentity, DeviceProperties, ElemType, HardwareProperties, UIntKind};
+use cubecl::prelude::*;
+use cubecl_core::ir::MemoryDeviceProperties;
+use cubecl_core::ir::nvidia::SmArch;
+use cubecl_core::{Compiler, CubeKernel};
+use cubecl_llvm::nvptx::ptx_version::PtxVersion;
+use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
+use flash_attention_kernels::hopper::forward::StrideCompilationArg;
+use flash_attention_kernels::hopper::schedule::{DivisorCompilationArg, WalkCompilationArg};
+use flash_attention_kernels::hopper::scores::FactorsCompilationArg;
+use flash_attention_kernels::hopper::{Blueprint, Role, Rows};
+use flash_attention_kernels::mask::{Band, BandCompilationArg};
+use flash_attention_kernels::tiling::{Device, element_type};
+use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, HopperTile};
+use std::process::Command;
+use std::sync::Arc;
+
+/// Bytes of shared memory that a cube has on Hopper.
+pub const HOPPER: usize = 227 << 10;
+
+/// An H200, as far as plans and compilation ask.
+pub fn device() -> Device {
+    Device {
+        name: "offline".into(),
+        shared_memory: HOPPER,
+        units: 1024,
+        bindings: 1024,
+        cubes: (u32::MAX, 65535, 65535),
+        wide_addresses: true,
+        dtypes: vec![Dtype::F32, Dtype::F16, Dtype::BF16],
+        multiprocessors: 132,
+        wgmma: true,
+        mma: vec![Dtype::F32, Dtype::F16, Dtype::BF16],
+        plane: 32,
+        matrices: [Dtype::F16, Dtype::BF16].map(|dtype| (dtype, [16, 16, 16])).to_vec(),
+    }
+}
+
+pub fn properties() -> Arc<DeviceProperties> {
+    let hardware = HardwareProperties {
+        load_width: 128,
+        vector_register_count: None,
+        plane_size_min: 32,
+        plane_size_max: 32,
+        max_bindings: 32,
+        max_shared_memory_size: HOPPER,
+        max_cube_count: (u32::MAX, u16::MAX as u32, u16::MAX as u32),
+        max_units_per_cube: 1024,
+        max_cube_dim: (1024, 1024, 64),
+        num_streaming_multiprocessors: None,
+        num_tensor_cores: None,
+        min_tensor_cores_dim: None,
+        num_cpu_cores: None,
+        last_level_cache_size: None,
+        max_vector_size: VectorSize::MAX,
+        cube_mma_reserved_shared_memory: 0,
+    };
+    let identity = DeviceIdentity { name: "offline".into(), fingerprint: "offline".into(), physical: None };
+    let memory = MemoryDeviceProperties::new(u64::MAX, 256);
+    let timing = cubecl_core::profile::TimingMethod::Device;
+    Arc::new(DeviceProperties::new(Default::default(), memory, hardware, timing, identity))
+}
+
+pub fn tensor() -> TensorCompilationArg {
+    TensorCompilationArg { meta: TensorMetaCompilationArg { len: (), rank: () }, buffer: buffer() }
+}
+
+pub fn buffer() -> BufferCompilationArg {
+    BufferCompilationArg { inplace: None }
+}
+
+pub fn divisor() -> DivisorCompilationArg {
+    DivisorCompilationArg { divisor: (), multiplier: (), shift: () }
+}
+
+pub fn stride() -> StrideCompilationArg {
+    StrideCompilationArg { batch: (), head: (), row: () }
+}
+
+pub fn settings(units: usize) -> KernelSettings {
+    KernelSettings::new(*CubeDim::new_1d(units as u32), ExecutionMode::Unchecked, AddressType::U32)
+}
+
+pub fn optional<T: LaunchArg<CompilationArg = TensorCompilationArg>>(is: bool) -> ComptimeOptionCompilationArg<T> {
+    if is { ComptimeOptionCompilationArg::Some(tensor()) } else { ComptimeOptionCompilationArg::None }
+}
+
+pub fn factors() -> FactorsCompilationArg {
+    FactorsCompilationArg { scale: (), softcap: (), inner: (), exponent: () }
+}
+
+pub fn band_arg(band: Band) -> BandCompilationArg {
+    BandCompilationArg {
+        seq_q: (),
+        seq_k: (),
+        lower: (),
+        upper: (),
+        bounded_below: band.bounded_below,
+        bounded_above: band.bounded_above,
+    }
+}
+
+pub fn walk() -> WalkCompilationArg {
+    WalkCompilationArg {
+        items: (),
+        blocks: (),
+        ahead: (),
+        heads: (),
+        of_section: divisor(),
+        section: divisor(),
+        last_section: divisor(),
+        num_heads_q: divisor(),
+        group_size: divisor(),
+        parts: divisor(),
+        batches: (),
+    }
+}
+
+pub fn types(blueprint: Blueprint) -> [ElemType; 2] {
+    [element_type(blueprint.dtype), ElemType::UInt(UIntKind::U8)]
+}
+
+/// The PTX of a kernel for this architecture.
+pub fn compile(kernel: impl CubeKernel, arch: SmArch) -> String {
+    let options = PlironOptions {
+        arch: None,
+        sm_arch: Some(arch),
+        ptx_version: PtxVersion::for_driver(12080),
+        grid_constants: true,
+        ..Default::default()
+    };
+    let mut compiler = PlironCompiler { target: LlvmTarget::Nvptx };
+    match compiler.compile(kernel.define(), &options).unwrap() {
+        PlironArtifact::NvptxCode(module) => {
+            // SAFETY: the compiler ends it with a zero.
+            unsafe { std::ffi::CStr::from_ptr(module.ptx.as_ptr()) }.to_string_lossy().into_owned()
+        }
+        _ => unreachable!("PTX was asked for"),
+    }
+}
+
+/// What the assembler makes of a kernel.
+pub struct Assembled {
+    pub registers: usize,
+    /// Bytes.
+    pub spills: usize,
+    /// What it says.
+    pub said: String,
+    /// Guards of shuffles in a warp that may have come apart; `None` without a disassembler.
+    pub guards: Option<usize>,
+}
+
+/// Assembles for this architecture, if there is an assembler.
+pub fn assemble(ptx: &str, arch: &str) -> Option<Assembled> {
+    let ptxas = std::env::var("PTXAS").unwrap_or_else(|_| "ptxas".into());
+    let directory = tempfile::tempdir().unwrap();
+    let (source, object) = (directory.path().join("kernel.ptx"), directory.path().join("kernel.o"));
+    std::fs::write(&source, ptx).unwrap();
+    let arguments = ["-c", &format!("-arch={arch}"), "-v", "-o"];
+    let output = Command::new(ptxas).args(arguments).args([&object, &source]).output().ok()?;
+    let said = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat();
+    assert!(output.status.success(), "{said}");
+    let before = |what: &str| -> usize {
+        said.match_indices(what)
+            .filter_map(|(at, _)| said[..at].split_whitespace().last()?.parse::<usize>().ok())
+            .max()
+            .unwrap_or(0)
+    };
+    let nvdisasm = std::env::var("NVDISASM").unwrap_or_else(|_| "nvdisasm".into());
+    let code = Command::new(nvdisasm).arg("-c").arg(&object).output().ok().filter(|output| output.status.success());
+    Some(Assembled {
+        registers: before(" registers"),
+        spills: before(" bytes spill stores") + before(" bytes spill loads"),
+        guards: code.map(|code| String::from_utf8_lossy(&code.stdout).matches("BRA.DIV").count()),
+        said,
+    })
+}
+
+/// How the scores of a problem are computed, with a mask or bias read as it lies.
+pub fn scores(problem: &AttentionProblem, role: Role, tile: HopperTile) -> Blueprint {
+    let rows = |shape: Option<[usize; 4]>| shape.map(|shape| if shape[2] == 1 { Rows::Same } else { Rows::Each });
+    Blueprint {
+        role,
+        tile,
+        dtype: problem.dtype,
+        head_dim: problem.head_dim,
+        head_dim_v: problem.head_dim_v,
+        capped: problem.options.softcap.is_some(),
+        mask: rows(problem.mask),
+        bias: rows(problem.bias),
+        partial: false,
+        stats_multiple: 384,
+    }
+}
+
+/// Keeps the PTX, if `PTX_DIR` says where.
+pub fn keep(name: &str, ptx: &str) {
+    if let Ok(directory) = std::env::var("PTX_DIR") {
+        std::fs::write(format!("{directory}/{name}.ptx"), ptx).unwrap();
+    }
+}
+
+/// Self-attention over 4,096 tokens.
+pub fn problem(head_dim: usize, dtype: Dtype, options: AttentionOptions) -> AttentionProblem {
+    let shape = [4, 16, 4096, head_dim];
+    AttentionProblem::new(&shape, &shape, &shape, dtype, options).unwrap()
+}

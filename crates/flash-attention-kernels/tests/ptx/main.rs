@@ -1,0 +1,5 @@
+//! Kernels for CUDA compiled to PTX, and assembled, on a machine with no GPU.
+
+mod harness;
+mod hopper;
+mod mma;

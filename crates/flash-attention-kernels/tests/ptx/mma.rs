@@ -1,0 +1,245 @@
+//! Every kernel made of `mma.sync`, for Ampere and for Hopper, is what it is meant to be: products of warps, `ldmatrix`, `cp.async`,
+//! nothing in local memory. `MMA_TILE` looks at other tiles: WARPGROUPS/GROUPS/KEYS; `MMA_ONLY` at one kernel.
+
+use crate::harness::*;
+use cubecl_core::ir::nvidia::SmArch;
+use flash_attention_kernels::hopper::Role;
+use flash_attention_kernels::hopper::forward::StridesCompilationArg;
+use flash_attention_kernels::hopper::gradient::{ResultStridesCompilationArg, SourceStridesCompilationArg};
+use flash_attention_kernels::mask::Band;
+use flash_attention_kernels::mma::{MmaBlueprint, Products, forward, gradient};
+use flash_attention_kernels::tiling::{Device, plan_on};
+use flash_attention_kernels::{
+    AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradient, Kernel, MmaTile, Precision,
+};
+use std::time::Instant;
+
+/// Bytes of shared memory that a cube has on sm_80, and on other devices from Ampere on.
+const AMPERE: usize = 163 << 10;
+const SMALL: usize = 99 << 10;
+
+/// Bytes of spills that kernels may have on Hopper: a few registers, of those with most to do at once.
+const SPILLS: usize = 64;
+
+/// The same of f32, which has its weights and gradients of scores in registers twice: the fastest kernel of `dk` and `dv` has most.
+const SPILLS_SPLIT: usize = 384;
+
+/// A GPU with so much shared memory for a cube, and no warpgroup products.
+fn before_hopper(shared_memory: usize) -> Device {
+    Device { shared_memory, wgmma: false, ..device() }
+}
+
+fn ptx(blueprint: MmaBlueprint, band: Band, arch: SmArch) -> String {
+    let scores = blueprint.scores;
+    let settings = settings(blueprint.tile.units());
+    let (properties, defaults) = (properties(), Default::default());
+    let types = types(scores);
+    let (mask, bias) = (scores.mask.is_some(), scores.bias.is_some());
+    if scores.role == Role::Forward {
+        let strides = StridesCompilationArg { q: stride(), k: stride(), v: stride(), o: stride(), lse: stride() };
+        return compile(
+            forward::forward::Forward::new(
+                settings,
+                properties,
+                defaults,
+                buffer(),
+                buffer(),
+                buffer(),
+                optional(mask),
+                optional(bias),
+                buffer(),
+                buffer(),
+                strides,
+                factors(),
+                band_arg(band),
+                walk(),
+                scores.vector(),
+                2,
+                2,
+                blueprint,
+                types,
+            ),
+            arch,
+        );
+    }
+    let (band, width) = if scores.transposed() { (band.transposed(), 1) } else { (band, 2) };
+    compile(
+        gradient::gradient::Gradient::new(
+            settings,
+            properties,
+            defaults,
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            optional(mask),
+            optional(bias),
+            buffer(),
+            buffer(),
+            buffer(),
+            SourceStridesCompilationArg { q: stride(), d: stride(), k: stride(), v: stride() },
+            ResultStridesCompilationArg { dk: stride(), dv: stride() },
+            (),
+            factors(),
+            band_arg(band),
+            walk(),
+            scores.vector(),
+            width,
+            width,
+            blueprint,
+            types,
+        ),
+        arch,
+    )
+}
+
+/// A kernel, compiled for both and looked at. Returns bytes of spills on Hopper.
+fn look_at(name: &str, role: Role, tile: MmaTile, problem: &AttentionProblem, shared_memory: usize) -> usize {
+    let mut tile = tile;
+    if let Ok(asked) = std::env::var("MMA_TILE") {
+        let n: Vec<usize> = asked.split('/').map(|n| n.parse().unwrap()).collect();
+        tile = MmaTile { warpgroups: n[0], groups: n[1], tile_k: n[2] };
+    }
+    let scores = scores(problem, role, tile.tile());
+    let (products, needed): (_, &[_]) = match (problem.dtype, problem.options.precision) {
+        (Dtype::F32, Precision::Full) => {
+            (Products::Split, &["m16n8k8.row.col.f32.tf32.tf32.f32", "ld.shared.b32", "add.rn.f32"])
+        }
+        (Dtype::F32, Precision::Tf32) => (Products::Tf32, &["m16n8k8.row.col.f32.tf32.tf32.f32", "cvt.rna.tf32.f32"]),
+        (Dtype::F16, _) => {
+            (Products::F16, &["m16n8k16.row.col.f32.f16.f16.f32", "ldmatrix.sync.aligned.m8n8.x4.trans"])
+        }
+        (Dtype::BF16, _) => {
+            (Products::BF16, &["m16n8k16.row.col.f32.bf16.bf16.f32", "ldmatrix.sync.aligned.m8n8.x4.trans"])
+        }
+    };
+    let blueprint = MmaBlueprint { tile, scores, products };
+    let bytes = blueprint.shared_memory();
+    assert!(tile.is_consistent() && bytes <= shared_memory, "{name}: {tile:?}, {bytes} bytes");
+    let mut most = 0;
+    for (arch, called) in [(SmArch::new(80, false), "sm_80"), (SmArch::new(90, true), "sm_90a")] {
+        let start = Instant::now();
+        let ptx = ptx(blueprint, problem.band(), arch);
+        let compiled = start.elapsed().as_millis();
+        keep(&format!("{name}.{called}"), &ptx);
+        for needed in needed.iter().chain(&["ldmatrix.sync.aligned.m8n8.x4.shared", "cp.async.cg.shared.global"]) {
+            assert!(ptx.contains(needed), "{name}: no {needed}");
+        }
+        assert!(!ptx.contains(".local") && !ptx.contains("call.uni"), "{name}: local memory or a call");
+        match assemble(&ptx, called) {
+            Some(Assembled { registers, spills, .. }) => {
+                println!(
+                    "{name} {called}: {registers} registers, {spills} bytes of spills, {bytes} of shared memory, PTX in {compiled} ms"
+                );
+                // Before Hopper, relocatable code guards shuffles behind votes by calls, beside which registers are few.
+                most = most.max(if called == "sm_90a" { spills } else { 0 });
+            }
+            None => println!("{name} {called}: compiled in {compiled} ms; no ptxas to assemble it"),
+        }
+    }
+    most
+}
+
+/// The kernels that are planned for a problem on such a device, compiled and looked at.
+fn check(name: &str, problem: AttentionProblem, shared_memory: usize, spills: usize) {
+    let plan = plan_on(&before_hopper(shared_memory), &problem).unwrap();
+    let Forward::Mma(forward) = plan.forward else { panic!("{plan}") };
+    let BackwardTiles { dq: Gradient::Mma(dq), dkdv: Gradient::Mma(dkdv), dv, .. } = plan.backward else {
+        panic!("{plan}")
+    };
+    let mut all = vec![("forward", Role::Forward, forward.tile), ("dq", Role::Dq, dq.tile)];
+    match dv {
+        None => all.push(("dkdv", Role::DkDv { dk: true, dv: true }, dkdv.tile)),
+        Some(Gradient::Mma(dv)) => all.extend([
+            ("dk", Role::DkDv { dk: true, dv: false }, dkdv.tile),
+            ("dv", Role::DkDv { dk: false, dv: true }, dv.tile),
+        ]),
+        Some(_) => panic!("{plan}"),
+    }
+    let only = std::env::var("MMA_ONLY").ok();
+    for (what, role, tile) in all.into_iter().filter(|(what, ..)| only.as_ref().is_none_or(|only| only == what)) {
+        let most = look_at(&format!("{name}_{what}"), role, tile, &problem, shared_memory);
+        assert!(most <= spills, "{name}_{what}: {most} bytes of spills");
+    }
+}
+
+#[test]
+fn every_head_dimension_is_products_of_warps() {
+    for head_dim in [64, 128, 192, 256] {
+        for causal in [false, true] {
+            let options = AttentionOptions { causal, ..Default::default() };
+            let name = format!("d{head_dim}_{}", if causal { "causal" } else { "full" });
+            check(&name, problem(head_dim, Dtype::BF16, options), HOPPER, SPILLS);
+        }
+    }
+}
+
+#[test]
+fn every_device_has_tiles() {
+    for (called, shared_memory) in [("ampere", AMPERE), ("small", SMALL)] {
+        for head_dim in [64, 128, 192, 256] {
+            let options = AttentionOptions { causal: true, ..Default::default() };
+            check(&format!("d{head_dim}_{called}"), problem(head_dim, Dtype::F16, options), shared_memory, SPILLS);
+        }
+    }
+}
+
+#[test]
+fn every_option_is_products_of_warps() {
+    let causal = AttentionOptions { causal: true, ..Default::default() };
+    let window = AttentionOptions { window_left: Some(1023), ..causal };
+    let capped = AttentionOptions { softcap: Some(50.0), ..causal };
+    for head_dim in [64, 128] {
+        let plain = problem(head_dim, Dtype::BF16, AttentionOptions::default());
+        let name = |what: &str| format!("d{head_dim}_{what}");
+        check(&name("f16"), problem(head_dim, Dtype::F16, causal), HOPPER, SPILLS);
+        check(&name("window"), problem(head_dim, Dtype::BF16, window), HOPPER, SPILLS);
+        check(&name("softcap"), problem(head_dim, Dtype::BF16, capped), HOPPER, SPILLS);
+        check(&name("padding_mask"), plain.with_mask(&[4, 1, 1, 4096]).unwrap(), HOPPER, SPILLS);
+        check(&name("mask"), plain.with_mask(&[1, 1, 4096, 4096]).unwrap(), HOPPER, SPILLS);
+        check(&name("bias"), plain.with_bias(&[1, 16, 4096, 4096]).unwrap(), HOPPER, SPILLS);
+    }
+}
+
+/// Head dimensions that are no multiple of a panel, of 16 or of 8.
+#[test]
+fn odd_head_dimensions_are_products_of_warps() {
+    for (head_dim, head_dim_v) in [(72, 40), (59, 111), (8, 8), (1, 3), (192, 128), (249, 17)] {
+        let (q, v) = ([1, 2, 300, head_dim], [1, 2, 300, head_dim_v]);
+        let options = AttentionOptions { causal: true, ..Default::default() };
+        let problem = AttentionProblem::new(&q, &q, &v, Dtype::BF16, options).unwrap();
+        check(&format!("d{head_dim}_{head_dim_v}"), problem, HOPPER, SPILLS);
+    }
+}
+
+#[test]
+fn f32_is_products_of_tf32() {
+    for precision in [Precision::Full, Precision::Tf32] {
+        let options = AttentionOptions { causal: true, precision, ..Default::default() };
+        for (head_dim, memory) in
+            [64, 128, 192, 256].map(|d| (d, HOPPER)).into_iter().chain([(64, SMALL), (128, SMALL), (192, AMPERE)])
+        {
+            let name = format!("d{head_dim}_f32_{precision:?}_{memory}");
+            check(&name, problem(head_dim, Dtype::F32, options), memory, SPILLS_SPLIT);
+        }
+    }
+}
+
+#[test]
+fn what_mma_cannot_do_is_planned_visibly() {
+    let causal = AttentionOptions { causal: true, ..Default::default() };
+    let plan = |device: &Device, dtype| plan_on(device, &problem(128, dtype, causal)).unwrap();
+    let half = plan(&before_hopper(SMALL), Dtype::F16);
+    assert!(half.to_string().starts_with("forward mma 128×64, dq mma 128×32, dk and dv mma 64×64"), "{half}");
+    let single = plan(&Device { mma: vec![Dtype::F16], ..before_hopper(HOPPER) }, Dtype::F32);
+    assert_eq!(single.forward.kernel(), Kernel::Portable);
+    assert!(single.to_string().contains("not forward mma: the device has no mma.sync of f32"), "{single}");
+    let only = plan(&Device { mma: vec![Dtype::F16], ..before_hopper(HOPPER) }, Dtype::BF16);
+    assert_eq!(only.forward.kernel(), Kernel::Matrix);
+    assert!(only.to_string().contains("not forward mma: the device has no mma.sync of bf16"), "{only}");
+    // What is meant for wider heads fits less memory.
+    let less = plan(&before_hopper(64 << 10), Dtype::BF16);
+    assert!(less.to_string().starts_with("forward mma 64×32"), "{less}");
+    let little = plan(&before_hopper(32 << 10), Dtype::BF16);
+    assert!(little.to_string().contains("not forward mma: it takes "), "{little}");
+}
