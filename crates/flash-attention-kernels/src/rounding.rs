@@ -14,7 +14,7 @@ pub fn rounded<E: Float, Of: Size, To: Size>(value: Vector<f32, Of>) -> Vector<E
         let mut even = value;
         #[unroll]
         for n in 0..value.vector_size() {
-            even.insert(n, round_bits(value.extract(n)));
+            even.insert(n, nearest_bf16(value.extract(n)));
         }
         Vector::<E, To>::cast_from(even)
     } else {
@@ -26,17 +26,17 @@ pub fn rounded<E: Float, Of: Size, To: Size>(value: Vector<f32, Of>) -> Vector<E
 #[cube]
 pub fn rounded_one<E: Float>(value: f32) -> E {
     let bf16 = is_bf16::<E>();
-    if comptime!(bf16) { E::cast_from(round_bits(value)) } else { E::cast_from(value) }
+    if comptime!(bf16) { E::cast_from(nearest_bf16(value)) } else { E::cast_from(value) }
 }
 
 /// The f32 whose upper half is that of the nearest bf16, and whose lower half is 0.
 #[cube]
-fn round_bits(value: f32) -> f32 {
+pub fn nearest_bf16(value: f32) -> f32 {
     let bits = u32::reinterpret(value);
     let nearest = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff_0000;
     // What is no number stays none, whatever its bits are.
     let is_number = (bits & 0x7fff_ffff) <= 0x7f80_0000;
-    f32::reinterpret(select(is_number, nearest, bits | 0x0040_0000))
+    f32::reinterpret(select(is_number, nearest, (bits | 0x0040_0000) & 0xffff_0000))
 }
 
 #[cube]

@@ -8,3 +8,4 @@ mod masks;
 mod oracle;
 mod plans;
 mod properties;
+mod rounding;
