@@ -1,6 +1,8 @@
 //! Tiles of the kernels made of `mma.sync`, by what fits a cube's shared memory: 227 KiB on Hopper, 163 on sm_80 and sm_87, 99 on
 //! the other ones from Ampere on.
 
+#[cfg(feature = "autotune")]
+use super::Gradient;
 use super::hopper::section;
 use super::{Device, MmaForward, MmaGradient};
 use crate::hopper::{Blueprint, Role, Rows};
@@ -169,4 +171,41 @@ pub fn check(device: &Device, problem: &AttentionProblem, role: Role, tile: MmaT
         ));
     }
     Ok(())
+}
+
+/// All tiles of the forward that fit, in the order of the table.
+#[cfg(feature = "autotune")]
+pub fn forwards(device: &Device, problem: &AttentionProblem) -> Vec<MmaForward> {
+    let of = |tile: MmaTile| MmaForward { tile, section: section(device, problem, &tile.tile(), false) };
+    fitting(device, problem, Role::Forward, &FORWARD).into_iter().map(of).collect()
+}
+
+/// What [`backward`] answers, for the first tiles that fit each gradient, the second ones, and so on.
+#[cfg(feature = "autotune")]
+pub fn backwards(device: &Device, problem: &AttentionProblem) -> Vec<(Gradient, Gradient, Option<Gradient>)> {
+    let of = |role: Role, rows: &[(usize, MmaTile)]| {
+        fitting(device, problem, role, rows).into_iter().map(move |tile| {
+            let section = section(device, problem, &tile.tile(), role.is_transposed());
+            Gradient::Mma(MmaGradient { tile, section })
+        })
+    };
+    let dkdv = |dk, dv| of(Role::DkDv { dk, dv }, &DKDV);
+    let dq = of(Role::Dq, &DQ);
+    if problem.head_dim.max(problem.head_dim_v) <= TOGETHER {
+        return dq.zip(dkdv(true, true)).map(|(dq, dkdv)| (dq, dkdv, None)).collect();
+    }
+    dq.zip(dkdv(true, false)).zip(dkdv(false, true)).map(|((dq, dk), dv)| (dq, dk, Some(dv))).collect()
+}
+
+/// Those of these tiles that fit, each once: rows for wider heads hold for this one, too.
+#[cfg(feature = "autotune")]
+fn fitting(device: &Device, problem: &AttentionProblem, role: Role, rows: &[(usize, MmaTile)]) -> Vec<MmaTile> {
+    let widest = problem.head_dim.max(problem.head_dim_v);
+    let mut tiles: Vec<MmaTile> = Vec::new();
+    for (_, tile) in rows.iter().filter(|(head_dim, _)| widest <= *head_dim) {
+        if !tiles.contains(tile) && check(device, problem, role, *tile).is_ok() {
+            tiles.push(*tile);
+        }
+    }
+    tiles
 }

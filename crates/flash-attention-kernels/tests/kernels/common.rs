@@ -7,6 +7,8 @@
 use cubecl::client::Client;
 use cubecl::future::block_on;
 use cubecl::server::Handle;
+#[cfg(feature = "autotune")]
+use flash_attention_kernels::tuning;
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradients, Inputs, Kernel,
     MaskStorage, MaskView, Saved, Scratch, TensorView, TileShape, backward_with, forward, forward_with, plan,
@@ -238,6 +240,8 @@ pub struct Case {
     pub wanted: [bool; 4],
     /// Whether one kernel computes dq, dk and dv where it can, in any order. `FLASH_TEST_ORDER=fast` sends the suite through it.
     pub fused: bool,
+    /// Whether the tuner chooses, where it was compiled in. `FLASH_TEST_TUNED=1` sends the suite through it.
+    pub tuned: bool,
 }
 
 pub struct Results {
@@ -248,6 +252,7 @@ pub struct Results {
     pub dv: Option<Vec<f64>>,
     pub dbias: Option<Vec<f64>>,
     pub forward: Forward,
+    pub backward: BackwardTiles,
 }
 
 /// Sizes of a case: `[batch, heads_q, heads_kv, seq_q, seq_k, head_dim, head_dim_v]`.
@@ -278,6 +283,7 @@ impl Case {
             tiles: None,
             wanted: [true; 4],
             fused: std::env::var("FLASH_TEST_ORDER").is_ok_and(|order| order == "fast"),
+            tuned: std::env::var("FLASH_TEST_TUNED").is_ok_and(|tuned| tuned == "1"),
         }
     }
 
@@ -367,6 +373,8 @@ impl Case {
         });
         let ran = match forced {
             Some(forced) => forward_with(client, p, &inputs, &o.view, &lse.view, forced).map(|()| forced)?,
+            #[cfg(feature = "autotune")]
+            None if self.tuned => tuning::forward_tuned(client, p, &inputs, &o.view, &lse.view)?,
             None => forward(client, p, &inputs, &o.view, &lse.view)?,
         };
         let kernel = self.kernel(client);
@@ -409,7 +417,13 @@ impl Case {
             bias_sums: sums.as_ref().map(|s| s.view.clone()),
             dq_sums: dq_sums.as_ref().map(|s| s.view.clone()),
         };
-        backward_with(client, p, &inputs, &saved, &gradients, &scratch, Some(planned))?;
+        match forced {
+            #[cfg(feature = "autotune")]
+            None if self.tuned && planned.fused.is_none() => {
+                planned = tuning::backward_tuned(client, p, &inputs, &saved, &gradients)?;
+            }
+            _ => backward_with(client, p, &inputs, &saved, &gradients, &scratch, Some(planned))?,
+        }
         assert_eq!([planned.dq.kernel(), planned.dkdv.kernel()], [kernel; 2], "{p:?}");
         let each_pair = p.bias.is_some_and(|[.., sq, sk]| [sq, sk] == [p.seq_q, p.seq_k] && sq * sk > 1);
         let of_bias = if can && each_pair { Kernel::Hopper } else { Kernel::Portable };
@@ -434,6 +448,7 @@ impl Case {
             dv: read(&dv, "dv").await,
             dbias: read(&dbias, "dbias").await,
             forward: ran,
+            backward: planned,
         })
     }
 

@@ -8,3 +8,5 @@ mod masks;
 mod oracle;
 mod plans;
 mod properties;
+#[cfg(feature = "autotune")]
+mod tuning;
