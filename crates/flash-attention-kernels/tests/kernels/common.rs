@@ -1,7 +1,9 @@
 //! Runs a case on the device under test and on the oracle, and compares.
 //!
 //! `FLASH_TEST_DEVICE` picks the device: `wgpu` (the default), `vulkan` or `cuda`, as far as the features compiled in
-//! allow; `FLASH_TEST_KERNEL` a kernel of half precision that is not the planned one. Where there is no adapter the tests say so and pass; `REQUIRE_WGPU=1` makes that a failure.
+//! allow; `FLASH_TEST_KERNEL` a kernel of half precision that is not the planned one; `FLASH_TEST_TUNED=1` has the
+//! tuner choose, with the feature `autotune`. Where there is no adapter the tests say so and pass; `REQUIRE_WGPU=1` makes that a
+//! failure.
 #![allow(dead_code)]
 
 use cubecl::client::Client;
