@@ -29,6 +29,7 @@ fn the_same_results_and_an_answer() {
         }
 
         let told = tuned(&q, &k, &v, &options).unwrap();
+        eprintln!("{}: {told:?}", target.name);
         if target.name == "flex" {
             assert_eq!(told, Tuned::default());
         } else if let Some(forward) = told.forward {

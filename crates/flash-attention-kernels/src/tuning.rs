@@ -199,37 +199,37 @@ impl Pass {
 
     /// Runs the fastest candidate, timing them first if need be; returns its place.
     fn run(&'static self, client: &Client, call: Call) -> Result<usize, AttentionError> {
-        let planned = || (call.launch)(0).map(|()| 0);
-        if call.candidates == 1
-            || cfg!(target_family = "wasm")
-            || self.too_long().contains(&(call.id, call.key.clone()))
-        {
-            return planned();
+        let run = |rank: usize| (call.launch)(rank).map(|()| rank);
+        if call.candidates == 1 || cfg!(target_family = "wasm") {
+            return run(0);
         }
         if let Some(rank) = self.settled(call.id, &call.key) {
-            return (call.launch)(rank).map(|()| rank);
+            return run(rank);
         }
-        // What is wrong with the arguments is told before anything is timed.
-        if self.remembered(client, &call.key).is_some() {
-            planned()?;
+        if self.too_long().contains(&(call.id, call.key.clone())) {
+            return run(0);
+        }
+        // What is wrong with the arguments is told before the tuner, which would panic, runs anything.
+        if let Some(rank) = self.remembered(client, &call.key) {
+            run(rank)?;
             return Ok(self.tune(client, call));
         }
         if block_on(client.sync()).is_err() {
             // Whoever reads the results is told.
-            return planned();
+            return run(0);
         }
         let started = Instant::now();
-        let run = || {
+        let time = || {
             let started = Instant::now();
-            (call.launch)(0)?;
+            run(0)?;
             Ok(block_on(client.sync()).ok().map(|()| started.elapsed()))
         };
-        let Some(first) = run()? else { return Ok(0) };
+        let Some(first) = time()? else { return Ok(0) };
         // The first run compiles it, which the others take as long for; the second tells how long each sample takes.
         let rest = if first > self.limit {
             Duration::MAX
         } else {
-            let Some(again) = run()? else { return Ok(0) };
+            let Some(again) = time()? else { return Ok(0) };
             let (_, samples) = CubeClRuntimeConfig::get().autotune.bench.samples();
             let compiling = first.saturating_sub(again).max(COMPILING) * (call.candidates as u32 - 1);
             compiling + again * (call.candidates * (WARM_UPS + samples)) as u32
@@ -370,7 +370,7 @@ fn key<T: Copy>(problem: &AttentionProblem, candidates: &[T], name: fn(T, T) -> 
 fn forward_name(forward: Forward, planned: Forward) -> String {
     match (forward, planned) {
         (Forward::Hopper(forward), Forward::Hopper(planned)) => {
-            format!("{:?} in parts {:?} than planned", forward.tile, forward.parts.cmp(&planned.parts))
+            format!("{:?} parts {:?}", forward.tile, forward.parts.cmp(&planned.parts))
         }
         (Forward::Mma(forward), _) => format!("{:?}", forward.tile),
         (forward, _) => format!("{forward:?}"),
