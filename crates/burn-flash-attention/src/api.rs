@@ -7,6 +7,8 @@ use crate::problem::{dtype, problem};
 use burn::backend::{Dispatch, DispatchDevice};
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, DType, Device, Tensor};
+#[cfg(feature = "autotune")]
+use flash_attention_kernels::tuning::Tuned;
 use flash_attention_kernels::{AttentionError, AttentionProblem};
 
 /// Attention, `softmax(q·kᵀ · softmax_scale) · v`, exactly, without storing the scores: memory grows with the sequence
@@ -209,6 +211,55 @@ pub fn plan(
     v: &Tensor<4>,
     options: &FlashAttentionOptions,
 ) -> Result<AttentionPlan, AttentionError> {
+    let (device, problem) = posed(q, k, v, options)?;
+    on_device(device.as_dispatch(), &problem)
+}
+
+/// What CubeCL's tuner found to be the fastest for calls of this size on this device, in this process or an earlier one. Nothing
+/// is timed or run, and nothing found yet is `None`: the first call, and the first backward, find it, or keep to [`plan()`]
+/// where timing would take more than a few seconds. On Flex there is nothing to find.
+///
+/// # Errors
+///
+/// The [`AttentionError`] that [`try_flash_attention`] would return.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::{Device, Tensor};
+/// use burn_flash_attention::{FlashAttentionOptions, tuned};
+///
+/// let q = Tensor::<4>::zeros([1, 8, 1024, 64], &Device::flex());
+/// match tuned(&q, &q, &q, &FlashAttentionOptions::new())?.forward {
+///     Some(forward) => println!("{} kernel, blocks of {} queries", forward.kernel().name(), forward.tile_q()),
+///     None => println!("as planned"),
+/// }
+/// # }
+/// # Ok::<(), burn_flash_attention::AttentionError>(())
+/// ```
+#[cfg(feature = "autotune")]
+pub fn tuned(
+    q: &Tensor<4>,
+    k: &Tensor<4>,
+    v: &Tensor<4>,
+    options: &FlashAttentionOptions,
+) -> Result<Tuned, AttentionError> {
+    let (device, problem) = posed(q, k, v, options)?;
+    on_device(device.as_dispatch(), &problem)?;
+    match device.as_dispatch() {
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(device) => flash_attention_kernels::tuning::tuned(&device.client(), &problem),
+        #[allow(unreachable_patterns)]
+        _ => Ok(Tuned::default()),
+    }
+}
+
+/// The problem that these arguments pose, and the device that they are on, without gradients.
+fn posed(
+    q: &Tensor<4>,
+    k: &Tensor<4>,
+    v: &Tensor<4>,
+    options: &FlashAttentionOptions,
+) -> Result<(Device, AttentionProblem), AttentionError> {
     let (mask, bias) = (options.mask.as_ref(), options.bias.as_ref());
     let q_dtype = dtype("q", q.dtype())?;
     for (argument, other) in [("k", Some(k.dtype())), ("v", Some(v.dtype())), ("bias", bias.map(Tensor::dtype))] {
@@ -234,7 +285,7 @@ pub fn plan(
         q_dtype,
         options.numbers(),
     )?;
-    on_device(device.inner().as_dispatch(), &problem)
+    Ok((device.inner(), problem))
 }
 
 fn same_dtype(argument: &'static str, dtype: DType, expected: DType) -> Result<(), AttentionError> {

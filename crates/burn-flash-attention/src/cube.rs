@@ -8,10 +8,13 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::untile;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
+#[cfg(feature = "autotune")]
+use flash_attention_kernels::tuning::{backward_tuned as backward, forward_tuned as forward};
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, Gradients, Inputs, MaskStorage, MaskView, Saved, TensorView,
-    backward, forward,
 };
+#[cfg(not(feature = "autotune"))]
+use flash_attention_kernels::{backward, forward};
 
 impl FlashAttentionOps for CubeBackend {
     fn flash_attention(

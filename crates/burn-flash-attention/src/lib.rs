@@ -19,8 +19,9 @@
 //!
 //! # Features
 //!
-//! `wgpu`, `vulkan`, `metal`, `cuda`, `rocm` and `flex` choose devices, as in Burn. `fusion` and `autotune` are passed on
-//! to Burn; `fusion` must be on here where it is on for Burn. Default: `wgpu`, `flex` and `fusion`.
+//! `wgpu`, `vulkan`, `metal`, `cuda`, `rocm` and `flex` choose devices, as in Burn. `fusion` is passed on to Burn, and must be on
+//! here where it is on there. `autotune` is passed on, too, and lets CubeCL's tuner choose among a few kernels for each size of
+//! problem, which it remembers on disk. Default: `wgpu`, `flex` and `fusion`.
 
 mod api;
 mod autodiff;
@@ -34,9 +35,13 @@ mod options;
 mod plan;
 mod problem;
 
+#[cfg(feature = "autotune")]
+pub use api::tuned;
 pub use api::{
     attention, flash_attention, flash_attention_with_lse, plan, try_flash_attention, try_flash_attention_with_lse,
 };
+#[cfg(feature = "autotune")]
+pub use flash_attention_kernels::tuning::Tuned;
 pub use flash_attention_kernels::{Alignment, AttentionError, BackwardOrder, Dtype, Kernel, Plan, Precision};
 pub use module::{FlashMhaInput, FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig};
 pub use options::FlashAttentionOptions;

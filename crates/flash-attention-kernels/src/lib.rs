@@ -27,6 +27,7 @@
 //! softmax   the online softmax: −∞ lives here alone           matrix    those for devices with cooperative matrix products
 //!                                                      hopper    those for NVIDIA Hopper
 //!                                                      mma       those for NVIDIA GPUs from Ampere on
+//!                                                      tuning    times a few of them, with the feature autotune
 //! ```
 
 pub mod error;
@@ -42,6 +43,8 @@ pub mod score;
 pub mod softmax;
 pub mod tensor;
 pub mod tiling;
+#[cfg(feature = "autotune")]
+pub mod tuning;
 
 pub use error::AttentionError;
 pub use hopper::{BiasTile, HopperTile};

@@ -652,6 +652,85 @@ pub(crate) fn choose_backward(
     })
 }
 
+/// Kernels of the forward worth timing against each other: the planned one first, then at most `limit − 1` others of its family,
+/// in the order of its table. All of them can run on such a device.
+///
+/// ```
+/// use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, Kernel};
+/// use flash_attention_kernels::tiling::{Device, forward_candidates};
+///
+/// # fn f(client: &cubecl::client::Client) -> Result<(), flash_attention_kernels::AttentionError> {
+/// let shape = [1, 8, 1024, 64];
+/// let problem = AttentionProblem::new(&shape, &shape, &shape, Dtype::F32, AttentionOptions::default())?;
+/// for forward in forward_candidates(&Device::of(client), &problem, 3)? {
+///     println!("{} of {} queries", forward.kernel().name(), forward.tile_q());
+/// }
+/// # Ok(())
+/// # }
+/// ```
+#[cfg(feature = "autotune")]
+pub fn forward_candidates(
+    device: &Device,
+    problem: &AttentionProblem,
+    limit: usize,
+) -> Result<Vec<Forward>, AttentionError> {
+    let planned = choose_forward(device, problem, None, &mut Vec::new())?;
+    let others: Vec<Forward> = match planned {
+        Forward::Hopper(planned) => {
+            hopper::alternatives(device, problem, planned).into_iter().map(Forward::Hopper).collect()
+        }
+        Forward::Mma(_) => mma::forwards(device, problem).into_iter().map(Forward::Mma).collect(),
+        Forward::Matrix(_) => {
+            matrix::fitting(device, problem, crate::matrix::Role::Forward).into_iter().map(Forward::Matrix).collect()
+        }
+        Forward::Portable(_) => portables(device, Stage::Forward).map(Forward::Portable).collect(),
+    };
+    let others =
+        others.into_iter().filter(|other| *other != planned && check_forward_cubes(device, problem, other).is_ok());
+    Ok(std::iter::once(planned).chain(others).take(limit).collect())
+}
+
+/// Kernels of the backward worth timing against each other, likewise. Each adds up in a fixed order, unless the problem asks for
+/// [`BackwardOrder::Fast`].
+///
+/// ```
+/// use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
+/// use flash_attention_kernels::tiling::{Device, backward_candidates};
+///
+/// # fn f(client: &cubecl::client::Client) -> Result<(), flash_attention_kernels::AttentionError> {
+/// let shape = [1, 8, 1024, 64];
+/// let problem = AttentionProblem::new(&shape, &shape, &shape, Dtype::F32, AttentionOptions::default())?;
+/// assert!(backward_candidates(&Device::of(client), &problem, 3)?.iter().all(|tiles| tiles.fused.is_none()));
+/// # Ok(())
+/// # }
+/// ```
+#[cfg(feature = "autotune")]
+pub fn backward_candidates(
+    device: &Device,
+    problem: &AttentionProblem,
+    limit: usize,
+) -> Result<Vec<BackwardTiles>, AttentionError> {
+    let planned = choose_backward(device, problem, None, &mut Vec::new())?;
+    let gradients = |(dq, dkdv, dv)| BackwardTiles { dq, dkdv, dv, ..planned };
+    let others: Vec<BackwardTiles> = match planned.dq {
+        // Its tables have one row for each head dimension; where any order will do, there are two ways.
+        Gradient::Hopper(_) => planned.fused.map(|_| BackwardTiles { fused: None, ..planned }).into_iter().collect(),
+        Gradient::Mma(_) => mma::backwards(device, problem).into_iter().map(gradients).collect(),
+        Gradient::Matrix(_) => matrix::backwards(device, problem).into_iter().map(gradients).collect(),
+        Gradient::Portable(_) => portables(device, Stage::Backward)
+            .map(|tile| BackwardTiles::portable(tile, together(device, problem, &tile)))
+            .collect(),
+    };
+    let others =
+        others.into_iter().filter(|other| *other != planned && check_backward_cubes(device, problem, other).is_ok());
+    Ok(std::iter::once(planned).chain(others).take(limit).collect())
+}
+
+#[cfg(feature = "autotune")]
+fn portables(device: &Device, stage: Stage) -> impl Iterator<Item = TileShape> {
+    PORTABLE.into_iter().filter(move |tile| fits(device, tile, stage))
+}
+
 fn together(device: &Device, problem: &AttentionProblem, tile: &TileShape) -> bool {
     let rows = tile.tile_k / tile.units_q;
     let accumulated = rows * (tile.groups(problem.head_dim) + tile.groups(problem.head_dim_v));
@@ -751,15 +830,29 @@ fn check_size(
             return Err(AttentionError::AddressSpace { argument, reach, device: device.name.clone() });
         }
     }
-    let (heads_q, heads_kv) = (problem.batch * problem.num_heads_q, problem.batch * problem.num_heads_kv);
-    for (kernel, blocks, heads) in [
-        ("forward", problem.seq_q.div_ceil(forward.tile_q()), heads_q),
-        ("dq", problem.seq_q.div_ceil(backward.dq.blocks(false).0), heads_q),
-        ("dkdv", problem.seq_k.div_ceil(backward.dkdv.blocks(true).0), heads_kv),
-    ] {
-        cube_count(device, kernel, (blocks as u64 * heads as u64).max(1))?;
-    }
-    Ok(())
+    check_forward_cubes(device, problem, forward)?;
+    check_backward_cubes(device, problem, backward)
+}
+
+/// Checks that the device can start every cube: smaller tiles take more.
+fn check_forward_cubes(device: &Device, problem: &AttentionProblem, forward: &Forward) -> Result<(), AttentionError> {
+    let blocks = problem.seq_q.div_ceil(forward.tile_q());
+    check_cubes(device, "forward", blocks, problem.batch * problem.num_heads_q)
+}
+
+/// Likewise of the backward.
+fn check_backward_cubes(
+    device: &Device,
+    problem: &AttentionProblem,
+    backward: &BackwardTiles,
+) -> Result<(), AttentionError> {
+    let (dq, dkdv) = (backward.dq.blocks(false).0, backward.dkdv.blocks(true).0);
+    check_cubes(device, "dq", problem.seq_q.div_ceil(dq), problem.batch * problem.num_heads_q)?;
+    check_cubes(device, "dkdv", problem.seq_k.div_ceil(dkdv), problem.batch * problem.num_heads_kv)
+}
+
+fn check_cubes(device: &Device, kernel: &'static str, blocks: usize, heads: usize) -> Result<(), AttentionError> {
+    cube_count(device, kernel, (blocks as u64 * heads as u64).max(1)).map(|_| ())
 }
 
 /// Checks that the device binds `needed` buffers and those of mask and bias at once.

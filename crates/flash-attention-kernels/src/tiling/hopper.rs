@@ -127,6 +127,25 @@ pub fn varies_by_pair(problem: &AttentionProblem) -> bool {
     problem.bias.is_some_and(|[_, _, q, k]| q == problem.seq_q && k == problem.seq_k && q * k > 1)
 }
 
+/// Other ways that may be as fast: the table's other tiles for this head dimension, and half and twice as many parts of the keys.
+#[cfg(feature = "autotune")]
+pub fn alternatives(device: &Device, problem: &AttentionProblem, planned: HopperForward) -> Vec<HopperForward> {
+    let widest = problem.head_dim.max(problem.head_dim_v);
+    // Beside tiles of a bias there is room for no others.
+    let rows = HOPPER.iter().filter(|(head_dim, ..)| widest <= *head_dim && !varies_by_pair(problem));
+    let narrowest = rows.clone().map(|(head_dim, ..)| *head_dim).min();
+    let tiles = rows.filter(|(head_dim, ..)| Some(*head_dim) == narrowest).map(|(.., tile)| HopperForward {
+        tile: *tile,
+        section: section(device, problem, tile, false),
+        parts: parts(device, problem, tile),
+    });
+    let counts = [planned.parts / 2, planned.parts * 2].into_iter().filter(|parts| {
+        // A tile of keys a part at the least.
+        planned.parts > 1 && (1..=problem.seq_k / planned.tile.tile_k).contains(parts)
+    });
+    tiles.chain(counts.map(|parts| HopperForward { parts, ..planned })).collect()
+}
+
 /// How Hopper's kernel computes this, or why it cannot.
 pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<HopperForward, String> {
     possible(device, problem)?;

@@ -1,6 +1,8 @@
 //! Tiles of the kernels made of cooperative matrix products, from the shapes that a device offers.
 
 use super::Device;
+#[cfg(feature = "autotune")]
+use super::Gradient;
 use crate::matrix::{Blueprint, MatrixTile, Role};
 use crate::problem::{AttentionProblem, Dtype};
 
@@ -39,6 +41,26 @@ pub fn backward(
         return Ok((dq, choose(device, problem, role(true, true))?, None));
     }
     Ok((dq, choose(device, problem, role(true, false))?, Some(choose(device, problem, role(false, true))?)))
+}
+
+/// All tiles that fit, in the order of the table.
+#[cfg(feature = "autotune")]
+pub fn fitting(device: &Device, problem: &AttentionProblem, role: Role) -> Vec<MatrixTile> {
+    let Ok(first) = choose(device, problem, role) else { return Vec::new() };
+    let tiles = TILES.map(|(planes, columns)| MatrixTile { planes, columns, ..first });
+    tiles.into_iter().filter(|tile| check(device, problem, role, *tile).is_ok()).collect()
+}
+
+/// What [`backward`] answers, for the first tiles that fit each gradient, the second ones, and so on.
+#[cfg(feature = "autotune")]
+pub fn backwards(device: &Device, problem: &AttentionProblem) -> Vec<(Gradient, Gradient, Option<Gradient>)> {
+    let of = |role| fitting(device, problem, role).into_iter().map(Gradient::Matrix);
+    let dkdv = |dk, dv| of(Role::DkDv { dk, dv });
+    let dq = of(Role::Dq);
+    if problem.head_dim + problem.head_dim_v <= MAX_ACCUMULATED {
+        return dq.zip(dkdv(true, true)).map(|(dq, dkdv)| (dq, dkdv, None)).collect();
+    }
+    dq.zip(dkdv(true, false)).zip(dkdv(false, true)).map(|((dq, dk), dv)| (dq, dk, Some(dv))).collect()
 }
 
 /// What a kernel is specialised for.

@@ -1,6 +1,8 @@
 //! Tiles of the kernels made of `mma.sync`, by what fits a cube's shared memory: 227 KiB on Hopper, 163 on sm_80 and sm_87, 99 on
 //! the other ones from Ampere on.
 
+#[cfg(feature = "autotune")]
+use super::Gradient;
 use super::hopper::section;
 use super::{Device, MmaForward, MmaGradient};
 use crate::hopper::{Blueprint, Role, Rows};
@@ -152,12 +154,7 @@ const fn shape(warpgroups: usize, groups: usize, tile_k: usize) -> MmaTile {
 
 /// How `mma.sync` computes the forward, or why it cannot.
 pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<MmaForward, String> {
-    let rows: &[_] = match products(problem) {
-        Products::F16 | Products::BF16 => &FORWARD,
-        Products::Split => &FORWARD_SPLIT,
-        Products::Tf32 => &FORWARD_TF32,
-    };
-    let tile = choose(device, problem, Role::Forward, rows)?;
+    let tile = choose(device, problem, Role::Forward)?;
     Ok(MmaForward { tile, section: section(device, problem, &tile.tile(), false) })
 }
 
@@ -167,26 +164,32 @@ pub fn backward(
     device: &Device,
     problem: &AttentionProblem,
 ) -> Result<(MmaGradient, MmaGradient, Option<MmaGradient>), String> {
-    let of = |role: Role, rows: &[(usize, MmaTile)]| -> Result<MmaGradient, String> {
-        let tile = choose(device, problem, role, rows)?;
+    let of = |role: Role| -> Result<MmaGradient, String> {
+        let tile = choose(device, problem, role)?;
         Ok(MmaGradient { tile, section: section(device, problem, &tile.tile(), role.is_transposed()) })
     };
-    let (of_dq, of_dkdv): (&[_], &[_]) =
-        if problem.dtype == Dtype::F32 { (&GRADIENTS_F32, &GRADIENTS_F32) } else { (&DQ, &DKDV) };
-    let dkdv = |dk, dv| of(Role::DkDv { dk, dv }, of_dkdv);
-    let dq = of(Role::Dq, of_dq)?;
+    let dkdv = |dk, dv| of(Role::DkDv { dk, dv });
+    let dq = of(Role::Dq)?;
     if problem.head_dim.max(problem.head_dim_v) <= TOGETHER {
         return Ok((dq, dkdv(true, true)?, None));
     }
     Ok((dq, dkdv(true, false)?, Some(dkdv(false, true)?)))
 }
 
-fn choose(
-    device: &Device,
-    problem: &AttentionProblem,
-    role: Role,
-    rows: &[(usize, MmaTile)],
-) -> Result<MmaTile, String> {
+/// The table.
+fn rows(problem: &AttentionProblem, role: Role) -> &'static [(usize, MmaTile)] {
+    match (products(problem), role) {
+        (Products::F16 | Products::BF16, Role::Forward) => &FORWARD,
+        (Products::F16 | Products::BF16, Role::Dq) => &DQ,
+        (Products::F16 | Products::BF16, _) => &DKDV,
+        (Products::Split, Role::Forward) => &FORWARD_SPLIT,
+        (Products::Tf32, Role::Forward) => &FORWARD_TF32,
+        (Products::Split | Products::Tf32, _) => &GRADIENTS_F32,
+    }
+}
+
+fn choose(device: &Device, problem: &AttentionProblem, role: Role) -> Result<MmaTile, String> {
+    let rows = rows(problem, role);
     let widest = problem.head_dim.max(problem.head_dim_v);
     let mut why = format!("head_dim {widest} is above {}", rows[rows.len() - 1].0);
     for (_, tile) in rows.iter().filter(|(head_dim, _)| widest <= *head_dim) {
@@ -248,4 +251,41 @@ pub fn check(device: &Device, problem: &AttentionProblem, role: Role, tile: MmaT
         ));
     }
     Ok(())
+}
+
+/// All tiles of the forward that fit, in the order of the table.
+#[cfg(feature = "autotune")]
+pub fn forwards(device: &Device, problem: &AttentionProblem) -> Vec<MmaForward> {
+    let of = |tile: MmaTile| MmaForward { tile, section: section(device, problem, &tile.tile(), false) };
+    fitting(device, problem, Role::Forward).into_iter().map(of).collect()
+}
+
+/// What [`backward`] answers, for the first tiles that fit each gradient, the second ones, and so on.
+#[cfg(feature = "autotune")]
+pub fn backwards(device: &Device, problem: &AttentionProblem) -> Vec<(Gradient, Gradient, Option<Gradient>)> {
+    let of = |role: Role| {
+        fitting(device, problem, role).into_iter().map(move |tile| {
+            let section = section(device, problem, &tile.tile(), role.is_transposed());
+            Gradient::Mma(MmaGradient { tile, section })
+        })
+    };
+    let dkdv = |dk, dv| of(Role::DkDv { dk, dv });
+    let dq = of(Role::Dq);
+    if problem.head_dim.max(problem.head_dim_v) <= TOGETHER {
+        return dq.zip(dkdv(true, true)).map(|(dq, dkdv)| (dq, dkdv, None)).collect();
+    }
+    dq.zip(dkdv(true, false)).zip(dkdv(false, true)).map(|((dq, dk), dv)| (dq, dk, Some(dv))).collect()
+}
+
+/// Tiles of the table that fit, each once: rows for wider heads hold for this one, too.
+#[cfg(feature = "autotune")]
+fn fitting(device: &Device, problem: &AttentionProblem, role: Role) -> Vec<MmaTile> {
+    let widest = problem.head_dim.max(problem.head_dim_v);
+    let mut tiles: Vec<MmaTile> = Vec::new();
+    for (_, tile) in rows(problem, role).iter().filter(|(head_dim, _)| widest <= *head_dim) {
+        if !tiles.contains(tile) && check(device, problem, role, *tile).is_ok() {
+            tiles.push(*tile);
+        }
+    }
+    tiles
 }

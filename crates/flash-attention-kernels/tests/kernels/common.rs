@@ -2,12 +2,15 @@
 //!
 //! `FLASH_TEST_DEVICE` picks the device: `wgpu` (the default), `vulkan` or `cuda`, as far as the features compiled in
 //! allow; `FLASH_TEST_KERNEL` a kernel that is not the planned one, of element types that it multiplies; `FLASH_TEST_PRECISION=tf32`
-//! lets f32 be rounded to it. Where there is no adapter the tests say so and pass; `REQUIRE_WGPU=1` makes that a failure.
+//! lets f32 be rounded to it; `FLASH_TEST_TUNED=1` has the tuner choose, with the feature `autotune`. Where there is no adapter the
+//! tests say so and pass; `REQUIRE_WGPU=1` makes that a failure.
 #![allow(dead_code)]
 
 use cubecl::client::Client;
 use cubecl::future::block_on;
 use cubecl::server::Handle;
+#[cfg(feature = "autotune")]
+use flash_attention_kernels::tuning;
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradients, Inputs, Kernel,
     MaskStorage, MaskView, Plan, Precision, Saved, Scratch, TensorView, TileShape, backward_with, forward,
@@ -251,6 +254,8 @@ pub struct Case {
     pub wanted: [bool; 4],
     /// Whether one kernel computes dq, dk and dv where it can, in any order. `FLASH_TEST_ORDER=fast` sends the suite through it.
     pub fused: bool,
+    /// Whether the tuner chooses, where it was compiled in. `FLASH_TEST_TUNED=1` sends the suite through it.
+    pub tuned: bool,
 }
 
 pub struct Results {
@@ -261,6 +266,7 @@ pub struct Results {
     pub dv: Option<Vec<f64>>,
     pub dbias: Option<Vec<f64>>,
     pub forward: Forward,
+    pub backward: BackwardTiles,
 }
 
 /// Sizes of a case: `[batch, heads_q, heads_kv, seq_q, seq_k, head_dim, head_dim_v]`.
@@ -292,6 +298,7 @@ impl Case {
             tiles: None,
             wanted: [true; 4],
             fused: std::env::var("FLASH_TEST_ORDER").is_ok_and(|order| order == "fast"),
+            tuned: std::env::var("FLASH_TEST_TUNED").is_ok_and(|tuned| tuned == "1"),
         }
     }
 
@@ -390,6 +397,8 @@ impl Case {
         };
         let ran = match forced {
             Some(forced) => forward_with(client, p, &inputs, &o.view, &lse.view, forced).map(|()| forced)?,
+            #[cfg(feature = "autotune")]
+            None if self.tuned => tuning::forward_tuned(client, p, &inputs, &o.view, &lse.view)?,
             None => forward(client, p, &inputs, &o.view, &lse.view)?,
         };
         let kernel = self.kernel(client);
@@ -431,7 +440,13 @@ impl Case {
             bias_sums: sums.as_ref().map(|s| s.view.clone()),
             dq_sums: dq_sums.as_ref().map(|s| s.view.clone()),
         };
-        backward_with(client, p, &inputs, &saved, &gradients, &scratch, Some(planned))?;
+        match forced {
+            #[cfg(feature = "autotune")]
+            None if self.tuned && planned.fused.is_none() => {
+                planned = tuning::backward_tuned(client, p, &inputs, &saved, &gradients)?;
+            }
+            _ => backward_with(client, p, &inputs, &saved, &gradients, &scratch, Some(planned))?,
+        }
         assert_eq!([planned.dq.kernel(), planned.dkdv.kernel()], [kernel; 2], "{p:?}");
         let each_pair = p.bias.is_some_and(|[.., sq, sk]| [sq, sk] == [p.seq_q, p.seq_k] && sq * sk > 1);
         let of_bias = if can && each_pair { Kernel::Hopper } else { Kernel::Portable };
@@ -456,6 +471,7 @@ impl Case {
             dv: read(&dv, "dv").await,
             dbias: read(&dbias, "dbias").await,
             forward: ran,
+            backward: planned,
         })
     }
 

@@ -9,3 +9,5 @@ mod oracle;
 mod plans;
 mod properties;
 mod rounding;
+#[cfg(feature = "autotune")]
+mod tuning;

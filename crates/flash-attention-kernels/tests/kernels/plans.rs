@@ -4,7 +4,7 @@ use flash_attention_kernels::tiling::{Device, plan_on};
 use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype, Forward, Kernel, Precision};
 
 /// The least that WebGPU promises.
-fn smallest() -> Device {
+pub fn smallest() -> Device {
     Device {
         name: "smallest".into(),
         shared_memory: 16 << 10,
@@ -21,7 +21,7 @@ fn smallest() -> Device {
     }
 }
 
-fn problem(shape: [usize; 4]) -> AttentionProblem {
+pub fn problem(shape: [usize; 4]) -> AttentionProblem {
     AttentionProblem::new(&shape, &shape, &shape, Dtype::F32, AttentionOptions::default()).unwrap()
 }
 

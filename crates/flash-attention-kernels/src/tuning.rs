@@ -1,0 +1,389 @@
+//! Refines what [`tiling`] plans: CubeCL's tuner times a few candidates on the call's own tensors, the first time a problem of its
+//! size comes, and remembers on disk which one was the fastest.
+//!
+//! Every candidate computes the same in a fixed order, unless the options ask for [`BackwardOrder::Fast`]; that order differs
+//! between candidates, and with it the last bits of a result. See `docs/tuning.md`.
+//!
+//! [`BackwardOrder::Fast`]: crate::BackwardOrder::Fast
+
+use crate::error::AttentionError;
+use crate::launch::{Gradients, Inputs, Saved, Scratch, backward_with, forward_with};
+use crate::problem::{AttentionOptions, AttentionProblem};
+use crate::tensor::TensorView;
+use crate::tiling::{self, BackwardTiles, Device, Forward, Gradient};
+use cubecl::client::Client;
+use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
+use cubecl::environment::{CacheOption, Store, StoreOptions};
+use cubecl::future::block_on;
+use cubecl::tune::{LocalTuner, PersistentCacheKey, PersistentCacheValue, Tunable, TunableSet, TuneTableName};
+use cubecl_core::device::ServiceId;
+use serde::Serialize;
+use std::collections::HashSet;
+use std::fmt;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+/// Candidates that are timed at most, the planned one among them.
+pub const CANDIDATES: usize = 3;
+
+/// What a candidate is taken to need to be compiled at the least: the planned one may have been compiled before.
+const COMPILING: Duration = Duration::from_millis(500);
+
+/// Runs of a candidate before samples of it are taken.
+const WARM_UPS: usize = 1;
+
+/// Of the 5 s that a new size may take one is left for what expectation misses.
+static FORWARD: Pass = Pass::new("flash-attention-forward", Duration::from_millis(1500));
+static BACKWARD: Pass = Pass::new("flash-attention-backward", Duration::from_millis(2500));
+
+/// [`forward`](crate::forward) by the fastest candidate for problems of this size, timed if that is not known yet.
+///
+/// Timing runs the candidates several times on these very tensors. A problem for which that is expected to take more than 1.5 s
+/// is computed as planned, as is one that another thread is timing. In a browser, where nothing may wait, all are.
+///
+/// Returns the kernel that ran, with its tiles. Errors name the argument at fault; nothing has been launched then.
+///
+/// ```no_run
+/// # use flash_attention_kernels::{AttentionError, AttentionProblem, Inputs, TensorView, tuning::forward_tuned};
+/// # fn f(
+/// #     client: &cubecl::client::Client, problem: &AttentionProblem, inputs: &Inputs, o: &TensorView, lse: &TensorView<3>,
+/// # ) -> Result<(), AttentionError> {
+/// let ran = forward_tuned(client, problem, inputs, o, lse)?;
+/// println!("{} of {} queries", ran.kernel().name(), ran.tile_q());
+/// # Ok(())
+/// # }
+/// ```
+pub fn forward_tuned(
+    client: &Client,
+    problem: &AttentionProblem,
+    inputs: &Inputs,
+    o: &TensorView,
+    lse: &TensorView<3>,
+) -> Result<Forward, AttentionError> {
+    let mut candidates = tiling::forward_candidates(&Device::of(client), problem, CANDIDATES)?;
+    if problem.rows() == 0 || problem.seq_k == 0 {
+        candidates.truncate(1);
+    }
+    let call = {
+        let (client, problem, inputs, o, lse) = (client.clone(), *problem, inputs.clone(), o.clone(), lse.clone());
+        Call::new(&client.clone(), &problem, &candidates, forward_name, move |forward| {
+            forward_with(&client, &problem, &inputs, &o, &lse, forward)
+        })
+    };
+    Ok(candidates[FORWARD.run(client, call)?])
+}
+
+/// [`backward`](crate::backward) by the fastest candidate for problems of this size, timed if that is not known yet.
+///
+/// Likewise where that is expected to take no more than 2.5 s. What is found by a call that asks for some of the gradients holds for those that ask for others.
+///
+/// Returns the kernels that ran, with their tiles. Errors name the argument at fault; nothing has been launched then.
+///
+/// ```no_run
+/// # use flash_attention_kernels::{AttentionError, AttentionProblem, Gradients, Inputs, Saved, tuning::backward_tuned};
+/// # fn f(
+/// #     client: &cubecl::client::Client, problem: &AttentionProblem, inputs: &Inputs, saved: &Saved, gradients: &Gradients,
+/// # ) -> Result<(), AttentionError> {
+/// let ran = backward_tuned(client, problem, inputs, saved, gradients)?;
+/// println!("dq by {}", ran.dq.kernel().name());
+/// # Ok(())
+/// # }
+/// ```
+pub fn backward_tuned(
+    client: &Client,
+    problem: &AttentionProblem,
+    inputs: &Inputs,
+    saved: &Saved,
+    gradients: &Gradients,
+) -> Result<BackwardTiles, AttentionError> {
+    let mut candidates = tiling::backward_candidates(&Device::of(client), problem, CANDIDATES)?;
+    let Gradients { dq, dk, dv, dbias } = gradients;
+    let wanted = [dq, dk, dv, dbias].iter().any(|view| view.is_some());
+    if problem.rows() == 0 || problem.seq_k == 0 || !wanted {
+        candidates.truncate(1);
+    }
+    let call = {
+        let (client, problem, inputs) = (client.clone(), *problem, inputs.clone());
+        let (saved, gradients, scratch) = (saved.clone(), gradients.clone(), Scratch::empty(&client, &problem));
+        Call::new(&client.clone(), &problem, &candidates, backward_name, move |tiles| {
+            backward_with(&client, &problem, &inputs, &saved, &gradients, &scratch, Some(tiles))
+        })
+    };
+    Ok(candidates[BACKWARD.run(client, call)?])
+}
+
+/// What has been found to be the fastest: the answer of [`tuned`].
+///
+/// ```
+/// use flash_attention_kernels::tuning::Tuned;
+///
+/// let nothing_timed = Tuned::default();
+/// assert!(nothing_timed.forward.is_none() && nothing_timed.backward.is_none());
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Tuned {
+    /// The forward. `None` where none has been timed: what [`plan`](crate::plan()) says runs.
+    pub forward: Option<Forward>,
+    /// The backward, likewise.
+    pub backward: Option<BackwardTiles>,
+}
+
+/// What has been found to be the fastest for problems of this size on this client's device, by this process or an earlier one.
+/// It times nothing.
+///
+/// Fails where no kernel can compute the problem.
+///
+/// ```no_run
+/// use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, tuning::tuned};
+///
+/// # fn f(client: &cubecl::client::Client) -> Result<(), flash_attention_kernels::AttentionError> {
+/// let shape = [4, 16, 4096, 128];
+/// let problem = AttentionProblem::new(&shape, &shape, &shape, Dtype::F32, AttentionOptions::default())?;
+/// match tuned(client, &problem)?.forward {
+///     Some(forward) => println!("blocks of {} queries were the fastest", forward.tile_q()),
+///     None => println!("not timed yet"),
+/// }
+/// # Ok(())
+/// # }
+/// ```
+pub fn tuned(client: &Client, problem: &AttentionProblem) -> Result<Tuned, AttentionError> {
+    problem.validate()?;
+    let device = Device::of(client);
+    tiling::check_dtype(&device, problem.dtype)?;
+    let forwards = tiling::forward_candidates(&device, problem, CANDIDATES)?;
+    let backwards = tiling::backward_candidates(&device, problem, CANDIDATES)?;
+    let forward = FORWARD.found(client, &key(problem, &forwards, forward_name));
+    let backward = BACKWARD.found(client, &key(problem, &backwards, backward_name));
+    Ok(Tuned {
+        forward: forward.and_then(|rank| forwards.get(rank).copied()),
+        backward: backward.and_then(|rank| backwards.get(rank).copied()),
+    })
+}
+
+/// Forgets all that was found for hardware like this client's, on disk and in this process, where that of all hardware is
+/// forgotten. What is called next is timed again.
+///
+/// ```no_run
+/// # fn f(client: &cubecl::client::Client) {
+/// flash_attention_kernels::tuning::forget(client);
+/// # }
+/// ```
+pub fn forget(client: &Client) {
+    for pass in [&FORWARD, &BACKWARD] {
+        pass.tuner.clear();
+        pass.too_long().clear();
+        if let Some(mut table) = pass.table(client) {
+            table.purge();
+        }
+    }
+}
+
+/// What is tuned apart.
+struct Pass {
+    name: &'static str,
+    /// How long timing is to take.
+    limit: Duration,
+    tuner: LocalTuner<String, ServiceId>,
+    /// What was found to take too long to be timed.
+    too_long: LazyLock<Mutex<HashSet<(ServiceId, String)>>>,
+}
+
+type Table = Store<PersistentCacheKey<String>, PersistentCacheValue>;
+
+type Candidates = TunableSet<String, Call, (), Rank>;
+
+impl Pass {
+    const fn new(name: &'static str, limit: Duration) -> Self {
+        Pass { name, limit, tuner: LocalTuner::new(name), too_long: LazyLock::new(Default::default) }
+    }
+
+    /// Runs the fastest candidate, timing them first if need be; returns its place.
+    fn run(&'static self, client: &Client, call: Call) -> Result<usize, AttentionError> {
+        let run = |rank: usize| (call.launch)(rank).map(|()| rank);
+        if call.candidates == 1 || cfg!(target_family = "wasm") {
+            return run(0);
+        }
+        if let Some(rank) = self.settled(call.id, &call.key) {
+            return run(rank);
+        }
+        if self.too_long().contains(&(call.id, call.key.clone())) {
+            return run(0);
+        }
+        // What is wrong with the arguments is told before the tuner, which would panic, runs anything.
+        if let Some(rank) = self.remembered(client, &call.key) {
+            run(rank)?;
+            return Ok(self.tune(client, call));
+        }
+        if block_on(client.sync()).is_err() {
+            // Whoever reads the results is told.
+            return run(0);
+        }
+        let started = Instant::now();
+        let time = || {
+            let started = Instant::now();
+            run(0)?;
+            Ok(block_on(client.sync()).ok().map(|()| started.elapsed()))
+        };
+        let Some(first) = time()? else { return Ok(0) };
+        // The first run compiles it, which the others take as long for; the second tells how long each sample takes.
+        let rest = if first > self.limit {
+            Duration::MAX
+        } else {
+            let Some(again) = time()? else { return Ok(0) };
+            let (_, samples) = CubeClRuntimeConfig::get().autotune.bench.samples();
+            let compiling = first.saturating_sub(again).max(COMPILING) * (call.candidates as u32 - 1);
+            compiling + again * (call.candidates * (WARM_UPS + samples)) as u32
+        };
+        if started.elapsed().saturating_add(rest) > self.limit {
+            self.too_long().insert((call.id, call.key));
+            return Ok(0);
+        }
+        Ok(self.tune(client, Call { deadline: Some(started + self.limit), ..call }))
+    }
+
+    /// Runs the fastest candidate of a call that is known to be right; returns its place.
+    fn tune(&'static self, client: &Client, call: Call) -> usize {
+        let (id, key) = (call.id, call.key.clone());
+        self.tuner.execute(&id, client, self.candidates(id), call);
+        // Another thread may be at it: the planned one has run then.
+        self.settled(id, &key).unwrap_or(0)
+    }
+
+    /// The place of the fastest candidate, if this process knows it.
+    fn settled(&'static self, id: ServiceId, key: &String) -> Option<usize> {
+        self.tuner.fastest_identity(&id, &self.candidates(id), key).map(|rank| rank.0)
+    }
+
+    /// That which an earlier process has found.
+    fn remembered(&'static self, client: &Client, key: &str) -> Option<usize> {
+        let checksum = self.candidates(client.service_id()).compute_checksum();
+        let found = self.table(client)?.remove(&PersistentCacheKey { key: key.to_string(), checksum })?;
+        Some(found.fastest_index)
+    }
+
+    /// The place of the fastest candidate, if it is known.
+    fn found(&'static self, client: &Client, key: &String) -> Option<usize> {
+        self.settled(client.service_id(), key).or_else(|| self.remembered(client, key))
+    }
+
+    /// Where CubeCL's tuner remembers, unless it is set up not to.
+    fn table(&self, client: &Client) -> Option<Table> {
+        let hardware = client.hardware_identity().to_string();
+        let name = TuneTableName { hardware: &hardware, tuner: self.name };
+        let options = || StoreOptions::new().storage(name.namespace()).cache(CacheOption::Lazy);
+        (!CubeClRuntimeConfig::get().autotune.disable_cache).then(|| Store::new(options()))
+    }
+
+    /// The candidates by their places: which they are, each call knows for its problem.
+    fn candidates(&'static self, id: ServiceId) -> Arc<Candidates> {
+        self.tuner.init(&id, move || {
+            let none = TunableSet::new_cloning_inputs(|call: &Call| call.key.clone());
+            (0..CANDIDATES).fold(none, |set, rank| {
+                set.with(Tunable::identified(Rank(rank), move |call: Call| match rank {
+                    _ if rank >= call.candidates => Err("there are fewer candidates".to_string()),
+                    // The planned one is left, whatever the time.
+                    1.. if call.is_late() && self.settled(call.id, &call.key).is_none() => {
+                        Err("it is late".to_string())
+                    }
+                    _ => (call.launch)(rank).map_err(|error| error.to_string()),
+                }))
+            })
+        })
+    }
+
+    fn too_long(&self) -> MutexGuard<'_, HashSet<(ServiceId, String)>> {
+        self.too_long.lock().expect("nothing panics while it is held")
+    }
+}
+
+/// A call that each of some candidates can make.
+#[derive(Clone)]
+struct Call {
+    id: ServiceId,
+    key: String,
+    candidates: usize,
+    launch: Arc<dyn Fn(usize) -> Result<(), AttentionError> + Send + Sync>,
+    deadline: Option<Instant>,
+}
+
+impl Call {
+    fn new<T: Copy + Send + Sync + 'static>(
+        client: &Client,
+        problem: &AttentionProblem,
+        candidates: &[T],
+        name: fn(T, T) -> String,
+        launch: impl Fn(T) -> Result<(), AttentionError> + Send + Sync + 'static,
+    ) -> Self {
+        let all = candidates.to_vec();
+        Call {
+            id: client.service_id(),
+            key: key(problem, candidates, name),
+            candidates: all.len(),
+            launch: Arc::new(move |rank| launch(all[rank])),
+            deadline: None,
+        }
+    }
+
+    fn is_late(&self) -> bool {
+        self.deadline.is_some_and(|deadline| Instant::now() > deadline)
+    }
+}
+
+/// A candidate's place.
+#[derive(Clone, Copy)]
+struct Rank(usize);
+
+impl fmt::Display for Rank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "candidate {}", self.0)
+    }
+}
+
+/// Problems for which one candidate is taken to be the fastest: sizes are rounded up to powers of two. Which the candidates are
+/// belongs to it, or what was found would be another one's after a change of the tables.
+fn key<T: Copy>(problem: &AttentionProblem, candidates: &[T], name: fn(T, T) -> String) -> String {
+    let up = usize::next_power_of_two;
+    let window = |window: Option<usize>| window.map(|window| up(window.min(problem.seq_k)));
+    let heads = up(problem.num_heads_kv);
+    let rounded = AttentionProblem {
+        batch: up(problem.batch),
+        num_heads_q: heads * problem.group_size(),
+        num_heads_kv: heads,
+        seq_q: up(problem.seq_q),
+        seq_k: up(problem.seq_k),
+        mask: problem.mask.map(|shape| shape.map(up)),
+        bias: problem.bias.map(|shape| shape.map(up)),
+        options: AttentionOptions {
+            softmax_scale: None,
+            softcap: problem.options.softcap.map(|_| 1.0),
+            window_left: window(problem.options.window_left),
+            window_right: window(problem.options.window_right),
+            ..problem.options
+        },
+        ..*problem
+    };
+    let names: Vec<String> = candidates.iter().map(|candidate| name(*candidate, candidates[0])).collect();
+    format!("{rounded:?} by {}", names.join(", "))
+}
+
+/// What tells a candidate from others, without what follows from the exact sizes.
+fn forward_name(forward: Forward, planned: Forward) -> String {
+    match (forward, planned) {
+        (Forward::Hopper(forward), Forward::Hopper(planned)) => {
+            format!("{:?} parts {:?}", forward.tile, forward.parts.cmp(&planned.parts))
+        }
+        (Forward::Mma(forward), _) => format!("{:?}", forward.tile),
+        (forward, _) => format!("{forward:?}"),
+    }
+}
+
+fn backward_name(tiles: BackwardTiles, _: BackwardTiles) -> String {
+    let name = |gradient| match gradient {
+        Gradient::Hopper(gradient) => format!("{:?}", gradient.tile),
+        Gradient::Mma(gradient) => format!("{:?}", gradient.tile),
+        gradient => format!("{gradient:?}"),
+    };
+    let BackwardTiles { dq, dkdv, dv, fused, dbias } = tiles;
+    let fused = fused.map(Gradient::Hopper).map(name);
+    format!("{} {} {:?} {fused:?} {dbias:?}", name(dq), name(dkdv), dv.map(name))
+}
