@@ -47,7 +47,7 @@ struct Arguments {
 enum Command {
     /// Times every tile shape of every kernel.
     Sweep(sweep::Options),
-    /// Times ways to plan Hopper's forward.
+    /// Times ways to plan kernels for CUDA.
     Tune(tune::Options),
     /// Measures memory beyond the inputs, of kernels called directly and through autodiff, and times nothing.
     Memory(memory::Options),

@@ -50,7 +50,8 @@ pub struct Options {
     pub directory: PathBuf,
 }
 
-fn kernel(name: &str) -> Result<Kernel, String> {
+/// A kernel by its name on the command line.
+pub(crate) fn kernel(name: &str) -> Result<Kernel, String> {
     let all = Kernel::ALL;
     let found = all.into_iter().find(|kernel| kernel.name() == name);
     found.ok_or_else(|| format!("there is no such kernel; there are: {}", all.map(Kernel::name).join(", ")))

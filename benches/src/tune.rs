@@ -6,6 +6,7 @@ use crate::device::DeviceName;
 use crate::error::Error;
 use crate::implementations::Tensors;
 use crate::part::Part;
+use crate::run::kernel;
 use crate::timing::{Work, device_time, once, sync};
 use cubecl::client::Client;
 use flash_attention_kernels::{
@@ -37,14 +38,6 @@ pub struct Options {
     /// WARPGROUPS/GROUPS/KEYS/SECTION.
     #[arg(long = "try", value_delimiter = ',')]
     ways: Vec<String>,
-}
-
-/// A kernel by its name on the command line.
-pub fn kernel(name: &str) -> Result<Kernel, String> {
-    let all = [Kernel::Hopper, Kernel::Mma];
-    all.into_iter()
-        .find(|kernel| kernel.name() == name)
-        .ok_or_else(|| format!("it is one of {:?}", all.map(Kernel::name)))
 }
 
 /// Tiles, heads of a section, parts of the keys.
