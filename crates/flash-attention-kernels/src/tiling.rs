@@ -55,7 +55,7 @@ const MAX_ACCUMULATED: usize = 16;
 pub enum Kernel {
     /// Warpgroup matrix products and TMA of NVIDIA Hopper, in f16 and bf16.
     Hopper,
-    /// Matrix products of a warp, `mma.sync`, of NVIDIA GPUs from Ampere on, in f16 and bf16.
+    /// Matrix products of a warp, `mma.sync`, of NVIDIA GPUs from Ampere on, in f16 and bf16, and in f32 as tf32.
     Mma,
     /// Cooperative matrix products in f16 and bf16, on any device that offers them.
     Matrix,

@@ -75,7 +75,8 @@ pub fn forward_tuned(
 
 /// [`backward`](crate::backward) by the fastest candidate for problems of this size, timed if that is not known yet.
 ///
-/// Likewise where that is expected to take no more than 2.5 s. What is found by a call that asks for some of the gradients holds for those that ask for others.
+/// Likewise where that is expected to take no more than 2.5 s. What is found by a call that asks for some of the gradients holds for
+/// those that ask for others.
 ///
 /// Returns the kernels that ran, with their tiles. Errors name the argument at fault; nothing has been launched then.
 ///

@@ -406,7 +406,7 @@ pub fn load_tiles(at: u32, #[comptime] transposed: bool) -> Sequence<u32> {
     })
 }
 
-/// The opposite of [`load_tiles`]: each unit gives what it would get.
+/// The opposite of [`load_tiles()`]: each unit gives what it would get.
 #[cube]
 pub fn store_tiles(at: u32, tiles: &Array<u32>) {
     store_tiles_of(at, tiles[0], tiles[1], tiles[2], tiles[3]);
@@ -669,7 +669,7 @@ fn product_registers(
     })
 }
 
-/// Writes one of the two numbers of a packed register to the first element of `to`, if `live`. No branch, as for [`store_pair`].
+/// Writes one of the two numbers of a packed register to the first element of `to`, if `live`. No branch, as for [`store_pair()`].
 #[cube]
 pub fn store_half<E: CubePrimitive>(to: &mut [E], packed: u32, #[comptime] high: bool, live: bool) {
     intrinsic!(|scope| {

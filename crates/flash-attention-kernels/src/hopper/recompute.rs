@@ -258,7 +258,7 @@ fn add_row<E: Float, N: Size>(
 }
 
 /// Of the 16 rows that a warp has of an accumulator from `first_row` on, those that a unit asks for with `again0` or `again1`, for
-/// the first and the second of its two: see [`recompute_gradient`]. By a whole warp.
+/// the first and the second of its two: see `recompute_gradient`. By a whole warp.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn recompute_gradients<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(

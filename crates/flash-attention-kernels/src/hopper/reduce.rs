@@ -7,7 +7,7 @@
 //!
 //! `sums` is f32 in an order of its own, that of the registers: for each head, tile of 64 queries, panel of 64 columns and 16
 //! queries of these, register by register four at a time, what the 32 units of a warp hold. Adding reads and writes whole lines
-//! then, and so does [`round_sums`], which makes `dq` of it.
+//! then, and so does [`round_sums()`], which makes `dq` of it.
 
 use super::gradient::{ResultStrides, SourceStrides};
 use super::ops::*;
@@ -21,7 +21,7 @@ use crate::hopper::delta::{stats_all, stats_at};
 use crate::mask::Band;
 use cubecl::prelude::*;
 
-/// Units of a cube of [`round_sums`].
+/// Units of a cube of [`round_sums()`].
 pub const UNITS: u32 = 256;
 /// Queries of a warp of it.
 pub const WARP_ROWS: u32 = (WARPGROUP_ROWS / 4) as u32;
@@ -135,7 +135,7 @@ impl Reducer {
 }
 
 /// `sums`, `scale` times, to `dq [B, H, Sq, D]`, in vectors of 8 bytes. A row that what is hidden from it has reached is
-/// computed again, from the rest, as [`gradient`](mod@super::gradient) does. A warp has 16 queries.
+/// computed again, from the rest, as [`gradient`](mod@crate::hopper::gradient) does. A warp has 16 queries.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
 pub fn round_sums<E: Float, M: Numeric, NB: Size, NM: Size>(

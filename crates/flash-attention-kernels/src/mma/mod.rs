@@ -105,9 +105,9 @@ pub enum Products {
     BF16,
     /// f32, rounded to tf32.
     Tf32,
-    /// f32 as the sum of two tf32, `x = big + small`, with `x y ≈ small big + big small + big big`: what is left out is 2^-22 of it.
-    /// (H. Ootomo and R. Yokota, Recovering single precision accuracy from Tensor Cores, arXiv:2203.03341, equations 19 to 24.)
-    /// As there, sums are taken in f32 with rounding to nearest every few products, as products round towards zero.
+    /// f32 as the sum of two tf32, `x = big + small`, with `x y ≈ small big + big small + big big`: what is left out is 2^-22 of it
+    /// (H. Ootomo and R. Yokota, Recovering single precision accuracy from Tensor Cores, arXiv:2203.03341). As there, sums are
+    /// taken in f32 with rounding to nearest every few products, as products round towards zero.
     Split,
 }
 

@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 // -- copies
 
 /// Copies the first `bytes` bytes of the vector `nth` after the first of `from`, of 16, and zeros in place of the others, to byte
-/// `offset` after a shared address; nothing is read if there is none. By the time that [`copies_wait`] says.
+/// `offset` after a shared address; nothing is read if there is none. By the time that [`copies_wait()`] says.
 #[cube]
 pub fn copy_vector<E: CubePrimitive>(
     from: &[E],
@@ -50,8 +50,8 @@ pub fn copies_wait(#[comptime] n: usize) {
 
 // -- products
 
-/// `acc = A · Bᵀ`: rows of `a` with rows of `b`, where [`lane_of_rows`](super::tiles::lane_of_rows) and
-/// [`lane_of_columns`](super::tiles::lane_of_columns) say that this unit reads them.
+/// `acc = A · Bᵀ`: rows of `a` with rows of `b`, where [`lane_of_rows`](crate::mma::tiles::lane_of_rows()) and
+/// [`lane_of_columns`](crate::mma::tiles::lane_of_columns()) say that this unit reads them.
 #[cube]
 pub fn multiply_rows(acc: &mut Sequence<Array<f32>>, a: u32, b: u32, #[comptime] of: RowsOf) {
     let after = product_rows(a, b, of);
@@ -78,8 +78,7 @@ fn product_rows(a: u32, b: u32, #[comptime] of: RowsOf) -> Sequence<f32> {
 }
 
 /// `acc += A · B`: fragments, of each group those of all steps, with columns of `b`, where
-/// [`lane_of_rows`](super::tiles::lane_of_rows), or of f32 [`lane_of_even_rows`](super::tiles::lane_of_even_rows), says that this unit
-/// reads them.
+/// [`lane_of_sums`](crate::mma::tiles::lane_of_sums()) says that this unit reads them.
 #[cube]
 pub fn multiply_columns(acc: &mut Sequence<Array<f32>>, fragments: &Sequence<u32>, b: u32, #[comptime] of: ColumnsOf) {
     let len = comptime!(of.columns / 2);

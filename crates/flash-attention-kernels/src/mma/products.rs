@@ -117,7 +117,7 @@ fn sums(products: Products, count: usize) -> String {
     format!(".reg .f32 none;\nmov.f32 none, 0f00000000;\n{apart}")
 }
 
-/// PTX of [`multiply_rows`](super::ops::multiply_rows): operands `$a` and `$b` follow the sums.
+/// PTX of [`multiply_rows`](crate::mma::ops::multiply_rows()): operands `$a` and `$b` follow the sums.
 pub fn rows_with_rows(of: RowsOf) -> String {
     let RowsOf { groups, lines, group_bytes, tile_k, wide, products } = of;
     let (steps, pairs) = (wide.div_ceil(products.depth()), tile_k / 16);
@@ -161,8 +161,8 @@ pub fn rows_with_rows(of: RowsOf) -> String {
     format!("{{\n.reg .b32 q<4>, k<4>;\n{registers}{}{addresses}{text}}}", sums(products, count))
 }
 
-/// PTX of [`multiply_columns`](super::ops::multiply_columns): of each group the fragments of all steps, then `$b`, follow the sums,
-/// which come twice.
+/// PTX of [`multiply_columns`](crate::mma::ops::multiply_columns()): of each group the fragments of all steps, then `$b`, follow the
+/// sums, which come twice.
 pub fn registers_with_columns(of: ColumnsOf) -> String {
     match of.products {
         Products::F16 | Products::BF16 => halves_with_columns(of),
