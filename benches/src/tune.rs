@@ -117,14 +117,14 @@ fn planned(plan: &Plan, part: Part) -> Result<Way, Error> {
     let gradient = |gradient| match gradient {
         Gradient::Hopper(HopperGradient { tile, section }) => Some(Way::Hopper(tile, section, 1)),
         Gradient::Mma(MmaGradient { tile, section }) => Some(Way::Mma(tile, section)),
-        Gradient::Matrix(_) | Gradient::Portable(_) => None,
+        Gradient::Matrix(_) | Gradient::Rows(_) | Gradient::Portable(_) => None,
     };
     let way = match (part, plan.forward) {
         (Part::Forward, Forward::Hopper(HopperForward { tile, section, parts })) => {
             Some(Way::Hopper(tile, section, parts))
         }
         (Part::Forward, Forward::Mma(MmaForward { tile, section })) => Some(Way::Mma(tile, section)),
-        (Part::Forward, Forward::Matrix(_) | Forward::Portable(_)) => None,
+        (Part::Forward, Forward::Matrix(_) | Forward::Rows(_) | Forward::Portable(_)) => None,
         (Part::Dq, _) => gradient(plan.backward.dq),
         (Part::Dkdv, _) => gradient(plan.backward.dkdv),
         (Part::Dbias, _) => match plan.backward.dbias {

@@ -25,6 +25,7 @@
 //! mask      which pairs see each other, which blocks   launch    validate → choose → grid → launch
 //! score     scale and softcap with their derivatives   portable  the kernels for any device
 //! softmax   the online softmax: −∞ lives here alone           matrix    those for devices with cooperative matrix products
+//!                                                      rows      those for processors
 //!                                                      hopper    those for NVIDIA Hopper
 //!                                                      mma       those for NVIDIA GPUs from Ampere on
 //!                                                      tuning    times a few of them, with the feature autotune
@@ -39,6 +40,7 @@ pub mod mma;
 pub mod portable;
 pub mod problem;
 pub mod rounding;
+pub mod rows;
 pub mod score;
 pub mod softmax;
 pub mod tensor;
@@ -57,6 +59,7 @@ pub use portable::tile::TileShape;
 pub use problem::{
     Alignment, AttentionOptions, AttentionProblem, BackwardOrder, Dtype, MAX_HEAD_DIM, MAX_SEQ, Precision,
 };
+pub use rows::RowsTile;
 pub use tensor::TensorView;
 pub use tiling::{
     BackwardTiles, BiasGradient, Forward, Gradient, HopperForward, HopperGradient, Kernel, MmaForward, MmaGradient,

@@ -4,6 +4,7 @@
 mod hopper;
 pub(crate) mod matrix;
 pub(crate) mod mma;
+pub(crate) mod rows;
 
 pub(crate) use hopper::stats_multiple;
 #[cfg(feature = "cuda")]
@@ -11,12 +12,13 @@ pub(crate) use hopper::varies_by_pair;
 
 use crate::error::AttentionError;
 use crate::hopper::{BiasTile, HopperTile, sums_columns};
-use crate::matrix::MatrixTile;
+use crate::matrix::{MatrixTile, Role};
 use crate::mma::MmaTile;
 use crate::portable::Blueprint;
 use crate::portable::dbias::Sums;
 use crate::portable::tile::{TileShape, Vec4, WIDTH};
 use crate::problem::{AttentionProblem, BackwardOrder, Dtype};
+use crate::rows::RowsTile;
 use cubecl::client::Client;
 use cubecl::ir::features::TypeUsage;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
@@ -59,13 +61,15 @@ pub enum Kernel {
     Mma,
     /// Cooperative matrix products in f16 and bf16, on any device that offers them.
     Matrix,
+    /// Fused multiply-adds in f32 on rows that a unit holds by itself, for devices that are processors.
+    Rows,
     /// Fused multiply-adds in f32 on any CubeCL device.
     Portable,
 }
 
 impl Kernel {
     /// Every kernel family, the most preferred first.
-    pub const ALL: [Kernel; 4] = [Kernel::Hopper, Kernel::Mma, Kernel::Matrix, Kernel::Portable];
+    pub const ALL: [Kernel; 5] = [Kernel::Hopper, Kernel::Mma, Kernel::Matrix, Kernel::Rows, Kernel::Portable];
 
     /// The name used in messages and result files.
     pub fn name(self) -> &'static str {
@@ -73,6 +77,7 @@ impl Kernel {
             Kernel::Hopper => "hopper",
             Kernel::Mma => "mma",
             Kernel::Matrix => "matrix",
+            Kernel::Rows => "rows",
             Kernel::Portable => "portable",
         }
     }
@@ -95,6 +100,8 @@ pub enum Forward {
     Mma(MmaForward),
     /// [`Kernel::Matrix`].
     Matrix(MatrixTile),
+    /// [`Kernel::Rows`].
+    Rows(RowsTile),
     /// [`Kernel::Portable`].
     Portable(TileShape),
 }
@@ -145,6 +152,8 @@ pub enum Gradient {
     Mma(MmaGradient),
     /// [`Kernel::Matrix`].
     Matrix(MatrixTile),
+    /// [`Kernel::Rows`].
+    Rows(RowsTile),
     /// [`Kernel::Portable`].
     Portable(TileShape),
 }
@@ -165,6 +174,7 @@ impl Gradient {
             Gradient::Hopper(_) => Kernel::Hopper,
             Gradient::Mma(_) => Kernel::Mma,
             Gradient::Matrix(_) => Kernel::Matrix,
+            Gradient::Rows(_) => Kernel::Rows,
             Gradient::Portable(_) => Kernel::Portable,
         }
     }
@@ -175,6 +185,7 @@ impl Gradient {
             Gradient::Hopper(gradient) => (gradient.tile.tile_q(), gradient.tile.tile_k),
             Gradient::Mma(gradient) => (gradient.tile.tile_q(), gradient.tile.tile_k),
             Gradient::Matrix(tile) => (tile.rows(), tile.columns),
+            Gradient::Rows(tile) => (tile.block(), 1),
             Gradient::Portable(tile) if transposed => (tile.tile_k, tile.tile_q),
             Gradient::Portable(tile) => (tile.tile_q, tile.tile_k),
         }
@@ -241,7 +252,7 @@ impl BackwardTiles {
     pub(crate) fn portables(&self) -> impl Iterator<Item = TileShape> {
         let of = |gradient| match gradient {
             Gradient::Portable(tile) => Some(tile),
-            Gradient::Hopper(_) | Gradient::Mma(_) | Gradient::Matrix(_) => None,
+            Gradient::Hopper(_) | Gradient::Mma(_) | Gradient::Matrix(_) | Gradient::Rows(_) => None,
         };
         let dbias = match self.dbias {
             BiasGradient::Portable(tile) => Some(tile),
@@ -258,6 +269,7 @@ impl Forward {
             Forward::Hopper(_) => Kernel::Hopper,
             Forward::Mma(_) => Kernel::Mma,
             Forward::Matrix(_) => Kernel::Matrix,
+            Forward::Rows(_) => Kernel::Rows,
             Forward::Portable(_) => Kernel::Portable,
         }
     }
@@ -268,6 +280,7 @@ impl Forward {
             Forward::Hopper(forward) => forward.tile.tile_q(),
             Forward::Mma(forward) => forward.tile.tile_q(),
             Forward::Matrix(tile) => tile.rows(),
+            Forward::Rows(tile) => tile.block(),
             Forward::Portable(tile) => tile.tile_q,
         }
     }
@@ -278,6 +291,7 @@ impl Forward {
             Forward::Hopper(forward) => forward.tile.tile_k,
             Forward::Mma(forward) => forward.tile.tile_k,
             Forward::Matrix(tile) => tile.columns,
+            Forward::Rows(_) => 1,
             Forward::Portable(tile) => tile.tile_k,
         }
     }
@@ -292,6 +306,12 @@ impl From<TileShape> for Forward {
 impl From<MatrixTile> for Forward {
     fn from(tile: MatrixTile) -> Self {
         Forward::Matrix(tile)
+    }
+}
+
+impl From<RowsTile> for Forward {
+    fn from(tile: RowsTile) -> Self {
+        Forward::Rows(tile)
     }
 }
 
@@ -312,6 +332,8 @@ impl From<HopperForward> for Forward {
 pub struct Device {
     /// The runtime's name.
     pub name: String,
+    /// Whether there is a card behind it: a processor that computes by itself is none.
+    pub card: bool,
     /// Bytes of shared memory a cube may have.
     pub shared_memory: usize,
     /// Units a cube may have.
@@ -361,6 +383,7 @@ impl Device {
         };
         Device {
             name: client.name().to_string(),
+            card: properties.identity.physical.is_some(),
             shared_memory: hardware.max_shared_memory_size,
             units: hardware.max_units_per_cube as usize,
             bindings: hardware.max_bindings as usize,
@@ -598,6 +621,9 @@ pub(crate) fn choose_forward(
             Err(why) => passed_over.push(PassedOver { what: format!("forward {}", kernel.name()), why }),
         }
     }
+    if rows::preferred(device) && asked.is_none() || asked == Some(Kernel::Rows) {
+        return Ok(Forward::Rows(rows::tile(device, problem, Role::Forward)));
+    }
     Ok(Forward::Portable(choose(device, problem, Stage::Forward, passed_over)?))
 }
 
@@ -614,14 +640,19 @@ pub(crate) fn choose_backward(
     let asked_for = |kernel| asked.is_none_or(|asked| asked == kernel);
     let hopper = asked_for(Kernel::Hopper).then(|| hopper::backward(device, problem));
     let hopper = hopper.and_then(|found| found.map_err(|why| pass_over(Kernel::Hopper, why)).ok());
-    let mma = (hopper.is_none() && asked_for(Kernel::Mma)).then(|| mma::backward(device, problem));
-    let mma = mma.and_then(|found| found.map_err(|why| pass_over(Kernel::Mma, why)).ok());
-    let matrix =
-        (hopper.is_none() && mma.is_none() && asked_for(Kernel::Matrix)).then(|| matrix::backward(device, problem));
-    let matrix = matrix.and_then(|found| found.map_err(|why| pass_over(Kernel::Matrix, why)).ok());
+    let gradients = [Kernel::Mma, Kernel::Matrix].into_iter().filter(|kernel| hopper.is_none() && asked_for(*kernel));
+    let gradients = gradients.into_iter().find_map(|kernel| {
+        let found = match kernel {
+            Kernel::Mma => mma::backward(device, problem).map(|found| of(found, Gradient::Mma)),
+            _ => matrix::backward(device, problem).map(|found| of(found, Gradient::Matrix)),
+        };
+        found.map_err(|why| pass_over(kernel, why)).ok()
+    });
+    let holds_rows = rows::preferred(device) && asked.is_none() || asked == Some(Kernel::Rows);
+    let gradients = gradients.or_else(|| holds_rows.then(|| of(rows::backward(device, problem), Gradient::Rows)));
     let tile = choose(device, problem, Stage::Backward, passed_over)?;
-    Ok(match (hopper, mma, matrix) {
-        (Some((dq, dkdv, dv)), ..) => {
+    Ok(match (hopper, gradients) {
+        (Some((dq, dkdv, dv)), _) => {
             let dbias = hopper::dbias(problem).map(BiasGradient::Hopper).unwrap_or_else(|why| {
                 if problem.bias.is_some() {
                     passed_over.push(PassedOver { what: format!("dbias {}", Kernel::Hopper.name()), why });
@@ -636,20 +667,17 @@ pub(crate) fn choose_backward(
             };
             BackwardTiles { dq, dkdv, dv, fused, dbias }
         }
-        (None, Some((dq, dkdv, dv)), _) => BackwardTiles {
-            dq: Gradient::Mma(dq),
-            dkdv: Gradient::Mma(dkdv),
-            dv: dv.map(Gradient::Mma),
-            ..BackwardTiles::portable(tile, true)
-        },
-        (None, None, Some((dq, dkdv, dv))) => BackwardTiles {
-            dq: Gradient::Matrix(dq),
-            dkdv: Gradient::Matrix(dkdv),
-            dv: dv.map(Gradient::Matrix),
-            ..BackwardTiles::portable(tile, true)
-        },
-        (None, None, None) => BackwardTiles::portable(tile, together(device, problem, &tile)),
+        (None, Some((dq, dkdv, dv))) => BackwardTiles { dq, dkdv, dv, ..BackwardTiles::portable(tile, true) },
+        (None, None) => BackwardTiles::portable(tile, together(device, problem, &tile)),
     })
+}
+
+/// How a family computes `dq`; `dk`, and `dv` with it; and `dv`, if it takes a launch of its own.
+fn of<T>(
+    (dq, dkdv, dv): (T, T, Option<T>),
+    gradient: impl Fn(T) -> Gradient,
+) -> (Gradient, Gradient, Option<Gradient>) {
+    (gradient(dq), gradient(dkdv), dv.map(gradient))
 }
 
 /// Kernels of the forward worth timing against each other: the planned one first, then at most `limit − 1` others of its family,
@@ -683,6 +711,7 @@ pub fn forward_candidates(
         Forward::Matrix(_) => {
             matrix::fitting(device, problem, crate::matrix::Role::Forward).into_iter().map(Forward::Matrix).collect()
         }
+        Forward::Rows(tile) => rows::alternatives(tile).into_iter().map(Forward::Rows).collect(),
         Forward::Portable(_) => portables(device, Stage::Forward).map(Forward::Portable).collect(),
     };
     let others =
@@ -717,6 +746,10 @@ pub fn backward_candidates(
         Gradient::Hopper(_) => planned.fused.map(|_| BackwardTiles { fused: None, ..planned }).into_iter().collect(),
         Gradient::Mma(_) => mma::backwards(device, problem).into_iter().map(gradients).collect(),
         Gradient::Matrix(_) => matrix::backwards(device, problem).into_iter().map(gradients).collect(),
+        Gradient::Rows(tile) => {
+            let others = rows::alternatives(tile).into_iter().map(Gradient::Rows);
+            others.map(|of| gradients((of, of, planned.dv.map(|_| of)))).collect()
+        }
         Gradient::Portable(_) => portables(device, Stage::Backward)
             .map(|tile| BackwardTiles::portable(tile, together(device, problem, &tile)))
             .collect(),
@@ -771,6 +804,7 @@ pub fn fused_on(device: &Device, problem: &AttentionProblem) -> Option<HopperGra
 ///
 /// let small = Device {
 ///     name: "the least that WebGPU promises".into(),
+///     card: true,
 ///     shared_memory: 16 << 10,
 ///     units: 256,
 ///     bindings: 7,

@@ -229,7 +229,7 @@ impl Call<'_> {
         let (dk, dv) = (gradients.dk.as_ref(), gradients.dv.as_ref());
         let together = tiles.dv.is_none() && dk.is_some() && dv.is_some();
         let delta = self.delta_grid()?;
-        let (mut hopper, mut mma, mut matrix) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut hopper, mut mma, mut matrix, mut rows) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         if let Some(tiles) = fused {
             hopper.push((HopperResults { dq: gradients.dq.as_ref(), dk, dv }, tiles));
         }
@@ -241,6 +241,7 @@ impl Call<'_> {
                 Gradient::Matrix(tile) => {
                     matrix.push(self.check_gradient_matrix(Role::Dq, tile, [Some(view), None])?)
                 }
+                Gradient::Rows(tile) => rows.push(self.check_gradient_rows(Role::Dq, tile, [Some(view), None])?),
                 Gradient::Portable(tile) => {
                     tiling::check_bindings(self.device, p, "dq", 6)?;
                     dq = Some((view, tile, self.query_grid("dq", tile)?));
@@ -258,6 +259,10 @@ impl Call<'_> {
                 Gradient::Matrix(tile) => {
                     let role = Role::DkDv { dk: dk.is_some(), dv: dv.is_some() };
                     matrix.push(self.check_gradient_matrix(role, tile, [dk, dv])?);
+                }
+                Gradient::Rows(tile) => {
+                    let role = Role::DkDv { dk: dk.is_some(), dv: dv.is_some() };
+                    rows.push(self.check_gradient_rows(role, tile, [dk, dv])?);
                 }
                 Gradient::Portable(tile) => {
                     tiling::check_bindings(self.device, p, "dkdv", if together { 7 } else { 6 })?;
@@ -279,11 +284,14 @@ impl Call<'_> {
         self.check_hopper_backward(saved, &hopper, hopper_dbias)?;
         self.check_mma_backward(saved, &mma)?;
 
-        if dq.is_some() || !dkdv.is_empty() || dbias.is_some() || !matrix.is_empty() {
+        if dq.is_some() || !dkdv.is_empty() || dbias.is_some() || !matrix.is_empty() || !rows.is_empty() {
             self.delta(saved, scratch, delta, addresses);
         }
         for gradient in matrix {
             self.gradient_matrix(saved, scratch, gradient, addresses);
+        }
+        for gradient in rows {
+            self.gradient_rows(saved, scratch, gradient, addresses);
         }
         if let Some((dq, tile, grid)) = dq {
             self.dq(saved, scratch, dq, tile, grid, addresses);

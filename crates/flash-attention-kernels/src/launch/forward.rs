@@ -55,6 +55,7 @@ pub fn forward_with(
     let tile = match kernel.into() {
         Forward::Portable(tile) => tile,
         Forward::Matrix(tile) => return call.forward_matrix(o, lse, tile, addresses),
+        Forward::Rows(tile) => return call.forward_rows(o, lse, tile, addresses),
         #[cfg(feature = "cuda")]
         Forward::Hopper(tiles) => return call.forward_hopper(o, lse, tiles),
         #[cfg(feature = "cuda")]

@@ -7,6 +7,7 @@ mod hopper;
 mod matrix;
 #[cfg(feature = "cuda")]
 mod mma;
+mod rows;
 
 pub use backward::{Gradients, Saved, Scratch, backward, backward_with};
 pub use forward::{forward, forward_with};

@@ -12,9 +12,9 @@ use cubecl::server::Handle;
 #[cfg(feature = "autotune")]
 use flash_attention_kernels::tuning;
 use flash_attention_kernels::{
-    AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradients, Inputs, Kernel,
-    MaskStorage, MaskView, Plan, Precision, Saved, Scratch, TensorView, TileShape, backward_with, forward,
-    forward_with, plan, plan_with,
+    AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradient, Gradients, Inputs,
+    Kernel, MaskStorage, MaskView, Plan, Precision, RowsTile, Saved, Scratch, TensorView, TileShape, backward_with,
+    forward, forward_with, plan, plan_with,
     tiling::{Device, fused_on},
 };
 use flash_attention_reference as reference;
@@ -47,7 +47,7 @@ pub fn forced_kernel(dtype: Dtype) -> Option<Kernel> {
     let found = Kernel::ALL.into_iter().find(|kernel| kernel.name() == name);
     let found =
         found.unwrap_or_else(|| panic!("FLASH_TEST_KERNEL={name}: it is one of {:?}", Kernel::ALL.map(Kernel::name)));
-    let multiplies = dtype != Dtype::F32 || matches!(found, Kernel::Mma | Kernel::Portable);
+    let multiplies = dtype != Dtype::F32 || matches!(found, Kernel::Mma | Kernel::Rows | Kernel::Portable);
     multiplies.then_some(found)
 }
 
@@ -249,7 +249,7 @@ pub struct Case {
     pub bias: Option<Vec<f64>>,
     pub layouts: [Layout; 4],
     pub poison: Poison,
-    pub tiles: Option<TileShape>,
+    pub tiles: Option<(Forward, BackwardTiles)>,
     /// Which of dq, dk, dv, dbias are asked for.
     pub wanted: [bool; 4],
     /// Whether one kernel computes dq, dk and dv where it can, in any order. `FLASH_TEST_ORDER=fast` sends the suite through it.
@@ -343,7 +343,15 @@ impl Case {
 
     /// Forces tiles.
     pub fn with_tiles(mut self, tile: TileShape) -> Self {
-        self.tiles = Some(tile);
+        self.tiles = Some((tile.into(), BackwardTiles::portable(tile, true)));
+        self
+    }
+
+    /// With these of the kernels whose units hold rows.
+    pub fn with_rows(mut self, tile: RowsTile) -> Self {
+        let smallest = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
+        let (of, others) = (Gradient::Rows(tile), BackwardTiles::portable(smallest, true));
+        self.tiles = Some((tile.into(), BackwardTiles { dq: of, dkdv: of, ..others }));
         self
     }
 
@@ -391,7 +399,7 @@ impl Case {
         let o = Guarded::output(client, dtype, p.o_shape(), self.poison);
         let lse = Guarded::output(client, Dtype::F32, p.lse_shape(), self.poison);
         let forced = match (self.tiles, forced_kernel(dtype)) {
-            (Some(tile), _) => Some(Forward::from(tile)),
+            (Some((forward, _)), _) => Some(forward),
             (None, Some(_)) => Some(self.plan(client)?.forward),
             (None, None) => None,
         };
@@ -423,7 +431,7 @@ impl Case {
         let stats = Guarded::output(client, Dtype::F32, plain.stats.shape, self.poison);
         let sums = plain.bias_sums.as_ref().map(|s| Guarded::output(client, Dtype::F32, s.shape, self.poison));
         let mut planned = match self.tiles {
-            Some(tile) => BackwardTiles::portable(tile, true),
+            Some((_, backward)) => backward,
             None => self.plan(client)?.backward,
         };
         let can = kernel == Kernel::Hopper;
@@ -510,12 +518,13 @@ impl Case {
         let device = Device::of(client);
         let dtype = self.problem.dtype;
         let multiplies = device.plane > 0 && device.matrices.iter().any(|(of, _)| *of == dtype);
-        match forced_kernel(dtype) {
-            _ if self.tiles.is_some() => Kernel::Portable,
+        let forced = self.tiles.map(|(forward, _)| forward.kernel()).or_else(|| forced_kernel(dtype));
+        match forced {
             Some(kernel) => kernel,
             None if dtype != Dtype::F32 && device.wgmma && cfg!(feature = "cuda") => Kernel::Hopper,
             None if device.mma.contains(&dtype) && cfg!(feature = "cuda") => Kernel::Mma,
             None if multiplies => Kernel::Matrix,
+            None if !device.card && (1..=16).contains(&device.plane) => Kernel::Rows,
             None => Kernel::Portable,
         }
     }

@@ -3,8 +3,8 @@
 use crate::common::*;
 use cubecl::prelude::*;
 use flash_attention_kernels::{
-    AttentionError, AttentionOptions, Dtype, Gradients, Saved, Scratch, TensorView, TileShape, backward, backward_with,
-    forward, forward_with,
+    AttentionError, AttentionOptions, Dtype, Gradients, RowsTile, Saved, Scratch, TensorView, TileShape, backward,
+    backward_with, forward, forward_with,
 };
 
 fn causal() -> AttentionOptions {
@@ -164,6 +164,16 @@ fn every_tile_shape() {
         }
     }
     assert!(ran >= 2, "only {ran} tile shapes ran");
+}
+
+/// Units of one row and of several, more rows than there are, cubes of one unit and of many.
+#[test]
+fn every_number_of_rows() {
+    let Some(client) = client() else { return };
+    for (units, rows) in [(8, 1), (1, 8), (4, 2), (16, 4), (32, 8)] {
+        let tile = RowsTile { units, rows };
+        assert_eq!(rich().with_rows(tile).check(&client).forward, tile.into());
+    }
 }
 
 #[test]

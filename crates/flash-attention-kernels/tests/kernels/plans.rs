@@ -1,12 +1,15 @@
 //! What is chosen for devices that are not here.
 
 use flash_attention_kernels::tiling::{Device, plan_on};
-use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype, Forward, Kernel, Precision};
+use flash_attention_kernels::{
+    AttentionError, AttentionOptions, AttentionProblem, Dtype, Forward, Gradient, Kernel, Precision,
+};
 
 /// The least that WebGPU promises.
 pub fn smallest() -> Device {
     Device {
         name: "smallest".into(),
+        card: true,
         shared_memory: 16 << 10,
         units: 256,
         bindings: 7,
@@ -79,6 +82,33 @@ fn matrix_products_follow_what_is_offered() {
     assert!(small.contains("not backward matrix: it takes"), "{small}");
     let single = plan_on(&gpu, &problem([1, 1, 64, 64])).unwrap().to_string();
     assert!(single.contains("not forward matrix: it computes in f16 and bf16, not f32"), "{single}");
+}
+
+/// A processor holds rows in its units: as many as its compiler bears, and fewer where there would be no work for its cores.
+#[test]
+fn processors_hold_rows() {
+    let processor = Device { card: false, plane: 8, ..smallest() };
+    let chosen = |device: &Device, shape| {
+        let plan = plan_on(device, &problem(shape)).unwrap();
+        let (Forward::Rows(forward), Gradient::Rows(dq)) = (plan.forward, plan.backward.dq) else { panic!("{plan}") };
+        assert_eq!(forward, dq);
+        (forward.units, forward.rows)
+    };
+    assert_eq!(chosen(&processor, [1, 8, 512, 64]), (8, 4));
+    assert_eq!(chosen(&processor, [1, 8, 512, 100]), (8, 2));
+    assert_eq!(chosen(&processor, [1, 8, 512, 256]), (8, 1));
+    assert_eq!(chosen(&processor, [1, 8, 512, 1]), (8, 8));
+    assert_eq!(chosen(&processor, [1, 8, 70, 64]), (8, 2));
+    assert_eq!(chosen(&processor, [1, 8, 1, 64]), (8, 1));
+    // Keys' and values' gradients bind a seventh buffer: with a mask and a bias the eighth and ninth.
+    let masked = problem([1, 1, 8, 8]).with_mask(&[1, 1, 1, 8]).unwrap();
+    let split = |bindings| plan_on(&Device { bindings, ..processor.clone() }, &masked).unwrap().backward.dv.is_some();
+    assert_eq!([7, 8].map(split), [true, false]);
+
+    for card in [Device { card: true, ..processor.clone() }, Device { plane: 32, ..processor.clone() }, smallest()] {
+        let plan = plan_on(&card, &problem([1, 8, 512, 64])).unwrap();
+        assert_eq!([plan.forward.kernel(), plan.backward.dq.kernel()], [Kernel::Portable; 2], "{plan}");
+    }
 }
 
 /// tf32 is a permission: where nothing multiplies it, f32 stays f32, and the plan tells.
