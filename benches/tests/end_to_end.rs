@@ -62,10 +62,9 @@ fn a_tiny_set_is_timed_and_reported() {
     }
     // q, k, v, o of 4096 floats and lse of 128, and what the runtime keeps for a launch.
     let forward = &timings[0];
-    assert_eq!(
-        (forward.r#impl.as_str(), forward.pass.as_str(), forward.kernel.as_str()),
-        ("ours", "forward", "portable")
-    );
+    assert_eq!((forward.r#impl.as_str(), forward.pass.as_str()), ("ours", "forward"));
+    // The latter where the adapter is a processor.
+    assert!(["portable", "rows"].contains(&forward.kernel.as_str()), "{forward:?}");
     let tensors = 4 * (4 * 4096 + 128);
     assert!((tensors..tensors + 4096).contains(&forward.peak_bytes.unwrap()), "{forward:?}");
 

@@ -1,7 +1,8 @@
 //! FlashAttention for [Burn](https://burn.dev): exact attention, forward and backward, in memory linear in the sequence.
 //!
 //! [`flash_attention`] is the operation, [`FlashAttentionOptions`] what it can be asked to do, [`attention`] the same
-//! behind the signature of Burn's own, and [`FlashMultiHeadAttention`] a module that loads the records of burn-nn's.
+//! behind the signature of Burn's own, and [`FlashMultiHeadAttention`], [`FlashCrossAttention`], [`FlashTransformerEncoder`] and [`FlashTransformerDecoder`]
+//! modules that load the records of burn-nn's.
 //! [`plan()`] tells which kernel runs. Kernels are those of [`flash_attention_kernels`], on any device that CubeCL
 //! compiles to; tensors on Flex are computed on the host.
 //!
@@ -43,6 +44,12 @@ pub use api::{
 #[cfg(feature = "autotune")]
 pub use flash_attention_kernels::tuning::Tuned;
 pub use flash_attention_kernels::{Alignment, AttentionError, BackwardOrder, Dtype, Kernel, Plan, Precision};
-pub use module::{FlashMhaInput, FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig};
+pub use module::{
+    FlashCrossAttention, FlashCrossAttentionCache, FlashCrossAttentionConfig, FlashMhaCache, FlashMhaInput,
+    FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, FlashTransformerDecoder,
+    FlashTransformerDecoderAutoregressiveCache, FlashTransformerDecoderConfig, FlashTransformerDecoderInput,
+    FlashTransformerDecoderLayer, FlashTransformerEncoder, FlashTransformerEncoderAutoregressiveCache,
+    FlashTransformerEncoderConfig, FlashTransformerEncoderInput, FlashTransformerEncoderLayer,
+};
 pub use options::FlashAttentionOptions;
 pub use plan::{AttentionPlan, HostPlan};

@@ -212,15 +212,22 @@ fn modules_that_cannot_be() {
         // 42–45 configurations
         refused!(config.clone().with_n_kv_heads(Some(3)).try_init(d).unwrap_err(), HeadsNotGrouped { .. }, "is 4", "3");
         refused!(config.clone().with_n_kv_heads(Some(0)).try_init(d).unwrap_err(), HeadsNotGrouped { .. }, "is 4", "0");
-        refused!(config.clone().with_dropout(0.1).try_init(d).unwrap_err(), Unsupported { .. }, "dropout = 0.1");
+        refused!(config.clone().with_dropout(1.0).try_init(d).unwrap_err(), Unsupported { .. }, "dropout = 1");
         let uneven = FlashMultiHeadAttentionConfig::new(18, 4);
         refused!(uneven.try_init(d).unwrap_err(), Unsupported { .. }, "d_model = 18", "multiple of n_heads");
-        // 46–47 conversions
-        let burns = MultiHeadAttentionConfig::new(16, 4);
-        let error = |module| FlashMultiHeadAttention::try_from(module).unwrap_err();
-        refused!(error(burns.init(d)), Unsupported { .. }, "dropout = 0.1", "freeze");
-        let quiet = burns.with_dropout(0.0).with_quiet_softmax(true);
-        refused!(error(quiet.init(d)), Unsupported { .. }, "quiet_softmax = true");
+        // 46–47 dropout, of what is new and of what was burn-nn's
+        let training = d.clone().autodiff();
+        let x = Tensor::<3>::zeros([1, 3, 16], &training);
+        let error =
+            |module: FlashMultiHeadAttention| module.try_forward(FlashMhaInput::self_attn(x.clone())).unwrap_err();
+        refused!(
+            error(config.clone().with_dropout(0.1).init(&training)),
+            Unsupported { .. },
+            "dropout = 0.1",
+            "freeze"
+        );
+        let burns = MultiHeadAttentionConfig::new(16, 4).with_dropout(0.2).init(&training);
+        refused!(error(burns.into()), Unsupported { .. }, "dropout = 0.2", "freeze");
 
         // 48–55 inputs
         let module = config.init(d);

@@ -1,6 +1,7 @@
-//! Multi-head attention as a module, to be put in the place of burn-nn's.
+//! Multi-head attention, to be put in the place of burn-nn's.
 
-use crate::api::try_flash_attention;
+use super::cache::{FlashMhaCache, KeysValues};
+use super::{agree, attend, check_rate, combined, heads, joined, refuse_dropout, unwrapped};
 use crate::options::FlashAttentionOptions;
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay};
@@ -30,9 +31,15 @@ pub struct FlashMultiHeadAttentionConfig {
     /// Hides keys that come after the query, aligned at the bottom right. Default: false
     #[config(default = false)]
     pub causal: bool,
-    /// Dropout of the attention weights, which are never formed here: anything but 0 is refused. Default: 0
+    /// Dropout of the attention weights, which are never formed here: anything but 0 is refused in training. Default: 0
     #[config(default = 0.0)]
     pub dropout: f64,
+    /// Has no effect, as in burn-nn. Default: -1.0e4
+    #[config(default = -1.0e4)]
+    pub min_float: f64,
+    /// Adds 1 to the denominator of the softmax, so that a head may attend to nothing. Default: false
+    #[config(default = false)]
+    pub quiet_softmax: bool,
     /// How parameters are initialized.
     #[config(default = "Initializer::KaimingUniform{gain:1.0/f64::sqrt(3.0), fan_out_only:false}")]
     pub initializer: Initializer,
@@ -53,8 +60,8 @@ pub struct FlashMultiHeadAttentionConfig {
 /// Multi-head attention (Attention Is All You Need, arXiv:1706.03762, section 3.2.2) without its matrix of weights.
 ///
 /// Parameters have the names and shapes of [`MultiHeadAttention`]'s, so that its records load. What differs: the
-/// weights are not returned, since they are never formed; dropout on them and quiet softmax are refused; heads of k and
-/// v may be fewer than those of q; and causality needs no mask.
+/// weights are not returned, since they are never formed; dropout on them is refused; heads of k and v may be fewer than those
+/// of q; and causality needs no mask.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -90,6 +97,8 @@ pub struct FlashMultiHeadAttention {
     pub d_k: usize,
     /// Whether keys that come after the query are hidden.
     pub causal: bool,
+    /// Whether the denominator of the softmax is 1 more.
+    pub quiet_softmax: bool,
 }
 
 impl ModuleDisplay for FlashMultiHeadAttention {
@@ -104,6 +113,7 @@ impl ModuleDisplay for FlashMultiHeadAttention {
             .add("n_kv_heads", &self.n_kv_heads)
             .add("d_k", &self.d_k)
             .add("causal", &self.causal)
+            .add("quiet_softmax", &self.quiet_softmax)
             .optional()
     }
 }
@@ -201,6 +211,11 @@ impl FlashMhaInput {
         self.mask_attn = Some(mask_attn);
         self
     }
+
+    /// With whichever masks there are.
+    pub(super) fn masked(self, mask_pad: Option<Tensor<2, Bool>>, mask_attn: Option<Tensor<3, Bool>>) -> Self {
+        FlashMhaInput { mask_pad, mask_attn, ..self }
+    }
 }
 
 impl FlashMultiHeadAttentionConfig {
@@ -218,13 +233,10 @@ impl FlashMultiHeadAttentionConfig {
     /// ```
     #[track_caller]
     pub fn init(&self, device: &Device) -> FlashMultiHeadAttention {
-        match self.try_init(device) {
-            Ok(module) => module,
-            Err(error) => panic!("{error}"),
-        }
+        unwrapped(self.try_init(device))
     }
 
-    /// A module with new parameters, or why there can be none: heads that do not divide, or dropout.
+    /// A module with new parameters, or why there can be none: heads that do not divide, or a rate that is none.
     ///
     /// # Errors
     ///
@@ -249,9 +261,7 @@ impl FlashMultiHeadAttentionConfig {
                 why: "it must be a multiple of n_heads",
             });
         }
-        if self.dropout != 0.0 {
-            return Err(dropout_unsupported(self.dropout));
-        }
+        check_rate("dropout", self.dropout)?;
         let d_k = self.d_model / self.n_heads;
         let linear = |d_input, d_output, bias| {
             LinearConfig::new(d_input, d_output).with_initializer(self.initializer.clone()).with_bias(bias).init(device)
@@ -267,6 +277,7 @@ impl FlashMultiHeadAttentionConfig {
             n_kv_heads,
             d_k,
             causal: self.causal,
+            quiet_softmax: self.quiet_softmax,
         })
     }
 }
@@ -291,10 +302,7 @@ impl FlashMultiHeadAttention {
     /// ```
     #[track_caller]
     pub fn forward(&self, input: FlashMhaInput) -> FlashMhaOutput {
-        match self.try_forward(input) {
-            Ok(output) => output,
-            Err(error) => panic!("{error}"),
-        }
+        unwrapped(self.try_forward(input))
     }
 
     /// Attends, or says why it cannot be done.
@@ -315,103 +323,171 @@ impl FlashMultiHeadAttention {
     /// ```
     pub fn try_forward(&self, input: FlashMhaInput) -> Result<FlashMhaOutput, AttentionError> {
         self.check(&input)?;
-        let [batch, seq_q, _] = input.query.dims();
-        let heads = |x: Tensor<3>, linear: &Linear, n_heads| {
-            let [batch, seq, _] = x.dims();
-            linear.forward(x).reshape([batch, seq, n_heads, self.d_k]).swap_dims(1, 2)
+        let mask = combined(input.mask_pad, input.mask_attn);
+        let (key, value) = self.keys_values(input.key, input.value);
+        Ok(FlashMhaOutput { context: self.attended(input.query, key, value, mask)? })
+    }
+
+    /// Attends as a decoder does: each call is given the whole prefix, of which the first is computed and afterwards the last
+    /// position alone, over the keys and values that the cache keeps. Returns the output of the whole prefix. Masks have the
+    /// prefix's shape; only their last row of queries is looked at. What is kept stays, even if earlier positions of the input
+    /// change.
+    ///
+    /// # Panics
+    ///
+    /// With the message of the error that [`try_forward_cache`](Self::try_forward_cache) returns.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_flash_attention::{FlashMhaCache, FlashMhaInput, FlashMultiHeadAttentionConfig};
+    ///
+    /// let attention = FlashMultiHeadAttentionConfig::new(8, 2).init(&Device::flex());
+    /// let zeros = |seq| Tensor::<3>::zeros([1, seq, 8], &Device::flex());
+    /// // A decoder's positions over an encoder's seven.
+    /// let mut cache = FlashMhaCache::autoregressive_cross_attention();
+    /// for len in 1..4 {
+    ///     let output = attention.forward_cache(FlashMhaInput::new(zeros(len), zeros(7), zeros(7)), &mut cache);
+    ///     assert_eq!(output.context.dims(), [1, len, 8]);
+    /// }
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn forward_cache(&self, input: FlashMhaInput, cache: &mut FlashMhaCache) -> FlashMhaOutput {
+        unwrapped(self.try_forward_cache(input, cache))
+    }
+
+    /// [`forward_cache`](Self::forward_cache), or why it cannot be done; the cache is as before then.
+    ///
+    /// # Errors
+    ///
+    /// An [`AttentionError`] that names the argument at fault and its value: those of [`try_forward`](Self::try_forward), and
+    /// prefixes that have not grown by one position.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_flash_attention::{FlashMhaCache, FlashMhaInput, FlashMultiHeadAttentionConfig};
+    ///
+    /// let attention = FlashMultiHeadAttentionConfig::new(8, 2).init(&Device::flex());
+    /// let prefix = |len| FlashMhaInput::self_attn(Tensor::zeros([1, len, 8], &Device::flex()));
+    /// let mut cache = FlashMhaCache::autoregressive();
+    /// attention.forward_cache(prefix(3), &mut cache);
+    /// let error = attention.try_forward_cache(prefix(5), &mut cache).unwrap_err();
+    /// assert!(error.to_string().starts_with("query has seq_q 5"));
+    /// # }
+    /// ```
+    pub fn try_forward_cache(
+        &self,
+        input: FlashMhaInput,
+        cache: &mut FlashMhaCache,
+    ) -> Result<FlashMhaOutput, AttentionError> {
+        self.check(&input)?;
+        let decoded = cache.outputs.len();
+        let query = cache.outputs.news("query", input.query)?;
+        let mask = combined(input.mask_pad, newest(input.mask_attn, decoded));
+        let new = if cache.fixed {
+            let known = cache.memory.len();
+            if known > 0 {
+                agree("key", &input.key.dims(), (1, "seq_k"), ("the cache", known))?;
+            }
+            self.attended_fixed(query, input.key, input.value, mask, &mut cache.memory)?
+        } else {
+            let (mut key, mut value) = (input.key, input.value);
+            if decoded > 0 {
+                let known = cache.memory.len();
+                agree("key", &key.dims(), (1, "seq_k"), ("the cache", known + 1))?;
+                (key, value) = (key.narrow(1, known, 1), value.narrow(1, known, 1));
+            }
+            self.attended_grown(query, key, value, mask, &mut cache.memory)?
         };
-        let out = try_flash_attention(
-            heads(input.query, &self.query, self.n_heads),
-            heads(input.key, &self.key, self.n_kv_heads),
-            heads(input.value, &self.value, self.n_kv_heads),
-            &FlashAttentionOptions {
-                causal: self.causal,
-                mask: combined(input.mask_pad, input.mask_attn),
-                ..Default::default()
-            },
-        )?;
-        let context = out.swap_dims(1, 2).reshape([batch, seq_q, self.n_heads * self.d_k]);
-        Ok(FlashMhaOutput { context: self.output.forward(context) })
+        Ok(FlashMhaOutput { context: cache.outputs.grown(new) })
+    }
+
+    /// Keys and values of positions.
+    fn keys_values(&self, key: Tensor<3>, value: Tensor<3>) -> (Tensor<4>, Tensor<4>) {
+        (heads(key, &self.key, self.n_kv_heads), heads(value, &self.value, self.n_kv_heads))
+    }
+
+    /// The output of queries over keys and values.
+    fn attended(
+        &self,
+        query: Tensor<3>,
+        key: Tensor<4>,
+        value: Tensor<4>,
+        mask: Option<Tensor<4, Bool>>,
+    ) -> Result<Tensor<3>, AttentionError> {
+        let options = FlashAttentionOptions { causal: self.causal, mask, ..Default::default() };
+        let out = attend(heads(query, &self.query, self.n_heads), key, value, &options, self.quiet_softmax)?;
+        Ok(joined(out, &self.output))
+    }
+
+    /// The output of new positions over all so far. The mask has a row for each of the new ones.
+    pub(super) fn attended_grown(
+        &self,
+        query: Tensor<3>,
+        key: Tensor<3>,
+        value: Tensor<3>,
+        mask: Option<Tensor<4, Bool>>,
+        memory: &mut KeysValues,
+    ) -> Result<Tensor<3>, AttentionError> {
+        let mut grown = memory.clone();
+        let (new_keys, new_values) = self.keys_values(key, value);
+        let (keys, values) = grown.grown(new_keys, new_values);
+        let out = self.attended(query, keys, values, mask)?;
+        *memory = grown;
+        Ok(out)
+    }
+
+    /// The output of new positions over a memory that stays what it was at first.
+    pub(super) fn attended_fixed(
+        &self,
+        query: Tensor<3>,
+        key: Tensor<3>,
+        value: Tensor<3>,
+        mask: Option<Tensor<4, Bool>>,
+        memory: &mut KeysValues,
+    ) -> Result<Tensor<3>, AttentionError> {
+        let (keys, values) = memory.fixed(|| self.keys_values(key, value));
+        self.attended(query, keys, values, mask)
     }
 
     /// What would otherwise panic in a layer or in a mask before attention could name it.
-    fn check(&self, input: &FlashMhaInput) -> Result<(), AttentionError> {
-        let dropout = &self.dropout;
-        if dropout.prob > 0.0 && dropout.training.is_enabled() && input.query.device().is_autodiff() {
-            return Err(dropout_unsupported(dropout.prob));
-        }
-        let agree = |argument, shape: &[usize], dim: usize, dimension, expected_by, expected| {
-            if shape[dim] == expected {
-                return Ok(());
-            }
-            Err(AttentionError::Dimension {
-                argument,
-                dimension,
-                value: shape[dim],
-                shape: shape.to_vec(),
-                expected_by,
-                expected,
-            })
-        };
+    pub(super) fn check(&self, input: &FlashMhaInput) -> Result<(), AttentionError> {
+        refuse_dropout(&self.dropout, &input.query)?;
         let [query, key, value] = [&input.query, &input.key, &input.value].map(|tensor| tensor.dims());
         let [batch, seq_q, _] = query;
         let seq_k = key[1];
         for (argument, shape) in [("query", query), ("key", key), ("value", value)] {
-            agree(argument, &shape, 2, "d_model", "the module", self.d_model)?;
-            agree(argument, &shape, 0, "batch", "query", batch)?;
+            agree(argument, &shape, (2, "d_model"), ("the module", self.d_model))?;
+            agree(argument, &shape, (0, "batch"), ("query", batch))?;
         }
-        agree("value", &value, 1, "seq_k", "key", seq_k)?;
+        agree("value", &value, (1, "seq_k"), ("key", seq_k))?;
         if let Some(mask) = input.mask_pad.as_ref().map(|mask| mask.dims()) {
-            agree("mask_pad", &mask, 0, "batch", "query", batch)?;
-            agree("mask_pad", &mask, 1, "seq_k", "key", seq_k)?;
+            agree("mask_pad", &mask, (0, "batch"), ("query", batch))?;
+            agree("mask_pad", &mask, (1, "seq_k"), ("key", seq_k))?;
         }
         if let Some(mask) = input.mask_attn.as_ref().map(|mask| mask.dims()) {
-            agree("mask_attn", &mask, 0, "batch", "query", batch)?;
-            agree("mask_attn", &mask, 1, "seq_q", "query", seq_q)?;
-            agree("mask_attn", &mask, 2, "seq_k", "key", seq_k)?;
+            agree("mask_attn", &mask, (0, "batch"), ("query", batch))?;
+            agree("mask_attn", &mask, (1, "seq_q"), ("query", seq_q))?;
+            agree("mask_attn", &mask, (2, "seq_k"), ("key", seq_k))?;
         }
         Ok(())
     }
 }
 
-/// One mask over heads, queries and keys out of the two of the input.
-fn combined(mask_pad: Option<Tensor<2, Bool>>, mask_attn: Option<Tensor<3, Bool>>) -> Option<Tensor<4, Bool>> {
-    let mask_pad = mask_pad.map(|mask| {
-        let [batch, seq_k] = mask.dims();
-        mask.reshape([batch, 1, 1, seq_k])
-    });
-    let mask_attn = mask_attn.map(|mask| mask.unsqueeze_dim(1));
-    match (mask_pad, mask_attn) {
-        (Some(pad), Some(attn)) => Some(attn.bool_or(pad)),
-        (pad, attn) => pad.or(attn),
-    }
+/// Rows of a mask for positions that are new, where so many were decoded.
+pub(super) fn newest(mask: Option<Tensor<3, Bool>>, decoded: usize) -> Option<Tensor<3, Bool>> {
+    mask.map(|mask| {
+        let seq_q = mask.dims()[1];
+        mask.narrow(1, decoded, seq_q - decoded)
+    })
 }
 
-fn dropout_unsupported(dropout: f64) -> AttentionError {
-    AttentionError::Unsupported {
-        option: "dropout",
-        value: dropout.to_string(),
-        why: "attention weights are never formed, so none can be dropped: set it to 0, or freeze the module for inference",
-    }
-}
-
-/// The same parameters without the matrix of weights. Refused where that would compute something else: dropout that is
-/// not frozen, and quiet softmax.
-impl TryFrom<MultiHeadAttention> for FlashMultiHeadAttention {
-    type Error = AttentionError;
-
-    fn try_from(module: MultiHeadAttention) -> Result<Self, AttentionError> {
-        if module.quiet_softmax {
-            return Err(AttentionError::Unsupported {
-                option: "quiet_softmax",
-                value: "true".to_string(),
-                why: "it adds 1 to the denominator of the softmax, which no kernel here does",
-            });
-        }
-        if module.dropout.prob > 0.0 && module.dropout.training.is_enabled() {
-            return Err(dropout_unsupported(module.dropout.prob));
-        }
-        Ok(FlashMultiHeadAttention {
+/// The same parameters without the matrix of weights. Dropout is kept, and refused where it would drop any of them.
+impl From<MultiHeadAttention> for FlashMultiHeadAttention {
+    fn from(module: MultiHeadAttention) -> Self {
+        FlashMultiHeadAttention {
             query: module.query,
             key: module.key,
             value: module.value,
@@ -422,6 +498,7 @@ impl TryFrom<MultiHeadAttention> for FlashMultiHeadAttention {
             n_kv_heads: module.n_heads,
             d_k: module.d_k,
             causal: false,
-        })
+            quiet_softmax: module.quiet_softmax,
+        }
     }
 }

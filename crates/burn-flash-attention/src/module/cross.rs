@@ -1,0 +1,306 @@
+//! Cross-attention from one width to another, to be put in the place of burn-nn's.
+
+use super::cache::KeysValues;
+use super::{agree, attend, check_rate, combined, heads, joined, refuse_dropout, unwrapped};
+use crate::options::FlashAttentionOptions;
+use burn::config::Config;
+use burn::module::{Initializer, Module};
+use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
+use burn::tensor::{Bool, Device, Tensor};
+use flash_attention_kernels::AttentionError;
+
+/// The score of a hidden key in burn-nn's module: no weight is left at it in any element type.
+const MIN_FLOAT: f64 = -1.0e4;
+
+/// Configuration of a [`FlashCrossAttention`].
+///
+/// ```
+/// use burn_flash_attention::FlashCrossAttentionConfig;
+///
+/// // 8 heads over a context of another width, which share 2 heads of keys and values.
+/// let config = FlashCrossAttentionConfig::new(512, 384, 8, 2, 64).with_dropout(0.0);
+/// assert_eq!(config.d_context, 384);
+/// ```
+#[derive(Config, Debug)]
+pub struct FlashCrossAttentionConfig {
+    /// The size of each vector of the queries.
+    pub d_model: usize,
+    /// The size of each vector of the context.
+    pub d_context: usize,
+    /// The number of heads of q.
+    pub n_heads: usize,
+    /// The number of heads of k and v; divides `n_heads`.
+    pub n_heads_kv: usize,
+    /// The size of a query and of a key.
+    pub d_head: usize,
+    /// Dropout of the attention weights, which are never formed here: anything but 0 is refused in training. Default: 0.1
+    #[config(default = 0.1)]
+    pub dropout: f64,
+    /// In burn-nn the score of a hidden key. Hidden keys weigh nothing here, which a score as low as the default says, too; higher
+    /// ones are refused. Default: -1.0e4
+    #[config(default = -1.0e4)]
+    pub min_float: f64,
+    /// Adds 1 to the denominator of the softmax, so that a head may attend to nothing. Default: false
+    #[config(default = false)]
+    pub quiet_softmax: bool,
+}
+
+/// Attention of queries over a context of another width, with heads of k and v that may be fewer than those of q.
+///
+/// Parameters have the names and shapes of burn-nn's `CrossAttention`, so that its records load. What differs: heads are not
+/// repeated, no matrix of weights is formed, dropout on it is refused, and where a context is hidden entirely the result is that
+/// of a context of zeros (burn-nn takes the mean of what is hidden).
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::{Device, Tensor};
+/// use burn_flash_attention::FlashCrossAttentionConfig;
+///
+/// let attention = FlashCrossAttentionConfig::new(16, 12, 4, 2, 8).init(&Device::flex());
+/// let (query, context) = (Tensor::zeros([1, 3, 16], &Device::flex()), Tensor::zeros([1, 5, 12], &Device::flex()));
+/// assert_eq!(attention.forward(query, context, None).dims(), [1, 3, 16]);
+/// # }
+/// ```
+#[derive(Module, Debug)]
+pub struct FlashCrossAttention {
+    /// `d_model` to `n_heads · d_head`.
+    pub query: Linear,
+    /// `d_context` to `n_heads_kv · d_head`.
+    pub key: Linear,
+    /// `d_context` to `n_heads_kv · d_head`.
+    pub value: Linear,
+    /// `n_heads · d_head` to `d_model`.
+    pub output: Linear,
+    /// Kept for the sake of records; where it would do anything, the forward is refused.
+    pub dropout: Dropout,
+    /// The number of heads of q.
+    pub n_heads: usize,
+    /// The number of heads of k and v.
+    pub n_heads_kv: usize,
+    /// The size of a query and of a key.
+    pub d_head: usize,
+    /// Whether the denominator of the softmax is 1 more.
+    pub quiet_softmax: bool,
+}
+
+/// Cache of a [`FlashCrossAttention`] whose context stays the same: its keys and values.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::{Device, Tensor};
+/// use burn_flash_attention::{FlashCrossAttentionCache, FlashCrossAttentionConfig};
+///
+/// let attention = FlashCrossAttentionConfig::new(16, 12, 4, 2, 8).init(&Device::flex());
+/// let context = Tensor::<3>::zeros([1, 5, 12], &Device::flex());
+/// let mut cache = FlashCrossAttentionCache::new();
+/// for _ in 0..2 {
+///     let query = Tensor::zeros([1, 1, 16], &Device::flex());
+///     let out = attention.forward_cache(query, context.clone(), None, &mut cache);
+///     assert_eq!(out.dims(), [1, 1, 16]);
+/// }
+/// # }
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct FlashCrossAttentionCache(KeysValues);
+
+impl FlashCrossAttentionCache {
+    /// An empty cache.
+    ///
+    /// ```
+    /// let cache = burn_flash_attention::FlashCrossAttentionCache::new();
+    /// ```
+    pub fn new() -> Self {
+        Self::default()
+    }
+}
+
+impl FlashCrossAttentionConfig {
+    /// A module with new parameters.
+    ///
+    /// # Panics
+    ///
+    /// With the message of the error that [`try_init`](Self::try_init) returns.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// let config = burn_flash_attention::FlashCrossAttentionConfig::new(16, 12, 4, 2, 8);
+    /// assert_eq!(config.init(&burn::tensor::Device::flex()).key.weight.dims(), [12, 16]);
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> FlashCrossAttention {
+        unwrapped(self.try_init(device))
+    }
+
+    /// A module with new parameters, or why there can be none: heads that do not divide, a rate that is none, a `min_float` that
+    /// hides nothing.
+    ///
+    /// # Errors
+    ///
+    /// An [`AttentionError`] that names the setting and its value.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// let config = burn_flash_attention::FlashCrossAttentionConfig::new(16, 12, 4, 2, 8).with_min_float(-1.0);
+    /// let error = config.try_init(&burn::tensor::Device::flex()).unwrap_err();
+    /// assert!(error.to_string().contains("min_float"));
+    /// # }
+    /// ```
+    pub fn try_init(&self, device: &Device) -> Result<FlashCrossAttention, AttentionError> {
+        if self.n_heads_kv == 0 || !self.n_heads.is_multiple_of(self.n_heads_kv) {
+            let (num_heads_q, num_heads_kv) = (self.n_heads, self.n_heads_kv);
+            return Err(AttentionError::HeadsNotGrouped { num_heads_q, num_heads_kv });
+        }
+        check_rate("dropout", self.dropout)?;
+        if self.min_float.is_nan() || self.min_float > MIN_FLOAT {
+            return Err(AttentionError::Unsupported {
+                option: "min_float",
+                value: self.min_float.to_string(),
+                why: "hidden keys weigh nothing here: it must be -1.0e4 or less, which says so",
+            });
+        }
+        let gain = 1.0 / (self.d_head as f64).sqrt();
+        let linear = |d_input, d_output| {
+            let initializer = Initializer::KaimingUniform { gain, fan_out_only: false };
+            LinearConfig::new(d_input, d_output).with_initializer(initializer).init(device)
+        };
+        Ok(FlashCrossAttention {
+            query: linear(self.d_model, self.n_heads * self.d_head),
+            key: linear(self.d_context, self.n_heads_kv * self.d_head),
+            value: linear(self.d_context, self.n_heads_kv * self.d_head),
+            output: linear(self.n_heads * self.d_head, self.d_model),
+            dropout: DropoutConfig::new(self.dropout).init(),
+            n_heads: self.n_heads,
+            n_heads_kv: self.n_heads_kv,
+            d_head: self.d_head,
+            quiet_softmax: self.quiet_softmax,
+        })
+    }
+}
+
+impl FlashCrossAttention {
+    /// Attends from `query [batch, seq_q, d_model]` to `context [batch, seq_k, d_context]`; `mask [batch, seq_k]`, true hides a
+    /// position of the context. Returns `[batch, seq_q, d_model]`.
+    ///
+    /// # Panics
+    ///
+    /// With the message of the error that [`try_forward`](Self::try_forward) returns.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Bool, Device, Tensor};
+    ///
+    /// let device = Device::flex();
+    /// let attention = burn_flash_attention::FlashCrossAttentionConfig::new(16, 12, 4, 2, 8).init(&device);
+    /// let padding = Tensor::<2, Bool>::from_data([[false, true]], &device);
+    /// let out = attention.forward(Tensor::zeros([1, 3, 16], &device), Tensor::zeros([1, 2, 12], &device), Some(padding));
+    /// assert_eq!(out.dims(), [1, 3, 16]);
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn forward(&self, query: Tensor<3>, context: Tensor<3>, mask: Option<Tensor<2, Bool>>) -> Tensor<3> {
+        unwrapped(self.try_forward(query, context, mask))
+    }
+
+    /// [`forward`](Self::forward), or why it cannot be done.
+    ///
+    /// # Errors
+    ///
+    /// An [`AttentionError`] that names the argument at fault and its value.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Tensor};
+    ///
+    /// let device = Device::flex();
+    /// let attention = burn_flash_attention::FlashCrossAttentionConfig::new(16, 12, 4, 2, 8).init(&device);
+    /// let wrong = attention.try_forward(Tensor::zeros([1, 3, 16], &device), Tensor::zeros([1, 2, 16], &device), None);
+    /// assert!(wrong.unwrap_err().to_string().starts_with("context has d_context 16"));
+    /// # }
+    /// ```
+    pub fn try_forward(
+        &self,
+        query: Tensor<3>,
+        context: Tensor<3>,
+        mask: Option<Tensor<2, Bool>>,
+    ) -> Result<Tensor<3>, AttentionError> {
+        self.try_forward_cache(query, context, mask, &mut FlashCrossAttentionCache::new())
+    }
+
+    /// [`forward`](Self::forward) over the context of the first call with this cache, whose keys and values are kept.
+    ///
+    /// # Panics
+    ///
+    /// With the message of the error that [`try_forward_cache`](Self::try_forward_cache) returns.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_flash_attention::{FlashCrossAttentionCache, FlashCrossAttentionConfig};
+    ///
+    /// let device = Device::flex();
+    /// let attention = FlashCrossAttentionConfig::new(16, 12, 4, 2, 8).init(&device);
+    /// let (query, context) = (Tensor::zeros([1, 3, 16], &device), Tensor::zeros([1, 5, 12], &device));
+    /// let out = attention.forward_cache(query, context, None, &mut FlashCrossAttentionCache::new());
+    /// assert_eq!(out.dims(), [1, 3, 16]);
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn forward_cache(
+        &self,
+        query: Tensor<3>,
+        context: Tensor<3>,
+        mask: Option<Tensor<2, Bool>>,
+        cache: &mut FlashCrossAttentionCache,
+    ) -> Tensor<3> {
+        unwrapped(self.try_forward_cache(query, context, mask, cache))
+    }
+
+    /// [`forward_cache`](Self::forward_cache), or why it cannot be done.
+    ///
+    /// # Errors
+    ///
+    /// An [`AttentionError`] that names the argument at fault and its value: those of [`try_forward`](Self::try_forward), and a
+    /// context of another length than the first.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_flash_attention::{FlashCrossAttentionCache, FlashCrossAttentionConfig};
+    ///
+    /// let device = Device::flex();
+    /// let attention = FlashCrossAttentionConfig::new(16, 12, 4, 2, 8).init(&device);
+    /// let (query, context) = (Tensor::<3>::zeros([1, 3, 16], &device), |len| Tensor::zeros([1, len, 12], &device));
+    /// let mut cache = FlashCrossAttentionCache::new();
+    /// attention.forward_cache(query.clone(), context(5), None, &mut cache);
+    /// let error = attention.try_forward_cache(query, context(6), None, &mut cache).unwrap_err();
+    /// assert!(error.to_string().starts_with("context has seq_k 6"));
+    /// # }
+    /// ```
+    pub fn try_forward_cache(
+        &self,
+        query: Tensor<3>,
+        context: Tensor<3>,
+        mask: Option<Tensor<2, Bool>>,
+        cache: &mut FlashCrossAttentionCache,
+    ) -> Result<Tensor<3>, AttentionError> {
+        refuse_dropout(&self.dropout, &query)?;
+        let (q, c) = (query.dims(), context.dims());
+        agree("query", &q, (2, "d_model"), ("the module", self.query.weight.dims()[0]))?;
+        agree("context", &c, (2, "d_context"), ("the module", self.key.weight.dims()[0]))?;
+        agree("context", &c, (0, "batch"), ("query", q[0]))?;
+        if let Some(mask) = mask.as_ref().map(|mask| mask.dims()) {
+            agree("mask", &mask, (0, "batch"), ("query", q[0]))?;
+            agree("mask", &mask, (1, "seq_k"), ("context", c[1]))?;
+        }
+        if cache.0.len() > 0 {
+            agree("context", &c, (1, "seq_k"), ("the cache", cache.0.len()))?;
+        }
+        let query = heads(query, &self.query, self.n_heads);
+        let (key, value) = cache.0.fixed(|| {
+            (heads(context.clone(), &self.key, self.n_heads_kv), heads(context, &self.value, self.n_heads_kv))
+        });
+        let options = FlashAttentionOptions { mask: combined(mask, None), ..Default::default() };
+        Ok(joined(attend(query, key, value, &options, self.quiet_softmax)?, &self.output))
+    }
+}

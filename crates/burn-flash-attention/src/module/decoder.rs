@@ -1,0 +1,548 @@
+//! The transformer's decoder, to be put in the place of burn-nn's.
+
+use super::cache::{KeysValues, Outputs};
+use super::multi_head::newest;
+use super::{FlashMhaInput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, check_rate, combined, unwrapped};
+use burn::config::Config;
+use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay};
+use burn::nn::activation::ActivationConfig;
+use burn::nn::transformer::{
+    PositionWiseFeedForward, PositionWiseFeedForwardConfig, TransformerDecoder, TransformerDecoderLayer,
+};
+use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig};
+use burn::tensor::{Bool, Device, Tensor};
+use flash_attention_kernels::AttentionError;
+
+/// Configuration of a [`FlashTransformerDecoder`].
+///
+/// ```
+/// use burn_flash_attention::FlashTransformerDecoderConfig;
+///
+/// // 512 wide, 2,048 in the feed-forward network, 8 heads, 6 layers, no mask needed for causality.
+/// let config = FlashTransformerDecoderConfig::new(512, 2048, 8, 6).with_causal(true).with_attention_dropout(Some(0.0));
+/// assert_eq!(config.dropout, 0.1);
+/// ```
+#[derive(Config, Debug)]
+pub struct FlashTransformerDecoderConfig {
+    /// The size of each vector that comes in and goes out.
+    pub d_model: usize,
+    /// The size of the position-wise feed-forward network.
+    pub d_ff: usize,
+    /// The number of attention heads.
+    pub n_heads: usize,
+    /// The number of layers.
+    pub n_layers: usize,
+    /// Dropout of residuals, in the feed-forward network and, unless `attention_dropout` says otherwise, of attention weights,
+    /// which is refused in training. Default: 0.1
+    #[config(default = 0.1)]
+    pub dropout: f64,
+    /// Dropout of the attention weights, which are never formed here: anything but 0 is refused in training. Default: as `dropout`
+    #[config(default = "None")]
+    pub attention_dropout: Option<f64>,
+    /// Whether layers are normalized before, and not after, each of their parts. Default: false
+    #[config(default = false)]
+    pub norm_first: bool,
+    /// Adds 1 to the denominator of the softmax, so that a head may attend to nothing. Default: false
+    #[config(default = false)]
+    pub quiet_softmax: bool,
+    /// Hides positions of the target that come after the query, without a mask. Default: false
+    #[config(default = false)]
+    pub causal: bool,
+    /// How parameters are initialized.
+    #[config(default = "Initializer::KaimingUniform{gain:1.0/f64::sqrt(3.0), fan_out_only:false}")]
+    pub initializer: Initializer,
+    /// The activation of the feed-forward network. Default: GELU
+    #[config(default = "ActivationConfig::Gelu")]
+    pub activation: ActivationConfig,
+    /// What layer normalization adds to the variance. Default: 1e-5
+    #[config(default = 1e-5)]
+    pub layer_norm_eps: f64,
+}
+
+/// The decoder of a transformer (Attention Is All You Need, arXiv:1706.03762, section 3.1) over this attention.
+///
+/// Parameters have the names and shapes of burn-nn's `TransformerDecoder`, so that its records load.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::{Device, Tensor};
+/// use burn_flash_attention::{FlashTransformerDecoderConfig, FlashTransformerDecoderInput};
+///
+/// let decoder = FlashTransformerDecoderConfig::new(8, 16, 2, 2).with_causal(true).init(&Device::flex());
+/// let zeros = |seq| Tensor::<3>::zeros([1, seq, 8], &Device::flex());
+/// assert_eq!(decoder.forward(FlashTransformerDecoderInput::new(zeros(5), zeros(7))).dims(), [1, 5, 8]);
+/// # }
+/// ```
+#[derive(Module, Debug)]
+#[module(custom_display)]
+pub struct FlashTransformerDecoder {
+    /// The layers.
+    pub layers: Vec<FlashTransformerDecoderLayer>,
+    /// The size of each vector that comes in and goes out.
+    pub d_model: usize,
+    /// The size of the position-wise feed-forward network.
+    pub d_ff: usize,
+    /// The number of attention heads.
+    pub n_heads: usize,
+    /// The number of layers.
+    pub n_layers: usize,
+    /// The rate of dropout.
+    pub dropout: f64,
+    /// Whether layers are normalized before each of their parts.
+    pub norm_first: bool,
+    /// Whether the denominator of the softmax is 1 more.
+    pub quiet_softmax: bool,
+}
+
+impl ModuleDisplay for FlashTransformerDecoder {
+    fn custom_settings(&self) -> Option<DisplaySettings> {
+        DisplaySettings::new().with_new_line_after_attribute(false).optional()
+    }
+
+    fn custom_content(&self, content: Content) -> Option<Content> {
+        content
+            .add("d_model", &self.d_model)
+            .add("d_ff", &self.d_ff)
+            .add("n_heads", &self.n_heads)
+            .add("n_layers", &self.n_layers)
+            .add("dropout", &self.dropout)
+            .add("norm_first", &self.norm_first)
+            .add("quiet_softmax", &self.quiet_softmax)
+            .optional()
+    }
+}
+
+/// A layer of a [`FlashTransformerDecoder`].
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn_flash_attention::FlashTransformerDecoderConfig;
+///
+/// let decoder = FlashTransformerDecoderConfig::new(8, 16, 2, 3).init(&burn::tensor::Device::flex());
+/// assert_eq!(decoder.layers[0].cross_attn.n_heads, 2);
+/// # }
+/// ```
+#[derive(Module, Debug)]
+pub struct FlashTransformerDecoderLayer {
+    /// From the target to the memory.
+    pub cross_attn: FlashMultiHeadAttention,
+    /// Within the target.
+    pub self_attn: FlashMultiHeadAttention,
+    /// The position-wise feed-forward network.
+    pub pwff: PositionWiseFeedForward,
+    /// Normalizes before cross-attention, or after self-attention.
+    pub norm_1: LayerNorm,
+    /// Normalizes before the feed-forward network, or after cross-attention.
+    pub norm_2: LayerNorm,
+    /// Normalizes before self-attention, or after the feed-forward network.
+    pub norm_3: LayerNorm,
+    /// Of the residuals.
+    pub dropout: Dropout,
+    /// Whether normalization comes first.
+    pub norm_first: bool,
+}
+
+/// What goes into a [`FlashTransformerDecoder`].
+///
+/// ```no_run
+/// use burn::nn::attention::generate_autoregressive_mask;
+/// use burn::tensor::{Bool, Device, Tensor};
+/// use burn_flash_attention::FlashTransformerDecoderInput;
+///
+/// let device = Device::default();
+/// let padding = Tensor::<2, Bool>::from_data([[false, false, true]], &device);
+/// let zeros = |seq| Tensor::<3>::zeros([1, seq, 64], &device);
+/// let input = FlashTransformerDecoderInput::new(zeros(5), zeros(3))
+///     .memory_mask_pad(padding)
+///     .target_mask_attn(generate_autoregressive_mask(1, 5, &device));
+/// ```
+#[derive(Clone, Debug)]
+pub struct FlashTransformerDecoderInput {
+    target: Tensor<3>,
+    target_mask_pad: Option<Tensor<2, Bool>>,
+    target_mask_attn: Option<Tensor<3, Bool>>,
+    memory: Tensor<3>,
+    memory_mask_pad: Option<Tensor<2, Bool>>,
+    memory_mask_attn: Option<Tensor<3, Bool>>,
+}
+
+impl FlashTransformerDecoderInput {
+    /// A target `[batch, seq_q, d_model]` over a memory `[batch, seq_k, d_model]`.
+    ///
+    /// ```no_run
+    /// use burn::tensor::{Device, Tensor};
+    ///
+    /// let zeros = |seq| Tensor::<3>::zeros([1, seq, 64], &Device::default());
+    /// let input = burn_flash_attention::FlashTransformerDecoderInput::new(zeros(5), zeros(3));
+    /// ```
+    pub fn new(target: Tensor<3>, memory: Tensor<3>) -> Self {
+        FlashTransformerDecoderInput {
+            target,
+            target_mask_pad: None,
+            target_mask_attn: None,
+            memory,
+            memory_mask_pad: None,
+            memory_mask_attn: None,
+        }
+    }
+
+    /// Hides padding of the memory: `[batch, seq_k]`, true hides.
+    ///
+    /// ```no_run
+    /// # use burn::tensor::{Bool, Device, Tensor};
+    /// # let device = Device::default();
+    /// # let input = burn_flash_attention::FlashTransformerDecoderInput::new(Tensor::zeros([1, 5, 64], &device), Tensor::zeros([1, 2, 64], &device));
+    /// let input = input.memory_mask_pad(Tensor::<2, Bool>::from_data([[false, true]], &device));
+    /// ```
+    pub fn memory_mask_pad(mut self, mask_pad: Tensor<2, Bool>) -> Self {
+        self.memory_mask_pad = Some(mask_pad);
+        self
+    }
+
+    /// Hides pairs of target and memory: `[batch, seq_q, seq_k]`, true hides.
+    ///
+    /// ```no_run
+    /// # use burn::tensor::{Bool, Device, Tensor};
+    /// # let device = Device::default();
+    /// # let input = burn_flash_attention::FlashTransformerDecoderInput::new(Tensor::zeros([1, 1, 64], &device), Tensor::zeros([1, 2, 64], &device));
+    /// let input = input.memory_mask_attn(Tensor::<3, Bool>::from_data([[[false, true]]], &device));
+    /// ```
+    pub fn memory_mask_attn(mut self, mask_attn: Tensor<3, Bool>) -> Self {
+        self.memory_mask_attn = Some(mask_attn);
+        self
+    }
+
+    /// Hides padding of the target: `[batch, seq_q]`, true hides.
+    ///
+    /// ```no_run
+    /// # use burn::tensor::{Bool, Device, Tensor};
+    /// # let device = Device::default();
+    /// # let input = burn_flash_attention::FlashTransformerDecoderInput::new(Tensor::zeros([1, 2, 64], &device), Tensor::zeros([1, 3, 64], &device));
+    /// let input = input.target_mask_pad(Tensor::<2, Bool>::from_data([[false, true]], &device));
+    /// ```
+    pub fn target_mask_pad(mut self, mask_pad: Tensor<2, Bool>) -> Self {
+        self.target_mask_pad = Some(mask_pad);
+        self
+    }
+
+    /// Hides pairs of the target: `[batch, seq_q, seq_q]`, true hides the second position from the first.
+    ///
+    /// ```no_run
+    /// # use burn::tensor::{Bool, Device, Tensor};
+    /// # use burn::nn::attention::generate_autoregressive_mask;
+    /// # let device = Device::default();
+    /// # let input = burn_flash_attention::FlashTransformerDecoderInput::new(Tensor::zeros([1, 5, 64], &device), Tensor::zeros([1, 3, 64], &device));
+    /// let input = input.target_mask_attn(generate_autoregressive_mask(1, 5, &device));
+    /// ```
+    pub fn target_mask_attn(mut self, mask_attn: Tensor<3, Bool>) -> Self {
+        self.target_mask_attn = Some(mask_attn);
+        self
+    }
+}
+
+/// Cache of a [`FlashTransformerDecoder`] for decoding.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// let decoder = burn_flash_attention::FlashTransformerDecoderConfig::new(8, 16, 2, 2).init(&burn::tensor::Device::flex());
+/// let cache = decoder.new_autoregressive_cache();
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct FlashTransformerDecoderAutoregressiveCache {
+    layers: Vec<LayerCache>,
+    outputs: Outputs,
+}
+
+/// Keys and values of one layer: of the target so far, and of the memory.
+#[derive(Clone, Debug, Default)]
+struct LayerCache {
+    target: KeysValues,
+    memory: KeysValues,
+}
+
+/// Masks of a step, with a row for each of its positions.
+#[derive(Clone)]
+struct Masks {
+    target: Option<Tensor<4, Bool>>,
+    memory: Option<Tensor<4, Bool>>,
+}
+
+impl FlashTransformerDecoderConfig {
+    /// A module with new parameters.
+    ///
+    /// # Panics
+    ///
+    /// With the message of the error that [`try_init`](Self::try_init) returns.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// let config = burn_flash_attention::FlashTransformerDecoderConfig::new(8, 16, 2, 3);
+    /// assert_eq!(config.init(&burn::tensor::Device::flex()).layers.len(), 3);
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> FlashTransformerDecoder {
+        unwrapped(self.try_init(device))
+    }
+
+    /// A module with new parameters, or why there can be none: heads that do not divide, a rate that is none.
+    ///
+    /// # Errors
+    ///
+    /// An [`AttentionError`] that names the setting and its value.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// let config = burn_flash_attention::FlashTransformerDecoderConfig::new(8, 16, 2, 2).with_dropout(1.0);
+    /// let error = config.try_init(&burn::tensor::Device::flex()).unwrap_err();
+    /// assert!(error.to_string().contains("dropout"));
+    /// # }
+    /// ```
+    pub fn try_init(&self, device: &Device) -> Result<FlashTransformerDecoder, AttentionError> {
+        check_rate("dropout", self.dropout)?;
+        let attention = |causal| {
+            FlashMultiHeadAttentionConfig::new(self.d_model, self.n_heads)
+                .with_initializer(self.initializer.clone())
+                .with_dropout(self.attention_dropout.unwrap_or(self.dropout))
+                .with_quiet_softmax(self.quiet_softmax)
+                .with_causal(causal)
+                .try_init(device)
+        };
+        let layer = || -> Result<_, AttentionError> {
+            let norm = || LayerNormConfig::new(self.d_model).with_epsilon(self.layer_norm_eps).init(device);
+            Ok(FlashTransformerDecoderLayer {
+                cross_attn: attention(false)?,
+                self_attn: attention(self.causal)?,
+                pwff: PositionWiseFeedForwardConfig::new(self.d_model, self.d_ff)
+                    .with_initializer(self.initializer.clone())
+                    .with_dropout(self.dropout)
+                    .with_activation(self.activation.clone())
+                    .init(device),
+                norm_1: norm(),
+                norm_2: norm(),
+                norm_3: norm(),
+                dropout: DropoutConfig::new(self.dropout).init(),
+                norm_first: self.norm_first,
+            })
+        };
+        Ok(FlashTransformerDecoder {
+            layers: (0..self.n_layers).map(|_| layer()).collect::<Result<_, _>>()?,
+            d_model: self.d_model,
+            d_ff: self.d_ff,
+            n_heads: self.n_heads,
+            n_layers: self.n_layers,
+            dropout: self.dropout,
+            norm_first: self.norm_first,
+            quiet_softmax: self.quiet_softmax,
+        })
+    }
+}
+
+impl FlashTransformerDecoder {
+    /// Decodes: `[batch, seq_q, d_model]`.
+    ///
+    /// # Panics
+    ///
+    /// With the message of the error that [`try_forward`](Self::try_forward) returns.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_flash_attention::{FlashTransformerDecoderConfig, FlashTransformerDecoderInput};
+    ///
+    /// let decoder = FlashTransformerDecoderConfig::new(8, 16, 2, 1).init(&Device::flex());
+    /// let zeros = |seq| Tensor::<3>::zeros([2, seq, 8], &Device::flex());
+    /// assert_eq!(decoder.forward(FlashTransformerDecoderInput::new(zeros(3), zeros(4))).dims(), [2, 3, 8]);
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn forward(&self, input: FlashTransformerDecoderInput) -> Tensor<3> {
+        unwrapped(self.try_forward(input))
+    }
+
+    /// [`forward`](Self::forward), or why it cannot be done.
+    ///
+    /// # Errors
+    ///
+    /// An [`AttentionError`] that names the argument at fault and its value; the target is its attentions' `query`, the memory
+    /// cross-attention's `key`.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_flash_attention::{FlashTransformerDecoderConfig, FlashTransformerDecoderInput};
+    ///
+    /// let decoder = FlashTransformerDecoderConfig::new(8, 16, 2, 1).init(&Device::flex());
+    /// let zeros = |batch| Tensor::<3>::zeros([batch, 3, 8], &Device::flex());
+    /// let error = decoder.try_forward(FlashTransformerDecoderInput::new(zeros(2), zeros(1))).unwrap_err();
+    /// assert!(error.to_string().starts_with("key has batch 1"));
+    /// # }
+    /// ```
+    pub fn try_forward(&self, input: FlashTransformerDecoderInput) -> Result<Tensor<3>, AttentionError> {
+        self.check(&input)?;
+        let masks = masks(&input, 0);
+        self.layers
+            .iter()
+            .try_fold(input.target, |x, layer| layer.step(x, &input.memory, masks.clone(), &mut LayerCache::default()))
+    }
+
+    /// Decodes step by step: each call is given the whole target so far, of which the first is computed and afterwards the last
+    /// position alone, and returns what the whole target became. The memory is that of the first call. Exact where later positions
+    /// of the target are hidden from earlier ones: with [`causal`](FlashTransformerDecoderConfig::causal), or a mask.
+    ///
+    /// # Panics
+    ///
+    /// With the message of the error that
+    /// [`try_forward_autoregressive_inference`](Self::try_forward_autoregressive_inference) returns.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_flash_attention::{FlashTransformerDecoderConfig, FlashTransformerDecoderInput};
+    ///
+    /// let decoder = FlashTransformerDecoderConfig::new(8, 16, 2, 2).with_causal(true).init(&Device::flex());
+    /// let zeros = |seq| Tensor::<3>::zeros([1, seq, 8], &Device::flex());
+    /// let mut cache = decoder.new_autoregressive_cache();
+    /// for len in 1..4 {
+    ///     let input = FlashTransformerDecoderInput::new(zeros(len), zeros(7));
+    ///     assert_eq!(decoder.forward_autoregressive_inference(input, &mut cache).dims(), [1, len, 8]);
+    /// }
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn forward_autoregressive_inference(
+        &self,
+        input: FlashTransformerDecoderInput,
+        cache: &mut FlashTransformerDecoderAutoregressiveCache,
+    ) -> Tensor<3> {
+        unwrapped(self.try_forward_autoregressive_inference(input, cache))
+    }
+
+    /// [`forward_autoregressive_inference`](Self::forward_autoregressive_inference), or why it cannot be done.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`try_forward`](Self::try_forward), and targets that have not grown by one position.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_flash_attention::{FlashTransformerDecoderConfig, FlashTransformerDecoderInput};
+    ///
+    /// let decoder = FlashTransformerDecoderConfig::new(8, 16, 2, 2).init(&Device::flex());
+    /// let zeros = |seq| Tensor::<3>::zeros([1, seq, 8], &Device::flex());
+    /// let mut cache = decoder.new_autoregressive_cache();
+    /// decoder.forward_autoregressive_inference(FlashTransformerDecoderInput::new(zeros(2), zeros(7)), &mut cache);
+    /// let skipped = FlashTransformerDecoderInput::new(zeros(4), zeros(7));
+    /// assert!(decoder.try_forward_autoregressive_inference(skipped, &mut cache).is_err());
+    /// # }
+    /// ```
+    pub fn try_forward_autoregressive_inference(
+        &self,
+        input: FlashTransformerDecoderInput,
+        cache: &mut FlashTransformerDecoderAutoregressiveCache,
+    ) -> Result<Tensor<3>, AttentionError> {
+        self.check(&input)?;
+        let masks = masks(&input, cache.outputs.len());
+        let mut x = cache.outputs.news("query", input.target)?;
+        for (layer, cache) in self.layers.iter().zip(&mut cache.layers) {
+            x = layer.step(x, &input.memory, masks.clone(), cache)?;
+        }
+        Ok(cache.outputs.grown(x))
+    }
+
+    /// An empty cache.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// let decoder = burn_flash_attention::FlashTransformerDecoderConfig::new(8, 16, 2, 2).init(&burn::tensor::Device::flex());
+    /// let cache = decoder.new_autoregressive_cache();
+    /// # }
+    /// ```
+    pub fn new_autoregressive_cache(&self) -> FlashTransformerDecoderAutoregressiveCache {
+        let layers = vec![LayerCache::default(); self.layers.len()];
+        FlashTransformerDecoderAutoregressiveCache { layers, outputs: Outputs::default() }
+    }
+
+    /// Checks the input against the first layer: all are alike.
+    fn check(&self, input: &FlashTransformerDecoderInput) -> Result<(), AttentionError> {
+        let Some(layer) = self.layers.first() else { return Ok(()) };
+        let (target, memory) = (input.target.clone(), input.memory.clone());
+        let of_target = FlashMhaInput::self_attn(target.clone());
+        let of_memory = FlashMhaInput::new(target, memory.clone(), memory);
+        layer.self_attn.check(&of_target.masked(input.target_mask_pad.clone(), input.target_mask_attn.clone()))?;
+        layer.cross_attn.check(&of_memory.masked(input.memory_mask_pad.clone(), input.memory_mask_attn.clone()))
+    }
+}
+
+/// The masks of positions that are new, where so many were decoded.
+fn masks(input: &FlashTransformerDecoderInput, decoded: usize) -> Masks {
+    Masks {
+        target: combined(input.target_mask_pad.clone(), newest(input.target_mask_attn.clone(), decoded)),
+        memory: combined(input.memory_mask_pad.clone(), newest(input.memory_mask_attn.clone(), decoded)),
+    }
+}
+
+impl FlashTransformerDecoderLayer {
+    /// New positions through the layer, over all so far and over the memory.
+    fn step(
+        &self,
+        x: Tensor<3>,
+        memory: &Tensor<3>,
+        masks: Masks,
+        cache: &mut LayerCache,
+    ) -> Result<Tensor<3>, AttentionError> {
+        let first = self.norm_first;
+        let normed = if first { self.norm_3.forward(x.clone()) } else { x.clone() };
+        let (key, value) = (normed.clone(), normed.clone());
+        let attended = self.self_attn.attended_grown(normed, key, value, masks.target, &mut cache.target)?;
+        let mut x = x + self.dropout.forward(attended);
+
+        let normed = self.norm_1.forward(x.clone());
+        if !first {
+            x = normed.clone();
+        }
+        let (key, value) = (memory.clone(), memory.clone());
+        let attended = self.cross_attn.attended_fixed(normed, key, value, masks.memory, &mut cache.memory)?;
+        let mut x = x + self.dropout.forward(attended);
+
+        let normed = self.norm_2.forward(x.clone());
+        if !first {
+            x = normed.clone();
+        }
+        let x = x + self.dropout.forward(self.pwff.forward(normed));
+        Ok(if first { x } else { self.norm_3.forward(x) })
+    }
+}
+
+/// The same parameters over this attention.
+impl From<TransformerDecoder> for FlashTransformerDecoder {
+    fn from(module: TransformerDecoder) -> Self {
+        FlashTransformerDecoder {
+            layers: module.layers.into_iter().map(Into::into).collect(),
+            d_model: module.d_model,
+            d_ff: module.d_ff,
+            n_heads: module.n_heads,
+            n_layers: module.n_layers,
+            dropout: module.dropout,
+            norm_first: module.norm_first,
+            quiet_softmax: module.quiet_softmax,
+        }
+    }
+}
+
+impl From<TransformerDecoderLayer> for FlashTransformerDecoderLayer {
+    fn from(layer: TransformerDecoderLayer) -> Self {
+        FlashTransformerDecoderLayer {
+            cross_attn: layer.cross_attn.into(),
+            self_attn: layer.self_attn.into(),
+            pwff: layer.pwff,
+            norm_1: layer.norm_1,
+            norm_2: layer.norm_2,
+            norm_3: layer.norm_3,
+            dropout: layer.dropout,
+            norm_first: layer.norm_first,
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! burn-nn's attention and transformers over this operation: a trained model moves over by changing types, and loads its file.
+//!
+//! ```text
+//! multi_head   self- and cross-attention over one width        encoder   layers of self-attention and feed-forward
+//! cross        cross-attention over two widths                 decoder   the same with cross-attention between them
+//! cache        keys and values so far, for decoding
+//! ```
+
+mod cache;
+mod cross;
+mod decoder;
+mod encoder;
+mod multi_head;
+
+pub use cache::FlashMhaCache;
+pub use cross::{FlashCrossAttention, FlashCrossAttentionCache, FlashCrossAttentionConfig};
+pub use decoder::{
+    FlashTransformerDecoder, FlashTransformerDecoderAutoregressiveCache, FlashTransformerDecoderConfig,
+    FlashTransformerDecoderInput, FlashTransformerDecoderLayer,
+};
+pub use encoder::{
+    FlashTransformerEncoder, FlashTransformerEncoderAutoregressiveCache, FlashTransformerEncoderConfig,
+    FlashTransformerEncoderInput, FlashTransformerEncoderLayer,
+};
+pub use multi_head::{FlashMhaInput, FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig};
+
+use crate::api::{try_flash_attention, try_flash_attention_with_lse};
+use crate::options::FlashAttentionOptions;
+use burn::nn::{Dropout, Linear};
+use burn::tensor::activation::sigmoid;
+use burn::tensor::{Bool, Tensor};
+use flash_attention_kernels::AttentionError;
+
+/// `[batch, seq, heads · d]` through a layer to `[batch, heads, seq, d]`.
+fn heads(x: Tensor<3>, linear: &Linear, n_heads: usize) -> Tensor<4> {
+    let x = linear.forward(x);
+    let [batch, seq, width] = x.dims();
+    x.reshape([batch, seq, n_heads, width / n_heads]).swap_dims(1, 2)
+}
+
+/// `[batch, heads, seq, d]` to `[batch, seq, heads · d]` and through a layer.
+fn joined(x: Tensor<4>, linear: &Linear) -> Tensor<3> {
+    let [batch, heads, seq, d] = x.dims();
+    linear.forward(x.swap_dims(1, 2).reshape([batch, seq, heads * d]))
+}
+
+/// Attends; quietly, if the softmax has another logit, of 0, that weighs nothing: the sum of exponentials, of which `lse` is the
+/// logarithm, then grows by 1, so that all weights shrink by `sigmoid(lse)`.
+fn attend(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    options: &FlashAttentionOptions,
+    quiet: bool,
+) -> Result<Tensor<4>, AttentionError> {
+    if !quiet {
+        return try_flash_attention(q, k, v, options);
+    }
+    let (out, lse) = try_flash_attention_with_lse(q, k, v, options)?;
+    let dtype = out.dtype();
+    Ok(out * sigmoid(lse).cast(dtype).unsqueeze_dim(3))
+}
+
+/// One mask over heads, queries and keys out of burn-nn's two: `[batch, seq_k]` and `[batch, seq_q, seq_k]`.
+fn combined(mask_pad: Option<Tensor<2, Bool>>, mask_attn: Option<Tensor<3, Bool>>) -> Option<Tensor<4, Bool>> {
+    let mask_pad = mask_pad.map(|mask| {
+        let [batch, seq_k] = mask.dims();
+        mask.reshape([batch, 1, 1, seq_k])
+    });
+    let mask_attn = mask_attn.map(|mask| mask.unsqueeze_dim(1));
+    match (mask_pad, mask_attn) {
+        (Some(pad), Some(attn)) => Some(attn.bool_or(pad)),
+        (pad, attn) => pad.or(attn),
+    }
+}
+
+/// Checks one size of an argument.
+fn agree(
+    argument: &'static str,
+    shape: &[usize],
+    (dim, dimension): (usize, &'static str),
+    (expected_by, expected): (&'static str, usize),
+) -> Result<(), AttentionError> {
+    if shape[dim] == expected {
+        return Ok(());
+    }
+    Err(AttentionError::Dimension {
+        argument,
+        dimension,
+        value: shape[dim],
+        shape: shape.to_vec(),
+        expected_by,
+        expected,
+    })
+}
+
+/// Checks a rate of dropout.
+fn check_rate(option: &'static str, rate: f64) -> Result<(), AttentionError> {
+    if (0.0..1.0).contains(&rate) {
+        return Ok(());
+    }
+    Err(AttentionError::Unsupported { option, value: rate.to_string(), why: "a rate is at least 0 and less than 1" })
+}
+
+/// Refuses to drop weights that are never formed: on a device that records gradients, unless the module is frozen.
+fn refuse_dropout(dropout: &Dropout, x: &Tensor<3>) -> Result<(), AttentionError> {
+    if dropout.prob > 0.0 && dropout.training.is_enabled() && x.device().is_autodiff() {
+        return Err(AttentionError::Unsupported {
+            option: "dropout",
+            value: dropout.prob.to_string(),
+            why: "attention weights are never formed, so none can be dropped in training: set the rate of attention to 0, or \
+                  freeze the module",
+        });
+    }
+    Ok(())
+}
+
+/// The result, or a panic with the error's message, as Burn's modules have it.
+#[track_caller]
+fn unwrapped<T>(result: Result<T, AttentionError>) -> T {
+    match result {
+        Ok(value) => value,
+        Err(error) => panic!("{error}"),
+    }
+}
