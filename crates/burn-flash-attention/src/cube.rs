@@ -25,11 +25,7 @@ impl FlashAttentionOps for CubeBackend {
         bias: OptionalFloat<Self>,
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
-        let call = launched(Call::new(q, k, v, mask, bias, options));
-        let out = call.empty(call.problem.o_shape(), call.q.dtype);
-        let lse = call.empty(call.problem.lse_shape(), DType::F32);
-        launched(forward(&call.q.client, &call.problem, &call.inputs, &view(&out), &view(&lse)));
-        AttentionOutput { out, lse }
+        launched(try_forward(q, k, v, mask, bias, options))
     }
 
     fn flash_attention_backward(
@@ -45,28 +41,62 @@ impl FlashAttentionOps for CubeBackend {
         wanted: Wanted,
         options: AttentionOptions,
     ) -> AttentionGradients<Self> {
-        let call = launched(Call::new(q, k, v, mask, bias, options));
-        let problem = &call.problem;
-        let dq = wanted.dq.then(|| call.empty(problem.q_shape(), call.q.dtype));
-        let dk = wanted.dk.then(|| call.empty(problem.k_shape(), call.q.dtype));
-        let dv = wanted.dv.then(|| call.empty(problem.v_shape(), call.q.dtype));
-        let dbias = problem.bias.filter(|_| wanted.dbias).map(|shape| call.empty(shape, call.q.dtype));
-        // Gradients come as other operations left them: tiled, strided, or expanded with a stride of 0.
-        let saved = Saved {
-            o: view(&untile(out)),
-            lse: view(&untile(lse)),
-            dout: view(&untile(dout)),
-            dlse: dlse.into_option().map(|dlse| view(&untile(dlse))),
-        };
-        let gradients = Gradients {
-            dq: dq.as_ref().map(view),
-            dk: dk.as_ref().map(view),
-            dv: dv.as_ref().map(view),
-            dbias: dbias.as_ref().map(view),
-        };
-        launched(backward(&call.q.client, problem, &call.inputs, &saved, &gradients));
-        AttentionGradients { dq: dq.into(), dk: dk.into(), dv: dv.into(), dbias: dbias.into() }
+        launched(try_backward(q, k, v, mask, bias, out, lse, dout, dlse, wanted, options))
     }
+}
+
+/// The forward, or why it cannot be done.
+pub fn try_forward(
+    q: CubeTensor,
+    k: CubeTensor,
+    v: CubeTensor,
+    mask: OptionalBool<CubeBackend>,
+    bias: OptionalFloat<CubeBackend>,
+    options: AttentionOptions,
+) -> Result<AttentionOutput<CubeBackend>, AttentionError> {
+    let call = Call::new(q, k, v, mask, bias, options)?;
+    let out = call.empty(call.problem.o_shape(), call.q.dtype);
+    let lse = call.empty(call.problem.lse_shape(), DType::F32);
+    forward(&call.q.client, &call.problem, &call.inputs, &view(&out), &view(&lse))?;
+    Ok(AttentionOutput { out, lse })
+}
+
+/// The backward, or why it cannot be done.
+#[allow(clippy::too_many_arguments)]
+pub fn try_backward(
+    q: CubeTensor,
+    k: CubeTensor,
+    v: CubeTensor,
+    mask: OptionalBool<CubeBackend>,
+    bias: OptionalFloat<CubeBackend>,
+    out: CubeTensor,
+    lse: CubeTensor,
+    dout: CubeTensor,
+    dlse: OptionalFloat<CubeBackend>,
+    wanted: Wanted,
+    options: AttentionOptions,
+) -> Result<AttentionGradients<CubeBackend>, AttentionError> {
+    let call = Call::new(q, k, v, mask, bias, options)?;
+    let problem = &call.problem;
+    let dq = wanted.dq.then(|| call.empty(problem.q_shape(), call.q.dtype));
+    let dk = wanted.dk.then(|| call.empty(problem.k_shape(), call.q.dtype));
+    let dv = wanted.dv.then(|| call.empty(problem.v_shape(), call.q.dtype));
+    let dbias = problem.bias.filter(|_| wanted.dbias).map(|shape| call.empty(shape, call.q.dtype));
+    // Gradients come as other operations left them: tiled, strided, or expanded with a stride of 0.
+    let saved = Saved {
+        o: view(&untile(out)),
+        lse: view(&untile(lse)),
+        dout: view(&untile(dout)),
+        dlse: dlse.into_option().map(|dlse| view(&untile(dlse))),
+    };
+    let gradients = Gradients {
+        dq: dq.as_ref().map(view),
+        dk: dk.as_ref().map(view),
+        dv: dv.as_ref().map(view),
+        dbias: dbias.as_ref().map(view),
+    };
+    backward(&call.q.client, problem, &call.inputs, &saved, &gradients)?;
+    Ok(AttentionGradients { dq: dq.into(), dk: dk.into(), dv: dv.into(), dbias: dbias.into() })
 }
 
 /// The arguments of a call, as the kernels take them.

@@ -1,8 +1,8 @@
 //! FlashAttention for [Burn](https://burn.dev): exact attention, forward and backward, in memory linear in the sequence.
 //!
 //! [`flash_attention`] is the operation, [`FlashAttentionOptions`] what it can be asked to do, [`attention`] the same
-//! behind the signature of Burn's own, and [`FlashMultiHeadAttention`], [`FlashCrossAttention`], [`FlashTransformerEncoder`] and [`FlashTransformerDecoder`]
-//! modules that load the records of burn-nn's.
+//! behind the signature of Burn's own; `install` catches calls of that. [`FlashMultiHeadAttention`],
+//! [`FlashCrossAttention`], [`FlashTransformerEncoder`] and [`FlashTransformerDecoder`] load the records of burn-nn's modules.
 //! [`plan()`] tells which kernel runs. Kernels are those of [`flash_attention_kernels`], on any device that CubeCL
 //! compiles to; tensors on Flex are computed on the host.
 //!
@@ -31,6 +31,8 @@ mod backend;
 mod cube;
 #[cfg(feature = "flex")]
 mod fallback;
+#[cfg(all(feature = "cube", feature = "fusion"))]
+mod intercept;
 mod module;
 mod options;
 mod plan;
@@ -44,6 +46,8 @@ pub use api::{
 #[cfg(feature = "autotune")]
 pub use flash_attention_kernels::tuning::Tuned;
 pub use flash_attention_kernels::{Alignment, AttentionError, BackwardOrder, Dtype, Kernel, Plan, Precision};
+#[cfg(all(feature = "cube", feature = "fusion"))]
+pub use intercept::{Counts, InstallError, Interception, install};
 pub use module::{
     FlashCrossAttention, FlashCrossAttentionCache, FlashCrossAttentionConfig, FlashMhaCache, FlashMhaInput,
     FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, FlashTransformerDecoder,

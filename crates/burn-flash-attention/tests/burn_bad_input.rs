@@ -263,3 +263,15 @@ fn options_with_tensors_do_not_serialize() {
         assert!(error.contains("casual"), "{error}");
     }
 }
+
+/// Burn takes optimizations before its first operation alone.
+#[cfg(all(feature = "wgpu", feature = "fusion"))]
+#[test]
+fn what_comes_too_late_is_not_installed() {
+    for target in targets().into_iter().filter(|target| target.name != "flex") {
+        zeros([1, 1, 1, 1], &target.device).into_data();
+        let error = burn_flash_attention::install().unwrap_err();
+        assert_eq!(error, burn_flash_attention::InstallError::FusionRunning);
+        assert!(error.to_string().contains("before the first operation"), "{error}");
+    }
+}

@@ -26,6 +26,7 @@ pub const HOPPER: usize = 227 << 10;
 pub fn device() -> Device {
     Device {
         name: "offline".into(),
+        card: true,
         shared_memory: HOPPER,
         units: 1024,
         bindings: 1024,

@@ -1,0 +1,345 @@
+//! Burn's own attention, caught where its fusion hands out operations: callers of `burn::tensor::module::attention` get these kernels
+//! with no change of code.
+//!
+//! ```text
+//! module::attention ─ fusion ─┬─ any other operation ── Burn
+//!                             └─ attention, its backward ── run ─┬─ these kernels
+//!                                                                └─ Burn: turned off, or what they cannot do
+//! ```
+//!
+//! Burn remembers which optimization it found for a sequence of operations. So the operation is always claimed, and what becomes of it
+//! is decided when it runs.
+
+use crate::backend::{OptionalBool, OptionalFloat, Wanted};
+use crate::cube::{try_backward, try_forward};
+use crate::options::FlashAttentionOptions;
+use burn::backend::fusion::stream::Context;
+use burn::backend::fusion::{FuserProperties, FuserStatus, OperationFuser};
+use burn::backend::ir::{
+    AttentionBackwardOpIr, AttentionOpIr, AttentionOptionsIr, AttentionWithLogsumexpOpIr, ModuleOperationIr,
+    OperationIr, TensorIr, TensorStatus,
+};
+use burn::backend::tensor::FloatTensor;
+use burn::tensor::ops::AttentionModuleOptions;
+use burn_cubecl::fusion::{
+    CubeFuser, CubeFusionHandle, CubeOptimization, FallbackOperation, FusedOperation, OptimizationProvider,
+    RegistryError, register,
+};
+use burn_cubecl::{CubeBackend, CubeDevice};
+use flash_attention_kernels::{AttentionError, AttentionOptions};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, HashSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// From now on calls of Burn's own `burn::tensor::module::attention` on devices of CubeCL run these kernels, and so do their backwards,
+/// until what is returned is dropped. Call it at the start of the program: Burn takes no more optimizations once its fusion has begun.
+///
+/// What can be caught is what Burn runs as one operation: any forward without gradients; with gradients, attention without a mask,
+/// a bias or a softcap. The rest Burn takes apart into products and a softmax before anybody can catch it, in memory that grows with
+/// the square of the sequence: [`flash_attention`](crate::flash_attention) does not.
+///
+/// # Errors
+///
+/// An [`InstallError`] where Burn's fusion has begun already.
+///
+/// ```no_run
+/// use burn::tensor::{Device, Tensor, module, ops::AttentionModuleOptions};
+///
+/// let caught = burn_flash_attention::install()?;
+/// let q = Tensor::<4>::zeros([1, 8, 1024, 64], &Device::default());
+/// let out = module::attention(q.clone(), q.clone(), q, None, None, AttentionModuleOptions::default());
+/// out.into_data();
+/// assert_eq!(caught.counts().forward, 1);
+/// # Ok::<(), burn_flash_attention::InstallError>(())
+/// ```
+pub fn install() -> Result<Interception, InstallError> {
+    let mut state = state();
+    if !state.registered {
+        register(Provider).map_err(|error| match error {
+            RegistryError::ServiceRunning => InstallError::FusionRunning,
+            RegistryError::DuplicateOptimization { name } => InstallError::Duplicate { name },
+        })?;
+        state.registered = true;
+    }
+    state.guards += 1;
+    Ok(Interception(()))
+}
+
+/// Why Burn's attention cannot be caught.
+///
+/// ```
+/// assert!(burn_flash_attention::InstallError::FusionRunning.to_string().contains("before the first"));
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum InstallError {
+    /// Burn's fusion has begun.
+    #[error("Burn's fusion has begun: install() comes before the first operation on a tensor")]
+    FusionRunning,
+    /// Something else is registered under this name.
+    #[error("there is another optimization named {name}")]
+    Duplicate {
+        /// The name.
+        name: String,
+    },
+}
+
+/// Catches Burn's attention as long as it lives.
+///
+/// ```no_run
+/// let caught = burn_flash_attention::install()?;
+/// // … train or infer …
+/// println!("{:?}", caught.counts());
+/// drop(caught); // Burn's attention is its own again.
+/// # Ok::<(), burn_flash_attention::InstallError>(())
+/// ```
+#[derive(Debug)]
+#[must_use = "Burn's attention is caught as long as this lives"]
+pub struct Interception(());
+
+impl Interception {
+    /// What was caught and what was left to Burn, in this process so far. Operations count when they run, which fusion puts off until
+    /// their results are needed.
+    ///
+    /// ```no_run
+    /// let caught = burn_flash_attention::install()?;
+    /// for (why, times) in caught.counts().left {
+    ///     println!("{times} times left to Burn: {why}");
+    /// }
+    /// # Ok::<(), burn_flash_attention::InstallError>(())
+    /// ```
+    pub fn counts(&self) -> Counts {
+        state().counts.clone()
+    }
+}
+
+impl Drop for Interception {
+    fn drop(&mut self) {
+        state().guards -= 1;
+    }
+}
+
+/// What became of Burn's calls of its own attention.
+///
+/// ```
+/// let counts = burn_flash_attention::Counts::default();
+/// assert_eq!((counts.forward, counts.backward, counts.left.len()), (0, 0, 0));
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Counts {
+    /// Forwards that ran these kernels.
+    pub forward: u64,
+    /// Backwards that ran these kernels.
+    pub backward: u64,
+    /// How many operations were left to Burn, for each reason.
+    pub left: BTreeMap<String, u64>,
+}
+
+/// Of the process, as Burn's registry is.
+struct State {
+    registered: bool,
+    guards: usize,
+    counts: Counts,
+}
+
+static STATE: Mutex<State> = Mutex::new(State {
+    registered: false,
+    guards: 0,
+    counts: Counts { forward: 0, backward: 0, left: BTreeMap::new() },
+});
+
+fn state() -> MutexGuard<'static, State> {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+struct Provider;
+
+impl OptimizationProvider for Provider {
+    type Operation = Caught;
+
+    fn fuser(&self, _device: &CubeDevice) -> CubeFuser {
+        CubeFuser::new(Fuser::default())
+    }
+}
+
+/// One of Burn's operations. Tensors are named relative to the sequence that it was found in.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+enum Operation {
+    Forward(AttentionOpIr),
+    ForwardWithLse(AttentionWithLogsumexpOpIr),
+    Backward(Box<AttentionBackwardOpIr>),
+}
+
+impl Operation {
+    fn of(operation: &OperationIr) -> Option<Self> {
+        match operation {
+            OperationIr::Module(ModuleOperationIr::Attention(of)) => Some(Operation::Forward(of.clone())),
+            OperationIr::Module(ModuleOperationIr::AttentionWithLogsumexp(of)) => {
+                Some(Operation::ForwardWithLse(of.clone()))
+            }
+            OperationIr::Module(ModuleOperationIr::AttentionBackward(of)) => Some(Operation::Backward(of.clone())),
+            _ => None,
+        }
+    }
+
+    fn inputs(&self) -> Vec<&TensorIr> {
+        match self {
+            Operation::Forward(of) => {
+                [&of.query, &of.key, &of.value].into_iter().chain(&of.mask).chain(&of.attn_bias).collect()
+            }
+            Operation::ForwardWithLse(of) => vec![&of.query, &of.key, &of.value],
+            Operation::Backward(of) => vec![&of.query, &of.key, &of.value, &of.out, &of.logsumexp, &of.out_grad],
+        }
+    }
+
+    /// Computes what Burn would. Where that cannot be done nothing has changed.
+    fn run(&self, context: &mut Context<CubeFusionHandle>) -> Result<(), AttentionError> {
+        let outputs = match self {
+            Operation::Forward(of) => {
+                let mask = of.mask.as_ref().map(|mask| {
+                    let mask = read_only(context, mask);
+                    context.handles.get_bool_tensor::<CubeBackend>(&mask)
+                });
+                let bias = of.attn_bias.as_ref().map(|bias| float(context, bias));
+                let [q, k, v] = [&of.query, &of.key, &of.value].map(|input| float(context, input));
+                let mask = OptionalBool::from_option(mask);
+                let output = try_forward(q, k, v, mask, bias.into(), options(&of.options))?;
+                vec![(&of.out, output.out)]
+            }
+            Operation::ForwardWithLse(of) => {
+                let [q, k, v] = [&of.query, &of.key, &of.value].map(|input| float(context, input));
+                let (mask, bias) = (OptionalBool::None, OptionalFloat::None);
+                let output = try_forward(q, k, v, mask, bias, options(&of.options))?;
+                vec![(&of.out, output.out), (&of.logsumexp, output.lse)]
+            }
+            Operation::Backward(of) => {
+                let [q, k, v] = [&of.query, &of.key, &of.value].map(|input| float(context, input));
+                let [out, lse, dout] = [&of.out, &of.logsumexp, &of.out_grad].map(|input| float(context, input));
+                let (mask, bias, dlse) = (OptionalBool::None, OptionalFloat::None, OptionalFloat::None);
+                let wanted = Wanted { dq: true, dk: true, dv: true, dbias: false };
+                let options = options(&of.options);
+                let gradients = try_backward(q, k, v, mask, bias, out, lse, dout, dlse, wanted, options)?;
+                let all =
+                    [(&of.query_grad, gradients.dq), (&of.key_grad, gradients.dk), (&of.value_grad, gradients.dv)];
+                all.into_iter().filter_map(|(name, tensor)| Some((name, tensor.into_option()?))).collect()
+            }
+        };
+        // What nobody reads any more goes, once.
+        let mut gone = HashSet::new();
+        for input in self.inputs() {
+            let input = context.tensors[&input.id].clone();
+            if input.status == TensorStatus::ReadWrite && gone.insert(input.id) {
+                drop(context.handles.get_tensor_handle(&input));
+            }
+        }
+        for (name, tensor) in outputs {
+            let id = context.tensors[&name.id].id;
+            context.handles.register_float_tensor::<CubeBackend>(&id, tensor);
+        }
+        Ok(())
+    }
+}
+
+/// The tensor of that name, which stays there.
+fn read_only(context: &Context<CubeFusionHandle>, name: &TensorIr) -> TensorIr {
+    TensorIr { status: TensorStatus::ReadOnly, ..context.tensors[&name.id].clone() }
+}
+
+fn float(context: &mut Context<CubeFusionHandle>, name: &TensorIr) -> FloatTensor<CubeBackend> {
+    let tensor = read_only(context, name);
+    context.handles.get_float_tensor::<CubeBackend>(&tensor)
+}
+
+fn options(options: &AttentionOptionsIr) -> AttentionOptions {
+    FlashAttentionOptions::from(AttentionModuleOptions::from(options.clone())).numbers()
+}
+
+/// Finds attention among Burn's operations: at the beginning of a sequence, or after one other operation, as one that is not fused
+/// is not parted from what follows it.
+#[derive(Clone, Default)]
+struct Fuser {
+    found: Option<Operation>,
+    leading: bool,
+    closed: bool,
+}
+
+impl OperationFuser<CubeOptimization> for Fuser {
+    fn fuse(&mut self, operation: &OperationIr) {
+        if self.closed {
+            return;
+        }
+        self.found = Operation::of(operation);
+        self.closed = self.found.is_some() || self.leading;
+        self.leading |= self.found.is_none();
+    }
+
+    fn finish(&mut self) -> CubeOptimization {
+        let operation = self.found.clone().expect("nothing is finished that was not ready");
+        CubeOptimization::new(Caught { operation, leading: self.leading })
+    }
+
+    fn reset(&mut self) {
+        *self = Self::default();
+    }
+
+    fn status(&self) -> FuserStatus {
+        if self.closed { FuserStatus::Closed } else { FuserStatus::Open }
+    }
+
+    fn properties(&self) -> FuserProperties {
+        // More than any fusion of elementwise operations is worth.
+        FuserProperties { score: if self.found.is_some() { 1 << 32 } else { 0 }, ready: self.found.is_some() }
+    }
+
+    fn len(&self) -> usize {
+        usize::from(self.leading) + usize::from(self.found.is_some())
+    }
+
+    fn clone_dyn(&self) -> Box<dyn OperationFuser<CubeOptimization>> {
+        Box::new(self.clone())
+    }
+}
+
+/// An operation of Burn's attention, and perhaps one before it that is Burn's alone.
+struct Caught {
+    operation: Operation,
+    leading: bool,
+}
+
+impl FusedOperation for Caught {
+    const NAME: &'static str = "flash_attention";
+    type State = (Operation, bool);
+
+    fn num_ops_fused(&self) -> usize {
+        1 + usize::from(self.leading)
+    }
+
+    fn run(&mut self, context: &mut Context<CubeFusionHandle>, fallback: &dyn Fn(usize) -> Box<dyn FallbackOperation>) {
+        if self.leading {
+            fallback(0).run(context);
+        }
+        let burns_own = fallback(usize::from(self.leading));
+        if state().guards == 0 {
+            return burns_own.run(context);
+        }
+        let result = self.operation.run(context);
+        let counts = &mut state().counts;
+        match (&result, &self.operation) {
+            (Ok(()), Operation::Backward(_)) => counts.backward += 1,
+            (Ok(()), Operation::Forward(_) | Operation::ForwardWithLse(_)) => counts.forward += 1,
+            (Err(why), _) => *counts.left.entry(why.to_string()).or_default() += 1,
+        }
+        if result.is_err() {
+            burns_own.run(context);
+        }
+    }
+
+    fn to_state(&self) -> Self::State {
+        (self.operation.clone(), self.leading)
+    }
+
+    fn from_state(_device: &CubeDevice, (operation, leading): Self::State) -> Self {
+        Caught { operation, leading }
+    }
+}
