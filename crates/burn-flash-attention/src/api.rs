@@ -46,10 +46,7 @@ use flash_attention_kernels::{AttentionError, AttentionProblem};
 /// ```
 #[track_caller]
 pub fn flash_attention(q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, options: &FlashAttentionOptions) -> Tensor<4> {
-    match try_flash_attention(q, k, v, options) {
-        Ok(out) => out,
-        Err(error) => panic!("{error}"),
-    }
+    unwrapped(try_flash_attention(q, k, v, options))
 }
 
 /// [`flash_attention`], or why it cannot be done. Nothing has run where an error is returned.
@@ -113,10 +110,7 @@ pub fn flash_attention_with_lse(
     v: Tensor<4>,
     options: &FlashAttentionOptions,
 ) -> (Tensor<4>, Tensor<3>) {
-    match try_flash_attention_with_lse(q, k, v, options) {
-        Ok(output) => output,
-        Err(error) => panic!("{error}"),
-    }
+    unwrapped(try_flash_attention_with_lse(q, k, v, options))
 }
 
 /// [`flash_attention_with_lse`], or why it cannot be done. Nothing has run where an error is returned.
@@ -325,5 +319,14 @@ fn on_device(device: &DispatchDevice, problem: &AttentionProblem) -> Result<Atte
             value: format!("{other:?}"),
             why: "attention runs on CubeCL devices and on Flex, each with the feature of this crate that bears its name",
         }),
+    }
+}
+
+/// The result, or a panic with the error's message, as Burn's operations have it.
+#[track_caller]
+pub(crate) fn unwrapped<T>(result: Result<T, AttentionError>) -> T {
+    match result {
+        Ok(value) => value,
+        Err(error) => panic!("{error}"),
     }
 }

@@ -6,7 +6,7 @@ mod common;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, Device, Distribution, Tensor, Tolerance, module};
 use burn_flash_attention::{Counts, install};
-use common::{Target, burns_own, targets};
+use common::{Target, targets};
 
 fn random(shape: [usize; 4], device: &Device) -> Tensor<4> {
     Tensor::random(shape, Distribution::Normal(0.0, 1.0), device)
@@ -37,10 +37,11 @@ fn composed(
 
 fn close(target: &Target, what: &str, got: Tensor<4>, want: Tensor<4>) {
     eprintln!("{what}");
+    // Gradients near zero are differences of large terms: their error is that of the largest.
+    let scale = want.clone().abs().max().into_scalar::<f32>().max(1.0);
     // Through CUDA Burn's products round to tf32, and the gradients here are sums of several such.
-    let tolerance =
-        if target.name == "cuda" { Tolerance::absolute(3e-2) } else { burns_own(target).set_relative(1e-4) };
-    got.into_data().assert_approx_eq::<f32>(&want.into_data(), tolerance);
+    let absolute = if target.name == "cuda" { 3e-2 } else { 1e-5 * scale };
+    got.into_data().assert_approx_eq::<f32>(&want.into_data(), Tolerance::absolute(absolute));
 }
 
 /// A forward and a backward of Burn's, of operations on queries before.
@@ -65,6 +66,7 @@ fn burns_attention_is_caught_counted_and_given_back() {
     let caught = install().expect("nothing has run yet");
     let Some(target) = targets().into_iter().find(|target| target.name != "flex") else { return };
     let device = &target.device;
+    device.seed(0);
     let since = |before: &Counts, now: Counts| (now.forward - before.forward, now.backward - before.backward);
 
     // -- forwards, with whatever Burn's operation takes

@@ -621,7 +621,7 @@ pub(crate) fn choose_forward(
             Err(why) => passed_over.push(PassedOver { what: format!("forward {}", kernel.name()), why }),
         }
     }
-    if rows::preferred(device) && asked.is_none() || asked == Some(Kernel::Rows) {
+    if rows::wanted(device, asked) {
         return Ok(Forward::Rows(rows::tile(device, problem, Role::Forward)));
     }
     Ok(Forward::Portable(choose(device, problem, Stage::Forward, passed_over)?))
@@ -648,8 +648,8 @@ pub(crate) fn choose_backward(
         };
         found.map_err(|why| pass_over(kernel, why)).ok()
     });
-    let holds_rows = rows::preferred(device) && asked.is_none() || asked == Some(Kernel::Rows);
-    let gradients = gradients.or_else(|| holds_rows.then(|| of(rows::backward(device, problem), Gradient::Rows)));
+    let rows = || rows::wanted(device, asked).then(|| of(rows::backward(device, problem), Gradient::Rows));
+    let gradients = gradients.or_else(rows);
     let tile = choose(device, problem, Stage::Backward, passed_over)?;
     Ok(match (hopper, gradients) {
         (Some((dq, dkdv, dv)), _) => {
@@ -709,7 +709,7 @@ pub fn forward_candidates(
         }
         Forward::Mma(_) => mma::forwards(device, problem).into_iter().map(Forward::Mma).collect(),
         Forward::Matrix(_) => {
-            matrix::fitting(device, problem, crate::matrix::Role::Forward).into_iter().map(Forward::Matrix).collect()
+            matrix::fitting(device, problem, Role::Forward).into_iter().map(Forward::Matrix).collect()
         }
         Forward::Rows(tile) => rows::alternatives(tile).into_iter().map(Forward::Rows).collect(),
         Forward::Portable(_) => portables(device, Stage::Forward).map(Forward::Portable).collect(),

@@ -2,7 +2,9 @@
 
 use super::cache::{KeysValues, Outputs};
 use super::multi_head::newest;
-use super::{FlashMhaInput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, check_rate, combined, unwrapped};
+use super::{
+    FlashMhaInput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, check_rate, combined, parted, unwrapped,
+};
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay};
 use burn::nn::activation::ActivationConfig;
@@ -465,14 +467,17 @@ impl FlashTransformerDecoder {
         FlashTransformerDecoderAutoregressiveCache { layers, outputs: Outputs::default() }
     }
 
-    /// Checks the input against the first layer: all are alike.
+    /// Checks the input against each layer, before any has run.
     fn check(&self, input: &FlashTransformerDecoderInput) -> Result<(), AttentionError> {
-        let Some(layer) = self.layers.first() else { return Ok(()) };
         let (target, memory) = (input.target.clone(), input.memory.clone());
         let of_target = FlashMhaInput::self_attn(target.clone());
         let of_memory = FlashMhaInput::new(target, memory.clone(), memory);
-        layer.self_attn.check(&of_target.masked(input.target_mask_pad.clone(), input.target_mask_attn.clone()))?;
-        layer.cross_attn.check(&of_memory.masked(input.memory_mask_pad.clone(), input.memory_mask_attn.clone()))
+        let of_target = of_target.masked(input.target_mask_pad.clone(), input.target_mask_attn.clone());
+        let of_memory = of_memory.masked(input.memory_mask_pad.clone(), input.memory_mask_attn.clone());
+        self.layers.iter().try_for_each(|layer| {
+            layer.self_attn.check(&of_target)?;
+            layer.cross_attn.check(&of_memory)
+        })
     }
 }
 
@@ -497,20 +502,14 @@ impl FlashTransformerDecoderLayer {
         let normed = if first { self.norm_3.forward(x.clone()) } else { x.clone() };
         let (key, value) = (normed.clone(), normed.clone());
         let attended = self.self_attn.attended_grown(normed, key, value, masks.target, &mut cache.target)?;
-        let mut x = x + self.dropout.forward(attended);
+        let x = x + self.dropout.forward(attended);
 
-        let normed = self.norm_1.forward(x.clone());
-        if !first {
-            x = normed.clone();
-        }
+        let (normed, x) = parted(x, &self.norm_1, first);
         let (key, value) = (memory.clone(), memory.clone());
         let attended = self.cross_attn.attended_fixed(normed, key, value, masks.memory, &mut cache.memory)?;
-        let mut x = x + self.dropout.forward(attended);
+        let x = x + self.dropout.forward(attended);
 
-        let normed = self.norm_2.forward(x.clone());
-        if !first {
-            x = normed.clone();
-        }
+        let (normed, x) = parted(x, &self.norm_2, first);
         let x = x + self.dropout.forward(self.pwff.forward(normed));
         Ok(if first { x } else { self.norm_3.forward(x) })
     }

@@ -2,7 +2,9 @@
 
 use super::cache::{KeysValues, Outputs};
 use super::multi_head::newest;
-use super::{FlashMhaInput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, check_rate, combined, unwrapped};
+use super::{
+    FlashMhaInput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, check_rate, combined, parted, unwrapped,
+};
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay};
 use burn::nn::activation::ActivationConfig;
@@ -401,15 +403,15 @@ impl FlashTransformerEncoder {
         FlashTransformerEncoderAutoregressiveCache { layers, outputs: Outputs::default() }
     }
 
-    /// Checks the input against the first layer: all are alike.
+    /// Checks the input against each layer, before any has run.
     fn check(
         &self,
         x: &Tensor<3>,
         mask_pad: &Option<Tensor<2, Bool>>,
         mask_attn: &Option<Tensor<3, Bool>>,
     ) -> Result<(), AttentionError> {
-        let Some(layer) = self.layers.first() else { return Ok(()) };
-        layer.mha.check(&FlashMhaInput::self_attn(x.clone()).masked(mask_pad.clone(), mask_attn.clone()))
+        let input = FlashMhaInput::self_attn(x.clone()).masked(mask_pad.clone(), mask_attn.clone());
+        self.layers.iter().try_for_each(|layer| layer.mha.check(&input))
     }
 }
 
@@ -423,12 +425,9 @@ impl FlashTransformerEncoderLayer {
     ) -> Result<Tensor<3>, AttentionError> {
         let normed = if self.norm_first { self.norm_2.forward(x.clone()) } else { x.clone() };
         let attended = self.mha.attended_grown(normed.clone(), normed.clone(), normed, mask, memory)?;
-        let mut x = x + self.dropout.forward(attended);
+        let x = x + self.dropout.forward(attended);
 
-        let normed = self.norm_1.forward(x.clone());
-        if !self.norm_first {
-            x = normed.clone();
-        }
+        let (normed, x) = parted(x, &self.norm_1, self.norm_first);
         let x = x + self.dropout.forward(self.pwff.forward(normed));
         Ok(if self.norm_first { x } else { self.norm_2.forward(x) })
     }

@@ -24,9 +24,9 @@ pub use encoder::{
 };
 pub use multi_head::{FlashMhaInput, FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig};
 
-use crate::api::{try_flash_attention, try_flash_attention_with_lse};
+use crate::api::{try_flash_attention, try_flash_attention_with_lse, unwrapped};
 use crate::options::FlashAttentionOptions;
-use burn::nn::{Dropout, Linear};
+use burn::nn::{Dropout, LayerNorm, Linear};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Bool, Tensor};
 use flash_attention_kernels::AttentionError;
@@ -115,11 +115,10 @@ fn refuse_dropout(dropout: &Dropout, x: &Tensor<3>) -> Result<(), AttentionError
     Ok(())
 }
 
-/// The result, or a panic with the error's message, as Burn's modules have it.
-#[track_caller]
-fn unwrapped<T>(result: Result<T, AttentionError>) -> T {
-    match result {
-        Ok(value) => value,
-        Err(error) => panic!("{error}"),
-    }
+/// What a part of a transformer's layer works on, and what its output is added to: the layer is normalized before its parts, or after
+/// the part before this one.
+fn parted(x: Tensor<3>, norm: &LayerNorm, norm_first: bool) -> (Tensor<3>, Tensor<3>) {
+    let normed = norm.forward(x.clone());
+    let residual = if norm_first { x } else { normed.clone() };
+    (normed, residual)
 }

@@ -10,6 +10,7 @@ use super::Blueprint;
 use super::row::*;
 use crate::mask::Band;
 use crate::portable::Grid;
+use crate::portable::gradient::zeros;
 use crate::portable::scores::{TileAt, finish_score};
 use crate::portable::tile::matrix;
 use crate::score::Score;
@@ -47,7 +48,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     let v_at = matrix(v, work.batch, head_kv);
 
     let held = hold(q, &matrix(q, work.batch, work.head), start, &band, head_dim, tile);
-    let mut acc = zeros(head_dim_v, rows);
+    let mut acc = zeros(comptime!(rows * vectors(head_dim_v)));
     let mut s = Array::<f32>::new(rows);
     let mut m = Array::<f32>::new(rows);
     let mut l = Array::<f32>::new(rows);

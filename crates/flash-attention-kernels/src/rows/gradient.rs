@@ -16,6 +16,7 @@ use super::forward::finish;
 use super::row::*;
 use crate::mask::Band;
 use crate::portable::Grid;
+use crate::portable::gradient::zeros;
 use crate::portable::scores::TileAt;
 use crate::portable::tile::matrix;
 use crate::score::Score;
@@ -61,8 +62,8 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
     } else {
         Array::new(1usize)
     };
-    let mut acc = zeros(comptime!(if differentiates { head_dim } else { 0 }), rows);
-    let mut acc_v = zeros(comptime!(if dv.is_some() { head_dim_v } else { 0 }), rows);
+    let mut acc = zeros(comptime!(if differentiates { rows * vectors(head_dim) } else { 1 }));
+    let mut acc_v = zeros(comptime!(if dv.is_some() { rows * vectors(head_dim_v) } else { 1 }));
 
     // Where queries are rows, each has its lse and delta for good.
     let stats_rows = stats.shape(1);

@@ -2,6 +2,7 @@
 
 use super::RowsTile;
 use crate::mask::Band;
+use crate::portable::gradient::zeros;
 use crate::portable::tile::{Matrix, Vec4, WIDTH};
 use crate::rounding::{rounded, rounded_one};
 use cubecl::prelude::*;
@@ -73,7 +74,7 @@ pub fn hold<F: Float, N: Size>(
     #[comptime] tile: RowsTile,
 ) -> Array<Vec4> {
     let registers = comptime!(tile.rows * vectors(head_dim));
-    let mut held = zeros(head_dim, tile.rows);
+    let mut held = zeros(registers);
     for register in 0..registers {
         let row = row_of(start, (register / comptime!(vectors(head_dim))) as u32, tile);
         let n = register % comptime!(vectors(head_dim));
@@ -84,17 +85,6 @@ pub fn hold<F: Float, N: Size>(
         }
     }
     held
-}
-
-/// Rows of zeros.
-#[cube]
-pub fn zeros(#[comptime] head_dim: usize, #[comptime] rows: usize) -> Array<Vec4> {
-    let mut acc = Array::<Vec4>::new(comptime!((rows * vectors(head_dim)).max(1)));
-    #[unroll]
-    for n in 0..comptime!((rows * vectors(head_dim)).max(1)) {
-        acc[n] = Vec4::new(0.0f32);
-    }
-    acc
 }
 
 /// The product of the `nth` of the rows that are held with a column.

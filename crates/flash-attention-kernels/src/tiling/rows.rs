@@ -1,6 +1,6 @@
 //! Tiles of the kernels whose units hold whole rows.
 
-use super::Device;
+use super::{Device, Kernel};
 use crate::matrix::Role;
 use crate::problem::AttentionProblem;
 use crate::rows::{Blueprint, RowsTile};
@@ -19,9 +19,10 @@ const BLOCKS: usize = 4;
 /// Units of a cube where a plane's size is not known.
 const UNITS: usize = 32;
 
-/// Whether the device is a processor: its planes are vectors of a few lanes, and there is no card behind it.
-pub fn preferred(device: &Device) -> bool {
-    !device.card && (1..=16).contains(&device.plane)
+/// Whether they are to run: where they are asked for, or nothing is and the device is a processor, whose planes are vectors of a
+/// few lanes, with no card behind it.
+pub fn wanted(device: &Device, asked: Option<Kernel>) -> bool {
+    asked.map_or(!device.card && (1..=16).contains(&device.plane), |asked| asked == Kernel::Rows)
 }
 
 /// How they compute `dq`; `dk`, and `dv` with it; and `dv`, if it takes a launch of its own.
