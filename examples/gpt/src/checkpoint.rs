@@ -23,7 +23,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 const MAGIC: &[u8; 8] = b"BURN-GPT";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const SECTIONS: usize = 4;
 
 /// All but the tensors.
@@ -107,6 +107,12 @@ impl Checkpoint {
         let unpack = |bytes: &[u8]| ModuleRecord::from_bytes(Bytes::from_bytes_vec(bytes.to_vec()));
         let [model, first, second] = records.map(|bytes| unpack(bytes).map_err(|error| self::problem(path, &error)));
         Ok(Self { header, path: path.to_path_buf(), records: [model?, first?, second?] })
+    }
+
+    /// The model as it was.
+    pub fn model(self, model: Gpt) -> Result<Gpt, Error> {
+        let [record, ..] = self.records;
+        model.try_load_record(record).map_err(|error| problem(&self.path, &error))
     }
 
     /// The model and the optimizer as they were.

@@ -2,18 +2,15 @@
 
 use crate::device::{Found, Strength};
 use crate::error::Error;
+use crate::tokenizer::Tokenizer;
 use burn::tensor::FloatDType;
-use clap::{Parser, ValueEnum};
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 
-/// Trains a GPT with flash attention, shows that it learns, and lets it write.
-///
-/// Without flags: on the best GPU, else on the CPU, from this repository's own sources. What is not given follows the
-/// device. Everything is written to runs/NAME.
-#[derive(Parser, Debug)]
-#[command(version)]
+/// The flags of training.
+#[derive(clap::Args, Clone, Debug, Default)]
 pub struct Args {
     /// Where to compute: auto, or flex, wgpu, vulkan, metal, cuda, rocm as compiled in, with :N for the N-th.
     #[arg(long)]
@@ -21,6 +18,12 @@ pub struct Args {
     /// A UTF-8 text to learn [default: the sources of this workspace].
     #[arg(long, value_name = "FILE")]
     pub data: Option<PathBuf>,
+    /// How text becomes tokens [default: bytes; with --weights gpt2].
+    #[arg(long)]
+    pub tokenizer: Option<Tokenizer>,
+    /// GPT-2's weights to begin with, a safetensors file in Hugging Face's layout, whose sizes the model takes.
+    #[arg(long, value_name = "FILE")]
+    pub weights: Option<PathBuf>,
     /// The run's name [default: the first free gpt-N; with --resume the latest run].
     #[arg(long)]
     pub name: Option<String>,
@@ -34,14 +37,16 @@ pub struct Args {
     /// What matrix products and attention are computed in; all else is f32.
     #[arg(long)]
     pub dtype: Option<Dtype>,
+    /// Blocks of attention and MLP.
     #[arg(long)]
     pub layers: Option<usize>,
+    /// Heads of attention.
     #[arg(long)]
     pub heads: Option<usize>,
     /// Channels of the residual stream.
     #[arg(long)]
     pub width: Option<usize>,
-    /// Bytes that the model sees.
+    /// Tokens that the model sees.
     #[arg(long)]
     pub context: Option<usize>,
 
@@ -51,6 +56,7 @@ pub struct Args {
     /// Batches whose gradients make one step.
     #[arg(long)]
     pub grad_accum: Option<usize>,
+    /// Updates of the model.
     #[arg(long)]
     pub steps: Option<usize>,
     /// The highest learning rate.
@@ -62,10 +68,13 @@ pub struct Args {
     /// Steps in which the learning rate rises.
     #[arg(long)]
     pub warmup: Option<usize>,
+    /// Of matrices; embeddings, norms and biases do not decay.
     #[arg(long)]
     pub weight_decay: Option<f64>,
+    /// AdamW's first coefficient.
     #[arg(long)]
     pub beta1: Option<f64>,
+    /// AdamW's second coefficient.
     #[arg(long)]
     pub beta2: Option<f64>,
     /// The largest norm of the gradients; 0 is none.
@@ -74,6 +83,7 @@ pub struct Args {
     /// After the embeddings, after attention's projection and after the MLP.
     #[arg(long)]
     pub dropout: Option<f64>,
+    /// Same seed, same run.
     #[arg(long)]
     pub seed: Option<u32>,
 
@@ -83,9 +93,9 @@ pub struct Args {
     /// Batches of validation text in an evaluation, the last one too.
     #[arg(long)]
     pub eval_batches: Option<usize>,
-    /// Bytes that the model writes at the end.
+    /// Tokens that the model writes at the end.
     #[arg(long)]
-    pub sample_bytes: Option<usize>,
+    pub sample_tokens: Option<usize>,
 }
 
 /// How attention is computed.
@@ -104,12 +114,16 @@ pub enum AttentionKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Dtype {
+    /// Single precision.
     F32,
+    /// Half precision with the range of f32.
     Bf16,
+    /// Half precision with more digits; its loss is scaled.
     F16,
 }
 
 impl Dtype {
+    /// Burn's name for it.
     pub fn float(self) -> FloatDType {
         match self {
             Dtype::F32 => FloatDType::F32,
@@ -118,6 +132,7 @@ impl Dtype {
         }
     }
 
+    /// As on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Dtype::F32 => "f32",
@@ -127,7 +142,23 @@ impl Dtype {
     }
 }
 
-/// Everything that decides what a run computes. The flags have the same names.
+/// The sizes of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ModelShape {
+    /// Blocks of attention and MLP.
+    pub layers: usize,
+    /// Heads of attention.
+    pub heads: usize,
+    /// Channels of the residual stream.
+    pub width: usize,
+    /// Tokens that the model sees.
+    pub context: usize,
+    /// Tokens that there are.
+    pub vocabulary: usize,
+}
+
+/// Everything that decides what a run computes. The flags have the same names, and say more.
+#[allow(missing_docs)]
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
@@ -135,12 +166,18 @@ pub struct Config {
     /// None: the run's own copy of the sources.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data: Option<PathBuf>,
+    pub tokenizer: Tokenizer,
+    /// Where the model came from; a checkpoint has its own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weights: Option<PathBuf>,
     pub attention: AttentionKind,
     pub dtype: Dtype,
     pub layers: usize,
     pub heads: usize,
     pub width: usize,
     pub context: usize,
+    /// Tokens that there are: the tokenizer's, or as many as the weights know.
+    pub vocabulary: usize,
     pub batch: usize,
     pub grad_accum: usize,
     pub steps: usize,
@@ -155,13 +192,14 @@ pub struct Config {
     pub seed: u32,
     pub eval_interval: usize,
     pub eval_batches: usize,
-    pub sample_bytes: usize,
+    pub sample_tokens: usize,
 }
 
 /// Does something with each field that is a flag of the same name.
 macro_rules! for_each_flag {
     ($do:ident) => {
         $do!(
+            tokenizer,
             attention,
             dtype,
             layers,
@@ -182,21 +220,33 @@ macro_rules! for_each_flag {
             seed,
             eval_interval,
             eval_batches,
-            sample_bytes
+            sample_tokens
         )
     };
 }
 
 impl Config {
-    /// A new run: what was asked for, and otherwise what suits the device.
-    pub fn new(args: &Args, found: &Found) -> Result<Self, Error> {
+    /// A new run: what was asked for, and otherwise what suits the device, or the weights of this shape.
+    ///
+    /// # Errors
+    ///
+    /// For the first flag that is out of range, or says otherwise than the weights.
+    pub fn new(args: &Args, found: &Found, weights: Option<ModelShape>) -> Result<Self, Error> {
         let mut config = Self::suited_to(found);
+        if let Some(shape) = weights {
+            config = config.suited_to_weights(shape);
+        }
+        config.weights.clone_from(&args.weights);
         config.device = args.device.clone().unwrap_or_else(|| "auto".to_string());
         config.data.clone_from(&args.data);
         macro_rules! set {
             ($($field:ident),*) => { $(if let Some(value) = args.$field { config.$field = value; })* };
         }
         for_each_flag!(set);
+        match weights {
+            Some(shape) => config.check_weights(shape)?,
+            None => config.vocabulary = config.tokenizer.vocabulary(),
+        }
         if args.min_lr.is_none() {
             config.min_lr = config.lr / 10.0;
         }
@@ -208,6 +258,10 @@ impl Config {
     }
 
     /// The run of a checkpoint goes on as it began: flags may repeat what was, and choose a device or find the text again.
+    ///
+    /// # Errors
+    ///
+    /// For the first flag that says otherwise than the run.
     pub fn resume(mut self, args: &Args, run: &Path) -> Result<Self, Error> {
         macro_rules! compare {
             ($($field:ident),*) => { $(
@@ -236,12 +290,15 @@ impl Config {
         let gpu = Self {
             device: String::new(),
             data: None,
+            tokenizer: Tokenizer::Bytes,
+            weights: None,
             attention: AttentionKind::Flash,
             dtype: Dtype::F32,
             layers: 6,
             heads: 6,
             width: 384,
             context: 256,
+            vocabulary: Tokenizer::Bytes.vocabulary(),
             batch: 64,
             grad_accum: 1,
             steps: 5000,
@@ -256,7 +313,7 @@ impl Config {
             seed: 1337,
             eval_interval: 250,
             eval_batches: 200,
-            sample_bytes: 500,
+            sample_tokens: 500,
         };
         match found.strength {
             Strength::Discrete => gpu,
@@ -282,7 +339,7 @@ impl Config {
                 dropout: 0.0,
                 eval_interval: 50,
                 eval_batches: 20,
-                sample_bytes: 300,
+                sample_tokens: 300,
                 ..gpu
             },
             Strength::Software => Self {
@@ -296,9 +353,52 @@ impl Config {
                 dropout: 0.0,
                 eval_interval: 50,
                 eval_batches: 5,
-                sample_bytes: 100,
+                sample_tokens: 100,
                 ..gpu
             },
+        }
+    }
+
+    /// Weights that have learned are to be changed little, and are large: nanoGPT's finetuning, in fewer steps.
+    fn suited_to_weights(self, shape: ModelShape) -> Self {
+        let ModelShape { layers, heads, width, context, vocabulary } = shape;
+        Self {
+            tokenizer: Tokenizer::Gpt2,
+            layers,
+            heads,
+            width,
+            context,
+            vocabulary,
+            batch: 1,
+            grad_accum: 32,
+            steps: 20,
+            lr: 3e-5,
+            min_lr: 3e-6,
+            warmup: 2,
+            dropout: 0.0,
+            eval_interval: 5,
+            eval_batches: 40,
+            ..self
+        }
+    }
+
+    /// A model has its weights' sizes, but may see fewer tokens.
+    fn check_weights(&self, shape: ModelShape) -> Result<(), Error> {
+        let differs = [
+            ("layers", self.layers, shape.layers),
+            ("heads", self.heads, shape.heads),
+            ("width", self.width, shape.width),
+        ];
+        if let Some((flag, given, weights)) = differs.into_iter().find(|(_, given, weights)| given != weights) {
+            return Err(Error::NotTheWeights { flag, given, weights });
+        }
+        if self.context > shape.context {
+            return Err(Error::NotTheWeights { flag: "context", given: self.context, weights: shape.context });
+        }
+        let tokens = self.tokenizer.vocabulary();
+        match tokens > shape.vocabulary {
+            true => Err(Error::Vocabulary { tokens, weights: shape.vocabulary }),
+            false => Ok(()),
         }
     }
 
@@ -351,7 +451,7 @@ fn flag(field: &'static str) -> &'static str {
         "grad_clip" => "grad-clip",
         "eval_interval" => "eval-interval",
         "eval_batches" => "eval-batches",
-        "sample_bytes" => "sample-bytes",
+        "sample_tokens" => "sample-tokens",
         field => field,
     }
 }

@@ -1,47 +1,57 @@
-//! The text: bytes are tokens, the first nine tenths are for training and the rest for validation.
+//! The text: of its tokens the first nine tenths are for training and the rest for validation.
 
 use crate::error::Error;
+use crate::tokenizer::Tokenizer;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Tokens are bytes.
-pub const VOCABULARY: usize = 256;
-
 /// A text, split.
 pub struct Text {
+    /// As it was read.
     pub bytes: Vec<u8>,
+    tokens: Vec<u32>,
     /// Where validation begins.
     split: usize,
 }
 
 impl Text {
-    /// Splits UTF-8 `bytes`, which must leave a window of `context` bytes and the byte after it on either side.
-    pub fn new(bytes: Vec<u8>, path: &Path, context: usize) -> Result<Self, Error> {
-        if let Err(error) = std::str::from_utf8(&bytes) {
-            return Err(Error::TextNotUtf8 { path: path.to_path_buf(), offset: error.valid_up_to() });
+    /// Splits UTF-8 `bytes`, which must leave a window of `context` tokens and the token after it on either side.
+    ///
+    /// # Errors
+    ///
+    /// When the bytes, which came from `path`, are no text, or too short a one.
+    pub fn new(bytes: Vec<u8>, path: &Path, tokenizer: Tokenizer, context: usize) -> Result<Self, Error> {
+        let text = str::from_utf8(&bytes)
+            .map_err(|error| Error::TextNotUtf8 { path: path.to_path_buf(), offset: error.valid_up_to() })?;
+        let tokens = tokenizer.encode(text);
+        let split = tokens.len() * 9 / 10;
+        if tokens.len() - split < context + 1 || split < context + 1 {
+            return Err(Error::TextTooShort { tokens: tokens.len(), context, needed: 10 * (context + 1) });
         }
-        let split = bytes.len() * 9 / 10;
-        if bytes.len() - split < context + 1 || split < context + 1 {
-            return Err(Error::TextTooShort { bytes: bytes.len(), context, needed: 10 * (context + 1) });
-        }
-        Ok(Self { bytes, split })
+        Ok(Self { bytes, tokens, split })
     }
 
     /// Reads a file.
-    pub fn read(path: &Path, context: usize) -> Result<Self, Error> {
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be read, and as [`Text::new`].
+    pub fn read(path: &Path, tokenizer: Tokenizer, context: usize) -> Result<Self, Error> {
         let bytes = fs::read(path).map_err(|source| Error::TextMissing { path: path.to_path_buf(), source })?;
-        Self::new(bytes, path, context)
+        Self::new(bytes, path, tokenizer, context)
     }
 
-    pub fn train(&self) -> &[u8] {
-        &self.bytes[..self.split]
+    /// The tokens to train on.
+    pub fn train(&self) -> &[u32] {
+        &self.tokens[..self.split]
     }
 
-    pub fn validation(&self) -> &[u8] {
-        &self.bytes[self.split..]
+    /// The tokens to validate with.
+    pub fn validation(&self) -> &[u32] {
+        &self.tokens[self.split..]
     }
 
     /// Tells texts apart.
@@ -56,6 +66,10 @@ pub fn fnv1a(bytes: &[u8]) -> u64 {
 }
 
 /// The sources and documents of this workspace, one after the other in the order of their paths.
+///
+/// # Errors
+///
+/// When there is no workspace here or where the program was compiled, or a file cannot be read.
 pub fn own_sources() -> Result<Vec<u8>, Error> {
     let mut files = Vec::new();
     collect(&workspace_root()?, &mut files)?;
@@ -103,6 +117,7 @@ fn collect(directory: &Path, files: &mut Vec<PathBuf>) -> Result<(), Error> {
 
 /// What a random number is for. Streams never meet, so no use of one shifts another.
 #[derive(Clone, Copy)]
+#[allow(missing_docs)]
 pub enum Stream {
     Weights,
     TrainBatch,
@@ -130,9 +145,9 @@ pub fn rng(seed: u32, stream: Stream, step: usize) -> StdRng {
     StdRng::seed_from_u64(derive_seed(seed, stream, step))
 }
 
-/// `batch` random windows: inputs and the bytes that follow each, both `[batch, context]`.
+/// `batch` random windows: inputs and the tokens that follow each, both `[batch, context]`.
 pub fn random_batch(
-    text: &[u8],
+    text: &[u32],
     batch: usize,
     context: usize,
     rng: &mut StdRng,
@@ -140,7 +155,7 @@ pub fn random_batch(
 ) -> (Tensor<2, Int>, Tensor<2, Int>) {
     let starts: Vec<usize> = (0..batch).map(|_| rng.random_range(0..text.len() - context)).collect();
     let windows = |offset: usize| {
-        let tokens = |start: &usize| text[start + offset..][..context].iter().map(|byte| i32::from(*byte));
+        let tokens = |start: &usize| text[start + offset..][..context].iter().map(|token| *token as i32);
         let tokens: Vec<i32> = starts.iter().flat_map(tokens).collect();
         Tensor::from_data(TensorData::new(tokens, [batch, context]), device)
     };

@@ -21,7 +21,9 @@ pub enum Strength {
 
 /// A device with its name.
 pub struct Found {
+    /// Without autodiff.
     pub device: Device,
+    /// How much it can be asked to do.
     pub strength: Strength,
     /// `cuda:0`
     pub id: String,
@@ -42,6 +44,10 @@ impl Display for Found {
 }
 
 /// The device for `--device`: `auto`, or a backend's name with an optional index, as in `cuda:1`.
+///
+/// # Errors
+///
+/// When there is no such backend in this build, or no such device in this machine.
 pub fn choose(request: &str) -> Result<Found, Error> {
     if request == "auto" {
         let mut best: Option<Found> = None;

@@ -7,6 +7,7 @@ use thiserror::Error;
 
 /// Why a run could not start or go on. The program prints it and ends with exit code 2.
 #[derive(Debug, Error)]
+#[allow(missing_docs)]
 pub enum Error {
     #[error("{0}")]
     Arguments(String),
@@ -16,6 +17,13 @@ pub enum Error {
         "--{flag} is {given}, but {run} was started with {saved}; leave the flag out, or start another run with --name"
     )]
     Contradiction { flag: &'static str, given: String, saved: String, run: PathBuf },
+
+    #[error("{path} {problem}")]
+    Weights { path: PathBuf, problem: String },
+    #[error("--{flag} is {given}, but the weights' is {weights}; leave the flag out")]
+    NotTheWeights { flag: &'static str, given: usize, weights: usize },
+    #[error("the weights know {weights} tokens, but the tokenizer has {tokens}; choose another --tokenizer")]
+    Vocabulary { tokens: usize, weights: usize },
 
     #[error("--device {request} is not known to this build; it has {known}")]
     UnknownDevice { request: String, known: String },
@@ -30,8 +38,8 @@ pub enum Error {
     TextMissing { path: PathBuf, source: io::Error },
     #[error("the text {path} is not UTF-8: the byte at {offset} is part of no character")]
     TextNotUtf8 { path: PathBuf, offset: usize },
-    #[error("the text has {bytes} bytes; --context {context} needs at least {needed}")]
-    TextTooShort { bytes: usize, context: usize, needed: usize },
+    #[error("the text has {tokens} tokens; --context {context} needs at least {needed}")]
+    TextTooShort { tokens: usize, context: usize, needed: usize },
     #[error("found no workspace whose sources could be the text; name a file with --data")]
     NoWorkspace,
 
@@ -49,6 +57,7 @@ pub enum Error {
 
 /// Why a checkpoint is of no use.
 #[derive(Debug, Error)]
+#[allow(missing_docs)]
 pub enum CheckpointProblem {
     #[error("is not one of this program's")]
     Foreign,

@@ -5,11 +5,11 @@
 //! in that dtype, their operands cast on the way in.
 
 use crate::config::{AttentionKind, Config};
-use crate::data::{Stream, VOCABULARY, rng};
+use crate::data::{Stream, rng};
 use burn::module::{Module, Param};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Dropout, DropoutConfig, Embedding, LayerNorm, LayerNormConfig, Linear};
-use burn::tensor::activation::{gelu, softmax};
+use burn::tensor::activation::{sigmoid, softmax};
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, DType, Device, FloatDType, Int, Tensor, TensorData, module};
 use burn_flash_attention::{AttentionError, FlashAttentionOptions, flash_attention, plan};
@@ -32,13 +32,21 @@ pub struct Gpt {
 impl Gpt {
     /// A model with random weights, the same on every device.
     pub fn new(config: &Config, device: &Device) -> Self {
-        let rng = &mut rng(config.seed, Stream::Weights, 0);
-        let embedding = |rows, rng: &mut StdRng| Embedding { weight: normal([rows, config.width], 0.02, rng, device) };
+        Self::init(config, &mut Draw::Normal(rng(config.seed, Stream::Weights, 0)), device)
+    }
+
+    /// A model of zeros, whose weights are yet to be loaded.
+    pub fn zeros(config: &Config, device: &Device) -> Self {
+        Self::init(config, &mut Draw::Zeros, device)
+    }
+
+    fn init(config: &Config, draw: &mut Draw, device: &Device) -> Self {
+        let mut embedding = |rows| Embedding { weight: draw.matrix([rows, config.width], 0.02, device) };
         Self {
-            token_embedding: embedding(VOCABULARY, rng),
-            position_embedding: embedding(config.context, rng),
+            token_embedding: embedding(config.vocabulary),
+            position_embedding: embedding(config.context),
             dropout: DropoutConfig::new(config.dropout).init(),
-            blocks: (0..config.layers).map(|_| Block::new(config, rng, device)).collect(),
+            blocks: (0..config.layers).map(|_| Block::new(config, draw, device)).collect(),
             norm: LayerNormConfig::new(config.width).init(device),
             dtype: config.dtype.float(),
         }
@@ -46,22 +54,80 @@ impl Gpt {
 
     /// `tokens [batch, context]` → `logits [batch, context, vocabulary]`, f32.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
-        let [_, context] = tokens.dims();
-        let positions = Tensor::arange(0..context as i64, &tokens.device()).unsqueeze::<2>();
+        let vocabulary = self.token_embedding.weight.dims()[0];
+        self.logits(self.read(tokens, None)).narrow(2, 0, vocabulary)
+    }
+
+    /// The mean cross-entropy, in nats per token, of predicting `targets [batch, context]`.
+    pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
+        let logits = self.logits(self.read(tokens, None)).flatten::<2>(0, 1);
+        CrossEntropyLossConfig::new().init(&logits.device()).forward(logits, targets.flatten(0, 1))
+    }
+
+    /// Reads on: `tokens [batch, new]` after those of the cache, which keeps them → the logits after the last,
+    /// `[batch, vocabulary]`. There must be one token, or no tokens before.
+    pub fn next(&self, tokens: Tensor<2, Int>, cache: &mut Cache) -> Tensor<2> {
+        let vocabulary = self.token_embedding.weight.dims()[0];
+        let [_, new] = tokens.dims();
+        let last = self.read(tokens, Some(cache)).narrow(1, new - 1, 1);
+        self.logits(last).narrow(2, 0, vocabulary).squeeze_dim(1)
+    }
+
+    /// `tokens [batch, new]` → what the last block makes of them, `[batch, new, width]`.
+    fn read(&self, tokens: Tensor<2, Int>, cache: Option<&mut Cache>) -> Tensor<3> {
+        let new = tokens.dims()[1] as i64;
+        let before = cache.as_ref().map_or(0, |cache| cache.len as i64);
+        let positions = Tensor::arange(before..before + new, &tokens.device()).unsqueeze::<2>();
 
         let x = self.token_embedding.forward(tokens) + self.position_embedding.forward(positions);
         let x = self.dropout.forward(x);
-        let x = self.blocks.iter().fold(x, |x, block| block.forward(x));
-        let x = self.norm.forward(x);
-
-        let head = self.token_embedding.weight.val().transpose().cast(self.dtype);
-        x.cast(self.dtype).matmul(head.unsqueeze()).cast(FloatDType::F32)
+        match cache {
+            None => self.blocks.iter().fold(x, |x, block| block.forward(x, None)),
+            Some(cache) => {
+                cache.len += new as usize;
+                cache.layers.resize(self.blocks.len(), None);
+                let mut layers = cache.layers.iter_mut();
+                self.blocks.iter().fold(x, |x, block| block.forward(x, layers.next()))
+            }
+        }
     }
 
-    /// The mean cross-entropy, in nats per byte, of predicting `targets [batch, context]`.
-    pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
-        let logits = self.forward(tokens).flatten::<2>(0, 1);
-        CrossEntropyLossConfig::new().init(&logits.device()).forward(logits, targets.flatten(0, 1))
+    /// The head, over a vocabulary that is filled up to a multiple of [`VOCABULARY_TILE`] with tokens that never come.
+    fn logits(&self, x: Tensor<3>) -> Tensor<3> {
+        let table = self.token_embedding.weight.val().cast(self.dtype);
+        let [vocabulary, width] = table.dims();
+        let x = self.norm.forward(x).cast(self.dtype);
+        let padding = vocabulary.next_multiple_of(VOCABULARY_TILE) - vocabulary;
+        if padding == 0 {
+            return x.matmul(table.transpose().unsqueeze()).cast(FloatDType::F32);
+        }
+        let device = &table.device();
+        let table = Tensor::cat(vec![table, Tensor::zeros([padding, width], (device, DType::from(self.dtype)))], 0);
+        let never = Tensor::<1>::full([padding], -1e30, (device, DType::F32));
+        let never = Tensor::cat(vec![Tensor::zeros([vocabulary], (device, DType::F32)), never], 0);
+        x.matmul(table.transpose().unsqueeze()).cast(FloatDType::F32) + never.unsqueeze()
+    }
+}
+
+/// Matrix products of a width that is no multiple of a tile are several times slower, and GPT-2 has 50,257 tokens.
+const VOCABULARY_TILE: usize = 128;
+
+/// What a model keeps of the tokens it has read: their keys and values, `[batch, heads, tokens, head_dim]` in each layer.
+#[derive(Default)]
+pub struct Cache {
+    layers: Vec<Option<[Tensor<4>; 2]>>,
+    len: usize,
+}
+
+impl Cache {
+    /// How many tokens have been read.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether nothing has been read.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
     }
 }
 
@@ -75,17 +141,17 @@ struct Block {
 }
 
 impl Block {
-    fn new(config: &Config, rng: &mut StdRng, device: &Device) -> Self {
+    fn new(config: &Config, draw: &mut Draw, device: &Device) -> Self {
         Self {
             attention_norm: LayerNormConfig::new(config.width).init(device),
-            attention: CausalSelfAttention::new(config, rng, device),
+            attention: CausalSelfAttention::new(config, draw, device),
             mlp_norm: LayerNormConfig::new(config.width).init(device),
-            mlp: Mlp::new(config, rng, device),
+            mlp: Mlp::new(config, draw, device),
         }
     }
 
-    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let x = x.clone() + self.attention.forward(self.attention_norm.forward(x));
+    fn forward(&self, x: Tensor<3>, cache: Option<&mut Option<[Tensor<4>; 2]>>) -> Tensor<3> {
+        let x = x.clone() + self.attention.forward(self.attention_norm.forward(x), cache);
         x.clone() + self.mlp.forward(self.mlp_norm.forward(x))
     }
 }
@@ -105,10 +171,10 @@ struct CausalSelfAttention {
 }
 
 impl CausalSelfAttention {
-    fn new(config: &Config, rng: &mut StdRng, device: &Device) -> Self {
+    fn new(config: &Config, draw: &mut Draw, device: &Device) -> Self {
         Self {
-            qkv: linear([config.width, 3 * config.width], 0.02, rng, device),
-            projection: linear([config.width, config.width], residual_std(config), rng, device),
+            qkv: linear([config.width, 3 * config.width], 0.02, draw, device),
+            projection: linear([config.width, config.width], residual_std(config), draw, device),
             dropout: DropoutConfig::new(config.dropout).init(),
             heads: config.heads,
             kind: config.attention,
@@ -116,7 +182,7 @@ impl CausalSelfAttention {
         }
     }
 
-    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+    fn forward(&self, x: Tensor<3>, cache: Option<&mut Option<[Tensor<4>; 2]>>) -> Tensor<3> {
         let [batch, context, width] = x.dims();
         let qkv = apply(&self.qkv, x, self.dtype);
         // [batch, heads, context, head_dim], as views: attention takes any strides.
@@ -124,25 +190,36 @@ impl CausalSelfAttention {
             let part = qkv.clone().narrow(2, index * width, width);
             part.reshape([batch, context, self.heads, width / self.heads]).swap_dims(1, 2)
         };
-        let y = attention(self.kind, part(0), part(1), part(2));
+        let (mut k, mut v) = (part(1), part(2));
+        if let Some(cache) = cache {
+            if let Some([before_k, before_v]) = cache.take() {
+                (k, v) = (Tensor::cat(vec![before_k, k], 2), Tensor::cat(vec![before_v, v], 2));
+            }
+            *cache = Some([k.clone(), v.clone()]);
+        }
+        let y = attention(self.kind, part(0), k, v);
         let y = y.swap_dims(1, 2).reshape([batch, context, width]);
         self.dropout.forward(apply(&self.projection, y, self.dtype).cast(FloatDType::F32))
     }
 }
 
-/// Causal attention over `[batch, heads, context, head_dim]`, in one of the ways that can be compared.
+/// Causal attention over `[batch, heads, context, head_dim]`, in one of the ways that can be compared. A single query sees
+/// every key.
 fn attention(kind: AttentionKind, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Tensor<4> {
+    let [_, _, context, head_dim] = q.dims();
+    let is_causal = context > 1;
     match kind {
-        AttentionKind::Flash => flash_attention(q, k, v, &flash_options()),
+        AttentionKind::Flash => flash_attention(q, k, v, &flash_options().with_causal(is_causal)),
         AttentionKind::Burn => {
-            let options = AttentionModuleOptions { is_causal: true, ..Default::default() };
-            module::attention(q, k, v, None, None, options)
+            module::attention(q, k, v, None, None, AttentionModuleOptions { is_causal, ..Default::default() })
         }
         AttentionKind::Composed => {
-            let [_, _, context, head_dim] = q.dims();
-            let hidden = Tensor::<2, Bool>::tril_mask([context, context], 0, &q.device()).unsqueeze::<4>();
-            let scores = q.matmul(k.transpose()) / (head_dim as f64).sqrt();
-            softmax(scores.mask_fill(hidden, f32::NEG_INFINITY), 3).matmul(v)
+            let mut scores = q.matmul(k.transpose()) / (head_dim as f64).sqrt();
+            if is_causal {
+                let hidden = Tensor::<2, Bool>::tril_mask([context, context], 0, &scores.device()).unsqueeze::<4>();
+                scores = scores.mask_fill(hidden, f32::NEG_INFINITY);
+            }
+            softmax(scores, 3).matmul(v)
         }
     }
 }
@@ -174,10 +251,10 @@ struct Mlp {
 }
 
 impl Mlp {
-    fn new(config: &Config, rng: &mut StdRng, device: &Device) -> Self {
+    fn new(config: &Config, draw: &mut Draw, device: &Device) -> Self {
         Self {
-            up: linear([config.width, 4 * config.width], 0.02, rng, device),
-            down: linear([4 * config.width, config.width], residual_std(config), rng, device),
+            up: linear([config.width, 4 * config.width], 0.02, draw, device),
+            down: linear([4 * config.width, config.width], residual_std(config), draw, device),
             dropout: DropoutConfig::new(config.dropout).init(),
             dtype: config.dtype.float(),
         }
@@ -187,6 +264,12 @@ impl Mlp {
         let x = gelu(apply(&self.up, x, self.dtype));
         self.dropout.forward(apply(&self.down, x, self.dtype).cast(FloatDType::F32))
     }
+}
+
+/// GPT-2's approximation of GELU, `x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³)))`, by `1 + tanh(u) = 2 sigmoid(2u)`.
+fn gelu(x: Tensor<3>) -> Tensor<3> {
+    let u = (x.clone().square() * 0.044715 + 1.0) * x.clone() * (8.0 / std::f64::consts::PI).sqrt();
+    x * sigmoid(u)
 }
 
 /// `x · weight + bias` in `dtype`, from weights kept in f32.
@@ -200,14 +283,27 @@ fn residual_std(config: &Config) -> f32 {
     0.02 / (2.0 * config.layers as f32).sqrt()
 }
 
-fn linear(shape: [usize; 2], std: f32, rng: &mut StdRng, device: &Device) -> Linear {
+fn linear(shape: [usize; 2], std: f32, draw: &mut Draw, device: &Device) -> Linear {
     let bias = Tensor::zeros([shape[1]], (device, DType::F32));
-    Linear { weight: normal(shape, std, rng, device), bias: Some(Param::from_tensor(bias)) }
+    Linear { weight: draw.matrix(shape, std, device), bias: Some(Param::from_tensor(bias)) }
 }
 
-/// Drawn on the host, so that a seed means the same weights everywhere.
-fn normal(shape: [usize; 2], std: f32, rng: &mut StdRng, device: &Device) -> Param<Tensor<2>> {
-    let normal = Normal::new(0.0, std).expect("a standard deviation is finite");
-    let values: Vec<f32> = normal.sample_iter(rng).take(shape[0] * shape[1]).collect();
-    Param::from_tensor(Tensor::from_data(TensorData::new(values, shape), (device, DType::F32)))
+/// Where a new model's matrices come from.
+enum Draw {
+    /// From the host, so that a seed means the same weights everywhere.
+    Normal(StdRng),
+    Zeros,
+}
+
+impl Draw {
+    fn matrix(&mut self, shape: [usize; 2], std: f32, device: &Device) -> Param<Tensor<2>> {
+        Param::from_tensor(match self {
+            Draw::Zeros => Tensor::zeros(shape, (device, DType::F32)),
+            Draw::Normal(rng) => {
+                let normal = Normal::new(0.0, std).expect("a standard deviation is finite");
+                let values: Vec<f32> = normal.sample_iter(rng).take(shape[0] * shape[1]).collect();
+                Tensor::from_data(TensorData::new(values, shape), (device, DType::F32))
+            }
+        })
+    }
 }

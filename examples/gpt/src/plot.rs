@@ -9,12 +9,12 @@ use std::io;
 use std::path::Path;
 
 /// Draws training and validation loss over the steps.
-pub fn plot(path: &Path, rows: &[Row], steps: usize) -> Result<(), Error> {
-    let svg = draw(rows, steps).map_err(|error| Error::io(path)(io::Error::other(error.to_string())))?;
+pub fn plot(path: &Path, rows: &[Row], steps: usize, unit: &str) -> Result<(), Error> {
+    let svg = draw(rows, steps, unit).map_err(|error| Error::io(path)(io::Error::other(error.to_string())))?;
     write_atomically(path, &[svg.as_bytes()])
 }
 
-fn draw(rows: &[Row], steps: usize) -> Result<String, Box<dyn StdError>> {
+fn draw(rows: &[Row], steps: usize, unit: &str) -> Result<String, Box<dyn StdError>> {
     let curve = |loss: fn(&Row) -> Option<f32>| rows.iter().filter_map(move |row| Some((row.step, loss(row)?)));
     let train: Vec<_> = curve(|row| row.train_loss).collect();
     let validation: Vec<_> = curve(|row| row.validation_loss).collect();
@@ -31,7 +31,7 @@ fn draw(rows: &[Row], steps: usize) -> Result<String, Box<dyn StdError>> {
             .x_label_area_size(40)
             .y_label_area_size(50)
             .build_cartesian_2d(0..steps.max(1), (low - 0.1).max(0.0)..high + 0.1)?;
-        chart.configure_mesh().x_desc("step").y_desc("nats per byte").light_line_style(WHITE).draw()?;
+        chart.configure_mesh().x_desc("step").y_desc(format!("nats per {unit}")).light_line_style(WHITE).draw()?;
         chart
             .draw_series(LineSeries::new(train, BLUE.mix(0.5)))?
             .label("training")

@@ -9,6 +9,7 @@ use crate::model::Gpt;
 use crate::optimizer::AdamW;
 use crate::plot::plot;
 use crate::run::Run;
+use crate::weights::Weights;
 use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::{Device, Tensor};
@@ -27,25 +28,38 @@ pub enum Outcome {
     Interrupted(usize),
 }
 
+/// What training begins with.
+pub enum Start {
+    /// Random weights.
+    Random,
+    /// GPT-2's, or another model's of its kind.
+    Weights(Weights),
+    /// An earlier part of the same run.
+    Checkpoint(Box<Checkpoint>),
+}
+
 /// Trains until the last step, or until `stop`. `device` has autodiff.
 pub fn train(
     config: &Config,
     text: &Text,
     run: &Run,
-    checkpoint: Option<Checkpoint>,
+    from: Start,
     device: &Device,
     stop: &AtomicBool,
 ) -> Result<Outcome, Error> {
     let text_hash = format!("{:016x}", text.hash());
-    let mut best = checkpoint.as_ref().and_then(|checkpoint| checkpoint.header.best);
-    let start = checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.header.step);
-    let model = Gpt::new(config, device);
-    let (mut model, mut optimizer) = match checkpoint {
-        Some(checkpoint) => checkpoint.restore(model)?,
-        None => {
-            let optimizer = AdamW::new(&model, config);
-            (model, optimizer)
-        }
+    let (mut best, start) = match &from {
+        Start::Checkpoint(checkpoint) => (checkpoint.header.best, checkpoint.header.step),
+        _ => (None, 0),
+    };
+    let begun = |model| {
+        let optimizer = AdamW::new(&model, config);
+        (model, optimizer)
+    };
+    let (mut model, mut optimizer) = match from {
+        Start::Random => begun(Gpt::new(config, device)),
+        Start::Weights(weights) => begun(weights.load(Gpt::zeros(config, device), config.context)?),
+        Start::Checkpoint(checkpoint) => checkpoint.restore(Gpt::zeros(config, device))?,
     };
     println!("parameters {}", model.num_params());
 
@@ -87,11 +101,11 @@ pub fn train(
         };
         if step == config.steps {
             losses.finish(Row { step, train_loss: None, validation_loss, learning_rate: None })?;
-            plot(&run.picture(), &losses.rows, config.steps)?;
+            plot(&run.picture(), &losses.rows, config.steps, config.tokenizer.unit())?;
             break;
         }
         if evaluates {
-            plot(&run.picture(), &losses.rows, config.steps)?;
+            plot(&run.picture(), &losses.rows, config.steps, config.tokenizer.unit())?;
         }
         if stop.load(Ordering::Relaxed) {
             losses.flush()?;

@@ -31,7 +31,7 @@ impl Place {
     fn small(&self, name: &str, arguments: &[&str]) -> Command {
         let mut command = self.command(&["--device", "flex", "--data", "text.txt", "--name", name]);
         let size =
-            "--layers 2 --heads 2 --width 32 --context 16 --batch 4 --lr 1e-2 --eval-batches 4 --sample-bytes 20";
+            "--layers 2 --heads 2 --width 32 --context 16 --batch 4 --lr 1e-2 --eval-batches 4 --sample-tokens 20";
         command.args(size.split(' ')).args(arguments);
         command
     }
@@ -88,7 +88,7 @@ fn start_and_wait(mut command: Command, losses: &Path) -> Child {
 fn learns_from_its_own_sources() {
     let place = Place::new();
     let size = "--layers 2 --heads 2 --width 64 --context 32 --batch 8 --steps 80 --lr 1e-2";
-    let rest = "--device flex --name own --eval-interval 20 --eval-batches 4 --sample-bytes 50";
+    let rest = "--device flex --name own --eval-interval 20 --eval-batches 4 --sample-tokens 50";
     let arguments: Vec<_> = size.split(' ').chain(rest.split(' ')).collect();
     let stdout = succeeds(place.command(&arguments));
 
@@ -180,7 +180,7 @@ fn bad_input_is_one_sentence() {
         command
     };
     fails(flex(&["--data", "absent.txt"]), "cannot read the text absent.txt");
-    fails(flex(&["--data", "short.txt"]), "the text has 9 bytes");
+    fails(flex(&["--data", "short.txt"]), "the text has 9 tokens");
     fails(flex(&["--data", "latin.txt"]), "is not UTF-8: the byte at 2");
     fails(flex(&["--heads", "3"]), "--heads is 3; it must divide --width");
     fails(flex(&["--heads", "0"]), "--heads is 0");

@@ -1,0 +1,210 @@
+//! The program: its commands, and what they print.
+
+use crate::checkpoint::{Checkpoint, write_atomically};
+use crate::config::{Args, Config};
+use crate::data::{self, Stream, Text, rng};
+use crate::device;
+use crate::error::Error;
+use crate::generate::{self, Sampling, Writer};
+use crate::model::{self, Gpt};
+use crate::run::Run;
+use crate::tokenizer::Tokenizer;
+use crate::train::{self, Outcome, Start};
+use crate::weights::Weights;
+use clap::Parser;
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use std::io::Write;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// Trains a GPT with flash attention, shows that it learns, and lets it write.
+///
+/// Without flags: on the best GPU, else on the CPU, from this repository's own sources. What is not given follows the
+/// device. Everything is written to runs/NAME.
+#[derive(Parser, Debug)]
+#[command(version, args_conflicts_with_subcommands = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    train: Args,
+}
+
+#[derive(clap::Subcommand, Debug)]
+enum Command {
+    /// Continues a text, with a run's model or with GPT-2's weights.
+    Generate(generate::Args),
+}
+
+/// Runs the program and says how it ended: 2 is an error, in one sentence, and 130 an interruption.
+pub fn main() -> ExitCode {
+    let result = parse().and_then(|cli| match cli.command {
+        None => train(&cli.train),
+        Some(Command::Generate(args)) => generate(&args),
+    });
+    result.unwrap_or_else(|error| {
+        eprintln!("error: {error}");
+        ExitCode::from(2)
+    })
+}
+
+fn train(args: &Args) -> Result<ExitCode, Error> {
+    // -- the run: what it is, where it computes, what it reads
+    let resumed = match args.resume {
+        true => {
+            let run = Run::find(args.name.as_deref())?;
+            let checkpoint = Checkpoint::load(&run.latest())?;
+            Some((checkpoint.header.config.clone().resume(args, &run.directory)?, run, checkpoint))
+        }
+        false => None,
+    };
+    let request = resumed.as_ref().map(|(config, ..)| &config.device).or(args.device.as_ref());
+    let found = device::choose(request.map_or("auto", String::as_str))?;
+    println!("device     {found}");
+    let (config, run, text, start) = match resumed {
+        Some((config, run, checkpoint)) => {
+            let path = config.data.clone().unwrap_or(run.text());
+            let text = Text::read(&path, config.tokenizer, config.context)?;
+            checkpoint.check_text(text.hash())?;
+            (config, run, text, Start::Checkpoint(Box::new(checkpoint)))
+        }
+        None => {
+            let weights = args.weights.as_ref().map(|path| Weights::open(path, args.heads)).transpose()?;
+            let config = Config::new(args, &found, weights.as_ref().map(|weights| weights.shape))?;
+            let (run, text) = match &config.data {
+                Some(path) => {
+                    let text = Text::read(path, config.tokenizer, config.context)?;
+                    (Run::create(args.name.as_deref())?, text)
+                }
+                None => {
+                    let text = Text::new(data::own_sources()?, ".".as_ref(), config.tokenizer, config.context)?;
+                    let run = Run::create(args.name.as_deref())?;
+                    write_atomically(&run.text(), &[&text.bytes])?;
+                    (run, text)
+                }
+            };
+            (config, run, text, weights.map_or(Start::Random, Start::Weights))
+        }
+    };
+    let device = found.device.clone();
+    if !device.supports_dtype(config.dtype.float()) {
+        return Err(Error::Dtype { dtype: config.dtype.name(), device: found.to_string() });
+    }
+    let toml = toml::to_string(&config).expect("a configuration is a table of plain values");
+    write_atomically(&run.config(), &[toml.as_bytes()])?;
+
+    let unit = config.tokenizer.unit();
+    println!("attention  {}", model::attention_plan(&config, &device)?);
+    println!("model      {}", model_in_words(&config));
+    println!("text       {} {unit}s to train on, {} to validate with", text.train().len(), text.validation().len());
+    println!("run        {}", run.directory.display());
+    match &start {
+        Start::Random => {}
+        Start::Weights(weights) => println!("weights    {}", weights.path.display()),
+        Start::Checkpoint(checkpoint) => println!("resume     at step {} of {}", checkpoint.header.step, config.steps),
+    }
+
+    // -- training
+    let stop = stop_on_signal();
+    let outcome = train::train(&config, &text, &run, start, &device.clone().autodiff(), &stop)?;
+    if let Outcome::Interrupted(step) = outcome {
+        println!("stopped at step {step} with a checkpoint; go on with --resume");
+        return Ok(ExitCode::from(130));
+    }
+
+    // -- what came of it: the best model's loss, and what it writes
+    let best = Checkpoint::load(&run.best())?;
+    let step = best.header.step;
+    let model = best.model(Gpt::zeros(&config, &device))?;
+    // Not the batches that chose it, which flatter it.
+    let loss = train::evaluate(&model, &text, &config, Stream::FinalBatch, &device);
+    println!("best validation loss {loss:.4} nats per {unit}, over {} batches, at step {step}", config.eval_batches);
+    println!("see {} and {}", run.picture().display(), run.losses().display());
+    if config.sample_tokens > 0 {
+        println!("\nit writes:");
+        let writer = Writer { model: &model, tokenizer: config.tokenizer, context: config.context, device: &device };
+        let rng = &mut rng(config.seed, Stream::Sample, 0);
+        writer.write("", config.sample_tokens, &Sampling::default(), rng, show);
+        println!();
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn generate(args: &generate::Args) -> Result<ExitCode, Error> {
+    args.sampling.validate()?;
+    let found = device::choose(&args.device)?;
+    eprintln!("device     {found}");
+    let device = found.device.clone();
+    if !device.supports_dtype(args.dtype.float()) {
+        return Err(Error::Dtype { dtype: args.dtype.name(), device: found.to_string() });
+    }
+    let computed_as = |config: Config| Config { attention: args.attention, dtype: args.dtype, ..config };
+    let (model, config) = match &args.weights {
+        Some(path) => {
+            let weights = Weights::open(path, args.heads)?;
+            let tokenizer = Some(args.tokenizer.unwrap_or(Tokenizer::Gpt2));
+            let train = Args { tokenizer, weights: Some(path.clone()), ..Args::default() };
+            let config = computed_as(Config::new(&train, &found, Some(weights.shape))?);
+            (weights.load(Gpt::zeros(&config, &device), config.context)?, config)
+        }
+        None => {
+            let run = Run::find(args.name.as_deref())?;
+            let best = Checkpoint::load(&run.best())?;
+            let config = computed_as(best.header.config.clone());
+            (best.model(Gpt::zeros(&config, &device))?, config)
+        }
+    };
+    eprintln!("attention  {}", model::attention_plan(&Config { batch: 1, ..config.clone() }, &device)?);
+    eprintln!("model      {}", model_in_words(&config));
+
+    let writer = Writer { model: &model, tokenizer: config.tokenizer, context: config.context, device: &device };
+    show(&args.prompt);
+    let begun = Instant::now();
+    let rng = &mut StdRng::seed_from_u64(args.seed);
+    let written = writer.write(&args.prompt, args.tokens, &args.sampling, rng, show);
+    println!();
+    let seconds = begun.elapsed().as_secs_f64();
+    eprintln!("{written} {}s in {seconds:.1} s, {:.1} a second", config.tokenizer.unit(), written as f64 / seconds);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Text as it comes. A reader who has left is no error.
+fn show(text: &str) {
+    let mut out = std::io::stdout();
+    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+}
+
+fn model_in_words(config: &Config) -> String {
+    let Config { layers, heads, width, context, .. } = config;
+    let dtype = config.dtype.name();
+    format!("{layers} layers, {heads} heads, width {width}, context {context}, {dtype}")
+}
+
+/// The command line. What is wrong with it is one sentence, as any other error is.
+fn parse() -> Result<Cli, Error> {
+    Cli::try_parse().map_err(|error| {
+        if !error.use_stderr() {
+            error.exit();
+        }
+        let message = error.to_string();
+        let first = message.lines().next().unwrap_or_default();
+        Error::Arguments(first.trim_start_matches("error: ").to_string())
+    })
+}
+
+/// A first Ctrl-C asks the loop to save and stop; a second one ends the program.
+fn stop_on_signal() -> Arc<AtomicBool> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let asked = stop.clone();
+    let handler = move || {
+        if asked.swap(true, Ordering::Relaxed) {
+            std::process::exit(130);
+        }
+    };
+    // Without a handler Ctrl-C still ends the program, and the latest checkpoint is there.
+    let _ = ctrlc::set_handler(handler);
+    stop
+}

@@ -1,0 +1,171 @@
+//! Lets a model write.
+
+use crate::config::{AttentionKind, Dtype};
+use crate::error::Error;
+use crate::model::{Cache, Gpt};
+use crate::tokenizer::{Decoder, Tokenizer};
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use rand::Rng;
+use rand::rngs::StdRng;
+use rand_distr::Distribution;
+use rand_distr::weighted::WeightedIndex;
+use std::path::PathBuf;
+
+/// Continues a text.
+#[derive(clap::Args, Clone, Debug)]
+pub struct Args {
+    /// The text to continue.
+    #[arg(long, default_value = "")]
+    pub prompt: String,
+    /// GPT-2's weights, a safetensors file in Hugging Face's layout [default: the best model of a run].
+    #[arg(long, value_name = "FILE", conflicts_with = "name")]
+    pub weights: Option<PathBuf>,
+    /// The run whose best model writes [default: the latest run].
+    #[arg(long)]
+    pub name: Option<String>,
+    /// How text becomes tokens [default: gpt2].
+    #[arg(long, requires = "weights")]
+    pub tokenizer: Option<Tokenizer>,
+    /// Heads of attention, if they have not 64 channels and no config.json beside the weights counts them.
+    #[arg(long, requires = "weights")]
+    pub heads: Option<usize>,
+    /// Tokens to write, if the text does not end before.
+    #[arg(long, default_value_t = 200)]
+    pub tokens: usize,
+    #[command(flatten)]
+    pub sampling: Sampling,
+    /// Same seed, same text.
+    #[arg(long, default_value_t = 1337)]
+    pub seed: u64,
+    /// Where to compute: auto, or flex, wgpu, vulkan, metal, cuda, rocm as compiled in, with :N for the N-th.
+    #[arg(long, default_value = "auto")]
+    pub device: String,
+    /// How attention is computed.
+    #[arg(long, default_value = "flash")]
+    pub attention: AttentionKind,
+    /// What matrix products and attention are computed in.
+    #[arg(long, default_value = "f32")]
+    pub dtype: Dtype,
+}
+
+/// How the next token is drawn from what the model expects.
+#[derive(clap::Args, Clone, Copy, Debug)]
+pub struct Sampling {
+    /// Below 1, likely tokens become likelier; 0 always takes the likeliest.
+    #[arg(long, default_value_t = 0.8)]
+    pub temperature: f64,
+    /// Only the K likeliest tokens.
+    #[arg(long, value_name = "K")]
+    pub top_k: Option<usize>,
+    /// Only the likeliest tokens that together have this probability (Holtzman et al., arXiv:1904.09751, section 3.1).
+    #[arg(long, value_name = "P")]
+    pub top_p: Option<f64>,
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Self { temperature: 0.8, top_k: None, top_p: None }
+    }
+}
+
+impl Sampling {
+    /// # Errors
+    ///
+    /// For the first value that is out of range.
+    pub fn validate(&self) -> Result<(), Error> {
+        let wrong = |flag, value: String, rule| Err(Error::Config { flag, value, rule });
+        let Self { temperature, top_k, top_p } = *self;
+        if !(temperature.is_finite() && temperature >= 0.0) {
+            return wrong("temperature", format!("{temperature:?}"), "it must be a finite number, 0 or above");
+        }
+        if top_k == Some(0) {
+            return wrong("top-k", "0".to_string(), "it must be at least 1");
+        }
+        match top_p {
+            Some(top_p) if !(top_p > 0.0 && top_p <= 1.0) => {
+                wrong("top-p", format!("{top_p:?}"), "it must be above 0 and at most 1")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// A token, by the logits of all.
+    pub fn draw(&self, logits: &[f32], rng: &mut impl Rng) -> u32 {
+        let mut tokens: Vec<usize> = (0..logits.len()).collect();
+        tokens.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
+        if self.temperature == 0.0 {
+            return tokens[0] as u32;
+        }
+        tokens.truncate(self.top_k.unwrap_or(usize::MAX));
+        let highest = f64::from(logits[tokens[0]]);
+        let weight = |token: &usize| ((f64::from(logits[*token]) - highest) / self.temperature).exp();
+        let mut weights: Vec<f64> = tokens.iter().map(weight).collect();
+        if let Some(top_p) = self.top_p {
+            let enough = top_p * weights.iter().sum::<f64>();
+            let mut sum = 0.0;
+            let few = |weight: &&f64| {
+                sum += **weight;
+                sum - **weight < enough
+            };
+            weights.truncate(weights.iter().take_while(few).count());
+        }
+        let index = WeightedIndex::new(&weights).map_or(0, |index| index.sample(rng));
+        tokens[index] as u32
+    }
+}
+
+/// A model that writes.
+pub struct Writer<'a> {
+    /// Without autodiff.
+    pub model: &'a Gpt,
+    /// The model's.
+    pub tokenizer: Tokenizer,
+    /// Tokens that the model sees.
+    pub context: usize,
+    /// Where the model is.
+    pub device: &'a Device,
+}
+
+impl Writer<'_> {
+    /// Continues `prompt` by up to `count` tokens and gives `show` the text as it comes. Returns how many tokens it wrote.
+    ///
+    /// What the model has read is kept as keys and values, so that a token costs one position. Positions are learned, so
+    /// when the context is full the model reads the later half of it again as if it were the beginning.
+    pub fn write(
+        &self,
+        prompt: &str,
+        count: usize,
+        sampling: &Sampling,
+        rng: &mut StdRng,
+        mut show: impl FnMut(&str),
+    ) -> usize {
+        let mut text = self.tokenizer.encode(prompt);
+        if text.is_empty() {
+            text.push(self.tokenizer.start());
+        }
+        let mut decoder = Decoder::new(self.tokenizer);
+        let mut cache = Cache::default();
+        for written in 0..count {
+            let new = if cache.len() == self.context || cache.is_empty() {
+                cache = Cache::default();
+                let room = if written == 0 { self.context } else { self.context.div_ceil(2) };
+                &text[text.len().saturating_sub(room)..]
+            } else {
+                &text[text.len() - 1..]
+            };
+            let data = TensorData::new(new.iter().map(|token| *token as i32).collect(), [1, new.len()]);
+            let logits = self.model.next(Tensor::<2, Int>::from_data(data, self.device), &mut cache).into_data();
+            // Weights may know more tokens than there are.
+            let logits: Vec<f32> = logits.iter::<f32>().take(self.tokenizer.vocabulary()).collect();
+            let token = sampling.draw(&logits, rng);
+            if self.tokenizer.ends(token) {
+                show(&decoder.finish());
+                return written;
+            }
+            text.push(token);
+            show(&decoder.push(token));
+        }
+        show(&decoder.finish());
+        count
+    }
+}

@@ -1,0 +1,21 @@
+//! A GPT with flash attention: trains, continues texts, loads GPT-2's weights.
+//!
+//! [`model`] is the model and [`train`] the loop; the rest is what a run needs around them. `cli` is the program.
+
+mod checkpoint;
+mod cli;
+pub mod config;
+pub mod data;
+pub mod device;
+pub mod error;
+mod generate;
+mod losses;
+pub mod model;
+mod optimizer;
+mod plot;
+mod run;
+pub mod tokenizer;
+mod train;
+pub mod weights;
+
+pub use cli::main;
