@@ -169,3 +169,40 @@ impl Writer<'_> {
         count
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Sampling;
+    use rand::SeedableRng;
+    use rand::rngs::StdRng;
+
+    /// How often each of four tokens is drawn, of 10,000.
+    fn drawn(sampling: Sampling) -> [usize; 4] {
+        let logits = [0.1f32, 0.4, 0.2, 0.3].map(f32::ln);
+        let rng = &mut StdRng::seed_from_u64(3);
+        let mut counts = [0; 4];
+        (0..10_000).for_each(|_| counts[sampling.draw(&logits, rng) as usize] += 1);
+        counts
+    }
+
+    fn close(counts: [usize; 4], expected: [f64; 4]) {
+        for (count, expected) in counts.into_iter().zip(expected) {
+            assert!((count as f64 - 10_000.0 * expected).abs() < 200.0, "{counts:?}");
+            assert!(expected > 0.0 || count == 0, "{counts:?}");
+        }
+    }
+
+    #[test]
+    fn tokens_come_as_often_as_they_should() {
+        let plain = Sampling { temperature: 1.0, top_k: None, top_p: None };
+        close(drawn(plain), [0.1, 0.4, 0.2, 0.3]);
+        close(drawn(Sampling { temperature: 0.0, ..plain }), [0.0, 1.0, 0.0, 0.0]);
+        // Squared and normed again.
+        close(drawn(Sampling { temperature: 0.5, ..plain }), [1.0 / 30.0, 16.0 / 30.0, 4.0 / 30.0, 9.0 / 30.0]);
+        close(drawn(Sampling { top_k: Some(2), ..plain }), [0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
+        // The two likeliest have 0.7, which is less than asked for.
+        close(drawn(Sampling { top_p: Some(0.75), ..plain }), [0.0, 4.0 / 9.0, 2.0 / 9.0, 3.0 / 9.0]);
+        close(drawn(Sampling { top_p: Some(1.0), ..plain }), [0.1, 0.4, 0.2, 0.3]);
+        close(drawn(Sampling { top_k: Some(3), top_p: Some(0.4), ..plain }), [0.0, 1.0, 0.0, 0.0]);
+    }
+}
