@@ -62,8 +62,11 @@ fn train(args: &Args) -> Result<ExitCode, Error> {
         false => None,
     };
     let request = resumed.as_ref().map(|(config, ..)| &config.device).or(args.device.as_ref());
-    let found = device::choose(request.map_or("auto", String::as_str))?;
-    println!("device     {found}");
+    let numbers = resumed.as_ref().map(|(config, ..)| &config.devices).or(args.devices.as_ref());
+    let found = device::choose_all(request.map_or("auto", String::as_str), numbers.map_or(&[], Vec::as_slice))?;
+    found.iter().for_each(|found| println!("device     {found}"));
+    let (devices, found): (Vec<_>, _) =
+        (found.iter().map(|found| found.device.clone().autodiff()).collect(), &found[0]);
     let (config, run, text, start) = match resumed {
         Some((config, run, checkpoint)) => {
             let path = config.data.clone().unwrap_or(run.text());
@@ -73,7 +76,7 @@ fn train(args: &Args) -> Result<ExitCode, Error> {
         }
         None => {
             let weights = args.weights.as_ref().map(|path| Weights::open(path, args.heads)).transpose()?;
-            let config = Config::new(args, &found, weights.as_ref().map(|weights| weights.shape))?;
+            let config = Config::new(args, found, weights.as_ref().map(|weights| weights.shape))?;
             let (run, text) = match &config.data {
                 Some(path) => {
                     let text = Text::read(path, config.tokenizer, config.context)?;
@@ -109,7 +112,7 @@ fn train(args: &Args) -> Result<ExitCode, Error> {
 
     // -- training
     let stop = stop_on_signal();
-    let outcome = train::train(&config, &text, &run, start, &device.clone().autodiff(), &stop)?;
+    let outcome = train::train(&config, &text, &run, start, &devices, &stop)?;
     if let Outcome::Interrupted(step) = outcome {
         println!("stopped at step {step} with a checkpoint; go on with --resume");
         return Ok(ExitCode::from(130));

@@ -15,6 +15,9 @@ pub struct Args {
     /// Where to compute: auto, or flex, wgpu, vulkan, metal, cuda, rocm as compiled in, with :N for the N-th.
     #[arg(long)]
     pub device: Option<String>,
+    /// Train on several devices of that kind, by their numbers: each takes an equal part of every batch.
+    #[arg(long, value_delimiter = ',', value_name = "N,N,…")]
+    pub devices: Option<Vec<usize>>,
     /// A UTF-8 text to learn [default: the sources of this workspace].
     #[arg(long, value_name = "FILE")]
     pub data: Option<PathBuf>,
@@ -56,6 +59,9 @@ pub struct Args {
     /// Batches whose gradients make one step.
     #[arg(long)]
     pub grad_accum: Option<usize>,
+    /// Keep only what enters each block, and compute the block again in the backward pass: less memory, more time.
+    #[arg(long, num_args = 0..=1, default_missing_value = "true")]
+    pub checkpointing: Option<bool>,
     /// Updates of the model.
     #[arg(long)]
     pub steps: Option<usize>,
@@ -163,6 +169,9 @@ pub struct ModelShape {
 #[serde(deny_unknown_fields)]
 pub struct Config {
     pub device: String,
+    /// Empty: that one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub devices: Vec<usize>,
     /// None: the run's own copy of the sources.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data: Option<PathBuf>,
@@ -180,6 +189,7 @@ pub struct Config {
     pub vocabulary: usize,
     pub batch: usize,
     pub grad_accum: usize,
+    pub checkpointing: bool,
     pub steps: usize,
     pub lr: f64,
     pub min_lr: f64,
@@ -208,6 +218,7 @@ macro_rules! for_each_flag {
             context,
             batch,
             grad_accum,
+            checkpointing,
             steps,
             lr,
             min_lr,
@@ -238,6 +249,7 @@ impl Config {
         }
         config.weights.clone_from(&args.weights);
         config.device = args.device.clone().unwrap_or_else(|| "auto".to_string());
+        config.devices = args.devices.clone().unwrap_or_default();
         config.data.clone_from(&args.data);
         macro_rules! set {
             ($($field:ident),*) => { $(if let Some(value) = args.$field { config.$field = value; })* };
@@ -279,6 +291,10 @@ impl Config {
         if let Some(device) = &args.device {
             self.device.clone_from(device);
         }
+        if let Some(devices) = &args.devices {
+            self.devices.clone_from(devices);
+            self.validate()?;
+        }
         if args.data.is_some() {
             self.data.clone_from(&args.data);
         }
@@ -289,6 +305,7 @@ impl Config {
     fn suited_to(found: &Found) -> Self {
         let gpu = Self {
             device: String::new(),
+            devices: Vec::new(),
             data: None,
             tokenizer: Tokenizer::Bytes,
             weights: None,
@@ -301,6 +318,7 @@ impl Config {
             vocabulary: Tokenizer::Bytes.vocabulary(),
             batch: 64,
             grad_accum: 1,
+            checkpointing: false,
             steps: 5000,
             lr: 1e-3,
             min_lr: 1e-4,
@@ -420,6 +438,16 @@ impl Config {
             check(value > 0, field, &value, "it must be at least 1")?;
         }
         check(self.width.is_multiple_of(self.heads), "heads", &self.heads, "it must divide --width")?;
+        let devices = self.devices.len().max(1);
+        check(
+            self.batch.is_multiple_of(devices),
+            "batch",
+            &self.batch,
+            "it must be a multiple of the number of --devices",
+        )?;
+        // Random numbers on all devices come from one state: a block's dropout would not be the same twice.
+        let repeats = !self.checkpointing || devices == 1 || self.dropout == 0.0;
+        check(repeats, "dropout", &self.dropout, "it must be 0 with --checkpointing on several devices")?;
         for (field, value) in [("dropout", self.dropout), ("beta1", self.beta1), ("beta2", self.beta2)] {
             check((0.0..1.0).contains(&value), field, &value, "it must be from 0 to below 1")?;
         }
@@ -453,5 +481,30 @@ fn flag(field: &'static str) -> &'static str {
         "eval_batches" => "eval-batches",
         "sample_tokens" => "sample-tokens",
         field => field,
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::{Args, Config};
+    use crate::device::choose;
+
+    #[test]
+    fn what_several_devices_cannot_do_is_said() {
+        let found = choose("flex").unwrap();
+        let new = |args: Args| Config::new(&args, &found, None).map(|config| config.devices.len());
+        let two = Args { devices: Some(vec![0, 1]), batch: Some(4), ..Args::default() };
+        let says = |args: Args, expected: &str| {
+            let error = new(args).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error} does not say: {expected}");
+        };
+        assert_eq!(new(two.clone()).unwrap(), 2);
+        says(Args { batch: Some(3), ..two.clone() }, "--batch is 3; it must be a multiple of the number of --devices");
+        let blocks = Args { checkpointing: Some(true), ..two };
+        assert_eq!(new(blocks.clone()).unwrap(), 2);
+        says(
+            Args { dropout: Some(0.1), ..blocks },
+            "--dropout is 0.1; it must be 0 with --checkpointing on several devices",
+        );
     }
 }

@@ -6,6 +6,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// A text, split.
@@ -145,19 +146,22 @@ pub fn rng(seed: u32, stream: Stream, step: usize) -> StdRng {
     StdRng::seed_from_u64(derive_seed(seed, stream, step))
 }
 
-/// `batch` random windows: inputs and the tokens that follow each, both `[batch, context]`.
+/// Random windows: inputs and the tokens that follow each, both `[share, context]`. Of a batch of `batch` windows these are
+/// those numbered `share`, the same ones whoever takes the others.
 pub fn random_batch(
     text: &[u32],
     batch: usize,
+    share: Range<usize>,
     context: usize,
     rng: &mut StdRng,
     device: &Device,
 ) -> (Tensor<2, Int>, Tensor<2, Int>) {
     let starts: Vec<usize> = (0..batch).map(|_| rng.random_range(0..text.len() - context)).collect();
+    let starts = &starts[share];
     let windows = |offset: usize| {
         let tokens = |start: &usize| text[start + offset..][..context].iter().map(|token| *token as i32);
         let tokens: Vec<i32> = starts.iter().flat_map(tokens).collect();
-        Tensor::from_data(TensorData::new(tokens, [batch, context]), device)
+        Tensor::from_data(TensorData::new(tokens, [starts.len(), context]), device)
     };
     (windows(0), windows(1))
 }

@@ -77,6 +77,24 @@ pub fn choose(request: &str) -> Result<Found, Error> {
         .ok_or_else(|| Error::NoDevice { request: request.to_string(), found: inventory() })
 }
 
+/// The devices for `--devices`: the `numbers` of those of the backend that `request` chooses, or that choice itself.
+///
+/// # Errors
+///
+/// As [`choose`], for each, and when a number comes twice: replicas on one device would share buffers, which Burn's
+/// collectives do not guard against each other.
+pub fn choose_all(request: &str, numbers: &[usize]) -> Result<Vec<Found>, Error> {
+    let chosen = choose(request)?;
+    if numbers.is_empty() {
+        return Ok(vec![chosen]);
+    }
+    if let Some((_, number)) = numbers.iter().enumerate().find(|(at, number)| numbers[..*at].contains(number)) {
+        return Err(Error::RepeatedDevice { number: *number });
+    }
+    let backend = chosen.id.split(':').next().unwrap_or_default();
+    numbers.iter().map(|number| choose(&format!("{backend}:{number}"))).collect()
+}
+
 /// The backends that were compiled in, best first.
 fn backends() -> Vec<(&'static str, DeviceType)> {
     let backends: &[(&'static str, DeviceType)] = &[

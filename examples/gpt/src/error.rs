@@ -29,6 +29,8 @@ pub enum Error {
     UnknownDevice { request: String, known: String },
     #[error("--device {request} is not there; this machine has {found}")]
     NoDevice { request: String, found: String },
+    #[error("--devices has {number} twice; each device holds one copy of the model")]
+    RepeatedDevice { number: usize },
     #[error("--dtype {dtype} cannot be computed with on {device}; choose another dtype or device")]
     Dtype { dtype: &'static str, device: String },
     #[error("attention cannot run: {0}")]

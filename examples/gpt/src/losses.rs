@@ -20,8 +20,8 @@ pub struct Row {
 /// All rows, and the file they go to.
 pub struct Losses {
     pub rows: Vec<Row>,
-    /// Losses that are still on the device: to read each at once would make it wait every step.
-    pending: Vec<Tensor<1>>,
+    /// Losses that are still on their devices, step by step: to read each at once would make them wait every step.
+    pending: Vec<Vec<Tensor<1>>>,
     path: PathBuf,
     writer: csv::Writer<File>,
 }
@@ -44,10 +44,10 @@ impl Losses {
         Ok(Self { rows, pending: Vec::new(), path: path.to_path_buf(), writer })
     }
 
-    /// Takes note of a step; its loss is read later.
-    pub fn push(&mut self, row: Row, train_loss: Option<Tensor<1>>) {
+    /// Takes note of a step; its loss, the mean of those of all devices, is read later.
+    pub fn push(&mut self, row: Row, train_losses: Vec<Tensor<1>>) {
         self.rows.push(row);
-        self.pending.extend(train_loss);
+        self.pending.push(train_losses);
     }
 
     pub fn num_pending(&self) -> usize {
@@ -59,10 +59,16 @@ impl Losses {
         if self.pending.is_empty() {
             return Ok(());
         }
-        let losses = Tensor::cat(std::mem::take(&mut self.pending), 0).into_data();
-        let start = self.rows.len() - losses.num_elements();
-        for (row, loss) in self.rows[start..].iter_mut().zip(losses.iter::<f32>()) {
-            row.train_loss = Some(loss);
+        let pending = std::mem::take(&mut self.pending);
+        let start = self.rows.len() - pending.len();
+        let devices = pending[0].len();
+        let mut sums = vec![0.0; pending.len()];
+        for device in 0..devices {
+            let losses = Tensor::cat(pending.iter().map(|losses| losses[device].clone()).collect(), 0).into_data();
+            sums.iter_mut().zip(losses.iter::<f32>()).for_each(|(sum, loss)| *sum += loss);
+        }
+        for (row, sum) in self.rows[start..].iter_mut().zip(sums) {
+            row.train_loss = Some(sum / devices as f32);
         }
         for row in start..self.rows.len() {
             self.write(row)?;

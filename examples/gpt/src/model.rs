@@ -60,8 +60,17 @@ impl Gpt {
 
     /// The mean cross-entropy, in nats per token, of predicting `targets [batch, context]`.
     pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
-        let logits = self.logits(self.read(tokens, None)).flatten::<2>(0, 1);
+        self.head_loss(self.read(tokens, None), targets)
+    }
+
+    /// The same of what the last block made of the tokens, `x [batch, context, width]`.
+    pub(crate) fn head_loss(&self, x: Tensor<3>, targets: Tensor<2, Int>) -> Tensor<1> {
+        let logits = self.logits(x).flatten::<2>(0, 1);
         CrossEntropyLossConfig::new().init(&logits.device()).forward(logits, targets.flatten(0, 1))
+    }
+
+    pub(crate) fn blocks(&self) -> &[Block] {
+        &self.blocks
     }
 
     /// Reads on: `tokens [batch, new]` after those of the cache, which keeps them → the logits after the last,
@@ -75,21 +84,24 @@ impl Gpt {
 
     /// `tokens [batch, new]` → what the last block makes of them, `[batch, new, width]`.
     fn read(&self, tokens: Tensor<2, Int>, cache: Option<&mut Cache>) -> Tensor<3> {
-        let new = tokens.dims()[1] as i64;
-        let before = cache.as_ref().map_or(0, |cache| cache.len as i64);
-        let positions = Tensor::arange(before..before + new, &tokens.device()).unsqueeze::<2>();
-
-        let x = self.token_embedding.forward(tokens) + self.position_embedding.forward(positions);
-        let x = self.dropout.forward(x);
+        let new = tokens.dims()[1];
+        let x = self.embed(tokens, cache.as_ref().map_or(0, |cache| cache.len));
         match cache {
             None => self.blocks.iter().fold(x, |x, block| block.forward(x, None)),
             Some(cache) => {
-                cache.len += new as usize;
+                cache.len += new;
                 cache.layers.resize(self.blocks.len(), None);
                 let mut layers = cache.layers.iter_mut();
                 self.blocks.iter().fold(x, |x, block| block.forward(x, layers.next()))
             }
         }
+    }
+
+    /// `tokens [batch, new]` at the positions from `first` on → what enters the first block, `[batch, new, width]`.
+    pub(crate) fn embed(&self, tokens: Tensor<2, Int>, first: usize) -> Tensor<3> {
+        let positions = first as i64..(first + tokens.dims()[1]) as i64;
+        let positions = Tensor::arange(positions, &tokens.device()).unsqueeze::<2>();
+        self.dropout.forward(self.token_embedding.forward(tokens) + self.position_embedding.forward(positions))
     }
 
     /// The head, over a vocabulary that is filled up to a multiple of [`VOCABULARY_TILE`] with tokens that never come.
@@ -133,7 +145,7 @@ impl Cache {
 
 /// `x + attention(norm(x))`, then `x + mlp(norm(x))`.
 #[derive(Module, Debug)]
-struct Block {
+pub(crate) struct Block {
     attention_norm: LayerNorm,
     attention: CausalSelfAttention,
     mlp_norm: LayerNorm,
@@ -150,7 +162,7 @@ impl Block {
         }
     }
 
-    fn forward(&self, x: Tensor<3>, cache: Option<&mut Option<[Tensor<4>; 2]>>) -> Tensor<3> {
+    pub(crate) fn forward(&self, x: Tensor<3>, cache: Option<&mut Option<[Tensor<4>; 2]>>) -> Tensor<3> {
         let x = x.clone() + self.attention.forward(self.attention_norm.forward(x), cache);
         x.clone() + self.mlp.forward(self.mlp_norm.forward(x))
     }

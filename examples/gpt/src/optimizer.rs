@@ -8,7 +8,7 @@ use crate::model::Gpt;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::store::{ModuleRecord, RecordError};
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::{Device, FloatDType, Tensor};
 
 const EPSILON: f64 = 1e-8;
 
@@ -28,6 +28,17 @@ impl AdamW {
     pub fn new(model: &Gpt, config: &Config) -> Self {
         let loss_scale = (config.dtype.float() == FloatDType::F16).then(LossScale::default);
         Self { first: collect(model, true), second: collect(model, true), updates: 0, loss_scale }
+    }
+
+    /// The same state on another device, for the model's copy there.
+    pub fn copy(&self, model: &Gpt, device: &Device) -> Self {
+        let moved = |moment| collect(&model.valid().map(&mut Replace { moment }).to_device(device), false);
+        Self {
+            first: moved(&self.first),
+            second: moved(&self.second),
+            updates: self.updates,
+            loss_scale: self.loss_scale.clone(),
+        }
     }
 
     /// The moments, for a checkpoint.
@@ -139,8 +150,10 @@ impl ModuleMapper for Update<'_> {
         // Norms and biases are vectors; embeddings are tables of vectors.
         let is_embedding = self.path.iter().any(|name| name.ends_with("embedding"));
         let decay = if D == 2 && !is_embedding { weight_decay } else { 0.0 };
+        let distributed = tensor.is_distributed();
         let value = tensor.inner() * (1.0 - self.learning_rate * decay) - update * self.learning_rate;
-        Param::from_mapped_value(id, Tensor::from_inner(value).require_grad(), mapper)
+        let value = Tensor::from_inner(value).require_grad();
+        Param::from_mapped_value(id, if distributed { value.set_distributed(id) } else { value }, mapper)
     }
 }
 

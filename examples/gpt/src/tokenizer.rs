@@ -118,7 +118,7 @@ mod tests {
     #[test]
     fn bytes_that_are_no_text_hold_nothing_back() {
         let mut decoder = Decoder::new(Tokenizer::Bytes);
-        let parts = [0xff, 0xe6, 0x97, b'a', 0xe6].map(|byte| decoder.push(byte));
+        let parts = [0xff, 0xe6, 0x97, 0x61, 0xe6].map(|byte| decoder.push(byte));
         assert_eq!(parts, ["\u{fffd}", "", "", "\u{fffd}a", ""]);
         assert_eq!(decoder.finish(), "\u{fffd}");
     }

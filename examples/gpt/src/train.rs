@@ -2,19 +2,21 @@
 
 use crate::checkpoint::{Best, Checkpoint, Header};
 use crate::config::Config;
-use crate::data::{Stream, Text, derive_seed, random_batch, rng};
+use crate::data::{Stream, Text, random_batch, rng};
 use crate::error::Error;
 use crate::losses::{Losses, Row};
 use crate::model::Gpt;
 use crate::optimizer::AdamW;
 use crate::plot::plot;
+use crate::replica::{Replica, Team};
 use crate::run::Run;
 use crate::weights::Weights;
 use burn::module::Module;
-use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::{Device, Tensor};
 use indicatif::{ProgressBar, ProgressStyle};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::Instant;
 
 /// Losses are read from the device this many at a time.
@@ -38,15 +40,16 @@ pub enum Start {
     Checkpoint(Box<Checkpoint>),
 }
 
-/// Trains until the last step, or until `stop`. `device` has autodiff.
+/// Trains until the last step, or until `stop`, on `devices` with autodiff. The first evaluates and saves.
 pub fn train(
     config: &Config,
     text: &Text,
     run: &Run,
     from: Start,
-    device: &Device,
+    devices: &[Device],
     stop: &AtomicBool,
 ) -> Result<Outcome, Error> {
+    let device = &devices[0];
     let text_hash = format!("{:016x}", text.hash());
     let (mut best, start) = match &from {
         Start::Checkpoint(checkpoint) => (checkpoint.header.best, checkpoint.header.step),
@@ -56,12 +59,13 @@ pub fn train(
         let optimizer = AdamW::new(&model, config);
         (model, optimizer)
     };
-    let (mut model, mut optimizer) = match from {
+    let (model, optimizer) = match from {
         Start::Random => begun(Gpt::new(config, device)),
         Start::Weights(weights) => begun(weights.load(Gpt::zeros(config, device), config.context)?),
         Start::Checkpoint(checkpoint) => checkpoint.restore(Gpt::zeros(config, device))?,
     };
     println!("parameters {}", model.num_params());
+    let replica = Replica::new(model, optimizer, config, text, device);
 
     let mut losses = Losses::open(&run.losses(), start)?;
     let mut speed = Speed::start(config);
@@ -70,80 +74,73 @@ pub fn train(
             .expect("the template is well-formed"),
     );
 
-    for step in start..=config.steps {
-        let header = |best, optimizer: &AdamW| Header {
-            step,
-            best,
-            updates: optimizer.updates,
-            text_hash: text_hash.clone(),
-            loss_scale: optimizer.loss_scale.clone(),
-            config: config.clone(),
-        };
+    thread::scope(|scope| {
+        let mut team = Team::start(scope, replica, devices);
+        for step in start..=config.steps {
+            let save = |path: &Path, best, Replica { model, optimizer, .. }: &Replica| {
+                let header = Header {
+                    step,
+                    best,
+                    updates: optimizer.updates,
+                    text_hash: text_hash.clone(),
+                    loss_scale: optimizer.loss_scale.clone(),
+                    config: config.clone(),
+                };
+                Checkpoint::save(path, &header, model, optimizer)
+            };
 
-        // -- evaluate and save
-        let evaluates = step % config.eval_interval == 0 || step == config.steps;
-        let validation_loss = if evaluates {
-            losses.flush()?;
-            speed.pause();
-            let loss = evaluate(&model.valid(), text, config, Stream::ValidationBatch, device);
-            let train_loss = losses.recent(config.eval_interval).map_or("-".to_string(), |loss| format!("{loss:.4}"));
-            bar.suspend(|| println!("step {step:>6}   training {train_loss:<6}   validation {loss:.4}   {speed}"));
+            // -- evaluate and save
+            let evaluates = step % config.eval_interval == 0 || step == config.steps;
+            let validation_loss = if evaluates {
+                losses.flush()?;
+                speed.pause();
+                let loss = evaluate(&team.main.model.valid(), text, config, Stream::ValidationBatch, device);
+                let train_loss =
+                    losses.recent(config.eval_interval).map_or("-".to_string(), |loss| format!("{loss:.4}"));
+                bar.suspend(|| println!("step {step:>6}   training {train_loss:<6}   validation {loss:.4}   {speed}"));
 
-            if best.is_none_or(|best: Best| loss < best.loss) {
-                best = Some(Best { step, loss });
-                Checkpoint::save(&run.best(), &header(best, &optimizer), &model, &optimizer)?;
+                if best.is_none_or(|best: Best| loss < best.loss) {
+                    best = Some(Best { step, loss });
+                    save(&run.best(), best, &team.main)?;
+                }
+                save(&run.latest(), best, &team.main)?;
+                speed.resume();
+                Some(loss)
+            } else {
+                None
+            };
+            if step == config.steps {
+                losses.finish(Row { step, train_loss: None, validation_loss, learning_rate: None })?;
+                plot(&run.picture(), &losses.rows, config.steps, config.tokenizer.unit())?;
+                break;
             }
-            Checkpoint::save(&run.latest(), &header(best, &optimizer), &model, &optimizer)?;
-            speed.resume();
-            Some(loss)
-        } else {
-            None
-        };
-        if step == config.steps {
-            losses.finish(Row { step, train_loss: None, validation_loss, learning_rate: None })?;
-            plot(&run.picture(), &losses.rows, config.steps, config.tokenizer.unit())?;
-            break;
-        }
-        if evaluates {
-            plot(&run.picture(), &losses.rows, config.steps, config.tokenizer.unit())?;
-        }
-        if stop.load(Ordering::Relaxed) {
-            losses.flush()?;
-            Checkpoint::save(&run.latest(), &header(best, &optimizer), &model, &optimizer)?;
-            bar.abandon();
-            return Ok(Outcome::Interrupted(step));
-        }
+            if evaluates {
+                plot(&run.picture(), &losses.rows, config.steps, config.tokenizer.unit())?;
+            }
+            if stop.load(Ordering::Relaxed) {
+                losses.flush()?;
+                save(&run.latest(), best, &team.main)?;
+                bar.abandon();
+                return Ok(Outcome::Interrupted(step));
+            }
 
-        // -- forward and backward
-        device.seed(derive_seed(config.seed, Stream::Dropout, step));
-        let rng = &mut rng(config.seed, Stream::TrainBatch, step);
-        let mut gradients = GradientsAccumulator::new();
-        let mut train_losses = Vec::with_capacity(config.grad_accum);
-        for _ in 0..config.grad_accum {
-            let (inputs, targets) = random_batch(text.train(), config.batch, config.context, rng, device);
-            let loss = model.loss(inputs, targets) / config.grad_accum as f64;
-            train_losses.push(loss.clone().inner());
-            let backward = (loss * optimizer.scale()).backward();
-            gradients.accumulate(&model, GradientsParams::from_grads(backward, &model));
-        }
+            // -- forward, backward and update
+            let train_losses = team.step(step);
 
-        // -- update
-        let learning_rate = config.learning_rate(step);
-        model = optimizer.step(model, gradients.grads(), learning_rate, config);
-
-        // -- report
-        let row = Row { step, train_loss: None, validation_loss, learning_rate: Some(learning_rate) };
-        losses.push(row, Some(Tensor::cat(train_losses, 0).sum()));
-        if losses.num_pending() == READ_LOSSES_EVERY {
-            losses.flush()?;
+            // -- report
+            let learning_rate = Some(config.learning_rate(step));
+            losses.push(Row { step, train_loss: None, validation_loss, learning_rate }, train_losses);
+            if losses.num_pending() == READ_LOSSES_EVERY {
+                losses.flush()?;
+            }
+            speed.count();
+            bar.set_position(step as u64 + 1);
+            let loss = losses.recent(READ_LOSSES_EVERY).map_or(String::new(), |loss| format!("loss {loss:.4}, "));
+            bar.set_message(format!("{loss}{speed}"));
         }
-        speed.count();
-        bar.set_position(step as u64 + 1);
-        let loss = losses.recent(READ_LOSSES_EVERY).map_or(String::new(), |loss| format!("loss {loss:.4}, "));
-        bar.set_message(format!("{loss}{speed}"));
-    }
-    bar.finish();
-    Ok(Outcome::Finished)
+        bar.finish();
+        Ok(Outcome::Finished)
+    })
 }
 
 /// The mean loss over random batches of validation text, the same ones each time.
@@ -151,7 +148,8 @@ pub fn evaluate(model: &Gpt, text: &Text, config: &Config, stream: Stream, devic
     let device = device.clone().inner();
     let batch_loss = |index| {
         let rng = &mut rng(config.seed, stream, index);
-        let (inputs, targets) = random_batch(text.validation(), config.batch, config.context, rng, &device);
+        let (inputs, targets) =
+            random_batch(text.validation(), config.batch, 0..config.batch, config.context, rng, &device);
         model.loss(inputs, targets)
     };
     Tensor::cat((0..config.eval_batches).map(batch_loss).collect(), 0).mean().into_scalar()

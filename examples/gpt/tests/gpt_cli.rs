@@ -1,6 +1,7 @@
 //! The program as its users run it, with models small enough for a CPU.
 #![cfg(all(feature = "flex", unix))]
 
+use gpt::device::choose;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -148,6 +149,48 @@ fn attention_is_the_same_in_three_ways() {
     }
 }
 
+/// Two runs whose losses differ by rounding.
+fn alike(place: &Place, one: &str, other: &str, tolerance: f32) {
+    let losses = place.train_losses(one);
+    assert!(losses[losses.len() - 1] < losses[0] - 1.0, "{one} does not learn");
+    assert_eq!(losses.len(), place.train_losses(other).len());
+    for (step, (loss, expected)) in place.train_losses(other).into_iter().zip(losses).enumerate() {
+        assert!((loss - expected).abs() <= tolerance, "{other} at step {step}: {loss}, not {expected}");
+    }
+}
+
+/// Needs two GPUs of one backend; says so where there are none.
+#[test]
+fn several_devices_learn_what_one_learns() {
+    let Some(backend) = ["cuda", "rocm", "vulkan"].into_iter().find(|name| choose(&format!("{name}:1")).is_ok()) else {
+        return eprintln!("skipped: there are no two GPUs");
+    };
+    let place = Place::new();
+    let run = |name: &str, more: &[&str]| {
+        let size =
+            "--layers 2 --heads 2 --width 64 --context 32 --batch 4 --lr 3e-3 --eval-batches 4 --sample-tokens 0";
+        let steps = "--steps 100 --eval-interval 50 --grad-accum 2 --data text.txt";
+        let mut command = place.command(&["--device", backend, "--name", name]);
+        command.args(size.split(' ')).args(steps.split(' ')).args(more);
+        succeeds(command)
+    };
+    run("one", &["--devices", "0"]);
+    let stdout = run("two", &["--devices", "0,1"]);
+    assert_eq!(stdout.matches("device     ").count(), 2, "{stdout}");
+    run("blocks", &["--devices", "1,0", "--checkpointing"]);
+    alike(&place, "one", "two", 2e-2);
+    alike(&place, "one", "blocks", 2e-2);
+}
+
+#[test]
+fn checkpointing_changes_no_loss() {
+    let place = Place::new();
+    let steps = ["--steps", "100", "--eval-interval", "100"];
+    succeeds(place.small("whole", &steps));
+    succeeds(place.small("blocks", &[&steps[..], &["--checkpointing"]].concat()));
+    alike(&place, "whole", "blocks", 1e-3);
+}
+
 #[test]
 fn learns_in_half_precision() {
     let place = Place::new();
@@ -184,6 +227,13 @@ fn bad_input_is_one_sentence() {
     fails(flex(&["--data", "latin.txt"]), "is not UTF-8: the byte at 2");
     fails(flex(&["--heads", "3"]), "--heads is 3; it must divide --width");
     fails(flex(&["--heads", "0"]), "--heads is 0");
+    fails(flex(&["--devices", "0,1"]), "--device flex:1 is not there");
+    fails(
+        flex(&["--devices", "0,0", "--batch", "3"]),
+        "--batch is 3; it must be a multiple of the number of --devices",
+    );
+    let several = ["--devices", "0,0", "--checkpointing", "--dropout", "0.1"];
+    fails(flex(&several), "--dropout is 0.1; it must be 0 with --checkpointing on several devices");
     fails(flex(&["--layers", "1", "--width", "514", "--heads", "2"]), "head_dim");
     fails(place.command(&["--name", "../up", "--device", "flex"]), "--name");
     fails(place.command(&["--device", "abacus"]), "--device abacus is not known to this build; it has auto");

@@ -1,0 +1,181 @@
+//! The gradients of the loss: of the whole model at once, or block by block.
+//!
+//! Block by block is gradient checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
+//! arXiv:1604.06174): only what enters each block is kept, and the backward pass computes a block once more before it goes
+//! through it. The loss is computed over [`LOSS_TOKENS`] tokens at a time, as logits are wider than anything else.
+
+use crate::model::Gpt;
+use burn::optim::{GradientsAccumulator, GradientsParams};
+use burn::tensor::{Gradients, Int, Tensor};
+
+/// Tokens whose logits there are at one time.
+const LOSS_TOKENS: usize = 8192;
+
+/// The mean loss over a batch, without autodiff, and its gradients times `scale`.
+pub fn at_once(
+    model: &Gpt,
+    tokens: Tensor<2, Int>,
+    targets: Tensor<2, Int>,
+    scale: f64,
+) -> (Tensor<1>, GradientsParams) {
+    let loss = model.loss(tokens, targets);
+    let gradients = (loss.clone() * scale).backward();
+    (loss.inner(), GradientsParams::from_grads(gradients, model))
+}
+
+/// The same, block by block. `seed` gives each part of the model a seed, so that dropout falls alike both times.
+pub fn block_by_block(
+    model: &Gpt,
+    tokens: Tensor<2, Int>,
+    targets: Tensor<2, Int>,
+    scale: f64,
+    seed: impl Fn(usize) -> u64,
+) -> (Tensor<1>, GradientsParams) {
+    let device = &tokens.device();
+    let parts = model.blocks().len() + 1;
+    let part = |index: usize, x: Tensor<3>| {
+        device.seed(seed(index));
+        match index {
+            0 => model.embed(tokens.clone(), 0),
+            index => model.blocks()[index - 1].forward(x, None),
+        }
+    };
+
+    // -- forward, keeping what goes from part to part
+    let nothing = Tensor::zeros([0, 0, 0], device);
+    let mut passed = vec![nothing];
+    for index in 0..parts {
+        passed.push(part(index, passed[index].clone()).detach());
+    }
+
+    // -- backward, from the loss to the embedding
+    let mut sum = Sum { model, gradients: GradientsAccumulator::new() };
+    let (loss, mut slope) = sum.head(passed.pop().expect("a part was run"), targets, scale);
+    for index in (0..parts).rev() {
+        let x = passed.pop().expect("every part has its input").require_grad();
+        let y = part(index, x.clone());
+        // The gradient of this sum by y is the slope, and by all else what the chain rule says.
+        let mut gradients = (y * Tensor::from_inner(slope)).sum().backward();
+        // Of the embedding there is none: it has no input but tokens.
+        slope = x.grad_remove(&mut gradients).unwrap_or_else(|| x.inner());
+        sum.add(gradients);
+    }
+    (loss, sum.gradients.grads())
+}
+
+struct Sum<'a> {
+    model: &'a Gpt,
+    gradients: GradientsAccumulator<Gpt>,
+}
+
+impl Sum<'_> {
+    fn add(&mut self, gradients: Gradients) {
+        self.gradients.accumulate(self.model, GradientsParams::from_grads(gradients, self.model));
+    }
+
+    /// The mean loss of what the last block made of the tokens, and its slope there times `scale`, both without autodiff.
+    fn head(&mut self, x: Tensor<3>, targets: Tensor<2, Int>, scale: f64) -> (Tensor<1>, Tensor<3>) {
+        let shape @ [batch, context, width] = x.dims();
+        let tokens = batch * context;
+        let x = x.reshape([1, tokens, width]);
+        let targets = targets.reshape([1, tokens]);
+        let (mut losses, mut slopes) = (Vec::new(), Vec::new());
+        for from in (0..tokens).step_by(LOSS_TOKENS) {
+            let count = LOSS_TOKENS.min(tokens - from);
+            let x = x.clone().narrow(1, from, count).detach().require_grad();
+            let targets = targets.clone().narrow(1, from, count);
+            let loss = self.model.head_loss(x.clone(), targets) * (count as f64 / tokens as f64);
+            losses.push(loss.clone().inner());
+            let mut gradients = (loss * scale).backward();
+            slopes.push(x.grad_remove(&mut gradients).expect("the loss depends on its input"));
+            self.add(gradients);
+        }
+        (Tensor::cat(losses, 0).sum(), Tensor::cat(slopes, 1).reshape(shape))
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::{at_once, block_by_block};
+    use crate::config::{Args, Config};
+    use crate::device;
+    use crate::model::Gpt;
+    use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+    use burn::optim::GradientsParams;
+    use burn::tensor::{Distribution, Int, Tensor};
+
+    /// By how much the loss rises along `direction`, for each parameter's gradient.
+    struct Along<'a>(&'a GradientsParams, &'a GradientsParams, Vec<f32>);
+
+    impl ModuleVisitor for Along<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let (gradient, along) = (self.0.get::<D>(param.id).unwrap(), self.1.get::<D>(param.id).unwrap());
+            self.2.push((gradient * along).sum().into_scalar());
+        }
+    }
+
+    struct Draw(GradientsParams);
+
+    impl ModuleVisitor for Draw {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            self.0.register(param.id, param.val().inner().random_like(Distribution::Normal(0.0, 1.0)));
+        }
+    }
+
+    struct Move<'a>(&'a GradientsParams, f32);
+
+    impl ModuleMapper for Move<'_> {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            let (id, tensor, mapper) = param.consume();
+            let moved = tensor.inner() + self.0.get::<D>(id).unwrap() * self.1;
+            Param::from_mapped_value(id, Tensor::from_inner(moved).require_grad(), mapper)
+        }
+    }
+
+    fn model(dropout: f64) -> (Gpt, Tensor<2, Int>, Tensor<2, Int>) {
+        let found = device::choose("flex").unwrap();
+        let small = Some(2);
+        let args = Args { layers: small, heads: small, width: Some(16), dropout: Some(dropout), ..Args::default() };
+        let config = Config::new(&args, &found, None).unwrap();
+        let device = found.device.autodiff();
+        device.seed(5);
+        let tokens = || Tensor::random([2, config.context], Distribution::Uniform(0.0, 256.0), &device);
+        (Gpt::new(&config, &device), tokens(), tokens())
+    }
+
+    #[test]
+    fn block_by_block_is_at_once() {
+        let (model, tokens, targets) = model(0.0);
+        let (loss, all) = at_once(&model, tokens.clone(), targets.clone(), 3.0);
+        let (same, blocks) = block_by_block(&model, tokens, targets, 3.0, |part| part as u64);
+        assert!((loss.into_scalar::<f32>() - same.into_scalar::<f32>()).abs() < 1e-5);
+        struct Same<'a>(&'a GradientsParams, &'a GradientsParams);
+        impl ModuleVisitor for Same<'_> {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                let (one, other) = (self.0.get::<D>(param.id).unwrap(), self.1.get::<D>(param.id).unwrap());
+                let largest = one.clone().abs().max().into_scalar::<f32>();
+                let error = (one - other).abs().max().into_scalar::<f32>();
+                assert!(error <= 1e-5 * largest.max(1e-3), "{error} of {largest}");
+            }
+        }
+        model.visit(&mut Same(&all, &blocks));
+    }
+
+    /// Were the second dropout another one, the slope would be off by as much as it is large.
+    #[test]
+    fn dropout_falls_alike_both_times() {
+        let (model, tokens, targets) = model(0.3);
+        let run = |model: &Gpt| block_by_block(model, tokens.clone(), targets.clone(), 1.0, |part| 7 + part as u64);
+        let mut draw = Draw(GradientsParams::new());
+        model.visit(&mut draw);
+        let mut along = Along(&run(&model).1, &draw.0, Vec::new());
+        model.visit(&mut along);
+        let slope: f32 = along.2.iter().sum();
+
+        let step = 2e-4;
+        let moved = |by| run(&model.clone().map(&mut Move(&draw.0, by))).0.into_scalar::<f32>();
+        let measured = (moved(step) - moved(-step)) / (2.0 * step);
+        assert!(slope.abs() > 0.5, "{slope} is too flat to tell");
+        assert!((measured - slope).abs() < 0.02 * slope.abs(), "{measured}, not {slope}");
+    }
+}

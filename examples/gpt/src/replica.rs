@@ -1,0 +1,144 @@
+//! Training on one device or several: each has the whole model and a part of every batch.
+//!
+//! Burn's `DistributedContext` replaces each gradient by its mean over the devices during the backward pass (through NCCL on
+//! CUDA), so that replicas that begin alike stay alike.
+
+use crate::config::Config;
+use crate::data::{Stream, Text, derive_seed, random_batch, rng};
+use crate::gradients::{at_once, block_by_block};
+use crate::model::Gpt;
+use crate::optimizer::AdamW;
+use burn::module::{Module, ModuleMapper, Param};
+use burn::optim::GradientsAccumulator;
+use burn::tensor::distributed::{DistributedConfig, DistributedContext, ReduceOperation};
+use burn::tensor::{Device, Tensor};
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::exit;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::Scope;
+
+/// A model and its optimizer on a device.
+pub struct Replica<'a> {
+    pub model: Gpt,
+    pub optimizer: AdamW,
+    config: &'a Config,
+    text: &'a Text,
+    device: Device,
+    /// Its windows of each batch.
+    share: Range<usize>,
+}
+
+impl<'a> Replica<'a> {
+    /// The only one. `device` has autodiff.
+    pub fn new(model: Gpt, optimizer: AdamW, config: &'a Config, text: &'a Text, device: &Device) -> Self {
+        Self { model, optimizer, config, text, device: device.clone(), share: 0..config.batch }
+    }
+
+    /// The `index`-th of several, on a device with autodiff.
+    fn copy(&self, index: usize, of: usize, device: &Device) -> Self {
+        let windows = self.config.batch / of;
+        let model = self.model.clone().fork(device).map(&mut MarkDistributed);
+        let optimizer = self.optimizer.copy(&model, &device.clone().inner());
+        let share = index * windows..(index + 1) * windows;
+        Self { model, optimizer, device: device.clone(), share, ..*self }
+    }
+
+    /// One update of the model. Returns the loss before it, the mean over this replica's share, still on the device.
+    pub fn step(&mut self, step: usize) -> Tensor<1> {
+        let Config { seed, context, batch, grad_accum, .. } = *self.config;
+        self.device.seed(derive_seed(seed, Stream::Dropout, step));
+        let rng = &mut rng(seed, Stream::TrainBatch, step);
+        let mut gradients = GradientsAccumulator::new();
+        let mut losses = Vec::with_capacity(grad_accum);
+        for index in 0..grad_accum {
+            let (inputs, targets) =
+                random_batch(self.text.train(), batch, self.share.clone(), context, rng, &self.device);
+            let scale = f64::from(self.optimizer.scale()) / grad_accum as f64;
+            let (loss, gradient) = if self.config.checkpointing {
+                let parts = self.config.layers + 1;
+                let part_seed = |part| derive_seed(seed, Stream::Dropout, (step * grad_accum + index) * parts + part);
+                block_by_block(&self.model, inputs, targets, scale, part_seed)
+            } else {
+                at_once(&self.model, inputs, targets, scale)
+            };
+            losses.push(loss / grad_accum as f64);
+            gradients.accumulate(&self.model, gradient);
+        }
+        let learning_rate = self.config.learning_rate(step);
+        self.model = self.optimizer.step(self.model.clone(), gradients.grads(), learning_rate, self.config);
+        Tensor::cat(losses, 0).sum()
+    }
+}
+
+/// Replicas that take each step together.
+pub struct Team<'a> {
+    /// The first, on this thread.
+    pub main: Replica<'a>,
+    others: Vec<Worker>,
+    /// Ends when the team does.
+    _context: Option<DistributedContext>,
+}
+
+/// A replica on a thread of its own, as a backward pass waits for those of the other devices.
+struct Worker {
+    steps: Sender<usize>,
+    losses: Receiver<Tensor<1>>,
+}
+
+impl<'a> Team<'a> {
+    /// A replica for each of the devices, which have autodiff. The first is that of `main`.
+    pub fn start<'scope>(scope: &'scope Scope<'scope, '_>, main: Replica<'a>, devices: &[Device]) -> Self
+    where
+        'a: 'scope,
+    {
+        if devices.len() < 2 {
+            return Self { main, others: Vec::new(), _context: None };
+        }
+        let config = DistributedConfig { all_reduce_op: ReduceOperation::Mean };
+        let context = DistributedContext::init(devices.to_vec(), config);
+        let copy = |index: usize| main.copy(index, devices.len(), &devices[index]);
+        let others = (1..devices.len()).map(|index| Worker::start(scope, copy(index))).collect();
+        Self { main: copy(0), others, _context: Some(context) }
+    }
+
+    /// One update of every replica. Returns the loss of each before it, on its device.
+    pub fn step(&mut self, step: usize) -> Vec<Tensor<1>> {
+        for worker in &self.others {
+            worker.steps.send(step).expect("a worker waits for steps");
+        }
+        let loss = self.main.step(step);
+        let others = self.others.iter().map(|worker| worker.losses.recv().expect("a worker answers each step"));
+        [loss].into_iter().chain(others).collect()
+    }
+}
+
+impl Worker {
+    fn start<'scope>(scope: &'scope Scope<'scope, '_>, mut replica: Replica<'scope>) -> Self {
+        let (steps, asked) = channel();
+        let (answer, losses) = channel();
+        scope.spawn(move || {
+            let work = || {
+                for step in asked {
+                    // The other side is gone when training ends in an error.
+                    let _ = answer.send(replica.step(step));
+                }
+            };
+            // The other devices would wait for this one's gradients for ever. What went wrong has been printed.
+            if catch_unwind(AssertUnwindSafe(work)).is_err() {
+                exit(101);
+            }
+        });
+        Self { steps, losses }
+    }
+}
+
+/// Marks parameters as those whose gradients are to be the mean over all devices.
+struct MarkDistributed;
+
+impl ModuleMapper for MarkDistributed {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (id, tensor, mapper) = param.consume();
+        Param::from_mapped_value(id, tensor.set_distributed(id), mapper)
+    }
+}
