@@ -114,26 +114,12 @@ pub fn train(
             return Ok(Outcome::Interrupted(step));
         }
 
-        // -- forward and backward
-        device.seed(derive_seed(config.seed, Stream::Dropout, step));
-        let rng = &mut rng(config.seed, Stream::TrainBatch, step);
-        let mut gradients = GradientsAccumulator::new();
-        let mut train_losses = Vec::with_capacity(config.grad_accum);
-        for _ in 0..config.grad_accum {
-            let (inputs, targets) = random_batch(text.train(), config.batch, config.context, rng, device);
-            let loss = model.loss(inputs, targets) / config.grad_accum as f64;
-            train_losses.push(loss.clone().inner());
-            let backward = (loss * optimizer.scale()).backward();
-            gradients.accumulate(&model, GradientsParams::from_grads(backward, &model));
-        }
-
-        // -- update
-        let learning_rate = config.learning_rate(step);
-        model = optimizer.step(model, gradients.grads(), learning_rate, config);
+        let loss;
+        (model, loss) = update(model, &mut optimizer, text, config, step, device);
 
         // -- report
-        let row = Row { step, train_loss: None, validation_loss, learning_rate: Some(learning_rate) };
-        losses.push(row, Some(Tensor::cat(train_losses, 0).sum()));
+        let learning_rate = Some(config.learning_rate(step));
+        losses.push(Row { step, train_loss: None, validation_loss, learning_rate }, Some(loss));
         if losses.num_pending() == READ_LOSSES_EVERY {
             losses.flush()?;
         }
@@ -144,6 +130,33 @@ pub fn train(
     }
     bar.finish();
     Ok(Outcome::Finished)
+}
+
+/// One update of the model, and the loss of the step's batches before it, `[1]`. `device` has autodiff.
+pub fn update(
+    model: Gpt,
+    optimizer: &mut AdamW,
+    text: &Text,
+    config: &Config,
+    step: usize,
+    device: &Device,
+) -> (Gpt, Tensor<1>) {
+    // -- forward and backward
+    device.seed(derive_seed(config.seed, Stream::Dropout, step));
+    let rng = &mut rng(config.seed, Stream::TrainBatch, step);
+    let mut gradients = GradientsAccumulator::new();
+    let mut losses = Vec::with_capacity(config.grad_accum);
+    for _ in 0..config.grad_accum {
+        let (inputs, targets) = random_batch(text.train(), config.batch, config.context, rng, device);
+        let loss = model.loss(inputs, targets) / config.grad_accum as f64;
+        losses.push(loss.clone().inner());
+        let backward = (loss * optimizer.scale()).backward();
+        gradients.accumulate(&model, GradientsParams::from_grads(backward, &model));
+    }
+
+    // -- update
+    let model = optimizer.step(model, gradients.grads(), config.learning_rate(step), config);
+    (model, Tensor::cat(losses, 0).sum())
 }
 
 /// The mean loss over random batches of validation text, the same ones each time.
