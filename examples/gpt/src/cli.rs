@@ -1,6 +1,7 @@
 //! The program: its commands, and what they print.
 
 use crate::checkpoint::{Checkpoint, write_atomically};
+use crate::compare;
 use crate::config::{Args, Config};
 use crate::data::{self, Stream, Text, rng};
 use crate::device;
@@ -37,6 +38,13 @@ struct Cli {
 enum Command {
     /// Continues a text, with a run's model or with GPT-2's weights.
     Generate(generate::Args),
+    /// Trains the same model with each kind of attention, at several contexts: loss, step time, tokens/s, peak memory.
+    ///
+    /// A measurement that fails or takes too long says why in its row, and ends nothing else: the exit code is 0.
+    Compare(compare::Args),
+    /// One measurement, which `compare` starts.
+    #[command(hide = true)]
+    CompareWorker,
 }
 
 /// Runs the program and says how it ended: 2 is an error, in one sentence, and 130 an interruption.
@@ -44,6 +52,8 @@ pub fn main() -> ExitCode {
     let result = parse().and_then(|cli| match cli.command {
         None => train(&cli.train),
         Some(Command::Generate(args)) => generate(&args),
+        Some(Command::Compare(args)) => compare::run(&args).map(|()| ExitCode::SUCCESS),
+        Some(Command::CompareWorker) => compare::work().map(|()| ExitCode::SUCCESS),
     });
     result.unwrap_or_else(|error| {
         eprintln!("error: {error}");

@@ -33,6 +33,8 @@ pub enum Error {
     RepeatedDevice { number: usize },
     #[error("--dtype {dtype} cannot be computed with on {device}; choose another dtype or device")]
     Dtype { dtype: &'static str, device: String },
+    #[error("the device failed: {0}")]
+    Device(String),
     #[error("attention cannot run: {0}")]
     Attention(#[from] AttentionError),
 
@@ -40,7 +42,7 @@ pub enum Error {
     TextMissing { path: PathBuf, source: io::Error },
     #[error("the text {path} is not UTF-8: the byte at {offset} is part of no character")]
     TextNotUtf8 { path: PathBuf, offset: usize },
-    #[error("the text has {tokens} tokens; --context {context} needs at least {needed}")]
+    #[error("the text has {tokens} tokens; a context of {context} needs at least {needed}")]
     TextTooShort { tokens: usize, context: usize, needed: usize },
     #[error("found no workspace whose sources could be the text; name a file with --data")]
     NoWorkspace,

@@ -32,7 +32,7 @@ pub struct Gpt {
 impl Gpt {
     /// A model with random weights, the same on every device.
     pub fn new(config: &Config, device: &Device) -> Self {
-        Self::init(config, &mut Draw::Normal(rng(config.seed, Stream::Weights, 0)), device)
+        Self::init(config, &mut Draw::Normal(Box::new(rng(config.seed, Stream::Weights, 0))), device)
     }
 
     /// A model of zeros, whose weights are yet to be loaded.
@@ -303,7 +303,7 @@ fn linear(shape: [usize; 2], std: f32, draw: &mut Draw, device: &Device) -> Line
 /// Where a new model's matrices come from.
 enum Draw {
     /// From the host, so that a seed means the same weights everywhere.
-    Normal(StdRng),
+    Normal(Box<StdRng>),
     Zeros,
 }
 

@@ -1,0 +1,197 @@
+//! One measurement, in a process of its own: what runs out of memory or hangs takes nothing else along, a first step is a
+//! first step, and the memory in use is its own.
+//!
+//! The job goes to the process as JSON on standard input; its answer is a line of JSON on standard output.
+
+use super::memory::{Peak, peak};
+use crate::config::Config;
+use crate::data::Text;
+use crate::device;
+use crate::error::Error;
+use crate::model::Gpt;
+use crate::optimizer::AdamW;
+use crate::replica::Replica;
+use burn::tensor::{Device, Tensor};
+use serde::{Deserialize, Serialize};
+use std::io::{self, Read, Write};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// The program's hidden command that does a job.
+const WORKER: &str = "compare-worker";
+
+/// What is to be measured.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Job {
+    /// The run, with a text to read; all of its steps are done and one more, which measures memory.
+    pub config: Config,
+    /// How many of its steps only warm up: they compile and tune.
+    pub warmup: usize,
+}
+
+/// What was measured.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Answer {
+    /// Of each step's batch before its update, in nats per token.
+    pub losses: Vec<f32>,
+    /// Of the first step, compilation and tuning included, in seconds.
+    pub first_step: f64,
+    /// Of a step, the median after the warm-up, in seconds.
+    pub step: f64,
+    /// If the system tells.
+    pub peak: Option<Peak>,
+}
+
+/// Reads a job, does it, answers.
+///
+/// # Errors
+///
+/// For a job that is none, what a run cannot start with, and a loss that is no number.
+pub fn work() -> Result<(), Error> {
+    let job: Job = serde_json::from_reader(io::stdin())
+        .map_err(|error| Error::Arguments(format!("{WORKER} is for compare to start, with a job: {error}")))?;
+    let config = &job.config;
+    let device = device::choose(&config.device)?.device.autodiff();
+    let path = config.data.as_ref().ok_or_else(|| Error::Arguments("a job has a text".to_string()))?;
+    let text = Text::read(path, config.tokenizer, config.context)?;
+    let answer = train(&job, &text, &device)?;
+    let line = serde_json::to_string(&answer).expect("an answer is plain values");
+    println!("{line}");
+    Ok(())
+}
+
+fn train(job: &Job, text: &Text, device: &Device) -> Result<Answer, Error> {
+    let config = &job.config;
+    let model = Gpt::new(config, device);
+    let optimizer = AdamW::new(&model, config);
+    let mut replica = Replica::new(model, optimizer, config, text, device);
+    // The loss is read when the time has been taken.
+    let read = |step: usize, loss: Tensor<1>| match loss.into_scalar::<f32>() {
+        loss if loss.is_finite() => Ok(loss),
+        loss => Err(Error::Diverged { step, loss }),
+    };
+
+    let (mut losses, mut times) = (Vec::new(), Vec::new());
+    wait(device)?;
+    for step in 0..config.steps {
+        let begun = Instant::now();
+        let loss = replica.step(step);
+        wait(device)?;
+        times.push(begun.elapsed().as_secs_f64());
+        losses.push(read(step, loss)?);
+    }
+
+    // Watching costs time: this step has none of its own.
+    let mut last = Ok(None);
+    let peak = peak(device, || {
+        let loss = replica.step(config.steps);
+        last = wait(device).map(|()| Some(loss));
+    });
+    if let Some(loss) = last? {
+        losses.push(read(config.steps, loss)?);
+    }
+    Ok(Answer { losses, first_step: times[0], step: median(&mut times[job.warmup..]), peak })
+}
+
+/// Waits until the device has done all it was asked for.
+fn wait(device: &Device) -> Result<(), Error> {
+    let in_one_line = |text: String| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    device.sync().map_err(|error| Error::Device(in_one_line(error.to_string())))
+}
+
+fn median(times: &mut [f64]) -> f64 {
+    times.sort_by(f64::total_cmp);
+    let middle = times.len() / 2;
+    match times.len() % 2 {
+        0 => (times[middle - 1] + times[middle]) / 2.0,
+        _ => times[middle],
+    }
+}
+
+/// Has another process do a job. Where there is no answer, a few words say why.
+pub fn measure(job: &Job, limit: Duration) -> Result<Answer, String> {
+    let mut child = start(job).map_err(|error| format!("no process for it: {error}"))?;
+    let (output, complaint) = (drain(child.stdout.take()), drain(child.stderr.take()));
+    let (output, is_late) = match output.recv_timeout(limit) {
+        Ok(output) => (output, false),
+        Err(_) => {
+            // It may just have ended, which is as good.
+            let _ = child.kill();
+            (output.recv().unwrap_or_default(), true)
+        }
+    };
+    let complaint = complaint.recv().unwrap_or_default();
+    let status = child.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
+
+    // Libraries may print lines of their own.
+    let answer = output.lines().filter_map(|line| serde_json::from_str(line).ok()).next_back();
+    answer.ok_or_else(|| if is_late { format!("over {} s", limit.as_secs()) } else { reason(&complaint, &status) })
+}
+
+fn start(job: &Job) -> io::Result<Child> {
+    let mut child = Command::new(std::env::current_exe()?)
+        .arg(WORKER)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    if let Some(mut stdin) = child.stdin.take() {
+        // What dies before it has read its job says itself why.
+        let _ = stdin.write_all(&serde_json::to_vec(job)?);
+    }
+    Ok(child)
+}
+
+/// Everything that comes out of a pipe, once it is closed.
+fn drain(pipe: Option<impl Read + Send + 'static>) -> Receiver<String> {
+    let (sender, receiver) = channel();
+    thread::spawn(move || {
+        let mut bytes = Vec::new();
+        // What was read before the pipe broke is what there is.
+        let _ = pipe.map(|mut pipe| pipe.read_to_end(&mut bytes));
+        let _ = sender.send(String::from_utf8_lossy(&bytes).into_owned());
+    });
+    receiver
+}
+
+/// What a process died of, in one line.
+fn reason(complaint: &str, status: &str) -> String {
+    let lower = complaint.to_lowercase();
+    // CUDA's, CubeCL's, wgpu's and Rust's own words for it.
+    let signs = ["out of memory", "outofmemory", "out_of_memory", "buffertoobig", "memory allocation of"];
+    if signs.iter().any(|sign| lower.contains(sign)) {
+        return "out of memory".to_string();
+    }
+    let lines = || complaint.lines().map(str::trim).filter(|line| !line.is_empty());
+    // The line after "panicked at" is the message.
+    let message = lines().skip_while(|line| !line.contains("panicked at")).nth(1).or_else(|| lines().next_back());
+    let cause =
+        lines().skip_while(|line| !line.contains("Caused by")).nth(1).map_or(String::new(), |it| format!(": {it}"));
+    message.map_or_else(|| status.to_string(), |line| format!("{}{cause}", line.trim_start_matches("error: ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_process_died_of_is_one_line() {
+        let panic =
+            "some driver's line\nthread 'main' panicked at src/a.rs:1:2:\nthe buffer is gone\nnote: backtrace\n";
+        assert_eq!(reason(panic, "exit status: 101"), "the buffer is gone");
+        assert_eq!(reason("error: the loss is NaN\n", "exit status: 2"), "the loss is NaN");
+        assert_eq!(reason("x\nCUDA_ERROR_OUT_OF_MEMORY, and then some\ny", "exit status: 101"), "out of memory");
+        assert_eq!(reason("memory allocation of 99 bytes failed", "signal: 6 (SIGABRT)"), "out of memory");
+        let caused = "thread 'main' panicked at src/a.rs:1:2:\nit went wrong\nCaused by:\n  a fault\n";
+        assert_eq!(reason(caused, "exit status: 101"), "it went wrong: a fault");
+        assert_eq!(reason("\n", "signal: 9 (SIGKILL)"), "signal: 9 (SIGKILL)");
+    }
+
+    #[test]
+    fn the_median_is_in_the_middle() {
+        assert_eq!(median(&mut [3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(&mut [4.0, 1.0, 3.0, 2.0]), 2.5);
+    }
+}

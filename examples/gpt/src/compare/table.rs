@@ -1,0 +1,185 @@
+//! What was measured, as a Markdown table and as CSV.
+
+use super::measure::Answer;
+use crate::checkpoint::write_atomically;
+use crate::config::{AttentionKind, Config};
+use crate::error::Error;
+use clap::ValueEnum;
+use serde::Serialize;
+use std::io;
+use std::path::Path;
+
+/// One measurement; what is left out failed, and `note` says why.
+#[derive(Clone, Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct Row {
+    pub device: String,
+    pub burn: String,
+    pub dtype: &'static str,
+    pub layers: usize,
+    pub heads: usize,
+    pub width: usize,
+    pub vocabulary: usize,
+    pub seed: u32,
+    pub warmup: usize,
+    pub steps: usize,
+    pub context: usize,
+    pub batch: usize,
+    pub attention: String,
+    /// What computes attention, in words.
+    pub plan: String,
+    /// The last one: of a batch after all updates but none with it. In nats per token.
+    pub loss: Option<f32>,
+    /// The kind of attention that losses are compared with.
+    pub reference: Option<String>,
+    /// The largest over all steps, in nats per token.
+    pub loss_difference: Option<f32>,
+    pub first_step_ms: Option<f64>,
+    pub step_ms: Option<f64>,
+    pub tokens_per_second: Option<f64>,
+    pub peak_bytes: Option<u64>,
+    pub reserved_bytes: Option<u64>,
+    pub note: String,
+}
+
+/// What is common to all rows.
+#[derive(Clone, Debug)]
+pub struct Common {
+    /// The device, with its name.
+    pub device: String,
+    /// Burn's version.
+    pub burn: String,
+    /// Steps before those that are timed.
+    pub warmup: usize,
+}
+
+/// The rows of one context, from each kind's run and what came of it.
+///
+/// Losses are compared with those of composed operations, the plainest; if these failed, with the first that there are.
+pub fn rows(common: &Common, measured: &[(Config, String, Result<Answer, String>)]) -> Vec<Row> {
+    let answers = || measured.iter().filter_map(|(config, _, answer)| Some((config.attention, answer.as_ref().ok()?)));
+    let reference = answers().find(|(kind, _)| *kind == AttentionKind::Composed).or_else(|| answers().next());
+    measured.iter().map(|(config, plan, answer)| row(common, config, plan, answer, reference)).collect()
+}
+
+fn row(
+    common: &Common,
+    config: &Config,
+    plan: &str,
+    answer: &Result<Answer, String>,
+    reference: Option<(AttentionKind, &Answer)>,
+) -> Row {
+    let measured = answer.as_ref().ok();
+    let peak = measured.and_then(|answer| answer.peak);
+    Row {
+        device: common.device.clone(),
+        burn: common.burn.clone(),
+        dtype: config.dtype.name(),
+        layers: config.layers,
+        heads: config.heads,
+        width: config.width,
+        vocabulary: config.vocabulary,
+        seed: config.seed,
+        warmup: common.warmup,
+        steps: config.steps - common.warmup,
+        context: config.context,
+        batch: config.batch,
+        attention: name(config.attention),
+        plan: plan.to_string(),
+        loss: measured.and_then(|answer| answer.losses.last().copied()),
+        reference: reference.map(|(kind, _)| name(kind)),
+        loss_difference: measured.zip(reference).map(|(answer, (_, reference))| difference(answer, reference)),
+        first_step_ms: measured.map(|answer| rounded(answer.first_step * 1e3)),
+        step_ms: measured.map(|answer| rounded(answer.step * 1e3)),
+        tokens_per_second: measured.map(|answer| rounded((config.batch * config.context) as f64 / answer.step)),
+        peak_bytes: peak.map(|peak| peak.bytes),
+        reserved_bytes: peak.and_then(|peak| peak.reserved),
+        note: answer.as_ref().err().cloned().unwrap_or_default(),
+    }
+}
+
+/// To thousandths, which are more than a measurement holds.
+fn rounded(value: f64) -> f64 {
+    (value * 1e3).round() / 1e3
+}
+
+/// As on the command line.
+fn name(kind: AttentionKind) -> String {
+    kind.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string())
+}
+
+/// The largest absolute difference of the losses of a step.
+fn difference(answer: &Answer, reference: &Answer) -> f32 {
+    let pairs = answer.losses.iter().zip(&reference.losses);
+    pairs.map(|(loss, expected)| (loss - expected).abs()).fold(0.0, f32::max)
+}
+
+/// Titles of the printed columns, each as wide as its column.
+const TITLES: [&str; 9] =
+    ["context", "batch", "attention", "   loss", "difference", "  step, ms", "  tokens/s", "peak memory, MiB", "note"];
+
+/// Columns of words; all others are of numbers, which end where the column ends.
+const WORDS: [&str; 2] = ["attention", "note"];
+
+/// The table's first two lines.
+pub fn head() -> String {
+    let rule = |title: &str| match WORDS.contains(&title) {
+        true => "-".repeat(title.len()),
+        false => "-".repeat(title.len() - 1) + ":",
+    };
+    format!("{}\n{}", line(TITLES.map(str::to_string)), line(TITLES.map(rule)))
+}
+
+/// What the columns are: losses are of these units, and memory is this.
+pub fn legend(unit: &str, memory: &str) -> String {
+    format!(
+        "loss: after all steps, in nats per {unit}; difference: the largest of any step to the reference's;\n\
+         step: the median; peak memory: {memory}"
+    )
+}
+
+/// A row as a line of the table. What failed has no figures, but a note that says why.
+pub fn body(row: &Row) -> String {
+    let show = |value: Option<f64>, digits: usize| value.map_or("-".to_string(), |value| format!("{value:.digits$}"));
+    let is_reference = row.reference.as_ref() == Some(&row.attention);
+    let difference = match row.loss_difference {
+        Some(_) if is_reference => "reference".to_string(),
+        Some(0.0) => "0".to_string(),
+        Some(difference) => format!("{difference:.1e}"),
+        None => "-".to_string(),
+    };
+    line([
+        row.context.to_string(),
+        row.batch.to_string(),
+        row.attention.clone(),
+        show(row.loss.map(f64::from), 4),
+        difference,
+        show(row.step_ms, 2),
+        show(row.tokens_per_second, 0),
+        show(row.peak_bytes.map(|bytes| bytes as f64 / (1 << 20) as f64), 1),
+        // A bar would begin another cell.
+        row.note.replace('|', "/"),
+    ])
+}
+
+fn line(cells: [String; TITLES.len()]) -> String {
+    let padded = cells.iter().zip(TITLES).map(|(cell, title)| match WORDS.contains(&title) {
+        true => format!("{cell:<width$}", width = title.len()),
+        false => format!("{cell:>width$}", width = title.len()),
+    });
+    format!("| {} |", padded.collect::<Vec<_>>().join(" | "))
+}
+
+/// Writes all rows.
+///
+/// # Errors
+///
+/// When the file cannot be written.
+pub fn write(path: &Path, rows: &[Row]) -> Result<(), Error> {
+    let mut writer = csv::Writer::from_writer(Vec::new());
+    for row in rows {
+        writer.serialize(row).map_err(|error| Error::io(path)(io::Error::other(error)))?;
+    }
+    let bytes = writer.into_inner().map_err(|error| Error::io(path)(error.into_error()))?;
+    write_atomically(path, &[&bytes])
+}
