@@ -13,9 +13,7 @@ pub enum Error {
     Arguments(String),
     #[error("--{flag} is {value}; {rule}")]
     Config { flag: &'static str, value: String, rule: &'static str },
-    #[error(
-        "--{flag} is {given}, but {run} was started with {saved}; leave the flag out, or start another run with --name"
-    )]
+    #[error("--{flag} is {given}, but {run} was started with {saved}; leave the flag out, or start another run")]
     Contradiction { flag: &'static str, given: String, saved: String, run: PathBuf },
 
     #[error("{path} {problem}")]
