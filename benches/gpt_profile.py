@@ -17,8 +17,8 @@ import subprocess
 import sys
 
 GROUPS = [
-    ("attention forward", r"flash_fwd|fmha.*fwd|sdpa.*fprop|attention_forward|hopper_forward|flash.*forward"),
-    ("attention backward", r"flash_bwd|fmha.*bwd|sdpa.*bprop|attention_backward|flash.*backward|delta|dot_do_o|convert_dq"),
+    ("attention forward", r"flash_fwd|fmha.*fwd|sdpa.*fprop|\bforward"),
+    ("attention backward", r"flash_bwd|fmha.*bwd|sdpa.*bprop|\bgradient|\bdelta|\bround_sums|dot_do_o|convert_dq"),
     ("matrix products", r"gemm|matmul|cutlass|nvjet|cublas|splitKreduce"),
     ("reductions", r"reduce|norm|softmax|sum"),
 ]
@@ -39,12 +39,15 @@ def kernels(command, ncu, skip):
 
 
 def last_step(found, layers):
-    forward = re.compile(GROUPS[0][1], re.I)
+    forward, backward = (re.compile(GROUPS[index][1], re.I) for index in (0, 1))
     starts = [at for at, (name, _) in enumerate(found) if forward.search(name)][::layers]
-    if len(starts) < 2:
+    spans = [found[start:end] for start, end in zip(starts, starts[1:])]
+    # An evaluation has no backward pass.
+    steps = [span for span in spans if any(backward.search(name) for name, _ in span)]
+    if not steps:
         names = sorted({name for name, _ in found})
         sys.exit("no whole step; kernels seen:\n" + "\n".join(names))
-    return found[starts[-2]:starts[-1]]
+    return steps[-1]
 
 
 def main():
@@ -54,6 +57,7 @@ def main():
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--skip", type=int, default=0, help="kernels to leave out, before the steps")
     parser.add_argument("--csv", help="a file to which rows of name, kernel, group, launches, milliseconds are added")
+    parser.add_argument("--launches", help="a file for every launch of the step in its order, with its milliseconds")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     step = last_step(kernels(options.command[1:], options.ncu, options.skip), options.layers)
@@ -75,6 +79,9 @@ def main():
         print(f"  {group:<24} {launches:>5} {sum_ / 1e6:>9.3f} ms")
     for _, name, group, launches, milliseconds in rows[:40]:
         print(f"    {milliseconds:>9} ms {launches:>4}  {group[:12]:<12} {name[:150]}")
+    if options.launches:
+        with open(options.launches, "w") as file:
+            file.writelines(f"{nanoseconds / 1e6:.4f} {name}\n" for name, nanoseconds in step)
     if options.csv:
         with open(options.csv, "a", newline="") as file:
             csv.writer(file).writerows(rows)

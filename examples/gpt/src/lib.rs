@@ -12,6 +12,7 @@ pub mod device;
 pub mod error;
 mod generate;
 mod gradients;
+mod layers;
 mod losses;
 pub mod model;
 mod optimizer;

@@ -6,10 +6,10 @@
 
 use crate::config::{AttentionKind, Config};
 use crate::data::{Stream, rng};
+use crate::layers::{cross_entropy, gelu, layer_norm, linear};
 use burn::module::{Module, Param};
-use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Dropout, DropoutConfig, Embedding, LayerNorm, LayerNormConfig, Linear};
-use burn::tensor::activation::{sigmoid, softmax};
+use burn::tensor::activation::softmax;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, DType, Device, FloatDType, Int, Tensor, TensorData, module};
 use burn_flash_attention::{AttentionError, FlashAttentionOptions, flash_attention, plan};
@@ -55,7 +55,8 @@ impl Gpt {
     /// `tokens [batch, context]` → `logits [batch, context, vocabulary]`, f32.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let vocabulary = self.token_embedding.weight.dims()[0];
-        self.logits(self.read(tokens, None)).narrow(2, 0, vocabulary)
+        let x = layer_norm(&self.norm, self.read(tokens, None)).cast(self.dtype);
+        self.logits(x).narrow(2, 0, vocabulary)
     }
 
     /// The mean cross-entropy, in nats per token, of predicting `targets [batch, context]`.
@@ -65,8 +66,9 @@ impl Gpt {
 
     /// The same of what the last block made of the tokens, `x [batch, context, width]`.
     pub(crate) fn head_loss(&self, x: Tensor<3>, targets: Tensor<2, Int>) -> Tensor<1> {
-        let logits = self.logits(x).flatten::<2>(0, 1);
-        CrossEntropyLossConfig::new().init(&logits.device()).forward(logits, targets.flatten(0, 1))
+        let x = layer_norm(&self.norm, x).cast(self.dtype);
+        let targets = self.token_embedding.forward(targets).cast(self.dtype);
+        cross_entropy(self.logits(x.clone()), x, targets)
     }
 
     pub(crate) fn blocks(&self) -> &[Block] {
@@ -79,7 +81,7 @@ impl Gpt {
         let vocabulary = self.token_embedding.weight.dims()[0];
         let [_, new] = tokens.dims();
         let last = self.read(tokens, Some(cache)).narrow(1, new - 1, 1);
-        self.logits(last).narrow(2, 0, vocabulary).squeeze_dim(1)
+        self.logits(layer_norm(&self.norm, last).cast(self.dtype)).narrow(2, 0, vocabulary).squeeze_dim(1)
     }
 
     /// `tokens [batch, new]` → what the last block makes of them, `[batch, new, width]`.
@@ -104,20 +106,23 @@ impl Gpt {
         self.dropout.forward(self.token_embedding.forward(tokens) + self.position_embedding.forward(positions))
     }
 
-    /// The head, over a vocabulary that is filled up to a multiple of [`VOCABULARY_TILE`] with tokens that never come.
+    /// The head of what the last norm made, `x [batch, context, width]`, over a vocabulary that is filled up to a multiple of [`VOCABULARY_TILE`] with tokens that never come.
     fn logits(&self, x: Tensor<3>) -> Tensor<3> {
         let table = self.token_embedding.weight.val().cast(self.dtype);
         let [vocabulary, width] = table.dims();
-        let x = self.norm.forward(x).cast(self.dtype);
         let padding = vocabulary.next_multiple_of(VOCABULARY_TILE) - vocabulary;
-        if padding == 0 {
-            return x.matmul(table.transpose().unsqueeze()).cast(FloatDType::F32);
-        }
         let device = &table.device();
-        let table = Tensor::cat(vec![table, Tensor::zeros([padding, width], (device, DType::from(self.dtype)))], 0);
+        let zeros = || Tensor::zeros([padding, width], (device, DType::from(self.dtype)));
+        let table = if padding > 0 { Tensor::cat(vec![table, zeros()], 0) } else { table };
+        // As one matrix: of a batch of them Burn would sum the gradients of as many tables.
+        let [batch, context, _] = x.dims();
+        let logits = x.reshape([batch * context, width]).matmul(table.transpose());
+        let logits = logits.reshape([batch, context, vocabulary + padding]).cast(FloatDType::F32);
+        if padding == 0 {
+            return logits;
+        }
         let never = Tensor::<1>::full([padding], -1e30, (device, DType::F32));
-        let never = Tensor::cat(vec![Tensor::zeros([vocabulary], (device, DType::F32)), never], 0);
-        x.matmul(table.transpose().unsqueeze()).cast(FloatDType::F32) + never.unsqueeze()
+        logits + Tensor::cat(vec![Tensor::zeros([vocabulary], (device, DType::F32)), never], 0).unsqueeze()
     }
 }
 
@@ -163,8 +168,8 @@ impl Block {
     }
 
     pub(crate) fn forward(&self, x: Tensor<3>, cache: Option<&mut Option<[Tensor<4>; 2]>>) -> Tensor<3> {
-        let x = x.clone() + self.attention.forward(self.attention_norm.forward(x), cache);
-        x.clone() + self.mlp.forward(self.mlp_norm.forward(x))
+        let x = x.clone() + self.attention.forward(layer_norm(&self.attention_norm, x), cache);
+        x.clone() + self.mlp.forward(layer_norm(&self.mlp_norm, x))
     }
 }
 
@@ -185,8 +190,8 @@ struct CausalSelfAttention {
 impl CausalSelfAttention {
     fn new(config: &Config, draw: &mut Draw, device: &Device) -> Self {
         Self {
-            qkv: linear([config.width, 3 * config.width], 0.02, draw, device),
-            projection: linear([config.width, config.width], residual_std(config), draw, device),
+            qkv: new_linear([config.width, 3 * config.width], 0.02, draw, device),
+            projection: new_linear([config.width, config.width], residual_std(config), draw, device),
             dropout: DropoutConfig::new(config.dropout).init(),
             heads: config.heads,
             kind: config.attention,
@@ -196,7 +201,7 @@ impl CausalSelfAttention {
 
     fn forward(&self, x: Tensor<3>, cache: Option<&mut Option<[Tensor<4>; 2]>>) -> Tensor<3> {
         let [batch, context, width] = x.dims();
-        let qkv = apply(&self.qkv, x, self.dtype);
+        let qkv = linear(&self.qkv, x, self.dtype);
         // [batch, heads, context, head_dim], as views: attention takes any strides.
         let part = |index: usize| {
             let part = qkv.clone().narrow(2, index * width, width);
@@ -211,7 +216,7 @@ impl CausalSelfAttention {
         }
         let y = attention(self.kind, part(0), k, v);
         let y = y.swap_dims(1, 2).reshape([batch, context, width]);
-        self.dropout.forward(apply(&self.projection, y, self.dtype).cast(FloatDType::F32))
+        self.dropout.forward(linear(&self.projection, y, self.dtype).cast(FloatDType::F32))
     }
 }
 
@@ -265,29 +270,17 @@ struct Mlp {
 impl Mlp {
     fn new(config: &Config, draw: &mut Draw, device: &Device) -> Self {
         Self {
-            up: linear([config.width, 4 * config.width], 0.02, draw, device),
-            down: linear([4 * config.width, config.width], residual_std(config), draw, device),
+            up: new_linear([config.width, 4 * config.width], 0.02, draw, device),
+            down: new_linear([4 * config.width, config.width], residual_std(config), draw, device),
             dropout: DropoutConfig::new(config.dropout).init(),
             dtype: config.dtype.float(),
         }
     }
 
     fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let x = gelu(apply(&self.up, x, self.dtype));
-        self.dropout.forward(apply(&self.down, x, self.dtype).cast(FloatDType::F32))
+        let x = gelu(linear(&self.up, x, self.dtype));
+        self.dropout.forward(linear(&self.down, x, self.dtype).cast(FloatDType::F32))
     }
-}
-
-/// GPT-2's approximation of GELU, `x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³)))`, by `1 + tanh(u) = 2 sigmoid(2u)`.
-fn gelu(x: Tensor<3>) -> Tensor<3> {
-    let u = (x.clone().square() * 0.044715 + 1.0) * x.clone() * (8.0 / std::f64::consts::PI).sqrt();
-    x * sigmoid(u)
-}
-
-/// `x · weight + bias` in `dtype`, from weights kept in f32.
-fn apply(layer: &Linear, x: Tensor<3>, dtype: FloatDType) -> Tensor<3> {
-    let bias = layer.bias.as_ref().map(|bias| bias.val().cast(dtype));
-    module::linear(x.cast(dtype), layer.weight.val().cast(dtype), bias)
 }
 
 /// What is added to the residual stream starts smaller, as there are two such sums a layer (GPT-2).
@@ -295,7 +288,7 @@ fn residual_std(config: &Config) -> f32 {
     0.02 / (2.0 * config.layers as f32).sqrt()
 }
 
-fn linear(shape: [usize; 2], std: f32, draw: &mut Draw, device: &Device) -> Linear {
+fn new_linear(shape: [usize; 2], std: f32, draw: &mut Draw, device: &Device) -> Linear {
     let bias = Tensor::zeros([shape[1]], (device, DType::F32));
     Linear { weight: draw.matrix(shape, std, device), bias: Some(Param::from_tensor(bias)) }
 }

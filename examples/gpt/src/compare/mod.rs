@@ -110,8 +110,9 @@ fn plan(configs: Vec<Vec<Config>>, device: &Device) -> Result<Vec<Vec<Planned>>,
 
 fn heading(common: &Common, settings: &Settings) -> String {
     let Settings { layers, heads, width, warmup, steps, .. } = settings;
+    let blocks = if settings.checkpointing { "gradient checkpointing, " } else { "" };
     format!(
-        "{}, {}, {layers} layers, {heads} heads, width {width}, vocabulary {}, Burn {}, {steps} steps after {warmup} to warm up",
+        "{}, {}, {layers} layers, {heads} heads, width {width}, vocabulary {}, {blocks}Burn {}, {steps} steps after {warmup} to warm up",
         common.device,
         settings.dtype.name(),
         settings.tokenizer.vocabulary(),

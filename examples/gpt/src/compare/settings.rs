@@ -46,6 +46,9 @@ pub struct Args {
     /// Tokens in a batch, the same for every context.
     #[arg(long)]
     pub tokens_per_step: Option<usize>,
+    /// Keep only what enters each block, and compute the block again in the backward pass.
+    #[arg(long)]
+    pub checkpointing: bool,
     /// Steps that are timed.
     #[arg(long)]
     pub steps: Option<usize>,
@@ -78,6 +81,7 @@ pub struct Settings {
     /// As many as `tokens_per_step` has room for, if it is none.
     pub batch: Option<usize>,
     pub tokens_per_step: usize,
+    pub checkpointing: bool,
     pub steps: usize,
     pub warmup: usize,
     pub seed: u32,
@@ -102,6 +106,7 @@ impl Settings {
             width: args.width.unwrap_or(suited.width),
             batch: args.batch,
             tokens_per_step: args.tokens_per_step.unwrap_or(suited.tokens_per_step),
+            checkpointing: args.checkpointing,
             steps: args.steps.unwrap_or(suited.steps),
             warmup: args.warmup.unwrap_or(suited.warmup),
             seed: args.seed,
@@ -127,6 +132,7 @@ impl Settings {
             width: 768,
             batch: None,
             tokens_per_step: 16384,
+            checkpointing: false,
             steps: 10,
             warmup: 3,
             seed: 0,
@@ -201,6 +207,7 @@ impl Settings {
             context: Some(context),
             batch: Some(self.batch.unwrap_or((self.tokens_per_step / context).max(1))),
             grad_accum: Some(1),
+            checkpointing: Some(self.checkpointing),
             steps: Some(self.warmup.saturating_add(self.steps)),
             lr: Some(LEARNING_RATE),
             // Attention itself drops nothing in any kind.

@@ -25,6 +25,7 @@ pub struct Row {
     pub steps: usize,
     pub context: usize,
     pub batch: usize,
+    pub checkpointing: bool,
     pub attention: String,
     /// What computes attention, in words.
     pub plan: String,
@@ -84,6 +85,7 @@ fn row(
         steps: config.steps - common.warmup,
         context: config.context,
         batch: config.batch,
+        checkpointing: config.checkpointing,
         attention: name(config.attention),
         plan: plan.to_string(),
         loss: measured.and_then(|answer| answer.losses.last().copied()),
