@@ -2,7 +2,9 @@
 
 use crate::error::Error;
 #[cfg(any(feature = "wgpu", feature = "vulkan", feature = "metal", feature = "cuda", feature = "rocm"))]
-use burn::backend::{CubeDevice, DispatchDevice, WgpuDeviceKind};
+use burn::backend::DispatchDevice;
+#[cfg(any(feature = "wgpu", feature = "vulkan", feature = "metal"))]
+use burn::backend::{CubeDevice, WgpuDeviceKind};
 use burn::tensor::{Device, DeviceType};
 use std::fmt::{Display, Formatter, Result as FmtResult};
 

@@ -28,7 +28,10 @@ const VOCABULARY: usize = 300;
 
 /// A GPT-2 in f64, by its file's names; shapes are the file's.
 #[derive(Clone)]
-struct Reference(BTreeMap<String, (Vec<usize>, Vec<f64>)>);
+struct Reference(Tensors);
+
+/// Shape and values, by name.
+type Tensors = BTreeMap<String, (Vec<usize>, Vec<f64>)>;
 
 type Rows = Vec<Vec<f64>>;
 
@@ -430,7 +433,7 @@ fn wrong_weights_are_one_sentence() {
         assert_eq!(output.status.code(), Some(2), "{stderr}");
         assert!(error.contains(expected), "{error} does not say: {expected}");
     };
-    let changed = |change: &dyn Fn(&mut BTreeMap<String, (Vec<usize>, Vec<f64>)>)| {
+    let changed = |change: &dyn Fn(&mut Tensors)| {
         let mut reference = place.reference.clone();
         change(&mut reference.0);
         reference

@@ -13,7 +13,9 @@ use crate::optimizer::AdamW;
 use crate::replica::Replica;
 use burn::tensor::{Device, Tensor};
 use serde::{Deserialize, Serialize};
+use std::fs;
 use std::io::{self, Read, Write};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
@@ -110,8 +112,8 @@ fn median(times: &mut [f64]) -> f64 {
     }
 }
 
-/// Has another process do a job. Where there is no answer, a few words say why.
-pub fn measure(job: &Job, limit: Duration) -> Result<Answer, String> {
+/// Has another process do a job. Where there is no answer, a few words say why; all that it said is written to `log`.
+pub fn measure(job: &Job, limit: Duration, log: &Path) -> Result<Answer, String> {
     let mut child = start(job).map_err(|error| format!("no process for it: {error}"))?;
     let (output, complaint) = (drain(child.stdout.take()), drain(child.stderr.take()));
     let (output, is_late) = match output.recv_timeout(limit) {
@@ -127,6 +129,10 @@ pub fn measure(job: &Job, limit: Duration) -> Result<Answer, String> {
 
     // Libraries may print lines of their own.
     let answer = output.lines().filter_map(|line| serde_json::from_str(line).ok()).next_back();
+    if answer.is_none() && !complaint.is_empty() {
+        // The reason is in the table as well.
+        let _ = fs::write(log, &complaint);
+    }
     answer.ok_or_else(|| if is_late { format!("over {} s", limit.as_secs()) } else { reason(&complaint, &status) })
 }
 

@@ -49,7 +49,7 @@ pub fn run(args: &Args) -> Result<(), Error> {
     let (results, picture) = (args.out.join("compare.csv"), args.out.join("compare.svg"));
     let mut rows = Vec::new();
     for kinds in planned {
-        let added = measure_kinds(kinds, &common, limit, &bar);
+        let added = measure_kinds(kinds, &common, limit, &args.out, &bar);
         bar.suspend(|| added.iter().for_each(|row| println!("{}", table::body(row))));
         rows.extend(added);
         table::write(&results, &rows)?;
@@ -75,11 +75,13 @@ fn prepare(args: &Args, settings: &Settings, found: &Found) -> Result<Vec<Vec<Pl
     Ok(planned)
 }
 
-/// Measures each kind at one context.
-fn measure_kinds(kinds: Vec<Planned>, common: &Common, limit: Duration, bar: &ProgressBar) -> Vec<Row> {
+/// Measures each kind at one context. What failing processes said goes to files in `out`.
+fn measure_kinds(kinds: Vec<Planned>, common: &Common, limit: Duration, out: &Path, bar: &ProgressBar) -> Vec<Row> {
     let measured = kinds.into_iter().map(|(config, plan)| {
-        bar.set_message(format!("{:?} at {} tokens", config.attention, config.context).to_lowercase());
-        let answer = measure(&Job { config: config.clone(), warmup: common.warmup }, limit);
+        let kind = format!("{:?}", config.attention).to_lowercase();
+        bar.set_message(format!("{kind} at {} tokens", config.context));
+        let log = out.join(format!("{kind}-{}.log", config.context));
+        let answer = measure(&Job { config: config.clone(), warmup: common.warmup }, limit, &log);
         bar.inc(1);
         (config, plan, answer)
     });
