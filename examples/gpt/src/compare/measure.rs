@@ -166,7 +166,14 @@ fn drain(pipe: Option<impl Read + Send + 'static>) -> Receiver<String> {
 fn reason(complaint: &str, status: &str) -> String {
     let lower = complaint.to_lowercase();
     // CUDA's, CubeCL's, wgpu's and Rust's own words for it.
-    let signs = ["out of memory", "outofmemory", "out_of_memory", "buffertoobig", "memory allocation of"];
+    let signs = [
+        "out of memory",
+        "out of device memory",
+        "outofmemory",
+        "out_of_memory",
+        "buffertoobig",
+        "memory allocation of",
+    ];
     if signs.iter().any(|sign| lower.contains(sign)) {
         return "out of memory".to_string();
     }
@@ -190,6 +197,8 @@ mod tests {
         assert_eq!(reason("error: the loss is NaN\n", "exit status: 2"), "the loss is NaN");
         assert_eq!(reason("x\nCUDA_ERROR_OUT_OF_MEMORY, and then some\ny", "exit status: 101"), "out of memory");
         assert_eq!(reason("memory allocation of 99 bytes failed", "signal: 6 (SIGABRT)"), "out of memory");
+        let deep = "panicked at a.rs:1:2:\nit failed\nCaused by:\n  an IO error\nCaused by:\n  out of device memory allocating 6443499520 bytes\n";
+        assert_eq!(reason(deep, "exit status: 101"), "out of memory");
         let caused = "thread 'main' panicked at src/a.rs:1:2:\nit went wrong\nCaused by:\n  a fault\n";
         assert_eq!(reason(caused, "exit status: 101"), "it went wrong: a fault");
         assert_eq!(reason("\n", "signal: 9 (SIGKILL)"), "signal: 9 (SIGKILL)");
