@@ -106,7 +106,8 @@ impl Gpt {
         self.dropout.forward(self.token_embedding.forward(tokens) + self.position_embedding.forward(positions))
     }
 
-    /// The head of what the last norm made, `x [batch, context, width]`, over a vocabulary that is filled up to a multiple of [`VOCABULARY_TILE`] with tokens that never come.
+    /// The head of what the last norm made, `x [batch, context, width]`, over a vocabulary that is filled up to a multiple of
+    /// [`VOCABULARY_TILE`] with tokens that never come.
     fn logits(&self, x: Tensor<3>) -> Tensor<3> {
         let table = self.token_embedding.weight.val().cast(self.dtype);
         let [vocabulary, width] = table.dims();

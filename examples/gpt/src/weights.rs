@@ -85,7 +85,12 @@ impl Weights {
         let ([vocabulary, width], [context, _]) = (table("wte.weight")?, table("wpe.weight")?);
         let layers = (0..).take_while(|layer| tensors.keys().any(|name| in_block(name, *layer))).count();
         let description = Description::beside(path)?;
-        let heads = description.n_head.or(heads).unwrap_or((width / HEAD_DIM).max(1));
+        let heads = match (heads, description.n_head) {
+            (Some(given), Some(weights)) if given != weights => {
+                return Err(Error::NotTheWeights { flag: "heads", given, weights });
+            }
+            (given, described) => described.or(given).unwrap_or((width / HEAD_DIM).max(1)),
+        };
         let weights =
             Self { path: path.to_path_buf(), tensors, shape: ModelShape { layers, heads, width, context, vocabulary } };
         weights.check()?;

@@ -479,6 +479,8 @@ fn wrong_weights_are_one_sentence() {
     let describe = |text: &str| fs::write(place.directory.path().join("config.json"), text).unwrap();
     describe(r#"{"n_head": 2, "activation_function": "relu"}"#);
     others(&flex, "config.json says of activation_function what is not GPT-2's");
+    describe(r#"{"n_head": 4, "activation_function": "gelu_new"}"#);
+    others(&flex, "--heads is 2, but the weights' is 4; leave the flag out");
     describe("{");
     others(&flex, "config.json is not readable");
 }
