@@ -1,6 +1,6 @@
 //! A GPT with flash attention: trains, continues texts, loads GPT-2's weights.
 //!
-//! [`model`] is the model and [`train`] the loop; the rest is what a run needs around them. `compare` measures kinds of
+//! [`model`] is the model and `train` the loop; the rest is what a run needs around them. `compare` measures kinds of
 //! attention beside each other, and `cli` is the program.
 
 mod checkpoint;
