@@ -45,7 +45,16 @@ pub enum Variant {
     Softcap,
     /// A causal window of so many keys, the query's own counted.
     Window(usize),
+    /// ALiBi's slopes, which are not learned.
+    Alibi,
+    /// A sink for each head, and its gradient.
+    Sinks,
+    /// One in ten probabilities dropped.
+    Dropout,
 }
+
+/// The probability of [`Variant::Dropout`].
+pub const DROPOUT: f32 = 0.1;
 
 /// The softcap of [`Variant::Softcap`].
 pub const SOFTCAP: f32 = 20.0;
@@ -58,6 +67,9 @@ impl fmt::Display for Variant {
             Variant::Bias => f.write_str("bias"),
             Variant::Softcap => f.write_str("softcap"),
             Variant::Window(keys) => write!(f, "window {keys}"),
+            Variant::Alibi => f.write_str("alibi"),
+            Variant::Sinks => f.write_str("sinks"),
+            Variant::Dropout => f.write_str("dropout"),
         }
     }
 }
@@ -90,7 +102,8 @@ impl Case {
         match self.variant {
             Variant::Softcap => options.softcap = Some(SOFTCAP),
             Variant::Window(keys) => options.window_left = Some(keys.saturating_sub(1)),
-            Variant::None | Variant::Mask | Variant::Bias => {}
+            Variant::Dropout => (options.dropout, options.dropout_seed) = (DROPOUT, Some(1)),
+            Variant::None | Variant::Mask | Variant::Bias | Variant::Alibi | Variant::Sinks => {}
         }
         let q = [self.batch, self.heads_q, self.seq_q, self.head_dim];
         let k = [self.batch, self.heads_kv, self.seq_k, self.head_dim];
@@ -99,7 +112,9 @@ impl Case {
         match self.variant {
             Variant::Mask => problem.with_mask(&[self.batch, 1, 1, self.seq_k]),
             Variant::Bias => problem.with_bias(&[1, self.heads_q, self.seq_q, self.seq_k]),
-            Variant::None | Variant::Softcap | Variant::Window(_) => Ok(problem),
+            Variant::Alibi => problem.with_alibi_slopes(&[1, self.heads_q]),
+            Variant::Sinks => problem.with_sinks(&[self.heads_q]),
+            Variant::None | Variant::Softcap | Variant::Window(_) | Variant::Dropout => Ok(problem),
         }
     }
 
@@ -185,7 +200,7 @@ pub enum Set {
     Paper,
     /// Shapes that fill a data-centre GPU, in bf16.
     H200,
-    /// Mask, bias, softcap and window at (4, 16, 4096, 128), in bf16.
+    /// Mask, bias, softcap, windows, slopes, sinks and dropout at (4, 16, 4096, 128), in bf16.
     Variants,
     /// Lengths that fit no tile beside the next that does, grouped heads, few heads, a single query, in bf16.
     Ragged,
@@ -266,6 +281,10 @@ impl Set {
                     causal.with(Variant::Window(256)),
                     causal.with(Variant::Window(1024)),
                     causal.with(Variant::Window(2048)),
+                    causal.with(Variant::Alibi),
+                    causal.with(Variant::Sinks),
+                    full.with(Variant::Dropout),
+                    causal.with(Variant::Dropout),
                 ]
             }
             Set::Ragged => {
@@ -313,7 +332,10 @@ fn quick(dtype: Dtype) -> Vec<Case> {
         cases.extend([2, 4].map(|heads| Case { heads_q: heads, heads_kv: heads, ..base }));
         cases.push(Case { heads_kv: 2, ..base });
         cases.push(Case { seq_q: 128, ..base });
-        cases.extend([Variant::Mask, Variant::Bias, Variant::Softcap, Variant::Window(128)].map(|v| base.with(v)));
+        let variants = [Variant::Mask, Variant::Bias, Variant::Softcap, Variant::Window(128)];
+        cases.extend(
+            variants.into_iter().chain([Variant::Alibi, Variant::Sinks, Variant::Dropout]).map(|v| base.with(v)),
+        );
     }
     cases
 }

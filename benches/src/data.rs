@@ -2,7 +2,7 @@
 
 use crate::case::{Case, Variant};
 use crate::error::Error;
-use flash_attention_kernels::{AttentionProblem, BackwardOrder, Dtype, Precision};
+use flash_attention_kernels::{AttentionProblem, BackwardOrder, Dtype, Precision, dropout};
 use flash_attention_reference as reference;
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -28,6 +28,10 @@ pub struct Data {
     pub bias: Option<Values>,
     /// `problem.mask`, true hides.
     pub mask: Option<Vec<bool>>,
+    /// `problem.alibi_slopes`: those of the paper, for heads that are a power of two.
+    pub slopes: Option<Vec<f32>>,
+    /// `[heads_q]`.
+    pub sinks: Option<Vec<f32>>,
 }
 
 /// Numbers of one dtype, as bytes.
@@ -118,6 +122,12 @@ impl Data {
             dout: normal(problem.o_shape(), 3),
             bias: problem.bias.map(|shape| normal(shape, 4)),
             mask,
+            slopes: problem
+                .alibi_slopes
+                .map(|[_, heads]| (1..=heads).map(|h| 2f64.powf(-8.0 * h as f64 / heads as f64) as f32).collect()),
+            sinks: problem
+                .sinks
+                .then(|| reference::normal(case.heads_q, 8 * seed + 5).into_iter().map(|sink| sink as f32).collect()),
         })
     }
 
@@ -252,7 +262,24 @@ impl Oracle {
         let (q, k, v) = (last(&data.q, p.q_shape()), last(&data.k, p.k_shape()), last(&data.v, p.v_shape()));
         let dout = last(&data.dout, p.o_shape());
         let bias = data.bias.as_ref().zip(p.bias).map(|(bias, shape)| last(bias, shape));
-        let inputs = reference::Inputs { q: &q, k: &k, v: &v, mask: data.mask.as_deref(), bias: bias.as_deref() };
+        // Of a head alone, what is its own.
+        let of_heads = |values: &Vec<f32>| -> Vec<f64> {
+            values[values.len() - p.num_heads_q..].iter().map(|x| f64::from(*x)).collect()
+        };
+        let (slopes, sinks) = (data.slopes.as_ref().map(of_heads), data.sinks.as_ref().map(of_heads));
+        let p = AttentionProblem { alibi_slopes: p.alibi_slopes.map(|_| [1, p.num_heads_q]), ..p };
+        let first = [whole.batch - p.batch, whole.num_heads_q - p.num_heads_q];
+        let seed = p.options.dropout_seed.filter(|_| p.options.dropout > 0.0);
+        let inputs = reference::Inputs {
+            q: &q,
+            k: &k,
+            v: &v,
+            mask: data.mask.as_deref(),
+            bias: bias.as_deref(),
+            alibi_slopes: slopes.as_deref(),
+            sinks: sinks.as_deref(),
+            dropout: seed.map(|seed| reference::Dropout { seed: dropout::seed(seed), first }),
+        };
         let sample = reference::sample(&p, &inputs, &dout, at, &queries, &keys);
         Oracle { problem: whole, queries, keys, sample }
     }
@@ -357,7 +384,7 @@ mod tests {
         let data = Data::new(case, 0).unwrap();
         let p = data.problem;
         let [q, k, v, dout] = [&data.q, &data.k, &data.v, &data.dout].map(|values| values.range(0..values.len()));
-        let inputs = reference::Inputs { q: &q, k: &k, v: &v, mask: None, bias: None };
+        let inputs = reference::Inputs { q: &q, k: &k, v: &v, ..Default::default() };
         let (queries, keys) = sampled(&p);
         let right = reference::sample(&p, &inputs, &dout, [1, 3], &queries, &keys);
         assert_eq!(Oracle::new(&data).sample.o, right.o);

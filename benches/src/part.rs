@@ -46,7 +46,7 @@ impl Part {
 
     /// What it writes beside the forward's results.
     pub fn wanted(self, tensors: &Tensors) -> Gradients {
-        let Gradients { dq, dk, dv, dbias } = tensors.gradients.clone();
+        let Gradients { dq, dk, dv, dbias, .. } = tensors.gradients.clone();
         match self {
             Part::Forward => Gradients::default(),
             Part::Dq => Gradients { dq, ..Default::default() },

@@ -6,7 +6,7 @@ use crate::data::{Data, Results, Values};
 use crate::error::Error;
 use crate::timing::Work;
 use burn::tensor::ops::AttentionModuleOptions;
-use burn::tensor::{Bool, DType, Device, Tensor, TensorData, activation, module};
+use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData, activation, module};
 use burn_flash_attention::{FlashAttentionOptions, flash_attention};
 use cubecl::client::Client;
 use flash_attention_kernels::{AttentionProblem, Dtype};
@@ -30,6 +30,10 @@ struct Inputs {
     bias: Option<Tensor<4>>,
     mask: Option<Tensor<4, Bool>>,
     dout: Tensor<4>,
+    slopes: Option<Tensor<1>>,
+    sinks: Option<Tensor<1>>,
+    /// What slopes make of distances, `[1, heads_q, seq_q, seq_k]`, for implementations that know no slopes; made once, as models do.
+    ramp: Option<Tensor<4>>,
     /// True where causality or the window hide, for implementations that cannot be asked for it; made once, as models do.
     hidden: Option<Tensor<4, Bool>>,
 }
@@ -49,7 +53,7 @@ impl Tensors {
     }
 
     fn attention(&self, inputs: &Inputs) -> Tensor<4> {
-        let Inputs { q, k, v, bias, mask, hidden, .. } = inputs;
+        let Inputs { q, k, v, bias, mask, hidden, slopes, sinks, ramp, .. } = inputs;
         let (q, k, v, p) = (q.clone(), k.clone(), v.clone(), &self.problem);
         match self.implementation {
             Implementation::Ours | Implementation::OursFast | Implementation::OursTf32 => {
@@ -63,6 +67,11 @@ impl Tensors {
                 if self.variant == Variant::Softcap {
                     options = options.with_softcap(SOFTCAP);
                 }
+                if let Some(slopes) = slopes {
+                    options = options.with_alibi_slopes(slopes.clone());
+                }
+                options = options.with_sinks(sinks.clone()).with_dropout(p.options.dropout);
+                options = options.with_dropout_seed(p.options.dropout_seed);
                 if let Some(mask) = mask {
                     options = options.with_mask(mask.clone());
                 }
@@ -84,7 +93,7 @@ impl Tensors {
                     _ => mask.clone(),
                 };
                 let mask = mask.map(|mask| mask.expand(scores));
-                let bias = bias.clone().map(|bias| bias.expand(scores));
+                let bias = bias.as_ref().or(ramp.as_ref()).map(|bias| bias.clone().expand(scores));
                 module::attention(q, repeated(k, p), repeated(v, p), mask, bias, options)
             }
             Implementation::Composed => {
@@ -92,13 +101,17 @@ impl Tensors {
                 if self.variant == Variant::Softcap {
                     scores = scores.div_scalar(SOFTCAP).tanh().mul_scalar(SOFTCAP);
                 }
-                if let Some(bias) = bias {
-                    scores = scores + bias.clone();
+                for added in [bias, ramp].into_iter().flatten() {
+                    scores = scores + added.clone();
                 }
                 for hidden in [mask, hidden].into_iter().flatten() {
                     scores = scores.mask_fill(hidden.clone().expand(p.scores_shape()), f32::NEG_INFINITY);
                 }
-                activation::softmax(scores, 3).matmul(repeated(v, p))
+                let Some(sinks) = sinks else { return activation::softmax(scores, 3).matmul(repeated(v, p)) };
+                // One more column, which nothing is multiplied by.
+                let column = sinks.clone().cast(scores.dtype()).reshape([1, p.num_heads_q, 1, 1]);
+                let scores = Tensor::cat(vec![scores, column.expand([p.batch, p.num_heads_q, p.seq_q, 1])], 3);
+                activation::softmax(scores, 3).narrow(3, 0, p.seq_k).matmul(repeated(v, p))
             }
             // Scaled, or f16 would overflow.
             Implementation::Products => {
@@ -145,7 +158,21 @@ impl Inputs {
             };
             hidden.unsqueeze()
         });
+        let f32s = |values: &Vec<f32>| Tensor::<1>::from_data(values.as_slice(), (device, DType::F32));
+        let slopes = data.slopes.as_ref().map(f32s);
+        let ours = matches!(implementation, Implementation::Ours | Implementation::OursFast | Implementation::OursTf32);
+        let ramp = slopes.clone().filter(|_| !ours).map(|slopes| {
+            let at = |n: usize| Tensor::<1, Int>::arange(0..n as i64, device).float().cast(DType::F32);
+            let diagonal = p.seq_k as f32 - p.seq_q as f32;
+            let distances = (at(p.seq_q).unsqueeze_dim::<2>(1) + diagonal - at(p.seq_k).unsqueeze_dim(0)).abs();
+            let slopes = slopes.neg().reshape([1, p.num_heads_q, 1, 1]);
+            (slopes * distances.unsqueeze::<4>()).cast(burn_dtype(p.dtype))
+        });
+        let sinks = data.sinks.as_ref().map(f32s);
         Inputs {
+            slopes,
+            sinks: sinks.map(|sinks| if device.is_autodiff() { sinks.require_grad() } else { sinks }),
+            ramp,
             q: leaf(&data.q, p.q_shape()),
             k: leaf(&data.k, p.k_shape()),
             v: leaf(&data.v, p.v_shape()),
@@ -157,12 +184,16 @@ impl Inputs {
     }
 }
 
-fn tensor(values: &Values, shape: [usize; 4], dtype: Dtype, device: &Device) -> Tensor<4> {
-    let dtype = match dtype {
+fn burn_dtype(dtype: Dtype) -> DType {
+    match dtype {
         Dtype::F32 => DType::F32,
         Dtype::F16 => DType::F16,
         Dtype::BF16 => DType::BF16,
-    };
+    }
+}
+
+fn tensor(values: &Values, shape: [usize; 4], dtype: Dtype, device: &Device) -> Tensor<4> {
+    let dtype = burn_dtype(dtype);
     Tensor::from_data(TensorData::from_bytes_vec(values.bytes.clone(), shape, dtype), (device, dtype))
 }
 

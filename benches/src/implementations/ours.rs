@@ -70,12 +70,17 @@ impl Tensors {
             let tensor = TensorView::contiguous(client.create_from_slice(&bytes), shape);
             MaskView { tensor, storage: MaskStorage::U32 }
         });
+        let floats = |values: &[f32]| {
+            let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+            client.create_from_slice(&bytes)
+        };
+        let slopes = data.slopes.as_ref().zip(p.alibi_slopes);
         let inputs = Inputs {
-            q: upload(&data.q, p.q_shape()),
-            k: upload(&data.k, p.k_shape()),
-            v: upload(&data.v, p.v_shape()),
             mask,
             bias: data.bias.as_ref().zip(p.bias).map(|(bias, shape)| upload(bias, shape)),
+            alibi_slopes: slopes.map(|(slopes, shape)| TensorView::contiguous(floats(slopes), shape)),
+            sinks: data.sinks.as_ref().map(|sinks| TensorView::contiguous(floats(sinks), [p.num_heads_q])),
+            ..Inputs::new(upload(&data.q, p.q_shape()), upload(&data.k, p.k_shape()), upload(&data.v, p.v_shape()))
         };
         let with_backward = pass != Pass::Forward;
         let gradients = if with_backward {
@@ -84,6 +89,8 @@ impl Tensors {
                 dk: Some(empty(p.k_shape())),
                 dv: Some(empty(p.v_shape())),
                 dbias: p.bias.map(empty),
+                dalibi_slopes: None,
+                dsinks: p.sinks.then(|| TensorView::contiguous(client.empty(4 * p.num_heads_q), [p.num_heads_q])),
             }
         } else {
             Gradients::default()

@@ -1,12 +1,13 @@
 //! What users call. Everything that can be wrong is found here, before anything runs.
 
-use crate::backend::{FlashAttentionOps, OptionalBool, OptionalFloat};
+use crate::backend::{Extras, FlashAttentionOps, OptionalBool, OptionalFloat, OptionalInt};
 use crate::options::FlashAttentionOptions;
 use crate::plan::AttentionPlan;
-use crate::problem::{dtype, problem};
+use crate::problem::{Shapes, dtype, problem};
+use crate::slopes::AlibiSlopes;
 use burn::backend::{Dispatch, DispatchDevice};
 use burn::tensor::ops::AttentionModuleOptions;
-use burn::tensor::{Bool, DType, Device, Tensor};
+use burn::tensor::{Bool, DType, Device, Distribution, Int, Tensor};
 #[cfg(feature = "autotune")]
 use flash_attention_kernels::tuning::Tuned;
 use flash_attention_kernels::{AttentionError, AttentionProblem};
@@ -24,7 +25,7 @@ use flash_attention_kernels::{AttentionError, AttentionProblem};
 /// `num_heads_q` is a multiple of `num_heads_kv`: query head `h` attends with head `h / (num_heads_q / num_heads_kv)`.
 /// All are f32, f16 or bf16 alike; sums are in f32. Any strides will do. Head dimensions go up to 256.
 ///
-/// A query that sees no key gets 0. Differentiable in `q`, `k`, `v` and the bias; kernels run for tracked ones only.
+/// A query that sees no key gets 0. Differentiable in `q`, `k`, `v`, bias, slopes and sinks; kernels run for tracked ones only.
 ///
 /// # Panics
 ///
@@ -75,7 +76,7 @@ pub fn try_flash_attention(
 }
 
 /// [`flash_attention`], with the log-sum-exp of each row of scores: `lse [batch, num_heads_q, seq_q]`, natural
-/// logarithm, f32, −∞ where a query sees no key. Differentiable too.
+/// logarithm, f32, −∞ where a query sees no key and there is no sink. Differentiable too.
 ///
 /// With it, attention over parts of the keys can be merged into attention over all of them:
 ///
@@ -137,14 +138,18 @@ pub fn try_flash_attention_with_lse(
     options: &FlashAttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
     plan(&q, &k, &v, options)?;
-    let output = Dispatch::flash_attention(
-        q.into_dispatch(),
-        k.into_dispatch(),
-        v.into_dispatch(),
-        OptionalBool::from_option(options.mask.clone().map(Tensor::into_dispatch)),
-        OptionalFloat::from(options.bias.clone().map(Tensor::into_dispatch)),
-        options.numbers(),
-    );
+    let seed = (options.dropout > 0.0 && options.dropout_seed.is_none()).then(|| drawn_seed(&q.device()));
+    let slopes = options.alibi_slopes.clone().map(|slopes| slopes.into_tensor().cast(DType::F32));
+    let sinks = options.sinks.clone().map(|sinks| sinks.cast(DType::F32));
+    let extras = Extras {
+        mask: OptionalBool::from_option(options.mask.clone().map(Tensor::into_dispatch)),
+        bias: OptionalFloat::from(options.bias.clone().map(Tensor::into_dispatch)),
+        alibi_slopes: OptionalFloat::from(slopes.map(Tensor::into_dispatch)),
+        sinks: OptionalFloat::from(sinks.map(Tensor::into_dispatch)),
+        dropout_seed: OptionalInt::from_option(seed.map(Tensor::into_dispatch)),
+    };
+    let (q, k, v) = (q.into_dispatch(), k.into_dispatch(), v.into_dispatch());
+    let output = Dispatch::flash_attention(q, k, v, extras, options.numbers());
     Ok((Tensor::from_dispatch(output.out), Tensor::from_dispatch(output.lse)))
 }
 
@@ -247,6 +252,12 @@ pub fn tuned(
     }
 }
 
+/// Two numbers of 32 bits out of Burn's generator, on the device: nobody waits for them.
+fn drawn_seed(device: &Device) -> Tensor<1, Int> {
+    let range = Distribution::Uniform(f64::from(i32::MIN), f64::from(i32::MAX));
+    Tensor::<1, Int>::random([2], range, (device, DType::I32))
+}
+
 /// The problem that these arguments pose, and the device that they are on, without gradients.
 fn posed(
     q: &Tensor<4>,
@@ -255,11 +266,17 @@ fn posed(
     options: &FlashAttentionOptions,
 ) -> Result<(Device, AttentionProblem), AttentionError> {
     let (mask, bias) = (options.mask.as_ref(), options.bias.as_ref());
+    let slopes = options.alibi_slopes.clone().map(AlibiSlopes::into_tensor);
+    let sinks = options.sinks.as_ref();
     let q_dtype = dtype("q", q.dtype())?;
     for (argument, other) in [("k", Some(k.dtype())), ("v", Some(v.dtype())), ("bias", bias.map(Tensor::dtype))] {
         if let Some(other) = other {
             same_dtype(argument, other, q.dtype())?;
         }
+    }
+    for (argument, other) in [("alibi_slopes", slopes.as_ref().map(Tensor::dtype)), ("sinks", sinks.map(Tensor::dtype))]
+    {
+        other.map_or(Ok(()), |other| dtype(argument, other).map(|_| ()))?;
     }
     let device = q.device();
     for (argument, other) in [
@@ -267,18 +284,20 @@ fn posed(
         ("v", Some(v.device())),
         ("mask", mask.map(Tensor::device)),
         ("bias", bias.map(Tensor::device)),
+        ("alibi_slopes", slopes.as_ref().map(Tensor::device)),
+        ("sinks", sinks.map(Tensor::device)),
     ] {
         if let Some(other) = other {
             same_device(argument, &other, &device)?;
         }
     }
-    let problem = problem(
-        [&q.dims(), &k.dims(), &v.dims()],
-        mask.map(Tensor::dims).as_ref().map(|dims| &dims[..]),
-        bias.map(Tensor::dims).as_ref().map(|dims| &dims[..]),
-        q_dtype,
-        options.numbers(),
-    )?;
+    let shapes = Shapes {
+        mask: mask.map(|mask| mask.dims().to_vec()),
+        bias: bias.map(|bias| bias.dims().to_vec()),
+        alibi_slopes: slopes.map(|slopes| slopes.dims().to_vec()),
+        sinks: sinks.map(|sinks| sinks.dims().to_vec()),
+    };
+    let problem = problem([&q.dims(), &k.dims(), &v.dims()], shapes, q_dtype, options.numbers())?;
     Ok((device.inner(), problem))
 }
 

@@ -4,20 +4,22 @@
 //! (`ds = p∘(dout·vᵀ − delta + dlse)`). So a call records three nodes:
 //!
 //! ```text
-//! q, k, v, bias ── core ──┬── out      hands dout to core
-//!                         └── lse      hands dlse to core
+//! q, k, v, … ── core ──┬── out      hands dout to core
+//!                      └── lse      hands dlse to core
 //! ```
 //!
 //! `out` and `lse` lay their gradients into a [`Mailbox`] that they share with `core`. Burn runs nodes from the loss
 //! towards the leaves, so `core` runs once, after whichever of the two the loss depends on, and empties the mailbox.
 //! It launches the kernels of the inputs that are tracked and no others.
 
-use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, OptionalBool, OptionalFloat, Wanted};
+use crate::backend::{
+    AttentionGradients, AttentionOutput, Extras, FlashAttentionOps, OptionalBool, OptionalFloat, OptionalInt, Wanted,
+};
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
-use burn::backend::tensor::{BoolTensor, FloatTensor};
+use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{Autodiff, AutodiffBackend, Backend, TensorMetadata};
 use flash_attention_kernels::AttentionOptions;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -27,28 +29,26 @@ impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
         v: FloatTensor<Self>,
-        mask: OptionalBool<Self>,
-        bias: OptionalFloat<Self>,
+        extras: Extras<Self>,
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
-        let mask = mask.into_option();
-        let guards = [q.node(), k.node(), v.node()];
-        match bias.into_option() {
-            None => record::<B, C, 3>(guards, [q, k, v], mask, None, options),
-            Some(bias) => {
-                let [q_guard, k_guard, v_guard] = guards;
-                let guards = [q_guard, k_guard, v_guard, bias.node()];
-                record::<B, C, 4>(guards, [q, k, v], mask, Some(bias), options)
-            }
-        }
+        let untracked = Untracked { mask: extras.mask.into_option(), dropout_seed: extras.dropout_seed.into_option() };
+        let optional = [extras.bias, extras.alibi_slopes, extras.sinks].map(OptionalFloat::into_option);
+        // Burn wants to know at compile time how many inputs a node has.
+        let record = match optional.iter().flatten().count() {
+            0 => record::<B, C, 3>,
+            1 => record::<B, C, 4>,
+            2 => record::<B, C, 5>,
+            _ => record::<B, C, 6>,
+        };
+        record([q, k, v], optional, untracked, options)
     }
 
     fn flash_attention_backward(
         _q: FloatTensor<Self>,
         _k: FloatTensor<Self>,
         _v: FloatTensor<Self>,
-        _mask: OptionalBool<Self>,
-        _bias: OptionalFloat<Self>,
+        _extras: Extras<Self>,
         _out: FloatTensor<Self>,
         _lse: FloatTensor<Self>,
         _dout: FloatTensor<Self>,
@@ -60,21 +60,40 @@ impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff
     }
 }
 
-/// Runs the forward and records it if any of the `N` inputs (q, k, v and perhaps bias) is tracked.
-fn record<B: FlashAttentionOps, C: CheckpointStrategy, const N: usize>(
-    guards: [NodeGuard; N],
-    [q, k, v]: [FloatTensor<Autodiff<B, C>>; 3],
+/// Inputs that have no gradient.
+#[derive(Clone, Debug)]
+struct Untracked<B: Backend> {
     mask: Option<BoolTensor<B>>,
-    bias: Option<FloatTensor<Autodiff<B, C>>>,
+    dropout_seed: Option<IntTensor<B>>,
+}
+
+impl<B: Backend> Untracked<B> {
+    /// With bias, slopes and sinks.
+    fn with(self, [bias, alibi_slopes, sinks]: [Option<FloatTensor<B>>; 3]) -> Extras<B> {
+        Extras {
+            mask: OptionalBool::from_option(self.mask),
+            bias: bias.into(),
+            alibi_slopes: alibi_slopes.into(),
+            sinks: sinks.into(),
+            dropout_seed: OptionalInt::from_option(self.dropout_seed),
+        }
+    }
+}
+
+/// Runs the forward and records it if any of the `N` inputs (q, k, v and those that there are of bias, slopes and sinks) is tracked.
+fn record<B: FlashAttentionOps, C: CheckpointStrategy, const N: usize>(
+    [q, k, v]: [FloatTensor<Autodiff<B, C>>; 3],
+    optional: [Option<FloatTensor<Autodiff<B, C>>>; 3],
+    untracked: Untracked<B>,
     options: AttentionOptions,
 ) -> AttentionOutput<Autodiff<B, C>> {
-    let forward = |q, k, v, bias: Option<FloatTensor<B>>, mask: Option<BoolTensor<B>>| {
-        B::flash_attention(q, k, v, OptionalBool::from_option(mask), OptionalFloat::from(bias), options)
-    };
+    let guards = [&q, &k, &v].into_iter().chain(optional.iter().flatten()).map(|tensor| tensor.node());
+    let Ok(guards) = <[NodeGuard; N]>::try_from(guards.collect::<Vec<_>>()) else { unreachable!("N counts them") };
     match Core.prepare::<C>(guards).compute_bound().stateful() {
         OpsKind::UnTracked(_) => {
-            let bias = bias.map(|bias| bias.into_primitive());
-            let output = forward(q.into_primitive(), k.into_primitive(), v.into_primitive(), bias, mask);
+            let extras = untracked.with(optional.map(|tensor| tensor.map(|tensor| tensor.into_primitive())));
+            let output =
+                B::flash_attention(q.into_primitive(), k.into_primitive(), v.into_primitive(), extras, options);
             AttentionOutput {
                 out: <Autodiff<B, C> as AutodiffBackend>::from_inner(output.out),
                 lse: <Autodiff<B, C> as AutodiffBackend>::from_inner(output.lse),
@@ -82,14 +101,15 @@ fn record<B: FlashAttentionOps, C: CheckpointStrategy, const N: usize>(
         }
         OpsKind::Tracked(mut prep) => {
             let ids = [prep.checkpoint(&q), prep.checkpoint(&k), prep.checkpoint(&v)];
-            let bias_id = bias.as_ref().map(|bias| prep.checkpoint(bias));
-            let bias = bias.map(|bias| bias.into_primitive());
-            let output = forward(q.into_primitive(), k.into_primitive(), v.into_primitive(), bias, mask.clone());
+            let optional_ids = optional.each_ref().map(|tensor| tensor.as_ref().map(|tensor| prep.checkpoint(tensor)));
+            let extras = untracked.clone().with(optional.map(|tensor| tensor.map(|tensor| tensor.into_primitive())));
+            let output =
+                B::flash_attention(q.into_primitive(), k.into_primitive(), v.into_primitive(), extras, options);
             let mailbox = Mailbox::<B>::default();
             let state = CoreState {
                 ids,
-                bias_id,
-                mask,
+                optional_ids,
+                untracked,
                 out: output.out.clone(),
                 lse: output.lse.clone(),
                 mailbox: mailbox.clone(),
@@ -188,8 +208,9 @@ struct Core;
 struct CoreState<B: Backend> {
     /// Where the checkpointer finds q, k and v.
     ids: [NodeId; 3],
-    bias_id: Option<NodeId>,
-    mask: Option<BoolTensor<B>>,
+    /// And those that there are of bias, slopes and sinks.
+    optional_ids: [Option<NodeId>; 3],
+    untracked: Untracked<B>,
     out: FloatTensor<B>,
     lse: FloatTensor<B>,
     mailbox: Mailbox<B>,
@@ -203,19 +224,28 @@ impl<B: FlashAttentionOps, const N: usize> Backward<B, N> for Core {
         let _token = grads.consume::<B>(&ops.node);
         let state = ops.state;
         let [q, k, v] = state.ids.map(|id| checkpointer.retrieve_node_output::<FloatTensor<B>>(id));
-        let bias = state.bias_id.map(|id| checkpointer.retrieve_node_output::<FloatTensor<B>>(id));
+        let optional =
+            state.optional_ids.map(|id| id.map(|id| checkpointer.retrieve_node_output::<FloatTensor<B>>(id)));
         let Letters { dout, dlse } = state.mailbox.take();
         // Where the loss depends on lse alone.
         let dout =
             dout.unwrap_or_else(|| B::float_zeros(state.out.shape(), &state.out.device(), state.out.dtype().into()));
 
+        // The parents are q, k, v and those that there are of the others, which is tracked being `Some`.
         let parent = |n: usize| ops.parents.get(n).and_then(Option::as_ref).map(|node| node.id);
+        let mut place = 2;
+        let [of_bias, of_slopes, of_sinks] = optional.each_ref().map(|tensor| {
+            tensor.as_ref().and_then(|_| {
+                place += 1;
+                parent(place)
+            })
+        });
+        let parents = [parent(0), parent(1), parent(2), of_bias, of_slopes, of_sinks];
         let gradients = B::flash_attention_backward(
             q,
             k,
             v,
-            OptionalBool::from_option(state.mask),
-            OptionalFloat::from(bias),
+            state.untracked.with(optional),
             state.out,
             state.lse,
             dout,
@@ -224,13 +254,15 @@ impl<B: FlashAttentionOps, const N: usize> Backward<B, N> for Core {
                 dq: parent(0).is_some(),
                 dk: parent(1).is_some(),
                 dv: parent(2).is_some(),
-                dbias: parent(3).is_some(),
+                dbias: of_bias.is_some(),
+                dalibi_slopes: of_slopes.is_some(),
+                dsinks: of_sinks.is_some(),
             },
             state.options,
         );
-        let AttentionGradients { dq, dk, dv, dbias } = gradients;
-        for (n, gradient) in [dq, dk, dv, dbias].into_iter().enumerate() {
-            if let (Some(id), Some(gradient)) = (parent(n), gradient.into_option()) {
+        let AttentionGradients { dq, dk, dv, dbias, dalibi_slopes, dsinks } = gradients;
+        for (parent, gradient) in parents.into_iter().zip([dq, dk, dv, dbias, dalibi_slopes, dsinks]) {
+            if let (Some(id), Some(gradient)) = (parent, gradient.into_option()) {
                 grads.register::<B>(id, gradient);
             }
         }

@@ -3,7 +3,7 @@
 //! From here a call goes to `cube` (through Burn's fusion, if that is on), to `fallback` on Flex, or first through
 //! `autodiff`. Arguments have been validated by `api` before they come here.
 
-use burn::backend::tensor::{BoolTensor, FloatTensor};
+use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
 use flash_attention_kernels::AttentionOptions;
 
@@ -26,6 +26,49 @@ pub enum OptionalFloat<B: Backend> {
 pub enum OptionalBool<B: Backend> {
     Some(BoolTensor<B>),
     None,
+}
+
+/// An integer tensor that may be absent.
+#[derive(Clone, Debug, ExtensionType)]
+#[cfg_attr(feature = "fusion", extension_type(fusion))]
+pub enum OptionalInt<B: Backend> {
+    Some(IntTensor<B>),
+    None,
+}
+
+/// The tensors that attention may take beside `q`, `k` and `v`.
+#[derive(Clone, Debug, ExtensionType)]
+#[cfg_attr(feature = "fusion", extension_type(fusion))]
+pub struct Extras<B: Backend> {
+    /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, true hides.
+    #[extension_type]
+    pub mask: OptionalBool<B>,
+    /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, of the dtype of `q`.
+    #[extension_type]
+    pub bias: OptionalFloat<B>,
+    /// `[batch | 1, num_heads_q]`, f32.
+    #[extension_type]
+    pub alibi_slopes: OptionalFloat<B>,
+    /// `[num_heads_q]`, f32.
+    #[extension_type]
+    pub sinks: OptionalFloat<B>,
+    /// `[2]`, of 32 bits each.
+    #[extension_type]
+    pub dropout_seed: OptionalInt<B>,
+}
+
+#[cfg(all(feature = "cube", feature = "fusion"))]
+impl<B: Backend> Extras<B> {
+    /// None but these.
+    pub fn of(mask: Option<BoolTensor<B>>, bias: Option<FloatTensor<B>>) -> Self {
+        Extras {
+            mask: OptionalBool::from_option(mask),
+            bias: bias.into(),
+            alibi_slopes: OptionalFloat::None,
+            sinks: OptionalFloat::None,
+            dropout_seed: OptionalInt::None,
+        }
+    }
 }
 
 impl<B: Backend> From<Option<FloatTensor<B>>> for OptionalFloat<B> {
@@ -56,6 +99,19 @@ impl<B: Backend> OptionalBool<B> {
     }
 }
 
+impl<B: Backend> OptionalInt<B> {
+    pub fn from_option(tensor: Option<IntTensor<B>>) -> Self {
+        tensor.map_or(Self::None, Self::Some)
+    }
+
+    pub fn into_option(self) -> Option<IntTensor<B>> {
+        match self {
+            Self::Some(tensor) => Some(tensor),
+            Self::None => None,
+        }
+    }
+}
+
 /// What the forward returns.
 #[derive(Debug, ExtensionType)]
 #[cfg_attr(feature = "fusion", extension_type(fusion))]
@@ -78,6 +134,10 @@ pub struct AttentionGradients<B: Backend> {
     pub dv: OptionalFloat<B>,
     #[extension_type]
     pub dbias: OptionalFloat<B>,
+    #[extension_type]
+    pub dalibi_slopes: OptionalFloat<B>,
+    #[extension_type]
+    pub dsinks: OptionalFloat<B>,
 }
 
 /// Which gradients the backward is to compute; the others cost nothing.
@@ -87,6 +147,8 @@ pub struct Wanted {
     pub dk: bool,
     pub dv: bool,
     pub dbias: bool,
+    pub dalibi_slopes: bool,
+    pub dsinks: bool,
 }
 
 /// Attention as one operation of a backend.
@@ -99,7 +161,7 @@ pub struct Wanted {
 pub trait FlashAttentionOps: Backend {
     /// The output and the log-sum-exp of each row of scores.
     #[cfg_attr(not(any(feature = "cube", feature = "flex")), allow(unused_variables))]
-    #[fusion(meta = |q, _k, v, _mask, _bias, _options| AttentionOutputMetadata {
+    #[fusion(meta = |q, _k, v, _extras, _options| AttentionOutputMetadata {
         out: TensorSpec::new(with_last(&q.shape, v.shape[3]), q.dtype),
         lse: TensorSpec::new(Shape::new([q.shape[0], q.shape[1], q.shape[2]]), DType::F32),
     })]
@@ -107,20 +169,18 @@ pub trait FlashAttentionOps: Backend {
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
         v: FloatTensor<Self>,
-        #[extension_type] mask: OptionalBool<Self>,
-        #[extension_type] bias: OptionalFloat<Self>,
+        #[extension_type] extras: Extras<Self>,
         options: AttentionOptions,
     ) -> AttentionOutput<Self>;
 
     /// The gradients of `Σ dout∘out + Σ dlse∘lse`, from the forward's `out` and `lse`.
-    #[fusion(meta = |q, k, v, _mask, bias, _out, _lse, _dout, _dlse, wanted, _options| AttentionGradientsMetadata {
+    #[fusion(meta = |q, k, v, extras, _out, _lse, _dout, _dlse, wanted, _options| AttentionGradientsMetadata {
         dq: when(wanted.dq, q),
         dk: when(wanted.dk, k),
         dv: when(wanted.dv, v),
-        dbias: match bias {
-            OptionalFloatMetadata::Some(bias) => when(wanted.dbias, bias),
-            OptionalFloatMetadata::None => OptionalFloatMetadata::None,
-        },
+        dbias: of(wanted.dbias, &extras.bias),
+        dalibi_slopes: of(wanted.dalibi_slopes, &extras.alibi_slopes),
+        dsinks: of(wanted.dsinks, &extras.sinks),
     })]
     #[allow(clippy::too_many_arguments)]
     #[cfg_attr(not(any(feature = "cube", feature = "flex")), allow(unused_variables))]
@@ -128,8 +188,7 @@ pub trait FlashAttentionOps: Backend {
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
         v: FloatTensor<Self>,
-        #[extension_type] mask: OptionalBool<Self>,
-        #[extension_type] bias: OptionalFloat<Self>,
+        #[extension_type] extras: Extras<Self>,
         out: FloatTensor<Self>,
         lse: FloatTensor<Self>,
         dout: FloatTensor<Self>,
@@ -147,4 +206,12 @@ fn with_last(shape: &Shape, last: usize) -> Shape {
 #[cfg(feature = "fusion")]
 fn when(wanted: bool, spec: &TensorSpec) -> OptionalFloatMetadata {
     if wanted { OptionalFloatMetadata::Some(spec.clone()) } else { OptionalFloatMetadata::None }
+}
+
+#[cfg(feature = "fusion")]
+fn of(wanted: bool, optional: &OptionalFloatMetadata) -> OptionalFloatMetadata {
+    match optional {
+        OptionalFloatMetadata::Some(spec) => when(wanted, spec),
+        OptionalFloatMetadata::None => OptionalFloatMetadata::None,
+    }
 }

@@ -1,7 +1,7 @@
 //! Attention on the tensors of Burn's CubeCL backend: views of them, outputs for them, and the kernels in between.
 
-use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, OptionalBool, OptionalFloat, Wanted};
-use crate::problem::{dtype, problem};
+use crate::backend::{AttentionGradients, AttentionOutput, Extras, FlashAttentionOps, OptionalFloat, Wanted};
+use crate::problem::{Shapes, dtype, problem};
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{BoolStore, DType, Shape};
 use burn_cubecl::CubeBackend;
@@ -21,19 +21,17 @@ impl FlashAttentionOps for CubeBackend {
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
         v: FloatTensor<Self>,
-        mask: OptionalBool<Self>,
-        bias: OptionalFloat<Self>,
+        extras: Extras<Self>,
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
-        launched(try_forward(q, k, v, mask, bias, options))
+        launched(try_forward(q, k, v, extras, options))
     }
 
     fn flash_attention_backward(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
         v: FloatTensor<Self>,
-        mask: OptionalBool<Self>,
-        bias: OptionalFloat<Self>,
+        extras: Extras<Self>,
         out: FloatTensor<Self>,
         lse: FloatTensor<Self>,
         dout: FloatTensor<Self>,
@@ -41,7 +39,7 @@ impl FlashAttentionOps for CubeBackend {
         wanted: Wanted,
         options: AttentionOptions,
     ) -> AttentionGradients<Self> {
-        launched(try_backward(q, k, v, mask, bias, out, lse, dout, dlse, wanted, options))
+        launched(try_backward(q, k, v, extras, out, lse, dout, dlse, wanted, options))
     }
 }
 
@@ -50,11 +48,10 @@ pub fn try_forward(
     q: CubeTensor,
     k: CubeTensor,
     v: CubeTensor,
-    mask: OptionalBool<CubeBackend>,
-    bias: OptionalFloat<CubeBackend>,
+    extras: Extras<CubeBackend>,
     options: AttentionOptions,
 ) -> Result<AttentionOutput<CubeBackend>, AttentionError> {
-    let call = Call::new(q, k, v, mask, bias, options)?;
+    let call = Call::new(q, k, v, extras, options)?;
     let out = call.empty(call.problem.o_shape(), call.q.dtype);
     let lse = call.empty(call.problem.lse_shape(), DType::F32);
     forward(&call.q.client, &call.problem, &call.inputs, &view(&out), &view(&lse))?;
@@ -67,8 +64,7 @@ pub fn try_backward(
     q: CubeTensor,
     k: CubeTensor,
     v: CubeTensor,
-    mask: OptionalBool<CubeBackend>,
-    bias: OptionalFloat<CubeBackend>,
+    extras: Extras<CubeBackend>,
     out: CubeTensor,
     lse: CubeTensor,
     dout: CubeTensor,
@@ -76,12 +72,15 @@ pub fn try_backward(
     wanted: Wanted,
     options: AttentionOptions,
 ) -> Result<AttentionGradients<CubeBackend>, AttentionError> {
-    let call = Call::new(q, k, v, mask, bias, options)?;
+    let call = Call::new(q, k, v, extras, options)?;
     let problem = &call.problem;
     let dq = wanted.dq.then(|| call.empty(problem.q_shape(), call.q.dtype));
     let dk = wanted.dk.then(|| call.empty(problem.k_shape(), call.q.dtype));
     let dv = wanted.dv.then(|| call.empty(problem.v_shape(), call.q.dtype));
     let dbias = problem.bias.filter(|_| wanted.dbias).map(|shape| call.empty(shape, call.q.dtype));
+    let dalibi_slopes = problem.alibi_slopes.filter(|_| wanted.dalibi_slopes);
+    let dalibi_slopes = dalibi_slopes.map(|shape| call.empty(shape, DType::F32));
+    let dsinks = (problem.sinks && wanted.dsinks).then(|| call.empty([problem.num_heads_q], DType::F32));
     // Gradients come as other operations left them: tiled, strided, or expanded with a stride of 0.
     let saved = Saved {
         o: view(&untile(out)),
@@ -94,9 +93,18 @@ pub fn try_backward(
         dk: dk.as_ref().map(view),
         dv: dv.as_ref().map(view),
         dbias: dbias.as_ref().map(view),
+        dalibi_slopes: dalibi_slopes.as_ref().map(view),
+        dsinks: dsinks.as_ref().map(view),
     };
     backward(&call.q.client, problem, &call.inputs, &saved, &gradients)?;
-    Ok(AttentionGradients { dq: dq.into(), dk: dk.into(), dv: dv.into(), dbias: dbias.into() })
+    Ok(AttentionGradients {
+        dq: dq.into(),
+        dk: dk.into(),
+        dv: dv.into(),
+        dbias: dbias.into(),
+        dalibi_slopes: dalibi_slopes.into(),
+        dsinks: dsinks.into(),
+    })
 }
 
 /// The arguments of a call, as the kernels take them.
@@ -111,27 +119,26 @@ impl Call {
         q: CubeTensor,
         k: CubeTensor,
         v: CubeTensor,
-        mask: OptionalBool<CubeBackend>,
-        bias: OptionalFloat<CubeBackend>,
+        extras: Extras<CubeBackend>,
         options: AttentionOptions,
     ) -> Result<Self, AttentionError> {
         let (q, k, v) = (untile(q), untile(k), untile(v));
-        let mask = mask.into_option().map(untile);
-        let bias = bias.into_option().map(untile);
+        let mask = extras.mask.into_option().map(untile);
+        let [bias, slopes, sinks] =
+            [extras.bias, extras.alibi_slopes, extras.sinks].map(|tensor| tensor.into_option().map(untile));
+        let seed = extras.dropout_seed.into_option().map(untile);
 
-        let problem = problem(
-            [q.meta.shape(), k.meta.shape(), v.meta.shape()],
-            mask.as_ref().map(|mask| &mask.meta.shape()[..]),
-            bias.as_ref().map(|bias| &bias.meta.shape()[..]),
-            dtype("q", q.dtype)?,
-            options,
-        )?;
+        let shape = |tensor: &Option<CubeTensor>| tensor.as_ref().map(|tensor| tensor.meta.shape().to_vec());
+        let shapes =
+            Shapes { mask: shape(&mask), bias: shape(&bias), alibi_slopes: shape(&slopes), sinks: shape(&sinks) };
+        let problem = problem([q.meta.shape(), k.meta.shape(), v.meta.shape()], shapes, dtype("q", q.dtype)?, options)?;
         let inputs = Inputs {
-            q: view(&q),
-            k: view(&k),
-            v: view(&v),
             mask: mask.map(|mask| MaskView { tensor: view(&mask), storage: storage(mask.dtype) }),
             bias: bias.as_ref().map(view),
+            alibi_slopes: slopes.as_ref().map(view),
+            sinks: sinks.as_ref().map(view),
+            dropout_seed: seed.as_ref().map(view),
+            ..Inputs::new(view(&q), view(&k), view(&v))
         };
         Ok(Call { q, problem, inputs })
     }

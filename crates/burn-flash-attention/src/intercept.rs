@@ -10,7 +10,7 @@
 //! Burn remembers which optimization it found for a sequence of operations. So the operation is always claimed, and what becomes of it
 //! is decided when it runs.
 
-use crate::backend::{OptionalBool, OptionalFloat, Wanted};
+use crate::backend::{Extras, OptionalFloat, Wanted};
 use crate::cube::{try_backward, try_forward};
 use crate::options::FlashAttentionOptions;
 use burn::backend::fusion::stream::Context;
@@ -203,23 +203,21 @@ impl Operation {
                 });
                 let bias = of.attn_bias.as_ref().map(|bias| float(context, bias));
                 let [q, k, v] = [&of.query, &of.key, &of.value].map(|input| float(context, input));
-                let mask = OptionalBool::from_option(mask);
-                let output = try_forward(q, k, v, mask, bias.into(), options(&of.options))?;
+                let output = try_forward(q, k, v, Extras::of(mask, bias), options(&of.options))?;
                 vec![(&of.out, output.out)]
             }
             Operation::ForwardWithLse(of) => {
                 let [q, k, v] = [&of.query, &of.key, &of.value].map(|input| float(context, input));
-                let (mask, bias) = (OptionalBool::None, OptionalFloat::None);
-                let output = try_forward(q, k, v, mask, bias, options(&of.options))?;
+                let output = try_forward(q, k, v, Extras::of(None, None), options(&of.options))?;
                 vec![(&of.out, output.out), (&of.logsumexp, output.lse)]
             }
             Operation::Backward(of) => {
                 let [q, k, v] = [&of.query, &of.key, &of.value].map(|input| float(context, input));
                 let [out, lse, dout] = [&of.out, &of.logsumexp, &of.out_grad].map(|input| float(context, input));
-                let (mask, bias, dlse) = (OptionalBool::None, OptionalFloat::None, OptionalFloat::None);
-                let wanted = Wanted { dq: true, dk: true, dv: true, dbias: false };
+                let (extras, dlse) = (Extras::of(None, None), OptionalFloat::None);
+                let wanted = Wanted { dq: true, dk: true, dv: true, dbias: false, dalibi_slopes: false, dsinks: false };
                 let options = options(&of.options);
-                let gradients = try_backward(q, k, v, mask, bias, out, lse, dout, dlse, wanted, options)?;
+                let gradients = try_backward(q, k, v, extras, out, lse, dout, dlse, wanted, options)?;
                 let all =
                     [(&of.query_grad, gradients.dq), (&of.key_grad, gradients.dk), (&of.value_grad, gradients.dv)];
                 all.into_iter().filter_map(|(name, tensor)| Some((name, tensor.into_option()?))).collect()

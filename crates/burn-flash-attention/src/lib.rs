@@ -37,6 +37,7 @@ mod module;
 mod options;
 mod plan;
 mod problem;
+mod slopes;
 
 #[cfg(feature = "autotune")]
 pub use api::tuned;
@@ -57,3 +58,4 @@ pub use module::{
 };
 pub use options::FlashAttentionOptions;
 pub use plan::{AttentionPlan, HostPlan};
+pub use slopes::AlibiSlopes;

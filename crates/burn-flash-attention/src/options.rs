@@ -1,5 +1,6 @@
 //! What attention is asked to do, beside `q`, `k` and `v`.
 
+use crate::slopes::AlibiSlopes;
 use burn::tensor::ops::{AttentionModuleOptions, CausalAlignment};
 use burn::tensor::{Bool, Tensor};
 use flash_attention_kernels::{Alignment, AttentionOptions, BackwardOrder, Precision};
@@ -7,7 +8,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, ser::Error};
 
 /// Options of [`flash_attention`](crate::flash_attention).
 ///
-/// Scores are `softcap(q·kᵀ · softmax_scale)`, set to −∞ where mask, causality or window hide them, plus bias.
+/// Scores are `softcap(q·kᵀ · softmax_scale)`, set to −∞ where mask, causality or window hide them, plus bias and slopes. A sink is one
+/// more score of each row, and dropout drops what the softmax makes of them.
 ///
 /// ```
 /// use burn_flash_attention::FlashAttentionOptions;
@@ -22,8 +24,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, ser::Error};
 ///
 /// # Serialization
 ///
-/// The numbers serialize; a mask or a bias does not. Serializing options that hold one is an error, so that nothing is
-/// lost in silence.
+/// The numbers serialize; tensors do not. Serializing options that hold one is an error, so that nothing is lost in silence.
 #[derive(Clone, Debug, Default)]
 pub struct FlashAttentionOptions {
     /// Factor on `q·kᵀ`. `None`: `1/√head_dim`.
@@ -39,6 +40,12 @@ pub struct FlashAttentionOptions {
     pub window_right: Option<usize>,
     /// Scores become `softcap · tanh(score / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
     pub softcap: Option<f32>,
+    /// The probability with which a pair's probability is dropped; what is kept is divided by that of keeping. For training: whoever
+    /// calls decides when. 0: none is.
+    pub dropout: f32,
+    /// What dropout drops, which depends on this, and on batch, head, query and key: not on the device. `None`: another number each
+    /// time, drawn on the device by Burn's generator, which [`Device::seed`](burn::tensor::Device::seed) sets.
+    pub dropout_seed: Option<u64>,
     /// In which order the backward adds up: a fixed one by default, so that the same call gives the same bits.
     pub backward_order: BackwardOrder,
     /// How precisely f32 is multiplied: as f32 by default.
@@ -48,6 +55,11 @@ pub struct FlashAttentionOptions {
     /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, of the dtype of `q`; added to the scores. Never expanded.
     /// Differentiable.
     pub bias: Option<Tensor<4>>,
+    /// By how much scores fall with the distance of query and key. Differentiable.
+    pub alibi_slopes: Option<AlibiSlopes>,
+    /// `[num_heads_q]`: the score of one more key of each head, whose value is 0, so that a head may attend to nothing (gpt-oss;
+    /// StreamingLLM, arXiv:2309.17453). Zeros are burn-nn's quiet softmax. Differentiable.
+    pub sinks: Option<Tensor<1>>,
 }
 
 /// A setter that takes the value of an optional field.
@@ -78,6 +90,30 @@ impl FlashAttentionOptions {
     /// ```
     pub fn with_causal(mut self, causal: bool) -> Self {
         self.causal = causal;
+        self
+    }
+
+    /// Sets the probability of dropping: at least 0 and below 1, rounded to a multiple of 1 / 65536.
+    ///
+    /// ```
+    /// let options = burn_flash_attention::FlashAttentionOptions::new().with_dropout(0.1);
+    /// assert_eq!(options.dropout, 0.1);
+    /// ```
+    pub fn with_dropout(mut self, dropout: f32) -> Self {
+        self.dropout = dropout;
+        self
+    }
+
+    /// Sets slopes, `[num_heads_q]` or `[batch, num_heads_q]`.
+    ///
+    /// ```no_run
+    /// use burn::tensor::{Device, Tensor};
+    ///
+    /// let slopes = Tensor::<1>::ones([8], &Device::default().autodiff()).require_grad();
+    /// let options = burn_flash_attention::FlashAttentionOptions::new().with_alibi_slopes(slopes);
+    /// ```
+    pub fn with_alibi_slopes(mut self, slopes: impl Into<AlibiSlopes>) -> Self {
+        self.alibi_slopes = Some(slopes.into());
         self
     }
 
@@ -171,6 +207,22 @@ impl FlashAttentionOptions {
         /// let options = burn_flash_attention::FlashAttentionOptions::new().with_bias(bias);
         /// ```
         with_bias: bias, Tensor<4>;
+        /// Sets sinks: `[num_heads_q]`.
+        ///
+        /// ```no_run
+        /// use burn::tensor::{Device, Tensor};
+        ///
+        /// let sinks = Tensor::<1>::zeros([8], &Device::default().autodiff()).require_grad();
+        /// let options = burn_flash_attention::FlashAttentionOptions::new().with_sinks(sinks);
+        /// ```
+        with_sinks: sinks, Tensor<1>;
+        /// Sets what dropout drops.
+        ///
+        /// ```
+        /// let options = burn_flash_attention::FlashAttentionOptions::new().with_dropout(0.1).with_dropout_seed(7);
+        /// assert_eq!(options.dropout_seed, Some(7));
+        /// ```
+        with_dropout_seed: dropout_seed, u64;
     }
 
     /// The part that is numbers.
@@ -182,6 +234,8 @@ impl FlashAttentionOptions {
             window_left: self.window_left,
             window_right: self.window_right,
             softcap: self.softcap,
+            dropout: self.dropout,
+            dropout_seed: self.dropout_seed,
             backward_order: self.backward_order,
             precision: self.precision,
         }
@@ -197,10 +251,11 @@ impl From<AttentionOptions> for FlashAttentionOptions {
             window_left: options.window_left,
             window_right: options.window_right,
             softcap: options.softcap,
+            dropout: options.dropout,
+            dropout_seed: options.dropout_seed,
             backward_order: options.backward_order,
             precision: options.precision,
-            mask: None,
-            bias: None,
+            ..Default::default()
         }
     }
 }
@@ -223,9 +278,13 @@ impl From<AttentionModuleOptions> for FlashAttentionOptions {
 
 impl Serialize for FlashAttentionOptions {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        for (field, shape) in
-            [("mask", self.mask.as_ref().map(|mask| mask.dims())), ("bias", self.bias.as_ref().map(|bias| bias.dims()))]
-        {
+        let slopes = self.alibi_slopes.clone().map(|slopes| slopes.into_tensor().dims().to_vec());
+        for (field, shape) in [
+            ("mask", self.mask.as_ref().map(|mask| mask.dims().to_vec())),
+            ("bias", self.bias.as_ref().map(|bias| bias.dims().to_vec())),
+            ("alibi_slopes", slopes),
+            ("sinks", self.sinks.as_ref().map(|sinks| sinks.dims().to_vec())),
+        ] {
             if let Some(shape) = shape {
                 return Err(S::Error::custom(format!(
                     "{field} is a tensor of shape {shape:?}, which options do not serialize: store it beside them and set it \

@@ -13,20 +13,34 @@ pub(crate) fn dtype(argument: &'static str, dtype: DType) -> Result<Dtype, Atten
     }
 }
 
+/// Shapes of the tensors that there may be beside `q`, `k` and `v`.
+#[derive(Default)]
+pub(crate) struct Shapes {
+    pub mask: Option<Vec<usize>>,
+    pub bias: Option<Vec<usize>>,
+    pub alibi_slopes: Option<Vec<usize>>,
+    pub sinks: Option<Vec<usize>>,
+}
+
 /// The problem, validated as far as that needs no device.
 pub(crate) fn problem(
     [q, k, v]: [&[usize]; 3],
-    mask: Option<&[usize]>,
-    bias: Option<&[usize]>,
+    shapes: Shapes,
     dtype: Dtype,
     options: AttentionOptions,
 ) -> Result<AttentionProblem, AttentionError> {
     let mut problem = AttentionProblem::new(q, k, v, dtype, options)?;
-    if let Some(mask) = mask {
-        problem = problem.with_mask(mask)?;
+    if let Some(mask) = shapes.mask {
+        problem = problem.with_mask(&mask)?;
     }
-    if let Some(bias) = bias {
-        problem = problem.with_bias(bias)?;
+    if let Some(bias) = shapes.bias {
+        problem = problem.with_bias(&bias)?;
+    }
+    if let Some(slopes) = shapes.alibi_slopes {
+        problem = problem.with_alibi_slopes(&slopes)?;
+    }
+    if let Some(sinks) = shapes.sinks {
+        problem = problem.with_sinks(&sinks)?;
     }
     Ok(problem)
 }

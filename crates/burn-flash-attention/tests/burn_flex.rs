@@ -8,6 +8,7 @@ use burn::tensor::{Device, Distribution, Tensor, Tolerance};
 use burn_flash_attention::{FlashAttentionOptions, flash_attention, flash_attention_with_lse, plan};
 use common::*;
 use flash_attention_kernels::{Alignment, AttentionOptions, Dtype};
+use flash_attention_reference as reference;
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
@@ -111,6 +112,74 @@ fn each_subset_of_inputs_tracked() {
         for tracked in Tracked::subsets().filter(|tracked| !tracked.bias) {
             check(&data, &target, How { tracked, loss: Loss::BOTH, ..How::default() });
         }
+    }
+}
+
+#[test]
+fn slopes_sinks_and_dropout() {
+    for target in targets() {
+        for dtype in dtypes(&target) {
+            let dropout = AttentionOptions { dropout: 0.2, dropout_seed: Some(1 << 40 | 3), ..Default::default() };
+            let options = [
+                AttentionOptions { causal: true, ..Default::default() },
+                AttentionOptions { softcap: Some(2.0), window_left: Some(30), ..dropout },
+                AttentionOptions { causal: true, ..dropout },
+            ];
+            for (n, options) in options.into_iter().enumerate() {
+                let problem = problem([2, 4, 2, 65, 130, 16, 24], dtype, options);
+                let sloped = problem.with_alibi_slopes(&[2, 4]).unwrap();
+                for problem in [problem, problem.with_sinks(&[4]).unwrap(), sloped, sloped.with_sinks(&[4]).unwrap()] {
+                    check(&Data::random(problem, n as u64), &target, How { loss: Loss::BOTH, ..How::default() });
+                }
+            }
+        }
+        // Rows that see nothing but their sinks.
+        let few = problem([1, 4, 2, 90, 40, 8, 8], Dtype::F32, AttentionOptions { causal: true, ..Default::default() });
+        let few = few.with_sinks(&[4]).unwrap().with_alibi_slopes(&[1, 4]).unwrap();
+        check(&Data::random(few, 7), &target, How { loss: Loss::BOTH, ..How::default() });
+        // Which of them is tracked, beside a bias.
+        let data = Data::random(few.with_bias(&[1, 4, 90, 40]).unwrap(), 8);
+        for tracked in Tracked::subsets_of_extras() {
+            check(&data, &target, How { tracked, loss: Loss::BOTH, ..How::default() });
+        }
+    }
+}
+
+/// Every two choices of any two options: all 500 problems on Flex, some on other devices, whose kernels take longer to compile than
+/// to run and have tests of their own.
+#[test]
+fn every_two_options_meet() {
+    for target in targets() {
+        let supported = dtypes(&target);
+        for pair in reference::pairs(500).into_iter().step_by(if target.name == "flex" { 1 } else { 60 }) {
+            if !supported.contains(&pair.problem.dtype) {
+                continue;
+            }
+            let loss = if pair.dlse { Loss::BOTH } else { Loss::OUT };
+            let layout = [Layout::Contiguous, Layout::HeadsInner, Layout::Transposed][pair.layout];
+            let data = Data::random(pair.problem, pair.problem.options.dropout_seed.unwrap_or(1) >> 33);
+            check(&data, &target, How { loss, layout, ..How::default() });
+        }
+    }
+}
+
+/// Without a seed of the caller's, Burn's generator gives one each time, and the backward drops what the forward did.
+#[test]
+fn dropout_draws_from_burns_generator() {
+    for target in targets() {
+        let device = target.device.clone().autodiff();
+        let random = |n| Tensor::<4>::random([2, 2, n, 16], Distribution::Default, &device);
+        let (q, k, v, dout) = (random(70), random(90), random(90).require_grad(), random(70));
+        let options = FlashAttentionOptions::new().with_dropout(0.3);
+        let run = || flash_attention(q.clone(), k.clone(), v.clone(), &options);
+        let (first, second) = (run(), run());
+        let differ = (first.clone() - second).abs().sum().into_scalar::<f32>();
+        assert!(differ > 1.0, "{}: two calls dropped the same", target.name);
+        // The output is linear in v.
+        let gradients = (first.clone() * dout.clone()).sum().backward();
+        let of_values = (v.grad(&gradients).unwrap() * v.clone().inner()).sum().into_scalar::<f32>();
+        let of_output = (first * dout).sum().into_scalar::<f32>();
+        assert!((of_values - of_output).abs() < 1e-3 * (1.0 + of_output.abs()), "{of_values} is not {of_output}");
     }
 }
 

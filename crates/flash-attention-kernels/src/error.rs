@@ -202,16 +202,14 @@ pub enum AttentionError {
         max_units: usize,
     },
     /// A kernel needs more storage buffers than the device binds at once.
-    #[error("{kernel} binds {needed} buffers (mask: {mask}, bias: {bias}), but this device binds {available} at once")]
+    #[error("{kernel} binds {needed} buffers ({}), but this device binds {available} at once", .extras.join(", "))]
     Bindings {
         /// The kernel.
         kernel: &'static str,
         /// Buffers needed.
         needed: usize,
-        /// Whether a mask is among them.
-        mask: bool,
-        /// Whether a bias is among them.
-        bias: bool,
+        /// Those among them that could be left out.
+        extras: Vec<&'static str>,
         /// Buffers available.
         available: usize,
     },

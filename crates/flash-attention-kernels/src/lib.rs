@@ -13,7 +13,7 @@
 //!
 //! let o = TensorView::contiguous(client.empty(4 * problem.rows() * problem.head_dim_v), problem.o_shape());
 //! let lse = TensorView::contiguous(client.empty(4 * problem.rows()), problem.lse_shape());
-//! forward(&client, &problem, &Inputs { q, k, v, mask: None, bias: None }, &o, &lse)?;
+//! forward(&client, &problem, &Inputs::new(q, k, v), &o, &lse)?;
 //! # Ok(())
 //! # }
 //! ```
@@ -23,14 +23,15 @@
 //! ```text
 //! problem   sizes, dtype, options, validation          tiling    which kernel, which tiles: the only place that chooses
 //! mask      which pairs see each other, which blocks   launch    validate → choose → grid → launch
-//! score     scale and softcap with their derivatives   portable  the kernels for any device
-//! softmax   the online softmax: −∞ lives here alone           matrix    those for devices with cooperative matrix products
-//!                                                      rows      those for processors
+//! score     scale, softcap, slopes, with derivatives   portable  the kernels for any device
+//! softmax   the online softmax: −∞ lives here alone    matrix    those for devices with cooperative matrix products
+//! dropout   which probabilities are dropped            rows      those for processors
 //!                                                      hopper    those for NVIDIA Hopper
 //!                                                      mma       those for NVIDIA GPUs from Ampere on
 //!                                                      tuning    times a few of them, with the feature autotune
 //! ```
 
+pub mod dropout;
 pub mod error;
 pub mod hopper;
 pub mod launch;

@@ -31,6 +31,8 @@ pub struct Band {
     pub lower: i32,
     /// Query `i` sees no key after `i + upper`, where `bounded_above`.
     pub upper: i32,
+    /// Query `i` stands at key `i + diagonal`.
+    pub diagonal: i32,
     /// Whether there is a left edge.
     #[cube(comptime)]
     pub bounded_below: bool,
@@ -114,6 +116,7 @@ impl Band {
             seq_k: seq_k as u32,
             lower: lower.min(sk) as i32,
             upper: upper.max(-sq) as i32,
+            diagonal: diagonal as i32,
             bounded_below: left.is_some(),
             bounded_above: right.is_some(),
         }
@@ -169,6 +172,7 @@ impl Band {
             seq_k: self.seq_q,
             lower: -self.upper,
             upper: -self.lower,
+            diagonal: -self.diagonal,
             bounded_below: self.bounded_above,
             bounded_above: self.bounded_below,
         }
@@ -176,7 +180,15 @@ impl Band {
 
     /// The launch argument for this band.
     pub fn into_launch(self) -> BandLaunch {
-        BandLaunch::new(self.seq_q, self.seq_k, self.lower, self.upper, self.bounded_below, self.bounded_above)
+        BandLaunch::new(
+            self.seq_q,
+            self.seq_k,
+            self.lower,
+            self.upper,
+            self.diagonal,
+            self.bounded_below,
+            self.bounded_above,
+        )
     }
 }
 
@@ -192,6 +204,11 @@ impl Band {
             seen = seen && j as i32 <= i as i32 + self.upper;
         }
         seen
+    }
+
+    /// How many keys after key `j` query `i` stands; a negative number where it stands before.
+    pub fn offset(&self, i: u32, j: u32) -> i32 {
+        i as i32 + self.diagonal - j as i32
     }
 
     /// The blocks of `tile_k` keys that queries `q_start .. q_start + tile_q` see anything of. The first may be before query 0:

@@ -84,9 +84,9 @@ pub enum Precision {
     Tf32,
 }
 
-/// What is done with the scores between `q·kᵀ` and the softmax, but for mask and bias, which are tensors.
+/// What is done with the scores between `q·kᵀ` and the output, but for what tensors do.
 ///
-/// Scores are `softcap(q·kᵀ · softmax_scale)`, set to −∞ where mask, causality or window hide them, plus bias.
+/// Scores are `softcap(q·kᵀ · softmax_scale)`, set to −∞ where mask, causality or window hide them, plus bias and slopes.
 ///
 /// ```
 /// use flash_attention_kernels::AttentionOptions;
@@ -109,6 +109,11 @@ pub struct AttentionOptions {
     pub window_right: Option<usize>,
     /// Scores become `softcap · tanh(score / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
     pub softcap: Option<f32>,
+    /// The probability with which a pair's probability is dropped, rounded to a multiple of 1 / 65536; what is kept is divided by that
+    /// of keeping ([`dropout`](crate::dropout)). 0: none is.
+    pub dropout: f32,
+    /// What draws of dropout depend on. `None`: on a tensor, so that it can be drawn on the device.
+    pub dropout_seed: Option<u64>,
     /// In which order the backward adds up.
     pub backward_order: BackwardOrder,
     /// How precisely f32 is multiplied.
@@ -150,6 +155,10 @@ pub struct AttentionProblem {
     pub mask: Option<[usize; 4]>,
     /// Shape of the additive bias, each dimension 1 or that of the scores.
     pub bias: Option<[usize; 4]>,
+    /// Shape of ALiBi's slopes, `[batch | 1, num_heads_q]`.
+    pub alibi_slopes: Option<[usize; 2]>,
+    /// Whether there are sinks, `[num_heads_q]`.
+    pub sinks: bool,
     /// The rest.
     pub options: AttentionOptions,
 }
@@ -163,6 +172,28 @@ fn rank4(argument: &'static str, shape: &[usize]) -> Result<[usize; 4], Attentio
     })
 }
 
+/// Whether a tensor's dimension has the size that another one's sets.
+fn agree(
+    argument: &'static str,
+    shape: &[usize],
+    dim: usize,
+    dimension: &'static str,
+    expected_by: &'static str,
+    expected: usize,
+) -> Result<(), AttentionError> {
+    if shape[dim] == expected {
+        return Ok(());
+    }
+    Err(AttentionError::Dimension {
+        argument,
+        dimension,
+        value: shape[dim],
+        shape: shape.to_vec(),
+        expected_by,
+        expected,
+    })
+}
+
 impl AttentionProblem {
     /// The problem that tensors of these shapes pose, validated.
     pub fn new(
@@ -173,24 +204,11 @@ impl AttentionProblem {
         options: AttentionOptions,
     ) -> Result<Self, AttentionError> {
         let (q, k, v) = (rank4("q", q)?, rank4("k", k)?, rank4("v", v)?);
-        let agree = |argument, shape: [usize; 4], dim: usize, dimension, expected_by, expected| {
-            if shape[dim] == expected {
-                return Ok(());
-            }
-            Err(AttentionError::Dimension {
-                argument,
-                dimension,
-                value: shape[dim],
-                shape: shape.to_vec(),
-                expected_by,
-                expected,
-            })
-        };
-        agree("k", k, 0, "batch", "q", q[0])?;
-        agree("v", v, 0, "batch", "q", q[0])?;
-        agree("v", v, 1, "num_heads_kv", "k", k[1])?;
-        agree("v", v, 2, "seq_k", "k", k[2])?;
-        agree("k", k, 3, "head_dim", "q", q[3])?;
+        agree("k", &k, 0, "batch", "q", q[0])?;
+        agree("v", &v, 0, "batch", "q", q[0])?;
+        agree("v", &v, 1, "num_heads_kv", "k", k[1])?;
+        agree("v", &v, 2, "seq_k", "k", k[2])?;
+        agree("k", &k, 3, "head_dim", "q", q[3])?;
         let problem = AttentionProblem {
             batch: q[0],
             num_heads_q: q[1],
@@ -202,6 +220,8 @@ impl AttentionProblem {
             dtype,
             mask: None,
             bias: None,
+            alibi_slopes: None,
+            sinks: false,
             options,
         };
         problem.validate()?;
@@ -218,6 +238,34 @@ impl AttentionProblem {
     /// This problem with an additive bias of that shape.
     pub fn with_bias(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
         self.bias = Some(rank4("bias", shape)?);
+        self.validate()?;
+        Ok(self)
+    }
+
+    /// This problem with slopes of that shape, `[batch | 1, num_heads_q]`: to each score `−slope · |i − j|` is added, where query `i`
+    /// is counted from where it stands among the keys (ALiBi, arXiv:2108.12409).
+    pub fn with_alibi_slopes(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
+        let shape = shape.try_into().map_err(|_| AttentionError::Rank {
+            argument: "alibi_slopes",
+            rank: shape.len(),
+            shape: shape.to_vec(),
+            expected: 2,
+        })?;
+        self.alibi_slopes = Some(shape);
+        self.validate()?;
+        Ok(self)
+    }
+
+    /// This problem with sinks of that shape, `[num_heads_q]`: each row sees one more key, of that score and with a value of 0.
+    pub fn with_sinks(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
+        let [heads] = <[usize; 1]>::try_from(shape).map_err(|_| AttentionError::Rank {
+            argument: "sinks",
+            rank: shape.len(),
+            shape: shape.to_vec(),
+            expected: 1,
+        })?;
+        agree("sinks", &[heads], 0, "num_heads_q", "q", self.num_heads_q)?;
+        self.sinks = true;
         self.validate()?;
         Ok(self)
     }
@@ -251,6 +299,12 @@ impl AttentionProblem {
                 if value != 1 && value != expected[dimension] {
                     return Err(AttentionError::Broadcast { argument, shape, expected, dimension, value });
                 }
+            }
+        }
+        if let Some(shape) = self.alibi_slopes {
+            agree("alibi_slopes", &shape, 1, "num_heads_q", "q", self.num_heads_q)?;
+            if shape[0] != 1 {
+                agree("alibi_slopes", &shape, 0, "batch", "q", self.batch)?;
             }
         }
         self.options.validate()
@@ -334,6 +388,7 @@ impl AttentionOptions {
         };
         let positive = |x: f32| x.is_finite() && x > 0.0;
         check("softmax_scale", self.softmax_scale, positive, "a finite number above 0")?;
-        check("softcap", self.softcap, positive, "a finite number above 0")
+        check("softcap", self.softcap, positive, "a finite number above 0")?;
+        check("dropout", Some(self.dropout), |p| (0.0..1.0).contains(&p), "at least 0 and below 1")
     }
 }

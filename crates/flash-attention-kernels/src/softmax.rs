@@ -5,6 +5,8 @@
 //! o = o / l                 lse = m + ln l     p_j = exp(s_j − lse)
 //! ```
 //!
+//! A sink is one more score of a row, with a value of 0: a row begins with `m = sink, l = 1`, and never sees nothing.
+//!
 //! (FlashAttention, arXiv:2205.14135, algorithm 1; FlashAttention-2, arXiv:2307.08691, section 3.1.)
 //!
 //! WGSL cannot write −∞ and its compilers may assume that there is none. A hidden score is therefore the lowest finite
@@ -13,6 +15,7 @@
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
+use crate::score::Score;
 use cubecl::prelude::*;
 
 /// The score of a hidden pair, and the maximum of a row that has seen nothing. No score that counts is as low.
@@ -63,4 +66,14 @@ pub fn normalizer(l: f32) -> f32 {
 pub fn lse_of_bits(bits: u32) -> f32 {
     let nothing = bits == NEGATIVE_INFINITY;
     select(nothing, f32::MAX, f32::reinterpret(select(nothing, 0u32, bits)))
+}
+
+/// The maximum and the sum of a row as it begins, in one of the units that share it: of its sink, if there is one.
+#[cube]
+pub fn begin(score: &Score, head: usize, counts: bool) -> (f32, f32) {
+    if comptime!(score.extras.sinks.is_some()) {
+        (score.extras.sink(head, HIDDEN.runtime()), select(counts, 1.0f32, 0.0f32))
+    } else {
+        (HIDDEN.runtime(), 0.0f32.runtime())
+    }
 }

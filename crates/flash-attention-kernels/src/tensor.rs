@@ -34,6 +34,12 @@ impl<const RANK: usize> TensorView<RANK> {
         TensorView { handle, shape, strides }
     }
 
+    /// The same in four dimensions, those that are new being 1.
+    pub(crate) fn widened(&self) -> TensorView {
+        let of = |sizes: [usize; RANK]| std::array::from_fn(|dim| sizes.get(dim).copied().unwrap_or(1));
+        TensorView { handle: self.handle.clone(), shape: of(self.shape), strides: of(self.strides) }
+    }
+
     /// Number of elements, repeated ones counted each time.
     pub fn len(&self) -> usize {
         self.shape.iter().product()

@@ -239,13 +239,16 @@ pub struct BackwardTiles {
     pub fused: Option<HopperGradient>,
     /// Of the bias's gradient.
     pub dbias: BiasGradient,
+    /// Of that of slopes, if there are any: portable.
+    pub dalibi_slopes: Option<TileShape>,
 }
 
 impl BackwardTiles {
     /// The portable kernels with these tiles.
     pub fn portable(tile: TileShape, dkdv_together: bool) -> Self {
         let (of, dbias) = (Gradient::Portable(tile), BiasGradient::Portable(tile));
-        BackwardTiles { dq: of, dkdv: of, dv: (!dkdv_together).then_some(of), fused: None, dbias }
+        let dv = (!dkdv_together).then_some(of);
+        BackwardTiles { dq: of, dkdv: of, dv, fused: None, dbias, dalibi_slopes: Some(tile) }
     }
 
     /// Tiles of the portable kernels that are used.
@@ -258,7 +261,7 @@ impl BackwardTiles {
             BiasGradient::Portable(tile) => Some(tile),
             BiasGradient::Hopper(_) => None,
         };
-        [of(self.dq), of(self.dkdv), self.dv.and_then(of), dbias].into_iter().flatten()
+        [of(self.dq), of(self.dkdv), self.dv.and_then(of), dbias, self.dalibi_slopes].into_iter().flatten()
     }
 }
 
@@ -463,7 +466,7 @@ impl fmt::Display for Plan {
         if let Forward::Hopper(HopperForward { parts: parts @ 2.., .. }) = self.forward {
             write!(f, " in {parts} parts")?;
         }
-        let BackwardTiles { dq, dkdv, dv, fused, dbias } = self.backward;
+        let BackwardTiles { dq, dkdv, dv, fused, dbias, dalibi_slopes } = self.backward;
         let (dq_rows, dq_tile) = dq.blocks(false);
         let (dkdv_rows, dkdv_tile) = dkdv.blocks(true);
         write!(f, ", dq {} {dq_rows}×{dq_tile}", dq.kernel().name())?;
@@ -482,6 +485,9 @@ impl fmt::Display for Plan {
         }
         if let BiasGradient::Hopper(tile) = dbias {
             write!(f, ", dbias {} {}×{}", dbias.kernel().name(), BiasTile::TILE_Q, tile.block_k())?;
+        }
+        if let Some(tile) = dalibi_slopes {
+            write!(f, ", dalibi_slopes {} {}×{}", Kernel::Portable.name(), tile.tile_q, tile.tile_k)?;
         }
         write!(f, ", {} bytes saved, {} bytes of scratch", self.saved_bytes, self.scratch_bytes)?;
         for PassedOver { what, why } in &self.passed_over {
@@ -651,6 +657,7 @@ pub(crate) fn choose_backward(
     let rows = || rows::wanted(device, asked).then(|| of(rows::backward(device, problem), Gradient::Rows));
     let gradients = gradients.or_else(rows);
     let tile = choose(device, problem, Stage::Backward, passed_over)?;
+    let dalibi_slopes = problem.alibi_slopes.map(|_| tile);
     Ok(match (hopper, gradients) {
         (Some((dq, dkdv, dv)), _) => {
             let dbias = hopper::dbias(problem).map(BiasGradient::Hopper).unwrap_or_else(|why| {
@@ -665,10 +672,14 @@ pub(crate) fn choose_backward(
                     .map_err(|why| passed_over.push(PassedOver { what: "dq, dk and dv together".into(), why }))
                     .ok(),
             };
-            BackwardTiles { dq, dkdv, dv, fused, dbias }
+            BackwardTiles { dq, dkdv, dv, fused, dbias, dalibi_slopes }
         }
-        (None, Some((dq, dkdv, dv))) => BackwardTiles { dq, dkdv, dv, ..BackwardTiles::portable(tile, true) },
-        (None, None) => BackwardTiles::portable(tile, together(device, problem, &tile)),
+        (None, Some((dq, dkdv, dv))) => {
+            BackwardTiles { dq, dkdv, dv, dalibi_slopes, ..BackwardTiles::portable(tile, true) }
+        }
+        (None, None) => {
+            BackwardTiles { dalibi_slopes, ..BackwardTiles::portable(tile, together(device, problem, &tile)) }
+        }
     })
 }
 
@@ -752,6 +763,7 @@ pub fn backward_candidates(
         }
         Gradient::Portable(_) => portables(device, Stage::Backward)
             .map(|tile| BackwardTiles::portable(tile, together(device, problem, &tile)))
+            .map(|tiles| BackwardTiles { dalibi_slopes: planned.dalibi_slopes, ..tiles })
             .collect(),
     };
     let others =
@@ -767,8 +779,7 @@ fn portables(device: &Device, stage: Stage) -> impl Iterator<Item = TileShape> {
 fn together(device: &Device, problem: &AttentionProblem, tile: &TileShape) -> bool {
     let rows = tile.tile_k / tile.units_q;
     let accumulated = rows * (tile.groups(problem.head_dim) + tile.groups(problem.head_dim_v));
-    let bindings = 7 + usize::from(problem.mask.is_some()) + usize::from(problem.bias.is_some());
-    accumulated <= MAX_ACCUMULATED && bindings <= device.bindings
+    accumulated <= MAX_ACCUMULATED && check_bindings(device, problem, "dkdv", 7).is_ok()
 }
 
 /// What will run for this problem on this client's device.
@@ -889,17 +900,25 @@ fn check_cubes(device: &Device, kernel: &'static str, blocks: usize, heads: usiz
     cube_count(device, kernel, (blocks as u64 * heads as u64).max(1)).map(|_| ())
 }
 
-/// Checks that the device binds `needed` buffers and those of mask and bias at once.
+/// Checks that the device binds `needed` buffers and those of what the problem adds at once.
 pub(crate) fn check_bindings(
     device: &Device,
     problem: &AttentionProblem,
     kernel: &'static str,
     needed: usize,
 ) -> Result<(), AttentionError> {
-    let (mask, bias) = (problem.mask.is_some(), problem.bias.is_some());
-    let needed = needed + usize::from(mask) + usize::from(bias);
-    let available = device.bindings;
-    if needed <= available { Ok(()) } else { Err(AttentionError::Bindings { kernel, needed, mask, bias, available }) }
+    let extras: Vec<_> = [
+        ("mask", problem.mask.is_some()),
+        ("bias", problem.bias.is_some()),
+        ("alibi_slopes", problem.alibi_slopes.is_some()),
+        ("sinks", problem.sinks),
+        ("dropout_seed", problem.options.dropout > 0.0),
+    ]
+    .into_iter()
+    .filter_map(|(name, there)| there.then_some(name))
+    .collect();
+    let (needed, available) = (needed + extras.len(), device.bindings);
+    if needed <= available { Ok(()) } else { Err(AttentionError::Bindings { kernel, needed, extras, available }) }
 }
 
 /// f32 values of scratch: lse and delta of each row, the sums that a broadcast bias's gradient is folded from, and those of
@@ -930,14 +949,20 @@ pub(crate) fn bias_sums(shape: &[usize; 4], problem: &AttentionProblem) -> Sums 
     }
 }
 
-/// Length of the sums' buffer.
-pub(crate) fn bias_sums_len(problem: &AttentionProblem) -> usize {
-    let Some(shape) = problem.bias else { return 0 };
-    match bias_sums(&shape, problem) {
+/// Length of the buffer of these sums.
+pub(crate) fn sums_len(sums: Sums, problem: &AttentionProblem) -> usize {
+    match sums {
         Sums::Tile => 0,
         Sums::Columns => problem.batch * problem.num_heads_q * problem.seq_k,
         Sums::Rows => problem.rows(),
     }
+}
+
+/// Length of that which both the gradient of the bias and that of slopes are folded from, one after the other.
+pub(crate) fn bias_sums_len(problem: &AttentionProblem) -> usize {
+    let of_bias = problem.bias.map_or(0, |shape| sums_len(bias_sums(&shape, problem), problem));
+    let of_slopes = problem.alibi_slopes.map_or(0, |_| sums_len(Sums::Rows, problem));
+    of_bias.max(of_slopes)
 }
 
 /// Whether the device computes with this element type.

@@ -98,8 +98,8 @@ pub fn backward_tuned(
     gradients: &Gradients,
 ) -> Result<BackwardTiles, AttentionError> {
     let mut candidates = tiling::backward_candidates(&Device::of(client), problem, CANDIDATES)?;
-    let Gradients { dq, dk, dv, dbias } = gradients;
-    let wanted = [dq, dk, dv, dbias].iter().any(|view| view.is_some());
+    let Gradients { dq, dk, dv, dbias, dalibi_slopes, dsinks } = gradients;
+    let wanted = [dq, dk, dv, dbias].iter().any(|view| view.is_some()) || dalibi_slopes.is_some() || dsinks.is_some();
     if problem.rows() == 0 || problem.seq_k == 0 || !wanted {
         candidates.truncate(1);
     }
@@ -354,9 +354,12 @@ fn key<T: Copy>(problem: &AttentionProblem, candidates: &[T], name: fn(T, T) -> 
         seq_k: up(problem.seq_k),
         mask: problem.mask.map(|shape| shape.map(up)),
         bias: problem.bias.map(|shape| shape.map(up)),
+        alibi_slopes: problem.alibi_slopes.map(|_| [1, 1]),
         options: AttentionOptions {
             softmax_scale: None,
             softcap: problem.options.softcap.map(|_| 1.0),
+            dropout: if problem.options.dropout > 0.0 { 0.5 } else { 0.0 },
+            dropout_seed: None,
             window_left: window(problem.options.window_left),
             window_right: window(problem.options.window_right),
             ..problem.options
@@ -384,7 +387,7 @@ fn backward_name(tiles: BackwardTiles, _: BackwardTiles) -> String {
         Gradient::Mma(gradient) => format!("{:?}", gradient.tile),
         gradient => format!("{gradient:?}"),
     };
-    let BackwardTiles { dq, dkdv, dv, fused, dbias } = tiles;
+    let BackwardTiles { dq, dkdv, dv, fused, dbias, dalibi_slopes: _ } = tiles;
     let fused = fused.map(Gradient::Hopper).map(name);
     format!("{} {} {:?} {fused:?} {dbias:?}", name(dq), name(dkdv), dv.map(name))
 }

@@ -31,7 +31,7 @@ pub struct Output {
 /// // Two equal keys: half of each value.
 /// let kv = [1, 1, 2, 1];
 /// let problem = AttentionProblem::new(&[1, 1, 1, 1], &kv, &kv, Dtype::F32, AttentionOptions::default())?;
-/// let inputs = Inputs { q: &[0.0], k: &[5.0, 5.0], v: &[1.0, 3.0], mask: None, bias: None };
+/// let inputs = Inputs { q: &[0.0], k: &[5.0, 5.0], v: &[1.0, 3.0], ..Default::default() };
 /// let output = forward(&problem, &inputs);
 /// assert!((output.o[0] - 2.0).abs() < 1e-12);
 /// assert!((output.lse[0] - 2.0f64.ln()).abs() < 1e-12);
@@ -57,8 +57,8 @@ fn forward_row(problem: &AttentionProblem, inputs: &Inputs, row: usize) -> (Vec<
     let Some(row) = Row::new(problem, inputs, [b, h, i]) else {
         return (o, f64::NEG_INFINITY);
     };
-    for (&j, &p) in row.keys.iter().zip(&row.p) {
-        add_scaled(&mut o, p, vector(inputs.v, problem.v_shape(), [b, h / problem.group_size(), j]));
+    for ((&j, &p), &z) in row.keys.iter().zip(&row.p).zip(&row.z) {
+        add_scaled(&mut o, p * z, vector(inputs.v, problem.v_shape(), [b, h / problem.group_size(), j]));
     }
     (o, row.lse)
 }

@@ -7,11 +7,13 @@
 //! With `t = softcap(softmax_scale · q·kᵀ)`, where `softcap(x) = c · tanh(x / c)` or `x` if there is no softcap:
 //!
 //! ```text
-//! s = t + bias where the pair is visible, −∞ where mask, causality or window hide it
-//! lse = log Σⱼ exp(s)        p = exp(s − lse)        o = p·v
+//! s = t + bias − slope·|i − j| where the pair is visible, −∞ where mask, causality or window hide it
+//! lse = log (Σⱼ exp(s) + exp(sink))        p = exp(s − lse)        o = (p∘z)·v
 //! ```
 //!
-//! A row that sees nothing, or only scores of −∞, has `o = 0` and `lse = −∞`, and no part in any gradient. Hidden keys
+//! `|i − j|` counts from where the query stands among the keys; `z` is what dropout multiplies by.
+//!
+//! A row that sees nothing, not even a sink, or only scores of −∞, has `o = 0` and `lse = −∞`, and no part in any gradient. Hidden keys
 //! and values are never read, so NaN among them stays there.
 //!
 //! ```
@@ -21,7 +23,7 @@
 //! let options = AttentionOptions { causal: true, ..Default::default() };
 //! let problem = AttentionProblem::new(&[1, 4, 3, 8], &[1, 2, 5, 8], &[1, 2, 5, 8], Dtype::F32, options)?;
 //! let (q, k, v) = (normal(4 * 3 * 8, 0), normal(2 * 5 * 8, 1), normal(2 * 5 * 8, 2));
-//! let inputs = Inputs { q: &q, k: &k, v: &v, mask: None, bias: None };
+//! let inputs = Inputs { q: &q, k: &k, v: &v, ..Default::default() };
 //!
 //! let output = forward(&problem, &inputs);
 //! assert_eq!(output.o.len(), 4 * 3 * 8);
@@ -31,17 +33,21 @@
 //! ```
 
 mod backward;
+mod dropout;
 mod dtype;
 pub mod error;
 mod forward;
+mod pairs;
 mod random;
 mod row;
 mod sample;
 
 pub use backward::{Gradients, backward};
+pub use dropout::kept;
 pub use dtype::round_to;
 pub use error::Error;
 pub use forward::{Output, forward};
+pub use pairs::{Pair, pairs};
 pub use random::normal;
 pub use sample::{Sample, sample};
 
@@ -53,10 +59,10 @@ use flash_attention_kernels::AttentionProblem;
 /// use flash_attention_reference::Inputs;
 ///
 /// // One query over two keys, the second hidden.
-/// let inputs = Inputs { q: &[1.0], k: &[0.5, 0.5], v: &[3.0, 4.0], mask: Some(&[false, true]), bias: None };
+/// let inputs = Inputs { q: &[1.0], k: &[0.5, 0.5], v: &[3.0, 4.0], mask: Some(&[false, true]), ..Default::default() };
 /// # assert_eq!(inputs.k.len(), inputs.v.len());
 /// ```
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Inputs<'a> {
     /// `[batch, num_heads_q, seq_q, head_dim]`.
     pub q: &'a [f64],
@@ -68,6 +74,29 @@ pub struct Inputs<'a> {
     pub mask: Option<&'a [bool]>,
     /// `problem.bias`, which broadcasts to `[batch, num_heads_q, seq_q, seq_k]`.
     pub bias: Option<&'a [f64]>,
+    /// `problem.alibi_slopes`, `[batch | 1, num_heads_q]`.
+    pub alibi_slopes: Option<&'a [f64]>,
+    /// `[num_heads_q]`.
+    pub sinks: Option<&'a [f64]>,
+    /// What dropout draws.
+    pub dropout: Option<Dropout>,
+}
+
+/// What draws of dropout depend on beside positions.
+///
+/// ```
+/// use flash_attention_reference::Dropout;
+///
+/// // The third head of the first batch, by itself.
+/// let alone = Dropout { seed: [7, 0], first: [0, 2] };
+/// # assert_ne!(alone, Dropout { first: [0, 0], ..alone });
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dropout {
+    /// The seed.
+    pub seed: [u32; 2],
+    /// Where these tensors' first batch and first head stand among all.
+    pub first: [usize; 2],
 }
 
 impl Inputs<'_> {
@@ -79,5 +108,9 @@ impl Inputs<'_> {
         assert_eq!(self.v.len(), len(problem.v_shape()), "length of v");
         assert_eq!(self.mask.map(<[bool]>::len), problem.mask.map(len), "length of mask");
         assert_eq!(self.bias.map(<[f64]>::len), problem.bias.map(len), "length of bias");
+        let slopes = problem.alibi_slopes.map(|[batch, heads]| batch * heads);
+        assert_eq!(self.alibi_slopes.map(<[f64]>::len), slopes, "length of alibi_slopes");
+        assert_eq!(self.sinks.map(<[f64]>::len), problem.sinks.then_some(problem.num_heads_q), "length of sinks");
+        assert_eq!(self.dropout.is_some(), problem.options.dropout > 0.0, "whether there is dropout");
     }
 }

@@ -1,6 +1,7 @@
 //! One row of the attention matrix: the scores of one query and their softmax, over the keys that it sees.
 
-use crate::Inputs;
+use crate::dropout::{keeping, keeps};
+use crate::{Dropout, Inputs};
 use flash_attention_kernels::AttentionProblem;
 
 /// What query `i` of one head makes of the keys that it sees.
@@ -11,7 +12,11 @@ pub(crate) struct Row {
     pub t: Vec<f64>,
     /// Their probabilities.
     pub p: Vec<f64>,
-    /// `log Σ exp(score)`.
+    /// What dropout multiplies them by.
+    pub z: Vec<f64>,
+    /// The sink's probability, 0 if there is none.
+    pub sink: f64,
+    /// `log Σ exp(score)`, the sink's among them.
     pub lse: f64,
 }
 
@@ -41,18 +46,39 @@ impl Row {
             (Some(shape), Some(bias)) => t + bias[broadcast_index(shape, [b, h, i, j])],
             _ => t,
         };
-        let scores: Vec<f64> = keys.iter().zip(&t).map(biased).collect();
+        let slope = problem.alibi_slopes.zip(inputs.alibi_slopes);
+        let slope = slope.map_or(0.0, |(shape, slopes)| slopes[slope_index(shape, b, h)]);
+        let sloped = |(&j, score): (&usize, f64)| score - slope * distance(problem, i, j);
+        let scores: Vec<f64> = keys.iter().zip(keys.iter().zip(&t).map(biased)).map(sloped).collect();
+        let sink = inputs.sinks.map_or(f64::NEG_INFINITY, |sinks| sinks[h]);
 
         // Asked of every score, as the maximum passes over NaN.
-        if scores.iter().all(|&score| score == f64::NEG_INFINITY) {
+        if scores.iter().all(|&score| score == f64::NEG_INFINITY) && sink == f64::NEG_INFINITY {
             return None;
         }
-        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let max = scores.iter().copied().fold(sink, f64::max);
         let exponentials: Vec<f64> = scores.iter().map(|score| (score - max).exp()).collect();
-        let sum: f64 = exponentials.iter().sum();
+        let of_sink = (sink - max).exp();
+        let sum: f64 = exponentials.iter().sum::<f64>() + of_sink;
         let p = exponentials.iter().map(|x| x / sum).collect();
-        Some(Row { keys, t, p, lse: max + sum.ln() })
+
+        let keeping = keeping(problem);
+        let kept = |&j: &usize| {
+            inputs.dropout.is_none_or(|Dropout { seed, first: [b0, h0] }| keeps(problem, seed, [b0 + b, h0 + h, i, j]))
+        };
+        let z = keys.iter().map(|j| if kept(j) { 1.0 / keeping } else { 0.0 }).collect();
+        Some(Row { keys, t, p, z, sink: of_sink / sum, lse: max + sum.ln() })
     }
+}
+
+/// How far key `j` is from where query `i` stands among the keys.
+pub(crate) fn distance(problem: &AttentionProblem, i: usize, j: usize) -> f64 {
+    f64::from(problem.band().offset(i as u32, j as u32)).abs()
+}
+
+/// Where the slope of a head is.
+pub(crate) fn slope_index([batch, heads]: [usize; 2], b: usize, h: usize) -> usize {
+    broadcast_index([batch, heads, 1, 1], [b, h, 0, 0])
 }
 
 /// The vector at `[batch, head, position]` of a contiguous tensor.

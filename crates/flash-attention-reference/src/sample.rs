@@ -44,7 +44,7 @@ pub struct Sample {
 /// let shape = [1, 2, 9, 4];
 /// let problem = AttentionProblem::new(&shape, &shape, &shape, Dtype::F32, AttentionOptions::default())?;
 /// let (q, k, v, dout) = (normal(72, 0), normal(72, 1), normal(72, 2), normal(72, 3));
-/// let inputs = Inputs { q: &q, k: &k, v: &v, mask: None, bias: None };
+/// let inputs = Inputs { q: &q, k: &k, v: &v, ..Default::default() };
 /// let some = sample(&problem, &inputs, &dout, [0, 1], &[8], &[3]);
 /// assert_eq!(some.o, forward(&problem, &inputs).o[68..]);
 /// let whole = backward(&problem, &inputs, &dout, None).dk;
@@ -78,9 +78,9 @@ pub fn sample(
     let query = |&i: &usize| {
         let (mut o, mut dq, mut lse) = (vec![0.0; head_dim_v], vec![0.0; head_dim], f64::NEG_INFINITY);
         if let Some(row) = Row::new(problem, inputs, [b, h, i]) {
-            let (_, ds) = score_gradients(&row, [b, h, i]);
+            let ds = score_gradients(&row, [b, h, i]).ds;
             for (n, &j) in row.keys.iter().enumerate() {
-                add_scaled(&mut o, row.p[n], vector(inputs.v, problem.v_shape(), [b, h_kv, j]));
+                add_scaled(&mut o, row.p[n] * row.z[n], vector(inputs.v, problem.v_shape(), [b, h_kv, j]));
                 add_scaled(&mut dq, scale * ds[n], vector(inputs.k, problem.k_shape(), [b, h_kv, j]));
             }
             lse = row.lse;
@@ -89,7 +89,7 @@ pub fn sample(
         if whole_bias {
             for at in (0..problem.batch).map(|b| [b, h, i]) {
                 let Some(row) = Row::new(problem, inputs, at) else { continue };
-                let (dt, _) = score_gradients(&row, at);
+                let dt = score_gradients(&row, at).dt;
                 row.keys.iter().zip(dt).for_each(|(&j, dt)| dbias[j] += dt);
             }
         }
@@ -109,7 +109,7 @@ pub fn sample(
     let rows = rows.filter(|&[_, _, i]| keys.iter().any(|&j| band.sees(i as u32, j as u32)));
     let sums = rows.collect::<Vec<_>>().into_par_iter().fold(zeros, |(mut dk, mut dv), at| {
         if let Some(row) = Row::new(problem, inputs, at) {
-            let (_, ds) = score_gradients(&row, at);
+            let ds = score_gradients(&row, at).ds;
             for (slot, key) in keys.iter().enumerate() {
                 // Keys of a row are in order.
                 let Ok(n) = row.keys.binary_search(key) else { continue };
@@ -119,7 +119,7 @@ pub fn sample(
                     vector(inputs.q, problem.q_shape(), at),
                 );
                 let dout = vector(dout, problem.o_shape(), at);
-                add_scaled(&mut dv[slot * head_dim_v..][..head_dim_v], row.p[n], dout);
+                add_scaled(&mut dv[slot * head_dim_v..][..head_dim_v], row.p[n] * row.z[n], dout);
             }
         }
         (dk, dv)

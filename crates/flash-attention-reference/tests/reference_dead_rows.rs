@@ -14,6 +14,8 @@ const CAUSAL: AttentionOptions = AttentionOptions {
     window_left: None,
     window_right: None,
     softcap: None,
+    dropout: 0.0,
+    dropout_seed: None,
     backward_order: BackwardOrder::Deterministic,
     precision: Precision::Full,
 };
@@ -128,7 +130,8 @@ fn without_keys_every_row_is_dead() {
         let case =
             Case::new([1, 2, 1, 3, 0, 2, 2], options).with_bias([1, 1, 3, 1]).with_mask([1, 1, 1, 0]).with_dlse();
         assert_eq!(case.forward(), Output { o: vec![0.0; 12], lse: vec![f64::NEG_INFINITY; 6] });
-        let zero = Gradients { dq: vec![0.0; 12], dk: vec![], dv: vec![], dbias: Some(vec![0.0; 3]) };
+        let zero =
+            Gradients { dq: vec![0.0; 12], dk: vec![], dv: vec![], dbias: Some(vec![0.0; 3]), ..Default::default() };
         assert_eq!(case.backward(), zero);
     }
 }
@@ -141,7 +144,8 @@ fn without_queries_batch_or_heads_results_are_empty_or_zero() {
             let case = Case::new(sizes, options).with_bias([1, 1, 1, 3]).with_dlse();
             assert_eq!(case.forward(), nothing);
             let zero = vec![0.0; keys];
-            let expected = Gradients { dq: vec![], dk: zero.clone(), dv: zero, dbias: Some(vec![0.0; 3]) };
+            let expected =
+                Gradients { dq: vec![], dk: zero.clone(), dv: zero, dbias: Some(vec![0.0; 3]), ..Default::default() };
             assert_eq!(case.backward(), expected, "{sizes:?}");
         }
     }

@@ -17,6 +17,8 @@ const PLAIN: AttentionOptions = AttentionOptions {
     window_left: None,
     window_right: None,
     softcap: None,
+    dropout: 0.0,
+    dropout_seed: None,
     backward_order: BackwardOrder::Deterministic,
     precision: Precision::Full,
 };
@@ -56,8 +58,8 @@ fn differences(case: &Case, tensor: Tensor) -> Vec<f64> {
         .collect()
 }
 
-/// How far each of dq, dk, dv and dbias is from central differences.
-fn deviations(case: &Case, gradients: &Gradients) -> [f64; 4] {
+/// How far each of dq, dk, dv, dbias, dalibi_slopes and dsinks is from central differences.
+fn deviations(case: &Case, gradients: &Gradients) -> [f64; 6] {
     let deviation = |gradient: &[f64], tensor| {
         let differences = differences(case, tensor);
         assert_eq!(gradient.len(), differences.len());
@@ -65,12 +67,17 @@ fn deviations(case: &Case, gradients: &Gradients) -> [f64; 4] {
         pairs.map(|(x, y)| if x.is_nan() { f64::INFINITY } else { (x - y).abs() }).fold(0.0, f64::max)
     };
     assert_eq!(gradients.dbias.is_some(), case.bias.is_some());
-    let dbias = gradients.dbias.as_ref();
+    assert_eq!(gradients.dalibi_slopes.is_some(), case.alibi_slopes.is_some());
+    assert_eq!(gradients.dsinks.is_some(), case.sinks.is_some());
+    let of =
+        |gradient: &Option<Vec<f64>>, tensor| gradient.as_ref().map_or(0.0, |gradient| deviation(gradient, tensor));
     [
         deviation(&gradients.dq, |case| &mut case.q),
         deviation(&gradients.dk, |case| &mut case.k),
         deviation(&gradients.dv, |case| &mut case.v),
-        dbias.map_or(0.0, |dbias| deviation(dbias, |case| case.bias.as_mut().unwrap())),
+        of(&gradients.dbias, |case| case.bias.as_mut().unwrap()),
+        of(&gradients.dalibi_slopes, |case| case.alibi_slopes.as_mut().unwrap()),
+        of(&gradients.dsinks, |case| case.sinks.as_mut().unwrap()),
     ]
 }
 
@@ -80,7 +87,11 @@ const TOLERANCE: f64 = 3e-7;
 #[track_caller]
 fn check(case: &Case) {
     let deviations = deviations(case, &case.backward());
-    assert!(deviations.iter().all(|&x| x < TOLERANCE), "dq dk dv dbias {deviations:?} for {:?}", case.problem);
+    assert!(
+        deviations.iter().all(|&x| x < TOLERANCE),
+        "dq dk dv dbias dalibi_slopes dsinks {deviations:?} for {:?}",
+        case.problem
+    );
 }
 
 #[test]
@@ -118,10 +129,43 @@ fn gradients_agree_for_every_mask_broadcast() {
 }
 
 #[test]
+fn gradients_agree_for_slopes() {
+    for options in [PLAIN, CAUSAL, TOP_LEFT, SOFTCAP, LEFT] {
+        for sizes in [GROUPED, LONG_Q] {
+            let [batch, heads, ..] = sizes;
+            check(&Case::new(sizes, options).with_alibi_slopes([1, heads]));
+            check(&Case::new(sizes, options).with_alibi_slopes([batch, heads]).with_dlse());
+        }
+    }
+}
+
+#[test]
+fn gradients_agree_for_sinks() {
+    for options in [PLAIN, CAUSAL, SOFTCAP, BOTH] {
+        // Rows of the second see nothing but their sinks.
+        for sizes in [GROUPED, LONG_Q] {
+            check(&Case::new(sizes, options).with_sinks());
+            check(&Case::new(sizes, options).with_sinks().with_dlse());
+        }
+    }
+}
+
+#[test]
+fn gradients_agree_under_dropout() {
+    for options in [PLAIN, CAUSAL, SOFTCAP] {
+        let options = AttentionOptions { dropout: 0.4, ..options };
+        for sizes in [GROUPED, LONG_Q] {
+            check(&Case::new(sizes, options).with_dlse());
+        }
+    }
+}
+
+#[test]
 fn gradients_agree_with_everything_at_once() {
-    let options = AttentionOptions { softmax_scale: Some(1.3), softcap: Some(1.5), window_left: Some(2), ..CAUSAL };
+    let options =
+        AttentionOptions { softmax_scale: Some(1.3), softcap: Some(1.5), window_left: Some(2), dropout: 0.3, ..CAUSAL };
     let case = Case::new(GROUPED, options).with_mask([2, 1, 3, 5]).with_bias([1, 4, 3, 5]).with_dlse();
-    check(&case);
+    check(&case.with_alibi_slopes([2, 4]).with_sinks());
 }
 
 #[test]
@@ -136,7 +180,8 @@ fn gradients_agree_where_bias_is_minus_infinity() {
 /// What a mistake costs is far more than the tolerance.
 #[test]
 fn wrong_gradients_are_noticed() {
-    let case = Case::new(GROUPED, SOFTCAP).with_bias([1, 1, 3, 5]).with_dlse();
+    let options = AttentionOptions { dropout: 0.3, ..SOFTCAP };
+    let case = Case::new(GROUPED, options).with_bias([1, 1, 3, 5]).with_alibi_slopes([1, 4]).with_sinks().with_dlse();
     let right = case.backward();
     let wrong = |change: fn(&mut Case)| {
         let mut case = case.clone();
@@ -146,22 +191,28 @@ fn wrong_gradients_are_noticed() {
     let noticed = |gradients: &Gradients| deviations(&case, gradients).map(|x| x > 1e3 * TOLERANCE);
 
     let no_softcap = wrong(|case| case.problem.options.softcap = None);
-    assert_eq!(noticed(&no_softcap), [true; 4]);
+    assert_eq!(noticed(&no_softcap), [true; 6]);
     let no_dlse = wrong(|case| case.dlse = None);
-    assert_eq!(noticed(&no_dlse), [true, true, false, true]);
+    assert_eq!(noticed(&no_dlse), [true, true, false, true, true, true]);
     let causal = wrong(|case| case.problem.options.causal = true);
-    assert_eq!(noticed(&causal), [true; 4]);
+    assert_eq!(noticed(&causal), [true; 6]);
     let no_bias = wrong(|case| case.bias.as_mut().unwrap().fill(0.0));
-    assert_eq!(noticed(&no_bias), [true; 4]);
+    assert_eq!(noticed(&no_bias), [true; 6]);
+    let no_slopes = wrong(|case| case.alibi_slopes.as_mut().unwrap().fill(0.0));
+    assert_eq!(noticed(&no_slopes), [true; 6]);
+    let no_sinks = wrong(|case| case.sinks.as_mut().unwrap().fill(-1e3));
+    assert_eq!(noticed(&no_sinks), [true; 6]);
+    let dropped_otherwise = wrong(|case| case.dropout.as_mut().unwrap().seed = [1, 2]);
+    assert_eq!(noticed(&dropped_otherwise), [true; 6]);
     let scale = wrong(|case| case.problem.options.softmax_scale = Some(0.5));
-    assert_eq!(noticed(&scale), [true; 4]);
+    assert_eq!(noticed(&scale), [true; 6]);
 
     // Heads mapped wrongly: what belongs to the two heads of k and v, exchanged.
     let mut exchanged = right.clone();
     exchanged.dk.rotate_left(right.dk.len() / 4);
     exchanged.dv.rotate_left(right.dv.len() / 4);
-    assert_eq!(noticed(&exchanged), [false, true, true, false]);
+    assert_eq!(noticed(&exchanged), [false, true, true, false, false, false]);
     let mut nan = right;
     nan.dq[0] = f64::NAN;
-    assert_eq!(noticed(&nan), [true, false, false, false]);
+    assert_eq!(noticed(&nan), [true, false, false, false, false, false]);
 }

@@ -1,10 +1,13 @@
 //! The backward (FlashAttention-2, arXiv:2307.08691, algorithm 2), with probabilities recomputed from `lse`:
 //!
 //! ```text
-//! p = exp(s − lse)            delta = Σ dout∘out − dlse          dp = dout·vᵀ
+//! p = exp(s − lse)            delta = Σ dout∘out − dlse          dp = dout·vᵀ ∘ z
 //! dbias = p∘(dp − delta)      ds = dbias∘slope of the softcap
-//! dv = pᵀ·dout                dq = softmax_scale · ds·k          dk = softmax_scale · dsᵀ·q
+//! dv = (p∘z)ᵀ·dout            dq = softmax_scale · ds·k          dk = softmax_scale · dsᵀ·q
+//! dslope = −Σ dbias∘|i − j|   dsink = −Σ exp(sink − lse) · delta
 //! ```
+//!
+//! where `z` is what dropout multiplies by.
 //!
 //! Each head of k and v is one task, which visits a tile once for all of dq, dk and dv. Where there are fewer heads than
 //! threads, blocks of keys (for dk and dv) and blocks of queries (for dq) are tasks of their own instead: more work, but
@@ -79,6 +82,47 @@ pub fn backward(attention: &Attention, saved: &Saved, wanted: Wanted) -> Gradien
         for_bias(attention, saved, dbias);
     }
     gradients
+}
+
+/// The gradient of slopes of that shape: a head at a time, then batches that share one.
+pub fn slopes(attention: &Attention, saved: &Saved, shape: [usize; 2]) -> Vec<f32> {
+    let problem = attention.problem;
+    let heads = problem.num_heads_q;
+    let mut of_heads = vec![0.0f64; problem.batch * heads];
+    if problem.rows() > 0 && problem.seq_k > 0 {
+        attention.for_each(of_heads.iter_mut().enumerate(), |scratch, (head, sum)| {
+            for q_block in 0..attention.num_q_blocks() {
+                for k_block in attention.k_blocks(q_block) {
+                    let tile = attention.tile(head / heads, head % heads, q_block, k_block);
+                    probabilities(attention, saved, tile, scratch);
+                    bias_gradients(attention, saved, tile, scratch);
+                    for (i, ds) in scratch.ds.chunks_exact(tile.cols).take(tile.rows).enumerate() {
+                        let distance = |j| attention.distance(tile.q_start + i, tile.k_start + j);
+                        *sum += ds.iter().enumerate().map(|(j, ds)| f64::from(ds * distance(j))).sum::<f64>();
+                    }
+                }
+            }
+        });
+    }
+    let mut slopes = vec![0.0; shape.iter().product()];
+    for (head, sum) in of_heads.into_iter().enumerate() {
+        slopes[attention.slope_index(shape, head / heads, head % heads)] += sum as f32;
+    }
+    slopes
+}
+
+/// The gradient of the sinks, of which only lse and delta know.
+pub fn sinks(attention: &Attention, saved: &Saved) -> Vec<f32> {
+    let problem = attention.problem;
+    let of_head = |h: usize| {
+        let rows = (0..problem.batch).flat_map(|b| {
+            let first = (b * problem.num_heads_q + h) * problem.seq_q;
+            first..first + problem.seq_q
+        });
+        let sum: f64 = rows.map(|row| f64::from((attention.sink(h) - saved.lse[row]).exp() * saved.delta[row])).sum();
+        -sum as f32
+    };
+    (0..problem.num_heads_q).map(of_head).collect()
 }
 
 /// Where a tile's share of the gradients is added.
@@ -192,8 +236,15 @@ fn visit(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut Scratch
     let Tile { b, h, q_start, rows, cols, .. } = tile;
     probabilities(attention, saved, tile, scratch);
     if let Some(dv) = sums.dv {
-        let p = Matrix::new(&scratch.p, rows, cols);
-        attention.accumulate(tile, dv, 1.0, p.transposed(), saved.dout.block(b, h, q_start, rows));
+        // What is dropped of the weights, the scores' gradients will want again.
+        let kept = attention.kept(tile, &mut scratch.kept);
+        if let Some(kept) = kept {
+            let left = scratch.p.iter().zip(kept).map(|(p, kept)| if *kept { *p } else { 0.0 });
+            scratch.ds.iter_mut().zip(left).for_each(|(left, p)| *left = p);
+        }
+        let p = if kept.is_some() { &scratch.ds } else { &scratch.p };
+        let p = Matrix::new(p, rows, cols);
+        attention.accumulate(tile, dv, attention.factor(), p.transposed(), saved.dout.block(b, h, q_start, rows));
     }
     if sums.dq.is_none() && sums.dk.is_none() {
         return;
@@ -237,6 +288,10 @@ fn bias_gradients(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mu
     let Tile { b, h, q_start, rows, cols, .. } = tile;
     let dout = saved.dout.block(b, h, q_start, rows);
     multiply(&mut scratch.ds, false, 1.0, dout.matrix(), attention.v(tile).transposed());
+    if let Some(kept) = attention.kept(tile, &mut scratch.kept) {
+        let factor = attention.factor();
+        scratch.ds.iter_mut().zip(kept).for_each(|(dp, kept)| *dp = if *kept { *dp * factor } else { 0.0 });
+    }
     let delta = &saved.delta[first_row(attention.problem, tile)..];
     vectorized(
         #[inline(always)]

@@ -37,8 +37,10 @@ fn block(
     lse: &mut [f32],
 ) {
     let dim = attention.problem.head_dim_v;
-    let Scratch { p, slope, .. } = scratch;
-    let (mut m, mut l) = ([f32::NEG_INFINITY; TILE_Q], [0.0f32; TILE_Q]);
+    let Scratch { p, slope, kept, .. } = scratch;
+    // A row begins with its sink, if it has one.
+    let sink = attention.sink(h);
+    let (mut m, mut l) = ([sink; TILE_Q], [if sink == f32::NEG_INFINITY { 0.0 } else { 1.0f32 }; TILE_Q]);
     for k_block in attention.k_blocks(q_block) {
         let tile = attention.tile(b, h, q_block, k_block);
         attention.scores(tile, p, slope);
@@ -63,7 +65,10 @@ fn block(
             },
         );
 
-        attention.accumulate(tile, out, 1.0, Matrix::new(p, tile.rows, tile.cols), attention.v(tile));
+        if let Some(kept) = attention.kept(tile, kept) {
+            p.iter_mut().zip(kept).for_each(|(p, kept)| *p = if *kept { *p } else { 0.0 });
+        }
+        attention.accumulate(tile, out, attention.factor(), Matrix::new(p, tile.rows, tile.cols), attention.v(tile));
     }
     for (i, (o, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
         // A row that sees nothing keeps the 0 and the −∞ that it started with.

@@ -9,28 +9,27 @@ mod forward;
 mod math;
 mod tile;
 
-use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, OptionalBool, OptionalFloat, Wanted};
+use crate::backend::{AttentionGradients, AttentionOutput, Extras, FlashAttentionOps, OptionalFloat, Wanted};
 use crate::plan::HostPlan;
-use crate::problem::{dtype, problem};
+use crate::problem::{Shapes, dtype, problem};
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{Bytes, DType, Shape};
 use burn_flex::{Flex, FlexTensor, Layout};
-use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
+use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, dropout};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::ops::Range;
-use tile::{Attention, Broadcast, TILE_K, TILE_Q};
+use tile::{Attention, Broadcast, Heads, TILE_K, TILE_Q};
 
 impl FlashAttentionOps for Flex {
     fn flash_attention(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
         v: FloatTensor<Self>,
-        mask: OptionalBool<Self>,
-        bias: OptionalFloat<Self>,
+        extras: Extras<Self>,
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
-        let call = Call::new(q, k, v, mask, bias, options);
+        let call = Call::new(q, k, v, extras, options);
         let (out, lse) = forward::forward(&call.attention());
         AttentionOutput {
             out: tensor(out, call.problem.o_shape(), call.problem.dtype),
@@ -42,8 +41,7 @@ impl FlashAttentionOps for Flex {
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
         v: FloatTensor<Self>,
-        mask: OptionalBool<Self>,
-        bias: OptionalFloat<Self>,
+        extras: Extras<Self>,
         out: FloatTensor<Self>,
         lse: FloatTensor<Self>,
         dout: FloatTensor<Self>,
@@ -51,19 +49,25 @@ impl FlashAttentionOps for Flex {
         wanted: Wanted,
         options: AttentionOptions,
     ) -> AttentionGradients<Self> {
-        let call = Call::new(q, k, v, mask, bias, options);
+        let call = Call::new(q, k, v, extras, options);
         let (out, lse, dout) = (floats(out), floats(lse), floats(dout));
         let dlse = dlse.into_option().map(floats);
         let saved =
             backward::Saved::new(&call.problem, slice(&out), slice(&lse), slice(&dout), dlse.as_ref().map(slice));
-        let gradients = backward::backward(&call.attention(), &saved, wanted);
+        let attention = call.attention();
+        let gradients = backward::backward(&attention, &saved, wanted);
         let problem = &call.problem;
+        let slopes = problem.alibi_slopes.filter(|_| wanted.dalibi_slopes);
+        let slopes = slopes.map(|shape| tensor(backward::slopes(&attention, &saved, shape), shape, Dtype::F32));
+        let sinks = (problem.sinks && wanted.dsinks).then(|| backward::sinks(&attention, &saved));
         let some = |data: Option<Vec<f32>>, shape| data.map(|data| tensor(data, shape, problem.dtype)).into();
         AttentionGradients {
             dq: some(gradients.dq, problem.q_shape()),
             dk: some(gradients.dk, problem.k_shape()),
             dv: some(gradients.dv, problem.v_shape()),
             dbias: some(gradients.dbias, problem.bias.unwrap_or_default()),
+            dalibi_slopes: slopes.into(),
+            dsinks: sinks.map(|sinks| tensor(sinks, [problem.num_heads_q], Dtype::F32)).into(),
         }
     }
 }
@@ -81,7 +85,7 @@ pub(crate) fn plan(problem: &AttentionProblem) -> HostPlan {
     HostPlan { tile_q: TILE_Q, tile_k: TILE_K, threads, scratch_bytes: size_of::<f32>() * (tiles + rows + widened) }
 }
 
-/// The arguments of a call, contiguous and in f32; mask and bias as they come.
+/// The arguments of a call, contiguous and in f32; mask and bias as they come. The seed of dropout is two words.
 struct Call {
     problem: AttentionProblem,
     q: FlexTensor,
@@ -89,31 +93,31 @@ struct Call {
     v: FlexTensor,
     mask: Option<FlexTensor>,
     bias: Option<FlexTensor>,
+    slopes: Option<FlexTensor>,
+    sinks: Option<FlexTensor>,
+    seed: Option<[u32; 2]>,
 }
 
 impl Call {
-    fn new(
-        q: FlexTensor,
-        k: FlexTensor,
-        v: FlexTensor,
-        mask: OptionalBool<Flex>,
-        bias: OptionalFloat<Flex>,
-        options: AttentionOptions,
-    ) -> Self {
-        let (mask, bias) = (mask.into_option(), bias.into_option());
+    fn new(q: FlexTensor, k: FlexTensor, v: FlexTensor, extras: Extras<Flex>, options: AttentionOptions) -> Self {
+        let mask = extras.mask.into_option();
+        let [bias, slopes, sinks] = [extras.bias, extras.alibi_slopes, extras.sinks].map(OptionalFloat::into_option);
+        let drawn = extras.dropout_seed.into_option().map(|seed| words(&seed.to_contiguous()));
         let problem = dtype("q", q.dtype()).and_then(|dtype| {
             let shape = |tensor: &FlexTensor| tensor.layout().shape().to_vec();
-            problem(
-                [&shape(&q), &shape(&k), &shape(&v)],
-                mask.as_ref().map(shape).as_deref(),
-                bias.as_ref().map(shape).as_deref(),
-                dtype,
-                options,
-            )
+            let shapes = Shapes {
+                mask: mask.as_ref().map(shape),
+                bias: bias.as_ref().map(shape),
+                alibi_slopes: slopes.as_ref().map(shape),
+                sinks: sinks.as_ref().map(shape),
+            };
+            problem([&shape(&q), &shape(&k), &shape(&v)], shapes, dtype, options)
         });
         // `api` has checked the same.
         let problem = problem.unwrap_or_else(|error| panic!("{error}"));
-        Call { problem, q: floats(q), k: floats(k), v: floats(v), mask, bias }
+        let seed = drawn.or(options.dropout_seed.map(dropout::seed)).filter(|_| options.dropout > 0.0);
+        let (slopes, sinks) = (slopes.map(floats), sinks.map(floats));
+        Call { problem, q: floats(q), k: floats(k), v: floats(v), mask, bias, slopes, sinks, seed }
     }
 
     fn attention(&self) -> Attention<'_> {
@@ -123,7 +127,8 @@ impl Call {
             DType::BF16 => tile::Bias::BF16(Broadcast::new(bias.storage::<bf16>(), bias.layout())),
             _ => tile::Bias::F32(Broadcast::new(bias.storage::<f32>(), bias.layout())),
         });
-        Attention::new(&self.problem, [slice(&self.q), slice(&self.k), slice(&self.v)], mask, bias)
+        let heads = Heads { slopes: self.slopes.as_ref().map(slice), sinks: self.sinks.as_ref().map(slice) };
+        Attention::new(&self.problem, [slice(&self.q), slice(&self.k), slice(&self.v)], mask, bias, heads, self.seed)
     }
 }
 
@@ -140,6 +145,15 @@ fn floats(tensor: FlexTensor) -> FlexTensor {
 
 fn slice(tensor: &FlexTensor) -> &[f32] {
     &tensor.storage()[elements(tensor)]
+}
+
+/// The two words of a seed, whatever integers hold them.
+fn words(seed: &FlexTensor) -> [u32; 2] {
+    let at = seed.layout().start_offset();
+    match seed.dtype() {
+        DType::I64 => [0, 1].map(|n| seed.storage::<i64>()[at + n] as u32),
+        _ => [0, 1].map(|n| seed.storage::<i32>()[at + n] as u32),
+    }
 }
 
 /// Where a contiguous tensor's elements lie in its storage.

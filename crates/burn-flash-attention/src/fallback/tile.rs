@@ -2,8 +2,8 @@
 
 use super::math::{self, vectorized};
 use burn_flex::Layout;
-use flash_attention_kernels::AttentionProblem;
 use flash_attention_kernels::mask::Band;
+use flash_attention_kernels::{AttentionProblem, dropout};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
@@ -36,16 +36,24 @@ pub struct Scratch {
     pub ds: Vec<f32>,
     /// The derivative of the softcap.
     pub slope: Vec<f32>,
+    /// Which weights dropout keeps, where there is any.
+    pub kept: Vec<bool>,
 }
 
 impl Scratch {
     /// The most that a thread may need.
-    pub const LEN: usize = 3 * TILE_Q * TILE_K;
+    pub const LEN: usize = 3 * TILE_Q * TILE_K + TILE_Q * TILE_K / size_of::<f32>();
 
     fn new(problem: &AttentionProblem) -> Self {
         let tile = || vec![0.0; problem.seq_q.min(TILE_Q) * problem.seq_k.min(TILE_K)];
         // The forward leaves `ds` untouched, and so the pages of it.
-        Scratch { p: tile(), ds: tile(), slope: problem.options.softcap.map_or_else(Vec::new, |_| tile()) }
+        let drops = problem.options.dropout > 0.0;
+        Scratch {
+            p: tile(),
+            ds: tile(),
+            slope: problem.options.softcap.map_or_else(Vec::new, |_| tile()),
+            kept: vec![true; if drops { problem.seq_q.min(TILE_Q) * problem.seq_k.min(TILE_K) } else { 0 }],
+        }
     }
 }
 
@@ -96,6 +104,17 @@ pub struct Attention<'a> {
     v: Rows<'a>,
     mask: Option<Broadcast<'a, u8>>,
     bias: Option<Bias<'a>>,
+    heads: Heads<'a>,
+    seed: Option<[u32; 2]>,
+}
+
+/// What each head has of its own.
+#[derive(Clone, Copy, Default)]
+pub struct Heads<'a> {
+    /// `[batch | 1, num_heads_q]`.
+    pub slopes: Option<&'a [f32]>,
+    /// `[num_heads_q]`.
+    pub sinks: Option<&'a [f32]>,
 }
 
 /// `[batch, heads, seq, dim]`, contiguous.
@@ -131,6 +150,8 @@ impl<'a> Attention<'a> {
         [q, k, v]: [&'a [f32]; 3],
         mask: Option<Broadcast<'a, u8>>,
         bias: Option<Bias<'a>>,
+        heads: Heads<'a>,
+        seed: Option<[u32; 2]>,
     ) -> Self {
         Attention {
             problem,
@@ -141,7 +162,42 @@ impl<'a> Attention<'a> {
             v: Rows::new(v, problem.v_shape()),
             mask,
             bias,
+            heads,
+            seed,
         }
+    }
+
+    /// The sink of a head, −∞ if there is none.
+    pub fn sink(&self, h: usize) -> f32 {
+        self.heads.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[h])
+    }
+
+    /// Where a head's slope lies, of that shape.
+    pub fn slope_index(&self, [batch, heads]: [usize; 2], b: usize, h: usize) -> usize {
+        (if batch == 1 { 0 } else { b }) * heads + h
+    }
+
+    /// How far a query is from a key, which stands for `−|i − j|`, as the derivative of a score by its slope.
+    pub fn distance(&self, i: usize, j: usize) -> f32 {
+        -self.band.offset(i as u32, j as u32).abs() as f32
+    }
+
+    /// By what sums of what is kept are multiplied.
+    pub fn factor(&self) -> f32 {
+        self.seed.map_or(1.0, |_| dropout::factor(self.problem.options.dropout))
+    }
+
+    /// Which weights of a tile are kept; none is dropped if that is `None`.
+    pub fn kept<'s>(&self, tile: Tile, kept: &'s mut [bool]) -> Option<&'s [bool]> {
+        let seed = self.seed?;
+        let kept = &mut kept[..tile.rows * tile.cols];
+        for (i, row) in kept.chunks_exact_mut(tile.cols).enumerate() {
+            for (j, kept) in row.iter_mut().enumerate() {
+                let at = [tile.b, tile.h, tile.q_start + i, tile.k_start + j].map(|n| n as u32);
+                *kept = dropout::keeps(seed, self.problem.options.dropout, at);
+            }
+        }
+        Some(kept)
     }
 
     /// The tile at that block of queries and keys.
@@ -199,7 +255,7 @@ impl<'a> Attention<'a> {
     /// `c += scale · weights · block`, where the weights belong to the pairs of a tile. A weight of exactly 0, which is
     /// what hidden pairs have, takes nothing from its row, not even NaN.
     pub fn accumulate(&self, tile: Tile, c: &mut [f32], scale: f32, weights: Matrix, block: Block) {
-        let hides = self.mask.is_some() || self.bias.is_some() || !self.in_band(tile);
+        let hides = self.mask.is_some() || self.bias.is_some() || self.seed.is_some() || !self.in_band(tile);
         if !hides
             || vectorized(
                 #[inline(always)]
@@ -251,6 +307,12 @@ impl<'a> Attention<'a> {
             Some(Bias::F32(bias)) => rows_of(s, &|at, row| bias.zip(at, row, |s, bias| *s += bias)),
             Some(Bias::F16(bias)) => rows_of(s, &|at, row| bias.zip(at, row, |s, bias| *s += bias.to_f32())),
             Some(Bias::BF16(bias)) => rows_of(s, &|at, row| bias.zip(at, row, |s, bias| *s += bias.to_f32())),
+        }
+        if let Some((shape, slopes)) = self.problem.alibi_slopes.zip(self.heads.slopes) {
+            let slope = slopes[self.slope_index(shape, b, h)];
+            rows_of(s, &|[_, _, i, j], row| {
+                row.iter_mut().enumerate().for_each(|(n, s)| *s += slope * self.distance(i, j + n));
+            });
         }
         if let Some(mask) = &self.mask {
             let hide = |s: &mut f32, hidden| *s = if hidden != 0 { f32::NEG_INFINITY } else { *s };

@@ -1,7 +1,7 @@
 //! Cross-attention from one width to another, to be put in the place of burn-nn's.
 
 use super::cache::KeysValues;
-use super::{agree, attend, check_rate, combined, heads, joined, refuse_dropout, unwrapped};
+use super::{agree, attend, check_rate, combined, heads, joined, unwrapped};
 use crate::options::FlashAttentionOptions;
 use burn::config::Config;
 use burn::module::{Initializer, Module};
@@ -33,7 +33,7 @@ pub struct FlashCrossAttentionConfig {
     pub n_heads_kv: usize,
     /// The size of a query and of a key.
     pub d_head: usize,
-    /// Dropout of the attention weights, which are never formed here: anything but 0 is refused in training. Default: 0.1
+    /// Dropout of the attention weights in training. Default: 0.1
     #[config(default = 0.1)]
     pub dropout: f64,
     /// In burn-nn the score of a hidden key. Hidden keys weigh nothing here, which a score as low as the default says, too; higher
@@ -48,7 +48,7 @@ pub struct FlashCrossAttentionConfig {
 /// Attention of queries over a context of another width, with heads of k and v that may be fewer than those of q.
 ///
 /// Parameters have the names and shapes of burn-nn's `CrossAttention`, so that its records load. What differs: heads are not
-/// repeated, no matrix of weights is formed, dropout on it is refused, and where a context is hidden entirely the result is that
+/// repeated, no matrix of weights is formed, dropout draws other numbers, and where a context is hidden entirely the result is that
 /// of a context of zeros (burn-nn takes the mean of what is hidden).
 ///
 /// ```
@@ -71,7 +71,7 @@ pub struct FlashCrossAttention {
     pub value: Linear,
     /// `n_heads · d_head` to `d_model`.
     pub output: Linear,
-    /// Kept for the sake of records; where it would do anything, the forward is refused.
+    /// Drops attention weights in training.
     pub dropout: Dropout,
     /// The number of heads of q.
     pub n_heads: usize,
@@ -284,7 +284,6 @@ impl FlashCrossAttention {
         mask: Option<Tensor<2, Bool>>,
         cache: &mut FlashCrossAttentionCache,
     ) -> Result<Tensor<3>, AttentionError> {
-        refuse_dropout(&self.dropout, &query)?;
         let (q, c) = (query.dims(), context.dims());
         agree("query", &q, (2, "d_model"), ("the module", self.query.weight.dims()[0]))?;
         agree("context", &c, (2, "d_context"), ("the module", self.key.weight.dims()[0]))?;
@@ -301,6 +300,7 @@ impl FlashCrossAttention {
             (heads(context.clone(), &self.key, self.n_heads_kv), heads(context, &self.value, self.n_heads_kv))
         });
         let options = FlashAttentionOptions { mask: combined(mask, None), ..Default::default() };
-        Ok(joined(attend(query, key, value, &options, self.quiet_softmax)?, &self.output))
+        let out = attend(query, key, value, options, self.quiet_softmax, &self.dropout)?;
+        Ok(joined(out, &self.output))
     }
 }

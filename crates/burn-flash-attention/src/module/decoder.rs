@@ -34,11 +34,11 @@ pub struct FlashTransformerDecoderConfig {
     pub n_heads: usize,
     /// The number of layers.
     pub n_layers: usize,
-    /// Dropout of residuals, in the feed-forward network and, unless `attention_dropout` says otherwise, of attention weights,
-    /// which is refused in training. Default: 0.1
+    /// Dropout in training of residuals, in the feed-forward network and, unless `attention_dropout` says otherwise, of attention
+    /// weights. Default: 0.1
     #[config(default = 0.1)]
     pub dropout: f64,
-    /// Dropout of the attention weights, which are never formed here: anything but 0 is refused in training. Default: as `dropout`
+    /// Dropout of the attention weights in training. Default: as `dropout`
     #[config(default = "None")]
     pub attention_dropout: Option<f64>,
     /// Whether layers are normalized before, and not after, each of their parts. Default: false

@@ -24,11 +24,10 @@ pub use encoder::{
 };
 pub use multi_head::{FlashMhaInput, FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig};
 
-use crate::api::{try_flash_attention, try_flash_attention_with_lse, unwrapped};
+use crate::api::{try_flash_attention, unwrapped};
 use crate::options::FlashAttentionOptions;
 use burn::nn::{Dropout, LayerNorm, Linear};
-use burn::tensor::activation::sigmoid;
-use burn::tensor::{Bool, Tensor};
+use burn::tensor::{Bool, DType, Tensor};
 use flash_attention_kernels::AttentionError;
 
 /// `[batch, seq, heads · d]` through a layer to `[batch, heads, seq, d]`.
@@ -44,21 +43,23 @@ fn joined(x: Tensor<4>, linear: &Linear) -> Tensor<3> {
     linear.forward(x.swap_dims(1, 2).reshape([batch, seq, heads * d]))
 }
 
-/// Attends; quietly, if the softmax has another logit, of 0, that weighs nothing: the sum of exponentials, of which `lse` is the
-/// logarithm, then grows by 1, so that all weights shrink by `sigmoid(lse)`.
+/// Attends; quietly, if the softmax has another logit, of 0, that weighs nothing: a sink. Drops weights where dropout does anything:
+/// on a device that records gradients, unless the module is frozen.
 fn attend(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
-    options: &FlashAttentionOptions,
+    mut options: FlashAttentionOptions,
     quiet: bool,
+    dropout: &Dropout,
 ) -> Result<Tensor<4>, AttentionError> {
-    if !quiet {
-        return try_flash_attention(q, k, v, options);
+    if quiet {
+        options.sinks = Some(Tensor::zeros([q.dims()[1]], (&q.device(), DType::F32)));
     }
-    let (out, lse) = try_flash_attention_with_lse(q, k, v, options)?;
-    let dtype = out.dtype();
-    Ok(out * sigmoid(lse).cast(dtype).unsqueeze_dim(3))
+    if dropout.training.is_enabled() && q.device().is_autodiff() {
+        options.dropout = dropout.prob as f32;
+    }
+    try_flash_attention(q, k, v, &options)
 }
 
 /// One mask over heads, queries and keys out of burn-nn's two: `[batch, seq_k]` and `[batch, seq_q, seq_k]`.
@@ -100,19 +101,6 @@ fn check_rate(option: &'static str, rate: f64) -> Result<(), AttentionError> {
         return Ok(());
     }
     Err(AttentionError::Unsupported { option, value: rate.to_string(), why: "a rate is at least 0 and less than 1" })
-}
-
-/// Refuses to drop weights that are never formed: on a device that records gradients, unless the module is frozen.
-fn refuse_dropout(dropout: &Dropout, x: &Tensor<3>) -> Result<(), AttentionError> {
-    if dropout.prob > 0.0 && dropout.training.is_enabled() && x.device().is_autodiff() {
-        return Err(AttentionError::Unsupported {
-            option: "dropout",
-            value: dropout.prob.to_string(),
-            why: "attention weights are never formed, so none can be dropped in training: set the rate of attention to 0, or \
-                  freeze the module",
-        });
-    }
-    Ok(())
 }
 
 /// What a part of a transformer's layer works on, and what its output is added to: the layer is normalized before its parts, or after

@@ -1,7 +1,7 @@
 //! Multi-head attention, to be put in the place of burn-nn's.
 
 use super::cache::{FlashMhaCache, KeysValues};
-use super::{agree, attend, check_rate, combined, heads, joined, refuse_dropout, unwrapped};
+use super::{agree, attend, check_rate, combined, heads, joined, unwrapped};
 use crate::options::FlashAttentionOptions;
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay};
@@ -31,7 +31,7 @@ pub struct FlashMultiHeadAttentionConfig {
     /// Hides keys that come after the query, aligned at the bottom right. Default: false
     #[config(default = false)]
     pub causal: bool,
-    /// Dropout of the attention weights, which are never formed here: anything but 0 is refused in training. Default: 0
+    /// Dropout of the attention weights in training. Default: 0
     #[config(default = 0.0)]
     pub dropout: f64,
     /// Has no effect, as in burn-nn. Default: -1.0e4
@@ -60,8 +60,8 @@ pub struct FlashMultiHeadAttentionConfig {
 /// Multi-head attention (Attention Is All You Need, arXiv:1706.03762, section 3.2.2) without its matrix of weights.
 ///
 /// Parameters have the names and shapes of [`MultiHeadAttention`]'s, so that its records load. What differs: the
-/// weights are not returned, since they are never formed; dropout on them is refused; heads of k and v may be fewer than those
-/// of q; and causality needs no mask.
+/// weights are not returned, since they are never formed, dropout on them draws other numbers; heads of k and v may be fewer than
+/// those of q; and causality needs no mask.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -85,7 +85,7 @@ pub struct FlashMultiHeadAttention {
     pub value: Linear,
     /// `n_heads · d_k` to `d_model`.
     pub output: Linear,
-    /// Kept for the sake of records; where it would do anything, the forward is refused.
+    /// Drops attention weights in training.
     pub dropout: Dropout,
     /// The size of each vector that comes in and goes out.
     pub d_model: usize,
@@ -418,7 +418,8 @@ impl FlashMultiHeadAttention {
         mask: Option<Tensor<4, Bool>>,
     ) -> Result<Tensor<3>, AttentionError> {
         let options = FlashAttentionOptions { causal: self.causal, mask, ..Default::default() };
-        let out = attend(heads(query, &self.query, self.n_heads), key, value, &options, self.quiet_softmax)?;
+        let query = heads(query, &self.query, self.n_heads);
+        let out = attend(query, key, value, options, self.quiet_softmax, &self.dropout)?;
         Ok(joined(out, &self.output))
     }
 
@@ -454,7 +455,6 @@ impl FlashMultiHeadAttention {
 
     /// What would otherwise panic in a layer or in a mask before attention could name it.
     pub(super) fn check(&self, input: &FlashMhaInput) -> Result<(), AttentionError> {
-        refuse_dropout(&self.dropout, &input.query)?;
         let [query, key, value] = [&input.query, &input.key, &input.value].map(|tensor| tensor.dims());
         let [batch, seq_q, _] = query;
         let seq_k = key[1];
@@ -484,7 +484,7 @@ pub(super) fn newest(mask: Option<Tensor<3, Bool>>, decoded: usize) -> Option<Te
     })
 }
 
-/// The same parameters without the matrix of weights. Dropout is kept, and refused where it would drop any of them.
+/// The same parameters without the matrix of weights.
 impl From<MultiHeadAttention> for FlashMultiHeadAttention {
     fn from(module: MultiHeadAttention) -> Self {
         FlashMultiHeadAttention {

@@ -9,7 +9,7 @@
 
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData, Tolerance, activation};
 use burn_flash_attention::{AttentionPlan, FlashAttentionOptions, flash_attention_with_lse, plan};
-use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
+use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, dropout};
 use flash_attention_reference as reference;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
@@ -101,15 +101,22 @@ pub struct Tracked {
     pub k: bool,
     pub v: bool,
     pub bias: bool,
+    pub slopes: bool,
+    pub sinks: bool,
 }
 
 impl Tracked {
-    pub const ALL: Tracked = Tracked { q: true, k: true, v: true, bias: true };
-    pub const NONE: Tracked = Tracked { q: false, k: false, v: false, bias: false };
+    pub const ALL: Tracked = Tracked { q: true, k: true, v: true, bias: true, slopes: true, sinks: true };
+    pub const NONE: Tracked = Tracked { q: false, k: false, v: false, bias: false, slopes: false, sinks: false };
 
-    /// All sixteen.
+    /// All sixteen of q, k, v and the bias.
     pub fn subsets() -> impl Iterator<Item = Tracked> {
-        (0..16).map(|n| Tracked { q: n & 1 != 0, k: n & 2 != 0, v: n & 4 != 0, bias: n & 8 != 0 })
+        (0..16).map(|n| Tracked { q: n & 1 != 0, k: n & 2 != 0, v: n & 4 != 0, bias: n & 8 != 0, ..Tracked::NONE })
+    }
+
+    /// All eight of bias, slopes and sinks, with q.
+    pub fn subsets_of_extras() -> impl Iterator<Item = Tracked> {
+        (0..8).map(|n| Tracked { q: true, bias: n & 1 != 0, slopes: n & 2 != 0, sinks: n & 4 != 0, ..Tracked::NONE })
     }
 
     pub fn any(self) -> bool {
@@ -154,6 +161,8 @@ pub struct Data {
     pub v: Vec<f64>,
     pub mask: Option<Vec<bool>>,
     pub bias: Option<Vec<f64>>,
+    pub slopes: Option<Vec<f64>>,
+    pub sinks: Option<Vec<f64>>,
     pub dout: Vec<f64>,
     pub dlse: Vec<f64>,
 }
@@ -179,6 +188,12 @@ impl Data {
             reference::round_to(&mut values, problem.dtype);
             values
         };
+        let f32s = |len, n: u64, times: f64| {
+            let mut values = reference::normal(len, 16 * seed + n);
+            values.iter_mut().for_each(|x| *x *= times);
+            reference::round_to(&mut values, Dtype::F32);
+            values
+        };
         let mut rng = StdRng::seed_from_u64(16 * seed + 8);
         let mut dlse = reference::normal(problem.rows(), 16 * seed + 7);
         reference::round_to(&mut dlse, Dtype::F32);
@@ -189,13 +204,30 @@ impl Data {
             v: floats(&problem.v_shape(), 2),
             mask: problem.mask.map(|shape| (0..shape.iter().product()).map(|_| rng.random_bool(0.3)).collect()),
             bias: problem.bias.map(|shape| floats(&shape, 3)),
+            slopes: problem.alibi_slopes.map(|[batch, heads]| f32s(batch * heads, 5, 0.1)),
+            sinks: problem.sinks.then(|| f32s(problem.num_heads_q, 6, 2.0)),
             dout: floats(&problem.o_shape(), 4),
             dlse,
         }
     }
 
     pub fn inputs(&self) -> reference::Inputs<'_> {
-        reference::Inputs { q: &self.q, k: &self.k, v: &self.v, mask: self.mask.as_deref(), bias: self.bias.as_deref() }
+        reference::Inputs {
+            q: &self.q,
+            k: &self.k,
+            v: &self.v,
+            mask: self.mask.as_deref(),
+            bias: self.bias.as_deref(),
+            alibi_slopes: self.slopes.as_deref(),
+            sinks: self.sinks.as_deref(),
+            dropout: self.dropout_seed().map(|seed| reference::Dropout { seed, first: [0, 0] }),
+        }
+    }
+
+    /// Where there is dropout, its seed.
+    pub fn dropout_seed(&self) -> Option<[u32; 2]> {
+        let options = &self.problem.options;
+        (options.dropout > 0.0).then(|| dropout::seed(options.dropout_seed.expect("a seed")))
     }
 
     /// What the oracle says.
@@ -204,7 +236,7 @@ impl Data {
         let zeros = vec![0.0; self.dout.len()];
         let dout = if how.loss.out { &self.dout } else { &zeros };
         let gradients = reference::backward(&self.problem, &self.inputs(), dout, how.loss.lse.then_some(&self.dlse));
-        let Tracked { q, k, v, bias } = how.tracked;
+        let Tracked { q, k, v, bias, slopes, sinks } = how.tracked;
         Results {
             out: output.o,
             lse: output.lse,
@@ -212,12 +244,14 @@ impl Data {
             dk: k.then_some(gradients.dk),
             dv: v.then_some(gradients.dv),
             dbias: gradients.dbias.filter(|_| bias),
+            dslopes: gradients.dalibi_slopes.filter(|_| slopes),
+            dsinks: gradients.dsinks.filter(|_| sinks),
         }
     }
 }
 
 /// Outputs and gradients, read back.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Results {
     pub out: Vec<f64>,
     pub lse: Vec<f64>,
@@ -225,6 +259,8 @@ pub struct Results {
     pub dk: Option<Vec<f64>>,
     pub dv: Option<Vec<f64>>,
     pub dbias: Option<Vec<f64>>,
+    pub dslopes: Option<Vec<f64>>,
+    pub dsinks: Option<Vec<f64>>,
 }
 
 // -- tensors
@@ -277,6 +313,8 @@ pub struct Tensors {
     pub q: Tensor<4>,
     pub k: Tensor<4>,
     pub v: Tensor<4>,
+    /// `[batch | 1, num_heads_q]`.
+    pub slopes: Option<Tensor<2>>,
     pub options: FlashAttentionOptions,
 }
 
@@ -289,11 +327,25 @@ impl Tensors {
         };
         let mask = problem.mask.zip(data.mask.as_ref()).map(|(shape, mask)| mask_tensor(mask, shape, device));
         let bias = problem.bias.zip(data.bias.as_ref()).map(|(shape, bias)| leaf(bias, shape, how.tracked.bias));
+        let of_heads = |tensor: Tensor<1>, tracked: bool| if tracked { tensor.require_grad() } else { tensor };
+        let f32s = |values: &Vec<f64>| tensor(values, [values.len()], Dtype::F32, device);
+        let slopes = problem.alibi_slopes.zip(data.slopes.as_ref()).map(|(shape, slopes)| {
+            let slopes = f32s(slopes).reshape(shape).detach();
+            if how.tracked.slopes { slopes.require_grad() } else { slopes }
+        });
+        let options = FlashAttentionOptions {
+            mask,
+            bias,
+            alibi_slopes: slopes.clone().map(|slopes| slopes.into()),
+            sinks: data.sinks.as_ref().map(|sinks| of_heads(f32s(sinks), how.tracked.sinks)),
+            ..problem.options.into()
+        };
         Tensors {
+            slopes,
             q: leaf(&data.q, problem.q_shape(), how.tracked.q),
             k: leaf(&data.k, problem.k_shape(), how.tracked.k),
             v: leaf(&data.v, problem.v_shape(), how.tracked.v),
-            options: FlashAttentionOptions { mask, bias, ..problem.options.into() },
+            options,
         }
     }
 }
@@ -302,7 +354,7 @@ impl Tensors {
 
 /// Through this crate. Fails if another kernel than the target's would run.
 pub fn flash(data: &Data, target: &Target, how: How) -> Results {
-    run(data, target, how, |Tensors { q, k, v, options }| {
+    run(data, target, how, |Tensors { q, k, v, options, .. }| {
         let plan = plan(q, k, v, options).unwrap();
         let expected = if data.problem.dtype == Dtype::F32 { &target.kernel } else { &target.half };
         assert!(expected.split('|').any(|name| name == kernel_name(&plan)), "{plan}");
@@ -328,9 +380,12 @@ fn run(data: &Data, target: &Target, how: How, attention: impl Fn(&Tensors) -> (
     let (out, lse) = attention(&tensors);
     assert_eq!((out.dims(), lse.dims()), (problem.o_shape(), problem.lse_shape()));
     let (out_values, lse_values) = (read(out.clone().detach()), read(lse.clone().detach()));
-    let mut results = Results { out: out_values, lse: lse_values, dq: None, dk: None, dv: None, dbias: None };
-    let tracked_bias = how.tracked.bias && tensors.options.bias.is_some();
-    if how.tracked.q || how.tracked.k || how.tracked.v || tracked_bias {
+    let mut results = Results { out: out_values, lse: lse_values, ..Results::default() };
+    let Tracked { q, k, v, bias, slopes, sinks } = how.tracked;
+    let extras = bias && tensors.options.bias.is_some()
+        || slopes && tensors.slopes.is_some()
+        || sinks && tensors.options.sinks.is_some();
+    if q || k || v || extras {
         // In f32, since it is a sum of many.
         let mut loss = Tensor::<1>::zeros([1], &device);
         if how.loss.out {
@@ -349,13 +404,15 @@ fn run(data: &Data, target: &Target, how: How, attention: impl Fn(&Tensors) -> (
         results.dk = gradient(&tensors.k);
         results.dv = gradient(&tensors.v);
         results.dbias = tensors.options.bias.as_ref().and_then(gradient);
+        results.dslopes = tensors.slopes.as_ref().and_then(|slopes| slopes.grad(&gradients)).map(read);
+        results.dsinks = tensors.options.sinks.as_ref().and_then(|sinks| sinks.grad(&gradients)).map(read);
     }
     results
 }
 
 /// Attention as it is written down, in Burn's operations and in the dtype of the inputs.
 pub fn composed_attention(problem: &AttentionProblem, tensors: &Tensors) -> (Tensor<4>, Tensor<3>) {
-    let Tensors { q, k, v, options } = tensors;
+    let Tensors { q, k, v, slopes, options } = tensors;
     let device = q.device();
     let [batch, heads, seq_q, seq_k] = problem.scores_shape();
     let repeated = |x: &Tensor<4>| {
@@ -377,14 +434,34 @@ pub fn composed_attention(problem: &AttentionProblem, tensors: &Tensors) -> (Ten
     if let Some(bias) = &options.bias {
         scores = scores + bias.clone();
     }
-    let scores = scores.mask_fill(hidden.clone(), f32::NEG_INFINITY);
+    let dtype = scores.dtype();
+    if let Some(slopes) = slopes {
+        let far = |i: u32, j: u32| f64::from(band.offset(i, j)).abs();
+        let distances: Vec<f64> = (0..seq_q as u32).flat_map(|i| (0..seq_k as u32).map(move |j| far(i, j))).collect();
+        let distances = tensor(&distances, [1, 1, seq_q, seq_k], Dtype::F32, &device);
+        let [batches, heads] = slopes.dims();
+        scores = scores - (slopes.clone().reshape([batches, heads, 1, 1]) * distances).cast(dtype);
+    }
+    let mut scores = scores.mask_fill(hidden.clone(), f32::NEG_INFINITY);
+    if let Some(sinks) = &options.sinks {
+        // One more key, which every row sees.
+        let sinks = sinks.clone().cast(dtype).reshape([1, heads, 1, 1]).expand([batch, heads, seq_q, 1]);
+        scores = Tensor::cat(vec![scores, sinks], 3);
+        let seen = Tensor::<4>::zeros([batch, heads, seq_q, 1], &device).bool();
+        hidden = Tensor::cat(vec![hidden, seen], 3);
+    }
     // Rows that see nothing are made finite for the softmax, and their weights 0 after it.
     let dead = hidden.clone().all_dim(3);
     let scores = scores.mask_fill(dead.clone(), 0.0);
     let max = scores.clone().detach().max_dim(3);
     let lse = (scores.clone() - max.clone()).exp().sum_dim(3).log() + max;
     let lse = lse.mask_fill(dead, f32::NEG_INFINITY).squeeze_dim(3);
-    let weights = activation::softmax(scores, 3).mask_fill(hidden, 0.0);
+    let mut weights = activation::softmax(scores, 3).mask_fill(hidden, 0.0).narrow(3, 0, seq_k);
+    if let Some(seed) = options.dropout_seed.filter(|_| options.dropout > 0.0) {
+        let dropped: Vec<bool> = reference::kept(problem, dropout::seed(seed)).iter().map(|kept| !kept).collect();
+        let dropped = mask_tensor(&dropped, problem.scores_shape(), &device);
+        weights = weights.mask_fill(dropped, 0.0).mul_scalar(dropout::factor(options.dropout));
+    }
     (weights.matmul(repeated(v)), lse)
 }
 
@@ -417,6 +494,18 @@ pub fn compare(name: &str, data: &Data, flash: &Results, composed: &Results, ora
         assert_eq!(flash.is_some(), oracle.is_some(), "whether there is a {what}, {name}");
         if let (Some(flash), Some(composed), Some(oracle)) = (flash, composed, oracle) {
             within(&format!("{what}, {name}"), [flash, composed, oracle], row, 3.0, 3e-4);
+        }
+    }
+    // One number of a head is the sum of so many that means say nothing; those of slopes are as large as distances.
+    for (what, [flash, composed, oracle]) in [
+        ("dalibi_slopes", [&flash.dslopes, &composed.dslopes, &oracle.dslopes]),
+        ("dsinks", [&flash.dsinks, &composed.dsinks, &oracle.dsinks]),
+    ] {
+        assert_eq!(flash.is_some(), oracle.is_some(), "whether there is a {what}, {name}");
+        if let (Some(flash), Some(composed), Some(oracle)) = (flash, composed, oracle) {
+            let [ours, theirs] = [flash, composed].map(|found| reference::Error::between(found, oracle, 1).max);
+            let size = oracle.iter().fold(1.0f64, |size, x| size.max(x.abs()));
+            assert!(ours <= 3.0 * theirs + 1e-4 * size, "{what}, {name}: largest error {ours}, composed {theirs}");
         }
     }
     let tolerance = if problem.dtype == Dtype::F32 { 1e-5 } else { 1e-3 };

@@ -27,7 +27,7 @@ use super::ops::*;
 use super::ring::{Place, load_panels};
 use super::rows::{exchange, vector_of_pair};
 use super::schedule::Divisor;
-use super::scores::{Factors, finish_head, hide, products};
+use super::scores::{Factors, back, finish_head, hide, kept, products};
 use super::{BiasBlueprint, BiasTile, PANEL, SLOTS, WARPGROUP_ROWS, WORDS};
 use crate::mask::{Band, Blocks};
 use cubecl::prelude::*;
@@ -559,6 +559,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                 s[n] = ex2(fma(s[n], factors.exponent, below));
             }
             pin(&mut s, s_len);
+            let words = kept(&factors, batch, head, first_row, first_key, scores);
             let leaves_group = comptime!(scores.tiled_bias() && (of_turn + 1) * tile_k % blueprint.group_b() == 0);
             if comptime!(leaves_group) && memory.word(turn, Of::Flags) & LAST != 0 {
                 // All units of the warp have read it.
@@ -607,6 +608,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                     );
                 }
             }
+            back(&mut ds, &words, &factors, tile_k);
             let sum = sums.index_mut(of_turn);
             #[unroll]
             for n in 0..s_len {

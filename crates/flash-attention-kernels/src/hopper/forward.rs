@@ -21,7 +21,7 @@ use super::recompute::{is_finite, recompute_row};
 use super::ring::{BLIND, Loader, Memory, Of, Place, Spread, load_next_q};
 use super::rows::*;
 use super::schedule::Walk;
-use super::scores::{Factors, finish, hide, products};
+use super::scores::{Factors, finish, hide, kept_of, leave, products};
 use super::{Blueprint, HopperTile, WARPGROUP_ROWS, WARPGROUP_UNITS};
 use crate::mask::Band;
 use crate::softmax::lse_bits_log2;
@@ -190,6 +190,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         for _ in 0..fragments {
             p.push(Array::<u32>::new(4usize));
         }
+        let words = kept_of(&factors, &memory, nth, first_row, k_start, blueprint);
+        leave(&mut s, &words, tile_k);
         to_fragments(&s, &mut p, blueprint);
         // The first product overwrites it.
         let mut acc = Array::<f32>::new(o_len);
@@ -237,6 +239,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                 rows.anchor(&mut s, factors.exponent, blueprint);
             }
             let taken = rows.absorb(&mut s, factors.exponent, blueprint);
+            let words = kept_of(&factors, &memory, nth, first_row, k_start, blueprint);
             pin(&mut s, s_len);
             // The branch of this wait is what keeps the assembler from moving the wait for P V above the softmax.
             if step + 1 < steps {
@@ -249,6 +252,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
             v_place.advance(stages);
             rows.settle(&taken, &mut s, &mut acc, blueprint);
+            leave(&mut s, &words, tile_k);
             to_fragments(&s, &mut p, blueprint);
         }
 
@@ -272,8 +276,9 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         pass_turn(turn, warpgroup, tile);
 
         // -- O / l and lse
-        let (m0, l0) = (rows.m0, row_sum(rows.l0));
-        let (m1, l1) = (rows.m1, row_sum(rows.l1));
+        let of_sink = sink_log2(&factors.extras, memory.item(nth, Of::Head), comptime!(!blueprint.partial));
+        let (m0, l0, a0) = with_sink(rows.m0, row_sum(rows.l0), of_sink);
+        let (m1, l1, a1) = with_sink(rows.m1, row_sum(rows.l1), of_sink);
         let row = first_row + of_warpgroup * 16 + lane / 4;
         let (out, head) = (memory.item(nth, Of::BatchOut) as usize, memory.item(nth, Of::Head) as usize);
         let lse_at = strides.lse.at(out, head, row);
@@ -287,8 +292,9 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                 lse[next] = lse_bits_log2(m1, l1, lg2(l1));
             }
         }
-        let f0 = select(l0 == 0.0f32, 0.0f32, reciprocal(l0));
-        let f1 = select(l1 == 0.0f32, 0.0f32, reciprocal(l1));
+        let scale = factors.extras.dropout.scale();
+        let f0 = select(l0 == 0.0f32, 0.0f32, reciprocal(l0) * a0 * scale);
+        let f1 = select(l1 == 0.0f32, 0.0f32, reciprocal(l1) * a1 * scale);
         wgmma_wait(1usize);
         pin(&mut acc, o_len);
         if lane == 0 {

@@ -26,7 +26,7 @@ use super::reduce::{ADDENDS, Reducer};
 use super::ring::{BLIND, CONTINUED, CONTINUES, Loader, Memory, Of, Place, Spread, load_next_q};
 use super::rows::*;
 use super::schedule::Walk;
-use super::scores::{Factors, finish, hide, products, slope};
+use super::scores::{Factors, back, finish, hide, kept_of, left, products, slope};
 use super::{Role, WARPGROUP_ROWS};
 use crate::mask::Band;
 use cubecl::prelude::*;
@@ -192,10 +192,15 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 s[n] = ex2(fma(s[n], factors.exponent, -*lse.index(n)));
             }
             let adds = u32::cast_from(step > 0 || continued);
+            let words = kept_of(&factors, &memory, nth, first_row, k_start, blueprint);
             if comptime!(sums_values) {
                 // dV runs under what turns dP into dS.
                 let mut p = fragments(blueprint);
-                to_fragments(&s, &mut p, blueprint);
+                if comptime!(words.len() > 0) {
+                    to_fragments(&left(&s, &words, tile_k), &mut p, blueprint);
+                } else {
+                    to_fragments(&s, &mut p, blueprint);
+                }
                 pin(&mut sum_v, comptime!(columns_dv / 2));
                 wgmma_fence();
                 mma_registers(&mut sum_v, &p, v_columns + v_tile, adds, 128usize, columns_dv, dtype);
@@ -218,6 +223,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 pin(&mut ds, s_len);
                 let delta_at = memory.delta + place.stage * comptime!(blueprint.stats_bytes() as u32) + 8 * quarter;
                 let delta = statistics(delta_at, of_rows.delta0, of_rows.delta1, blueprint);
+                back(&mut ds, &words, &factors, tile_k);
                 #[unroll]
                 for n in 0..s_len {
                     ds[n] = s[n] * (ds[n] - *delta.index(n));
@@ -291,9 +297,9 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             if comptime!(sums_values) {
                 let row0 = strides.dv.at(batch, head, row);
                 let row1 = row0 + 8 * strides.dv.row;
-                let one = 1.0f32.runtime();
-                store_row(&pack_row(&sum_v, 0usize, one, columns_dv, dtype), dv, row0, live0, columns_dv);
-                store_row(&pack_row(&sum_v, 1usize, one, columns_dv, dtype), dv, row1, live1, columns_dv);
+                let scale = factors.extras.dropout.scale();
+                store_row(&pack_row(&sum_v, 0usize, scale, columns_dv, dtype), dv, row0, live0, columns_dv);
+                store_row(&pack_row(&sum_v, 1usize, scale, columns_dv, dtype), dv, row1, live1, columns_dv);
             }
             // Rows that what is hidden from them has reached; not where the query itself is no number.
             if comptime!(hides) {

@@ -4,10 +4,11 @@
 //! m = max_p lse_p      w_p = exp(lse_p − m) / Σ exp(lse_p − m)      o = Σ w_p o_p      lse = m + ln Σ exp(lse_p − m)
 //! ```
 //!
-//! (Flash-Decoding, Dao et al. 2023.)
+//! with the sink, if there is one, as one more part, of which `o = 0`. (Flash-Decoding, Dao et al. 2023.)
 
 use super::forward::row_start;
 use super::ops::{ex2, lg2, reciprocal};
+use crate::score::Extras;
 use crate::softmax::{HIDDEN, lse_bits_log2, lse_of_part};
 use cubecl::prelude::*;
 
@@ -23,6 +24,7 @@ pub fn merge<E: Float>(
     part_lse: &Tensor<u32>,
     o: &mut Tensor<E>,
     lse: &mut Tensor<u32>,
+    extras: Extras,
     batches: u32,
     heads: u32,
     rows: u32,
@@ -41,11 +43,12 @@ pub fn merge<E: Float>(
     let o_at = row_start(parts, batch as usize, head as usize, row);
     let (lse_part, o_part) = (batches as usize * part_lse.stride(0), batches as usize * parts.stride(0));
 
-    let mut m = HIDDEN.runtime();
+    let sink = extras.sink(head as usize, HIDDEN.runtime());
+    let mut m = sink;
     for part in 0..count as usize {
         m = max(m, lse_of_part(part_lse[lse_at + part * lse_part]));
     }
-    let mut l = 0.0f32.runtime();
+    let mut l = select(sink == HIDDEN, 0.0f32, ex2((sink - m) * log2_e));
     for part in 0..count as usize {
         l += ex2((lse_of_part(part_lse[lse_at + part * lse_part]) - m) * log2_e);
     }

@@ -146,6 +146,8 @@ pub struct Blueprint {
     pub mask: Option<Rows>,
     /// Whether there is a bias, and whether it differs from row to row.
     pub bias: Option<Rows>,
+    /// Whether there are slopes.
+    pub alibi: bool,
     /// Whether items are parts of the keys, whose results are merged.
     pub partial: bool,
     /// Lse and delta lie in scratch with each head's rows filled up to a multiple of this, which tiles of queries divide.
@@ -274,7 +276,7 @@ impl Blueprint {
     /// let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: true };
     /// let blueprint = Blueprint {
     ///     role: Role::Forward, tile, dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
-    ///     capped: false, mask: None, bias: None, partial: false, stats_multiple: 128,
+    ///     capped: false, mask: None, bias: None, alibi: false, partial: false, stats_multiple: 128,
     /// };
     /// assert!(blueprint.shared_memory() <= 227 << 10);
     /// ```
@@ -291,14 +293,14 @@ impl Blueprint {
     }
 
     /// Whether exponentials are relative to an anchor, not to the maximum: where what they are rounded to has the range of f32,
-    /// and no bias stands in for a mask.
+    /// and no bias or slope stands in for a mask.
     pub fn anchored(&self) -> bool {
-        self.dtype == Dtype::BF16 && self.bias.is_none()
+        self.dtype == Dtype::BF16 && self.bias.is_none() && !self.alibi
     }
 
     /// Whether scores are turned into natural units before the softmax, not by its factor alone.
     pub fn cooked(&self) -> bool {
-        self.capped || self.bias.is_some()
+        self.capped || self.bias.is_some() || self.alibi
     }
 }
 

@@ -12,6 +12,7 @@ use super::delta::{stats_all, stats_at};
 use super::forward::Strides;
 use super::gradient::{ResultStrides, SourceStrides};
 use super::ops::{ex2, fma_packed, lg2, pack};
+use super::rows::sink_log2;
 use super::schedule::Walk;
 use super::scores::{Exponent, Factors, exponent_of};
 use crate::mask::Band;
@@ -148,9 +149,11 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     // together, and guards no shuffle, here or in the loop around.
     let lost = l == f32::INFINITY;
     let mut of_row = m + lg2(l);
-    // Of this unit's keys, while they are looked for.
-    let mut m = HIDDEN.runtime();
-    let mut l = 0.0f32.runtime();
+    let dropout = &factors.extras.dropout;
+    // Of this unit's keys, while they are looked for; the first unit has the sink as well.
+    let sink = sink_log2(&factors.extras, head as u32, comptime!(!blueprint.partial));
+    let mut m = select(lane == 0, sink, HIDDEN);
+    let mut l = select(m == HIDDEN, 0.0f32, 1.0f32);
     for round in select(lost, 0u32, 1u32)..2u32 {
         let mut start = first;
         while plane_any(start < after) {
@@ -164,7 +167,8 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 l = fma(l, ex2(m - higher), p);
                 m = higher;
             } else {
-                let p = select(sees, ex2(exponent.value - of_row), 0.0f32);
+                let kept = dropout.keeps(batch as u32, head as u32, row, key);
+                let p = select(sees, dropout.left(ex2(exponent.value - of_row), kept), 0.0f32);
                 for n in 0..KEYS {
                     let p = plane_shuffle(p, n);
                     if plane_any(lane == n && sees) {
@@ -185,7 +189,7 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         }
     }
     let at = strides.o.at(batch_out, head, row);
-    write_row(&o, out, at, 1.0f32.runtime(), blueprint.head_dim_v, blueprint);
+    write_row(&o, out, at, dropout.scale(), blueprint.head_dim_v, blueprint);
 }
 
 /// Writes a row of `wide` columns, of which each unit has eight, `factor` times, to `out` from vector `at` on.
@@ -373,13 +377,20 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 let product = dot(q, q_at, k, k_at, blueprint.head_dim, blueprint.vector());
                 let exponent = exponent_of(product, factors, band, mask, bias, batch, head_q, row, key, blueprint);
                 visible = exponent.visible;
-                p = select(visible, ex2(exponent.value - f32::reinterpret(stats[at])), 0.0f32);
+                let dropout = &factors.extras.dropout;
+                let kept = if comptime!(blueprint.transposed()) {
+                    dropout.keeps(batch as u32, head_q as u32, key, row)
+                } else {
+                    dropout.keeps(batch as u32, head_q as u32, row, key)
+                };
+                let probability = select(visible, ex2(exponent.value - f32::reinterpret(stats[at])), 0.0f32);
+                p = dropout.left(probability, kept);
                 if comptime!(differentiates) {
                     let d_at = strides.d.at(batch, head, row);
                     let v_at = strides.v.at(batch, head_kv as usize, key);
                     let dp = dot(d, d_at, v, v_at, blueprint.head_dim_v, blueprint.vector());
                     let delta = f32::reinterpret(stats[all + at]);
-                    ds = select(visible, p * (dp - delta) * exponent.slope, 0.0f32);
+                    ds = select(visible, probability * (dropout.back(dp, kept) - delta) * exponent.slope, 0.0f32);
                 }
             }
             for n in 0..KEYS {
@@ -409,6 +420,6 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     }
     if comptime!(sums_values) {
         let at = results.dv.at(batch, head, row);
-        write_row(&sum_v, dv, at, 1.0f32.runtime(), blueprint.head_dim_v, blueprint);
+        write_row(&sum_v, dv, at, factors.extras.dropout.scale(), blueprint.head_dim_v, blueprint);
     }
 }

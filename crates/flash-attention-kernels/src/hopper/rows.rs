@@ -7,6 +7,7 @@
 use super::Blueprint;
 use super::ops::*;
 use crate::problem::Dtype;
+use crate::score::Extras;
 use crate::softmax::HIDDEN;
 use cubecl::prelude::*;
 
@@ -199,6 +200,27 @@ fn exponentials(s: &mut Array<f32>, #[comptime] row: usize, m: f32, exponent: f3
         sum += s[at] + s[at + 1];
     }
     sum
+}
+
+/// A head's sink as an exponent of 2, where there is one and it `counts`; else [`HIDDEN`].
+#[cube]
+pub fn sink_log2(extras: &Extras, head: u32, #[comptime] counts: bool) -> f32 {
+    if comptime!(counts && extras.sinks.is_some()) {
+        extras.sink(head as usize, 0.0f32.runtime()) * comptime!(std::f32::consts::LOG2_E)
+    } else {
+        HIDDEN.runtime()
+    }
+}
+
+/// What a row's exponentials are relative to and their sum once a sink is among them, and by what is to be multiplied that has been
+/// added up without it.
+#[cube]
+pub fn with_sink(m: f32, l: f32, sink: f32) -> (f32, f32, f32) {
+    let highest = max(m, sink);
+    let factor = ex2(m - highest);
+    let of_sink = select(sink == HIDDEN, 0.0f32, ex2(sink - highest));
+    // Rows out of range stay so.
+    (highest, select(l == f32::INFINITY, l, fma(l, factor, of_sink)), factor)
 }
 
 /// The sum over the four units of a row.

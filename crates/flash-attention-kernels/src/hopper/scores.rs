@@ -4,11 +4,12 @@ use super::ops::{ex2, lg2, load_tiles, mma_shared, reciprocal, unpack};
 use super::ring::{Memory, Of};
 use super::{Blueprint, Rows, WARPGROUP_ROWS};
 use crate::mask::Band;
+use crate::score::{Extras, distance};
 use crate::softmax::UNSEEN;
 use cubecl::prelude::*;
 
-/// Factors of the scores in base 2, prepared on the host.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
+/// Factors of the scores in base 2, prepared on the host, and what there is beside products, mask and bias.
+#[derive(CubeType, CubeLaunch)]
 #[expand(derive(Clone))]
 pub struct Factors {
     /// Factor on `q·kᵀ`, where scores are cooked.
@@ -20,6 +21,8 @@ pub struct Factors {
     pub inner: f32,
     /// From a score to an exponent of 2.
     pub exponent: f32,
+    /// The rest.
+    pub extras: Extras,
 }
 
 /// Issues the products of a warpgroup's rows `q` with a tile `k`, both this `wide`: `S = Q Kᵀ`.
@@ -53,14 +56,15 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
     bias_tile: u32,
     #[comptime] blueprint: Blueprint,
 ) {
-    let (batch, head) = head_of(memory, nth, blueprint);
+    let (batch, head) = head_of(memory, nth, factors, blueprint);
     finish_head(s, factors, band, mask, bias, batch, head, first_row, k_start, bias_tile, 0usize, blueprint);
 }
 
-/// Batch and query head of an item, where a mask or bias is read for them.
+/// Batch and query head of an item, where anything is read for them.
 #[cube]
-fn head_of(memory: &Memory, nth: u32, #[comptime] blueprint: Blueprint) -> (u32, u32) {
-    if comptime!(blueprint.mask.is_some() || (blueprint.bias.is_some() && !blueprint.tiled_bias())) {
+fn head_of(memory: &Memory, nth: u32, factors: &Factors, #[comptime] blueprint: Blueprint) -> (u32, u32) {
+    let extras = comptime!(blueprint.alibi || factors.extras.dropout.seed.is_some());
+    if comptime!(extras || blueprint.mask.is_some() || (blueprint.bias.is_some() && !blueprint.tiled_bias())) {
         (memory.item(nth, Of::Batch), memory.query_head(nth, blueprint))
     } else {
         (0u32.runtime(), 0u32.runtime())
@@ -124,7 +128,7 @@ pub fn finish_head<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
 }
 
-/// Adds the bias, if there is one.
+/// Adds the bias, if there is one, and what slopes make of distances.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn add_bias<E: Float, NB: Size>(
@@ -145,6 +149,124 @@ fn add_bias<E: Float, NB: Size>(
     } else {
         add_rows(s, band, bias, batch, head, row_of(first_row), column_of(k_start), blueprint);
     }
+    if comptime!(blueprint.alibi) {
+        let slope = factors.extras.slope(batch as usize, head as usize);
+        #[unroll]
+        for r in 0..2usize {
+            let row = row_of(first_row) + comptime!(8 * r as u32);
+            let offset = f32::cast_from(band.offset(row, column_of(k_start)));
+            #[unroll]
+            for i in 0..comptime!(blueprint.tile.tile_k / 8) {
+                #[unroll]
+                for e in 0..2usize {
+                    let n = comptime!(4 * i + 2 * r + e);
+                    let offset = offset - comptime!((8 * i + e) as f32);
+                    s[n] = fma(slope, min(offset, -offset), s[n]);
+                }
+            }
+        }
+    }
+}
+
+/// Which registers of a unit's tile dropout keeps: bit `n % 32` of word `n / 32` is that of the `n`-th. No words, if there is no
+/// dropout. By whole warps.
+///
+/// A [cell](crate::dropout) is what a unit holds of 16 rows and columns. Transposed, a unit holds parts of two cells, which two other
+/// units have drawn.
+#[cube]
+pub fn kept(
+    factors: &Factors,
+    batch: u32,
+    head: u32,
+    first_row: u32,
+    k_start: u32,
+    #[comptime] blueprint: Blueprint,
+) -> Sequence<u32> {
+    let blocks = comptime!(if factors.extras.dropout.seed.is_some() { blueprint.tile.tile_k / 16 } else { 0 });
+    let row_block = first_row / 16 + UNIT_POS / 32 % 4;
+    let lane = UNIT_POS % 32;
+    let mut words = Sequence::<u32>::new();
+    #[unroll]
+    for word in 0..comptime!(blocks.div_ceil(4)) {
+        let mut bits = 0u32.runtime();
+        #[unroll]
+        for block in 0..comptime!((blocks - 4 * word).min(4)) {
+            let column_block = k_start / 16 + comptime!((4 * word + block) as u32);
+            let cell = if comptime!(blueprint.transposed()) {
+                factors.extras.dropout.cell(batch, head, column_block, row_block, lane)
+            } else {
+                factors.extras.dropout.cell(batch, head, row_block, column_block, lane)
+            };
+            bits |= cell << comptime!(8 * block as u32);
+        }
+        if comptime!(blueprint.transposed()) {
+            let drawn = bits;
+            bits = 0u32.runtime();
+            #[unroll]
+            for e in 0..2u32 {
+                // Of the two queries that a unit has of each eight, this one's draws: of keys that are even, or odd.
+                let of_query = plane_shuffle(drawn, (lane % 4 * 2 + e) * 4 + lane / 8) >> (lane / 4 % 2) & 0x5555_5555;
+                // By keys, then by queries, each eight; registers come the other way round.
+                let exchanged = (of_query & 0x0404_0404) << 2 | (of_query & 0x1010_1010) >> 2;
+                bits |= (of_query & 0x4141_4141 | exchanged) << e;
+            }
+        }
+        words.push(bits);
+    }
+    words
+}
+
+/// Whether the `n`-th register is kept.
+#[cube]
+pub fn is_kept(words: &Sequence<u32>, #[comptime] n: usize) -> bool {
+    *words.index(comptime!(n / 32)) & comptime!(1u32 << (n % 32)) != 0
+}
+
+/// What dropout, of which there is some, leaves of a tile's weights.
+#[cube]
+pub fn left(s: &Array<f32>, words: &Sequence<u32>, #[comptime] tile_k: usize) -> Array<f32> {
+    let mut left = Array::<f32>::new(comptime!(tile_k / 2));
+    #[unroll]
+    for n in 0..comptime!(tile_k / 2) {
+        left[n] = select(is_kept(words, n), s[n], 0.0f32);
+    }
+    left
+}
+
+/// The same in their place, if there is any dropout.
+#[cube]
+pub fn leave(s: &mut Array<f32>, words: &Sequence<u32>, #[comptime] tile_k: usize) {
+    if comptime!(words.len() > 0) {
+        #[unroll]
+        for n in 0..comptime!(tile_k / 2) {
+            s[n] = select(is_kept(words, n), s[n], 0.0f32);
+        }
+    }
+}
+
+/// Goes from gradients of what is left of probabilities to those of probabilities.
+#[cube]
+pub fn back(ds: &mut Array<f32>, words: &Sequence<u32>, factors: &Factors, #[comptime] tile_k: usize) {
+    if comptime!(words.len() > 0) {
+        #[unroll]
+        for n in 0..comptime!(tile_k / 2) {
+            ds[n] = factors.extras.dropout.back(ds[n], is_kept(words, n));
+        }
+    }
+}
+
+/// [`kept()`] for an item.
+#[cube]
+pub fn kept_of(
+    factors: &Factors,
+    memory: &Memory,
+    nth: u32,
+    first_row: u32,
+    k_start: u32,
+    #[comptime] blueprint: Blueprint,
+) -> Sequence<u32> {
+    let (batch, head) = head_of(memory, nth, factors, blueprint);
+    kept(factors, batch, head, first_row, k_start, blueprint)
 }
 
 /// Multiplies gradients `ds` of scores by the softcap's derivative `1 − tanh²`. The capped product is found in the probabilities
@@ -166,7 +288,7 @@ pub fn slope<E: Float, NB: Size>(
     #[comptime] blueprint: Blueprint,
 ) {
     let mut t = negative_capped(p, lse, comptime!(blueprint.tile.tile_k / 2));
-    let (batch, head) = head_of(memory, nth, blueprint);
+    let (batch, head) = head_of(memory, nth, factors, blueprint);
     add_bias(&mut t, factors, band, bias, batch, head, first_row, k_start, bias_tile, 0usize, blueprint);
     multiply_slope(ds, p, &t, factors, blueprint);
 }
@@ -373,6 +495,9 @@ pub fn exponent_of<E: Float, M: Numeric, NB: Size, NM: Size>(
         slope = fma(-tanh, tanh, slope);
     } else if comptime!(blueprint.cooked()) {
         s *= factors.scale;
+    }
+    if comptime!(blueprint.alibi) {
+        s = fma(factors.extras.slope(batch, head), distance(band, row, key), s);
     }
     // Pairs are read from even keys on.
     let (even, odd) = (key / 2 * 2, key % 2 == 1);

@@ -7,7 +7,7 @@ use crate::matrix::Role;
 use crate::portable::GridLaunch;
 use crate::portable::dbias::Sums;
 use crate::portable::tile::{TileShape, WIDTH};
-use crate::portable::{self, dbias, delta, nothing};
+use crate::portable::{self, dbias, delta, dsinks, nothing};
 use crate::problem::{AttentionProblem, BackwardOrder};
 use crate::tensor::TensorView;
 use crate::tiling::{self, BackwardTiles, BiasGradient, Device, Gradient, HopperGradient, MmaGradient, Stage};
@@ -39,11 +39,15 @@ pub struct Gradients {
     pub dv: Option<TensorView>,
     /// Shape and dtype of the bias.
     pub dbias: Option<TensorView>,
+    /// Shape of the slopes, f32.
+    pub dalibi_slopes: Option<TensorView<2>>,
+    /// Shape of the sinks, f32.
+    pub dsinks: Option<TensorView<1>>,
 }
 
 /// Computes the gradients asked for, launching only what they need.
 ///
-/// `dq`, `dk`, `dv` and `dbias` have the shape and dtype of what they are the gradient of. Every sum is taken in a fixed
+/// They have the shape and dtype of what they are the gradient of. Every sum is taken in a fixed
 /// order, unless the options ask for [`BackwardOrder::Fast`](crate::BackwardOrder::Fast): the same call gives the same bits.
 /// (FlashAttention-2, arXiv:2307.08691, algorithm 2, with one kernel for `dq` and one for `dk` and `dv` in place of atomic
 /// additions.)
@@ -85,7 +89,7 @@ pub struct Scratch {
     /// `lse` and delta of each row, `[2, n]`, f32: `n` is `batch · num_heads_q · seq_q` with `seq_q` rounded up to a multiple of
     /// 128, or of 384 above head_dim 192.
     pub stats: TensorView<2>,
-    /// Sums that the gradient of a broadcast bias is folded from, `[batch, num_heads_q, seq_q or seq_k]`, f32.
+    /// Sums that the gradients of a broadcast bias and of slopes are folded from, `[batch, num_heads_q, seq_q or seq_k]`, f32.
     pub bias_sums: Option<TensorView<3>>,
     /// `dq` in f32, where blocks of keys add to it: `[n, head_dim rounded up to a multiple of 64]`, with the `n` of `stats`.
     pub dq_sums: Option<TensorView<2>>,
@@ -169,16 +173,23 @@ impl Call<'_> {
             }
         }
         output(self.device, "stats", &scratch.stats, [2, tiling::stats_rows(p)], 4)?;
-        let sums = gradients.dbias.as_ref().and(scratch.bias_sums.as_ref());
+        if let Some(view) = &gradients.dalibi_slopes {
+            output(self.device, "dalibi_slopes", view, p.alibi_slopes.unwrap_or([0; 2]), 4)?;
+        }
+        if let Some(view) = &gradients.dsinks {
+            output(self.device, "dsinks", view, [if p.sinks { p.num_heads_q } else { 0 }], 4)?;
+        }
+        let sums = scratch.bias_sums.as_ref();
+        let sums = sums.filter(|_| gradients.dbias.is_some() || gradients.dalibi_slopes.is_some());
         match (sums, tiling::bias_sums_len(p)) {
             (Some(sums), len) if len > 0 => {
                 output(self.device, "bias_sums", sums, [p.batch, p.num_heads_q, len / (p.batch * p.num_heads_q)], 4)?;
             }
-            (None, len) if len > 0 && gradients.dbias.is_some() => {
+            (None, len) if len > 0 && (gradients.dbias.is_some() || gradients.dalibi_slopes.is_some()) => {
                 return Err(AttentionError::Unsupported {
                     option: "scratch.bias_sums",
                     value: "none".into(),
-                    why: "a broadcast bias's gradient is folded from sums; allocate with Scratch::empty",
+                    why: "gradients of slopes and of a broadcast bias are folded from sums; allocate with Scratch::empty",
                 });
             }
             _ => {}
@@ -204,20 +215,29 @@ impl Call<'_> {
         let rows = [Some(&saved.lse), saved.dlse.as_ref(), sums].into_iter().flatten().map(|view| view.span());
         let rows = rows.chain([scratch.stats.span()]);
         let addresses = self.addresses(views.iter().map(|view| view.span()).chain(rows));
-        if wanted.iter().all(|(_, view, _)| view.is_none()) {
+        let (dslopes, dsinks) = (gradients.dalibi_slopes.as_ref(), gradients.dsinks.as_ref());
+        if wanted.iter().all(|(_, view, _)| view.is_none()) && dslopes.is_none() && dsinks.is_none() {
             return Ok(());
         }
 
-        // -- nothing to attend to: zeros
+        // -- nothing to attend to: zeros, but for sinks, which are attended to
         if p.rows() == 0 || p.seq_k == 0 {
-            let written = wanted.iter().filter_map(|(_, view, _)| view.as_ref()).filter(|view| !view.is_empty());
+            let f32 = ElemType::Float(FloatKind::F32);
+            let of_sinks = dsinks.filter(|_| p.rows() > 0).map(|view| Ok((view, self.delta_grid()?))).transpose()?;
+            let written = wanted.iter().filter_map(|(_, view, _)| Some((view.as_ref()?.clone(), self.dtype())));
+            let written = written
+                .chain(dslopes.map(|view| (view.widened(), f32)))
+                .chain(dsinks.filter(|_| p.rows() == 0).map(|view| (view.widened(), f32)))
+                .filter(|(view, _)| !view.is_empty());
             let launches: Vec<_> = written
-                .map(|view| Ok((view, elementwise(self.device, "zeros", view.len())?)))
+                .map(|(view, dtype)| Ok((elementwise(self.device, "zeros", view.len())?, view, dtype)))
                 .collect::<Result<_, AttentionError>>()?;
-            for (view, (count, dim)) in launches {
-                unsafe {
-                    nothing::zeros::launch_unchecked(self.client, count, dim, addresses, view.arg(), self.dtype())
-                };
+            for ((count, dim), view, dtype) in launches {
+                unsafe { nothing::zeros::launch_unchecked(self.client, count, dim, addresses, view.arg(), dtype) };
+            }
+            if let Some((view, delta)) = of_sinks {
+                self.delta(saved, scratch, delta, addresses);
+                self.dsinks(scratch, view, addresses);
             }
             return Ok(());
         }
@@ -277,15 +297,34 @@ impl Call<'_> {
                 BiasGradient::Hopper(tile) => hopper_dbias = Some((view, tile)),
                 BiasGradient::Portable(tile) => {
                     tiling::check_bindings(self.device, p, "dbias", 6)?;
-                    dbias = Some((view, tile, self.dbias_grids(view, tile)?));
+                    let sums = tiling::bias_sums(&view.shape, p);
+                    dbias = Some((view, tile, self.sums_grids("dbias", view, sums, tile)?));
                 }
             }
+        }
+        let mut of_slopes = None;
+        if let Some(view) = dslopes {
+            let Some(tile) = tiles.dalibi_slopes else {
+                return Err(AttentionError::Unsupported {
+                    option: "tiles.dalibi_slopes",
+                    value: "none".into(),
+                    why: "the gradient of slopes is asked for, and takes a kernel",
+                });
+            };
+            tiling::check_bindings(self.device, p, "dalibi_slopes", 6)?;
+            let view = view.widened();
+            let grids = self.sums_grids("dalibi_slopes", &view, Sums::Rows, tile)?;
+            of_slopes = Some((view, tile, grids));
         }
         self.check_hopper_backward(saved, &hopper, hopper_dbias)?;
         self.check_mma_backward(saved, &mma)?;
 
-        if dq.is_some() || !dkdv.is_empty() || dbias.is_some() || !matrix.is_empty() || !rows.is_empty() {
+        let portable = dq.is_some() || !dkdv.is_empty() || dbias.is_some() || of_slopes.is_some() || dsinks.is_some();
+        if portable || !matrix.is_empty() || !rows.is_empty() {
             self.delta(saved, scratch, delta, addresses);
+        }
+        if let Some(dsinks) = dsinks {
+            self.dsinks(scratch, dsinks, addresses);
         }
         for gradient in matrix {
             self.gradient_matrix(saved, scratch, gradient, addresses);
@@ -300,7 +339,10 @@ impl Call<'_> {
             self.dkdv(saved, scratch, dk, dv, tile, grid, addresses);
         }
         if let Some((dbias, tile, grids)) = dbias {
-            self.dbias(saved, scratch, dbias, tile, grids, addresses);
+            self.dbias(saved, scratch, dbias, false, tile, grids, addresses);
+        }
+        if let Some((view, tile, grids)) = of_slopes {
+            self.dbias(saved, scratch, &view, true, tile, grids, addresses);
         }
         // They read scratch in a layout of their own.
         self.backward_mma(saved, scratch, &mma)?;
@@ -452,10 +494,34 @@ impl Call<'_> {
         }
     }
 
-    /// Where the bias's gradient is computed, and folded if it must be.
-    fn dbias_grids(&self, dbias: &TensorView, tile: TileShape) -> Result<DbiasGrids, AttentionError> {
+    /// The gradient of the sinks, from lse and delta in scratch.
+    fn dsinks(&self, scratch: &Scratch, dsinks: &TensorView<1>, addresses: AddressType) {
+        let (p, Some(sinks)) = (self.problem, &self.inputs.sinks) else { return };
+        unsafe {
+            dsinks::dsinks::launch_unchecked(
+                self.client,
+                CubeCount::Static(p.num_heads_q as u32, 1, 1),
+                CubeDim::new_1d(dsinks::UNITS as u32),
+                addresses,
+                self.portable_stats(scratch),
+                sinks.arg(),
+                dsinks.arg(),
+                p.batch as u32,
+                p.num_heads_q as u32,
+                p.seq_q as u32,
+            );
+        }
+    }
+
+    /// Where the gradient of the bias, or of slopes, is computed, and folded if it must be.
+    fn sums_grids(
+        &self,
+        kernel: &'static str,
+        dbias: &TensorView,
+        sums: Sums,
+        tile: TileShape,
+    ) -> Result<DbiasGrids, AttentionError> {
         let p = self.problem;
-        let sums = tiling::bias_sums(&dbias.shape, p);
         let q_blocks = p.seq_q.div_ceil(tile.tile_q);
         let k_blocks = p.seq_k.div_ceil(tile.tile_k);
         let (blocks, heads, batches) = match sums {
@@ -467,31 +533,39 @@ impl Call<'_> {
             Sums::Tile => None,
             Sums::Columns | Sums::Rows => {
                 // A unit for each element, or a cube where many terms are to be added.
-                let terms = tiling::bias_sums_len(p) / dbias.len();
+                let terms = tiling::sums_len(sums, p) / dbias.len();
                 let lanes = if terms < dbias::FOLD_UNITS { 1 } else { dbias::FOLD_UNITS };
                 let cubes = (dbias.len() * lanes).div_ceil(dbias::FOLD_UNITS);
                 let (x, y, z) = tiling::cube_count(self.device, "fold", cubes as u64)?;
                 Some((lanes, CubeCount::Static(x, y, z)))
             }
         };
-        Ok(DbiasGrids { sums, heads, batches, grid: self.grid("dbias", blocks, heads, batches)?, fold })
+        Ok(DbiasGrids { sums, heads, batches, grid: self.grid(kernel, blocks, heads, batches)?, fold })
     }
 
+    /// The gradient of the bias, or of slopes if `sloped`, as a tensor of rank 4.
+    #[allow(clippy::too_many_arguments)]
     fn dbias(
         &self,
         saved: &Saved,
         scratch: &Scratch,
         dbias: &TensorView,
+        sloped: bool,
         tile: TileShape,
         DbiasGrids { sums, heads, batches, grid: (grid, count), fold }: DbiasGrids,
         addresses: AddressType,
     ) {
         let p = self.problem;
         // What is folded afterwards is summed in scratch, which has been checked.
-        let partial = scratch.bias_sums.as_ref().filter(|_| sums != Sums::Tile);
-        let (out, out_type) = match partial {
-            Some(partial) => (partial.arg(), ElemType::Float(FloatKind::F32)),
-            None => (dbias.arg(), self.dtype()),
+        let f32 = ElemType::Float(FloatKind::F32);
+        let partial = scratch.bias_sums.as_ref().filter(|_| sums != Sums::Tile).map(|scratch| {
+            let length = tiling::sums_len(sums, p) / (p.batch * p.num_heads_q);
+            TensorView::contiguous(scratch.handle.clone(), [p.batch, p.num_heads_q, length])
+        });
+        let dtype = if sloped { f32 } else { self.dtype() };
+        let (out, out_type) = match &partial {
+            Some(partial) => (partial.arg(), f32),
+            None => (dbias.arg(), dtype),
         };
         unsafe {
             dbias::dbias::launch_unchecked(
@@ -515,11 +589,12 @@ impl Call<'_> {
                 (p.batch / batches) as u32,
                 (p.num_heads_q / heads) as u32,
                 sums,
+                sloped,
                 tiling::blueprint(p, tile),
                 [self.dtype(), self.mask_type(), out_type],
             );
         }
-        if let (Some(partial), Some((lanes, count))) = (partial, fold) {
+        if let (Some(partial), Some((lanes, count))) = (&partial, fold) {
             let along = if sums == Sums::Columns { 3 } else { 2 };
             unsafe {
                 dbias::fold::launch_unchecked(
@@ -531,7 +606,7 @@ impl Call<'_> {
                     dbias.arg(),
                     along,
                     lanes,
-                    self.dtype(),
+                    dtype,
                 );
             }
         }

@@ -13,7 +13,7 @@ use cubecl::prelude::*;
 ///
 /// `o` has the shape `[batch, num_heads_q, seq_q, head_dim_v]` and the dtype of `q`; `lse`, the natural logarithm of the
 /// sum of exponentials of each row's scores, `[batch, num_heads_q, seq_q]`, is f32. A row that sees no key gets `o = 0`
-/// and `lse = −∞`. (FlashAttention-2, arXiv:2307.08691, algorithm 1.)
+/// and `lse = −∞`, or that of its sink alone. (FlashAttention-2, arXiv:2307.08691, algorithm 1.)
 ///
 /// Returns the kernel that ran, with its tiles. Errors name the argument at fault; nothing has been launched then.
 pub fn forward(
@@ -49,7 +49,7 @@ pub fn forward_with(
         let (o_count, o_dim) = elementwise(&device, "zeros", o.len())?;
         let (count, dim) = elementwise(&device, "empty_lse", lse.len())?;
         unsafe { nothing::zeros::launch_unchecked(client, o_count, o_dim, addresses, o.arg(), call.dtype()) };
-        unsafe { nothing::empty_lse::launch_unchecked(client, count, dim, addresses, lse.arg()) };
+        unsafe { nothing::empty_lse::launch_unchecked(client, count, dim, addresses, lse.arg(), call.sinks().into()) };
         return Ok(());
     }
     let tile = match kernel.into() {

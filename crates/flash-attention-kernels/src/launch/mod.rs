@@ -12,11 +12,12 @@ mod rows;
 pub use backward::{Gradients, Saved, Scratch, backward, backward_with};
 pub use forward::{forward, forward_with};
 
+use crate::dropout::{self, DropoutLaunch};
 use crate::error::AttentionError;
 use crate::portable::GridLaunch;
 use crate::portable::tile::{TileShape, WIDTH};
 use crate::problem::AttentionProblem;
-use crate::score::ScoreLaunch;
+use crate::score::{ExtrasLaunch, ScoreLaunch};
 use crate::tensor::TensorView;
 use crate::tiling::{self, Device};
 use cubecl::client::Client;
@@ -64,6 +65,28 @@ pub struct Inputs {
     pub mask: Option<MaskView>,
     /// Added to the scores: `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, of the dtype of `q`.
     pub bias: Option<TensorView>,
+    /// ALiBi's slopes, `[batch | 1, num_heads_q]`, f32.
+    pub alibi_slopes: Option<TensorView<2>>,
+    /// The score of one more key of each head, `[num_heads_q]`, f32.
+    pub sinks: Option<TensorView<1>>,
+    /// What draws of [dropout](mod@crate::dropout) depend on, where the options have no number for it: `[2]`, 32 bits each.
+    pub dropout_seed: Option<TensorView<1>>,
+}
+
+impl Inputs {
+    /// These, and nothing else.
+    ///
+    /// ```no_run
+    /// use flash_attention_kernels::{Inputs, TensorView};
+    ///
+    /// # fn f(client: cubecl::client::Client) {
+    /// let zeros = || TensorView::contiguous(client.empty(4 * 64 * 32), [1, 1, 64, 32]);
+    /// assert!(Inputs::new(zeros(), zeros(), zeros()).sinks.is_none());
+    /// # }
+    /// ```
+    pub fn new(q: TensorView, k: TensorView, v: TensorView) -> Self {
+        Inputs { q, k, v, mask: None, bias: None, alibi_slopes: None, sinks: None, dropout_seed: None }
+    }
 }
 
 /// A validated call on a device.
@@ -72,6 +95,8 @@ struct Call<'a> {
     device: &'a Device,
     problem: &'a AttentionProblem,
     inputs: &'a Inputs,
+    /// Of dropout, if there is any.
+    seed: Option<TensorView<1>>,
 }
 
 impl<'a> Call<'a> {
@@ -94,24 +119,41 @@ impl<'a> Call<'a> {
         if let Some(bias) = &inputs.bias {
             input(device, "bias", bias, problem.bias.unwrap_or(bias.shape), size)?;
         }
+        if let Some(slopes) = &inputs.alibi_slopes {
+            input(device, "alibi_slopes", slopes, problem.alibi_slopes.unwrap_or(slopes.shape), 4)?;
+        }
+        if let Some(sinks) = &inputs.sinks {
+            input(device, "sinks", sinks, [problem.num_heads_q], 4)?;
+        }
+        if let Some(seed) = &inputs.dropout_seed {
+            input(device, "dropout_seed", seed, [2], 4)?;
+        }
+        let (drops, number) = (problem.options.dropout > 0.0, problem.options.dropout_seed);
         for (argument, given, stated) in [
             ("mask", inputs.mask.is_some(), problem.mask.is_some()),
             ("bias", inputs.bias.is_some(), problem.bias.is_some()),
+            ("alibi_slopes", inputs.alibi_slopes.is_some(), problem.alibi_slopes.is_some()),
+            ("sinks", inputs.sinks.is_some(), problem.sinks),
+            ("dropout_seed", inputs.dropout_seed.is_some(), drops && number.is_none()),
         ] {
             if given != stated {
                 return Err(AttentionError::Unsupported {
                     option: argument,
                     value: if given { "a tensor" } else { "no tensor" }.into(),
-                    why: "the problem states otherwise: build it with with_mask and with_bias for what is given",
+                    why: "the problem states otherwise: build it with with_mask and its like for what is given, and with a dropout \
+                          above 0 and no number for a seed",
                 });
             }
         }
-        Ok(Call { client, device, problem, inputs })
+        let words = number.filter(|_| drops).map(dropout::seed);
+        let bytes = words.map(|words| words.map(u32::to_le_bytes).concat());
+        let seed = bytes.map(|bytes| TensorView::contiguous(client.create_from_slice(&bytes), [2]));
+        Ok(Call { client, device, problem, inputs, seed: seed.or_else(|| inputs.dropout_seed.clone()) })
     }
 
     /// The address type that reaches every element of the inputs and of these.
     fn addresses(&self, spans: impl IntoIterator<Item = u64>) -> AddressType {
-        let Inputs { q, k, v, mask, bias } = self.inputs;
+        let Inputs { q, k, v, mask, bias, .. } = self.inputs;
         let inputs = [Some(q), Some(k), Some(v), mask.as_ref().map(|mask| &mask.tensor), bias.as_ref()];
         let farthest = inputs.into_iter().flatten().map(|view| view.span()).chain(spans).max();
         AddressType::from_len(farthest.unwrap_or(0) as usize)
@@ -146,7 +188,22 @@ impl<'a> Call<'a> {
 
     fn score(&self) -> ScoreLaunch {
         let softcap = self.problem.options.softcap;
-        ScoreLaunch::new(self.problem.softmax_scale(), softcap.unwrap_or(1.0), softcap.is_some())
+        ScoreLaunch::new(self.problem.softmax_scale(), softcap.unwrap_or(1.0), softcap.is_some(), self.extras())
+    }
+
+    fn extras(&self) -> ExtrasLaunch {
+        let slopes = self.inputs.alibi_slopes.as_ref().map(|slopes| slopes.broadcast_arg());
+        ExtrasLaunch::new(slopes.into(), self.sinks().into(), self.dropout())
+    }
+
+    fn sinks(&self) -> Option<TensorArg> {
+        self.inputs.sinks.as_ref().map(|sinks| sinks.arg())
+    }
+
+    fn dropout(&self) -> DropoutLaunch {
+        let rate = self.problem.options.dropout;
+        let seed = self.seed.as_ref().map(|seed| seed.arg());
+        DropoutLaunch::new(seed.into(), dropout::threshold(rate), dropout::factor(rate))
     }
 
     /// One cube for each block of queries.

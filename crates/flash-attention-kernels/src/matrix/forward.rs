@@ -17,7 +17,7 @@ use crate::portable::Grid;
 use crate::portable::scores::{TileAt, finish_score};
 use crate::portable::tile::matrix;
 use crate::score::Score;
-use crate::softmax::{HIDDEN, lse_bits, normalizer, weight};
+use crate::softmax::{HIDDEN, begin, lse_bits, normalizer, weight};
 use cubecl::prelude::*;
 
 /// By how much a maximum may grow before what was computed with it is rescaled: weights stay below `e^8`, which f16 holds.
@@ -64,14 +64,16 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     let mut factors = Array::<f32>::new(of_unit);
     #[unroll]
     for nth in 0..of_unit {
-        m[nth] = HIDDEN.runtime();
-        l[nth] = 0.0f32;
+        let (first, sum) = begin(&score, work.head, me.vector(0usize, tile) == 0);
+        m[nth] = first;
+        l[nth] = sum;
     }
+    let slope = score.extras.slope(work.batch, work.head);
 
     let blocks = band.k_blocks(q_start, rows, columns);
     for block in blocks.start..blocks.end {
         let k_start = block * columns;
-        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start };
+        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start, slope };
         let whole = band.whole(q_start, k_start, rows, columns);
 
         // -- the tile
@@ -108,7 +110,7 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
             grown = grown || grows && l[nth] > 0.0;
             factors[nth] = factor;
             m[nth] = highest;
-            l[nth] = l[nth] * factor + weigh_row(&mut s, highest, tile);
+            l[nth] = l[nth] * factor + weigh_row(&mut s, highest, &score, &at, me, nth, tile);
             write_row(&s, &mut panels.weights, me, nth, tile);
         }
         if plane_any(grown) {
@@ -126,7 +128,7 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     #[unroll]
     for nth in 0..of_unit {
         let total = row_sum(l[nth], tile);
-        factors[nth] = normalizer(total);
+        factors[nth] = normalizer(total) * score.extras.dropout.scale();
         let row = q_start + me.plane * comptime!(tile.m() as u32) + me.row(nth, tile);
         let is_first = me.vector(0usize, tile) == 0;
         if is_first && row < band.seq_q {
@@ -156,7 +158,7 @@ fn finish_row<E: Float, M: Numeric>(
     for n in 0..comptime!(tile.vectors_of_unit() * WIDTH) {
         s[n] = score.of(s[n]);
     }
-    if careful {
+    if careful || comptime!(score.extras.slopes.is_some()) {
         let row = at.q_start + me.plane * comptime!(tile.m() as u32) + me.row(nth, tile);
         #[unroll]
         for i in 0..comptime!(tile.vectors_of_unit()) {
@@ -164,7 +166,7 @@ fn finish_row<E: Float, M: Numeric>(
             #[unroll]
             for n in 0..WIDTH {
                 let e = comptime!(i * WIDTH + n);
-                s[e] = finish_score(s[e], band, mask, bias, at, row, first + comptime!(n as u32));
+                s[e] = finish_score(s[e], score, band, mask, bias, at, row, first + comptime!(n as u32));
             }
         }
     }
@@ -196,14 +198,30 @@ fn row_sum(part: f32, #[comptime] tile: MatrixTile) -> f32 {
     sum
 }
 
-/// Turns a unit's part of a row of scores into weights; returns their sum.
+/// Turns a unit's part of its `nth` row of scores into weights, those that are kept; returns the sum of all.
 #[cube]
-fn weigh_row(s: &mut Array<f32>, highest: f32, #[comptime] tile: MatrixTile) -> f32 {
+fn weigh_row(
+    s: &mut Array<f32>,
+    highest: f32,
+    score: &Score,
+    at: &TileAt,
+    me: Place,
+    #[comptime] nth: usize,
+    #[comptime] tile: MatrixTile,
+) -> f32 {
     let mut sum = 0.0f32.runtime();
+    let row = at.q_start + me.plane * comptime!(tile.m() as u32) + me.row(nth, tile);
     #[unroll]
-    for n in 0..comptime!(tile.vectors_of_unit() * WIDTH) {
-        s[n] = weight(s[n], highest);
-        sum += s[n];
+    for i in 0..comptime!(tile.vectors_of_unit()) {
+        let first = at.k_start + me.vector(i, tile) * comptime!(WIDTH as u32);
+        let kept = score.extras.dropout.keeps_four(at.batch as u32, at.head as u32, row, first);
+        #[unroll]
+        for n in 0..WIDTH {
+            let e = comptime!(i * WIDTH + n);
+            let w = weight(s[e], highest);
+            sum += w;
+            s[e] = score.extras.dropout.left(w, kept & comptime!(1u32 << n) != 0);
+        }
     }
     sum
 }

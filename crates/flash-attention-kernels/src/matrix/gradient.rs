@@ -12,7 +12,7 @@
 //! [`Role`](crate::matrix::Role). (FlashAttention-2, arXiv:2307.08691, algorithm 2.) Every sum is taken in a fixed order.
 
 use super::tile::*;
-use super::{Blueprint, WIDTH};
+use super::{Blueprint, MatrixTile, WIDTH};
 use crate::mask::Band;
 use crate::portable::Grid;
 use crate::portable::scores::{TileAt, finish_score};
@@ -86,12 +86,13 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
             (work.head, grid.heads as usize)
         };
         let stats_row = (work.batch * heads + head) * band.seq_q as usize;
+        let slope = score.extras.slope(work.batch, head);
         for block in blocks.start..blocks.end {
             let first = block * columns;
             let at = if comptime!(role.is_transposed()) {
-                TileAt { batch: work.batch, head, q_start: first, k_start: start }
+                TileAt { batch: work.batch, head, q_start: first, k_start: start, slope }
             } else {
-                TileAt { batch: work.batch, head, q_start: start, k_start: first }
+                TileAt { batch: work.batch, head, q_start: start, k_start: first, slope }
             };
             let whole = if comptime!(role.is_transposed()) {
                 band.whole(first, start, columns, rows)
@@ -130,7 +131,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
                     blueprint,
                 );
                 if comptime!(dv.is_some()) {
-                    write_row(&row.weights, &mut panels.weights, me, nth, tile);
+                    write_row(&row.left(&score, tile), &mut panels.weights, me, nth, tile);
                 }
                 weighed.push(row);
             }
@@ -152,6 +153,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
                         &read_row(&panels.board, me, nth, tile),
                         stats,
                         stats_row,
+                        &score,
                         &band,
                         &at,
                         me,
@@ -180,7 +182,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
     if let ComptimeOption::Some(dv) = dv {
         #[unroll]
         for nth in 0..comptime!(tile.rows_of_unit()) {
-            factors[nth] = 1.0f32;
+            factors[nth] = score.extras.dropout.scale();
         }
         let at = matrix(&*dv, work.batch, work.head);
         write(dv, &at, start, rows_end, &acc_v, &mut panels.board, &factors, me, head_dim_v, tile);
@@ -194,6 +196,8 @@ struct Row {
     weights: Array<f32>,
     /// Derivatives of the softcap, where there is one.
     slopes: Array<f32>,
+    /// Which of them dropout keeps, where there is any.
+    kept: Array<bool>,
 }
 
 #[cube]
@@ -218,6 +222,7 @@ impl Row {
         let len = comptime!(tile.vectors_of_unit() * WIDTH);
         let mut weights = Array::<f32>::new(len);
         let mut slopes = Array::<f32>::new(comptime!(if blueprint.capped { len } else { 1 }));
+        let mut kept = Array::<bool>::new(comptime!(if score.extras.dropout.seed.is_some() { len } else { 1 }));
         #[unroll]
         for n in 0..len {
             let t = score.of(s[n]);
@@ -229,13 +234,30 @@ impl Row {
         #[unroll]
         for n in 0..len {
             let (i, j) = pair(at, me, nth, n, blueprint);
-            if careful {
-                weights[n] = finish_score(weights[n], band, mask, bias, at, i, j);
+            if careful || comptime!(score.extras.slopes.is_some()) {
+                weights[n] = finish_score(weights[n], score, band, mask, bias, at, i, j);
             }
             let lse = select(band.is_query(i), stats[stats_row + band.query_within(i) as usize], f32::MAX);
             weights[n] = weight(weights[n], lse);
+            if comptime!(score.extras.dropout.seed.is_some()) {
+                kept[n] = score.extras.dropout.keeps(at.batch as u32, at.head as u32, i, j);
+            }
         }
-        Row { weights, slopes }
+        Row { weights, slopes, kept }
+    }
+
+    /// What dropout leaves of the weights.
+    fn left(&self, score: &Score, #[comptime] tile: MatrixTile) -> Array<f32> {
+        let len = comptime!(tile.vectors_of_unit() * WIDTH);
+        let mut left = Array::<f32>::new(len);
+        #[unroll]
+        for n in 0..len {
+            left[n] = self.weights[n];
+            if comptime!(score.extras.dropout.seed.is_some()) {
+                left[n] = score.extras.dropout.left(self.weights[n], self.kept[n]);
+            }
+        }
+        left
     }
 
     /// Goes on to `dS`, with the row of `dP`.
@@ -245,6 +267,7 @@ impl Row {
         dp: &Array<f32>,
         stats: &Tensor<f32>,
         stats_row: usize,
+        score: &Score,
         band: &Band,
         at: &TileAt,
         me: Place,
@@ -257,7 +280,11 @@ impl Row {
             let (i, _) = pair(at, me, nth, n, blueprint);
             let delta = stats[all + stats_row + band.query_within(i) as usize];
             let p = self.weights[n];
-            let mut ds = p * (dp[n] - delta);
+            let mut of_kept = dp[n];
+            if comptime!(score.extras.dropout.seed.is_some()) {
+                of_kept = score.extras.dropout.back(dp[n], self.kept[n]);
+            }
+            let mut ds = p * (of_kept - delta);
             if comptime!(blueprint.capped) {
                 ds *= self.slopes[n];
             }

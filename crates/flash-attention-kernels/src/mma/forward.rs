@@ -21,7 +21,7 @@ use crate::hopper::ops::{lg2, reciprocal, shared_address};
 use crate::hopper::recompute::{is_finite_row, recompute_row};
 use crate::hopper::rows::*;
 use crate::hopper::schedule::Walk;
-use crate::hopper::scores::{Factors, finish_head, hide};
+use crate::hopper::scores::{Factors, finish_head, hide, kept, leave};
 use crate::mask::Band;
 use crate::softmax::lse_bits_log2;
 use cubecl::prelude::*;
@@ -193,6 +193,8 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 l[2 * group] = rows.l0;
                 l[2 * group + 1] = rows.l1;
             }
+            let words = kept(&factors, item.batch, item.head, row, k_start, scores);
+            leave(s.index_mut(group), &words, tile_k);
             fragments_of(s.index(group), &mut p, tile_k, dtype);
         }
 
@@ -203,6 +205,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     }
 
     // -- O / l and lse
+    let of_sink = sink_log2(&factors.extras, item.head, true);
     let mut again = 0u32.runtime();
     #[unroll]
     for group in 0..groups {
@@ -211,13 +214,14 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         for half in 0..2usize {
             let row = row + comptime!(8 * half as u32);
             let of_row = comptime!(2 * group + half);
-            let sum = row_sum(l[of_row]);
+            let (highest, sum, rescaled) = with_sink(m[of_row], row_sum(l[of_row]), of_sink);
+            m[of_row] = highest;
             l[of_row] = sum;
             let live = band.is_query(row);
             if quarter == 0 && live {
                 lse[strides.lse.at(batch, head, row)] = lse_bits_log2(m[of_row], sum, lg2(sum));
             }
-            let factor = select(sum == 0.0f32, 0.0f32, reciprocal(sum));
+            let factor = select(sum == 0.0f32, 0.0f32, reciprocal(sum) * rescaled * factors.extras.dropout.scale());
             let of_group = acc.index(group);
             store_row_of(of_group, half, factor, o, strides.o.at(batch, head, row), live, scores.head_dim_v, dtype);
             // Rows that these exponentials or products cannot give: out of range, or reached by what is hidden from them.

@@ -23,7 +23,7 @@ use crate::hopper::ops::{ex2, shared_address};
 use crate::hopper::recompute::{is_finite_row, recompute_gradients};
 use crate::hopper::rows::{fragments_of, store_row_of};
 use crate::hopper::schedule::Walk;
-use crate::hopper::scores::{Factors, finish_head, hide, slope_head};
+use crate::hopper::scores::{Factors, back, finish_head, hide, kept, left, slope_head};
 use crate::mask::Band;
 use cubecl::prelude::*;
 
@@ -185,12 +185,18 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             for n in 0..s_len {
                 s[n] = ex2(fma(s[n], factors.exponent, -*lse.index(n)));
             }
+            let words = kept(&factors, item.batch, head_q, row, k_start, scores);
             if comptime!(sums_values) {
-                fragments_of(&*s, &mut p, tile_k, dtype);
+                if comptime!(words.len() > 0) {
+                    fragments_of(&left(&*s, &words, tile_k), &mut p, tile_k, dtype);
+                } else {
+                    fragments_of(&*s, &mut p, tile_k, dtype);
+                }
             }
             if comptime!(differentiates) {
                 let ds = ds.index_mut(of_group);
                 let delta = statistics(delta_at + of_stage, of_rows.delta0, of_rows.delta1, scores);
+                back(ds, &words, &factors, tile_k);
                 #[unroll]
                 for n in 0..s_len {
                     ds[n] = s[n] * (ds[n] - *delta.index(n));
@@ -237,9 +243,9 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             let sums = sum_v.index(of_group);
             let row0 = results.dv.at(batch, head, row);
             let row1 = row0 + 8 * results.dv.row;
-            let one = 1.0f32.runtime();
-            store_row_of(sums, 0usize, one, dv, row0, live0, head_dim_v, dtype);
-            store_row_of(sums, 1usize, one, dv, row1, live1, head_dim_v, dtype);
+            let scale = factors.extras.dropout.scale();
+            store_row_of(sums, 0usize, scale, dv, row0, live0, head_dim_v, dtype);
+            store_row_of(sums, 1usize, scale, dv, row1, live1, head_dim_v, dtype);
             let (v0, v1) = (is_finite_row(sums, 0usize, columns_dv), is_finite_row(sums, 1usize, columns_dv));
             finite0 = finite0 && v0;
             finite1 = finite1 && v1;

@@ -1,4 +1,5 @@
-//! Backward for the bias: `dT = P ∘ (dout Vᵀ − delta)`, summed over what the bias broadcasts over.
+//! Backward for the bias: `dT = P ∘ (dout Vᵀ − delta)`, summed over what the bias broadcasts over; and for slopes, of which a row's
+//! sum is that of `dT ∘ −|i − j|`.
 //!
 //! The sum is taken where the tile is, so that nothing of size `seq_q × seq_k` exists unless the bias itself has it:
 //!
@@ -17,7 +18,7 @@ use super::tile::*;
 use super::{Blueprint, Grid};
 use crate::mask::Band;
 use crate::rounding::rounded_one;
-use crate::score::Score;
+use crate::score::{Score, distance};
 use cubecl::prelude::*;
 use serde::Serialize;
 
@@ -36,7 +37,7 @@ pub enum Sums {
 /// `[B, H, Sq]`.
 ///
 /// `grid` numbers the blocks of what is written: pairs of blocks, key blocks or query blocks; `group_batches` and
-/// `group_heads` say how many batches and heads share a tile (1 but for [`Sums::Tile`]).
+/// `group_heads` say how many batches and heads share a tile (1 but for [`Sums::Tile`]). `sloped`: sums are those for slopes.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
 pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
@@ -55,6 +56,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
     group_batches: u32,
     group_heads: u32,
     #[comptime] sums: Sums,
+    #[comptime] sloped: bool,
     #[comptime] blueprint: Blueprint,
     #[define(F, M, O)] _types: [ElemType; 3],
 ) {
@@ -118,13 +120,14 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
         let head = work.head * group_heads as usize + (member % group_heads) as usize;
         let head_kv = head / grid.group_size as usize;
         let stats_row = (batch * heads_q as usize + head) * band.seq_q as usize;
+        let slope = score.extras.slope(batch, head);
         for block in first..after {
             match comptime!(sums) {
                 Sums::Tile => {}
                 Sums::Columns => q_start = block * tile_q,
                 Sums::Rows => k_start = block * tile_k,
             }
-            let at = TileAt { batch, head, q_start, k_start };
+            let at = TileAt { batch, head, q_start, k_start, slope };
             ask(q, k, &band, &at, head_kv, &mut panels, blueprint);
             let whole = band.whole(q_start, k_start, tile_q, tile_k);
             recompute(
@@ -156,7 +159,13 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
                         Sums::Columns => j,
                         Sums::Rows => i,
                     });
-                    total[n] += tile_gradient.ds[comptime!(i * micro_k + j)];
+                    let mut ds = tile_gradient.ds[comptime!(i * micro_k + j)];
+                    if comptime!(sloped) {
+                        let row = q_start + me.y * comptime!(micro_q as u32) + comptime!(i as u32);
+                        let column = k_start + me.x * comptime!(micro_k as u32) + comptime!(j as u32);
+                        ds *= distance(&band, row, column);
+                    }
+                    total[n] += ds;
                 }
             }
         }

@@ -64,14 +64,15 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
     let blocks = band.q_blocks(k_start, tile_q, tile_k);
     for member in 0..group_size {
         let head = work.head * group_size + member;
+        let slope = score.extras.slope(work.batch, head);
         let q_at = matrix(q, work.batch, head);
         let d_at = matrix(dout, work.batch, head);
         let stats_row = (work.batch * heads_q + head) * band.seq_q as usize;
-        let first = TileAt { batch: work.batch, head, q_start: blocks.start * tile_q, k_start };
+        let first = TileAt { batch: work.batch, head, q_start: blocks.start * tile_q, k_start, slope };
         ask(q, k, &band, &first, work.head, &mut panels, blueprint);
         for block in blocks.start..blocks.end {
             let q_start = block * tile_q;
-            let at = TileAt { batch: work.batch, head, q_start, k_start };
+            let at = TileAt { batch: work.batch, head, q_start, k_start, slope };
             let whole = band.whole(q_start, k_start, tile_q, tile_k);
             let careful = !whole || comptime!(blueprint.mask);
             recompute(
@@ -94,7 +95,7 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
                 with_dk,
                 blueprint,
             );
-            let next = TileAt { batch: work.batch, head, q_start: q_start + tile_q, k_start };
+            let next = TileAt { batch: work.batch, head, q_start: q_start + tile_q, k_start, slope };
             if comptime!(with_dv) {
                 let (depth, head_dim_v) = comptime!((tile.tile_q, blueprint.head_dim_v));
                 panels.ahead.ask_right(dout, &d_at, q_start, band.seq_q, 0usize, depth, head_dim_v, tile);
@@ -154,7 +155,7 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
     #[comptime]
     if let ComptimeOption::Some(dv) = dv {
         let at = matrix(&*dv, work.batch, work.head);
-        let factors = uniform(1.0f32, rows);
+        let factors = uniform(score.extras.dropout.scale(), rows);
         store(dv, &at, k_start, band.seq_k, &acc_v, &factors, me, tile.tile_k, blueprint.head_dim_v, tile);
     }
 }

@@ -49,15 +49,16 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
     let k_at = matrix(k, work.batch, head_kv);
     let stats_row = (work.batch * grid.heads as usize + work.head) * band.seq_q as usize;
 
+    let slope = score.extras.slope(work.batch, work.head);
     let mut tile_gradient = TileGradient::new(blueprint);
     let mut acc = zeros(comptime!(tile.micro_q() * tile.groups(blueprint.head_dim)));
 
     let blocks = band.k_blocks(q_start, tile_q, tile_k);
-    let first = TileAt { batch: work.batch, head: work.head, q_start, k_start: blocks.start * tile_k };
+    let first = TileAt { batch: work.batch, head: work.head, q_start, k_start: blocks.start * tile_k, slope };
     ask(q, k, &band, &first, head_kv, &mut panels, blueprint);
     for block in blocks.start..blocks.end {
         let k_start = block * tile_k;
-        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start };
+        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start, slope };
         let whole = band.whole(q_start, k_start, tile_q, tile_k);
         recompute(
             q,
@@ -82,7 +83,7 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
         panels.ahead.ask_right(k, &k_at, k_start, band.seq_k, 0usize, tile.tile_k, blueprint.head_dim, tile);
         tile_gradient.through_softcap(blueprint);
         share(&tile_gradient.ds, &mut panels.p, me, tile);
-        let next = TileAt { batch: work.batch, head: work.head, q_start, k_start: k_start + tile_k };
+        let next = TileAt { batch: work.batch, head: work.head, q_start, k_start: k_start + tile_k, slope };
         ask(q, k, &band, &next, head_kv, &mut panels, blueprint);
         accumulate(
             &panels.p,

@@ -14,7 +14,7 @@ use super::tile::*;
 use super::{Blueprint, Grid};
 use crate::mask::Band;
 use crate::score::Score;
-use crate::softmax::{HIDDEN, lse_bits, normalizer, weight};
+use crate::softmax::{HIDDEN, begin, lse_bits, normalizer, weight};
 use cubecl::prelude::*;
 
 /// `q [B, H, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `o [B, H, Sq, Dv]` and the bits of `lse [B, H, Sq]`.
@@ -66,9 +66,11 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     }
     #[unroll]
     for n in 0..quads {
-        m[n] = Vec4::new(HIDDEN);
-        l[n] = Vec4::new(0.0f32);
+        let (first, sum) = begin(&score, work.head, me.x == 0);
+        m[n] = Vec4::new(first);
+        l[n] = Vec4::new(sum);
     }
+    let slope = score.extras.slope(work.batch, work.head);
 
     let blocks = band.k_blocks(q_start, tile_q, tile_k);
     let mut ahead = Ahead::new(tile.tile_k, tile);
@@ -77,7 +79,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     ahead.ask_scores(q, &q_at, q_start, band.seq_q, k, &k_at, first, band.seq_k, 0usize, head_dim, tile);
     for block in blocks.start..blocks.end {
         let k_start = block * tile_k;
-        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start };
+        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start, slope };
         let whole = band.whole(q_start, k_start, tile_q, tile_k);
 
         // -- scores
@@ -128,7 +130,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
         }
 
         // -- P, and what it adds to l
-        share_weights(&s, &m, &mut l, &alpha, &mut panel_p, me, tile);
+        share_weights(&s, &m, &mut l, &alpha, &mut panel_p, &score, &at, me, tile);
         rescale(&mut acc, &alpha, comptime!(tile.groups(blueprint.head_dim_v)), comptime!(tile.micro_q()));
 
         // -- O
@@ -174,7 +176,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
         for lane in 0..WIDTH {
             let row = q_start + me.y * comptime!(tile.micro_q() as u32) + comptime!((n * WIDTH + lane) as u32);
             let sum = total.extract(lane);
-            factor.insert(lane, normalizer(sum));
+            factor.insert(lane, normalizer(sum) * score.extras.dropout.scale());
             if me.x == 0 && row < band.seq_q {
                 lse[lse_at + row as usize * lse_step] = lse_bits(m[n].extract(lane), sum);
             }
@@ -206,14 +208,17 @@ fn share_maxima(s: &Array<f32>, board: &mut Shared<[Vec4]>, me: Unit, #[comptime
     }
 }
 
-/// `P = exp(S − m)` into its panel, and `l = α·l + rowsum P` over this unit's columns.
+/// `P = exp(S − m)`, what is left of it, into its panel, and `l = α·l + rowsum P` over this unit's columns.
 #[cube]
+#[allow(clippy::too_many_arguments)]
 fn share_weights(
     s: &Array<f32>,
     m: &Array<Vec4>,
     l: &mut Array<Vec4>,
     alpha: &Array<Vec4>,
     panel_p: &mut Shared<[Vec4]>,
+    score: &Score,
+    at: &TileAt,
     me: Unit,
     #[comptime] tile: TileShape,
 ) {
@@ -230,13 +235,16 @@ fn share_weights(
             #[unroll]
             for quad in 0..comptime!(micro_k / WIDTH) {
                 let mut p = Vec4::new(0.0f32);
+                let row = me.y as usize * micro_q + i;
+                let column = me.x as usize * micro_k + comptime!(quad * WIDTH);
+                let (query, key) = (at.q_start + row as u32, at.k_start + column as u32);
+                let kept = score.extras.dropout.keeps_four(at.batch as u32, at.head as u32, query, key);
                 #[unroll]
                 for j in 0..WIDTH {
                     let w = weight(s[comptime!(i * micro_k + quad * WIDTH + j)], highest);
                     sum += w;
-                    p.insert(j, w);
+                    p.insert(j, score.extras.dropout.left(w, kept & comptime!(1u32 << j) != 0));
                 }
-                let row = me.y as usize * micro_q + i;
                 panel_p[row * pitch + me.x as usize * comptime!(micro_k / WIDTH) + quad] = p;
             }
             sums.insert(lane, sum);

@@ -1,10 +1,11 @@
 //! The tile that every backward kernel recomputes: the probabilities `P` and the scores' gradient.
 //!
 //! ```text
-//! P = exp(S − lse)      dP = dout Vᵀ      dT = P ∘ (dP − delta)      dS = dT ∘ slope
+//! P = exp(S − lse)      dP = dout Vᵀ ∘ Z      dT = P ∘ (dP − delta)      dS = dT ∘ slope
 //! ```
 //!
-//! `dT` is the gradient of the scores as the softmax sees them, and so of the bias; `dS` that of `scale · q·kᵀ`.
+//! `dT` is the gradient of the scores as the softmax sees them, and so of the bias; `dS` that of `scale · q·kᵀ`. `Z` is what
+//! [dropout](crate::dropout) multiplies by, of which `P ∘ Z` lacks the factor here.
 
 use super::Blueprint;
 use super::scores::{TileAt, finish_scores};
@@ -17,7 +18,7 @@ use cubecl::prelude::*;
 /// A unit's share of the tile, `micro_q × micro_k` each.
 #[derive(CubeType)]
 pub struct TileGradient {
-    /// Probabilities.
+    /// Probabilities, those that are kept.
     pub p: Array<f32>,
     /// `dT`, then `dS`.
     pub ds: Array<f32>,
@@ -171,13 +172,20 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
             }
         }
         #[unroll]
-        for j in 0..micro_k {
-            let n = comptime!(i * micro_k + j);
-            let p = weight(tile_gradient.p[n], lse);
-            tile_gradient.p[n] = p;
-            if comptime!(with_ds) {
-                // What is hidden has no gradient, whatever dout and v hold there.
-                tile_gradient.ds[n] = select(p == 0.0f32, 0.0f32, p * (tile_gradient.ds[n] - delta));
+        for quad in 0..comptime!(micro_k / WIDTH) {
+            let column = at.k_start + me.x * comptime!(micro_k as u32) + comptime!((quad * WIDTH) as u32);
+            let kept = score.extras.dropout.keeps_four(at.batch as u32, at.head as u32, row, column);
+            #[unroll]
+            for j in 0..WIDTH {
+                let n = comptime!(i * micro_k + quad * WIDTH + j);
+                let keeps = kept & comptime!(1u32 << j) != 0;
+                let p = weight(tile_gradient.p[n], lse);
+                tile_gradient.p[n] = score.extras.dropout.left(p, keeps);
+                if comptime!(with_ds) {
+                    let dp = score.extras.dropout.back(tile_gradient.ds[n], keeps);
+                    // What is hidden has no gradient, whatever dout and v hold there.
+                    tile_gradient.ds[n] = select(p == 0.0f32, 0.0f32, p * (dp - delta));
+                }
             }
         }
     }

@@ -6,6 +6,7 @@ pub mod dbias;
 pub mod delta;
 pub mod dkdv;
 pub mod dq;
+pub mod dsinks;
 pub mod forward;
 pub mod gradient;
 pub mod nothing;

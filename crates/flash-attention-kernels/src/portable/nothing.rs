@@ -26,14 +26,19 @@ pub fn zeros<F: Float>(out: &mut Tensor<F>, #[define(F)] _type: ElemType) {
     }
 }
 
-/// The log-sum-exp of rows that see nothing, `[B, H, Sq]`.
+/// The log-sum-exp of rows that see nothing but their sinks `[H]`, if there are any: `[B, H, Sq]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub fn empty_lse(lse: &mut Tensor<u32>) {
+pub fn empty_lse(lse: &mut Tensor<u32>, sinks: ComptimeOption<&Tensor<f32>>) {
     if ABSOLUTE_POS < lse.len() {
         let seq = lse.shape(2);
         let heads = lse.shape(1);
         let (i, head, batch) = (ABSOLUTE_POS % seq, ABSOLUTE_POS / seq % heads, ABSOLUTE_POS / seq / heads);
         let at = batch * lse.stride(0) + head * lse.stride(1) + i * lse.stride(2);
-        lse[at] = lse_bits(0.0f32, 0.0f32.runtime());
+        let mut bits = lse_bits(0.0f32, 0.0f32.runtime());
+        #[comptime]
+        if let ComptimeOption::Some(sinks) = &sinks {
+            bits = u32::reinterpret(sinks[head * sinks.stride(0)]);
+        }
+        lse[at] = bits;
     }
 }

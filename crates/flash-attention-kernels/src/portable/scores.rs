@@ -18,6 +18,8 @@ pub struct TileAt {
     pub q_start: u32,
     /// First key.
     pub k_start: u32,
+    /// The head's slope.
+    pub slope: f32,
 }
 
 /// Turns products into scores, hidden ones into [`HIDDEN`]. With a softcap, `slopes` receives the derivative of each
@@ -47,7 +49,7 @@ pub fn finish_scores<F: Float, M: Numeric>(
             slopes[n] = score.derivative(t);
         }
     }
-    if careful {
+    if careful || comptime!(score.extras.slopes.is_some()) {
         #[unroll]
         for i in 0..micro_q {
             #[unroll]
@@ -55,16 +57,18 @@ pub fn finish_scores<F: Float, M: Numeric>(
                 let n = comptime!(i * micro_k + j);
                 let row = at.q_start + me.y * comptime!(micro_q as u32) + comptime!(i as u32);
                 let column = at.k_start + me.x * comptime!(micro_k as u32) + comptime!(j as u32);
-                s[n] = finish_score(s[n], band, mask, bias, at, row, column);
+                s[n] = finish_score(s[n], score, band, mask, bias, at, row, column);
             }
         }
     }
 }
 
-/// Adds the bias of query `row` and key `column` to a score; [`HIDDEN`] where the query does not see the key.
+/// Adds what biases query `row` and key `column` to `t`; [`HIDDEN`] where the query does not see the key.
 #[cube]
+#[allow(clippy::too_many_arguments)]
 pub fn finish_score<F: Float, M: Numeric>(
-    score: f32,
+    t: f32,
+    score: &Score,
     band: &Band,
     mask: &ComptimeOption<&Tensor<M>>,
     bias: &ComptimeOption<&Tensor<F>>,
@@ -72,13 +76,14 @@ pub fn finish_score<F: Float, M: Numeric>(
     row: u32,
     column: u32,
 ) -> f32 {
-    let mut value = score;
+    let mut value = t;
     if band.sees(row, column) {
         #[comptime]
         if let ComptimeOption::Some(bias) = bias {
             let offset = element(at, row, column, bias.stride(0), bias.stride(1), bias.stride(2), bias.stride(3));
             value += f32::cast_from(bias[offset]);
         }
+        value = score.biased(value, at.slope, band, row, column);
         #[comptime]
         if let ComptimeOption::Some(mask) = mask {
             let offset = element(at, row, column, mask.stride(0), mask.stride(1), mask.stride(2), mask.stride(3));

@@ -14,7 +14,7 @@ use crate::portable::gradient::zeros;
 use crate::portable::scores::{TileAt, finish_score};
 use crate::portable::tile::matrix;
 use crate::score::Score;
-use crate::softmax::{HIDDEN, lse_bits, normalizer, weight};
+use crate::softmax::{begin, lse_bits, normalizer, weight};
 use cubecl::prelude::*;
 
 /// `q [B, H, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `o [B, H, Sq, Dv]` and the bits of `lse [B, H, Sq]`.
@@ -54,11 +54,13 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     let mut l = Array::<f32>::new(rows);
     #[unroll]
     for nth in 0..rows {
-        m[nth] = HIDDEN;
-        l[nth] = 0.0f32;
+        let (first, sum) = begin(&score, work.head, true.runtime());
+        m[nth] = first;
+        l[nth] = sum;
     }
 
-    let at = TileAt { batch: work.batch, head: work.head, q_start: start, k_start: 0u32 };
+    let slope = score.extras.slope(work.batch, work.head);
+    let at = TileAt { batch: work.batch, head: work.head, q_start: start, k_start: 0u32, slope };
     let keys = band.k_blocks(start, comptime!(tile.block() as u32), 1u32);
     for j in keys.start..keys.end {
         let key = read(k, &k_at, j, head_dim);
@@ -66,13 +68,14 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
         for nth in 0..rows {
             let t = score.of(dot(&held, &key, nth, head_dim));
             let row = row_of(start, comptime!(nth as u32).runtime(), tile);
-            let seen = finish(t, &band, &mask, &bias, &at, row, j, careful);
+            let seen = finish(t, &score, &band, &mask, &bias, &at, row, j, careful);
             let highest = max(m[nth], seen);
             let alpha = f32::exp(m[nth] - highest);
             let p = weight(seen, highest);
             m[nth] = highest;
             l[nth] = fma(l[nth], alpha, p);
-            s[nth] = p;
+            let kept = score.extras.dropout.keeps(work.batch as u32, work.head as u32, row, j);
+            s[nth] = score.extras.dropout.left(p, kept);
             scale(&mut acc, alpha, nth, head_dim_v);
         }
         let value = read(v, &v_at, j, head_dim_v);
@@ -90,7 +93,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
         if band.is_query(row) {
             lse[lse_at + row as usize * lse_step] = lse_bits(m[nth], l[nth]);
         }
-        l[nth] = normalizer(l[nth]);
+        l[nth] = normalizer(l[nth]) * score.extras.dropout.scale();
     }
     let o_at = matrix(&*o, work.batch, work.head);
     write(o, &o_at, start, &band, &acc, &l, head_dim_v, tile);
@@ -101,6 +104,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
 #[allow(clippy::too_many_arguments)]
 pub fn finish<F: Float, M: Numeric>(
     t: f32,
+    score: &Score,
     band: &Band,
     mask: &ComptimeOption<&Tensor<M>>,
     bias: &ComptimeOption<&Tensor<F>>,
@@ -110,8 +114,8 @@ pub fn finish<F: Float, M: Numeric>(
     #[comptime] careful: bool,
 ) -> f32 {
     let mut value = t;
-    if comptime!(careful || bias.is_some()) {
-        value = finish_score(t, band, mask, bias, at, row, column);
+    if comptime!(careful || bias.is_some() || score.extras.slopes.is_some()) {
+        value = finish_score(t, score, band, mask, bias, at, row, column);
     }
     value
 }

@@ -88,7 +88,8 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
         let k_at = matrix(k, work.batch, stream);
         let v_at = matrix(v, work.batch, stream);
         let stats_row = (work.batch * grid.heads as usize * group_size + head) * band.seq_k as usize;
-        let at = TileAt { batch: work.batch, head, q_start: start, k_start: 0u32 };
+        let slope = score.extras.slope(work.batch, head);
+        let at = TileAt { batch: work.batch, head, q_start: start, k_start: 0u32, slope };
         for j in columns.start..columns.end {
             if comptime!(transposed) {
                 let i = stats_row + j as usize;
@@ -105,12 +106,15 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
             for nth in 0..rows {
                 let t = score.of(dot(&held, &column, nth, head_dim));
                 let row = row_of(start, comptime!(nth as u32).runtime(), tile);
-                let p = weight(finish(t, &band, &mask, &bias, &at, row, j, careful), lse[nth]);
+                let p = weight(finish(t, &score, &band, &mask, &bias, &at, row, j, careful), lse[nth]);
+                let (query, key) = if transposed { (j, row) } else { (row, j) };
+                let kept = score.extras.dropout.keeps(work.batch as u32, head as u32, query, key);
                 if comptime!(dv.is_some()) {
-                    add(&mut acc_v, p, &column_v, nth, head_dim_v, careful);
+                    add(&mut acc_v, score.extras.dropout.left(p, kept), &column_v, nth, head_dim_v, careful);
                 }
                 if differentiates {
-                    let mut ds = p * (dot(&held_d, &column_v, nth, head_dim_v) - delta[nth]);
+                    let dp = score.extras.dropout.back(dot(&held_d, &column_v, nth, head_dim_v), kept);
+                    let mut ds = p * (dp - delta[nth]);
                     if comptime!(score.capped) {
                         ds *= score.derivative(t);
                     }
@@ -135,7 +139,7 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
     if let ComptimeOption::Some(dv) = dv {
         #[unroll]
         for nth in 0..rows {
-            factors[nth] = 1.0f32;
+            factors[nth] = score.extras.dropout.scale();
         }
         let at = matrix(&*dv, work.batch, work.head);
         write(dv, &at, start, &band, &acc_v, &factors, head_dim_v, tile);

@@ -247,11 +247,15 @@ pub struct Case {
     pub dlse: Option<Vec<f64>>,
     pub mask: Option<Vec<bool>>,
     pub bias: Option<Vec<f64>>,
+    pub alibi_slopes: Option<Vec<f64>>,
+    pub sinks: Option<Vec<f64>>,
+    /// Of dropout, where the options ask for it.
+    pub seed: [u32; 2],
     pub layouts: [Layout; 4],
     pub poison: Poison,
     pub tiles: Option<(Forward, BackwardTiles)>,
-    /// Which of dq, dk, dv, dbias are asked for.
-    pub wanted: [bool; 4],
+    /// Which of dq, dk, dv, dbias, dalibi_slopes, dsinks are asked for.
+    pub wanted: [bool; 6],
     /// Whether one kernel computes dq, dk and dv where it can, in any order. `FLASH_TEST_ORDER=fast` sends the suite through it.
     pub fused: bool,
     /// Whether the tuner chooses, where it was compiled in. `FLASH_TEST_TUNED=1` sends the suite through it.
@@ -265,6 +269,8 @@ pub struct Results {
     pub dk: Option<Vec<f64>>,
     pub dv: Option<Vec<f64>>,
     pub dbias: Option<Vec<f64>>,
+    pub dalibi_slopes: Option<Vec<f64>>,
+    pub dsinks: Option<Vec<f64>>,
     pub forward: Forward,
     pub backward: BackwardTiles,
 }
@@ -293,10 +299,13 @@ impl Case {
             dlse: None,
             mask: None,
             bias: None,
+            alibi_slopes: None,
+            sinks: None,
+            seed: [0x1234_5678, 9],
             layouts: [Layout::Contiguous; 4],
             poison: Poison::Nan,
             tiles: None,
-            wanted: [true; 4],
+            wanted: [true; 6],
             fused: std::env::var("FLASH_TEST_ORDER").is_ok_and(|order| order == "fast"),
             tuned: std::env::var("FLASH_TEST_TUNED").is_ok_and(|tuned| tuned == "1"),
         }
@@ -316,6 +325,33 @@ impl Case {
         let mut bias = reference::normal(shape.iter().product(), 6);
         reference::round_to(&mut bias, self.problem.dtype);
         self.bias = Some(bias);
+        self
+    }
+
+    /// Adds slopes of this shape, of either sign, and as large as those of ALiBi.
+    pub fn with_alibi_slopes(mut self, shape: [usize; 2]) -> Self {
+        self.problem = self.problem.with_alibi_slopes(&shape).unwrap();
+        let mut slopes = reference::normal(shape.iter().product(), 8);
+        slopes.iter_mut().for_each(|slope| *slope *= 0.1);
+        reference::round_to(&mut slopes, Dtype::F32);
+        self.alibi_slopes = Some(slopes);
+        self
+    }
+
+    /// Adds sinks, of which some outweigh all keys.
+    pub fn with_sinks(mut self) -> Self {
+        let heads = self.problem.num_heads_q;
+        self.problem = self.problem.with_sinks(&[heads]).unwrap();
+        let mut sinks = reference::normal(heads, 9);
+        sinks.iter_mut().for_each(|sink| *sink *= 4.0);
+        reference::round_to(&mut sinks, Dtype::F32);
+        self.sinks = Some(sinks);
+        self
+    }
+
+    /// Drops with this probability.
+    pub fn with_dropout(mut self, dropout: f32) -> Self {
+        self.problem.options.dropout = dropout;
         self
     }
 
@@ -356,7 +392,17 @@ impl Case {
     }
 
     pub fn reference_inputs(&self) -> reference::Inputs<'_> {
-        reference::Inputs { q: &self.q, k: &self.k, v: &self.v, mask: self.mask.as_deref(), bias: self.bias.as_deref() }
+        let drops = self.problem.options.dropout > 0.0;
+        reference::Inputs {
+            q: &self.q,
+            k: &self.k,
+            v: &self.v,
+            mask: self.mask.as_deref(),
+            bias: self.bias.as_deref(),
+            alibi_slopes: self.alibi_slopes.as_deref(),
+            sinks: self.sinks.as_deref(),
+            dropout: drops.then_some(reference::Dropout { seed: self.seed, first: [0, 0] }),
+        }
     }
 
     /// What is planned, or what `FLASH_TEST_KERNEL` asks for.
@@ -377,6 +423,9 @@ impl Case {
         let p = &self.problem;
         let dtype = p.dtype;
         let put = |shape, layout, values: &[f64]| place(client, dtype, shape, layout, values);
+        fn floats<const RANK: usize>(client: &Client, values: &[f64], shape: [usize; RANK]) -> TensorView<RANK> {
+            TensorView::contiguous(client.create_from_slice(&to_bytes(values, Dtype::F32)), shape)
+        }
         let q = put(p.q_shape(), self.layouts[0], &self.q);
         let k = put(p.k_shape(), self.layouts[1], &self.k);
         let v = put(p.v_shape(), self.layouts[2], &self.v);
@@ -395,6 +444,12 @@ impl Case {
             v: v.view.clone(),
             mask,
             bias: bias.as_ref().map(|bias| bias.view.clone()),
+            alibi_slopes: self.alibi_slopes.as_ref().map(|slopes| floats(client, slopes, p.alibi_slopes.unwrap())),
+            sinks: self.sinks.as_ref().map(|sinks| floats(client, sinks, [p.num_heads_q])),
+            dropout_seed: (p.options.dropout > 0.0 && p.options.dropout_seed.is_none()).then(|| {
+                let bytes: Vec<u8> = self.seed.iter().flat_map(|word| word.to_le_bytes()).collect();
+                TensorView::contiguous(client.create_from_slice(&bytes), [2])
+            }),
         };
         let o = Guarded::output(client, dtype, p.o_shape(), self.poison);
         let lse = Guarded::output(client, Dtype::F32, p.lse_shape(), self.poison);
@@ -418,13 +473,23 @@ impl Case {
             .map(|dlse| TensorView::contiguous(client.create_from_slice(&to_bytes(dlse, Dtype::F32)), p.lse_shape()));
         let saved = Saved { o: o.view.clone(), lse: lse.view.clone(), dout: dout.view.clone(), dlse };
         let output = |wanted: bool, shape| wanted.then(|| Guarded::output(client, dtype, shape, self.poison));
-        let [wq, wk, wv, wb] = self.wanted;
+        let [wq, wk, wv, wb, wa, ws] = self.wanted;
         let dq = output(wq, p.q_shape());
         let dk = output(wk, p.k_shape());
         let dv = output(wv, p.v_shape());
         let dbias = output(wb && p.bias.is_some(), p.bias.unwrap_or([0; 4]));
         let view = |out: &Option<Guarded>| out.as_ref().map(|out| out.view.clone());
-        let gradients = Gradients { dq: view(&dq), dk: view(&dk), dv: view(&dv), dbias: view(&dbias) };
+        let dslopes = p.alibi_slopes.filter(|_| wa);
+        let dslopes = dslopes.map(|shape| Guarded::output(client, Dtype::F32, shape, self.poison));
+        let dsinks = (ws && p.sinks).then(|| Guarded::output(client, Dtype::F32, [p.num_heads_q], self.poison));
+        let gradients = Gradients {
+            dq: view(&dq),
+            dk: view(&dk),
+            dv: view(&dv),
+            dbias: view(&dbias),
+            dalibi_slopes: dslopes.as_ref().map(|out| out.view.clone()),
+            dsinks: dsinks.as_ref().map(|out| out.view.clone()),
+        };
 
         // Scratch is poisoned and guarded like an output.
         let plain = Scratch::empty(client, p);
@@ -478,6 +543,14 @@ impl Case {
             dk: read(&dk, "dk").await,
             dv: read(&dv, "dv").await,
             dbias: read(&dbias, "dbias").await,
+            dalibi_slopes: match &dslopes {
+                Some(out) => Some(out.read_async(client, "dalibi_slopes").await),
+                None => None,
+            },
+            dsinks: match &dsinks {
+                Some(out) => Some(out.read_async(client, "dsinks").await),
+                None => None,
+            },
             forward: ran,
             backward: planned,
         })
@@ -498,16 +571,22 @@ impl Case {
         let rounded = dtype == Dtype::F32 && precision == Precision::Tf32;
         close(&self.name("o"), &results.o, &want.o, tolerance(dtype, precision));
         close(&self.name("lse"), &results.lse, &want.lse, if rounded { 2e-3 } else { 1e-5 });
-        for (name, got, want) in [
-            ("dq", &results.dq, Some(&grads.dq)),
-            ("dk", &results.dk, Some(&grads.dk)),
-            ("dv", &results.dv, Some(&grads.dv)),
-            ("dbias", &results.dbias, grads.dbias.as_ref()),
+        // The backward reads o as it was rounded: of rows that are added up, the roundings are, too.
+        let p = &self.problem;
+        let added = |rows: f64| if dtype == Dtype::F32 { 1.0 } else { rows.sqrt() };
+        let of_slopes = p.rows() as f64 / p.alibi_slopes.map_or(1, |[batch, heads]| batch * heads).max(1) as f64;
+        // Those of slopes are as large as distances.
+        let distances = p.seq_q.max(p.seq_k) as f64;
+        for (name, got, want, times) in [
+            ("dq", &results.dq, Some(&grads.dq), 1.0),
+            ("dk", &results.dk, Some(&grads.dk), 1.0),
+            ("dv", &results.dv, Some(&grads.dv), 1.0),
+            ("dbias", &results.dbias, grads.dbias.as_ref(), added(self.rows_of_bias())),
+            ("dalibi_slopes", &results.dalibi_slopes, grads.dalibi_slopes.as_ref(), distances * added(of_slopes)),
+            ("dsinks", &results.dsinks, grads.dsinks.as_ref(), added((p.batch * p.seq_q) as f64)),
         ] {
             if let (Some(got), Some(want)) = (got, want) {
-                // The backward reads o as it was rounded: of rows that are added up, the roundings are, too.
-                let rows = if name == "dbias" && dtype != Dtype::F32 { self.rows_of_bias() } else { 1.0 };
-                close(&self.name(name), got, want, 4.0 * tolerance(dtype, precision) * rows.sqrt());
+                close(&self.name(name), got, want, 4.0 * tolerance(dtype, precision) * times);
             }
         }
         results

@@ -68,7 +68,7 @@ fn every_backward_gives_the_same_bits() {
         let size = p.dtype.size();
         let put = |shape, values: &[f64]| place(&client, p.dtype, shape, Layout::Contiguous, values).view;
         let (q, k, v) = (put(p.q_shape(), &case.q), put(p.k_shape(), &case.k), put(p.v_shape(), &case.v));
-        let inputs = flash_attention_kernels::Inputs { q, k, v, mask: None, bias: None };
+        let inputs = flash_attention_kernels::Inputs::new(q, k, v);
         let empty =
             |shape: [usize; 4]| TensorView::contiguous(client.empty(size * shape.iter().product::<usize>()), shape);
         let o = empty(p.o_shape());
@@ -81,7 +81,7 @@ fn every_backward_gives_the_same_bits() {
         for _ in 0..=repeats {
             let views = [p.q_shape(), p.k_shape(), p.v_shape()].map(empty);
             let [dq, dk, dv] = views.clone().map(Some);
-            let gradients = Gradients { dq, dk, dv, dbias: None };
+            let gradients = Gradients { dq, dk, dv, ..Default::default() };
             backward_with(&client, p, &inputs, &saved, &gradients, &scratch, Some(plan.backward)).unwrap();
             let bytes = views.map(|view| client.read_one_unchecked(view.handle).to_vec());
             let first = first.get_or_insert_with(|| bytes.clone());
@@ -192,13 +192,9 @@ fn offsets_past_32_bits() {
     let p = case.problem;
     let (dtype, size) = (p.dtype, p.dtype.size());
     let put = |shape, values: &[f64]| place(&client, dtype, shape, Layout::Contiguous, values).view;
-    let inputs = flash_attention_kernels::Inputs {
-        q: put(p.q_shape(), &case.q),
-        k: put(p.k_shape(), &case.k),
-        v: put(p.v_shape(), &case.v),
-        mask: None,
-        bias: None,
-    };
+    let [q, k, v] =
+        [(p.q_shape(), &case.q), (p.k_shape(), &case.k), (p.v_shape(), &case.v)].map(|(shape, of)| put(shape, of));
+    let inputs = flash_attention_kernels::Inputs::new(q, k, v);
     let lse = TensorView::contiguous(client.empty(4 * p.rows()), p.lse_shape());
     // Batches 2^31 elements apart: the last starts at element 2^32.
     let apart = |handle| TensorView { handle, shape: p.o_shape(), strides: [1 << 31, 70 * 16, 16, 1] };
@@ -239,7 +235,7 @@ fn offsets_past_32_bits() {
         let views = [view(p.q_shape()), view(p.k_shape()), view(p.v_shape())];
         let [dq, dk, dv] = views.clone().map(Some);
         let saved = Saved { o: o.clone(), lse: lse.clone(), dout: o.clone(), dlse: None };
-        backward(&client, &p, &inputs, &saved, &Gradients { dq, dk, dv, dbias: None }).unwrap();
+        backward(&client, &p, &inputs, &saved, &Gradients { dq, dk, dv, ..Default::default() }).unwrap();
         views.map(|view| {
             let last = (size * 2) as u64 * view.strides[0] as u64;
             from_bytes(&client.read_one_unchecked(view.handle.offset_start(last)), dtype)
@@ -254,7 +250,7 @@ fn a_view_that_its_buffer_cannot_hold_is_refused() {
     let Some(client) = client() else { return };
     let p = Case::new([1, 1, 1, 8, 8, 4, 4], Dtype::F32, causal()).problem;
     let good = || TensorView::contiguous(client.empty(4 * 32), [1, 1, 8, 4]);
-    let inputs = |q| flash_attention_kernels::Inputs { q, k: good(), v: good(), mask: None, bias: None };
+    let inputs = |q| flash_attention_kernels::Inputs::new(q, good(), good());
     let lse = TensorView::contiguous(client.empty(32), [1, 1, 8]);
     let beyond = TensorView { strides: [1000, 1000, 1000, 1], ..good() };
     let error = forward(&client, &p, &inputs(beyond), &good(), &lse).unwrap_err();

@@ -6,6 +6,7 @@ mod common;
 mod faults;
 mod masks;
 mod oracle;
+mod pairs;
 mod plans;
 mod properties;
 mod rounding;

@@ -122,6 +122,112 @@ fn everything_at_once() {
 }
 
 #[test]
+fn slopes() {
+    let (b, h) = (2, 4);
+    let left = AttentionOptions { window_left: Some(30), softcap: Some(2.0), ..causal() };
+    let top_left = AttentionOptions { alignment: Alignment::TopLeft, ..Default::default() };
+    let full = AttentionOptions::default();
+    all([(full, [1, h]), (causal(), [b, h]), (left, [1, h]), (top_left, [b, h])].into_iter().flat_map(
+        |(options, shape)| {
+            [(70, 130), (130, 70)].map(|(sq, sk)| {
+                Case::new([b, h, 2, sq, sk, 16, 24], Dtype::F32, options).with_alibi_slopes(shape).with_dlse()
+            })
+        },
+    ));
+}
+
+#[test]
+fn sinks() {
+    let options = [AttentionOptions::default(), causal(), AttentionOptions { window_left: Some(9), ..causal() }];
+    all(options.into_iter().flat_map(|options| {
+        // Of more queries than keys the first see nothing but their sinks.
+        [(70, 130), (130, 70), (1, 1), (5, 0)]
+            .map(|(sq, sk)| Case::new([2, 4, 2, sq, sk, 16, 24], Dtype::F32, options).with_sinks().with_dlse())
+    }));
+    // Few rows and many keys, which come in parts.
+    all([Case::new([1, 2, 1, 3, 2049, 64, 64], Dtype::F32, causal()).with_sinks()]);
+}
+
+#[test]
+fn dropout() {
+    let window = AttentionOptions { window_left: Some(40), softcap: Some(2.0), ..causal() };
+    all([AttentionOptions::default(), causal(), window].into_iter().flat_map(|options| {
+        [(70, 130), (130, 70), (255, 256)]
+            .map(|(sq, sk)| Case::new([2, 4, 2, sq, sk, 16, 24], Dtype::F32, options).with_dropout(0.2).with_dlse())
+    }));
+    // Nearly all, and hardly any.
+    all([0.97, 1e-4].map(|rate| Case::new([1, 2, 1, 90, 120, 32, 32], Dtype::F32, causal()).with_dropout(rate)));
+}
+
+/// Wherever they may meet, at head dimensions whose kernels differ.
+#[test]
+fn slopes_sinks_and_dropout() {
+    let dims: &[usize] = if thorough() { &[64, 128, 192, 256] } else { &[40] };
+    all(dims.iter().flat_map(|d| {
+        let case = |options| {
+            let case = Case::new([2, 4, 2, 140, 208, *d, *d], Dtype::F32, options);
+            case.with_alibi_slopes([2, 4]).with_sinks().with_dropout(0.3).with_dlse()
+        };
+        let capped = AttentionOptions { softcap: Some(3.0), ..causal() };
+        [
+            case(causal()),
+            case(capped).with_bias([1, 4, 140, 208]).with_mask([2, 1, 1, 208]),
+            case(AttentionOptions::default()).with_bias([2, 1, 1, 208]),
+            Case { fused: d <= &128, ..case(causal()) },
+        ]
+    }));
+}
+
+/// What is not a number, where dropout, slopes and sinks are.
+#[test]
+fn what_is_hidden_stays_so_beside_slopes_sinks_and_dropout() {
+    let Some(client) = client() else { return };
+    let case = Case::new([1, 2, 1, 140, 200, 16, 16], Dtype::F32, causal());
+    let case = case.with_alibi_slopes([1, 2]).with_sinks().with_dropout(0.3);
+    if !supports(&client, case.problem.dtype) {
+        return;
+    }
+    let clean = case.check(&client);
+    let mut poisoned = case.clone();
+    // The last ten keys are seen by the last ten queries alone.
+    poisoned.v[190 * 16..].fill(f64::NAN);
+    poisoned.k[190 * 16..].fill(f64::INFINITY);
+    let got = poisoned.run(&client).unwrap();
+    let (dq, clean_dq) = (got.dq.unwrap(), clean.dq.unwrap());
+    for (name, got, want, limit) in [("o", &got.o, &clean.o, 1e-5), ("dq", &dq, &clean_dq, 4e-5)] {
+        for (n, (got, want)) in got.iter().zip(want).enumerate().filter(|(n, _)| n / 16 % 140 < 130) {
+            let close = (got - want).abs() <= case.tolerance(limit) * (1.0 + want.abs());
+            assert!(close, "{name} of row {}: {got} instead of {want}", n / 16);
+        }
+    }
+}
+
+/// The same call drops the same pairs, another seed others, and what is dropped is what is written out.
+#[test]
+fn dropout_depends_on_its_seed_alone() {
+    let Some(client) = client() else { return };
+    // Of keys that are all alike, o is the share that is kept, divided by the probability of keeping.
+    let mut case = Case::new([2, 2, 1, 50, 70, 16, 16], Dtype::F32, causal()).with_dropout(0.5);
+    if !supports(&client, case.problem.dtype) {
+        return;
+    }
+    case.k.fill(0.0);
+    case.v.fill(1.0);
+    let first = case.run(&client).unwrap();
+    assert_eq!(first.o, case.run(&client).unwrap().o);
+    assert_ne!(first.o, Case { seed: [1, 2], ..case.clone() }.run(&client).unwrap().o);
+    let mut numbered = Case { seed: [1, 2], ..case.clone() };
+    numbered.problem.options.dropout_seed = Some(u64::from(case.seed[0]) | u64::from(case.seed[1]) << 32);
+    assert_eq!(first.o, numbered.run(&client).unwrap().o);
+    let (kept, band) = (flash_attention_reference::kept(&case.problem, case.seed), case.problem.band());
+    for (row, o) in first.o.chunks_exact(16).enumerate() {
+        let seen: Vec<usize> = (0..70).filter(|j| band.sees(row as u32 % 50, *j as u32)).collect();
+        let share = seen.iter().filter(|j| kept[row * 70 + *j]).count() as f64 / seen.len() as f64;
+        assert!((o[0] - 2.0 * share).abs() <= case.tolerance(1e-5), "row {row}: {} instead of {}", o[0], 2.0 * share);
+    }
+}
+
+#[test]
 fn half_precision() {
     all([Dtype::F16, Dtype::BF16].into_iter().flat_map(|dtype| {
         [
@@ -272,7 +378,7 @@ fn few_heads_and_many_keys() {
     let masked = Case::new([1, 2, 1, 40, 1300, 16, 24], Dtype::F32, full).with_mask([1, 2, 1, 1300]);
     let biased = Case::new([1, 2, 1, 70, 1200, 16, 16], Dtype::F32, causal()).with_bias([1, 2, 70, 1200]);
     let mut leaky = Case::new([1, 1, 1, 30, 1100, 16, 16], Dtype::F32, causal());
-    leaky.wanted = [false; 4];
+    leaky.wanted = [false; 6];
     leaky.v[1090 * 16..].fill(f64::NAN);
     all([
         Case::new([1, 1, 1, 100, 3000, 64, 64], Dtype::F32, causal()),
@@ -314,7 +420,7 @@ fn scores_that_rise_and_fall_from_tile_to_tile() {
             }
             flash_attention_reference::round_to(&mut case.k, case.problem.dtype);
             // Gradients of scores this large are no better than the scores' own rounding.
-            case.wanted = [false; 4];
+            case.wanted = [false; 6];
             case
         })
     }));
@@ -336,12 +442,19 @@ fn strided_inputs_are_read_in_place() {
 fn every_subset_of_gradients() {
     let Some(client) = client() else { return };
     let case = Case::new([1, 2, 1, 40, 70, 16, 16], Dtype::F32, causal()).with_bias([1, 2, 40, 70]);
+    let case = case.with_alibi_slopes([1, 2]).with_sinks();
     let full = case.check(&client);
-    for bits in 0..16 {
-        let wanted = [0, 1, 2, 3].map(|n| bits >> n & 1 == 1);
+    for bits in 0..64 {
+        let wanted = [0, 1, 2, 3, 4, 5].map(|n| bits >> n & 1 == 1);
         let results = Case { wanted, ..case.clone() }.run(&client).unwrap();
-        let pairs =
-            [(&results.dq, &full.dq), (&results.dk, &full.dk), (&results.dv, &full.dv), (&results.dbias, &full.dbias)];
+        let pairs = [
+            (&results.dq, &full.dq),
+            (&results.dk, &full.dk),
+            (&results.dv, &full.dv),
+            (&results.dbias, &full.dbias),
+            (&results.dalibi_slopes, &full.dalibi_slopes),
+            (&results.dsinks, &full.dsinks),
+        ];
         for (n, (got, want)) in pairs.into_iter().enumerate() {
             assert_eq!(got.is_some(), wanted[n]);
             assert!(got.is_none() || got == want, "gradient {n} of {wanted:?} differs from that computed with all");

@@ -185,7 +185,7 @@ fn a_bad_call_is_a_typed_error_and_tunes_nothing() {
     let zeros = |shape: [usize; 4]| {
         TensorView::contiguous(client.create_from_slice(&vec![0; 4 * shape.iter().product::<usize>()]), shape)
     };
-    let inputs = Inputs { q: zeros(p.q_shape()), k: zeros(p.k_shape()), v: zeros(p.v_shape()), mask: None, bias: None };
+    let inputs = Inputs::new(zeros(p.q_shape()), zeros(p.k_shape()), zeros(p.v_shape()));
     let lse = TensorView::contiguous(client.empty(4 * p.rows()), p.lse_shape());
     let short = zeros([1, 2, 99, 40]);
     let error = forward_tuned(&client, &p, &inputs, &short, &lse).unwrap_err();

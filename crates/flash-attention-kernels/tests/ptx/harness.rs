@@ -9,11 +9,13 @@ use cubecl_core::ir::nvidia::SmArch;
 use cubecl_core::{Compiler, CubeKernel};
 use cubecl_llvm::nvptx::ptx_version::PtxVersion;
 use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
+use flash_attention_kernels::dropout::DropoutCompilationArg;
 use flash_attention_kernels::hopper::forward::StrideCompilationArg;
 use flash_attention_kernels::hopper::schedule::{DivisorCompilationArg, WalkCompilationArg};
 use flash_attention_kernels::hopper::scores::FactorsCompilationArg;
 use flash_attention_kernels::hopper::{Blueprint, Role, Rows};
 use flash_attention_kernels::mask::{Band, BandCompilationArg};
+use flash_attention_kernels::score::ExtrasCompilationArg;
 use flash_attention_kernels::tiling::{Device, element_type};
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, HopperTile};
 use std::process::Command;
@@ -90,8 +92,16 @@ pub fn optional<T: LaunchArg<CompilationArg = TensorCompilationArg>>(is: bool) -
     if is { ComptimeOptionCompilationArg::Some(tensor()) } else { ComptimeOptionCompilationArg::None }
 }
 
-pub fn factors() -> FactorsCompilationArg {
-    FactorsCompilationArg { scale: (), softcap: (), inner: (), exponent: () }
+pub fn extras(problem: &AttentionProblem) -> ExtrasCompilationArg {
+    ExtrasCompilationArg {
+        slopes: optional(problem.alibi_slopes.is_some()),
+        sinks: optional(problem.sinks),
+        dropout: DropoutCompilationArg { seed: optional(problem.options.dropout > 0.0), threshold: (), factor: () },
+    }
+}
+
+pub fn factors(problem: &AttentionProblem) -> FactorsCompilationArg {
+    FactorsCompilationArg { scale: (), softcap: (), inner: (), exponent: (), extras: extras(problem) }
 }
 
 pub fn band_arg(band: Band) -> BandCompilationArg {
@@ -100,6 +110,7 @@ pub fn band_arg(band: Band) -> BandCompilationArg {
         seq_k: (),
         lower: (),
         upper: (),
+        diagonal: (),
         bounded_below: band.bounded_below,
         bounded_above: band.bounded_above,
     }
@@ -193,6 +204,7 @@ pub fn scores(problem: &AttentionProblem, role: Role, tile: HopperTile) -> Bluep
         capped: problem.options.softcap.is_some(),
         mask: rows(problem.mask),
         bias: rows(problem.bias),
+        alibi: problem.alibi_slopes.is_some(),
         partial: false,
         stats_multiple: 384,
     }

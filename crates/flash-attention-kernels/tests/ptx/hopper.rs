@@ -29,16 +29,16 @@ fn assemble(ptx: &str) -> Option<Assembled> {
     crate::harness::assemble(ptx, "sm_90a")
 }
 
-fn ptx(blueprint: Blueprint, band: Band) -> String {
+fn ptx(blueprint: Blueprint, problem: &AttentionProblem) -> String {
     match blueprint.role {
-        Role::Forward => forward_ptx(blueprint, band),
-        Role::Dq => gradient_ptx(blueprint, band),
-        Role::DkDv { .. } | Role::All => gradient_ptx(blueprint, band.transposed()),
+        Role::Forward => forward_ptx(blueprint, problem),
+        _ => gradient_ptx(blueprint, problem),
     }
 }
 
-fn gradient_ptx(blueprint: Blueprint, band: Band) -> String {
+fn gradient_ptx(blueprint: Blueprint, problem: &AttentionProblem) -> String {
     let width = if blueprint.transposed() { 1 } else { 2 };
+    let band = if blueprint.transposed() { problem.band().transposed() } else { problem.band() };
     compile(gradient::gradient::Gradient::new(
         settings(blueprint.tile.units()),
         properties(),
@@ -62,7 +62,7 @@ fn gradient_ptx(blueprint: Blueprint, band: Band) -> String {
         SourceStridesCompilationArg { q: stride(), d: stride(), k: stride(), v: stride() },
         ResultStridesCompilationArg { dk: stride(), dv: stride() },
         (),
-        factors(),
+        factors(problem),
         band_arg(band),
         walk(),
         SpreadCompilationArg { batch: (), head: () },
@@ -73,7 +73,7 @@ fn gradient_ptx(blueprint: Blueprint, band: Band) -> String {
     ))
 }
 
-fn round_ptx(blueprint: Blueprint) -> String {
+fn round_ptx(blueprint: Blueprint, problem: &AttentionProblem) -> String {
     compile(reduce::round_sums::RoundSums::new(
         settings(reduce::UNITS as usize),
         properties(),
@@ -91,8 +91,8 @@ fn round_ptx(blueprint: Blueprint) -> String {
         SourceStridesCompilationArg { q: stride(), d: stride(), k: stride(), v: stride() },
         ResultStridesCompilationArg { dk: stride(), dv: stride() },
         (),
-        factors(),
-        band_arg(Band::new(4096, 4096, &AttentionOptions { causal: true, ..Default::default() })),
+        factors(problem),
+        band_arg(problem.band()),
         walk(),
         2,
         2,
@@ -101,7 +101,7 @@ fn round_ptx(blueprint: Blueprint) -> String {
     ))
 }
 
-fn forward_ptx(blueprint: Blueprint, band: Band) -> String {
+fn forward_ptx(blueprint: Blueprint, problem: &AttentionProblem) -> String {
     compile(forward::forward::Forward::new(
         settings(blueprint.tile.units()),
         properties(),
@@ -119,8 +119,8 @@ fn forward_ptx(blueprint: Blueprint, band: Band) -> String {
         buffer(),
         buffer(),
         StridesCompilationArg { q: stride(), k: stride(), v: stride(), o: stride(), lse: stride() },
-        factors(),
-        band_arg(band),
+        factors(problem),
+        band_arg(problem.band()),
         walk(),
         SpreadCompilationArg { batch: (), head: () },
         2,
@@ -130,7 +130,7 @@ fn forward_ptx(blueprint: Blueprint, band: Band) -> String {
     ))
 }
 
-fn dbias_ptx(blueprint: BiasBlueprint, band: Band) -> String {
+fn dbias_ptx(blueprint: BiasBlueprint, problem: &AttentionProblem) -> String {
     compile(dbias::dbias::Dbias::new(
         settings(blueprint.tile.tile().units()),
         properties(),
@@ -147,8 +147,8 @@ fn dbias_ptx(blueprint: BiasBlueprint, band: Band) -> String {
         buffer(),
         buffer(),
         BiasStridesCompilationArg { rows: stride(), column: () },
-        factors(),
-        band_arg(band),
+        factors(problem),
+        band_arg(problem.band()),
         MosaicCompilationArg {
             items: (),
             matrices: (),
@@ -231,14 +231,14 @@ fn check_dbias(name: &str, scores: Blueprint, planned: BiasGradient, problem: &A
         let bytes = blueprint.shared_memory();
         println!("{name}_{what}: {bytes} bytes of shared memory");
         assert!(bytes <= device().shared_memory, "{name}_{what}: {bytes} bytes");
-        look_at_ptx(&format!("{name}_{what}"), &scores, &[tile.tile_k], || dbias_ptx(blueprint, problem.band()));
+        look_at_ptx(&format!("{name}_{what}"), &scores, &[tile.tile_k], || dbias_ptx(blueprint, problem));
     }
 }
 
 fn look_at(name: &str, blueprint: Blueprint, problem: &AttentionProblem) {
     assert!(blueprint.shared_memory() <= device().shared_memory, "{name}: {} bytes", blueprint.shared_memory());
     let sums = if blueprint.differentiates() { blueprint.columns_dk() } else { blueprint.columns() };
-    look_at_ptx(name, &blueprint, &[blueprint.tile.tile_k, sums], || ptx(blueprint, problem.band()));
+    look_at_ptx(name, &blueprint, &[blueprint.tile.tile_k, sums], || ptx(blueprint, problem));
 }
 
 /// Compiles a kernel whose products have so many columns.
@@ -299,6 +299,23 @@ fn every_option_is_warpgroup_products() {
     }
 }
 
+#[test]
+fn slopes_sinks_and_dropout_are_warpgroup_products() {
+    let causal = AttentionOptions { causal: true, ..Default::default() };
+    let dropout = AttentionOptions { dropout: 0.1, ..causal };
+    for head_dim in [64, 128, 256] {
+        let name = |what: &str| format!("d{head_dim}_{what}");
+        let of = |options| problem(head_dim, Dtype::BF16, options);
+        check(&name("slopes"), of(causal).with_alibi_slopes(&[1, 16]).unwrap());
+        check(&name("sinks"), of(causal).with_sinks(&[16]).unwrap());
+        check(&name("dropout"), of(dropout));
+        let all = AttentionOptions { window_left: Some(1023), softcap: Some(50.0), ..dropout };
+        check(&name("all"), of(all).with_alibi_slopes(&[4, 16]).unwrap().with_sinks(&[16]).unwrap());
+    }
+    let biased = problem(128, Dtype::BF16, dropout).with_bias(&[1, 16, 4096, 4096]).unwrap();
+    check("d128_biased", biased.with_alibi_slopes(&[1, 16]).unwrap());
+}
+
 /// The gradient of a bias that has an element for each pair, with what else there may be.
 #[test]
 fn gradients_of_biases_are_warpgroup_products() {
@@ -321,6 +338,7 @@ fn gradients_of_biases_are_warpgroup_products() {
             capped: problem.options.softcap.is_some(),
             mask: rows(problem.mask),
             bias: rows(problem.bias),
+            alibi: problem.alibi_slopes.is_some(),
             partial: false,
             stats_multiple: 384,
         };
@@ -345,6 +363,7 @@ fn what_comes_before_and_after_compiles() {
     for dtype in [Dtype::BF16, Dtype::F16] {
         let (properties, defaults) = (|| properties(), || Default::default());
         let ty = element_type(dtype);
+        let causal = problem(128, dtype, AttentionOptions { causal: true, ..Default::default() });
         let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 3, turns: false };
         let kernels = [
             (
@@ -372,6 +391,7 @@ fn what_comes_before_and_after_compiles() {
                     tensor(),
                     tensor(),
                     tensor(),
+                    extras(&causal),
                     (),
                     (),
                     (),
@@ -402,7 +422,10 @@ fn what_comes_before_and_after_compiles() {
                     ty,
                 )),
             ),
-            ("round_sums", round_ptx(Blueprint { head_dim: 128, head_dim_v: 128, ..plain(Role::Dq, tile, false) })),
+            (
+                "round_sums",
+                round_ptx(Blueprint { head_dim: 128, head_dim_v: 128, ..plain(Role::Dq, tile, false) }, &causal),
+            ),
         ];
         for (name, ptx) in kernels {
             assert!(!ptx.contains(".local") && !ptx.contains("call.uni"), "{name}: {ptx}");
@@ -531,8 +554,9 @@ fn blocks_of_a_bias_are_every_block_once() {
 
 fn plain(role: Role, tile: HopperTile, partial: bool) -> Blueprint {
     let (head_dim, head_dim_v, stats_multiple) = (64, 64, 128);
-    let (capped, mask, bias) = (false, None, None);
-    Blueprint { role, tile, dtype: Dtype::BF16, head_dim, head_dim_v, capped, mask, bias, partial, stats_multiple }
+    let (capped, mask, bias, alibi) = (false, None, None, false);
+    let dtype = Dtype::BF16;
+    Blueprint { role, tile, dtype, head_dim, head_dim_v, capped, mask, bias, alibi, partial, stats_multiple }
 }
 
 /// Of gradients of keys, each block of keys of each head comes once with each query head of its group, over the tiles of

@@ -6,7 +6,6 @@ use cubecl_core::ir::nvidia::SmArch;
 use flash_attention_kernels::hopper::Role;
 use flash_attention_kernels::hopper::forward::StridesCompilationArg;
 use flash_attention_kernels::hopper::gradient::{ResultStridesCompilationArg, SourceStridesCompilationArg};
-use flash_attention_kernels::mask::Band;
 use flash_attention_kernels::mma::{MmaBlueprint, Products, forward, gradient};
 use flash_attention_kernels::tiling::{Device, plan_on};
 use flash_attention_kernels::{
@@ -29,7 +28,8 @@ fn before_hopper(shared_memory: usize) -> Device {
     Device { shared_memory, wgmma: false, ..device() }
 }
 
-fn ptx(blueprint: MmaBlueprint, band: Band, arch: SmArch) -> String {
+fn ptx(blueprint: MmaBlueprint, problem: &AttentionProblem, arch: SmArch) -> String {
+    let band = problem.band();
     let scores = blueprint.scores;
     let settings = settings(blueprint.tile.units());
     let (properties, defaults) = (properties(), Default::default());
@@ -50,7 +50,7 @@ fn ptx(blueprint: MmaBlueprint, band: Band, arch: SmArch) -> String {
                 buffer(),
                 buffer(),
                 strides,
-                factors(),
+                factors(problem),
                 band_arg(band),
                 walk(),
                 scores.vector(),
@@ -80,7 +80,7 @@ fn ptx(blueprint: MmaBlueprint, band: Band, arch: SmArch) -> String {
             SourceStridesCompilationArg { q: stride(), d: stride(), k: stride(), v: stride() },
             ResultStridesCompilationArg { dk: stride(), dv: stride() },
             (),
-            factors(),
+            factors(problem),
             band_arg(band),
             walk(),
             scores.vector(),
@@ -119,7 +119,7 @@ fn look_at(name: &str, role: Role, tile: MmaTile, problem: &AttentionProblem, sh
     let mut most = 0;
     for (arch, called) in [(SmArch::new(80, false), "sm_80"), (SmArch::new(90, true), "sm_90a")] {
         let start = Instant::now();
-        let ptx = ptx(blueprint, problem.band(), arch);
+        let ptx = ptx(blueprint, problem, arch);
         let compiled = start.elapsed().as_millis();
         keep(&format!("{name}.{called}"), &ptx);
         for needed in needed.iter().chain(&["ldmatrix.sync.aligned.m8n8.x4.shared", "cp.async.cg.shared.global"]) {

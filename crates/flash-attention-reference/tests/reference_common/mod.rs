@@ -2,7 +2,7 @@
 #![allow(dead_code)] // each test file takes what it needs
 
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
-use flash_attention_reference::{Gradients, Inputs, Output, backward, forward, normal};
+use flash_attention_reference::{Dropout, Gradients, Inputs, Output, backward, forward, normal};
 
 /// `[batch, num_heads_q, num_heads_kv, seq_q, seq_k, head_dim, head_dim_v]`.
 pub type Sizes = [usize; 7];
@@ -15,6 +15,9 @@ pub struct Case {
     pub v: Vec<f64>,
     pub mask: Option<Vec<bool>>,
     pub bias: Option<Vec<f64>>,
+    pub alibi_slopes: Option<Vec<f64>>,
+    pub sinks: Option<Vec<f64>>,
+    pub dropout: Option<Dropout>,
     pub dout: Vec<f64>,
     pub dlse: Option<Vec<f64>>,
 }
@@ -32,6 +35,9 @@ impl Case {
             v: draw(problem.v_shape(), 3),
             mask: None,
             bias: None,
+            alibi_slopes: None,
+            sinks: None,
+            dropout: (options.dropout > 0.0).then_some(Dropout { seed: [8, 9], first: [0, 0] }),
             dout: draw(problem.o_shape(), 4),
             dlse: None,
         }
@@ -50,14 +56,35 @@ impl Case {
         self
     }
 
+    pub fn with_alibi_slopes(mut self, shape: [usize; 2]) -> Self {
+        self.problem = self.problem.with_alibi_slopes(&shape).unwrap();
+        self.alibi_slopes = Some(normal(shape.iter().product(), 10));
+        self
+    }
+
+    pub fn with_sinks(mut self) -> Self {
+        self.problem = self.problem.with_sinks(&[self.problem.num_heads_q]).unwrap();
+        self.sinks = Some(normal(self.problem.num_heads_q, 11));
+        self
+    }
+
     pub fn with_dlse(mut self) -> Self {
         self.dlse = Some(normal(self.problem.rows(), 7));
         self
     }
 
     pub fn inputs(&self) -> Inputs<'_> {
-        let Case { q, k, v, mask, bias, .. } = self;
-        Inputs { q, k, v, mask: mask.as_deref(), bias: bias.as_deref() }
+        let Case { q, k, v, mask, bias, alibi_slopes, sinks, dropout, .. } = self;
+        Inputs {
+            q,
+            k,
+            v,
+            mask: mask.as_deref(),
+            bias: bias.as_deref(),
+            alibi_slopes: alibi_slopes.as_deref(),
+            sinks: sinks.as_deref(),
+            dropout: *dropout,
+        }
     }
 
     pub fn forward(&self) -> Output {

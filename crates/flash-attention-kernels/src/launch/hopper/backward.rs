@@ -1,6 +1,6 @@
 //! Launches the gradients for Hopper.
 
-use super::{OUT_BYTES, VECTOR_BYTES, counter, factors, pairs, rows_arg, stride};
+use super::{OUT_BYTES, VECTOR_BYTES, counter, pairs, rows_arg, stride};
 use crate::error::AttentionError;
 use crate::hopper::gradient::{ResultStridesLaunch, SourceStridesLaunch};
 use crate::hopper::schedule::Walk;
@@ -107,7 +107,7 @@ impl Call<'_> {
         } else {
             ([q, dout], [k, v], p.band(), p.num_heads_q)
         };
-        let ahead = if transposed { 0 } else { band.ahead(tile.tile_q() as u32, tile.tile_k as u32) };
+        let ahead = if transposed { 0 } else { self.ahead(&band, tile.tile_q(), tile.tile_k) };
         let blocks = (band.seq_q + ahead).div_ceil(tile.tile_q() as u32);
         let group = p.group_size() as u32;
         let walk = Walk::new(blocks, ahead, p.batch as u32, heads as u32, group, tiles.section as u32, 1);
@@ -167,7 +167,7 @@ impl Call<'_> {
                 sources,
                 strides,
                 p.softmax_scale(),
-                factors(p, &blueprint),
+                self.factors(&blueprint),
                 band.into_launch(),
                 walk.into_launch(),
                 self.spread(),
@@ -234,7 +234,7 @@ impl Call<'_> {
                 sources,
                 strides,
                 p.softmax_scale(),
-                factors(p, &blueprint),
+                self.factors(&blueprint),
                 band.into_launch(),
                 walk.into_launch(),
                 blueprint,

@@ -1,6 +1,6 @@
 //! Launches the gradient of a bias for Hopper.
 
-use super::{OUT_BYTES, counter, factors, pairs, rows_arg, stride};
+use super::{OUT_BYTES, counter, pairs, rows_arg, stride};
 use crate::error::AttentionError;
 use crate::hopper::dbias::{BiasStridesLaunch, Mosaic};
 use crate::hopper::{self, BiasBlueprint, BiasTile, Blueprint, Role, Rows, WARPGROUP_ROWS};
@@ -86,7 +86,7 @@ impl Call<'_> {
                 rows_arg(&scratch.stats, 1),
                 BufferArg::from_raw_parts(counter(self.client), 1),
                 strides,
-                factors(p, &blueprint.scores),
+                self.factors(&blueprint.scores),
                 band.into_launch(),
                 mosaic.into_launch(),
                 blueprint,

@@ -1,6 +1,6 @@
 //! Launches the forward for Hopper.
 
-use super::{OUT_BYTES, VECTOR_BYTES, counter, factors, pairs, rows_arg, stride};
+use super::{OUT_BYTES, VECTOR_BYTES, counter, pairs, rows_arg, stride};
 use crate::error::AttentionError;
 use crate::hopper::forward::StridesLaunch;
 use crate::hopper::schedule::Walk;
@@ -20,7 +20,7 @@ impl Call<'_> {
     ) -> Result<(), AttentionError> {
         let p = self.problem;
         let blueprint = self.hopper_blueprint(Role::Forward, tiles.tile, tiles.parts > 1);
-        let ahead = p.band().ahead(tiles.tile.tile_q() as u32, tiles.tile.tile_k as u32);
+        let ahead = self.ahead(&p.band(), tiles.tile.tile_q(), tiles.tile.tile_k);
         let blocks = (p.seq_q + ahead as usize).div_ceil(tiles.tile.tile_q());
         let heads = p.batch * p.num_heads_q;
         let items = blocks as u64 * heads as u64 * tiles.parts as u64;
@@ -98,7 +98,7 @@ impl Call<'_> {
                 rows_arg(&k, vector),
                 rows_arg(&v, vector),
                 strides,
-                factors(p, &blueprint),
+                self.factors(&blueprint),
                 p.band().into_launch(),
                 walk.into_launch(),
                 self.spread(),
@@ -139,6 +139,7 @@ impl Call<'_> {
                 part_lse.arg(),
                 o.arg(),
                 lse.arg(),
+                self.extras(),
                 batches,
                 heads,
                 rows,

@@ -10,6 +10,7 @@ use crate::hopper::forward::StrideLaunch;
 use crate::hopper::ring::SpreadLaunch;
 use crate::hopper::scores::FactorsLaunch;
 use crate::hopper::{self, Blueprint, HopperTile, PANEL, Role, Rows};
+use crate::mask::Band;
 use crate::problem::AttentionProblem;
 use crate::tensor::TensorView;
 use crate::tiling::{stats_multiple, varies_by_pair};
@@ -47,6 +48,7 @@ impl Call<'_> {
             capped: p.options.softcap.is_some(),
             mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
             bias: rows_of(self.inputs.bias.as_ref()),
+            alibi: self.inputs.alibi_slopes.is_some(),
             partial,
             stats_multiple: stats_multiple(p),
         }
@@ -96,6 +98,19 @@ impl Call<'_> {
     /// Brings a result from where it was written to where it was asked for.
     pub(in crate::launch) fn written(&self, computed: &TensorView, asked: &TensorView) -> Result<(), AttentionError> {
         if is_aligned(asked, self.problem.dtype.size()) { Ok(()) } else { self.copy(computed, asked) }
+    }
+
+    /// The factors of the scores.
+    pub(in crate::launch) fn factors(&self, blueprint: &Blueprint) -> FactorsLaunch {
+        let scale = self.problem.softmax_scale();
+        let softcap = self.problem.options.softcap.unwrap_or(1.0);
+        let exponent = if blueprint.cooked() { LOG2_E } else { LOG2_E * scale };
+        FactorsLaunch::new(scale, softcap, 2.0 * LOG2_E * scale / softcap, exponent, self.extras())
+    }
+
+    /// How many queries before the first one blocks start: [`Band::ahead()`]. Draws of dropout are told apart by blocks of 16.
+    pub(in crate::launch) fn ahead(&self, band: &Band, tile_q: usize, tile_k: usize) -> u32 {
+        if self.seed.is_some() { 0 } else { band.ahead(tile_q as u32, tile_k as u32) }
     }
 
     /// Which dimensions of a bias repeat.
@@ -157,14 +172,6 @@ pub(in crate::launch) unsafe fn rows_arg<const RANK: usize>(view: &TensorView<RA
 pub(in crate::launch) fn stride<const RANK: usize>(view: &TensorView<RANK>, vector: usize) -> StrideLaunch {
     let [batch, head, row] = [0, 1, 2].map(|dim| view.strides[dim] / vector);
     StrideLaunch::new(batch, head, row)
-}
-
-/// The factors of the scores.
-pub(in crate::launch) fn factors(p: &AttentionProblem, blueprint: &Blueprint) -> FactorsLaunch {
-    let scale = p.softmax_scale();
-    let softcap = p.options.softcap.unwrap_or(1.0);
-    let exponent = if blueprint.cooked() { LOG2_E } else { LOG2_E * scale };
-    FactorsLaunch::new(scale, softcap, 2.0 * LOG2_E * scale / softcap, exponent)
 }
 
 /// Whether rows start at multiples of 16 bytes and no dimension repeats: what TMA reads, and vectors of 16 bytes.

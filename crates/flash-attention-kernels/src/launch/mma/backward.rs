@@ -4,7 +4,7 @@ use crate::error::AttentionError;
 use crate::hopper::gradient::{ResultStridesLaunch, SourceStridesLaunch};
 use crate::hopper::schedule::Walk;
 use crate::launch::backward::WantedMma;
-use crate::launch::hopper::{OUT_BYTES, VECTOR_BYTES, factors, pairs, rows_arg, stride};
+use crate::launch::hopper::{OUT_BYTES, VECTOR_BYTES, pairs, rows_arg, stride};
 use crate::launch::{Call, Saved, Scratch};
 use crate::mask::Band;
 use crate::mma::{MmaBlueprint, gradient};
@@ -118,7 +118,7 @@ impl Call<'_> {
                 sources,
                 strides,
                 p.softmax_scale(),
-                factors(p, &blueprint.scores),
+                self.factors(&blueprint.scores),
                 band.into_launch(),
                 walk.into_launch(),
                 blueprint,

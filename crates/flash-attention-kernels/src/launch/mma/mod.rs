@@ -3,7 +3,7 @@
 mod backward;
 
 use super::Call;
-use super::hopper::{OUT_BYTES, VECTOR_BYTES, factors, pairs, rows_arg, stride};
+use super::hopper::{OUT_BYTES, VECTOR_BYTES, pairs, rows_arg, stride};
 use crate::error::AttentionError;
 use crate::hopper::Role;
 use crate::hopper::forward::StridesLaunch;
@@ -34,9 +34,8 @@ impl Call<'_> {
         transposed: bool,
     ) -> Result<(Walk, CubeCount), AttentionError> {
         let p = self.problem;
-        let (tile_q, tile_k) = (tile.tile_q() as u32, tile.tile_k as u32);
-        let ahead = if transposed { 0 } else { band.ahead(tile_q, tile_k) };
-        let blocks = (band.seq_q + ahead).div_ceil(tile_q);
+        let ahead = if transposed { 0 } else { self.ahead(band, tile.tile_q(), tile.tile_k) };
+        let blocks = (band.seq_q + ahead).div_ceil(tile.tile_q() as u32);
         let (items, max) = (blocks as u64 * (p.batch * heads) as u64, i32::MAX as u64);
         if items > max {
             return Err(AttentionError::Grid { kernel, cubes: items, max });
@@ -96,7 +95,7 @@ impl Call<'_> {
                 rows_arg(&out, of_out),
                 rows_arg(lse, 1),
                 strides,
-                factors(p, &blueprint.scores),
+                self.factors(&blueprint.scores),
                 band.into_launch(),
                 walk.into_launch(),
                 blueprint,

@@ -1,0 +1,220 @@
+//! Dropout of probabilities: which pairs are dropped is a function of seed, batch, head, query and key, and of nothing else. So
+//! the backward drops what the forward dropped, and neither tiles nor the device change it.
+//!
+//! ```text
+//! z_ij = 0 with the probability of dropping, else 1 / (1 − that probability)
+//! o = (P ∘ Z) v        dv = (P ∘ Z)ᵀ dout        dP = (dout vᵀ) ∘ Z        dS = P ∘ (dP − delta)
+//! ```
+//!
+//! `lse` is that of all keys, and `delta = rowsum(P ∘ dP)` still is `rowsum(dout ∘ o)`. (Srivastava et al. 2014.)
+//!
+//! Draws are those of Philox4x32-7, a counter-based generator (J. K. Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
+//! SC 2011): one of its 128 bits is 8 draws of 16, for a *cell* of 8 pairs. A block of 16 queries by 16 keys consists of 32
+//! cells, which are what a unit holds of an accumulator of matrix products ([`rows`](crate::hopper::rows)):
+//!
+//! ```text
+//! cell   4 (i % 8) + j % 8 / 2      of the block (i / 16, j / 16)
+//! draw   4 (j / 8 % 2) + 2 (i / 8 % 2) + j % 2
+//! ```
+
+#![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
+
+use cubecl::prelude::*;
+
+/// Rounds of the generator.
+const ROUNDS: usize = 7;
+/// What its words are multiplied by, and by what its key grows (Salmon et al., section 4.3).
+const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
+const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
+
+/// Draws that a probability is a number of: it is rounded to a multiple of `1 / 65536`.
+const DRAWS: f64 = 65536.0;
+
+/// How many of the 65,536 draws drop a pair, at that probability of dropping.
+///
+/// ```
+/// assert_eq!(flash_attention_kernels::dropout::threshold(0.25), 16384);
+/// ```
+pub fn threshold(probability: f32) -> u32 {
+    (f64::from(probability) * DRAWS).round().min(DRAWS - 1.0) as u32
+}
+
+/// By what is multiplied that is kept: 1 by the probability of keeping, as it has been rounded.
+///
+/// ```
+/// assert_eq!(flash_attention_kernels::dropout::factor(0.5), 2.0);
+/// ```
+pub fn factor(probability: f32) -> f32 {
+    (DRAWS / (DRAWS - f64::from(threshold(probability)))) as f32
+}
+
+/// A seed as kernels take it.
+///
+/// ```
+/// assert_eq!(flash_attention_kernels::dropout::seed(7 + (9 << 32)), [7, 9]);
+/// ```
+pub fn seed(seed: u64) -> [u32; 2] {
+    [seed as u32, (seed >> 32) as u32]
+}
+
+/// Whether query `i` of a head keeps key `j`, on the host.
+///
+/// ```
+/// use flash_attention_kernels::dropout::keeps;
+///
+/// // About half of all pairs.
+/// let kept = (0..64).flat_map(|i| (0..64).map(move |j| keeps([1, 2], 0.5, [0, 0, i, j]))).filter(|kept| *kept).count();
+/// assert!((1900..2200).contains(&kept));
+/// ```
+pub fn keeps(seed: [u32; 2], probability: f32, [batch, head, i, j]: [u32; 4]) -> bool {
+    let cell = (i % 8) * 4 + j % 8 / 2;
+    let words = philox_on_host([(j / 16) * 32 + cell, i / 16, head, batch], seed);
+    let draw = (j / 8 % 2) * 4 + (i / 8 % 2) * 2 + j % 2;
+    (words[draw as usize / 2] >> (16 * (draw % 2))) & 0xffff >= threshold(probability)
+}
+
+/// The generator, on the host.
+fn philox_on_host(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
+    let ([mut c0, mut c1, mut c2, mut c3], [mut k0, mut k1]) = (counter, key);
+    for _ in 0..ROUNDS {
+        let (x, y) = (u64::from(MULTIPLIERS[0]) * u64::from(c0), u64::from(MULTIPLIERS[1]) * u64::from(c2));
+        (c0, c1, c2, c3) = ((y >> 32) as u32 ^ c1 ^ k0, y as u32, (x >> 32) as u32 ^ c3 ^ k1, x as u32);
+        (k0, k1) = (k0.wrapping_add(WEYL[0]), k1.wrapping_add(WEYL[1]));
+    }
+    [c0, c1, c2, c3]
+}
+
+/// The dropout of a kernel.
+#[derive(CubeType, CubeLaunch)]
+#[expand(derive(Clone))]
+pub struct Dropout {
+    /// `[2]`, where there is any.
+    pub seed: ComptimeOption<&'static Tensor<u32>>,
+    /// How many of 65,536 draws drop a pair.
+    pub threshold: u32,
+    /// By what is multiplied that is kept.
+    pub factor: f32,
+}
+
+#[cube]
+impl Dropout {
+    /// The four words of a cell.
+    fn words(&self, batch: u32, head: u32, i_block: u32, j_block: u32, cell: u32) -> (u32, u32, u32, u32) {
+        let mut c0 = j_block * 32 + cell;
+        let mut c1 = i_block;
+        let mut c2 = head;
+        let mut c3 = batch;
+        #[comptime]
+        if let ComptimeOption::Some(seed) = &self.seed {
+            let mut k0 = seed[0];
+            let mut k1 = seed[1];
+            #[unroll]
+            for _ in 0..ROUNDS {
+                let high0 = u32::mul_hi(MULTIPLIERS[0].runtime(), c0);
+                let high1 = u32::mul_hi(MULTIPLIERS[1].runtime(), c2);
+                let low0 = c0 * comptime!(MULTIPLIERS[0]);
+                let low1 = c2 * comptime!(MULTIPLIERS[1]);
+                c0 = high1 ^ c1 ^ k0;
+                c1 = low1;
+                c2 = high0 ^ c3 ^ k1;
+                c3 = low0;
+                k0 += comptime!(WEYL[0]);
+                k1 += comptime!(WEYL[1]);
+            }
+        }
+        (c0, c1, c2, c3)
+    }
+
+    /// Whether query `i` of a head keeps key `j`.
+    pub fn keeps(&self, batch: u32, head: u32, i: u32, j: u32) -> bool {
+        let mut kept = true.runtime();
+        if comptime!(self.seed.is_some()) {
+            let (w0, w1, w2, w3) = self.words(batch, head, i / 16, j / 16, i % 8 * 4 + j % 8 / 2);
+            let word = select(j / 8 % 2 == 1, select(i / 8 % 2 == 1, w3, w2), select(i / 8 % 2 == 1, w1, w0));
+            kept = (word >> (j % 2 * 16)) & 0xffff >= self.threshold;
+        }
+        kept
+    }
+
+    /// Whether query `i` of a head keeps keys `j` to `j + 3`, a bit for each; `j` is a multiple of 4.
+    pub fn keeps_four(&self, batch: u32, head: u32, i: u32, j: u32) -> u32 {
+        let mut kept = 15u32.runtime();
+        if comptime!(self.seed.is_some()) {
+            kept = 0u32.runtime();
+            #[unroll]
+            for nth in 0..2u32 {
+                let (w0, w1, w2, w3) = self.words(batch, head, i / 16, j / 16, i % 8 * 4 + j % 8 / 2 + nth);
+                let word = select(j / 8 % 2 == 1, select(i / 8 % 2 == 1, w3, w2), select(i / 8 % 2 == 1, w1, w0));
+                kept |= self.pair(word) << comptime!(2 * nth);
+            }
+        }
+        kept
+    }
+
+    /// By what sums of what is kept are multiplied.
+    pub fn scale(&self) -> f32 {
+        if comptime!(self.seed.is_some()) { self.factor } else { 1.0f32.runtime() }
+    }
+
+    /// What is left of a weight.
+    pub fn left(&self, weight: f32, kept: bool) -> f32 {
+        if comptime!(self.seed.is_some()) { select(kept, weight, 0.0f32) } else { weight }
+    }
+
+    /// The gradient of a probability from that of what is left of it.
+    pub fn back(&self, gradient: f32, kept: bool) -> f32 {
+        if comptime!(self.seed.is_some()) { select(kept, gradient * self.factor, 0.0f32) } else { gradient }
+    }
+
+    /// Which draws of a cell keep their pairs: a bit for each.
+    pub fn cell(&self, batch: u32, head: u32, i_block: u32, j_block: u32, cell: u32) -> u32 {
+        let (w0, w1, w2, w3) = self.words(batch, head, i_block, j_block, cell);
+        self.pair(w0) | (self.pair(w1) << 2) | (self.pair(w2) << 4) | (self.pair(w3) << 6)
+    }
+
+    /// Which of a word's two draws keep their pairs.
+    fn pair(&self, word: u32) -> u32 {
+        u32::cast_from(word & 0xffff >= self.threshold) | (u32::cast_from(word >> 16 >= self.threshold) << 1)
+    }
+}
+
+/// Which pairs are kept, 1 or 0 each, as bytes or words: `[batch, heads, Sq, Sk]`, contiguous.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn write_kept<O: Numeric>(
+    out: &mut Tensor<O>,
+    dropout: Dropout,
+    heads: u32,
+    seq_q: u32,
+    seq_k: u32,
+    #[define(O)] _type: ElemType,
+) {
+    if ABSOLUTE_POS < out.len() {
+        let (row, j) = (ABSOLUTE_POS / seq_k as usize, ABSOLUTE_POS % seq_k as usize);
+        let (head, i) = (row / seq_q as usize, row % seq_q as usize);
+        let (batch, head) = (head / heads as usize, head % heads as usize);
+        let kept = dropout.keeps(batch as u32, head as u32, i as u32, j as u32);
+        out[ABSOLUTE_POS] = select(kept, O::from_int(1), O::from_int(0));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Random123's known answers for Philox4x32-7.
+    #[test]
+    fn known_answers() {
+        let answers = [
+            ([0; 4], [0; 2], [0x5f6f_b709, 0x0d89_3f64, 0x4f12_1f81, 0x4f73_0a48]),
+            ([u32::MAX; 4], [u32::MAX; 2], [0x5207_ddc2, 0x4516_5e59, 0x4d8e_e751, 0x8c52_f662]),
+            (
+                [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344],
+                [0xa409_3822, 0x299f_31d0],
+                [0x4dfc_caba, 0x190a_87f0, 0xc473_62ba, 0xb6b5_242a],
+            ),
+        ];
+        for (counter, key, words) in answers {
+            assert_eq!(philox_on_host(counter, key), words);
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! Every two choices of any two options, against the oracle.
+
+use crate::common::*;
+use flash_attention_kernels::BackwardOrder;
+use flash_attention_reference::{Pair, pairs};
+
+/// Of 500 problems all where devices are fast, or `FLASH_TEST_PAIRS=1/14` of them: the first of each 14. Each names the kernel that
+/// ran, which is the one that must: whatever else would have run is a failure.
+#[test]
+fn every_two_options_meet() {
+    let Some(client) = client() else { return };
+    let (first, step) = match std::env::var("FLASH_TEST_PAIRS") {
+        Ok(part) => {
+            let (first, step) = part.split_once('/').expect("FLASH_TEST_PAIRS is like 1/14");
+            (first.parse::<usize>().expect("a number") - 1, step.parse::<usize>().expect("a number"))
+        }
+        Err(_) => (0, if thorough() { 1 } else { 25 }),
+    };
+    for (n, pair) in pairs(500).into_iter().enumerate().skip(first).step_by(step) {
+        if supports(&client, pair.problem.dtype) {
+            let case = case(&pair);
+            let results = case.check(&client);
+            println!("{n}: {} for {:?}", results.forward.kernel().name(), case.problem);
+        }
+    }
+}
+
+fn case(pair: &Pair) -> Case {
+    let p = pair.problem;
+    let sizes = [p.batch, p.num_heads_q, p.num_heads_kv, p.seq_q, p.seq_k, p.head_dim, p.head_dim_v];
+    let mut case = Case::new(sizes, p.dtype, p.options);
+    if let Some(shape) = p.mask {
+        case = case.with_mask(shape);
+    }
+    if let Some(shape) = p.bias {
+        case = case.with_bias(shape);
+    }
+    if let Some(shape) = p.alibi_slopes {
+        case = case.with_alibi_slopes(shape);
+    }
+    if p.sinks {
+        case = case.with_sinks();
+    }
+    if pair.dlse {
+        case = case.with_dlse();
+    }
+    // The oracle is told the seed that the problem has.
+    case.seed = flash_attention_kernels::dropout::seed(p.options.dropout_seed.unwrap_or(0));
+    case.fused = p.options.backward_order == BackwardOrder::Fast && case.problem.bias.is_none();
+    use Layout::*;
+    case.with_layouts([[Contiguous; 4], [HeadsInner; 4], [Padded(4), Transposed, Padded(3), RepeatedRows]][pair.layout])
+}

@@ -1,0 +1,164 @@
+//! Problems in which every two choices of any two options meet: what goes wrong between two features goes wrong in one of them.
+
+use flash_attention_kernels::{Alignment, AttentionOptions, AttentionProblem, BackwardOrder, Dtype};
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
+use rand::{Rng, SeedableRng};
+use std::collections::HashSet;
+
+/// One of the problems.
+///
+/// ```
+/// let all = flash_attention_reference::pairs(500);
+/// assert!(all.len() >= 500);
+/// assert!(all.iter().any(|pair| pair.problem.sinks && pair.problem.bias.is_some() && pair.dlse));
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct Pair {
+    /// The problem, with a number for a seed where there is dropout.
+    pub problem: AttentionProblem,
+    /// Whether the loss depends on lse as well.
+    pub dlse: bool,
+    /// In which of three ways inputs lie in memory.
+    pub layout: usize,
+}
+
+/// Lengths of queries and keys.
+const LENGTHS: [[usize; 2]; 6] = [[65, 130], [130, 65], [64, 64], [33, 200], [1, 97], [129, 129]];
+/// Batches, heads of queries, heads of keys.
+const HEADS: [[usize; 3]; 3] = [[1, 2, 2], [2, 4, 2], [2, 4, 1]];
+/// Dimensions of queries and of values.
+const DIMS: [[usize; 2]; 4] = [[16, 16], [40, 24], [64, 64], [64, 128]];
+
+/// How many choices each option has.
+const CHOICES: [usize; 16] = [LENGTHS.len(), HEADS.len(), DIMS.len(), 3, 3, 4, 2, 2, 4, 5, 3, 2, 2, 2, 2, 3];
+
+/// Problems in which any two choices of any two options meet, at least so many.
+pub fn pairs(least: usize) -> Vec<Pair> {
+    covering(&CHOICES, least).into_iter().enumerate().map(|(n, choices)| pair(n as u64, &choices)).collect()
+}
+
+fn pair(n: u64, choices: &[usize]) -> Pair {
+    let &[
+        lengths,
+        heads,
+        dims,
+        dtype,
+        causal,
+        window,
+        softcap,
+        scale,
+        mask,
+        bias,
+        slopes,
+        sinks,
+        dropout,
+        dlse,
+        order,
+        layout,
+    ] = choices
+    else {
+        unreachable!("as many as there are options")
+    };
+    let ([sq, sk], [b, hq, hk], [d, dv]) = (LENGTHS[lengths], HEADS[heads], DIMS[dims]);
+    let options = AttentionOptions {
+        softmax_scale: [None, Some(0.3)][scale],
+        causal: causal > 0,
+        alignment: [Alignment::BottomRight, Alignment::BottomRight, Alignment::TopLeft][causal],
+        window_left: [None, Some(20), None, Some(10)][window],
+        window_right: [None, None, Some(5), Some(3)][window],
+        softcap: [None, Some(2.0)][softcap],
+        dropout: [0.0, 0.25][dropout],
+        dropout_seed: (dropout > 0).then_some(n << 33 | 5),
+        backward_order: [BackwardOrder::Deterministic, BackwardOrder::Fast][order],
+        ..Default::default()
+    };
+    let dtype = [Dtype::F32, Dtype::F16, Dtype::BF16][dtype];
+    let problem = AttentionProblem::new(&[b, hq, sq, d], &[b, hk, sk, d], &[b, hk, sk, dv], dtype, options);
+    let mut problem = problem.expect("choices that fit each other");
+    problem.mask = [None, Some([b, 1, 1, sk]), Some([1, hq, sq, sk]), Some([b, 1, sq, 1])][mask];
+    problem.bias = [None, Some([1, hq, sq, sk]), Some([b, 1, 1, sk]), Some([1, hq, sq, 1]), Some([1, hq, 1, 1])][bias];
+    problem.alibi_slopes = [None, Some([1, hq]), Some([b, hq])][slopes];
+    problem.sinks = sinks > 0;
+    problem.validate().expect("choices that fit each other");
+    Pair { problem, dlse: dlse > 0, layout }
+}
+
+/// At least so many rows, of a choice for each option, in which every two choices of any two options meet: over and over again, each
+/// time otherwise. (D. M. Cohen et al., The AETG system: an approach to testing based on combinatorial design, 1997.)
+fn covering(choices: &[usize], least: usize) -> Vec<Vec<usize>> {
+    let mut random = StdRng::seed_from_u64(7);
+    let mut rows: Vec<Vec<usize>> = Vec::new();
+    let mut missing = HashSet::new();
+    while rows.len() < least || !missing.is_empty() {
+        if missing.is_empty() {
+            missing = every_pair(choices).collect();
+        }
+        let best = (0..20).map(|_| row(choices, &missing, &mut random)).max_by_key(|row| met(row, &missing).count());
+        let best = best.expect("there were 20");
+        for pair in met(&best, &missing).collect::<Vec<_>>() {
+            missing.remove(&pair);
+        }
+        rows.push(best);
+    }
+    rows
+}
+
+/// Two options, the first before the second, with a choice each.
+type TwoChoices = [(usize, usize); 2];
+
+fn every_pair(choices: &[usize]) -> impl Iterator<Item = TwoChoices> {
+    let options = (0..choices.len()).flat_map(move |a| (a + 1..choices.len()).map(move |b| (a, b)));
+    options.flat_map(move |(a, b)| (0..choices[a]).flat_map(move |x| (0..choices[b]).map(move |y| [(a, x), (b, y)])))
+}
+
+/// Those of the missing pairs that a row has.
+fn met<'a>(row: &'a [usize], missing: &'a HashSet<TwoChoices>) -> impl Iterator<Item = TwoChoices> + 'a {
+    let options = (0..row.len()).flat_map(move |a| (a + 1..row.len()).map(move |b| [(a, row[a]), (b, row[b])]));
+    options.filter(|pair| missing.contains(pair))
+}
+
+/// A row that begins with a missing pair and takes, option by option, what meets most others.
+fn row(choices: &[usize], missing: &HashSet<TwoChoices>, random: &mut StdRng) -> Vec<usize> {
+    let mut all: Vec<_> = missing.iter().collect();
+    // A set has no order of its own.
+    all.sort_unstable();
+    let [(a, x), (b, y)] = *all[random.random_range(0..all.len())];
+    let mut row: Vec<Option<usize>> = vec![None; choices.len()];
+    (row[a], row[b]) = (Some(x), Some(y));
+    let mut others: Vec<usize> = (0..choices.len()).filter(|option| row[*option].is_none()).collect();
+    others.shuffle(random);
+    for option in others {
+        let gain = |choice: usize| {
+            let with = |(other, known): (usize, &Option<usize>)| {
+                let known = (*known)?;
+                let mut pair = [(option, choice), (other, known)];
+                pair.sort_unstable();
+                missing.contains(&pair).then_some(())
+            };
+            row.iter().enumerate().filter_map(with).count()
+        };
+        let first = random.random_range(0..choices[option]);
+        let best = (0..choices[option]).map(|n| (first + n) % choices[option]).max_by_key(|choice| gain(*choice));
+        row[option] = best;
+    }
+    row.into_iter().flatten().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_two_choices_meet() {
+        let rows = covering(&CHOICES, 1);
+        let mut missing: HashSet<_> = every_pair(&CHOICES).collect();
+        for row in &rows {
+            assert!(row.iter().zip(CHOICES).all(|(choice, choices)| *choice < choices));
+            for pair in met(row, &missing).collect::<Vec<_>>() {
+                missing.remove(&pair);
+            }
+        }
+        assert!(missing.is_empty() && rows.len() < 60, "{} rows, {} pairs missing", rows.len(), missing.len());
+    }
+}
