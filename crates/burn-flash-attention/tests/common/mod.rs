@@ -480,6 +480,45 @@ pub fn check(data: &Data, target: &Target, how: How) {
     compare(&name, data, &flash, &composed, &oracle);
 }
 
+/// Runs a case and asserts that everything is near the oracle's: of many problems some are so small that the composed operations
+/// happen to be exact.
+pub fn check_near(data: &Data, target: &Target, how: How) {
+    let (found, oracle, problem) = (flash(data, target, how), data.oracle(how), &data.problem);
+    let rounding = match problem.dtype {
+        Dtype::F32 => 1e-5,
+        Dtype::F16 => 1e-3,
+        Dtype::BF16 => 8e-3,
+    };
+    // The backward reads out as it was rounded: of rows that are added up, the roundings are, too, each that of as many products.
+    let half = problem.dtype != Dtype::F32;
+    let products = if half { (problem.head_dim_v as f64 / 16.0).max(1.0).sqrt() } else { 1.0 };
+    let added =
+        |numbers: usize| if half { products * (problem.rows() as f64 / numbers.max(1) as f64).sqrt() } else { 1.0 };
+    let scaled = products * (f64::from(problem.softmax_scale()) * (problem.head_dim as f64).sqrt()).max(1.0);
+    let rows_of_bias = problem.bias.map_or(1, |shape| shape[..3].iter().product());
+    let slopes = problem.alibi_slopes.map_or(1, |[batch, heads]| batch * heads);
+    // Those of slopes are as large as distances.
+    let distances = problem.seq_q.max(problem.seq_k) as f64;
+    // What is dropped makes what is left, and its rounding, larger; of a row's only key nothing else is left.
+    let gradient = if problem.options.dropout > 0.0 { 8.0 } else { 4.0 };
+    for (what, found, oracle, times) in [
+        ("out", Some(&found.out), Some(&oracle.out), 1.0),
+        ("lse", Some(&found.lse), Some(&oracle.lse), 1.0),
+        ("dq", found.dq.as_ref(), oracle.dq.as_ref(), gradient * scaled),
+        ("dk", found.dk.as_ref(), oracle.dk.as_ref(), gradient * scaled),
+        ("dv", found.dv.as_ref(), oracle.dv.as_ref(), gradient),
+        ("dbias", found.dbias.as_ref(), oracle.dbias.as_ref(), gradient * added(rows_of_bias)),
+        ("dalibi_slopes", found.dslopes.as_ref(), oracle.dslopes.as_ref(), gradient * added(slopes) * distances),
+        ("dsinks", found.dsinks.as_ref(), oracle.dsinks.as_ref(), gradient * added(problem.num_heads_q)),
+    ] {
+        assert_eq!(found.map(Vec::len), oracle.map(Vec::len), "{what} of {problem:?}");
+        for (n, (x, y)) in found.into_iter().flatten().zip(oracle.into_iter().flatten()).enumerate() {
+            let near = x == y || (x - y).abs() <= times * rounding * (1.0 + y.abs());
+            assert!(near, "{what} {n} is {x} and should be {y}: {problem:?} {how:?} on {}", target.name);
+        }
+    }
+}
+
 pub fn compare(name: &str, data: &Data, flash: &Results, composed: &Results, oracle: &Results) {
     let problem = &data.problem;
     let (d, dv) = (problem.head_dim, problem.head_dim_v);
@@ -523,7 +562,8 @@ fn within(what: &str, [flash, composed, oracle]: [&[f64]; 3], row: usize, factor
     let rms = (oracle.iter().map(|x| x * x).sum::<f64>() / oracle.len().max(1) as f64).sqrt();
     let unit = f64::from(f32::EPSILON) * rms.max(1.0);
     // A gradient that is 0 by mathematics (of a bias that shifts whole rows, of a single key) is nothing but rounding.
-    if rms < 1e-9 {
+    // So says the mean of a few.
+    if rms < 1e-9 || oracle.len() < 32 {
         return;
     }
     assert!(ours.mean <= 1.5 * theirs.mean + unit, "{what}: mean error {}, composed {}", ours.mean, theirs.mean);
