@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 
 # The numbers of src/timing.rs and src/implementations/mod.rs.
 WARM_UP_S, SAMPLE_MS, SAMPLES, LEAST, BUDGET_S, SLOW_MS = 0.2, 20, 20, 3, 1.5, 1e3
-CACHE_BYTES, SOFTCAP = 256e6, 20.0
+CACHE_BYTES, SOFTCAP, DROPOUT = 256e6, 20.0, 0.1
 # Those of src/data.rs, and how many scores are in memory at a time.
 LONG, NEGLIGIBLE, SCORES = 1 << 17, 1e-3, 1 << 26
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -127,7 +127,13 @@ class Case:
         leaves = [x.requires_grad_() for x in (q, k, v)]
         if self.kind == "bias":
             leaves.append(normal(1, self.heads_q, self.seq_q, self.seq_k).requires_grad_())
+        elif self.kind == "sinks":
+            leaves.append(torch.randn(self.heads_q, device="cuda").requires_grad_())
         return leaves, dout
+
+    def slopes(self):
+        """ALiBi's, for heads that are a power of two."""
+        return 2.0 ** (-8.0 * torch.arange(1, self.heads_q + 1, device="cuda") / self.heads_q)
 
     def visible(self, b, i, j):
         """Whether query i of batch b sees key j; all three are tensors or numbers."""
@@ -141,10 +147,11 @@ class Case:
 
     def sdpa(self, name):
         """The call of scaled_dot_product_attention, or None where it has no such mathematics."""
-        if self.kind in ("softcap", "window") or (self.causal and self.seq_q != self.seq_k):
+        if self.kind in ("softcap", "window", "alibi", "sinks") or (self.causal and self.seq_q != self.seq_k):
             return None
-        if self.kind != "none" and (self.causal or name.startswith("flash2")):
+        if self.kind in ("mask", "bias") and (self.causal or name.startswith("flash2")):
             return None
+        dropout = DROPOUT if self.kind == "dropout" else 0.0
         grouped = self.heads_q != self.heads_kv
         hidden = None
         if self.kind == "mask":
@@ -157,11 +164,14 @@ class Case:
             if mask is not None:
                 mask = mask.expand(self.batch, self.heads_q, self.seq_q, self.seq_k)
             with sdpa_kernel(BACKENDS[name]):
-                return F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal, enable_gqa=grouped)
+                return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=self.causal, enable_gqa=grouped)
 
         return call
 
     def flex(self):
+        """The call of flex_attention, or None where it has no such mathematics."""
+        if self.kind == "dropout":
+            return None
         block_mask = None
         if self.causal or self.kind == "mask":
             batches = self.batch if self.kind == "mask" else None
@@ -169,6 +179,7 @@ class Case:
                 lambda b, h, i, j: self.visible(b, i, j), batches, None, self.seq_q, self.seq_k, "cuda"
             )
         grouped = self.heads_q != self.heads_kv
+        slopes, shift = self.slopes(), self.seq_k - self.seq_q
 
         def call(leaves):
             score_mod = None
@@ -177,6 +188,12 @@ class Case:
             elif self.kind == "bias":
                 bias = leaves[3]
                 score_mod = lambda score, b, h, i, j: score + bias[0, h, i, j]
+            elif self.kind == "alibi":
+                score_mod = lambda score, b, h, i, j: score - slopes[h] * abs(i + shift - j)
+            elif self.kind == "sinks":
+                # It has none of its own: its log-sum-exp tells by what a sink would shrink each row.
+                o, lse = compiled_flex(*leaves[:3], block_mask=block_mask, enable_gqa=grouped, return_lse=True)
+                return o * torch.sigmoid(lse - leaves[3].view(1, -1, 1)).unsqueeze(-1).to(o.dtype)
             return compiled_flex(*leaves[:3], score_mod=score_mod, block_mask=block_mask, enable_gqa=grouped)
 
         return call
@@ -203,7 +220,12 @@ class Case:
             scores = scores + leaves[3][0, h, queries].detach().double()
         i, j = torch.as_tensor(queries, device="cuda"), torch.arange(self.seq_k, device="cuda")
         scores = scores.masked_fill(~self.visible(b, i.view(-1, 1), j.view(1, -1)), -math.inf)
+        if self.kind == "alibi":
+            distances = (i.view(-1, 1) + self.seq_k - self.seq_q - j.view(1, -1)).abs()
+            scores = scores - self.slopes()[h].double() * distances
         p = torch.softmax(scores, -1)
+        if self.kind == "sinks":
+            p = p * torch.sigmoid(torch.logsumexp(scores, -1, keepdim=True) - leaves[3][h].detach().double())
         dp = dout @ v.T
         dt = p * (dp - (p * dp).sum(-1, keepdim=True))
         return q, k, v, dout, p, dt, dt * slope
@@ -256,13 +278,15 @@ def one(case, attention, which, deterministic):
         found = call(0)
         torch.cuda.synchronize()
         answer["peak_bytes"] = torch.cuda.max_memory_allocated()
-    errors = case.errors(*sets[0], forward(0), None if which == "forward" else found)
+    # What dropout drops is its own affair: there is nothing to compare with.
+    drops = case.kind == "dropout"
+    errors = {} if drops else case.errors(*sets[0], forward(0), None if which == "forward" else found)
     del found
     # NaN is larger than any error, and JSON has none.
-    error = max(errors.values(), key=lambda error: math.inf if math.isnan(error) else error)
+    error = max(errors.values(), key=lambda error: math.inf if math.isnan(error) else error, default=math.nan)
     answer["errors"] = {name: None if math.isnan(of) else of for name, of in errors.items()}
     answer["error"] = None if math.isnan(error) else error
-    if not error <= TOLERANCES[case.dtype]:
+    if not drops and not error <= TOLERANCES[case.dtype]:
         return answer | {"note": f"wrong result: relative error {error:.1e}"}
     sets += [case.inputs() for _ in range(case.sets - 1)]
     if which == "backward":

@@ -52,6 +52,15 @@ pub struct Args {
     /// Tokens that the model sees.
     #[arg(long)]
     pub context: Option<usize>,
+    /// Tell positions by ALiBi's slopes, in place of learned embeddings.
+    #[arg(long, num_args = 0..=1, default_missing_value = "true")]
+    pub alibi: Option<bool>,
+    /// Give each head a learned sink, so that it may attend to nothing.
+    #[arg(long, num_args = 0..=1, default_missing_value = "true")]
+    pub sinks: Option<bool>,
+    /// Tokens that each token sees, itself counted; 0 is all before it.
+    #[arg(long)]
+    pub window: Option<usize>,
 
     /// Windows of text in a batch.
     #[arg(long)]
@@ -86,7 +95,7 @@ pub struct Args {
     /// The largest norm of the gradients; 0 is none.
     #[arg(long)]
     pub grad_clip: Option<f64>,
-    /// After the embeddings, after attention's projection and after the MLP.
+    /// After the embeddings, of attention's probabilities (but by Burn's operation), after its projection and after the MLP.
     #[arg(long)]
     pub dropout: Option<f64>,
     /// Same seed, same run.
@@ -185,6 +194,12 @@ pub struct Config {
     pub heads: usize,
     pub width: usize,
     pub context: usize,
+    #[serde(default)]
+    pub alibi: bool,
+    #[serde(default)]
+    pub sinks: bool,
+    #[serde(default)]
+    pub window: usize,
     /// Tokens that there are: the tokenizer's, or as many as the weights know.
     pub vocabulary: usize,
     pub batch: usize,
@@ -216,6 +231,9 @@ macro_rules! for_each_flag {
             heads,
             width,
             context,
+            alibi,
+            sinks,
+            window,
             batch,
             grad_accum,
             checkpointing,
@@ -315,6 +333,9 @@ impl Config {
             heads: 6,
             width: 384,
             context: 256,
+            alibi: false,
+            sinks: false,
+            window: 0,
             vocabulary: Tokenizer::Bytes.vocabulary(),
             batch: 64,
             grad_accum: 1,
@@ -445,6 +466,12 @@ impl Config {
             &self.batch,
             "it must be a multiple of the number of --devices",
         )?;
+        let (flash, new) = (self.attention == AttentionKind::Flash, self.weights.is_none());
+        check(flash || !self.alibi, "alibi", &self.alibi, "it takes --attention flash")?;
+        check(flash || !self.sinks, "sinks", &self.sinks, "it takes --attention flash")?;
+        check(flash || self.window == 0, "window", &self.window, "it takes --attention flash")?;
+        check(new || !self.alibi, "alibi", &self.alibi, "GPT-2's weights have embeddings of positions")?;
+        check(new || !self.sinks, "sinks", &self.sinks, "GPT-2's weights have none")?;
         // Random numbers on all devices come from one state: a block's dropout would not be the same twice.
         let repeats = !self.checkpointing || devices == 1 || self.dropout == 0.0;
         check(repeats, "dropout", &self.dropout, "it must be 0 with --checkpointing on several devices")?;

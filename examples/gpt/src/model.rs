@@ -12,7 +12,7 @@ use burn::nn::{Dropout, DropoutConfig, Embedding, LayerNorm, LayerNormConfig, Li
 use burn::tensor::activation::softmax;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, DType, Device, FloatDType, Int, Tensor, TensorData, module};
-use burn_flash_attention::{AttentionError, FlashAttentionOptions, flash_attention, plan};
+use burn_flash_attention::{AlibiSlopes, AttentionError, FlashAttentionOptions, flash_attention, plan};
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, Normal};
 
@@ -21,7 +21,8 @@ use rand_distr::{Distribution, Normal};
 pub struct Gpt {
     /// Also the output head: the logit of a token is the product with its embedding.
     token_embedding: Embedding,
-    position_embedding: Embedding,
+    /// None where slopes tell positions.
+    position_embedding: Option<Embedding>,
     dropout: Dropout,
     blocks: Vec<Block>,
     norm: LayerNorm,
@@ -44,7 +45,7 @@ impl Gpt {
         let mut embedding = |rows| Embedding { weight: draw.matrix([rows, config.width], 0.02, device) };
         Self {
             token_embedding: embedding(config.vocabulary),
-            position_embedding: embedding(config.context),
+            position_embedding: (!config.alibi).then(|| embedding(config.context)),
             dropout: DropoutConfig::new(config.dropout).init(),
             blocks: (0..config.layers).map(|_| Block::new(config, draw, device)).collect(),
             norm: LayerNormConfig::new(config.width).init(device),
@@ -103,7 +104,11 @@ impl Gpt {
     pub(crate) fn embed(&self, tokens: Tensor<2, Int>, first: usize) -> Tensor<3> {
         let positions = first as i64..(first + tokens.dims()[1]) as i64;
         let positions = Tensor::arange(positions, &tokens.device()).unsqueeze::<2>();
-        self.dropout.forward(self.token_embedding.forward(tokens) + self.position_embedding.forward(positions))
+        let x = self.token_embedding.forward(tokens);
+        self.dropout.forward(match &self.position_embedding {
+            Some(embedding) => x + embedding.forward(positions),
+            None => x,
+        })
     }
 
     /// The head of what the last norm made, `x [batch, context, width]`, over a vocabulary that is filled up to a multiple of
@@ -179,11 +184,18 @@ struct CausalSelfAttention {
     /// Queries, keys and values in one product.
     qkv: Linear,
     projection: Linear,
+    /// The score of one more key of each head, whose value is 0.
+    sinks: Option<Param<Tensor<1>>>,
     dropout: Dropout,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
     kind: AttentionKind,
+    #[module(skip)]
+    alibi: bool,
+    /// Tokens that each token sees, itself counted; 0 is all before it.
+    #[module(skip)]
+    window: usize,
     #[module(skip)]
     dtype: FloatDType,
 }
@@ -193,9 +205,12 @@ impl CausalSelfAttention {
         Self {
             qkv: new_linear([config.width, 3 * config.width], 0.02, draw, device),
             projection: new_linear([config.width, config.width], residual_std(config), draw, device),
+            sinks: config.sinks.then(|| Param::from_tensor(Tensor::zeros([config.heads], (device, DType::F32)))),
             dropout: DropoutConfig::new(config.dropout).init(),
             heads: config.heads,
             kind: config.attention,
+            alibi: config.alibi,
+            window: config.window,
             dtype: config.dtype.float(),
         }
     }
@@ -215,35 +230,43 @@ impl CausalSelfAttention {
             }
             *cache = Some([k.clone(), v.clone()]);
         }
-        let y = attention(self.kind, part(0), k, v);
+        let y = self.attend(part(0), k, v);
         let y = y.swap_dims(1, 2).reshape([batch, context, width]);
         self.dropout.forward(linear(&self.projection, y, self.dtype).cast(FloatDType::F32))
     }
-}
 
-/// Causal attention over `[batch, heads, context, head_dim]`, in one of the ways that can be compared. A single query sees
-/// every key.
-fn attention(kind: AttentionKind, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Tensor<4> {
-    let [_, _, context, head_dim] = q.dims();
-    let is_causal = context > 1;
-    match kind {
-        AttentionKind::Flash => flash_attention(q, k, v, &flash_options().with_causal(is_causal)),
-        AttentionKind::Burn => {
-            module::attention(q, k, v, None, None, AttentionModuleOptions { is_causal, ..Default::default() })
-        }
-        AttentionKind::Composed => {
-            let mut scores = q.matmul(k.transpose()) / (head_dim as f64).sqrt();
-            if is_causal {
-                let hidden = Tensor::<2, Bool>::tril_mask([context, context], 0, &scores.device()).unsqueeze::<4>();
-                scores = scores.mask_fill(hidden, f32::NEG_INFINITY);
+    /// Causal attention over `[batch, heads, context, head_dim]`, in one of the ways that can be compared. The last query sees
+    /// every key, or those of its window.
+    fn attend(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Tensor<4> {
+        let [_, _, context, head_dim] = q.dims();
+        let is_causal = context > 1;
+        match self.kind {
+            AttentionKind::Flash => flash_attention(q.clone(), k, v, &self.flash_options(&q.device())),
+            AttentionKind::Burn => {
+                module::attention(q, k, v, None, None, AttentionModuleOptions { is_causal, ..Default::default() })
             }
-            softmax(scores, 3).matmul(v)
+            AttentionKind::Composed => {
+                let mut scores = q.matmul(k.transpose()) / (head_dim as f64).sqrt();
+                if is_causal {
+                    let hidden = Tensor::<2, Bool>::tril_mask([context, context], 0, &scores.device()).unsqueeze::<4>();
+                    scores = scores.mask_fill(hidden, f32::NEG_INFINITY);
+                }
+                self.dropout.forward(softmax(scores, 3)).matmul(v)
+            }
         }
+    }
+
+    fn flash_options(&self, device: &Device) -> FlashAttentionOptions {
+        // As burn-nn's dropout: where gradients are recorded.
+        let dropout = if device.is_autodiff() { self.dropout.prob as f32 } else { 0.0 };
+        let options = flash_options(self.alibi, self.window, self.heads, device).with_dropout(dropout);
+        options.with_sinks(self.sinks.as_ref().map(|sinks| sinks.val()))
     }
 }
 
-fn flash_options() -> FlashAttentionOptions {
-    FlashAttentionOptions::new().with_causal(true)
+fn flash_options(alibi: bool, window: usize, heads: usize, device: &Device) -> FlashAttentionOptions {
+    let options = FlashAttentionOptions::new().with_causal(true).with_window_left(window.checked_sub(1));
+    if alibi { options.with_alibi_slopes(AlibiSlopes::geometric(heads, device)) } else { options }
 }
 
 /// What will compute attention, in words; an error if flash attention cannot.
@@ -252,7 +275,8 @@ pub fn attention_plan(config: &Config, device: &Device) -> Result<String, Attent
         AttentionKind::Flash => {
             let shape = [config.batch, config.heads, config.context, config.width / config.heads];
             let q = Tensor::<4>::zeros(shape, (device, DType::from(config.dtype.float())));
-            Ok(format!("flash: {}", plan(&q, &q, &q, &flash_options())?))
+            let options = flash_options(config.alibi, config.window, config.heads, device);
+            Ok(format!("flash: {}", plan(&q, &q, &q, &options)?))
         }
         AttentionKind::Burn => Ok("burn: burn::tensor::module::attention".to_string()),
         AttentionKind::Composed => Ok("composed: matmul, mask, softmax, matmul".to_string()),

@@ -161,6 +161,35 @@ fn alike(place: &Place, one: &str, other: &str, tolerance: f32) {
 
 /// Needs two GPUs of one backend; says so where there are none.
 #[test]
+fn learns_with_slopes_sinks_windows_and_dropout() {
+    let place = Place::new();
+    let all: &[(&str, &[&str])] = &[
+        ("alibi", &["--alibi"]),
+        ("sinks", &["--sinks"]),
+        ("window", &["--window", "6"]),
+        ("dropout", &["--dropout", "0.1"]),
+        ("all", &["--alibi", "--sinks", "--window", "9", "--dropout", "0.05"]),
+    ];
+    let rest = ["--steps", "60", "--eval-interval", "30"];
+    let mut ends = Vec::new();
+    for (name, flags) in all {
+        let stdout = succeeds(place.small(name, &[flags, &rest[..]].concat()));
+        assert!(stdout.contains("it writes:"), "{name}: {stdout}");
+        let losses = place.train_losses(name);
+        let end = losses[50..].iter().sum::<f32>() / 10.0;
+        assert!(end < losses[0] - 1.5, "{name}: from {} to {end}", losses[0]);
+        assert!(!ends.contains(&end), "{name} changes nothing");
+        ends.push(end);
+    }
+    // A run keeps what it was told.
+    let stdout = succeeds(place.resume("all"));
+    assert!(stdout.contains("it writes:"), "{stdout}");
+    fails(place.command(&["--resume", "--name", "all", "--window", "8"]), "--window");
+    fails(place.small("no", &["--alibi", "--attention", "composed"]), "--alibi is true; it takes --attention flash");
+    fails(place.small("no", &["--window", "4", "--attention", "burn"]), "--window is 4; it takes --attention flash");
+}
+
+#[test]
 fn several_devices_learn_what_one_learns() {
     let Some(backend) = ["cuda", "rocm", "vulkan"].into_iter().find(|name| choose(&format!("{name}:1")).is_ok()) else {
         return eprintln!("skipped: there are no two GPUs");

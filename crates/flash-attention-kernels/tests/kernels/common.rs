@@ -575,7 +575,7 @@ impl Case {
         let p = &self.problem;
         let half = dtype != Dtype::F32;
         let products = if half { (p.head_dim_v as f64 / 16.0).max(1.0).sqrt() } else { 1.0 };
-        let added = |rows: f64| if half { products * rows.sqrt() } else { 1.0 };
+        let added = |rows: f64| if half { products * rows.sqrt() } else { (rows / 32.0).max(1.0).sqrt() };
         let scaled =
             if half { products * (f64::from(p.softmax_scale()) * (p.head_dim as f64).sqrt()).max(1.0) } else { 1.0 };
         let of_slopes = p.rows() as f64 / p.alibi_slopes.map_or(1, |[batch, heads]| batch * heads).max(1) as f64;
