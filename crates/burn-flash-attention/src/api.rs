@@ -7,7 +7,7 @@ use crate::problem::{Shapes, dtype, problem};
 use crate::slopes::AlibiSlopes;
 use burn::backend::{Dispatch, DispatchDevice};
 use burn::tensor::ops::AttentionModuleOptions;
-use burn::tensor::{Bool, DType, Device, Distribution, Int, Tensor};
+use burn::tensor::{Bool, DType, Device, Distribution, Int, IntDType, Tensor};
 #[cfg(feature = "autotune")]
 use flash_attention_kernels::tuning::Tuned;
 use flash_attention_kernels::{AttentionError, AttentionProblem};
@@ -141,12 +141,15 @@ pub fn try_flash_attention_with_lse(
     let seed = (options.dropout > 0.0 && options.dropout_seed.is_none()).then(|| drawn_seed(&q.device()));
     let slopes = options.alibi_slopes.clone().map(|slopes| slopes.into_tensor().cast(DType::F32));
     let sinks = options.sinks.clone().map(|sinks| sinks.cast(DType::F32));
+    let lens = |lens: &Option<Tensor<1, Int>>| lens.clone().map(|lens| lens.cast(IntDType::I32).into_dispatch());
     let extras = Extras {
         mask: OptionalBool::from_option(options.mask.clone().map(Tensor::into_dispatch)),
         bias: OptionalFloat::from(options.bias.clone().map(Tensor::into_dispatch)),
         alibi_slopes: OptionalFloat::from(slopes.map(Tensor::into_dispatch)),
         sinks: OptionalFloat::from(sinks.map(Tensor::into_dispatch)),
         dropout_seed: OptionalInt::from_option(seed.map(Tensor::into_dispatch)),
+        seq_lens_q: OptionalInt::from_option(lens(&options.seq_lens_q)),
+        seq_lens_k: OptionalInt::from_option(lens(&options.seq_lens_k)),
     };
     let (q, k, v) = (q.into_dispatch(), k.into_dispatch(), v.into_dispatch());
     let output = Dispatch::flash_attention(q, k, v, extras, options.numbers());
@@ -286,6 +289,8 @@ fn posed(
         ("bias", bias.map(Tensor::device)),
         ("alibi_slopes", slopes.as_ref().map(Tensor::device)),
         ("sinks", sinks.map(Tensor::device)),
+        ("seq_lens_q", options.seq_lens_q.as_ref().map(Tensor::device)),
+        ("seq_lens_k", options.seq_lens_k.as_ref().map(Tensor::device)),
     ] {
         if let Some(other) = other {
             same_device(argument, &other, &device)?;
@@ -296,6 +301,8 @@ fn posed(
         bias: bias.map(|bias| bias.dims().to_vec()),
         alibi_slopes: slopes.map(|slopes| slopes.dims().to_vec()),
         sinks: sinks.map(|sinks| sinks.dims().to_vec()),
+        seq_lens_q: options.seq_lens_q.as_ref().map(|lens| lens.dims().to_vec()),
+        seq_lens_k: options.seq_lens_k.as_ref().map(|lens| lens.dims().to_vec()),
     };
     let problem = problem([&q.dims(), &k.dims(), &v.dims()], shapes, q_dtype, options.numbers())?;
     Ok((device.inner(), problem))

@@ -32,7 +32,9 @@ impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff
         extras: Extras<Self>,
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
-        let untracked = Untracked { mask: extras.mask.into_option(), dropout_seed: extras.dropout_seed.into_option() };
+        let [dropout_seed, seq_lens_q, seq_lens_k] =
+            [extras.dropout_seed, extras.seq_lens_q, extras.seq_lens_k].map(OptionalInt::into_option);
+        let untracked = Untracked { mask: extras.mask.into_option(), dropout_seed, seq_lens_q, seq_lens_k };
         let optional = [extras.bias, extras.alibi_slopes, extras.sinks].map(OptionalFloat::into_option);
         // Burn wants to know at compile time how many inputs a node has.
         let record = match optional.iter().flatten().count() {
@@ -65,6 +67,8 @@ impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff
 struct Untracked<B: Backend> {
     mask: Option<BoolTensor<B>>,
     dropout_seed: Option<IntTensor<B>>,
+    seq_lens_q: Option<IntTensor<B>>,
+    seq_lens_k: Option<IntTensor<B>>,
 }
 
 impl<B: Backend> Untracked<B> {
@@ -76,6 +80,8 @@ impl<B: Backend> Untracked<B> {
             alibi_slopes: alibi_slopes.into(),
             sinks: sinks.into(),
             dropout_seed: OptionalInt::from_option(self.dropout_seed),
+            seq_lens_q: OptionalInt::from_option(self.seq_lens_q),
+            seq_lens_k: OptionalInt::from_option(self.seq_lens_k),
         }
     }
 }

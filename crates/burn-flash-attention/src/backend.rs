@@ -55,6 +55,12 @@ pub struct Extras<B: Backend> {
     /// `[2]`, of 32 bits each.
     #[extension_type]
     pub dropout_seed: OptionalInt<B>,
+    /// `[batch]`, of 32 bits each.
+    #[extension_type]
+    pub seq_lens_q: OptionalInt<B>,
+    /// `[batch]`, of 32 bits each.
+    #[extension_type]
+    pub seq_lens_k: OptionalInt<B>,
 }
 
 #[cfg(all(feature = "cube", feature = "fusion"))]
@@ -67,6 +73,8 @@ impl<B: Backend> Extras<B> {
             alibi_slopes: OptionalFloat::None,
             sinks: OptionalFloat::None,
             dropout_seed: OptionalInt::None,
+            seq_lens_q: OptionalInt::None,
+            seq_lens_k: OptionalInt::None,
         }
     }
 }

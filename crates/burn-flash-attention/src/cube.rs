@@ -126,11 +126,18 @@ impl Call {
         let mask = extras.mask.into_option().map(untile);
         let [bias, slopes, sinks] =
             [extras.bias, extras.alibi_slopes, extras.sinks].map(|tensor| tensor.into_option().map(untile));
-        let seed = extras.dropout_seed.into_option().map(untile);
+        let [seed, lens_q, lens_k] =
+            [extras.dropout_seed, extras.seq_lens_q, extras.seq_lens_k].map(|tensor| tensor.into_option().map(untile));
 
         let shape = |tensor: &Option<CubeTensor>| tensor.as_ref().map(|tensor| tensor.meta.shape().to_vec());
-        let shapes =
-            Shapes { mask: shape(&mask), bias: shape(&bias), alibi_slopes: shape(&slopes), sinks: shape(&sinks) };
+        let shapes = Shapes {
+            mask: shape(&mask),
+            bias: shape(&bias),
+            alibi_slopes: shape(&slopes),
+            sinks: shape(&sinks),
+            seq_lens_q: shape(&lens_q),
+            seq_lens_k: shape(&lens_k),
+        };
         let problem = problem([q.meta.shape(), k.meta.shape(), v.meta.shape()], shapes, dtype("q", q.dtype)?, options)?;
         let inputs = Inputs {
             mask: mask.map(|mask| MaskView { tensor: view(&mask), storage: storage(mask.dtype) }),
@@ -138,6 +145,8 @@ impl Call {
             alibi_slopes: slopes.as_ref().map(view),
             sinks: sinks.as_ref().map(view),
             dropout_seed: seed.as_ref().map(view),
+            seq_lens_q: lens_q.as_ref().map(view),
+            seq_lens_k: lens_k.as_ref().map(view),
             ..Inputs::new(view(&q), view(&k), view(&v))
         };
         Ok(Call { q, problem, inputs })

@@ -2,7 +2,7 @@
 
 use crate::slopes::AlibiSlopes;
 use burn::tensor::ops::{AttentionModuleOptions, CausalAlignment};
-use burn::tensor::{Bool, Tensor};
+use burn::tensor::{Bool, Int, Tensor};
 use flash_attention_kernels::{Alignment, AttentionOptions, BackwardOrder, Precision};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, ser::Error};
 
@@ -57,6 +57,11 @@ pub struct FlashAttentionOptions {
     pub bias: Option<Tensor<4>>,
     /// By how much scores fall with the distance of query and key. Differentiable.
     pub alibi_slopes: Option<AlibiSlopes>,
+    /// `[batch]`: how many of each one's queries, the first ones, are a sequence; what comes after is padding, whose output is 0.
+    /// Causality and windows are aligned with where sequences end. What is more than there are counts as all.
+    pub seq_lens_q: Option<Tensor<1, Int>>,
+    /// `[batch]`: how many of its keys, which is what queries see of them.
+    pub seq_lens_k: Option<Tensor<1, Int>>,
     /// `[num_heads_q]`: the score of one more key of each head, whose value is 0, so that a head may attend to nothing (gpt-oss;
     /// StreamingLLM, arXiv:2309.17453). Zeros are burn-nn's quiet softmax. Differentiable.
     pub sinks: Option<Tensor<1>>,
@@ -216,6 +221,27 @@ impl FlashAttentionOptions {
         /// let options = burn_flash_attention::FlashAttentionOptions::new().with_sinks(sinks);
         /// ```
         with_sinks: sinks, Tensor<1>;
+        /// Sets how many of each batch's queries are a sequence: `[batch]`.
+        ///
+        /// ```no_run
+        /// use burn::tensor::{Device, Int, Tensor};
+        ///
+        /// // Two texts of a batch, filled up to the length of the longer one, attend to themselves.
+        /// let lens = Tensor::<1, Int>::from_data([1024, 700], &Device::default());
+        /// let options = burn_flash_attention::FlashAttentionOptions::new().with_causal(true);
+        /// let options = options.with_seq_lens_q(lens.clone()).with_seq_lens_k(lens);
+        /// ```
+        with_seq_lens_q: seq_lens_q, Tensor<1, Int>;
+        /// Sets how many of each batch's keys are a sequence: `[batch]`.
+        ///
+        /// ```no_run
+        /// use burn::tensor::{Device, Int, Tensor};
+        ///
+        /// // What a decoder has in its cache.
+        /// let lens = Tensor::<1, Int>::from_data([17, 512], &Device::default());
+        /// let options = burn_flash_attention::FlashAttentionOptions::new().with_seq_lens_k(lens);
+        /// ```
+        with_seq_lens_k: seq_lens_k, Tensor<1, Int>;
         /// Sets what dropout drops.
         ///
         /// ```
@@ -284,6 +310,8 @@ impl Serialize for FlashAttentionOptions {
             ("bias", self.bias.as_ref().map(|bias| bias.dims().to_vec())),
             ("alibi_slopes", slopes),
             ("sinks", self.sinks.as_ref().map(|sinks| sinks.dims().to_vec())),
+            ("seq_lens_q", self.seq_lens_q.as_ref().map(|lens| lens.dims().to_vec())),
+            ("seq_lens_k", self.seq_lens_k.as_ref().map(|lens| lens.dims().to_vec())),
         ] {
             if let Some(shape) = shape {
                 return Err(S::Error::custom(format!(

@@ -20,6 +20,8 @@ pub(crate) struct Shapes {
     pub bias: Option<Vec<usize>>,
     pub alibi_slopes: Option<Vec<usize>>,
     pub sinks: Option<Vec<usize>>,
+    pub seq_lens_q: Option<Vec<usize>>,
+    pub seq_lens_k: Option<Vec<usize>>,
 }
 
 /// The problem, validated as far as that needs no device.
@@ -41,6 +43,12 @@ pub(crate) fn problem(
     }
     if let Some(sinks) = shapes.sinks {
         problem = problem.with_sinks(&sinks)?;
+    }
+    if let Some(lens) = shapes.seq_lens_q {
+        problem = problem.with_seq_lens_q(&lens)?;
+    }
+    if let Some(lens) = shapes.seq_lens_k {
+        problem = problem.with_seq_lens_k(&lens)?;
     }
     Ok(problem)
 }

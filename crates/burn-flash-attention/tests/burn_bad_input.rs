@@ -3,7 +3,7 @@
 
 mod common;
 
-use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
+use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use burn_flash_attention::{
     AttentionError, FlashAttentionOptions, FlashMhaInput, FlashMultiHeadAttentionConfig, flash_attention, plan,
     try_flash_attention, try_flash_attention_with_lse,
@@ -108,6 +108,39 @@ fn numbers_that_make_no_sense() {
             (f32::NEG_INFINITY, "softcap is -inf"),
         ] {
             refused!(with(&target, new().with_softcap(softcap)), Option { .. }, value, "a finite number above 0");
+        }
+        // dropout
+        for (dropout, value) in [(-0.1, "dropout is -0.1"), (1.0, "dropout is 1"), (f32::NAN, "dropout is NaN")] {
+            refused!(with(&target, new().with_dropout(dropout)), Option { .. }, value, "at least 0 and below 1");
+        }
+    }
+}
+
+#[test]
+fn numbers_of_heads_and_batches_that_are_others() {
+    use AttentionError::{Dimension, Dtype};
+    for target in targets() {
+        let d = &target.device;
+        let new = FlashAttentionOptions::new;
+        let ones = |n| Tensor::<1>::ones([n], d);
+        let slopes = |b, h| Tensor::<2>::ones([b, h], d);
+        let lens = |n| Tensor::<1, Int>::ones([n], d);
+        let says = "num_heads_q 3";
+        refused!(
+            with(&target, new().with_alibi_slopes(ones(3))),
+            Dimension { .. },
+            "alibi_slopes has",
+            says,
+            "q has 4"
+        );
+        refused!(with(&target, new().with_alibi_slopes(slopes(2, 3))), Dimension { .. }, "alibi_slopes has", says);
+        refused!(with(&target, new().with_alibi_slopes(slopes(3, 4))), Dimension { .. }, "alibi_slopes has batch 3");
+        refused!(with(&target, new().with_sinks(ones(3))), Dimension { .. }, "sinks has", says, "q has 4");
+        refused!(with(&target, new().with_seq_lens_q(lens(3))), Dimension { .. }, "seq_lens_q has batch 3", "q has 2");
+        refused!(with(&target, new().with_seq_lens_k(lens(1))), Dimension { .. }, "seq_lens_k has batch 1", "q has 2");
+        if target.name == "flex" {
+            let wide = ones(4).cast(DType::F64);
+            refused!(with(&target, new().with_sinks(wide)), Dtype { .. }, "sinks is f64");
         }
     }
 }

@@ -4,7 +4,7 @@
 mod common;
 
 use burn::tensor::ops::{AttentionModuleOptions, CausalAlignment};
-use burn::tensor::{Device, Distribution, Tensor, Tolerance};
+use burn::tensor::{Device, Distribution, Int, IntDType, Tensor, Tolerance};
 use burn_flash_attention::{FlashAttentionOptions, flash_attention, flash_attention_with_lse, plan};
 use common::*;
 use flash_attention_kernels::{Alignment, AttentionOptions, Dtype};
@@ -142,6 +142,31 @@ fn slopes_sinks_and_dropout() {
         for tracked in Tracked::subsets_of_extras() {
             check(&data, &target, How { tracked, loss: Loss::BOTH, ..How::default() });
         }
+    }
+}
+
+/// Lengths as integers of any width.
+#[test]
+fn sequences_of_their_own_lengths() {
+    for target in targets() {
+        for (n, options) in all_options().into_iter().enumerate() {
+            let problem = problem([3, 4, 2, 70, 140, 16, 24], Dtype::F32, options);
+            let ragged = problem.with_seq_lens_q(&[3]).unwrap().with_seq_lens_k(&[3]).unwrap();
+            for problem in [ragged, problem.with_seq_lens_k(&[3]).unwrap().with_sinks(&[4]).unwrap()] {
+                check_near(&Data::random(problem, n as u64), &target, How { loss: Loss::BOTH, ..How::default() });
+            }
+        }
+        let x = Tensor::<4>::random([2, 1, 5, 8], Distribution::Default, &target.device);
+        let out = |lens: Tensor<1, Int>| {
+            let options = FlashAttentionOptions::new().with_seq_lens_k(lens);
+            read(flash_attention(x.clone(), x.clone(), x.clone(), &options))
+        };
+        let lens = Tensor::<1, Int>::from_data([2, 4], &target.device);
+        let wide = lens.clone().cast(IntDType::I64);
+        if target.name == "flex" {
+            assert_eq!(out(lens.clone()), out(wide));
+        }
+        assert_ne!(out(lens), out(Tensor::from_data([5, 5], &target.device)));
     }
 }
 

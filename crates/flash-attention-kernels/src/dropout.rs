@@ -85,8 +85,8 @@ fn philox_on_host(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
 }
 
 /// The dropout of a kernel.
-#[derive(CubeType, CubeLaunch)]
-#[expand(derive(Clone))]
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
 pub struct Dropout {
     /// `[2]`, where there is any.
     pub seed: ComptimeOption<&'static Tensor<u32>>,

@@ -23,10 +23,14 @@ use cubecl::prelude::*;
 #[derive(CubeType, CubeLaunch, Clone, Copy, Debug, PartialEq, Eq)]
 #[expand(derive(Clone, Copy))]
 pub struct Band {
-    /// Queries.
+    /// Queries that there are.
     pub seq_q: u32,
-    /// Keys.
+    /// Keys that there are.
     pub seq_k: u32,
+    /// Queries that see anything: the first ones, where `ragged`; else all.
+    pub len_q: u32,
+    /// Keys that anything sees, likewise.
+    pub len_k: u32,
     /// Query `i` sees no key before `i + lower`, where `bounded_below`.
     pub lower: i32,
     /// Query `i` sees no key after `i + upper`, where `bounded_above`.
@@ -39,6 +43,12 @@ pub struct Band {
     /// Whether there is a right edge.
     #[cube(comptime)]
     pub bounded_above: bool,
+    /// Whether the last query stands at the last key.
+    #[cube(comptime)]
+    pub bottom_right: bool,
+    /// Whether sequences end before tensors do.
+    #[cube(comptime)]
+    pub ragged: bool,
 }
 
 /// The keys that one query sees, counted from some position.
@@ -114,11 +124,15 @@ impl Band {
         Band {
             seq_q: seq_q as u32,
             seq_k: seq_k as u32,
+            len_q: seq_q as u32,
+            len_k: seq_k as u32,
             lower: lower.min(sk) as i32,
             upper: upper.max(-sq) as i32,
             diagonal: diagonal as i32,
             bounded_below: left.is_some(),
             bounded_above: right.is_some(),
+            bottom_right: options.alignment == Alignment::BottomRight,
+            ragged: false,
         }
     }
 
@@ -170,11 +184,15 @@ impl Band {
         Band {
             seq_q: self.seq_k,
             seq_k: self.seq_q,
+            len_q: self.len_k,
+            len_k: self.len_q,
             lower: -self.upper,
             upper: -self.lower,
             diagonal: -self.diagonal,
             bounded_below: self.bounded_above,
             bounded_above: self.bounded_below,
+            bottom_right: self.bottom_right,
+            ragged: self.ragged,
         }
     }
 
@@ -183,20 +201,56 @@ impl Band {
         BandLaunch::new(
             self.seq_q,
             self.seq_k,
+            self.len_q,
+            self.len_k,
             self.lower,
             self.upper,
             self.diagonal,
             self.bounded_below,
             self.bounded_above,
+            self.bottom_right,
+            self.ragged,
         )
     }
 }
 
 #[cube]
 impl Band {
+    /// The same where so many of the queries and keys, the first ones, are a sequence, and the others nothing.
+    ///
+    /// ```
+    /// use flash_attention_kernels::{AttentionOptions, mask::Band};
+    ///
+    /// // Of two queries over five keys the second is padding, as are the last two keys.
+    /// let band = Band::new(2, 5, &AttentionOptions { causal: true, ..Default::default() }).of(1, 3);
+    /// let row = |i| (0..5).map(|j| u8::from(band.sees(i, j))).collect::<Vec<_>>();
+    /// assert_eq!(row(0), [1, 1, 1, 0, 0]);
+    /// assert_eq!(row(1), [0; 5]);
+    /// ```
+    pub fn of(&self, len_q: u32, len_k: u32) -> Band {
+        let (len_q, len_k) = (min(len_q, self.seq_q), min(len_k, self.seq_k));
+        let mut shift = 0i32;
+        if comptime!(self.bottom_right) {
+            shift = (len_k as i32 - len_q as i32) - (self.seq_k as i32 - self.seq_q as i32);
+        }
+        Band {
+            seq_q: self.seq_q,
+            seq_k: self.seq_k,
+            len_q,
+            len_k,
+            lower: self.lower + shift,
+            upper: self.upper + shift,
+            diagonal: self.diagonal + shift,
+            bounded_below: comptime!(self.bounded_below),
+            bounded_above: comptime!(self.bounded_above),
+            bottom_right: comptime!(self.bottom_right),
+            ragged: comptime!(true),
+        }
+    }
+
     /// Whether query `i` sees key `j`. False past the ends of the sequences.
     pub fn sees(&self, i: u32, j: u32) -> bool {
-        let mut seen = i < self.seq_q && j < self.seq_k;
+        let mut seen = i < self.len_q && j < self.len_k;
         if comptime!(self.bounded_below) {
             seen = seen && j as i32 >= i as i32 + self.lower;
         }
@@ -215,8 +269,11 @@ impl Band {
     /// a negative number in 32 bits.
     pub fn k_blocks(&self, q_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> Blocks {
         let mut first = 0i32;
-        let mut after = self.seq_k as i32;
-        let q_last = min(q_start as i32 + tile_q as i32, self.seq_q as i32) - 1;
+        let mut after = self.len_k as i32;
+        let q_last = min(q_start as i32 + tile_q as i32, self.len_q as i32) - 1;
+        if comptime!(self.ragged) {
+            after = select(q_start as i32 > q_last, 0i32, after);
+        }
         if comptime!(self.bounded_below) {
             first = max(first, q_start as i32 + self.lower);
         }
@@ -229,8 +286,11 @@ impl Band {
     /// The blocks of `tile_q` queries that see anything of keys `k_start .. k_start + tile_k`.
     pub fn q_blocks(&self, k_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> Blocks {
         let mut first = 0i32;
-        let mut after = self.seq_q as i32;
-        let k_last = min(k_start + tile_k, self.seq_k) as i32 - 1;
+        let mut after = self.len_q as i32;
+        let k_last = min(k_start + tile_k, self.len_k) as i32 - 1;
+        if comptime!(self.ragged) {
+            after = select(k_start as i32 > k_last, 0i32, after);
+        }
         if comptime!(self.bounded_above) {
             first = max(first, k_start as i32 - self.upper);
         }
@@ -243,7 +303,10 @@ impl Band {
     /// The keys that query `i` sees, counted from `origin`; none if `blind`.
     pub fn run(&self, i: u32, origin: u32, blind: bool) -> Run {
         let mut start = 0i32;
-        let mut end = self.seq_k as i32;
+        let mut end = self.len_k as i32;
+        if comptime!(self.ragged) {
+            end = select(i < self.len_q, end, 0i32);
+        }
         if comptime!(self.bounded_below) {
             start = i as i32 + self.lower;
         }
@@ -264,7 +327,10 @@ impl Band {
         let tile = tile_k as i32;
         let after = (k_last + tile_k) as i32;
         // All of the queries see keys from `first` to `end`.
-        let mut end = self.seq_k as i32;
+        let mut end = self.len_k as i32;
+        if comptime!(self.ragged) {
+            end = select(q_start as i32 + tile_q as i32 > self.len_q as i32, comptime!(i32::MIN / 2), end);
+        }
         if comptime!(self.bounded_above) {
             end = min(end, q_start as i32 + self.upper + 1);
         }
@@ -303,7 +369,7 @@ impl Band {
     pub fn whole(&self, q_start: u32, k_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> bool {
         let q_last = q_start + tile_q - 1;
         let k_last = k_start + tile_k - 1;
-        let mut whole = q_last < self.seq_q && k_last < self.seq_k;
+        let mut whole = q_last < self.len_q && k_last < self.len_k;
         if comptime!(self.bounded_below) {
             whole = whole && k_start as i32 >= q_last as i32 + self.lower;
         }

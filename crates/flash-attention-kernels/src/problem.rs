@@ -159,6 +159,10 @@ pub struct AttentionProblem {
     pub alibi_slopes: Option<[usize; 2]>,
     /// Whether there are sinks, `[num_heads_q]`.
     pub sinks: bool,
+    /// Whether batches say how many of their queries, the first ones, are a sequence, `[batch]`: others see nothing.
+    pub seq_lens_q: bool,
+    /// Whether they say so of their keys: nothing sees the others.
+    pub seq_lens_k: bool,
     /// The rest.
     pub options: AttentionOptions,
 }
@@ -222,6 +226,8 @@ impl AttentionProblem {
             bias: None,
             alibi_slopes: None,
             sinks: false,
+            seq_lens_q: false,
+            seq_lens_k: false,
             options,
         };
         problem.validate()?;
@@ -268,6 +274,35 @@ impl AttentionProblem {
         self.sinks = true;
         self.validate()?;
         Ok(self)
+    }
+
+    /// This problem with lengths of that shape, `[batch]`, of the sequences among its queries.
+    pub fn with_seq_lens_q(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
+        self.check_lens("seq_lens_q", shape)?;
+        self.seq_lens_q = true;
+        Ok(self)
+    }
+
+    /// This problem with lengths of that shape, `[batch]`, of the sequences among its keys.
+    pub fn with_seq_lens_k(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
+        self.check_lens("seq_lens_k", shape)?;
+        self.seq_lens_k = true;
+        Ok(self)
+    }
+
+    fn check_lens(&self, argument: &'static str, shape: &[usize]) -> Result<(), AttentionError> {
+        let [batch] = <[usize; 1]>::try_from(shape).map_err(|_| AttentionError::Rank {
+            argument,
+            rank: shape.len(),
+            shape: shape.to_vec(),
+            expected: 1,
+        })?;
+        agree(argument, &[batch], 0, "batch", "q", self.batch)
+    }
+
+    /// Whether sequences may end before tensors do.
+    pub fn is_ragged(&self) -> bool {
+        self.seq_lens_q || self.seq_lens_k
     }
 
     /// Checks everything that does not depend on the device.

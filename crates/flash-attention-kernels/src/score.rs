@@ -31,8 +31,8 @@ pub struct Score {
 }
 
 /// What there may be beside products, mask and bias.
-#[derive(CubeType, CubeLaunch)]
-#[expand(derive(Clone))]
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
 pub struct Extras {
     /// Slopes `[batch | 1, H]`.
     pub slopes: ComptimeOption<&'static Tensor<f32>>,
@@ -40,6 +40,10 @@ pub struct Extras {
     pub sinks: ComptimeOption<&'static Tensor<f32>>,
     /// Of probabilities.
     pub dropout: Dropout,
+    /// How many of the queries are a sequence, `[B]`; the first ones.
+    pub lens_q: ComptimeOption<&'static Tensor<u32>>,
+    /// How many of the keys.
+    pub lens_k: ComptimeOption<&'static Tensor<u32>>,
 }
 
 #[cube]
@@ -66,8 +70,38 @@ impl Score {
     }
 }
 
+impl Extras {
+    /// Whether sequences may end before tensors do.
+    pub fn is_ragged(&self) -> bool {
+        self.lens_q.is_some() || self.lens_k.is_some()
+    }
+}
+
+impl ExtrasExpand {
+    /// [`Extras::is_ragged`], while a kernel is made.
+    pub fn is_ragged(&self) -> bool {
+        self.lens_q.is_some() || self.lens_k.is_some()
+    }
+}
+
 #[cube]
 impl Extras {
+    /// The band of a batch's sequence.
+    pub fn band(&self, band: &Band, batch: usize) -> Band {
+        let ragged = comptime!(self.is_ragged());
+        let mut len_q = band.seq_q;
+        #[comptime]
+        if let ComptimeOption::Some(lens) = &self.lens_q {
+            len_q = lens[batch * lens.stride(0)];
+        }
+        let mut len_k = band.seq_k;
+        #[comptime]
+        if let ComptimeOption::Some(lens) = &self.lens_k {
+            len_k = lens[batch * lens.stride(0)];
+        }
+        if comptime!(ragged) { band.of(len_q, len_k) } else { *band }
+    }
+
     /// The slope of a head, 0 if there is none.
     pub fn slope(&self, batch: usize, head: usize) -> f32 {
         let mut slope = 0.0f32.runtime();

@@ -913,6 +913,8 @@ pub(crate) fn check_bindings(
         ("alibi_slopes", problem.alibi_slopes.is_some()),
         ("sinks", problem.sinks),
         ("dropout_seed", problem.options.dropout > 0.0),
+        ("seq_lens_q", problem.seq_lens_q),
+        ("seq_lens_k", problem.seq_lens_k),
     ]
     .into_iter()
     .filter_map(|(name, there)| there.then_some(name))

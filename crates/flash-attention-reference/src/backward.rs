@@ -144,8 +144,9 @@ fn backward_head(
         let dout = vector(dout, problem.o_shape(), [b, h, i]);
         let dlse = dlse.map_or(0.0, |dlse| dlse[(b * problem.num_heads_q + h) * seq_q + i]);
 
+        let band = inputs.band(problem, b);
         let ScoreGradients { dt, ds, delta } = score_gradients(problem, inputs, &row, dout, dlse, [b, h_kv]);
-        let dslope: f64 = row.keys.iter().zip(&dt).map(|(&j, dt)| -dt * distance(problem, i, j)).sum();
+        let dslope: f64 = row.keys.iter().zip(&dt).map(|(&j, dt)| -dt * distance(&band, i, j)).sum();
         head.of_heads.push((b, h, dslope, -row.sink * delta));
         let dq = &mut head.dq[(n * seq_q + i) * head_dim..][..head_dim];
         for (n, &j) in row.keys.iter().enumerate() {

@@ -52,6 +52,7 @@ pub use random::normal;
 pub use sample::{Sample, sample};
 
 use flash_attention_kernels::AttentionProblem;
+use flash_attention_kernels::mask::Band;
 
 /// The tensors of one attention call.
 ///
@@ -80,6 +81,10 @@ pub struct Inputs<'a> {
     pub sinks: Option<&'a [f64]>,
     /// What dropout draws.
     pub dropout: Option<Dropout>,
+    /// `[batch]`: how many of each one's queries, the first ones, are a sequence.
+    pub seq_lens_q: Option<&'a [usize]>,
+    /// `[batch]`: how many of its keys.
+    pub seq_lens_k: Option<&'a [usize]>,
 }
 
 /// What draws of dropout depend on beside positions.
@@ -100,6 +105,16 @@ pub struct Dropout {
 }
 
 impl Inputs<'_> {
+    /// Which positions of a batch see each other.
+    pub(crate) fn band(&self, problem: &AttentionProblem, b: usize) -> Band {
+        let len = |lens: Option<&[usize]>, all: usize| lens.map_or(all, |lens| lens[b]) as u32;
+        let band = problem.band();
+        match problem.is_ragged() {
+            true => band.of(len(self.seq_lens_q, problem.seq_q), len(self.seq_lens_k, problem.seq_k)),
+            false => band,
+        }
+    }
+
     /// An oracle that reads the wrong elements is worse than none.
     fn check(&self, problem: &AttentionProblem) {
         let len = |shape: [usize; 4]| shape.iter().product::<usize>();
@@ -111,6 +126,9 @@ impl Inputs<'_> {
         let slopes = problem.alibi_slopes.map(|[batch, heads]| batch * heads);
         assert_eq!(self.alibi_slopes.map(<[f64]>::len), slopes, "length of alibi_slopes");
         assert_eq!(self.sinks.map(<[f64]>::len), problem.sinks.then_some(problem.num_heads_q), "length of sinks");
+        let lens = |stated: bool| stated.then_some(problem.batch);
+        assert_eq!(self.seq_lens_q.map(<[usize]>::len), lens(problem.seq_lens_q), "length of seq_lens_q");
+        assert_eq!(self.seq_lens_k.map(<[usize]>::len), lens(problem.seq_lens_k), "length of seq_lens_k");
         assert_eq!(self.dropout.is_some(), problem.options.dropout > 0.0, "whether there is dropout");
     }
 }

@@ -21,6 +21,8 @@ pub struct Pair {
     pub dlse: bool,
     /// In which of three ways inputs lie in memory.
     pub layout: usize,
+    /// How many of each batch's queries and keys are sequences, where the problem says so.
+    pub seq_lens: [[usize; 2]; 2],
 }
 
 /// Lengths of queries and keys.
@@ -31,7 +33,7 @@ const HEADS: [[usize; 3]; 3] = [[1, 2, 2], [2, 4, 2], [2, 4, 1]];
 const DIMS: [[usize; 2]; 4] = [[16, 16], [40, 24], [64, 64], [64, 128]];
 
 /// How many choices each option has.
-const CHOICES: [usize; 16] = [LENGTHS.len(), HEADS.len(), DIMS.len(), 3, 3, 4, 2, 2, 4, 5, 3, 2, 2, 2, 2, 3];
+const CHOICES: [usize; 17] = [LENGTHS.len(), HEADS.len(), DIMS.len(), 3, 3, 4, 2, 2, 4, 5, 3, 2, 2, 2, 2, 3, 4];
 
 /// Problems in which any two choices of any two options meet, at least so many.
 pub fn pairs(least: usize) -> Vec<Pair> {
@@ -56,6 +58,7 @@ fn pair(n: u64, choices: &[usize]) -> Pair {
         dlse,
         order,
         layout,
+        ragged,
     ] = choices
     else {
         unreachable!("as many as there are options")
@@ -80,8 +83,11 @@ fn pair(n: u64, choices: &[usize]) -> Pair {
     problem.bias = [None, Some([1, hq, sq, sk]), Some([b, 1, 1, sk]), Some([1, hq, sq, 1]), Some([1, hq, 1, 1])][bias];
     problem.alibi_slopes = [None, Some([1, hq]), Some([b, hq])][slopes];
     problem.sinks = sinks > 0;
+    (problem.seq_lens_q, problem.seq_lens_k) = (ragged & 1 > 0, ragged & 2 > 0);
     problem.validate().expect("choices that fit each other");
-    Pair { problem, dlse: dlse > 0, layout }
+    // Of two batches one has next to nothing, or nothing at all.
+    let seq_lens = [[sq - sq / 3, sq / 20], [sk - sk / 4, n as usize % 2]];
+    Pair { problem, dlse: dlse > 0, layout, seq_lens }
 }
 
 /// At least so many rows, of a choice for each option, in which every two choices of any two options meet: over and over again, each

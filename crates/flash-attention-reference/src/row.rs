@@ -3,6 +3,7 @@
 use crate::dropout::{keeping, keeps};
 use crate::{Dropout, Inputs};
 use flash_attention_kernels::AttentionProblem;
+use flash_attention_kernels::mask::Band;
 
 /// What query `i` of one head makes of the keys that it sees.
 pub(crate) struct Row {
@@ -24,7 +25,7 @@ impl Row {
     /// The row of query `at = [batch, head, i]`, or `None` if that has nothing to attend to.
     pub fn new(problem: &AttentionProblem, inputs: &Inputs, at: [usize; 3]) -> Option<Self> {
         let [b, h, i] = at;
-        let band = problem.band();
+        let band = inputs.band(problem, b);
         let hides = |j| match (problem.mask, inputs.mask) {
             (Some(shape), Some(mask)) => mask[broadcast_index(shape, [b, h, i, j])],
             _ => false,
@@ -48,7 +49,7 @@ impl Row {
         };
         let slope = problem.alibi_slopes.zip(inputs.alibi_slopes);
         let slope = slope.map_or(0.0, |(shape, slopes)| slopes[slope_index(shape, b, h)]);
-        let sloped = |(&j, score): (&usize, f64)| score - slope * distance(problem, i, j);
+        let sloped = |(&j, score): (&usize, f64)| score - slope * distance(&band, i, j);
         let scores: Vec<f64> = keys.iter().zip(keys.iter().zip(&t).map(biased)).map(sloped).collect();
         let sink = inputs.sinks.map_or(f64::NEG_INFINITY, |sinks| sinks[h]);
 
@@ -72,8 +73,8 @@ impl Row {
 }
 
 /// How far key `j` is from where query `i` stands among the keys.
-pub(crate) fn distance(problem: &AttentionProblem, i: usize, j: usize) -> f64 {
-    f64::from(problem.band().offset(i as u32, j as u32)).abs()
+pub(crate) fn distance(band: &Band, i: usize, j: usize) -> f64 {
+    f64::from(band.offset(i as u32, j as u32)).abs()
 }
 
 /// Where the slope of a head is.

@@ -4,7 +4,7 @@ mod reference_common;
 
 use flash_attention_kernels::{Alignment, AttentionOptions, BackwardOrder, Precision};
 use flash_attention_reference::Gradients;
-use reference_common::{Case, Sizes, broadcasts};
+use reference_common::{Case, Sizes, assert_close, broadcasts};
 
 /// Small, and no two dimensions alike where they may differ.
 const GROUPED: Sizes = [2, 4, 2, 3, 5, 3, 2];
@@ -157,6 +157,42 @@ fn gradients_agree_under_dropout() {
         for sizes in [GROUPED, LONG_Q] {
             check(&Case::new(sizes, options).with_dlse());
         }
+    }
+}
+
+#[test]
+fn gradients_agree_for_sequences_of_their_own_lengths() {
+    for options in [PLAIN, CAUSAL, TOP_LEFT, BOTH] {
+        for (q, k) in [([3, 2], [5, 3]), ([1, 0], [2, 4]), ([3, 3], [0, 1])] {
+            let case = Case::new(GROUPED, options).with_seq_lens(&q, &k).with_dlse();
+            check(&case.clone().with_bias([1, 4, 1, 5]).with_alibi_slopes([1, 4]));
+            check(&case.with_sinks());
+        }
+    }
+}
+
+/// A batch with lengths of its own is what it would be with nothing behind them.
+#[test]
+fn sequences_of_their_own_lengths_are_those_alone() {
+    for options in [PLAIN, CAUSAL, TOP_LEFT, LEFT] {
+        let case = Case::new([1, 4, 2, 6, 7, 3, 2], options).with_seq_lens(&[4], &[5]).with_alibi_slopes([1, 4]);
+        let mut alone = Case::new([1, 4, 2, 4, 5, 3, 2], options).with_alibi_slopes([1, 4]);
+        let cut = |values: &[f64], [all, some, dim]: [usize; 3]| -> Vec<f64> {
+            values.chunks(all * dim).flat_map(|head| head[..some * dim].to_vec()).collect()
+        };
+        alone.q = cut(&case.q, [6, 4, 3]);
+        alone.k = cut(&case.k, [7, 5, 3]);
+        alone.v = cut(&case.v, [7, 5, 2]);
+        alone.dout = cut(&case.dout, [6, 4, 2]);
+        let (whole, part) = (case.forward(), alone.forward());
+        assert_close(&cut(&whole.o, [6, 4, 2]), &part.o);
+        assert_close(&cut(&whole.lse, [6, 4, 1]), &part.lse);
+        assert!(whole.o.chunks(12).all(|head| head[8..].iter().all(|x| *x == 0.0)));
+        let (whole, part) = (case.backward(), alone.backward());
+        assert_close(&cut(&whole.dq, [6, 4, 3]), &part.dq);
+        assert_close(&cut(&whole.dk, [7, 5, 3]), &part.dk);
+        assert_close(&cut(&whole.dv, [7, 5, 2]), &part.dv);
+        assert_close(&whole.dalibi_slopes.unwrap(), &part.dalibi_slopes.unwrap());
     }
 }
 

@@ -15,6 +15,7 @@ use crate::problem::{Shapes, dtype, problem};
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{Bytes, DType, Shape};
 use burn_flex::{Flex, FlexTensor, Layout};
+use flash_attention_kernels::mask::Band;
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, dropout};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -96,13 +97,16 @@ struct Call {
     slopes: Option<FlexTensor>,
     sinks: Option<FlexTensor>,
     seed: Option<[u32; 2]>,
+    lens_q: Option<Vec<u32>>,
+    lens_k: Option<Vec<u32>>,
 }
 
 impl Call {
     fn new(q: FlexTensor, k: FlexTensor, v: FlexTensor, extras: Extras<Flex>, options: AttentionOptions) -> Self {
         let mask = extras.mask.into_option();
         let [bias, slopes, sinks] = [extras.bias, extras.alibi_slopes, extras.sinks].map(OptionalFloat::into_option);
-        let drawn = extras.dropout_seed.into_option().map(|seed| words(&seed.to_contiguous()));
+        let [drawn, lens_q, lens_k] = [extras.dropout_seed, extras.seq_lens_q, extras.seq_lens_k]
+            .map(|tensor| tensor.into_option().map(|tensor| words(&tensor.to_contiguous())));
         let problem = dtype("q", q.dtype()).and_then(|dtype| {
             let shape = |tensor: &FlexTensor| tensor.layout().shape().to_vec();
             let shapes = Shapes {
@@ -110,14 +114,30 @@ impl Call {
                 bias: bias.as_ref().map(shape),
                 alibi_slopes: slopes.as_ref().map(shape),
                 sinks: sinks.as_ref().map(shape),
+                seq_lens_q: lens_q.as_ref().map(|lens| vec![lens.len()]),
+                seq_lens_k: lens_k.as_ref().map(|lens| vec![lens.len()]),
             };
             problem([&shape(&q), &shape(&k), &shape(&v)], shapes, dtype, options)
         });
         // `api` has checked the same.
         let problem = problem.unwrap_or_else(|error| panic!("{error}"));
-        let seed = drawn.or(options.dropout_seed.map(dropout::seed)).filter(|_| options.dropout > 0.0);
+        let seed = drawn
+            .map(|words| [words[0], words[1]])
+            .or(options.dropout_seed.map(dropout::seed))
+            .filter(|_| options.dropout > 0.0);
         let (slopes, sinks) = (slopes.map(floats), sinks.map(floats));
-        Call { problem, q: floats(q), k: floats(k), v: floats(v), mask, bias, slopes, sinks, seed }
+        Call { problem, q: floats(q), k: floats(k), v: floats(v), mask, bias, slopes, sinks, seed, lens_q, lens_k }
+    }
+
+    /// Which positions see each other, of each batch.
+    fn bands(&self) -> Vec<Band> {
+        let p = &self.problem;
+        let len = |lens: &Option<Vec<u32>>, b: usize, all: usize| lens.as_ref().map_or(all as u32, |lens| lens[b]);
+        let of = |b| match p.is_ragged() {
+            true => p.band().of(len(&self.lens_q, b, p.seq_q), len(&self.lens_k, b, p.seq_k)),
+            false => p.band(),
+        };
+        (0..p.batch).map(of).collect()
     }
 
     fn attention(&self) -> Attention<'_> {
@@ -128,7 +148,16 @@ impl Call {
             _ => tile::Bias::F32(Broadcast::new(bias.storage::<f32>(), bias.layout())),
         });
         let heads = Heads { slopes: self.slopes.as_ref().map(slice), sinks: self.sinks.as_ref().map(slice) };
-        Attention::new(&self.problem, [slice(&self.q), slice(&self.k), slice(&self.v)], mask, bias, heads, self.seed)
+        let bands = self.bands();
+        Attention::new(
+            &self.problem,
+            [slice(&self.q), slice(&self.k), slice(&self.v)],
+            mask,
+            bias,
+            heads,
+            self.seed,
+            bands,
+        )
     }
 }
 
@@ -147,12 +176,11 @@ fn slice(tensor: &FlexTensor) -> &[f32] {
     &tensor.storage()[elements(tensor)]
 }
 
-/// The two words of a seed, whatever integers hold them.
-fn words(seed: &FlexTensor) -> [u32; 2] {
-    let at = seed.layout().start_offset();
-    match seed.dtype() {
-        DType::I64 => [0, 1].map(|n| seed.storage::<i64>()[at + n] as u32),
-        _ => [0, 1].map(|n| seed.storage::<i32>()[at + n] as u32),
+/// The words of a contiguous tensor of integers.
+fn words(integers: &FlexTensor) -> Vec<u32> {
+    match integers.dtype() {
+        DType::I64 => integers.storage::<i64>()[elements(integers)].iter().map(|x| *x as u32).collect(),
+        _ => integers.storage::<i32>()[elements(integers)].iter().map(|x| *x as u32).collect(),
     }
 }
 

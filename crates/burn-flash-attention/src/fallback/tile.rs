@@ -97,7 +97,8 @@ pub enum Bias<'a> {
 /// An attention call.
 pub struct Attention<'a> {
     pub problem: &'a AttentionProblem,
-    band: Band,
+    /// Of each batch.
+    bands: Vec<Band>,
     pub scale: f32,
     q: Rows<'a>,
     k: Rows<'a>,
@@ -152,10 +153,11 @@ impl<'a> Attention<'a> {
         bias: Option<Bias<'a>>,
         heads: Heads<'a>,
         seed: Option<[u32; 2]>,
+        bands: Vec<Band>,
     ) -> Self {
         Attention {
             problem,
-            band: problem.band(),
+            bands,
             scale: problem.softmax_scale(),
             q: Rows::new(q, problem.q_shape()),
             k: Rows::new(k, problem.k_shape()),
@@ -178,8 +180,8 @@ impl<'a> Attention<'a> {
     }
 
     /// How far a query is from a key, which stands for `−|i − j|`, as the derivative of a score by its slope.
-    pub fn distance(&self, i: usize, j: usize) -> f32 {
-        -self.band.offset(i as u32, j as u32).abs() as f32
+    pub fn distance(&self, b: usize, i: usize, j: usize) -> f32 {
+        -self.bands[b].offset(i as u32, j as u32).abs() as f32
     }
 
     /// By what sums of what is kept are multiplied.
@@ -208,14 +210,14 @@ impl<'a> Attention<'a> {
     }
 
     /// The blocks of keys that a block of queries sees anything of.
-    pub fn k_blocks(&self, q_block: usize) -> std::ops::Range<usize> {
-        let blocks = self.band.k_blocks((q_block * TILE_Q) as u32, TILE_Q as u32, TILE_K as u32);
+    pub fn k_blocks(&self, b: usize, q_block: usize) -> std::ops::Range<usize> {
+        let blocks = self.bands[b].k_blocks((q_block * TILE_Q) as u32, TILE_Q as u32, TILE_K as u32);
         blocks.start as usize..blocks.end as usize
     }
 
     /// The blocks of queries that see anything of a block of keys.
-    pub fn q_blocks(&self, k_block: usize) -> std::ops::Range<usize> {
-        let blocks = self.band.q_blocks((k_block * TILE_K) as u32, TILE_Q as u32, TILE_K as u32);
+    pub fn q_blocks(&self, b: usize, k_block: usize) -> std::ops::Range<usize> {
+        let blocks = self.bands[b].q_blocks((k_block * TILE_K) as u32, TILE_Q as u32, TILE_K as u32);
         blocks.start as usize..blocks.end as usize
     }
 
@@ -249,7 +251,7 @@ impl<'a> Attention<'a> {
 
     /// Whether causality and window hide nothing of a tile.
     fn in_band(&self, tile: Tile) -> bool {
-        self.band.whole(tile.q_start as u32, tile.k_start as u32, tile.rows as u32, tile.cols as u32)
+        self.bands[tile.b].whole(tile.q_start as u32, tile.k_start as u32, tile.rows as u32, tile.cols as u32)
     }
 
     /// `c += scale · weights · block`, where the weights belong to the pairs of a tile. A weight of exactly 0, which is
@@ -311,7 +313,7 @@ impl<'a> Attention<'a> {
         if let Some((shape, slopes)) = self.problem.alibi_slopes.zip(self.heads.slopes) {
             let slope = slopes[self.slope_index(shape, b, h)];
             rows_of(s, &|[_, _, i, j], row| {
-                row.iter_mut().enumerate().for_each(|(n, s)| *s += slope * self.distance(i, j + n));
+                row.iter_mut().enumerate().for_each(|(n, s)| *s += slope * self.distance(b, i, j + n));
             });
         }
         if let Some(mask) = &self.mask {
@@ -321,7 +323,7 @@ impl<'a> Attention<'a> {
         if !self.in_band(tile) {
             rows_of(s, &|[_, _, i, j], row| {
                 for (n, s) in row.iter_mut().enumerate() {
-                    *s = if self.band.sees(i as u32, (j + n) as u32) { *s } else { f32::NEG_INFINITY };
+                    *s = if self.bands[b].sees(i as u32, (j + n) as u32) { *s } else { f32::NEG_INFINITY };
                 }
             });
         }

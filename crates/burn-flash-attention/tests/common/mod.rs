@@ -7,7 +7,7 @@
 //! that another one takes over fails. `REQUIRE_WGPU=1` makes it a failure that there is no adapter.
 #![allow(dead_code)]
 
-use burn::tensor::{Bool, DType, Device, Tensor, TensorData, Tolerance, activation};
+use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData, Tolerance, activation};
 use burn_flash_attention::{AttentionPlan, FlashAttentionOptions, flash_attention_with_lse, plan};
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, dropout};
 use flash_attention_reference as reference;
@@ -163,6 +163,8 @@ pub struct Data {
     pub bias: Option<Vec<f64>>,
     pub slopes: Option<Vec<f64>>,
     pub sinks: Option<Vec<f64>>,
+    pub seq_lens_q: Option<Vec<usize>>,
+    pub seq_lens_k: Option<Vec<usize>>,
     pub dout: Vec<f64>,
     pub dlse: Vec<f64>,
 }
@@ -194,6 +196,8 @@ impl Data {
             reference::round_to(&mut values, Dtype::F32);
             values
         };
+        let mut of_lens = StdRng::seed_from_u64(16 * seed + 9);
+        let mut lens = |seq: usize| (0..problem.batch).map(|_| of_lens.random_range(0..=seq)).collect();
         let mut rng = StdRng::seed_from_u64(16 * seed + 8);
         let mut dlse = reference::normal(problem.rows(), 16 * seed + 7);
         reference::round_to(&mut dlse, Dtype::F32);
@@ -206,6 +210,8 @@ impl Data {
             bias: problem.bias.map(|shape| floats(&shape, 3)),
             slopes: problem.alibi_slopes.map(|[batch, heads]| f32s(batch * heads, 5, 0.1)),
             sinks: problem.sinks.then(|| f32s(problem.num_heads_q, 6, 2.0)),
+            seq_lens_q: problem.seq_lens_q.then(|| lens(problem.seq_q)),
+            seq_lens_k: problem.seq_lens_k.then(|| lens(problem.seq_k)),
             dout: floats(&problem.o_shape(), 4),
             dlse,
         }
@@ -220,6 +226,8 @@ impl Data {
             bias: self.bias.as_deref(),
             alibi_slopes: self.slopes.as_deref(),
             sinks: self.sinks.as_deref(),
+            seq_lens_q: self.seq_lens_q.as_deref(),
+            seq_lens_k: self.seq_lens_k.as_deref(),
             dropout: self.dropout_seed().map(|seed| reference::Dropout { seed, first: [0, 0] }),
         }
     }
@@ -333,9 +341,15 @@ impl Tensors {
             let slopes = f32s(slopes).reshape(shape).detach();
             if how.tracked.slopes { slopes.require_grad() } else { slopes }
         });
+        let lens = |lens: &Option<Vec<usize>>| {
+            let lens: Vec<i32> = lens.as_ref()?.iter().map(|len| *len as i32).collect();
+            Some(Tensor::<1, Int>::from_data(lens.as_slice(), device))
+        };
         let options = FlashAttentionOptions {
             mask,
             bias,
+            seq_lens_q: lens(&data.seq_lens_q),
+            seq_lens_k: lens(&data.seq_lens_k),
             alibi_slopes: slopes.clone().map(|slopes| slopes.into()),
             sinks: data.sinks.as_ref().map(|sinks| of_heads(f32s(sinks), how.tracked.sinks)),
             ..problem.options.into()
@@ -412,6 +426,7 @@ fn run(data: &Data, target: &Target, how: How, attention: impl Fn(&Tensors) -> (
 
 /// Attention as it is written down, in Burn's operations and in the dtype of the inputs.
 pub fn composed_attention(problem: &AttentionProblem, tensors: &Tensors) -> (Tensor<4>, Tensor<3>) {
+    assert!(!problem.is_ragged(), "sequences of their own lengths are compared with the oracle alone");
     let Tensors { q, k, v, slopes, options } = tensors;
     let device = q.device();
     let [batch, heads, seq_q, seq_k] = problem.scores_shape();

@@ -104,7 +104,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let k_bytes = comptime!(blueprint.k_bytes());
     let fragments = comptime!(tile_k / 16);
     // Whether more is hidden than what lies past the last key.
-    let hides = comptime!(blueprint.mask.is_some() || band.bounded_above || band.bounded_below);
+    let ragged = comptime!(factors.extras.is_ragged());
+    let hides = comptime!(ragged || blueprint.mask.is_some() || band.bounded_above || band.bounded_below);
 
     // -- shared memory, barriers, descriptors
     let elements = comptime!(blueprint.shared_memory() / blueprint.dtype.size());
@@ -134,7 +135,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let v_stage = comptime!((blueprint.v_bytes() / 16) as u32);
 
     // -- the first loads
-    let mut loader = Loader::new(memory, walk, band, spread, team, warp, tile);
+    let mut loader = Loader::new(memory, walk, band, spread, factors.extras, team, warp, tile);
     loader.fill(q, q, k, v, b, counter, counter, blueprint);
     let mut steps = memory.item(0u32, Of::Steps);
     let of_warpgroup = warp % 4;
@@ -163,6 +164,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     pass_turn(turn, warpgroup, tile);
 
     while steps != 0 {
+        let band = factors.extras.band(&band, memory.item(nth, Of::Batch) as usize);
         let first_row = memory.item(nth, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
         let mut k_start = memory.item(nth, Of::KLast);
         let edges = band.edges(first_row, k_start, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32));
@@ -229,7 +231,9 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             k_place.advance(stages);
             // Only where there is a band can a tile after the first be at its edge; without a mask, a row that begins to see
             // does so there.
-            if comptime!(band.bounded_above || band.bounded_below) && (step < edges.lead || step >= edges.tail) {
+            if comptime!(ragged || band.bounded_above || band.bounded_below)
+                && (step < edges.lead || step >= edges.tail)
+            {
                 hide(&mut s, &band, false.runtime(), first_row, k_start, tile_k);
                 if comptime!(blueprint.mask.is_none()) {
                     rows.anchor(&mut s, factors.exponent, blueprint);

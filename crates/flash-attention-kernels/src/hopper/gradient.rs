@@ -96,7 +96,8 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let (columns_dk, columns_dv) = comptime!((blueprint.columns_dk(), blueprint.columns()));
     let (differentiates, sums_values) = comptime!((blueprint.differentiates(), blueprint.sums_values()));
     let (transposed, reduces) = comptime!((blueprint.transposed(), blueprint.reduces()));
-    let hides = comptime!(blueprint.mask.is_some() || band.bounded_above || band.bounded_below);
+    let ragged = comptime!(factors.extras.is_ragged());
+    let hides = comptime!(ragged || blueprint.mask.is_some() || band.bounded_above || band.bounded_below);
 
     // -- shared memory, barriers, descriptors
     let size = comptime!(dtype.size());
@@ -127,7 +128,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let mut reducer = Reducer::new::<E>(&shared[ds_at..ds_at + 1024], &shared[0..1024], &memory, warp, blueprint);
 
     // -- the first loads
-    let mut loader = Loader::new(memory, walk, band, spread, 0u32, warp, tile);
+    let mut loader = Loader::new(memory, walk, band, spread, factors.extras, 0u32, warp, tile);
     loader.fill(q, d, k, v, b, stats, counter, blueprint);
     let mut place = Place::first();
     let mut nth = 0u32;
@@ -136,6 +137,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let mut sum_k = Array::<f32>::new(comptime!(if differentiates { columns_dk / 2 } else { 0 }));
     let mut sum_v = Array::<f32>::new(comptime!(if sums_values { columns_dv / 2 } else { 0 }));
     while steps != 0 {
+        let band = factors.extras.band(&band, memory.item(nth, Of::Batch) as usize);
         let first_row = memory.item(nth, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
         let row = first_row + of_warpgroup * 16 + lane / 4;
         let mut k_start = memory.item(nth, Of::KLast);

@@ -9,6 +9,7 @@ use super::ops::*;
 use super::schedule::{Item, Walk};
 use super::{Blueprint, HopperTile, PANEL, Role, SLOTS, WARPGROUP_ROWS, WARPGROUP_UNITS, WORDS};
 use crate::mask::Band;
+use crate::score::Extras;
 use cubecl::prelude::*;
 
 /// Where words of an item lie. The first four are what loading needs.
@@ -335,6 +336,7 @@ pub struct Loader {
     walk: Walk,
     band: Band,
     spread: Spread,
+    extras: Extras,
     warp: u32,
     ahead: u32,
 }
@@ -347,12 +349,13 @@ impl Loader {
         walk: Walk,
         band: Band,
         spread: Spread,
+        extras: Extras,
         team: u32,
         warp: u32,
         #[comptime] tile: HopperTile,
     ) -> Loader {
         let number = CUBE_POS as u32 * comptime!(tile.teams as u32) + team;
-        Loader { memory, walk, band, spread, warp, ahead: number }
+        Loader { memory, walk, band, spread, extras, warp, ahead: number }
     }
 
     /// The first loads: all stages. Cursors enter an item the first time. `stats`: lse and delta of each query, where they come
@@ -438,7 +441,9 @@ impl Loader {
                     flags = select(of_group == 0, 0u32, CONTINUED) | select(last, 0u32, CONTINUES);
                     self.memory.set_cursor(ring, To::OfGroup, select(last, 0u32, of_group + 1));
                 }
-                let item = self.walk.item(number, of_group, &self.band, blueprint);
+                let spot = self.walk.spot(number);
+                let band = self.extras.band(&self.band, spot.batch as usize);
+                let item = self.walk.item(&spot, of_group, &band, blueprint);
                 self.memory.write_item(nth, &item, flags);
                 // There is room for one Q only, but it need not come from far then.
                 #[unroll]

@@ -92,6 +92,18 @@ pub struct Walk {
     pub batches: u32,
 }
 
+/// Which block of which head an item is.
+#[derive(CubeType, Clone, Copy, Debug)]
+#[expand(derive(Clone))]
+pub struct Spot {
+    /// Batch.
+    pub batch: u32,
+    /// Head: of the rows that are kept.
+    pub head: u32,
+    /// Number among the head's blocks and parts, the longest first.
+    pub nth: u32,
+}
+
 /// A block of queries of a head, and the tiles of keys that it sees.
 #[derive(CubeType, Clone, Copy, Debug)]
 #[expand(derive(Clone))]
@@ -170,10 +182,8 @@ impl Walk {
         CUBE_COUNT as u32 * comptime!(tile.teams as u32) + take_ticket(counter, self.items - 1)
     }
 
-    /// The item of that number. Transposed, the heads are those of keys, and the item is one for each query head of the group:
-    /// `of_group` is that one's number in it.
-    pub fn item(&self, number: u32, of_group: u32, band: &Band, #[comptime] blueprint: Blueprint) -> Item {
-        let (partial, transposed, tile) = comptime!((blueprint.partial, blueprint.transposed(), blueprint.tile));
+    /// Batch, head, and number among the head's blocks and parts, of the item of that number.
+    pub fn spot(&self, number: u32) -> Spot {
         let first_head = self.of_section.divide(number) * self.section.divisor;
         let within = self.of_section.modulo(number);
         let mut nth = self.section.divide(within);
@@ -182,7 +192,15 @@ impl Walk {
             nth = self.last_section.divide(within);
             head = first_head + self.last_section.modulo(within);
         }
-        let (batch, head) = (self.num_heads_q.divide(head), self.num_heads_q.modulo(head));
+        Spot { batch: self.num_heads_q.divide(head), head: self.num_heads_q.modulo(head), nth }
+    }
+
+    /// The item there, of a batch with that band. Transposed, the heads are those of keys, and the item is one for each query head of
+    /// the group: `of_group` is that one's number in it.
+    pub fn item(&self, spot: &Spot, of_group: u32, band: &Band, #[comptime] blueprint: Blueprint) -> Item {
+        let (partial, transposed, tile) = comptime!((blueprint.partial, blueprint.transposed(), blueprint.tile));
+        let (batch, head) = (spot.batch, spot.head);
+        let mut nth = spot.nth;
         let mut part = 0u32;
         if comptime!(partial) {
             part = self.parts.modulo(nth);

@@ -83,7 +83,7 @@ pub fn forward_with(
             call.bias().into(),
             o.arg(),
             lse.arg(),
-            call.score(),
+            call.score(false),
             problem.band().into_launch(),
             grid,
             tiling::blueprint(problem, tile),

@@ -71,6 +71,11 @@ pub struct Inputs {
     pub sinks: Option<TensorView<1>>,
     /// What draws of [dropout](mod@crate::dropout) depend on, where the options have no number for it: `[2]`, 32 bits each.
     pub dropout_seed: Option<TensorView<1>>,
+    /// How many of each batch's queries, the first ones, are a sequence: `[batch]`, 32 bits each. What is more than there are counts as
+    /// all.
+    pub seq_lens_q: Option<TensorView<1>>,
+    /// How many of its keys, likewise.
+    pub seq_lens_k: Option<TensorView<1>>,
 }
 
 impl Inputs {
@@ -85,7 +90,18 @@ impl Inputs {
     /// # }
     /// ```
     pub fn new(q: TensorView, k: TensorView, v: TensorView) -> Self {
-        Inputs { q, k, v, mask: None, bias: None, alibi_slopes: None, sinks: None, dropout_seed: None }
+        Inputs {
+            q,
+            k,
+            v,
+            mask: None,
+            bias: None,
+            alibi_slopes: None,
+            sinks: None,
+            dropout_seed: None,
+            seq_lens_q: None,
+            seq_lens_k: None,
+        }
     }
 }
 
@@ -128,6 +144,11 @@ impl<'a> Call<'a> {
         if let Some(seed) = &inputs.dropout_seed {
             input(device, "dropout_seed", seed, [2], 4)?;
         }
+        for (argument, lens) in [("seq_lens_q", &inputs.seq_lens_q), ("seq_lens_k", &inputs.seq_lens_k)] {
+            if let Some(lens) = lens {
+                input(device, argument, lens, [problem.batch], 4)?;
+            }
+        }
         let (drops, number) = (problem.options.dropout > 0.0, problem.options.dropout_seed);
         for (argument, given, stated) in [
             ("mask", inputs.mask.is_some(), problem.mask.is_some()),
@@ -135,6 +156,8 @@ impl<'a> Call<'a> {
             ("alibi_slopes", inputs.alibi_slopes.is_some(), problem.alibi_slopes.is_some()),
             ("sinks", inputs.sinks.is_some(), problem.sinks),
             ("dropout_seed", inputs.dropout_seed.is_some(), drops && number.is_none()),
+            ("seq_lens_q", inputs.seq_lens_q.is_some(), problem.seq_lens_q),
+            ("seq_lens_k", inputs.seq_lens_k.is_some(), problem.seq_lens_k),
         ] {
             if given != stated {
                 return Err(AttentionError::Unsupported {
@@ -186,14 +209,19 @@ impl<'a> Call<'a> {
         self.inputs.bias.as_ref().map(|bias| bias.broadcast_arg())
     }
 
-    fn score(&self) -> ScoreLaunch {
+    /// With the band as it is, or `transposed`.
+    fn score(&self, transposed: bool) -> ScoreLaunch {
         let softcap = self.problem.options.softcap;
-        ScoreLaunch::new(self.problem.softmax_scale(), softcap.unwrap_or(1.0), softcap.is_some(), self.extras())
+        let scale = self.problem.softmax_scale();
+        ScoreLaunch::new(scale, softcap.unwrap_or(1.0), softcap.is_some(), self.extras(transposed))
     }
 
-    fn extras(&self) -> ExtrasLaunch {
+    fn extras(&self, transposed: bool) -> ExtrasLaunch {
         let slopes = self.inputs.alibi_slopes.as_ref().map(|slopes| slopes.broadcast_arg());
-        ExtrasLaunch::new(slopes.into(), self.sinks().into(), self.dropout())
+        let [lens_q, lens_k] =
+            [&self.inputs.seq_lens_q, &self.inputs.seq_lens_k].map(|lens| lens.as_ref().map(|lens| lens.arg()));
+        let (lens_q, lens_k) = if transposed { (lens_k, lens_q) } else { (lens_q, lens_k) };
+        ExtrasLaunch::new(slopes.into(), self.sinks().into(), self.dropout(), lens_q.into(), lens_k.into())
     }
 
     fn sinks(&self) -> Option<TensorArg> {

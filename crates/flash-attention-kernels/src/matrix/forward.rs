@@ -49,6 +49,7 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     if work.is_none {
         terminate!();
     }
+    let band = score.extras.band(&band, work.batch);
     // The last queries see most where causal: start with them.
     let q_start = (grid.blocks - 1 - work.block) * rows;
     let head_kv = work.head / grid.group_size as usize;

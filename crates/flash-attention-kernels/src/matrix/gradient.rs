@@ -50,6 +50,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
     if work.is_none {
         terminate!();
     }
+    let band = score.extras.band(&band, work.batch);
     // What is seen by most goes first: the last queries, or the first keys.
     let block = if comptime!(role.is_transposed()) { work.block } else { grid.blocks - 1 - work.block };
     let start = block * rows;

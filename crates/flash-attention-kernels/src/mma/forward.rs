@@ -51,7 +51,8 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let columns = comptime!(scores.columns());
     let (k_bytes, v_bytes) = comptime!((scores.k_bytes() as u32, scores.v_bytes() as u32));
     // Whether more is hidden than what lies past the last key.
-    let hides = comptime!(scores.mask.is_some() || band.bounded_above || band.bounded_below);
+    let hides =
+        comptime!(factors.extras.is_ragged() || scores.mask.is_some() || band.bounded_above || band.bounded_below);
     if CUBE_POS as u32 >= walk.items {
         terminate!();
     }
@@ -63,7 +64,9 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let v_at = k_at + comptime!(MmaTile::STAGES as u32 * k_bytes);
 
     // -- whose rows
-    let item = walk.item(CUBE_POS as u32, 0u32, &band, scores);
+    let spot = walk.spot(CUBE_POS as u32);
+    let band = factors.extras.band(&band, spot.batch as usize);
+    let item = walk.item(&spot, 0u32, &band, scores);
     let (batch, head, head_kv) = (item.batch as usize, item.head as usize, item.head_kv as usize);
     let lane = UNIT_POS % 32;
     let quarter = lane % 4;

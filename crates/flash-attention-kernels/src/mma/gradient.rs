@@ -61,7 +61,8 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let transposed = comptime!(scores.transposed());
     let (k_bytes, v_bytes) = comptime!((scores.k_bytes() as u32, scores.v_bytes() as u32));
     let stats_bytes = comptime!(scores.stats_bytes() as u32);
-    let hides = comptime!(scores.mask.is_some() || band.bounded_above || band.bounded_below);
+    let hides =
+        comptime!(factors.extras.is_ragged() || scores.mask.is_some() || band.bounded_above || band.bounded_below);
     if CUBE_POS as u32 >= walk.items {
         terminate!();
     }
@@ -76,7 +77,9 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let delta_at = lse_at + comptime!(MmaTile::STAGES as u32 * stats_bytes);
 
     // -- whose rows
-    let item = walk.item(CUBE_POS as u32, 0u32, &band, scores);
+    let spot = walk.spot(CUBE_POS as u32);
+    let band = factors.extras.band(&band, spot.batch as usize);
+    let item = walk.item(&spot, 0u32, &band, scores);
     let (batch, head) = (item.batch as usize, item.head as usize);
     let lane = UNIT_POS % 32;
     let warp = plane_broadcast(UNIT_POS / 32, 0u32);

@@ -90,29 +90,13 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
     // The blocks that this cube walks over: one, all queries' or all keys'.
     let mut q_start = 0u32;
     let mut k_start = 0u32;
-    let mut first = 0u32;
-    let mut after = 1u32;
     match comptime!(sums) {
         Sums::Tile => {
             q_start = work.block / k_blocks * tile_q;
             k_start = work.block % k_blocks * tile_k;
-            let seen = band.k_blocks(q_start, tile_q, tile_k);
-            if k_start / tile_k < seen.start || k_start / tile_k >= seen.end {
-                after = 0u32;
-            }
         }
-        Sums::Columns => {
-            k_start = work.block * tile_k;
-            let seen = band.q_blocks(k_start, tile_q, tile_k);
-            first = seen.start;
-            after = seen.end;
-        }
-        Sums::Rows => {
-            q_start = work.block * tile_q;
-            let seen = band.k_blocks(q_start, tile_q, tile_k);
-            first = seen.start;
-            after = seen.end;
-        }
+        Sums::Columns => k_start = work.block * tile_k,
+        Sums::Rows => q_start = work.block * tile_q,
     }
 
     for member in 0..group_batches * group_heads {
@@ -121,6 +105,27 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
         let head_kv = head / grid.group_size as usize;
         let stats_row = (batch * heads_q as usize + head) * band.seq_q as usize;
         let slope = score.extras.slope(batch, head);
+        let band = score.extras.band(&band, batch);
+        let mut first = 0u32;
+        let mut after = 1u32;
+        match comptime!(sums) {
+            Sums::Tile => {
+                let seen = band.k_blocks(q_start, tile_q, tile_k);
+                if k_start / tile_k < seen.start || k_start / tile_k >= seen.end {
+                    after = 0u32;
+                }
+            }
+            Sums::Columns => {
+                let seen = band.q_blocks(k_start, tile_q, tile_k);
+                first = seen.start;
+                after = seen.end;
+            }
+            Sums::Rows => {
+                let seen = band.k_blocks(q_start, tile_q, tile_k);
+                first = seen.start;
+                after = seen.end;
+            }
+        }
         for block in first..after {
             match comptime!(sums) {
                 Sums::Tile => {}

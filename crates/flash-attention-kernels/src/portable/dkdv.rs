@@ -52,6 +52,7 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
     if work.is_none {
         terminate!();
     }
+    let band = score.extras.band(&band, work.batch);
     // The first keys are seen by most queries where causal: block 0 goes first.
     let k_start = work.block * tile_k;
     let group_size = grid.group_size as usize;

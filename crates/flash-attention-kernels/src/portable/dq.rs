@@ -44,6 +44,7 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
     if work.is_none {
         terminate!();
     }
+    let band = score.extras.band(&band, work.batch);
     let q_start = (grid.blocks - 1 - work.block) * tile_q;
     let head_kv = work.head / grid.group_size as usize;
     let k_at = matrix(k, work.batch, head_kv);

@@ -48,6 +48,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     if work.is_none {
         terminate!();
     }
+    let band = score.extras.band(&band, work.batch);
     // The last queries see most where causal: start with them.
     let q_start = (grid.blocks - 1 - work.block) * tile_q;
     let head_kv = work.head / grid.group_size as usize;

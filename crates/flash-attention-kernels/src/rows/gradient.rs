@@ -51,6 +51,7 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
     if work.is_none {
         terminate!();
     }
+    let band = score.extras.band(&band, work.batch);
     // What is seen by most goes first: the last queries, or the first keys.
     let block = if transposed { work.block } else { grid.blocks - 1 - work.block };
     let start = block * comptime!(tile.block() as u32);

@@ -199,6 +199,9 @@ pub fn dbias(problem: &AttentionProblem) -> Result<BiasTile, String> {
     if !varies_by_pair(problem) {
         return Err("it takes no sums over queries or keys, which the bias repeats".into());
     }
+    if problem.is_ragged() {
+        return Err("blocks of one tile's batches would differ: sequences have lengths of their own".into());
+    }
     let widest = problem.head_dim.max(problem.head_dim_v);
     let row = HOPPER_DBIAS.iter().find(|(of, _)| widest <= *of);
     row.map(|(_, tile)| *tile)

@@ -59,7 +59,7 @@ pub fn blueprint(problem: &AttentionProblem, role: Role, tile: RowsTile) -> Blue
         tile,
         head_dim: problem.head_dim,
         head_dim_v: problem.head_dim_v,
-        careful: band.bounded_below || band.bounded_above || problem.mask.is_some(),
+        careful: band.bounded_below || band.bounded_above || problem.mask.is_some() || problem.is_ragged(),
     }
 }
 

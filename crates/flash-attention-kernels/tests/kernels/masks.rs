@@ -39,10 +39,30 @@ proptest! {
     }
 
     #[test]
+    fn of_a_sequence_a_pair_is_seen_as_were_there_nothing_else(
+        o in options(), seq_q in 0usize..20, seq_k in 0usize..20, len_q in 0usize..24, len_k in 0usize..24,
+    ) {
+        let band = Band::new(seq_q, seq_k, &o).of(len_q as u32, len_k as u32);
+        let (len_q, len_k) = (len_q.min(seq_q), len_k.min(seq_k));
+        for i in 0..seq_q + 2 {
+            let run = band.run(i as u32, 0, false);
+            for j in 0..seq_k + 2 {
+                let want = i < len_q && j < len_k && sees(&o, len_q, len_k, i, j);
+                prop_assert_eq!(band.sees(i as u32, j as u32), want, "i {} j {} {:?}", i, j, band);
+                prop_assert_eq!(band.transposed().sees(j as u32, i as u32), want, "j {} i {} {:?}", j, i, band);
+                let in_run = (!run.bounded_below || j as i32 >= run.start) && (j as i32) < run.end;
+                prop_assert_eq!(in_run, want, "i {} j {} {:?}", i, j, band);
+            }
+        }
+    }
+
+    #[test]
     fn a_skipped_block_holds_no_pair_and_a_whole_one_all(
         o in options(), seq_q in 1usize..40, seq_k in 1usize..40, tile_q in 1u32..9, tile_k in 1u32..9,
+        lens in proptest::option::of((0u32..44, 0u32..44)),
     ) {
         let band = Band::new(seq_q, seq_k, &o);
+        let band = lens.map_or(band, |(len_q, len_k)| band.of(len_q, len_k));
         for q_block in 0..(seq_q as u32).div_ceil(tile_q) {
             let keys = band.k_blocks(q_block * tile_q, tile_q, tile_k);
             prop_assert!(keys.start <= keys.end && keys.end <= (seq_k as u32).div_ceil(tile_k));

@@ -159,6 +159,62 @@ fn dropout() {
     all([0.97, 1e-4].map(|rate| Case::new([1, 2, 1, 90, 120, 32, 32], Dtype::F32, causal()).with_dropout(rate)));
 }
 
+/// Of each batch the first queries and keys are a sequence: nothing, all, more than there are, and lengths at the edges of tiles.
+#[test]
+fn sequences_of_their_own_lengths() {
+    let window = AttentionOptions { window_left: Some(40), window_right: Some(7), ..Default::default() };
+    let top_left = AttentionOptions { alignment: Alignment::TopLeft, ..causal() };
+    let lens: [[usize; 6]; 3] = [[130, 64, 1, 0, 129, 65], [200, 10, 33, 128, 0, 127], [140, 0, 210, 64, 63, 1]];
+    all([AttentionOptions::default(), causal(), window, top_left].into_iter().flat_map(|options| {
+        let case = |q: usize, k: usize| {
+            let case = Case::new([6, 2, 1, 140, 210, 16, 24], Dtype::F32, options).with_dlse();
+            case.with_seq_lens_q(&lens[q].map(|n| n.min(140))).with_seq_lens_k(&lens[k])
+        };
+        let plain = Case::new([6, 2, 1, 140, 210, 16, 24], Dtype::F32, options);
+        [case(0, 1), case(1, 2), case(2, 0).with_sinks(), plain.with_seq_lens_k(&lens[1]).with_alibi_slopes([1, 2])]
+    }));
+    let plain = Case::new([2, 2, 1, 140, 210, 16, 16], Dtype::F32, causal()).with_seq_lens_q(&[100, 3]);
+    all([[1, 2, 140, 210], [1, 2, 1, 210], [2, 2, 140, 1]].map(|shape| plain.clone().with_bias(shape)));
+    // In parts of the keys, and by one kernel.
+    all([Case::new([1, 2, 1, 70, 4200, 64, 64], Dtype::F32, causal()).with_seq_lens_k(&[3333])]);
+    all([Case { fused: true, ..Case::new([2, 2, 1, 300, 300, 64, 64], Dtype::F32, causal()) }
+        .with_seq_lens_q(&[170, 300])
+        .with_seq_lens_k(&[200, 31])]);
+}
+
+/// What lies behind a sequence leaks nowhere, and what is computed for it is nothing.
+#[test]
+fn what_lies_behind_a_sequence_stays_there() {
+    let Some(client) = client() else { return };
+    let case = Case::new([2, 2, 1, 140, 200, 16, 16], Dtype::F32, causal());
+    let case = case.with_seq_lens_q(&[100, 140]).with_seq_lens_k(&[90, 130]);
+    if !supports(&client, case.problem.dtype) {
+        return;
+    }
+    let clean = case.check(&client);
+    let mut poisoned = case.clone();
+    for (batch, (q, k)) in [(100, 90), (140, 130)].into_iter().enumerate() {
+        for head in 0..2 {
+            let first = (batch * 2 + head) * 140 * 16;
+            poisoned.q[first + q * 16..first + 140 * 16].fill(f64::NAN);
+            poisoned.dout[first + q * 16..first + 140 * 16].fill(f64::INFINITY);
+        }
+        poisoned.k[(batch * 200 + k) * 16..(batch + 1) * 200 * 16].fill(f64::NAN);
+        poisoned.v[(batch * 200 + k) * 16..(batch + 1) * 200 * 16].fill(f64::INFINITY);
+    }
+    let got = poisoned.run(&client).unwrap();
+    for (name, got, want) in [
+        ("o", &got.o, &clean.o),
+        ("lse", &got.lse, &clean.lse),
+        ("dq", got.dq.as_ref().unwrap(), clean.dq.as_ref().unwrap()),
+        ("dk", got.dk.as_ref().unwrap(), clean.dk.as_ref().unwrap()),
+        ("dv", got.dv.as_ref().unwrap(), clean.dv.as_ref().unwrap()),
+    ] {
+        // Rows that what lies behind has reached are computed once more, and round otherwise.
+        close(name, got, want, case.tolerance(4e-5));
+    }
+}
+
 /// Wherever they may meet, at head dimensions whose kernels differ.
 #[test]
 fn slopes_sinks_and_dropout() {

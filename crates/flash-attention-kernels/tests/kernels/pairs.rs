@@ -41,6 +41,13 @@ fn case(pair: &Pair) -> Case {
     if p.sinks {
         case = case.with_sinks();
     }
+    let [q, k] = pair.seq_lens;
+    if p.seq_lens_q {
+        case = case.with_seq_lens_q(&q[..p.batch]);
+    }
+    if p.seq_lens_k {
+        case = case.with_seq_lens_k(&k[..p.batch]);
+    }
     if pair.dlse {
         case = case.with_dlse();
     }

@@ -97,6 +97,8 @@ pub fn extras(problem: &AttentionProblem) -> ExtrasCompilationArg {
         slopes: optional(problem.alibi_slopes.is_some()),
         sinks: optional(problem.sinks),
         dropout: DropoutCompilationArg { seed: optional(problem.options.dropout > 0.0), threshold: (), factor: () },
+        lens_q: optional(problem.seq_lens_q),
+        lens_k: optional(problem.seq_lens_k),
     }
 }
 
@@ -108,11 +110,15 @@ pub fn band_arg(band: Band) -> BandCompilationArg {
     BandCompilationArg {
         seq_q: (),
         seq_k: (),
+        len_q: (),
+        len_k: (),
         lower: (),
         upper: (),
         diagonal: (),
         bounded_below: band.bounded_below,
         bounded_above: band.bounded_above,
+        bottom_right: band.bottom_right,
+        ragged: band.ragged,
     }
 }
 

@@ -309,6 +309,7 @@ fn slopes_sinks_and_dropout_are_warpgroup_products() {
         check(&name("slopes"), of(causal).with_alibi_slopes(&[1, 16]).unwrap());
         check(&name("sinks"), of(causal).with_sinks(&[16]).unwrap());
         check(&name("dropout"), of(dropout));
+        check(&name("lengths"), of(causal).with_seq_lens_q(&[4]).unwrap().with_seq_lens_k(&[4]).unwrap());
         let all = AttentionOptions { window_left: Some(1023), softcap: Some(50.0), ..dropout };
         check(&name("all"), of(all).with_alibi_slopes(&[4, 16]).unwrap().with_sinks(&[16]).unwrap());
     }
@@ -583,7 +584,7 @@ fn work_items_of_keys_are_every_block_with_every_query_head() {
         let mut longest = u32::MAX;
         for number in 0..walk.items {
             for of_group in 0..group {
-                let item = walk.item(number, of_group, &band.transposed(), blueprint);
+                let item = walk.item(&walk.spot(number), of_group, &band.transposed(), blueprint);
                 assert_eq!(item.head_kv, item.head * group + of_group);
                 let last = item.k_last / 64;
                 let tiles = if item.blind { 0..0 } else { last + 1 - item.steps..last + 1 };
@@ -622,7 +623,7 @@ fn work_items_are_every_block_once() {
         let blocks = (seq_q as u32 + ahead).div_ceil(128);
         let walk = Walk::new(blocks, ahead, q[0] as u32, q[1] as u32, 1, section, parts);
         let blueprint = plain(Role::Forward, tile, parts > 1);
-        let items: Vec<_> = (0..walk.items).map(|number| walk.item(number, 0, &band, blueprint)).collect();
+        let items: Vec<_> = (0..walk.items).map(|number| walk.item(&walk.spot(number), 0, &band, blueprint)).collect();
         let (batches, heads) = (q[0] as u32, q[1] as u32);
         for of_section in items.chunks((walk.section.divisor * blocks * parts) as usize) {
             assert!(parts > 1 || of_section.is_sorted_by_key(|item| std::cmp::Reverse(item.steps)), "{walk:?}");

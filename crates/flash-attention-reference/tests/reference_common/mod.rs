@@ -18,6 +18,8 @@ pub struct Case {
     pub alibi_slopes: Option<Vec<f64>>,
     pub sinks: Option<Vec<f64>>,
     pub dropout: Option<Dropout>,
+    pub seq_lens_q: Option<Vec<usize>>,
+    pub seq_lens_k: Option<Vec<usize>>,
     pub dout: Vec<f64>,
     pub dlse: Option<Vec<f64>>,
 }
@@ -37,6 +39,8 @@ impl Case {
             bias: None,
             alibi_slopes: None,
             sinks: None,
+            seq_lens_q: None,
+            seq_lens_k: None,
             dropout: (options.dropout > 0.0).then_some(Dropout { seed: [8, 9], first: [0, 0] }),
             dout: draw(problem.o_shape(), 4),
             dlse: None,
@@ -68,13 +72,21 @@ impl Case {
         self
     }
 
+    /// With sequences of these lengths.
+    pub fn with_seq_lens(mut self, q: &[usize], k: &[usize]) -> Self {
+        let batch = [self.problem.batch];
+        self.problem = self.problem.with_seq_lens_q(&batch).unwrap().with_seq_lens_k(&batch).unwrap();
+        (self.seq_lens_q, self.seq_lens_k) = (Some(q.to_vec()), Some(k.to_vec()));
+        self
+    }
+
     pub fn with_dlse(mut self) -> Self {
         self.dlse = Some(normal(self.problem.rows(), 7));
         self
     }
 
     pub fn inputs(&self) -> Inputs<'_> {
-        let Case { q, k, v, mask, bias, alibi_slopes, sinks, dropout, .. } = self;
+        let Case { q, k, v, mask, bias, alibi_slopes, sinks, dropout, seq_lens_q, seq_lens_k, .. } = self;
         Inputs {
             q,
             k,
@@ -84,6 +96,8 @@ impl Case {
             alibi_slopes: alibi_slopes.as_deref(),
             sinks: sinks.as_deref(),
             dropout: *dropout,
+            seq_lens_q: seq_lens_q.as_deref(),
+            seq_lens_k: seq_lens_k.as_deref(),
         }
     }
 

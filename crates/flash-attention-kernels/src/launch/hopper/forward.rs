@@ -139,7 +139,7 @@ impl Call<'_> {
                 part_lse.arg(),
                 o.arg(),
                 lse.arg(),
-                self.extras(),
+                self.extras(false),
                 batches,
                 heads,
                 rows,

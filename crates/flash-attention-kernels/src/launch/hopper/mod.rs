@@ -105,7 +105,8 @@ impl Call<'_> {
         let scale = self.problem.softmax_scale();
         let softcap = self.problem.options.softcap.unwrap_or(1.0);
         let exponent = if blueprint.cooked() { LOG2_E } else { LOG2_E * scale };
-        FactorsLaunch::new(scale, softcap, 2.0 * LOG2_E * scale / softcap, exponent, self.extras())
+        let extras = self.extras(blueprint.transposed());
+        FactorsLaunch::new(scale, softcap, 2.0 * LOG2_E * scale / softcap, exponent, extras)
     }
 
     /// How many queries before the first one blocks start: [`Band::ahead()`]. Draws of dropout are told apart by blocks of 16.
