@@ -248,9 +248,19 @@ impl Band {
         }
     }
 
+    /// Queries that see anything: where all do, the number that other things depend on, too.
+    fn queries(&self) -> u32 {
+        if comptime!(self.ragged) { self.len_q } else { self.seq_q }
+    }
+
+    /// Keys that anything sees, likewise.
+    fn keys(&self) -> u32 {
+        if comptime!(self.ragged) { self.len_k } else { self.seq_k }
+    }
+
     /// Whether query `i` sees key `j`. False past the ends of the sequences.
     pub fn sees(&self, i: u32, j: u32) -> bool {
-        let mut seen = i < self.len_q && j < self.len_k;
+        let mut seen = i < self.queries() && j < self.keys();
         if comptime!(self.bounded_below) {
             seen = seen && j as i32 >= i as i32 + self.lower;
         }
@@ -269,8 +279,8 @@ impl Band {
     /// a negative number in 32 bits.
     pub fn k_blocks(&self, q_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> Blocks {
         let mut first = 0i32;
-        let mut after = self.len_k as i32;
-        let q_last = min(q_start as i32 + tile_q as i32, self.len_q as i32) - 1;
+        let mut after = self.keys() as i32;
+        let q_last = min(q_start as i32 + tile_q as i32, self.queries() as i32) - 1;
         if comptime!(self.ragged) {
             after = select(q_start as i32 > q_last, 0i32, after);
         }
@@ -286,8 +296,8 @@ impl Band {
     /// The blocks of `tile_q` queries that see anything of keys `k_start .. k_start + tile_k`.
     pub fn q_blocks(&self, k_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> Blocks {
         let mut first = 0i32;
-        let mut after = self.len_q as i32;
-        let k_last = min(k_start + tile_k, self.len_k) as i32 - 1;
+        let mut after = self.queries() as i32;
+        let k_last = min(k_start + tile_k, self.keys()) as i32 - 1;
         if comptime!(self.ragged) {
             after = select(k_start as i32 > k_last, 0i32, after);
         }
@@ -303,9 +313,9 @@ impl Band {
     /// The keys that query `i` sees, counted from `origin`; none if `blind`.
     pub fn run(&self, i: u32, origin: u32, blind: bool) -> Run {
         let mut start = 0i32;
-        let mut end = self.len_k as i32;
+        let mut end = self.keys() as i32;
         if comptime!(self.ragged) {
-            end = select(i < self.len_q, end, 0i32);
+            end = select(i < self.queries(), end, 0i32);
         }
         if comptime!(self.bounded_below) {
             start = i as i32 + self.lower;
@@ -327,9 +337,9 @@ impl Band {
         let tile = tile_k as i32;
         let after = (k_last + tile_k) as i32;
         // All of the queries see keys from `first` to `end`.
-        let mut end = self.len_k as i32;
+        let mut end = self.keys() as i32;
         if comptime!(self.ragged) {
-            end = select(q_start as i32 + tile_q as i32 > self.len_q as i32, comptime!(i32::MIN / 2), end);
+            end = select(q_start as i32 + tile_q as i32 > self.queries() as i32, comptime!(i32::MIN / 2), end);
         }
         if comptime!(self.bounded_above) {
             end = min(end, q_start as i32 + self.upper + 1);
@@ -369,7 +379,7 @@ impl Band {
     pub fn whole(&self, q_start: u32, k_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> bool {
         let q_last = q_start + tile_q - 1;
         let k_last = k_start + tile_k - 1;
-        let mut whole = q_last < self.len_q && k_last < self.len_k;
+        let mut whole = q_last < self.queries() && k_last < self.keys();
         if comptime!(self.bounded_below) {
             whole = whole && k_start as i32 >= q_last as i32 + self.lower;
         }

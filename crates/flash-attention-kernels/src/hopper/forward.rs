@@ -164,7 +164,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     pass_turn(turn, warpgroup, tile);
 
     while steps != 0 {
-        let band = factors.extras.band(&band, memory.item(nth, Of::Batch) as usize);
+        let batch = if comptime!(ragged) { memory.item(nth, Of::Batch) } else { 0u32.runtime() };
+        let band = factors.extras.band(&band, batch as usize);
         let first_row = memory.item(nth, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
         let mut k_start = memory.item(nth, Of::KLast);
         let edges = band.edges(first_row, k_start, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32));
@@ -280,9 +281,11 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         pass_turn(turn, warpgroup, tile);
 
         // -- O / l and lse
-        let of_sink = sink_log2(&factors.extras, memory.item(nth, Of::Head), comptime!(!blueprint.partial));
-        let (m0, l0, a0) = with_sink(rows.m0, row_sum(rows.l0), of_sink);
-        let (m1, l1, a1) = with_sink(rows.m1, row_sum(rows.l1), of_sink);
+        let sinks = comptime!(!blueprint.partial && factors.extras.sinks.is_some());
+        let of_head = if comptime!(sinks) { memory.item(nth, Of::Head) } else { 0u32.runtime() };
+        let of_sink = sink_log2(&factors.extras, of_head, sinks);
+        let (m0, l0, f0) = with_sink(rows.m0, row_sum(rows.l0), of_sink, sinks);
+        let (m1, l1, f1) = with_sink(rows.m1, row_sum(rows.l1), of_sink, sinks);
         let row = first_row + of_warpgroup * 16 + lane / 4;
         let (out, head) = (memory.item(nth, Of::BatchOut) as usize, memory.item(nth, Of::Head) as usize);
         let lse_at = strides.lse.at(out, head, row);
@@ -296,9 +299,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                 lse[next] = lse_bits_log2(m1, l1, lg2(l1));
             }
         }
-        let scale = factors.extras.dropout.scale();
-        let f0 = select(l0 == 0.0f32, 0.0f32, reciprocal(l0) * a0 * scale);
-        let f1 = select(l1 == 0.0f32, 0.0f32, reciprocal(l1) * a1 * scale);
+        let f0 = normalizer_of(l0, f0, &factors.extras);
+        let f1 = normalizer_of(l1, f1, &factors.extras);
         wgmma_wait(1usize);
         pin(&mut acc, o_len);
         if lane == 0 {

@@ -137,7 +137,8 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let mut sum_k = Array::<f32>::new(comptime!(if differentiates { columns_dk / 2 } else { 0 }));
     let mut sum_v = Array::<f32>::new(comptime!(if sums_values { columns_dv / 2 } else { 0 }));
     while steps != 0 {
-        let band = factors.extras.band(&band, memory.item(nth, Of::Batch) as usize);
+        let batch = if comptime!(ragged) { memory.item(nth, Of::Batch) } else { 0u32.runtime() };
+        let band = factors.extras.band(&band, batch as usize);
         let first_row = memory.item(nth, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
         let row = first_row + of_warpgroup * 16 + lane / 4;
         let mut k_start = memory.item(nth, Of::KLast);

@@ -212,15 +212,26 @@ pub fn sink_log2(extras: &Extras, head: u32, #[comptime] counts: bool) -> f32 {
     }
 }
 
-/// What a row's exponentials are relative to and their sum once a sink is among them, and by what is to be multiplied that has been
+/// What a row's exponentials are relative to and their sum once a sink is among them, if it `counts`, and the factor of what has been
 /// added up without it.
 #[cube]
-pub fn with_sink(m: f32, l: f32, sink: f32) -> (f32, f32, f32) {
-    let highest = max(m, sink);
-    let factor = ex2(m - highest);
-    let of_sink = select(sink == HIDDEN, 0.0f32, ex2(sink - highest));
-    // Rows out of range stay so.
-    (highest, select(l == f32::INFINITY, l, fma(l, factor, of_sink)), factor)
+pub fn with_sink(m: f32, l: f32, sink: f32, #[comptime] counts: bool) -> (f32, f32, f32) {
+    if comptime!(counts) {
+        let highest = max(m, sink);
+        let rescaled = ex2(m - highest);
+        // Rows out of range stay so.
+        let sum = select(l == f32::INFINITY, l, fma(l, rescaled, ex2(sink - highest)));
+        (highest, sum, reciprocal(sum) * rescaled)
+    } else {
+        (m, l, reciprocal(l))
+    }
+}
+
+/// The same with dropout's factor; 0 for a row that saw nothing.
+#[cube]
+pub fn normalizer_of(l: f32, factor: f32, extras: &Extras) -> f32 {
+    let factor = if comptime!(extras.dropout.seed.is_some()) { factor * extras.dropout.factor } else { factor };
+    select(l == 0.0f32, 0.0f32, factor)
 }
 
 /// The sum over the four units of a row.

@@ -17,7 +17,7 @@ use super::tiles::{Along, copy_rows, lane_of_columns, lane_of_rows, lane_of_sums
 use super::{MmaBlueprint, MmaTile, Products};
 use crate::hopper::WARPGROUP_ROWS;
 use crate::hopper::forward::Strides;
-use crate::hopper::ops::{lg2, reciprocal, shared_address};
+use crate::hopper::ops::{lg2, shared_address};
 use crate::hopper::recompute::{is_finite_row, recompute_row};
 use crate::hopper::rows::*;
 use crate::hopper::schedule::Walk;
@@ -208,7 +208,8 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     }
 
     // -- O / l and lse
-    let of_sink = sink_log2(&factors.extras, item.head, true);
+    let sinks = comptime!(factors.extras.sinks.is_some());
+    let of_sink = sink_log2(&factors.extras, item.head, sinks);
     let mut again = 0u32.runtime();
     #[unroll]
     for group in 0..groups {
@@ -217,14 +218,14 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         for half in 0..2usize {
             let row = row + comptime!(8 * half as u32);
             let of_row = comptime!(2 * group + half);
-            let (highest, sum, rescaled) = with_sink(m[of_row], row_sum(l[of_row]), of_sink);
+            let (highest, sum, factor) = with_sink(m[of_row], row_sum(l[of_row]), of_sink, sinks);
             m[of_row] = highest;
             l[of_row] = sum;
             let live = band.is_query(row);
             if quarter == 0 && live {
                 lse[strides.lse.at(batch, head, row)] = lse_bits_log2(m[of_row], sum, lg2(sum));
             }
-            let factor = select(sum == 0.0f32, 0.0f32, reciprocal(sum) * rescaled * factors.extras.dropout.scale());
+            let factor = normalizer_of(sum, factor, &factors.extras);
             let of_group = acc.index(group);
             store_row_of(of_group, half, factor, o, strides.o.at(batch, head, row), live, scores.head_dim_v, dtype);
             // Rows that these exponentials or products cannot give: out of range, or reached by what is hidden from them.
