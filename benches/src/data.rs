@@ -279,6 +279,7 @@ impl Oracle {
             alibi_slopes: slopes.as_deref(),
             sinks: sinks.as_deref(),
             dropout: seed.map(|seed| reference::Dropout { seed: dropout::seed(seed), first }),
+            ..Default::default()
         };
         let sample = reference::sample(&p, &inputs, &dout, at, &queries, &keys);
         Oracle { problem: whole, queries, keys, sample }

@@ -1,7 +1,7 @@
 //! Attention and its gradients in f64 on the host: naive, slow, and meant to be read.
 //!
 //! This is the oracle that the kernels are tested against. It shares with them only [`AttentionProblem`] and
-//! [`Band`](flash_attention_kernels::mask::Band); every score is computed on its own, and the softmax takes two
+//! [`Band`]; every score is computed on its own, and the softmax takes two
 //! passes over a row. Tensors are contiguous slices, last dimension fastest.
 //!
 //! With `t = softcap(softmax_scale · q·kᵀ)`, where `softcap(x) = c · tanh(x / c)` or `x` if there is no softcap:

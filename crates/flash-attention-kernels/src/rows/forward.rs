@@ -100,7 +100,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     write(o, &o_at, start, &band, &acc, &l, head_dim_v, tile);
 }
 
-/// The score of a pair, [`HIDDEN`] where it is not seen.
+/// The score of a pair, [`HIDDEN`](crate::softmax::HIDDEN) where it is not seen.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn finish<F: Float, M: Numeric>(
