@@ -479,7 +479,7 @@ impl BiasBlueprint {
     /// let tile = BiasTile { tile_k: 64, tiles: 4, stages: 3, row_stages: 1 };
     /// let scores = Blueprint {
     ///     role: Role::Dq, tile: tile.tile(), dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
-    ///     capped: false, mask: None, bias: Some(Rows::Tiled), partial: false, stats_multiple: 128,
+    ///     capped: false, mask: None, bias: Some(Rows::Tiled), alibi: false, partial: false, stats_multiple: 128,
     /// };
     /// assert!(BiasBlueprint { tile, scores, vectors: true }.shared_memory() <= 227 << 10);
     /// ```
