@@ -5,8 +5,8 @@ mod common;
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use burn_flash_attention::{
-    AttentionError, FlashAttentionOptions, FlashMhaInput, FlashMultiHeadAttentionConfig, flash_attention, plan,
-    try_flash_attention, try_flash_attention_with_lse,
+    AttentionError, FlashAttentionOptions, FlashCrossAttentionConfig, FlashMhaInput, FlashMultiHeadAttentionConfig,
+    flash_attention, plan, try_flash_attention, try_flash_attention_with_lse,
 };
 use common::{Target, targets};
 
@@ -247,6 +247,8 @@ fn modules_that_cannot_be() {
         refused!(config.clone().with_dropout(1.0).try_init(d).unwrap_err(), Unsupported { .. }, "dropout = 1");
         let uneven = FlashMultiHeadAttentionConfig::new(18, 4);
         refused!(uneven.try_init(d).unwrap_err(), Unsupported { .. }, "d_model = 18", "multiple of n_heads");
+        let none = FlashCrossAttentionConfig::new(16, 12, 0, 1, 8);
+        refused!(none.try_init(d).unwrap_err(), Unsupported { .. }, "n_heads = 0", "at least 1");
         // 46–47 rates of dropout
         refused!(config.clone().with_dropout(-0.1).try_init(d).unwrap_err(), Unsupported { .. }, "dropout = -0.1");
         refused!(config.clone().with_dropout(f64::NAN).try_init(d).unwrap_err(), Unsupported { .. }, "dropout = NaN");

@@ -26,13 +26,14 @@
 //! score     scale, softcap, slopes, with derivatives   portable  the kernels for any device
 //! softmax   the online softmax: −∞ lives here alone    matrix    those for devices with cooperative matrix products
 //! dropout   which probabilities are dropped            rows      those for processors
-//!                                                      hopper    those for NVIDIA Hopper
+//! extras    slopes, sinks, lengths, dropout: tensors   hopper    those for NVIDIA Hopper
 //!                                                      mma       those for NVIDIA GPUs from Ampere on
 //!                                                      tuning    times a few of them, with the feature autotune
 //! ```
 
 pub mod dropout;
 pub mod error;
+pub mod extras;
 pub mod hopper;
 pub mod launch;
 pub mod mask;

@@ -151,6 +151,11 @@ impl FlashCrossAttentionConfig {
             let (num_heads_q, num_heads_kv) = (self.n_heads, self.n_heads_kv);
             return Err(AttentionError::HeadsNotGrouped { num_heads_q, num_heads_kv });
         }
+        for (option, value) in [("n_heads", self.n_heads), ("d_head", self.d_head)] {
+            if value == 0 {
+                return Err(AttentionError::Unsupported { option, value: "0".into(), why: "there must be at least 1" });
+            }
+        }
         check_rate("dropout", self.dropout)?;
         if self.min_float.is_nan() || self.min_float > MIN_FLOAT {
             return Err(AttentionError::Unsupported {

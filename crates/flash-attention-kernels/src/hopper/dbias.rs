@@ -22,12 +22,13 @@
 //! Blocks of which the band shows nothing are no turns: they are filled with zeros when all else is done.
 
 use super::delta::stats_rows;
+use super::dropout::{back, kept};
 use super::forward::Stride;
 use super::ops::*;
 use super::ring::{Place, load_panels};
 use super::rows::{exchange, vector_of_pair};
 use super::schedule::Divisor;
-use super::scores::{Factors, back, finish_head, hide, kept, products};
+use super::scores::{Factors, finish_head, hide, products};
 use super::{BiasBlueprint, BiasTile, PANEL, SLOTS, WARPGROUP_ROWS, WORDS};
 use crate::mask::{Band, Blocks};
 use cubecl::prelude::*;

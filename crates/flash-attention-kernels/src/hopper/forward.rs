@@ -16,12 +16,13 @@
 //! behind one, makes it guard every shuffle that follows. Products and waits for them are the whole warpgroup's: they may not
 //! stand behind what a warp decides.
 
+use super::dropout::{kept_of, leave};
 use super::ops::*;
 use super::recompute::{is_finite, recompute_row};
 use super::ring::{BLIND, Loader, Memory, Of, Place, Spread, load_next_q};
 use super::rows::*;
 use super::schedule::Walk;
-use super::scores::{Factors, finish, hide, kept_of, leave, products};
+use super::scores::{Factors, finish, hide, products};
 use super::{Blueprint, HopperTile, WARPGROUP_ROWS, WARPGROUP_UNITS};
 use crate::mask::Band;
 use crate::softmax::lse_bits_log2;

@@ -19,6 +19,7 @@
 
 use super::Blueprint;
 use super::delta::{stats_all, stats_at};
+use super::dropout::{back, kept_of, left};
 use super::forward::Stride;
 use super::ops::*;
 use super::recompute::{is_finite_row, recompute_gradients};
@@ -26,7 +27,7 @@ use super::reduce::{ADDENDS, Reducer};
 use super::ring::{BLIND, CONTINUED, CONTINUES, Loader, Memory, Of, Place, Spread, load_next_q};
 use super::rows::*;
 use super::schedule::Walk;
-use super::scores::{Factors, back, finish, hide, kept_of, left, products, slope};
+use super::scores::{Factors, finish, hide, products, slope};
 use super::{Role, WARPGROUP_ROWS};
 use crate::mask::Band;
 use cubecl::prelude::*;

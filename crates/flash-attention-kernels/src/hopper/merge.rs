@@ -8,7 +8,7 @@
 
 use super::forward::row_start;
 use super::ops::{ex2, lg2, reciprocal};
-use crate::score::Extras;
+use crate::extras::Extras;
 use crate::softmax::{HIDDEN, lse_bits_log2, lse_of_part};
 use cubecl::prelude::*;
 

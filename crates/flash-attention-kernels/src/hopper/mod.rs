@@ -8,7 +8,7 @@
 //! dbias     the gradient of a bias of each pair      recompute rows that tiles of products cannot give
 //! rows      softmax on an accumulator's rows         merge     parts of the keys, put together
 //! scores    softcap, bias, mask, band, on registers  ops       operations that CubeCL has no name for
-//! delta     what gradients need of each query
+//! delta     what gradients need of each query        dropout   which registers are kept
 //! ```
 //!
 //! Each kernel keeps blocks of rows of one or two tensors, and tiles of two others stream by ([`Role`]).
@@ -24,6 +24,8 @@ pub mod copy;
 pub mod dbias;
 #[cfg(feature = "cuda")]
 pub mod delta;
+#[cfg(feature = "cuda")]
+pub mod dropout;
 #[cfg(feature = "cuda")]
 pub mod forward;
 #[cfg(feature = "cuda")]

@@ -8,8 +8,8 @@ use super::delta::{stats_all, stats_at};
 use super::ops::*;
 use super::schedule::{Item, Walk};
 use super::{Blueprint, HopperTile, PANEL, Role, SLOTS, WARPGROUP_ROWS, WARPGROUP_UNITS, WORDS};
+use crate::extras::Extras;
 use crate::mask::Band;
-use crate::score::Extras;
 use cubecl::prelude::*;
 
 /// Where words of an item lie. The first four are what loading needs.

@@ -6,8 +6,8 @@
 
 use super::Blueprint;
 use super::ops::*;
+use crate::extras::Extras;
 use crate::problem::Dtype;
-use crate::score::Extras;
 use crate::softmax::HIDDEN;
 use cubecl::prelude::*;
 

@@ -14,10 +14,11 @@ pub use forward::{forward, forward_with};
 
 use crate::dropout::{self, DropoutLaunch};
 use crate::error::AttentionError;
+use crate::extras::ExtrasLaunch;
 use crate::portable::GridLaunch;
 use crate::portable::tile::{TileShape, WIDTH};
 use crate::problem::AttentionProblem;
-use crate::score::{ExtrasLaunch, ScoreLaunch};
+use crate::score::ScoreLaunch;
 use crate::tensor::TensorView;
 use crate::tiling::{self, Device};
 use cubecl::client::Client;

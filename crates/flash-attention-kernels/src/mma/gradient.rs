@@ -18,12 +18,13 @@ use super::tiles::{Along, copy_rows, copy_words, lane_of_columns, lane_of_rows, 
 use super::{MmaBlueprint, MmaTile, Products};
 use crate::hopper::WARPGROUP_ROWS;
 use crate::hopper::delta::{stats_all, stats_at};
+use crate::hopper::dropout::{back, kept, left};
 use crate::hopper::gradient::{ResultStrides, RowStatistics, SourceStrides, statistics};
 use crate::hopper::ops::{ex2, shared_address};
 use crate::hopper::recompute::{is_finite_row, recompute_gradients};
 use crate::hopper::rows::{fragments_of, store_row_of};
 use crate::hopper::schedule::Walk;
-use crate::hopper::scores::{Factors, back, finish_head, hide, kept, left, slope_head};
+use crate::hopper::scores::{Factors, finish_head, hide, slope_head};
 use crate::mask::Band;
 use cubecl::prelude::*;
 
