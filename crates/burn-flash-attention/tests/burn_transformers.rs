@@ -311,10 +311,10 @@ fn causality_needs_no_mask() {
     }
 }
 
-/// Dropout of 0.1, which burn-nn's configurations have: what was trained with it loads and runs; training goes on once attention's
-/// own is off.
+/// Dropout of 0.1, which burn-nn's configurations have: what was trained with it loads and runs, and in training it drops residuals,
+/// attention's weights, or both.
 #[test]
-fn dropout_of_residuals_alone_trains() {
+fn dropout_drops_what_it_is_told_to_while_training() {
     for target in targets() {
         let burns = TransformerEncoderConfig::new(D_MODEL, D_FF, HEADS, LAYERS).init(&target.device);
         let x = random([BATCH, TARGET, D_MODEL], &target.device);
@@ -327,13 +327,16 @@ fn dropout_of_residuals_alone_trains() {
 
         let device = target.device.clone().autodiff();
         let x = FlashTransformerEncoderInput::new(random([BATCH, TARGET, D_MODEL], &device));
-        let error = config.init(&device).try_forward(x.clone()).unwrap_err().to_string();
-        assert!(error.contains("dropout = 0.1"), "{error}");
-        let training = config.with_attention_dropout(Some(0.0)).init(&device);
-        let twice = [0; 2].map(|_| training.forward(x.clone()).into_data());
-        assert_ne!(twice[0], twice[1], "residuals are not dropped");
-        let frozen = training.freeze();
-        assert_eq!(frozen.forward(x.clone()).into_data(), frozen.forward(x).into_data());
+        for (residuals, weights, drops) in
+            [(0.1, None, true), (0.1, Some(0.0), true), (0.0, Some(0.1), true), (0.0, None, false)]
+        {
+            let config = config.clone().with_dropout(residuals).with_attention_dropout(weights);
+            let training = config.init(&device);
+            let twice = [0; 2].map(|_| training.forward(x.clone()).into_data());
+            assert_eq!(twice[0] != twice[1], drops, "residuals {residuals}, weights {weights:?}");
+            let frozen = training.freeze();
+            assert_eq!(frozen.forward(x.clone()).into_data(), frozen.forward(x.clone()).into_data());
+        }
     }
 }
 
