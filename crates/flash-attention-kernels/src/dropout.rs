@@ -178,22 +178,16 @@ impl Dropout {
     }
 }
 
-/// Which pairs are kept, 1 or 0 each, as bytes or words: `[batch, heads, Sq, Sk]`, contiguous.
+/// Which pairs are kept, 1 or 0 each: `out [B, H, Sq, Sk]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub fn write_kept<O: Numeric>(
-    out: &mut Tensor<O>,
-    dropout: Dropout,
-    heads: u32,
-    seq_q: u32,
-    seq_k: u32,
-    #[define(O)] _type: ElemType,
-) {
+pub fn write_kept(out: &mut Tensor<u32>, dropout: Dropout) {
     if ABSOLUTE_POS < out.len() {
-        let (row, j) = (ABSOLUTE_POS / seq_k as usize, ABSOLUTE_POS % seq_k as usize);
-        let (head, i) = (row / seq_q as usize, row % seq_q as usize);
-        let (batch, head) = (head / heads as usize, head % heads as usize);
+        let (row, j) = (ABSOLUTE_POS / out.shape(3), ABSOLUTE_POS % out.shape(3));
+        let (head, i) = (row / out.shape(2), row % out.shape(2));
+        let (batch, head) = (head / out.shape(1), head % out.shape(1));
         let kept = dropout.keeps(batch as u32, head as u32, i as u32, j as u32);
-        out[ABSOLUTE_POS] = select(kept, O::from_int(1), O::from_int(0));
+        let at = batch * out.stride(0) + head * out.stride(1) + i * out.stride(2) + j * out.stride(3);
+        out[at] = u32::cast_from(kept);
     }
 }
 

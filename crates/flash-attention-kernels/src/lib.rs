@@ -53,7 +53,8 @@ pub mod tuning;
 pub use error::AttentionError;
 pub use hopper::{BiasTile, HopperTile};
 pub use launch::{
-    Gradients, Inputs, MaskStorage, MaskView, Saved, Scratch, backward, backward_with, forward, forward_with,
+    Gradients, Inputs, MaskStorage, MaskView, Saved, Scratch, backward, backward_with, dropout_kept, forward,
+    forward_with,
 };
 pub use matrix::MatrixTile;
 pub use mma::MmaTile;

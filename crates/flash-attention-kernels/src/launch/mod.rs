@@ -1,6 +1,7 @@
 //! Validate, choose, compute the grid, launch. No mathematics.
 
 mod backward;
+mod dropout;
 mod forward;
 #[cfg(feature = "cuda")]
 mod hopper;
@@ -10,9 +11,10 @@ mod mma;
 mod rows;
 
 pub use backward::{Gradients, Saved, Scratch, backward, backward_with};
+pub use dropout::dropout_kept;
 pub use forward::{forward, forward_with};
 
-use crate::dropout::{self, DropoutLaunch};
+use crate::dropout::{DropoutLaunch, factor, seed, threshold};
 use crate::error::AttentionError;
 use crate::extras::ExtrasLaunch;
 use crate::portable::GridLaunch;
@@ -169,7 +171,7 @@ impl<'a> Call<'a> {
                 });
             }
         }
-        let words = number.filter(|_| drops).map(dropout::seed);
+        let words = number.filter(|_| drops).map(seed);
         let bytes = words.map(|words| words.map(u32::to_le_bytes).concat());
         let seed = bytes.map(|bytes| TensorView::contiguous(client.create_from_slice(&bytes), [2]));
         Ok(Call { client, device, problem, inputs, seed: seed.or_else(|| inputs.dropout_seed.clone()) })
@@ -232,7 +234,7 @@ impl<'a> Call<'a> {
     fn dropout(&self) -> DropoutLaunch {
         let rate = self.problem.options.dropout;
         let seed = self.seed.as_ref().map(|seed| seed.arg());
-        DropoutLaunch::new(seed.into(), dropout::threshold(rate), dropout::factor(rate))
+        DropoutLaunch::new(seed.into(), threshold(rate), factor(rate))
     }
 
     /// One cube for each block of queries.

@@ -14,7 +14,7 @@ use flash_attention_kernels::tuning;
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradient, Gradients, Inputs,
     Kernel, MaskStorage, MaskView, Plan, Precision, RowsTile, Saved, Scratch, TensorView, TileShape, backward_with,
-    forward, forward_with, plan, plan_with,
+    dropout_kept, forward, forward_with, plan, plan_with,
     tiling::{Device, fused_on},
 };
 use flash_attention_reference as reference;
@@ -371,6 +371,16 @@ impl Case {
     pub fn with_dropout(mut self, dropout: f32) -> Self {
         self.problem.options.dropout = dropout;
         self
+    }
+
+    /// Which pairs dropout keeps, as the device writes it out.
+    pub fn kept(&self, client: &Client) -> Vec<bool> {
+        let bytes: Vec<u8> = self.seed.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let seed = TensorView::contiguous(client.create_from_slice(&bytes), [2]);
+        let shape = self.problem.scores_shape();
+        let out = TensorView::contiguous(client.empty(4 * shape.iter().product::<usize>()), shape);
+        dropout_kept(client, &self.problem, &seed, &out).unwrap();
+        client.read_one_unchecked(out.handle).chunks_exact(4).map(|word| word[0] == 1).collect()
     }
 
     /// Adds a gradient of lse.

@@ -276,6 +276,7 @@ fn dropout_depends_on_its_seed_alone() {
     numbered.problem.options.dropout_seed = Some(u64::from(case.seed[0]) | u64::from(case.seed[1]) << 32);
     assert_eq!(first.o, numbered.run(&client).unwrap().o);
     let (kept, band) = (flash_attention_reference::kept(&case.problem, case.seed), case.problem.band());
+    assert_eq!(case.kept(&client), kept);
     for (row, o) in first.o.chunks_exact(16).enumerate() {
         let seen: Vec<usize> = (0..70).filter(|j| band.sees(row as u32 % 50, *j as u32)).collect();
         let share = seen.iter().filter(|j| kept[row * 70 + *j]).count() as f64 / seen.len() as f64;
