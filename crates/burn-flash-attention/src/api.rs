@@ -150,10 +150,91 @@ pub fn try_flash_attention_with_lse(
         dropout_seed: OptionalInt::from_option(seed.map(Tensor::into_dispatch)),
         seq_lens_q: OptionalInt::from_option(lens(&options.seq_lens_q)),
         seq_lens_k: OptionalInt::from_option(lens(&options.seq_lens_k)),
+        cu_seqlens_q: OptionalInt::from_option(lens(&options.cu_seqlens_q)),
+        cu_seqlens_k: OptionalInt::from_option(lens(&options.cu_seqlens_k)),
     };
     let (q, k, v) = (q.into_dispatch(), k.into_dispatch(), v.into_dispatch());
     let output = Dispatch::flash_attention(q, k, v, extras, options.numbers());
     Ok((Tensor::from_dispatch(output.out), Tensor::from_dispatch(output.lse)))
+}
+
+/// [`flash_attention`] on sequences that are packed one behind the other, of which each sees its own keys only. Which blocks there are is
+/// found out on the device, and the longest sequences are computed first.
+///
+/// # Shapes
+///
+/// - `q`: `[total_q, num_heads_q, head_dim]`
+/// - `k`: `[total_k, num_heads_kv, head_dim]`
+/// - `v`: `[total_k, num_heads_kv, head_dim_v]`
+/// - `cu_seqlens_q`, `cu_seqlens_k`: `[sequences + 1]`; sequence `s` is `q[cu_seqlens_q[s]..cu_seqlens_q[s + 1]]` with the keys
+///   `cu_seqlens_k[s]..cu_seqlens_k[s + 1]`. Either may have none of its own.
+/// - returns `[total_q, num_heads_q, head_dim_v]`, 0 for what belongs to no sequence
+///
+/// Causality and windows are each sequence's own. Mask and bias broadcast to `[1, num_heads_q, total_q, total_k]`, slopes are
+/// `[num_heads_q]`. For documents packed into the rows of a batch there are [`cu_seqlens_q`](FlashAttentionOptions::cu_seqlens_q) and
+/// [`cu_seqlens_k`](FlashAttentionOptions::cu_seqlens_k) in the options of [`flash_attention`].
+///
+/// # Panics
+///
+/// With the message of the error that [`try_flash_attention_varlen`] returns.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::{Device, Distribution, Int, Tensor};
+/// use burn_flash_attention::{FlashAttentionOptions, flash_attention_varlen};
+///
+/// // Three sentences, of 5, 2 and 9 words.
+/// let device = Device::flex().autodiff();
+/// let x = Tensor::<3>::random([16, 4, 8], Distribution::Default, &device).require_grad();
+/// let ends = Tensor::<1, Int>::from_data([0, 5, 7, 16], &device);
+/// let options = FlashAttentionOptions::new().with_causal(true);
+/// let out = flash_attention_varlen(x.clone(), x.clone(), x.clone(), ends.clone(), ends, &options);
+/// assert_eq!(x.grad(&out.sum().backward()).unwrap().dims(), [16, 4, 8]);
+/// # }
+/// ```
+#[track_caller]
+pub fn flash_attention_varlen(
+    q: Tensor<3>,
+    k: Tensor<3>,
+    v: Tensor<3>,
+    cu_seqlens_q: Tensor<1, Int>,
+    cu_seqlens_k: Tensor<1, Int>,
+    options: &FlashAttentionOptions,
+) -> Tensor<3> {
+    unwrapped(try_flash_attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, options))
+}
+
+/// [`flash_attention_varlen`], or why it cannot be done. Nothing has run where an error is returned.
+///
+/// # Errors
+///
+/// Each [`AttentionError`] names the argument at fault and its value. What `cu_seqlens` hold is not looked at: nobody waits for the
+/// device. Positions past the end count as the end.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::{Device, Int, Tensor};
+/// use burn_flash_attention::{FlashAttentionOptions, try_flash_attention_varlen};
+///
+/// let zeros = || Tensor::<3>::zeros([16, 4, 8], &Device::flex());
+/// let ends = |ends: &[i32]| Tensor::<1, Int>::from_data(ends, &Device::flex());
+/// let (q, k) = (ends(&[0, 7, 16]), ends(&[0, 16]));
+/// let error = try_flash_attention_varlen(zeros(), zeros(), zeros(), q, k, &FlashAttentionOptions::new()).unwrap_err();
+/// assert!(error.to_string().starts_with("cu_seqlens_k has sequences + 1 2"));
+/// # }
+/// ```
+pub fn try_flash_attention_varlen(
+    q: Tensor<3>,
+    k: Tensor<3>,
+    v: Tensor<3>,
+    cu_seqlens_q: Tensor<1, Int>,
+    cu_seqlens_k: Tensor<1, Int>,
+    options: &FlashAttentionOptions,
+) -> Result<Tensor<3>, AttentionError> {
+    // One batch, read where it lies.
+    let [q, k, v] = [q, k, v].map(|tensor| tensor.unsqueeze_dim::<4>(0).swap_dims(1, 2));
+    let options = options.clone().with_cu_seqlens_q(cu_seqlens_q).with_cu_seqlens_k(cu_seqlens_k);
+    try_flash_attention(q, k, v, &options).map(|out| out.swap_dims(1, 2).squeeze_dim(0))
 }
 
 /// [`burn::tensor::module::attention`] with the same signature and meaning, to be put in its place by a change of the
@@ -291,6 +372,8 @@ fn posed(
         ("sinks", sinks.map(Tensor::device)),
         ("seq_lens_q", options.seq_lens_q.as_ref().map(Tensor::device)),
         ("seq_lens_k", options.seq_lens_k.as_ref().map(Tensor::device)),
+        ("cu_seqlens_q", options.cu_seqlens_q.as_ref().map(Tensor::device)),
+        ("cu_seqlens_k", options.cu_seqlens_k.as_ref().map(Tensor::device)),
     ] {
         if let Some(other) = other {
             same_device(argument, &other, &device)?;
@@ -303,6 +386,8 @@ fn posed(
         sinks: sinks.map(|sinks| sinks.dims().to_vec()),
         seq_lens_q: options.seq_lens_q.as_ref().map(|lens| lens.dims().to_vec()),
         seq_lens_k: options.seq_lens_k.as_ref().map(|lens| lens.dims().to_vec()),
+        cu_seqlens_q: options.cu_seqlens_q.as_ref().map(|ends| ends.dims().to_vec()),
+        cu_seqlens_k: options.cu_seqlens_k.as_ref().map(|ends| ends.dims().to_vec()),
     };
     let problem = problem([&q.dims(), &k.dims(), &v.dims()], shapes, q_dtype, options.numbers())?;
     Ok((device.inner(), problem))

@@ -32,9 +32,14 @@ impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff
         extras: Extras<Self>,
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
-        let [dropout_seed, seq_lens_q, seq_lens_k] =
-            [extras.dropout_seed, extras.seq_lens_q, extras.seq_lens_k].map(OptionalInt::into_option);
-        let untracked = Untracked { mask: extras.mask.into_option(), dropout_seed, seq_lens_q, seq_lens_k };
+        let untracked = Untracked {
+            mask: extras.mask.into_option(),
+            dropout_seed: extras.dropout_seed.into_option(),
+            seq_lens_q: extras.seq_lens_q.into_option(),
+            seq_lens_k: extras.seq_lens_k.into_option(),
+            cu_seqlens_q: extras.cu_seqlens_q.into_option(),
+            cu_seqlens_k: extras.cu_seqlens_k.into_option(),
+        };
         let optional = [extras.bias, extras.alibi_slopes, extras.sinks].map(OptionalFloat::into_option);
         // Burn wants to know at compile time how many inputs a node has.
         let record = match optional.iter().flatten().count() {
@@ -69,6 +74,8 @@ struct Untracked<B: Backend> {
     dropout_seed: Option<IntTensor<B>>,
     seq_lens_q: Option<IntTensor<B>>,
     seq_lens_k: Option<IntTensor<B>>,
+    cu_seqlens_q: Option<IntTensor<B>>,
+    cu_seqlens_k: Option<IntTensor<B>>,
 }
 
 impl<B: Backend> Untracked<B> {
@@ -82,6 +89,8 @@ impl<B: Backend> Untracked<B> {
             dropout_seed: OptionalInt::from_option(self.dropout_seed),
             seq_lens_q: OptionalInt::from_option(self.seq_lens_q),
             seq_lens_k: OptionalInt::from_option(self.seq_lens_k),
+            cu_seqlens_q: OptionalInt::from_option(self.cu_seqlens_q),
+            cu_seqlens_k: OptionalInt::from_option(self.cu_seqlens_k),
         }
     }
 }

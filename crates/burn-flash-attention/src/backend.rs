@@ -61,6 +61,12 @@ pub struct Extras<B: Backend> {
     /// `[batch]`, of 32 bits each.
     #[extension_type]
     pub seq_lens_k: OptionalInt<B>,
+    /// `[sequences + 1]`, of 32 bits each.
+    #[extension_type]
+    pub cu_seqlens_q: OptionalInt<B>,
+    /// `[sequences + 1]`, of 32 bits each.
+    #[extension_type]
+    pub cu_seqlens_k: OptionalInt<B>,
 }
 
 #[cfg(all(feature = "cube", feature = "fusion"))]
@@ -75,6 +81,8 @@ impl<B: Backend> Extras<B> {
             dropout_seed: OptionalInt::None,
             seq_lens_q: OptionalInt::None,
             seq_lens_k: OptionalInt::None,
+            cu_seqlens_q: OptionalInt::None,
+            cu_seqlens_k: OptionalInt::None,
         }
     }
 }

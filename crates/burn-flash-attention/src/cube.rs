@@ -126,8 +126,9 @@ impl Call {
         let mask = extras.mask.into_option().map(untile);
         let [bias, slopes, sinks] =
             [extras.bias, extras.alibi_slopes, extras.sinks].map(|tensor| tensor.into_option().map(untile));
-        let [seed, lens_q, lens_k] =
-            [extras.dropout_seed, extras.seq_lens_q, extras.seq_lens_k].map(|tensor| tensor.into_option().map(untile));
+        let [seed, lens_q, lens_k, cu_q, cu_k] =
+            [extras.dropout_seed, extras.seq_lens_q, extras.seq_lens_k, extras.cu_seqlens_q, extras.cu_seqlens_k]
+                .map(|tensor| tensor.into_option().map(untile));
 
         let shape = |tensor: &Option<CubeTensor>| tensor.as_ref().map(|tensor| tensor.meta.shape().to_vec());
         let shapes = Shapes {
@@ -137,6 +138,8 @@ impl Call {
             sinks: shape(&sinks),
             seq_lens_q: shape(&lens_q),
             seq_lens_k: shape(&lens_k),
+            cu_seqlens_q: shape(&cu_q),
+            cu_seqlens_k: shape(&cu_k),
         };
         let problem = problem([q.meta.shape(), k.meta.shape(), v.meta.shape()], shapes, dtype("q", q.dtype)?, options)?;
         let inputs = Inputs {
@@ -147,6 +150,8 @@ impl Call {
             dropout_seed: seed.as_ref().map(view),
             seq_lens_q: lens_q.as_ref().map(view),
             seq_lens_k: lens_k.as_ref().map(view),
+            cu_seqlens_q: cu_q.as_ref().map(view),
+            cu_seqlens_k: cu_k.as_ref().map(view),
             ..Inputs::new(view(&q), view(&k), view(&v))
         };
         Ok(Call { q, problem, inputs })

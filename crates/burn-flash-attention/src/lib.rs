@@ -42,7 +42,8 @@ mod slopes;
 #[cfg(feature = "autotune")]
 pub use api::tuned;
 pub use api::{
-    attention, flash_attention, flash_attention_with_lse, plan, try_flash_attention, try_flash_attention_with_lse,
+    attention, flash_attention, flash_attention_varlen, flash_attention_with_lse, plan, try_flash_attention,
+    try_flash_attention_varlen, try_flash_attention_with_lse,
 };
 #[cfg(feature = "autotune")]
 pub use flash_attention_kernels::tuning::Tuned;

@@ -62,6 +62,12 @@ pub struct FlashAttentionOptions {
     pub seq_lens_q: Option<Tensor<1, Int>>,
     /// `[batch]`: how many of its keys, which is what queries see of them.
     pub seq_lens_k: Option<Tensor<1, Int>>,
+    /// `[sequences + 1]`: where each of several sequences begins among all queries, counted through the batches, and where the last one
+    /// ends. Sequences see nothing of each other; one that would go on in the next batch ends with its own, and what belongs to none gets 0.
+    /// Not below 0, and none below the one before: nobody waits for the device to look.
+    pub cu_seqlens_q: Option<Tensor<1, Int>>,
+    /// `[sequences + 1]`: the same among all keys, for as many sequences.
+    pub cu_seqlens_k: Option<Tensor<1, Int>>,
     /// `[num_heads_q]`: the score of one more key of each head, whose value is 0, so that a head may attend to nothing (gpt-oss;
     /// StreamingLLM, arXiv:2309.17453). Zeros are burn-nn's quiet softmax. Differentiable.
     pub sinks: Option<Tensor<1>>,
@@ -242,6 +248,27 @@ impl FlashAttentionOptions {
         /// let options = burn_flash_attention::FlashAttentionOptions::new().with_seq_lens_k(lens);
         /// ```
         with_seq_lens_k: seq_lens_k, Tensor<1, Int>;
+        /// Sets where each of several sequences begins among all queries, and where the last one ends: `[sequences + 1]`.
+        ///
+        /// ```no_run
+        /// use burn::tensor::{Device, Int, Tensor};
+        ///
+        /// // Rows of 1024 tokens: the first is a document of 700 and one of 324, the second a document by itself.
+        /// let ends = Tensor::<1, Int>::from_data([0, 700, 1024, 2048], &Device::default());
+        /// let options = burn_flash_attention::FlashAttentionOptions::new().with_causal(true);
+        /// let options = options.with_cu_seqlens_q(ends.clone()).with_cu_seqlens_k(ends);
+        /// ```
+        with_cu_seqlens_q: cu_seqlens_q, Tensor<1, Int>;
+        /// Sets where each of several sequences begins among all keys, and where the last one ends: `[sequences + 1]`.
+        ///
+        /// ```no_run
+        /// use burn::tensor::{Device, Int, Tensor};
+        ///
+        /// let ends = |ends| Tensor::<1, Int>::from_data(ends, &Device::default());
+        /// let options = burn_flash_attention::FlashAttentionOptions::new();
+        /// let options = options.with_cu_seqlens_q(ends([0, 1, 2])).with_cu_seqlens_k(ends([0, 30, 100]));
+        /// ```
+        with_cu_seqlens_k: cu_seqlens_k, Tensor<1, Int>;
         /// Sets what dropout drops.
         ///
         /// ```
@@ -312,6 +339,8 @@ impl Serialize for FlashAttentionOptions {
             ("sinks", self.sinks.as_ref().map(|sinks| sinks.dims().to_vec())),
             ("seq_lens_q", self.seq_lens_q.as_ref().map(|lens| lens.dims().to_vec())),
             ("seq_lens_k", self.seq_lens_k.as_ref().map(|lens| lens.dims().to_vec())),
+            ("cu_seqlens_q", self.cu_seqlens_q.as_ref().map(|ends| ends.dims().to_vec())),
+            ("cu_seqlens_k", self.cu_seqlens_k.as_ref().map(|ends| ends.dims().to_vec())),
         ] {
             if let Some(shape) = shape {
                 return Err(S::Error::custom(format!(

@@ -22,6 +22,8 @@ pub(crate) struct Shapes {
     pub sinks: Option<Vec<usize>>,
     pub seq_lens_q: Option<Vec<usize>>,
     pub seq_lens_k: Option<Vec<usize>>,
+    pub cu_seqlens_q: Option<Vec<usize>>,
+    pub cu_seqlens_k: Option<Vec<usize>>,
 }
 
 /// The problem, validated as far as that needs no device.
@@ -49,6 +51,17 @@ pub(crate) fn problem(
     }
     if let Some(lens) = shapes.seq_lens_k {
         problem = problem.with_seq_lens_k(&lens)?;
+    }
+    match (shapes.cu_seqlens_q, shapes.cu_seqlens_k) {
+        (Some(q), Some(k)) => problem = problem.with_cu_seqlens(&q, &k)?,
+        (None, None) => {}
+        (q, _) => {
+            return Err(AttentionError::Unsupported {
+                option: if q.is_some() { "cu_seqlens_k" } else { "cu_seqlens_q" },
+                value: "no tensor".into(),
+                why: "queries and keys are packed alike: cu_seqlens_q and cu_seqlens_k come together",
+            });
+        }
     }
     Ok(problem)
 }

@@ -118,7 +118,7 @@ fn numbers_that_make_no_sense() {
 
 #[test]
 fn numbers_of_heads_and_batches_that_are_others() {
-    use AttentionError::{Dimension, Dtype};
+    use AttentionError::{Dimension, Dtype, Unsupported};
     for target in targets() {
         let d = &target.device;
         let new = FlashAttentionOptions::new;
@@ -138,6 +138,16 @@ fn numbers_of_heads_and_batches_that_are_others() {
         refused!(with(&target, new().with_sinks(ones(3))), Dimension { .. }, "sinks has", says, "q has 4");
         refused!(with(&target, new().with_seq_lens_q(lens(3))), Dimension { .. }, "seq_lens_q has batch 3", "q has 2");
         refused!(with(&target, new().with_seq_lens_k(lens(1))), Dimension { .. }, "seq_lens_k has batch 1", "q has 2");
+        refused!(with(&target, new().with_cu_seqlens_k(lens(1))), Unsupported { .. }, "cu_seqlens_q = no tensor");
+        let packed = |q, k| new().with_cu_seqlens_q(lens(q)).with_cu_seqlens_k(lens(k));
+        refused!(
+            with(&target, packed(3, 2)),
+            Dimension { .. },
+            "cu_seqlens_k has sequences + 1 2",
+            "cu_seqlens_q has 3"
+        );
+        let both = packed(3, 3).with_seq_lens_q(lens(2));
+        refused!(with(&target, both), Unsupported { .. }, "seq_lens_q = a tensor");
         if target.name == "flex" {
             let wide = ones(4).cast(DType::F64);
             refused!(with(&target, new().with_sinks(wide)), Dtype { .. }, "sinks is f64");

@@ -19,6 +19,7 @@
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
+use crate::mask::Band;
 use cubecl::prelude::*;
 
 /// Rounds of the generator.
@@ -149,6 +150,51 @@ impl Dropout {
             }
         }
         kept
+    }
+
+    /// [`Dropout::keeps`] in a batch with that band: draws of one of several sequences count from where it begins, in place of the
+    /// batch's those of its number.
+    pub fn keeps_of(&self, band: &Band, batch: u32, head: u32, i: u32, j: u32) -> bool {
+        if comptime!(band.ragged) {
+            self.keeps(band.sequence, head, i - band.begin_q, j - band.begin_k)
+        } else {
+            self.keeps(batch, head, i, j)
+        }
+    }
+
+    /// The same where rows are keys, if `transposed`: for row `i` and column `j` of such a band.
+    pub fn keeps_turned(
+        &self,
+        band: &Band,
+        batch: u32,
+        head: u32,
+        i: u32,
+        j: u32,
+        #[comptime] transposed: bool,
+    ) -> bool {
+        if comptime!(band.ragged && transposed) {
+            self.keeps(band.sequence, head, j - band.begin_k, i - band.begin_q)
+        } else if comptime!(transposed) {
+            self.keeps(batch, head, j, i)
+        } else {
+            self.keeps_of(band, batch, head, i, j)
+        }
+    }
+
+    /// [`Dropout::keeps_four`], likewise; `j` is a multiple of 4 behind the sequence's first key, or `anywhere`.
+    pub fn keeps_four_of(&self, band: &Band, batch: u32, head: u32, i: u32, j: u32, #[comptime] anywhere: bool) -> u32 {
+        if comptime!(band.ragged && anywhere && self.seed.is_some()) {
+            let mut kept = 0u32.runtime();
+            #[unroll]
+            for nth in 0..4u32 {
+                kept |= u32::cast_from(self.keeps_of(band, batch, head, i, j + nth)) << nth;
+            }
+            kept
+        } else if comptime!(band.ragged) {
+            self.keeps_four(band.sequence, head, i - band.begin_q, j - band.begin_k)
+        } else {
+            self.keeps_four(batch, head, i, j)
+        }
     }
 
     /// By what sums of what is kept are multiplied.

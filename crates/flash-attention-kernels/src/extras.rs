@@ -1,13 +1,14 @@
-//! What attention may have beside products, mask and bias: a slope and a sink of each head, lengths of each batch, dropout. Kernels get
-//! all of it as one argument, and what is not there is not compiled.
+//! What attention may have beside products, mask and bias: a slope and a sink of each head, several sequences, dropout. Kernels get all
+//! of it as one argument, and what is not there is not compiled.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
 use crate::dropout::Dropout;
 use crate::mask::Band;
+use crate::sequences::{Block, block_of};
 use cubecl::prelude::*;
 
-/// The tensors of it. What each means: [`score`](crate::score), [`mask`](crate::mask), [`dropout`](mod@crate::dropout).
+/// The tensors of it. What each means: [`score`](crate::score), [`sequences`](crate::sequences), [`dropout`](mod@crate::dropout).
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Extras {
@@ -17,42 +18,53 @@ pub struct Extras {
     pub sinks: ComptimeOption<&'static Tensor<f32>>,
     /// Of probabilities.
     pub dropout: Dropout,
-    /// How many of the queries are a sequence, `[B]`; the first ones.
-    pub lens_q: ComptimeOption<&'static Tensor<u32>>,
-    /// How many of the keys.
-    pub lens_k: ComptimeOption<&'static Tensor<u32>>,
+    /// The [schedule](mod@crate::sequences) of the kernel's blocks, where there are several sequences.
+    pub schedule: ComptimeOption<&'static Tensor<u32>>,
 }
 
 impl Extras {
-    /// Whether sequences may end before tensors do.
+    /// Nothing of it, on the host.
+    ///
+    /// ```
+    /// assert!(!flash_attention_kernels::extras::Extras::none().is_ragged());
+    /// ```
+    pub fn none() -> Self {
+        let dropout = Dropout { seed: ComptimeOption::None, threshold: 0, factor: 1.0 };
+        Extras { slopes: ComptimeOption::None, sinks: ComptimeOption::None, dropout, schedule: ComptimeOption::None }
+    }
+
+    /// Whether there are several sequences.
     pub fn is_ragged(&self) -> bool {
-        self.lens_q.is_some() || self.lens_k.is_some()
+        self.schedule.is_some()
     }
 }
 
 impl ExtrasExpand {
     /// [`Extras::is_ragged`], while a kernel is made.
     pub fn is_ragged(&self) -> bool {
-        self.lens_q.is_some() || self.lens_k.is_some()
+        self.schedule.is_some()
     }
 }
 
 #[cube]
 impl Extras {
-    /// The band of a batch's sequence.
-    pub fn band(&self, band: &Band, batch: usize) -> Band {
-        let ragged = comptime!(self.is_ragged());
-        let mut len_q = band.seq_q;
+    /// How many blocks the schedule has; `otherwise` if there is none.
+    pub fn blocks(&self, otherwise: u32) -> u32 {
+        let mut blocks = otherwise;
         #[comptime]
-        if let ComptimeOption::Some(lens) = &self.lens_q {
-            len_q = lens[batch * lens.stride(0)];
+        if let ComptimeOption::Some(list) = &self.schedule {
+            blocks = list[0];
         }
-        let mut len_k = band.seq_k;
-        #[comptime]
-        if let ComptimeOption::Some(lens) = &self.lens_k {
-            len_k = lens[batch * lens.stride(0)];
+        blocks
+    }
+
+    /// The `nth` block of the schedule; if there is none, this one, which is that of the only sequence of its batch.
+    pub fn block(&self, nth: u32, band: &Band, batch: u32, start: u32) -> Block {
+        if comptime!(self.is_ragged()) {
+            block_of(self.schedule.unwrap(), band, nth)
+        } else {
+            Block { batch, start, band: *band }
         }
-        if comptime!(ragged) { band.of(len_q, len_k) } else { *band }
     }
 
     /// The slope of a head, 0 if there is none.

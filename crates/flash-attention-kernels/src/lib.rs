@@ -44,6 +44,7 @@ pub mod problem;
 pub mod rounding;
 pub mod rows;
 pub mod score;
+pub mod sequences;
 pub mod softmax;
 pub mod tensor;
 pub mod tiling;

@@ -27,10 +27,16 @@ pub struct Band {
     pub seq_q: u32,
     /// Keys that there are.
     pub seq_k: u32,
-    /// Queries that see anything: the first ones, where `ragged`; else all.
-    pub len_q: u32,
-    /// Keys that anything sees, likewise.
-    pub len_k: u32,
+    /// Which sequence this is, where `ragged`.
+    pub sequence: u32,
+    /// Its first query; else all are one.
+    pub begin_q: u32,
+    /// The query after its last.
+    pub end_q: u32,
+    /// Its first key.
+    pub begin_k: u32,
+    /// The key after its last.
+    pub end_k: u32,
     /// Query `i` sees no key before `i + lower`, where `bounded_below`.
     pub lower: i32,
     /// Query `i` sees no key after `i + upper`, where `bounded_above`.
@@ -46,7 +52,7 @@ pub struct Band {
     /// Whether the last query stands at the last key.
     #[cube(comptime)]
     pub bottom_right: bool,
-    /// Whether sequences end before tensors do.
+    /// Whether this is one of several sequences, which see nothing of each other.
     #[cube(comptime)]
     pub ragged: bool,
 }
@@ -104,6 +110,8 @@ pub struct Blocks {
     pub start: u32,
     /// The block after the last; not before `start`.
     pub end: u32,
+    /// Where block 0 starts.
+    pub origin: u32,
 }
 
 impl Band {
@@ -124,8 +132,11 @@ impl Band {
         Band {
             seq_q: seq_q as u32,
             seq_k: seq_k as u32,
-            len_q: seq_q as u32,
-            len_k: seq_k as u32,
+            sequence: 0,
+            begin_q: 0,
+            end_q: seq_q as u32,
+            begin_k: 0,
+            end_k: seq_k as u32,
             lower: lower.min(sk) as i32,
             upper: upper.max(-sq) as i32,
             diagonal: diagonal as i32,
@@ -184,8 +195,11 @@ impl Band {
         Band {
             seq_q: self.seq_k,
             seq_k: self.seq_q,
-            len_q: self.len_k,
-            len_k: self.len_q,
+            sequence: self.sequence,
+            begin_q: self.begin_k,
+            end_q: self.end_k,
+            begin_k: self.begin_q,
+            end_k: self.end_q,
             lower: -self.upper,
             upper: -self.lower,
             diagonal: -self.diagonal,
@@ -201,8 +215,11 @@ impl Band {
         BandLaunch::new(
             self.seq_q,
             self.seq_k,
-            self.len_q,
-            self.len_k,
+            self.sequence,
+            self.begin_q,
+            self.end_q,
+            self.begin_k,
+            self.end_k,
             self.lower,
             self.upper,
             self.diagonal,
@@ -216,31 +233,34 @@ impl Band {
 
 #[cube]
 impl Band {
-    /// The same where so many of the queries and keys, the first ones, are a sequence, and the others nothing.
+    /// The same for one of several sequences, of that number: queries `begin_q .. end_q` and keys `begin_k .. end_k`, which see nothing else.
     ///
     /// ```
     /// use flash_attention_kernels::{AttentionOptions, mask::Band};
     ///
-    /// // Of two queries over five keys the second is padding, as are the last two keys.
-    /// let band = Band::new(2, 5, &AttentionOptions { causal: true, ..Default::default() }).of(1, 3);
+    /// // Of three queries over five keys the last one is padding, as is the first key.
+    /// let band = Band::new(3, 5, &AttentionOptions { causal: true, ..Default::default() }).of(0, 0, 2, 1, 5);
     /// let row = |i| (0..5).map(|j| u8::from(band.sees(i, j))).collect::<Vec<_>>();
-    /// assert_eq!(row(0), [1, 1, 1, 0, 0]);
-    /// assert_eq!(row(1), [0; 5]);
+    /// assert_eq!(row(0), [0, 1, 1, 1, 0]);
+    /// assert_eq!(row(1), [0, 1, 1, 1, 1]);
+    /// assert_eq!(row(2), [0; 5]);
     /// ```
-    pub fn of(&self, len_q: u32, len_k: u32) -> Band {
-        let (len_q, len_k) = (min(len_q, self.seq_q), min(len_k, self.seq_k));
-        let mut shift = 0i32;
+    pub fn of(&self, sequence: u32, begin_q: u32, end_q: u32, begin_k: u32, end_k: u32) -> Band {
+        let mut diagonal = begin_k as i32 - begin_q as i32;
         if comptime!(self.bottom_right) {
-            shift = (len_k as i32 - len_q as i32) - (self.seq_k as i32 - self.seq_q as i32);
+            diagonal = end_k as i32 - end_q as i32;
         }
         Band {
             seq_q: self.seq_q,
             seq_k: self.seq_k,
-            len_q,
-            len_k,
-            lower: self.lower + shift,
-            upper: self.upper + shift,
-            diagonal: self.diagonal + shift,
+            sequence,
+            begin_q,
+            end_q,
+            begin_k,
+            end_k,
+            lower: self.lower + (diagonal - self.diagonal),
+            upper: self.upper + (diagonal - self.diagonal),
+            diagonal,
             bounded_below: comptime!(self.bounded_below),
             bounded_above: comptime!(self.bounded_above),
             bottom_right: comptime!(self.bottom_right),
@@ -248,19 +268,34 @@ impl Band {
         }
     }
 
-    /// Queries that see anything: where all do, the number that other things depend on, too.
-    fn queries(&self) -> u32 {
-        if comptime!(self.ragged) { self.len_q } else { self.seq_q }
+    /// The query after the last of the sequence: where all are one, the number that other things depend on, too.
+    pub fn after_queries(&self) -> u32 {
+        if comptime!(self.ragged) { self.end_q } else { self.seq_q }
     }
 
-    /// Keys that anything sees, likewise.
-    fn keys(&self) -> u32 {
-        if comptime!(self.ragged) { self.len_k } else { self.seq_k }
+    /// The key after the last of the sequence.
+    pub fn after_keys(&self) -> u32 {
+        if comptime!(self.ragged) { self.end_k } else { self.seq_k }
+    }
+
+    /// The first query of the sequence.
+    pub fn first_query(&self) -> u32 {
+        if comptime!(self.ragged) { self.begin_q } else { 0u32.runtime() }
+    }
+
+    /// The first key of the sequence.
+    pub fn first_key(&self) -> u32 {
+        if comptime!(self.ragged) { self.begin_k } else { 0u32.runtime() }
     }
 
     /// Whether query `i` sees key `j`. False past the ends of the sequences.
     pub fn sees(&self, i: u32, j: u32) -> bool {
-        let mut seen = i < self.queries() && j < self.keys();
+        // Not calls behind `&&`, which CubeCL makes branches of: in unrolled loops they are more than some compilers take.
+        let (queries, keys) = (self.after_queries(), self.after_keys());
+        let mut seen = i < queries && j < keys;
+        if comptime!(self.ragged) {
+            seen = seen && i >= self.begin_q && j >= self.begin_k;
+        }
         if comptime!(self.bounded_below) {
             seen = seen && j as i32 >= i as i32 + self.lower;
         }
@@ -275,48 +310,55 @@ impl Band {
         i as i32 + self.diagonal - j as i32
     }
 
-    /// The blocks of `tile_k` keys that queries `q_start .. q_start + tile_q` see anything of. The first may be before query 0:
-    /// a negative number in 32 bits.
+    /// The blocks of `tile_k` keys, counted from the sequence's first one, that queries `q_start .. q_start + tile_q` see anything of.
+    /// The first may be before query 0: a negative number in 32 bits.
     pub fn k_blocks(&self, q_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> Blocks {
-        let mut first = 0i32;
-        let mut after = self.keys() as i32;
-        let q_last = min(q_start as i32 + tile_q as i32, self.queries() as i32) - 1;
+        let mut first = self.first_key() as i32;
+        let mut after = self.after_keys() as i32;
+        let mut q_first = q_start as i32;
+        let q_last = min(q_start as i32 + tile_q as i32, self.after_queries() as i32) - 1;
         if comptime!(self.ragged) {
-            after = select(q_start as i32 > q_last, 0i32, after);
+            q_first = max(q_first, self.begin_q as i32);
+            after = select(q_first > q_last, first, after);
         }
         if comptime!(self.bounded_below) {
-            first = max(first, q_start as i32 + self.lower);
+            first = max(first, q_first + self.lower);
         }
         if comptime!(self.bounded_above) {
             after = min(after, q_last + self.upper + 1);
         }
-        blocks(first, after, tile_k)
+        blocks(first, after, self.first_key(), tile_k)
     }
 
-    /// The blocks of `tile_q` queries that see anything of keys `k_start .. k_start + tile_k`.
+    /// The blocks of `tile_q` queries, counted from the sequence's first one, that see anything of keys `k_start .. k_start + tile_k`.
     pub fn q_blocks(&self, k_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> Blocks {
-        let mut first = 0i32;
-        let mut after = self.queries() as i32;
-        let k_last = min(k_start + tile_k, self.keys()) as i32 - 1;
+        let mut first = self.first_query() as i32;
+        let mut after = self.after_queries() as i32;
+        let mut k_first = k_start as i32;
+        let k_last = min(k_start + tile_k, self.after_keys()) as i32 - 1;
         if comptime!(self.ragged) {
-            after = select(k_start as i32 > k_last, 0i32, after);
+            k_first = max(k_first, self.begin_k as i32);
+            after = select(k_first > k_last, first, after);
         }
         if comptime!(self.bounded_above) {
-            first = max(first, k_start as i32 - self.upper);
+            first = max(first, k_first - self.upper);
         }
         if comptime!(self.bounded_below) {
             after = min(after, k_last - self.lower + 1);
         }
-        blocks(first, after, tile_q)
+        blocks(first, after, self.first_query(), tile_q)
+    }
+
+    /// Whether queries `q_start .. q_start + tile_q` see anything of keys `k_start .. k_start + tile_k`.
+    pub fn meets(&self, q_start: u32, k_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> bool {
+        let seen = self.k_blocks(q_start, tile_q, 1u32);
+        seen.start < seen.end && seen.origin + seen.start < k_start + tile_k && seen.origin + seen.end > k_start
     }
 
     /// The keys that query `i` sees, counted from `origin`; none if `blind`.
     pub fn run(&self, i: u32, origin: u32, blind: bool) -> Run {
         let mut start = 0i32;
-        let mut end = self.keys() as i32;
-        if comptime!(self.ragged) {
-            end = select(i < self.queries(), end, 0i32);
-        }
+        let mut end = self.after_keys() as i32;
         if comptime!(self.bounded_below) {
             start = i as i32 + self.lower;
         }
@@ -337,10 +379,7 @@ impl Band {
         let tile = tile_k as i32;
         let after = (k_last + tile_k) as i32;
         // All of the queries see keys from `first` to `end`.
-        let mut end = self.keys() as i32;
-        if comptime!(self.ragged) {
-            end = select(q_start as i32 + tile_q as i32 > self.queries() as i32, comptime!(i32::MIN / 2), end);
-        }
+        let mut end = self.after_keys() as i32;
         if comptime!(self.bounded_above) {
             end = min(end, q_start as i32 + self.upper + 1);
         }
@@ -354,14 +393,14 @@ impl Band {
         Edges { lead: lead as u32, tail: tail as u32 }
     }
 
-    /// Whether there is a query `i`.
+    /// Whether query `i`, which is not before the sequence's first, is one of its queries.
     pub fn is_query(&self, i: u32) -> bool {
-        i < self.seq_q
+        i < self.after_queries()
     }
 
-    /// Whether there is a key `j`.
+    /// Whether key `j`, which is not before the sequence's first, is one of its keys.
     pub fn is_key(&self, j: u32) -> bool {
-        j < self.seq_k
+        j < self.after_keys()
     }
 
     /// Query `i`, or the last one if there is none: what may be read for it.
@@ -379,7 +418,11 @@ impl Band {
     pub fn whole(&self, q_start: u32, k_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> bool {
         let q_last = q_start + tile_q - 1;
         let k_last = k_start + tile_k - 1;
-        let mut whole = q_last < self.queries() && k_last < self.keys();
+        let (queries, keys) = (self.after_queries(), self.after_keys());
+        let mut whole = q_last < queries && k_last < keys;
+        if comptime!(self.ragged) {
+            whole = whole && q_start >= self.begin_q && k_start >= self.begin_k;
+        }
         if comptime!(self.bounded_below) {
             whole = whole && k_start as i32 >= q_last as i32 + self.lower;
         }
@@ -390,14 +433,14 @@ impl Band {
     }
 }
 
-/// The blocks of `tile` positions that `first .. after` touches.
+/// The blocks of `tile` positions from `origin` on that `first .. after` touches; `first` is not before it.
 #[cube]
-fn blocks(first: i32, after: i32, #[comptime] tile: u32) -> Blocks {
+fn blocks(first: i32, after: i32, origin: u32, #[comptime] tile: u32) -> Blocks {
     let mut start = 0u32;
     let mut end = 0u32;
     if first < after {
-        start = first as u32 / tile;
-        end = (after as u32).div_ceil(tile);
+        start = (first as u32 - origin) / tile;
+        end = (after as u32 - origin).div_ceil(tile);
     }
-    Blocks { start, end }
+    Blocks { start, end, origin }
 }

@@ -163,6 +163,8 @@ pub struct AttentionProblem {
     pub seq_lens_q: bool,
     /// Whether they say so of their keys: nothing sees the others.
     pub seq_lens_k: bool,
+    /// How many sequences lie one behind the other, counted through the batches, if there are several: they see nothing of each other.
+    pub cu_seqlens: Option<usize>,
     /// The rest.
     pub options: AttentionOptions,
 }
@@ -228,6 +230,7 @@ impl AttentionProblem {
             sinks: false,
             seq_lens_q: false,
             seq_lens_k: false,
+            cu_seqlens: None,
             options,
         };
         problem.validate()?;
@@ -280,6 +283,7 @@ impl AttentionProblem {
     pub fn with_seq_lens_q(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
         self.check_lens("seq_lens_q", shape)?;
         self.seq_lens_q = true;
+        self.validate()?;
         Ok(self)
     }
 
@@ -287,6 +291,29 @@ impl AttentionProblem {
     pub fn with_seq_lens_k(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
         self.check_lens("seq_lens_k", shape)?;
         self.seq_lens_k = true;
+        self.validate()?;
+        Ok(self)
+    }
+
+    /// This problem with packed sequences: tensors of these shapes, `[sequences + 1]` both, say where each begins among all queries, and
+    /// among all keys, counted through the batches, and where the last one ends.
+    pub fn with_cu_seqlens(mut self, q: &[usize], k: &[usize]) -> Result<Self, AttentionError> {
+        for (argument, shape) in [("cu_seqlens_q", q), ("cu_seqlens_k", k)] {
+            if shape.len() != 1 {
+                let (rank, shape) = (shape.len(), shape.to_vec());
+                return Err(AttentionError::Rank { argument, rank, shape, expected: 1 });
+            }
+        }
+        agree("cu_seqlens_k", k, 0, "sequences + 1", "cu_seqlens_q", q[0])?;
+        let Some(sequences) = q[0].checked_sub(1) else {
+            return Err(AttentionError::Unsupported {
+                option: "cu_seqlens_q",
+                value: "[]".into(),
+                why: "it holds where each sequence begins and where the last one ends: a number more than there are sequences",
+            });
+        };
+        self.cu_seqlens = Some(sequences);
+        self.validate()?;
         Ok(self)
     }
 
@@ -300,9 +327,14 @@ impl AttentionProblem {
         agree(argument, &[batch], 0, "batch", "q", self.batch)
     }
 
-    /// Whether sequences may end before tensors do.
+    /// Whether there are several sequences, or such that end before tensors do.
     pub fn is_ragged(&self) -> bool {
-        self.seq_lens_q || self.seq_lens_k
+        self.num_sequences().is_some()
+    }
+
+    /// How many sequences there are, if they are told apart.
+    pub fn num_sequences(&self) -> Option<usize> {
+        self.cu_seqlens.or((self.seq_lens_q || self.seq_lens_k).then_some(self.batch))
     }
 
     /// Checks everything that does not depend on the device.
@@ -340,6 +372,24 @@ impl AttentionProblem {
             agree("alibi_slopes", &shape, 1, "num_heads_q", "q", self.num_heads_q)?;
             if shape[0] != 1 {
                 agree("alibi_slopes", &shape, 0, "batch", "q", self.batch)?;
+            }
+        }
+        if let Some(sequences) = self.cu_seqlens {
+            if self.seq_lens_q || self.seq_lens_k {
+                return Err(AttentionError::Unsupported {
+                    option: if self.seq_lens_q { "seq_lens_q" } else { "seq_lens_k" },
+                    value: "a tensor".into(),
+                    why: "cu_seqlens_q and cu_seqlens_k say already where sequences end",
+                });
+            }
+            for (argument, value) in [
+                ("cu_seqlens_q", sequences),
+                ("batch * seq_q", self.batch * self.seq_q),
+                ("batch * seq_k", self.batch * self.seq_k),
+            ] {
+                if value > MAX_SEQ {
+                    return Err(AttentionError::SequenceTooLong { argument, value, max: MAX_SEQ });
+                }
             }
         }
         self.options.validate()

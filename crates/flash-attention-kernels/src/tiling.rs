@@ -913,8 +913,7 @@ pub(crate) fn check_bindings(
         ("alibi_slopes", problem.alibi_slopes.is_some()),
         ("sinks", problem.sinks),
         ("dropout_seed", problem.options.dropout > 0.0),
-        ("seq_lens_q", problem.seq_lens_q),
-        ("seq_lens_k", problem.seq_lens_k),
+        ("sequences", problem.is_ragged()),
     ]
     .into_iter()
     .filter_map(|(name, there)| there.then_some(name))
@@ -935,9 +934,12 @@ pub(crate) fn adds_dq(device: &Device, problem: &AttentionProblem) -> bool {
     problem.options.backward_order == BackwardOrder::Fast && hopper::fused(device, problem).is_ok()
 }
 
-/// Rows whose lse and delta have room in scratch. Heads are filled up, as there are kernels that load whole tiles.
+/// Rows whose lse and delta have room in scratch. Heads are filled up, as there are kernels that load whole tiles, which those of
+/// sequences begin anywhere.
 pub(crate) fn stats_rows(problem: &AttentionProblem) -> usize {
-    problem.batch * problem.num_heads_q * problem.seq_q.next_multiple_of(stats_multiple(problem))
+    let multiple = stats_multiple(problem);
+    let spare = if problem.is_ragged() { multiple } else { 0 };
+    problem.batch * problem.num_heads_q * (problem.seq_q.next_multiple_of(multiple) + spare)
 }
 
 /// Which sums the gradient of this bias is made of.

@@ -355,6 +355,7 @@ fn key<T: Copy>(problem: &AttentionProblem, candidates: &[T], name: fn(T, T) -> 
         mask: problem.mask.map(|shape| shape.map(up)),
         bias: problem.bias.map(|shape| shape.map(up)),
         alibi_slopes: problem.alibi_slopes.map(|_| [1, 1]),
+        cu_seqlens: problem.cu_seqlens.map(up),
         options: AttentionOptions {
             softmax_scale: None,
             softcap: problem.options.softcap.map(|_| 1.0),

@@ -144,7 +144,7 @@ fn backward_head(
         let dout = vector(dout, problem.o_shape(), [b, h, i]);
         let dlse = dlse.map_or(0.0, |dlse| dlse[(b * problem.num_heads_q + h) * seq_q + i]);
 
-        let band = inputs.band(problem, b);
+        let band = inputs.band(problem, b, i);
         let ScoreGradients { dt, ds, delta } = score_gradients(problem, inputs, &row, dout, dlse, [b, h_kv]);
         let dslope: f64 = row.keys.iter().zip(&dt).map(|(&j, dt)| -dt * distance(&band, i, j)).sum();
         head.of_heads.push((b, h, dslope, -row.sink * delta));

@@ -53,6 +53,7 @@ pub use sample::{Sample, sample};
 
 use flash_attention_kernels::AttentionProblem;
 use flash_attention_kernels::mask::Band;
+use std::ops::Range;
 
 /// The tensors of one attention call.
 ///
@@ -85,6 +86,10 @@ pub struct Inputs<'a> {
     pub seq_lens_q: Option<&'a [usize]>,
     /// `[batch]`: how many of its keys.
     pub seq_lens_k: Option<&'a [usize]>,
+    /// `[sequences + 1]`: where each begins among all queries, counted through the batches, and where the last one ends.
+    pub cu_seqlens_q: Option<&'a [usize]>,
+    /// The same among all keys.
+    pub cu_seqlens_k: Option<&'a [usize]>,
 }
 
 /// What draws of dropout depend on beside positions.
@@ -104,14 +109,51 @@ pub struct Dropout {
     pub first: [usize; 2],
 }
 
+/// One of the sequences of a call.
+pub(crate) struct Sequence {
+    /// Which.
+    pub number: usize,
+    /// Its queries in their batch.
+    pub q: Range<usize>,
+    /// Its keys.
+    pub k: Range<usize>,
+}
+
 impl Inputs<'_> {
-    /// Which positions of a batch see each other.
-    pub(crate) fn band(&self, problem: &AttentionProblem, b: usize) -> Band {
-        let len = |lens: Option<&[usize]>, all: usize| lens.map_or(all, |lens| lens[b]) as u32;
+    /// The sequence of query `i` of a batch: the keys that it may see are that one's. `None` where it belongs to none.
+    pub(crate) fn sequence(&self, problem: &AttentionProblem, b: usize, i: usize) -> Option<Sequence> {
+        let (seq_q, seq_k) = (problem.seq_q, problem.seq_k);
+        let (Some(cu_q), Some(cu_k)) = (self.cu_seqlens_q, self.cu_seqlens_k) else {
+            let end = |lens: Option<&[usize]>, all: usize| lens.map_or(all, |lens| lens[b].min(all));
+            let sequence = Sequence { number: b, q: 0..end(self.seq_lens_q, seq_q), k: 0..end(self.seq_lens_k, seq_k) };
+            return sequence.q.contains(&i).then_some(sequence);
+        };
+        // A sequence ends with the batch that it begins in.
+        let within = |ends: &[usize], seq: usize| {
+            let begin = ends[0].min(problem.batch * seq);
+            let batch = (begin / seq).min(problem.batch - 1);
+            let begin = begin - batch * seq;
+            (batch, begin..(begin + ends[1] - ends[0]).min(seq))
+        };
+        let sequences = cu_q.windows(2).zip(cu_k.windows(2)).enumerate();
+        let mut of_query = sequences.filter_map(|(number, (q, k))| {
+            let ((batch_q, q), (batch_k, k)) = (within(q, seq_q), within(k, seq_k));
+            let k = if batch_k == batch_q { k } else { 0..0 };
+            (batch_q == b && q.contains(&i)).then_some(Sequence { number, q, k })
+        });
+        of_query.next()
+    }
+
+    /// Which keys query `i` of a batch sees, as far as positions decide.
+    pub(crate) fn band(&self, problem: &AttentionProblem, b: usize, i: usize) -> Band {
         let band = problem.band();
-        match problem.is_ragged() {
-            true => band.of(len(self.seq_lens_q, problem.seq_q), len(self.seq_lens_k, problem.seq_k)),
-            false => band,
+        match self.sequence(problem, b, i) {
+            Some(Sequence { number, q, k }) if problem.is_ragged() => {
+                let [number, q0, q1, k0, k1] = [number, q.start, q.end, k.start, k.end].map(|n| n as u32);
+                band.of(number, q0, q1, k0, k1)
+            }
+            Some(_) => band,
+            None => band.of(0, 0, 0, 0, 0),
         }
     }
 
@@ -129,6 +171,9 @@ impl Inputs<'_> {
         let lens = |stated: bool| stated.then_some(problem.batch);
         assert_eq!(self.seq_lens_q.map(<[usize]>::len), lens(problem.seq_lens_q), "length of seq_lens_q");
         assert_eq!(self.seq_lens_k.map(<[usize]>::len), lens(problem.seq_lens_k), "length of seq_lens_k");
+        let ends = problem.cu_seqlens.map(|sequences| sequences + 1);
+        assert_eq!(self.cu_seqlens_q.map(<[usize]>::len), ends, "length of cu_seqlens_q");
+        assert_eq!(self.cu_seqlens_k.map(<[usize]>::len), ends, "length of cu_seqlens_k");
         assert_eq!(self.dropout.is_some(), problem.options.dropout > 0.0, "whether there is dropout");
     }
 }

@@ -13,7 +13,7 @@ use std::collections::HashSet;
 /// assert!(all.len() >= 500);
 /// assert!(all.iter().any(|pair| pair.problem.sinks && pair.problem.bias.is_some() && pair.dlse));
 /// ```
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Pair {
     /// The problem, with a number for a seed where there is dropout.
     pub problem: AttentionProblem,
@@ -23,6 +23,8 @@ pub struct Pair {
     pub layout: usize,
     /// How many of each batch's queries and keys are sequences, where the problem says so.
     pub seq_lens: [[usize; 2]; 2],
+    /// Where sequences begin among all queries, and among all keys, where the problem says so.
+    pub cu_seqlens: [Vec<usize>; 2],
 }
 
 /// Lengths of queries and keys.
@@ -33,7 +35,7 @@ const HEADS: [[usize; 3]; 3] = [[1, 2, 2], [2, 4, 2], [2, 4, 1]];
 const DIMS: [[usize; 2]; 4] = [[16, 16], [40, 24], [64, 64], [64, 128]];
 
 /// How many choices each option has.
-const CHOICES: [usize; 17] = [LENGTHS.len(), HEADS.len(), DIMS.len(), 3, 3, 4, 2, 2, 4, 5, 3, 2, 2, 2, 2, 3, 4];
+const CHOICES: [usize; 17] = [LENGTHS.len(), HEADS.len(), DIMS.len(), 3, 3, 4, 2, 2, 4, 5, 3, 2, 2, 2, 2, 3, 6];
 
 /// Problems in which any two choices of any two options meet, at least so many.
 pub fn pairs(least: usize) -> Vec<Pair> {
@@ -83,11 +85,22 @@ fn pair(n: u64, choices: &[usize]) -> Pair {
     problem.bias = [None, Some([1, hq, sq, sk]), Some([b, 1, 1, sk]), Some([1, hq, sq, 1]), Some([1, hq, 1, 1])][bias];
     problem.alibi_slopes = [None, Some([1, hq]), Some([b, hq])][slopes];
     problem.sinks = sinks > 0;
-    (problem.seq_lens_q, problem.seq_lens_k) = (ragged & 1 > 0, ragged & 2 > 0);
+    (problem.seq_lens_q, problem.seq_lens_k) = (matches!(ragged, 1 | 3), matches!(ragged, 2 | 3));
+    // In each batch four sequences, of which one or two have no queries, or no keys; perhaps something of none before and behind.
+    let mut ends = [(sq, [0, sq / 3, sq / 3, sq - sq / 5]), (sk, [0, sk / 4, sk / 2, sk - 1])].map(|(seq, begins)| {
+        let begins = (0..b).flat_map(|batch| begins.map(|begin| batch * seq + begin));
+        begins.chain([b * seq]).collect::<Vec<_>>()
+    });
+    if ragged == 5 {
+        ends[0][0] += 1;
+        *ends[0].last_mut().expect("there is an end") -= sq / 7;
+        *ends[1].last_mut().expect("there is an end") -= 1;
+    }
+    problem.cu_seqlens = (ragged > 3).then_some(4 * b);
     problem.validate().expect("choices that fit each other");
     // Of two batches one has next to nothing, or nothing at all.
     let seq_lens = [[sq - sq / 3, sq / 20], [sk - sk / 4, n as usize % 2]];
-    Pair { problem, dlse: dlse > 0, layout, seq_lens }
+    Pair { problem, dlse: dlse > 0, layout, seq_lens, cu_seqlens: ends }
 }
 
 /// At least so many rows, of a choice for each option, in which every two choices of any two options meet: over and over again, each

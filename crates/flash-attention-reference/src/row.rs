@@ -25,7 +25,7 @@ impl Row {
     /// The row of query `at = [batch, head, i]`, or `None` if that has nothing to attend to.
     pub fn new(problem: &AttentionProblem, inputs: &Inputs, at: [usize; 3]) -> Option<Self> {
         let [b, h, i] = at;
-        let band = inputs.band(problem, b);
+        let band = inputs.band(problem, b, i);
         let hides = |j| match (problem.mask, inputs.mask) {
             (Some(shape), Some(mask)) => mask[broadcast_index(shape, [b, h, i, j])],
             _ => false,
@@ -64,8 +64,12 @@ impl Row {
         let p = exponentials.iter().map(|x| x / sum).collect();
 
         let keeping = keeping(problem);
+        // Draws of a sequence are those of its number and its own positions.
+        let from = inputs.sequence(problem, b, i).map_or([b, 0, 0], |of| [of.number, of.q.start, of.k.start]);
         let kept = |&j: &usize| {
-            inputs.dropout.is_none_or(|Dropout { seed, first: [b0, h0] }| keeps(problem, seed, [b0 + b, h0 + h, i, j]))
+            inputs.dropout.is_none_or(|Dropout { seed, first: [b0, h0] }| {
+                keeps(problem, seed, [b0 + from[0], h0 + h, i - from[1], j - from[2]])
+            })
         };
         let z = keys.iter().map(|j| if kept(j) { 1.0 / keeping } else { 0.0 }).collect();
         Some(Row { keys, t, p, z, sink: of_sink / sum, lse: max + sum.ln() })

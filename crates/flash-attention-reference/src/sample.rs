@@ -105,8 +105,8 @@ pub fn sample(
     let zeros = || (vec![0.0; keys.len() * head_dim], vec![0.0; keys.len() * head_dim_v]);
     let rows = (h_kv * group..(h_kv + 1) * group).flat_map(|h| (0..problem.seq_q).map(move |i| [b, h, i]));
     // A row that sees none of the keys is not computed.
-    let band = inputs.band(problem, b);
-    let rows = rows.filter(|&[_, _, i]| keys.iter().any(|&j| band.sees(i as u32, j as u32)));
+    let sees = |i: usize, j: usize| inputs.band(problem, b, i).sees(i as u32, j as u32);
+    let rows = rows.filter(|&[_, _, i]| keys.iter().any(|&j| sees(i, j)));
     let sums = rows.collect::<Vec<_>>().into_par_iter().fold(zeros, |(mut dk, mut dv), at| {
         if let Some(row) = Row::new(problem, inputs, at) {
             let ds = score_gradients(&row, at).ds;

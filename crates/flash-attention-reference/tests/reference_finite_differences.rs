@@ -171,6 +171,42 @@ fn gradients_agree_for_sequences_of_their_own_lengths() {
     }
 }
 
+#[test]
+fn gradients_agree_for_packed_sequences() {
+    let (q, k) = ([0, 2, 3, 5, 6], [1, 4, 5, 5, 9]);
+    for options in [PLAIN, CAUSAL, TOP_LEFT, BOTH, AttentionOptions { dropout: 0.4, ..CAUSAL }] {
+        let case = Case::new(GROUPED, options).with_cu_seqlens(&q, &k).with_dlse();
+        check(&case.clone().with_bias([1, 4, 1, 5]).with_alibi_slopes([1, 4]));
+        check(&case.with_sinks());
+    }
+}
+
+/// Sequences packed into one batch are what each is by itself.
+#[test]
+fn packed_sequences_are_those_alone() {
+    for options in [PLAIN, CAUSAL, TOP_LEFT, LEFT] {
+        let (cu_q, cu_k) = ([0, 3, 3, 7], [0, 2, 5, 9]);
+        let packed = Case::new([1, 4, 2, 7, 9, 3, 2], options).with_cu_seqlens(&cu_q, &cu_k).with_alibi_slopes([1, 4]);
+        let (o, gradients) = (packed.forward().o, packed.backward());
+        for n in 0..3 {
+            let (q, k) = (cu_q[n]..cu_q[n + 1], cu_k[n]..cu_k[n + 1]);
+            let mut alone = Case::new([1, 4, 2, q.len(), k.len(), 3, 2], options).with_alibi_slopes([1, 4]);
+            let cut = |values: &[f64], of: &std::ops::Range<usize>, [all, dim]: [usize; 2]| -> Vec<f64> {
+                values.chunks(all * dim).flat_map(|head| head[of.start * dim..of.end * dim].to_vec()).collect()
+            };
+            alone.q = cut(&packed.q, &q, [7, 3]);
+            alone.k = cut(&packed.k, &k, [9, 3]);
+            alone.v = cut(&packed.v, &k, [9, 2]);
+            alone.dout = cut(&packed.dout, &q, [7, 2]);
+            assert_close(&cut(&o, &q, [7, 2]), &alone.forward().o);
+            let of_one = alone.backward();
+            assert_close(&cut(&gradients.dq, &q, [7, 3]), &of_one.dq);
+            assert_close(&cut(&gradients.dk, &k, [9, 3]), &of_one.dk);
+            assert_close(&cut(&gradients.dv, &k, [9, 2]), &of_one.dv);
+        }
+    }
+}
+
 /// A batch with lengths of its own is what it would be with nothing behind them.
 #[test]
 fn sequences_of_their_own_lengths_are_those_alone() {

@@ -7,6 +7,7 @@
 mod backward;
 mod forward;
 mod math;
+mod sequences;
 mod tile;
 
 use crate::backend::{AttentionGradients, AttentionOutput, Extras, FlashAttentionOps, OptionalFloat, Wanted};
@@ -15,10 +16,10 @@ use crate::problem::{Shapes, dtype, problem};
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{Bytes, DType, Shape};
 use burn_flex::{Flex, FlexTensor, Layout};
-use flash_attention_kernels::mask::Band;
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, dropout};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use sequences::Sequences;
 use std::ops::Range;
 use tile::{Attention, Broadcast, Heads, TILE_K, TILE_Q};
 
@@ -97,16 +98,16 @@ struct Call {
     slopes: Option<FlexTensor>,
     sinks: Option<FlexTensor>,
     seed: Option<[u32; 2]>,
-    lens_q: Option<Vec<u32>>,
-    lens_k: Option<Vec<u32>>,
+    sequences: Option<Sequences>,
 }
 
 impl Call {
     fn new(q: FlexTensor, k: FlexTensor, v: FlexTensor, extras: Extras<Flex>, options: AttentionOptions) -> Self {
         let mask = extras.mask.into_option();
         let [bias, slopes, sinks] = [extras.bias, extras.alibi_slopes, extras.sinks].map(OptionalFloat::into_option);
-        let [drawn, lens_q, lens_k] = [extras.dropout_seed, extras.seq_lens_q, extras.seq_lens_k]
-            .map(|tensor| tensor.into_option().map(|tensor| words(&tensor.to_contiguous())));
+        let [drawn, lens_q, lens_k, cu_q, cu_k] =
+            [extras.dropout_seed, extras.seq_lens_q, extras.seq_lens_k, extras.cu_seqlens_q, extras.cu_seqlens_k]
+                .map(|tensor| tensor.into_option().map(|tensor| words(&tensor.to_contiguous())));
         let problem = dtype("q", q.dtype()).and_then(|dtype| {
             let shape = |tensor: &FlexTensor| tensor.layout().shape().to_vec();
             let shapes = Shapes {
@@ -116,6 +117,8 @@ impl Call {
                 sinks: sinks.as_ref().map(shape),
                 seq_lens_q: lens_q.as_ref().map(|lens| vec![lens.len()]),
                 seq_lens_k: lens_k.as_ref().map(|lens| vec![lens.len()]),
+                cu_seqlens_q: cu_q.as_ref().map(|ends| vec![ends.len()]),
+                cu_seqlens_k: cu_k.as_ref().map(|ends| vec![ends.len()]),
             };
             problem([&shape(&q), &shape(&k), &shape(&v)], shapes, dtype, options)
         });
@@ -126,18 +129,11 @@ impl Call {
             .or(options.dropout_seed.map(dropout::seed))
             .filter(|_| options.dropout > 0.0);
         let (slopes, sinks) = (slopes.map(floats), sinks.map(floats));
-        Call { problem, q: floats(q), k: floats(k), v: floats(v), mask, bias, slopes, sinks, seed, lens_q, lens_k }
-    }
-
-    /// Which positions see each other, of each batch.
-    fn bands(&self) -> Vec<Band> {
-        let p = &self.problem;
-        let len = |lens: &Option<Vec<u32>>, b: usize, all: usize| lens.as_ref().map_or(all as u32, |lens| lens[b]);
-        let of = |b| match p.is_ragged() {
-            true => p.band().of(len(&self.lens_q, b, p.seq_q), len(&self.lens_k, b, p.seq_k)),
-            false => p.band(),
-        };
-        (0..p.batch).map(of).collect()
+        let sequences = problem.is_ragged().then(|| match (cu_q, cu_k) {
+            (Some(q), Some(k)) => Sequences::packed(&problem, &q, &k),
+            _ => Sequences::padded(&problem, lens_q.as_deref(), lens_k.as_deref()),
+        });
+        Call { problem, q: floats(q), k: floats(k), v: floats(v), mask, bias, slopes, sinks, seed, sequences }
     }
 
     fn attention(&self) -> Attention<'_> {
@@ -148,16 +144,8 @@ impl Call {
             _ => tile::Bias::F32(Broadcast::new(bias.storage::<f32>(), bias.layout())),
         });
         let heads = Heads { slopes: self.slopes.as_ref().map(slice), sinks: self.sinks.as_ref().map(slice) };
-        let bands = self.bands();
-        Attention::new(
-            &self.problem,
-            [slice(&self.q), slice(&self.k), slice(&self.v)],
-            mask,
-            bias,
-            heads,
-            self.seed,
-            bands,
-        )
+        let inputs = [slice(&self.q), slice(&self.k), slice(&self.v)];
+        Attention::new(&self.problem, inputs, mask, bias, heads, self.seed, self.sequences.as_ref())
     }
 }
 

@@ -1,6 +1,7 @@
 //! One tile of scores: `TILE_Q` queries of one head by `TILE_K` keys.
 
 use super::math::{self, vectorized};
+use super::sequences::Sequences;
 use burn_flex::Layout;
 use flash_attention_kernels::mask::Band;
 use flash_attention_kernels::{AttentionProblem, dropout};
@@ -97,8 +98,10 @@ pub enum Bias<'a> {
 /// An attention call.
 pub struct Attention<'a> {
     pub problem: &'a AttentionProblem,
-    /// Of each batch.
-    bands: Vec<Band>,
+    /// What positions decide, where there is one sequence in each batch.
+    band: Band,
+    /// And where there are several.
+    sequences: Option<&'a Sequences>,
     pub scale: f32,
     q: Rows<'a>,
     k: Rows<'a>,
@@ -153,11 +156,12 @@ impl<'a> Attention<'a> {
         bias: Option<Bias<'a>>,
         heads: Heads<'a>,
         seed: Option<[u32; 2]>,
-        bands: Vec<Band>,
+        sequences: Option<&'a Sequences>,
     ) -> Self {
         Attention {
             problem,
-            bands,
+            band: problem.band(),
+            sequences,
             scale: problem.softmax_scale(),
             q: Rows::new(q, problem.q_shape()),
             k: Rows::new(k, problem.k_shape()),
@@ -179,9 +183,14 @@ impl<'a> Attention<'a> {
         (if batch == 1 { 0 } else { b }) * heads + h
     }
 
+    /// What a query of a batch sees; `None` if it belongs to no sequence.
+    fn band_of(&self, b: usize, i: usize) -> Option<&Band> {
+        self.sequences.map_or(Some(&self.band), |sequences| sequences.of_query(b, i))
+    }
+
     /// How far a query is from a key, which stands for `−|i − j|`, as the derivative of a score by its slope.
     pub fn distance(&self, b: usize, i: usize, j: usize) -> f32 {
-        -self.bands[b].offset(i as u32, j as u32).abs() as f32
+        self.band_of(b, i).map_or(0.0, |band| -band.offset(i as u32, j as u32).abs() as f32)
     }
 
     /// By what sums of what is kept are multiplied.
@@ -194,8 +203,15 @@ impl<'a> Attention<'a> {
         let seed = self.seed?;
         let kept = &mut kept[..tile.rows * tile.cols];
         for (i, row) in kept.chunks_exact_mut(tile.cols).enumerate() {
+            // Draws of one of several sequences are those of its number, and count from where it begins.
+            let i = tile.q_start + i;
+            let band = self.band_of(tile.b, i).filter(|_| self.sequences.is_some());
+            let [sequence, first_q, first_k] =
+                band.map_or([tile.b, 0, 0], |band| [band.sequence, band.begin_q, band.begin_k].map(|n| n as usize));
             for (j, kept) in row.iter_mut().enumerate() {
-                let at = [tile.b, tile.h, tile.q_start + i, tile.k_start + j].map(|n| n as u32);
+                // Of what it does not see nothing is left in any case.
+                let Some(j) = (tile.k_start + j).checked_sub(first_k) else { continue };
+                let at = [sequence, tile.h, i - first_q, j].map(|n| n as u32);
                 *kept = dropout::keeps(seed, self.problem.options.dropout, at);
             }
         }
@@ -211,13 +227,21 @@ impl<'a> Attention<'a> {
 
     /// The blocks of keys that a block of queries sees anything of.
     pub fn k_blocks(&self, b: usize, q_block: usize) -> std::ops::Range<usize> {
-        let blocks = self.bands[b].k_blocks((q_block * TILE_Q) as u32, TILE_Q as u32, TILE_K as u32);
+        if let Some(sequences) = self.sequences {
+            let keys = sequences.keys(b, q_block * TILE_Q, TILE_Q);
+            return keys.start / TILE_K..keys.end.div_ceil(TILE_K);
+        }
+        let blocks = self.band.k_blocks((q_block * TILE_Q) as u32, TILE_Q as u32, TILE_K as u32);
         blocks.start as usize..blocks.end as usize
     }
 
     /// The blocks of queries that see anything of a block of keys.
     pub fn q_blocks(&self, b: usize, k_block: usize) -> std::ops::Range<usize> {
-        let blocks = self.bands[b].q_blocks((k_block * TILE_K) as u32, TILE_Q as u32, TILE_K as u32);
+        if let Some(sequences) = self.sequences {
+            let queries = sequences.queries(b, k_block * TILE_K, TILE_K);
+            return queries.start / TILE_Q..queries.end.div_ceil(TILE_Q);
+        }
+        let blocks = self.band.q_blocks((k_block * TILE_K) as u32, TILE_Q as u32, TILE_K as u32);
         blocks.start as usize..blocks.end as usize
     }
 
@@ -251,7 +275,11 @@ impl<'a> Attention<'a> {
 
     /// Whether causality and window hide nothing of a tile.
     fn in_band(&self, tile: Tile) -> bool {
-        self.bands[tile.b].whole(tile.q_start as u32, tile.k_start as u32, tile.rows as u32, tile.cols as u32)
+        let Tile { b, q_start, rows, k_start, cols, .. } = tile;
+        match self.sequences {
+            Some(sequences) => sequences.whole(b, q_start, k_start, rows, cols),
+            None => self.band.whole(q_start as u32, k_start as u32, rows as u32, cols as u32),
+        }
     }
 
     /// `c += scale · weights · block`, where the weights belong to the pairs of a tile. A weight of exactly 0, which is
@@ -322,8 +350,10 @@ impl<'a> Attention<'a> {
         }
         if !self.in_band(tile) {
             rows_of(s, &|[_, _, i, j], row| {
+                let band = self.band_of(b, i);
                 for (n, s) in row.iter_mut().enumerate() {
-                    *s = if self.bands[b].sees(i as u32, (j + n) as u32) { *s } else { f32::NEG_INFINITY };
+                    let seen = band.is_some_and(|band| band.sees(i as u32, (j + n) as u32));
+                    *s = if seen { *s } else { f32::NEG_INFINITY };
                 }
             });
         }

@@ -165,6 +165,7 @@ pub struct Data {
     pub sinks: Option<Vec<f64>>,
     pub seq_lens_q: Option<Vec<usize>>,
     pub seq_lens_k: Option<Vec<usize>>,
+    pub cu_seqlens: Option<[Vec<usize>; 2]>,
     pub dout: Vec<f64>,
     pub dlse: Vec<f64>,
 }
@@ -198,6 +199,16 @@ impl Data {
         };
         let mut of_lens = StdRng::seed_from_u64(16 * seed + 9);
         let mut lens = |seq: usize| (0..problem.batch).map(|_| of_lens.random_range(0..=seq)).collect();
+        // Anywhere: within a batch, over its end, of nothing.
+        let cu_seqlens = problem.cu_seqlens.map(|sequences| {
+            let mut of_ends = StdRng::seed_from_u64(16 * seed + 10);
+            [problem.seq_q, problem.seq_k].map(|seq| {
+                let all = problem.batch * seq;
+                let mut ends: Vec<_> = (0..sequences + 1).map(|_| of_ends.random_range(0..=all)).collect();
+                ends.sort_unstable();
+                ends
+            })
+        });
         let mut rng = StdRng::seed_from_u64(16 * seed + 8);
         let mut dlse = reference::normal(problem.rows(), 16 * seed + 7);
         reference::round_to(&mut dlse, Dtype::F32);
@@ -212,6 +223,7 @@ impl Data {
             sinks: problem.sinks.then(|| f32s(problem.num_heads_q, 6, 2.0)),
             seq_lens_q: problem.seq_lens_q.then(|| lens(problem.seq_q)),
             seq_lens_k: problem.seq_lens_k.then(|| lens(problem.seq_k)),
+            cu_seqlens,
             dout: floats(&problem.o_shape(), 4),
             dlse,
         }
@@ -228,6 +240,8 @@ impl Data {
             sinks: self.sinks.as_deref(),
             seq_lens_q: self.seq_lens_q.as_deref(),
             seq_lens_k: self.seq_lens_k.as_deref(),
+            cu_seqlens_q: self.cu_seqlens.as_ref().map(|[q, _]| &q[..]),
+            cu_seqlens_k: self.cu_seqlens.as_ref().map(|[_, k]| &k[..]),
             dropout: self.dropout_seed().map(|seed| reference::Dropout { seed, first: [0, 0] }),
         }
     }
@@ -341,15 +355,17 @@ impl Tensors {
             let slopes = f32s(slopes).reshape(shape).detach();
             if how.tracked.slopes { slopes.require_grad() } else { slopes }
         });
-        let lens = |lens: &Option<Vec<usize>>| {
-            let lens: Vec<i32> = lens.as_ref()?.iter().map(|len| *len as i32).collect();
+        let lens = |lens: Option<&Vec<usize>>| {
+            let lens: Vec<i32> = lens?.iter().map(|len| *len as i32).collect();
             Some(Tensor::<1, Int>::from_data(lens.as_slice(), device))
         };
         let options = FlashAttentionOptions {
             mask,
             bias,
-            seq_lens_q: lens(&data.seq_lens_q),
-            seq_lens_k: lens(&data.seq_lens_k),
+            seq_lens_q: lens(data.seq_lens_q.as_ref()),
+            seq_lens_k: lens(data.seq_lens_k.as_ref()),
+            cu_seqlens_q: lens(data.cu_seqlens.as_ref().map(|[q, _]| q)),
+            cu_seqlens_k: lens(data.cu_seqlens.as_ref().map(|[_, k]| k)),
             alibi_slopes: slopes.clone().map(|slopes| slopes.into()),
             sinks: data.sinks.as_ref().map(|sinks| of_heads(f32s(sinks), how.tracked.sinks)),
             ..problem.options.into()

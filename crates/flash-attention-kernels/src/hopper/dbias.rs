@@ -560,7 +560,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                 s[n] = ex2(fma(s[n], factors.exponent, below));
             }
             pin(&mut s, s_len);
-            let words = kept(&factors, batch, head, first_row, first_key, scores);
+            let words = kept(&factors, batch, head, &band, first_row, first_key, scores);
             let leaves_group = comptime!(scores.tiled_bias() && (of_turn + 1) * tile_k % blueprint.group_b() == 0);
             if comptime!(leaves_group) && memory.word(turn, Of::Flags) & LAST != 0 {
                 // All units of the warp have read it.
@@ -748,7 +748,7 @@ fn load_rows<E: CubePrimitive>(
         let to = memory.base + comptime!(tiles as u32) + nth * comptime!(bytes as u32);
         let stats_to = memory.base + comptime!(of_stats as u32) + nth * comptime!(stats_bytes as u32);
         // Heads are filled up to whole blocks there.
-        let of_head = stats_rows(opaque(band.seq_q), scores.stats_multiple) as usize;
+        let of_head = stats_rows(opaque(band.seq_q), scores.stats_multiple, false) as usize;
         let heads = opaque(mosaic.num_heads_q) as usize;
         let mut from = (batch as usize * heads + head as usize) * of_head + row as usize;
         if comptime!(is_d) {

@@ -32,11 +32,12 @@ pub fn delta<E: Float, N: Size>(
     seq_q: u32,
     #[comptime] head_dim_v: usize,
     #[comptime] stats_multiple: usize,
+    #[comptime] ragged: bool,
     #[comptime] zeros: usize,
     #[define(E)] _type: ElemType,
 ) {
     let width = o.vector_size();
-    let rows = stats_rows(seq_q, stats_multiple);
+    let rows = stats_rows(seq_q, stats_multiple, ragged);
     let (of_row, nth) = (UNIT_POS % UNITS_PER_ROW, UNIT_POS / UNITS_PER_ROW);
     // Blocks of a head's rows follow one another, so do heads and batches: a cube's rows are of one head.
     let blocks = rows / ROWS;
@@ -101,10 +102,11 @@ pub fn delta<E: Float, N: Size>(
     }
 }
 
-/// Rows of lse and delta of a head: whole tiles of them.
+/// Rows of lse and delta of a head: whole tiles of them, and one more where tiles begin anywhere.
 #[cube]
-pub fn stats_rows(seq_q: u32, #[comptime] multiple: usize) -> u32 {
-    seq_q.div_ceil(comptime!(multiple as u32)) * comptime!(multiple as u32)
+pub fn stats_rows(seq_q: u32, #[comptime] multiple: usize, #[comptime] ragged: bool) -> u32 {
+    let spare = comptime!(if ragged { multiple as u32 } else { 0 });
+    seq_q.div_ceil(comptime!(multiple as u32)) * comptime!(multiple as u32) + spare
 }
 
 /// Queries, and their heads in a batch.
@@ -129,7 +131,8 @@ pub fn stats_at(
     #[comptime] blueprint: Blueprint,
 ) -> usize {
     let (seq_q, heads) = queries(band, walk, blueprint);
-    (batch as usize * heads as usize + head as usize) * stats_rows(seq_q, blueprint.stats_multiple) as usize
+    (batch as usize * heads as usize + head as usize)
+        * stats_rows(seq_q, blueprint.stats_multiple, blueprint.ragged) as usize
         + query as usize
 }
 
@@ -137,5 +140,5 @@ pub fn stats_at(
 #[cube]
 pub fn stats_all(band: &Band, walk: &Walk, #[comptime] blueprint: Blueprint) -> usize {
     let (seq_q, heads) = queries(band, walk, blueprint);
-    walk.batches as usize * heads as usize * stats_rows(seq_q, blueprint.stats_multiple) as usize
+    walk.batches as usize * heads as usize * stats_rows(seq_q, blueprint.stats_multiple, blueprint.ragged) as usize
 }

@@ -3,6 +3,7 @@
 use super::Blueprint;
 use super::ring::Memory;
 use super::scores::{Factors, head_of};
+use crate::mask::Band;
 use cubecl::prelude::*;
 
 /// Which registers of a unit's tile dropout keeps: bit `n % 32` of word `n / 32` is that of the `n`-th. No words, if there is no
@@ -15,11 +16,14 @@ pub fn kept(
     factors: &Factors,
     batch: u32,
     head: u32,
+    band: &Band,
     first_row: u32,
     k_start: u32,
     #[comptime] blueprint: Blueprint,
 ) -> Sequence<u32> {
     let blocks = comptime!(if factors.extras.dropout.seed.is_some() { blueprint.tile.tile_k / 16 } else { 0 });
+    let (first_row, k_start) = (first_row - band.first_query(), k_start - band.first_key());
+    let sequence = if comptime!(band.ragged) { band.sequence } else { batch };
     let row_block = first_row / 16 + UNIT_POS / 32 % 4;
     let lane = UNIT_POS % 32;
     let mut words = Sequence::<u32>::new();
@@ -30,9 +34,9 @@ pub fn kept(
         for block in 0..comptime!((blocks - 4 * word).min(4)) {
             let column_block = k_start / 16 + comptime!((4 * word + block) as u32);
             let cell = if comptime!(blueprint.transposed()) {
-                factors.extras.dropout.cell(batch, head, column_block, row_block, lane)
+                factors.extras.dropout.cell(sequence, head, column_block, row_block, lane)
             } else {
-                factors.extras.dropout.cell(batch, head, row_block, column_block, lane)
+                factors.extras.dropout.cell(sequence, head, row_block, column_block, lane)
             };
             bits |= cell << comptime!(8 * block as u32);
         }
@@ -98,10 +102,11 @@ pub fn kept_of(
     factors: &Factors,
     memory: &Memory,
     nth: u32,
+    band: &Band,
     first_row: u32,
     k_start: u32,
     #[comptime] blueprint: Blueprint,
 ) -> Sequence<u32> {
     let (batch, head) = head_of(memory, nth, factors, blueprint);
-    kept(factors, batch, head, first_row, k_start, blueprint)
+    kept(factors, batch, head, band, first_row, k_start, blueprint)
 }

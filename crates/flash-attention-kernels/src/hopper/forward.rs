@@ -165,8 +165,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     pass_turn(turn, warpgroup, tile);
 
     while steps != 0 {
-        let batch = if comptime!(ragged) { memory.item(nth, Of::Batch) } else { 0u32.runtime() };
-        let band = factors.extras.band(&band, batch as usize);
+        let band = memory.band(nth, &band, ragged);
         let first_row = memory.item(nth, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
         let mut k_start = memory.item(nth, Of::KLast);
         let edges = band.edges(first_row, k_start, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32));
@@ -194,7 +193,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         for _ in 0..fragments {
             p.push(Array::<u32>::new(4usize));
         }
-        let words = kept_of(&factors, &memory, nth, first_row, k_start, blueprint);
+        let words = kept_of(&factors, &memory, nth, &band, first_row, k_start, blueprint);
         leave(&mut s, &words, tile_k);
         to_fragments(&s, &mut p, blueprint);
         // The first product overwrites it.
@@ -245,7 +244,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                 rows.anchor(&mut s, factors.exponent, blueprint);
             }
             let taken = rows.absorb(&mut s, factors.exponent, blueprint);
-            let words = kept_of(&factors, &memory, nth, first_row, k_start, blueprint);
+            let words = kept_of(&factors, &memory, nth, &band, first_row, k_start, blueprint);
             pin(&mut s, s_len);
             // The branch of this wait is what keeps the assembler from moving the wait for P V above the softmax.
             if step + 1 < steps {

@@ -138,8 +138,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let mut sum_k = Array::<f32>::new(comptime!(if differentiates { columns_dk / 2 } else { 0 }));
     let mut sum_v = Array::<f32>::new(comptime!(if sums_values { columns_dv / 2 } else { 0 }));
     while steps != 0 {
-        let batch = if comptime!(ragged) { memory.item(nth, Of::Batch) } else { 0u32.runtime() };
-        let band = factors.extras.band(&band, batch as usize);
+        let band = memory.band(nth, &band, ragged);
         let first_row = memory.item(nth, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
         let row = first_row + of_warpgroup * 16 + lane / 4;
         let mut k_start = memory.item(nth, Of::KLast);
@@ -189,14 +188,17 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             if step < edges.lead || step >= edges.tail || blind {
                 hide(&mut s, &band, blind, first_row, k_start, tile_k);
             }
-            let lse_at = memory.lse + place.stage * comptime!(blueprint.stats_bytes() as u32) + 8 * quarter;
+            let of_stats = place.stage * comptime!(blueprint.stats_bytes() as u32)
+                + 8 * quarter
+                + stats_offset(k_start, blueprint);
+            let lse_at = memory.lse + of_stats;
             let lse = statistics(lse_at, of_rows.lse0, of_rows.lse1, blueprint);
             #[unroll]
             for n in 0..s_len {
                 s[n] = ex2(fma(s[n], factors.exponent, -*lse.index(n)));
             }
             let adds = u32::cast_from(step > 0 || continued);
-            let words = kept_of(&factors, &memory, nth, first_row, k_start, blueprint);
+            let words = kept_of(&factors, &memory, nth, &band, first_row, k_start, blueprint);
             if comptime!(sums_values) {
                 // dV runs under what turns dP into dS.
                 let mut p = fragments(blueprint);
@@ -225,7 +227,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                     wgmma_wait(0usize);
                 }
                 pin(&mut ds, s_len);
-                let delta_at = memory.delta + place.stage * comptime!(blueprint.stats_bytes() as u32) + 8 * quarter;
+                let delta_at = memory.delta + of_stats;
                 let delta = statistics(delta_at, of_rows.delta0, of_rows.delta1, blueprint);
                 back(&mut ds, &words, &factors, tile_k);
                 #[unroll]
@@ -422,10 +424,16 @@ pub fn statistics(at: u32, row0: f32, row1: f32, #[comptime] blueprint: Blueprin
     #[unroll]
     for i in 0..comptime!(blueprint.tile.tile_k / 8) {
         if comptime!(blueprint.transposed()) {
-            let pair = load_shared_pair(at + comptime!((32 * i) as u32));
+            let at = at + comptime!((32 * i) as u32);
+            let (even, odd) = if comptime!(blueprint.ragged) {
+                (f32::reinterpret(load_shared(at)), f32::reinterpret(load_shared(at + 4)))
+            } else {
+                let pair = load_shared_pair(at);
+                (*pair.index(0usize), *pair.index(1usize))
+            };
             #[unroll]
             for n in 0..4usize {
-                all.push(*pair.index(n % 2));
+                all.push(if comptime!(n % 2 == 0) { even } else { odd });
             }
         } else {
             #[unroll]
@@ -435,6 +443,13 @@ pub fn statistics(at: u32, row0: f32, row1: f32, #[comptime] blueprint: Blueprin
         }
     }
     all
+}
+
+/// Bytes by which the statistics of a tile lie behind where they have been loaded to: loads begin at multiples of 16 bytes, tiles of
+/// sequences anywhere.
+#[cube]
+fn stats_offset(k_start: u32, #[comptime] blueprint: Blueprint) -> u32 {
+    if comptime!(blueprint.ragged && blueprint.transposed()) { k_start % 4 * 4 } else { 0u32.runtime() }
 }
 
 /// Registers for an operand made of a tile's accumulator.

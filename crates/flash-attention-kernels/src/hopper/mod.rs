@@ -62,7 +62,7 @@ pub const PANEL: usize = 64;
 /// Work items that are kept in shared memory: more than loads run ahead of the products (one for each stage, and one).
 pub const SLOTS: usize = 8;
 /// Words of shared memory for a kept item, and for each of the three cursors.
-pub const WORDS: usize = 8;
+pub const WORDS: usize = 13;
 
 /// f32 of a query in the sums of dQ, where every block of keys adds to it: whole panels.
 pub fn sums_columns(head_dim: usize) -> usize {
@@ -150,6 +150,8 @@ pub struct Blueprint {
     pub bias: Option<Rows>,
     /// Whether there are slopes.
     pub alibi: bool,
+    /// Whether there are several sequences.
+    pub ragged: bool,
     /// Whether items are parts of the keys, whose results are merged.
     pub partial: bool,
     /// Lse and delta lie in scratch with each head's rows filled up to a multiple of this, which tiles of queries divide.
@@ -253,7 +255,9 @@ impl Blueprint {
 
     /// Bytes of a tile's log-sum-exp or delta, where they come to shared memory.
     pub fn stats_bytes(&self) -> usize {
-        if self.transposed() { self.tile.tile_k * size_of::<f32>() } else { 0 }
+        // Copies start at multiples of 16 bytes; tiles of sequences need not.
+        let spare = if self.ragged { 16 } else { 0 };
+        if self.transposed() { self.tile.tile_k * size_of::<f32>() + spare } else { 0 }
     }
 
     /// Bytes of a tile of `dSᵀ`, which goes through shared memory where dQ is added up. There are two.
@@ -278,7 +282,7 @@ impl Blueprint {
     /// let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: true };
     /// let blueprint = Blueprint {
     ///     role: Role::Forward, tile, dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
-    ///     capped: false, mask: None, bias: None, alibi: false, partial: false, stats_multiple: 128,
+    ///     capped: false, mask: None, bias: None, alibi: false, ragged: false, partial: false, stats_multiple: 128,
     /// };
     /// assert!(blueprint.shared_memory() <= 227 << 10);
     /// ```
@@ -481,7 +485,7 @@ impl BiasBlueprint {
     /// let tile = BiasTile { tile_k: 64, tiles: 4, stages: 3, row_stages: 1 };
     /// let scores = Blueprint {
     ///     role: Role::Dq, tile: tile.tile(), dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
-    ///     capped: false, mask: None, bias: Some(Rows::Tiled), alibi: false, partial: false, stats_multiple: 128,
+    ///     capped: false, mask: None, bias: Some(Rows::Tiled), alibi: false, ragged: false, partial: false, stats_multiple: 128,
     /// };
     /// assert!(BiasBlueprint { tile, scores, vectors: true }.shared_memory() <= 227 << 10);
     /// ```

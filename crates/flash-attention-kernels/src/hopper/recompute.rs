@@ -167,7 +167,7 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 l = fma(l, ex2(m - higher), p);
                 m = higher;
             } else {
-                let kept = dropout.keeps(batch as u32, head as u32, row, key);
+                let kept = dropout.keeps_of(band, batch as u32, head as u32, row, key);
                 let p = select(sees, dropout.left(ex2(exponent.value - of_row), kept), 0.0f32);
                 for n in 0..KEYS {
                     let p = plane_shuffle(p, n);
@@ -362,13 +362,14 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let seen = band.k_blocks(row, 1u32, KEYS);
     let all = stats_all(band, walk, blueprint);
     for head_kv in first_kv..after_kv {
-        let mut start = seen.start * KEYS;
-        while plane_any(start < seen.end * KEYS) {
+        let after = seen.origin + seen.end * KEYS;
+        let mut start = seen.origin + seen.start * KEYS;
+        while plane_any(start < after) {
             let key = start + lane;
             let mut p = 0.0f32.runtime();
             let mut ds = 0.0f32.runtime();
             let mut visible = false.runtime();
-            if key < seen.end * KEYS && band.sees(row, key) {
+            if key < after && band.sees(row, key) {
                 let head_q = if comptime!(blueprint.transposed()) { head_kv as usize } else { head };
                 let query = if comptime!(blueprint.transposed()) { key } else { row };
                 let at = stats_at(band, walk, batch as u32, head_q as u32, query, blueprint);
@@ -378,11 +379,7 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 let exponent = exponent_of(product, factors, band, mask, bias, batch, head_q, row, key, blueprint);
                 visible = exponent.visible;
                 let dropout = &factors.extras.dropout;
-                let kept = if comptime!(blueprint.transposed()) {
-                    dropout.keeps(batch as u32, head_q as u32, key, row)
-                } else {
-                    dropout.keeps(batch as u32, head_q as u32, row, key)
-                };
+                let kept = dropout.keeps_turned(band, batch as u32, head_q as u32, row, key, blueprint.transposed());
                 let probability = select(visible, ex2(exponent.value - f32::reinterpret(stats[at])), 0.0f32);
                 p = dropout.left(probability, kept);
                 if comptime!(differentiates) {
@@ -410,7 +407,7 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             // Nothing can change any more: where nothing is a number, each row would come here, and take its time.
             let lost = (comptime!(!differentiates) || is_lost(&sum_k)) && (comptime!(!sums_values) || is_lost(&sum_v));
             if plane_all(lost) {
-                start = seen.end * KEYS;
+                start = after;
             }
         }
     }

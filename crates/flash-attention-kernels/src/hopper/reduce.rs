@@ -168,7 +168,6 @@ pub fn round_sums<E: Float, M: Numeric, NB: Size, NM: Size>(
         terminate!();
     }
     let (batch, head) = (walk.num_heads_q.divide(of_all), walk.num_heads_q.modulo(of_all));
-    let band = factors.extras.band(&band, batch as usize);
     let first_row = nth * WARP_ROWS;
     let row = first_row + lane / 4;
     let (live0, live1) = (band.is_query(row), band.is_query(row + 8));

@@ -31,6 +31,12 @@ pub enum Of {
     Flags,
     /// Batch of the results.
     BatchOut,
+    /// The sequence, where there are several, and where its rows and its columns begin and end.
+    Sequence,
+    RowsBegin,
+    RowsEnd,
+    ColumnsBegin,
+    ColumnsEnd,
 }
 
 /// There is nothing to see: the one tile must be hidden.
@@ -286,6 +292,24 @@ impl Memory {
         store_shared(at + comptime!(4 * Of::QStart as u32), item.q_start);
         store_shared(at + comptime!(4 * Of::Flags as u32), u32::cast_from(item.blind) | flags);
         store_shared(at + comptime!(4 * Of::BatchOut as u32), item.batch_out);
+        if comptime!(item.band.ragged) {
+            store_shared(at + comptime!(4 * Of::Sequence as u32), item.band.sequence);
+            store_shared(at + comptime!(4 * Of::RowsBegin as u32), item.band.begin_q);
+            store_shared(at + comptime!(4 * Of::RowsEnd as u32), item.band.end_q);
+            store_shared(at + comptime!(4 * Of::ColumnsBegin as u32), item.band.begin_k);
+            store_shared(at + comptime!(4 * Of::ColumnsEnd as u32), item.band.end_k);
+        }
+    }
+
+    /// What the rows of the `nth` item see, if `band` is what the options make of all.
+    pub fn band(&self, nth: u32, band: &Band, #[comptime] ragged: bool) -> Band {
+        if comptime!(ragged) {
+            let (begin_q, end_q) = (self.item(nth, Of::RowsBegin), self.item(nth, Of::RowsEnd));
+            let (begin_k, end_k) = (self.item(nth, Of::ColumnsBegin), self.item(nth, Of::ColumnsEnd));
+            band.of(self.item(nth, Of::Sequence), begin_q, end_q, begin_k, end_k)
+        } else {
+            *band
+        }
     }
 
     /// Waits for a tile of a tiled bias, which has the place of that of K in its ring; returns where a warpgroup's part of it
@@ -355,6 +379,7 @@ impl Loader {
         #[comptime] tile: HopperTile,
     ) -> Loader {
         let number = CUBE_POS as u32 * comptime!(tile.teams as u32) + team;
+        let walk = walk.scheduled(&extras);
         Loader { memory, walk, band, spread, extras, warp, ahead: number }
     }
 
@@ -441,9 +466,7 @@ impl Loader {
                     flags = select(of_group == 0, 0u32, CONTINUED) | select(last, 0u32, CONTINUES);
                     self.memory.set_cursor(ring, To::OfGroup, select(last, 0u32, of_group + 1));
                 }
-                let spot = self.walk.spot(number);
-                let band = self.extras.band(&self.band, spot.batch as usize);
-                let item = self.walk.item(&spot, of_group, &band, blueprint);
+                let item = self.walk.item(number, of_group, &self.band, &self.extras, blueprint);
                 self.memory.write_item(nth, &item, flags);
                 // There is room for one Q only, but it need not come from far then.
                 #[unroll]
@@ -520,6 +543,8 @@ impl Loader {
                     } else {
                         of_lse + stats_all(&self.band, &self.walk, blueprint)
                     };
+                    // Copies start at multiples of 16 bytes.
+                    let from = if comptime!(blueprint.ragged) { from / 4 * 4 } else { from };
                     bulk_load(stats, from, blueprint.stats_bytes(), to + place.stage * stats_bytes, full);
                 }
                 if comptime!(ring == Ring::Bias && blueprint.transposed()) {

@@ -7,12 +7,15 @@
 //! - within a section the longest come first (of causal attention the last block of queries, or the first one of keys), heads
 //!   taking turns.
 //!
+//! Of several sequences, items are the blocks of their [schedule](mod@crate::sequences), in its order, heads taking turns.
+//!
 //! A team's first item is that of its own number. The others it takes from a common counter, so that whoever is done
 //! first takes the next.
 //! (FlashAttention-3, arXiv:2407.08608, section 3; longest first: Graham 1969.)
 
 use super::ops::take_ticket;
 use super::{Blueprint, HopperTile};
+use crate::extras::Extras;
 use crate::mask::Band;
 use cubecl::prelude::*;
 
@@ -100,8 +103,10 @@ pub struct Spot {
     pub batch: u32,
     /// Head: of the rows that are kept.
     pub head: u32,
-    /// Number among the head's blocks and parts, the longest first.
+    /// Number among the head's blocks, the longest first; or in the schedule.
     pub nth: u32,
+    /// Number of the part of its keys.
+    pub part: u32,
 }
 
 /// A block of queries of a head, and the tiles of keys that it sees.
@@ -124,6 +129,8 @@ pub struct Item {
     pub steps: u32,
     /// There is nothing to see: the one tile must be hidden.
     pub blind: bool,
+    /// The band of its sequence.
+    pub band: Band,
 }
 
 impl Walk {
@@ -175,6 +182,27 @@ impl Walk {
 
 #[cube]
 impl Walk {
+    /// The walk over the blocks of a schedule, if there is one.
+    pub fn scheduled(&self, extras: &Extras) -> Walk {
+        let mut items = self.items;
+        if comptime!(extras.is_ragged()) {
+            items = extras.blocks(0u32) * self.num_heads_q.divisor * self.parts.divisor;
+        }
+        Walk {
+            items,
+            blocks: self.blocks,
+            ahead: self.ahead,
+            heads: self.heads,
+            of_section: self.of_section,
+            section: self.section,
+            last_section: self.last_section,
+            num_heads_q: self.num_heads_q,
+            group_size: self.group_size,
+            parts: self.parts,
+            batches: self.batches,
+        }
+    }
+
     /// The number of this team's next item; not below `items` if there is none.
     pub fn next(&self, counter: &[u32], #[comptime] tile: HopperTile) -> u32 {
         // Each item but the first ones is taken once, and each team that had a first one comes once for nothing: after
@@ -182,33 +210,50 @@ impl Walk {
         CUBE_COUNT as u32 * comptime!(tile.teams as u32) + take_ticket(counter, self.items - 1)
     }
 
-    /// Batch, head, and number among the head's blocks and parts, of the item of that number.
-    pub fn spot(&self, number: u32) -> Spot {
-        let first_head = self.of_section.divide(number) * self.section.divisor;
-        let within = self.of_section.modulo(number);
-        let mut nth = self.section.divide(within);
-        let mut head = first_head + self.section.modulo(within);
-        if self.heads - first_head < self.section.divisor {
-            nth = self.last_section.divide(within);
-            head = first_head + self.last_section.modulo(within);
+    /// Where the item of that number is.
+    fn spot(&self, number: u32, #[comptime] partial: bool, #[comptime] ragged: bool) -> Spot {
+        if comptime!(ragged) {
+            let nth = self.num_heads_q.divide(number);
+            let head = self.num_heads_q.modulo(number);
+            let (nth, part) = self.parts_of(nth, partial);
+            Spot { batch: 0u32.runtime(), head, nth, part }
+        } else {
+            let first_head = self.of_section.divide(number) * self.section.divisor;
+            let within = self.of_section.modulo(number);
+            let mut nth = self.section.divide(within);
+            let mut head = first_head + self.section.modulo(within);
+            if self.heads - first_head < self.section.divisor {
+                nth = self.last_section.divide(within);
+                head = first_head + self.last_section.modulo(within);
+            }
+            let (nth, part) = self.parts_of(nth, partial);
+            Spot { batch: self.num_heads_q.divide(head), head: self.num_heads_q.modulo(head), nth, part }
         }
-        Spot { batch: self.num_heads_q.divide(head), head: self.num_heads_q.modulo(head), nth }
     }
 
-    /// The item there, of a batch with that band. Transposed, the heads are those of keys, and the item is one for each query head of
-    /// the group: `of_group` is that one's number in it.
-    pub fn item(&self, spot: &Spot, of_group: u32, band: &Band, #[comptime] blueprint: Blueprint) -> Item {
+    /// A block's number, and a part's, from that of the part among all of them.
+    fn parts_of(&self, nth: u32, #[comptime] partial: bool) -> (u32, u32) {
+        if comptime!(partial) { (self.parts.divide(nth), self.parts.modulo(nth)) } else { (nth, 0u32.runtime()) }
+    }
+
+    /// The item of that number. Transposed, the heads are those of keys, and the item is one for each query head of the group: `of_group`
+    /// is that one's number in it.
+    pub fn item(
+        &self,
+        number: u32,
+        of_group: u32,
+        band: &Band,
+        extras: &Extras,
+        #[comptime] blueprint: Blueprint,
+    ) -> Item {
         let (partial, transposed, tile) = comptime!((blueprint.partial, blueprint.transposed(), blueprint.tile));
-        let (batch, head) = (spot.batch, spot.head);
-        let mut nth = spot.nth;
-        let mut part = 0u32;
-        if comptime!(partial) {
-            part = self.parts.modulo(nth);
-            nth = self.parts.divide(nth);
-        }
         let (tile_q, tile_k) = comptime!((tile.tile_q() as u32, tile.tile_k as u32));
-        let block = if comptime!(transposed) { nth } else { self.blocks - 1 - nth };
-        let q_start = ((block * tile_q) as i32 - self.ahead as i32) as u32;
+        let spot = self.spot(number, partial, blueprint.ragged);
+        let (head, part) = (spot.head, spot.part);
+        let nth = if comptime!(transposed) { spot.nth } else { self.blocks - 1 - spot.nth };
+        let start = ((nth * tile_q) as i32 - self.ahead as i32) as u32;
+        let block = extras.block(spot.nth, band, spot.batch, start);
+        let (q_start, band) = (block.start, block.band);
 
         let seen = band.k_blocks(q_start, tile_q, tile_k);
         let (mut start, mut end) = (seen.start, seen.end);
@@ -218,8 +263,8 @@ impl Walk {
             end = min(start + of_part, seen.end);
         }
         Item {
-            batch,
-            batch_out: part * self.batches + batch,
+            batch: block.batch,
+            batch_out: part * self.batches + block.batch,
             head,
             head_kv: if comptime!(transposed) {
                 head * self.group_size.divisor + of_group
@@ -227,9 +272,10 @@ impl Walk {
                 self.group_size.divide(head)
             },
             q_start,
-            k_last: (max(end, 1u32) - 1) * tile_k,
+            k_last: seen.origin + (max(end, 1u32) - 1) * tile_k,
             steps: max(end - start, 1u32),
             blind: start == end,
+            band,
         }
     }
 }

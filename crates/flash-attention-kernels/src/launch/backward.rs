@@ -1,5 +1,6 @@
 //! Launches the backward: delta, then a kernel for each gradient asked for.
 
+use super::sequences::Blocks;
 use super::{Call, Inputs, elementwise, input, output};
 use crate::error::AttentionError;
 use crate::hopper::{BiasTile, sums_columns};
@@ -8,7 +9,7 @@ use crate::portable::GridLaunch;
 use crate::portable::dbias::Sums;
 use crate::portable::tile::{TileShape, WIDTH};
 use crate::portable::{self, dbias, delta, dsinks, nothing};
-use crate::problem::{AttentionProblem, BackwardOrder};
+use crate::problem::{AttentionProblem, BackwardOrder, MAX_SEQ};
 use crate::tensor::TensorView;
 use crate::tiling::{self, BackwardTiles, BiasGradient, Device, Gradient, HopperGradient, MmaGradient, Stage};
 use cubecl::client::Client;
@@ -264,7 +265,7 @@ impl Call<'_> {
                 Gradient::Rows(tile) => rows.push(self.check_gradient_rows(Role::Dq, tile, [Some(view), None])?),
                 Gradient::Portable(tile) => {
                     tiling::check_bindings(self.device, p, "dq", 6)?;
-                    dq = Some((view, tile, self.query_grid("dq", tile)?));
+                    dq = Some((view, tile, self.query_grid("dq", tile.tile_q)?));
                 }
             }
         }
@@ -286,7 +287,7 @@ impl Call<'_> {
                 }
                 Gradient::Portable(tile) => {
                     tiling::check_bindings(self.device, p, "dkdv", if together { 7 } else { 6 })?;
-                    dkdv.push((dk, dv, tile, self.key_grid("dkdv", tile)?));
+                    dkdv.push((dk, dv, tile, self.key_grid("dkdv", tile.tile_k)?));
                 }
             }
         }
@@ -346,7 +347,13 @@ impl Call<'_> {
         }
         // They read scratch in a layout of their own.
         self.backward_mma(saved, scratch, &mma)?;
-        self.backward_hopper(saved, scratch, &hopper, hopper_dbias)
+        self.backward_hopper(saved, scratch, &hopper, hopper_dbias)?;
+        for (view, keys) in [(&gradients.dq, false), (&gradients.dk, true), (&gradients.dv, true)] {
+            if let Some(view) = view {
+                self.fill(view, None, keys);
+            }
+        }
+        Ok(())
     }
 
     #[cfg(not(feature = "cuda"))]
@@ -433,6 +440,7 @@ impl Call<'_> {
         (grid, count): (GridLaunch, CubeCount),
         addresses: AddressType,
     ) {
+        let schedule = self.schedule(Blocks::Queries, tile.tile_q);
         unsafe {
             portable::dq::dq::launch_unchecked(
                 self.client,
@@ -448,7 +456,7 @@ impl Call<'_> {
                 self.mask().into(),
                 self.bias().into(),
                 dq.arg(),
-                self.score(false),
+                self.score(schedule.as_ref()),
                 self.problem.band().into_launch(),
                 grid,
                 tiling::blueprint(self.problem, tile),
@@ -469,6 +477,7 @@ impl Call<'_> {
         addresses: AddressType,
     ) {
         let views: Vec<_> = [Some(&saved.dout), dk, dv].into_iter().flatten().collect();
+        let schedule = self.schedule(Blocks::Keys, tile.tile_k);
         unsafe {
             portable::dkdv::dkdv::launch_unchecked(
                 self.client,
@@ -485,7 +494,7 @@ impl Call<'_> {
                 self.bias().into(),
                 dk.map(|dk| dk.arg()).into(),
                 dv.map(|dv| dv.arg()).into(),
-                self.score(false),
+                self.score(schedule.as_ref()),
                 self.problem.band().into_launch(),
                 grid,
                 tiling::blueprint(self.problem, tile),
@@ -567,6 +576,8 @@ impl Call<'_> {
             Some(partial) => (partial.arg(), f32),
             None => (dbias.arg(), dtype),
         };
+        // Sequences, not blocks of them: a cube has a part of the bias, which may belong to several.
+        let schedule = self.schedule(Blocks::Queries, MAX_SEQ);
         unsafe {
             dbias::dbias::launch_unchecked(
                 self.client,
@@ -582,7 +593,7 @@ impl Call<'_> {
                 self.mask().into(),
                 self.bias().into(),
                 out,
-                self.score(false),
+                self.score(schedule.as_ref()),
                 p.band().into_launch(),
                 grid,
                 p.num_heads_q as u32,

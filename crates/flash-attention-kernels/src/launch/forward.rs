@@ -1,12 +1,15 @@
 //! Launches the forward.
 
+use super::sequences::Blocks;
 use super::{Call, Inputs, elementwise, output};
 use crate::error::AttentionError;
+use crate::portable::tile::TileShape;
 use crate::portable::{self, nothing};
 use crate::problem::AttentionProblem;
 use crate::tensor::TensorView;
 use crate::tiling::{self, Device, Forward, Stage};
 use cubecl::client::Client;
+use cubecl::ir::AddressType;
 use cubecl::prelude::*;
 
 /// Computes `o` and `lse`.
@@ -52,43 +55,59 @@ pub fn forward_with(
         unsafe { nothing::empty_lse::launch_unchecked(client, count, dim, addresses, lse.arg(), call.sinks().into()) };
         return Ok(());
     }
-    let tile = match kernel.into() {
-        Forward::Portable(tile) => tile,
-        Forward::Matrix(tile) => return call.forward_matrix(o, lse, tile, addresses),
-        Forward::Rows(tile) => return call.forward_rows(o, lse, tile, addresses),
+    match kernel.into() {
+        Forward::Portable(tile) => call.forward_portable(o, lse, tile, addresses)?,
+        Forward::Matrix(tile) => call.forward_matrix(o, lse, tile, addresses)?,
+        Forward::Rows(tile) => call.forward_rows(o, lse, tile, addresses)?,
         #[cfg(feature = "cuda")]
-        Forward::Hopper(tiles) => return call.forward_hopper(o, lse, tiles),
+        Forward::Hopper(tiles) => call.forward_hopper(o, lse, tiles)?,
         #[cfg(feature = "cuda")]
-        Forward::Mma(tiles) => return call.forward_mma(o, lse, tiles),
+        Forward::Mma(tiles) => call.forward_mma(o, lse, tiles)?,
         #[cfg(not(feature = "cuda"))]
         kernel @ (Forward::Hopper(_) | Forward::Mma(_)) => {
             let why = "it was not compiled: that takes the feature cuda".into();
             return Err(AttentionError::KernelUnavailable { kernel: kernel.kernel().name(), why });
         }
-    };
-    tiling::check_tile(&device, problem, &tile, Stage::Forward)?;
-    tiling::check_bindings(&device, problem, "forward", 5)?;
-    let (grid, count) = call.query_grid("forward", tile)?;
-    unsafe {
-        portable::forward::forward::launch_unchecked(
-            client,
-            count,
-            CubeDim::new_1d(tile.units() as u32),
-            addresses,
-            call.width(&[o]),
-            inputs.q.arg(),
-            inputs.k.arg(),
-            inputs.v.arg(),
-            call.mask().into(),
-            call.bias().into(),
-            o.arg(),
-            lse.arg(),
-            call.score(false),
-            problem.band().into_launch(),
-            grid,
-            tiling::blueprint(problem, tile),
-            [call.dtype(), call.mask_type()],
-        );
     }
+    call.fill(o, Some(lse), false);
     Ok(())
+}
+
+impl Call<'_> {
+    fn forward_portable(
+        &self,
+        o: &TensorView,
+        lse: &TensorView<3>,
+        tile: TileShape,
+        addresses: AddressType,
+    ) -> Result<(), AttentionError> {
+        let (p, inputs) = (self.problem, self.inputs);
+        tiling::check_tile(self.device, p, &tile, Stage::Forward)?;
+        tiling::check_bindings(self.device, p, "forward", 5)?;
+        let (grid, count) = self.query_grid("forward", tile.tile_q)?;
+        let schedule = self.schedule(Blocks::Queries, tile.tile_q);
+        // SAFETY: views have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
+        unsafe {
+            portable::forward::forward::launch_unchecked(
+                self.client,
+                count,
+                CubeDim::new_1d(tile.units() as u32),
+                addresses,
+                self.width(&[o]),
+                inputs.q.arg(),
+                inputs.k.arg(),
+                inputs.v.arg(),
+                self.mask().into(),
+                self.bias().into(),
+                o.arg(),
+                lse.arg(),
+                self.score(schedule.as_ref()),
+                p.band().into_launch(),
+                grid,
+                tiling::blueprint(p, tile),
+                [self.dtype(), self.mask_type()],
+            );
+        }
+        Ok(())
+    }
 }

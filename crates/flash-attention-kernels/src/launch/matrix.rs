@@ -1,5 +1,6 @@
 //! Launches the kernels made of cooperative matrix products.
 
+use super::sequences::Blocks;
 use super::{Call, Saved, Scratch};
 use crate::error::AttentionError;
 use crate::matrix::{self, MatrixTile, Role};
@@ -29,7 +30,8 @@ impl Call<'_> {
         let p = self.problem;
         self.check_matrix(Role::Forward, tile)?;
         tiling::check_bindings(self.device, p, "forward", 5)?;
-        let (grid, count) = self.grid("forward", p.seq_q.div_ceil(tile.rows()), p.num_heads_q, p.batch)?;
+        let (grid, count) = self.query_grid("forward", tile.rows())?;
+        let schedule = self.schedule(Blocks::Queries, tile.rows());
         // SAFETY: views have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
         unsafe {
             matrix::forward::forward::launch_unchecked(
@@ -45,7 +47,7 @@ impl Call<'_> {
                 self.bias().into(),
                 o.arg(),
                 lse.arg(),
-                self.score(false),
+                self.score(schedule.as_ref()),
                 p.band().into_launch(),
                 grid,
                 tiling::matrix::blueprint(p, Role::Forward, tile),
@@ -64,10 +66,10 @@ impl Call<'_> {
     ) -> Result<MatrixGradient<'a>, AttentionError> {
         let p = self.problem;
         self.check_matrix(role, tile)?;
-        let (kernel, rows, heads) =
-            if role.is_transposed() { ("dkdv", p.seq_k, p.num_heads_kv) } else { ("dq", p.seq_q, p.num_heads_q) };
+        let kernel = if role.is_transposed() { "dkdv" } else { "dq" };
         tiling::check_bindings(self.device, p, kernel, 5 + results.iter().flatten().count())?;
-        let grid = self.grid(kernel, rows.div_ceil(tile.rows()), heads, p.batch)?;
+        let (rows, transposed) = (tile.rows(), role.is_transposed());
+        let grid = if transposed { self.key_grid(kernel, rows)? } else { self.query_grid(kernel, rows)? };
         Ok(MatrixGradient { role, tile, grid, results })
     }
 
@@ -83,6 +85,8 @@ impl Call<'_> {
         let (queries, keys) = ([&self.inputs.q, &saved.dout], [&self.inputs.k, &self.inputs.v]);
         let (rows, columns) = if role.is_transposed() { (keys, queries) } else { (queries, keys) };
         let views: Vec<_> = [Some(&saved.dout), dk, dv].into_iter().flatten().collect();
+        let of = if role.is_transposed() { Blocks::Keys } else { Blocks::Queries };
+        let schedule = self.schedule(of, tile.rows());
         // SAFETY: as for the forward.
         unsafe {
             matrix::gradient::gradient::launch_unchecked(
@@ -100,7 +104,7 @@ impl Call<'_> {
                 self.bias().into(),
                 dk.map(|dk| dk.arg()).into(),
                 dv.map(|dv| dv.arg()).into(),
-                self.score(false),
+                self.score(schedule.as_ref()),
                 p.band().into_launch(),
                 grid,
                 tiling::matrix::blueprint(p, role, tile),

@@ -9,6 +9,7 @@ mod matrix;
 #[cfg(feature = "cuda")]
 mod mma;
 mod rows;
+mod sequences;
 
 pub use backward::{Gradients, Saved, Scratch, backward, backward_with};
 pub use dropout::dropout_kept;
@@ -18,7 +19,7 @@ use crate::dropout::{DropoutLaunch, factor, seed, threshold};
 use crate::error::AttentionError;
 use crate::extras::ExtrasLaunch;
 use crate::portable::GridLaunch;
-use crate::portable::tile::{TileShape, WIDTH};
+use crate::portable::tile::WIDTH;
 use crate::problem::AttentionProblem;
 use crate::score::ScoreLaunch;
 use crate::tensor::TensorView;
@@ -79,6 +80,12 @@ pub struct Inputs {
     pub seq_lens_q: Option<TensorView<1>>,
     /// How many of its keys, likewise.
     pub seq_lens_k: Option<TensorView<1>>,
+    /// Where each of several sequences begins among all queries, counted through the batches, and where the last one ends:
+    /// `[sequences + 1]`, 32 bits each, none below the one before. A sequence ends with the batch that it begins in; what belongs to none
+    /// is computed as 0.
+    pub cu_seqlens_q: Option<TensorView<1>>,
+    /// The same among all keys. A sequence's queries see its own keys only.
+    pub cu_seqlens_k: Option<TensorView<1>>,
 }
 
 impl Inputs {
@@ -104,6 +111,8 @@ impl Inputs {
             dropout_seed: None,
             seq_lens_q: None,
             seq_lens_k: None,
+            cu_seqlens_q: None,
+            cu_seqlens_k: None,
         }
     }
 }
@@ -152,6 +161,11 @@ impl<'a> Call<'a> {
                 input(device, argument, lens, [problem.batch], 4)?;
             }
         }
+        for (argument, cu) in [("cu_seqlens_q", &inputs.cu_seqlens_q), ("cu_seqlens_k", &inputs.cu_seqlens_k)] {
+            if let Some(cu) = cu {
+                input(device, argument, cu, [problem.cu_seqlens.map_or(cu.shape[0], |sequences| sequences + 1)], 4)?;
+            }
+        }
         let (drops, number) = (problem.options.dropout > 0.0, problem.options.dropout_seed);
         for (argument, given, stated) in [
             ("mask", inputs.mask.is_some(), problem.mask.is_some()),
@@ -161,6 +175,8 @@ impl<'a> Call<'a> {
             ("dropout_seed", inputs.dropout_seed.is_some(), drops && number.is_none()),
             ("seq_lens_q", inputs.seq_lens_q.is_some(), problem.seq_lens_q),
             ("seq_lens_k", inputs.seq_lens_k.is_some(), problem.seq_lens_k),
+            ("cu_seqlens_q", inputs.cu_seqlens_q.is_some(), problem.cu_seqlens.is_some()),
+            ("cu_seqlens_k", inputs.cu_seqlens_k.is_some(), problem.cu_seqlens.is_some()),
         ] {
             if given != stated {
                 return Err(AttentionError::Unsupported {
@@ -174,7 +190,9 @@ impl<'a> Call<'a> {
         let words = number.filter(|_| drops).map(seed);
         let bytes = words.map(|words| words.map(u32::to_le_bytes).concat());
         let seed = bytes.map(|bytes| TensorView::contiguous(client.create_from_slice(&bytes), [2]));
-        Ok(Call { client, device, problem, inputs, seed: seed.or_else(|| inputs.dropout_seed.clone()) })
+        let call = Call { client, device, problem, inputs, seed: seed.or_else(|| inputs.dropout_seed.clone()) };
+        call.check_sequences()?;
+        Ok(call)
     }
 
     /// The address type that reaches every element of the inputs and of these.
@@ -212,19 +230,17 @@ impl<'a> Call<'a> {
         self.inputs.bias.as_ref().map(|bias| bias.broadcast_arg())
     }
 
-    /// With the band as it is, or `transposed`.
-    fn score(&self, transposed: bool) -> ScoreLaunch {
+    /// With the kernel's schedule, if there is one.
+    fn score(&self, schedule: Option<&TensorView<1>>) -> ScoreLaunch {
         let softcap = self.problem.options.softcap;
         let scale = self.problem.softmax_scale();
-        ScoreLaunch::new(scale, softcap.unwrap_or(1.0), softcap.is_some(), self.extras(transposed))
+        ScoreLaunch::new(scale, softcap.unwrap_or(1.0), softcap.is_some(), self.extras(schedule))
     }
 
-    fn extras(&self, transposed: bool) -> ExtrasLaunch {
+    fn extras(&self, schedule: Option<&TensorView<1>>) -> ExtrasLaunch {
         let slopes = self.inputs.alibi_slopes.as_ref().map(|slopes| slopes.broadcast_arg());
-        let [lens_q, lens_k] =
-            [&self.inputs.seq_lens_q, &self.inputs.seq_lens_k].map(|lens| lens.as_ref().map(|lens| lens.arg()));
-        let (lens_q, lens_k) = if transposed { (lens_k, lens_q) } else { (lens_q, lens_k) };
-        ExtrasLaunch::new(slopes.into(), self.sinks().into(), self.dropout(), lens_q.into(), lens_k.into())
+        let schedule = schedule.map(|schedule| schedule.arg());
+        ExtrasLaunch::new(slopes.into(), self.sinks().into(), self.dropout(), schedule.into())
     }
 
     fn sinks(&self) -> Option<TensorArg> {
@@ -237,16 +253,16 @@ impl<'a> Call<'a> {
         DropoutLaunch::new(seed.into(), threshold(rate), factor(rate))
     }
 
-    /// One cube for each block of queries.
-    fn query_grid(&self, kernel: &'static str, tile: TileShape) -> Result<(GridLaunch, CubeCount), AttentionError> {
-        let p = self.problem;
-        self.grid(kernel, p.seq_q.div_ceil(tile.tile_q), p.num_heads_q, p.batch)
+    /// One cube for each block of so many queries.
+    fn query_grid(&self, kernel: &'static str, tile: usize) -> Result<(GridLaunch, CubeCount), AttentionError> {
+        let (blocks, batches) = self.blocks(self.problem.seq_q, tile);
+        self.grid(kernel, blocks, self.problem.num_heads_q, batches)
     }
 
-    /// One cube for each block of keys.
-    fn key_grid(&self, kernel: &'static str, tile: TileShape) -> Result<(GridLaunch, CubeCount), AttentionError> {
-        let p = self.problem;
-        self.grid(kernel, p.seq_k.div_ceil(tile.tile_k), p.num_heads_kv, p.batch)
+    /// One cube for each block of so many keys.
+    fn key_grid(&self, kernel: &'static str, tile: usize) -> Result<(GridLaunch, CubeCount), AttentionError> {
+        let (blocks, batches) = self.blocks(self.problem.seq_k, tile);
+        self.grid(kernel, blocks, self.problem.num_heads_kv, batches)
     }
 
     fn grid(

@@ -1,5 +1,6 @@
 //! Launches the kernels whose units hold whole rows.
 
+use super::sequences::Blocks;
 use super::{Call, Saved, Scratch};
 use crate::error::AttentionError;
 use crate::matrix::Role;
@@ -30,7 +31,8 @@ impl Call<'_> {
         let p = self.problem;
         self.check_rows(tile)?;
         tiling::check_bindings(self.device, p, "forward", 5)?;
-        let (grid, count) = self.grid("forward", p.seq_q.div_ceil(tile.block()), p.num_heads_q, p.batch)?;
+        let (grid, count) = self.query_grid("forward", tile.block())?;
+        let schedule = self.schedule(Blocks::Queries, tile.block());
         // SAFETY: views have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
         unsafe {
             rows::forward::forward::launch_unchecked(
@@ -46,7 +48,7 @@ impl Call<'_> {
                 self.bias().into(),
                 o.arg(),
                 lse.arg(),
-                self.score(false),
+                self.score(schedule.as_ref()),
                 p.band().into_launch(),
                 grid,
                 tiling::rows::blueprint(p, Role::Forward, tile),
@@ -65,10 +67,10 @@ impl Call<'_> {
     ) -> Result<RowsGradient<'a>, AttentionError> {
         let p = self.problem;
         self.check_rows(tile)?;
-        let (kernel, length, heads) =
-            if role.is_transposed() { ("dkdv", p.seq_k, p.num_heads_kv) } else { ("dq", p.seq_q, p.num_heads_q) };
+        let kernel = if role.is_transposed() { "dkdv" } else { "dq" };
         tiling::check_bindings(self.device, p, kernel, 5 + results.iter().flatten().count())?;
-        let grid = self.grid(kernel, length.div_ceil(tile.block()), heads, p.batch)?;
+        let (rows, transposed) = (tile.block(), role.is_transposed());
+        let grid = if transposed { self.key_grid(kernel, rows)? } else { self.query_grid(kernel, rows)? };
         Ok(RowsGradient { role, tile, grid, results })
     }
 
@@ -88,6 +90,8 @@ impl Call<'_> {
         let turned =
             |view: &TensorView| if role.is_transposed() { view.transposed() } else { view.clone() }.broadcast_arg();
         let views: Vec<_> = [Some(&saved.dout), dk, dv].into_iter().flatten().collect();
+        let of = if role.is_transposed() { Blocks::KeysTurned } else { Blocks::Queries };
+        let schedule = self.schedule(of, tile.block());
         // SAFETY: as for the forward.
         unsafe {
             rows::gradient::gradient::launch_unchecked(
@@ -105,7 +109,7 @@ impl Call<'_> {
                 self.inputs.bias.as_ref().map(turned).into(),
                 dk.map(|dk| dk.arg()).into(),
                 dv.map(|dv| dv.arg()).into(),
-                self.score(role.is_transposed()),
+                self.score(schedule.as_ref()),
                 band.into_launch(),
                 grid,
                 tiling::rows::blueprint(p, role, tile),

@@ -45,19 +45,18 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     let (head_dim, head_dim_v) = comptime!((blueprint.head_dim, blueprint.head_dim_v));
     let me = Place::here();
     let mut panels = Panels::<E>::new(blueprint);
-    let work = grid.work(CUBE_POS);
+    let work = grid.work(CUBE_POS, &score.extras, &band, rows, false);
     if work.is_none {
         terminate!();
     }
-    let band = score.extras.band(&band, work.batch);
-    // The last queries see most where causal: start with them.
-    let q_start = (grid.blocks - 1 - work.block) * rows;
+    let band = work.band;
+    let q_start = work.start;
     let head_kv = work.head / grid.group_size as usize;
     let q_at = matrix(q, work.batch, work.head);
     let k_at = matrix(k, work.batch, head_kv);
     let v_at = matrix(v, work.batch, head_kv);
 
-    let queries = operands(q, &q_at, q_start, band.seq_q, &mut panels.k, me, head_dim, tile);
+    let queries = operands(q, &q_at, q_start, band.after_queries(), &mut panels.k, me, head_dim, tile);
     let mut acc = accumulator(head_dim_v, tile);
     let of_unit = comptime!(tile.rows_of_unit());
     let mut m = Array::<f32>::new(of_unit);
@@ -73,14 +72,14 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
 
     let blocks = band.k_blocks(q_start, rows, columns);
     for block in blocks.start..blocks.end {
-        let k_start = block * columns;
-        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start, slope };
+        let k_start = blocks.origin + block * columns;
+        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start, slope, band };
         let whole = band.whole(q_start, k_start, rows, columns);
 
         // -- the tile
         sync_cube();
-        let _ = stage(k, &k_at, k_start, band.seq_k, &mut panels.k, head_dim, tile);
-        let dirty = stage(v, &v_at, k_start, band.seq_k, &mut panels.v, head_dim_v, tile);
+        let _ = stage(k, &k_at, k_start, band.after_keys(), &mut panels.k, head_dim, tile);
+        let dirty = stage(v, &v_at, k_start, band.after_keys(), &mut panels.v, head_dim_v, tile);
         tell_staged(dirty, &mut panels.flags, me);
         sync_cube();
         let dirty = was_staged(&panels.flags, tile);
@@ -132,12 +131,12 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
         factors[nth] = normalizer(total) * score.extras.dropout.scale();
         let row = q_start + me.plane * comptime!(tile.m() as u32) + me.row(nth, tile);
         let is_first = me.vector(0usize, tile) == 0;
-        if is_first && row < band.seq_q {
+        if is_first && band.is_query(row) {
             lse[lse_at + row as usize * lse_step] = lse_bits(m[nth], total);
         }
     }
     let o_at = matrix(&*o, work.batch, work.head);
-    write(o, &o_at, q_start, band.seq_q, &acc, &mut panels.board, &factors, me, head_dim_v, tile);
+    write(o, &o_at, q_start, band.after_queries(), &acc, &mut panels.board, &factors, me, head_dim_v, tile);
 }
 
 /// Turns a unit's part of its `nth` row of products into scores, hidden ones into [`HIDDEN`].
@@ -215,7 +214,7 @@ fn weigh_row(
     #[unroll]
     for i in 0..comptime!(tile.vectors_of_unit()) {
         let first = at.k_start + me.vector(i, tile) * comptime!(WIDTH as u32);
-        let kept = score.extras.dropout.keeps_four(at.batch as u32, at.head as u32, row, first);
+        let kept = score.extras.dropout.keeps_four_of(&at.band, at.batch as u32, at.head as u32, row, first, false);
         #[unroll]
         for n in 0..WIDTH {
             let e = comptime!(i * WIDTH + n);

@@ -46,16 +46,15 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
     let (head_dim, head_dim_v) = comptime!((blueprint.head_dim, blueprint.head_dim_v));
     let me = Place::here();
     let mut panels = Panels::<E>::new(blueprint);
-    let work = grid.work(CUBE_POS);
+    let work = grid.work(CUBE_POS, &score.extras, &band, rows, role.is_transposed());
     if work.is_none {
         terminate!();
     }
-    let band = score.extras.band(&band, work.batch);
-    // What is seen by most goes first: the last queries, or the first keys.
-    let block = if comptime!(role.is_transposed()) { work.block } else { grid.blocks - 1 - work.block };
-    let start = block * rows;
-    let rows_end = if comptime!(role.is_transposed()) { band.seq_k } else { band.seq_q };
-    let columns_end = if comptime!(role.is_transposed()) { band.seq_q } else { band.seq_k };
+    let band = work.band;
+    let start = work.start;
+    let (queries_end, keys_end) = (band.after_queries(), band.after_keys());
+    let rows_end = if comptime!(role.is_transposed()) { keys_end } else { queries_end };
+    let columns_end = if comptime!(role.is_transposed()) { queries_end } else { keys_end };
     let group_size = grid.group_size as usize;
 
     let q_at = matrix(q, work.batch, work.head);
@@ -89,11 +88,11 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
         let stats_row = (work.batch * heads + head) * band.seq_q as usize;
         let slope = score.extras.slope(work.batch, head);
         for block in blocks.start..blocks.end {
-            let first = block * columns;
+            let first = blocks.origin + block * columns;
             let at = if comptime!(role.is_transposed()) {
-                TileAt { batch: work.batch, head, q_start: first, k_start: start, slope }
+                TileAt { batch: work.batch, head, q_start: first, k_start: start, slope, band }
             } else {
-                TileAt { batch: work.batch, head, q_start: start, k_start: first, slope }
+                TileAt { batch: work.batch, head, q_start: start, k_start: first, slope, band }
             };
             let whole = if comptime!(role.is_transposed()) {
                 band.whole(first, start, columns, rows)
@@ -241,7 +240,7 @@ impl Row {
             let lse = select(band.is_query(i), stats[stats_row + band.query_within(i) as usize], f32::MAX);
             weights[n] = weight(weights[n], lse);
             if comptime!(score.extras.dropout.seed.is_some()) {
-                kept[n] = score.extras.dropout.keeps(at.batch as u32, at.head as u32, i, j);
+                kept[n] = score.extras.dropout.keeps_of(&at.band, at.batch as u32, at.head as u32, i, j);
             }
         }
         Row { weights, slopes, kept }

@@ -54,7 +54,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     // Whether more is hidden than what lies past the last key.
     let hides =
         comptime!(factors.extras.is_ragged() || scores.mask.is_some() || band.bounded_above || band.bounded_below);
-    if CUBE_POS as u32 >= walk.items {
+    if CUBE_POS as u32 >= walk.scheduled(&factors.extras).items {
         terminate!();
     }
 
@@ -65,9 +65,8 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let v_at = k_at + comptime!(MmaTile::STAGES as u32 * k_bytes);
 
     // -- whose rows
-    let spot = walk.spot(CUBE_POS as u32);
-    let band = factors.extras.band(&band, spot.batch as usize);
-    let item = walk.item(&spot, 0u32, &band, scores);
+    let item = walk.item(CUBE_POS as u32, 0u32, &band, &factors.extras, scores);
+    let band = item.band;
     let (batch, head, head_kv) = (item.batch as usize, item.head as usize, item.head_kv as usize);
     let lane = UNIT_POS % 32;
     let quarter = lane % 4;
@@ -197,7 +196,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 l[2 * group] = rows.l0;
                 l[2 * group + 1] = rows.l1;
             }
-            let words = kept(&factors, item.batch, item.head, row, k_start, scores);
+            let words = kept(&factors, item.batch, item.head, &band, row, k_start, scores);
             leave(s.index_mut(group), &words, tile_k);
             fragments_of(s.index(group), &mut p, tile_k, dtype);
         }

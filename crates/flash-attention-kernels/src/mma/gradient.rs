@@ -64,7 +64,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let stats_bytes = comptime!(scores.stats_bytes() as u32);
     let hides =
         comptime!(factors.extras.is_ragged() || scores.mask.is_some() || band.bounded_above || band.bounded_below);
-    if CUBE_POS as u32 >= walk.items {
+    if CUBE_POS as u32 >= walk.scheduled(&factors.extras).items {
         terminate!();
     }
 
@@ -78,9 +78,8 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let delta_at = lse_at + comptime!(MmaTile::STAGES as u32 * stats_bytes);
 
     // -- whose rows
-    let spot = walk.spot(CUBE_POS as u32);
-    let band = factors.extras.band(&band, spot.batch as usize);
-    let item = walk.item(&spot, 0u32, &band, scores);
+    let item = walk.item(CUBE_POS as u32, 0u32, &band, &factors.extras, scores);
+    let band = item.band;
     let (batch, head) = (item.batch as usize, item.head as usize);
     let lane = UNIT_POS % 32;
     let warp = plane_broadcast(UNIT_POS / 32, 0u32);
@@ -189,7 +188,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             for n in 0..s_len {
                 s[n] = ex2(fma(s[n], factors.exponent, -*lse.index(n)));
             }
-            let words = kept(&factors, item.batch, head_q, row, k_start, scores);
+            let words = kept(&factors, item.batch, head_q, &band, row, k_start, scores);
             if comptime!(sums_values) {
                 if comptime!(words.len() > 0) {
                     fragments_of(&left(&*s, &words, tile_k), &mut p, tile_k, dtype);

@@ -71,7 +71,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
         ahead: Ahead::new(0usize, tile),
     };
     let mut board = Shared::<[f32]>::new_slice(comptime!(tile.sums_board(sums)));
-    let work = grid.work(CUBE_POS);
+    let work = grid.at(CUBE_POS);
     if work.is_none {
         terminate!();
     }
@@ -105,72 +105,82 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
         let head_kv = head / grid.group_size as usize;
         let stats_row = (batch * heads_q as usize + head) * band.seq_q as usize;
         let slope = score.extras.slope(batch, head);
-        let band = score.extras.band(&band, batch);
-        let mut first = 0u32;
-        let mut after = 1u32;
-        match comptime!(sums) {
-            Sums::Tile => {
-                let seen = band.k_blocks(q_start, tile_q, tile_k);
-                if k_start / tile_k < seen.start || k_start / tile_k >= seen.end {
-                    after = 0u32;
+        // The sequences that there are, or the only one of this batch.
+        for nth in 0..score.extras.blocks(1u32) {
+            let sequence = score.extras.block(nth, &band, batch as u32, 0u32);
+            let band = sequence.band;
+            let mut first = 0u32;
+            let mut after = 1u32;
+            let mut from = 0u32.runtime();
+            match comptime!(sums) {
+                Sums::Tile => {
+                    if !band.meets(q_start, k_start, tile_q, tile_k) {
+                        after = 0u32;
+                    }
+                }
+                Sums::Columns => {
+                    let seen = band.q_blocks(k_start, tile_q, tile_k);
+                    first = seen.start;
+                    after = seen.end;
+                    from = seen.origin;
+                }
+                Sums::Rows => {
+                    let seen = band.k_blocks(q_start, tile_q, tile_k);
+                    first = seen.start;
+                    after = seen.end;
+                    from = seen.origin;
                 }
             }
-            Sums::Columns => {
-                let seen = band.q_blocks(k_start, tile_q, tile_k);
-                first = seen.start;
-                after = seen.end;
+            if comptime!(score.extras.is_ragged()) && sequence.batch != batch as u32 {
+                after = first;
             }
-            Sums::Rows => {
-                let seen = band.k_blocks(q_start, tile_q, tile_k);
-                first = seen.start;
-                after = seen.end;
-            }
-        }
-        for block in first..after {
-            match comptime!(sums) {
-                Sums::Tile => {}
-                Sums::Columns => q_start = block * tile_q,
-                Sums::Rows => k_start = block * tile_k,
-            }
-            let at = TileAt { batch, head, q_start, k_start, slope };
-            ask(q, k, &band, &at, head_kv, &mut panels, blueprint);
-            let whole = band.whole(q_start, k_start, tile_q, tile_k);
-            recompute(
-                q,
-                k,
-                v,
-                dout,
-                stats,
-                &mask,
-                &bias,
-                &score,
-                &band,
-                &at,
-                head_kv,
-                stats_row,
-                whole,
-                &mut panels,
-                &mut tile_gradient,
-                me,
-                true,
-                blueprint,
-            );
-            #[unroll]
-            for i in 0..micro_q {
+            for block in first..after {
+                match comptime!(sums) {
+                    Sums::Tile => {}
+                    Sums::Columns => q_start = from + block * tile_q,
+                    Sums::Rows => k_start = from + block * tile_k,
+                }
+                let at = TileAt { batch, head, q_start, k_start, slope, band };
+                ask(q, k, &band, &at, head_kv, &mut panels, blueprint);
+                let whole = band.whole(q_start, k_start, tile_q, tile_k);
+                recompute(
+                    q,
+                    k,
+                    v,
+                    dout,
+                    stats,
+                    &mask,
+                    &bias,
+                    &score,
+                    &band,
+                    &at,
+                    head_kv,
+                    stats_row,
+                    whole,
+                    &mut panels,
+                    &mut tile_gradient,
+                    me,
+                    true,
+                    true,
+                    blueprint,
+                );
                 #[unroll]
-                for j in 0..micro_k {
-                    let n = comptime!(match sums {
-                        Sums::Tile => i * micro_k + j,
-                        Sums::Columns => j,
-                        Sums::Rows => i,
-                    });
-                    let mut ds = tile_gradient.ds[comptime!(i * micro_k + j)];
-                    if comptime!(sloped) {
-                        let row = q_start + me.y * comptime!(micro_q as u32) + comptime!(i as u32);
-                        let column = k_start + me.x * comptime!(micro_k as u32) + comptime!(j as u32);
-                        ds *= distance(&band, row, column);
+                for i in 0..micro_q {
+                    #[unroll]
+                    for j in 0..micro_k {
+                        let n = comptime!(match sums {
+                            Sums::Tile => i * micro_k + j,
+                            Sums::Columns => j,
+                            Sums::Rows => i,
+                        });
+                        let mut ds = tile_gradient.ds[comptime!(i * micro_k + j)];
+                        if comptime!(sloped) {
+                            let row = q_start + me.y * comptime!(micro_q as u32) + comptime!(i as u32);
+                            let column = k_start + me.x * comptime!(micro_k as u32) + comptime!(j as u32);
+                            ds *= distance(&band, row, column);
+                        }
+                        total[n] += ds;
                     }
-                    total[n] += ds;
                 }
             }
         }

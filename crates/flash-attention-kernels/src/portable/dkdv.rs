@@ -48,13 +48,12 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
         p: Shared::new_slice(comptime!(tile.tile_k * TileShape::pitch(tile.tile_q))),
         ahead: Ahead::new(tile.tile_q, tile),
     };
-    let work = grid.work(CUBE_POS);
+    let work = grid.work(CUBE_POS, &score.extras, &band, tile_k, true);
     if work.is_none {
         terminate!();
     }
-    let band = score.extras.band(&band, work.batch);
-    // The first keys are seen by most queries where causal: block 0 goes first.
-    let k_start = work.block * tile_k;
+    let band = work.band;
+    let k_start = work.start;
     let group_size = grid.group_size as usize;
     let heads_q = grid.heads as usize * group_size;
 
@@ -69,11 +68,12 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
         let q_at = matrix(q, work.batch, head);
         let d_at = matrix(dout, work.batch, head);
         let stats_row = (work.batch * heads_q + head) * band.seq_q as usize;
-        let first = TileAt { batch: work.batch, head, q_start: blocks.start * tile_q, k_start, slope };
+        let q_start = blocks.origin + blocks.start * tile_q;
+        let first = TileAt { batch: work.batch, head, q_start, k_start, slope, band };
         ask(q, k, &band, &first, work.head, &mut panels, blueprint);
         for block in blocks.start..blocks.end {
-            let q_start = block * tile_q;
-            let at = TileAt { batch: work.batch, head, q_start, k_start, slope };
+            let q_start = blocks.origin + block * tile_q;
+            let at = TileAt { batch: work.batch, head, q_start, k_start, slope, band };
             let whole = band.whole(q_start, k_start, tile_q, tile_k);
             let careful = !whole || comptime!(blueprint.mask);
             recompute(
@@ -94,12 +94,14 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
                 &mut tile_gradient,
                 me,
                 with_dk,
+                false,
                 blueprint,
             );
-            let next = TileAt { batch: work.batch, head, q_start: q_start + tile_q, k_start, slope };
+            let next_start = q_start + tile_q;
+            let next = TileAt { batch: work.batch, head, q_start: next_start, k_start, slope, band };
             if comptime!(with_dv) {
                 let (depth, head_dim_v) = comptime!((tile.tile_q, blueprint.head_dim_v));
-                panels.ahead.ask_right(dout, &d_at, q_start, band.seq_q, 0usize, depth, head_dim_v, tile);
+                panels.ahead.ask_right(dout, &d_at, q_start, band.after_queries(), 0usize, depth, head_dim_v, tile);
                 share_transposed(&tile_gradient.p, &mut panels.p, me, tile);
                 if comptime!(!with_dk) {
                     ask(q, k, &band, &next, work.head, &mut panels, blueprint);
@@ -109,7 +111,7 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
                     dout,
                     &d_at,
                     q_start,
-                    band.seq_q,
+                    band.after_queries(),
                     &mut panels.b,
                     &mut panels.ahead,
                     &mut acc_v,
@@ -123,7 +125,7 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
             }
             if comptime!(with_dk) {
                 let (depth, head_dim) = comptime!((tile.tile_q, blueprint.head_dim));
-                panels.ahead.ask_right(q, &q_at, q_start, band.seq_q, 0usize, depth, head_dim, tile);
+                panels.ahead.ask_right(q, &q_at, q_start, band.after_queries(), 0usize, depth, head_dim, tile);
                 tile_gradient.through_softcap(blueprint);
                 share_transposed(&tile_gradient.ds, &mut panels.p, me, tile);
                 ask(q, k, &band, &next, work.head, &mut panels, blueprint);
@@ -132,7 +134,7 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
                     q,
                     &q_at,
                     q_start,
-                    band.seq_q,
+                    band.after_queries(),
                     &mut panels.b,
                     &mut panels.ahead,
                     &mut acc_k,
@@ -151,12 +153,12 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
     if let ComptimeOption::Some(dk) = dk {
         let at = matrix(&*dk, work.batch, work.head);
         let factors = uniform(score.scale, rows);
-        store(dk, &at, k_start, band.seq_k, &acc_k, &factors, me, tile.tile_k, blueprint.head_dim, tile);
+        store(dk, &at, k_start, band.after_keys(), &acc_k, &factors, me, tile.tile_k, blueprint.head_dim, tile);
     }
     #[comptime]
     if let ComptimeOption::Some(dv) = dv {
         let at = matrix(&*dv, work.batch, work.head);
         let factors = uniform(score.extras.dropout.scale(), rows);
-        store(dv, &at, k_start, band.seq_k, &acc_v, &factors, me, tile.tile_k, blueprint.head_dim_v, tile);
+        store(dv, &at, k_start, band.after_keys(), &acc_v, &factors, me, tile.tile_k, blueprint.head_dim_v, tile);
     }
 }

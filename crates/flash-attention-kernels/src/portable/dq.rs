@@ -40,12 +40,12 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
         p: Shared::new_slice(comptime!(tile.tile_q * TileShape::pitch(tile.tile_k))),
         ahead: Ahead::new(tile.tile_k, tile),
     };
-    let work = grid.work(CUBE_POS);
+    let work = grid.work(CUBE_POS, &score.extras, &band, tile_q, false);
     if work.is_none {
         terminate!();
     }
-    let band = score.extras.band(&band, work.batch);
-    let q_start = (grid.blocks - 1 - work.block) * tile_q;
+    let band = work.band;
+    let q_start = work.start;
     let head_kv = work.head / grid.group_size as usize;
     let k_at = matrix(k, work.batch, head_kv);
     let stats_row = (work.batch * grid.heads as usize + work.head) * band.seq_q as usize;
@@ -55,11 +55,18 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
     let mut acc = zeros(comptime!(tile.micro_q() * tile.groups(blueprint.head_dim)));
 
     let blocks = band.k_blocks(q_start, tile_q, tile_k);
-    let first = TileAt { batch: work.batch, head: work.head, q_start, k_start: blocks.start * tile_k, slope };
+    let first = TileAt {
+        batch: work.batch,
+        head: work.head,
+        q_start,
+        k_start: blocks.origin + blocks.start * tile_k,
+        slope,
+        band,
+    };
     ask(q, k, &band, &first, head_kv, &mut panels, blueprint);
     for block in blocks.start..blocks.end {
-        let k_start = block * tile_k;
-        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start, slope };
+        let k_start = blocks.origin + block * tile_k;
+        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start, slope, band };
         let whole = band.whole(q_start, k_start, tile_q, tile_k);
         recompute(
             q,
@@ -79,19 +86,20 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
             &mut tile_gradient,
             me,
             true,
+            false,
             blueprint,
         );
-        panels.ahead.ask_right(k, &k_at, k_start, band.seq_k, 0usize, tile.tile_k, blueprint.head_dim, tile);
+        panels.ahead.ask_right(k, &k_at, k_start, band.after_keys(), 0usize, tile.tile_k, blueprint.head_dim, tile);
         tile_gradient.through_softcap(blueprint);
         share(&tile_gradient.ds, &mut panels.p, me, tile);
-        let next = TileAt { batch: work.batch, head: work.head, q_start, k_start: k_start + tile_k, slope };
+        let next = TileAt { batch: work.batch, head: work.head, q_start, k_start: k_start + tile_k, slope, band };
         ask(q, k, &band, &next, head_kv, &mut panels, blueprint);
         accumulate(
             &panels.p,
             k,
             &k_at,
             k_start,
-            band.seq_k,
+            band.after_keys(),
             &mut panels.b,
             &mut panels.ahead,
             &mut acc,
@@ -106,5 +114,5 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
 
     let dq_at = matrix(&*dq, work.batch, work.head);
     let factors = uniform(score.scale, comptime!(tile.micro_q()));
-    store(dq, &dq_at, q_start, band.seq_q, &acc, &factors, me, tile.tile_q, blueprint.head_dim, tile);
+    store(dq, &dq_at, q_start, band.after_queries(), &acc, &factors, me, tile.tile_q, blueprint.head_dim, tile);
 }

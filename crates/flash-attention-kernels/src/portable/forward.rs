@@ -44,13 +44,12 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     let mut panel_p = Shared::<[Vec4]>::new_slice(comptime!(tile.tile_q * TileShape::pitch(tile.tile_k)));
     let mut board = Shared::<[Vec4]>::new_slice(comptime!(tile.board()));
 
-    let work = grid.work(CUBE_POS);
+    let work = grid.work(CUBE_POS, &score.extras, &band, tile_q, false);
     if work.is_none {
         terminate!();
     }
-    let band = score.extras.band(&band, work.batch);
-    // The last queries see most where causal: start with them.
-    let q_start = (grid.blocks - 1 - work.block) * tile_q;
+    let band = work.band;
+    let q_start = work.start;
     let head_kv = work.head / grid.group_size as usize;
     let q_at = matrix(q, work.batch, work.head);
     let k_at = matrix(k, work.batch, head_kv);
@@ -76,11 +75,23 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     let blocks = band.k_blocks(q_start, tile_q, tile_k);
     let mut ahead = Ahead::new(tile.tile_k, tile);
     let head_dim = comptime!(blueprint.head_dim);
-    let first = blocks.start * tile_k;
-    ahead.ask_scores(q, &q_at, q_start, band.seq_q, k, &k_at, first, band.seq_k, 0usize, head_dim, tile);
+    let first = blocks.origin + blocks.start * tile_k;
+    ahead.ask_scores(
+        q,
+        &q_at,
+        q_start,
+        band.after_queries(),
+        k,
+        &k_at,
+        first,
+        band.after_keys(),
+        0usize,
+        head_dim,
+        tile,
+    );
     for block in blocks.start..blocks.end {
-        let k_start = block * tile_k;
-        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start, slope };
+        let k_start = blocks.origin + block * tile_k;
+        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start, slope, band };
         let whole = band.whole(q_start, k_start, tile_q, tile_k);
 
         // -- scores
@@ -88,11 +99,11 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
             q,
             &q_at,
             q_start,
-            band.seq_q,
+            band.after_queries(),
             k,
             &k_at,
             k_start,
-            band.seq_k,
+            band.after_keys(),
             &mut panel_a,
             &mut panel_b,
             &mut ahead,
@@ -101,7 +112,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
             head_dim,
             tile,
         );
-        ahead.ask_right(v, &v_at, k_start, band.seq_k, 0usize, tile.tile_k, blueprint.head_dim_v, tile);
+        ahead.ask_right(v, &v_at, k_start, band.after_keys(), 0usize, tile.tile_k, blueprint.head_dim_v, tile);
         finish_scores(
             &mut s,
             &mut slopes,
@@ -136,13 +147,25 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
 
         // -- O
         let next = k_start + tile_k;
-        ahead.ask_scores(q, &q_at, q_start, band.seq_q, k, &k_at, next, band.seq_k, 0usize, head_dim, tile);
+        ahead.ask_scores(
+            q,
+            &q_at,
+            q_start,
+            band.after_queries(),
+            k,
+            &k_at,
+            next,
+            band.after_keys(),
+            0usize,
+            head_dim,
+            tile,
+        );
         accumulate(
             &panel_p,
             v,
             &v_at,
             k_start,
-            band.seq_k,
+            band.after_keys(),
             &mut panel_b,
             &mut ahead,
             &mut acc,
@@ -178,14 +201,14 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
             let row = q_start + me.y * comptime!(tile.micro_q() as u32) + comptime!((n * WIDTH + lane) as u32);
             let sum = total.extract(lane);
             factor.insert(lane, normalizer(sum) * score.extras.dropout.scale());
-            if me.x == 0 && row < band.seq_q {
+            if me.x == 0 && band.is_query(row) {
                 lse[lse_at + row as usize * lse_step] = lse_bits(m[n].extract(lane), sum);
             }
         }
         factors[n] = factor;
     }
     let o_at = matrix(&*o, work.batch, work.head);
-    store(o, &o_at, q_start, band.seq_q, &acc, &factors, me, tile.tile_q, blueprint.head_dim_v, tile);
+    store(o, &o_at, q_start, band.after_queries(), &acc, &factors, me, tile.tile_q, blueprint.head_dim_v, tile);
 }
 
 /// Each unit's maxima over its own columns, for all units of the row to read.
@@ -239,7 +262,8 @@ fn share_weights(
                 let row = me.y as usize * micro_q + i;
                 let column = me.x as usize * micro_k + comptime!(quad * WIDTH);
                 let (query, key) = (at.q_start + row as u32, at.k_start + column as u32);
-                let kept = score.extras.dropout.keeps_four(at.batch as u32, at.head as u32, query, key);
+                let kept =
+                    score.extras.dropout.keeps_four_of(&at.band, at.batch as u32, at.head as u32, query, key, false);
                 #[unroll]
                 for j in 0..WIDTH {
                     let w = weight(s[comptime!(i * micro_k + quad * WIDTH + j)], highest);

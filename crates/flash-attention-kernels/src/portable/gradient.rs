@@ -73,10 +73,23 @@ pub fn ask<F: Float, N: Size>(
     let (q_at, k_at) = (matrix(q, at.batch, at.head), matrix(k, at.batch, head_kv));
     let (head_dim, tile) = comptime!((blueprint.head_dim, blueprint.tile));
     let ahead = &mut panels.ahead;
-    ahead.ask_scores(q, &q_at, at.q_start, band.seq_q, k, &k_at, at.k_start, band.seq_k, 0usize, head_dim, tile);
+    ahead.ask_scores(
+        q,
+        &q_at,
+        at.q_start,
+        band.after_queries(),
+        k,
+        &k_at,
+        at.k_start,
+        band.after_keys(),
+        0usize,
+        head_dim,
+        tile,
+    );
 }
 
-/// Recomputes `P`, and `dT` where `with_ds`. What it begins with has been [asked for](ask()).
+/// Recomputes `P`, and `dT` where `with_ds`. What it begins with has been [asked for](ask()). `anywhere`: the tile need not begin where
+/// tiles of its sequence do.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn recompute<F: Float, M: Numeric, N: Size>(
@@ -97,6 +110,7 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
     tile_gradient: &mut TileGradient,
     me: Unit,
     #[comptime] with_ds: bool,
+    #[comptime] anywhere: bool,
     #[comptime] blueprint: Blueprint,
 ) {
     let tile = comptime!(blueprint.tile);
@@ -107,11 +121,11 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
         q,
         &q_at,
         at.q_start,
-        band.seq_q,
+        band.after_queries(),
         k,
         &k_at,
         at.k_start,
-        band.seq_k,
+        band.after_keys(),
         &mut panels.a,
         &mut panels.b,
         &mut panels.ahead,
@@ -125,7 +139,17 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
     if comptime!(with_ds) {
         let (head_dim_v, ahead) = (comptime!(blueprint.head_dim_v), &mut panels.ahead);
         ahead.ask_scores(
-            dout, &d_at, at.q_start, band.seq_q, v, &v_at, at.k_start, band.seq_k, 0usize, head_dim_v, tile,
+            dout,
+            &d_at,
+            at.q_start,
+            band.after_queries(),
+            v,
+            &v_at,
+            at.k_start,
+            band.after_keys(),
+            0usize,
+            head_dim_v,
+            tile,
         );
     }
     finish_scores(
@@ -145,11 +169,11 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
             dout,
             &d_at,
             at.q_start,
-            band.seq_q,
+            band.after_queries(),
             v,
             &v_at,
             at.k_start,
-            band.seq_k,
+            band.after_keys(),
             &mut panels.a,
             &mut panels.b,
             &mut panels.ahead,
@@ -165,7 +189,7 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
         let row = at.q_start + me.y * comptime!(micro_q as u32) + comptime!(i as u32);
         let mut lse = f32::MAX.runtime();
         let mut delta = 0.0f32;
-        if row < band.seq_q {
+        if band.is_query(row) {
             lse = stats[stats_row + row as usize];
             if comptime!(with_ds) {
                 delta = stats[rows + stats_row + row as usize];
@@ -174,7 +198,8 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
         #[unroll]
         for quad in 0..comptime!(micro_k / WIDTH) {
             let column = at.k_start + me.x * comptime!(micro_k as u32) + comptime!((quad * WIDTH) as u32);
-            let kept = score.extras.dropout.keeps_four(at.batch as u32, at.head as u32, row, column);
+            let kept =
+                score.extras.dropout.keeps_four_of(&at.band, at.batch as u32, at.head as u32, row, column, anywhere);
             #[unroll]
             for j in 0..WIDTH {
                 let n = comptime!(i * micro_k + quad * WIDTH + j);

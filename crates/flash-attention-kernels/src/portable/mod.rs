@@ -13,6 +13,8 @@ pub mod nothing;
 pub mod scores;
 pub mod tile;
 
+use crate::extras::Extras;
+use crate::mask::Band;
 use cubecl::prelude::*;
 use serde::Serialize;
 use tile::TileShape;
@@ -46,7 +48,7 @@ impl Blueprint {
     }
 }
 
-/// How cubes are numbered: block, then head, then batch.
+/// How cubes are numbered: block, then head, then batch; of several sequences, blocks are those of their schedule, of all batches.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone))]
 pub struct Grid {
@@ -60,10 +62,10 @@ pub struct Grid {
     pub group_size: u32,
 }
 
-/// One cube's work.
+/// Where a cube stands.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone))]
-pub struct Work {
+pub struct Position {
     /// The block.
     pub block: u32,
     /// The head.
@@ -74,14 +76,47 @@ pub struct Work {
     pub is_none: bool,
 }
 
+/// A block of rows of a head, which a cube computes.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone))]
+pub struct Work {
+    /// The first row.
+    pub start: u32,
+    /// The head.
+    pub head: usize,
+    /// The batch.
+    pub batch: usize,
+    /// Which positions of its sequence see each other.
+    pub band: Band,
+    /// There is none: no such block, or a surplus cube.
+    pub is_none: bool,
+}
+
 #[cube]
 impl Grid {
-    /// The work of the cube at this position.
-    pub fn work(&self, position: usize) -> Work {
+    /// The work of the cube at this position: blocks of so many rows, of queries or `keys`. Blocks whose rows see most, or are seen by most,
+    /// go first where causal: the last queries, or the first keys.
+    pub fn work(
+        &self,
+        position: usize,
+        extras: &Extras,
+        band: &Band,
+        #[comptime] rows: u32,
+        #[comptime] keys: bool,
+    ) -> Work {
+        let at = self.at(position);
+        let nth = if comptime!(keys) { at.block } else { self.blocks - 1 - at.block };
+        let is_none = at.is_none || at.block >= extras.blocks(self.blocks);
+        let block = extras.block(select(is_none, 0u32, at.block), band, at.batch as u32, nth * rows);
+        Work { start: block.start, head: at.head, batch: block.batch as usize, band: block.band, is_none }
+    }
+
+    /// Where the cube at this position stands.
+    pub fn at(&self, position: usize) -> Position {
         let of_batch = self.blocks as usize * self.heads as usize;
         let batch = position / of_batch;
         let within = position % of_batch;
-        Work {
+        Position {
             block: (within % self.blocks as usize) as u32,
             head: within / self.blocks as usize,
             batch,

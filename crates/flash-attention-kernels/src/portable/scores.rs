@@ -20,6 +20,8 @@ pub struct TileAt {
     pub k_start: u32,
     /// The head's slope.
     pub slope: f32,
+    /// Which positions of its sequence see each other.
+    pub band: Band,
 }
 
 /// Turns products into scores, hidden ones into [`HIDDEN`]. With a softcap, `slopes` receives the derivative of each

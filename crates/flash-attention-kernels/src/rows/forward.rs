@@ -37,13 +37,12 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     let (tile, careful) = comptime!((blueprint.tile, blueprint.careful));
     let rows = comptime!(tile.rows);
     let (head_dim, head_dim_v) = comptime!((blueprint.head_dim, blueprint.head_dim_v));
-    let work = grid.work(CUBE_POS);
+    let work = grid.work(CUBE_POS, &score.extras, &band, comptime!(tile.block() as u32), false);
     if work.is_none {
         terminate!();
     }
-    let band = score.extras.band(&band, work.batch);
-    // The last queries see most where causal: start with them.
-    let start = (grid.blocks - 1 - work.block) * comptime!(tile.block() as u32);
+    let band = work.band;
+    let start = work.start;
     let head_kv = work.head / grid.group_size as usize;
     let k_at = matrix(k, work.batch, head_kv);
     let v_at = matrix(v, work.batch, head_kv);
@@ -61,9 +60,9 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     }
 
     let slope = score.extras.slope(work.batch, work.head);
-    let at = TileAt { batch: work.batch, head: work.head, q_start: start, k_start: 0u32, slope };
+    let at = TileAt { batch: work.batch, head: work.head, q_start: start, k_start: 0u32, slope, band };
     let keys = band.k_blocks(start, comptime!(tile.block() as u32), 1u32);
-    for j in keys.start..keys.end {
+    for j in keys.origin + keys.start..keys.origin + keys.end {
         let key = read(k, &k_at, j, head_dim);
         #[unroll]
         for nth in 0..rows {
@@ -75,7 +74,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
             let p = weight(seen, highest);
             m[nth] = highest;
             l[nth] = fma(l[nth], alpha, p);
-            let kept = score.extras.dropout.keeps(work.batch as u32, work.head as u32, row, j);
+            let kept = score.extras.dropout.keeps_of(&at.band, at.batch as u32, at.head as u32, row, j);
             s[nth] = score.extras.dropout.left(p, kept);
             scale(&mut acc, alpha, nth, head_dim_v);
         }

@@ -47,14 +47,12 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
     let (transposed, differentiates) = comptime!((role.is_transposed(), role.differentiates()));
     let rows = comptime!(tile.rows);
     let (head_dim, head_dim_v) = comptime!((blueprint.head_dim, blueprint.head_dim_v));
-    let work = grid.work(CUBE_POS);
+    let work = grid.work(CUBE_POS, &score.extras, &band, comptime!(tile.block() as u32), transposed);
     if work.is_none {
         terminate!();
     }
-    let band = score.extras.band(&band, work.batch);
-    // What is seen by most goes first: the last queries, or the first keys.
-    let block = if transposed { work.block } else { grid.blocks - 1 - work.block };
-    let start = block * comptime!(tile.block() as u32);
+    let band = work.band;
+    let start = work.start;
     let group_size = grid.group_size as usize;
 
     let held = hold(q, &matrix(q, work.batch, work.head), start, &band, head_dim, tile);
@@ -90,8 +88,8 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
         let v_at = matrix(v, work.batch, stream);
         let stats_row = (work.batch * grid.heads as usize * group_size + head) * band.seq_k as usize;
         let slope = score.extras.slope(work.batch, head);
-        let at = TileAt { batch: work.batch, head, q_start: start, k_start: 0u32, slope };
-        for j in columns.start..columns.end {
+        let at = TileAt { batch: work.batch, head, q_start: start, k_start: 0u32, slope, band };
+        for j in columns.origin + columns.start..columns.origin + columns.end {
             if comptime!(transposed) {
                 let i = stats_row + j as usize;
                 let (of, mean) = (stats[i], stats[stats_rows + i]);
@@ -108,8 +106,8 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
                 let t = score.of(dot(&held, &column, nth, head_dim));
                 let row = row_of(start, comptime!(nth as u32).runtime(), tile);
                 let p = weight(finish(t, &score, &band, &mask, &bias, &at, row, j, careful), lse[nth]);
-                let (query, key) = if transposed { (j, row) } else { (row, j) };
-                let kept = score.extras.dropout.keeps(work.batch as u32, head as u32, query, key);
+                let dropout = &score.extras.dropout;
+                let kept = dropout.keeps_turned(&band, work.batch as u32, head as u32, row, j, transposed);
                 if comptime!(dv.is_some()) {
                     add(&mut acc_v, score.extras.dropout.left(p, kept), &column_v, nth, head_dim_v, careful);
                 }

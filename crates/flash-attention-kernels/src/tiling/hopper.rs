@@ -220,6 +220,9 @@ pub fn fused(device: &Device, problem: &AttentionProblem) -> Result<HopperGradie
 /// How one kernel computes all three gradients, and from how many queries on it is faster than two; or why it cannot.
 pub fn fusible(device: &Device, problem: &AttentionProblem) -> Result<(usize, HopperGradient), String> {
     possible(device, problem)?;
+    if problem.is_ragged() {
+        return Err("blocks of keys would add to sequences that are not theirs".into());
+    }
     if problem.bias.is_some() {
         return Err("a bias leaves no room for tiles of dS in shared memory".into());
     }

@@ -212,6 +212,7 @@ pub fn blueprint(problem: &AttentionProblem, role: Role, tile: MmaTile) -> MmaBl
         capped: problem.options.softcap.is_some(),
         mask: problem.mask.map(|_| Rows::Each),
         bias: problem.bias.map(|_| Rows::Each),
+        ragged: problem.is_ragged(),
         alibi: problem.alibi_slopes.is_some(),
         partial: false,
         stats_multiple: super::stats_multiple(problem),

@@ -253,6 +253,7 @@ pub struct Case {
     pub seed: [u32; 2],
     pub seq_lens_q: Option<Vec<usize>>,
     pub seq_lens_k: Option<Vec<usize>>,
+    pub cu_seqlens: Option<[Vec<usize>; 2]>,
     pub layouts: [Layout; 4],
     pub poison: Poison,
     pub tiles: Option<(Forward, BackwardTiles)>,
@@ -306,6 +307,7 @@ impl Case {
             seed: [0x1234_5678, 9],
             seq_lens_q: None,
             seq_lens_k: None,
+            cu_seqlens: None,
             layouts: [Layout::Contiguous; 4],
             poison: Poison::Nan,
             tiles: None,
@@ -364,6 +366,13 @@ impl Case {
     pub fn with_seq_lens_k(mut self, lens: &[usize]) -> Self {
         self.problem = self.problem.with_seq_lens_k(&[lens.len()]).unwrap();
         self.seq_lens_k = Some(lens.to_vec());
+        self
+    }
+
+    /// Packed sequences, which begin there among all queries and all keys.
+    pub fn with_cu_seqlens(mut self, q: &[usize], k: &[usize]) -> Self {
+        self.problem = self.problem.with_cu_seqlens(&[q.len()], &[k.len()]).unwrap();
+        self.cu_seqlens = Some([q.to_vec(), k.to_vec()]);
         self
     }
 
@@ -432,6 +441,8 @@ impl Case {
             dropout: drops.then_some(reference::Dropout { seed: self.seed, first: [0, 0] }),
             seq_lens_q: self.seq_lens_q.as_deref(),
             seq_lens_k: self.seq_lens_k.as_deref(),
+            cu_seqlens_q: self.cu_seqlens.as_ref().map(|[q, _]| &q[..]),
+            cu_seqlens_k: self.cu_seqlens.as_ref().map(|[_, k]| &k[..]),
         }
     }
 
@@ -482,6 +493,8 @@ impl Case {
             sinks: self.sinks.as_ref().map(|sinks| floats(client, sinks, [p.num_heads_q])),
             seq_lens_q: self.seq_lens_q.as_ref().map(|lens| lengths(client, lens)),
             seq_lens_k: self.seq_lens_k.as_ref().map(|lens| lengths(client, lens)),
+            cu_seqlens_q: self.cu_seqlens.as_ref().map(|[q, _]| lengths(client, q)),
+            cu_seqlens_k: self.cu_seqlens.as_ref().map(|[_, k]| lengths(client, k)),
             dropout_seed: (p.options.dropout > 0.0 && p.options.dropout_seed.is_none()).then(|| {
                 let bytes: Vec<u8> = self.seed.iter().flat_map(|word| word.to_le_bytes()).collect();
                 TensorView::contiguous(client.create_from_slice(&bytes), [2])
@@ -654,10 +667,11 @@ impl Case {
         }
     }
 
-    /// Whether there is a kernel of all three gradients: no bias, and both head dimensions within the same of 64 and 128.
+    /// Whether there is a kernel of all three gradients: no bias, one sequence, and both head dimensions within the same of 64 and 128.
     fn fusible(&self) -> bool {
         let p = &self.problem;
-        p.bias.is_none() && p.head_dim.max(p.head_dim_v) <= 128 && (p.head_dim > 64 || p.head_dim_v <= 64)
+        let plain = p.bias.is_none() && !p.is_ragged();
+        plain && p.head_dim.max(p.head_dim_v) <= 128 && (p.head_dim > 64 || p.head_dim_v <= 64)
     }
 
     /// How many rows of scores one row of the bias is added to.

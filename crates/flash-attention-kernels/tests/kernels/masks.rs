@@ -3,6 +3,7 @@
 use flash_attention_kernels::mask::Band;
 use flash_attention_kernels::{Alignment, AttentionOptions};
 use proptest::prelude::*;
+use std::ops::Range;
 
 fn options() -> impl Strategy<Value = AttentionOptions> {
     let window = || prop_oneof![Just(None), (0usize..12).prop_map(Some), Just(Some(usize::MAX))];
@@ -24,6 +25,17 @@ fn sees(o: &AttentionOptions, seq_q: usize, seq_k: usize, i: usize, j: usize) ->
     left && right && (!o.causal || distance <= 0)
 }
 
+/// Some of so many positions.
+fn part(of: [prop::sample::Index; 2], seq: usize) -> Range<usize> {
+    let [a, b] = of.map(|n| n.index(seq + 1));
+    a.min(b)..a.max(b)
+}
+
+/// The band of a sequence of these queries and keys.
+fn of(band: Band, q: &Range<usize>, k: &Range<usize>) -> Band {
+    band.of(3, q.start as u32, q.end as u32, k.start as u32, k.end as u32)
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
@@ -40,18 +52,21 @@ proptest! {
 
     #[test]
     fn of_a_sequence_a_pair_is_seen_as_were_there_nothing_else(
-        o in options(), seq_q in 0usize..20, seq_k in 0usize..20, len_q in 0usize..24, len_k in 0usize..24,
+        o in options(), seq_q in 0usize..20, seq_k in 0usize..20, q in any::<[prop::sample::Index; 2]>(),
+        k in any::<[prop::sample::Index; 2]>(),
     ) {
-        let band = Band::new(seq_q, seq_k, &o).of(len_q as u32, len_k as u32);
-        let (len_q, len_k) = (len_q.min(seq_q), len_k.min(seq_k));
+        let (q, k) = (part(q, seq_q), part(k, seq_k));
+        let band = of(Band::new(seq_q, seq_k, &o), &q, &k);
         for i in 0..seq_q + 2 {
             let run = band.run(i as u32, 0, false);
             for j in 0..seq_k + 2 {
-                let want = i < len_q && j < len_k && sees(&o, len_q, len_k, i, j);
+                let inside = q.contains(&i) && k.contains(&j);
+                let want = inside && sees(&o, q.len(), k.len(), i - q.start, j - k.start);
                 prop_assert_eq!(band.sees(i as u32, j as u32), want, "i {} j {} {:?}", i, j, band);
                 prop_assert_eq!(band.transposed().sees(j as u32, i as u32), want, "j {} i {} {:?}", j, i, band);
                 let in_run = (!run.bounded_below || j as i32 >= run.start) && (j as i32) < run.end;
-                prop_assert_eq!(in_run, want, "i {} j {} {:?}", i, j, band);
+                // Tiles begin where sequences do, and rows past their ends are dropped.
+                prop_assert!(in_run == want || !q.contains(&i) || j < k.start, "i {} j {} {:?}", i, j, band);
             }
         }
     }
@@ -59,15 +74,18 @@ proptest! {
     #[test]
     fn a_skipped_block_holds_no_pair_and_a_whole_one_all(
         o in options(), seq_q in 1usize..40, seq_k in 1usize..40, tile_q in 1u32..9, tile_k in 1u32..9,
-        lens in proptest::option::of((0u32..44, 0u32..44)),
+        parts in proptest::option::of(any::<[prop::sample::Index; 4]>()),
     ) {
         let band = Band::new(seq_q, seq_k, &o);
-        let band = lens.map_or(band, |(len_q, len_k)| band.of(len_q, len_k));
+        let parts = parts.map(|[q0, q1, k0, k1]| (part([q0, q1], seq_q), part([k0, k1], seq_k)));
+        let band = parts.as_ref().map_or(band, |(q, k)| of(band, q, k));
+        let (first_q, first_k) = parts.map_or((0, 0), |(q, k)| (q.start as u32, k.start as u32));
         for q_block in 0..(seq_q as u32).div_ceil(tile_q) {
-            let keys = band.k_blocks(q_block * tile_q, tile_q, tile_k);
+            let q_start = first_q + q_block * tile_q;
+            let keys = band.k_blocks(q_start, tile_q, tile_k);
             prop_assert!(keys.start <= keys.end && keys.end <= (seq_k as u32).div_ceil(tile_k));
             for k_block in 0..(seq_k as u32).div_ceil(tile_k) {
-                let (q_start, k_start) = (q_block * tile_q, k_block * tile_k);
+                let k_start = first_k + k_block * tile_k;
                 let pairs = (q_start..q_start + tile_q).flat_map(|i| (k_start..k_start + tile_k).map(move |j| (i, j)));
                 let seen = pairs.clone().filter(|(i, j)| band.sees(*i, *j)).count();
                 let visited = (keys.start..keys.end).contains(&k_block);
@@ -77,6 +95,7 @@ proptest! {
                 prop_assert!(visited || seen == 0, "queries {:?} skip block {} of {:?}", queries, q_block, band);
                 let whole = band.whole(q_start, k_start, tile_q, tile_k);
                 prop_assert_eq!(whole, seen == (tile_q * tile_k) as usize);
+                prop_assert!(band.meets(q_start, k_start, tile_q, tile_k) || seen == 0);
             }
         }
     }

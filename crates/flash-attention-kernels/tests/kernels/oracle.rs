@@ -165,7 +165,8 @@ fn sequences_of_their_own_lengths() {
     let window = AttentionOptions { window_left: Some(40), window_right: Some(7), ..Default::default() };
     let top_left = AttentionOptions { alignment: Alignment::TopLeft, ..causal() };
     let lens: [[usize; 6]; 3] = [[130, 64, 1, 0, 129, 65], [200, 10, 33, 128, 0, 127], [140, 0, 210, 64, 63, 1]];
-    all([AttentionOptions::default(), causal(), window, top_left].into_iter().flat_map(|options| {
+    let options = [causal(), AttentionOptions::default(), window, top_left];
+    all(options.into_iter().take(if thorough() { 4 } else { 1 }).flat_map(|options| {
         let case = |q: usize, k: usize| {
             let case = Case::new([6, 2, 1, 140, 210, 16, 24], Dtype::F32, options).with_dlse();
             case.with_seq_lens_q(&lens[q].map(|n| n.min(140))).with_seq_lens_k(&lens[k])
@@ -180,6 +181,67 @@ fn sequences_of_their_own_lengths() {
     all([Case { fused: true, ..Case::new([2, 2, 1, 300, 300, 64, 64], Dtype::F32, causal()) }
         .with_seq_lens_q(&[170, 300])
         .with_seq_lens_k(&[200, 31])]);
+}
+
+/// Sequences packed one behind the other: of one key or none, of no query, with nothing of none before or behind; in one batch and in
+/// several; through what an end of a batch cuts.
+#[test]
+fn packed_sequences() {
+    let window = AttentionOptions { window_left: Some(40), window_right: Some(7), ..Default::default() };
+    let top_left = AttentionOptions { alignment: Alignment::TopLeft, ..causal() };
+    let drops = AttentionOptions { dropout: 0.25, ..causal() };
+    let options = [causal(), drops, AttentionOptions::default(), window, top_left];
+    all(options.into_iter().take(if thorough() { 5 } else { 2 }).flat_map(|options| {
+        let one = Case::new([1, 4, 2, 500, 470, 16, 24], Dtype::F32, options).with_dlse();
+        let rows = Case::new([3, 2, 1, 150, 150, 32, 32], Dtype::F32, options);
+        let ends = [0, 70, 150, 151, 290, 300, 333, 450];
+        [
+            one.clone().with_cu_seqlens(&[0, 130, 131, 131, 333, 500], &[0, 1, 201, 300, 300, 470]).with_sinks(),
+            one.with_cu_seqlens(&[7, 135, 263, 490], &[3, 131, 200, 460]).with_alibi_slopes([1, 4]),
+            rows.clone().with_cu_seqlens(&ends, &ends).with_bias([1, 2, 150, 150]),
+            // The second sequence ends with the first batch, the third one's keys lie in another batch.
+            rows.with_cu_seqlens(&[0, 100, 200, 300, 450], &[0, 90, 250, 310, 420]),
+        ]
+    }));
+    let plain = Case::new([2, 2, 1, 140, 210, 16, 16], Dtype::F32, causal());
+    let packed = plain.with_cu_seqlens(&[0, 40, 140, 200, 280], &[0, 100, 210, 211, 420]);
+    all([[1, 2, 140, 210], [1, 2, 1, 210], [2, 2, 140, 1]]
+        .map(|shape| packed.clone().with_bias(shape).with_mask([2, 1, 1, 210])));
+    // In parts of the keys, and by one kernel.
+    all([Case::new([1, 2, 1, 70, 4200, 64, 64], Dtype::F32, causal()).with_cu_seqlens(&[0, 30, 70], &[0, 4000, 4200])]);
+    all([Case { fused: true, ..Case::new([1, 2, 1, 600, 600, 64, 64], Dtype::F32, causal()) }
+        .with_cu_seqlens(&[0, 170, 600], &[0, 201, 600])]);
+    // No sequence at all.
+    all([Case::new([1, 2, 1, 60, 60, 64, 64], Dtype::F32, causal()).with_cu_seqlens(&[5], &[9])]);
+}
+
+/// Packed and padded, sequences give the same, dropout and all.
+#[test]
+fn packed_as_padded() {
+    let Some(client) = client() else { return };
+    let options = AttentionOptions { dropout: 0.25, ..causal() };
+    let lens = [100usize, 37, 1];
+    let padded =
+        Case::new([3, 2, 2, 100, 100, 16, 16], Dtype::F32, options).with_seq_lens_q(&lens).with_seq_lens_k(&lens);
+    let mut packed = Case::new([1, 2, 2, 138, 138, 16, 16], Dtype::F32, options);
+    if !supports(&client, padded.problem.dtype) {
+        return;
+    }
+    let cut = |values: &[f64], head: usize| -> Vec<f64> {
+        let of = |(batch, len): (usize, &usize)| values[(batch * 2 + head) * 1600..][..len * 16].to_vec();
+        lens.iter().enumerate().flat_map(of).collect()
+    };
+    let whole = |values: &[f64]| [cut(values, 0), cut(values, 1)].concat();
+    for (from, to) in [(&padded.q, &mut packed.q), (&padded.k, &mut packed.k), (&padded.v, &mut packed.v)] {
+        *to = whole(from);
+    }
+    packed.dout = whole(&padded.dout);
+    let packed = packed.with_cu_seqlens(&[0, 100, 137, 138], &[0, 100, 137, 138]);
+    let (padded, packed) = (padded.check(&client), packed.check(&client));
+    assert_eq!(packed.o, whole(&padded.o));
+    assert_eq!(packed.dq, padded.dq.map(|dq| whole(&dq)));
+    assert_eq!(packed.dk, padded.dk.map(|dk| whole(&dk)));
+    assert_eq!(packed.dv, padded.dv.map(|dv| whole(&dv)));
 }
 
 /// What lies behind a sequence leaks nowhere, and what is computed for it is nothing.

@@ -48,6 +48,9 @@ fn case(pair: &Pair) -> Case {
     if p.seq_lens_k {
         case = case.with_seq_lens_k(&k[..p.batch]);
     }
+    if p.cu_seqlens.is_some() {
+        case = case.with_cu_seqlens(&pair.cu_seqlens[0], &pair.cu_seqlens[1]);
+    }
     if pair.dlse {
         case = case.with_dlse();
     }

@@ -97,8 +97,7 @@ pub fn extras(problem: &AttentionProblem) -> ExtrasCompilationArg {
         slopes: optional(problem.alibi_slopes.is_some()),
         sinks: optional(problem.sinks),
         dropout: DropoutCompilationArg { seed: optional(problem.options.dropout > 0.0), threshold: (), factor: () },
-        lens_q: optional(problem.seq_lens_q),
-        lens_k: optional(problem.seq_lens_k),
+        schedule: optional(problem.is_ragged()),
     }
 }
 
@@ -110,8 +109,11 @@ pub fn band_arg(band: Band) -> BandCompilationArg {
     BandCompilationArg {
         seq_q: (),
         seq_k: (),
-        len_q: (),
-        len_k: (),
+        sequence: (),
+        begin_q: (),
+        end_q: (),
+        begin_k: (),
+        end_k: (),
         lower: (),
         upper: (),
         diagonal: (),
@@ -210,6 +212,7 @@ pub fn scores(problem: &AttentionProblem, role: Role, tile: HopperTile) -> Bluep
         capped: problem.options.softcap.is_some(),
         mask: rows(problem.mask),
         bias: rows(problem.bias),
+        ragged: problem.is_ragged(),
         alibi: problem.alibi_slopes.is_some(),
         partial: false,
         stats_multiple: 384,

@@ -4,6 +4,7 @@
 use crate::harness::*;
 use cubecl_core::CubeKernel;
 use cubecl_core::ir::nvidia::SmArch;
+use flash_attention_kernels::extras::Extras;
 use flash_attention_kernels::hopper::dbias::{BiasStridesCompilationArg, Block, Mosaic, MosaicCompilationArg};
 use flash_attention_kernels::hopper::forward::StridesCompilationArg;
 use flash_attention_kernels::hopper::gradient::{ResultStridesCompilationArg, SourceStridesCompilationArg};
@@ -339,6 +340,7 @@ fn gradients_of_biases_are_warpgroup_products() {
             capped: problem.options.softcap.is_some(),
             mask: rows(problem.mask),
             bias: rows(problem.bias),
+            ragged: false,
             alibi: problem.alibi_slopes.is_some(),
             partial: false,
             stats_multiple: 384,
@@ -419,6 +421,7 @@ fn what_comes_before_and_after_compiles() {
                     8,
                     72,
                     128,
+                    false,
                     128,
                     ty,
                 )),
@@ -557,7 +560,20 @@ fn plain(role: Role, tile: HopperTile, partial: bool) -> Blueprint {
     let (head_dim, head_dim_v, stats_multiple) = (64, 64, 128);
     let (capped, mask, bias, alibi) = (false, None, None, false);
     let dtype = Dtype::BF16;
-    Blueprint { role, tile, dtype, head_dim, head_dim_v, capped, mask, bias, alibi, partial, stats_multiple }
+    Blueprint {
+        role,
+        tile,
+        dtype,
+        head_dim,
+        head_dim_v,
+        capped,
+        mask,
+        bias,
+        alibi,
+        ragged: false,
+        partial,
+        stats_multiple,
+    }
 }
 
 /// Of gradients of keys, each block of keys of each head comes once with each query head of its group, over the tiles of
@@ -584,7 +600,7 @@ fn work_items_of_keys_are_every_block_with_every_query_head() {
         let mut longest = u32::MAX;
         for number in 0..walk.items {
             for of_group in 0..group {
-                let item = walk.item(&walk.spot(number), of_group, &band.transposed(), blueprint);
+                let item = walk.item(number, of_group, &band.transposed(), &Extras::none(), blueprint);
                 assert_eq!(item.head_kv, item.head * group + of_group);
                 let last = item.k_last / 64;
                 let tiles = if item.blind { 0..0 } else { last + 1 - item.steps..last + 1 };
@@ -623,7 +639,8 @@ fn work_items_are_every_block_once() {
         let blocks = (seq_q as u32 + ahead).div_ceil(128);
         let walk = Walk::new(blocks, ahead, q[0] as u32, q[1] as u32, 1, section, parts);
         let blueprint = plain(Role::Forward, tile, parts > 1);
-        let items: Vec<_> = (0..walk.items).map(|number| walk.item(&walk.spot(number), 0, &band, blueprint)).collect();
+        let items: Vec<_> =
+            (0..walk.items).map(|number| walk.item(number, 0, &band, &Extras::none(), blueprint)).collect();
         let (batches, heads) = (q[0] as u32, q[1] as u32);
         for of_section in items.chunks((walk.section.divisor * blocks * parts) as usize) {
             assert!(parts > 1 || of_section.is_sorted_by_key(|item| std::cmp::Reverse(item.steps)), "{walk:?}");

@@ -20,6 +20,7 @@ pub struct Case {
     pub dropout: Option<Dropout>,
     pub seq_lens_q: Option<Vec<usize>>,
     pub seq_lens_k: Option<Vec<usize>>,
+    pub cu_seqlens: Option<[Vec<usize>; 2]>,
     pub dout: Vec<f64>,
     pub dlse: Option<Vec<f64>>,
 }
@@ -41,6 +42,7 @@ impl Case {
             sinks: None,
             seq_lens_q: None,
             seq_lens_k: None,
+            cu_seqlens: None,
             dropout: (options.dropout > 0.0).then_some(Dropout { seed: [8, 9], first: [0, 0] }),
             dout: draw(problem.o_shape(), 4),
             dlse: None,
@@ -80,13 +82,20 @@ impl Case {
         self
     }
 
+    /// With packed sequences that begin there.
+    pub fn with_cu_seqlens(mut self, q: &[usize], k: &[usize]) -> Self {
+        self.problem = self.problem.with_cu_seqlens(&[q.len()], &[k.len()]).unwrap();
+        self.cu_seqlens = Some([q.to_vec(), k.to_vec()]);
+        self
+    }
+
     pub fn with_dlse(mut self) -> Self {
         self.dlse = Some(normal(self.problem.rows(), 7));
         self
     }
 
     pub fn inputs(&self) -> Inputs<'_> {
-        let Case { q, k, v, mask, bias, alibi_slopes, sinks, dropout, seq_lens_q, seq_lens_k, .. } = self;
+        let Case { q, k, v, mask, bias, alibi_slopes, sinks, dropout, seq_lens_q, seq_lens_k, cu_seqlens, .. } = self;
         Inputs {
             q,
             k,
@@ -98,6 +107,8 @@ impl Case {
             dropout: *dropout,
             seq_lens_q: seq_lens_q.as_deref(),
             seq_lens_k: seq_lens_k.as_deref(),
+            cu_seqlens_q: cu_seqlens.as_ref().map(|[q, _]| &q[..]),
+            cu_seqlens_k: cu_seqlens.as_ref().map(|[_, k]| &k[..]),
         }
     }
 

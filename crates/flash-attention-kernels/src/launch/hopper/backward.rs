@@ -1,11 +1,12 @@
 //! Launches the gradients for Hopper.
 
-use super::{OUT_BYTES, VECTOR_BYTES, counter, pairs, rows_arg, stride};
+use super::{OUT_BYTES, VECTOR_BYTES, counter, rows_arg, stride};
 use crate::error::AttentionError;
 use crate::hopper::gradient::{ResultStridesLaunch, SourceStridesLaunch};
 use crate::hopper::schedule::Walk;
 use crate::hopper::{self, HopperTile, Role, WARPGROUP_ROWS, reduce};
 use crate::launch::backward::{HopperResults, Wanted, WantedBias};
+use crate::launch::sequences::Blocks;
 use crate::launch::{Call, Saved, Scratch};
 use crate::tensor::TensorView;
 use crate::tiling::{HopperGradient, cube_count, stats_multiple, stats_rows};
@@ -85,8 +86,9 @@ impl Call<'_> {
         let p = self.problem;
         let (rows, heads) =
             if results.role().is_transposed() { (p.seq_k, p.num_heads_kv) } else { (p.seq_q, p.num_heads_q) };
+        let (blocks, batches) = self.blocks(rows, tiles.tile.tile_q());
         // One more block of a head at most, if the first starts early.
-        (rows.div_ceil(tiles.tile.tile_q()) as u64 + 1) * (p.batch * heads) as u64
+        (blocks as u64 + 1) * (batches * heads) as u64
     }
 
     fn gradient(
@@ -108,10 +110,12 @@ impl Call<'_> {
             ([q, dout], [k, v], p.band(), p.num_heads_q)
         };
         let ahead = if transposed { 0 } else { self.ahead(&band, tile.tile_q(), tile.tile_k) };
-        let blocks = (band.seq_q + ahead).div_ceil(tile.tile_q() as u32);
+        let (blocks, _) = self.blocks((band.seq_q + ahead) as usize, tile.tile_q());
         let group = p.group_size() as u32;
-        let walk = Walk::new(blocks, ahead, p.batch as u32, heads as u32, group, tiles.section as u32, 1);
+        let walk = Walk::new(blocks as u32, ahead, p.batch as u32, heads as u32, group, tiles.section as u32, 1);
         let cubes = (self.device.multiprocessors as u32).clamp(1, walk.items);
+
+        let schedule = self.schedule(if transposed { Blocks::KeysTurned } else { Blocks::Queries }, tile.tile_q());
 
         let size = p.dtype.size();
         let wanted_k = results.dk.or(results.dq);
@@ -135,8 +139,7 @@ impl Call<'_> {
             _ => self.map(tiled[0], tile.tile_k),
         };
         let width = |width: usize| if transposed { 1 } else { width };
-        let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
-        let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, size)));
+        let ((mask, mask_width), (bias, bias_width)) = self.pairs();
         let sums = scratch.dq_sums.as_ref().unwrap_or(&scratch.stats);
         let addresses = self.addresses([dk_out.span(), dv_out.span(), scratch.stats.span(), sums.span()]);
         // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
@@ -167,7 +170,7 @@ impl Call<'_> {
                 sources,
                 strides,
                 p.softmax_scale(),
-                self.factors(&blueprint),
+                self.factors(&blueprint, schedule.as_ref()),
                 band.into_launch(),
                 walk.into_launch(),
                 self.spread(),
@@ -210,8 +213,7 @@ impl Call<'_> {
         let (vector, wide) = (OUT_BYTES / size, VECTOR_BYTES / size);
         let strides = ResultStridesLaunch::new(stride(&computed, vector), stride(&computed, vector));
         let sources = SourceStridesLaunch::new(stride(q, wide), stride(dout, wide), stride(k, wide), stride(v, wide));
-        let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
-        let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, size)));
+        let ((mask, mask_width), (bias, bias_width)) = self.pairs();
         // SAFETY: views have been checked against their buffers; the kernel drops what lies past the ends.
         unsafe {
             reduce::round_sums::launch_unchecked(
@@ -234,7 +236,7 @@ impl Call<'_> {
                 sources,
                 strides,
                 p.softmax_scale(),
-                self.factors(&blueprint),
+                self.factors(&blueprint, None),
                 band.into_launch(),
                 walk.into_launch(),
                 blueprint,
@@ -283,6 +285,7 @@ impl Call<'_> {
                 p.seq_q as u32,
                 p.head_dim_v,
                 stats_multiple(p),
+                p.is_ragged(),
                 sums.map_or(0, |sums| sums.shape[1]),
                 self.dtype(),
             );

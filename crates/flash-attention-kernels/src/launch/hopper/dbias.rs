@@ -1,6 +1,6 @@
 //! Launches the gradient of a bias for Hopper.
 
-use super::{OUT_BYTES, counter, pairs, rows_arg, stride};
+use super::{OUT_BYTES, counter, rows_arg, stride};
 use crate::error::AttentionError;
 use crate::hopper::dbias::{BiasStridesLaunch, Mosaic};
 use crate::hopper::{self, BiasBlueprint, BiasTile, Blueprint, Role, Rows, WARPGROUP_ROWS};
@@ -61,8 +61,7 @@ impl Call<'_> {
             Some(bias) if blueprint.scores.tiled_bias() => self.map(bias, WARPGROUP_ROWS),
             _ => self.map(k, tile.tile_k),
         };
-        let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
-        let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, size)));
+        let ((mask, mask_width), (bias, bias_width)) = self.pairs();
         let vector = if blueprint.vectors { OUT_BYTES / size } else { 1 };
         let strides = BiasStridesLaunch::new(stride(dbias, vector), dbias.strides[3]);
         // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
@@ -86,7 +85,7 @@ impl Call<'_> {
                 rows_arg(&scratch.stats, 1),
                 BufferArg::from_raw_parts(counter(self.client), 1),
                 strides,
-                self.factors(&blueprint.scores),
+                self.factors(&blueprint.scores, None),
                 band.into_launch(),
                 mosaic.into_launch(),
                 blueprint,

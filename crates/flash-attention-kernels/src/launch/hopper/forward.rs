@@ -1,11 +1,12 @@
 //! Launches the forward for Hopper.
 
-use super::{OUT_BYTES, VECTOR_BYTES, counter, pairs, rows_arg, stride};
+use super::{OUT_BYTES, VECTOR_BYTES, counter, rows_arg, stride};
 use crate::error::AttentionError;
 use crate::hopper::forward::StridesLaunch;
 use crate::hopper::schedule::Walk;
 use crate::hopper::{self, Role, WARPGROUP_ROWS};
 use crate::launch::Call;
+use crate::launch::sequences::Blocks;
 use crate::tensor::TensorView;
 use crate::tiling::{HopperForward, cube_count};
 use cubecl::prelude::*;
@@ -21,9 +22,8 @@ impl Call<'_> {
         let p = self.problem;
         let blueprint = self.hopper_blueprint(Role::Forward, tiles.tile, tiles.parts > 1);
         let ahead = self.ahead(&p.band(), tiles.tile.tile_q(), tiles.tile.tile_k);
-        let blocks = (p.seq_q + ahead as usize).div_ceil(tiles.tile.tile_q());
-        let heads = p.batch * p.num_heads_q;
-        let items = blocks as u64 * heads as u64 * tiles.parts as u64;
+        let (blocks, batches) = self.blocks(p.seq_q + ahead as usize, tiles.tile.tile_q());
+        let items = blocks as u64 * (batches * p.num_heads_q) as u64 * tiles.parts as u64;
         let max = i32::MAX as u64 - self.device.multiprocessors as u64 * tiles.tile.teams as u64;
         if items > max {
             return Err(AttentionError::Grid { kernel: "forward", cubes: items, max });
@@ -61,6 +61,7 @@ impl Call<'_> {
         );
         let cubes = (self.device.multiprocessors as u64).clamp(1, items.div_ceil(tiles.tile.teams as u64));
         let counter = counter(self.client);
+        let schedule = self.schedule(Blocks::Queries, tiles.tile.tile_q());
         let vector = VECTOR_BYTES / p.dtype.size();
         let strides = StridesLaunch::new(
             stride(&q, vector),
@@ -73,8 +74,7 @@ impl Call<'_> {
             Some(bias) if blueprint.tiled_bias() => self.map(bias, WARPGROUP_ROWS),
             _ => self.map(&k, tiles.tile.tile_k),
         };
-        let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
-        let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, p.dtype.size())));
+        let ((mask, mask_width), (bias, bias_width)) = self.pairs();
         let addresses = self.addresses([out.span(), out_lse.span()]);
         // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
         unsafe {
@@ -98,7 +98,7 @@ impl Call<'_> {
                 rows_arg(&k, vector),
                 rows_arg(&v, vector),
                 strides,
-                self.factors(&blueprint),
+                self.factors(&blueprint, schedule.as_ref()),
                 p.band().into_launch(),
                 walk.into_launch(),
                 self.spread(),
@@ -139,7 +139,7 @@ impl Call<'_> {
                 part_lse.arg(),
                 o.arg(),
                 lse.arg(),
-                self.extras(false),
+                self.extras(None),
                 batches,
                 heads,
                 rows,

@@ -49,6 +49,7 @@ impl Call<'_> {
             mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
             bias: rows_of(self.inputs.bias.as_ref()),
             alibi: self.inputs.alibi_slopes.is_some(),
+            ragged: p.is_ragged(),
             partial,
             stats_multiple: stats_multiple(p),
         }
@@ -100,24 +101,33 @@ impl Call<'_> {
         if is_aligned(asked, self.problem.dtype.size()) { Ok(()) } else { self.copy(computed, asked) }
     }
 
-    /// The factors of the scores.
-    pub(in crate::launch) fn factors(&self, blueprint: &Blueprint) -> FactorsLaunch {
+    /// The factors of the scores, with the kernel's schedule, if there is one.
+    pub(in crate::launch) fn factors(&self, blueprint: &Blueprint, schedule: Option<&TensorView<1>>) -> FactorsLaunch {
         let scale = self.problem.softmax_scale();
         let softcap = self.problem.options.softcap.unwrap_or(1.0);
         let exponent = if blueprint.cooked() { LOG2_E } else { LOG2_E * scale };
-        let extras = self.extras(blueprint.transposed());
+        let extras = self.extras(schedule);
         FactorsLaunch::new(scale, softcap, 2.0 * LOG2_E * scale / softcap, exponent, extras)
     }
 
-    /// How many queries before the first one blocks start: [`Band::ahead()`]. Draws of dropout are told apart by blocks of 16.
+    /// How many queries before the first one blocks start: [`Band::ahead()`]. Draws of dropout are told apart by blocks of 16; sequences
+    /// have ends of their own.
     pub(in crate::launch) fn ahead(&self, band: &Band, tile_q: usize, tile_k: usize) -> u32 {
-        if self.seed.is_some() { 0 } else { band.ahead(tile_q as u32, tile_k as u32) }
+        if self.seed.is_some() || self.problem.is_ragged() { 0 } else { band.ahead(tile_q as u32, tile_k as u32) }
     }
 
     /// Which dimensions of a bias repeat.
     fn spread(&self) -> SpreadLaunch {
         let repeats = |dim: usize| self.inputs.bias.as_ref().is_some_and(|bias| bias.shape[dim] == 1);
         SpreadLaunch::new(u32::from(!repeats(0)), u32::from(!repeats(1)))
+    }
+
+    /// The arguments of mask and bias, and how many elements they are read at a time.
+    #[allow(clippy::type_complexity)]
+    pub(in crate::launch) fn pairs(&self) -> ((Option<TensorArg>, usize), (Option<TensorArg>, usize)) {
+        let (inputs, ragged) = (self.inputs, self.problem.is_ragged());
+        let mask = pairs(inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())), ragged);
+        (mask, pairs(inputs.bias.as_ref().map(|bias| (bias, self.problem.dtype.size())), ragged))
     }
 
     fn copy(&self, from: &TensorView, to: &TensorView) -> Result<(), AttentionError> {
@@ -199,10 +209,11 @@ fn rows_of(view: Option<&TensorView>) -> Option<Rows> {
     view.map(|view| if view.shape[2] == 1 { Rows::Same } else { Rows::Each })
 }
 
-/// The argument of a mask or bias, and how many elements it is read at a time: two where its layout allows it.
-pub(in crate::launch) fn pairs(view: Option<(&TensorView, usize)>) -> (Option<TensorArg>, usize) {
+/// The argument of a mask or bias, and how many elements it is read at a time: two where its layout allows it, and tiles start at even
+/// ones.
+fn pairs(view: Option<(&TensorView, usize)>, ragged: bool) -> (Option<TensorArg>, usize) {
     let Some((view, size)) = view else { return (None, 1) };
-    (Some(view.broadcast_arg()), if view.shape[3] > 1 && view.vectorizes(2, size) { 2 } else { 1 })
+    (Some(view.broadcast_arg()), if !ragged && view.shape[3] > 1 && view.vectorizes(2, size) { 2 } else { 1 })
 }
 
 /// The counter that cubes take work from, 0 between launches: the kernel leaves it so. One for each stream, as launches on

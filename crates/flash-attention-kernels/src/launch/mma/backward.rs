@@ -4,7 +4,8 @@ use crate::error::AttentionError;
 use crate::hopper::gradient::{ResultStridesLaunch, SourceStridesLaunch};
 use crate::hopper::schedule::Walk;
 use crate::launch::backward::WantedMma;
-use crate::launch::hopper::{OUT_BYTES, VECTOR_BYTES, pairs, rows_arg, stride};
+use crate::launch::hopper::{OUT_BYTES, VECTOR_BYTES, rows_arg, stride};
+use crate::launch::sequences::Blocks;
 use crate::launch::{Call, Saved, Scratch};
 use crate::mask::Band;
 use crate::mma::{MmaBlueprint, gradient};
@@ -81,6 +82,8 @@ impl Call<'_> {
         // Rows that are kept, tiles that stream by: Role says which.
         let transposed = results.role().is_transposed();
         let (rows, tiled) = if transposed { ([k, v], [q, dout]) } else { ([q, dout], [k, v]) };
+        let of = if transposed { Blocks::KeysTurned } else { Blocks::Queries };
+        let schedule = self.schedule(of, blueprint.tile.tile_q());
         let size = p.dtype.size();
         let wanted_k = results.dk.or(results.dq);
         let [dk, dv] = [wanted_k, results.dv].map(|view| view.map(|view| self.writable(view)));
@@ -92,8 +95,7 @@ impl Call<'_> {
         let [q, d, k, v] = [rows[0], rows[1], tiled[0], tiled[1]];
         let sources = SourceStridesLaunch::new(stride(q, wide), stride(d, wide), stride(k, wide), stride(v, wide));
         let width = |width: usize| if transposed { 1 } else { width };
-        let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
-        let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, size)));
+        let ((mask, mask_width), (bias, bias_width)) = self.pairs();
         let spans = [q, d, k, v, dk_out, dv_out].map(|view| view.span());
         let addresses = self.addresses(spans.into_iter().chain([scratch.stats.span()]));
         // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
@@ -118,7 +120,7 @@ impl Call<'_> {
                 sources,
                 strides,
                 p.softmax_scale(),
-                self.factors(&blueprint.scores),
+                self.factors(&blueprint.scores, schedule.as_ref()),
                 band.into_launch(),
                 walk.into_launch(),
                 blueprint,

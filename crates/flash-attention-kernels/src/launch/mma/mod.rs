@@ -3,7 +3,8 @@
 mod backward;
 
 use super::Call;
-use super::hopper::{OUT_BYTES, VECTOR_BYTES, pairs, rows_arg, stride};
+use super::hopper::{OUT_BYTES, VECTOR_BYTES, rows_arg, stride};
+use super::sequences::Blocks;
 use crate::error::AttentionError;
 use crate::hopper::Role;
 use crate::hopper::forward::StridesLaunch;
@@ -35,14 +36,14 @@ impl Call<'_> {
     ) -> Result<(Walk, CubeCount), AttentionError> {
         let p = self.problem;
         let ahead = if transposed { 0 } else { self.ahead(band, tile.tile_q(), tile.tile_k) };
-        let blocks = (band.seq_q + ahead).div_ceil(tile.tile_q() as u32);
-        let (items, max) = (blocks as u64 * (p.batch * heads) as u64, i32::MAX as u64);
+        let (blocks, batches) = self.blocks((band.seq_q + ahead) as usize, tile.tile_q());
+        let (items, max) = (blocks as u64 * (batches * heads) as u64, i32::MAX as u64);
         if items > max {
             return Err(AttentionError::Grid { kernel, cubes: items, max });
         }
         let (x, y, z) = tiling::cube_count(self.device, kernel, items)?;
         let group = p.group_size() as u32;
-        let walk = Walk::new(blocks, ahead, p.batch as u32, heads as u32, group, section as u32, 1);
+        let walk = Walk::new(blocks as u32, ahead, p.batch as u32, heads as u32, group, section as u32, 1);
         Ok((walk, CubeCount::Static(x, y, z)))
     }
 
@@ -65,6 +66,7 @@ impl Call<'_> {
         let k = self.readable(&self.inputs.k)?;
         let v = self.readable(&self.inputs.v)?;
         let out = self.writable(o);
+        let schedule = self.schedule(Blocks::Queries, tile.tile_q());
         let size = p.dtype.size();
         let (vector, of_out) = (VECTOR_BYTES / size, OUT_BYTES / size);
         let strides = StridesLaunch::new(
@@ -74,8 +76,7 @@ impl Call<'_> {
             stride(&out, of_out),
             stride(lse, 1),
         );
-        let (mask, mask_width) = pairs(self.inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())));
-        let (bias, bias_width) = pairs(self.inputs.bias.as_ref().map(|bias| (bias, size)));
+        let ((mask, mask_width), (bias, bias_width)) = self.pairs();
         let addresses = self.addresses([q.span(), k.span(), v.span(), out.span(), lse.span()]);
         // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
         unsafe {
@@ -95,7 +96,7 @@ impl Call<'_> {
                 rows_arg(&out, of_out),
                 rows_arg(lse, 1),
                 strides,
-                self.factors(&blueprint.scores),
+                self.factors(&blueprint.scores, schedule.as_ref()),
                 band.into_launch(),
                 walk.into_launch(),
                 blueprint,

@@ -1,0 +1,288 @@
+//! Several sequences in one call, which see nothing of each other: packed one behind the other, or with padding behind each.
+//!
+//! Where they begin and end is on the device, and nobody waits for it: a kernel is told by a *schedule*, the list of the blocks of rows
+//! that there are, which a small kernel has written before. Blocks of the sequences with most columns come first, so that what is left
+//! to do when others are done is short (Graham 1969). Positions are those of the tensors throughout; blocks and tiles begin where
+//! sequences do. What belongs to no sequence is computed by no kernel: [`fill`] makes it 0.
+
+#![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
+
+use crate::mask::Band;
+use crate::softmax::lse_bits;
+use cubecl::prelude::*;
+
+/// Words of the schedule before the first block: how many there are, and nothing.
+pub const HEADER: usize = 8;
+/// Words of a block: batch, sequence, its first row, then where the sequence's rows begin and end, and its columns.
+pub const WORDS: usize = 8;
+/// Units of a cube of [`schedule`] and [`fill`].
+pub const UNITS: usize = 64;
+
+/// Where sequences begin and end, from what the caller has.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Bounds {
+    /// Where each begins among all queries, batch after batch, and where the last one ends: `[sequences + 1]`.
+    pub cu_q: ComptimeOption<&'static Tensor<u32>>,
+    /// The same among all keys.
+    pub cu_k: ComptimeOption<&'static Tensor<u32>>,
+    /// How many queries of each batch, the first ones, are a sequence, `[batch]`; all if there is none.
+    pub lens_q: ComptimeOption<&'static Tensor<u32>>,
+    /// How many of its keys.
+    pub lens_k: ComptimeOption<&'static Tensor<u32>>,
+    /// Sequences.
+    pub sequences: u32,
+    /// Batches.
+    pub batches: u32,
+    /// Queries of a batch.
+    pub seq_q: u32,
+    /// Keys of a batch.
+    pub seq_k: u32,
+}
+
+/// Positions of a sequence in its batch.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone))]
+pub struct Span {
+    /// Batch.
+    pub batch: u32,
+    /// The first.
+    pub begin: u32,
+    /// The one after the last, not before `begin`.
+    pub end: u32,
+}
+
+#[cube]
+impl Bounds {
+    /// The queries of a sequence, or its keys.
+    fn span(&self, sequence: u32, #[comptime] keys: bool) -> Span {
+        let nth = sequence as usize;
+        let mut batch = sequence;
+        let mut begin = 0u32.runtime();
+        let mut end = if comptime!(keys) { self.seq_k } else { self.seq_q };
+        let seq = end;
+        if comptime!(keys) {
+            #[comptime]
+            if let ComptimeOption::Some(lens) = &self.lens_k {
+                end = min(end, lens[nth * lens.stride(0)]);
+            }
+            #[comptime]
+            if let ComptimeOption::Some(cu) = &self.cu_k {
+                let of = between(cu[nth * cu.stride(0)], cu[(nth + 1) * cu.stride(0)], seq, self.batches);
+                batch = of.batch;
+                begin = of.begin;
+                end = of.end;
+            }
+        } else {
+            #[comptime]
+            if let ComptimeOption::Some(lens) = &self.lens_q {
+                end = min(end, lens[nth * lens.stride(0)]);
+            }
+            #[comptime]
+            if let ComptimeOption::Some(cu) = &self.cu_q {
+                let of = between(cu[nth * cu.stride(0)], cu[(nth + 1) * cu.stride(0)], seq, self.batches);
+                batch = of.batch;
+                begin = of.begin;
+                end = of.end;
+            }
+        }
+        Span { batch, begin, end }
+    }
+
+    /// Rows and columns of a sequence; rows are queries, or keys. Columns in another batch than rows are none.
+    fn sides(&self, sequence: u32, #[comptime] keys: bool) -> (Span, Span) {
+        let rows = self.span(sequence, keys);
+        let columns = self.span(sequence, comptime!(!keys));
+        let end = select(columns.batch == rows.batch, columns.end, columns.begin);
+        (rows, Span { batch: columns.batch, begin: columns.begin, end })
+    }
+
+    /// Whether this position of a batch, a query or a key, belongs to a sequence.
+    fn covers(&self, batch: u32, position: u32, #[comptime] keys: bool) -> bool {
+        let packed = comptime!(self.cu_q.is_some());
+        let mut sequence = batch;
+        if comptime!(packed) {
+            // The last one that does not begin behind it.
+            let seq = if comptime!(keys) { self.seq_k } else { self.seq_q };
+            let at = batch * seq + position;
+            let mut first = 0u32.runtime();
+            let mut after = self.sequences;
+            while first < after {
+                let middle = (first + after) / 2;
+                if self.begin(middle, keys) <= at {
+                    first = middle + 1;
+                } else {
+                    after = middle;
+                }
+            }
+            sequence = max(first, 1u32) - 1;
+        }
+        let mut covered = false.runtime();
+        if sequence < self.sequences {
+            let span = self.span(sequence, keys);
+            covered = span.batch == batch && position >= span.begin && position < span.end;
+        }
+        covered
+    }
+
+    /// Where a packed sequence begins among all.
+    fn begin(&self, sequence: u32, #[comptime] keys: bool) -> u32 {
+        let nth = sequence as usize;
+        let mut begin = 0u32.runtime();
+        if comptime!(keys) {
+            #[comptime]
+            if let ComptimeOption::Some(cu) = &self.cu_k {
+                begin = cu[nth * cu.stride(0)];
+            }
+        } else {
+            #[comptime]
+            if let ComptimeOption::Some(cu) = &self.cu_q {
+                begin = cu[nth * cu.stride(0)];
+            }
+        }
+        begin
+    }
+}
+
+/// What lies between two positions that are counted through batches of `seq` each: in the batch of the first one.
+#[cube]
+fn between(from: u32, to: u32, seq: u32, batches: u32) -> Span {
+    let from = min(from, seq * batches);
+    let batch = min(from / seq, batches - 1);
+    let begin = from - batch * seq;
+    let end = min(begin + (max(to, from) - from), seq);
+    Span { batch, begin, end }
+}
+
+/// Writes the schedule of blocks of `tile` rows, `[HEADER + capacity · WORDS]`: a cube for each sequence. Rows are queries or `keys`;
+/// the blocks of a sequence come in their order, or the `last_first`. `turned`: rows are what the band calls keys.
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(clippy::too_many_arguments)]
+pub fn schedule(
+    bounds: Bounds,
+    list: &mut Tensor<u32>,
+    tile: u32,
+    capacity: u32,
+    #[comptime] keys: bool,
+    #[comptime] last_first: bool,
+    #[comptime] turned: bool,
+) {
+    let mut board = Shared::<[u32]>::new_slice(comptime!(2 * UNITS));
+    let sequence = CUBE_POS as u32;
+    let exists = sequence < bounds.sequences;
+    let (rows, columns) = bounds.sides(select(exists, sequence, 0u32), keys);
+    let width = columns.end - columns.begin;
+
+    // -- blocks of all sequences, and of those before this one
+    let mut before = 0u32.runtime();
+    let mut all = 0u32.runtime();
+    let mut other = UNIT_POS;
+    while other < bounds.sequences {
+        let (other_rows, other_columns) = bounds.sides(other, keys);
+        let other_width = other_columns.end - other_columns.begin;
+        let blocks = (other_rows.end - other_rows.begin).div_ceil(tile);
+        let first = other_width > width || (other_width == width && other < sequence);
+        before += select(first, blocks, 0u32);
+        all += blocks;
+        other += comptime!(UNITS as u32);
+    }
+    board[UNIT_POS as usize] = before;
+    board[UNIT_POS as usize + UNITS] = all;
+    sync_cube();
+    before = 0u32.runtime();
+    all = 0u32.runtime();
+    for unit in 0..UNITS {
+        before += board[unit];
+        all += board[unit + UNITS];
+    }
+    if CUBE_POS == 0 && UNIT_POS == 0 {
+        list[0] = min(all, capacity);
+    }
+
+    // -- its own
+    let blocks = select(exists, (rows.end - rows.begin).div_ceil(tile), 0u32);
+    let mut nth = UNIT_POS;
+    while nth < blocks {
+        let block = if comptime!(last_first) { blocks - 1 - nth } else { nth };
+        if before + nth < capacity {
+            let at = comptime!(HEADER) + (before + nth) as usize * WORDS;
+            list[at] = rows.batch;
+            list[at + 1] = sequence;
+            list[at + 2] = rows.begin + block * tile;
+            let (of_rows, of_columns) = if comptime!(turned) { (5usize, 3usize) } else { (3usize, 5usize) };
+            list[at + of_rows] = rows.begin;
+            list[at + of_rows + 1] = rows.end;
+            list[at + of_columns] = columns.begin;
+            list[at + of_columns + 1] = columns.end;
+        }
+        nth += comptime!(UNITS as u32);
+    }
+}
+
+/// Makes rows that belong to no sequence 0, of `out [B, H, S, D]`: queries, or `keys`. Of those of the output `lse [B, H, S]` becomes that
+/// of rows that see nothing but their sinks `[H]`, if there are any. A cube for each `UNITS` rows of a head.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn fill<F: Float>(
+    bounds: Bounds,
+    out: &mut Tensor<F>,
+    lse: ComptimeOption<&mut Tensor<u32>>,
+    sinks: ComptimeOption<&Tensor<f32>>,
+    #[comptime] keys: bool,
+    #[define(F)] _type: ElemType,
+) {
+    let mut board = Shared::<[u32]>::new_slice(UNITS);
+    let blocks = out.shape(2).div_ceil(UNITS);
+    let (head, first) = (CUBE_POS / blocks, CUBE_POS % blocks * UNITS);
+    let (batch, head) = (head / out.shape(1), head % out.shape(1));
+    if batch >= out.shape(0) {
+        terminate!();
+    }
+    let row = first + UNIT_POS as usize;
+    let lost = row < out.shape(2) && !bounds.covers(batch as u32, row as u32, keys);
+    board[UNIT_POS as usize] = u32::cast_from(lost);
+    sync_cube();
+    let at = batch * out.stride(0) + head * out.stride(1);
+    let (rows, row_step, column_step) = (first, out.stride(2), out.stride(3));
+    let columns = out.shape(3);
+    for nth in 0..UNITS {
+        if board[nth] == 1 {
+            let mut column = UNIT_POS as usize;
+            while column < columns {
+                out[at + (rows + nth) * row_step + column * column_step] = F::from_int(0);
+                column += UNITS;
+            }
+        }
+    }
+    #[comptime]
+    if let ComptimeOption::Some(lse) = lse {
+        if lost {
+            let mut bits = lse_bits(0.0f32, 0.0f32.runtime());
+            #[comptime]
+            if let ComptimeOption::Some(sinks) = &sinks {
+                bits = u32::reinterpret(sinks[head * sinks.stride(0)]);
+            }
+            let to = batch * lse.stride(0) + head * lse.stride(1) + row * lse.stride(2);
+            lse[to] = bits;
+        }
+    }
+}
+
+/// A block of a schedule.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone))]
+pub struct Block {
+    /// Batch.
+    pub batch: u32,
+    /// Its first row.
+    pub start: u32,
+    /// What its sequence's queries see.
+    pub band: Band,
+}
+
+/// The `nth` block of a schedule. `band`: what the options make of all.
+#[cube]
+pub fn block_of(list: &Tensor<u32>, band: &Band, nth: u32) -> Block {
+    let at = comptime!(HEADER) + nth as usize * WORDS;
+    let band = band.of(list[at + 1], list[at + 3], list[at + 4], list[at + 5], list[at + 6]);
+    Block { batch: list[at], start: list[at + 2], band }
+}
