@@ -27,6 +27,8 @@ WARM_UP_S, SAMPLE_MS, SAMPLES, LEAST, BUDGET_S, SLOW_MS = 0.2, 20, 20, 3, 1.5, 1
 CACHE_BYTES, SOFTCAP, DROPOUT = 256e6, 20.0, 0.1
 # Those of src/data.rs, and how many scores are in memory at a time.
 LONG, NEGLIGIBLE, SCORES = 1 << 17, 1e-3, 1 << 26
+# That of src/case.rs.
+DOCUMENTS = [20, 1, 9, 3, 14, 2, 7, 8]
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 TOLERANCES = {"f32": 5e-3, "f16": 5e-3, "bf16": 3e-2}
 BACKENDS = {
@@ -109,8 +111,16 @@ class Case:
     def __init__(self, fields):
         self.__dict__.update(fields)
         variant = self.variant
-        self.window = variant["window"] if isinstance(variant, dict) else None
-        self.kind = "window" if self.window else variant
+        self.window = variant.get("window") if isinstance(variant, dict) else None
+        self.kind = next(iter(variant)) if isinstance(variant, dict) else variant
+        tokens = self.batch * self.seq_q
+        if self.kind == "packed":
+            lens = [tokens // variant["packed"]] * variant["packed"]
+        elif self.kind == "documents":
+            ends = [sum(DOCUMENTS[:n]) * tokens // 64 + (0 if n % 8 == 0 else 5 * n) for n in range(9)]
+            lens = [end - begin for begin, end in zip(ends, ends[1:])]
+        if self.kind in ("packed", "documents"):
+            self.document = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens)).cuda()
         self.scale = 1 / math.sqrt(self.head_dim)
         rows_q, rows_k = self.batch * self.heads_q * self.seq_q, self.batch * self.heads_kv * self.seq_k
         size = (rows_q + rows_k) * (self.head_dim + self.head_dim_v) * DTYPES[self.dtype].itemsize
@@ -141,13 +151,15 @@ class Case:
         seen = (j <= i + shift) if self.causal else (j >= 0)
         if self.window:
             seen = seen & (j > i + shift - self.window)
+        if self.kind in ("packed", "documents"):
+            seen = seen & (self.document[i] == self.document[j])
         if self.kind == "mask":
             seen = seen & ((b % 2 == 1) | (j < self.seq_k - self.seq_k // 8))
         return seen
 
     def sdpa(self, name):
         """The call of scaled_dot_product_attention, or None where it has no such mathematics."""
-        if self.kind in ("softcap", "window", "alibi", "sinks") or (self.causal and self.seq_q != self.seq_k):
+        if self.kind in ("softcap", "window", "alibi", "sinks", "packed", "documents", "lengths") or (self.causal and self.seq_q != self.seq_k):
             return None
         if self.kind in ("mask", "bias") and (self.causal or name.startswith("flash2")):
             return None
@@ -170,10 +182,10 @@ class Case:
 
     def flex(self):
         """The call of flex_attention, or None where it has no such mathematics."""
-        if self.kind == "dropout":
+        if self.kind in ("dropout", "lengths"):
             return None
         block_mask = None
-        if self.causal or self.kind == "mask":
+        if self.causal or self.kind in ("mask", "packed", "documents"):
             batches = self.batch if self.kind == "mask" else None
             block_mask = create_block_mask(
                 lambda b, h, i, j: self.visible(b, i, j), batches, None, self.seq_q, self.seq_k, "cuda"

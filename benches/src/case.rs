@@ -51,7 +51,16 @@ pub enum Variant {
     Sinks,
     /// One in ten probabilities dropped.
     Dropout,
+    /// So many sequences of the same length, packed one behind the other.
+    Packed(usize),
+    /// Eight sequences, from 1/64 to 20/64 of all tokens, packed one behind the other.
+    Documents,
+    /// Sequences of all, 3/4, 1/2 and 1/4 of their batch, with padding behind.
+    Lengths,
 }
+
+/// 64ths of all tokens that sequences of [`Variant::Documents`] have, but for a few tokens.
+const DOCUMENTS: [usize; 8] = [20, 1, 9, 3, 14, 2, 7, 8];
 
 /// The probability of [`Variant::Dropout`].
 pub const DROPOUT: f32 = 0.1;
@@ -70,6 +79,9 @@ impl fmt::Display for Variant {
             Variant::Alibi => f.write_str("alibi"),
             Variant::Sinks => f.write_str("sinks"),
             Variant::Dropout => f.write_str("dropout"),
+            Variant::Packed(sequences) => write!(f, "packed {sequences}"),
+            Variant::Documents => f.write_str("documents"),
+            Variant::Lengths => f.write_str("lengths"),
         }
     }
 }
@@ -103,7 +115,7 @@ impl Case {
             Variant::Softcap => options.softcap = Some(SOFTCAP),
             Variant::Window(keys) => options.window_left = Some(keys.saturating_sub(1)),
             Variant::Dropout => (options.dropout, options.dropout_seed) = (DROPOUT, Some(1)),
-            Variant::None | Variant::Mask | Variant::Bias | Variant::Alibi | Variant::Sinks => {}
+            _ => {}
         }
         let q = [self.batch, self.heads_q, self.seq_q, self.head_dim];
         let k = [self.batch, self.heads_kv, self.seq_k, self.head_dim];
@@ -114,8 +126,41 @@ impl Case {
             Variant::Bias => problem.with_bias(&[1, self.heads_q, self.seq_q, self.seq_k]),
             Variant::Alibi => problem.with_alibi_slopes(&[1, self.heads_q]),
             Variant::Sinks => problem.with_sinks(&[self.heads_q]),
+            Variant::Packed(_) | Variant::Documents => {
+                let ends = [self.sequences().len() + 1];
+                problem.with_cu_seqlens(&ends, &ends)
+            }
+            Variant::Lengths => problem.with_seq_lens_q(&[self.batch])?.with_seq_lens_k(&[self.batch]),
             Variant::None | Variant::Softcap | Variant::Window(_) | Variant::Dropout => Ok(problem),
         }
+    }
+
+    /// The lengths of sequences, of queries and keys alike: one of a batch but where the variant has others.
+    pub fn sequences(&self) -> Vec<usize> {
+        let all = self.batch * self.seq_q;
+        match self.variant {
+            Variant::Packed(sequences) => vec![all / sequences; sequences],
+            Variant::Documents => {
+                // Ends that no tile divides.
+                let last = DOCUMENTS.len();
+                let end = |n: usize| {
+                    DOCUMENTS[..n].iter().sum::<usize>() * all / 64 + if n.is_multiple_of(last) { 0 } else { 5 * n }
+                };
+                (0..last).map(|n| end(n + 1) - end(n)).collect()
+            }
+            Variant::Lengths => (0..self.batch).map(|b| self.seq_q * (4 - b % 4) / 4).collect(),
+            _ => vec![self.seq_q; self.batch],
+        }
+    }
+
+    /// Operations of a pass as the field counts them: of several sequences, those of each by itself.
+    pub fn flops(&self, pass: Pass) -> Result<f64, AttentionError> {
+        let problem = self.problem()?;
+        if !problem.is_ragged() {
+            return Ok(pass.flops(&problem));
+        }
+        let alone = |len| AttentionProblem { batch: 1, seq_q: len, seq_k: len, ..problem };
+        Ok(self.sequences().into_iter().map(|len| pass.flops(&alone(len))).sum())
     }
 
     /// The column `variant` of the results.
@@ -200,7 +245,7 @@ pub enum Set {
     Paper,
     /// Shapes that fill a data-centre GPU, in bf16.
     H200,
-    /// Mask, bias, softcap, windows, slopes, sinks and dropout at (4, 16, 4096, 128), in bf16.
+    /// Mask, bias, softcap, windows, slopes, sinks, dropout and several sequences at (4, 16, 4096, 128), in bf16.
     Variants,
     /// Lengths that fit no tile beside the next that does, grouped heads, few heads, a single query, in bf16.
     Ragged,
@@ -285,6 +330,10 @@ impl Set {
                     causal.with(Variant::Sinks),
                     full.with(Variant::Dropout),
                     causal.with(Variant::Dropout),
+                    Case { batch: 1, seq_q: 16384, seq_k: 16384, ..full }.with(Variant::Packed(4)),
+                    Case { batch: 1, seq_q: 16384, seq_k: 16384, ..causal }.with(Variant::Packed(4)),
+                    Case { batch: 1, seq_q: 16384, seq_k: 16384, ..causal }.with(Variant::Documents),
+                    causal.with(Variant::Lengths),
                 ]
             }
             Set::Ragged => {
@@ -334,7 +383,10 @@ fn quick(dtype: Dtype) -> Vec<Case> {
         cases.push(Case { seq_q: 128, ..base });
         let variants = [Variant::Mask, Variant::Bias, Variant::Softcap, Variant::Window(128)];
         cases.extend(
-            variants.into_iter().chain([Variant::Alibi, Variant::Sinks, Variant::Dropout]).map(|v| base.with(v)),
+            variants
+                .into_iter()
+                .chain([Variant::Alibi, Variant::Sinks, Variant::Dropout, Variant::Documents])
+                .map(|v| base.with(v)),
         );
     }
     cases

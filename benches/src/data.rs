@@ -32,6 +32,8 @@ pub struct Data {
     pub slopes: Option<Vec<f32>>,
     /// `[heads_q]`.
     pub sinks: Option<Vec<f32>>,
+    /// Of several sequences: their lengths, or where they begin and the last one ends, if they are packed.
+    pub sequences: Option<Vec<u32>>,
 }
 
 /// Numbers of one dtype, as bytes.
@@ -113,6 +115,11 @@ impl Data {
             let hides = |b: usize, j: usize| b.is_multiple_of(2) && j >= case.seq_k - case.seq_k / 8;
             (0..case.batch).flat_map(|b| (0..case.seq_k).map(move |j| hides(b, j))).collect()
         });
+        let lens = case.sequences();
+        let sequences = problem.is_ragged().then(|| match problem.cu_seqlens {
+            Some(_) => (0..lens.len() + 1).map(|n| lens[..n].iter().sum::<usize>() as u32).collect(),
+            None => lens.iter().map(|len| *len as u32).collect(),
+        });
         Ok(Data {
             case,
             problem,
@@ -125,6 +132,7 @@ impl Data {
             slopes: problem
                 .alibi_slopes
                 .map(|[_, heads]| (1..=heads).map(|h| 2f64.powf(-8.0 * h as f64 / heads as f64) as f32).collect()),
+            sequences,
             sinks: problem
                 .sinks
                 .then(|| reference::normal(case.heads_q, 8 * seed + 5).into_iter().map(|sink| sink as f32).collect()),
@@ -250,7 +258,7 @@ impl Oracle {
         let (queries, keys) = sampled(&whole);
         // Of heads that share nothing with the others nothing else is read.
         let (p, at) = match data.problem {
-            AttentionProblem { mask: None, bias: None, .. } => {
+            AttentionProblem { mask: None, bias: None, cu_seqlens: None, .. } => {
                 let group = whole.group_size();
                 (AttentionProblem { batch: 1, num_heads_q: group, num_heads_kv: 1, ..whole }, [0, group - 1])
             }
@@ -269,6 +277,12 @@ impl Oracle {
         let (slopes, sinks) = (data.slopes.as_ref().map(of_heads), data.sinks.as_ref().map(of_heads));
         let p = AttentionProblem { alibi_slopes: p.alibi_slopes.map(|_| [1, p.num_heads_q]), ..p };
         let first = [whole.batch - p.batch, whole.num_heads_q - p.num_heads_q];
+        let lens = |is: bool| -> Option<Vec<usize>> {
+            let lens = data.sequences.as_ref().filter(|_| is)?;
+            let first = if p.cu_seqlens.is_some() { 0 } else { lens.len() - p.batch };
+            Some(lens[first..].iter().map(|n| *n as usize).collect())
+        };
+        let (seq_lens, ends) = (lens(p.seq_lens_q), lens(p.cu_seqlens.is_some()));
         let seed = p.options.dropout_seed.filter(|_| p.options.dropout > 0.0);
         let inputs = reference::Inputs {
             q: &q,
@@ -279,7 +293,10 @@ impl Oracle {
             alibi_slopes: slopes.as_deref(),
             sinks: sinks.as_deref(),
             dropout: seed.map(|seed| reference::Dropout { seed: dropout::seed(seed), first }),
-            ..Default::default()
+            seq_lens_q: seq_lens.as_deref(),
+            seq_lens_k: seq_lens.as_deref(),
+            cu_seqlens_q: ends.as_deref(),
+            cu_seqlens_k: ends.as_deref(),
         };
         let sample = reference::sample(&p, &inputs, &dout, at, &queries, &keys);
         Oracle { problem: whole, queries, keys, sample }

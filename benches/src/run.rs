@@ -87,7 +87,7 @@ pub(crate) struct Rows {
 /// What a worker or a peer found out, as rows.
 pub(crate) fn rows(run: &Run, implementation: &str, case: &Case, pass: Pass, answer: &Answer) -> Result<Rows, Error> {
     let tflops = match (answer.tflops, answer.time_ms) {
-        (None, Some([median, ..])) => Some(pass.flops(&case.problem()?) / median / 1e9),
+        (None, Some([median, ..])) => Some(case.flops(pass)? / median / 1e9),
         (given, _) => given,
     };
     let timing = Timing {

@@ -32,6 +32,8 @@ struct Inputs {
     dout: Tensor<4>,
     slopes: Option<Tensor<1>>,
     sinks: Option<Tensor<1>>,
+    /// `data.sequences`.
+    sequences: Option<Tensor<1, Int>>,
     /// What slopes make of distances, `[1, heads_q, seq_q, seq_k]`, for implementations that know no slopes; made once, as models do.
     ramp: Option<Tensor<4>>,
     /// True where causality or the window hide, for implementations that cannot be asked for it; made once, as models do.
@@ -53,7 +55,7 @@ impl Tensors {
     }
 
     fn attention(&self, inputs: &Inputs) -> Tensor<4> {
-        let Inputs { q, k, v, bias, mask, hidden, slopes, sinks, ramp, .. } = inputs;
+        let Inputs { q, k, v, bias, mask, hidden, slopes, sinks, sequences, ramp, .. } = inputs;
         let (q, k, v, p) = (q.clone(), k.clone(), v.clone(), &self.problem);
         match self.implementation {
             Implementation::Ours | Implementation::OursFast | Implementation::OursTf32 => {
@@ -72,6 +74,11 @@ impl Tensors {
                 }
                 options = options.with_sinks(sinks.clone()).with_dropout(p.options.dropout);
                 options = options.with_dropout_seed(p.options.dropout_seed);
+                if p.cu_seqlens.is_some() {
+                    options = options.with_cu_seqlens_q(sequences.clone()).with_cu_seqlens_k(sequences.clone());
+                } else {
+                    options = options.with_seq_lens_q(sequences.clone()).with_seq_lens_k(sequences.clone());
+                }
                 if let Some(mask) = mask {
                     options = options.with_mask(mask.clone());
                 }
@@ -171,6 +178,9 @@ impl Inputs {
         let sinks = data.sinks.as_ref().map(f32s);
         Inputs {
             slopes,
+            sequences: data.sequences.as_ref().map(|of| {
+                Tensor::from_data(TensorData::from(&of.iter().map(|n| *n as i32).collect::<Vec<_>>()[..]), device)
+            }),
             sinks: sinks.map(|sinks| if device.is_autodiff() { sinks.require_grad() } else { sinks }),
             ramp,
             q: leaf(&data.q, p.q_shape()),

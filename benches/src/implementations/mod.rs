@@ -76,7 +76,13 @@ impl Implementation {
             Implementation::OursFast => pass != Pass::Forward,
             Implementation::OursTf32 => case.dtype == Dtype::F32,
             // They draw otherwise what is dropped, and Burn's has no sinks.
-            _ if case.variant == Variant::Dropout => false,
+            _ if matches!(
+                case.variant,
+                Variant::Dropout | Variant::Packed(_) | Variant::Documents | Variant::Lengths
+            ) =>
+            {
+                false
+            }
             Implementation::Burn if case.variant == Variant::Sinks => false,
             Implementation::Burn | Implementation::Composed => matches!(pass, Pass::Forward | Pass::Autodiff),
         }

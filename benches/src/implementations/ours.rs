@@ -74,12 +74,21 @@ impl Tensors {
             let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
             client.create_from_slice(&bytes)
         };
+        let sequences = |is: bool| {
+            let words = data.sequences.as_ref().filter(|_| is)?;
+            let bytes: Vec<u8> = words.iter().flat_map(|x| x.to_le_bytes()).collect();
+            Some(TensorView::contiguous(client.create_from_slice(&bytes), [words.len()]))
+        };
         let slopes = data.slopes.as_ref().zip(p.alibi_slopes);
         let inputs = Inputs {
             mask,
             bias: data.bias.as_ref().zip(p.bias).map(|(bias, shape)| upload(bias, shape)),
             alibi_slopes: slopes.map(|(slopes, shape)| TensorView::contiguous(floats(slopes), shape)),
             sinks: data.sinks.as_ref().map(|sinks| TensorView::contiguous(floats(sinks), [p.num_heads_q])),
+            seq_lens_q: sequences(p.seq_lens_q),
+            seq_lens_k: sequences(p.seq_lens_k),
+            cu_seqlens_q: sequences(p.cu_seqlens.is_some()),
+            cu_seqlens_k: sequences(p.cu_seqlens.is_some()),
             ..Inputs::new(upload(&data.q, p.q_shape()), upload(&data.k, p.k_shape()), upload(&data.v, p.v_shape()))
         };
         let with_backward = pass != Pass::Forward;

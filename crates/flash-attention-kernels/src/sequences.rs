@@ -253,14 +253,14 @@ pub fn fill<F: Float>(
             }
         }
     }
-    #[comptime]
-    if let ComptimeOption::Some(lse) = lse {
-        if lost {
-            let mut bits = lse_bits(0.0f32, 0.0f32.runtime());
-            #[comptime]
-            if let ComptimeOption::Some(sinks) = &sinks {
-                bits = u32::reinterpret(sinks[head * sinks.stride(0)]);
-            }
+    if lost {
+        let mut bits = lse_bits(0.0f32, 0.0f32.runtime());
+        #[comptime]
+        if let ComptimeOption::Some(sinks) = &sinks {
+            bits = u32::reinterpret(sinks[head * sinks.stride(0)]);
+        }
+        #[comptime]
+        if let ComptimeOption::Some(lse) = lse {
             let to = batch * lse.stride(0) + head * lse.stride(1) + row * lse.stride(2);
             lse[to] = bits;
         }

@@ -92,7 +92,7 @@ fn pair(n: u64, choices: &[usize]) -> Pair {
         begins.chain([b * seq]).collect::<Vec<_>>()
     });
     if ragged == 5 {
-        ends[0][0] += 1;
+        ends[0][0] = ends[0][1].min(1);
         *ends[0].last_mut().expect("there is an end") -= sq / 7;
         *ends[1].last_mut().expect("there is an end") -= 1;
     }

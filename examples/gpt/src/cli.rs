@@ -16,6 +16,7 @@ use clap::Parser;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use std::io::Write;
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -80,7 +81,7 @@ fn train(args: &Args) -> Result<ExitCode, Error> {
     let (config, run, text, start) = match resumed {
         Some((config, run, checkpoint)) => {
             let path = config.data.clone().unwrap_or(run.text());
-            let text = Text::read(&path, config.tokenizer, config.context)?;
+            let text = read(&path, &config)?;
             checkpoint.check_text(text.hash())?;
             (config, run, text, Start::Checkpoint(Box::new(checkpoint)))
         }
@@ -89,11 +90,12 @@ fn train(args: &Args) -> Result<ExitCode, Error> {
             let config = Config::new(args, found, weights.as_ref().map(|weights| weights.shape))?;
             let (run, text) = match &config.data {
                 Some(path) => {
-                    let text = Text::read(path, config.tokenizer, config.context)?;
+                    let text = read(path, &config)?;
                     (Run::create(args.name.as_deref())?, text)
                 }
                 None => {
                     let text = Text::new(data::own_sources()?, ".".as_ref(), config.tokenizer, config.context)?;
+                    let text = if config.pack { text.packed(config.tokenizer)? } else { text };
                     let run = Run::create(args.name.as_deref())?;
                     write_atomically(&run.text(), &[&text.bytes])?;
                     (run, text)
@@ -113,6 +115,9 @@ fn train(args: &Args) -> Result<ExitCode, Error> {
     println!("attention  {}", model::attention_plan(&config, &device)?);
     println!("model      {}", model_in_words(&config));
     println!("text       {} {unit}s to train on, {} to validate with", text.train().len(), text.validation().len());
+    if let Some([train, validation]) = text.documents() {
+        println!("documents  {train} to train on, {validation} to validate with");
+    }
     println!("run        {}", run.directory.display());
     match &start {
         Start::Random => {}
@@ -220,4 +225,10 @@ fn stop_on_signal() -> Arc<AtomicBool> {
     // Without a handler Ctrl-C still ends the program, and the latest checkpoint is there.
     let _ = ctrlc::set_handler(handler);
     stop
+}
+
+/// The text of a file, with its documents if they are packed.
+fn read(path: &Path, config: &Config) -> Result<Text, Error> {
+    let text = Text::read(path, config.tokenizer, config.context)?;
+    if config.pack { text.packed(config.tokenizer) } else { Ok(text) }
 }

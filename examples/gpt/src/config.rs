@@ -62,6 +62,10 @@ pub struct Args {
     #[arg(long)]
     pub window: Option<usize>,
 
+    /// Fill each row of a batch with whole documents, which see nothing of each other, in place of a window of running text.
+    #[arg(long, num_args = 0..=1, default_missing_value = "true")]
+    pub pack: Option<bool>,
+
     /// Windows of text in a batch.
     #[arg(long)]
     pub batch: Option<usize>,
@@ -200,6 +204,8 @@ pub struct Config {
     pub sinks: bool,
     #[serde(default)]
     pub window: usize,
+    #[serde(default)]
+    pub pack: bool,
     /// Tokens that there are: the tokenizer's, or as many as the weights know.
     pub vocabulary: usize,
     pub batch: usize,
@@ -234,6 +240,7 @@ macro_rules! for_each_flag {
             alibi,
             sinks,
             window,
+            pack,
             batch,
             grad_accum,
             checkpointing,
@@ -336,6 +343,7 @@ impl Config {
             alibi: false,
             sinks: false,
             window: 0,
+            pack: false,
             vocabulary: Tokenizer::Bytes.vocabulary(),
             batch: 64,
             grad_accum: 1,
@@ -470,6 +478,7 @@ impl Config {
         check(flash || !self.alibi, "alibi", &self.alibi, "it takes --attention flash")?;
         check(flash || !self.sinks, "sinks", &self.sinks, "it takes --attention flash")?;
         check(flash || self.window == 0, "window", &self.window, "it takes --attention flash")?;
+        check(flash || !self.pack, "pack", &self.pack, "it takes --attention flash")?;
         check(new || !self.alibi, "alibi", &self.alibi, "GPT-2's weights have embeddings of positions")?;
         check(new || !self.sinks, "sinks", &self.sinks, "GPT-2's weights have none")?;
         // Random numbers on all devices come from one state: a block's dropout would not be the same twice.

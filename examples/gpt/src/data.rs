@@ -16,7 +16,12 @@ pub struct Text {
     tokens: Vec<u32>,
     /// Where validation begins.
     split: usize,
+    /// Where it is packed: its documents, and how many of them are to train on.
+    documents: Option<(Vec<Vec<u32>>, usize)>,
 }
+
+/// What separates documents; blank lines, where a text has none.
+const END_OF_TEXT: &str = "<|endoftext|>";
 
 impl Text {
     /// Splits UTF-8 `bytes`, which must leave a window of `context` tokens and the token after it on either side.
@@ -32,7 +37,7 @@ impl Text {
         if tokens.len() - split < context + 1 || split < context + 1 {
             return Err(Error::TextTooShort { tokens: tokens.len(), context, needed: 10 * (context + 1) });
         }
-        Ok(Self { bytes, tokens, split })
+        Ok(Self { bytes, tokens, split, documents: None })
     }
 
     /// Reads a file.
@@ -43,6 +48,53 @@ impl Text {
     pub fn read(path: &Path, tokenizer: Tokenizer, context: usize) -> Result<Self, Error> {
         let bytes = fs::read(path).map_err(|source| Error::TextMissing { path: path.to_path_buf(), source })?;
         Self::new(bytes, path, tokenizer, context)
+    }
+
+    /// The same with what it consists of: documents, which `<|endoftext|>` separates, or blank lines where there is none of that. The first
+    /// nine tenths of them are to train on. Of a document of less than two tokens nothing can be learned.
+    ///
+    /// # Errors
+    ///
+    /// Where there are fewer than two documents.
+    pub fn packed(mut self, tokenizer: Tokenizer) -> Result<Self, Error> {
+        let text = str::from_utf8(&self.bytes).expect("it was one when it was split");
+        let separator = if text.contains(END_OF_TEXT) { END_OF_TEXT } else { "\n\n" };
+        let pieces = text.split(separator).map(|piece| tokenizer.encode(piece));
+        let documents: Vec<_> = pieces.filter(|tokens| tokens.len() > 1).collect();
+        if documents.len() < 2 {
+            return Err(Error::NoDocuments { documents: documents.len() });
+        }
+        let split = (documents.len() * 9 / 10).max(1);
+        self.documents = Some((documents, split));
+        Ok(self)
+    }
+
+    /// A batch to train on, of `batch` rows of `context` tokens: those numbered `share`, the same ones whoever takes the others.
+    pub fn train_batch(
+        &self,
+        batch: usize,
+        share: Range<usize>,
+        context: usize,
+        rng: &mut StdRng,
+        device: &Device,
+    ) -> Batch {
+        match &self.documents {
+            Some((documents, split)) => packed_batch(&documents[..*split], batch, share, context, rng, device),
+            None => random_batch(self.train(), batch, share, context, rng, device),
+        }
+    }
+
+    /// A batch to validate with.
+    pub fn validation_batch(&self, batch: usize, context: usize, rng: &mut StdRng, device: &Device) -> Batch {
+        match &self.documents {
+            Some((documents, split)) => packed_batch(&documents[*split..], batch, 0..batch, context, rng, device),
+            None => random_batch(self.validation(), batch, 0..batch, context, rng, device),
+        }
+    }
+
+    /// How many documents there are to train on and to validate with, where they are packed.
+    pub fn documents(&self) -> Option<[usize; 2]> {
+        self.documents.as_ref().map(|(documents, split)| [*split, documents.len() - split])
     }
 
     /// The tokens to train on.
@@ -146,22 +198,111 @@ pub fn rng(seed: u32, stream: Stream, step: usize) -> StdRng {
     StdRng::seed_from_u64(derive_seed(seed, stream, step))
 }
 
-/// Random windows: inputs and the tokens that follow each, both `[share, context]`. Of a batch of `batch` windows these are
-/// those numbered `share`, the same ones whoever takes the others.
-pub fn random_batch(
+/// Rows of tokens.
+#[derive(Clone, Debug)]
+pub struct Batch {
+    /// `[batch, context]`.
+    pub tokens: Tensor<2, Int>,
+    /// The tokens that follow each, `[batch, context]`.
+    pub targets: Tensor<2, Int>,
+    /// Where rows consist of several documents.
+    pub documents: Option<Documents>,
+}
+
+/// Documents packed one behind the other, which are to see nothing of each other.
+#[derive(Clone, Debug)]
+pub struct Documents {
+    /// Where each begins, counted through the rows, and where the last one ends: `[documents + 1]`.
+    pub ends: Tensor<1, Int>,
+    /// Where each token stands in its document, `[batch, context]`.
+    pub positions: Tensor<2, Int>,
+}
+
+/// Random windows of the text. Of a batch of `batch` windows these are those numbered `share`.
+fn random_batch(
     text: &[u32],
     batch: usize,
     share: Range<usize>,
     context: usize,
     rng: &mut StdRng,
     device: &Device,
-) -> (Tensor<2, Int>, Tensor<2, Int>) {
+) -> Batch {
     let starts: Vec<usize> = (0..batch).map(|_| rng.random_range(0..text.len() - context)).collect();
     let starts = &starts[share];
     let windows = |offset: usize| {
         let tokens = |start: &usize| text[start + offset..][..context].iter().map(|token| *token as i32);
-        let tokens: Vec<i32> = starts.iter().flat_map(tokens).collect();
-        Tensor::from_data(TensorData::new(tokens, [starts.len(), context]), device)
+        rows(starts.iter().flat_map(tokens).collect(), context, device)
     };
-    (windows(0), windows(1))
+    Batch { tokens: windows(0), targets: windows(1), documents: None }
+}
+
+/// Rows of random documents, whole ones but for the last of each row, which is cut, and those longer than a row, of which there is a part.
+/// A document's last token is nobody's input, as nothing follows it.
+fn packed_batch(
+    documents: &[Vec<u32>],
+    batch: usize,
+    share: Range<usize>,
+    context: usize,
+    rng: &mut StdRng,
+    device: &Device,
+) -> Batch {
+    let (mut tokens, mut targets, mut positions, mut ends) = (Vec::new(), Vec::new(), Vec::new(), vec![0]);
+    for row in 0..batch {
+        let mut left = context;
+        while left > 0 {
+            let document = &documents[rng.random_range(0..documents.len())];
+            let inputs = document.len() - 1;
+            let first = rng.random_range(0..=inputs.saturating_sub(context));
+            let count = inputs.min(left);
+            left -= count;
+            if share.contains(&row) {
+                tokens.extend(document[first..first + count].iter().map(|token| *token as i32));
+                targets.extend(document[first + 1..=first + count].iter().map(|token| *token as i32));
+                positions.extend(0..count as i32);
+                ends.push(tokens.len() as i32);
+            }
+        }
+    }
+    let ends = Tensor::from_data(&ends[..], device);
+    let [tokens, targets, positions] = [tokens, targets, positions].map(|values| rows(values, context, device));
+    Batch { tokens, targets, documents: Some(Documents { ends, positions }) }
+}
+
+/// Numbers in rows of `context`.
+fn rows(values: Vec<i32>, context: usize, device: &Device) -> Tensor<2, Int> {
+    let count = values.len() / context;
+    Tensor::from_data(TensorData::new(values, [count, context]), device)
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+
+    fn numbers<const D: usize>(tensor: Tensor<D, Int>) -> Vec<i32> {
+        tensor.into_data().convert::<i32>().try_to_vec().unwrap()
+    }
+
+    #[test]
+    fn rows_are_documents_one_behind_the_other() {
+        // Of each token one can tell which document it is of, and where it stands there.
+        let documents: Vec<Vec<u32>> =
+            [9, 2, 40, 5].iter().enumerate().map(|(n, len)| (0..*len).map(|i| 100 * n as u32 + i).collect()).collect();
+        let device = Device::flex();
+        let batch = packed_batch(&documents, 6, 2..5, 16, &mut StdRng::seed_from_u64(3), &device);
+        let (tokens, targets) = (numbers(batch.tokens), numbers(batch.targets));
+        assert_eq!(tokens.len(), 3 * 16);
+        assert!(tokens.iter().zip(&targets).all(|(token, target)| token + 1 == *target));
+        let Documents { ends, positions } = batch.documents.unwrap();
+        let (ends, positions) = (numbers(ends), numbers(positions));
+        assert_eq!((ends[0], ends[ends.len() - 1]), (0, 48));
+        for ends in ends.windows(2) {
+            let of = ends[0] as usize..ends[1] as usize;
+            assert!(of.start < of.end && of.start / 16 == (of.end - 1) / 16, "{of:?} lies in two rows");
+            assert!(tokens[of.clone()].windows(2).all(|pair| pair[0] + 1 == pair[1]), "{of:?} is one document");
+            assert!(positions[of.clone()].iter().enumerate().all(|(i, position)| i as i32 == *position));
+        }
+        // Whoever takes which rows, they are the same.
+        let whole = packed_batch(&documents, 6, 0..6, 16, &mut StdRng::seed_from_u64(3), &device);
+        assert_eq!(numbers(whole.tokens)[2 * 16..5 * 16], tokens);
+    }
 }

@@ -42,6 +42,10 @@ pub enum Error {
     TextNotUtf8 { path: PathBuf, offset: usize },
     #[error("the text has {tokens} tokens; a context of {context} needs at least {needed}")]
     TextTooShort { tokens: usize, context: usize, needed: usize },
+    #[error(
+        "the text has {documents} documents of two tokens or more; --pack needs two at least, and takes blank lines to separate them, or <|endoftext|>"
+    )]
+    NoDocuments { documents: usize },
     #[error("found no workspace whose sources could be the text; name a file with --data")]
     NoWorkspace,
 

@@ -4,6 +4,7 @@
 //! arXiv:1604.06174): only what enters each block is kept, and the backward pass computes a block once more before it goes
 //! through it. The loss is computed over [`LOSS_TOKENS`] tokens at a time, as logits are wider than anything else.
 
+use crate::data::Batch;
 use crate::model::Gpt;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::{Gradients, Int, Tensor};
@@ -12,13 +13,8 @@ use burn::tensor::{Gradients, Int, Tensor};
 const LOSS_TOKENS: usize = 8192;
 
 /// The mean loss over a batch, without autodiff, and its gradients times `scale`.
-pub fn at_once(
-    model: &Gpt,
-    tokens: Tensor<2, Int>,
-    targets: Tensor<2, Int>,
-    scale: f64,
-) -> (Tensor<1>, GradientsParams) {
-    let loss = model.loss(tokens, targets);
+pub fn at_once(model: &Gpt, batch: &Batch, scale: f64) -> (Tensor<1>, GradientsParams) {
+    let loss = model.loss(batch);
     let gradients = (loss.clone() * scale).backward();
     (loss.inner(), GradientsParams::from_grads(gradients, model))
 }
@@ -26,18 +22,18 @@ pub fn at_once(
 /// The same, block by block. `seed` gives each part of the model a seed, so that dropout falls alike both times.
 pub fn block_by_block(
     model: &Gpt,
-    tokens: Tensor<2, Int>,
-    targets: Tensor<2, Int>,
+    batch: Batch,
     scale: f64,
     seed: impl Fn(usize) -> u64,
 ) -> (Tensor<1>, GradientsParams) {
+    let Batch { tokens, targets, documents } = batch;
     let device = &tokens.device();
     let parts = model.blocks().len() + 1;
     let part = |index: usize, x: Tensor<3>| {
         device.seed(seed(index));
         match index {
-            0 => model.embed(tokens.clone(), 0),
-            index => model.blocks()[index - 1].forward(x, None),
+            0 => model.embed(tokens.clone(), 0, documents.as_ref()),
+            index => model.blocks()[index - 1].forward(x, None, documents.as_ref()),
         }
     };
 
@@ -98,11 +94,12 @@ impl Sum<'_> {
 mod tests {
     use super::{at_once, block_by_block};
     use crate::config::{Args, Config};
+    use crate::data::Batch;
     use crate::device;
     use crate::model::Gpt;
     use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
     use burn::optim::GradientsParams;
-    use burn::tensor::{Distribution, Int, Tensor};
+    use burn::tensor::{Distribution, Tensor};
 
     /// The square of the gradients' norm: by how much the loss rises along them.
     struct Slope<'a>(&'a GradientsParams, f32);
@@ -123,7 +120,7 @@ mod tests {
         }
     }
 
-    fn model(dropout: f64) -> (Gpt, Tensor<2, Int>, Tensor<2, Int>) {
+    fn model(dropout: f64) -> (Gpt, Batch) {
         let found = device::choose("flex").unwrap();
         let small = Some(2);
         let args = Args { layers: small, heads: small, width: Some(16), dropout: Some(dropout), ..Args::default() };
@@ -131,7 +128,7 @@ mod tests {
         let device = found.device.autodiff();
         device.seed(5);
         let tokens = || Tensor::random([2, config.context], Distribution::Uniform(0.0, 256.0), &device);
-        (Gpt::new(&config, &device), tokens(), tokens())
+        (Gpt::new(&config, &device), Batch { tokens: tokens(), targets: tokens(), documents: None })
     }
 
     /// One after the other: random numbers come from a state that all tests share.
@@ -142,9 +139,9 @@ mod tests {
     }
 
     fn without_dropout() {
-        let (model, tokens, targets) = model(0.0);
-        let (loss, all) = at_once(&model, tokens.clone(), targets.clone(), 3.0);
-        let (same, blocks) = block_by_block(&model, tokens, targets, 3.0, |part| part as u64);
+        let (model, batch) = model(0.0);
+        let (loss, all) = at_once(&model, &batch, 3.0);
+        let (same, blocks) = block_by_block(&model, batch, 3.0, |part| part as u64);
         assert!((loss.into_scalar::<f32>() - same.into_scalar::<f32>()).abs() < 1e-5);
         struct Same<'a>(&'a GradientsParams, &'a GradientsParams);
         impl ModuleVisitor for Same<'_> {
@@ -160,8 +157,8 @@ mod tests {
 
     /// Were the second dropout another one, the slope would be off by as much as it is large.
     fn dropout_falls_alike_both_times() {
-        let (model, tokens, targets) = model(0.3);
-        let run = |model: &Gpt| block_by_block(model, tokens.clone(), targets.clone(), 1.0, |part| 7 + part as u64);
+        let (model, batch) = model(0.3);
+        let run = |model: &Gpt| block_by_block(model, batch.clone(), 1.0, |part| 7 + part as u64);
         let gradients = run(&model).1;
         let mut slope = Slope(&gradients, 0.0);
         model.visit(&mut slope);

@@ -5,7 +5,7 @@
 //! in that dtype, their operands cast on the way in.
 
 use crate::config::{AttentionKind, Config};
-use crate::data::{Stream, rng};
+use crate::data::{Batch, Documents, Stream, rng};
 use crate::layers::{cross_entropy, gelu, layer_norm, linear};
 use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig, Embedding, LayerNorm, LayerNormConfig, Linear};
@@ -56,13 +56,14 @@ impl Gpt {
     /// `tokens [batch, context]` → `logits [batch, context, vocabulary]`, f32.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let vocabulary = self.token_embedding.weight.dims()[0];
-        let x = layer_norm(&self.norm, self.read(tokens, None)).cast(self.dtype);
+        let x = layer_norm(&self.norm, self.read(tokens, None, None)).cast(self.dtype);
         self.logits(x).narrow(2, 0, vocabulary)
     }
 
-    /// The mean cross-entropy, in nats per token, of predicting `targets [batch, context]`.
-    pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
-        self.head_loss(self.read(tokens, None), targets)
+    /// The mean cross-entropy, in nats per token, of predicting a batch's targets.
+    pub fn loss(&self, batch: &Batch) -> Tensor<1> {
+        let x = self.read(batch.tokens.clone(), None, batch.documents.as_ref());
+        self.head_loss(x, batch.targets.clone())
     }
 
     /// The same of what the last block made of the tokens, `x [batch, context, width]`.
@@ -81,29 +82,33 @@ impl Gpt {
     pub fn next(&self, tokens: Tensor<2, Int>, cache: &mut Cache) -> Tensor<2> {
         let vocabulary = self.token_embedding.weight.dims()[0];
         let [_, new] = tokens.dims();
-        let last = self.read(tokens, Some(cache)).narrow(1, new - 1, 1);
+        let last = self.read(tokens, Some(cache), None).narrow(1, new - 1, 1);
         self.logits(layer_norm(&self.norm, last).cast(self.dtype)).narrow(2, 0, vocabulary).squeeze_dim(1)
     }
 
     /// `tokens [batch, new]` → what the last block makes of them, `[batch, new, width]`.
-    fn read(&self, tokens: Tensor<2, Int>, cache: Option<&mut Cache>) -> Tensor<3> {
+    fn read(&self, tokens: Tensor<2, Int>, cache: Option<&mut Cache>, documents: Option<&Documents>) -> Tensor<3> {
         let new = tokens.dims()[1];
-        let x = self.embed(tokens, cache.as_ref().map_or(0, |cache| cache.len));
+        let x = self.embed(tokens, cache.as_ref().map_or(0, |cache| cache.len), documents);
         match cache {
-            None => self.blocks.iter().fold(x, |x, block| block.forward(x, None)),
+            None => self.blocks.iter().fold(x, |x, block| block.forward(x, None, documents)),
             Some(cache) => {
                 cache.len += new;
                 cache.layers.resize(self.blocks.len(), None);
                 let mut layers = cache.layers.iter_mut();
-                self.blocks.iter().fold(x, |x, block| block.forward(x, layers.next()))
+                self.blocks.iter().fold(x, |x, block| block.forward(x, layers.next(), documents))
             }
         }
     }
 
-    /// `tokens [batch, new]` at the positions from `first` on → what enters the first block, `[batch, new, width]`.
-    pub(crate) fn embed(&self, tokens: Tensor<2, Int>, first: usize) -> Tensor<3> {
+    /// `tokens [batch, new]` at the positions from `first` on, or those in their documents → what enters the first block, `[batch, new,
+    /// width]`.
+    pub(crate) fn embed(&self, tokens: Tensor<2, Int>, first: usize, documents: Option<&Documents>) -> Tensor<3> {
         let positions = first as i64..(first + tokens.dims()[1]) as i64;
-        let positions = Tensor::arange(positions, &tokens.device()).unsqueeze::<2>();
+        let positions = match documents {
+            Some(documents) => documents.positions.clone(),
+            None => Tensor::arange(positions, &tokens.device()).unsqueeze::<2>(),
+        };
         let x = self.token_embedding.forward(tokens);
         self.dropout.forward(match &self.position_embedding {
             Some(embedding) => x + embedding.forward(positions),
@@ -173,8 +178,13 @@ impl Block {
         }
     }
 
-    pub(crate) fn forward(&self, x: Tensor<3>, cache: Option<&mut Option<[Tensor<4>; 2]>>) -> Tensor<3> {
-        let x = x.clone() + self.attention.forward(layer_norm(&self.attention_norm, x), cache);
+    pub(crate) fn forward(
+        &self,
+        x: Tensor<3>,
+        cache: Option<&mut Option<[Tensor<4>; 2]>>,
+        documents: Option<&Documents>,
+    ) -> Tensor<3> {
+        let x = x.clone() + self.attention.forward(layer_norm(&self.attention_norm, x), cache, documents);
         x.clone() + self.mlp.forward(layer_norm(&self.mlp_norm, x))
     }
 }
@@ -215,7 +225,12 @@ impl CausalSelfAttention {
         }
     }
 
-    fn forward(&self, x: Tensor<3>, cache: Option<&mut Option<[Tensor<4>; 2]>>) -> Tensor<3> {
+    fn forward(
+        &self,
+        x: Tensor<3>,
+        cache: Option<&mut Option<[Tensor<4>; 2]>>,
+        documents: Option<&Documents>,
+    ) -> Tensor<3> {
         let [batch, context, width] = x.dims();
         let qkv = linear(&self.qkv, x, self.dtype);
         // [batch, heads, context, head_dim], as views: attention takes any strides.
@@ -230,18 +245,22 @@ impl CausalSelfAttention {
             }
             *cache = Some([k.clone(), v.clone()]);
         }
-        let y = self.attend(part(0), k, v);
+        let y = self.attend(part(0), k, v, documents);
         let y = y.swap_dims(1, 2).reshape([batch, context, width]);
         self.dropout.forward(linear(&self.projection, y, self.dtype).cast(FloatDType::F32))
     }
 
     /// Causal attention over `[batch, heads, context, head_dim]`, in one of the ways that can be compared. The last query sees
     /// every key, or those of its window.
-    fn attend(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Tensor<4> {
+    fn attend(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, documents: Option<&Documents>) -> Tensor<4> {
         let [_, _, context, head_dim] = q.dims();
         let is_causal = context > 1;
         match self.kind {
-            AttentionKind::Flash => flash_attention(q.clone(), k, v, &self.flash_options(&q.device())),
+            AttentionKind::Flash => {
+                let ends = documents.map(|documents| documents.ends.clone());
+                let options = self.flash_options(&q.device()).with_cu_seqlens_q(ends.clone()).with_cu_seqlens_k(ends);
+                flash_attention(q, k, v, &options)
+            }
             AttentionKind::Burn => {
                 module::attention(q, k, v, None, None, AttentionModuleOptions { is_causal, ..Default::default() })
             }
@@ -276,6 +295,9 @@ pub fn attention_plan(config: &Config, device: &Device) -> Result<String, Attent
             let shape = [config.batch, config.heads, config.context, config.width / config.heads];
             let q = Tensor::<4>::zeros(shape, (device, DType::from(config.dtype.float())));
             let options = flash_options(config.alibi, config.window, config.heads, device);
+            // At least one document in each row.
+            let ends = config.pack.then(|| Tensor::<1, Int>::zeros([config.batch + 1], device));
+            let options = options.with_cu_seqlens_q(ends.clone()).with_cu_seqlens_k(ends);
             Ok(format!("flash: {}", plan(&q, &q, &q, &options)?))
         }
         AttentionKind::Burn => Ok("burn: burn::tensor::module::attention".to_string()),

@@ -4,7 +4,7 @@
 //! CUDA), so that replicas that begin alike stay alike.
 
 use crate::config::Config;
-use crate::data::{Stream, Text, derive_seed, random_batch, rng};
+use crate::data::{Stream, Text, derive_seed, rng};
 use crate::gradients::{at_once, block_by_block};
 use crate::model::Gpt;
 use crate::optimizer::AdamW;
@@ -52,15 +52,14 @@ impl<'a> Replica<'a> {
         let mut gradients = GradientsAccumulator::new();
         let mut losses = Vec::with_capacity(grad_accum);
         for index in 0..grad_accum {
-            let (inputs, targets) =
-                random_batch(self.text.train(), batch, self.share.clone(), context, rng, &self.device);
+            let rows = self.text.train_batch(batch, self.share.clone(), context, rng, &self.device);
             let scale = f64::from(self.optimizer.scale()) / grad_accum as f64;
             let (loss, gradient) = if self.config.checkpointing {
                 let parts = self.config.layers + 1;
                 let part_seed = |part| derive_seed(seed, Stream::Dropout, (step * grad_accum + index) * parts + part);
-                block_by_block(&self.model, inputs, targets, scale, part_seed)
+                block_by_block(&self.model, rows, scale, part_seed)
             } else {
-                at_once(&self.model, inputs, targets, scale)
+                at_once(&self.model, &rows, scale)
             };
             losses.push(loss / grad_accum as f64);
             gradients.accumulate(&self.model, gradient);

@@ -2,7 +2,7 @@
 
 use crate::checkpoint::{Best, Checkpoint, Header};
 use crate::config::Config;
-use crate::data::{Stream, Text, random_batch, rng};
+use crate::data::{Stream, Text, rng};
 use crate::error::Error;
 use crate::losses::{Losses, Row};
 use crate::model::Gpt;
@@ -148,9 +148,7 @@ pub fn evaluate(model: &Gpt, text: &Text, config: &Config, stream: Stream, devic
     let device = device.clone().inner();
     let batch_loss = |index| {
         let rng = &mut rng(config.seed, stream, index);
-        let (inputs, targets) =
-            random_batch(text.validation(), config.batch, 0..config.batch, config.context, rng, &device);
-        model.loss(inputs, targets)
+        model.loss(&text.validation_batch(config.batch, config.context, rng, &device))
     };
     Tensor::cat((0..config.eval_batches).map(batch_loss).collect(), 0).mean().into_scalar()
 }

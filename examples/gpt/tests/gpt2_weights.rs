@@ -5,6 +5,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use gpt::config::{Args, Config};
+use gpt::data::Batch;
 use gpt::device;
 use gpt::model::{Cache, Gpt};
 use gpt::tokenizer::Tokenizer;
@@ -358,7 +359,8 @@ fn the_losss_gradient_is_gpt2s() {
     for (device, tolerance) in devices() {
         let device = device.autodiff();
         let model = load(&place.file(), CONTEXT, &device);
-        let loss = model.loss(tensor(&inputs, &device), tensor(&targets, &device));
+        let (tokens, targets) = (tensor(&inputs, &device), tensor(&targets, &device));
+        let loss = model.loss(&Batch { tokens, targets, documents: None });
         close("the loss", loss.clone().into_scalar(), expected, tolerance);
         let gradients = gradients(&model, &loss);
         assert_eq!(gradients.len(), slopes.len());

@@ -14,11 +14,15 @@ struct Place {
     directory: TempDir,
 }
 
+/// A text of lines that end so.
+fn lines(end: &str) -> String {
+    (0..2000).map(|line| format!("{line} and {} make {}.{end}", line % 7, line + line % 7)).collect()
+}
+
 impl Place {
     fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let lines = (0..2000).map(|line| format!("{line} and {} make {}.\n", line % 7, line + line % 7));
-        fs::write(directory.path().join("text.txt"), lines.collect::<String>()).unwrap();
+        fs::write(directory.path().join("text.txt"), lines("\n")).unwrap();
         Self { directory }
     }
 
@@ -168,8 +172,10 @@ fn learns_with_slopes_sinks_windows_and_dropout() {
         ("sinks", &["--sinks"]),
         ("window", &["--window", "6"]),
         ("dropout", &["--dropout", "0.1"]),
-        ("all", &["--alibi", "--sinks", "--window", "9", "--dropout", "0.05"]),
+        ("pack", &["--pack"]),
+        ("all", &["--alibi", "--sinks", "--window", "9", "--dropout", "0.05", "--pack", "--checkpointing"]),
     ];
+    fs::write(place.directory.path().join("text.txt"), lines("\n\n")).unwrap();
     let rest = ["--steps", "60", "--eval-interval", "30"];
     let mut ends = Vec::new();
     for (name, flags) in all {
@@ -181,6 +187,11 @@ fn learns_with_slopes_sinks_windows_and_dropout() {
         assert!(!ends.contains(&end), "{name} changes nothing");
         ends.push(end);
     }
+    fails(place.small("no", &["--pack", "--attention", "burn"]), "--pack is true; it takes --attention flash");
+    // A text without blank lines is one document.
+    fs::write(place.directory.path().join("text.txt"), lines("\n")).unwrap();
+    fails(place.small("no", &["--pack"]), "the text has 1 documents of two tokens or more");
+    fs::write(place.directory.path().join("text.txt"), lines("\n\n")).unwrap();
     // A run keeps what it was told.
     let stdout = succeeds(place.resume("all"));
     assert!(stdout.contains("it writes:"), "{stdout}");
