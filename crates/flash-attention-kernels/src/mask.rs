@@ -114,6 +114,26 @@ pub struct Blocks {
     pub origin: u32,
 }
 
+/// Positions of a sequence, its queries or its keys, in its batch.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone))]
+pub struct Span {
+    /// Batch.
+    pub batch: u32,
+    /// The first.
+    pub begin: u32,
+    /// The one after the last, not before `begin`.
+    pub end: u32,
+}
+
+#[cube]
+impl Span {
+    /// Whether this position of a batch is one of them.
+    pub fn holds(&self, batch: u32, position: u32) -> bool {
+        self.batch == batch && position >= self.begin && position < self.end
+    }
+}
+
 impl Band {
     /// The band of `seq_q` queries over `seq_k` keys under these options. Lengths are at most
     /// [`MAX_SEQ`](crate::problem::MAX_SEQ).

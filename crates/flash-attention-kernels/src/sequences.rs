@@ -7,7 +7,7 @@
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
-use crate::mask::Band;
+use crate::mask::{Band, Span};
 use crate::softmax::lse_bits;
 use cubecl::prelude::*;
 
@@ -38,18 +38,6 @@ pub struct Bounds {
     pub seq_q: u32,
     /// Keys of a batch.
     pub seq_k: u32,
-}
-
-/// Positions of a sequence in its batch.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone))]
-pub struct Span {
-    /// Batch.
-    pub batch: u32,
-    /// The first.
-    pub begin: u32,
-    /// The one after the last, not before `begin`.
-    pub end: u32,
 }
 
 #[cube]
@@ -120,7 +108,7 @@ impl Bounds {
         let mut covered = false.runtime();
         if sequence < self.sequences {
             let span = self.span(sequence, keys);
-            covered = span.batch == batch && position >= span.begin && position < span.end;
+            covered = span.holds(batch, position);
         }
         covered
     }
