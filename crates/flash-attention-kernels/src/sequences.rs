@@ -3,7 +3,7 @@
 //! Where they begin and end is on the device, and nobody waits for it: a kernel is told by a *schedule*, the list of the blocks of rows
 //! that there are, which a small kernel has written before. Blocks of the sequences with most columns come first, so that what is left
 //! to do when others are done is short (Graham 1969). Positions are those of the tensors throughout; blocks and tiles begin where
-//! sequences do. What belongs to no sequence is computed by no kernel: [`fill`] makes it 0.
+//! sequences do. What belongs to no sequence is computed by no kernel: [`fill()`] makes it 0.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
@@ -15,7 +15,7 @@ use cubecl::prelude::*;
 pub const HEADER: usize = 8;
 /// Words of a block: batch, sequence, its first row, then where the sequence's rows begin and end, and its columns.
 pub const WORDS: usize = 8;
-/// Units of a cube of [`schedule`] and [`fill`].
+/// Units of a cube of [`schedule()`] and [`fill()`].
 pub const UNITS: usize = 64;
 
 /// Where sequences begin and end, from what the caller has.
