@@ -191,9 +191,13 @@ fn is_aligned(view: &TensorView, size: usize) -> bool {
     dense && starts_aligned(view, size) && (view.shape[3] * size).is_multiple_of(VECTOR_BYTES)
 }
 
-/// Whether TMA reads tiles of the problem's bias.
+/// Whether TMA reads tiles of the problem's bias. Its tiles' columns would start anywhere where sequences are packed, which TMA takes for an
+/// illegal instruction unless it is at a multiple of 16 bytes.
 fn is_tiled(view: &TensorView, problem: &AttentionProblem) -> bool {
-    varies_by_pair(problem) && view.strides[3] == 1 && starts_aligned(view, problem.dtype.size())
+    problem.cu_seqlens.is_none()
+        && varies_by_pair(problem)
+        && view.strides[3] == 1
+        && starts_aligned(view, problem.dtype.size())
 }
 
 /// Whether rows start at multiples of 16 bytes and no dimension of more than one repeats.
