@@ -152,8 +152,8 @@ impl Dropout {
         kept
     }
 
-    /// [`Dropout::keeps`] in a batch with that band: draws of one of several sequences count from where it begins, in place of the
-    /// batch's those of its number.
+    /// [`Dropout::keeps`] in a batch with that band: draws of one of several sequences are those of its number, and count from where it
+    /// begins.
     pub fn keeps_of(&self, band: &Band, batch: u32, head: u32, i: u32, j: u32) -> bool {
         if comptime!(band.ragged) {
             self.keeps(band.sequence, head, i - band.begin_q, j - band.begin_k)

@@ -45,6 +45,8 @@ impl Bounds {
     /// The queries of a sequence, or its keys.
     fn span(&self, sequence: u32, #[comptime] keys: bool) -> Span {
         let nth = sequence as usize;
+        // Where there is no sequence there is one end.
+        let next = min(sequence + 1, self.sequences) as usize;
         let mut batch = sequence;
         let mut begin = 0u32.runtime();
         let mut end = if comptime!(keys) { self.seq_k } else { self.seq_q };
@@ -56,7 +58,7 @@ impl Bounds {
             }
             #[comptime]
             if let ComptimeOption::Some(cu) = &self.cu_k {
-                let of = between(cu[nth * cu.stride(0)], cu[(nth + 1) * cu.stride(0)], seq, self.batches);
+                let of = between(cu[nth * cu.stride(0)], cu[next * cu.stride(0)], seq, self.batches);
                 batch = of.batch;
                 begin = of.begin;
                 end = of.end;
@@ -68,7 +70,7 @@ impl Bounds {
             }
             #[comptime]
             if let ComptimeOption::Some(cu) = &self.cu_q {
-                let of = between(cu[nth * cu.stride(0)], cu[(nth + 1) * cu.stride(0)], seq, self.batches);
+                let of = between(cu[nth * cu.stride(0)], cu[next * cu.stride(0)], seq, self.batches);
                 batch = of.batch;
                 begin = of.begin;
                 end = of.end;
