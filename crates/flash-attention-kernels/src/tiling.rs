@@ -911,7 +911,7 @@ pub(crate) fn check_bindings(
         ("mask", problem.mask.is_some()),
         ("bias", problem.bias.is_some()),
         ("alibi_slopes", problem.alibi_slopes.is_some()),
-        ("sinks", problem.sinks),
+        ("sinks", problem.sinks && kernel == "forward"),
         ("dropout_seed", problem.options.dropout > 0.0),
         ("sequences", problem.is_ragged()),
     ]

@@ -31,7 +31,7 @@ async fn client() -> Option<Client> {
     }
 }
 
-/// Several tiles with a ragged end each way, and several sequences with slopes and dropout; every output and scratch poisoned, with guards around it.
+/// Several tiles with a ragged end each way, and several sequences with slopes, sinks and dropout; every output and scratch poisoned, with guards around it.
 #[wasm_bindgen_test]
 async fn forward_and_backward_match_the_oracle() {
     let Some(client) = client().await else { return };
@@ -42,7 +42,7 @@ async fn forward_and_backward_match_the_oracle() {
     let packed =
         Case::new([1, 2, 1, 130, 97, 32, 32], Dtype::F32, causal).with_cu_seqlens(&[0, 50, 50, 130], &[0, 40, 41, 97]);
     let masked = masked.with_mask([1, 1, 130, 97]).with_bias([1, 2, 1, 97]).with_dlse();
-    for case in [grouped, masked, packed.with_alibi_slopes([1, 2]).with_dropout(0.25)] {
+    for case in [grouped, masked, packed.with_sinks().with_alibi_slopes([1, 2]).with_dropout(0.25)] {
         let p = &case.problem;
         console_log!("q {:?}, k {:?}, v {:?}: {}", p.q_shape(), p.k_shape(), p.v_shape(), plan(&client, p).unwrap());
         case.check_async(&client).await;

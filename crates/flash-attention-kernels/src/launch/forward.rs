@@ -101,7 +101,7 @@ impl Call<'_> {
                 self.bias().into(),
                 o.arg(),
                 lse.arg(),
-                self.score(schedule.as_ref()),
+                self.score(Stage::Forward, schedule.as_ref()),
                 p.band().into_launch(),
                 grid,
                 tiling::blueprint(p, tile),

@@ -6,7 +6,7 @@ use crate::error::AttentionError;
 use crate::matrix::{self, MatrixTile, Role};
 use crate::portable::GridLaunch;
 use crate::tensor::TensorView;
-use crate::tiling::{self, Kernel};
+use crate::tiling::{self, Kernel, Stage};
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
 
@@ -47,7 +47,7 @@ impl Call<'_> {
                 self.bias().into(),
                 o.arg(),
                 lse.arg(),
-                self.score(schedule.as_ref()),
+                self.score(Stage::Forward, schedule.as_ref()),
                 p.band().into_launch(),
                 grid,
                 tiling::matrix::blueprint(p, Role::Forward, tile),
@@ -104,7 +104,7 @@ impl Call<'_> {
                 self.bias().into(),
                 dk.map(|dk| dk.arg()).into(),
                 dv.map(|dv| dv.arg()).into(),
-                self.score(schedule.as_ref()),
+                self.score(Stage::Backward, schedule.as_ref()),
                 p.band().into_launch(),
                 grid,
                 tiling::matrix::blueprint(p, role, tile),

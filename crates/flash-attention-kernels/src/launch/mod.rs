@@ -23,7 +23,7 @@ use crate::portable::tile::WIDTH;
 use crate::problem::AttentionProblem;
 use crate::score::ScoreLaunch;
 use crate::tensor::TensorView;
-use crate::tiling::{self, Device};
+use crate::tiling::{self, Device, Stage};
 use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType, UIntKind};
 use cubecl::prelude::*;
@@ -231,16 +231,18 @@ impl<'a> Call<'a> {
     }
 
     /// With the kernel's schedule, if there is one.
-    fn score(&self, schedule: Option<&TensorView<1>>) -> ScoreLaunch {
+    fn score(&self, stage: Stage, schedule: Option<&TensorView<1>>) -> ScoreLaunch {
         let softcap = self.problem.options.softcap;
         let scale = self.problem.softmax_scale();
-        ScoreLaunch::new(scale, softcap.unwrap_or(1.0), softcap.is_some(), self.extras(schedule))
+        ScoreLaunch::new(scale, softcap.unwrap_or(1.0), softcap.is_some(), self.extras(stage, schedule))
     }
 
-    fn extras(&self, schedule: Option<&TensorView<1>>) -> ExtrasLaunch {
+    /// Gradients need no sinks: lse knows of them.
+    fn extras(&self, stage: Stage, schedule: Option<&TensorView<1>>) -> ExtrasLaunch {
+        let sinks = self.sinks().filter(|_| stage == Stage::Forward);
         let slopes = self.inputs.alibi_slopes.as_ref().map(|slopes| slopes.broadcast_arg());
         let schedule = schedule.map(|schedule| schedule.arg());
-        ExtrasLaunch::new(slopes.into(), self.sinks().into(), self.dropout(), schedule.into())
+        ExtrasLaunch::new(slopes.into(), sinks.into(), self.dropout(), schedule.into())
     }
 
     fn sinks(&self) -> Option<TensorArg> {

@@ -7,7 +7,7 @@ use crate::matrix::Role;
 use crate::portable::GridLaunch;
 use crate::rows::{self, RowsTile};
 use crate::tensor::TensorView;
-use crate::tiling::{self, Kernel};
+use crate::tiling::{self, Kernel, Stage};
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
 
@@ -48,7 +48,7 @@ impl Call<'_> {
                 self.bias().into(),
                 o.arg(),
                 lse.arg(),
-                self.score(schedule.as_ref()),
+                self.score(Stage::Forward, schedule.as_ref()),
                 p.band().into_launch(),
                 grid,
                 tiling::rows::blueprint(p, Role::Forward, tile),
@@ -109,7 +109,7 @@ impl Call<'_> {
                 self.inputs.bias.as_ref().map(turned).into(),
                 dk.map(|dk| dk.arg()).into(),
                 dv.map(|dv| dv.arg()).into(),
-                self.score(schedule.as_ref()),
+                self.score(Stage::Backward, schedule.as_ref()),
                 band.into_launch(),
                 grid,
                 tiling::rows::blueprint(p, role, tile),

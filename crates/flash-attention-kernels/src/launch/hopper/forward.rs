@@ -8,7 +8,7 @@ use crate::hopper::{self, Role, WARPGROUP_ROWS};
 use crate::launch::Call;
 use crate::launch::sequences::Blocks;
 use crate::tensor::TensorView;
-use crate::tiling::{HopperForward, cube_count};
+use crate::tiling::{HopperForward, Stage, cube_count};
 use cubecl::prelude::*;
 
 impl Call<'_> {
@@ -139,7 +139,7 @@ impl Call<'_> {
                 part_lse.arg(),
                 o.arg(),
                 lse.arg(),
-                self.extras(None),
+                self.extras(Stage::Forward, None),
                 batches,
                 heads,
                 rows,

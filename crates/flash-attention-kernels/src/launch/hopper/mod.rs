@@ -13,7 +13,7 @@ use crate::hopper::{self, Blueprint, HopperTile, PANEL, Role, Rows};
 use crate::mask::Band;
 use crate::problem::AttentionProblem;
 use crate::tensor::TensorView;
-use crate::tiling::{stats_multiple, varies_by_pair};
+use crate::tiling::{Stage, stats_multiple, varies_by_pair};
 use cubecl::client::Client;
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
@@ -106,7 +106,8 @@ impl Call<'_> {
         let scale = self.problem.softmax_scale();
         let softcap = self.problem.options.softcap.unwrap_or(1.0);
         let exponent = if blueprint.cooked() { LOG2_E } else { LOG2_E * scale };
-        let extras = self.extras(schedule);
+        let stage = if blueprint.role == Role::Forward { Stage::Forward } else { Stage::Backward };
+        let extras = self.extras(stage, schedule);
         FactorsLaunch::new(scale, softcap, 2.0 * LOG2_E * scale / softcap, exponent, extras)
     }
 
