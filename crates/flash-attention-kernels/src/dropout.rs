@@ -152,32 +152,14 @@ impl Dropout {
         kept
     }
 
-    /// [`Dropout::keeps`] in a batch with that band: draws of one of several sequences are those of its number, and count from where it
-    /// begins.
-    pub fn keeps_of(&self, band: &Band, batch: u32, head: u32, i: u32, j: u32) -> bool {
-        if comptime!(band.ragged) {
-            self.keeps(band.sequence, head, i - band.begin_q, j - band.begin_k)
+    /// [`Dropout::keeps`] for row `i` and column `j` of that band in a batch; rows are keys, if `transposed`. Draws of one of several
+    /// sequences are those of its number, and count from where it begins.
+    pub fn keeps_of(&self, band: &Band, batch: u32, head: u32, i: u32, j: u32, #[comptime] transposed: bool) -> bool {
+        let (i, j) = (i - band.first_query(), j - band.first_key());
+        if comptime!(transposed) {
+            self.keeps(band.number(batch), head, j, i)
         } else {
-            self.keeps(batch, head, i, j)
-        }
-    }
-
-    /// The same where rows are keys, if `transposed`: for row `i` and column `j` of such a band.
-    pub fn keeps_turned(
-        &self,
-        band: &Band,
-        batch: u32,
-        head: u32,
-        i: u32,
-        j: u32,
-        #[comptime] transposed: bool,
-    ) -> bool {
-        if comptime!(band.ragged && transposed) {
-            self.keeps(band.sequence, head, j - band.begin_k, i - band.begin_q)
-        } else if comptime!(transposed) {
-            self.keeps(batch, head, j, i)
-        } else {
-            self.keeps_of(band, batch, head, i, j)
+            self.keeps(band.number(batch), head, i, j)
         }
     }
 
@@ -187,13 +169,11 @@ impl Dropout {
             let mut kept = 0u32.runtime();
             #[unroll]
             for nth in 0..4u32 {
-                kept |= u32::cast_from(self.keeps_of(band, batch, head, i, j + nth)) << nth;
+                kept |= u32::cast_from(self.keeps_of(band, batch, head, i, j + nth, false)) << nth;
             }
             kept
-        } else if comptime!(band.ragged) {
-            self.keeps_four(band.sequence, head, i - band.begin_q, j - band.begin_k)
         } else {
-            self.keeps_four(batch, head, i, j)
+            self.keeps_four(band.number(batch), head, i - band.first_query(), j - band.first_key())
         }
     }
 

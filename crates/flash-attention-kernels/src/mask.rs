@@ -298,6 +298,11 @@ impl Band {
         if comptime!(self.ragged) { self.end_k } else { self.seq_k }
     }
 
+    /// The number of the sequence: that of the batch where it is the only one there.
+    pub fn number(&self, batch: u32) -> u32 {
+        if comptime!(self.ragged) { self.sequence } else { batch }
+    }
+
     /// The first query of the sequence.
     pub fn first_query(&self) -> u32 {
         if comptime!(self.ragged) { self.begin_q } else { 0u32.runtime() }

@@ -42,41 +42,30 @@ pub struct Bounds {
 
 #[cube]
 impl Bounds {
+    /// What says where sequences of queries lie, or of keys.
+    fn side(&self, #[comptime] keys: bool) -> Side {
+        if comptime!(keys) {
+            Side { cu: self.cu_k, lens: self.lens_k, seq: self.seq_k }
+        } else {
+            Side { cu: self.cu_q, lens: self.lens_q, seq: self.seq_q }
+        }
+    }
+
     /// The queries of a sequence, or its keys.
     fn span(&self, sequence: u32, #[comptime] keys: bool) -> Span {
-        let nth = sequence as usize;
-        // Where there is no sequence there is one end.
-        let next = min(sequence + 1, self.sequences) as usize;
-        let mut batch = sequence;
-        let mut begin = 0u32.runtime();
-        let mut end = if comptime!(keys) { self.seq_k } else { self.seq_q };
-        let seq = end;
-        if comptime!(keys) {
-            #[comptime]
-            if let ComptimeOption::Some(lens) = &self.lens_k {
-                end = min(end, lens[nth * lens.stride(0)]);
-            }
-            #[comptime]
-            if let ComptimeOption::Some(cu) = &self.cu_k {
-                let of = between(cu[nth * cu.stride(0)], cu[next * cu.stride(0)], seq, self.batches);
-                batch = of.batch;
-                begin = of.begin;
-                end = of.end;
-            }
+        let side = self.side(keys);
+        if comptime!(side.cu.is_some()) {
+            // Where there is no sequence there is one end.
+            let next = min(sequence + 1, self.sequences);
+            between(side.end(sequence), side.end(next), side.seq, self.batches)
         } else {
+            let mut end = side.seq;
             #[comptime]
-            if let ComptimeOption::Some(lens) = &self.lens_q {
-                end = min(end, lens[nth * lens.stride(0)]);
+            if let ComptimeOption::Some(lens) = &side.lens {
+                end = min(end, lens[sequence as usize * lens.stride(0)]);
             }
-            #[comptime]
-            if let ComptimeOption::Some(cu) = &self.cu_q {
-                let of = between(cu[nth * cu.stride(0)], cu[next * cu.stride(0)], seq, self.batches);
-                batch = of.batch;
-                begin = of.begin;
-                end = of.end;
-            }
+            Span { batch: sequence, begin: 0u32.runtime(), end }
         }
-        Span { batch, begin, end }
     }
 
     /// Rows and columns of a sequence; rows are queries, or keys. Columns in another batch than rows are none.
@@ -89,17 +78,16 @@ impl Bounds {
 
     /// Whether this position of a batch, a query or a key, belongs to a sequence.
     fn covers(&self, batch: u32, position: u32, #[comptime] keys: bool) -> bool {
-        let packed = comptime!(self.cu_q.is_some());
+        let side = self.side(keys);
         let mut sequence = batch;
-        if comptime!(packed) {
+        if comptime!(side.cu.is_some()) {
             // The last one that does not begin behind it.
-            let seq = if comptime!(keys) { self.seq_k } else { self.seq_q };
-            let at = batch * seq + position;
+            let at = batch * side.seq + position;
             let mut first = 0u32.runtime();
             let mut after = self.sequences;
             while first < after {
                 let middle = (first + after) / 2;
-                if self.begin(middle, keys) <= at {
+                if side.end(middle) <= at {
                     first = middle + 1;
                 } else {
                     after = middle;
@@ -114,23 +102,26 @@ impl Bounds {
         }
         covered
     }
+}
 
-    /// Where a packed sequence begins among all.
-    fn begin(&self, sequence: u32, #[comptime] keys: bool) -> u32 {
-        let nth = sequence as usize;
-        let mut begin = 0u32.runtime();
-        if comptime!(keys) {
-            #[comptime]
-            if let ComptimeOption::Some(cu) = &self.cu_k {
-                begin = cu[nth * cu.stride(0)];
-            }
-        } else {
-            #[comptime]
-            if let ComptimeOption::Some(cu) = &self.cu_q {
-                begin = cu[nth * cu.stride(0)];
-            }
+/// What says where sequences of queries lie, or of keys.
+#[derive(CubeType, Clone, Copy)]
+struct Side {
+    cu: ComptimeOption<&'static Tensor<u32>>,
+    lens: ComptimeOption<&'static Tensor<u32>>,
+    seq: u32,
+}
+
+#[cube]
+impl Side {
+    /// Where a packed sequence begins among all, or the one before it ends.
+    fn end(&self, nth: u32) -> u32 {
+        let mut end = 0u32.runtime();
+        #[comptime]
+        if let ComptimeOption::Some(cu) = &self.cu {
+            end = cu[nth as usize * cu.stride(0)];
         }
-        begin
+        end
     }
 }
 

@@ -23,7 +23,7 @@ pub fn kept(
 ) -> Sequence<u32> {
     let blocks = comptime!(if factors.extras.dropout.seed.is_some() { blueprint.tile.tile_k / 16 } else { 0 });
     let (first_row, k_start) = (first_row - band.first_query(), k_start - band.first_key());
-    let sequence = if comptime!(band.ragged) { band.sequence } else { batch };
+    let sequence = band.number(batch);
     let row_block = first_row / 16 + UNIT_POS / 32 % 4;
     let lane = UNIT_POS % 32;
     let mut words = Sequence::<u32>::new();

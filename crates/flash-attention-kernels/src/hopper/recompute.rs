@@ -167,7 +167,7 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 l = fma(l, ex2(m - higher), p);
                 m = higher;
             } else {
-                let kept = dropout.keeps_of(band, batch as u32, head as u32, row, key);
+                let kept = dropout.keeps_of(band, batch as u32, head as u32, row, key, false);
                 let p = select(sees, dropout.left(ex2(exponent.value - of_row), kept), 0.0f32);
                 for n in 0..KEYS {
                     let p = plane_shuffle(p, n);
@@ -379,7 +379,7 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 let exponent = exponent_of(product, factors, band, mask, bias, batch, head_q, row, key, blueprint);
                 visible = exponent.visible;
                 let dropout = &factors.extras.dropout;
-                let kept = dropout.keeps_turned(band, batch as u32, head_q as u32, row, key, blueprint.transposed());
+                let kept = dropout.keeps_of(band, batch as u32, head_q as u32, row, key, blueprint.transposed());
                 let probability = select(visible, ex2(exponent.value - f32::reinterpret(stats[at])), 0.0f32);
                 p = dropout.left(probability, kept);
                 if comptime!(differentiates) {

@@ -125,6 +125,8 @@ struct Call<'a> {
     inputs: &'a Inputs,
     /// Of dropout, if there is any.
     seed: Option<TensorView<1>>,
+    /// If there are several.
+    sequences: Option<sequences::Sequences>,
 }
 
 impl<'a> Call<'a> {
@@ -190,9 +192,8 @@ impl<'a> Call<'a> {
         let words = number.filter(|_| drops).map(seed);
         let bytes = words.map(|words| words.map(u32::to_le_bytes).concat());
         let seed = bytes.map(|bytes| TensorView::contiguous(client.create_from_slice(&bytes), [2]));
-        let call = Call { client, device, problem, inputs, seed: seed.or_else(|| inputs.dropout_seed.clone()) };
-        call.check_sequences()?;
-        Ok(call)
+        let sequences = sequences::Sequences::of(device, problem)?;
+        Ok(Call { client, device, problem, inputs, seed: seed.or_else(|| inputs.dropout_seed.clone()), sequences })
     }
 
     /// The address type that reaches every element of the inputs and of these.

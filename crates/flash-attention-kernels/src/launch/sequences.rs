@@ -2,9 +2,10 @@
 
 use super::Call;
 use crate::error::AttentionError;
+use crate::problem::AttentionProblem;
 use crate::sequences::{BoundsLaunch, HEADER, UNITS, WORDS, fill, schedule};
 use crate::tensor::TensorView;
-use crate::tiling;
+use crate::tiling::{self, Device};
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
 
@@ -19,22 +20,37 @@ pub(super) enum Blocks {
     KeysTurned,
 }
 
-impl Call<'_> {
-    /// Whatever can fail of the others.
-    pub(super) fn check_sequences(&self) -> Result<(), AttentionError> {
-        let p = self.problem;
-        let Some(sequences) = p.num_sequences() else { return Ok(()) };
-        tiling::cube_count(self.device, "schedule", sequences.max(1) as u64)?;
-        for (heads, seq) in [(p.num_heads_q, p.seq_q), (p.num_heads_kv, p.seq_k)] {
-            tiling::cube_count(self.device, "fill", (p.batch * heads * seq.div_ceil(UNITS)) as u64)?;
-        }
-        Ok(())
-    }
+/// How many there are, and the cubes of what tells where they lie.
+pub(super) struct Sequences {
+    number: usize,
+    /// Of [`schedule`].
+    schedule: CubeCount,
+    /// Of [`fill`], for queries and for keys.
+    fill: [CubeCount; 2],
+}
 
+impl Sequences {
+    /// Those of a problem, if there are several; an error where the device cannot count so many cubes.
+    pub(super) fn of(device: &Device, problem: &AttentionProblem) -> Result<Option<Self>, AttentionError> {
+        let Some(number) = problem.num_sequences() else { return Ok(None) };
+        let cubes = |kernel, count: usize| {
+            let (x, y, z) = tiling::cube_count(device, kernel, count as u64)?;
+            Ok(CubeCount::Static(x, y, z))
+        };
+        let fill = |heads: usize, seq: usize| cubes("fill", problem.batch * heads * seq.div_ceil(UNITS));
+        Ok(Some(Sequences {
+            number,
+            schedule: cubes("schedule", number.max(1))?,
+            fill: [fill(problem.num_heads_q, problem.seq_q)?, fill(problem.num_heads_kv, problem.seq_k)?],
+        }))
+    }
+}
+
+impl Call<'_> {
     /// Blocks of `tile` of so many rows, and the batches that each has as many in: of several sequences, the most that there can be in all.
     pub(super) fn blocks(&self, rows: usize, tile: usize) -> (usize, usize) {
-        match self.problem.num_sequences() {
-            Some(sequences) => ((self.problem.batch * rows / tile + sequences).max(1), 1),
+        match &self.sequences {
+            Some(sequences) => ((self.problem.batch * rows / tile + sequences.number).max(1), 1),
             None => (rows.div_ceil(tile), self.problem.batch),
         }
     }
@@ -42,20 +58,19 @@ impl Call<'_> {
     /// The schedule of blocks of `tile` rows, if there are several sequences.
     pub(super) fn schedule(&self, of: Blocks, tile: usize) -> Option<TensorView<1>> {
         let p = self.problem;
-        let sequences = p.num_sequences()?;
+        let sequences = self.sequences.as_ref()?;
         let rows = if of == Blocks::Queries { p.seq_q } else { p.seq_k };
         let (capacity, _) = self.blocks(rows, tile);
         let len = HEADER + WORDS * capacity;
         let list = TensorView::contiguous(self.client.empty(4 * len), [len]);
-        let (x, y, z) = tiling::cube_count(self.device, "schedule", sequences.max(1) as u64).ok()?;
         // SAFETY: bounds have been checked against their buffers, what they say is cut to the tensors, and the list to its length.
         unsafe {
             schedule::launch_unchecked(
                 self.client,
-                CubeCount::Static(x, y, z),
+                sequences.schedule.clone(),
                 CubeDim::new_1d(UNITS as u32),
                 AddressType::U32,
-                self.bounds(sequences),
+                self.bounds(sequences.number),
                 list.arg(),
                 tile as u32,
                 capacity as u32,
@@ -69,21 +84,15 @@ impl Call<'_> {
 
     /// Makes what belongs to no sequence 0, if there are several, of a tensor of queries or of keys, and `lse` what it is there.
     pub(super) fn fill(&self, out: &TensorView, lse: Option<&TensorView<3>>, keys: bool) {
-        let Some(sequences) = self.problem.num_sequences() else { return };
-        let [batch, heads, rows, _] = out.shape;
-        if out.is_empty() {
-            return;
-        }
-        let cubes = (batch * heads * rows.div_ceil(UNITS)) as u64;
-        let Ok((x, y, z)) = tiling::cube_count(self.device, "fill", cubes) else { return };
+        let Some(sequences) = self.sequences.as_ref().filter(|_| !out.is_empty()) else { return };
         // SAFETY: views have been checked against their buffers.
         unsafe {
             fill::launch_unchecked(
                 self.client,
-                CubeCount::Static(x, y, z),
+                sequences.fill[usize::from(keys)].clone(),
                 CubeDim::new_1d(UNITS as u32),
                 self.addresses([out.span()].into_iter().chain(lse.map(|lse| lse.span()))),
-                self.bounds(sequences),
+                self.bounds(sequences.number),
                 out.arg(),
                 lse.map(|lse| lse.arg()).into(),
                 self.sinks().filter(|_| lse.is_some()).into(),

@@ -240,7 +240,7 @@ impl Row {
             let lse = select(band.is_query(i), stats[stats_row + band.query_within(i) as usize], f32::MAX);
             weights[n] = weight(weights[n], lse);
             if comptime!(score.extras.dropout.seed.is_some()) {
-                kept[n] = score.extras.dropout.keeps_of(&at.band, at.batch as u32, at.head as u32, i, j);
+                kept[n] = score.extras.dropout.keeps_of(&at.band, at.batch as u32, at.head as u32, i, j, false);
             }
         }
         Row { weights, slopes, kept }

@@ -74,7 +74,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
             let p = weight(seen, highest);
             m[nth] = highest;
             l[nth] = fma(l[nth], alpha, p);
-            let kept = score.extras.dropout.keeps_of(&at.band, at.batch as u32, at.head as u32, row, j);
+            let kept = score.extras.dropout.keeps_of(&at.band, at.batch as u32, at.head as u32, row, j, false);
             s[nth] = score.extras.dropout.left(p, kept);
             scale(&mut acc, alpha, nth, head_dim_v);
         }

@@ -107,7 +107,7 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
                 let row = row_of(start, comptime!(nth as u32).runtime(), tile);
                 let p = weight(finish(t, &score, &band, &mask, &bias, &at, row, j, careful), lse[nth]);
                 let dropout = &score.extras.dropout;
-                let kept = dropout.keeps_turned(&band, work.batch as u32, head as u32, row, j, transposed);
+                let kept = dropout.keeps_of(&band, work.batch as u32, head as u32, row, j, transposed);
                 if comptime!(dv.is_some()) {
                     add(&mut acc_v, score.extras.dropout.left(p, kept), &column_v, nth, head_dim_v, careful);
                 }
