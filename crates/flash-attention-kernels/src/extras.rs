@@ -1,10 +1,11 @@
-//! What attention may have beside products, mask and bias: a slope and a sink of each head, several sequences, dropout. Kernels get all
-//! of it as one argument, and what is not there is not compiled.
+//! What attention may have beside products, mask and bias: a slope and a sink of each head, several sequences, dropout, the user's functions.
+//! Kernels get all of it as one argument, and what is not there is not compiled.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
 use crate::dropout::Dropout;
 use crate::mask::Band;
+use crate::mods::Mods;
 use crate::sequences::{Block, block_of};
 use cubecl::prelude::*;
 
@@ -20,6 +21,8 @@ pub struct Extras {
     pub dropout: Dropout,
     /// The [schedule](mod@crate::sequences) of the kernel's blocks, where there are several sequences.
     pub schedule: ComptimeOption<&'static Tensor<u32>>,
+    /// Functions of scores and visibility.
+    pub mods: Mods,
 }
 
 impl Extras {
@@ -30,7 +33,8 @@ impl Extras {
     /// ```
     pub fn none() -> Self {
         let dropout = Dropout { seed: ComptimeOption::None, threshold: 0, factor: 1.0 };
-        Extras { slopes: ComptimeOption::None, sinks: ComptimeOption::None, dropout, schedule: ComptimeOption::None }
+        let (slopes, sinks, schedule) = (ComptimeOption::None, ComptimeOption::None, ComptimeOption::None);
+        Extras { slopes, sinks, dropout, schedule, mods: Mods::none() }
     }
 
     /// Whether there are several sequences.

@@ -39,6 +39,7 @@ pub mod launch;
 pub mod mask;
 pub mod matrix;
 pub mod mma;
+pub mod mods;
 pub mod portable;
 pub mod problem;
 pub mod rounding;

@@ -2,6 +2,7 @@
 
 use crate::error::AttentionError;
 use crate::mask::Band;
+use crate::mods::{Applied, MaskFn, ScoreFn, TENSORS};
 use serde::{Deserialize, Serialize};
 
 /// The largest head dimension that any kernel takes.
@@ -165,6 +166,10 @@ pub struct AttentionProblem {
     pub seq_lens_k: bool,
     /// How many sequences lie one behind the other, counted through the batches, if there are several: they see nothing of each other.
     pub cu_seqlens: Option<usize>,
+    /// What makes scores of scores, after the softcap and before bias and slopes.
+    pub score_mod: Option<Applied<ScoreFn>>,
+    /// What hides pairs.
+    pub mask_mod: Option<Applied<MaskFn>>,
     /// The rest.
     pub options: AttentionOptions,
 }
@@ -200,6 +205,27 @@ fn agree(
     })
 }
 
+/// What the tensors of functions are called in messages.
+pub(crate) const SCORE_TENSORS: [&str; TENSORS] = ["score_mod.a", "score_mod.b"];
+pub(crate) const MASK_TENSORS: [&str; TENSORS] = ["mask_mod.a", "mask_mod.b"];
+
+fn applied<F>(
+    names: [&'static str; TENSORS],
+    option: &'static str,
+    function: F,
+    shapes: &[&[usize]],
+) -> Result<Applied<F>, AttentionError> {
+    if shapes.len() > TENSORS {
+        let value = format!("a function of {} tensors", shapes.len());
+        return Err(AttentionError::Unsupported { option, value, why: "it reads two at most: a and b" });
+    }
+    let mut tensors = [None; TENSORS];
+    for (nth, shape) in shapes.iter().enumerate() {
+        tensors[nth] = Some(rank4(names[nth], shape)?);
+    }
+    Ok(Applied { function, tensors })
+}
+
 impl AttentionProblem {
     /// The problem that tensors of these shapes pose, validated.
     pub fn new(
@@ -231,6 +257,8 @@ impl AttentionProblem {
             seq_lens_q: false,
             seq_lens_k: false,
             cu_seqlens: None,
+            score_mod: None,
+            mask_mod: None,
             options,
         };
         problem.validate()?;
@@ -317,6 +345,20 @@ impl AttentionProblem {
         Ok(self)
     }
 
+    /// This problem with a function of scores, which reads tensors of these shapes, two at most.
+    pub fn with_score_mod(mut self, function: ScoreFn, tensors: &[&[usize]]) -> Result<Self, AttentionError> {
+        self.score_mod = Some(applied(SCORE_TENSORS, "score_mod", function, tensors)?);
+        self.validate()?;
+        Ok(self)
+    }
+
+    /// This problem with a function that hides pairs, which reads tensors of these shapes, two at most.
+    pub fn with_mask_mod(mut self, function: MaskFn, tensors: &[&[usize]]) -> Result<Self, AttentionError> {
+        self.mask_mod = Some(applied(MASK_TENSORS, "mask_mod", function, tensors)?);
+        self.validate()?;
+        Ok(self)
+    }
+
     fn check_lens(&self, argument: &'static str, shape: &[usize]) -> Result<(), AttentionError> {
         let [batch] = <[usize; 1]>::try_from(shape).map_err(|_| AttentionError::Rank {
             argument,
@@ -325,6 +367,11 @@ impl AttentionProblem {
             expected: 1,
         })?;
         agree(argument, &[batch], 0, "batch", "q", self.batch)
+    }
+
+    /// Whether pairs may be hidden that positions would let see each other.
+    pub fn hides_pairs(&self) -> bool {
+        self.mask.is_some() || self.mask_mod.is_some()
     }
 
     /// Whether there are several sequences, or such that end before tensors do.
@@ -358,7 +405,10 @@ impl AttentionProblem {
                 return Err(AttentionError::SequenceTooLong { argument, value, max: MAX_SEQ });
             }
         }
-        for (argument, shape) in [("mask", self.mask), ("bias", self.bias)] {
+        let of_score = self.score_mod.map_or([None; TENSORS], |applied| applied.tensors);
+        let of_mask = self.mask_mod.map_or([None; TENSORS], |applied| applied.tensors);
+        let tensors = SCORE_TENSORS.into_iter().zip(of_score).chain(MASK_TENSORS.into_iter().zip(of_mask));
+        for (argument, shape) in [("mask", self.mask), ("bias", self.bias)].into_iter().chain(tensors) {
             let Some(shape) = shape else { continue };
             let expected = self.scores_shape();
             for dimension in 0..4 {

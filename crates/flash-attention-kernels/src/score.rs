@@ -1,9 +1,11 @@
 //! From `q·kᵀ` to a score, each step beside its derivative.
 //!
 //! ```text
-//! t = softcap · tanh(scale · q·kᵀ / softcap)      dt/d(q·kᵀ) = scale · (1 − (t / softcap)²)
-//! score = t + bias − slope · |i − j| where seen   d score/d bias = 1     d score/d slope = −|i − j|
+//! t = softcap · tanh(scale · q·kᵀ / softcap)         dt/d(q·kᵀ) = scale · (1 − (t / softcap)²)
+//! score = f(t) + bias − slope · |i − j| where seen   d score/d bias = 1     d score/d slope = −|i − j|
 //! ```
+//!
+//! `f` is the user's, if there is one: [`mods`](crate::mods).
 //!
 //! The softcap is Gemma 2's (arXiv:2408.00118, section 2), slopes are those of ALiBi (arXiv:2108.12409, section 3): a number for
 //! each head, and the distance from where the query [stands among the keys](crate::mask::Band::offset()). A *sink* is the score of
@@ -13,7 +15,10 @@
 
 use crate::extras::Extras;
 use crate::mask::Band;
+use crate::mods::Place;
+use crate::problem::AttentionProblem;
 use cubecl::prelude::*;
+use serde::Serialize;
 
 /// What makes scores of products, and weights of scores, but for mask and bias.
 #[derive(CubeType, CubeLaunch)]
@@ -38,18 +43,75 @@ impl Score {
         if comptime!(self.capped) { self.softcap * f32::tanh(scaled / self.softcap) } else { scaled }
     }
 
+    /// What the user's function makes of that.
+    pub fn modified(&self, t: f32, place: &Place, band: &Band) -> f32 {
+        self.extras.mods.score_of(t, place, band)
+    }
+
     /// What the head's slope makes of the distance of a pair.
     pub fn biased(&self, score: f32, slope: f32, band: &Band, i: u32, j: u32) -> f32 {
         if comptime!(self.extras.slopes.is_some()) { fma(slope, distance(band, i, j), score) } else { score }
     }
 
-    /// Derivative of [`Score::of`] but for the factor `scale`, from its result.
-    pub fn derivative(&self, t: f32) -> f32 {
+    /// Derivative of all that by the product, but for the factor `scale`, from the result of [`Score::of`].
+    pub fn derivative(&self, t: f32, place: &Place, band: &Band) -> f32 {
+        let by_t = self.extras.mods.partials(t, place, band).score;
         if comptime!(self.capped) {
             let ratio = t / self.softcap;
-            1.0f32 - ratio * ratio
+            by_t * (1.0f32 - ratio * ratio)
         } else {
-            1.0f32.runtime()
+            by_t
+        }
+    }
+}
+
+impl Score {
+    /// Whether every pair has a score of its own making.
+    pub fn differs(&self) -> bool {
+        self.extras.slopes.is_some() || self.extras.mods.exist()
+    }
+}
+
+impl ScoreExpand {
+    /// Whether every pair has a score of its own making, while a kernel is made.
+    pub fn differs(&self) -> bool {
+        self.extras.slopes.is_some() || self.extras.mods.exist()
+    }
+}
+
+/// What the gradient of a score is multiplied by, beside its probability.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub enum Factor {
+    /// Nothing: it is that of the bias, and of the product, if there is neither softcap nor function.
+    One,
+    /// The derivative by the product.
+    Product,
+    /// That by the slope.
+    Slope,
+    /// That by the first tensor of the function.
+    A,
+    /// By the second one.
+    B,
+}
+
+impl Factor {
+    /// That of the gradient of the product.
+    pub fn of_product(problem: &AttentionProblem) -> Self {
+        let bends = problem.score_mod.is_some_and(|applied| !applied.function.additive());
+        if problem.options.softcap.is_some() || bends { Factor::Product } else { Factor::One }
+    }
+}
+
+#[cube]
+impl Score {
+    /// The factor of a pair, from the result of [`Score::of`].
+    pub fn factor(&self, t: f32, place: &Place, band: &Band, #[comptime] factor: Factor) -> f32 {
+        match comptime!(factor) {
+            Factor::One => 1.0f32.runtime(),
+            Factor::Product => self.derivative(t, place, band),
+            Factor::Slope => distance(band, place.row, place.column),
+            Factor::A => self.extras.mods.partials(t, place, band).a,
+            Factor::B => self.extras.mods.partials(t, place, band).b,
         }
     }
 }

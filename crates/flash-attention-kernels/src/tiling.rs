@@ -19,6 +19,7 @@ use crate::portable::dbias::Sums;
 use crate::portable::tile::{TileShape, Vec4, WIDTH};
 use crate::problem::{AttentionProblem, BackwardOrder, Dtype};
 use crate::rows::RowsTile;
+use crate::score::Factor;
 use cubecl::client::Client;
 use cubecl::ir::features::TypeUsage;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
@@ -241,6 +242,8 @@ pub struct BackwardTiles {
     pub dbias: BiasGradient,
     /// Of that of slopes, if there are any: portable.
     pub dalibi_slopes: Option<TileShape>,
+    /// Of those of the tensors that a function of scores reads, if there are any: portable.
+    pub dscore_tensors: Option<TileShape>,
 }
 
 impl BackwardTiles {
@@ -248,7 +251,15 @@ impl BackwardTiles {
     pub fn portable(tile: TileShape, dkdv_together: bool) -> Self {
         let (of, dbias) = (Gradient::Portable(tile), BiasGradient::Portable(tile));
         let dv = (!dkdv_together).then_some(of);
-        BackwardTiles { dq: of, dkdv: of, dv, fused: None, dbias, dalibi_slopes: Some(tile) }
+        BackwardTiles {
+            dq: of,
+            dkdv: of,
+            dv,
+            fused: None,
+            dbias,
+            dalibi_slopes: Some(tile),
+            dscore_tensors: Some(tile),
+        }
     }
 
     /// Tiles of the portable kernels that are used.
@@ -261,7 +272,9 @@ impl BackwardTiles {
             BiasGradient::Portable(tile) => Some(tile),
             BiasGradient::Hopper(_) => None,
         };
-        [of(self.dq), of(self.dkdv), self.dv.and_then(of), dbias, self.dalibi_slopes].into_iter().flatten()
+        [of(self.dq), of(self.dkdv), self.dv.and_then(of), dbias, self.dalibi_slopes, self.dscore_tensors]
+            .into_iter()
+            .flatten()
     }
 }
 
@@ -466,7 +479,7 @@ impl fmt::Display for Plan {
         if let Forward::Hopper(HopperForward { parts: parts @ 2.., .. }) = self.forward {
             write!(f, " in {parts} parts")?;
         }
-        let BackwardTiles { dq, dkdv, dv, fused, dbias, dalibi_slopes } = self.backward;
+        let BackwardTiles { dq, dkdv, dv, fused, dbias, dalibi_slopes, dscore_tensors } = self.backward;
         let (dq_rows, dq_tile) = dq.blocks(false);
         let (dkdv_rows, dkdv_tile) = dkdv.blocks(true);
         write!(f, ", dq {} {dq_rows}×{dq_tile}", dq.kernel().name())?;
@@ -486,8 +499,10 @@ impl fmt::Display for Plan {
         if let BiasGradient::Hopper(tile) = dbias {
             write!(f, ", dbias {} {}×{}", dbias.kernel().name(), BiasTile::TILE_Q, tile.block_k())?;
         }
-        if let Some(tile) = dalibi_slopes {
-            write!(f, ", dalibi_slopes {} {}×{}", Kernel::Portable.name(), tile.tile_q, tile.tile_k)?;
+        for (name, tile) in [("dalibi_slopes", dalibi_slopes), ("dscore_tensors", dscore_tensors)] {
+            if let Some(tile) = tile {
+                write!(f, ", {name} {} {}×{}", Kernel::Portable.name(), tile.tile_q, tile.tile_k)?;
+            }
         }
         write!(f, ", {} bytes saved, {} bytes of scratch", self.saved_bytes, self.scratch_bytes)?;
         for PassedOver { what, why } in &self.passed_over {
@@ -658,6 +673,8 @@ pub(crate) fn choose_backward(
     let gradients = gradients.or_else(rows);
     let tile = choose(device, problem, Stage::Backward, passed_over)?;
     let dalibi_slopes = problem.alibi_slopes.map(|_| tile);
+    let reads = problem.score_mod.is_some_and(|applied| applied.tensors.iter().any(Option::is_some));
+    let dscore_tensors = reads.then_some(tile);
     Ok(match (hopper, gradients) {
         (Some((dq, dkdv, dv)), _) => {
             let dbias = hopper::dbias(problem).map(BiasGradient::Hopper).unwrap_or_else(|why| {
@@ -672,13 +689,14 @@ pub(crate) fn choose_backward(
                     .map_err(|why| passed_over.push(PassedOver { what: "dq, dk and dv together".into(), why }))
                     .ok(),
             };
-            BackwardTiles { dq, dkdv, dv, fused, dbias, dalibi_slopes }
+            BackwardTiles { dq, dkdv, dv, fused, dbias, dalibi_slopes, dscore_tensors }
         }
         (None, Some((dq, dkdv, dv))) => {
-            BackwardTiles { dq, dkdv, dv, dalibi_slopes, ..BackwardTiles::portable(tile, true) }
+            BackwardTiles { dq, dkdv, dv, dalibi_slopes, dscore_tensors, ..BackwardTiles::portable(tile, true) }
         }
         (None, None) => {
-            BackwardTiles { dalibi_slopes, ..BackwardTiles::portable(tile, together(device, problem, &tile)) }
+            let portable = BackwardTiles::portable(tile, together(device, problem, &tile));
+            BackwardTiles { dalibi_slopes, dscore_tensors, ..portable }
         }
     })
 }
@@ -763,7 +781,10 @@ pub fn backward_candidates(
         }
         Gradient::Portable(_) => portables(device, Stage::Backward)
             .map(|tile| BackwardTiles::portable(tile, together(device, problem, &tile)))
-            .map(|tiles| BackwardTiles { dalibi_slopes: planned.dalibi_slopes, ..tiles })
+            .map(|tiles| {
+                let BackwardTiles { dalibi_slopes, dscore_tensors, .. } = planned;
+                BackwardTiles { dalibi_slopes, dscore_tensors, ..tiles }
+            })
             .collect(),
     };
     let others =
@@ -914,6 +935,10 @@ pub(crate) fn check_bindings(
         ("sinks", problem.sinks && kernel == "forward"),
         ("dropout_seed", problem.options.dropout > 0.0),
         ("sequences", problem.is_ragged()),
+        ("score_mod.a", problem.score_mod.is_some_and(|applied| applied.tensors[0].is_some())),
+        ("score_mod.b", problem.score_mod.is_some_and(|applied| applied.tensors[1].is_some())),
+        ("mask_mod.a", problem.mask_mod.is_some_and(|applied| applied.tensors[0].is_some())),
+        ("mask_mod.b", problem.mask_mod.is_some_and(|applied| applied.tensors[1].is_some())),
     ]
     .into_iter()
     .filter_map(|(name, there)| there.then_some(name))
@@ -962,11 +987,13 @@ pub(crate) fn sums_len(sums: Sums, problem: &AttentionProblem) -> usize {
     }
 }
 
-/// Length of that which both the gradient of the bias and that of slopes are folded from, one after the other.
+/// Length of that which the gradients of the bias, of slopes and of tensors of functions are folded from, one after the other.
 pub(crate) fn bias_sums_len(problem: &AttentionProblem) -> usize {
     let of_bias = problem.bias.map_or(0, |shape| sums_len(bias_sums(&shape, problem), problem));
     let of_slopes = problem.alibi_slopes.map_or(0, |_| sums_len(Sums::Rows, problem));
-    of_bias.max(of_slopes)
+    let of_tensors = problem.score_mod.into_iter().flat_map(|applied| applied.tensors).flatten();
+    let of_tensors = of_tensors.map(|shape| sums_len(bias_sums(&shape, problem), problem)).max();
+    of_bias.max(of_slopes).max(of_tensors.unwrap_or(0))
 }
 
 /// Whether the device computes with this element type.
@@ -978,13 +1005,13 @@ pub(crate) fn check_dtype(device: &Device, dtype: Dtype) -> Result<(), Attention
 }
 
 /// What a kernel with these tiles is specialised for.
-pub(crate) fn blueprint(problem: &AttentionProblem, tile: TileShape) -> Blueprint {
+pub(crate) fn blueprint(problem: &AttentionProblem, tile: TileShape, factor: Factor) -> Blueprint {
     Blueprint {
         tile,
         head_dim: problem.head_dim,
         head_dim_v: problem.head_dim_v,
-        capped: problem.options.softcap.is_some(),
-        mask: problem.mask.is_some(),
+        factor,
+        mask: problem.hides_pairs(),
         bias: problem.bias.is_some(),
     }
 }

@@ -98,8 +98,9 @@ pub fn backward_tuned(
     gradients: &Gradients,
 ) -> Result<BackwardTiles, AttentionError> {
     let mut candidates = tiling::backward_candidates(&Device::of(client), problem, CANDIDATES)?;
-    let Gradients { dq, dk, dv, dbias, dalibi_slopes, dsinks } = gradients;
-    let wanted = [dq, dk, dv, dbias].iter().any(|view| view.is_some()) || dalibi_slopes.is_some() || dsinks.is_some();
+    let Gradients { dq, dk, dv, dbias, dalibi_slopes, dsinks, dscore_tensors } = gradients;
+    let of_scores = [dq, dk, dv, dbias].into_iter().chain(dscore_tensors);
+    let wanted = of_scores.flatten().count() > 0 || dalibi_slopes.is_some() || dsinks.is_some();
     if problem.rows() == 0 || problem.seq_k == 0 || !wanted {
         candidates.truncate(1);
     }

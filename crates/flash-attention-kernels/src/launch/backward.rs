@@ -5,11 +5,13 @@ use super::{Call, Inputs, elementwise, input, output};
 use crate::error::AttentionError;
 use crate::hopper::{BiasTile, sums_columns};
 use crate::matrix::Role;
+use crate::mods::TENSORS;
 use crate::portable::GridLaunch;
 use crate::portable::dbias::Sums;
 use crate::portable::tile::{TileShape, WIDTH};
 use crate::portable::{self, dbias, delta, dsinks, nothing};
 use crate::problem::{AttentionProblem, BackwardOrder, MAX_SEQ};
+use crate::score::Factor;
 use crate::tensor::TensorView;
 use crate::tiling::{self, BackwardTiles, BiasGradient, Device, Gradient, HopperGradient, MmaGradient, Stage};
 use cubecl::client::Client;
@@ -44,6 +46,8 @@ pub struct Gradients {
     pub dalibi_slopes: Option<TensorView<2>>,
     /// Shape of the sinks, f32.
     pub dsinks: Option<TensorView<1>>,
+    /// Shapes of the tensors that the function of scores reads, f32.
+    pub dscore_tensors: [Option<TensorView>; TENSORS],
 }
 
 /// Computes the gradients asked for, launching only what they need.
@@ -116,6 +120,9 @@ impl Scratch {
     }
 }
 
+/// What they are called in messages.
+const DSCORE_TENSORS: [&str; TENSORS] = ["dscore_tensors[0]", "dscore_tensors[1]"];
+
 /// Gradients that one launch for Hopper, or of `mma.sync`, computes: `dq`, one or both of the others, or, for Hopper, all.
 #[derive(Clone, Copy)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "there is no such launch then"))]
@@ -180,17 +187,24 @@ impl Call<'_> {
         if let Some(view) = &gradients.dsinks {
             output(self.device, "dsinks", view, [if p.sinks { p.num_heads_q } else { 0 }], 4)?;
         }
-        let sums = scratch.bias_sums.as_ref();
-        let sums = sums.filter(|_| gradients.dbias.is_some() || gradients.dalibi_slopes.is_some());
+        let stated = p.score_mod.map_or([None; TENSORS], |applied| applied.tensors);
+        for ((view, shape), argument) in gradients.dscore_tensors.iter().zip(stated).zip(DSCORE_TENSORS) {
+            if let Some(view) = view {
+                output(self.device, argument, view, shape.unwrap_or([0; 4]), 4)?;
+            }
+        }
+        let of_tensors = gradients.dscore_tensors.iter().flatten();
+        let summed = gradients.dbias.is_some() || gradients.dalibi_slopes.is_some() || of_tensors.clone().count() > 0;
+        let sums = scratch.bias_sums.as_ref().filter(|_| summed);
         match (sums, tiling::bias_sums_len(p)) {
             (Some(sums), len) if len > 0 => {
                 output(self.device, "bias_sums", sums, [p.batch, p.num_heads_q, len / (p.batch * p.num_heads_q)], 4)?;
             }
-            (None, len) if len > 0 && (gradients.dbias.is_some() || gradients.dalibi_slopes.is_some()) => {
+            (None, len) if len > 0 && summed => {
                 return Err(AttentionError::Unsupported {
                     option: "scratch.bias_sums",
                     value: "none".into(),
-                    why: "gradients of slopes and of a broadcast bias are folded from sums; allocate with Scratch::empty",
+                    why: "gradients of slopes and of what is broadcast are folded from sums; allocate with Scratch::empty",
                 });
             }
             _ => {}
@@ -217,7 +231,8 @@ impl Call<'_> {
         let rows = rows.chain([scratch.stats.span()]);
         let addresses = self.addresses(views.iter().map(|view| view.span()).chain(rows));
         let (dslopes, dsinks) = (gradients.dalibi_slopes.as_ref(), gradients.dsinks.as_ref());
-        if wanted.iter().all(|(_, view, _)| view.is_none()) && dslopes.is_none() && dsinks.is_none() {
+        let none = dslopes.is_none() && dsinks.is_none() && of_tensors.clone().count() == 0;
+        if wanted.iter().all(|(_, view, _)| view.is_none()) && none {
             return Ok(());
         }
 
@@ -229,6 +244,7 @@ impl Call<'_> {
             let written = written
                 .chain(dslopes.map(|view| (view.widened(), f32)))
                 .chain(dsinks.filter(|_| p.rows() == 0).map(|view| (view.widened(), f32)))
+                .chain(of_tensors.map(|view| (view.clone(), f32)))
                 .filter(|(view, _)| !view.is_empty());
             let launches: Vec<_> = written
                 .map(|(view, dtype)| Ok((elementwise(self.device, "zeros", view.len())?, view, dtype)))
@@ -317,10 +333,25 @@ impl Call<'_> {
             let grids = self.sums_grids("dalibi_slopes", &view, Sums::Rows, tile)?;
             of_slopes = Some((view, tile, grids));
         }
+        let mut of_tensors = Vec::new();
+        for (nth, factor) in [Factor::A, Factor::B].into_iter().enumerate() {
+            let Some(view) = &gradients.dscore_tensors[nth] else { continue };
+            let Some(tile) = tiles.dscore_tensors else {
+                return Err(AttentionError::Unsupported {
+                    option: "tiles.dscore_tensors",
+                    value: "none".into(),
+                    why: "the gradient of a tensor that a function of scores reads is asked for, and takes a kernel",
+                });
+            };
+            tiling::check_bindings(self.device, p, "dscore_tensors", 6)?;
+            let grids = self.sums_grids("dscore_tensors", view, tiling::bias_sums(&view.shape, p), tile)?;
+            of_tensors.push((view, factor, tile, grids));
+        }
         self.check_hopper_backward(saved, &hopper, hopper_dbias)?;
         self.check_mma_backward(saved, &mma)?;
 
         let portable = dq.is_some() || !dkdv.is_empty() || dbias.is_some() || of_slopes.is_some() || dsinks.is_some();
+        let portable = portable || !of_tensors.is_empty();
         if portable || !matrix.is_empty() || !rows.is_empty() {
             self.delta(saved, scratch, delta, addresses);
         }
@@ -340,10 +371,13 @@ impl Call<'_> {
             self.dkdv(saved, scratch, dk, dv, tile, grid, addresses);
         }
         if let Some((dbias, tile, grids)) = dbias {
-            self.dbias(saved, scratch, dbias, false, tile, grids, addresses);
+            self.dbias(saved, scratch, dbias, Factor::One, tile, grids, addresses);
         }
         if let Some((view, tile, grids)) = of_slopes {
-            self.dbias(saved, scratch, &view, true, tile, grids, addresses);
+            self.dbias(saved, scratch, &view, Factor::Slope, tile, grids, addresses);
+        }
+        for (view, factor, tile, grids) in of_tensors {
+            self.dbias(saved, scratch, view, factor, tile, grids, addresses);
         }
         // They read scratch in a layout of their own.
         self.backward_mma(saved, scratch, &mma)?;
@@ -459,7 +493,7 @@ impl Call<'_> {
                 self.score(Stage::Backward, schedule.as_ref()),
                 self.problem.band().into_launch(),
                 grid,
-                tiling::blueprint(self.problem, tile),
+                tiling::blueprint(self.problem, tile, Factor::of_product(self.problem)),
                 [self.dtype(), self.mask_type()],
             );
         }
@@ -497,7 +531,7 @@ impl Call<'_> {
                 self.score(Stage::Backward, schedule.as_ref()),
                 self.problem.band().into_launch(),
                 grid,
-                tiling::blueprint(self.problem, tile),
+                tiling::blueprint(self.problem, tile, Factor::of_product(self.problem)),
                 [self.dtype(), self.mask_type()],
             );
         }
@@ -552,14 +586,14 @@ impl Call<'_> {
         Ok(DbiasGrids { sums, heads, batches, grid: self.grid(kernel, blocks, heads, batches)?, fold })
     }
 
-    /// The gradient of the bias, or of slopes if `sloped`, as a tensor of rank 4.
+    /// The gradient of the bias, or of what else the `factor` is for, as a tensor of rank 4.
     #[allow(clippy::too_many_arguments)]
     fn dbias(
         &self,
         saved: &Saved,
         scratch: &Scratch,
         dbias: &TensorView,
-        sloped: bool,
+        factor: Factor,
         tile: TileShape,
         DbiasGrids { sums, heads, batches, grid: (grid, count), fold }: DbiasGrids,
         addresses: AddressType,
@@ -571,7 +605,7 @@ impl Call<'_> {
             let length = tiling::sums_len(sums, p) / (p.batch * p.num_heads_q);
             TensorView::contiguous(scratch.handle.clone(), [p.batch, p.num_heads_q, length])
         });
-        let dtype = if sloped { f32 } else { self.dtype() };
+        let dtype = if factor == Factor::One { self.dtype() } else { f32 };
         let (out, out_type) = match &partial {
             Some(partial) => (partial.arg(), f32),
             None => (dbias.arg(), dtype),
@@ -600,8 +634,7 @@ impl Call<'_> {
                 (p.batch / batches) as u32,
                 (p.num_heads_q / heads) as u32,
                 sums,
-                sloped,
-                tiling::blueprint(p, tile),
+                tiling::blueprint(p, tile, factor),
                 [self.dtype(), self.mask_type(), out_type],
             );
         }

@@ -6,6 +6,7 @@ use crate::error::AttentionError;
 use crate::portable::tile::TileShape;
 use crate::portable::{self, nothing};
 use crate::problem::AttentionProblem;
+use crate::score::Factor;
 use crate::tensor::TensorView;
 use crate::tiling::{self, Device, Forward, Stage};
 use cubecl::client::Client;
@@ -104,7 +105,7 @@ impl Call<'_> {
                 self.score(Stage::Forward, schedule.as_ref()),
                 p.band().into_launch(),
                 grid,
-                tiling::blueprint(p, tile),
+                tiling::blueprint(p, tile, Factor::One),
                 [self.dtype(), self.mask_type()],
             );
         }

@@ -18,9 +18,10 @@ pub use forward::{forward, forward_with};
 use crate::dropout::{DropoutLaunch, factor, seed, threshold};
 use crate::error::AttentionError;
 use crate::extras::ExtrasLaunch;
+use crate::mods::{ModsLaunch, TENSORS, TableLaunch, TablesLaunch};
 use crate::portable::GridLaunch;
 use crate::portable::tile::WIDTH;
-use crate::problem::AttentionProblem;
+use crate::problem::{AttentionProblem, MASK_TENSORS, SCORE_TENSORS};
 use crate::score::ScoreLaunch;
 use crate::tensor::TensorView;
 use crate::tiling::{self, Device, Stage};
@@ -86,6 +87,10 @@ pub struct Inputs {
     pub cu_seqlens_q: Option<TensorView<1>>,
     /// The same among all keys. A sequence's queries see its own keys only.
     pub cu_seqlens_k: Option<TensorView<1>>,
+    /// What the function of scores reads, `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]` each, f32.
+    pub score_tensors: [Option<TensorView>; TENSORS],
+    /// What the function that hides pairs reads, likewise.
+    pub mask_tensors: [Option<TensorView>; TENSORS],
 }
 
 impl Inputs {
@@ -113,6 +118,8 @@ impl Inputs {
             seq_lens_k: None,
             cu_seqlens_q: None,
             cu_seqlens_k: None,
+            score_tensors: [None, None],
+            mask_tensors: [None, None],
         }
     }
 }
@@ -168,6 +175,19 @@ impl<'a> Call<'a> {
                 input(device, argument, cu, [problem.cu_seqlens.map_or(cu.shape[0], |sequences| sequences + 1)], 4)?;
             }
         }
+        let stated_score = problem.score_mod.map_or([None; TENSORS], |applied| applied.tensors);
+        let stated_mask = problem.mask_mod.map_or([None; TENSORS], |applied| applied.tensors);
+        let of_mods = |nth: usize| {
+            [
+                (SCORE_TENSORS[nth], &inputs.score_tensors[nth], stated_score[nth]),
+                (MASK_TENSORS[nth], &inputs.mask_tensors[nth], stated_mask[nth]),
+            ]
+        };
+        for (argument, given, stated) in (0..TENSORS).flat_map(of_mods) {
+            if let Some(view) = given {
+                input(device, argument, view, stated.unwrap_or(view.shape), 4)?;
+            }
+        }
         let (drops, number) = (problem.options.dropout > 0.0, problem.options.dropout_seed);
         for (argument, given, stated) in [
             ("mask", inputs.mask.is_some(), problem.mask.is_some()),
@@ -179,7 +199,13 @@ impl<'a> Call<'a> {
             ("seq_lens_k", inputs.seq_lens_k.is_some(), problem.seq_lens_k),
             ("cu_seqlens_q", inputs.cu_seqlens_q.is_some(), problem.cu_seqlens.is_some()),
             ("cu_seqlens_k", inputs.cu_seqlens_k.is_some(), problem.cu_seqlens.is_some()),
-        ] {
+        ]
+        .into_iter()
+        .chain(
+            (0..TENSORS)
+                .flat_map(of_mods)
+                .map(|(argument, given, stated)| (argument, given.is_some(), stated.is_some())),
+        ) {
             if given != stated {
                 return Err(AttentionError::Unsupported {
                     option: argument,
@@ -243,7 +269,21 @@ impl<'a> Call<'a> {
         let sinks = self.sinks().filter(|_| stage == Stage::Forward);
         let slopes = self.inputs.alibi_slopes.as_ref().map(|slopes| slopes.broadcast_arg());
         let schedule = schedule.map(|schedule| schedule.arg());
-        ExtrasLaunch::new(slopes.into(), sinks.into(), self.dropout(), schedule.into())
+        ExtrasLaunch::new(slopes.into(), sinks.into(), self.dropout(), schedule.into(), self.mods())
+    }
+
+    fn mods(&self) -> ModsLaunch {
+        let table = |view: &Option<TensorView>| {
+            let varies = |dim: usize| view.as_ref().is_some_and(|view| view.shape[dim] > 1);
+            TableLaunch::new(view.as_ref().map(|view| view.broadcast_arg()).into(), varies(2), varies(3))
+        };
+        let tables = |[a, b]: &[Option<TensorView>; TENSORS]| TablesLaunch::new(table(a), table(b));
+        ModsLaunch::new(
+            self.problem.score_mod.map(|applied| applied.function),
+            tables(&self.inputs.score_tensors),
+            self.problem.mask_mod.map(|applied| applied.function),
+            tables(&self.inputs.mask_tensors),
+        )
     }
 
     fn sinks(&self) -> Option<TensorArg> {

@@ -73,7 +73,7 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     let blocks = band.k_blocks(q_start, rows, columns);
     for block in blocks.start..blocks.end {
         let k_start = blocks.origin + block * columns;
-        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start, slope, band };
+        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start, slope, band, transposed: false };
         let whole = band.whole(q_start, k_start, rows, columns);
 
         // -- the tile
@@ -158,7 +158,7 @@ fn finish_row<E: Float, M: Numeric>(
     for n in 0..comptime!(tile.vectors_of_unit() * WIDTH) {
         s[n] = score.of(s[n]);
     }
-    if careful || comptime!(score.extras.slopes.is_some()) {
+    if careful || comptime!(score.differs()) {
         let row = at.q_start + me.plane * comptime!(tile.m() as u32) + me.row(nth, tile);
         #[unroll]
         for i in 0..comptime!(tile.vectors_of_unit()) {

@@ -17,7 +17,7 @@ use crate::mask::Band;
 use crate::portable::Grid;
 use crate::portable::scores::{TileAt, finish_score};
 use crate::portable::tile::matrix;
-use crate::score::Score;
+use crate::score::{Factor, Score};
 use crate::softmax::weight;
 use cubecl::prelude::*;
 
@@ -90,9 +90,9 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
         for block in blocks.start..blocks.end {
             let first = blocks.origin + block * columns;
             let at = if comptime!(role.is_transposed()) {
-                TileAt { batch: work.batch, head, q_start: first, k_start: start, slope, band }
+                TileAt { batch: work.batch, head, q_start: first, k_start: start, slope, band, transposed: false }
             } else {
-                TileAt { batch: work.batch, head, q_start: start, k_start: first, slope, band }
+                TileAt { batch: work.batch, head, q_start: start, k_start: first, slope, band, transposed: false }
             };
             let whole = if comptime!(role.is_transposed()) {
                 band.whole(first, start, columns, rows)
@@ -194,8 +194,8 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
 struct Row {
     /// `P`, then `dS`.
     weights: Array<f32>,
-    /// Derivatives of the softcap, where there is one.
-    slopes: Array<f32>,
+    /// What gradients of scores are multiplied by, if by anything.
+    factors: Array<f32>,
     /// Which of them dropout keeps, where there is any.
     kept: Array<bool>,
 }
@@ -221,20 +221,22 @@ impl Row {
         let tile = comptime!(blueprint.tile);
         let len = comptime!(tile.vectors_of_unit() * WIDTH);
         let mut weights = Array::<f32>::new(len);
-        let mut slopes = Array::<f32>::new(comptime!(if blueprint.capped { len } else { 1 }));
+        let factor = comptime!(blueprint.factor);
+        let mut factors = Array::<f32>::new(comptime!(if factor == Factor::One { 1 } else { len }));
         let mut kept = Array::<bool>::new(comptime!(if score.extras.dropout.seed.is_some() { len } else { 1 }));
         #[unroll]
         for n in 0..len {
             let t = score.of(s[n]);
             weights[n] = t;
-            if comptime!(blueprint.capped) {
-                slopes[n] = score.derivative(t);
+            if comptime!(factor != Factor::One) {
+                let (i, j) = pair(at, me, nth, n, blueprint);
+                factors[n] = score.factor(t, &at.place(i, j), band, factor);
             }
         }
         #[unroll]
         for n in 0..len {
             let (i, j) = pair(at, me, nth, n, blueprint);
-            if careful || comptime!(score.extras.slopes.is_some()) {
+            if careful || comptime!(score.differs()) {
                 weights[n] = finish_score(weights[n], score, band, mask, bias, at, i, j);
             }
             let lse = select(band.is_query(i), stats[stats_row + band.query_within(i) as usize], f32::MAX);
@@ -243,7 +245,7 @@ impl Row {
                 kept[n] = score.extras.dropout.keeps_of(&at.band, at.batch as u32, at.head as u32, i, j, false);
             }
         }
-        Row { weights, slopes, kept }
+        Row { weights, factors, kept }
     }
 
     /// What dropout leaves of the weights.
@@ -285,8 +287,8 @@ impl Row {
                 of_kept = score.extras.dropout.back(dp[n], self.kept[n]);
             }
             let mut ds = p * (of_kept - delta);
-            if comptime!(blueprint.capped) {
-                ds *= self.slopes[n];
+            if comptime!(blueprint.factor != Factor::One) {
+                ds *= self.factors[n];
             }
             // What is hidden has no gradient, whatever dO and V hold there.
             self.weights[n] = select(p == 0.0, 0.0f32, ds);

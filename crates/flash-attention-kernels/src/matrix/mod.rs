@@ -16,6 +16,7 @@ pub mod forward;
 pub mod gradient;
 pub mod tile;
 
+use crate::score::Factor;
 use serde::Serialize;
 
 /// Elements of a vector.
@@ -163,9 +164,9 @@ pub struct Blueprint {
     pub head_dim: usize,
     /// Dimension of a value.
     pub head_dim_v: usize,
-    /// Whether there is a softcap.
-    pub capped: bool,
-    /// Whether there is a boolean mask.
+    /// What gradients of scores are multiplied by.
+    pub factor: Factor,
+    /// Whether a mask or a function can hide pairs.
     pub mask: bool,
     /// Whether there is an additive bias.
     pub bias: bool,
@@ -180,10 +181,10 @@ impl Blueprint {
     /// Bytes of shared memory: panels of K and V, the board, weights, a word for each plane.
     ///
     /// ```
-    /// # use flash_attention_kernels::matrix::{Blueprint, MatrixTile, Role};
+    /// # use flash_attention_kernels::{matrix::{Blueprint, MatrixTile, Role}, score::Factor};
     /// let tile = MatrixTile { planes: 8, plane: 32, columns: 32, shape: [16, 16, 16] };
     /// let (role, head_dim, head_dim_v) = (Role::Forward, 128, 128);
-    /// let blueprint = Blueprint { role, tile, head_dim, head_dim_v, capped: false, mask: false, bias: false };
+    /// let blueprint = Blueprint { role, tile, head_dim, head_dim_v, factor: Factor::One, mask: false, bias: false };
     /// assert!(blueprint.shared_memory() <= 48 << 10);
     /// ```
     pub fn shared_memory(&self) -> usize {

@@ -1,5 +1,5 @@
-//! Backward for the bias: `dT = P ∘ (dout Vᵀ − delta)`, summed over what the bias broadcasts over; and for slopes, of which a row's
-//! sum is that of `dT ∘ −|i − j|`.
+//! Backward for the bias: `dT = P ∘ (dout Vᵀ − delta)`, summed over what the bias broadcasts over; for slopes, of which a row's sum is
+//! that of `dT ∘ −|i − j|`; and for what functions of scores read, of which it is that of `dT` times a derivative.
 //!
 //! The sum is taken where the tile is, so that nothing of size `seq_q × seq_k` exists unless the bias itself has it:
 //!
@@ -18,7 +18,7 @@ use super::tile::*;
 use super::{Blueprint, Grid};
 use crate::mask::Band;
 use crate::rounding::rounded_one;
-use crate::score::{Score, distance};
+use crate::score::Score;
 use cubecl::prelude::*;
 use serde::Serialize;
 
@@ -37,7 +37,8 @@ pub enum Sums {
 /// `[B, H, Sq]`.
 ///
 /// `grid` numbers the blocks of what is written: pairs of blocks, key blocks or query blocks; `group_batches` and
-/// `group_heads` say how many batches and heads share a tile (1 but for [`Sums::Tile`]). `sloped`: sums are those for slopes.
+/// `group_heads` say how many batches and heads share a tile (1 but for [`Sums::Tile`]). What is summed: the blueprint's
+/// [factor](crate::score::Factor).
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
 pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
@@ -56,7 +57,6 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
     group_batches: u32,
     group_heads: u32,
     #[comptime] sums: Sums,
-    #[comptime] sloped: bool,
     #[comptime] blueprint: Blueprint,
     #[define(F, M, O)] _types: [ElemType; 3],
 ) {
@@ -140,7 +140,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
                     Sums::Columns => q_start = from + block * tile_q,
                     Sums::Rows => k_start = from + block * tile_k,
                 }
-                let at = TileAt { batch, head, q_start, k_start, slope, band };
+                let at = TileAt { batch, head, q_start, k_start, slope, band, transposed: false };
                 ask(q, k, &band, &at, head_kv, &mut panels, blueprint);
                 let whole = band.whole(q_start, k_start, tile_q, tile_k);
                 recompute(
@@ -164,6 +164,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
                     true,
                     blueprint,
                 );
+                tile_gradient.multiply(blueprint);
                 #[unroll]
                 for i in 0..micro_q {
                     #[unroll]
@@ -173,13 +174,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
                             Sums::Columns => j,
                             Sums::Rows => i,
                         });
-                        let mut ds = tile_gradient.ds[comptime!(i * micro_k + j)];
-                        if comptime!(sloped) {
-                            let row = q_start + me.y * comptime!(micro_q as u32) + comptime!(i as u32);
-                            let column = k_start + me.x * comptime!(micro_k as u32) + comptime!(j as u32);
-                            ds *= distance(&band, row, column);
-                        }
-                        total[n] += ds;
+                        total[n] += tile_gradient.ds[comptime!(i * micro_k + j)];
                     }
                 }
             }

@@ -69,11 +69,11 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
         let d_at = matrix(dout, work.batch, head);
         let stats_row = (work.batch * heads_q + head) * band.seq_q as usize;
         let q_start = blocks.origin + blocks.start * tile_q;
-        let first = TileAt { batch: work.batch, head, q_start, k_start, slope, band };
+        let first = TileAt { batch: work.batch, head, q_start, k_start, slope, band, transposed: false };
         ask(q, k, &band, &first, work.head, &mut panels, blueprint);
         for block in blocks.start..blocks.end {
             let q_start = blocks.origin + block * tile_q;
-            let at = TileAt { batch: work.batch, head, q_start, k_start, slope, band };
+            let at = TileAt { batch: work.batch, head, q_start, k_start, slope, band, transposed: false };
             let whole = band.whole(q_start, k_start, tile_q, tile_k);
             let careful = !whole || comptime!(blueprint.mask);
             recompute(
@@ -98,7 +98,7 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
                 blueprint,
             );
             let next_start = q_start + tile_q;
-            let next = TileAt { batch: work.batch, head, q_start: next_start, k_start, slope, band };
+            let next = TileAt { batch: work.batch, head, q_start: next_start, k_start, slope, band, transposed: false };
             if comptime!(with_dv) {
                 let (depth, head_dim_v) = comptime!((tile.tile_q, blueprint.head_dim_v));
                 panels.ahead.ask_right(dout, &d_at, q_start, band.after_queries(), 0usize, depth, head_dim_v, tile);
@@ -126,7 +126,7 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
             if comptime!(with_dk) {
                 let (depth, head_dim) = comptime!((tile.tile_q, blueprint.head_dim));
                 panels.ahead.ask_right(q, &q_at, q_start, band.after_queries(), 0usize, depth, head_dim, tile);
-                tile_gradient.through_softcap(blueprint);
+                tile_gradient.multiply(blueprint);
                 share_transposed(&tile_gradient.ds, &mut panels.p, me, tile);
                 ask(q, k, &band, &next, work.head, &mut panels, blueprint);
                 accumulate(

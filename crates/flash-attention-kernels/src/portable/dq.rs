@@ -62,11 +62,12 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
         k_start: blocks.origin + blocks.start * tile_k,
         slope,
         band,
+        transposed: false,
     };
     ask(q, k, &band, &first, head_kv, &mut panels, blueprint);
     for block in blocks.start..blocks.end {
         let k_start = blocks.origin + block * tile_k;
-        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start, slope, band };
+        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start, slope, band, transposed: false };
         let whole = band.whole(q_start, k_start, tile_q, tile_k);
         recompute(
             q,
@@ -90,9 +91,17 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
             blueprint,
         );
         panels.ahead.ask_right(k, &k_at, k_start, band.after_keys(), 0usize, tile.tile_k, blueprint.head_dim, tile);
-        tile_gradient.through_softcap(blueprint);
+        tile_gradient.multiply(blueprint);
         share(&tile_gradient.ds, &mut panels.p, me, tile);
-        let next = TileAt { batch: work.batch, head: work.head, q_start, k_start: k_start + tile_k, slope, band };
+        let next = TileAt {
+            batch: work.batch,
+            head: work.head,
+            q_start,
+            k_start: k_start + tile_k,
+            slope,
+            band,
+            transposed: false,
+        };
         ask(q, k, &band, &next, head_kv, &mut panels, blueprint);
         accumulate(
             &panels.p,

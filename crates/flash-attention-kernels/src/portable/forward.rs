@@ -13,7 +13,7 @@ use super::scores::{TileAt, finish_scores};
 use super::tile::*;
 use super::{Blueprint, Grid};
 use crate::mask::Band;
-use crate::score::Score;
+use crate::score::{Factor, Score};
 use crate::softmax::{HIDDEN, begin, lse_bits, normalizer, weight};
 use cubecl::prelude::*;
 
@@ -56,7 +56,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     let v_at = matrix(v, work.batch, head_kv);
 
     let mut s = Array::<f32>::new(comptime!(tile.micro_q() * tile.micro_k()));
-    let mut slopes = Array::<f32>::new(comptime!(blueprint.slopes()));
+    let mut factors = Array::<f32>::new(comptime!(blueprint.factors()));
     let mut acc = Array::<Vec4>::new(comptime!(tile.micro_q() * tile.groups(blueprint.head_dim_v)));
     let mut m = Array::<Vec4>::new(quads);
     let mut l = Array::<Vec4>::new(quads);
@@ -91,7 +91,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     );
     for block in blocks.start..blocks.end {
         let k_start = blocks.origin + block * tile_k;
-        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start, slope, band };
+        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start, slope, band, transposed: false };
         let whole = band.whole(q_start, k_start, tile_q, tile_k);
 
         // -- scores
@@ -115,7 +115,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
         ahead.ask_right(v, &v_at, k_start, band.after_keys(), 0usize, tile.tile_k, blueprint.head_dim_v, tile);
         finish_scores(
             &mut s,
-            &mut slopes,
+            &mut factors,
             &score,
             &band,
             &mask,
@@ -123,6 +123,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
             &at,
             !whole || comptime!(blueprint.extras()),
             me,
+            Factor::One,
             tile,
         );
 

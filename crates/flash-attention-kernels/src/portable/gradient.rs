@@ -1,17 +1,18 @@
 //! The tile that every backward kernel recomputes: the probabilities `P` and the scores' gradient.
 //!
 //! ```text
-//! P = exp(S − lse)      dP = dout Vᵀ ∘ Z      dT = P ∘ (dP − delta)      dS = dT ∘ slope
+//! P = exp(S − lse)      dP = dout Vᵀ ∘ Z      dT = P ∘ (dP − delta)      dS = dT ∘ factor
 //! ```
 //!
-//! `dT` is the gradient of the scores as the softmax sees them, and so of the bias; `dS` that of `scale · q·kᵀ`. `Z` is what
+//! `dT` is the gradient of the scores as the softmax sees them, and so of the bias; `dS` that of `scale · q·kᵀ`, or of what else the
+//! [factor](crate::score::Factor) is for. `Z` is what
 //! [dropout](crate::dropout) multiplies by, of which `P ∘ Z` lacks the factor here.
 
 use super::Blueprint;
 use super::scores::{TileAt, finish_scores};
 use super::tile::*;
 use crate::mask::Band;
-use crate::score::Score;
+use crate::score::{Factor, Score};
 use crate::softmax::weight;
 use cubecl::prelude::*;
 
@@ -22,8 +23,8 @@ pub struct TileGradient {
     pub p: Array<f32>,
     /// `dT`, then `dS`.
     pub ds: Array<f32>,
-    /// Derivative of the softcap, where there is one.
-    pub slopes: Array<f32>,
+    /// What leads from the one to the other, if anything does.
+    pub factors: Array<f32>,
 }
 
 #[cube]
@@ -31,15 +32,16 @@ impl TileGradient {
     /// Room for one.
     pub fn new(#[comptime] blueprint: Blueprint) -> TileGradient {
         let size = comptime!(blueprint.tile.micro_q() * blueprint.tile.micro_k());
-        TileGradient { p: Array::new(size), ds: Array::new(size), slopes: Array::new(comptime!(blueprint.slopes())) }
+        TileGradient { p: Array::new(size), ds: Array::new(size), factors: Array::new(comptime!(blueprint.factors())) }
     }
 
     /// Goes from `dT` to `dS`.
-    pub fn through_softcap(&mut self, #[comptime] blueprint: Blueprint) {
-        if comptime!(blueprint.capped) {
+    pub fn multiply(&mut self, #[comptime] blueprint: Blueprint) {
+        if comptime!(blueprint.factor != Factor::One) {
             #[unroll]
             for n in 0..comptime!(blueprint.tile.micro_q() * blueprint.tile.micro_k()) {
-                self.ds[n] *= self.slopes[n];
+                // Where nothing is seen, whatever a function gives there.
+                self.ds[n] = select(self.ds[n] == 0.0f32, 0.0f32, self.ds[n] * self.factors[n]);
             }
         }
     }
@@ -154,7 +156,7 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
     }
     finish_scores(
         &mut tile_gradient.p,
-        &mut tile_gradient.slopes,
+        &mut tile_gradient.factors,
         score,
         band,
         mask,
@@ -162,6 +164,7 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
         at,
         !whole || comptime!(blueprint.extras()),
         me,
+        blueprint.factor,
         tile,
     );
     if comptime!(with_ds) {

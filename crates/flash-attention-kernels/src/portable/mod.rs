@@ -15,6 +15,7 @@ pub mod tile;
 
 use crate::extras::Extras;
 use crate::mask::Band;
+use crate::score::Factor;
 use cubecl::prelude::*;
 use serde::Serialize;
 use tile::TileShape;
@@ -28,9 +29,9 @@ pub struct Blueprint {
     pub head_dim: usize,
     /// Dimension of a value.
     pub head_dim_v: usize,
-    /// Whether there is a softcap.
-    pub capped: bool,
-    /// Whether there is a boolean mask.
+    /// What gradients of scores are multiplied by.
+    pub factor: Factor,
+    /// Whether a mask or a function can hide pairs.
     pub mask: bool,
     /// Whether there is an additive bias.
     pub bias: bool,
@@ -42,9 +43,9 @@ impl Blueprint {
         self.mask || self.bias
     }
 
-    /// Length of the array of softcap derivatives; 1 where there is none, as no array is empty.
-    pub fn slopes(&self) -> usize {
-        if self.capped { self.tile.micro_q() * self.tile.micro_k() } else { 1 }
+    /// Length of the array of factors; 1 where there is none, as no array is empty.
+    pub fn factors(&self) -> usize {
+        if self.factor != Factor::One { self.tile.micro_q() * self.tile.micro_k() } else { 1 }
     }
 }
 

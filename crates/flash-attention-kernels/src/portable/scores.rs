@@ -1,8 +1,9 @@
-//! A unit's products turned into scores: scale and softcap, mask, band, bias.
+//! A unit's products turned into scores: scale and softcap, the user's functions, mask, band, bias.
 
 use super::tile::{TileShape, Unit};
 use crate::mask::Band;
-use crate::score::Score;
+use crate::mods::Place;
+use crate::score::{Factor, Score};
 use crate::softmax::HIDDEN;
 use cubecl::prelude::*;
 
@@ -22,17 +23,19 @@ pub struct TileAt {
     pub slope: f32,
     /// Which positions of its sequence see each other.
     pub band: Band,
+    /// Whether rows are keys, here and for the band.
+    #[cube(comptime)]
+    pub transposed: bool,
 }
 
-/// Turns products into scores, hidden ones into [`HIDDEN`]. With a softcap, `slopes` receives the derivative of each
-/// score by its scaled product.
+/// Turns products into scores, hidden ones into [`HIDDEN`]. `factors` receives what their gradients are to be multiplied by.
 ///
 /// `careful` is false where the band hides nothing of the tile; a mask is looked at in any case.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn finish_scores<F: Float, M: Numeric>(
     s: &mut Array<f32>,
-    slopes: &mut Array<f32>,
+    factors: &mut Array<f32>,
     score: &Score,
     band: &Band,
     mask: &ComptimeOption<&Tensor<M>>,
@@ -40,18 +43,25 @@ pub fn finish_scores<F: Float, M: Numeric>(
     at: &TileAt,
     careful: bool,
     me: Unit,
+    #[comptime] factor: Factor,
     #[comptime] tile: TileShape,
 ) {
     let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
     #[unroll]
-    for n in 0..comptime!(micro_q * micro_k) {
-        let t = score.of(s[n]);
-        s[n] = t;
-        if comptime!(score.capped) {
-            slopes[n] = score.derivative(t);
+    for i in 0..micro_q {
+        #[unroll]
+        for j in 0..micro_k {
+            let n = comptime!(i * micro_k + j);
+            let t = score.of(s[n]);
+            s[n] = t;
+            if comptime!(factor != Factor::One) {
+                let row = at.q_start + me.y * comptime!(micro_q as u32) + comptime!(i as u32);
+                let column = at.k_start + me.x * comptime!(micro_k as u32) + comptime!(j as u32);
+                factors[n] = score.factor(t, &at.place(row, column), band, factor);
+            }
         }
     }
-    if careful || comptime!(score.extras.slopes.is_some()) {
+    if careful || comptime!(score.differs()) {
         #[unroll]
         for i in 0..micro_q {
             #[unroll]
@@ -62,6 +72,14 @@ pub fn finish_scores<F: Float, M: Numeric>(
                 s[n] = finish_score(s[n], score, band, mask, bias, at, row, column);
             }
         }
+    }
+}
+
+#[cube]
+impl TileAt {
+    /// A pair, for functions of it.
+    pub fn place(&self, row: u32, column: u32) -> Place {
+        Place::new(self.batch as u32, self.head as u32, &self.band, row, column, self.transposed)
     }
 }
 
@@ -78,8 +96,10 @@ pub fn finish_score<F: Float, M: Numeric>(
     row: u32,
     column: u32,
 ) -> f32 {
+    let place = at.place(row, column);
     let mut value = t;
     if band.sees(row, column) {
+        value = score.modified(value, &place, band);
         #[comptime]
         if let ComptimeOption::Some(bias) = bias {
             let offset = element(at, row, column, bias.stride(0), bias.stride(1), bias.stride(2), bias.stride(3));
@@ -91,6 +111,7 @@ pub fn finish_score<F: Float, M: Numeric>(
             let offset = element(at, row, column, mask.stride(0), mask.stride(1), mask.stride(2), mask.stride(3));
             value = select(mask[offset] != M::from_int(0), HIDDEN, value);
         }
+        value = select(score.extras.mods.sees(&place, band), value, HIDDEN);
     } else {
         value = HIDDEN.runtime();
     }

@@ -60,7 +60,8 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     }
 
     let slope = score.extras.slope(work.batch, work.head);
-    let at = TileAt { batch: work.batch, head: work.head, q_start: start, k_start: 0u32, slope, band };
+    let at =
+        TileAt { batch: work.batch, head: work.head, q_start: start, k_start: 0u32, slope, band, transposed: false };
     let keys = band.k_blocks(start, comptime!(tile.block() as u32), 1u32);
     for j in keys.origin + keys.start..keys.origin + keys.end {
         let key = read(k, &k_at, j, head_dim);
@@ -114,7 +115,7 @@ pub fn finish<F: Float, M: Numeric>(
     #[comptime] careful: bool,
 ) -> f32 {
     let mut value = t;
-    if comptime!(careful || bias.is_some() || score.extras.slopes.is_some()) {
+    if comptime!(careful || bias.is_some() || score.differs()) {
         value = finish_score(t, score, band, mask, bias, at, row, column);
     }
     value

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! Dq      for each key that queries of the block see:
-//!             s = Q k    dp = dO v    p = exp(s − lse)    ds = p ∘ (dp − delta) ∘ slope    dQ += ds k
+//!             s = Q k    dp = dO v    p = exp(s − lse)    ds = p ∘ (dp − delta) ∘ factor   dQ += ds k
 //! DkDv    for each query head of the group and each of its queries that see keys of the block:
-//!             s = K q    dp = V do    p = exp(s − lse)    ds = p ∘ (dp − delta) ∘ slope    dK += ds q    dV += p do
+//!             s = K q    dp = V do    p = exp(s − lse)    ds = p ∘ (dp − delta) ∘ factor   dK += ds q    dV += p do
 //! ```
 //!
 //! The second is the first with queries and keys in each other's places and one product more; what each tensor is called here:
@@ -19,7 +19,7 @@ use crate::portable::Grid;
 use crate::portable::gradient::zeros;
 use crate::portable::scores::TileAt;
 use crate::portable::tile::matrix;
-use crate::score::Score;
+use crate::score::{Factor, Score};
 use crate::softmax::weight;
 use cubecl::prelude::*;
 
@@ -88,7 +88,7 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
         let v_at = matrix(v, work.batch, stream);
         let stats_row = (work.batch * grid.heads as usize * group_size + head) * band.seq_k as usize;
         let slope = score.extras.slope(work.batch, head);
-        let at = TileAt { batch: work.batch, head, q_start: start, k_start: 0u32, slope, band };
+        let at = TileAt { batch: work.batch, head, q_start: start, k_start: 0u32, slope, band, transposed };
         for j in columns.origin + columns.start..columns.origin + columns.end {
             if comptime!(transposed) {
                 let i = stats_row + j as usize;
@@ -114,8 +114,8 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
                 if differentiates {
                     let dp = score.extras.dropout.back(dot(&held_d, &column_v, nth, head_dim_v), kept);
                     let mut ds = p * (dp - delta[nth]);
-                    if comptime!(score.capped) {
-                        ds *= score.derivative(t);
+                    if comptime!(blueprint.factor != Factor::One) {
+                        ds *= score.factor(t, &at.place(row, j), &band, blueprint.factor);
                     }
                     // What is hidden has no gradient, whatever dO and V hold there.
                     add(&mut acc, select(p == 0.0f32, 0.0f32, ds), &column, nth, head_dim, careful);

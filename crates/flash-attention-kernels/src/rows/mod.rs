@@ -18,6 +18,7 @@ pub mod gradient;
 pub mod row;
 
 use crate::matrix::Role;
+use crate::score::Factor;
 use serde::Serialize;
 
 /// Shapes of one cube's tiles.
@@ -53,6 +54,8 @@ pub struct Blueprint {
     pub head_dim: usize,
     /// Dimension of a value.
     pub head_dim_v: usize,
+    /// What gradients of scores are multiplied by.
+    pub factor: Factor,
     /// Whether there can be pairs that do not see each other. What is hidden adds nothing, whatever stands there; IEEE arithmetic
     /// would make NaN of `0 · NaN`.
     pub careful: bool,

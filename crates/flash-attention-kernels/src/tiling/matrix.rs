@@ -5,6 +5,7 @@ use super::Device;
 use super::Gradient;
 use crate::matrix::{Blueprint, MatrixTile, Role};
 use crate::problem::{AttentionProblem, Dtype};
+use crate::score::Factor;
 
 /// Planes and columns of a tile, the first that fits the device wins.
 ///
@@ -70,8 +71,8 @@ pub fn blueprint(problem: &AttentionProblem, role: Role, tile: MatrixTile) -> Bl
         tile,
         head_dim: problem.head_dim,
         head_dim_v: problem.head_dim_v,
-        capped: problem.options.softcap.is_some(),
-        mask: problem.mask.is_some(),
+        factor: Factor::of_product(problem),
+        mask: problem.hides_pairs(),
         bias: problem.bias.is_some(),
     }
 }

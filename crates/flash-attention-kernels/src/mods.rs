@@ -1,0 +1,562 @@
+//! Functions of scores and of visibility that users write in Rust, compiled into the kernels.
+//!
+//! ```text
+//! s_ij = f(t_ij; pair, a, b)      t = softcap(scale · q·kᵀ)      dt = ds · ∂f/∂t      da = Σ ds · ∂f/∂a
+//! seen_ij = band and mask and g(pair, a, b)
+//! ```
+//!
+//! `a` and `b` are what the user's tensors hold for the pair. Bias and slopes are added to what `f` returns.
+//! (FlexAttention, arXiv:2412.05496, section 3, of which these are `score_mod` and `mask_mod`.)
+//!
+//! A function is a `#[cube]` implementation of [`ScoreMod`] or [`MaskMod`], which is at once an ordinary one; [`ScoreFn`] and [`MaskFn`]
+//! carry it as a value. On the host `as` converts numbers, and not CubeCL's `cast_from`.
+
+#![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
+
+use crate::mask::Band;
+use cubecl::prelude::*;
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
+use std::any::{TypeId, type_name};
+use std::fmt;
+use std::hash::{Hash, Hasher};
+
+/// Tensors that a function may read.
+pub const TENSORS: usize = 2;
+
+/// A function, and the shapes of the tensors that it reads, each dimension 1 or that of the scores.
+///
+/// ```
+/// use flash_attention_kernels::mods::Applied;
+///
+/// let applied = Applied { function: "a name", tensors: [Some([1, 8, 1, 1]), None] };
+/// assert_eq!(applied.tensors.iter().flatten().count(), 1);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Applied<F> {
+    /// The function.
+    pub function: F,
+    /// Shapes of [`Values::a`] and [`Values::b`].
+    pub tensors: [Option<[usize; 4]>; TENSORS],
+}
+
+/// A pair of query and key. Positions count from where their sequence begins.
+///
+/// ```
+/// use flash_attention_kernels::mods::Pair;
+///
+/// assert_eq!(Pair::of(0, 3, 7, 9), Pair { batch: 0, head: 3, i: 7, j: 9, distance: -2.0 });
+/// ```
+#[derive(CubeType, Clone, Copy, Debug, PartialEq)]
+#[expand(derive(Clone, Copy))]
+pub struct Pair {
+    /// The sequence: its number where several are packed, else its batch.
+    pub batch: u32,
+    /// Query head.
+    pub head: u32,
+    /// The query.
+    pub i: u32,
+    /// The key.
+    pub j: u32,
+    /// `i − j`, to calculate with: a conversion for each pair would cost more than what is done with it.
+    pub distance: f32,
+}
+
+impl Pair {
+    /// That of a query and a key.
+    pub fn of(batch: u32, head: u32, i: u32, j: u32) -> Self {
+        Pair { batch, head, i, j, distance: (i as i32 - j as i32) as f32 }
+    }
+}
+
+/// What the user's tensors hold for a pair; 0 where there are fewer.
+///
+/// ```
+/// use flash_attention_kernels::mods::Values;
+///
+/// assert_eq!(Values::default(), Values { a: 0.0, b: 0.0 });
+/// ```
+#[derive(CubeType, Clone, Copy, Debug, Default, PartialEq)]
+#[expand(derive(Clone, Copy))]
+pub struct Values {
+    /// The first one.
+    pub a: f32,
+    /// The second.
+    pub b: f32,
+}
+
+/// Derivatives of a score that a [`ScoreMod`] has made.
+///
+/// ```
+/// use flash_attention_kernels::mods::Partials;
+///
+/// // Of score + a · distance, two keys behind the query.
+/// let of = Partials { score: 1.0, a: 2.0, b: 0.0 };
+/// assert_eq!(of.score, 1.0);
+/// ```
+#[derive(CubeType, Clone, Copy, Debug, PartialEq)]
+#[expand(derive(Clone, Copy))]
+pub struct Partials {
+    /// By the score that it was made of.
+    pub score: f32,
+    /// By [`Values::a`].
+    pub a: f32,
+    /// By [`Values::b`].
+    pub b: f32,
+}
+
+/// A score made of a score.
+///
+/// ```
+/// use cubecl::prelude::*;
+/// use flash_attention_kernels::mods::{Pair, Partials, ScoreFn, ScoreMod, Values};
+///
+/// /// ALiBi: `a` is the slope of a head, of a tensor `[1, heads, 1, 1]`.
+/// struct Alibi;
+///
+/// #[cube]
+/// impl ScoreMod for Alibi {
+///     const ADDITIVE: bool = true;
+///
+///     fn score(score: f32, pair: Pair, values: Values) -> f32 {
+///         score - values.a * f32::abs(pair.distance)
+///     }
+///
+///     fn backward(_score: f32, pair: Pair, _values: Values) -> Partials {
+///         Partials { score: 1.0f32, a: -f32::abs(pair.distance), b: 0.0f32 }
+///     }
+/// }
+///
+/// let alibi = ScoreFn::of::<Alibi>();
+/// assert_eq!(alibi.score(1.0, Pair::of(0, 0, 7, 5), Values { a: 0.25, b: 0.0 }), 0.5);
+/// ```
+#[cube]
+pub trait ScoreMod: 'static + Send + Sync {
+    /// Whether [`Partials::score`] is 1 whatever the score: what is known need not be kept.
+    const ADDITIVE: bool;
+
+    /// The score of a pair.
+    fn score(score: f32, pair: Pair, values: Values) -> f32;
+
+    /// Its derivatives at the same place.
+    fn backward(score: f32, pair: Pair, values: Values) -> Partials;
+}
+
+/// Whether a query sees a key.
+///
+/// ```
+/// use cubecl::prelude::*;
+/// use flash_attention_kernels::mods::{MaskFn, MaskMod, Pair, Values};
+///
+/// /// Keys of the query's own document, or the first ones: `a` and `b` are the documents of query and key, of tensors
+/// /// `[batch, 1, seq_q, 1]` and `[batch, 1, 1, seq_k]`.
+/// struct Document;
+///
+/// #[cube]
+/// impl MaskMod for Document {
+///     fn sees(pair: Pair, values: Values) -> bool {
+///         pair.j < 4 || values.a == values.b
+///     }
+/// }
+///
+/// let document = MaskFn::of::<Document>();
+/// assert!(document.sees(Pair::of(0, 0, 90, 3), Values { a: 1.0, b: 0.0 }));
+/// assert!(!document.sees(Pair::of(0, 0, 90, 4), Values { a: 1.0, b: 0.0 }));
+/// ```
+#[cube]
+pub trait MaskMod: 'static + Send + Sync {
+    /// Whether it does.
+    fn sees(pair: Pair, values: Values) -> bool;
+}
+
+/// One function after the other, of the same tensors: `B` of what `A` makes.
+///
+/// ```
+/// # use cubecl::prelude::*;
+/// use flash_attention_kernels::mods::{Pair, Partials, ScoreFn, ScoreMod, Then, Values};
+///
+/// struct Twice;
+///
+/// #[cube]
+/// impl ScoreMod for Twice {
+///     const ADDITIVE: bool = false;
+///     fn score(score: f32, _pair: Pair, _values: Values) -> f32 {
+///         2.0f32 * score
+///     }
+///     fn backward(_score: f32, _pair: Pair, _values: Values) -> Partials {
+///         Partials { score: 2.0f32, a: 0.0f32, b: 0.0f32 }
+///     }
+/// }
+///
+/// let fourfold = ScoreFn::of::<Then<Twice, Twice>>();
+/// assert_eq!(fourfold.backward(1.0, Pair::of(0, 0, 0, 0), Values::default()).score, 4.0);
+/// ```
+pub struct Then<A, B>(std::marker::PhantomData<(A, B)>);
+
+#[cube]
+impl<A: ScoreMod, B: ScoreMod> ScoreMod for Then<A, B> {
+    const ADDITIVE: bool = A::ADDITIVE && B::ADDITIVE;
+
+    fn score(score: f32, pair: Pair, values: Values) -> f32 {
+        B::score(A::score(score, pair, values), pair, values)
+    }
+
+    fn backward(score: f32, pair: Pair, values: Values) -> Partials {
+        let first = A::backward(score, pair, values);
+        let second = B::backward(A::score(score, pair, values), pair, values);
+        Partials {
+            score: second.score * first.score,
+            a: second.score * first.a + second.a,
+            b: second.score * first.b + second.b,
+        }
+    }
+}
+
+/// Sees what both see, of the same tensors.
+///
+/// ```
+/// # use cubecl::prelude::*;
+/// use flash_attention_kernels::mods::{And, MaskFn, MaskMod, Not, Or, Pair, Values};
+///
+/// struct Causal;
+///
+/// #[cube]
+/// impl MaskMod for Causal {
+///     fn sees(pair: Pair, _values: Values) -> bool {
+///         pair.j <= pair.i
+///     }
+/// }
+///
+/// let itself = MaskFn::of::<And<Causal, Not<And<Causal, Not<Or<Causal, Causal>>>>>>();
+/// assert!(itself.sees(Pair::of(0, 0, 1, 1), Values::default()));
+/// ```
+pub struct And<A, B>(std::marker::PhantomData<(A, B)>);
+
+#[cube]
+impl<A: MaskMod, B: MaskMod> MaskMod for And<A, B> {
+    fn sees(pair: Pair, values: Values) -> bool {
+        let (first, second) = (A::sees(pair, values), B::sees(pair, values));
+        first && second
+    }
+}
+
+/// Sees what one of them sees, of the same tensors: see [`And`].
+pub struct Or<A, B>(std::marker::PhantomData<(A, B)>);
+
+#[cube]
+impl<A: MaskMod, B: MaskMod> MaskMod for Or<A, B> {
+    fn sees(pair: Pair, values: Values) -> bool {
+        let (first, second) = (A::sees(pair, values), B::sees(pair, values));
+        first || second
+    }
+}
+
+/// Sees what the other does not: see [`And`].
+pub struct Not<A>(std::marker::PhantomData<A>);
+
+#[cube]
+impl<A: MaskMod> MaskMod for Not<A> {
+    fn sees(pair: Pair, values: Values) -> bool {
+        !A::sees(pair, values)
+    }
+}
+
+type Float32 = NativeExpand<f32>;
+type Bool = NativeExpand<bool>;
+
+/// A [`ScoreMod`] as a value: on the host a function, to a kernel being made what it is compiled to.
+///
+/// It serializes as its name, for who reads, but cannot be read back.
+#[derive(Clone, Copy)]
+pub struct ScoreFn {
+    id: TypeId,
+    name: &'static str,
+    additive: bool,
+    score: fn(f32, Pair, Values) -> f32,
+    backward: fn(f32, Pair, Values) -> Partials,
+    expand_score: fn(&Scope, Float32, PairExpand, ValuesExpand) -> Float32,
+    expand_backward: fn(&Scope, Float32, PairExpand, ValuesExpand) -> PartialsExpand,
+}
+
+impl ScoreFn {
+    /// That of a type: see [`ScoreMod`].
+    pub fn of<F: ScoreMod>() -> Self {
+        ScoreFn {
+            id: TypeId::of::<F>(),
+            name: type_name::<F>(),
+            additive: F::ADDITIVE,
+            score: F::score,
+            backward: F::backward,
+            expand_score: F::__expand_score,
+            expand_backward: F::__expand_backward,
+        }
+    }
+
+    /// [`ScoreMod::ADDITIVE`].
+    pub fn additive(&self) -> bool {
+        self.additive
+    }
+
+    /// [`ScoreMod::score`].
+    pub fn score(&self, score: f32, pair: Pair, values: Values) -> f32 {
+        (self.score)(score, pair, values)
+    }
+
+    /// [`ScoreMod::backward`].
+    pub fn backward(&self, score: f32, pair: Pair, values: Values) -> Partials {
+        (self.backward)(score, pair, values)
+    }
+
+    #[doc(hidden)]
+    pub fn __expand_score_method(&self, scope: &Scope, of: Float32, pair: PairExpand, values: ValuesExpand) -> Float32 {
+        (self.expand_score)(scope, of, pair, values)
+    }
+
+    #[doc(hidden)]
+    pub fn __expand_backward_method(
+        &self,
+        scope: &Scope,
+        of: Float32,
+        pair: PairExpand,
+        values: ValuesExpand,
+    ) -> PartialsExpand {
+        (self.expand_backward)(scope, of, pair, values)
+    }
+}
+
+/// A [`MaskMod`] as a value: see [`ScoreFn`].
+#[derive(Clone, Copy)]
+pub struct MaskFn {
+    id: TypeId,
+    name: &'static str,
+    sees: fn(Pair, Values) -> bool,
+    expand_sees: fn(&Scope, PairExpand, ValuesExpand) -> Bool,
+}
+
+impl MaskFn {
+    /// That of a type: see [`MaskMod`].
+    pub fn of<F: MaskMod>() -> Self {
+        MaskFn { id: TypeId::of::<F>(), name: type_name::<F>(), sees: F::sees, expand_sees: F::__expand_sees }
+    }
+
+    /// [`MaskMod::sees`].
+    pub fn sees(&self, pair: Pair, values: Values) -> bool {
+        (self.sees)(pair, values)
+    }
+
+    #[doc(hidden)]
+    pub fn __expand_sees_method(&self, scope: &Scope, pair: PairExpand, values: ValuesExpand) -> Bool {
+        (self.expand_sees)(scope, pair, values)
+    }
+}
+
+/// What both have in common: they are what their type is.
+macro_rules! function {
+    ($name:ident) => {
+        impl PartialEq for $name {
+            fn eq(&self, other: &Self) -> bool {
+                self.id == other.id
+            }
+        }
+
+        impl Eq for $name {}
+
+        impl Hash for $name {
+            fn hash<H: Hasher>(&self, state: &mut H) {
+                self.id.hash(state);
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(self.name)
+            }
+        }
+
+        impl Serialize for $name {
+            fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.serialize_str(self.name)
+            }
+        }
+
+        impl<'de> Deserialize<'de> for $name {
+            fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                let name = String::deserialize(deserializer)?;
+                Err(D::Error::custom(format!("the function {name} is code, which cannot be read: set it again")))
+            }
+        }
+    };
+}
+
+function!(ScoreFn);
+function!(MaskFn);
+
+/// A user's tensor, `[batch | 1, heads | 1, seq_q | 1, seq_k | 1]`.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Table {
+    /// It, if there is one.
+    pub tensor: ComptimeOption<&'static Tensor<f32>>,
+    /// Whether it differs from query to query.
+    #[cube(comptime)]
+    pub by_query: bool,
+    /// Whether it differs from key to key.
+    #[cube(comptime)]
+    pub by_key: bool,
+}
+
+/// The tensors of a function.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Tables {
+    /// The first.
+    pub a: Table,
+    /// The second.
+    pub b: Table,
+}
+
+/// The functions, and what they read.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Mods {
+    /// Of scores, if there is one.
+    #[cube(comptime)]
+    pub score: Option<ScoreFn>,
+    /// Its tensors.
+    pub of_score: Tables,
+    /// Of visibility, if there is one.
+    #[cube(comptime)]
+    pub mask: Option<MaskFn>,
+    /// Its tensors.
+    pub of_mask: Tables,
+}
+
+impl Tables {
+    /// No tensor, on the host.
+    fn none() -> Self {
+        let none = Table { tensor: ComptimeOption::None, by_query: false, by_key: false };
+        Tables { a: none, b: none }
+    }
+}
+
+impl Mods {
+    /// No function, on the host.
+    pub(crate) fn none() -> Self {
+        Mods { score: None, of_score: Tables::none(), mask: None, of_mask: Tables::none() }
+    }
+
+    /// Whether there is any.
+    pub fn exist(&self) -> bool {
+        self.score.is_some() || self.mask.is_some()
+    }
+}
+
+impl ModsExpand {
+    /// [`Mods::exist`], while a kernel is made.
+    pub fn exist(&self) -> bool {
+        self.score.is_some() || self.mask.is_some()
+    }
+}
+
+#[cube]
+impl Table {
+    /// What it holds for a pair.
+    fn at(&self, batch: u32, head: u32, i: u32, j: u32) -> f32 {
+        let mut value = 0.0f32.runtime();
+        #[comptime]
+        if let ComptimeOption::Some(tensor) = &self.tensor {
+            // What does not depend on a position is read once for all, which compilers see only if it is written so.
+            let mut at = batch as usize * tensor.stride(0) + head as usize * tensor.stride(1);
+            if comptime!(self.by_query) {
+                at += i as usize * tensor.stride(2);
+            }
+            if comptime!(self.by_key) {
+                at += j as usize * tensor.stride(3);
+            }
+            value = tensor[at];
+        }
+        value
+    }
+}
+
+/// A pair as kernels know it: a row and a column of a tile, which are a query and a key, or the other way round.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Place {
+    /// Batch of the tensors.
+    pub batch: u32,
+    /// Query head.
+    pub head: u32,
+    /// Position of the row.
+    pub row: u32,
+    /// Position of the column.
+    pub column: u32,
+    /// How far the column lies before the row.
+    pub distance: f32,
+    /// Whether rows are keys.
+    #[cube(comptime)]
+    pub transposed: bool,
+}
+
+#[cube]
+impl Place {
+    /// That of this row and this column.
+    pub fn new(batch: u32, head: u32, band: &Band, row: u32, column: u32, #[comptime] transposed: bool) -> Place {
+        Place { batch, head, row, column, distance: Place::between(band, row, column), transposed }
+    }
+
+    /// How far a column lies before a row, each counted from where its sequence begins.
+    pub fn between(band: &Band, row: u32, column: u32) -> f32 {
+        f32::cast_from((row - band.first_query()) as i32 - (column - band.first_key()) as i32)
+    }
+
+    /// As functions know it. `band` is that of rows and columns.
+    fn pair(&self, band: &Band) -> Pair {
+        let batch = band.number(self.batch);
+        let (row, column) = (self.row - band.first_query(), self.column - band.first_key());
+        if comptime!(self.transposed) {
+            Pair { batch, head: self.head, i: column, j: row, distance: -self.distance }
+        } else {
+            Pair { batch, head: self.head, i: row, j: column, distance: self.distance }
+        }
+    }
+
+    /// What tensors hold for it; for the last one in place of what is past the end.
+    fn values(&self, tables: &Tables, band: &Band) -> Values {
+        let (row, column) = (band.query_within(self.row), band.key_within(self.column, 1u32));
+        let (i, j) = if comptime!(self.transposed) { (column, row) } else { (row, column) };
+        Values { a: tables.a.at(self.batch, self.head, i, j), b: tables.b.at(self.batch, self.head, i, j) }
+    }
+}
+
+#[cube]
+impl Mods {
+    /// What the function makes of a score, if there is one.
+    pub fn score_of(&self, score: f32, place: &Place, band: &Band) -> f32 {
+        if comptime!(self.score.is_some()) {
+            let function = comptime!(self.score.unwrap());
+            function.score(score, place.pair(band), place.values(&self.of_score, band))
+        } else {
+            score
+        }
+    }
+
+    /// The derivatives of that.
+    pub fn partials(&self, score: f32, place: &Place, band: &Band) -> Partials {
+        if comptime!(self.score.is_some()) {
+            let function = comptime!(self.score.unwrap());
+            function.backward(score, place.pair(band), place.values(&self.of_score, band))
+        } else {
+            Partials { score: 1.0f32.runtime(), a: 0.0f32.runtime(), b: 0.0f32.runtime() }
+        }
+    }
+
+    /// Whether the function lets a query see a key, if there is one.
+    pub fn sees(&self, place: &Place, band: &Band) -> bool {
+        if comptime!(self.mask.is_some()) {
+            let function = comptime!(self.mask.unwrap());
+            function.sees(place.pair(band), place.values(&self.of_mask, band))
+        } else {
+            true.runtime()
+        }
+    }
+}
