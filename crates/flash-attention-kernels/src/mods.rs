@@ -23,22 +23,6 @@ use std::hash::{Hash, Hasher};
 /// Tensors that a function may read.
 pub const TENSORS: usize = 2;
 
-/// A function, and the shapes of the tensors that it reads, each dimension 1 or that of the scores.
-///
-/// ```
-/// use flash_attention_kernels::mods::Applied;
-///
-/// let applied = Applied { function: "a name", tensors: [Some([1, 8, 1, 1]), None] };
-/// assert_eq!(applied.tensors.iter().flatten().count(), 1);
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Applied<F> {
-    /// The function.
-    pub function: F,
-    /// Shapes of [`Values::a`] and [`Values::b`].
-    pub tensors: [Option<[usize; 4]>; TENSORS],
-}
-
 /// A pair of query and key. Positions count from where their sequence begins.
 ///
 /// ```

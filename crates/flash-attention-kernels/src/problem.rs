@@ -2,7 +2,7 @@
 
 use crate::error::AttentionError;
 use crate::mask::Band;
-use crate::mods::{Applied, MaskFn, ScoreFn, TENSORS};
+use crate::mods::{MaskFn, ScoreFn, TENSORS};
 use serde::{Deserialize, Serialize};
 
 /// The largest head dimension that any kernel takes.
@@ -87,7 +87,8 @@ pub enum Precision {
 
 /// What is done with the scores between `q·kᵀ` and the output, but for what tensors do.
 ///
-/// Scores are `softcap(q·kᵀ · softmax_scale)`, set to −∞ where mask, causality or window hide them, plus bias and slopes.
+/// Scores are `score_mod(softcap(q·kᵀ · softmax_scale))`, set to −∞ where mask, causality, window or `mask_mod` hide them, plus bias
+/// and slopes. Functions serialize as their names, for who reads; such options cannot be read back.
 ///
 /// ```
 /// use flash_attention_kernels::AttentionOptions;
@@ -115,6 +116,10 @@ pub struct AttentionOptions {
     pub dropout: f32,
     /// What draws of dropout depend on. `None`: on a tensor, so that it can be drawn on the device.
     pub dropout_seed: Option<u64>,
+    /// What makes scores of scores, after the softcap and before bias and slopes ([`mods`](crate::mods)).
+    pub score_mod: Option<ScoreFn>,
+    /// What hides pairs, beside causality, windows and masks ([`mods`](crate::mods)).
+    pub mask_mod: Option<MaskFn>,
     /// In which order the backward adds up.
     pub backward_order: BackwardOrder,
     /// How precisely f32 is multiplied.
@@ -166,10 +171,10 @@ pub struct AttentionProblem {
     pub seq_lens_k: bool,
     /// How many sequences lie one behind the other, counted through the batches, if there are several: they see nothing of each other.
     pub cu_seqlens: Option<usize>,
-    /// What makes scores of scores, after the softcap and before bias and slopes.
-    pub score_mod: Option<Applied<ScoreFn>>,
-    /// What hides pairs.
-    pub mask_mod: Option<Applied<MaskFn>>,
+    /// Shapes of the tensors that the function of scores reads, each dimension 1 or that of the scores.
+    pub score_tensors: [Option<[usize; 4]>; TENSORS],
+    /// Shapes of those that the function that hides pairs reads.
+    pub mask_tensors: [Option<[usize; 4]>; TENSORS],
     /// The rest.
     pub options: AttentionOptions,
 }
@@ -206,24 +211,23 @@ fn agree(
 }
 
 /// What the tensors of functions are called in messages.
-pub(crate) const SCORE_TENSORS: [&str; TENSORS] = ["score_mod.a", "score_mod.b"];
-pub(crate) const MASK_TENSORS: [&str; TENSORS] = ["mask_mod.a", "mask_mod.b"];
+pub(crate) const SCORE_TENSORS: [&str; TENSORS] = ["score_tensors[0]", "score_tensors[1]"];
+pub(crate) const MASK_TENSORS: [&str; TENSORS] = ["mask_tensors[0]", "mask_tensors[1]"];
 
-fn applied<F>(
-    names: [&'static str; TENSORS],
+fn tensors(
     option: &'static str,
-    function: F,
+    names: [&'static str; TENSORS],
     shapes: &[&[usize]],
-) -> Result<Applied<F>, AttentionError> {
+) -> Result<[Option<[usize; 4]>; TENSORS], AttentionError> {
     if shapes.len() > TENSORS {
-        let value = format!("a function of {} tensors", shapes.len());
-        return Err(AttentionError::Unsupported { option, value, why: "it reads two at most: a and b" });
+        let value = format!("{} tensors", shapes.len());
+        return Err(AttentionError::Unsupported { option, value, why: "a function reads two at most: a and b" });
     }
     let mut tensors = [None; TENSORS];
     for (nth, shape) in shapes.iter().enumerate() {
         tensors[nth] = Some(rank4(names[nth], shape)?);
     }
-    Ok(Applied { function, tensors })
+    Ok(tensors)
 }
 
 impl AttentionProblem {
@@ -257,8 +261,8 @@ impl AttentionProblem {
             seq_lens_q: false,
             seq_lens_k: false,
             cu_seqlens: None,
-            score_mod: None,
-            mask_mod: None,
+            score_tensors: [None; TENSORS],
+            mask_tensors: [None; TENSORS],
             options,
         };
         problem.validate()?;
@@ -345,16 +349,16 @@ impl AttentionProblem {
         Ok(self)
     }
 
-    /// This problem with a function of scores, which reads tensors of these shapes, two at most.
-    pub fn with_score_mod(mut self, function: ScoreFn, tensors: &[&[usize]]) -> Result<Self, AttentionError> {
-        self.score_mod = Some(applied(SCORE_TENSORS, "score_mod", function, tensors)?);
+    /// This problem with tensors of these shapes, two at most, that the options' function of scores reads.
+    pub fn with_score_tensors(mut self, shapes: &[&[usize]]) -> Result<Self, AttentionError> {
+        self.score_tensors = tensors("score_tensors", SCORE_TENSORS, shapes)?;
         self.validate()?;
         Ok(self)
     }
 
-    /// This problem with a function that hides pairs, which reads tensors of these shapes, two at most.
-    pub fn with_mask_mod(mut self, function: MaskFn, tensors: &[&[usize]]) -> Result<Self, AttentionError> {
-        self.mask_mod = Some(applied(MASK_TENSORS, "mask_mod", function, tensors)?);
+    /// This problem with tensors of these shapes, two at most, that the options' function that hides pairs reads.
+    pub fn with_mask_tensors(mut self, shapes: &[&[usize]]) -> Result<Self, AttentionError> {
+        self.mask_tensors = tensors("mask_tensors", MASK_TENSORS, shapes)?;
         self.validate()?;
         Ok(self)
     }
@@ -371,7 +375,7 @@ impl AttentionProblem {
 
     /// Whether pairs may be hidden that positions would let see each other.
     pub fn hides_pairs(&self) -> bool {
-        self.mask.is_some() || self.mask_mod.is_some()
+        self.mask.is_some() || self.options.mask_mod.is_some()
     }
 
     /// Whether there are several sequences, or such that end before tensors do.
@@ -405,9 +409,21 @@ impl AttentionProblem {
                 return Err(AttentionError::SequenceTooLong { argument, value, max: MAX_SEQ });
             }
         }
-        let of_score = self.score_mod.map_or([None; TENSORS], |applied| applied.tensors);
-        let of_mask = self.mask_mod.map_or([None; TENSORS], |applied| applied.tensors);
-        let tensors = SCORE_TENSORS.into_iter().zip(of_score).chain(MASK_TENSORS.into_iter().zip(of_mask));
+        let of_score = SCORE_TENSORS.into_iter().zip(self.score_tensors);
+        let of_mask = MASK_TENSORS.into_iter().zip(self.mask_tensors);
+        let functions = (self.options.score_mod.is_some(), self.options.mask_mod.is_some());
+        for ((option, shape), there) in
+            of_score.clone().map(|of| (of, functions.0)).chain(of_mask.clone().map(|of| (of, functions.1)))
+        {
+            if let Some(shape) = shape.filter(|_| !there) {
+                return Err(AttentionError::Unsupported {
+                    option,
+                    value: format!("a tensor {shape:?}"),
+                    why: "there is no function that would read it: set score_mod or mask_mod",
+                });
+            }
+        }
+        let tensors = of_score.chain(of_mask);
         for (argument, shape) in [("mask", self.mask), ("bias", self.bias)].into_iter().chain(tensors) {
             let Some(shape) = shape else { continue };
             let expected = self.scores_shape();

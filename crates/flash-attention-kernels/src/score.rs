@@ -97,7 +97,7 @@ pub enum Factor {
 impl Factor {
     /// That of the gradient of the product.
     pub fn of_product(problem: &AttentionProblem) -> Self {
-        let bends = problem.score_mod.is_some_and(|applied| !applied.function.additive());
+        let bends = problem.options.score_mod.is_some_and(|function| !function.additive());
         if problem.options.softcap.is_some() || bends { Factor::Product } else { Factor::One }
     }
 }

@@ -673,7 +673,7 @@ pub(crate) fn choose_backward(
     let gradients = gradients.or_else(rows);
     let tile = choose(device, problem, Stage::Backward, passed_over)?;
     let dalibi_slopes = problem.alibi_slopes.map(|_| tile);
-    let reads = problem.score_mod.is_some_and(|applied| applied.tensors.iter().any(Option::is_some));
+    let reads = problem.score_tensors.iter().any(Option::is_some);
     let dscore_tensors = reads.then_some(tile);
     Ok(match (hopper, gradients) {
         (Some((dq, dkdv, dv)), _) => {
@@ -935,10 +935,10 @@ pub(crate) fn check_bindings(
         ("sinks", problem.sinks && kernel == "forward"),
         ("dropout_seed", problem.options.dropout > 0.0),
         ("sequences", problem.is_ragged()),
-        ("score_mod.a", problem.score_mod.is_some_and(|applied| applied.tensors[0].is_some())),
-        ("score_mod.b", problem.score_mod.is_some_and(|applied| applied.tensors[1].is_some())),
-        ("mask_mod.a", problem.mask_mod.is_some_and(|applied| applied.tensors[0].is_some())),
-        ("mask_mod.b", problem.mask_mod.is_some_and(|applied| applied.tensors[1].is_some())),
+        ("score_tensors[0]", problem.score_tensors[0].is_some()),
+        ("score_tensors[1]", problem.score_tensors[1].is_some()),
+        ("mask_tensors[0]", problem.mask_tensors[0].is_some()),
+        ("mask_tensors[1]", problem.mask_tensors[1].is_some()),
     ]
     .into_iter()
     .filter_map(|(name, there)| there.then_some(name))
@@ -991,7 +991,7 @@ pub(crate) fn sums_len(sums: Sums, problem: &AttentionProblem) -> usize {
 pub(crate) fn bias_sums_len(problem: &AttentionProblem) -> usize {
     let of_bias = problem.bias.map_or(0, |shape| sums_len(bias_sums(&shape, problem), problem));
     let of_slopes = problem.alibi_slopes.map_or(0, |_| sums_len(Sums::Rows, problem));
-    let of_tensors = problem.score_mod.into_iter().flat_map(|applied| applied.tensors).flatten();
+    let of_tensors = problem.score_tensors.into_iter().flatten();
     let of_tensors = of_tensors.map(|shape| sums_len(bias_sums(&shape, problem), problem)).max();
     of_bias.max(of_slopes).max(of_tensors.unwrap_or(0))
 }

@@ -356,6 +356,8 @@ fn key<T: Copy>(problem: &AttentionProblem, candidates: &[T], name: fn(T, T) -> 
         mask: problem.mask.map(|shape| shape.map(up)),
         bias: problem.bias.map(|shape| shape.map(up)),
         alibi_slopes: problem.alibi_slopes.map(|_| [1, 1]),
+        score_tensors: problem.score_tensors.map(|shape| shape.map(|shape| shape.map(up))),
+        mask_tensors: problem.mask_tensors.map(|shape| shape.map(|shape| shape.map(up))),
         cu_seqlens: problem.cu_seqlens.map(up),
         options: AttentionOptions {
             softmax_scale: None,
@@ -389,7 +391,7 @@ fn backward_name(tiles: BackwardTiles, _: BackwardTiles) -> String {
         Gradient::Mma(gradient) => format!("{:?}", gradient.tile),
         gradient => format!("{gradient:?}"),
     };
-    let BackwardTiles { dq, dkdv, dv, fused, dbias, dalibi_slopes: _ } = tiles;
+    let BackwardTiles { dq, dkdv, dv, fused, dbias, dalibi_slopes: _, dscore_tensors: _ } = tiles;
     let fused = fused.map(Gradient::Hopper).map(name);
     format!("{} {} {:?} {fused:?} {dbias:?}", name(dq), name(dkdv), dv.map(name))
 }

@@ -187,8 +187,7 @@ impl Call<'_> {
         if let Some(view) = &gradients.dsinks {
             output(self.device, "dsinks", view, [if p.sinks { p.num_heads_q } else { 0 }], 4)?;
         }
-        let stated = p.score_mod.map_or([None; TENSORS], |applied| applied.tensors);
-        for ((view, shape), argument) in gradients.dscore_tensors.iter().zip(stated).zip(DSCORE_TENSORS) {
+        for ((view, shape), argument) in gradients.dscore_tensors.iter().zip(p.score_tensors).zip(DSCORE_TENSORS) {
             if let Some(view) = view {
                 output(self.device, argument, view, shape.unwrap_or([0; 4]), 4)?;
             }

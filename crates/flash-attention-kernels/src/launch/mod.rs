@@ -175,12 +175,10 @@ impl<'a> Call<'a> {
                 input(device, argument, cu, [problem.cu_seqlens.map_or(cu.shape[0], |sequences| sequences + 1)], 4)?;
             }
         }
-        let stated_score = problem.score_mod.map_or([None; TENSORS], |applied| applied.tensors);
-        let stated_mask = problem.mask_mod.map_or([None; TENSORS], |applied| applied.tensors);
         let of_mods = |nth: usize| {
             [
-                (SCORE_TENSORS[nth], &inputs.score_tensors[nth], stated_score[nth]),
-                (MASK_TENSORS[nth], &inputs.mask_tensors[nth], stated_mask[nth]),
+                (SCORE_TENSORS[nth], &inputs.score_tensors[nth], problem.score_tensors[nth]),
+                (MASK_TENSORS[nth], &inputs.mask_tensors[nth], problem.mask_tensors[nth]),
             ]
         };
         for (argument, given, stated) in (0..TENSORS).flat_map(of_mods) {
@@ -279,9 +277,9 @@ impl<'a> Call<'a> {
         };
         let tables = |[a, b]: &[Option<TensorView>; TENSORS]| TablesLaunch::new(table(a), table(b));
         ModsLaunch::new(
-            self.problem.score_mod.map(|applied| applied.function),
+            self.problem.options.score_mod,
             tables(&self.inputs.score_tensors),
-            self.problem.mask_mod.map(|applied| applied.function),
+            self.problem.options.mask_mod,
             tables(&self.inputs.mask_tensors),
         )
     }
