@@ -297,6 +297,7 @@ impl Oracle {
             seq_lens_k: seq_lens.as_deref(),
             cu_seqlens_q: ends.as_deref(),
             cu_seqlens_k: ends.as_deref(),
+            ..Default::default()
         };
         let sample = reference::sample(&p, &inputs, &dout, at, &queries, &keys);
         Oracle { problem: whole, queries, keys, sample }

@@ -25,7 +25,8 @@ use flash_attention_kernels::{AttentionError, AttentionProblem};
 /// `num_heads_q` is a multiple of `num_heads_kv`: query head `h` attends with head `h / (num_heads_q / num_heads_kv)`.
 /// All are f32, f16 or bf16 alike; sums are in f32. Any strides will do. Head dimensions go up to 256.
 ///
-/// A query that sees no key gets 0. Differentiable in `q`, `k`, `v`, bias, slopes and sinks; kernels run for tracked ones only.
+/// A query that sees no key gets 0. Differentiable in `q`, `k`, `v`, bias, slopes, sinks and what the function of scores reads; kernels
+/// run for tracked ones only.
 ///
 /// # Panics
 ///
@@ -142,6 +143,7 @@ pub fn try_flash_attention_with_lse(
     let slopes = options.alibi_slopes.clone().map(|slopes| slopes.into_tensor().cast(DType::F32));
     let sinks = options.sinks.clone().map(|sinks| sinks.cast(DType::F32));
     let lens = |lens: &Option<Tensor<1, Int>>| lens.clone().map(|lens| lens.cast(IntDType::I32).into_dispatch());
+    let nth = |tensors: &[Tensor<4>], nth: usize| tensors.get(nth).cloned().map(Tensor::into_dispatch);
     let extras = Extras {
         mask: OptionalBool::from_option(options.mask.clone().map(Tensor::into_dispatch)),
         bias: OptionalFloat::from(options.bias.clone().map(Tensor::into_dispatch)),
@@ -152,6 +154,10 @@ pub fn try_flash_attention_with_lse(
         seq_lens_k: OptionalInt::from_option(lens(&options.seq_lens_k)),
         cu_seqlens_q: OptionalInt::from_option(lens(&options.cu_seqlens_q)),
         cu_seqlens_k: OptionalInt::from_option(lens(&options.cu_seqlens_k)),
+        score_a: OptionalFloat::from(nth(&options.score_tensors, 0)),
+        score_b: OptionalFloat::from(nth(&options.score_tensors, 1)),
+        mask_a: OptionalFloat::from(nth(&options.mask_tensors, 0)),
+        mask_b: OptionalFloat::from(nth(&options.mask_tensors, 1)),
     };
     let (q, k, v) = (q.into_dispatch(), k.into_dispatch(), v.into_dispatch());
     let output = Dispatch::flash_attention(q, k, v, extras, options.numbers());
@@ -170,8 +176,8 @@ pub fn try_flash_attention_with_lse(
 ///   `cu_seqlens_k[s]..cu_seqlens_k[s + 1]`. Either may have none of its own.
 /// - returns `[total_q, num_heads_q, head_dim_v]`, 0 for what belongs to no sequence
 ///
-/// Causality and windows are each sequence's own. Mask and bias broadcast to `[1, num_heads_q, total_q, total_k]`, slopes are
-/// `[num_heads_q]`. For documents packed into the rows of a batch there are [`cu_seqlens_q`](FlashAttentionOptions::cu_seqlens_q) and
+/// Causality and windows are each sequence's own, and so are the positions that functions see. Mask, bias and the tensors of functions
+/// broadcast to `[1, num_heads_q, total_q, total_k]`, slopes are `[num_heads_q]`. For documents packed into the rows of a batch there are [`cu_seqlens_q`](FlashAttentionOptions::cu_seqlens_q) and
 /// [`cu_seqlens_k`](FlashAttentionOptions::cu_seqlens_k) in the options of [`flash_attention`].
 ///
 /// # Panics
@@ -362,6 +368,19 @@ fn posed(
     {
         other.map_or(Ok(()), |other| dtype(argument, other).map(|_| ()))?;
     }
+    let of_functions = || {
+        let of_score = options.score_tensors.iter().zip(["score_tensors[0]", "score_tensors[1]"]);
+        of_score.chain(options.mask_tensors.iter().zip(["mask_tensors[0]", "mask_tensors[1]"]))
+    };
+    for (tensor, argument) in of_functions() {
+        if tensor.dtype() != DType::F32 {
+            return Err(AttentionError::Unsupported {
+                option: argument,
+                value: format!("a tensor of {}", tensor.dtype().name()),
+                why: "functions read f32, whatever the dtype of q: cast it",
+            });
+        }
+    }
     let device = q.device();
     for (argument, other) in [
         ("k", Some(k.device())),
@@ -379,6 +398,10 @@ fn posed(
             same_device(argument, &other, &device)?;
         }
     }
+    for (tensor, argument) in of_functions() {
+        same_device(argument, &tensor.device(), &device)?;
+    }
+    let dims = |tensors: &[Tensor<4>]| tensors.iter().map(|tensor| tensor.dims().to_vec()).collect();
     let shapes = Shapes {
         mask: mask.map(|mask| mask.dims().to_vec()),
         bias: bias.map(|bias| bias.dims().to_vec()),
@@ -388,6 +411,8 @@ fn posed(
         seq_lens_k: options.seq_lens_k.as_ref().map(|lens| lens.dims().to_vec()),
         cu_seqlens_q: options.cu_seqlens_q.as_ref().map(|ends| ends.dims().to_vec()),
         cu_seqlens_k: options.cu_seqlens_k.as_ref().map(|ends| ends.dims().to_vec()),
+        score_tensors: dims(&options.score_tensors),
+        mask_tensors: dims(&options.mask_tensors),
     };
     let problem = problem([&q.dims(), &k.dims(), &v.dims()], shapes, q_dtype, options.numbers())?;
     Ok((device.inner(), problem))

@@ -22,6 +22,7 @@ use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{Autodiff, AutodiffBackend, Backend, TensorMetadata};
 use flash_attention_kernels::AttentionOptions;
+use flash_attention_kernels::mods::TENSORS;
 use std::sync::{Arc, Mutex, PoisonError};
 
 impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff<B, C> {
@@ -39,14 +40,19 @@ impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff
             seq_lens_k: extras.seq_lens_k.into_option(),
             cu_seqlens_q: extras.cu_seqlens_q.into_option(),
             cu_seqlens_k: extras.cu_seqlens_k.into_option(),
+            mask_tensors: [extras.mask_a, extras.mask_b]
+                .map(|tensor| tensor.into_option().map(|tensor| tensor.into_primitive())),
         };
-        let optional = [extras.bias, extras.alibi_slopes, extras.sinks].map(OptionalFloat::into_option);
+        let optional = [extras.bias, extras.alibi_slopes, extras.sinks, extras.score_a, extras.score_b]
+            .map(OptionalFloat::into_option);
         // Burn wants to know at compile time how many inputs a node has.
         let record = match optional.iter().flatten().count() {
             0 => record::<B, C, 3>,
             1 => record::<B, C, 4>,
             2 => record::<B, C, 5>,
-            _ => record::<B, C, 6>,
+            3 => record::<B, C, 6>,
+            4 => record::<B, C, 7>,
+            _ => record::<B, C, 8>,
         };
         record([q, k, v], optional, untracked, options)
     }
@@ -76,11 +82,16 @@ struct Untracked<B: Backend> {
     seq_lens_k: Option<IntTensor<B>>,
     cu_seqlens_q: Option<IntTensor<B>>,
     cu_seqlens_k: Option<IntTensor<B>>,
+    mask_tensors: [Option<FloatTensor<B>>; TENSORS],
 }
 
+/// Those that may be absent and may have one: bias, slopes, sinks, and the tensors of the function of scores.
+const OPTIONAL: usize = 3 + TENSORS;
+
 impl<B: Backend> Untracked<B> {
-    /// With bias, slopes and sinks.
-    fn with(self, [bias, alibi_slopes, sinks]: [Option<FloatTensor<B>>; 3]) -> Extras<B> {
+    /// With those that have one.
+    fn with(self, [bias, alibi_slopes, sinks, score_a, score_b]: [Option<FloatTensor<B>>; OPTIONAL]) -> Extras<B> {
+        let [mask_a, mask_b] = self.mask_tensors;
         Extras {
             mask: OptionalBool::from_option(self.mask),
             bias: bias.into(),
@@ -91,14 +102,18 @@ impl<B: Backend> Untracked<B> {
             seq_lens_k: OptionalInt::from_option(self.seq_lens_k),
             cu_seqlens_q: OptionalInt::from_option(self.cu_seqlens_q),
             cu_seqlens_k: OptionalInt::from_option(self.cu_seqlens_k),
+            score_a: score_a.into(),
+            score_b: score_b.into(),
+            mask_a: mask_a.into(),
+            mask_b: mask_b.into(),
         }
     }
 }
 
-/// Runs the forward and records it if any of the `N` inputs (q, k, v and those that there are of bias, slopes and sinks) is tracked.
+/// Runs the forward and records it if any of the `N` inputs (q, k, v and those that there are of the optional ones) is tracked.
 fn record<B: FlashAttentionOps, C: CheckpointStrategy, const N: usize>(
     [q, k, v]: [FloatTensor<Autodiff<B, C>>; 3],
-    optional: [Option<FloatTensor<Autodiff<B, C>>>; 3],
+    optional: [Option<FloatTensor<Autodiff<B, C>>>; OPTIONAL],
     untracked: Untracked<B>,
     options: AttentionOptions,
 ) -> AttentionOutput<Autodiff<B, C>> {
@@ -223,8 +238,8 @@ struct Core;
 struct CoreState<B: Backend> {
     /// Where the checkpointer finds q, k and v.
     ids: [NodeId; 3],
-    /// And those that there are of bias, slopes and sinks.
-    optional_ids: [Option<NodeId>; 3],
+    /// And those that there are of the optional ones.
+    optional_ids: [Option<NodeId>; OPTIONAL],
     untracked: Untracked<B>,
     out: FloatTensor<B>,
     lse: FloatTensor<B>,
@@ -249,13 +264,13 @@ impl<B: FlashAttentionOps, const N: usize> Backward<B, N> for Core {
         // The parents are q, k, v and those that there are of the others, which is tracked being `Some`.
         let parent = |n: usize| ops.parents.get(n).and_then(Option::as_ref).map(|node| node.id);
         let mut place = 2;
-        let [of_bias, of_slopes, of_sinks] = optional.each_ref().map(|tensor| {
+        let of_optional = optional.each_ref().map(|tensor| {
             tensor.as_ref().and_then(|_| {
                 place += 1;
                 parent(place)
             })
         });
-        let parents = [parent(0), parent(1), parent(2), of_bias, of_slopes, of_sinks];
+        let [of_bias, of_slopes, of_sinks, of_a, of_b] = of_optional;
         let gradients = B::flash_attention_backward(
             q,
             k,
@@ -272,11 +287,13 @@ impl<B: FlashAttentionOps, const N: usize> Backward<B, N> for Core {
                 dbias: of_bias.is_some(),
                 dalibi_slopes: of_slopes.is_some(),
                 dsinks: of_sinks.is_some(),
+                dscore_tensors: [of_a.is_some(), of_b.is_some()],
             },
             state.options,
         );
-        let AttentionGradients { dq, dk, dv, dbias, dalibi_slopes, dsinks } = gradients;
-        for (parent, gradient) in parents.into_iter().zip([dq, dk, dv, dbias, dalibi_slopes, dsinks]) {
+        let AttentionGradients { dq, dk, dv, dbias, dalibi_slopes, dsinks, dscore_a, dscore_b } = gradients;
+        let parents = [parent(0), parent(1), parent(2)].into_iter().chain(of_optional);
+        for (parent, gradient) in parents.zip([dq, dk, dv, dbias, dalibi_slopes, dsinks, dscore_a, dscore_b]) {
             if let (Some(id), Some(gradient)) = (parent, gradient.into_option()) {
                 grads.register::<B>(id, gradient);
             }

@@ -6,6 +6,7 @@
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
 use flash_attention_kernels::AttentionOptions;
+use flash_attention_kernels::mods::TENSORS;
 
 #[cfg(feature = "fusion")]
 use burn::backend::fusion::custom::TensorSpec;
@@ -67,6 +68,18 @@ pub struct Extras<B: Backend> {
     /// `[sequences + 1]`, of 32 bits each.
     #[extension_type]
     pub cu_seqlens_k: OptionalInt<B>,
+    /// The first tensor of the function of scores: `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, f32.
+    #[extension_type]
+    pub score_a: OptionalFloat<B>,
+    /// The second, likewise.
+    #[extension_type]
+    pub score_b: OptionalFloat<B>,
+    /// The first tensor of the function that hides pairs, likewise.
+    #[extension_type]
+    pub mask_a: OptionalFloat<B>,
+    /// The second, likewise.
+    #[extension_type]
+    pub mask_b: OptionalFloat<B>,
 }
 
 #[cfg(all(feature = "cube", feature = "fusion"))]
@@ -83,6 +96,10 @@ impl<B: Backend> Extras<B> {
             seq_lens_k: OptionalInt::None,
             cu_seqlens_q: OptionalInt::None,
             cu_seqlens_k: OptionalInt::None,
+            score_a: OptionalFloat::None,
+            score_b: OptionalFloat::None,
+            mask_a: OptionalFloat::None,
+            mask_b: OptionalFloat::None,
         }
     }
 }
@@ -154,6 +171,10 @@ pub struct AttentionGradients<B: Backend> {
     pub dalibi_slopes: OptionalFloat<B>,
     #[extension_type]
     pub dsinks: OptionalFloat<B>,
+    #[extension_type]
+    pub dscore_a: OptionalFloat<B>,
+    #[extension_type]
+    pub dscore_b: OptionalFloat<B>,
 }
 
 /// Which gradients the backward is to compute; the others cost nothing.
@@ -165,6 +186,8 @@ pub struct Wanted {
     pub dbias: bool,
     pub dalibi_slopes: bool,
     pub dsinks: bool,
+    /// Of the tensors of the function of scores.
+    pub dscore_tensors: [bool; TENSORS],
 }
 
 /// Attention as one operation of a backend.
@@ -197,6 +220,8 @@ pub trait FlashAttentionOps: Backend {
         dbias: of(wanted.dbias, &extras.bias),
         dalibi_slopes: of(wanted.dalibi_slopes, &extras.alibi_slopes),
         dsinks: of(wanted.dsinks, &extras.sinks),
+        dscore_a: of(wanted.dscore_tensors[0], &extras.score_a),
+        dscore_b: of(wanted.dscore_tensors[1], &extras.score_b),
     })]
     #[allow(clippy::too_many_arguments)]
     #[cfg_attr(not(any(feature = "cube", feature = "flex")), allow(unused_variables))]

@@ -8,6 +8,7 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::untile;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
+use flash_attention_kernels::mods::TENSORS;
 #[cfg(feature = "autotune")]
 use flash_attention_kernels::tuning::{backward_tuned as backward, forward_tuned as forward};
 use flash_attention_kernels::{
@@ -81,6 +82,10 @@ pub fn try_backward(
     let dalibi_slopes = problem.alibi_slopes.filter(|_| wanted.dalibi_slopes);
     let dalibi_slopes = dalibi_slopes.map(|shape| call.empty(shape, DType::F32));
     let dsinks = (problem.sinks && wanted.dsinks).then(|| call.empty([problem.num_heads_q], DType::F32));
+    let dscore_tensors: [_; TENSORS] = std::array::from_fn(|nth| {
+        let shape = problem.score_tensors[nth].filter(|_| wanted.dscore_tensors[nth]);
+        shape.map(|shape| call.empty(shape, DType::F32))
+    });
     // Gradients come as other operations left them: tiled, strided, or expanded with a stride of 0.
     let saved = Saved {
         o: view(&untile(out)),
@@ -95,8 +100,10 @@ pub fn try_backward(
         dbias: dbias.as_ref().map(view),
         dalibi_slopes: dalibi_slopes.as_ref().map(view),
         dsinks: dsinks.as_ref().map(view),
+        dscore_tensors: dscore_tensors.each_ref().map(|tensor| tensor.as_ref().map(view)),
     };
     backward(&call.q.client, problem, &call.inputs, &saved, &gradients)?;
+    let [dscore_a, dscore_b] = dscore_tensors;
     Ok(AttentionGradients {
         dq: dq.into(),
         dk: dk.into(),
@@ -104,6 +111,8 @@ pub fn try_backward(
         dbias: dbias.into(),
         dalibi_slopes: dalibi_slopes.into(),
         dsinks: dsinks.into(),
+        dscore_a: dscore_a.into(),
+        dscore_b: dscore_b.into(),
     })
 }
 
@@ -129,8 +138,11 @@ impl Call {
         let [seed, lens_q, lens_k, cu_q, cu_k] =
             [extras.dropout_seed, extras.seq_lens_q, extras.seq_lens_k, extras.cu_seqlens_q, extras.cu_seqlens_k]
                 .map(|tensor| tensor.into_option().map(untile));
+        let [score_tensors, mask_tensors] = [[extras.score_a, extras.score_b], [extras.mask_a, extras.mask_b]]
+            .map(|tensors| tensors.map(|tensor| tensor.into_option().map(untile)));
 
         let shape = |tensor: &Option<CubeTensor>| tensor.as_ref().map(|tensor| tensor.meta.shape().to_vec());
+        let shapes_of = |tensors: &[Option<CubeTensor>]| tensors.iter().filter_map(shape).collect();
         let shapes = Shapes {
             mask: shape(&mask),
             bias: shape(&bias),
@@ -140,6 +152,8 @@ impl Call {
             seq_lens_k: shape(&lens_k),
             cu_seqlens_q: shape(&cu_q),
             cu_seqlens_k: shape(&cu_k),
+            score_tensors: shapes_of(&score_tensors),
+            mask_tensors: shapes_of(&mask_tensors),
         };
         let problem = problem([q.meta.shape(), k.meta.shape(), v.meta.shape()], shapes, dtype("q", q.dtype)?, options)?;
         let inputs = Inputs {
@@ -152,6 +166,8 @@ impl Call {
             seq_lens_k: lens_k.as_ref().map(view),
             cu_seqlens_q: cu_q.as_ref().map(view),
             cu_seqlens_k: cu_k.as_ref().map(view),
+            score_tensors: score_tensors.each_ref().map(|tensor| tensor.as_ref().map(view)),
+            mask_tensors: mask_tensors.each_ref().map(|tensor| tensor.as_ref().map(view)),
             ..Inputs::new(view(&q), view(&k), view(&v))
         };
         Ok(Call { q, problem, inputs })

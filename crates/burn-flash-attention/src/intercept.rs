@@ -215,7 +215,15 @@ impl Operation {
                 let [q, k, v] = [&of.query, &of.key, &of.value].map(|input| float(context, input));
                 let [out, lse, dout] = [&of.out, &of.logsumexp, &of.out_grad].map(|input| float(context, input));
                 let (extras, dlse) = (Extras::of(None, None), OptionalFloat::None);
-                let wanted = Wanted { dq: true, dk: true, dv: true, dbias: false, dalibi_slopes: false, dsinks: false };
+                let wanted = Wanted {
+                    dq: true,
+                    dk: true,
+                    dv: true,
+                    dbias: false,
+                    dalibi_slopes: false,
+                    dsinks: false,
+                    dscore_tensors: [false, false],
+                };
                 let options = options(&of.options);
                 let gradients = try_backward(q, k, v, extras, out, lse, dout, dlse, wanted, options)?;
                 let all =

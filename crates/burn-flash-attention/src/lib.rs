@@ -47,7 +47,7 @@ pub use api::{
 };
 #[cfg(feature = "autotune")]
 pub use flash_attention_kernels::tuning::Tuned;
-pub use flash_attention_kernels::{Alignment, AttentionError, BackwardOrder, Dtype, Kernel, Plan, Precision};
+pub use flash_attention_kernels::{Alignment, AttentionError, BackwardOrder, Dtype, Kernel, Plan, Precision, mods};
 #[cfg(all(feature = "cube", feature = "fusion"))]
 pub use intercept::{Counts, InstallError, Interception, install};
 pub use module::{

@@ -3,13 +3,14 @@
 use crate::slopes::AlibiSlopes;
 use burn::tensor::ops::{AttentionModuleOptions, CausalAlignment};
 use burn::tensor::{Bool, Int, Tensor};
+use flash_attention_kernels::mods::{MaskFn, ScoreFn};
 use flash_attention_kernels::{Alignment, AttentionOptions, BackwardOrder, Precision};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, ser::Error};
 
 /// Options of [`flash_attention`](crate::flash_attention).
 ///
-/// Scores are `softcap(q·kᵀ · softmax_scale)`, set to −∞ where mask, causality or window hide them, plus bias and slopes. A sink is one
-/// more score of each row, and dropout drops what the softmax makes of them.
+/// Scores are `score_mod(softcap(q·kᵀ · softmax_scale))`, set to −∞ where mask, causality, window or `mask_mod` hide them, plus bias and
+/// slopes. A sink is one more score of each row, and dropout drops what the softmax makes of them.
 ///
 /// ```
 /// use burn_flash_attention::FlashAttentionOptions;
@@ -24,7 +25,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, ser::Error};
 ///
 /// # Serialization
 ///
-/// The numbers serialize; tensors do not. Serializing options that hold one is an error, so that nothing is lost in silence.
+/// The numbers serialize; tensors and functions do not. Serializing options that hold one is an error, so that nothing is lost in silence.
 #[derive(Clone, Debug, Default)]
 pub struct FlashAttentionOptions {
     /// Factor on `q·kᵀ`. `None`: `1/√head_dim`.
@@ -71,6 +72,14 @@ pub struct FlashAttentionOptions {
     /// `[num_heads_q]`: the score of one more key of each head, whose value is 0, so that a head may attend to nothing (gpt-oss;
     /// StreamingLLM, arXiv:2309.17453). Zeros are burn-nn's quiet softmax. Differentiable.
     pub sinks: Option<Tensor<1>>,
+    /// What makes scores of scores, after the softcap and before bias and slopes.
+    pub score_mod: Option<ScoreFn>,
+    /// What it reads, `a` and `b`: two at most, `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, f32. Never expanded. Differentiable.
+    pub score_tensors: Vec<Tensor<4>>,
+    /// What hides pairs, beside causality, windows and mask.
+    pub mask_mod: Option<MaskFn>,
+    /// What it reads, likewise. Not differentiable: visibility is a step.
+    pub mask_tensors: Vec<Tensor<4>>,
 }
 
 /// A setter that takes the value of an optional field.
@@ -166,6 +175,79 @@ impl FlashAttentionOptions {
     /// ```
     pub fn with_precision(mut self, precision: Precision) -> Self {
         self.precision = precision;
+        self
+    }
+
+    /// Sets the function of scores, and the tensors that it reads as `a` and `b`: two at most, f32, each
+    /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]` (FlexAttention, arXiv:2412.05496, section 3). It is compiled into the kernels,
+    /// and its derivatives into those of the backward.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_flash_attention::mods::{Pair, Partials, ScoreFn, ScoreMod, Values};
+    /// use burn_flash_attention::{FlashAttentionOptions, flash_attention};
+    /// use cubecl::prelude::*;
+    ///
+    /// /// A learned temperature for each head.
+    /// struct Temperature;
+    ///
+    /// #[cube]
+    /// impl ScoreMod for Temperature {
+    ///     const ADDITIVE: bool = false;
+    ///
+    ///     fn score(score: f32, _pair: Pair, values: Values) -> f32 {
+    ///         score * values.a
+    ///     }
+    ///
+    ///     fn backward(score: f32, _pair: Pair, values: Values) -> Partials {
+    ///         Partials { score: values.a, a: score, b: 0.0f32 }
+    ///     }
+    /// }
+    ///
+    /// let device = Device::flex().autodiff();
+    /// let x = Tensor::<4>::random([1, 4, 8, 16], Distribution::Default, &device);
+    /// let temperatures = Tensor::<4>::ones([1, 4, 1, 1], &device).require_grad();
+    /// let options = FlashAttentionOptions::new().with_score_mod(ScoreFn::of::<Temperature>(), [temperatures.clone()]);
+    /// let out = flash_attention(x.clone(), x.clone(), x, &options);
+    /// assert_eq!(temperatures.grad(&out.sum().backward()).unwrap().dims(), [1, 4, 1, 1]);
+    /// # }
+    /// ```
+    pub fn with_score_mod(mut self, function: ScoreFn, tensors: impl IntoIterator<Item = Tensor<4>>) -> Self {
+        self.score_mod = Some(function);
+        self.score_tensors = tensors.into_iter().collect();
+        self
+    }
+
+    /// Sets the function that hides pairs, and the tensors that it reads as `a` and `b`: two at most, f32, each
+    /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`. It is asked for the pairs that causality, window and sequences leave.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_flash_attention::mods::{MaskFn, MaskMod, Pair, Values};
+    /// use burn_flash_attention::{FlashAttentionOptions, flash_attention};
+    /// use cubecl::prelude::*;
+    ///
+    /// /// Causal, but for a prefix that all see (PrefixLM): `a` is its length, of a tensor `[batch, 1, 1, 1]`.
+    /// struct Prefix;
+    ///
+    /// #[cube]
+    /// impl MaskMod for Prefix {
+    ///     fn sees(pair: Pair, values: Values) -> bool {
+    ///         pair.j <= pair.i || (pair.j as f32) < values.a
+    ///     }
+    /// }
+    ///
+    /// let x = Tensor::<4>::random([2, 4, 8, 16], Distribution::Default, &Device::flex());
+    /// let lengths = Tensor::<4>::from_data([[[[3.0]]], [[[5.0]]]], &Device::flex());
+    /// let options = FlashAttentionOptions::new().with_mask_mod(MaskFn::of::<Prefix>(), [lengths]);
+    /// assert_eq!(flash_attention(x.clone(), x.clone(), x, &options).dims(), [2, 4, 8, 16]);
+    /// # }
+    /// ```
+    pub fn with_mask_mod(mut self, function: MaskFn, tensors: impl IntoIterator<Item = Tensor<4>>) -> Self {
+        self.mask_mod = Some(function);
+        self.mask_tensors = tensors.into_iter().collect();
         self
     }
 
@@ -278,7 +360,7 @@ impl FlashAttentionOptions {
         with_dropout_seed: dropout_seed, u64;
     }
 
-    /// The part that is numbers.
+    /// The part that is no tensors.
     pub(crate) fn numbers(&self) -> AttentionOptions {
         AttentionOptions {
             softmax_scale: self.softmax_scale,
@@ -289,6 +371,8 @@ impl FlashAttentionOptions {
             softcap: self.softcap,
             dropout: self.dropout,
             dropout_seed: self.dropout_seed,
+            score_mod: self.score_mod,
+            mask_mod: self.mask_mod,
             backward_order: self.backward_order,
             precision: self.precision,
         }
@@ -306,6 +390,8 @@ impl From<AttentionOptions> for FlashAttentionOptions {
             softcap: options.softcap,
             dropout: options.dropout,
             dropout_seed: options.dropout_seed,
+            score_mod: options.score_mod,
+            mask_mod: options.mask_mod,
             backward_order: options.backward_order,
             precision: options.precision,
             ..Default::default()
@@ -346,6 +432,24 @@ impl Serialize for FlashAttentionOptions {
                 return Err(S::Error::custom(format!(
                     "{field} is a tensor of shape {shape:?}, which options do not serialize: store it beside them and set it \
                      again with with_{field}"
+                )));
+            }
+        }
+        let functions = [
+            ("score", self.score_mod.map(|function| format!("{function:?}")), &self.score_tensors),
+            ("mask", self.mask_mod.map(|function| format!("{function:?}")), &self.mask_tensors),
+        ];
+        for (of, function, tensors) in functions {
+            if let Some(name) = function {
+                return Err(S::Error::custom(format!(
+                    "{of}_mod is {name}, a function, which options do not serialize: set it again with with_{of}_mod"
+                )));
+            }
+            if let Some(tensor) = tensors.first() {
+                let shape = tensor.dims();
+                return Err(S::Error::custom(format!(
+                    "{of}_tensors holds a tensor of shape {shape:?}, which options do not serialize: store it beside them and set it \
+                     again with with_{of}_mod"
                 )));
             }
         }

@@ -24,6 +24,8 @@ pub(crate) struct Shapes {
     pub seq_lens_k: Option<Vec<usize>>,
     pub cu_seqlens_q: Option<Vec<usize>>,
     pub cu_seqlens_k: Option<Vec<usize>>,
+    pub score_tensors: Vec<Vec<usize>>,
+    pub mask_tensors: Vec<Vec<usize>>,
 }
 
 /// The problem, validated as far as that needs no device.
@@ -52,6 +54,12 @@ pub(crate) fn problem(
     if let Some(lens) = shapes.seq_lens_k {
         problem = problem.with_seq_lens_k(&lens)?;
     }
+    if !shapes.score_tensors.is_empty() {
+        problem = problem.with_score_tensors(&slices(&shapes.score_tensors))?;
+    }
+    if !shapes.mask_tensors.is_empty() {
+        problem = problem.with_mask_tensors(&slices(&shapes.mask_tensors))?;
+    }
     match (shapes.cu_seqlens_q, shapes.cu_seqlens_k) {
         (Some(q), Some(k)) => problem = problem.with_cu_seqlens(&q, &k)?,
         (None, None) => {}
@@ -64,4 +72,8 @@ pub(crate) fn problem(
         }
     }
     Ok(problem)
+}
+
+fn slices(shapes: &[Vec<usize>]) -> Vec<&[usize]> {
+    shapes.iter().map(Vec::as_slice).collect()
 }

@@ -4,6 +4,7 @@
 mod common;
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
+use burn_flash_attention::mods::{MaskFn, ScoreFn};
 use burn_flash_attention::{
     AttentionError, FlashAttentionOptions, FlashCrossAttentionConfig, FlashMhaInput, FlashMultiHeadAttentionConfig,
     flash_attention, plan, try_flash_attention, try_flash_attention_with_lse,
@@ -216,6 +217,13 @@ fn devices_that_differ() {
     refused!(error_of(here(), here(), here(), new().with_mask(other_mask)), OtherDevice { .. }, "mask is on", "Wgpu");
     let other_bias = zeros([1, 1, 4, 4], &wgpu.device);
     refused!(error_of(here(), here(), here(), new().with_bias(other_bias)), OtherDevice { .. }, "bias is on", "Wgpu");
+    let (near, far) = (zeros([1, 1, 1, 1], &flex.device), zeros([1, 1, 1, 1], &wgpu.device));
+    let bent = ScoreFn::of::<flash_attention_reference::mods::Bent>();
+    let error = error_of(here(), here(), here(), new().with_score_mod(bent, [near.clone(), far.clone()]));
+    refused!(error, OtherDevice { .. }, "score_tensors[1] is on", "Wgpu", "q is on", "Flex");
+    let document = MaskFn::of::<flash_attention_reference::mods::Document>();
+    let error = error_of(here(), here(), here(), new().with_mask_mod(document, [far, near]));
+    refused!(error, OtherDevice { .. }, "mask_tensors[0] is on", "Wgpu", "q is on", "Flex");
 }
 
 #[test]
@@ -295,6 +303,58 @@ fn options_with_tensors_do_not_serialize() {
         assert!(error.contains("bias is a tensor of shape [1, 1, 2, 3]"), "{error}");
         let error = serde_json::from_str::<FlashAttentionOptions>(r#"{"casual": true}"#).unwrap_err().to_string();
         assert!(error.contains("casual"), "{error}");
+    }
+}
+
+#[test]
+fn functions_that_cannot_read_what_they_are_given() {
+    use AttentionError::{Broadcast, Unsupported};
+    use flash_attention_reference::mods::{Bent, Document};
+    for target in targets() {
+        let d = &target.device;
+        let (bent, document) = (ScoreFn::of::<Bent>(), MaskFn::of::<Document>());
+        let scored = |tensors: Vec<Tensor<4>>| FlashAttentionOptions::new().with_score_mod(bent, tensors);
+        let masked = |tensors: Vec<Tensor<4>>| FlashAttentionOptions::new().with_mask_mod(document, tensors);
+        let good = || zeros([1, 4, 1, 6], d);
+        // More than a function reads.
+        let error = with(&target, scored(vec![good(), good(), good()]));
+        refused!(error, Unsupported { .. }, "score_tensors = 3 tensors", "two at most");
+        let error = with(&target, masked(vec![good(), good(), good()]));
+        refused!(error, Unsupported { .. }, "mask_tensors = 3 tensors", "two at most");
+        // Shapes.
+        let scores = "[2, 4, 8, 6]";
+        for (dimension, shape) in [[3, 1, 1, 1], [1, 2, 1, 1], [1, 1, 6, 1], [1, 1, 1, 8]].into_iter().enumerate() {
+            let has = |argument| format!("{argument} has shape {shape:?}");
+            let is = format!("dimension {dimension} is {}", shape[dimension]);
+            let bad = || zeros(shape, d);
+            let error = with(&target, scored(vec![bad()]));
+            refused!(error, Broadcast { .. }, &has("score_tensors[0]"), &is, scores);
+            let error = with(&target, scored(vec![good(), bad()]));
+            refused!(error, Broadcast { .. }, &has("score_tensors[1]"), &is, scores);
+            let error = with(&target, masked(vec![good(), bad()]));
+            refused!(error, Broadcast { .. }, &has("mask_tensors[1]"), &is, scores);
+        }
+        // Dtypes.
+        if d.supports_dtype(DType::F16) {
+            let half = || Tensor::<4>::zeros([1, 1, 1, 1], (d, DType::F16));
+            let error = with(&target, scored(vec![good(), half()]));
+            refused!(error, Unsupported { .. }, "score_tensors[1] = a tensor of f16", "read f32");
+            let error = with(&target, masked(vec![half()]));
+            refused!(error, Unsupported { .. }, "mask_tensors[0] = a tensor of f16", "read f32");
+        }
+        // Tensors without a function.
+        let options = FlashAttentionOptions { score_tensors: vec![good()], ..Default::default() };
+        refused!(with(&target, options), Unsupported { .. }, "score_tensors[0] = a tensor", "score_mod");
+        let options = FlashAttentionOptions { mask_tensors: vec![good()], ..Default::default() };
+        refused!(with(&target, options), Unsupported { .. }, "mask_tensors[0] = a tensor", "mask_mod");
+        // Functions and what they read do not serialize.
+        let error = serde_json::to_string(&scored(vec![])).unwrap_err().to_string();
+        assert!(error.contains("score_mod is") && error.contains("Bent"), "{error}");
+        let error = serde_json::to_string(&masked(vec![good()])).unwrap_err().to_string();
+        assert!(error.contains("mask_mod is") && error.contains("Document"), "{error}");
+        let options = FlashAttentionOptions { score_tensors: vec![good()], ..Default::default() };
+        let error = serde_json::to_string(&options).unwrap_err().to_string();
+        assert!(error.contains("score_tensors holds a tensor of shape [1, 4, 1, 6]"), "{error}");
     }
 }
 

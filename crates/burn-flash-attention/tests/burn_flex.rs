@@ -9,8 +9,11 @@ use burn_flash_attention::{
     FlashAttentionOptions, flash_attention, flash_attention_varlen, flash_attention_with_lse, plan,
 };
 use common::*;
+use cubecl::prelude::*;
+use flash_attention_kernels::mods::{MaskFn, MaskMod, Pair, ScoreFn, Values};
 use flash_attention_kernels::{Alignment, AttentionOptions, Dtype};
 use flash_attention_reference as reference;
+use flash_attention_reference::mods::{Bent, Document, Relative, Sloped, Strided};
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
@@ -144,6 +147,104 @@ fn slopes_sinks_and_dropout() {
         let data = Data::random(few.with_bias(&[1, 4, 90, 40]).unwrap(), 8);
         for tracked in Tracked::subsets_of_extras() {
             check(&data, &target, How { tracked, loss: Loss::BOTH, ..How::default() });
+        }
+    }
+}
+
+#[test]
+fn functions_of_scores_and_masks() {
+    for target in targets() {
+        let functions = [
+            (Some(ScoreFn::of::<Relative>()), Some(MaskFn::of::<Strided>())),
+            (Some(ScoreFn::of::<Sloped>()), None),
+            (Some(ScoreFn::of::<Bent>()), None),
+            (None, Some(MaskFn::of::<Document>())),
+            (Some(ScoreFn::of::<Bent>()), Some(MaskFn::of::<Document>())),
+        ];
+        let few = if target.name == "flex" { 3 } else { 1 };
+        for dtype in dtypes(&target).into_iter().take(few) {
+            for (n, (score_mod, mask_mod)) in functions.into_iter().enumerate() {
+                let options = AttentionOptions { score_mod, mask_mod, ..all_options()[[0, 1, 8, 5, 7][n]] };
+                for (sq, sk) in [(65, 130), (130, 65)] {
+                    let [a, b] = [&[1, 4, 1, sk][..], &[2, 1, sq, 1]];
+                    let of_score = match score_mod {
+                        Some(function) if function == ScoreFn::of::<Sloped>() => vec![a],
+                        Some(function) if function == ScoreFn::of::<Bent>() => vec![a, b],
+                        _ => vec![],
+                    };
+                    let documents = [&[2, 1, sq, 1][..], &[1, 1, 1, sk]];
+                    let of_mask = if mask_mod == Some(MaskFn::of::<Document>()) { &documents[..] } else { &[] };
+                    let problem = problem([2, 4, 2, sq, sk, 16, 24], dtype, options);
+                    let problem = problem.with_score_tensors(&of_score).unwrap().with_mask_tensors(of_mask).unwrap();
+                    check(&Data::random(problem, n as u64), &target, How { loss: Loss::BOTH, ..How::default() });
+                }
+            }
+        }
+    }
+}
+
+/// Tensors of functions in each shape that broadcasts, strided, and each of them tracked or not.
+#[test]
+fn what_functions_read() {
+    for target in targets() {
+        let options = AttentionOptions { score_mod: Some(ScoreFn::of::<Bent>()), ..Default::default() };
+        let [b, h, q, k] = [2, 2, 70, 140];
+        let few = if target.name == "flex" { 16 } else { 3 };
+        for n in 0..few {
+            let shape = [(b, 1), (h, 2), (q, 4), (k, 8)].map(|(size, bit)| if n & bit == 0 { size } else { 1 });
+            let problem = problem([b, h, 1, q, k, 8, 8], Dtype::F32, options);
+            let data = Data::random(problem.with_score_tensors(&[&shape, &[b, 1, q, k]]).unwrap(), n as u64);
+            let layout = [Layout::Contiguous, Layout::HeadsInner, Layout::Transposed, Layout::Offset][n % 4];
+            check(&data, &target, How { layout, ..How::default() });
+        }
+        let problem = problem([2, 4, 2, 33, 47, 8, 12], Dtype::F32, options);
+        let problem = problem.with_score_tensors(&[&[1, 4, 1, 1], &[2, 1, 1, 47]]).unwrap();
+        let data = Data::random(problem.with_bias(&[1, 4, 33, 47]).unwrap(), 3);
+        for tracked in Tracked::subsets_of_tensors() {
+            for checkpointing in [false, true] {
+                check(&data, &target, How { tracked, checkpointing, ..How::default() });
+            }
+        }
+        // With all that may be tracked at once.
+        let all = data.problem.with_alibi_slopes(&[2, 4]).unwrap().with_sinks(&[4]).unwrap();
+        check(&Data::random(all, 4), &target, How { loss: Loss::BOTH, ..How::default() });
+    }
+}
+
+/// What a function hides is as hidden as what an option does: NaN in it does not get out.
+#[test]
+fn a_function_that_is_causality_is_causality() {
+    struct Causal;
+
+    #[cube]
+    impl MaskMod for Causal {
+        fn sees(pair: Pair, _values: Values) -> bool {
+            pair.j <= pair.i
+        }
+    }
+
+    for target in targets() {
+        let sizes = [2, 4, 2, 70, 140, 16, 24];
+        let function = AttentionOptions { mask_mod: Some(MaskFn::of::<Causal>()), ..Default::default() };
+        let option = AttentionOptions { causal: true, alignment: Alignment::TopLeft, ..Default::default() };
+        let of = |options| {
+            let mut data = Data::random(problem(sizes, Dtype::F32, options), 2);
+            // Seen by nobody, as the last query is the 70th.
+            data.k[100 * 16] = f64::NAN;
+            data.v[100 * 24] = f64::NAN;
+            flash(&data, &target, How { loss: Loss::BOTH, ..How::default() })
+        };
+        let (function, option) = (of(function), of(option));
+        for (what, found, expected) in [
+            ("out", Some(&function.out), Some(&option.out)),
+            ("lse", Some(&function.lse), Some(&option.lse)),
+            ("dq", function.dq.as_ref(), option.dq.as_ref()),
+            ("dk", function.dk.as_ref(), option.dk.as_ref()),
+            ("dv", function.dv.as_ref(), option.dv.as_ref()),
+        ] {
+            for (x, y) in found.into_iter().flatten().zip(expected.into_iter().flatten()) {
+                assert!((x - y).abs() < 1e-4, "{what}: {x} is not {y} on {}", target.name);
+            }
         }
     }
 }

@@ -1,13 +1,14 @@
-//! The gradients of `o` and `lse` (FlashAttention-2, arXiv:2307.08691, section 2.3.2, with softcap, bias, slopes, sinks, dropout
-//! and the gradient of `lse` added):
+//! The gradients of `o` and `lse` (FlashAttention-2, arXiv:2307.08691, section 2.3.2, with softcap, functions of scores, bias, slopes,
+//! sinks, dropout and the gradient of `lse` added):
 //!
 //! ```text
 //! dv = (p∘z)ᵀ·dout                      dp = dout·vᵀ ∘ z
 //! delta = Σⱼ p∘dp − dlse                (Σⱼ p∘dp is dout·o)
 //! dt = p∘(dp − delta)                   dbias = dt, summed over the dimensions that bias broadcasts over
-//! ds = dt∘(1 − (t / softcap)²)          the derivative of softcap · tanh
+//! ds = dt∘∂f/∂t∘(1 − (t / softcap)²)    the derivatives of the function and of softcap · tanh
 //! dq = softmax_scale · ds·k             dk = softmax_scale · dsᵀ·q
 //! dslope = Σ dt∘(−|i − j|)              dsink = Σ p_sink · (0 − delta)
+//! da = dt∘∂f/∂a                         summed as dbias is; db likewise
 //! ```
 //!
 //! `dk` and `dv` sum over the query heads that share their head.
@@ -15,6 +16,7 @@
 use crate::Inputs;
 use crate::row::{Row, add_scaled, broadcast_index, distance, dot, slope_index, vector};
 use flash_attention_kernels::AttentionProblem;
+use flash_attention_kernels::mods::TENSORS;
 use rayon::prelude::*;
 
 /// The gradients of the inputs.
@@ -40,6 +42,8 @@ pub struct Gradients {
     pub dalibi_slopes: Option<Vec<f64>>,
     /// `[num_heads_q]`, if there are sinks.
     pub dsinks: Option<Vec<f64>>,
+    /// `problem.score_tensors`, where there are any.
+    pub dscore_tensors: [Option<Vec<f64>>; TENSORS],
 }
 
 /// The gradients of `Σ dout∘o + Σ dlse∘lse`, with `dout [batch, num_heads_q, seq_q, head_dim_v]` and
@@ -75,13 +79,19 @@ pub fn backward(problem: &AttentionProblem, inputs: &Inputs, dout: &[f64], dlse:
         })
         .collect();
 
-    let dbias = problem.bias.map(|shape| {
-        let mut dbias = vec![0.0; shape.iter().product()];
-        for &(index, dt) in heads.iter().flat_map(|head| &head.dbias) {
-            dbias[index] += dt;
+    let summed = |shape: [usize; 4], shares: fn(&HeadGradients) -> &[(usize, f64)]| {
+        let mut sums = vec![0.0; shape.iter().product()];
+        for &(index, share) in heads.iter().flat_map(shares) {
+            sums[index] += share;
         }
-        dbias
-    });
+        sums
+    };
+    let dbias = problem.bias.map(|shape| summed(shape, |head| &head.dbias));
+    let [of_a, of_b] = problem.score_tensors;
+    let dscore_tensors = [
+        of_a.map(|shape| summed(shape, |head| &head.dscore_tensors[0])),
+        of_b.map(|shape| summed(shape, |head| &head.dscore_tensors[1])),
+    ];
     let dalibi_slopes = problem.alibi_slopes.map(|shape| {
         let mut dslopes = vec![0.0; shape.iter().product()];
         for &(b, h, dslope, _) in heads.iter().flat_map(|head| &head.of_heads) {
@@ -103,6 +113,7 @@ pub fn backward(problem: &AttentionProblem, inputs: &Inputs, dout: &[f64], dlse:
         dbias,
         dalibi_slopes,
         dsinks,
+        dscore_tensors,
     }
 }
 
@@ -116,6 +127,8 @@ struct HeadGradients {
     dv: Vec<f64>,
     /// Index into the bias and what to add there; empty if there is no bias.
     dbias: Vec<(usize, f64)>,
+    /// The same for the tensors of the function of scores.
+    dscore_tensors: [Vec<(usize, f64)>; TENSORS],
     /// Of each row: batch, head, and what it adds to the gradients of its slope and of its sink.
     of_heads: Vec<(usize, usize, f64, f64)>,
 }
@@ -135,6 +148,7 @@ fn backward_head(
         dk: vec![0.0; problem.seq_k * head_dim],
         dv: vec![0.0; problem.seq_k * head_dim_v],
         dbias: Vec::new(),
+        dscore_tensors: [Vec::new(), Vec::new()],
         of_heads: Vec::new(),
     };
     for (n, i) in (0..group_size).flat_map(|n| (0..seq_q).map(move |i| (n, i))) {
@@ -145,13 +159,20 @@ fn backward_head(
         let dlse = dlse.map_or(0.0, |dlse| dlse[(b * problem.num_heads_q + h) * seq_q + i]);
 
         let band = inputs.band(problem, b, i);
-        let ScoreGradients { dt, ds, delta } = score_gradients(problem, inputs, &row, dout, dlse, [b, h_kv]);
+        let gradients = score_gradients(problem, inputs, &row, dout, dlse, [b, h, i]);
+        let ScoreGradients { dt, ds, delta, of_tensors } = gradients;
         let dslope: f64 = row.keys.iter().zip(&dt).map(|(&j, dt)| -dt * distance(&band, i, j)).sum();
         head.of_heads.push((b, h, dslope, -row.sink * delta));
         let dq = &mut head.dq[(n * seq_q + i) * head_dim..][..head_dim];
         for (n, &j) in row.keys.iter().enumerate() {
             if let Some(shape) = problem.bias {
                 head.dbias.push((broadcast_index(shape, [b, h, i, j]), dt[n]));
+            }
+            for (nth, shape) in problem.score_tensors.into_iter().enumerate() {
+                if let Some(shape) = shape {
+                    let index = broadcast_index(shape, [b, h, i, j]);
+                    head.dscore_tensors[nth].push((index, of_tensors[nth][n]));
+                }
             }
             add_scaled(dq, scale * ds[n], vector(inputs.k, problem.k_shape(), [b, h_kv, j]));
             add_scaled(&mut head.dk[j * head_dim..][..head_dim], scale * ds[n], q);
@@ -165,28 +186,40 @@ fn backward_head(
 pub(crate) struct ScoreGradients {
     /// As the softmax sees them, for each of the keys that the row sees.
     pub dt: Vec<f64>,
-    /// Before the softcap.
+    /// Before function and softcap.
     pub ds: Vec<f64>,
+    /// By what the tensors of the function hold for each of the keys; empty if there is no function.
+    pub of_tensors: [Vec<f64>; TENSORS],
     /// What they are relative to.
     pub delta: f64,
 }
 
-/// Those of a row; `dout` is the row's own.
+/// Those of the row `at = [batch, head, i]`; `dout` is the row's own.
 pub(crate) fn score_gradients(
     problem: &AttentionProblem,
     inputs: &Inputs,
     row: &Row,
     dout: &[f64],
     dlse: f64,
-    [b, h_kv]: [usize; 2],
+    at: [usize; 3],
 ) -> ScoreGradients {
-    let value = |j| vector(inputs.v, problem.v_shape(), [b, h_kv, j]);
+    let [b, h, _] = at;
+    let value = |j| vector(inputs.v, problem.v_shape(), [b, h / problem.group_size(), j]);
     let dp: Vec<f64> = row.keys.iter().zip(&row.z).map(|(&j, z)| z * dot(dout, value(j))).collect();
     let delta = dot(&row.p, &dp) - dlse;
     let dt: Vec<f64> = row.p.iter().zip(&dp).map(|(p, dp)| p * (dp - delta)).collect();
-    let ds = match problem.options.softcap {
-        Some(cap) => dt.iter().zip(&row.t).map(|(dt, t)| dt * (1.0 - (t / f64::from(cap)).powi(2))).collect(),
-        None => dt.clone(),
-    };
-    ScoreGradients { dt, ds, delta }
+    // What weighs nothing, as under a score of −∞, has no gradient whatever the derivative.
+    let times = |dt: f64, derivative: f32| if dt == 0.0 { 0.0 } else { dt * f64::from(derivative) };
+    let (mut ds, mut of_tensors) = (dt.clone(), [Vec::new(), Vec::new()]);
+    if let Some(partials) = row.partials(problem, inputs, at) {
+        ds = dt.iter().zip(&partials).map(|(dt, of)| times(*dt, of.score)).collect();
+        of_tensors = [
+            dt.iter().zip(&partials).map(|(dt, of)| times(*dt, of.a)).collect(),
+            dt.iter().zip(&partials).map(|(dt, of)| times(*dt, of.b)).collect(),
+        ];
+    }
+    if let Some(cap) = problem.options.softcap {
+        ds.iter_mut().zip(&row.t).for_each(|(ds, t)| *ds *= 1.0 - (t / f64::from(cap)).powi(2));
+    }
+    ScoreGradients { dt, ds, delta, of_tensors }
 }

@@ -4,14 +4,18 @@
 //! [`Band`]; every score is computed on its own, and the softmax takes two
 //! passes over a row. Tensors are contiguous slices, last dimension fastest.
 //!
-//! With `t = softcap(softmax_scale · q·kᵀ)`, where `softcap(x) = c · tanh(x / c)` or `x` if there is no softcap:
+//! With `t = softcap(softmax_scale · q·kᵀ)`, where `softcap(x) = c · tanh(x / c)` or `x` if there is no softcap, and `f` the function of
+//! scores, or `f(t) = t`:
 //!
 //! ```text
-//! s = t + bias − slope·|i − j| where the pair is visible, −∞ where mask, causality or window hide it
+//! s = f(t) + bias − slope·|i − j| where the pair is visible, −∞ where mask, causality, window or function hide it
 //! lse = log (Σⱼ exp(s) + exp(sink))        p = exp(s − lse)        o = (p∘z)·v
 //! ```
 //!
 //! `|i − j|` counts from where the query stands among the keys; `z` is what dropout multiplies by.
+//!
+//! Users' functions compute in f32, which is what they are written in: `t` is rounded to it for `f`, and what `f` and its derivatives
+//! give is exact to no more than that.
 //!
 //! A row that sees nothing, not even a sink, or only scores of −∞, has `o = 0` and `lse = −∞`, and no part in any gradient. Hidden keys
 //! and values are never read, so NaN among them stays there.
@@ -37,6 +41,7 @@ mod dropout;
 mod dtype;
 pub mod error;
 mod forward;
+pub mod mods;
 mod pairs;
 mod random;
 mod row;
@@ -53,6 +58,7 @@ pub use sample::{Sample, sample};
 
 use flash_attention_kernels::AttentionProblem;
 use flash_attention_kernels::mask::Band;
+use flash_attention_kernels::mods::TENSORS;
 use std::ops::Range;
 
 /// The tensors of one attention call.
@@ -90,6 +96,10 @@ pub struct Inputs<'a> {
     pub cu_seqlens_q: Option<&'a [usize]>,
     /// The same among all keys.
     pub cu_seqlens_k: Option<&'a [usize]>,
+    /// `problem.score_tensors`, which broadcast to `[batch, num_heads_q, seq_q, seq_k]`. Read as f32.
+    pub score_tensors: [Option<&'a [f64]>; TENSORS],
+    /// `problem.mask_tensors`, likewise.
+    pub mask_tensors: [Option<&'a [f64]>; TENSORS],
 }
 
 /// What draws of dropout depend on beside positions.
@@ -174,6 +184,10 @@ impl Inputs<'_> {
         let ends = problem.cu_seqlens.map(|sequences| sequences + 1);
         assert_eq!(self.cu_seqlens_q.map(<[usize]>::len), ends, "length of cu_seqlens_q");
         assert_eq!(self.cu_seqlens_k.map(<[usize]>::len), ends, "length of cu_seqlens_k");
+        let lens = |tensors: [Option<&[f64]>; TENSORS]| tensors.map(|tensor| tensor.map(<[f64]>::len));
+        let stated = |shapes: [Option<[usize; 4]>; TENSORS]| shapes.map(|shape| shape.map(len));
+        assert_eq!(lens(self.score_tensors), stated(problem.score_tensors), "lengths of score_tensors");
+        assert_eq!(lens(self.mask_tensors), stated(problem.mask_tensors), "lengths of mask_tensors");
         assert_eq!(self.dropout.is_some(), problem.options.dropout > 0.0, "whether there is dropout");
     }
 }

@@ -1,5 +1,7 @@
 //! Problems in which every two choices of any two options meet: what goes wrong between two features goes wrong in one of them.
 
+use crate::mods::{Bent, Document, Relative, Sloped, Strided};
+use flash_attention_kernels::mods::{MaskFn, ScoreFn};
 use flash_attention_kernels::{Alignment, AttentionOptions, AttentionProblem, BackwardOrder, Dtype};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
@@ -35,7 +37,7 @@ const HEADS: [[usize; 3]; 3] = [[1, 2, 2], [2, 4, 2], [2, 4, 1]];
 const DIMS: [[usize; 2]; 4] = [[16, 16], [40, 24], [64, 64], [64, 128]];
 
 /// How many choices each option has.
-const CHOICES: [usize; 17] = [LENGTHS.len(), HEADS.len(), DIMS.len(), 3, 3, 4, 2, 2, 4, 5, 3, 2, 2, 2, 2, 3, 6];
+const CHOICES: [usize; 19] = [LENGTHS.len(), HEADS.len(), DIMS.len(), 3, 3, 4, 2, 2, 4, 5, 3, 2, 2, 2, 2, 3, 6, 4, 3];
 
 /// Problems in which any two choices of any two options meet, at least so many.
 pub fn pairs(least: usize) -> Vec<Pair> {
@@ -61,6 +63,8 @@ fn pair(n: u64, choices: &[usize]) -> Pair {
         order,
         layout,
         ragged,
+        score_mod,
+        mask_mod,
     ] = choices
     else {
         unreachable!("as many as there are options")
@@ -75,6 +79,9 @@ fn pair(n: u64, choices: &[usize]) -> Pair {
         softcap: [None, Some(2.0)][softcap],
         dropout: [0.0, 0.25][dropout],
         dropout_seed: (dropout > 0).then_some(n << 33 | 5),
+        score_mod: [None, Some(ScoreFn::of::<Relative>()), Some(ScoreFn::of::<Sloped>()), Some(ScoreFn::of::<Bent>())]
+            [score_mod],
+        mask_mod: [None, Some(MaskFn::of::<Strided>()), Some(MaskFn::of::<Document>())][mask_mod],
         backward_order: [BackwardOrder::Deterministic, BackwardOrder::Fast][order],
         ..Default::default()
     };
@@ -85,6 +92,11 @@ fn pair(n: u64, choices: &[usize]) -> Pair {
     problem.bias = [None, Some([1, hq, sq, sk]), Some([b, 1, 1, sk]), Some([1, hq, sq, 1]), Some([1, hq, 1, 1])][bias];
     problem.alibi_slopes = [None, Some([1, hq]), Some([b, hq])][slopes];
     problem.sinks = sinks > 0;
+    // Shapes take turns: of rows, of columns, of heads, of all pairs.
+    let of_pairs = [[1, hq, 1, 1], [b, 1, 1, sk], [b, hq, sq, sk], [1, hq, sq, 1]];
+    let nth = |n: u64| Some(of_pairs[n as usize % of_pairs.len()]);
+    problem.score_tensors = [[None, None], [None, None], [nth(n), None], [nth(n + 1), nth(n / 4 + 2)]][score_mod];
+    problem.mask_tensors = [[None, None], [None, None], [Some([b, 1, sq, 1]), Some([1, 1, 1, sk])]][mask_mod];
     (problem.seq_lens_q, problem.seq_lens_k) = (matches!(ragged, 1 | 3), matches!(ragged, 2 | 3));
     // In each batch four sequences, of which one or two have no queries, or no keys; perhaps something of none before and behind.
     let mut ends = [(sq, [0, sq / 3, sq / 3, sq - sq / 5]), (sk, [0, sk / 4, sk / 2, sk - 1])].map(|(seq, begins)| {

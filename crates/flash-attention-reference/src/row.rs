@@ -4,12 +4,13 @@ use crate::dropout::{keeping, keeps};
 use crate::{Dropout, Inputs};
 use flash_attention_kernels::AttentionProblem;
 use flash_attention_kernels::mask::Band;
+use flash_attention_kernels::mods::{Pair, Partials, TENSORS, Values};
 
 /// What query `i` of one head makes of the keys that it sees.
 pub(crate) struct Row {
     /// Positions of the keys that it sees, in order.
     pub keys: Vec<usize>,
-    /// Their scores after softcap and before bias.
+    /// Their scores after softcap and before function and bias.
     pub t: Vec<f64>,
     /// Their probabilities.
     pub p: Vec<f64>,
@@ -30,7 +31,14 @@ impl Row {
             (Some(shape), Some(mask)) => mask[broadcast_index(shape, [b, h, i, j])],
             _ => false,
         };
-        let keys: Vec<usize> = (0..problem.seq_k).filter(|&j| band.sees(i as u32, j as u32) && !hides(j)).collect();
+        let shows = |j| {
+            problem.options.mask_mod.is_none_or(|function| {
+                let at = [b, h, i, j];
+                function.sees(pair(&band, at), values(problem.mask_tensors, inputs.mask_tensors, at))
+            })
+        };
+        let sees = |&j: &usize| band.sees(i as u32, j as u32) && !hides(j) && shows(j);
+        let keys: Vec<usize> = (0..problem.seq_k).filter(sees).collect();
 
         let scale = f64::from(problem.softmax_scale());
         let q = vector(inputs.q, problem.q_shape(), at);
@@ -43,14 +51,22 @@ impl Row {
         };
         let t: Vec<f64> = keys.iter().map(softcapped).collect();
 
-        let biased = |(&j, &t): (&usize, &f64)| match (problem.bias, inputs.bias) {
+        let made = |(&j, &t): (&usize, &f64)| match problem.options.score_mod {
+            Some(function) => {
+                let at = [b, h, i, j];
+                let values = values(problem.score_tensors, inputs.score_tensors, at);
+                (j, f64::from(function.score(t as f32, pair(&band, at), values)))
+            }
+            None => (j, t),
+        };
+        let biased = |(j, t): (usize, f64)| match (problem.bias, inputs.bias) {
             (Some(shape), Some(bias)) => t + bias[broadcast_index(shape, [b, h, i, j])],
             _ => t,
         };
         let slope = problem.alibi_slopes.zip(inputs.alibi_slopes);
         let slope = slope.map_or(0.0, |(shape, slopes)| slopes[slope_index(shape, b, h)]);
         let sloped = |(&j, score): (&usize, f64)| score - slope * distance(&band, i, j);
-        let scores: Vec<f64> = keys.iter().zip(keys.iter().zip(&t).map(biased)).map(sloped).collect();
+        let scores: Vec<f64> = keys.iter().zip(keys.iter().zip(&t).map(made).map(biased)).map(sloped).collect();
         let sink = inputs.sinks.map_or(f64::NEG_INFINITY, |sinks| sinks[h]);
 
         // Asked of every score, as the maximum passes over NaN.
@@ -74,6 +90,36 @@ impl Row {
         let z = keys.iter().map(|j| if kept(j) { 1.0 / keeping } else { 0.0 }).collect();
         Some(Row { keys, t, p, z, sink: of_sink / sum, lse: max + sum.ln() })
     }
+
+    /// The derivatives of what the function makes of the scores, if there is one. `at` is the row's.
+    pub fn partials(
+        &self,
+        problem: &AttentionProblem,
+        inputs: &Inputs,
+        [b, h, i]: [usize; 3],
+    ) -> Option<Vec<Partials>> {
+        let function = problem.options.score_mod?;
+        let band = inputs.band(problem, b, i);
+        let partials = |(&j, &t): (&usize, &f64)| {
+            let at = [b, h, i, j];
+            function.backward(t as f32, pair(&band, at), values(problem.score_tensors, inputs.score_tensors, at))
+        };
+        Some(self.keys.iter().zip(&self.t).map(partials).collect())
+    }
+}
+
+/// A pair of one band as functions know it.
+fn pair(band: &Band, [b, h, i, j]: [usize; 4]) -> Pair {
+    Pair::of(band.number(b as u32), h as u32, i as u32 - band.first_query(), j as u32 - band.first_key())
+}
+
+/// What the tensors of a function hold for a pair.
+fn values(shapes: [Option<[usize; 4]>; TENSORS], tensors: [Option<&[f64]>; TENSORS], at: [usize; 4]) -> Values {
+    let value = |nth: usize| match (shapes[nth], tensors[nth]) {
+        (Some(shape), Some(tensor)) => tensor[broadcast_index(shape, at)] as f32,
+        _ => 0.0,
+    };
+    Values { a: value(0), b: value(1) }
 }
 
 /// How far key `j` is from where query `i` stands among the keys.

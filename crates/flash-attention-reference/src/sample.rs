@@ -70,7 +70,7 @@ pub fn sample(
     let h_kv = h / group;
     let scale = f64::from(problem.softmax_scale());
     let score_gradients =
-        |row: &Row, at| score_gradients(problem, inputs, row, vector(dout, problem.o_shape(), at), 0.0, [at[0], h_kv]);
+        |row: &Row, at| score_gradients(problem, inputs, row, vector(dout, problem.o_shape(), at), 0.0, at);
     let [_, heads, rows, columns] = problem.scores_shape();
     let whole_bias = problem.bias == Some([1, heads, rows, columns]);
 

@@ -16,6 +16,8 @@ const CAUSAL: AttentionOptions = AttentionOptions {
     softcap: None,
     dropout: 0.0,
     dropout_seed: None,
+    score_mod: None,
+    mask_mod: None,
     backward_order: BackwardOrder::Deterministic,
     precision: Precision::Full,
 };

@@ -2,8 +2,11 @@
 
 mod reference_common;
 
+use cubecl::prelude::*;
+use flash_attention_kernels::mods::{MaskFn, Pair, Partials, ScoreFn, ScoreMod, Then, Values};
 use flash_attention_kernels::{Alignment, AttentionOptions, BackwardOrder, Precision};
 use flash_attention_reference::Gradients;
+use flash_attention_reference::mods::{Bent, Document, Relative, Sloped};
 use reference_common::{Case, Sizes, assert_close, broadcasts};
 
 /// Small, and no two dimensions alike where they may differ.
@@ -19,6 +22,8 @@ const PLAIN: AttentionOptions = AttentionOptions {
     softcap: None,
     dropout: 0.0,
     dropout_seed: None,
+    score_mod: None,
+    mask_mod: None,
     backward_order: BackwardOrder::Deterministic,
     precision: Precision::Full,
 };
@@ -43,6 +48,11 @@ fn loss(case: &Case) -> f64 {
 /// The gradient of the loss for one tensor, by central differences.
 fn differences(case: &Case, tensor: Tensor) -> Vec<f64> {
     const H: f64 = 1e-4;
+    differences_of(case, tensor, &[(H, 0.5 / H)])
+}
+
+/// The same, of differences `loss(x + step) − loss(x − step)` by these weights.
+fn differences_of(case: &Case, tensor: Tensor, steps: &[(f64, f64)]) -> Vec<f64> {
     let mut case = case.clone();
     (0..tensor(&mut case).len())
         .map(|n| {
@@ -51,11 +61,49 @@ fn differences(case: &Case, tensor: Tensor) -> Vec<f64> {
                 tensor(&mut case)[n] = x;
                 loss(&case)
             };
-            let difference = (loss_at(x + H) - loss_at(x - H)) / (2.0 * H);
+            let difference = steps.iter().map(|(step, weight)| weight * (loss_at(x + step) - loss_at(x - step))).sum();
             loss_at(x);
             difference
         })
         .collect()
+}
+
+/// How far each of dq, dk, dv and the gradients of the function's tensors is from differences of a function that computes in f32: wide
+/// ones, so that its rounding is little beside them, of a formula that is off by the fourth power of the step.
+fn deviations_of_function(case: &Case, gradients: &Gradients) -> [f64; 5] {
+    const H: f64 = 0.02;
+    let steps = [(H, 8.0 / (12.0 * H)), (2.0 * H, -1.0 / (12.0 * H))];
+    let deviation = |gradient: &[f64], tensor| {
+        let differences = differences_of(case, tensor, &steps);
+        assert_eq!(gradient.len(), differences.len());
+        let pairs = gradient.iter().zip(&differences);
+        pairs.map(|(x, y)| if x.is_nan() { f64::INFINITY } else { (x - y).abs() }).fold(0.0, f64::max)
+    };
+    for nth in 0..2 {
+        assert_eq!(gradients.dscore_tensors[nth].is_some(), case.score_tensors[nth].is_some());
+    }
+    let of =
+        |gradient: &Option<Vec<f64>>, tensor| gradient.as_ref().map_or(0.0, |gradient| deviation(gradient, tensor));
+    [
+        deviation(&gradients.dq, |case| &mut case.q),
+        deviation(&gradients.dk, |case| &mut case.k),
+        deviation(&gradients.dv, |case| &mut case.v),
+        of(&gradients.dscore_tensors[0], |case| case.score_tensors[0].as_mut().unwrap()),
+        of(&gradients.dscore_tensors[1], |case| case.score_tensors[1].as_mut().unwrap()),
+    ]
+}
+
+/// What rounding to f32 and those differences leave.
+const TOLERANCE_OF_FUNCTION: f64 = 3e-4;
+
+#[track_caller]
+fn check_function(case: &Case) {
+    let deviations = deviations_of_function(case, &case.backward());
+    assert!(
+        deviations.iter().all(|&x| x < TOLERANCE_OF_FUNCTION),
+        "dq dk dv da db {deviations:?} for {:?}",
+        case.problem
+    );
 }
 
 /// How far each of dq, dk, dv, dbias, dalibi_slopes and dsinks is from central differences.
@@ -229,6 +277,102 @@ fn sequences_of_their_own_lengths_are_those_alone() {
         assert_close(&cut(&whole.dk, [7, 5, 3]), &part.dk);
         assert_close(&cut(&whole.dv, [7, 5, 2]), &part.dv);
         assert_close(&whole.dalibi_slopes.unwrap(), &part.dalibi_slopes.unwrap());
+    }
+}
+
+#[test]
+fn gradients_agree_for_functions_of_scores() {
+    for sizes in [GROUPED, LONG_Q] {
+        let full = Case::new(sizes, PLAIN).problem.scores_shape();
+        let [batch, heads, seq_q, seq_k] = full;
+        for options in [PLAIN, CAUSAL, TOP_LEFT, SOFTCAP, SCALE, AttentionOptions { dropout: 0.4, ..LEFT }] {
+            check_function(&Case::new(sizes, options).with_score_mod(ScoreFn::of::<Relative>(), &[]));
+            let slopes = [[1, heads, 1, 1]];
+            check_function(&Case::new(sizes, options).with_score_mod(ScoreFn::of::<Sloped>(), &slopes).with_dlse());
+            let shapes = [[1, heads, 1, seq_k], [batch, 1, seq_q, 1]];
+            check_function(&Case::new(sizes, options).with_score_mod(ScoreFn::of::<Bent>(), &shapes).with_dlse());
+        }
+        for shape in broadcasts(full) {
+            let case = Case::new(sizes, SOFTCAP).with_score_mod(ScoreFn::of::<Bent>(), &[shape, full]).with_dlse();
+            check_function(&case.with_bias([1, 1, 1, seq_k]));
+        }
+    }
+}
+
+#[test]
+fn gradients_agree_for_functions_of_functions() {
+    let shapes = [[1, 4, 1, 5], [2, 1, 3, 1]];
+    check_function(&Case::new(GROUPED, PLAIN).with_score_mod(ScoreFn::of::<Then<Sloped, Bent>>(), &shapes));
+    check_function(&Case::new(GROUPED, PLAIN).with_score_mod(ScoreFn::of::<Then<Bent, Bent>>(), &shapes));
+}
+
+#[test]
+fn gradients_agree_for_functions_of_sequences() {
+    let (full, columns) = ([2, 4, 3, 5], [1, 1, 1, 5]);
+    let of = |case: Case| case.with_score_mod(ScoreFn::of::<Bent>(), &[full, columns]).with_dlse();
+    for options in [PLAIN, CAUSAL] {
+        let case = Case::new(GROUPED, options);
+        check_function(&of(case.clone().with_seq_lens(&[3, 2], &[5, 3])).with_alibi_slopes([1, 4]));
+        let packed = of(case.with_cu_seqlens(&[0, 2, 3, 5, 6], &[1, 4, 5, 5, 9]));
+        check_function(&packed.with_mask_mod(MaskFn::of::<Document>(), &[[2, 1, 3, 1], [2, 1, 1, 5]]).with_sinks());
+    }
+}
+
+/// [`Bent`] with derivatives that are another function's.
+struct Wrong;
+
+#[cube]
+impl ScoreMod for Wrong {
+    const ADDITIVE: bool = false;
+
+    fn score(score: f32, pair: Pair, values: Values) -> f32 {
+        Bent::score(score, pair, values)
+    }
+
+    fn backward(_score: f32, _pair: Pair, _values: Values) -> Partials {
+        Partials { score: 1.0f32, a: 1.0f32, b: 1.0f32 }
+    }
+}
+
+#[test]
+fn wrong_derivatives_of_functions_are_noticed() {
+    let of = |function| Case::new(GROUPED, PLAIN).with_score_mod(function, &[[1, 4, 1, 5], [2, 1, 3, 1]]).with_dlse();
+    let case = of(ScoreFn::of::<Wrong>());
+    let noticed = deviations_of_function(&case, &case.backward()).map(|x| x > 1e2 * TOLERANCE_OF_FUNCTION);
+    assert_eq!(noticed, [true, true, false, true, true]);
+    // The tensors taken for each other.
+    let case = of(ScoreFn::of::<Bent>());
+    let mut exchanged = case.backward();
+    let [a, b] = exchanged.dscore_tensors.each_mut().map(|of| of.as_mut().unwrap());
+    a[..6].swap_with_slice(&mut b[..6]);
+    let noticed = deviations_of_function(&case, &exchanged).map(|x| x > 1e2 * TOLERANCE_OF_FUNCTION);
+    assert_eq!(noticed, [false, false, false, true, true]);
+}
+
+/// A score of −∞ hides, whatever its derivatives are.
+#[test]
+fn a_function_may_hide() {
+    struct Hiding;
+
+    #[cube]
+    impl ScoreMod for Hiding {
+        const ADDITIVE: bool = false;
+
+        fn score(score: f32, pair: Pair, _values: Values) -> f32 {
+            select(pair.j > pair.i + 2, f32::NEG_INFINITY, score)
+        }
+
+        fn backward(_score: f32, pair: Pair, _values: Values) -> Partials {
+            Partials { score: select(pair.j > pair.i + 2, f32::INFINITY, 1.0f32), a: 0.0f32, b: 0.0f32 }
+        }
+    }
+
+    // Bottom right of three queries over five keys is the same.
+    let hiding = Case::new(GROUPED, PLAIN).with_score_mod(ScoreFn::of::<Hiding>(), &[]).with_dlse();
+    let causal = Case::new(GROUPED, CAUSAL).with_dlse();
+    let (found, expected) = (hiding.backward(), causal.backward());
+    for (found, expected) in [(&found.dq, &expected.dq), (&found.dk, &expected.dk), (&found.dv, &expected.dv)] {
+        assert!(found.iter().zip(expected).all(|(x, y)| (x - y).abs() < 1e-5), "{found:?} is not {expected:?}");
     }
 }
 

@@ -2,7 +2,10 @@
 
 mod reference_common;
 
+use cubecl::prelude::*;
+use flash_attention_kernels::mods::{And, MaskFn, MaskMod, Not, Or, Pair, ScoreFn, Values};
 use flash_attention_kernels::{Alignment, AttentionOptions};
+use flash_attention_reference::mods::{Document, Relative, Strided};
 use reference_common::{Case, broadcasts};
 
 /// What the oracle sees, a string of `1` and `0` for each query: with V the identity, `o` is the attention matrix.
@@ -87,6 +90,89 @@ fn broadcast_masks_and_biases_are_those_written_out() {
         assert_eq!(short.forward(), long.forward(), "{shape:?}");
         assert_eq!(short.backward().dk, long.backward().dk, "{shape:?}");
     }
+}
+
+/// Top left: positions count from where sequences begin.
+struct Causal;
+
+#[cube]
+impl MaskMod for Causal {
+    fn sees(pair: Pair, _values: Values) -> bool {
+        pair.j <= pair.i
+    }
+}
+
+fn with_mask_mod(function: MaskFn) -> AttentionOptions {
+    AttentionOptions { mask_mod: Some(function), ..Default::default() }
+}
+
+#[test]
+fn a_function_that_is_causality_is_causality() {
+    let sizes = [2, 4, 2, 6, 9, 3, 2];
+    let function = Case::new(sizes, with_mask_mod(MaskFn::of::<Causal>())).with_dlse();
+    let option = Case::new(sizes, causal(Alignment::TopLeft)).with_dlse();
+    assert_eq!(function.forward(), option.forward());
+    assert_eq!(function.backward(), option.backward());
+    assert_ne!(function.forward(), Case::new(sizes, Default::default()).forward());
+    // And each sequence's own.
+    let packed = |case: Case| case.with_cu_seqlens(&[1, 3, 5, 7, 12], &[0, 4, 7, 12, 17]).with_dlse();
+    let (function, option) = (packed(function), packed(option));
+    assert_eq!(function.forward(), option.forward());
+    assert_eq!(function.backward(), option.backward());
+}
+
+#[test]
+fn functions_of_masks_as_drawn() {
+    assert_eq!(drawn(2, 3, with_mask_mod(MaskFn::of::<Causal>())), ["100", "110"]);
+    assert_eq!(drawn(2, 3, with_mask_mod(MaskFn::of::<Not<Causal>>())), ["011", "001"]);
+    assert_eq!(drawn(2, 3, with_mask_mod(MaskFn::of::<And<Causal, Not<Causal>>>())), ["000", "000"]);
+    assert_eq!(drawn(2, 3, with_mask_mod(MaskFn::of::<Or<Causal, Not<Causal>>>())), ["111", "111"]);
+    let strided = drawn(12, 12, with_mask_mod(MaskFn::of::<Strided>()));
+    assert_eq!((&strided[0][..], &strided[11][..]), ("111111111000", "100011111111"));
+    // In addition to causality.
+    let both = AttentionOptions { window_left: Some(0), ..with_mask_mod(MaskFn::of::<Causal>()) };
+    assert_eq!(drawn(3, 3, both), ["100", "010", "001"]);
+}
+
+#[test]
+fn a_function_of_documents_is_the_mask_of_them() {
+    let sizes = [2, 4, 2, 6, 9, 3, 2];
+    for (of_q, of_k) in [([2, 1, 6, 1], [1, 1, 1, 9]), ([1, 4, 6, 1], [2, 1, 1, 9]), ([2, 4, 6, 9], [1, 1, 1, 1])] {
+        let function = Case::new(sizes, Default::default()).with_mask_mod(MaskFn::of::<Document>(), &[of_q, of_k]);
+        let mut mask = Case::new(sizes, Default::default()).with_mask([2, 4, 6, 9]);
+        let [documents_q, documents_k] = function.mask_tensors.each_ref().map(|of| of.as_ref().unwrap());
+        let at = |shape: [usize; 4], at: [usize; 4]| (0..4).fold(0, |n, d| n * shape[d] + at[d].min(shape[d] - 1));
+        let hidden = |index: [usize; 4]| documents_q[at(of_q, index)] != documents_k[at(of_k, index)];
+        mask.mask = Some(indices([2, 4, 6, 9]).map(hidden).collect());
+        assert_eq!(function.forward(), mask.forward());
+        assert_eq!(function.backward(), mask.backward());
+    }
+}
+
+/// Of packed sequences a function knows the number, and positions that begin with each.
+#[test]
+fn functions_of_packed_sequences_are_those_of_padded_ones() {
+    let options = AttentionOptions {
+        score_mod: Some(ScoreFn::of::<Relative>()),
+        mask_mod: Some(MaskFn::of::<Strided>()),
+        ..Default::default()
+    };
+    let (lens_q, lens_k) = ([11, 5, 14], [13, 20, 9]);
+    let padded = Case::new([3, 2, 1, 14, 20, 3, 2], options).with_seq_lens(&lens_q, &lens_k);
+    let mut packed = Case::new([1, 2, 1, 30, 42, 3, 2], options).with_cu_seqlens(&[0, 11, 16, 30], &[0, 13, 33, 42]);
+    // `[sequences, heads, seq, dim]` to `[1, heads, total, dim]`.
+    let pack = |values: &[f64], heads: usize, seq: usize, dim: usize, lens: [usize; 3]| -> Vec<f64> {
+        let part = |h: usize, s: usize| &values[(s * heads + h) * seq * dim..][..lens[s] * dim];
+        (0..heads).flat_map(|h| (0..3).flat_map(move |s| part(h, s).to_vec()).collect::<Vec<_>>()).collect()
+    };
+    packed.q = pack(&padded.q, 2, 14, 3, lens_q);
+    packed.k = pack(&padded.k, 1, 20, 3, lens_k);
+    packed.v = pack(&padded.v, 1, 20, 2, lens_k);
+    packed.dout = pack(&padded.dout, 2, 14, 2, lens_q);
+    let (of_packed, of_padded) = (packed.forward(), padded.forward());
+    assert_eq!(of_packed.o, pack(&of_padded.o, 2, 14, 2, lens_q));
+    assert_eq!(of_packed.lse, pack(&of_padded.lse, 2, 14, 1, lens_q));
+    assert_eq!(packed.backward().dk, pack(&padded.backward().dk, 1, 20, 3, lens_k));
 }
 
 fn indices([a, b, c, d]: [usize; 4]) -> impl Iterator<Item = [usize; 4]> {

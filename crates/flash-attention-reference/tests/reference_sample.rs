@@ -3,6 +3,8 @@
 mod reference_common;
 
 use flash_attention_kernels::AttentionOptions;
+use flash_attention_kernels::mods::{MaskFn, ScoreFn};
+use flash_attention_reference::mods::{Bent, Document};
 use flash_attention_reference::sample;
 use reference_common::{Case, assert_close};
 
@@ -11,6 +13,15 @@ fn a_sample_is_part_of_the_whole() {
     let options = AttentionOptions { causal: true, softcap: Some(2.0), ..Default::default() };
     // Query 0 and 1 see nothing: there are more queries than keys.
     let case = Case::new([2, 4, 2, 9, 7, 5, 3], options).with_mask([2, 1, 9, 7]).with_bias([1, 4, 9, 7]);
+    let functions = case.clone().with_score_mod(ScoreFn::of::<Bent>(), &[[1, 4, 1, 7], [2, 1, 9, 1]]);
+    let functions = functions.with_mask_mod(MaskFn::of::<Document>(), &[[2, 1, 9, 1], [1, 1, 1, 7]]);
+    for case in [case, functions] {
+        a_sample_is_part_of(case);
+    }
+}
+
+#[track_caller]
+fn a_sample_is_part_of(case: Case) {
     let (whole, gradients) = (case.forward(), case.backward());
     let (queries, keys) = ([0, 4, 8], [1, 6]);
     for [b, h] in [[0, 0], [1, 3]] {

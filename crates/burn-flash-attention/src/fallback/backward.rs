@@ -2,22 +2,23 @@
 //!
 //! ```text
 //! p = exp(s − lse)            delta = Σ dout∘out − dlse          dp = dout·vᵀ ∘ z
-//! dbias = p∘(dp − delta)      ds = dbias∘slope of the softcap
+//! dbias = p∘(dp − delta)      ds = dbias∘∂f/∂t∘slope of the softcap
 //! dv = (p∘z)ᵀ·dout            dq = softmax_scale · ds·k          dk = softmax_scale · dsᵀ·q
-//! dslope = −Σ dbias∘|i − j|   dsink = −Σ exp(sink − lse) · delta
+//! dslope = −Σ dbias∘|i − j|   dsink = −Σ exp(sink − lse) · delta        da = Σ dbias∘∂f/∂a
 //! ```
 //!
-//! where `z` is what dropout multiplies by.
+//! where `z` is what dropout multiplies by and `f` the function of scores, which reads `a`.
 //!
 //! Each head of k and v is one task, which visits a tile once for all of dq, dk and dv. Where there are fewer heads than
 //! threads, blocks of keys (for dk and dv) and blocks of queries (for dq) are tasks of their own instead: more work, but
 //! for all threads, and the same sums in the same order. Where the bias broadcasts, dbias sums over tiles of several
-//! tasks, and goes by itself.
+//! tasks, and goes by itself, as do the gradients of what the function reads.
 
 use super::math::{self, vectorized};
 use super::tile::{Attention, Matrix, Rows, Scratch, TILE_K, TILE_Q, Tile, multiply};
 use crate::backend::Wanted;
 use flash_attention_kernels::AttentionProblem;
+use flash_attention_kernels::mods::Partials;
 
 /// What the forward left and what comes from the loss.
 pub struct Saved<'a> {
@@ -78,10 +79,22 @@ pub fn backward(attention: &Attention, saved: &Saved, wanted: Wanted) -> Gradien
             }
         }
     }
-    if let Some(dbias) = dbias_apart {
-        for_bias(attention, saved, dbias);
+    if let (Some(dbias), Some(shape)) = (dbias_apart, problem.bias) {
+        summed(attention, saved, shape, dbias, |_, _| {});
     }
     gradients
+}
+
+/// The gradient of what the function of scores reads first or second, of that shape.
+pub fn score_tensor(attention: &Attention, saved: &Saved, nth: usize, shape: [usize; 4]) -> Vec<f32> {
+    let mut gradient = vec![0.0; shape.iter().product()];
+    if attention.problem.rows() > 0 && attention.problem.seq_k > 0 {
+        let of = [|partials: Partials| partials.a, |partials: Partials| partials.b][nth];
+        summed(attention, saved, shape, &mut gradient, |tile, Scratch { ds, t, .. }| {
+            attention.times_partial(tile, t, ds, of);
+        });
+    }
+    gradient
 }
 
 /// The gradient of slopes of that shape: a head at a time, then batches that share one.
@@ -189,10 +202,16 @@ fn by_queries(attention: &Attention, saved: &Saved, dq: &mut Option<Vec<f32>>, d
     });
 }
 
-/// A task for each part of the bias that no other task adds to.
-fn for_bias(attention: &Attention, saved: &Saved, dbias: &mut [f32]) {
+/// A gradient of that shape, which is the bias's, or what `times` makes of that: the sum over what it broadcasts over. A task for each
+/// part of it that no other task adds to.
+fn summed(
+    attention: &Attention,
+    saved: &Saved,
+    [shape_b, shape_h, shape_q, shape_k]: [usize; 4],
+    dbias: &mut [f32],
+    times: impl Fn(Tile, &mut Scratch) + Sync + Send,
+) {
     let problem = attention.problem;
-    let [shape_b, shape_h, shape_q, shape_k] = problem.bias.unwrap_or_default();
     let along_q = shape_q == problem.seq_q;
     let (q_blocks, k_blocks) = (attention.num_q_blocks(), problem.seq_k.div_ceil(TILE_K));
     // Blocks of queries if the bias has rows for them, else blocks of keys.
@@ -214,6 +233,7 @@ fn for_bias(attention: &Attention, saved: &Saved, dbias: &mut [f32]) {
                         let tile = attention.tile(b, h, q_block, k_block);
                         probabilities(attention, saved, tile, scratch);
                         bias_gradients(attention, saved, tile, scratch);
+                        times(tile, scratch);
                         // The parts of a bias without rows start at their own block of keys.
                         let column = if along_q { tile.k_start } else { 0 };
                         for (i, ds) in scratch.ds.chunks_exact(tile.cols).take(tile.rows).enumerate() {
@@ -256,6 +276,9 @@ fn visit(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut Scratch
             dbias[tile.k_start..tile.k_start + cols].copy_from_slice(ds);
         }
     }
+    if attention.problem.options.score_mod.is_some_and(|function| !function.additive()) {
+        attention.times_partial(tile, &scratch.t, &mut scratch.ds, |partials| partials.score);
+    }
     if attention.problem.options.softcap.is_some() {
         let slope = &scratch.slope[..rows * cols];
         scratch.ds.iter_mut().zip(slope).for_each(|(ds, slope)| *ds = if *ds == 0.0 { 0.0 } else { *ds * slope });
@@ -271,7 +294,7 @@ fn visit(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut Scratch
 
 /// `p = exp(s − lse)` into `scratch.p`, 0 where hidden.
 fn probabilities(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut Scratch) {
-    attention.scores(tile, &mut scratch.p, &mut scratch.slope);
+    attention.scores(tile, &mut scratch.p, &mut scratch.t, &mut scratch.slope);
     let lse = &saved.lse[first_row(attention.problem, tile)..];
     vectorized(
         #[inline(always)]

@@ -16,12 +16,13 @@ use crate::problem::{Shapes, dtype, problem};
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{Bytes, DType, Shape};
 use burn_flex::{Flex, FlexTensor, Layout};
+use flash_attention_kernels::mods::TENSORS;
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, dropout};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use sequences::Sequences;
 use std::ops::Range;
-use tile::{Attention, Broadcast, Heads, TILE_K, TILE_Q};
+use tile::{Attention, Broadcast, Functions, Heads, TILE_K, TILE_Q, Tables};
 
 impl FlashAttentionOps for Flex {
     fn flash_attention(
@@ -62,6 +63,10 @@ impl FlashAttentionOps for Flex {
         let slopes = problem.alibi_slopes.filter(|_| wanted.dalibi_slopes);
         let slopes = slopes.map(|shape| tensor(backward::slopes(&attention, &saved, shape), shape, Dtype::F32));
         let sinks = (problem.sinks && wanted.dsinks).then(|| backward::sinks(&attention, &saved));
+        let [dscore_a, dscore_b] = std::array::from_fn(|nth| {
+            let shape = problem.score_tensors[nth].filter(|_| wanted.dscore_tensors[nth]);
+            shape.map(|shape| tensor(backward::score_tensor(&attention, &saved, nth, shape), shape, Dtype::F32))
+        });
         let some = |data: Option<Vec<f32>>, shape| data.map(|data| tensor(data, shape, problem.dtype)).into();
         AttentionGradients {
             dq: some(gradients.dq, problem.q_shape()),
@@ -70,6 +75,8 @@ impl FlashAttentionOps for Flex {
             dbias: some(gradients.dbias, problem.bias.unwrap_or_default()),
             dalibi_slopes: slopes.into(),
             dsinks: sinks.map(|sinks| tensor(sinks, [problem.num_heads_q], Dtype::F32)).into(),
+            dscore_a: dscore_a.into(),
+            dscore_b: dscore_b.into(),
         }
     }
 }
@@ -87,7 +94,7 @@ pub(crate) fn plan(problem: &AttentionProblem) -> HostPlan {
     HostPlan { tile_q: TILE_Q, tile_k: TILE_K, threads, scratch_bytes: size_of::<f32>() * (tiles + rows + widened) }
 }
 
-/// The arguments of a call, contiguous and in f32; mask and bias as they come. The seed of dropout is two words.
+/// The arguments of a call, contiguous and in f32; mask, bias and tensors of functions as they come. The seed of dropout is two words.
 struct Call {
     problem: AttentionProblem,
     q: FlexTensor,
@@ -99,6 +106,8 @@ struct Call {
     sinks: Option<FlexTensor>,
     seed: Option<[u32; 2]>,
     sequences: Option<Sequences>,
+    score_tensors: [Option<FlexTensor>; TENSORS],
+    mask_tensors: [Option<FlexTensor>; TENSORS],
 }
 
 impl Call {
@@ -108,6 +117,8 @@ impl Call {
         let [drawn, lens_q, lens_k, cu_q, cu_k] =
             [extras.dropout_seed, extras.seq_lens_q, extras.seq_lens_k, extras.cu_seqlens_q, extras.cu_seqlens_k]
                 .map(|tensor| tensor.into_option().map(|tensor| words(&tensor.to_contiguous())));
+        let [score_tensors, mask_tensors] = [[extras.score_a, extras.score_b], [extras.mask_a, extras.mask_b]]
+            .map(|tensors| tensors.map(OptionalFloat::into_option));
         let problem = dtype("q", q.dtype()).and_then(|dtype| {
             let shape = |tensor: &FlexTensor| tensor.layout().shape().to_vec();
             let shapes = Shapes {
@@ -119,6 +130,8 @@ impl Call {
                 seq_lens_k: lens_k.as_ref().map(|lens| vec![lens.len()]),
                 cu_seqlens_q: cu_q.as_ref().map(|ends| vec![ends.len()]),
                 cu_seqlens_k: cu_k.as_ref().map(|ends| vec![ends.len()]),
+                score_tensors: score_tensors.iter().flatten().map(shape).collect(),
+                mask_tensors: mask_tensors.iter().flatten().map(shape).collect(),
             };
             problem([&shape(&q), &shape(&k), &shape(&v)], shapes, dtype, options)
         });
@@ -133,7 +146,8 @@ impl Call {
             (Some(q), Some(k)) => Sequences::packed(&problem, &q, &k),
             _ => Sequences::padded(&problem, lens_q.as_deref(), lens_k.as_deref()),
         });
-        Call { problem, q: floats(q), k: floats(k), v: floats(v), mask, bias, slopes, sinks, seed, sequences }
+        let [q, k, v] = [q, k, v].map(floats);
+        Call { problem, q, k, v, mask, bias, slopes, sinks, seed, sequences, score_tensors, mask_tensors }
     }
 
     fn attention(&self) -> Attention<'_> {
@@ -145,8 +159,14 @@ impl Call {
         });
         let heads = Heads { slopes: self.slopes.as_ref().map(slice), sinks: self.sinks.as_ref().map(slice) };
         let inputs = [slice(&self.q), slice(&self.k), slice(&self.v)];
-        Attention::new(&self.problem, inputs, mask, bias, heads, self.seed, self.sequences.as_ref())
+        let functions = Functions { of_score: tables(&self.score_tensors), of_mask: tables(&self.mask_tensors) };
+        Attention::new(&self.problem, inputs, mask, bias, heads, functions, self.seed, self.sequences.as_ref())
     }
+}
+
+/// What a function reads, where it lies.
+fn tables(tensors: &[Option<FlexTensor>; TENSORS]) -> Tables<'_> {
+    tensors.each_ref().map(|tensor| tensor.as_ref().map(|tensor| Broadcast::new(tensor.storage(), tensor.layout())))
 }
 
 /// The tensor, contiguous and in f32: a copy only where it is not already.

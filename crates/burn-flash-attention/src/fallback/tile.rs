@@ -4,7 +4,8 @@ use super::math::{self, vectorized};
 use super::sequences::Sequences;
 use burn_flex::Layout;
 use flash_attention_kernels::mask::Band;
-use flash_attention_kernels::{AttentionProblem, dropout};
+use flash_attention_kernels::mods::{Pair, Partials, TENSORS, Values};
+use flash_attention_kernels::{AttentionOptions, AttentionProblem, dropout};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
@@ -35,6 +36,8 @@ pub struct Scratch {
     pub p: Vec<f32>,
     /// Gradients of probabilities, then of scores.
     pub ds: Vec<f32>,
+    /// Scores before the function, where there is one.
+    pub t: Vec<f32>,
     /// The derivative of the softcap.
     pub slope: Vec<f32>,
     /// Which weights dropout keeps, where there is any.
@@ -43,7 +46,7 @@ pub struct Scratch {
 
 impl Scratch {
     /// The most that a thread may need.
-    pub const LEN: usize = 3 * TILE_Q * TILE_K + TILE_Q * TILE_K / size_of::<f32>();
+    pub const LEN: usize = 4 * TILE_Q * TILE_K + TILE_Q * TILE_K / size_of::<f32>();
 
     fn new(problem: &AttentionProblem) -> Self {
         let tile = || vec![0.0; problem.seq_q.min(TILE_Q) * problem.seq_k.min(TILE_K)];
@@ -52,6 +55,7 @@ impl Scratch {
         Scratch {
             p: tile(),
             ds: tile(),
+            t: problem.options.score_mod.map_or_else(Vec::new, |_| tile()),
             slope: problem.options.softcap.map_or_else(Vec::new, |_| tile()),
             kept: vec![true; if drops { problem.seq_q.min(TILE_Q) * problem.seq_k.min(TILE_K) } else { 0 }],
         }
@@ -72,6 +76,12 @@ impl<'a, T: Copy> Broadcast<'a, T> {
     }
 
     /// Applies `f` to each number of `row` and the one that belongs to it, where `row` starts at that index.
+    /// The number that belongs to a score.
+    fn at(&self, at: [usize; 4]) -> T {
+        let offset: isize = at.iter().zip(self.strides).map(|(n, stride)| *n as isize * stride).sum();
+        self.data[self.start.wrapping_add_signed(offset)]
+    }
+
     #[inline(always)]
     fn zip(&self, at: [usize; 4], row: &mut [f32], f: impl Fn(&mut f32, T)) {
         let offset: isize = at.iter().zip(self.strides).map(|(n, stride)| *n as isize * stride).sum();
@@ -95,6 +105,15 @@ pub enum Bias<'a> {
     BF16(Broadcast<'a, bf16>),
 }
 
+/// What a function reads.
+pub type Tables<'a> = [Option<Broadcast<'a, f32>>; TENSORS];
+
+/// What functions read.
+pub struct Functions<'a> {
+    pub of_score: Tables<'a>,
+    pub of_mask: Tables<'a>,
+}
+
 /// An attention call.
 pub struct Attention<'a> {
     pub problem: &'a AttentionProblem,
@@ -109,6 +128,7 @@ pub struct Attention<'a> {
     mask: Option<Broadcast<'a, u8>>,
     bias: Option<Bias<'a>>,
     heads: Heads<'a>,
+    functions: Functions<'a>,
     seed: Option<[u32; 2]>,
 }
 
@@ -149,12 +169,14 @@ impl<'a> Rows<'a> {
 }
 
 impl<'a> Attention<'a> {
+    #[allow(clippy::too_many_arguments, reason = "what a call has")]
     pub fn new(
         problem: &'a AttentionProblem,
         [q, k, v]: [&'a [f32]; 3],
         mask: Option<Broadcast<'a, u8>>,
         bias: Option<Bias<'a>>,
         heads: Heads<'a>,
+        functions: Functions<'a>,
         seed: Option<[u32; 2]>,
         sequences: Option<&'a Sequences>,
     ) -> Self {
@@ -169,6 +191,7 @@ impl<'a> Attention<'a> {
             mask,
             bias,
             heads,
+            functions,
             seed,
         }
     }
@@ -285,7 +308,9 @@ impl<'a> Attention<'a> {
     /// `c += scale · weights · block`, where the weights belong to the pairs of a tile. A weight of exactly 0, which is
     /// what hidden pairs have, takes nothing from its row, not even NaN.
     pub fn accumulate(&self, tile: Tile, c: &mut [f32], scale: f32, weights: Matrix, block: Block) {
+        let AttentionOptions { score_mod, mask_mod, .. } = self.problem.options;
         let hides = self.mask.is_some() || self.bias.is_some() || self.seed.is_some() || !self.in_band(tile);
+        let hides = hides || score_mod.is_some() || mask_mod.is_some();
         if !hides
             || vectorized(
                 #[inline(always)]
@@ -311,8 +336,38 @@ impl<'a> Attention<'a> {
         }
     }
 
-    /// The scores of a tile, −∞ where hidden, into `s [rows, cols]`, and the derivative of the softcap into `slope`.
-    pub fn scores(&self, tile: Tile, s: &mut [f32], slope: &mut [f32]) {
+    /// Hands `f` each pair of a tile that positions let see each other: its place there, as functions know it, and what they read.
+    fn for_pairs(&self, tile: Tile, tables: &Tables, mut f: impl FnMut(usize, Pair, Values)) {
+        let Tile { b, h, q_start, rows, k_start, cols } = tile;
+        for i in 0..rows {
+            let Some(band) = self.band_of(b, q_start + i) else { continue };
+            let (number, first_q, first_k) = (band.number(b as u32), band.first_query(), band.first_key());
+            for j in 0..cols {
+                let at = [b, h, q_start + i, k_start + j];
+                let (query, key) = (at[2] as u32, at[3] as u32);
+                if band.sees(query, key) {
+                    let [a, b] = tables.each_ref().map(|table| table.as_ref().map_or(0.0, |table| table.at(at)));
+                    let pair = Pair::of(number, h as u32, query - first_q, key - first_k);
+                    f(i * cols + j, pair, Values { a, b });
+                }
+            }
+        }
+    }
+
+    /// Multiplies what a tile has for each pair by a derivative of what the function makes of its score `t`, if there is one. What is 0
+    /// stays 0, whatever the derivative.
+    pub fn times_partial(&self, tile: Tile, t: &[f32], ds: &mut [f32], of: fn(Partials) -> f32) {
+        let Some(function) = self.problem.options.score_mod else { return };
+        self.for_pairs(tile, &self.functions.of_score, |n, pair, values| {
+            if ds[n] != 0.0 {
+                ds[n] *= of(function.backward(t[n], pair, values));
+            }
+        });
+    }
+
+    /// The scores of a tile, −∞ where hidden, into `s [rows, cols]`, the derivative of the softcap into `slope`, and into `t` what they
+    /// are before the function, if there is one.
+    pub fn scores(&self, tile: Tile, s: &mut [f32], t: &mut [f32], slope: &mut [f32]) {
         let Tile { b, h, q_start, rows, k_start, cols } = tile;
         let s = &mut s[..rows * cols];
         multiply(s, false, self.scale, self.q(tile).matrix(), self.k(tile).transposed());
@@ -327,6 +382,11 @@ impl<'a> Attention<'a> {
                     }
                 },
             );
+        }
+        if let Some(function) = self.problem.options.score_mod {
+            t[..s.len()].copy_from_slice(s);
+            let made = |n: usize, pair, values| s[n] = function.score(s[n], pair, values);
+            self.for_pairs(tile, &self.functions.of_score, made);
         }
         let rows_of = |s: &mut [f32], f: &dyn Fn([usize; 4], &mut [f32])| {
             s.chunks_exact_mut(cols).enumerate().for_each(|(i, row)| f([b, h, q_start + i, k_start], row));
@@ -347,6 +407,13 @@ impl<'a> Attention<'a> {
         if let Some(mask) = &self.mask {
             let hide = |s: &mut f32, hidden| *s = if hidden != 0 { f32::NEG_INFINITY } else { *s };
             rows_of(s, &|at, row| mask.zip(at, row, hide));
+        }
+        if let Some(function) = self.problem.options.mask_mod {
+            self.for_pairs(tile, &self.functions.of_mask, |n, pair, values| {
+                if !function.sees(pair, values) {
+                    s[n] = f32::NEG_INFINITY;
+                }
+            });
         }
         if !self.in_band(tile) {
             rows_of(s, &|[_, _, i, j], row| {

@@ -9,8 +9,10 @@
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData, Tolerance, activation};
 use burn_flash_attention::{AttentionPlan, FlashAttentionOptions, flash_attention_with_lse, plan};
+use flash_attention_kernels::mods::{Pair, ScoreFn, Values};
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, dropout};
 use flash_attention_reference as reference;
+use flash_attention_reference::mods::{Bent, Sloped};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
 // -- devices
@@ -103,11 +105,15 @@ pub struct Tracked {
     pub bias: bool,
     pub slopes: bool,
     pub sinks: bool,
+    /// What the function of scores reads.
+    pub tensors: [bool; 2],
 }
 
 impl Tracked {
-    pub const ALL: Tracked = Tracked { q: true, k: true, v: true, bias: true, slopes: true, sinks: true };
-    pub const NONE: Tracked = Tracked { q: false, k: false, v: false, bias: false, slopes: false, sinks: false };
+    pub const ALL: Tracked =
+        Tracked { q: true, k: true, v: true, bias: true, slopes: true, sinks: true, tensors: [true, true] };
+    pub const NONE: Tracked =
+        Tracked { q: false, k: false, v: false, bias: false, slopes: false, sinks: false, tensors: [false, false] };
 
     /// All sixteen of q, k, v and the bias.
     pub fn subsets() -> impl Iterator<Item = Tracked> {
@@ -117,6 +123,11 @@ impl Tracked {
     /// All eight of bias, slopes and sinks, with q.
     pub fn subsets_of_extras() -> impl Iterator<Item = Tracked> {
         (0..8).map(|n| Tracked { q: true, bias: n & 1 != 0, slopes: n & 2 != 0, sinks: n & 4 != 0, ..Tracked::NONE })
+    }
+
+    /// All eight of bias and what a function reads, without q.
+    pub fn subsets_of_tensors() -> impl Iterator<Item = Tracked> {
+        (0..8).map(|n| Tracked { bias: n & 1 != 0, tensors: [n & 2 != 0, n & 4 != 0], ..Tracked::NONE })
     }
 
     pub fn any(self) -> bool {
@@ -166,6 +177,8 @@ pub struct Data {
     pub seq_lens_q: Option<Vec<usize>>,
     pub seq_lens_k: Option<Vec<usize>>,
     pub cu_seqlens: Option<[Vec<usize>; 2]>,
+    pub score_tensors: [Option<Vec<f64>>; 2],
+    pub mask_tensors: [Option<Vec<f64>>; 2],
     pub dout: Vec<f64>,
     pub dlse: Vec<f64>,
 }
@@ -224,6 +237,13 @@ impl Data {
             seq_lens_q: problem.seq_lens_q.then(|| lens(problem.seq_q)),
             seq_lens_k: problem.seq_lens_k.then(|| lens(problem.seq_k)),
             cu_seqlens,
+            score_tensors: std::array::from_fn(|nth| {
+                problem.score_tensors[nth].map(|shape| f32s(shape.iter().product(), 11 + nth as u64, 0.5))
+            }),
+            mask_tensors: std::array::from_fn(|nth| {
+                let len = problem.mask_tensors[nth]?.iter().product();
+                Some(reference::mods::documents(len, 16 * seed + 13 + nth as u64))
+            }),
             dout: floats(&problem.o_shape(), 4),
             dlse,
         }
@@ -243,6 +263,8 @@ impl Data {
             cu_seqlens_q: self.cu_seqlens.as_ref().map(|[q, _]| &q[..]),
             cu_seqlens_k: self.cu_seqlens.as_ref().map(|[_, k]| &k[..]),
             dropout: self.dropout_seed().map(|seed| reference::Dropout { seed, first: [0, 0] }),
+            score_tensors: self.score_tensors.each_ref().map(Option::as_deref),
+            mask_tensors: self.mask_tensors.each_ref().map(Option::as_deref),
         }
     }
 
@@ -258,8 +280,10 @@ impl Data {
         let zeros = vec![0.0; self.dout.len()];
         let dout = if how.loss.out { &self.dout } else { &zeros };
         let gradients = reference::backward(&self.problem, &self.inputs(), dout, how.loss.lse.then_some(&self.dlse));
-        let Tracked { q, k, v, bias, slopes, sinks } = how.tracked;
+        let Tracked { q, k, v, bias, slopes, sinks, tensors } = how.tracked;
+        let [dscore_a, dscore_b] = gradients.dscore_tensors;
         Results {
+            dtensors: [dscore_a.filter(|_| tensors[0]), dscore_b.filter(|_| tensors[1])],
             out: output.o,
             lse: output.lse,
             dq: q.then_some(gradients.dq),
@@ -283,6 +307,8 @@ pub struct Results {
     pub dbias: Option<Vec<f64>>,
     pub dslopes: Option<Vec<f64>>,
     pub dsinks: Option<Vec<f64>>,
+    /// Of what the function of scores reads.
+    pub dtensors: [Option<Vec<f64>>; 2],
 }
 
 // -- tensors
@@ -359,7 +385,18 @@ impl Tensors {
             let lens: Vec<i32> = lens?.iter().map(|len| *len as i32).collect();
             Some(Tensor::<1, Int>::from_data(lens.as_slice(), device))
         };
+        let table = |values: &Option<Vec<f64>>, shape: Option<[usize; 4]>, tracked: bool| {
+            let tensor = tensor(values.as_ref()?, shape?, Dtype::F32, device);
+            // As they lie: a stride for each dimension but those of 1.
+            let tensor = laid_out(tensor, how.layout);
+            Some(if tracked { tensor.detach().require_grad() } else { tensor })
+        };
+        let score_tensors = (0..2)
+            .filter_map(|nth| table(&data.score_tensors[nth], problem.score_tensors[nth], how.tracked.tensors[nth]));
+        let mask_tensors = (0..2).filter_map(|nth| table(&data.mask_tensors[nth], problem.mask_tensors[nth], false));
         let options = FlashAttentionOptions {
+            score_tensors: score_tensors.collect(),
+            mask_tensors: mask_tensors.collect(),
             mask,
             bias,
             seq_lens_q: lens(data.seq_lens_q.as_ref()),
@@ -411,10 +448,11 @@ fn run(data: &Data, target: &Target, how: How, attention: impl Fn(&Tensors) -> (
     assert_eq!((out.dims(), lse.dims()), (problem.o_shape(), problem.lse_shape()));
     let (out_values, lse_values) = (read(out.clone().detach()), read(lse.clone().detach()));
     let mut results = Results { out: out_values, lse: lse_values, ..Results::default() };
-    let Tracked { q, k, v, bias, slopes, sinks } = how.tracked;
+    let Tracked { q, k, v, bias, slopes, sinks, tensors: of_function } = how.tracked;
     let extras = bias && tensors.options.bias.is_some()
         || slopes && tensors.slopes.is_some()
-        || sinks && tensors.options.sinks.is_some();
+        || sinks && tensors.options.sinks.is_some()
+        || tensors.options.score_tensors.iter().zip(of_function).any(|(_, tracked)| tracked);
     if q || k || v || extras {
         // In f32, since it is a sum of many.
         let mut loss = Tensor::<1>::zeros([1], &device);
@@ -435,6 +473,7 @@ fn run(data: &Data, target: &Target, how: How, attention: impl Fn(&Tensors) -> (
         results.dv = gradient(&tensors.v);
         results.dbias = tensors.options.bias.as_ref().and_then(gradient);
         results.dslopes = tensors.slopes.as_ref().and_then(|slopes| slopes.grad(&gradients)).map(read);
+        results.dtensors = std::array::from_fn(|nth| tensors.options.score_tensors.get(nth).and_then(gradient));
         results.dsinks = tensors.options.sinks.as_ref().and_then(|sinks| sinks.grad(&gradients)).map(read);
     }
     results
@@ -462,10 +501,18 @@ pub fn composed_attention(problem: &AttentionProblem, tensors: &Tensors) -> (Ten
     if let Some(mask) = &options.mask {
         hidden = hidden.bool_or(mask.clone().expand([batch, heads, seq_q, seq_k]));
     }
+    if let Some(function) = options.mask_mod {
+        let values = tables(&options.mask_tensors, problem);
+        let shown = pairs(problem).zip(values).map(|(pair, values)| !function.sees(pair, values)).collect::<Vec<_>>();
+        hidden = hidden.bool_or(mask_tensor(&shown, problem.scores_shape(), &device));
+    }
+    let dtype = scores.dtype();
+    if let Some(function) = options.score_mod {
+        scores = composed_function(function, scores.cast(DType::F32), problem, &options.score_tensors).cast(dtype);
+    }
     if let Some(bias) = &options.bias {
         scores = scores + bias.clone();
     }
-    let dtype = scores.dtype();
     if let Some(slopes) = slopes {
         let far = |i: u32, j: u32| f64::from(band.offset(i, j)).abs();
         let distances: Vec<f64> = (0..seq_q as u32).flat_map(|i| (0..seq_k as u32).map(move |j| far(i, j))).collect();
@@ -494,6 +541,47 @@ pub fn composed_attention(problem: &AttentionProblem, tensors: &Tensors) -> (Ten
         weights = weights.mask_fill(dropped, 0.0).mul_scalar(dropout::factor(options.dropout));
     }
     (weights.matmul(repeated(v)), lse)
+}
+
+/// Every pair of a problem with one sequence in each batch, in the order of its scores.
+fn pairs(problem: &AttentionProblem) -> impl Iterator<Item = Pair> {
+    let [batch, heads, seq_q, seq_k] = problem.scores_shape().map(|n| n as u32);
+    let rows = (0..batch).flat_map(move |b| (0..heads).flat_map(move |h| (0..seq_q).map(move |i| (b, h, i))));
+    rows.flat_map(move |(b, h, i)| (0..seq_k).map(move |j| Pair::of(b, h, i, j)))
+}
+
+/// What tensors hold for each of them.
+fn tables(tensors: &[Tensor<4>], problem: &AttentionProblem) -> impl Iterator<Item = Values> {
+    let shape = problem.scores_shape();
+    let len = shape.iter().product::<usize>();
+    let [a, b] = [0, 1].map(|nth| {
+        let values = tensors.get(nth).map(|tensor| read(tensor.clone().detach().expand(shape)));
+        values.unwrap_or_else(|| vec![0.0; len])
+    });
+    a.into_iter().zip(b).map(|(a, b)| Values { a: a as f32, b: b as f32 })
+}
+
+/// The functions of [`reference::mods`] in Burn's operations, in f32 as they compute.
+fn composed_function(
+    function: ScoreFn,
+    scores: Tensor<4>,
+    problem: &AttentionProblem,
+    tensors: &[Tensor<4>],
+) -> Tensor<4> {
+    let constant = |of: &dyn Fn(Pair) -> f32| {
+        let values: Vec<f64> = pairs(problem).map(|pair| f64::from(of(pair))).collect();
+        tensor(&values, problem.scores_shape(), Dtype::F32, &scores.device())
+    };
+    if function == ScoreFn::of::<Bent>() {
+        let step = constant(&|pair| pair.distance / (16.0 + pair.distance.abs()));
+        let (gain, height) = (tensors[0].clone() + 1.0, tensors[1].clone());
+        return (scores / 3.0).tanh() * 3.0 * gain + step * height;
+    }
+    if function == ScoreFn::of::<Sloped>() {
+        return scores.clone() - constant(&|pair| pair.distance.abs() / 16.0) * tensors[0].clone();
+    }
+    assert!(function.additive() && tensors.is_empty(), "{function:?} is not composed");
+    scores.clone() + constant(&|pair| function.score(0.0, pair, Values::default()))
 }
 
 // -- comparison
@@ -526,7 +614,8 @@ pub fn check_near(data: &Data, target: &Target, how: How) {
     let added =
         |numbers: usize| if half { products * (problem.rows() as f64 / numbers.max(1) as f64).sqrt() } else { 1.0 };
     let scaled = products * (f64::from(problem.softmax_scale()) * (problem.head_dim as f64).sqrt()).max(1.0);
-    let rows_of_bias = problem.bias.map_or(1, |shape| shape[..3].iter().product());
+    let rows_of = |shape: Option<[usize; 4]>| shape.map_or(1, |shape| shape[..3].iter().product());
+    let (rows_of_bias, [rows_of_a, rows_of_b]) = (rows_of(problem.bias), problem.score_tensors.map(rows_of));
     let slopes = problem.alibi_slopes.map_or(1, |[batch, heads]| batch * heads);
     // Those of slopes are as large as distances.
     let distances = problem.seq_q.max(problem.seq_k) as f64;
@@ -541,6 +630,14 @@ pub fn check_near(data: &Data, target: &Target, how: How) {
         ("dbias", found.dbias.as_ref(), oracle.dbias.as_ref(), gradient * added(rows_of_bias)),
         ("dalibi_slopes", found.dslopes.as_ref(), oracle.dslopes.as_ref(), gradient * added(slopes) * distances),
         ("dsinks", found.dsinks.as_ref(), oracle.dsinks.as_ref(), gradient * added(problem.num_heads_q)),
+        // Derivatives are up to 3, and a sixteenth of distances.
+        (
+            "da",
+            found.dtensors[0].as_ref(),
+            oracle.dtensors[0].as_ref(),
+            gradient * added(rows_of_a) * distances.max(48.0) / 16.0,
+        ),
+        ("db", found.dtensors[1].as_ref(), oracle.dtensors[1].as_ref(), gradient * added(rows_of_b)),
     ] {
         assert_eq!(found.map(Vec::len), oracle.map(Vec::len), "{what} of {problem:?}");
         for (n, (x, y)) in found.into_iter().flatten().zip(oracle.into_iter().flatten()).enumerate() {
@@ -566,10 +663,13 @@ pub fn compare(name: &str, data: &Data, flash: &Results, composed: &Results, ora
             within(&format!("{what}, {name}"), [flash, composed, oracle], row, 3.0, 3e-4);
         }
     }
-    // One number of a head is the sum of so many that means say nothing; those of slopes are as large as distances.
+    // One number of a head is the sum of so many that means say nothing; those of slopes are as large as distances, and what
+    // functions read may have a number or as many as there are pairs.
     for (what, [flash, composed, oracle]) in [
         ("dalibi_slopes", [&flash.dslopes, &composed.dslopes, &oracle.dslopes]),
         ("dsinks", [&flash.dsinks, &composed.dsinks, &oracle.dsinks]),
+        ("da", [&flash.dtensors[0], &composed.dtensors[0], &oracle.dtensors[0]]),
+        ("db", [&flash.dtensors[1], &composed.dtensors[1], &oracle.dtensors[1]]),
     ] {
         assert_eq!(flash.is_some(), oracle.is_some(), "whether there is a {what}, {name}");
         if let (Some(flash), Some(composed), Some(oracle)) = (flash, composed, oracle) {

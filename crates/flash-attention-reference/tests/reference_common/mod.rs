@@ -1,7 +1,9 @@
 //! A problem together with tensors for it.
 #![allow(dead_code)] // each test file takes what it needs
 
+use flash_attention_kernels::mods::{MaskFn, ScoreFn};
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
+use flash_attention_reference::mods::documents;
 use flash_attention_reference::{Dropout, Gradients, Inputs, Output, backward, forward, normal};
 
 /// `[batch, num_heads_q, num_heads_kv, seq_q, seq_k, head_dim, head_dim_v]`.
@@ -21,6 +23,8 @@ pub struct Case {
     pub seq_lens_q: Option<Vec<usize>>,
     pub seq_lens_k: Option<Vec<usize>>,
     pub cu_seqlens: Option<[Vec<usize>; 2]>,
+    pub score_tensors: [Option<Vec<f64>>; 2],
+    pub mask_tensors: [Option<Vec<f64>>; 2],
     pub dout: Vec<f64>,
     pub dlse: Option<Vec<f64>>,
 }
@@ -43,6 +47,8 @@ impl Case {
             seq_lens_q: None,
             seq_lens_k: None,
             cu_seqlens: None,
+            score_tensors: [None, None],
+            mask_tensors: [None, None],
             dropout: (options.dropout > 0.0).then_some(Dropout { seed: [8, 9], first: [0, 0] }),
             dout: draw(problem.o_shape(), 4),
             dlse: None,
@@ -89,6 +95,28 @@ impl Case {
         self
     }
 
+    /// With a function of scores, and tensors of these shapes for it.
+    pub fn with_score_mod(mut self, function: ScoreFn, shapes: &[[usize; 4]]) -> Self {
+        self.problem.options.score_mod = Some(function);
+        self.problem =
+            self.problem.with_score_tensors(&shapes.iter().map(|shape| &shape[..]).collect::<Vec<_>>()).unwrap();
+        for (nth, shape) in shapes.iter().enumerate() {
+            self.score_tensors[nth] = Some(normal(shape.iter().product(), 12 + nth as u64));
+        }
+        self
+    }
+
+    /// With a function that hides pairs, and tensors for it, of documents.
+    pub fn with_mask_mod(mut self, function: MaskFn, shapes: &[[usize; 4]]) -> Self {
+        self.problem.options.mask_mod = Some(function);
+        self.problem =
+            self.problem.with_mask_tensors(&shapes.iter().map(|shape| &shape[..]).collect::<Vec<_>>()).unwrap();
+        for (nth, shape) in shapes.iter().enumerate() {
+            self.mask_tensors[nth] = Some(documents(shape.iter().product(), 14 + nth as u64));
+        }
+        self
+    }
+
     pub fn with_dlse(mut self) -> Self {
         self.dlse = Some(normal(self.problem.rows(), 7));
         self
@@ -109,6 +137,8 @@ impl Case {
             seq_lens_k: seq_lens_k.as_deref(),
             cu_seqlens_q: cu_seqlens.as_ref().map(|[q, _]| &q[..]),
             cu_seqlens_k: cu_seqlens.as_ref().map(|[_, k]| &k[..]),
+            score_tensors: self.score_tensors.each_ref().map(Option::as_deref),
+            mask_tensors: self.mask_tensors.each_ref().map(Option::as_deref),
         }
     }
 
