@@ -33,11 +33,11 @@ impl ScoreMod for Softcap {
     const ADDITIVE: bool = false;
 
     fn score(score: f32, _pair: Pair, _values: Values) -> f32 {
-        CAP * tanh(score * comptime!(1.0 / CAP))
+        CAP * tanh(score * comptime!(1.0f32 / CAP))
     }
 
     fn backward(score: f32, _pair: Pair, _values: Values) -> Partials {
-        let tanh = tanh(score * comptime!(1.0 / CAP));
+        let tanh = tanh(score * comptime!(1.0f32 / CAP));
         Partials { score: 1.0f32 - tanh * tanh, a: 0.0f32, b: 0.0f32 }
     }
 }
@@ -88,7 +88,13 @@ impl MaskMod for Document {
 }
 
 fn dtypes(client: &cubecl::client::Client) -> Vec<Dtype> {
-    [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().filter(|dtype| supports(client, *dtype)).collect()
+    let dtypes = if thorough() { &[Dtype::F32, Dtype::F16, Dtype::BF16][..] } else { &[Dtype::F32] };
+    dtypes.iter().copied().filter(|dtype| supports(client, *dtype)).collect()
+}
+
+/// One size, and another where devices are fast.
+fn sizes(one: Sizes, other: Sizes) -> Vec<Sizes> {
+    if thorough() { vec![one, other] } else { vec![one] }
 }
 
 /// `o`, lse and the gradients of q, k, v and the bias of both.
@@ -107,7 +113,7 @@ fn same(name: &str, case: &Case, a: &Results, b: &Results, times: f64) {
 fn alibi_is_alibi_and_so_is_its_gradient() {
     let Some(client) = client() else { return };
     for dtype in dtypes(&client) {
-        for sizes in [[2, 4, 2, 150, 150, 64, 64], [1, 2, 2, 70, 70, 128, 72]] {
+        for sizes in sizes([2, 4, 2, 150, 150, 64, 64], [1, 2, 2, 70, 70, 128, 72]) {
             let (batch, heads) = (sizes[0], sizes[1]);
             let causal = AttentionOptions { causal: true, ..Default::default() };
             let built_in = Case::new(sizes, dtype, causal).with_bias([1, heads, 1, sizes[4]]);
@@ -128,11 +134,12 @@ fn alibi_is_alibi_and_so_is_its_gradient() {
 fn a_cap_is_the_softcap_beside_all_else() {
     let Some(client) = client() else { return };
     for dtype in dtypes(&client) {
-        for sizes in [[2, 4, 2, 150, 130, 64, 64], [1, 2, 2, 70, 90, 128, 72]] {
+        for sizes in sizes([2, 4, 2, 150, 130, 64, 64], [1, 2, 2, 70, 90, 128, 72]) {
             let options = AttentionOptions { causal: true, softmax_scale: Some(1.0), ..Default::default() };
             let capped = AttentionOptions { softcap: Some(CAP), ..options };
             let modified = AttentionOptions { score_mod: Some(ScoreFn::of::<Softcap>()), ..options };
-            for bias in [[1, 1, 1, sizes[4]], [sizes[0], sizes[1], sizes[3], sizes[4]]] {
+            let biases = [[1, 1, 1, sizes[4]], [sizes[0], sizes[1], sizes[3], sizes[4]]];
+            for bias in biases.into_iter().take(if thorough() { 2 } else { 1 }) {
                 let [a, b] = [modified, capped].map(|options| {
                     let case = Case::new(sizes, dtype, options).with_bias(bias).with_dropout(0.25);
                     (case.run(&client).unwrap(), case)
@@ -189,21 +196,23 @@ fn documents_are_a_mask() {
     for dtype in dtypes(&client) {
         let sizes = [2, 2, 1, 100, 130, 64, 64];
         let options = AttentionOptions { mask_mod: Some(MaskFn::of::<Document>()), ..Default::default() };
-        let case = Case::new(sizes, dtype, options).with_mask_tensors(&[[2, 1, 100, 1], [2, 1, 1, 130]]);
-        let [of_queries, of_keys] = case.mask_tensors.each_ref().map(|of| of.as_ref().unwrap());
+        let mut case = Case::new(sizes, dtype, options).with_mask_tensors(&[[2, 1, 100, 1], [2, 1, 1, 130]]);
+        let [of_queries, of_keys] = case.mask_tensors.clone().map(|of| of.unwrap());
         let mut masked = Case::new(sizes, dtype, AttentionOptions::default()).with_mask([2, 1, 100, 130]);
         let pair = |n: usize| of_queries[n / 130] != of_keys[n / 13000 * 130 + n % 130];
         masked.mask = Some((0..2 * 100 * 130).map(pair).collect());
-        let mut case = case;
-        // What is hidden is no number: it must reach nothing that does not see it, which no row does here.
         let (a, b) = (case.run(&client).unwrap(), masked.run(&client).unwrap());
         same("documents", &case, &a, &b, 1.0);
-        let blind = of_keys.iter().position(|document| *document == 2.0).unwrap();
-        let (queries, keys): (Vec<f64>, Vec<f64>) = (of_queries.clone(), of_keys.clone());
-        case.mask_tensors[0] = Some(queries.iter().map(|document| document.min(1.0)).collect());
-        case.v.chunks_mut(64).zip(&keys).filter(|(_, document)| **document == 2.0).for_each(|(v, _)| v.fill(f64::NAN));
+        // Values that nobody sees are no numbers, and must reach nothing.
+        assert!(of_keys.contains(&2.0));
+        case.mask_tensors[0] = Some(of_queries.iter().map(|document| document.min(1.0)).collect());
+        case.v
+            .chunks_mut(64)
+            .zip(&of_keys)
+            .filter(|(_, document)| **document == 2.0)
+            .for_each(|(v, _)| v.fill(f64::NAN));
         let results = case.run(&client).unwrap();
-        assert!(keys[blind] == 2.0 && results.o.iter().all(|x| x.is_finite()), "what nobody sees has reached o");
+        assert!(results.o.iter().all(|x| x.is_finite()), "what nobody sees has reached o");
         let dq = results.dq.unwrap();
         assert!(dq.iter().all(|x| x.is_finite()), "what nobody sees has reached dq");
     }

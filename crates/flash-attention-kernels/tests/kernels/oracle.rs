@@ -1,7 +1,9 @@
 //! Forward and backward against the f64 oracle, option by option.
 
 use crate::common::*;
+use flash_attention_kernels::mods::ScoreFn;
 use flash_attention_kernels::{Alignment, AttentionOptions, Dtype};
+use flash_attention_reference::mods::Bent;
 
 fn causal() -> AttentionOptions {
     AttentionOptions { causal: true, ..Default::default() }

@@ -41,6 +41,8 @@ fn case(pair: &Pair) -> Case {
     if p.sinks {
         case = case.with_sinks();
     }
+    let tensors = |shapes: [Option<[usize; 4]>; 2]| shapes.into_iter().flatten().collect::<Vec<_>>();
+    case = case.with_score_tensors(&tensors(p.score_tensors)).with_mask_tensors(&tensors(p.mask_tensors));
     let [q, k] = pair.seq_lens;
     if p.seq_lens_q {
         case = case.with_seq_lens_q(&q[..p.batch]);
