@@ -74,7 +74,8 @@ pub struct FlashAttentionOptions {
     pub sinks: Option<Tensor<1>>,
     /// What makes scores of scores, after the softcap and before bias and slopes.
     pub score_mod: Option<ScoreFn>,
-    /// What it reads, `a` and `b`: two at most, `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, f32. Never expanded. Differentiable.
+    /// What it reads, `a` and `b`: two at most, `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, f32. Never expanded.
+    /// Differentiable.
     pub score_tensors: Vec<Tensor<4>>,
     /// What hides pairs, beside causality, windows and mask.
     pub mask_mod: Option<MaskFn>,

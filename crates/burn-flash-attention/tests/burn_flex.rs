@@ -289,13 +289,20 @@ fn packed_sequences() {
         }
         // As `[total, heads, head_dim]`, and as rows of a batch: the same documents.
         let x = Tensor::<3>::random([12, 2, 8], Distribution::Default, &target.device);
+        let rows = x.clone().reshape([2, 6, 2, 8]).swap_dims(1, 2);
         let ends = Tensor::<1, Int>::from_data([0, 4, 6, 12], &target.device);
-        let options = FlashAttentionOptions::new().with_causal(true);
-        let packed = flash_attention_varlen(x.clone(), x.clone(), x.clone(), ends.clone(), ends.clone(), &options);
-        let rows = x.reshape([2, 6, 2, 8]).swap_dims(1, 2);
-        let options = options.with_cu_seqlens_q(ends.clone()).with_cu_seqlens_k(ends);
-        let out = flash_attention(rows.clone(), rows.clone(), rows, &options).swap_dims(1, 2);
-        assert_eq!(read(packed.reshape([2, 6, 2, 8])), read(out));
+        let causal = FlashAttentionOptions::new().with_causal(true);
+        let functions = causal.clone().with_score_mod(ScoreFn::of::<Relative>(), []);
+        let functions = functions.with_mask_mod(MaskFn::of::<Strided>(), []);
+        let [of_causal, of_functions] = [causal, functions].map(|options| {
+            let packed = flash_attention_varlen(x.clone(), x.clone(), x.clone(), ends.clone(), ends.clone(), &options);
+            let options = options.with_cu_seqlens_q(ends.clone()).with_cu_seqlens_k(ends.clone());
+            let out = flash_attention(rows.clone(), rows.clone(), rows.clone(), &options).swap_dims(1, 2);
+            let packed = read(packed.reshape([2, 6, 2, 8]));
+            assert_eq!(packed, read(out));
+            packed
+        });
+        assert_ne!(of_causal, of_functions);
     }
 }
 
