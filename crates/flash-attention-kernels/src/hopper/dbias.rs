@@ -545,7 +545,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             let first_row = memory.word(turn, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
             let first_key = memory.word(turn, Of::KStart) + comptime!((of_turn * tile_k) as u32);
             let (batch, head) = (memory.word(turn, Of::Batch), memory.word(turn, Of::Head));
-            finish_head(
+            let _ = finish_head(
                 &mut s, &factors, &band, &mask, &bias, batch, head, first_row, first_key, tile_b, sixteenth, scores,
             );
             if comptime!(bounded) {

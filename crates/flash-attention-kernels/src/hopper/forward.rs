@@ -106,7 +106,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let fragments = comptime!(tile_k / 16);
     // Whether more is hidden than what lies past the last key.
     let ragged = comptime!(factors.extras.is_ragged());
-    let hides = comptime!(ragged || blueprint.mask.is_some() || band.bounded_above || band.bounded_below);
+    let hides = comptime!(ragged || blueprint.hides_pairs() || band.bounded_above || band.bounded_below);
 
     // -- shared memory, barriers, descriptors
     let elements = comptime!(blueprint.shared_memory() / blueprint.dtype.size());
@@ -180,7 +180,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             load_next_q(q, q, &memory, nth, warp, blueprint);
         }
         let tile_b = memory.await_bias(&k_place, warpgroup, blueprint);
-        finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, tile_b, blueprint);
+        let _ = finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, tile_b, blueprint);
         memory.release_bias(&k_place, blueprint);
         k_place.advance(stages);
         let blind = memory.item(nth, Of::Flags) & BLIND != 0;
@@ -227,7 +227,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
 
             let tile_b = memory.await_bias(&k_place, warpgroup, blueprint);
-            finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, tile_b, blueprint);
+            let _ = finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, tile_b, blueprint);
             memory.release_bias(&k_place, blueprint);
             k_place.advance(stages);
             // Only where there is a band can a tile after the first be at its edge; without a mask, a row that begins to see
@@ -236,11 +236,11 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                 && (step < edges.lead || step >= edges.tail)
             {
                 hide(&mut s, &band, false.runtime(), first_row, k_start, tile_k);
-                if comptime!(blueprint.mask.is_none()) {
+                if comptime!(!blueprint.hides_pairs()) {
                     rows.anchor(&mut s, factors.exponent, blueprint);
                 }
             }
-            if comptime!(blueprint.mask.is_some()) {
+            if comptime!(blueprint.hides_pairs()) {
                 rows.anchor(&mut s, factors.exponent, blueprint);
             }
             let taken = rows.absorb(&mut s, factors.exponent, blueprint);

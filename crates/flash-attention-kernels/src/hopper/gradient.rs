@@ -98,7 +98,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let (differentiates, sums_values) = comptime!((blueprint.differentiates(), blueprint.sums_values()));
     let (transposed, reduces) = comptime!((blueprint.transposed(), blueprint.reduces()));
     let ragged = comptime!(factors.extras.is_ragged());
-    let hides = comptime!(ragged || blueprint.mask.is_some() || band.bounded_above || band.bounded_below);
+    let hides = comptime!(ragged || blueprint.hides_pairs() || band.bounded_above || band.bounded_below);
 
     // -- shared memory, barriers, descriptors
     let size = comptime!(dtype.size());
@@ -184,7 +184,8 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
 
             // -- P
             let tile_b = memory.await_bias(&place, warpgroup, blueprint);
-            finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, tile_b, blueprint);
+            let bends =
+                finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, tile_b, blueprint);
             if step < edges.lead || step >= edges.tail || blind {
                 hide(&mut s, &band, blind, first_row, k_start, tile_k);
             }
@@ -234,7 +235,9 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 for n in 0..s_len {
                     ds[n] = s[n] * (ds[n] - *delta.index(n));
                 }
-                if comptime!(blueprint.capped) {
+                if comptime!(blueprint.bent) {
+                    bends.multiply(&mut ds, &s, blueprint);
+                } else if comptime!(blueprint.capped) {
                     slope(
                         &mut ds, &s, &lse, &factors, &band, &bias, &memory, nth, first_row, k_start, tile_b, blueprint,
                     );

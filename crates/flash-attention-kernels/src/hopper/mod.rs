@@ -47,7 +47,7 @@ pub mod schedule;
 #[cfg(feature = "cuda")]
 pub mod scores;
 
-use crate::problem::Dtype;
+use crate::problem::{AttentionProblem, Dtype};
 use serde::Serialize;
 
 /// Rows of a warpgroup's products.
@@ -127,6 +127,17 @@ impl Role {
     pub fn is_transposed(self) -> bool {
         matches!(self, Role::DkDv { .. } | Role::All)
     }
+
+    /// Whether `dS` is computed, and the accumulator of dQ or dK.
+    pub fn differentiates(self) -> bool {
+        matches!(self, Role::Dq | Role::DkDv { dk: true, .. } | Role::All)
+    }
+
+    /// Whether derivatives of the problem's function are kept: where they are not 1, or the softcap's could not be found again behind it.
+    pub fn bends(self, problem: &AttentionProblem) -> bool {
+        let capped = problem.options.softcap.is_some();
+        self.differentiates() && problem.options.score_mod.is_some_and(|function| !function.additive() || capped)
+    }
 }
 
 /// What a kernel is specialised for.
@@ -150,6 +161,12 @@ pub struct Blueprint {
     pub bias: Option<Rows>,
     /// Whether there are slopes.
     pub alibi: bool,
+    /// Whether there is a function of scores.
+    pub modified: bool,
+    /// Whether the derivative of what it makes of a product is kept until the gradient of the score is there.
+    pub bent: bool,
+    /// Whether there is a function that hides pairs.
+    pub mask_mod: bool,
     /// Whether there are several sequences.
     pub ragged: bool,
     /// Whether items are parts of the keys, whose results are merged.
@@ -212,7 +229,7 @@ impl Blueprint {
 
     /// Whether `dS` is computed, and the accumulator of dQ or dK.
     pub fn differentiates(&self) -> bool {
-        matches!(self.role, Role::Dq | Role::DkDv { dk: true, .. } | Role::All)
+        self.role.differentiates()
     }
 
     /// Whether `P` multiplies, and there is an accumulator of dV.
@@ -282,7 +299,8 @@ impl Blueprint {
     /// let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: true };
     /// let blueprint = Blueprint {
     ///     role: Role::Forward, tile, dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
-    ///     capped: false, mask: None, bias: None, alibi: false, ragged: false, partial: false, stats_multiple: 128,
+    ///     capped: false, mask: None, bias: None, alibi: false, modified: false, bent: false,
+    ///     mask_mod: false, ragged: false, partial: false, stats_multiple: 128,
     /// };
     /// assert!(blueprint.shared_memory() <= 227 << 10);
     /// ```
@@ -299,14 +317,19 @@ impl Blueprint {
     }
 
     /// Whether exponentials are relative to an anchor, not to the maximum: where what they are rounded to has the range of f32,
-    /// and no bias or slope stands in for a mask.
+    /// and no bias, slope or function stands in for a mask.
     pub fn anchored(&self) -> bool {
-        self.dtype == Dtype::BF16 && self.bias.is_none() && !self.alibi
+        self.dtype == Dtype::BF16 && self.bias.is_none() && !self.alibi && !self.modified
+    }
+
+    /// Whether pairs can be hidden that the band would let see each other.
+    pub fn hides_pairs(&self) -> bool {
+        self.mask.is_some() || self.mask_mod
     }
 
     /// Whether scores are turned into natural units before the softmax, not by its factor alone.
     pub fn cooked(&self) -> bool {
-        self.capped || self.bias.is_some() || self.alibi
+        self.capped || self.bias.is_some() || self.alibi || self.modified
     }
 }
 
@@ -485,7 +508,8 @@ impl BiasBlueprint {
     /// let tile = BiasTile { tile_k: 64, tiles: 4, stages: 3, row_stages: 1 };
     /// let scores = Blueprint {
     ///     role: Role::Dq, tile: tile.tile(), dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
-    ///     capped: false, mask: None, bias: Some(Rows::Tiled), alibi: false, ragged: false, partial: false, stats_multiple: 128,
+    ///     capped: false, mask: None, bias: Some(Rows::Tiled), alibi: false, modified: false, bent: false,
+    ///     mask_mod: false, ragged: false, partial: false, stats_multiple: 128,
     /// };
     /// assert!(BiasBlueprint { tile, scores, vectors: true }.shared_memory() <= 227 << 10);
     /// ```

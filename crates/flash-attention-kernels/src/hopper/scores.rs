@@ -1,10 +1,12 @@
-//! From products in registers to scores: softcap, bias, mask; band. How registers hold a tile: [`rows`](super::rows).
+//! From products in registers to scores: softcap, the user's functions, bias, mask; band. How registers hold a tile: [`rows`](super::rows).
 
-use super::ops::{ex2, lg2, load_tiles, mma_shared, reciprocal, unpack};
+use super::ops::{ex2, lg2, load_tiles, mma_shared, pack, reciprocal, unpack};
 use super::ring::{Memory, Of};
 use super::{Blueprint, Rows, WARPGROUP_ROWS};
 use crate::extras::Extras;
 use crate::mask::Band;
+use crate::mods::Place;
+use crate::problem::Dtype;
 use crate::score::distance;
 use crate::softmax::UNSEEN;
 use cubecl::prelude::*;
@@ -39,6 +41,38 @@ pub fn products(s: &mut Array<f32>, q: u64, k: u64, #[comptime] wide: usize, #[c
     mma_shared(s, q, k, steps, [false, false], tile_k, blueprint.dtype);
 }
 
+/// Derivatives of what a function makes of products, of each register of a tile, where they are [kept](Blueprint::bent): two to a word
+/// in half precision.
+#[derive(CubeType)]
+pub struct Bends {
+    words: Array<u32>,
+}
+
+/// Words of as many registers.
+fn bend_words(blueprint: Blueprint, registers: usize) -> usize {
+    match (blueprint.bent, blueprint.dtype) {
+        (false, _) => 0,
+        (true, Dtype::F32) => registers,
+        (true, _) => registers / 2,
+    }
+}
+
+#[cube]
+impl Bends {
+    /// Multiplies gradients `ds` by them. `p`: probabilities; what is not seen has no gradient, whatever a function gives there.
+    pub fn multiply(&self, ds: &mut Array<f32>, p: &Array<f32>, #[comptime] blueprint: Blueprint) {
+        #[unroll]
+        for n in 0..comptime!(blueprint.tile.tile_k / 2) {
+            let bend = if comptime!(blueprint.dtype == Dtype::F32) {
+                f32::reinterpret(self.words[n])
+            } else {
+                unpack(self.words[comptime!(n / 2)], comptime!(n % 2 == 1), blueprint.dtype)
+            };
+            ds[n] = select(p[n] == 0.0f32, 0.0f32, ds[n] * bend);
+        }
+    }
+}
+
 /// Turns a warpgroup's products of a tile, its first row and key given, into scores, ready for the softmax once multiplied
 /// by `exponent`. What the band hides is not hidden yet.
 /// `bias_tile`: where a tiled bias lies.
@@ -56,15 +90,16 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
     k_start: u32,
     bias_tile: u32,
     #[comptime] blueprint: Blueprint,
-) {
+) -> Bends {
     let (batch, head) = head_of(memory, nth, factors, blueprint);
-    finish_head(s, factors, band, mask, bias, batch, head, first_row, k_start, bias_tile, 0usize, blueprint);
+    finish_head(s, factors, band, mask, bias, batch, head, first_row, k_start, bias_tile, 0usize, blueprint)
 }
 
 /// Batch and query head of an item, where anything is read for them.
 #[cube]
 pub fn head_of(memory: &Memory, nth: u32, factors: &Factors, #[comptime] blueprint: Blueprint) -> (u32, u32) {
-    let extras = comptime!(blueprint.alibi || factors.extras.dropout.seed.is_some());
+    let of_mods = comptime!(blueprint.modified || blueprint.mask_mod);
+    let extras = comptime!(of_mods || blueprint.alibi || factors.extras.dropout.seed.is_some());
     if comptime!(extras || blueprint.mask.is_some() || (blueprint.bias.is_some() && !blueprint.tiled_bias())) {
         (memory.item(nth, Of::Batch), memory.query_head(nth, blueprint))
     } else {
@@ -88,7 +123,7 @@ pub fn finish_head<E: Float, M: Numeric, NB: Size, NM: Size>(
     bias_tile: u32,
     #[comptime] sixteenth: usize,
     #[comptime] blueprint: Blueprint,
-) {
+) -> Bends {
     let tile_k = comptime!(blueprint.tile.tile_k);
     let (lane_row, lane_column) = (row_of(first_row), column_of(k_start));
     if comptime!(blueprint.capped) {
@@ -96,13 +131,15 @@ pub fn finish_head<E: Float, M: Numeric, NB: Size, NM: Size>(
         for i in 0..comptime!(tile_k / 2) {
             s[i] = capped(s[i], factors);
         }
-    } else if comptime!(blueprint.cooked() && !blueprint.tiled_bias()) {
+    } else if comptime!(blueprint.modified || blueprint.cooked() && !blueprint.tiled_bias()) {
         #[unroll]
         for i in 0..comptime!(tile_k / 2) {
             s[i] *= factors.scale;
         }
     }
+    let bends = modify(s, factors, band, batch, head, lane_row, lane_column, blueprint);
     add_bias(s, factors, band, bias, batch, head, first_row, k_start, bias_tile, sixteenth, blueprint);
+    hide_pairs(s, factors, band, batch, head, lane_row, lane_column, blueprint);
     #[comptime]
     if let ComptimeOption::Some(mask) = mask {
         let once = comptime!(blueprint.mask == Some(Rows::Same) && !blueprint.transposed());
@@ -123,6 +160,118 @@ pub fn finish_head<E: Float, M: Numeric, NB: Size, NM: Size>(
                     if comptime!(once) {
                         s[n + 2] = select(hides, UNSEEN, s[n + 2]);
                     }
+                }
+            }
+        }
+    }
+    bends
+}
+
+/// The `e`-th of two neighbouring pairs of a unit's `r`-th row and `i`-th eight of columns; `distance`: from the row to its first column.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn place_of(
+    batch: u32,
+    head: u32,
+    lane_row: u32,
+    lane_column: u32,
+    distance: f32,
+    #[comptime] r: usize,
+    #[comptime] i: usize,
+    #[comptime] e: usize,
+    #[comptime] transposed: bool,
+) -> Place {
+    Place {
+        batch,
+        head,
+        row: lane_row + comptime!(8 * r as u32),
+        column: lane_column + comptime!((8 * i + e) as u32),
+        distance: distance - comptime!((8 * i + e) as f32),
+        transposed,
+    }
+}
+
+/// Has the user's function, if there is one, make scores of scores, and keeps their derivatives, if they are wanted.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn modify(
+    s: &mut Array<f32>,
+    factors: &Factors,
+    band: &Band,
+    batch: u32,
+    head: u32,
+    lane_row: u32,
+    lane_column: u32,
+    #[comptime] blueprint: Blueprint,
+) -> Bends {
+    let tile_k = comptime!(blueprint.tile.tile_k);
+    let mut words = Array::<u32>::new(comptime!(bend_words(blueprint, tile_k / 2)));
+    if comptime!(blueprint.modified) {
+        let mods = &factors.extras.mods;
+        let transposed = comptime!(blueprint.transposed());
+        let per_cap = reciprocal(factors.softcap);
+        #[unroll]
+        for r in 0..2usize {
+            let distance = Place::between(band, lane_row + comptime!(8 * r as u32), lane_column);
+            #[unroll]
+            for i in 0..comptime!(tile_k / 8) {
+                let first = comptime!(4 * i + 2 * r);
+                if comptime!(blueprint.bent) {
+                    let mut bends = Array::<f32>::new(2usize);
+                    #[unroll]
+                    for e in 0..2usize {
+                        let place = place_of(batch, head, lane_row, lane_column, distance, r, i, e, transposed);
+                        let t = s[comptime!(first + e)];
+                        let mut bend = mods.partials(t, &place, band).score;
+                        if comptime!(blueprint.capped) {
+                            let tanh = t * per_cap;
+                            bend *= fma(-tanh, tanh, 1.0f32);
+                        }
+                        bends[e] = bend;
+                    }
+                    if comptime!(blueprint.dtype == Dtype::F32) {
+                        words[first] = u32::reinterpret(bends[0]);
+                        words[comptime!(first + 1)] = u32::reinterpret(bends[1]);
+                    } else {
+                        words[comptime!(first / 2)] = pack(bends[0], bends[1], blueprint.dtype);
+                    }
+                }
+                #[unroll]
+                for e in 0..2usize {
+                    let place = place_of(batch, head, lane_row, lane_column, distance, r, i, e, transposed);
+                    s[comptime!(first + e)] = mods.score_of(s[comptime!(first + e)], &place, band);
+                }
+            }
+        }
+    }
+    Bends { words }
+}
+
+/// Hides what the user's function hides, if there is one.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn hide_pairs(
+    s: &mut Array<f32>,
+    factors: &Factors,
+    band: &Band,
+    batch: u32,
+    head: u32,
+    lane_row: u32,
+    lane_column: u32,
+    #[comptime] blueprint: Blueprint,
+) {
+    if comptime!(blueprint.mask_mod) {
+        let transposed = comptime!(blueprint.transposed());
+        #[unroll]
+        for r in 0..2usize {
+            let distance = Place::between(band, lane_row + comptime!(8 * r as u32), lane_column);
+            #[unroll]
+            for i in 0..comptime!(blueprint.tile.tile_k / 8) {
+                #[unroll]
+                for e in 0..2usize {
+                    let n = comptime!(4 * i + 2 * r + e);
+                    let place = place_of(batch, head, lane_row, lane_column, distance, r, i, e, transposed);
+                    s[n] = select(factors.extras.mods.sees(&place, band), s[n], UNSEEN);
                 }
             }
         }
@@ -317,7 +466,11 @@ fn add_tile(
             for e in 0..2usize {
                 let n = comptime!(8 * i + 2 * word + e);
                 let value = unpack(*words.index(word), comptime!(e == 1), blueprint.dtype);
-                s[n] = if comptime!(blueprint.capped) { s[n] + value } else { fma(s[n], factors.scale, value) };
+                s[n] = if comptime!(blueprint.capped || blueprint.modified) {
+                    s[n] + value
+                } else {
+                    fma(s[n], factors.scale, value)
+                };
             }
         }
     }
@@ -365,7 +518,7 @@ pub struct Exponent {
     pub value: f32,
     /// Whether no mask hides the pair.
     pub visible: bool,
-    /// The softcap's derivative.
+    /// The derivative of softcap and function.
     pub slope: f32,
 }
 
@@ -396,6 +549,11 @@ pub fn exponent_of<E: Float, M: Numeric, NB: Size, NM: Size>(
     } else if comptime!(blueprint.cooked()) {
         s *= factors.scale;
     }
+    let place = Place::new(batch as u32, head as u32, band, row, key, blueprint.transposed());
+    if comptime!(blueprint.modified) {
+        slope *= factors.extras.mods.partials(s, &place, band).score;
+        s = factors.extras.mods.score_of(s, &place, band);
+    }
     if comptime!(blueprint.alibi) {
         s = fma(factors.extras.slope(batch, head), distance(band, row, key), s);
     }
@@ -413,6 +571,9 @@ pub fn exponent_of<E: Float, M: Numeric, NB: Size, NM: Size>(
         let pair = pair_of::<M, NM>(mask, at, band, even, blueprint.mask, blueprint);
         visible = select(odd, pair.extract(1usize), pair.extract(0usize)) == M::from_int(0);
     }
+    // Values first: of a call behind `&&` a branch would be made.
+    let sees = factors.extras.mods.sees(&place, band);
+    visible = visible && sees;
     Exponent { value: s * factors.exponent, visible, slope }
 }
 

@@ -53,7 +53,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let (k_bytes, v_bytes) = comptime!((scores.k_bytes() as u32, scores.v_bytes() as u32));
     // Whether more is hidden than what lies past the last key.
     let hides =
-        comptime!(factors.extras.is_ragged() || scores.mask.is_some() || band.bounded_above || band.bounded_below);
+        comptime!(factors.extras.is_ragged() || scores.hides_pairs() || band.bounded_above || band.bounded_below);
     if CUBE_POS as u32 >= walk.scheduled(&factors.extras).items {
         terminate!();
     }
@@ -169,7 +169,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         for group in 0..groups {
             let row = first_row + comptime!((group * WARPGROUP_ROWS) as u32);
             let of_group = s.index_mut(group);
-            finish_head(
+            let _ = finish_head(
                 of_group, &factors, &band, &mask, &bias, item.batch, item.head, row, k_start, 0u32, 0usize, scores,
             );
             let edge = step < edges.lead || step >= edges.tail || blind;
@@ -186,7 +186,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 let mut rows =
                     Statistics { m0: m[2 * group], m1: m[2 * group + 1], l0: l[2 * group], l1: l[2 * group + 1] };
                 // Without a mask, a row that begins to see does so at an edge.
-                if comptime!(scores.mask.is_some()) || comptime!(hides) && edge {
+                if comptime!(scores.hides_pairs()) || comptime!(hides) && edge {
                     rows.anchor(of_group, factors.exponent, scores);
                 }
                 let taken = rows.absorb(of_group, factors.exponent, scores);

@@ -63,7 +63,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let (k_bytes, v_bytes) = comptime!((scores.k_bytes() as u32, scores.v_bytes() as u32));
     let stats_bytes = comptime!(scores.stats_bytes() as u32);
     let hides =
-        comptime!(factors.extras.is_ragged() || scores.mask.is_some() || band.bounded_above || band.bounded_below);
+        comptime!(factors.extras.is_ragged() || scores.hides_pairs() || band.bounded_above || band.bounded_below);
     if CUBE_POS as u32 >= walk.scheduled(&factors.extras).items {
         terminate!();
     }
@@ -178,7 +178,8 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         for of_group in 0..groups {
             let row = first_row + comptime!((of_group * WARPGROUP_ROWS) as u32);
             let s = s.index_mut(of_group);
-            finish_head(s, &factors, &band, &mask, &bias, item.batch, head_q, row, k_start, 0u32, 0usize, scores);
+            let bends =
+                finish_head(s, &factors, &band, &mask, &bias, item.batch, head_q, row, k_start, 0u32, 0usize, scores);
             if edge {
                 hide(s, &band, blind, row, k_start, tile_k);
             }
@@ -204,7 +205,9 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 for n in 0..s_len {
                     ds[n] = s[n] * (ds[n] - *delta.index(n));
                 }
-                if comptime!(scores.capped) {
+                if comptime!(scores.bent) {
+                    bends.multiply(ds, &*s, scores);
+                } else if comptime!(scores.capped) {
                     slope_head(ds, &*s, &lse, &factors, &band, &bias, item.batch, head_q, row, k_start, 0u32, scores);
                 }
                 fragments_of(&*ds, &mut g, tile_k, dtype);

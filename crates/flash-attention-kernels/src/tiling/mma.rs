@@ -214,6 +214,9 @@ pub fn blueprint(problem: &AttentionProblem, role: Role, tile: MmaTile) -> MmaBl
         bias: problem.bias.map(|_| Rows::Each),
         ragged: problem.is_ragged(),
         alibi: problem.alibi_slopes.is_some(),
+        modified: problem.options.score_mod.is_some(),
+        bent: role.bends(problem),
+        mask_mod: problem.options.mask_mod.is_some(),
         partial: false,
         stats_multiple: super::stats_multiple(problem),
     };

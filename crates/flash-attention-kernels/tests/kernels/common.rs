@@ -249,6 +249,9 @@ pub struct Case {
     pub bias: Option<Vec<f64>>,
     pub alibi_slopes: Option<Vec<f64>>,
     pub sinks: Option<Vec<f64>>,
+    /// What functions of the options read.
+    pub score_tensors: [Option<Vec<f64>>; 2],
+    pub mask_tensors: [Option<Vec<f64>>; 2],
     /// Of dropout, where the options ask for it.
     pub seed: [u32; 2],
     pub seq_lens_q: Option<Vec<usize>>,
@@ -257,8 +260,8 @@ pub struct Case {
     pub layouts: [Layout; 4],
     pub poison: Poison,
     pub tiles: Option<(Forward, BackwardTiles)>,
-    /// Which of dq, dk, dv, dbias, dalibi_slopes, dsinks are asked for.
-    pub wanted: [bool; 6],
+    /// Which of dq, dk, dv, dbias, dalibi_slopes, dsinks, dscore_tensors are asked for.
+    pub wanted: [bool; 7],
     /// Whether one kernel computes dq, dk and dv where it can, in any order. `FLASH_TEST_ORDER=fast` sends the suite through it.
     pub fused: bool,
     /// Whether the tuner chooses, where it was compiled in. `FLASH_TEST_TUNED=1` sends the suite through it.
@@ -274,6 +277,7 @@ pub struct Results {
     pub dbias: Option<Vec<f64>>,
     pub dalibi_slopes: Option<Vec<f64>>,
     pub dsinks: Option<Vec<f64>>,
+    pub dscore_tensors: [Option<Vec<f64>>; 2],
     pub forward: Forward,
     pub backward: BackwardTiles,
 }
@@ -304,6 +308,8 @@ impl Case {
             bias: None,
             alibi_slopes: None,
             sinks: None,
+            score_tensors: [None, None],
+            mask_tensors: [None, None],
             seed: [0x1234_5678, 9],
             seq_lens_q: None,
             seq_lens_k: None,
@@ -311,7 +317,7 @@ impl Case {
             layouts: [Layout::Contiguous; 4],
             poison: Poison::Nan,
             tiles: None,
-            wanted: [true; 6],
+            wanted: [true; 7],
             fused: std::env::var("FLASH_TEST_ORDER").is_ok_and(|order| order == "fast"),
             tuned: std::env::var("FLASH_TEST_TUNED").is_ok_and(|tuned| tuned == "1"),
         }
@@ -352,6 +358,30 @@ impl Case {
         sinks.iter_mut().for_each(|sink| *sink *= 4.0);
         reference::round_to(&mut sinks, Dtype::F32);
         self.sinks = Some(sinks);
+        self
+    }
+
+    /// Adds tensors of these shapes that the function of scores reads, as large as slopes are.
+    pub fn with_score_tensors(mut self, shapes: &[[usize; 4]]) -> Self {
+        let all: Vec<&[usize]> = shapes.iter().map(|shape| &shape[..]).collect();
+        self.problem = self.problem.with_score_tensors(&all).unwrap();
+        for (nth, shape) in shapes.iter().enumerate() {
+            let mut values = reference::normal(shape.iter().product(), 10 + nth as u64);
+            values.iter_mut().for_each(|value| *value *= 0.1);
+            reference::round_to(&mut values, Dtype::F32);
+            self.score_tensors[nth] = Some(values);
+        }
+        self
+    }
+
+    /// Adds tensors of these shapes that the function that hides pairs reads: whole numbers from 0 to 2.
+    pub fn with_mask_tensors(mut self, shapes: &[[usize; 4]]) -> Self {
+        let all: Vec<&[usize]> = shapes.iter().map(|shape| &shape[..]).collect();
+        self.problem = self.problem.with_mask_tensors(&all).unwrap();
+        for (nth, shape) in shapes.iter().enumerate() {
+            let draws = reference::normal(shape.iter().product(), 12 + nth as u64);
+            self.mask_tensors[nth] = Some(draws.into_iter().map(|x| (x.abs() * 1.5).floor().min(2.0)).collect());
+        }
         self
     }
 
@@ -443,6 +473,8 @@ impl Case {
             seq_lens_k: self.seq_lens_k.as_deref(),
             cu_seqlens_q: self.cu_seqlens.as_ref().map(|[q, _]| &q[..]),
             cu_seqlens_k: self.cu_seqlens.as_ref().map(|[_, k]| &k[..]),
+            score_tensors: self.score_tensors.each_ref().map(|values| values.as_deref()),
+            mask_tensors: self.mask_tensors.each_ref().map(|values| values.as_deref()),
         }
     }
 
@@ -483,6 +515,9 @@ impl Case {
                 storage: MaskStorage::U32,
             }
         });
+        let tensors = |values: &[Option<Vec<f64>>; 2], shapes: [Option<[usize; 4]>; 2]| {
+            [0, 1].map(|nth| values[nth].as_ref().map(|values| floats(client, values, shapes[nth].unwrap())))
+        };
         let inputs = Inputs {
             q: q.view.clone(),
             k: k.view.clone(),
@@ -495,6 +530,8 @@ impl Case {
             seq_lens_k: self.seq_lens_k.as_ref().map(|lens| lengths(client, lens)),
             cu_seqlens_q: self.cu_seqlens.as_ref().map(|[q, _]| lengths(client, q)),
             cu_seqlens_k: self.cu_seqlens.as_ref().map(|[_, k]| lengths(client, k)),
+            score_tensors: tensors(&self.score_tensors, p.score_tensors),
+            mask_tensors: tensors(&self.mask_tensors, p.mask_tensors),
             dropout_seed: (p.options.dropout > 0.0 && p.options.dropout_seed.is_none()).then(|| {
                 let bytes: Vec<u8> = self.seed.iter().flat_map(|word| word.to_le_bytes()).collect();
                 TensorView::contiguous(client.create_from_slice(&bytes), [2])
@@ -522,7 +559,7 @@ impl Case {
             .map(|dlse| TensorView::contiguous(client.create_from_slice(&to_bytes(dlse, Dtype::F32)), p.lse_shape()));
         let saved = Saved { o: o.view.clone(), lse: lse.view.clone(), dout: dout.view.clone(), dlse };
         let output = |wanted: bool, shape| wanted.then(|| Guarded::output(client, dtype, shape, self.poison));
-        let [wq, wk, wv, wb, wa, ws] = self.wanted;
+        let [wq, wk, wv, wb, wa, ws, wt] = self.wanted;
         let dq = output(wq, p.q_shape());
         let dk = output(wk, p.k_shape());
         let dv = output(wv, p.v_shape());
@@ -531,6 +568,9 @@ impl Case {
         let dslopes = p.alibi_slopes.filter(|_| wa);
         let dslopes = dslopes.map(|shape| Guarded::output(client, Dtype::F32, shape, self.poison));
         let dsinks = (ws && p.sinks).then(|| Guarded::output(client, Dtype::F32, [p.num_heads_q], self.poison));
+        let dscore_tensors = p
+            .score_tensors
+            .map(|shape| shape.filter(|_| wt).map(|shape| Guarded::output(client, Dtype::F32, shape, self.poison)));
         let gradients = Gradients {
             dq: view(&dq),
             dk: view(&dk),
@@ -538,6 +578,7 @@ impl Case {
             dbias: view(&dbias),
             dalibi_slopes: dslopes.as_ref().map(|out| out.view.clone()),
             dsinks: dsinks.as_ref().map(|out| out.view.clone()),
+            dscore_tensors: dscore_tensors.each_ref().map(view),
         };
 
         // Scratch is poisoned and guarded like an output.
@@ -600,6 +641,10 @@ impl Case {
                 Some(out) => Some(out.read_async(client, "dsinks").await),
                 None => None,
             },
+            dscore_tensors: [
+                read(&dscore_tensors[0], "dscore_tensors[0]").await,
+                read(&dscore_tensors[1], "dscore_tensors[1]").await,
+            ],
             forward: ran,
             backward: planned,
         })
@@ -630,6 +675,10 @@ impl Case {
         let of_slopes = p.rows() as f64 / p.alibi_slopes.map_or(1, |[batch, heads]| batch * heads).max(1) as f64;
         // Those of slopes are as large as distances.
         let distances = p.seq_q.max(p.seq_k) as f64;
+        let of_tensor = |nth: usize| {
+            let rows = p.score_tensors[nth].map_or(1, |shape| shape[..3].iter().product::<usize>());
+            distances * added(p.rows() as f64 / rows.max(1) as f64)
+        };
         for (name, got, want, times) in [
             ("dq", &results.dq, Some(&grads.dq), scaled),
             ("dk", &results.dk, Some(&grads.dk), scaled),
@@ -637,6 +686,8 @@ impl Case {
             ("dbias", &results.dbias, grads.dbias.as_ref(), added(self.rows_of_bias())),
             ("dalibi_slopes", &results.dalibi_slopes, grads.dalibi_slopes.as_ref(), distances * added(of_slopes)),
             ("dsinks", &results.dsinks, grads.dsinks.as_ref(), added((p.batch * p.seq_q) as f64)),
+            ("dscore_tensors[0]", &results.dscore_tensors[0], grads.dscore_tensors[0].as_ref(), of_tensor(0)),
+            ("dscore_tensors[1]", &results.dscore_tensors[1], grads.dscore_tensors[1].as_ref(), of_tensor(1)),
         ] {
             if let (Some(got), Some(want)) = (got, want) {
                 // What is dropped makes what is left, and its rounding, larger; of a row's only key nothing else is left.

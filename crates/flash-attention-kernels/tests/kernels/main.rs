@@ -4,6 +4,7 @@
 
 mod common;
 mod faults;
+mod functions;
 mod masks;
 mod oracle;
 mod pairs;

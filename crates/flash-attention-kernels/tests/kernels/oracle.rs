@@ -497,7 +497,7 @@ fn few_heads_and_many_keys() {
     let masked = Case::new([1, 2, 1, 40, 1300, 16, 24], Dtype::F32, full).with_mask([1, 2, 1, 1300]);
     let biased = Case::new([1, 2, 1, 70, 1200, 16, 16], Dtype::F32, causal()).with_bias([1, 2, 70, 1200]);
     let mut leaky = Case::new([1, 1, 1, 30, 1100, 16, 16], Dtype::F32, causal());
-    leaky.wanted = [false; 6];
+    leaky.wanted = [false; 7];
     leaky.v[1090 * 16..].fill(f64::NAN);
     all([
         Case::new([1, 1, 1, 100, 3000, 64, 64], Dtype::F32, causal()),
@@ -539,7 +539,7 @@ fn scores_that_rise_and_fall_from_tile_to_tile() {
             }
             flash_attention_reference::round_to(&mut case.k, case.problem.dtype);
             // Gradients of scores this large are no better than the scores' own rounding.
-            case.wanted = [false; 6];
+            case.wanted = [false; 7];
             case
         })
     }));
@@ -561,10 +561,12 @@ fn strided_inputs_are_read_in_place() {
 fn every_subset_of_gradients() {
     let Some(client) = client() else { return };
     let case = Case::new([1, 2, 1, 40, 70, 16, 16], Dtype::F32, causal()).with_bias([1, 2, 40, 70]);
-    let case = case.with_alibi_slopes([1, 2]).with_sinks();
+    let mut case = case.with_alibi_slopes([1, 2]).with_sinks();
+    case.problem.options.score_mod = Some(ScoreFn::of::<Bent>());
+    let case = case.with_score_tensors(&[[1, 2, 1, 1], [1, 1, 40, 1]]);
     let full = case.check(&client);
-    for bits in 0..64 {
-        let wanted = [0, 1, 2, 3, 4, 5].map(|n| bits >> n & 1 == 1);
+    for bits in 0..128 {
+        let wanted = [0, 1, 2, 3, 4, 5, 6].map(|n| bits >> n & 1 == 1);
         let results = Case { wanted, ..case.clone() }.run(&client).unwrap();
         let pairs = [
             (&results.dq, &full.dq),
@@ -573,9 +575,11 @@ fn every_subset_of_gradients() {
             (&results.dbias, &full.dbias),
             (&results.dalibi_slopes, &full.dalibi_slopes),
             (&results.dsinks, &full.dsinks),
+            (&results.dscore_tensors[0], &full.dscore_tensors[0]),
+            (&results.dscore_tensors[1], &full.dscore_tensors[1]),
         ];
         for (n, (got, want)) in pairs.into_iter().enumerate() {
-            assert_eq!(got.is_some(), wanted[n]);
+            assert_eq!(got.is_some(), wanted[n.min(6)]);
             assert!(got.is_none() || got == want, "gradient {n} of {wanted:?} differs from that computed with all");
         }
     }

@@ -2,7 +2,8 @@
 //! named by `PTXAS`), as CubeCL's driver calls do: as relocatable code. With `nvdisasm` (or `NVDISASM`), too, the machine code is
 //! searched for guarded shuffles. `PTX_DIR` keeps the PTX there.
 
-use cubecl::ir::{AddressType, DeviceIdentity, DeviceProperties, ElemType, HardwareProperties, UIntKind};
+use cubecl::ir::features::{Features, MmaConfig};
+use cubecl::ir::{AddressType, DeviceIdentity, DeviceProperties, ElemType, FloatKind, HardwareProperties, UIntKind};
 use cubecl::prelude::*;
 use cubecl_core::ir::MemoryDeviceProperties;
 use cubecl_core::ir::nvidia::SmArch;
@@ -16,6 +17,7 @@ use flash_attention_kernels::hopper::schedule::{DivisorCompilationArg, WalkCompi
 use flash_attention_kernels::hopper::scores::FactorsCompilationArg;
 use flash_attention_kernels::hopper::{Blueprint, Role, Rows};
 use flash_attention_kernels::mask::{Band, BandCompilationArg};
+use flash_attention_kernels::mods::{ModsCompilationArg, TableCompilationArg, TablesCompilationArg};
 use flash_attention_kernels::tiling::{Device, element_type};
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, HopperTile};
 use std::process::Command;
@@ -65,7 +67,11 @@ pub fn properties() -> Arc<DeviceProperties> {
     let identity = DeviceIdentity { name: "offline".into(), fingerprint: "offline".into(), physical: None };
     let memory = MemoryDeviceProperties::new(u64::MAX, 256);
     let timing = cubecl_core::profile::TimingMethod::Device;
-    Arc::new(DeviceProperties::new(Default::default(), memory, hardware, timing, identity))
+    let half = ElemType::Float(FloatKind::F16);
+    let products = MmaConfig { a_type: half, b_type: half, cd_type: half, m: 16, n: 8, k: 16 };
+    let mut features = Features::default();
+    features.matmul.mma.insert(products);
+    Arc::new(DeviceProperties::new(features, memory, hardware, timing, identity))
 }
 
 pub fn tensor() -> TensorCompilationArg {
@@ -98,7 +104,22 @@ pub fn extras(problem: &AttentionProblem) -> ExtrasCompilationArg {
         sinks: optional(problem.sinks),
         dropout: DropoutCompilationArg { seed: optional(problem.options.dropout > 0.0), threshold: (), factor: () },
         schedule: optional(problem.is_ragged()),
+        mods: ModsCompilationArg {
+            score: problem.options.score_mod,
+            of_score: tables(problem.score_tensors),
+            mask: problem.options.mask_mod,
+            of_mask: tables(problem.mask_tensors),
+        },
     }
+}
+
+fn tables(shapes: [Option<[usize; 4]>; 2]) -> TablesCompilationArg {
+    let [a, b] = shapes.map(|shape| TableCompilationArg {
+        tensor: optional(shape.is_some()),
+        by_query: shape.is_some_and(|shape| shape[2] > 1),
+        by_key: shape.is_some_and(|shape| shape[3] > 1),
+    });
+    TablesCompilationArg { a, b }
 }
 
 pub fn factors(problem: &AttentionProblem) -> FactorsCompilationArg {
@@ -214,6 +235,9 @@ pub fn scores(problem: &AttentionProblem, role: Role, tile: HopperTile) -> Bluep
         bias: rows(problem.bias),
         ragged: problem.is_ragged(),
         alibi: problem.alibi_slopes.is_some(),
+        modified: problem.options.score_mod.is_some(),
+        bent: role.bends(problem),
+        mask_mod: problem.options.mask_mod.is_some(),
         partial: false,
         stats_multiple: 384,
     }

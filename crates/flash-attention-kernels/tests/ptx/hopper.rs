@@ -1,6 +1,7 @@
 //! Every kernel for Hopper is what it is meant to be: warpgroup products and tensor-map loads, nothing in local memory, no guarded
 //! shuffles.
 
+use crate::functions::{Alibi, Document, Softcap};
 use crate::harness::*;
 use cubecl_core::CubeKernel;
 use cubecl_core::ir::nvidia::SmArch;
@@ -14,6 +15,7 @@ use flash_attention_kernels::hopper::{
     BiasBlueprint, BiasTile, Blueprint, Role, Rows, copy, dbias, delta, forward, gradient, merge, reduce,
 };
 use flash_attention_kernels::mask::Band;
+use flash_attention_kernels::mods::{MaskFn, ScoreFn};
 use flash_attention_kernels::tiling::{Device, element_type, plan_on};
 use flash_attention_kernels::{
     AttentionOptions, AttentionProblem, BackwardOrder, BackwardTiles, BiasGradient, Dtype, Forward, Gradient,
@@ -318,33 +320,34 @@ fn slopes_sinks_and_dropout_are_warpgroup_products() {
     check("d128_biased", biased.with_alibi_slopes(&[1, 16]).unwrap());
 }
 
+/// Functions of scores and masks, alone and with what else there may be.
+#[test]
+fn functions_are_warpgroup_products() {
+    let causal = AttentionOptions { causal: true, ..Default::default() };
+    let alibi = AttentionOptions { score_mod: Some(ScoreFn::of::<Alibi>()), ..causal };
+    let capped = AttentionOptions { score_mod: Some(ScoreFn::of::<Softcap>()), ..causal };
+    let document = AttentionOptions { mask_mod: Some(MaskFn::of::<Document>()), ..causal };
+    for head_dim in [64, 128, 256] {
+        let of = |options| problem(head_dim, Dtype::BF16, options);
+        let name = |what: &str| format!("d{head_dim}_{what}");
+        check(&name("function_alibi"), of(alibi).with_score_tensors(&[&[1, 16, 1, 1]]).unwrap());
+        check(&name("function_softcap"), of(capped));
+        let documents = |problem: AttentionProblem| problem.with_mask_tensors(&[&[4, 1, 4096, 1], &[4, 1, 1, 4096]]);
+        check(&name("function_document"), documents(of(document)).unwrap());
+        let all = AttentionOptions { softcap: Some(50.0), dropout: 0.1, score_mod: alibi.score_mod, ..document };
+        let all = documents(of(all)).unwrap().with_score_tensors(&[&[4, 16, 4096, 4096]]).unwrap();
+        check(&name("function_all"), all.with_bias(&[4, 16, 4096, 4096]).unwrap());
+    }
+}
+
 /// The gradient of a bias that has an element for each pair, with what else there may be.
 #[test]
 fn gradients_of_biases_are_warpgroup_products() {
     let causal = AttentionOptions { causal: true, ..Default::default() };
     let check = |name: &str, problem: AttentionProblem| {
         let plan = plan_on(&device(), &problem).unwrap();
-        let (tile, dtype, head_dim, head_dim_v) = (
-            HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 2, turns: false },
-            problem.dtype,
-            problem.head_dim,
-            problem.head_dim_v,
-        );
-        let rows = |shape: Option<[usize; 4]>| shape.map(|shape| if shape[2] == 1 { Rows::Same } else { Rows::Each });
-        let scores = Blueprint {
-            role: Role::Dq,
-            tile,
-            dtype,
-            head_dim,
-            head_dim_v,
-            capped: problem.options.softcap.is_some(),
-            mask: rows(problem.mask),
-            bias: rows(problem.bias),
-            ragged: false,
-            alibi: problem.alibi_slopes.is_some(),
-            partial: false,
-            stats_multiple: 384,
-        };
+        let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 2, turns: false };
+        let scores = Blueprint { bent: false, ..scores(&problem, Role::Dq, tile) };
         check_dbias(name, scores, plan.backward.dbias, &problem);
     };
     let dims: Vec<usize> = match std::env::var("HOPPER_DIMS") {
@@ -570,6 +573,9 @@ fn plain(role: Role, tile: HopperTile, partial: bool) -> Blueprint {
         mask,
         bias,
         alibi,
+        modified: false,
+        bent: false,
+        mask_mod: false,
         ragged: false,
         partial,
         stats_multiple,

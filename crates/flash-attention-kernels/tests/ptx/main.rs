@@ -1,5 +1,6 @@
 //! Kernels for CUDA compiled to PTX, and assembled, on a machine with no GPU.
 
+mod functions;
 mod harness;
 mod hopper;
 mod mma;

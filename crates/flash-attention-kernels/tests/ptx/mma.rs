@@ -1,12 +1,14 @@
 //! Every kernel made of `mma.sync`, for Ampere and for Hopper, is what it is meant to be: products of warps, `ldmatrix`, `cp.async`,
 //! nothing in local memory. `MMA_TILE` looks at other tiles: WARPGROUPS/GROUPS/KEYS; `MMA_ONLY` at one kernel.
 
+use crate::functions::{Alibi, Document, Softcap};
 use crate::harness::*;
 use cubecl_core::ir::nvidia::SmArch;
 use flash_attention_kernels::hopper::Role;
 use flash_attention_kernels::hopper::forward::StridesCompilationArg;
 use flash_attention_kernels::hopper::gradient::{ResultStridesCompilationArg, SourceStridesCompilationArg};
 use flash_attention_kernels::mma::{MmaBlueprint, Products, forward, gradient};
+use flash_attention_kernels::mods::{MaskFn, ScoreFn};
 use flash_attention_kernels::tiling::{Device, plan_on};
 use flash_attention_kernels::{
     AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradient, Kernel, MmaTile, Precision,
@@ -198,6 +200,28 @@ fn every_option_is_products_of_warps() {
         check(&name("padding_mask"), plain.with_mask(&[4, 1, 1, 4096]).unwrap(), HOPPER, SPILLS);
         check(&name("mask"), plain.with_mask(&[1, 1, 4096, 4096]).unwrap(), HOPPER, SPILLS);
         check(&name("bias"), plain.with_bias(&[1, 16, 4096, 4096]).unwrap(), HOPPER, SPILLS);
+    }
+}
+
+#[test]
+fn functions_are_products_of_warps() {
+    let causal = AttentionOptions { causal: true, ..Default::default() };
+    let alibi = AttentionOptions { score_mod: Some(ScoreFn::of::<Alibi>()), ..causal };
+    let capped = AttentionOptions { score_mod: Some(ScoreFn::of::<Softcap>()), ..causal };
+    let document = AttentionOptions { mask_mod: Some(MaskFn::of::<Document>()), ..causal };
+    for (head_dim, dtype, spills) in [
+        (64, Dtype::BF16, SPILLS_SPLIT),
+        (128, Dtype::BF16, SPILLS_SPLIT),
+        (64, Dtype::F32, SPILLS_SPLIT),
+        (128, Dtype::F32, SPILLS_SPLIT),
+    ] {
+        let of = |options| problem(head_dim, dtype, options);
+        let name = |what: &str| format!("d{head_dim}_{}_{what}", dtype.name());
+        let sloped = of(alibi).with_score_tensors(&[&[1, 16, 1, 1]]).unwrap();
+        check(&name("function_alibi"), sloped, HOPPER, spills);
+        check(&name("function_softcap"), of(capped), HOPPER, spills);
+        let documents = of(document).with_mask_tensors(&[&[4, 1, 4096, 1], &[4, 1, 1, 4096]]).unwrap();
+        check(&name("function_document"), documents, HOPPER, spills);
     }
 }
 

@@ -37,7 +37,8 @@ impl Call<'_> {
     }
 
     fn dbias_blueprint(&self, dbias: &TensorView, tile: BiasTile) -> BiasBlueprint {
-        let scores = self.plain_blueprint(Role::Dq, tile.tile(), false);
+        // The bias's gradient is that of the score itself.
+        let scores = Blueprint { bent: false, ..self.plain_blueprint(Role::Dq, tile.tile(), false) };
         let size = self.problem.dtype.size();
         let plain = BiasBlueprint { tile, scores, vectors: dbias.vectorizes(OUT_BYTES / size, size) };
         let tiled = BiasBlueprint { scores: Blueprint { bias: Some(Rows::Tiled), ..scores }, ..plain };

@@ -9,9 +9,14 @@
 //! (FlexAttention, arXiv:2412.05496, section 3, of which these are `score_mod` and `mask_mod`.)
 //!
 //! A function is a `#[cube]` implementation of [`ScoreMod`] or [`MaskMod`], which is at once an ordinary one; [`ScoreFn`] and [`MaskFn`]
-//! carry it as a value. On the host `as` converts numbers, and not CubeCL's `cast_from`.
+//! carry it as a value. On the host `as` converts numbers, and not CubeCL's `cast_from`. There is [mathematics](exp) for it, which is
+//! fast on every device.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
+
+mod math;
+
+pub use math::{exp, ln, reciprocal, tanh};
 
 use crate::mask::Band;
 use cubecl::prelude::*;

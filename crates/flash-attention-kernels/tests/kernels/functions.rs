@@ -1,0 +1,210 @@
+//! Functions of scores and masks: those that say what an option says give what it gives.
+
+use crate::common::*;
+use cubecl::prelude::*;
+use flash_attention_kernels::mods::{
+    And, MaskFn, MaskMod, Not, Or, Pair, Partials, ScoreFn, ScoreMod, Then, Values, tanh,
+};
+use flash_attention_kernels::{Alignment, AttentionOptions, Dtype};
+
+const CAP: f32 = 3.0;
+
+/// ALiBi: `a` is the slope.
+struct Alibi;
+
+#[cube]
+impl ScoreMod for Alibi {
+    const ADDITIVE: bool = true;
+
+    fn score(score: f32, pair: Pair, values: Values) -> f32 {
+        score - values.a * f32::abs(pair.distance)
+    }
+
+    fn backward(_score: f32, pair: Pair, _values: Values) -> Partials {
+        Partials { score: 1.0f32, a: -f32::abs(pair.distance), b: 0.0f32 }
+    }
+}
+
+/// What the option of that name does.
+struct Softcap;
+
+#[cube]
+impl ScoreMod for Softcap {
+    const ADDITIVE: bool = false;
+
+    fn score(score: f32, _pair: Pair, _values: Values) -> f32 {
+        CAP * tanh(score * comptime!(1.0 / CAP))
+    }
+
+    fn backward(score: f32, _pair: Pair, _values: Values) -> Partials {
+        let tanh = tanh(score * comptime!(1.0 / CAP));
+        Partials { score: 1.0f32 - tanh * tanh, a: 0.0f32, b: 0.0f32 }
+    }
+}
+
+/// Adds the second tensor.
+struct Bias;
+
+#[cube]
+impl ScoreMod for Bias {
+    const ADDITIVE: bool = true;
+
+    fn score(score: f32, _pair: Pair, values: Values) -> f32 {
+        score + values.b
+    }
+
+    fn backward(_score: f32, _pair: Pair, _values: Values) -> Partials {
+        Partials { score: 1.0f32, a: 0.0f32, b: 1.0f32 }
+    }
+}
+
+struct Causal;
+
+#[cube]
+impl MaskMod for Causal {
+    fn sees(pair: Pair, _values: Values) -> bool {
+        pair.j <= pair.i
+    }
+}
+
+/// Not before the last 20 keys.
+struct Near;
+
+#[cube]
+impl MaskMod for Near {
+    fn sees(pair: Pair, _values: Values) -> bool {
+        pair.j + 20u32 > pair.i
+    }
+}
+
+/// Of the same document.
+struct Document;
+
+#[cube]
+impl MaskMod for Document {
+    fn sees(_pair: Pair, values: Values) -> bool {
+        values.a == values.b
+    }
+}
+
+fn dtypes(client: &cubecl::client::Client) -> Vec<Dtype> {
+    [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().filter(|dtype| supports(client, *dtype)).collect()
+}
+
+/// `o`, lse and the gradients of q, k, v and the bias of both.
+fn same(name: &str, case: &Case, a: &Results, b: &Results, times: f64) {
+    close(&format!("{name}: o"), &a.o, &b.o, case.tolerance(1e-5));
+    close(&format!("{name}: lse"), &a.lse, &b.lse, 1e-4);
+    let of = |results: &Results| [&results.dq, &results.dk, &results.dv, &results.dbias].map(|of| of.clone());
+    for ((of_a, of_b), gradient) in of(a).into_iter().zip(of(b)).zip(["dq", "dk", "dv", "dbias"]) {
+        assert_eq!(of_a.is_some(), of_b.is_some());
+        let tolerance = times * case.tolerance(2e-5);
+        close(&format!("{name}: {gradient}"), &of_a.unwrap_or_default(), &of_b.unwrap_or_default(), tolerance);
+    }
+}
+
+#[test]
+fn alibi_is_alibi_and_so_is_its_gradient() {
+    let Some(client) = client() else { return };
+    for dtype in dtypes(&client) {
+        for sizes in [[2, 4, 2, 150, 150, 64, 64], [1, 2, 2, 70, 70, 128, 72]] {
+            let (batch, heads) = (sizes[0], sizes[1]);
+            let causal = AttentionOptions { causal: true, ..Default::default() };
+            let built_in = Case::new(sizes, dtype, causal).with_bias([1, heads, 1, sizes[4]]);
+            let built_in = built_in.with_alibi_slopes([batch, heads]);
+            let options = AttentionOptions { score_mod: Some(ScoreFn::of::<Alibi>()), ..causal };
+            let mut case = Case::new(sizes, dtype, options).with_bias([1, heads, 1, sizes[4]]);
+            case = case.with_score_tensors(&[[batch, heads, 1, 1]]);
+            case.score_tensors[0] = built_in.alibi_slopes.clone();
+            let (a, b) = (case.run(&client).unwrap(), built_in.run(&client).unwrap());
+            same("alibi", &case, &a, &b, 1.0);
+            let (of_tensor, of_slopes) = (a.dscore_tensors[0].as_ref().unwrap(), b.dalibi_slopes.as_ref().unwrap());
+            close("slopes", of_tensor, of_slopes, case.tolerance(1e-4));
+        }
+    }
+}
+
+#[test]
+fn a_cap_is_the_softcap_beside_all_else() {
+    let Some(client) = client() else { return };
+    for dtype in dtypes(&client) {
+        for sizes in [[2, 4, 2, 150, 130, 64, 64], [1, 2, 2, 70, 90, 128, 72]] {
+            let options = AttentionOptions { causal: true, softmax_scale: Some(1.0), ..Default::default() };
+            let capped = AttentionOptions { softcap: Some(CAP), ..options };
+            let modified = AttentionOptions { score_mod: Some(ScoreFn::of::<Softcap>()), ..options };
+            for bias in [[1, 1, 1, sizes[4]], [sizes[0], sizes[1], sizes[3], sizes[4]]] {
+                let [a, b] = [modified, capped].map(|options| {
+                    let case = Case::new(sizes, dtype, options).with_bias(bias).with_dropout(0.25);
+                    (case.run(&client).unwrap(), case)
+                });
+                same("cap", &a.1, &a.0, &b.0, 4.0);
+            }
+        }
+    }
+}
+
+#[test]
+fn one_after_the_other_with_both_tensors() {
+    let Some(client) = client() else { return };
+    for dtype in dtypes(&client) {
+        let sizes = [1, 4, 2, 80, 80, 64, 64];
+        let options = AttentionOptions { softcap: Some(CAP), ..Default::default() };
+        let built_in = Case::new(sizes, dtype, options).with_alibi_slopes([1, 4]).with_bias([1, 4, 80, 80]);
+        let both = AttentionOptions { score_mod: Some(ScoreFn::of::<Then<Alibi, Bias>>()), ..options };
+        let mut case = Case::new(sizes, dtype, both).with_score_tensors(&[[1, 4, 1, 1], [1, 4, 80, 80]]);
+        case.score_tensors = [built_in.alibi_slopes.clone(), built_in.bias.clone()];
+        let (a, mut b) = (case.run(&client).unwrap(), built_in.run(&client).unwrap());
+        let dbias = b.dbias.take().unwrap();
+        same("then", &case, &a, &b, 4.0);
+        close("bias", a.dscore_tensors[1].as_ref().unwrap(), &dbias, 4.0 * case.tolerance(2e-5));
+        let of_slopes = b.dalibi_slopes.as_ref().unwrap();
+        close("slopes", a.dscore_tensors[0].as_ref().unwrap(), of_slopes, 4.0 * case.tolerance(1e-4));
+    }
+}
+
+#[test]
+fn masks_are_what_they_say() {
+    let Some(client) = client() else { return };
+    for dtype in dtypes(&client) {
+        let sizes = [2, 2, 1, 150, 150, 64, 64];
+        let mods = |mask| AttentionOptions { mask_mod: Some(mask), ..Default::default() };
+        let compared = |name, options: AttentionOptions, case: Case| {
+            let built_in = Case::new(sizes, dtype, options);
+            same(name, &case, &case.run(&client).unwrap(), &built_in.run(&client).unwrap(), 1.0);
+        };
+        let causal = AttentionOptions { causal: true, alignment: Alignment::TopLeft, ..Default::default() };
+        compared("causal", causal, Case::new(sizes, dtype, mods(MaskFn::of::<Causal>())));
+        let sliding = AttentionOptions { window_left: Some(19), ..causal };
+        compared("sliding", sliding, Case::new(sizes, dtype, mods(MaskFn::of::<And<Near, Causal>>())));
+        let anti = MaskFn::of::<Or<And<Causal, Near>, Not<Or<Causal, Not<Causal>>>>>();
+        compared("sliding again", sliding, Case::new(sizes, dtype, mods(anti)));
+        let both = AttentionOptions { mask_mod: Some(MaskFn::of::<Near>()), ..causal };
+        compared("both", sliding, Case::new(sizes, dtype, both));
+    }
+}
+
+#[test]
+fn documents_are_a_mask() {
+    let Some(client) = client() else { return };
+    for dtype in dtypes(&client) {
+        let sizes = [2, 2, 1, 100, 130, 64, 64];
+        let options = AttentionOptions { mask_mod: Some(MaskFn::of::<Document>()), ..Default::default() };
+        let case = Case::new(sizes, dtype, options).with_mask_tensors(&[[2, 1, 100, 1], [2, 1, 1, 130]]);
+        let [of_queries, of_keys] = case.mask_tensors.each_ref().map(|of| of.as_ref().unwrap());
+        let mut masked = Case::new(sizes, dtype, AttentionOptions::default()).with_mask([2, 1, 100, 130]);
+        let pair = |n: usize| of_queries[n / 130] != of_keys[n / 13000 * 130 + n % 130];
+        masked.mask = Some((0..2 * 100 * 130).map(pair).collect());
+        let mut case = case;
+        // What is hidden is no number: it must reach nothing that does not see it, which no row does here.
+        let (a, b) = (case.run(&client).unwrap(), masked.run(&client).unwrap());
+        same("documents", &case, &a, &b, 1.0);
+        let blind = of_keys.iter().position(|document| *document == 2.0).unwrap();
+        let (queries, keys): (Vec<f64>, Vec<f64>) = (of_queries.clone(), of_keys.clone());
+        case.mask_tensors[0] = Some(queries.iter().map(|document| document.min(1.0)).collect());
+        case.v.chunks_mut(64).zip(&keys).filter(|(_, document)| **document == 2.0).for_each(|(v, _)| v.fill(f64::NAN));
+        let results = case.run(&client).unwrap();
+        assert!(keys[blind] == 2.0 && results.o.iter().all(|x| x.is_finite()), "what nobody sees has reached o");
+        let dq = results.dq.unwrap();
+        assert!(dq.iter().all(|x| x.is_finite()), "what nobody sees has reached dq");
+    }
+}
