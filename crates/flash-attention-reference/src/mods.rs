@@ -14,7 +14,7 @@
 
 use crate::random::normal;
 use cubecl::prelude::*;
-use flash_attention_kernels::mods::{MaskMod, Pair, Partials, ScoreMod, Values};
+use flash_attention_kernels::mods::{MaskMod, Pair, Partials, ScoreMod, Values, reciprocal, tanh};
 
 /// Scores fall with the distance, in each head faster than in the one before, and are higher in every other sequence:
 /// `t − (head + 1) · |i − j| / 64 + (batch mod 2) / 4`. Additive, without tensors.
@@ -85,16 +85,16 @@ impl ScoreMod for Bent {
     const ADDITIVE: bool = false;
 
     fn score(score: f32, pair: Pair, values: Values) -> f32 {
-        let step = pair.distance / (16.0f32 + f32::abs(pair.distance));
-        3.0f32 * f32::tanh(score / 3.0f32) * (1.0f32 + values.a) + values.b * step
+        let step = pair.distance * reciprocal(16.0f32 + f32::abs(pair.distance));
+        3.0f32 * tanh(score * comptime!(1.0f32 / 3.0)) * (1.0f32 + values.a) + values.b * step
     }
 
     fn backward(score: f32, pair: Pair, values: Values) -> Partials {
-        let bent = f32::tanh(score / 3.0f32);
+        let bent = tanh(score * comptime!(1.0f32 / 3.0));
         Partials {
             score: (1.0f32 - bent * bent) * (1.0f32 + values.a),
             a: 3.0f32 * bent,
-            b: pair.distance / (16.0f32 + f32::abs(pair.distance)),
+            b: pair.distance * reciprocal(16.0f32 + f32::abs(pair.distance)),
         }
     }
 }
