@@ -221,7 +221,7 @@ impl FlashAttentionOptions {
     }
 
     /// Sets the function that hides pairs, and the tensors that it reads as `a` and `b`: two at most, f32, each
-    /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`. It is asked for the pairs that causality, window and sequences leave.
+    /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`. What it says of pairs that something else hides does not matter.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
