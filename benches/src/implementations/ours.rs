@@ -100,6 +100,7 @@ impl Tensors {
                 dbias: p.bias.map(empty),
                 dalibi_slopes: None,
                 dsinks: p.sinks.then(|| TensorView::contiguous(client.empty(4 * p.num_heads_q), [p.num_heads_q])),
+                dscore_tensors: [None, None],
             }
         } else {
             Gradients::default()

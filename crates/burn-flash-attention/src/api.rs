@@ -176,9 +176,10 @@ pub fn try_flash_attention_with_lse(
 ///   `cu_seqlens_k[s]..cu_seqlens_k[s + 1]`. Either may have none of its own.
 /// - returns `[total_q, num_heads_q, head_dim_v]`, 0 for what belongs to no sequence
 ///
-/// Causality and windows are each sequence's own, and so are the positions that functions see. Mask, bias and the tensors of functions
-/// broadcast to `[1, num_heads_q, total_q, total_k]`, slopes are `[num_heads_q]`. For documents packed into the rows of a batch there are [`cu_seqlens_q`](FlashAttentionOptions::cu_seqlens_q) and
-/// [`cu_seqlens_k`](FlashAttentionOptions::cu_seqlens_k) in the options of [`flash_attention`].
+/// Causality and windows are each sequence's own, and so are the positions that functions see. Mask, bias and what functions read
+/// broadcast to `[1, num_heads_q, total_q, total_k]`, slopes are `[num_heads_q]`. For documents packed into the rows of a batch there
+/// are [`cu_seqlens_q`](FlashAttentionOptions::cu_seqlens_q) and [`cu_seqlens_k`](FlashAttentionOptions::cu_seqlens_k) in the options
+/// of [`flash_attention`].
 ///
 /// # Panics
 ///

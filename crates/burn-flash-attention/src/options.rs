@@ -74,7 +74,8 @@ pub struct FlashAttentionOptions {
     pub sinks: Option<Tensor<1>>,
     /// What makes scores of scores, after the softcap and before bias and slopes.
     pub score_mod: Option<ScoreFn>,
-    /// What it reads, `a` and `b`: two at most, `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, f32. Never expanded. Differentiable.
+    /// What it reads, `a` and `b`: two at most, `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, f32. Never expanded.
+    /// Differentiable.
     pub score_tensors: Vec<Tensor<4>>,
     /// What hides pairs, beside causality, windows and mask.
     pub mask_mod: Option<MaskFn>,
@@ -220,7 +221,7 @@ impl FlashAttentionOptions {
     }
 
     /// Sets the function that hides pairs, and the tensors that it reads as `a` and `b`: two at most, f32, each
-    /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`. It is asked for the pairs that causality, window and sequences leave.
+    /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`. What it says of pairs that something else hides does not matter.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {

@@ -75,17 +75,17 @@ impl<'a, T: Copy> Broadcast<'a, T> {
         Broadcast { data, start: layout.start_offset(), strides: std::array::from_fn(stride) }
     }
 
-    /// Applies `f` to each number of `row` and the one that belongs to it, where `row` starts at that index.
-    /// The number that belongs to a score.
-    fn at(&self, at: [usize; 4]) -> T {
+    /// Where the number that belongs to a score lies.
+    #[inline(always)]
+    fn index(&self, at: [usize; 4]) -> usize {
         let offset: isize = at.iter().zip(self.strides).map(|(n, stride)| *n as isize * stride).sum();
-        self.data[self.start.wrapping_add_signed(offset)]
+        self.start.wrapping_add_signed(offset)
     }
 
+    /// Applies `f` to each number of `row` and the one that belongs to it, where `row` starts at that index.
     #[inline(always)]
     fn zip(&self, at: [usize; 4], row: &mut [f32], f: impl Fn(&mut f32, T)) {
-        let offset: isize = at.iter().zip(self.strides).map(|(n, stride)| *n as isize * stride).sum();
-        let first = self.start.wrapping_add_signed(offset);
+        let first = self.index(at);
         match self.strides[3] {
             1 => row.iter_mut().zip(&self.data[first..]).for_each(|(x, y)| f(x, *y)),
             0 => row.iter_mut().for_each(|x| f(x, self.data[first])),
@@ -346,7 +346,8 @@ impl<'a> Attention<'a> {
                 let at = [b, h, q_start + i, k_start + j];
                 let (query, key) = (at[2] as u32, at[3] as u32);
                 if band.sees(query, key) {
-                    let [a, b] = tables.each_ref().map(|table| table.as_ref().map_or(0.0, |table| table.at(at)));
+                    let value = |table: &Broadcast<f32>| table.data[table.index(at)];
+                    let [a, b] = tables.each_ref().map(|table| table.as_ref().map_or(0.0, value));
                     let pair = Pair::of(number, h as u32, query - first_q, key - first_k);
                     f(i * cols + j, pair, Values { a, b });
                 }
