@@ -125,6 +125,20 @@ pub enum AttentionError {
         /// Its size.
         value: usize,
     },
+    /// A block mask that has not as many blocks as the scores.
+    #[error(
+        "block_mask has shape {shape:?}; expected are [batch | 1, num_heads_q | 1, blocks of queries, blocks of keys] = {expected:?}: dimension {dimension} is {value}"
+    )]
+    Blocks {
+        /// Its shape.
+        shape: [usize; 4],
+        /// How many there are.
+        expected: [usize; 4],
+        /// The first dimension that does not fit.
+        dimension: usize,
+        /// Its size.
+        value: usize,
+    },
     /// An argument lives on another device than `q`.
     #[error("{argument} is on {device}, but q is on {expected}")]
     Device {

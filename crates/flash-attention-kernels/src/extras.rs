@@ -9,7 +9,8 @@ use crate::mods::Mods;
 use crate::sequences::{Block, block_of};
 use cubecl::prelude::*;
 
-/// The tensors of it. What each means: [`score`](crate::score), [`sequences`](crate::sequences), [`dropout`](mod@crate::dropout).
+/// The tensors of it. What each means: [`score`](crate::score), [`sequences`](crate::sequences), [`dropout`](mod@crate::dropout),
+/// [`mods`](crate::mods), [`blocks`](crate::blocks).
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Extras {
@@ -23,6 +24,8 @@ pub struct Extras {
     pub schedule: ComptimeOption<&'static Tensor<u32>>,
     /// Functions of scores and visibility.
     pub mods: Mods,
+    /// The [lists](mod@crate::blocks) of tiles that are visited, where there is a block mask.
+    pub lists: ComptimeOption<&'static Tensor<u32>>,
 }
 
 impl Extras {
@@ -34,12 +37,17 @@ impl Extras {
     pub fn none() -> Self {
         let dropout = Dropout { seed: ComptimeOption::None, threshold: 0, factor: 1.0 };
         let (slopes, sinks, schedule) = (ComptimeOption::None, ComptimeOption::None, ComptimeOption::None);
-        Extras { slopes, sinks, dropout, schedule, mods: Mods::none() }
+        Extras { slopes, sinks, dropout, schedule, mods: Mods::none(), lists: ComptimeOption::None }
     }
 
     /// Whether there are several sequences.
     pub fn is_ragged(&self) -> bool {
         self.schedule.is_some()
+    }
+
+    /// Whether there is a block mask.
+    pub fn is_sparse(&self) -> bool {
+        self.lists.is_some()
     }
 }
 
@@ -47,6 +55,11 @@ impl ExtrasExpand {
     /// [`Extras::is_ragged`], while a kernel is made.
     pub fn is_ragged(&self) -> bool {
         self.schedule.is_some()
+    }
+
+    /// [`Extras::is_sparse`], while a kernel is made.
+    pub fn is_sparse(&self) -> bool {
+        self.lists.is_some()
     }
 }
 

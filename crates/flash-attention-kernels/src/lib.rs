@@ -31,6 +31,7 @@
 //!                                                      tuning    times a few of them, with the feature autotune
 //! ```
 
+pub mod blocks;
 pub mod dropout;
 pub mod error;
 pub mod extras;
@@ -55,14 +56,14 @@ pub mod tuning;
 pub use error::AttentionError;
 pub use hopper::{BiasTile, HopperTile};
 pub use launch::{
-    Gradients, Inputs, MaskStorage, MaskView, Saved, Scratch, backward, backward_with, dropout_kept, forward,
-    forward_with,
+    Gradients, Inputs, MaskStorage, MaskView, Saved, Scratch, backward, backward_with, block_states, dropout_kept,
+    forward, forward_with,
 };
 pub use matrix::MatrixTile;
 pub use mma::MmaTile;
 pub use portable::tile::TileShape;
 pub use problem::{
-    Alignment, AttentionOptions, AttentionProblem, BackwardOrder, Dtype, MAX_HEAD_DIM, MAX_SEQ, Precision,
+    Alignment, AttentionOptions, AttentionProblem, BackwardOrder, BlockMask, Dtype, MAX_HEAD_DIM, MAX_SEQ, Precision,
 };
 pub use rows::RowsTile;
 pub use tensor::TensorView;

@@ -1,5 +1,6 @@
 //! What is to be computed: sizes, element type and options of one attention call.
 
+use crate::blocks::BLOCK;
 use crate::error::AttentionError;
 use crate::mask::Band;
 use crate::mods::{MaskFn, ScoreFn, TENSORS};
@@ -175,8 +176,28 @@ pub struct AttentionProblem {
     pub score_tensors: [Option<[usize; 4]>; TENSORS],
     /// Shapes of those that the function that hides pairs reads.
     pub mask_tensors: [Option<[usize; 4]>; TENSORS],
+    /// Blocks of which a block mask says whether anything of them is seen, if there is one.
+    pub block_mask: Option<BlockMask>,
     /// The rest.
     pub options: AttentionOptions,
+}
+
+/// The shape of a block mask.
+///
+/// ```
+/// use flash_attention_kernels::BlockMask;
+///
+/// let mask = BlockMask { blocks: [1, 8, 32, 32], block_q: 128, block_k: 128 };
+/// assert_eq!(mask.blocks[2] * mask.block_q, 4096);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlockMask {
+    /// `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, the last two rounded up.
+    pub blocks: [usize; 4],
+    /// Queries of a block, a multiple of 128.
+    pub block_q: usize,
+    /// Keys of a block, a multiple of 128.
+    pub block_k: usize,
 }
 
 fn rank4(argument: &'static str, shape: &[usize]) -> Result<[usize; 4], AttentionError> {
@@ -263,6 +284,7 @@ impl AttentionProblem {
             cu_seqlens: None,
             score_tensors: [None; TENSORS],
             mask_tensors: [None; TENSORS],
+            block_mask: None,
             options,
         };
         problem.validate()?;
@@ -363,6 +385,39 @@ impl AttentionProblem {
         Ok(self)
     }
 
+    /// This problem with a block mask of that shape, `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, the last two rounded
+    /// up: [`blocks`](mod@crate::blocks) tells what it says.
+    pub fn with_block_mask(mut self, shape: &[usize], block_q: usize, block_k: usize) -> Result<Self, AttentionError> {
+        self.block_mask = Some(BlockMask { blocks: rank4("block_mask", shape)?, block_q, block_k });
+        self.validate()?;
+        Ok(self)
+    }
+
+    fn check_block_mask(&self, mask: BlockMask) -> Result<(), AttentionError> {
+        for (option, value) in [("block_q", mask.block_q), ("block_k", mask.block_k)] {
+            if value == 0 || !value.is_multiple_of(BLOCK) || value > MAX_SEQ {
+                let requirement = "a multiple of 128: tiles of kernels divide blocks";
+                return Err(AttentionError::Option { option, value: value as f64, requirement });
+            }
+        }
+        if self.cu_seqlens.is_some() {
+            return Err(AttentionError::Unsupported {
+                option: "block_mask",
+                value: format!("{:?}", mask.blocks),
+                why: "its blocks are counted from the first positions of tensors, where packed sequences begin anywhere; a mask function \
+                      counts from where they begin",
+            });
+        }
+        let (seq_q, seq_k) = (self.seq_q.div_ceil(mask.block_q), self.seq_k.div_ceil(mask.block_k));
+        let expected = [self.batch, self.num_heads_q, seq_q, seq_k];
+        for (dimension, value) in mask.blocks.into_iter().enumerate() {
+            if value != expected[dimension] && (dimension > 1 || value != 1) {
+                return Err(AttentionError::Blocks { shape: mask.blocks, expected, dimension, value });
+            }
+        }
+        Ok(())
+    }
+
     fn check_lens(&self, argument: &'static str, shape: &[usize]) -> Result<(), AttentionError> {
         let [batch] = <[usize; 1]>::try_from(shape).map_err(|_| AttentionError::Rank {
             argument,
@@ -439,6 +494,9 @@ impl AttentionProblem {
             if shape[0] != 1 {
                 agree("alibi_slopes", &shape, 0, "batch", "q", self.batch)?;
             }
+        }
+        if let Some(mask) = self.block_mask {
+            self.check_block_mask(mask)?;
         }
         if let Some(sequences) = self.cu_seqlens {
             if self.seq_lens_q || self.seq_lens_k {

@@ -69,7 +69,7 @@ impl Bounds {
     }
 
     /// Rows and columns of a sequence; rows are queries, or keys. Columns in another batch than rows are none.
-    fn sides(&self, sequence: u32, #[comptime] keys: bool) -> (Span, Span) {
+    pub(crate) fn sides(&self, sequence: u32, #[comptime] keys: bool) -> (Span, Span) {
         let rows = self.span(sequence, keys);
         let columns = self.span(sequence, comptime!(!keys));
         let end = select(columns.batch == rows.batch, columns.end, columns.begin);

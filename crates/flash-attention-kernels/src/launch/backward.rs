@@ -1,5 +1,6 @@
 //! Launches the backward: delta, then a kernel for each gradient asked for.
 
+use super::blocks::Route;
 use super::sequences::Blocks;
 use super::{Call, Inputs, elementwise, input, output};
 use crate::error::AttentionError;
@@ -473,7 +474,7 @@ impl Call<'_> {
         (grid, count): (GridLaunch, CubeCount),
         addresses: AddressType,
     ) {
-        let schedule = self.schedule(Blocks::Queries, tile.tile_q);
+        let route = self.route(Blocks::Queries, tile.tile_q, tile.tile_k);
         unsafe {
             portable::dq::dq::launch_unchecked(
                 self.client,
@@ -489,7 +490,7 @@ impl Call<'_> {
                 self.mask().into(),
                 self.bias().into(),
                 dq.arg(),
-                self.score(Stage::Backward, schedule.as_ref()),
+                self.score(Stage::Backward, &route),
                 self.problem.band().into_launch(),
                 grid,
                 tiling::blueprint(self.problem, tile, Factor::of_product(self.problem)),
@@ -510,7 +511,7 @@ impl Call<'_> {
         addresses: AddressType,
     ) {
         let views: Vec<_> = [Some(&saved.dout), dk, dv].into_iter().flatten().collect();
-        let schedule = self.schedule(Blocks::Keys, tile.tile_k);
+        let route = self.route(Blocks::Keys, tile.tile_k, tile.tile_q);
         unsafe {
             portable::dkdv::dkdv::launch_unchecked(
                 self.client,
@@ -527,7 +528,7 @@ impl Call<'_> {
                 self.bias().into(),
                 dk.map(|dk| dk.arg()).into(),
                 dv.map(|dv| dv.arg()).into(),
-                self.score(Stage::Backward, schedule.as_ref()),
+                self.score(Stage::Backward, &route),
                 self.problem.band().into_launch(),
                 grid,
                 tiling::blueprint(self.problem, tile, Factor::of_product(self.problem)),
@@ -610,7 +611,11 @@ impl Call<'_> {
             None => (dbias.arg(), dtype),
         };
         // Sequences, not blocks of them: a cube has a part of the bias, which may belong to several.
-        let schedule = self.schedule(Blocks::Queries, MAX_SEQ);
+        let lists = match sums {
+            Sums::Columns => self.lists(Blocks::Keys, tile.tile_k, tile.tile_q),
+            Sums::Tile | Sums::Rows => self.lists(Blocks::Queries, tile.tile_q, tile.tile_k),
+        };
+        let route = Route { schedule: self.schedule(Blocks::Queries, MAX_SEQ), lists };
         unsafe {
             dbias::dbias::launch_unchecked(
                 self.client,
@@ -626,7 +631,7 @@ impl Call<'_> {
                 self.mask().into(),
                 self.bias().into(),
                 out,
-                self.score(Stage::Backward, schedule.as_ref()),
+                self.score(Stage::Backward, &route),
                 p.band().into_launch(),
                 grid,
                 p.num_heads_q as u32,

@@ -86,7 +86,7 @@ impl Call<'_> {
         tiling::check_tile(self.device, p, &tile, Stage::Forward)?;
         tiling::check_bindings(self.device, p, "forward", 5)?;
         let (grid, count) = self.query_grid("forward", tile.tile_q)?;
-        let schedule = self.schedule(Blocks::Queries, tile.tile_q);
+        let route = self.route(Blocks::Queries, tile.tile_q, tile.tile_k);
         // SAFETY: views have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
         unsafe {
             portable::forward::forward::launch_unchecked(
@@ -102,7 +102,7 @@ impl Call<'_> {
                 self.bias().into(),
                 o.arg(),
                 lse.arg(),
-                self.score(Stage::Forward, schedule.as_ref()),
+                self.score(Stage::Forward, &route),
                 p.band().into_launch(),
                 grid,
                 tiling::blueprint(p, tile, Factor::One),

@@ -31,7 +31,7 @@ impl Call<'_> {
         self.check_matrix(Role::Forward, tile)?;
         tiling::check_bindings(self.device, p, "forward", 5)?;
         let (grid, count) = self.query_grid("forward", tile.rows())?;
-        let schedule = self.schedule(Blocks::Queries, tile.rows());
+        let route = self.route(Blocks::Queries, tile.rows(), tile.columns);
         // SAFETY: views have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
         unsafe {
             matrix::forward::forward::launch_unchecked(
@@ -47,7 +47,7 @@ impl Call<'_> {
                 self.bias().into(),
                 o.arg(),
                 lse.arg(),
-                self.score(Stage::Forward, schedule.as_ref()),
+                self.score(Stage::Forward, &route),
                 p.band().into_launch(),
                 grid,
                 tiling::matrix::blueprint(p, Role::Forward, tile),
@@ -86,7 +86,7 @@ impl Call<'_> {
         let (rows, columns) = if role.is_transposed() { (keys, queries) } else { (queries, keys) };
         let views: Vec<_> = [Some(&saved.dout), dk, dv].into_iter().flatten().collect();
         let of = if role.is_transposed() { Blocks::Keys } else { Blocks::Queries };
-        let schedule = self.schedule(of, tile.rows());
+        let route = self.route(of, tile.rows(), tile.columns);
         // SAFETY: as for the forward.
         unsafe {
             matrix::gradient::gradient::launch_unchecked(
@@ -104,7 +104,7 @@ impl Call<'_> {
                 self.bias().into(),
                 dk.map(|dk| dk.arg()).into(),
                 dv.map(|dv| dv.arg()).into(),
-                self.score(Stage::Backward, schedule.as_ref()),
+                self.score(Stage::Backward, &route),
                 p.band().into_launch(),
                 grid,
                 tiling::matrix::blueprint(p, role, tile),

@@ -1,6 +1,7 @@
 //! Validate, choose, compute the grid, launch. No mathematics.
 
 mod backward;
+mod blocks;
 mod dropout;
 mod forward;
 #[cfg(feature = "cuda")]
@@ -12,6 +13,7 @@ mod rows;
 mod sequences;
 
 pub use backward::{Gradients, Saved, Scratch, backward, backward_with};
+pub use blocks::block_states;
 pub use dropout::dropout_kept;
 pub use forward::{forward, forward_with};
 
@@ -21,10 +23,11 @@ use crate::extras::ExtrasLaunch;
 use crate::mods::{ModsLaunch, TENSORS, TableLaunch, TablesLaunch};
 use crate::portable::GridLaunch;
 use crate::portable::tile::WIDTH;
-use crate::problem::{AttentionProblem, MASK_TENSORS, SCORE_TENSORS};
+use crate::problem::{AttentionOptions, AttentionProblem, MASK_TENSORS, SCORE_TENSORS};
 use crate::score::ScoreLaunch;
 use crate::tensor::TensorView;
 use crate::tiling::{self, Device, Stage};
+use blocks::Route;
 use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType, UIntKind};
 use cubecl::prelude::*;
@@ -91,6 +94,8 @@ pub struct Inputs {
     pub score_tensors: [Option<TensorView>; TENSORS],
     /// What the function that hides pairs reads, likewise.
     pub mask_tensors: [Option<TensorView>; TENSORS],
+    /// Of each block, whether anything of it is seen, 32 bits each: [`blocks`](mod@crate::blocks).
+    pub block_mask: Option<TensorView>,
 }
 
 impl Inputs {
@@ -120,6 +125,7 @@ impl Inputs {
             cu_seqlens_k: None,
             score_tensors: [None, None],
             mask_tensors: [None, None],
+            block_mask: None,
         }
     }
 }
@@ -149,10 +155,7 @@ impl<'a> Call<'a> {
         input(device, "q", &inputs.q, problem.q_shape(), size)?;
         input(device, "k", &inputs.k, problem.k_shape(), size)?;
         input(device, "v", &inputs.v, problem.v_shape(), size)?;
-        if let Some(mask) = &inputs.mask {
-            let expected = problem.mask.unwrap_or(mask.tensor.shape);
-            input(device, "mask", &mask.tensor, expected, mask.storage.size())?;
-        }
+        check_masks(device, problem, inputs)?;
         if let Some(bias) = &inputs.bias {
             input(device, "bias", bias, problem.bias.unwrap_or(bias.shape), size)?;
         }
@@ -175,20 +178,20 @@ impl<'a> Call<'a> {
                 input(device, argument, cu, [problem.cu_seqlens.map_or(cu.shape[0], |sequences| sequences + 1)], 4)?;
             }
         }
-        let of_mods = |nth: usize| {
-            [
-                (SCORE_TENSORS[nth], &inputs.score_tensors[nth], problem.score_tensors[nth]),
-                (MASK_TENSORS[nth], &inputs.mask_tensors[nth], problem.mask_tensors[nth]),
-            ]
-        };
-        for (argument, given, stated) in (0..TENSORS).flat_map(of_mods) {
-            if let Some(view) = given {
-                input(device, argument, view, stated.unwrap_or(view.shape), 4)?;
+        for ((argument, view), shape) in SCORE_TENSORS.into_iter().zip(&inputs.score_tensors).zip(problem.score_tensors)
+        {
+            if let Some(view) = view {
+                input(device, argument, view, shape.unwrap_or(view.shape), 4)?;
             }
+            stated(argument, view.is_some(), shape.is_some())?;
+        }
+        if let Some(states) = &inputs.block_mask {
+            let blocks = problem.block_mask.map_or(states.shape, |mask| mask.blocks);
+            input(device, "block_mask", states, blocks, 4)?;
         }
         let (drops, number) = (problem.options.dropout > 0.0, problem.options.dropout_seed);
-        for (argument, given, stated) in [
-            ("mask", inputs.mask.is_some(), problem.mask.is_some()),
+        for (argument, given, is_stated) in [
+            ("block_mask", inputs.block_mask.is_some(), problem.block_mask.is_some()),
             ("bias", inputs.bias.is_some(), problem.bias.is_some()),
             ("alibi_slopes", inputs.alibi_slopes.is_some(), problem.alibi_slopes.is_some()),
             ("sinks", inputs.sinks.is_some(), problem.sinks),
@@ -197,21 +200,8 @@ impl<'a> Call<'a> {
             ("seq_lens_k", inputs.seq_lens_k.is_some(), problem.seq_lens_k),
             ("cu_seqlens_q", inputs.cu_seqlens_q.is_some(), problem.cu_seqlens.is_some()),
             ("cu_seqlens_k", inputs.cu_seqlens_k.is_some(), problem.cu_seqlens.is_some()),
-        ]
-        .into_iter()
-        .chain(
-            (0..TENSORS)
-                .flat_map(of_mods)
-                .map(|(argument, given, stated)| (argument, given.is_some(), stated.is_some())),
-        ) {
-            if given != stated {
-                return Err(AttentionError::Unsupported {
-                    option: argument,
-                    value: if given { "a tensor" } else { "no tensor" }.into(),
-                    why: "the problem states otherwise: build it with with_mask and its like for what is given, and with a dropout \
-                          above 0 and no number for a seed",
-                });
-            }
+        ] {
+            stated(argument, given, is_stated)?;
         }
         let words = number.filter(|_| drops).map(seed);
         let bytes = words.map(|words| words.map(u32::to_le_bytes).concat());
@@ -241,10 +231,7 @@ impl<'a> Call<'a> {
     }
 
     fn mask_type(&self) -> ElemType {
-        ElemType::UInt(match self.inputs.mask.as_ref().map(|mask| mask.storage) {
-            Some(MaskStorage::U8) => UIntKind::U8,
-            Some(MaskStorage::U32) | None => UIntKind::U32,
-        })
+        mask_type(self.inputs)
     }
 
     fn mask(&self) -> Option<TensorArg> {
@@ -255,33 +242,20 @@ impl<'a> Call<'a> {
         self.inputs.bias.as_ref().map(|bias| bias.broadcast_arg())
     }
 
-    /// With the kernel's schedule, if there is one.
-    fn score(&self, stage: Stage, schedule: Option<&TensorView<1>>) -> ScoreLaunch {
+    fn score(&self, stage: Stage, route: &Route) -> ScoreLaunch {
         let softcap = self.problem.options.softcap;
         let scale = self.problem.softmax_scale();
-        ScoreLaunch::new(scale, softcap.unwrap_or(1.0), softcap.is_some(), self.extras(stage, schedule))
+        ScoreLaunch::new(scale, softcap.unwrap_or(1.0), softcap.is_some(), self.extras(stage, route))
     }
 
     /// Gradients need no sinks: lse knows of them.
-    fn extras(&self, stage: Stage, schedule: Option<&TensorView<1>>) -> ExtrasLaunch {
+    fn extras(&self, stage: Stage, route: &Route) -> ExtrasLaunch {
         let sinks = self.sinks().filter(|_| stage == Stage::Forward);
         let slopes = self.inputs.alibi_slopes.as_ref().map(|slopes| slopes.broadcast_arg());
-        let schedule = schedule.map(|schedule| schedule.arg());
-        ExtrasLaunch::new(slopes.into(), sinks.into(), self.dropout(), schedule.into(), self.mods())
-    }
-
-    fn mods(&self) -> ModsLaunch {
-        let table = |view: &Option<TensorView>| {
-            let varies = |dim: usize| view.as_ref().is_some_and(|view| view.shape[dim] > 1);
-            TableLaunch::new(view.as_ref().map(|view| view.broadcast_arg()).into(), varies(2), varies(3))
-        };
-        let tables = |[a, b]: &[Option<TensorView>; TENSORS]| TablesLaunch::new(table(a), table(b));
-        ModsLaunch::new(
-            self.problem.options.score_mod,
-            tables(&self.inputs.score_tensors),
-            self.problem.options.mask_mod,
-            tables(&self.inputs.mask_tensors),
-        )
+        let schedule = route.schedule.as_ref().map(|schedule| schedule.arg());
+        let lists = route.lists.as_ref().map(|lists| lists.broadcast_arg());
+        let mods = mods(self.problem, self.inputs);
+        ExtrasLaunch::new(slopes.into(), sinks.into(), self.dropout(), schedule.into(), mods, lists.into())
     }
 
     fn sinks(&self) -> Option<TensorArg> {
@@ -318,6 +292,53 @@ impl<'a> Call<'a> {
         let grid = GridLaunch::new(blocks as u32, heads as u32, batches as u32, self.problem.group_size() as u32);
         Ok((grid, CubeCount::Static(x, y, z)))
     }
+}
+
+/// The functions, and what they read.
+fn mods(problem: &AttentionProblem, inputs: &Inputs) -> ModsLaunch {
+    let table = |view: &Option<TensorView>| {
+        let varies = |dim: usize| view.as_ref().is_some_and(|view| view.shape[dim] > 1);
+        TableLaunch::new(view.as_ref().map(|view| view.broadcast_arg()).into(), varies(2), varies(3))
+    };
+    let tables = |[a, b]: &[Option<TensorView>; TENSORS]| TablesLaunch::new(table(a), table(b));
+    let AttentionOptions { score_mod, mask_mod, .. } = problem.options;
+    ModsLaunch::new(score_mod, tables(&inputs.score_tensors), mask_mod, tables(&inputs.mask_tensors))
+}
+
+/// How the elements of a mask are stored.
+fn mask_type(inputs: &Inputs) -> ElemType {
+    ElemType::UInt(match inputs.mask.as_ref().map(|mask| mask.storage) {
+        Some(MaskStorage::U8) => UIntKind::U8,
+        Some(MaskStorage::U32) | None => UIntKind::U32,
+    })
+}
+
+/// Checks what says which pairs are hidden: that it is given where it is stated, and as it is.
+fn check_masks(device: &Device, problem: &AttentionProblem, inputs: &Inputs) -> Result<(), AttentionError> {
+    if let Some(mask) = &inputs.mask {
+        input(device, "mask", &mask.tensor, problem.mask.unwrap_or(mask.tensor.shape), mask.storage.size())?;
+    }
+    stated("mask", inputs.mask.is_some(), problem.mask.is_some())?;
+    for ((argument, view), shape) in MASK_TENSORS.into_iter().zip(&inputs.mask_tensors).zip(problem.mask_tensors) {
+        if let Some(view) = view {
+            input(device, argument, view, shape.unwrap_or(view.shape), 4)?;
+        }
+        stated(argument, view.is_some(), shape.is_some())?;
+    }
+    Ok(())
+}
+
+/// Whether a tensor is given where the problem says that there is one.
+fn stated(argument: &'static str, given: bool, stated: bool) -> Result<(), AttentionError> {
+    if given == stated {
+        return Ok(());
+    }
+    Err(AttentionError::Unsupported {
+        option: argument,
+        value: if given { "a tensor" } else { "no tensor" }.into(),
+        why: "the problem states otherwise: build it with with_mask and its like for what is given, and with a dropout above 0 and no \
+              number for a seed",
+    })
 }
 
 /// Cubes of 256 units, or as many as the device takes, one unit for each element.

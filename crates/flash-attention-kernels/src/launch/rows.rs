@@ -32,7 +32,7 @@ impl Call<'_> {
         self.check_rows(tile)?;
         tiling::check_bindings(self.device, p, "forward", 5)?;
         let (grid, count) = self.query_grid("forward", tile.block())?;
-        let schedule = self.schedule(Blocks::Queries, tile.block());
+        let route = self.route(Blocks::Queries, tile.block(), 1);
         // SAFETY: views have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
         unsafe {
             rows::forward::forward::launch_unchecked(
@@ -48,7 +48,7 @@ impl Call<'_> {
                 self.bias().into(),
                 o.arg(),
                 lse.arg(),
-                self.score(Stage::Forward, schedule.as_ref()),
+                self.score(Stage::Forward, &route),
                 p.band().into_launch(),
                 grid,
                 tiling::rows::blueprint(p, Role::Forward, tile),
@@ -91,7 +91,7 @@ impl Call<'_> {
             |view: &TensorView| if role.is_transposed() { view.transposed() } else { view.clone() }.broadcast_arg();
         let views: Vec<_> = [Some(&saved.dout), dk, dv].into_iter().flatten().collect();
         let of = if role.is_transposed() { Blocks::KeysTurned } else { Blocks::Queries };
-        let schedule = self.schedule(of, tile.block());
+        let route = self.route(of, tile.block(), 1);
         // SAFETY: as for the forward.
         unsafe {
             rows::gradient::gradient::launch_unchecked(
@@ -109,7 +109,7 @@ impl Call<'_> {
                 self.inputs.bias.as_ref().map(turned).into(),
                 dk.map(|dk| dk.arg()).into(),
                 dv.map(|dv| dv.arg()).into(),
-                self.score(Stage::Backward, schedule.as_ref()),
+                self.score(Stage::Backward, &route),
                 band.into_launch(),
                 grid,
                 tiling::rows::blueprint(p, role, tile),

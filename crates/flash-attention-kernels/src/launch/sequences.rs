@@ -102,7 +102,7 @@ impl Call<'_> {
         }
     }
 
-    fn bounds(&self, sequences: usize) -> BoundsLaunch {
+    pub(super) fn bounds(&self, sequences: usize) -> BoundsLaunch {
         let (p, inputs) = (self.problem, self.inputs);
         let [cu_q, cu_k, lens_q, lens_k] =
             [&inputs.cu_seqlens_q, &inputs.cu_seqlens_k, &inputs.seq_lens_q, &inputs.seq_lens_k]

@@ -6,6 +6,7 @@ use crate::hopper::gradient::{ResultStridesLaunch, SourceStridesLaunch};
 use crate::hopper::schedule::Walk;
 use crate::hopper::{self, HopperTile, Role, WARPGROUP_ROWS, reduce};
 use crate::launch::backward::{HopperResults, Wanted, WantedBias};
+use crate::launch::blocks::Route;
 use crate::launch::sequences::Blocks;
 use crate::launch::{Call, Saved, Scratch};
 use crate::tensor::TensorView;
@@ -115,7 +116,8 @@ impl Call<'_> {
         let walk = Walk::new(blocks as u32, ahead, p.batch as u32, heads as u32, group, tiles.section as u32, 1);
         let cubes = (self.device.multiprocessors as u32).clamp(1, walk.items);
 
-        let schedule = self.schedule(if transposed { Blocks::KeysTurned } else { Blocks::Queries }, tile.tile_q());
+        let of = if transposed { Blocks::KeysTurned } else { Blocks::Queries };
+        let route = self.route(of, tile.tile_q(), tile.tile_k);
 
         let size = p.dtype.size();
         let wanted_k = results.dk.or(results.dq);
@@ -170,7 +172,7 @@ impl Call<'_> {
                 sources,
                 strides,
                 p.softmax_scale(),
-                self.factors(&blueprint, schedule.as_ref()),
+                self.factors(&blueprint, &route),
                 band.into_launch(),
                 walk.into_launch(),
                 self.spread(),
@@ -236,7 +238,7 @@ impl Call<'_> {
                 sources,
                 strides,
                 p.softmax_scale(),
-                self.factors(&blueprint, None),
+                self.factors(&blueprint, &Route::default()),
                 band.into_launch(),
                 walk.into_launch(),
                 blueprint,

@@ -5,6 +5,7 @@ use crate::error::AttentionError;
 use crate::hopper::dbias::{BiasStridesLaunch, Mosaic};
 use crate::hopper::{self, BiasBlueprint, BiasTile, Blueprint, Role, Rows, WARPGROUP_ROWS};
 use crate::launch::backward::WantedBias;
+use crate::launch::blocks::Route;
 use crate::launch::{Call, Scratch};
 use crate::tensor::TensorView;
 use crate::tiling::varies_by_pair;
@@ -86,7 +87,7 @@ impl Call<'_> {
                 rows_arg(&scratch.stats, 1),
                 BufferArg::from_raw_parts(counter(self.client), 1),
                 strides,
-                self.factors(&blueprint.scores, None),
+                self.factors(&blueprint.scores, &Route::default()),
                 band.into_launch(),
                 mosaic.into_launch(),
                 blueprint,

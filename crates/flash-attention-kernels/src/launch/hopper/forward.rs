@@ -6,6 +6,7 @@ use crate::hopper::forward::StridesLaunch;
 use crate::hopper::schedule::Walk;
 use crate::hopper::{self, Role, WARPGROUP_ROWS};
 use crate::launch::Call;
+use crate::launch::blocks::Route;
 use crate::launch::sequences::Blocks;
 use crate::tensor::TensorView;
 use crate::tiling::{HopperForward, Stage, cube_count};
@@ -61,7 +62,7 @@ impl Call<'_> {
         );
         let cubes = (self.device.multiprocessors as u64).clamp(1, items.div_ceil(tiles.tile.teams as u64));
         let counter = counter(self.client);
-        let schedule = self.schedule(Blocks::Queries, tiles.tile.tile_q());
+        let route = self.route(Blocks::Queries, tiles.tile.tile_q(), tiles.tile.tile_k);
         let vector = VECTOR_BYTES / p.dtype.size();
         let strides = StridesLaunch::new(
             stride(&q, vector),
@@ -98,7 +99,7 @@ impl Call<'_> {
                 rows_arg(&k, vector),
                 rows_arg(&v, vector),
                 strides,
-                self.factors(&blueprint, schedule.as_ref()),
+                self.factors(&blueprint, &route),
                 p.band().into_launch(),
                 walk.into_launch(),
                 self.spread(),
@@ -139,7 +140,7 @@ impl Call<'_> {
                 part_lse.arg(),
                 o.arg(),
                 lse.arg(),
-                self.extras(Stage::Forward, None),
+                self.extras(Stage::Forward, &Route::default()),
                 batches,
                 heads,
                 rows,

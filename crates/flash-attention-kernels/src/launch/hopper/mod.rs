@@ -4,6 +4,7 @@ mod backward;
 mod dbias;
 mod forward;
 
+use super::blocks::Route;
 use super::{Call, rows_grid};
 use crate::error::AttentionError;
 use crate::hopper::forward::StrideLaunch;
@@ -104,13 +105,13 @@ impl Call<'_> {
         if is_aligned(asked, self.problem.dtype.size()) { Ok(()) } else { self.copy(computed, asked) }
     }
 
-    /// The factors of the scores, with the kernel's schedule, if there is one.
-    pub(in crate::launch) fn factors(&self, blueprint: &Blueprint, schedule: Option<&TensorView<1>>) -> FactorsLaunch {
+    /// The factors of the scores, with what the kernel walks over.
+    pub(in crate::launch) fn factors(&self, blueprint: &Blueprint, route: &Route) -> FactorsLaunch {
         let scale = self.problem.softmax_scale();
         let softcap = self.problem.options.softcap.unwrap_or(1.0);
         let exponent = if blueprint.cooked() { LOG2_E } else { LOG2_E * scale };
         let stage = if blueprint.role == Role::Forward { Stage::Forward } else { Stage::Backward };
-        let extras = self.extras(stage, schedule);
+        let extras = self.extras(stage, route);
         FactorsLaunch::new(scale, softcap, 2.0 * LOG2_E * scale / softcap, exponent, extras)
     }
 

@@ -83,7 +83,7 @@ impl Call<'_> {
         let transposed = results.role().is_transposed();
         let (rows, tiled) = if transposed { ([k, v], [q, dout]) } else { ([q, dout], [k, v]) };
         let of = if transposed { Blocks::KeysTurned } else { Blocks::Queries };
-        let schedule = self.schedule(of, blueprint.tile.tile_q());
+        let route = self.route(of, blueprint.tile.tile_q(), blueprint.tile.tile_k);
         let size = p.dtype.size();
         let wanted_k = results.dk.or(results.dq);
         let [dk, dv] = [wanted_k, results.dv].map(|view| view.map(|view| self.writable(view)));
@@ -120,7 +120,7 @@ impl Call<'_> {
                 sources,
                 strides,
                 p.softmax_scale(),
-                self.factors(&blueprint.scores, schedule.as_ref()),
+                self.factors(&blueprint.scores, &route),
                 band.into_launch(),
                 walk.into_launch(),
                 blueprint,

@@ -66,7 +66,7 @@ impl Call<'_> {
         let k = self.readable(&self.inputs.k)?;
         let v = self.readable(&self.inputs.v)?;
         let out = self.writable(o);
-        let schedule = self.schedule(Blocks::Queries, tile.tile_q());
+        let route = self.route(Blocks::Queries, tile.tile_q(), tile.tile_k);
         let size = p.dtype.size();
         let (vector, of_out) = (VECTOR_BYTES / size, OUT_BYTES / size);
         let strides = StridesLaunch::new(
@@ -96,7 +96,7 @@ impl Call<'_> {
                 rows_arg(&out, of_out),
                 rows_arg(lse, 1),
                 strides,
-                self.factors(&blueprint.scores, schedule.as_ref()),
+                self.factors(&blueprint.scores, &route),
                 band.into_launch(),
                 walk.into_launch(),
                 blueprint,

@@ -1,0 +1,241 @@
+//! Block-sparse attention: which blocks of queries and keys see each other at all, and which of them need masking.
+//!
+//! A block mask holds a state for each block of `block_q × block_k` pairs: [`EMPTY`], nothing is seen; [`PARTIAL`], mask and function
+//! decide; [`FULL`], everything is seen, whatever they would say. A small kernel makes of it, for the tiles of the kernel that comes after
+//! it, a *list* for each block of rows: the tiles of columns that are visited, so that time goes with what is visited. Causality, windows
+//! and lengths are looked at there, too, and hide what they hide in any case. (FlexAttention, arXiv:2412.05496, section 4.2; block-sparse
+//! FlashAttention, arXiv:2205.14135, section 3.3.)
+
+#![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
+
+use crate::extras::Extras;
+use crate::mask::{Band, Blocks};
+use crate::mods::{Mods, Place};
+use crate::sequences::Bounds;
+use cubecl::prelude::*;
+
+/// Nothing of the block is seen.
+pub const EMPTY: u32 = 0;
+/// Mask and function decide on each pair.
+pub const PARTIAL: u32 = 1;
+/// All of it is seen; any greater number says the same.
+pub const FULL: u32 = 2;
+
+/// What blocks are made of: their sizes are multiples of it, which tiles divide.
+pub const BLOCK: usize = 128;
+
+/// Units of a cube of [`list()`].
+pub const UNITS: usize = 64;
+/// Units of a cube of [`classify()`].
+pub const CLASSIFIERS: usize = 256;
+
+/// A visited tile needs to be cut by the band.
+const EDGE: u32 = 1;
+/// A visited tile needs to be masked.
+const MASKED: u32 = 2;
+/// Bits of an entry beside the tile's number.
+const FLAGS: u32 = 2;
+
+/// A tile that is visited.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Visit {
+    /// Its first column.
+    pub start: u32,
+    /// Whether the band hides nothing of it.
+    pub whole: bool,
+    /// Whether mask and function count.
+    pub masked: bool,
+}
+
+/// The tiles of columns that a block of rows visits, in their order.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Visits {
+    /// How many there are.
+    pub count: u32,
+    /// Where the list lies; without a list, nothing.
+    at: usize,
+    /// Without a list, the first column of all.
+    first: u32,
+    /// The first row.
+    row: u32,
+}
+
+/// Those of a block of `rows` from `row` on, of this batch and query head. Rows are queries or `keys`; `band` is that of queries.
+#[cube]
+pub fn visits(
+    extras: &Extras,
+    band: &Band,
+    batch: usize,
+    head: usize,
+    row: u32,
+    #[comptime] rows: u32,
+    #[comptime] columns: u32,
+    #[comptime] keys: bool,
+) -> Visits {
+    if comptime!(extras.is_sparse()) {
+        let lists = extras.lists.unwrap();
+        let at = batch * lists.stride(0) + head * lists.stride(1) + (row / rows) as usize * lists.stride(2);
+        Visits { count: lists[at], at, first: 0u32.runtime(), row }
+    } else {
+        let seen = seen(band, row, rows, columns, keys);
+        let first = seen.origin + seen.start * columns;
+        Visits { count: seen.end - seen.start, at: 0usize.runtime(), first, row }
+    }
+}
+
+/// The tiles that the band lets a block of rows see.
+#[cube]
+fn seen(band: &Band, row: u32, #[comptime] rows: u32, #[comptime] columns: u32, #[comptime] keys: bool) -> Blocks {
+    if comptime!(keys) { band.q_blocks(row, columns, rows) } else { band.k_blocks(row, rows, columns) }
+}
+
+#[cube]
+impl Visits {
+    /// The `nth` of them; past the last one, any.
+    pub fn tile(
+        &self,
+        nth: u32,
+        extras: &Extras,
+        band: &Band,
+        #[comptime] rows: u32,
+        #[comptime] columns: u32,
+        #[comptime] keys: bool,
+    ) -> Visit {
+        if comptime!(extras.is_sparse()) {
+            let lists = extras.lists.unwrap();
+            let entry = lists[self.at + 1 + min(nth, max(self.count, 1u32) - 1) as usize];
+            Visit { start: (entry >> FLAGS) * columns, whole: entry & EDGE == 0, masked: entry & MASKED != 0 }
+        } else {
+            let start = self.first + nth * columns;
+            Visit { start, whole: is_whole(band, self.row, start, rows, columns, keys), masked: true.runtime() }
+        }
+    }
+}
+
+/// Whether the band hides nothing of a tile.
+#[cube]
+fn is_whole(
+    band: &Band,
+    row: u32,
+    column: u32,
+    #[comptime] rows: u32,
+    #[comptime] columns: u32,
+    #[comptime] keys: bool,
+) -> bool {
+    if comptime!(keys) { band.whole(column, row, columns, rows) } else { band.whole(row, column, rows, columns) }
+}
+
+/// The band of the sequence that a batch is.
+#[cube]
+fn band_of(bounds: &Bounds, band: &Band, batch: u32, #[comptime] ragged: bool) -> Band {
+    if comptime!(ragged) {
+        let (of_queries, of_keys) = bounds.sides(batch, false);
+        band.of(batch, of_queries.begin, of_queries.end, of_keys.begin, of_keys.end)
+    } else {
+        *band
+    }
+}
+
+/// Writes the lists of tiles of `columns` for blocks of `rows`, which are queries or `keys`, of `states [B | 1, H | 1, nq, nk]`: `out [B | 1,
+/// H | 1, blocks, 1 + tiles]`, of each block how many tiles it visits, and which. A unit for each block. `bounds`: where there are several
+/// sequences, `ragged`, those of its batch.
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(clippy::too_many_arguments)]
+pub fn list(
+    states: &Tensor<u32>,
+    out: &mut Tensor<u32>,
+    bounds: Bounds,
+    band: Band,
+    block_q: u32,
+    block_k: u32,
+    #[comptime] rows: u32,
+    #[comptime] columns: u32,
+    #[comptime] keys: bool,
+    #[comptime] ragged: bool,
+) {
+    let (blocks, heads) = (out.shape(2), out.shape(1));
+    let (block, of_head) = (ABSOLUTE_POS % blocks, ABSOLUTE_POS / blocks);
+    let (head, batch) = (of_head % heads, of_head / heads);
+    if batch >= out.shape(0) {
+        terminate!();
+    }
+    let band = band_of(&bounds, &band, batch as u32, ragged);
+    let row = block as u32 * rows;
+    let at = batch * out.stride(0) + head * out.stride(1) + block * out.stride(2);
+    let of_states = batch * states.stride(0) + head * states.stride(1);
+    let seen = seen(&band, row, rows, columns, keys);
+    let mut count = 0u32.runtime();
+    // Rows past the end of a sequence see nothing.
+    let after = if comptime!(keys) { band.after_keys() } else { band.after_queries() };
+    let end = select(row < after, seen.end, seen.start);
+    for tile in seen.start..end {
+        let column = tile * columns;
+        let (i, j) = if comptime!(keys) { (column, row) } else { (row, column) };
+        let (of_q, of_k) = ((i / block_q) as usize, (j / block_k) as usize);
+        let state = states[of_states + of_q * states.stride(2) + of_k * states.stride(3)];
+        if state != EMPTY {
+            let whole = is_whole(&band, row, column, rows, columns, keys);
+            let flags = select(whole, 0u32, EDGE) | select(state == PARTIAL, MASKED, 0u32);
+            out[at + 1 + count as usize] = tile << FLAGS | flags;
+            count += 1;
+        }
+    }
+    out[at] = count;
+}
+
+/// The states of what mask and function let be seen, `out [B | 1, H | 1, nq, nk]`, whatever the band hides besides. A cube for each.
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(clippy::too_many_arguments)]
+pub fn classify<M: Numeric>(
+    mask: ComptimeOption<&Tensor<M>>,
+    out: &mut Tensor<u32>,
+    mods: Mods,
+    band: Band,
+    block_q: u32,
+    block_k: u32,
+    #[define(M)] _type: ElemType,
+) {
+    let mut board = Shared::<[u32]>::new_slice(comptime!(2 * CLASSIFIERS));
+    let (across, down) = (out.shape(3), out.shape(2));
+    let (of_k, rest) = (CUBE_POS % across, CUBE_POS / across);
+    let (of_q, rest) = (rest % down, rest / down);
+    let (head, batch) = (rest % out.shape(1), rest / out.shape(1));
+    if batch >= out.shape(0) {
+        terminate!();
+    }
+    let (first_i, first_j) = (of_q as u32 * block_q, of_k as u32 * block_k);
+    let mut any = false.runtime();
+    let mut all = true.runtime();
+    let mut nth = UNIT_POS;
+    while nth < block_q * block_k {
+        let (i, j) = (first_i + nth / block_k, first_j + nth % block_k);
+        if i < band.seq_q && j < band.seq_k {
+            let place = Place::new(batch as u32, head as u32, &band, i, j, false);
+            let mut sees = mods.sees(&place, &band);
+            #[comptime]
+            if let ComptimeOption::Some(mask) = &mask {
+                let at = batch * mask.stride(0) + head * mask.stride(1);
+                let hides = mask[at + i as usize * mask.stride(2) + j as usize * mask.stride(3)] != M::from_int(0);
+                sees = sees && !hides;
+            }
+            any = any || sees;
+            all = all && sees;
+        }
+        nth += comptime!(CLASSIFIERS as u32);
+    }
+    board[UNIT_POS as usize] = u32::cast_from(any);
+    board[UNIT_POS as usize + CLASSIFIERS] = u32::cast_from(all);
+    sync_cube();
+    if UNIT_POS == 0 {
+        let mut any = 0u32.runtime();
+        let mut all = 1u32.runtime();
+        for unit in 0..CLASSIFIERS {
+            any |= board[unit];
+            all &= board[unit + CLASSIFIERS];
+        }
+        let at = batch * out.stride(0) + head * out.stride(1) + of_q * out.stride(2) + of_k * out.stride(3);
+        out[at] = select(any == 0, EMPTY, select(all == 1, FULL, PARTIAL));
+    }
+}
