@@ -91,8 +91,45 @@ fn seen(band: &Band, row: u32, #[comptime] rows: u32, #[comptime] columns: u32, 
     if comptime!(keys) { band.q_blocks(row, columns, rows) } else { band.k_blocks(row, rows, columns) }
 }
 
+/// What an entry of a list says.
+#[cube]
+pub fn visit_of(entry: u32, #[comptime] columns: u32) -> Visit {
+    Visit { start: (entry >> FLAGS) * columns, whole: entry & EDGE == 0, masked: entry & MASKED != 0 }
+}
+
+/// An entry of the lists; there is a block mask.
+#[cube]
+pub fn entry_at(extras: &Extras, place: u32) -> u32 {
+    extras.lists.unwrap()[place as usize]
+}
+
 #[cube]
 impl Visits {
+    /// Where the last entry lies; of a list of none, one that may be read.
+    pub fn last(&self) -> u32 {
+        self.at as u32 + max(self.count, 1u32)
+    }
+
+    /// Which of a list's visits is that of this tile; the number of all, if none is.
+    pub fn find(&self, tile: u32, extras: &Extras) -> u32 {
+        let lists = extras.lists.unwrap();
+        let mut first = 0u32.runtime();
+        let mut after = self.count;
+        while first < after {
+            let middle = (first + after) / 2;
+            if lists[self.at + 1 + middle as usize] >> FLAGS < tile {
+                first = middle + 1;
+            } else {
+                after = middle;
+            }
+        }
+        let mut found = false.runtime();
+        if first < self.count {
+            found = lists[self.at + 1 + first as usize] >> FLAGS == tile;
+        }
+        select(found, first, self.count)
+    }
+
     /// The `nth` of them; past the last one, any.
     pub fn tile(
         &self,
@@ -106,10 +143,50 @@ impl Visits {
         if comptime!(extras.is_sparse()) {
             let lists = extras.lists.unwrap();
             let entry = lists[self.at + 1 + min(nth, max(self.count, 1u32) - 1) as usize];
-            Visit { start: (entry >> FLAGS) * columns, whole: entry & EDGE == 0, masked: entry & MASKED != 0 }
+            visit_of(entry, columns)
         } else {
             let start = self.first + nth * columns;
             Visit { start, whole: is_whole(band, self.row, start, rows, columns, keys), masked: true.runtime() }
+        }
+    }
+}
+
+/// Columns of a tile of those kernels that take columns one by one.
+pub const RUN: usize = 32;
+
+/// Columns one behind the other, that a block of rows visits.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Run {
+    /// The first.
+    pub from: u32,
+    /// The one after the last.
+    pub to: u32,
+    /// Whether mask and function count.
+    pub masked: bool,
+}
+
+/// How many runs of columns a block of rows visits: all that the band lets it see, or one for each tile of [`RUN`] of its list. `band` is
+/// that of rows and columns.
+#[cube]
+pub fn runs(extras: &Extras, band: &Band, batch: usize, head: usize, row: u32, #[comptime] rows: u32) -> Visits {
+    if comptime!(extras.is_sparse()) {
+        visits(extras, band, batch, head, row, rows, RUN as u32, false)
+    } else {
+        Visits { count: 1u32.runtime(), at: 0usize.runtime(), first: 0u32.runtime(), row }
+    }
+}
+
+#[cube]
+impl Visits {
+    /// The `nth` run.
+    pub fn run(&self, nth: u32, extras: &Extras, band: &Band, #[comptime] rows: u32) -> Run {
+        if comptime!(extras.is_sparse()) {
+            let visit = self.tile(nth, extras, band, rows, RUN as u32, false);
+            Run { from: visit.start, to: min(visit.start + RUN as u32, band.after_keys()), masked: visit.masked }
+        } else {
+            let seen = band.k_blocks(self.row, rows, 1u32);
+            Run { from: seen.origin + seen.start, to: seen.origin + seen.end, masked: true.runtime() }
         }
     }
 }
@@ -183,6 +260,10 @@ pub fn list(
         }
     }
     out[at] = count;
+    // A list of none has an entry that may be read, too.
+    if count == 0 {
+        out[at + 1] = EDGE;
+    }
 }
 
 /// The states of what mask and function let be seen, `out [B | 1, H | 1, nq, nk]`, whatever the band hides besides. A cube for each.

@@ -10,6 +10,7 @@ pub(crate) use hopper::stats_multiple;
 #[cfg(feature = "cuda")]
 pub(crate) use hopper::varies_by_pair;
 
+use crate::blocks::BLOCK;
 use crate::error::AttentionError;
 use crate::hopper::{BiasTile, HopperTile, sums_columns};
 use crate::matrix::{MatrixTile, Role};
@@ -181,7 +182,7 @@ impl Gradient {
     }
 
     /// Rows of a block, and positions of a tile that streams by.
-    fn blocks(&self, transposed: bool) -> (usize, usize) {
+    pub(crate) fn blocks(&self, transposed: bool) -> (usize, usize) {
         match self {
             Gradient::Hopper(gradient) => (gradient.tile.tile_q(), gradient.tile.tile_k),
             Gradient::Mma(gradient) => (gradient.tile.tile_q(), gradient.tile.tile_k),
@@ -935,6 +936,7 @@ pub(crate) fn check_bindings(
         ("sinks", problem.sinks && kernel == "forward"),
         ("dropout_seed", problem.options.dropout > 0.0),
         ("sequences", problem.is_ragged()),
+        ("block_mask", problem.block_mask.is_some()),
         ("score_tensors[0]", problem.score_tensors[0].is_some()),
         ("score_tensors[1]", problem.score_tensors[1].is_some()),
         ("mask_tensors[0]", problem.mask_tensors[0].is_some()),
@@ -976,6 +978,19 @@ pub(crate) fn bias_sums(shape: &[usize; 4], problem: &AttentionProblem) -> Sums 
         (false, true) => Sums::Columns,
         (_, false) => Sums::Rows,
     }
+}
+
+/// Checks that blocks of a block mask, if there is one, consist of whole tiles.
+pub(crate) fn check_blocks(problem: &AttentionProblem, (rows, columns): (usize, usize)) -> Result<(), AttentionError> {
+    if problem.block_mask.is_none() || BLOCK.is_multiple_of(rows) && BLOCK.is_multiple_of(columns) {
+        return Ok(());
+    }
+    let value = format!("{rows}×{columns}");
+    Err(AttentionError::Unsupported {
+        option: "tile",
+        value,
+        why: "where there is a block mask, tiles divide 128 queries and keys",
+    })
 }
 
 /// Length of the buffer of these sums.

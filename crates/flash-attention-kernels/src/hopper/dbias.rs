@@ -30,6 +30,7 @@ use super::rows::{exchange, vector_of_pair};
 use super::schedule::Divisor;
 use super::scores::{Factors, finish_head, hide, products};
 use super::{BiasBlueprint, BiasTile, PANEL, SLOTS, WARPGROUP_ROWS, WORDS};
+use crate::blocks::Visit;
 use crate::mask::{Band, Blocks};
 use cubecl::prelude::*;
 
@@ -545,8 +546,9 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             let first_row = memory.word(turn, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
             let first_key = memory.word(turn, Of::KStart) + comptime!((of_turn * tile_k) as u32);
             let (batch, head) = (memory.word(turn, Of::Batch), memory.word(turn, Of::Head));
+            let visit = Visit { start: first_key, whole: true.runtime(), masked: true.runtime() };
             let _ = finish_head(
-                &mut s, &factors, &band, &mask, &bias, batch, head, first_row, first_key, tile_b, sixteenth, scores,
+                &mut s, &factors, &band, &mask, &bias, batch, head, first_row, &visit, tile_b, sixteenth, scores,
             );
             if comptime!(bounded) {
                 // Past the ends of the sequences nothing is written.

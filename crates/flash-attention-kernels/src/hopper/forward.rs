@@ -106,7 +106,9 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let fragments = comptime!(tile_k / 16);
     // Whether more is hidden than what lies past the last key.
     let ragged = comptime!(factors.extras.is_ragged());
-    let hides = comptime!(ragged || blueprint.hides_pairs() || band.bounded_above || band.bounded_below);
+    let banded = comptime!(ragged || band.bounded_above || band.bounded_below);
+    let sparse = comptime!(blueprint.sparse);
+    let hides = comptime!(banded || sparse || blueprint.hides_pairs());
 
     // -- shared memory, barriers, descriptors
     let elements = comptime!(blueprint.shared_memory() / blueprint.dtype.size());
@@ -169,6 +171,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         let first_row = memory.item(nth, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
         let mut k_start = memory.item(nth, Of::KLast);
         let edges = band.edges(first_row, k_start, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32));
+        let visit = memory.visit(&k_place, k_start, edges.lead > 0 || edges.tail == 0, blueprint);
 
         // -- the first tile
         wgmma_wait(0usize);
@@ -180,12 +183,12 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             load_next_q(q, q, &memory, nth, warp, blueprint);
         }
         let tile_b = memory.await_bias(&k_place, warpgroup, blueprint);
-        let _ = finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, tile_b, blueprint);
+        let _ = finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, &visit, tile_b, blueprint);
         memory.release_bias(&k_place, blueprint);
         k_place.advance(stages);
         let blind = memory.item(nth, Of::Flags) & BLIND != 0;
-        if edges.lead > 0 || edges.tail == 0 || blind {
-            hide(&mut s, &band, blind, first_row, k_start, tile_k);
+        if !visit.whole || blind {
+            hide(&mut s, &band, blind, first_row, visit.start, tile_k);
         }
         let mut rows = Statistics::first(&mut s, factors.exponent, hides, blueprint);
         let mut p = Sequence::<Array<u32>>::new();
@@ -193,7 +196,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         for _ in 0..fragments {
             p.push(Array::<u32>::new(4usize));
         }
-        let words = kept_of(&factors, &memory, nth, &band, first_row, k_start, blueprint);
+        let words = kept_of(&factors, &memory, nth, &band, first_row, visit.start, blueprint);
         leave(&mut s, &words, tile_k);
         to_fragments(&s, &mut p, blueprint);
         // The first product overwrites it.
@@ -205,6 +208,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         // -- the others: S of this tile and P V of the one before are in flight together
         for step in 1..steps {
             k_start -= comptime!(tile_k as u32);
+            let visit = memory.visit(&k_place, k_start, step < edges.lead || step >= edges.tail, blueprint);
             take_turn(turn, warpgroup, tile);
             pin(&mut acc, o_len);
             wgmma_fence();
@@ -227,24 +231,23 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
 
             let tile_b = memory.await_bias(&k_place, warpgroup, blueprint);
-            let _ = finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, tile_b, blueprint);
+            let _ = finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, &visit, tile_b, blueprint);
             memory.release_bias(&k_place, blueprint);
             k_place.advance(stages);
             // Only where there is a band can a tile after the first be at its edge; without a mask, a row that begins to see
             // does so there.
-            if comptime!(ragged || band.bounded_above || band.bounded_below)
-                && (step < edges.lead || step >= edges.tail)
-            {
-                hide(&mut s, &band, false.runtime(), first_row, k_start, tile_k);
-                if comptime!(!blueprint.hides_pairs()) {
+            let anywhere = comptime!(blueprint.hides_pairs() || sparse && banded);
+            if comptime!(banded || sparse) && !visit.whole {
+                hide(&mut s, &band, false.runtime(), first_row, visit.start, tile_k);
+                if comptime!(!anywhere) {
                     rows.anchor(&mut s, factors.exponent, blueprint);
                 }
             }
-            if comptime!(blueprint.hides_pairs()) {
+            if comptime!(anywhere) {
                 rows.anchor(&mut s, factors.exponent, blueprint);
             }
             let taken = rows.absorb(&mut s, factors.exponent, blueprint);
-            let words = kept_of(&factors, &memory, nth, &band, first_row, k_start, blueprint);
+            let words = kept_of(&factors, &memory, nth, &band, first_row, visit.start, blueprint);
             pin(&mut s, s_len);
             // The branch of this wait is what keeps the assembler from moving the wait for P V above the softmax.
             if step + 1 < steps {
@@ -332,7 +335,11 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             // What other units have stored of these rows comes first.
             sync_plane();
             let (batch, head_kv) = (memory.item(nth, Of::Batch) as usize, memory.item(nth, Of::HeadKv) as usize);
-            let after = memory.item(nth, Of::KLast) + comptime!(tile_k as u32);
+            let (first_key, after) = if comptime!(sparse) {
+                (0u32.runtime(), band.after_keys())
+            } else {
+                (k_start, memory.item(nth, Of::KLast) + comptime!(tile_k as u32))
+            };
             let first = first_row + of_warpgroup * 16;
             for of_warp in 0..16u32 {
                 let upper = of_warp >= 8;
@@ -357,7 +364,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                         head,
                         head_kv,
                         first + of_warp,
-                        k_start,
+                        first_key,
                         after,
                         m,
                         l,

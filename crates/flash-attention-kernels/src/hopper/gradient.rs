@@ -98,7 +98,8 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let (differentiates, sums_values) = comptime!((blueprint.differentiates(), blueprint.sums_values()));
     let (transposed, reduces) = comptime!((blueprint.transposed(), blueprint.reduces()));
     let ragged = comptime!(factors.extras.is_ragged());
-    let hides = comptime!(ragged || blueprint.hides_pairs() || band.bounded_above || band.bounded_below);
+    let hides =
+        comptime!(ragged || blueprint.sparse || blueprint.hides_pairs() || band.bounded_above || band.bounded_below);
 
     // -- shared memory, barriers, descriptors
     let size = comptime!(dtype.size());
@@ -158,6 +159,9 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
         mbarrier_wait(memory.full_k + place.stage * 8, place.phase);
 
         for step in 0..steps {
+            let edge = step < edges.lead || step >= edges.tail;
+            let visit = memory.visit(&place, k_start, edge, blueprint);
+
             // -- S and dP
             let mut s = Array::<f32>::new(s_len);
             let mut ds = Array::<f32>::new(comptime!(if differentiates { s_len } else { 0 }));
@@ -185,13 +189,13 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             // -- P
             let tile_b = memory.await_bias(&place, warpgroup, blueprint);
             let bends =
-                finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, k_start, tile_b, blueprint);
-            if step < edges.lead || step >= edges.tail || blind {
-                hide(&mut s, &band, blind, first_row, k_start, tile_k);
+                finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, &visit, tile_b, blueprint);
+            if !visit.whole || blind {
+                hide(&mut s, &band, blind, first_row, visit.start, tile_k);
             }
             let of_stats = place.stage * comptime!(blueprint.stats_bytes() as u32)
                 + 8 * quarter
-                + stats_offset(k_start, blueprint);
+                + stats_offset(visit.start, blueprint);
             let lse_at = memory.lse + of_stats;
             let lse = statistics(lse_at, of_rows.lse0, of_rows.lse1, blueprint);
             #[unroll]
@@ -199,7 +203,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 s[n] = ex2(fma(s[n], factors.exponent, -*lse.index(n)));
             }
             let adds = u32::cast_from(step > 0 || continued);
-            let words = kept_of(&factors, &memory, nth, &band, first_row, k_start, blueprint);
+            let words = kept_of(&factors, &memory, nth, &band, first_row, visit.start, blueprint);
             if comptime!(sums_values) {
                 // dV runs under what turns dP into dS.
                 let mut p = fragments(blueprint);
@@ -239,7 +243,18 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                     bends.multiply(&mut ds, &s, blueprint);
                 } else if comptime!(blueprint.capped) {
                     slope(
-                        &mut ds, &s, &lse, &factors, &band, &bias, &memory, nth, first_row, k_start, tile_b, blueprint,
+                        &mut ds,
+                        &s,
+                        &lse,
+                        &factors,
+                        &band,
+                        &bias,
+                        &memory,
+                        nth,
+                        first_row,
+                        visit.start,
+                        tile_b,
+                        blueprint,
                     );
                 }
                 pin(&mut ds, s_len);
@@ -276,7 +291,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 if comptime!(reduces) {
                     wgmma_wait(1usize);
                     pin(&mut dq, ADDENDS);
-                    reducer.add(&dq, sums, &memory, nth, k_start, &band, &walk, blueprint);
+                    reducer.add(&dq, sums, &memory, nth, visit.start, &band, &walk, blueprint);
                     // As above: dK is to run under this. There is nothing to wait for.
                     mbarrier_wait(memory.full_v + place.stage * 8, place.phase);
                 }

@@ -169,6 +169,8 @@ pub struct Blueprint {
     pub mask_mod: bool,
     /// Whether there are several sequences.
     pub ragged: bool,
+    /// Whether there is a block mask: lists say which tiles are visited.
+    pub sparse: bool,
     /// Whether items are parts of the keys, whose results are merged.
     pub partial: bool,
     /// Lse and delta lie in scratch with each head's rows filled up to a multiple of this, which tiles of queries divide.
@@ -300,7 +302,7 @@ impl Blueprint {
     /// let blueprint = Blueprint {
     ///     role: Role::Forward, tile, dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
     ///     capped: false, mask: None, bias: None, alibi: false, modified: false, bent: false,
-    ///     mask_mod: false, ragged: false, partial: false, stats_multiple: 128,
+    ///     mask_mod: false, ragged: false, sparse: false, partial: false, stats_multiple: 128,
     /// };
     /// assert!(blueprint.shared_memory() <= 227 << 10);
     /// ```
@@ -313,7 +315,8 @@ impl Blueprint {
         let barriers = 2 * self.tile.warpgroups + 6 * self.tile.stages + SLOTS;
         let stage = self.k_bytes() + self.v_bytes() + self.b_bytes() + 2 * self.stats_bytes();
         let tiles = self.tile.warpgroups * (self.q_bytes() + self.d_bytes()) + self.tile.stages * stage;
-        (tiles + 2 * self.ds_bytes() + 8 * barriers + 4 * WORDS * (SLOTS + 3)).next_multiple_of(1024)
+        let words = WORDS * (SLOTS + 3) + if self.sparse { self.tile.stages } else { 0 };
+        (tiles + 2 * self.ds_bytes() + 8 * barriers + 4 * words).next_multiple_of(1024)
     }
 
     /// Whether exponentials are relative to an anchor, not to the maximum: where what they are rounded to has the range of f32,
@@ -509,7 +512,7 @@ impl BiasBlueprint {
     /// let scores = Blueprint {
     ///     role: Role::Dq, tile: tile.tile(), dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
     ///     capped: false, mask: None, bias: Some(Rows::Tiled), alibi: false, modified: false, bent: false,
-    ///     mask_mod: false, ragged: false, partial: false, stats_multiple: 128,
+    ///     mask_mod: false, ragged: false, sparse: false, partial: false, stats_multiple: 128,
     /// };
     /// assert!(BiasBlueprint { tile, scores, vectors: true }.shared_memory() <= 227 << 10);
     /// ```

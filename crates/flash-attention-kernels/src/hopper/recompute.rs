@@ -15,6 +15,7 @@ use super::ops::{ex2, fma_packed, lg2, pack};
 use super::rows::sink_log2;
 use super::schedule::Walk;
 use super::scores::{Exponent, Factors, exponent_of};
+use crate::blocks::{Visit, visits};
 use crate::mask::Band;
 use crate::softmax::{HIDDEN, lse_bits_log2};
 use cubecl::prelude::*;
@@ -32,6 +33,30 @@ pub fn is_finite_row(sums: &Array<f32>, #[comptime] row: usize, #[comptime] colu
         trace = fma(sums[comptime!(4 * i + 2 * row + 1)], 0.0f32, trace);
     }
     trace == 0.0f32
+}
+
+/// What a row's block says of the keys from `start` on, as many as are looked at together: whether any are visited (`whole`), and whether
+/// mask and function count.
+#[cube]
+fn visit_of_run(
+    factors: &Factors,
+    band: &Band,
+    batch: usize,
+    head: usize,
+    row: u32,
+    start: u32,
+    #[comptime] blueprint: Blueprint,
+) -> Visit {
+    if comptime!(blueprint.sparse) {
+        let (rows, columns) = comptime!((blueprint.tile.tile_q() as u32, blueprint.tile.tile_k as u32));
+        let extras = factors.extras;
+        let visits = visits(&extras, band, batch, head, row, rows, columns, false);
+        let nth = visits.find(start / columns, &extras);
+        let visit = visits.tile(nth, &extras, band, rows, columns, false);
+        Visit { start, whole: nth < visits.count, masked: visit.masked }
+    } else {
+        Visit { start, whole: true.runtime(), masked: true.runtime() }
+    }
 }
 
 /// Whether what a unit holds of a packed row is finite.
@@ -95,6 +120,7 @@ fn exponents<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     row: u32,
     key: u32,
     after: u32,
+    masked: bool,
     #[comptime] blueprint: Blueprint,
 ) -> Exponent {
     let mut value = 0.0f32.runtime();
@@ -104,7 +130,7 @@ fn exponents<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         let q_at = strides.q.at(batch, head, row);
         let k_at = strides.k.at(batch, head_kv, key);
         let product = dot(q, q_at, k, k_at, blueprint.head_dim, blueprint.vector());
-        let exponent = exponent_of(product, factors, band, mask, bias, batch, head, row, key, blueprint);
+        let exponent = exponent_of(product, factors, band, mask, bias, batch, head, row, key, masked, blueprint);
         value = exponent.value;
         visible = exponent.visible;
     }
@@ -158,8 +184,13 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         let mut start = first;
         while plane_any(start < after) {
             let key = start + lane;
-            let exponent =
-                exponents(q, k, mask, bias, strides, factors, band, batch, head, head_kv, row, key, after, blueprint);
+            let visit = visit_of_run(factors, band, batch, head, row, start, blueprint);
+            // Of what is not visited nothing is seen.
+            let after = select(visit.whole, after, 0u32);
+            let masked = visit.masked;
+            let exponent = exponents(
+                q, k, mask, bias, strides, factors, band, batch, head, head_kv, row, key, after, masked, blueprint,
+            );
             let sees = exponent.visible;
             if round == 0 {
                 let higher = select(sees, max(m, exponent.value), m);
@@ -369,14 +400,18 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             let mut p = 0.0f32.runtime();
             let mut ds = 0.0f32.runtime();
             let mut visible = false.runtime();
-            if key < after && band.sees(row, key) {
-                let head_q = if comptime!(blueprint.transposed()) { head_kv as usize } else { head };
+            let head_q = if comptime!(blueprint.transposed()) { head_kv as usize } else { head };
+            let visit = visit_of_run(factors, band, batch, head_q, row, start, blueprint);
+            let sees = visit.whole && band.sees(row, key);
+            if key < after && sees {
                 let query = if comptime!(blueprint.transposed()) { key } else { row };
                 let at = stats_at(band, walk, batch as u32, head_q as u32, query, blueprint);
                 let q_at = strides.q.at(batch, head, row);
                 let k_at = strides.k.at(batch, head_kv as usize, key);
                 let product = dot(q, q_at, k, k_at, blueprint.head_dim, blueprint.vector());
-                let exponent = exponent_of(product, factors, band, mask, bias, batch, head_q, row, key, blueprint);
+                let masked = visit.masked;
+                let exponent =
+                    exponent_of(product, factors, band, mask, bias, batch, head_q, row, key, masked, blueprint);
                 visible = exponent.visible;
                 let dropout = &factors.extras.dropout;
                 let kept = dropout.keeps_of(band, batch as u32, head_q as u32, row, key, blueprint.transposed());

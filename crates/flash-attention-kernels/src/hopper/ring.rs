@@ -8,6 +8,7 @@ use super::delta::{stats_all, stats_at};
 use super::ops::*;
 use super::schedule::{Item, Walk};
 use super::{Blueprint, HopperTile, PANEL, Role, SLOTS, WARPGROUP_ROWS, WARPGROUP_UNITS, WORDS};
+use crate::blocks::{Visit, entry_at, visit_of};
 use crate::extras::Extras;
 use crate::mask::Band;
 use cubecl::prelude::*;
@@ -49,7 +50,7 @@ pub const CONTINUES: u32 = 4;
 /// Where words of a cursor lie.
 #[derive(Clone, Copy)]
 enum To {
-    /// First key of the next tile. Tiles go from the last to the first.
+    /// First key of the next tile, or where its entry lies. Tiles go from the last to the first.
     KStart,
     /// Tiles left in the item, the next one counted; 0 before the first item, [`END`] after the last.
     Left,
@@ -183,6 +184,8 @@ pub struct Memory {
     pub slots: u32,
     /// The rings' cursors.
     cursors: u32,
+    /// With a block mask, the entry of the tile in each stage of K.
+    entries: u32,
 }
 
 #[cube]
@@ -210,6 +213,7 @@ impl Memory {
         let known = empty_b + comptime!(8 * stages);
         let slots = known + comptime!(8 * SLOTS as u32);
         let cursors = slots + comptime!(4 * (SLOTS * WORDS) as u32);
+        let entries = cursors + comptime!(4 * (3 * WORDS) as u32);
         let of_team = UNIT_POS % comptime!(warpgroups * WARPGROUP_UNITS as u32);
         if of_team == 0 {
             #[unroll]
@@ -262,6 +266,7 @@ impl Memory {
             known,
             slots,
             cursors,
+            entries,
         }
     }
 
@@ -309,6 +314,15 @@ impl Memory {
             band.of(self.item(nth, Of::Sequence), begin_q, end_q, begin_k, end_k)
         } else {
             *band
+        }
+    }
+
+    /// What is known of the tile at a place of the ring of K, which has come: with a block mask, what its entry says, else this.
+    pub fn visit(&self, place: &Place, start: u32, edge: bool, #[comptime] blueprint: Blueprint) -> Visit {
+        if comptime!(blueprint.sparse) {
+            visit_of(load_shared(self.entries + place.stage * 4), comptime!(blueprint.tile.tile_k as u32))
+        } else {
+            Visit { start, whole: !edge, masked: true.runtime() }
         }
     }
 
@@ -518,7 +532,7 @@ impl Loader {
         #[comptime] ring: Ring,
         #[comptime] blueprint: Blueprint,
     ) {
-        let k_start = self.memory.cursor(ring, To::KStart);
+        let next = self.memory.cursor(ring, To::KStart);
         let mut left = self.memory.cursor(ring, To::Left);
         let head = self.memory.cursor(ring, To::Head);
         let batch = self.memory.cursor(ring, To::Batch);
@@ -532,6 +546,15 @@ impl Loader {
                 let full = full + place.stage * 8;
                 // A stage's first load waits for the phase before the first, which counts as over.
                 mbarrier_wait(empty + place.stage * 8, place.phase ^ 1);
+                let k_start = if comptime!(blueprint.sparse) {
+                    let entry = entry_at(&self.extras, next);
+                    if comptime!(ring == Ring::K) {
+                        store_shared(self.memory.entries + place.stage * 4, entry);
+                    }
+                    visit_of(entry, comptime!(blueprint.tile.tile_k as u32)).start
+                } else {
+                    next
+                };
                 let with_stats = comptime!(ring != Ring::Bias && blueprint.transposed());
                 let stats_bytes = comptime!(if with_stats { blueprint.stats_bytes() as u32 } else { 0 });
                 mbarrier_expect(full, comptime!(bytes + stats_bytes));
@@ -574,7 +597,8 @@ impl Loader {
                 place.advance(blueprint.tile.stages);
                 self.memory.set_cursor(ring, To::Stage, place.stage);
                 self.memory.set_cursor(ring, To::Phase, place.phase);
-                self.memory.set_cursor(ring, To::KStart, k_start - comptime!(blueprint.tile.tile_k as u32));
+                let step = comptime!(if blueprint.sparse { 1 } else { blueprint.tile.tile_k as u32 });
+                self.memory.set_cursor(ring, To::KStart, next - step);
                 left -= 1;
             }
             if left == 0 {

@@ -15,6 +15,7 @@
 
 use super::ops::take_ticket;
 use super::{Blueprint, HopperTile};
+use crate::blocks::visits;
 use crate::extras::Extras;
 use crate::mask::Band;
 use cubecl::prelude::*;
@@ -123,7 +124,7 @@ pub struct Item {
     pub head_kv: u32,
     /// First query; of the first block it may be before query 0, a negative number in 32 bits.
     pub q_start: u32,
-    /// First key of the last tile, with which to begin.
+    /// First key of the last tile, with which to begin; with a block mask, where the entry of the last tile lies.
     pub k_last: u32,
     /// Tiles; at least 1.
     pub steps: u32,
@@ -262,19 +263,29 @@ impl Walk {
             start = min(seen.start + part * of_part, seen.end);
             end = min(start + of_part, seen.end);
         }
+        let head_kv = if comptime!(transposed) {
+            head * self.group_size.divisor + of_group
+        } else {
+            self.group_size.divide(head)
+        };
+        let mut k_last = seen.origin + (max(end, 1u32) - 1) * tile_k;
+        let mut tiles = end - start;
+        if comptime!(extras.is_sparse()) {
+            let head_q = if comptime!(transposed) { head_kv } else { head };
+            let of_head = head_q as usize;
+            let visits = visits(extras, &band, block.batch as usize, of_head, q_start, tile_q, tile_k, false);
+            k_last = visits.last();
+            tiles = visits.count;
+        }
         Item {
             batch: block.batch,
             batch_out: part * self.batches + block.batch,
             head,
-            head_kv: if comptime!(transposed) {
-                head * self.group_size.divisor + of_group
-            } else {
-                self.group_size.divide(head)
-            },
+            head_kv,
             q_start,
-            k_last: seen.origin + (max(end, 1u32) - 1) * tile_k,
-            steps: max(end - start, 1u32),
-            blind: start == end,
+            k_last,
+            steps: max(tiles, 1u32),
+            blind: tiles == 0,
             band,
         }
     }

@@ -3,6 +3,7 @@
 use super::ops::{ex2, lg2, load_tiles, mma_shared, pack, reciprocal, unpack};
 use super::ring::{Memory, Of};
 use super::{Blueprint, Rows, WARPGROUP_ROWS};
+use crate::blocks::Visit;
 use crate::extras::Extras;
 use crate::mask::Band;
 use crate::mods::Place;
@@ -74,7 +75,7 @@ impl Bends {
 }
 
 /// Turns a warpgroup's products of a tile, its first row and key given, into scores, ready for the softmax once multiplied
-/// by `exponent`. What the band hides is not hidden yet.
+/// by `exponent`. What the band hides is not hidden yet, and what mask and function hide only where they count.
 /// `bias_tile`: where a tiled bias lies.
 #[cube]
 #[allow(clippy::too_many_arguments)]
@@ -87,12 +88,12 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
     memory: &Memory,
     nth: u32,
     first_row: u32,
-    k_start: u32,
+    visit: &Visit,
     bias_tile: u32,
     #[comptime] blueprint: Blueprint,
 ) -> Bends {
     let (batch, head) = head_of(memory, nth, factors, blueprint);
-    finish_head(s, factors, band, mask, bias, batch, head, first_row, k_start, bias_tile, 0usize, blueprint)
+    finish_head(s, factors, band, mask, bias, batch, head, first_row, visit, bias_tile, 0usize, blueprint)
 }
 
 /// Batch and query head of an item, where anything is read for them.
@@ -119,12 +120,13 @@ pub fn finish_head<E: Float, M: Numeric, NB: Size, NM: Size>(
     batch: u32,
     head: u32,
     first_row: u32,
-    k_start: u32,
+    visit: &Visit,
     bias_tile: u32,
     #[comptime] sixteenth: usize,
     #[comptime] blueprint: Blueprint,
 ) -> Bends {
     let tile_k = comptime!(blueprint.tile.tile_k);
+    let k_start = visit.start;
     let (lane_row, lane_column) = (row_of(first_row), column_of(k_start));
     if comptime!(blueprint.capped) {
         #[unroll]
@@ -139,30 +141,12 @@ pub fn finish_head<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
     let bends = modify(s, factors, band, batch, head, lane_row, lane_column, blueprint);
     add_bias(s, factors, band, bias, batch, head, first_row, k_start, bias_tile, sixteenth, blueprint);
-    hide_pairs(s, factors, band, batch, head, lane_row, lane_column, blueprint);
-    #[comptime]
-    if let ComptimeOption::Some(mask) = mask {
-        let once = comptime!(blueprint.mask == Some(Rows::Same) && !blueprint.transposed());
-        let at = batch as usize * mask.stride(0) + head as usize * mask.stride(1);
-        #[unroll]
-        for r in 0..comptime!(if once { 1usize } else { 2usize }) {
-            let row = band.query_within(lane_row + comptime!(8 * r as u32));
-            let at = at + row as usize * mask.stride(comptime!(if blueprint.transposed() { 3 } else { 2 }));
-            #[unroll]
-            for i in 0..comptime!(tile_k / 8) {
-                let column = lane_column + comptime!(8 * i as u32);
-                let pair = pair_of::<M, NM>(mask, at, band, column, blueprint.mask, blueprint);
-                #[unroll]
-                for e in 0..2usize {
-                    let hides = pair.extract(e) != M::from_int(0);
-                    let n = comptime!(4 * i + 2 * r + e);
-                    s[n] = select(hides, UNSEEN, s[n]);
-                    if comptime!(once) {
-                        s[n + 2] = select(hides, UNSEEN, s[n + 2]);
-                    }
-                }
-            }
+    if comptime!(blueprint.sparse && blueprint.hides_pairs()) {
+        if visit.masked {
+            hide_pairs(s, factors, band, mask, batch, head, lane_row, lane_column, blueprint);
         }
+    } else {
+        hide_pairs(s, factors, band, mask, batch, head, lane_row, lane_column, blueprint);
     }
     bends
 }
@@ -247,13 +231,14 @@ fn modify(
     Bends { words }
 }
 
-/// Hides what the user's function hides, if there is one.
+/// Hides what the user's function hides, and the mask, as far as there are any.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-fn hide_pairs(
+fn hide_pairs<M: Numeric, NM: Size>(
     s: &mut Array<f32>,
     factors: &Factors,
     band: &Band,
+    mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
     batch: u32,
     head: u32,
     lane_row: u32,
@@ -272,6 +257,31 @@ fn hide_pairs(
                     let n = comptime!(4 * i + 2 * r + e);
                     let place = place_of(batch, head, lane_row, lane_column, distance, r, i, e, transposed);
                     s[n] = select(factors.extras.mods.sees(&place, band), s[n], UNSEEN);
+                }
+            }
+        }
+    }
+    let tile_k = comptime!(blueprint.tile.tile_k);
+    #[comptime]
+    if let ComptimeOption::Some(mask) = mask {
+        let once = comptime!(blueprint.mask == Some(Rows::Same) && !blueprint.transposed());
+        let at = batch as usize * mask.stride(0) + head as usize * mask.stride(1);
+        #[unroll]
+        for r in 0..comptime!(if once { 1usize } else { 2usize }) {
+            let row = band.query_within(lane_row + comptime!(8 * r as u32));
+            let at = at + row as usize * mask.stride(comptime!(if blueprint.transposed() { 3 } else { 2 }));
+            #[unroll]
+            for i in 0..comptime!(tile_k / 8) {
+                let column = lane_column + comptime!(8 * i as u32);
+                let pair = pair_of::<M, NM>(mask, at, band, column, blueprint.mask, blueprint);
+                #[unroll]
+                for e in 0..2usize {
+                    let hides = pair.extract(e) != M::from_int(0);
+                    let n = comptime!(4 * i + 2 * r + e);
+                    s[n] = select(hides, UNSEEN, s[n]);
+                    if comptime!(once) {
+                        s[n + 2] = select(hides, UNSEEN, s[n + 2]);
+                    }
                 }
             }
         }
@@ -522,8 +532,8 @@ pub struct Exponent {
     pub slope: f32,
 }
 
-/// The score of one pair of query and key from their product, as [`finish()`] turns a tile's; the band does not count. `head`:
-/// of the query. `row` and `key` change places where they do in tiles.
+/// The score of one pair of query and key from their product, as [`finish()`] turns a tile's; the band does not count, mask and function
+/// do where it is `masked`. `head`: of the query. `row` and `key` change places where they do in tiles.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn exponent_of<E: Float, M: Numeric, NB: Size, NM: Size>(
@@ -536,6 +546,7 @@ pub fn exponent_of<E: Float, M: Numeric, NB: Size, NM: Size>(
     head: usize,
     row: u32,
     key: u32,
+    masked: bool,
     #[comptime] blueprint: Blueprint,
 ) -> Exponent {
     let mut s = product;
@@ -573,7 +584,7 @@ pub fn exponent_of<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
     // Values first: of a call behind `&&` a branch would be made.
     let sees = factors.extras.mods.sees(&place, band);
-    visible = visible && sees;
+    visible = visible && sees || !masked;
     Exponent { value: s * factors.exponent, visible, slope }
 }
 

@@ -260,7 +260,13 @@ impl Call<'_> {
         }
 
         // -- everything that can fail, before anything runs
+        for (gradient, transposed) in [(Some(tiles.dq), false), (Some(tiles.dkdv), true), (tiles.dv, true)] {
+            if let Some(gradient) = gradient {
+                tiling::check_blocks(p, gradient.blocks(transposed))?;
+            }
+        }
         for tile in tiles.portables() {
+            tiling::check_blocks(p, (tile.tile_q, tile.tile_k))?;
             tiling::check_tile(self.device, p, &tile, Stage::Backward)?;
         }
         let (dk, dv) = (gradients.dk.as_ref(), gradients.dv.as_ref());

@@ -32,12 +32,14 @@ impl Call<'_> {
         let (states, mask) = (self.inputs.block_mask.as_ref()?, p.block_mask?);
         let shape = list_shape(p, mask, of, rows, columns);
         let lists = TensorView::contiguous(self.client.empty(4 * shape.iter().product::<usize>()), shape);
-        let units = shape[..3].iter().product::<usize>();
+        // More than a device starts along one dimension: those of another; the kernel looks whether there is such a block.
+        let cubes = shape[..3].iter().product::<usize>().div_ceil(UNITS).max(1);
+        let across = cubes.min(u16::MAX as usize);
         // SAFETY: the states have been checked against their buffer, and the lists have room for every tile.
         unsafe {
             list::launch_unchecked(
                 self.client,
-                CubeCount::Static(units.div_ceil(UNITS) as u32, 1, 1),
+                CubeCount::Static(across as u32, cubes.div_ceil(across) as u32, 1),
                 CubeDim::new_1d(UNITS as u32),
                 self.addresses([states.span(), lists.span()]),
                 states.broadcast_arg(),
@@ -61,7 +63,7 @@ fn list_shape(p: &AttentionProblem, mask: BlockMask, of: Blocks, rows: usize, co
     let (along, across) = if of == Blocks::Queries { (p.seq_q, p.seq_k) } else { (p.seq_k, p.seq_q) };
     // Sequences of a batch end where its lengths say.
     let batch = if p.is_ragged() { p.batch } else { mask.blocks[0] };
-    [batch, mask.blocks[1], along.div_ceil(rows), 1 + across.div_ceil(columns)]
+    [batch, mask.blocks[1], along.div_ceil(rows), 1 + across.div_ceil(columns).max(1)]
 }
 
 /// Writes the states of the blocks that the problem's block mask has: what its mask, and its options' function, let be seen, `states [batch |

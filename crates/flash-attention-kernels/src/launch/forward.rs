@@ -56,7 +56,9 @@ pub fn forward_with(
         unsafe { nothing::empty_lse::launch_unchecked(client, count, dim, addresses, lse.arg(), call.sinks().into()) };
         return Ok(());
     }
-    match kernel.into() {
+    let kernel = kernel.into();
+    tiling::check_blocks(problem, (kernel.tile_q(), kernel.tile_k()))?;
+    match kernel {
         Forward::Portable(tile) => call.forward_portable(o, lse, tile, addresses)?,
         Forward::Matrix(tile) => call.forward_matrix(o, lse, tile, addresses)?,
         Forward::Rows(tile) => call.forward_rows(o, lse, tile, addresses)?,

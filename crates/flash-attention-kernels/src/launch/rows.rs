@@ -2,6 +2,7 @@
 
 use super::sequences::Blocks;
 use super::{Call, Saved, Scratch};
+use crate::blocks::RUN;
 use crate::error::AttentionError;
 use crate::matrix::Role;
 use crate::portable::GridLaunch;
@@ -32,7 +33,7 @@ impl Call<'_> {
         self.check_rows(tile)?;
         tiling::check_bindings(self.device, p, "forward", 5)?;
         let (grid, count) = self.query_grid("forward", tile.block())?;
-        let route = self.route(Blocks::Queries, tile.block(), 1);
+        let route = self.route(Blocks::Queries, tile.block(), RUN);
         // SAFETY: views have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
         unsafe {
             rows::forward::forward::launch_unchecked(
@@ -91,7 +92,7 @@ impl Call<'_> {
             |view: &TensorView| if role.is_transposed() { view.transposed() } else { view.clone() }.broadcast_arg();
         let views: Vec<_> = [Some(&saved.dout), dk, dv].into_iter().flatten().collect();
         let of = if role.is_transposed() { Blocks::KeysTurned } else { Blocks::Queries };
-        let route = self.route(of, tile.block(), 1);
+        let route = self.route(of, tile.block(), RUN);
         // SAFETY: as for the forward.
         unsafe {
             rows::gradient::gradient::launch_unchecked(

@@ -12,6 +12,7 @@
 
 use super::tile::*;
 use super::{Blueprint, MatrixTile, WIDTH};
+use crate::blocks::visits;
 use crate::mask::Band;
 use crate::portable::Grid;
 use crate::portable::scores::{TileAt, finish_score};
@@ -70,11 +71,12 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     }
     let slope = score.extras.slope(work.batch, work.head);
 
-    let blocks = band.k_blocks(q_start, rows, columns);
-    for block in blocks.start..blocks.end {
-        let k_start = blocks.origin + block * columns;
-        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start, slope, band, transposed: false };
-        let whole = band.whole(q_start, k_start, rows, columns);
+    let (extras, batch, head) = (score.extras, work.batch, work.head);
+    let visits = visits(&extras, &band, batch, head, q_start, rows, columns, false);
+    for nth in 0..visits.count {
+        let visit = visits.tile(nth, &extras, &band, rows, columns, false);
+        let (k_start, whole, masked) = (visit.start, visit.whole, visit.masked);
+        let at = TileAt { batch, head, q_start, k_start, slope, band, masked, transposed: false };
 
         // -- the tile
         sync_cube();
@@ -98,7 +100,7 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
                 &mask,
                 &bias,
                 &at,
-                !whole || comptime!(blueprint.extras()),
+                !whole || comptime!(blueprint.bias) || comptime!(blueprint.mask) && masked,
                 me,
                 nth,
                 tile,

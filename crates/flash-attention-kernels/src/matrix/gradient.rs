@@ -13,6 +13,7 @@
 
 use super::tile::*;
 use super::{Blueprint, MatrixTile, WIDTH};
+use crate::blocks::visits;
 use crate::mask::Band;
 use crate::portable::Grid;
 use crate::portable::scores::{TileAt, finish_score};
@@ -70,11 +71,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
 
     // Heads that stream by: the query heads of a key head, or the key head of a query head.
     let streams = if comptime!(role.is_transposed()) { group_size } else { 1usize.runtime() };
-    let blocks = if comptime!(role.is_transposed()) {
-        band.q_blocks(start, columns, rows)
-    } else {
-        band.k_blocks(start, rows, columns)
-    };
+    let extras = score.extras;
     for member in 0..streams {
         let stream =
             if comptime!(role.is_transposed()) { work.head * group_size + member } else { work.head / group_size };
@@ -87,18 +84,13 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
         };
         let stats_row = (work.batch * heads + head) * band.seq_q as usize;
         let slope = score.extras.slope(work.batch, head);
-        for block in blocks.start..blocks.end {
-            let first = blocks.origin + block * columns;
-            let at = if comptime!(role.is_transposed()) {
-                TileAt { batch: work.batch, head, q_start: first, k_start: start, slope, band, transposed: false }
-            } else {
-                TileAt { batch: work.batch, head, q_start: start, k_start: first, slope, band, transposed: false }
-            };
-            let whole = if comptime!(role.is_transposed()) {
-                band.whole(first, start, columns, rows)
-            } else {
-                band.whole(start, first, rows, columns)
-            };
+        let batch = work.batch;
+        let visits = visits(&extras, &band, batch, head, start, rows, columns, role.is_transposed());
+        for nth in 0..visits.count {
+            let visit = visits.tile(nth, &extras, &band, rows, columns, role.is_transposed());
+            let (first, whole, masked) = (visit.start, visit.whole, visit.masked);
+            let (q_start, k_start) = if comptime!(role.is_transposed()) { (first, start) } else { (start, first) };
+            let at = TileAt { batch, head, q_start, k_start, slope, band, masked, transposed: false };
 
             // -- the tile
             sync_cube();
@@ -125,7 +117,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
                     &bias,
                     &at,
                     stats_row,
-                    !whole || comptime!(blueprint.extras()),
+                    !whole || comptime!(blueprint.bias) || comptime!(blueprint.mask) && masked,
                     me,
                     nth,
                     blueprint,

@@ -15,6 +15,7 @@ use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
 use super::products::{ColumnsOf, RowsOf};
 use super::tiles::{Along, copy_rows, lane_of_columns, lane_of_rows, lane_of_sums};
 use super::{MmaBlueprint, MmaTile, Products};
+use crate::blocks::Visit;
 use crate::hopper::WARPGROUP_ROWS;
 use crate::hopper::dropout::{kept, leave};
 use crate::hopper::forward::Strides;
@@ -164,16 +165,17 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         multiply_rows(&mut s, q_lane, k_lane + stage * k_bytes, of_rows);
 
         // -- P
+        let edge = step < edges.lead || step >= edges.tail;
+        let visit = Visit { start: k_start, whole: !edge, masked: true.runtime() };
         let mut p = Sequence::<u32>::new();
         #[unroll]
         for group in 0..groups {
             let row = first_row + comptime!((group * WARPGROUP_ROWS) as u32);
             let of_group = s.index_mut(group);
             let _ = finish_head(
-                of_group, &factors, &band, &mask, &bias, item.batch, item.head, row, k_start, 0u32, 0usize, scores,
+                of_group, &factors, &band, &mask, &bias, item.batch, item.head, row, &visit, 0u32, 0usize, scores,
             );
-            let edge = step < edges.lead || step >= edges.tail || blind;
-            if edge {
+            if edge || blind {
                 hide(of_group, &band, blind, row, k_start, tile_k);
             }
             if step == 0 {
@@ -186,7 +188,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 let mut rows =
                     Statistics { m0: m[2 * group], m1: m[2 * group + 1], l0: l[2 * group], l1: l[2 * group + 1] };
                 // Without a mask, a row that begins to see does so at an edge.
-                if comptime!(scores.hides_pairs()) || comptime!(hides) && edge {
+                if comptime!(scores.hides_pairs()) || comptime!(hides) && (edge || blind) {
                     rows.anchor(of_group, factors.exponent, scores);
                 }
                 let taken = rows.absorb(of_group, factors.exponent, scores);

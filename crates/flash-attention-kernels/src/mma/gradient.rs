@@ -16,6 +16,7 @@ use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
 use super::products::{ColumnsOf, RowsOf};
 use super::tiles::{Along, copy_rows, copy_words, lane_of_columns, lane_of_rows, lane_of_sums};
 use super::{MmaBlueprint, MmaTile, Products};
+use crate::blocks::Visit;
 use crate::hopper::WARPGROUP_ROWS;
 use crate::hopper::delta::{stats_all, stats_at};
 use crate::hopper::dropout::{back, kept, left};
@@ -171,7 +172,8 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         // -- P and dS
         let mut p = Sequence::<u32>::new();
         let mut g = Sequence::<u32>::new();
-        let edge = step < edges.lead || step >= edges.tail || blind;
+        let edge = step < edges.lead || step >= edges.tail;
+        let visit = Visit { start: k_start, whole: !edge, masked: true.runtime() };
         let head_q = if comptime!(transposed) { head_kv } else { item.head };
         let of_stage = stage * stats_bytes + lane % 4 * 8;
         #[unroll]
@@ -179,8 +181,8 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             let row = first_row + comptime!((of_group * WARPGROUP_ROWS) as u32);
             let s = s.index_mut(of_group);
             let bends =
-                finish_head(s, &factors, &band, &mask, &bias, item.batch, head_q, row, k_start, 0u32, 0usize, scores);
-            if edge {
+                finish_head(s, &factors, &band, &mask, &bias, item.batch, head_q, row, &visit, 0u32, 0usize, scores);
+            if edge || blind {
                 hide(s, &band, blind, row, k_start, tile_k);
             }
             let of_rows = of_rows.index(of_group);

@@ -130,7 +130,7 @@ impl MmaBlueprint {
     /// let scores = Blueprint {
     ///     role: Role::Forward, tile: tile.tile(), dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
     ///     capped: false, mask: None, bias: None, alibi: false, modified: false, bent: false,
-    ///     mask_mod: false, ragged: false, partial: false, stats_multiple: 128,
+    ///     mask_mod: false, ragged: false, sparse: false, partial: false, stats_multiple: 128,
     /// };
     /// assert_eq!(MmaBlueprint { tile, scores, products: Products::BF16 }.shared_memory(), 96 << 10);
     /// ```

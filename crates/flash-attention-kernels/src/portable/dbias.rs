@@ -16,6 +16,7 @@ use super::gradient::*;
 use super::scores::TileAt;
 use super::tile::*;
 use super::{Blueprint, Grid};
+use crate::blocks::visits;
 use crate::mask::Band;
 use crate::rounding::rounded_one;
 use crate::score::Score;
@@ -75,6 +76,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
     if work.is_none {
         terminate!();
     }
+    let extras = score.extras;
     let k_blocks = band.seq_k.div_ceil(tile_k);
     let mut tile_gradient = TileGradient::new(blueprint);
     let mut total = Array::<f32>::new(comptime!(match sums {
@@ -109,40 +111,34 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
         for nth in 0..score.extras.blocks(1u32) {
             let sequence = score.extras.block(nth, &band, batch as u32, 0u32);
             let band = sequence.band;
-            let mut first = 0u32;
-            let mut after = 1u32;
-            let mut from = 0u32.runtime();
-            match comptime!(sums) {
-                Sums::Tile => {
-                    if !band.meets(q_start, k_start, tile_q, tile_k) {
-                        after = 0u32;
-                    }
-                }
-                Sums::Columns => {
-                    let seen = band.q_blocks(k_start, tile_q, tile_k);
-                    first = seen.start;
-                    after = seen.end;
-                    from = seen.origin;
-                }
-                Sums::Rows => {
-                    let seen = band.k_blocks(q_start, tile_q, tile_k);
-                    first = seen.start;
-                    after = seen.end;
-                    from = seen.origin;
+            let by_keys = comptime!(sums == Sums::Columns);
+            let (rows, columns) = comptime!(if sums == Sums::Columns { (tile_k, tile_q) } else { (tile_q, tile_k) });
+            let of_block = if comptime!(sums == Sums::Columns) { k_start } else { q_start };
+            let visits = visits(&extras, &band, batch, head, of_block, rows, columns, by_keys);
+            let mut first = 0u32.runtime();
+            let mut after = visits.count;
+            if comptime!(sums == Sums::Tile) {
+                // Tiles need not begin where those of a sequence do.
+                if comptime!(extras.is_sparse()) {
+                    first = visits.find(k_start / tile_k, &extras);
+                    after = select(first < after, first + 1, first);
+                } else {
+                    after = u32::cast_from(band.meets(q_start, k_start, tile_q, tile_k));
                 }
             }
             if comptime!(score.extras.is_ragged()) && sequence.batch != batch as u32 {
                 after = first;
             }
-            for block in first..after {
+            for nth in first..after {
+                let visit = visits.tile(nth, &extras, &band, rows, columns, by_keys);
+                let (mut whole, masked) = (visit.whole, visit.masked);
                 match comptime!(sums) {
-                    Sums::Tile => {}
-                    Sums::Columns => q_start = from + block * tile_q,
-                    Sums::Rows => k_start = from + block * tile_k,
+                    Sums::Tile => whole = band.whole(q_start, k_start, tile_q, tile_k),
+                    Sums::Columns => q_start = visit.start,
+                    Sums::Rows => k_start = visit.start,
                 }
-                let at = TileAt { batch, head, q_start, k_start, slope, band, transposed: false };
+                let at = TileAt { batch, head, q_start, k_start, slope, band, masked, transposed: false };
                 ask(q, k, &band, &at, head_kv, &mut panels, blueprint);
-                let whole = band.whole(q_start, k_start, tile_q, tile_k);
                 recompute(
                     q,
                     k,

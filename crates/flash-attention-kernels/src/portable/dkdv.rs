@@ -13,6 +13,7 @@ use super::gradient::*;
 use super::scores::TileAt;
 use super::tile::*;
 use super::{Blueprint, Grid};
+use crate::blocks::visits;
 use crate::mask::Band;
 use crate::score::Score;
 use cubecl::prelude::*;
@@ -61,21 +62,23 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
     let mut acc_k = zeros(comptime!(if with_dk { rows * tile.groups(blueprint.head_dim) } else { 1 }));
     let mut acc_v = zeros(comptime!(if with_dv { rows * tile.groups(blueprint.head_dim_v) } else { 1 }));
 
-    let blocks = band.q_blocks(k_start, tile_q, tile_k);
+    let extras = score.extras;
     for member in 0..group_size {
         let head = work.head * group_size + member;
         let slope = score.extras.slope(work.batch, head);
         let q_at = matrix(q, work.batch, head);
         let d_at = matrix(dout, work.batch, head);
         let stats_row = (work.batch * heads_q + head) * band.seq_q as usize;
-        let q_start = blocks.origin + blocks.start * tile_q;
-        let first = TileAt { batch: work.batch, head, q_start, k_start, slope, band, transposed: false };
+        let visits = visits(&extras, &band, work.batch, head, k_start, tile_k, tile_q, true);
+        let visit = visits.tile(0u32, &extras, &band, tile_k, tile_q, true);
+        let (batch, q_start, masked) = (work.batch, visit.start, visit.masked);
+        let first = TileAt { batch, head, q_start, k_start, slope, band, masked, transposed: false };
         ask(q, k, &band, &first, work.head, &mut panels, blueprint);
-        for block in blocks.start..blocks.end {
-            let q_start = blocks.origin + block * tile_q;
-            let at = TileAt { batch: work.batch, head, q_start, k_start, slope, band, transposed: false };
-            let whole = band.whole(q_start, k_start, tile_q, tile_k);
-            let careful = !whole || comptime!(blueprint.mask);
+        for nth in 0..visits.count {
+            let visit = visits.tile(nth, &extras, &band, tile_k, tile_q, true);
+            let (q_start, whole, masked) = (visit.start, visit.whole, visit.masked);
+            let at = TileAt { batch, head, q_start, k_start, slope, band, masked, transposed: false };
+            let careful = !whole || comptime!(blueprint.mask) && masked;
             recompute(
                 q,
                 k,
@@ -97,8 +100,8 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
                 false,
                 blueprint,
             );
-            let next_start = q_start + tile_q;
-            let next = TileAt { batch: work.batch, head, q_start: next_start, k_start, slope, band, transposed: false };
+            let next_start = visits.tile(nth + 1, &extras, &band, tile_k, tile_q, true).start;
+            let next = TileAt { batch, head, q_start: next_start, k_start, slope, band, masked, transposed: false };
             if comptime!(with_dv) {
                 let (depth, head_dim_v) = comptime!((tile.tile_q, blueprint.head_dim_v));
                 panels.ahead.ask_right(dout, &d_at, q_start, band.after_queries(), 0usize, depth, head_dim_v, tile);

@@ -9,6 +9,7 @@ use super::gradient::*;
 use super::scores::TileAt;
 use super::tile::*;
 use super::{Blueprint, Grid};
+use crate::blocks::visits;
 use crate::mask::Band;
 use crate::score::Score;
 use cubecl::prelude::*;
@@ -54,21 +55,17 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
     let mut tile_gradient = TileGradient::new(blueprint);
     let mut acc = zeros(comptime!(tile.micro_q() * tile.groups(blueprint.head_dim)));
 
-    let blocks = band.k_blocks(q_start, tile_q, tile_k);
-    let first = TileAt {
-        batch: work.batch,
-        head: work.head,
-        q_start,
-        k_start: blocks.origin + blocks.start * tile_k,
-        slope,
-        band,
-        transposed: false,
-    };
+    let extras = score.extras;
+    let (batch, head) = (work.batch, work.head);
+    let visits = visits(&extras, &band, batch, head, q_start, tile_q, tile_k, false);
+    let visit = visits.tile(0u32, &extras, &band, tile_q, tile_k, false);
+    let (k_start, masked) = (visit.start, visit.masked);
+    let first = TileAt { batch, head, q_start, k_start, slope, band, masked, transposed: false };
     ask(q, k, &band, &first, head_kv, &mut panels, blueprint);
-    for block in blocks.start..blocks.end {
-        let k_start = blocks.origin + block * tile_k;
-        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start, slope, band, transposed: false };
-        let whole = band.whole(q_start, k_start, tile_q, tile_k);
+    for nth in 0..visits.count {
+        let visit = visits.tile(nth, &extras, &band, tile_q, tile_k, false);
+        let (k_start, whole, masked) = (visit.start, visit.whole, visit.masked);
+        let at = TileAt { batch, head, q_start, k_start, slope, band, masked, transposed: false };
         recompute(
             q,
             k,
@@ -93,15 +90,8 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
         panels.ahead.ask_right(k, &k_at, k_start, band.after_keys(), 0usize, tile.tile_k, blueprint.head_dim, tile);
         tile_gradient.multiply(blueprint);
         share(&tile_gradient.ds, &mut panels.p, me, tile);
-        let next = TileAt {
-            batch: work.batch,
-            head: work.head,
-            q_start,
-            k_start: k_start + tile_k,
-            slope,
-            band,
-            transposed: false,
-        };
+        let next_start = visits.tile(nth + 1, &extras, &band, tile_q, tile_k, false).start;
+        let next = TileAt { batch, head, q_start, k_start: next_start, slope, band, masked, transposed: false };
         ask(q, k, &band, &next, head_kv, &mut panels, blueprint);
         accumulate(
             &panels.p,
@@ -112,7 +102,7 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
             &mut panels.b,
             &mut panels.ahead,
             &mut acc,
-            !whole || comptime!(blueprint.mask),
+            !whole || comptime!(blueprint.mask) && masked,
             me,
             tile.tile_q,
             tile.tile_k,

@@ -12,6 +12,7 @@
 use super::scores::{TileAt, finish_scores};
 use super::tile::*;
 use super::{Blueprint, Grid};
+use crate::blocks::visits;
 use crate::mask::Band;
 use crate::score::{Factor, Score};
 use crate::softmax::{HIDDEN, begin, lse_bits, normalizer, weight};
@@ -72,10 +73,11 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     }
     let slope = score.extras.slope(work.batch, work.head);
 
-    let blocks = band.k_blocks(q_start, tile_q, tile_k);
+    let extras = score.extras;
+    let visits = visits(&extras, &band, work.batch, work.head, q_start, tile_q, tile_k, false);
     let mut ahead = Ahead::new(tile.tile_k, tile);
     let head_dim = comptime!(blueprint.head_dim);
-    let first = blocks.origin + blocks.start * tile_k;
+    let first = visits.tile(0u32, &extras, &band, tile_q, tile_k, false).start;
     ahead.ask_scores(
         q,
         &q_at,
@@ -89,10 +91,11 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
         head_dim,
         tile,
     );
-    for block in blocks.start..blocks.end {
-        let k_start = blocks.origin + block * tile_k;
-        let at = TileAt { batch: work.batch, head: work.head, q_start, k_start, slope, band, transposed: false };
-        let whole = band.whole(q_start, k_start, tile_q, tile_k);
+    for nth in 0..visits.count {
+        let visit = visits.tile(nth, &extras, &band, tile_q, tile_k, false);
+        let (k_start, whole, masked) = (visit.start, visit.whole, visit.masked);
+        let (batch, head) = (work.batch, work.head);
+        let at = TileAt { batch, head, q_start, k_start, slope, band, masked, transposed: false };
 
         // -- scores
         scores(
@@ -121,7 +124,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
             &mask,
             &bias,
             &at,
-            !whole || comptime!(blueprint.extras()),
+            !whole || comptime!(blueprint.bias) || comptime!(blueprint.mask) && masked,
             me,
             Factor::One,
             tile,

@@ -162,7 +162,7 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
         mask,
         bias,
         at,
-        !whole || comptime!(blueprint.extras()),
+        !whole || comptime!(blueprint.bias) || comptime!(blueprint.mask) && at.masked,
         me,
         blueprint.factor,
         tile,

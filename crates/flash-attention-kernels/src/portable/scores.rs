@@ -23,6 +23,8 @@ pub struct TileAt {
     pub slope: f32,
     /// Which positions of its sequence see each other.
     pub band: Band,
+    /// Whether mask and function count here.
+    pub masked: bool,
     /// Whether rows are keys, here and for the band.
     #[cube(comptime)]
     pub transposed: bool,
@@ -106,12 +108,14 @@ pub fn finish_score<F: Float, M: Numeric>(
             value += f32::cast_from(bias[offset]);
         }
         value = score.biased(value, at.slope, band, row, column);
-        #[comptime]
-        if let ComptimeOption::Some(mask) = mask {
-            let offset = element(at, row, column, mask.stride(0), mask.stride(1), mask.stride(2), mask.stride(3));
-            value = select(mask[offset] != M::from_int(0), HIDDEN, value);
+        if at.masked {
+            #[comptime]
+            if let ComptimeOption::Some(mask) = mask {
+                let offset = element(at, row, column, mask.stride(0), mask.stride(1), mask.stride(2), mask.stride(3));
+                value = select(mask[offset] != M::from_int(0), HIDDEN, value);
+            }
+            value = select(score.extras.mods.sees(&place, band), value, HIDDEN);
         }
-        value = select(score.extras.mods.sees(&place, band), value, HIDDEN);
     } else {
         value = HIDDEN.runtime();
     }

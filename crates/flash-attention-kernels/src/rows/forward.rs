@@ -8,6 +8,7 @@
 
 use super::Blueprint;
 use super::row::*;
+use crate::blocks::runs;
 use crate::mask::Band;
 use crate::portable::Grid;
 use crate::portable::gradient::zeros;
@@ -60,29 +61,33 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     }
 
     let slope = score.extras.slope(work.batch, work.head);
-    let at =
-        TileAt { batch: work.batch, head: work.head, q_start: start, k_start: 0u32, slope, band, transposed: false };
-    let keys = band.k_blocks(start, comptime!(tile.block() as u32), 1u32);
-    for j in keys.origin + keys.start..keys.origin + keys.end {
-        let key = read(k, &k_at, j, head_dim);
-        #[unroll]
-        for nth in 0..rows {
-            let t = score.of(dot(&held, &key, nth, head_dim));
-            let row = row_of(start, comptime!(nth as u32).runtime(), tile);
-            let seen = finish(t, &score, &band, &mask, &bias, &at, row, j, careful);
-            let highest = max(m[nth], seen);
-            let alpha = f32::exp(m[nth] - highest);
-            let p = weight(seen, highest);
-            m[nth] = highest;
-            l[nth] = fma(l[nth], alpha, p);
-            let kept = score.extras.dropout.keeps_of(&at.band, at.batch as u32, at.head as u32, row, j, false);
-            s[nth] = score.extras.dropout.left(p, kept);
-            scale(&mut acc, alpha, nth, head_dim_v);
-        }
-        let value = read(v, &v_at, j, head_dim_v);
-        #[unroll]
-        for nth in 0..rows {
-            add(&mut acc, s[nth], &value, nth, head_dim_v, careful);
+    let (extras, batch, head) = (score.extras, work.batch, work.head);
+    let runs = runs(&extras, &band, batch, head, start, comptime!(tile.block() as u32));
+    for nth_run in 0..runs.count {
+        let run = runs.run(nth_run, &extras, &band, comptime!(tile.block() as u32));
+        let masked = run.masked;
+        let at = TileAt { batch, head, q_start: start, k_start: 0u32, slope, band, masked, transposed: false };
+        for j in run.from..run.to {
+            let key = read(k, &k_at, j, head_dim);
+            #[unroll]
+            for nth in 0..rows {
+                let t = score.of(dot(&held, &key, nth, head_dim));
+                let row = row_of(start, comptime!(nth as u32).runtime(), tile);
+                let seen = finish(t, &score, &band, &mask, &bias, &at, row, j, careful);
+                let highest = max(m[nth], seen);
+                let alpha = f32::exp(m[nth] - highest);
+                let p = weight(seen, highest);
+                m[nth] = highest;
+                l[nth] = fma(l[nth], alpha, p);
+                let kept = score.extras.dropout.keeps_of(&at.band, at.batch as u32, at.head as u32, row, j, false);
+                s[nth] = score.extras.dropout.left(p, kept);
+                scale(&mut acc, alpha, nth, head_dim_v);
+            }
+            let value = read(v, &v_at, j, head_dim_v);
+            #[unroll]
+            for nth in 0..rows {
+                add(&mut acc, s[nth], &value, nth, head_dim_v, careful);
+            }
         }
     }
 

@@ -14,6 +14,7 @@
 use super::Blueprint;
 use super::forward::finish;
 use super::row::*;
+use crate::blocks::runs;
 use crate::mask::Band;
 use crate::portable::Grid;
 use crate::portable::gradient::zeros;
@@ -80,7 +81,7 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
 
     // Heads that stream by: the query heads of a key head, or the key head of a query head.
     let streams = if transposed { group_size } else { 1usize.runtime() };
-    let columns = band.k_blocks(start, comptime!(tile.block() as u32), 1u32);
+    let (extras, batch) = (score.extras, work.batch);
     for member in 0..streams {
         let stream = if transposed { work.head * group_size + member } else { work.head / group_size };
         let head = if transposed { stream } else { work.head };
@@ -88,37 +89,42 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
         let v_at = matrix(v, work.batch, stream);
         let stats_row = (work.batch * grid.heads as usize * group_size + head) * band.seq_k as usize;
         let slope = score.extras.slope(work.batch, head);
-        let at = TileAt { batch: work.batch, head, q_start: start, k_start: 0u32, slope, band, transposed };
-        for j in columns.origin + columns.start..columns.origin + columns.end {
-            if comptime!(transposed) {
-                let i = stats_row + j as usize;
-                let (of, mean) = (stats[i], stats[stats_rows + i]);
+        let runs = runs(&extras, &band, batch, head, start, comptime!(tile.block() as u32));
+        for nth_run in 0..runs.count {
+            let run = runs.run(nth_run, &extras, &band, comptime!(tile.block() as u32));
+            let masked = run.masked;
+            let at = TileAt { batch, head, q_start: start, k_start: 0u32, slope, band, masked, transposed };
+            for j in run.from..run.to {
+                if comptime!(transposed) {
+                    let i = stats_row + j as usize;
+                    let (of, mean) = (stats[i], stats[stats_rows + i]);
+                    #[unroll]
+                    for nth in 0..rows {
+                        lse[nth] = of;
+                        delta[nth] = mean;
+                    }
+                }
+                let column = read(k, &k_at, j, head_dim);
+                let column_v = read(v, &v_at, j, head_dim_v);
                 #[unroll]
                 for nth in 0..rows {
-                    lse[nth] = of;
-                    delta[nth] = mean;
-                }
-            }
-            let column = read(k, &k_at, j, head_dim);
-            let column_v = read(v, &v_at, j, head_dim_v);
-            #[unroll]
-            for nth in 0..rows {
-                let t = score.of(dot(&held, &column, nth, head_dim));
-                let row = row_of(start, comptime!(nth as u32).runtime(), tile);
-                let p = weight(finish(t, &score, &band, &mask, &bias, &at, row, j, careful), lse[nth]);
-                let dropout = &score.extras.dropout;
-                let kept = dropout.keeps_of(&band, work.batch as u32, head as u32, row, j, transposed);
-                if comptime!(dv.is_some()) {
-                    add(&mut acc_v, score.extras.dropout.left(p, kept), &column_v, nth, head_dim_v, careful);
-                }
-                if differentiates {
-                    let dp = score.extras.dropout.back(dot(&held_d, &column_v, nth, head_dim_v), kept);
-                    let mut ds = p * (dp - delta[nth]);
-                    if comptime!(blueprint.factor != Factor::One) {
-                        ds *= score.factor(t, &at.place(row, j), &band, blueprint.factor);
+                    let t = score.of(dot(&held, &column, nth, head_dim));
+                    let row = row_of(start, comptime!(nth as u32).runtime(), tile);
+                    let p = weight(finish(t, &score, &band, &mask, &bias, &at, row, j, careful), lse[nth]);
+                    let dropout = &score.extras.dropout;
+                    let kept = dropout.keeps_of(&band, work.batch as u32, head as u32, row, j, transposed);
+                    if comptime!(dv.is_some()) {
+                        add(&mut acc_v, score.extras.dropout.left(p, kept), &column_v, nth, head_dim_v, careful);
                     }
-                    // What is hidden has no gradient, whatever dO and V hold there.
-                    add(&mut acc, select(p == 0.0f32, 0.0f32, ds), &column, nth, head_dim, careful);
+                    if differentiates {
+                        let dp = score.extras.dropout.back(dot(&held_d, &column_v, nth, head_dim_v), kept);
+                        let mut ds = p * (dp - delta[nth]);
+                        if comptime!(blueprint.factor != Factor::One) {
+                            ds *= score.factor(t, &at.place(row, j), &band, blueprint.factor);
+                        }
+                        // What is hidden has no gradient, whatever dO and V hold there.
+                        add(&mut acc, select(p == 0.0f32, 0.0f32, ds), &column, nth, head_dim, careful);
+                    }
                 }
             }
         }

@@ -1,6 +1,7 @@
 //! Tiles for NVIDIA Hopper, and in which order and in how many parts its kernels work.
 
 use super::{Device, Gradient, HopperForward, HopperGradient};
+use crate::blocks::BLOCK;
 use crate::hopper::{BiasTile, HopperTile, PANEL};
 use crate::problem::{AttentionProblem, Dtype};
 
@@ -132,7 +133,10 @@ pub fn varies_by_pair(problem: &AttentionProblem) -> bool {
 pub fn alternatives(device: &Device, problem: &AttentionProblem, planned: HopperForward) -> Vec<HopperForward> {
     let widest = problem.head_dim.max(problem.head_dim_v);
     // Beside tiles of a bias there is room for no others.
-    let rows = HOPPER.iter().filter(|(head_dim, ..)| widest <= *head_dim && !varies_by_pair(problem));
+    let rows = HOPPER.iter().filter(|(head_dim, _, tile)| {
+        let possible = problem.block_mask.is_none() || divides(tile);
+        widest <= *head_dim && !varies_by_pair(problem) && possible
+    });
     let narrowest = rows.clone().map(|(head_dim, ..)| *head_dim).min();
     let tiles = rows.filter(|(head_dim, ..)| Some(*head_dim) == narrowest).map(|(.., tile)| HopperForward {
         tile: *tile,
@@ -152,7 +156,13 @@ pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<HopperForw
     let widest = problem.head_dim.max(problem.head_dim_v);
     let biased = HOPPER_BIAS.iter().filter(|_| varies_by_pair(problem)).find(|(head_dim, _)| widest <= *head_dim);
     let row = HOPPER.iter().find(|(head_dim, seq_k, _)| widest <= *head_dim && problem.seq_k <= *seq_k);
-    let tile = biased.map(|(_, tile)| *tile).or(row.map(|(.., tile)| *tile));
+    // Where there is a block mask tiles divide its blocks.
+    let sparse = problem.block_mask.is_some();
+    let row = row.filter(|_| !sparse).map(|(.., tile)| *tile);
+    let dividing =
+        HOPPER.iter().filter(|(.., tile)| divides(tile)).find(|(head_dim, ..)| sparse && widest <= *head_dim);
+    let narrow = HOPPER_BIAS.iter().find(|(head_dim, _)| sparse && widest <= *head_dim).map(|(_, tile)| *tile);
+    let tile = biased.map(|(_, tile)| *tile).or(row).or(dividing.map(|(.., tile)| *tile)).or(narrow);
     let tile = tile.ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER[HOPPER.len() - 1].0))?;
 
     Ok(HopperForward { tile, section: section(device, problem, &tile, false), parts: parts(device, problem, &tile) })
@@ -184,20 +194,32 @@ pub fn backward(device: &Device, problem: &AttentionProblem) -> Result<(Gradient
     let biased = varies_by_pair(problem);
     let too_wide = || format!("head_dim {widest} is above {}", HOPPER_DQ[HOPPER_DQ.len() - 1].0);
     let (_, plain, with_bias) = HOPPER_DQ.iter().find(|(of, ..)| widest <= *of).ok_or_else(too_wide)?;
-    let dq = if biased { *with_bias } else { *plain };
+    let narrow = |tile: &HopperTile| biased || problem.block_mask.is_some() && !divides(tile);
+    let dq = if narrow(plain) { *with_bias } else { *plain };
     let (_, plain, with_bias, dv) = HOPPER_DKDV.iter().find(|(of, ..)| widest <= *of).ok_or_else(too_wide)?;
-    let dkdv = if biased { *with_bias } else { *plain };
-    let dv = dv.map(|tile| if biased { *with_bias } else { tile });
-    let of = |tile, transposed| {
+    let dkdv = if narrow(plain) { *with_bias } else { *plain };
+    let dv = dv.map(|tile| if narrow(&tile) { *with_bias } else { tile });
+    let of = |tile: HopperTile, transposed| {
+        // Few keys divide any block.
+        let sparse = problem.block_mask.is_some() && !divides(&tile);
+        let tile = if sparse { HopperTile { tile_k: 32, ..tile } } else { tile };
         Gradient::Hopper(HopperGradient { tile, section: section(device, problem, &tile, transposed) })
     };
     Ok((of(dq, false), of(dkdv, true), dv.map(|tile| of(tile, true))))
+}
+
+/// Whether blocks of a block mask consist of whole tiles.
+fn divides(tile: &HopperTile) -> bool {
+    BLOCK.is_multiple_of(tile.tile_q()) && BLOCK.is_multiple_of(tile.tile_k)
 }
 
 /// How Hopper's kernel computes the bias's gradient, where those of the other gradients can be, or why it cannot.
 pub fn dbias(problem: &AttentionProblem) -> Result<BiasTile, String> {
     if !varies_by_pair(problem) {
         return Err("it takes no sums over queries or keys, which the bias repeats".into());
+    }
+    if problem.block_mask.is_some() {
+        return Err("it visits all blocks of the bias: a block mask is for other kernels".into());
     }
     if problem.is_ragged() {
         return Err("blocks of one tile's batches would differ: sequences have lengths of their own".into());
@@ -259,8 +281,8 @@ fn parts(device: &Device, problem: &AttentionProblem, tile: &HopperTile) -> usiz
     let (tile_q, tile_k) = (tile.tile_q() as u32, tile.tile_k as u32);
     let band = problem.band();
     let blocks = (problem.seq_q as u32).div_ceil(tile_q);
-    // With this many, whoever is done early finds more to do.
-    if heads * blocks as usize >= 4 * teams {
+    // With this many, whoever is done early finds more to do; what a block mask leaves of a block only the device knows.
+    if heads * blocks as usize >= 4 * teams || problem.block_mask.is_some() {
         return 1;
     }
     let mut tiles: Vec<usize> = (0..blocks)

@@ -213,6 +213,7 @@ pub fn blueprint(problem: &AttentionProblem, role: Role, tile: MmaTile) -> MmaBl
         mask: problem.mask.map(|_| Rows::Each),
         bias: problem.bias.map(|_| Rows::Each),
         ragged: problem.is_ragged(),
+        sparse: problem.block_mask.is_some(),
         alibi: problem.alibi_slopes.is_some(),
         modified: problem.options.score_mod.is_some(),
         bent: role.bends(problem),
@@ -237,6 +238,9 @@ pub fn products(problem: &AttentionProblem) -> Products {
 pub fn check(device: &Device, problem: &AttentionProblem, role: Role, tile: MmaTile) -> Result<(), String> {
     if !cfg!(feature = "cuda") {
         return Err("it was not compiled: that takes the feature cuda".into());
+    }
+    if problem.block_mask.is_some() {
+        return Err("it visits every tile: a block mask is for other kernels".into());
     }
     if !device.mma.contains(&problem.dtype) {
         return Err(format!("the device has no mma.sync of {} that inline PTX reaches", problem.dtype.name()));

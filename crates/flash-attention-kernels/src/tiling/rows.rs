@@ -1,6 +1,7 @@
 //! Tiles of the kernels whose units hold whole rows.
 
 use super::{Device, Kernel};
+use crate::blocks::BLOCK;
 use crate::matrix::Role;
 use crate::problem::AttentionProblem;
 use crate::rows::{Blueprint, RowsTile};
@@ -40,8 +41,10 @@ pub fn backward(device: &Device, problem: &AttentionProblem) -> (RowsTile, RowsT
 pub fn tile(device: &Device, problem: &AttentionProblem, role: Role) -> RowsTile {
     let length = if role.is_transposed() { problem.seq_k } else { problem.seq_q };
     let units = if device.plane > 0 { device.plane } else { UNITS }.min(device.units);
+    // Blocks of rows divide those of a block mask.
+    let most_rows = if problem.block_mask.is_some() { BLOCK / units.next_power_of_two() } else { MAX_ROWS };
     let held = HELD / problem.head_dim.max(problem.head_dim_v).max(1);
-    let most = held.min(MAX_ROWS).min(length / (BLOCKS * units));
+    let most = held.min(MAX_ROWS).min(most_rows).min(length / (BLOCKS * units));
     // The power of two that is no more.
     RowsTile { units, rows: (most.max(1) + 1).next_power_of_two() / 2 }
 }

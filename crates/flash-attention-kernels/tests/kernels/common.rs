@@ -252,6 +252,8 @@ pub struct Case {
     /// What functions of the options read.
     pub score_tensors: [Option<Vec<f64>>; 2],
     pub mask_tensors: [Option<Vec<f64>>; 2],
+    /// Of each block of the block mask, if there is one.
+    pub block_states: Option<Vec<u32>>,
     /// Of dropout, where the options ask for it.
     pub seed: [u32; 2],
     pub seq_lens_q: Option<Vec<usize>>,
@@ -310,6 +312,7 @@ impl Case {
             sinks: None,
             score_tensors: [None, None],
             mask_tensors: [None, None],
+            block_states: None,
             seed: [0x1234_5678, 9],
             seq_lens_q: None,
             seq_lens_k: None,
@@ -382,6 +385,14 @@ impl Case {
             let draws = reference::normal(shape.iter().product(), 12 + nth as u64);
             self.mask_tensors[nth] = Some(draws.into_iter().map(|x| (x.abs() * 1.5).floor().min(2.0)).collect());
         }
+        self
+    }
+
+    /// Adds a block mask of this shape, with these states.
+    pub fn with_block_mask(mut self, shape: [usize; 4], [block_q, block_k]: [usize; 2], states: Vec<u32>) -> Self {
+        assert_eq!(states.len(), shape.iter().product::<usize>(), "states of {shape:?}");
+        self.problem = self.problem.with_block_mask(&shape, block_q, block_k).unwrap();
+        self.block_states = Some(states);
         self
     }
 
@@ -475,6 +486,7 @@ impl Case {
             cu_seqlens_k: self.cu_seqlens.as_ref().map(|[_, k]| &k[..]),
             score_tensors: self.score_tensors.each_ref().map(|values| values.as_deref()),
             mask_tensors: self.mask_tensors.each_ref().map(|values| values.as_deref()),
+            // TEMP block_mask: self.block_states.as_deref(),
         }
     }
 
@@ -532,6 +544,10 @@ impl Case {
             cu_seqlens_k: self.cu_seqlens.as_ref().map(|[_, k]| lengths(client, k)),
             score_tensors: tensors(&self.score_tensors, p.score_tensors),
             mask_tensors: tensors(&self.mask_tensors, p.mask_tensors),
+            block_mask: self.block_states.as_ref().map(|states| {
+                let bytes: Vec<u8> = states.iter().flat_map(|state| state.to_le_bytes()).collect();
+                TensorView::contiguous(client.create_from_slice(&bytes), p.block_mask.unwrap().blocks)
+            }),
             dropout_seed: (p.options.dropout > 0.0 && p.options.dropout_seed.is_none()).then(|| {
                 let bytes: Vec<u8> = self.seed.iter().flat_map(|word| word.to_le_bytes()).collect();
                 TensorView::contiguous(client.create_from_slice(&bytes), [2])
@@ -612,7 +628,11 @@ impl Case {
         }
         assert_eq!([planned.dq.kernel(), planned.dkdv.kernel()], [kernel; 2], "{p:?}");
         let each_pair = p.bias.is_some_and(|[.., sq, sk]| [sq, sk] == [p.seq_q, p.seq_k] && sq * sk > 1);
-        let of_bias = if can && each_pair && !p.is_ragged() { Kernel::Hopper } else { Kernel::Portable };
+        let of_bias = if can && each_pair && !p.is_ragged() && p.block_mask.is_none() {
+            Kernel::Hopper
+        } else {
+            Kernel::Portable
+        };
         assert_eq!(planned.dbias.kernel(), of_bias, "{p:?}");
 
         let read = async |out: &Option<Guarded>, name| match out {
@@ -711,7 +731,9 @@ impl Case {
         match forced {
             Some(kernel) => kernel,
             None if dtype != Dtype::F32 && device.wgmma && cfg!(feature = "cuda") => Kernel::Hopper,
-            None if device.mma.contains(&dtype) && cfg!(feature = "cuda") => Kernel::Mma,
+            None if device.mma.contains(&dtype) && cfg!(feature = "cuda") && self.problem.block_mask.is_none() => {
+                Kernel::Mma
+            }
             None if multiplies => Kernel::Matrix,
             None if !device.card && (1..=16).contains(&device.plane) => Kernel::Rows,
             None => Kernel::Portable,

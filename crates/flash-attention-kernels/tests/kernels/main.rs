@@ -2,6 +2,7 @@
 //!
 //! See `common.rs` for how the device is chosen.
 
+mod blocks;
 mod common;
 mod faults;
 mod functions;

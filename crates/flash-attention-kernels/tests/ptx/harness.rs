@@ -110,6 +110,7 @@ pub fn extras(problem: &AttentionProblem) -> ExtrasCompilationArg {
             mask: problem.options.mask_mod,
             of_mask: tables(problem.mask_tensors),
         },
+        lists: optional(problem.block_mask.is_some()),
     }
 }
 
@@ -234,6 +235,7 @@ pub fn scores(problem: &AttentionProblem, role: Role, tile: HopperTile) -> Bluep
         mask: rows(problem.mask),
         bias: rows(problem.bias),
         ragged: problem.is_ragged(),
+        sparse: problem.block_mask.is_some(),
         alibi: problem.alibi_slopes.is_some(),
         modified: problem.options.score_mod.is_some(),
         bent: role.bends(problem),

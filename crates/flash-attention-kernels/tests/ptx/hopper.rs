@@ -340,6 +340,24 @@ fn functions_are_warpgroup_products() {
     }
 }
 
+/// Block masks, alone, with what they make sparse, and with what else there may be.
+#[test]
+fn block_masks_are_warpgroup_products() {
+    let causal = AttentionOptions { causal: true, ..Default::default() };
+    let document = AttentionOptions { mask_mod: Some(MaskFn::of::<Document>()), ..causal };
+    for head_dim in [64, 128, 192, 256] {
+        let of = |options| problem(head_dim, Dtype::BF16, options).with_block_mask(&[1, 16, 32, 32], 128, 128).unwrap();
+        let name = |what: &str| format!("d{head_dim}_{what}");
+        check(&name("blocks"), of(AttentionOptions::default()));
+        check(&name("blocks_causal"), of(causal));
+        check(&name("blocks_mask"), of(causal).with_mask(&[4, 1, 4096, 4096]).unwrap());
+        let documents = of(document).with_mask_tensors(&[&[4, 1, 4096, 1], &[4, 1, 1, 4096]]).unwrap();
+        check(&name("blocks_document"), documents);
+        let lengths = documents.with_seq_lens_q(&[4]).unwrap().with_seq_lens_k(&[4]).unwrap();
+        check(&name("blocks_lengths"), lengths.with_alibi_slopes(&[1, 16]).unwrap());
+    }
+}
+
 /// The gradient of a bias that has an element for each pair, with what else there may be.
 #[test]
 fn gradients_of_biases_are_warpgroup_products() {
@@ -577,6 +595,7 @@ fn plain(role: Role, tile: HopperTile, partial: bool) -> Blueprint {
         bent: false,
         mask_mod: false,
         ragged: false,
+        sparse: false,
         partial,
         stats_multiple,
     }

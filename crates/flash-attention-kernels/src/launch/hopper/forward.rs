@@ -9,7 +9,7 @@ use crate::launch::Call;
 use crate::launch::blocks::Route;
 use crate::launch::sequences::Blocks;
 use crate::tensor::TensorView;
-use crate::tiling::{HopperForward, Stage, cube_count};
+use crate::tiling::{HopperForward, Kernel, Stage, cube_count};
 use cubecl::prelude::*;
 
 impl Call<'_> {
@@ -21,6 +21,10 @@ impl Call<'_> {
         tiles: HopperForward,
     ) -> Result<(), AttentionError> {
         let p = self.problem;
+        if tiles.parts > 1 && p.block_mask.is_some() {
+            let why = "what a block mask visits is not taken apart into parts of the keys".into();
+            return Err(AttentionError::KernelUnavailable { kernel: Kernel::Hopper.name(), why });
+        }
         let blueprint = self.hopper_blueprint(Role::Forward, tiles.tile, tiles.parts > 1);
         let ahead = self.ahead(&p.band(), tiles.tile.tile_q(), tiles.tile.tile_k);
         let (blocks, batches) = self.blocks(p.seq_q + ahead as usize, tiles.tile.tile_q());

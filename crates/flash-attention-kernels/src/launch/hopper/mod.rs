@@ -54,6 +54,7 @@ impl Call<'_> {
             bent: role.bends(p),
             mask_mod: p.options.mask_mod.is_some(),
             ragged: p.is_ragged(),
+            sparse: p.block_mask.is_some(),
             partial,
             stats_multiple: stats_multiple(p),
         }
@@ -116,9 +117,14 @@ impl Call<'_> {
     }
 
     /// How many queries before the first one blocks start: [`Band::ahead()`]. Draws of dropout are told apart by blocks of 16; sequences
-    /// have ends of their own.
+    /// have ends of their own, and block masks blocks.
     pub(in crate::launch) fn ahead(&self, band: &Band, tile_q: usize, tile_k: usize) -> u32 {
-        if self.seed.is_some() || self.problem.is_ragged() { 0 } else { band.ahead(tile_q as u32, tile_k as u32) }
+        let p = self.problem;
+        if self.seed.is_some() || p.is_ragged() || p.block_mask.is_some() {
+            0
+        } else {
+            band.ahead(tile_q as u32, tile_k as u32)
+        }
     }
 
     /// Which dimensions of a bias repeat.

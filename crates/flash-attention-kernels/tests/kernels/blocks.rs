@@ -1,0 +1,217 @@
+//! Block masks: they hide what the boolean mask hides that says the same, and cost no more than what they visit.
+
+use crate::common::*;
+use cubecl::client::Client;
+use cubecl::prelude::*;
+use flash_attention_kernels::blocks::{EMPTY, FULL, PARTIAL};
+use flash_attention_kernels::mods::{MaskFn, MaskMod, Pair, Values};
+use flash_attention_kernels::{AttentionOptions, Dtype, Inputs, TensorView, block_states};
+
+/// Every third key, and those near.
+struct Third;
+
+#[cube]
+impl MaskMod for Third {
+    fn sees(pair: Pair, _values: Values) -> bool {
+        pair.j % 3 == pair.head % 3 || f32::abs(pair.distance) < 5.0f32
+    }
+}
+
+/// Keys at most 150 before the query, not after it.
+struct Sliding;
+
+#[cube]
+impl MaskMod for Sliding {
+    fn sees(pair: Pair, _values: Values) -> bool {
+        pair.j <= pair.i && pair.distance <= 150.0f32
+    }
+}
+
+fn dtypes(client: &Client) -> Vec<Dtype> {
+    let dtypes = if thorough() { &[Dtype::F32, Dtype::F16, Dtype::BF16][..] } else { &[Dtype::F32] };
+    dtypes.iter().copied().filter(|dtype| supports(client, *dtype)).collect()
+}
+
+/// States of so many blocks: empty, partial and full ones in no order, and nothing at all for the first row of blocks.
+fn states(shape: [usize; 4]) -> Vec<u32> {
+    let draws = flash_attention_reference::normal(shape.iter().product(), 21);
+    let of_row = |n: usize| n / shape[3] % shape[2];
+    let state = |x: f64| if x < -0.3 { EMPTY } else { [PARTIAL, FULL][usize::from(x > 0.3)] };
+    draws.into_iter().enumerate().map(|(n, x)| if of_row(n) == 0 { EMPTY } else { state(x) }).collect()
+}
+
+/// The case with a boolean mask in place of the block mask, its mask and its function.
+fn dense(case: &Case) -> Case {
+    let p = case.problem;
+    let blocks = p.block_mask.unwrap();
+    let shape = p.scores_shape();
+    let index = |shape: [usize; 4], at: [usize; 4]| {
+        (0..4).fold(0, |n, dim| n * shape[dim] + if shape[dim] == 1 { 0 } else { at[dim] })
+    };
+    let hides = |n: usize| {
+        let [_, h, q, k] = shape;
+        let at = [n / (h * q * k), n / (q * k) % h, n / k % q, n % k];
+        let of_block = [at[0], at[1], at[2] / blocks.block_q, at[3] / blocks.block_k];
+        let masked = p.mask.is_some_and(|shape| case.mask.as_ref().unwrap()[index(shape, at)]);
+        let pair = Pair::of(at[0] as u32, at[1] as u32, at[2] as u32, at[3] as u32);
+        let sees = p.options.mask_mod.is_none_or(|function| function.sees(pair, Values::default()));
+        match case.block_states.as_ref().unwrap()[index(blocks.blocks, of_block)] {
+            EMPTY => true,
+            PARTIAL => masked || !sees,
+            _ => false,
+        }
+    };
+    let mut dense = case.clone();
+    dense.problem.block_mask = None;
+    dense.problem.options.mask_mod = None;
+    dense.block_states = None;
+    dense.problem = dense.problem.with_mask(&shape).unwrap();
+    dense.mask = Some((0..shape.iter().product()).map(hides).collect());
+    dense
+}
+
+/// Both give the same, and the same gradients.
+fn compare(client: &Client, name: &str, case: &Case) {
+    let (a, b) = (case.run(client).unwrap(), dense(case).run(client).unwrap());
+    close(&format!("{name}: o"), &a.o, &b.o, case.tolerance(1e-5));
+    close(&format!("{name}: lse"), &a.lse, &b.lse, 1e-4);
+    let of = |results: &Results| [&results.dq, &results.dk, &results.dv, &results.dbias].map(|of| of.clone());
+    for ((of_a, of_b), gradient) in of(&a).into_iter().zip(of(&b)).zip(["dq", "dk", "dv", "dbias"]) {
+        assert_eq!(of_a.is_some(), of_b.is_some());
+        let tolerance = 2.0 * case.tolerance(2e-5);
+        close(&format!("{name}: {gradient}"), &of_a.unwrap_or_default(), &of_b.unwrap_or_default(), tolerance);
+    }
+}
+
+#[test]
+fn a_block_mask_is_the_mask_it_stands_for() {
+    let Some(client) = client() else { return };
+    let options = [
+        ("full", AttentionOptions::default()),
+        ("causal", AttentionOptions { causal: true, ..Default::default() }),
+        ("window", AttentionOptions { causal: true, window_left: Some(99), ..Default::default() }),
+    ];
+    for dtype in dtypes(&client) {
+        let dims = if thorough() { &[[64, 64], [128, 128], [72, 40], [192, 192], [256, 256]][..] } else { &[[64, 64]] };
+        for &[head_dim, head_dim_v] in dims {
+            for (name, options) in options {
+                let case = Case::new([2, 4, 2, 400, 470, head_dim, head_dim_v], dtype, options);
+                compare(&client, name, &case.clone().with_block_mask([1, 1, 4, 4], [128, 128], states([1, 1, 4, 4])));
+                if thorough() {
+                    let own = case.with_block_mask([2, 4, 2, 4], [256, 128], states([2, 4, 2, 4]));
+                    compare(&client, name, &own.with_dropout(0.2));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn partial_blocks_are_masked_and_full_ones_are_not() {
+    let Some(client) = client() else { return };
+    for dtype in dtypes(&client) {
+        for causal in if thorough() { &[false, true][..] } else { &[true] } {
+            let options =
+                AttentionOptions { causal: *causal, mask_mod: Some(MaskFn::of::<Third>()), ..Default::default() };
+            let case = Case::new([2, 4, 2, 300, 300, 64, 64], dtype, options);
+            let case = case.with_block_mask([2, 4, 3, 3], [128, 128], states([2, 4, 3, 3]));
+            compare(&client, "function", &case);
+            compare(&client, "function and mask", &case.clone().with_mask([2, 1, 300, 300]));
+            compare(&client, "lengths", &case.with_seq_lens_q(&[300, 170]).with_seq_lens_k(&[140, 300]));
+        }
+    }
+}
+
+/// The gradient of a bias of every shape walks over the same tiles.
+#[test]
+fn biases_of_every_shape() {
+    let Some(client) = client() else { return };
+    let shapes = [[1, 4, 300, 300], [2, 1, 1, 300], [1, 4, 300, 1], [1, 4, 1, 1]];
+    for dtype in dtypes(&client) {
+        for shape in if thorough() { &shapes[..] } else { &shapes[..2] } {
+            let case = Case::new([2, 4, 2, 300, 300, 64, 64], dtype, AttentionOptions::default()).with_bias(*shape);
+            compare(
+                &client,
+                &format!("{shape:?}"),
+                &case.with_block_mask([1, 4, 3, 3], [128, 128], states([1, 4, 3, 3])),
+            );
+        }
+    }
+}
+
+/// What is in no block that is visited, or hidden in one that is, is no number: it reaches nothing.
+#[test]
+fn what_nobody_sees_reaches_nothing() {
+    let Some(client) = client() else { return };
+    for dtype in dtypes(&client) {
+        let blocks = vec![PARTIAL, EMPTY, EMPTY, FULL, EMPTY, PARTIAL, EMPTY, EMPTY, EMPTY];
+        let case = Case::new([1, 2, 1, 300, 300, 64, 64], dtype, AttentionOptions::default()).with_mask([1, 1, 1, 300]);
+        let mut case = case.with_block_mask([1, 1, 3, 3], [128, 128], blocks);
+        let mask: Vec<bool> = (0..300).map(|j| j >= 256 && j % 2 == 0).collect();
+        // Keys of the second block are in none that is visited.
+        let unseen = |j: usize| (128..256).contains(&j) || mask[j];
+        for j in (0..300).filter(|j| unseen(*j)) {
+            case.v[j * 64..(j + 1) * 64].fill(f64::NAN);
+            case.k[j * 64..(j + 1) * 64].fill(f64::NAN);
+        }
+        case.mask = Some(mask.clone());
+        let results = case.run(&client).unwrap();
+        assert!(results.o.iter().all(|x| x.is_finite()), "{dtype:?}: what nobody sees has reached o");
+        assert!(results.dq.unwrap().iter().all(|x| x.is_finite()), "{dtype:?}: what nobody sees has reached dq");
+        // Rows of the last block of queries see nothing.
+        let rows = results.o.chunks(64).enumerate().filter(|(n, _)| n % 300 >= 256);
+        assert!(
+            rows.into_iter().all(|(_, row)| row.iter().all(|x| *x == 0.0)),
+            "{dtype:?}: rows that see nothing are 0"
+        );
+    }
+}
+
+/// The states that the device finds are those of what mask and function say together.
+#[test]
+fn states_of_functions_and_masks() {
+    let Some(client) = client() else { return };
+    let options = AttentionOptions { mask_mod: Some(MaskFn::of::<Sliding>()), ..Default::default() };
+    for masked in [false, true] {
+        let mut case = Case::new([2, 1, 1, 700, 640, 8, 8], Dtype::F32, options);
+        if masked {
+            // The second batch has 300 keys.
+            case = case.with_mask([2, 1, 1, 640]);
+            case.mask = Some((0..2 * 640).map(|n| n >= 640 + 300).collect());
+        }
+        let shape = [2, 1, 700usize.div_ceil(256), 5];
+        let case = case.with_block_mask(shape, [256, 128], vec![FULL; shape.iter().product()]);
+        let sees = |b: usize, i: usize, j: usize| j <= i && i - j <= 150 && !(masked && b == 1 && j >= 300);
+        let mut want = Vec::new();
+        for (b, of_q, of_k) in (0..2).flat_map(|b| (0..3).flat_map(move |q| (0..5).map(move |k| (b, q, k)))) {
+            let pairs = (of_q * 256..700.min(of_q * 256 + 256))
+                .flat_map(|i| (of_k * 128..of_k * 128 + 128).map(move |j| (i, j)));
+            let (any, all) = pairs.fold((false, true), |(any, all), (i, j)| {
+                let sees = sees(b, i, j);
+                (any || sees, all && sees)
+            });
+            want.push(if !any { EMPTY } else { [PARTIAL, FULL][usize::from(all)] });
+        }
+        assert!(want.contains(&EMPTY) && want.contains(&PARTIAL));
+        let zeros = |shape: [usize; 4]| {
+            TensorView::contiguous(client.create_from_slice(&vec![0; 4 * shape.iter().product::<usize>()]), shape)
+        };
+        let p = case.problem;
+        let mut inputs = Inputs::new(zeros(p.q_shape()), zeros(p.k_shape()), zeros(p.v_shape()));
+        inputs.mask = case.mask.as_ref().map(|mask| {
+            let bytes: Vec<u8> = mask.iter().flat_map(|hides| u32::from(*hides).to_le_bytes()).collect();
+            let tensor = TensorView::contiguous(client.create_from_slice(&bytes), p.mask.unwrap());
+            flash_attention_kernels::MaskView { tensor, storage: flash_attention_kernels::MaskStorage::U32 }
+        });
+        let out = zeros(shape);
+        block_states(&client, &p, &inputs, &out).unwrap();
+        let got = client.read_one_unchecked(out.handle);
+        let got: Vec<u32> = got.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect();
+        assert_eq!(got, want, "masked: {masked}");
+        // And attention by them is that of the function alone.
+        let by_blocks = Case { block_states: Some(got), ..case.clone() };
+        let (a, b) =
+            (by_blocks.run(&client).unwrap(), dense(&Case { block_states: Some(vec![PARTIAL; want.len()]), ..case }));
+        close("o", &a.o, &b.run(&client).unwrap().o, 1e-5);
+    }
+}
