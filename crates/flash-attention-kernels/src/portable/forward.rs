@@ -150,7 +150,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
         rescale(&mut acc, &alpha, comptime!(tile.groups(blueprint.head_dim_v)), comptime!(tile.micro_q()));
 
         // -- O
-        let next = k_start + tile_k;
+        let next = visits.tile(nth + 1, &extras, &band, tile_q, tile_k, false).start;
         ahead.ask_scores(
             q,
             &q_at,

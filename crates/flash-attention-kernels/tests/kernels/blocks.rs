@@ -94,10 +94,12 @@ fn a_block_mask_is_the_mask_it_stands_for() {
     for dtype in dtypes(&client) {
         let dims = if thorough() { &[[64, 64], [128, 128], [72, 40], [192, 192], [256, 256]][..] } else { &[[64, 64]] };
         for &[head_dim, head_dim_v] in dims {
-            for (name, options) in options {
+            // Of wide heads one will do: each is several kernels to compile.
+            let options = if head_dim > 64 { &options[1..2] } else { &options[..] };
+            for &(name, options) in options {
                 let case = Case::new([2, 4, 2, 400, 470, head_dim, head_dim_v], dtype, options);
                 compare(&client, name, &case.clone().with_block_mask([1, 1, 4, 4], [128, 128], states([1, 1, 4, 4])));
-                if thorough() {
+                if head_dim == 64 && thorough() {
                     let own = case.with_block_mask([2, 4, 2, 4], [256, 128], states([2, 4, 2, 4]));
                     compare(&client, name, &own.with_dropout(0.2));
                 }

@@ -6,7 +6,6 @@ use crate::hopper::gradient::{ResultStridesLaunch, SourceStridesLaunch};
 use crate::hopper::schedule::Walk;
 use crate::hopper::{self, HopperTile, Role, WARPGROUP_ROWS, reduce};
 use crate::launch::backward::{HopperResults, Wanted, WantedBias};
-use crate::launch::blocks::Route;
 use crate::launch::sequences::Blocks;
 use crate::launch::{Call, Saved, Scratch};
 use crate::tensor::TensorView;
@@ -216,6 +215,7 @@ impl Call<'_> {
         let strides = ResultStridesLaunch::new(stride(&computed, vector), stride(&computed, vector));
         let sources = SourceStridesLaunch::new(stride(q, wide), stride(dout, wide), stride(k, wide), stride(v, wide));
         let ((mask, mask_width), (bias, bias_width)) = self.pairs();
+        let route = self.route(Blocks::Queries, blueprint.tile.tile_q(), blueprint.tile.tile_k);
         // SAFETY: views have been checked against their buffers; the kernel drops what lies past the ends.
         unsafe {
             reduce::round_sums::launch_unchecked(
@@ -238,7 +238,7 @@ impl Call<'_> {
                 sources,
                 strides,
                 p.softmax_scale(),
-                self.factors(&blueprint, &Route::default()),
+                self.factors(&blueprint, &route),
                 band.into_launch(),
                 walk.into_launch(),
                 blueprint,
