@@ -486,7 +486,7 @@ impl Case {
             cu_seqlens_k: self.cu_seqlens.as_ref().map(|[_, k]| &k[..]),
             score_tensors: self.score_tensors.each_ref().map(|values| values.as_deref()),
             mask_tensors: self.mask_tensors.each_ref().map(|values| values.as_deref()),
-            // TEMP block_mask: self.block_states.as_deref(),
+            block_mask: self.block_states.as_deref(),
         }
     }
 

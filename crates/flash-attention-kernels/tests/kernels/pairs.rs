@@ -53,6 +53,9 @@ fn case(pair: &Pair) -> Case {
     if p.cu_seqlens.is_some() {
         case = case.with_cu_seqlens(&pair.cu_seqlens[0], &pair.cu_seqlens[1]);
     }
+    if let (Some(mask), Some(states)) = (p.block_mask, &pair.block_states) {
+        case = case.with_block_mask(mask.blocks, [mask.block_q, mask.block_k], states.clone());
+    }
     if pair.dlse {
         case = case.with_dlse();
     }
