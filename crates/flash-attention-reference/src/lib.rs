@@ -8,11 +8,12 @@
 //! scores, or `f(t) = t`:
 //!
 //! ```text
-//! s = f(t) + bias − slope·|i − j| where the pair is visible, −∞ where mask, causality, window or function hide it
+//! s = f(t) + bias − slope·|i − j| where the pair is visible, −∞ where mask, causality, window, function or block hide it
 //! lse = log (Σⱼ exp(s) + exp(sink))        p = exp(s − lse)        o = (p∘z)·v
 //! ```
 //!
-//! `|i − j|` counts from where the query stands among the keys; `z` is what dropout multiplies by.
+//! `|i − j|` counts from where the query stands among the keys; `z` is what dropout multiplies by. Blocks are of pairs at their positions in
+//! the tensors: in one that is seen altogether mask and function are not asked.
 //!
 //! Users' functions compute in f32, which is what they are written in: `t` is rounded to it for `f`, and what `f` and its derivatives
 //! give is exact to no more than that.
@@ -100,6 +101,8 @@ pub struct Inputs<'a> {
     pub score_tensors: [Option<&'a [f64]>; TENSORS],
     /// `problem.mask_tensors`, likewise.
     pub mask_tensors: [Option<&'a [f64]>; TENSORS],
+    /// The states of the blocks of `problem.block_mask`: 0 hides, 1 leaves it to mask and function, and more shows, whatever they say.
+    pub block_mask: Option<&'a [u32]>,
 }
 
 /// What draws of dropout depend on beside positions.
@@ -188,6 +191,8 @@ impl Inputs<'_> {
         let stated = |shapes: [Option<[usize; 4]>; TENSORS]| shapes.map(|shape| shape.map(len));
         assert_eq!(lens(self.score_tensors), stated(problem.score_tensors), "lengths of score_tensors");
         assert_eq!(lens(self.mask_tensors), stated(problem.mask_tensors), "lengths of mask_tensors");
+        let blocks = problem.block_mask.map(|mask| len(mask.blocks));
+        assert_eq!(self.block_mask.map(<[u32]>::len), blocks, "length of block_mask");
         assert_eq!(self.dropout.is_some(), problem.options.dropout > 0.0, "whether there is dropout");
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::mods::{Bent, Document, Relative, Sloped, Strided};
 use flash_attention_kernels::mods::{MaskFn, ScoreFn};
-use flash_attention_kernels::{Alignment, AttentionOptions, AttentionProblem, BackwardOrder, Dtype};
+use flash_attention_kernels::{Alignment, AttentionOptions, AttentionProblem, BackwardOrder, BlockMask, Dtype};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
@@ -27,17 +27,30 @@ pub struct Pair {
     pub seq_lens: [[usize; 2]; 2],
     /// Where sequences begin among all queries, and among all keys, where the problem says so.
     pub cu_seqlens: [Vec<usize>; 2],
+    /// The states of the problem's blocks, where it has a block mask: of empty ones, of partial ones and of full ones about as many, and
+    /// where there are three or more, one of each at least.
+    pub block_states: Option<Vec<u32>>,
 }
 
-/// Lengths of queries and keys.
-const LENGTHS: [[usize; 2]; 6] = [[65, 130], [130, 65], [64, 64], [33, 200], [1, 97], [129, 129]];
+/// Lengths of queries and keys. The last ones are those of several blocks.
+const LENGTHS: [[usize; 2]; 7] = [[65, 130], [130, 65], [64, 64], [33, 200], [1, 97], [129, 129], [300, 290]];
 /// Batches, heads of queries, heads of keys.
 const HEADS: [[usize; 3]; 3] = [[1, 2, 2], [2, 4, 2], [2, 4, 1]];
 /// Dimensions of queries and of values.
 const DIMS: [[usize; 2]; 4] = [[16, 16], [40, 24], [64, 64], [64, 128]];
 
 /// How many choices each option has.
-const CHOICES: [usize; 19] = [LENGTHS.len(), HEADS.len(), DIMS.len(), 3, 3, 4, 2, 2, 4, 5, 3, 2, 2, 2, 2, 3, 6, 4, 3];
+const CHOICES: [usize; 20] =
+    [LENGTHS.len(), HEADS.len(), DIMS.len(), 3, 3, 4, 2, 2, 4, 5, 3, 2, 2, 2, 2, 3, 6, 4, 3, 3];
+/// The option of sequences, and from which of its choices on they are packed.
+const PACKED: (usize, usize) = (16, 4);
+/// The option of blocks, whose first choice is none.
+const BLOCKS: usize = 19;
+
+/// What cannot be: packed sequences with a block mask.
+fn contradicts([(a, x), (b, y)]: TwoChoices) -> bool {
+    (a, b) == (PACKED.0, BLOCKS) && x >= PACKED.1 && y > 0
+}
 
 /// Problems in which any two choices of any two options meet, at least so many.
 pub fn pairs(least: usize) -> Vec<Pair> {
@@ -65,6 +78,7 @@ fn pair(n: u64, choices: &[usize]) -> Pair {
         ragged,
         score_mod,
         mask_mod,
+        blocks,
     ] = choices
     else {
         unreachable!("as many as there are options")
@@ -108,15 +122,26 @@ fn pair(n: u64, choices: &[usize]) -> Pair {
         *ends[0].last_mut().expect("there is an end") -= sq / 7;
         *ends[1].last_mut().expect("there is an end") -= 1;
     }
-    problem.cu_seqlens = (ragged > 3).then_some(4 * b);
+    problem.cu_seqlens = (ragged >= PACKED.1).then_some(4 * b);
+    let [one, each] = [([1, 1], [128, 128]), ([b, hq], [256, 128])].map(|([b, h], [block_q, block_k])| {
+        let blocks = [b, h, sq.div_ceil(block_q), sk.div_ceil(block_k)];
+        BlockMask { blocks, block_q, block_k }
+    });
+    problem.block_mask = [None, Some(one), Some(each)][blocks];
     problem.validate().expect("choices that fit each other");
     // Of two batches one has next to nothing, or nothing at all.
     let seq_lens = [[sq - sq / 3, sq / 20], [sk - sk / 4, n as usize % 2]];
-    Pair { problem, dlse: dlse > 0, layout, seq_lens, cu_seqlens: ends }
+    let block_states = problem.block_mask.map(|mask| {
+        let mut states: Vec<u32> =
+            (0..mask.blocks.iter().product::<usize>() as u32).map(|block| (block + n as u32) % 3).collect();
+        states.shuffle(&mut StdRng::seed_from_u64(n));
+        states
+    });
+    Pair { problem, dlse: dlse > 0, layout, seq_lens, cu_seqlens: ends, block_states }
 }
 
-/// At least so many rows, of a choice for each option, in which every two choices of any two options meet: over and over again, each
-/// time otherwise. (D. M. Cohen et al., The AETG system: an approach to testing based on combinatorial design, 1997.)
+/// At least so many rows, of a choice for each option, in which every two choices of any two options meet that can: over and over again,
+/// each time otherwise. (D. M. Cohen et al., The AETG system: an approach to testing based on combinatorial design, 1997.)
 fn covering(choices: &[usize], least: usize) -> Vec<Vec<usize>> {
     let mut random = StdRng::seed_from_u64(7);
     let mut rows: Vec<Vec<usize>> = Vec::new();
@@ -140,7 +165,9 @@ type TwoChoices = [(usize, usize); 2];
 
 fn every_pair(choices: &[usize]) -> impl Iterator<Item = TwoChoices> {
     let options = (0..choices.len()).flat_map(move |a| (a + 1..choices.len()).map(move |b| (a, b)));
-    options.flat_map(move |(a, b)| (0..choices[a]).flat_map(move |x| (0..choices[b]).map(move |y| [(a, x), (b, y)])))
+    let pairs = options
+        .flat_map(move |(a, b)| (0..choices[a]).flat_map(move |x| (0..choices[b]).map(move |y| [(a, x), (b, y)])));
+    pairs.filter(|pair| !contradicts(*pair))
 }
 
 /// Those of the missing pairs that a row has.
@@ -169,9 +196,19 @@ fn row(choices: &[usize], missing: &HashSet<TwoChoices>, random: &mut StdRng) ->
             };
             row.iter().enumerate().filter_map(with).count()
         };
+        let fits = |choice: &usize| {
+            let with = |(other, known): (usize, &Option<usize>)| {
+                known.is_none_or(|known| {
+                    let mut pair = [(option, *choice), (other, known)];
+                    pair.sort_unstable();
+                    !contradicts(pair)
+                })
+            };
+            row.iter().enumerate().all(with)
+        };
         let first = random.random_range(0..choices[option]);
-        let best = (0..choices[option]).map(|n| (first + n) % choices[option]).max_by_key(|choice| gain(*choice));
-        row[option] = best;
+        let turned = (0..choices[option]).map(|n| (first + n) % choices[option]);
+        row[option] = turned.filter(fits).max_by_key(|choice| gain(*choice));
     }
     row.into_iter().flatten().collect()
 }
@@ -186,10 +223,26 @@ mod tests {
         let mut missing: HashSet<_> = every_pair(&CHOICES).collect();
         for row in &rows {
             assert!(row.iter().zip(CHOICES).all(|(choice, choices)| *choice < choices));
+            assert!(!contradicts([(PACKED.0, row[PACKED.0]), (BLOCKS, row[BLOCKS])]));
             for pair in met(row, &missing).collect::<Vec<_>>() {
                 missing.remove(&pair);
             }
         }
         assert!(missing.is_empty() && rows.len() < 60, "{} rows, {} pairs missing", rows.len(), missing.len());
+    }
+
+    #[test]
+    fn blocks_of_each_state_beside_each_way_of_masking() {
+        let all = pairs(500);
+        let masked = |pair: &Pair| (pair.problem.mask.is_some(), pair.problem.options.mask_mod.is_some());
+        for kind in [(false, false), (false, true), (true, false), (true, true)] {
+            let states = all.iter().filter(|pair| masked(pair) == kind).filter_map(|pair| pair.block_states.as_ref());
+            let several = states.filter(|states| (0..3).all(|state| states.contains(&state))).count();
+            assert!(several > 5, "{several} problems with blocks of each state, mask and function: {kind:?}");
+        }
+        for pair in all {
+            let blocks = pair.problem.block_mask.map(|mask| mask.blocks.iter().product());
+            assert_eq!(pair.block_states.map(|states| states.len()), blocks);
+        }
     }
 }

@@ -3,6 +3,7 @@
 use crate::dropout::{keeping, keeps};
 use crate::{Dropout, Inputs};
 use flash_attention_kernels::AttentionProblem;
+use flash_attention_kernels::blocks::{EMPTY, PARTIAL};
 use flash_attention_kernels::mask::Band;
 use flash_attention_kernels::mods::{Pair, Partials, TENSORS, Values};
 
@@ -37,7 +38,14 @@ impl Row {
                 function.sees(pair(&band, at), values(problem.mask_tensors, inputs.mask_tensors, at))
             })
         };
-        let sees = |&j: &usize| band.sees(i as u32, j as u32) && !hides(j) && shows(j);
+        let sees = |&j: &usize| {
+            band.sees(i as u32, j as u32)
+                && match block_state(problem, inputs, [b, h, i, j]) {
+                    EMPTY => false,
+                    PARTIAL => !hides(j) && shows(j),
+                    _ => true,
+                }
+        };
         let keys: Vec<usize> = (0..problem.seq_k).filter(sees).collect();
 
         let scale = f64::from(problem.softmax_scale());
@@ -105,6 +113,14 @@ impl Row {
             function.backward(t as f32, pair(&band, at), values(problem.score_tensors, inputs.score_tensors, at))
         };
         Some(self.keys.iter().zip(&self.t).map(partials).collect())
+    }
+}
+
+/// The state of the block that a pair belongs to; without blocks, mask and function decide everywhere.
+pub(crate) fn block_state(problem: &AttentionProblem, inputs: &Inputs, [b, h, i, j]: [usize; 4]) -> u32 {
+    match (problem.block_mask, inputs.block_mask) {
+        (Some(of), Some(states)) => states[broadcast_index(of.blocks, [b, h, i / of.block_q, j / of.block_k])],
+        _ => PARTIAL,
     }
 }
 

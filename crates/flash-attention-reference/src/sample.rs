@@ -2,8 +2,9 @@
 
 use crate::Inputs;
 use crate::backward::score_gradients;
-use crate::row::{Row, add_scaled, vector};
+use crate::row::{Row, add_scaled, block_state, vector};
 use flash_attention_kernels::AttentionProblem;
+use flash_attention_kernels::blocks::EMPTY;
 use rayon::prelude::*;
 
 /// What attention gives for some queries and keys of one key/value head.
@@ -105,8 +106,10 @@ pub fn sample(
     let zeros = || (vec![0.0; keys.len() * head_dim], vec![0.0; keys.len() * head_dim_v]);
     let rows = (h_kv * group..(h_kv + 1) * group).flat_map(|h| (0..problem.seq_q).map(move |i| [b, h, i]));
     // A row that sees none of the keys is not computed.
-    let sees = |i: usize, j: usize| inputs.band(problem, b, i).sees(i as u32, j as u32);
-    let rows = rows.filter(|&[_, _, i]| keys.iter().any(|&j| sees(i, j)));
+    let sees = |h: usize, i: usize, j: usize| {
+        inputs.band(problem, b, i).sees(i as u32, j as u32) && block_state(problem, inputs, [b, h, i, j]) != EMPTY
+    };
+    let rows = rows.filter(|&[_, h, i]| keys.iter().any(|&j| sees(h, i, j)));
     let sums = rows.collect::<Vec<_>>().into_par_iter().fold(zeros, |(mut dk, mut dv), at| {
         if let Some(row) = Row::new(problem, inputs, at) {
             let ds = score_gradients(&row, at).ds;

@@ -175,6 +175,65 @@ fn functions_of_packed_sequences_are_those_of_padded_ones() {
     assert_eq!(packed.backward().dk, pack(&padded.backward().dk, 1, 20, 3, lens_k));
 }
 
+#[test]
+fn a_block_mask_is_the_mask_that_it_stands_for() {
+    let sizes = [2, 4, 2, 300, 290, 3, 2];
+    let scores = [2, 4, 300, 290];
+    for (heads, [block_q, block_k], options) in [
+        ([1, 1], [128, 128], AttentionOptions::default()),
+        ([2, 4], [256, 128], causal(Alignment::BottomRight)),
+        ([1, 4], [128, 256], window(Some(70), Some(90), Alignment::TopLeft)),
+    ] {
+        let masked = Case::new(sizes, options).with_dlse().with_mask([2, 1, 1, 290]);
+        let blocks = masked.clone().with_block_mask(heads, [block_q, block_k]);
+        let states = blocks.block_states.clone().unwrap();
+        let [of_q, of_k] = [300usize.div_ceil(block_q), 290usize.div_ceil(block_k)];
+        let state = |[b, h, i, j]: [usize; 4]| {
+            let head = b.min(heads[0] - 1) * heads[1] + h.min(heads[1] - 1);
+            states[(head * of_q + i / block_q) * of_k + j / block_k]
+        };
+        assert!((0..3).all(|of| indices(scores).any(|at| state(at) == of)));
+        // The mask where blocks leave it to the mask.
+        let hidden = |at: [usize; 4]| match state(at) {
+            0 => true,
+            1 => masked.mask.as_ref().unwrap()[at[0] * 290 + at[3]],
+            _ => false,
+        };
+        let mut written = Case::new(sizes, options).with_dlse().with_mask(scores);
+        written.mask = Some(indices(scores).map(hidden).collect());
+        assert_eq!(blocks.forward(), written.forward());
+        assert_eq!(blocks.backward(), written.backward());
+        assert_ne!(blocks.forward(), masked.forward());
+    }
+}
+
+/// What a full block shows no function hides, and what an empty one hides none shows; the options hide in any case.
+#[test]
+fn blocks_are_stronger_than_functions_and_weaker_than_options() {
+    let sizes = [1, 1, 1, 140, 200, 3, 2];
+    let blocks = |options, states: [u32; 4]| {
+        let mut case = Case::new(sizes, options).with_dlse().with_block_mask([1, 1], [128, 128]);
+        case.block_states = Some(states.to_vec());
+        case
+    };
+    let nothing = with_mask_mod(MaskFn::of::<And<Causal, Not<Causal>>>());
+    // Any number above 1 says full.
+    let (shown, plain) = (blocks(nothing, [2, 2, 9, 2]), Case::new(sizes, Default::default()).with_dlse());
+    assert_eq!(shown.forward(), plain.forward());
+    assert_eq!(shown.backward(), plain.backward());
+    let hidden = blocks(with_mask_mod(MaskFn::of::<Or<Causal, Not<Causal>>>()), [0; 4]).forward();
+    assert!(hidden.lse.iter().all(|lse| *lse == f64::NEG_INFINITY));
+    let asked = blocks(with_mask_mod(MaskFn::of::<Causal>()), [1; 4]);
+    let function = Case::new(sizes, with_mask_mod(MaskFn::of::<Causal>())).with_dlse();
+    assert_eq!(asked.forward(), function.forward());
+    assert_eq!(asked.backward(), function.backward());
+    let options = blocks(causal(Alignment::TopLeft), [2; 4]);
+    assert_eq!(options.forward(), Case::new(sizes, causal(Alignment::TopLeft)).forward());
+    // And lengths.
+    let lens = blocks(Default::default(), [2; 4]).with_seq_lens(&[90], &[150]);
+    assert_eq!(lens.forward(), Case::new(sizes, Default::default()).with_seq_lens(&[90], &[150]).forward());
+}
+
 fn indices([a, b, c, d]: [usize; 4]) -> impl Iterator<Item = [usize; 4]> {
     (0..a * b * c * d).map(move |n| [n / (b * c * d), n / (c * d) % b, n / d % c, n % d])
 }

@@ -15,7 +15,9 @@ fn a_sample_is_part_of_the_whole() {
     let case = Case::new([2, 4, 2, 9, 7, 5, 3], options).with_mask([2, 1, 9, 7]).with_bias([1, 4, 9, 7]);
     let functions = case.clone().with_score_mod(ScoreFn::of::<Bent>(), &[[1, 4, 1, 7], [2, 1, 9, 1]]);
     let functions = functions.with_mask_mod(MaskFn::of::<Document>(), &[[2, 1, 9, 1], [1, 1, 1, 7]]);
-    for case in [case, functions] {
+    let mut blocks = functions.clone().with_block_mask([2, 4], [128, 128]);
+    blocks.block_states = Some(vec![2, 0, 1, 1, 0, 1, 2, 2]);
+    for case in [case, functions, blocks] {
         a_sample_is_part_of(case);
     }
 }

@@ -14,8 +14,10 @@
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
+mod masks;
 mod math;
 
+pub use masks::{Causal, CausalDocument, Dilated, Document, PrefixLm, SlidingGlobal};
 pub use math::{exp, ln, reciprocal, tanh};
 
 use crate::mask::Band;

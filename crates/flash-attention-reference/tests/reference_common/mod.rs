@@ -25,6 +25,7 @@ pub struct Case {
     pub cu_seqlens: Option<[Vec<usize>; 2]>,
     pub score_tensors: [Option<Vec<f64>>; 2],
     pub mask_tensors: [Option<Vec<f64>>; 2],
+    pub block_states: Option<Vec<u32>>,
     pub dout: Vec<f64>,
     pub dlse: Option<Vec<f64>>,
 }
@@ -49,6 +50,7 @@ impl Case {
             cu_seqlens: None,
             score_tensors: [None, None],
             mask_tensors: [None, None],
+            block_states: None,
             dropout: (options.dropout > 0.0).then_some(Dropout { seed: [8, 9], first: [0, 0] }),
             dout: draw(problem.o_shape(), 4),
             dlse: None,
@@ -117,6 +119,15 @@ impl Case {
         self
     }
 
+    /// With a block mask of so many batches and heads: of each state a third of the blocks.
+    pub fn with_block_mask(mut self, [batch, heads]: [usize; 2], [block_q, block_k]: [usize; 2]) -> Self {
+        let shape = [batch, heads, self.problem.seq_q.div_ceil(block_q), self.problem.seq_k.div_ceil(block_k)];
+        self.problem = self.problem.with_block_mask(&shape, block_q, block_k).unwrap();
+        let drawn = normal(shape.iter().product(), 16);
+        self.block_states = Some(drawn.iter().map(|x| u32::from(*x > -0.43) + u32::from(*x > 0.43)).collect());
+        self
+    }
+
     pub fn with_dlse(mut self) -> Self {
         self.dlse = Some(normal(self.problem.rows(), 7));
         self
@@ -139,6 +150,7 @@ impl Case {
             cu_seqlens_k: cu_seqlens.as_ref().map(|[_, k]| &k[..]),
             score_tensors: self.score_tensors.each_ref().map(Option::as_deref),
             mask_tensors: self.mask_tensors.each_ref().map(Option::as_deref),
+            block_mask: self.block_states.as_deref(),
         }
     }
 
