@@ -205,9 +205,9 @@ class Case:
         full = self.blocks.sum(-1, dtype=torch.int32)[None, None]
         # Those of a row that are seen come first.
         order = self.blocks.int().argsort(dim=-1, descending=True, stable=True).int()[None, None]
-        partial = torch.zeros_like(full)
+        partial = torch.zeros_like(full), torch.zeros_like(order)
         lengths = (self.seq_q, self.seq_k)
-        return BlockMask.from_kv_blocks(partial, order, full, order, BLOCK_SIZE=(BLOCK, BLOCK), seq_lengths=lengths)
+        return BlockMask.from_kv_blocks(*partial, full, order, BLOCK_SIZE=(BLOCK, BLOCK), seq_lengths=lengths)
 
     def flex(self):
         """The call of flex_attention, or None where it has no such mathematics."""
