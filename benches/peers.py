@@ -16,7 +16,7 @@ try:
     import torch._functorch.config
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 except ImportError as error:
     sys.exit(print(f"no PyTorch: {error}", file=sys.stderr) or 3)
 if not torch.cuda.is_available():
@@ -27,8 +27,8 @@ WARM_UP_S, SAMPLE_MS, SAMPLES, LEAST, BUDGET_S, SLOW_MS = 0.2, 20, 20, 3, 1.5, 1
 CACHE_BYTES, SOFTCAP, DROPOUT = 256e6, 20.0, 0.1
 # Those of src/data.rs, and how many scores are in memory at a time.
 LONG, NEGLIGIBLE, SCORES = 1 << 17, 1e-3, 1 << 26
-# That of src/case.rs.
-DOCUMENTS = [20, 1, 9, 3, 14, 2, 7, 8]
+# Those of src/case.rs.
+DOCUMENTS, BLOCK = [20, 1, 9, 3, 14, 2, 7, 8], 128
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 TOLERANCES = {"f32": 5e-3, "f16": 5e-3, "bf16": 3e-2}
 BACKENDS = {
@@ -105,22 +105,39 @@ def error_of_rows(found, right):
     return torch.where(sizes == 0, differences, differences / sizes).mean().sqrt().item()
 
 
+def random_blocks(down, across, percent):
+    """Which blocks are seen: as src/case.rs draws them."""
+    state, rows = 1, []
+    for _ in range(down):
+        row = []
+        for _ in range(across):
+            state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+            row.append((state >> 33) % 100 < percent)
+        rows.append(row if any(row) else [True] + row[1:])
+    return rows
+
+
 class Case:
     """One problem, with inputs that take turns."""
 
     def __init__(self, fields):
         self.__dict__.update(fields)
         variant = self.variant
-        self.window = variant.get("window") if isinstance(variant, dict) else None
-        self.kind = next(iter(variant)) if isinstance(variant, dict) else variant
+        name, number = next(iter(variant.items())) if isinstance(variant, dict) else (variant, None)
+        # A function of ours is an option, too: FlexAttention has functions for both.
+        self.kind = name.removesuffix("-function")
+        self.window = number if self.kind == "window" else None
         tokens = self.batch * self.seq_q
         if self.kind == "packed":
-            lens = [tokens // variant["packed"]] * variant["packed"]
+            lens = [tokens // number] * number
         elif self.kind == "documents":
             ends = [sum(DOCUMENTS[:n]) * tokens // 64 + (0 if n % 8 == 0 else 5 * n) for n in range(9)]
             lens = [end - begin for begin, end in zip(ends, ends[1:])]
         if self.kind in ("packed", "documents"):
             self.document = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens)).cuda()
+        if self.kind == "sparse":
+            down, across = -(-self.seq_q // BLOCK), -(-self.seq_k // BLOCK)
+            self.blocks = torch.tensor(random_blocks(down, across, number)).cuda()
         self.scale = 1 / math.sqrt(self.head_dim)
         rows_q, rows_k = self.batch * self.heads_q * self.seq_q, self.batch * self.heads_kv * self.seq_k
         size = (rows_q + rows_k) * (self.head_dim + self.head_dim_v) * DTYPES[self.dtype].itemsize
@@ -153,13 +170,16 @@ class Case:
             seen = seen & (j > i + shift - self.window)
         if self.kind in ("packed", "documents"):
             seen = seen & (self.document[i] == self.document[j])
+        if self.kind == "sparse":
+            seen = seen & self.blocks[i // BLOCK, j // BLOCK]
         if self.kind == "mask":
             seen = seen & ((b % 2 == 1) | (j < self.seq_k - self.seq_k // 8))
         return seen
 
     def sdpa(self, name):
         """The call of scaled_dot_product_attention, or None where it has no such mathematics."""
-        if self.kind in ("softcap", "window", "alibi", "sinks", "packed", "documents", "lengths") or (self.causal and self.seq_q != self.seq_k):
+        flexible = ("softcap", "window", "alibi", "sinks", "packed", "documents", "lengths", "sparse")
+        if self.kind in flexible or (self.causal and self.seq_q != self.seq_k):
             return None
         if self.kind in ("mask", "bias") and (self.causal or name.startswith("flash2")):
             return None
@@ -180,12 +200,23 @@ class Case:
 
         return call
 
+    def full_blocks(self):
+        """The block mask of a sparse problem: its blocks are full, and none is partial."""
+        full = self.blocks.sum(-1, dtype=torch.int32)[None, None]
+        # Those of a row that are seen come first.
+        order = self.blocks.int().argsort(dim=-1, descending=True, stable=True).int()[None, None]
+        partial = torch.zeros_like(full), torch.zeros_like(order)
+        lengths = (self.seq_q, self.seq_k)
+        return BlockMask.from_kv_blocks(*partial, full, order, BLOCK_SIZE=(BLOCK, BLOCK), seq_lengths=lengths)
+
     def flex(self):
         """The call of flex_attention, or None where it has no such mathematics."""
         if self.kind in ("dropout", "lengths"):
             return None
         block_mask = None
-        if self.causal or self.kind in ("mask", "packed", "documents"):
+        if self.kind == "sparse":
+            block_mask = self.full_blocks()
+        elif self.causal or self.kind in ("mask", "packed", "documents"):
             batches = self.batch if self.kind == "mask" else None
             block_mask = create_block_mask(
                 lambda b, h, i, j: self.visible(b, i, j), batches, None, self.seq_q, self.seq_k, "cuda"

@@ -1,7 +1,11 @@
 //! What is timed: a problem, and a pass over it.
 
+use crate::data::step;
 use crate::error::Error;
+use crate::functions::{self, Alibi, Document, Softcap};
 use clap::ValueEnum;
+use flash_attention_kernels::blocks::{BLOCK, EMPTY, FULL};
+use flash_attention_kernels::mods::{MaskFn, ScoreFn};
 use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -33,7 +37,7 @@ pub struct Case {
 
 /// What is asked of the scores beside causality.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub enum Variant {
     /// Nothing.
     None,
@@ -57,6 +61,16 @@ pub enum Variant {
     Documents,
     /// Sequences of all, 3/4, 1/2 and 1/4 of their batch, with padding behind.
     Lengths,
+    /// [`Alibi`](Variant::Alibi) as a function of scores.
+    AlibiFunction,
+    /// [`Softcap`](Variant::Softcap) as a function of scores.
+    SoftcapFunction,
+    /// [`Window`](Variant::Window) as a function that hides pairs, causality included, with a block mask made of it.
+    WindowFunction(usize),
+    /// [`Documents`](Variant::Documents), where causal, as a function that hides pairs, with a block mask made of it.
+    DocumentsFunction,
+    /// A block mask for all heads, where so many blocks of a hundred are seen, whole, and no others.
+    Sparse(usize),
 }
 
 /// 64ths of all tokens that sequences of [`Variant::Documents`] have, but for a few tokens.
@@ -82,7 +96,30 @@ impl fmt::Display for Variant {
             Variant::Packed(sequences) => write!(f, "packed {sequences}"),
             Variant::Documents => f.write_str("documents"),
             Variant::Lengths => f.write_str("lengths"),
+            Variant::AlibiFunction | Variant::SoftcapFunction | Variant::DocumentsFunction => {
+                write!(f, "{} function", self.option())
+            }
+            Variant::WindowFunction(keys) => write!(f, "window function {keys}"),
+            Variant::Sparse(percent) => write!(f, "sparse {percent}"),
         }
+    }
+}
+
+impl Variant {
+    /// Of a function the option that computes the same; else itself.
+    pub fn option(self) -> Variant {
+        match self {
+            Variant::AlibiFunction => Variant::Alibi,
+            Variant::SoftcapFunction => Variant::Softcap,
+            Variant::WindowFunction(keys) => Variant::Window(keys),
+            Variant::DocumentsFunction => Variant::Documents,
+            option => option,
+        }
+    }
+
+    /// Whether it is asked for by a function or by a block mask.
+    pub fn is_function(self) -> bool {
+        self.option() != self || matches!(self, Variant::Sparse(_))
     }
 }
 
@@ -115,6 +152,22 @@ impl Case {
             Variant::Softcap => options.softcap = Some(SOFTCAP),
             Variant::Window(keys) => options.window_left = Some(keys.saturating_sub(1)),
             Variant::Dropout => (options.dropout, options.dropout_seed) = (DROPOUT, Some(1)),
+            Variant::AlibiFunction => options.score_mod = Some(ScoreFn::of::<Alibi>()),
+            Variant::SoftcapFunction => options.score_mod = Some(ScoreFn::of::<Softcap>()),
+            // These see to causality themselves, as their peer's do.
+            Variant::WindowFunction(keys) => {
+                let unknown = || AttentionError::Unsupported {
+                    option: "window function",
+                    value: keys.to_string(),
+                    why: "functions are compiled for windows of 128, 256, 1024 and 2048 keys",
+                };
+                options.mask_mod = Some(functions::window(keys).ok_or_else(unknown)?);
+                options.causal = false;
+            }
+            Variant::DocumentsFunction => {
+                options.mask_mod = Some(MaskFn::of::<Document>());
+                options.causal = false;
+            }
             _ => {}
         }
         let q = [self.batch, self.heads_q, self.seq_q, self.head_dim];
@@ -131,8 +184,50 @@ impl Case {
                 problem.with_cu_seqlens(&ends, &ends)
             }
             Variant::Lengths => problem.with_seq_lens_q(&[self.batch])?.with_seq_lens_k(&[self.batch]),
-            Variant::None | Variant::Softcap | Variant::Window(_) | Variant::Dropout => Ok(problem),
+            Variant::AlibiFunction => problem.with_score_tensors(&[&[1, self.heads_q, 1, 1]]),
+            Variant::DocumentsFunction => {
+                let problem = problem.with_mask_tensors(&[&[1, 1, self.seq_q, 1], &[1, 1, 1, self.seq_k]])?;
+                problem.with_block_mask(&self.blocks_shape(), BLOCK, BLOCK)
+            }
+            Variant::WindowFunction(_) | Variant::Sparse(_) => {
+                problem.with_block_mask(&self.blocks_shape(), BLOCK, BLOCK)
+            }
+            Variant::None | Variant::Softcap | Variant::Window(_) | Variant::Dropout | Variant::SoftcapFunction => {
+                Ok(problem)
+            }
         }
+    }
+
+    fn blocks_shape(&self) -> [usize; 4] {
+        [1, 1, self.seq_q.div_ceil(BLOCK), self.seq_k.div_ceil(BLOCK)]
+    }
+
+    /// The states of a [sparse](Variant::Sparse) block mask's blocks, at random: of a row with none the first one is seen.
+    pub fn blocks(&self) -> Option<Vec<u32>> {
+        let Variant::Sparse(percent) = self.variant else { return None };
+        let [_, _, down, across] = self.blocks_shape();
+        // peers.py walks the same way.
+        let mut state = 1;
+        let mut states: Vec<u32> = (0..down * across)
+            .map(|_| {
+                state = step(state);
+                if (state >> 33) % 100 < percent as u64 { FULL } else { EMPTY }
+            })
+            .collect();
+        for row in states.chunks_mut(across.max(1)) {
+            if row.iter().all(|state| *state == EMPTY) {
+                row[0] = FULL;
+            }
+        }
+        Some(states)
+    }
+
+    /// Pairs that these blocks let see each other.
+    fn pairs_of(&self, states: &[u32]) -> usize {
+        let across = self.seq_k.div_ceil(BLOCK);
+        let seen = states.iter().enumerate().filter(|(_, state)| **state != EMPTY);
+        let within = |nth: usize, all: usize| BLOCK.min(all - nth * BLOCK);
+        seen.map(|(n, _)| within(n / across, self.seq_q) * within(n % across, self.seq_k)).sum()
     }
 
     /// The lengths of sequences, of queries and keys alike: one of a batch but where the variant has others.
@@ -153,14 +248,24 @@ impl Case {
         }
     }
 
-    /// Operations of a pass as the field counts them: of several sequences, those of each by itself.
+    /// Operations of a pass as the field counts them: of several sequences, those of each by itself; of a function those of the option that
+    /// computes the same; of blocks, those of the ones that are seen.
     pub fn flops(&self, pass: Pass) -> Result<f64, AttentionError> {
-        let problem = self.problem()?;
+        let counted = self.with(self.variant.option());
+        let problem = counted.problem()?;
+        if let Some(states) = self.blocks() {
+            let all = (self.seq_q * self.seq_k).max(1) as f64;
+            return Ok(pass.flops(&problem) * self.pairs_of(&states) as f64 / all);
+        }
         if !problem.is_ragged() {
             return Ok(pass.flops(&problem));
         }
-        let alone = |len| AttentionProblem { batch: 1, seq_q: len, seq_k: len, ..problem };
-        Ok(self.sequences().into_iter().map(|len| pass.flops(&alone(len))).sum())
+        let alone = |len: usize| {
+            let mut problem = problem;
+            (problem.batch, problem.seq_q, problem.seq_k) = (1, len, len);
+            pass.flops(&problem)
+        };
+        Ok(counted.sequences().into_iter().map(alone).sum())
     }
 
     /// The column `variant` of the results.
@@ -245,7 +350,8 @@ pub enum Set {
     Paper,
     /// Shapes that fill a data-centre GPU, in bf16.
     H200,
-    /// Mask, bias, softcap, windows, slopes, sinks, dropout and several sequences at (4, 16, 4096, 128), in bf16.
+    /// Mask, bias, softcap, windows, slopes, sinks, dropout and several sequences at (4, 16, 4096, 128), in bf16; some of them as
+    /// functions, and sparse blocks beside all of them at (1, 16, 16384, 64 and 128).
     Variants,
     /// Lengths that fit no tile beside the next that does, grouped heads, few heads, a single query, in bf16.
     Ragged,
@@ -319,7 +425,8 @@ impl Set {
             Set::Variants => {
                 let full = Case::new(BF16, [4, 16, 4096, 128], false);
                 let causal = Case { causal: true, ..full };
-                vec![
+                let long = [128, 64].map(|head_dim| Case::new(BF16, [1, 16, 16384, head_dim], false));
+                let options = [
                     full.with(Variant::Mask),
                     full.with(Variant::Bias),
                     causal.with(Variant::Softcap),
@@ -334,7 +441,18 @@ impl Set {
                     Case { batch: 1, seq_q: 16384, seq_k: 16384, ..causal }.with(Variant::Packed(4)),
                     Case { batch: 1, seq_q: 16384, seq_k: 16384, ..causal }.with(Variant::Documents),
                     causal.with(Variant::Lengths),
-                ]
+                ];
+                let functions = [
+                    causal.with(Variant::AlibiFunction),
+                    causal.with(Variant::SoftcapFunction),
+                    causal.with(Variant::WindowFunction(256)),
+                    causal.with(Variant::WindowFunction(1024)),
+                    causal.with(Variant::WindowFunction(2048)),
+                    Case { causal: true, ..long[0] }.with(Variant::DocumentsFunction),
+                ];
+                // Beside what they would be if time went with the blocks.
+                let sparse = long.into_iter().flat_map(|case| [case, case.with(Variant::Sparse(10))]);
+                options.into_iter().chain(functions).chain(sparse).collect()
             }
             Set::Ragged => {
                 let of = |seq_q: usize, seq_k: usize, batch: usize| Case {
@@ -458,5 +576,73 @@ impl Filters {
             cases.retain(|case| wanted.is_empty() || wanted.contains(&value(case)));
         }
         Ok(cases)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Functions beside the options that compute the same.
+    const FUNCTIONS: [(Variant, Variant, &str); 4] = [
+        (Variant::AlibiFunction, Variant::Alibi, "alibi function"),
+        (Variant::SoftcapFunction, Variant::Softcap, "softcap function"),
+        (Variant::WindowFunction(256), Variant::Window(256), "window function 256"),
+        (Variant::DocumentsFunction, Variant::Documents, "documents function"),
+    ];
+
+    #[test]
+    fn functions_have_names_and_count_as_options() {
+        let case = Case::new(Dtype::BF16, [1, 2, 2048, 64], true);
+        for (function, option, name) in FUNCTIONS {
+            assert_eq!((function.option(), function.to_string().as_str()), (option, name));
+            assert!(function.is_function() && !option.is_function());
+            let count = |variant| case.with(variant).flops(Pass::Backward).unwrap();
+            assert_eq!(count(function), count(option), "{name}");
+            let options = case.with(function).problem().unwrap().options;
+            assert!(options.score_mod.is_some() || options.mask_mod.is_some(), "{name}");
+        }
+        // As peers.py reads them.
+        let json = |variant: Variant| serde_json::to_string(&variant).unwrap();
+        assert_eq!(json(Variant::AlibiFunction), r#""alibi-function""#);
+        assert_eq!(json(Variant::WindowFunction(256)), r#"{"window-function":256}"#);
+        assert_eq!([Variant::Sinks, Variant::Packed(4)].map(json), [r#""sinks""#, r#"{"packed":4}"#]);
+        let unknown = case.with(Variant::WindowFunction(300)).problem().unwrap_err().to_string();
+        assert!(unknown.contains("300") && unknown.contains("256"), "{unknown}");
+    }
+
+    #[test]
+    fn of_sparse_blocks_those_that_are_seen_count() {
+        let dense = Case::new(Dtype::BF16, [1, 16, 16384, 128], false);
+        let sparse = dense.with(Variant::Sparse(10));
+        assert_eq!(sparse.to_string(), "bf16 [1, 16, 16384, 128], sparse 10");
+        let states = sparse.blocks().unwrap();
+        let full = states.iter().filter(|state| **state == FULL).count();
+        // peers.py draws as many.
+        assert_eq!((states.len(), full), (128 * 128, 1647));
+        assert!(states.chunks(128).all(|row| row.contains(&FULL)));
+        for pass in [Pass::Forward, Pass::Backward] {
+            let part = sparse.flops(pass).unwrap() / dense.flops(pass).unwrap();
+            assert!((part - full as f64 / 16384.0).abs() < 1e-12, "{part}");
+        }
+        // The last blocks are smaller. With no luck at all each row has its first one.
+        let cut = Case::new(Dtype::BF16, [1, 1, 200, 64], false);
+        let part = |percent| cut.with(Variant::Sparse(percent)).flops(Pass::Forward).unwrap() / (4.0 * 64.0);
+        assert_eq!((part(100), part(0)), (200.0 * 200.0, 200.0 * 128.0));
+        assert_eq!(cut.with(Variant::Window(128)).blocks(), None);
+    }
+
+    #[test]
+    fn functions_are_timed_beside_options_of_the_same_size() {
+        let cases = Set::Variants.cases();
+        for case in cases.iter().filter(|case| case.variant.is_function()) {
+            let beside = match case.variant {
+                Variant::Sparse(_) => Variant::None,
+                function => function.option(),
+            };
+            assert!(cases.contains(&case.with(beside)), "{case}");
+            assert!(case.problem().is_ok(), "{case}");
+        }
+        assert_eq!(cases.iter().filter(|case| case.variant.is_function()).count(), 8);
     }
 }

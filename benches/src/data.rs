@@ -2,6 +2,7 @@
 
 use crate::case::{Case, Variant};
 use crate::error::Error;
+use flash_attention_kernels::blocks::{BLOCK, EMPTY};
 use flash_attention_kernels::{AttentionProblem, BackwardOrder, Dtype, Precision, dropout};
 use flash_attention_reference as reference;
 use half::{bf16, f16};
@@ -28,12 +29,16 @@ pub struct Data {
     pub bias: Option<Values>,
     /// `problem.mask`, true hides.
     pub mask: Option<Vec<bool>>,
-    /// `problem.alibi_slopes`: those of the paper, for heads that are a power of two.
+    /// `problem.alibi_slopes`, or what its function reads: those of the paper, for heads that are a power of two.
     pub slopes: Option<Vec<f32>>,
     /// `[heads_q]`.
     pub sinks: Option<Vec<f32>>,
     /// Of several sequences: their lengths, or where they begin and the last one ends, if they are packed.
     pub sequences: Option<Vec<u32>>,
+    /// `problem.mask_tensors`: the document of each token, which both are.
+    pub documents: Option<Vec<f32>>,
+    /// `problem.block_mask`, but where a function makes it.
+    pub blocks: Option<Vec<u32>>,
 }
 
 /// Numbers of one dtype, as bytes.
@@ -83,7 +88,7 @@ impl Values {
 }
 
 /// A step of the walk.
-fn step(state: u64) -> u64 {
+pub(crate) fn step(state: u64) -> u64 {
     state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407)
 }
 
@@ -129,10 +134,16 @@ impl Data {
             dout: normal(problem.o_shape(), 3),
             bias: problem.bias.map(|shape| normal(shape, 4)),
             mask,
-            slopes: problem
-                .alibi_slopes
-                .map(|[_, heads]| (1..=heads).map(|h| 2f64.powf(-8.0 * h as f64 / heads as f64) as f32).collect()),
+            slopes: (case.variant.option() == Variant::Alibi).then(|| {
+                let heads = case.heads_q;
+                (1..=heads).map(|h| 2f64.powf(-8.0 * h as f64 / heads as f64) as f32).collect()
+            }),
             sequences,
+            documents: (case.variant == Variant::DocumentsFunction).then(|| {
+                let lens = case.with(case.variant.option()).sequences();
+                lens.into_iter().enumerate().flat_map(|(number, len)| std::iter::repeat_n(number as f32, len)).collect()
+            }),
+            blocks: case.blocks(),
             sinks: problem
                 .sinks
                 .then(|| reference::normal(case.heads_q, 8 * seed + 5).into_iter().map(|sink| sink as f32).collect()),
@@ -275,7 +286,21 @@ impl Oracle {
             values[values.len() - p.num_heads_q..].iter().map(|x| f64::from(*x)).collect()
         };
         let (slopes, sinks) = (data.slopes.as_ref().map(of_heads), data.sinks.as_ref().map(of_heads));
-        let p = AttentionProblem { alibi_slopes: p.alibi_slopes.map(|_| [1, p.num_heads_q]), ..p };
+        let documents: Option<Vec<f64>> =
+            data.documents.as_ref().map(|of| of.iter().map(|number| f64::from(*number)).collect());
+        // What blocks hide, pair by pair: the oracle knows no blocks.
+        let hidden = data.blocks.as_ref().map(|states| {
+            let across = p.seq_k.div_ceil(BLOCK);
+            let row = |i: usize| (0..p.seq_k).map(move |j| states[i / BLOCK * across + j / BLOCK] == EMPTY);
+            (0..p.seq_q).flat_map(row).collect::<Vec<bool>>()
+        });
+        let p = AttentionProblem {
+            alibi_slopes: p.alibi_slopes.map(|_| [1, p.num_heads_q]),
+            score_tensors: p.score_tensors.map(|of| of.map(|_| [1, p.num_heads_q, 1, 1])),
+            mask: p.mask.or(hidden.as_ref().map(|_| [1, 1, p.seq_q, p.seq_k])),
+            block_mask: None,
+            ..p
+        };
         let first = [whole.batch - p.batch, whole.num_heads_q - p.num_heads_q];
         let lens = |is: bool| -> Option<Vec<usize>> {
             let lens = data.sequences.as_ref().filter(|_| is)?;
@@ -288,16 +313,17 @@ impl Oracle {
             q: &q,
             k: &k,
             v: &v,
-            mask: data.mask.as_deref(),
+            mask: data.mask.as_deref().or(hidden.as_deref()),
             bias: bias.as_deref(),
-            alibi_slopes: slopes.as_deref(),
+            alibi_slopes: slopes.as_deref().filter(|_| p.alibi_slopes.is_some()),
             sinks: sinks.as_deref(),
             dropout: seed.map(|seed| reference::Dropout { seed: dropout::seed(seed), first }),
             seq_lens_q: seq_lens.as_deref(),
             seq_lens_k: seq_lens.as_deref(),
             cu_seqlens_q: ends.as_deref(),
             cu_seqlens_k: ends.as_deref(),
-            ..Default::default()
+            score_tensors: p.score_tensors.map(|of| slopes.as_deref().filter(|_| of.is_some())),
+            mask_tensors: p.mask_tensors.map(|of| documents.as_deref().filter(|_| of.is_some())),
         };
         let sample = reference::sample(&p, &inputs, &dout, at, &queries, &keys);
         Oracle { problem: whole, queries, keys, sample }
@@ -417,5 +443,36 @@ mod tests {
         assert!(queries.len() < 30 && queries.contains(&0) && queries.contains(&((1 << 20) - 1)), "{queries:?}");
         assert_eq!(keys.len(), 8);
         assert!(keys.is_sorted() && keys[0] > (1 << 20) - 128 && keys[7] == (1 << 20) - 1, "{keys:?}");
+    }
+
+    #[test]
+    fn functions_compute_what_options_do() {
+        let case = Case::new(Dtype::F32, [1, 2, 300, 8], true);
+        let sample = |case: Case| Oracle::new(&Data::new(case, 0).unwrap()).sample;
+        let functions = [
+            Variant::AlibiFunction,
+            Variant::SoftcapFunction,
+            Variant::WindowFunction(128),
+            Variant::DocumentsFunction,
+        ];
+        let full = Case { causal: false, ..case };
+        let pairs = functions.map(|function| (case.with(function), case.with(function.option())));
+        for (found, right) in pairs.into_iter().chain([(full.with(Variant::Sparse(100)), full)]) {
+            let name = found.variant;
+            let (found, right) = (sample(found), sample(right));
+            for (found, right) in [
+                (&found.o, &right.o),
+                (&found.lse, &right.lse),
+                (&found.dq, &right.dq),
+                (&found.dk, &right.dk),
+                (&found.dv, &right.dv),
+            ] {
+                assert!(found.len() == right.len() && error_of_rows(found, right, right.len()) < 1e-6, "{name}");
+            }
+        }
+        // And blocks that are not seen are hidden.
+        let dense = sample(full);
+        let sparse = sample(full.with(Variant::Sparse(30)));
+        assert!(error_of_rows(&sparse.o, &dense.o, dense.o.len()) > 0.1);
     }
 }

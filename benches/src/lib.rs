@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! case             problems and sets of them, filters
+//! functions        scores and masks as users write them
 //! implementations  ours, Burn's own, composed operations; peers.py: PyTorch's
 //! worker           one implementation on one problem in a process of its own: checks, then times
 //! run              all of them, into a table and results/*.csv
@@ -15,6 +16,7 @@ pub mod case;
 mod data;
 mod device;
 pub mod error;
+mod functions;
 mod implementations;
 mod memory;
 mod part;

@@ -39,12 +39,15 @@ pub struct Options {
     directory: PathBuf,
 }
 
-/// Bytes of what a pass reads: `q`, `k`, `v`, mask (four bytes each) and bias, and `dout` where there is a backward.
+/// Bytes of what a pass reads: `q`, `k`, `v`, bias, mask, what functions read and blocks (four bytes each), and `dout` where there is a
+/// backward.
 fn input_bytes(p: &AttentionProblem, pass: Pass) -> u64 {
     let len = |shape: [usize; 4]| shape.iter().product::<usize>();
     let dout = if pass == Pass::Forward { 0 } else { len(p.o_shape()) };
     let elements = len(p.q_shape()) + len(p.k_shape()) + len(p.v_shape()) + dout + p.bias.map_or(0, len);
-    (elements * p.dtype.size() + 4 * p.mask.map_or(0, len)) as u64
+    let tables =
+        p.score_tensors.into_iter().chain(p.mask_tensors).chain([p.mask, p.block_mask.map(|mask| mask.blocks)]);
+    (elements * p.dtype.size() + 4 * tables.flatten().map(len).sum::<usize>()) as u64
 }
 
 /// Bytes of what a pass must hold beside that: the output, a number a row for `lse`, and where there is a backward the

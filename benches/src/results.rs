@@ -83,7 +83,7 @@ record! {
         head_dim: usize,
         /// Whether a query sees no later key.
         causal: bool,
-        /// `none`, or what else is asked of the scores.
+        /// `none`, or what else is asked of the scores: by an option, by a `function` of the user's, or by `sparse` blocks.
         variant: String,
         /// Median of the samples, in milliseconds; empty where the call failed or its result was wrong.
         median_ms: Option<f64>,

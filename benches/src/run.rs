@@ -219,7 +219,7 @@ impl Output {
         let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {elapsed} {wide_msg}");
         let bar = ProgressBar::new(length).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         bar.println(format!(
-            "{:<44} {:<9} {:<9} {:>10} {:>17} {:>8} {:>9} {:>9} {:>8} {:>8}",
+            "{:<54} {:<9} {:<9} {:>10} {:>17} {:>8} {:>9} {:>9} {:>8} {:>8}",
             "problem", "impl", "pass", "median ms", "p20–p80", "TFLOP/s", "peak MiB", "first ms", "host µs", "error"
         ));
         Ok(Output { bar, timings, calls, errors })
@@ -230,7 +230,7 @@ impl Output {
         let problem = case.map_or_else(|| timing.kernel.clone(), Case::to_string);
         let spread = format!("{}–{}", show(timing.p20_ms, 3), show(timing.p80_ms, 3));
         let line = format!(
-            "{problem:<44} {:<9} {:<9} {:>10} {spread:>17} {:>8} {:>9} {:>9} {:>8} {:>8} {}",
+            "{problem:<54} {:<9} {:<9} {:>10} {spread:>17} {:>8} {:>9} {:>9} {:>8} {:>8} {}",
             timing.r#impl,
             timing.pass,
             show(timing.median_ms, 3),

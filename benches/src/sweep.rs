@@ -139,7 +139,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
     for head_dim in options.head_dim.iter().copied() {
         let case = Case::new(Dtype::F32, [options.batch, options.heads, options.seq, head_dim], true);
         let data = Data::new(case, 0)?;
-        let tensors = Tensors::new(&client, &data, Pass::Both);
+        let tensors = Tensors::new(&client, &data, Pass::Both)?;
         let bench = Bench { client: client.clone(), problem: data.problem, tensors };
         let plan = plan_with(&client, &bench.problem, PORTABLE)?;
         let (Forward::Portable(forward), Gradient::Portable(backward)) = (plan.forward, plan.backward.dq) else {

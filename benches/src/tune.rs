@@ -185,7 +185,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
         let data = Data::new(case, 0)?.with_backward_order(order).with_precision(precision);
         let problem = data.problem;
         let pass = if options.part == Part::Forward { Pass::Forward } else { Pass::Both };
-        let tensors = Tensors::new(&client, &data, pass);
+        let tensors = Tensors::new(&client, &data, pass)?;
         let oracle = Oracle::new(&data);
         let plan = plan_with(&client, &problem, options.kernel)?;
         let planned = planned(&plan, options.part)?;

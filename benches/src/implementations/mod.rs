@@ -75,7 +75,8 @@ impl Implementation {
             Implementation::Ours => true,
             Implementation::OursFast => pass != Pass::Forward,
             Implementation::OursTf32 => case.dtype == Dtype::F32,
-            // They draw otherwise what is dropped, and Burn's has no sinks.
+            // They know neither functions nor blocks, draw otherwise what is dropped, and Burn's has no sinks.
+            _ if case.variant.is_function() => false,
             _ if matches!(
                 case.variant,
                 Variant::Dropout | Variant::Packed(_) | Variant::Documents | Variant::Lengths

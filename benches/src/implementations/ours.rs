@@ -9,7 +9,7 @@ use cubecl::client::Client;
 use flash_attention_kernels::launch::{MaskStorage, MaskView};
 use flash_attention_kernels::{
     AttentionProblem, BackwardTiles, Dtype, Forward, Gradients, Inputs, Kernel, Plan, Saved, Scratch, TensorView,
-    backward_with, forward_with, plan, plan_with,
+    backward_with, block_states, forward_with, plan, plan_with,
 };
 
 /// Forward, backward or both, with inputs that take turns.
@@ -39,7 +39,7 @@ impl Kernels {
             }
             None => plan(&client, &problem)?,
         };
-        let tensors = data.iter().map(|data| Tensors::new(&client, data, pass)).collect();
+        let tensors = data.iter().map(|data| Tensors::new(&client, data, pass)).collect::<Result<_, _>>()?;
         let kernels = Kernels { client, problem, plan, pass, tensors };
         if pass == Pass::Backward {
             // It reads what the forward saved.
@@ -58,7 +58,8 @@ impl Kernels {
 }
 
 impl Tensors {
-    pub fn new(client: &Client, data: &Data, pass: Pass) -> Self {
+    /// With the states of blocks that a function makes: they are made once, before anything is timed.
+    pub fn new(client: &Client, data: &Data, pass: Pass) -> Result<Self, Error> {
         let p = &data.problem;
         let size = p.dtype.size();
         let upload = |values: &Values, shape| TensorView::contiguous(client.create_from_slice(&values.bytes), shape);
@@ -74,13 +75,19 @@ impl Tensors {
             let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
             client.create_from_slice(&bytes)
         };
-        let sequences = |is: bool| {
-            let words = data.sequences.as_ref().filter(|_| is)?;
+        let words = |words: &[u32]| {
             let bytes: Vec<u8> = words.iter().flat_map(|x| x.to_le_bytes()).collect();
-            Some(TensorView::contiguous(client.create_from_slice(&bytes), [words.len()]))
+            client.create_from_slice(&bytes)
+        };
+        let sequences = |is: bool| {
+            let of = data.sequences.as_ref().filter(|_| is)?;
+            Some(TensorView::contiguous(words(of), [of.len()]))
+        };
+        let table = |of: &Option<Vec<f32>>, shape: Option<[usize; 4]>| {
+            of.as_ref().zip(shape).map(|(values, shape)| TensorView::contiguous(floats(values), shape))
         };
         let slopes = data.slopes.as_ref().zip(p.alibi_slopes);
-        let inputs = Inputs {
+        let mut inputs = Inputs {
             mask,
             bias: data.bias.as_ref().zip(p.bias).map(|(bias, shape)| upload(bias, shape)),
             alibi_slopes: slopes.map(|(slopes, shape)| TensorView::contiguous(floats(slopes), shape)),
@@ -89,8 +96,22 @@ impl Tensors {
             seq_lens_k: sequences(p.seq_lens_k),
             cu_seqlens_q: sequences(p.cu_seqlens.is_some()),
             cu_seqlens_k: sequences(p.cu_seqlens.is_some()),
+            score_tensors: p.score_tensors.map(|shape| table(&data.slopes, shape)),
+            mask_tensors: p.mask_tensors.map(|shape| table(&data.documents, shape)),
             ..Inputs::new(upload(&data.q, p.q_shape()), upload(&data.k, p.k_shape()), upload(&data.v, p.v_shape()))
         };
+        if let Some(mask) = p.block_mask {
+            let states = match &data.blocks {
+                Some(states) => TensorView::contiguous(words(states), mask.blocks),
+                None => {
+                    let states =
+                        TensorView::contiguous(client.empty(4 * mask.blocks.iter().product::<usize>()), mask.blocks);
+                    block_states(client, p, &inputs, &states)?;
+                    states
+                }
+            };
+            inputs.block_mask = Some(states);
+        }
         let with_backward = pass != Pass::Forward;
         let gradients = if with_backward {
             Gradients {
@@ -109,7 +130,7 @@ impl Tensors {
         let o = empty(p.o_shape());
         let dout = if with_backward { upload(&data.dout, p.o_shape()) } else { o.clone() };
         let lse = TensorView::contiguous(client.empty(4 * p.rows()), p.lse_shape());
-        Tensors { inputs, saved: Saved { o, lse, dout, dlse: None }, gradients, scratch }
+        Ok(Tensors { inputs, saved: Saved { o, lse, dout, dlse: None }, gradients, scratch })
     }
 
     /// Starts the forward.

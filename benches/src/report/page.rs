@@ -17,8 +17,9 @@ const SEQUENCE: &str = "Device time of one call once warm, median of the samples
 const SCALING: &str = "The same, where one other axis varies and all else stays.";
 const MEMORY: &str = "The largest number of bytes in use after any allocation of the call, inputs included; both axes \
     logarithmic. At one batch the matrix of scores grows with s², all else with s.";
-const VARIANTS: &str = "Rates of one problem with what else may be asked of its scores. Under a window \
-    only pairs that see each other count.";
+const VARIANTS: &str = "Rates of one problem with what else may be asked of its scores. Under a window, and where blocks are sparse \
+    (so many of a hundred), only pairs that see each other count. A function is written by the user, and counts as the option of its \
+    name.";
 const CALLS: &str = "A dot for each problem, a bar to their median; logarithmic. The first call runs until the device has \
     finished, compilation and autotuning included. Host time is from the call's entry to its return, once warm.";
 const TILES: &str = "The best shape for each size of tiles, the fuller its color the faster, outlined where <code>tiling.rs</code> \
