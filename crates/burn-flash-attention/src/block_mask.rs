@@ -157,7 +157,7 @@ impl BlockMask {
     /// let prefixes = Tensor::<1>::from_data([200.0, 0.0], &device).reshape([2, 1, 1, 1]);
     /// let options = FlashAttentionOptions::new().with_mask_mod(MaskFn::of::<PrefixLm>(), [prefixes]);
     /// let blocks = BlockMask::of(&options, [2, 1], [256, 256], [128, 128], &device);
-    /// assert_eq!(blocks.states.into_data().to_vec::<i32>().unwrap(), [2, 1, 2, 1, 1, 0, 2, 1]);
+    /// assert_eq!(blocks.states.into_data().try_to_vec::<i32>().unwrap(), [2, 1, 2, 1, 1, 0, 2, 1]);
     /// # }
     /// ```
     #[track_caller]
