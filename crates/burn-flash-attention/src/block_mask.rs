@@ -78,7 +78,7 @@ impl BlockState {
 #[derive(Clone, Debug)]
 pub struct BlockMask {
     /// `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, the last two rounded up: 0 for what is
-    /// [empty](BlockState::Empty), 1 for [partial](BlockState::Partial) blocks, more for [full](BlockState::Full) ones.
+    /// [empty](BlockState::Empty), 1 for [partial](BlockState::Partial) blocks, and any other number for [full](BlockState::Full) ones.
     pub states: Tensor<4, Int>,
     /// Queries of a block: a multiple of 128.
     pub block_q: usize,
@@ -88,7 +88,8 @@ pub struct BlockMask {
 
 impl BlockMask {
     /// That of states on a device: `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, the last two rounded up. Numbers are
-    /// those of [`BlockState::number`], none below 0: nobody waits for the device to look. Sizes are checked where it is used.
+    /// those of [`BlockState::number`], and any other one says full: nobody waits for the device to look. Shape and sizes are checked where
+    /// the mask is used.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {

@@ -63,3 +63,33 @@ pub fn classify(
     };
     (0..batch * heads * of_q * of_k).into_par_iter().map(state).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tile::{Attention, Functions, Heads};
+    use super::*;
+    use flash_attention_kernels::{AttentionOptions, Dtype};
+
+    /// Time goes with what is visited.
+    #[test]
+    fn tiles_of_empty_blocks_are_not_visited() {
+        let (q, kv) = ([1, 2, 300, 8], [1, 2, 390, 8]);
+        let problem = AttentionProblem::new(&q, &kv, &kv, Dtype::F32, AttentionOptions::default()).unwrap();
+        let problem = problem.with_block_mask(&[1, 2, 2, 4], 256, 128).unwrap();
+        let states = [[[1, 0, 2, 0], [0, 1, 0, 0]], [[0, 0, 0, 0], [2, 9, 2, 1]]];
+        let states = States::new(problem.block_mask.unwrap(), states.as_flattened().as_flattened().to_vec());
+        let functions = Functions { of_score: [None, None], of_mask: [None, None] };
+        let heads = Heads::default();
+        let attention =
+            Attention::new(&problem, [&[], &[], &[]], None, None, heads, functions, None, None, Some(&states));
+        let keys = |h, q_block| attention.k_blocks(0, h, q_block).collect::<Vec<_>>();
+        // Tiles are of 64 queries: four of a block, and one of what is left.
+        for q_block in 0..4 {
+            assert_eq!((keys(0, q_block), keys(1, q_block)), (vec![0, 2], vec![]));
+        }
+        assert_eq!((keys(0, 4), keys(1, 4)), (vec![1], vec![0, 1, 2, 3]));
+        let queries = |h, k_block| attention.q_blocks(0, h, k_block).collect::<Vec<_>>();
+        assert_eq!([0, 1, 2, 3].map(|k| queries(0, k)), [vec![0, 1, 2, 3], vec![4], vec![0, 1, 2, 3], vec![]]);
+        assert_eq!(queries(1, 1), [4]);
+    }
+}
