@@ -8,6 +8,7 @@ use crate::slopes::AlibiSlopes;
 use burn::backend::{Dispatch, DispatchDevice};
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, DType, Device, Distribution, Int, IntDType, Tensor};
+use flash_attention_kernels::mods::TENSORS;
 #[cfg(feature = "autotune")]
 use flash_attention_kernels::tuning::Tuned;
 use flash_attention_kernels::{AttentionError, AttentionProblem};
@@ -158,6 +159,10 @@ pub fn try_flash_attention_with_lse(
         score_b: OptionalFloat::from(nth(&options.score_tensors, 1)),
         mask_a: OptionalFloat::from(nth(&options.mask_tensors, 0)),
         mask_b: OptionalFloat::from(nth(&options.mask_tensors, 1)),
+        block_mask: OptionalInt::from_option(
+            options.block_mask.as_ref().map(|mask| mask.states.clone().cast(IntDType::I32).into_dispatch()),
+        ),
+        block_sizes: options.block_mask.as_ref().map_or([0; 2], |mask| [mask.block_q, mask.block_k]),
     };
     let (q, k, v) = (q.into_dispatch(), k.into_dispatch(), v.into_dispatch());
     let output = Dispatch::flash_attention(q, k, v, extras, options.numbers());
@@ -369,20 +374,9 @@ fn posed(
     {
         other.map_or(Ok(()), |other| dtype(argument, other).map(|_| ()))?;
     }
-    let of_functions = || {
-        let of_score = options.score_tensors.iter().zip(["score_tensors[0]", "score_tensors[1]"]);
-        of_score.chain(options.mask_tensors.iter().zip(["mask_tensors[0]", "mask_tensors[1]"]))
-    };
-    for (tensor, argument) in of_functions() {
-        if tensor.dtype() != DType::F32 {
-            return Err(AttentionError::Unsupported {
-                option: argument,
-                value: format!("a tensor of {}", tensor.dtype().name()),
-                why: "functions read f32, whatever the dtype of q: cast it",
-            });
-        }
-    }
     let device = q.device();
+    function_tensors(["score_tensors[0]", "score_tensors[1]"], &options.score_tensors, &device)?;
+    function_tensors(["mask_tensors[0]", "mask_tensors[1]"], &options.mask_tensors, &device)?;
     for (argument, other) in [
         ("k", Some(k.device())),
         ("v", Some(v.device())),
@@ -394,13 +388,11 @@ fn posed(
         ("seq_lens_k", options.seq_lens_k.as_ref().map(Tensor::device)),
         ("cu_seqlens_q", options.cu_seqlens_q.as_ref().map(Tensor::device)),
         ("cu_seqlens_k", options.cu_seqlens_k.as_ref().map(Tensor::device)),
+        ("block_mask", options.block_mask.as_ref().map(|mask| mask.states.device())),
     ] {
         if let Some(other) = other {
             same_device(argument, &other, &device)?;
         }
-    }
-    for (tensor, argument) in of_functions() {
-        same_device(argument, &tensor.device(), &device)?;
     }
     let dims = |tensors: &[Tensor<4>]| tensors.iter().map(|tensor| tensor.dims().to_vec()).collect();
     let shapes = Shapes {
@@ -414,9 +406,29 @@ fn posed(
         cu_seqlens_k: options.cu_seqlens_k.as_ref().map(|ends| ends.dims().to_vec()),
         score_tensors: dims(&options.score_tensors),
         mask_tensors: dims(&options.mask_tensors),
+        block_mask: options.block_mask.as_ref().map(|mask| (mask.states.dims().to_vec(), [mask.block_q, mask.block_k])),
     };
     let problem = problem([&q.dims(), &k.dims(), &v.dims()], shapes, q_dtype, options.numbers())?;
     Ok((device.inner(), problem))
+}
+
+/// Checks what a function reads, under these names.
+pub(crate) fn function_tensors(
+    names: [&'static str; TENSORS],
+    tensors: &[Tensor<4>],
+    device: &Device,
+) -> Result<(), AttentionError> {
+    for (tensor, argument) in tensors.iter().zip(names) {
+        if tensor.dtype() != DType::F32 {
+            return Err(AttentionError::Unsupported {
+                option: argument,
+                value: format!("a tensor of {}", tensor.dtype().name()),
+                why: "functions read f32, whatever the dtype of q: cast it",
+            });
+        }
+        same_device(argument, &tensor.device(), device)?;
+    }
+    Ok(())
 }
 
 fn same_dtype(argument: &'static str, dtype: DType, expected: DType) -> Result<(), AttentionError> {
@@ -431,7 +443,7 @@ fn same_dtype(argument: &'static str, dtype: DType, expected: DType) -> Result<(
 }
 
 /// Whether the two are one device. A tensor without gradients may meet one with; two ways of checkpointing may not.
-fn same_device(argument: &'static str, device: &Device, expected: &Device) -> Result<(), AttentionError> {
+pub(crate) fn same_device(argument: &'static str, device: &Device, expected: &Device) -> Result<(), AttentionError> {
     let strategies = (device.gradient_checkpointing_strategy(), expected.gradient_checkpointing_strategy());
     let mixed = matches!(strategies, (Some(strategy), Some(expected)) if strategy != expected);
     if device == expected && !mixed {
@@ -451,11 +463,27 @@ fn on_device(device: &DispatchDevice, problem: &AttentionProblem) -> Result<Atte
         #[cfg(feature = "flex")]
         DispatchDevice::Flex(_) => Ok(AttentionPlan::Host(crate::fallback::plan(problem))),
         #[allow(unreachable_patterns)]
-        other => Err(AttentionError::Unsupported {
-            option: "device",
-            value: format!("{other:?}"),
-            why: "attention runs on CubeCL devices and on Flex, each with the feature of this crate that bears its name",
-        }),
+        other => Err(unsupported(other)),
+    }
+}
+
+/// Whether anything runs on that device.
+pub(crate) fn check_device(device: &DispatchDevice) -> Result<(), AttentionError> {
+    match device {
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(_) => Ok(()),
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) => Ok(()),
+        #[allow(unreachable_patterns)]
+        other => Err(unsupported(other)),
+    }
+}
+
+fn unsupported(device: &DispatchDevice) -> AttentionError {
+    AttentionError::Unsupported {
+        option: "device",
+        value: format!("{device:?}"),
+        why: "attention runs on CubeCL devices and on Flex, each with the feature of this crate that bears its name",
     }
 }
 

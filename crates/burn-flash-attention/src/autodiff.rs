@@ -13,7 +13,8 @@
 //! It launches the kernels of the inputs that are tracked and no others.
 
 use crate::backend::{
-    AttentionGradients, AttentionOutput, Extras, FlashAttentionOps, OptionalBool, OptionalFloat, OptionalInt, Wanted,
+    AttentionGradients, AttentionOutput, Extras, FlashAttentionOps, Masks, OptionalBool, OptionalFloat, OptionalInt,
+    Wanted,
 };
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
@@ -21,8 +22,8 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{Autodiff, AutodiffBackend, Backend, TensorMetadata};
-use flash_attention_kernels::AttentionOptions;
 use flash_attention_kernels::mods::TENSORS;
+use flash_attention_kernels::{AttentionOptions, AttentionProblem};
 use std::sync::{Arc, Mutex, PoisonError};
 
 impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff<B, C> {
@@ -42,6 +43,8 @@ impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff
             cu_seqlens_k: extras.cu_seqlens_k.into_option(),
             mask_tensors: [extras.mask_a, extras.mask_b]
                 .map(|tensor| tensor.into_option().map(|tensor| tensor.into_primitive())),
+            block_mask: extras.block_mask.into_option(),
+            block_sizes: extras.block_sizes,
         };
         let optional = [extras.bias, extras.alibi_slopes, extras.sinks, extras.score_a, extras.score_b]
             .map(OptionalFloat::into_option);
@@ -71,6 +74,21 @@ impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff
     ) -> AttentionGradients<Self> {
         unreachable!("only the backward of Autodiff calls this, and it calls it on the backend beneath")
     }
+
+    fn flash_attention_block_states(
+        empty: IntTensor<Self>,
+        masks: Masks<Self>,
+        problem: AttentionProblem,
+    ) -> IntTensor<Self> {
+        // Visibility is a step: there is nothing to record.
+        let beneath = |tensor: OptionalFloat<Self>| tensor.into_option().map(|tensor| tensor.into_primitive()).into();
+        let masks = Masks {
+            mask: OptionalBool::from_option(masks.mask.into_option()),
+            mask_a: beneath(masks.mask_a),
+            mask_b: beneath(masks.mask_b),
+        };
+        B::flash_attention_block_states(empty, masks, problem)
+    }
 }
 
 /// Inputs that have no gradient.
@@ -83,6 +101,8 @@ struct Untracked<B: Backend> {
     cu_seqlens_q: Option<IntTensor<B>>,
     cu_seqlens_k: Option<IntTensor<B>>,
     mask_tensors: [Option<FloatTensor<B>>; TENSORS],
+    block_mask: Option<IntTensor<B>>,
+    block_sizes: [usize; 2],
 }
 
 /// Those that may be absent and may have one: bias, slopes, sinks, and the tensors of the function of scores.
@@ -106,6 +126,8 @@ impl<B: Backend> Untracked<B> {
             score_b: score_b.into(),
             mask_a: mask_a.into(),
             mask_b: mask_b.into(),
+            block_mask: OptionalInt::from_option(self.block_mask),
+            block_sizes: self.block_sizes,
         }
     }
 }

@@ -5,8 +5,8 @@
 
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
-use flash_attention_kernels::AttentionOptions;
 use flash_attention_kernels::mods::TENSORS;
+use flash_attention_kernels::{AttentionOptions, AttentionProblem};
 
 #[cfg(feature = "fusion")]
 use burn::backend::fusion::custom::TensorSpec;
@@ -80,6 +80,26 @@ pub struct Extras<B: Backend> {
     /// The second, likewise.
     #[extension_type]
     pub mask_b: OptionalFloat<B>,
+    /// `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, of 32 bits each.
+    #[extension_type]
+    pub block_mask: OptionalInt<B>,
+    /// Queries and keys of a block of it; 0 if there is none.
+    pub block_sizes: [usize; 2],
+}
+
+/// What hides pairs beside positions.
+#[derive(Clone, Debug, ExtensionType)]
+#[cfg_attr(feature = "fusion", extension_type(fusion))]
+pub struct Masks<B: Backend> {
+    /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, true hides.
+    #[extension_type]
+    pub mask: OptionalBool<B>,
+    /// The first tensor of the function that hides pairs, of the same shape, f32.
+    #[extension_type]
+    pub mask_a: OptionalFloat<B>,
+    /// The second, likewise.
+    #[extension_type]
+    pub mask_b: OptionalFloat<B>,
 }
 
 #[cfg(all(feature = "cube", feature = "fusion"))]
@@ -100,6 +120,8 @@ impl<B: Backend> Extras<B> {
             score_b: OptionalFloat::None,
             mask_a: OptionalFloat::None,
             mask_b: OptionalFloat::None,
+            block_mask: OptionalInt::None,
+            block_sizes: [0; 2],
         }
     }
 }
@@ -237,6 +259,16 @@ pub trait FlashAttentionOps: Backend {
         wanted: Wanted,
         options: AttentionOptions,
     ) -> AttentionGradients<Self>;
+
+    /// The states of the problem's blocks, of what mask and function let be seen: of the shape and dtype of `empty`, and on its device.
+    /// Nobody reads what `empty` holds.
+    #[cfg_attr(not(any(feature = "cube", feature = "flex")), allow(unused_variables))]
+    #[fusion(meta = |empty, _masks, _problem| empty.clone())]
+    fn flash_attention_block_states(
+        empty: IntTensor<Self>,
+        #[extension_type] masks: Masks<Self>,
+        problem: AttentionProblem,
+    ) -> IntTensor<Self>;
 }
 
 #[cfg(feature = "fusion")]

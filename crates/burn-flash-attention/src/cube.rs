@@ -1,8 +1,8 @@
 //! Attention on the tensors of Burn's CubeCL backend: views of them, outputs for them, and the kernels in between.
 
-use crate::backend::{AttentionGradients, AttentionOutput, Extras, FlashAttentionOps, OptionalFloat, Wanted};
+use crate::backend::{AttentionGradients, AttentionOutput, Extras, FlashAttentionOps, Masks, OptionalFloat, Wanted};
 use crate::problem::{Shapes, dtype, problem};
-use burn::backend::tensor::FloatTensor;
+use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::tensor::{BoolStore, DType, Shape};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::untile;
@@ -13,6 +13,7 @@ use flash_attention_kernels::mods::TENSORS;
 use flash_attention_kernels::tuning::{backward_tuned as backward, forward_tuned as forward};
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, Gradients, Inputs, MaskStorage, MaskView, Saved, TensorView,
+    block_states,
 };
 #[cfg(not(feature = "autotune"))]
 use flash_attention_kernels::{backward, forward};
@@ -42,6 +43,35 @@ impl FlashAttentionOps for CubeBackend {
     ) -> AttentionGradients<Self> {
         launched(try_backward(q, k, v, extras, out, lse, dout, dlse, wanted, options))
     }
+
+    fn flash_attention_block_states(
+        empty: IntTensor<Self>,
+        masks: Masks<Self>,
+        problem: AttentionProblem,
+    ) -> IntTensor<Self> {
+        launched(try_block_states(empty, masks, &problem))
+    }
+}
+
+/// The states of blocks, or why they cannot be found out.
+fn try_block_states(
+    empty: CubeTensor,
+    masks: Masks<CubeBackend>,
+    problem: &AttentionProblem,
+) -> Result<CubeTensor, AttentionError> {
+    let mask = masks.mask.into_option().map(untile);
+    let tensors = [masks.mask_a, masks.mask_b].map(|tensor| tensor.into_option().map(untile));
+    let (client, shape) = (empty.client, empty.meta.shape().clone());
+    let states = empty_device_contiguous_dtype(client.clone(), empty.device, shape, empty.dtype);
+    // Of queries, keys and values nothing is read.
+    let of_states = || view(&states);
+    let inputs = Inputs {
+        mask: mask.map(|mask| MaskView { tensor: view(&mask), storage: storage(mask.dtype) }),
+        mask_tensors: tensors.each_ref().map(|tensor| tensor.as_ref().map(view)),
+        ..Inputs::new(of_states(), of_states(), of_states())
+    };
+    block_states(&client, problem, &inputs, &of_states())?;
+    Ok(states)
 }
 
 /// The forward, or why it cannot be done.
@@ -135,9 +165,15 @@ impl Call {
         let mask = extras.mask.into_option().map(untile);
         let [bias, slopes, sinks] =
             [extras.bias, extras.alibi_slopes, extras.sinks].map(|tensor| tensor.into_option().map(untile));
-        let [seed, lens_q, lens_k, cu_q, cu_k] =
-            [extras.dropout_seed, extras.seq_lens_q, extras.seq_lens_k, extras.cu_seqlens_q, extras.cu_seqlens_k]
-                .map(|tensor| tensor.into_option().map(untile));
+        let [seed, lens_q, lens_k, cu_q, cu_k, states] = [
+            extras.dropout_seed,
+            extras.seq_lens_q,
+            extras.seq_lens_k,
+            extras.cu_seqlens_q,
+            extras.cu_seqlens_k,
+            extras.block_mask,
+        ]
+        .map(|tensor| tensor.into_option().map(untile));
         let [score_tensors, mask_tensors] = [[extras.score_a, extras.score_b], [extras.mask_a, extras.mask_b]]
             .map(|tensors| tensors.map(|tensor| tensor.into_option().map(untile)));
 
@@ -154,6 +190,7 @@ impl Call {
             cu_seqlens_k: shape(&cu_k),
             score_tensors: shapes_of(&score_tensors),
             mask_tensors: shapes_of(&mask_tensors),
+            block_mask: shape(&states).map(|states| (states, extras.block_sizes)),
         };
         let problem = problem([q.meta.shape(), k.meta.shape(), v.meta.shape()], shapes, dtype("q", q.dtype)?, options)?;
         let inputs = Inputs {
@@ -168,6 +205,7 @@ impl Call {
             cu_seqlens_k: cu_k.as_ref().map(view),
             score_tensors: score_tensors.each_ref().map(|tensor| tensor.as_ref().map(view)),
             mask_tensors: mask_tensors.each_ref().map(|tensor| tensor.as_ref().map(view)),
+            block_mask: states.as_ref().map(view),
             ..Inputs::new(view(&q), view(&k), view(&v))
         };
         Ok(Call { q, problem, inputs })

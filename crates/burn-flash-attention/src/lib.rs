@@ -27,6 +27,7 @@
 mod api;
 mod autodiff;
 mod backend;
+mod block_mask;
 #[cfg(feature = "cube")]
 mod cube;
 #[cfg(feature = "flex")]
@@ -45,6 +46,7 @@ pub use api::{
     attention, flash_attention, flash_attention_varlen, flash_attention_with_lse, plan, try_flash_attention,
     try_flash_attention_varlen, try_flash_attention_with_lse,
 };
+pub use block_mask::{BlockMask, BlockState};
 #[cfg(feature = "autotune")]
 pub use flash_attention_kernels::tuning::Tuned;
 pub use flash_attention_kernels::{Alignment, AttentionError, BackwardOrder, Dtype, Kernel, Plan, Precision, mods};

@@ -1,5 +1,6 @@
 //! What attention is asked to do, beside `q`, `k` and `v`.
 
+use crate::block_mask::BlockMask;
 use crate::slopes::AlibiSlopes;
 use burn::tensor::ops::{AttentionModuleOptions, CausalAlignment};
 use burn::tensor::{Bool, Int, Tensor};
@@ -9,8 +10,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, ser::Error};
 
 /// Options of [`flash_attention`](crate::flash_attention).
 ///
-/// Scores are `score_mod(softcap(q·kᵀ · softmax_scale))`, set to −∞ where mask, causality, window or `mask_mod` hide them, plus bias and
-/// slopes. A sink is one more score of each row, and dropout drops what the softmax makes of them.
+/// Scores are `score_mod(softcap(q·kᵀ · softmax_scale))`, set to −∞ where mask, causality, window, `mask_mod` or block mask hide them, plus
+/// bias and slopes. A sink is one more score of each row, and dropout drops what the softmax makes of them.
 ///
 /// ```
 /// use burn_flash_attention::FlashAttentionOptions;
@@ -81,6 +82,8 @@ pub struct FlashAttentionOptions {
     pub mask_mod: Option<MaskFn>,
     /// What it reads, likewise. Not differentiable: visibility is a step.
     pub mask_tensors: Vec<Tensor<4>>,
+    /// Which blocks of queries and keys see each other at all, and of which mask and `mask_mod` are asked.
+    pub block_mask: Option<BlockMask>,
 }
 
 /// A setter that takes the value of an optional field.
@@ -352,6 +355,21 @@ impl FlashAttentionOptions {
         /// let options = options.with_cu_seqlens_q(ends([0, 1, 2])).with_cu_seqlens_k(ends([0, 30, 100]));
         /// ```
         with_cu_seqlens_k: cu_seqlens_k, Tensor<1, Int>;
+        /// Sets which blocks of queries and keys see each other.
+        ///
+        /// ```
+        /// # #[cfg(feature = "flex")] {
+        /// use burn::tensor::Device;
+        /// use burn_flash_attention::{BlockMask, BlockState, FlashAttentionOptions};
+        ///
+        /// // Each block of 128 tokens by itself.
+        /// let state = |_, _, q, k| if q == k { BlockState::Full } else { BlockState::Empty };
+        /// let blocks = BlockMask::from_blocks([1, 1, 8, 8], 128, 128, &Device::flex(), state);
+        /// let options = FlashAttentionOptions::new().with_block_mask(blocks);
+        /// assert_eq!(options.block_mask.unwrap().block_q, 128);
+        /// # }
+        /// ```
+        with_block_mask: block_mask, BlockMask;
         /// Sets what dropout drops.
         ///
         /// ```
@@ -428,6 +446,7 @@ impl Serialize for FlashAttentionOptions {
             ("seq_lens_k", self.seq_lens_k.as_ref().map(|lens| lens.dims().to_vec())),
             ("cu_seqlens_q", self.cu_seqlens_q.as_ref().map(|ends| ends.dims().to_vec())),
             ("cu_seqlens_k", self.cu_seqlens_k.as_ref().map(|ends| ends.dims().to_vec())),
+            ("block_mask", self.block_mask.as_ref().map(|mask| mask.states.dims().to_vec())),
         ] {
             if let Some(shape) = shape {
                 return Err(S::Error::custom(format!(

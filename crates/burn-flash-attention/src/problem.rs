@@ -26,6 +26,8 @@ pub(crate) struct Shapes {
     pub cu_seqlens_k: Option<Vec<usize>>,
     pub score_tensors: Vec<Vec<usize>>,
     pub mask_tensors: Vec<Vec<usize>>,
+    /// With the sizes of a block.
+    pub block_mask: Option<(Vec<usize>, [usize; 2])>,
 }
 
 /// The problem, validated as far as that needs no device.
@@ -59,6 +61,9 @@ pub(crate) fn problem(
     }
     if !shapes.mask_tensors.is_empty() {
         problem = problem.with_mask_tensors(&slices(&shapes.mask_tensors))?;
+    }
+    if let Some((states, [block_q, block_k])) = shapes.block_mask {
+        problem = problem.with_block_mask(&states, block_q, block_k)?;
     }
     match (shapes.cu_seqlens_q, shapes.cu_seqlens_k) {
         (Some(q), Some(k)) => problem = problem.with_cu_seqlens(&q, &k)?,

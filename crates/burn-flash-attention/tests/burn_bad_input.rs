@@ -4,10 +4,11 @@
 mod common;
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
-use burn_flash_attention::mods::{MaskFn, ScoreFn};
+use burn_flash_attention::mods::{Document, MaskFn, ScoreFn};
 use burn_flash_attention::{
-    AttentionError, FlashAttentionOptions, FlashCrossAttentionConfig, FlashMhaInput, FlashMultiHeadAttentionConfig,
-    flash_attention, plan, try_flash_attention, try_flash_attention_with_lse,
+    AttentionError, BlockMask, FlashAttentionOptions, FlashCrossAttentionConfig, FlashMhaInput,
+    FlashMultiHeadAttentionConfig, flash_attention, plan, try_flash_attention, try_flash_attention_varlen,
+    try_flash_attention_with_lse,
 };
 use common::{Target, targets};
 
@@ -224,6 +225,12 @@ fn devices_that_differ() {
     let document = MaskFn::of::<flash_attention_reference::mods::Document>();
     let error = error_of(here(), here(), here(), new().with_mask_mod(document, [far, near]));
     refused!(error, OtherDevice { .. }, "mask_tensors[0] is on", "Wgpu", "q is on", "Flex");
+    let states = Tensor::<4, Int>::ones([1, 1, 1, 1], &wgpu.device);
+    let error = error_of(here(), here(), here(), new().with_block_mask(BlockMask::new(states, 128, 128)));
+    refused!(error, OtherDevice { .. }, "block_mask is on", "Wgpu", "q is on", "Flex");
+    let masked = new().with_mask(mask([1, 1, 1, 200], &wgpu.device));
+    let error = BlockMask::try_of(&masked, [1, 1], [300, 200], [128, 128], &flex.device).unwrap_err();
+    refused!(error, OtherDevice { .. }, "mask is on", "Wgpu", "Flex");
 }
 
 #[test]
@@ -355,6 +362,62 @@ fn functions_that_cannot_read_what_they_are_given() {
         let options = FlashAttentionOptions { score_tensors: vec![good()], ..Default::default() };
         let error = serde_json::to_string(&options).unwrap_err().to_string();
         assert!(error.contains("score_tensors holds a tensor of shape [1, 4, 1, 6]"), "{error}");
+    }
+}
+
+#[test]
+fn block_masks_that_do_not_fit() {
+    use AttentionError::{Blocks, Broadcast, Option, Unsupported};
+    for target in targets() {
+        let d = &target.device;
+        let new = FlashAttentionOptions::new;
+        let states = |shape: [usize; 4]| Tensor::<4, Int>::ones(shape, d);
+        let of = |shape, block_q, block_k| new().with_block_mask(BlockMask::new(states(shape), block_q, block_k));
+        // Shapes: 8 queries and 6 keys are one block.
+        for (dimension, shape) in [[3, 1, 1, 1], [1, 2, 1, 1], [1, 1, 2, 1], [1, 1, 1, 0]].into_iter().enumerate() {
+            let words = [format!("has shape {shape:?}"), format!("dimension {dimension} is {}", shape[dimension])];
+            let error = with(&target, of(shape, 128, 128));
+            refused!(error, Blocks { .. }, "block_mask", &words[0], &words[1], "[2, 4, 1, 1]");
+        }
+        // Sizes.
+        let multiple = "a multiple of 128";
+        refused!(with(&target, of([1, 1, 1, 1], 64, 128)), Option { .. }, "block_q is 64", multiple);
+        refused!(with(&target, of([1, 1, 1, 1], 128, 0)), Option { .. }, "block_k is 0", multiple);
+        refused!(with(&target, of([1, 1, 1, 1], 128, 192)), Option { .. }, "block_k is 192", multiple);
+        // Packed sequences, however they are called.
+        let ends = || Tensor::<1, Int>::from_data([0, 8, 16], d);
+        let packed = of([1, 1, 1, 1], 128, 128).with_cu_seqlens_q(ends()).with_cu_seqlens_k(ends());
+        refused!(with(&target, packed), Unsupported { .. }, "block_mask", "packed sequences begin anywhere");
+        let x = || Tensor::<3>::zeros([16, 4, 8], d);
+        let error = try_flash_attention_varlen(x(), x(), x(), ends(), ends(), &of([1, 1, 1, 1], 128, 128)).unwrap_err();
+        refused!(error, Unsupported { .. }, "block_mask", "packed sequences begin anywhere");
+        // It does not serialize.
+        let error = serde_json::to_string(&of([1, 1, 2, 3], 128, 128)).unwrap_err().to_string();
+        assert!(error.contains("block_mask is a tensor of shape [1, 1, 2, 3]"), "{error}");
+
+        // What there is no block mask of.
+        let of = |options: &FlashAttentionOptions, heads| {
+            BlockMask::try_of(options, heads, [300, 200], [128, 128], d).unwrap_err()
+        };
+        let error = BlockMask::try_of(&new(), [1, 1], [300, 200], [128, 0], d).unwrap_err();
+        refused!(error, Option { .. }, "block_k is 0", multiple);
+        let masked = new().with_mask(mask([2, 1, 1, 200], d));
+        let scores = "[1, 1, 300, 200]";
+        refused!(of(&masked, [1, 1]), Broadcast { .. }, "mask has shape [2, 1, 1, 200]", "dimension 0 is 2", scores);
+        let document = |a, b| new().with_mask_mod(MaskFn::of::<Document>(), [zeros(a, d), zeros(b, d)]);
+        let error = of(&document([1, 1, 300, 1], [1, 1, 1, 300]), [1, 1]);
+        refused!(error, Broadcast { .. }, "mask_tensors[1] has shape [1, 1, 1, 300]", "dimension 3 is 300", scores);
+        let error = of(&document([1, 2, 300, 1], [1, 1, 1, 200]), [1, 1]);
+        refused!(error, Broadcast { .. }, "mask_tensors[0] has shape [1, 2, 300, 1]", "dimension 1 is 2", scores);
+        let packed = new().with_cu_seqlens_q(ends()).with_cu_seqlens_k(ends());
+        refused!(of(&packed, [1, 1]), Unsupported { .. }, "cu_seqlens_q = a tensor [3]", "begin anywhere");
+        let alone = FlashAttentionOptions { mask_tensors: vec![zeros([1, 1, 1, 1], d)], ..Default::default() };
+        refused!(of(&alone, [1, 1]), Unsupported { .. }, "mask_tensors[0] = a tensor", "mask_mod");
+        if d.supports_dtype(DType::F16) {
+            let half = Tensor::<4>::zeros([1, 1, 1, 1], (d, DType::F16));
+            let options = new().with_mask_mod(MaskFn::of::<Document>(), [half]);
+            refused!(of(&options, [1, 1]), Unsupported { .. }, "mask_tensors[0] = a tensor of f16", "read f32");
+        }
     }
 }
 

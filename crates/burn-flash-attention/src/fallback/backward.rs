@@ -105,7 +105,7 @@ pub fn slopes(attention: &Attention, saved: &Saved, shape: [usize; 2]) -> Vec<f3
     if problem.rows() > 0 && problem.seq_k > 0 {
         attention.for_each(of_heads.iter_mut().enumerate(), |scratch, (head, sum)| {
             for q_block in 0..attention.num_q_blocks() {
-                for k_block in attention.k_blocks(head / heads, q_block) {
+                for k_block in attention.k_blocks(head / heads, head % heads, q_block) {
                     let tile = attention.tile(head / heads, head % heads, q_block, k_block);
                     probabilities(attention, saved, tile, scratch);
                     bias_gradients(attention, saved, tile, scratch);
@@ -169,7 +169,7 @@ fn by_keys(attention: &Attention, saved: &Saved, blocks: usize, [dq, dk, dv, dbi
         let (b, h_kv) = (head / problem.num_heads_kv, head % problem.num_heads_kv);
         for k_block in first..k_blocks.min(first + blocks) {
             for n in 0..group {
-                for q_block in attention.q_blocks(b, k_block) {
+                for q_block in attention.q_blocks(b, h_kv * group + n, k_block) {
                     let tile = attention.tile(b, h_kv * group + n, q_block, k_block);
                     let (q_row, k_row) = (n * seq_q + tile.q_start, (k_block - first) * TILE_K);
                     let sums = Sums {
@@ -194,7 +194,7 @@ fn by_queries(attention: &Attention, saved: &Saved, dq: &mut Option<Vec<f32>>, d
     let dbias = split(dbias, tasks, seq_q * seq_k, TILE_Q * seq_k);
     attention.for_each(dq.into_iter().zip(dbias).enumerate(), |scratch, (task, (mut dq, mut dbias))| {
         let (head, q_block) = (task / q_blocks, task % q_blocks);
-        for k_block in attention.k_blocks(head / heads, q_block) {
+        for k_block in attention.k_blocks(head / heads, head % heads, q_block) {
             let tile = attention.tile(head / heads, head % heads, q_block, k_block);
             let sums = Sums { dq: dq.as_deref_mut(), dk: None, dv: None, dbias: dbias.as_deref_mut() };
             visit(attention, saved, tile, scratch, sums);
@@ -227,9 +227,8 @@ fn summed(
         for b in all(shape_b, problem.batch, head / shape_h) {
             for h in all(shape_h, problem.num_heads_q, head % shape_h) {
                 for q_block in if along_q { n..n + 1 } else { 0..q_blocks } {
-                    let seen = attention.k_blocks(b, q_block);
                     let own = if along_q || shape_k == 1 { 0..k_blocks } else { n..n + 1 };
-                    for k_block in seen.start.max(own.start)..seen.end.min(own.end) {
+                    for k_block in attention.k_blocks(b, h, q_block).filter(|k_block| own.contains(k_block)) {
                         let tile = attention.tile(b, h, q_block, k_block);
                         probabilities(attention, saved, tile, scratch);
                         bias_gradients(attention, saved, tile, scratch);

@@ -41,7 +41,7 @@ fn block(
     // A row begins with its sink, if it has one.
     let sink = attention.sink(h);
     let (mut m, mut l) = ([sink; TILE_Q], [if sink == f32::NEG_INFINITY { 0.0 } else { 1.0f32 }; TILE_Q]);
-    for k_block in attention.k_blocks(b, q_block) {
+    for k_block in attention.k_blocks(b, h, q_block) {
         let tile = attention.tile(b, h, q_block, k_block);
         attention.scores(tile, p, t, slope);
         let p = &mut p[..tile.rows * tile.cols];

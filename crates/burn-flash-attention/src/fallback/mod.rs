@@ -5,15 +5,17 @@
 //! in every run and with any number of threads.
 
 mod backward;
+mod blocks;
 mod forward;
 mod math;
 mod sequences;
 mod tile;
 
-use crate::backend::{AttentionGradients, AttentionOutput, Extras, FlashAttentionOps, OptionalFloat, Wanted};
+use crate::backend::{AttentionGradients, AttentionOutput, Extras, FlashAttentionOps, Masks, OptionalFloat, Wanted};
 use crate::plan::HostPlan;
 use crate::problem::{Shapes, dtype, problem};
-use burn::backend::tensor::FloatTensor;
+use blocks::States;
+use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::tensor::{Bytes, DType, Shape};
 use burn_flex::{Flex, FlexTensor, Layout};
 use flash_attention_kernels::mods::TENSORS;
@@ -79,6 +81,20 @@ impl FlashAttentionOps for Flex {
             dscore_b: dscore_b.into(),
         }
     }
+
+    fn flash_attention_block_states(
+        empty: IntTensor<Self>,
+        masks: Masks<Self>,
+        problem: AttentionProblem,
+    ) -> IntTensor<Self> {
+        let mask = masks.mask.into_option();
+        let mask = mask.as_ref().map(|mask| Broadcast::new(mask.storage::<u8>(), mask.layout()));
+        let tensors = [masks.mask_a, masks.mask_b].map(OptionalFloat::into_option);
+        let of = problem.block_mask.unwrap_or_else(|| panic!("a problem without blocks has no states of them"));
+        let states = blocks::classify(&problem, of, mask.as_ref(), &tables(&tensors));
+        let layout = Layout::contiguous(empty.layout().shape().clone());
+        FlexTensor::new(Bytes::from_elems(states), layout, DType::I32)
+    }
 }
 
 /// How the loops would go about this problem.
@@ -108,15 +124,18 @@ struct Call {
     sequences: Option<Sequences>,
     score_tensors: [Option<FlexTensor>; TENSORS],
     mask_tensors: [Option<FlexTensor>; TENSORS],
+    states: Option<States>,
 }
 
 impl Call {
     fn new(q: FlexTensor, k: FlexTensor, v: FlexTensor, extras: Extras<Flex>, options: AttentionOptions) -> Self {
         let mask = extras.mask.into_option();
         let [bias, slopes, sinks] = [extras.bias, extras.alibi_slopes, extras.sinks].map(OptionalFloat::into_option);
+        let read = |tensor: FlexTensor| words(&tensor.to_contiguous());
         let [drawn, lens_q, lens_k, cu_q, cu_k] =
             [extras.dropout_seed, extras.seq_lens_q, extras.seq_lens_k, extras.cu_seqlens_q, extras.cu_seqlens_k]
-                .map(|tensor| tensor.into_option().map(|tensor| words(&tensor.to_contiguous())));
+                .map(|tensor| tensor.into_option().map(read));
+        let states = extras.block_mask.into_option();
         let [score_tensors, mask_tensors] = [[extras.score_a, extras.score_b], [extras.mask_a, extras.mask_b]]
             .map(|tensors| tensors.map(OptionalFloat::into_option));
         let problem = dtype("q", q.dtype()).and_then(|dtype| {
@@ -132,6 +151,7 @@ impl Call {
                 cu_seqlens_k: cu_k.as_ref().map(|ends| vec![ends.len()]),
                 score_tensors: score_tensors.iter().flatten().map(shape).collect(),
                 mask_tensors: mask_tensors.iter().flatten().map(shape).collect(),
+                block_mask: states.as_ref().map(|states| (shape(states), extras.block_sizes)),
             };
             problem([&shape(&q), &shape(&k), &shape(&v)], shapes, dtype, options)
         });
@@ -147,7 +167,8 @@ impl Call {
             _ => Sequences::padded(&problem, lens_q.as_deref(), lens_k.as_deref()),
         });
         let [q, k, v] = [q, k, v].map(floats);
-        Call { problem, q, k, v, mask, bias, slopes, sinks, seed, sequences, score_tensors, mask_tensors }
+        let states = problem.block_mask.zip(states).map(|(of, states)| States::new(of, read(states)));
+        Call { problem, q, k, v, mask, bias, slopes, sinks, seed, sequences, score_tensors, mask_tensors, states }
     }
 
     fn attention(&self) -> Attention<'_> {
@@ -160,7 +181,8 @@ impl Call {
         let heads = Heads { slopes: self.slopes.as_ref().map(slice), sinks: self.sinks.as_ref().map(slice) };
         let inputs = [slice(&self.q), slice(&self.k), slice(&self.v)];
         let functions = Functions { of_score: tables(&self.score_tensors), of_mask: tables(&self.mask_tensors) };
-        Attention::new(&self.problem, inputs, mask, bias, heads, functions, self.seed, self.sequences.as_ref())
+        let (sequences, states) = (self.sequences.as_ref(), self.states.as_ref());
+        Attention::new(&self.problem, inputs, mask, bias, heads, functions, self.seed, sequences, states)
     }
 }
 

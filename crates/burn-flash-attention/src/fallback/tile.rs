@@ -1,13 +1,16 @@
 //! One tile of scores: `TILE_Q` queries of one head by `TILE_K` keys.
 
+use super::blocks::States;
 use super::math::{self, vectorized};
 use super::sequences::Sequences;
 use burn_flex::Layout;
+use flash_attention_kernels::blocks::{EMPTY, PARTIAL};
 use flash_attention_kernels::mask::Band;
 use flash_attention_kernels::mods::{Pair, Partials, TENSORS, Values};
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, dropout};
 use half::{bf16, f16};
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Queries a tile. Scores, keys and values of a tile stay in a core's own cache, and products are long enough for the
 /// matrix routine to reach its speed.
@@ -82,6 +85,12 @@ impl<'a, T: Copy> Broadcast<'a, T> {
         self.start.wrapping_add_signed(offset)
     }
 
+    /// The number that belongs to a score.
+    #[inline(always)]
+    pub fn at(&self, at: [usize; 4]) -> T {
+        self.data[self.index(at)]
+    }
+
     /// Applies `f` to each number of `row` and the one that belongs to it, where `row` starts at that index.
     #[inline(always)]
     fn zip(&self, at: [usize; 4], row: &mut [f32], f: impl Fn(&mut f32, T)) {
@@ -130,6 +139,8 @@ pub struct Attention<'a> {
     heads: Heads<'a>,
     functions: Functions<'a>,
     seed: Option<[u32; 2]>,
+    /// Of blocks, if there is a mask of them.
+    states: Option<&'a States>,
 }
 
 /// What each head has of its own.
@@ -179,6 +190,7 @@ impl<'a> Attention<'a> {
         functions: Functions<'a>,
         seed: Option<[u32; 2]>,
         sequences: Option<&'a Sequences>,
+        states: Option<&'a States>,
     ) -> Self {
         Attention {
             problem,
@@ -193,6 +205,7 @@ impl<'a> Attention<'a> {
             heads,
             functions,
             seed,
+            states,
         }
     }
 
@@ -248,8 +261,19 @@ impl<'a> Attention<'a> {
         Tile { b, h, q_start, rows: rows.min(TILE_Q), k_start, cols: cols.min(TILE_K) }
     }
 
-    /// The blocks of keys that a block of queries sees anything of.
-    pub fn k_blocks(&self, b: usize, q_block: usize) -> std::ops::Range<usize> {
+    /// The state of the block that a tile belongs to: without a mask of blocks, mask and function decide.
+    fn state(&self, tile: Tile) -> u32 {
+        self.states.map_or(PARTIAL, |states| states.of(tile))
+    }
+
+    /// The blocks of keys that a block of queries of a head sees anything of.
+    pub fn k_blocks(&self, b: usize, h: usize, q_block: usize) -> impl Iterator<Item = usize> {
+        let seen = self.k_blocks_in_band(b, q_block);
+        seen.filter(move |k_block| self.state(self.tile(b, h, q_block, *k_block)) != EMPTY)
+    }
+
+    /// Those that positions let it see.
+    fn k_blocks_in_band(&self, b: usize, q_block: usize) -> Range<usize> {
         if let Some(sequences) = self.sequences {
             let keys = sequences.keys(b, q_block * TILE_Q, TILE_Q);
             return keys.start / TILE_K..keys.end.div_ceil(TILE_K);
@@ -258,8 +282,14 @@ impl<'a> Attention<'a> {
         blocks.start as usize..blocks.end as usize
     }
 
-    /// The blocks of queries that see anything of a block of keys.
-    pub fn q_blocks(&self, b: usize, k_block: usize) -> std::ops::Range<usize> {
+    /// The blocks of queries of a head that see anything of a block of keys.
+    pub fn q_blocks(&self, b: usize, h: usize, k_block: usize) -> impl Iterator<Item = usize> {
+        let seeing = self.q_blocks_in_band(b, k_block);
+        seeing.filter(move |q_block| self.state(self.tile(b, h, *q_block, k_block)) != EMPTY)
+    }
+
+    /// Those that positions let see it.
+    fn q_blocks_in_band(&self, b: usize, k_block: usize) -> Range<usize> {
         if let Some(sequences) = self.sequences {
             let queries = sequences.queries(b, k_block * TILE_K, TILE_K);
             return queries.start / TILE_Q..queries.end.div_ceil(TILE_Q);
@@ -346,8 +376,7 @@ impl<'a> Attention<'a> {
                 let at = [b, h, q_start + i, k_start + j];
                 let (query, key) = (at[2] as u32, at[3] as u32);
                 if band.sees(query, key) {
-                    let value = |table: &Broadcast<f32>| table.data[table.index(at)];
-                    let [a, b] = tables.each_ref().map(|table| table.as_ref().map_or(0.0, value));
+                    let [a, b] = tables.each_ref().map(|table| table.as_ref().map_or(0.0, |table| table.at(at)));
                     let pair = Pair::of(number, h as u32, query - first_q, key - first_k);
                     f(i * cols + j, pair, Values { a, b });
                 }
@@ -405,11 +434,12 @@ impl<'a> Attention<'a> {
                 row.iter_mut().enumerate().for_each(|(n, s)| *s += slope * self.distance(b, i, j + n));
             });
         }
-        if let Some(mask) = &self.mask {
+        let masked = self.state(tile) == PARTIAL;
+        if let Some(mask) = self.mask.as_ref().filter(|_| masked) {
             let hide = |s: &mut f32, hidden| *s = if hidden != 0 { f32::NEG_INFINITY } else { *s };
             rows_of(s, &|at, row| mask.zip(at, row, hide));
         }
-        if let Some(function) = self.problem.options.mask_mod {
+        if let Some(function) = self.problem.options.mask_mod.filter(|_| masked) {
             self.for_pairs(tile, &self.functions.of_mask, |n, pair, values| {
                 if !function.sees(pair, values) {
                     s[n] = f32::NEG_INFINITY;

@@ -8,7 +8,7 @@
 #![allow(dead_code)]
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData, Tolerance, activation};
-use burn_flash_attention::{AttentionPlan, FlashAttentionOptions, flash_attention_with_lse, plan};
+use burn_flash_attention::{AttentionPlan, BlockMask, FlashAttentionOptions, flash_attention_with_lse, plan};
 use flash_attention_kernels::mods::{Pair, ScoreFn, Values};
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, dropout};
 use flash_attention_reference as reference;
@@ -179,6 +179,7 @@ pub struct Data {
     pub cu_seqlens: Option<[Vec<usize>; 2]>,
     pub score_tensors: [Option<Vec<f64>>; 2],
     pub mask_tensors: [Option<Vec<f64>>; 2],
+    pub block_states: Option<Vec<u32>>,
     pub dout: Vec<f64>,
     pub dlse: Vec<f64>,
 }
@@ -244,6 +245,10 @@ impl Data {
                 let len = problem.mask_tensors[nth]?.iter().product();
                 Some(reference::mods::documents(len, 16 * seed + 13 + nth as u64))
             }),
+            block_states: problem.block_mask.map(|mask| {
+                let mut of_states = StdRng::seed_from_u64(16 * seed + 15);
+                (0..mask.blocks.iter().product::<usize>()).map(|_| of_states.random_range(0..3)).collect()
+            }),
             dout: floats(&problem.o_shape(), 4),
             dlse,
         }
@@ -265,6 +270,7 @@ impl Data {
             dropout: self.dropout_seed().map(|seed| reference::Dropout { seed, first: [0, 0] }),
             score_tensors: self.score_tensors.each_ref().map(Option::as_deref),
             mask_tensors: self.mask_tensors.each_ref().map(Option::as_deref),
+            block_mask: self.block_states.as_deref(),
         }
     }
 
@@ -394,7 +400,13 @@ impl Tensors {
         let score_tensors = (0..2)
             .filter_map(|nth| table(&data.score_tensors[nth], problem.score_tensors[nth], how.tracked.tensors[nth]));
         let mask_tensors = (0..2).filter_map(|nth| table(&data.mask_tensors[nth], problem.mask_tensors[nth], false));
+        let block_mask = problem.block_mask.zip(data.block_states.as_ref()).map(|(of, states)| {
+            let states: Vec<i32> = states.iter().map(|state| *state as i32).collect();
+            let states = Tensor::<4, Int>::from_data(TensorData::new(states, of.blocks), device);
+            BlockMask::new(states, of.block_q, of.block_k)
+        });
         let options = FlashAttentionOptions {
+            block_mask,
             score_tensors: score_tensors.collect(),
             mask_tensors: mask_tensors.collect(),
             mask,
@@ -498,14 +510,25 @@ pub fn composed_attention(problem: &AttentionProblem, tensors: &Tensors) -> (Ten
     let band = problem.band();
     let hidden: Vec<bool> = (0..seq_q as u32).flat_map(|i| (0..seq_k as u32).map(move |j| !band.sees(i, j))).collect();
     let mut hidden = mask_tensor(&hidden, [1, 1, seq_q, seq_k], &device).expand([batch, heads, seq_q, seq_k]);
+    let mut masked = hidden.clone().bool_and(hidden.clone().bool_not());
     if let Some(mask) = &options.mask {
-        hidden = hidden.bool_or(mask.clone().expand([batch, heads, seq_q, seq_k]));
+        masked = masked.bool_or(mask.clone().expand([batch, heads, seq_q, seq_k]));
     }
     if let Some(function) = options.mask_mod {
         let values = tables(&options.mask_tensors, problem);
-        let shown = pairs(problem).zip(values).map(|(pair, values)| !function.sees(pair, values)).collect::<Vec<_>>();
-        hidden = hidden.bool_or(mask_tensor(&shown, problem.scores_shape(), &device));
+        let unseen = pairs(problem).zip(values).map(|(pair, values)| !function.sees(pair, values)).collect::<Vec<_>>();
+        masked = masked.bool_or(mask_tensor(&unseen, problem.scores_shape(), &device));
     }
+    if let Some(BlockMask { states, block_q, block_k }) = &options.block_mask {
+        // Of each block its state, once for each pair.
+        let [of_batch, of_heads, of_q, of_k] = states.dims();
+        let states = states.clone().reshape([of_batch, of_heads, of_q, 1, of_k, 1]);
+        let states = states.expand([batch, heads, of_q, *block_q, of_k, *block_k]);
+        let states = states.reshape([batch, heads, of_q * block_q, of_k * block_k]);
+        let states = states.slice([0..batch, 0..heads, 0..seq_q, 0..seq_k]);
+        masked = masked.bool_and(states.clone().lower_elem(2)).bool_or(states.equal_elem(0));
+    }
+    hidden = hidden.bool_or(masked);
     let dtype = scores.dtype();
     if let Some(function) = options.score_mod {
         scores = composed_function(function, scores.cast(DType::F32), problem, &options.score_tensors).cast(dtype);
@@ -544,14 +567,14 @@ pub fn composed_attention(problem: &AttentionProblem, tensors: &Tensors) -> (Ten
 }
 
 /// Every pair of a problem with one sequence in each batch, in the order of its scores.
-fn pairs(problem: &AttentionProblem) -> impl Iterator<Item = Pair> {
+pub fn pairs(problem: &AttentionProblem) -> impl Iterator<Item = Pair> {
     let [batch, heads, seq_q, seq_k] = problem.scores_shape().map(|n| n as u32);
     let rows = (0..batch).flat_map(move |b| (0..heads).flat_map(move |h| (0..seq_q).map(move |i| (b, h, i))));
     rows.flat_map(move |(b, h, i)| (0..seq_k).map(move |j| Pair::of(b, h, i, j)))
 }
 
 /// What tensors hold for each of them.
-fn tables(tensors: &[Tensor<4>], problem: &AttentionProblem) -> impl Iterator<Item = Values> {
+pub fn tables(tensors: &[Tensor<4>], problem: &AttentionProblem) -> impl Iterator<Item = Values> {
     let shape = problem.scores_shape();
     let len = shape.iter().product::<usize>();
     let [a, b] = [0, 1].map(|nth| {

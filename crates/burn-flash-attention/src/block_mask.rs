@@ -1,0 +1,233 @@
+//! Which blocks of queries and keys see each other.
+
+use crate::api::{check_device, function_tensors, same_device, unwrapped};
+use crate::backend::{FlashAttentionOps, Masks, OptionalBool, OptionalFloat};
+use crate::options::FlashAttentionOptions;
+use burn::backend::Dispatch;
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use flash_attention_kernels::blocks::{EMPTY, FULL, PARTIAL};
+use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype};
+
+/// What is seen of a block of queries and keys.
+///
+/// ```
+/// use burn_flash_attention::BlockState;
+///
+/// // Causality, for blocks of as many queries as keys.
+/// let state = |q_block: usize, k_block: usize| match q_block.cmp(&k_block) {
+///     std::cmp::Ordering::Less => BlockState::Empty,
+///     std::cmp::Ordering::Equal => BlockState::Partial,
+///     std::cmp::Ordering::Greater => BlockState::Full,
+/// };
+/// assert_eq!(state(3, 4), BlockState::Empty);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BlockState {
+    /// Nothing, whatever mask and function say. No time is spent on it.
+    Empty,
+    /// What mask and function let be seen.
+    Partial,
+    /// All of it, whatever they say: they are not asked.
+    Full,
+}
+
+impl BlockState {
+    /// Its number among states.
+    ///
+    /// ```
+    /// use burn_flash_attention::BlockState;
+    ///
+    /// assert_eq!([BlockState::Empty, BlockState::Partial, BlockState::Full].map(BlockState::number), [0, 1, 2]);
+    /// ```
+    pub fn number(self) -> i32 {
+        let number = match self {
+            BlockState::Empty => EMPTY,
+            BlockState::Partial => PARTIAL,
+            BlockState::Full => FULL,
+        };
+        number as i32
+    }
+}
+
+/// Of each block of queries and keys, whether anything of it is seen, and whether mask and function have to be asked: time goes with what
+/// is seen (FlexAttention, arXiv:2412.05496, section 4.2; block-sparse FlashAttention, arXiv:2205.14135, section 3.3).
+///
+/// Query `i` and key `j`, counted from the first ones of the tensors, belong to the block `(i / block_q, j / block_k)`. Causality, windows
+/// and lengths of sequences hide what they hide in any case, and bias, slopes, functions of scores, sinks and dropout do what they do.
+/// Packed sequences, which begin anywhere, cannot have one. No gradient depends on it.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_flash_attention::mods::{MaskFn, SlidingGlobal};
+/// use burn_flash_attention::{BlockMask, FlashAttentionOptions, flash_attention};
+///
+/// // 64 keys to each side, and the first 4 for all.
+/// let device = Device::flex();
+/// let number = |x: f32| Tensor::<4>::full([1, 1, 1, 1], x, &device);
+/// let options = FlashAttentionOptions::new().with_mask_mod(MaskFn::of::<SlidingGlobal>(), [number(64.0), number(4.0)]);
+/// let blocks = BlockMask::of(&options, [1, 1], [1024, 1024], [128, 128], &device);
+///
+/// let x = Tensor::<4>::random([1, 2, 1024, 16], Distribution::Default, &device);
+/// let sparse = options.clone().with_block_mask(blocks);
+/// let out = flash_attention(x.clone(), x.clone(), x.clone(), &sparse);
+/// // The same, for less.
+/// out.into_data().assert_eq(&flash_attention(x.clone(), x.clone(), x, &options).into_data(), true);
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct BlockMask {
+    /// `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, the last two rounded up: 0 for what is
+    /// [empty](BlockState::Empty), 1 for [partial](BlockState::Partial) blocks, and any other number for [full](BlockState::Full) ones.
+    pub states: Tensor<4, Int>,
+    /// Queries of a block: a multiple of 128.
+    pub block_q: usize,
+    /// Keys of a block: a multiple of 128.
+    pub block_k: usize,
+}
+
+impl BlockMask {
+    /// That of states on a device: `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, the last two rounded up. Numbers are
+    /// those of [`BlockState::number`], and any other one says full: nobody waits for the device to look. Shape and sizes are checked where
+    /// the mask is used.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Int, Tensor};
+    /// use burn_flash_attention::BlockMask;
+    ///
+    /// // 256 queries and 300 keys, of which the last 44 are for the second half of the queries.
+    /// let states = Tensor::<4, Int>::from_data([[[[2, 2, 0], [2, 2, 2]]]], &Device::flex());
+    /// assert_eq!(BlockMask::new(states, 128, 128).states.dims(), [1, 1, 2, 3]);
+    /// # }
+    /// ```
+    pub fn new(states: Tensor<4, Int>, block_q: usize, block_k: usize) -> Self {
+        BlockMask { states, block_q, block_k }
+    }
+
+    /// That of a state for each block, told on the host: `shape` is that of the states, and `state` is asked for batch, head, block of
+    /// queries and block of keys.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::Device;
+    /// use burn_flash_attention::{BlockMask, BlockState};
+    ///
+    /// // BigBird's blocks without its random ones (arXiv:2007.14062): neighbours, and the first block for all.
+    /// let state = |_, _, q: usize, k: usize| match q.abs_diff(k) <= 1 || q == 0 || k == 0 {
+    ///     true => BlockState::Full,
+    ///     false => BlockState::Empty,
+    /// };
+    /// let blocks = BlockMask::from_blocks([1, 1, 8, 8], 128, 128, &Device::flex(), state);
+    /// assert_eq!(blocks.states.sum().into_scalar::<i32>(), 2 * (22 + 2 * 6));
+    /// # }
+    /// ```
+    pub fn from_blocks(
+        shape: [usize; 4],
+        block_q: usize,
+        block_k: usize,
+        device: &Device,
+        state: impl Fn(usize, usize, usize, usize) -> BlockState,
+    ) -> Self {
+        let [_, heads, of_q, of_k] = shape;
+        let at = |n: usize| state(n / of_k / of_q / heads, n / of_k / of_q % heads, n / of_k % of_q, n % of_k);
+        let states: Vec<i32> = (0..shape.iter().product()).map(|n| at(n).number()).collect();
+        let states = Tensor::from_data(TensorData::new(states, shape), (device, DType::I32));
+        BlockMask { states, block_q, block_k }
+    }
+
+    /// That of what `mask` and `mask_mod` of the options hide, found out on the device: each pair is looked at once, and what comes of it
+    /// serves as long as they say the same, for forward and backward and in every layer. Causality, windows and lengths do not count
+    /// here, as they hide in any case.
+    ///
+    /// `[batch, heads]` are 1 or as many as there are: 1 where what hides pairs is the same for all. Mask and tensors broadcast to
+    /// `[batch, heads, seq_q, seq_k]`, and a function is asked about batches and heads below these.
+    ///
+    /// # Panics
+    ///
+    /// With the message of the error that [`try_of`](BlockMask::try_of) returns.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_flash_attention::mods::{MaskFn, PrefixLm};
+    /// use burn_flash_attention::{BlockMask, FlashAttentionOptions};
+    ///
+    /// // Of the first text 200 tokens are a prefix, of the second none.
+    /// let device = Device::flex();
+    /// let prefixes = Tensor::<1>::from_data([200.0, 0.0], &device).reshape([2, 1, 1, 1]);
+    /// let options = FlashAttentionOptions::new().with_mask_mod(MaskFn::of::<PrefixLm>(), [prefixes]);
+    /// let blocks = BlockMask::of(&options, [2, 1], [256, 256], [128, 128], &device);
+    /// assert_eq!(blocks.states.into_data().try_to_vec::<i32>().unwrap(), [2, 1, 2, 1, 1, 0, 2, 1]);
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn of(
+        options: &FlashAttentionOptions,
+        [batch, heads]: [usize; 2],
+        [seq_q, seq_k]: [usize; 2],
+        [block_q, block_k]: [usize; 2],
+        device: &Device,
+    ) -> Self {
+        unwrapped(BlockMask::try_of(options, [batch, heads], [seq_q, seq_k], [block_q, block_k], device))
+    }
+
+    /// [`BlockMask::of`], or why it cannot be done. Nothing has run where an error is returned.
+    ///
+    /// # Errors
+    ///
+    /// Each [`AttentionError`] names the argument at fault and its value.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::Device;
+    /// use burn_flash_attention::{BlockMask, FlashAttentionOptions};
+    ///
+    /// let options = FlashAttentionOptions::new();
+    /// let error = BlockMask::try_of(&options, [1, 1], [256, 256], [64, 128], &Device::flex()).unwrap_err();
+    /// assert!(error.to_string().starts_with("block_q is 64; it must be a multiple of 128"));
+    /// # }
+    /// ```
+    pub fn try_of(
+        options: &FlashAttentionOptions,
+        [batch, heads]: [usize; 2],
+        [seq_q, seq_k]: [usize; 2],
+        [block_q, block_k]: [usize; 2],
+        device: &Device,
+    ) -> Result<Self, AttentionError> {
+        let q = [batch, heads, seq_q, 1];
+        let kv = [batch, heads, seq_k, 1];
+        let hiding = AttentionOptions { mask_mod: options.mask_mod, ..Default::default() };
+        let mut problem = AttentionProblem::new(&q, &kv, &kv, Dtype::F32, hiding)?;
+        let shape = [batch, heads, seq_q.div_ceil(block_q.max(1)), seq_k.div_ceil(block_k.max(1))];
+        problem = problem.with_block_mask(&shape, block_q, block_k)?;
+        if let Some(mask) = &options.mask {
+            problem = problem.with_mask(&mask.dims())?;
+            same_device("mask", &mask.device(), device)?;
+        }
+        let dims: Vec<_> = options.mask_tensors.iter().map(Tensor::dims).collect();
+        problem = problem.with_mask_tensors(&dims.iter().map(<[usize; 4]>::as_slice).collect::<Vec<_>>())?;
+        function_tensors(["mask_tensors[0]", "mask_tensors[1]"], &options.mask_tensors, device)?;
+        for (ends, argument) in [(&options.cu_seqlens_q, "cu_seqlens_q"), (&options.cu_seqlens_k, "cu_seqlens_k")] {
+            if let Some(ends) = ends {
+                return Err(AttentionError::Unsupported {
+                    option: argument,
+                    value: format!("a tensor {:?}", ends.dims()),
+                    why: "blocks are counted from the first positions of tensors, where packed sequences begin anywhere",
+                });
+            }
+        }
+        // Nothing of it has a gradient.
+        let device = device.clone().inner();
+        check_device(device.as_dispatch())?;
+        let nth = |nth: usize| options.mask_tensors.get(nth).cloned().map(|tensor| tensor.inner().into_dispatch());
+        let masks = Masks {
+            mask: OptionalBool::from_option(options.mask.clone().map(|mask| mask.inner().into_dispatch())),
+            mask_a: OptionalFloat::from(nth(0)),
+            mask_b: OptionalFloat::from(nth(1)),
+        };
+        let empty = Tensor::<4, Int>::empty(shape, (&device, DType::I32)).into_dispatch();
+        let states = Dispatch::flash_attention_block_states(empty, masks, problem);
+        Ok(BlockMask { states: Tensor::from_dispatch(states), block_q, block_k })
+    }
+}
