@@ -2,7 +2,6 @@
 
 use crate::case::{Case, Variant};
 use crate::error::Error;
-use flash_attention_kernels::blocks::{BLOCK, EMPTY};
 use flash_attention_kernels::{AttentionProblem, BackwardOrder, Dtype, Precision, dropout};
 use flash_attention_reference as reference;
 use half::{bf16, f16};
@@ -288,17 +287,11 @@ impl Oracle {
         let (slopes, sinks) = (data.slopes.as_ref().map(of_heads), data.sinks.as_ref().map(of_heads));
         let documents: Option<Vec<f64>> =
             data.documents.as_ref().map(|of| of.iter().map(|number| f64::from(*number)).collect());
-        // What blocks hide, pair by pair: the oracle knows no blocks.
-        let hidden = data.blocks.as_ref().map(|states| {
-            let across = p.seq_k.div_ceil(BLOCK);
-            let row = |i: usize| (0..p.seq_k).map(move |j| states[i / BLOCK * across + j / BLOCK] == EMPTY);
-            (0..p.seq_q).flat_map(row).collect::<Vec<bool>>()
-        });
         let p = AttentionProblem {
             alibi_slopes: p.alibi_slopes.map(|_| [1, p.num_heads_q]),
             score_tensors: p.score_tensors.map(|of| of.map(|_| [1, p.num_heads_q, 1, 1])),
-            mask: p.mask.or(hidden.as_ref().map(|_| [1, 1, p.seq_q, p.seq_k])),
-            block_mask: None,
+            // One that is made of a function says nothing more.
+            block_mask: p.block_mask.filter(|_| data.blocks.is_some()),
             ..p
         };
         let first = [whole.batch - p.batch, whole.num_heads_q - p.num_heads_q];
@@ -313,7 +306,7 @@ impl Oracle {
             q: &q,
             k: &k,
             v: &v,
-            mask: data.mask.as_deref().or(hidden.as_deref()),
+            mask: data.mask.as_deref(),
             bias: bias.as_deref(),
             alibi_slopes: slopes.as_deref().filter(|_| p.alibi_slopes.is_some()),
             sinks: sinks.as_deref(),
@@ -324,6 +317,7 @@ impl Oracle {
             cu_seqlens_k: ends.as_deref(),
             score_tensors: p.score_tensors.map(|of| slopes.as_deref().filter(|_| of.is_some())),
             mask_tensors: p.mask_tensors.map(|of| documents.as_deref().filter(|_| of.is_some())),
+            block_mask: data.blocks.as_deref(),
         };
         let sample = reference::sample(&p, &inputs, &dout, at, &queries, &keys);
         Oracle { problem: whole, queries, keys, sample }

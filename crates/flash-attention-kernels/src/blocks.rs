@@ -216,7 +216,7 @@ fn band_of(bounds: &Bounds, band: &Band, batch: u32, #[comptime] ragged: bool) -
 }
 
 /// Writes the lists of tiles of `columns` for blocks of `rows`, which are queries or `keys`, of `states [B | 1, H | 1, nq, nk]`: `out [B | 1,
-/// H | 1, blocks, 1 + tiles]`, of each block how many tiles it visits, and which. A unit for each block. `bounds`: where there are several
+/// H | 1, blocks, 1 + tiles]`, of each block how many tiles it visits, and which. A cube for each block. `bounds`: where there are several
 /// sequences, `ragged`, those of its batch.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
@@ -232,8 +232,9 @@ pub fn list(
     #[comptime] keys: bool,
     #[comptime] ragged: bool,
 ) {
+    let mut board = Shared::<[u32]>::new_slice(UNITS);
     let (blocks, heads) = (out.shape(2), out.shape(1));
-    let (block, of_head) = (ABSOLUTE_POS % blocks, ABSOLUTE_POS / blocks);
+    let (block, of_head) = (CUBE_POS % blocks, CUBE_POS / blocks);
     let (head, batch) = (of_head % heads, of_head / heads);
     if batch >= out.shape(0) {
         terminate!();
@@ -243,27 +244,61 @@ pub fn list(
     let at = batch * out.stride(0) + head * out.stride(1) + block * out.stride(2);
     let of_states = batch * states.stride(0) + head * states.stride(1);
     let seen = seen(&band, row, rows, columns, keys);
-    let mut count = 0u32.runtime();
     // Rows past the end of a sequence see nothing.
     let after = if comptime!(keys) { band.after_keys() } else { band.after_queries() };
     let end = select(row < after, seen.end, seen.start);
-    for tile in seen.start..end {
+
+    // -- a run of tiles for each unit: how many of them are visited, and how many before
+    let of_unit = (end - seen.start).div_ceil(comptime!(UNITS as u32));
+    let first = min(seen.start + UNIT_POS * of_unit, end);
+    let last = min(first + of_unit, end);
+    let mut count = 0u32.runtime();
+    for tile in first..last {
+        count += u32::cast_from(state_of(states, of_states, tile * columns, row, block_q, block_k, keys) != EMPTY);
+    }
+    board[UNIT_POS as usize] = count;
+    sync_cube();
+    let mut before = 0u32.runtime();
+    let mut all = 0u32.runtime();
+    for unit in 0..UNITS {
+        before += select((unit as u32) < UNIT_POS, board[unit], 0u32);
+        all += board[unit];
+    }
+
+    // -- their entries
+    for tile in first..last {
         let column = tile * columns;
-        let (i, j) = if comptime!(keys) { (column, row) } else { (row, column) };
-        let (of_q, of_k) = ((i / block_q) as usize, (j / block_k) as usize);
-        let state = states[of_states + of_q * states.stride(2) + of_k * states.stride(3)];
+        let state = state_of(states, of_states, column, row, block_q, block_k, keys);
         if state != EMPTY {
             let whole = is_whole(&band, row, column, rows, columns, keys);
             let flags = select(whole, 0u32, EDGE) | select(state == PARTIAL, MASKED, 0u32);
-            out[at + 1 + count as usize] = tile << FLAGS | flags;
-            count += 1;
+            out[at + 1 + before as usize] = tile << FLAGS | flags;
+            before += 1;
         }
     }
-    out[at] = count;
-    // A list of none has an entry that may be read, too.
-    if count == 0 {
-        out[at + 1] = EDGE;
+    if UNIT_POS == 0 {
+        out[at] = all;
+        // A list of none has an entry that may be read, too.
+        if all == 0 {
+            out[at + 1] = EDGE;
+        }
     }
+}
+
+/// The state of the block that a tile belongs to.
+#[cube]
+fn state_of(
+    states: &Tensor<u32>,
+    of_states: usize,
+    column: u32,
+    row: u32,
+    block_q: u32,
+    block_k: u32,
+    #[comptime] keys: bool,
+) -> u32 {
+    let (i, j) = if comptime!(keys) { (column, row) } else { (row, column) };
+    let (of_q, of_k) = ((i / block_q) as usize, (j / block_k) as usize);
+    states[of_states + of_q * states.stride(2) + of_k * states.stride(3)]
 }
 
 /// The states of what mask and function let be seen, `out [B | 1, H | 1, nq, nk]`, whatever the band hides besides. A cube for each.

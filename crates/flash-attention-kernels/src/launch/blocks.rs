@@ -33,7 +33,7 @@ impl Call<'_> {
         let shape = list_shape(p, mask, of, rows, columns);
         let lists = TensorView::contiguous(self.client.empty(4 * shape.iter().product::<usize>()), shape);
         // More than a device starts along one dimension: those of another; the kernel looks whether there is such a block.
-        let cubes = shape[..3].iter().product::<usize>().div_ceil(UNITS).max(1);
+        let cubes = shape[..3].iter().product::<usize>().max(1);
         let across = cubes.min(u16::MAX as usize);
         // SAFETY: the states have been checked against their buffer, and the lists have room for every tile.
         unsafe {
