@@ -12,8 +12,8 @@
 //! lse = log (Σⱼ exp(s) + exp(sink))        p = exp(s − lse)        o = (p∘z)·v
 //! ```
 //!
-//! `|i − j|` counts from where the query stands among the keys; `z` is what dropout multiplies by. Blocks are of pairs at their positions in
-//! the tensors: in one that is seen altogether mask and function are not asked.
+//! `|i − j|` counts from where the query stands among the keys; `z` is what dropout multiplies by. Blocks are of pairs at their positions
+//! in the tensors: in one that is seen altogether mask and function are not asked.
 //!
 //! Users' functions compute in f32, which is what they are written in: `t` is rounded to it for `f`, and what `f` and its derivatives
 //! give is exact to no more than that.
