@@ -26,9 +26,10 @@
 //! score     scale, softcap, slopes, with derivatives   portable  the kernels for any device
 //! softmax   the online softmax: −∞ lives here alone    matrix    those for devices with cooperative matrix products
 //! dropout   which probabilities are dropped            rows      those for processors
-//! extras    slopes, sinks, lengths, dropout: tensors   hopper    those for NVIDIA Hopper
-//!                                                      mma       those for NVIDIA GPUs from Ampere on
-//!                                                      tuning    times a few of them, with the feature autotune
+//! mods      the user's functions of scores and masks   hopper    those for NVIDIA Hopper
+//! sequences several of them in one call                mma       those for NVIDIA GPUs from Ampere on
+//! blocks    block masks: which tiles are visited       tuning    times a few of them, with the feature autotune
+//! extras    the tensors of all that, as one argument
 //! ```
 
 pub mod blocks;
