@@ -173,11 +173,6 @@ pub struct Blueprint {
 }
 
 impl Blueprint {
-    /// Whether every score must look something up.
-    pub fn extras(&self) -> bool {
-        self.mask || self.bias
-    }
-
     /// Bytes of shared memory: panels of K and V, the board, weights, a word for each plane.
     ///
     /// ```

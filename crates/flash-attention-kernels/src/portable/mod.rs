@@ -38,11 +38,6 @@ pub struct Blueprint {
 }
 
 impl Blueprint {
-    /// Whether every score must look something up.
-    pub fn extras(&self) -> bool {
-        self.mask || self.bias
-    }
-
     /// Length of the array of factors; 1 where there is none, as no array is empty.
     pub fn factors(&self) -> usize {
         if self.factor != Factor::One { self.tile.micro_q() * self.tile.micro_k() } else { 1 }
