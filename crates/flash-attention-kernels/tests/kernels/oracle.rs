@@ -567,7 +567,8 @@ fn every_subset_of_gradients() {
     case.problem.options.score_mod = Some(ScoreFn::of::<Bent>());
     let case = case.with_score_tensors(&[[1, 2, 1, 1], [1, 1, 40, 1]]);
     let full = case.check(&client);
-    for bits in 0..128 {
+    // Where devices are slow each by itself, all, none, and some others.
+    for bits in (0..128u32).filter(|bits| thorough() || bits.count_ones() < 2 || bits % 9 == 1 || *bits == 127) {
         let wanted = [0, 1, 2, 3, 4, 5, 6].map(|n| bits >> n & 1 == 1);
         let results = Case { wanted, ..case.clone() }.run(&client).unwrap();
         let pairs = [

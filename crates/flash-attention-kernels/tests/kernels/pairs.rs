@@ -14,7 +14,7 @@ fn every_two_options_meet() {
             let (first, step) = part.split_once('/').expect("FLASH_TEST_PAIRS is like 1/14");
             (first.parse::<usize>().expect("a number") - 1, step.parse::<usize>().expect("a number"))
         }
-        Err(_) => (0, if thorough() { 1 } else { 40 }),
+        Err(_) => (0, if thorough() { 1 } else { 60 }),
     };
     for (n, pair) in pairs(500).into_iter().enumerate().skip(first).step_by(step) {
         if supports(&client, pair.problem.dtype) {
