@@ -2,11 +2,12 @@
 
 use crate::data::step;
 use crate::error::Error;
-use crate::functions::{self, Alibi, Document, Softcap};
+use crate::functions::{self, Document};
 use clap::ValueEnum;
 use flash_attention_kernels::blocks::{BLOCK, EMPTY, FULL};
 use flash_attention_kernels::mods::{MaskFn, ScoreFn};
 use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype};
+use flash_attention_reference::mods::{Alibi, Softcap};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -153,7 +154,7 @@ impl Case {
             Variant::Window(keys) => options.window_left = Some(keys.saturating_sub(1)),
             Variant::Dropout => (options.dropout, options.dropout_seed) = (DROPOUT, Some(1)),
             Variant::AlibiFunction => options.score_mod = Some(ScoreFn::of::<Alibi>()),
-            Variant::SoftcapFunction => options.score_mod = Some(ScoreFn::of::<Softcap>()),
+            Variant::SoftcapFunction => options.score_mod = Some(ScoreFn::of::<Softcap<{ SOFTCAP as u32 }>>()),
             // These see to causality themselves, as their peer's do.
             Variant::WindowFunction(keys) => {
                 let unknown = || AttentionError::Unsupported {

@@ -222,7 +222,7 @@ fn devices_that_differ() {
     let bent = ScoreFn::of::<flash_attention_reference::mods::Bent>();
     let error = error_of(here(), here(), here(), new().with_score_mod(bent, [near.clone(), far.clone()]));
     refused!(error, OtherDevice { .. }, "score_tensors[1] is on", "Wgpu", "q is on", "Flex");
-    let document = MaskFn::of::<flash_attention_reference::mods::Document>();
+    let document = MaskFn::of::<Document>();
     let error = error_of(here(), here(), here(), new().with_mask_mod(document, [far, near]));
     refused!(error, OtherDevice { .. }, "mask_tensors[0] is on", "Wgpu", "q is on", "Flex");
     let states = Tensor::<4, Int>::ones([1, 1, 1, 1], &wgpu.device);
@@ -316,7 +316,7 @@ fn options_with_tensors_do_not_serialize() {
 #[test]
 fn functions_that_cannot_read_what_they_are_given() {
     use AttentionError::{Broadcast, Unsupported};
-    use flash_attention_reference::mods::{Bent, Document};
+    use flash_attention_reference::mods::Bent;
     for target in targets() {
         let d = &target.device;
         let (bent, document) = (ScoreFn::of::<Bent>(), MaskFn::of::<Document>());

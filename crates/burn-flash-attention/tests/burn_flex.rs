@@ -9,13 +9,12 @@ use burn_flash_attention::{
     BlockMask, FlashAttentionOptions, flash_attention, flash_attention_varlen, flash_attention_with_lse, plan,
 };
 use common::*;
-use cubecl::prelude::*;
 use flash_attention_kernels::mods::{
-    self, And, Causal, CausalDocument, Dilated, MaskFn, MaskMod, Pair, PrefixLm, ScoreFn, SlidingGlobal, Values,
+    And, Causal, CausalDocument, Dilated, Document, MaskFn, PrefixLm, ScoreFn, SlidingGlobal,
 };
 use flash_attention_kernels::{Alignment, AttentionOptions, Dtype};
 use flash_attention_reference as reference;
-use flash_attention_reference::mods::{Bent, Document, Relative, Sloped, Strided};
+use flash_attention_reference::mods::{Bent, Relative, Sloped, Strided};
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
@@ -217,15 +216,6 @@ fn what_functions_read() {
 /// What a function hides is as hidden as what an option does: NaN in it does not get out.
 #[test]
 fn a_function_that_is_causality_is_causality() {
-    struct Causal;
-
-    #[cube]
-    impl MaskMod for Causal {
-        fn sees(pair: Pair, _values: Values) -> bool {
-            pair.j <= pair.i
-        }
-    }
-
     for target in targets() {
         let sizes = [2, 4, 2, 70, 140, 16, 24];
         let function = AttentionOptions { mask_mod: Some(MaskFn::of::<Causal>()), ..Default::default() };
@@ -298,7 +288,7 @@ fn ready_made(device: &Device, [seq_q, seq_k]: [usize; 2]) -> Vec<FlashAttention
     let of = |function, tensors: &[Tensor<4>]| FlashAttentionOptions::new().with_mask_mod(function, tensors.to_vec());
     vec![
         of(MaskFn::of::<Causal>(), &[]),
-        of(MaskFn::of::<mods::Document>(), &[of_q.clone(), of_k.clone()]),
+        of(MaskFn::of::<Document>(), &[of_q.clone(), of_k.clone()]),
         of(MaskFn::of::<CausalDocument>(), &[of_q, of_k]),
         of(MaskFn::of::<PrefixLm>(), &[numbers([150.0, 0.0])]),
         of(MaskFn::of::<SlidingGlobal>(), &[numbers([30.0, 64.0]), numbers([5.0, 0.0])]),

@@ -141,9 +141,8 @@ impl Visits {
         #[comptime] keys: bool,
     ) -> Visit {
         if comptime!(extras.is_sparse()) {
-            let lists = extras.lists.unwrap();
-            let entry = lists[self.at + 1 + min(nth, max(self.count, 1u32) - 1) as usize];
-            visit_of(entry, columns)
+            let nth = min(nth, max(self.count, 1u32) - 1);
+            visit_of(entry_at(extras, self.at as u32 + 1 + nth), columns)
         } else {
             let start = self.first + nth * columns;
             Visit { start, whole: is_whole(band, self.row, start, rows, columns, keys), masked: true.runtime() }
@@ -245,8 +244,8 @@ pub fn list(
     let of_states = batch * states.stride(0) + head * states.stride(1);
     let seen = seen(&band, row, rows, columns, keys);
     // Rows past the end of a sequence see nothing.
-    let after = if comptime!(keys) { band.after_keys() } else { band.after_queries() };
-    let end = select(row < after, seen.end, seen.start);
+    let is_row = if comptime!(keys) { band.is_key(row) } else { band.is_query(row) };
+    let end = select(is_row, seen.end, seen.start);
 
     // -- a run of tiles for each unit: how many of them are visited, and how many before
     let of_unit = (end - seen.start).div_ceil(comptime!(UNITS as u32));
@@ -327,7 +326,7 @@ pub fn classify<M: Numeric>(
     let mut nth = UNIT_POS;
     while nth < block_q * block_k {
         let (i, j) = (first_i + nth / block_k, first_j + nth % block_k);
-        if i < band.seq_q && j < band.seq_k {
+        if band.is_query(i) && band.is_key(j) {
             let place = Place::new(batch as u32, head as u32, &band, i, j, false);
             let mut sees = mods.sees(&place, &band);
             #[comptime]

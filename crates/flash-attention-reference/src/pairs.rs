@@ -1,7 +1,7 @@
 //! Problems in which every two choices of any two options meet: what goes wrong between two features goes wrong in one of them.
 
-use crate::mods::{Bent, Document, Relative, Sloped, Strided};
-use flash_attention_kernels::mods::{MaskFn, ScoreFn};
+use crate::mods::{Bent, Relative, Sloped, Strided};
+use flash_attention_kernels::mods::{Document, MaskFn, ScoreFn};
 use flash_attention_kernels::{Alignment, AttentionOptions, AttentionProblem, BackwardOrder, BlockMask, Dtype};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;

@@ -3,10 +3,10 @@
 mod reference_common;
 
 use cubecl::prelude::*;
-use flash_attention_kernels::mods::{MaskFn, Pair, Partials, ScoreFn, ScoreMod, Then, Values};
+use flash_attention_kernels::mods::{Document, MaskFn, Pair, Partials, ScoreFn, ScoreMod, Then, Values};
 use flash_attention_kernels::{Alignment, AttentionOptions, BackwardOrder, Precision};
 use flash_attention_reference::Gradients;
-use flash_attention_reference::mods::{Bent, Document, Relative, Sloped};
+use flash_attention_reference::mods::{Bent, Relative, Sloped};
 use reference_common::{Case, Sizes, assert_close, broadcasts};
 
 /// Small, and no two dimensions alike where they may differ.

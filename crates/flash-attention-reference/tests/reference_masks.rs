@@ -2,10 +2,9 @@
 
 mod reference_common;
 
-use cubecl::prelude::*;
-use flash_attention_kernels::mods::{And, MaskFn, MaskMod, Not, Or, Pair, ScoreFn, Values};
+use flash_attention_kernels::mods::{And, Causal, Document, MaskFn, Not, Or, ScoreFn};
 use flash_attention_kernels::{Alignment, AttentionOptions};
-use flash_attention_reference::mods::{Document, Relative, Strided};
+use flash_attention_reference::mods::{Relative, Strided};
 use reference_common::{Case, broadcasts};
 
 /// What the oracle sees, a string of `1` and `0` for each query: with V the identity, `o` is the attention matrix.
@@ -89,16 +88,6 @@ fn broadcast_masks_and_biases_are_those_written_out() {
         (long.mask, long.bias) = (Some(mask), Some(bias));
         assert_eq!(short.forward(), long.forward(), "{shape:?}");
         assert_eq!(short.backward().dk, long.backward().dk, "{shape:?}");
-    }
-}
-
-/// Top left: positions count from where sequences begin.
-struct Causal;
-
-#[cube]
-impl MaskMod for Causal {
-    fn sees(pair: Pair, _values: Values) -> bool {
-        pair.j <= pair.i
     }
 }
 

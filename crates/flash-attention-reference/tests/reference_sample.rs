@@ -3,8 +3,8 @@
 mod reference_common;
 
 use flash_attention_kernels::AttentionOptions;
-use flash_attention_kernels::mods::{MaskFn, ScoreFn};
-use flash_attention_reference::mods::{Bent, Document};
+use flash_attention_kernels::mods::{Document, MaskFn, ScoreFn};
+use flash_attention_reference::mods::Bent;
 use flash_attention_reference::sample;
 use reference_common::{Case, assert_close};
 

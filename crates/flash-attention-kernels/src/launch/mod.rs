@@ -178,13 +178,7 @@ impl<'a> Call<'a> {
                 input(device, argument, cu, [problem.cu_seqlens.map_or(cu.shape[0], |sequences| sequences + 1)], 4)?;
             }
         }
-        for ((argument, view), shape) in SCORE_TENSORS.into_iter().zip(&inputs.score_tensors).zip(problem.score_tensors)
-        {
-            if let Some(view) = view {
-                input(device, argument, view, shape.unwrap_or(view.shape), 4)?;
-            }
-            stated(argument, view.is_some(), shape.is_some())?;
-        }
+        check_tensors(device, SCORE_TENSORS, &inputs.score_tensors, problem.score_tensors)?;
         if let Some(states) = &inputs.block_mask {
             let blocks = problem.block_mask.map_or(states.shape, |mask| mask.blocks);
             input(device, "block_mask", states, blocks, 4)?;
@@ -319,7 +313,17 @@ fn check_masks(device: &Device, problem: &AttentionProblem, inputs: &Inputs) -> 
         input(device, "mask", &mask.tensor, problem.mask.unwrap_or(mask.tensor.shape), mask.storage.size())?;
     }
     stated("mask", inputs.mask.is_some(), problem.mask.is_some())?;
-    for ((argument, view), shape) in MASK_TENSORS.into_iter().zip(&inputs.mask_tensors).zip(problem.mask_tensors) {
+    check_tensors(device, MASK_TENSORS, &inputs.mask_tensors, problem.mask_tensors)
+}
+
+/// Checks what a function reads in the same way.
+fn check_tensors(
+    device: &Device,
+    arguments: [&'static str; TENSORS],
+    views: &[Option<TensorView>; TENSORS],
+    shapes: [Option<[usize; 4]>; TENSORS],
+) -> Result<(), AttentionError> {
+    for ((argument, view), shape) in arguments.into_iter().zip(views).zip(shapes) {
         if let Some(view) = view {
             input(device, argument, view, shape.unwrap_or(view.shape), 4)?;
         }

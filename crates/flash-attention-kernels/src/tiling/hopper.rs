@@ -154,15 +154,14 @@ pub fn alternatives(device: &Device, problem: &AttentionProblem, planned: Hopper
 pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<HopperForward, String> {
     possible(device, problem)?;
     let widest = problem.head_dim.max(problem.head_dim_v);
-    let biased = HOPPER_BIAS.iter().filter(|_| varies_by_pair(problem)).find(|(head_dim, _)| widest <= *head_dim);
-    let row = HOPPER.iter().find(|(head_dim, seq_k, _)| widest <= *head_dim && problem.seq_k <= *seq_k);
-    // Where there is a block mask tiles divide its blocks.
-    let sparse = problem.block_mask.is_some();
-    let row = row.filter(|_| !sparse).map(|(.., tile)| *tile);
-    let dividing =
-        HOPPER.iter().filter(|(.., tile)| divides(tile)).find(|(head_dim, ..)| sparse && widest <= *head_dim);
-    let narrow = HOPPER_BIAS.iter().find(|(head_dim, _)| sparse && widest <= *head_dim).map(|(_, tile)| *tile);
-    let tile = biased.map(|(_, tile)| *tile).or(row).or(dividing.map(|(.., tile)| *tile)).or(narrow);
+    let row = HOPPER.iter().find(|(head_dim, seq_k, tile)| {
+        // Where there is a block mask tiles divide its blocks.
+        let fits = if problem.block_mask.is_some() { divides(tile) } else { problem.seq_k <= *seq_k };
+        widest <= *head_dim && fits
+    });
+    // Those with a bias divide any.
+    let narrow = HOPPER_BIAS.iter().find(|(head_dim, _)| widest <= *head_dim).map(|(_, tile)| *tile);
+    let tile = row.map(|(.., tile)| *tile).filter(|_| !varies_by_pair(problem)).or(narrow);
     let tile = tile.ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER[HOPPER.len() - 1].0))?;
 
     Ok(HopperForward { tile, section: section(device, problem, &tile, false), parts: parts(device, problem, &tile) })

@@ -3,44 +3,12 @@
 use crate::common::*;
 use cubecl::prelude::*;
 use flash_attention_kernels::mods::{
-    And, MaskFn, MaskMod, Not, Or, Pair, Partials, ScoreFn, ScoreMod, Then, Values, tanh,
+    And, Causal, Document, MaskFn, MaskMod, Not, Or, Pair, Partials, ScoreFn, ScoreMod, Then, Values,
 };
 use flash_attention_kernels::{Alignment, AttentionOptions, Dtype};
+use flash_attention_reference::mods::{Alibi, Softcap};
 
-const CAP: f32 = 3.0;
-
-/// ALiBi: `a` is the slope.
-struct Alibi;
-
-#[cube]
-impl ScoreMod for Alibi {
-    const ADDITIVE: bool = true;
-
-    fn score(score: f32, pair: Pair, values: Values) -> f32 {
-        score - values.a * f32::abs(pair.distance)
-    }
-
-    fn backward(_score: f32, pair: Pair, _values: Values) -> Partials {
-        Partials { score: 1.0f32, a: -f32::abs(pair.distance), b: 0.0f32 }
-    }
-}
-
-/// What the option of that name does.
-struct Softcap;
-
-#[cube]
-impl ScoreMod for Softcap {
-    const ADDITIVE: bool = false;
-
-    fn score(score: f32, _pair: Pair, _values: Values) -> f32 {
-        CAP * tanh(score * comptime!(1.0f32 / CAP))
-    }
-
-    fn backward(score: f32, _pair: Pair, _values: Values) -> Partials {
-        let tanh = tanh(score * comptime!(1.0f32 / CAP));
-        Partials { score: 1.0f32 - tanh * tanh, a: 0.0f32, b: 0.0f32 }
-    }
-}
+const CAP: u32 = 3;
 
 /// Adds the second tensor.
 struct Bias;
@@ -58,15 +26,6 @@ impl ScoreMod for Bias {
     }
 }
 
-struct Causal;
-
-#[cube]
-impl MaskMod for Causal {
-    fn sees(pair: Pair, _values: Values) -> bool {
-        pair.j <= pair.i
-    }
-}
-
 /// Not before the last 20 keys.
 struct Near;
 
@@ -74,16 +33,6 @@ struct Near;
 impl MaskMod for Near {
     fn sees(pair: Pair, _values: Values) -> bool {
         pair.j + 20u32 > pair.i
-    }
-}
-
-/// Of the same document.
-struct Document;
-
-#[cube]
-impl MaskMod for Document {
-    fn sees(_pair: Pair, values: Values) -> bool {
-        values.a == values.b
     }
 }
 
@@ -136,8 +85,8 @@ fn a_cap_is_the_softcap_beside_all_else() {
     for dtype in dtypes(&client) {
         for sizes in sizes([2, 4, 2, 150, 130, 64, 64], [1, 2, 2, 70, 90, 128, 72]) {
             let options = AttentionOptions { causal: true, softmax_scale: Some(1.0), ..Default::default() };
-            let capped = AttentionOptions { softcap: Some(CAP), ..options };
-            let modified = AttentionOptions { score_mod: Some(ScoreFn::of::<Softcap>()), ..options };
+            let capped = AttentionOptions { softcap: Some(CAP as f32), ..options };
+            let modified = AttentionOptions { score_mod: Some(ScoreFn::of::<Softcap<CAP>>()), ..options };
             let biases = [[1, 1, 1, sizes[4]], [sizes[0], sizes[1], sizes[3], sizes[4]]];
             for bias in biases.into_iter().take(if thorough() { 2 } else { 1 }) {
                 let [a, b] = [modified, capped].map(|options| {
@@ -155,7 +104,7 @@ fn one_after_the_other_with_both_tensors() {
     let Some(client) = client() else { return };
     for dtype in dtypes(&client) {
         let sizes = [1, 4, 2, 80, 80, 64, 64];
-        let options = AttentionOptions { softcap: Some(CAP), ..Default::default() };
+        let options = AttentionOptions { softcap: Some(CAP as f32), ..Default::default() };
         let built_in = Case::new(sizes, dtype, options).with_alibi_slopes([1, 4]).with_bias([1, 4, 80, 80]);
         let both = AttentionOptions { score_mod: Some(ScoreFn::of::<Then<Alibi, Bias>>()), ..options };
         let mut case = Case::new(sizes, dtype, both).with_score_tensors(&[[1, 4, 1, 1], [1, 4, 80, 80]]);

@@ -1,7 +1,6 @@
 //! Every kernel for Hopper is what it is meant to be: warpgroup products and tensor-map loads, nothing in local memory, no guarded
 //! shuffles.
 
-use crate::functions::{Alibi, Document, Softcap};
 use crate::harness::*;
 use cubecl_core::CubeKernel;
 use cubecl_core::ir::nvidia::SmArch;
@@ -15,12 +14,13 @@ use flash_attention_kernels::hopper::{
     BiasBlueprint, BiasTile, Blueprint, Role, Rows, copy, dbias, delta, forward, gradient, merge, reduce,
 };
 use flash_attention_kernels::mask::Band;
-use flash_attention_kernels::mods::{MaskFn, ScoreFn};
+use flash_attention_kernels::mods::{Document, MaskFn, ScoreFn};
 use flash_attention_kernels::tiling::{Device, element_type, plan_on};
 use flash_attention_kernels::{
     AttentionOptions, AttentionProblem, BackwardOrder, BackwardTiles, BiasGradient, Dtype, Forward, Gradient,
     HopperForward, HopperTile, Kernel,
 };
+use flash_attention_reference::mods::{Alibi, Softcap};
 use std::collections::HashMap;
 use std::time::Instant;
 
@@ -325,7 +325,7 @@ fn slopes_sinks_and_dropout_are_warpgroup_products() {
 fn functions_are_warpgroup_products() {
     let causal = AttentionOptions { causal: true, ..Default::default() };
     let alibi = AttentionOptions { score_mod: Some(ScoreFn::of::<Alibi>()), ..causal };
-    let capped = AttentionOptions { score_mod: Some(ScoreFn::of::<Softcap>()), ..causal };
+    let capped = AttentionOptions { score_mod: Some(ScoreFn::of::<Softcap<50>>()), ..causal };
     let document = AttentionOptions { mask_mod: Some(MaskFn::of::<Document>()), ..causal };
     for head_dim in [64, 128, 256] {
         let of = |options| problem(head_dim, Dtype::BF16, options);

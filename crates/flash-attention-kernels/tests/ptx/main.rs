@@ -1,6 +1,5 @@
 //! Kernels for CUDA compiled to PTX, and assembled, on a machine with no GPU.
 
-mod functions;
 mod harness;
 mod hopper;
 mod mma;

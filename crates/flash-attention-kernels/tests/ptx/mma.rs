@@ -1,18 +1,18 @@
 //! Every kernel made of `mma.sync`, for Ampere and for Hopper, is what it is meant to be: products of warps, `ldmatrix`, `cp.async`,
 //! nothing in local memory. `MMA_TILE` looks at other tiles: WARPGROUPS/GROUPS/KEYS; `MMA_ONLY` at one kernel.
 
-use crate::functions::{Alibi, Document, Softcap};
 use crate::harness::*;
 use cubecl_core::ir::nvidia::SmArch;
 use flash_attention_kernels::hopper::Role;
 use flash_attention_kernels::hopper::forward::StridesCompilationArg;
 use flash_attention_kernels::hopper::gradient::{ResultStridesCompilationArg, SourceStridesCompilationArg};
 use flash_attention_kernels::mma::{MmaBlueprint, Products, forward, gradient};
-use flash_attention_kernels::mods::{MaskFn, ScoreFn};
+use flash_attention_kernels::mods::{Document, MaskFn, ScoreFn};
 use flash_attention_kernels::tiling::{Device, plan_on};
 use flash_attention_kernels::{
     AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradient, Kernel, MmaTile, Precision,
 };
+use flash_attention_reference::mods::{Alibi, Softcap};
 use std::time::Instant;
 
 /// Bytes of shared memory that a cube has on sm_80, and on other devices from Ampere on.
@@ -209,7 +209,7 @@ fn every_option_is_products_of_warps() {
 fn functions_are_products_of_warps() {
     let causal = AttentionOptions { causal: true, ..Default::default() };
     let alibi = AttentionOptions { score_mod: Some(ScoreFn::of::<Alibi>()), ..causal };
-    let capped = AttentionOptions { score_mod: Some(ScoreFn::of::<Softcap>()), ..causal };
+    let capped = AttentionOptions { score_mod: Some(ScoreFn::of::<Softcap<50>>()), ..causal };
     let document = AttentionOptions { mask_mod: Some(MaskFn::of::<Document>()), ..causal };
     for (head_dim, dtype, spills) in [
         (64, Dtype::BF16, SPILLS_FUNCTION),
