@@ -1,0 +1,150 @@
+//! What the choice depends on: what a device says of itself.
+
+use crate::error::AttentionError;
+use crate::problem::{AttentionProblem, Dtype};
+use cubecl::client::Client;
+use cubecl::ir::features::TypeUsage;
+use cubecl::ir::{AddressType, ElemType, FloatKind};
+
+/// What a device offers, as far as the choice depends on it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Device {
+    /// The runtime's name.
+    pub name: String,
+    /// Whether there is a card behind it: a processor that computes by itself is none.
+    pub card: bool,
+    /// Bytes of shared memory a cube may have.
+    pub shared_memory: usize,
+    /// Units a cube may have.
+    pub units: usize,
+    /// Buffers a kernel may bind.
+    pub bindings: usize,
+    /// Cubes of a launch along x, y and z.
+    pub cubes: (u32, u32, u32),
+    /// Whether buffers of more than 2^32 elements can be addressed.
+    pub wide_addresses: bool,
+    /// Element types that can be stored and converted.
+    pub dtypes: Vec<Dtype>,
+    /// Multiprocessors, where known; otherwise 0.
+    pub multiprocessors: usize,
+    /// Whether there are warpgroup matrix products and TMA.
+    pub wgmma: bool,
+    /// Element types of warps' matrix products `mma.sync` that are summed in f32, where inline PTX can be compiled: of f16 and bf16
+    /// those of 16 × 8 × 16, of f32 those of 16 × 8 × 8 of tf32.
+    pub mma: Vec<Dtype>,
+    /// Units of a plane, where all planes have as many; otherwise 0.
+    pub plane: usize,
+    /// Shapes `[m, n, k]` of cooperative matrix products of an element type that are summed in f32.
+    pub matrices: Vec<(Dtype, [usize; 3])>,
+}
+
+impl Device {
+    /// What the device behind this client offers.
+    pub fn of(client: &Client) -> Self {
+        let properties = client.properties();
+        let hardware = &properties.hardware;
+        let stores = |dtype: &Dtype| {
+            let usage = properties.type_usage(element_type(*dtype));
+            usage.contains(TypeUsage::Buffer) && usage.contains(TypeUsage::Conversion)
+        };
+        let multiplies = |dtype: &Dtype| {
+            let (factor, k) = match dtype {
+                Dtype::F32 => (ElemType::Float(FloatKind::TF32), 8),
+                half => (element_type(*half), 16),
+            };
+            let sums = ElemType::Float(FloatKind::F32);
+            let shaped = properties.features.matmul.mma.iter().any(|of| {
+                let types = [of.a_type, of.b_type, of.cd_type] == [factor, factor, sums];
+                types && (of.m, of.n, of.k) == (16, 8, k)
+            });
+            // Only CubeCL's C++ compiler for CUDA, which takes no operations of our own, offers copies of its own.
+            shaped && !properties.features.copy_async
+        };
+        Device {
+            name: client.name().to_string(),
+            card: properties.identity.physical.is_some(),
+            shared_memory: hardware.max_shared_memory_size,
+            units: hardware.max_units_per_cube as usize,
+            bindings: hardware.max_bindings as usize,
+            cubes: hardware.max_cube_count,
+            wide_addresses: properties.supports_address(AddressType::U64),
+            dtypes: [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().filter(stores).collect(),
+            multiprocessors: hardware.num_streaming_multiprocessors.unwrap_or(0) as usize,
+            wgmma: !properties.features.matmul.wgmma.is_empty(),
+            mma: [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().filter(multiplies).collect(),
+            plane: if hardware.plane_size_min == hardware.plane_size_max {
+                hardware.plane_size_min as usize
+            } else {
+                0
+            },
+            matrices: [Dtype::F16, Dtype::BF16]
+                .into_iter()
+                .flat_map(|dtype| {
+                    let element = element_type(dtype);
+                    let sums = ElemType::Float(FloatKind::F32);
+                    let all = properties.features.matmul.cmma.iter();
+                    all.filter(move |of| of.a_type == element && of.b_type == element && of.cd_type == sums)
+                        .map(move |of| (dtype, [of.m as usize, of.n as usize, of.k as usize]))
+                })
+                .collect(),
+        }
+    }
+}
+
+/// CubeCL's name for an element type.
+pub fn element_type(dtype: Dtype) -> ElemType {
+    ElemType::Float(match dtype {
+        Dtype::F32 => FloatKind::F32,
+        Dtype::F16 => FloatKind::F16,
+        Dtype::BF16 => FloatKind::BF16,
+    })
+}
+
+/// Whether the device computes with this element type.
+pub(crate) fn check_dtype(device: &Device, dtype: Dtype) -> Result<(), AttentionError> {
+    if device.dtypes.contains(&dtype) {
+        return Ok(());
+    }
+    Err(AttentionError::DtypeUnsupported { dtype: dtype.name(), device: device.name.clone() })
+}
+
+/// Checks that the device binds `needed` buffers and those of what the problem adds at once.
+pub(crate) fn check_bindings(
+    device: &Device,
+    problem: &AttentionProblem,
+    kernel: &'static str,
+    needed: usize,
+) -> Result<(), AttentionError> {
+    let extras: Vec<_> = [
+        ("mask", problem.mask.is_some()),
+        ("bias", problem.bias.is_some()),
+        ("alibi_slopes", problem.alibi_slopes.is_some()),
+        ("sinks", problem.sinks && kernel == "forward"),
+        ("dropout_seed", problem.options.dropout > 0.0),
+        ("sequences", problem.is_ragged()),
+        ("block_mask", problem.block_mask.is_some()),
+        ("score_tensors[0]", problem.score_tensors[0].is_some()),
+        ("score_tensors[1]", problem.score_tensors[1].is_some()),
+        ("mask_tensors[0]", problem.mask_tensors[0].is_some()),
+        ("mask_tensors[1]", problem.mask_tensors[1].is_some()),
+    ]
+    .into_iter()
+    .filter_map(|(name, there)| there.then_some(name))
+    .collect();
+    let (needed, available) = (needed + extras.len(), device.bindings);
+    if needed <= available { Ok(()) } else { Err(AttentionError::Bindings { kernel, needed, extras, available }) }
+}
+
+/// A grid of at least `cubes` cubes, as the device takes it.
+pub(crate) fn cube_count(device: &Device, kernel: &'static str, cubes: u64) -> Result<(u32, u32, u32), AttentionError> {
+    let (x_max, y_max, z_max) = (device.cubes.0 as u64, device.cubes.1 as u64, device.cubes.2 as u64);
+    let x = cubes.min(x_max);
+    let y = cubes.div_ceil(x).min(y_max);
+    let z = cubes.div_ceil(x * y);
+    // Cubes are numbered with the address type, 32 bits on most devices.
+    if z > z_max || x * y * z > u32::MAX as u64 {
+        let max = x_max.saturating_mul(y_max).saturating_mul(z_max).min(u32::MAX as u64);
+        return Err(AttentionError::Grid { kernel, cubes, max });
+    }
+    Ok((x as u32, y as u32, z as u32))
+}

@@ -1,0 +1,164 @@
+//! Tiles of the portable kernels.
+
+use super::{Device, PassedOver, check_bindings};
+use crate::error::AttentionError;
+use crate::portable::Blueprint;
+use crate::portable::dbias::Sums;
+use crate::portable::tile::{TileShape, Vec4, WIDTH};
+use crate::problem::AttentionProblem;
+use crate::score::Factor;
+
+const VEC4_BYTES: usize = size_of::<f32>() * WIDTH;
+const _: fn(Vec4) = |_| ();
+
+/// Tiles of the portable kernels, the first that fits the device wins.
+///
+/// ```text
+/// tile_q × tile_k  units    micro  chunk  shared memory (forward)   where it fits
+/// 64 × 64          8 × 16   8 × 4  64     56,320 bytes              CUDA
+/// 64 × 64          16 × 16  4 × 4  32     48,128 bytes              desktop GPUs through Vulkan (48 KiB)
+/// 64 × 32          16 × 8   4 × 4  32     25,088 bytes              integrated and Apple GPUs (32 KiB)
+/// 32 × 32          8 × 8    4 × 4  32     14,848 bytes              what WebGPU promises everywhere (16 KiB)
+/// ```
+///
+/// A micro tile of 8 × 4 reads 12 vectors for 128 multiply-adds, which keeps the arithmetic and not shared memory busy,
+/// and leaves registers for several cubes to share a multiprocessor. Through Vulkan 4 × 4 was the faster one in the
+/// backward (docs/performance.md).
+const PORTABLE: [TileShape; 4] = [
+    TileShape { tile_q: 64, tile_k: 64, units_q: 8, units_k: 16, chunk: 64 },
+    TileShape { tile_q: 64, tile_k: 64, units_q: 16, units_k: 16, chunk: 32 },
+    TileShape { tile_q: 64, tile_k: 32, units_q: 16, units_k: 8, chunk: 32 },
+    TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 },
+];
+
+/// Vectors a unit may accumulate for `dk` and `dv` together before registers run out: beyond, they take a launch each.
+const MAX_ACCUMULATED: usize = 16;
+
+/// The kernels of the portable family, by what they keep in shared memory.
+///
+/// ```
+/// use flash_attention_kernels::{TileShape, tiling::{Stage, shared_memory}};
+///
+/// let tile = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
+/// assert_eq!(shared_memory(&tile, Stage::Forward), 14848);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// The forward.
+    Forward,
+    /// Those of the backward.
+    Backward,
+}
+
+/// Bytes of shared memory of a cube with these tiles: the most that a kernel of the stage takes.
+///
+/// ```
+/// use flash_attention_kernels::{TileShape, tiling::{Stage, shared_memory}};
+///
+/// let tile = TileShape { tile_q: 64, tile_k: 64, units_q: 16, units_k: 16, chunk: 32 };
+/// assert!(shared_memory(&tile, Stage::Backward) <= 48 << 10);
+/// ```
+pub fn shared_memory(tile: &TileShape, stage: Stage) -> usize {
+    let (q, k) = (tile.tile_q, tile.tile_k);
+    let vectors = match stage {
+        Stage::Forward => tile.panel_a() + tile.panel_b(k) + q * TileShape::pitch(k) + tile.board(),
+        Stage::Backward => {
+            let dq = tile.panel_b(k) + q * TileShape::pitch(k);
+            let dkdv = tile.panel_b(q) + k * TileShape::pitch(q);
+            let dbias = tile.panel_b(0)
+                + 1
+                + [Sums::Rows, Sums::Columns]
+                    .map(|sums| tile.sums_board(sums).div_ceil(WIDTH))
+                    .into_iter()
+                    .max()
+                    .unwrap_or(0);
+            tile.panel_a() + dq.max(dkdv).max(dbias)
+        }
+    };
+    vectors * VEC4_BYTES
+}
+
+/// Whether a cube with these tiles fits the device.
+fn fits(device: &Device, tile: &TileShape, stage: Stage) -> bool {
+    shared_memory(tile, stage) <= device.shared_memory && tile.units() <= device.units
+}
+
+/// Checks tiles that the caller chose.
+pub(crate) fn check_tile(
+    device: &Device,
+    problem: &AttentionProblem,
+    tile: &TileShape,
+    stage: Stage,
+) -> Result<(), AttentionError> {
+    if !tile.is_consistent() {
+        return Err(AttentionError::Unsupported {
+            option: "tile",
+            value: format!("{tile:?}"),
+            why: "units must divide tiles into runs of a multiple of 4, and the chunk must be a multiple of 4",
+        });
+    }
+    if fits(device, tile, stage) { Ok(()) } else { Err(no_tile_fits(device, problem, tile, stage)) }
+}
+
+fn no_tile_fits(device: &Device, problem: &AttentionProblem, tile: &TileShape, stage: Stage) -> AttentionError {
+    AttentionError::NoTileFits {
+        head_dim: problem.head_dim.max(problem.head_dim_v),
+        tile_q: tile.tile_q,
+        tile_k: tile.tile_k,
+        needed: shared_memory(tile, stage),
+        units: tile.units(),
+        available: device.shared_memory,
+        max_units: device.units,
+    }
+}
+
+pub(super) fn choose(
+    device: &Device,
+    problem: &AttentionProblem,
+    stage: Stage,
+    passed_over: &mut Vec<PassedOver>,
+) -> Result<TileShape, AttentionError> {
+    for tile in PORTABLE {
+        if fits(device, &tile, stage) {
+            return Ok(tile);
+        }
+        let name = match stage {
+            Stage::Forward => "forward",
+            Stage::Backward => "backward",
+        };
+        passed_over.push(PassedOver {
+            what: format!("{name} {}×{}", tile.tile_q, tile.tile_k),
+            why: format!(
+                "it takes {} bytes of shared memory and {} units, the device has {} and {}",
+                shared_memory(&tile, stage),
+                tile.units(),
+                device.shared_memory,
+                device.units
+            ),
+        });
+    }
+    Err(no_tile_fits(device, problem, &PORTABLE[PORTABLE.len() - 1], stage))
+}
+
+#[cfg(feature = "autotune")]
+pub(super) fn fitting(device: &Device, stage: Stage) -> impl Iterator<Item = TileShape> {
+    PORTABLE.into_iter().filter(move |tile| fits(device, tile, stage))
+}
+
+pub(super) fn together(device: &Device, problem: &AttentionProblem, tile: &TileShape) -> bool {
+    let rows = tile.tile_k / tile.units_q;
+    let accumulated = rows * (tile.groups(problem.head_dim) + tile.groups(problem.head_dim_v));
+    accumulated <= MAX_ACCUMULATED && check_bindings(device, problem, "dkdv", 7).is_ok()
+}
+
+/// What a kernel with these tiles is specialised for.
+pub(crate) fn blueprint(problem: &AttentionProblem, tile: TileShape, factor: Factor) -> Blueprint {
+    Blueprint {
+        tile,
+        head_dim: problem.head_dim,
+        head_dim_v: problem.head_dim_v,
+        factor,
+        mask: problem.hides_pairs(),
+        bias: problem.bias.is_some(),
+    }
+}
