@@ -24,8 +24,10 @@ pub const FULL: u32 = 2;
 /// What blocks are made of: their sizes are multiples of it, which tiles divide.
 pub const BLOCK: usize = 128;
 
-/// Units of a cube of [`list()`].
+/// Units of a cube of [`list()`] and of [`order()`].
 pub const UNITS: usize = 64;
+/// Words of a list before its entries: how many there are, and the block that comes in its place in [`order()`].
+pub const HEADER: usize = 2;
 /// Units of a cube of [`classify()`].
 pub const CLASSIFIERS: usize = 256;
 
@@ -97,6 +99,13 @@ pub fn visit_of(entry: u32, #[comptime] columns: u32) -> Visit {
     Visit { start: (entry >> FLAGS) * columns, whole: entry & EDGE == 0, masked: entry & MASKED != 0 }
 }
 
+/// The block that comes `nth` of those of a head, of this batch and query head, which have been put in [`order()`].
+#[cube]
+pub fn block_in_order(extras: &Extras, batch: usize, head: usize, nth: u32) -> u32 {
+    let lists = extras.lists.unwrap();
+    lists[batch * lists.stride(0) + head * lists.stride(1) + nth as usize * lists.stride(2) + 1]
+}
+
 /// An entry of the lists; there is a block mask.
 #[cube]
 pub fn entry_at(extras: &Extras, place: u32) -> u32 {
@@ -107,7 +116,7 @@ pub fn entry_at(extras: &Extras, place: u32) -> u32 {
 impl Visits {
     /// Where the last entry lies; of a list of none, one that may be read.
     pub fn last(&self) -> u32 {
-        self.at as u32 + max(self.count, 1u32)
+        self.at as u32 + comptime!(HEADER as u32 - 1) + max(self.count, 1u32)
     }
 
     /// Which of a list's visits is that of this tile; the number of all, if none is.
@@ -117,7 +126,7 @@ impl Visits {
         let mut after = self.count;
         while first < after {
             let middle = (first + after) / 2;
-            if lists[self.at + 1 + middle as usize] >> FLAGS < tile {
+            if lists[self.at + HEADER + middle as usize] >> FLAGS < tile {
                 first = middle + 1;
             } else {
                 after = middle;
@@ -125,7 +134,7 @@ impl Visits {
         }
         let mut found = false.runtime();
         if first < self.count {
-            found = lists[self.at + 1 + first as usize] >> FLAGS == tile;
+            found = lists[self.at + HEADER + first as usize] >> FLAGS == tile;
         }
         select(found, first, self.count)
     }
@@ -142,7 +151,7 @@ impl Visits {
     ) -> Visit {
         if comptime!(extras.is_sparse()) {
             let nth = min(nth, max(self.count, 1u32) - 1);
-            visit_of(entry_at(extras, self.at as u32 + 1 + nth), columns)
+            visit_of(entry_at(extras, self.at as u32 + comptime!(HEADER as u32) + nth), columns)
         } else {
             let start = self.first + nth * columns;
             Visit { start, whole: is_whole(band, self.row, start, rows, columns, keys), masked: true.runtime() }
@@ -215,8 +224,8 @@ fn band_of(bounds: &Bounds, band: &Band, batch: u32, #[comptime] ragged: bool) -
 }
 
 /// Writes the lists of tiles of `columns` for blocks of `rows`, which are queries or `keys`, of `states [B | 1, H | 1, nq, nk]`: `out [B | 1,
-/// H | 1, blocks, 1 + tiles]`, of each block how many tiles it visits, and which. A cube for each block. `bounds`: where there are several
-/// sequences, `ragged`, those of its batch.
+/// H | 1, blocks, HEADER + tiles]`, of each block how many tiles it visits, and which. A cube for each block. `bounds`: where there are
+/// several sequences, `ragged`, those of its batch.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
 pub fn list(
@@ -271,7 +280,7 @@ pub fn list(
         if state != EMPTY {
             let whole = is_whole(&band, row, column, rows, columns, keys);
             let flags = select(whole, 0u32, EDGE) | select(state == PARTIAL, MASKED, 0u32);
-            out[at + 1 + before as usize] = tile << FLAGS | flags;
+            out[at + HEADER + before as usize] = tile << FLAGS | flags;
             before += 1;
         }
     }
@@ -279,8 +288,50 @@ pub fn list(
         out[at] = all;
         // A list of none has an entry that may be read, too.
         if all == 0 {
-            out[at + 1] = EDGE;
+            out[at + HEADER] = EDGE;
         }
+    }
+}
+
+/// Puts the blocks of each head in order, those that visit most tiles first and of equals the first: what is left to the end is then short,
+/// and no multiprocessor waits for another for long. Writes the number of the block that comes `nth` into the `nth` of the `lists`, as
+/// [`list()`] has left them. A cube for each [`UNITS`] blocks of a head.
+/// (Longest processing time first: Graham, "Bounds on multiprocessing timing anomalies", 1969.)
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn order(lists: &mut Tensor<u32>) {
+    let mut board = Shared::<[u32]>::new_slice(UNITS);
+    let (blocks, heads) = (lists.shape(2), lists.shape(1));
+    let cubes = blocks.div_ceil(UNITS);
+    let (of_blocks, of_head) = (CUBE_POS % cubes, CUBE_POS / cubes);
+    let (head, batch) = (of_head % heads, of_head / heads);
+    if batch >= lists.shape(0) {
+        terminate!();
+    }
+    let at = batch * lists.stride(0) + head * lists.stride(1);
+    let block = of_blocks * UNITS + UNIT_POS as usize;
+    let mut count = 0u32.runtime();
+    if block < blocks {
+        count = lists[at + block * lists.stride(2)];
+    }
+    // How many come before it.
+    let mut before = 0u32.runtime();
+    let mut first = 0usize.runtime();
+    while first < blocks {
+        let mine = first + UNIT_POS as usize;
+        if mine < blocks {
+            board[UNIT_POS as usize] = lists[at + mine * lists.stride(2)];
+        }
+        sync_cube();
+        for nth in 0..min(blocks - first, UNITS) {
+            let other = board[nth];
+            before += u32::cast_from(other > count || other == count && first + nth < block);
+        }
+        sync_cube();
+        first += UNITS;
+    }
+    if block < blocks {
+        let to = at + before as usize * lists.stride(2) + 1;
+        lists[to] = block as u32;
     }
 }
 

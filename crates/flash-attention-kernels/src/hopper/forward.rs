@@ -19,7 +19,7 @@
 use super::dropout::{kept_of, leave};
 use super::ops::*;
 use super::recompute::{is_finite, recompute_row};
-use super::ring::{BLIND, Loader, Memory, Of, Place, Spread, load_next_q};
+use super::ring::{BLIND, Kept, Loader, Memory, Of, Place, Spread, load_next};
 use super::rows::*;
 use super::schedule::Walk;
 use super::scores::{Factors, finish, hide, products};
@@ -180,7 +180,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             mbarrier_arrive(memory.empty_k + k_place.stage * 8);
         }
         if steps == 1 {
-            load_next_q(q, q, &memory, nth, warp, blueprint);
+            load_next(q, &memory, nth, warp, Kept::Q, blueprint);
         }
         let tile_b = memory.await_bias(&k_place, warpgroup, blueprint);
         let _ = finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, &visit, tile_b, blueprint);
@@ -220,14 +220,14 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             pv(&mut acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), u32::cast_from(step > 1), blueprint);
             wgmma_commit();
             pass_turn(turn, warpgroup, tile);
-            loader.refill(q, k, v, b, counter, counter, blueprint);
+            loader.refill(q, q, k, v, b, counter, counter, blueprint);
             wgmma_wait(1usize);
             pin(&mut s, s_len);
             if lane == 0 {
                 mbarrier_arrive(memory.empty_k + k_place.stage * 8);
             }
             if step + 1 == steps {
-                load_next_q(q, q, &memory, nth, warp, blueprint);
+                load_next(q, &memory, nth, warp, Kept::Q, blueprint);
             }
 
             let tile_b = memory.await_bias(&k_place, warpgroup, blueprint);
@@ -277,7 +277,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         wgmma_fence();
         pv(&mut acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), u32::cast_from(steps > 1), blueprint);
         wgmma_commit();
-        loader.refill(q, k, v, b, counter, counter, blueprint);
+        loader.refill(q, q, k, v, b, counter, counter, blueprint);
         wgmma_fence();
         products(&mut s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint.head_dim, blueprint);
         wgmma_commit();

@@ -24,7 +24,7 @@ use super::forward::Stride;
 use super::ops::*;
 use super::recompute::{is_finite_row, recompute_gradients};
 use super::reduce::{ADDENDS, Reducer};
-use super::ring::{BLIND, CONTINUED, CONTINUES, Loader, Memory, Of, Place, Spread, load_next_q};
+use super::ring::{BLIND, CONTINUED, CONTINUES, Kept, Loader, Memory, Of, Place, Spread, load_next};
 use super::rows::*;
 use super::schedule::Walk;
 use super::scores::{Factors, finish, hide, products, slope};
@@ -177,7 +177,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 wgmma_commit();
             }
             if nth + step != 0 {
-                loader.refill(q, k, v, b, stats, counter, blueprint);
+                loader.refill(q, d, k, v, b, stats, counter, blueprint);
             }
             if comptime!(differentiates) {
                 wgmma_wait(1usize);
@@ -185,6 +185,10 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 wgmma_wait(0usize);
             }
             pin(&mut s, s_len);
+            let last = step + 1 == steps;
+            if comptime!(!reduces) && last {
+                load_next(q, &memory, nth, warp, Kept::Q, blueprint);
+            }
 
             // -- P
             let tile_b = memory.await_bias(&place, warpgroup, blueprint);
@@ -232,6 +236,9 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                     wgmma_wait(0usize);
                 }
                 pin(&mut ds, s_len);
+                if last {
+                    load_next(d, &memory, nth, warp, Kept::D, blueprint);
+                }
                 let delta_at = memory.delta + of_stats;
                 let delta = statistics(delta_at, of_rows.delta0, of_rows.delta1, blueprint);
                 back(&mut ds, &words, &factors, tile_k);
@@ -268,9 +275,6 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 wgmma_wait(0usize);
                 pin(&mut sum_v, comptime!(columns_dv / 2));
             }
-            if comptime!(!reduces) && step + 1 == steps {
-                load_next_q(q, d, &memory, nth, warp, blueprint);
-            }
             if lane == 0 {
                 mbarrier_arrive(memory.empty_v + place.stage * 8);
             }
@@ -297,8 +301,8 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 }
                 wgmma_wait(0usize);
                 pin(&mut sum_k, comptime!(columns_dk / 2));
-                if comptime!(reduces) && step + 1 == steps {
-                    load_next_q(q, d, &memory, nth, warp, blueprint);
+                if comptime!(reduces) && last {
+                    load_next(q, &memory, nth, warp, Kept::Q, blueprint);
                 }
             }
             if lane == 0 {

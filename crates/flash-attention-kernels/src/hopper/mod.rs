@@ -312,7 +312,7 @@ impl Blueprint {
 
     /// Bytes of a team, a multiple of 1,024, to which swizzled tiles are aligned.
     pub fn team_memory(&self) -> usize {
-        let barriers = 2 * self.tile.warpgroups + 6 * self.tile.stages + SLOTS;
+        let barriers = 3 * self.tile.warpgroups + 6 * self.tile.stages + SLOTS;
         let stage = self.k_bytes() + self.v_bytes() + self.b_bytes() + 2 * self.stats_bytes();
         let tiles = self.tile.warpgroups * (self.q_bytes() + self.d_bytes()) + self.tile.stages * stage;
         let words = WORDS * (SLOTS + 3) + if self.sparse { self.tile.stages } else { 0 };

@@ -173,8 +173,9 @@ pub struct Memory {
     pub full_k: u32,
     pub full_v: u32,
     pub full_b: u32,
-    /// Barriers of Q that complete when the warps that multiply with it are done, of the others when all are.
+    /// Barriers of Q and dO that complete when the warps that multiply with them are done, of the others when all are.
     pub empty_q: u32,
+    pub empty_d: u32,
     pub empty_k: u32,
     pub empty_v: u32,
     pub empty_b: u32,
@@ -204,7 +205,8 @@ impl Memory {
         let delta = lse + comptime!(stages * blueprint.stats_bytes() as u32);
         let full_q = delta + comptime!(stages * blueprint.stats_bytes() as u32);
         let empty_q = full_q + comptime!(8 * warpgroups);
-        let full_k = empty_q + comptime!(8 * warpgroups);
+        let empty_d = empty_q + comptime!(8 * warpgroups);
+        let full_k = empty_d + comptime!(8 * warpgroups);
         let full_v = full_k + comptime!(8 * stages);
         let full_b = full_v + comptime!(8 * stages);
         let empty_k = full_b + comptime!(8 * stages);
@@ -219,11 +221,11 @@ impl Memory {
             #[unroll]
             for i in 0..warpgroups {
                 mbarrier_init(full_q + comptime!(8 * i), 1u32);
-                // Where dQ is added up, all warps multiply with every warpgroup's rows.
                 mbarrier_init(
                     empty_q + comptime!(8 * i),
                     comptime!(if blueprint.reduces() { 4 * warpgroups } else { 4 }),
                 );
+                mbarrier_init(empty_d + comptime!(8 * i), 4u32);
             }
             #[unroll]
             for i in 0..stages {
@@ -260,6 +262,7 @@ impl Memory {
             full_v,
             full_b,
             empty_q,
+            empty_d,
             empty_k,
             empty_v,
             empty_b,
@@ -414,25 +417,28 @@ impl Loader {
         let stages = comptime!(blueprint.tile.stages);
         if self.warp == comptime!(Ring::K.warp()) {
             for _ in 0..stages + 1 {
-                self.load(q, k, stats, counter, Ring::K, blueprint);
+                self.load(q, d, k, stats, counter, Ring::K, blueprint);
             }
         }
         if self.warp == comptime!(Ring::V.warp()) {
             // In the forward, V is wanted a step after K.
             for _ in 0..comptime!(if blueprint.role == Role::Forward { stages } else { stages + 1 }) {
-                self.load(q, v, stats, counter, Ring::V, blueprint);
+                self.load(q, d, v, stats, counter, Ring::V, blueprint);
             }
         }
         if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Ring::Bias.warp()) {
             for _ in 0..stages + 1 {
-                self.load(q, b, stats, counter, Ring::Bias, blueprint);
+                self.load(q, d, b, stats, counter, Ring::Bias, blueprint);
             }
         }
         self.memory.await_item(0u32);
         // By a warp that loads nothing else now: what is asked for last comes last, after the stages of all multiprocessors.
         let (warpgroup, of_warpgroup) = (self.warp / 4, self.warp % 4);
         if of_warpgroup == 2 && self.memory.item(0u32, Of::Steps) != 0 {
-            load_q(q, d, &self.memory, 0u32, warpgroup, blueprint);
+            load_kept(q, &self.memory, 0u32, warpgroup, Kept::Q, blueprint);
+            if comptime!(blueprint.differentiates()) {
+                load_kept(d, &self.memory, 0u32, warpgroup, Kept::D, blueprint);
+            }
         }
     }
 
@@ -442,6 +448,7 @@ impl Loader {
     pub fn refill<E: CubePrimitive>(
         &mut self,
         q: &TensorMap<E, Tiled>,
+        d: &TensorMap<E, Tiled>,
         k: &TensorMap<E, Tiled>,
         v: &TensorMap<E, Tiled>,
         b: &TensorMap<E, Tiled>,
@@ -450,13 +457,13 @@ impl Loader {
         #[comptime] blueprint: Blueprint,
     ) {
         if self.warp == comptime!(Ring::K.warp()) {
-            self.load(q, k, stats, counter, Ring::K, blueprint);
+            self.load(q, d, k, stats, counter, Ring::K, blueprint);
         }
         if self.warp == comptime!(Ring::V.warp()) {
-            self.load(q, v, stats, counter, Ring::V, blueprint);
+            self.load(q, d, v, stats, counter, Ring::V, blueprint);
         }
         if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Ring::Bias.warp()) {
-            self.load(q, b, stats, counter, Ring::Bias, blueprint);
+            self.load(q, d, b, stats, counter, Ring::Bias, blueprint);
         }
     }
 
@@ -465,6 +472,7 @@ impl Loader {
     fn enter<E: CubePrimitive>(
         &mut self,
         q: &TensorMap<E, Tiled>,
+        d: &TensorMap<E, Tiled>,
         #[comptime] ring: Ring,
         #[comptime] blueprint: Blueprint,
     ) -> u32 {
@@ -482,13 +490,18 @@ impl Loader {
                 }
                 let item = self.walk.item(number, of_group, &self.band, &self.extras, blueprint);
                 self.memory.write_item(nth, &item, flags);
-                // There is room for one Q only, but it need not come from far then.
+                // There is room for one Q and one dO only, but they need not come from far then.
                 #[unroll]
                 for tile in 0..comptime!(blueprint.tile.warpgroups as u32) {
                     let row = item.q_start + comptime!(tile * WARPGROUP_ROWS as u32);
                     #[unroll]
                     for panel in 0..comptime!(blueprint.panels() as u32) {
                         tma_prefetch(q, item.batch, item.head, row, comptime!(panel * PANEL as u32));
+                    }
+                    #[unroll]
+                    for panel in 0..comptime!(if blueprint.differentiates() { blueprint.panels_v() as u32 } else { 0 })
+                    {
+                        tma_prefetch(d, item.batch, item.head, row, comptime!(panel * PANEL as u32));
                     }
                 }
             } else {
@@ -523,9 +536,11 @@ impl Loader {
 
     /// Loads the next tile, once all warps are done with what its stage held, and moves on; not if there is none. A cursor that
     /// is in no item yet only enters the first one.
+    #[allow(clippy::too_many_arguments)]
     fn load<E: CubePrimitive>(
         &mut self,
         q: &TensorMap<E, Tiled>,
+        d: &TensorMap<E, Tiled>,
         map: &TensorMap<E, Tiled>,
         stats: &[u32],
         counter: &[u32],
@@ -602,7 +617,7 @@ impl Loader {
                 left -= 1;
             }
             if left == 0 {
-                left = self.enter(q, ring, blueprint);
+                left = self.enter(q, d, ring, blueprint);
             }
             self.memory.set_cursor(ring, To::Left, left);
             // As late as the answer still comes in time: who takes an item early may be busy for long before it.
@@ -620,27 +635,37 @@ impl Loader {
     }
 }
 
-/// Loads a warpgroup's rows of Q of the `nth` item, and of dO. By one warp of it.
+/// Which of the rows that are kept.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Kept {
+    /// Those of Q.
+    Q,
+    /// Those of dO.
+    D,
+}
+
+/// Loads a warpgroup's rows of Q, or of dO, of the `nth` item. By one warp of it.
 #[cube]
-pub fn load_q<E: CubePrimitive>(
+pub fn load_kept<E: CubePrimitive>(
     map: &TensorMap<E, Tiled>,
-    d_map: &TensorMap<E, Tiled>,
     memory: &Memory,
     nth: u32,
     warpgroup: u32,
+    #[comptime] kept: Kept,
     #[comptime] blueprint: Blueprint,
 ) {
-    let bytes = comptime!(blueprint.q_bytes() as u32);
+    let (q_bytes, d_bytes) = comptime!((blueprint.q_bytes() as u32, blueprint.d_bytes() as u32));
     let full = memory.full_q + warpgroup * 8;
-    let to = memory.q + warpgroup * bytes;
     let (batch, head) = (memory.item(nth, Of::Batch), memory.item(nth, Of::Head));
     let row = memory.item(nth, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
-    let d_bytes = comptime!(blueprint.d_bytes() as u32);
-    mbarrier_expect(full, comptime!(bytes + d_bytes));
-    load_panels(map, to, bytes, blueprint.panels() as u32, full, batch, head, row);
-    if comptime!(d_bytes > 0) {
+    if comptime!(kept == Kept::Q) {
+        // One barrier is that of both.
+        mbarrier_expect(full, comptime!(q_bytes + d_bytes));
+        let to = memory.q + warpgroup * q_bytes;
+        load_panels(map, to, q_bytes, blueprint.panels() as u32, full, batch, head, row);
+    } else {
         let to = memory.d + warpgroup * d_bytes;
-        load_panels(d_map, to, d_bytes, blueprint.panels_v() as u32, full, batch, head, row);
+        load_panels(map, to, d_bytes, blueprint.panels_v() as u32, full, batch, head, row);
     }
 }
 
@@ -664,22 +689,23 @@ pub fn load_panels<E: CubePrimitive>(
     }
 }
 
-/// Loads a warpgroup's Q of the item after the `nth`, and dO, once all warps are past their last product with those of this
+/// Loads a warpgroup's rows of Q, or of dO, of the item after the `nth`, once all warps are past their last product with those of this
 /// one.
 #[cube]
-pub fn load_next_q<E: CubePrimitive>(
-    q: &TensorMap<E, Tiled>,
-    d: &TensorMap<E, Tiled>,
+pub fn load_next<E: CubePrimitive>(
+    map: &TensorMap<E, Tiled>,
     memory: &Memory,
     nth: u32,
     warp: u32,
+    #[comptime] kept: Kept,
     #[comptime] blueprint: Blueprint,
 ) {
-    let warpgroup = warp / 4;
-    let empty = memory.empty_q + warpgroup * 8;
-    let (lane, of_warpgroup) = (UNIT_POS % 32, warp % 4);
+    let (lane, warpgroup, of_warpgroup) = (UNIT_POS % 32, warp / 4, warp % 4);
+    let of_both = if comptime!(kept == Kept::Q) { memory.empty_q } else { memory.empty_d };
+    let empty = of_both + warpgroup * 8;
     if lane == 0 {
-        if comptime!(blueprint.reduces()) {
+        // Where dQ is added up, all warps multiply with every warpgroup's rows of Q.
+        if comptime!(blueprint.reduces() && kept == Kept::Q) {
             #[unroll]
             for of_other in 0..comptime!(blueprint.tile.warpgroups as u32) {
                 mbarrier_arrive(memory.empty_q + comptime!(8 * of_other));
@@ -692,6 +718,6 @@ pub fn load_next_q<E: CubePrimitive>(
     memory.await_item(nth + 1);
     if of_warpgroup == 0 && memory.item(nth + 1, Of::Steps) != 0 {
         mbarrier_wait(empty, nth % 2);
-        load_q(q, d, memory, nth + 1, warpgroup, blueprint);
+        load_kept(map, memory, nth + 1, warpgroup, kept, blueprint);
     }
 }

@@ -7,7 +7,8 @@
 //! - within a section the longest come first (of causal attention the last block of queries, or the first one of keys), heads
 //!   taking turns.
 //!
-//! Of several sequences, items are the blocks of their [schedule](mod@crate::sequences), in its order, heads taking turns.
+//! Of several sequences, items are the blocks of their [schedule](mod@crate::sequences), in its order, heads taking turns. With a block mask,
+//! which are the longest is [found out on the device](fn@crate::blocks::order).
 //!
 //! A team's first item is that of its own number. The others it takes from a common counter, so that whoever is done
 //! first takes the next.
@@ -15,7 +16,7 @@
 
 use super::ops::take_ticket;
 use super::{Blueprint, HopperTile};
-use crate::blocks::visits;
+use crate::blocks::{block_in_order, visits};
 use crate::extras::Extras;
 use crate::mask::Band;
 use cubecl::prelude::*;
@@ -251,7 +252,15 @@ impl Walk {
         let (tile_q, tile_k) = comptime!((tile.tile_q() as u32, tile.tile_k as u32));
         let spot = self.spot(number, partial, blueprint.ragged);
         let (head, part) = (spot.head, spot.part);
-        let nth = if comptime!(transposed) { spot.nth } else { self.blocks - 1 - spot.nth };
+        let nth = if comptime!(extras.is_sparse() && !blueprint.ragged) {
+            // Of a group's query heads the first one's order is that of all.
+            let of_head = if comptime!(transposed) { head * self.group_size.divisor } else { head };
+            block_in_order(extras, spot.batch as usize, of_head as usize, spot.nth)
+        } else if comptime!(transposed) {
+            spot.nth
+        } else {
+            self.blocks - 1 - spot.nth
+        };
         let start = ((nth * tile_q) as i32 - self.ahead as i32) as u32;
         let block = extras.block(spot.nth, band, spot.batch, start);
         let (q_start, band) = (block.start, block.band);

@@ -2,7 +2,7 @@
 
 use super::sequences::Blocks;
 use super::{Call, Inputs, mods, output};
-use crate::blocks::{CLASSIFIERS, UNITS, classify, list};
+use crate::blocks::{CLASSIFIERS, HEADER, UNITS, classify, list, order};
 use crate::error::AttentionError;
 use crate::problem::{AttentionProblem, BlockMask};
 use crate::tensor::TensorView;
@@ -26,20 +26,36 @@ impl Call<'_> {
         Route { schedule: self.schedule(of, rows), lists: self.lists(of, rows, columns) }
     }
 
+    /// The same for a kernel that takes blocks in the order of [`order()`]: several sequences have one of their own.
+    pub(super) fn route_in_order(&self, of: Blocks, rows: usize, columns: usize) -> Route {
+        let route = self.route(of, rows, columns);
+        if let (Some(lists), None) = (&route.lists, &route.schedule) {
+            let [batch, heads, blocks, _] = lists.shape;
+            // SAFETY: the lists have a place for the number of each of their blocks.
+            unsafe {
+                order::launch_unchecked(
+                    self.client,
+                    cubes(batch * heads * blocks.div_ceil(UNITS)),
+                    CubeDim::new_1d(UNITS as u32),
+                    self.addresses([lists.span()]),
+                    lists.arg(),
+                );
+            }
+        }
+        route
+    }
+
     /// The lists of tiles that blocks visit, if there is a block mask.
     pub(super) fn lists(&self, of: Blocks, rows: usize, columns: usize) -> Option<TensorView> {
         let p = self.problem;
         let (states, mask) = (self.inputs.block_mask.as_ref()?, p.block_mask?);
         let shape = list_shape(p, mask, of, rows, columns);
         let lists = TensorView::contiguous(self.client.empty(4 * shape.iter().product::<usize>()), shape);
-        // More than a device starts along one dimension: those of another; the kernel looks whether there is such a block.
-        let cubes = shape[..3].iter().product::<usize>().max(1);
-        let across = cubes.min(u16::MAX as usize);
         // SAFETY: the states have been checked against their buffer, and the lists have room for every tile.
         unsafe {
             list::launch_unchecked(
                 self.client,
-                CubeCount::Static(across as u32, cubes.div_ceil(across) as u32, 1),
+                cubes(shape[..3].iter().product()),
                 CubeDim::new_1d(UNITS as u32),
                 self.addresses([states.span(), lists.span()]),
                 states.broadcast_arg(),
@@ -58,12 +74,18 @@ impl Call<'_> {
     }
 }
 
-/// The shape of the lists of a kernel: `[batch | 1, num_heads_q | 1, blocks, 1 + tiles]`.
+/// So many cubes. More than a device starts along one dimension: those of another; the kernel looks whether there is something for a cube.
+fn cubes(number: usize) -> CubeCount {
+    let across = number.clamp(1, u16::MAX as usize);
+    CubeCount::Static(across as u32, number.div_ceil(across).max(1) as u32, 1)
+}
+
+/// The shape of the lists of a kernel: `[batch | 1, num_heads_q | 1, blocks, HEADER + tiles]`.
 fn list_shape(p: &AttentionProblem, mask: BlockMask, of: Blocks, rows: usize, columns: usize) -> [usize; 4] {
     let (along, across) = if of == Blocks::Queries { (p.seq_q, p.seq_k) } else { (p.seq_k, p.seq_q) };
     // Sequences of a batch end where its lengths say.
     let batch = if p.is_ragged() { p.batch } else { mask.blocks[0] };
-    [batch, mask.blocks[1], along.div_ceil(rows), 1 + across.div_ceil(columns).max(1)]
+    [batch, mask.blocks[1], along.div_ceil(rows), HEADER + across.div_ceil(columns).max(1)]
 }
 
 /// Writes the states of the blocks that the problem's block mask has: what its mask, and its options' function, let be seen, `states [batch |

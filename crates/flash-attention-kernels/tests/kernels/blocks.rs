@@ -2,8 +2,9 @@
 
 use crate::common::*;
 use cubecl::client::Client;
+use cubecl::ir::AddressType;
 use cubecl::prelude::*;
-use flash_attention_kernels::blocks::{EMPTY, FULL, PARTIAL};
+use flash_attention_kernels::blocks::{EMPTY, FULL, HEADER, PARTIAL, UNITS, order};
 use flash_attention_kernels::mods::{MaskFn, MaskMod, Pair, Values};
 use flash_attention_kernels::{AttentionOptions, Dtype, Inputs, TensorView, block_states};
 
@@ -73,14 +74,7 @@ fn dense(case: &Case) -> Case {
 /// Both give the same, and the same gradients.
 fn compare(client: &Client, name: &str, case: &Case) {
     let (a, b) = (case.run(client).unwrap(), dense(case).run(client).unwrap());
-    close(&format!("{name}: o"), &a.o, &b.o, case.tolerance(1e-5));
-    close(&format!("{name}: lse"), &a.lse, &b.lse, 1e-4);
-    let of = |results: &Results| [&results.dq, &results.dk, &results.dv, &results.dbias].map(|of| of.clone());
-    for ((of_a, of_b), gradient) in of(&a).into_iter().zip(of(&b)).zip(["dq", "dk", "dv", "dbias"]) {
-        assert_eq!(of_a.is_some(), of_b.is_some());
-        let tolerance = 2.0 * case.tolerance(2e-5);
-        close(&format!("{name}: {gradient}"), &of_a.unwrap_or_default(), &of_b.unwrap_or_default(), tolerance);
-    }
+    same(name, case, &a, &b, 2.0);
 }
 
 #[test]
@@ -215,5 +209,34 @@ fn states_of_functions_and_masks() {
         let (a, b) =
             (by_blocks.run(&client).unwrap(), dense(&Case { block_states: Some(vec![PARTIAL; want.len()]), ..case }));
         close("o", &a.o, &b.run(&client).unwrap().o, 1e-5);
+    }
+}
+
+#[test]
+fn blocks_come_in_order_of_what_they_visit() {
+    let Some(client) = client() else { return };
+    // One, whole cubes of them, and some more.
+    for blocks in [1, UNITS, 2 * UNITS + 5] {
+        let shape = [2, 3, blocks, HEADER + 4];
+        let lists: Vec<u32> = (0..shape.iter().product::<usize>()).map(|n| (n * n % 101 % 5) as u32).collect();
+        let bytes: Vec<u8> = lists.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let view = TensorView::contiguous(client.create_from_slice(&bytes), shape);
+        // SAFETY: the tensor is as large as its shape.
+        unsafe {
+            let lists = TensorArg::from_raw_parts(view.handle.clone(), view.strides.into(), shape.into());
+            // A cube more than there is something for.
+            let cubes = CubeCount::Static(6 * blocks.div_ceil(UNITS) as u32 + 1, 1, 1);
+            order::launch_unchecked(&client, cubes, CubeDim::new_1d(UNITS as u32), AddressType::U32, lists);
+        }
+        let bytes = client.read_one_unchecked(view.handle);
+        let ordered: Vec<_> = bytes.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect();
+        let words = shape[3];
+        for (before, after) in lists.chunks(blocks * words).zip(ordered.chunks(blocks * words)) {
+            let mut expected: Vec<u32> = (0..blocks as u32).collect();
+            expected.sort_by_key(|block| std::cmp::Reverse(before[*block as usize * words]));
+            assert_eq!(after.chunks(words).map(|list| list[1]).collect::<Vec<_>>(), expected, "{blocks} blocks");
+            let others = before.iter().zip(after).enumerate().filter(|(n, _)| n % words != 1);
+            assert!(others.map(|(_, pair)| pair).all(|(before, after)| before == after), "nothing else is written");
+        }
     }
 }

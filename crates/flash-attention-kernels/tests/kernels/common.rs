@@ -786,6 +786,18 @@ pub fn close(name: &str, got: &[f64], want: &[f64], tolerance: f64) {
     }
 }
 
+/// Both agree in `o`, lse and the gradients of q, k, v and the bias, these to so many times what gradients may differ by.
+pub fn same(name: &str, case: &Case, a: &Results, b: &Results, times: f64) {
+    close(&format!("{name}: o"), &a.o, &b.o, case.tolerance(1e-5));
+    close(&format!("{name}: lse"), &a.lse, &b.lse, 1e-4);
+    let of = |results: &Results| [&results.dq, &results.dk, &results.dv, &results.dbias].map(|of| of.clone());
+    for ((of_a, of_b), gradient) in of(a).into_iter().zip(of(b)).zip(["dq", "dk", "dv", "dbias"]) {
+        assert_eq!(of_a.is_some(), of_b.is_some());
+        let tolerance = times * case.tolerance(2e-5);
+        close(&format!("{name}: {gradient}"), &of_a.unwrap_or_default(), &of_b.unwrap_or_default(), tolerance);
+    }
+}
+
 /// Whether the device computes with this element type.
 pub fn supports(client: &Client, dtype: Dtype) -> bool {
     Device::of(client).dtypes.contains(&dtype)

@@ -46,18 +46,6 @@ fn sizes(one: Sizes, other: Sizes) -> Vec<Sizes> {
     if thorough() { vec![one, other] } else { vec![one] }
 }
 
-/// `o`, lse and the gradients of q, k, v and the bias of both.
-fn same(name: &str, case: &Case, a: &Results, b: &Results, times: f64) {
-    close(&format!("{name}: o"), &a.o, &b.o, case.tolerance(1e-5));
-    close(&format!("{name}: lse"), &a.lse, &b.lse, 1e-4);
-    let of = |results: &Results| [&results.dq, &results.dk, &results.dv, &results.dbias].map(|of| of.clone());
-    for ((of_a, of_b), gradient) in of(a).into_iter().zip(of(b)).zip(["dq", "dk", "dv", "dbias"]) {
-        assert_eq!(of_a.is_some(), of_b.is_some());
-        let tolerance = times * case.tolerance(2e-5);
-        close(&format!("{name}: {gradient}"), &of_a.unwrap_or_default(), &of_b.unwrap_or_default(), tolerance);
-    }
-}
-
 #[test]
 fn alibi_is_alibi_and_so_is_its_gradient() {
     let Some(client) = client() else { return };

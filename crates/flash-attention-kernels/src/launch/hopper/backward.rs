@@ -116,7 +116,7 @@ impl Call<'_> {
         let cubes = (self.device.multiprocessors as u32).clamp(1, walk.items);
 
         let of = if transposed { Blocks::KeysTurned } else { Blocks::Queries };
-        let route = self.route(of, tile.tile_q(), tile.tile_k);
+        let route = self.route_in_order(of, tile.tile_q(), tile.tile_k);
 
         let size = p.dtype.size();
         let wanted_k = results.dk.or(results.dq);

@@ -66,7 +66,7 @@ impl Call<'_> {
         );
         let cubes = (self.device.multiprocessors as u64).clamp(1, items.div_ceil(tiles.tile.teams as u64));
         let counter = counter(self.client);
-        let route = self.route(Blocks::Queries, tiles.tile.tile_q(), tiles.tile.tile_k);
+        let route = self.route_in_order(Blocks::Queries, tiles.tile.tile_q(), tiles.tile.tile_k);
         let vector = VECTOR_BYTES / p.dtype.size();
         let strides = StridesLaunch::new(
             stride(&q, vector),
