@@ -208,7 +208,7 @@ fn states_of_functions_and_masks() {
         let by_blocks = Case { block_states: Some(got), ..case.clone() };
         let (a, b) =
             (by_blocks.run(&client).unwrap(), dense(&Case { block_states: Some(vec![PARTIAL; want.len()]), ..case }));
-        close("o", &a.o, &b.run(&client).unwrap().o, 1e-5);
+        close("o", &a.o, &b.run(&client).unwrap().o, b.tolerance(1e-5));
     }
 }
 
