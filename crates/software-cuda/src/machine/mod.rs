@@ -1,0 +1,116 @@
+//! The machine that runs programs: blocks on threads of the host, warps of a block in turn, 32 lanes at a time.
+//!
+//! Shared memory begins at [`SHARED_START`], as on the hardware. Addresses of global memory and of parameters are those of the
+//! host; the generic space has windows, where the host has nothing, for shared and for local memory.
+
+mod arithmetic;
+mod block;
+mod decode;
+mod float;
+mod flow;
+pub mod lanes;
+mod matrix;
+pub mod program;
+pub mod tensor;
+mod warp;
+
+pub use decode::decode;
+
+use crate::error::Error;
+use block::Block;
+use program::Program;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The first address of shared memory.
+pub const SHARED_START: usize = 1024;
+/// Where the generic space has shared memory.
+pub const SHARED_WINDOW: u64 = 0x7100_0000_0000_0000;
+/// Where the generic space has local memory.
+pub const LOCAL_WINDOW: u64 = 0x7200_0000_0000_0000;
+
+/// Global memory that may be accessed: pieces in order, each from its first address to the one past its last.
+#[derive(Clone, Debug, Default)]
+pub struct Ranges(Vec<(u64, u64)>);
+
+impl Ranges {
+    /// Of pieces in any order.
+    pub fn new(mut pieces: Vec<(u64, u64)>) -> Ranges {
+        pieces.sort_unstable();
+        Ranges(pieces)
+    }
+
+    /// The piece that an address lies in.
+    pub fn around(&self, at: u64) -> Option<(u64, u64)> {
+        let nth = self.0.partition_point(|(begin, _)| *begin <= at);
+        self.0[..nth].last().copied().filter(|(_, end)| at < *end)
+    }
+}
+
+/// How launches are run.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// Threads of the host.
+    pub threads: usize,
+    /// What the order of warps and the time of copies are drawn from; 0 for the plain order and copies at once.
+    pub seed: u64,
+}
+
+/// A launch of a kernel.
+#[derive(Debug)]
+pub struct Launch<'a> {
+    /// The kernel.
+    pub program: &'a Program,
+    /// Blocks.
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub threads: [u32; 3],
+    /// Bytes of shared memory that the launch adds.
+    pub dynamic_shared: usize,
+    /// Parameters as they lie in memory.
+    pub parameters: &'a [u8],
+    /// Global memory.
+    pub memory: &'a Ranges,
+    /// How it is run.
+    pub settings: Settings,
+}
+
+impl Launch<'_> {
+    /// Runs all blocks.
+    ///
+    /// # Errors
+    ///
+    /// The first fault that is met.
+    pub fn run(&self) -> Result<(), Error> {
+        let count = self.grid.iter().map(|blocks| u64::from(*blocks)).product::<u64>();
+        let next = AtomicU64::new(0);
+        let failed = Mutex::new(None);
+        let work = || {
+            let mut block = Block::new(self);
+            loop {
+                let nth = next.fetch_add(1, Ordering::Relaxed);
+                if nth >= count {
+                    return;
+                }
+                let [x, y] = [u64::from(self.grid[0]), u64::from(self.grid[1])];
+                let index = [(nth % x) as u32, (nth / x % y) as u32, (nth / x / y) as u32];
+                if let Err(error) = block.run(index, nth) {
+                    next.store(count, Ordering::Relaxed);
+                    failed.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).get_or_insert(error);
+                    return;
+                }
+            }
+        };
+        let threads = (self.settings.threads as u64).min(count);
+        std::thread::scope(|scope| {
+            for _ in 1..threads {
+                scope.spawn(work);
+            }
+            work();
+        });
+        match failed.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()) {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,321 @@
+//! Programs written by hand, whose results are known.
+
+use software_cuda::machine::tensor::{Swizzle, TensorMap};
+use software_cuda::machine::{Launch, Ranges, Settings};
+use software_cuda::{Error, Kind, Module};
+
+const HEAD: &str = ".version 8.7\n.target sm_90a\n.address_size 64\n";
+
+/// Parameters of kernels: addresses, and tensor maps.
+#[derive(Default)]
+#[repr(align(128))]
+struct Parameters(Vec<u8>);
+
+/// Runs `body` with pointers to these buffers, of which it may access as much as there is.
+fn run(body: &str, blocks: u32, threads: u32, buffers: &mut [&mut [u32]], seed: u64) -> Result<(), Error> {
+    let names: Vec<_> = (0..buffers.len()).map(|nth| format!(".param .u64 p{nth}")).collect();
+    let text = format!(
+        "{HEAD}.extern .shared .align 1024 .b8 memory[];\n.visible .entry main({}) {{\n{body}\nret;\n}}",
+        names.join(", ")
+    );
+    let addresses = buffers.iter().flat_map(|buffer| (buffer.as_ptr() as u64).to_le_bytes()).collect();
+    let pieces = buffers.iter().map(|buffer| {
+        let range = buffer.as_ptr_range();
+        (range.start as u64, range.end as u64)
+    });
+    launch(&text, blocks, threads, addresses, pieces.collect(), seed)
+}
+
+fn launch(
+    text: &str,
+    blocks: u32,
+    threads: u32,
+    parameters: Vec<u8>,
+    pieces: Vec<(u64, u64)>,
+    seed: u64,
+) -> Result<(), Error> {
+    let module = Module::new(text)?;
+    let launch = Launch {
+        program: &module.kernels["main"],
+        grid: [blocks, 1, 1],
+        threads: [threads, 1, 1],
+        dynamic_shared: 64 << 10,
+        parameters: &parameters,
+        memory: &Ranges::new(pieces),
+        settings: Settings { threads: 2, seed },
+    };
+    launch.run()
+}
+
+/// Loads the parameters and the number of the thread among all, `%i`, and `%at`, four times that.
+const START: &str = ".reg .b32 %i, %a<8>; .reg .b64 %at, %p<4>, %q<4>; .reg .pred %c<4>; .reg .f32 %f<8>;
+    mov.u32 %a0, %ctaid.x; mov.u32 %a1, %ntid.x; mov.u32 %a2, %tid.x; mad.lo.s32 %i, %a0, %a1, %a2; mul.wide.u32 %at, %i, 4;
+    ld.param.u64 %p0, [p0];\n";
+
+fn bits(values: impl IntoIterator<Item = f32>) -> Vec<u32> {
+    values.into_iter().map(f32::to_bits).collect()
+}
+
+#[test]
+fn vectors_are_added() {
+    let (mut a, mut b) = (bits((0..256).map(|n| n as f32)), bits((0..256).map(|n| 0.5 * n as f32)));
+    let body = format!(
+        "{START} ld.param.u64 %p1, [p1]; add.s64 %q0, %p0, %at; add.s64 %q1, %p1, %at;
+         ld.global.f32 %f0, [%q0]; ld.global.nc.b32 %f1, [%q1]; add.rn.f32 %f0, %f0, %f1; st.global.f32 [%q0], %f0;"
+    );
+    run(&body, 2, 128, &mut [&mut a, &mut b], 1).unwrap();
+    assert_eq!(a, bits((0..256).map(|n| 1.5 * n as f32)));
+}
+
+#[test]
+fn ways_part_and_meet() {
+    // Each lane goes round as often as its number says, and then all are together, which `activemask` sees.
+    let mut out = vec![0; 32];
+    let body = format!(
+        "{START} mov.u32 %a3, 0;
+         again: setp.ge.u32 %c0, %a3, %i; @%c0 bra done; add.u32 %a3, %a3, 1; bra again;
+         done: and.b32 %a4, %i, 1; setp.eq.u32 %c1, %a4, 0; @%c1 bra even; mul.lo.u32 %a3, %a3, 100; bra.uni both;
+         even: add.u32 %a3, %a3, 7;
+         both: activemask.b32 %a5; setp.eq.u32 %c2, %a5, -1; selp.b32 %a3, %a3, 0, %c2;
+         add.s64 %q0, %p0, %at; st.global.u32 [%q0], %a3;"
+    );
+    run(&body, 1, 32, &mut [&mut out], 1).unwrap();
+    let want: Vec<u32> = (0..32).map(|n| if n % 2 == 1 { n * 100 } else { n + 7 }).collect();
+    assert_eq!(out, want);
+}
+
+#[test]
+fn lanes_shuffle_and_vote() {
+    let mut out = vec![0; 128];
+    let body = format!(
+        "{START} shfl.sync.bfly.b32 %a3, %i, 5, 31, -1; shfl.sync.up.b32 %a4|%c0, %i, 4, 0, 0xffffffff;
+         selp.b32 %a4, %a4, 1000, %c0; shfl.sync.idx.b32 %a5, %i, 3, 0x181f, -1;
+         setp.lt.u32 %c1, %i, 5; vote.sync.ballot.b32 %a6, %c1, -1;
+         mul.wide.u32 %q1, %i, 16; add.s64 %q0, %p0, %q1; st.global.v4.b32 [%q0], {{%a3, %a4, %a5, %a6}};"
+    );
+    run(&body, 1, 32, &mut [&mut out], 1).unwrap();
+    for (n, four) in (0u32..).zip(out.chunks_exact(4)) {
+        assert_eq!(four, [n ^ 5, if n < 4 { 1000 } else { n - 4 }, n & !7 | 3, 31]);
+    }
+}
+
+/// The first warp asks for bytes and the second one waits for them.
+#[test]
+fn a_bulk_copy_comes_when_its_barrier_says() {
+    for seed in 0..8 {
+        let mut from: Vec<u32> = (0..256).collect();
+        let mut out = vec![0; 32];
+        // What a copy reads begins at a multiple of 16 bytes.
+        let skip = (16 - from.as_ptr() as usize % 16) / 4 % 4;
+        let body = format!(
+            "{START} ld.param.u64 %p1, [p1]; mov.u32 %a3, memory; add.u32 %a4, %a3, 1024;
+             setp.eq.u32 %c0, %i, 0; @%c0 mbarrier.init.shared::cta.b64 [%a3], 1; bar.sync 0;
+             setp.lt.u32 %c1, %i, 32; @!%c1 bra second;
+             {{ .reg .pred one; elect.sync _|one, 0xffffffff;
+             @one mbarrier.arrive.expect_tx.shared::cta.b64 _, [%a3], 512;
+             @one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%a4], [%p0+{}], 512, [%a3]; }}
+             bra.uni end;
+             second: {{ .reg .pred done; wait: mbarrier.try_wait.parity.shared::cta.b64 done, [%a3], 0; @!done bra wait; }}
+             and.b32 %a5, %i, 31; shl.b32 %a5, %a5, 2; add.u32 %a6, %a4, %a5; ld.shared.u32 %a6, [%a6+128];
+             cvt.u64.u32 %q0, %a5; add.s64 %q0, %p1, %q0; st.global.u32 [%q0], %a6;
+             end:",
+            4 * skip
+        );
+        run(&body, 1, 64, &mut [&mut from, &mut out], seed).unwrap();
+        assert_eq!(out, (32 + skip as u32..64 + skip as u32).collect::<Vec<_>>());
+    }
+}
+
+#[test]
+fn matrices_are_stored_and_loaded() {
+    let mut out = vec![0; 64];
+    let body = format!(
+        "{START} mov.u32 %a3, memory; shl.b32 %a4, %i, 4; add.u32 %a3, %a3, %a4;
+         shl.b32 %a5, %i, 17; or.b32 %a5, %a5, %i; add.u32 %a6, %a5, 64; add.u32 %a7, %a5, 128; add.u32 %a1, %a5, 256;
+         stmatrix.sync.aligned.m8n8.x4.shared.b16 [%a3], {{%a5, %a6, %a7, %a1}};
+         ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{%a0, %a2}}, [%a3];
+         sub.u32 %a0, %a0, %a5; sub.u32 %a2, %a2, %a5; mul.wide.u32 %q1, %i, 8; add.s64 %q0, %p0, %q1;
+         st.global.v2.b32 [%q0], {{%a0, %a2}};"
+    );
+    run(&body, 1, 32, &mut [&mut out], 1).unwrap();
+    assert_eq!(out, [0, 64].repeat(32));
+}
+
+/// Numbers that f16 and bf16 hold, and whose products' sums f32 does.
+fn small(row: usize, column: usize) -> f32 {
+    ((row * 7 + column * 5) % 13) as f32 - 6.0
+}
+
+fn bf16(x: f32) -> u32 {
+    x.to_bits() >> 16
+}
+
+#[test]
+fn a_warp_multiplies() {
+    let mut registers = vec![0; 32 * 6];
+    for lane in 0..32 {
+        let (row, column) = (lane / 4, lane % 4 * 2);
+        let pair = |row: usize, column: usize| bf16(small(row, column)) | bf16(small(row, column + 1)) << 16;
+        // The second operand is the first one's first eight rows.
+        let six = [
+            pair(row, column),
+            pair(row + 8, column),
+            pair(row, column + 8),
+            pair(row + 8, column + 8),
+            pair(row, column),
+            pair(row, column + 8),
+        ];
+        registers[6 * lane..][..6].copy_from_slice(&six);
+    }
+    let mut out = vec![0; 128];
+    let body = format!(
+        "{START} ld.param.u64 %p1, [p1]; mul.wide.u32 %q0, %i, 24; add.s64 %q0, %p0, %q0; mov.f32 %f4, 0f3F800000;
+         ld.global.b32 %a0, [%q0]; ld.global.b32 %a1, [%q0+4]; ld.global.b32 %a2, [%q0+8]; ld.global.b32 %a3, [%q0+12];
+         ld.global.b32 %a4, [%q0+16]; ld.global.b32 %a5, [%q0+20];
+         mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{%f0, %f1, %f2, %f3}}, {{%a0, %a1, %a2, %a3}}, {{%a4, %a5}},
+           {{%f4, %f4, %f4, %f4}};
+         mul.wide.u32 %q1, %i, 16; add.s64 %q1, %p1, %q1;
+         st.global.f32 [%q1], %f0; st.global.f32 [%q1+4], %f1; st.global.f32 [%q1+8], %f2; st.global.f32 [%q1+12], %f3;"
+    );
+    run(&body, 1, 32, &mut [&mut registers, &mut out], 1).unwrap();
+    for lane in 0..32 {
+        for nth in 0..4 {
+            let (row, column) = (lane / 4 + 8 * (nth / 2), lane % 4 * 2 + nth % 2);
+            let want = (0..16).fold(1.0, |sum, k| sum + small(row, k) * small(column, k));
+            assert_eq!(f32::from_bits(out[4 * lane + nth]), want, "{row} {column}");
+        }
+    }
+}
+
+/// Two boxes of 64 × 64 that a tensor map swizzles, multiplied by a warpgroup: with columns of the second one or its rows.
+fn warpgroup(columns: bool, before_wait: &str) -> Result<Vec<u32>, Error> {
+    // A tensor of 128 rows, of which a box's last ones may lie outside.
+    let tensor: Vec<u128> = (0..128 * 8)
+        .map(|eight| {
+            (0..8).fold(0, |sum, nth| sum | u128::from(bf16(small(eight / 8, eight % 8 * 8 + nth))) << (16 * nth))
+        })
+        .collect();
+    let map = TensorMap::new(tensor.as_ptr() as u64, 2, &[64, 128], &[128], &[64, 64], Swizzle::B128);
+    let mut out = vec![0u32; 64 * 64];
+    let sums = |f: &dyn Fn(usize) -> String| (0..32).map(f).collect::<Vec<_>>().join(", ");
+    let products: String = (0..4)
+        .map(|step| {
+            let (b, trans) = if columns { (128 * step, 1) } else { (2 * step, 0) };
+            format!(
+                "add.s64 a, %q2, {}; add.s64 b, %q3, {b};
+                 wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{{}}}, a, b, adds, 1, 1, 0, {trans};
+                 setp.eq.u32 adds, 0, 0;\n",
+                2 * step,
+                sums(&|nth| format!("s{nth}"))
+            )
+        })
+        .collect();
+    let stores: String = (0..32)
+        .map(|nth| {
+            let offset = 4 * (8 * (nth / 4) + nth % 2 + 64 * 8 * (nth / 2 % 2));
+            format!("st.global.f32 [%q1+{offset}], s{nth};\n")
+        })
+        .collect();
+    let text = format!(
+        "{HEAD}.extern .shared .align 1024 .b8 memory[];
+         .visible .entry main(.param .align 64 .b8 map[128], .param .u64 p0) {{
+         {START} .reg .b64 a, b; .reg .f32 s<32>; .reg .pred adds, done, one;
+         mov.b64 %p1, map; cvta.param.u64 %p1, %p1; mov.u32 %a3, memory; add.u32 %a4, %a3, 1024; add.u32 %a5, %a4, 8192;
+         setp.eq.u32 %c0, %i, 0; @%c0 mbarrier.init.shared::cta.b64 [%a3], 1; bar.sync 0;
+         setp.gt.u32 %c1, %i, 31; @%c1 bra wait; elect.sync _|one, -1;
+         @one mbarrier.arrive.expect_tx.shared::cta.b64 _, [%a3], 16384;
+         @one cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%a4], [%p1, {{0, 5}}], [%a3];
+         @one cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%a5], [%p1, {{0, 70}}], [%a3];
+         wait: mbarrier.try_wait.parity.shared::cta.b64 done, [%a3], 0; @!done bra wait;
+         shr.u32 %a6, %a4, 4; cvt.u64.u32 %q2, %a6; or.b64 %q2, %q2, {descriptor}; add.s64 %q3, %q2, 512;
+         wgmma.fence.sync.aligned; setp.ne.u32 adds, 0, 0;
+         {products} wgmma.commit_group.sync.aligned; {before_wait} wgmma.wait_group.sync.aligned 0;
+         shr.u32 %a7, %i, 5; and.b32 %a6, %i, 31; shr.u32 %a1, %a6, 2; mad.lo.u32 %a7, %a7, 16, %a1; and.b32 %a6, %a6, 3;
+         shl.b32 %a6, %a6, 1; mad.lo.u32 %a7, %a7, 64, %a6; mul.wide.u32 %q1, %a7, 4; add.s64 %q1, %p0, %q1;
+         {stores} ret; }}",
+        descriptor = 1u64 << 62 | 64 << 32 | 1 << 16,
+    );
+    // SAFETY: a map is plain numbers.
+    let map = unsafe { std::slice::from_raw_parts((&raw const map).cast::<u8>(), size_of::<TensorMap>()) };
+    let mut parameters = Parameters(map.to_vec());
+    parameters.0.resize(128, 0);
+    parameters.0.extend_from_slice(&(out.as_mut_ptr() as u64).to_le_bytes());
+    let pieces = vec![
+        (tensor.as_ptr_range().start as u64, tensor.as_ptr_range().end as u64),
+        (out.as_ptr_range().start as u64, out.as_ptr_range().end as u64),
+    ];
+    launch(&text, 1, 128, parameters.0, pieces, 3)?;
+    Ok(out)
+}
+
+#[test]
+fn a_warpgroup_multiplies() {
+    // Rows past the tensor's last one are zeros.
+    let of = |row: usize, column: usize| if row < 128 { small(row, column) } else { 0.0 };
+    for columns in [false, true] {
+        let out = warpgroup(columns, "").unwrap();
+        for row in 0..64 {
+            for column in 0..64 {
+                let second = |k: usize| if columns { of(70 + k, column) } else { of(70 + column, k) };
+                let want = (0..64).fold(0.0, |sum, k| sum + of(5 + row, k) * second(k));
+                assert_eq!(f32::from_bits(out[64 * row + column]), want, "{row} {column} {columns}");
+            }
+        }
+    }
+}
+
+fn fault(result: Result<(), Error>) -> (Kind, u32, String) {
+    match result {
+        Err(Error::Fault { kind, place, what }) => (kind, place.line, what),
+        other => panic!("a fault expected, not {other:?}"),
+    }
+}
+
+#[test]
+fn what_a_product_reads_must_not_be_written() {
+    let (kind, _, what) = fault(warpgroup(false, "st.shared.u32 [%a4+2048], 0;").map(|_| ()));
+    assert_eq!(kind, Kind::Race, "{what}");
+    warpgroup(false, "st.shared.u32 [%a3+512], 0;").unwrap();
+}
+
+#[test]
+fn addresses_past_an_allocation_are_faults() {
+    let mut out = vec![0; 32];
+    let body = format!("{START} add.s64 %q0, %p0, %at; st.global.u32 [%q0], %i;");
+    run(&body, 1, 32, &mut [&mut out], 1).unwrap();
+    let (kind, line, what) = fault(run(&body, 2, 32, &mut [&mut out], 1));
+    assert_eq!((kind, line), (Kind::Address, 9), "{what}");
+    let (kind, ..) = fault(run(&format!("{START} ld.shared.u32 %a3, [%i];"), 1, 32, &mut [&mut out], 1));
+    assert_eq!(kind, Kind::Address);
+    let (kind, ..) = fault(run(&format!("{START} ld.global.u32 %a3, [%p0+2];"), 1, 32, &mut [&mut out], 1));
+    assert_eq!(kind, Kind::Alignment);
+}
+
+#[test]
+fn waits_that_never_end_are_told() {
+    let mut out = vec![0; 32];
+    let body = format!(
+        "{START} mov.u32 %a3, memory; mbarrier.init.shared::cta.b64 [%a3], 33; setp.gt.u32 %c1, %i, 31; @%c1 bra end;
+         wait: mbarrier.try_wait.parity.shared::cta.b64 %c0, [%a3], 0; @!%c0 bra wait;
+         end:"
+    );
+    let (kind, line, what) = fault(run(&body, 1, 64, &mut [&mut out], 1));
+    assert_eq!((kind, line), (Kind::Deadlock, 10), "{what}");
+    let body = format!("{START} setp.gt.u32 %c1, %i, 31; @%c1 bra end; bar.sync 1, 64; end:");
+    let (kind, _, what) = fault(run(&body, 1, 64, &mut [&mut out], 1));
+    assert_eq!(kind, Kind::Deadlock);
+    assert!(what.contains("barrier 1"), "{what}");
+}
+
+#[test]
+fn what_all_lanes_do_together_needs_all() {
+    let mut out = vec![0; 32];
+    let body = format!("{START} setp.gt.u32 %c1, %i, 15; @%c1 bra end; shfl.sync.bfly.b32 %a3, %i, 1, 31, -1; end:");
+    assert_eq!(fault(run(&body, 1, 32, &mut [&mut out], 1)).0, Kind::Undefined);
+}
+
+#[test]
+fn unknown_instructions_are_named() {
+    let error = run("frobnicate.b32 1, 2;", 1, 32, &mut [], 1).unwrap_err();
+    assert!(matches!(&error, Error::Unsupported { text, line: 6, .. } if text == "frobnicate.b32"), "{error}");
+}
