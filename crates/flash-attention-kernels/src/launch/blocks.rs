@@ -2,7 +2,9 @@
 
 use super::sequences::Blocks;
 use super::{Call, Inputs, mods, output};
-use crate::blocks::{CLASSIFIERS, HEADER, UNITS, classify, list, order};
+#[cfg(feature = "cuda")]
+use crate::blocks::order;
+use crate::blocks::{CLASSIFIERS, HEADER, UNITS, classify, list};
 use crate::error::AttentionError;
 use crate::problem::{AttentionProblem, BlockMask};
 use crate::tensor::TensorView;
@@ -26,7 +28,8 @@ impl Call<'_> {
         Route { schedule: self.schedule(of, rows), lists: self.lists(of, rows, columns) }
     }
 
-    /// The same for a kernel that takes blocks in the order of [`order()`]: several sequences have one of their own.
+    /// The same for a kernel that takes blocks in the order of [`order()`], as those for Hopper do: several sequences have one of their own.
+    #[cfg(feature = "cuda")]
     pub(super) fn route_in_order(&self, of: Blocks, rows: usize, columns: usize) -> Route {
         let route = self.route(of, rows, columns);
         if let (Some(lists), None) = (&route.lists, &route.schedule) {
