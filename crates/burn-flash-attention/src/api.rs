@@ -163,6 +163,7 @@ pub fn try_flash_attention_with_lse(
             options.block_mask.as_ref().map(|mask| mask.states.clone().cast(IntDType::I32).into_dispatch()),
         ),
         block_sizes: options.block_mask.as_ref().map_or([0; 2], |mask| [mask.block_q, mask.block_k]),
+        block_lists: options.block_mask.as_ref().map(|mask| mask.lists.clone()).unwrap_or_default(),
     };
     let (q, k, v) = (q.into_dispatch(), k.into_dispatch(), v.into_dispatch());
     let output = Dispatch::flash_attention(q, k, v, extras, options.numbers());

@@ -23,7 +23,7 @@ use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{Autodiff, AutodiffBackend, Backend, TensorMetadata};
 use flash_attention_kernels::mods::TENSORS;
-use flash_attention_kernels::{AttentionOptions, AttentionProblem};
+use flash_attention_kernels::{AttentionOptions, AttentionProblem, BlockLists};
 use std::sync::{Arc, Mutex, PoisonError};
 
 impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff<B, C> {
@@ -45,6 +45,7 @@ impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff
                 .map(|tensor| tensor.into_option().map(|tensor| tensor.into_primitive())),
             block_mask: extras.block_mask.into_option(),
             block_sizes: extras.block_sizes,
+            block_lists: extras.block_lists,
         };
         let optional = [extras.bias, extras.alibi_slopes, extras.sinks, extras.score_a, extras.score_b]
             .map(OptionalFloat::into_option);
@@ -103,6 +104,7 @@ struct Untracked<B: Backend> {
     mask_tensors: [Option<FloatTensor<B>>; TENSORS],
     block_mask: Option<IntTensor<B>>,
     block_sizes: [usize; 2],
+    block_lists: BlockLists,
 }
 
 /// Those that may be absent and may have one: bias, slopes, sinks, and the tensors of the function of scores.
@@ -128,6 +130,7 @@ impl<B: Backend> Untracked<B> {
             mask_b: mask_b.into(),
             block_mask: OptionalInt::from_option(self.block_mask),
             block_sizes: self.block_sizes,
+            block_lists: self.block_lists,
         }
     }
 }

@@ -6,7 +6,7 @@
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
 use flash_attention_kernels::mods::TENSORS;
-use flash_attention_kernels::{AttentionOptions, AttentionProblem};
+use flash_attention_kernels::{AttentionOptions, AttentionProblem, BlockLists};
 
 #[cfg(feature = "fusion")]
 use burn::backend::fusion::custom::TensorSpec;
@@ -85,6 +85,8 @@ pub struct Extras<B: Backend> {
     pub block_mask: OptionalInt<B>,
     /// Queries and keys of a block of it; 0 if there is none.
     pub block_sizes: [usize; 2],
+    /// The lists that have been made of it.
+    pub block_lists: BlockLists,
 }
 
 /// What hides pairs beside positions.
@@ -122,6 +124,7 @@ impl<B: Backend> Extras<B> {
             mask_b: OptionalFloat::None,
             block_mask: OptionalInt::None,
             block_sizes: [0; 2],
+            block_lists: BlockLists::default(),
         }
     }
 }

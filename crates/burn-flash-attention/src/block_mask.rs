@@ -4,9 +4,9 @@ use crate::api::{check_device, function_tensors, same_device, unwrapped};
 use crate::backend::{FlashAttentionOps, Masks, OptionalBool, OptionalFloat};
 use crate::options::FlashAttentionOptions;
 use burn::backend::Dispatch;
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, IntDType, Tensor, TensorData};
 use flash_attention_kernels::blocks::{EMPTY, FULL, PARTIAL};
-use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype};
+use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, BlockLists, Dtype};
 
 /// What is seen of a block of queries and keys.
 ///
@@ -56,6 +56,10 @@ impl BlockState {
 /// and lengths of sequences hide what they hide in any case, and bias, slopes, functions of scores, sinks and dropout do what they do.
 /// Packed sequences, which begin anywhere, cannot have one. No gradient depends on it.
 ///
+/// Kernels walk over lists of the blocks that they visit. The first call with a mask makes them, for its tiles, causality and window;
+/// later ones find them in the mask and its clones, whichever layer or step they belong to. So make a mask once, where it
+/// stays the same.
+///
 /// ```
 /// # #[cfg(feature = "flex")] {
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -84,6 +88,8 @@ pub struct BlockMask {
     pub block_q: usize,
     /// Keys of a block: a multiple of 128.
     pub block_k: usize,
+    /// What calls have made of the states, for those that come after; clones share it.
+    pub(crate) lists: BlockLists,
 }
 
 impl BlockMask {
@@ -102,7 +108,8 @@ impl BlockMask {
     /// # }
     /// ```
     pub fn new(states: Tensor<4, Int>, block_q: usize, block_k: usize) -> Self {
-        BlockMask { states, block_q, block_k }
+        // As kernels read them: every call would cast others, and lists of those that a call has made serve nobody else.
+        BlockMask { states: states.cast(IntDType::I32), block_q, block_k, lists: BlockLists::default() }
     }
 
     /// That of a state for each block, told on the host: `shape` is that of the states, and `state` is asked for batch, head, block of
@@ -133,7 +140,7 @@ impl BlockMask {
         let at = |n: usize| state(n / of_k / of_q / heads, n / of_k / of_q % heads, n / of_k % of_q, n % of_k);
         let states: Vec<i32> = (0..shape.iter().product()).map(|n| at(n).number()).collect();
         let states = Tensor::from_data(TensorData::new(states, shape), (device, DType::I32));
-        BlockMask { states, block_q, block_k }
+        BlockMask::new(states, block_q, block_k)
     }
 
     /// That of what `mask` and `mask_mod` of the options hide, found out on the device: each pair is looked at once, and what comes of it
@@ -228,6 +235,34 @@ impl BlockMask {
         };
         let empty = Tensor::<4, Int>::empty(shape, (&device, DType::I32)).into_dispatch();
         let states = Dispatch::flash_attention_block_states(empty, masks, problem);
-        Ok(BlockMask { states: Tensor::from_dispatch(states), block_q, block_k })
+        Ok(BlockMask::new(Tensor::from_dispatch(states), block_q, block_k))
+    }
+}
+
+#[cfg(all(test, feature = "wgpu"))]
+mod tests {
+    use super::{BlockMask, BlockState};
+    use crate::{FlashAttentionOptions, flash_attention};
+    use burn::tensor::{Device, DeviceType, Distribution, Tensor};
+
+    /// Through fusion and autodiff, too, calls find what others have made of the mask.
+    #[test]
+    fn calls_share_what_they_make_of_a_mask() {
+        let Some(device) = Device::enumerate(DeviceType::Wgpu).into_vec().into_iter().next() else { return };
+        let device = device.autodiff();
+        let state = |_, _, q: usize, k: usize| if k <= q { BlockState::Full } else { BlockState::Empty };
+        let blocks = BlockMask::from_blocks([1, 1, 2, 2], 128, 128, &device, state);
+        let layer = |options: FlashAttentionOptions| {
+            let options = options.with_block_mask(blocks.clone());
+            let x = Tensor::<4>::random([1, 1, 256, 16], Distribution::Default, &device).require_grad();
+            let gradients = flash_attention(x.clone(), x.clone(), x.clone(), &options).sum().backward();
+            x.grad(&gradients).unwrap().into_data();
+            blocks.lists.kept()
+        };
+        let options = FlashAttentionOptions::new();
+        let made = layer(options.clone());
+        assert!(made >= 2, "{made} lists, of queries and of keys");
+        assert_eq!(layer(options.clone()), made);
+        assert!(layer(options.with_window_left(100)) > made, "a window has lists of its own");
     }
 }

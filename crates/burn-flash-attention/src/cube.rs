@@ -206,6 +206,7 @@ impl Call {
             score_tensors: score_tensors.each_ref().map(|tensor| tensor.as_ref().map(view)),
             mask_tensors: mask_tensors.each_ref().map(|tensor| tensor.as_ref().map(view)),
             block_mask: states.as_ref().map(view),
+            block_lists: extras.block_lists,
             ..Inputs::new(view(&q), view(&k), view(&v))
         };
         Ok(Call { q, problem, inputs })

@@ -57,8 +57,8 @@ pub mod tuning;
 pub use error::AttentionError;
 pub use hopper::{BiasTile, HopperTile};
 pub use launch::{
-    Gradients, Inputs, MaskStorage, MaskView, Saved, Scratch, backward, backward_with, block_states, dropout_kept,
-    forward, forward_with,
+    BlockLists, Gradients, Inputs, MaskStorage, MaskView, Saved, Scratch, backward, backward_with, block_states,
+    dropout_kept, forward, forward_with,
 };
 pub use matrix::MatrixTile;
 pub use mma::MmaTile;

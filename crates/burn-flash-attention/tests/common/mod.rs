@@ -519,7 +519,7 @@ pub fn composed_attention(problem: &AttentionProblem, tensors: &Tensors) -> (Ten
         let unseen = pairs(problem).zip(values).map(|(pair, values)| !function.sees(pair, values)).collect::<Vec<_>>();
         masked = masked.bool_or(mask_tensor(&unseen, problem.scores_shape(), &device));
     }
-    if let Some(BlockMask { states, block_q, block_k }) = &options.block_mask {
+    if let Some(BlockMask { states, block_q, block_k, .. }) = &options.block_mask {
         // Of each block its state, once for each pair.
         let [of_batch, of_heads, of_q, of_k] = states.dims();
         let states = states.clone().reshape([of_batch, of_heads, of_q, 1, of_k, 1]);

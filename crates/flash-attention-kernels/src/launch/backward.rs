@@ -1,6 +1,6 @@
 //! Launches the backward: delta, then a kernel for each gradient asked for.
 
-use super::blocks::Route;
+use super::route::Route;
 use super::sequences::Blocks;
 use super::{Call, Inputs, elementwise, input, output};
 use crate::error::AttentionError;
@@ -618,8 +618,8 @@ impl Call<'_> {
         };
         // Sequences, not blocks of them: a cube has a part of the bias, which may belong to several.
         let lists = match sums {
-            Sums::Columns => self.lists(Blocks::Keys, tile.tile_k, tile.tile_q),
-            Sums::Tile | Sums::Rows => self.lists(Blocks::Queries, tile.tile_q, tile.tile_k),
+            Sums::Columns => self.lists(Blocks::Keys, tile.tile_k, tile.tile_q, false),
+            Sums::Tile | Sums::Rows => self.lists(Blocks::Queries, tile.tile_q, tile.tile_k, false),
         };
         let route = Route { schedule: self.schedule(Blocks::Queries, MAX_SEQ), lists };
         unsafe {

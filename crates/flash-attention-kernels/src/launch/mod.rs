@@ -9,6 +9,7 @@ mod hopper;
 mod matrix;
 #[cfg(feature = "cuda")]
 mod mma;
+mod route;
 mod rows;
 mod sequences;
 
@@ -16,6 +17,7 @@ pub use backward::{Gradients, Saved, Scratch, backward, backward_with};
 pub use blocks::block_states;
 pub use dropout::dropout_kept;
 pub use forward::{forward, forward_with};
+pub use route::BlockLists;
 
 use crate::dropout::{DropoutLaunch, factor, seed, threshold};
 use crate::error::AttentionError;
@@ -27,10 +29,10 @@ use crate::problem::{AttentionOptions, AttentionProblem, MASK_TENSORS, SCORE_TEN
 use crate::score::ScoreLaunch;
 use crate::tensor::TensorView;
 use crate::tiling::{self, Device, Stage};
-use blocks::Route;
 use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType, UIntKind};
 use cubecl::prelude::*;
+use route::Route;
 
 /// How a boolean mask is stored. True (nonzero) hides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,6 +98,8 @@ pub struct Inputs {
     pub mask_tensors: [Option<TensorView>; TENSORS],
     /// Of each block, whether anything of it is seen, 32 bits each: [`blocks`](mod@crate::blocks).
     pub block_mask: Option<TensorView>,
+    /// The lists that have been made of it, for calls that share them.
+    pub block_lists: BlockLists,
 }
 
 impl Inputs {
@@ -126,6 +130,7 @@ impl Inputs {
             score_tensors: [None, None],
             mask_tensors: [None, None],
             block_mask: None,
+            block_lists: BlockLists::default(),
         }
     }
 }

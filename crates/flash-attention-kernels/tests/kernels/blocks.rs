@@ -6,7 +6,7 @@ use cubecl::ir::AddressType;
 use cubecl::prelude::*;
 use flash_attention_kernels::blocks::{EMPTY, FULL, HEADER, PARTIAL, UNITS, order};
 use flash_attention_kernels::mods::{MaskFn, MaskMod, Pair, Values};
-use flash_attention_kernels::{AttentionOptions, Dtype, Inputs, TensorView, block_states};
+use flash_attention_kernels::{AttentionOptions, BlockLists, Dtype, Inputs, TensorView, block_states};
 
 /// Every third key, and those near.
 struct Third;
@@ -116,6 +116,44 @@ fn partial_blocks_are_masked_and_full_ones_are_not() {
             compare(&client, "lengths", &case.with_seq_lens_q(&[300, 170]).with_seq_lens_k(&[140, 300]));
         }
     }
+}
+
+/// Lists are made once for the same states, and for others, or another mask besides, others.
+#[test]
+fn runs_share_lists() {
+    let Some(client) = client() else { return };
+    let of_window = |window_left| AttentionOptions { window_left, ..Default::default() };
+    let case = |options, states| {
+        Case::new([1, 4, 2, 300, 300, 64, 64], Dtype::F32, options).with_block_mask([1, 1, 3, 3], [128, 128], states)
+    };
+    let all = states([1, 1, 3, 3]);
+    let others: Vec<u32> = all.iter().map(|state| FULL - state).collect();
+    let (first, second) = (case(of_window(None), all.clone()), case(of_window(None), others));
+    let lists = BlockLists::default();
+    let kept_after = |case: &Case, states: &TensorView| {
+        let shared = Case { shared_blocks: Some((states.clone(), lists.clone())), ..case.clone() };
+        let (a, b) = (shared.run(&client).unwrap(), case.run(&client).unwrap());
+        assert_eq!([a.o, a.dq.unwrap(), a.dk.unwrap()], [b.o, b.dq.unwrap(), b.dk.unwrap()], "{:?}", case.problem);
+        lists.kept()
+    };
+    let of_first = first.blocks_on(&client).unwrap();
+    let made = kept_after(&first, &of_first);
+    assert!(made > 0);
+    assert_eq!(kept_after(&first, &of_first), made, "the second run makes none");
+    assert_eq!(
+        kept_after(&first.clone().with_seq_lens_k(&[170]), &of_first),
+        made,
+        "only the device knows these lengths"
+    );
+    assert_eq!(kept_after(&second, &second.blocks_on(&client).unwrap()), 2 * made, "other states");
+    let mut most = 0;
+    for window in 0..10 {
+        let kept = kept_after(&case(of_window(Some(20 * window)), all.clone()), &of_first);
+        most = most.max(kept);
+        assert!(window > 0 || kept == 3 * made, "another window");
+    }
+    assert!((3 * made + 1..=24).contains(&most), "{most} lists are kept");
+    assert_eq!(kept_after(&first, &of_first), most, "what has gone is made again");
 }
 
 /// The gradient of a bias of every shape walks over the same tiles.

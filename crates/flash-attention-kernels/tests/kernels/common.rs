@@ -12,9 +12,9 @@ use cubecl::server::Handle;
 #[cfg(feature = "autotune")]
 use flash_attention_kernels::tuning;
 use flash_attention_kernels::{
-    AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradient, Gradients, Inputs,
-    Kernel, MaskStorage, MaskView, Plan, Precision, RowsTile, Saved, Scratch, TensorView, TileShape, backward_with,
-    dropout_kept, forward, forward_with, plan, plan_with,
+    AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, BlockLists, Dtype, Forward, Gradient, Gradients,
+    Inputs, Kernel, MaskStorage, MaskView, Plan, Precision, RowsTile, Saved, Scratch, TensorView, TileShape,
+    backward_with, dropout_kept, forward, forward_with, plan, plan_with,
     tiling::{Device, fused_on},
 };
 use flash_attention_reference as reference;
@@ -254,6 +254,8 @@ pub struct Case {
     pub mask_tensors: [Option<Vec<f64>>; 2],
     /// Of each block of the block mask, if there is one.
     pub block_states: Option<Vec<u32>>,
+    /// The states on the device and what has been made of them, where several runs share both.
+    pub shared_blocks: Option<(TensorView, BlockLists)>,
     /// Of dropout, where the options ask for it.
     pub seed: [u32; 2],
     pub seq_lens_q: Option<Vec<usize>>,
@@ -313,6 +315,7 @@ impl Case {
             score_tensors: [None, None],
             mask_tensors: [None, None],
             block_states: None,
+            shared_blocks: None,
             seed: [0x1234_5678, 9],
             seq_lens_q: None,
             seq_lens_k: None,
@@ -499,6 +502,12 @@ impl Case {
     }
 
     /// Runs forward and backward on the device.
+    /// The states of its block mask on the device.
+    pub fn blocks_on(&self, client: &Client) -> Option<TensorView> {
+        let bytes: Vec<u8> = self.block_states.as_ref()?.iter().flat_map(|state| state.to_le_bytes()).collect();
+        Some(TensorView::contiguous(client.create_from_slice(&bytes), self.problem.block_mask.unwrap().blocks))
+    }
+
     pub fn run(&self, client: &Client) -> Result<Results, AttentionError> {
         block_on(self.run_async(client))
     }
@@ -530,6 +539,10 @@ impl Case {
         let tensors = |values: &[Option<Vec<f64>>; 2], shapes: [Option<[usize; 4]>; 2]| {
             [0, 1].map(|nth| values[nth].as_ref().map(|values| floats(client, values, shapes[nth].unwrap())))
         };
+        let (block_mask, block_lists) = match &self.shared_blocks {
+            Some((states, lists)) => (Some(states.clone()), lists.clone()),
+            None => (self.blocks_on(client), BlockLists::default()),
+        };
         let inputs = Inputs {
             q: q.view.clone(),
             k: k.view.clone(),
@@ -544,10 +557,8 @@ impl Case {
             cu_seqlens_k: self.cu_seqlens.as_ref().map(|[_, k]| lengths(client, k)),
             score_tensors: tensors(&self.score_tensors, p.score_tensors),
             mask_tensors: tensors(&self.mask_tensors, p.mask_tensors),
-            block_mask: self.block_states.as_ref().map(|states| {
-                let bytes: Vec<u8> = states.iter().flat_map(|state| state.to_le_bytes()).collect();
-                TensorView::contiguous(client.create_from_slice(&bytes), p.block_mask.unwrap().blocks)
-            }),
+            block_mask,
+            block_lists,
             dropout_seed: (p.options.dropout > 0.0 && p.options.dropout_seed.is_none()).then(|| {
                 let bytes: Vec<u8> = self.seed.iter().flat_map(|word| word.to_le_bytes()).collect();
                 TensorView::contiguous(client.create_from_slice(&bytes), [2])

@@ -5,7 +5,7 @@ use crate::error::AttentionError;
 use crate::hopper::dbias::{BiasStridesLaunch, Mosaic};
 use crate::hopper::{self, BiasBlueprint, BiasTile, Blueprint, Role, Rows, WARPGROUP_ROWS};
 use crate::launch::backward::WantedBias;
-use crate::launch::blocks::Route;
+use crate::launch::route::Route;
 use crate::launch::{Call, Scratch};
 use crate::tensor::TensorView;
 use crate::tiling::varies_by_pair;

@@ -6,7 +6,7 @@ use crate::hopper::forward::StridesLaunch;
 use crate::hopper::schedule::Walk;
 use crate::hopper::{self, Role, WARPGROUP_ROWS};
 use crate::launch::Call;
-use crate::launch::blocks::Route;
+use crate::launch::route::Route;
 use crate::launch::sequences::Blocks;
 use crate::tensor::TensorView;
 use crate::tiling::{HopperForward, Kernel, Stage, cube_count};

@@ -4,7 +4,7 @@ mod backward;
 mod dbias;
 mod forward;
 
-use super::blocks::Route;
+use super::route::Route;
 use super::{Call, rows_grid};
 use crate::error::AttentionError;
 use crate::hopper::forward::StrideLaunch;
