@@ -255,8 +255,10 @@ mod tests {
         let layer = |options: FlashAttentionOptions| {
             let options = options.with_block_mask(blocks.clone());
             let x = Tensor::<4>::random([1, 1, 256, 16], Distribution::Default, &device).require_grad();
-            let gradients = flash_attention(x.clone(), x.clone(), x.clone(), &options).sum().backward();
-            x.grad(&gradients).unwrap().into_data();
+            let loss = flash_attention(x.clone(), x.clone(), x.clone(), &options).sum();
+            x.grad(&loss.backward()).unwrap().into_data();
+            // A software Vulkan that still works on something when the process ends brings it down.
+            loss.into_data();
             blocks.lists.kept()
         };
         let options = FlashAttentionOptions::new();
