@@ -259,6 +259,7 @@ mod tests {
             x.grad(&loss.backward()).unwrap().into_data();
             // A software Vulkan that still works on something when the process ends brings it down.
             loss.into_data();
+            device.sync().unwrap();
             blocks.lists.kept()
         };
         let options = FlashAttentionOptions::new();
