@@ -80,16 +80,16 @@ impl BlockLists {
     }
 
     /// Those of this origin: those kept, or else new ones.
-    fn of(&self, of: Origin, make: impl FnOnce() -> TensorView) -> TensorView {
+    fn of(&self, of: &Origin, make: impl FnOnce() -> TensorView) -> TensorView {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kept) = all.iter().find(|kept| kept.of == of) {
+        if let Some(kept) = all.iter().find(|kept| kept.of == *of) {
             return kept.lists.clone();
         }
         let lists = make();
         if all.len() == MOST_KEPT {
             all.remove(0);
         }
-        all.push(Kept { of, lists: lists.clone() });
+        all.push(Kept { of: of.clone(), lists: lists.clone() });
         lists
     }
 }
@@ -116,7 +116,7 @@ impl Call<'_> {
         if p.is_ragged() {
             Some(self.make_lists(&of))
         } else {
-            Some(self.inputs.block_lists.of(of.clone(), || self.make_lists(&of)))
+            Some(self.inputs.block_lists.of(&of, || self.make_lists(&of)))
         }
     }
 

@@ -501,13 +501,13 @@ impl Case {
         }
     }
 
-    /// Runs forward and backward on the device.
     /// The states of its block mask on the device.
     pub fn blocks_on(&self, client: &Client) -> Option<TensorView> {
         let bytes: Vec<u8> = self.block_states.as_ref()?.iter().flat_map(|state| state.to_le_bytes()).collect();
         Some(TensorView::contiguous(client.create_from_slice(&bytes), self.problem.block_mask.unwrap().blocks))
     }
 
+    /// Runs forward and backward on the device.
     pub fn run(&self, client: &Client) -> Result<Results, AttentionError> {
         block_on(self.run_async(client))
     }
