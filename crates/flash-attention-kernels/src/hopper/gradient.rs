@@ -156,9 +156,14 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
         } else {
             mbarrier_wait(memory.full_q + warpgroup * 8, nth % 2);
         }
-        mbarrier_wait(memory.full_k + place.stage * 8, place.phase);
+        if comptime!(sums_values) {
+            mbarrier_wait(memory.full_k + place.stage * 8, place.phase);
+        }
 
         for step in 0..steps {
+            if comptime!(!sums_values) {
+                mbarrier_wait(memory.full_k + place.stage * 8, place.phase);
+            }
             let edge = step < edges.lead || step >= edges.tail;
             let visit = memory.visit(&place, k_start, edge, blueprint);
 
@@ -229,10 +234,9 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 if comptime!(sums_values) {
                     wgmma_wait(1usize);
                 } else {
-                    // The branch of this wait is what keeps the assembler from moving the wait for dP above the exponentials.
-                    if step + 1 < steps {
-                        mbarrier_wait(memory.full_k + next.stage * 8, next.phase);
-                    }
+                    // The branch of this wait is what keeps the assembler from moving the wait for dP above the exponentials. There is
+                    // nothing to wait for: the next K may take as long as this step does.
+                    mbarrier_wait(memory.full_v + place.stage * 8, place.phase);
                     wgmma_wait(0usize);
                 }
                 pin(&mut ds, s_len);

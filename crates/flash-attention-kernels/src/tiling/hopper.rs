@@ -169,21 +169,32 @@ pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<HopperForw
 
 /// How many heads take turns; transposed, heads of keys, by which queries stream.
 pub(super) fn section(device: &Device, problem: &AttentionProblem, tile: &HopperTile, transposed: bool) -> usize {
-    // Where blocks are of one length, heads come one by one: their keys and values are then read by all at the same time.
     let band = problem.band();
-    if !(band.bounded_above || band.bounded_below) {
+    let bounded = band.bounded_above || band.bounded_below;
+    let teams = device.multiprocessors * tile.teams;
+    // Where blocks are of one length, heads come one by one: their keys and values are then read by all at the same time. With a block
+    // mask lengths differ, and that counts for more where several teams share the blocks of a head.
+    if !bounded && (problem.block_mask.is_none() || tile.teams == 1) {
         return 1;
     }
     let of_position = (problem.head_dim + problem.head_dim_v) * problem.dtype.size();
-    // At least two blocks of a head at a time, or all loads would come from memory first and from the cache then.
-    // A power of two, as numbers of heads mostly are: a last section with few heads keeps few teams busy.
-    let pairs = (device.multiprocessors * tile.teams / 2).max(1);
-    let (of_cache, heads) = if transposed {
-        (SECTION_BYTES / (problem.seq_q * of_position * problem.group_size()).max(1), problem.num_heads_kv)
+    let (of_cache, heads, rows) = if transposed {
+        let heads = SECTION_BYTES / (problem.seq_q * of_position * problem.group_size()).max(1);
+        (heads, problem.num_heads_kv, problem.seq_k)
     } else {
-        (SECTION_BYTES / (problem.seq_k * of_position).max(1) * problem.group_size(), problem.num_heads_q)
+        let heads = SECTION_BYTES / (problem.seq_k * of_position).max(1) * problem.group_size();
+        (heads, problem.num_heads_q, problem.seq_q)
     };
-    of_cache.min(1 << pairs.ilog2()).clamp(1, (problem.batch * heads).max(1))
+    let most = if bounded {
+        // At least two blocks of a head at a time, or all loads would come from memory first and from the cache then.
+        teams / 2
+    } else {
+        // Some two blocks of a section for each team, so that what is left to the end is short.
+        2 * teams / rows.div_ceil(tile.tile_q()).max(1)
+    };
+    // A power of two, as numbers of heads mostly are: a last section with few heads keeps few teams busy.
+    let most = 1 << most.max(1).ilog2();
+    of_cache.min(most).clamp(1, (problem.batch * heads).max(1))
 }
 
 /// How Hopper's kernels compute `dq`, and `dk` and `dv`, or why they cannot.
