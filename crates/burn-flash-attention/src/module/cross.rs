@@ -304,7 +304,7 @@ impl FlashCrossAttention {
         let (key, value) = cache.0.fixed(|| {
             (heads(context.clone(), &self.key, self.n_heads_kv), heads(context, &self.value, self.n_heads_kv))
         });
-        let options = FlashAttentionOptions { mask: combined(mask, None), ..Default::default() };
+        let options = combined(FlashAttentionOptions::new(), mask, None);
         let out = attend(query, key, value, options, self.quiet_softmax, &self.dropout)?;
         Ok(joined(out, &self.output))
     }

@@ -3,8 +3,10 @@
 use super::cache::{KeysValues, Outputs};
 use super::multi_head::newest;
 use super::{
-    FlashMhaInput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, check_rate, combined, parted, unwrapped,
+    FlashMhaInput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, check_decodes, check_rate, combined, parted,
+    unwrapped,
 };
+use crate::options::FlashAttentionOptions;
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay};
 use burn::nn::activation::ActivationConfig;
@@ -166,6 +168,8 @@ pub struct FlashTransformerDecoderInput {
     memory: Tensor<3>,
     memory_mask_pad: Option<Tensor<2, Bool>>,
     memory_mask_attn: Option<Tensor<3, Bool>>,
+    target_options: FlashAttentionOptions,
+    memory_options: FlashAttentionOptions,
 }
 
 impl FlashTransformerDecoderInput {
@@ -185,6 +189,8 @@ impl FlashTransformerDecoderInput {
             memory,
             memory_mask_pad: None,
             memory_mask_attn: None,
+            target_options: FlashAttentionOptions::new(),
+            memory_options: FlashAttentionOptions::new(),
         }
     }
 
@@ -240,6 +246,34 @@ impl FlashTransformerDecoderInput {
         self.target_mask_attn = Some(mask_attn);
         self
     }
+
+    /// How the target attends to itself in each layer, as [`FlashMhaInput::options`](crate::FlashMhaInput::options) says.
+    ///
+    /// ```no_run
+    /// # use burn::tensor::{Device, Tensor};
+    /// # use burn_flash_attention::{AlibiSlopes, FlashAttentionOptions};
+    /// # let device = Device::default();
+    /// # let input = burn_flash_attention::FlashTransformerDecoderInput::new(Tensor::zeros([1, 5, 64], &device), Tensor::zeros([1, 3, 64], &device));
+    /// let input = input.target_options(FlashAttentionOptions::new().with_alibi_slopes(AlibiSlopes::geometric(8, &device)));
+    /// ```
+    pub fn target_options(mut self, options: FlashAttentionOptions) -> Self {
+        self.target_options = options;
+        self
+    }
+
+    /// How the target attends to the memory in each layer, likewise.
+    ///
+    /// ```no_run
+    /// # use burn::tensor::{Device, Tensor};
+    /// # use burn_flash_attention::FlashAttentionOptions;
+    /// # let device = Device::default();
+    /// # let input = burn_flash_attention::FlashTransformerDecoderInput::new(Tensor::zeros([1, 5, 64], &device), Tensor::zeros([1, 3, 64], &device));
+    /// let input = input.memory_options(FlashAttentionOptions::new().with_softcap(30.0));
+    /// ```
+    pub fn memory_options(mut self, options: FlashAttentionOptions) -> Self {
+        self.memory_options = options;
+        self
+    }
 }
 
 /// Cache of a [`FlashTransformerDecoder`] for decoding.
@@ -263,11 +297,11 @@ struct LayerCache {
     memory: KeysValues,
 }
 
-/// Masks of a step, with a row for each of its positions.
+/// How the positions of a step attend; masks have a row for each of them.
 #[derive(Clone)]
-struct Masks {
-    target: Option<Tensor<4, Bool>>,
-    memory: Option<Tensor<4, Bool>>,
+struct Options {
+    target: FlashAttentionOptions,
+    memory: FlashAttentionOptions,
 }
 
 impl FlashTransformerDecoderConfig {
@@ -383,10 +417,11 @@ impl FlashTransformerDecoder {
     /// ```
     pub fn try_forward(&self, input: FlashTransformerDecoderInput) -> Result<Tensor<3>, AttentionError> {
         self.check(&input)?;
-        let masks = masks(&input, 0);
-        self.layers
-            .iter()
-            .try_fold(input.target, |x, layer| layer.step(x, &input.memory, masks.clone(), &mut LayerCache::default()))
+        let options = options(&input, 0);
+        let step = |x, layer: &FlashTransformerDecoderLayer| {
+            layer.step(x, &input.memory, options.clone(), &mut LayerCache::default())
+        };
+        self.layers.iter().try_fold(input.target, step)
     }
 
     /// Decodes step by step: each call is given the whole target so far, of which the first is computed and afterwards the last
@@ -425,7 +460,8 @@ impl FlashTransformerDecoder {
     ///
     /// # Errors
     ///
-    /// Those of [`try_forward`](Self::try_forward), and targets that have not grown by one position.
+    /// Those of [`try_forward`](Self::try_forward), targets that have not grown by one position, and options that count positions
+    /// from the first one.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -446,10 +482,12 @@ impl FlashTransformerDecoder {
         cache: &mut FlashTransformerDecoderAutoregressiveCache,
     ) -> Result<Tensor<3>, AttentionError> {
         self.check(&input)?;
-        let masks = masks(&input, cache.outputs.len());
+        check_decodes(&input.target_options)?;
+        check_decodes(&input.memory_options)?;
+        let options = options(&input, cache.outputs.len());
         let mut x = cache.outputs.news("query", input.target)?;
         for (layer, cache) in self.layers.iter().zip(&mut cache.layers) {
-            x = layer.step(x, &input.memory, masks.clone(), cache)?;
+            x = layer.step(x, &input.memory, options.clone(), cache)?;
         }
         Ok(cache.outputs.grown(x))
     }
@@ -472,8 +510,10 @@ impl FlashTransformerDecoder {
         let (target, memory) = (input.target.clone(), input.memory.clone());
         let of_target = FlashMhaInput::self_attn(target.clone());
         let of_memory = FlashMhaInput::new(target, memory.clone(), memory);
-        let of_target = of_target.masked(input.target_mask_pad.clone(), input.target_mask_attn.clone());
-        let of_memory = of_memory.masked(input.memory_mask_pad.clone(), input.memory_mask_attn.clone());
+        let of_target =
+            of_target.with(input.target_mask_pad.clone(), input.target_mask_attn.clone(), input.target_options.clone());
+        let of_memory =
+            of_memory.with(input.memory_mask_pad.clone(), input.memory_mask_attn.clone(), input.memory_options.clone());
         self.layers.iter().try_for_each(|layer| {
             layer.self_attn.check(&of_target)?;
             layer.cross_attn.check(&of_memory)
@@ -481,11 +521,12 @@ impl FlashTransformerDecoder {
     }
 }
 
-/// The masks of positions that are new, where so many were decoded.
-fn masks(input: &FlashTransformerDecoderInput, decoded: usize) -> Masks {
-    Masks {
-        target: combined(input.target_mask_pad.clone(), newest(input.target_mask_attn.clone(), decoded)),
-        memory: combined(input.memory_mask_pad.clone(), newest(input.memory_mask_attn.clone(), decoded)),
+/// How positions attend that are new, where so many were decoded.
+fn options(input: &FlashTransformerDecoderInput, decoded: usize) -> Options {
+    let (target, memory) = (input.target_options.clone(), input.memory_options.clone());
+    Options {
+        target: combined(target, input.target_mask_pad.clone(), newest(input.target_mask_attn.clone(), decoded)),
+        memory: combined(memory, input.memory_mask_pad.clone(), newest(input.memory_mask_attn.clone(), decoded)),
     }
 }
 
@@ -495,18 +536,18 @@ impl FlashTransformerDecoderLayer {
         &self,
         x: Tensor<3>,
         memory: &Tensor<3>,
-        masks: Masks,
+        options: Options,
         cache: &mut LayerCache,
     ) -> Result<Tensor<3>, AttentionError> {
         let first = self.norm_first;
         let normed = if first { self.norm_3.forward(x.clone()) } else { x.clone() };
         let (key, value) = (normed.clone(), normed.clone());
-        let attended = self.self_attn.attended_grown(normed, key, value, masks.target, &mut cache.target)?;
+        let attended = self.self_attn.attended_grown(normed, key, value, options.target, &mut cache.target)?;
         let x = x + self.dropout.forward(attended);
 
         let (normed, x) = parted(x, &self.norm_1, first);
         let (key, value) = (memory.clone(), memory.clone());
-        let attended = self.cross_attn.attended_fixed(normed, key, value, masks.memory, &mut cache.memory)?;
+        let attended = self.cross_attn.attended_fixed(normed, key, value, options.memory, &mut cache.memory)?;
         let x = x + self.dropout.forward(attended);
 
         let (normed, x) = parted(x, &self.norm_2, first);

@@ -3,8 +3,10 @@
 use super::cache::{KeysValues, Outputs};
 use super::multi_head::newest;
 use super::{
-    FlashMhaInput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, check_rate, combined, parted, unwrapped,
+    FlashMhaInput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, check_decodes, check_rate, combined, parted,
+    unwrapped,
 };
+use crate::options::FlashAttentionOptions;
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay};
 use burn::nn::activation::ActivationConfig;
@@ -155,6 +157,7 @@ pub struct FlashTransformerEncoderInput {
     tensor: Tensor<3>,
     mask_pad: Option<Tensor<2, Bool>>,
     mask_attn: Option<Tensor<3, Bool>>,
+    options: FlashAttentionOptions,
 }
 
 impl FlashTransformerEncoderInput {
@@ -166,7 +169,7 @@ impl FlashTransformerEncoderInput {
     /// let input = burn_flash_attention::FlashTransformerEncoderInput::new(Tensor::zeros([1, 3, 64], &Device::default()));
     /// ```
     pub fn new(tensor: Tensor<3>) -> Self {
-        FlashTransformerEncoderInput { tensor, mask_pad: None, mask_attn: None }
+        FlashTransformerEncoderInput { tensor, mask_pad: None, mask_attn: None, options: FlashAttentionOptions::new() }
     }
 
     /// Hides padding: `[batch, seq]`, true hides a position from all.
@@ -197,6 +200,27 @@ impl FlashTransformerEncoderInput {
     /// ```
     pub fn mask_attn(mut self, mask_attn: Tensor<3, Bool>) -> Self {
         self.mask_attn = Some(mask_attn);
+        self
+    }
+
+    /// How each layer attends, as [`FlashMhaInput::options`](crate::FlashMhaInput::options) says.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Int, Tensor};
+    /// use burn_flash_attention::{FlashAttentionOptions, FlashTransformerEncoderConfig, FlashTransformerEncoderInput};
+    ///
+    /// // Two documents in one row, of four and of six tokens.
+    /// let device = Device::flex();
+    /// let begins = Tensor::<1, Int>::from_data([0, 4, 10], &device);
+    /// let options = FlashAttentionOptions::new().with_cu_seqlens_q(begins.clone()).with_cu_seqlens_k(begins);
+    /// let encoder = FlashTransformerEncoderConfig::new(8, 16, 2, 3).with_causal(true).init(&device);
+    /// let input = FlashTransformerEncoderInput::new(Tensor::zeros([1, 10, 8], &device)).options(options);
+    /// assert_eq!(encoder.forward(input).dims(), [1, 10, 8]);
+    /// # }
+    /// ```
+    pub fn options(mut self, options: FlashAttentionOptions) -> Self {
+        self.options = options;
         self
     }
 }
@@ -320,10 +344,10 @@ impl FlashTransformerEncoder {
     /// # }
     /// ```
     pub fn try_forward(&self, input: FlashTransformerEncoderInput) -> Result<Tensor<3>, AttentionError> {
-        let FlashTransformerEncoderInput { tensor, mask_pad, mask_attn } = input;
-        self.check(&tensor, &mask_pad, &mask_attn)?;
-        let mask = combined(mask_pad, mask_attn);
-        self.layers.iter().try_fold(tensor, |x, layer| layer.step(x, mask.clone(), &mut KeysValues::default()))
+        self.check(&input)?;
+        let options = combined(input.options, input.mask_pad, input.mask_attn);
+        let step = |x, layer: &FlashTransformerEncoderLayer| layer.step(x, options.clone(), &mut KeysValues::default());
+        self.layers.iter().try_fold(input.tensor, step)
     }
 
     /// Encodes as a decoder does: each call is given the whole prefix, of which the first is computed and afterwards the last
@@ -361,7 +385,8 @@ impl FlashTransformerEncoder {
     ///
     /// # Errors
     ///
-    /// Those of [`try_forward`](Self::try_forward), and prefixes that have not grown by one position.
+    /// Those of [`try_forward`](Self::try_forward), prefixes that have not grown by one position, and options that count positions
+    /// from the first one.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -380,12 +405,12 @@ impl FlashTransformerEncoder {
         input: FlashTransformerEncoderInput,
         cache: &mut FlashTransformerEncoderAutoregressiveCache,
     ) -> Result<Tensor<3>, AttentionError> {
-        let FlashTransformerEncoderInput { tensor, mask_pad, mask_attn } = input;
-        self.check(&tensor, &mask_pad, &mask_attn)?;
-        let mask = combined(mask_pad, newest(mask_attn, cache.outputs.len()));
-        let mut x = cache.outputs.news("query", tensor)?;
+        self.check(&input)?;
+        check_decodes(&input.options)?;
+        let options = combined(input.options, input.mask_pad, newest(input.mask_attn, cache.outputs.len()));
+        let mut x = cache.outputs.news("query", input.tensor)?;
         for (layer, memory) in self.layers.iter().zip(&mut cache.layers) {
-            x = layer.step(x, mask.clone(), memory)?;
+            x = layer.step(x, options.clone(), memory)?;
         }
         Ok(cache.outputs.grown(x))
     }
@@ -404,13 +429,9 @@ impl FlashTransformerEncoder {
     }
 
     /// Checks the input against each layer, before any has run.
-    fn check(
-        &self,
-        x: &Tensor<3>,
-        mask_pad: &Option<Tensor<2, Bool>>,
-        mask_attn: &Option<Tensor<3, Bool>>,
-    ) -> Result<(), AttentionError> {
-        let input = FlashMhaInput::self_attn(x.clone()).masked(mask_pad.clone(), mask_attn.clone());
+    fn check(&self, input: &FlashTransformerEncoderInput) -> Result<(), AttentionError> {
+        let FlashTransformerEncoderInput { tensor, mask_pad, mask_attn, options } = input.clone();
+        let input = FlashMhaInput::self_attn(tensor).with(mask_pad, mask_attn, options);
         self.layers.iter().try_for_each(|layer| layer.mha.check(&input))
     }
 }
@@ -420,11 +441,11 @@ impl FlashTransformerEncoderLayer {
     fn step(
         &self,
         x: Tensor<3>,
-        mask: Option<Tensor<4, Bool>>,
+        options: FlashAttentionOptions,
         memory: &mut KeysValues,
     ) -> Result<Tensor<3>, AttentionError> {
         let normed = if self.norm_first { self.norm_2.forward(x.clone()) } else { x.clone() };
-        let attended = self.mha.attended_grown(normed.clone(), normed.clone(), normed, mask, memory)?;
+        let attended = self.mha.attended_grown(normed.clone(), normed.clone(), normed, options, memory)?;
         let x = x + self.dropout.forward(attended);
 
         let (normed, x) = parted(x, &self.norm_1, self.norm_first);

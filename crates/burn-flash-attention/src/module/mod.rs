@@ -28,7 +28,7 @@ use crate::api::{try_flash_attention, unwrapped};
 use crate::options::FlashAttentionOptions;
 use burn::nn::{Dropout, LayerNorm, Linear};
 use burn::tensor::{Bool, DType, Tensor};
-use flash_attention_kernels::AttentionError;
+use flash_attention_kernels::{Alignment, AttentionError};
 
 /// `[batch, seq, heads · d]` through a layer to `[batch, heads, seq, d]`.
 fn heads(x: Tensor<3>, linear: &Linear, n_heads: usize) -> Tensor<4> {
@@ -54,6 +54,7 @@ fn attend(
     dropout: &Dropout,
 ) -> Result<Tensor<4>, AttentionError> {
     if quiet {
+        // `check_options` has seen to it that there are no others.
         options.sinks = Some(Tensor::zeros([q.dims()[1]], (&q.device(), DType::F32)));
     }
     if dropout.training.is_enabled() && q.device().is_autodiff() {
@@ -62,16 +63,68 @@ fn attend(
     try_flash_attention(q, k, v, &options)
 }
 
-/// One mask over heads, queries and keys out of burn-nn's two: `[batch, seq_k]` and `[batch, seq_q, seq_k]`.
-fn combined(mask_pad: Option<Tensor<2, Bool>>, mask_attn: Option<Tensor<3, Bool>>) -> Option<Tensor<4, Bool>> {
+/// Options whose mask is one over heads, queries and keys out of theirs and burn-nn's two, `[batch, seq_k]` and
+/// `[batch, seq_q, seq_k]`: it hides what any of them hides.
+fn combined(
+    mut options: FlashAttentionOptions,
+    mask_pad: Option<Tensor<2, Bool>>,
+    mask_attn: Option<Tensor<3, Bool>>,
+) -> FlashAttentionOptions {
     let mask_pad = mask_pad.map(|mask| {
         let [batch, seq_k] = mask.dims();
         mask.reshape([batch, 1, 1, seq_k])
     });
     let mask_attn = mask_attn.map(|mask| mask.unsqueeze_dim(1));
-    match (mask_pad, mask_attn) {
-        (Some(pad), Some(attn)) => Some(attn.bool_or(pad)),
-        (pad, attn) => pad.or(attn),
+    options.mask = [options.mask.take(), mask_attn, mask_pad].into_iter().flatten().reduce(Tensor::bool_or);
+    options
+}
+
+/// Checks what options say that a module says as well, and a mask of theirs that is to be put together with others.
+fn check_options(
+    options: &FlashAttentionOptions,
+    scores: [usize; 4],
+    quiet: bool,
+    dropout: &Dropout,
+) -> Result<(), AttentionError> {
+    let refused = |option, value, why| Err(AttentionError::Unsupported { option, value, why });
+    if options.dropout != 0.0 {
+        let why = "the module drops at its own rate, and only in training";
+        return refused("dropout", format!("{} beside the module's {}", options.dropout, dropout.prob), why);
+    }
+    if let Some(sinks) = options.sinks.as_ref().filter(|_| quiet) {
+        return refused("sinks", format!("{:?}", sinks.dims()), "the module's quiet softmax is a sink of each head");
+    }
+    if let Some(shape) = options.mask.as_ref().map(|mask| mask.dims())
+        && let Some(dimension) = (0..4).find(|&dim| shape[dim] != 1 && shape[dim] != scores[dim])
+    {
+        let value = shape[dimension];
+        return Err(AttentionError::Broadcast { argument: "mask", shape, expected: scores, dimension, value });
+    }
+    Ok(())
+}
+
+/// Checks that options mean the same of a query alone as among those before it: that they count from the last position, and have
+/// nothing that holds a row for each query.
+fn check_decodes(options: &FlashAttentionOptions) -> Result<(), AttentionError> {
+    let found = [
+        ("alignment", options.alignment != Alignment::BottomRight),
+        ("mask", options.mask.is_some()),
+        ("bias", options.bias.is_some()),
+        ("seq_lens_q", options.seq_lens_q.is_some()),
+        ("seq_lens_k", options.seq_lens_k.is_some()),
+        ("cu_seqlens_q", options.cu_seqlens_q.is_some()),
+        ("cu_seqlens_k", options.cu_seqlens_k.is_some()),
+        ("score_mod", options.score_mod.is_some()),
+        ("mask_mod", options.mask_mod.is_some()),
+        ("block_mask", options.block_mask.is_some()),
+    ];
+    match found.into_iter().find(|(_, set)| *set) {
+        None => Ok(()),
+        Some((option, _)) => Err(AttentionError::Unsupported {
+            option,
+            value: "set".to_string(),
+            why: "it counts positions from the first one, and a cache leaves the last one alone with its query",
+        }),
     }
 }
 

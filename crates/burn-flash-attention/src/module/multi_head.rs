@@ -1,7 +1,7 @@
 //! Multi-head attention, to be put in the place of burn-nn's.
 
 use super::cache::{FlashMhaCache, KeysValues};
-use super::{agree, attend, check_rate, combined, heads, joined, unwrapped};
+use super::{agree, attend, check_decodes, check_options, check_rate, combined, heads, joined, unwrapped};
 use crate::options::FlashAttentionOptions;
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay};
@@ -137,6 +137,7 @@ pub struct FlashMhaInput {
     value: Tensor<3>,
     mask_pad: Option<Tensor<2, Bool>>,
     mask_attn: Option<Tensor<3, Bool>>,
+    options: FlashAttentionOptions,
 }
 
 /// What comes out of a [`FlashMultiHeadAttention`]. Unlike burn-nn's, it has no weights.
@@ -178,7 +179,7 @@ impl FlashMhaInput {
     /// let input = burn_flash_attention::FlashMhaInput::new(zeros(3), zeros(5), zeros(5));
     /// ```
     pub fn new(query: Tensor<3>, key: Tensor<3>, value: Tensor<3>) -> Self {
-        FlashMhaInput { query, key, value, mask_pad: None, mask_attn: None }
+        FlashMhaInput { query, key, value, mask_pad: None, mask_attn: None, options: FlashAttentionOptions::new() }
     }
 
     /// Hides padding: `[batch, seq_k]`, true hides a key from every query.
@@ -212,9 +213,35 @@ impl FlashMhaInput {
         self
     }
 
-    /// With whichever masks there are.
-    pub(super) fn masked(self, mask_pad: Option<Tensor<2, Bool>>, mask_attn: Option<Tensor<3, Bool>>) -> Self {
-        FlashMhaInput { mask_pad, mask_attn, ..self }
+    /// How to attend beyond what the module says: windows, slopes, sinks, functions, a bias, sparse blocks, packed sequences. Causality
+    /// is the module's or theirs, and masks hide what any of them hides. The rate of dropout stays the module's. With a cache, nothing
+    /// that counts positions from the first one.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_flash_attention::{AlibiSlopes, FlashAttentionOptions, FlashMhaInput, FlashMultiHeadAttentionConfig};
+    ///
+    /// let device = Device::flex();
+    /// let attention = FlashMultiHeadAttentionConfig::new(64, 4).with_causal(true).init(&device);
+    /// let options = FlashAttentionOptions::new().with_window_left(127).with_alibi_slopes(AlibiSlopes::geometric(4, &device));
+    /// let input = FlashMhaInput::self_attn(Tensor::zeros([1, 10, 64], &device)).options(options);
+    /// assert_eq!(attention.forward(input).context.dims(), [1, 10, 64]);
+    /// # }
+    /// ```
+    pub fn options(mut self, options: FlashAttentionOptions) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// With whichever masks and options there are.
+    pub(super) fn with(
+        self,
+        mask_pad: Option<Tensor<2, Bool>>,
+        mask_attn: Option<Tensor<3, Bool>>,
+        options: FlashAttentionOptions,
+    ) -> Self {
+        FlashMhaInput { mask_pad, mask_attn, options, ..self }
     }
 }
 
@@ -323,9 +350,9 @@ impl FlashMultiHeadAttention {
     /// ```
     pub fn try_forward(&self, input: FlashMhaInput) -> Result<FlashMhaOutput, AttentionError> {
         self.check(&input)?;
-        let mask = combined(input.mask_pad, input.mask_attn);
+        let options = combined(input.options, input.mask_pad, input.mask_attn);
         let (key, value) = self.keys_values(input.key, input.value);
-        Ok(FlashMhaOutput { context: self.attended(input.query, key, value, mask)? })
+        Ok(FlashMhaOutput { context: self.attended(input.query, key, value, options)? })
     }
 
     /// Attends as a decoder does: each call is given the whole prefix, of which the first is computed and afterwards the last
@@ -361,8 +388,8 @@ impl FlashMultiHeadAttention {
     ///
     /// # Errors
     ///
-    /// An [`AttentionError`] that names the argument at fault and its value: those of [`try_forward`](Self::try_forward), and
-    /// prefixes that have not grown by one position.
+    /// An [`AttentionError`] that names the argument at fault and its value: those of [`try_forward`](Self::try_forward),
+    /// prefixes that have not grown by one position, and options that count positions from the first one.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -383,15 +410,16 @@ impl FlashMultiHeadAttention {
         cache: &mut FlashMhaCache,
     ) -> Result<FlashMhaOutput, AttentionError> {
         self.check(&input)?;
+        check_decodes(&input.options)?;
         let decoded = cache.outputs.len();
         let query = cache.outputs.news("query", input.query)?;
-        let mask = combined(input.mask_pad, newest(input.mask_attn, decoded));
+        let options = combined(input.options, input.mask_pad, newest(input.mask_attn, decoded));
         let new = if cache.fixed {
             let known = cache.memory.len();
             if known > 0 {
                 agree("key", &input.key.dims(), (1, "seq_k"), ("the cache", known))?;
             }
-            self.attended_fixed(query, input.key, input.value, mask, &mut cache.memory)?
+            self.attended_fixed(query, input.key, input.value, options, &mut cache.memory)?
         } else {
             let (mut key, mut value) = (input.key, input.value);
             if decoded > 0 {
@@ -399,7 +427,7 @@ impl FlashMultiHeadAttention {
                 agree("key", &key.dims(), (1, "seq_k"), ("the cache", known + 1))?;
                 (key, value) = (key.narrow(1, known, 1), value.narrow(1, known, 1));
             }
-            self.attended_grown(query, key, value, mask, &mut cache.memory)?
+            self.attended_grown(query, key, value, options, &mut cache.memory)?
         };
         Ok(FlashMhaOutput { context: cache.outputs.grown(new) })
     }
@@ -415,27 +443,27 @@ impl FlashMultiHeadAttention {
         query: Tensor<3>,
         key: Tensor<4>,
         value: Tensor<4>,
-        mask: Option<Tensor<4, Bool>>,
+        mut options: FlashAttentionOptions,
     ) -> Result<Tensor<3>, AttentionError> {
-        let options = FlashAttentionOptions { causal: self.causal, mask, ..Default::default() };
+        options.causal |= self.causal;
         let query = heads(query, &self.query, self.n_heads);
         let out = attend(query, key, value, options, self.quiet_softmax, &self.dropout)?;
         Ok(joined(out, &self.output))
     }
 
-    /// The output of new positions over all so far. The mask has a row for each of the new ones.
+    /// The output of new positions over all so far. A mask has a row for each of the new ones.
     pub(super) fn attended_grown(
         &self,
         query: Tensor<3>,
         key: Tensor<3>,
         value: Tensor<3>,
-        mask: Option<Tensor<4, Bool>>,
+        options: FlashAttentionOptions,
         memory: &mut KeysValues,
     ) -> Result<Tensor<3>, AttentionError> {
         let mut grown = memory.clone();
         let (new_keys, new_values) = self.keys_values(key, value);
         let (keys, values) = grown.grown(new_keys, new_values);
-        let out = self.attended(query, keys, values, mask)?;
+        let out = self.attended(query, keys, values, options)?;
         *memory = grown;
         Ok(out)
     }
@@ -446,11 +474,11 @@ impl FlashMultiHeadAttention {
         query: Tensor<3>,
         key: Tensor<3>,
         value: Tensor<3>,
-        mask: Option<Tensor<4, Bool>>,
+        options: FlashAttentionOptions,
         memory: &mut KeysValues,
     ) -> Result<Tensor<3>, AttentionError> {
         let (keys, values) = memory.fixed(|| self.keys_values(key, value));
-        self.attended(query, keys, values, mask)
+        self.attended(query, keys, values, options)
     }
 
     /// What would otherwise panic in a layer or in a mask before attention could name it.
@@ -472,7 +500,7 @@ impl FlashMultiHeadAttention {
             agree("mask_attn", &mask, (1, "seq_q"), ("query", seq_q))?;
             agree("mask_attn", &mask, (2, "seq_k"), ("key", seq_k))?;
         }
-        Ok(())
+        check_options(&input.options, [batch, self.n_heads, seq_q, seq_k], self.quiet_softmax, &self.dropout)
     }
 }
 

@@ -1,0 +1,260 @@
+//! What modules are told beyond what burn-nn's can be: against burn-nn with a mask that says the same, and against scores composed of
+//! Burn's operations.
+
+mod common;
+
+use burn::nn::attention::MultiHeadAttentionConfig;
+use burn::nn::transformer::{
+    TransformerDecoderConfig, TransformerDecoderInput, TransformerEncoderConfig, TransformerEncoderInput,
+};
+use burn::tensor::{Bool, Device, Distribution, Int, Tensor, activation};
+use burn_flash_attention::mods::{CausalDocument, MaskFn, PrefixLm};
+use burn_flash_attention::{
+    Alignment, BlockMask, FlashAttentionOptions, FlashMhaCache, FlashMhaInput, FlashMultiHeadAttention,
+    FlashTransformerDecoder, FlashTransformerDecoderInput, FlashTransformerEncoder, FlashTransformerEncoderInput,
+};
+use common::{Target, burns_own, targets};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+const D_MODEL: usize = 24;
+const D_FF: usize = 40;
+const HEADS: usize = 3;
+const BATCH: usize = 2;
+
+fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
+    Tensor::random(shape, Distribution::Normal(0.0, 1.0), device)
+}
+
+fn close<const D: usize>(target: &Target, what: &str, ours: Tensor<D>, expected: Tensor<D>) {
+    let (ours, expected) = (ours.into_data(), expected.into_data());
+    let tolerance = burns_own(target).set_relative(1e-4);
+    let compared = catch_unwind(AssertUnwindSafe(|| ours.assert_approx_eq::<f32>(&expected, tolerance)));
+    assert!(compared.is_ok(), "{what} on {}: {ours} instead of {expected}", target.name);
+}
+
+/// `[BATCH, seq_q, seq_k]`, true where a pair is hidden.
+fn hidden(seq_q: usize, seq_k: usize, device: &Device, hides: impl Fn(usize, usize, usize) -> bool) -> Tensor<3, Bool> {
+    let pairs = (0..BATCH * seq_q * seq_k).map(|n| hides(n / seq_k / seq_q, n / seq_k % seq_q, n % seq_k));
+    let flags: Vec<bool> = pairs.collect();
+    Tensor::<1, Bool>::from_data(flags.as_slice(), device).reshape([BATCH, seq_q, seq_k])
+}
+
+/// What says the same: options, and what they hide of `[BATCH, seq, seq]`.
+struct Said {
+    what: &'static str,
+    seq: usize,
+    options: FlashAttentionOptions,
+    hides: Box<dyn Fn(usize, usize, usize) -> bool>,
+}
+
+fn said(device: &Device) -> Vec<Said> {
+    let new = FlashAttentionOptions::new;
+    let ints = |values: &[i32]| Tensor::<1, Int>::from_data(values, device);
+    let floats = |values: &[f32], shape: [usize; 4]| Tensor::<1>::from_data(values, device).reshape(shape);
+
+    let prefixes = [2usize, 4];
+    let prefix = floats(&prefixes.map(|n| n as f32), [BATCH, 1, 1, 1]);
+    // Two documents, the second of which begins where a block does.
+    let (seq, second) = (150, 128);
+    let of_token: Vec<f32> = (0..seq).map(|i| f32::from(u8::from(i >= second))).collect();
+    let (of_queries, of_keys) = (floats(&of_token, [1, 1, seq, 1]), floats(&of_token, [1, 1, 1, seq]));
+    let documents = new().with_mask_mod(MaskFn::of::<CausalDocument>(), [of_queries, of_keys]);
+    let blocks = BlockMask::of(&documents, [1, 1], [seq, seq], [128, 128], device);
+    let own = hidden(6, 6, device, |_, i, j| (i + j) % 3 == 1).unsqueeze_dim(1);
+    let begins = || ints(&[0, 4, 6, 12]);
+    vec![
+        Said {
+            what: "a window",
+            seq: 6,
+            options: new().with_causal(true).with_window_left(2),
+            hides: Box::new(|_, i, j| j > i || j + 2 < i),
+        },
+        Said { what: "a mask", seq: 6, options: new().with_mask(own), hides: Box::new(|_, i, j| (i + j) % 3 == 1) },
+        Said {
+            what: "a mask function",
+            seq: 6,
+            options: new().with_mask_mod(MaskFn::of::<PrefixLm>(), [prefix]),
+            hides: Box::new(move |batch, i, j| j > i && j >= prefixes[batch]),
+        },
+        Said {
+            what: "a block mask",
+            seq,
+            options: documents.with_block_mask(blocks),
+            hides: Box::new(move |_, i, j| j > i || (i >= second) != (j >= second)),
+        },
+        Said {
+            what: "packed documents",
+            seq: 6,
+            options: new().with_causal(true).with_cu_seqlens_q(begins()).with_cu_seqlens_k(begins()),
+            hides: Box::new(|batch, i, j| j > i || batch == 0 && (i >= 4) != (j >= 4)),
+        },
+        Said {
+            what: "lengths of keys",
+            seq: 6,
+            options: new().with_seq_lens_k(ints(&[6, 3])),
+            hides: Box::new(|batch, _, j| batch == 1 && j >= 3),
+        },
+    ]
+}
+
+#[test]
+fn what_options_hide_is_a_mask_of_burn_nns() {
+    for target in targets() {
+        let device = target.device.clone().autodiff();
+        for Said { what, seq, options, hides } in said(&device) {
+            let burns = TransformerEncoderConfig::new(D_MODEL, D_FF, HEADS, 2).with_dropout(0.0).init(&device);
+            let ours = FlashTransformerEncoder::from(burns.clone());
+            let x = random([BATCH, seq, D_MODEL], &device);
+            // Key 1 is padding besides, where that leaves every query another.
+            let padded = !matches!(what, "packed documents" | "a block mask");
+            let pad = hidden(1, seq, &device, |_, _, j| padded && j == 1).reshape([BATCH, seq]);
+            let mask = hidden(seq, seq, &device, hides);
+
+            let [of_burns, of_ours] = [0; 2].map(|_| x.clone().detach().require_grad());
+            let input = TransformerEncoderInput::new(of_burns.clone()).mask_attn(mask.clone()).mask_pad(pad.clone());
+            let expected = burns.forward(input);
+            let input = FlashTransformerEncoderInput::new(of_ours.clone()).options(options.clone()).mask_pad(pad);
+            let got = ours.forward(input);
+            close(&target, what, got.clone(), expected.clone());
+            let expected = of_burns.grad(&expected.powi_scalar(2).sum().backward()).unwrap();
+            close(&target, what, of_ours.grad(&got.powi_scalar(2).sum().backward()).unwrap(), expected);
+
+            let burns = TransformerDecoderConfig::new(D_MODEL, D_FF, HEADS, 1).with_dropout(0.0).init(&device);
+            let ours = FlashTransformerDecoder::from(burns.clone());
+            let memory = random([BATCH, seq, D_MODEL], &device);
+            let input = TransformerDecoderInput::new(x.clone(), memory.clone());
+            let expected = burns.forward(input.target_mask_attn(mask.clone()).memory_mask_attn(mask));
+            let input = FlashTransformerDecoderInput::new(x, memory);
+            let got = ours.forward(input.target_options(options.clone()).memory_options(options));
+            close(&target, what, got, expected);
+        }
+    }
+}
+
+/// Scale, softcap, slopes, a bias and sinks, with their gradients.
+#[test]
+fn what_options_do_to_scores_is_done() {
+    const SEQ: usize = 7;
+    for target in targets() {
+        let device = target.device.clone().autodiff();
+        let module = FlashMultiHeadAttention::from(
+            MultiHeadAttentionConfig::new(D_MODEL, HEADS).with_dropout(0.0).init(&device),
+        );
+        let x = random([BATCH, SEQ, D_MODEL], &device);
+        let learned = || {
+            let track = |tensor: Tensor<4>| tensor.require_grad();
+            let slopes = Tensor::<1>::from_data([0.5, 0.25, 0.125], &device).require_grad();
+            let sinks = Tensor::<1>::from_data([0.3, -0.7, 1.1], &device).require_grad();
+            let bias = Tensor::<1, Int>::arange(0..(HEADS * SEQ * SEQ) as i64, &device).float().sin();
+            (slopes, sinks, track(bias.reshape([1, HEADS, SEQ, SEQ])))
+        };
+
+        let (slopes, sinks, bias) = learned();
+        let options = FlashAttentionOptions::new()
+            .with_softmax_scale(0.3)
+            .with_softcap(2.0)
+            .with_alibi_slopes(slopes.clone())
+            .with_sinks(sinks.clone())
+            .with_bias(bias.clone());
+        let got = module.forward(FlashMhaInput::self_attn(x.clone()).options(options)).context;
+        let gradients = got.clone().powi_scalar(2).sum().backward();
+        let got = (got, slopes.grad(&gradients), sinks.grad(&gradients), bias.grad(&gradients));
+
+        let (slopes, sinks, bias) = learned();
+        let heads = |linear: &burn::nn::Linear| {
+            linear.forward(x.clone()).reshape([BATCH, SEQ, HEADS, D_MODEL / HEADS]).swap_dims(1, 2)
+        };
+        let positions = Tensor::<1, Int>::arange(0..SEQ as i64, &device).float();
+        let distance = positions.clone().reshape([1, 1, SEQ, 1]) - positions.reshape([1, 1, 1, SEQ]);
+        let scores = heads(&module.query).matmul(heads(&module.key).transpose()) * 0.3;
+        let scores =
+            (scores / 2.0).tanh() * 2.0 + bias.clone() - slopes.clone().reshape([1, HEADS, 1, 1]) * distance.abs();
+        let of_sinks = sinks.clone().reshape([1, HEADS, 1, 1]).expand([BATCH, HEADS, SEQ, 1]);
+        let weights = activation::softmax(Tensor::cat(vec![scores, of_sinks], 3), 3).narrow(3, 0, SEQ);
+        let out = weights.matmul(heads(&module.value)).swap_dims(1, 2).reshape([BATCH, SEQ, D_MODEL]);
+        let expected = module.output.forward(out);
+        let gradients = expected.clone().powi_scalar(2).sum().backward();
+
+        close(&target, "output", got.0, expected);
+        close(&target, "slopes", got.1.unwrap(), slopes.grad(&gradients).unwrap());
+        close(&target, "sinks", got.2.unwrap(), sinks.grad(&gradients).unwrap());
+        close(&target, "bias", got.3.unwrap(), bias.grad(&gradients).unwrap());
+    }
+}
+
+/// What counts from the last position means the same step by step.
+#[test]
+fn decoding_with_options_is_the_whole() {
+    const SEQ: usize = 6;
+    for target in targets() {
+        let device = &target.device;
+        let options = FlashAttentionOptions::new()
+            .with_causal(true)
+            .with_window_left(2)
+            .with_softcap(3.0)
+            .with_alibi_slopes(Tensor::<1>::from_data([0.5, 0.25, 0.125], device))
+            .with_sinks(Tensor::<1>::from_data([0.3, -0.7, 1.1], device));
+        let x = random([BATCH, SEQ, D_MODEL], device);
+
+        let attention = MultiHeadAttentionConfig::new(D_MODEL, HEADS).with_dropout(0.0).init(device);
+        let attention = FlashMultiHeadAttention::from(attention);
+        let whole = attention.forward(FlashMhaInput::self_attn(x.clone()).options(options.clone())).context;
+        let encoder = TransformerEncoderConfig::new(D_MODEL, D_FF, HEADS, 2).with_dropout(0.0).init(device);
+        let encoder = FlashTransformerEncoder::from(encoder);
+        let encoded = encoder.forward(FlashTransformerEncoderInput::new(x.clone()).options(options.clone()));
+
+        let (mut cache, mut layers) = (FlashMhaCache::autoregressive(), encoder.new_autoregressive_cache());
+        for seq in 2..=SEQ {
+            let prefix = || x.clone().narrow(1, 0, seq);
+            let input = FlashMhaInput::self_attn(prefix()).options(options.clone());
+            let got = attention.forward_cache(input, &mut cache).context;
+            close(&target, "attention", got, whole.clone().narrow(1, 0, seq));
+            let input = FlashTransformerEncoderInput::new(prefix()).options(options.clone());
+            let got = encoder.forward_autoregressive_inference(input, &mut layers);
+            close(&target, "encoder", got, encoded.clone().narrow(1, 0, seq));
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_is_refused_by_name() {
+    let new = FlashAttentionOptions::new;
+    for target in targets() {
+        let device = &target.device;
+        let module = FlashMultiHeadAttention::from(MultiHeadAttentionConfig::new(D_MODEL, HEADS).init(device));
+        let mut quiet = module.clone();
+        quiet.quiet_softmax = true;
+        let input = |options| FlashMhaInput::self_attn(Tensor::zeros([BATCH, 6, D_MODEL], device)).options(options);
+        let refused = |module: &FlashMultiHeadAttention, options, beginning: &str| {
+            let message = module.try_forward(input(options)).unwrap_err().to_string();
+            assert!(message.starts_with(beginning), "{message}");
+        };
+        refused(&module, new().with_dropout(0.25), "dropout = 0.25 beside the module's 0.1 is not supported");
+        refused(&quiet, new().with_sinks(Tensor::zeros([HEADS], device)), "sinks = [3] is not supported");
+        let mask = Tensor::<4, Bool>::empty([1, 1, 5, 6], device);
+        refused(&module, new().with_mask(mask), "mask has shape [1, 1, 5, 6], which does not broadcast");
+        let slopes = Tensor::<1>::zeros([HEADS + 1], device);
+        refused(&module, new().with_alibi_slopes(slopes), "alibi_slopes has");
+
+        // One query alone would stand elsewhere.
+        let ints = || Tensor::<1, Int>::from_data([0, 6, 12], device);
+        let lens = || Tensor::<1, Int>::from_data([6, 6], device);
+        let mask_fn = MaskFn::of::<PrefixLm>();
+        let prefix = Tensor::<4>::zeros([1, 1, 1, 1], device);
+        let blocks = BlockMask::new(Tensor::zeros([1, 1, 1, 1], device), 128, 128);
+        for (option, options) in [
+            ("alignment", new().with_alignment(Alignment::TopLeft)),
+            ("mask", new().with_mask(Tensor::<4, Bool>::empty([1, 1, 1, 1], device))),
+            ("bias", new().with_bias(Tensor::zeros([1, 1, 1, 1], device))),
+            ("seq_lens_q", new().with_seq_lens_q(lens())),
+            ("seq_lens_k", new().with_seq_lens_k(lens())),
+            ("cu_seqlens_q", new().with_cu_seqlens_q(ints()).with_cu_seqlens_k(ints())),
+            ("mask_mod", new().with_mask_mod(mask_fn, [prefix])),
+            ("block_mask", new().with_block_mask(blocks)),
+        ] {
+            let mut cache = FlashMhaCache::autoregressive();
+            let message = module.try_forward_cache(input(options), &mut cache).unwrap_err().to_string();
+            assert!(message.starts_with(&format!("{option} = set is not supported")), "{message}");
+        }
+    }
+}
