@@ -4,13 +4,9 @@
 mod common;
 
 use burn::tensor::ops::AttentionModuleOptions;
-use burn::tensor::{Bool, Device, Distribution, Tensor, Tolerance, module};
+use burn::tensor::{Bool, Tensor, Tolerance, module};
 use burn_flash_attention::{Counts, install};
-use common::{Target, targets};
-
-fn random(shape: [usize; 4], device: &Device) -> Tensor<4> {
-    Tensor::random(shape, Distribution::Normal(0.0, 1.0), device)
-}
+use common::{Target, random, targets};
 
 /// What Burn computes when nothing is in its way: of the operations that its attention is made of.
 fn composed(

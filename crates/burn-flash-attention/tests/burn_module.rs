@@ -4,23 +4,15 @@ mod common;
 
 use burn::module::Module;
 use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig, generate_autoregressive_mask};
-use burn::tensor::{Bool, Device, Distribution, Tensor};
+use burn::tensor::{Bool, Device, Tensor};
 use burn_flash_attention::{FlashMhaInput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig};
-use common::{Target, burns_own, targets};
+use common::{Target, close, random, targets};
 
 const D_MODEL: usize = 24;
 const HEADS: usize = 3;
 
 fn burns(device: &Device) -> MultiHeadAttention {
     MultiHeadAttentionConfig::new(D_MODEL, HEADS).with_dropout(0.0).init(device)
-}
-
-fn random(shape: [usize; 3], device: &Device) -> Tensor<3> {
-    Tensor::random(shape, Distribution::Normal(0.0, 1.0), device)
-}
-
-fn close<const D: usize>(target: &Target, ours: Tensor<D>, burns: Tensor<D>) {
-    ours.into_data().assert_approx_eq::<f32>(&burns.into_data(), burns_own(target).set_relative(1e-4));
 }
 
 /// Outputs, gradients of the inputs, and gradients of all parameters.
@@ -78,7 +70,7 @@ fn compare(target: &Target, with_pad: bool, with_attn: bool) {
         ours.query.weight.val().grad(&gradients).map(|dw| dw.unsqueeze()),
     ];
     for (got, expected) in got.into_iter().zip(expected) {
-        close(target, got.unwrap(), expected.unwrap());
+        close(target, &format!("padding {with_pad}, mask {with_attn}"), got.unwrap(), expected.unwrap());
     }
 }
 
@@ -101,17 +93,17 @@ fn records_of_burn_nn_load() {
 
         let config = FlashMultiHeadAttentionConfig::new(D_MODEL, HEADS);
         let loaded = config.init(device).load_record(burns.clone().into_record());
-        close(&target, loaded.forward(FlashMhaInput::self_attn(x.clone())).context, expected.clone());
+        close(&target, "loaded", loaded.forward(FlashMhaInput::self_attn(x.clone())).context, expected.clone());
 
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("attention");
         burns.save_file(&path).unwrap();
         let loaded = config.init(device).load_file(&path);
-        close(&target, loaded.forward(FlashMhaInput::self_attn(x.clone())).context, expected.clone());
+        close(&target, "loaded", loaded.forward(FlashMhaInput::self_attn(x.clone())).context, expected.clone());
 
         // And back.
         let burns = self::burns(device).load_record(loaded.into_record());
-        close(&target, burns.forward(MhaInput::self_attn(x)).context, expected);
+        close(&target, "and back", burns.forward(MhaInput::self_attn(x)).context, expected);
     }
 }
 
@@ -125,7 +117,7 @@ fn causal_needs_no_mask() {
         let x = random([2, 9, D_MODEL], device);
         let mask = generate_autoregressive_mask(2, 9, device);
         let expected = burns.forward(MhaInput::self_attn(x.clone()).mask_attn(mask)).context;
-        close(&target, ours.forward(FlashMhaInput::self_attn(x)).context, expected);
+        close(&target, "causal", ours.forward(FlashMhaInput::self_attn(x)).context, expected);
     }
 }
 
@@ -151,6 +143,7 @@ fn grouped_heads_are_repeated_heads() {
         let x = random([2, 5, 16], device);
         close(
             &target,
+            "grouped heads",
             grouped.forward(FlashMhaInput::self_attn(x.clone())).context,
             full.forward(FlashMhaInput::self_attn(x)).context,
         );

@@ -7,30 +7,18 @@ use burn::nn::attention::MultiHeadAttentionConfig;
 use burn::nn::transformer::{
     TransformerDecoderConfig, TransformerDecoderInput, TransformerEncoderConfig, TransformerEncoderInput,
 };
-use burn::tensor::{Bool, Device, Distribution, Int, Tensor, activation};
+use burn::tensor::{Bool, Device, Int, Tensor, activation};
 use burn_flash_attention::mods::{CausalDocument, MaskFn, PrefixLm};
 use burn_flash_attention::{
     Alignment, BlockMask, FlashAttentionOptions, FlashMhaCache, FlashMhaInput, FlashMultiHeadAttention,
     FlashTransformerDecoder, FlashTransformerDecoderInput, FlashTransformerEncoder, FlashTransformerEncoderInput,
 };
-use common::{Target, burns_own, targets};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use common::{close, random, targets};
 
 const D_MODEL: usize = 24;
 const D_FF: usize = 40;
 const HEADS: usize = 3;
 const BATCH: usize = 2;
-
-fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
-    Tensor::random(shape, Distribution::Normal(0.0, 1.0), device)
-}
-
-fn close<const D: usize>(target: &Target, what: &str, ours: Tensor<D>, expected: Tensor<D>) {
-    let (ours, expected) = (ours.into_data(), expected.into_data());
-    let tolerance = burns_own(target).set_relative(1e-4);
-    let compared = catch_unwind(AssertUnwindSafe(|| ours.assert_approx_eq::<f32>(&expected, tolerance)));
-    assert!(compared.is_ok(), "{what} on {}: {ours} instead of {expected}", target.name);
-}
 
 /// `[BATCH, seq_q, seq_k]`, true where a pair is hidden.
 fn hidden(seq_q: usize, seq_k: usize, device: &Device, hides: impl Fn(usize, usize, usize) -> bool) -> Tensor<3, Bool> {
@@ -43,6 +31,8 @@ fn hidden(seq_q: usize, seq_k: usize, device: &Device, hides: impl Fn(usize, usi
 struct Said {
     what: &'static str,
     seq: usize,
+    /// Whether key 1 may be padding besides: whether that leaves every query another.
+    padded: bool,
     options: FlashAttentionOptions,
     hides: Box<dyn Fn(usize, usize, usize) -> bool>,
 }
@@ -66,31 +56,42 @@ fn said(device: &Device) -> Vec<Said> {
         Said {
             what: "a window",
             seq: 6,
+            padded: true,
             options: new().with_causal(true).with_window_left(2),
             hides: Box::new(|_, i, j| j > i || j + 2 < i),
         },
-        Said { what: "a mask", seq: 6, options: new().with_mask(own), hides: Box::new(|_, i, j| (i + j) % 3 == 1) },
+        Said {
+            what: "a mask",
+            seq: 6,
+            padded: true,
+            options: new().with_mask(own),
+            hides: Box::new(|_, i, j| (i + j) % 3 == 1),
+        },
         Said {
             what: "a mask function",
             seq: 6,
+            padded: true,
             options: new().with_mask_mod(MaskFn::of::<PrefixLm>(), [prefix]),
             hides: Box::new(move |batch, i, j| j > i && j >= prefixes[batch]),
         },
         Said {
             what: "a block mask",
             seq,
+            padded: false,
             options: documents.with_block_mask(blocks),
             hides: Box::new(move |_, i, j| j > i || (i >= second) != (j >= second)),
         },
         Said {
             what: "packed documents",
             seq: 6,
+            padded: false,
             options: new().with_causal(true).with_cu_seqlens_q(begins()).with_cu_seqlens_k(begins()),
             hides: Box::new(|batch, i, j| j > i || batch == 0 && (i >= 4) != (j >= 4)),
         },
         Said {
             what: "lengths of keys",
             seq: 6,
+            padded: true,
             options: new().with_seq_lens_k(ints(&[6, 3])),
             hides: Box::new(|batch, _, j| batch == 1 && j >= 3),
         },
@@ -101,12 +102,10 @@ fn said(device: &Device) -> Vec<Said> {
 fn what_options_hide_is_a_mask_of_burn_nns() {
     for target in targets() {
         let device = target.device.clone().autodiff();
-        for Said { what, seq, options, hides } in said(&device) {
+        for Said { what, seq, padded, options, hides } in said(&device) {
             let burns = TransformerEncoderConfig::new(D_MODEL, D_FF, HEADS, 2).with_dropout(0.0).init(&device);
             let ours = FlashTransformerEncoder::from(burns.clone());
             let x = random([BATCH, seq, D_MODEL], &device);
-            // Key 1 is padding besides, where that leaves every query another.
-            let padded = !matches!(what, "packed documents" | "a block mask");
             let pad = hidden(1, seq, &device, |_, _, j| padded && j == 1).reshape([BATCH, seq]);
             let mask = hidden(seq, seq, &device, hides);
 
@@ -142,11 +141,10 @@ fn what_options_do_to_scores_is_done() {
         );
         let x = random([BATCH, SEQ, D_MODEL], &device);
         let learned = || {
-            let track = |tensor: Tensor<4>| tensor.require_grad();
             let slopes = Tensor::<1>::from_data([0.5, 0.25, 0.125], &device).require_grad();
             let sinks = Tensor::<1>::from_data([0.3, -0.7, 1.1], &device).require_grad();
             let bias = Tensor::<1, Int>::arange(0..(HEADS * SEQ * SEQ) as i64, &device).float().sin();
-            (slopes, sinks, track(bias.reshape([1, HEADS, SEQ, SEQ])))
+            (slopes, sinks, bias.reshape([1, HEADS, SEQ, SEQ]).require_grad())
         };
 
         let (slopes, sinks, bias) = learned();

@@ -12,14 +12,13 @@ use burn::nn::transformer::{
     TransformerDecoder, TransformerDecoderConfig, TransformerDecoderInput, TransformerEncoder,
     TransformerEncoderConfig, TransformerEncoderInput,
 };
-use burn::tensor::{Bool, Device, Distribution, Gradients, Tensor};
+use burn::tensor::{Bool, Device, Gradients, Tensor};
 use burn_flash_attention::{
     FlashCrossAttention, FlashCrossAttentionCache, FlashCrossAttentionConfig, FlashMhaCache, FlashMhaInput,
     FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, FlashTransformerDecoder, FlashTransformerDecoderConfig,
     FlashTransformerDecoderInput, FlashTransformerEncoder, FlashTransformerEncoderConfig, FlashTransformerEncoderInput,
 };
-use common::{Target, burns_own, targets};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use common::{close, random, targets};
 
 const D_MODEL: usize = 24;
 const D_FF: usize = 40;
@@ -28,17 +27,6 @@ const LAYERS: usize = 2;
 const BATCH: usize = 2;
 const TARGET: usize = 6;
 const MEMORY: usize = 7;
-
-fn random(shape: [usize; 3], device: &Device) -> Tensor<3> {
-    Tensor::random(shape, Distribution::Normal(0.0, 1.0), device)
-}
-
-fn close<const D: usize>(target: &Target, what: &str, ours: Tensor<D>, burns: Tensor<D>) {
-    let (ours, burns) = (ours.into_data(), burns.into_data());
-    let tolerance = burns_own(target).set_relative(1e-4);
-    let compared = catch_unwind(AssertUnwindSafe(|| ours.assert_approx_eq::<f32>(&burns, tolerance)));
-    assert!(compared.is_ok(), "{what} on {}: {ours} instead of {burns}", target.name);
-}
 
 /// Of two batches, the second is longer than what it holds.
 fn padding(seq: usize, device: &Device) -> Tensor<2, Bool> {

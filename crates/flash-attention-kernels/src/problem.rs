@@ -231,6 +231,32 @@ fn agree(
     })
 }
 
+/// Checks that the first `dims` dimensions of a shape are those of another, or 1.
+///
+/// # Errors
+///
+/// [`AttentionError::Broadcast`], which names the first dimension that is neither.
+///
+/// ```
+/// use flash_attention_kernels::problem::check_broadcast;
+///
+/// assert!(check_broadcast("mask", [1, 4, 1, 9], [2, 4, 8, 9], 4).is_ok());
+/// assert!(check_broadcast("mask", [1, 4, 1, 9], [2, 4, 8, 7], 4).unwrap_err().to_string().ends_with("dimension 3 is 9"));
+/// ```
+pub fn check_broadcast(
+    argument: &'static str,
+    shape: [usize; 4],
+    expected: [usize; 4],
+    dims: usize,
+) -> Result<(), AttentionError> {
+    match (0..dims).find(|&dim| shape[dim] != 1 && shape[dim] != expected[dim]) {
+        None => Ok(()),
+        Some(dimension) => {
+            Err(AttentionError::Broadcast { argument, shape, expected, dimension, value: shape[dimension] })
+        }
+    }
+}
+
 /// What the tensors of functions are called in messages.
 pub(crate) const SCORE_TENSORS: [&str; TENSORS] = ["score_tensors[0]", "score_tensors[1]"];
 pub(crate) const MASK_TENSORS: [&str; TENSORS] = ["mask_tensors[0]", "mask_tensors[1]"];
@@ -480,13 +506,8 @@ impl AttentionProblem {
         }
         let tensors = of_score.chain(of_mask);
         for (argument, shape) in [("mask", self.mask), ("bias", self.bias)].into_iter().chain(tensors) {
-            let Some(shape) = shape else { continue };
-            let expected = self.scores_shape();
-            for dimension in 0..4 {
-                let value = shape[dimension];
-                if value != 1 && value != expected[dimension] {
-                    return Err(AttentionError::Broadcast { argument, shape, expected, dimension, value });
-                }
+            if let Some(shape) = shape {
+                check_broadcast(argument, shape, self.scores_shape(), 4)?;
             }
         }
         if let Some(shape) = self.alibi_slopes {

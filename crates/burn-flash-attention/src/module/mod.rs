@@ -28,6 +28,7 @@ use crate::api::{try_flash_attention, unwrapped};
 use crate::options::FlashAttentionOptions;
 use burn::nn::{Dropout, LayerNorm, Linear};
 use burn::tensor::{Bool, DType, Tensor};
+use flash_attention_kernels::problem::check_broadcast;
 use flash_attention_kernels::{Alignment, AttentionError};
 
 /// `[batch, seq, heads · d]` through a layer to `[batch, heads, seq, d]`.
@@ -94,13 +95,7 @@ fn check_options(
     if let Some(sinks) = options.sinks.as_ref().filter(|_| quiet) {
         return refused("sinks", format!("{:?}", sinks.dims()), "the module's quiet softmax is a sink of each head");
     }
-    if let Some(shape) = options.mask.as_ref().map(|mask| mask.dims())
-        && let Some(dimension) = (0..4).find(|&dim| shape[dim] != 1 && shape[dim] != scores[dim])
-    {
-        let value = shape[dimension];
-        return Err(AttentionError::Broadcast { argument: "mask", shape, expected: scores, dimension, value });
-    }
-    Ok(())
+    options.mask.as_ref().map_or(Ok(()), |mask| check_broadcast("mask", mask.dims(), scores, 4))
 }
 
 /// Checks that options mean the same of a query alone as among those before it: that they count from the last position, and have

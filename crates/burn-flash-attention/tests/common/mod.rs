@@ -7,13 +7,14 @@
 //! that another one takes over fails. `REQUIRE_WGPU=1` makes it a failure that there is no adapter.
 #![allow(dead_code)]
 
-use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData, Tolerance, activation};
+use burn::tensor::{Bool, DType, Device, Distribution, Int, Tensor, TensorData, Tolerance, activation};
 use burn_flash_attention::{AttentionPlan, BlockMask, FlashAttentionOptions, flash_attention_with_lse, plan};
 use flash_attention_kernels::mods::{Pair, ScoreFn, Values};
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, dropout};
 use flash_attention_reference as reference;
 use flash_attention_reference::mods::{Bent, Sloped};
 use rand::{Rng, SeedableRng, rngs::StdRng};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 // -- devices
 
@@ -612,6 +613,19 @@ fn composed_function(
 /// How far Burn's own operations may be from ours in f32: on CUDA their products round their operands to TF32.
 pub fn burns_own(target: &Target) -> Tolerance<f32> {
     Tolerance::absolute(if target.name == "cuda" { 5e-3 } else { 1e-5 })
+}
+
+/// Numbers of a normal distribution.
+pub fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
+    Tensor::random(shape, Distribution::Normal(0.0, 1.0), device)
+}
+
+/// Asserts that what is ours is what Burn's own operations give.
+pub fn close<const D: usize>(target: &Target, what: &str, ours: Tensor<D>, burns: Tensor<D>) {
+    let (ours, burns) = (ours.into_data(), burns.into_data());
+    let tolerance = burns_own(target).set_relative(1e-4);
+    let compared = catch_unwind(AssertUnwindSafe(|| ours.assert_approx_eq::<f32>(&burns, tolerance)));
+    assert!(compared.is_ok(), "{what} on {}: {ours} instead of {burns}", target.name);
 }
 
 /// Runs a case and asserts the rules: outputs within twice, gradients within three times the errors of the composed

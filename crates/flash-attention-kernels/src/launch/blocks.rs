@@ -3,7 +3,7 @@
 use super::{Inputs, mods, output};
 use crate::blocks::{CLASSIFIERS, classify};
 use crate::error::AttentionError;
-use crate::problem::{AttentionProblem, BlockMask};
+use crate::problem::{AttentionProblem, BlockMask, check_broadcast};
 use crate::tensor::TensorView;
 use crate::tiling::{self, Device};
 use cubecl::client::Client;
@@ -52,12 +52,7 @@ pub fn block_states(
         ("mask_tensors[1]", problem.mask_tensors[1]),
     ];
     for (argument, shape) in read.into_iter().filter_map(|(argument, shape)| Some((argument, shape?))) {
-        for dimension in 0..2 {
-            let value = shape[dimension];
-            if value != 1 && value != blocks[dimension] {
-                return Err(AttentionError::Broadcast { argument, shape, expected: blocks, dimension, value });
-            }
-        }
+        check_broadcast(argument, shape, blocks, 2)?;
     }
     super::check_masks(&device, problem, inputs)?;
     if states.is_empty() {
