@@ -201,12 +201,21 @@ fn decoding_with_options_is_the_whole() {
         let encoder = FlashTransformerEncoder::from(encoder);
         let encoded = encoder.forward(FlashTransformerEncoderInput::new(x.clone()).options(options.clone()));
 
+        // A memory that does not grow has no last position to count from.
+        let memory = random([BATCH, SEQ + 1, D_MODEL], device);
+        let fixed = FlashAttentionOptions { causal: false, window_left: None, alibi_slopes: None, ..options.clone() };
+        let over_memory = |x| FlashMhaInput::new(x, memory.clone(), memory.clone()).options(fixed.clone());
+        let crossed = attention.forward(over_memory(x.clone())).context;
+
         let (mut cache, mut layers) = (FlashMhaCache::autoregressive(), encoder.new_autoregressive_cache());
+        let mut cross = FlashMhaCache::autoregressive_cross_attention();
         for seq in 2..=SEQ {
             let prefix = || x.clone().narrow(1, 0, seq);
             let input = FlashMhaInput::self_attn(prefix()).options(options.clone());
             let got = attention.forward_cache(input, &mut cache).context;
             close(&target, "attention", got, whole.clone().narrow(1, 0, seq));
+            let got = attention.forward_cache(over_memory(prefix()), &mut cross).context;
+            close(&target, "cross-attention", got, crossed.clone().narrow(1, 0, seq));
             let input = FlashTransformerEncoderInput::new(prefix()).options(options.clone());
             let got = encoder.forward_autoregressive_inference(input, &mut layers);
             close(&target, "encoder", got, encoded.clone().narrow(1, 0, seq));
@@ -254,5 +263,28 @@ fn what_cannot_be_is_refused_by_name() {
             let message = module.try_forward_cache(input(options), &mut cache).unwrap_err().to_string();
             assert!(message.starts_with(&format!("{option} = set is not supported")), "{message}");
         }
+
+        // Over a memory that does not grow, the last key is that of every query.
+        let mut causal = module.clone();
+        causal.causal = true;
+        let slopes = Tensor::<1>::zeros([HEADS], device);
+        for (option, module, options) in [
+            ("causal", &causal, new()),
+            ("causal", &module, new().with_causal(true)),
+            ("window_left", &module, new().with_window_left(2)),
+            ("window_right", &module, new().with_window_right(2)),
+            ("alibi_slopes", &module, new().with_alibi_slopes(slopes)),
+        ] {
+            let mut cache = FlashMhaCache::autoregressive_cross_attention();
+            let message = module.try_forward_cache(input(options.clone()), &mut cache).unwrap_err().to_string();
+            assert!(message.starts_with(&format!("{option} = set is not supported")), "{message}");
+            assert!(module.try_forward_cache(input(options), &mut FlashMhaCache::autoregressive()).is_ok());
+        }
+        let decoder = TransformerDecoderConfig::new(D_MODEL, D_FF, HEADS, 1).init(device);
+        let decoder = FlashTransformerDecoder::from(decoder);
+        let zeros = |seq| Tensor::<3>::zeros([BATCH, seq, D_MODEL], device);
+        let input = FlashTransformerDecoderInput::new(zeros(2), zeros(5)).memory_options(new().with_window_left(2));
+        let error = decoder.try_forward_autoregressive_inference(input, &mut decoder.new_autoregressive_cache());
+        assert!(error.unwrap_err().to_string().starts_with("window_left = set is not supported"));
     }
 }

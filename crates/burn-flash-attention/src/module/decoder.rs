@@ -460,8 +460,8 @@ impl FlashTransformerDecoder {
     ///
     /// # Errors
     ///
-    /// Those of [`try_forward`](Self::try_forward), targets that have not grown by one position, and options that count positions
-    /// from the first one.
+    /// Those of [`try_forward`](Self::try_forward), targets that have not grown by one position, options that count positions from the
+    /// first one, and options of the memory that count them from the last one.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -482,8 +482,8 @@ impl FlashTransformerDecoder {
         cache: &mut FlashTransformerDecoderAutoregressiveCache,
     ) -> Result<Tensor<3>, AttentionError> {
         self.check(&input)?;
-        check_decodes(&input.target_options)?;
-        check_decodes(&input.memory_options)?;
+        check_decodes(&input.target_options, false)?;
+        check_decodes(&input.memory_options, true)?;
         let options = options(&input, cache.outputs.len());
         let mut x = cache.outputs.news("query", input.target)?;
         for (layer, cache) in self.layers.iter().zip(&mut cache.layers) {

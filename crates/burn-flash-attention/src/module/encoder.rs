@@ -406,7 +406,7 @@ impl FlashTransformerEncoder {
         cache: &mut FlashTransformerEncoderAutoregressiveCache,
     ) -> Result<Tensor<3>, AttentionError> {
         self.check(&input)?;
-        check_decodes(&input.options)?;
+        check_decodes(&input.options, false)?;
         let options = combined(input.options, input.mask_pad, newest(input.mask_attn, cache.outputs.len()));
         let mut x = cache.outputs.news("query", input.tensor)?;
         for (layer, memory) in self.layers.iter().zip(&mut cache.layers) {

@@ -98,10 +98,10 @@ fn check_options(
     options.mask.as_ref().map_or(Ok(()), |mask| check_broadcast("mask", mask.dims(), scores, 4))
 }
 
-/// Checks that options mean the same of a query alone as among those before it: that they count from the last position, and have
-/// nothing that holds a row for each query.
-fn check_decodes(options: &FlashAttentionOptions) -> Result<(), AttentionError> {
-    let found = [
+/// Checks that options mean the same of a query alone as among those before it: that they have nothing that holds a row for each
+/// query, and count from the last position, which a memory that is fixed gives every query anew.
+fn check_decodes(options: &FlashAttentionOptions, fixed: bool) -> Result<(), AttentionError> {
+    let counts_from_first = [
         ("alignment", options.alignment != Alignment::BottomRight),
         ("mask", options.mask.is_some()),
         ("bias", options.bias.is_some()),
@@ -113,13 +113,24 @@ fn check_decodes(options: &FlashAttentionOptions) -> Result<(), AttentionError> 
         ("mask_mod", options.mask_mod.is_some()),
         ("block_mask", options.block_mask.is_some()),
     ];
-    match found.into_iter().find(|(_, set)| *set) {
-        None => Ok(()),
-        Some((option, _)) => Err(AttentionError::Unsupported {
+    let counts_from_last = [
+        ("causal", fixed && options.causal),
+        ("window_left", fixed && options.window_left.is_some()),
+        ("window_right", fixed && options.window_right.is_some()),
+        ("alibi_slopes", fixed && options.alibi_slopes.is_some()),
+    ];
+    let set = |found: &[(&'static str, bool)]| found.iter().find(|(_, set)| *set).map(|(option, _)| *option);
+    let refused = |option, why| Err(AttentionError::Unsupported { option, value: "set".to_string(), why });
+    match (set(&counts_from_first), set(&counts_from_last)) {
+        (Some(option), _) => refused(
             option,
-            value: "set".to_string(),
-            why: "it counts positions from the first one, and a cache leaves the last one alone with its query",
-        }),
+            "it counts positions from the first one, and a cache leaves the last one alone with its query",
+        ),
+        (_, Some(option)) => refused(
+            option,
+            "it counts positions from the last key, which is every query's in turn where the memory is fixed",
+        ),
+        (None, None) => Ok(()),
     }
 }
 

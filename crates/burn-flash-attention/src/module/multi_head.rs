@@ -389,7 +389,8 @@ impl FlashMultiHeadAttention {
     /// # Errors
     ///
     /// An [`AttentionError`] that names the argument at fault and its value: those of [`try_forward`](Self::try_forward),
-    /// prefixes that have not grown by one position, and options that count positions from the first one.
+    /// prefixes that have not grown by one position, options that count positions from the first one, and, where the cache is one for
+    /// cross-attention, a causal module and options that count them from the last one.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -410,7 +411,8 @@ impl FlashMultiHeadAttention {
         cache: &mut FlashMhaCache,
     ) -> Result<FlashMhaOutput, AttentionError> {
         self.check(&input)?;
-        check_decodes(&input.options)?;
+        let causal = input.options.causal || self.causal;
+        check_decodes(&input.options.clone().with_causal(causal), cache.fixed)?;
         let decoded = cache.outputs.len();
         let query = cache.outputs.news("query", input.query)?;
         let options = combined(input.options, input.mask_pad, newest(input.mask_attn, decoded));
