@@ -32,7 +32,7 @@ pub struct Options {
     /// How precisely f32 is multiplied: with factors rounded to tf32.
     #[arg(long)]
     tf32: bool,
-    /// Ways to try, TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/SECTION/PARTS each (TURNS is 0 or 1, SECTION a number of heads, PARTS
+    /// Ways to try, TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/LOADER/SECTION/PARTS each (TURNS and LOADER are 0 or 1, SECTION a number of heads, PARTS
     /// into how many the keys are split; KEYS are queries for dkdv and fused; `-` is what is planned), beside the planned
     /// one. For dbias TEAMS are blocks of Q and dO in shared memory at a time, and PARTS tiles of a block. For mma
     /// WARPGROUPS/GROUPS/KEYS/SECTION.
@@ -50,8 +50,9 @@ enum Way {
 impl fmt::Display for Way {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            Way::Hopper(HopperTile { teams, warpgroups, tile_k, stages, turns }, section, parts) => {
-                write!(f, "{teams}/{warpgroups}/{tile_k}/{stages}/{}/{section}/{parts}", turns as u8)
+            Way::Hopper(HopperTile { teams, warpgroups, tile_k, stages, turns, loader }, section, parts) => {
+                let (turns, loader) = (turns as u8, loader as u8);
+                write!(f, "{teams}/{warpgroups}/{tile_k}/{stages}/{turns}/{loader}/{section}/{parts}")
             }
             Way::Mma(MmaTile { warpgroups, groups, tile_k }, section) => {
                 write!(f, "{warpgroups}/{groups}/{tile_k}/{section}")
@@ -138,7 +139,7 @@ fn planned(plan: &Plan, part: Part) -> Result<Way, Error> {
     way.ok_or_else(|| Error::Other(format!("{plan}: not the kernel that was asked for")))
 }
 
-fn way(text: &str, planned: Way) -> Result<Way, Error> {
+fn way(text: &str, part: Part, planned: Way) -> Result<Way, Error> {
     let numbers: Vec<&str> = text.split('/').collect();
     let wrong = |form: &str| Error::Other(format!("--try {text}: it must be {form}"));
     let number = |text: &str, planned: usize, form: &str| match text {
@@ -147,17 +148,23 @@ fn way(text: &str, planned: Way) -> Result<Way, Error> {
     };
     match planned {
         Way::Hopper(tile, planned_section, planned_parts) => {
-            let form = "TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/SECTION/PARTS";
-            let [teams, warpgroups, keys, stages, turns, section, parts] = numbers[..] else { return Err(wrong(form)) };
+            let form = "TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/LOADER/SECTION/PARTS";
+            let [teams, warpgroups, keys, stages, turns, loader, section, parts] = numbers[..] else {
+                return Err(wrong(form));
+            };
             let tile = HopperTile {
                 teams: number(teams, tile.teams, form)?,
                 warpgroups: number(warpgroups, tile.warpgroups, form)?,
                 tile_k: number(keys, tile.tile_k, form)?,
                 stages: number(stages, tile.stages, form)?,
                 turns: number(turns, tile.turns.into(), form)? != 0,
+                loader: number(loader, tile.loader.into(), form)? != 0,
             };
             if !tile.tile_k.is_multiple_of(16) || tile.tile_k > 256 || tile.warpgroups < 2 || tile.teams == 0 {
                 return Err(wrong("KEYS that are a multiple of 16 up to 256, and at least 2 WARPGROUPS"));
+            }
+            if tile.loader && part != Part::Forward {
+                return Err(wrong("LOADER 0 for gradients"));
             }
             let parts = number(parts, planned_parts, form)?.max(1);
             Ok(Way::Hopper(tile, number(section, planned_section, form)?, parts))
@@ -192,7 +199,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
         // Gradients read what it saves.
         tensors.forward(&client, &problem, plan.forward)?;
         let wanted = options.part.wanted(&tensors);
-        let ways = options.ways.iter().map(|text| way(text, planned)).collect::<Result<Vec<_>, _>>()?;
+        let ways = options.ways.iter().map(|text| way(text, options.part, planned)).collect::<Result<Vec<_>, _>>()?;
         for way in [planned].into_iter().chain(ways) {
             let mut work = Launches {
                 client: &client,

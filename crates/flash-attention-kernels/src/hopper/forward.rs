@@ -123,6 +123,15 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         team = warp / comptime!(4 * tile.warpgroups as u32);
         warp %= comptime!(4 * tile.warpgroups as u32);
     }
+    let mut loads = false.runtime();
+    if comptime!(tile.loader) {
+        // Behind all that multiply, one of each team.
+        let of_cube = plane_broadcast(UNIT_POS / 32, 0u32);
+        let first = comptime!(4 * (tile.teams * tile.warpgroups) as u32);
+        loads = of_cube >= first;
+        team = select(loads, of_cube - first, team);
+        warp = select(loads, comptime!(4 * tile.warpgroups as u32).runtime(), warp);
+    }
     let warpgroup = warp / 4;
     let memory = Memory::new(shared_address::<E>(&shared[0..1024]) + team * team_bytes, blueprint);
     let lane = UNIT_POS % 32;
@@ -139,6 +148,10 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
 
     // -- the first loads
     let mut loader = Loader::new(memory, walk, band, spread, factors.extras, team, warp, tile);
+    if comptime!(tile.loader) && loads {
+        loader.run(q, k, v, b, counter, blueprint);
+        terminate!();
+    }
     loader.fill(q, q, k, v, b, counter, counter, blueprint);
     let mut steps = memory.item(0u32, Of::Steps);
     let of_warpgroup = warp % 4;

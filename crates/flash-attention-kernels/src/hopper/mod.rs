@@ -13,8 +13,9 @@
 //!
 //! Each kernel keeps blocks of rows of one or two tensors, and tiles of two others stream by ([`Role`]).
 //!
-//! CubeCL assembles what it compiles as relocatable code, which shapes these kernels: `setmaxnreg` is ignored there, so
-//! there is no warpgroup that only loads, and one external call (an exact division is enough) serialises every product.
+//! CubeCL assembles what it compiles as relocatable code, which shapes these kernels: `setmaxnreg` is ignored there, so that
+//! a warp that only loads takes as many registers as any other and is worth them in few tiles, and one external call (an exact
+//! division is enough) serialises every product.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
@@ -54,6 +55,8 @@ use serde::Serialize;
 pub const WARPGROUP_ROWS: usize = 64;
 /// Units of a warpgroup.
 pub const WARPGROUP_UNITS: usize = 128;
+/// Units of a warp.
+pub const WARP_UNITS: usize = 32;
 /// Bytes of a line of a panel: what the swizzle works on.
 pub const LINE: usize = 128;
 /// Columns of a panel in 16 bits.
@@ -82,6 +85,9 @@ pub struct HopperTile {
     pub stages: usize,
     /// Whether the warpgroups take turns in issuing products, so that one's softmax runs under the other's products.
     pub turns: bool,
+    /// Whether each team has one warp more, which loads and does nothing else; only in the forward. Warps come with registers by
+    /// fours, so that beside two warpgroups it leaves each unit 168, beside three or four 128 or 96.
+    pub loader: bool,
 }
 
 impl HopperTile {
@@ -92,7 +98,7 @@ impl HopperTile {
 
     /// Units of a cube.
     pub fn units(&self) -> usize {
-        self.teams * self.warpgroups * WARPGROUP_UNITS
+        self.teams * (self.warpgroups * WARPGROUP_UNITS + if self.loader { WARP_UNITS } else { 0 })
     }
 }
 
@@ -298,7 +304,7 @@ impl Blueprint {
     ///
     /// ```
     /// # use flash_attention_kernels::{Dtype, hopper::{Blueprint, HopperTile, Role}};
-    /// let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: true };
+    /// let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: true, loader: false };
     /// let blueprint = Blueprint {
     ///     role: Role::Forward, tile, dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
     ///     capped: false, mask: None, bias: None, alibi: false, modified: false, bent: false,
@@ -363,7 +369,7 @@ impl BiasTile {
     /// The tile as those of other kernels are told.
     pub fn tile(&self) -> HopperTile {
         let (warpgroups, tile_k, stages) = (Self::WARPGROUPS, self.tile_k, self.stages);
-        HopperTile { teams: 1, warpgroups, tile_k, stages, turns: false }
+        HopperTile { teams: 1, warpgroups, tile_k, stages, turns: false, loader: false }
     }
 
     /// Batches and heads, one after the other, to which the loads of one lead over.

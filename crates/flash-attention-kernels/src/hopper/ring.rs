@@ -1,8 +1,8 @@
 //! Stages of shared memory: TMA fills them, products empty them, `mbarrier`s tell each of the other.
 //!
 //! Of K, of V and of a tiled bias there is a ring of stages each. The first warp of the first warpgroup loads K, that of the
-//! second V and the one after it the bias, ahead of the products and over the borders of work items. A stage's barrier `full`
-//! completes when its bytes have come, `empty` when the last warp is done with them.
+//! second V and the one after it the bias, ahead of the products and over the borders of work items; or a warp that does nothing
+//! else loads them all. A stage's barrier `full` completes when its bytes have come, `empty` when the last warp is done with them.
 
 use super::delta::{stats_all, stats_at};
 use super::ops::*;
@@ -216,8 +216,12 @@ impl Memory {
         let slots = known + comptime!(8 * SLOTS as u32);
         let cursors = slots + comptime!(4 * (SLOTS * WORDS) as u32);
         let entries = cursors + comptime!(4 * (3 * WORDS) as u32);
-        let of_team = UNIT_POS % comptime!(warpgroups * WARPGROUP_UNITS as u32);
-        if of_team == 0 {
+        let units = comptime!(warpgroups * WARPGROUP_UNITS as u32);
+        let mut first = UNIT_POS % units == 0;
+        if comptime!(blueprint.tile.loader) {
+            first = first && UNIT_POS < comptime!(blueprint.tile.teams as u32 * units);
+        }
+        if first {
             #[unroll]
             for i in 0..warpgroups {
                 mbarrier_init(full_q + comptime!(8 * i), 1u32);
@@ -400,8 +404,8 @@ impl Loader {
         Loader { memory, walk, band, spread, extras, warp, ahead: number }
     }
 
-    /// The first loads: all stages. Cursors enter an item the first time. `stats`: lse and delta of each query, where they come
-    /// with its tiles.
+    /// The first loads: all stages, where no warp does nothing else. Cursors enter an item the first time. `stats`: lse and delta of
+    /// each query, where they come with its tiles.
     #[allow(clippy::too_many_arguments)]
     pub fn fill<E: CubePrimitive>(
         &mut self,
@@ -414,21 +418,23 @@ impl Loader {
         counter: &[u32],
         #[comptime] blueprint: Blueprint,
     ) {
-        let stages = comptime!(blueprint.tile.stages);
-        if self.warp == comptime!(Ring::K.warp()) {
-            for _ in 0..stages + 1 {
-                self.load(q, d, k, stats, counter, Ring::K, blueprint);
+        if comptime!(!blueprint.tile.loader) {
+            let stages = comptime!(blueprint.tile.stages);
+            if self.warp == comptime!(Ring::K.warp()) {
+                for _ in 0..stages + 1 {
+                    self.load(q, d, k, stats, counter, Ring::K, blueprint);
+                }
             }
-        }
-        if self.warp == comptime!(Ring::V.warp()) {
-            // In the forward, V is wanted a step after K.
-            for _ in 0..comptime!(if blueprint.role == Role::Forward { stages } else { stages + 1 }) {
-                self.load(q, d, v, stats, counter, Ring::V, blueprint);
+            if self.warp == comptime!(Ring::V.warp()) {
+                // In the forward, V is wanted a step after K.
+                for _ in 0..comptime!(if blueprint.role == Role::Forward { stages } else { stages + 1 }) {
+                    self.load(q, d, v, stats, counter, Ring::V, blueprint);
+                }
             }
-        }
-        if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Ring::Bias.warp()) {
-            for _ in 0..stages + 1 {
-                self.load(q, d, b, stats, counter, Ring::Bias, blueprint);
+            if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Ring::Bias.warp()) {
+                for _ in 0..stages + 1 {
+                    self.load(q, d, b, stats, counter, Ring::Bias, blueprint);
+                }
             }
         }
         self.memory.await_item(0u32);
@@ -439,6 +445,34 @@ impl Loader {
             if comptime!(blueprint.differentiates()) {
                 load_kept(d, &self.memory, 0u32, warpgroup, Kept::D, blueprint);
             }
+        }
+    }
+
+    /// All loads of K, V and the bias, by a warp that does nothing else; of the forward, in the order in which its steps free the
+    /// stages, V one after K.
+    #[allow(clippy::too_many_arguments)]
+    pub fn run<E: CubePrimitive>(
+        &mut self,
+        q: &TensorMap<E, Tiled>,
+        k: &TensorMap<E, Tiled>,
+        v: &TensorMap<E, Tiled>,
+        b: &TensorMap<E, Tiled>,
+        counter: &[u32],
+        #[comptime] blueprint: Blueprint,
+    ) {
+        // The first call of each only enters the first item.
+        self.load(q, q, k, counter, counter, Ring::K, blueprint);
+        if comptime!(blueprint.tiled_bias()) {
+            self.load(q, q, b, counter, counter, Ring::Bias, blueprint);
+        }
+        let mut left = self.memory.cursor(Ring::K, To::Left);
+        while left != END {
+            self.load(q, q, k, counter, counter, Ring::K, blueprint);
+            if comptime!(blueprint.tiled_bias()) {
+                self.load(q, q, b, counter, counter, Ring::Bias, blueprint);
+            }
+            self.load(q, q, v, counter, counter, Ring::V, blueprint);
+            left = self.memory.cursor(Ring::V, To::Left);
         }
     }
 
@@ -456,14 +490,16 @@ impl Loader {
         counter: &[u32],
         #[comptime] blueprint: Blueprint,
     ) {
-        if self.warp == comptime!(Ring::K.warp()) {
-            self.load(q, d, k, stats, counter, Ring::K, blueprint);
-        }
-        if self.warp == comptime!(Ring::V.warp()) {
-            self.load(q, d, v, stats, counter, Ring::V, blueprint);
-        }
-        if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Ring::Bias.warp()) {
-            self.load(q, d, b, stats, counter, Ring::Bias, blueprint);
+        if comptime!(!blueprint.tile.loader) {
+            if self.warp == comptime!(Ring::K.warp()) {
+                self.load(q, d, k, stats, counter, Ring::K, blueprint);
+            }
+            if self.warp == comptime!(Ring::V.warp()) {
+                self.load(q, d, v, stats, counter, Ring::V, blueprint);
+            }
+            if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Ring::Bias.warp()) {
+                self.load(q, d, b, stats, counter, Ring::Bias, blueprint);
+            }
         }
     }
 

@@ -64,7 +64,7 @@ impl MmaTile {
     /// The tile as those of other kernels are told: a warpgroup for each group.
     pub fn tile(&self) -> HopperTile {
         let warpgroups = self.warpgroups * self.groups;
-        HopperTile { teams: 1, warpgroups, tile_k: self.tile_k, stages: Self::STAGES, turns: false }
+        HopperTile { teams: 1, warpgroups, tile_k: self.tile_k, stages: Self::STAGES, turns: false, loader: false }
     }
 
     /// Whether there is a kernel with these tiles.

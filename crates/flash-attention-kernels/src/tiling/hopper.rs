@@ -20,12 +20,17 @@ use crate::problem::{AttentionProblem, Dtype};
 /// are better, as each tile costs barriers and the shuffles of a row's maximum, and so are more warpgroups, whose softmax
 /// and products then overlap. Three with 192 queries waste more of a short sequence than two teams with 128 each.
 const HOPPER: [(usize, usize, HopperTile); 5] = [
-    (64, 4096, HopperTile { teams: 2, warpgroups: 2, tile_k: 64, stages: 4, turns: false }),
-    (64, usize::MAX, HopperTile { teams: 1, warpgroups: 3, tile_k: 128, stages: 4, turns: false }),
-    (128, usize::MAX, HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: false }),
-    (192, usize::MAX, HopperTile { teams: 1, warpgroups: 2, tile_k: 96, stages: 2, turns: true }),
-    (256, usize::MAX, HopperTile { teams: 1, warpgroups: 2, tile_k: 80, stages: 2, turns: true }),
+    (64, 4096, HopperTile { teams: 2, warpgroups: 2, tile_k: 64, stages: 4, turns: false, loader: false }),
+    (64, usize::MAX, HopperTile { teams: 1, warpgroups: 3, tile_k: 128, stages: 4, turns: false, loader: false }),
+    (128, usize::MAX, HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: false, loader: false }),
+    (192, usize::MAX, HopperTile { teams: 1, warpgroups: 2, tile_k: 96, stages: 2, turns: true, loader: false }),
+    (256, usize::MAX, HopperTile { teams: 1, warpgroups: 2, tile_k: 80, stages: 2, turns: true, loader: false }),
 ];
+
+/// The tile of the forward for Hopper where there is a block mask, by the larger head dimension, instead of those above: lists make
+/// loads longer, and a warp of its own hides them, where what multiplies needs no more than 168 registers: 32 + 64 + 32, and the rest.
+const HOPPER_BLOCKS: (usize, HopperTile) =
+    (64, HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 5, turns: false, loader: true });
 
 /// Tiles of the forward for Hopper with a bias that comes in tiles of its own, by the larger head dimension: what fits the
 /// 227 KiB beside it.
@@ -38,10 +43,10 @@ const HOPPER: [(usize, usize, HopperTile); 5] = [
 /// 256       1 × 2               64    2       224 KiB  32 KiB
 /// ```
 const HOPPER_BIAS: [(usize, HopperTile); 4] = [
-    (64, HopperTile { teams: 2, warpgroups: 2, tile_k: 64, stages: 3, turns: false }),
-    (128, HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 2, turns: false }),
-    (192, HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 2, turns: true }),
-    (256, HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 2, turns: true }),
+    (64, HopperTile { teams: 2, warpgroups: 2, tile_k: 64, stages: 3, turns: false, loader: false }),
+    (128, HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 2, turns: false, loader: false }),
+    (192, HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 2, turns: true, loader: false }),
+    (256, HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 2, turns: true, loader: false }),
 ];
 
 /// Tiles of `dq` for Hopper, by the larger head dimension: without a bias that comes in tiles of its own, and with one.
@@ -107,7 +112,7 @@ const HOPPER_FUSED: [(usize, usize, HopperTile); 2] =
     [(64, 1024, gradient_tile(128, 3)), (128, 2048, gradient_tile(64, 3))];
 
 const fn gradient_tile(tile_k: usize, stages: usize) -> HopperTile {
-    HopperTile { teams: 1, warpgroups: 2, tile_k, stages, turns: false }
+    HopperTile { teams: 1, warpgroups: 2, tile_k, stages, turns: false, loader: false }
 }
 
 /// Bytes of keys and values that the heads of a section may have: what of Hopper's second-level cache (50 to 60 MB) one of
@@ -159,9 +164,11 @@ pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<HopperForw
         let fits = if problem.block_mask.is_some() { divides(tile) } else { problem.seq_k <= *seq_k };
         widest <= *head_dim && fits
     });
+    let of_blocks = Some(HOPPER_BLOCKS).filter(|(head_dim, _)| problem.block_mask.is_some() && widest <= *head_dim);
     // Those with a bias divide any.
     let narrow = HOPPER_BIAS.iter().find(|(head_dim, _)| widest <= *head_dim).map(|(_, tile)| *tile);
-    let tile = row.map(|(.., tile)| *tile).filter(|_| !varies_by_pair(problem)).or(narrow);
+    let tile = of_blocks.map(|(_, tile)| tile).or(row.map(|(.., tile)| *tile));
+    let tile = tile.filter(|_| !varies_by_pair(problem)).or(narrow);
     let tile = tile.ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER[HOPPER.len() - 1].0))?;
 
     Ok(HopperForward { tile, section: section(device, problem, &tile, false), parts: parts(device, problem, &tile) })

@@ -175,10 +175,11 @@ fn dbias_ptx(blueprint: BiasBlueprint, problem: &AttentionProblem) -> String {
 fn check(name: &str, problem: AttentionProblem) {
     let plan = plan_on(&device(), &problem).unwrap();
     let Forward::Hopper(mut tiles) = plan.forward else { panic!("{plan}") };
-    // Other tiles can be looked at, too: TEAMS/WARPGROUPS/KEYS/STAGES/TURNS.
+    // Other tiles can be looked at, too: TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/LOADER.
     if let Ok(tile) = std::env::var("HOPPER_TILE") {
         let n: Vec<usize> = tile.split('/').map(|n| n.parse().unwrap()).collect();
-        tiles.tile = HopperTile { teams: n[0], warpgroups: n[1], tile_k: n[2], stages: n[3], turns: n[4] != 0 };
+        let [teams, warpgroups, tile_k, stages, turns, loader] = n[..] else { panic!("HOPPER_TILE={tile}") };
+        tiles.tile = HopperTile { teams, warpgroups, tile_k, stages, turns: turns != 0, loader: loader != 0 };
     }
     let plain = scores(&problem, Role::Forward, tiles.tile);
     let mut blueprint = Blueprint { partial: tiles.parts > 1, ..plain };
@@ -364,7 +365,7 @@ fn gradients_of_biases_are_warpgroup_products() {
     let causal = AttentionOptions { causal: true, ..Default::default() };
     let check = |name: &str, problem: AttentionProblem| {
         let plan = plan_on(&device(), &problem).unwrap();
-        let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 2, turns: false };
+        let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 2, turns: false, loader: false };
         let scores = Blueprint { bent: false, ..scores(&problem, Role::Dq, tile) };
         check_dbias(name, scores, plan.backward.dbias, &problem);
     };
@@ -388,7 +389,7 @@ fn what_comes_before_and_after_compiles() {
         let (properties, defaults) = (|| properties(), || Default::default());
         let ty = element_type(dtype);
         let causal = problem(128, dtype, AttentionOptions { causal: true, ..Default::default() });
-        let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 3, turns: false };
+        let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 3, turns: false, loader: false };
         let kernels = [
             (
                 "copy",
@@ -616,7 +617,7 @@ fn work_items_of_keys_are_every_block_with_every_query_head() {
     {
         let (q, k) = ([2, 2 * group as usize, seq_q, 64], [2, 2, seq_k, 64]);
         let band = AttentionProblem::new(&q, &k, &k, Dtype::BF16, options).unwrap().band();
-        let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 3, turns: false };
+        let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 3, turns: false, loader: false };
         let blueprint = plain(Role::DkDv { dk: true, dv: true }, tile, false);
         let blocks = (seq_k as u32).div_ceil(128);
         let walk = Walk::new(blocks, 0, 2, 2, group, 4, 1);
@@ -658,7 +659,7 @@ fn work_items_are_every_block_once() {
         let q = [heads / heads.min(3), heads.min(3), seq_q, 64];
         let k = [q[0], q[1], seq_k, 64];
         let problem = AttentionProblem::new(&q, &k, &k, Dtype::BF16, causal).unwrap();
-        let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: false };
+        let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: false, loader: false };
         let band = problem.band();
         let ahead = band.ahead(128, 128);
         let blocks = (seq_q as u32 + ahead).div_ceil(128);
