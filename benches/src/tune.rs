@@ -32,9 +32,9 @@ pub struct Options {
     /// How precisely f32 is multiplied: with factors rounded to tf32.
     #[arg(long)]
     tf32: bool,
-    /// Ways to try, TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/LOADER/SECTION/PARTS each (TURNS and LOADER are 0 or 1, SECTION a number of heads, PARTS
-    /// into how many the keys are split; KEYS are queries for dkdv and fused; `-` is what is planned), beside the planned
-    /// one. For dbias TEAMS are blocks of Q and dO in shared memory at a time, and PARTS tiles of a block. For mma
+    /// Ways to try, TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/LOADER/SECTION/PARTS each (TURNS and LOADER are 0 or 1, SECTION a number
+    /// of heads, PARTS into how many the keys are split; KEYS are queries for dkdv and fused; `-` is what is planned), beside the
+    /// planned one. For dbias TEAMS are blocks of Q and dO in shared memory at a time, and PARTS tiles of a block. For mma
     /// WARPGROUPS/GROUPS/KEYS/SECTION.
     #[arg(long = "try", value_delimiter = ',')]
     ways: Vec<String>,

@@ -101,36 +101,27 @@ fn check_options(
 /// Checks that options mean the same of a query alone as among those before it: that they have nothing that holds a row for each
 /// query, and count from the last position, which a memory that is fixed gives every query anew.
 fn check_decodes(options: &FlashAttentionOptions, fixed: bool) -> Result<(), AttentionError> {
-    let counts_from_first = [
-        ("alignment", options.alignment != Alignment::BottomRight),
-        ("mask", options.mask.is_some()),
-        ("bias", options.bias.is_some()),
-        ("seq_lens_q", options.seq_lens_q.is_some()),
-        ("seq_lens_k", options.seq_lens_k.is_some()),
-        ("cu_seqlens_q", options.cu_seqlens_q.is_some()),
-        ("cu_seqlens_k", options.cu_seqlens_k.is_some()),
-        ("score_mod", options.score_mod.is_some()),
-        ("mask_mod", options.mask_mod.is_some()),
-        ("block_mask", options.block_mask.is_some()),
+    let first = "it counts positions from the first one, and a cache leaves the last one alone with its query";
+    let last = "it counts positions from the last key, which is every query's in turn where the memory is fixed";
+    let found = [
+        ("alignment", options.alignment != Alignment::BottomRight, first),
+        ("mask", options.mask.is_some(), first),
+        ("bias", options.bias.is_some(), first),
+        ("seq_lens_q", options.seq_lens_q.is_some(), first),
+        ("seq_lens_k", options.seq_lens_k.is_some(), first),
+        ("cu_seqlens_q", options.cu_seqlens_q.is_some(), first),
+        ("cu_seqlens_k", options.cu_seqlens_k.is_some(), first),
+        ("score_mod", options.score_mod.is_some(), first),
+        ("mask_mod", options.mask_mod.is_some(), first),
+        ("block_mask", options.block_mask.is_some(), first),
+        ("causal", fixed && options.causal, last),
+        ("window_left", fixed && options.window_left.is_some(), last),
+        ("window_right", fixed && options.window_right.is_some(), last),
+        ("alibi_slopes", fixed && options.alibi_slopes.is_some(), last),
     ];
-    let counts_from_last = [
-        ("causal", fixed && options.causal),
-        ("window_left", fixed && options.window_left.is_some()),
-        ("window_right", fixed && options.window_right.is_some()),
-        ("alibi_slopes", fixed && options.alibi_slopes.is_some()),
-    ];
-    let set = |found: &[(&'static str, bool)]| found.iter().find(|(_, set)| *set).map(|(option, _)| *option);
-    let refused = |option, why| Err(AttentionError::Unsupported { option, value: "set".to_string(), why });
-    match (set(&counts_from_first), set(&counts_from_last)) {
-        (Some(option), _) => refused(
-            option,
-            "it counts positions from the first one, and a cache leaves the last one alone with its query",
-        ),
-        (_, Some(option)) => refused(
-            option,
-            "it counts positions from the last key, which is every query's in turn where the memory is fixed",
-        ),
-        (None, None) => Ok(()),
+    match found.into_iter().find(|(_, set, _)| *set) {
+        None => Ok(()),
+        Some((option, _, why)) => Err(AttentionError::Unsupported { option, value: "set".to_string(), why }),
     }
 }
 

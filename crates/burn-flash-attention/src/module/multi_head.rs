@@ -411,11 +411,12 @@ impl FlashMultiHeadAttention {
         cache: &mut FlashMhaCache,
     ) -> Result<FlashMhaOutput, AttentionError> {
         self.check(&input)?;
-        let causal = input.options.causal || self.causal;
-        check_decodes(&input.options.clone().with_causal(causal), cache.fixed)?;
+        let mut options = input.options;
+        options.causal |= self.causal;
+        check_decodes(&options, cache.fixed)?;
         let decoded = cache.outputs.len();
         let query = cache.outputs.news("query", input.query)?;
-        let options = combined(input.options, input.mask_pad, newest(input.mask_attn, decoded));
+        let options = combined(options, input.mask_pad, newest(input.mask_attn, decoded));
         let new = if cache.fixed {
             let known = cache.memory.len();
             if known > 0 {

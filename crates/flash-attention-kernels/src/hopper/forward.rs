@@ -117,16 +117,16 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let v_at = comptime!(k_at + stages * k_bytes / blueprint.dtype.size());
     let shared = Shared::<[E]>::new_aligned_slice(elements, 1024usize);
 
-    let mut warp = plane_broadcast(UNIT_POS / 32, 0u32);
+    let of_cube = plane_broadcast(UNIT_POS / 32, 0u32);
+    let mut warp = of_cube;
     let mut team = 0u32;
     if comptime!(tile.teams > 1) {
-        team = warp / comptime!(4 * tile.warpgroups as u32);
-        warp %= comptime!(4 * tile.warpgroups as u32);
+        team = of_cube / comptime!(4 * tile.warpgroups as u32);
+        warp = of_cube % comptime!(4 * tile.warpgroups as u32);
     }
     let mut loads = false.runtime();
     if comptime!(tile.loader) {
         // Behind all that multiply, one of each team.
-        let of_cube = plane_broadcast(UNIT_POS / 32, 0u32);
         let first = comptime!(4 * (tile.teams * tile.warpgroups) as u32);
         loads = of_cube >= first;
         team = select(loads, of_cube - first, team);

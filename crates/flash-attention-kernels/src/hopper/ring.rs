@@ -7,7 +7,7 @@
 use super::delta::{stats_all, stats_at};
 use super::ops::*;
 use super::schedule::{Item, Walk};
-use super::{Blueprint, HopperTile, PANEL, Role, SLOTS, WARPGROUP_ROWS, WARPGROUP_UNITS, WORDS};
+use super::{Blueprint, HopperTile, PANEL, Role, SLOTS, WARP_UNITS, WARPGROUP_ROWS, WARPGROUP_UNITS, WORDS};
 use crate::blocks::{Visit, entry_at, visit_of};
 use crate::extras::Extras;
 use crate::mask::Band;
@@ -85,7 +85,7 @@ enum Ring {
 impl Ring {
     /// The warp that loads: its warpgroup waits for it.
     fn warp(self) -> u32 {
-        let of_warpgroup = WARPGROUP_UNITS as u32 / 32;
+        let of_warpgroup = (WARPGROUP_UNITS / WARP_UNITS) as u32;
         match self {
             Ring::K => 0,
             Ring::V => of_warpgroup,
