@@ -1,15 +1,23 @@
 //! The CUDA driver API, as far as CubeCL calls it. Names, numbers and layouts are those of `cuda.h`, whose documentation goes for
 //! the functions here, too.
+//!
+//! # Safety
+//!
+//! Callers keep the contract of `cuda.h`. Pointers are null where it allows that, or valid for what they are passed as; results go to
+//! different places. Handles are those that this driver gave and has not taken back. No call frees or unloads what another one uses.
 #![allow(non_snake_case, missing_docs, clippy::missing_safety_doc, clippy::too_many_arguments)]
 
 use crate::machine::lanes::{LANES, Line};
 use crate::machine::program::Program;
 use crate::machine::tensor::{Swizzle, TensorMap};
+use crate::machine::written::Written;
 use crate::machine::{Launch, Ranges, Settings};
 use crate::{Error, Kind, Module};
 use std::alloc::Layout;
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
 
@@ -29,8 +37,8 @@ pub enum Status {
     NotSupported = 801,
 }
 
-/// Bytes that the device has. Of the host's only those are taken that something was written to.
-const MEMORY: usize = 141 << 30;
+/// Bytes that the device has, unless it is told otherwise. Of the host's only those are taken that something was written to.
+const MEMORY: u64 = 141 << 30;
 /// Of the driver: CUDA 12.8, which loads PTX 8.7.
 const VERSION: c_int = 12080;
 /// Bytes of shared memory that a block may ask for.
@@ -39,10 +47,19 @@ const SHARED: usize = 227 << 10;
 /// An allocation ends where it was asked to, so that everything past it is noticed.
 const ALIGNMENT: usize = 512;
 
+/// A piece of global memory.
+struct Allocation {
+    bytes: usize,
+    /// Where in the host's allocation it begins.
+    offset: usize,
+    /// What of it was written, if that is looked after.
+    written: Option<Arc<Written>>,
+}
+
 #[derive(Default)]
 struct Memory {
-    /// Bytes, and where in the host's allocation they begin.
-    allocated: BTreeMap<u64, (usize, usize)>,
+    /// By their addresses.
+    allocated: BTreeMap<u64, Allocation>,
     /// Variables of modules.
     globals: Vec<(u64, u64)>,
     bytes: usize,
@@ -71,16 +88,51 @@ fn settings() -> Settings {
             std::thread::available_parallelism().map_or(1, |threads| threads.get() as u64),
         )
         .max(1) as usize,
-        seed: variable("SOFTWARE_CUDA_SEED", 1),
+        seed: 0,
+        checks: variable("SOFTWARE_CUDA_CHECKS", 1) != 0,
     })
 }
 
-unsafe fn give<T>(to: *mut T, value: T) -> Status {
-    if to.is_null() {
-        return Status::InvalidValue;
+/// Bytes that the device has.
+fn capacity() -> usize {
+    static CAPACITY: OnceLock<usize> = OnceLock::new();
+    *CAPACITY.get_or_init(|| variable("SOFTWARE_CUDA_MEMORY", MEMORY) as usize)
+}
+
+/// The fault that a launch ended with, where faults stay.
+static FAILED: Mutex<Option<Status>> = Mutex::new(None);
+
+/// What every call returns from now on, as on hardware, if `SOFTWARE_CUDA_STICKY` says so.
+fn fail(status: Status) -> Status {
+    if variable("SOFTWARE_CUDA_STICKY", 0) != 0 {
+        FAILED.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).get_or_insert(status);
     }
-    // SAFETY: the caller's pointer is where it wants the result.
-    unsafe { to.write(value) };
+    status
+}
+
+/// The fault of a launch before, if faults stay.
+fn failed() -> Option<Status> {
+    *FAILED.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// Whether calls succeed.
+fn health() -> Status {
+    failed().unwrap_or(Status::Success)
+}
+
+/// The seed of the next launch: the one that was asked for, else the launch's number.
+fn seed() -> u64 {
+    static LAUNCHES: AtomicU64 = AtomicU64::new(1);
+    variable("SOFTWARE_CUDA_SEED", LAUNCHES.fetch_add(1, Ordering::Relaxed))
+}
+
+/// Room for a result, which may hold anything; `None` is the null pointer.
+type Out<'a, T> = Option<&'a mut MaybeUninit<T>>;
+
+/// Writes a result; null is refused.
+fn give<T>(to: Out<'_, T>, value: T) -> Status {
+    let Some(to) = to else { return Status::InvalidValue };
+    to.write(value);
     Status::Success
 }
 
@@ -92,25 +144,30 @@ pub extern "C" fn cuInit(_flags: c_uint) -> Status {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> Status {
-    unsafe { give(version, VERSION) }
+pub extern "C" fn cuDriverGetVersion(version: Out<'_, c_int>) -> Status {
+    give(version, VERSION)
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> Status {
-    unsafe { give(count, 1) }
+pub extern "C" fn cuDeviceGetCount(count: Out<'_, c_int>) -> Status {
+    give(count, 1)
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> Status {
-    if ordinal != 0 { Status::InvalidDevice } else { unsafe { give(device, 0) } }
+pub extern "C" fn cuDeviceGet(device: Out<'_, c_int>, ordinal: c_int) -> Status {
+    if ordinal != 0 { Status::InvalidDevice } else { give(device, 0) }
 }
 
+/// Writes a text and a zero behind it; null and too little room are refused.
+///
+/// # Safety
+///
+/// There is room for `length` characters, unless the pointer is null.
 unsafe fn give_text(to: *mut c_char, length: c_int, text: &str) -> Status {
     if to.is_null() || length <= text.len() as c_int {
         return Status::InvalidValue;
     }
-    // SAFETY: the caller has room for so many characters.
+    // SAFETY: `length` was just found to be above the text's, so that the caller's room takes it and the zero.
     unsafe {
         std::ptr::copy_nonoverlapping(text.as_ptr().cast(), to, text.len());
         to.add(text.len()).write(0);
@@ -120,26 +177,28 @@ unsafe fn give_text(to: *mut c_char, length: c_int, text: &str) -> Status {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, length: c_int, _device: c_int) -> Status {
+    // SAFETY: `cuda.h` has the caller state how much room there is.
     unsafe { give_text(name, length, "NVIDIA H200 (software)") }
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetPCIBusId(id: *mut c_char, length: c_int, _device: c_int) -> Status {
+    // SAFETY: `cuda.h` has the caller state how much room there is.
     unsafe { give_text(id, length, "0000:00:00.0") }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], _device: c_int) -> Status {
-    unsafe { give(uuid, *b"software hopper\0") }
+pub extern "C" fn cuDeviceGetUuid_v2(uuid: Out<'_, [u8; 16]>, _device: c_int) -> Status {
+    give(uuid, *b"software hopper\0")
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, _device: c_int) -> Status {
-    unsafe { give(bytes, MEMORY) }
+pub extern "C" fn cuDeviceTotalMem_v2(bytes: Out<'_, usize>, _device: c_int) -> Status {
+    give(bytes, capacity())
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _device: c_int) -> Status {
+pub extern "C" fn cuDeviceGetAttribute(value: Out<'_, c_int>, attribute: c_int, _device: c_int) -> Status {
     let of = match attribute {
         1..=3 => 1024,                                               // MAX_THREADS_PER_BLOCK, MAX_BLOCK_DIM_X, _Y
         4 => 64,                                                     // MAX_BLOCK_DIM_Z
@@ -164,12 +223,12 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_in
         115 | 127 => 1, // MEMORY_POOLS_SUPPORTED, TENSOR_MAP_ACCESS_SUPPORTED
         _ => 0,
     };
-    unsafe { give(value, of) }
+    give(value, of)
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDeviceCanAccessPeer(can: *mut c_int, _device: c_int, _peer: c_int) -> Status {
-    unsafe { give(can, 0) }
+pub extern "C" fn cuDeviceCanAccessPeer(can: Out<'_, c_int>, _device: c_int, _peer: c_int) -> Status {
+    give(can, 0)
 }
 
 // -- contexts: there is one
@@ -177,8 +236,8 @@ pub unsafe extern "C" fn cuDeviceCanAccessPeer(can: *mut c_int, _device: c_int, 
 const CONTEXT: *mut c_void = std::ptr::without_provenance_mut(0x1000);
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut *mut c_void, _device: c_int) -> Status {
-    unsafe { give(context, CONTEXT) }
+pub extern "C" fn cuDevicePrimaryCtxRetain(context: Out<'_, *mut c_void>, _device: c_int) -> Status {
+    give(context, CONTEXT)
 }
 
 #[unsafe(no_mangle)]
@@ -192,26 +251,24 @@ pub extern "C" fn cuCtxSetCurrent(_context: *mut c_void) -> Status {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxGetCurrent(context: *mut *mut c_void) -> Status {
-    unsafe { give(context, CONTEXT) }
+pub extern "C" fn cuCtxGetCurrent(context: Out<'_, *mut c_void>) -> Status {
+    give(context, CONTEXT)
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxGetDevice(device: *mut c_int) -> Status {
-    unsafe { give(device, 0) }
+pub extern "C" fn cuCtxGetDevice(device: Out<'_, c_int>) -> Status {
+    give(device, 0)
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuCtxSynchronize() -> Status {
-    Status::Success
+    health()
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) -> Status {
-    unsafe {
-        give(least, 0);
-        give(greatest, -5)
-    }
+pub extern "C" fn cuCtxGetStreamPriorityRange(least: Out<'_, c_int>, greatest: Out<'_, c_int>) -> Status {
+    give(least, 0);
+    give(greatest, -5)
 }
 
 // -- streams, which have nothing to wait for, and events
@@ -219,17 +276,17 @@ pub unsafe extern "C" fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest
 const STREAM: *mut c_void = std::ptr::without_provenance_mut(0x2000);
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuStreamCreate(stream: *mut *mut c_void, _flags: c_uint) -> Status {
-    unsafe { give(stream, STREAM) }
+pub extern "C" fn cuStreamCreate(stream: Out<'_, *mut c_void>, _flags: c_uint) -> Status {
+    give(stream, STREAM)
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuStreamCreateWithPriority(
-    stream: *mut *mut c_void,
+pub extern "C" fn cuStreamCreateWithPriority(
+    stream: Out<'_, *mut c_void>,
     _flags: c_uint,
     _priority: c_int,
 ) -> Status {
-    unsafe { give(stream, STREAM) }
+    give(stream, STREAM)
 }
 
 #[unsafe(no_mangle)]
@@ -239,12 +296,12 @@ pub extern "C" fn cuStreamDestroy_v2(_stream: *mut c_void) -> Status {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamSynchronize(_stream: *mut c_void) -> Status {
-    Status::Success
+    health()
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamQuery(_stream: *mut c_void) -> Status {
-    Status::Success
+    health()
 }
 
 #[unsafe(no_mangle)]
@@ -261,82 +318,93 @@ pub extern "C" fn cuStreamBeginCapture_v2(_stream: *mut c_void, _mode: c_uint) -
 type Event = Mutex<Option<Instant>>;
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuEventCreate(event: *mut *mut Event, _flags: c_uint) -> Status {
-    unsafe { give(event, Box::into_raw(Box::new(Mutex::new(None)))) }
+pub extern "C" fn cuEventCreate(event: Out<'_, *mut Event>, _flags: c_uint) -> Status {
+    give(event, Box::into_raw(Box::new(Mutex::new(None))))
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventDestroy_v2(event: *mut Event) -> Status {
-    // SAFETY: `cuEventCreate` made it.
+    // SAFETY: `cuEventCreate` made it of a box, and the caller uses it no more.
     drop(unsafe { Box::from_raw(event) });
     Status::Success
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuEventRecord(event: *mut Event, _stream: *mut c_void) -> Status {
-    // SAFETY: `cuEventCreate` made it.
-    *unsafe { &*event }.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(Instant::now());
+pub extern "C" fn cuEventRecord(event: Option<&Event>, _stream: *mut c_void) -> Status {
+    let Some(event) = event else { return Status::InvalidValue };
+    *event.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(Instant::now());
     Status::Success
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuEventSynchronize(_event: *mut Event) -> Status {
-    Status::Success
+    health()
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuEventQuery(_event: *mut Event) -> Status {
-    Status::Success
+    health()
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuEventElapsedTime(milliseconds: *mut f32, start: *mut Event, end: *mut Event) -> Status {
-    // SAFETY: `cuEventCreate` made them.
-    let [start, end] = [start, end].map(|event| *unsafe { &*event }.lock().unwrap_or_else(|e| e.into_inner()));
-    match (start, end) {
-        (Some(start), Some(end)) => unsafe { give(milliseconds, (end - start).as_secs_f32() * 1e3) },
+pub extern "C" fn cuEventElapsedTime(
+    milliseconds: Out<'_, f32>,
+    start: Option<&Event>,
+    end: Option<&Event>,
+) -> Status {
+    let time = |event: Option<&Event>| *event?.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    match (time(start), time(end)) {
+        (Some(start), Some(end)) => give(milliseconds, (end - start).as_secs_f32() * 1e3),
         _ => Status::InvalidValue,
     }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuEventElapsedTime_v2(milliseconds: *mut f32, start: *mut Event, end: *mut Event) -> Status {
-    unsafe { cuEventElapsedTime(milliseconds, start, end) }
+pub extern "C" fn cuEventElapsedTime_v2(
+    milliseconds: Out<'_, f32>,
+    start: Option<&Event>,
+    end: Option<&Event>,
+) -> Status {
+    cuEventElapsedTime(milliseconds, start, end)
 }
 
 // -- memory
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemAlloc_v2(to: *mut u64, bytes: usize) -> Status {
+pub extern "C" fn cuMemAlloc_v2(to: Out<'_, u64>, bytes: usize) -> Status {
+    if let Some(status) = failed() {
+        return status;
+    }
     let mut memory = memory();
     // Aligned by hand: the host zeroes by hand what it aligns.
     let Ok(layout) = Layout::from_size_align(bytes.saturating_add(ALIGNMENT), 1) else { return Status::InvalidValue };
     if bytes == 0 {
         return Status::InvalidValue;
     }
-    if memory.bytes + bytes > MEMORY {
+    if memory.bytes.saturating_add(bytes) > capacity() {
         return Status::OutOfMemory;
     }
-    // SAFETY: it has a size.
+    // SAFETY: the layout has a size: that of the alignment at least.
     let at = unsafe { std::alloc::alloc_zeroed(layout) } as u64;
     if at == 0 {
         return Status::OutOfMemory;
     }
     let offset = at.next_multiple_of(ALIGNMENT as u64) - at;
     let at = at + offset;
-    memory.allocated.insert(at, (bytes, offset as usize));
+    let written = (variable("SOFTWARE_CUDA_UNINITIALISED", 1) != 0).then(|| Arc::new(Written::new(bytes)));
+    memory.allocated.insert(at, Allocation { bytes, offset: offset as usize, written });
     memory.bytes += bytes;
     memory.ranges = None;
-    unsafe { give(to, at) }
+    give(to, at)
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemFree_v2(at: u64) -> Status {
     let mut memory = memory();
-    let Some((bytes, offset)) = memory.allocated.remove(&at) else { return Status::InvalidValue };
+    let Some(Allocation { bytes, offset, .. }) = memory.allocated.remove(&at) else { return Status::InvalidValue };
     memory.bytes -= bytes;
     memory.ranges = None;
-    // SAFETY: `cuMemAlloc_v2` allocated it so.
+    // SAFETY: the table had it, so `cuMemAlloc_v2` allocated it with this layout, `offset` bytes before, and it is freed once.
     unsafe {
         let layout = Layout::from_size_align_unchecked(bytes + ALIGNMENT, 1);
         std::alloc::dealloc((at as *mut u8).sub(offset), layout);
@@ -345,48 +413,50 @@ pub unsafe extern "C" fn cuMemFree_v2(at: u64) -> Status {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemAllocAsync(to: *mut u64, bytes: usize, _stream: *mut c_void) -> Status {
-    unsafe { cuMemAlloc_v2(to, bytes) }
+pub extern "C" fn cuMemAllocAsync(to: Out<'_, u64>, bytes: usize, _stream: *mut c_void) -> Status {
+    cuMemAlloc_v2(to, bytes)
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemFreeAsync(at: u64, _stream: *mut c_void) -> Status {
+    // SAFETY: nothing outlasts a call here, so that it has the same contract.
     unsafe { cuMemFree_v2(at) }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> Status {
-    unsafe {
-        give(free, MEMORY - memory().bytes);
-        give(total, MEMORY)
-    }
+pub extern "C" fn cuMemGetInfo_v2(free: Out<'_, usize>, total: Out<'_, usize>) -> Status {
+    give(free, capacity() - memory().bytes);
+    give(total, capacity())
 }
 
 /// The size is kept in front of it.
 const HOST_HEADER: usize = 512;
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemAllocHost_v2(to: *mut *mut c_void, bytes: usize) -> Status {
-    let Ok(layout) = Layout::from_size_align(bytes + HOST_HEADER, HOST_HEADER) else { return Status::InvalidValue };
-    // SAFETY: it has a size, in which the header is.
-    unsafe {
-        let at = std::alloc::alloc_zeroed(layout);
-        if at.is_null() {
-            return Status::OutOfMemory;
-        }
-        at.cast::<usize>().write(bytes);
-        give(to, at.add(HOST_HEADER).cast())
+pub extern "C" fn cuMemAllocHost_v2(to: Out<'_, *mut c_void>, bytes: usize) -> Status {
+    let size = bytes.saturating_add(HOST_HEADER);
+    let Ok(layout) = Layout::from_size_align(size, HOST_HEADER) else { return Status::InvalidValue };
+    // SAFETY: the layout has a size: that of the header at least.
+    let at = unsafe { std::alloc::alloc_zeroed(layout) };
+    if at.is_null() {
+        return Status::OutOfMemory;
     }
+    // SAFETY: the header, which is aligned for a number, and the bytes behind it are what was just allocated.
+    let bytes_at = unsafe {
+        at.cast::<usize>().write(bytes);
+        at.add(HOST_HEADER)
+    };
+    give(to, bytes_at.cast())
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemHostAlloc(to: *mut *mut c_void, bytes: usize, _flags: c_uint) -> Status {
-    unsafe { cuMemAllocHost_v2(to, bytes) }
+pub extern "C" fn cuMemHostAlloc(to: Out<'_, *mut c_void>, bytes: usize, _flags: c_uint) -> Status {
+    cuMemAllocHost_v2(to, bytes)
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemFreeHost(at: *mut c_void) -> Status {
-    // SAFETY: `cuMemAllocHost_v2` allocated it so.
+    // SAFETY: the caller frees what `cuMemAllocHost_v2` gave, which lies behind a header with its size, in one layout.
     unsafe {
         let at = at.cast::<u8>().sub(HOST_HEADER);
         let bytes = at.cast::<usize>().read();
@@ -399,22 +469,47 @@ pub unsafe extern "C" fn cuMemFreeHost(at: *mut c_void) -> Status {
 fn within(at: u64, bytes: usize) -> bool {
     let memory = memory();
     let around = memory.allocated.range(..=at).next_back();
-    let fine = bytes == 0 || around.is_some_and(|(begin, (length, _))| at + bytes as u64 <= begin + *length as u64);
+    let fine = bytes == 0
+        || around.is_some_and(|(begin, piece)| (at - begin).saturating_add(bytes as u64) <= piece.bytes as u64);
     if !fine {
         eprintln!("software-cuda: {bytes} bytes at {at:#x} are not all allocated");
     }
     fine
 }
 
+/// The same, and if so, it is written.
+fn written_within(at: u64, bytes: usize) -> bool {
+    let fine = within(at, bytes);
+    if let Some((begin, Allocation { written: Some(written), .. })) = memory().allocated.range(..=at).next_back()
+        && fine
+        && bytes > 0
+    {
+        written.mark((at - begin) as usize, bytes);
+    }
+    fine
+}
+
+/// Copies, unless a launch before has failed for good.
+///
+/// # Safety
+///
+/// So many bytes may be read from the one and written to the other.
 unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) -> Status {
-    // SAFETY: the caller has checked what is the device's, and vouches for the host's.
+    if let Some(status) = failed() {
+        return status;
+    }
+    // SAFETY: the caller's promise; they may overlap.
     unsafe { std::ptr::copy(from, to, bytes) };
     Status::Success
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, bytes: usize) -> Status {
-    if within(to, bytes) { unsafe { copy(to as *mut u8, from.cast(), bytes) } } else { Status::InvalidValue }
+    if !written_within(to, bytes) {
+        return Status::InvalidValue;
+    }
+    // SAFETY: the destination was just found in the table of allocations, and the caller has as much to read.
+    unsafe { copy(to as *mut u8, from.cast(), bytes) }
 }
 
 #[unsafe(no_mangle)]
@@ -424,12 +519,17 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     bytes: usize,
     _stream: *mut c_void,
 ) -> Status {
+    // SAFETY: nothing outlasts a call here, so that it has the same contract.
     unsafe { cuMemcpyHtoD_v2(to, from, bytes) }
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoH_v2(to: *mut c_void, from: u64, bytes: usize) -> Status {
-    if within(from, bytes) { unsafe { copy(to.cast(), from as *const u8, bytes) } } else { Status::InvalidValue }
+    if !within(from, bytes) {
+        return Status::InvalidValue;
+    }
+    // SAFETY: the source was just found in the table of allocations, and the caller has as much room.
+    unsafe { copy(to.cast(), from as *const u8, bytes) }
 }
 
 #[unsafe(no_mangle)]
@@ -439,17 +539,22 @@ pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
     bytes: usize,
     _stream: *mut c_void,
 ) -> Status {
+    // SAFETY: nothing outlasts a call here, so that it has the same contract.
     unsafe { cuMemcpyDtoH_v2(to, from, bytes) }
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoD_v2(to: u64, from: u64, bytes: usize) -> Status {
-    let fine = within(from, bytes) && within(to, bytes);
-    if fine { unsafe { copy(to as *mut u8, from as *const u8, bytes) } } else { Status::InvalidValue }
+    if !within(from, bytes) || !written_within(to, bytes) {
+        return Status::InvalidValue;
+    }
+    // SAFETY: both were just found in the table of allocations.
+    unsafe { copy(to as *mut u8, from as *const u8, bytes) }
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, _stream: *mut c_void) -> Status {
+    // SAFETY: nothing outlasts a call here, so that it has the same contract.
     unsafe { cuMemcpyDtoD_v2(to, from, bytes) }
 }
 
@@ -478,10 +583,10 @@ pub struct Side2d {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpy2D_v2(copy2d: *const Copy2d) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller passes a whole description, which is plain numbers.
     let Copy2d { from, to, width, height } = unsafe { *copy2d };
     for row in 0..height {
-        let place = |side: Side2d| {
+        let place = |side: Side2d, within: fn(u64, usize) -> bool| {
             let offset = (side.y + row) * side.pitch + side.x;
             match side.memory_type {
                 1 => Some(side.host as u64 + offset as u64),
@@ -489,29 +594,34 @@ pub unsafe extern "C" fn cuMemcpy2D_v2(copy2d: *const Copy2d) -> Status {
                 _ => None,
             }
         };
-        let (Some(from), Some(to)) = (place(from), place(to)) else { return Status::InvalidValue };
+        let (Some(from), Some(to)) = (place(from, within), place(to, written_within)) else {
+            return Status::InvalidValue;
+        };
+        // SAFETY: rows of the device's were just found in the table of allocations; the caller has those of the host's.
         unsafe { copy(to as *mut u8, from as *const u8, width) };
     }
-    Status::Success
+    health()
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpy2DAsync_v2(copy2d: *const Copy2d, _stream: *mut c_void) -> Status {
+    // SAFETY: nothing outlasts a call here, so that it has the same contract.
     unsafe { cuMemcpy2D_v2(copy2d) }
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemsetD8_v2(at: u64, byte: u8, bytes: usize) -> Status {
-    if !within(at, bytes) {
+    if !written_within(at, bytes) {
         return Status::InvalidValue;
     }
-    // SAFETY: it was found to be allocated.
+    // SAFETY: the bytes were just found in the table of allocations.
     unsafe { std::ptr::write_bytes(at as *mut u8, byte, bytes) };
     Status::Success
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemsetD8Async(at: u64, byte: u8, bytes: usize, _stream: *mut c_void) -> Status {
+    // SAFETY: nothing outlasts a call here, so that it has the same contract.
     unsafe { cuMemsetD8_v2(at, byte, bytes) }
 }
 
@@ -529,17 +639,19 @@ pub unsafe extern "C" fn cuLinkCreate_v2(
     count: c_uint,
     options: *const c_uint,
     values: *const *mut c_void,
-    link: *mut *mut Link,
+    link: Out<'_, *mut Link>,
 ) -> Status {
     const ERROR_LOG_BUFFER: c_uint = 5;
     const ERROR_LOG_BUFFER_SIZE_BYTES: c_uint = 6;
     let value = |option: c_uint| {
-        // SAFETY: there are as many options and values as the caller says.
-        (0..count as usize).find(|nth| unsafe { *options.add(*nth) } == option).map(|nth| unsafe { *values.add(nth) })
+        // SAFETY: the caller has `count` options, and `nth` is below.
+        let nth = (0..count as usize).find(|nth| unsafe { *options.add(*nth) } == option)?;
+        // SAFETY: it has as many values.
+        Some(unsafe { *values.add(nth) })
     };
     let log = value(ERROR_LOG_BUFFER).zip(value(ERROR_LOG_BUFFER_SIZE_BYTES));
     let log = log.map(|(buffer, size)| (buffer.cast(), size as usize));
-    unsafe { give(link, Box::into_raw(Box::new(Link { text: Vec::new(), log }))) }
+    give(link, Box::into_raw(Box::new(Link { text: Vec::new(), log })))
 }
 
 /// Keeps PTX where it was asked for, by the name of its first kernel.
@@ -565,7 +677,7 @@ pub unsafe extern "C" fn cuLinkAddData_v2(
     _options: *const c_uint,
     _values: *const *mut c_void,
 ) -> Status {
-    // SAFETY: `cuLinkCreate_v2` made it, and the caller has as much data as it says.
+    // SAFETY: `cuLinkCreate_v2` made the link, which no other call uses meanwhile; the caller has `size` bytes of data.
     let (link, text) = unsafe { (&mut *link, std::slice::from_raw_parts(data.cast::<u8>(), size)) };
     let text = text.split(|byte| *byte == 0).next().unwrap_or_default();
     let result = match std::str::from_utf8(text) {
@@ -579,7 +691,7 @@ pub unsafe extern "C" fn cuLinkAddData_v2(
         eprintln!("software-cuda: {error}");
         if let Some((log, size)) = link.log.filter(|(_, size)| *size > 0) {
             let length = error.len().min(size - 1);
-            // SAFETY: the log has room for so many characters.
+            // SAFETY: the log that the link was created with has room for `size` characters: those and a zero.
             unsafe {
                 std::ptr::copy_nonoverlapping(error.as_ptr(), log, length);
                 log.add(length).write(0);
@@ -593,32 +705,30 @@ pub unsafe extern "C" fn cuLinkAddData_v2(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuLinkComplete(link: *mut Link, data: *mut *mut c_void, size: *mut usize) -> Status {
-    // SAFETY: `cuLinkCreate_v2` made it.
+pub unsafe extern "C" fn cuLinkComplete(link: *mut Link, data: Out<'_, *mut c_void>, size: Out<'_, usize>) -> Status {
+    // SAFETY: `cuLinkCreate_v2` made it, and no other call uses it meanwhile.
     let link = unsafe { &mut *link };
-    unsafe {
-        give(data, link.text.as_mut_ptr().cast());
-        give(size, link.text.len())
-    }
+    give(data, link.text.as_mut_ptr().cast());
+    give(size, link.text.len())
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuLinkDestroy(link: *mut Link) -> Status {
-    // SAFETY: `cuLinkCreate_v2` made it.
+    // SAFETY: `cuLinkCreate_v2` made it of a box, and the caller uses it no more.
     drop(unsafe { Box::from_raw(link) });
     Status::Success
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuModuleLoadData(module: *mut *mut Module, image: *const c_void) -> Status {
-    // SAFETY: PTX ends with a zero.
+pub unsafe extern "C" fn cuModuleLoadData(module: Out<'_, *mut Module>, image: *const c_void) -> Status {
+    // SAFETY: the caller passes PTX, which is text that ends with a zero.
     let text = unsafe { CStr::from_ptr(image.cast()) }.to_string_lossy();
     match Module::new(&text) {
         Ok(loaded) => {
             let mut memory = memory();
             memory.globals.extend(loaded.pieces());
             memory.ranges = None;
-            unsafe { give(module, Box::into_raw(Box::new(loaded))) }
+            give(module, Box::into_raw(Box::new(loaded)))
         }
         Err(error) => {
             eprintln!("software-cuda: {error}");
@@ -629,18 +739,19 @@ pub unsafe extern "C" fn cuModuleLoadData(module: *mut *mut Module, image: *cons
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleLoadDataEx(
-    module: *mut *mut Module,
+    module: Out<'_, *mut Module>,
     image: *const c_void,
     _count: c_uint,
     _options: *const c_uint,
     _values: *const *mut c_void,
 ) -> Status {
+    // SAFETY: the contract is the same but for the options, which are not read.
     unsafe { cuModuleLoadData(module, image) }
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleUnload(module: *mut Module) -> Status {
-    // SAFETY: `cuModuleLoadData` made it.
+    // SAFETY: `cuModuleLoadData` made it of a box, and the caller uses it and its functions no more.
     let module = unsafe { Box::from_raw(module) };
     let mut memory = memory();
     for piece in module.pieces() {
@@ -652,14 +763,14 @@ pub unsafe extern "C" fn cuModuleUnload(module: *mut Module) -> Status {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleGetFunction(
-    function: *mut *const Program,
+    function: Out<'_, *const Program>,
     module: *mut Module,
     name: *const c_char,
 ) -> Status {
-    // SAFETY: `cuModuleLoadData` made the module, which does not move.
+    // SAFETY: `cuModuleLoadData` made the module, which changes no more; the name ends with a zero.
     let (module, name) = unsafe { (&*module, CStr::from_ptr(name)) };
     match module.kernels.get(name.to_string_lossy().as_ref()) {
-        Some(program) => unsafe { give(function, program) },
+        Some(program) => give(function, program),
         None => Status::NotFound,
     }
 }
@@ -674,8 +785,8 @@ pub extern "C" fn cuFuncSetAttribute(_function: *const Program, attribute: c_int
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuFuncGetAttribute(value: *mut c_int, attribute: c_int, function: *const Program) -> Status {
-    // SAFETY: `cuModuleGetFunction` gave it.
+pub unsafe extern "C" fn cuFuncGetAttribute(value: Out<'_, c_int>, attribute: c_int, function: *const Program) -> Status {
+    // SAFETY: `cuModuleGetFunction` gave it, of a module that is loaded still.
     let program = unsafe { &*function };
     let of = match attribute {
         0 => 1024,                          // MAX_THREADS_PER_BLOCK
@@ -684,7 +795,7 @@ pub unsafe extern "C" fn cuFuncGetAttribute(value: *mut c_int, attribute: c_int,
         8 => SHARED as c_int,               // MAX_DYNAMIC_SHARED_SIZE_BYTES
         _ => 0,
     };
-    unsafe { give(value, of) }
+    give(value, of)
 }
 
 // -- launches
@@ -703,7 +814,10 @@ pub unsafe extern "C" fn cuLaunchKernel(
     parameters: *mut *mut c_void,
     _extra: *mut *mut c_void,
 ) -> Status {
-    // SAFETY: `cuModuleGetFunction` gave it.
+    if let Some(status) = failed() {
+        return status;
+    }
+    // SAFETY: `cuModuleGetFunction` gave it, of a module that is loaded still.
     let program = unsafe { &*function };
     let (grid, threads) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
     let block = threads.iter().map(|threads| u64::from(*threads)).product::<u64>();
@@ -720,24 +834,27 @@ pub unsafe extern "C" fn cuLaunchKernel(
     let mut bytes = vec![Line([0; LANES]); program.parameter_bytes.div_ceil(size_of::<Line>())];
     let start = bytes.as_mut_ptr().cast::<u8>();
     for (nth, (offset, size)) in program.parameters.iter().enumerate() {
-        // SAFETY: the caller has a pointer to each parameter, and the chunks have room for all.
+        // SAFETY: the caller has a pointer to each parameter, of the size that the kernel states; the parser has put all within
+        // `parameter_bytes`, for which there are lines enough.
         unsafe { std::ptr::copy_nonoverlapping((*parameters.add(nth)).cast::<u8>(), start.add(*offset), *size) };
     }
     let ranges = {
         let mut memory = memory();
         let Memory { allocated, globals, ranges, .. } = &mut *memory;
-        let pieces = allocated.iter().map(|(at, (bytes, _))| (*at, *at + *bytes as u64)).chain(globals.iter().copied());
+        let pieces = allocated.iter().map(|(at, piece)| (*at, *at + piece.bytes as u64, piece.written.clone()));
+        let pieces = pieces.chain(globals.iter().map(|(begin, end)| (*begin, *end, None)));
         ranges.get_or_insert_with(|| Arc::new(Ranges::new(pieces.collect()))).clone()
     };
+    let seed = seed();
     let launch = Launch {
         program,
         grid,
         threads,
         dynamic_shared: shared_bytes as usize,
-        // SAFETY: the chunks have so many bytes.
+        // SAFETY: the lines have as many bytes, all of them initialised, and outlive the launch.
         parameters: unsafe { std::slice::from_raw_parts(start, program.parameter_bytes) },
         memory: &ranges,
-        settings: settings(),
+        settings: Settings { seed, ..settings() },
     };
     let begin = Instant::now();
     let result = launch.run();
@@ -749,12 +866,12 @@ pub unsafe extern "C" fn cuLaunchKernel(
         );
     }
     let Err(error) = result else { return Status::Success };
-    eprintln!("software-cuda: {error}");
-    match error {
+    eprintln!("software-cuda: {error} (SOFTWARE_CUDA_SEED={seed})");
+    fail(match error {
         Error::Fault { kind: Kind::Address, .. } => Status::IllegalAddress,
         Error::Fault { kind: Kind::Alignment, .. } => Status::MisalignedAddress,
         _ => Status::LaunchFailed,
-    }
+    })
 }
 
 /// `CUlaunchConfig`.
@@ -776,18 +893,19 @@ pub unsafe extern "C" fn cuLaunchKernelEx(
     parameters: *mut *mut c_void,
     extra: *mut *mut c_void,
 ) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller passes a whole description, which is plain numbers.
     let LaunchConfig { grid: [gx, gy, gz], block: [bx, by, bz], shared_bytes, stream, count, .. } = unsafe { *config };
     if count > 0 {
         eprintln!("software-cuda: attributes of launches are not supported");
         return Status::NotSupported;
     }
+    // SAFETY: the contract of what is passed on is the same.
     unsafe { cuLaunchKernel(function, gx, gy, gz, bx, by, bz, shared_bytes, stream, parameters, extra) }
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuTensorMapEncodeTiled(
-    map: *mut TensorMap,
+    map: Out<'_, TensorMap>,
     data_type: c_uint,
     rank: c_uint,
     address: u64,
@@ -847,7 +965,7 @@ pub unsafe extern "C" fn cuTensorMapEncodeTiled(
     if interleave != 0 || fill != 0 || element_strides.iter().any(|stride| *stride != 1) {
         return refuse("interleaving, strides within boxes and filling with NaN are not supported");
     }
-    unsafe { give(map, TensorMap::new(address, element, extents, strides, sides, swizzle)) }
+    give(map, TensorMap::new(address, element, extents, strides, sides, swizzle))
 }
 
 // -- errors
@@ -869,17 +987,17 @@ fn described(status: c_int) -> Option<(&'static CStr, &'static CStr)> {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGetErrorName(status: c_int, name: *mut *const c_char) -> Status {
+pub extern "C" fn cuGetErrorName(status: c_int, name: Out<'_, *const c_char>) -> Status {
     match described(status) {
-        Some((text, _)) => unsafe { give(name, text.as_ptr()) },
+        Some((text, _)) => give(name, text.as_ptr()),
         None => Status::InvalidValue,
     }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGetErrorString(status: c_int, text: *mut *const c_char) -> Status {
+pub extern "C" fn cuGetErrorString(status: c_int, text: Out<'_, *const c_char>) -> Status {
     match described(status) {
-        Some((_, string)) => unsafe { give(text, string.as_ptr()) },
+        Some((_, string)) => give(text, string.as_ptr()),
         None => Status::InvalidValue,
     }
 }

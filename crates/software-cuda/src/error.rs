@@ -54,6 +54,12 @@ pub enum Kind {
     /// Memory that something else may still read or write.
     #[error("race")]
     Race,
+    /// Memory or registers that are used by something else before a fence.
+    #[error("missing fence")]
+    Fence,
+    /// Memory that is read before anything was written there.
+    #[error("uninitialised memory")]
+    Uninitialised,
 }
 
 /// Where in a launch.

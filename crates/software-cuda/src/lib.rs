@@ -4,16 +4,33 @@
 //! this one where it is found as `libcuda.so`; `.ci/with-software-cuda` sees to that. Everything is done at once, in the calling
 //! thread and some others, when it is asked for.
 //!
-//! Faults are told on stderr, with the line of the PTX, and returned by the launch. Beyond wrong results these are: accesses
-//! outside allocations, misaligned ones, waits that never end, barriers and collective instructions used as PTX does not allow,
-//! and shared memory that is written while a warpgroup's product may still read it. Warps run in a random order, and copies that
-//! run beside them come at a random time.
+//! Faults are told on stderr, with the line of the PTX, and returned by the launch. Beyond wrong results these are:
+//!
+//! - accesses outside allocations, and misaligned ones;
+//! - waits that never end, with what barriers lack; barriers and collective instructions used as PTX does not allow;
+//! - races of warps for shared memory, whatever the order in which they happened to run: accesses of different warps, one of them a
+//!   write, that no barrier orders. Copies of lanes that were not waited for, copies to shared memory whose barrier was not, and bulk
+//!   copies from it and products of warpgroups that still read what is written belong to them;
+//! - missing fences: `fence.proxy.async` between a warp's write and what reads it through the asynchronous proxy, `wgmma.fence` before
+//!   the first product of a warpgroup and after registers were written that products use;
+//! - registers of products of warpgroups that are read or written before these were waited for;
+//! - branches, addresses and results in global memory that depend on shared or global memory to which nothing was written;
+//! - blocks that end while copies are under way.
+//!
+//! Not seen are: races of lanes of one warp, races for single bytes, races for global memory, and of allocations that a program
+//! divides up itself what was written before.
+//!
+//! Warps run in a random order, and copies that run beside them come at a random time; of each launch in another one.
 //!
 //! | variable | meaning | default |
 //! |---|---|---|
 //! | `SOFTWARE_CUDA_MULTIPROCESSORS` | multiprocessors that the device has | 4 |
 //! | `SOFTWARE_CUDA_THREADS` | threads of the host that run blocks | as many as there are processors |
-//! | `SOFTWARE_CUDA_SEED` | what orders and times are drawn from; 0 for fixed ones | 1 |
+//! | `SOFTWARE_CUDA_SEED` | what orders and times are drawn from; 0 for fixed ones | the launch's number |
+//! | `SOFTWARE_CUDA_CHECKS` | 0: no races, fences and registers of products are looked for | 1 |
+//! | `SOFTWARE_CUDA_UNINITIALISED` | 0: global memory counts as written | 1 |
+//! | `SOFTWARE_CUDA_MEMORY` | bytes of memory that the device has | 141 GiB |
+//! | `SOFTWARE_CUDA_STICKY` | 1: after a launch that failed all calls fail with its error, as on hardware | 0 |
 //! | `SOFTWARE_CUDA_PTX` | a directory: keep the PTX of modules there | |
 //! | `SOFTWARE_CUDA_TRACE` | 1: say on stderr how long each launch took | |
 

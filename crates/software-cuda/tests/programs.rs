@@ -1,56 +1,10 @@
 //! Programs written by hand, whose results are known.
 
+mod common;
+
+use common::*;
 use software_cuda::machine::tensor::{Swizzle, TensorMap};
-use software_cuda::machine::{Launch, Ranges, Settings};
-use software_cuda::{Error, Kind, Module};
-
-const HEAD: &str = ".version 8.7\n.target sm_90a\n.address_size 64\n";
-
-/// Parameters of kernels: addresses, and tensor maps.
-#[derive(Default)]
-#[repr(align(128))]
-struct Parameters(Vec<u8>);
-
-/// Runs `body` with pointers to these buffers, of which it may access as much as there is.
-fn run(body: &str, blocks: u32, threads: u32, buffers: &mut [&mut [u32]], seed: u64) -> Result<(), Error> {
-    let names: Vec<_> = (0..buffers.len()).map(|nth| format!(".param .u64 p{nth}")).collect();
-    let text = format!(
-        "{HEAD}.extern .shared .align 1024 .b8 memory[];\n.visible .entry main({}) {{\n{body}\nret;\n}}",
-        names.join(", ")
-    );
-    let addresses = buffers.iter().flat_map(|buffer| (buffer.as_ptr() as u64).to_le_bytes()).collect();
-    let pieces = buffers.iter().map(|buffer| {
-        let range = buffer.as_ptr_range();
-        (range.start as u64, range.end as u64)
-    });
-    launch(&text, blocks, threads, addresses, pieces.collect(), seed)
-}
-
-fn launch(
-    text: &str,
-    blocks: u32,
-    threads: u32,
-    parameters: Vec<u8>,
-    pieces: Vec<(u64, u64)>,
-    seed: u64,
-) -> Result<(), Error> {
-    let module = Module::new(text)?;
-    let launch = Launch {
-        program: &module.kernels["main"],
-        grid: [blocks, 1, 1],
-        threads: [threads, 1, 1],
-        dynamic_shared: 64 << 10,
-        parameters: &parameters,
-        memory: &Ranges::new(pieces),
-        settings: Settings { threads: 2, seed },
-    };
-    launch.run()
-}
-
-/// Loads the parameters and the number of the thread among all, `%i`, and `%at`, four times that.
-const START: &str = ".reg .b32 %i, %a<8>; .reg .b64 %at, %p<4>, %q<4>; .reg .pred %c<4>; .reg .f32 %f<8>;
-    mov.u32 %a0, %ctaid.x; mov.u32 %a1, %ntid.x; mov.u32 %a2, %tid.x; mad.lo.s32 %i, %a0, %a1, %a2; mul.wide.u32 %at, %i, 4;
-    ld.param.u64 %p0, [p0];\n";
+use software_cuda::{Error, Kind};
 
 fn bits(values: impl IntoIterator<Item = f32>) -> Vec<u32> {
     values.into_iter().map(f32::to_bits).collect()
@@ -109,7 +63,8 @@ fn a_bulk_copy_comes_when_its_barrier_says() {
         let skip = (16 - from.as_ptr() as usize % 16) / 4 % 4;
         let body = format!(
             "{START} ld.param.u64 %p1, [p1]; mov.u32 %a3, memory; add.u32 %a4, %a3, 1024;
-             setp.eq.u32 %c0, %i, 0; @%c0 mbarrier.init.shared::cta.b64 [%a3], 1; bar.sync 0;
+             setp.eq.u32 %c0, %i, 0; @%c0 mbarrier.init.shared::cta.b64 [%a3], 1;
+             fence.proxy.async.shared::cta; bar.sync 0;
              setp.lt.u32 %c1, %i, 32; @!%c1 bra second;
              {{ .reg .pred one; elect.sync _|one, 0xffffffff;
              @one mbarrier.arrive.expect_tx.shared::cta.b64 _, [%a3], 512;
@@ -150,6 +105,12 @@ fn bf16(x: f32) -> u32 {
     x.to_bits() >> 16
 }
 
+/// Of small integers.
+fn f16(x: f32) -> u16 {
+    let bits = x.to_bits();
+    if x == 0.0 { 0 } else { (bits >> 16 & 0x8000 | ((bits >> 23 & 0xFF) - 112) << 10 | bits >> 13 & 0x3FF) as u16 }
+}
+
 #[test]
 fn a_warp_multiplies() {
     let mut registers = vec![0; 32 * 6];
@@ -183,6 +144,51 @@ fn a_warp_multiplies() {
             let (row, column) = (lane / 4 + 8 * (nth / 2), lane % 4 * 2 + nth % 2);
             let want = (0..16).fold(1.0, |sum, k| sum + small(row, k) * small(column, k));
             assert_eq!(f32::from_bits(out[4 * lane + nth]), want, "{row} {column}");
+        }
+    }
+}
+
+/// Fragments of 16 × 16, whose second operand lies in shared memory by its rows or its columns.
+#[test]
+fn a_warp_multiplies_fragments() {
+    for (layout, by_columns) in [("row", false), ("col", true)] {
+        for (ty, registers, product) in [("bf16", 4, "f32.bf16.bf16.f32"), ("f16", 8, "f32.f32")] {
+            let bits = |x: f32| if ty == "bf16" { bf16(x) } else { u32::from(f16(x)) };
+            // Two matrices one after the other, of 32 bytes a row.
+            let mut input: Vec<u32> = (0..2 * 16 * 8)
+                .map(|word| {
+                    let (row, column) = (word / 8, word % 8 * 2);
+                    bits(small(row, column)) | bits(small(row, column + 1)) << 16
+                })
+                .collect();
+            let mut out = vec![0; 256];
+            let names = |prefix: &str, count: usize| {
+                (0..count).map(|nth| format!("{prefix}{nth}")).collect::<Vec<_>>().join(", ")
+            };
+            let (a, b, sums) = (names("x", registers), names("y", registers), names("s", 8));
+            let zeros: String = (0..8).map(|nth| format!("mov.f32 s{nth}, 0f3F800000;\n")).collect();
+            let body = format!(
+                "{START} .reg .b32 x<8>, y<8>; .reg .f32 s<8>; ld.param.u64 %p1, [p1]; mov.u32 %a3, memory; mov.u32 %a4, 0;
+                 {zeros}
+                 fill: shl.b32 %a5, %i, 2; mad.lo.u32 %a5, %a4, 128, %a5; cvt.u64.u32 %q0, %a5; add.s64 %q0, %p0, %q0;
+                 ld.global.u32 %a6, [%q0]; add.u32 %a5, %a5, %a3; st.shared.u32 [%a5], %a6;
+                 add.u32 %a4, %a4, 1; setp.lt.u32 %c0, %a4, 8; @%c0 bra fill; bar.warp.sync -1;
+                 wmma.load.a.sync.aligned.row.m16n16k16.shared.{ty} {{{a}}}, [%a3], 16;
+                 wmma.load.b.sync.aligned.{layout}.m16n16k16.shared.{ty} {{{b}}}, [%a3+512], 16;
+                 wmma.mma.sync.aligned.row.{layout}.m16n16k16.{product} {{{sums}}}, {{{a}}}, {{{b}}}, {{{sums}}};
+                 wmma.store.d.sync.aligned.row.m16n16k16.shared.f32 [%a3+1024], {{{sums}}}, 16;
+                 mov.u32 %a4, 0;
+                 copy: shl.b32 %a5, %i, 2; mad.lo.u32 %a5, %a4, 128, %a5; cvt.u64.u32 %q0, %a5; add.s64 %q0, %p1, %q0;
+                 add.u32 %a5, %a5, %a3; ld.shared.u32 %a6, [%a5+1024]; st.global.u32 [%q0], %a6;
+                 add.u32 %a4, %a4, 1; setp.lt.u32 %c0, %a4, 8; @%c0 bra copy;"
+            );
+            run(&body, 1, 32, &mut [&mut input, &mut out], 1).unwrap();
+            for (n, got) in out.iter().enumerate() {
+                let (row, column) = (n / 16, n % 16);
+                let second = |k: usize| if by_columns { small(16 + column, k) } else { small(16 + k, column) };
+                let want = (0..16).fold(1.0, |sum, k| sum + small(row, k) * second(k));
+                assert_eq!(f32::from_bits(*got), want, "{row} {column} {layout} {ty}");
+            }
         }
     }
 }
@@ -221,7 +227,8 @@ fn warpgroup(columns: bool, before_wait: &str) -> Result<Vec<u32>, Error> {
          .visible .entry main(.param .align 64 .b8 map[128], .param .u64 p0) {{
          {START} .reg .b64 a, b; .reg .f32 s<32>; .reg .pred adds, done, one;
          mov.b64 %p1, map; cvta.param.u64 %p1, %p1; mov.u32 %a3, memory; add.u32 %a4, %a3, 1024; add.u32 %a5, %a4, 8192;
-         setp.eq.u32 %c0, %i, 0; @%c0 mbarrier.init.shared::cta.b64 [%a3], 1; bar.sync 0;
+         setp.eq.u32 %c0, %i, 0; @%c0 mbarrier.init.shared::cta.b64 [%a3], 1;
+             fence.proxy.async.shared::cta; bar.sync 0;
          setp.gt.u32 %c1, %i, 31; @%c1 bra wait; elect.sync _|one, -1;
          @one mbarrier.arrive.expect_tx.shared::cta.b64 _, [%a3], 16384;
          @one cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%a4], [%p1, {{0, 5}}], [%a3];
@@ -241,8 +248,8 @@ fn warpgroup(columns: bool, before_wait: &str) -> Result<Vec<u32>, Error> {
     parameters.0.resize(128, 0);
     parameters.0.extend_from_slice(&(out.as_mut_ptr() as u64).to_le_bytes());
     let pieces = vec![
-        (tensor.as_ptr_range().start as u64, tensor.as_ptr_range().end as u64),
-        (out.as_ptr_range().start as u64, out.as_ptr_range().end as u64),
+        (tensor.as_ptr_range().start as u64, tensor.as_ptr_range().end as u64, None),
+        (out.as_ptr_range().start as u64, out.as_ptr_range().end as u64, None),
     ];
     launch(&text, 1, 128, parameters.0, pieces, 3)?;
     Ok(out)
@@ -264,18 +271,11 @@ fn a_warpgroup_multiplies() {
     }
 }
 
-fn fault(result: Result<(), Error>) -> (Kind, u32, String) {
-    match result {
-        Err(Error::Fault { kind, place, what }) => (kind, place.line, what),
-        other => panic!("a fault expected, not {other:?}"),
-    }
-}
-
 #[test]
 fn what_a_product_reads_must_not_be_written() {
     let (kind, _, what) = fault(warpgroup(false, "st.shared.u32 [%a4+2048], 0;").map(|_| ()));
     assert_eq!(kind, Kind::Race, "{what}");
-    warpgroup(false, "st.shared.u32 [%a3+512], 0;").unwrap();
+    warpgroup(false, "@%c0 st.shared.u32 [%a3+512], 0;").unwrap();
 }
 
 #[test]
@@ -295,12 +295,13 @@ fn addresses_past_an_allocation_are_faults() {
 fn waits_that_never_end_are_told() {
     let mut out = vec![0; 32];
     let body = format!(
-        "{START} mov.u32 %a3, memory; mbarrier.init.shared::cta.b64 [%a3], 33; setp.gt.u32 %c1, %i, 31; @%c1 bra end;
+        "{START} mov.u32 %a3, memory; setp.gt.u32 %c1, %i, 31; @%c1 bra end; mbarrier.init.shared::cta.b64 [%a3], 33;
          wait: mbarrier.try_wait.parity.shared::cta.b64 %c0, [%a3], 0; @!%c0 bra wait;
          end:"
     );
     let (kind, line, what) = fault(run(&body, 1, 64, &mut [&mut out], 1));
     assert_eq!((kind, line), (Kind::Deadlock, 10), "{what}");
+    assert!(what.contains("lacks 33 arrivals"), "{what}");
     let body = format!("{START} setp.gt.u32 %c1, %i, 31; @%c1 bra end; bar.sync 1, 64; end:");
     let (kind, _, what) = fault(run(&body, 1, 64, &mut [&mut out], 1));
     assert_eq!(kind, Kind::Deadlock);

@@ -1,9 +1,15 @@
 //! A block: its shared memory, its barriers, its warps in turn, and what runs beside them.
 
+mod copies;
+
+use super::change::{changed, exchange};
 use super::matrix::Row;
-use super::program::Space;
+use super::mbarrier::Mbarrier;
+use super::order::Order;
+use super::program::{Change, Space};
 use super::tensor::TensorMap;
 use super::warp::{Stop, Warp};
+use super::written::Written;
 use super::{LOCAL_WINDOW, Launch, SHARED_START, SHARED_WINDOW};
 use crate::error::{Error, Kind, Place};
 use std::collections::VecDeque;
@@ -18,6 +24,17 @@ const PAGE: usize = 256;
 
 /// A fault without its place.
 pub type Failure = (Kind, String);
+
+/// Which memory something lies in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lies {
+    /// Shared memory.
+    Shared,
+    /// Global memory.
+    Global,
+    /// Local memory, or parameters.
+    Elsewhere,
+}
 
 /// A named barrier.
 #[derive(Clone, Copy, Debug, Default)]
@@ -52,25 +69,40 @@ pub enum Source {
     Box(Box<TensorMap>, [i32; 5]),
 }
 
-/// Shared memory that a product reads until it is waited for.
+/// What reads shared memory until it is waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reader {
+    /// A product of a warpgroup.
+    Product,
+    /// A bulk copy to global memory.
+    Store,
+}
+
+/// Shared memory that is read until that is waited for.
 pub struct Reading {
-    /// The warp.
+    /// By what.
+    pub reader: Reader,
+    /// The warp that asked for it.
     pub warp: u32,
-    /// The group of its products, counted from the first; the last one may not be committed yet.
+    /// The group of its products or copies, counted from the first; the last one may not be committed yet.
     pub group: u64,
     /// Bytes.
     pub bytes: (usize, usize),
-    /// The product's line.
+    /// Its line.
     pub line: u32,
 }
+
+/// Second operands of a product: their rows, the addresses of 16 bytes each that they were read from, the first and the last
+/// byte, and how many warps are still to come.
+pub type Shared = (Vec<Row>, Vec<u32>, (usize, usize), u32);
 
 /// Second operands of a warpgroup's products that not all of its warps have multiplied with yet.
 #[derive(Default)]
 pub struct Operands {
     /// The number of the first one.
     pub first: u64,
-    /// They, and how many warps are still to come.
-    pub rows: VecDeque<(Vec<Row>, (usize, usize), u32)>,
+    /// They.
+    pub rows: VecDeque<Shared>,
 }
 
 /// What the warps of a block have in common.
@@ -98,8 +130,10 @@ pub struct Block<'a> {
     pub live: u32,
     warps: Vec<Warp>,
     random: u64,
-    /// The piece of global memory that was accessed last.
-    piece: (u64, u64),
+    /// The piece of global memory that was accessed last, and what of it was written.
+    piece: (u64, u64, Option<&'a Written>),
+    /// What is ordered before what.
+    pub order: Order,
 }
 
 impl<'a> Block<'a> {
@@ -122,7 +156,8 @@ impl<'a> Block<'a> {
             live: warps,
             warps: (0..warps).map(|number| Warp::new(number, launch)).collect(),
             random: 0,
-            piece: (0, 0),
+            piece: (0, 0, None),
+            order: Order::new(bytes, warps as usize, launch.settings.checks),
         }
     }
 
@@ -131,6 +166,7 @@ impl<'a> Block<'a> {
         (self.index, self.number) = (index, number);
         // What a block finds in shared memory is whatever was there: numbers that spoil what they touch.
         self.shared.fill(0xFF);
+        self.order.begin();
         self.barriers = [NamedBarrier::default(); 16];
         self.operands.iter_mut().for_each(|operands| *operands = Operands::default());
         self.live = self.warps.len() as u32;
@@ -167,13 +203,29 @@ impl<'a> Block<'a> {
                     }
                 }
             }
-            got_on |= self.transfer()?;
-            if self.live == 0 && self.transfers.is_empty() {
-                return Ok(());
+            if self.live == 0 {
+                return self.left_behind();
             }
+            got_on |= self.transfer()?;
             idle = if got_on || !self.transfers.is_empty() { 0 } else { idle + 1 };
             if idle > PATIENCE {
                 return Err(self.deadlock(warps));
+            }
+        }
+    }
+
+    /// Refuses to end while copies to shared memory are under way.
+    fn left_behind(&mut self) -> Result<(), Error> {
+        match self.transfers.first() {
+            None => Ok(()),
+            Some(transfer) => {
+                let what = format!(
+                    "the block ends while a copy to {:#x} of shared memory is under way, whose barrier at {:#x} was not waited for",
+                    transfer.to, transfer.barrier
+                );
+                let place = transfer.place.clone();
+                self.transfers.clear();
+                Err(Error::Fault { kind: Kind::Race, place, what })
             }
         }
     }
@@ -183,7 +235,7 @@ impl<'a> Block<'a> {
         let mut first = None;
         for warp in warps.iter().filter(|warp| !warp.done()) {
             first = first.or(Some(warp));
-            let _ = write!(what, " warp {} waits in line {}{};", warp.number, warp.line(), warp.waits_for());
+            let _ = write!(what, " warp {} waits in line {}{};", warp.number, warp.line(), warp.waits_for(self));
         }
         let place = first.map_or_else(Place::default, |warp| self.place(warp.number, warp.line()));
         Error::Fault { kind: Kind::Deadlock, place, what: what.trim_end_matches(';').into() }
@@ -210,7 +262,7 @@ impl<'a> Block<'a> {
     /// Where an address of shared memory lies here.
     #[inline(always)]
     pub fn shared(&mut self, at: u64, size: usize) -> Result<*mut u8, Failure> {
-        if at < SHARED_START as u64 || at + size as u64 > self.shared.len() as u64 {
+        if at < SHARED_START as u64 || at.saturating_add(size as u64) > self.shared.len() as u64 {
             let end = self.shared.len();
             return Err((Kind::Address, format!("{size} bytes at {at:#x} of shared memory, which ends at {end:#x}")));
         }
@@ -224,7 +276,7 @@ impl<'a> Block<'a> {
     /// The same of global memory.
     #[inline(always)]
     pub fn global(&mut self, at: u64, size: usize) -> Result<*mut u8, Failure> {
-        if at < self.piece.0 || at.wrapping_add(size as u64) > self.piece.1 {
+        if at < self.piece.0 || at.saturating_add(size as u64) > self.piece.1 {
             self.find(at, size)?;
         }
         if at & (size as u64 - 1) != 0 && size <= 16 && size.is_power_of_two() {
@@ -239,7 +291,7 @@ impl<'a> Block<'a> {
         let piece = match self.launch.memory.around(at) {
             Some(piece) => piece,
             None if (parameters.start as u64..parameters.end as u64).contains(&at) => {
-                (parameters.start as u64, parameters.end as u64)
+                (parameters.start as u64, parameters.end as u64, None)
             }
             None => {
                 return Err((Kind::Address, format!("{size} bytes at {at:#x}, where no global memory is allocated")));
@@ -256,7 +308,37 @@ impl<'a> Block<'a> {
         Ok(())
     }
 
-    /// Where an address of a lane lies, whose local memory is this, and whether it is shared memory.
+    /// Refuses to read global memory, which was just found to be there, where nothing was written.
+    #[inline(always)]
+    pub fn global_reads(&self, at: u64, size: usize) -> Result<(), Failure> {
+        let (begin, _, Some(written)) = self.piece else { return Ok(()) };
+        match written.missing((at - begin) as usize, size) {
+            None => Ok(()),
+            Some(byte) => Err((
+                Kind::Uninitialised,
+                format!(
+                    "{size} bytes at {at:#x} of global memory are read, and nothing was written to byte {byte} of the allocation"
+                ),
+            )),
+        }
+    }
+
+    /// Whether nothing was written to any of these bytes of global memory, which were just found to be there.
+    pub fn global_nothing(&self, at: u64, size: usize) -> bool {
+        let (begin, _, Some(written)) = self.piece else { return false };
+        let at = (at - begin) as usize;
+        (at..at + size).all(|byte| written.missing(byte, 1).is_some())
+    }
+
+    /// Global memory, which was just found to be there, is written.
+    #[inline(always)]
+    pub fn global_writes(&self, at: u64, size: usize) {
+        if let (begin, _, Some(written)) = self.piece {
+            written.mark((at - begin) as usize, size);
+        }
+    }
+
+    /// Where an address of a lane lies, whose local memory is this.
     #[inline(always)]
     pub fn resolve(
         &mut self,
@@ -264,20 +346,22 @@ impl<'a> Block<'a> {
         at: u64,
         size: usize,
         local: &mut [u8],
-    ) -> Result<(*mut u8, bool), Failure> {
+    ) -> Result<(*mut u8, Lies), Failure> {
         match space {
-            Space::Shared => Ok((self.shared(at, size)?, true)),
-            Space::Global => Ok((self.global(at, size)?, false)),
-            Space::Generic if at >> 56 == SHARED_WINDOW >> 56 => Ok((self.shared(at - SHARED_WINDOW, size)?, true)),
-            Space::Generic if at >> 56 == LOCAL_WINDOW >> 56 => {
-                Ok((Self::local(at - LOCAL_WINDOW, size, local)?, false))
+            Space::Shared => Ok((self.shared(at, size)?, Lies::Shared)),
+            Space::Global => Ok((self.global(at, size)?, Lies::Global)),
+            Space::Generic if at >> 56 == SHARED_WINDOW >> 56 => {
+                Ok((self.shared(at - SHARED_WINDOW, size)?, Lies::Shared))
             }
-            Space::Generic => Ok((self.global(at, size)?, false)),
-            Space::Local => Ok((Self::local(at, size, local)?, false)),
+            Space::Generic if at >> 56 == LOCAL_WINDOW >> 56 => {
+                Ok((Self::local(at - LOCAL_WINDOW, size, local)?, Lies::Elsewhere))
+            }
+            Space::Generic => Ok((self.global(at, size)?, Lies::Global)),
+            Space::Local => Ok((Self::local(at, size, local)?, Lies::Elsewhere)),
             Space::Parameter => {
                 let bytes = self.launch.parameters;
                 match bytes.get(at as usize..at as usize + size) {
-                    Some(bytes) => Ok((bytes.as_ptr().cast_mut(), false)),
+                    Some(bytes) => Ok((bytes.as_ptr().cast_mut(), Lies::Elsewhere)),
                     None => Err((Kind::Address, format!("{size} bytes at {at:#x} of parameters"))),
                 }
             }
@@ -291,9 +375,9 @@ impl<'a> Block<'a> {
         }
     }
 
-    // -- products that read shared memory
+    // -- what reads shared memory beside the warps
 
-    /// Looks after what a product reads.
+    /// Looks after what is read.
     pub fn reads(&mut self, reading: Reading) {
         for page in &mut self.pages[reading.bytes.0 / PAGE..=(reading.bytes.1 - 1) / PAGE] {
             *page += 1;
@@ -302,11 +386,12 @@ impl<'a> Block<'a> {
     }
 
     /// A warp has waited for all groups before this one.
-    pub fn has_read(&mut self, warp: u32, before: u64) {
-        let pages = &mut self.pages;
+    pub fn has_read(&mut self, reader: Reader, warp: u32, before: u64) {
+        let (pages, order) = (&mut self.pages, &mut self.order);
         self.readings.retain(|reading| {
-            let keep = reading.warp != warp || reading.group >= before;
+            let keep = reading.reader != reader || reading.warp != warp || reading.group >= before;
             if !keep {
+                order.proxy_has_read(warp, reading.bytes, reading.line);
                 for page in &mut pages[reading.bytes.0 / PAGE..=(reading.bytes.1 - 1) / PAGE] {
                     *page -= 1;
                 }
@@ -315,7 +400,13 @@ impl<'a> Block<'a> {
         });
     }
 
-    /// Refuses to write what a product may still read.
+    /// The line of a bulk copy to global memory that a warp has not waited for.
+    pub fn stores(&self, warp: u32) -> Option<u32> {
+        let mut readings = self.readings.iter();
+        readings.find(|reading| reading.reader == Reader::Store && reading.warp == warp).map(|reading| reading.line)
+    }
+
+    /// Refuses to write what is still read.
     #[inline(always)]
     pub fn writes(&self, at: usize, size: usize) -> Result<(), Failure> {
         if self.readings.is_empty() || self.pages[at / PAGE..=(at + size - 1) / PAGE].iter().all(|count| *count == 0) {
@@ -326,174 +417,16 @@ impl<'a> Block<'a> {
 
     #[cold]
     fn races(&self, at: usize, size: usize) -> Result<(), Failure> {
-        for Reading { warp, bytes: (begin, end), line, .. } in &self.readings {
+        for Reading { reader, warp, bytes: (begin, end), line, .. } in &self.readings {
             if at < *end && at + size > *begin {
+                let reader = if *reader == Reader::Product { "product" } else { "bulk copy" };
                 let what = format!(
-                    "{size} bytes at {at:#x} of shared memory are written while the product in line {line}, which warp {warp} has \
+                    "{size} bytes at {at:#x} of shared memory are written while the {reader} in line {line}, which warp {warp} has \
                      not waited for, may still read them"
                 );
                 return Err((Kind::Race, what));
             }
         }
         Ok(())
-    }
-
-    // -- copies
-
-    /// Does what copies are due; whether there were any.
-    fn transfer(&mut self) -> Result<bool, Error> {
-        let mut any = false;
-        let mut nth = 0;
-        while nth < self.transfers.len() {
-            if self.transfers[nth].due > self.round {
-                nth += 1;
-                continue;
-            }
-            any = true;
-            let transfer = self.transfers.swap_remove(nth);
-            if let Err((kind, what)) = self.copy(&transfer) {
-                return Err(Error::Fault { kind, place: transfer.place, what });
-            }
-        }
-        Ok(any)
-    }
-
-    fn copy(&mut self, transfer: &Transfer) -> Result<(), Failure> {
-        let to = transfer.to;
-        let bytes = match &transfer.from {
-            Source::Bytes(from, size) => {
-                self.writes(to, *size)?;
-                let from = self.global(*from, *size)?;
-                let to = self.shared(to as u64, *size)?;
-                // SAFETY: both were found to hold as many bytes, and shared memory is no part of global memory.
-                unsafe { std::ptr::copy_nonoverlapping(from, to, *size) };
-                *size
-            }
-            Source::Box(map, at) => {
-                let bytes = map.box_bytes();
-                self.writes(to, bytes)?;
-                self.shared(to as u64, bytes)?;
-                let width = usize::from(map.sides[0]) * usize::from(map.element);
-                for (from, line, part) in map.lines(*at) {
-                    let from = if part.is_empty() { std::ptr::null_mut() } else { self.global(from, part.len())? };
-                    for at in (0..width).step_by(16) {
-                        let end = (at + 16).min(width);
-                        let place = map.swizzle.apply(to + line + at);
-                        let Some(chunk) = self.shared.get_mut(place..place + (end - at)) else {
-                            return Err((
-                                Kind::Address,
-                                format!("a box at {to:#x} of shared memory is not aligned to its swizzle"),
-                            ));
-                        };
-                        let (begin, end) = (part.start.clamp(at, end), part.end.clamp(at, end));
-                        if end - begin < chunk.len() {
-                            chunk.fill(0);
-                        }
-                        if begin < end {
-                            // SAFETY: the part was found to lie in global memory, and this is some of it.
-                            let bytes =
-                                unsafe { std::slice::from_raw_parts(from.add(begin - part.start), end - begin) };
-                            chunk[begin - at..end - at].copy_from_slice(bytes);
-                        }
-                    }
-                }
-                bytes
-            }
-        };
-        self.mbarrier(transfer.barrier as u64, |state| state.bytes -= bytes as i32)
-    }
-
-    /// Writes a box of shared memory, or bytes, to global memory.
-    pub fn copy_back(&mut self, from: usize, to: &Source) -> Result<(), Failure> {
-        match to {
-            Source::Bytes(to, size) => {
-                let from = self.shared(from as u64, *size)?;
-                let to = self.global(*to, *size)?;
-                // SAFETY: both were found to hold as many bytes, and shared memory is no part of global memory.
-                unsafe { std::ptr::copy_nonoverlapping(from, to, *size) };
-            }
-            Source::Box(map, at) => {
-                self.shared(from as u64, map.box_bytes())?;
-                for (to, line, part) in map.lines(*at).filter(|(.., part)| !part.is_empty()) {
-                    let to = self.global(to, part.len())?;
-                    for at in part.clone() {
-                        let byte = self.shared[map.swizzle.apply(from + line + at)];
-                        // SAFETY: the part was found to lie in global memory.
-                        unsafe { to.add(at - part.start).write(byte) };
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-
-    // -- barriers in memory
-
-    /// Changes a barrier, and ends its phase if that completes it.
-    pub fn mbarrier(&mut self, at: u64, change: impl FnOnce(&mut Mbarrier)) -> Result<(), Failure> {
-        let word = self.shared(at, 8)?.cast::<u64>();
-        // SAFETY: eight bytes of shared memory.
-        let mut state = Mbarrier::from_bits(unsafe { word.read_unaligned() });
-        if !state.valid() {
-            return Err((Kind::Undefined, format!("there is no barrier at {at:#x} of shared memory")));
-        }
-        change(&mut state);
-        if state.pending < 0 {
-            return Err((Kind::Undefined, format!("more arrivals than the barrier at {at:#x} counts")));
-        }
-        if state.pending == 0 && state.bytes == 0 {
-            state.odd = !state.odd;
-            state.pending = state.count;
-        }
-        // SAFETY: as above.
-        unsafe { word.write_unaligned(state.bits()) };
-        Ok(())
-    }
-
-    /// The state of a barrier.
-    pub fn mbarrier_state(&mut self, at: u64) -> Result<Mbarrier, Failure> {
-        // SAFETY: eight bytes of shared memory.
-        let state = Mbarrier::from_bits(unsafe { self.shared(at, 8)?.cast::<u64>().read_unaligned() });
-        match state.valid() {
-            true => Ok(state),
-            false => Err((Kind::Undefined, format!("there is no barrier at {at:#x} of shared memory"))),
-        }
-    }
-}
-
-/// What is in the eight bytes of a barrier.
-#[derive(Clone, Copy, Debug)]
-pub struct Mbarrier {
-    /// Whether the phase that is not over is an odd one.
-    pub odd: bool,
-    /// Arrivals of a phase.
-    pub count: i32,
-    /// Those that are still to come.
-    pub pending: i32,
-    /// Bytes that are still to come; negative if more have come than were expected yet.
-    pub bytes: i32,
-}
-
-impl Mbarrier {
-    /// Takes the bits apart.
-    pub fn from_bits(bits: u64) -> Mbarrier {
-        let bytes = (bits >> 40 & 0x7F_FFFF) as i32;
-        Mbarrier {
-            odd: bits >> 63 != 0,
-            count: (bits & 0xF_FFFF) as i32,
-            pending: (bits >> 20 & 0xF_FFFF) as i32,
-            bytes: bytes << 9 >> 9,
-        }
-    }
-
-    /// The bits.
-    pub fn bits(self) -> u64 {
-        let bytes = u64::from(self.bytes as u32 & 0x7F_FFFF);
-        u64::from(self.odd) << 63 | bytes << 40 | (self.pending as u64) << 20 | self.count as u64
-    }
-
-    /// Whether it may be one: what a block finds there is none, nor is one that was made invalid.
-    fn valid(self) -> bool {
-        (1..0xF_FFFF).contains(&self.count) && self.pending <= self.count
     }
 }

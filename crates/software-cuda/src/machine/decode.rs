@@ -1,8 +1,12 @@
 //! From statements of PTX to a program.
 
+mod memory;
+mod products;
+
 use super::SHARED_START;
 use super::arithmetic::{arithmetic, comparison};
 use super::lanes::{Alu, lanes1, lanes2};
+use super::operands::{Operands, operands};
 use super::program::*;
 use crate::error::Error;
 use crate::ptx::{self, Base, Class, Function, Operand, Register, Statement, Variable};
@@ -59,10 +63,12 @@ pub fn decode(function: &Function, shared: &[Variable], globals: &HashMap<String
         let guard = statement
             .guard
             .map(|guard| Predicate { index: guard.predicate + 1, flip: if guard.negated { !0 } else { 0 } });
-        code.push(Instruction { op: decoder.op(statement)?, guard, line: statement.line });
+        let op = decoder.op(statement)?;
+        code.push(Instruction { operands: operands(&op), op, guard, line: statement.line });
     }
+    let multiplies = code.iter().any(|instruction| matches!(instruction.op, Op::Wgmma(_)));
     let line = code.last().map_or(0, |last| last.line);
-    code.push(Instruction { op: Op::Exit, guard: None, line });
+    code.push(Instruction { op: Op::Exit, operands: Operands::default(), guard: None, line });
     super::flow::join(&mut code);
     Ok(Program {
         name: function.name.clone(),
@@ -75,6 +81,7 @@ pub fn decode(function: &Function, shared: &[Variable], globals: &HashMap<String
         parameter_bytes: function.parameter_bytes,
         shared_bytes,
         local_bytes: local_bytes.next_multiple_of(16),
+        multiplies,
     })
 }
 
@@ -310,6 +317,14 @@ impl<'a> Decoder<'a> {
                 let to = to.map(|one| self.optional_target(one, false)).collect::<Result<_, _>>()?;
                 Ok(Op::Unpack(to, self.place(&ops[1])?))
             }
+            "mov" if matches!(ty, "b32" | "u32" | "s32" | "f32" | "b64" | "u64" | "s64" | "f64") => {
+                arity(2)?;
+                let to = self.place(&ops[0])?;
+                if to.wide != ty.ends_with("64") {
+                    return self.refuse("a register of another width");
+                }
+                Ok(Op::Move(to, self.source(&ops[1], to.wide)?))
+            }
             "setp" => self.compare(&parts, ops),
             "selp" => {
                 arity(4)?;
@@ -355,6 +370,10 @@ impl<'a> Decoder<'a> {
             "ret" | "exit" => Ok(Op::Exit),
             "trap" => Ok(Op::Trap),
             "nanosleep" => Ok(Op::Yield),
+            "fence" if has("proxy") && (has("async") || has("async::global") || has("async::shared::cta")) => {
+                Ok(Op::ProxyFence)
+            }
+            "fence" if has("mbarrier_init") => Ok(Op::ProxyFence),
             "fence" | "membar" | "griddepcontrol" | "setmaxnreg" | "prefetch" | "prefetchu" | "discard" => {
                 Ok(Op::Nothing)
             }
@@ -459,6 +478,7 @@ impl<'a> Decoder<'a> {
             }
             "mma" => self.mma(&parts, ops),
             "wgmma" => self.wgmma(&parts, ops),
+            "wmma" => self.wmma(&parts, ops),
             _ => match arithmetic(&parts) {
                 Some(alu) => self.alu(alu, ops),
                 None => self.refuse("there is no such arithmetic here"),
@@ -513,241 +533,5 @@ impl<'a> Decoder<'a> {
             "b64" | "u64" | "s64" | "f64" => Ok(8),
             _ => self.refuse(format!("an element of type `{ty}`")),
         }
-    }
-
-    fn load(&mut self, parts: &[&str], ops: &[Operand]) -> Result<Op, Error> {
-        let [to, at] = ops else { return self.refuse("another number of operands") };
-        let ty = parts[parts.len() - 1];
-        let size = self.size(ty)?;
-        let to = self.vector(to).iter().map(|one| match one {
-            Operand::Sink => Ok(None),
-            one => self.place(one).map(Some),
-        });
-        let to: Box<[_]> = to.collect::<Result<_, _>>()?;
-        if to.iter().flatten().any(|place| size == 8 && !place.wide) {
-            return self.refuse("registers that are too narrow");
-        }
-        Ok(Op::Load { to, size, signed: ty.starts_with('s'), at: self.address(at, self.space(parts)?)? })
-    }
-
-    fn store(&mut self, parts: &[&str], ops: &[Operand]) -> Result<Op, Error> {
-        let [at, from] = ops else { return self.refuse("another number of operands") };
-        let size = self.size(parts[parts.len() - 1])?;
-        let mut places = Vec::new();
-        for one in self.vector(from) {
-            places.push(match one {
-                Operand::Register(register) => self.place_of(*register)?,
-                one => Place { slot: self.source(one, size == 8)?, wide: size == 8 },
-            });
-        }
-        if places.iter().any(|place| size == 8 && !place.wide) {
-            return self.refuse("registers that are too narrow");
-        }
-        Ok(Op::Store { from: places.into(), size, at: self.address(at, self.space(parts)?)? })
-    }
-
-    fn atomic(&mut self, parts: &[&str], ops: &[Operand]) -> Result<Op, Error> {
-        let ty = parts[parts.len() - 1];
-        let size = self.size(ty)?;
-        let wide = size == 8;
-        let signed = ty.starts_with('s');
-        let change = parts[1..].iter().find_map(|part| {
-            Some(match (*part, ty) {
-                ("add", "f32") => Change::AddF32,
-                ("add", "f64") => Change::AddF64,
-                ("add", "f16x2") => Change::AddF16x2,
-                ("add", "bf16x2") => Change::AddBf16x2,
-                ("add", "f16") => Change::AddF16,
-                ("add", "bf16") => Change::AddBf16,
-                ("add", _) => Change::Add,
-                ("min", _) => Change::Min(signed),
-                ("max", _) => Change::Max(signed),
-                ("inc", _) => Change::Increment,
-                ("dec", _) => Change::Decrement,
-                ("exch", _) => Change::Exchange,
-                ("cas", _) => Change::CompareExchange,
-                ("and", _) => Change::And,
-                ("or", _) => Change::Or,
-                ("xor", _) => Change::Xor,
-                _ => return None,
-            })
-        });
-        let Some(change) = change else { return self.refuse("an unknown operation") };
-        if ty.starts_with('f') && matches!(change, Change::Min(_) | Change::Max(_)) || size == 1 {
-            return self.refuse("an unknown operation");
-        }
-        let ops = if parts[0] == "red" { [&[Operand::Sink], ops].concat() } else { ops.to_vec() };
-        if ops.len() < 3 {
-            return self.refuse("another number of operands");
-        }
-        let to = match &ops[0] {
-            Operand::Sink => None,
-            to => Some(self.vector(to).iter().map(|one| self.place(one)).collect::<Result<Box<[_]>, _>>()?),
-        };
-        let mut with = Vec::new();
-        for one in self.vector(&ops[2]) {
-            with.push(self.source(one, wide)?);
-        }
-        let other = match ops.get(3) {
-            Some(other) => self.source(other, wide)?,
-            None => with[0],
-        };
-        Ok(Op::Atomic { change, size, to, at: self.address(&ops[1], self.space(parts)?)?, with: with.into(), other })
-    }
-
-    fn mbarrier(&mut self, parts: &[&str], ops: &[Operand]) -> Result<Op, Error> {
-        let has = |modifier: &str| parts[1..].contains(&modifier);
-        let space = self.space(parts)?;
-        match (parts.get(1), ops) {
-            (Some(&"init"), [at, count]) => Ok(Op::BarrierInit(self.address(at, space)?, self.source(count, false)?)),
-            (Some(&"inval"), [at]) => Ok(Op::BarrierInvalidate(self.address(at, space)?)),
-            (Some(&"expect_tx" | &"complete_tx"), [at, bytes]) => Ok(Op::BarrierBytes {
-                at: self.address(at, space)?,
-                bytes: self.source(bytes, false)?,
-                completes: parts[1] == "complete_tx",
-            }),
-            (Some(&"arrive"), [state, at, more @ ..]) if !has("noComplete") => {
-                let state = self.optional_target(state, true)?;
-                let at = self.address(at, space)?;
-                let one = self.constant(1, false);
-                let operand = more.first().map(|operand| self.source(operand, false)).transpose()?;
-                let (count, expects) = if has("expect_tx") { (one, operand) } else { (operand.unwrap_or(one), None) };
-                Ok(Op::BarrierArrive { at, count, expects, state })
-            }
-            (Some(&"arrive"), [at]) => {
-                let count = self.constant(1, false);
-                Ok(Op::BarrierArrive { at: self.address(at, space)?, count, expects: None, state: None })
-            }
-            (Some(&"test_wait" | &"try_wait"), [is, at, phase, ..]) => {
-                let wide = !has("parity");
-                let phase = Place { slot: self.source(phase, wide)?, wide };
-                Ok(Op::BarrierTest { at: self.address(at, space)?, is: self.predicate_target(is)?, phase })
-            }
-            _ => self.refuse("an unknown operation"),
-        }
-    }
-
-    fn copy(&mut self, parts: &[&str], ops: &[Operand]) -> Result<Op, Error> {
-        let has = |modifier: &str| parts[1..].contains(&modifier);
-        let count = |operand: Option<&Operand>| match operand {
-            Some(Operand::Immediate(count)) => Ok(*count as usize),
-            _ => self.refuse("a number expected"),
-        };
-        if parts.get(1) != Some(&"async") {
-            return self.refuse("an unknown copy");
-        }
-        match (has("bulk"), has("commit_group"), has("wait_group"), has("wait_all")) {
-            (true, true, ..) => return Ok(Op::BulkCommit),
-            (true, _, true, _) => return Ok(Op::BulkWait(count(ops.first())?)),
-            (false, true, ..) => return Ok(Op::CopyCommit),
-            (false, _, true, _) => return Ok(Op::CopyWait(count(ops.first())?)),
-            (false, _, _, true) => return Ok(Op::CopyWait(0)),
-            (true, ..) if has("prefetch") => return Ok(Op::Nothing),
-            (false, ..) => {
-                let [to, from, _, ..] = ops else { return self.refuse("another number of operands") };
-                if !has("ca") && !has("cg") {
-                    return self.refuse("an unknown copy");
-                }
-                let size = count(ops.get(2))?;
-                let read = ops.get(3).map(|read| self.source(read, false)).transpose()?;
-                let (to, from) = (self.address(to, Space::Shared)?, self.address(from, Space::Global)?);
-                return Ok(Op::CopyAsync { to, from, size, read });
-            }
-            _ => {}
-        }
-        if has("im2col") || has("multicast::cluster") || parts.contains(&"reduce") {
-            return self.refuse("an unknown copy");
-        }
-        let loads = has("mbarrier::complete_tx::bytes");
-        let (to_space, from_space) =
-            if loads { (Space::Shared, Space::Global) } else { (Space::Global, Space::Shared) };
-        let barrier = if loads {
-            match ops.get(if has("tensor") { 2 } else { 3 }) {
-                Some(at) => Some(self.address(at, Space::Shared)?),
-                None => return self.refuse("another number of operands"),
-            }
-        } else {
-            None
-        };
-        let [to, from, ..] = ops else { return self.refuse("another number of operands") };
-        let map = if loads { from } else { to };
-        let box_at = match map {
-            Operand::Address(_, coordinates) if has("tensor") => {
-                Some(coordinates.iter().map(|one| self.source(one, false)).collect::<Result<Box<[_]>, _>>()?)
-            }
-            _ => None,
-        };
-        // A tensor map may be a parameter, whose address is a generic one.
-        let space = |space: Space| if has("tensor") && space == Space::Global { Space::Generic } else { space };
-        let bytes = if has("tensor") { 0 } else { self.source(ops.get(2).unwrap_or(&Operand::Sink), false)? };
-        let (to, from) = (self.address(to, space(to_space))?, self.address(from, space(from_space))?);
-        Ok(Op::Bulk(Box::new(Bulk { to, from, box_at, bytes, barrier })))
-    }
-
-    fn mma(&mut self, parts: &[&str], ops: &[Operand]) -> Result<Op, Error> {
-        let ["mma", "sync", "aligned", shape, "row", "col", "f32", a, b, "f32"] = parts else {
-            return self.refuse("an unknown product");
-        };
-        let (element, depth) = match (*shape, *a) {
-            ("m16n8k16", "f16") => (Element::F16, 16),
-            ("m16n8k8", "f16") => (Element::F16, 8),
-            ("m16n8k16", "bf16") => (Element::Bf16, 16),
-            ("m16n8k8", "bf16") => (Element::Bf16, 8),
-            ("m16n8k8", "tf32") => (Element::Tf32, 8),
-            ("m16n8k4", "tf32") => (Element::Tf32, 4),
-            _ => return self.refuse("an unknown product"),
-        };
-        let [d, left, right, c] = ops else { return self.refuse("another number of operands") };
-        let (d, c) = (self.four(d)?, self.four(c)?);
-        let (left, right) = (self.sources(left)?, self.sources(right)?);
-        let registers = depth * if element == Element::Tf32 { 2 } else { 1 } / 4;
-        if a != b || left.len() != registers || right.len() != registers / 2 {
-            return self.refuse("another number of registers");
-        }
-        Ok(Op::Mma(Box::new(Mma { element, depth, d, a: left, b: right, c })))
-    }
-
-    fn wgmma(&mut self, parts: &[&str], ops: &[Operand]) -> Result<Op, Error> {
-        match parts.get(1) {
-            Some(&"fence") => return Ok(Op::WgmmaFence),
-            Some(&"commit_group") => return Ok(Op::WgmmaCommit),
-            Some(&"wait_group") => match ops.first() {
-                Some(Operand::Immediate(count)) => return Ok(Op::WgmmaWait(*count as usize)),
-                _ => return self.refuse("a number expected"),
-            },
-            _ => {}
-        }
-        let ["wgmma", "mma_async", "sync", "aligned", shape, "f32", a, b] = parts else {
-            return self.refuse("an unknown product");
-        };
-        let element = match (*a, a == b) {
-            ("f16", true) => Element::F16,
-            ("bf16", true) => Element::Bf16,
-            _ => return self.refuse("an unknown product"),
-        };
-        let columns = shape.strip_prefix("m64n").and_then(|rest| rest.strip_suffix("k16"));
-        let Some(columns) = columns.and_then(|columns| columns.parse::<usize>().ok()).filter(|n| n % 8 == 0) else {
-            return self.refuse("an unknown shape");
-        };
-        let [sums, left, right, adds, signs @ ..] = ops else { return self.refuse("another number of operands") };
-        let number = |nth: usize| match signs.get(nth) {
-            Some(Operand::Immediate(number)) => Ok(*number as i32),
-            _ => self.refuse("a number expected"),
-        };
-        let negated = [number(0)? == -1, number(1)? == -1];
-        let in_registers = matches!(left, Operand::Vector(_));
-        let b_transposed = number(if in_registers { 2 } else { 3 })? != 0;
-        let a_transposed = !in_registers && number(2)? != 0;
-        let sums = self.targets(sums)?;
-        if sums.len() != columns / 2 {
-            return self.refuse("another number of registers");
-        }
-        let a = if in_registers {
-            Left::Registers(self.four(left)?)
-        } else {
-            Left::Shared(self.source(left, true)?, a_transposed)
-        };
-        let (b, adds) = (self.source(right, true)?, self.predicate(adds)?);
-        Ok(Op::Wgmma(Box::new(Wgmma { element, columns, sums, a, b, b_transposed, adds, negated })))
     }
 }

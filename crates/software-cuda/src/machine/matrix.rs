@@ -96,8 +96,9 @@ impl Descriptor {
         self.swizzle.apply(self.start + at)
     }
 
-    /// Reads `count` rows from `first` on, 16 deep; gives every number with its row and depth. The first and the last byte that
-    /// was read, or the address that memory does not hold.
+    /// Reads `count` rows from `first` on, 16 deep; gives every number with its row and depth, and the address of every eight. The
+    /// first and the last byte that was read, or the address that memory does not hold.
+    #[allow(clippy::too_many_arguments)]
     fn visit(
         &self,
         shared: &[u8],
@@ -105,6 +106,7 @@ impl Descriptor {
         transposed: bool,
         first: usize,
         count: usize,
+        seen: &mut Vec<u32>,
         mut put: impl FnMut(usize, usize, f32),
     ) -> Result<(usize, usize), usize> {
         let (mut low, mut high) = (usize::MAX, 0);
@@ -112,6 +114,7 @@ impl Descriptor {
             let at = self.eight(along, across, transposed);
             let Some(bytes) = shared.get(at..at + 16).filter(|_| at >= super::SHARED_START) else { return Err(at) };
             (low, high) = (low.min(at), high.max(at + 16));
+            seen.push(at as u32);
             for (nth, half) in bytes.chunks_exact(2).enumerate() {
                 put(nth, read(element, u16::from_le_bytes([half[0], half[1]])));
             }
@@ -133,7 +136,7 @@ impl Descriptor {
         Ok((low, high))
     }
 
-    /// 16 rows of the first operand, from `first` on.
+    /// 16 rows of the first operand, from `first` on, and where they were read.
     pub fn left(
         &self,
         shared: &[u8],
@@ -141,19 +144,22 @@ impl Descriptor {
         transposed: bool,
         first: usize,
         columns: &mut [Column; 16],
+        seen: &mut Vec<u32>,
     ) -> Result<(usize, usize), usize> {
-        self.visit(shared, element, transposed, first, 16, |row, k, x| columns[k][row / 8][row % 8] = x)
+        self.visit(shared, element, transposed, first, 16, seen, |row, k, x| columns[k][row / 8][row % 8] = x)
     }
 
-    /// The second operand: of every eight columns their 16 rows.
+    /// The second operand: of every eight columns their 16 rows, and where they were read.
     pub fn right(
         &self,
         shared: &[u8],
         element: Element,
         transposed: bool,
         rows: &mut [Row],
+        seen: &mut Vec<u32>,
     ) -> Result<(usize, usize), usize> {
-        self.visit(shared, element, transposed, 0, rows.len() / 2, |n, k, x| rows[n / 8 * 16 + k][n & 1][n % 8 / 2] = x)
+        let count = rows.len() / 2;
+        self.visit(shared, element, transposed, 0, count, seen, |n, k, x| rows[n / 8 * 16 + k][n & 1][n % 8 / 2] = x)
     }
 }
 

@@ -5,22 +5,31 @@
 
 mod arithmetic;
 mod block;
+mod change;
 mod decode;
 mod float;
 mod flow;
+mod fragments;
 pub mod lanes;
 mod matrix;
+mod mbarrier;
+mod operands;
+mod order;
 pub mod program;
+mod registers;
+mod spoils;
 pub mod tensor;
 mod warp;
+pub mod written;
 
 pub use decode::decode;
 
 use crate::error::Error;
 use block::Block;
 use program::Program;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use written::Written;
 
 /// The first address of shared memory.
 pub const SHARED_START: usize = 1024;
@@ -29,21 +38,24 @@ pub const SHARED_WINDOW: u64 = 0x7100_0000_0000_0000;
 /// Where the generic space has local memory.
 pub const LOCAL_WINDOW: u64 = 0x7200_0000_0000_0000;
 
-/// Global memory that may be accessed: pieces in order, each from its first address to the one past its last.
+/// Global memory that may be accessed: pieces in order, each from its first address to the one past its last, and what of it was
+/// written, if that is looked after.
 #[derive(Clone, Debug, Default)]
-pub struct Ranges(Vec<(u64, u64)>);
+pub struct Ranges(Vec<(u64, u64, Option<Arc<Written>>)>);
 
 impl Ranges {
     /// Of pieces in any order.
-    pub fn new(mut pieces: Vec<(u64, u64)>) -> Ranges {
-        pieces.sort_unstable();
+    pub fn new(pieces: Vec<(u64, u64, Option<Arc<Written>>)>) -> Ranges {
+        let mut pieces = pieces;
+        pieces.sort_unstable_by_key(|(begin, ..)| *begin);
         Ranges(pieces)
     }
 
     /// The piece that an address lies in.
-    pub fn around(&self, at: u64) -> Option<(u64, u64)> {
-        let nth = self.0.partition_point(|(begin, _)| *begin <= at);
-        self.0[..nth].last().copied().filter(|(_, end)| at < *end)
+    pub fn around(&self, at: u64) -> Option<(u64, u64, Option<&Written>)> {
+        let nth = self.0.partition_point(|(begin, ..)| *begin <= at);
+        let (begin, end, written) = self.0[..nth].last()?;
+        (at < *end).then_some((*begin, *end, written.as_deref()))
     }
 }
 
@@ -54,6 +66,8 @@ pub struct Settings {
     pub threads: usize,
     /// What the order of warps and the time of copies are drawn from; 0 for the plain order and copies at once.
     pub seed: u64,
+    /// Whether accesses are checked to be ordered, and registers of products to be waited for.
+    pub checks: bool,
 }
 
 /// A launch of a kernel.

@@ -1,6 +1,7 @@
 //! A kernel as it is run: registers are lines of a warp's file, constants too, labels are numbers.
 
 use super::lanes::{Alu, Compare};
+use super::operands::Operands;
 
 /// No instruction's number.
 pub const NOWHERE: u32 = u32::MAX;
@@ -215,6 +216,17 @@ pub struct Mma {
     pub c: [Slot; 4],
 }
 
+/// What a fragment of `wmma` is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fragment {
+    /// The first operand.
+    A,
+    /// The second one.
+    B,
+    /// What is added to, or the result.
+    Sums,
+}
+
 /// A copy between global and shared memory that runs beside the warps.
 #[derive(Clone, Debug)]
 pub struct Bulk {
@@ -228,6 +240,8 @@ pub struct Bulk {
     pub bytes: Slot,
     /// The barrier where its bytes count; a store has none.
     pub barrier: Option<Address>,
+    /// What a store does to global memory, if it does not replace it.
+    pub reduces: Option<(Change, usize)>,
 }
 
 /// What an instruction does. `to` is where results go, `at` an address, `members` a mask of lanes.
@@ -236,6 +250,8 @@ pub struct Bulk {
 pub enum Op {
     /// A function of registers.
     Alu(Alu, Slot, [Slot; 3]),
+    /// A register becomes what another one is.
+    Move(Place, Slot),
     /// A comparison, combined with a predicate; the second result is that of its opposite.
     Compare(Compare, u32, Option<u32>, [Slot; 2], Option<(Logic, Predicate)>),
     /// `lop3`: three registers' bits, looked up in a table.
@@ -294,18 +310,28 @@ pub enum Op {
     CopyCommit,
     /// `cp.async.wait_group`.
     CopyWait(usize),
+    /// `cp.async.wait_all`: also for copies of no group.
+    CopyWaitAll,
     /// `cp.async.bulk`.
     Bulk(Box<Bulk>),
     /// `cp.async.bulk.commit_group`.
     BulkCommit,
-    /// `cp.async.bulk.wait_group`; whether it is enough that they have been read.
+    /// `cp.async.bulk.wait_group`.
     BulkWait(usize),
+    /// `fence.proxy.async`, and that after the initialisation of barriers.
+    ProxyFence,
     /// `ldmatrix`, transposed or not.
     LoadMatrix { to: Box<[Slot]>, transposed: bool, at: Address },
     /// `stmatrix`, transposed or not.
     StoreMatrix { from: Box<[Slot]>, transposed: bool, at: Address },
     /// `mma.sync`.
     Mma(Box<Mma>),
+    /// `wmma.load`: a fragment from lines so many elements apart, which are columns or not.
+    LoadFragment { fragment: Fragment, to: Box<[Slot]>, at: Address, stride: Slot, size: usize, columns: bool },
+    /// `wmma.store`.
+    StoreFragment { from: Box<[Slot]>, at: Address, stride: Slot, columns: bool },
+    /// `wmma.mma`: of the first and the last eight columns.
+    MmaFragments(Box<[Mma; 2]>),
     /// `wgmma.mma_async`.
     Wgmma(Box<Wgmma>),
     /// `wgmma.fence`.
@@ -323,6 +349,8 @@ pub enum Op {
 pub struct Instruction {
     /// What it does.
     pub op: Op,
+    /// Its registers.
+    pub operands: Operands,
     /// The lanes it does that in.
     pub guard: Option<Predicate>,
     /// Where it stands in the text.
@@ -352,4 +380,6 @@ pub struct Program {
     pub shared_bytes: usize,
     /// Bytes of a thread's local memory.
     pub local_bytes: usize,
+    /// Whether it has products of warpgroups.
+    pub multiplies: bool,
 }

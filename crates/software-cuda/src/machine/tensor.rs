@@ -79,8 +79,12 @@ impl TensorMap {
     ///
     /// 128 bytes may be read there.
     pub unsafe fn read(at: *const u8) -> Option<TensorMap> {
-        // SAFETY: the caller's promise; the rest is read only if it is a map, of which any bits but the swizzle's are valid.
-        unsafe { (at.cast::<u64>().read_unaligned() == MAGIC).then(|| at.cast::<TensorMap>().read_unaligned()) }
+        let swizzle = std::mem::offset_of!(TensorMap, swizzle);
+        // SAFETY: the caller's promise; any bits are a map but for the swizzle's, which are looked at before it is read as one.
+        unsafe {
+            let is_map = at.cast::<u64>().read_unaligned() == MAGIC && at.add(swizzle).read() <= Swizzle::B128 as u8;
+            is_map.then(|| at.cast::<TensorMap>().read_unaligned())
+        }
     }
 
     /// Bytes of a box.

@@ -1,0 +1,110 @@
+//! `wmma`: products of a warp whose fragments lie in registers as nobody but these instructions knows. Here they lie as those of
+//! `mma.m16n8k16` do, the second operand and the result as two of them, side by side. f16 has twice the registers that takes; the
+//! others are 0.
+
+use super::block::{Block, Failure};
+use super::lanes::LANES;
+use super::program::Fragment;
+use crate::error::Kind;
+
+/// Rows and columns of all matrices.
+pub const SIDE: usize = 16;
+
+/// The register, the lane and the half of it that an element lies in.
+pub fn place(fragment: Fragment, row: usize, column: usize) -> (usize, usize, usize) {
+    match fragment {
+        Fragment::A => (column / 8 * 2 + row / 8, 4 * (row % 8) + column % 8 / 2, column % 2),
+        // Rows are the depth.
+        Fragment::B => (column / 8 * 2 + row / 8, 4 * (column % 8) + row % 8 / 2, row % 2),
+        Fragment::Sums => (column / 8 * 4 + row / 8 * 2 + column % 2, 4 * (row % 8) + column % 8 / 2, 0),
+    }
+}
+
+/// What lies in shared memory from an address on, a line of 16 elements every `stride` bytes.
+pub struct Lines {
+    /// The first.
+    pub at: u64,
+    /// From a line to the next.
+    pub stride: u64,
+    /// Of an element.
+    pub size: usize,
+    /// Whether a line is a column.
+    pub columns: bool,
+}
+
+/// Registers to write, and lanes of them that are worth nothing, with the reason.
+pub type Loaded = (Vec<[u32; LANES]>, Vec<u32>, Option<Failure>);
+
+/// Reads a fragment of so many registers.
+pub fn load(
+    block: &mut Block<'_>,
+    warp: u32,
+    fragment: Fragment,
+    lines: &Lines,
+    count: usize,
+) -> Result<Loaded, Failure> {
+    let (mut registers, mut lost, mut why) = (vec![[0; LANES]; count], vec![0; count], None);
+    for line in 0..SIDE {
+        let at = lines.at + line as u64 * lines.stride;
+        check(at, lines)?;
+        let pointer = block.shared(at, SIDE * lines.size)?;
+        let failure = block.order.read(warp, at as usize, SIDE * lines.size).err();
+        let bad = failure.is_some();
+        match failure {
+            Some(failure) if failure.0 == Kind::Uninitialised => why = Some(failure),
+            Some(failure) => return Err(failure),
+            None => {}
+        }
+        for nth in 0..SIDE {
+            let (row, column) = if lines.columns { (nth, line) } else { (line, nth) };
+            let (register, lane, half) = place(fragment, row, column);
+            // SAFETY: the line was found to be there.
+            registers[register][lane] |= unsafe {
+                match lines.size {
+                    2 => u32::from(pointer.cast::<u16>().add(nth).read_unaligned()) << (16 * half),
+                    _ => pointer.cast::<u32>().add(nth).read_unaligned(),
+                }
+            };
+            lost[register] |= u32::from(bad) << lane;
+        }
+    }
+    Ok((registers, lost, why))
+}
+
+/// Writes sums, of which these lanes of these registers are worth nothing.
+pub fn store(
+    block: &mut Block<'_>,
+    warp: u32,
+    lines: &Lines,
+    registers: &[[u32; LANES]],
+    lost: &[u32],
+    text_line: u32,
+) -> Result<(), Failure> {
+    for line in 0..SIDE {
+        let at = lines.at + line as u64 * lines.stride;
+        check(at, lines)?;
+        let pointer = block.shared(at, SIDE * lines.size)?;
+        block.writes(at as usize, SIDE * lines.size)?;
+        block.order.write(warp, at as usize, SIDE * lines.size, text_line)?;
+        for nth in 0..SIDE {
+            let (row, column) = if lines.columns { (nth, line) } else { (line, nth) };
+            let (register, lane, _) = place(Fragment::Sums, row, column);
+            // SAFETY: the line was found to be there.
+            unsafe { pointer.cast::<u32>().add(nth).write_unaligned(registers[register][lane]) };
+            if lost[register] >> lane & 1 != 0 {
+                block.order.forget(at as usize + nth * lines.size, lines.size, text_line);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn check(at: u64, lines: &Lines) -> Result<(), Failure> {
+    match at % 16 {
+        0 => Ok(()),
+        _ => Err((
+            Kind::Alignment,
+            format!("a line of a fragment at {at:#x} of shared memory, {} bytes apart", lines.stride),
+        )),
+    }
+}
