@@ -14,7 +14,8 @@
 //! `dk` and `dv` sum over the query heads that share their head.
 
 use crate::Inputs;
-use crate::row::{Row, add_scaled, broadcast_index, distance, dot, slope_index, vector};
+use crate::rounding::{Exact, Rounding};
+use crate::row::{Derivatives, Row, add_scaled, broadcast_index, distance, dot, slope_index, vector};
 use flash_attention_kernels::AttentionProblem;
 use flash_attention_kernels::mods::TENSORS;
 use rayon::prelude::*;
@@ -78,10 +79,44 @@ pub fn backward(problem: &AttentionProblem, inputs: &Inputs, dout: &[f64], dlse:
             backward_head(problem, inputs, dout, dlse, at)
         })
         .collect();
+    gather(problem, heads.iter())
+}
 
+fn backward_head(
+    problem: &AttentionProblem,
+    inputs: &Inputs,
+    dout: &[f64],
+    dlse: Option<&[f64]>,
+    [b, h_kv]: [usize; 2],
+) -> HeadGradients {
+    let mut head = HeadGradients::new(problem);
+    for (h, i) in rows_of(problem, h_kv) {
+        let at = [b, h, i];
+        let Some(row) = Row::new(problem, inputs, at) else { continue };
+        let dout = vector(dout, problem.o_shape(), at);
+        let dlse = dlse.map_or(0.0, |dlse| dlse[(b * problem.num_heads_q + h) * problem.seq_q + i]);
+        let dp = dp(problem, inputs, &row, dout, at);
+        let gradients = ScoreGradients::new(&row, &dp, dot(&row.p, &dp) - dlse, &row.derivatives(problem, inputs, at));
+        let share = Share::of_row(problem, inputs, &row, &gradients, at, Exact);
+        head.add(problem, [inputs.q, inputs.k], dout, &row.keys, &share, at, add_scaled);
+    }
+    head
+}
+
+/// The rows of the query heads that share a head of keys: head and position.
+pub(crate) fn rows_of(problem: &AttentionProblem, h_kv: usize) -> impl Iterator<Item = (usize, usize)> + use<> {
+    let (group, seq_q) = (problem.group_size(), problem.seq_q);
+    (h_kv * group..(h_kv + 1) * group).flat_map(move |h| (0..seq_q).map(move |i| (h, i)))
+}
+
+/// Puts together what the heads of keys, in order, add to the gradients.
+pub(crate) fn gather<'a>(
+    problem: &AttentionProblem,
+    heads: impl Iterator<Item = &'a HeadGradients> + Clone,
+) -> Gradients {
     let summed = |shape: [usize; 4], shares: fn(&HeadGradients) -> &[(usize, f64)]| {
         let mut sums = vec![0.0; shape.iter().product()];
-        for &(index, share) in heads.iter().flat_map(shares) {
+        for &(index, share) in heads.clone().flat_map(shares) {
             sums[index] += share;
         }
         sums
@@ -94,22 +129,22 @@ pub fn backward(problem: &AttentionProblem, inputs: &Inputs, dout: &[f64], dlse:
     ];
     let dalibi_slopes = problem.alibi_slopes.map(|shape| {
         let mut dslopes = vec![0.0; shape.iter().product()];
-        for &(b, h, dslope, _) in heads.iter().flat_map(|head| &head.of_heads) {
+        for &(b, h, dslope, _) in heads.clone().flat_map(|head| &head.of_heads) {
             dslopes[slope_index(shape, b, h)] += dslope;
         }
         dslopes
     });
     let dsinks = problem.sinks.then(|| {
         let mut dsinks = vec![0.0; problem.num_heads_q];
-        for &(_, h, _, dsink) in heads.iter().flat_map(|head| &head.of_heads) {
+        for &(_, h, _, dsink) in heads.clone().flat_map(|head| &head.of_heads) {
             dsinks[h] += dsink;
         }
         dsinks
     });
     Gradients {
-        dq: heads.iter().flat_map(|head| &head.dq).copied().collect(),
-        dk: heads.iter().flat_map(|head| &head.dk).copied().collect(),
-        dv: heads.iter().flat_map(|head| &head.dv).copied().collect(),
+        dq: heads.clone().flat_map(|head| &head.dq).copied().collect(),
+        dk: heads.clone().flat_map(|head| &head.dk).copied().collect(),
+        dv: heads.flat_map(|head| &head.dv).copied().collect(),
         dbias,
         dalibi_slopes,
         dsinks,
@@ -118,7 +153,7 @@ pub fn backward(problem: &AttentionProblem, inputs: &Inputs, dout: &[f64], dlse:
 }
 
 /// What one head of `k` and `v`, with the query heads that share it, adds to the gradients.
-struct HeadGradients {
+pub(crate) struct HeadGradients {
     /// `[group_size, seq_q, head_dim]`.
     dq: Vec<f64>,
     /// `[seq_k, head_dim]`.
@@ -133,53 +168,111 @@ struct HeadGradients {
     of_heads: Vec<(usize, usize, f64, f64)>,
 }
 
-fn backward_head(
-    problem: &AttentionProblem,
-    inputs: &Inputs,
-    dout: &[f64],
-    dlse: Option<&[f64]>,
-    [b, h_kv]: [usize; 2],
-) -> HeadGradients {
-    let (group_size, seq_q, head_dim, head_dim_v) =
-        (problem.group_size(), problem.seq_q, problem.head_dim, problem.head_dim_v);
-    let scale = f64::from(problem.softmax_scale());
-    let mut head = HeadGradients {
-        dq: vec![0.0; group_size * seq_q * head_dim],
-        dk: vec![0.0; problem.seq_k * head_dim],
-        dv: vec![0.0; problem.seq_k * head_dim_v],
-        dbias: Vec::new(),
-        dscore_tensors: [Vec::new(), Vec::new()],
-        of_heads: Vec::new(),
-    };
-    for (n, i) in (0..group_size).flat_map(|n| (0..seq_q).map(move |i| (n, i))) {
-        let h = h_kv * group_size + n;
-        let Some(row) = Row::new(problem, inputs, [b, h, i]) else { continue };
-        let q = vector(inputs.q, problem.q_shape(), [b, h, i]);
-        let dout = vector(dout, problem.o_shape(), [b, h, i]);
-        let dlse = dlse.map_or(0.0, |dlse| dlse[(b * problem.num_heads_q + h) * seq_q + i]);
-
-        let band = inputs.band(problem, b, i);
-        let gradients = score_gradients(problem, inputs, &row, dout, dlse, [b, h, i]);
-        let ScoreGradients { dt, ds, delta, of_tensors } = gradients;
-        let dslope: f64 = row.keys.iter().zip(&dt).map(|(&j, dt)| -dt * distance(&band, i, j)).sum();
-        head.of_heads.push((b, h, dslope, -row.sink * delta));
-        let dq = &mut head.dq[(n * seq_q + i) * head_dim..][..head_dim];
-        for (n, &j) in row.keys.iter().enumerate() {
-            if let Some(shape) = problem.bias {
-                head.dbias.push((broadcast_index(shape, [b, h, i, j]), dt[n]));
-            }
-            for (nth, shape) in problem.score_tensors.into_iter().enumerate() {
-                if let Some(shape) = shape {
-                    let index = broadcast_index(shape, [b, h, i, j]);
-                    head.dscore_tensors[nth].push((index, of_tensors[nth][n]));
-                }
-            }
-            add_scaled(dq, scale * ds[n], vector(inputs.k, problem.k_shape(), [b, h_kv, j]));
-            add_scaled(&mut head.dk[j * head_dim..][..head_dim], scale * ds[n], q);
-            add_scaled(&mut head.dv[j * head_dim_v..][..head_dim_v], row.p[n] * row.z[n], dout);
+impl HeadGradients {
+    pub fn new(problem: &AttentionProblem) -> Self {
+        HeadGradients {
+            dq: vec![0.0; problem.group_size() * problem.seq_q * problem.head_dim],
+            dk: vec![0.0; problem.seq_k * problem.head_dim],
+            dv: vec![0.0; problem.seq_k * problem.head_dim_v],
+            dbias: Vec::new(),
+            dscore_tensors: [Vec::new(), Vec::new()],
+            of_heads: Vec::new(),
         }
     }
-    head
+
+    /// Adds the share of the row `at = [batch, head, i]`, which sees these keys. `add(y, a, x)` adds `a · x` to `y`.
+    #[allow(clippy::too_many_arguments)]
+    pub fn add(
+        &mut self,
+        problem: &AttentionProblem,
+        [q, k]: [&[f64]; 2],
+        dout: &[f64],
+        keys: &[usize],
+        share: &Share,
+        [b, h, i]: [usize; 3],
+        add: fn(&mut [f64], f64, &[f64]),
+    ) {
+        let (group, head_dim, head_dim_v) = (problem.group_size(), problem.head_dim, problem.head_dim_v);
+        let q = vector(q, problem.q_shape(), [b, h, i]);
+        let dq = &mut self.dq[(h % group * problem.seq_q + i) * head_dim..][..head_dim];
+        for (n, &j) in keys.iter().enumerate() {
+            add(dq, share.scores[n], vector(k, problem.k_shape(), [b, h / group, j]));
+            add(&mut self.dk[j * head_dim..][..head_dim], share.scores[n], q);
+            add(&mut self.dv[j * head_dim_v..][..head_dim_v], share.weights[n], dout);
+        }
+        self.of_heads.push((b, h, share.slope, share.sink));
+        self.dbias.extend_from_slice(&share.bias);
+        for (all, of_row) in self.dscore_tensors.iter_mut().zip(&share.tensors) {
+            all.extend_from_slice(of_row);
+        }
+    }
+}
+
+/// What a row adds to gradients.
+pub(crate) struct Share {
+    /// What `dout` is multiplied by for the gradients of the values it sees.
+    pub weights: Vec<f64>,
+    /// What keys and the query are multiplied by for each other's gradients.
+    pub scores: Vec<f64>,
+    /// Where in the bias, and how much.
+    pub bias: Vec<(usize, f64)>,
+    /// The same of the tensors of the function.
+    pub tensors: [Vec<(usize, f64)>; TENSORS],
+    /// To the gradient of the slope.
+    pub slope: f64,
+    /// To that of the sink.
+    pub sink: f64,
+}
+
+impl Share {
+    /// Of the row `at = [batch, head, i]`.
+    pub fn of_row(
+        problem: &AttentionProblem,
+        inputs: &Inputs,
+        row: &Row,
+        gradients: &ScoreGradients,
+        at: [usize; 3],
+        rounding: impl Rounding,
+    ) -> Self {
+        let scale = f64::from(problem.softmax_scale());
+        let ScoreGradients { dt, ds, delta, of_tensors } = gradients;
+        let of = |shape, values: &[f64]| row_shares(shape, at, &row.keys, values, |values| values.iter().sum());
+        let tensor = |nth: usize| problem.score_tensors[nth].map_or_else(Vec::new, |shape| of(shape, &of_tensors[nth]));
+        let distances = distances(problem, inputs, row, at);
+        Share {
+            weights: row.p.iter().zip(&row.z).map(|(p, z)| rounding.operand(*p) * z).collect(),
+            scores: ds.iter().map(|ds| scale * rounding.operand(*ds)).collect(),
+            bias: problem.bias.map_or_else(Vec::new, |shape| of(shape, dt)),
+            tensors: [tensor(0), tensor(1)],
+            slope: distances.zip(dt).map(|(distance, dt)| -dt * distance).sum(),
+            sink: -row.sink * delta,
+        }
+    }
+}
+
+/// How far the keys that a row sees are from it.
+pub(crate) fn distances(
+    problem: &AttentionProblem,
+    inputs: &Inputs,
+    row: &Row,
+    [b, _, i]: [usize; 3],
+) -> impl Iterator<Item = f64> {
+    let band = inputs.band(problem, b, i);
+    row.keys.iter().map(move |&j| distance(&band, i, j))
+}
+
+/// What a row adds to a tensor that broadcasts to the scores, and where: `values` for each of its keys, or their `sum` where all keys
+/// share an element.
+pub(crate) fn row_shares<T: Copy>(
+    shape: [usize; 4],
+    [b, h, i]: [usize; 3],
+    keys: &[usize],
+    values: &[T],
+    sum: impl Fn(&[T]) -> f64,
+) -> Vec<(usize, f64)> {
+    let chunk = if shape[3] == 1 { values.len().max(1) } else { 1 };
+    let firsts = keys.iter().step_by(chunk);
+    firsts.zip(values.chunks(chunk)).map(|(&j, of)| (broadcast_index(shape, [b, h, i, j]), sum(of))).collect()
 }
 
 /// The gradients of a row's scores.
@@ -194,32 +287,30 @@ pub(crate) struct ScoreGradients {
     pub delta: f64,
 }
 
-/// Those of the row `at = [batch, head, i]`; `dout` is the row's own.
-pub(crate) fn score_gradients(
-    problem: &AttentionProblem,
-    inputs: &Inputs,
-    row: &Row,
-    dout: &[f64],
-    dlse: f64,
-    at: [usize; 3],
-) -> ScoreGradients {
+impl ScoreGradients {
+    /// From the gradients `dp` of the row's probabilities.
+    pub fn new(row: &Row, dp: &[f64], delta: f64, derivatives: &Derivatives) -> Self {
+        let dt: Vec<f64> = row.p.iter().zip(dp).map(|(p, dp)| p * (dp - delta)).collect();
+        let Derivatives { of_score, of_tensors } = derivatives;
+        // What weighs nothing, as under a score of −∞, has no gradient whatever the derivative.
+        let times = |of: &Vec<f64>| {
+            dt.iter().zip(of).map(|(dt, of)| if *dt == 0.0 { 0.0 } else { dt * of }).collect::<Vec<_>>()
+        };
+        let ds = of_score.as_ref().map_or_else(|| dt.clone(), times);
+        let of_tensors = of_tensors.each_ref().map(times);
+        ScoreGradients { dt, ds, delta, of_tensors }
+    }
+
+    /// Exactly those of the row `at = [batch, head, i]`, of which `dout` is.
+    pub fn exact(problem: &AttentionProblem, inputs: &Inputs, row: &Row, dout: &[f64], at: [usize; 3]) -> Self {
+        let dp = dp(problem, inputs, row, dout, at);
+        Self::new(row, &dp, dot(&row.p, &dp), &row.derivatives(problem, inputs, at))
+    }
+}
+
+/// The gradients of the probabilities of the row `at = [batch, head, i]`, of which `dout` is.
+pub(crate) fn dp(problem: &AttentionProblem, inputs: &Inputs, row: &Row, dout: &[f64], at: [usize; 3]) -> Vec<f64> {
     let [b, h, _] = at;
     let value = |j| vector(inputs.v, problem.v_shape(), [b, h / problem.group_size(), j]);
-    let dp: Vec<f64> = row.keys.iter().zip(&row.z).map(|(&j, z)| z * dot(dout, value(j))).collect();
-    let delta = dot(&row.p, &dp) - dlse;
-    let dt: Vec<f64> = row.p.iter().zip(&dp).map(|(p, dp)| p * (dp - delta)).collect();
-    // What weighs nothing, as under a score of −∞, has no gradient whatever the derivative.
-    let times = |dt: f64, derivative: f32| if dt == 0.0 { 0.0 } else { dt * f64::from(derivative) };
-    let (mut ds, mut of_tensors) = (dt.clone(), [Vec::new(), Vec::new()]);
-    if let Some(partials) = row.partials(problem, inputs, at) {
-        ds = dt.iter().zip(&partials).map(|(dt, of)| times(*dt, of.score)).collect();
-        of_tensors = [
-            dt.iter().zip(&partials).map(|(dt, of)| times(*dt, of.a)).collect(),
-            dt.iter().zip(&partials).map(|(dt, of)| times(*dt, of.b)).collect(),
-        ];
-    }
-    if let Some(cap) = problem.options.softcap {
-        ds.iter_mut().zip(&row.t).for_each(|(ds, t)| *ds *= 1.0 - (t / f64::from(cap)).powi(2));
-    }
-    ScoreGradients { dt, ds, delta, of_tensors }
+    row.keys.iter().zip(&row.z).map(|(&j, z)| z * dot(dout, value(j))).collect()
 }

@@ -15,10 +15,15 @@ use half::{bf16, f16};
 /// ```
 pub fn round_to(values: &mut [f64], dtype: Dtype) {
     for value in values {
-        *value = match dtype {
-            Dtype::F32 => f64::from(*value as f32),
-            Dtype::F16 => f16::from_f64(*value).to_f64(),
-            Dtype::BF16 => bf16::from_f64(*value).to_f64(),
-        };
+        *value = rounded(*value, dtype);
+    }
+}
+
+/// The nearest number that `dtype` can hold.
+pub(crate) fn rounded(value: f64, dtype: Dtype) -> f64 {
+    match dtype {
+        Dtype::F32 => f64::from(value as f32),
+        Dtype::F16 => f16::from_f64(value).to_f64(),
+        Dtype::BF16 => bf16::from_f64(value).to_f64(),
     }
 }

@@ -1,6 +1,7 @@
 //! `o = softmax(scores) · v`, a row at a time.
 
 use crate::Inputs;
+use crate::rounding::{Exact, Rounding};
 use crate::row::{Row, add_scaled, vector};
 use flash_attention_kernels::AttentionProblem;
 use rayon::prelude::*;
@@ -14,7 +15,7 @@ use rayon::prelude::*;
 /// let dead = Output { o: vec![0.0; 64], lse: vec![f64::NEG_INFINITY] };
 /// # assert_eq!(dead.lse[0].exp(), 0.0);
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Output {
     /// `[batch, num_heads_q, seq_q, head_dim_v]`.
     pub o: Vec<f64>,
@@ -53,12 +54,26 @@ pub fn forward(problem: &AttentionProblem, inputs: &Inputs) -> Output {
 fn forward_row(problem: &AttentionProblem, inputs: &Inputs, row: usize) -> (Vec<f64>, f64) {
     let (b, h, i) =
         (row / problem.seq_q / problem.num_heads_q, row / problem.seq_q % problem.num_heads_q, row % problem.seq_q);
-    let mut o = vec![0.0; problem.head_dim_v];
-    let Some(row) = Row::new(problem, inputs, [b, h, i]) else {
-        return (o, f64::NEG_INFINITY);
-    };
-    for ((&j, &p), &z) in row.keys.iter().zip(&row.p).zip(&row.z) {
-        add_scaled(&mut o, p * z, vector(inputs.v, problem.v_shape(), [b, h / problem.group_size(), j]));
+    match Row::new(problem, inputs, [b, h, i]) {
+        Some(row) => (row_output(problem, inputs, &row, [b, h], Exact), row.lse),
+        None => (vec![0.0; problem.head_dim_v], f64::NEG_INFINITY),
     }
-    (o, row.lse)
+}
+
+/// `o` of a row of that batch and head.
+pub(crate) fn row_output(
+    problem: &AttentionProblem,
+    inputs: &Inputs,
+    row: &Row,
+    [b, h]: [usize; 2],
+    rounding: impl Rounding,
+) -> Vec<f64> {
+    let highest = row.p.iter().copied().fold(row.sink, f64::max);
+    let mut o = vec![0.0; problem.head_dim_v];
+    for ((&j, &p), &z) in row.keys.iter().zip(&row.p).zip(&row.z) {
+        let weight = rounding.weight(p, highest) * z;
+        add_scaled(&mut o, weight, vector(inputs.v, problem.v_shape(), [b, h / problem.group_size(), j]));
+    }
+    o.iter_mut().for_each(|o| *o = rounding.written(*o));
+    o
 }

@@ -18,6 +18,8 @@
 //! Users' functions compute in f32, which is what they are written in: `t` is rounded to it for `f`, and what `f` and its derivatives
 //! give is exact to no more than that.
 //!
+//! Beside the oracle there is [`expected`], which rounds where a kernel does, and [`Comparison`], which judges by it what a kernel gave.
+//!
 //! A row that sees nothing, not even a sink, or only scores of −∞, has `o = 0` and `lse = −∞`, and no part in any gradient. Hidden keys
 //! and values are never read, so NaN among them stays there.
 //!
@@ -40,21 +42,27 @@
 mod backward;
 mod dropout;
 mod dtype;
+mod emulation;
 pub mod error;
 mod forward;
+mod judge;
 pub mod mods;
 mod pairs;
 mod random;
+mod rounding;
 mod row;
 mod sample;
 
 pub use backward::{Gradients, backward};
 pub use dropout::kept;
 pub use dtype::round_to;
+pub use emulation::{Attention, Expected, expected};
 pub use error::Error;
 pub use forward::{Output, forward};
+pub use judge::{Comparison, Judged, Unfit, Verdict};
 pub use pairs::{Pair, pairs};
 pub use random::normal;
+pub use rounding::{Emulation, Operands};
 pub use sample::{Sample, sample};
 
 use flash_attention_kernels::AttentionProblem;
@@ -144,7 +152,8 @@ impl Inputs<'_> {
         // A sequence ends with the batch that it begins in.
         let within = |ends: &[usize], seq: usize| {
             let begin = ends[0].min(problem.batch * seq);
-            let batch = (begin / seq).min(problem.batch - 1);
+            // Of tensors without queries, or keys, all is in the first batch.
+            let batch = begin.checked_div(seq).map_or(0, |batch| batch.min(problem.batch - 1));
             let begin = begin - batch * seq;
             (batch, begin..(begin + ends[1] - ends[0]).min(seq))
         };

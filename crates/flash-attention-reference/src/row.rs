@@ -5,7 +5,7 @@ use crate::{Dropout, Inputs};
 use flash_attention_kernels::AttentionProblem;
 use flash_attention_kernels::blocks::{EMPTY, PARTIAL};
 use flash_attention_kernels::mask::Band;
-use flash_attention_kernels::mods::{Pair, Partials, TENSORS, Values};
+use flash_attention_kernels::mods::{Pair, TENSORS, Values};
 
 /// What query `i` of one head makes of the keys that it sees.
 pub(crate) struct Row {
@@ -99,21 +99,37 @@ impl Row {
         Some(Row { keys, t, p, z, sink: of_sink / sum, lse: max + sum.ln() })
     }
 
-    /// The derivatives of what the function makes of the scores, if there is one. `at` is the row's.
-    pub fn partials(
-        &self,
-        problem: &AttentionProblem,
-        inputs: &Inputs,
-        [b, h, i]: [usize; 3],
-    ) -> Option<Vec<Partials>> {
-        let function = problem.options.score_mod?;
+    /// The derivatives of the scores that the softmax sees. `at` is the row's.
+    pub fn derivatives(&self, problem: &AttentionProblem, inputs: &Inputs, [b, h, i]: [usize; 3]) -> Derivatives {
+        let (function, cap) = (problem.options.score_mod, problem.options.softcap.map(f64::from));
+        let capped = |t: f64| cap.map_or(1.0, |cap| 1.0 - (t / cap).powi(2));
+        let mut all = Derivatives::default();
+        if cap.is_some() || function.is_some() {
+            all.of_score = Some(self.t.iter().map(|t| capped(*t)).collect());
+        }
+        let Some(function) = function else { return all };
         let band = inputs.band(problem, b, i);
-        let partials = |(&j, &t): (&usize, &f64)| {
+        for (n, (&j, &t)) in self.keys.iter().zip(&self.t).enumerate() {
             let at = [b, h, i, j];
-            function.backward(t as f32, pair(&band, at), values(problem.score_tensors, inputs.score_tensors, at))
-        };
-        Some(self.keys.iter().zip(&self.t).map(partials).collect())
+            let values = values(problem.score_tensors, inputs.score_tensors, at);
+            let of = function.backward(t as f32, pair(&band, at), values);
+            if let Some(of_score) = &mut all.of_score {
+                of_score[n] *= f64::from(of.score);
+            }
+            all.of_tensors[0].push(f64::from(of.a));
+            all.of_tensors[1].push(f64::from(of.b));
+        }
+        all
     }
+}
+
+/// The derivatives of a row's scores as the softmax sees them.
+#[derive(Default)]
+pub(crate) struct Derivatives {
+    /// By the product of query and key, scaled. `None` where all are 1.
+    pub of_score: Option<Vec<f64>>,
+    /// By what the tensors of the function hold; empty if there is no function.
+    pub of_tensors: [Vec<f64>; TENSORS],
 }
 
 /// The state of the block that a pair belongs to; without blocks, mask and function decide everywhere.
@@ -176,5 +192,12 @@ pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {
 pub(crate) fn add_scaled(y: &mut [f64], a: f64, x: &[f64]) {
     for (y, x) in y.iter_mut().zip(x) {
         *y += a * x;
+    }
+}
+
+/// `y += (a · x)²`.
+pub(crate) fn add_squares(y: &mut [f64], a: f64, x: &[f64]) {
+    for (y, x) in y.iter_mut().zip(x) {
+        *y += (a * x).powi(2);
     }
 }

@@ -1,11 +1,14 @@
 //! Some rows and keys of a problem that is too large to compute whole.
 
 use crate::Inputs;
-use crate::backward::score_gradients;
+use crate::backward::ScoreGradients;
 use crate::row::{Row, add_scaled, block_state, vector};
 use flash_attention_kernels::AttentionProblem;
 use flash_attention_kernels::blocks::EMPTY;
 use rayon::prelude::*;
+
+/// Parts that the rows are summed in.
+const PARTS: usize = 64;
 
 /// What attention gives for some queries and keys of one key/value head.
 ///
@@ -35,8 +38,8 @@ pub struct Sample {
 /// Output and gradients of `Σ dout∘o` for these queries of head `[batch, head]` and for these keys of the head that it
 /// shares, exactly: the keys' gradients are summed over all queries of all heads that share them.
 ///
-/// Takes as many steps as there are scores in the rows of these queries and of those that see one of the keys, but memory
-/// for no more than a row for each thread.
+/// Takes as many steps as there are scores in the rows of these queries and of those that see one of the keys, and memory for a row of
+/// each thread and 64 times the keys' gradients. The same call gives the same bits.
 ///
 /// ```
 /// use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
@@ -71,7 +74,7 @@ pub fn sample(
     let h_kv = h / group;
     let scale = f64::from(problem.softmax_scale());
     let score_gradients =
-        |row: &Row, at| score_gradients(problem, inputs, row, vector(dout, problem.o_shape(), at), 0.0, at);
+        |row: &Row, at| ScoreGradients::exact(problem, inputs, row, vector(dout, problem.o_shape(), at), at);
     let [_, heads, rows, columns] = problem.scores_shape();
     let whole_bias = problem.bias == Some([1, heads, rows, columns]);
 
@@ -110,24 +113,25 @@ pub fn sample(
         inputs.band(problem, b, i).sees(i as u32, j as u32) && block_state(problem, inputs, [b, h, i, j]) != EMPTY
     };
     let rows = rows.filter(|&[_, h, i]| keys.iter().any(|&j| sees(h, i, j)));
-    let sums = rows.collect::<Vec<_>>().into_par_iter().fold(zeros, |(mut dk, mut dv), at| {
-        if let Some(row) = Row::new(problem, inputs, at) {
+    let rows: Vec<_> = rows.collect();
+    let sum = |rows: &[[usize; 3]]| {
+        let (mut dk, mut dv) = zeros();
+        for &at in rows {
+            let Some(row) = Row::new(problem, inputs, at) else { continue };
             let ds = score_gradients(&row, at).ds;
             for (slot, key) in keys.iter().enumerate() {
                 // Keys of a row are in order.
                 let Ok(n) = row.keys.binary_search(key) else { continue };
-                add_scaled(
-                    &mut dk[slot * head_dim..][..head_dim],
-                    scale * ds[n],
-                    vector(inputs.q, problem.q_shape(), at),
-                );
-                let dout = vector(dout, problem.o_shape(), at);
+                let (q, dout) = (vector(inputs.q, problem.q_shape(), at), vector(dout, problem.o_shape(), at));
+                add_scaled(&mut dk[slot * head_dim..][..head_dim], scale * ds[n], q);
                 add_scaled(&mut dv[slot * head_dim_v..][..head_dim_v], row.p[n] * row.z[n], dout);
             }
         }
         (dk, dv)
-    });
-    (sample.dk, sample.dv) = sums.reduce(zeros, |(mut dk, mut dv), (more_dk, more_dv)| {
+    };
+    // The order of the sums does not depend on threads: the same call gives the same bits.
+    let sums: Vec<_> = rows.par_chunks(rows.len().div_ceil(PARTS).max(1)).map(sum).collect();
+    (sample.dk, sample.dv) = sums.into_iter().fold(zeros(), |(mut dk, mut dv), (more_dk, more_dv)| {
         add_scaled(&mut dk, 1.0, &more_dk);
         add_scaled(&mut dv, 1.0, &more_dv);
         (dk, dv)
