@@ -372,12 +372,14 @@ pub fn classify<M: Numeric>(
         terminate!();
     }
     let (first_i, first_j) = (of_q as u32 * block_q, of_k as u32 * block_k);
+    let (after_i, after_j) = (min(first_i + block_q, band.after_queries()), min(first_j + block_k, band.after_keys()));
     let mut any = false.runtime();
     let mut all = true.runtime();
-    let mut nth = UNIT_POS;
-    while nth < block_q * block_k {
-        let (i, j) = (first_i + nth / block_k, first_j + nth % block_k);
-        if band.is_query(i) && band.is_key(j) {
+    // Rows and columns are counted apart: their product may be more than 32 bits hold.
+    let mut i = first_i + UNIT_POS / comptime!(BLOCK as u32);
+    while i < after_i {
+        let mut j = first_j + UNIT_POS % comptime!(BLOCK as u32);
+        while j < after_j {
             let place = Place::new(batch as u32, head as u32, &band, i, j, false);
             let mut sees = mods.sees(&place, &band);
             #[comptime]
@@ -388,8 +390,9 @@ pub fn classify<M: Numeric>(
             }
             any = any || sees;
             all = all && sees;
+            j += comptime!(BLOCK as u32);
         }
-        nth += comptime!(CLASSIFIERS as u32);
+        i += comptime!((CLASSIFIERS / BLOCK) as u32);
     }
     board[UNIT_POS as usize] = u32::cast_from(any);
     board[UNIT_POS as usize + CLASSIFIERS] = u32::cast_from(all);

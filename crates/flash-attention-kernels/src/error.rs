@@ -185,6 +185,21 @@ pub enum AttentionError {
         /// The runtime's name.
         device: String,
     },
+    /// A tensor larger than the device allocates at once, however much memory is free.
+    #[error(
+        "{tensor} takes {bytes} bytes, more than this device ({device}) allocates at once{}",
+        .max.map_or_else(String::new, |max| format!(": at most {max}"))
+    )]
+    Allocation {
+        /// What would be allocated.
+        tensor: &'static str,
+        /// Its size.
+        bytes: u64,
+        /// The largest allocation, where the device states it.
+        max: Option<u64>,
+        /// The runtime's name.
+        device: String,
+    },
     /// The work needs more cubes than the device starts in one launch.
     #[error("{kernel} needs {cubes} cubes, but this device starts at most {max} in one launch")]
     Grid {

@@ -40,11 +40,25 @@ pub fn lse_bits(m: f32, l: f32) -> u32 {
     select(l == 0.0f32, NEGATIVE_INFINITY, bits)
 }
 
-/// [`lse_bits()`] in base 2: of a maximum `m_log2 = m · log2(e)` and `log2 l`.
+/// `1 / log2(e)`, of the `log2(e)` that has been rounded to f32, as a sum of two f32.
+const NATURAL: f32 = (1.0 / std::f32::consts::LOG2_E as f64) as f32;
+const NATURAL_REST: f32 = (1.0 / std::f32::consts::LOG2_E as f64 - NATURAL as f64) as f32;
+
+/// [`lse_bits()`] in base 2: of a maximum `m_log2 = m · log2(e)` and `log2 l`. It is rounded once, and the rounding of `log2(e)` is
+/// undone: at large scores an error of lse is a relative error of all probabilities that the backward recomputes.
 #[cube]
 pub fn lse_bits_log2(m_log2: f32, l: f32, l_log2: f32) -> u32 {
-    let bits = u32::reinterpret((m_log2 + l_log2) * comptime!(std::f32::consts::LN_2));
+    let rest = fma(m_log2, comptime!(NATURAL_REST), l_log2 * comptime!(NATURAL));
+    let lse = fma(m_log2, comptime!(NATURAL), rest);
+    // Of an infinite score the rest would be none.
+    let bits = u32::reinterpret(select(f32::abs(m_log2) <= f32::MAX, lse, m_log2));
     select(l == 0.0f32, NEGATIVE_INFINITY, bits)
+}
+
+/// A log-sum-exp in base 2, rounded as products with `log2(e)` are.
+#[cube]
+pub fn lse_log2(lse: f32) -> f32 {
+    lse * comptime!(std::f32::consts::LOG2_E)
 }
 
 /// The log-sum-exp with these bits, [`HIDDEN`] where nothing was seen.
@@ -52,6 +66,18 @@ pub fn lse_bits_log2(m_log2: f32, l: f32, l_log2: f32) -> u32 {
 pub fn lse_of_part(bits: u32) -> f32 {
     let nothing = bits == NEGATIVE_INFINITY;
     select(nothing, HIDDEN, f32::reinterpret(select(nothing, 0u32, bits)))
+}
+
+/// The sum of a row's exponentials as the product `P V` adds them up, where each is rounded to the element type: `l`, their sum in
+/// f32, corrected by the rounding error of the `largest` one, which is `rounded` there.
+///
+/// Divided by `l`, the output of a row with a single large probability would carry that error, up to half a unit in the last place
+/// of the element type, and the backward's `dP − delta`, which is near 0 there, would consist of it. PyTorch's FlashAttention-2 has
+/// the largest exponential be exactly 1 for this (`UNFUSE_FMA`), at the cost of one more instruction for each score.
+#[cube]
+pub fn rounded_sum(l: f32, largest: f32, rounded: f32) -> f32 {
+    // Where no single one is large, errors cancel. A row out of range stays so.
+    select(2.0f32 * largest >= l && l <= f32::MAX, l + (rounded - largest), l)
 }
 
 /// `1 / l`, or 0 for a row that saw nothing.

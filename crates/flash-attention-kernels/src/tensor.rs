@@ -47,15 +47,16 @@ impl<const RANK: usize> TensorView<RANK> {
 
     /// Whether there is no element.
     pub fn is_empty(&self) -> bool {
-        self.len() == 0
+        self.shape.contains(&0)
     }
 
-    /// Elements from the first to the last that the view reaches, both counted.
+    /// Elements from the first to the last that the view reaches, both counted, or `u64::MAX` if they are more than that.
     pub(crate) fn span(&self) -> u64 {
         if self.is_empty() {
             return 0;
         }
-        1 + self.shape.iter().zip(&self.strides).map(|(n, s)| (*n as u64 - 1) * *s as u64).sum::<u64>()
+        let reaches = self.shape.iter().zip(&self.strides).map(|(n, s)| (*n as u64 - 1).saturating_mul(*s as u64));
+        reaches.fold(1, u64::saturating_add)
     }
 
     /// Whether two index tuples may reach one element: fatal for outputs.

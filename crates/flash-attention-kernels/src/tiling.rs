@@ -3,7 +3,8 @@
 
 mod choice;
 mod device;
-mod hopper;
+pub(crate) mod hopper;
+mod lists;
 pub(crate) mod matrix;
 pub(crate) mod mma;
 mod plan;
@@ -14,10 +15,11 @@ pub use choice::{
     BackwardTiles, BiasGradient, Forward, Gradient, HopperForward, HopperGradient, Kernel, MmaForward, MmaGradient,
 };
 pub use device::{Device, element_type};
-pub(crate) use device::{check_bindings, check_dtype, cube_count};
-pub(crate) use hopper::stats_multiple;
+pub(crate) use device::{check_bindings, check_dtype, cube_count, grid};
 #[cfg(feature = "cuda")]
 pub(crate) use hopper::varies_by_pair;
+pub(crate) use hopper::{COUNTER_BYTES, COUNTERS, stats_multiple};
+pub(crate) use lists::ListShape;
 pub use plan::{PassedOver, Plan, plan, plan_on, plan_with};
 pub use portable::{Stage, shared_memory};
 pub(crate) use portable::{blueprint, check_tile};
@@ -28,6 +30,7 @@ use crate::hopper::sums_columns;
 use crate::matrix::Role;
 use crate::portable::dbias::Sums;
 use crate::problem::{AttentionProblem, BackwardOrder};
+use crate::sequences;
 
 /// The forward that runs: the most preferred kernel that can, or the one that is asked for.
 pub(crate) fn choose_forward(
@@ -251,17 +254,68 @@ pub(crate) fn bias_sums(shape: &[usize; 4], problem: &AttentionProblem) -> Sums 
     }
 }
 
-/// Checks that blocks of a block mask, if there is one, consist of whole tiles.
-pub(crate) fn check_blocks(problem: &AttentionProblem, (rows, columns): (usize, usize)) -> Result<(), AttentionError> {
-    if problem.block_mask.is_none() || BLOCK.is_multiple_of(rows) && BLOCK.is_multiple_of(columns) {
+/// Blocks of `tile` of so many rows, and the batches that each has as many in: of several sequences, the most that there can be in all.
+pub(crate) fn blocks(problem: &AttentionProblem, rows: usize, tile: usize) -> (usize, usize) {
+    match problem.num_sequences() {
+        Some(number) => ((problem.batch * rows / tile + number).max(1), 1),
+        None => (rows.div_ceil(tile), problem.batch),
+    }
+}
+
+/// Grids of what tells where several sequences lie: of the schedule, and of what fills the rest of queries and of keys.
+pub(crate) fn sequence_grids(
+    device: &Device,
+    problem: &AttentionProblem,
+) -> Result<[(u32, u32, u32); 3], AttentionError> {
+    let fill = |heads: usize, seq: usize| {
+        cube_count(device, "fill", (problem.batch * heads * seq.div_ceil(sequences::UNITS)) as u64)
+    };
+    Ok([
+        cube_count(device, "schedule", problem.num_sequences().unwrap_or(0) as u64)?,
+        fill(problem.num_heads_q, problem.seq_q)?,
+        fill(problem.num_heads_kv, problem.seq_k)?,
+    ])
+}
+
+/// Checks that blocks of a block mask, if there is one, consist of whole tiles, and that a kernel of this family reaches its lists.
+pub(crate) fn check_blocks(
+    device: &Device,
+    problem: &AttentionProblem,
+    kernel: Kernel,
+    list: ListShape,
+) -> Result<(), AttentionError> {
+    let ListShape { rows, columns, .. } = list;
+    if problem.block_mask.is_none() {
         return Ok(());
     }
-    let value = format!("{rows}×{columns}");
-    Err(AttentionError::Unsupported {
-        option: "tile",
-        value,
-        why: "where there is a block mask, tiles divide 128 queries and keys",
-    })
+    if rows == 0 || columns == 0 || !BLOCK.is_multiple_of(rows) || !BLOCK.is_multiple_of(columns) {
+        return Err(AttentionError::Unsupported {
+            option: "tile",
+            value: format!("{rows}×{columns}"),
+            why: "where there is a block mask, tiles divide 128 queries and keys",
+        });
+    }
+    list.check(device, problem, if kernel == Kernel::Hopper { hopper::MAX_LIST } else { u64::MAX })
+}
+
+/// [`check_blocks`] of every kernel of a backward.
+pub(crate) fn check_backward_blocks(
+    device: &Device,
+    problem: &AttentionProblem,
+    tiles: &BackwardTiles,
+) -> Result<(), AttentionError> {
+    let fused = tiles.fused.map(Gradient::Hopper);
+    let gradients = [(Some(tiles.dq), false), (Some(tiles.dkdv), true), (tiles.dv, true), (fused, true)];
+    for (gradient, keys) in gradients.into_iter().filter_map(|(gradient, keys)| Some((gradient?, keys))) {
+        check_blocks(device, problem, gradient.kernel(), gradient.list(keys))?;
+    }
+    // The gradients of bias, slopes and tensors walk over lists of either side.
+    for tile in tiles.portables() {
+        for keys in [false, true] {
+            check_blocks(device, problem, Kernel::Portable, Gradient::Portable(tile).list(keys))?;
+        }
+    }
+    Ok(())
 }
 
 /// Length of the buffer of these sums.

@@ -28,7 +28,7 @@ use super::ops::*;
 use super::ring::{Place, load_panels};
 use super::rows::{exchange, vector_of_pair};
 use super::schedule::Divisor;
-use super::scores::{Factors, finish_head, hide, products};
+use super::scores::{Factors, finish_head, hide, probability_log2, products};
 use super::{BiasBlueprint, BiasTile, PANEL, SLOTS, WARPGROUP_ROWS, WORDS};
 use crate::blocks::Visit;
 use crate::mask::{Band, Blocks};
@@ -456,8 +456,8 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
         let lse0 = f32::reinterpret(load_shared(base + comptime!(at.lse as u32) + of_row));
         let lse1 = f32::reinterpret(load_shared(base + comptime!(at.lse as u32 + 32) + of_row));
         // What is no number must not make one of what is hidden: its score is -inf, and its probability 0 after all numbers.
-        let below0 = select(lse0 * 0.0f32 == 0.0f32, -lse0, f32::MAX);
-        let below1 = select(lse1 * 0.0f32 == 0.0f32, -lse1, f32::MAX);
+        let lse0 = select(lse0 * 0.0f32 == 0.0f32, lse0, f32::MIN);
+        let lse1 = select(lse1 * 0.0f32 == 0.0f32, lse1, f32::MIN);
 
         #[unroll]
         for of_turn in 0..tiles {
@@ -558,8 +558,8 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
             #[unroll]
             for n in 0..s_len {
-                let below = if comptime!(n % 4 < 2) { below0 } else { below1 };
-                s[n] = ex2(fma(s[n], factors.exponent, below));
+                let lse = if comptime!(n % 4 < 2) { lse0 } else { lse1 };
+                s[n] = probability_log2(s[n], factors.exponent, lse, scores.dtype);
             }
             pin(&mut s, s_len);
             let words = kept(&factors, batch, head, &band, first_row, first_key, scores);

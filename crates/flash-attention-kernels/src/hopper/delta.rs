@@ -7,7 +7,7 @@ use super::Blueprint;
 use super::forward::row_start;
 use super::schedule::Walk;
 use crate::mask::Band;
-use crate::softmax::lse_of_bits;
+use crate::softmax::{lse_log2, lse_of_bits};
 use cubecl::prelude::*;
 
 /// Units that share a row.
@@ -86,8 +86,7 @@ pub fn delta<E: Float, N: Size>(
         let mut of_lse = f32::MAX.runtime();
         let mut of_delta = 0.0f32.runtime();
         if row < seq_q {
-            let log2_e = comptime!(std::f32::consts::LOG2_E);
-            of_lse = min(lse_of_bits(lse[row_start(lse, batch, of_batch, row)]) * log2_e, f32::MAX);
+            of_lse = min(lse_log2(lse_of_bits(lse[row_start(lse, batch, of_batch, row)])), f32::MAX);
             of_delta = sum;
             #[comptime]
             if let ComptimeOption::Some(dlse) = &dlse {

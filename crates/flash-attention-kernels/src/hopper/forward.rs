@@ -300,8 +300,9 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         let sinks = comptime!(!blueprint.partial && factors.extras.sinks.is_some());
         let of_head = if comptime!(sinks) { memory.item(nth, Of::Head) } else { 0u32.runtime() };
         let of_sink = sink_log2(&factors.extras, of_head, sinks);
-        let (m0, l0, f0) = with_sink(rows.m0, row_sum(rows.l0), of_sink, sinks);
-        let (m1, l1, f1) = with_sink(rows.m1, row_sum(rows.l1), of_sink, sinks);
+        let end0 = RowEnd::of(rows.m0, rows.l0, rows.top0, of_sink, factors.exponent, sinks, blueprint);
+        let end1 = RowEnd::of(rows.m1, rows.l1, rows.top1, of_sink, factors.exponent, sinks, blueprint);
+        let (m0, l0, m1, l1) = (end0.m, end0.l, end1.m, end1.l);
         let row = first_row + of_warpgroup * 16 + lane / 4;
         let (out, head) = (memory.item(nth, Of::BatchOut) as usize, memory.item(nth, Of::Head) as usize);
         let lse_at = strides.lse.at(out, head, row);
@@ -315,8 +316,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                 lse[next] = lse_bits_log2(m1, l1, lg2(l1));
             }
         }
-        let f0 = normalizer_of(l0, f0, &factors.extras);
-        let f1 = normalizer_of(l1, f1, &factors.extras);
+        let f0 = normalizer_of(l0, end0.factor, &factors.extras);
+        let f1 = normalizer_of(l1, end1.factor, &factors.extras);
         wgmma_wait(1usize);
         pin(&mut acc, o_len);
         if lane == 0 {

@@ -27,7 +27,7 @@ use super::reduce::{ADDENDS, Reducer};
 use super::ring::{BLIND, CONTINUED, CONTINUES, Kept, Loader, Memory, Of, Place, Spread, load_next};
 use super::rows::*;
 use super::schedule::Walk;
-use super::scores::{Factors, finish, hide, products, slope};
+use super::scores::{Factors, finish, hide, probability_log2, products, slope};
 use super::{Role, WARPGROUP_ROWS};
 use crate::mask::Band;
 use cubecl::prelude::*;
@@ -209,7 +209,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             let lse = statistics(lse_at, of_rows.lse0, of_rows.lse1, blueprint);
             #[unroll]
             for n in 0..s_len {
-                s[n] = ex2(fma(s[n], factors.exponent, -*lse.index(n)));
+                s[n] = probability_log2(s[n], factors.exponent, *lse.index(n), blueprint.dtype);
             }
             let adds = u32::cast_from(step > 0 || continued);
             let words = kept_of(&factors, &memory, nth, &band, first_row, visit.start, blueprint);

@@ -64,6 +64,8 @@ pub const PANEL: usize = 64;
 
 /// Work items that are kept in shared memory: more than loads run ahead of the products (one for each stage, and one).
 pub const SLOTS: usize = 8;
+/// Stages of a pipeline at most: the item that is computed has a slot, and that after the last one that is loaded.
+pub const MAX_STAGES: usize = SLOTS - 2;
 /// Words of shared memory for a kept item, and for each of the three cursors.
 pub const WORDS: usize = 13;
 

@@ -163,6 +163,16 @@ fn approximation(scope: &cubecl_core::ir::Scope, name: &str, x: pliron::value::V
     pure(scope, ty, &format!("{name}.approx.ftz.f32 $0, $1;"), "=f,f", vec![x]).into()
 }
 
+/// `a · b`, rounded whatever is done with it: no compiler makes a fused multiply-add of it.
+#[cube]
+pub fn multiply_rounded(a: f32, b: f32) -> f32 {
+    intrinsic!(|scope| {
+        let (a, b) = (a.read_value(scope), b.read_value(scope));
+        let ty = f32::__expand_as_type(scope);
+        ExpandValue::from(pure(scope, ty, "mul.rn.f32 $0, $1, $2;", "=f,f,f", vec![a, b])).into()
+    })
+}
+
 /// `2^x`, the hardware's approximation (relative error 2^-22). CubeCL's own needs libdevice, which only a CUDA toolkit on
 /// the machine brings; so do `log2` and `tanh`.
 #[cube]
@@ -328,6 +338,7 @@ pub fn bulk_load(source: &[u32], from: usize, #[comptime] bytes: usize, to: u32,
 #[cube]
 fn bulk_load_from(element: &[u32], #[comptime] bytes: usize, to: u32, barrier: u32) {
     intrinsic!(|scope| {
+        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
         let from = unsafe { *element.__expand_as_ptr_method(scope) }.value(scope);
         let args = vec![to.read_value(scope), from, barrier.read_value(scope)];
         let template =
@@ -358,6 +369,7 @@ pub fn tma_prefetch<E: CubePrimitive>(
 #[cube]
 pub fn store_pair(to: &mut [Vector<u32, Const<2>>], #[comptime] nth: usize, low: u32, high: u32, live: bool) {
     intrinsic!(|scope| {
+        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
         let to = unsafe { *to.__expand_as_ptr_method(scope) }.value(scope);
         let template = format!("@$3 st.global.v2.u32 [$0+{}], {{$1, $2}};", 8 * nth);
         let args = vec![to, low.read_value(scope), high.read_value(scope), live.read_value(scope)];
@@ -425,6 +437,7 @@ fn store_tiles_of(at: u32, a: u32, b: u32, c: u32, d: u32) {
 #[cube]
 pub fn add_quad(sums: &[f32], #[comptime] nth: usize, a: f32, b: f32, c: f32, d: f32) {
     intrinsic!(|scope| {
+        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
         let sums = unsafe { *sums.__expand_as_ptr_method(scope) }.value(scope);
         let mut args = vec![sums];
         args.extend([a, b, c, d].map(|x| x.read_value(scope)));
@@ -460,6 +473,7 @@ fn half_to_f32(packed: u32, #[comptime] high: bool) -> f32 {
 pub fn take_ticket(counter: &[u32], last: u32) -> u32 {
     intrinsic!(|scope| {
         let ty = u32::__expand_as_type(scope);
+        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
         let counter = unsafe { *counter.__expand_as_ptr_method(scope) }.value(scope);
         let args = vec![counter, last.read_value(scope)];
         let template = "{\n.reg .pred p;\n.reg .u32 lane;\nmov.u32 lane, %laneid;\nsetp.eq.u32 p, lane, 0;\nmov.u32 $0, 0;\n\
@@ -548,6 +562,7 @@ pub fn wgmma_wait(#[comptime] n: usize) {
 #[cube]
 pub fn descriptor<E: CubePrimitive>(tile: &[E], #[comptime] leading: usize, #[comptime] stride: usize) -> u64 {
     intrinsic!(|scope| {
+        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
         let ptr = unsafe { *tile.__expand_as_ptr_method(scope) }.value(scope);
         let op = WgmmaDescriptorOp::new(scope.ctx_mut(), ptr, leading, stride, WgmmaSwizzle::B128);
         scope.register_with_result(&op).into()
@@ -673,6 +688,7 @@ fn product_registers(
 #[cube]
 pub fn store_half<E: CubePrimitive>(to: &mut [E], packed: u32, #[comptime] high: bool, live: bool) {
     intrinsic!(|scope| {
+        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
         let to = unsafe { *to.__expand_as_ptr_method(scope) }.value(scope);
         let halves = if high { "_, half" } else { "half, _" };
         let template = format!("{{\n.reg .b16 half;\nmov.b32 {{{halves}}}, $1;\n@$2 st.global.b16 [$0], half;\n}}");

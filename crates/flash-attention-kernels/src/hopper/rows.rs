@@ -8,7 +8,7 @@ use super::Blueprint;
 use super::ops::*;
 use crate::extras::Extras;
 use crate::problem::Dtype;
-use crate::softmax::HIDDEN;
+use crate::softmax::{HIDDEN, rounded_sum};
 use cubecl::prelude::*;
 
 /// How much, as a power of two, a maximum may grow before what was computed with it is rescaled.
@@ -36,6 +36,11 @@ pub struct Statistics {
     /// What this unit holds of the rows' exponentials, added; +∞ for a row that was out of range.
     pub l0: f32,
     pub l1: f32,
+    /// What [`largest()`] finds a row's largest exponential by: the row's highest score; where exponentials are relative to an anchor,
+    /// and nobody knows that one, the largest exponential of this unit in the tiles that raised an anchor of the warp's. In sharp
+    /// distributions the tile with a row's maximum does.
+    pub top0: f32,
+    pub top1: f32,
 }
 
 /// What taking a tile in leaves to be done.
@@ -60,17 +65,21 @@ impl Statistics {
     ) -> Statistics {
         let tile_k = comptime!(blueprint.tile.tile_k);
         let every = comptime!(if blueprint.anchored() { SPARSE } else { 1 });
+        let (s0, s1) = (row_max(&*s, 0usize, every, tile_k), row_max(&*s, 1usize, every, tile_k));
         let mut rows = Statistics {
-            m0: row_max(&*s, 0usize, exponent, every, tile_k),
-            m1: row_max(&*s, 1usize, exponent, every, tile_k),
+            m0: exponent_of_max(s0, exponent),
+            m1: exponent_of_max(s1, exponent),
             l0: 0.0f32.runtime(),
             l1: 0.0f32.runtime(),
+            top0: if comptime!(blueprint.anchored()) { 0.0f32.runtime() } else { s0 },
+            top1: if comptime!(blueprint.anchored()) { 0.0f32.runtime() } else { s1 },
         };
         if comptime!(blueprint.anchored() && hides) {
             rows.anchor(s, exponent, blueprint);
         }
-        let taken = rows.take(s, exponent, tile_k);
+        let taken = rows.take(s, exponent, blueprint);
         if comptime!(blueprint.anchored()) && taken.needed {
+            rows.find_top(&*s, tile_k);
             let _ = rows.grow(s, &taken, tile_k);
         }
         rows
@@ -80,10 +89,10 @@ impl Statistics {
     pub fn anchor(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) {
         let none = self.m0 == HIDDEN || self.m1 == HIDDEN;
         if comptime!(blueprint.anchored()) && plane_any(none) {
-            let x0 = row_max(&*s, 0usize, exponent, 1usize, comptime!(blueprint.tile.tile_k));
-            let x1 = row_max(&*s, 1usize, exponent, 1usize, comptime!(blueprint.tile.tile_k));
-            self.m0 = select(self.m0 == HIDDEN, x0, self.m0);
-            self.m1 = select(self.m1 == HIDDEN, x1, self.m1);
+            let s0 = row_max(&*s, 0usize, 1usize, comptime!(blueprint.tile.tile_k));
+            let s1 = row_max(&*s, 1usize, 1usize, comptime!(blueprint.tile.tile_k));
+            self.m0 = select(self.m0 == HIDDEN, exponent_of_max(s0, exponent), self.m0);
+            self.m1 = select(self.m1 == HIDDEN, exponent_of_max(s1, exponent), self.m1);
         }
     }
 
@@ -91,10 +100,13 @@ impl Statistics {
     pub fn absorb(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) -> Taken {
         let tile_k = comptime!(blueprint.tile.tile_k);
         if comptime!(blueprint.anchored()) {
-            self.take(s, exponent, tile_k)
+            self.take(s, exponent, blueprint)
         } else {
-            let m0 = row_max(&*s, 0usize, exponent, 1usize, tile_k);
-            let m1 = row_max(&*s, 1usize, exponent, 1usize, tile_k);
+            let s0 = row_max(&*s, 0usize, 1usize, tile_k);
+            let s1 = row_max(&*s, 1usize, 1usize, tile_k);
+            self.top0 = max(self.top0, s0);
+            self.top1 = max(self.top1, s1);
+            let (m0, m1) = (exponent_of_max(s0, exponent), exponent_of_max(s1, exponent));
             // Without branches, so that the exponentials need not wait for a vote.
             let m0 = select(m0 - self.m0 > LAZY, m0, self.m0);
             let m1 = select(m1 - self.m1 > LAZY, m1, self.m1);
@@ -104,7 +116,7 @@ impl Statistics {
             self.m1 = m1;
             self.l0 *= x0;
             self.l1 *= x1;
-            let _ = self.take(s, exponent, tile_k);
+            let _ = self.take(s, exponent, blueprint);
             Taken { x0, x1, needed: plane_any(needed) }
         }
     }
@@ -114,6 +126,7 @@ impl Statistics {
         let (tile_k, o_len) = comptime!((blueprint.tile.tile_k, blueprint.columns() / 2));
         if taken.needed {
             if comptime!(blueprint.anchored()) {
+                self.find_top(&*s, tile_k);
                 let (a0, a1) = self.grow(s, taken, tile_k);
                 scale_rows(o, a0, a1, o_len);
             } else {
@@ -123,12 +136,19 @@ impl Statistics {
     }
 
     /// Turns scores into exponentials relative to what there is, and adds them up.
-    fn take(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] tile_k: usize) -> Taken {
+    fn take(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) -> Taken {
+        let tile_k = comptime!(blueprint.tile.tile_k);
         let x0 = exponentials(s, 0usize, self.m0, exponent, tile_k);
         let x1 = exponentials(s, 1usize, self.m1, exponent, tile_k);
         self.l0 += x0;
         self.l1 += x1;
         Taken { x0, x1, needed: plane_any(x0 > KEPT || x1 > KEPT) }
+    }
+
+    /// Looks for the rows' largest exponentials among those of a tile.
+    fn find_top(&mut self, s: &Array<f32>, #[comptime] tile_k: usize) {
+        self.top0 = max(self.top0, unit_max(s, 0usize, 1usize, tile_k));
+        self.top1 = max(self.top1, unit_max(s, 1usize, 1usize, tile_k));
     }
 
     /// Raises the anchors of rows that a tile has outgrown, of each row by itself, whatever the warp's others hold. Returns by
@@ -141,6 +161,8 @@ impl Statistics {
         self.m1 += growth1;
         self.l0 = select(taken.x0 > RESCALED, f32::INFINITY, self.l0 * a0);
         self.l1 = select(taken.x1 > RESCALED, f32::INFINITY, self.l1 * a1);
+        self.top0 *= a0;
+        self.top1 *= a1;
         scale_rows(s, a0, a1, comptime!(tile_k / 2));
         (a0, a1)
     }
@@ -156,16 +178,17 @@ fn growth(sum: f32) -> f32 {
     select(grows, f32::floor(lg2(sum)), 0.0f32)
 }
 
-/// The highest of a row's scores, as an exponent of 2; [`HIDDEN`] if all are hidden. `row`: 0 or 1. One of `every` eights
-/// counts.
+/// The highest of a row's scores; [`HIDDEN`] if all are hidden. `row`: 0 or 1. One of `every` eights counts.
 #[cube]
-fn row_max(
-    s: &Array<f32>,
-    #[comptime] row: usize,
-    exponent: f32,
-    #[comptime] every: usize,
-    #[comptime] tile_k: usize,
-) -> f32 {
+fn row_max(s: &Array<f32>, #[comptime] row: usize, #[comptime] every: usize, #[comptime] tile_k: usize) -> f32 {
+    let m = unit_max(s, row, every, tile_k);
+    let m = max(m, plane_shuffle_xor(m, 1u32));
+    max(m, plane_shuffle_xor(m, 2u32))
+}
+
+/// The highest of what a unit holds of a row.
+#[cube]
+fn unit_max(s: &Array<f32>, #[comptime] row: usize, #[comptime] every: usize, #[comptime] tile_k: usize) -> f32 {
     // Even and odd eights and columns apart: one after the other, each would wait for the one before.
     let mut m = Array::<f32>::new(4usize);
     #[unroll]
@@ -180,10 +203,13 @@ fn row_max(
             m[n] = max(m[n], s[comptime!(4 * nth * every + 2 * row + e)]);
         }
     }
-    let m = max(max(m[0], m[1]), max(m[2], m[3]));
-    let m = max(m, plane_shuffle_xor(m, 1u32));
-    let m = max(m, plane_shuffle_xor(m, 2u32));
-    select(m == HIDDEN, HIDDEN, m * exponent)
+    max(max(m[0], m[1]), max(m[2], m[3]))
+}
+
+/// A row's highest score as an exponent of 2; [`HIDDEN`] stays so.
+#[cube]
+fn exponent_of_max(highest: f32, exponent: f32) -> f32 {
+    select(highest == HIDDEN, HIDDEN, highest * exponent)
 }
 
 /// Turns a row's scores into `2^(exponent · s − m)`; returns what this unit holds of the row, added.
@@ -212,18 +238,59 @@ pub fn sink_log2(extras: &Extras, head: u32, #[comptime] counts: bool) -> f32 {
     }
 }
 
-/// What a row's exponentials are relative to and their sum once a sink is among them, if it `counts`, and the factor of what has been
-/// added up without it.
+/// The largest of a row's exponentials, or what comes closest to it: `top` of [`Statistics`], whose `m` is the row's.
 #[cube]
-pub fn with_sink(m: f32, l: f32, sink: f32, #[comptime] counts: bool) -> (f32, f32, f32) {
-    if comptime!(counts) {
-        let highest = max(m, sink);
-        let rescaled = ex2(m - highest);
-        // Rows out of range stay so.
-        let sum = select(l == f32::INFINITY, l, fma(l, rescaled, ex2(sink - highest)));
-        (highest, sum, reciprocal(sum) * rescaled)
+fn largest(top: f32, m: f32, exponent: f32, #[comptime] blueprint: Blueprint) -> f32 {
+    if comptime!(blueprint.anchored()) {
+        let top = max(top, plane_shuffle_xor(top, 1u32));
+        max(top, plane_shuffle_xor(top, 2u32))
     } else {
-        (m, l, reciprocal(l))
+        select(m == HIDDEN, 0.0f32, ex2(fma(top, exponent, -m)))
+    }
+}
+
+/// What a row's exponentials are relative to and their sum, with a sink among them if it `counts`, and the factor of the sum of values.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct RowEnd {
+    /// The exponent of 2 that exponentials are relative to.
+    pub m: f32,
+    /// Their sum.
+    pub l: f32,
+    /// The factor.
+    pub factor: f32,
+}
+
+#[cube]
+impl RowEnd {
+    /// Of a row of whose [`Statistics`] these are what one of its units holds.
+    #[allow(clippy::too_many_arguments)]
+    pub fn of(
+        m: f32,
+        l: f32,
+        top: f32,
+        sink: f32,
+        exponent: f32,
+        #[comptime] counts: bool,
+        #[comptime] blueprint: Blueprint,
+    ) -> RowEnd {
+        let l = row_sum(l);
+        let mut rounded = l;
+        if comptime!(blueprint.dtype != Dtype::F32) {
+            let largest = largest(top, m, exponent, blueprint);
+            let of_product = unpack(pack(largest, largest, blueprint.dtype), false, blueprint.dtype);
+            rounded = rounded_sum(l, largest, of_product);
+        }
+        if comptime!(counts) {
+            let highest = max(m, sink);
+            let rescaled = ex2(m - highest);
+            let of_sink = ex2(sink - highest);
+            // Rows out of range stay so.
+            let sum = select(l == f32::INFINITY, l, fma(l, rescaled, of_sink));
+            RowEnd { m: highest, l: sum, factor: reciprocal(fma(rounded, rescaled, of_sink)) * rescaled }
+        } else {
+            RowEnd { m, l, factor: reciprocal(rounded) }
+        }
     }
 }
 

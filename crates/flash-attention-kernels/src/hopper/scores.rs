@@ -1,6 +1,6 @@
 //! From products in registers to scores: softcap, the user's functions, bias, mask; band. How registers hold a tile: [`rows`](super::rows).
 
-use super::ops::{ex2, lg2, load_tiles, mma_shared, pack, reciprocal, unpack};
+use super::ops::{ex2, lg2, load_tiles, mma_shared, multiply_rounded, pack, reciprocal, unpack};
 use super::ring::{Memory, Of};
 use super::{Blueprint, Rows, WARPGROUP_ROWS};
 use crate::blocks::Visit;
@@ -325,6 +325,19 @@ fn add_bias<E: Float, NB: Size>(
                 }
             }
         }
+    }
+}
+
+/// The probability `2^(exponent · score − lse)`.
+///
+/// Rounded to f16 an error of `exponent · score` shows at scores in the thousands. There the product is rounded as that of lse was, so
+/// that of a row's only key both are equal where the scale is a power of two.
+#[cube]
+pub fn probability_log2(score: f32, exponent: f32, lse: f32, #[comptime] dtype: Dtype) -> f32 {
+    if comptime!(dtype != Dtype::BF16) {
+        ex2(multiply_rounded(score, exponent) - lse)
+    } else {
+        ex2(fma(score, exponent, -lse))
     }
 }
 

@@ -66,8 +66,11 @@ pub fn backward(
     saved: &Saved,
     gradients: &Gradients,
 ) -> Result<(), AttentionError> {
-    let scratch = Scratch::empty(client, problem);
-    backward_with(client, problem, inputs, saved, gradients, &scratch, None)
+    let device = Device::of(client);
+    let call = Call::new(client, &device, problem, inputs)?;
+    let tiles = tiling::choose_backward(&device, problem, None, &mut Vec::new())?;
+    // Scratch is allocated for a problem that was found valid.
+    call.backward(saved, gradients, &Scratch::empty(client, problem), tiles)
 }
 
 /// [`backward`] with scratch of the caller's and, if given, tiles of its choice.
@@ -227,9 +230,10 @@ impl Call<'_> {
         }
         let views: Vec<&TensorView> =
             wanted.iter().filter_map(|(_, view, _)| view.as_ref()).chain([&saved.o, &saved.dout]).collect();
+        let views = views.into_iter().chain(of_tensors.clone()).map(|view| view.span());
         let rows = [Some(&saved.lse), saved.dlse.as_ref(), sums].into_iter().flatten().map(|view| view.span());
-        let rows = rows.chain([scratch.stats.span()]);
-        let addresses = self.addresses(views.iter().map(|view| view.span()).chain(rows));
+        let slopes = gradients.dalibi_slopes.iter().map(|view| view.span());
+        let addresses = self.addresses(views.chain(rows).chain(slopes).chain([scratch.stats.span()]));
         let (dslopes, dsinks) = (gradients.dalibi_slopes.as_ref(), gradients.dsinks.as_ref());
         let none = dslopes.is_none() && dsinks.is_none() && of_tensors.clone().count() == 0;
         if wanted.iter().all(|(_, view, _)| view.is_none()) && none {
@@ -239,7 +243,8 @@ impl Call<'_> {
         // -- nothing to attend to: zeros, but for sinks, which are attended to
         if p.rows() == 0 || p.seq_k == 0 {
             let f32 = ElemType::Float(FloatKind::F32);
-            let of_sinks = dsinks.filter(|_| p.rows() > 0).map(|view| Ok((view, self.delta_grid()?))).transpose()?;
+            let of_sinks = dsinks.filter(|_| p.rows() > 0);
+            let of_sinks = of_sinks.map(|view| Ok((view, self.delta_grid()?, self.dsinks_grid()?))).transpose()?;
             let written = wanted.iter().filter_map(|(_, view, _)| Some((view.as_ref()?.clone(), self.dtype())));
             let written = written
                 .chain(dslopes.map(|view| (view.widened(), f32)))
@@ -250,28 +255,25 @@ impl Call<'_> {
                 .map(|(view, dtype)| Ok((elementwise(self.device, "zeros", view.len())?, view, dtype)))
                 .collect::<Result<_, AttentionError>>()?;
             for ((count, dim), view, dtype) in launches {
+                // SAFETY: views and scratch have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
                 unsafe { nothing::zeros::launch_unchecked(self.client, count, dim, addresses, view.arg(), dtype) };
             }
-            if let Some((view, delta)) = of_sinks {
+            if let Some((view, delta, count)) = of_sinks {
                 self.delta(saved, scratch, delta, addresses);
-                self.dsinks(scratch, view, addresses);
+                self.dsinks(scratch, view, count, addresses);
             }
             return Ok(());
         }
 
         // -- everything that can fail, before anything runs
-        for (gradient, transposed) in [(Some(tiles.dq), false), (Some(tiles.dkdv), true), (tiles.dv, true)] {
-            if let Some(gradient) = gradient {
-                tiling::check_blocks(p, gradient.blocks(transposed))?;
-            }
-        }
+        tiling::check_backward_blocks(self.device, p, &tiles)?;
         for tile in tiles.portables() {
-            tiling::check_blocks(p, (tile.tile_q, tile.tile_k))?;
             tiling::check_tile(self.device, p, &tile, Stage::Backward)?;
         }
         let (dk, dv) = (gradients.dk.as_ref(), gradients.dv.as_ref());
         let together = tiles.dv.is_none() && dk.is_some() && dv.is_some();
         let delta = self.delta_grid()?;
+        let dsinks = dsinks.map(|view| Ok((view, self.dsinks_grid()?))).transpose()?;
         let (mut hopper, mut mma, mut matrix, mut rows) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         if let Some(tiles) = fused {
             hopper.push((HopperResults { dq: gradients.dq.as_ref(), dk, dv }, tiles));
@@ -361,8 +363,8 @@ impl Call<'_> {
         if portable || !matrix.is_empty() || !rows.is_empty() {
             self.delta(saved, scratch, delta, addresses);
         }
-        if let Some(dsinks) = dsinks {
-            self.dsinks(scratch, dsinks, addresses);
+        if let Some((view, count)) = dsinks {
+            self.dsinks(scratch, view, count, addresses);
         }
         for gradient in matrix {
             self.gradient_matrix(saved, scratch, gradient, addresses);
@@ -447,10 +449,16 @@ impl Call<'_> {
         Ok(CubeCount::Static(x, y, z))
     }
 
+    fn dsinks_grid(&self) -> Result<CubeCount, AttentionError> {
+        let (x, y, z) = tiling::cube_count(self.device, "dsinks", self.problem.num_heads_q as u64)?;
+        Ok(CubeCount::Static(x, y, z))
+    }
+
     fn delta(&self, saved: &Saved, scratch: &Scratch, count: CubeCount, addresses: AddressType) {
         let p = self.problem;
         let vectorizes = |view: &TensorView| view.vectorizes(WIDTH, p.dtype.size());
         let width = if vectorizes(&saved.o) && vectorizes(&saved.dout) { WIDTH } else { 1 };
+        // SAFETY: views and scratch have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
         unsafe {
             delta::delta::launch_unchecked(
                 self.client,
@@ -481,12 +489,13 @@ impl Call<'_> {
         addresses: AddressType,
     ) {
         let route = self.route(Blocks::Queries, tile.tile_q, tile.tile_k);
+        // SAFETY: views and scratch have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
         unsafe {
             portable::dq::dq::launch_unchecked(
                 self.client,
                 count,
                 CubeDim::new_1d(tile.units() as u32),
-                addresses,
+                addresses.max(route.addresses()),
                 self.width(&[&saved.dout, dq]),
                 self.inputs.q.arg(),
                 self.inputs.k.arg(),
@@ -518,12 +527,13 @@ impl Call<'_> {
     ) {
         let views: Vec<_> = [Some(&saved.dout), dk, dv].into_iter().flatten().collect();
         let route = self.route(Blocks::Keys, tile.tile_k, tile.tile_q);
+        // SAFETY: views and scratch have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
         unsafe {
             portable::dkdv::dkdv::launch_unchecked(
                 self.client,
                 count,
                 CubeDim::new_1d(tile.units() as u32),
-                addresses,
+                addresses.max(route.addresses()),
                 self.width(&views),
                 self.inputs.q.arg(),
                 self.inputs.k.arg(),
@@ -544,12 +554,13 @@ impl Call<'_> {
     }
 
     /// The gradient of the sinks, from lse and delta in scratch.
-    fn dsinks(&self, scratch: &Scratch, dsinks: &TensorView<1>, addresses: AddressType) {
+    fn dsinks(&self, scratch: &Scratch, dsinks: &TensorView<1>, count: CubeCount, addresses: AddressType) {
         let (p, Some(sinks)) = (self.problem, &self.inputs.sinks) else { return };
+        // SAFETY: views and scratch have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
         unsafe {
             dsinks::dsinks::launch_unchecked(
                 self.client,
-                CubeCount::Static(p.num_heads_q as u32, 1, 1),
+                count,
                 CubeDim::new_1d(dsinks::UNITS as u32),
                 addresses,
                 self.portable_stats(scratch),
@@ -622,12 +633,13 @@ impl Call<'_> {
             Sums::Tile | Sums::Rows => self.lists(Blocks::Queries, tile.tile_q, tile.tile_k, false),
         };
         let route = Route { schedule: self.schedule(Blocks::Queries, MAX_SEQ), lists };
+        // SAFETY: views and scratch have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
         unsafe {
             dbias::dbias::launch_unchecked(
                 self.client,
                 count,
                 CubeDim::new_1d(tile.units() as u32),
-                addresses,
+                addresses.max(route.addresses()),
                 self.width(&[&saved.dout]),
                 self.inputs.q.arg(),
                 self.inputs.k.arg(),
@@ -650,6 +662,7 @@ impl Call<'_> {
         }
         if let (Some(partial), Some((lanes, count))) = (&partial, fold) {
             let along = if sums == Sums::Columns { 3 } else { 2 };
+            // SAFETY: views and scratch have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
             unsafe {
                 dbias::fold::launch_unchecked(
                     self.client,

@@ -60,14 +60,16 @@ pub fn block_states(
     }
     let (x, y, z) = tiling::cube_count(&device, "block_states", states.len() as u64)?;
     let mask = inputs.mask.as_ref();
-    let spans = [Some(states), mask.map(|mask| &mask.tensor)].into_iter().flatten().map(|view| view.span());
+    let [a, b] = &inputs.mask_tensors;
+    let read = [mask.map(|mask| &mask.tensor), a.as_ref(), b.as_ref(), Some(states)];
+    let farthest = read.into_iter().flatten().map(|view| view.span()).max();
     // SAFETY: views have been checked against their buffers.
     unsafe {
         classify::launch_unchecked(
             client,
             CubeCount::Static(x, y, z),
             CubeDim::new_1d(CLASSIFIERS as u32),
-            AddressType::from_len(spans.max().unwrap_or(0) as usize),
+            AddressType::from_len(farthest.unwrap_or(0) as usize),
             mask.map(|mask| mask.tensor.broadcast_arg()).into(),
             states.arg(),
             mods(problem, inputs),

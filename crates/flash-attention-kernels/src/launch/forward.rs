@@ -27,6 +27,7 @@ pub fn forward(
     o: &TensorView,
     lse: &TensorView<3>,
 ) -> Result<Forward, AttentionError> {
+    problem.validate()?;
     let kernel = tiling::choose_forward(&Device::of(client), problem, None, &mut Vec::new())?;
     forward_with(client, problem, inputs, o, lse, kernel)?;
     Ok(kernel)
@@ -52,12 +53,14 @@ pub fn forward_with(
     if problem.seq_k == 0 {
         let (o_count, o_dim) = elementwise(&device, "zeros", o.len())?;
         let (count, dim) = elementwise(&device, "empty_lse", lse.len())?;
+        // SAFETY: `output` has found `o` within its buffer, and the kernel writes no element beyond the last.
         unsafe { nothing::zeros::launch_unchecked(client, o_count, o_dim, addresses, o.arg(), call.dtype()) };
+        // SAFETY: likewise `lse`; sinks have been found to be as many as heads.
         unsafe { nothing::empty_lse::launch_unchecked(client, count, dim, addresses, lse.arg(), call.sinks().into()) };
         return Ok(());
     }
     let kernel = kernel.into();
-    tiling::check_blocks(problem, (kernel.tile_q(), kernel.tile_k()))?;
+    tiling::check_blocks(&device, problem, kernel.kernel(), kernel.list())?;
     match kernel {
         Forward::Portable(tile) => call.forward_portable(o, lse, tile, addresses)?,
         Forward::Matrix(tile) => call.forward_matrix(o, lse, tile, addresses)?,
@@ -95,7 +98,7 @@ impl Call<'_> {
                 self.client,
                 count,
                 CubeDim::new_1d(tile.units() as u32),
-                addresses,
+                addresses.max(route.addresses()),
                 self.width(&[o]),
                 inputs.q.arg(),
                 inputs.k.arg(),

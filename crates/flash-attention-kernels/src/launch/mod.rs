@@ -133,6 +133,35 @@ impl Inputs {
             block_lists: BlockLists::default(),
         }
     }
+
+    /// The farthest element that any of them reaches.
+    fn span(&self) -> u64 {
+        let Inputs {
+            q,
+            k,
+            v,
+            mask,
+            bias,
+            alibi_slopes,
+            sinks,
+            dropout_seed,
+            seq_lens_q,
+            seq_lens_k,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            score_tensors: [score_a, score_b],
+            mask_tensors: [mask_a, mask_b],
+            block_mask,
+            block_lists: _,
+        } = self;
+        let mask = mask.as_ref().map(|mask| &mask.tensor);
+        let optional = [mask, bias.as_ref(), score_a.as_ref(), score_b.as_ref(), mask_a.as_ref(), mask_b.as_ref()];
+        let of_four = [q, k, v].into_iter().chain(optional.into_iter().flatten()).chain(block_mask);
+        let vectors = [sinks, dropout_seed, seq_lens_q, seq_lens_k, cu_seqlens_q, cu_seqlens_k];
+        let of_one = vectors.into_iter().flatten().map(|view| view.span());
+        let of_two = alibi_slopes.iter().map(|view| view.span());
+        of_four.map(|view| view.span()).chain(of_one).chain(of_two).max().unwrap_or(0)
+    }
 }
 
 /// A validated call on a device.
@@ -202,19 +231,17 @@ impl<'a> Call<'a> {
         ] {
             stated(argument, given, is_stated)?;
         }
+        let sequences = sequences::Sequences::of(device, problem)?;
         let words = number.filter(|_| drops).map(seed);
         let bytes = words.map(|words| words.map(u32::to_le_bytes).concat());
         let seed = bytes.map(|bytes| TensorView::contiguous(client.create_from_slice(&bytes), [2]));
-        let sequences = sequences::Sequences::of(device, problem)?;
         Ok(Call { client, device, problem, inputs, seed: seed.or_else(|| inputs.dropout_seed.clone()), sequences })
     }
 
     /// The address type that reaches every element of the inputs and of these.
     fn addresses(&self, spans: impl IntoIterator<Item = u64>) -> AddressType {
-        let Inputs { q, k, v, mask, bias, .. } = self.inputs;
-        let inputs = [Some(q), Some(k), Some(v), mask.as_ref().map(|mask| &mask.tensor), bias.as_ref()];
-        let farthest = inputs.into_iter().flatten().map(|view| view.span()).chain(spans).max();
-        AddressType::from_len(farthest.unwrap_or(0) as usize)
+        let farthest = spans.into_iter().fold(self.inputs.span(), u64::max);
+        AddressType::from_len(farthest as usize)
     }
 
     /// Elements that are read and written at once: a vector where every tensor allows it.

@@ -2,10 +2,12 @@
 
 use super::Call;
 use super::sequences::Blocks;
-use crate::blocks::{HEADER, UNITS, list, order};
+use crate::blocks::{UNITS, list, order};
 use crate::mask::Band;
-use crate::problem::{AttentionProblem, BlockMask};
+use crate::problem::BlockMask;
 use crate::tensor::TensorView;
+use crate::tiling::{self, ListShape};
+use cubecl::ir::AddressType;
 use cubecl::prelude::*;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -16,6 +18,14 @@ pub(super) struct Route {
     pub schedule: Option<TensorView<1>>,
     /// With a block mask, the tiles that each block visits.
     pub lists: Option<TensorView>,
+}
+
+impl Route {
+    /// The address type that reaches all of it.
+    pub fn addresses(&self) -> AddressType {
+        let of_lists = self.lists.as_ref().map_or(0, |lists| lists.span());
+        AddressType::from_len(of_lists.max(self.schedule.as_ref().map_or(0, |schedule| schedule.span())) as usize)
+    }
 }
 
 /// The [lists](mod@crate::blocks) that calls have made of the states of a block mask. Clones share them, so that of calls with the same
@@ -36,8 +46,9 @@ pub(super) struct Route {
 #[derive(Clone, Debug, Default)]
 pub struct BlockLists(Arc<Mutex<Vec<Kept>>>);
 
-/// Lists that are kept, at most: those of forward and backward take three. When there are more, the oldest ones go.
-const MOST_KEPT: usize = 24;
+/// Lists that are kept, at most: those of forward and backward take three, so that four problems have theirs. When there are more, the
+/// oldest ones go.
+const MOST_KEPT: usize = 12;
 
 #[derive(Debug)]
 struct Kept {
@@ -51,16 +62,14 @@ struct Origin {
     states: TensorView,
     mask: BlockMask,
     band: Band,
-    keys: bool,
-    rows: usize,
-    columns: usize,
+    list: ListShape,
     /// Whether blocks have been put in [`order()`].
     ordered: bool,
 }
 
 impl PartialEq for Origin {
     fn eq(&self, other: &Self) -> bool {
-        let of_host = |of: &Self| (of.mask, of.band, of.keys, of.rows, of.columns, of.ordered);
+        let of_host = |of: &Self| (of.mask, of.band, of.list, of.ordered);
         // Memory that is kept here is no other tensor's.
         let of_states = |TensorView { handle, shape, strides }: &TensorView| {
             (handle.service, handle.clone().binding().claim_key(), *shape, *strides)
@@ -79,17 +88,22 @@ impl BlockLists {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 
-    /// Those of this origin: those kept, or else new ones.
+    /// Those of this origin: those kept, or else new ones, which are made while nothing is locked. Of two threads that make the same,
+    /// each works with its own, and one's are kept.
     fn of(&self, of: &Origin, make: impl FnOnce() -> TensorView) -> TensorView {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kept) = all.iter().find(|kept| kept.of == *of) {
-            return kept.lists.clone();
+        let found = |all: &[Kept]| all.iter().find(|kept| kept.of == *of).map(|kept| kept.lists.clone());
+        let all = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(lists) = found(&all()) {
+            return lists;
         }
         let lists = make();
-        if all.len() == MOST_KEPT {
-            all.remove(0);
+        let mut all = all();
+        if found(&all).is_none() {
+            if all.len() == MOST_KEPT {
+                all.remove(0);
+            }
+            all.push(Kept { of: of.clone(), lists: lists.clone() });
         }
-        all.push(Kept { of: of.clone(), lists: lists.clone() });
         lists
     }
 }
@@ -111,21 +125,26 @@ impl Call<'_> {
     /// The lists of tiles that blocks visit, if there is a block mask.
     pub(super) fn lists(&self, of: Blocks, rows: usize, columns: usize, ordered: bool) -> Option<TensorView> {
         let p = self.problem;
-        let (states, mask) = (self.inputs.block_mask.clone()?, p.block_mask?);
-        let of = Origin { states, mask, band: p.band(), keys: of != Blocks::Queries, rows, columns, ordered };
-        if p.is_ragged() {
-            Some(self.make_lists(&of))
+        let list = ListShape { keys: of != Blocks::Queries, rows, columns };
+        let (states, mask, shape) = (self.inputs.block_mask.clone()?, p.block_mask?, list.shape(p)?);
+        let of = Origin { states, mask, band: p.band(), list, ordered };
+        Some(if p.is_ragged() {
+            self.make_lists(&of, shape)
         } else {
-            Some(self.inputs.block_lists.of(&of, || self.make_lists(&of)))
-        }
+            self.inputs.block_lists.of(&of, || self.make_lists(&of, shape))
+        })
     }
 
-    fn make_lists(&self, of: &Origin) -> TensorView {
+    fn make_lists(&self, of: &Origin, shape: [usize; 4]) -> TensorView {
         let p = self.problem;
-        let shape = list_shape(p, of);
-        let lists = TensorView::contiguous(self.client.empty(4 * shape.iter().product::<usize>()), shape);
         let [batch, heads, blocks, _] = shape;
-        let addresses = self.addresses([of.states.span(), lists.span()]);
+        // The check of tiles has seen that there are no more than the device starts.
+        let cubes = |number: usize| {
+            let (x, y, z) = tiling::grid(self.device, number as u64);
+            CubeCount::Static(x, y, z)
+        };
+        let lists = TensorView::contiguous(self.client.empty(4 * shape.iter().product::<usize>()), shape);
+        let addresses = self.addresses([lists.span()]);
         let units = CubeDim::new_1d(UNITS as u32);
         // SAFETY: the states have been checked against their buffer, and the lists have room for every tile and for the number of each
         // block.
@@ -141,9 +160,9 @@ impl Call<'_> {
                 of.band.into_launch(),
                 of.mask.block_q as u32,
                 of.mask.block_k as u32,
-                of.rows as u32,
-                of.columns as u32,
-                of.keys,
+                of.list.rows as u32,
+                of.list.columns as u32,
+                of.list.keys,
                 p.is_ragged(),
             );
             if of.ordered {
@@ -153,18 +172,4 @@ impl Call<'_> {
         }
         lists
     }
-}
-
-/// So many cubes. More than a device starts along one dimension: those of another; the kernel looks whether there is something for a cube.
-fn cubes(number: usize) -> CubeCount {
-    let across = number.clamp(1, u16::MAX as usize);
-    CubeCount::Static(across as u32, number.div_ceil(across).max(1) as u32, 1)
-}
-
-/// The shape of the lists of a kernel: `[batch | 1, num_heads_q | 1, blocks, HEADER + tiles]`.
-fn list_shape(p: &AttentionProblem, of: &Origin) -> [usize; 4] {
-    let (along, across) = if of.keys { (p.seq_k, p.seq_q) } else { (p.seq_q, p.seq_k) };
-    // Sequences of a batch end where its lengths say.
-    let batch = if p.is_ragged() { p.batch } else { of.mask.blocks[0] };
-    [batch, of.mask.blocks[1], along.div_ceil(of.rows), HEADER + across.div_ceil(of.columns).max(1)]
 }

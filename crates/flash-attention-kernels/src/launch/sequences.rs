@@ -6,7 +6,6 @@ use crate::problem::AttentionProblem;
 use crate::sequences::{BoundsLaunch, HEADER, UNITS, WORDS, fill, schedule};
 use crate::tensor::TensorView;
 use crate::tiling::{self, Device};
-use cubecl::ir::AddressType;
 use cubecl::prelude::*;
 
 /// Whose blocks a schedule lists.
@@ -33,26 +32,16 @@ impl Sequences {
     /// Those of a problem, if there are several; an error where the device cannot count so many cubes.
     pub(super) fn of(device: &Device, problem: &AttentionProblem) -> Result<Option<Self>, AttentionError> {
         let Some(number) = problem.num_sequences() else { return Ok(None) };
-        let cubes = |kernel, count: usize| {
-            let (x, y, z) = tiling::cube_count(device, kernel, count as u64)?;
-            Ok(CubeCount::Static(x, y, z))
-        };
-        let fill = |heads: usize, seq: usize| cubes("fill", problem.batch * heads * seq.div_ceil(UNITS));
-        Ok(Some(Sequences {
-            number,
-            schedule: cubes("schedule", number.max(1))?,
-            fill: [fill(problem.num_heads_q, problem.seq_q)?, fill(problem.num_heads_kv, problem.seq_k)?],
-        }))
+        let [schedule, of_queries, of_keys] =
+            tiling::sequence_grids(device, problem)?.map(|(x, y, z)| CubeCount::Static(x, y, z));
+        Ok(Some(Sequences { number, schedule, fill: [of_queries, of_keys] }))
     }
 }
 
 impl Call<'_> {
     /// Blocks of `tile` of so many rows, and the batches that each has as many in: of several sequences, the most that there can be in all.
     pub(super) fn blocks(&self, rows: usize, tile: usize) -> (usize, usize) {
-        match &self.sequences {
-            Some(sequences) => ((self.problem.batch * rows / tile + sequences.number).max(1), 1),
-            None => (rows.div_ceil(tile), self.problem.batch),
-        }
+        tiling::blocks(self.problem, rows, tile)
     }
 
     /// The schedule of blocks of `tile` rows, if there are several sequences.
@@ -69,7 +58,7 @@ impl Call<'_> {
                 self.client,
                 sequences.schedule.clone(),
                 CubeDim::new_1d(UNITS as u32),
-                AddressType::U32,
+                self.addresses([list.span()]),
                 self.bounds(sequences.number),
                 list.arg(),
                 tile as u32,

@@ -17,8 +17,9 @@ use crate::mask::Band;
 use crate::portable::Grid;
 use crate::portable::scores::{TileAt, finish_score};
 use crate::portable::tile::matrix;
+use crate::rounding::rounded_one;
 use crate::score::Score;
-use crate::softmax::{HIDDEN, begin, lse_bits, normalizer, weight};
+use crate::softmax::{HIDDEN, begin, lse_bits, normalizer, rounded_sum, weight};
 use cubecl::prelude::*;
 
 /// By how much a maximum may grow before what was computed with it is rescaled: weights stay below `e^8`, which f16 holds.
@@ -62,12 +63,14 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     let of_unit = comptime!(tile.rows_of_unit());
     let mut m = Array::<f32>::new(of_unit);
     let mut l = Array::<f32>::new(of_unit);
+    let mut top = Array::<f32>::new(of_unit);
     let mut factors = Array::<f32>::new(of_unit);
     #[unroll]
     for nth in 0..of_unit {
         let (first, sum) = begin(&score, work.head, me.vector(0usize, tile) == 0);
         m[nth] = first;
         l[nth] = sum;
+        top[nth] = HIDDEN.runtime();
     }
     let slope = score.extras.slope(work.batch, work.head);
 
@@ -106,6 +109,7 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
                 tile,
             );
             let highest = row_max(&s, tile);
+            top[nth] = max(top[nth], highest);
             let grows = highest - m[nth] > LAZY;
             let highest = select(grows, highest, m[nth]);
             let factor = f32::exp(m[nth] - highest);
@@ -130,7 +134,9 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     #[unroll]
     for nth in 0..of_unit {
         let total = row_sum(l[nth], tile);
-        factors[nth] = normalizer(total) * score.extras.dropout.scale();
+        let largest = weight(top[nth], m[nth]);
+        let rounded = rounded_sum(total, largest, f32::cast_from(rounded_one::<E>(largest)));
+        factors[nth] = normalizer(rounded) * score.extras.dropout.scale();
         let row = q_start + me.plane * comptime!(tile.m() as u32) + me.row(nth, tile);
         let is_first = me.vector(0usize, tile) == 0;
         if is_first && band.is_query(row) {

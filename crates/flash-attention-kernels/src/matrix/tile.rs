@@ -252,6 +252,7 @@ pub fn operands<E: Float, N: Size>(
     let mut rows = Sequence::<Matrix<E>>::new();
     #[unroll]
     for _ in 0..comptime!(tile.padded(head_dim) / k) {
+        // SAFETY: it is loaded, or filled, before it is multiplied.
         rows.push(unsafe { Matrix::<E>::uninitialized(MatrixIdent::A, m, n, k, MatrixLayout::RowMajor) });
     }
     // So many rows go through the panel at a time.
@@ -291,6 +292,7 @@ pub fn scores<E: Float>(
         #[unroll]
         for step in 0..comptime!(tile.padded(head_dim) / k) {
             let from = comptime!(block * n * pitch + step * k / WIDTH);
+            // SAFETY: it is loaded, or filled, before it is multiplied.
             let mut column = unsafe { Matrix::<E>::uninitialized(MatrixIdent::B, m, n, k, MatrixLayout::ColMajor) };
             cmma::load(&mut column, &panel[from..from + 1], comptime!((pitch * WIDTH) as u32));
             cmma::execute(rows.index(step), &column, &acc, &acc);
@@ -323,11 +325,13 @@ pub fn accumulate<E: Float>(
         #[unroll]
         for step in 0..comptime!(tile.columns / k) {
             let from = me.board(tile) + comptime!(step * k / WIDTH);
+            // SAFETY: it is loaded, or filled, before it is multiplied.
             let mut row = unsafe { Matrix::<E>::uninitialized(MatrixIdent::A, m, n, k, MatrixLayout::RowMajor) };
             cmma::load(&mut row, &weights[from..from + 1], comptime!((tile.board_pitch() * WIDTH) as u32));
             #[unroll]
             for block in 0..comptime!(tile.padded(head_dim) / n) {
                 let from = comptime!(step * k * pitch + block * n / WIDTH);
+                // SAFETY: the next statement loads it.
                 let mut column = unsafe { Matrix::<E>::uninitialized(MatrixIdent::B, m, n, k, MatrixLayout::RowMajor) };
                 cmma::load(&mut column, &panel[from..from + 1], comptime!((pitch * WIDTH) as u32));
                 let sum = acc.index(block);

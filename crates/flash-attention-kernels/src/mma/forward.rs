@@ -123,6 +123,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     // Of each group the two rows of this unit.
     let mut m = Array::<f32>::new(comptime!(2 * groups));
     let mut l = Array::<f32>::new(comptime!(2 * groups));
+    let mut top = Array::<f32>::new(comptime!(2 * groups));
     let mut stage = 0u32;
     for step in 0..steps {
         // This tile has come, and all warps are done with the one before.
@@ -184,9 +185,17 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 m[2 * group + 1] = rows.m1;
                 l[2 * group] = rows.l0;
                 l[2 * group + 1] = rows.l1;
+                top[2 * group] = rows.top0;
+                top[2 * group + 1] = rows.top1;
             } else {
-                let mut rows =
-                    Statistics { m0: m[2 * group], m1: m[2 * group + 1], l0: l[2 * group], l1: l[2 * group + 1] };
+                let mut rows = Statistics {
+                    m0: m[2 * group],
+                    m1: m[2 * group + 1],
+                    l0: l[2 * group],
+                    l1: l[2 * group + 1],
+                    top0: top[2 * group],
+                    top1: top[2 * group + 1],
+                };
                 // Without a mask, a row that begins to see does so at an edge.
                 if comptime!(scores.hides_pairs()) || comptime!(hides) && (edge || blind) {
                     rows.anchor(of_group, factors.exponent, scores);
@@ -197,6 +206,8 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 m[2 * group + 1] = rows.m1;
                 l[2 * group] = rows.l0;
                 l[2 * group + 1] = rows.l1;
+                top[2 * group] = rows.top0;
+                top[2 * group + 1] = rows.top1;
             }
             let words = kept(&factors, item.batch, item.head, &band, row, k_start, scores);
             leave(s.index_mut(group), &words, tile_k);
@@ -220,14 +231,15 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         for half in 0..2usize {
             let row = row + comptime!(8 * half as u32);
             let of_row = comptime!(2 * group + half);
-            let (highest, sum, factor) = with_sink(m[of_row], row_sum(l[of_row]), of_sink, sinks);
-            m[of_row] = highest;
+            let end = RowEnd::of(m[of_row], l[of_row], top[of_row], of_sink, factors.exponent, sinks, scores);
+            let sum = end.l;
+            m[of_row] = end.m;
             l[of_row] = sum;
             let live = band.is_query(row);
             if quarter == 0 && live {
                 lse[strides.lse.at(batch, head, row)] = lse_bits_log2(m[of_row], sum, lg2(sum));
             }
-            let factor = normalizer_of(sum, factor, &factors.extras);
+            let factor = normalizer_of(sum, end.factor, &factors.extras);
             let of_group = acc.index(group);
             store_row_of(of_group, half, factor, o, strides.o.at(batch, head, row), live, scores.head_dim_v, dtype);
             // Rows that these exponentials or products cannot give: out of range, or reached by what is hidden from them.

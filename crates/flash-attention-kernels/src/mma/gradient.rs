@@ -21,11 +21,11 @@ use crate::hopper::WARPGROUP_ROWS;
 use crate::hopper::delta::{stats_all, stats_at};
 use crate::hopper::dropout::{back, kept, left};
 use crate::hopper::gradient::{ResultStrides, RowStatistics, SourceStrides, statistics};
-use crate::hopper::ops::{ex2, shared_address};
+use crate::hopper::ops::shared_address;
 use crate::hopper::recompute::{is_finite_row, recompute_gradients};
 use crate::hopper::rows::{fragments_of, store_row_of};
 use crate::hopper::schedule::Walk;
-use crate::hopper::scores::{Factors, finish_head, hide, slope_head};
+use crate::hopper::scores::{Factors, finish_head, hide, probability_log2, slope_head};
 use crate::mask::Band;
 use cubecl::prelude::*;
 
@@ -189,7 +189,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             let lse = statistics(lse_at + of_stage, of_rows.lse0, of_rows.lse1, scores);
             #[unroll]
             for n in 0..s_len {
-                s[n] = ex2(fma(s[n], factors.exponent, -*lse.index(n)));
+                s[n] = probability_log2(s[n], factors.exponent, *lse.index(n), scores.dtype);
             }
             let words = kept(&factors, item.batch, head_q, &band, row, k_start, scores);
             if comptime!(sums_values) {

@@ -19,6 +19,7 @@ pub fn copy_vector<E: CubePrimitive>(
     bytes: u32,
 ) {
     intrinsic!(|scope| {
+        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
         let from = unsafe { *from.__expand_as_ptr_method(scope) }.value(scope);
         let args = vec![to.read_value(scope), from, bytes.read_value(scope)];
         let template = format!("cp.async.cg.shared.global.L2::128B [$0+{offset}], [$1+{}], 16, $2;", 16 * nth);
@@ -30,6 +31,7 @@ pub fn copy_vector<E: CubePrimitive>(
 #[cube]
 pub fn copy_word(from: &[u32], to: u32, bytes: u32) {
     intrinsic!(|scope| {
+        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
         let from = unsafe { *from.__expand_as_ptr_method(scope) }.value(scope);
         let args = vec![to.read_value(scope), from, bytes.read_value(scope)];
         effect(scope, "cp.async.ca.shared.global [$0], [$1], 4, $2;", "r,l,r,~{memory}", args)

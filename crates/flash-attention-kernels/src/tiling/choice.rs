@@ -1,5 +1,7 @@
 //! What can be chosen: kernels, and how each works.
 
+use super::ListShape;
+use crate::blocks::RUN;
 use crate::hopper::{BiasTile, HopperTile};
 use crate::matrix::MatrixTile;
 use crate::mma::MmaTile;
@@ -135,16 +137,17 @@ impl Gradient {
         }
     }
 
-    /// Rows of a block, and positions of a tile that streams by.
-    pub(crate) fn blocks(&self, transposed: bool) -> (usize, usize) {
-        match self {
+    /// The lists that it walks over, where there is a block mask: of blocks of queries, or, transposed, of keys.
+    pub(crate) fn list(&self, keys: bool) -> ListShape {
+        let (rows, columns) = match self {
             Gradient::Hopper(gradient) => (gradient.tile.tile_q(), gradient.tile.tile_k),
             Gradient::Mma(gradient) => (gradient.tile.tile_q(), gradient.tile.tile_k),
             Gradient::Matrix(tile) => (tile.rows(), tile.columns),
-            Gradient::Rows(tile) => (tile.block(), 1),
-            Gradient::Portable(tile) if transposed => (tile.tile_k, tile.tile_q),
+            Gradient::Rows(tile) => (tile.block(), RUN),
+            Gradient::Portable(tile) if keys => (tile.tile_k, tile.tile_q),
             Gradient::Portable(tile) => (tile.tile_q, tile.tile_k),
-        }
+        };
+        ListShape { keys, rows, columns }
     }
 }
 
@@ -254,6 +257,12 @@ impl Forward {
             Forward::Rows(tile) => tile.block(),
             Forward::Portable(tile) => tile.tile_q,
         }
+    }
+
+    /// The lists that it walks over, where there is a block mask.
+    pub(crate) fn list(&self) -> ListShape {
+        let columns = if let Forward::Rows(_) = self { RUN } else { self.tile_k() };
+        ListShape { keys: false, rows: self.tile_q(), columns }
     }
 
     /// Keys of a tile.

@@ -135,16 +135,24 @@ pub(crate) fn check_bindings(
     if needed <= available { Ok(()) } else { Err(AttentionError::Bindings { kernel, needed, extras, available }) }
 }
 
-/// A grid of at least `cubes` cubes, as the device takes it.
+/// A grid of at least `cubes` cubes, as the device takes it. A grid without cubes cannot be launched: of none it is one of one.
 pub(crate) fn cube_count(device: &Device, kernel: &'static str, cubes: u64) -> Result<(u32, u32, u32), AttentionError> {
-    let (x_max, y_max, z_max) = (device.cubes.0 as u64, device.cubes.1 as u64, device.cubes.2 as u64);
-    let x = cubes.min(x_max);
-    let y = cubes.div_ceil(x).min(y_max);
-    let z = cubes.div_ceil(x * y);
+    let (x_max, y_max, z_max) = device.cubes;
+    let (x, y, z) = grid(device, cubes);
     // Cubes are numbered with the address type, 32 bits on most devices.
-    if z > z_max || x * y * z > u32::MAX as u64 {
-        let max = x_max.saturating_mul(y_max).saturating_mul(z_max).min(u32::MAX as u64);
+    let numbered = x as u64 * y as u64 * z as u64;
+    if numbered < cubes || z > z_max || numbered > u32::MAX as u64 {
+        let max = (x_max as u64).saturating_mul(y_max as u64).saturating_mul(z_max as u64).min(u32::MAX as u64);
         return Err(AttentionError::Grid { kernel, cubes, max });
     }
-    Ok((x as u32, y as u32, z as u32))
+    Ok((x, y, z))
+}
+
+/// The same where it has been checked.
+pub(crate) fn grid(device: &Device, cubes: u64) -> (u32, u32, u32) {
+    let cubes = cubes.max(1);
+    let x = cubes.min(device.cubes.0 as u64);
+    let y = cubes.div_ceil(x).min(device.cubes.1 as u64);
+    let z = cubes.div_ceil(x * y).min(u32::MAX as u64);
+    (x as u32, y as u32, z as u32)
 }

@@ -1,8 +1,8 @@
 //! Tiles for NVIDIA Hopper, and in which order and in how many parts its kernels work.
 
-use super::{Device, Gradient, HopperForward, HopperGradient};
+use super::{Device, Forward, Gradient, HopperForward, HopperGradient, ListShape};
 use crate::blocks::BLOCK;
-use crate::hopper::{BiasTile, HopperTile, PANEL};
+use crate::hopper::{BiasTile, Blueprint, HopperTile, MAX_STAGES, PANEL, Role, Rows};
 use crate::problem::{AttentionProblem, Dtype};
 
 /// Tiles of the forward for Hopper, by the larger head dimension and the number of keys: the first row that both fit.
@@ -119,6 +119,10 @@ const fn gradient_tile(tile_k: usize, stages: usize) -> HopperTile {
 /// its halves can hold beside the rest.
 const SECTION_BYTES: usize = 32 << 20;
 
+/// Counters of a stream that launches take work tiles from, one after the other, and bytes of each.
+pub const COUNTERS: usize = 256;
+pub const COUNTER_BYTES: usize = 4;
+
 /// What an item costs beside its tiles, in tiles.
 const ITEM: usize = 3;
 /// What it costs to merge parts of the keys at all, in tiles, and how many bytes are written and read again in the time of one.
@@ -171,7 +175,11 @@ pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<HopperForw
     let tile = tile.filter(|_| !varies_by_pair(problem)).or(narrow);
     let tile = tile.ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER[HOPPER.len() - 1].0))?;
 
-    Ok(HopperForward { tile, section: section(device, problem, &tile, false), parts: parts(device, problem, &tile) })
+    let found =
+        HopperForward { tile, section: section(device, problem, &tile, false), parts: parts(device, problem, &tile) };
+    numbers(problem, Forward::Hopper(found).list())?;
+    check(device, problem, Role::Forward, tile, found.section, found.parts)?;
+    Ok(found)
 }
 
 /// How many heads take turns; transposed, heads of keys, by which queries stream.
@@ -216,13 +224,18 @@ pub fn backward(device: &Device, problem: &AttentionProblem) -> Result<(Gradient
     let (_, plain, with_bias, dv) = HOPPER_DKDV.iter().find(|(of, ..)| widest <= *of).ok_or_else(too_wide)?;
     let dkdv = if narrow(plain) { *with_bias } else { *plain };
     let dv = dv.map(|tile| if narrow(&tile) { *with_bias } else { tile });
-    let of = |tile: HopperTile, transposed| {
+    let of = |tile: HopperTile, role: Role| {
         // Few keys divide any block.
         let sparse = problem.block_mask.is_some() && !divides(&tile);
         let tile = if sparse { HopperTile { tile_k: 32, ..tile } } else { tile };
-        Gradient::Hopper(HopperGradient { tile, section: section(device, problem, &tile, transposed) })
+        let section = section(device, problem, &tile, role.is_transposed());
+        let found = Gradient::Hopper(HopperGradient { tile, section });
+        numbers(problem, found.list(role.is_transposed()))?;
+        check(device, problem, role, tile, section, 1)?;
+        Ok::<_, String>(found)
     };
-    Ok((of(dq, false), of(dkdv, true), dv.map(|tile| of(tile, true))))
+    let of_values = dv.map(|tile| of(tile, Role::DkDv { dk: false, dv: true })).transpose()?;
+    Ok((of(dq, Role::Dq)?, of(dkdv, Role::DkDv { dk: true, dv: of_values.is_none() })?, of_values))
 }
 
 /// Whether blocks of a block mask consist of whole tiles.
@@ -274,6 +287,106 @@ pub fn fusible(device: &Device, problem: &AttentionProblem) -> Result<(usize, Ho
         return Err(format!("head_dim {head_dim} gives dQ no blocks of 64 × 64 for two warpgroups beside {widest}"));
     }
     Ok((*least, HopperGradient { tile: *tile, section: section(device, problem, tile, true) }))
+}
+
+/// The most words of the lists of a block mask that Hopper's kernels number, with 32 bits.
+pub(super) const MAX_LIST: u64 = u32::MAX as u64;
+
+/// Why a kernel of this role cannot run with these tiles, if it cannot. Each reason names the field and its value.
+pub(crate) fn check(
+    device: &Device,
+    problem: &AttentionProblem,
+    role: Role,
+    tile: HopperTile,
+    section: usize,
+    parts: usize,
+) -> Result<(), String> {
+    possible(device, problem)?;
+    let HopperTile { teams, warpgroups, tile_k, stages, turns: _, loader } = tile;
+    let forward = role == Role::Forward;
+    let at_least = |what: &str, value: usize, least: usize| {
+        if value >= least { Ok(()) } else { Err(format!("{what} is {value}, and {least} is the least")) }
+    };
+    at_least("teams", teams, 1)?;
+    // The second one loads V.
+    at_least("warpgroups", warpgroups, 2)?;
+    at_least("stages", stages, 2)?;
+    at_least("section", section, 1)?;
+    at_least("parts", parts, 1)?;
+    if stages > MAX_STAGES {
+        return Err(format!("stages is {stages}: work items are known for {MAX_STAGES} loads ahead at most"));
+    }
+    if !tile_k.is_multiple_of(16) || !(16..=256).contains(&tile_k) {
+        return Err(format!("tile_k is {tile_k}: products take multiples of 16, at most 256"));
+    }
+    // One barrier for each warpgroup's turn, and that of the whole block.
+    if teams * warpgroups > 15 {
+        return Err(format!("teams × warpgroups is {}: there are named barriers for 15", teams * warpgroups));
+    }
+    if loader && !forward {
+        return Err("loader is true: a warp of its own loads in the forward alone".into());
+    }
+    if !forward && (teams, warpgroups) != (1, 2) {
+        return Err(format!("teams × warpgroups is {teams} × {warpgroups}: gradients are computed by one team of two"));
+    }
+    if parts > 1 && (!forward || problem.block_mask.is_some()) {
+        return Err(format!("parts is {parts}: only a forward without a block mask splits the keys"));
+    }
+    let multiple = stats_multiple(problem);
+    if role.is_transposed() && !multiple.is_multiple_of(tile_k) {
+        return Err(format!(
+            "tile_k is {tile_k}: tiles of queries divide the {multiple} that scratch fills heads up to"
+        ));
+    }
+    if role == Role::All {
+        fusible(device, problem)?;
+        let columns = problem.head_dim.div_ceil(PANEL);
+        if tile_k * columns != tile.tile_q() {
+            return Err(format!("tile_k is {tile_k}: tiles of dQ are 64 × 64 for each of two warpgroups"));
+        }
+    }
+    let bytes = blueprint(problem, role, tile, parts > 1).shared_memory();
+    if bytes > device.shared_memory || tile.units() > device.units {
+        return Err(format!(
+            "{tile:?} takes {bytes} bytes of shared memory and {} threads, and the device has {} and {}",
+            tile.units(),
+            device.shared_memory,
+            device.units
+        ));
+    }
+    Ok(())
+}
+
+/// What a kernel is specialised for, with a mask or bias that is read where it lies and whose rows differ.
+pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: HopperTile, partial: bool) -> Blueprint {
+    Blueprint {
+        role,
+        tile,
+        dtype: problem.dtype,
+        head_dim: problem.head_dim,
+        head_dim_v: problem.head_dim_v,
+        capped: problem.options.softcap.is_some(),
+        mask: problem.mask.map(|_| Rows::Each),
+        bias: problem.bias.map(|_| Rows::Each),
+        alibi: problem.alibi_slopes.is_some(),
+        modified: problem.options.score_mod.is_some(),
+        bent: role.bends(problem),
+        mask_mod: problem.options.mask_mod.is_some(),
+        ragged: problem.is_ragged(),
+        sparse: problem.block_mask.is_some(),
+        partial,
+        stats_multiple: stats_multiple(problem),
+    }
+}
+
+/// Whether Hopper's kernels number every word of these lists, if there is a block mask.
+fn numbers(problem: &AttentionProblem, list: ListShape) -> Result<(), String> {
+    match list.len(problem) {
+        words if words > MAX_LIST => {
+            Err(format!("the lists of the block mask take {words} words, and it numbers {MAX_LIST} at most"))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Whether Hopper's kernels compute this at all, or why not.

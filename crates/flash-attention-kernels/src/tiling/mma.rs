@@ -3,9 +3,9 @@
 
 #[cfg(feature = "autotune")]
 use super::Gradient;
-use super::hopper::section;
+use super::hopper::{self, section};
 use super::{Device, MmaForward, MmaGradient};
-use crate::hopper::{Blueprint, Role, Rows};
+use crate::hopper::Role;
 use crate::mma::{MmaBlueprint, MmaTile, Products};
 use crate::problem::{AttentionProblem, Dtype, Precision};
 
@@ -203,24 +203,7 @@ fn choose(device: &Device, problem: &AttentionProblem, role: Role) -> Result<Mma
 
 /// What a kernel is specialised for, with a mask or bias whose rows differ.
 pub fn blueprint(problem: &AttentionProblem, role: Role, tile: MmaTile) -> MmaBlueprint {
-    let scores = Blueprint {
-        role,
-        tile: tile.tile(),
-        dtype: problem.dtype,
-        head_dim: problem.head_dim,
-        head_dim_v: problem.head_dim_v,
-        capped: problem.options.softcap.is_some(),
-        mask: problem.mask.map(|_| Rows::Each),
-        bias: problem.bias.map(|_| Rows::Each),
-        ragged: problem.is_ragged(),
-        sparse: problem.block_mask.is_some(),
-        alibi: problem.alibi_slopes.is_some(),
-        modified: problem.options.score_mod.is_some(),
-        bent: role.bends(problem),
-        mask_mod: problem.options.mask_mod.is_some(),
-        partial: false,
-        stats_multiple: super::stats_multiple(problem),
-    };
+    let scores = hopper::blueprint(problem, role, tile.tile(), false);
     MmaBlueprint { tile, scores, products: products(problem) }
 }
 
@@ -232,6 +215,21 @@ pub fn products(problem: &AttentionProblem) -> Products {
         (Dtype::F32, Precision::Full) => Products::Split,
         (Dtype::F32, Precision::Tf32) => Products::Tf32,
     }
+}
+
+/// Why these tiles cannot be used with so many heads in a section, if they cannot.
+#[cfg(feature = "cuda")]
+pub fn check_section(
+    device: &Device,
+    problem: &AttentionProblem,
+    role: Role,
+    tile: MmaTile,
+    section: usize,
+) -> Result<(), String> {
+    if section == 0 {
+        return Err("section is 0, and 1 is the least".into());
+    }
+    check(device, problem, role, tile)
 }
 
 /// Why these tiles cannot be used, if they cannot.

@@ -1,11 +1,12 @@
 //! What has been chosen, in words, and what was passed over.
 
 use super::{
-    BackwardTiles, BiasGradient, Device, Forward, HopperForward, HopperGradient, Kernel, check_bindings, check_dtype,
-    choose_backward, choose_forward, cube_count, scratch_floats,
+    BackwardTiles, BiasGradient, COUNTER_BYTES, COUNTERS, Device, Forward, Gradient, HopperForward, HopperGradient,
+    Kernel, ListShape, adds_dq, bias_sums_len, blocks, check_backward_blocks, check_bindings, check_blocks, check_dtype,
+    choose_backward, choose_forward, cube_count, scratch_floats, sequence_grids, stats_rows,
 };
 use crate::error::AttentionError;
-use crate::hopper::BiasTile;
+use crate::hopper::{BiasTile, sums_columns};
 use crate::problem::AttentionProblem;
 use cubecl::client::Client;
 use serde::Serialize;
@@ -40,8 +41,13 @@ pub struct Plan {
     pub backward: BackwardTiles,
     /// Bytes that training keeps from forward to backward beside inputs and output: `lse`.
     pub saved_bytes: u64,
+    /// Bytes of scratch that the forward allocates: partial outputs and their log-sum-exp, where keys are split.
+    pub forward_scratch_bytes: u64,
     /// Bytes of scratch that the backward allocates.
     pub scratch_bytes: u64,
+    /// Bytes that stay allocated between calls: the counters of a stream, that Hopper's thread blocks take work from, and the lists of
+    /// tiles that a block mask keeps for this problem.
+    pub kept_bytes: u64,
     /// What would have been preferred, and why it cannot run.
     pub passed_over: Vec<PassedOver>,
 }
@@ -54,18 +60,15 @@ impl fmt::Display for Plan {
             write!(f, " in {parts} parts")?;
         }
         let BackwardTiles { dq, dkdv, dv, fused, dbias, dalibi_slopes, dscore_tensors } = self.backward;
-        let (dq_rows, dq_tile) = dq.blocks(false);
-        let (dkdv_rows, dkdv_tile) = dkdv.blocks(true);
-        write!(f, ", dq {} {dq_rows}×{dq_tile}", dq.kernel().name())?;
-        write!(
-            f,
-            ", dk {} {} {dkdv_tile}×{dkdv_rows}",
-            if dv.is_some() { "alone" } else { "and dv" },
-            dkdv.kernel().name()
-        )?;
+        let of = |gradient: &Gradient, keys| {
+            let ListShape { rows, columns, .. } = gradient.list(keys);
+            let (tile_q, tile_k) = if keys { (columns, rows) } else { (rows, columns) };
+            format!("{} {tile_q}×{tile_k}", gradient.kernel().name())
+        };
+        write!(f, ", dq {}", of(&dq, false))?;
+        write!(f, ", dk {} {}", if dv.is_some() { "alone" } else { "and dv" }, of(&dkdv, true))?;
         if let Some(dv) = dv {
-            let (rows, tile) = dv.blocks(true);
-            write!(f, ", dv {} {tile}×{rows}", dv.kernel().name())?;
+            write!(f, ", dv {}", of(&dv, true))?;
         }
         if let Some(HopperGradient { tile, .. }) = fused {
             write!(f, ", all three {} {}×{} in any order", Kernel::Hopper.name(), tile.tile_k, tile.tile_q())?;
@@ -78,7 +81,11 @@ impl fmt::Display for Plan {
                 write!(f, ", {name} {} {}×{}", Kernel::Portable.name(), tile.tile_q, tile.tile_k)?;
             }
         }
-        write!(f, ", {} bytes saved, {} bytes of scratch", self.saved_bytes, self.scratch_bytes)?;
+        let scratch = self.forward_scratch_bytes.max(self.scratch_bytes);
+        write!(f, ", {} bytes saved, {scratch} bytes of scratch", self.saved_bytes)?;
+        if self.kept_bytes > 0 {
+            write!(f, ", {} bytes kept", self.kept_bytes)?;
+        }
         for PassedOver { what, why } in &self.passed_over {
             write!(f, "; not {what}: {why}")?;
         }
@@ -88,12 +95,50 @@ impl fmt::Display for Plan {
 
 /// What will run for this problem on this client's device.
 pub fn plan(client: &Client, problem: &AttentionProblem) -> Result<Plan, AttentionError> {
-    plan_on(&Device::of(client), problem)
+    let device = Device::of(client);
+    allocatable(client, &device, problem, plan_on(&device, problem)?)
 }
 
 /// What will run if it must be this kernel, as far as that has the parts.
 pub fn plan_with(client: &Client, problem: &AttentionProblem, forward: Kernel) -> Result<Plan, AttentionError> {
-    plan_for(&Device::of(client), problem, Some(forward))
+    let device = Device::of(client);
+    allocatable(client, &device, problem, plan_for(&device, problem, Some(forward))?)
+}
+
+/// Checks that the client's device allocates buffers as large as those of the forward. Where those of the backward are too large, only
+/// the forward can run, and the plan says so. A client that cannot allocate a buffer reports it when something is read.
+fn allocatable(
+    client: &Client,
+    device: &Device,
+    problem: &AttentionProblem,
+    mut plan: Plan,
+) -> Result<Plan, AttentionError> {
+    let max = client.properties().memory.max_page_size;
+    let check = |tensor: &'static str, bytes: u64| {
+        if bytes <= max {
+            return Ok(());
+        }
+        Err(AttentionError::Allocation { tensor, bytes, max: Some(max), device: device.name.clone() })
+    };
+    let bytes = |shape: [usize; 4]| shape.iter().map(|n| *n as u64).product::<u64>() * problem.dtype.size() as u64;
+    check("o", bytes(problem.o_shape()))?;
+    check("lse", plan.saved_bytes)?;
+    check("the output of each part of the keys", 4 * part_floats(problem, &plan.forward))?;
+    let rows = stats_rows(problem);
+    let dq_sums = if adds_dq(device, problem) { rows * sums_columns(problem.head_dim) } else { 0 };
+    let largest = [
+        ("dq", bytes(problem.q_shape())),
+        ("dk", bytes(problem.k_shape())),
+        ("dv", bytes(problem.v_shape())),
+        ("dbias", problem.bias.map_or(0, bytes)),
+        ("stats", 8 * rows as u64),
+        ("bias_sums", 4 * bias_sums_len(problem) as u64),
+        ("dq_sums", 4 * dq_sums as u64),
+    ];
+    if let Err(error) = largest.into_iter().try_for_each(|(tensor, bytes)| check(tensor, bytes)) {
+        plan.passed_over.push(PassedOver { what: "any backward".into(), why: error.to_string() });
+    }
+    Ok(plan)
 }
 
 /// What would run for this problem on such a device.
@@ -141,9 +186,40 @@ fn plan_for(device: &Device, problem: &AttentionProblem, asked: Option<Kernel>) 
         forward,
         backward,
         saved_bytes: 4 * problem.rows() as u64,
+        forward_scratch_bytes: 4 * forward_scratch_floats(problem, &forward),
         scratch_bytes: 4 * scratch_floats(device, problem) as u64,
+        kept_bytes: kept_bytes(problem, &forward, &backward),
         passed_over,
     })
+}
+
+/// f32 values of what parts of the keys leave to be combined: outputs and their log-sum-exp.
+fn forward_scratch_floats(problem: &AttentionProblem, forward: &Forward) -> u64 {
+    let outputs = part_floats(problem, forward);
+    outputs + outputs / problem.head_dim_v.next_multiple_of(8) as u64
+}
+
+/// The outputs among them.
+fn part_floats(problem: &AttentionProblem, forward: &Forward) -> u64 {
+    match forward {
+        Forward::Hopper(HopperForward { parts: parts @ 2.., .. }) => {
+            (parts * problem.rows() * problem.head_dim_v.next_multiple_of(8)) as u64
+        }
+        _ => 0,
+    }
+}
+
+/// Bytes of counters and of the lists of a block mask, each list counted once. With lengths that only the device knows none is kept.
+fn kept_bytes(problem: &AttentionProblem, forward: &Forward, backward: &BackwardTiles) -> u64 {
+    let hopper = [forward.kernel(), backward.dq.kernel(), backward.dkdv.kernel()].contains(&Kernel::Hopper);
+    let counters = if hopper { COUNTERS * COUNTER_BYTES } else { 0 };
+    let mut lists = vec![forward.list(), backward.dq.list(false), backward.dkdv.list(true)];
+    lists.extend(backward.dv.map(|dv| dv.list(true)));
+    lists.sort_unstable();
+    lists.dedup();
+    let kept = !problem.is_ragged();
+    let words: u64 = lists.iter().filter(|_| kept).map(|list| list.len(problem)).sum();
+    counters as u64 + 4 * words
 }
 
 /// Checks that the device reaches every element, were the tensors contiguous, and can start every cube.
@@ -164,6 +240,11 @@ fn check_size(
             return Err(AttentionError::AddressSpace { argument, reach, device: device.name.clone() });
         }
     }
+    if problem.is_ragged() {
+        sequence_grids(device, problem)?;
+    }
+    check_blocks(device, problem, forward.kernel(), forward.list())?;
+    check_backward_blocks(device, problem, backward)?;
     check_forward_cubes(device, problem, forward)?;
     check_backward_cubes(device, problem, backward)
 }
@@ -174,8 +255,7 @@ pub(super) fn check_forward_cubes(
     problem: &AttentionProblem,
     forward: &Forward,
 ) -> Result<(), AttentionError> {
-    let blocks = problem.seq_q.div_ceil(forward.tile_q());
-    check_cubes(device, "forward", blocks, problem.batch * problem.num_heads_q)
+    check_cubes(device, "forward", blocks(problem, problem.seq_q, forward.tile_q()), problem.num_heads_q)
 }
 
 /// Likewise of the backward.
@@ -184,11 +264,16 @@ pub(super) fn check_backward_cubes(
     problem: &AttentionProblem,
     backward: &BackwardTiles,
 ) -> Result<(), AttentionError> {
-    let (dq, dkdv) = (backward.dq.blocks(false).0, backward.dkdv.blocks(true).0);
-    check_cubes(device, "dq", problem.seq_q.div_ceil(dq), problem.batch * problem.num_heads_q)?;
-    check_cubes(device, "dkdv", problem.seq_k.div_ceil(dkdv), problem.batch * problem.num_heads_kv)
+    let (dq, dkdv) = (backward.dq.list(false).rows, backward.dkdv.list(true).rows);
+    check_cubes(device, "dq", blocks(problem, problem.seq_q, dq), problem.num_heads_q)?;
+    check_cubes(device, "dkdv", blocks(problem, problem.seq_k, dkdv), problem.num_heads_kv)
 }
 
-fn check_cubes(device: &Device, kernel: &'static str, blocks: usize, heads: usize) -> Result<(), AttentionError> {
-    cube_count(device, kernel, (blocks as u64 * heads as u64).max(1)).map(|_| ())
+fn check_cubes(
+    device: &Device,
+    kernel: &'static str,
+    (blocks, batches): (usize, usize),
+    heads: usize,
+) -> Result<(), AttentionError> {
+    cube_count(device, kernel, blocks as u64 * batches as u64 * heads as u64).map(|_| ())
 }

@@ -1,29 +1,39 @@
 //! Runs a case on the device under test and on the oracle, and compares.
 //!
 //! `FLASH_TEST_DEVICE` picks the device: `wgpu` (the default), `vulkan` or `cuda`, as far as the features compiled in
-//! allow; `FLASH_TEST_KERNEL` a kernel that is not the planned one, of element types that it multiplies; `FLASH_TEST_PRECISION=tf32`
-//! lets f32 be rounded to it; `FLASH_TEST_TUNED=1` has the tuner choose, with the feature `autotune`. Where there is no adapter the
-//! tests say so and pass; `REQUIRE_WGPU=1` makes that a failure.
-#![allow(dead_code)]
+//! allow; what it must do there, and what else the environment says of that: [`lanes`]. `FLASH_TEST_PRECISION=tf32`
+//! lets f32 be rounded to it; `FLASH_TEST_TUNED=1` has the tuner choose, with the feature `autotune`; `FLASH_TEST_VERDICTS=1` prints how
+//! near results are to what their roundings make of the oracle. Where there is no adapter the tests say so and pass; `REQUIRE_WGPU=1`
+//! makes that a failure.
+#![allow(dead_code, unused_imports, reason = "several test programs take what they need of it")]
+
+#[path = "guards.rs"]
+mod guards;
+#[path = "judging.rs"]
+mod judging;
+#[path = "lanes.rs"]
+pub mod lanes;
+
+pub use guards::*;
+pub use judging::{close, same};
+pub use lanes::{forced_kernel, supports};
 
 use cubecl::client::Client;
 use cubecl::future::block_on;
-use cubecl::server::Handle;
 #[cfg(feature = "autotune")]
 use flash_attention_kernels::tuning;
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, BlockLists, Dtype, Forward, Gradient, Gradients,
-    Inputs, Kernel, MaskStorage, MaskView, Plan, Precision, RowsTile, Saved, Scratch, TensorView, TileShape,
-    backward_with, dropout_kept, forward, forward_with, plan, plan_with,
+    Inputs, Kernel, MaskStorage, Plan, Precision, RowsTile, Saved, Scratch, TensorView, TileShape, backward_with,
+    dropout_kept, forward, forward_with, plan, plan_with,
     tiling::{Device, fused_on},
 };
 use flash_attention_reference as reference;
-use half::{bf16, f16};
 
 /// The client of the device under test, or `None`, said aloud, where there is none.
 pub fn client() -> Option<Client> {
     use cubecl::device::WgpuDeviceKind::DefaultDevice;
-    let name = std::env::var("FLASH_TEST_DEVICE").unwrap_or_else(|_| "wgpu".into());
+    let name = lanes::device();
     let device = match name.as_str() {
         "cuda" => cubecl::Device::cuda(0),
         "vulkan" => cubecl::Device::vulkan(DefaultDevice),
@@ -41,16 +51,6 @@ pub fn client() -> Option<Client> {
     }
 }
 
-/// The kernel in place of the planned one: `FLASH_TEST_KERNEL`, of element types that it multiplies.
-pub fn forced_kernel(dtype: Dtype) -> Option<Kernel> {
-    let name = std::env::var("FLASH_TEST_KERNEL").ok()?;
-    let found = Kernel::ALL.into_iter().find(|kernel| kernel.name() == name);
-    let found =
-        found.unwrap_or_else(|| panic!("FLASH_TEST_KERNEL={name}: it is one of {:?}", Kernel::ALL.map(Kernel::name)));
-    let multiplies = dtype != Dtype::F32 || matches!(found, Kernel::Mma | Kernel::Rows | Kernel::Portable);
-    multiplies.then_some(found)
-}
-
 /// How precisely f32 is multiplied: `FLASH_TEST_PRECISION`.
 pub fn chosen_precision() -> Precision {
     match std::env::var("FLASH_TEST_PRECISION").as_deref() {
@@ -65,164 +65,6 @@ pub fn chosen_precision() -> Precision {
 pub fn thorough() -> bool {
     std::env::var("FLASH_TEST_DEVICE").is_ok_and(|name| name != "wgpu")
         && std::env::var("FLASH_TEST_THOROUGH").as_deref() != Ok("0")
-}
-
-/// How a tensor lies in memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Layout {
-    /// Row-major.
-    #[default]
-    Contiguous,
-    /// `[batch, seq, heads, dim]` in memory, as after `swap_dims(1, 2)` of a projection.
-    HeadsInner,
-    /// The last two dimensions transposed in memory.
-    Transposed,
-    /// Rows padded by this many elements.
-    Padded(usize),
-    /// One row for all: stride 0 along the sequence.
-    RepeatedRows,
-    /// One number for all: stride 0 everywhere.
-    Scalar,
-}
-
-impl Layout {
-    fn strides(self, shape: [usize; 4]) -> [usize; 4] {
-        let [_, h, s, d] = shape;
-        match self {
-            Layout::Contiguous => [h * s * d, s * d, d, 1],
-            Layout::HeadsInner => [s * h * d, d, h * d, 1],
-            Layout::Transposed => [h * s * d, s * d, 1, s],
-            Layout::Padded(by) => [h * s * (d + by), s * (d + by), d + by, 1],
-            Layout::RepeatedRows => [h * d, d, 0, 1],
-            Layout::Scalar => [0; 4],
-        }
-    }
-}
-
-/// What buffers hold before a kernel runs.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Poison {
-    /// NaN.
-    Nan,
-    /// 1e30, or the largest power of ten that f16 holds.
-    Huge,
-}
-
-impl Poison {
-    pub fn value(self, dtype: Dtype) -> f64 {
-        match (self, dtype) {
-            (Poison::Nan, _) => f64::NAN,
-            (Poison::Huge, Dtype::F16) => 1e4,
-            (Poison::Huge, _) => 1e30,
-        }
-    }
-}
-
-pub fn to_bytes(values: &[f64], dtype: Dtype) -> Vec<u8> {
-    match dtype {
-        Dtype::F32 => values.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect(),
-        Dtype::F16 => values.iter().flat_map(|x| f16::from_f64(*x).to_le_bytes()).collect(),
-        Dtype::BF16 => values.iter().flat_map(|x| bf16::from_f64(*x).to_le_bytes()).collect(),
-    }
-}
-
-pub fn from_bytes(bytes: &[u8], dtype: Dtype) -> Vec<f64> {
-    match dtype {
-        Dtype::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()) as f64).collect(),
-        Dtype::F16 => bytes.chunks_exact(2).map(|b| f16::from_le_bytes(b.try_into().unwrap()).to_f64()).collect(),
-        Dtype::BF16 => bytes.chunks_exact(2).map(|b| bf16::from_le_bytes(b.try_into().unwrap()).to_f64()).collect(),
-    }
-}
-
-/// Elements of guard on either side of every buffer: a multiple of every device's offset alignment.
-const GUARD: usize = 1024;
-/// What guards hold; representable in every dtype.
-const GUARD_VALUE: f64 = 1536.0;
-
-/// A view into a buffer with guards around it.
-pub struct Guarded<const RANK: usize = 4> {
-    pub view: TensorView<RANK>,
-    whole: Handle,
-    dtype: Dtype,
-    span: usize,
-}
-
-impl<const RANK: usize> Guarded<RANK> {
-    /// A buffer of `span` elements filled by `fill`, viewed with this shape and strides.
-    pub fn new(
-        client: &Client,
-        dtype: Dtype,
-        shape: [usize; RANK],
-        strides: [usize; RANK],
-        span: usize,
-        fill: impl Fn(usize) -> f64,
-    ) -> Self {
-        let values: Vec<f64> = (0..span + 2 * GUARD)
-            .map(|n| if (GUARD..GUARD + span).contains(&n) { fill(n - GUARD) } else { GUARD_VALUE })
-            .collect();
-        let whole = client.create_from_slice(&to_bytes(&values, dtype));
-        let bytes = (GUARD * dtype.size()) as u64;
-        // The view may see the guard behind it: that is how a write past the end would land there and be noticed.
-        let handle = whole.clone().offset_start(bytes);
-        Guarded { view: TensorView { handle, shape, strides }, whole, dtype, span }
-    }
-
-    /// A contiguous output, poisoned.
-    pub fn output(client: &Client, dtype: Dtype, shape: [usize; RANK], poison: Poison) -> Self {
-        let len: usize = shape.iter().product();
-        let mut strides = [1; RANK];
-        for dim in (1..RANK).rev() {
-            strides[dim - 1] = strides[dim] * shape[dim];
-        }
-        let value = poison.value(dtype);
-        Self::new(client, dtype, shape, strides, len, |_| value)
-    }
-
-    /// The values, guards checked.
-    pub fn read(&self, client: &Client, name: &str) -> Vec<f64> {
-        block_on(self.read_async(client, name))
-    }
-
-    /// The same, for a browser, where nothing may block.
-    pub async fn read_async(&self, client: &Client, name: &str) -> Vec<f64> {
-        let read = client.read_async(vec![self.whole.clone()]).await;
-        let all = from_bytes(&read.unwrap().remove(0), self.dtype);
-        let all = &all[..self.span + 2 * GUARD];
-        let (before, rest) = all.split_at(GUARD);
-        let (values, after) = rest.split_at(self.span);
-        for (place, guard) in [("before", before), ("after", after)] {
-            let broken = guard.iter().position(|x| *x != GUARD_VALUE);
-            assert!(broken.is_none(), "{name}: the guard {place} it was overwritten at {broken:?}");
-        }
-        values.to_vec()
-    }
-}
-
-/// Places the elements of a tensor (row-major `values`) by strides into a guarded buffer; gaps hold NaN.
-pub fn place(client: &Client, dtype: Dtype, shape: [usize; 4], layout: Layout, values: &[f64]) -> Guarded {
-    let strides = layout.strides(shape);
-    let len: usize = shape.iter().product();
-    let span = if len == 0 { 0 } else { 1 + (0..4).map(|d| (shape[d] - 1) * strides[d]).sum::<usize>() };
-    let mut buffer = vec![f64::NAN; span];
-    for (n, value) in values.iter().enumerate().take(len) {
-        let (mut rest, mut offset) = (n, 0);
-        for dim in (0..4).rev() {
-            offset += rest % shape[dim] * strides[dim];
-            rest /= shape[dim];
-        }
-        buffer[offset] = *value;
-    }
-    Guarded::new(client, dtype, shape, strides, span, |n| buffer[n])
-}
-
-/// The row-major values that a tensor with this layout has if its buffer is filled from `values`.
-pub fn as_laid_out(shape: [usize; 4], layout: Layout, values: Vec<f64>) -> Vec<f64> {
-    let [_, _, s, d] = shape;
-    match layout {
-        Layout::RepeatedRows => (0..values.len()).map(|n| values[n / (s * d) * (s * d) + n % d]).collect(),
-        Layout::Scalar => vec![values.first().copied().unwrap_or(0.0); values.len()],
-        _ => values,
-    }
 }
 
 /// The element type of cases that do not ask for another than f32: `FLASH_TEST_DTYPE` sends the suite through kernels
@@ -246,6 +88,7 @@ pub struct Case {
     pub dout: Vec<f64>,
     pub dlse: Option<Vec<f64>>,
     pub mask: Option<Vec<bool>>,
+    pub mask_storage: MaskStorage,
     pub bias: Option<Vec<f64>>,
     pub alibi_slopes: Option<Vec<f64>>,
     pub sinks: Option<Vec<f64>>,
@@ -261,7 +104,12 @@ pub struct Case {
     pub seq_lens_q: Option<Vec<usize>>,
     pub seq_lens_k: Option<Vec<usize>>,
     pub cu_seqlens: Option<[Vec<usize>; 2]>,
+    /// Of q, k, v and dout.
     pub layouts: [Layout; 4],
+    /// Of the mask and the bias.
+    pub extra_layouts: [Layout; 2],
+    /// How many elements further behind the beginning of their buffers q, k, v, dout, the mask, the bias and results begin.
+    pub offsets: [usize; 7],
     pub poison: Poison,
     pub tiles: Option<(Forward, BackwardTiles)>,
     /// Which of dq, dk, dv, dbias, dalibi_slopes, dsinks, dscore_tensors are asked for.
@@ -309,6 +157,7 @@ impl Case {
             dout: data(problem.o_shape(), 4),
             dlse: None,
             mask: None,
+            mask_storage: MaskStorage::U32,
             bias: None,
             alibi_slopes: None,
             sinks: None,
@@ -321,6 +170,8 @@ impl Case {
             seq_lens_k: None,
             cu_seqlens: None,
             layouts: [Layout::Contiguous; 4],
+            extra_layouts: [Layout::Contiguous; 2],
+            offsets: [0; 7],
             poison: Poison::Nan,
             tiles: None,
             wanted: [true; 7],
@@ -516,7 +367,8 @@ impl Case {
     pub async fn run_async(&self, client: &Client) -> Result<Results, AttentionError> {
         let p = &self.problem;
         let dtype = p.dtype;
-        let put = |shape, layout, values: &[f64]| place(client, dtype, shape, layout, values);
+        let [of_q, of_k, of_v, of_dout, of_mask, of_bias, of_results] = self.offsets;
+        let put = |offset, shape, layout, values: &[f64]| place_at(client, dtype, offset, shape, layout, values);
         fn floats<const RANK: usize>(client: &Client, values: &[f64], shape: [usize; RANK]) -> TensorView<RANK> {
             TensorView::contiguous(client.create_from_slice(&to_bytes(values, Dtype::F32)), shape)
         }
@@ -524,18 +376,14 @@ impl Case {
             let bytes: Vec<u8> = lens.iter().flat_map(|len| (*len as u32).to_le_bytes()).collect();
             TensorView::contiguous(client.create_from_slice(&bytes), [lens.len()])
         }
-        let q = put(p.q_shape(), self.layouts[0], &self.q);
-        let k = put(p.k_shape(), self.layouts[1], &self.k);
-        let v = put(p.v_shape(), self.layouts[2], &self.v);
-        let dout = put(p.o_shape(), self.layouts[3], &self.dout);
-        let bias = self.bias.as_ref().map(|bias| put(p.bias.unwrap(), Layout::Contiguous, bias));
-        let mask = self.mask.as_ref().map(|mask| {
-            let bytes: Vec<u8> = mask.iter().flat_map(|hides| u32::from(*hides).to_le_bytes()).collect();
-            MaskView {
-                tensor: TensorView::contiguous(client.create_from_slice(&bytes), p.mask.unwrap()),
-                storage: MaskStorage::U32,
-            }
-        });
+        let q = put(of_q, p.q_shape(), self.layouts[0], &self.q);
+        let k = put(of_k, p.k_shape(), self.layouts[1], &self.k);
+        let v = put(of_v, p.v_shape(), self.layouts[2], &self.v);
+        let dout = put(of_dout, p.o_shape(), self.layouts[3], &self.dout);
+        let [mask_layout, bias_layout] = self.extra_layouts;
+        let bias = self.bias.as_ref().map(|bias| put(of_bias, p.bias.unwrap(), bias_layout, bias));
+        let mask = self.mask.as_ref();
+        let mask = mask.map(|mask| place_mask(client, self.mask_storage, of_mask, p.mask.unwrap(), mask_layout, mask));
         let tensors = |values: &[Option<Vec<f64>>; 2], shapes: [Option<[usize; 4]>; 2]| {
             [0, 1].map(|nth| values[nth].as_ref().map(|values| floats(client, values, shapes[nth].unwrap())))
         };
@@ -564,8 +412,8 @@ impl Case {
                 TensorView::contiguous(client.create_from_slice(&bytes), [2])
             }),
         };
-        let o = Guarded::output(client, dtype, p.o_shape(), self.poison);
-        let lse = Guarded::output(client, Dtype::F32, p.lse_shape(), self.poison);
+        let o = Guarded::output_at(client, dtype, of_results, p.o_shape(), self.poison);
+        let lse = Guarded::output_at(client, Dtype::F32, of_results, p.lse_shape(), self.poison);
         let forced = match (self.tiles, forced_kernel(dtype)) {
             (Some((forward, _)), _) => Some(forward),
             (None, Some(_)) => Some(self.plan(client)?.forward),
@@ -577,15 +425,19 @@ impl Case {
             None if self.tuned => tuning::forward_tuned(client, p, &inputs, &o.view, &lse.view)?,
             None => forward(client, p, &inputs, &o.view, &lse.view)?,
         };
-        let kernel = self.kernel(client);
-        assert_eq!(ran.kernel(), kernel, "{p:?}");
+        let kernel = ran.kernel();
+        match self.tiles {
+            Some((forced, _)) => assert_eq!(kernel, forced.kernel(), "{p:?}"),
+            None => lanes::assert_kernel(kernel, dtype, p.block_mask.is_some()),
+        }
 
         let dlse = self
             .dlse
             .as_ref()
             .map(|dlse| TensorView::contiguous(client.create_from_slice(&to_bytes(dlse, Dtype::F32)), p.lse_shape()));
         let saved = Saved { o: o.view.clone(), lse: lse.view.clone(), dout: dout.view.clone(), dlse };
-        let output = |wanted: bool, shape| wanted.then(|| Guarded::output(client, dtype, shape, self.poison));
+        let output =
+            |wanted: bool, shape| wanted.then(|| Guarded::output_at(client, dtype, of_results, shape, self.poison));
         let [wq, wk, wv, wb, wa, ws, wt] = self.wanted;
         let dq = output(wq, p.q_shape());
         let dk = output(wk, p.k_shape());
@@ -593,11 +445,12 @@ impl Case {
         let dbias = output(wb && p.bias.is_some(), p.bias.unwrap_or([0; 4]));
         let view = |out: &Option<Guarded>| out.as_ref().map(|out| out.view.clone());
         let dslopes = p.alibi_slopes.filter(|_| wa);
-        let dslopes = dslopes.map(|shape| Guarded::output(client, Dtype::F32, shape, self.poison));
-        let dsinks = (ws && p.sinks).then(|| Guarded::output(client, Dtype::F32, [p.num_heads_q], self.poison));
-        let dscore_tensors = p
-            .score_tensors
-            .map(|shape| shape.filter(|_| wt).map(|shape| Guarded::output(client, Dtype::F32, shape, self.poison)));
+        let dslopes = dslopes.map(|shape| Guarded::output_at(client, Dtype::F32, of_results, shape, self.poison));
+        let dsinks =
+            (ws && p.sinks).then(|| Guarded::output_at(client, Dtype::F32, of_results, [p.num_heads_q], self.poison));
+        let dscore_tensors = p.score_tensors.map(|shape| {
+            shape.filter(|_| wt).map(|shape| Guarded::output_at(client, Dtype::F32, of_results, shape, self.poison))
+        });
         let gradients = Gradients {
             dq: view(&dq),
             dk: view(&dk),
@@ -681,135 +534,10 @@ impl Case {
         })
     }
 
-    /// Runs on the device and compares with the oracle.
-    pub fn check(&self, client: &Client) -> Results {
-        block_on(self.check_async(client))
-    }
-
-    /// The same, for a browser.
-    pub async fn check_async(&self, client: &Client) -> Results {
-        let results = self.run_async(client).await.unwrap_or_else(|error| panic!("{:?}: {error}", self.problem));
-        let inputs = self.reference_inputs();
-        let want = reference::forward(&self.problem, &inputs);
-        let grads = reference::backward(&self.problem, &inputs, &self.dout, self.dlse.as_deref());
-        let (dtype, precision) = (self.problem.dtype, self.problem.options.precision);
-        let rounded = dtype == Dtype::F32 && precision == Precision::Tf32;
-        close(&self.name("o"), &results.o, &want.o, tolerance(dtype, precision));
-        close(&self.name("lse"), &results.lse, &want.lse, if rounded { 2e-3 } else { 1e-5 });
-        // The backward reads o as it was rounded: of rows that are added up, the roundings are, too, each that of as many products.
-        let p = &self.problem;
-        let half = dtype != Dtype::F32;
-        let products = if half { (p.head_dim_v as f64 / 16.0).max(1.0).sqrt() } else { 1.0 };
-        let added = |rows: f64| if half { products * rows.sqrt() } else { (rows / 16.0).max(1.0) };
-        let scaled =
-            if half { products * (f64::from(p.softmax_scale()) * (p.head_dim as f64).sqrt()).max(1.0) } else { 1.0 };
-        let of_slopes = p.rows() as f64 / p.alibi_slopes.map_or(1, |[batch, heads]| batch * heads).max(1) as f64;
-        // Those of slopes are as large as distances.
-        let distances = p.seq_q.max(p.seq_k) as f64;
-        let of_tensor = |nth: usize| {
-            let rows = p.score_tensors[nth].map_or(1, |shape| shape[..3].iter().product::<usize>());
-            distances * added(p.rows() as f64 / rows.max(1) as f64)
-        };
-        for (name, got, want, times) in [
-            ("dq", &results.dq, Some(&grads.dq), scaled),
-            ("dk", &results.dk, Some(&grads.dk), scaled),
-            ("dv", &results.dv, Some(&grads.dv), 1.0),
-            ("dbias", &results.dbias, grads.dbias.as_ref(), added(self.rows_of_bias())),
-            ("dalibi_slopes", &results.dalibi_slopes, grads.dalibi_slopes.as_ref(), distances * added(of_slopes)),
-            ("dsinks", &results.dsinks, grads.dsinks.as_ref(), added((p.batch * p.seq_q) as f64)),
-            ("dscore_tensors[0]", &results.dscore_tensors[0], grads.dscore_tensors[0].as_ref(), of_tensor(0)),
-            ("dscore_tensors[1]", &results.dscore_tensors[1], grads.dscore_tensors[1].as_ref(), of_tensor(1)),
-        ] {
-            if let (Some(got), Some(want)) = (got, want) {
-                // What is dropped makes what is left, and its rounding, larger; of a row's only key nothing else is left.
-                let mut gradient = if p.options.dropout > 0.0 { 8.0 } else { 4.0 };
-                // So they are where a sequence has few keys, whose probabilities are large, and many rows add to each.
-                gradient *= if p.is_ragged() { 2.0 } else { 1.0 };
-                // Through Vulkan tanh is less precise than the others, and forward and backward each have their own.
-                gradient *= if p.options.softcap.is_some() { 2.0 } else { 1.0 };
-                close(&self.name(name), got, want, gradient * tolerance(dtype, precision) * times);
-            }
-        }
-        results
-    }
-
-    /// The kernel that must run.
-    fn kernel(&self, client: &Client) -> Kernel {
-        let device = Device::of(client);
-        let dtype = self.problem.dtype;
-        let multiplies = device.plane > 0 && device.matrices.iter().any(|(of, _)| *of == dtype);
-        let forced = self.tiles.map(|(forward, _)| forward.kernel()).or_else(|| forced_kernel(dtype));
-        match forced {
-            Some(kernel) => kernel,
-            None if dtype != Dtype::F32 && device.wgmma && cfg!(feature = "cuda") => Kernel::Hopper,
-            None if device.mma.contains(&dtype) && cfg!(feature = "cuda") && self.problem.block_mask.is_none() => {
-                Kernel::Mma
-            }
-            None if multiplies => Kernel::Matrix,
-            None if !device.card && (1..=16).contains(&device.plane) => Kernel::Rows,
-            None => Kernel::Portable,
-        }
-    }
-
     /// Whether there is a kernel of all three gradients: no bias, one sequence, and both head dimensions within the same of 64 and 128.
     fn fusible(&self) -> bool {
         let p = &self.problem;
         let plain = p.bias.is_none() && !p.is_ragged();
         plain && p.head_dim.max(p.head_dim_v) <= 128 && (p.head_dim > 64 || p.head_dim_v <= 64)
     }
-
-    /// How many rows of scores one row of the bias is added to.
-    fn rows_of_bias(&self) -> f64 {
-        let bias = self.problem.bias.unwrap_or([1; 4]);
-        self.problem.rows() as f64 / bias[..3].iter().product::<usize>().max(1) as f64
-    }
-
-    /// What an identity that holds up to rounding is tested to: in half precision several results are rounded.
-    pub fn tolerance(&self, in_f32: f64) -> f64 {
-        match (self.problem.dtype, self.problem.options.precision) {
-            (Dtype::F32, Precision::Full) => in_f32,
-            (dtype, precision) => 8.0 * tolerance(dtype, precision),
-        }
-    }
-
-    fn name(&self, what: &str) -> String {
-        format!("{what} of {:?} laid out {:?} with tiles {:?}", self.problem, self.layouts, self.tiles)
-    }
-}
-
-/// Rounding of one result, or of what it is made of: gradients get four times as much.
-fn tolerance(dtype: Dtype, precision: Precision) -> f64 {
-    match (dtype, precision) {
-        (Dtype::F32, Precision::Full) => 5e-6,
-        // Scores are rounded that f16 gets as they are.
-        (Dtype::F32, Precision::Tf32) => 4e-3,
-        (Dtype::F16, _) => 1e-3,
-        (Dtype::BF16, _) => 8e-3,
-    }
-}
-
-/// Asserts `|got − want| ≤ tolerance · (1 + |want|)` everywhere, with infinities equal.
-pub fn close(name: &str, got: &[f64], want: &[f64], tolerance: f64) {
-    assert_eq!(got.len(), want.len(), "{name}: length");
-    for (n, (g, w)) in got.iter().zip(want).enumerate() {
-        let fine = g == w || (g - w).abs() <= tolerance * (1.0 + w.abs()) || (g.is_nan() && w.is_nan());
-        assert!(fine, "{name}: element {n} is {g}, the oracle has {w}");
-    }
-}
-
-/// Both agree in `o`, lse and the gradients of q, k, v and the bias, these to so many times what gradients may differ by.
-pub fn same(name: &str, case: &Case, a: &Results, b: &Results, times: f64) {
-    close(&format!("{name}: o"), &a.o, &b.o, case.tolerance(1e-5));
-    close(&format!("{name}: lse"), &a.lse, &b.lse, 1e-4);
-    let of = |results: &Results| [&results.dq, &results.dk, &results.dv, &results.dbias].map(|of| of.clone());
-    for ((of_a, of_b), gradient) in of(a).into_iter().zip(of(b)).zip(["dq", "dk", "dv", "dbias"]) {
-        assert_eq!(of_a.is_some(), of_b.is_some());
-        let tolerance = times * case.tolerance(2e-5);
-        close(&format!("{name}: {gradient}"), &of_a.unwrap_or_default(), &of_b.unwrap_or_default(), tolerance);
-    }
-}
-
-/// Whether the device computes with this element type.
-pub fn supports(client: &Client, dtype: Dtype) -> bool {
-    Device::of(client).dtypes.contains(&dtype)
 }

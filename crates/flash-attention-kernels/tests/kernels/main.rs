@@ -3,14 +3,21 @@
 //! See `common.rs` for how the device is chosen.
 
 mod blocks;
+mod bounds;
 mod common;
+mod empty;
 mod faults;
 mod functions;
 mod masks;
+mod offsets;
 mod oracle;
 mod pairs;
 mod plans;
 mod properties;
 mod rounding;
+#[cfg(feature = "cuda")]
+mod schedules;
+mod sharp;
+mod tiles;
 #[cfg(feature = "autotune")]
 mod tuning;

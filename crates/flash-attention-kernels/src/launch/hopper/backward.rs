@@ -1,6 +1,6 @@
 //! Launches the gradients for Hopper.
 
-use super::{OUT_BYTES, VECTOR_BYTES, counter, rows_arg, stride};
+use super::{OUT_BYTES, VECTOR_BYTES, rows_arg, stride};
 use crate::error::AttentionError;
 use crate::hopper::gradient::{ResultStridesLaunch, SourceStridesLaunch};
 use crate::hopper::schedule::Walk;
@@ -39,14 +39,7 @@ impl Call<'_> {
         for (results, tiles) in wanted {
             let views: Vec<_> = [results.dq, results.dk, results.dv].into_iter().flatten().collect();
             self.check_copies(&views)?;
-            let (tile_k, multiple) = (tiles.tile.tile_k, stats_multiple(self.problem));
-            if results.role().is_transposed() && !multiple.is_multiple_of(tile_k) {
-                return Err(AttentionError::Unsupported {
-                    option: "tile_k",
-                    value: tile_k.to_string(),
-                    why: "tiles of queries must divide what scratch fills heads up to, 128, or 384 above head_dim 192",
-                });
-            }
+            self.check_hopper(results.role(), tiles.tile, tiles.section, 1)?;
             let items = self.items(results, tiles);
             let max = i32::MAX as u64 - self.device.multiprocessors as u64;
             if items > max {
@@ -142,7 +135,9 @@ impl Call<'_> {
         let width = |width: usize| if transposed { 1 } else { width };
         let ((mask, mask_width), (bias, bias_width)) = self.pairs();
         let sums = scratch.dq_sums.as_ref().unwrap_or(&scratch.stats);
-        let addresses = self.addresses([dk_out.span(), dv_out.span(), scratch.stats.span(), sums.span()]);
+        let spans = [dk_out, dv_out, rows[0], rows[1], tiled[0], tiled[1]].map(|view| view.span());
+        let of_scratch = [scratch.stats.span(), sums.span()];
+        let addresses = self.addresses(spans.into_iter().chain(of_scratch)).max(route.addresses());
         // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
         unsafe {
             hopper::gradient::gradient::launch_unchecked(
@@ -163,7 +158,7 @@ impl Call<'_> {
                 rows_arg(dv_out, vector),
                 rows_arg(&scratch.stats, 1),
                 rows_arg(sums, 1),
-                BufferArg::from_raw_parts(counter(self.client), 1),
+                BufferArg::from_raw_parts(self.counter(), 1),
                 rows_arg(rows[0], wide),
                 rows_arg(rows[1], wide),
                 rows_arg(tiled[0], wide),
@@ -216,13 +211,16 @@ impl Call<'_> {
         let sources = SourceStridesLaunch::new(stride(q, wide), stride(dout, wide), stride(k, wide), stride(v, wide));
         let ((mask, mask_width), (bias, bias_width)) = self.pairs();
         let route = self.route(Blocks::Queries, blueprint.tile.tile_q(), blueprint.tile.tile_k);
+        let spans = [q, k, v, dout, &computed].map(|view| view.span());
+        let of_scratch = [scratch.stats.span(), sums.span()];
+        let addresses = self.addresses(spans.into_iter().chain(of_scratch)).max(route.addresses());
         // SAFETY: views have been checked against their buffers; the kernel drops what lies past the ends.
         unsafe {
             reduce::round_sums::launch_unchecked(
                 self.client,
                 self.round_grid()?,
                 CubeDim::new_1d(reduce::UNITS),
-                self.addresses([computed.span(), sums.span(), scratch.stats.span()]),
+                addresses,
                 bias_width,
                 mask_width,
                 rows_arg(sums, 4),

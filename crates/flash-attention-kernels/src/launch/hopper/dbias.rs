@@ -1,6 +1,6 @@
 //! Launches the gradient of a bias for Hopper.
 
-use super::{OUT_BYTES, counter, rows_arg, stride};
+use super::{OUT_BYTES, rows_arg, stride};
 use crate::error::AttentionError;
 use crate::hopper::dbias::{BiasStridesLaunch, Mosaic};
 use crate::hopper::{self, BiasBlueprint, BiasTile, Blueprint, Role, Rows, WARPGROUP_ROWS};
@@ -66,13 +66,15 @@ impl Call<'_> {
         let ((mask, mask_width), (bias, bias_width)) = self.pairs();
         let vector = if blueprint.vectors { OUT_BYTES / size } else { 1 };
         let strides = BiasStridesLaunch::new(stride(dbias, vector), dbias.strides[3]);
+        let spans = [q, k, v, dout, dbias].map(|view| view.span());
+        let addresses = self.addresses(spans.into_iter().chain([scratch.stats.span()]));
         // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
         unsafe {
             hopper::dbias::dbias::launch_unchecked(
                 self.client,
                 CubeCount::Static(self.device.multiprocessors.max(1) as u32, 1, 1),
                 CubeDim::new_1d(tile.tile().units() as u32),
-                self.addresses([dbias.span(), scratch.stats.span()]),
+                addresses,
                 bias_width,
                 mask_width,
                 self.map(q, WARPGROUP_ROWS),
@@ -85,7 +87,7 @@ impl Call<'_> {
                 rows_arg(dbias, OUT_BYTES / size),
                 rows_arg(dbias, 1),
                 rows_arg(&scratch.stats, 1),
-                BufferArg::from_raw_parts(counter(self.client), 1),
+                BufferArg::from_raw_parts(self.counter(), 1),
                 strides,
                 self.factors(&blueprint.scores, &Route::default()),
                 band.into_launch(),

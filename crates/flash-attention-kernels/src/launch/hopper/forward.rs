@@ -1,6 +1,6 @@
 //! Launches the forward for Hopper.
 
-use super::{OUT_BYTES, VECTOR_BYTES, counter, rows_arg, stride};
+use super::{OUT_BYTES, VECTOR_BYTES, rows_arg, stride};
 use crate::error::AttentionError;
 use crate::hopper::forward::StridesLaunch;
 use crate::hopper::schedule::Walk;
@@ -9,7 +9,7 @@ use crate::launch::Call;
 use crate::launch::route::Route;
 use crate::launch::sequences::Blocks;
 use crate::tensor::TensorView;
-use crate::tiling::{HopperForward, Kernel, Stage, cube_count};
+use crate::tiling::{HopperForward, Stage, cube_count};
 use cubecl::prelude::*;
 
 impl Call<'_> {
@@ -21,10 +21,7 @@ impl Call<'_> {
         tiles: HopperForward,
     ) -> Result<(), AttentionError> {
         let p = self.problem;
-        if tiles.parts > 1 && p.block_mask.is_some() {
-            let why = "what a block mask visits is not taken apart into parts of the keys".into();
-            return Err(AttentionError::KernelUnavailable { kernel: Kernel::Hopper.name(), why });
-        }
+        self.check_hopper(Role::Forward, tiles.tile, tiles.section, tiles.parts)?;
         let blueprint = self.hopper_blueprint(Role::Forward, tiles.tile, tiles.parts > 1);
         let ahead = self.ahead(&p.band(), tiles.tile.tile_q(), tiles.tile.tile_k);
         let (blocks, batches) = self.blocks(p.seq_q + ahead as usize, tiles.tile.tile_q());
@@ -65,7 +62,6 @@ impl Call<'_> {
             tiles.parts as u32,
         );
         let cubes = (self.device.multiprocessors as u64).clamp(1, items.div_ceil(tiles.tile.teams as u64));
-        let counter = counter(self.client);
         let route = self.route_in_order(Blocks::Queries, tiles.tile.tile_q(), tiles.tile.tile_k);
         let vector = VECTOR_BYTES / p.dtype.size();
         let strides = StridesLaunch::new(
@@ -80,7 +76,8 @@ impl Call<'_> {
             _ => self.map(&k, tiles.tile.tile_k),
         };
         let ((mask, mask_width), (bias, bias_width)) = self.pairs();
-        let addresses = self.addresses([out.span(), out_lse.span()]);
+        let spans = [q.span(), k.span(), v.span(), out.span(), out_lse.span()];
+        let addresses = self.addresses(spans).max(route.addresses());
         // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
         unsafe {
             hopper::forward::forward::launch_unchecked(
@@ -98,7 +95,7 @@ impl Call<'_> {
                 bias.into(),
                 rows_arg(&out, OUT_BYTES / out_size),
                 rows_arg(&out_lse, 1),
-                BufferArg::from_raw_parts(counter, 1),
+                BufferArg::from_raw_parts(self.counter(), 1),
                 rows_arg(&q, vector),
                 rows_arg(&k, vector),
                 rows_arg(&v, vector),

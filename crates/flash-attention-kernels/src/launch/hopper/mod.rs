@@ -1,6 +1,7 @@
 //! Launches the kernels for Hopper.
 
 mod backward;
+mod counters;
 mod dbias;
 mod forward;
 
@@ -14,14 +15,10 @@ use crate::hopper::{self, Blueprint, HopperTile, PANEL, Role, Rows};
 use crate::mask::Band;
 use crate::problem::AttentionProblem;
 use crate::tensor::TensorView;
-use crate::tiling::{Stage, stats_multiple, varies_by_pair};
-use cubecl::client::Client;
+use crate::tiling::{self, Kernel, Stage, varies_by_pair};
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
-use cubecl::server::Handle;
-use cubecl_core::device::ServiceId;
 use std::f32::consts::LOG2_E;
-use std::sync::{Mutex, PoisonError};
 
 /// Bytes that rows must start at multiples of: what TMA and vectors of as many bytes ask for.
 pub(in crate::launch) const VECTOR_BYTES: usize = 16;
@@ -39,25 +36,17 @@ impl Call<'_> {
 
     /// The same, with the bias read as it lies.
     pub(in crate::launch) fn plain_blueprint(&self, role: Role, tile: HopperTile, partial: bool) -> Blueprint {
-        let p = self.problem;
         Blueprint {
-            role,
-            tile,
-            dtype: p.dtype,
-            head_dim: p.head_dim,
-            head_dim_v: p.head_dim_v,
-            capped: p.options.softcap.is_some(),
             mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
             bias: rows_of(self.inputs.bias.as_ref()),
-            alibi: self.inputs.alibi_slopes.is_some(),
-            modified: p.options.score_mod.is_some(),
-            bent: role.bends(p),
-            mask_mod: p.options.mask_mod.is_some(),
-            ragged: p.is_ragged(),
-            sparse: p.block_mask.is_some(),
-            partial,
-            stats_multiple: stats_multiple(p),
+            ..tiling::hopper::blueprint(self.problem, role, tile, partial)
         }
+    }
+
+    /// Why a kernel of this role cannot run with these tiles.
+    fn check_hopper(&self, role: Role, tile: HopperTile, section: usize, parts: usize) -> Result<(), AttentionError> {
+        tiling::hopper::check(self.device, self.problem, role, tile, section, parts)
+            .map_err(|why| AttentionError::KernelUnavailable { kernel: Kernel::Hopper.name(), why })
     }
 
     /// Whether the bias comes to shared memory in tiles, with so many bytes in all.
@@ -229,20 +218,4 @@ fn rows_of(view: Option<&TensorView>) -> Option<Rows> {
 fn pairs(view: Option<(&TensorView, usize)>, ragged: bool) -> (Option<TensorArg>, usize) {
     let Some((view, size)) = view else { return (None, 1) };
     (Some(view.broadcast_arg()), if !ragged && view.shape[3] > 1 && view.vectorizes(2, size) { 2 } else { 1 })
-}
-
-/// The counter that cubes take work from, 0 between launches: the kernel leaves it so. One for each stream, as launches on
-/// one stream come one after the other.
-fn counter(client: &Client) -> Handle {
-    static COUNTERS: Mutex<Vec<(ServiceId, Handle)>> = Mutex::new(Vec::new());
-    // A handle knows the stream that its client works on.
-    let (service, stream) = (client.service_id(), client.empty(4).stream);
-    let mut counters = COUNTERS.lock().unwrap_or_else(PoisonError::into_inner);
-    let found = counters.iter().find(|(of, handle)| *of == service && handle.stream == stream);
-    if let Some((_, handle)) = found {
-        return handle.clone();
-    }
-    let handle = client.create_from_slice(&[0; 4]);
-    counters.push((service, handle.clone()));
-    handle
 }

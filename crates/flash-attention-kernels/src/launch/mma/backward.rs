@@ -63,7 +63,7 @@ impl Call<'_> {
         let p = self.problem;
         let role = results.role();
         let transposed = role.is_transposed();
-        let blueprint = self.mma_blueprint(role, tiles.tile)?;
+        let blueprint = self.mma_blueprint(role, tiles.tile, tiles.section)?;
         let (kernel, band, heads) =
             if transposed { ("dkdv", p.band().transposed(), p.num_heads_kv) } else { ("dq", p.band(), p.num_heads_q) };
         let (walk, count) = self.mma_walk(kernel, &band, heads, tiles.section, tiles.tile, transposed)?;
@@ -97,7 +97,7 @@ impl Call<'_> {
         let width = |width: usize| if transposed { 1 } else { width };
         let ((mask, mask_width), (bias, bias_width)) = self.pairs();
         let spans = [q, d, k, v, dk_out, dv_out].map(|view| view.span());
-        let addresses = self.addresses(spans.into_iter().chain([scratch.stats.span()]));
+        let addresses = self.addresses(spans.into_iter().chain([scratch.stats.span()])).max(route.addresses());
         // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
         unsafe {
             gradient::gradient::launch_unchecked(

@@ -17,8 +17,8 @@ use cubecl::prelude::*;
 
 impl Call<'_> {
     /// What a kernel is specialised for.
-    fn mma_blueprint(&self, role: Role, tile: MmaTile) -> Result<MmaBlueprint, AttentionError> {
-        tiling::mma::check(self.device, self.problem, role, tile)
+    fn mma_blueprint(&self, role: Role, tile: MmaTile, section: usize) -> Result<MmaBlueprint, AttentionError> {
+        tiling::mma::check_section(self.device, self.problem, role, tile, section)
             .map_err(|why| AttentionError::KernelUnavailable { kernel: Kernel::Mma.name(), why })?;
         let scores = self.plain_blueprint(role, tile.tile(), false);
         Ok(MmaBlueprint { tile, scores, products: tiling::mma::products(self.problem) })
@@ -55,7 +55,7 @@ impl Call<'_> {
         MmaForward { tile, section }: MmaForward,
     ) -> Result<(), AttentionError> {
         let p = self.problem;
-        let blueprint = self.mma_blueprint(Role::Forward, tile)?;
+        let blueprint = self.mma_blueprint(Role::Forward, tile, section)?;
         let band = p.band();
         let (walk, count) = self.mma_walk("forward", &band, p.num_heads_q, section, tile, false)?;
         tiling::check_bindings(self.device, p, "forward", 5)?;
@@ -77,7 +77,8 @@ impl Call<'_> {
             stride(lse, 1),
         );
         let ((mask, mask_width), (bias, bias_width)) = self.pairs();
-        let addresses = self.addresses([q.span(), k.span(), v.span(), out.span(), lse.span()]);
+        let spans = [q.span(), k.span(), v.span(), out.span(), lse.span()];
+        let addresses = self.addresses(spans).max(route.addresses());
         // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
         unsafe {
             forward::forward::launch_unchecked(

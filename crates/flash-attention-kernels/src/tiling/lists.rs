@@ -1,0 +1,44 @@
+//! How large the lists of a block mask are, and whether kernels can reach every entry.
+
+use super::{Device, cube_count};
+use crate::blocks::HEADER;
+use crate::error::AttentionError;
+use crate::problem::AttentionProblem;
+
+/// The lists that a kernel walks over: of blocks of `rows` queries, or of `keys`, and tiles of `columns` of the others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct ListShape {
+    /// Whether blocks are of keys.
+    pub keys: bool,
+    /// Rows of a block.
+    pub rows: usize,
+    /// Columns of a tile.
+    pub columns: usize,
+}
+
+impl ListShape {
+    /// `[batch | 1, num_heads_q | 1, blocks, HEADER + tiles]` words; nothing without a block mask.
+    pub fn shape(self, problem: &AttentionProblem) -> Option<[usize; 4]> {
+        let mask = problem.block_mask?;
+        let (along, across) = if self.keys { (problem.seq_k, problem.seq_q) } else { (problem.seq_q, problem.seq_k) };
+        // Sequences of a batch end where its lengths say.
+        let batch = if problem.is_ragged() { problem.batch } else { mask.blocks[0] };
+        Some([batch, mask.blocks[1], along.div_ceil(self.rows), HEADER + across.div_ceil(self.columns).max(1)])
+    }
+
+    /// Words in all; 0 without a block mask.
+    pub fn len(self, problem: &AttentionProblem) -> u64 {
+        self.shape(problem).map_or(0, |shape| shape.iter().map(|n| *n as u64).product())
+    }
+
+    /// Checks that the device reaches every word and starts a cube for each block. `max`: the most words that the kernel numbers.
+    pub fn check(self, device: &Device, problem: &AttentionProblem, max: u64) -> Result<(), AttentionError> {
+        let Some([batch, heads, blocks, _]) = self.shape(problem) else { return Ok(()) };
+        let reach = self.len(problem);
+        if reach > max || reach > u32::MAX as u64 && !device.wide_addresses {
+            let device = device.name.clone();
+            return Err(AttentionError::AddressSpace { argument: "block_mask (its lists of tiles)", reach, device });
+        }
+        cube_count(device, "block_lists", (batch * heads * blocks) as u64).map(|_| ())
+    }
+}

@@ -1,0 +1,137 @@
+//! Results beside what they should be.
+
+use super::{Case, Results};
+use cubecl::client::Client;
+use cubecl::future::block_on;
+use flash_attention_kernels::{Dtype, Kernel, Precision};
+use flash_attention_reference::{self as reference, Comparison, Emulation, Judged, Operands};
+
+impl Case {
+    /// Runs on the device and compares with the oracle.
+    pub fn check(&self, client: &Client) -> Results {
+        block_on(self.check_async(client))
+    }
+
+    /// The same, for a browser.
+    pub async fn check_async(&self, client: &Client) -> Results {
+        let results = self.run_async(client).await.unwrap_or_else(|error| panic!("{:?}: {error}", self.problem));
+        self.judge(&results);
+        results
+    }
+
+    /// Holds results to the bounds, and the bounds to what they must notice.
+    pub fn judge(&self, results: &Results) {
+        let expected = self.expected(results.forward.kernel());
+        let [exact, emulated] = [&expected.exact, &expected.emulated].map(|of| &of.output.lse);
+        let lse = judge_lse(self.problem.options.precision, &results.lse, exact, emulated);
+        lse.unwrap_or_else(|error| panic!("{error}{}", self.name(" in lse")));
+        let tells = std::env::var("FLASH_TEST_VERDICTS").is_ok_and(|verdicts| verdicts == "1");
+        for comparison in self.comparisons(results, &expected) {
+            let verdict = comparison.binds().unwrap_or_else(|unfit| panic!("{unfit}{}", self.name("")));
+            if tells {
+                println!("{verdict:?} of {}", comparison.name);
+            }
+        }
+    }
+
+    /// What the oracle gives, and how far off roundings are of a kernel of this family.
+    pub fn expected(&self, kernel: Kernel) -> reference::Expected {
+        let (dtype, precision) = (self.problem.dtype, self.problem.options.precision);
+        let operands = match kernel {
+            Kernel::Portable | Kernel::Rows => Operands::F32,
+            Kernel::Mma if dtype == Dtype::F32 && precision == Precision::Tf32 => Operands::Tf32,
+            Kernel::Mma if dtype == Dtype::F32 => Operands::F32,
+            Kernel::Hopper | Kernel::Mma | Kernel::Matrix => Operands::Inputs,
+        };
+        let emulation = Emulation { dtype, operands };
+        let dlse = self.dlse.as_deref();
+        reference::expected(&self.problem, &self.reference_inputs(), &self.dout, dlse, emulation)
+    }
+
+    /// The output and each gradient that was asked for, beside what they should be.
+    pub fn comparisons<'a>(&self, results: &'a Results, expected: &'a reference::Expected) -> Vec<Comparison<'a>> {
+        let p = &self.problem;
+        let [exact, emulated, spread] = [&expected.exact, &expected.emulated, &expected.spread];
+        let o = |of: &'a reference::Attention| Some(&of.output.o);
+        type Tensor<'a> = fn(&'a reference::Gradients) -> Option<&'a Vec<f64>>;
+        let gradients: [(&str, &Option<Vec<f64>>, usize, Tensor); 8] = [
+            ("dq", &results.dq, p.head_dim, |of| Some(&of.dq)),
+            ("dk", &results.dk, p.head_dim, |of| Some(&of.dk)),
+            ("dv", &results.dv, p.head_dim_v, |of| Some(&of.dv)),
+            ("dbias", &results.dbias, p.bias.map_or(1, |shape| shape[3]), |of| of.dbias.as_ref()),
+            ("dalibi_slopes", &results.dalibi_slopes, 1, |of| of.dalibi_slopes.as_ref()),
+            ("dsinks", &results.dsinks, 1, |of| of.dsinks.as_ref()),
+            ("dscore_tensors[0]", &results.dscore_tensors[0], 1, |of| of.dscore_tensors[0].as_ref()),
+            ("dscore_tensors[1]", &results.dscore_tensors[1], 1, |of| of.dscore_tensors[1].as_ref()),
+        ];
+        let compare = |name, judged, row_len, computed, [exact, emulated, spread]: [Option<&'a Vec<f64>>; 3]| {
+            let (exact, emulated) = (exact.expect("the oracle has it"), emulated.expect("the oracle has it"));
+            let spread = spread.map(|spread| &spread[..]);
+            Comparison { name, judged, dtype: p.dtype, row_len, computed, exact, emulated, spread }
+        };
+        let output = compare("o", Judged::Output, p.head_dim_v, &results.o, [exact, emulated, spread].map(o));
+        let gradients = gradients.into_iter().filter_map(|(name, computed, row_len, of)| {
+            let of = [exact, emulated, spread].map(|attention| of(&attention.gradients));
+            Some(compare(name, Judged::Gradient, row_len, computed.as_ref()?, of))
+        });
+        std::iter::once(output).chain(gradients).collect()
+    }
+
+    /// What an identity that holds up to rounding is tested to: in half precision several results are rounded.
+    pub fn tolerance(&self, in_f32: f64) -> f64 {
+        match (self.problem.dtype, self.problem.options.precision) {
+            (Dtype::F32, Precision::Full) => in_f32,
+            (dtype, precision) => 8.0 * tolerance(dtype, precision),
+        }
+    }
+
+    fn name(&self, what: &str) -> String {
+        format!("{what} of {:?} laid out {:?} with tiles {:?}", self.problem, self.layouts, self.tiles)
+    }
+}
+
+/// Rounding of one result, or of what it is made of: gradients get four times as much.
+fn tolerance(dtype: Dtype, precision: Precision) -> f64 {
+    match (dtype, precision) {
+        (Dtype::F32, Precision::Full) => 5e-6,
+        // Scores are rounded that f16 gets as they are.
+        (Dtype::F32, Precision::Tf32) => 4e-3,
+        (Dtype::F16, _) => 1e-3,
+        (Dtype::BF16, _) => 8e-3,
+    }
+}
+
+/// lse is computed in f32 whatever the dtype is: `|got − want| ≤ 1e-5 · (1 + |want|)`, and of products in TF32 twice what they make of it
+/// besides.
+fn judge_lse(precision: Precision, got: &[f64], want: &[f64], emulated: &[f64]) -> Result<(), String> {
+    assert_eq!(got.len(), want.len(), "length of lse");
+    let error = |(x, y): (&f64, &f64)| if x == y { 0.0 } else { (x - y).abs() };
+    let rounding = emulated.iter().zip(want).map(error).fold(0.0, f64::max);
+    let rounding = if precision == Precision::Tf32 { 2.0 * rounding } else { 0.0 };
+    let off = got.iter().zip(want).enumerate().find(|(_, (got, want))| {
+        let fine = got == want || got.is_nan() && want.is_nan();
+        !(fine || (*got - *want).abs() <= 1e-5 * (1.0 + want.abs()) + rounding)
+    });
+    off.map_or(Ok(()), |(row, (got, want))| Err(format!("row {row} has {got}, the oracle {want}")))
+}
+
+/// Asserts `|got − want| ≤ tolerance · (1 + |want|)` everywhere, with infinities equal.
+pub fn close(name: &str, got: &[f64], want: &[f64], tolerance: f64) {
+    assert_eq!(got.len(), want.len(), "{name}: length");
+    for (n, (g, w)) in got.iter().zip(want).enumerate() {
+        let fine = g == w || (g - w).abs() <= tolerance * (1.0 + w.abs()) || (g.is_nan() && w.is_nan());
+        assert!(fine, "{name}: element {n} is {g}, the oracle has {w}");
+    }
+}
+
+/// Both agree in `o`, lse and the gradients of q, k, v and the bias, these to so many times what gradients may differ by.
+pub fn same(name: &str, case: &Case, a: &Results, b: &Results, times: f64) {
+    close(&format!("{name}: o"), &a.o, &b.o, case.tolerance(1e-5));
+    close(&format!("{name}: lse"), &a.lse, &b.lse, 1e-4);
+    let of = |results: &Results| [&results.dq, &results.dk, &results.dv, &results.dbias].map(|of| of.clone());
+    for ((of_a, of_b), gradient) in of(a).into_iter().zip(of(b)).zip(["dq", "dk", "dv", "dbias"]) {
+        assert_eq!(of_a.is_some(), of_b.is_some());
+        let tolerance = times * case.tolerance(2e-5);
+        close(&format!("{name}: {gradient}"), &of_a.unwrap_or_default(), &of_b.unwrap_or_default(), tolerance);
+    }
+}

@@ -1,0 +1,126 @@
+//! Sharp distributions: a few keys, or one, have all of a row's probability, and scores are in the thousands.
+//!
+//! Errors are those of rounding alone there, and large: scores of 10⁴ have a unit in the last place of 10⁻³ in f32, and the gradient
+//! of a row with one key consists of what `dP − delta` leaves. So results are held against the errors of FlashAttention-2's arithmetic.
+
+use crate::common::*;
+use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
+use flash_attention_reference as reference;
+
+/// What FlashAttention-2 computes with PyTorch's build of it (`UNFUSE_FMA`), for one head: `o, dq, dk, dv`. Arithmetic is f32, each
+/// sum taken in the order of its terms; probabilities, `dS` and results are rounded to the element type.
+struct FlashAttention2 {
+    o: Vec<f64>,
+    dq: Vec<f64>,
+    dk: Vec<f64>,
+    dv: Vec<f64>,
+}
+
+impl FlashAttention2 {
+    fn of(p: &AttentionProblem, [q, k, v, dout]: [&[f64]; 4]) -> Self {
+        let rounded = |x: f32| {
+            let mut x = [f64::from(x)];
+            reference::round_to(&mut x, p.dtype);
+            x[0] as f32
+        };
+        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).fold(0.0, |sum, (a, b)| (*a as f32).mul_add(*b as f32, sum));
+        let (d, d_v) = (p.head_dim, p.head_dim_v);
+        let (scale, log2_e) = (p.softmax_scale(), std::f32::consts::LOG2_E);
+        let exponent = scale * log2_e;
+        let mut o = vec![0.0; p.seq_q * d_v];
+        let [mut dq, mut dk, mut dv] = [p.seq_q * d, p.seq_k * d, p.seq_k * d_v].map(|len| vec![0.0f32; len]);
+        for i in 0..p.seq_q {
+            let keys = if p.options.causal { p.seq_k - p.seq_q + i + 1 } else { p.seq_k };
+            let (q, dout) = (&q[i * d..][..d], &dout[i * d_v..][..d_v]);
+            let s: Vec<f32> = (0..keys).map(|j| dot(q, &k[j * d..][..d])).collect();
+            let m = s.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let weights: Vec<f32> = s.iter().map(|s| (s * exponent - m * exponent).exp2()).collect();
+            let l: f32 = weights.iter().sum();
+            let lse = m * scale + l.ln();
+            for c in 0..d_v {
+                let sum = (0..keys).fold(0.0f32, |sum, j| rounded(weights[j]).mul_add(v[j * d_v + c] as f32, sum));
+                o[i * d_v + c] = f64::from(rounded(sum * (1.0 / l)));
+            }
+            let delta = dot(dout, &o[i * d_v..][..d_v]);
+            for (j, s) in s.iter().enumerate() {
+                let weight = (s * exponent - lse * log2_e).exp2();
+                let ds = rounded(weight * (dot(dout, &v[j * d_v..][..d_v]) - delta));
+                for c in 0..d {
+                    dq[i * d + c] = ds.mul_add(k[j * d + c] as f32, dq[i * d + c]);
+                    dk[j * d + c] = ds.mul_add(q[c] as f32, dk[j * d + c]);
+                }
+                for c in 0..d_v {
+                    dv[j * d_v + c] = rounded(weight).mul_add(dout[c] as f32, dv[j * d_v + c]);
+                }
+            }
+        }
+        let results = |sums: Vec<f32>, factor: f32| sums.into_iter().map(|x| f64::from(rounded(x * factor))).collect();
+        FlashAttention2 { o, dq: results(dq, scale), dk: results(dk, scale), dv: results(dv, 1.0) }
+    }
+}
+
+/// Root mean square of the differences, and the largest one.
+fn errors(got: &[f64], want: &[f64]) -> [f64; 2] {
+    let differences = got.iter().zip(want).map(|(got, want)| (got - want).abs());
+    let squares: f64 = differences.clone().map(|x| x * x).sum();
+    [(squares / got.len() as f64).sqrt(), differences.fold(0.0, f64::max)]
+}
+
+/// A case whose queries and keys are `factor` times as large as usual.
+fn case(sizes: Sizes, factor: f64, options: AttentionOptions) -> Case {
+    let mut case = Case::new(sizes, Dtype::F32, options);
+    for values in [&mut case.q, &mut case.k] {
+        values.iter_mut().for_each(|x| *x *= factor);
+        reference::round_to(values, case.problem.dtype);
+    }
+    case
+}
+
+#[test]
+fn errors_are_those_of_flash_attention_2() {
+    let Some(client) = client() else { return };
+    let causal = AttentionOptions { causal: true, ..Default::default() };
+    for (sizes, factor, options) in [
+        ([2, 4, 4, 512, 513, 64, 64], 60.0, AttentionOptions::default()),
+        ([1, 4, 4, 129, 257, 128, 128], 20.0, causal),
+        ([1, 4, 4, 200, 200, 64, 64], 4.0, causal),
+        ([1, 4, 4, 70, 513, 96, 64], 60.0, AttentionOptions::default()),
+    ] {
+        let case = case(sizes, factor, options);
+        let p = case.problem;
+        let got = case.run(&client).unwrap();
+        let inputs = case.reference_inputs();
+        let want = reference::forward(&p, &inputs);
+        let grads = reference::backward(&p, &inputs, &case.dout, None);
+        // Head after head, as they lie.
+        let [_, _, _, sq, sk, d, d_v] = sizes;
+        let heads = (0..p.batch * p.num_heads_q).map(|head| {
+            let of = |values: &'_ [f64], len: usize| values[head * len..][..len].to_vec();
+            let (q, k) = (of(&case.q, sq * d), of(&case.k, sk * d));
+            FlashAttention2::of(&p, [&q, &k, &of(&case.v, sk * d_v), &of(&case.dout, sq * d_v)])
+        });
+        let heads: Vec<FlashAttention2> = heads.collect();
+        let all = |of: fn(&FlashAttention2) -> &Vec<f64>| heads.iter().flat_map(|head| of(head).clone()).collect();
+        let theirs: [Vec<f64>; 4] =
+            [all(|head| &head.o), all(|head| &head.dq), all(|head| &head.dk), all(|head| &head.dv)];
+        let ours = [&got.o, got.dq.as_ref().unwrap(), got.dk.as_ref().unwrap(), got.dv.as_ref().unwrap()];
+        let wanted = [&want.o, &grads.dq, &grads.dk, &grads.dv];
+        // Whoever has f32 multiplied as tf32, split or not, has other products in the backward than in the forward.
+        let products = if p.dtype == Dtype::F32 { 3.0 } else { 1.5 };
+        for (n, name) in ["o", "dq", "dk", "dv"].into_iter().enumerate() {
+            let (ours, theirs) = (errors(ours[n], wanted[n]), errors(&theirs[n], wanted[n]));
+            println!("{name} of {p:?}: {ours:?}; FlashAttention-2 {theirs:?}");
+            // In bf16 rows out of an anchor's range are computed again with multiply-adds: their lse knows of other last bits of scores
+            // than the products of the backward have, and probabilities rounded to bf16 differ by a unit in the last place.
+            let times = if p.dtype == Dtype::BF16 && name == "dv" { 3.0 } else { products };
+            // What is left where all but one key have no probability at all.
+            let floor = 5e-5 * factor / 60.0;
+            assert!(ours[0] <= times * theirs[0] + floor, "{name} of {p:?}: {ours:?}, FlashAttention-2 has {theirs:?}");
+            // A row with two keys of like probability may be unlucky in one of them.
+            assert!(
+                ours[1] <= 4.0 * theirs[1] + 20.0 * floor,
+                "{name} of {p:?}: {ours:?}, FlashAttention-2 has {theirs:?}"
+            );
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! Tiles of the caller's choice that no kernel can run with: each is a typed error that names the field and its value, and nothing
+//! is launched.
+
+use crate::common::*;
+use flash_attention_kernels::tiling::Device;
+use flash_attention_kernels::{
+    AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradient, Gradients,
+    HopperForward, HopperGradient, HopperTile, Inputs, MmaForward, MmaTile, Saved, Scratch, TensorView, backward_with,
+    forward_with,
+};
+
+const TILE: HopperTile = HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 2, turns: false, loader: false };
+
+/// Tensors of a problem, and a call of the forward or of the backward with them.
+struct Call {
+    client: cubecl::client::Client,
+    problem: AttentionProblem,
+    inputs: Inputs,
+    o: TensorView,
+    lse: TensorView<3>,
+}
+
+impl Call {
+    fn new(dtype: Dtype, head_dim: usize) -> Option<Self> {
+        let client = client()?;
+        let device = Device::of(&client);
+        if !device.wgmma || !cfg!(feature = "cuda") {
+            return None;
+        }
+        let shape = [1, 2, 256, head_dim];
+        let problem = AttentionProblem::new(&shape, &shape, &shape, dtype, AttentionOptions::default()).unwrap();
+        let tensor = || {
+            let zeros = vec![0; dtype.size() * shape.iter().product::<usize>()];
+            TensorView::contiguous(client.create_from_slice(&zeros), shape)
+        };
+        let inputs = Inputs::new(tensor(), tensor(), tensor());
+        let (o, lse) = (tensor(), TensorView::contiguous(client.empty(4 * problem.rows()), problem.lse_shape()));
+        Some(Call { client, problem, inputs, o, lse })
+    }
+
+    fn forward(&self, forward: impl Into<Forward>) -> Result<(), AttentionError> {
+        forward_with(&self.client, &self.problem, &self.inputs, &self.o, &self.lse, forward)
+    }
+
+    fn backward(&self, tiles: BackwardTiles) -> Result<(), AttentionError> {
+        let saved = Saved { o: self.o.clone(), lse: self.lse.clone(), dout: self.o.clone(), dlse: None };
+        let gradients = Gradients {
+            dq: Some(self.o.clone()),
+            dk: Some(self.o.clone()),
+            dv: Some(self.o.clone()),
+            ..Default::default()
+        };
+        let plain = Scratch::empty(&self.client, &self.problem);
+        let shape = [plain.stats.shape[1], self.problem.head_dim.next_multiple_of(64)];
+        let dq_sums = Some(TensorView::contiguous(self.client.empty(4 * shape[0] * shape[1]), shape));
+        let scratch = Scratch { dq_sums, ..plain };
+        backward_with(&self.client, &self.problem, &self.inputs, &saved, &gradients, &scratch, Some(tiles))
+    }
+
+    /// The tiles that are planned, with these for all gradients.
+    fn with_gradients(&self, tile: HopperTile, section: usize) -> BackwardTiles {
+        let planned = flash_attention_kernels::plan(&self.client, &self.problem).unwrap().backward;
+        let of = Gradient::Hopper(HopperGradient { tile, section });
+        BackwardTiles { dq: of, dkdv: of, ..planned }
+    }
+}
+
+fn refused(error: Result<(), AttentionError>, words: &str) {
+    match error {
+        Err(AttentionError::KernelUnavailable { kernel, why }) => {
+            assert!(["hopper", "mma"].contains(&kernel) && why.contains(words), "{words:?} is not in {why:?}");
+        }
+        other => panic!("{words}: {other:?}"),
+    }
+}
+
+#[test]
+fn hoppers_forward() {
+    let Some(call) = Call::new(Dtype::BF16, 64) else { return };
+    let of = |tile| HopperForward { tile, section: 1, parts: 1 };
+    for (tile, words) in [
+        (HopperTile { teams: 0, ..TILE }, "teams is 0"),
+        (HopperTile { warpgroups: 1, ..TILE }, "warpgroups is 1, and 2"),
+        (HopperTile { warpgroups: 0, ..TILE }, "warpgroups is 0"),
+        (HopperTile { tile_k: 24, ..TILE }, "tile_k is 24"),
+        (HopperTile { tile_k: 0, ..TILE }, "tile_k is 0"),
+        (HopperTile { tile_k: 272, ..TILE }, "tile_k is 272"),
+        (HopperTile { stages: 1, ..TILE }, "stages is 1"),
+        (HopperTile { stages: 7, tile_k: 16, ..TILE }, "stages is 7"),
+        (HopperTile { stages: 6, tile_k: 256, ..TILE }, "bytes of shared memory"),
+        (HopperTile { teams: 8, ..TILE }, "teams × warpgroups is 16"),
+        (HopperTile { teams: 5, tile_k: 16, ..TILE }, "threads"),
+    ] {
+        refused(call.forward(of(tile)), words);
+    }
+    refused(call.forward(HopperForward { section: 0, ..of(TILE) }), "section is 0");
+    refused(call.forward(HopperForward { parts: 0, ..of(TILE) }), "parts is 0");
+    // What is next to each limit runs.
+    for tile in [
+        HopperTile { stages: 6, tile_k: 16, ..TILE },
+        HopperTile { tile_k: 256, ..TILE },
+        HopperTile { tile_k: 16, ..TILE },
+        HopperTile { stages: 6, tile_k: 32, loader: true, ..TILE },
+    ] {
+        call.forward(of(tile)).unwrap_or_else(|error| panic!("{tile:?}: {error}"));
+        let o = call.client.read_one_unchecked(call.o.handle.clone());
+        assert!(o.iter().all(|byte| *byte == 0), "{tile:?}");
+    }
+    let single = Call::new(Dtype::F32, 64).unwrap();
+    refused(single.forward(of(TILE)), "q is f32");
+}
+
+#[test]
+fn hoppers_gradients() {
+    let Some(call) = Call::new(Dtype::BF16, 64) else { return };
+    for (tile, words) in [
+        (HopperTile { warpgroups: 1, ..TILE }, "warpgroups is 1"),
+        (HopperTile { warpgroups: 3, ..TILE }, "1 × 3"),
+        (HopperTile { teams: 2, tile_k: 16, ..TILE }, "2 × 2"),
+        (HopperTile { loader: true, ..TILE }, "loader is true"),
+        (HopperTile { tile_k: 24, ..TILE }, "tile_k is 24"),
+        (HopperTile { tile_k: 48, ..TILE }, "tile_k is 48"),
+        (HopperTile { stages: 8, tile_k: 16, ..TILE }, "stages is 8"),
+    ] {
+        refused(call.backward(call.with_gradients(tile, 1)), words);
+    }
+    refused(call.backward(call.with_gradients(TILE, 0)), "section is 0");
+    let fused = HopperGradient { tile: HopperTile { tile_k: 64, ..TILE }, section: 1 };
+    refused(call.backward(BackwardTiles { fused: Some(fused), ..call.with_gradients(TILE, 1) }), "64 × 64");
+    let single = Call::new(Dtype::F32, 64).unwrap();
+    refused(single.backward(single.with_gradients(TILE, 1)), "q is f32");
+}
+
+#[test]
+fn warps_products() {
+    let Some(call) = Call::new(Dtype::BF16, 64) else { return };
+    let tile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64 };
+    refused(call.forward(MmaForward { tile, section: 0 }), "section is 0");
+    refused(call.forward(MmaForward { tile: MmaTile { tile_k: 24, ..tile }, section: 1 }), "must divide tiles");
+}
