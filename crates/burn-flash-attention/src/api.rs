@@ -462,7 +462,7 @@ fn on_device(device: &DispatchDevice, problem: &AttentionProblem) -> Result<Atte
             flash_attention_kernels::plan(&device.client(), problem).map(AttentionPlan::Kernel)
         }
         #[cfg(feature = "flex")]
-        DispatchDevice::Flex(_) => Ok(AttentionPlan::Host(crate::fallback::plan(problem))),
+        DispatchDevice::Flex(_) => crate::fallback::plan(problem).map(AttentionPlan::Host),
         #[allow(unreachable_patterns)]
         other => Err(unsupported(other)),
     }

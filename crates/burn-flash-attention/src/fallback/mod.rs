@@ -19,7 +19,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::tensor::{Bytes, DType, Shape};
 use burn_flex::{Flex, FlexTensor, Layout};
 use flash_attention_kernels::mods::TENSORS;
-use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, dropout};
+use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype, dropout};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use sequences::Sequences;
@@ -97,8 +97,22 @@ impl FlashAttentionOps for Flex {
     }
 }
 
+/// Bytes from which an output is too large to be found missing only when it is allocated: there the process aborts.
+const LARGE: usize = 1 << 30;
+
+/// Whether the host has the memory for an output, of which nothing is touched.
+fn check_output(problem: &AttentionProblem) -> Result<(), AttentionError> {
+    let bytes = size_of::<f32>().saturating_mul(problem.rows()).saturating_mul(problem.head_dim_v);
+    if bytes >= LARGE && Vec::<u8>::new().try_reserve_exact(bytes).is_err() {
+        let (bytes, device) = (bytes as u64, "Flex".to_string());
+        return Err(AttentionError::Allocation { tensor: "o", bytes, max: None, device });
+    }
+    Ok(())
+}
+
 /// How the loops would go about this problem.
-pub(crate) fn plan(problem: &AttentionProblem) -> HostPlan {
+pub(crate) fn plan(problem: &AttentionProblem) -> Result<HostPlan, AttentionError> {
+    check_output(problem)?;
     let threads = rayon::current_num_threads();
     let rows = problem.rows();
     let (q, o) = (rows * problem.head_dim, rows * problem.head_dim_v);
@@ -107,7 +121,8 @@ pub(crate) fn plan(problem: &AttentionProblem) -> HostPlan {
     // Half-precision inputs are widened once, and their gradients summed in f32 before they are narrowed.
     let widened = if problem.dtype == Dtype::F32 { 0 } else { 2 * (q + o + kv) };
     let tiles = threads * tile::Scratch::LEN;
-    HostPlan { tile_q: TILE_Q, tile_k: TILE_K, threads, scratch_bytes: size_of::<f32>() * (tiles + rows + widened) }
+    let scratch_bytes = size_of::<f32>() * (tiles + rows + widened);
+    Ok(HostPlan { tile_q: TILE_Q, tile_k: TILE_K, threads, scratch_bytes })
 }
 
 /// The arguments of a call, contiguous and in f32; mask, bias and tensors of functions as they come. The seed of dropout is two words.
