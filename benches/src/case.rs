@@ -1,7 +1,6 @@
 //! What is timed: a problem, and a pass over it.
 
 use crate::data::step;
-use crate::error::Error;
 use crate::functions::{self, Document};
 use clap::ValueEnum;
 use flash_attention_kernels::blocks::{BLOCK, EMPTY, FULL};
@@ -274,16 +273,42 @@ impl Case {
         if self.head_dim_v == self.head_dim {
             self.variant.to_string()
         } else {
-            format!("{}, head_dim_v {}", self.variant, self.head_dim_v)
+            format!("{}{HEAD_DIM_V}{}", self.variant, self.head_dim_v)
         }
     }
 
     /// Bytes of `q`, `k`, `v` and the output.
     pub fn bytes(&self) -> usize {
-        let rows_q = self.batch * self.heads_q * self.seq_q;
-        let rows_k = self.batch * self.heads_kv * self.seq_k;
-        (rows_q + rows_k) * (self.head_dim + self.head_dim_v) * self.dtype.size()
+        let heads = [self.heads_q, self.heads_kv];
+        bytes_read_once(
+            self.batch,
+            heads,
+            [self.seq_q, self.seq_k],
+            [self.head_dim, self.head_dim_v],
+            self.dtype.size(),
+        )
     }
+}
+
+/// Bytes that a forward cannot do without: each number of `q`, `k` and `v` read once and each of `o` written once,
+/// `batch · (heads_q · seq_q + heads_kv · seq_k) · (head_dim + head_dim_v)` of `size` bytes. Over the time they are the bandwidth
+/// that a decoding step reaches.
+pub fn bytes_read_once(batch: usize, heads: [usize; 2], seqs: [usize; 2], dims: [usize; 2], size: usize) -> usize {
+    let rows = heads[0] * seqs[0] + heads[1] * seqs[1];
+    batch * rows * (dims[0] + dims[1]) * size
+}
+
+/// Queries up to which a forward counts as a step of decoding, whose time goes with the bytes of its cache and not with
+/// operations.
+pub const DECODING: usize = 16;
+
+/// What [`Case::variant_name`] puts before a head dimension of values that is another than that of queries and keys.
+const HEAD_DIM_V: &str = ", head_dim_v ";
+
+/// The variant, and the head dimension of values, of a column `variant`.
+pub fn parse_variant(name: &str, head_dim: usize) -> (&str, usize) {
+    let parts = name.split_once(HEAD_DIM_V).and_then(|(variant, dim)| Some((variant, dim.parse().ok()?)));
+    parts.unwrap_or((name, head_dim))
 }
 
 impl fmt::Display for Case {
@@ -339,247 +364,6 @@ impl Pass {
     }
 }
 
-/// A set of problems.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Set {
-    /// Seconds, even on a software device: what tests run.
-    Tiny,
-    /// Minutes on any device, in f32 and f16: one axis at a time, and every variant.
-    Quick,
-    /// The shapes of the FlashAttention papers in bf16: 16k tokens in all, hidden size 2,048 (arXiv:2307.08691, section
-    /// 4.1).
-    Paper,
-    /// Shapes that fill a data-centre GPU, in bf16.
-    H200,
-    /// Mask, bias, softcap, windows, slopes, sinks, dropout and several sequences at (4, 16, 4096, 128), in bf16; some of them as
-    /// functions, and sparse blocks beside all of them at (1, 16, 16384, 64 and 128).
-    Variants,
-    /// Lengths that fit no tile beside the next that does, grouped heads, few heads, a single query, in bf16.
-    Ragged,
-    /// f32 at 4k to 64k tokens: memory.
-    Lengths,
-    /// (4, 16, 4096, 128) full and causal, in bf16: what Burn's autodiff adds to the kernels.
-    Autodiff,
-    /// (4, 16, 1024, 64) and (2, 16, 2048, 128), full and causal, in f16: what fits any GPU with matrix products.
-    Modest,
-    /// (4, 16, 4096, 64) and (4, 16, 4096, 128), causal, in f32.
-    Single,
-    /// One sequence of 2²⁰ tokens, causal, in bf16: seconds a call.
-    Million,
-}
-
-impl Set {
-    /// The name on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Set::Tiny => "tiny",
-            Set::Quick => "quick",
-            Set::Paper => "paper",
-            Set::H200 => "h200",
-            Set::Variants => "variants",
-            Set::Ragged => "ragged",
-            Set::Lengths => "lengths",
-            Set::Autodiff => "autodiff",
-            Set::Modest => "modest",
-            Set::Single => "single",
-            Set::Million => "million",
-        }
-    }
-
-    /// Its problems.
-    pub fn cases(self) -> Vec<Case> {
-        use Dtype::{BF16, F16, F32};
-        match self {
-            Set::Tiny => {
-                let base = Case::new(F32, [1, 2, 64, 32], true);
-                vec![
-                    base,
-                    Case::new(F32, [1, 2, 128, 32], true),
-                    Case { heads_kv: 1, ..base },
-                    base.with(Variant::Mask),
-                    base.with(Variant::Bias),
-                ]
-            }
-            Set::Quick => [F32, F16].into_iter().flat_map(quick).collect(),
-            Set::Paper => {
-                let lengths = [512, 1024, 2048, 4096, 8192, 16384];
-                let of = |head_dim: usize, causal: bool| {
-                    lengths.map(|seq| Case::new(BF16, [16384 / seq, 2048 / head_dim, seq, head_dim], causal))
-                };
-                [64, 128, 256].into_iter().flat_map(|d| [of(d, false), of(d, true)].concat()).collect()
-            }
-            Set::H200 => [
-                ([16, 16, 1024, 128], false),
-                ([16, 16, 1024, 128], true),
-                ([32, 16, 512, 128], true),
-                ([4, 16, 4096, 128], false),
-                ([4, 16, 4096, 128], true),
-                ([1, 16, 16384, 128], true),
-                ([16, 32, 1024, 64], true),
-                ([4, 32, 4096, 64], true),
-                ([1, 32, 16384, 64], true),
-                ([4, 8, 4096, 256], true),
-                ([1, 8, 16384, 256], true),
-            ]
-            .map(|(shape, causal)| Case::new(BF16, shape, causal))
-            .to_vec(),
-            Set::Variants => {
-                let full = Case::new(BF16, [4, 16, 4096, 128], false);
-                let causal = Case { causal: true, ..full };
-                let long = [128, 64].map(|head_dim| Case::new(BF16, [1, 16, 16384, head_dim], false));
-                let options = [
-                    full.with(Variant::Mask),
-                    full.with(Variant::Bias),
-                    causal.with(Variant::Softcap),
-                    causal.with(Variant::Window(256)),
-                    causal.with(Variant::Window(1024)),
-                    causal.with(Variant::Window(2048)),
-                    causal.with(Variant::Alibi),
-                    causal.with(Variant::Sinks),
-                    full.with(Variant::Dropout),
-                    causal.with(Variant::Dropout),
-                    Case { batch: 1, seq_q: 16384, seq_k: 16384, ..full }.with(Variant::Packed(4)),
-                    Case { batch: 1, seq_q: 16384, seq_k: 16384, ..causal }.with(Variant::Packed(4)),
-                    Case { batch: 1, seq_q: 16384, seq_k: 16384, ..causal }.with(Variant::Documents),
-                    causal.with(Variant::Lengths),
-                ];
-                let functions = [
-                    causal.with(Variant::AlibiFunction),
-                    causal.with(Variant::SoftcapFunction),
-                    causal.with(Variant::WindowFunction(256)),
-                    causal.with(Variant::WindowFunction(1024)),
-                    causal.with(Variant::WindowFunction(2048)),
-                    Case { causal: true, ..long[0] }.with(Variant::DocumentsFunction),
-                ];
-                // Beside what they would be if time went with the blocks.
-                let sparse = long.into_iter().flat_map(|case| [case, case.with(Variant::Sparse(10))]);
-                options.into_iter().chain(functions).chain(sparse).collect()
-            }
-            Set::Ragged => {
-                let of = |seq_q: usize, seq_k: usize, batch: usize| Case {
-                    seq_k,
-                    ..Case::new(BF16, [batch, 16, seq_q, 128], true)
-                };
-                let grouped = Case::new(BF16, [4, 32, 4096, 128], true);
-                vec![
-                    of(1000, 1000, 16),
-                    of(1024, 1024, 16),
-                    of(1023, 1024, 16),
-                    of(4095, 4095, 4),
-                    of(4096, 4096, 4),
-                    of(16385, 16385, 1),
-                    of(16512, 16512, 1),
-                    grouped,
-                    Case { heads_kv: 8, ..grouped },
-                    Case { head_dim_v: 64, ..of(4096, 4096, 4) },
-                    Case::new(BF16, [1, 1, 16384, 128], true),
-                    Case::new(BF16, [1, 2, 4096, 128], false),
-                    Case { seq_k: 16384, ..Case::new(BF16, [1, 32, 1, 128], true) },
-                ]
-            }
-            Set::Lengths => [4096, 8192, 16384, 32768, 65536].map(|seq| Case::new(F32, [1, 8, seq, 64], true)).to_vec(),
-            Set::Autodiff => [false, true].map(|causal| Case::new(BF16, [4, 16, 4096, 128], causal)).to_vec(),
-            Set::Modest => [[4, 16, 1024, 64], [2, 16, 2048, 128]]
-                .into_iter()
-                .flat_map(|shape| [false, true].map(|causal| Case::new(F16, shape, causal)))
-                .collect(),
-            Set::Single => [64, 128].map(|head_dim| Case::new(F32, [4, 16, 4096, head_dim], true)).to_vec(),
-            Set::Million => vec![Case::new(BF16, [1, 8, 1 << 20, 128], true)],
-        }
-    }
-}
-
-/// One axis at a time around `[1, 8, 512, 64]`.
-fn quick(dtype: Dtype) -> Vec<Case> {
-    let base = Case::new(dtype, [1, 8, 512, 64], true);
-    let mut cases: Vec<Case> = [256, 512, 1024].map(|seq| Case { seq_q: seq, seq_k: seq, ..base }).to_vec();
-    cases.push(Case { causal: false, ..base });
-    if dtype == Dtype::F32 {
-        cases.extend([32, 128].map(|d| Case { head_dim: d, head_dim_v: d, ..base }));
-        cases.extend([2, 4].map(|batch| Case { batch, ..base }));
-        cases.extend([2, 4].map(|heads| Case { heads_q: heads, heads_kv: heads, ..base }));
-        cases.push(Case { heads_kv: 2, ..base });
-        cases.push(Case { seq_q: 128, ..base });
-        let variants = [Variant::Mask, Variant::Bias, Variant::Softcap, Variant::Window(128)];
-        cases.extend(
-            variants
-                .into_iter()
-                .chain([Variant::Alibi, Variant::Sinks, Variant::Dropout, Variant::Documents])
-                .map(|v| base.with(v)),
-        );
-    }
-    cases
-}
-
-/// Filters on the axes of a set: what is left empty keeps everything.
-#[derive(clap::Args, Clone, Debug, Default)]
-pub struct Filters {
-    /// Element types to keep: f32, f16, bf16.
-    #[arg(long, value_delimiter = ',')]
-    dtype: Vec<String>,
-    /// Batches to keep.
-    #[arg(long, value_delimiter = ',')]
-    batch: Vec<String>,
-    /// Query heads to keep.
-    #[arg(long, value_delimiter = ',')]
-    heads_q: Vec<String>,
-    /// Key/value heads to keep.
-    #[arg(long, value_delimiter = ',')]
-    heads_kv: Vec<String>,
-    /// Numbers of queries to keep.
-    #[arg(long, value_delimiter = ',')]
-    seq_q: Vec<String>,
-    /// Numbers of keys to keep.
-    #[arg(long, value_delimiter = ',')]
-    seq_k: Vec<String>,
-    /// Head dimensions to keep.
-    #[arg(long, value_delimiter = ',')]
-    head_dim: Vec<String>,
-    /// Head dimensions of the values to keep.
-    #[arg(long, value_delimiter = ',')]
-    head_dim_v: Vec<String>,
-    /// true, false or both.
-    #[arg(long, value_delimiter = ',')]
-    causal: Vec<String>,
-    /// Variants to keep: none, mask, bias, softcap, "window 1024", …
-    #[arg(long, value_delimiter = ',')]
-    variant: Vec<String>,
-}
-
-impl Filters {
-    /// The problems of the set that every filter keeps.
-    pub fn apply(&self, set: Set) -> Result<Vec<Case>, Error> {
-        type Axis<'a> = (&'static str, &'a [String], fn(&Case) -> String);
-        let axes: [Axis; 10] = [
-            ("dtype", &self.dtype, |c| c.dtype.name().into()),
-            ("batch", &self.batch, |c| c.batch.to_string()),
-            ("heads-q", &self.heads_q, |c| c.heads_q.to_string()),
-            ("heads-kv", &self.heads_kv, |c| c.heads_kv.to_string()),
-            ("seq-q", &self.seq_q, |c| c.seq_q.to_string()),
-            ("seq-k", &self.seq_k, |c| c.seq_k.to_string()),
-            ("head-dim", &self.head_dim, |c| c.head_dim.to_string()),
-            ("head-dim-v", &self.head_dim_v, |c| c.head_dim_v.to_string()),
-            ("causal", &self.causal, |c| c.causal.to_string()),
-            ("variant", &self.variant, |c| c.variant.to_string()),
-        ];
-        let mut cases = set.cases();
-        for (axis, wanted, value) in axes {
-            let mut known: Vec<String> = Vec::new();
-            for value in cases.iter().map(value) {
-                if !known.contains(&value) {
-                    known.push(value);
-                }
-            }
-            if let Some(unknown) = wanted.iter().find(|value| !known.contains(value)) {
-                let (value, known) = (unknown.clone(), known.join(", "));
-                return Err(Error::Filter { axis, value, set: set.name(), known });
-            }
-            cases.retain(|case| wanted.is_empty() || wanted.contains(&value(case)));
-        }
-        Ok(cases)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -631,19 +415,5 @@ mod tests {
         let part = |percent| cut.with(Variant::Sparse(percent)).flops(Pass::Forward).unwrap() / (4.0 * 64.0);
         assert_eq!((part(100), part(0)), (200.0 * 200.0, 200.0 * 128.0));
         assert_eq!(cut.with(Variant::Window(128)).blocks(), None);
-    }
-
-    #[test]
-    fn functions_are_timed_beside_options_of_the_same_size() {
-        let cases = Set::Variants.cases();
-        for case in cases.iter().filter(|case| case.variant.is_function()) {
-            let beside = match case.variant {
-                Variant::Sparse(_) => Variant::None,
-                function => function.option(),
-            };
-            assert!(cases.contains(&case.with(beside)), "{case}");
-            assert!(case.problem().is_ok(), "{case}");
-        }
-        assert_eq!(cases.iter().filter(|case| case.variant.is_function()).count(), 8);
     }
 }

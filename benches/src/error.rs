@@ -44,6 +44,50 @@ pub enum Error {
         /// Their name.
         name: String,
     },
+    /// A chart or a table that would show rows of ours of several commits as one.
+    #[error("{}: {what} would join rows of ours of several commits: {commits}", file.display())]
+    MixedCommits {
+        /// The file of results.
+        file: PathBuf,
+        /// The chart or table.
+        what: String,
+        /// The commits, and which rows are of each.
+        commits: String,
+    },
+    /// A published chart or table with rows of ours of a tree that differed from its commit.
+    #[error("{}: {what} would show rows of ours of {commit}, a tree that differed from its commit: {rows}", file.display())]
+    UncleanRows {
+        /// The file of results.
+        file: PathBuf,
+        /// The chart or table.
+        what: String,
+        /// The commit.
+        commit: String,
+        /// The rows.
+        rows: String,
+    },
+    /// Something that is marked as stale and is not.
+    #[error("{}: {what} is marked as stale, but its rows of ours are of one clean commit: take the mark away", file.display())]
+    NotStale {
+        /// The file of results.
+        file: PathBuf,
+        /// The chart or table.
+        what: String,
+    },
+    /// A binary of no clean commit that was to publish, or results of such a one.
+    #[error("what is published is of one clean commit, and this is {commit} (--unclean measures all the same)")]
+    Unclean {
+        /// The commit.
+        commit: String,
+    },
+    /// A step of publishing that is not there.
+    #[error("--only {name}: nothing of that name is published, but: {known}")]
+    NotPublished {
+        /// What was asked for.
+        name: String,
+        /// What there is.
+        known: String,
+    },
     /// A README whose tables cannot be found.
     #[error("{}: {why}", file.display())]
     Markers {

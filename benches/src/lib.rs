@@ -1,11 +1,18 @@
 //! The fused-op benchmark: `cargo bench -p attention-bench -- --help`.
 //!
 //! ```text
-//! case             problems and sets of them, filters
+//! case             a problem, and a pass over it
+//! sets             sets of problems
+//! problems         which of them a command line asks for, or shapes of its own
 //! functions        scores and masks as users write them
 //! implementations  ours, Burn's own, composed operations; peers.py: PyTorch's
+//! data, oracle     inputs, and some blocks of the right result
+//! judge            relative errors in the norm, bounds, verdicts; judge.py: of PyTorch's results
 //! worker           one implementation on one problem in a process of its own: checks, then times
-//! run              all of them, into a table and results/*.csv
+//! session          workers and peers, one after the other, up to a time
+//! run              all of what a command line asks for, into a table and results/*.csv
+//! publish          everything that documents show, in pieces
+//! replace          what was published in place of older results
 //! memory           what each takes beyond its inputs, beside what it must hold
 //! sweep            every tile shape, and what the profiler sees
 //! tune             ways to plan Hopper's forward
@@ -13,17 +20,26 @@
 //! ```
 
 pub mod case;
+mod child;
 mod data;
 mod device;
 pub mod error;
 mod functions;
 mod implementations;
+pub mod judge;
 mod memory;
+mod oracle;
 mod part;
 mod peers;
+pub mod problems;
+mod publish;
+mod published;
+mod replace;
 pub mod report;
 pub mod results;
 mod run;
+mod session;
+pub mod sets;
 mod sweep;
 mod timing;
 mod tune;
@@ -63,9 +79,28 @@ enum Command {
         /// The page.
         #[arg(long, default_value = "report.html")]
         out: PathBuf,
-        /// A folder for the charts that documents show.
+        /// A folder for the charts that may stand alone.
         #[arg(long)]
         pictures: Option<PathBuf>,
+        /// Draws charts that join rows of ours of several commits, too.
+        #[arg(long)]
+        mixed: bool,
+    },
+    /// Measures everything that documents show, in pieces: ends with code 3 while some of it is left.
+    Publish(publish::Options),
+    /// Puts what `publish` measured in place of the results that there are.
+    Replace(replace::Options),
+    /// Draws the charts of documents anew.
+    Pictures {
+        /// Where results are kept.
+        #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/results"))]
+        directory: PathBuf,
+        /// The folder of documents.
+        #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs"))]
+        documents: PathBuf,
+        /// Writes nothing, and fails where a chart is not current.
+        #[arg(long)]
+        check: bool,
     },
     /// Writes tables of results between their markers in a document.
     Readme {
@@ -84,6 +119,9 @@ enum Command {
     Worker,
 }
 
+/// Ends the process where something that was asked for is left to do.
+const LEFT: i32 = 3;
+
 /// Does what the command line asks for; ends the process with code 2 and one sentence where that cannot be done.
 pub fn main() {
     let arguments = Arguments::parse();
@@ -92,9 +130,18 @@ pub fn main() {
         Some(Command::Sweep(options)) => sweep::run(&options),
         Some(Command::Tune(options)) => tune::run(&options),
         Some(Command::Memory(options)) => memory::run(&options),
-        Some(Command::Report { names, directory, out, pictures }) => {
-            report::write(&directory, &names, &out, pictures.as_deref())
-                .map(|written| written.iter().for_each(|path| println!("written: {}", path.display())))
+        Some(Command::Report { names, directory, out, pictures, mixed }) => {
+            let allow = if mixed { report::Allow::Any } else { report::Allow::OneCommit };
+            report::write(&directory, &names, &out, pictures.as_deref(), allow).map(say)
+        }
+        Some(Command::Publish(options)) => publish::run(&options).map(|done| {
+            if !done {
+                std::process::exit(LEFT);
+            }
+        }),
+        Some(Command::Replace(options)) => replace::run(&options),
+        Some(Command::Pictures { directory, documents, check }) => {
+            report::pictures(&directory, &documents, check).map(say)
         }
         Some(Command::Readme { document, directory, check }) => report::readme(&directory, &document, check),
         Some(Command::Worker) => worker::run(),
@@ -103,4 +150,8 @@ pub fn main() {
         eprintln!("{error}");
         std::process::exit(2);
     }
+}
+
+fn say(written: Vec<PathBuf>) {
+    written.iter().for_each(|path| println!("written: {}", path.display()));
 }

@@ -1,24 +1,23 @@
 //! What memory attention takes beyond its inputs, beside what it must hold.
 
-use crate::case::{Case, Filters, Pass, Set};
+use crate::case::{Case, Pass};
 use crate::device::DeviceName;
 use crate::error::Error;
 use crate::implementations::Implementation;
+use crate::problems::Problems;
 use crate::results::{self, Memory};
-use crate::run::{Run, answer};
+use crate::run::Run;
+use crate::session::{Done, Session, Work, key};
 use crate::worker::{Answer, Job};
 use flash_attention_kernels::{AttentionProblem, BackwardOrder};
-use std::path::PathBuf;
-use std::time::Duration;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// What to look at, and where to write it.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Options {
-    /// The set of problems.
-    #[arg(long, value_enum, default_value = "h200")]
-    set: Set,
     #[command(flatten)]
-    filters: Filters,
+    problems: Problems,
     /// Implementations.
     #[arg(long = "impl", value_enum, value_delimiter = ',', default_value = "ours,ours-fast")]
     implementations: Vec<Implementation>,
@@ -31,7 +30,7 @@ pub struct Options {
     /// Seconds that one problem may take, compilation and autotuning included.
     #[arg(long, default_value_t = 300)]
     limit: u64,
-    /// Results are added to NAME-memory.csv; by default the set and the device.
+    /// Results are added to NAME-memory.csv; by default the set, or `shapes`, and the device.
     #[arg(long)]
     name: Option<String>,
     /// Where results are kept.
@@ -64,32 +63,52 @@ fn linear_bytes(p: &AttentionProblem, pass: Pass) -> u64 {
 
 /// Measures everything that was asked for.
 pub fn run(options: &Options) -> Result<(), Error> {
-    let cases = options.filters.apply(options.set)?;
     let device = options.device.unwrap_or_else(DeviceName::best);
-    let device_name = device.open()?.client().properties().identity.name.clone();
-    let run = Run::new(device.name());
-    let name = options.name.clone().unwrap_or_else(|| format!("{}-{}", options.set.name(), device.name()));
+    let work = Work {
+        cases: options.problems.cases(device)?,
+        implementations: options.implementations.clone(),
+        passes: options.pass.clone(),
+        kernel: None,
+        peers: None,
+        limit: Duration::from_secs(options.limit),
+    };
+    let name = options.name.clone().unwrap_or_else(|| options.problems.name(device));
     let file = results::path::<Memory>(&options.directory, &name);
-    results::append::<Memory>(&file, &[])?;
+    measure(&mut Session::new(device, None)?, &work, &file, &Done::new())?;
+    println!("written: {}", file.display());
+    Ok(())
+}
+
+/// Measures what is not done yet, and gives how much there was no time for.
+pub(crate) fn measure(session: &mut Session, work: &Work, file: &Path, done: &Done) -> Result<usize, Error> {
+    results::append::<Memory>(file, &[])?;
+    session.next_step();
     println!(
         "{:<44} {:<9} {:<9} {:>12} {:>12} {:>12} {:>12} {:>7} {:>12}",
         "problem", "impl", "pass", "inputs", "peak", "beyond", "must hold", "ratio", "reserved, MiB"
     );
-    for case in &cases {
-        for implementation in options.implementations.iter().copied() {
-            for pass in options.pass.iter().copied().filter(|pass| implementation.has(case, *pass)) {
-                let job = Job { device, case: *case, implementation, kernel: None, pass, timed: false };
-                let answer = answer(&job, &device_name, Duration::from_secs(options.limit))?;
-                let mut problem = case.problem()?;
-                problem.options.backward_order = implementation.backward_order();
-                let row = row(&run, implementation, case, &problem, pass, &answer);
-                println!("{}", line(case, &row));
-                results::append(&file, &[row])?;
+    let mut left = 0;
+    for case in &work.cases {
+        for (implementation, pass) in work.calls(case) {
+            if done.contains(&key(implementation.name(), pass, case)) {
+                continue;
             }
+            let start = Instant::now();
+            let job = Job { timed: false, ..session.job(*case, implementation, pass) };
+            let answer = if session.has_time() { session.answer(&job, work.limit)? } else { None };
+            let Some(answer) = answer else {
+                left += 1;
+                continue;
+            };
+            let mut problem = case.problem()?;
+            problem.options.backward_order = implementation.backward_order();
+            let row = row(&session.run, implementation, case, &problem, pass, &answer);
+            println!("{}", line(case, &row));
+            results::append(file, &[row])?;
+            session.took(start);
         }
     }
-    println!("written: {}", file.display());
-    Ok(())
+    Ok(left)
 }
 
 fn row(

@@ -1,68 +1,251 @@
-//! PyTorch's attentions, timed by `peers.py` in a process of its own.
+//! PyTorch's attentions, timed by `peers.py` in a process of its own, which is told one thing at a time.
 
-use crate::case::{Case, Pass};
+use crate::case::{Case, Pass, Variant};
 use crate::error::Error;
-use crate::run::{Rows, Run, rows};
 use crate::worker::Answer;
-use serde::Deserialize;
-use std::io::{BufRead, BufReader};
-use std::process::{Command, Stdio};
+use flash_attention_kernels::Dtype;
+use serde::{Deserialize, Serialize};
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
 
-/// The script, which the binary brings along to machines that have no repository.
-const SCRIPT: &str = include_str!("../peers.py");
+/// The scripts, which the binary brings along to machines that have no repository.
+const SCRIPTS: [(&str, &str); 2] =
+    [("peers.py", include_str!("../peers.py")), ("judge.py", include_str!("../judge.py"))];
 
-/// What a line of the script's says.
+/// PyTorch's implementations.
+pub const NAMES: [&str; 5] = ["cudnn", "flash2", "flash2-deterministic", "memeff", "flex"];
+
+/// What is asked of the process, as a line of JSON.
+#[derive(Serialize)]
+#[serde(untagged)]
+pub(crate) enum Request<'a> {
+    /// The rate of a product of matrices.
+    Matmul,
+    /// One pass of one implementation over one problem.
+    Attention { r#impl: &'a str, case: &'a Case, pass: Pass },
+}
+
+/// What it says.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Line {
-    Versions { version: String, cudnn: u64 },
-    Result { r#impl: String, case: Option<usize>, pass: Pass, answer: Box<Answer> },
+    Versions {
+        version: String,
+        cudnn: u64,
+    },
+    Result {
+        answer: Option<Box<Answer>>,
+        /// Whether the GPU did not survive it.
+        last: bool,
+    },
 }
 
-/// Times the cases with every implementation of PyTorch's that has their mathematics, or with `only` these, if any are named. Where python3 has no PyTorch, or
-/// PyTorch no GPU, says so and does nothing.
-pub(crate) fn run(
-    cases: &[Case],
-    passes: &[Pass],
-    only: &[String],
-    run: &Run,
-    mut add: impl FnMut(Rows, Option<&Case>) -> Result<(), Error>,
-) -> Result<(), Error> {
-    let other = |what: String| Error::Other(format!("the peers: {what}"));
-    let script = std::env::temp_dir().join(format!("attention-bench-peers-{}.py", std::process::id()));
-    std::fs::write(&script, SCRIPT).map_err(|source| Error::io(&script, source))?;
-    let job = serde_json::json!({ "cases": cases, "passes": passes, "only": only }).to_string();
-    let child = Command::new("python3").arg(&script).arg(job).stdout(Stdio::piped()).spawn();
-    let mut child = match child {
-        Ok(child) => child,
-        Err(error) => {
-            eprintln!("no peers: python3 could not be started ({error})");
-            return Ok(());
+/// What came of a question.
+pub(crate) enum Reply {
+    /// It was timed, or there is a reason that it was not.
+    Timed(Box<Answer>),
+    /// The implementation has no such mathematics.
+    None,
+    /// Time was up first.
+    TimeUp,
+}
+
+/// The process.
+pub(crate) struct Peers {
+    child: Child,
+    lines: Receiver<String>,
+    /// `torch` and its version, and cuDNN's.
+    pub runtime: String,
+    gone: bool,
+    _scripts: TempDir,
+}
+
+/// Time that PyTorch may take to start.
+const START: Duration = Duration::from_secs(180);
+
+impl Peers {
+    /// Those of a problem, or of these those that there are for it.
+    pub fn names(case: &Case, only: &[String]) -> Vec<&'static str> {
+        let of_dtype = |name: &&str| case.dtype != Dtype::F32 || ["memeff", "flex"].contains(name);
+        let wanted = |name: &&str| only.is_empty() || only.iter().any(|only| only == name);
+        NAMES.into_iter().filter(of_dtype).filter(wanted).collect()
+    }
+
+    /// Whether it has this mathematics and this pass: autodiff is Burn's, and no forward depends on the order of the backward.
+    pub fn has(name: &str, case: &Case, pass: Pass) -> bool {
+        use Variant::{Alibi, Bias, Documents, Dropout, Lengths, Mask, Packed, Sinks, Softcap, Sparse, Window};
+        let has_pass = match pass {
+            Pass::Forward | Pass::Both => name != "flash2-deterministic",
+            Pass::Backward => true,
+            Pass::Autodiff => false,
+        };
+        let has_variant = match case.variant.option() {
+            Dropout | Lengths if name == "flex" => false,
+            _ if name == "flex" => true,
+            Softcap | Window(_) | Alibi | Sinks | Packed(_) | Documents | Lengths | Sparse(_) => false,
+            Mask | Bias => !case.causal && !name.starts_with("flash2"),
+            _ => true,
+        };
+        // Its causality is aligned to the first key, but FlexAttention's to whatever a function says.
+        has_pass && has_variant && (name == "flex" || !case.causal || case.seq_q == case.seq_k)
+    }
+
+    /// Starts it. Where python3 has no PyTorch, or PyTorch no GPU, says so and gives nothing.
+    pub fn start() -> Result<Option<Self>, Error> {
+        let folder = tempfile::tempdir().map_err(|source| Error::io(&std::env::temp_dir(), source))?;
+        for (name, text) in SCRIPTS {
+            let file = folder.path().join(name);
+            std::fs::write(&file, text).map_err(|source| Error::io(&file, source))?;
         }
-    };
-    let mut run = run.clone();
-    let lines = child.stdout.take().into_iter().flat_map(|out| BufReader::new(out).lines().map_while(Result::ok));
-    for line in lines {
-        match serde_json::from_str(&line) {
-            Ok(Line::Versions { version, cudnn }) => run.runtime = format!("torch {version}, cuDNN {cudnn}"),
-            Ok(Line::Result { r#impl, case, pass, answer }) => {
-                let matmul = Case::new(flash_attention_kernels::Dtype::BF16, [1, 1, 8192, 8192], false);
-                let case = case.and_then(|index| cases.get(index));
-                add(rows(&run, &r#impl, case.unwrap_or(&matmul), pass, &answer)?, case)?;
+        let child = Command::new("python3")
+            .arg(folder.path().join("peers.py"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn();
+        let mut child = match child {
+            Ok(child) => child,
+            Err(error) => {
+                eprintln!("no peers: python3 could not be started ({error})");
+                return Ok(None);
             }
-            // Libraries may print lines of their own.
-            Err(_) => {}
+        };
+        let (sender, lines) = channel();
+        if let Some(out) = child.stdout.take() {
+            std::thread::spawn(move || {
+                let lines = BufReader::new(out).lines().map_while(Result::ok);
+                // Whoever has left needs no more of them.
+                lines.take_while(|line| sender.send(line.clone()).is_ok()).for_each(drop);
+            });
+        }
+        let mut peers = Peers { child, lines, runtime: String::new(), gone: false, _scripts: folder };
+        match peers.line(Some(Instant::now() + START)) {
+            Heard::Line(Line::Versions { version, cudnn }) => {
+                peers.runtime = format!("torch {version}, cuDNN {cudnn}");
+                Ok(Some(peers))
+            }
+            Heard::Gone => match peers.child.wait().ok().and_then(|status| status.code()) {
+                // It has said why.
+                Some(3) => {
+                    eprintln!("no peers");
+                    Ok(None)
+                }
+                code => {
+                    Err(Error::Other(format!("the peers: python3 ended with {code:?} before it was asked anything")))
+                }
+            },
+            _ => Err(Error::Other(format!("the peers: PyTorch did not start within {} s", START.as_secs()))),
         }
     }
-    let status = child.wait().map_err(|error| other(error.to_string()))?;
-    let _ = std::fs::remove_file(&script);
-    match status.code() {
-        Some(0) => Ok(()),
-        // It has said why.
-        Some(3) => {
-            eprintln!("no peers");
-            Ok(())
+
+    /// What it answers within the limit, or why there is no answer; [`Reply::TimeUp`] where `until` was first.
+    pub fn ask(&mut self, request: &Request, limit: Duration, until: Option<Instant>) -> Result<Reply, Error> {
+        let text = serde_json::to_string(request).map_err(|error| Error::Other(format!("the peers' job: {error}")))?;
+        let sent = self.child.stdin.as_mut().map(|stdin| writeln!(stdin, "{text}").and_then(|()| stdin.flush()));
+        let end = Instant::now() + limit;
+        let first = until.map_or(end, |until| until.min(end));
+        let heard = if matches!(sent, Some(Ok(()))) { self.line(Some(first)) } else { Heard::Gone };
+        let failed = |note: String| Reply::Timed(Box::new(Answer { note, ..Default::default() }));
+        match heard {
+            Heard::Line(Line::Result { answer, last }) => {
+                self.gone = last;
+                Ok(answer.map_or(Reply::None, Reply::Timed))
+            }
+            Heard::Line(Line::Versions { .. }) => Err(Error::Other("the peers: python3 answered out of turn".into())),
+            Heard::Nothing => {
+                self.gone = true;
+                let _ = self.child.kill();
+                Ok(if first < end { Reply::TimeUp } else { failed(format!("over {} s", limit.as_secs())) })
+            }
+            Heard::Gone => {
+                self.gone = true;
+                let code = self.child.wait().ok().and_then(|status| status.code());
+                let code = code.map_or("a signal".into(), |code| format!("code {code}"));
+                Ok(failed(format!("failed: python3 ended with {code}")))
+            }
         }
-        _ => Err(other(format!("python3 ended with {status}"))),
+    }
+
+    /// Whether the process has ended, and another one must be started.
+    pub fn is_gone(&self) -> bool {
+        self.gone
+    }
+
+    fn line(&mut self, until: Option<Instant>) -> Heard {
+        loop {
+            let left = until.map_or(START, |until| until.saturating_duration_since(Instant::now()));
+            match self.lines.recv_timeout(left) {
+                // Libraries may print lines of their own.
+                Ok(text) => match serde_json::from_str(&text) {
+                    Ok(line) => return Heard::Line(line),
+                    Err(_) => continue,
+                },
+                Err(RecvTimeoutError::Timeout) => return Heard::Nothing,
+                Err(RecvTimeoutError::Disconnected) => return Heard::Gone,
+            }
+        }
+    }
+}
+
+/// What was heard of the process.
+enum Heard {
+    Line(Line),
+    Nothing,
+    Gone,
+}
+
+impl Drop for Peers {
+    fn drop(&mut self) {
+        // With its input closed it ends by itself, but it may be at work.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn questions_are_what_the_script_reads() {
+        let case = Case { heads_kv: 2, ..Case::new(Dtype::BF16, [1, 8, 64, 32], true) };
+        let request = Request::Attention { r#impl: "flex", case: &case, pass: Pass::Both };
+        let text: serde_json::Value = serde_json::to_value(&request).unwrap();
+        assert_eq!((text["impl"].as_str(), text["pass"].as_str()), (Some("flex"), Some("both")));
+        assert_eq!((text["case"]["heads_kv"].as_u64(), text["case"]["variant"].as_str()), (Some(2), Some("none")));
+        assert_eq!(serde_json::to_value(Request::Matmul).unwrap(), serde_json::Value::Null);
+    }
+
+    #[test]
+    fn answers_are_what_the_script_says() {
+        let line = |text: &str| serde_json::from_str::<Line>(text);
+        // Lines of libraries are none.
+        assert!(line("{}").is_err() && line("[W123] warning").is_err());
+        assert!(matches!(line(r#"{"version": "2.11.0", "cudnn": 91900}"#), Ok(Line::Versions { .. })));
+        assert!(matches!(line(r#"{"answer": null, "last": true}"#), Ok(Line::Result { answer: None, last: true })));
+        let text = r#"{"answer": {"device": "Chip", "kernel": "", "note": "", "time_ms": [1.0, 0.9, 1.1], "errors": {"o": null, "dq": 2e-3}}, "last": false}"#;
+        let Ok(Line::Result { answer: Some(answer), last: false }) = line(text) else { panic!("{text}") };
+        assert_eq!((answer.errors.o, answer.errors.dq, answer.time_ms), (None, Some(2e-3), Some([1.0, 0.9, 1.1])));
+    }
+
+    #[test]
+    fn who_has_what() {
+        let case = Case::new(Dtype::F32, [1, 8, 64, 32], true);
+        assert_eq!(Peers::names(&case, &[]), ["memeff", "flex"]);
+        let half = Case { dtype: Dtype::F16, ..case };
+        assert_eq!(Peers::names(&half, &["flash2".into(), "flex".into()]), ["flash2", "flex"]);
+        assert_eq!(Peers::names(&half, &[]).len(), 5);
+        let has = |name, variant, pass| Peers::has(name, &half.with(variant), pass);
+        assert!(!has("flash2-deterministic", Variant::None, Pass::Forward));
+        assert!(has("flash2-deterministic", Variant::None, Pass::Backward));
+        assert!(!has("flex", Variant::None, Pass::Autodiff) && !has("cudnn", Variant::Mask, Pass::Forward));
+        assert!(has("flex", Variant::AlibiFunction, Pass::Both) && !has("cudnn", Variant::AlibiFunction, Pass::Both));
+        let full = Case { causal: false, ..half };
+        assert!(Peers::has("cudnn", &full.with(Variant::Bias), Pass::Forward));
+        assert!(!Peers::has("flash2", &full.with(Variant::Bias), Pass::Forward));
+        let decode = Case { seq_q: 1, ..half };
+        assert!(!Peers::has("flash2", &decode, Pass::Forward) && Peers::has("flex", &decode, Pass::Forward));
     }
 }

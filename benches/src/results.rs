@@ -12,6 +12,7 @@
 //!
 //! Numbers that were not measured are empty. All rows of one `run` were measured together, on one device.
 
+use crate::case::{DECODING, bytes_read_once, parse_variant};
 use crate::error::Error;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -133,14 +134,14 @@ record! {
         host_us: Option<f64>,
         /// Largest error against the oracle, over the results of the pass, as in [`Accuracy`].
         error: Option<f64>,
-        /// Why there is no time: `out of memory`, `wrong result`, `not supported: …`.
+        /// Why there is no time: `out of memory`, `wrong result`, `not supported: …`; or that an error is not confirmed to be wrong.
         note: String,
     }
 }
 
 record! {
-    /// The error of each result against the oracle: the root-mean-square over the sampled rows of each row's relative
-    /// error; empty where it was not computed or not compared.
+    /// The error of each result against the oracle: of blocks of up to 64 rows the largest relative error in the norm; empty where
+    /// it was not computed or not compared. (Of commits before 2026-11-24: the root mean square of single rows' relative errors.)
     Accuracy, "-errors" {
         /// As in [`Timing`].
         run: String,
@@ -170,7 +171,7 @@ record! {
         variant: String,
         /// Of the output.
         o: Option<f64>,
-        /// Of the log-sum-exp, in the norm over all sampled rows.
+        /// Of the log-sum-exp, relative to 1 + |lse|.
         lse: Option<f64>,
         /// Of the queries' gradient.
         dq: Option<f64>,
@@ -231,6 +232,19 @@ record! {
         reserved_bytes: Option<u64>,
         /// Why it was not measured.
         note: String,
+    }
+}
+
+impl Timing {
+    /// Gigabytes a second, where time goes with the bytes of a cache: of a forward of few queries those of `q`, `k`, `v` and `o`, each
+    /// number once ([`bytes_read_once`]), by the median.
+    pub fn gigabytes_per_second(&self) -> Option<f64> {
+        let (variant, head_dim_v) = parse_variant(&self.variant, self.head_dim);
+        let size = [("f32", 4), ("f16", 2), ("bf16", 2)].into_iter().find(|(name, _)| *name == self.dtype)?.1;
+        let heads = [self.heads_q, self.heads_kv];
+        let bytes = bytes_read_once(self.batch, heads, [self.seq_q, self.seq_k], [self.head_dim, head_dim_v], size);
+        let decodes = self.seq_q <= DECODING && self.seq_k > self.seq_q && self.pass == "forward" && variant == "none";
+        self.median_ms.filter(|_| decodes).map(|ms| bytes as f64 / ms / 1e6)
     }
 }
 
@@ -348,6 +362,28 @@ pub fn append<R: Record>(file: &Path, rows: &[R]) -> Result<(), Error> {
         .try_for_each(|row| writer.serialize(row))
         .and_then(|()| Ok(writer.flush()?))
         .map_err(|source| Error::csv(file, source))
+}
+
+/// Takes a last line away that was cut short, by whatever ended the process that wrote it.
+pub fn repair(file: &Path) -> Result<(), Error> {
+    let io = |source| Error::io(file, source);
+    let text = fs::read(file).map_err(io)?;
+    let whole = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1);
+    if whole < text.len() {
+        OpenOptions::new().write(true).open(file).and_then(|file| file.set_len(whole as u64)).map_err(io)?;
+    }
+    Ok(())
+}
+
+/// The same with every file of a name that is there.
+pub fn repair_all(directory: &Path, name: &str) -> Result<(), Error> {
+    let files = [
+        path::<Timing>(directory, name),
+        path::<Call>(directory, name),
+        path::<Accuracy>(directory, name),
+        path::<Memory>(directory, name),
+    ];
+    files.iter().filter(|file| file.exists()).try_for_each(|file| repair(file))
 }
 
 /// All rows of a file.

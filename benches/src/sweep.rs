@@ -1,10 +1,11 @@
 //! Every tile shape of every kernel: time, registers, bytes moved.
 
 use crate::case::{Case, Pass};
-use crate::data::{Data, Oracle, Results, tolerance};
+use crate::data::{Data, Results};
 use crate::device::DeviceName;
 use crate::error::Error;
 use crate::implementations::Tensors;
+use crate::oracle::Oracle;
 use crate::part::Part;
 use crate::results::{self, Moved, TileTiming};
 use crate::run::{Run, round};
@@ -150,7 +151,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
         if options.once {
             println!("{head_dim} {} first", Part::Forward.name());
         }
-        let oracle = (!options.once).then(|| Oracle::new(&data));
+        let oracle = (!options.once).then(|| Oracle::new(&data, true));
         for part in Part::EVERYWHERE {
             let chosen = if part == Part::Forward { forward } else { backward };
             for tile in candidates.iter().copied() {
@@ -248,9 +249,9 @@ impl Work for Kernel<'_> {
 
 fn time(bench: &Bench, oracle: &Oracle, part: Part, tile: TileShape, together: bool) -> Result<f64, Error> {
     bench.call(part, tile, together)?;
-    let error = oracle.errors(&bench.results(part)).worst();
-    if error > tolerance(Dtype::F32, false) || error.is_nan() {
-        return Err(Error::Other(format!("wrong result: relative error {error:.1e}")));
+    let errors = oracle.errors(&bench.results(part));
+    if !errors.are_right(Dtype::F32, false) {
+        return Err(Error::Other(format!("wrong result: relative error {:.1e}", errors.worst())));
     }
     Ok(device_time(&mut Kernel { bench, part, tile, together })?.median())
 }

@@ -12,6 +12,8 @@ const WARM_UP: Duration = Duration::from_millis(200);
 const SAMPLES: usize = 20;
 /// The fewest samples.
 const LEAST: usize = 3;
+/// A call that takes longer than this, beside which all else is nothing, is sampled once.
+const VERY_SLOW: Duration = Duration::from_secs(5);
 /// A call that takes longer than this is made no oftener than it must be.
 const SLOW: Duration = Duration::from_secs(1);
 /// Time that samples of one pass may take together.
@@ -80,10 +82,11 @@ pub fn device_time(work: &mut (impl Work + ?Sized)) -> Result<Samples, Error> {
         (0..batch).try_for_each(|turn| work.call(turn))?;
         work.finish()?;
     }
+    let least = if last < VERY_SLOW.as_secs_f64() * 1e3 { LEAST } else { 1 };
     let mut turns = 0..;
     let mut samples = Vec::new();
     let start = Instant::now();
-    while samples.len() < LEAST || samples.len() < SAMPLES && start.elapsed() < BUDGET {
+    while samples.len() < least || samples.len() < SAMPLES && start.elapsed() < BUDGET {
         let turns = turns.by_ref().take(batch);
         samples.push(sample(work, turns)? / batch as f64);
     }

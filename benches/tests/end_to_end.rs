@@ -119,6 +119,11 @@ fn nonsense_gets_one_sentence() {
     if !cfg!(feature = "cuda") {
         refused(&of(&["--device", "cuda"]), &["--device cuda"]);
     }
+    refused(&of(&["--shape", "1,2,64,300"]), &["300"]);
+    refused(
+        &of(&["publish", "--only", "everything", "--unclean"]),
+        &["--only everything", "h200-cuda", "million-cuda"],
+    );
     let unknown = of(&["--kernel", "magic"]);
     assert_eq!(unknown.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&unknown.stderr).contains("portable"));
@@ -142,5 +147,96 @@ fn documents_show_the_committed_results() {
     for document in ["../README.md", "../docs/benchmark.md"] {
         let current = attention_bench::report::readme(&here.join("results"), &here.join(document), true);
         assert!(current.is_ok(), "{}", current.unwrap_err());
+    }
+    let current = attention_bench::report::pictures(&here.join("results"), &here.join("../docs"), true);
+    assert!(current.is_ok(), "{}", current.unwrap_err());
+}
+
+#[test]
+fn shapes_of_the_user_s_own_are_timed() {
+    if !has_adapter() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let arguments =
+        ["--device", "wgpu", "--shape", "1,4/2,32,16", "--shape", "2,2,1x64,16", "--causal", "--impl", "ours"];
+    let output = bench(&[&arguments[..], &["--pass", "forward"]].concat(), directory.path());
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let rows: Vec<Timing> = results::read_if_there(directory.path(), "shapes-wgpu").unwrap();
+    let sizes: Vec<_> =
+        rows.iter().map(|row| [row.heads_q, row.heads_kv, row.seq_q, row.seq_k, row.head_dim]).collect();
+    assert_eq!(sizes, [[4, 2, 32, 32, 16], [2, 2, 1, 64, 16]]);
+    assert!(rows.iter().all(|row| row.causal && row.dtype == "f32" && row.median_ms.is_some()), "{rows:?}");
+    // The second one is a step of decoding.
+    assert_eq!(rows.iter().map(|row| row.gigabytes_per_second().is_some()).collect::<Vec<_>>(), [false, true]);
+    assert_eq!((said.matches(" TFLOP/s").count(), said.matches(" GB/s").count()), (1, 1), "{said}");
+}
+
+/// Rows of a file, as problem and pass, in their order.
+fn measured(directory: &Path) -> Vec<String> {
+    let rows: Vec<Timing> = results::read_if_there(directory, "trial-wgpu").unwrap();
+    rows.iter().map(|row| format!("{} {} {} {}", row.pass, row.heads_kv, row.seq_q, row.variant)).collect()
+}
+
+#[test]
+fn what_is_published_is_measured_once_in_pieces_and_replaces_what_was_there() {
+    if !has_adapter() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let publish = |more: &[&str]| {
+        bench(&[&["publish", "--only", "trial-wgpu", "--unclean"][..], more].concat(), directory.path())
+    };
+    // No time at all: all is left, and nothing is written.
+    let output = publish(&["--minutes", "0"]);
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(3), "{said}");
+    assert!(said.contains("5 left") && measured(directory.path()).is_empty(), "{said}");
+    let list = publish(&["--list"]);
+    assert_eq!(list.status.code(), Some(3));
+    assert!(String::from_utf8_lossy(&list.stdout).contains("5 left"));
+
+    let output = publish(&[]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let all = measured(directory.path());
+    assert_eq!(all.len(), 5);
+
+    // As a kill leaves it: the last rows are not there, and the one before is cut short.
+    let file = directory.path().join("trial-wgpu.csv");
+    let text = fs::read_to_string(&file).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    fs::write(&file, format!("{}\n{}", lines[..3].join("\n"), &lines[3][..20])).unwrap();
+    let output = publish(&[]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(measured(directory.path()), all);
+    let again: Vec<Timing> = results::read_if_there(directory.path(), "trial-wgpu").unwrap();
+    assert_eq!(again[0].run, again[1].run, "what was there stays");
+    assert_ne!(again[1].run, again[2].run);
+    // All is done.
+    let before = fs::read(&file).unwrap();
+    assert!(publish(&[]).status.success());
+    assert_eq!(fs::read(&file).unwrap(), before);
+
+    // Rows of another commit count as nothing, and give way.
+    let commit = &again[0].commit;
+    let old = tempfile::tempdir().unwrap();
+    let stale: Vec<Timing> = again.iter().map(|row| Timing { commit: "0123456789".into(), ..row.clone() }).collect();
+    results::append(&results::path::<Timing>(old.path(), "trial-wgpu"), &stale).unwrap();
+    results::append(&results::path::<Timing>(old.path(), "other-wgpu"), &stale).unwrap();
+    let from = directory.path().to_str().unwrap();
+    let replaced = bench(&["replace", "--from", from, "--unclean"], old.path());
+    assert!(replaced.status.success(), "{}", String::from_utf8_lossy(&replaced.stderr));
+    let rows: Vec<Timing> = results::read_if_there(old.path(), "trial-wgpu").unwrap();
+    assert_eq!(rows, again);
+    let calls: Vec<Call> = results::read_if_there(old.path(), "trial-wgpu").unwrap();
+    let errors: Vec<Accuracy> = results::read_if_there(old.path(), "trial-wgpu").unwrap();
+    assert_eq!((calls.len(), errors.len()), (5, 5));
+    // What was not measured stays.
+    assert_eq!(results::read_if_there::<Timing>(old.path(), "other-wgpu").unwrap(), stale);
+    if commit.ends_with('+') {
+        refused(&bench(&["replace", "--from", from], old.path()), &[commit, "one clean commit"]);
+        let publish = bench(&["publish", "--only", "trial-wgpu"], directory.path());
+        refused(&publish, &[commit, "one clean commit"]);
     }
 }

@@ -1,7 +1,7 @@
 //! The report on results made up here: what each chart holds, and what is said of that which was not measured.
 
-use attention_bench::report;
-use attention_bench::results::{self, Call, Moved, Record, TileTiming, Timing};
+use attention_bench::report::{self, Allow};
+use attention_bench::results::{self, Call, Memory, Moved, Record, TileTiming, Timing};
 use std::fs;
 use std::path::PathBuf;
 use tempfile::TempDir;
@@ -24,7 +24,7 @@ impl Place {
     }
 
     fn write(&self) -> Result<Vec<PathBuf>, String> {
-        report::write(self.0.path(), &[], &self.path("report.html"), Some(&self.path("pictures")))
+        report::write(self.0.path(), &[], &self.path("report.html"), Some(&self.path("pictures")), Allow::OneCommit)
             .map_err(|error| error.to_string())
     }
 
@@ -411,6 +411,146 @@ fn both_orders_of_the_backward_stand_beside_each_other_and_beside_the_best_other
         "| ours | ours-fast | cudnn | flash2 | flash2-deterministic | ours ÷ best other | ours-fast ÷ best other |";
     assert!(text.contains(heads), "{text}");
     assert!(text.contains("| 50.0 | 100 | 80.0 | 20.0 | 16.0 | 0.62× | 1.25× |"), "{text}");
+}
+
+/// The same rows at another commit.
+fn at(commit: &str, rows: Vec<Timing>) -> Vec<Timing> {
+    rows.into_iter().map(|row| Timing { commit: commit.into(), ..row }).collect()
+}
+
+#[test]
+fn commits_of_ours_are_not_mixed_in_a_chart() {
+    let mut rows = lengths();
+    rows[1].commit = "def5678".into();
+    let place = Place::new().with("paper", &rows);
+    let error = place.write().unwrap_err();
+    for word in
+        ["paper.csv", "bf16 [4, 8, s, 64] causal", "abc1234 has 2 rows (forward)", "def5678 has 1 rows (forward)"]
+    {
+        assert!(error.contains(word), "{word}: {error}");
+    }
+    assert!(!place.path("report.html").exists(), "nothing is written");
+    // Unless that is asked for; then the chart says so.
+    let pictures = place.path("pictures");
+    report::write(place.0.path(), &[], &place.path("report.html"), Some(&pictures), Allow::Any).unwrap();
+    let picture = fs::read_to_string(pictures.join("paper-bf16-4-8-s-64-causal-rate.svg")).unwrap();
+    assert!(picture.contains("ours: abc1234 (forward), def5678 (forward)"), "{picture}");
+
+    // Of others any will do: their rows do not change with our commits.
+    let mut rows = lengths();
+    rows.iter_mut().filter(|row| row.r#impl == "cudnn").for_each(|row| row.commit = "def5678".into());
+    Place::new().with("paper", &rows).write().unwrap();
+    // A tree that differed is one's own affair, but not beside its commit.
+    Place::new().with("paper", &at("abc1234+", lengths())).write().unwrap();
+    let place =
+        Place::new().with("paper", &at("abc1234+", lengths())).with("paper", &at("abc1234", lengths()[..2].to_vec()));
+    assert!(place.write().unwrap_err().contains("abc1234+ has 1 rows"));
+    // Rows of which later ones were measured are in no chart.
+    Place::new().with("paper", &at("old", lengths())).with("paper", &lengths()).write().unwrap();
+}
+
+#[test]
+fn commits_of_ours_are_not_mixed_in_memory_and_tiles() {
+    let memory = |commit: &str, seq: usize| Memory {
+        commit: commit.into(),
+        r#impl: "ours".into(),
+        pass: "both".into(),
+        seq_q: seq,
+        seq_k: seq,
+        peak_bytes: Some(9),
+        ..Default::default()
+    };
+    let error = Place::new().with("paper", &[memory("a", 1), memory("b", 2)]).write().unwrap_err();
+    assert!(error.contains("paper-memory.csv") && error.contains("a has 1 rows (both)"), "{error}");
+    Place::new().with("paper", &[memory("a", 1), memory("b", 1)]).write().unwrap();
+
+    let [a, b] = ["a", "b"].map(|commit| TileTiming { commit: commit.into(), ..tile(32, 32, commit, Some(1.0)) });
+    let error = Place::new().with("sweep", &[a, b]).write().unwrap_err();
+    assert!(error.contains("sweep-tiles.csv") && error.contains("b has 1 rows (portable forward)"), "{error}");
+}
+
+#[test]
+fn documents_take_one_clean_commit_or_say_that_they_do_not() {
+    let place = |rows: &[Timing], marker: &str| {
+        let place = Place::new().with("paper", rows);
+        fs::write(place.path("README.md"), format!("<!-- results:{marker} -->\n<!-- /results -->")).unwrap();
+        place
+    };
+    let mut mixed = lengths();
+    mixed.extend(at("def5678", vec![timing("ours", "backward", 1024, Some(4.0))]));
+    let error = place(&mixed, "paper").readme(false).unwrap_err();
+    for word in
+        ["paper.csv", "the table of Chip 1, cuda", "abc1234 has 3 rows (forward)", "def5678 has 1 rows (backward)"]
+    {
+        assert!(error.contains(word), "{word}: {error}");
+    }
+    let unclean = at("abc1234+", lengths());
+    let error = place(&unclean, "paper").readme(false).unwrap_err();
+    assert!(error.contains("abc1234+, a tree that differed from its commit"), "{error}");
+
+    for (rows, commits) in [(&mixed, "(ours: abc1234 (forward), def5678 (backward))"), (&unclean, "(ours: abc1234+)")] {
+        let stale = place(rows, "paper stale");
+        stale.readme(false).unwrap();
+        stale.readme(true).unwrap();
+        let text = stale.readme_text();
+        assert!(
+            text.starts_with("<!-- results:paper stale -->\n") && text.contains("**To be measured again**"),
+            "{text}"
+        );
+        assert!(text.contains(commits), "{text}");
+    }
+    // The mark goes when they are measured again.
+    let error = place(&lengths(), "paper stale").readme(false).unwrap_err();
+    assert!(error.contains("marked as stale"), "{error}");
+    place(&lengths(), "paper").readme(false).unwrap();
+}
+
+#[test]
+fn steps_of_decoding_are_in_gigabytes_a_second() {
+    let step = |name: &str, batch: usize, ms: f64| Timing {
+        batch,
+        heads_kv: 2,
+        seq_q: 1,
+        seq_k: 1000,
+        causal: false,
+        ..timing(name, "forward", 1, Some(ms))
+    };
+    // 4 · (8 · 1 + 2 · 1000) · (64 + 64) numbers of two bytes are 2.056 MB.
+    let row = step("ours", 4, 0.5);
+    assert!((row.gigabytes_per_second().unwrap() - 4.112).abs() < 1e-3);
+    let wider = Timing { variant: "none, head_dim_v 128".into(), ..row.clone() };
+    assert!((wider.gigabytes_per_second().unwrap() - 4.112 * 1.5).abs() < 1e-3);
+    for other in [
+        Timing { seq_q: 17, ..row.clone() },
+        Timing { pass: "backward".into(), ..row.clone() },
+        Timing { variant: "window 128".into(), ..row.clone() },
+        Timing { median_ms: None, ..row.clone() },
+        Timing { seq_k: 1, ..row.clone() },
+    ] {
+        assert_eq!(other.gigabytes_per_second(), None, "{other:?}");
+    }
+
+    let rows = [row, step("ours", 8, 0.5), step("cudnn", 4, 0.25)];
+    let place = Place::new().with("paper", &rows);
+    fs::write(place.path("README.md"), "<!-- results:paper -->\n<!-- /results -->").unwrap();
+    place.readme(false).unwrap();
+    let text = place.readme_text();
+    assert!(text.contains("| bf16 [4, 8/2, 1→1000, 64] full | 4.11 GB/s | 8.22 GB/s | 0.50× |"), "{text}");
+    assert!(text.contains("Of up to 16 queries GB/s"), "{text}");
+    let page = place.page();
+    assert!(view(&page, "bf16 [b, 8/2, 1→1000, 64] full", "rate").contains("4.11 GB/s"));
+}
+
+#[test]
+fn peers_timed_in_another_piece_stand_beside_ours_of_their_commit() {
+    let mut rows = lengths();
+    rows.iter_mut().filter(|row| row.r#impl == "cudnn").for_each(|row| row.run = "r2".into());
+    let page = Place::new().with("paper", &rows).page();
+    assert_eq!(lines(view(&page, "bf16 [4, 8, s, 64] causal", "rate")).len(), 3);
+    // Of another commit they are another machine's.
+    rows.iter_mut().filter(|row| row.r#impl == "cudnn").for_each(|row| row.commit = "def5678".into());
+    let page = Place::new().with("paper", &rows).page();
+    assert_eq!(views(&page, "bf16 [4, 8, s, 64] causal", "rate").len(), 2);
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Which charts the report has, and what each says of itself.
 
+use super::commits::Commits;
 use super::model::{Machine, Problem, Results, Roofs, Who, by_who, distinct, latest, passes, timed_by};
 use super::studies::{self, Study};
 use super::svg::{self, Scale, Svg, number};
@@ -14,6 +15,8 @@ pub struct Figure {
     pub views: Vec<Svg>,
     /// What has no value, and why.
     pub missing: Vec<String>,
+    /// Of which commits its rows of ours are.
+    pub commits: Commits,
 }
 
 /// What is drawn against an axis.
@@ -41,6 +44,13 @@ const FRACTION: Measure = Measure {
     of: |row, roofs| Some(row.tflops? / roofs.of(row)?),
     text: |value| format!("{:.1}%", value * 100.0),
 };
+const BANDWIDTH: Measure = Measure {
+    class: "rate",
+    label: "GB/s",
+    scale: Scale::Linear,
+    of: |row, _| row.gigabytes_per_second(),
+    text: number,
+};
 const PEAK: Measure = Measure {
     class: "peak",
     label: "peak memory in use",
@@ -52,13 +62,20 @@ const PEAK: Measure = Measure {
 /// Time, rate and fraction of the roofline over sequence length.
 pub fn sequences(results: &Results, machine: &Machine, roofs: &Roofs) -> Vec<Figure> {
     let studies = studies::sequences(machine);
-    studies.iter().filter_map(|study| lines_of(results, study, roofs, &[RATE, TIME, FRACTION])).collect()
+    studies.iter().filter_map(|study| lines_of(results, study, roofs, measures(study))).collect()
+}
+
+/// Of steps of decoding, bandwidth and time; of all else time, rate and fraction of the roofline.
+fn measures(study: &Study) -> &'static [Measure] {
+    let decodes =
+        study.rows.iter().filter(|row| row.median_ms.is_some()).all(|row| row.gigabytes_per_second().is_some());
+    if decodes { &[BANDWIDTH, TIME] } else { &[RATE, TIME, FRACTION] }
 }
 
 /// The same over every other axis.
 pub fn scaling(results: &Results, machine: &Machine, roofs: &Roofs) -> Vec<Figure> {
     let studies = studies::scaling(machine);
-    studies.iter().filter_map(|study| lines_of(results, study, roofs, &[RATE, TIME, FRACTION])).collect()
+    studies.iter().filter_map(|study| lines_of(results, study, roofs, measures(study))).collect()
 }
 
 /// Memory over sequence length.
@@ -109,7 +126,8 @@ fn lines_of(results: &Results, study: &Study, roofs: &Roofs, measures: &[Measure
     });
     let missing = missing.collect();
     let title = study.fixed.to_string();
-    (!views.is_empty()).then_some(Figure { title, views, missing })
+    let commits = Commits::of(study.rows.iter().copied());
+    (!views.is_empty()).then_some(Figure { title, views, missing, commits })
 }
 
 fn point(measure: &Measure, study: &Study, who: &Who, row: &Timing, roofs: &Roofs) -> lines::Point {
@@ -169,7 +187,7 @@ pub fn variants(results: &Results, machine: &Machine) -> Vec<Figure> {
         let plots: Vec<_> = passes(rows.iter().map(|row| row.pass.as_str())).into_iter().map(plot).collect();
         let views = vec![bars::draw("variants", "TFLOP/s", Scale::Linear, &plots)?];
         let title = problem.to_string();
-        Some(Figure { title, views, missing: Vec::new() })
+        Some(Figure { title, views, missing: Vec::new(), commits: Commits::of(rows) })
     };
     varied.into_iter().filter_map(figure).collect()
 }
@@ -201,7 +219,8 @@ pub fn calls(results: &Results, machine: &Machine) -> Vec<Figure> {
         let passes = passes(calls.iter().map(|call| call.pass.as_str()));
         let plots: Vec<_> = passes.into_iter().filter_map(plot).collect();
         let views = vec![bars::draw("calls", label, Scale::Log, &plots)?];
-        Some(Figure { title: title.into(), views, missing: Vec::new() })
+        let commits = Commits::of(machine.rows.iter().copied().filter(|row| row.pass == title));
+        Some(Figure { title: title.into(), views, missing: Vec::new(), commits })
     };
     let first = figure("First call", "milliseconds", |call| call.first_call_ms);
     let host = figure("Host time of a launch", "microseconds", |call| call.host_us);
@@ -223,7 +242,10 @@ pub fn tiles(rows: &[TileTiming]) -> Vec<(Figure, Vec<&TileTiming>)> {
         };
         let maps: Vec<_> = distinct(rows.iter().map(|row| row.kernel.as_str())).into_iter().map(map).collect();
         let views = vec![svg::figure("tiles", &maps, [])];
-        (Figure { title, views, missing: Vec::new() }, rows)
+        {
+            let commits = Commits::of_tiles(rows.iter().copied());
+            (Figure { title, views, missing: Vec::new(), commits }, rows)
+        }
     };
     distinct(rows.iter().map(|row| problem(row))).into_iter().map(figure).collect()
 }
@@ -254,7 +276,12 @@ pub fn moved(rows: &[Moved]) -> Vec<Figure> {
             let kernels = distinct(rows.iter().map(|row| row.kernel.as_str()));
             let plots: Vec<_> = kernels.into_iter().filter_map(plot).collect();
             let view = lines::draw("moved", label, "bytes of one launch", Scale::Bytes, &plots);
-            figures.extend(view.map(|view| Figure { title: title_of, views: vec![view], missing: vec![] }));
+            figures.extend(view.map(|view| Figure {
+                title: title_of,
+                views: vec![view],
+                missing: vec![],
+                commits: Commits::default(),
+            }));
         }
     }
     figures

@@ -1,46 +1,66 @@
 //! The report: a page of charts and tables from the files of results, and the tables of the README.
 
 mod bars;
+mod commits;
 mod figures;
 mod heatmap;
 mod lines;
 mod model;
 mod page;
+mod pictures;
 mod readme;
 mod studies;
 mod svg;
 
 use crate::error::Error;
 use model::{Results, Roofs};
+use page::Alone;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+pub use commits::{Allow, Commits};
+pub use pictures::pictures;
 pub use readme::readme;
 
 /// Writes the page of these results (all in the directory, if none is named), and the charts that may stand alone as
 /// files of their own. Gives the files written.
-pub fn write(directory: &Path, names: &[String], out: &Path, pictures: Option<&Path>) -> Result<Vec<PathBuf>, Error> {
+///
+/// # Errors
+///
+/// If results cannot be read, or a chart would show rows of ours that are not allowed.
+pub fn write(
+    directory: &Path,
+    names: &[String],
+    out: &Path,
+    pictures: Option<&Path>,
+    allow: Allow,
+) -> Result<Vec<PathBuf>, Error> {
     let names = if names.is_empty() { found(directory)? } else { names.to_vec() };
-    let mut all = names.iter().map(|name| Results::read(directory, name)).collect::<Result<Vec<_>, _>>()?;
-    all.sort_by_key(|results| results.timings.is_empty());
-    let mut roofs = Roofs::default();
-    all.iter().for_each(|results| roofs.add(&results.timings));
-    let (html, charts) = page::page(&all, &roofs);
+    let (html, charts) = draw(directory, &names, allow)?;
     let mut files = vec![out.to_path_buf()];
     save(out, &html)?;
     if let Some(folder) = pictures {
-        for (name, chart) in charts {
+        for Alone { name, text, .. } in charts {
             let file = folder.join(name);
-            save(&file, &chart)?;
+            save(&file, &text)?;
             files.push(file);
         }
     }
     Ok(files)
 }
 
+/// The page of these results, and the charts that may stand alone.
+fn draw(directory: &Path, names: &[String], allow: Allow) -> Result<(String, Vec<Alone>), Error> {
+    let mut all = names.iter().map(|name| Results::read(directory, name)).collect::<Result<Vec<_>, _>>()?;
+    all.sort_by_key(|results| results.timings.is_empty());
+    let mut roofs = Roofs::default();
+    all.iter().for_each(|results| roofs.add(&results.timings));
+    page::page(directory, &all, &roofs, allow)
+}
+
 /// The names of all results in a directory.
-fn found(directory: &Path) -> Result<Vec<String>, Error> {
+pub(crate) fn found(directory: &Path) -> Result<Vec<String>, Error> {
     let entries = fs::read_dir(directory).map_err(|source| Error::io(directory, source))?;
     let mut names = BTreeSet::new();
     for entry in entries {

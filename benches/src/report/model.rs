@@ -76,7 +76,8 @@ impl Results {
         self.calls.iter().rev().find(same).and_then(|call| call.note.lines().next()).unwrap_or("no reason recorded")
     }
 
-    /// What was timed on each device with each runtime. PyTorch's rows join the runs that they were timed in.
+    /// What was timed on each device with each runtime. PyTorch's rows join the runs that they were timed in, or, where what was
+    /// timed together was timed in pieces, those of their commit.
     pub fn machines(&self) -> Vec<Machine<'_>> {
         let what = |row: &Timing| {
             let who = (row.device.clone(), row.runtime.clone(), row.r#impl.clone());
@@ -88,8 +89,13 @@ impl Results {
         rows.retain(|row| !row.kernel.is_empty() || row.median_ms.is_some() || !named.contains(&what(row)));
         let torch = |row: &Timing| row.runtime.starts_with("torch");
         // Runs count even where a later one has measured the same again.
-        let hosts: BTreeSet<&str> = self.timings.iter().filter(|row| !torch(row)).map(|row| row.run.as_str()).collect();
-        let alone = |row: &Timing| !torch(row) || !hosts.contains(row.run.as_str());
+        let of_host = || self.timings.iter().filter(|row| !torch(row));
+        let hosts: BTreeSet<&str> = of_host().map(|row| row.run.as_str()).collect();
+        let commits: BTreeSet<[&str; 2]> = of_host().map(|row| [row.commit.as_str(), row.device.as_str()]).collect();
+        let hosted = |row: &Timing| {
+            hosts.contains(row.run.as_str()) || commits.contains(&[row.commit.as_str(), row.device.as_str()])
+        };
+        let alone = |row: &Timing| !torch(row) || !hosted(row);
         let mut machines: Vec<Machine> = Vec::new();
         for row in rows.iter().copied().filter(|row| alone(row)) {
             let same = |machine: &&mut Machine| (machine.device, machine.runtime) == (&*row.device, &*row.runtime);
@@ -101,7 +107,12 @@ impl Results {
         for machine in &mut machines {
             let here = |row: &&Timing| (&*row.device, &*row.runtime) == (machine.device, machine.runtime);
             let runs: BTreeSet<&str> = self.timings.iter().filter(here).map(|row| row.run.as_str()).collect();
-            let joins = |row: &&Timing| torch(row) && !alone(row) && runs.contains(row.run.as_str());
+            let commits: BTreeSet<&str> = self.timings.iter().filter(here).map(|row| row.commit.as_str()).collect();
+            let of_commit = |row: &Timing| row.device == machine.device && commits.contains(row.commit.as_str());
+            let joins = |row: &&Timing| {
+                let run = row.run.as_str();
+                torch(row) && !alone(row) && if hosts.contains(run) { runs.contains(run) } else { of_commit(row) }
+            };
             machine.rows.extend(rows.iter().copied().filter(joins));
         }
         machines

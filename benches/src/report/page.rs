@@ -1,10 +1,13 @@
 //! The page: figures and tables in their order, in one file that needs nothing else.
 
+use super::commits::{Allow, Commits};
 use super::figures::{self, Figure};
 use super::model::{Machine, Problem, Results, Roofs, distinct, latest};
 use super::svg::{bytes, escape, number, thousands};
-use crate::results::{Accuracy, Memory, TileTiming, Timing};
+use crate::error::Error;
+use crate::results::{Accuracy, Memory, TileTiming, Timing, path};
 use std::fmt::Write;
+use std::path::Path;
 
 const CHART_STYLE: &str = include_str!("chart.css");
 const STYLE: &str = include_str!("page.css");
@@ -28,15 +31,26 @@ const MOVED: &str = "Bytes of one launch that the profiler counted, beside the I
     <a href=\"https://arxiv.org/abs/2205.14135\">arXiv:2205.14135</a>, theorem 2): each query block reads all the keys \
     and values that it sees. What L2 serves again does not reach the device's memory.";
 
-const ERRORS: &str = "Of each result, against f64, at some rows of the last head of the last batch: the root-mean-square of \
-    the rows' relative errors (of lse the relative error in the norm over all of them).";
+const ERRORS: &str = "Of each result, against f64, in blocks of up to 64 rows of the first and the last head: the largest relative \
+    error in the norm (of lse relative to 1 + |lse|).";
 
 const BEYOND: &str = "The most bytes in use at any launch of a call in a process of its own, less those of the inputs, beside \
     what must be held: the output, lse, the gradients and two f32 a row, and for an order of the backward that is not fixed \
     dq in f32. What the runtime reserves includes what it keeps for later.";
 
-/// The whole page, and the charts that may stand alone with the names of their files.
-pub fn page(all: &[Results], roofs: &Roofs) -> (String, Vec<(String, String)>) {
+/// A chart that may stand alone: the name of its file, its text, and of which commits its rows of ours are.
+pub struct Alone {
+    pub name: String,
+    pub text: String,
+    pub commits: Commits,
+}
+
+/// The whole page, and the charts that may stand alone.
+///
+/// # Errors
+///
+/// If a chart would show rows of ours that are not allowed.
+pub fn page(directory: &Path, all: &[Results], roofs: &Roofs, allow: Allow) -> Result<(String, Vec<Alone>), Error> {
     let mut pictures = Vec::new();
     let mut sections = String::new();
     for results in all {
@@ -58,6 +72,14 @@ pub fn page(all: &[Results], roofs: &Roofs) -> (String, Vec<(String, String)>) {
                 ("Variants", VARIANTS, figures::variants(results, machine), true),
                 ("Calls", CALLS, figures::calls(results, machine), false),
             ] {
+                let file = path::<Timing>(directory, &results.name);
+                for figure in &figures {
+                    figure.commits.check(
+                        &file,
+                        &format!("the chart of {heading}, {}, {title},", figure.title),
+                        allow,
+                    )?;
+                }
                 if keep {
                     pictures.extend(figures.iter().filter_map(|figure| saved(&place, &title, figure)));
                 }
@@ -65,6 +87,13 @@ pub fn page(all: &[Results], roofs: &Roofs) -> (String, Vec<(String, String)>) {
             }
         }
         let tiles = figures::tiles(&results.tiles);
+        for (figure, _) in &tiles {
+            let file = path::<TileTiming>(directory, &results.name);
+            figure.commits.check(&file, &format!("the chart of tiles, {},", figure.title), allow)?;
+        }
+        let memory = latest_memory(&results.memory);
+        let file = path::<Memory>(directory, &results.name);
+        Commits::of_memory(memory.iter().copied()).check(&file, "the table of memory beyond the inputs", allow)?;
         let with_table = tiles.iter().map(|(figure, rows)| (figure, tile_table(rows)));
         sections += &section("Tiles", TILES, with_table);
         let moved = figures::moved(&results.moved);
@@ -72,7 +101,7 @@ pub fn page(all: &[Results], roofs: &Roofs) -> (String, Vec<(String, String)>) {
         for figure in tiles.iter().map(|(figure, _)| figure).chain(&moved) {
             pictures.extend(saved(&results.name, "", figure));
         }
-        sections += &beyond(&results.memory);
+        sections += &beyond(&memory);
         sections += &errors(&results.errors);
         sections += "</section>";
     }
@@ -95,15 +124,15 @@ pub fn page(all: &[Results], roofs: &Roofs) -> (String, Vec<(String, String)>) {
         views.concat(),
         rows(all, roofs)
     );
-    (html, pictures)
+    Ok((html, pictures))
 }
 
-/// A figure's first view as a file of its own: its name and its text.
-fn saved(place: &str, machine: &str, figure: &Figure) -> Option<(String, String)> {
+/// A figure's first view as a file of its own.
+fn saved(place: &str, machine: &str, figure: &Figure) -> Option<Alone> {
     let view = figure.views.first()?;
-    let file = format!("{}-{}.svg", figures::slug(&format!("{place} {}", figure.title)), view.class);
+    let name = format!("{}-{}.svg", figures::slug(&format!("{place} {}", figure.title)), view.class);
     let title = if machine.is_empty() { figure.title.clone() } else { format!("{}: {machine}", figure.title) };
-    Some((file, view.alone(&title, CHART_STYLE)))
+    Some(Alone { name, text: view.alone(&title, &figure.commits.text(), CHART_STYLE), commits: figure.commits.clone() })
 }
 
 fn section<'a>(heading: &str, about: &str, figures: impl Iterator<Item = (&'a Figure, String)>) -> String {
@@ -232,13 +261,17 @@ fn rows(all: &[Results], roofs: &Roofs) -> String {
     )
 }
 
-/// Memory beyond the inputs.
-fn beyond(rows: &[Memory]) -> String {
+/// Of repeated measurements the last.
+fn latest_memory(rows: &[Memory]) -> Vec<&Memory> {
     let what = |row: &Memory| {
         let place = (row.device.clone(), row.runtime.clone());
         (place, Problem::from(row), row.pass.clone(), row.r#impl.clone())
     };
-    let rows = latest(rows, what);
+    latest(rows, what)
+}
+
+/// Memory beyond the inputs.
+fn beyond(rows: &[&Memory]) -> String {
     if rows.is_empty() {
         return String::new();
     }

@@ -1,9 +1,10 @@
 //! The tables of the README, kept current by a test.
 
+use super::commits::{Allow, Commits};
 use super::model::{Machine, OURS, PRODUCTS, Problem, Results, by_who, distinct, passes};
 use super::svg::number;
 use crate::error::Error;
-use crate::results::Timing;
+use crate::results::{self, Timing};
 use std::fmt::Write;
 use std::fs;
 use std::path::Path;
@@ -11,8 +12,16 @@ use std::path::Path;
 const OPEN: &str = "<!-- results:";
 const CLOSE: &str = "<!-- /results -->";
 
+/// Of a marker, that its rows of ours are not of one clean commit and are to be measured again.
+const STALE: &str = " stale";
+
 /// Writes the tables between `<!-- results:NAME -->` and `<!-- /results -->` anew; with `check`, says instead whether
 /// they are current.
+///
+/// # Errors
+///
+/// Of a table whose rows of ours are not of one clean commit, unless its marker is `<!-- results:NAME stale -->`, and of one with
+/// such a marker whose rows are.
 pub fn readme(directory: &Path, readme: &Path, check: bool) -> Result<(), Error> {
     let old = fs::read_to_string(readme).map_err(|source| Error::io(readme, source))?;
     let markers = |why: String| Error::Markers { file: readme.into(), why };
@@ -21,10 +30,13 @@ pub fn readme(directory: &Path, readme: &Path, check: bool) -> Result<(), Error>
         let (before, after) = rest.split_at(start);
         let (name, body) =
             after[OPEN.len()..].split_once("-->").ok_or_else(|| markers("a marker has no end".into()))?;
-        let name = name.trim();
+        let marked = name.trim();
+        let name = marked.strip_suffix(STALE).unwrap_or(marked);
+        let allow = if name == marked { Allow::Clean } else { Allow::Stale };
         let end = body.find(CLOSE).filter(|end| !body[..*end].contains(OPEN));
-        let end = end.ok_or_else(|| markers(format!("{OPEN}{name} --> has no {CLOSE} after it")))?;
-        let _ = write!(new, "{before}{OPEN}{name} -->\n{}{CLOSE}", tables(&Results::read(directory, name)?));
+        let end = end.ok_or_else(|| markers(format!("{OPEN}{marked} --> has no {CLOSE} after it")))?;
+        let tables = tables(directory, &Results::read(directory, name)?, allow)?;
+        let _ = write!(new, "{before}{OPEN}{marked} -->\n{tables}{CLOSE}");
         rest = &body[end + CLOSE.len()..];
     }
     if new.is_empty() {
@@ -38,13 +50,14 @@ pub fn readme(directory: &Path, readme: &Path, check: bool) -> Result<(), Error>
     }
 }
 
-fn tables(results: &Results) -> String {
+fn tables(directory: &Path, results: &Results, allow: Allow) -> Result<String, Error> {
     // Peers that nothing of this repository ran beside are for the report page.
     let ours = |machine: &&Machine| machine.attention().any(|row| OURS.contains(&row.r#impl.as_str()));
-    results.machines().iter().filter(ours).map(|machine| table(results, machine)).collect()
+    let file = results::path::<Timing>(directory, &results.name);
+    results.machines().iter().filter(ours).map(|machine| table(results, machine, &file, allow)).collect()
 }
 
-fn table(results: &Results, machine: &Machine) -> String {
+fn table(results: &Results, machine: &Machine, file: &Path, allow: Allow) -> Result<String, Error> {
     let rows: Vec<&Timing> = machine.attention().collect();
     // Rows timed as a whole stand in a table of their own results.
     let all = passes(rows.iter().map(|row| row.pass.as_str()));
@@ -52,12 +65,23 @@ fn table(results: &Results, machine: &Machine) -> String {
     let passes = if parts.is_empty() { all } else { parts };
     let rows: Vec<&Timing> = rows.into_iter().filter(|row| passes.contains(&row.pass.as_str())).collect();
     let columns = by_who(&rows, &rows, |row| [&row.r#impl, "", "", ""]);
+    let of_ours = Commits::of(rows.iter().copied());
+    of_ours.check(file, &format!("the table of {}", machine.title()), allow)?;
+    let stale = match allow {
+        Allow::Stale => {
+            format!(" **To be measured again**, as rows of ours are not of one clean commit ({}).", of_ours.text())
+        }
+        _ => String::new(),
+    };
+    let decodes = rows.iter().any(|row| row.gigabytes_per_second().is_some());
+    let bandwidth =
+        if decodes { " Of up to 16 queries GB/s: the bytes of q, k, v and o, each number once." } else { "" };
     let dates = distinct(rows.iter().map(|row| row.date.as_str())).join(", ");
     let commits = distinct(rows.iter().map(|row| row.commit.as_str())).join(", ");
     let roof = machine.rows.iter().filter(|row| row.r#impl == "matmul").find_map(|row| row.tflops);
     let mut text = format!(
-        "\n{}; commit {commits}, {dates}. TFLOP/s, {}; causal counts half the operations, the backward 2.5 times the \
-        forward's.{}\n\n",
+        "\n{}; commit {commits}, {dates}.{stale} TFLOP/s, {}; causal counts half the operations, the backward 2.5 times the \
+        forward's.{bandwidth}{}\n\n",
         cell(&machine.title()),
         passes.join(" / "),
         roof.map_or(String::new(), |roof| format!(" A product of matrices reaches {}.", number(roof)))
@@ -90,7 +114,7 @@ fn table(results: &Results, machine: &Machine) -> String {
         }
         text.push('\n');
     }
-    text + "\n"
+    Ok(text + "\n")
 }
 
 /// The fastest of the kernels that did this, or one that failed.
@@ -102,6 +126,9 @@ fn fastest<'a>(rows: &[&'a Timing], pass: &str, problem: &Problem) -> Option<&'a
 /// The rate, or a dash and the kind of reason that there is none.
 fn reached(results: &Results, row: &Timing) -> String {
     let reason = || results.reason(row).split(':').next().unwrap_or_default();
+    if let Some(rate) = row.gigabytes_per_second() {
+        return format!("{} GB/s", number(rate));
+    }
     row.tflops.map_or_else(|| format!("– ({})", cell(reason())), number)
 }
 

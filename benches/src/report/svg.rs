@@ -178,12 +178,12 @@ impl Svg {
     }
 
     /// A file of its own, with its title and background, since whoever shows it may have another.
-    pub fn alone(&self, title: &str, style: &str) -> String {
+    pub fn alone(&self, title: &str, below: &str, style: &str) -> String {
         let [width, height] = [self.size[0] + 48.0, self.size[1] + 84.0];
-        let (body, title) = (&self.body, escape(title));
+        let (body, title, below) = (&self.body, escape(title), escape(below));
         format!(
             r#"<svg class="chart" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"><style>
-{style}</style><rect class="paper" width="100%" height="100%"/><text class="title" x="24" y="36">{title}</text><g transform="translate(24,60)">{body}</g></svg>
+{style}</style><rect class="paper" width="100%" height="100%"/><text class="title" x="24" y="32">{title}</text><text x="24" y="50">{below}</text><g transform="translate(24,60)">{body}</g></svg>
 "#
         )
     }

@@ -1,0 +1,90 @@
+//! Workers as processes: started with a job, waited for, and where they did not live to answer, why.
+
+use crate::error::Error;
+use crate::worker::{Answer, Job};
+use std::io::{Read, Write};
+use std::process::{Command, Stdio};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// What a worker answers; if it did not live to answer, why. Nothing, if time was up for all before it was for the worker.
+pub(crate) fn answer(
+    job: &Job,
+    device: &str,
+    limit: Duration,
+    until: Option<Instant>,
+) -> Result<Option<Answer>, Error> {
+    let failed = |what: &str, error: std::io::Error| Error::Other(format!("a worker could not be {what}: {error}"));
+    let program = std::env::current_exe().map_err(|error| failed("found", error))?;
+    let mut child = Command::new(program)
+        .arg("worker")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(|error| failed("started", error))?;
+    let text = serde_json::to_string(job).map_err(|error| Error::Other(format!("the job: {error}")))?;
+    if let Some(mut stdin) = child.stdin.take() {
+        stdin.write_all(text.as_bytes()).map_err(|error| failed("told its job", error))?;
+    }
+    let (output, complaint) = (drain(child.stdout.take()), drain(child.stderr.take()));
+    let end = Instant::now() + limit;
+    let mut why = None;
+    while child.try_wait().map_err(|error| failed("waited for", error))?.is_none() {
+        let up = until.is_some_and(|until| Instant::now() > until);
+        if up || Instant::now() > end {
+            why = Some(format!("over {} s", limit.as_secs()));
+            child.kill().and_then(|()| child.wait()).map_err(|error| failed("stopped", error))?;
+            if up {
+                return Ok(None);
+            }
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let (output, complaint) = (output.join().unwrap_or_default(), complaint.join().unwrap_or_default());
+    // Libraries may print lines of their own.
+    let found = output.lines().filter_map(|line| serde_json::from_str(line).ok()).next_back();
+    let mut answer: Answer = found.unwrap_or_else(|| Answer {
+        note: why.unwrap_or_else(|| reason(&complaint)),
+        device: device.into(),
+        ..Default::default()
+    });
+    if is_out_of_memory(&answer.note) {
+        answer.note = OUT_OF_MEMORY.into();
+    }
+    answer.note = answer.note.lines().next().unwrap_or_default().into();
+    Ok(Some(answer))
+}
+
+/// Everything that comes out of a pipe.
+fn drain(pipe: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        // What was read before the pipe broke is what there is.
+        let _ = pipe.map(|mut pipe| pipe.read_to_end(&mut bytes));
+        String::from_utf8_lossy(&bytes).into_owned()
+    })
+}
+
+/// The note of a call that did not fit the device.
+pub const OUT_OF_MEMORY: &str = "out of memory";
+
+fn is_out_of_memory(text: &str) -> bool {
+    let text = text.to_lowercase();
+    ["out of memory", "outofmemory", "out_of_memory", "buffertoobig", "can't allocate buffer"]
+        .iter()
+        .any(|sign| text.contains(sign))
+}
+
+/// What a worker died of, in one line.
+fn reason(complaint: &str) -> String {
+    if is_out_of_memory(complaint) {
+        return OUT_OF_MEMORY.into();
+    }
+    let lines = || complaint.lines().map(str::trim).filter(|line| !line.is_empty());
+    // The line after "panicked at" is the message.
+    let message = lines().skip_while(|line| !line.contains("panicked at")).nth(1).or_else(|| lines().next_back());
+    let cause = lines().skip_while(|line| !line.contains("Caused by")).nth(1).map(|cause| format!(", {cause}"));
+    format!("failed: {}{}", message.unwrap_or("without a word"), cause.unwrap_or_default())
+}

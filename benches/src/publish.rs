@@ -1,0 +1,239 @@
+//! Measures everything that documents show, of one clean commit, in pieces: what is there already is not measured again.
+
+use crate::device::DeviceName;
+use crate::error::Error;
+use crate::memory;
+use crate::published::{Gpt, Step, TRIAL, What, steps};
+use crate::results::{self, Memory, Record, Timing};
+use crate::run::commit;
+use crate::session::{Done, Output, Session, key_of};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// What of it, where to, and for how long.
+#[derive(clap::Args, Clone, Debug)]
+pub struct Options {
+    /// A folder for the results, which holds what is done between calls.
+    #[arg(long)]
+    directory: PathBuf,
+    /// Minutes after which no more is begun, and what is at work is stopped.
+    #[arg(long)]
+    minutes: Option<f64>,
+    /// Results to measure, of those that --list names; by default all that this binary has the device for.
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
+    /// Measures nothing, and says what there is to measure and what of it is done.
+    #[arg(long)]
+    list: bool,
+    /// Measures although this binary was built of a tree that differs from its commit. Documents refuse such rows.
+    #[arg(long)]
+    unclean: bool,
+    /// The program gpt; by default the one beside this program, if there is one.
+    #[arg(long)]
+    gpt: Option<PathBuf>,
+    /// The text that it learns; by default tinyshakespeare.txt beside this program.
+    #[arg(long)]
+    text: Option<PathBuf>,
+}
+
+/// Measures what is not done, and tells whether all is.
+pub fn run(options: &Options) -> Result<bool, Error> {
+    let commit = commit();
+    let wanted = choose(&options.only)?;
+    if (commit.ends_with('+') || commit == "unknown") && !options.unclean && !options.list {
+        return Err(Error::Unclean { commit: commit.into() });
+    }
+    let until = options.minutes.map(|minutes| Instant::now() + Duration::from_secs_f64(60.0 * minutes.max(0.0)));
+    let mut lefts = Vec::new();
+    // Devices share a GPU, so that one session follows the other.
+    let mut session: Option<Session> = None;
+    for step in &wanted {
+        let left = if options.list {
+            remaining(options, step, commit)?
+        } else {
+            if session.as_ref().is_none_or(|session| session.device != step.device) {
+                drop(session.take());
+                session = Some(Session::new(step.device, until)?);
+            }
+            let Some(session) = &mut session else { continue };
+            let left = measure(options, step, commit, session)?;
+            if session.found_no_peers() {
+                return Err(Error::Other("PyTorch's times belong beside ours, and python3 has no PyTorch here".into()));
+            }
+            left
+        };
+        lefts.push(left);
+    }
+    println!("\n{:<28} {:<7} {commit}", "results", "device");
+    for (step, left) in wanted.iter().zip(&lefts) {
+        let text = match left {
+            0 => "done".into(),
+            left => format!("{left} left"),
+        };
+        println!("{:<28} {:<7} {text}", format!("{}{}", step.name, kind(step)), step.device.name());
+        if let (What::Gpt(gpt), true) = (&step.what, *left > 0) {
+            println!("{:<28} gpt {}", "", gpt.arguments.join(" "));
+        }
+    }
+    Ok(lefts.iter().all(|left| *left == 0))
+}
+
+fn kind(step: &Step) -> &'static str {
+    if matches!(step.what, What::Memory(_)) { Memory::SUFFIX } else { "" }
+}
+
+/// The steps of these names, or all that this binary has the device for.
+fn choose(only: &[String]) -> Result<Vec<Step>, Error> {
+    let built_for = |device| match device {
+        DeviceName::Cuda => cfg!(feature = "cuda"),
+        DeviceName::Vulkan => cfg!(feature = "vulkan"),
+        // A binary with the feature `vulkan` has SPIR-V in its place.
+        DeviceName::Wgpu => !cfg!(feature = "vulkan"),
+    };
+    let mut steps = steps();
+    let names: Vec<&str> = steps.iter().map(|step| step.name).collect();
+    if let Some(unknown) = only.iter().find(|only| !names.contains(&only.as_str())) {
+        return Err(Error::NotPublished { name: unknown.clone(), known: names.join(", ") });
+    }
+    // On software devices only on request.
+    let shown = |step: &Step| built_for(step.device) && step.name != TRIAL && step.name != "quick-wgpu";
+    steps.retain(|step| if only.is_empty() { shown(step) } else { only.iter().any(|only| only == step.name) });
+    Ok(steps)
+}
+
+/// What of it this commit has measured already.
+fn done<R: Record>(file: &Path, about: impl Fn(&R) -> Option<String>) -> Result<Done, Error> {
+    if !file.exists() {
+        return Ok(Done::new());
+    }
+    Ok(results::read::<R>(file)?.iter().filter_map(about).collect())
+}
+
+fn done_times(options: &Options, name: &str, commit: &str) -> Result<Done, Error> {
+    let of = |row: &Timing| (row.commit == commit).then(|| key_of!(row));
+    done(&results::path::<Timing>(&options.directory, name), of)
+}
+
+fn done_memory(options: &Options, name: &str, commit: &str) -> Result<Done, Error> {
+    let of = |row: &Memory| (row.commit == commit).then(|| key_of!(row));
+    done(&results::path::<Memory>(&options.directory, name), of)
+}
+
+/// How much of a step is not done.
+fn remaining(options: &Options, step: &Step, commit: &str) -> Result<usize, Error> {
+    let left = |wanted: Vec<String>, done: Done| wanted.iter().filter(|key| !done.contains(*key)).count();
+    Ok(match &step.what {
+        What::Time(work) => left(work.keys(), done_times(options, step.name, commit)?),
+        What::Memory(work) => left(work.keys(), done_memory(options, step.name, commit)?),
+        What::Gpt(_) => usize::from(!is_done(options, step, commit)),
+    })
+}
+
+/// Measures what is not done of a step, and gives what there was no time for.
+fn measure(options: &Options, step: &Step, commit: &str, session: &mut Session) -> Result<usize, Error> {
+    match &step.what {
+        What::Time(work) => {
+            let file = results::path::<Timing>(&options.directory, step.name);
+            results::repair_all(&options.directory, step.name)?;
+            let done = done_times(options, step.name, commit)?;
+            if work.keys().iter().all(|key| done.contains(key)) {
+                return Ok(0);
+            }
+            println!("\n{}", file.display());
+            let mut out = Output::new(&options.directory, step.name, work)?;
+            let left = session.time(work, &mut out, &done)?;
+            out.bar.finish_and_clear();
+            Ok(left)
+        }
+        What::Memory(work) => {
+            let file = results::path::<Memory>(&options.directory, step.name);
+            results::repair_all(&options.directory, step.name)?;
+            let done = done_memory(options, step.name, commit)?;
+            if work.keys().iter().all(|key| done.contains(key)) {
+                return Ok(0);
+            }
+            println!("\n{}", file.display());
+            memory::measure(session, work, &file, &done)
+        }
+        What::Gpt(_) if is_done(options, step, commit) => Ok(0),
+        What::Gpt(gpt) => {
+            session.rest();
+            Ok(usize::from(!program(options, step, gpt, commit, session)?))
+        }
+    }
+}
+
+/// The file that says of which commit a program's results are.
+fn stamp(options: &Options, step: &Step) -> PathBuf {
+    options.directory.join("gpt").join(format!("{}.commit", step.name))
+}
+
+fn is_done(options: &Options, step: &Step, commit: &str) -> bool {
+    fs::read_to_string(stamp(options, step)).is_ok_and(|of| of.trim() == commit)
+}
+
+/// A file beside this program, if it is there.
+fn beside(name: &str) -> Option<PathBuf> {
+    Some(std::env::current_exe().ok()?.parent()?.join(name)).filter(|path| path.exists())
+}
+
+/// Runs the program gpt to its end, and keeps what it writes. Not, if it or its text is not there, or time is up.
+fn program(options: &Options, step: &Step, gpt: &Gpt, commit: &str, session: &Session) -> Result<bool, Error> {
+    let found = [options.gpt.clone().or(beside("gpt")), options.text.clone().or(beside("tinyshakespeare.txt"))];
+    let [Some(executable), Some(text)] = found else {
+        println!("\n{}: gpt or its text is not beside this program (--gpt, --text)", step.name);
+        return Ok(false);
+    };
+    let left = session.until().map(|until| until.saturating_duration_since(Instant::now()));
+    if left.is_some_and(|left| left < Duration::from_secs(gpt.seconds)) {
+        return Ok(false);
+    }
+    let absolute = |path: &Path| fs::canonicalize(path).map_err(|source| Error::io(path, source));
+    let (executable, text) = (absolute(&executable)?, absolute(&text)?);
+    // One folder for each commit: what an older one left is nothing to go on from.
+    let folder = options.directory.join("gpt").join(commit);
+    fs::create_dir_all(&folder).map_err(|source| Error::io(&folder, source))?;
+    let folder = absolute(&folder)?;
+    let three = folder.join("three.txt");
+    let words = fs::read(&text).map_err(|source| Error::io(&text, source))?;
+    fs::write(&three, words.repeat(3)).map_err(|source| Error::io(&three, source))?;
+    let arguments = match gpt.resume {
+        Some((again, sign)) if folder.join(sign).exists() => again,
+        _ => gpt.arguments,
+    };
+    println!("\ngpt {}", arguments.join(" "));
+    let mut command = Command::new(&executable);
+    for argument in arguments {
+        match *argument {
+            "TEXT" => command.arg(&text),
+            "TEXTS" => command.arg(&three),
+            other => command.arg(other),
+        };
+    }
+    let failed = |error: std::io::Error| Error::io(&executable, error);
+    let mut child = command.current_dir(&folder).stdin(Stdio::null()).spawn().map_err(failed)?;
+    let status = loop {
+        if let Some(status) = child.try_wait().map_err(failed)? {
+            break status;
+        }
+        if session.until().is_some_and(|until| Instant::now() > until) {
+            child.kill().and_then(|()| child.wait()).map_err(failed)?;
+            return Ok(false);
+        }
+        std::thread::sleep(Duration::from_millis(200));
+    };
+    if !status.success() {
+        return Err(Error::Other(format!("gpt {} ended with {status}", arguments.join(" "))));
+    }
+    let results = options.directory.join("gpt");
+    fs::create_dir_all(&results).map_err(|source| Error::io(&results, source))?;
+    for (from, to) in gpt.writes {
+        let (from, to) = (folder.join(from), results.join(to));
+        fs::copy(&from, &to).map_err(|source| Error::io(&from, source))?;
+    }
+    let stamp = stamp(options, step);
+    fs::write(&stamp, commit).map_err(|source| Error::io(&stamp, source))?;
+    Ok(true)
+}

@@ -1,0 +1,125 @@
+//! Puts what was published in place of older results.
+
+use crate::error::Error;
+use crate::report::found;
+use crate::results::{self, Accuracy, Call, Memory, Record, Timing};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// What to take, and where to.
+#[derive(clap::Args, Clone, Debug)]
+pub struct Options {
+    /// The folder of new results, as `publish` leaves it.
+    #[arg(long)]
+    from: PathBuf,
+    /// Where results are kept.
+    #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/results"))]
+    directory: PathBuf,
+    /// Takes rows of a tree that differed from its commit, too.
+    #[arg(long)]
+    unclean: bool,
+}
+
+/// What a program's results are called beside those of kernels, and where they belong in the repository.
+const PROGRAMS: [(&str, &str); 5] = [
+    ("gpt/compare-65536.csv", "examples/gpt/results/compare-cuda.csv, below the others"),
+    ("gpt/compare.csv", "examples/gpt/results/compare-cuda.csv"),
+    ("gpt/compare.svg", "docs/gpt-compare.svg"),
+    ("gpt/tinyshakespeare.csv", "examples/gpt/results/tinyshakespeare-cuda.csv"),
+    ("gpt/tinyshakespeare.svg", "docs/tinyshakespeare.svg"),
+];
+
+/// Replaces the files of every name that the folder has by its rows of one commit, the latest; says where programs' results go.
+pub fn run(options: &Options) -> Result<(), Error> {
+    let names = found(&options.from)?;
+    let mut commits = BTreeSet::new();
+    for name in &names {
+        let timings = results::read_if_there::<Timing>(&options.from, name)?;
+        let memory = results::read_if_there::<Memory>(&options.from, name)?;
+        commits.extend(timings.into_iter().map(|row| (row.run, row.commit)));
+        commits.extend(memory.into_iter().map(|row| (row.run, row.commit)));
+    }
+    // Runs are named after when they began.
+    let Some((_, commit)) = commits.pop_last() else {
+        return Err(Error::NoResults { directory: options.from.clone(), name: "*".into() });
+    };
+    if commit.ends_with('+') && !options.unclean {
+        return Err(Error::Unclean { commit });
+    }
+    for name in &names {
+        let timings = results::read_if_there::<Timing>(&options.from, name)?;
+        let kept = last_of_each(timings, |row: &Timing| row.commit == commit);
+        if !kept.is_empty() {
+            let runs: BTreeSet<&str> = kept.iter().map(|row| row.run.as_str()).collect();
+            let calls = results::read_if_there::<Call>(&options.from, name)?;
+            let errors = results::read_if_there::<Accuracy>(&options.from, name)?;
+            write(options, name, &last_of_each(calls, |row| runs.contains(row.run.as_str())))?;
+            write(options, name, &last_of_each(errors, |row| runs.contains(row.run.as_str())))?;
+            write(options, name, &kept)?;
+        }
+        let memory = results::read_if_there::<Memory>(&options.from, name)?;
+        let memory = last_of_each(memory, |row: &Memory| row.commit == commit);
+        if !memory.is_empty() {
+            write(options, name, &memory)?;
+        }
+        println!("{name}: {} rows of {commit}, {} of memory", kept.len(), memory.len());
+    }
+    for (file, place) in PROGRAMS {
+        if options.from.join(file).exists() {
+            println!("{} belongs in {place}", options.from.join(file).display());
+        }
+    }
+    Ok(())
+}
+
+/// What a row says who did what to: all of a row that is no measurement.
+trait About {
+    fn about(&self) -> String;
+}
+
+macro_rules! about {
+    ($($row:ty),*) => {$(
+        impl About for $row {
+            fn about(&self) -> String {
+                // Each run has a product of matrices of its own, which its rates are compared with.
+                let run = if self.r#impl == "matmul" { &self.run } else { "" };
+                format!("{} {} {run}", crate::session::key_of!(self), self.kernel)
+            }
+        }
+    )*};
+}
+about!(Timing, Call, Accuracy, Memory);
+
+/// Of these rows those that are wanted, of several about the same the last.
+fn last_of_each<R: About>(rows: Vec<R>, wanted: impl Fn(&R) -> bool) -> Vec<R> {
+    let mut places = BTreeMap::new();
+    let mut kept: Vec<Option<R>> = Vec::new();
+    for row in rows.into_iter().filter(wanted) {
+        if let Some(before) = places.insert(row.about(), kept.len()) {
+            let before: usize = before;
+            kept[before] = None;
+        }
+        kept.push(Some(row));
+    }
+    kept.into_iter().flatten().collect()
+}
+
+/// Writes these rows in place of those that there are, all or nothing.
+fn write<R: Record>(options: &Options, name: &str, rows: &[R]) -> Result<(), Error> {
+    let file = results::path::<R>(&options.directory, name);
+    if rows.is_empty() {
+        return match fs::remove_file(&file) {
+            Err(source) if source.kind() != std::io::ErrorKind::NotFound => Err(Error::io(&file, source)),
+            _ => Ok(()),
+        };
+    }
+    let fresh = fresh_beside(&file);
+    let _ = fs::remove_file(&fresh);
+    results::append(&fresh, rows)?;
+    fs::rename(&fresh, &file).map_err(|source| Error::io(&file, source))
+}
+
+fn fresh_beside(file: &Path) -> PathBuf {
+    file.with_extension("fresh")
+}
