@@ -12,14 +12,14 @@
 use crate::config::Config;
 use crate::data::fnv1a;
 use crate::error::{CheckpointProblem, Error};
+use crate::files::{Stage, write_in_stages};
 use crate::model::Gpt;
 use crate::optimizer::{AdamW, LossScale};
 use burn::module::Module;
 use burn::store::{ModuleRecord, RecordError};
 use burn::tensor::Bytes;
 use serde::{Deserialize, Serialize};
-use std::fs::{self, File};
-use std::io::Write;
+use std::fs;
 use std::path::{Path, PathBuf};
 
 const MAGIC: &[u8; 8] = b"BURN-GPT";
@@ -57,8 +57,22 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Writes a file beside `path` and then puts it in its place, so that a kill leaves the old one or the new one.
+    /// Writes the file so that a kill leaves the old one or the new one.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be written; the old one is as it was.
     pub fn save(path: &Path, header: &Header, model: &Gpt, optimizer: &AdamW) -> Result<(), Error> {
+        Self::save_in_stages(path, header, model, optimizer, |_| {})
+    }
+
+    fn save_in_stages(
+        path: &Path,
+        header: &Header,
+        model: &Gpt,
+        optimizer: &AdamW,
+        reached: impl FnMut(Stage),
+    ) -> Result<(), Error> {
         let [first, second] = optimizer.records(model);
         let pack = |record: ModuleRecord| record.into_bytes().map_err(|error| problem(path, &error));
         let header = toml::to_string(header).expect("a header is a table of plain values");
@@ -74,9 +88,12 @@ impl Checkpoint {
             section(&bytes?);
         }
         let checksum = fnv1a(&body).to_le_bytes();
-        write_atomically(path, &[MAGIC, &VERSION.to_le_bytes(), &checksum, &body])
+        write_in_stages(path, &[MAGIC, &VERSION.to_le_bytes(), &checksum, &body], reached)
     }
 
+    /// # Errors
+    ///
+    /// When the file cannot be read, is not a checkpoint, has another version or is damaged.
     pub fn load(path: &Path) -> Result<Self, Error> {
         let bytes = fs::read(path).map_err(Error::io(path))?;
         let problem = |problem| Error::Checkpoint { path: path.to_path_buf(), problem };
@@ -99,8 +116,11 @@ impl Checkpoint {
             sections.push(section);
             rest = after;
         }
+        if !rest.is_empty() {
+            return Err(corrupt("it ends too early"));
+        }
         let Ok([header, records @ ..]) = <[&[u8]; SECTIONS]>::try_from(sections) else {
-            return Err(corrupt("a part is missing"));
+            return Err(corrupt("it has not four parts"));
         };
         let header = str::from_utf8(header).map_err(|error| corrupt(&error.to_string()))?;
         let header = toml::from_str(header).map_err(|error: toml::de::Error| corrupt(error.message()))?;
@@ -135,20 +155,6 @@ impl Checkpoint {
     }
 }
 
-/// A whole file or none.
-pub fn write_atomically(path: &Path, parts: &[&[u8]]) -> Result<(), Error> {
-    let temporary = path.with_extension("partial");
-    let write = || {
-        let mut file = File::create(&temporary)?;
-        for part in parts {
-            file.write_all(part)?;
-        }
-        file.sync_all()?;
-        fs::rename(&temporary, path)
-    };
-    write().map_err(Error::io(path))
-}
-
 fn take<'a, const N: usize>(bytes: &mut &'a [u8]) -> Option<&'a [u8; N]> {
     let (taken, rest) = bytes.split_first_chunk()?;
     *bytes = rest;
@@ -158,3 +164,6 @@ fn take<'a, const N: usize>(bytes: &mut &'a [u8]) -> Option<&'a [u8; N]> {
 fn problem(path: &Path, error: &RecordError) -> Error {
     Error::Checkpoint { path: path.to_path_buf(), problem: CheckpointProblem::Corrupt(error.to_string()) }
 }
+
+#[cfg(all(test, feature = "flex", unix))]
+mod tests;

@@ -1,13 +1,15 @@
 //! The program: its commands, and what they print.
 
-use crate::checkpoint::{Checkpoint, write_atomically};
+use crate::checkpoint::Checkpoint;
 use crate::compare;
 use crate::config::{Args, Config};
 use crate::data::{self, Stream, Text, rng};
 use crate::device;
 use crate::error::Error;
+use crate::files::write_atomically;
 use crate::generate::{self, Sampling, Writer};
 use crate::model::{self, Gpt};
+use crate::probe;
 use crate::run::Run;
 use crate::tokenizer::Tokenizer;
 use crate::train::{self, Outcome, Start};
@@ -74,12 +76,14 @@ fn train(args: &Args) -> Result<ExitCode, Error> {
     };
     let request = resumed.as_ref().map(|(config, ..)| &config.device).or(args.device.as_ref());
     let numbers = resumed.as_ref().map(|(config, ..)| &config.devices).or(args.devices.as_ref());
-    let found = device::choose_all(request.map_or("auto", String::as_str), numbers.map_or(&[], Vec::as_slice))?;
-    found.iter().for_each(|found| println!("device     {found}"));
-    let (devices, found): (Vec<_>, _) =
-        (found.iter().map(|found| found.device.clone().autodiff()).collect(), &found[0]);
+    let all = device::choose_all(request.map_or("auto", String::as_str), numbers.map_or(&[], Vec::as_slice))?;
+    all.iter().for_each(|found| println!("device     {found}"));
+    let devices: Vec<_> = all.iter().map(|found| found.device.clone().autodiff()).collect();
+    let found = &all[0];
+    let try_dtype = |config: &Config| all.iter().try_for_each(|found| probe::check(found, config.dtype));
     let (config, run, text, start) = match resumed {
         Some((config, run, checkpoint)) => {
+            try_dtype(&config)?;
             let path = config.data.clone().unwrap_or(run.text());
             let text = read(&path, &config)?;
             checkpoint.check_text(text.hash())?;
@@ -88,6 +92,7 @@ fn train(args: &Args) -> Result<ExitCode, Error> {
         None => {
             let weights = args.weights.as_ref().map(|path| Weights::open(path, args.heads)).transpose()?;
             let config = Config::new(args, found, weights.as_ref().map(|weights| weights.shape))?;
+            try_dtype(&config)?;
             let (run, text) = match &config.data {
                 Some(path) => {
                     let text = read(path, &config)?;
@@ -105,9 +110,6 @@ fn train(args: &Args) -> Result<ExitCode, Error> {
         }
     };
     let device = found.device.clone();
-    if !device.supports_dtype(config.dtype.float()) {
-        return Err(Error::Dtype { dtype: config.dtype.name(), device: found.to_string() });
-    }
     let toml = toml::to_string(&config).expect("a configuration is a table of plain values");
     write_atomically(&run.config(), &[toml.as_bytes()])?;
 
@@ -138,14 +140,14 @@ fn train(args: &Args) -> Result<ExitCode, Error> {
     let step = best.header.step;
     let model = best.model(Gpt::zeros(&config, &device))?;
     // Not the batches that chose it, which flatter it.
-    let loss = train::evaluate(&model, &text, &config, Stream::FinalBatch, &device);
+    let loss = train::evaluate(&model, &text, &config, Stream::FinalBatch, &device)?;
     println!("best validation loss {loss:.4} nats per {unit}, over {} batches, at step {step}", config.eval_batches);
     println!("see {} and {}", run.picture().display(), run.losses().display());
     if config.sample_tokens > 0 {
         println!("\nit writes:");
         let writer = Writer { model: &model, tokenizer: config.tokenizer, context: config.context, device: &device };
         let rng = &mut rng(config.seed, Stream::Sample, 0);
-        writer.write("", config.sample_tokens, &Sampling::default(), rng, show);
+        writer.write("", config.sample_tokens, &Sampling::default(), rng, show)?;
         println!();
     }
     Ok(ExitCode::SUCCESS)
@@ -156,9 +158,7 @@ fn generate(args: &generate::Args) -> Result<ExitCode, Error> {
     let found = device::choose(&args.device)?;
     eprintln!("device     {found}");
     let device = found.device.clone();
-    if !device.supports_dtype(args.dtype.float()) {
-        return Err(Error::Dtype { dtype: args.dtype.name(), device: found.to_string() });
-    }
+    probe::check(&found, args.dtype)?;
     let computed_as = |config: Config| Config { attention: args.attention, dtype: args.dtype, ..config };
     let (model, config) = match &args.weights {
         Some(path) => {
@@ -182,7 +182,7 @@ fn generate(args: &generate::Args) -> Result<ExitCode, Error> {
     show(&args.prompt);
     let begun = Instant::now();
     let rng = &mut StdRng::seed_from_u64(args.seed);
-    let written = writer.write(&args.prompt, args.tokens, &args.sampling, rng, show);
+    let written = writer.write(&args.prompt, args.tokens, &args.sampling, rng, show)?;
     println!();
     let seconds = begun.elapsed().as_secs_f64();
     eprintln!("{written} {}s in {seconds:.1} s, {:.1} a second", config.tokenizer.unit(), written as f64 / seconds);

@@ -1,6 +1,7 @@
 //! Everything that can go wrong, in one sentence each.
 
 use burn_flash_attention::AttentionError;
+use std::fmt::Display;
 use std::io;
 use std::path::PathBuf;
 use thiserror::Error;
@@ -31,6 +32,17 @@ pub enum Error {
     RepeatedDevice { number: usize },
     #[error("--dtype {dtype} cannot be computed with on {device}; choose another dtype or device")]
     Dtype { dtype: &'static str, device: String },
+    #[error(
+        "Burn's {operation} in {dtype} is wrong on {device}: {from} gave {found:?}, not {expected:?}; choose another --dtype or --device"
+    )]
+    WrongResult {
+        operation: &'static str,
+        dtype: &'static str,
+        device: String,
+        from: String,
+        found: f32,
+        expected: f32,
+    },
     #[error("the device failed: {0}")]
     Device(String),
     #[error("attention cannot run: {0}")]
@@ -76,9 +88,44 @@ pub enum CheckpointProblem {
 }
 
 impl Error {
+    /// What a device said of its failure, [in one line](in_one_line).
+    pub fn device(error: &dyn Display) -> Error {
+        Error::Device(in_one_line(error))
+    }
+
     /// For `map_err`: says which file an input or output error is about.
     pub fn io(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Error {
         let path = path.into();
         move |source| Error::Io { path, source }
+    }
+}
+
+/// An error of Burn's or CubeCL's in one line, without backtraces and without all the operations that could not follow it.
+///
+/// ```
+/// let said = "the kernel failed\nCaused by:\n  out of memory\nNo backtrace available\n";
+/// assert_eq!(gpt::error::in_one_line(&said), "the kernel failed: out of memory");
+/// ```
+pub fn in_one_line(error: &dyn Display) -> String {
+    let noise = ["An error happened", "Caused by:", "skipped ", "Backtrace:", "No backtrace", "Asked at:"];
+    let text = error.to_string();
+    let lines = text.lines().map(|line| line.trim().trim_end_matches(':'));
+    let said = lines
+        .filter(|line| !line.is_empty() && !noise.iter().any(|noise| line.starts_with(noise.trim_end_matches(':'))));
+    said.collect::<Vec<_>>().join(": ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Error;
+
+    #[test]
+    fn what_a_device_said_is_one_line() {
+        let said = "An error happened during execution\nCaused by:\n  The bytes were never written\n  skipped `Reduce`\n\
+                    Caused by:\n  can't allocate buffer of size: 327680000\nNo backtrace available\nAsked at:\n";
+        assert_eq!(
+            Error::device(&said).to_string(),
+            "the device failed: The bytes were never written: can't allocate buffer of size: 327680000"
+        );
     }
 }

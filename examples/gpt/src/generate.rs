@@ -131,6 +131,10 @@ impl Writer<'_> {
     ///
     /// What the model has read is kept as keys and values, so that a token costs one position. Positions are learned, so
     /// when the context is full the model reads the later half of it again as if it were the beginning.
+    ///
+    /// # Errors
+    ///
+    /// When the device failed.
     pub fn write(
         &self,
         prompt: &str,
@@ -138,7 +142,7 @@ impl Writer<'_> {
         sampling: &Sampling,
         rng: &mut StdRng,
         mut show: impl FnMut(&str),
-    ) -> usize {
+    ) -> Result<usize, Error> {
         let mut text = self.tokenizer.encode(prompt);
         if text.is_empty() {
             text.push(self.tokenizer.start());
@@ -154,19 +158,20 @@ impl Writer<'_> {
                 &text[text.len() - 1..]
             };
             let data = TensorData::new(new.iter().map(|token| *token as i32).collect(), [1, new.len()]);
-            let logits = self.model.next(Tensor::<2, Int>::from_data(data, self.device), &mut cache).into_data();
+            let logits = self.model.next(Tensor::<2, Int>::from_data(data, self.device), &mut cache);
+            let logits = logits.try_into_data().map_err(|error| Error::device(&error))?;
             // Weights may know more tokens than there are.
             let logits: Vec<f32> = logits.iter::<f32>().take(self.tokenizer.vocabulary()).collect();
             let token = sampling.draw(&logits, rng);
             if self.tokenizer.ends(token) {
                 show(&decoder.finish());
-                return written;
+                return Ok(written);
             }
             text.push(token);
             show(&decoder.push(token));
         }
         show(&decoder.finish());
-        count
+        Ok(count)
     }
 }
 

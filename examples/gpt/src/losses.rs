@@ -1,7 +1,7 @@
 //! The losses of a run: `loss.csv`, a row a step, and their picture `loss.svg`.
 
-use crate::checkpoint::write_atomically;
 use crate::error::Error;
+use crate::files::write_atomically;
 use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File, OpenOptions};
@@ -64,7 +64,8 @@ impl Losses {
         let devices = pending[0].len();
         let mut sums = vec![0.0; pending.len()];
         for device in 0..devices {
-            let losses = Tensor::cat(pending.iter().map(|losses| losses[device].clone()).collect(), 0).into_data();
+            let losses = Tensor::cat(pending.iter().map(|losses| losses[device].clone()).collect(), 0);
+            let losses = losses.try_into_data().map_err(|error| Error::device(&error))?;
             sums.iter_mut().zip(losses.iter::<f32>()).for_each(|(sum, loss)| *sum += loss);
         }
         for (row, sum) in self.rows[start..].iter_mut().zip(sums) {

@@ -4,6 +4,7 @@
 //! there. The moments here are saved, loaded and placed as modules of the model's own shape.
 
 use crate::config::Config;
+use crate::error::Error;
 use crate::model::Gpt;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
@@ -59,13 +60,24 @@ impl AdamW {
     }
 
     /// One update of the model.
-    pub fn step(&mut self, model: Gpt, gradients: GradientsParams, learning_rate: f64, config: &Config) -> Gpt {
+    ///
+    /// # Errors
+    ///
+    /// When the device failed; only f16 waits for it to tell.
+    pub fn step(
+        &mut self,
+        model: Gpt,
+        gradients: GradientsParams,
+        learning_rate: f64,
+        config: &Config,
+    ) -> Result<Gpt, Error> {
         let scale = self.scale();
         let norm = norm(&model, &gradients);
-        if let Some(loss_scale) = &mut self.loss_scale
-            && !loss_scale.accept(norm.clone().into_scalar::<f32>().is_finite())
-        {
-            return model;
+        if let Some(loss_scale) = &mut self.loss_scale {
+            let norm: f32 = norm.clone().try_into_scalar().map_err(|error| Error::device(&error))?;
+            if !loss_scale.accept(norm.is_finite()) {
+                return Ok(model);
+            }
         }
         // Stays on the device: nothing waits for it.
         let factor = match config.grad_clip {
@@ -73,14 +85,14 @@ impl AdamW {
             clip => (norm / scale + 1e-6).recip().mul_scalar(clip).clamp_max(1.0),
         };
         self.updates += 1;
-        model.map(&mut Update {
+        Ok(model.map(&mut Update {
             optimizer: self,
             gradients,
             factor: factor / scale,
             learning_rate,
             config,
             path: Vec::new(),
-        })
+        }))
     }
 }
 

@@ -1,7 +1,7 @@
 //! The picture of a run's losses.
 
-use crate::checkpoint::write_atomically;
 use crate::error::Error;
+use crate::files::write_atomically;
 use crate::losses::Row;
 use plotters::prelude::*;
 use std::error::Error as StdError;

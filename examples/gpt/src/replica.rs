@@ -5,6 +5,7 @@
 
 use crate::config::Config;
 use crate::data::{Stream, Text, derive_seed, rng};
+use crate::error::Error;
 use crate::gradients::{at_once, block_by_block};
 use crate::model::Gpt;
 use crate::optimizer::AdamW;
@@ -45,7 +46,11 @@ impl<'a> Replica<'a> {
     }
 
     /// One update of the model. Returns the loss before it, the mean over this replica's share, still on the device.
-    pub fn step(&mut self, step: usize) -> Tensor<1> {
+    ///
+    /// # Errors
+    ///
+    /// As [`AdamW::step`].
+    pub fn step(&mut self, step: usize) -> Result<Tensor<1>, Error> {
         let Config { seed, context, batch, grad_accum, .. } = *self.config;
         self.device.seed(derive_seed(seed, Stream::Dropout, step));
         let rng = &mut rng(seed, Stream::TrainBatch, step);
@@ -65,8 +70,8 @@ impl<'a> Replica<'a> {
             gradients.accumulate(&self.model, gradient);
         }
         let learning_rate = self.config.learning_rate(step);
-        self.model = self.optimizer.step(self.model.clone(), gradients.grads(), learning_rate, self.config);
-        Tensor::cat(losses, 0).sum()
+        self.model = self.optimizer.step(self.model.clone(), gradients.grads(), learning_rate, self.config)?;
+        Ok(Tensor::cat(losses, 0).sum())
     }
 }
 
@@ -82,7 +87,7 @@ pub struct Team<'a> {
 /// A replica on a thread of its own, as a backward pass waits for those of the other devices.
 struct Worker {
     steps: Sender<usize>,
-    losses: Receiver<Tensor<1>>,
+    losses: Receiver<Result<Tensor<1>, Error>>,
 }
 
 impl<'a> Team<'a> {
@@ -102,7 +107,11 @@ impl<'a> Team<'a> {
     }
 
     /// One update of every replica. Returns the loss of each before it, on its device.
-    pub fn step(&mut self, step: usize) -> Vec<Tensor<1>> {
+    ///
+    /// # Errors
+    ///
+    /// As [`AdamW::step`], for the first device that failed.
+    pub fn step(&mut self, step: usize) -> Result<Vec<Tensor<1>>, Error> {
         for worker in &self.others {
             worker.steps.send(step).expect("a worker waits for steps");
         }

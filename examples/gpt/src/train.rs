@@ -94,7 +94,7 @@ pub fn train(
             let validation_loss = if evaluates {
                 losses.flush()?;
                 speed.pause();
-                let loss = evaluate(&team.main.model.valid(), text, config, Stream::ValidationBatch, device);
+                let loss = evaluate(&team.main.model.valid(), text, config, Stream::ValidationBatch, device)?;
                 let train_loss =
                     losses.recent(config.eval_interval).map_or("-".to_string(), |loss| format!("{loss:.4}"));
                 bar.suspend(|| println!("step {step:>6}   training {train_loss:<6}   validation {loss:.4}   {speed}"));
@@ -125,7 +125,7 @@ pub fn train(
             }
 
             // -- forward, backward and update
-            let train_losses = team.step(step);
+            let train_losses = team.step(step)?;
 
             // -- report
             let learning_rate = Some(config.learning_rate(step));
@@ -144,13 +144,18 @@ pub fn train(
 }
 
 /// The mean loss over random batches of validation text, the same ones each time.
-pub fn evaluate(model: &Gpt, text: &Text, config: &Config, stream: Stream, device: &Device) -> f32 {
+///
+/// # Errors
+///
+/// When the device failed.
+pub fn evaluate(model: &Gpt, text: &Text, config: &Config, stream: Stream, device: &Device) -> Result<f32, Error> {
     let device = device.clone().inner();
     let batch_loss = |index| {
         let rng = &mut rng(config.seed, stream, index);
         model.loss(&text.validation_batch(config.batch, config.context, rng, &device))
     };
-    Tensor::cat((0..config.eval_batches).map(batch_loss).collect(), 0).mean().into_scalar()
+    let loss = Tensor::cat((0..config.eval_batches).map(batch_loss).collect(), 0).mean();
+    loss.try_into_scalar().map_err(|error| Error::device(&error))
 }
 
 /// Tokens a second while training; evaluations do not count.

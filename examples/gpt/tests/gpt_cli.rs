@@ -1,93 +1,12 @@
 //! The program as its users run it, with models small enough for a CPU.
 #![cfg(all(feature = "flex", unix))]
 
-use gpt::device::choose;
+mod common;
+
+use common::{Place, fails, lines, start_and_wait, succeeds};
+use gpt::device::{Strength, choose};
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
-use std::thread::sleep;
-use std::time::{Duration, Instant};
-use tempfile::TempDir;
-
-/// A directory with a text, where runs go.
-struct Place {
-    directory: TempDir,
-}
-
-/// A text of lines that end so.
-fn lines(end: &str) -> String {
-    (0..2000).map(|line| format!("{line} and {} make {}.{end}", line % 7, line + line % 7)).collect()
-}
-
-impl Place {
-    fn new() -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        fs::write(directory.path().join("text.txt"), lines("\n")).unwrap();
-        Self { directory }
-    }
-
-    fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_gpt"));
-        command.current_dir(&self.directory).args(arguments);
-        command
-    }
-
-    /// A small run on the CPU.
-    fn small(&self, name: &str, arguments: &[&str]) -> Command {
-        let mut command = self.command(&["--device", "flex", "--data", "text.txt", "--name", name]);
-        let size =
-            "--layers 2 --heads 2 --width 32 --context 16 --batch 4 --lr 1e-2 --eval-batches 4 --sample-tokens 20";
-        command.args(size.split(' ')).args(arguments);
-        command
-    }
-
-    fn resume(&self, name: &str) -> Command {
-        self.command(&["--resume", "--name", name])
-    }
-
-    fn file(&self, name: &str, file: &str) -> PathBuf {
-        self.directory.path().join("runs").join(name).join(file)
-    }
-
-    /// Step, training loss, validation loss and learning rate, as text: equal texts are equal bits.
-    fn losses(&self, name: &str) -> Vec<[String; 4]> {
-        let mut reader = csv::Reader::from_path(self.file(name, "loss.csv")).unwrap();
-        reader.records().map(|row| std::array::from_fn(|column| row.as_ref().unwrap()[column].to_string())).collect()
-    }
-
-    fn train_losses(&self, name: &str) -> Vec<f32> {
-        self.losses(name).iter().filter_map(|row| row[1].parse().ok()).collect()
-    }
-}
-
-fn succeeds(mut command: Command) -> String {
-    let output = command.output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8_lossy(&output.stdout).into_owned()
-}
-
-/// Exit code 2, and one sentence that holds `expected`.
-fn fails(mut command: Command, expected: &str) {
-    let Output { status, stderr, .. } = command.output().unwrap();
-    let stderr = String::from_utf8(stderr).unwrap();
-    // Drivers may have something to say as well, but what the program says is one line.
-    let lines: Vec<_> = stderr.lines().filter(|line| line.starts_with("error: ") && !line.contains("XDG_")).collect();
-    assert_eq!(status.code(), Some(2), "{stderr}");
-    assert_eq!(lines.len(), 1, "{stderr}");
-    assert!(lines[0].contains(expected), "{} does not say: {expected}", lines[0]);
-    assert!(!stderr.contains("panicked"), "{stderr}");
-}
-
-/// Starts a run and returns when it has a checkpoint past its beginning.
-fn start_and_wait(mut command: Command, losses: &Path) -> Child {
-    let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    let begun = Instant::now();
-    while fs::read_to_string(losses).map_or(0, |text| text.lines().count()) < 50 {
-        assert!(begun.elapsed() < Duration::from_secs(60), "the run does not get on");
-        sleep(Duration::from_millis(2));
-    }
-    child
-}
+use std::process::Command;
 
 #[test]
 fn learns_from_its_own_sources() {
@@ -239,6 +158,22 @@ fn learns_in_half_precision() {
         let losses = place.train_losses(dtype);
         assert!(losses[99] < losses[0] - 1.0, "{dtype}: from {} to {}", losses[0], losses[99]);
     }
+}
+
+/// Software Vulkan has no buffer of 320 MB, which the logits of such a batch take.
+#[test]
+fn a_device_that_fails_is_one_sentence() {
+    let found = choose("wgpu");
+    if !found.as_ref().is_ok_and(|found| found.strength == Strength::Software) {
+        assert!(found.is_ok() || std::env::var("REQUIRE_WGPU").as_deref() != Ok("1"), "an adapter was required");
+        return eprintln!("skipped: there is no software adapter");
+    }
+    let place = Place::new();
+    let size = "--layers 1 --heads 1 --width 64 --context 64 --batch 5000 --steps 2 --eval-batches 1";
+    let mut command = place.command(&["--device", "wgpu", "--data", "text.txt", "--name", "run"]);
+    command.args(size.split(' '));
+    fails(command, "error: the device failed: ");
+    assert!(!place.file("run", "latest.ckpt").exists());
 }
 
 #[test]

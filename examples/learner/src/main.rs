@@ -7,19 +7,24 @@
 mod training;
 
 use burn::grad_clipping::GradientClippingConfig;
+use burn::lr_scheduler::LrSchedulerRecord;
 use burn::lr_scheduler::composed::ComposedLrSchedulerConfig;
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
-use burn::optim::{AdamWConfig, ModuleOptimizer};
+use burn::optim::{AdamWConfig, ModuleOptimizer, OptimizerRecord};
+use burn::store::ModuleRecord;
+use burn_train::checkpoint::Checkpoint;
 use burn_train::metric::{AccuracyMetric, IterationSpeedMetric, LearningRateMetric, LossMetric, PerplexityMetric};
 use burn_train::{Learner, SupervisedTraining};
 use clap::Parser;
 use gpt::config::{Args, Config};
 use gpt::data::{Text, own_sources};
 use gpt::device::{self, Found};
-use gpt::error::Error as GptError;
+use gpt::error::{CheckpointProblem, Error as GptError, in_one_line};
+use gpt::files::write_atomically;
 use gpt::model::{Gpt, attention_plan};
+use gpt::probe;
 use std::error::Error;
 use std::fs;
 use std::num::NonZeroUsize;
@@ -86,6 +91,7 @@ fn train(cli: &Cli) -> Result<(), Box<dyn Error>> {
         return Err(format!("--resume is {begun}, the last of {epochs} epochs; choose more --epochs").into());
     }
     println!("device     {found}");
+    probe::check(&found, config.dtype)?;
     println!("attention  {}", attention_plan(&config, &found.device)?);
     save_config(cli, &config)?;
 
@@ -106,7 +112,7 @@ fn train(cli: &Cli) -> Result<(), Box<dyn Error>> {
     if begun > 0 {
         training = training.checkpoint(begun);
     }
-    training.launch(learner).error.map_or(Ok(()), |error| Err(error.into()))
+    training.launch(learner).error.map_or(Ok(()), |error| Err(in_one_line(&error).into()))
 }
 
 /// What the run is and where it computes: a new one's flags, or what was saved with the checkpoints.
@@ -128,6 +134,7 @@ fn configure(cli: &Cli) -> Result<(Config, Found), Box<dyn Error>> {
         }
         Some(epoch) => {
             let config = saved_config(&cli.directory, epoch)?.resume(&args, &cli.directory)?;
+            check_checkpoint(&cli.directory, epoch)?;
             let found = device::choose(&config.device)?;
             if !device::burn_default_is_there() {
                 let backend = found.id.split(':').next().unwrap_or_default();
@@ -177,7 +184,7 @@ fn save_config(cli: &Cli, config: &Config) -> Result<(), Box<dyn Error>> {
     }
     let path = directory.join("config.toml");
     fs::create_dir_all(directory).map_err(GptError::io(directory))?;
-    Ok(fs::write(&path, toml::to_string(config)?).map_err(GptError::io(&path))?)
+    Ok(write_atomically(&path, &[toml::to_string(config)?.as_bytes()])?)
 }
 
 fn saved_config(directory: &Path, epoch: NonZeroUsize) -> Result<Config, Box<dyn Error>> {
@@ -188,4 +195,18 @@ fn saved_config(directory: &Path, epoch: NonZeroUsize) -> Result<Config, Box<dyn
     let path = directory.join("config.toml");
     let text = fs::read_to_string(&path).map_err(GptError::io(&path))?;
     toml::from_str(&text).map_err(|error| format!("{} is damaged: {}", path.display(), error.message()).into())
+}
+
+/// Reads what burn-train saved after an epoch, since it panics where it cannot.
+fn check_checkpoint(directory: &Path, epoch: NonZeroUsize) -> Result<(), GptError> {
+    fn check<R: Checkpoint>(path: PathBuf) -> Result<(), GptError> {
+        R::load(path.clone()).map(drop).map_err(|error| {
+            let problem = CheckpointProblem::Corrupt(in_one_line(&error));
+            GptError::Checkpoint { path, problem }
+        })
+    }
+    let file = |name: &str| directory.join(format!("checkpoint/{name}-{epoch}.bpk"));
+    check::<ModuleRecord>(file("model"))?;
+    check::<OptimizerRecord>(file("optim"))?;
+    check::<LrSchedulerRecord>(file("scheduler"))
 }

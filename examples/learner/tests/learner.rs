@@ -1,6 +1,7 @@
 //! The program as its users run it, without a terminal and with a model small enough for a CPU.
 #![cfg(feature = "flex")]
 
+use gpt::device::{Strength, choose};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -83,6 +84,64 @@ fn learns_and_goes_on_from_a_checkpoint() {
     assert!(mean(&metric(&run, "valid", 3, "Loss")) < validation[0]);
     let rates = metric(&run, "train", 3, "Learning_Rate");
     assert!(rates[0] < 5e-4, "{rates:?}");
+}
+
+/// What a kill or a full disk leaves, of each of the files of a checkpoint; an earlier one is still good.
+#[test]
+fn a_damaged_checkpoint_is_one_sentence() {
+    let place = place();
+    succeeds(&small(&place, ""));
+    for name in ["model", "optim", "scheduler"] {
+        let path = run(&place).join(format!("checkpoint/{name}-2.bpk"));
+        let whole = fs::read(&path).unwrap();
+        // The schedule's few numbers are in the head, and padding follows.
+        let tensors = if name == "scheduler" { vec![] } else { vec![whole.len() / 2, whole.len() - 1] };
+        for length in [0, 4, 11].into_iter().chain(tensors) {
+            fs::write(&path, &whole[..length]).unwrap();
+            let sentence = format!("the checkpoint runs/learner/checkpoint/{name}-2.bpk is damaged: ");
+            fails(&learner(&place, "--resume 2 --epochs 3"), &sentence);
+        }
+        fs::remove_file(&path).unwrap();
+        fails(&learner(&place, "--resume 2 --epochs 3"), &format!("checkpoint/{name}-2.bpk"));
+        fs::write(&path, &whole).unwrap();
+    }
+    succeeds(&learner(&place, "--resume 1 --epochs 2"));
+    succeeds(&learner(&place, "--resume 2 --epochs 3"));
+}
+
+/// Room for the schedule alone: the system refuses what is above a limit on the size of files.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_full_disk_is_one_sentence() {
+    let place = place();
+    let limit = r#"trap '' XFSZ; ulimit -f 100; exec "$0" "$@""#;
+    let mut command = Command::new("sh");
+    command.current_dir(&place).env("BURN_DEVICE", "flex").args(["-c", limit, env!("CARGO_BIN_EXE_gpt-learner")]);
+    let arguments = "--device flex --data text.txt --layers 1 --heads 2 --width 32 --context 16 --batch 8 --epochs 2";
+    let output = command.args(arguments.split(' ')).output().unwrap();
+    // The model or the optimizer, whichever comes first.
+    fails(&output, "-1.bpk");
+    fails(&output, "File too large");
+    for name in ["model", "optim"] {
+        let path = run(&place).join(format!("checkpoint/{name}-1.bpk"));
+        assert!(!path.exists(), "{} is there, in part", path.display());
+    }
+}
+
+/// Software Vulkan has no buffer of 320 MB, which the logits of such a batch take.
+#[test]
+fn a_device_that_fails_is_one_sentence() {
+    let found = choose("wgpu");
+    if !found.as_ref().is_ok_and(|found| found.strength == Strength::Software) {
+        assert!(found.is_ok() || std::env::var("REQUIRE_WGPU").as_deref() != Ok("1"), "an adapter was required");
+        return eprintln!("skipped: there is no software adapter");
+    }
+    let place = place();
+    let size = "--layers 1 --heads 1 --width 64 --context 64 --batch 5000 --epochs 1";
+    let output = learner(&place, &format!("--device wgpu --data text.txt {size}"));
+    fails(&output, "can't allocate buffer");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(error.lines().filter(|line| !line.contains("XDG_")).count(), 1, "{error}");
 }
 
 #[test]

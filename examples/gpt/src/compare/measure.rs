@@ -70,16 +70,17 @@ fn train(job: &Job, text: &Text, device: &Device) -> Result<Answer, Error> {
     let optimizer = AdamW::new(&model, config);
     let mut replica = Replica::new(model, optimizer, config, text, device);
     // The loss is read when the time has been taken.
-    let read = |step: usize, loss: Tensor<1>| match loss.into_scalar::<f32>() {
-        loss if loss.is_finite() => Ok(loss),
-        loss => Err(Error::Diverged { step, loss }),
+    let read = |step: usize, loss: Tensor<1>| match loss.try_into_scalar::<f32>() {
+        Ok(loss) if loss.is_finite() => Ok(loss),
+        Ok(loss) => Err(Error::Diverged { step, loss }),
+        Err(error) => Err(Error::device(&error)),
     };
 
     let (mut losses, mut times) = (Vec::new(), Vec::new());
     wait(device)?;
     for step in 0..config.steps {
         let begun = Instant::now();
-        let loss = replica.step(step);
+        let loss = replica.step(step)?;
         wait(device)?;
         times.push(begun.elapsed().as_secs_f64());
         losses.push(read(step, loss)?);
@@ -89,7 +90,7 @@ fn train(job: &Job, text: &Text, device: &Device) -> Result<Answer, Error> {
     let mut last = Ok(None);
     let peak = peak(device, || {
         let loss = replica.step(config.steps);
-        last = wait(device).map(|()| Some(loss));
+        last = loss.and_then(|loss| wait(device).map(|()| Some(loss)));
     });
     if let Some(loss) = last? {
         losses.push(read(config.steps, loss)?);
@@ -99,8 +100,7 @@ fn train(job: &Job, text: &Text, device: &Device) -> Result<Answer, Error> {
 
 /// Waits until the device has done all it was asked for.
 fn wait(device: &Device) -> Result<(), Error> {
-    let in_one_line = |text: String| text.split_whitespace().collect::<Vec<_>>().join(" ");
-    device.sync().map_err(|error| Error::Device(in_one_line(error.to_string())))
+    device.sync().map_err(|error| Error::device(&error))
 }
 
 fn median(times: &mut [f64]) -> f64 {

@@ -9,11 +9,11 @@ mod table;
 pub use measure::work;
 pub use settings::Args;
 
-use crate::checkpoint::write_atomically;
 use crate::config::Config;
 use crate::data::{self, Text};
 use crate::device::{self, Found};
 use crate::error::Error;
+use crate::files::write_atomically;
 use crate::model::attention_plan;
 use burn::tensor::Device;
 use indicatif::{ProgressBar, ProgressStyle};

@@ -1,8 +1,8 @@
 //! The picture of a comparison: speed and memory over the context, a line for each kind of attention.
 
 use super::table::Row;
-use crate::checkpoint::write_atomically;
 use crate::error::Error;
+use crate::files::write_atomically;
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use std::error::Error as StdError;

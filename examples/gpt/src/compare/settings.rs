@@ -3,6 +3,7 @@
 use crate::config::{self, AttentionKind, Config, Dtype};
 use crate::device::{Found, Strength};
 use crate::error::Error;
+use crate::probe;
 use crate::tokenizer::Tokenizer;
 use burn::tensor::FloatDType;
 use std::path::{Path, PathBuf};
@@ -112,10 +113,8 @@ impl Settings {
             seed: args.seed,
         };
         settings.validate()?;
-        match found.device.supports_dtype(settings.dtype.float()) {
-            true => Ok(settings),
-            false => Err(Error::Dtype { dtype: settings.dtype.name(), device: found.to_string() }),
-        }
+        probe::check(found, settings.dtype)?;
+        Ok(settings)
     }
 
     /// GPT-2's smallest model on a GPU of its own, and what ends in a minute or two elsewhere.

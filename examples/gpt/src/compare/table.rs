@@ -1,9 +1,9 @@
 //! What was measured, as a Markdown table and as CSV.
 
 use super::measure::Answer;
-use crate::checkpoint::write_atomically;
 use crate::config::{AttentionKind, Config};
 use crate::error::Error;
+use crate::files::write_atomically;
 use clap::ValueEnum;
 use serde::Serialize;
 use std::io;

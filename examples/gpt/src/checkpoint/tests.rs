@@ -1,0 +1,247 @@
+//! Kills at every stage of saving, and files that are damaged in every way: a checkpoint is the old one, the new one, or
+//! one sentence.
+
+use super::{Checkpoint, Header, MAGIC, SECTIONS, VERSION};
+use crate::config::{Args, Config};
+use crate::data::fnv1a;
+use crate::device::choose;
+use crate::error::{CheckpointProblem, Error};
+use crate::files::Stage;
+use crate::model::Gpt;
+use crate::optimizer::AdamW;
+use burn::module::Module;
+use burn::tensor::Device;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use std::collections::BTreeSet;
+use std::env;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::thread::sleep;
+use std::time::Duration;
+
+const KILLS: usize = 20;
+const SIGKILL: i32 = 9;
+
+/// Where the process that is killed saves, and how far it comes.
+const PATH: &str = "GPT_TEST_CHECKPOINT";
+const STAGE: &str = "GPT_TEST_STAGE";
+
+fn config() -> Config {
+    let args = Args {
+        layers: Some(2),
+        heads: Some(2),
+        width: Some(64),
+        context: Some(32),
+        batch: Some(1),
+        steps: Some(10),
+        ..Args::default()
+    };
+    Config::new(&args, &choose("flex").unwrap(), None).unwrap()
+}
+
+fn device() -> Device {
+    choose("flex").unwrap().device.autodiff()
+}
+
+/// Saves a model whose weights are those of the step's seed.
+fn save(path: &Path, step: usize, reached: impl FnMut(Stage)) {
+    let config = config();
+    let seeded = Config { seed: step as u32, ..config.clone() };
+    let model = Gpt::new(&seeded, &device());
+    let optimizer = AdamW::new(&model, &config);
+    let text_hash = "0123456789abcdef".to_string();
+    let header = Header { step, updates: step, best: None, text_hash, loss_scale: None, config };
+    Checkpoint::save_in_stages(path, &header, &model, &optimizer, reached).unwrap();
+}
+
+/// The step of a checkpoint that is whole; its weights are those of that step.
+fn step(path: &Path) -> usize {
+    let checkpoint = Checkpoint::load(path).unwrap();
+    let step = checkpoint.header.step;
+    let config = config();
+    let (model, optimizer) = checkpoint.restore(Gpt::zeros(&config, &device())).unwrap();
+    let expected = Gpt::new(&Config { seed: step as u32, ..config }, &device());
+    assert_eq!(weights(&model), weights(&expected));
+    assert_eq!(optimizer.updates, step);
+    step
+}
+
+/// Of the first block.
+fn weights(model: &Gpt) -> Vec<f32> {
+    let blocks = model.valid();
+    let mut values = Vec::new();
+    blocks.blocks()[0].visit(&mut Values(&mut values));
+    values
+}
+
+struct Values<'a>(&'a mut Vec<f32>);
+
+impl burn::module::ModuleVisitor for Values<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &burn::module::Param<burn::tensor::Tensor<D>>) {
+        self.0.extend(param.val().into_data().iter::<f32>());
+    }
+}
+
+/// The process that is killed: says when it has come to the stage, and waits there.
+#[test]
+#[ignore = "a_kill_at_any_stage_leaves_a_whole_checkpoint starts it and kills it"]
+fn saves_until_it_is_killed() {
+    let (Some(path), Ok(until)) = (env::var_os(PATH), env::var(STAGE)) else {
+        panic!("{PATH} and {STAGE} are to be set");
+    };
+    save(path.as_ref(), 2, |stage| {
+        if format!("{stage:?}") == until {
+            println!("\nreached");
+            sleep(Duration::from_secs(600));
+        }
+    });
+}
+
+/// Starts that process and kills it once it is there.
+fn kill_at(stage: Stage, path: &Path) {
+    let mut child = Command::new(env::current_exe().unwrap())
+        .args(["checkpoint::tests::saves_until_it_is_killed", "--exact", "--ignored", "--nocapture"])
+        .env(PATH, path)
+        .env(STAGE, format!("{stage:?}"))
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let reached = lines.any(|line| line.unwrap() == "reached");
+    child.kill().unwrap();
+    assert_eq!(child.wait().unwrap().signal(), Some(SIGKILL), "{stage:?}");
+    assert!(reached, "{stage:?} was not reached");
+}
+
+#[test]
+fn a_kill_at_any_stage_leaves_a_whole_checkpoint() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("latest.ckpt");
+    let mut chunks = 0;
+    save(&path, 1, |stage| {
+        if let Stage::Written(count) = stage {
+            chunks = count;
+        }
+    });
+    let old = fs::read(&path).unwrap();
+    assert!(chunks > KILLS, "{chunks} chunks are too few to be killed between");
+
+    for kill in 0..KILLS {
+        let partly = Stage::Written(1 + kill * (chunks - 1) / KILLS);
+        for stage in [Stage::Created, partly, Stage::Complete, Stage::Synced] {
+            kill_at(stage, &path);
+            assert!(fs::read(&path).unwrap() == old, "{stage:?}");
+            assert!(path.with_extension("partial").exists(), "{stage:?} leaves nothing behind: was it reached?");
+        }
+        kill_at(Stage::Renamed, &path);
+        assert!(!path.with_extension("partial").exists());
+        assert_eq!(step(&path), 2);
+        fs::write(&path, &old).unwrap();
+    }
+    // What a kill leaves behind is in no one's way.
+    kill_at(Stage::Complete, &path);
+    assert_eq!(step(&path), 1);
+    save(&path, 3, |_| {});
+    assert_eq!(step(&path), 3);
+    assert!(!path.with_extension("partial").exists());
+}
+
+/// A file that starts like a checkpoint and has the checksum of its body.
+fn with_checksum(body: &[u8]) -> Vec<u8> {
+    [MAGIC.as_slice(), &VERSION.to_le_bytes(), &fnv1a(body).to_le_bytes(), body].concat()
+}
+
+/// Where the parts of a body begin, and where it ends.
+fn borders(body: &[u8]) -> Vec<usize> {
+    let mut borders = vec![0];
+    for _ in 0..SECTIONS {
+        let at = borders[borders.len() - 1];
+        let length = u64::from_le_bytes(body[at..at + 8].try_into().unwrap());
+        borders.push(at + 8 + length as usize);
+    }
+    assert_eq!(borders[SECTIONS], body.len());
+    borders
+}
+
+/// Loads and restores, as `--resume` does.
+fn resume(path: &Path, bytes: &[u8]) -> Result<(), Error> {
+    fs::write(path, bytes).unwrap();
+    Checkpoint::load(path)?.restore(Gpt::zeros(&config(), &device())).map(|_| ())
+}
+
+/// The error of a damaged file: of a checkpoint, in one line that names it.
+fn refused(path: &Path, bytes: &[u8], what: &str) -> CheckpointProblem {
+    let Err(error) = resume(path, bytes) else { panic!("{what} is taken for whole") };
+    let text = error.to_string();
+    assert!(text.starts_with(&format!("the checkpoint {} ", path.display())) && !text.contains('\n'), "{what}: {text}");
+    let Error::Checkpoint { problem, .. } = error else { panic!("{what}: {text}") };
+    problem
+}
+
+#[test]
+fn a_truncated_checkpoint_is_one_sentence() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("latest.ckpt");
+    save(&path, 1, |_| {});
+    let whole = fs::read(&path).unwrap();
+    let start = MAGIC.len() + 4 + 8;
+    let body = &whole[start..];
+
+    // Around every border, at the ends, and anywhere.
+    let near = borders(body).into_iter().flat_map(|at| at.saturating_sub(9)..at + 17);
+    let rng = &mut StdRng::seed_from_u64(5);
+    let anywhere: Vec<_> = (0..50).map(|_| rng.random_range(0..body.len())).collect();
+    let lengths: BTreeSet<_> = near.chain(anywhere).filter(|length| *length < body.len()).collect();
+    assert!(lengths.len() > 100);
+
+    for length in 0..start {
+        let problem = refused(&path, &whole[..length], &format!("a file of {length} bytes"));
+        assert_eq!(matches!(problem, CheckpointProblem::Foreign), length < MAGIC.len(), "{length}: {problem}");
+    }
+    for length in lengths {
+        let problem = refused(&path, &whole[..start + length], &format!("a body of {length} bytes"));
+        assert!(problem.to_string().contains("its checksum does not match"), "{problem}");
+        // As if whoever wrote it had ended there.
+        let problem =
+            refused(&path, &with_checksum(&body[..length]), &format!("a body that ends after {length} bytes"));
+        assert!(matches!(problem, CheckpointProblem::Corrupt(_)), "{problem}");
+    }
+    resume(&path, &whole).unwrap();
+}
+
+/// The checksum finds every change; behind one that was computed after it, what reads the parts must not panic.
+#[test]
+fn a_changed_checkpoint_is_one_sentence() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("latest.ckpt");
+    save(&path, 1, |_| {});
+    let whole = fs::read(&path).unwrap();
+    let start = MAGIC.len() + 4 + 8;
+    let (body, rng) = (&whole[start..], &mut StdRng::seed_from_u64(6));
+    let borders = borders(body);
+    for _ in 0..50 {
+        let mut changed = whole.clone();
+        changed[rng.random_range(start..whole.len())] ^= 1 << rng.random_range(0..8);
+        let problem = refused(&path, &changed, "a changed bit");
+        assert!(problem.to_string().contains("its checksum does not match"), "{problem}");
+    }
+    for part in 0..SECTIONS {
+        let (begin, end) = (borders[part], borders[part + 1]);
+        // Lengths and names of tensors are at the beginning.
+        for at in (begin..end.min(begin + 400)).step_by(7).chain([end - 1]) {
+            let mut changed = body.to_vec();
+            changed[at] ^= 0x80;
+            match resume(&path, &with_checksum(&changed)) {
+                Err(Error::Checkpoint { .. }) | Ok(()) => {}
+                Err(error) => panic!("byte {at} of part {part}: {error}"),
+            }
+        }
+        let mut random = body.to_vec();
+        rng.fill(&mut random[begin + 8..end]);
+        refused(&path, &with_checksum(&random), &format!("part {part} of random bytes"));
+    }
+}
