@@ -281,11 +281,7 @@ pub extern "C" fn cuStreamCreate(stream: Out<'_, *mut c_void>, _flags: c_uint) -
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuStreamCreateWithPriority(
-    stream: Out<'_, *mut c_void>,
-    _flags: c_uint,
-    _priority: c_int,
-) -> Status {
+pub extern "C" fn cuStreamCreateWithPriority(stream: Out<'_, *mut c_void>, _flags: c_uint, _priority: c_int) -> Status {
     give(stream, STREAM)
 }
 
@@ -347,11 +343,7 @@ pub extern "C" fn cuEventQuery(_event: *mut Event) -> Status {
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuEventElapsedTime(
-    milliseconds: Out<'_, f32>,
-    start: Option<&Event>,
-    end: Option<&Event>,
-) -> Status {
+pub extern "C" fn cuEventElapsedTime(milliseconds: Out<'_, f32>, start: Option<&Event>, end: Option<&Event>) -> Status {
     let time = |event: Option<&Event>| *event?.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     match (time(start), time(end)) {
         (Some(start), Some(end)) => give(milliseconds, (end - start).as_secs_f32() * 1e3),
@@ -785,7 +777,11 @@ pub extern "C" fn cuFuncSetAttribute(_function: *const Program, attribute: c_int
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuFuncGetAttribute(value: Out<'_, c_int>, attribute: c_int, function: *const Program) -> Status {
+pub unsafe extern "C" fn cuFuncGetAttribute(
+    value: Out<'_, c_int>,
+    attribute: c_int,
+    function: *const Program,
+) -> Status {
     // SAFETY: `cuModuleGetFunction` gave it, of a module that is loaded still.
     let program = unsafe { &*function };
     let of = match attribute {

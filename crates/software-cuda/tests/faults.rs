@@ -468,3 +468,12 @@ fn a_shuffle_needs_its_lanes() {
          end:";
     told(32, Kind::Undefined, "which are not where they are", program);
 }
+
+#[test]
+fn addresses_whose_ends_wrap_around_are_nowhere() {
+    for space in ["global", "shared"] {
+        let body = format!("@%c0 mov.u64 %q1, -8;\n@%c0 ld.{space}.u64 %q2, [%q1];");
+        let (kind, _, what) = fault(run_with(&body, 32, true, 1));
+        assert_eq!(kind, Kind::Address, "{space}: {what}");
+    }
+}

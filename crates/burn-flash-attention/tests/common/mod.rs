@@ -7,6 +7,9 @@
 //! that another one takes over fails. `REQUIRE_WGPU=1` makes it a failure that there is no adapter.
 #![allow(dead_code)]
 
+#[path = "../../../flash-attention-kernels/tests/kernels/quick.rs"]
+mod quick;
+
 use burn::tensor::{Bool, DType, Device, Distribution, Int, Tensor, TensorData, Tolerance, activation};
 use burn_flash_attention::{AttentionPlan, BlockMask, FlashAttentionOptions, flash_attention_with_lse, plan};
 use flash_attention_kernels::mods::{Pair, ScoreFn, Values};
@@ -59,6 +62,7 @@ pub fn target(name: &str) -> Option<Target> {
 fn device(name: &str) -> Option<Device> {
     #[allow(unused_imports)]
     use burn::tensor::{DeviceKind, DeviceType};
+    quick::compile_quickly();
     match name {
         #[cfg(feature = "flex")]
         "flex" => Some(Device::flex()),

@@ -13,6 +13,7 @@ use cubecl_core::ir::dialect::matrix::*;
 
 pub(crate) mod lowered {
     use cubecl_core::ir::Scope;
+    use cubecl_core::ir::interfaces::side_effects::{MemoryEffect, MemoryEffectsOp};
     use cubecl_core::ir::prelude::*;
     use cubecl_llvm::shared::intrinsic::i32_ty;
     use cubecl_llvm::shared::to_llvm::{ToLLVMDialect, prelude as lp};
@@ -45,6 +46,21 @@ pub(crate) mod lowered {
             op.set_attr_flash_ptx_constraints(ctx, StringAttr::new(constraints.to_string()));
             op.set_attr_flash_ptx_effects(ctx, BoolAttr::new(effects));
             op
+        }
+    }
+
+    /// Which buffers a kernel writes, as CubeCL has to know: outputs of a launch that does not run carry the reason. Counters of work tiles
+    /// do not count: they outlive the launch, and one that does not run leaves them as they were. To the optimiser of CubeCL the operation
+    /// stays opaque.
+    #[op_interface_impl]
+    impl MemoryEffectsOp for PtxOp {
+        fn memory_effects(&self, ctx: &Context) -> Vec<MemoryEffect> {
+            let template: String =
+                self.get_attr_flash_ptx_template(ctx).expect("the constructor sets it").clone().into();
+            let writes = ["st.global", "red.global"].iter().any(|write| template.contains(write));
+            // The address comes first.
+            let written = self.get_operation().deref(ctx).operands().next().filter(|_| writes);
+            std::iter::once(MemoryEffect::Opaque).chain(written.map(MemoryEffect::Write)).collect()
         }
     }
 

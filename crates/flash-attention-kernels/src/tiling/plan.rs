@@ -2,8 +2,8 @@
 
 use super::{
     BackwardTiles, BiasGradient, COUNTER_BYTES, COUNTERS, Device, Forward, Gradient, HopperForward, HopperGradient,
-    Kernel, ListShape, adds_dq, bias_sums_len, blocks, check_backward_blocks, check_bindings, check_blocks, check_dtype,
-    choose_backward, choose_forward, cube_count, scratch_floats, sequence_grids, stats_rows,
+    Kernel, ListShape, adds_dq, bias_sums_len, blocks, check_backward_blocks, check_bindings, check_blocks,
+    check_dtype, choose_backward, choose_forward, cube_count, scratch_floats, sequence_grids, stats_rows,
 };
 use crate::error::AttentionError;
 use crate::hopper::{BiasTile, sums_columns};

@@ -187,6 +187,26 @@ fn grids_past_65535_cubes() {
     case.with_tiles(tile).check(&client);
 }
 
+/// The gradient of sinks takes a cube a head. Of scores and sinks of 0, one key and its value of 1, it is −1/4.
+#[test]
+fn more_than_65535_sinks() {
+    let Some(client) = client() else { return };
+    const HEADS: usize = 65540;
+    let case = Case::new([1, HEADS, HEADS, 1, 1, 1, 1], Dtype::F32, AttentionOptions::default());
+    let p = case.problem.with_sinks(&[HEADS]).unwrap();
+    let filled = |value: f64, dtype| client.create_from_slice(&to_bytes(&vec![value; HEADS], dtype));
+    let tensor = |value| TensorView::contiguous(filled(value, p.dtype), [1, HEADS, 1, 1]);
+    let sinks = Some(TensorView::contiguous(filled(0.0, Dtype::F32), [HEADS]));
+    let inputs = flash_attention_kernels::Inputs::new(tensor(0.0), tensor(0.0), tensor(1.0));
+    let inputs = flash_attention_kernels::Inputs { sinks, ..inputs };
+    let lse = TensorView::contiguous(filled(2f64.ln(), Dtype::F32), p.lse_shape());
+    let saved = Saved { o: tensor(0.5), lse, dout: tensor(1.0), dlse: None };
+    let dsinks = Guarded::output(&client, Dtype::F32, [HEADS], Poison::Nan);
+    let gradients = Gradients { dsinks: Some(dsinks.view.clone()), ..Default::default() };
+    backward(&client, &p, &inputs, &saved, &gradients).unwrap();
+    close("dsinks", &dsinks.read(&client, "dsinks"), &[-0.25; HEADS], 1e-6);
+}
+
 /// Asserts that a tensor is refused because its elements lie too far apart.
 fn refused<T: std::fmt::Debug>(name: &str, result: Result<T, AttentionError>) {
     let error = result.expect_err(name);
@@ -291,6 +311,15 @@ fn a_view_that_its_buffer_cannot_hold_is_refused() {
     let beyond = TensorView { strides: [1000, 1000, 1000, 1], ..good() };
     let error = forward(&client, &p, &inputs(beyond), &good(), &lse).unwrap_err();
     assert!(matches!(error, AttentionError::Buffer { argument: "q", reach: 7004, .. }), "{error}");
+    // Rows that 64 bits would count as nearby.
+    let wrapped = TensorView { strides: [1, 1, usize::MAX / 7 + 1, 1], ..good() };
+    let error = forward(&client, &p, &inputs(wrapped), &good(), &lse).unwrap_err();
+    let far = |reach: &u64| *reach == u64::MAX;
+    match &error {
+        AttentionError::Buffer { argument: "q", reach, .. } if far(reach) => {}
+        AttentionError::AddressSpace { argument: "q", reach, .. } if far(reach) => {}
+        _ => panic!("{error}"),
+    }
     // An output whose rows are one.
     let overlapping = TensorView { strides: [0, 0, 0, 1], ..good() };
     let error = forward(&client, &p, &inputs(good()), &overlapping, &lse).unwrap_err();

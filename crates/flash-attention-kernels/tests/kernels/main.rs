@@ -2,10 +2,12 @@
 //!
 //! See `common.rs` for how the device is chosen.
 
+mod alone;
 mod blocks;
 mod bounds;
 mod common;
 mod empty;
+mod failures;
 mod faults;
 mod functions;
 mod masks;
@@ -14,10 +16,12 @@ mod oracle;
 mod pairs;
 mod plans;
 mod properties;
+mod refusals;
 mod rounding;
 #[cfg(feature = "cuda")]
 mod schedules;
 mod sharp;
+mod streams;
 mod tiles;
 #[cfg(feature = "autotune")]
 mod tuning;

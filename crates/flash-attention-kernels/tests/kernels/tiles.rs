@@ -4,9 +4,9 @@
 use crate::common::*;
 use flash_attention_kernels::tiling::Device;
 use flash_attention_kernels::{
-    AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradient, Gradients,
-    HopperForward, HopperGradient, HopperTile, Inputs, MmaForward, MmaTile, Saved, Scratch, TensorView, backward_with,
-    forward_with,
+    AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, BiasGradient, BiasTile, Dtype, Forward,
+    Gradient, Gradients, HopperForward, HopperGradient, HopperTile, Inputs, MmaForward, MmaTile, Saved, Scratch,
+    TensorView, backward_with, forward_with,
 };
 
 const TILE: HopperTile = HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 2, turns: false, loader: false };
@@ -129,6 +129,31 @@ fn hoppers_gradients() {
     refused(call.backward(BackwardTiles { fused: Some(fused), ..call.with_gradients(TILE, 1) }), "64 × 64");
     let single = Call::new(Dtype::F32, 64).unwrap();
     refused(single.backward(single.with_gradients(TILE, 1)), "q is f32");
+}
+
+#[test]
+fn hoppers_gradient_of_a_bias() {
+    let Some(Call { client, problem, inputs, o, lse }) = Call::new(Dtype::BF16, 64) else { return };
+    let refused = |shape: [usize; 4], change: fn(&mut BiasTile), name: &str, words: &str| {
+        let problem = problem.with_bias(&shape).unwrap();
+        let bias = TensorView::contiguous(client.empty(2 * shape.iter().product::<usize>()), shape);
+        let inputs = Inputs { bias: Some(bias.clone()), ..inputs.clone() };
+        let saved = Saved { o: o.clone(), lse: lse.clone(), dout: o.clone(), dlse: None };
+        let gradients = Gradients { dbias: Some(bias), ..Default::default() };
+        let mut tile = BiasTile { tile_k: 64, tiles: 1, stages: 2, row_stages: 1 };
+        change(&mut tile);
+        let planned = flash_attention_kernels::plan(&client, &problem).unwrap().backward;
+        let tiles = BackwardTiles { dbias: BiasGradient::Hopper(tile), ..planned };
+        let scratch = Scratch::empty(&client, &problem);
+        match backward_with(&client, &problem, &inputs, &saved, &gradients, &scratch, Some(tiles)) {
+            Err(AttentionError::Unsupported { option, value, .. }) if option == name && value.contains(words) => {}
+            other => panic!("{name}, {words}: {other:?}"),
+        }
+    };
+    refused([1, 2, 1, 256], |_| {}, "dbias", "[1, 2, 1, 256]");
+    refused([1, 2, 256, 256], |tile| tile.tile_k = 48, "tile", "tile_k: 48");
+    refused([1, 2, 256, 256], |tile| tile.stages = 1, "tile", "stages: 1");
+    refused([1, 2, 256, 256], |tile| tile.stages = 64, "tile", "stages: 64");
 }
 
 #[test]

@@ -59,6 +59,7 @@ faults! {
     f32_products, "f32-products", EVERYWHERE, &[], Burn, "matrix products of f32 round their operands to tf32";
     repeated_bits, "repeated-bits", EVERYWHERE, &[], Burn, "operations do not repeat their bits";
     optimizer_device, "optimizer-device", &[Flex], NO_GPU, Burn, "an optimizer's state is loaded by way of a default device that is not there";
+    lost_device, "lost-device", &[Vulkan, Wgpu], &[], Burn, "data of a lost device is read without an error";
     field_alias, "field-alias", GPU, &[], CubeCl, "let x = self.field is the field, not a copy of it";
     negative_infinity, "negative-infinity", GPU, &[], CubeCl, "the constant −∞ is no WGSL";
     inline_asm, "inline-asm", &[Cuda], &[], CubeCl, "gpu_asm! has no lowering in the LLVM compiler";

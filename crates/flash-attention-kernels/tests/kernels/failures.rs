@@ -1,0 +1,276 @@
+//! What the device refuses or cannot do reaches whoever reads the result, as an error that names the cause, and the next call is right.
+
+use crate::alone::alone;
+use crate::common::*;
+use cubecl::client::Client;
+use cubecl::logging::{LaunchObservation, LaunchObserver};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use flash_attention_kernels::mods::{Pair, Partials, ScoreFn, ScoreMod, Values};
+use flash_attention_kernels::{
+    AttentionError, AttentionOptions, BlockLists, Dtype, Gradients, Inputs, Saved, TensorView, backward, forward, plan,
+};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread::{self, ThreadId};
+
+/// A case that everything is computed of.
+fn case(options: AttentionOptions) -> Case {
+    Case::new([1, 4, 4, 64, 64, 16, 16], Dtype::F32, options)
+}
+
+/// The device computes as it should.
+fn assert_right(client: &Client) {
+    case(AttentionOptions { causal: true, ..Default::default() }).check(client);
+}
+
+/// Runs forward and backward, of keys that may lie in a buffer of the caller's. Buffers of `o` and `dq`.
+fn launched(client: &Client, case: &Case, k: Option<Handle>) -> Result<[Handle; 2], AttentionError> {
+    let p = &case.problem;
+    let put = |shape, values: &[f64]| place(client, p.dtype, shape, Layout::Contiguous, values).view;
+    let empty = |shape: [usize; 4]| {
+        TensorView::contiguous(client.empty(shape.iter().product::<usize>() * p.dtype.size()), shape)
+    };
+    let mut inputs = Inputs::new(put(p.q_shape(), &case.q), put(p.k_shape(), &case.k), put(p.v_shape(), &case.v));
+    if let Some(handle) = k {
+        inputs.k = TensorView::contiguous(handle, p.k_shape());
+    }
+    let (o, dq) = (empty(p.o_shape()), empty(p.q_shape()));
+    let lse = TensorView::contiguous(client.empty(4 * p.rows()), p.lse_shape());
+    forward(client, p, &inputs, &o, &lse)?;
+    let saved = Saved { o: o.clone(), lse, dout: put(p.o_shape(), &case.dout), dlse: None };
+    let gradients = Gradients { dq: Some(dq.clone()), ..Default::default() };
+    backward(client, p, &inputs, &saved, &gradients)?;
+    Ok([o, dq].map(|view| view.handle))
+}
+
+/// What reading it says, which must be an error.
+fn read_error(client: &Client, handle: Handle) -> String {
+    client.read_one(handle).expect_err("nothing was written there").to_string()
+}
+
+#[test]
+fn a_buffer_larger_than_the_device_allocates() {
+    let Some(client) = client() else { return };
+    let largest = client.properties().memory.max_page_size;
+    // Keys that could not be allocated.
+    let keys = client.empty(largest as usize + 1024);
+    let [o, dq] = launched(&client, &case(AttentionOptions::default()), Some(keys)).unwrap();
+    for handle in [o, dq] {
+        let error = read_error(&client, handle);
+        assert!(error.contains(&(largest + 1024).to_string()), "{error}");
+    }
+    assert_right(&client);
+    // An output that cannot be allocated is found by the plan.
+    let seq = largest as usize / (256 * chosen_dtype().size()) + 1;
+    let problem = Case { wanted: [false; 7], ..case(AttentionOptions::default()) }.problem;
+    let long = |seq_q, head_dim_v| {
+        let mut problem = problem;
+        (problem.seq_q, problem.head_dim, problem.head_dim_v, problem.num_heads_q, problem.num_heads_kv) =
+            (seq_q, 1, head_dim_v, 1, 1);
+        plan(&client, &problem)
+    };
+    let bytes = (seq * 256 * chosen_dtype().size()) as u64;
+    match long(seq, 256) {
+        Err(AttentionError::Allocation { tensor: "o", bytes: found, max: Some(max), .. }) => {
+            assert_eq!((found, max), (bytes, largest));
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(long(seq - 1, 256).is_ok());
+}
+
+/// A function of scores that no kernel can be made of, forward or backward.
+struct Refused<const BACKWARD: bool>;
+
+#[cube]
+impl<const BACKWARD: bool> ScoreMod for Refused<BACKWARD> {
+    const ADDITIVE: bool = false;
+
+    fn score(score: f32, _pair: Pair, _values: Values) -> f32 {
+        if comptime!(!BACKWARD) {
+            push_validation_error(comptime!("no device computes this score".to_string()));
+        }
+        score
+    }
+
+    fn backward(_score: f32, _pair: Pair, _values: Values) -> Partials {
+        if comptime!(BACKWARD) {
+            push_validation_error(comptime!("no device computes this derivative".to_string()));
+        }
+        Partials { score: 1.0f32, a: 0.0f32, b: 0.0f32 }
+    }
+}
+
+#[test]
+fn a_launch_that_is_refused() {
+    let Some(client) = client() else { return };
+    let with = |score_mod| case(AttentionOptions { score_mod: Some(score_mod), ..Default::default() });
+    let [o, dq] = launched(&client, &with(ScoreFn::of::<Refused<false>>()), None).unwrap();
+    for handle in [o, dq] {
+        let error = read_error(&client, handle);
+        assert!(error.contains("no device computes this score"), "{error}");
+    }
+    assert_right(&client);
+    let [o, dq] = launched(&client, &with(ScoreFn::of::<Refused<true>>()), None).unwrap();
+    client.read_one(o).expect("the forward runs");
+    let error = read_error(&client, dq);
+    assert!(error.contains("no device computes this derivative"), "{error}");
+    assert_right(&client);
+}
+
+/// A function of scores that panics when a kernel is made of it.
+struct Panics;
+
+fn unfinished() {
+    panic!("this score was never finished");
+}
+
+#[cube]
+impl ScoreMod for Panics {
+    const ADDITIVE: bool = false;
+
+    fn score(score: f32, _pair: Pair, _values: Values) -> f32 {
+        comptime!(unfinished());
+        score
+    }
+
+    fn backward(_score: f32, _pair: Pair, _values: Values) -> Partials {
+        Partials { score: 1.0f32, a: 0.0f32, b: 0.0f32 }
+    }
+}
+
+#[test]
+fn a_kernel_whose_making_panics() {
+    let Some(client) = client() else { return };
+    let options = AttentionOptions { score_mod: Some(ScoreFn::of::<Panics>()), ..Default::default() };
+    let [o, dq] = launched(&client, &case(options), None).unwrap();
+    for handle in [o, dq] {
+        let error = read_error(&client, handle);
+        assert!(error.contains("this score was never finished"), "{error}");
+    }
+    assert_right(&client);
+}
+
+/// Panics at the launches of one thread from the given one on.
+struct PanicsAt(ThreadId, std::sync::atomic::AtomicUsize);
+
+impl LaunchObserver for PanicsAt {
+    fn launched(&self, kernel: &'static str) {
+        use std::sync::atomic::Ordering;
+        if thread::current().id() == self.0 && self.1.fetch_sub(1, Ordering::Relaxed) == 0 {
+            panic!("{kernel} was to be launched");
+        }
+    }
+}
+
+/// A panic between the launches of a call: whatever it has taken (counters of work tiles, lists), the next call is right.
+#[test]
+fn a_call_that_panics_between_launches() {
+    let Some(client) = client() else { return };
+    // The observer is the process's.
+    if !alone("failures::a_call_that_panics_between_launches", &[]) {
+        return;
+    }
+    let plain = || case(AttentionOptions::default());
+    // Whose lists are kept from the call that panics to the next one.
+    let blocks = || {
+        let (shape, states) = ([1, 1, 2, 2], vec![2, 0, 1, 1]);
+        let case = Case::new([1, 4, 4, 200, 200, 16, 16], Dtype::F32, AttentionOptions::default());
+        let case = case.with_block_mask(shape, [128, 128], states);
+        let states = case.blocks_on(&client).expect("it has a block mask");
+        Case { shared_blocks: Some((states, BlockLists::default())), ..case }
+    };
+    for of in [&plain as &dyn Fn() -> Case, &blocks] {
+        let mut panics = 0;
+        for launch in 0.. {
+            let case = of();
+            let observation = LaunchObservation::new(Arc::new(PanicsAt(thread::current().id(), launch.into())));
+            let ran = catch_unwind(AssertUnwindSafe(|| case.run(&client).map(|_| ())));
+            drop(observation);
+            let Err(panic) = ran else { break };
+            let message = panic.downcast_ref::<String>().expect("a message");
+            assert!(message.ends_with("was to be launched"), "{message}");
+            panics += 1;
+            case.check(&client);
+        }
+        assert!(panics >= 3, "forward and backward have more than {panics} launches");
+    }
+}
+
+/// Whether the lane's driver is that in software, which can be given less memory and keeps faults.
+fn software_cuda(client: &Client) -> bool {
+    lanes::device() == "cuda" && client.properties().identity.name.contains("(software)")
+}
+
+/// A device with 48 MiB, of which all but a little is taken.
+#[test]
+fn a_device_that_runs_out_of_memory() {
+    let Some(of_lane) = client() else { return };
+    if !software_cuda(&of_lane) {
+        println!("skipped: only the driver in software can be given little memory");
+        return;
+    }
+    let test = "failures::a_device_that_runs_out_of_memory";
+    if !alone(test, &[("SOFTWARE_CUDA_MEMORY", "50331648")]) {
+        return;
+    }
+    let client = of_lane;
+    assert_right(&client);
+    let mut taken = Vec::new();
+    while client.check(&taken).is_ok() {
+        taken.push(client.empty(1 << 20));
+        assert!(taken.len() < 100, "a device of 48 MiB gave away 100");
+    }
+    // What is left may hold small tensors.
+    let wide = Case::new([4, 16, 16, 128, 128, 64, 64], Dtype::F32, AttentionOptions::default());
+    let [o, dq] = launched(&client, &wide, None).unwrap();
+    for handle in [o, dq] {
+        let error = read_error(&client, handle);
+        assert!(error.contains("out of device memory allocating"), "{error}");
+    }
+    drop(taken);
+    let [o, dq] = launched(&client, &wide, None).unwrap();
+    client.read_one(o).unwrap();
+    client.read_one(dq).unwrap();
+    assert_right(&client);
+}
+
+/// Writes far behind its tensor.
+#[cube(launch_unchecked)]
+fn stray(out: &mut [f32]) {
+    out[ABSOLUTE_POS + 268_435_456] = 1.0f32;
+}
+
+/// A fault that the driver keeps: everything says so until the process ends, and a fresh process is right.
+#[test]
+fn a_device_that_failed() {
+    let Some(of_lane) = client() else { return };
+    if !software_cuda(&of_lane) {
+        println!("skipped: only a driver of CUDA keeps faults, and that of a GPU is not to be broken here");
+        return;
+    }
+    let test = "failures::a_device_that_failed";
+    if !alone(test, &[("SOFTWARE_CUDA_STICKY", "1")]) {
+        // This one.
+        assert_right(&of_lane);
+        return;
+    }
+    let client = of_lane;
+    assert_right(&client);
+    let out = client.empty(4);
+    // SAFETY: none: it is the fault.
+    unsafe {
+        let arg = BufferArg::from_raw_parts(out.clone(), 1);
+        stray::launch_unchecked(&client, CubeCount::Static(1, 1, 1), CubeDim::new_1d(1), arg);
+    }
+    let error = client.read_one(out).expect_err("the device failed").to_string();
+    assert!(error.contains("The device was poisoned during launch") && error.contains("status 700"), "{error}");
+    let [o, dq] = launched(&client, &case(AttentionOptions::default()), None).unwrap();
+    for handle in [o, dq] {
+        let error = client.read_one(handle).expect_err("the device failed before");
+        assert!(error.is_device_poisoned(), "{error}");
+    }
+    let error = cubecl::future::block_on(client.sync()).expect_err("the device failed before");
+    assert!(error.is_device_poisoned(), "{error}");
+}
