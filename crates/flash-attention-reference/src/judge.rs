@@ -93,7 +93,7 @@ pub struct Comparison<'a> {
 pub struct Verdict {
     /// The norm of the error relative to E₀'s: 1 of what rounds alike.
     pub norm: f64,
-    /// E₀ in the norm, with what it counts times, relative to the oracle's tensor. Infinite if that is 0.
+    /// E₀ in the norm, with what it counts times, relative to the oracle's tensor. Infinite if that is 0, or as good as 0 in f32.
     pub rounding: f64,
 }
 
@@ -176,6 +176,9 @@ pub enum Unfit {
 const FAULTS: [(&str, f64, f64); 3] =
     [("1.02 times the tensor", 1.02, 0.01), ("its negative", -1.0, 0.5), ("nothing in its place", 0.0, 0.4)];
 
+/// Errors that are nothing: f32 has no numbers below 10⁻³⁸, where f64 has probabilities of 10⁻¹⁰⁰.
+const UNDERFLOW: f64 = 1e-30;
+
 impl Comparison<'_> {
     /// Judges the tensor.
     ///
@@ -206,7 +209,7 @@ impl Comparison<'_> {
             return Err(Unfit::Largest { name: name(), at, computed, exact, bound, emulated: emulated.largest });
         }
         let average = |measure: &str, computed: f64, emulated: f64, times: f64| {
-            if computed <= times * emulated {
+            if computed <= times * emulated + UNDERFLOW {
                 return Ok(());
             }
             Err(Unfit::Average { name: name(), measure: measure.to_string(), computed, emulated, times })
@@ -226,7 +229,7 @@ impl Comparison<'_> {
         let (of_computed, of_exact) = (computed.norm, norm.sqrt());
         Ok(Verdict {
             norm: if of_computed == 0.0 { 0.0 } else { of_computed / emulated.norm },
-            rounding: if of_exact == 0.0 { f64::INFINITY } else { times * emulated.norm / of_exact },
+            rounding: if of_exact <= 1e3 * UNDERFLOW { f64::INFINITY } else { times * emulated.norm / of_exact },
         })
     }
 

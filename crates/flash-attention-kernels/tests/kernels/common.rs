@@ -13,6 +13,9 @@ mod guards;
 mod judging;
 #[path = "lanes.rs"]
 pub mod lanes;
+#[cfg(not(target_family = "wasm"))]
+#[path = "quick.rs"]
+mod quick;
 
 pub use guards::*;
 pub use judging::{close, same};
@@ -33,6 +36,8 @@ use flash_attention_reference as reference;
 /// The client of the device under test, or `None`, said aloud, where there is none.
 pub fn client() -> Option<Client> {
     use cubecl::device::WgpuDeviceKind::DefaultDevice;
+    #[cfg(not(target_family = "wasm"))]
+    quick::compile_quickly();
     let name = lanes::device();
     let device = match name.as_str() {
         "cuda" => cubecl::Device::cuda(0),

@@ -1,0 +1,282 @@
+//! A seeded differential fuzzer of the kernels: draws cases, runs each twice, holds the first run against the oracle and the second against
+//! the first, bit by bit, with guards around every buffer. What fails is made simpler and printed as one line, which replays it.
+//!
+//! Without arguments, as `cargo test` runs it, it replays `corpus.txt`. `docs/fuzzing.md` tells the rest.
+
+mod case;
+#[path = "../kernels/common.rs"]
+mod common;
+mod draw;
+mod harness;
+mod line;
+mod selfcheck;
+mod shrink;
+mod worker;
+
+use clap::Parser;
+use draw::Source;
+use line::Line;
+use std::collections::BTreeMap;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+use worker::{Abilities, Outcome, Worker};
+
+/// Draws cases for the kernels and holds them against the oracle.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "fuzz", after_help = line::help())]
+pub struct Args {
+    /// What is drawn: a number, or `random`, which is printed.
+    #[arg(long)]
+    seed: Option<String>,
+    /// Cases that run [default with a seed: 300, or as many as fit the seconds]
+    #[arg(long)]
+    cases: Option<usize>,
+    /// How long new cases are drawn.
+    #[arg(long)]
+    seconds: Option<u64>,
+    /// Cases of each combination of options.
+    #[arg(long, default_value_t = 14)]
+    each: usize,
+    /// Sequences up to 2,000, for devices that are fast.
+    #[arg(long)]
+    large: bool,
+    /// wgpu, vulkan or cuda [default: FLASH_TEST_DEVICE, or wgpu]
+    #[arg(long)]
+    device: Option<String>,
+    /// The kernel in place of the planned one: hopper, mma, matrix, rows or portable.
+    #[arg(long)]
+    kernel: Option<String>,
+    /// f32, f16 or bf16 [default: those that the device has; replayed lines have their own]
+    #[arg(long)]
+    dtype: Option<String>,
+    /// How f32 is multiplied: full or tf32.
+    #[arg(long)]
+    precision: Option<String>,
+    /// Keys of lines that are not drawn, like `cu_q,cu_k`, where they fail for a reason that is known.
+    #[arg(long, value_delimiter = ',')]
+    without: Vec<String>,
+    /// Replays this line; may be given several times.
+    #[arg(long, value_name = "LINE")]
+    replay: Vec<String>,
+    /// Replays the lines of this file.
+    #[arg(long, value_name = "FILE")]
+    corpus: Option<PathBuf>,
+    /// Makes replayed lines simpler as well, if they fail.
+    #[arg(long)]
+    shrink: bool,
+    /// Prints what is drawn and runs nothing.
+    #[arg(long)]
+    dry_run: bool,
+    /// Prints each case.
+    #[arg(long)]
+    verbose: bool,
+    /// How long a case may take, in seconds.
+    #[arg(long, default_value_t = 300)]
+    timeout: u64,
+    /// How many runs a failing case is made simpler with.
+    #[arg(long, default_value_t = 150)]
+    shrink_runs: usize,
+    #[arg(long, hide = true)]
+    worker: bool,
+}
+
+const CORPUS: &str = include_str!("corpus.txt");
+
+/// What has been counted.
+#[derive(Default)]
+struct Tally {
+    passed: BTreeMap<String, usize>,
+    failed: usize,
+    skipped: BTreeMap<String, usize>,
+    redrawn: usize,
+}
+
+impl Tally {
+    fn passed(&self) -> usize {
+        self.passed.values().sum()
+    }
+
+    fn skipped(&self) -> usize {
+        self.skipped.values().sum()
+    }
+}
+
+struct Fuzzer {
+    args: Args,
+    worker: Worker,
+    abilities: Abilities,
+    tally: Tally,
+}
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let by_default = !harness::has_own(&arguments);
+    if by_default && !harness::asks_for_corpus(&arguments) {
+        return ExitCode::SUCCESS;
+    }
+    let args = if by_default { Args::parse_from(["fuzz"]) } else { Args::parse() };
+    if args.worker {
+        worker::work();
+        return ExitCode::SUCCESS;
+    }
+    let seed = match args.seed.as_deref() {
+        Some("random") => Some(RandomState::new().build_hasher().finish() % 1_000_000_000),
+        Some(number) => Some(number.parse().expect("--seed is a number, or random")),
+        // Whoever asks for cases gets those of a fixed seed.
+        None => (args.cases.is_some() || args.seconds.is_some() || args.dry_run).then_some(1),
+    };
+    if by_default {
+        selfcheck::lines_and_shrinking();
+    }
+    let mut worker = Worker::new(environment(&args), Duration::from_secs(args.timeout));
+    let Some(mut abilities) = worker.abilities() else {
+        println!("fuzz: no device, so nothing is tested");
+        return ExitCode::SUCCESS;
+    };
+    if let Some(dtype) = args.dtype.clone() {
+        // Replayed lines are skipped and counted.
+        assert!(seed.is_none() || abilities.dtypes.contains(&dtype), "the device computes in {:?}", abilities.dtypes);
+        abilities.dtypes = vec![dtype];
+    }
+    let mut fuzzer = Fuzzer { args, worker, abilities, tally: Tally::default() };
+    fuzzer.replay_all(seed.is_some());
+    if let Some(seed) = seed {
+        println!("fuzz: seed {seed}");
+        fuzzer.draw(seed);
+    }
+    fuzzer.close(seed)
+}
+
+/// What the tests read of the lane, where the command line says it.
+fn environment(args: &Args) -> Vec<(&'static str, String)> {
+    let all = [("FLASH_TEST_DEVICE", &args.device), ("FLASH_TEST_KERNEL", &args.kernel)];
+    all.into_iter().filter_map(|(name, value)| Some((name, value.clone()?))).collect()
+}
+
+impl Fuzzer {
+    /// Replays the lines given, or the corpus if nothing else is asked for.
+    fn replay_all(&mut self, draws: bool) {
+        let mut lines = self.args.replay.clone();
+        let corpus = match &self.args.corpus {
+            Some(path) => std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display())),
+            None if lines.is_empty() && !draws => CORPUS.into(),
+            None => String::new(),
+        };
+        lines.extend(corpus.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).map(String::from));
+        for text in lines {
+            let mut line: Line = text.parse().unwrap_or_else(|error| panic!("{text}: {error}"));
+            if let Some(dtype) = &self.args.dtype {
+                line.set("dtype", dtype);
+            }
+            if let Some(precision) = &self.args.precision {
+                line.set("precision", precision);
+            }
+            self.run(&line, self.args.shrink);
+        }
+    }
+
+    /// Draws and runs cases of this seed until there are enough, or the time is over.
+    fn draw(&mut self, seed: u64) {
+        let (begun, before) = (Instant::now(), self.tally.passed() + self.tally.failed);
+        let (most, longest) = if self.args.large { (400_000_000, 2_000) } else { (12_000_000, 520) };
+        let (abilities, precision) = (self.abilities.clone(), self.args.precision.clone());
+        let source = Source { seed, abilities, precision, without: self.args.without.clone(), most, longest };
+        let cases = self.args.cases.unwrap_or(if self.args.seconds.is_some() { usize::MAX } else { 300 });
+        let mut told = begun;
+        for number in 0.. {
+            let mut combination = source.combination(number);
+            for _ in 0..self.args.each {
+                let (run, late) = (self.tally.passed() + self.tally.failed - before, begun.elapsed());
+                if run >= cases || self.args.seconds.is_some_and(|seconds| late.as_secs() >= seconds) {
+                    return;
+                }
+                let line = combination.case();
+                if line.problem().is_err() {
+                    self.tally.redrawn += 1;
+                    continue;
+                }
+                if self.args.dry_run {
+                    println!("{line}");
+                    *self.tally.passed.entry("drawn".into()).or_default() += 1;
+                    continue;
+                }
+                if matches!(self.run(&line, true), Outcome::Skipped(_)) {
+                    // What the kernel does not take is the same for all of a combination.
+                    break;
+                }
+                if told.elapsed() > Duration::from_secs(60) {
+                    told = Instant::now();
+                    println!("fuzz: {} cases in {} s, {} failed", run + 1, late.as_secs(), self.tally.failed);
+                }
+            }
+            let Tally { redrawn, .. } = self.tally;
+            let drawn = (number as usize + 1) * self.args.each;
+            assert!(self.tally.skipped() <= 1_000 + drawn / 2, "of {drawn} cases {} are skipped", self.tally.skipped());
+            // Combinations contradict nothing: a line that is refused is a fault of the fuzzer.
+            assert!(redrawn * 50 <= drawn + 500, "of {drawn} cases {redrawn} are no problems");
+        }
+    }
+
+    fn run(&mut self, line: &Line, shrinks: bool) -> Outcome {
+        let begun = Instant::now();
+        let outcome = self.worker.run(line);
+        if self.args.verbose {
+            println!("{:.1} s: {line}", begun.elapsed().as_secs_f64());
+        }
+        match &outcome {
+            Outcome::Ran(kernel) => *self.tally.passed.entry(kernel.clone()).or_default() += 1,
+            Outcome::Skipped(why) => *self.tally.skipped.entry(why.clone()).or_default() += 1,
+            Outcome::Failed(why) => {
+                self.tally.failed += 1;
+                println!("FAILED: {line}\n  {why}");
+                self.alone(line, why, shrinks);
+            }
+        }
+        outcome
+    }
+
+    /// What failed, in a process of its own, and then what is simpler.
+    fn alone(&mut self, line: &Line, why: &str, shrinks: bool) {
+        let (mut simplest, mut why) = (line.clone(), why.to_string());
+        if shrinks {
+            match self.worker.run(line) {
+                Outcome::Failed(_) => {
+                    let runs = self.args.shrink_runs;
+                    (simplest, why) = shrink::shrink(line, &why, runs, |line| self.worker.run(line));
+                }
+                _ => println!("  alone it passes: what ran before it matters, or it fails only sometimes"),
+            }
+            println!("shrunk to: {simplest}\n  {why}");
+        }
+        let Args { device, kernel, .. } = &self.args;
+        let named = [("--device", device), ("--kernel", kernel)];
+        let named = named.into_iter().filter_map(|(flag, value)| Some(format!("{flag} {} ", value.as_ref()?)));
+        println!("  replay: cargo test --workspace --test fuzz -- {}--replay '{simplest}'", named.collect::<String>());
+    }
+
+    /// The closing line.
+    fn close(&self, seed: Option<u64>) -> ExitCode {
+        let Args { device, kernel, dtype, .. } = &self.args;
+        let Tally { passed, failed, skipped, redrawn } = &self.tally;
+        let list = |counts: &BTreeMap<String, usize>| {
+            let all = counts.iter().map(|(name, count)| format!("{name} {count}"));
+            all.collect::<Vec<_>>().join(", ")
+        };
+        for (why, count) in skipped {
+            println!("  skipped {count}: {why}");
+        }
+        println!(
+            "fuzz: {} passed, {failed} failed, {} skipped; seed {}, device {}, kernel {}, dtype {}; ran: {}; redrawn {redrawn}",
+            self.tally.passed(),
+            self.tally.skipped(),
+            seed.map_or("none".into(), |seed| seed.to_string()),
+            device.clone().unwrap_or_else(common::lanes::device),
+            kernel.as_deref().unwrap_or("planned"),
+            dtype.as_deref().unwrap_or("any"),
+            if passed.is_empty() { "nothing".into() } else { list(passed) },
+        );
+        if *failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    }
+}
