@@ -203,7 +203,7 @@ impl Comparison<'_> {
             Judged::Gradient if self.dtype == Dtype::F32 => (3.0, 3e-4 * largest.max(1.0)),
             Judged::Gradient => (3.0, (3e-4 * largest.max(1.0)).min(largest / 8.0)),
         };
-        let bound = factor * times * emulated.largest + constant;
+        let bound = factor * times * emulated.largest + constant + UNDERFLOW;
         if let Some(at) = errors.computed.iter().position(|error| *error > bound) {
             let (computed, exact) = (self.computed[at], self.exact[at]);
             return Err(Unfit::Largest { name: name(), at, computed, exact, bound, emulated: emulated.largest });

@@ -172,9 +172,12 @@ impl Combination<'_> {
             let some = random.random_range(0..=sk);
             replace(&mut line, key, || pick(random, &[0, 1, 3, 17, 64, some]));
         }
-        // Of a cap far above the scores `tanh` leaves an error of 2⁻²⁴ times the cap, which the emulation does not count.
         replace(&mut line, "softcap", || pick(random, &["0.5", "2", "7", "15"]));
         replace(&mut line, "scale", || pick(random, &["0.02", "0.2", "1", "1.7"]));
+        // Of a cap far above the scores `tanh` leaves an error of 2⁻²⁴ times the cap, which the emulation does not count.
+        if line.text("softcap").or(line.text("score_mod")).is_some() {
+            replace(&mut line, "scale", || "0.2");
+        }
         replace(&mut line, "dropout", || pick(random, &["0.1", "0.25", "0.5", "0.9"]));
         let (mut of_q, mut of_k) = (lens(random, b, sq), lens(random, b, sk));
         replace(&mut line, "lens_q", || std::mem::take(&mut of_q));
@@ -195,7 +198,9 @@ impl Combination<'_> {
             line.set("mask_data", pick(random, &["some", "some", "some", "most", "one", "all", "none"]));
         }
         if line.text("bias").is_some() {
-            line.set("bias_data", pick(random, &["normal", "normal", "normal", "large", "infinite"]));
+            // The derivative of a cap is found in `ln p + lse − bias`, whose last bits a bias that is large takes away.
+            let data = ["normal", "normal", "normal", "infinite", "large"];
+            line.set("bias_data", pick(random, if line.text("softcap").is_some() { &data[..4] } else { &data }));
         }
         if random.random_bool(0.5) {
             // What repeats has errors that repeat: their sums grow with the number of pairs, not with its root as the judgement has it. So

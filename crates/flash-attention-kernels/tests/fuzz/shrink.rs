@@ -92,8 +92,12 @@ fn simpler(line: &Line) -> Vec<Line> {
     let (hk, dv) = (count("hk", hq), count("dv", d));
     let both =
         |of: [&'static str; 2], [a, b]: [usize; 2]| with(&[(of[0], Some(a.to_string())), (of[1], Some(b.to_string()))]);
-    all.push(both(["hq", "hk"], [1, 1]));
-    all.push(both(["hq", "hk"], [hq.checked_div(hk).unwrap_or(1), 1]));
+    if hq.max(hk) > 1 {
+        all.push(both(["hq", "hk"], [1, 1]));
+    }
+    if hk > 1 {
+        all.push(both(["hq", "hk"], [hq / hk, 1]));
+    }
     for head_dim in [1, 8, 16, 64] {
         if head_dim < d.max(dv) {
             all.push(both(["d", "dv"], [head_dim.min(d), head_dim.min(dv)]));

@@ -91,9 +91,10 @@ impl<R: Rounding> Call<'_, R> {
         let moved = |n: usize| pair.rounded.map_or(0.0, |(_, of)| of.gradients.ds[n] - pair.exact.gradients.ds[n]);
         let scores = of_dt.iter().enumerate().map(|(n, of)| {
             let (dt, ds) = (pair.exact.gradients.dt[n], pair.exact.gradients.ds[n]);
-            // The error of a hyperbolic tangent near 1 is as large as what is left of 1.
-            let (derivative, of_derivative) =
-                pair.derivatives.of_score.as_ref().map_or((1.0, 0.0), |of| (of[n], F32 * dt.abs()));
+            // The error of a hyperbolic tangent near 1 is as large as what is left of 1. It multiplies `dt` as it is computed: where that
+            // is 0 by mathematics, its error.
+            let (derivative, of_derivative) = (pair.derivatives.of_score.as_ref())
+                .map_or((1.0, 0.0), |all| (all[n], F32 * (dt.abs() + of.deviation())));
             let of_ds = root([of.times(derivative).deviation(), of_derivative, moved(n)]);
             f64::from(problem.softmax_scale()) * root([of_ds, self.rounding.deviation(ds)])
         });
