@@ -4,11 +4,12 @@
 //! of a row with one key consists of what `dP − delta` leaves. So results are held against the errors of FlashAttention-2's arithmetic.
 
 use crate::common::*;
-use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
+use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, Precision};
 use flash_attention_reference as reference;
 
 /// What FlashAttention-2 computes with PyTorch's build of it (`UNFUSE_FMA`), for one head: `o, dq, dk, dv`. Arithmetic is f32, each
-/// sum taken in the order of its terms; probabilities, `dS` and results are rounded to the element type.
+/// sum taken in the order of its terms; probabilities, `dS` and results are rounded to the element type. With [`Precision::Tf32`] all that is
+/// multiplied is rounded to tf32.
 struct FlashAttention2 {
     o: Vec<f64>,
     dq: Vec<f64>,
@@ -23,6 +24,10 @@ impl FlashAttention2 {
             reference::round_to(&mut x, p.dtype);
             x[0] as f32
         };
+        // What a matrix product reads of a number.
+        let factor = |x: f32| if p.options.precision == Precision::Tf32 { tf32(x) } else { rounded(x) };
+        let factors = |values: &[f64]| values.iter().map(|x| f64::from(factor(*x as f32))).collect::<Vec<_>>();
+        let [q, k, v, of_dout] = [factors(q), factors(k), factors(v), factors(dout)];
         let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).fold(0.0, |sum, (a, b)| (*a as f32).mul_add(*b as f32, sum));
         let (d, d_v) = (p.head_dim, p.head_dim_v);
         let (scale, log2_e) = (p.softmax_scale(), std::f32::consts::LOG2_E);
@@ -31,32 +36,37 @@ impl FlashAttention2 {
         let [mut dq, mut dk, mut dv] = [p.seq_q * d, p.seq_k * d, p.seq_k * d_v].map(|len| vec![0.0f32; len]);
         for i in 0..p.seq_q {
             let keys = if p.options.causal { p.seq_k - p.seq_q + i + 1 } else { p.seq_k };
-            let (q, dout) = (&q[i * d..][..d], &dout[i * d_v..][..d_v]);
+            let (q, dout, of_dout) = (&q[i * d..][..d], &dout[i * d_v..][..d_v], &of_dout[i * d_v..][..d_v]);
             let s: Vec<f32> = (0..keys).map(|j| dot(q, &k[j * d..][..d])).collect();
             let m = s.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let weights: Vec<f32> = s.iter().map(|s| (s * exponent - m * exponent).exp2()).collect();
             let l: f32 = weights.iter().sum();
             let lse = m * scale + l.ln();
             for c in 0..d_v {
-                let sum = (0..keys).fold(0.0f32, |sum, j| rounded(weights[j]).mul_add(v[j * d_v + c] as f32, sum));
+                let sum = (0..keys).fold(0.0f32, |sum, j| factor(weights[j]).mul_add(v[j * d_v + c] as f32, sum));
                 o[i * d_v + c] = f64::from(rounded(sum * (1.0 / l)));
             }
             let delta = dot(dout, &o[i * d_v..][..d_v]);
             for (j, s) in s.iter().enumerate() {
                 let weight = (s * exponent - lse * log2_e).exp2();
-                let ds = rounded(weight * (dot(dout, &v[j * d_v..][..d_v]) - delta));
+                let ds = factor(weight * (dot(of_dout, &v[j * d_v..][..d_v]) - delta));
                 for c in 0..d {
                     dq[i * d + c] = ds.mul_add(k[j * d + c] as f32, dq[i * d + c]);
                     dk[j * d + c] = ds.mul_add(q[c] as f32, dk[j * d + c]);
                 }
                 for c in 0..d_v {
-                    dv[j * d_v + c] = rounded(weight).mul_add(dout[c] as f32, dv[j * d_v + c]);
+                    dv[j * d_v + c] = factor(weight).mul_add(of_dout[c] as f32, dv[j * d_v + c]);
                 }
             }
         }
         let results = |sums: Vec<f32>, factor: f32| sums.into_iter().map(|x| f64::from(rounded(x * factor))).collect();
         FlashAttention2 { o, dq: results(dq, scale), dk: results(dk, scale), dv: results(dv, 1.0) }
     }
+}
+
+/// The nearest number with ten bits behind the point, ties away from zero, as `cvt.rna.tf32.f32`.
+fn tf32(x: f32) -> f32 {
+    f32::from_bits((x.to_bits() + 0x1000) & !0x1FFF)
 }
 
 /// Root mean square of the differences, and the largest one.
