@@ -2,17 +2,19 @@
 //! the same device is right. What can be known before is a typed error of the call.
 
 mod common;
+#[path = "../../flash-attention-kernels/tests/kernels/unbuildable.rs"]
+mod unbuildable;
 
 use burn::backend::DispatchDevice;
 use burn::tensor::{Device, Distribution, Tensor, TensorData};
 use burn_flash_attention::{AttentionError, FlashAttentionOptions, flash_attention, plan, try_flash_attention};
 use common::{Data, How, Target, check, problem, random, targets};
 use cubecl::client::Client;
-use cubecl::prelude::*;
-use flash_attention_kernels::mods::{Pair, Partials, ScoreFn, ScoreMod, Values};
+use flash_attention_kernels::mods::ScoreFn;
 use flash_attention_kernels::{AttentionOptions, Dtype};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use unbuildable::{Panics, Refused};
 
 /// One at a time: an observer of launches is the process's.
 fn serial() -> MutexGuard<'static, ()> {
@@ -65,28 +67,6 @@ fn assert_fail(target: &Target, options: &FlashAttentionOptions, why: &str) {
     }
 }
 
-/// A function of scores of which no kernel can be made: the compiler refuses the launch.
-struct Refused<const BACKWARD: bool>;
-
-#[cube]
-impl<const BACKWARD: bool> ScoreMod for Refused<BACKWARD> {
-    const ADDITIVE: bool = false;
-
-    fn score(score: f32, _pair: Pair, _values: Values) -> f32 {
-        if comptime!(!BACKWARD) {
-            push_validation_error(comptime!("no device computes this score".to_string()));
-        }
-        score
-    }
-
-    fn backward(_score: f32, _pair: Pair, _values: Values) -> Partials {
-        if comptime!(BACKWARD) {
-            push_validation_error(comptime!("no device computes this derivative".to_string()));
-        }
-        Partials { score: 1.0f32, a: 0.0f32, b: 0.0f32 }
-    }
-}
-
 #[test]
 fn a_launch_that_the_compiler_refuses() {
     let _serial = serial();
@@ -99,27 +79,6 @@ fn a_launch_that_the_compiler_refuses() {
         let error = gradient.expect_err("the gradient does");
         assert!(error.contains("no device computes this derivative"), "{error}");
         assert_right(target);
-    }
-}
-
-/// A function of scores that panics: on a device when its kernel is made, on the CPU when it is called.
-struct Panics;
-
-fn unfinished() {
-    panic!("this score was never finished");
-}
-
-#[cube]
-impl ScoreMod for Panics {
-    const ADDITIVE: bool = false;
-
-    fn score(score: f32, _pair: Pair, _values: Values) -> f32 {
-        comptime!(unfinished());
-        score
-    }
-
-    fn backward(_score: f32, _pair: Pair, _values: Values) -> Partials {
-        Partials { score: 1.0f32, a: 0.0f32, b: 0.0f32 }
     }
 }
 

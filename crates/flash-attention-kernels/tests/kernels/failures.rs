@@ -2,11 +2,12 @@
 
 use crate::alone::alone;
 use crate::common::*;
+use crate::unbuildable::{Panics, Refused};
 use cubecl::client::Client;
 use cubecl::logging::{LaunchObservation, LaunchObserver};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use flash_attention_kernels::mods::{Pair, Partials, ScoreFn, ScoreMod, Values};
+use flash_attention_kernels::mods::ScoreFn;
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, BlockLists, Dtype, Gradients, Inputs, Saved, TensorView, backward, forward, plan,
 };
@@ -80,28 +81,6 @@ fn a_buffer_larger_than_the_device_allocates() {
     assert!(long(seq - 1, 256).is_ok());
 }
 
-/// A function of scores that no kernel can be made of, forward or backward.
-struct Refused<const BACKWARD: bool>;
-
-#[cube]
-impl<const BACKWARD: bool> ScoreMod for Refused<BACKWARD> {
-    const ADDITIVE: bool = false;
-
-    fn score(score: f32, _pair: Pair, _values: Values) -> f32 {
-        if comptime!(!BACKWARD) {
-            push_validation_error(comptime!("no device computes this score".to_string()));
-        }
-        score
-    }
-
-    fn backward(_score: f32, _pair: Pair, _values: Values) -> Partials {
-        if comptime!(BACKWARD) {
-            push_validation_error(comptime!("no device computes this derivative".to_string()));
-        }
-        Partials { score: 1.0f32, a: 0.0f32, b: 0.0f32 }
-    }
-}
-
 #[test]
 fn a_launch_that_is_refused() {
     let Some(client) = client() else { return };
@@ -117,27 +96,6 @@ fn a_launch_that_is_refused() {
     let error = read_error(&client, dq);
     assert!(error.contains("no device computes this derivative"), "{error}");
     assert_right(&client);
-}
-
-/// A function of scores that panics when a kernel is made of it.
-struct Panics;
-
-fn unfinished() {
-    panic!("this score was never finished");
-}
-
-#[cube]
-impl ScoreMod for Panics {
-    const ADDITIVE: bool = false;
-
-    fn score(score: f32, _pair: Pair, _values: Values) -> f32 {
-        comptime!(unfinished());
-        score
-    }
-
-    fn backward(_score: f32, _pair: Pair, _values: Values) -> Partials {
-        Partials { score: 1.0f32, a: 0.0f32, b: 0.0f32 }
-    }
 }
 
 #[test]

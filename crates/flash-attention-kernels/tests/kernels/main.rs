@@ -25,3 +25,4 @@ mod streams;
 mod tiles;
 #[cfg(feature = "autotune")]
 mod tuning;
+mod unbuildable;
