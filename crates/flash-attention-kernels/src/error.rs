@@ -73,6 +73,16 @@ pub enum AttentionError {
         /// The largest supported.
         max: usize,
     },
+    /// A tensor of more elements than are counted, whatever memory there is.
+    #[error("{argument} has shape {shape:?}; tensors of at most {max} elements are supported")]
+    Elements {
+        /// The argument at fault.
+        argument: &'static str,
+        /// Its shape.
+        shape: [usize; 4],
+        /// The most supported.
+        max: u64,
+    },
     /// A number among the options is NaN, infinite or not positive where that makes no sense.
     #[error("{option} is {value}; it must be {requirement}")]
     Option {

@@ -64,7 +64,8 @@ pub use matrix::MatrixTile;
 pub use mma::MmaTile;
 pub use portable::tile::TileShape;
 pub use problem::{
-    Alignment, AttentionOptions, AttentionProblem, BackwardOrder, BlockMask, Dtype, MAX_HEAD_DIM, MAX_SEQ, Precision,
+    Alignment, AttentionOptions, AttentionProblem, BackwardOrder, BlockMask, Dtype, MAX_ELEMENTS, MAX_HEAD_DIM,
+    MAX_PAIRS, MAX_SEQ, Precision,
 };
 pub use rows::RowsTile;
 pub use tensor::TensorView;

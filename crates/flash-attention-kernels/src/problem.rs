@@ -11,6 +11,12 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// The longest sequence: sums and differences of positions stay within 32-bit integers.
 pub const MAX_SEQ: usize = (1 << 30) - 1;
 
+/// Elements that `q`, `k`, `v` and the output may have, so that bytes of scratch and thread blocks are counted in 64 bits.
+pub const MAX_ELEMENTS: u64 = 1 << 44;
+
+/// Pairs of a query and a key that there may be, if a tensor broadcasts to them.
+pub const MAX_PAIRS: u64 = 1 << 60;
+
 /// Element type of `q`, `k`, `v`, `o`, the bias and their gradients. Arithmetic is in f32 whatever it is, but for products that
 /// [`Precision`] allows to be less precise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -110,7 +116,8 @@ pub struct AttentionOptions {
     pub window_left: Option<usize>,
     /// Keys seen after the query's own position. `None`: all (none where `causal`).
     pub window_right: Option<usize>,
-    /// Scores become `softcap · tanh(score / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
+    /// Scores become `softcap · tanh(score / softcap)` (Gemma 2, arXiv:2408.00118, section 2). On NVIDIA GPUs the backward recovers
+    /// them from probabilities and bias, in f32: beside a bias of 10⁵ their derivative is known to 10⁻² / `softcap`.
     pub softcap: Option<f32>,
     /// The probability with which a pair's probability is dropped, rounded to a multiple of 1 / 65536; what is kept is divided by that
     /// of keeping ([`dropout`](crate::dropout)). 0: none is.
@@ -254,6 +261,15 @@ pub fn check_broadcast(
         Some(dimension) => {
             Err(AttentionError::Broadcast { argument, shape, expected, dimension, value: shape[dimension] })
         }
+    }
+}
+
+/// Checks that a tensor has no more elements than `max`; an empty dimension counts as one, since scratch is padded.
+fn check_elements(argument: &'static str, shape: [usize; 4], max: u64) -> Result<(), AttentionError> {
+    let elements = shape.into_iter().try_fold(1u64, |product, n| product.checked_mul(n.max(1) as u64));
+    match elements {
+        Some(elements) if elements <= max => Ok(()),
+        _ => Err(AttentionError::Elements { argument, shape, max }),
     }
 }
 
@@ -490,6 +506,10 @@ impl AttentionProblem {
                 return Err(AttentionError::SequenceTooLong { argument, value, max: MAX_SEQ });
             }
         }
+        let shapes = [("q", self.q_shape()), ("k", self.k_shape()), ("v", self.v_shape()), ("o", self.o_shape())];
+        for (argument, shape) in shapes {
+            check_elements(argument, shape, MAX_ELEMENTS)?;
+        }
         let of_score = SCORE_TENSORS.into_iter().zip(self.score_tensors);
         let of_mask = MASK_TENSORS.into_iter().zip(self.mask_tensors);
         let functions = (self.options.score_mod.is_some(), self.options.mask_mod.is_some());
@@ -508,6 +528,7 @@ impl AttentionProblem {
         for (argument, shape) in [("mask", self.mask), ("bias", self.bias)].into_iter().chain(tensors) {
             if let Some(shape) = shape {
                 check_broadcast(argument, shape, self.scores_shape(), 4)?;
+                check_elements(argument, shape, MAX_PAIRS)?;
             }
         }
         if let Some(shape) = self.alibi_slopes {

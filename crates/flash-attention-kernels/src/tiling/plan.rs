@@ -179,7 +179,8 @@ fn plan_for(device: &Device, problem: &AttentionProblem, asked: Option<Kernel>) 
     let backward = choose_backward(device, problem, asked, &mut passed_over)?;
     check_size(device, problem, &forward, &backward)?;
     check_bindings(device, problem, "forward", 5)?;
-    if let Err(error) = check_bindings(device, problem, "dq", 6) {
+    let of_keys = if backward.dv.is_some() { 6 } else { 7 };
+    if let Err(error) = check_bindings(device, problem, "dq", 6).and(check_bindings(device, problem, "dkdv", of_keys)) {
         passed_over.push(PassedOver { what: "any backward".into(), why: error.to_string() });
     }
     Ok(Plan {

@@ -113,7 +113,7 @@ impl Call<'_> {
 
         let size = p.dtype.size();
         let wanted_k = results.dk.or(results.dq);
-        let [dk, dv] = [wanted_k, results.dv].map(|view| view.map(|view| self.writable(view)));
+        let [dk, dv] = [wanted_k, results.dv].map(|view| view.map(|view| self.writable(view, transposed)));
         // What is not wanted is not written.
         let any = dk.as_ref().or(dv.as_ref()).expect("one of them is wanted");
         let (dk_out, dv_out) = (dk.as_ref().unwrap_or(any), dv.as_ref().unwrap_or(any));
@@ -205,7 +205,7 @@ impl Call<'_> {
         let blueprint = self.hopper_blueprint(Role::Dq, tile, false);
         let (size, band) = (p.dtype.size(), p.band());
         let walk = Walk::new(1, 0, p.batch as u32, p.num_heads_q as u32, p.group_size() as u32, 1, 1);
-        let computed = self.writable(dq);
+        let computed = self.writable(dq, false);
         let (vector, wide) = (OUT_BYTES / size, VECTOR_BYTES / size);
         let strides = ResultStridesLaunch::new(stride(&computed, vector), stride(&computed, vector));
         let sources = SourceStridesLaunch::new(stride(q, wide), stride(dout, wide), stride(k, wide), stride(v, wide));

@@ -49,7 +49,7 @@ impl Call<'_> {
             let part_lse = TensorView::contiguous(part_lse, [batches, heads, rows]);
             (TensorView::contiguous(parts, shape), part_lse, size_of::<f32>())
         } else {
-            (self.writable(o), lse.clone(), p.dtype.size())
+            (self.writable(o, false), lse.clone(), p.dtype.size())
         };
 
         let walk = Walk::new(

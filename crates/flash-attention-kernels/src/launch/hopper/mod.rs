@@ -85,9 +85,15 @@ impl Call<'_> {
         Ok(packed)
     }
 
-    /// What a result is written to: the tensor itself, or memory for [`written`](Self::written) to copy from.
-    pub(in crate::launch) fn writable(&self, view: &TensorView) -> TensorView {
-        if is_aligned(view, self.problem.dtype.size()) { view.clone() } else { self.packed(view.shape) }
+    /// What a result of queries, or of `keys`, is written to: the tensor itself, or memory for [`written`](Self::written) to copy from.
+    pub(in crate::launch) fn writable(&self, view: &TensorView, keys: bool) -> TensorView {
+        if is_aligned(view, self.problem.dtype.size()) {
+            return view.clone();
+        }
+        let packed = self.packed(view.shape);
+        // Rows that belong to no sequence are copied with the others, and no kernel writes them.
+        self.fill(&packed, None, keys);
+        packed
     }
 
     /// Brings a result from where it was written to where it was asked for.

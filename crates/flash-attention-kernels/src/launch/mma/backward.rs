@@ -86,7 +86,7 @@ impl Call<'_> {
         let route = self.route(of, blueprint.tile.tile_q(), blueprint.tile.tile_k);
         let size = p.dtype.size();
         let wanted_k = results.dk.or(results.dq);
-        let [dk, dv] = [wanted_k, results.dv].map(|view| view.map(|view| self.writable(view)));
+        let [dk, dv] = [wanted_k, results.dv].map(|view| view.map(|view| self.writable(view, transposed)));
         // What is not wanted is not written.
         let any = dk.as_ref().or(dv.as_ref()).expect("one of them is wanted");
         let (dk_out, dv_out) = (dk.as_ref().unwrap_or(any), dv.as_ref().unwrap_or(any));

@@ -65,7 +65,7 @@ impl Call<'_> {
         let q = self.readable(&self.inputs.q)?;
         let k = self.readable(&self.inputs.k)?;
         let v = self.readable(&self.inputs.v)?;
-        let out = self.writable(o);
+        let out = self.writable(o, false);
         let route = self.route(Blocks::Queries, tile.tile_q(), tile.tile_k);
         let size = p.dtype.size();
         let (vector, of_out) = (VECTOR_BYTES / size, OUT_BYTES / size);

@@ -7,8 +7,8 @@ use flash_attention_kernels::mods::ScoreFn;
 use flash_attention_kernels::tiling::{Device, plan_on};
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, BiasGradient, BiasTile, BlockMask, Dtype,
-    Gradient, HopperForward, HopperGradient, Kernel, MAX_SEQ, MatrixTile, MmaForward, MmaGradient, MmaTile, RowsTile,
-    TileShape, plan, plan_with,
+    Gradient, HopperForward, HopperGradient, Kernel, MAX_ELEMENTS, MAX_PAIRS, MAX_SEQ, MatrixTile, MmaForward,
+    MmaGradient, MmaTile, RowsTile, TileShape, plan, plan_with,
 };
 use flash_attention_reference::mods::Bent;
 
@@ -41,6 +41,10 @@ fn problems_that_are_not_valid() {
         |p| p.head_dim_v = 257 => HeadDim { argument: "head_dim_v", value: 257 };
         |p| p.seq_q = MAX_SEQ + 1 => SequenceTooLong { argument: "seq_q", value: 0x4000_0000 };
         |p| p.seq_k = usize::MAX => SequenceTooLong { argument: "seq_k", value: usize::MAX };
+        |p| p.batch = 1 << 40 => Elements { argument: "q", max: MAX_ELEMENTS };
+        |p| (p.num_heads_q, p.num_heads_kv) = (usize::MAX, 1) => Elements { argument: "q", max: MAX_ELEMENTS };
+        |p| (p.seq_k, p.batch) = (MAX_SEQ, 1 << 20) => Elements { argument: "k", max: MAX_ELEMENTS };
+        |p| (p.seq_q, p.seq_k, p.mask) = (MAX_SEQ, MAX_SEQ, Some([1, 4, MAX_SEQ, MAX_SEQ])) => Elements { argument: "mask", max: MAX_PAIRS };
         |p| p.score_tensors[0] = Some([1; 4]) => Unsupported { option: "score_tensors[0]", value } if value.contains("[1, 1, 1, 1]");
         |p| p.mask_tensors[1] = Some([1; 4]) => Unsupported { option: "mask_tensors[1]", value } if value.contains("[1, 1, 1, 1]");
         |p| p.mask = Some([1, 1, 1, 5]) => Broadcast { argument: "mask", dimension: 3, value: 5 };
