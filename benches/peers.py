@@ -46,7 +46,8 @@ warnings.filterwarnings("ignore")
 torch._dynamo.config.cache_size_limit = 1000
 # Or no backward could be called twice.
 torch._functorch.config.donated_buffer = False
-compiled_flex = torch.compile(flex_attention)
+# Compiled for each problem: shapes that are not known beforehand make it slower.
+compiled_flex = torch.compile(flex_attention, dynamic=False)
 
 
 @contextlib.contextmanager
@@ -456,6 +457,8 @@ def main():
             say(matmul())
             continue
         torch.manual_seed(0)
+        # What was compiled for problems before must not count.
+        torch._dynamo.reset()
         answer = answer_to(Case(question["case"]), question["impl"], question["pass"])
         last = not survives()
         say(answer, last)

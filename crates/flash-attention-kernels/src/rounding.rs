@@ -1,4 +1,4 @@
-//! From f32 to the element type: to nearest, ties to even.
+//! From f32 to the element type, to nearest, ties to even; and to tf32.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
@@ -37,6 +37,17 @@ pub fn nearest_bf16(value: f32) -> f32 {
     // What is no number stays none, whatever its bits are.
     let is_number = (bits & 0x7fff_ffff) <= 0x7f80_0000;
     f32::reinterpret(select(is_number, nearest, (bits | 0x0040_0000) & 0xffff_0000))
+}
+
+/// The nearest tf32, ties away from zero, as `cvt.rna.tf32.f32` rounds (PTX ISA 8.7, section 9.7.9.21).
+///
+/// Probabilities are `exp(score − lse)`: what recomputes scores rounds factors as the forward has, or an error of a large score becomes
+/// a factor on its probability.
+#[cube]
+pub fn nearest_tf32(value: f32) -> f32 {
+    let bits = u32::reinterpret(value);
+    let is_number = (bits & 0x7fff_ffff) <= 0x7f80_0000;
+    f32::reinterpret(select(is_number, (bits + 0x1000) & 0xffff_e000, bits))
 }
 
 #[cube]

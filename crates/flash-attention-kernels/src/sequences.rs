@@ -201,7 +201,8 @@ pub fn schedule(
 }
 
 /// Makes rows that belong to no sequence 0, of `out [B, H, S, D]`: queries, or `keys`. Of those of the output `lse [B, H, S]` becomes that
-/// of rows that see nothing but their sinks `[H]`, if there are any. A cube for each `UNITS` rows of a head.
+/// of rows that see nothing but their sinks `[H]`, if there are any. Batches may repeat, as in parts of the keys. A cube for each `UNITS`
+/// rows of a head.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn fill<F: Float>(
     bounds: Bounds,
@@ -219,7 +220,7 @@ pub fn fill<F: Float>(
         terminate!();
     }
     let row = first + UNIT_POS as usize;
-    let lost = row < out.shape(2) && !bounds.covers(batch as u32, row as u32, keys);
+    let lost = row < out.shape(2) && !bounds.covers(batch as u32 % bounds.batches, row as u32, keys);
     board[UNIT_POS as usize] = u32::cast_from(lost);
     sync_cube();
     let at = batch * out.stride(0) + head * out.stride(1);

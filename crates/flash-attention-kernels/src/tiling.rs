@@ -267,14 +267,19 @@ pub(crate) fn sequence_grids(
     device: &Device,
     problem: &AttentionProblem,
 ) -> Result<[(u32, u32, u32); 3], AttentionError> {
-    let fill = |heads: usize, seq: usize| {
-        cube_count(device, "fill", (problem.batch * heads * seq.div_ceil(sequences::UNITS)) as u64)
-    };
     Ok([
         cube_count(device, "schedule", problem.num_sequences().unwrap_or(0) as u64)?,
-        fill(problem.num_heads_q, problem.seq_q)?,
-        fill(problem.num_heads_kv, problem.seq_k)?,
+        fill_grid(device, [problem.batch, problem.num_heads_q, problem.seq_q])?,
+        fill_grid(device, [problem.batch, problem.num_heads_kv, problem.seq_k])?,
     ])
+}
+
+/// That of what fills a tensor of so many batches, heads and rows.
+pub(crate) fn fill_grid(
+    device: &Device,
+    [batches, heads, rows]: [usize; 3],
+) -> Result<(u32, u32, u32), AttentionError> {
+    cube_count(device, "fill", (batches * heads * rows.div_ceil(sequences::UNITS)) as u64)
 }
 
 /// Checks that blocks of a block mask, if there is one, consist of whole tiles, and that a kernel of this family reaches its lists.

@@ -4,7 +4,8 @@
 use super::forward::row_start;
 use cubecl::prelude::*;
 
-/// Copies `from` to `to`, `[B, H, S, D]` both, one cube for each row.
+/// Copies `from` to `to`, `[B, H, S, D]` both, one cube for each row, and makes columns of `to` from there to `padded` 0: rows are read in
+/// vectors.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn copy<E: Float>(
     from: &Tensor<E>,
@@ -13,6 +14,7 @@ pub fn copy<E: Float>(
     heads: u32,
     rows: u32,
     columns: u32,
+    padded: u32,
     #[define(E)] _type: ElemType,
 ) {
     if CUBE_POS as u32 >= batches * heads * rows {
@@ -26,8 +28,12 @@ pub fn copy<E: Float>(
     let read = row_start(from, batch as usize, head as usize, row);
     let write = row_start(&*to, batch as usize, head as usize, row);
     let stride = to.stride(3);
-    while column < columns {
-        to[write + column as usize * stride] = from[read + column as usize * from.stride(3)];
+    while column < padded {
+        let mut value = E::from_int(0);
+        if column < columns {
+            value = from[read + column as usize * from.stride(3)];
+        }
+        to[write + column as usize * stride] = value;
         column += CUBE_DIM;
     }
 }

@@ -157,6 +157,8 @@ pub struct Blueprint {
     pub tile: HopperTile,
     /// Element type.
     pub dtype: Dtype,
+    /// Whether f32 is rounded to tf32 before it is multiplied.
+    pub tf32: bool,
     /// Dimension of a query and of a key.
     pub head_dim: usize,
     /// Dimension of a value.

@@ -17,6 +17,7 @@ use super::schedule::Walk;
 use super::scores::{Exponent, Factors, exponent_of};
 use crate::blocks::{Visit, visits};
 use crate::mask::Band;
+use crate::rounding::nearest_tf32;
 use crate::softmax::{HIDDEN, lse_bits_log2};
 use cubecl::prelude::*;
 
@@ -79,26 +80,34 @@ fn dot<E: Float, N: Size>(
     b: &[Vector<E, N>],
     b_at: usize,
     #[comptime] wide: usize,
-    #[comptime] vector: usize,
+    #[comptime] blueprint: Blueprint,
 ) -> f32 {
+    let (vector, tf32) = comptime!((blueprint.vector(), blueprint.tf32));
     let (whole, rest) = comptime!((wide / vector, wide % vector));
     let mut sum = 0.0f32.runtime();
     for i in 0..whole {
-        sum = dot_vectors(a[a_at + i], b[b_at + i], vector, sum);
+        sum = dot_vectors(a[a_at + i], b[b_at + i], vector, tf32, sum);
     }
     if comptime!(rest > 0) {
-        sum = dot_vectors(a[a_at + whole], b[b_at + whole], rest, sum);
+        sum = dot_vectors(a[a_at + whole], b[b_at + whole], rest, tf32, sum);
     }
     sum
 }
 
 /// `sum` and the products of the first `len` elements of two vectors.
 #[cube]
-fn dot_vectors<E: Float, N: Size>(a: Vector<E, N>, b: Vector<E, N>, #[comptime] len: usize, sum: f32) -> f32 {
+fn dot_vectors<E: Float, N: Size>(
+    a: Vector<E, N>,
+    b: Vector<E, N>,
+    #[comptime] len: usize,
+    #[comptime] tf32: bool,
+    sum: f32,
+) -> f32 {
     let mut sum = sum;
     #[unroll]
     for e in 0..len {
-        sum = fma(f32::cast_from(a.extract(e)), f32::cast_from(b.extract(e)), sum);
+        let (a, b) = (f32::cast_from(a.extract(e)), f32::cast_from(b.extract(e)));
+        sum = if comptime!(tf32) { fma(nearest_tf32(a), nearest_tf32(b), sum) } else { fma(a, b, sum) };
     }
     sum
 }
@@ -129,7 +138,7 @@ fn exponents<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     if key < after && band.sees(row, key) {
         let q_at = strides.q.at(batch, head, row);
         let k_at = strides.k.at(batch, head_kv, key);
-        let product = dot(q, q_at, k, k_at, blueprint.head_dim, blueprint.vector());
+        let product = dot(q, q_at, k, k_at, blueprint.head_dim, blueprint);
         let exponent = exponent_of(product, factors, band, mask, bias, batch, head, row, key, masked, blueprint);
         value = exponent.value;
         visible = exponent.visible;
@@ -174,6 +183,8 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     // Branches that are the warp's, not a unit's, are decided by votes: the assembler then knows that the warp stays
     // together, and guards no shuffle, here or in the loop around.
     let lost = l == f32::INFINITY;
+    // A row without weight sees nothing, or nothing but −∞: of its exponentials, relative to −∞, none would be a number.
+    let after = select(l == 0.0f32, first, after);
     let mut of_row = m + lg2(l);
     let dropout = &factors.extras.dropout;
     // Of this unit's keys, while they are looked for; the first unit has the sink as well.
@@ -257,13 +268,15 @@ fn write_row(
     }
 }
 
-/// Whether no number is left.
+/// Whether no number is left among the `wide` columns, of which each unit has eight.
 #[cube]
-fn is_lost(sums: &Array<f32>) -> bool {
+fn is_lost(sums: &Array<f32>, #[comptime] wide: usize) -> bool {
+    let column = 8 * (UNIT_POS % 32);
     let mut numbers = 0u32.runtime();
     #[unroll]
     for e in 0..8usize {
-        numbers += u32::cast_from(sums[e] <= f32::INFINITY);
+        let counts = column + comptime!(e as u32) < comptime!(wide as u32);
+        numbers += select(counts, u32::cast_from(sums[e] <= f32::INFINITY), 0u32);
     }
     numbers == 0
 }
@@ -408,7 +421,7 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 let at = stats_at(band, walk, batch as u32, head_q as u32, query, blueprint);
                 let q_at = strides.q.at(batch, head, row);
                 let k_at = strides.k.at(batch, head_kv as usize, key);
-                let product = dot(q, q_at, k, k_at, blueprint.head_dim, blueprint.vector());
+                let product = dot(q, q_at, k, k_at, blueprint.head_dim, blueprint);
                 let masked = visit.masked;
                 let exponent =
                     exponent_of(product, factors, band, mask, bias, batch, head_q, row, key, masked, blueprint);
@@ -420,7 +433,7 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 if comptime!(differentiates) {
                     let d_at = strides.d.at(batch, head, row);
                     let v_at = strides.v.at(batch, head_kv as usize, key);
-                    let dp = dot(d, d_at, v, v_at, blueprint.head_dim_v, blueprint.vector());
+                    let dp = dot(d, d_at, v, v_at, blueprint.head_dim_v, blueprint);
                     let delta = f32::reinterpret(stats[all + at]);
                     ds = select(visible, probability * (dropout.back(dp, kept) - delta) * exponent.slope, 0.0f32);
                 }
@@ -440,7 +453,8 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             }
             start += KEYS;
             // Nothing can change any more: where nothing is a number, each row would come here, and take its time.
-            let lost = (comptime!(!differentiates) || is_lost(&sum_k)) && (comptime!(!sums_values) || is_lost(&sum_v));
+            let lost = (comptime!(!differentiates) || is_lost(&sum_k, blueprint.head_dim))
+                && (comptime!(!sums_values) || is_lost(&sum_v, blueprint.head_dim_v));
             if plane_all(lost) {
                 start = after;
             }

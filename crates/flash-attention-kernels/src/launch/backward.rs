@@ -6,6 +6,7 @@ use super::{Call, Inputs, elementwise, input, output};
 use crate::error::AttentionError;
 use crate::hopper::{BiasTile, sums_columns};
 use crate::matrix::Role;
+use crate::mma::Products;
 use crate::mods::TENSORS;
 use crate::portable::GridLaunch;
 use crate::portable::dbias::Sums;
@@ -355,6 +356,9 @@ impl Call<'_> {
             let grids = self.sums_grids("dscore_tensors", view, tiling::bias_sums(&view.shape, p), tile)?;
             of_tensors.push((view, factor, tile, grids));
         }
+        // What adds up beside kernels of `mma.sync` recomputes scores as these do, and as their forward has.
+        let tf32 = matches!(tiles.dq, Gradient::Mma(_)) && tiling::mma::products(p) == Products::Tf32;
+        let of_sums = |tile, factor| portable::Blueprint { tf32, ..tiling::blueprint(p, tile, factor) };
         self.check_hopper_backward(saved, &hopper, hopper_dbias)?;
         self.check_mma_backward(saved, &mma)?;
 
@@ -379,13 +383,13 @@ impl Call<'_> {
             self.dkdv(saved, scratch, dk, dv, tile, grid, addresses);
         }
         if let Some((dbias, tile, grids)) = dbias {
-            self.dbias(saved, scratch, dbias, Factor::One, tile, grids, addresses);
+            self.dbias(saved, scratch, dbias, of_sums(tile, Factor::One), grids, addresses);
         }
         if let Some((view, tile, grids)) = of_slopes {
-            self.dbias(saved, scratch, &view, Factor::Slope, tile, grids, addresses);
+            self.dbias(saved, scratch, &view, of_sums(tile, Factor::Slope), grids, addresses);
         }
         for (view, factor, tile, grids) in of_tensors {
-            self.dbias(saved, scratch, view, factor, tile, grids, addresses);
+            self.dbias(saved, scratch, view, of_sums(tile, factor), grids, addresses);
         }
         // They read scratch in a layout of their own.
         self.backward_mma(saved, scratch, &mma)?;
@@ -603,19 +607,18 @@ impl Call<'_> {
         Ok(DbiasGrids { sums, heads, batches, grid: self.grid(kernel, blocks, heads, batches)?, fold })
     }
 
-    /// The gradient of the bias, or of what else the `factor` is for, as a tensor of rank 4.
-    #[allow(clippy::too_many_arguments)]
+    /// The gradient of the bias, or of what else the blueprint's factor is for, as a tensor of rank 4.
     fn dbias(
         &self,
         saved: &Saved,
         scratch: &Scratch,
         dbias: &TensorView,
-        factor: Factor,
-        tile: TileShape,
+        blueprint: portable::Blueprint,
         DbiasGrids { sums, heads, batches, grid: (grid, count), fold }: DbiasGrids,
         addresses: AddressType,
     ) {
         let p = self.problem;
+        let (tile, factor) = (blueprint.tile, blueprint.factor);
         // What is folded afterwards is summed in scratch, which has been checked.
         let f32 = ElemType::Float(FloatKind::F32);
         let partial = scratch.bias_sums.as_ref().filter(|_| sums != Sums::Tile).map(|scratch| {
@@ -656,7 +659,7 @@ impl Call<'_> {
                 (p.batch / batches) as u32,
                 (p.num_heads_q / heads) as u32,
                 sums,
-                tiling::blueprint(p, tile, factor),
+                blueprint,
                 [self.dtype(), self.mask_type(), out_type],
             );
         }

@@ -6,6 +6,8 @@ use crate::problem::AttentionProblem;
 use crate::sequences::{BoundsLaunch, HEADER, UNITS, WORDS, fill, schedule};
 use crate::tensor::TensorView;
 use crate::tiling::{self, Device};
+#[cfg(feature = "cuda")]
+use cubecl::ir::FloatKind;
 use cubecl::prelude::*;
 
 /// Whose blocks a schedule lists.
@@ -73,20 +75,66 @@ impl Call<'_> {
 
     /// Makes what belongs to no sequence 0, if there are several, of a tensor of queries or of keys, and `lse` what it is there.
     pub(super) fn fill(&self, out: &TensorView, lse: Option<&TensorView<3>>, keys: bool) {
-        let Some(sequences) = self.sequences.as_ref().filter(|_| !out.is_empty()) else { return };
+        let Some(sequences) = self.sequences.as_ref().filter(|_| !out.is_empty() && self.leaves_rows(keys)) else {
+            return;
+        };
+        let count = sequences.fill[usize::from(keys)].clone();
+        let sinks = self.sinks().filter(|_| lse.is_some());
+        self.launch_fill(sequences.number, count, out, lse, sinks, keys, self.dtype());
+    }
+
+    /// Whether there may be queries, or keys, that belong to no sequence.
+    fn leaves_rows(&self, keys: bool) -> bool {
+        let p = self.problem;
+        p.cu_seqlens.is_some() || if keys { p.seq_lens_k } else { p.seq_lens_q }
+    }
+
+    /// The cubes that [`fill_parts`](Self::fill_parts) takes, if it has anything to do, for an output `[P · B, H, S, D]`.
+    #[cfg(feature = "cuda")]
+    pub(super) fn parts_grid(
+        &self,
+        [batches, heads, rows, _]: [usize; 4],
+    ) -> Result<Option<CubeCount>, AttentionError> {
+        if self.sequences.is_none() || !self.leaves_rows(false) {
+            return Ok(None);
+        }
+        let (x, y, z) = tiling::fill_grid(self.device, [batches, heads, rows])?;
+        Ok(Some(CubeCount::Static(x, y, z)))
+    }
+
+    /// [`fill`](Self::fill) of what parts of the keys give, in f32: sinks count where these are put together.
+    #[cfg(feature = "cuda")]
+    pub(super) fn fill_parts(&self, count: Option<CubeCount>, out: &TensorView, lse: &TensorView<3>) {
+        if let (Some(sequences), Some(count)) = (&self.sequences, count) {
+            let f32 = ElemType::Float(FloatKind::F32);
+            self.launch_fill(sequences.number, count, out, Some(lse), None, false, f32);
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn launch_fill(
+        &self,
+        sequences: usize,
+        count: CubeCount,
+        out: &TensorView,
+        lse: Option<&TensorView<3>>,
+        sinks: Option<TensorArg>,
+        keys: bool,
+        dtype: ElemType,
+    ) {
         // SAFETY: views have been checked against their buffers.
         unsafe {
             fill::launch_unchecked(
                 self.client,
-                sequences.fill[usize::from(keys)].clone(),
+                count,
                 CubeDim::new_1d(UNITS as u32),
                 self.addresses([out.span()].into_iter().chain(lse.map(|lse| lse.span()))),
-                self.bounds(sequences.number),
+                self.bounds(sequences),
                 out.arg(),
                 lse.map(|lse| lse.arg()).into(),
-                self.sinks().filter(|_| lse.is_some()).into(),
+                sinks.into(),
                 keys,
-                self.dtype(),
+                dtype,
             );
         }
     }

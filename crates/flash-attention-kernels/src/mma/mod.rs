@@ -128,7 +128,7 @@ impl MmaBlueprint {
     /// # use flash_attention_kernels::{Dtype, MmaTile, hopper::{Blueprint, Role}, mma::{MmaBlueprint, Products}};
     /// let tile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64 };
     /// let scores = Blueprint {
-    ///     role: Role::Forward, tile: tile.tile(), dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
+    ///     role: Role::Forward, tile: tile.tile(), dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,
     ///     capped: false, mask: None, bias: None, alibi: false, modified: false, bent: false,
     ///     mask_mod: false, ragged: false, sparse: false, partial: false, stats_multiple: 128,
     /// };

@@ -113,6 +113,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
             &mut s,
             me,
             head_dim,
+            blueprint.tf32,
             tile,
         );
         ahead.ask_right(v, &v_at, k_start, band.after_keys(), 0usize, tile.tile_k, blueprint.head_dim_v, tile);

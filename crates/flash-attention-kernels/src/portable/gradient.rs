@@ -134,6 +134,7 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
         &mut tile_gradient.p,
         me,
         blueprint.head_dim,
+        blueprint.tf32,
         tile,
     );
     let d_at = matrix(dout, at.batch, at.head);
@@ -183,6 +184,7 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
             &mut tile_gradient.ds,
             me,
             blueprint.head_dim_v,
+            blueprint.tf32,
             tile,
         );
     }

@@ -35,6 +35,8 @@ pub struct Blueprint {
     pub mask: bool,
     /// Whether there is an additive bias.
     pub bias: bool,
+    /// Whether factors of scores are rounded to tf32.
+    pub tf32: bool,
 }
 
 impl Blueprint {

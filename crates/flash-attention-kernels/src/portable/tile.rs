@@ -11,7 +11,7 @@
 //! Unit `(y, x)` owns rows `y·micro_q ..` and columns `x·micro_k ..` of the scores, and of the accumulator its rows and
 //! the vectors `x, x + units_k, …` of each.
 
-use crate::rounding::{rounded, rounded_one};
+use crate::rounding::{nearest_tf32, rounded, rounded_one};
 use cubecl::prelude::*;
 use serde::Serialize;
 
@@ -306,6 +306,20 @@ fn fetch<F: Float, N: Size>(
     }
 }
 
+/// Rounds what has come to tf32.
+#[cube]
+fn round(share: &mut Array<Vec4>, #[comptime] len: usize) {
+    #[unroll]
+    for n in 0..len {
+        let mut value = share[n];
+        #[unroll]
+        for lane in 0..WIDTH {
+            value.insert(lane, nearest_tf32(value.extract(lane)));
+        }
+        share[n] = value;
+    }
+}
+
 /// Puts what has come into its panel.
 #[cube]
 fn put(
@@ -386,6 +400,7 @@ pub fn scores<F: Float, N: Size>(
     s: &mut Array<f32>,
     me: Unit,
     #[comptime] head_dim: usize,
+    #[comptime] tf32: bool,
     #[comptime] tile: TileShape,
 ) {
     let order = comptime!(RowOrder::Interleaved { micro: tile.micro_k(), units: tile.units_k });
@@ -398,6 +413,10 @@ pub fn scores<F: Float, N: Size>(
     for chunk in 0..chunks {
         if comptime!(!tile.reads_ahead()) {
             ahead.fetch_scores(a, a_at, a_start, a_end, b, b_at, b_start, b_end, chunk, head_dim, tile);
+        }
+        if comptime!(tf32) {
+            round(&mut ahead.a, tile.share(tile.tile_q, tile.chunk));
+            round(&mut ahead.b, tile.share(tile.tile_k, tile.chunk));
         }
         put(&ahead.a, panel_a, tile.tile_q, tile.chunk, RowOrder::Natural, tile.units());
         put(&ahead.b, panel_b, tile.tile_k, tile.chunk, order, tile.units());

@@ -3,6 +3,7 @@
 use super::{Device, Forward, Gradient, HopperForward, HopperGradient, ListShape};
 use crate::blocks::BLOCK;
 use crate::hopper::{BiasTile, Blueprint, HopperTile, MAX_STAGES, PANEL, Role, Rows};
+use crate::mma::Products;
 use crate::problem::{AttentionProblem, Dtype};
 
 /// Tiles of the forward for Hopper, by the larger head dimension and the number of keys: the first row that both fit.
@@ -363,6 +364,7 @@ pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: HopperTile
         role,
         tile,
         dtype: problem.dtype,
+        tf32: super::mma::products(problem) == Products::Tf32,
         head_dim: problem.head_dim,
         head_dim_v: problem.head_dim_v,
         capped: problem.options.softcap.is_some(),

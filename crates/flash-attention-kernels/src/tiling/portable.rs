@@ -160,5 +160,6 @@ pub(crate) fn blueprint(problem: &AttentionProblem, tile: TileShape, factor: Fac
         factor,
         mask: problem.hides_pairs(),
         bias: problem.bias.is_some(),
+        tf32: false,
     }
 }

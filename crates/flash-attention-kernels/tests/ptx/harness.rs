@@ -229,6 +229,7 @@ pub fn scores(problem: &AttentionProblem, role: Role, tile: HopperTile) -> Bluep
         role,
         tile,
         dtype: problem.dtype,
+        tf32: false,
         head_dim: problem.head_dim,
         head_dim_v: problem.head_dim_v,
         capped: problem.options.softcap.is_some(),

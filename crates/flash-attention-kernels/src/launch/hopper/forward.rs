@@ -31,8 +31,11 @@ impl Call<'_> {
             return Err(AttentionError::Grid { kernel: "forward", cubes: items, max });
         }
         self.check_copies(&[&self.inputs.q, &self.inputs.k, &self.inputs.v])?;
+        let part_shape = [tiles.parts * p.batch, p.num_heads_q, p.seq_q, blueprint.columns()];
+        let mut fill = None;
         if tiles.parts > 1 {
             self.merge_grid()?;
+            fill = self.parts_grid(part_shape)?;
         } else {
             self.check_copies(&[o])?;
         }
@@ -42,12 +45,14 @@ impl Call<'_> {
         let k = self.readable(&self.inputs.k)?;
         let v = self.readable(&self.inputs.v)?;
         let (out, out_lse, out_size) = if tiles.parts > 1 {
-            let shape = [tiles.parts * p.batch, p.num_heads_q, p.seq_q, blueprint.columns()];
-            let [batches, heads, rows, _] = shape;
-            let parts = self.client.empty(size_of::<f32>() * shape.iter().product::<usize>());
+            let [batches, heads, rows, _] = part_shape;
+            let parts = self.client.empty(size_of::<f32>() * part_shape.iter().product::<usize>());
+            let parts = TensorView::contiguous(parts, part_shape);
             let part_lse = self.client.empty(size_of::<f32>() * batches * heads * rows);
             let part_lse = TensorView::contiguous(part_lse, [batches, heads, rows]);
-            (TensorView::contiguous(parts, shape), part_lse, size_of::<f32>())
+            // Rows that belong to no sequence are put together with the others, and no part writes them.
+            self.fill_parts(fill, &parts, &part_lse);
+            (parts, part_lse, size_of::<f32>())
         } else {
             (self.writable(o, false), lse.clone(), p.dtype.size())
         };

@@ -81,7 +81,7 @@ impl Call<'_> {
             return Ok(view.clone());
         }
         let packed = self.packed(view.shape);
-        self.copy(view, &packed)?;
+        self.copy(view, &packed, packed.strides[2])?;
         Ok(packed)
     }
 
@@ -98,7 +98,7 @@ impl Call<'_> {
 
     /// Brings a result from where it was written to where it was asked for.
     pub(in crate::launch) fn written(&self, computed: &TensorView, asked: &TensorView) -> Result<(), AttentionError> {
-        if is_aligned(asked, self.problem.dtype.size()) { Ok(()) } else { self.copy(computed, asked) }
+        if is_aligned(asked, self.problem.dtype.size()) { Ok(()) } else { self.copy(computed, asked, asked.shape[3]) }
     }
 
     /// The factors of the scores, with what the kernel walks over.
@@ -136,7 +136,8 @@ impl Call<'_> {
         (mask, pairs(inputs.bias.as_ref().map(|bias| (bias, self.problem.dtype.size())), ragged))
     }
 
-    fn copy(&self, from: &TensorView, to: &TensorView) -> Result<(), AttentionError> {
+    /// Copies a tensor, and makes columns after its last up to `padded` 0.
+    fn copy(&self, from: &TensorView, to: &TensorView, padded: usize) -> Result<(), AttentionError> {
         let (count, dim) = rows_grid(self.device, "copy", from.shape)?;
         let addresses = AddressType::from_len(from.span().max(to.span()) as usize);
         let [batch, heads, rows, columns] = from.shape.map(|n| n as u32);
@@ -153,6 +154,7 @@ impl Call<'_> {
                 heads,
                 rows,
                 columns,
+                padded as u32,
                 self.dtype(),
             );
         }
