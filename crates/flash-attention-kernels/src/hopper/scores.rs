@@ -541,7 +541,7 @@ pub struct Exponent {
     pub value: f32,
     /// Whether no mask hides the pair.
     pub visible: bool,
-    /// The derivative of softcap and function.
+    /// The derivative of softcap and function, for kernels that differentiate.
     pub slope: f32,
 }
 
@@ -575,7 +575,9 @@ pub fn exponent_of<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
     let place = Place::new(batch as u32, head as u32, band, row, key, blueprint.transposed());
     if comptime!(blueprint.modified) {
-        slope *= factors.extras.mods.partials(s, &place, band).score;
+        if comptime!(blueprint.differentiates()) {
+            slope *= factors.extras.mods.partials(s, &place, band).score;
+        }
         s = factors.extras.mods.score_of(s, &place, band);
     }
     if comptime!(blueprint.alibi) {
