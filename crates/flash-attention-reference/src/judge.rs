@@ -186,6 +186,15 @@ impl Comparison<'_> {
     ///
     /// The first bound that does not hold.
     pub fn judge(&self) -> Result<Verdict, Unfit> {
+        self.judge_within(1.0)
+    }
+
+    /// [`judge`](Self::judge) where E₀ counts `slack` times as much.
+    ///
+    /// # Errors
+    ///
+    /// The first bound that does not hold.
+    pub fn judge_within(&self, slack: f64) -> Result<Verdict, Unfit> {
         let name = || self.name.to_string();
         let (len, rows) = (self.exact.len(), self.exact.len() / self.row_len.max(1));
         if self.computed.len() != len {
@@ -197,7 +206,7 @@ impl Comparison<'_> {
 
         let emulated = Averages::of(&errors.emulated).most(Averages::of_spread(&errors.spread));
         let computed = Averages::of(&errors.computed);
-        let times = allowance(rows);
+        let times = slack * allowance(rows);
         let (factor, constant) = match self.judged {
             Judged::Output => (2.0, 1e-5),
             Judged::Gradient if self.dtype == Dtype::F32 => (3.0, 3e-4 * largest.max(1.0)),
@@ -224,7 +233,7 @@ impl Comparison<'_> {
         for (nth, ((computed, emulated), spread)) in blocks.enumerate() {
             let rows = (rows - nth * BLOCK_ROWS).min(BLOCK_ROWS);
             let emulated = emulated.most(spread).norm;
-            average(&format!("the norm of block {nth}"), computed.norm, emulated, 3.0 * allowance(rows))?;
+            average(&format!("the norm of block {nth}"), computed.norm, emulated, 3.0 * slack * allowance(rows))?;
         }
         let (of_computed, of_exact) = (computed.norm, norm.sqrt());
         Ok(Verdict {
@@ -240,13 +249,22 @@ impl Comparison<'_> {
     ///
     /// If it is not near enough, or a fault would be.
     pub fn binds(&self) -> Result<Verdict, Unfit> {
-        let verdict = self.judge()?;
+        self.binds_within(1.0)
+    }
+
+    /// [`binds`](Self::binds) where E₀ counts `slack` times as much.
+    ///
+    /// # Errors
+    ///
+    /// If it is not near enough, or a fault would be.
+    pub fn binds_within(&self, slack: f64) -> Result<Verdict, Unfit> {
+        let verdict = self.judge_within(slack)?;
         for (fault, times, most) in FAULTS {
             if verdict.rounding > most {
                 continue;
             }
             let faulty: Vec<f64> = self.computed.iter().map(|x| if x.is_finite() { times * x } else { *x }).collect();
-            if (Comparison { computed: &faulty, ..*self }).judge().is_ok() {
+            if (Comparison { computed: &faulty, ..*self }).judge_within(slack).is_ok() {
                 return Err(Unfit::Unnoticed { name: self.name.to_string(), fault, rounding: verdict.rounding });
             }
         }

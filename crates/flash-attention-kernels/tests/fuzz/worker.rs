@@ -36,6 +36,10 @@ pub struct Abilities {
     pub offset: usize,
 }
 
+/// How many times as much as in other tests roundings count. Of 27,000 drawn cases in which nothing was wrong 25 exceeded the bounds of those
+/// tests by up to 1.5 times, which would fail one run in ten.
+const SLACK: f64 = 2.0;
+
 /// Before each answer, among what else is written.
 const MARK: &str = "fuzz answers: ";
 
@@ -117,7 +121,7 @@ fn unavailable(error: AttentionError) -> Outcome {
 
 fn judged(client: &Client, case: &Case, mut results: Results) -> Outcome {
     plant(&mut results);
-    case.judge(&results);
+    case.judge_within(&results, SLACK);
     let mut again = case.run(client).expect("it ran before");
     plant(&mut again);
     // Where blocks of keys add to dq in whatever order they come, only its last bits may differ, which have been judged.
