@@ -11,8 +11,8 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// The longest sequence: sums and differences of positions stay within 32-bit integers.
 pub const MAX_SEQ: usize = (1 << 30) - 1;
 
-/// Elements that `q`, `k`, `v` and the output may have, so that bytes of scratch and thread blocks are counted in 64 bits.
-pub const MAX_ELEMENTS: u64 = 1 << 44;
+/// Elements that `q`, `k`, `v` and the output may have: more than addresses reach, and few enough that 64 bits count bytes of scratch.
+pub const MAX_ELEMENTS: u64 = 1 << 50;
 
 /// Pairs of a query and a key that there may be, if a tensor broadcasts to them.
 pub const MAX_PAIRS: u64 = 1 << 60;

@@ -41,7 +41,7 @@ fn problems_that_are_not_valid() {
         |p| p.head_dim_v = 257 => HeadDim { argument: "head_dim_v", value: 257 };
         |p| p.seq_q = MAX_SEQ + 1 => SequenceTooLong { argument: "seq_q", value: 0x4000_0000 };
         |p| p.seq_k = usize::MAX => SequenceTooLong { argument: "seq_k", value: usize::MAX };
-        |p| p.batch = 1 << 40 => Elements { argument: "q", max: MAX_ELEMENTS };
+        |p| p.batch = 1 << 48 => Elements { argument: "q", max: MAX_ELEMENTS };
         |p| (p.num_heads_q, p.num_heads_kv) = (usize::MAX, 1) => Elements { argument: "q", max: MAX_ELEMENTS };
         |p| (p.seq_k, p.batch) = (MAX_SEQ, 1 << 20) => Elements { argument: "k", max: MAX_ELEMENTS };
         |p| (p.seq_q, p.seq_k, p.mask) = (MAX_SEQ, MAX_SEQ, Some([1, 4, MAX_SEQ, MAX_SEQ])) => Elements { argument: "mask", max: MAX_PAIRS };
