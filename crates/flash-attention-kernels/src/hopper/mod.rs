@@ -310,7 +310,7 @@ impl Blueprint {
     /// # use flash_attention_kernels::{Dtype, hopper::{Blueprint, HopperTile, Role}};
     /// let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: true, loader: false };
     /// let blueprint = Blueprint {
-    ///     role: Role::Forward, tile, dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
+    ///     role: Role::Forward, tile, dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,
     ///     capped: false, mask: None, bias: None, alibi: false, modified: false, bent: false,
     ///     mask_mod: false, ragged: false, sparse: false, partial: false, stats_multiple: 128,
     /// };
@@ -520,7 +520,7 @@ impl BiasBlueprint {
     /// # use flash_attention_kernels::{Dtype, hopper::{BiasBlueprint, BiasTile, Blueprint, Role, Rows}};
     /// let tile = BiasTile { tile_k: 64, tiles: 4, stages: 3, row_stages: 1 };
     /// let scores = Blueprint {
-    ///     role: Role::Dq, tile: tile.tile(), dtype: Dtype::BF16, head_dim: 128, head_dim_v: 128,
+    ///     role: Role::Dq, tile: tile.tile(), dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,
     ///     capped: false, mask: None, bias: Some(Rows::Tiled), alibi: false, modified: false, bent: false,
     ///     mask_mod: false, ragged: false, sparse: false, partial: false, stats_multiple: 128,
     /// };
