@@ -117,7 +117,8 @@ pub struct AttentionOptions {
     /// Keys seen after the query's own position. `None`: all (none where `causal`).
     pub window_right: Option<usize>,
     /// Scores become `softcap · tanh(score / softcap)` (Gemma 2, arXiv:2408.00118, section 2). On NVIDIA GPUs the backward recovers
-    /// them from probabilities and bias, in f32: beside a bias of 10⁵ their derivative is known to 10⁻² / `softcap`.
+    /// them from probabilities and bias, in f32, whose steps are 2⁻⁷ beside a bias of 10⁵: their derivative, `1 − (score / softcap)²`, is
+    /// known to a few of these steps over `softcap`.
     pub softcap: Option<f32>,
     /// The probability with which a pair's probability is dropped, rounded to a multiple of 1 / 65536; what is kept is divided by that
     /// of keeping ([`dropout`](crate::dropout)). 0: none is.

@@ -39,7 +39,7 @@ pub fn nearest_bf16(value: f32) -> f32 {
     f32::reinterpret(select(is_number, nearest, (bits | 0x0040_0000) & 0xffff_0000))
 }
 
-/// The nearest tf32, ties away from zero, as `cvt.rna.tf32.f32` rounds (PTX ISA 8.7, section 9.7.9.21).
+/// The nearest tf32, ties away from zero, as the instruction `cvt.rna.tf32.f32` of the PTX ISA rounds.
 ///
 /// Probabilities are `exp(score − lse)`: what recomputes scores rounds factors as the forward has, or an error of a large score becomes
 /// a factor on its probability.

@@ -22,7 +22,7 @@ pub(crate) use hopper::{COUNTER_BYTES, COUNTERS, stats_multiple};
 pub(crate) use lists::ListShape;
 pub use plan::{PassedOver, Plan, plan, plan_on, plan_with};
 pub use portable::{Stage, shared_memory};
-pub(crate) use portable::{blueprint, check_tile};
+pub(crate) use portable::{blueprint, blueprint_beside, check_tile};
 
 use crate::blocks::BLOCK;
 use crate::error::AttentionError;

@@ -77,7 +77,8 @@ pub fn left(s: &Array<f32>, words: &Sequence<u32>, #[comptime] tile_k: usize) ->
 /// The same in their place, if there is any dropout.
 #[cube]
 pub fn leave(s: &mut Array<f32>, words: &Sequence<u32>, #[comptime] tile_k: usize) {
-    if comptime!(words.len() > 0) {
+    let drawn = comptime!(words.len());
+    if comptime!(drawn > 0) {
         #[unroll]
         for n in 0..comptime!(tile_k / 2) {
             s[n] = select(is_kept(words, n), s[n], 0.0f32);
@@ -88,7 +89,8 @@ pub fn leave(s: &mut Array<f32>, words: &Sequence<u32>, #[comptime] tile_k: usiz
 /// Goes from gradients of what is left of probabilities to those of probabilities.
 #[cube]
 pub fn back(ds: &mut Array<f32>, words: &Sequence<u32>, factors: &Factors, #[comptime] tile_k: usize) {
-    if comptime!(words.len() > 0) {
+    let drawn = comptime!(words.len());
+    if comptime!(drawn > 0) {
         #[unroll]
         for n in 0..comptime!(tile_k / 2) {
             ds[n] = factors.extras.dropout.back(ds[n], is_kept(words, n));

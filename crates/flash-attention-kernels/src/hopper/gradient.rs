@@ -216,7 +216,8 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             if comptime!(sums_values) {
                 // dV runs under what turns dP into dS.
                 let mut p = fragments(blueprint);
-                if comptime!(words.len() > 0) {
+                let drawn = comptime!(words.len());
+                if comptime!(drawn > 0) {
                     to_fragments(&left(&s, &words, tile_k), &mut p, blueprint);
                 } else {
                     to_fragments(&s, &mut p, blueprint);

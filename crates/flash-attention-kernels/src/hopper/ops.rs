@@ -700,6 +700,39 @@ fn product_registers(
     })
 }
 
+/// `mma.sync`, `m16 n8 k16`: `sums += A · B`. Of A, 16 rows, the words of a unit's two rows and first eight columns, then of its second
+/// eight; of B, 8 columns, those of its first eight rows and its second.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn mma_step(sums: &mut Array<f32>, a0: u32, a1: u32, a2: u32, a3: u32, b0: u32, b1: u32, #[comptime] dtype: Dtype) {
+    let before = held(&*sums, 4usize);
+    let mut words = Sequence::<u32>::new();
+    words.push(a0);
+    words.push(a1);
+    words.push(a2);
+    words.push(a3);
+    words.push(b0);
+    words.push(b1);
+    let after = product_of_step(&before, &words, dtype);
+    hold(sums, &after, 4usize);
+}
+
+#[cube]
+fn product_of_step(held: &Sequence<f32>, words: &Sequence<u32>, #[comptime] dtype: Dtype) -> Sequence<f32> {
+    intrinsic!(|scope| {
+        let registers: Vec<_> = held.iter_cloned().map(|x| x.read_value(scope)).collect();
+        let args: Vec<_> = words.iter_cloned().map(|x| x.read_value(scope)).collect();
+        let ty = if dtype == Dtype::BF16 { "bf16" } else { "f16" };
+        // Operands 4 to 7 are the sums as they were, in the registers of 0 to 3.
+        let template = format!(
+            "mma.sync.aligned.m16n8k16.row.col.f32.{ty}.{ty}.f32 {{$0, $1, $2, $3}}, {{$8, $9, $10, $11}}, {{$12, $13}}, \
+             {{$0, $1, $2, $3}};"
+        );
+        let others = ["r"; 6];
+        sequence(scope, in_place(scope, f32::__expand_as_type(scope), &template, &others, registers, args))
+    })
+}
+
 /// Writes one of the two numbers of a packed register to the first element of `to`, if `live`. No branch, as for [`store_pair()`].
 #[cube]
 pub fn store_half<E: CubePrimitive>(to: &mut [E], packed: u32, #[comptime] high: bool, live: bool) {

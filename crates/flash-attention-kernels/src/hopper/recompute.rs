@@ -1,4 +1,4 @@
-//! Rows that are computed once more, key by key: by a warp each, in f32, slowly.
+//! Rows that are computed once more, key by key: by a warp each, slowly. Sums are f32.
 //!
 //! - A hidden key has the exponential 0, and 0 times a value that is not finite is not a number: products of whole tiles let
 //!   such a value reach rows that must not see it. That shows in O where the log-sum-exp is finite. Rows that do see the value
@@ -11,12 +11,13 @@ use super::Blueprint;
 use super::delta::{stats_all, stats_at};
 use super::forward::Strides;
 use super::gradient::{ResultStrides, SourceStrides};
-use super::ops::{ex2, fma_packed, lg2, pack};
+use super::ops::{ex2, fma_packed, lg2, mma_step, pack};
 use super::rows::sink_log2;
 use super::schedule::Walk;
 use super::scores::{Exponent, Factors, exponent_of};
 use crate::blocks::{Visit, visits};
 use crate::mask::Band;
+use crate::problem::Dtype;
 use crate::rounding::nearest_tf32;
 use crate::softmax::{HIDDEN, lse_bits_log2};
 use cubecl::prelude::*;
@@ -112,6 +113,109 @@ fn dot_vectors<E: Float, N: Size>(
     sum
 }
 
+/// The products of a row with this unit's key and those of the warp's other units, in half precision, as the backward has them: by
+/// steps of 16 columns of a matrix product, whose sums differ from those of multiply-adds in their last bits. The log-sum-exp of a row
+/// must be that of the scores which the backward recomputes, or an error of a score of 10⁴ is one of its probability.
+///
+/// Keys are the rows of the first operand, twice 16; of the second, `q` is the first of eight columns, and the others are 0. By a whole
+/// warp, whose `first` key is that of its first unit.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn products_with_keys<E: Float, N: Size>(
+    q: &[Vector<E, N>],
+    q_at: usize,
+    k: &[Vector<E, N>],
+    strides: &Strides,
+    band: &Band,
+    batch: usize,
+    head_kv: usize,
+    first: u32,
+    #[comptime] blueprint: Blueprint,
+) -> f32 {
+    let (wide, dtype) = comptime!((blueprint.head_dim, blueprint.dtype));
+    let (whole, rest) = comptime!((wide / 16, wide % 16));
+    let lane = UNIT_POS % 32;
+    let mut low = Array::<f32>::new(4usize);
+    let mut high = Array::<f32>::new(4usize);
+    #[unroll]
+    for i in 0..4usize {
+        low[i] = 0.0f32;
+        high[i] = 0.0f32;
+    }
+    // Of every eight of the 32 keys, the one that this unit reads.
+    let mut rows = Sequence::<usize>::new();
+    #[unroll]
+    for eight in 0..4u32 {
+        rows.push(strides.k.at(batch, head_kv, band.key_within(first + comptime!(8 * eight) + lane / 4, 1u32)));
+    }
+    for step in 0..whole {
+        let of_q = words_of(q, q_at + 2 * step, 16usize, dtype);
+        let of_first = words_of(k, rows.index(0usize) + 2 * step, 16usize, dtype);
+        let of_second = words_of(k, rows.index(1usize) + 2 * step, 16usize, dtype);
+        let of_third = words_of(k, rows.index(2usize) + 2 * step, 16usize, dtype);
+        let of_fourth = words_of(k, rows.index(3usize) + 2 * step, 16usize, dtype);
+        multiply_keys(&mut low, of_first, of_second, of_q, dtype);
+        multiply_keys(&mut high, of_third, of_fourth, of_q, dtype);
+    }
+    if comptime!(rest > 0) {
+        let of_q = words_of(q, q_at + 2 * whole, rest, dtype);
+        let of_first = words_of(k, rows.index(0usize) + 2 * whole, rest, dtype);
+        let of_second = words_of(k, rows.index(1usize) + 2 * whole, rest, dtype);
+        let of_third = words_of(k, rows.index(2usize) + 2 * whole, rest, dtype);
+        let of_fourth = words_of(k, rows.index(3usize) + 2 * whole, rest, dtype);
+        multiply_keys(&mut low, of_first, of_second, of_q, dtype);
+        multiply_keys(&mut high, of_third, of_fourth, of_q, dtype);
+    }
+    // The first column of row `r` of a product is in unit `4 (r % 8)`, in its first register or its third.
+    let from = 4 * (lane % 8);
+    let of_low = select(lane % 16 < 8, plane_shuffle(low[0], from), plane_shuffle(low[2], from));
+    let of_high = select(lane % 16 < 8, plane_shuffle(high[0], from), plane_shuffle(high[2], from));
+    select(lane < 16, of_low, of_high)
+}
+
+/// Of a step of 16 columns of a row, of which `len` count, the two words that a unit gives a product: of its columns in each eight.
+#[cube]
+fn words_of<E: Float, N: Size>(
+    row: &[Vector<E, N>],
+    at: usize,
+    #[comptime] len: usize,
+    #[comptime] dtype: Dtype,
+) -> (u32, u32) {
+    let second = if comptime!(len > 8) { word_of(row[at + 1], comptime!(len - 8), dtype) } else { 0u32.runtime() };
+    (word_of(row[at], comptime!(len.min(8)), dtype), second)
+}
+
+/// Columns `2 (u % 4)` and the next of eight, of which `len` count, in unit `u`.
+#[cube]
+fn word_of<E: Float, N: Size>(eight: Vector<E, N>, #[comptime] len: usize, #[comptime] dtype: Dtype) -> u32 {
+    let quarter = UNIT_POS % 4;
+    let mut word = 0u32.runtime();
+    #[unroll]
+    for pair in 0..comptime!(len.div_ceil(2)) {
+        let low = f32::cast_from(eight.extract(comptime!(2 * pair)));
+        let mut high = 0.0f32.runtime();
+        if comptime!(2 * pair + 1 < len) {
+            high = f32::cast_from(eight.extract(comptime!(2 * pair + 1)));
+        }
+        word = select(quarter == comptime!(pair as u32), pack(low, high, dtype), word);
+    }
+    word
+}
+
+/// Adds the products of a step of 16 keys, in two eights, with the row that is the second operand's first column.
+#[cube]
+fn multiply_keys(
+    sums: &mut Array<f32>,
+    first: (u32, u32),
+    second: (u32, u32),
+    row: (u32, u32),
+    #[comptime] dtype: Dtype,
+) {
+    let column = UNIT_POS % 32 < 4;
+    let (low, high) = (select(column, row.0, 0u32), select(column, row.1, 0u32));
+    mma_step(sums, first.0, second.0, first.1, second.1, low, high, dtype);
+}
+
 /// The score of a row and a unit's key as an exponent of 2; not visible if the key is `after` the last.
 #[cube]
 #[allow(clippy::too_many_arguments)]
@@ -135,10 +239,17 @@ fn exponents<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let mut value = 0.0f32.runtime();
     let mut visible = false.runtime();
     let slope = 1.0f32.runtime();
+    let q_at = strides.q.at(batch, head, row);
+    let mut product = 0.0f32.runtime();
+    if comptime!(blueprint.dtype != Dtype::F32) {
+        let first = key - UNIT_POS % 32;
+        product = products_with_keys(q, q_at, k, strides, band, batch, head_kv, first, blueprint);
+    }
     if key < after && band.sees(row, key) {
-        let q_at = strides.q.at(batch, head, row);
-        let k_at = strides.k.at(batch, head_kv, key);
-        let product = dot(q, q_at, k, k_at, blueprint.head_dim, blueprint);
+        if comptime!(blueprint.dtype == Dtype::F32) {
+            let k_at = strides.k.at(batch, head_kv, key);
+            product = dot(q, q_at, k, k_at, blueprint.head_dim, blueprint);
+        }
         let exponent = exponent_of(product, factors, band, mask, bias, batch, head, row, key, masked, blueprint);
         value = exponent.value;
         visible = exponent.visible;

@@ -217,7 +217,8 @@ impl Memory {
         let cursors = slots + comptime!(4 * (SLOTS * WORDS) as u32);
         let entries = cursors + comptime!(4 * (3 * WORDS) as u32);
         let units = comptime!(warpgroups * WARPGROUP_UNITS as u32);
-        let mut first = UNIT_POS % units == 0;
+        let within = UNIT_POS % units;
+        let mut first = within == 0;
         if comptime!(blueprint.tile.loader) {
             first = first && UNIT_POS < comptime!(blueprint.tile.teams as u32 * units);
         }
@@ -389,6 +390,7 @@ pub struct Loader {
 #[cube]
 impl Loader {
     /// Before the first item, which is that of the team's own number.
+    #[allow(clippy::too_many_arguments)]
     pub fn new(
         memory: Memory,
         walk: Walk,

@@ -6,7 +6,6 @@ use super::{Call, Inputs, elementwise, input, output};
 use crate::error::AttentionError;
 use crate::hopper::{BiasTile, sums_columns};
 use crate::matrix::Role;
-use crate::mma::Products;
 use crate::mods::TENSORS;
 use crate::portable::GridLaunch;
 use crate::portable::dbias::Sums;
@@ -356,9 +355,7 @@ impl Call<'_> {
             let grids = self.sums_grids("dscore_tensors", view, tiling::bias_sums(&view.shape, p), tile)?;
             of_tensors.push((view, factor, tile, grids));
         }
-        // What adds up beside kernels of `mma.sync` recomputes scores as these do, and as their forward has.
-        let tf32 = matches!(tiles.dq, Gradient::Mma(_)) && tiling::mma::products(p) == Products::Tf32;
-        let of_sums = |tile, factor| portable::Blueprint { tf32, ..tiling::blueprint(p, tile, factor) };
+        let of_sums = |tile, factor| tiling::blueprint_beside(tiles.dq.kernel(), p, tile, factor);
         self.check_hopper_backward(saved, &hopper, hopper_dbias)?;
         self.check_mma_backward(saved, &mma)?;
 

@@ -95,7 +95,7 @@ impl Call<'_> {
         &self,
         [batches, heads, rows, _]: [usize; 4],
     ) -> Result<Option<CubeCount>, AttentionError> {
-        if self.sequences.is_none() || !self.leaves_rows(false) {
+        if !self.leaves_rows(false) {
             return Ok(None);
         }
         let (x, y, z) = tiling::fill_grid(self.device, [batches, heads, rows])?;

@@ -193,7 +193,8 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             }
             let words = kept(&factors, item.batch, head_q, &band, row, k_start, scores);
             if comptime!(sums_values) {
-                if comptime!(words.len() > 0) {
+                let drawn = comptime!(words.len());
+                if comptime!(drawn > 0) {
                     fragments_of(&left(&*s, &words, tile_k), &mut p, tile_k, dtype);
                 } else {
                     fragments_of(&*s, &mut p, tile_k, dtype);

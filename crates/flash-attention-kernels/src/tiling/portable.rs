@@ -1,7 +1,8 @@
 //! Tiles of the portable kernels.
 
-use super::{Device, PassedOver, check_bindings};
+use super::{Device, Kernel, PassedOver, check_bindings};
 use crate::error::AttentionError;
+use crate::mma::Products;
 use crate::portable::Blueprint;
 use crate::portable::dbias::Sums;
 use crate::portable::tile::{TileShape, Vec4, WIDTH};
@@ -149,6 +150,17 @@ pub(super) fn together(device: &Device, problem: &AttentionProblem, tile: &TileS
     let rows = tile.tile_k / tile.units_q;
     let accumulated = rows * (tile.groups(problem.head_dim) + tile.groups(problem.head_dim_v));
     accumulated <= MAX_ACCUMULATED && check_bindings(device, problem, "dkdv", 7).is_ok()
+}
+
+/// [`blueprint()`] of what adds up a gradient beside kernels of another family: scores are recomputed as these do, and as their forward has.
+pub(crate) fn blueprint_beside(
+    kernel: Kernel,
+    problem: &AttentionProblem,
+    tile: TileShape,
+    factor: Factor,
+) -> Blueprint {
+    let tf32 = kernel == Kernel::Mma && super::mma::products(problem) == Products::Tf32;
+    Blueprint { tf32, ..blueprint(problem, tile, factor) }
 }
 
 /// What a kernel with these tiles is specialised for.

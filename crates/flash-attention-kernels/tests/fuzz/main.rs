@@ -21,7 +21,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
-use worker::{Abilities, Outcome, Worker};
+use worker::{Abilities, Outcome, SLACK, Worker};
 
 /// Draws cases for the kernels and holds them against the oracle.
 #[derive(Clone, Debug, Parser)]
@@ -173,7 +173,7 @@ impl Fuzzer {
             if let Some(precision) = &self.args.precision {
                 line.set("precision", precision);
             }
-            self.run(&line, self.args.shrink);
+            self.run(&line, 1.0, self.args.shrink);
         }
     }
 
@@ -202,7 +202,7 @@ impl Fuzzer {
                     *self.tally.passed.entry("drawn".into()).or_default() += 1;
                     continue;
                 }
-                if matches!(self.run(&line, true), Outcome::Skipped(_)) {
+                if matches!(self.run(&line, SLACK, true), Outcome::Skipped(_)) {
                     // What the kernel does not take is the same for all of a combination.
                     break;
                 }
@@ -219,9 +219,9 @@ impl Fuzzer {
         }
     }
 
-    fn run(&mut self, line: &Line, shrinks: bool) -> Outcome {
+    fn run(&mut self, line: &Line, slack: f64, shrinks: bool) -> Outcome {
         let begun = Instant::now();
-        let outcome = self.worker.run(line);
+        let outcome = self.worker.run(line, slack);
         if self.args.verbose {
             println!("{:.1} s: {line}", begun.elapsed().as_secs_f64());
         }
@@ -231,20 +231,20 @@ impl Fuzzer {
             Outcome::Failed(why) => {
                 self.tally.failed += 1;
                 println!("FAILED: {line}\n  {why}");
-                self.alone(line, why, shrinks);
+                self.alone(line, why, slack, shrinks);
             }
         }
         outcome
     }
 
     /// What failed, in a process of its own, and then what is simpler.
-    fn alone(&mut self, line: &Line, why: &str, shrinks: bool) {
+    fn alone(&mut self, line: &Line, why: &str, slack: f64, shrinks: bool) {
         let (mut simplest, mut why) = (line.clone(), why.to_string());
         if shrinks {
-            match self.worker.run(line) {
+            match self.worker.run(line, slack) {
                 Outcome::Failed(_) => {
                     let runs = self.args.shrink_runs;
-                    (simplest, why) = shrink::shrink(line, &why, runs, |line| self.worker.run(line));
+                    (simplest, why) = shrink::shrink(line, &why, runs, |line| self.worker.run(line, slack));
                 }
                 _ => println!("  alone it passes: what ran before it matters, or it fails only sometimes"),
             }

@@ -1,6 +1,6 @@
 //! A process that runs cases, so that a device which is lost, a process which ends and a wait which never does fail one case and not all.
 //!
-//! It reads lines and answers each with one: what it ran, why it skipped it, or what is wrong. `FUZZ_PLANT=dv` has it multiply that
+//! It reads cases, a line each, and answers each with a line: what it ran, why it skipped it, or what is wrong. `FUZZ_PLANT=dv` has it multiply that
 //! gradient by 1.05, which must be noticed.
 
 use crate::common::{Case, Results, client, lanes};
@@ -36,9 +36,9 @@ pub struct Abilities {
     pub offset: usize,
 }
 
-/// How many times as much as in other tests roundings count. Of 27,000 drawn cases in which nothing was wrong 25 exceeded the bounds of those
+/// How many times as much as in other tests roundings count in cases that are drawn. Of 27,000 drawn cases in which nothing was wrong 25 exceeded the bounds of those
 /// tests by up to 1.5 times, which would fail one run in ten.
-const SLACK: f64 = 2.0;
+pub const SLACK: f64 = 2.0;
 
 /// Before each answer, among what else is written.
 const MARK: &str = "fuzz answers: ";
@@ -90,7 +90,10 @@ fn offset(client: &Client, device: &Device) -> usize {
     if device.name == "cuda" { 1 } else { client.properties().memory.alignment as usize }
 }
 
+/// `line`: how many times as much roundings count, and the case.
 fn check(client: &Client, line: &str) -> Result<Outcome, String> {
+    let (slack, line) = line.split_once(' ').ok_or("a number and a case are expected")?;
+    let slack = slack.parse().map_err(|error| format!("{slack}: {error}"))?;
     let line: Line = line.parse()?;
     let case = line.case()?;
     let device = Device::of(client);
@@ -105,7 +108,7 @@ fn check(client: &Client, line: &str) -> Result<Outcome, String> {
         return Ok(Outcome::Skipped("offsets".into()));
     }
     match case.plan(client).map(|_| case.run(client)) {
-        Ok(Ok(results)) => Ok(judged(client, &case, results)),
+        Ok(Ok(results)) => Ok(judged(client, &case, results, slack)),
         Ok(Err(error)) | Err(error) => Ok(unavailable(error)),
     }
 }
@@ -119,9 +122,9 @@ fn unavailable(error: AttentionError) -> Outcome {
     }
 }
 
-fn judged(client: &Client, case: &Case, mut results: Results) -> Outcome {
+fn judged(client: &Client, case: &Case, mut results: Results, slack: f64) -> Outcome {
     plant(&mut results);
-    case.judge_within(&results, SLACK);
+    case.judge_within(&results, slack);
     let mut again = case.run(client).expect("it ran before");
     plant(&mut again);
     // Where blocks of keys add to dq in whatever order they come, only its last bits may differ, which have been judged.
@@ -198,13 +201,14 @@ impl Worker {
         Some(Abilities { dtypes, bytes: bytes == "true", offset })
     }
 
-    pub fn run(&mut self, line: &Line) -> Outcome {
+    /// How a case does where roundings count `slack` times as much as in other tests.
+    pub fn run(&mut self, line: &Line, slack: f64) -> Outcome {
         if self.running.is_none() {
             assert!(self.abilities().is_some(), "the device is gone");
         }
         let mut running = self.running.take().expect("it has just been started");
         // Where it has ended, there is no answer.
-        let _ = writeln!(running.stdin, "{line}");
+        let _ = writeln!(running.stdin, "{slack} {line}");
         let answer = running.answers.recv_timeout(self.timeout);
         let answered = answer.as_deref().ok().and_then(|answer| answer.split_once(' ').or(Some((answer, ""))));
         let outcome = match answered {
