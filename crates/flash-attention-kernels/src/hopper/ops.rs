@@ -700,19 +700,24 @@ fn product_registers(
     })
 }
 
-/// `mma.sync`, `m16 n8 k16`: `sums += A · B`. Of A, 16 rows, the words of a unit's two rows and first eight columns, then of its second
-/// eight; of B, 8 columns, those of its first eight rows and its second.
+/// `mma.sync`, `m16 n8 k16`: `sums += A · B`. `first`, `second`: the words of A in a unit's two rows, of its first eight columns and its second.
+/// `column`: those of B in its column, of its first eight rows and its second.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-pub fn mma_step(sums: &mut Array<f32>, a0: u32, a1: u32, a2: u32, a3: u32, b0: u32, b1: u32, #[comptime] dtype: Dtype) {
+pub fn mma_step(
+    sums: &mut Array<f32>,
+    first: (u32, u32),
+    second: (u32, u32),
+    column: (u32, u32),
+    #[comptime] dtype: Dtype,
+) {
     let before = held(&*sums, 4usize);
     let mut words = Sequence::<u32>::new();
-    words.push(a0);
-    words.push(a1);
-    words.push(a2);
-    words.push(a3);
-    words.push(b0);
-    words.push(b1);
+    words.push(first.0);
+    words.push(second.0);
+    words.push(first.1);
+    words.push(second.1);
+    words.push(column.0);
+    words.push(column.1);
     let after = product_of_step(&before, &words, dtype);
     hold(sums, &after, 4usize);
 }

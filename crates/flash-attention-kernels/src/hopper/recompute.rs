@@ -113,12 +113,11 @@ fn dot_vectors<E: Float, N: Size>(
     sum
 }
 
-/// The products of a row with this unit's key and those of the warp's other units, in half precision, as the backward has them: by
-/// steps of 16 columns of a matrix product, whose sums differ from those of multiply-adds in their last bits. The log-sum-exp of a row
-/// must be that of the scores which the backward recomputes, or an error of a score of 10⁴ is one of its probability.
+/// The products of a row with the warp's 32 keys from `first` on, of which each unit gets that of its own, in half precision. By a whole
+/// warp.
 ///
-/// Keys are the rows of the first operand, twice 16; of the second, `q` is the first of eight columns, and the others are 0. By a whole
-/// warp, whose `first` key is that of its first unit.
+/// The backward recomputes scores by matrix products. Multiply-adds round differently, and the difference of a score near 10⁴ would be a
+/// relative error of its probability: so the log-sum-exp of a row is made of matrix products, too.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn products_with_keys<E: Float, N: Size>(
@@ -132,45 +131,58 @@ fn products_with_keys<E: Float, N: Size>(
     first: u32,
     #[comptime] blueprint: Blueprint,
 ) -> f32 {
-    let (wide, dtype) = comptime!((blueprint.head_dim, blueprint.dtype));
-    let (whole, rest) = comptime!((wide / 16, wide % 16));
     let lane = UNIT_POS % 32;
-    let mut low = Array::<f32>::new(4usize);
-    let mut high = Array::<f32>::new(4usize);
-    #[unroll]
-    for i in 0..4usize {
-        low[i] = 0.0f32;
-        high[i] = 0.0f32;
-    }
-    // Of every eight of the 32 keys, the one that this unit reads.
+    // Of every eight of the keys, the one that this unit reads.
     let mut rows = Sequence::<usize>::new();
     #[unroll]
     for eight in 0..4u32 {
         rows.push(strides.k.at(batch, head_kv, band.key_within(first + comptime!(8 * eight) + lane / 4, 1u32)));
     }
-    for step in 0..whole {
-        let of_q = words_of(q, q_at + 2 * step, 16usize, dtype);
-        let of_first = words_of(k, rows.index(0usize) + 2 * step, 16usize, dtype);
-        let of_second = words_of(k, rows.index(1usize) + 2 * step, 16usize, dtype);
-        let of_third = words_of(k, rows.index(2usize) + 2 * step, 16usize, dtype);
-        let of_fourth = words_of(k, rows.index(3usize) + 2 * step, 16usize, dtype);
-        multiply_keys(&mut low, of_first, of_second, of_q, dtype);
-        multiply_keys(&mut high, of_third, of_fourth, of_q, dtype);
-    }
-    if comptime!(rest > 0) {
-        let of_q = words_of(q, q_at + 2 * whole, rest, dtype);
-        let of_first = words_of(k, rows.index(0usize) + 2 * whole, rest, dtype);
-        let of_second = words_of(k, rows.index(1usize) + 2 * whole, rest, dtype);
-        let of_third = words_of(k, rows.index(2usize) + 2 * whole, rest, dtype);
-        let of_fourth = words_of(k, rows.index(3usize) + 2 * whole, rest, dtype);
-        multiply_keys(&mut low, of_first, of_second, of_q, dtype);
-        multiply_keys(&mut high, of_third, of_fourth, of_q, dtype);
-    }
+    let low = products_with_eights(q, q_at, k, *rows.index(0usize), *rows.index(1usize), blueprint);
+    let high = products_with_eights(q, q_at, k, *rows.index(2usize), *rows.index(3usize), blueprint);
     // The first column of row `r` of a product is in unit `4 (r % 8)`, in its first register or its third.
     let from = 4 * (lane % 8);
     let of_low = select(lane % 16 < 8, plane_shuffle(low[0], from), plane_shuffle(low[2], from));
     let of_high = select(lane % 16 < 8, plane_shuffle(high[0], from), plane_shuffle(high[2], from));
     select(lane < 16, of_low, of_high)
+}
+
+/// The products of two eights of keys with a row: `m16 n8`, whose first column they are, and the others 0. `first_at`, `second_at`: the
+/// keys that this unit reads.
+#[cube]
+fn products_with_eights<E: Float, N: Size>(
+    q: &[Vector<E, N>],
+    q_at: usize,
+    k: &[Vector<E, N>],
+    first_at: usize,
+    second_at: usize,
+    #[comptime] blueprint: Blueprint,
+) -> Array<f32> {
+    let (wide, dtype) = comptime!((blueprint.head_dim, blueprint.dtype));
+    let (whole, rest) = comptime!((wide / 16, wide % 16));
+    let mut sums = Array::<f32>::new(4usize);
+    #[unroll]
+    for i in 0..4usize {
+        sums[i] = 0.0f32;
+    }
+    for step in 0..whole {
+        let (first, second) =
+            (words_of(k, first_at + 2 * step, 16usize, dtype), words_of(k, second_at + 2 * step, 16usize, dtype));
+        mma_step(&mut sums, first, second, as_column(words_of(q, q_at + 2 * step, 16usize, dtype)), dtype);
+    }
+    if comptime!(rest > 0) {
+        let (first, second) =
+            (words_of(k, first_at + 2 * whole, rest, dtype), words_of(k, second_at + 2 * whole, rest, dtype));
+        mma_step(&mut sums, first, second, as_column(words_of(q, q_at + 2 * whole, rest, dtype)), dtype);
+    }
+    sums
+}
+
+/// Words of a row as those of the first of a second operand's eight columns, and 0 as those of the others.
+#[cube]
+fn as_column(row: (u32, u32)) -> (u32, u32) {
+    let first = UNIT_POS % 32 < 4;
+    (select(first, row.0, 0u32), select(first, row.1, 0u32))
 }
 
 /// Of a step of 16 columns of a row, of which `len` count, the two words that a unit gives a product: of its columns in each eight.
@@ -200,20 +212,6 @@ fn word_of<E: Float, N: Size>(eight: Vector<E, N>, #[comptime] len: usize, #[com
         word = select(quarter == comptime!(pair as u32), pack(low, high, dtype), word);
     }
     word
-}
-
-/// Adds the products of a step of 16 keys, in two eights, with the row that is the second operand's first column.
-#[cube]
-fn multiply_keys(
-    sums: &mut Array<f32>,
-    first: (u32, u32),
-    second: (u32, u32),
-    row: (u32, u32),
-    #[comptime] dtype: Dtype,
-) {
-    let column = UNIT_POS % 32 < 4;
-    let (low, high) = (select(column, row.0, 0u32), select(column, row.1, 0u32));
-    mma_step(sums, first.0, second.0, first.1, second.1, low, high, dtype);
 }
 
 /// The score of a row and a unit's key as an exponent of 2; not visible if the key is `after` the last.

@@ -36,8 +36,8 @@ pub struct Abilities {
     pub offset: usize,
 }
 
-/// How many times as much as in other tests roundings count in cases that are drawn. Of 27,000 drawn cases in which nothing was wrong 25 exceeded the bounds of those
-/// tests by up to 1.5 times, which would fail one run in ten.
+/// The factor on the rounding errors that bounds allow a drawn case; other cases have 1. Of 27,000 drawn cases in which nothing was wrong 25
+/// exceeded the bounds at 1 by up to 1.5 times, which would fail one run in ten.
 pub const SLACK: f64 = 2.0;
 
 /// Before each answer, among what else is written.
