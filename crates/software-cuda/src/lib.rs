@@ -20,7 +20,8 @@
 //! Not seen are: races of lanes of one warp, races for single bytes, races for global memory, and of allocations that a program
 //! divides up itself what was written before.
 //!
-//! Warps run in a random order, and copies that run beside them come at a random time; of each launch in another one.
+//! Warps run in a random order, and copies that run beside them come at a random time; of each launch in another one. In half of
+//! the blocks one warp, drawn too, falls behind the others or runs ahead of them.
 //!
 //! | variable | meaning | default |
 //! |---|---|---|

@@ -384,6 +384,29 @@ fn a_block_ends_when_its_copies_are_there() {
 }
 
 #[test]
+fn a_phase_is_not_waited_for_again_where_the_next_may_be_over() {
+    // Both meet once the second tile is asked for. Who then comes late waits for a phase that is another one's.
+    let again = |wait: &str| {
+        let program = pipeline(128, FULL, EMPTY, &format!("bar.sync 1, 64;\n{wait}\n{LAST}"));
+        program.replace("bra.uni end;", "bar.sync 1, 64;\nbra.uni end;")
+    };
+    let wrong = again(&FULL.replace("full", "again"));
+    let told = (0..64).filter(|seed| match run_with(&wrong, 64, true, *seed) {
+        Ok(()) => false,
+        Err(Error::Fault { kind, what, .. }) => {
+            assert!(kind == Kind::Deadlock && what.contains("lacks 1 arrivals and 0 bytes"), "{kind:?}: {what}");
+            true
+        }
+        Err(error) => panic!("{error}"),
+    });
+    let told = told.count();
+    assert!(told > 8, "{told} of 64");
+    for seed in SEEDS {
+        run_with(&again(""), 64, true, seed).unwrap();
+    }
+}
+
+#[test]
 fn a_barrier_expects_what_comes() {
     for (expects, lacks) in [(64, "lacks 0 arrivals and -64 bytes"), (192, "lacks 0 arrivals and 64 bytes")] {
         for seed in SEEDS {

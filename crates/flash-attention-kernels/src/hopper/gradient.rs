@@ -301,8 +301,9 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                     wgmma_wait(1usize);
                     pin(&mut dq, ADDENDS);
                     reducer.add(&dq, sums, &memory, nth, visit.start, &band, &walk, blueprint);
-                    // As above: dK is to run under this. There is nothing to wait for.
-                    mbarrier_wait(memory.full_v + place.stage * 8, place.phase);
+                    // As above: dK is to run under this. There is nothing to wait for. K, which this warp has not given back yet:
+                    // where V was, the next V may have come, and the one after that comes after this warp alone.
+                    mbarrier_wait(memory.full_k + place.stage * 8, place.phase);
                 }
                 wgmma_wait(0usize);
                 pin(&mut sum_k, comptime!(columns_dk / 2));

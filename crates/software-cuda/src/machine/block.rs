@@ -19,6 +19,8 @@ use std::fmt::Write;
 const SLICE: u32 = 4096;
 /// Rounds in which no warp got on after which none will.
 const PATIENCE: u32 = 256;
+/// Of so many rounds a warp that is slow has its turn in one.
+const SLOW: u64 = 8;
 /// Bytes of shared memory that are looked after together.
 const PAGE: usize = 256;
 
@@ -105,6 +107,28 @@ pub struct Operands {
     pub rows: VecDeque<Shared>,
 }
 
+/// Who has its turn in every round, and who in few: what waits for less than all others do may run far ahead of them or fall far
+/// behind, and hardware promises no warp its share.
+#[derive(Clone, Copy, Debug)]
+enum Pace {
+    /// All warps go on alike.
+    Alike,
+    /// One falls behind.
+    Behind(usize),
+    /// One runs ahead.
+    Ahead(usize),
+}
+
+impl Pace {
+    fn slow(self, warp: usize) -> bool {
+        match self {
+            Pace::Alike => false,
+            Pace::Behind(one) => warp == one,
+            Pace::Ahead(one) => warp != one,
+        }
+    }
+}
+
 /// What the warps of a block have in common.
 pub struct Block<'a> {
     /// The launch.
@@ -180,6 +204,8 @@ impl<'a> Block<'a> {
 
     fn turns(&mut self, warps: &mut [Warp]) -> Result<(), Error> {
         let mut order: Vec<usize> = (0..warps.len()).collect();
+        let one = self.draw(warps.len() as u64) as usize;
+        let pace = [Pace::Alike, Pace::Alike, Pace::Behind(one), Pace::Ahead(one)][self.draw(4) as usize];
         let mut idle = 0;
         loop {
             self.round += 1;
@@ -192,7 +218,8 @@ impl<'a> Block<'a> {
             let mut got_on = false;
             for nth in &order {
                 let warp = &mut warps[*nth];
-                if warp.done() {
+                // Where nothing else gets on, slow ones must.
+                if warp.done() || idle == 0 && pace.slow(*nth) && self.draw(SLOW) != 0 {
                     continue;
                 }
                 match warp.turn(self, SLICE) {
