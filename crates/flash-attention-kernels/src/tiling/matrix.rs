@@ -19,7 +19,8 @@ use crate::score::Factor;
 /// 4       16         14 KiB         18 KiB        26 KiB
 /// ```
 ///
-/// More rows share what is staged, more columns a barrier.
+/// More rows share what is staged, more columns a barrier. On a processor the last one wins: its compiler takes some square of what is
+/// unrolled, minutes for the first one.
 const TILES: [(usize, usize); 5] = [(8, 64), (4, 64), (8, 32), (4, 32), (4, 16)];
 
 /// Columns that a unit accumulates for `dk` and `dv` together before registers run out: beyond, they take a launch each.
@@ -89,10 +90,13 @@ fn choose(device: &Device, problem: &AttentionProblem, role: Role) -> Result<Mat
         return Err(format!("the device offers no matrix products of {} summed in f32", problem.dtype.name()));
     };
     let tiles = TILES.map(|(planes, columns)| MatrixTile { planes, plane: device.plane, columns, shape: *shape });
-    let found = tiles.into_iter().find(|tile| check(device, problem, role, *tile).is_ok());
-    found.ok_or_else(|| match check(device, problem, role, tiles[TILES.len() - 1]) {
-        Err(why) => why,
-        Ok(()) => unreachable!("the last tile fits"),
+    let least = tiles[TILES.len() - 1];
+    let mut found = tiles.into_iter().filter(|tile| device.card || *tile == least);
+    found.find(|tile| check(device, problem, role, *tile).is_ok()).ok_or_else(|| {
+        match check(device, problem, role, least) {
+            Err(why) => why,
+            Ok(()) => unreachable!("the last tile fits"),
+        }
     })
 }
 
