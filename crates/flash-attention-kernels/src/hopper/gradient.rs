@@ -301,8 +301,8 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                     wgmma_wait(1usize);
                     pin(&mut dq, ADDENDS);
                     reducer.add(&dq, sums, &memory, nth, visit.start, &band, &walk, blueprint);
-                    // As above: dK is to run under this. There is nothing to wait for. K, which this warp has not given back yet:
-                    // where V was, the next V may have come, and the one after that comes after this warp alone.
+                    // As above: dK is to run under this, and K has been here all along. The barrier must be one of a stage that
+                    // this warp has not released: that of V may be two phases further, and a wait by parity would never end.
                     mbarrier_wait(memory.full_k + place.stage * 8, place.phase);
                 }
                 wgmma_wait(0usize);

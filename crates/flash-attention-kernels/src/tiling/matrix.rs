@@ -19,8 +19,8 @@ use crate::score::Factor;
 /// 4       16         14 KiB         18 KiB        26 KiB
 /// ```
 ///
-/// More rows share what is staged, more columns a barrier. On a processor the last one wins: its compiler takes some square of what is
-/// unrolled, minutes for the first one.
+/// More rows share what is staged, more columns a barrier. A processor takes the last one: the time of its
+/// compiler grows with the square of the unrolled code, to minutes for the first tile.
 const TILES: [(usize, usize); 5] = [(8, 64), (4, 64), (8, 32), (4, 32), (4, 16)];
 
 /// Columns that a unit accumulates for `dk` and `dv` together before registers run out: beyond, they take a launch each.
@@ -89,15 +89,16 @@ fn choose(device: &Device, problem: &AttentionProblem, role: Role) -> Result<Mat
     let Some((_, shape)) = offered.min_by_key(|(_, [m, n, k])| m.abs_diff(16) + n.abs_diff(16) + k.abs_diff(16)) else {
         return Err(format!("the device offers no matrix products of {} summed in f32", problem.dtype.name()));
     };
-    let tiles = TILES.map(|(planes, columns)| MatrixTile { planes, plane: device.plane, columns, shape: *shape });
-    let least = tiles[TILES.len() - 1];
-    let mut found = tiles.into_iter().filter(|tile| device.card || *tile == least);
-    found.find(|tile| check(device, problem, role, *tile).is_ok()).ok_or_else(|| {
-        match check(device, problem, role, least) {
-            Err(why) => why,
-            Ok(()) => unreachable!("the last tile fits"),
+    let tiles = if device.card { &TILES[..] } else { &TILES[TILES.len() - 1..] };
+    let mut refusal = String::new();
+    for &(planes, columns) in tiles {
+        let tile = MatrixTile { planes, plane: device.plane, columns, shape: *shape };
+        match check(device, problem, role, tile) {
+            Ok(()) => return Ok(tile),
+            Err(why) => refusal = why,
         }
-    })
+    }
+    Err(refusal)
 }
 
 /// Why these tiles cannot be used, if they cannot.

@@ -107,8 +107,8 @@ pub struct Operands {
     pub rows: VecDeque<Shared>,
 }
 
-/// Who has its turn in every round, and who in few: what waits for less than all others do may run far ahead of them or fall far
-/// behind, and hardware promises no warp its share.
+/// Which warps have a turn in every round, and which in one of [`SLOW`]: hardware promises no warp its share, so that one may run far
+/// ahead of the others or fall far behind.
 #[derive(Clone, Copy, Debug)]
 enum Pace {
     /// All warps go on alike.
