@@ -36,7 +36,7 @@ pub struct Statistics {
     /// What this unit holds of the rows' exponentials, added; +∞ for a row that was out of range.
     pub l0: f32,
     pub l1: f32,
-    /// What [`largest()`] finds a row's largest exponential by: the row's highest score; where exponentials are relative to an anchor,
+    /// What a row's largest exponential is found by: the row's highest score; where exponentials are relative to an anchor,
     /// and nobody knows that one, the largest exponential of this unit in the tiles that raised an anchor of the warp's. In sharp
     /// distributions the tile with a row's maximum does.
     pub top0: f32,

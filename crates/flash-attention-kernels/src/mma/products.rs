@@ -243,6 +243,3 @@ fn words_with_columns(of: ColumnsOf) -> String {
         sums(products, groups * columns / 2)
     )
 }
-
-#[cfg(test)]
-mod tests;

@@ -3,3 +3,4 @@
 mod harness;
 mod hopper;
 mod mma;
+mod pieces;

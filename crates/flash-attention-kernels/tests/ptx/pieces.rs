@@ -1,7 +1,9 @@
 //! What the pieces of PTX compute, unit by unit, on a warp that is simulated: registers of 32 bits, shared memory in bytes.
 
-use super::super::tiles::{lane_of_columns, lane_of_rows, lane_of_sums, place};
-use super::*;
+use flash_attention_kernels::hopper::LINE;
+use flash_attention_kernels::mma::Products;
+use flash_attention_kernels::mma::products::{ColumnsOf, RowsOf, registers_with_columns, rows_with_rows};
+use flash_attention_kernels::mma::tiles::{lane_of_columns, lane_of_rows, lane_of_sums, place};
 use half::{bf16, f16};
 use std::collections::HashMap;
 
@@ -100,44 +102,42 @@ fn run(text: &str, shared: &[u8], units: &mut [Registers]) {
     }
 }
 
-impl Products {
-    fn bytes(self) -> usize {
-        32 / self.depth()
-    }
+fn bytes(products: Products) -> usize {
+    32 / products.depth()
+}
 
-    /// Something that this can hold: of f32 all its bits count.
-    fn value(self, seed: usize, row: usize, column: usize) -> f64 {
-        let whole = (((row * 31 + column * 17 + seed * 7) * 2654435761 % 4294967296) / 65536 % 19) as f64 - 9.0;
-        if self.depth() == 16 { whole } else { (whole + (row * 7 + column * 3 + seed) as f64 / 977.0) as f32 as f64 }
-    }
+/// Something that this can hold: of f32 all its bits count.
+fn value(products: Products, seed: usize, row: usize, column: usize) -> f64 {
+    let whole = (((row * 31 + column * 17 + seed * 7) * 2654435761 % 4294967296) / 65536 % 19) as f64 - 9.0;
+    if products.depth() == 16 { whole } else { (whole + (row * 7 + column * 3 + seed) as f64 / 977.0) as f32 as f64 }
+}
 
-    fn put(self, to: &mut [u8], value: f64) {
-        match self {
-            Products::F16 => to.copy_from_slice(&f16::from_f64(value).to_le_bytes()),
-            Products::BF16 => to.copy_from_slice(&bf16::from_f64(value).to_le_bytes()),
-            Products::Tf32 | Products::Split => to.copy_from_slice(&(value as f32).to_le_bytes()),
+fn put(products: Products, to: &mut [u8], value: f64) {
+    match products {
+        Products::F16 => to.copy_from_slice(&f16::from_f64(value).to_le_bytes()),
+        Products::BF16 => to.copy_from_slice(&bf16::from_f64(value).to_le_bytes()),
+        Products::Tf32 | Products::Split => to.copy_from_slice(&(value as f32).to_le_bytes()),
+    }
+}
+
+/// Puts rows where copies put them.
+fn rows(products: Products, shared: &mut [u8], lines: usize, wide: usize, of: impl Fn(usize, usize) -> f64) {
+    let (size, panel) = (bytes(products), LINE / bytes(products));
+    for column in 0..wide {
+        for line in 0..lines {
+            let byte = column % panel * size;
+            let at = column / panel * lines * LINE + place(line as u32, (byte / 16) as u32) as usize + byte % 16;
+            put(products, &mut shared[at..at + size], of(line, column));
         }
     }
+}
 
-    /// Puts rows where copies put them.
-    fn rows(self, shared: &mut [u8], lines: usize, wide: usize, of: impl Fn(usize, usize) -> f64) {
-        let (size, panel) = (self.bytes(), LINE / self.bytes());
-        for column in 0..wide {
-            for line in 0..lines {
-                let byte = column % panel * size;
-                let at = column / panel * lines * LINE + place(line as u32, (byte / 16) as u32) as usize + byte % 16;
-                self.put(&mut shared[at..at + size], of(line, column));
-            }
-        }
-    }
-
-    /// How far a sum may be off that is made of numbers of this size.
-    fn tolerance(self, size: f64) -> f64 {
-        match self {
-            Products::F16 | Products::BF16 => 0.0,
-            Products::Tf32 => size * 2f64.powi(-10),
-            Products::Split => size * 2f64.powi(-21),
-        }
+/// How far a sum may be off that is made of numbers of this size.
+fn tolerance(products: Products, size: f64) -> f64 {
+    match products {
+        Products::F16 | Products::BF16 => 0.0,
+        Products::Tf32 => size * 2f64.powi(-10),
+        Products::Split => size * 2f64.powi(-21),
     }
 }
 
@@ -150,18 +150,18 @@ const ALL: [Products; 4] = [Products::F16, Products::BF16, Products::Tf32, Produ
 fn rows_are_multiplied_with_rows() {
     let shapes = [(2, 64, 128usize), (1, 32, 64), (2, 16, 72), (1, 48, 16), (1, 64, 256), (1, 16, 4)];
     for (products, (groups, tile_k, wide)) in ALL.into_iter().flat_map(|of| shapes.map(|shape| (of, shape))) {
-        let panels = wide.div_ceil(LINE / products.bytes());
+        let panels = wide.div_ceil(LINE / bytes(products));
         let group_bytes = 64 * panels * LINE;
         let of = RowsOf { groups, lines: 64, group_bytes, tile_k, wide, products };
         let padded = wide.next_multiple_of(products.depth());
         let k_at = groups * group_bytes;
         let mut shared = vec![NOTHING; k_at + tile_k * panels * LINE];
-        let filled = |seed, row, column| if column < wide { products.value(seed, row, column) } else { 0.0 };
+        let filled = |seed, row, column| if column < wide { value(products, seed, row, column) } else { 0.0 };
         for group in 0..groups {
             let of_group = |row, column| filled(0, group * 64 + row, column);
-            products.rows(&mut shared[group * group_bytes..], 64, padded, of_group);
+            rows(products, &mut shared[group * group_bytes..], 64, padded, of_group);
         }
-        products.rows(&mut shared[k_at..], tile_k, padded, |row, column| filled(1, row, column));
+        rows(products, &mut shared[k_at..], tile_k, padded, |row, column| filled(1, row, column));
         let count = groups * tile_k / 2;
         for warp in 0..4 {
             let mut units: Vec<Registers> = (0..32u32)
@@ -177,11 +177,11 @@ fn rows_are_multiplied_with_rows() {
                     let (group, i) = (n / (tile_k / 2), n % (tile_k / 2));
                     let row = group * 64 + warp * 16 + lane / 4 + i % 4 / 2 * 8;
                     let key = i / 4 * 8 + lane % 4 * 2 + i % 2;
-                    let products = |d| of.products.value(0, row, d) * of.products.value(1, key, d);
+                    let products = |d| value(of.products, 0, row, d) * value(of.products, 1, key, d);
                     let want: f64 = (0..wide).map(products).sum();
                     let size: f64 = (0..wide).map(|d| products(d).abs()).sum();
                     let got = f32::from_bits(unit[&format!("${n}")]) as f64;
-                    assert!((got - want).abs() <= of.products.tolerance(size), "{of:?} {lane} {n}: {got}, {want}");
+                    assert!((got - want).abs() <= tolerance(of.products, size), "{of:?} {lane} {n}: {got}, {want}");
                 }
             }
         }
@@ -193,9 +193,9 @@ fn registers_are_multiplied_with_columns() {
     let shapes = [(2, 64, 128usize), (1, 32, 256), (2, 16, 72), (1, 48, 8), (1, 64, 104)];
     for (products, (groups, tile_k, columns)) in ALL.into_iter().flat_map(|of| shapes.map(|shape| (of, shape))) {
         let of = ColumnsOf { groups, tile_k, columns, products };
-        let panels = columns.div_ceil(LINE / products.bytes());
+        let panels = columns.div_ceil(LINE / bytes(products));
         let mut shared = vec![NOTHING; tile_k * panels * LINE];
-        products.rows(&mut shared, tile_k, columns, |row, column| products.value(2, row, column));
+        rows(products, &mut shared, tile_k, columns, |row, column| value(products, 2, row, column));
         // As an accumulator's registers become fragments: 16-bit ones in pairs of columns, of each eight two rows; f32 column by
         // column, of each two rows.
         let (count, depth) = (groups * columns / 2, products.depth());
@@ -209,14 +209,14 @@ fn registers_are_multiplied_with_columns() {
                 for n in 0..groups * words {
                     let (group, word) = (n / words, n % words);
                     let row = group * 16 + lane / 4 + word % 2 * 8;
-                    let value = |key| products.value(3, row, key);
+                    let value = |key| value(products, 3, row, key);
                     let mut bytes = [0; 4];
                     if depth == 16 {
                         let key = word / 2 * 8 + lane % 4 * 2;
-                        products.put(&mut bytes[..2], value(key));
-                        products.put(&mut bytes[2..], value(key + 1));
+                        put(products, &mut bytes[..2], value(key));
+                        put(products, &mut bytes[2..], value(key + 1));
                     } else {
-                        products.put(&mut bytes, value(word / 4 * 8 + lane % 4 * 2 + word % 4 / 2));
+                        put(products, &mut bytes, value(word / 4 * 8 + lane % 4 * 2 + word % 4 / 2));
                     }
                     unit.insert(format!("${}", 2 * count + n), u32::from_le_bytes(bytes));
                 }
@@ -230,11 +230,11 @@ fn registers_are_multiplied_with_columns() {
                 let (group, i) = (n / (columns / 2), n % (columns / 2));
                 let row = group * 16 + lane / 4 + i % 4 / 2 * 8;
                 let column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-                let one = |key| products.value(3, row, key) * products.value(2, key, column);
+                let one = |key| value(products, 3, row, key) * value(products, 2, key, column);
                 let want = 1000.0 + n as f64 + (0..tile_k).map(one).sum::<f64>();
                 let size = 1000.0 + n as f64 + (0..tile_k).map(|key| one(key).abs()).sum::<f64>();
                 let got = f32::from_bits(unit[&format!("${n}")]) as f64;
-                assert!((got - want).abs() <= products.tolerance(size), "{of:?} {lane} {n}: {got}, {want}");
+                assert!((got - want).abs() <= tolerance(products, size), "{of:?} {lane} {n}: {got}, {want}");
             }
         }
     }
@@ -248,7 +248,7 @@ fn nothing_that_is_not_finite_is_lost() {
         for lost in [f32::NAN.to_bits(), 0x7fff_ffff, 0xffff_ffff, f32::INFINITY.to_bits(), f32::NEG_INFINITY.to_bits()]
         {
             let mut shared = vec![NOTHING; 16 * LINE];
-            products.rows(&mut shared, 16, 8, |_, _| 1.0);
+            rows(products, &mut shared, 16, 8, |_, _| 1.0);
             let at = place(3, 0) as usize;
             shared[at..at + 4].copy_from_slice(&lost.to_le_bytes());
             let mut units: Vec<Registers> = (0..32u32)
