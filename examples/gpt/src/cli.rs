@@ -4,7 +4,7 @@ use crate::checkpoint::Checkpoint;
 use crate::compare;
 use crate::config::{Args, Config};
 use crate::data::{self, Stream, Text, rng};
-use crate::device;
+use crate::device::{self, AtRest};
 use crate::error::Error;
 use crate::files::write_atomically;
 use crate::generate::{self, Sampling, Writer};
@@ -79,6 +79,7 @@ fn train(args: &Args) -> Result<ExitCode, Error> {
     let all = device::choose_all(request.map_or("auto", String::as_str), numbers.map_or(&[], Vec::as_slice))?;
     all.iter().for_each(|found| println!("device     {found}"));
     let devices: Vec<_> = all.iter().map(|found| found.device.clone().autodiff()).collect();
+    let _at_rest = AtRest(devices.clone());
     let found = &all[0];
     let try_dtype = |config: &Config| all.iter().try_for_each(|found| probe::check(found, config.dtype));
     let (config, run, text, start) = match resumed {
@@ -158,6 +159,7 @@ fn generate(args: &generate::Args) -> Result<ExitCode, Error> {
     let found = device::choose(&args.device)?;
     eprintln!("device     {found}");
     let device = found.device.clone();
+    let _at_rest = AtRest(vec![device.clone()]);
     probe::check(&found, args.dtype)?;
     let computed_as = |config: Config| Config { attention: args.attention, dtype: args.dtype, ..config };
     let (model, config) = match &args.weights {

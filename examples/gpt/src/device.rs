@@ -45,6 +45,19 @@ impl Display for Found {
     }
 }
 
+/// Waits at its end for what devices still do, however that ends. A driver compiles on threads of its own, and a process that
+/// ends meanwhile destroys what they work with: it would die of a signal, its exit code lost.
+pub struct AtRest(pub Vec<Device>);
+
+impl Drop for AtRest {
+    fn drop(&mut self) {
+        for device in &self.0 {
+            // Whoever reads a result has been told of an error.
+            let _ = device.sync();
+        }
+    }
+}
+
 /// The device for `--device`: `auto`, or a backend's name with an optional index, as in `cuda:1`.
 ///
 /// # Errors

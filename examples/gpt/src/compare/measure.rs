@@ -6,7 +6,7 @@
 use super::memory::{Peak, peak};
 use crate::config::Config;
 use crate::data::Text;
-use crate::device;
+use crate::device::{self, AtRest};
 use crate::error::Error;
 use crate::model::Gpt;
 use crate::optimizer::AdamW;
@@ -56,6 +56,7 @@ pub fn work() -> Result<(), Error> {
         .map_err(|error| Error::Arguments(format!("{WORKER} is for compare to start, with a job: {error}")))?;
     let config = &job.config;
     let device = device::choose(&config.device)?.device.autodiff();
+    let _at_rest = AtRest(vec![device.clone()]);
     let path = config.data.as_ref().ok_or_else(|| Error::Arguments("a job has a text".to_string()))?;
     let text = Text::read(path, config.tokenizer, config.context)?;
     let answer = train(&job, &text, &device)?;

@@ -82,7 +82,7 @@ pub fn start_and_wait(mut command: Command, losses: &Path) -> Child {
     let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let begun = Instant::now();
     while fs::read_to_string(losses).map_or(0, |text| text.lines().count()) < 50 {
-        assert!(begun.elapsed() < Duration::from_secs(60), "the run does not get on");
+        assert!(begun.elapsed() < Duration::from_secs(300), "the run does not get on");
         sleep(Duration::from_millis(2));
     }
     child
