@@ -39,6 +39,37 @@ fn ways_part_and_meet() {
 }
 
 #[test]
+fn sums_carry_and_fields_are_inserted() {
+    let mut out = vec![0; 32 * 8];
+    let body = format!(
+        "{START} mul.lo.u32 %a3, %i, 0x9E3779B9; mad.lo.cc.u32 %a4, %a3, 0x85EBCA6B, 0xFFFFFFF0; madc.hi.u32 %a5, %a3, 0x85EBCA6B, 7;
+         add.cc.u32 %a6, %a3, 0x80000000; addc.u32 %a7, %i, 0;
+         mul.wide.u32 %q1, %i, 32; add.s64 %q0, %p0, %q1; st.global.v4.b32 [%q0], {{%a4, %a5, %a6, %a7}};
+         bfi.b32 %a4, %i, %a3, 4, 8; bfi.b32 %a5, %i, %a3, 30, 32; min.u16x2 %a6, %a3, 0x80004000; max.s16x2 %a7, %a3, 0x00010001;
+         st.global.v4.b32 [%q0+16], {{%a4, %a5, %a6, %a7}};"
+    );
+    run(&body, 1, 32, &mut [&mut out], 1).unwrap();
+    for (n, got) in (0u32..).zip(out.chunks_exact(8)) {
+        let a = n.wrapping_mul(0x9E37_79B9);
+        let product = u64::from(a) * 0x85EB_CA6B + 0xFFFF_FFF0 + (7 << 32);
+        let (sum, over) = a.overflowing_add(0x8000_0000);
+        let (low, high) = (a as u16, (a >> 16) as u16);
+        let pair = |low: u16, high: u16| u32::from(high) << 16 | u32::from(low);
+        let want = [
+            product as u32,
+            (product >> 32) as u32,
+            sum,
+            n + u32::from(over),
+            (n & 0xFF) << 4 | a & !0xFF0,
+            n << 30 | a & 0x3FFF_FFFF,
+            pair(low.min(0x4000), high.min(0x8000)),
+            pair((low as i16).max(1) as u16, (high as i16).max(1) as u16),
+        ];
+        assert_eq!(got, want, "{n}");
+    }
+}
+
+#[test]
 fn lanes_shuffle_and_vote() {
     let mut out = vec![0; 128];
     let body = format!(
@@ -148,19 +179,26 @@ fn a_warp_multiplies() {
     }
 }
 
-/// Fragments of 16 × 16, whose second operand lies in shared memory by its rows or its columns.
+/// Fragments of 16 × 16, of tf32 8 deep, whose second operand lies in shared memory by its rows or its columns.
 #[test]
 fn a_warp_multiplies_fragments() {
     for (layout, by_columns) in [("row", false), ("col", true)] {
-        for (ty, registers, product) in [("bf16", 4, "f32.bf16.bf16.f32"), ("f16", 8, "f32.f32")] {
+        let products =
+            [("bf16", 4, "f32.bf16.bf16.f32", 16), ("f16", 8, "f32.f32", 16), ("tf32", 4, "f32.tf32.tf32.f32", 8)];
+        for (ty, registers, product, depth) in products {
             let bits = |x: f32| if ty == "bf16" { bf16(x) } else { u32::from(f16(x)) };
-            // Two matrices one after the other, of 32 bytes a row.
+            // Two matrices one after the other, of 32 bytes a row; the second one of tf32 has rows of 64 bytes.
             let mut input: Vec<u32> = (0..2 * 16 * 8)
-                .map(|word| {
-                    let (row, column) = (word / 8, word % 8 * 2);
-                    bits(small(row, column)) | bits(small(row, column + 1)) << 16
+                .map(|word| match ty {
+                    "tf32" if word < 128 || by_columns => small(word / 8, word % 8).to_bits(),
+                    "tf32" => small(8 + word / 16, word % 16).to_bits(),
+                    _ => {
+                        let (row, column) = (word / 8, word % 8 * 2);
+                        bits(small(row, column)) | bits(small(row, column + 1)) << 16
+                    }
                 })
                 .collect();
+            let along = if by_columns { depth } else { 16 };
             let mut out = vec![0; 256];
             let names = |prefix: &str, count: usize| {
                 (0..count).map(|nth| format!("{prefix}{nth}")).collect::<Vec<_>>().join(", ")
@@ -173,10 +211,10 @@ fn a_warp_multiplies_fragments() {
                  fill: shl.b32 %a5, %i, 2; mad.lo.u32 %a5, %a4, 128, %a5; cvt.u64.u32 %q0, %a5; add.s64 %q0, %p0, %q0;
                  ld.global.u32 %a6, [%q0]; add.u32 %a5, %a5, %a3; st.shared.u32 [%a5], %a6;
                  add.u32 %a4, %a4, 1; setp.lt.u32 %c0, %a4, 8; @%c0 bra fill; bar.warp.sync -1;
-                 wmma.load.a.sync.aligned.row.m16n16k16.shared.{ty} {{{a}}}, [%a3], 16;
-                 wmma.load.b.sync.aligned.{layout}.m16n16k16.shared.{ty} {{{b}}}, [%a3+512], 16;
-                 wmma.mma.sync.aligned.row.{layout}.m16n16k16.{product} {{{sums}}}, {{{a}}}, {{{b}}}, {{{sums}}};
-                 wmma.store.d.sync.aligned.row.m16n16k16.shared.f32 [%a3+1024], {{{sums}}}, 16;
+                 wmma.load.a.sync.aligned.row.m16n16k{depth}.shared.{ty} {{{a}}}, [%a3], {depth};
+                 wmma.load.b.sync.aligned.{layout}.m16n16k{depth}.shared.{ty} {{{b}}}, [%a3+512], {along};
+                 wmma.mma.sync.aligned.row.{layout}.m16n16k{depth}.{product} {{{sums}}}, {{{a}}}, {{{b}}}, {{{sums}}};
+                 wmma.store.d.sync.aligned.row.m16n16k{depth}.shared.f32 [%a3+1024], {{{sums}}}, 16;
                  mov.u32 %a4, 0;
                  copy: shl.b32 %a5, %i, 2; mad.lo.u32 %a5, %a4, 128, %a5; cvt.u64.u32 %q0, %a5; add.s64 %q0, %p1, %q0;
                  add.u32 %a5, %a5, %a3; ld.shared.u32 %a6, [%a5+1024]; st.global.u32 [%q0], %a6;
@@ -186,7 +224,7 @@ fn a_warp_multiplies_fragments() {
             for (n, got) in out.iter().enumerate() {
                 let (row, column) = (n / 16, n % 16);
                 let second = |k: usize| if by_columns { small(16 + column, k) } else { small(16 + k, column) };
-                let want = (0..16).fold(1.0, |sum, k| sum + small(row, k) * second(k));
+                let want = (0..depth).fold(1.0, |sum, k| sum + small(row, k) * second(k));
                 assert_eq!(f32::from_bits(*got), want, "{row} {column} {layout} {ty}");
             }
         }

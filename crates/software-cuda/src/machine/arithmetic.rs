@@ -232,6 +232,13 @@ macro_rules! integers {
     };
 }
 
+/// Of two integers in a register, each.
+fn pairs(f: impl Fn(u16, u16) -> u16 + Copy) -> Alu {
+    lanes2(move |a: u32, b: u32| {
+        u32::from(f(a as u16, b as u16)) | u32::from(f((a >> 16) as u16, (b >> 16) as u16)) << 16
+    })
+}
+
 fn of_integers(name: &str, ty: &str, has: &impl Fn(&str) -> bool) -> Option<Alu> {
     if has("wide") {
         return Some(match (name, ty) {
@@ -269,6 +276,11 @@ fn of_integers(name: &str, ty: &str, has: &impl Fn(&str) -> bool) -> Option<Alu>
         ("mul24", "u32") => lanes2(|a: u32, b: u32| (a & 0xFF_FFFF).wrapping_mul(b & 0xFF_FFFF)),
         ("sad", "u32") => lanes3(|a: u32, b: u32, c: u32| a.abs_diff(b).wrapping_add(c)),
         ("dp4a", _) => return None,
+        ("min", "u16x2") => pairs(|a, b| a.min(b)),
+        ("max", "u16x2") => pairs(|a, b| a.max(b)),
+        ("min", "s16x2") => pairs(|a, b| (a as i16).min(b as i16) as u16),
+        ("max", "s16x2") => pairs(|a, b| (a as i16).max(b as i16) as u16),
+        ("add", "u16x2" | "s16x2") => pairs(u16::wrapping_add),
         (_, "u16") => integers!(name, has, u16, u16, u32, 16),
         (_, "s16") => integers!(name, has, i16, u16, i32, 16),
         (_, "u32") => integers!(name, has, u32, u32, u64, 32),

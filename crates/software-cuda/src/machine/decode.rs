@@ -5,7 +5,7 @@ mod products;
 
 use super::SHARED_START;
 use super::arithmetic::{arithmetic, comparison};
-use super::lanes::{Alu, lanes1, lanes2};
+use super::lanes::{Alu, lanes1, lanes2, lanes3};
 use super::operands::{Operands, operands};
 use super::program::*;
 use crate::error::Error;
@@ -53,6 +53,7 @@ pub fn decode(function: &Function, shared: &[Variable], globals: &HashMap<String
         lines: words + 2 * longs,
         constants: HashMap::new(),
         specials: HashMap::new(),
+        carry: None,
         statement: &function.statements,
         at: 0,
     };
@@ -91,6 +92,8 @@ struct Decoder<'a> {
     lines: usize,
     constants: HashMap<(u64, bool), Slot>,
     specials: HashMap<Special, Slot>,
+    /// The carry of those instructions that have one, as a register.
+    carry: Option<Slot>,
     statement: &'a [Statement],
     at: usize,
 }
@@ -118,6 +121,37 @@ impl<'a> Decoder<'a> {
             self.lines += 1 + usize::from(matches!(special, Special::Parameter(_)));
         }
         slot
+    }
+
+    /// A sum whose carry goes on to the next, or that comes of it; of a product's low or high half, too.
+    fn carry(&mut self, parts: &[&str], ops: &[Operand]) -> Result<Op, Error> {
+        let next = self.lines as Slot;
+        let carry = *self.carry.get_or_insert(next);
+        if carry == next {
+            self.lines += 1;
+        }
+        let (product, rest) = match parts[0] {
+            "mad" | "madc" => (parts.get(1).copied().unwrap_or_default(), &parts[2..]),
+            _ => ("lo", &parts[1..]),
+        };
+        let takes = parts[0].ends_with('c');
+        let high = match product {
+            "lo" => false,
+            "hi" => true,
+            _ => return self.refuse("neither half of a product"),
+        };
+        let gives = match rest {
+            ["cc", "u32"] => true,
+            ["u32"] if takes => false,
+            _ => return self.refuse("a carry of another type"),
+        };
+        let [to, a, b, c] = match (parts[0], ops) {
+            ("mad" | "madc", [to, a, b, c]) => [to, a, b, c],
+            ("add" | "addc", [to, a, c]) => [to, a, &Operand::Immediate(1), c],
+            _ => return self.refuse("another number of operands"),
+        };
+        let from = [self.source(a, false)?, self.source(b, false)?, self.source(c, false)?];
+        Ok(Op::Carry { to: self.target(to, false)?, from, carry, high, takes, gives })
     }
 
     /// The register as a place.
@@ -338,6 +372,22 @@ impl<'a> Decoder<'a> {
                 let from = [self.source(&ops[1], false)?, self.source(&ops[2], false)?, self.source(&ops[3], false)?];
                 Ok(Op::Lookup(self.target(&ops[0], false)?, from, table as u8))
             }
+            "bfi" if ty == "b32" => {
+                arity(5)?;
+                let (Operand::Immediate(at), Operand::Immediate(length)) = (&ops[3], &ops[4]) else {
+                    return self.refuse("a field that registers tell");
+                };
+                // A function of three registers: the third one holds both numbers.
+                let field = self.constant(at & 255 | (length & 255) << 8, false);
+                let insert = lanes3(|a: u32, b: u32, field: u32| {
+                    let (at, length) = (field & 255, field >> 8);
+                    let bits = if at > 31 || length == 0 { 0 } else { !0 >> (32 - length.min(32)) << at };
+                    a.checked_shl(at).unwrap_or(0) & bits | b & !bits
+                });
+                let (to, a, b) =
+                    (self.target(&ops[0], false)?, self.source(&ops[1], false)?, self.source(&ops[2], false)?);
+                Ok(Op::Alu(insert, to, [a, b, field]))
+            }
             "cvta" => {
                 arity(2)?;
                 // Windows of the generic space: shared and local memory each have one, the rest is as it is.
@@ -479,6 +529,8 @@ impl<'a> Decoder<'a> {
             "mma" => self.mma(&parts, ops),
             "wgmma" => self.wgmma(&parts, ops),
             "wmma" => self.wmma(&parts, ops),
+            "addc" | "madc" => self.carry(&parts, ops),
+            "add" | "mad" if has("cc") => self.carry(&parts, ops),
             _ => match arithmetic(&parts) {
                 Some(alu) => self.alu(alu, ops),
                 None => self.refuse("there is no such arithmetic here"),

@@ -1,26 +1,35 @@
 //! `wmma`: products of a warp whose fragments lie in registers as nobody but these instructions knows. Here they lie as those of
-//! `mma.m16n8k16` do, the second operand and the result as two of them, side by side. f16 has twice the registers that takes; the
-//! others are 0.
+//! `mma.m16n8k16` do, those of tf32 as those of `mma.m16n8k8`, the second operand and the result as two of them, side by side. f16 has
+//! twice the registers that takes; the others are 0.
 
 use super::block::{Block, Failure};
 use super::lanes::LANES;
 use super::program::Fragment;
 use crate::error::Kind;
 
-/// Rows and columns of all matrices.
-pub const SIDE: usize = 16;
+/// Rows and columns of all matrices but for the depth.
+const SIDE: usize = 16;
 
-/// The register, the lane and the half of it that an element lies in.
-pub fn place(fragment: Fragment, row: usize, column: usize) -> (usize, usize, usize) {
+/// Rows and columns of a fragment whose elements have that size: the depth of tf32 is 8, that of half precision 16.
+fn shape(fragment: Fragment, size: usize) -> [usize; 2] {
     match fragment {
-        Fragment::A => (column / 8 * 2 + row / 8, 4 * (row % 8) + column % 8 / 2, column % 2),
+        Fragment::A => [SIDE, 32 / size],
+        Fragment::B => [32 / size, SIDE],
+        Fragment::Sums => [SIDE, SIDE],
+    }
+}
+
+/// The register, the lane and the part of it that an element lies in. A register of an operand holds `each` elements along the depth.
+fn place(fragment: Fragment, each: usize, row: usize, column: usize) -> (usize, usize, usize) {
+    match fragment {
+        Fragment::A => (column / (4 * each) * 2 + row / 8, 4 * (row % 8) + column % (4 * each) / each, column % each),
         // Rows are the depth.
-        Fragment::B => (column / 8 * 2 + row / 8, 4 * (column % 8) + row % 8 / 2, row % 2),
+        Fragment::B => (column / 8 * 2 + row / (4 * each), 4 * (column % 8) + row % (4 * each) / each, row % each),
         Fragment::Sums => (column / 8 * 4 + row / 8 * 2 + column % 2, 4 * (row % 8) + column % 8 / 2, 0),
     }
 }
 
-/// What lies in shared memory from an address on, a line of 16 elements every `stride` bytes.
+/// What lies in shared memory from an address on, a line of elements every `stride` bytes.
 pub struct Lines {
     /// The first.
     pub at: u64,
@@ -44,24 +53,26 @@ pub fn load(
     count: usize,
 ) -> Result<Loaded, Failure> {
     let (mut registers, mut lost, mut why) = (vec![[0; LANES]; count], vec![0; count], None);
-    for line in 0..SIDE {
+    let [rows, columns] = shape(fragment, lines.size);
+    let (many, long) = if lines.columns { (columns, rows) } else { (rows, columns) };
+    for line in 0..many {
         let at = lines.at + line as u64 * lines.stride;
         check(at, lines)?;
-        let pointer = block.shared(at, SIDE * lines.size)?;
-        let failure = block.order.read(warp, at as usize, SIDE * lines.size).err();
+        let pointer = block.shared(at, long * lines.size)?;
+        let failure = block.order.read(warp, at as usize, long * lines.size).err();
         let bad = failure.is_some();
         match failure {
             Some(failure) if failure.0 == Kind::Uninitialised => why = Some(failure),
             Some(failure) => return Err(failure),
             None => {}
         }
-        for nth in 0..SIDE {
+        for nth in 0..long {
             let (row, column) = if lines.columns { (nth, line) } else { (line, nth) };
-            let (register, lane, half) = place(fragment, row, column);
+            let (register, lane, part) = place(fragment, 4 / lines.size, row, column);
             // SAFETY: the line was found to be there.
             registers[register][lane] |= unsafe {
                 match lines.size {
-                    2 => u32::from(pointer.cast::<u16>().add(nth).read_unaligned()) << (16 * half),
+                    2 => u32::from(pointer.cast::<u16>().add(nth).read_unaligned()) << (16 * part),
                     _ => pointer.cast::<u32>().add(nth).read_unaligned(),
                 }
             };
@@ -88,7 +99,7 @@ pub fn store(
         block.order.write(warp, at as usize, SIDE * lines.size, text_line)?;
         for nth in 0..SIDE {
             let (row, column) = if lines.columns { (nth, line) } else { (line, nth) };
-            let (register, lane, _) = place(Fragment::Sums, row, column);
+            let (register, lane, _) = place(Fragment::Sums, 1, row, column);
             // SAFETY: the line was found to be there.
             unsafe { pointer.cast::<u32>().add(nth).write_unaligned(registers[register][lane]) };
             if lost[register] >> lane & 1 != 0 {

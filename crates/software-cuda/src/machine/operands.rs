@@ -60,6 +60,16 @@ pub fn operands(op: &Op) -> Operands {
             lists.write(*to, false);
             from.iter().for_each(|slot| lists.read(*slot, false));
         }
+        Op::Carry { to, from, carry, takes, gives, .. } => {
+            lists.write(*to, false);
+            from.iter().for_each(|slot| lists.read(*slot, false));
+            if *takes {
+                lists.read(*carry, false);
+            }
+            if *gives {
+                lists.write(*carry, false);
+            }
+        }
         Op::Select(to, from, _) => {
             lists.place_written(to);
             from.iter().for_each(|slot| lists.read(*slot, to.wide));

@@ -256,6 +256,8 @@ pub enum Op {
     Compare(Compare, u32, Option<u32>, [Slot; 2], Option<(Logic, Predicate)>),
     /// `lop3`: three registers' bits, looked up in a table.
     Lookup(Slot, [Slot; 3], u8),
+    /// `a · b + c` of words, of the product the low half or the high one, with a carry that comes in or goes on.
+    Carry { to: Slot, from: [Slot; 3], carry: Slot, high: bool, takes: bool, gives: bool },
     /// Logic of predicates.
     Logic(Logic, u32, [Predicate; 2]),
     /// A choice.

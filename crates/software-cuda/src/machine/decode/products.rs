@@ -33,7 +33,7 @@ impl Decoder<'_> {
             _ => self.refuse("an unknown layout"),
         };
         match (parts, ops) {
-            (["wmma", "load", which, "sync", "aligned", layout, "m16n16k16", rest @ ..], [to, at, stride]) => {
+            (["wmma", "load", which, "sync", "aligned", layout, shape, rest @ ..], [to, at, stride]) => {
                 let columns = columns(layout)?;
                 let fragment = match *which {
                     "a" => Fragment::A,
@@ -41,18 +41,21 @@ impl Decoder<'_> {
                     _ => Fragment::Sums,
                 };
                 let ty = rest.last().copied().unwrap_or_default();
-                let (to, size) = (self.targets(to)?, self.size(ty)?);
-                let fits = match fragment {
-                    Fragment::Sums => ty == "f32" && to.len() == 8,
-                    _ => ty == "bf16" && to.len() == 4 || ty == "f16" && to.len() == 8,
+                let to = self.targets(to)?;
+                let size = match (fragment, *shape, ty, to.len()) {
+                    (Fragment::Sums, "m16n16k16" | "m16n16k8", "f32", 8) => 4,
+                    (Fragment::A | Fragment::B, "m16n16k8", "tf32", 4) => 4,
+                    (Fragment::A | Fragment::B, "m16n16k16", "bf16", 4) => 2,
+                    (Fragment::A | Fragment::B, "m16n16k16", "f16", 8) => 2,
+                    _ => return self.refuse("an unknown fragment"),
                 };
-                if !fits {
-                    return self.refuse("an unknown fragment");
-                }
                 let (at, stride) = (self.address(at, self.space(parts)?)?, self.source(stride, false)?);
                 Ok(Op::LoadFragment { fragment, to, at, stride, size, columns })
             }
-            (["wmma", "store", "d", "sync", "aligned", layout, "m16n16k16", .., "f32"], [at, from, stride]) => {
+            (
+                ["wmma", "store", "d", "sync", "aligned", layout, "m16n16k16" | "m16n16k8", .., "f32"],
+                [at, from, stride],
+            ) => {
                 let columns = columns(layout)?;
                 let from = self.sources(from)?;
                 if from.len() != 8 {
@@ -61,10 +64,11 @@ impl Decoder<'_> {
                 let (at, stride) = (self.address(at, self.space(parts)?)?, self.source(stride, false)?);
                 Ok(Op::StoreFragment { from, at, stride, columns })
             }
-            (["wmma", "mma", "sync", "aligned", _, _, "m16n16k16", "f32", rest @ ..], [d, a, b, c]) => {
-                let element = match rest {
-                    ["f32"] | ["f16", "f16", "f32"] => Element::F16,
-                    ["bf16", "bf16", "f32"] => Element::Bf16,
+            (["wmma", "mma", "sync", "aligned", _, _, shape, "f32", rest @ ..], [d, a, b, c]) => {
+                let (element, depth) = match (*shape, rest) {
+                    ("m16n16k16", ["f32"] | ["f16", "f16", "f32"]) => (Element::F16, 16),
+                    ("m16n16k16", ["bf16", "bf16", "f32"]) => (Element::Bf16, 16),
+                    ("m16n16k8", ["tf32", "tf32", "f32"]) => (Element::Tf32, 8),
                     _ => return self.refuse("an unknown product"),
                 };
                 let (d, a, b, c) = (self.targets(d)?, self.sources(a)?, self.sources(b)?, self.sources(c)?);
@@ -73,7 +77,7 @@ impl Decoder<'_> {
                 }
                 let of = |half: usize| Mma {
                     element,
-                    depth: 16,
+                    depth,
                     d: std::array::from_fn(|nth| d[4 * half + nth]),
                     a: a[..4].into(),
                     b: b[2 * half..2 * half + 2].into(),

@@ -237,6 +237,19 @@ impl Warp {
                     }
                 }
             }
+            Op::Carry { to, from, carry, high, takes, gives } => {
+                let [a, b, c] = from.map(|slot| self.lines[slot as usize].0.map(u64::from));
+                let carried = self.lines[*carry as usize].0;
+                let sums: [u64; LANES] = std::array::from_fn(|lane| {
+                    let product = a[lane] * b[lane];
+                    let half = if *high { product >> 32 } else { product & 0xFFFF_FFFF };
+                    half + c[lane] + if *takes { u64::from(carried[lane]) } else { 0 }
+                });
+                self.blend(*to, &sums.map(|sum| sum as u32), active);
+                if *gives {
+                    self.blend(*carry, &sums.map(|sum| (sum >> 32) as u32), active);
+                }
+            }
             Op::Mma(mma) => {
                 self.aligned(active, "`mma`")?;
                 self.mma(mma);
