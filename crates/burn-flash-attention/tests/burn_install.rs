@@ -38,8 +38,8 @@ fn close(target: &Target, what: &str, got: Tensor<4>, want: Tensor<4>) {
     eprintln!("{what}");
     // Gradients near zero are differences of large terms: their error is that of the largest.
     let scale = want.clone().abs().max().into_scalar::<f32>().max(1.0);
-    // Through CUDA Burn's products round to tf32, and the gradients here are sums of several such.
-    let absolute = if target.name == "cuda" { 3e-2 } else { 1e-5 * scale };
+    // Through CUDA Burn's products round their factors to tf32, by 2^-11, and the gradients here are sums of several such.
+    let absolute = if target.name == "cuda" { (3e-3 * scale).max(3e-2) } else { 1e-5 * scale };
     got.into_data().assert_approx_eq::<f32>(&want.into_data(), Tolerance::absolute(absolute));
 }
 
