@@ -45,14 +45,14 @@ impl Display for Found {
     }
 }
 
-/// Waits at its end for what devices still do, however that ends. A driver compiles on threads of its own, and a process that
-/// ends meanwhile destroys what they work with: it would die of a signal, its exit code lost.
+/// Waits, when it is dropped, until the devices have finished what is queued on them. Mesa compiles pipelines on threads of its own; a
+/// process that exits meanwhile dies of SIGSEGV, and its exit code is lost.
 pub struct AtRest(pub Vec<Device>);
 
 impl Drop for AtRest {
     fn drop(&mut self) {
         for device in &self.0 {
-            // Whoever reads a result has been told of an error.
+            // An error has been reported where a result was read.
             let _ = device.sync();
         }
     }

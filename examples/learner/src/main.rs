@@ -20,7 +20,7 @@ use burn_train::{Learner, SupervisedTraining};
 use clap::Parser;
 use gpt::config::{Args, Config};
 use gpt::data::{Text, own_sources};
-use gpt::device::{self, Found};
+use gpt::device::{self, AtRest, Found};
 use gpt::error::{CheckpointProblem, Error as GptError, in_one_line};
 use gpt::files::write_atomically;
 use gpt::model::{Gpt, attention_plan};
@@ -98,6 +98,7 @@ fn train(cli: &Cli) -> Result<(), Box<dyn Error>> {
     // From here on it is burn-train. A run that goes on has other windows and other dropout than before.
     let seed = u64::from(config.seed) + begun as u64;
     let device = found.device.autodiff();
+    let _at_rest = AtRest(vec![device.clone()]);
     device.seed(seed);
     let model = LanguageModel::new(Gpt::new(&config, &device));
     let learner = Learner::new(model, optimizer(&config), schedule(&config)?);

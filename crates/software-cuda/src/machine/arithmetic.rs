@@ -57,12 +57,17 @@ fn halves1<H: Half + 'static>(packed: bool, f: impl Fn(f32) -> f32 + Copy) -> Al
     }
 }
 
+/// A function of two 16-bit operands, applied to both halves of a register.
+fn pairs(f: impl Fn(u16, u16) -> u16 + Copy) -> Alu {
+    lanes2(move |a: u32, b: u32| {
+        u32::from(f(a as u16, b as u16)) | u32::from(f((a >> 16) as u16, (b >> 16) as u16)) << 16
+    })
+}
+
 fn halves2<H: Half + 'static>(packed: bool, f: impl Fn(f32, f32) -> f32 + Copy) -> Alu {
     let one = move |a: u16, b: u16| H::to(f(H::from(a), H::from(b)));
     match packed {
-        true => lanes2(move |a: u32, b: u32| {
-            u32::from(one(a as u16, b as u16)) | u32::from(one((a >> 16) as u16, (b >> 16) as u16)) << 16
-        }),
+        true => pairs(one),
         false => lanes2(one),
     }
 }
@@ -230,13 +235,6 @@ macro_rules! integers {
             _ => return None,
         }
     };
-}
-
-/// Of two integers in a register, each.
-fn pairs(f: impl Fn(u16, u16) -> u16 + Copy) -> Alu {
-    lanes2(move |a: u32, b: u32| {
-        u32::from(f(a as u16, b as u16)) | u32::from(f((a >> 16) as u16, (b >> 16) as u16)) << 16
-    })
 }
 
 fn of_integers(name: &str, ty: &str, has: &impl Fn(&str) -> bool) -> Option<Alu> {
