@@ -88,18 +88,18 @@ pub enum Error {
         /// What there is.
         known: String,
     },
-    /// A README whose tables cannot be found.
+    /// A document whose tables cannot be found.
     #[error("{}: {why}", file.display())]
     Markers {
-        /// The README.
+        /// The document.
         file: PathBuf,
         /// What is wrong with its markers.
         why: String,
     },
-    /// A README whose tables differ from the results.
+    /// A document whose tables differ from the results.
     #[error("{} is not current: its tables differ from the results, write them anew", file.display())]
     NotCurrent {
-        /// The README.
+        /// The document.
         file: PathBuf,
     },
     /// A file of results with a line that cannot be understood.

@@ -16,7 +16,7 @@
 //! memory           what each takes beyond its inputs, beside what it must hold
 //! sweep            every tile shape, and what the profiler sees
 //! tune             ways to plan Hopper's forward
-//! report           results as a page and as the README's tables
+//! report           results as a page of charts, and as the tables and charts of documents
 //! ```
 
 pub mod case;
@@ -103,9 +103,9 @@ enum Command {
         check: bool,
     },
     /// Writes tables of results between their markers in a document.
-    Readme {
+    Tables {
         /// The document.
-        #[arg(default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md"))]
+        #[arg(default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/benchmark.md"))]
         document: PathBuf,
         /// Where results are kept.
         #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/results"))]
@@ -143,7 +143,7 @@ pub fn main() {
         Some(Command::Pictures { directory, documents, check }) => {
             report::pictures(&directory, &documents, check).map(say)
         }
-        Some(Command::Readme { document, directory, check }) => report::readme(&directory, &document, check),
+        Some(Command::Tables { document, directory, check }) => report::write_tables(&directory, &document, check),
         Some(Command::Worker) => worker::run(),
     };
     if let Err(error) = result {

@@ -97,8 +97,7 @@ fn choose(only: &[String]) -> Result<Vec<Step>, Error> {
     if let Some(unknown) = only.iter().find(|only| !names.contains(&only.as_str())) {
         return Err(Error::NotPublished { name: unknown.clone(), known: names.join(", ") });
     }
-    // On software devices only on request.
-    let shown = |step: &Step| built_for(step.device) && step.name != TRIAL && step.name != "quick-wgpu";
+    let shown = |step: &Step| built_for(step.device) && step.name != TRIAL;
     steps.retain(|step| if only.is_empty() { shown(step) } else { only.iter().any(|only| only == step.name) });
     Ok(steps)
 }

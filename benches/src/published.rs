@@ -48,7 +48,7 @@ pub(crate) struct Picture {
 }
 
 /// All charts of documents that are drawn from results.
-pub(crate) const PICTURES: [Picture; 6] = [
+pub(crate) const PICTURES: [Picture; 3] = [
     Picture {
         document: "h200.svg",
         results: "h200-cuda",
@@ -62,24 +62,6 @@ pub(crate) const PICTURES: [Picture; 6] = [
         stale: false,
     },
     Picture { document: "memory.svg", results: "lengths-cuda", picture: "f32-1-8-s-64-causal-peak.svg", stale: false },
-    Picture {
-        document: "tiles.svg",
-        results: "sweep-cuda",
-        picture: "f32-1-16-4096-64-causal-tiles.svg",
-        stale: false,
-    },
-    Picture {
-        document: "tiles-128.svg",
-        results: "sweep-cuda",
-        picture: "f32-1-16-4096-128-causal-tiles.svg",
-        stale: false,
-    },
-    Picture {
-        document: "traffic.svg",
-        results: "sweep-cuda",
-        picture: "f32-1-16-s-64-causal-sequence-4096-moved.svg",
-        stale: false,
-    },
 ];
 
 const FORWARD: &[Pass] = &[Pass::Forward];
@@ -115,7 +97,7 @@ fn shown_variant(case: &Case) -> bool {
     }
 }
 
-/// Everything, the README's first.
+/// Everything, the main table first.
 pub(crate) fn steps() -> Vec<Step> {
     use DeviceName::{Cuda, Vulkan, Wgpu};
     let time = |name, device, work| Step { name, device, what: What::Time(work) };
@@ -211,7 +193,6 @@ pub(crate) fn steps() -> Vec<Step> {
         },
         time("modest-vulkan", Vulkan, work(Set::Modest, all, &[Ours, Burn, Products], PARTS)),
         time("single-wgpu", Wgpu, work(Set::Single, all, &[Ours], PARTS)),
-        time("quick-wgpu", Wgpu, work(Set::Quick, all, &[Ours, Burn, Composed], PARTS)),
         // Shown nowhere: a trial of the command itself, on any machine.
         time(TRIAL, Wgpu, work(Set::Tiny, all, &[Ours], FORWARD)),
     ]
@@ -230,14 +211,12 @@ mod tests {
     fn documents_show_nothing_else() {
         let names: BTreeSet<&str> = steps().iter().map(|step| step.name).collect();
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let text = std::fs::read_to_string(root.join("docs/benchmark.md")).unwrap();
         let mut shown = 0;
-        for document in ["README.md", "docs/benchmark.md"] {
-            let text = std::fs::read_to_string(root.join(document)).unwrap();
-            for marker in text.split("<!-- results:").skip(1) {
-                let name = marker.split(' ').next().unwrap();
-                assert!(names.contains(name), "{document} shows {name}, which nothing measures");
-                shown += 1;
-            }
+        for marker in text.split("<!-- results:").skip(1) {
+            let name = marker.split(' ').next().unwrap();
+            assert!(names.contains(name), "docs/benchmark.md shows {name}, which nothing measures");
+            shown += 1;
         }
         assert!(shown > 5);
         for picture in &PICTURES {

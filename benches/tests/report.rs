@@ -34,7 +34,7 @@ impl Place {
     }
 
     fn readme(&self, check: bool) -> Result<(), String> {
-        report::readme(self.0.path(), &self.path("README.md"), check).map_err(|error| error.to_string())
+        report::write_tables(self.0.path(), &self.path("README.md"), check).map_err(|error| error.to_string())
     }
 
     fn readme_text(&self) -> String {

@@ -1,4 +1,4 @@
-//! The report: a page of charts and tables from the files of results, and the tables of the README.
+//! The report: a page of charts and tables from the files of results, and the tables of documents.
 
 mod bars;
 mod commits;
@@ -8,9 +8,9 @@ mod lines;
 mod model;
 mod page;
 mod pictures;
-mod readme;
 mod studies;
 mod svg;
+mod tables;
 
 use crate::error::Error;
 use model::{Results, Roofs};
@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 
 pub use commits::{Allow, Commits};
 pub use pictures::pictures;
-pub use readme::readme;
+pub use tables::write_tables;
 
 /// Writes the page of these results (all in the directory, if none is named), and the charts that may stand alone as
 /// files of their own. Gives the files written.

@@ -62,3 +62,8 @@ pub use module::{
 pub use options::FlashAttentionOptions;
 pub use plan::{AttentionPlan, HostPlan};
 pub use slopes::AlibiSlopes;
+
+/// The examples of the page for users of PyTorch.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/coming-from-pytorch.md")]
+struct ComingFromPyTorch;

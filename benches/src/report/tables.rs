@@ -1,4 +1,4 @@
-//! The tables of the README, kept current by a test.
+//! The tables of documents, kept current by a test.
 
 use super::commits::{Allow, Commits};
 use super::model::{Machine, OURS, PRODUCTS, Problem, Results, by_who, distinct, passes};
@@ -22,9 +22,9 @@ const STALE: &str = " stale";
 ///
 /// Of a table whose rows of ours are not of one clean commit, unless its marker is `<!-- results:NAME stale -->`, and of one with
 /// such a marker whose rows are.
-pub fn readme(directory: &Path, readme: &Path, check: bool) -> Result<(), Error> {
-    let old = fs::read_to_string(readme).map_err(|source| Error::io(readme, source))?;
-    let markers = |why: String| Error::Markers { file: readme.into(), why };
+pub fn write_tables(directory: &Path, document: &Path, check: bool) -> Result<(), Error> {
+    let old = fs::read_to_string(document).map_err(|source| Error::io(document, source))?;
+    let markers = |why: String| Error::Markers { file: document.into(), why };
     let (mut new, mut rest) = (String::new(), old.as_str());
     while let Some(start) = rest.find(OPEN) {
         let (before, after) = rest.split_at(start);
@@ -45,8 +45,8 @@ pub fn readme(directory: &Path, readme: &Path, check: bool) -> Result<(), Error>
     new += rest;
     match new == old {
         true => Ok(()),
-        false if check => Err(Error::NotCurrent { file: readme.into() }),
-        false => fs::write(readme, new).map_err(|source| Error::io(readme, source)),
+        false if check => Err(Error::NotCurrent { file: document.into() }),
+        false => fs::write(document, new).map_err(|source| Error::io(document, source)),
     }
 }
 
