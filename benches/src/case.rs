@@ -257,7 +257,7 @@ impl Case {
             let all = (self.seq_q * self.seq_k).max(1) as f64;
             return Ok(pass.flops(&problem) * self.pairs_of(&states) as f64 / all);
         }
-        if !problem.is_ragged() {
+        if !problem.is_varlen() {
             return Ok(pass.flops(&problem));
         }
         let alone = |len: usize| {

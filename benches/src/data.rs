@@ -119,7 +119,7 @@ impl Data {
             (0..case.batch).flat_map(|b| (0..case.seq_k).map(move |j| hides(b, j))).collect()
         });
         let lens = case.sequences();
-        let sequences = problem.is_ragged().then(|| match problem.cu_seqlens {
+        let sequences = problem.is_varlen().then(|| match problem.cu_seqlens {
             Some(_) => (0..lens.len() + 1).map(|n| lens[..n].iter().sum::<usize>() as u32).collect(),
             None => lens.iter().map(|len| *len as u32).collect(),
         });

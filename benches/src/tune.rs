@@ -43,7 +43,7 @@ pub struct Options {
     ways: Vec<String>,
 }
 
-/// Tiles, heads of a section, parts of the keys.
+/// Tiles, heads of a head group, splits of the keys.
 #[derive(Clone, Copy, Debug)]
 enum Way {
     Hopper(HopperTile, usize, usize),
@@ -53,12 +53,19 @@ enum Way {
 impl fmt::Display for Way {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            Way::Hopper(HopperTile { teams, warpgroups, tile_k, stages, turns, loader }, section, parts) => {
-                let (turns, loader) = (turns as u8, loader as u8);
-                write!(f, "{teams}/{warpgroups}/{tile_k}/{stages}/{turns}/{loader}/{section}/{parts}")
+            Way::Hopper(
+                HopperTile { consumer_groups, warpgroups, tile_k, stages, ping_pong, producer_warp },
+                head_group,
+                num_splits,
+            ) => {
+                let (ping_pong, producer_warp) = (ping_pong as u8, producer_warp as u8);
+                write!(
+                    f,
+                    "{consumer_groups}/{warpgroups}/{tile_k}/{stages}/{ping_pong}/{producer_warp}/{head_group}/{num_splits}"
+                )
             }
-            Way::Mma(MmaTile { warpgroups, groups, tile_k }, section) => {
-                write!(f, "{warpgroups}/{groups}/{tile_k}/{section}")
+            Way::Mma(MmaTile { warpgroups, groups, tile_k }, head_group) => {
+                write!(f, "{warpgroups}/{groups}/{tile_k}/{head_group}")
             }
         }
     }
@@ -77,31 +84,31 @@ struct Launches<'a> {
 
 impl Work for Launches<'_> {
     fn call(&mut self, _: usize) -> Result<(), Error> {
-        let (tile, section, parts) = match self.way {
-            Way::Hopper(tile, section, parts) => (tile, section, parts),
-            Way::Mma(tile, section) if self.part == Part::Forward => {
-                return self.tensors.forward(self.client, &self.problem, MmaForward { tile, section });
+        let (tile, head_group, num_splits) = match self.way {
+            Way::Hopper(tile, head_group, num_splits) => (tile, head_group, num_splits),
+            Way::Mma(tile, head_group) if self.part == Part::Forward => {
+                return self.tensors.forward(self.client, &self.problem, MmaForward { tile, head_group });
             }
-            Way::Mma(tile, section) => {
-                let gradient = Gradient::Mma(MmaGradient { tile, section });
+            Way::Mma(tile, head_group) => {
+                let gradient = Gradient::Mma(MmaGradient { tile, head_group });
                 let dv = self.backward.dv.map(|_| gradient);
                 let tiles = BackwardTiles { dq: gradient, dkdv: gradient, dv, ..self.backward };
                 return self.tensors.backward(self.client, &self.problem, &self.part.wanted(self.tensors), tiles);
             }
         };
         if self.part == Part::Forward {
-            return self.tensors.forward(self.client, &self.problem, HopperForward { tile, section, parts });
+            return self.tensors.forward(self.client, &self.problem, HopperForward { tile, head_group, num_splits });
         }
         if self.part == Part::Dbias {
-            let HopperTile { teams: row_stages, tile_k, stages, .. } = tile;
-            let dbias = BiasGradient::Hopper(BiasTile { tile_k, tiles: parts, stages, row_stages });
+            let HopperTile { consumer_groups: row_stages, tile_k, stages, .. } = tile;
+            let dbias = BiasGradient::Hopper(BiasTile { tile_k, tiles: num_splits, stages, row_stages });
             let tiles = BackwardTiles { dbias, ..self.backward };
             return self.tensors.backward(self.client, &self.problem, &self.part.wanted(self.tensors), tiles);
         }
-        let gradient = Gradient::Hopper(HopperGradient { tile, section });
+        let gradient = Gradient::Hopper(HopperGradient { tile, head_group });
         let tiles = match self.part {
             // Its tiles are those of dkdv; dq's are of the kernel that it does without.
-            Part::Fused => BackwardTiles { fused: Some(HopperGradient { tile, section }), ..self.backward },
+            Part::Fused => BackwardTiles { fused: Some(HopperGradient { tile, head_group }), ..self.backward },
             _ => BackwardTiles { dq: gradient, dkdv: gradient, ..self.backward },
         };
         self.tensors.backward(self.client, &self.problem, &self.part.wanted(self.tensors), tiles)
@@ -119,21 +126,21 @@ impl Work for Launches<'_> {
 /// How the kernel is planned.
 fn planned(plan: &Plan, part: Part) -> Result<Way, Error> {
     let gradient = |gradient| match gradient {
-        Gradient::Hopper(HopperGradient { tile, section }) => Some(Way::Hopper(tile, section, 1)),
-        Gradient::Mma(MmaGradient { tile, section }) => Some(Way::Mma(tile, section)),
+        Gradient::Hopper(HopperGradient { tile, head_group }) => Some(Way::Hopper(tile, head_group, 1)),
+        Gradient::Mma(MmaGradient { tile, head_group }) => Some(Way::Mma(tile, head_group)),
         Gradient::Matrix(_) | Gradient::Rows(_) | Gradient::Portable(_) => None,
     };
     let way = match (part, plan.forward) {
-        (Part::Forward, Forward::Hopper(HopperForward { tile, section, parts })) => {
-            Some(Way::Hopper(tile, section, parts))
+        (Part::Forward, Forward::Hopper(HopperForward { tile, head_group, num_splits })) => {
+            Some(Way::Hopper(tile, head_group, num_splits))
         }
-        (Part::Forward, Forward::Mma(MmaForward { tile, section })) => Some(Way::Mma(tile, section)),
+        (Part::Forward, Forward::Mma(MmaForward { tile, head_group })) => Some(Way::Mma(tile, head_group)),
         (Part::Forward, Forward::Matrix(_) | Forward::Rows(_) | Forward::Portable(_)) => None,
         (Part::Dq, _) => gradient(plan.backward.dq),
         (Part::Dkdv, _) => gradient(plan.backward.dkdv),
         (Part::Dbias, _) => match plan.backward.dbias {
             BiasGradient::Hopper(tile) => {
-                Some(Way::Hopper(HopperTile { teams: tile.row_stages, ..tile.tile() }, 1, tile.tiles))
+                Some(Way::Hopper(HopperTile { consumer_groups: tile.row_stages, ..tile.tile() }, 1, tile.tiles))
             }
             BiasGradient::Portable(_) => None,
         },
@@ -150,37 +157,40 @@ fn way(text: &str, part: Part, planned: Way) -> Result<Way, Error> {
         text => text.parse().map_err(|_| wrong(form)),
     };
     match planned {
-        Way::Hopper(tile, planned_section, planned_parts) => {
+        Way::Hopper(tile, planned_head_group, planned_splits) => {
             let form = "TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/LOADER/SECTION/PARTS";
-            let [teams, warpgroups, keys, stages, turns, loader, section, parts] = numbers[..] else {
+            let [consumer_groups, warpgroups, keys, stages, ping_pong, producer_warp, head_group, num_splits] =
+                numbers[..]
+            else {
                 return Err(wrong(form));
             };
             let tile = HopperTile {
-                teams: number(teams, tile.teams, form)?,
+                consumer_groups: number(consumer_groups, tile.consumer_groups, form)?,
                 warpgroups: number(warpgroups, tile.warpgroups, form)?,
                 tile_k: number(keys, tile.tile_k, form)?,
                 stages: number(stages, tile.stages, form)?,
-                turns: number(turns, tile.turns.into(), form)? != 0,
-                loader: number(loader, tile.loader.into(), form)? != 0,
+                ping_pong: number(ping_pong, tile.ping_pong.into(), form)? != 0,
+                producer_warp: number(producer_warp, tile.producer_warp.into(), form)? != 0,
             };
-            if !tile.tile_k.is_multiple_of(16) || tile.tile_k > 256 || tile.warpgroups < 2 || tile.teams == 0 {
+            if !tile.tile_k.is_multiple_of(16) || tile.tile_k > 256 || tile.warpgroups < 2 || tile.consumer_groups == 0
+            {
                 return Err(wrong("KEYS that are a multiple of 16 up to 256, and at least 2 WARPGROUPS"));
             }
-            if tile.loader && part != Part::Forward {
+            if tile.producer_warp && part != Part::Forward {
                 return Err(wrong("LOADER 0 for gradients"));
             }
-            let parts = number(parts, planned_parts, form)?.max(1);
-            Ok(Way::Hopper(tile, number(section, planned_section, form)?, parts))
+            let num_splits = number(num_splits, planned_splits, form)?.max(1);
+            Ok(Way::Hopper(tile, number(head_group, planned_head_group, form)?, num_splits))
         }
-        Way::Mma(tile, planned_section) => {
+        Way::Mma(tile, planned_head_group) => {
             let form = "WARPGROUPS/GROUPS/KEYS/SECTION";
-            let [warpgroups, groups, keys, section] = numbers[..] else { return Err(wrong(form)) };
+            let [warpgroups, groups, keys, head_group] = numbers[..] else { return Err(wrong(form)) };
             let tile = MmaTile {
                 warpgroups: number(warpgroups, tile.warpgroups, form)?,
                 groups: number(groups, tile.groups, form)?,
                 tile_k: number(keys, tile.tile_k, form)?,
             };
-            Ok(Way::Mma(tile, number(section, planned_section, form)?))
+            Ok(Way::Mma(tile, number(head_group, planned_head_group, form)?))
         }
     }
 }

@@ -45,7 +45,7 @@ pub struct Visit {
     /// Its first column.
     pub start: u32,
     /// Whether the band hides nothing of it.
-    pub whole: bool,
+    pub fully_visible: bool,
     /// Whether mask and function count.
     pub masked: bool,
 }
@@ -96,7 +96,7 @@ fn seen(band: &Band, row: u32, #[comptime] rows: u32, #[comptime] columns: u32, 
 /// What an entry of a list says.
 #[cube]
 pub fn visit_of(entry: u32, #[comptime] columns: u32) -> Visit {
-    Visit { start: (entry >> FLAGS) * columns, whole: entry & EDGE == 0, masked: entry & MASKED != 0 }
+    Visit { start: (entry >> FLAGS) * columns, fully_visible: entry & EDGE == 0, masked: entry & MASKED != 0 }
 }
 
 /// The block that comes `nth` of those of a head, of this batch and query head, which have been put in [`order()`].
@@ -154,7 +154,11 @@ impl Visits {
             visit_of(entry_at(extras, self.at as u32 + comptime!(HEADER as u32) + nth), columns)
         } else {
             let start = self.first + nth * columns;
-            Visit { start, whole: is_whole(band, self.row, start, rows, columns, keys), masked: true.runtime() }
+            Visit {
+                start,
+                fully_visible: is_fully_visible(band, self.row, start, rows, columns, keys),
+                masked: true.runtime(),
+            }
         }
     }
 }
@@ -201,7 +205,7 @@ impl Visits {
 
 /// Whether the band hides nothing of a tile.
 #[cube]
-fn is_whole(
+fn is_fully_visible(
     band: &Band,
     row: u32,
     column: u32,
@@ -209,13 +213,17 @@ fn is_whole(
     #[comptime] columns: u32,
     #[comptime] keys: bool,
 ) -> bool {
-    if comptime!(keys) { band.whole(column, row, columns, rows) } else { band.whole(row, column, rows, columns) }
+    if comptime!(keys) {
+        band.fully_visible(column, row, columns, rows)
+    } else {
+        band.fully_visible(row, column, rows, columns)
+    }
 }
 
 /// The band of the sequence that a batch is.
 #[cube]
-fn band_of(bounds: &Bounds, band: &Band, batch: u32, #[comptime] ragged: bool) -> Band {
-    if comptime!(ragged) {
+fn band_of(bounds: &Bounds, band: &Band, batch: u32, #[comptime] varlen: bool) -> Band {
+    if comptime!(varlen) {
         let (of_queries, of_keys) = bounds.sides(batch, false);
         band.of(batch, of_queries.begin, of_queries.end, of_keys.begin, of_keys.end)
     } else {
@@ -225,7 +233,7 @@ fn band_of(bounds: &Bounds, band: &Band, batch: u32, #[comptime] ragged: bool) -
 
 /// Writes the lists of tiles of `columns` for blocks of `rows`, which are queries or `keys`, of `states [B | 1, H | 1, nq, nk]`: `out [B | 1,
 /// H | 1, blocks, HEADER + tiles]`, of each block how many tiles it visits, and which. A cube for each block. `bounds`: where there are
-/// several sequences, `ragged`, those of its batch.
+/// several sequences, `varlen`, those of its batch.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
 pub fn list(
@@ -238,7 +246,7 @@ pub fn list(
     #[comptime] rows: u32,
     #[comptime] columns: u32,
     #[comptime] keys: bool,
-    #[comptime] ragged: bool,
+    #[comptime] varlen: bool,
 ) {
     let mut board = Shared::<[u32]>::new_slice(UNITS);
     let (blocks, heads) = (out.shape(2), out.shape(1));
@@ -247,7 +255,7 @@ pub fn list(
     if batch >= out.shape(0) {
         terminate!();
     }
-    let band = band_of(&bounds, &band, batch as u32, ragged);
+    let band = band_of(&bounds, &band, batch as u32, varlen);
     let row = block as u32 * rows;
     let at = batch * out.stride(0) + head * out.stride(1) + block * out.stride(2);
     let of_states = batch * states.stride(0) + head * states.stride(1);
@@ -278,8 +286,8 @@ pub fn list(
         let column = tile * columns;
         let state = state_of(states, of_states, column, row, block_q, block_k, keys);
         if state != EMPTY {
-            let whole = is_whole(&band, row, column, rows, columns, keys);
-            let flags = select(whole, 0u32, EDGE) | select(state == PARTIAL, MASKED, 0u32);
+            let fully_visible = is_fully_visible(&band, row, column, rows, columns, keys);
+            let flags = select(fully_visible, 0u32, EDGE) | select(state == PARTIAL, MASKED, 0u32);
             out[at + HEADER + before as usize] = tile << FLAGS | flags;
             before += 1;
         }

@@ -165,7 +165,7 @@ impl Dropout {
 
     /// [`Dropout::keeps_four`], likewise; `j` is a multiple of 4 behind the sequence's first key, or `anywhere`.
     pub fn keeps_four_of(&self, band: &Band, batch: u32, head: u32, i: u32, j: u32, #[comptime] anywhere: bool) -> u32 {
-        if comptime!(band.ragged && anywhere && self.seed.is_some()) {
+        if comptime!(band.varlen && anywhere && self.seed.is_some()) {
             let mut kept = 0u32.runtime();
             #[unroll]
             for nth in 0..4u32 {
@@ -183,12 +183,12 @@ impl Dropout {
     }
 
     /// What is left of a weight.
-    pub fn left(&self, weight: f32, kept: bool) -> f32 {
+    pub fn apply(&self, weight: f32, kept: bool) -> f32 {
         if comptime!(self.seed.is_some()) { select(kept, weight, 0.0f32) } else { weight }
     }
 
     /// The gradient of a probability from that of what is left of it.
-    pub fn back(&self, gradient: f32, kept: bool) -> f32 {
+    pub fn backward(&self, gradient: f32, kept: bool) -> f32 {
         if comptime!(self.seed.is_some()) { select(kept, gradient * self.factor, 0.0f32) } else { gradient }
     }
 

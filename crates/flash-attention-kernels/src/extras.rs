@@ -32,7 +32,7 @@ impl Extras {
     /// Nothing of it, on the host.
     ///
     /// ```
-    /// assert!(!flash_attention_kernels::extras::Extras::none().is_ragged());
+    /// assert!(!flash_attention_kernels::extras::Extras::none().is_varlen());
     /// ```
     pub fn none() -> Self {
         let dropout = Dropout { seed: ComptimeOption::None, threshold: 0, factor: 1.0 };
@@ -41,7 +41,7 @@ impl Extras {
     }
 
     /// Whether there are several sequences.
-    pub fn is_ragged(&self) -> bool {
+    pub fn is_varlen(&self) -> bool {
         self.schedule.is_some()
     }
 
@@ -52,8 +52,8 @@ impl Extras {
 }
 
 impl ExtrasExpand {
-    /// [`Extras::is_ragged`], while a kernel is made.
-    pub fn is_ragged(&self) -> bool {
+    /// [`Extras::is_varlen`], while a kernel is made.
+    pub fn is_varlen(&self) -> bool {
         self.schedule.is_some()
     }
 
@@ -77,7 +77,7 @@ impl Extras {
 
     /// The `nth` block of the schedule; if there is none, this one, which is that of the only sequence of its batch.
     pub fn block(&self, nth: u32, band: &Band, batch: u32, start: u32) -> Block {
-        if comptime!(self.is_ragged()) {
+        if comptime!(self.is_varlen()) {
             block_of(self.schedule.unwrap(), band, nth)
         } else {
             Block { batch, start, band: *band }

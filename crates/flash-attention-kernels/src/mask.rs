@@ -27,7 +27,7 @@ pub struct Band {
     pub seq_q: u32,
     /// Keys that there are.
     pub seq_k: u32,
-    /// Which sequence this is, where `ragged`.
+    /// Which sequence this is, where `varlen`.
     pub sequence: u32,
     /// Its first query; else all are one.
     pub begin_q: u32,
@@ -54,7 +54,7 @@ pub struct Band {
     pub bottom_right: bool,
     /// Whether this is one of several sequences, which see nothing of each other.
     #[cube(comptime)]
-    pub ragged: bool,
+    pub varlen: bool,
 }
 
 /// The keys that one query sees, counted from some position.
@@ -163,7 +163,7 @@ impl Band {
             bounded_below: left.is_some(),
             bounded_above: right.is_some(),
             bottom_right: options.alignment == Alignment::BottomRight,
-            ragged: false,
+            varlen: false,
         }
     }
 
@@ -226,7 +226,7 @@ impl Band {
             bounded_below: self.bounded_above,
             bounded_above: self.bounded_below,
             bottom_right: self.bottom_right,
-            ragged: self.ragged,
+            varlen: self.varlen,
         }
     }
 
@@ -246,7 +246,7 @@ impl Band {
             self.bounded_below,
             self.bounded_above,
             self.bottom_right,
-            self.ragged,
+            self.varlen,
         )
     }
 }
@@ -284,33 +284,33 @@ impl Band {
             bounded_below: comptime!(self.bounded_below),
             bounded_above: comptime!(self.bounded_above),
             bottom_right: comptime!(self.bottom_right),
-            ragged: comptime!(true),
+            varlen: comptime!(true),
         }
     }
 
     /// The query after the last of the sequence: where all are one, the number that other things depend on, too.
     pub fn after_queries(&self) -> u32 {
-        if comptime!(self.ragged) { self.end_q } else { self.seq_q }
+        if comptime!(self.varlen) { self.end_q } else { self.seq_q }
     }
 
     /// The key after the last of the sequence.
     pub fn after_keys(&self) -> u32 {
-        if comptime!(self.ragged) { self.end_k } else { self.seq_k }
+        if comptime!(self.varlen) { self.end_k } else { self.seq_k }
     }
 
     /// The number of the sequence: that of the batch where it is the only one there.
     pub fn number(&self, batch: u32) -> u32 {
-        if comptime!(self.ragged) { self.sequence } else { batch }
+        if comptime!(self.varlen) { self.sequence } else { batch }
     }
 
     /// The first query of the sequence.
     pub fn first_query(&self) -> u32 {
-        if comptime!(self.ragged) { self.begin_q } else { 0u32.runtime() }
+        if comptime!(self.varlen) { self.begin_q } else { 0u32.runtime() }
     }
 
     /// The first key of the sequence.
     pub fn first_key(&self) -> u32 {
-        if comptime!(self.ragged) { self.begin_k } else { 0u32.runtime() }
+        if comptime!(self.varlen) { self.begin_k } else { 0u32.runtime() }
     }
 
     /// Whether query `i` sees key `j`. False past the ends of the sequences.
@@ -318,7 +318,7 @@ impl Band {
         // Not calls behind `&&`, which CubeCL makes branches of: in unrolled loops they are more than some compilers take.
         let (queries, keys) = (self.after_queries(), self.after_keys());
         let mut seen = i < queries && j < keys;
-        if comptime!(self.ragged) {
+        if comptime!(self.varlen) {
             seen = seen && i >= self.begin_q && j >= self.begin_k;
         }
         if comptime!(self.bounded_below) {
@@ -342,7 +342,7 @@ impl Band {
         let mut after = self.after_keys() as i32;
         let mut q_first = q_start as i32;
         let q_last = min(q_start as i32 + tile_q as i32, self.after_queries() as i32) - 1;
-        if comptime!(self.ragged) {
+        if comptime!(self.varlen) {
             q_first = max(q_first, self.begin_q as i32);
             after = select(q_first > q_last, first, after);
         }
@@ -361,7 +361,7 @@ impl Band {
         let mut after = self.after_queries() as i32;
         let mut k_first = k_start as i32;
         let k_last = min(k_start + tile_k, self.after_keys()) as i32 - 1;
-        if comptime!(self.ragged) {
+        if comptime!(self.varlen) {
             k_first = max(k_first, self.begin_k as i32);
             after = select(k_first > k_last, first, after);
         }
@@ -380,8 +380,8 @@ impl Band {
         seen.start < seen.end && seen.origin + seen.start < k_start + tile_k && seen.origin + seen.end > k_start
     }
 
-    /// The keys that query `i` sees, counted from `origin`; none if `blind`.
-    pub fn run(&self, i: u32, origin: u32, blind: bool) -> Run {
+    /// The keys that query `i` sees, counted from `origin`; none if `fully_masked`.
+    pub fn run(&self, i: u32, origin: u32, fully_masked: bool) -> Run {
         let mut start = 0i32;
         let mut end = self.after_keys() as i32;
         if comptime!(self.bounded_below) {
@@ -392,7 +392,7 @@ impl Band {
         }
         Run {
             start: start - origin as i32,
-            end: select(blind, i32::MIN, end - origin as i32),
+            end: select(fully_masked, i32::MIN, end - origin as i32),
             bounded_below: comptime!(self.bounded_below),
         }
     }
@@ -440,21 +440,21 @@ impl Band {
 
     /// Whether every query of `q_start .. q_start + tile_q` sees every key of `k_start .. k_start + tile_k`: such a
     /// tile needs no masking.
-    pub fn whole(&self, q_start: u32, k_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> bool {
+    pub fn fully_visible(&self, q_start: u32, k_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> bool {
         let q_last = q_start + tile_q - 1;
         let k_last = k_start + tile_k - 1;
         let (queries, keys) = (self.after_queries(), self.after_keys());
-        let mut whole = q_last < queries && k_last < keys;
-        if comptime!(self.ragged) {
-            whole = whole && q_start >= self.begin_q && k_start >= self.begin_k;
+        let mut fully_visible = q_last < queries && k_last < keys;
+        if comptime!(self.varlen) {
+            fully_visible = fully_visible && q_start >= self.begin_q && k_start >= self.begin_k;
         }
         if comptime!(self.bounded_below) {
-            whole = whole && k_start as i32 >= q_last as i32 + self.lower;
+            fully_visible = fully_visible && k_start as i32 >= q_last as i32 + self.lower;
         }
         if comptime!(self.bounded_above) {
-            whole = whole && k_last as i32 <= q_start as i32 + self.upper;
+            fully_visible = fully_visible && k_last as i32 <= q_start as i32 + self.upper;
         }
-        whole
+        fully_visible
     }
 }
 

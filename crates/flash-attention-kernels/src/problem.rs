@@ -477,7 +477,7 @@ impl AttentionProblem {
     }
 
     /// Whether there are several sequences, or such that end before tensors do.
-    pub fn is_ragged(&self) -> bool {
+    pub fn is_varlen(&self) -> bool {
         self.num_sequences().is_some()
     }
 

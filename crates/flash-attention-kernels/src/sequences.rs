@@ -201,7 +201,7 @@ pub fn schedule(
 }
 
 /// Makes rows that belong to no sequence 0, of `out [B, H, S, D]`: queries, or `keys`. Of those of the output `lse [B, H, S]` becomes that
-/// of rows that see nothing but their sinks `[H]`, if there are any. Batches may repeat, as in parts of the keys. A cube for each `UNITS`
+/// of rows that see nothing but their sinks `[H]`, if there are any. Batches may repeat, as in splits of the keys. A cube for each `UNITS`
 /// rows of a head.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn fill<F: Float>(

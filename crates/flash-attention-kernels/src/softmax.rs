@@ -63,7 +63,7 @@ pub fn lse_log2(lse: f32) -> f32 {
 
 /// The log-sum-exp with these bits, [`HIDDEN`] where nothing was seen.
 #[cube]
-pub fn lse_of_part(bits: u32) -> f32 {
+pub fn lse_of_split(bits: u32) -> f32 {
     let nothing = bits == NEGATIVE_INFINITY;
     select(nothing, HIDDEN, f32::reinterpret(select(nothing, 0u32, bits)))
 }

@@ -26,7 +26,7 @@ pub(crate) use portable::{blueprint, blueprint_beside, check_tile};
 
 use crate::blocks::BLOCK;
 use crate::error::AttentionError;
-use crate::hopper::sums_columns;
+use crate::hopper::dq_accum_columns;
 use crate::matrix::Role;
 use crate::portable::dbias::Sums;
 use crate::problem::{AttentionProblem, BackwardOrder};
@@ -226,7 +226,7 @@ pub fn fused_on(device: &Device, problem: &AttentionProblem) -> Option<HopperGra
 /// f32 values of scratch: lse and delta of each row, the sums that a broadcast bias's gradient is folded from, and those of
 /// `dq`.
 pub(crate) fn scratch_floats(device: &Device, problem: &AttentionProblem) -> usize {
-    let columns = if adds_dq(device, problem) { sums_columns(problem.head_dim) } else { 0 };
+    let columns = if adds_dq(device, problem) { dq_accum_columns(problem.head_dim) } else { 0 };
     (2 + columns) * stats_rows(problem) + bias_sums_len(problem)
 }
 
@@ -239,7 +239,7 @@ pub(crate) fn adds_dq(device: &Device, problem: &AttentionProblem) -> bool {
 /// sequences begin anywhere.
 pub(crate) fn stats_rows(problem: &AttentionProblem) -> usize {
     let multiple = stats_multiple(problem);
-    let spare = if problem.is_ragged() { multiple } else { 0 };
+    let spare = if problem.is_varlen() { multiple } else { 0 };
     problem.batch * problem.num_heads_q * (problem.seq_q.next_multiple_of(multiple) + spare)
 }
 

@@ -378,7 +378,7 @@ fn key<T: Copy>(problem: &AttentionProblem, candidates: &[T], name: fn(T, T) -> 
 fn forward_name(forward: Forward, planned: Forward) -> String {
     match (forward, planned) {
         (Forward::Hopper(forward), Forward::Hopper(planned)) => {
-            format!("{:?} parts {:?}", forward.tile, forward.parts.cmp(&planned.parts))
+            format!("{:?} num_splits {:?}", forward.tile, forward.num_splits.cmp(&planned.num_splits))
         }
         (Forward::Mma(forward), _) => format!("{:?}", forward.tile),
         (forward, _) => format!("{forward:?}"),

@@ -170,7 +170,7 @@ impl Inputs<'_> {
     pub(crate) fn band(&self, problem: &AttentionProblem, b: usize, i: usize) -> Band {
         let band = problem.band();
         match self.sequence(problem, b, i) {
-            Some(Sequence { number, q, k }) if problem.is_ragged() => {
+            Some(Sequence { number, q, k }) if problem.is_varlen() => {
                 let [number, q0, q1, k0, k1] = [number, q.start, q.end, k.start, k.end].map(|n| n as u32);
                 band.of(number, q0, q1, k0, k1)
             }

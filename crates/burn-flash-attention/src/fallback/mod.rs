@@ -177,7 +177,7 @@ impl Call {
             .or(options.dropout_seed.map(dropout::seed))
             .filter(|_| options.dropout > 0.0);
         let (slopes, sinks) = (slopes.map(floats), sinks.map(floats));
-        let sequences = problem.is_ragged().then(|| match (cu_q, cu_k) {
+        let sequences = problem.is_varlen().then(|| match (cu_q, cu_k) {
             (Some(q), Some(k)) => Sequences::packed(&problem, &q, &k),
             _ => Sequences::padded(&problem, lens_q.as_deref(), lens_k.as_deref()),
         });

@@ -69,9 +69,9 @@ impl Sequences {
     }
 
     /// Whether each of these queries sees each of these keys.
-    pub fn whole(&self, b: usize, q_start: usize, k_start: usize, rows: usize, cols: usize) -> bool {
+    pub fn fully_visible(&self, b: usize, q_start: usize, k_start: usize, rows: usize, cols: usize) -> bool {
         let [q_start, k_start, rows, cols] = [q_start, k_start, rows, cols].map(|n| n as u32);
-        self.of(b).iter().any(|band| band.whole(q_start, k_start, rows, cols))
+        self.of(b).iter().any(|band| band.fully_visible(q_start, k_start, rows, cols))
     }
 }
 

@@ -330,8 +330,8 @@ impl<'a> Attention<'a> {
     fn in_band(&self, tile: Tile) -> bool {
         let Tile { b, q_start, rows, k_start, cols, .. } = tile;
         match self.sequences {
-            Some(sequences) => sequences.whole(b, q_start, k_start, rows, cols),
-            None => self.band.whole(q_start as u32, k_start as u32, rows as u32, cols as u32),
+            Some(sequences) => sequences.fully_visible(b, q_start, k_start, rows, cols),
+            None => self.band.fully_visible(q_start as u32, k_start as u32, rows as u32, cols as u32),
         }
     }
 

@@ -551,7 +551,7 @@ fn run(data: &Data, target: &Target, how: How, attention: impl Fn(&Tensors) -> (
 
 /// Attention as it is written down, in Burn's operations and in the dtype of the inputs.
 pub fn composed_attention(problem: &AttentionProblem, tensors: &Tensors) -> (Tensor<4>, Tensor<3>) {
-    assert!(!problem.is_ragged(), "sequences of their own lengths are compared with the oracle alone");
+    assert!(!problem.is_varlen(), "sequences of their own lengths are compared with the oracle alone");
     let Tensors { q, k, v, slopes, options } = tensors;
     let device = q.device();
     let [batch, heads, seq_q, seq_k] = problem.scores_shape();

@@ -22,13 +22,13 @@
 //! Blocks of which the band shows nothing are no turns: they are filled with zeros when all else is done.
 
 use super::delta::stats_rows;
-use super::dropout::{back, kept};
+use super::dropout::{dropout_backward, keep_mask};
 use super::forward::Stride;
 use super::ops::*;
-use super::ring::{Place, load_panels};
+use super::pipeline::{PipelineState, load_panels};
 use super::rows::{exchange, vector_of_pair};
 use super::schedule::Divisor;
-use super::scores::{Factors, finish_head, hide, probability_log2, products};
+use super::scores::{Factors, apply_mask, apply_score_mod_of_head, probability_log2, products};
 use super::{BiasBlueprint, BiasTile, PANEL, SLOTS, WARPGROUP_ROWS, WORDS};
 use crate::blocks::Visit;
 use crate::mask::{Band, Blocks};
@@ -37,9 +37,9 @@ use cubecl::prelude::*;
 /// How blocks are numbered: those of which the band shows something, by matrices of the bias, blocks of queries, blocks of keys.
 #[derive(CubeType, CubeLaunch, Clone, Copy, Debug)]
 #[expand(derive(Clone, Copy))]
-pub struct Mosaic {
+pub struct DbiasScheduler {
     /// How many there are; fewer than 2^31.
-    pub items: u32,
+    pub num_tiles: u32,
     /// Matrices of the bias: its batches and heads.
     pub matrices: u32,
     /// Blocks of queries.
@@ -72,7 +72,7 @@ pub struct Block {
     pub nth: u32,
 }
 
-impl Mosaic {
+impl DbiasScheduler {
     /// The blocks of a bias `[bias_batch, bias_heads, Sq, Sk]` for queries of `[batch, num_heads_q]`.
     pub fn new(
         band: &Band,
@@ -87,8 +87,8 @@ impl Mosaic {
             let blocks = band.k_blocks(row * tile_q, tile_q, block_k);
             blocks.end - blocks.start
         };
-        Mosaic {
-            items: matrices * (0..q_blocks).map(seen).sum::<u32>(),
+        DbiasScheduler {
+            num_tiles: matrices * (0..q_blocks).map(seen).sum::<u32>(),
             matrices,
             q_blocks: Divisor::new(q_blocks),
             k_blocks: Divisor::new(band.seq_k.div_ceil(block_k)),
@@ -102,9 +102,9 @@ impl Mosaic {
     }
 
     /// The launch argument.
-    pub fn into_launch(self) -> MosaicLaunch {
-        MosaicLaunch::new(
-            self.items,
+    pub fn into_launch(self) -> DbiasSchedulerLaunch {
+        DbiasSchedulerLaunch::new(
+            self.num_tiles,
             self.matrices,
             self.q_blocks.into_launch(),
             self.k_blocks.into_launch(),
@@ -119,7 +119,7 @@ impl Mosaic {
 }
 
 #[cube]
-impl Mosaic {
+impl DbiasScheduler {
     /// The blocks of keys that a block of queries sees anything of.
     pub fn seen(&self, band: &Band, row: u32, #[comptime] tile: BiasTile) -> Blocks {
         let tile_q = comptime!(BiasTile::TILE_Q as u32);
@@ -167,7 +167,7 @@ pub struct BiasStrides {
 
 /// Where words of a slot lie: of one batch and head that shares a block.
 #[derive(Clone, Copy)]
-enum Of {
+enum WorkTileField {
     /// [`TURN`], [`LAST`]; 0 where there is no more work.
     Flags,
     /// First query.
@@ -204,7 +204,7 @@ const LAST: u32 = 2;
 
 /// Where words of the cursor lie.
 #[derive(Clone, Copy)]
-enum At {
+enum CursorField {
     /// The block's number.
     Number,
     /// [`Block::matrix`].
@@ -262,7 +262,7 @@ impl Memory {
             #[unroll]
             for i in 0..comptime!(WORDS as u32) {
                 // No block has so many that share it: the first turn enters a block.
-                let value = comptime!(if i == At::Member as u32 { u32::MAX } else { 0 }).runtime();
+                let value = comptime!(if i == CursorField::Member as u32 { u32::MAX } else { 0 }).runtime();
                 store_shared(base + comptime!(at.cursor as u32 + 4 * i), value);
             }
             sync_async_proxy_shared();
@@ -278,63 +278,63 @@ impl Memory {
     }
 
     /// A word of the `turn`th turn, which is known.
-    fn word(&self, turn: u32, #[comptime] word: Of) -> u32 {
+    fn word(&self, turn: u32, #[comptime] word: WorkTileField) -> u32 {
         let at = comptime!(self.blueprint.memory().slots as u32 + 4 * word as u32);
         load_shared(self.base + at + turn % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32))
     }
 
-    fn set_word(&self, turn: u32, #[comptime] word: Of, value: u32) {
+    fn set_word(&self, turn: u32, #[comptime] word: WorkTileField, value: u32) {
         let at = comptime!(self.blueprint.memory().slots as u32 + 4 * word as u32);
         store_shared(self.base + at + turn % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32), value);
     }
 
-    fn cursor(&self, #[comptime] word: At) -> u32 {
+    fn cursor(&self, #[comptime] word: CursorField) -> u32 {
         load_shared(self.base + comptime!(self.blueprint.memory().cursor as u32 + 4 * word as u32))
     }
 
-    fn set_cursor(&self, #[comptime] word: At, value: u32) {
+    fn set_cursor(&self, #[comptime] word: CursorField, value: u32) {
         store_shared(self.base + comptime!(self.blueprint.memory().cursor as u32 + 4 * word as u32), value);
     }
 
     /// Posts the `turn`th turn: the next head of the block, or the first one of block `next`. Returns whether that was the block's
     /// last. By one warp.
-    fn post(&self, turn: u32, next: u32, mosaic: &Mosaic, band: &Band) -> bool {
+    fn post(&self, turn: u32, next: u32, scheduler: &DbiasScheduler, band: &Band) -> bool {
         let tile = comptime!(self.blueprint.tile);
-        let group = opaque(mosaic.group_batches) * mosaic.group_heads.divisor;
-        let mut member = self.cursor(At::Member);
-        let mut matrix = self.cursor(At::Matrix);
-        let mut row = self.cursor(At::Row);
-        let mut nth = self.cursor(At::Nth);
-        let number = self.cursor(At::Number);
+        let group = opaque(scheduler.group_batches) * scheduler.group_heads.divisor;
+        let mut member = self.cursor(CursorField::Member);
+        let mut matrix = self.cursor(CursorField::Matrix);
+        let mut row = self.cursor(CursorField::Row);
+        let mut nth = self.cursor(CursorField::Nth);
+        let number = self.cursor(CursorField::Number);
         // All units have read it before one writes.
         sync_plane();
         let enters = member >= group;
-        let ends = enters && next >= mosaic.items;
+        let ends = enters && next >= scheduler.num_tiles;
         if enters && !ends {
-            let block = mosaic.after(&Block { matrix, row, nth }, next - number, band, tile);
+            let block = scheduler.after(&Block { matrix, row, nth }, next - number, band, tile);
             matrix = block.matrix;
             row = block.row;
             nth = block.nth;
-            self.set_cursor(At::Number, next);
-            self.set_cursor(At::Matrix, matrix);
-            self.set_cursor(At::Row, row);
-            self.set_cursor(At::Nth, nth);
+            self.set_cursor(CursorField::Number, next);
+            self.set_cursor(CursorField::Matrix, matrix);
+            self.set_cursor(CursorField::Row, row);
+            self.set_cursor(CursorField::Nth, nth);
             member = 0u32;
         }
         let last = member + 1 == group;
-        let of_batch = mosaic.group_heads.divide(member);
-        let (bias_batch, bias_head) = (mosaic.heads.divide(matrix), mosaic.heads.modulo(matrix));
-        let head = bias_head * mosaic.group_heads.divisor + mosaic.group_heads.modulo(member);
-        let seen = mosaic.seen(band, row, tile);
-        self.set_word(turn, Of::Flags, select(ends, 0u32, select(last, TURN | LAST, TURN)));
-        self.set_word(turn, Of::QStart, row * comptime!(BiasTile::TILE_Q as u32));
-        self.set_word(turn, Of::KStart, (seen.start + nth) * comptime!(tile.block_k() as u32));
-        self.set_word(turn, Of::Batch, bias_batch * mosaic.group_batches + of_batch);
-        self.set_word(turn, Of::Head, head);
-        self.set_word(turn, Of::HeadKv, mosaic.group_size.divide(head));
-        self.set_word(turn, Of::BiasBatch, bias_batch);
-        self.set_word(turn, Of::BiasHead, bias_head);
-        self.set_cursor(At::Member, select(ends, u32::MAX, member + 1));
+        let of_batch = scheduler.group_heads.divide(member);
+        let (bias_batch, bias_head) = (scheduler.heads.divide(matrix), scheduler.heads.modulo(matrix));
+        let head = bias_head * scheduler.group_heads.divisor + scheduler.group_heads.modulo(member);
+        let seen = scheduler.seen(band, row, tile);
+        self.set_word(turn, WorkTileField::Flags, select(ends, 0u32, select(last, TURN | LAST, TURN)));
+        self.set_word(turn, WorkTileField::QStart, row * comptime!(BiasTile::TILE_Q as u32));
+        self.set_word(turn, WorkTileField::KStart, (seen.start + nth) * comptime!(tile.block_k() as u32));
+        self.set_word(turn, WorkTileField::Batch, bias_batch * scheduler.group_batches + of_batch);
+        self.set_word(turn, WorkTileField::Head, head);
+        self.set_word(turn, WorkTileField::HeadKv, scheduler.group_size.divide(head));
+        self.set_word(turn, WorkTileField::BiasBatch, bias_batch);
+        self.set_word(turn, WorkTileField::BiasHead, bias_head);
+        self.set_cursor(CursorField::Member, select(ends, u32::MAX, member + 1));
         let lane = UNIT_POS % 32;
         if lane == 0 {
             mbarrier_arrive(
@@ -366,7 +366,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
     strides: BiasStrides,
     factors: Factors,
     band: Band,
-    mosaic: Mosaic,
+    scheduler: DbiasScheduler,
     #[comptime] blueprint: BiasBlueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
@@ -397,12 +397,12 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
         #[unroll]
         for turn in 0..comptime!(ahead as u32 + 1) {
             let number = plane_broadcast(next, 0u32);
-            if memory.post(turn.runtime(), number, &mosaic, &band) {
-                next = CUBE_COUNT as u32 + take_ticket(counter, opaque(mosaic.items) - 1);
+            if memory.post(turn.runtime(), number, &scheduler, &band) {
+                next = CUBE_COUNT as u32 + take_ticket(counter, opaque(scheduler.num_tiles) - 1);
             }
         }
     }
-    let mut first = Place::first();
+    let mut first = PipelineState::first();
     #[unroll]
     for nth in 0..comptime!(stages - 1) {
         let turn = comptime!((nth / tiles) as u32).runtime();
@@ -424,10 +424,10 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
     for turn in 0..comptime!(row_stages as u32) {
         let turn = turn.runtime();
         if of_warpgroup == WARP_Q {
-            load_rows(q, stats, &memory, &band, &mosaic, turn, warpgroup, false, blueprint);
+            load_rows(q, stats, &memory, &band, &scheduler, turn, warpgroup, false, blueprint);
         }
         if of_warpgroup == WARP_D {
-            load_rows(d, stats, &memory, &band, &mosaic, turn, warpgroup, true, blueprint);
+            load_rows(d, stats, &memory, &band, &scheduler, turn, warpgroup, true, blueprint);
         }
     }
 
@@ -437,21 +437,21 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
         sums.push(Array::<f32>::new(s_len));
         clear(sums.index_mut(nth), s_len);
     }
-    let mut place = Place::first();
+    let mut state = PipelineState::first();
     let mut turn = 0u32;
     // How many blocks are done.
     let mut done = 0u32;
     memory.await_turn(0u32.runtime());
-    while memory.word(turn, Of::Flags) != 0 {
+    while memory.word(turn, WorkTileField::Flags) != 0 {
         let base = opaque(base);
         let memory = Memory { base, blueprint };
-        let (stage, phase) = row_place(turn, tile);
+        let (stage, phase) = row_state(turn, tile);
         let of_stage = stage * comptime!(BiasTile::WARPGROUPS as u32);
         let rows_at = of_stage + warpgroup;
         let q_stage = u64::cast_from(of_stage * comptime!((scores.q_bytes() / 16) as u32));
         let d_stage = u64::cast_from(of_stage * comptime!((scores.d_bytes() / 16) as u32));
         mbarrier_wait(base + comptime!(at.full_q as u32) + rows_at * 8, phase);
-        mbarrier_wait(base + comptime!(at.full_k as u32) + place.stage * 8, place.phase);
+        mbarrier_wait(base + comptime!(at.full_k as u32) + state.stage * 8, state.phase);
         let of_row = rows_at * comptime!(blueprint.stats_bytes() as u32) + of_warpgroup * 64 + lane / 4 * 4;
         let lse0 = f32::reinterpret(load_shared(base + comptime!(at.lse as u32) + of_row));
         let lse1 = f32::reinterpret(load_shared(base + comptime!(at.lse as u32 + 32) + of_row));
@@ -468,11 +468,11 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             let mut ds = Array::<f32>::new(s_len);
             let k_tile = start
                 + u64::cast_from(
-                    place.stage * comptime!((scores.k_bytes() / 16) as u32) + comptime!((at.k / 16) as u32),
+                    state.stage * comptime!((scores.k_bytes() / 16) as u32) + comptime!((at.k / 16) as u32),
                 );
             let v_tile = start
                 + u64::cast_from(
-                    place.stage * comptime!((scores.v_bytes() / 16) as u32) + comptime!((at.v / 16) as u32),
+                    state.stage * comptime!((scores.v_bytes() / 16) as u32) + comptime!((at.v / 16) as u32),
                 );
             wgmma_fence();
             products(&mut s, q_rows + q_stage, k_tile, scores.head_dim, scores);
@@ -480,14 +480,14 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             if comptime!(of_turn == 0) {
                 mbarrier_wait(base + comptime!(at.full_d as u32) + rows_at * 8, phase);
             }
-            mbarrier_wait(base + comptime!(at.full_v as u32) + place.stage * 8, place.phase);
+            mbarrier_wait(base + comptime!(at.full_v as u32) + state.stage * 8, state.phase);
             wgmma_fence();
             products(&mut ds, d_rows + d_stage, v_tile, scores.head_dim_v, scores);
             wgmma_commit();
 
             // -- loads to where the tile before this one was
             let later = comptime!(of_turn + stages - 1);
-            let to = before(&place, tile);
+            let to = before(&state, tile);
             if warp == WARP_K {
                 load_tile(
                     k,
@@ -513,7 +513,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             wgmma_wait(1usize);
             pin(&mut s, s_len);
             if lane == 0 {
-                mbarrier_arrive(base + comptime!(at.empty_k as u32) + place.stage * 8);
+                mbarrier_arrive(base + comptime!(at.empty_k as u32) + state.stage * 8);
             }
             if comptime!(of_turn + 1 == tiles) {
                 if lane == 0 {
@@ -525,7 +525,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                         stats,
                         &memory,
                         &band,
-                        &mosaic,
+                        &scheduler,
                         turn + comptime!(row_stages as u32),
                         warpgroup,
                         false,
@@ -543,17 +543,18 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             let tile_b = base + comptime!(at.b as u32) + group_at * comptime!(blueprint.group_bytes() as u32);
             let sixteenth = comptime!(of_turn * tile_k % blueprint.group_b() / 16);
             // What a slot holds is read again when it is needed: registers are what this kernel lacks.
-            let first_row = memory.word(turn, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
-            let first_key = memory.word(turn, Of::KStart) + comptime!((of_turn * tile_k) as u32);
-            let (batch, head) = (memory.word(turn, Of::Batch), memory.word(turn, Of::Head));
-            let visit = Visit { start: first_key, whole: true.runtime(), masked: true.runtime() };
-            let _ = finish_head(
+            let first_row = memory.word(turn, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
+            let first_key = memory.word(turn, WorkTileField::KStart) + comptime!((of_turn * tile_k) as u32);
+            let (batch, head) = (memory.word(turn, WorkTileField::Batch), memory.word(turn, WorkTileField::Head));
+            let visit = Visit { start: first_key, fully_visible: true.runtime(), masked: true.runtime() };
+            let _ = apply_score_mod_of_head(
                 &mut s, &factors, &band, &mask, &bias, batch, head, first_row, &visit, tile_b, sixteenth, scores,
             );
             if comptime!(bounded) {
                 // Past the ends of the sequences nothing is written.
-                if !band.whole(first_row, first_key, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32)) {
-                    hide(&mut s, &band, false, first_row, first_key, tile_k);
+                if !band.fully_visible(first_row, first_key, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32))
+                {
+                    apply_mask(&mut s, &band, false, first_row, first_key, tile_k);
                 }
             }
             #[unroll]
@@ -562,9 +563,9 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                 s[n] = probability_log2(s[n], factors.exponent, lse, scores.dtype);
             }
             pin(&mut s, s_len);
-            let words = kept(&factors, batch, head, &band, first_row, first_key, scores);
+            let words = keep_mask(&factors, batch, head, &band, first_row, first_key, scores);
             let leaves_group = comptime!(scores.tiled_bias() && (of_turn + 1) * tile_k % blueprint.group_b() == 0);
-            if comptime!(leaves_group) && memory.word(turn, Of::Flags) & LAST != 0 {
+            if comptime!(leaves_group) && memory.word(turn, WorkTileField::Flags) & LAST != 0 {
                 // All units of the warp have read it.
                 sync_plane();
                 if lane == 0 {
@@ -576,11 +577,11 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
 
             // -- dS
-            let empty_v = base + comptime!(at.empty_v as u32) + place.stage * 8;
-            place.advance(stages);
+            let empty_v = base + comptime!(at.empty_v as u32) + state.stage * 8;
+            state.advance(stages);
             // The branch of this wait is what keeps the assembler from moving the wait for dP above the exponentials.
             if comptime!(of_turn + 1 < tiles) {
-                mbarrier_wait(base + comptime!(at.full_k as u32) + place.stage * 8, place.phase);
+                mbarrier_wait(base + comptime!(at.full_k as u32) + state.stage * 8, state.phase);
             } else {
                 memory.await_turn(turn + 1);
             }
@@ -603,7 +604,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                         stats,
                         &memory,
                         &band,
-                        &mosaic,
+                        &scheduler,
                         turn + comptime!(row_stages as u32),
                         warpgroup,
                         true,
@@ -611,7 +612,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                     );
                 }
             }
-            back(&mut ds, &words, &factors, tile_k);
+            dropout_backward(&mut ds, &words, &factors, tile_k);
             let sum = sums.index_mut(of_turn);
             #[unroll]
             for n in 0..s_len {
@@ -624,18 +625,19 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             // Where fewest registers are in use.
             if comptime!(of_turn == 0) && warp == WARP_K {
                 let number = plane_broadcast(next, 0u32);
-                if memory.post(turn + comptime!(ahead as u32 + 1), number, &mosaic, &band) {
-                    next = CUBE_COUNT as u32 + take_ticket(counter, opaque(mosaic.items) - 1);
+                if memory.post(turn + comptime!(ahead as u32 + 1), number, &scheduler, &band) {
+                    next = CUBE_COUNT as u32 + take_ticket(counter, opaque(scheduler.num_tiles) - 1);
                 }
             }
         }
 
         // -- results
-        if memory.word(turn, Of::Flags) & LAST != 0 {
-            let first_row = memory.word(turn, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
-            let k_start = memory.word(turn, Of::KStart);
+        if memory.word(turn, WorkTileField::Flags) & LAST != 0 {
+            let first_row = memory.word(turn, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
+            let k_start = memory.word(turn, WorkTileField::KStart);
             let row = first_row + of_warpgroup * 16 + lane / 4;
-            let (bias_batch, bias_head) = (memory.word(turn, Of::BiasBatch), memory.word(turn, Of::BiasHead));
+            let (bias_batch, bias_head) =
+                (memory.word(turn, WorkTileField::BiasBatch), memory.word(turn, WorkTileField::BiasHead));
             #[unroll]
             for r in 0..2usize {
                 let row = row + comptime!(8 * r as u32);
@@ -658,7 +660,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
 
     // -- what the band hides
     if comptime!(bounded) {
-        fill_hidden(out, elements, &strides, &band, &mosaic, warp, blueprint);
+        fill_hidden(out, elements, &strides, &band, &scheduler, warp, blueprint);
     }
 }
 
@@ -673,18 +675,18 @@ fn clear(sum: &mut Array<f32>, #[comptime] len: usize) {
 
 /// Stage and parity of the rows of a turn.
 #[cube]
-fn row_place(turn: u32, #[comptime] tile: BiasTile) -> (u32, u32) {
+fn row_state(turn: u32, #[comptime] tile: BiasTile) -> (u32, u32) {
     let stages = comptime!(tile.row_stages as u32);
     (turn % stages, turn / stages % 2)
 }
 
-/// The place of the tile that is one fewer than there are stages after that at `place`: where the tile before it was.
+/// The state of the tile that is one fewer than there are stages after that at `state`: where the tile before it was.
 #[cube]
-fn before(place: &Place, #[comptime] tile: BiasTile) -> Place {
-    let first = place.stage == 0;
-    Place {
-        stage: select(first, comptime!(tile.stages as u32), place.stage) - 1,
-        phase: place.phase ^ u32::cast_from(!first),
+fn before(state: &PipelineState, #[comptime] tile: BiasTile) -> PipelineState {
+    let first = state.stage == 0;
+    PipelineState {
+        stage: select(first, comptime!(tile.stages as u32), state.stage) - 1,
+        phase: state.phase ^ u32::cast_from(!first),
     }
 }
 
@@ -696,7 +698,7 @@ fn load_tile<E: CubePrimitive>(
     map: &TensorMap<E, Tiled>,
     memory: &Memory,
     turn: u32,
-    place: &Place,
+    state: &PipelineState,
     #[comptime] nth: usize,
     #[comptime] is_v: bool,
     #[comptime] blueprint: BiasBlueprint,
@@ -707,13 +709,13 @@ fn load_tile<E: CubePrimitive>(
     let (bytes, panels) =
         comptime!(if is_v { (scores.v_bytes(), scores.panels_v()) } else { (scores.k_bytes(), scores.panels()) });
     memory.await_turn(turn);
-    if memory.word(turn, Of::Flags) != 0 {
-        let (batch, head) = (memory.word(turn, Of::Batch), memory.word(turn, Of::HeadKv));
-        let key = memory.word(turn, Of::KStart) + comptime!((nth * blueprint.tile.tile_k) as u32);
-        let full = memory.base + comptime!(full as u32) + place.stage * 8;
-        let to = memory.base + comptime!(tiles as u32) + place.stage * comptime!(bytes as u32);
+    if memory.word(turn, WorkTileField::Flags) != 0 {
+        let (batch, head) = (memory.word(turn, WorkTileField::Batch), memory.word(turn, WorkTileField::HeadKv));
+        let key = memory.word(turn, WorkTileField::KStart) + comptime!((nth * blueprint.tile.tile_k) as u32);
+        let full = memory.base + comptime!(full as u32) + state.stage * 8;
+        let to = memory.base + comptime!(tiles as u32) + state.stage * comptime!(bytes as u32);
         // A stage's first load waits for the phase before the first, which counts as over.
-        mbarrier_wait(memory.base + comptime!(empty as u32) + place.stage * 8, place.phase ^ 1);
+        mbarrier_wait(memory.base + comptime!(empty as u32) + state.stage * 8, state.phase ^ 1);
         mbarrier_expect(full, comptime!(bytes as u32).runtime());
         load_panels(map, to, bytes as u32, panels as u32, full, batch, head, key);
     }
@@ -728,7 +730,7 @@ fn load_rows<E: CubePrimitive>(
     stats: &[u32],
     memory: &Memory,
     band: &Band,
-    mosaic: &Mosaic,
+    scheduler: &DbiasScheduler,
     turn: u32,
     warpgroup: u32,
     #[comptime] is_d: bool,
@@ -741,20 +743,20 @@ fn load_rows<E: CubePrimitive>(
         comptime!(if is_d { (scores.d_bytes(), scores.panels_v()) } else { (scores.q_bytes(), scores.panels()) });
     let stats_bytes = comptime!(blueprint.stats_bytes());
     memory.await_turn(turn);
-    if memory.word(turn, Of::Flags) != 0 {
-        let (stage, phase) = row_place(turn, blueprint.tile);
+    if memory.word(turn, WorkTileField::Flags) != 0 {
+        let (stage, phase) = row_state(turn, blueprint.tile);
         let nth = stage * comptime!(BiasTile::WARPGROUPS as u32) + warpgroup;
-        let (batch, head) = (memory.word(turn, Of::Batch), memory.word(turn, Of::Head));
-        let row = memory.word(turn, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
+        let (batch, head) = (memory.word(turn, WorkTileField::Batch), memory.word(turn, WorkTileField::Head));
+        let row = memory.word(turn, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
         let full = memory.base + comptime!(full as u32) + nth * 8;
         let to = memory.base + comptime!(tiles as u32) + nth * comptime!(bytes as u32);
         let stats_to = memory.base + comptime!(of_stats as u32) + nth * comptime!(stats_bytes as u32);
         // Heads are filled up to whole blocks there.
         let of_head = stats_rows(opaque(band.seq_q), scores.stats_multiple, false) as usize;
-        let heads = opaque(mosaic.num_heads_q) as usize;
+        let heads = opaque(scheduler.num_heads_q) as usize;
         let mut from = (batch as usize * heads + head as usize) * of_head + row as usize;
         if comptime!(is_d) {
-            from += mosaic.batches as usize * heads * of_head;
+            from += scheduler.batches as usize * heads * of_head;
         }
         mbarrier_wait(memory.base + comptime!(empty as u32) + nth * 8, phase ^ 1);
         mbarrier_expect(full, comptime!((bytes + stats_bytes) as u32).runtime());
@@ -778,11 +780,11 @@ fn load_bias<E: CubePrimitive>(
     let at = comptime!(blueprint.memory());
     let (bytes, panels) = comptime!((blueprint.group_bytes() as u32, (blueprint.group_b() / PANEL) as u32));
     memory.await_turn(turn);
-    if memory.word(turn, Of::Flags) != 0 {
+    if memory.word(turn, WorkTileField::Flags) != 0 {
         let of_cube = warpgroup * comptime!(blueprint.groups_b() as u32) + comptime!(group as u32);
-        let (batch, head) = (memory.word(turn, Of::BiasBatch), memory.word(turn, Of::BiasHead));
-        let row = memory.word(turn, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
-        let column = memory.word(turn, Of::KStart) + comptime!((group * blueprint.group_b()) as u32);
+        let (batch, head) = (memory.word(turn, WorkTileField::BiasBatch), memory.word(turn, WorkTileField::BiasHead));
+        let row = memory.word(turn, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
+        let column = memory.word(turn, WorkTileField::KStart) + comptime!((group * blueprint.group_b()) as u32);
         let full = memory.base + comptime!(at.full_b as u32) + of_cube * 8;
         let to = memory.base + comptime!(at.b as u32) + of_cube * bytes;
         mbarrier_wait(memory.base + comptime!(at.empty_b as u32) + of_cube * 8, (nth % 2) ^ 1);
@@ -862,7 +864,7 @@ fn fill_hidden<E: Float>(
     elements: &mut [E],
     strides: &BiasStrides,
     band: &Band,
-    mosaic: &Mosaic,
+    scheduler: &DbiasScheduler,
     warp: u32,
     #[comptime] blueprint: BiasBlueprint,
 ) {
@@ -871,11 +873,11 @@ fn fill_hidden<E: Float>(
     let (warps, wide) = comptime!((BiasTile::WARPGROUPS as u32 * 4, if blueprint.vectors { 4u32 } else { 1u32 }));
     let lane = UNIT_POS % 32;
     let mut nth = CUBE_POS as u32 * warps + warp;
-    while nth < mosaic.matrices * mosaic.q_blocks.divisor * of_block {
+    while nth < scheduler.matrices * scheduler.q_blocks.divisor * of_block {
         let (block, part) = (nth / of_block, nth % of_block);
-        let (matrix, row_block) = (mosaic.q_blocks.divide(block), mosaic.q_blocks.modulo(block));
-        let (batch, head) = (mosaic.heads.divide(matrix), mosaic.heads.modulo(matrix));
-        let seen = mosaic.seen(band, row_block, tile);
+        let (matrix, row_block) = (scheduler.q_blocks.divide(block), scheduler.q_blocks.modulo(block));
+        let (batch, head) = (scheduler.heads.divide(matrix), scheduler.heads.modulo(matrix));
+        let seen = scheduler.seen(band, row_block, tile);
         let before = seen.start * comptime!(tile.block_k() as u32);
         let after = seen.end * comptime!(tile.block_k() as u32);
         for of_part in 0..at_once {

@@ -5,7 +5,7 @@
 
 use super::Blueprint;
 use super::forward::row_start;
-use super::schedule::Walk;
+use super::schedule::TileScheduler;
 use crate::mask::Band;
 use crate::softmax::{lse_log2, lse_of_bits};
 use cubecl::prelude::*;
@@ -17,7 +17,7 @@ pub const UNITS: u32 = 128;
 /// Rows of a cube.
 pub const ROWS: u32 = UNITS / UNITS_PER_ROW;
 /// `o, dout [B, H, Sq, Dv]` in vectors of 16 bytes, `lse` (bits), `dlse [B, H, Sq]` to `stats [2, B · H, Sq filled up]`: lse, then
-/// delta, as bits. Makes `sums [B · H, Sq filled up, zeros]`, in vectors of 16 bytes, 0 on the way: `zeros` columns of it.
+/// delta, as bits. Makes `dq_accum [B · H, Sq filled up, zeros]`, in vectors of 16 bytes, 0 on the way: `zeros` columns of it.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
 pub fn delta<E: Float, N: Size>(
@@ -26,18 +26,18 @@ pub fn delta<E: Float, N: Size>(
     lse: &Tensor<u32>,
     dlse: ComptimeOption<&Tensor<f32>>,
     stats: &mut [u32],
-    sums: &mut [Vector<f32, Const<4>>],
+    dq_accum: &mut [Vector<f32, Const<4>>],
     batches: u32,
     heads: u32,
     seq_q: u32,
     #[comptime] head_dim_v: usize,
     #[comptime] stats_multiple: usize,
-    #[comptime] ragged: bool,
+    #[comptime] varlen: bool,
     #[comptime] zeros: usize,
     #[define(E)] _type: ElemType,
 ) {
     let width = o.vector_size();
-    let rows = stats_rows(seq_q, stats_multiple, ragged);
+    let rows = stats_rows(seq_q, stats_multiple, varlen);
     let (of_row, nth) = (UNIT_POS % UNITS_PER_ROW, UNIT_POS / UNITS_PER_ROW);
     // Blocks of a head's rows follow one another, so do heads and batches: a cube's rows are of one head.
     let blocks = rows / ROWS;
@@ -52,7 +52,7 @@ pub fn delta<E: Float, N: Size>(
     #[unroll]
     for step in 0..comptime!(zeros / (4 * UNITS_PER_ROW as usize)) {
         let vector = comptime!(step * UNITS_PER_ROW as usize) + of_row as usize;
-        sums[to * comptime!(zeros / 4) + vector] = Vector::new(0.0f32);
+        dq_accum[to * comptime!(zeros / 4) + vector] = Vector::new(0.0f32);
     }
 
     let mut sum = 0.0f32.runtime();
@@ -103,19 +103,19 @@ pub fn delta<E: Float, N: Size>(
 
 /// Rows of lse and delta of a head: whole tiles of them, and one more where tiles begin anywhere.
 #[cube]
-pub fn stats_rows(seq_q: u32, #[comptime] multiple: usize, #[comptime] ragged: bool) -> u32 {
-    let spare = comptime!(if ragged { multiple as u32 } else { 0 });
+pub fn stats_rows(seq_q: u32, #[comptime] multiple: usize, #[comptime] varlen: bool) -> u32 {
+    let spare = comptime!(if varlen { multiple as u32 } else { 0 });
     seq_q.div_ceil(comptime!(multiple as u32)) * comptime!(multiple as u32) + spare
 }
 
 /// Queries, and their heads in a batch.
 #[cube]
-fn queries(band: &Band, walk: &Walk, #[comptime] blueprint: Blueprint) -> (u32, u32) {
+fn queries(band: &Band, scheduler: &TileScheduler, #[comptime] blueprint: Blueprint) -> (u32, u32) {
     if comptime!(blueprint.transposed()) {
         // What the band calls keys.
-        (band.seq_k, walk.num_heads_q.divisor * walk.group_size.divisor)
+        (band.seq_k, scheduler.num_heads_q.divisor * scheduler.group_size.divisor)
     } else {
-        (band.seq_q, walk.num_heads_q.divisor)
+        (band.seq_q, scheduler.num_heads_q.divisor)
     }
 }
 
@@ -123,21 +123,21 @@ fn queries(band: &Band, walk: &Walk, #[comptime] blueprint: Blueprint) -> (u32, 
 #[cube]
 pub fn stats_at(
     band: &Band,
-    walk: &Walk,
+    scheduler: &TileScheduler,
     batch: u32,
     head: u32,
     query: u32,
     #[comptime] blueprint: Blueprint,
 ) -> usize {
-    let (seq_q, heads) = queries(band, walk, blueprint);
+    let (seq_q, heads) = queries(band, scheduler, blueprint);
     (batch as usize * heads as usize + head as usize)
-        * stats_rows(seq_q, blueprint.stats_multiple, blueprint.ragged) as usize
+        * stats_rows(seq_q, blueprint.stats_multiple, blueprint.varlen) as usize
         + query as usize
 }
 
 /// How far behind it delta is.
 #[cube]
-pub fn stats_all(band: &Band, walk: &Walk, #[comptime] blueprint: Blueprint) -> usize {
-    let (seq_q, heads) = queries(band, walk, blueprint);
-    walk.batches as usize * heads as usize * stats_rows(seq_q, blueprint.stats_multiple, blueprint.ragged) as usize
+pub fn stats_all(band: &Band, scheduler: &TileScheduler, #[comptime] blueprint: Blueprint) -> usize {
+    let (seq_q, heads) = queries(band, scheduler, blueprint);
+    scheduler.batches as usize * heads as usize * stats_rows(seq_q, blueprint.stats_multiple, blueprint.varlen) as usize
 }

@@ -1,7 +1,7 @@
 //! Dropout on registers, which hold a tile as [`rows`](super::rows) says. What is drawn, and for which pairs: [`crate::dropout`].
 
 use super::Blueprint;
-use super::ring::Memory;
+use super::pipeline::Memory;
 use super::scores::{Factors, head_of};
 use crate::mask::Band;
 use cubecl::prelude::*;
@@ -12,7 +12,7 @@ use cubecl::prelude::*;
 /// A [cell](crate::dropout) is what a unit holds of 16 rows and columns. Transposed, a unit holds parts of two cells, which two other
 /// units have drawn.
 #[cube]
-pub fn kept(
+pub fn keep_mask(
     factors: &Factors,
     batch: u32,
     head: u32,
@@ -65,18 +65,18 @@ pub fn is_kept(words: &Sequence<u32>, #[comptime] n: usize) -> bool {
 
 /// What dropout, of which there is some, leaves of a tile's weights.
 #[cube]
-pub fn left(s: &Array<f32>, words: &Sequence<u32>, #[comptime] tile_k: usize) -> Array<f32> {
-    let mut left = Array::<f32>::new(comptime!(tile_k / 2));
+pub fn with_dropout(s: &Array<f32>, words: &Sequence<u32>, #[comptime] tile_k: usize) -> Array<f32> {
+    let mut dropped = Array::<f32>::new(comptime!(tile_k / 2));
     #[unroll]
     for n in 0..comptime!(tile_k / 2) {
-        left[n] = select(is_kept(words, n), s[n], 0.0f32);
+        dropped[n] = select(is_kept(words, n), s[n], 0.0f32);
     }
-    left
+    dropped
 }
 
 /// The same in their place, if there is any dropout.
 #[cube]
-pub fn leave(s: &mut Array<f32>, words: &Sequence<u32>, #[comptime] tile_k: usize) {
+pub fn apply_dropout(s: &mut Array<f32>, words: &Sequence<u32>, #[comptime] tile_k: usize) {
     let drawn = comptime!(words.len());
     if comptime!(drawn > 0) {
         #[unroll]
@@ -88,19 +88,19 @@ pub fn leave(s: &mut Array<f32>, words: &Sequence<u32>, #[comptime] tile_k: usiz
 
 /// Goes from gradients of what is left of probabilities to those of probabilities.
 #[cube]
-pub fn back(ds: &mut Array<f32>, words: &Sequence<u32>, factors: &Factors, #[comptime] tile_k: usize) {
+pub fn dropout_backward(ds: &mut Array<f32>, words: &Sequence<u32>, factors: &Factors, #[comptime] tile_k: usize) {
     let drawn = comptime!(words.len());
     if comptime!(drawn > 0) {
         #[unroll]
         for n in 0..comptime!(tile_k / 2) {
-            ds[n] = factors.extras.dropout.back(ds[n], is_kept(words, n));
+            ds[n] = factors.extras.dropout.backward(ds[n], is_kept(words, n));
         }
     }
 }
 
-/// [`kept()`] for an item.
+/// [`keep_mask()`] for a work tile.
 #[cube]
-pub fn kept_of(
+pub fn keep_mask_of_work_tile(
     factors: &Factors,
     memory: &Memory,
     nth: u32,
@@ -110,5 +110,5 @@ pub fn kept_of(
     #[comptime] blueprint: Blueprint,
 ) -> Sequence<u32> {
     let (batch, head) = head_of(memory, nth, factors, blueprint);
-    kept(factors, batch, head, band, first_row, k_start, blueprint)
+    keep_mask(factors, batch, head, band, first_row, k_start, blueprint)
 }

@@ -10,19 +10,21 @@
 //! Each warpgroup has 64 queries of the block. Of a warpgroup, `S` of one tile and `P V` of the tile before are in flight
 //! together, so that a softmax hides under products (FlashAttention-3, arXiv:2407.08608, section 3.2); where it pays the
 //! warpgroups take turns, so that one's products run under the other's softmax (section 3.1). What `m` really is, and when it
-//! changes: [`Statistics`]. The first product of the next item is issued beside the last one of this item, under its stores.
+//! changes: [`OnlineSoftmax`]. The first product of the next work tile is issued beside the last one of this work tile, under its stores.
 //!
 //! Whole warps take every branch together, and the assembler must see that they do: a branch by `UNIT_POS`, or a shuffle
 //! behind one, makes it guard every shuffle that follows. Products and waits for them are the whole warpgroup's: they may not
 //! stand behind what a warp decides.
 
-use super::dropout::{kept_of, leave};
+use super::dropout::{apply_dropout, keep_mask_of_work_tile};
 use super::ops::*;
+use super::pipeline::{
+    FULLY_MASKED, Memory, PipelineState, Producer, ResidentOperand, Spread, WorkTileField, load_next,
+};
 use super::recompute::{is_finite, recompute_row};
-use super::ring::{BLIND, Kept, Loader, Memory, Of, Place, Spread, load_next};
 use super::rows::*;
-use super::schedule::Walk;
-use super::scores::{Factors, finish, hide, products};
+use super::schedule::TileScheduler;
+use super::scores::{Factors, apply_mask, apply_score_mod, products};
 use super::{Blueprint, HopperTile, WARPGROUP_ROWS, WARPGROUP_UNITS};
 use crate::mask::Band;
 use crate::softmax::lse_bits_log2;
@@ -72,7 +74,7 @@ pub struct Strides {
 }
 
 /// `q [B, H, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `o [B, H, Sq, Dv]`, its rows in vectors of 8 bytes, and
-/// the bits of `lse [B, H, Sq]`; of parts of the keys to `o [P · B, H, Sq, Dv]` in f32 and the bits of `lse [P · B, H, Sq]`.
+/// the bits of `lse [B, H, Sq]`; of splits of the keys to `o [P · B, H, Sq, Dv]` in f32 and the bits of `lse [P · B, H, Sq]`.
 /// Boxes of the maps: 64 columns of 64 queries, or of a tile's keys. `b`: a tiled bias; any map, if there is none.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
@@ -92,7 +94,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     strides: Strides,
     factors: Factors,
     band: Band,
-    walk: Walk,
+    scheduler: TileScheduler,
     spread: Spread,
     #[comptime] blueprint: Blueprint,
     #[define(E, M)] _types: [ElemType; 2],
@@ -105,206 +107,212 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let k_bytes = comptime!(blueprint.k_bytes());
     let fragments = comptime!(tile_k / 16);
     // Whether more is hidden than what lies past the last key.
-    let ragged = comptime!(factors.extras.is_ragged());
-    let banded = comptime!(ragged || band.bounded_above || band.bounded_below);
+    let varlen = comptime!(factors.extras.is_varlen());
+    let banded = comptime!(varlen || band.bounded_above || band.bounded_below);
     let sparse = comptime!(blueprint.sparse);
     let hides = comptime!(banded || sparse || blueprint.hides_pairs());
 
     // -- shared memory, barriers, descriptors
     let elements = comptime!(blueprint.shared_memory() / blueprint.dtype.size());
     let k_at = comptime!(tile.warpgroups * blueprint.q_bytes() / blueprint.dtype.size());
-    let team_bytes = comptime!(blueprint.team_memory() as u32);
+    let group_bytes = comptime!(blueprint.group_memory() as u32);
     let v_at = comptime!(k_at + stages * k_bytes / blueprint.dtype.size());
     let shared = Shared::<[E]>::new_aligned_slice(elements, 1024usize);
 
     let of_cube = plane_broadcast(UNIT_POS / 32, 0u32);
     let mut warp = of_cube;
-    let mut team = 0u32;
-    if comptime!(tile.teams > 1) {
-        team = of_cube / comptime!(4 * tile.warpgroups as u32);
+    let mut consumer_group = 0u32;
+    if comptime!(tile.consumer_groups > 1) {
+        consumer_group = of_cube / comptime!(4 * tile.warpgroups as u32);
         warp = of_cube % comptime!(4 * tile.warpgroups as u32);
     }
     let mut loads = false.runtime();
-    if comptime!(tile.loader) {
-        // Behind all that multiply, one of each team.
-        let first = comptime!(4 * (tile.teams * tile.warpgroups) as u32);
+    if comptime!(tile.producer_warp) {
+        // Behind all that multiply, one of each consumer group.
+        let first = comptime!(4 * (tile.consumer_groups * tile.warpgroups) as u32);
         loads = of_cube >= first;
-        team = select(loads, of_cube - first, team);
+        consumer_group = select(loads, of_cube - first, consumer_group);
         warp = select(loads, comptime!(4 * tile.warpgroups as u32).runtime(), warp);
     }
     let warpgroup = warp / 4;
-    let memory = Memory::new(shared_address::<E>(&shared[0..1024]) + team * team_bytes, blueprint);
+    let memory = Memory::new(shared_address::<E>(&shared[0..1024]) + consumer_group * group_bytes, blueprint);
     let lane = UNIT_POS % 32;
     let quarter = lane % 4;
     // Descriptors count in units of 16 bytes.
-    let team_at = team * (team_bytes / 16);
-    let q_at = team_at + warpgroup * comptime!((blueprint.q_bytes() / 16) as u32);
+    let group_at = consumer_group * (group_bytes / 16);
+    let q_at = group_at + warpgroup * comptime!((blueprint.q_bytes() / 16) as u32);
     let q_tile = descriptor::<E>(&shared[0..1024], 16usize, 1024usize) + u64::cast_from(q_at);
-    let k_tiles = descriptor::<E>(&shared[k_at..k_at + 1024], 16usize, 1024usize) + u64::cast_from(team_at);
+    let k_tiles = descriptor::<E>(&shared[k_at..k_at + 1024], 16usize, 1024usize) + u64::cast_from(group_at);
     let v_tiles =
-        descriptor::<E>(&shared[v_at..v_at + 1024], comptime!(tile_k * 128), 1024usize) + u64::cast_from(team_at);
+        descriptor::<E>(&shared[v_at..v_at + 1024], comptime!(tile_k * 128), 1024usize) + u64::cast_from(group_at);
     let k_stage = comptime!((k_bytes / 16) as u32);
     let v_stage = comptime!((blueprint.v_bytes() / 16) as u32);
 
     // -- the first loads
-    let mut loader = Loader::new(memory, walk, band, spread, factors.extras, team, warp, tile);
-    if comptime!(tile.loader) && loads {
-        loader.run(q, k, v, b, counter, blueprint);
+    let mut producer = Producer::new(memory, scheduler, band, spread, factors.extras, consumer_group, warp, tile);
+    if comptime!(tile.producer_warp) && loads {
+        producer.run(q, k, v, b, counter, blueprint);
         terminate!();
     }
-    loader.fill(q, q, k, v, b, counter, counter, blueprint);
-    let mut steps = memory.item(0u32, Of::Steps);
+    producer.fill(q, q, k, v, b, counter, counter, blueprint);
+    let mut steps = memory.work_tile(0u32, WorkTileField::Steps);
     let of_warpgroup = warp % 4;
     // Named barrier 0 is that of all units.
-    let turn = 1 + team * comptime!(tile.warpgroups as u32);
+    let barrier = 1 + consumer_group * comptime!(tile.warpgroups as u32);
     if warpgroup == comptime!(tile.warpgroups as u32 - 1) {
-        pass_turn(turn, warpgroup, tile);
+        pass_ping_pong(barrier, warpgroup, tile);
     }
 
-    // Where the products are in the rings. What a step has freed is filled again in the next one, so that neither
+    // Where the products are in the pipelines. What a step has freed is filled again in the next one, so that neither
     // warpgroup waits for the other.
-    let mut k_place = Place::first();
-    let mut v_place = Place::first();
+    let mut k_state = PipelineState::first();
+    let mut v_state = PipelineState::first();
     let mut nth = 0u32;
 
-    // -- the first S; those of later items are issued at the end of the item before
+    // -- the first S; those of later work tiles are issued at the end of the work tile before
     let mut s = Array::<f32>::new(s_len);
     if steps != 0 {
         mbarrier_wait(memory.full_q + warpgroup * 8, 0u32);
         mbarrier_wait(memory.full_k, 0u32);
     }
-    take_turn(turn, warpgroup, tile);
+    await_ping_pong(barrier, warpgroup, tile);
     wgmma_fence();
     products(&mut s, q_tile, k_tiles, blueprint.head_dim, blueprint);
     wgmma_commit();
-    pass_turn(turn, warpgroup, tile);
+    pass_ping_pong(barrier, warpgroup, tile);
 
     while steps != 0 {
-        let band = memory.band(nth, &band, ragged);
-        let first_row = memory.item(nth, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
-        let mut k_start = memory.item(nth, Of::KLast);
+        let band = memory.band(nth, &band, varlen);
+        let first_row = memory.work_tile(nth, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
+        let mut k_start = memory.work_tile(nth, WorkTileField::KLast);
         let edges = band.edges(first_row, k_start, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32));
-        let visit = memory.visit(&k_place, k_start, edges.lead > 0 || edges.tail == 0, blueprint);
+        let visit = memory.visit(&k_state, k_start, edges.lead > 0 || edges.tail == 0, blueprint);
 
         // -- the first tile
         wgmma_wait(0usize);
         pin(&mut s, s_len);
         if lane == 0 {
-            mbarrier_arrive(memory.empty_k + k_place.stage * 8);
+            mbarrier_arrive(memory.empty_k + k_state.stage * 8);
         }
         if steps == 1 {
-            load_next(q, &memory, nth, warp, Kept::Q, blueprint);
+            load_next(q, &memory, nth, warp, ResidentOperand::Q, blueprint);
         }
-        let tile_b = memory.await_bias(&k_place, warpgroup, blueprint);
-        let _ = finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, &visit, tile_b, blueprint);
-        memory.release_bias(&k_place, blueprint);
-        k_place.advance(stages);
-        let blind = memory.item(nth, Of::Flags) & BLIND != 0;
-        if !visit.whole || blind {
-            hide(&mut s, &band, blind, first_row, visit.start, tile_k);
+        let tile_b = memory.await_bias(&k_state, warpgroup, blueprint);
+        let _ =
+            apply_score_mod(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, &visit, tile_b, blueprint);
+        memory.release_bias(&k_state, blueprint);
+        k_state.advance(stages);
+        let fully_masked = memory.work_tile(nth, WorkTileField::Flags) & FULLY_MASKED != 0;
+        if !visit.fully_visible || fully_masked {
+            apply_mask(&mut s, &band, fully_masked, first_row, visit.start, tile_k);
         }
-        let mut rows = Statistics::first(&mut s, factors.exponent, hides, blueprint);
+        let mut rows = OnlineSoftmax::first(&mut s, factors.exponent, hides, blueprint);
         let mut p = Sequence::<Array<u32>>::new();
         #[unroll]
         for _ in 0..fragments {
             p.push(Array::<u32>::new(4usize));
         }
-        let words = kept_of(&factors, &memory, nth, &band, first_row, visit.start, blueprint);
-        leave(&mut s, &words, tile_k);
+        let words = keep_mask_of_work_tile(&factors, &memory, nth, &band, first_row, visit.start, blueprint);
+        apply_dropout(&mut s, &words, tile_k);
         to_fragments(&s, &mut p, blueprint);
         // The first product overwrites it.
         let mut acc = Array::<f32>::new(o_len);
         if steps > 1 {
-            mbarrier_wait(memory.full_k + k_place.stage * 8, k_place.phase);
+            mbarrier_wait(memory.full_k + k_state.stage * 8, k_state.phase);
         }
 
         // -- the others: S of this tile and P V of the one before are in flight together
         for step in 1..steps {
             k_start -= comptime!(tile_k as u32);
-            let visit = memory.visit(&k_place, k_start, step < edges.lead || step >= edges.tail, blueprint);
-            take_turn(turn, warpgroup, tile);
+            let visit = memory.visit(&k_state, k_start, step < edges.lead || step >= edges.tail, blueprint);
+            await_ping_pong(barrier, warpgroup, tile);
             pin(&mut acc, o_len);
             wgmma_fence();
-            products(&mut s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint.head_dim, blueprint);
+            products(&mut s, q_tile, k_tiles + u64::cast_from(k_state.stage * k_stage), blueprint.head_dim, blueprint);
             wgmma_commit();
             // Not waited for before S is on its way; the wait ends a stretch of products for the assembler.
-            mbarrier_wait(memory.full_v + v_place.stage * 8, v_place.phase);
+            mbarrier_wait(memory.full_v + v_state.stage * 8, v_state.phase);
             wgmma_fence();
-            pv(&mut acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), u32::cast_from(step > 1), blueprint);
+            pv(&mut acc, &p, v_tiles + u64::cast_from(v_state.stage * v_stage), u32::cast_from(step > 1), blueprint);
             wgmma_commit();
-            pass_turn(turn, warpgroup, tile);
-            loader.refill(q, q, k, v, b, counter, counter, blueprint);
+            pass_ping_pong(barrier, warpgroup, tile);
+            producer.refill(q, q, k, v, b, counter, counter, blueprint);
             wgmma_wait(1usize);
             pin(&mut s, s_len);
             if lane == 0 {
-                mbarrier_arrive(memory.empty_k + k_place.stage * 8);
+                mbarrier_arrive(memory.empty_k + k_state.stage * 8);
             }
             if step + 1 == steps {
-                load_next(q, &memory, nth, warp, Kept::Q, blueprint);
+                load_next(q, &memory, nth, warp, ResidentOperand::Q, blueprint);
             }
 
-            let tile_b = memory.await_bias(&k_place, warpgroup, blueprint);
-            let _ = finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, &visit, tile_b, blueprint);
-            memory.release_bias(&k_place, blueprint);
-            k_place.advance(stages);
+            let tile_b = memory.await_bias(&k_state, warpgroup, blueprint);
+            let _ = apply_score_mod(
+                &mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, &visit, tile_b, blueprint,
+            );
+            memory.release_bias(&k_state, blueprint);
+            k_state.advance(stages);
             // Only where there is a band can a tile after the first be at its edge; without a mask, a row that begins to see
             // does so there.
             let anywhere = comptime!(blueprint.hides_pairs() || sparse && banded);
-            if comptime!(banded || sparse) && !visit.whole {
-                hide(&mut s, &band, false.runtime(), first_row, visit.start, tile_k);
+            if comptime!(banded || sparse) && !visit.fully_visible {
+                apply_mask(&mut s, &band, false.runtime(), first_row, visit.start, tile_k);
                 if comptime!(!anywhere) {
-                    rows.anchor(&mut s, factors.exponent, blueprint);
+                    rows.set_reference_max(&mut s, factors.exponent, blueprint);
                 }
             }
             if comptime!(anywhere) {
-                rows.anchor(&mut s, factors.exponent, blueprint);
+                rows.set_reference_max(&mut s, factors.exponent, blueprint);
             }
-            let taken = rows.absorb(&mut s, factors.exponent, blueprint);
-            let words = kept_of(&factors, &memory, nth, &band, first_row, visit.start, blueprint);
+            let taken = rows.update(&mut s, factors.exponent, blueprint);
+            let words = keep_mask_of_work_tile(&factors, &memory, nth, &band, first_row, visit.start, blueprint);
             pin(&mut s, s_len);
             // The branch of this wait is what keeps the assembler from moving the wait for P V above the softmax.
             if step + 1 < steps {
-                mbarrier_wait(memory.full_k + k_place.stage * 8, k_place.phase);
+                mbarrier_wait(memory.full_k + k_state.stage * 8, k_state.phase);
             }
             wgmma_wait(0usize);
             pin(&mut acc, o_len);
             if lane == 0 {
-                mbarrier_arrive(memory.empty_v + v_place.stage * 8);
+                mbarrier_arrive(memory.empty_v + v_state.stage * 8);
             }
-            v_place.advance(stages);
-            rows.settle(&taken, &mut s, &mut acc, blueprint);
-            leave(&mut s, &words, tile_k);
+            v_state.advance(stages);
+            rows.rescale_o(&taken, &mut s, &mut acc, blueprint);
+            apply_dropout(&mut s, &words, tile_k);
             to_fragments(&s, &mut p, blueprint);
         }
 
-        // -- the last P V, and in its shadow and that of the stores the next item's first S; after the last item that
+        // -- the last P V, and in its shadow and that of the stores the next work tile's first S; after the last work tile that
         //    one reads what is left in shared memory, and nothing reads it
-        mbarrier_wait(memory.full_v + v_place.stage * 8, v_place.phase);
-        let next_steps = memory.item(nth + 1, Of::Steps);
+        mbarrier_wait(memory.full_v + v_state.stage * 8, v_state.phase);
+        let next_steps = memory.work_tile(nth + 1, WorkTileField::Steps);
         if next_steps != 0 {
             mbarrier_wait(memory.full_q + warpgroup * 8, (nth + 1) % 2);
-            mbarrier_wait(memory.full_k + k_place.stage * 8, k_place.phase);
+            mbarrier_wait(memory.full_k + k_state.stage * 8, k_state.phase);
         }
-        take_turn(turn, warpgroup, tile);
+        await_ping_pong(barrier, warpgroup, tile);
         pin(&mut acc, o_len);
         wgmma_fence();
-        pv(&mut acc, &p, v_tiles + u64::cast_from(v_place.stage * v_stage), u32::cast_from(steps > 1), blueprint);
+        pv(&mut acc, &p, v_tiles + u64::cast_from(v_state.stage * v_stage), u32::cast_from(steps > 1), blueprint);
         wgmma_commit();
-        loader.refill(q, q, k, v, b, counter, counter, blueprint);
+        producer.refill(q, q, k, v, b, counter, counter, blueprint);
         wgmma_fence();
-        products(&mut s, q_tile, k_tiles + u64::cast_from(k_place.stage * k_stage), blueprint.head_dim, blueprint);
+        products(&mut s, q_tile, k_tiles + u64::cast_from(k_state.stage * k_stage), blueprint.head_dim, blueprint);
         wgmma_commit();
-        pass_turn(turn, warpgroup, tile);
+        pass_ping_pong(barrier, warpgroup, tile);
 
         // -- O / l and lse
-        let sinks = comptime!(!blueprint.partial && factors.extras.sinks.is_some());
-        let of_head = if comptime!(sinks) { memory.item(nth, Of::Head) } else { 0u32.runtime() };
+        let sinks = comptime!(!blueprint.split_keys && factors.extras.sinks.is_some());
+        let of_head = if comptime!(sinks) { memory.work_tile(nth, WorkTileField::Head) } else { 0u32.runtime() };
         let of_sink = sink_log2(&factors.extras, of_head, sinks);
         let end0 = RowEnd::of(rows.m0, rows.l0, rows.top0, of_sink, factors.exponent, sinks, blueprint);
         let end1 = RowEnd::of(rows.m1, rows.l1, rows.top1, of_sink, factors.exponent, sinks, blueprint);
         let (m0, l0, m1, l1) = (end0.m, end0.l, end1.m, end1.l);
         let row = first_row + of_warpgroup * 16 + lane / 4;
-        let (out, head) = (memory.item(nth, Of::BatchOut) as usize, memory.item(nth, Of::Head) as usize);
+        let (out, head) = (
+            memory.work_tile(nth, WorkTileField::BatchOut) as usize,
+            memory.work_tile(nth, WorkTileField::Head) as usize,
+        );
         let lse_at = strides.lse.at(out, head, row);
         let (live0, live1) = (band.is_query(row), band.is_query(row + 8));
         if quarter == 0 {
@@ -321,13 +329,13 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         wgmma_wait(1usize);
         pin(&mut acc, o_len);
         if lane == 0 {
-            mbarrier_arrive(memory.empty_v + v_place.stage * 8);
+            mbarrier_arrive(memory.empty_v + v_state.stage * 8);
         }
-        v_place.advance(stages);
+        v_state.advance(stages);
         let row0 = strides.o.at(out, head, row);
         let row1 = row0 + 8 * strides.o.row;
         let (words0, words1) = (pack_row(&acc, 0usize, f0, columns, dtype), pack_row(&acc, 1usize, f1, columns, dtype));
-        if comptime!(blueprint.partial) {
+        if comptime!(blueprint.split_keys) {
             store_row_f32(&acc, 0usize, f0, o, row0, live0, columns);
             store_row_f32(&acc, 1usize, f1, o, row1, live1, columns);
         } else {
@@ -345,14 +353,17 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         }
         again0 = live0 && again0;
         again1 = live1 && again1;
-        if comptime!(hides || blueprint.anchored()) && plane_any(again0 || again1) {
+        if comptime!(hides || blueprint.uses_reference_max()) && plane_any(again0 || again1) {
             // What other units have stored of these rows comes first.
             sync_plane();
-            let (batch, head_kv) = (memory.item(nth, Of::Batch) as usize, memory.item(nth, Of::HeadKv) as usize);
+            let (batch, head_kv) = (
+                memory.work_tile(nth, WorkTileField::Batch) as usize,
+                memory.work_tile(nth, WorkTileField::HeadKv) as usize,
+            );
             let (first_key, after) = if comptime!(sparse) {
                 (0u32.runtime(), band.after_keys())
             } else {
-                (k_start, memory.item(nth, Of::KLast) + comptime!(tile_k as u32))
+                (k_start, memory.work_tile(nth, WorkTileField::KLast) + comptime!(tile_k as u32))
             };
             let first = first_row + of_warpgroup * 16;
             for of_warp in 0..16u32 {
@@ -395,20 +406,20 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     pin(&mut s, s_len);
 }
 
-/// Waits for the warpgroup before to have issued its products. `turn`: the first of the team's named barriers.
+/// Waits for the warpgroup before to have issued its products. `barrier`: the first of the consumer group's named barriers.
 #[cube]
-fn take_turn(turn: u32, warpgroup: u32, #[comptime] tile: HopperTile) {
-    if comptime!(tile.turns) {
-        named_sync(turn + warpgroup, comptime!(2 * WARPGROUP_UNITS as u32));
+fn await_ping_pong(barrier: u32, warpgroup: u32, #[comptime] tile: HopperTile) {
+    if comptime!(tile.ping_pong) {
+        named_sync(barrier + warpgroup, comptime!(2 * WARPGROUP_UNITS as u32));
     }
 }
 
 /// Lets the next warpgroup issue.
 #[cube]
-fn pass_turn(turn: u32, warpgroup: u32, #[comptime] tile: HopperTile) {
-    if comptime!(tile.turns) {
+fn pass_ping_pong(barrier: u32, warpgroup: u32, #[comptime] tile: HopperTile) {
+    if comptime!(tile.ping_pong) {
         let next = (warpgroup + 1) % comptime!(tile.warpgroups as u32);
-        named_arrive(turn + next, comptime!(2 * WARPGROUP_UNITS as u32));
+        named_arrive(barrier + next, comptime!(2 * WARPGROUP_UNITS as u32));
     }
 }
 

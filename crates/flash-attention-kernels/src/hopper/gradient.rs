@@ -10,7 +10,7 @@
 //!
 //! with lse in base 2, `c = log2(e) · scale`, and the scale left to the end. (FlashAttention-2, arXiv:2307.08691, algorithm 2.)
 //! One kernel, as the second is the first with queries and keys in each other's places and one product more: `P` and `dS` are
-//! then operands as they lie in registers, and every sum is taken in a fixed order, by one team. What each tensor is called
+//! then operands as they lie in registers, and every sum is taken in a fixed order, by one consumer group. What each tensor is called
 //! here: [`Role`]. All three at once take five products instead of seven, but every block of keys adds to `dQ`, in whatever
 //! order they come by ([`reduce`](super::reduce)).
 //!
@@ -19,15 +19,18 @@
 
 use super::Blueprint;
 use super::delta::{stats_all, stats_at};
-use super::dropout::{back, kept_of, left};
+use super::dropout::{dropout_backward, keep_mask_of_work_tile, with_dropout};
 use super::forward::Stride;
 use super::ops::*;
+use super::pipeline::{
+    CONTINUED, CONTINUES, FULLY_MASKED, Memory, PipelineState, Producer, ResidentOperand, Spread, WorkTileField,
+    load_next,
+};
 use super::recompute::{is_finite_row, recompute_gradients};
 use super::reduce::{ADDENDS, Reducer};
-use super::ring::{BLIND, CONTINUED, CONTINUES, Kept, Loader, Memory, Of, Place, Spread, load_next};
 use super::rows::*;
-use super::schedule::Walk;
-use super::scores::{Factors, finish, hide, probability_log2, products, slope};
+use super::schedule::TileScheduler;
+use super::scores::{Factors, apply_mask, apply_score_mod, probability_log2, products, slope};
 use super::{Role, WARPGROUP_ROWS};
 use crate::mask::Band;
 use cubecl::prelude::*;
@@ -58,7 +61,7 @@ pub struct SourceStrides {
 
 /// Rows `q [B, H, Sq, D]`, `d [B, H, Sq, Dv]` and tiles `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `dk [B, H, Sq, D]` and
 /// `dv [B, H, Sq, Dv]`, in vectors of 8 bytes, as [`Role`] names them: for the gradients of keys and values, queries are what
-/// is called keys here. `stats`: lse and delta of all queries, from [`delta`](mod@crate::hopper::delta). `sums`: dQ, if it is
+/// is called keys here. `stats`: lse and delta of all queries, from [`delta`](mod@crate::hopper::delta). `dq_accum`: dQ, if it is
 /// added up. Boxes of the maps: 64 columns of 64 rows, or of a tile. `b`: a tiled bias; any map, if there is none. `scale`: of
 /// `dk`. The slices are the same tensors as the maps.
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -74,7 +77,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     dk: &mut [Vector<u32, Const<2>>],
     dv: &mut [Vector<u32, Const<2>>],
     stats: &[u32],
-    sums: &[f32],
+    dq_accum: &[f32],
     counter: &[u32],
     q_slice: &[Vector<E, Const<8>>],
     d_slice: &[Vector<E, Const<8>>],
@@ -85,7 +88,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     scale: f32,
     factors: Factors,
     band: Band,
-    walk: Walk,
+    scheduler: TileScheduler,
     spread: Spread,
     #[comptime] blueprint: Blueprint,
     #[define(E, M)] _types: [ElemType; 2],
@@ -97,9 +100,9 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let (columns_dk, columns_dv) = comptime!((blueprint.columns_dk(), blueprint.columns()));
     let (differentiates, sums_values) = comptime!((blueprint.differentiates(), blueprint.sums_values()));
     let (transposed, reduces) = comptime!((blueprint.transposed(), blueprint.reduces()));
-    let ragged = comptime!(factors.extras.is_ragged());
+    let varlen = comptime!(factors.extras.is_varlen());
     let hides =
-        comptime!(ragged || blueprint.sparse || blueprint.hides_pairs() || band.bounded_above || band.bounded_below);
+        comptime!(varlen || blueprint.sparse || blueprint.hides_pairs() || band.bounded_above || band.bounded_below);
 
     // -- shared memory, barriers, descriptors
     let size = comptime!(dtype.size());
@@ -124,30 +127,30 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let v_columns = descriptor::<E>(&shared[v_at..v_at + 1024], comptime!(tile_k * 128), 1024usize);
     let k_stage = comptime!((blueprint.k_bytes() / 16) as u32);
     let v_stage = comptime!((blueprint.v_bytes() / 16) as u32);
-    // What follows the ring, if anything does.
+    // What follows the pipeline, if anything does.
     let ring_end = comptime!(v_at + stages * (blueprint.v_bytes() + blueprint.b_bytes()) / size);
     let ds_at = comptime!(if blueprint.reduces() { ring_end } else { 0 });
     let mut reducer = Reducer::new::<E>(&shared[ds_at..ds_at + 1024], &shared[0..1024], &memory, warp, blueprint);
 
     // -- the first loads
-    let mut loader = Loader::new(memory, walk, band, spread, factors.extras, 0u32, warp, tile);
-    loader.fill(q, d, k, v, b, stats, counter, blueprint);
-    let mut place = Place::first();
+    let mut producer = Producer::new(memory, scheduler, band, spread, factors.extras, 0u32, warp, tile);
+    producer.fill(q, d, k, v, b, stats, counter, blueprint);
+    let mut state = PipelineState::first();
     let mut nth = 0u32;
-    let mut steps = memory.item(0u32, Of::Steps);
+    let mut steps = memory.work_tile(0u32, WorkTileField::Steps);
 
     let mut sum_k = Array::<f32>::new(comptime!(if differentiates { columns_dk / 2 } else { 0 }));
     let mut sum_v = Array::<f32>::new(comptime!(if sums_values { columns_dv / 2 } else { 0 }));
     while steps != 0 {
-        let band = memory.band(nth, &band, ragged);
-        let first_row = memory.item(nth, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
+        let band = memory.band(nth, &band, varlen);
+        let first_row = memory.work_tile(nth, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
         let row = first_row + of_warpgroup * 16 + lane / 4;
-        let mut k_start = memory.item(nth, Of::KLast);
+        let mut k_start = memory.work_tile(nth, WorkTileField::KLast);
         let edges = band.edges(first_row, k_start, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32));
-        let flags = memory.item(nth, Of::Flags);
-        let blind = flags & BLIND != 0;
+        let flags = memory.work_tile(nth, WorkTileField::Flags);
+        let fully_masked = flags & FULLY_MASKED != 0;
         let continued = flags & CONTINUED != 0;
-        let of_rows = RowStatistics::read(stats, &memory, nth, row, &band, &walk, blueprint);
+        let of_rows = RowStatistics::read(stats, &memory, nth, row, &band, &scheduler, blueprint);
         if comptime!(reduces) {
             #[unroll]
             for of_any in 0..comptime!(tile.warpgroups as u32) {
@@ -157,32 +160,32 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             mbarrier_wait(memory.full_q + warpgroup * 8, nth % 2);
         }
         if comptime!(sums_values) {
-            mbarrier_wait(memory.full_k + place.stage * 8, place.phase);
+            mbarrier_wait(memory.full_k + state.stage * 8, state.phase);
         }
 
         for step in 0..steps {
             if comptime!(!sums_values) {
-                mbarrier_wait(memory.full_k + place.stage * 8, place.phase);
+                mbarrier_wait(memory.full_k + state.stage * 8, state.phase);
             }
             let edge = step < edges.lead || step >= edges.tail;
-            let visit = memory.visit(&place, k_start, edge, blueprint);
+            let visit = memory.visit(&state, k_start, edge, blueprint);
 
             // -- S and dP
             let mut s = Array::<f32>::new(s_len);
             let mut ds = Array::<f32>::new(comptime!(if differentiates { s_len } else { 0 }));
-            let k_tile = u64::cast_from(place.stage * k_stage);
-            let v_tile = u64::cast_from(place.stage * v_stage);
+            let k_tile = u64::cast_from(state.stage * k_stage);
+            let v_tile = u64::cast_from(state.stage * v_stage);
             wgmma_fence();
             products(&mut s, q_rows, k_rows + k_tile, blueprint.head_dim, blueprint);
             wgmma_commit();
-            mbarrier_wait(memory.full_v + place.stage * 8, place.phase);
+            mbarrier_wait(memory.full_v + state.stage * 8, state.phase);
             if comptime!(differentiates) {
                 wgmma_fence();
                 products(&mut ds, d_rows, v_rows + v_tile, blueprint.head_dim_v, blueprint);
                 wgmma_commit();
             }
             if nth + step != 0 {
-                loader.refill(q, d, k, v, b, stats, counter, blueprint);
+                producer.refill(q, d, k, v, b, stats, counter, blueprint);
             }
             if comptime!(differentiates) {
                 wgmma_wait(1usize);
@@ -192,17 +195,18 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             pin(&mut s, s_len);
             let last = step + 1 == steps;
             if comptime!(!reduces) && last {
-                load_next(q, &memory, nth, warp, Kept::Q, blueprint);
+                load_next(q, &memory, nth, warp, ResidentOperand::Q, blueprint);
             }
 
             // -- P
-            let tile_b = memory.await_bias(&place, warpgroup, blueprint);
-            let bends =
-                finish(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, &visit, tile_b, blueprint);
-            if !visit.whole || blind {
-                hide(&mut s, &band, blind, first_row, visit.start, tile_k);
+            let tile_b = memory.await_bias(&state, warpgroup, blueprint);
+            let derivatives = apply_score_mod(
+                &mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, &visit, tile_b, blueprint,
+            );
+            if !visit.fully_visible || fully_masked {
+                apply_mask(&mut s, &band, fully_masked, first_row, visit.start, tile_k);
             }
-            let of_stats = place.stage * comptime!(blueprint.stats_bytes() as u32)
+            let of_stats = state.stage * comptime!(blueprint.stats_bytes() as u32)
                 + 8 * quarter
                 + stats_offset(visit.start, blueprint);
             let lse_at = memory.lse + of_stats;
@@ -212,13 +216,13 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 s[n] = probability_log2(s[n], factors.exponent, *lse.index(n), blueprint.dtype);
             }
             let adds = u32::cast_from(step > 0 || continued);
-            let words = kept_of(&factors, &memory, nth, &band, first_row, visit.start, blueprint);
+            let words = keep_mask_of_work_tile(&factors, &memory, nth, &band, first_row, visit.start, blueprint);
             if comptime!(sums_values) {
                 // dV runs under what turns dP into dS.
                 let mut p = fragments(blueprint);
                 let drawn = comptime!(words.len());
                 if comptime!(drawn > 0) {
-                    to_fragments(&left(&s, &words, tile_k), &mut p, blueprint);
+                    to_fragments(&with_dropout(&s, &words, tile_k), &mut p, blueprint);
                 } else {
                     to_fragments(&s, &mut p, blueprint);
                 }
@@ -228,7 +232,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 wgmma_commit();
             }
             pin(&mut s, s_len);
-            let next = place.next(stages);
+            let next = state.next(stages);
 
             // -- dS
             if comptime!(differentiates) {
@@ -237,22 +241,22 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 } else {
                     // The branch of this wait is what keeps the assembler from moving the wait for dP above the exponentials. There is
                     // nothing to wait for: the next K may take as long as this step does.
-                    mbarrier_wait(memory.full_v + place.stage * 8, place.phase);
+                    mbarrier_wait(memory.full_v + state.stage * 8, state.phase);
                     wgmma_wait(0usize);
                 }
                 pin(&mut ds, s_len);
                 if last {
-                    load_next(d, &memory, nth, warp, Kept::D, blueprint);
+                    load_next(d, &memory, nth, warp, ResidentOperand::D, blueprint);
                 }
                 let delta_at = memory.delta + of_stats;
                 let delta = statistics(delta_at, of_rows.delta0, of_rows.delta1, blueprint);
-                back(&mut ds, &words, &factors, tile_k);
+                dropout_backward(&mut ds, &words, &factors, tile_k);
                 #[unroll]
                 for n in 0..s_len {
                     ds[n] = s[n] * (ds[n] - *delta.index(n));
                 }
-                if comptime!(blueprint.bent) {
-                    bends.multiply(&mut ds, &s, blueprint);
+                if comptime!(blueprint.keeps_derivative) {
+                    derivatives.multiply(&mut ds, &s, blueprint);
                 } else if comptime!(blueprint.capped) {
                     slope(
                         &mut ds,
@@ -271,7 +275,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 }
                 pin(&mut ds, s_len);
             }
-            memory.release_bias(&place, blueprint);
+            memory.release_bias(&state, blueprint);
             if comptime!(sums_values) {
                 // As above, for the wait for dV.
                 if step + 1 < steps {
@@ -281,7 +285,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 pin(&mut sum_v, comptime!(columns_dv / 2));
             }
             if lane == 0 {
-                mbarrier_arrive(memory.empty_v + place.stage * 8);
+                mbarrier_arrive(memory.empty_v + state.stage * 8);
             }
 
             // -- dQ or dK, or both
@@ -300,27 +304,30 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 if comptime!(reduces) {
                     wgmma_wait(1usize);
                     pin(&mut dq, ADDENDS);
-                    reducer.add(&dq, sums, &memory, nth, visit.start, &band, &walk, blueprint);
+                    reducer.add(&dq, dq_accum, &memory, nth, visit.start, &band, &scheduler, blueprint);
                     // As above: dK is to run under this, and K has been here all along. The barrier must be one of a stage that
                     // this warp has not released: that of V may be two phases further, and a wait by parity would never end.
-                    mbarrier_wait(memory.full_k + place.stage * 8, place.phase);
+                    mbarrier_wait(memory.full_k + state.stage * 8, state.phase);
                 }
                 wgmma_wait(0usize);
                 pin(&mut sum_k, comptime!(columns_dk / 2));
                 if comptime!(reduces) && last {
-                    load_next(q, &memory, nth, warp, Kept::Q, blueprint);
+                    load_next(q, &memory, nth, warp, ResidentOperand::Q, blueprint);
                 }
             }
             if lane == 0 {
-                mbarrier_arrive(memory.empty_k + place.stage * 8);
+                mbarrier_arrive(memory.empty_k + state.stage * 8);
             }
-            place.advance(stages);
+            state.advance(stages);
             k_start -= comptime!(tile_k as u32);
         }
 
         // -- results
         if flags & CONTINUES == 0 {
-            let (batch, head) = (memory.item(nth, Of::Batch) as usize, memory.item(nth, Of::Head) as usize);
+            let (batch, head) = (
+                memory.work_tile(nth, WorkTileField::Batch) as usize,
+                memory.work_tile(nth, WorkTileField::Head) as usize,
+            );
             let (live0, live1) = (band.is_query(row), band.is_query(row + 8));
             if comptime!(differentiates) {
                 let row0 = strides.dk.at(batch, head, row);
@@ -353,8 +360,8 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 let again1 = live1 && !finite1 && of_rows.lse1 * of_rows.delta1 * 0.0f32 == 0.0f32;
                 if plane_any(again0 || again1) {
                     let first = first_row + of_warpgroup * 16;
-                    let stream = memory.item(nth, Of::HeadKv);
-                    let group = if comptime!(transposed) { walk.group_size.divisor } else { 1u32.runtime() };
+                    let stream = memory.work_tile(nth, WorkTileField::HeadKv);
+                    let group = if comptime!(transposed) { scheduler.group_size.divisor } else { 1u32.runtime() };
                     recompute_gradients(
                         q_slice,
                         d_slice,
@@ -370,7 +377,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                         scale,
                         &factors,
                         &band,
-                        &walk,
+                        &scheduler,
                         batch,
                         head,
                         stream + 1 - group,
@@ -384,7 +391,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
         }
         nth += 1;
-        steps = memory.item(nth, Of::Steps);
+        steps = memory.work_tile(nth, WorkTileField::Steps);
     }
 }
 
@@ -405,12 +412,13 @@ impl RowStatistics {
         nth: u32,
         row: u32,
         band: &Band,
-        walk: &Walk,
+        scheduler: &TileScheduler,
         #[comptime] blueprint: Blueprint,
     ) -> RowStatistics {
         if comptime!(blueprint.role == Role::Dq) {
-            let (batch, head) = (memory.item(nth, Of::Batch), memory.item(nth, Of::Head));
-            RowStatistics::of(stats, batch, head, row, band, walk, blueprint)
+            let (batch, head) =
+                (memory.work_tile(nth, WorkTileField::Batch), memory.work_tile(nth, WorkTileField::Head));
+            RowStatistics::of(stats, batch, head, row, band, scheduler, blueprint)
         } else {
             let none = 0.0f32.runtime();
             RowStatistics { lse0: none, lse1: none, delta0: none, delta1: none }
@@ -424,13 +432,13 @@ impl RowStatistics {
         head: u32,
         row: u32,
         band: &Band,
-        walk: &Walk,
+        scheduler: &TileScheduler,
         #[comptime] blueprint: Blueprint,
     ) -> RowStatistics {
         if comptime!(blueprint.role == Role::Dq) {
-            let all = stats_all(band, walk, blueprint);
-            let row0 = stats_at(band, walk, batch, head, band.query_within(row), blueprint);
-            let row1 = stats_at(band, walk, batch, head, band.query_within(row + 8), blueprint);
+            let all = stats_all(band, scheduler, blueprint);
+            let row0 = stats_at(band, scheduler, batch, head, band.query_within(row), blueprint);
+            let row1 = stats_at(band, scheduler, batch, head, band.query_within(row + 8), blueprint);
             RowStatistics {
                 lse0: f32::reinterpret(stats[row0]),
                 lse1: f32::reinterpret(stats[row1]),
@@ -453,7 +461,7 @@ pub fn statistics(at: u32, row0: f32, row1: f32, #[comptime] blueprint: Blueprin
     for i in 0..comptime!(blueprint.tile.tile_k / 8) {
         if comptime!(blueprint.transposed()) {
             let at = at + comptime!((32 * i) as u32);
-            let (even, odd) = if comptime!(blueprint.ragged) {
+            let (even, odd) = if comptime!(blueprint.varlen) {
                 (f32::reinterpret(load_shared(at)), f32::reinterpret(load_shared(at + 4)))
             } else {
                 let pair = load_shared_pair(at);
@@ -477,7 +485,7 @@ pub fn statistics(at: u32, row0: f32, row1: f32, #[comptime] blueprint: Blueprin
 /// sequences anywhere.
 #[cube]
 fn stats_offset(k_start: u32, #[comptime] blueprint: Blueprint) -> u32 {
-    if comptime!(blueprint.ragged && blueprint.transposed()) { k_start % 4 * 4 } else { 0u32.runtime() }
+    if comptime!(blueprint.varlen && blueprint.transposed()) { k_start % 4 * 4 } else { 0u32.runtime() }
 }
 
 /// Registers for an operand made of a tile's accumulator.

@@ -2,13 +2,13 @@
 //! asynchronous barriers.
 //!
 //! ```text
-//! forward   O and the log-sum-exp                    ring      stages of shared memory and who fills them when
-//! gradient  dq; dk and dv                            schedule  which team computes which block of rows, in which order
-//! reduce    dq, to which every block of keys adds    copy      tensors that TMA cannot read, packed
-//! dbias     the gradient of a bias of each pair      recompute rows that tiles of products cannot give
-//! rows      softmax on an accumulator's rows         merge     parts of the keys, put together
-//! scores    softcap, bias, mask, band, on registers  ops       operations that CubeCL has no name for
-//! delta     what gradients need of each query        dropout   which registers are kept
+//! forward    O and the log-sum-exp                     pipeline   stages of shared memory, and who fills them when
+//! gradient   dq; dk and dv                             schedule   which consumer group computes which work tile, and when
+//! reduce     dq, to which every block of keys adds     copy       tensors that TMA cannot read, packed
+//! dbias      the gradient of a bias of each pair       recompute  rows that products of tiles cannot give
+//! rows       online softmax on an accumulator's rows   combine    splits of the keys, put together
+//! scores     softcap, bias, mask, band, on registers   ops        operations that CubeCL has no name for
+//! delta      what gradients need of each query         dropout    which registers are kept
 //! ```
 //!
 //! Each kernel keeps blocks of rows of one or two tensors, and tiles of two others stream by ([`Role`]).
@@ -19,6 +19,8 @@
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
+#[cfg(feature = "cuda")]
+pub mod combine;
 #[cfg(feature = "cuda")]
 pub mod copy;
 #[cfg(feature = "cuda")]
@@ -32,15 +34,13 @@ pub mod forward;
 #[cfg(feature = "cuda")]
 pub mod gradient;
 #[cfg(feature = "cuda")]
-pub mod merge;
-#[cfg(feature = "cuda")]
 pub mod ops;
+#[cfg(feature = "cuda")]
+pub mod pipeline;
 #[cfg(feature = "cuda")]
 pub mod recompute;
 #[cfg(feature = "cuda")]
 pub mod reduce;
-#[cfg(feature = "cuda")]
-pub mod ring;
 #[cfg(feature = "cuda")]
 pub mod rows;
 #[cfg(feature = "cuda")]
@@ -62,45 +62,45 @@ pub const LINE: usize = 128;
 /// Columns of a panel in 16 bits.
 pub const PANEL: usize = 64;
 
-/// Work items that are kept in shared memory: more than loads run ahead of the products (one for each stage, and one).
+/// Work tiles that are kept in shared memory: more than loads run ahead of the products (one for each stage, and one).
 pub const SLOTS: usize = 8;
-/// Stages of a pipeline at most: the item that is computed has a slot, and that after the last one that is loaded.
+/// Stages of a pipeline at most: the work tile that is computed has a slot, and that after the last one that is loaded.
 pub const MAX_STAGES: usize = SLOTS - 2;
-/// Words of shared memory for a kept item, and for each of the three cursors.
+/// Words of shared memory for a kept work tile, and for each of the three cursors.
 pub const WORDS: usize = 13;
 
 /// f32 of a query in the sums of dQ, where every block of keys adds to it: whole panels.
-pub fn sums_columns(head_dim: usize) -> usize {
+pub fn dq_accum_columns(head_dim: usize) -> usize {
     head_dim.next_multiple_of(PANEL)
 }
 
 /// Tiles. What is said of queries and keys is the other way round in the kernel of `dk` and `dv`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct HopperTile {
-    /// Teams of a cube. Each works for itself, in shared memory of its own.
-    pub teams: usize,
-    /// Warpgroups of a team, 64 queries each; at least 2.
+    /// Consumer groups of a cube. Each works for itself, in shared memory of its own.
+    pub consumer_groups: usize,
+    /// Warpgroups of a consumer group, 64 queries each; at least 2.
     pub warpgroups: usize,
     /// Keys of a tile: a multiple of 16, at most 256.
     pub tile_k: usize,
     /// Tiles of K, and of V, in shared memory at a time.
     pub stages: usize,
     /// Whether the warpgroups take turns in issuing products, so that one's softmax runs under the other's products.
-    pub turns: bool,
-    /// Whether each team has one warp more, which loads and does nothing else; only in the forward. Warps come with registers by
+    pub ping_pong: bool,
+    /// Whether each consumer group has one warp more, which loads and does nothing else; only in the forward. Warps come with registers by
     /// fours, so that beside two warpgroups it leaves each unit 168, beside three or four 128 or 96.
-    pub loader: bool,
+    pub producer_warp: bool,
 }
 
 impl HopperTile {
-    /// Queries of a team.
+    /// Queries of a consumer group.
     pub fn tile_q(&self) -> usize {
         self.warpgroups * WARPGROUP_ROWS
     }
 
     /// Units of a cube.
     pub fn units(&self) -> usize {
-        self.teams * (self.warpgroups * WARPGROUP_UNITS + if self.loader { WARP_UNITS } else { 0 })
+        self.consumer_groups * (self.warpgroups * WARPGROUP_UNITS + if self.producer_warp { WARP_UNITS } else { 0 })
     }
 }
 
@@ -142,7 +142,7 @@ impl Role {
     }
 
     /// Whether derivatives of the problem's function are kept: where they are not 1, or the softcap's could not be found again behind it.
-    pub fn bends(self, problem: &AttentionProblem) -> bool {
+    pub fn keeps_derivative(self, problem: &AttentionProblem) -> bool {
         let capped = problem.options.softcap.is_some();
         self.differentiates() && problem.options.score_mod.is_some_and(|function| !function.additive() || capped)
     }
@@ -174,15 +174,15 @@ pub struct Blueprint {
     /// Whether there is a function of scores.
     pub modified: bool,
     /// Whether the derivative of what it makes of a product is kept until the gradient of the score is there.
-    pub bent: bool,
+    pub keeps_derivative: bool,
     /// Whether there is a function that hides pairs.
     pub mask_mod: bool,
     /// Whether there are several sequences.
-    pub ragged: bool,
+    pub varlen: bool,
     /// Whether there is a block mask: lists say which tiles are visited.
     pub sparse: bool,
-    /// Whether items are parts of the keys, whose results are merged.
-    pub partial: bool,
+    /// Whether work tiles are splits of the keys, whose results are combined.
+    pub split_keys: bool,
     /// Lse and delta lie in scratch with each head's rows filled up to a multiple of this, which tiles of queries divide.
     pub stats_multiple: usize,
 }
@@ -220,8 +220,8 @@ impl Blueprint {
     }
 
     /// Whether results are written in f32.
-    pub fn whole(&self) -> bool {
-        self.partial || self.dtype == Dtype::F32
+    pub fn writes_f32(&self) -> bool {
+        self.split_keys || self.dtype == Dtype::F32
     }
 
     /// Columns of the accumulator of O or dV: `n` of its products, a multiple of 8.
@@ -274,7 +274,7 @@ impl Blueprint {
         self.tile.tile_k.div_ceil(PANEL)
     }
 
-    /// Bytes of a tile of the bias, for all rows of a team: panels of a warpgroup's 64 rows each, or, transposed, a panel for
+    /// Bytes of a tile of the bias, for all rows of a consumer group: panels of a warpgroup's 64 rows each, or, transposed, a panel for
     /// each warpgroup.
     pub fn b_bytes(&self) -> usize {
         let panels = if self.transposed() { self.tile.tile_k } else { WARPGROUP_ROWS * self.panels_b() };
@@ -285,7 +285,7 @@ impl Blueprint {
     /// Bytes of a tile's log-sum-exp or delta, where they come to shared memory.
     pub fn stats_bytes(&self) -> usize {
         // Copies start at multiples of 16 bytes; tiles of sequences need not.
-        let spare = if self.ragged { 16 } else { 0 };
+        let spare = if self.varlen { 16 } else { 0 };
         if self.transposed() { self.tile.tile_k * size_of::<f32>() + spare } else { 0 }
     }
 
@@ -304,24 +304,24 @@ impl Blueprint {
         if self.differentiates() { WARPGROUP_ROWS * self.panels_v() * LINE } else { 0 }
     }
 
-    /// Bytes of shared memory: for each team Q, the rings of K, V and perhaps the bias, barriers.
+    /// Bytes of shared memory: for each consumer group Q, the pipelines of K, V and perhaps the bias, barriers.
     ///
     /// ```
     /// # use flash_attention_kernels::{Dtype, hopper::{Blueprint, HopperTile, Role}};
-    /// let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: true, loader: false };
+    /// let tile = HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 128, stages: 3, ping_pong: true, producer_warp: false };
     /// let blueprint = Blueprint {
     ///     role: Role::Forward, tile, dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,
-    ///     capped: false, mask: None, bias: None, alibi: false, modified: false, bent: false,
-    ///     mask_mod: false, ragged: false, sparse: false, partial: false, stats_multiple: 128,
+    ///     capped: false, mask: None, bias: None, alibi: false, modified: false, keeps_derivative: false,
+    ///     mask_mod: false, varlen: false, sparse: false, split_keys: false, stats_multiple: 128,
     /// };
     /// assert!(blueprint.shared_memory() <= 227 << 10);
     /// ```
     pub fn shared_memory(&self) -> usize {
-        self.tile.teams * self.team_memory()
+        self.tile.consumer_groups * self.group_memory()
     }
 
-    /// Bytes of a team, a multiple of 1,024, to which swizzled tiles are aligned.
-    pub fn team_memory(&self) -> usize {
+    /// Bytes of a consumer group, a multiple of 1,024, to which swizzled tiles are aligned.
+    pub fn group_memory(&self) -> usize {
         let barriers = 3 * self.tile.warpgroups + 6 * self.tile.stages + SLOTS;
         let stage = self.k_bytes() + self.v_bytes() + self.b_bytes() + 2 * self.stats_bytes();
         let tiles = self.tile.warpgroups * (self.q_bytes() + self.d_bytes()) + self.tile.stages * stage;
@@ -329,9 +329,9 @@ impl Blueprint {
         (tiles + 2 * self.ds_bytes() + 8 * barriers + 4 * words).next_multiple_of(1024)
     }
 
-    /// Whether exponentials are relative to an anchor, not to the maximum: where what they are rounded to has the range of f32,
+    /// Whether exponentials are relative to a reference maximum, not to the maximum: where what they are rounded to has the range of f32,
     /// and no bias, slope or function stands in for a mask.
-    pub fn anchored(&self) -> bool {
+    pub fn uses_reference_max(&self) -> bool {
         self.dtype == Dtype::BF16 && self.bias.is_none() && !self.alibi && !self.modified
     }
 
@@ -341,7 +341,7 @@ impl Blueprint {
     }
 
     /// Whether scores are turned into natural units before the softmax, not by its factor alone.
-    pub fn cooked(&self) -> bool {
+    pub fn scores_are_scaled(&self) -> bool {
         self.capped || self.bias.is_some() || self.alibi || self.modified
     }
 }
@@ -373,7 +373,7 @@ impl BiasTile {
     /// The tile as those of other kernels are told.
     pub fn tile(&self) -> HopperTile {
         let (warpgroups, tile_k, stages) = (Self::WARPGROUPS, self.tile_k, self.stages);
-        HopperTile { teams: 1, warpgroups, tile_k, stages, turns: false, loader: false }
+        HopperTile { consumer_groups: 1, warpgroups, tile_k, stages, ping_pong: false, producer_warp: false }
     }
 
     /// Batches and heads, one after the other, to which the loads of one lead over.
@@ -521,8 +521,8 @@ impl BiasBlueprint {
     /// let tile = BiasTile { tile_k: 64, tiles: 4, stages: 3, row_stages: 1 };
     /// let scores = Blueprint {
     ///     role: Role::Dq, tile: tile.tile(), dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,
-    ///     capped: false, mask: None, bias: Some(Rows::Tiled), alibi: false, modified: false, bent: false,
-    ///     mask_mod: false, ragged: false, sparse: false, partial: false, stats_multiple: 128,
+    ///     capped: false, mask: None, bias: Some(Rows::Tiled), alibi: false, modified: false, keeps_derivative: false,
+    ///     mask_mod: false, varlen: false, sparse: false, split_keys: false, stats_multiple: 128,
     /// };
     /// assert!(BiasBlueprint { tile, scores, vectors: true }.shared_memory() <= 227 << 10);
     /// ```

@@ -4,7 +4,7 @@
 //!   such a value reach rows that must not see it. That shows in O where the log-sum-exp is finite. Rows that do see the value
 //!   get what it makes of them.
 //!   The same holds for gradients, of which each tensor's hidden rows count.
-//! - Exponentials relative to an anchor leave the range of f32 where a score is more than 72 above all those of the tiles
+//! - Exponentials relative to a reference maximum leave the range of f32 where a score is more than 72 above all those of the tiles
 //!   before, which is far beyond what a softmax makes a difference of. That shows in a sum of +∞.
 
 use super::Blueprint;
@@ -13,8 +13,8 @@ use super::forward::Strides;
 use super::gradient::{ResultStrides, SourceStrides};
 use super::ops::{ex2, fma_packed, lg2, mma_step, pack};
 use super::rows::sink_log2;
-use super::schedule::Walk;
-use super::scores::{Exponent, Factors, exponent_of};
+use super::schedule::TileScheduler;
+use super::scores::{Exponent, Factors, score_of_pair};
 use crate::blocks::{Visit, visits};
 use crate::mask::Band;
 use crate::problem::Dtype;
@@ -55,9 +55,9 @@ fn visit_of_run(
         let visits = visits(&extras, band, batch, head, row, rows, columns, false);
         let nth = visits.find(start / columns, &extras);
         let visit = visits.tile(nth, &extras, band, rows, columns, false);
-        Visit { start, whole: nth < visits.count, masked: visit.masked }
+        Visit { start, fully_visible: nth < visits.count, masked: visit.masked }
     } else {
-        Visit { start, whole: true.runtime(), masked: true.runtime() }
+        Visit { start, fully_visible: true.runtime(), masked: true.runtime() }
     }
 }
 
@@ -248,7 +248,7 @@ fn exponents<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             let k_at = strides.k.at(batch, head_kv, key);
             product = dot(q, q_at, k, k_at, blueprint.head_dim, blueprint);
         }
-        let exponent = exponent_of(product, factors, band, mask, bias, batch, head, row, key, masked, blueprint);
+        let exponent = score_of_pair(product, factors, band, mask, bias, batch, head, row, key, masked, blueprint);
         value = exponent.value;
         visible = exponent.visible;
     }
@@ -297,7 +297,7 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let mut of_row = m + lg2(l);
     let dropout = &factors.extras.dropout;
     // Of this unit's keys, while they are looked for; the first unit has the sink as well.
-    let sink = sink_log2(&factors.extras, head as u32, comptime!(!blueprint.partial));
+    let sink = sink_log2(&factors.extras, head as u32, comptime!(!blueprint.split_keys));
     let mut m = select(lane == 0, sink, HIDDEN);
     let mut l = select(m == HIDDEN, 0.0f32, 1.0f32);
     for round in select(lost, 0u32, 1u32)..2u32 {
@@ -306,7 +306,7 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             let key = start + lane;
             let visit = visit_of_run(factors, band, batch, head, row, start, blueprint);
             // Of what is not visited nothing is seen.
-            let after = select(visit.whole, after, 0u32);
+            let after = select(visit.fully_visible, after, 0u32);
             let masked = visit.masked;
             let exponent = exponents(
                 q, k, mask, bias, strides, factors, band, batch, head, head_kv, row, key, after, masked, blueprint,
@@ -319,7 +319,7 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 m = higher;
             } else {
                 let kept = dropout.keeps_of(band, batch as u32, head as u32, row, key, false);
-                let p = select(sees, dropout.left(ex2(exponent.value - of_row), kept), 0.0f32);
+                let p = select(sees, dropout.apply(ex2(exponent.value - of_row), kept), 0.0f32);
                 for n in 0..KEYS {
                     let p = plane_shuffle(p, n);
                     if plane_any(lane == n && sees) {
@@ -353,18 +353,18 @@ fn write_row(
     #[comptime] wide: usize,
     #[comptime] blueprint: Blueprint,
 ) {
-    let (whole, dtype) = comptime!((blueprint.whole(), blueprint.dtype));
+    let (f32_out, dtype) = comptime!((blueprint.writes_f32(), blueprint.dtype));
     let columns = comptime!(wide.next_multiple_of(blueprint.vector()) as u32);
     let lane = UNIT_POS % 32;
     // Columns of a vector of 8 bytes.
-    let of_vector = comptime!(if whole { 2usize } else { 4usize });
+    let of_vector = comptime!(if f32_out { 2usize } else { 4usize });
     let at = at + comptime!(8 / of_vector) * lane as usize;
     #[unroll]
     for nth in 0..comptime!(8 / of_vector) {
         let mut vector = Vector::<u32, Const<2>>::empty();
         #[unroll]
         for e in 0..2usize {
-            if comptime!(whole) {
+            if comptime!(f32_out) {
                 vector.insert(e, u32::reinterpret(o[comptime!(2 * nth + e)] * factor));
             } else {
                 let column = comptime!(4 * nth + 2 * e);
@@ -433,7 +433,7 @@ pub fn recompute_gradients<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     scale: f32,
     factors: &Factors,
     band: &Band,
-    walk: &Walk,
+    scheduler: &TileScheduler,
     batch: usize,
     head: usize,
     first_kv: u32,
@@ -464,7 +464,7 @@ pub fn recompute_gradients<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 scale,
                 factors,
                 band,
-                walk,
+                scheduler,
                 batch,
                 head,
                 first_kv,
@@ -495,7 +495,7 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     scale: f32,
     factors: &Factors,
     band: &Band,
-    walk: &Walk,
+    scheduler: &TileScheduler,
     batch: usize,
     head: usize,
     first_kv: u32,
@@ -513,7 +513,7 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         sum_v[e] = 0.0f32;
     }
     let seen = band.k_blocks(row, 1u32, KEYS);
-    let all = stats_all(band, walk, blueprint);
+    let all = stats_all(band, scheduler, blueprint);
     for head_kv in first_kv..after_kv {
         let after = seen.origin + seen.end * KEYS;
         let mut start = seen.origin + seen.start * KEYS;
@@ -524,27 +524,27 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             let mut visible = false.runtime();
             let head_q = if comptime!(blueprint.transposed()) { head_kv as usize } else { head };
             let visit = visit_of_run(factors, band, batch, head_q, row, start, blueprint);
-            let sees = visit.whole && band.sees(row, key);
+            let sees = visit.fully_visible && band.sees(row, key);
             if key < after && sees {
                 let query = if comptime!(blueprint.transposed()) { key } else { row };
-                let at = stats_at(band, walk, batch as u32, head_q as u32, query, blueprint);
+                let at = stats_at(band, scheduler, batch as u32, head_q as u32, query, blueprint);
                 let q_at = strides.q.at(batch, head, row);
                 let k_at = strides.k.at(batch, head_kv as usize, key);
                 let product = dot(q, q_at, k, k_at, blueprint.head_dim, blueprint);
                 let masked = visit.masked;
                 let exponent =
-                    exponent_of(product, factors, band, mask, bias, batch, head_q, row, key, masked, blueprint);
+                    score_of_pair(product, factors, band, mask, bias, batch, head_q, row, key, masked, blueprint);
                 visible = exponent.visible;
                 let dropout = &factors.extras.dropout;
                 let kept = dropout.keeps_of(band, batch as u32, head_q as u32, row, key, blueprint.transposed());
                 let probability = select(visible, ex2(exponent.value - f32::reinterpret(stats[at])), 0.0f32);
-                p = dropout.left(probability, kept);
+                p = dropout.apply(probability, kept);
                 if comptime!(differentiates) {
                     let d_at = strides.d.at(batch, head, row);
                     let v_at = strides.v.at(batch, head_kv as usize, key);
                     let dp = dot(d, d_at, v, v_at, blueprint.head_dim_v, blueprint);
                     let delta = f32::reinterpret(stats[all + at]);
-                    ds = select(visible, probability * (dropout.back(dp, kept) - delta) * exponent.slope, 0.0f32);
+                    ds = select(visible, probability * (dropout.backward(dp, kept) - delta) * exponent.slope, 0.0f32);
                 }
             }
             for n in 0..KEYS {

@@ -2,26 +2,26 @@
 //!
 //! ```text
 //! each warpgroup   dSᵀ of its 64 keys                                     → shared memory
-//! both             dS K over all 128 keys, 64 queries × 64 columns each    → added to `sums` from registers
+//! both             dS K over all 128 keys, 64 queries × 64 columns each    → added to `dq_accum` from registers
 //! ```
 //!
-//! `sums` is f32 in an order of its own, that of the registers: for each head, tile of 64 queries, panel of 64 columns and 16
+//! `dq_accum` is f32 in an order of its own, that of the registers: for each head, tile of 64 queries, panel of 64 columns and 16
 //! queries of these, register by register four at a time, what the 32 units of a warp hold. Adding reads and writes whole lines
-//! then, and so does [`round_sums()`], which makes `dq` of it.
+//! then, and so does [`convert_dq()`], which makes `dq` of it.
 
 use super::gradient::{ResultStrides, SourceStrides};
 use super::ops::*;
+use super::pipeline::{Memory, WorkTileField};
 use super::recompute::{is_finite_row, recompute_gradients};
-use super::ring::{Memory, Of};
 use super::rows::{pack_row, store_row};
-use super::schedule::Walk;
+use super::schedule::TileScheduler;
 use super::scores::Factors;
-use super::{Blueprint, PANEL, WARPGROUP_ROWS, sums_columns};
+use super::{Blueprint, PANEL, WARPGROUP_ROWS, dq_accum_columns};
 use crate::hopper::delta::{stats_all, stats_at};
 use crate::mask::Band;
 use cubecl::prelude::*;
 
-/// Units of a cube of [`round_sums()`].
+/// Units of a cube of [`convert_dq()`].
 pub const UNITS: u32 = 256;
 /// Queries of a warp of it.
 pub const WARP_ROWS: u32 = (WARPGROUP_ROWS / 4) as u32;
@@ -40,7 +40,7 @@ pub struct Reducer {
     k_columns: u64,
     /// Where this unit writes its part of the first.
     ds: u32,
-    /// The first of `sums` in a tile of queries that this unit adds to.
+    /// The first of `dq_accum` in a tile of queries that this unit adds to.
     addend: u32,
 }
 
@@ -109,23 +109,24 @@ impl Reducer {
         self.turn ^= 1;
     }
 
-    /// Adds it to the sums.
+    /// Adds it to the f32 `dq_accum`.
     #[allow(clippy::too_many_arguments)]
     pub fn add(
         &self,
         dq: &Array<f32>,
-        sums: &[f32],
+        dq_accum: &[f32],
         memory: &Memory,
         nth: u32,
         k_start: u32,
         band: &Band,
-        walk: &Walk,
+        scheduler: &TileScheduler,
         #[comptime] blueprint: Blueprint,
     ) {
-        let (batch, head) = (memory.item(nth, Of::Batch), memory.query_head(nth, blueprint));
-        let tile = stats_at(band, walk, batch, head, k_start, blueprint) * comptime!(sums_columns(blueprint.head_dim));
+        let (batch, head) = (memory.work_tile(nth, WorkTileField::Batch), memory.query_head(nth, blueprint));
+        let tile = stats_at(band, scheduler, batch, head, k_start, blueprint)
+            * comptime!(dq_accum_columns(blueprint.head_dim));
         let to = tile + self.addend as usize;
-        let to = &sums[to..to + 1];
+        let to = &dq_accum[to..to + 1];
         #[unroll]
         for i in 0..comptime!(ADDENDS / 4) {
             let n = comptime!(4 * i);
@@ -134,12 +135,12 @@ impl Reducer {
     }
 }
 
-/// `sums`, `scale` times, to `dq [B, H, Sq, D]`, in vectors of 8 bytes. A row that what is hidden from it has reached is
+/// `dq_accum`, `scale` times, to `dq [B, H, Sq, D]`, in vectors of 8 bytes. A row that what is hidden from it has reached is
 /// computed again, from the rest, as [`gradient`](mod@crate::hopper::gradient) does. A warp has 16 queries.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
-pub fn round_sums<E: Float, M: Numeric, NB: Size, NM: Size>(
-    sums: &[Vector<f32, Const<4>>],
+pub fn convert_dq<E: Float, M: Numeric, NB: Size, NM: Size>(
+    dq_accum: &[Vector<f32, Const<4>>],
     mask: ComptimeOption<&Tensor<Vector<M, NM>>>,
     bias: ComptimeOption<&Tensor<Vector<E, NB>>>,
     dq: &mut [Vector<u32, Const<2>>],
@@ -154,20 +155,20 @@ pub fn round_sums<E: Float, M: Numeric, NB: Size, NM: Size>(
     scale: f32,
     factors: Factors,
     band: Band,
-    walk: Walk,
+    scheduler: TileScheduler,
     #[comptime] blueprint: Blueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
     let lane = UNIT_POS % 32;
     // Filled up to whole tiles.
-    let rows = (stats_all(&band, &walk, blueprint) / walk.heads as usize) as u32;
+    let rows = (stats_all(&band, &scheduler, blueprint) / scheduler.heads as usize) as u32;
     let warps = rows / WARP_ROWS;
     let number = CUBE_POS as u32 * comptime!(UNITS / 32) + plane_broadcast(UNIT_POS / 32, 0u32);
     let (of_all, nth) = (number / warps, number % warps);
-    if of_all >= walk.heads {
+    if of_all >= scheduler.heads {
         terminate!();
     }
-    let (batch, head) = (walk.num_heads_q.divide(of_all), walk.num_heads_q.modulo(of_all));
+    let (batch, head) = (scheduler.num_heads_q.divide(of_all), scheduler.num_heads_q.modulo(of_all));
     let first_row = nth * WARP_ROWS;
     let row = first_row + lane / 4;
     let (live0, live1) = (band.is_query(row), band.is_query(row + 8));
@@ -185,7 +186,7 @@ pub fn round_sums<E: Float, M: Numeric, NB: Size, NM: Size>(
         let mut sum = Array::<f32>::new(ADDENDS);
         #[unroll]
         for i in 0..comptime!(ADDENDS / 4) {
-            let four = sums[at + comptime!(panel * of_panel + 32 * i)];
+            let four = dq_accum[at + comptime!(panel * of_panel + 32 * i)];
             #[unroll]
             for e in 0..4usize {
                 sum[comptime!(4 * i + e)] = four.extract(e);
@@ -201,14 +202,14 @@ pub fn round_sums<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
 
     // Not where the query itself is no number.
-    let lse0 = stats_at(&band, &walk, batch, head, row, blueprint);
-    let all = stats_all(&band, &walk, blueprint);
+    let lse0 = stats_at(&band, &scheduler, batch, head, row, blueprint);
+    let all = stats_all(&band, &scheduler, blueprint);
     let query0 = f32::reinterpret(stats[lse0]) * f32::reinterpret(stats[all + lse0]) * 0.0f32 == 0.0f32;
     let query1 = f32::reinterpret(stats[lse0 + 8]) * f32::reinterpret(stats[all + lse0 + 8]) * 0.0f32 == 0.0f32;
     let again0 = live0 && !finite0 && query0;
     let again1 = live1 && !finite1 && query1;
     if plane_any(again0 || again1) {
-        let head_kv = walk.group_size.divide(head);
+        let head_kv = scheduler.group_size.divide(head);
         recompute_gradients(
             q_slice,
             d_slice,
@@ -224,7 +225,7 @@ pub fn round_sums<E: Float, M: Numeric, NB: Size, NM: Size>(
             scale,
             &factors,
             &band,
-            &walk,
+            &scheduler,
             batch as usize,
             head as usize,
             head_kv,

@@ -14,30 +14,30 @@ use cubecl::prelude::*;
 /// How much, as a power of two, a maximum may grow before what was computed with it is rescaled.
 const LAZY: f32 = 8.0;
 
-/// The highest sum of a unit's exponentials of a tile after which an anchor is kept.
+/// The highest sum of a unit's exponentials of a tile after which a reference maximum is kept.
 const KEPT: f32 = 65536.0;
 
 /// The highest such sum that can be rescaled: 2^120, as 2^-127 is no normal number any more.
 const RESCALED: f32 = (1u128 << 120) as f32;
 
-/// Of how many eights of columns one is looked at for an anchor.
+/// Of how many eights of columns one is looked at for a reference maximum.
 const SPARSE: usize = 4;
 
 /// What the softmax remembers of a unit's two rows.
 #[derive(CubeType)]
-pub struct Statistics {
+pub struct OnlineSoftmax {
     /// The exponents of 2 that their exponentials are relative to; [`HIDDEN`] for a row that has seen nothing.
     ///
     /// Any number will do that keeps exponentials in range. What is rounded to f16 needs the maximum, or what is up to 2^8
-    /// below it. bf16 has the range of f32: there it is an *anchor*, some score of the first tile that shows any, and only
+    /// below it. bf16 has the range of f32: there it is a *reference maximum*, some score of the first tile that shows any, and only
     /// a tile's sum tells whether it has become too low. A maximum costs as many instructions as the exponentials do.
     pub m0: f32,
     pub m1: f32,
     /// What this unit holds of the rows' exponentials, added; +∞ for a row that was out of range.
     pub l0: f32,
     pub l1: f32,
-    /// What a row's largest exponential is found by: the row's highest score; where exponentials are relative to an anchor,
-    /// and nobody knows that one, the largest exponential of this unit in the tiles that raised an anchor of the warp's. In sharp
+    /// What a row's largest exponential is found by: the row's highest score; where exponentials are relative to a reference maximum,
+    /// and nobody knows that one, the largest exponential of this unit in the tiles that raised a reference maximum of the warp's. In sharp
     /// distributions the tile with a row's maximum does.
     pub top0: f32,
     pub top1: f32,
@@ -46,7 +46,7 @@ pub struct Statistics {
 /// What taking a tile in leaves to be done.
 #[derive(CubeType, Clone)]
 pub struct Taken {
-    /// What this unit holds of the tile's exponentials, added: relative to anchors, their growth is decided by it. Relative to
+    /// What this unit holds of the tile's exponentials, added: relative to reference maxima, their growth is decided by it. Relative to
     /// maxima, by what the accumulator must be multiplied.
     x0: f32,
     x1: f32,
@@ -55,40 +55,40 @@ pub struct Taken {
 }
 
 #[cube]
-impl Statistics {
+impl OnlineSoftmax {
     /// Of the first tile, of which `2^(exponent · s − m)` are left. `hides`: a row may see nothing of it.
     pub fn first(
         s: &mut Array<f32>,
         exponent: f32,
         #[comptime] hides: bool,
         #[comptime] blueprint: Blueprint,
-    ) -> Statistics {
+    ) -> OnlineSoftmax {
         let tile_k = comptime!(blueprint.tile.tile_k);
-        let every = comptime!(if blueprint.anchored() { SPARSE } else { 1 });
+        let every = comptime!(if blueprint.uses_reference_max() { SPARSE } else { 1 });
         let (s0, s1) = (row_max(&*s, 0usize, every, tile_k), row_max(&*s, 1usize, every, tile_k));
-        let mut rows = Statistics {
+        let mut rows = OnlineSoftmax {
             m0: exponent_of_max(s0, exponent),
             m1: exponent_of_max(s1, exponent),
             l0: 0.0f32.runtime(),
             l1: 0.0f32.runtime(),
-            top0: if comptime!(blueprint.anchored()) { 0.0f32.runtime() } else { s0 },
-            top1: if comptime!(blueprint.anchored()) { 0.0f32.runtime() } else { s1 },
+            top0: if comptime!(blueprint.uses_reference_max()) { 0.0f32.runtime() } else { s0 },
+            top1: if comptime!(blueprint.uses_reference_max()) { 0.0f32.runtime() } else { s1 },
         };
-        if comptime!(blueprint.anchored() && hides) {
-            rows.anchor(s, exponent, blueprint);
+        if comptime!(blueprint.uses_reference_max() && hides) {
+            rows.set_reference_max(s, exponent, blueprint);
         }
         let taken = rows.take(s, exponent, blueprint);
-        if comptime!(blueprint.anchored()) && taken.needed {
+        if comptime!(blueprint.uses_reference_max()) && taken.needed {
             rows.find_top(&*s, tile_k);
-            let _ = rows.grow(s, &taken, tile_k);
+            let _ = rows.raise_reference(s, &taken, tile_k);
         }
         rows
     }
 
     /// Anchors rows that have seen nothing at the maximum of the tile to be taken in.
-    pub fn anchor(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) {
+    pub fn set_reference_max(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) {
         let none = self.m0 == HIDDEN || self.m1 == HIDDEN;
-        if comptime!(blueprint.anchored()) && plane_any(none) {
+        if comptime!(blueprint.uses_reference_max()) && plane_any(none) {
             let s0 = row_max(&*s, 0usize, 1usize, comptime!(blueprint.tile.tile_k));
             let s1 = row_max(&*s, 1usize, 1usize, comptime!(blueprint.tile.tile_k));
             self.m0 = select(self.m0 == HIDDEN, exponent_of_max(s0, exponent), self.m0);
@@ -97,9 +97,9 @@ impl Statistics {
     }
 
     /// Takes another tile in, of which as much is left.
-    pub fn absorb(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) -> Taken {
+    pub fn update(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) -> Taken {
         let tile_k = comptime!(blueprint.tile.tile_k);
-        if comptime!(blueprint.anchored()) {
+        if comptime!(blueprint.uses_reference_max()) {
             self.take(s, exponent, blueprint)
         } else {
             let s0 = row_max(&*s, 0usize, 1usize, tile_k);
@@ -122,12 +122,18 @@ impl Statistics {
     }
 
     /// Does what is left to be done, once the products are done that add to the accumulator `o`.
-    pub fn settle(&mut self, taken: &Taken, s: &mut Array<f32>, o: &mut Array<f32>, #[comptime] blueprint: Blueprint) {
+    pub fn rescale_o(
+        &mut self,
+        taken: &Taken,
+        s: &mut Array<f32>,
+        o: &mut Array<f32>,
+        #[comptime] blueprint: Blueprint,
+    ) {
         let (tile_k, o_len) = comptime!((blueprint.tile.tile_k, blueprint.columns() / 2));
         if taken.needed {
-            if comptime!(blueprint.anchored()) {
+            if comptime!(blueprint.uses_reference_max()) {
                 self.find_top(&*s, tile_k);
-                let (a0, a1) = self.grow(s, taken, tile_k);
+                let (a0, a1) = self.raise_reference(s, taken, tile_k);
                 scale_rows(o, a0, a1, o_len);
             } else {
                 scale_rows(o, taken.x0, taken.x1, o_len);
@@ -151,9 +157,9 @@ impl Statistics {
         self.top1 = max(self.top1, unit_max(s, 1usize, 1usize, tile_k));
     }
 
-    /// Raises the anchors of rows that a tile has outgrown, of each row by itself, whatever the warp's others hold. Returns by
+    /// Raises the reference maxima of rows that a tile has outgrown, of each row by itself, whatever the warp's others hold. Returns by
     /// what earlier results must be multiplied.
-    fn grow(&mut self, s: &mut Array<f32>, taken: &Taken, #[comptime] tile_k: usize) -> (f32, f32) {
+    fn raise_reference(&mut self, s: &mut Array<f32>, taken: &Taken, #[comptime] tile_k: usize) -> (f32, f32) {
         let growth0 = growth(taken.x0);
         let growth1 = growth(taken.x1);
         let (a0, a1) = (ex2(-growth0), ex2(-growth1));
@@ -168,7 +174,7 @@ impl Statistics {
     }
 }
 
-/// By how much the anchor of a row must grow after a tile of which a unit holds this sum: 0, but where a unit's sum is
+/// By how much the reference maximum of a row must grow after a tile of which a unit holds this sum: 0, but where a unit's sum is
 /// above [`KEPT`].
 #[cube]
 fn growth(sum: f32) -> f32 {
@@ -238,10 +244,10 @@ pub fn sink_log2(extras: &Extras, head: u32, #[comptime] counts: bool) -> f32 {
     }
 }
 
-/// The largest of a row's exponentials, or what comes closest to it: `top` of [`Statistics`], whose `m` is the row's.
+/// The largest of a row's exponentials, or what comes closest to it: `top` of [`OnlineSoftmax`], whose `m` is the row's.
 #[cube]
 fn largest(top: f32, m: f32, exponent: f32, #[comptime] blueprint: Blueprint) -> f32 {
-    if comptime!(blueprint.anchored()) {
+    if comptime!(blueprint.uses_reference_max()) {
         let top = max(top, plane_shuffle_xor(top, 1u32));
         max(top, plane_shuffle_xor(top, 2u32))
     } else {
@@ -263,7 +269,7 @@ pub struct RowEnd {
 
 #[cube]
 impl RowEnd {
-    /// Of a row of whose [`Statistics`] these are what one of its units holds.
+    /// Of a row of whose [`OnlineSoftmax`] these are what one of its units holds.
     #[allow(clippy::too_many_arguments)]
     pub fn of(
         m: f32,

@@ -1,16 +1,16 @@
-//! Which team computes which block of rows, and when.
+//! Which consumer group computes which block of rows, and when.
 //!
-//! As many cubes as run at a time are started, of one team or more; each team computes one item after another. An item is
-//! a block of queries of a head, or, where there are too few of them, that with a part of its keys; transposed it is a block
-//! of keys, and what is said of queries and keys here is the other way round. Items are numbered so that
-//! - heads come in sections whose keys and values fit the second-level cache together, and
-//! - within a section the longest come first (of causal attention the last block of queries, or the first one of keys), heads
+//! As many cubes as run at a time are started, of one consumer group or more; each consumer group computes one work tile after another. A work tile is
+//! a block of queries of a head, or, where there are too few of them, that with a split of its keys; transposed it is a block
+//! of keys, and what is said of queries and keys here is the other way round. Work tiles are numbered so that
+//! - heads come in head groups whose keys and values fit the second-level cache together, and
+//! - within a head group the longest come first (of causal attention the last block of queries, or the first one of keys), heads
 //!   taking turns.
 //!
-//! Of several sequences, items are the blocks of their [schedule](mod@crate::sequences), in its order, heads taking turns. With a block mask,
+//! Of several sequences, work tiles are the blocks of their [schedule](mod@crate::sequences), in its order, heads taking turns. With a block mask,
 //! which are the longest is [found out on the device](fn@crate::blocks::order).
 //!
-//! A team's first item is that of its own number. The others it takes from a common counter, so that whoever is done
+//! A consumer group's first work tile is that of its own number. The others it takes from a common counter, so that whoever is done
 //! first takes the next.
 //! (FlashAttention-3, arXiv:2407.08608, section 3; longest first: Graham 1969.)
 
@@ -68,56 +68,56 @@ impl Divisor {
     }
 }
 
-/// How items are numbered. Divisors come with multipliers that the host has prepared: one warp decodes every item of a
-/// team, and its warpgroup waits for it.
+/// How work tiles are numbered. Divisors come with multipliers that the host has prepared: one warp decodes every work tile of a
+/// consumer group, and its warpgroup waits for it.
 #[derive(CubeType, CubeLaunch, Clone, Copy, Debug)]
 #[expand(derive(Clone, Copy))]
-pub struct Walk {
-    /// Items in all; fewer than 2^31.
-    pub items: u32,
+pub struct TileScheduler {
+    /// Work tiles in all; fewer than 2^31.
+    pub num_tiles: u32,
     /// Blocks of queries of a head.
     pub blocks: u32,
     /// How many queries before the first one the first block starts: [`Band::ahead()`].
     pub ahead: u32,
     /// Heads of `q` in all batches.
     pub heads: u32,
-    /// Items of a section.
-    pub of_section: Divisor,
-    /// Heads in a section.
-    pub section: Divisor,
-    /// Heads in the last section, which may have fewer.
-    pub last_section: Divisor,
+    /// Work tiles of a head group.
+    pub head_group_tiles: Divisor,
+    /// Heads in a head group.
+    pub head_group: Divisor,
+    /// Heads in the last head group, which may have fewer.
+    pub last_head_group: Divisor,
     /// Heads of `q` in a batch.
     pub num_heads_q: Divisor,
     /// Query heads that share a key/value head.
     pub group_size: Divisor,
-    /// Parts of the keys of a block.
-    pub parts: Divisor,
+    /// Splits of the keys of a block.
+    pub num_splits: Divisor,
     /// Batches.
     pub batches: u32,
 }
 
-/// Which block of which head an item is.
+/// Which block of which head a work tile is.
 #[derive(CubeType, Clone, Copy, Debug)]
 #[expand(derive(Clone))]
-pub struct Spot {
+pub struct TileCoordinate {
     /// Batch.
     pub batch: u32,
     /// Head: of the rows that are kept.
     pub head: u32,
     /// Number among the head's blocks, the longest first; or in the schedule.
     pub nth: u32,
-    /// Number of the part of its keys.
-    pub part: u32,
+    /// Number of the split of its keys.
+    pub split: u32,
 }
 
 /// A block of queries of a head, and the tiles of keys that it sees.
 #[derive(CubeType, Clone, Copy, Debug)]
 #[expand(derive(Clone))]
-pub struct Item {
+pub struct WorkTile {
     /// Batch.
     pub batch: u32,
-    /// Batch of the results: parts lie one behind the other there.
+    /// Batch of the results: splits lie one behind the other there.
     pub batch_out: u32,
     /// Query head.
     pub head: u32,
@@ -130,147 +130,151 @@ pub struct Item {
     /// Tiles; at least 1.
     pub steps: u32,
     /// There is nothing to see: the one tile must be hidden.
-    pub blind: bool,
+    pub fully_masked: bool,
     /// The band of its sequence.
     pub band: Band,
 }
 
-impl Walk {
-    /// The items of blocks of queries of `[batch, heads]`, the first of which starts `ahead` queries before the first one, with
-    /// so many heads in a section and so many parts of the keys.
+impl TileScheduler {
+    /// The work tiles of blocks of queries of `[batch, heads]`, the first of which starts `ahead` queries before the first one, with
+    /// so many heads in a head group and so many splits of the keys.
     pub fn new(
         blocks: u32,
         ahead: u32,
         batch: u32,
         num_heads_q: u32,
         group_size: u32,
-        section: u32,
-        parts: u32,
+        head_group: u32,
+        num_splits: u32,
     ) -> Self {
         let heads = batch * num_heads_q;
-        let section = section.min(heads);
-        Walk {
-            items: blocks * heads * parts,
+        let head_group = head_group.min(heads);
+        TileScheduler {
+            num_tiles: blocks * heads * num_splits,
             blocks,
             ahead,
             heads,
-            of_section: Divisor::new(section * blocks * parts),
-            section: Divisor::new(section),
-            last_section: Divisor::new((heads - 1) % section + 1),
+            head_group_tiles: Divisor::new(head_group * blocks * num_splits),
+            head_group: Divisor::new(head_group),
+            last_head_group: Divisor::new((heads - 1) % head_group + 1),
             num_heads_q: Divisor::new(num_heads_q),
             group_size: Divisor::new(group_size),
-            parts: Divisor::new(parts),
+            num_splits: Divisor::new(num_splits),
             batches: batch,
         }
     }
 
     /// The launch argument.
-    pub fn into_launch(self) -> WalkLaunch {
-        WalkLaunch::new(
-            self.items,
+    pub fn into_launch(self) -> TileSchedulerLaunch {
+        TileSchedulerLaunch::new(
+            self.num_tiles,
             self.blocks,
             self.ahead,
             self.heads,
-            self.of_section.into_launch(),
-            self.section.into_launch(),
-            self.last_section.into_launch(),
+            self.head_group_tiles.into_launch(),
+            self.head_group.into_launch(),
+            self.last_head_group.into_launch(),
             self.num_heads_q.into_launch(),
             self.group_size.into_launch(),
-            self.parts.into_launch(),
+            self.num_splits.into_launch(),
             self.batches,
         )
     }
 }
 
 #[cube]
-impl Walk {
-    /// The walk over the blocks of a schedule, if there is one.
-    pub fn scheduled(&self, extras: &Extras) -> Walk {
-        let mut items = self.items;
-        if comptime!(extras.is_ragged()) {
-            items = extras.blocks(0u32) * self.num_heads_q.divisor * self.parts.divisor;
+impl TileScheduler {
+    /// The scheduler of the blocks of a schedule, if there is one.
+    pub fn scheduled(&self, extras: &Extras) -> TileScheduler {
+        let mut num_tiles = self.num_tiles;
+        if comptime!(extras.is_varlen()) {
+            num_tiles = extras.blocks(0u32) * self.num_heads_q.divisor * self.num_splits.divisor;
         }
-        Walk {
-            items,
+        TileScheduler {
+            num_tiles,
             blocks: self.blocks,
             ahead: self.ahead,
             heads: self.heads,
-            of_section: self.of_section,
-            section: self.section,
-            last_section: self.last_section,
+            head_group_tiles: self.head_group_tiles,
+            head_group: self.head_group,
+            last_head_group: self.last_head_group,
             num_heads_q: self.num_heads_q,
             group_size: self.group_size,
-            parts: self.parts,
+            num_splits: self.num_splits,
             batches: self.batches,
         }
     }
 
-    /// The number of this team's next item; not below `items` if there is none.
+    /// The number of this consumer group's next work tile; not below `num_tiles` if there is none.
     pub fn next(&self, counter: &[u32], #[comptime] tile: HopperTile) -> u32 {
-        // Each item but the first ones is taken once, and each team that had a first one comes once for nothing: after
-        // `items` tickets the counter is 0 again, ready for the next launch.
-        CUBE_COUNT as u32 * comptime!(tile.teams as u32) + take_ticket(counter, self.items - 1)
+        // Each work tile but the first ones is taken once, and each consumer group that had a first one comes once for nothing: after
+        // `num_tiles` tickets the counter is 0 again, ready for the next launch.
+        CUBE_COUNT as u32 * comptime!(tile.consumer_groups as u32) + take_ticket(counter, self.num_tiles - 1)
     }
 
-    /// Where the item of that number is.
-    fn spot(&self, number: u32, #[comptime] partial: bool, #[comptime] ragged: bool) -> Spot {
-        if comptime!(ragged) {
+    /// Where the work tile of that number is.
+    fn coordinate(&self, number: u32, #[comptime] split_keys: bool, #[comptime] varlen: bool) -> TileCoordinate {
+        if comptime!(varlen) {
             let nth = self.num_heads_q.divide(number);
             let head = self.num_heads_q.modulo(number);
-            let (nth, part) = self.parts_of(nth, partial);
-            Spot { batch: 0u32.runtime(), head, nth, part }
+            let (nth, split) = self.split_of(nth, split_keys);
+            TileCoordinate { batch: 0u32.runtime(), head, nth, split }
         } else {
-            let first_head = self.of_section.divide(number) * self.section.divisor;
-            let within = self.of_section.modulo(number);
-            let mut nth = self.section.divide(within);
-            let mut head = first_head + self.section.modulo(within);
-            if self.heads - first_head < self.section.divisor {
-                nth = self.last_section.divide(within);
-                head = first_head + self.last_section.modulo(within);
+            let first_head = self.head_group_tiles.divide(number) * self.head_group.divisor;
+            let within = self.head_group_tiles.modulo(number);
+            let mut nth = self.head_group.divide(within);
+            let mut head = first_head + self.head_group.modulo(within);
+            if self.heads - first_head < self.head_group.divisor {
+                nth = self.last_head_group.divide(within);
+                head = first_head + self.last_head_group.modulo(within);
             }
-            let (nth, part) = self.parts_of(nth, partial);
-            Spot { batch: self.num_heads_q.divide(head), head: self.num_heads_q.modulo(head), nth, part }
+            let (nth, split) = self.split_of(nth, split_keys);
+            TileCoordinate { batch: self.num_heads_q.divide(head), head: self.num_heads_q.modulo(head), nth, split }
         }
     }
 
-    /// A block's number, and a part's, from that of the part among all of them.
-    fn parts_of(&self, nth: u32, #[comptime] partial: bool) -> (u32, u32) {
-        if comptime!(partial) { (self.parts.divide(nth), self.parts.modulo(nth)) } else { (nth, 0u32.runtime()) }
+    /// A block's number, and a split's, from that of the split among all of them.
+    fn split_of(&self, nth: u32, #[comptime] split_keys: bool) -> (u32, u32) {
+        if comptime!(split_keys) {
+            (self.num_splits.divide(nth), self.num_splits.modulo(nth))
+        } else {
+            (nth, 0u32.runtime())
+        }
     }
 
-    /// The item of that number. Transposed, the heads are those of keys, and the item is one for each query head of the group: `of_group`
+    /// The work tile of that number. Transposed, the heads are those of keys, and the work tile is one for each query head of the group: `of_group`
     /// is that one's number in it.
-    pub fn item(
+    pub fn work_tile(
         &self,
         number: u32,
         of_group: u32,
         band: &Band,
         extras: &Extras,
         #[comptime] blueprint: Blueprint,
-    ) -> Item {
-        let (partial, transposed, tile) = comptime!((blueprint.partial, blueprint.transposed(), blueprint.tile));
+    ) -> WorkTile {
+        let (split_keys, transposed, tile) = comptime!((blueprint.split_keys, blueprint.transposed(), blueprint.tile));
         let (tile_q, tile_k) = comptime!((tile.tile_q() as u32, tile.tile_k as u32));
-        let spot = self.spot(number, partial, blueprint.ragged);
-        let (head, part) = (spot.head, spot.part);
-        let nth = if comptime!(extras.is_sparse() && !blueprint.ragged) {
+        let coordinate = self.coordinate(number, split_keys, blueprint.varlen);
+        let (head, split) = (coordinate.head, coordinate.split);
+        let nth = if comptime!(extras.is_sparse() && !blueprint.varlen) {
             // Of a group's query heads the first one's order is that of all.
             let of_head = if comptime!(transposed) { head * self.group_size.divisor } else { head };
-            block_in_order(extras, spot.batch as usize, of_head as usize, spot.nth)
+            block_in_order(extras, coordinate.batch as usize, of_head as usize, coordinate.nth)
         } else if comptime!(transposed) {
-            spot.nth
+            coordinate.nth
         } else {
-            self.blocks - 1 - spot.nth
+            self.blocks - 1 - coordinate.nth
         };
         let start = ((nth * tile_q) as i32 - self.ahead as i32) as u32;
-        let block = extras.block(spot.nth, band, spot.batch, start);
+        let block = extras.block(coordinate.nth, band, coordinate.batch, start);
         let (q_start, band) = (block.start, block.band);
 
         let seen = band.k_blocks(q_start, tile_q, tile_k);
         let (mut start, mut end) = (seen.start, seen.end);
-        if comptime!(partial) {
-            let of_part = self.parts.divide(end - start + self.parts.divisor - 1);
-            start = min(seen.start + part * of_part, seen.end);
-            end = min(start + of_part, seen.end);
+        if comptime!(split_keys) {
+            let of_split = self.num_splits.divide(end - start + self.num_splits.divisor - 1);
+            start = min(seen.start + split * of_split, seen.end);
+            end = min(start + of_split, seen.end);
         }
         let head_kv = if comptime!(transposed) {
             head * self.group_size.divisor + of_group
@@ -286,15 +290,15 @@ impl Walk {
             k_last = visits.last();
             tiles = visits.count;
         }
-        Item {
+        WorkTile {
             batch: block.batch,
-            batch_out: part * self.batches + block.batch,
+            batch_out: split * self.batches + block.batch,
             head,
             head_kv,
             q_start,
             k_last,
             steps: max(tiles, 1u32),
-            blind: tiles == 0,
+            fully_masked: tiles == 0,
             band,
         }
     }

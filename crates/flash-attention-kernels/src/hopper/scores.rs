@@ -1,7 +1,7 @@
 //! From products in registers to scores: softcap, the user's functions, bias, mask; band. How registers hold a tile: [`rows`](super::rows).
 
 use super::ops::{ex2, lg2, load_tiles, mma_shared, multiply_rounded, pack, reciprocal, unpack};
-use super::ring::{Memory, Of};
+use super::pipeline::{Memory, WorkTileField};
 use super::{Blueprint, Rows, WARPGROUP_ROWS};
 use crate::blocks::Visit;
 use crate::extras::Extras;
@@ -16,7 +16,7 @@ use cubecl::prelude::*;
 #[derive(CubeType, CubeLaunch)]
 #[expand(derive(Clone))]
 pub struct Factors {
-    /// Factor on `q·kᵀ`, where scores are cooked.
+    /// Factor on `q·kᵀ`, where scores are scaled before the softmax.
     pub scale: f32,
     /// The cap.
     pub softcap: f32,
@@ -51,7 +51,7 @@ pub struct Bends {
 
 /// Words of as many registers.
 fn bend_words(blueprint: Blueprint, registers: usize) -> usize {
-    match (blueprint.bent, blueprint.dtype) {
+    match (blueprint.keeps_derivative, blueprint.dtype) {
         (false, _) => 0,
         (true, Dtype::F32) => registers,
         (true, _) => registers / 2,
@@ -64,12 +64,12 @@ impl Bends {
     pub fn multiply(&self, ds: &mut Array<f32>, p: &Array<f32>, #[comptime] blueprint: Blueprint) {
         #[unroll]
         for n in 0..comptime!(blueprint.tile.tile_k / 2) {
-            let bend = if comptime!(blueprint.dtype == Dtype::F32) {
+            let derivative = if comptime!(blueprint.dtype == Dtype::F32) {
                 f32::reinterpret(self.words[n])
             } else {
                 unpack(self.words[comptime!(n / 2)], comptime!(n % 2 == 1), blueprint.dtype)
             };
-            ds[n] = select(p[n] == 0.0f32, 0.0f32, ds[n] * bend);
+            ds[n] = select(p[n] == 0.0f32, 0.0f32, ds[n] * derivative);
         }
     }
 }
@@ -79,7 +79,7 @@ impl Bends {
 /// `bias_tile`: where a tiled bias lies.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
+pub fn apply_score_mod<E: Float, M: Numeric, NB: Size, NM: Size>(
     s: &mut Array<f32>,
     factors: &Factors,
     band: &Band,
@@ -93,25 +93,25 @@ pub fn finish<E: Float, M: Numeric, NB: Size, NM: Size>(
     #[comptime] blueprint: Blueprint,
 ) -> Bends {
     let (batch, head) = head_of(memory, nth, factors, blueprint);
-    finish_head(s, factors, band, mask, bias, batch, head, first_row, visit, bias_tile, 0usize, blueprint)
+    apply_score_mod_of_head(s, factors, band, mask, bias, batch, head, first_row, visit, bias_tile, 0usize, blueprint)
 }
 
-/// Batch and query head of an item, where anything is read for them.
+/// Batch and query head of a work tile, where anything is read for them.
 #[cube]
 pub fn head_of(memory: &Memory, nth: u32, factors: &Factors, #[comptime] blueprint: Blueprint) -> (u32, u32) {
     let of_mods = comptime!(blueprint.modified || blueprint.mask_mod);
     let extras = comptime!(of_mods || blueprint.alibi || factors.extras.dropout.seed.is_some());
     if comptime!(extras || blueprint.mask.is_some() || (blueprint.bias.is_some() && !blueprint.tiled_bias())) {
-        (memory.item(nth, Of::Batch), memory.query_head(nth, blueprint))
+        (memory.work_tile(nth, WorkTileField::Batch), memory.query_head(nth, blueprint))
     } else {
         (0u32.runtime(), 0u32.runtime())
     }
 }
 
-/// [`finish()`] for a batch and query head. `sixteenth`: which 16 columns of the panel at `bias_tile` are the first.
+/// [`apply_score_mod()`] for a batch and query head. `sixteenth`: which 16 columns of the panel at `bias_tile` are the first.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub fn finish_head<E: Float, M: Numeric, NB: Size, NM: Size>(
+pub fn apply_score_mod_of_head<E: Float, M: Numeric, NB: Size, NM: Size>(
     s: &mut Array<f32>,
     factors: &Factors,
     band: &Band,
@@ -133,13 +133,13 @@ pub fn finish_head<E: Float, M: Numeric, NB: Size, NM: Size>(
         for i in 0..comptime!(tile_k / 2) {
             s[i] = capped(s[i], factors);
         }
-    } else if comptime!(blueprint.modified || blueprint.cooked() && !blueprint.tiled_bias()) {
+    } else if comptime!(blueprint.modified || blueprint.scores_are_scaled() && !blueprint.tiled_bias()) {
         #[unroll]
         for i in 0..comptime!(tile_k / 2) {
             s[i] *= factors.scale;
         }
     }
-    let bends = modify(s, factors, band, batch, head, lane_row, lane_column, blueprint);
+    let derivatives = modify(s, factors, band, batch, head, lane_row, lane_column, blueprint);
     add_bias(s, factors, band, bias, batch, head, first_row, k_start, bias_tile, sixteenth, blueprint);
     if comptime!(blueprint.sparse && blueprint.hides_pairs()) {
         if visit.masked {
@@ -148,7 +148,7 @@ pub fn finish_head<E: Float, M: Numeric, NB: Size, NM: Size>(
     } else {
         hide_pairs(s, factors, band, mask, batch, head, lane_row, lane_column, blueprint);
     }
-    bends
+    derivatives
 }
 
 /// The `e`-th of two neighbouring pairs of a unit's `r`-th row and `i`-th eight of columns; `distance`: from the row to its first column.
@@ -200,24 +200,24 @@ fn modify(
             #[unroll]
             for i in 0..comptime!(tile_k / 8) {
                 let first = comptime!(4 * i + 2 * r);
-                if comptime!(blueprint.bent) {
-                    let mut bends = Array::<f32>::new(2usize);
+                if comptime!(blueprint.keeps_derivative) {
+                    let mut derivatives = Array::<f32>::new(2usize);
                     #[unroll]
                     for e in 0..2usize {
                         let place = place_of(batch, head, lane_row, lane_column, distance, r, i, e, transposed);
                         let t = s[comptime!(first + e)];
-                        let mut bend = mods.partials(t, &place, band).score;
+                        let mut derivative = mods.partials(t, &place, band).score;
                         if comptime!(blueprint.capped) {
                             let tanh = t * per_cap;
-                            bend *= fma(-tanh, tanh, 1.0f32);
+                            derivative *= fma(-tanh, tanh, 1.0f32);
                         }
-                        bends[e] = bend;
+                        derivatives[e] = derivative;
                     }
                     if comptime!(blueprint.dtype == Dtype::F32) {
-                        words[first] = u32::reinterpret(bends[0]);
-                        words[comptime!(first + 1)] = u32::reinterpret(bends[1]);
+                        words[first] = u32::reinterpret(derivatives[0]);
+                        words[comptime!(first + 1)] = u32::reinterpret(derivatives[1]);
                     } else {
-                        words[comptime!(first / 2)] = pack(bends[0], bends[1], blueprint.dtype);
+                        words[comptime!(first / 2)] = pack(derivatives[0], derivatives[1], blueprint.dtype);
                     }
                 }
                 #[unroll]
@@ -501,11 +501,18 @@ fn add_tile(
 
 /// Hides what the band hides from a warpgroup's rows of a tile, its first row and key given.
 #[cube]
-pub fn hide(s: &mut Array<f32>, band: &Band, blind: bool, first_row: u32, k_start: u32, #[comptime] tile_k: usize) {
+pub fn apply_mask(
+    s: &mut Array<f32>,
+    band: &Band,
+    fully_masked: bool,
+    first_row: u32,
+    k_start: u32,
+    #[comptime] tile_k: usize,
+) {
     let (lane_row, lane_column) = (row_of(first_row), column_of(k_start));
     #[unroll]
     for r in 0..2usize {
-        let run = band.run(lane_row + comptime!(8 * r as u32), lane_column, blind);
+        let run = band.run(lane_row + comptime!(8 * r as u32), lane_column, fully_masked);
         #[unroll]
         for word in 0..comptime!((tile_k / 8).div_ceil(16)) {
             // Bits become predicates several at a time.
@@ -545,11 +552,11 @@ pub struct Exponent {
     pub slope: f32,
 }
 
-/// The score of one pair of query and key from their product, as [`finish()`] turns a tile's; the band does not count, mask and function
+/// The score of one pair of query and key from their product, as [`apply_score_mod()`] turns a tile's; the band does not count, mask and function
 /// do where it is `masked`. `head`: of the query. `row` and `key` change places where they do in tiles.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub fn exponent_of<E: Float, M: Numeric, NB: Size, NM: Size>(
+pub fn score_of_pair<E: Float, M: Numeric, NB: Size, NM: Size>(
     product: f32,
     factors: &Factors,
     band: &Band,
@@ -570,7 +577,7 @@ pub fn exponent_of<E: Float, M: Numeric, NB: Size, NM: Size>(
         s = capped(s, factors);
         let tanh = s * reciprocal(factors.softcap);
         slope = fma(-tanh, tanh, slope);
-    } else if comptime!(blueprint.cooked()) {
+    } else if comptime!(blueprint.scores_are_scaled()) {
         s *= factors.scale;
     }
     let place = Place::new(batch as u32, head as u32, band, row, key, blueprint.transposed());

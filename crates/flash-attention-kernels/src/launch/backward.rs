@@ -4,7 +4,7 @@ use super::route::Route;
 use super::sequences::Blocks;
 use super::{Call, Inputs, elementwise, input, output};
 use crate::error::AttentionError;
-use crate::hopper::{BiasTile, sums_columns};
+use crate::hopper::{BiasTile, dq_accum_columns};
 use crate::matrix::Role;
 use crate::mods::TENSORS;
 use crate::portable::GridLaunch;
@@ -101,7 +101,7 @@ pub struct Scratch {
     /// Sums that the gradients of a broadcast bias and of slopes are folded from, `[batch, num_heads_q, seq_q or seq_k]`, f32.
     pub bias_sums: Option<TensorView<3>>,
     /// `dq` in f32, where blocks of keys add to it: `[n, head_dim rounded up to a multiple of 64]`, with the `n` of `stats`.
-    pub dq_sums: Option<TensorView<2>>,
+    pub dq_accum: Option<TensorView<2>>,
 }
 
 impl Scratch {
@@ -116,11 +116,11 @@ impl Scratch {
         });
         // Reading what the device can do takes time, too.
         let fast = problem.options.backward_order == BackwardOrder::Fast;
-        let dq_sums = (fast && tiling::adds_dq(&Device::of(client), problem)).then(|| {
-            let columns = sums_columns(problem.head_dim);
+        let dq_accum = (fast && tiling::adds_dq(&Device::of(client), problem)).then(|| {
+            let columns = dq_accum_columns(problem.head_dim);
             TensorView::contiguous(client.empty(4 * (rows * columns).max(1)), [rows, columns])
         });
-        Scratch { stats: TensorView::contiguous(client.empty(8 * rows.max(1)), [2, rows]), bias_sums, dq_sums }
+        Scratch { stats: TensorView::contiguous(client.empty(8 * rows.max(1)), [2, rows]), bias_sums, dq_accum }
     }
 }
 
@@ -214,14 +214,14 @@ impl Call<'_> {
         }
         let all = [&gradients.dq, &gradients.dk, &gradients.dv].iter().all(|view| view.is_some());
         let fused = tiles.fused.filter(|_| all);
-        match &scratch.dq_sums {
+        match &scratch.dq_accum {
             Some(sums) if fused.is_some() => {
-                let shape = [tiling::stats_rows(p), sums_columns(p.head_dim)];
-                output(self.device, "dq_sums", sums, shape, 4)?;
+                let shape = [tiling::stats_rows(p), dq_accum_columns(p.head_dim)];
+                output(self.device, "dq_accum", sums, shape, 4)?;
             }
             None if fused.is_some() => {
                 return Err(AttentionError::Unsupported {
-                    option: "scratch.dq_sums",
+                    option: "scratch.dq_accum",
                     value: "none".into(),
                     why: "blocks of keys add to dq there; allocate with Scratch::empty",
                 });

@@ -128,7 +128,7 @@ impl Call<'_> {
         let list = ListShape { keys: of != Blocks::Queries, rows, columns };
         let (states, mask, shape) = (self.inputs.block_mask.clone()?, p.block_mask?, list.shape(p)?);
         let of = Origin { states, mask, band: p.band(), list, ordered };
-        Some(if p.is_ragged() {
+        Some(if p.is_varlen() {
             self.make_lists(&of, shape)
         } else {
             self.inputs.block_lists.of(&of, || self.make_lists(&of, shape))
@@ -163,7 +163,7 @@ impl Call<'_> {
                 of.list.rows as u32,
                 of.list.columns as u32,
                 of.list.keys,
-                p.is_ragged(),
+                p.is_varlen(),
             );
             if of.ordered {
                 let cubes = cubes(batch * heads * blocks.div_ceil(UNITS));

@@ -89,9 +89,9 @@ impl Call<'_> {
         p.cu_seqlens.is_some() || if keys { p.seq_lens_k } else { p.seq_lens_q }
     }
 
-    /// The cubes that [`fill_parts`](Self::fill_parts) takes, if it has anything to do, for an output `[P · B, H, S, D]`.
+    /// The cubes that [`fill_splits`](Self::fill_splits) takes, if it has anything to do, for an output `[P · B, H, S, D]`.
     #[cfg(feature = "cuda")]
-    pub(super) fn parts_grid(
+    pub(super) fn splits_grid(
         &self,
         [batches, heads, rows, _]: [usize; 4],
     ) -> Result<Option<CubeCount>, AttentionError> {
@@ -102,9 +102,9 @@ impl Call<'_> {
         Ok(Some(CubeCount::Static(x, y, z)))
     }
 
-    /// [`fill`](Self::fill) of what parts of the keys give, in f32: sinks count where these are put together.
+    /// [`fill`](Self::fill) of what splits of the keys give, in f32: sinks count where these are put together.
     #[cfg(feature = "cuda")]
-    pub(super) fn fill_parts(&self, count: Option<CubeCount>, out: &TensorView, lse: &TensorView<3>) {
+    pub(super) fn fill_splits(&self, count: Option<CubeCount>, out: &TensorView, lse: &TensorView<3>) {
         if let (Some(sequences), Some(count)) = (&self.sequences, count) {
             let f32 = ElemType::Float(FloatKind::F32);
             self.launch_fill(sequences.number, count, out, Some(lse), None, false, f32);

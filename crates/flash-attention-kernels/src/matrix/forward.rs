@@ -78,7 +78,7 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     let visits = visits(&extras, &band, batch, head, q_start, rows, columns, false);
     for nth in 0..visits.count {
         let visit = visits.tile(nth, &extras, &band, rows, columns, false);
-        let (k_start, whole, masked) = (visit.start, visit.whole, visit.masked);
+        let (k_start, fully_visible, masked) = (visit.start, visit.fully_visible, visit.masked);
         let at = TileAt { batch, head, q_start, k_start, slope, band, masked, transposed: false };
 
         // -- the tile
@@ -103,7 +103,7 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
                 &mask,
                 &bias,
                 &at,
-                !whole || comptime!(blueprint.bias) || comptime!(blueprint.mask) && masked,
+                !fully_visible || comptime!(blueprint.bias) || comptime!(blueprint.mask) && masked,
                 me,
                 nth,
                 tile,
@@ -228,7 +228,7 @@ fn weigh_row(
             let e = comptime!(i * WIDTH + n);
             let w = weight(s[e], highest);
             sum += w;
-            s[e] = score.extras.dropout.left(w, kept & comptime!(1u32 << n) != 0);
+            s[e] = score.extras.dropout.apply(w, kept & comptime!(1u32 << n) != 0);
         }
     }
     sum

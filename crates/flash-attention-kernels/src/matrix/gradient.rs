@@ -88,7 +88,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
         let visits = visits(&extras, &band, batch, head, start, rows, columns, role.is_transposed());
         for nth in 0..visits.count {
             let visit = visits.tile(nth, &extras, &band, rows, columns, role.is_transposed());
-            let (first, whole, masked) = (visit.start, visit.whole, visit.masked);
+            let (first, fully_visible, masked) = (visit.start, visit.fully_visible, visit.masked);
             let (q_start, k_start) = if comptime!(role.is_transposed()) { (first, start) } else { (start, first) };
             let at = TileAt { batch, head, q_start, k_start, slope, band, masked, transposed: false };
 
@@ -117,7 +117,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
                     &bias,
                     &at,
                     stats_row,
-                    !whole || comptime!(blueprint.bias) || comptime!(blueprint.mask) && masked,
+                    !fully_visible || comptime!(blueprint.bias) || comptime!(blueprint.mask) && masked,
                     me,
                     nth,
                     blueprint,
@@ -248,7 +248,7 @@ impl Row {
         for n in 0..len {
             left[n] = self.weights[n];
             if comptime!(score.extras.dropout.seed.is_some()) {
-                left[n] = score.extras.dropout.left(self.weights[n], self.kept[n]);
+                left[n] = score.extras.dropout.apply(self.weights[n], self.kept[n]);
             }
         }
         left
@@ -276,7 +276,7 @@ impl Row {
             let p = self.weights[n];
             let mut of_kept = dp[n];
             if comptime!(score.extras.dropout.seed.is_some()) {
-                of_kept = score.extras.dropout.back(dp[n], self.kept[n]);
+                of_kept = score.extras.dropout.backward(dp[n], self.kept[n]);
             }
             let mut ds = p * (of_kept - delta);
             if comptime!(blueprint.factor != Factor::One) {

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! (FlashAttention-2, arXiv:2307.08691, algorithm 1 and section 3.3: `S`, `P` and `O` of a warp's queries never leave its
-//! registers.) What `m` really is, and when it changes: [`Statistics`]. Products of one cube run under the softmax of another
+//! registers.) What `m` really is, and when it changes: [`OnlineSoftmax`]. Products of one cube run under the softmax of another
 //! on the same multiprocessor, which is why tiles leave room for two where they can.
 
 use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
@@ -17,13 +17,13 @@ use super::tiles::{Along, copy_rows, lane_of_columns, lane_of_rows, lane_of_sums
 use super::{MmaBlueprint, MmaTile, Products};
 use crate::blocks::Visit;
 use crate::hopper::WARPGROUP_ROWS;
-use crate::hopper::dropout::{kept, leave};
+use crate::hopper::dropout::{apply_dropout, keep_mask};
 use crate::hopper::forward::Strides;
 use crate::hopper::ops::{lg2, shared_address};
 use crate::hopper::recompute::{is_finite_row, recompute_row};
 use crate::hopper::rows::*;
-use crate::hopper::schedule::Walk;
-use crate::hopper::scores::{Factors, finish_head, hide};
+use crate::hopper::schedule::TileScheduler;
+use crate::hopper::scores::{Factors, apply_mask, apply_score_mod_of_head};
 use crate::mask::Band;
 use crate::softmax::lse_bits_log2;
 use cubecl::prelude::*;
@@ -43,7 +43,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     strides: Strides,
     factors: Factors,
     band: Band,
-    walk: Walk,
+    scheduler: TileScheduler,
     #[comptime] blueprint: MmaBlueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
@@ -54,8 +54,8 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let (k_bytes, v_bytes) = comptime!((scores.k_bytes() as u32, scores.v_bytes() as u32));
     // Whether more is hidden than what lies past the last key.
     let hides =
-        comptime!(factors.extras.is_ragged() || scores.hides_pairs() || band.bounded_above || band.bounded_below);
-    if CUBE_POS as u32 >= walk.scheduled(&factors.extras).items {
+        comptime!(factors.extras.is_varlen() || scores.hides_pairs() || band.bounded_above || band.bounded_below);
+    if CUBE_POS as u32 >= scheduler.scheduled(&factors.extras).num_tiles {
         terminate!();
     }
 
@@ -66,22 +66,22 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let v_at = k_at + comptime!(MmaTile::STAGES as u32 * k_bytes);
 
     // -- whose rows
-    let item = walk.item(CUBE_POS as u32, 0u32, &band, &factors.extras, scores);
-    let band = item.band;
-    let (batch, head, head_kv) = (item.batch as usize, item.head as usize, item.head_kv as usize);
+    let work = scheduler.work_tile(CUBE_POS as u32, 0u32, &band, &factors.extras, scores);
+    let band = work.band;
+    let (batch, head, head_kv) = (work.batch as usize, work.head as usize, work.head_kv as usize);
     let lane = UNIT_POS % 32;
     let quarter = lane % 4;
     let warp = plane_broadcast(UNIT_POS / 32, 0u32);
     let (warpgroup, of_warpgroup) = (warp / 4, warp % 4);
-    let first_row = item.q_start + warpgroup * comptime!((groups * WARPGROUP_ROWS) as u32);
-    let (blind, steps) = (item.blind, item.steps);
-    let mut k_start = item.k_last;
-    let edges = band.edges(item.q_start, k_start, comptime!(tile.tile_q() as u32), comptime!(tile_k as u32));
+    let first_row = work.q_start + warpgroup * comptime!((groups * WARPGROUP_ROWS) as u32);
+    let (fully_masked, steps) = (work.fully_masked, work.steps);
+    let mut k_start = work.k_last;
+    let edges = band.edges(work.q_start, k_start, comptime!(tile.tile_q() as u32), comptime!(tile_k as u32));
 
     // -- the first copies
     #[unroll]
     for group in 0..comptime!(scores.tile.warpgroups as u32) {
-        let first = item.q_start + comptime!(group * WARPGROUP_ROWS as u32);
+        let first = work.q_start + comptime!(group * WARPGROUP_ROWS as u32);
         let to = q_at + comptime!(group * scores.q_bytes() as u32);
         copy_rows(
             q,
@@ -167,20 +167,20 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
 
         // -- P
         let edge = step < edges.lead || step >= edges.tail;
-        let visit = Visit { start: k_start, whole: !edge, masked: true.runtime() };
+        let visit = Visit { start: k_start, fully_visible: !edge, masked: true.runtime() };
         let mut p = Sequence::<u32>::new();
         #[unroll]
         for group in 0..groups {
             let row = first_row + comptime!((group * WARPGROUP_ROWS) as u32);
             let of_group = s.index_mut(group);
-            let _ = finish_head(
-                of_group, &factors, &band, &mask, &bias, item.batch, item.head, row, &visit, 0u32, 0usize, scores,
+            let _ = apply_score_mod_of_head(
+                of_group, &factors, &band, &mask, &bias, work.batch, work.head, row, &visit, 0u32, 0usize, scores,
             );
-            if edge || blind {
-                hide(of_group, &band, blind, row, k_start, tile_k);
+            if edge || fully_masked {
+                apply_mask(of_group, &band, fully_masked, row, k_start, tile_k);
             }
             if step == 0 {
-                let rows = Statistics::first(of_group, factors.exponent, hides, scores);
+                let rows = OnlineSoftmax::first(of_group, factors.exponent, hides, scores);
                 m[2 * group] = rows.m0;
                 m[2 * group + 1] = rows.m1;
                 l[2 * group] = rows.l0;
@@ -188,7 +188,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 top[2 * group] = rows.top0;
                 top[2 * group + 1] = rows.top1;
             } else {
-                let mut rows = Statistics {
+                let mut rows = OnlineSoftmax {
                     m0: m[2 * group],
                     m1: m[2 * group + 1],
                     l0: l[2 * group],
@@ -197,11 +197,11 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                     top1: top[2 * group + 1],
                 };
                 // Without a mask, a row that begins to see does so at an edge.
-                if comptime!(scores.hides_pairs()) || comptime!(hides) && (edge || blind) {
-                    rows.anchor(of_group, factors.exponent, scores);
+                if comptime!(scores.hides_pairs()) || comptime!(hides) && (edge || fully_masked) {
+                    rows.set_reference_max(of_group, factors.exponent, scores);
                 }
-                let taken = rows.absorb(of_group, factors.exponent, scores);
-                rows.settle(&taken, of_group, acc.index_mut(group), scores);
+                let taken = rows.update(of_group, factors.exponent, scores);
+                rows.rescale_o(&taken, of_group, acc.index_mut(group), scores);
                 m[2 * group] = rows.m0;
                 m[2 * group + 1] = rows.m1;
                 l[2 * group] = rows.l0;
@@ -209,8 +209,8 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 top[2 * group] = rows.top0;
                 top[2 * group + 1] = rows.top1;
             }
-            let words = kept(&factors, item.batch, item.head, &band, row, k_start, scores);
-            leave(s.index_mut(group), &words, tile_k);
+            let words = keep_mask(&factors, work.batch, work.head, &band, row, k_start, scores);
+            apply_dropout(s.index_mut(group), &words, tile_k);
             fragments_of(s.index(group), &mut p, tile_k, dtype);
         }
 
@@ -222,7 +222,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
 
     // -- O / l and lse
     let sinks = comptime!(factors.extras.sinks.is_some());
-    let of_sink = sink_log2(&factors.extras, item.head, sinks);
+    let of_sink = sink_log2(&factors.extras, work.head, sinks);
     let mut again = 0u32.runtime();
     #[unroll]
     for group in 0..groups {
@@ -257,10 +257,10 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             again |= select(live && lost, comptime!(1u32 << of_row), 0u32);
         }
     }
-    if comptime!(hides || split || scores.anchored()) && plane_any(again != 0) {
+    if comptime!(hides || split || scores.uses_reference_max()) && plane_any(again != 0) {
         // What other units have stored of these rows comes first.
         sync_plane();
-        let after = item.k_last + comptime!(tile_k as u32);
+        let after = work.k_last + comptime!(tile_k as u32);
         let first = after - steps * comptime!(tile_k as u32);
         for nth in 0..comptime!(16 * groups as u32) {
             let (of_row, from) = (nth / 8, nth % 8);

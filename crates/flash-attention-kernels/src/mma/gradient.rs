@@ -19,13 +19,13 @@ use super::{MmaBlueprint, MmaTile, Products};
 use crate::blocks::Visit;
 use crate::hopper::WARPGROUP_ROWS;
 use crate::hopper::delta::{stats_all, stats_at};
-use crate::hopper::dropout::{back, kept, left};
+use crate::hopper::dropout::{dropout_backward, keep_mask, with_dropout};
 use crate::hopper::gradient::{ResultStrides, RowStatistics, SourceStrides, statistics};
 use crate::hopper::ops::shared_address;
 use crate::hopper::recompute::{is_finite_row, recompute_gradients};
 use crate::hopper::rows::{fragments_of, store_row_of};
-use crate::hopper::schedule::Walk;
-use crate::hopper::scores::{Factors, finish_head, hide, probability_log2, slope_head};
+use crate::hopper::schedule::TileScheduler;
+use crate::hopper::scores::{Factors, apply_mask, apply_score_mod_of_head, probability_log2, slope_head};
 use crate::mask::Band;
 use cubecl::prelude::*;
 
@@ -50,7 +50,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     scale: f32,
     factors: Factors,
     band: Band,
-    walk: Walk,
+    scheduler: TileScheduler,
     #[comptime] blueprint: MmaBlueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
@@ -64,8 +64,8 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let (k_bytes, v_bytes) = comptime!((scores.k_bytes() as u32, scores.v_bytes() as u32));
     let stats_bytes = comptime!(scores.stats_bytes() as u32);
     let hides =
-        comptime!(factors.extras.is_ragged() || scores.hides_pairs() || band.bounded_above || band.bounded_below);
-    if CUBE_POS as u32 >= walk.scheduled(&factors.extras).items {
+        comptime!(factors.extras.is_varlen() || scores.hides_pairs() || band.bounded_above || band.bounded_below);
+    if CUBE_POS as u32 >= scheduler.scheduled(&factors.extras).num_tiles {
         terminate!();
     }
 
@@ -79,21 +79,21 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let delta_at = lse_at + comptime!(MmaTile::STAGES as u32 * stats_bytes);
 
     // -- whose rows
-    let item = walk.item(CUBE_POS as u32, 0u32, &band, &factors.extras, scores);
-    let band = item.band;
-    let (batch, head) = (item.batch as usize, item.head as usize);
+    let work = scheduler.work_tile(CUBE_POS as u32, 0u32, &band, &factors.extras, scores);
+    let band = work.band;
+    let (batch, head) = (work.batch as usize, work.head as usize);
     let lane = UNIT_POS % 32;
     let warp = plane_broadcast(UNIT_POS / 32, 0u32);
     let (warpgroup, of_warpgroup) = (warp / 4, warp % 4);
-    let first_row = item.q_start + warpgroup * comptime!((groups * WARPGROUP_ROWS) as u32);
-    let (blind, steps, k_last) = (item.blind, item.steps, item.k_last);
-    let edges = band.edges(item.q_start, k_last, comptime!(tile.tile_q() as u32), comptime!(tile_k as u32));
-    let group = if comptime!(transposed) { walk.group_size.divisor } else { 1u32.runtime() };
+    let first_row = work.q_start + warpgroup * comptime!((groups * WARPGROUP_ROWS) as u32);
+    let (fully_masked, steps, k_last) = (work.fully_masked, work.steps, work.k_last);
+    let edges = band.edges(work.q_start, k_last, comptime!(tile.tile_q() as u32), comptime!(tile_k as u32));
+    let group = if comptime!(transposed) { scheduler.group_size.divisor } else { 1u32.runtime() };
 
     // -- the first copies
     #[unroll]
     for nth in 0..comptime!(scores.tile.warpgroups as u32) {
-        let first = item.q_start + comptime!(nth * WARPGROUP_ROWS as u32);
+        let first = work.q_start + comptime!(nth * WARPGROUP_ROWS as u32);
         let to = q_at + comptime!(nth * scores.q_bytes() as u32);
         copy_rows(q, &sources.q, batch, head, first, to, &band, Along::Queries, WARPGROUP_ROWS, head_dim, blueprint);
         if comptime!(differentiates) {
@@ -113,8 +113,8 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             );
         }
     }
-    let copies = Copies { k_at, v_at, lse_at, delta_at, batch: item.batch };
-    copies.tile(k, v, stats, &sources, &band, &walk, item.head_kv, k_last, 0u32, blueprint);
+    let copies = Copies { k_at, v_at, lse_at, delta_at, batch: work.batch };
+    copies.tile(k, v, stats, &sources, &band, &scheduler, work.head_kv, k_last, 0u32, blueprint);
 
     // -- where this unit reads operands
     let of_s = comptime!(RowsOf {
@@ -138,7 +138,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     #[unroll]
     for nth in 0..groups {
         let row = first_row + comptime!((nth * WARPGROUP_ROWS) as u32) + of_warpgroup * 16 + lane / 4;
-        of_rows.push(RowStatistics::of(stats, item.batch, item.head, row, &band, &walk, scores));
+        of_rows.push(RowStatistics::of(stats, work.batch, work.head, row, &band, &scheduler, scores));
     }
 
     let mut s = registers(groups, s_len);
@@ -147,8 +147,8 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let mut sum_v = registers(groups, comptime!(if sums_values { columns_dv / 2 } else { 0 }));
     let mut stage = 0u32;
     let mut step = 0u32;
-    let mut head_kv = item.head_kv;
-    let mut k_start = item.k_last;
+    let mut head_kv = work.head_kv;
+    let mut k_start = work.k_last;
     let all = steps * group;
     for nth in 0..all {
         // This tile has come, and all warps are done with the one before.
@@ -158,7 +158,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         let next_head = select(ends, head_kv + 1, head_kv);
         let next_start = select(ends, k_last, k_start - comptime!(tile_k as u32));
         if nth + 1 < all {
-            copies.tile(k, v, stats, &sources, &band, &walk, next_head, next_start, stage ^ 1, blueprint);
+            copies.tile(k, v, stats, &sources, &band, &scheduler, next_head, next_start, stage ^ 1, blueprint);
         }
         let k_tile = k_at + stage * k_bytes;
         let v_tile = v_at + stage * v_bytes;
@@ -173,17 +173,18 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         let mut p = Sequence::<u32>::new();
         let mut g = Sequence::<u32>::new();
         let edge = step < edges.lead || step >= edges.tail;
-        let visit = Visit { start: k_start, whole: !edge, masked: true.runtime() };
-        let head_q = if comptime!(transposed) { head_kv } else { item.head };
+        let visit = Visit { start: k_start, fully_visible: !edge, masked: true.runtime() };
+        let head_q = if comptime!(transposed) { head_kv } else { work.head };
         let of_stage = stage * stats_bytes + lane % 4 * 8;
         #[unroll]
         for of_group in 0..groups {
             let row = first_row + comptime!((of_group * WARPGROUP_ROWS) as u32);
             let s = s.index_mut(of_group);
-            let bends =
-                finish_head(s, &factors, &band, &mask, &bias, item.batch, head_q, row, &visit, 0u32, 0usize, scores);
-            if edge || blind {
-                hide(s, &band, blind, row, k_start, tile_k);
+            let derivatives = apply_score_mod_of_head(
+                s, &factors, &band, &mask, &bias, work.batch, head_q, row, &visit, 0u32, 0usize, scores,
+            );
+            if edge || fully_masked {
+                apply_mask(s, &band, fully_masked, row, k_start, tile_k);
             }
             let of_rows = of_rows.index(of_group);
             let lse = statistics(lse_at + of_stage, of_rows.lse0, of_rows.lse1, scores);
@@ -191,11 +192,11 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             for n in 0..s_len {
                 s[n] = probability_log2(s[n], factors.exponent, *lse.index(n), scores.dtype);
             }
-            let words = kept(&factors, item.batch, head_q, &band, row, k_start, scores);
+            let words = keep_mask(&factors, work.batch, head_q, &band, row, k_start, scores);
             if comptime!(sums_values) {
                 let drawn = comptime!(words.len());
                 if comptime!(drawn > 0) {
-                    fragments_of(&left(&*s, &words, tile_k), &mut p, tile_k, dtype);
+                    fragments_of(&with_dropout(&*s, &words, tile_k), &mut p, tile_k, dtype);
                 } else {
                     fragments_of(&*s, &mut p, tile_k, dtype);
                 }
@@ -203,15 +204,15 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             if comptime!(differentiates) {
                 let ds = ds.index_mut(of_group);
                 let delta = statistics(delta_at + of_stage, of_rows.delta0, of_rows.delta1, scores);
-                back(ds, &words, &factors, tile_k);
+                dropout_backward(ds, &words, &factors, tile_k);
                 #[unroll]
                 for n in 0..s_len {
                     ds[n] = s[n] * (ds[n] - *delta.index(n));
                 }
-                if comptime!(scores.bent) {
-                    bends.multiply(ds, &*s, scores);
+                if comptime!(scores.keeps_derivative) {
+                    derivatives.multiply(ds, &*s, scores);
                 } else if comptime!(scores.capped) {
-                    slope_head(ds, &*s, &lse, &factors, &band, &bias, item.batch, head_q, row, k_start, 0u32, scores);
+                    slope_head(ds, &*s, &lse, &factors, &band, &bias, work.batch, head_q, row, k_start, 0u32, scores);
                 }
                 fragments_of(&*ds, &mut g, tile_k, dtype);
             }
@@ -280,11 +281,11 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                     scale,
                     &factors,
                     &band,
-                    &walk,
+                    &scheduler,
                     batch,
                     head,
-                    item.head_kv,
-                    item.head_kv + group,
+                    work.head_kv,
+                    work.head_kv + group,
                     first,
                     again0,
                     again1,
@@ -317,7 +318,7 @@ impl Copies {
         stats: &[u32],
         sources: &SourceStrides,
         band: &Band,
-        walk: &Walk,
+        scheduler: &TileScheduler,
         head: u32,
         first: u32,
         stage: u32,
@@ -333,9 +334,9 @@ impl Copies {
         copy_rows(v, &sources.v, batch, of_head, first, v_to, band, Along::Keys, tile_k, scores.head_dim_v, blueprint);
         if comptime!(scores.transposed()) {
             let of_stage = stage * comptime!(scores.stats_bytes() as u32);
-            let at = stats_at(band, walk, self.batch, head, first, scores);
+            let at = stats_at(band, scheduler, self.batch, head, first, scores);
             copy_words(stats, at, self.lse_at + of_stage, tile_k);
-            copy_words(stats, at + stats_all(band, walk, scores), self.delta_at + of_stage, tile_k);
+            copy_words(stats, at + stats_all(band, scheduler, scores), self.delta_at + of_stage, tile_k);
         }
         copies_commit();
     }

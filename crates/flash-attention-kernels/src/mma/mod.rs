@@ -64,7 +64,14 @@ impl MmaTile {
     /// The tile as those of other kernels are told: a warpgroup for each group.
     pub fn tile(&self) -> HopperTile {
         let warpgroups = self.warpgroups * self.groups;
-        HopperTile { teams: 1, warpgroups, tile_k: self.tile_k, stages: Self::STAGES, turns: false, loader: false }
+        HopperTile {
+            consumer_groups: 1,
+            warpgroups,
+            tile_k: self.tile_k,
+            stages: Self::STAGES,
+            ping_pong: false,
+            producer_warp: false,
+        }
     }
 
     /// Whether there is a kernel with these tiles.
@@ -129,8 +136,8 @@ impl MmaBlueprint {
     /// let tile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64 };
     /// let scores = Blueprint {
     ///     role: Role::Forward, tile: tile.tile(), dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,
-    ///     capped: false, mask: None, bias: None, alibi: false, modified: false, bent: false,
-    ///     mask_mod: false, ragged: false, sparse: false, partial: false, stats_multiple: 128,
+    ///     capped: false, mask: None, bias: None, alibi: false, modified: false, keeps_derivative: false,
+    ///     mask_mod: false, varlen: false, sparse: false, split_keys: false, stats_multiple: 128,
     /// };
     /// assert_eq!(MmaBlueprint { tile, scores, products: Products::BF16 }.shared_memory(), 96 << 10);
     /// ```

@@ -44,8 +44,12 @@ fn load(name: &str, nth: usize, at: &str, offset: usize, transposed: bool) -> St
 impl Products {
     /// Declares registers for factors, and for what they are split into.
     fn registers(self, name: &str, count: usize) -> String {
-        let whole = format!(".reg .b32 {name}<{count}>;\n");
-        if self == Products::Split { whole + &format!(".reg .b32 big_{name}<{count}>;\n") } else { whole }
+        let fully_visible = format!(".reg .b32 {name}<{count}>;\n");
+        if self == Products::Split {
+            fully_visible + &format!(".reg .b32 big_{name}<{count}>;\n")
+        } else {
+            fully_visible
+        }
     }
 
     /// What is done with a factor before it is multiplied. A big part is rounded, ties away from zero, so that the small one, which

@@ -126,14 +126,14 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
                     after = u32::cast_from(band.meets(q_start, k_start, tile_q, tile_k));
                 }
             }
-            if comptime!(score.extras.is_ragged()) && sequence.batch != batch as u32 {
+            if comptime!(score.extras.is_varlen()) && sequence.batch != batch as u32 {
                 after = first;
             }
             for nth in first..after {
                 let visit = visits.tile(nth, &extras, &band, rows, columns, by_keys);
-                let (mut whole, masked) = (visit.whole, visit.masked);
+                let (mut fully_visible, masked) = (visit.fully_visible, visit.masked);
                 match comptime!(sums) {
-                    Sums::Tile => whole = band.whole(q_start, k_start, tile_q, tile_k),
+                    Sums::Tile => fully_visible = band.fully_visible(q_start, k_start, tile_q, tile_k),
                     Sums::Columns => q_start = visit.start,
                     Sums::Rows => k_start = visit.start,
                 }
@@ -152,7 +152,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
                     &at,
                     head_kv,
                     stats_row,
-                    whole,
+                    fully_visible,
                     &mut panels,
                     &mut tile_gradient,
                     me,

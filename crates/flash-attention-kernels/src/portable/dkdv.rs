@@ -76,9 +76,9 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
         ask(q, k, &band, &first, work.head, &mut panels, blueprint);
         for nth in 0..visits.count {
             let visit = visits.tile(nth, &extras, &band, tile_k, tile_q, true);
-            let (q_start, whole, masked) = (visit.start, visit.whole, visit.masked);
+            let (q_start, fully_visible, masked) = (visit.start, visit.fully_visible, visit.masked);
             let at = TileAt { batch, head, q_start, k_start, slope, band, masked, transposed: false };
-            let careful = !whole || comptime!(blueprint.mask) && masked;
+            let careful = !fully_visible || comptime!(blueprint.mask) && masked;
             recompute(
                 q,
                 k,
@@ -92,7 +92,7 @@ pub fn dkdv<F: Float, M: Numeric, N: Size>(
                 &at,
                 work.head,
                 stats_row,
-                whole,
+                fully_visible,
                 &mut panels,
                 &mut tile_gradient,
                 me,

@@ -64,7 +64,7 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
     ask(q, k, &band, &first, head_kv, &mut panels, blueprint);
     for nth in 0..visits.count {
         let visit = visits.tile(nth, &extras, &band, tile_q, tile_k, false);
-        let (k_start, whole, masked) = (visit.start, visit.whole, visit.masked);
+        let (k_start, fully_visible, masked) = (visit.start, visit.fully_visible, visit.masked);
         let at = TileAt { batch, head, q_start, k_start, slope, band, masked, transposed: false };
         recompute(
             q,
@@ -79,7 +79,7 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
             &at,
             head_kv,
             stats_row,
-            whole,
+            fully_visible,
             &mut panels,
             &mut tile_gradient,
             me,
@@ -102,7 +102,7 @@ pub fn dq<F: Float, M: Numeric, N: Size>(
             &mut panels.b,
             &mut panels.ahead,
             &mut acc,
-            !whole || comptime!(blueprint.mask) && masked,
+            !fully_visible || comptime!(blueprint.mask) && masked,
             me,
             tile.tile_q,
             tile.tile_k,

@@ -93,7 +93,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     );
     for nth in 0..visits.count {
         let visit = visits.tile(nth, &extras, &band, tile_q, tile_k, false);
-        let (k_start, whole, masked) = (visit.start, visit.whole, visit.masked);
+        let (k_start, fully_visible, masked) = (visit.start, visit.fully_visible, visit.masked);
         let (batch, head) = (work.batch, work.head);
         let at = TileAt { batch, head, q_start, k_start, slope, band, masked, transposed: false };
 
@@ -125,7 +125,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
             &mask,
             &bias,
             &at,
-            !whole || comptime!(blueprint.bias) || comptime!(blueprint.mask) && masked,
+            !fully_visible || comptime!(blueprint.bias) || comptime!(blueprint.mask) && masked,
             me,
             Factor::One,
             tile,
@@ -174,7 +174,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
             &mut panel_b,
             &mut ahead,
             &mut acc,
-            !whole || comptime!(blueprint.mask),
+            !fully_visible || comptime!(blueprint.mask),
             me,
             tile.tile_q,
             tile.tile_k,
@@ -273,7 +273,7 @@ fn share_weights(
                 for j in 0..WIDTH {
                     let w = weight(s[comptime!(i * micro_k + quad * WIDTH + j)], highest);
                     sum += w;
-                    p.insert(j, score.extras.dropout.left(w, kept & comptime!(1u32 << j) != 0));
+                    p.insert(j, score.extras.dropout.apply(w, kept & comptime!(1u32 << j) != 0));
                 }
                 panel_p[row * pitch + me.x as usize * comptime!(micro_k / WIDTH) + quad] = p;
             }

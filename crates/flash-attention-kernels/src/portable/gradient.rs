@@ -107,7 +107,7 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
     at: &TileAt,
     head_kv: usize,
     stats_row: usize,
-    whole: bool,
+    fully_visible: bool,
     panels: &mut Panels,
     tile_gradient: &mut TileGradient,
     me: Unit,
@@ -163,7 +163,7 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
         mask,
         bias,
         at,
-        !whole || comptime!(blueprint.bias) || comptime!(blueprint.mask) && at.masked,
+        !fully_visible || comptime!(blueprint.bias) || comptime!(blueprint.mask) && at.masked,
         me,
         blueprint.factor,
         tile,
@@ -210,9 +210,9 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
                 let n = comptime!(i * micro_k + quad * WIDTH + j);
                 let keeps = kept & comptime!(1u32 << j) != 0;
                 let p = weight(tile_gradient.p[n], lse);
-                tile_gradient.p[n] = score.extras.dropout.left(p, keeps);
+                tile_gradient.p[n] = score.extras.dropout.apply(p, keeps);
                 if comptime!(with_ds) {
-                    let dp = score.extras.dropout.back(tile_gradient.ds[n], keeps);
+                    let dp = score.extras.dropout.backward(tile_gradient.ds[n], keeps);
                     // What is hidden has no gradient, whatever dout and v hold there.
                     tile_gradient.ds[n] = select(p == 0.0f32, 0.0f32, p * (dp - delta));
                 }

@@ -80,7 +80,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
                 m[nth] = highest;
                 l[nth] = fma(l[nth], alpha, p);
                 let kept = score.extras.dropout.keeps_of(&at.band, at.batch as u32, at.head as u32, row, j, false);
-                s[nth] = score.extras.dropout.left(p, kept);
+                s[nth] = score.extras.dropout.apply(p, kept);
                 scale(&mut acc, alpha, nth, head_dim_v);
             }
             let value = read(v, &v_at, j, head_dim_v);

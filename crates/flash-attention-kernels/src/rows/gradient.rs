@@ -114,10 +114,10 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
                     let dropout = &score.extras.dropout;
                     let kept = dropout.keeps_of(&band, work.batch as u32, head as u32, row, j, transposed);
                     if comptime!(dv.is_some()) {
-                        add(&mut acc_v, score.extras.dropout.left(p, kept), &column_v, nth, head_dim_v, careful);
+                        add(&mut acc_v, score.extras.dropout.apply(p, kept), &column_v, nth, head_dim_v, careful);
                     }
                     if differentiates {
-                        let dp = score.extras.dropout.back(dot(&held_d, &column_v, nth, head_dim_v), kept);
+                        let dp = score.extras.dropout.backward(dot(&held_d, &column_v, nth, head_dim_v), kept);
                         let mut ds = p * (dp - delta[nth]);
                         if comptime!(blueprint.factor != Factor::One) {
                             ds *= score.factor(t, &at.place(row, j), &band, blueprint.factor);

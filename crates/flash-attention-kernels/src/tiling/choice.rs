@@ -70,9 +70,9 @@ pub struct HopperForward {
     /// Tiles.
     pub tile: HopperTile,
     /// Heads that take turns, so that their keys and values stay in the second-level cache.
-    pub section: usize,
-    /// Parts of the keys that are computed apart, where heads and blocks of queries are too few to keep the device busy.
-    pub parts: usize,
+    pub head_group: usize,
+    /// Splits of the keys that are computed apart, where heads and blocks of queries are too few to keep the device busy.
+    pub num_splits: usize,
 }
 
 /// How [`Kernel::Mma`] computes a forward.
@@ -81,7 +81,7 @@ pub struct MmaForward {
     /// Tiles.
     pub tile: MmaTile,
     /// Heads that take turns, so that their keys and values stay in the second-level cache.
-    pub section: usize,
+    pub head_group: usize,
 }
 
 /// How [`Kernel::Mma`] computes a gradient.
@@ -90,7 +90,7 @@ pub struct MmaGradient {
     /// Tiles: of keys that stream by for `dq`, of queries for `dk` and `dv`.
     pub tile: MmaTile,
     /// Heads that take turns, so that what streams by stays in the second-level cache.
-    pub section: usize,
+    pub head_group: usize,
 }
 
 /// A kernel of a gradient, with its tiles.
@@ -122,7 +122,7 @@ pub struct HopperGradient {
     /// Tiles: of keys that stream by for `dq`, of queries for `dk` and `dv`.
     pub tile: HopperTile,
     /// Heads that take turns, so that what streams by stays in the second-level cache.
-    pub section: usize,
+    pub head_group: usize,
 }
 
 impl Gradient {

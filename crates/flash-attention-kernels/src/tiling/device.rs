@@ -121,7 +121,7 @@ pub(crate) fn check_bindings(
         ("alibi_slopes", problem.alibi_slopes.is_some()),
         ("sinks", problem.sinks && kernel == "forward"),
         ("dropout_seed", problem.options.dropout > 0.0),
-        ("sequences", problem.is_ragged()),
+        ("sequences", problem.is_varlen()),
         ("block_mask", problem.block_mask.is_some()),
         ("score_tensors[0]", problem.score_tensors[0].is_some()),
         ("score_tensors[1]", problem.score_tensors[1].is_some()),

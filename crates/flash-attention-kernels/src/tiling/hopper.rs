@@ -1,4 +1,4 @@
-//! Tiles for NVIDIA Hopper, and in which order and in how many parts its kernels work.
+//! Tiles for NVIDIA Hopper, and in which order and in how many splits its kernels work.
 
 use super::{Device, Forward, Gradient, HopperForward, HopperGradient, ListShape};
 use crate::blocks::BLOCK;
@@ -9,7 +9,7 @@ use crate::problem::{AttentionProblem, Dtype};
 /// Tiles of the forward for Hopper, by the larger head dimension and the number of keys: the first row that both fit.
 ///
 /// ```text
-/// head_dim  seq_k    teams × warpgroups  keys  stages  registers: O, S, P    of   shared memory
+/// head_dim  seq_k    consumer groups × warpgroups  keys  stages  registers: O, S, P    of   shared memory
 /// 64        4,096    2 × 2               64    4       32 + 32 + 16          128  160 KiB
 /// 64        any      1 × 3               128   4       32 + 64 + 32          168  152 KiB
 /// 128       any      1 × 2               128   3       64 + 64 + 32          255  224 KiB
@@ -19,35 +19,90 @@ use crate::problem::{AttentionProblem, Dtype};
 ///
 /// The units of a cube share 65,536 registers; `O`, `S` and `P` must fit, with some 40 for the rest. Within that, more keys
 /// are better, as each tile costs barriers and the shuffles of a row's maximum, and so are more warpgroups, whose softmax
-/// and products then overlap. Three with 192 queries waste more of a short sequence than two teams with 128 each.
+/// and products then overlap. Three with 192 queries waste more of a short sequence than two consumer groups with 128 each.
 const HOPPER: [(usize, usize, HopperTile); 5] = [
-    (64, 4096, HopperTile { teams: 2, warpgroups: 2, tile_k: 64, stages: 4, turns: false, loader: false }),
-    (64, usize::MAX, HopperTile { teams: 1, warpgroups: 3, tile_k: 128, stages: 4, turns: false, loader: false }),
-    (128, usize::MAX, HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: false, loader: false }),
-    (192, usize::MAX, HopperTile { teams: 1, warpgroups: 2, tile_k: 96, stages: 2, turns: true, loader: false }),
-    (256, usize::MAX, HopperTile { teams: 1, warpgroups: 2, tile_k: 80, stages: 2, turns: true, loader: false }),
+    (
+        64,
+        4096,
+        HopperTile { consumer_groups: 2, warpgroups: 2, tile_k: 64, stages: 4, ping_pong: false, producer_warp: false },
+    ),
+    (
+        64,
+        usize::MAX,
+        HopperTile {
+            consumer_groups: 1,
+            warpgroups: 3,
+            tile_k: 128,
+            stages: 4,
+            ping_pong: false,
+            producer_warp: false,
+        },
+    ),
+    (
+        128,
+        usize::MAX,
+        HopperTile {
+            consumer_groups: 1,
+            warpgroups: 2,
+            tile_k: 128,
+            stages: 3,
+            ping_pong: false,
+            producer_warp: false,
+        },
+    ),
+    (
+        192,
+        usize::MAX,
+        HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 96, stages: 2, ping_pong: true, producer_warp: false },
+    ),
+    (
+        256,
+        usize::MAX,
+        HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 80, stages: 2, ping_pong: true, producer_warp: false },
+    ),
 ];
 
 /// The tile of the forward for Hopper where there is a block mask, by the larger head dimension, instead of those above: lists make
 /// loads longer, and a warp of its own hides them, where what multiplies needs no more than 168 registers: 32 + 64 + 32, and the rest.
-const HOPPER_BLOCKS: (usize, HopperTile) =
-    (64, HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 5, turns: false, loader: true });
+const HOPPER_BLOCKS: (usize, HopperTile) = (
+    64,
+    HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 128, stages: 5, ping_pong: false, producer_warp: true },
+);
 
 /// Tiles of the forward for Hopper with a bias that comes in tiles of its own, by the larger head dimension: what fits the
 /// 227 KiB beside it.
 ///
 /// ```text
-/// head_dim  teams × warpgroups  keys  stages  shared memory, of which bias
+/// head_dim  consumer groups × warpgroups  keys  stages  shared memory, of which bias
 /// 64        2 × 2               64    3       224 KiB  96 KiB
 /// 128       1 × 2               128   2       224 KiB  64 KiB
 /// 192       1 × 2               64    2       176 KiB  32 KiB
 /// 256       1 × 2               64    2       224 KiB  32 KiB
 /// ```
 const HOPPER_BIAS: [(usize, HopperTile); 4] = [
-    (64, HopperTile { teams: 2, warpgroups: 2, tile_k: 64, stages: 3, turns: false, loader: false }),
-    (128, HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 2, turns: false, loader: false }),
-    (192, HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 2, turns: true, loader: false }),
-    (256, HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 2, turns: true, loader: false }),
+    (
+        64,
+        HopperTile { consumer_groups: 2, warpgroups: 2, tile_k: 64, stages: 3, ping_pong: false, producer_warp: false },
+    ),
+    (
+        128,
+        HopperTile {
+            consumer_groups: 1,
+            warpgroups: 2,
+            tile_k: 128,
+            stages: 2,
+            ping_pong: false,
+            producer_warp: false,
+        },
+    ),
+    (
+        192,
+        HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 64, stages: 2, ping_pong: true, producer_warp: false },
+    ),
+    (
+        256,
+        HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 64, stages: 2, ping_pong: true, producer_warp: false },
+    ),
 ];
 
 /// Tiles of `dq` for Hopper, by the larger head dimension: without a bias that comes in tiles of its own, and with one.
@@ -113,10 +168,10 @@ const HOPPER_FUSED: [(usize, usize, HopperTile); 2] =
     [(64, 1024, gradient_tile(128, 3)), (128, 2048, gradient_tile(64, 3))];
 
 const fn gradient_tile(tile_k: usize, stages: usize) -> HopperTile {
-    HopperTile { teams: 1, warpgroups: 2, tile_k, stages, turns: false, loader: false }
+    HopperTile { consumer_groups: 1, warpgroups: 2, tile_k, stages, ping_pong: false, producer_warp: false }
 }
 
-/// Bytes of keys and values that the heads of a section may have: what of Hopper's second-level cache (50 to 60 MB) one of
+/// Bytes of keys and values that the heads of a head group may have: what of Hopper's second-level cache (50 to 60 MB) one of
 /// its halves can hold beside the rest.
 const SECTION_BYTES: usize = 32 << 20;
 
@@ -124,13 +179,13 @@ const SECTION_BYTES: usize = 32 << 20;
 pub const COUNTERS: usize = 256;
 pub const COUNTER_BYTES: usize = 4;
 
-/// What an item costs beside its tiles, in tiles.
+/// What a work tile costs beside its tiles, in tiles.
 const ITEM: usize = 3;
-/// What it costs to merge parts of the keys at all, in tiles, and how many bytes are written and read again in the time of one.
-const MERGE: usize = 4;
-const MERGED: usize = 4 << 20;
+/// What it costs to combine splits of the keys at all, in tiles, and how many bytes are written and read again in the time of one.
+const COMBINE: usize = 4;
+const COMBINED: usize = 4 << 20;
 /// Parts that are considered.
-const PARTS: [usize; 12] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64];
+const SPLITS: [usize; 12] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64];
 
 /// Whether there is a bias that repeats no query and no key: one that may come in tiles, if its strides, which only the call
 /// knows, let TMA read them.
@@ -138,7 +193,7 @@ pub fn varies_by_pair(problem: &AttentionProblem) -> bool {
     problem.bias.is_some_and(|[_, _, q, k]| q == problem.seq_q && k == problem.seq_k && q * k > 1)
 }
 
-/// Other ways that may be as fast: the table's other tiles for this head dimension, and half and twice as many parts of the keys.
+/// Other ways that may be as fast: the table's other tiles for this head dimension, and half and twice as many splits of the keys.
 #[cfg(feature = "autotune")]
 pub fn alternatives(device: &Device, problem: &AttentionProblem, planned: HopperForward) -> Vec<HopperForward> {
     let widest = problem.head_dim.max(problem.head_dim_v);
@@ -150,14 +205,14 @@ pub fn alternatives(device: &Device, problem: &AttentionProblem, planned: Hopper
     let narrowest = rows.clone().map(|(head_dim, ..)| *head_dim).min();
     let tiles = rows.filter(|(head_dim, ..)| Some(*head_dim) == narrowest).map(|(.., tile)| HopperForward {
         tile: *tile,
-        section: section(device, problem, tile, false),
-        parts: parts(device, problem, tile),
+        head_group: head_group(device, problem, tile, false),
+        num_splits: num_splits(device, problem, tile),
     });
-    let counts = [planned.parts / 2, planned.parts * 2].into_iter().filter(|parts| {
-        // A tile of keys a part at the least.
-        planned.parts > 1 && (1..=problem.seq_k / planned.tile.tile_k).contains(parts)
+    let counts = [planned.num_splits / 2, planned.num_splits * 2].into_iter().filter(|num_splits| {
+        // A tile of keys a split at the least.
+        planned.num_splits > 1 && (1..=problem.seq_k / planned.tile.tile_k).contains(num_splits)
     });
-    tiles.chain(counts.map(|parts| HopperForward { parts, ..planned })).collect()
+    tiles.chain(counts.map(|num_splits| HopperForward { num_splits, ..planned })).collect()
 }
 
 /// How Hopper's kernel computes this, or why it cannot.
@@ -176,21 +231,24 @@ pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<HopperForw
     let tile = tile.filter(|_| !varies_by_pair(problem)).or(narrow);
     let tile = tile.ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER[HOPPER.len() - 1].0))?;
 
-    let found =
-        HopperForward { tile, section: section(device, problem, &tile, false), parts: parts(device, problem, &tile) };
+    let found = HopperForward {
+        tile,
+        head_group: head_group(device, problem, &tile, false),
+        num_splits: num_splits(device, problem, &tile),
+    };
     numbers(problem, Forward::Hopper(found).list())?;
-    check(device, problem, Role::Forward, tile, found.section, found.parts)?;
+    check(device, problem, Role::Forward, tile, found.head_group, found.num_splits)?;
     Ok(found)
 }
 
 /// How many heads take turns; transposed, heads of keys, by which queries stream.
-pub(super) fn section(device: &Device, problem: &AttentionProblem, tile: &HopperTile, transposed: bool) -> usize {
+pub(super) fn head_group(device: &Device, problem: &AttentionProblem, tile: &HopperTile, transposed: bool) -> usize {
     let band = problem.band();
     let bounded = band.bounded_above || band.bounded_below;
-    let teams = device.multiprocessors * tile.teams;
+    let consumer_groups = device.multiprocessors * tile.consumer_groups;
     // Where blocks are of one length, heads come one by one: their keys and values are then read by all at the same time. With a block
-    // mask lengths differ, and that counts for more where several teams share the blocks of a head.
-    if !bounded && (problem.block_mask.is_none() || tile.teams == 1) {
+    // mask lengths differ, and that counts for more where several consumer groups share the blocks of a head.
+    if !bounded && (problem.block_mask.is_none() || tile.consumer_groups == 1) {
         return 1;
     }
     let of_position = (problem.head_dim + problem.head_dim_v) * problem.dtype.size();
@@ -203,12 +261,12 @@ pub(super) fn section(device: &Device, problem: &AttentionProblem, tile: &Hopper
     };
     let most = if bounded {
         // At least two blocks of a head at a time, or all loads would come from memory first and from the cache then.
-        teams / 2
+        consumer_groups / 2
     } else {
-        // Some two blocks of a section for each team, so that what is left to the end is short.
-        2 * teams / rows.div_ceil(tile.tile_q()).max(1)
+        // Some two blocks of a head group for each consumer group, so that what is left to the end is short.
+        2 * consumer_groups / rows.div_ceil(tile.tile_q()).max(1)
     };
-    // A power of two, as numbers of heads mostly are: a last section with few heads keeps few teams busy.
+    // A power of two, as numbers of heads mostly are: a last head group with few heads keeps few consumer groups busy.
     let most = 1 << most.max(1).ilog2();
     of_cache.min(most).clamp(1, (problem.batch * heads).max(1))
 }
@@ -229,10 +287,10 @@ pub fn backward(device: &Device, problem: &AttentionProblem) -> Result<(Gradient
         // Few keys divide any block.
         let sparse = problem.block_mask.is_some() && !divides(&tile);
         let tile = if sparse { HopperTile { tile_k: 32, ..tile } } else { tile };
-        let section = section(device, problem, &tile, role.is_transposed());
-        let found = Gradient::Hopper(HopperGradient { tile, section });
+        let head_group = head_group(device, problem, &tile, role.is_transposed());
+        let found = Gradient::Hopper(HopperGradient { tile, head_group });
         numbers(problem, found.list(role.is_transposed()))?;
-        check(device, problem, role, tile, section, 1)?;
+        check(device, problem, role, tile, head_group, 1)?;
         Ok::<_, String>(found)
     };
     let of_values = dv.map(|tile| of(tile, Role::DkDv { dk: false, dv: true })).transpose()?;
@@ -252,7 +310,7 @@ pub fn dbias(problem: &AttentionProblem) -> Result<BiasTile, String> {
     if problem.block_mask.is_some() {
         return Err("it visits all blocks of the bias: a block mask is for other kernels".into());
     }
-    if problem.is_ragged() {
+    if problem.is_varlen() {
         return Err("blocks of one tile's batches would differ: sequences have lengths of their own".into());
     }
     let widest = problem.head_dim.max(problem.head_dim_v);
@@ -273,7 +331,7 @@ pub fn fused(device: &Device, problem: &AttentionProblem) -> Result<HopperGradie
 /// How one kernel computes all three gradients, and from how many queries on it is faster than two; or why it cannot.
 pub fn fusible(device: &Device, problem: &AttentionProblem) -> Result<(usize, HopperGradient), String> {
     possible(device, problem)?;
-    if problem.is_ragged() {
+    if problem.is_varlen() {
         return Err("blocks of keys would add to sequences that are not theirs".into());
     }
     if problem.bias.is_some() {
@@ -287,7 +345,7 @@ pub fn fusible(device: &Device, problem: &AttentionProblem) -> Result<(usize, Ho
     if tile.tile_k * head_dim.div_ceil(PANEL) != tile.tile_q() {
         return Err(format!("head_dim {head_dim} gives dQ no blocks of 64 × 64 for two warpgroups beside {widest}"));
     }
-    Ok((*least, HopperGradient { tile: *tile, section: section(device, problem, tile, true) }))
+    Ok((*least, HopperGradient { tile: *tile, head_group: head_group(device, problem, tile, true) }))
 }
 
 /// The most words of the lists of a block mask that Hopper's kernels number, with 32 bits.
@@ -299,21 +357,21 @@ pub(crate) fn check(
     problem: &AttentionProblem,
     role: Role,
     tile: HopperTile,
-    section: usize,
-    parts: usize,
+    head_group: usize,
+    num_splits: usize,
 ) -> Result<(), String> {
     possible(device, problem)?;
-    let HopperTile { teams, warpgroups, tile_k, stages, turns: _, loader } = tile;
+    let HopperTile { consumer_groups, warpgroups, tile_k, stages, ping_pong: _, producer_warp } = tile;
     let forward = role == Role::Forward;
     let at_least = |what: &str, value: usize, least: usize| {
         if value >= least { Ok(()) } else { Err(format!("{what} is {value}, and {least} is the least")) }
     };
-    at_least("teams", teams, 1)?;
+    at_least("consumer_groups", consumer_groups, 1)?;
     // The second one loads V.
     at_least("warpgroups", warpgroups, 2)?;
     at_least("stages", stages, 2)?;
-    at_least("section", section, 1)?;
-    at_least("parts", parts, 1)?;
+    at_least("head_group", head_group, 1)?;
+    at_least("num_splits", num_splits, 1)?;
     if stages > MAX_STAGES {
         return Err(format!("stages is {stages}: work items are known for {MAX_STAGES} loads ahead at most"));
     }
@@ -321,17 +379,22 @@ pub(crate) fn check(
         return Err(format!("tile_k is {tile_k}: products take multiples of 16, at most 256"));
     }
     // One barrier for each warpgroup's turn, and that of the whole block.
-    if teams * warpgroups > 15 {
-        return Err(format!("teams × warpgroups is {}: there are named barriers for 15", teams * warpgroups));
+    if consumer_groups * warpgroups > 15 {
+        return Err(format!(
+            "consumer_groups × warpgroups is {}: there are named barriers for 15",
+            consumer_groups * warpgroups
+        ));
     }
-    if loader && !forward {
-        return Err("loader is true: a warp of its own loads in the forward alone".into());
+    if producer_warp && !forward {
+        return Err("producer_warp is true: a warp of its own loads in the forward alone".into());
     }
-    if !forward && (teams, warpgroups) != (1, 2) {
-        return Err(format!("teams × warpgroups is {teams} × {warpgroups}: gradients are computed by one team of two"));
+    if !forward && (consumer_groups, warpgroups) != (1, 2) {
+        return Err(format!(
+            "consumer_groups × warpgroups is {consumer_groups} × {warpgroups}: gradients are computed by one consumer group of two"
+        ));
     }
-    if parts > 1 && (!forward || problem.block_mask.is_some()) {
-        return Err(format!("parts is {parts}: only a forward without a block mask splits the keys"));
+    if num_splits > 1 && (!forward || problem.block_mask.is_some()) {
+        return Err(format!("num_splits is {num_splits}: only a forward without a block mask splits the keys"));
     }
     let multiple = stats_multiple(problem);
     if role.is_transposed() && !multiple.is_multiple_of(tile_k) {
@@ -346,7 +409,7 @@ pub(crate) fn check(
             return Err(format!("tile_k is {tile_k}: tiles of dQ are 64 × 64 for each of two warpgroups"));
         }
     }
-    let bytes = blueprint(problem, role, tile, parts > 1).shared_memory();
+    let bytes = blueprint(problem, role, tile, num_splits > 1).shared_memory();
     if bytes > device.shared_memory || tile.units() > device.units {
         return Err(format!(
             "{tile:?} takes {bytes} bytes of shared memory and {} threads, and the device has {} and {}",
@@ -359,7 +422,7 @@ pub(crate) fn check(
 }
 
 /// What a kernel is specialised for, with a mask or bias that is read where it lies and whose rows differ.
-pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: HopperTile, partial: bool) -> Blueprint {
+pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: HopperTile, split_keys: bool) -> Blueprint {
     Blueprint {
         role,
         tile,
@@ -372,11 +435,11 @@ pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: HopperTile
         bias: problem.bias.map(|_| Rows::Each),
         alibi: problem.alibi_slopes.is_some(),
         modified: problem.options.score_mod.is_some(),
-        bent: role.bends(problem),
+        keeps_derivative: role.keeps_derivative(problem),
         mask_mod: problem.options.mask_mod.is_some(),
-        ragged: problem.is_ragged(),
+        varlen: problem.is_varlen(),
         sparse: problem.block_mask.is_some(),
-        partial,
+        split_keys,
         stats_multiple: stats_multiple(problem),
     }
 }
@@ -405,16 +468,16 @@ fn possible(device: &Device, problem: &AttentionProblem) -> Result<(), String> {
     Ok(())
 }
 
-/// Into how many parts the keys are split, so that all is done soonest. Times in tiles of keys, each of which a team computes
+/// Into how many splits the keys are split, so that all is done soonest. Times in tiles of keys, each of which a consumer group computes
 /// in some 1.4 µs.
-fn parts(device: &Device, problem: &AttentionProblem, tile: &HopperTile) -> usize {
-    let teams = device.multiprocessors * tile.teams;
+fn num_splits(device: &Device, problem: &AttentionProblem, tile: &HopperTile) -> usize {
+    let consumer_groups = device.multiprocessors * tile.consumer_groups;
     let heads = problem.batch * problem.num_heads_q;
     let (tile_q, tile_k) = (tile.tile_q() as u32, tile.tile_k as u32);
     let band = problem.band();
     let blocks = (problem.seq_q as u32).div_ceil(tile_q);
     // With this many, whoever is done early finds more to do; what a block mask leaves of a block only the device knows.
-    if heads * blocks as usize >= 4 * teams || problem.block_mask.is_some() {
+    if heads * blocks as usize >= 4 * consumer_groups || problem.block_mask.is_some() {
         return 1;
     }
     let mut tiles: Vec<usize> = (0..blocks)
@@ -425,18 +488,23 @@ fn parts(device: &Device, problem: &AttentionProblem, tile: &HopperTile) -> usiz
         .collect();
     tiles.sort_unstable_by_key(|tiles| std::cmp::Reverse(*tiles));
     let longest = tiles.first().copied().unwrap_or(0);
-    let time = |parts: usize| {
-        let of_item = |tiles: usize| tiles.div_ceil(parts) + ITEM;
-        let each = tiles.iter().map(|tiles| heads * parts * of_item(*tiles)).sum::<usize>().div_ceil(teams);
-        // If n · teams items are at least so long, and there is one more, some team has n + 1 of them.
-        let items = blocks as usize * heads * parts;
-        let rounds = (0..items).step_by(teams).enumerate();
-        let most = rounds.map(|(n, nth)| (n + 1) * of_item(tiles[nth / (heads * parts)])).max();
-        let bytes = 2 * size_of::<f32>() * parts * problem.rows() * problem.head_dim_v;
-        let merge = if parts == 1 { 0 } else { MERGE + bytes / MERGED };
-        each.max(most.unwrap_or(0)) + merge
+    let time = |num_splits: usize| {
+        let of_item = |tiles: usize| tiles.div_ceil(num_splits) + ITEM;
+        let each =
+            tiles.iter().map(|tiles| heads * num_splits * of_item(*tiles)).sum::<usize>().div_ceil(consumer_groups);
+        // If n · consumer groups work tiles are at least so long, and there is one more, some consumer group has n + 1 of them.
+        let items = blocks as usize * heads * num_splits;
+        let rounds = (0..items).step_by(consumer_groups).enumerate();
+        let most = rounds.map(|(n, nth)| (n + 1) * of_item(tiles[nth / (heads * num_splits)])).max();
+        let bytes = 2 * size_of::<f32>() * num_splits * problem.rows() * problem.head_dim_v;
+        let combine = if num_splits == 1 { 0 } else { COMBINE + bytes / COMBINED };
+        each.max(most.unwrap_or(0)) + combine
     };
-    PARTS.into_iter().filter(|parts| *parts == 1 || 2 * parts <= longest).min_by_key(|parts| time(*parts)).unwrap_or(1)
+    SPLITS
+        .into_iter()
+        .filter(|num_splits| *num_splits == 1 || 2 * num_splits <= longest)
+        .min_by_key(|num_splits| time(*num_splits))
+        .unwrap_or(1)
 }
 
 /// What the number of a head's rows of lse and delta is a multiple of: tiles of them are loaded whole.

@@ -22,7 +22,7 @@ impl ListShape {
         let mask = problem.block_mask?;
         let (along, across) = if self.keys { (problem.seq_k, problem.seq_q) } else { (problem.seq_q, problem.seq_k) };
         // Sequences of a batch end where its lengths say.
-        let batch = if problem.is_ragged() { problem.batch } else { mask.blocks[0] };
+        let batch = if problem.is_varlen() { problem.batch } else { mask.blocks[0] };
         Some([batch, mask.blocks[1], along.div_ceil(self.rows), HEADER + across.div_ceil(self.columns).max(1)])
     }
 

@@ -3,7 +3,7 @@
 
 #[cfg(feature = "autotune")]
 use super::Gradient;
-use super::hopper::{self, section};
+use super::hopper::{self, head_group};
 use super::{Device, MmaForward, MmaGradient};
 use crate::hopper::Role;
 use crate::mma::{MmaBlueprint, MmaTile, Products};
@@ -155,7 +155,7 @@ const fn shape(warpgroups: usize, groups: usize, tile_k: usize) -> MmaTile {
 /// How `mma.sync` computes the forward, or why it cannot.
 pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<MmaForward, String> {
     let tile = choose(device, problem, Role::Forward)?;
-    Ok(MmaForward { tile, section: section(device, problem, &tile.tile(), false) })
+    Ok(MmaForward { tile, head_group: head_group(device, problem, &tile.tile(), false) })
 }
 
 /// How it computes `dq`; `dk`, and `dv` with it; and `dv`, if it takes a launch of its own.
@@ -166,7 +166,7 @@ pub fn backward(
 ) -> Result<(MmaGradient, MmaGradient, Option<MmaGradient>), String> {
     let of = |role: Role| -> Result<MmaGradient, String> {
         let tile = choose(device, problem, role)?;
-        Ok(MmaGradient { tile, section: section(device, problem, &tile.tile(), role.is_transposed()) })
+        Ok(MmaGradient { tile, head_group: head_group(device, problem, &tile.tile(), role.is_transposed()) })
     };
     let dkdv = |dk, dv| of(Role::DkDv { dk, dv });
     let dq = of(Role::Dq)?;
@@ -217,17 +217,17 @@ pub fn products(problem: &AttentionProblem) -> Products {
     }
 }
 
-/// Why these tiles cannot be used with so many heads in a section, if they cannot.
+/// Why these tiles cannot be used with so many heads in a head group, if they cannot.
 #[cfg(feature = "cuda")]
-pub fn check_section(
+pub fn check_head_group(
     device: &Device,
     problem: &AttentionProblem,
     role: Role,
     tile: MmaTile,
-    section: usize,
+    head_group: usize,
 ) -> Result<(), String> {
-    if section == 0 {
-        return Err("section is 0, and 1 is the least".into());
+    if head_group == 0 {
+        return Err("head_group is 0, and 1 is the least".into());
     }
     check(device, problem, role, tile)
 }
@@ -263,7 +263,7 @@ pub fn check(device: &Device, problem: &AttentionProblem, role: Role, tile: MmaT
 /// All tiles of the forward that fit, in the order of the table.
 #[cfg(feature = "autotune")]
 pub fn forwards(device: &Device, problem: &AttentionProblem) -> Vec<MmaForward> {
-    let of = |tile: MmaTile| MmaForward { tile, section: section(device, problem, &tile.tile(), false) };
+    let of = |tile: MmaTile| MmaForward { tile, head_group: head_group(device, problem, &tile.tile(), false) };
     fitting(device, problem, Role::Forward).into_iter().map(of).collect()
 }
 
@@ -272,8 +272,8 @@ pub fn forwards(device: &Device, problem: &AttentionProblem) -> Vec<MmaForward> 
 pub fn backwards(device: &Device, problem: &AttentionProblem) -> Vec<(Gradient, Gradient, Option<Gradient>)> {
     let of = |role: Role| {
         fitting(device, problem, role).into_iter().map(move |tile| {
-            let section = section(device, problem, &tile.tile(), role.is_transposed());
-            Gradient::Mma(MmaGradient { tile, section })
+            let head_group = head_group(device, problem, &tile.tile(), role.is_transposed());
+            Gradient::Mma(MmaGradient { tile, head_group })
         })
     };
     let dkdv = |dk, dv| of(Role::DkDv { dk, dv });

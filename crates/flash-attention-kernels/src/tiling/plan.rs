@@ -6,7 +6,7 @@ use super::{
     check_dtype, choose_backward, choose_forward, cube_count, scratch_floats, sequence_grids, stats_rows,
 };
 use crate::error::AttentionError;
-use crate::hopper::{BiasTile, sums_columns};
+use crate::hopper::{BiasTile, dq_accum_columns};
 use crate::problem::AttentionProblem;
 use cubecl::client::Client;
 use serde::Serialize;
@@ -56,8 +56,8 @@ impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (tile_q, tile_k) = (self.forward.tile_q(), self.forward.tile_k());
         write!(f, "forward {} {tile_q}×{tile_k}", self.forward.kernel().name())?;
-        if let Forward::Hopper(HopperForward { parts: parts @ 2.., .. }) = self.forward {
-            write!(f, " in {parts} parts")?;
+        if let Forward::Hopper(HopperForward { num_splits: num_splits @ 2.., .. }) = self.forward {
+            write!(f, " in {num_splits} splits")?;
         }
         let BackwardTiles { dq, dkdv, dv, fused, dbias, dalibi_slopes, dscore_tensors } = self.backward;
         let of = |gradient: &Gradient, keys| {
@@ -123,9 +123,9 @@ fn allocatable(
     let bytes = |shape: [usize; 4]| shape.iter().map(|n| *n as u64).product::<u64>() * problem.dtype.size() as u64;
     check("o", bytes(problem.o_shape()))?;
     check("lse", plan.saved_bytes)?;
-    check("the output of each part of the keys", 4 * part_floats(problem, &plan.forward))?;
+    check("the output of each part of the keys", 4 * split_floats(problem, &plan.forward))?;
     let rows = stats_rows(problem);
-    let dq_sums = if adds_dq(device, problem) { rows * sums_columns(problem.head_dim) } else { 0 };
+    let dq_accum = if adds_dq(device, problem) { rows * dq_accum_columns(problem.head_dim) } else { 0 };
     let largest = [
         ("dq", bytes(problem.q_shape())),
         ("dk", bytes(problem.k_shape())),
@@ -133,7 +133,7 @@ fn allocatable(
         ("dbias", problem.bias.map_or(0, bytes)),
         ("stats", 8 * rows as u64),
         ("bias_sums", 4 * bias_sums_len(problem) as u64),
-        ("dq_sums", 4 * dq_sums as u64),
+        ("dq_accum", 4 * dq_accum as u64),
     ];
     if let Err(error) = largest.into_iter().try_for_each(|(tensor, bytes)| check(tensor, bytes)) {
         plan.passed_over.push(PassedOver { what: "any backward".into(), why: error.to_string() });
@@ -194,17 +194,17 @@ fn plan_for(device: &Device, problem: &AttentionProblem, asked: Option<Kernel>) 
     })
 }
 
-/// f32 values of what parts of the keys leave to be combined: outputs and their log-sum-exp.
+/// f32 values of what splits of the keys leave to be combined: outputs and their log-sum-exp.
 fn forward_scratch_floats(problem: &AttentionProblem, forward: &Forward) -> u64 {
-    let outputs = part_floats(problem, forward);
+    let outputs = split_floats(problem, forward);
     outputs + outputs / problem.head_dim_v.next_multiple_of(8) as u64
 }
 
 /// The outputs among them.
-fn part_floats(problem: &AttentionProblem, forward: &Forward) -> u64 {
+fn split_floats(problem: &AttentionProblem, forward: &Forward) -> u64 {
     match forward {
-        Forward::Hopper(HopperForward { parts: parts @ 2.., .. }) => {
-            (parts * problem.rows() * problem.head_dim_v.next_multiple_of(8)) as u64
+        Forward::Hopper(HopperForward { num_splits: num_splits @ 2.., .. }) => {
+            (num_splits * problem.rows() * problem.head_dim_v.next_multiple_of(8)) as u64
         }
         _ => 0,
     }
@@ -218,7 +218,7 @@ fn kept_bytes(problem: &AttentionProblem, forward: &Forward, backward: &Backward
     lists.extend(backward.dv.map(|dv| dv.list(true)));
     lists.sort_unstable();
     lists.dedup();
-    let kept = !problem.is_ragged();
+    let kept = !problem.is_varlen();
     let words: u64 = lists.iter().filter(|_| kept).map(|list| list.len(problem)).sum();
     counters as u64 + 4 * words
 }
@@ -241,7 +241,7 @@ fn check_size(
             return Err(AttentionError::AddressSpace { argument, reach, device: device.name.clone() });
         }
     }
-    if problem.is_ragged() {
+    if problem.is_varlen() {
         sequence_grids(device, problem)?;
     }
     check_blocks(device, problem, forward.kernel(), forward.list())?;

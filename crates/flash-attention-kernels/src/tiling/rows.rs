@@ -64,7 +64,7 @@ pub fn blueprint(problem: &AttentionProblem, role: Role, tile: RowsTile) -> Blue
         head_dim: problem.head_dim,
         head_dim_v: problem.head_dim_v,
         factor: Factor::of_product(problem),
-        careful: band.bounded_below || band.bounded_above || problem.hides_pairs() || problem.is_ragged(),
+        careful: band.bounded_below || band.bounded_above || problem.hides_pairs() || problem.is_varlen(),
     }
 }
 

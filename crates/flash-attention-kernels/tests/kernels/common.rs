@@ -479,14 +479,14 @@ impl Case {
             planned.fused = fused_on(&Device::of(client), p);
             assert_eq!(planned.fused.is_some(), self.fusible(), "{p:?}");
         }
-        let dq_sums = planned.fused.map(|_| {
+        let dq_accum = planned.fused.map(|_| {
             let shape = [plain.stats.shape[1], p.head_dim.next_multiple_of(64)];
             Guarded::output(client, Dtype::F32, shape, self.poison)
         });
         let scratch = Scratch {
             stats: stats.view.clone(),
             bias_sums: sums.as_ref().map(|s| s.view.clone()),
-            dq_sums: dq_sums.as_ref().map(|s| s.view.clone()),
+            dq_accum: dq_accum.as_ref().map(|s| s.view.clone()),
         };
         match forced {
             #[cfg(feature = "autotune")]
@@ -497,7 +497,7 @@ impl Case {
         }
         assert_eq!([planned.dq.kernel(), planned.dkdv.kernel()], [kernel; 2], "{p:?}");
         let each_pair = p.bias.is_some_and(|[.., sq, sk]| [sq, sk] == [p.seq_q, p.seq_k] && sq * sk > 1);
-        let of_bias = if can && each_pair && !p.is_ragged() && p.block_mask.is_none() {
+        let of_bias = if can && each_pair && !p.is_varlen() && p.block_mask.is_none() {
             Kernel::Hopper
         } else {
             Kernel::Portable
@@ -512,8 +512,8 @@ impl Case {
         if let Some(sums) = sums {
             sums.read_async(client, "bias_sums").await;
         }
-        if let Some(sums) = dq_sums {
-            sums.read_async(client, "dq_sums").await;
+        if let Some(sums) = dq_accum {
+            sums.read_async(client, "dq_accum").await;
         }
         Ok(Results {
             o: o.read_async(client, "o").await,
@@ -542,7 +542,7 @@ impl Case {
     /// Whether there is a kernel of all three gradients: no bias, one sequence, and both head dimensions within the same of 64 and 128.
     fn fusible(&self) -> bool {
         let p = &self.problem;
-        let plain = p.bias.is_none() && !p.is_ragged();
+        let plain = p.bias.is_none() && !p.is_varlen();
         plain && p.head_dim.max(p.head_dim_v) <= 128 && (p.head_dim > 64 || p.head_dim_v <= 64)
     }
 }

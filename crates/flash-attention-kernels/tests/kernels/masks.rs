@@ -93,8 +93,8 @@ proptest! {
                 let queries = band.q_blocks(k_start, tile_q, tile_k);
                 let visited = (queries.start..queries.end).contains(&q_block);
                 prop_assert!(visited || seen == 0, "queries {:?} skip block {} of {:?}", queries, q_block, band);
-                let whole = band.whole(q_start, k_start, tile_q, tile_k);
-                prop_assert_eq!(whole, seen == (tile_q * tile_k) as usize);
+                let fully_visible = band.fully_visible(q_start, k_start, tile_q, tile_k);
+                prop_assert_eq!(fully_visible, seen == (tile_q * tile_k) as usize);
                 prop_assert!(band.meets(q_start, k_start, tile_q, tile_k) || seen == 0);
             }
         }

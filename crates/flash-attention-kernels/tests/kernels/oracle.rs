@@ -189,7 +189,7 @@ fn sequences_of_their_own_lengths() {
     }));
     let plain = Case::new([2, 2, 1, 140, 210, 16, 16], Dtype::F32, causal()).with_seq_lens_q(&[100, 3]);
     all([[1, 2, 140, 210], [1, 2, 1, 210], [2, 2, 140, 1]].map(|shape| plain.clone().with_bias(shape)));
-    // In parts of the keys, and by one kernel.
+    // In splits of the keys, and by one kernel.
     all([Case::new([1, 2, 1, 70, 4200, 64, 64], Dtype::F32, causal()).with_seq_lens_k(&[3333])]);
     all([Case { fused: true, ..Case::new([2, 2, 1, 300, 300, 64, 64], Dtype::F32, causal()) }
         .with_seq_lens_q(&[170, 300])
@@ -220,7 +220,7 @@ fn packed_sequences() {
     let packed = plain.with_cu_seqlens(&[0, 40, 140, 200, 280], &[0, 100, 210, 211, 420]);
     all([[1, 2, 140, 210], [1, 2, 1, 210], [2, 2, 140, 1]]
         .map(|shape| packed.clone().with_bias(shape).with_mask([2, 1, 1, 210])));
-    // In parts of the keys, and by one kernel.
+    // In splits of the keys, and by one kernel.
     all([Case::new([1, 2, 1, 70, 4200, 64, 64], Dtype::F32, causal()).with_cu_seqlens(&[0, 30, 70], &[0, 4000, 4200])]);
     all([Case { fused: true, ..Case::new([1, 2, 1, 600, 600, 64, 64], Dtype::F32, causal()) }
         .with_cu_seqlens(&[0, 170, 600], &[0, 201, 600])]);
@@ -389,10 +389,10 @@ fn more_blocks_than_cubes() {
         for (small, large, options) in cases {
             let case = Case::new(if few { small } else { large }, dtype, options);
             // Other kernels have a cube for each block, and what is asserted of this one does not say anything of them.
-            let Forward::Hopper(HopperForward { tile, parts, .. }) = case.check(&client).forward else { continue };
+            let Forward::Hopper(HopperForward { tile, num_splits, .. }) = case.check(&client).forward else { continue };
             let p = case.problem;
             let blocks = p.batch * p.num_heads_q * p.seq_q.div_ceil(tile.tile_q());
-            assert!(parts == 1 && blocks > multiprocessors * tile.teams, "{blocks} blocks for {tile:?}");
+            assert!(num_splits == 1 && blocks > multiprocessors * tile.consumer_groups, "{blocks} blocks for {tile:?}");
             assert!(p.seq_k.div_ceil(tile.tile_k) > tile.stages, "{} keys for {tile:?}", p.seq_k);
         }
     }
@@ -520,7 +520,7 @@ fn what_is_hidden_has_no_gradient_of_its_bias() {
     }
 }
 
-/// Few heads and blocks of queries: kernels that compute parts of the keys apart, and put them together.
+/// Few heads and blocks of queries: kernels that compute splits of the keys apart, and put them together.
 #[test]
 fn few_heads_and_many_keys() {
     let window = AttentionOptions { window_left: Some(700), ..causal() };

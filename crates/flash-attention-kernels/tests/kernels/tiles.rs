@@ -9,7 +9,8 @@ use flash_attention_kernels::{
     TensorView, backward_with, forward_with,
 };
 
-const TILE: HopperTile = HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 2, turns: false, loader: false };
+const TILE: HopperTile =
+    HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 128, stages: 2, ping_pong: false, producer_warp: false };
 
 /// Tensors of a problem, and a call of the forward or of the backward with them.
 struct Call {
@@ -52,15 +53,15 @@ impl Call {
         };
         let plain = Scratch::empty(&self.client, &self.problem);
         let shape = [plain.stats.shape[1], self.problem.head_dim.next_multiple_of(64)];
-        let dq_sums = Some(TensorView::contiguous(self.client.empty(4 * shape[0] * shape[1]), shape));
-        let scratch = Scratch { dq_sums, ..plain };
+        let dq_accum = Some(TensorView::contiguous(self.client.empty(4 * shape[0] * shape[1]), shape));
+        let scratch = Scratch { dq_accum, ..plain };
         backward_with(&self.client, &self.problem, &self.inputs, &saved, &gradients, &scratch, Some(tiles))
     }
 
     /// The tiles that are planned, with these for all gradients.
-    fn with_gradients(&self, tile: HopperTile, section: usize) -> BackwardTiles {
+    fn with_gradients(&self, tile: HopperTile, head_group: usize) -> BackwardTiles {
         let planned = flash_attention_kernels::plan(&self.client, &self.problem).unwrap().backward;
-        let of = Gradient::Hopper(HopperGradient { tile, section });
+        let of = Gradient::Hopper(HopperGradient { tile, head_group });
         BackwardTiles { dq: of, dkdv: of, ..planned }
     }
 }
@@ -77,9 +78,9 @@ fn refused(error: Result<(), AttentionError>, words: &str) {
 #[test]
 fn hoppers_forward() {
     let Some(call) = Call::new(Dtype::BF16, 64) else { return };
-    let of = |tile| HopperForward { tile, section: 1, parts: 1 };
+    let of = |tile| HopperForward { tile, head_group: 1, num_splits: 1 };
     for (tile, words) in [
-        (HopperTile { teams: 0, ..TILE }, "teams is 0"),
+        (HopperTile { consumer_groups: 0, ..TILE }, "consumer_groups is 0"),
         (HopperTile { warpgroups: 1, ..TILE }, "warpgroups is 1, and 2"),
         (HopperTile { warpgroups: 0, ..TILE }, "warpgroups is 0"),
         (HopperTile { tile_k: 24, ..TILE }, "tile_k is 24"),
@@ -88,19 +89,19 @@ fn hoppers_forward() {
         (HopperTile { stages: 1, ..TILE }, "stages is 1"),
         (HopperTile { stages: 7, tile_k: 16, ..TILE }, "stages is 7"),
         (HopperTile { stages: 6, tile_k: 256, ..TILE }, "bytes of shared memory"),
-        (HopperTile { teams: 8, ..TILE }, "teams × warpgroups is 16"),
-        (HopperTile { teams: 5, tile_k: 16, ..TILE }, "threads"),
+        (HopperTile { consumer_groups: 8, ..TILE }, "consumer_groups × warpgroups is 16"),
+        (HopperTile { consumer_groups: 5, tile_k: 16, ..TILE }, "threads"),
     ] {
         refused(call.forward(of(tile)), words);
     }
-    refused(call.forward(HopperForward { section: 0, ..of(TILE) }), "section is 0");
-    refused(call.forward(HopperForward { parts: 0, ..of(TILE) }), "parts is 0");
+    refused(call.forward(HopperForward { head_group: 0, ..of(TILE) }), "head_group is 0");
+    refused(call.forward(HopperForward { num_splits: 0, ..of(TILE) }), "num_splits is 0");
     // What is next to each limit runs.
     for tile in [
         HopperTile { stages: 6, tile_k: 16, ..TILE },
         HopperTile { tile_k: 256, ..TILE },
         HopperTile { tile_k: 16, ..TILE },
-        HopperTile { stages: 6, tile_k: 32, loader: true, ..TILE },
+        HopperTile { stages: 6, tile_k: 32, producer_warp: true, ..TILE },
     ] {
         call.forward(of(tile)).unwrap_or_else(|error| panic!("{tile:?}: {error}"));
         let o = call.client.read_one_unchecked(call.o.handle.clone());
@@ -116,16 +117,16 @@ fn hoppers_gradients() {
     for (tile, words) in [
         (HopperTile { warpgroups: 1, ..TILE }, "warpgroups is 1"),
         (HopperTile { warpgroups: 3, ..TILE }, "1 × 3"),
-        (HopperTile { teams: 2, tile_k: 16, ..TILE }, "2 × 2"),
-        (HopperTile { loader: true, ..TILE }, "loader is true"),
+        (HopperTile { consumer_groups: 2, tile_k: 16, ..TILE }, "2 × 2"),
+        (HopperTile { producer_warp: true, ..TILE }, "producer_warp is true"),
         (HopperTile { tile_k: 24, ..TILE }, "tile_k is 24"),
         (HopperTile { tile_k: 48, ..TILE }, "tile_k is 48"),
         (HopperTile { stages: 8, tile_k: 16, ..TILE }, "stages is 8"),
     ] {
         refused(call.backward(call.with_gradients(tile, 1)), words);
     }
-    refused(call.backward(call.with_gradients(TILE, 0)), "section is 0");
-    let fused = HopperGradient { tile: HopperTile { tile_k: 64, ..TILE }, section: 1 };
+    refused(call.backward(call.with_gradients(TILE, 0)), "head_group is 0");
+    let fused = HopperGradient { tile: HopperTile { tile_k: 64, ..TILE }, head_group: 1 };
     refused(call.backward(BackwardTiles { fused: Some(fused), ..call.with_gradients(TILE, 1) }), "64 × 64");
     let single = Call::new(Dtype::F32, 64).unwrap();
     refused(single.backward(single.with_gradients(TILE, 1)), "q is f32");
@@ -160,6 +161,6 @@ fn hoppers_gradient_of_a_bias() {
 fn warps_products() {
     let Some(call) = Call::new(Dtype::BF16, 64) else { return };
     let tile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64 };
-    refused(call.forward(MmaForward { tile, section: 0 }), "section is 0");
-    refused(call.forward(MmaForward { tile: MmaTile { tile_k: 24, ..tile }, section: 1 }), "must divide tiles");
+    refused(call.forward(MmaForward { tile, head_group: 0 }), "head_group is 0");
+    refused(call.forward(MmaForward { tile: MmaTile { tile_k: 24, ..tile }, head_group: 1 }), "must divide tiles");
 }

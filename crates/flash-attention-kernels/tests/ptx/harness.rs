@@ -13,7 +13,7 @@ use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
 use flash_attention_kernels::dropout::DropoutCompilationArg;
 use flash_attention_kernels::extras::ExtrasCompilationArg;
 use flash_attention_kernels::hopper::forward::StrideCompilationArg;
-use flash_attention_kernels::hopper::schedule::{DivisorCompilationArg, WalkCompilationArg};
+use flash_attention_kernels::hopper::schedule::{DivisorCompilationArg, TileSchedulerCompilationArg};
 use flash_attention_kernels::hopper::scores::FactorsCompilationArg;
 use flash_attention_kernels::hopper::{Blueprint, Role, Rows};
 use flash_attention_kernels::mask::{Band, BandCompilationArg};
@@ -103,7 +103,7 @@ pub fn extras(problem: &AttentionProblem) -> ExtrasCompilationArg {
         slopes: optional(problem.alibi_slopes.is_some()),
         sinks: optional(problem.sinks),
         dropout: DropoutCompilationArg { seed: optional(problem.options.dropout > 0.0), threshold: (), factor: () },
-        schedule: optional(problem.is_ragged()),
+        schedule: optional(problem.is_varlen()),
         mods: ModsCompilationArg {
             score: problem.options.score_mod,
             of_score: tables(problem.score_tensors),
@@ -142,22 +142,22 @@ pub fn band_arg(band: Band) -> BandCompilationArg {
         bounded_below: band.bounded_below,
         bounded_above: band.bounded_above,
         bottom_right: band.bottom_right,
-        ragged: band.ragged,
+        varlen: band.varlen,
     }
 }
 
-pub fn walk() -> WalkCompilationArg {
-    WalkCompilationArg {
-        items: (),
+pub fn scheduler() -> TileSchedulerCompilationArg {
+    TileSchedulerCompilationArg {
+        num_tiles: (),
         blocks: (),
         ahead: (),
         heads: (),
-        of_section: divisor(),
-        section: divisor(),
-        last_section: divisor(),
+        head_group_tiles: divisor(),
+        head_group: divisor(),
+        last_head_group: divisor(),
         num_heads_q: divisor(),
         group_size: divisor(),
-        parts: divisor(),
+        num_splits: divisor(),
         batches: (),
     }
 }
@@ -235,13 +235,13 @@ pub fn scores(problem: &AttentionProblem, role: Role, tile: HopperTile) -> Bluep
         capped: problem.options.softcap.is_some(),
         mask: rows(problem.mask),
         bias: rows(problem.bias),
-        ragged: problem.is_ragged(),
+        varlen: problem.is_varlen(),
         sparse: problem.block_mask.is_some(),
         alibi: problem.alibi_slopes.is_some(),
         modified: problem.options.score_mod.is_some(),
-        bent: role.bends(problem),
+        keeps_derivative: role.keeps_derivative(problem),
         mask_mod: problem.options.mask_mod.is_some(),
-        partial: false,
+        split_keys: false,
         stats_multiple: 384,
     }
 }

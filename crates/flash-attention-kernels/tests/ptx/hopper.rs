@@ -5,13 +5,15 @@ use crate::harness::*;
 use cubecl_core::CubeKernel;
 use cubecl_core::ir::nvidia::SmArch;
 use flash_attention_kernels::extras::Extras;
-use flash_attention_kernels::hopper::dbias::{BiasStridesCompilationArg, Block, Mosaic, MosaicCompilationArg};
+use flash_attention_kernels::hopper::dbias::{
+    BiasStridesCompilationArg, Block, DbiasScheduler, DbiasSchedulerCompilationArg,
+};
 use flash_attention_kernels::hopper::forward::StridesCompilationArg;
 use flash_attention_kernels::hopper::gradient::{ResultStridesCompilationArg, SourceStridesCompilationArg};
-use flash_attention_kernels::hopper::ring::SpreadCompilationArg;
-use flash_attention_kernels::hopper::schedule::{Divisor, Walk};
+use flash_attention_kernels::hopper::pipeline::SpreadCompilationArg;
+use flash_attention_kernels::hopper::schedule::{Divisor, TileScheduler};
 use flash_attention_kernels::hopper::{
-    BiasBlueprint, BiasTile, Blueprint, Role, Rows, copy, dbias, delta, forward, gradient, merge, reduce,
+    BiasBlueprint, BiasTile, Blueprint, Role, Rows, combine, copy, dbias, delta, forward, gradient, reduce,
 };
 use flash_attention_kernels::mask::Band;
 use flash_attention_kernels::mods::{Document, MaskFn, ScoreFn};
@@ -67,7 +69,7 @@ fn gradient_ptx(blueprint: Blueprint, problem: &AttentionProblem) -> String {
         (),
         factors(problem),
         band_arg(band),
-        walk(),
+        scheduler(),
         SpreadCompilationArg { batch: (), head: () },
         width,
         width,
@@ -77,7 +79,7 @@ fn gradient_ptx(blueprint: Blueprint, problem: &AttentionProblem) -> String {
 }
 
 fn round_ptx(blueprint: Blueprint, problem: &AttentionProblem) -> String {
-    compile(reduce::round_sums::RoundSums::new(
+    compile(reduce::convert_dq::ConvertDq::new(
         settings(reduce::UNITS as usize),
         properties(),
         Default::default(),
@@ -96,7 +98,7 @@ fn round_ptx(blueprint: Blueprint, problem: &AttentionProblem) -> String {
         (),
         factors(problem),
         band_arg(problem.band()),
-        walk(),
+        scheduler(),
         2,
         2,
         blueprint,
@@ -124,7 +126,7 @@ fn forward_ptx(blueprint: Blueprint, problem: &AttentionProblem) -> String {
         StridesCompilationArg { q: stride(), k: stride(), v: stride(), o: stride(), lse: stride() },
         factors(problem),
         band_arg(problem.band()),
-        walk(),
+        scheduler(),
         SpreadCompilationArg { batch: (), head: () },
         2,
         2,
@@ -152,8 +154,8 @@ fn dbias_ptx(blueprint: BiasBlueprint, problem: &AttentionProblem) -> String {
         BiasStridesCompilationArg { rows: stride(), column: () },
         factors(problem),
         band_arg(problem.band()),
-        MosaicCompilationArg {
-            items: (),
+        DbiasSchedulerCompilationArg {
+            num_tiles: (),
             matrices: (),
             q_blocks: divisor(),
             k_blocks: divisor(),
@@ -178,11 +180,20 @@ fn check(name: &str, problem: AttentionProblem) {
     // Other tiles can be looked at, too: TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/LOADER.
     if let Ok(tile) = std::env::var("HOPPER_TILE") {
         let n: Vec<usize> = tile.split('/').map(|n| n.parse().unwrap()).collect();
-        let [teams, warpgroups, tile_k, stages, turns, loader] = n[..] else { panic!("HOPPER_TILE={tile}") };
-        tiles.tile = HopperTile { teams, warpgroups, tile_k, stages, turns: turns != 0, loader: loader != 0 };
+        let [consumer_groups, warpgroups, tile_k, stages, ping_pong, producer_warp] = n[..] else {
+            panic!("HOPPER_TILE={tile}")
+        };
+        tiles.tile = HopperTile {
+            consumer_groups,
+            warpgroups,
+            tile_k,
+            stages,
+            ping_pong: ping_pong != 0,
+            producer_warp: producer_warp != 0,
+        };
     }
     let plain = scores(&problem, Role::Forward, tiles.tile);
-    let mut blueprint = Blueprint { partial: tiles.parts > 1, ..plain };
+    let mut blueprint = Blueprint { split_keys: tiles.num_splits > 1, ..plain };
     look_at(name, blueprint, &problem);
     let BackwardTiles { dq: Gradient::Hopper(dq), dkdv: Gradient::Hopper(dkdv), dv, .. } = plan.backward else {
         panic!("{plan}")
@@ -199,7 +210,7 @@ fn check(name: &str, problem: AttentionProblem) {
     let options = AttentionOptions { backward_order: BackwardOrder::Fast, ..problem.options };
     let any_order = plan_on(&device(), &AttentionProblem { options, ..problem }).unwrap();
     gradients.extend(any_order.backward.fused.map(|fused| ("all", Role::All, fused.tile)));
-    blueprint.partial = false;
+    blueprint.split_keys = false;
     for (what, role, tile) in gradients {
         // Other tiles can be looked at, too: DQ_KEYS/DQ_STAGES/DKDV_QUERIES/DKDV_STAGES.
         let mut tile = tile;
@@ -230,7 +241,7 @@ fn check_dbias(name: &str, scores: Blueprint, planned: BiasGradient, problem: &A
     }
     assert!(tile.is_consistent(), "{tile:?}");
     for (what, bias, vectors) in [("dbias_tiled", Rows::Tiled, true), ("dbias", Rows::Each, false)] {
-        let scores = Blueprint { role: Role::Dq, tile: tile.tile(), bias: Some(bias), partial: false, ..scores };
+        let scores = Blueprint { role: Role::Dq, tile: tile.tile(), bias: Some(bias), split_keys: false, ..scores };
         let blueprint = BiasBlueprint { tile, scores, vectors };
         let bytes = blueprint.shared_memory();
         println!("{name}_{what}: {bytes} bytes of shared memory");
@@ -281,7 +292,7 @@ fn every_head_dimension_is_warpgroup_products() {
     let long = [1, 32, 16384, 64];
     let causal = AttentionOptions { causal: true, ..Default::default() };
     check("d64_long", AttentionProblem::new(&long, &long, &long, Dtype::BF16, causal).unwrap());
-    // In parts of the keys.
+    // In splits of the keys.
     let few = [1, 1, 4096, 128];
     check("d128_few", AttentionProblem::new(&few, &few, &few, Dtype::BF16, causal).unwrap());
 }
@@ -365,8 +376,15 @@ fn gradients_of_biases_are_warpgroup_products() {
     let causal = AttentionOptions { causal: true, ..Default::default() };
     let check = |name: &str, problem: AttentionProblem| {
         let plan = plan_on(&device(), &problem).unwrap();
-        let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 2, turns: false, loader: false };
-        let scores = Blueprint { bent: false, ..scores(&problem, Role::Dq, tile) };
+        let tile = HopperTile {
+            consumer_groups: 1,
+            warpgroups: 2,
+            tile_k: 64,
+            stages: 2,
+            ping_pong: false,
+            producer_warp: false,
+        };
+        let scores = Blueprint { keeps_derivative: false, ..scores(&problem, Role::Dq, tile) };
         check_dbias(name, scores, plan.backward.dbias, &problem);
     };
     let dims: Vec<usize> = match std::env::var("HOPPER_DIMS") {
@@ -389,7 +407,14 @@ fn what_comes_before_and_after_compiles() {
         let (properties, defaults) = (|| properties(), || Default::default());
         let ty = element_type(dtype);
         let causal = problem(128, dtype, AttentionOptions { causal: true, ..Default::default() });
-        let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 3, turns: false, loader: false };
+        let tile = HopperTile {
+            consumer_groups: 1,
+            warpgroups: 2,
+            tile_k: 64,
+            stages: 3,
+            ping_pong: false,
+            producer_warp: false,
+        };
         let kernels = [
             (
                 "copy",
@@ -408,8 +433,8 @@ fn what_comes_before_and_after_compiles() {
                 )),
             ),
             (
-                "merge",
-                compile(merge::merge::Merge::new(
+                "combine",
+                compile(combine::combine::Combine::new(
                     settings(128),
                     properties(),
                     defaults(),
@@ -450,7 +475,7 @@ fn what_comes_before_and_after_compiles() {
                 )),
             ),
             (
-                "round_sums",
+                "convert_dq",
                 round_ptx(Blueprint { head_dim: 128, head_dim_v: 128, ..plain(Role::Dq, tile, false) }, &causal),
             ),
         ];
@@ -481,18 +506,18 @@ fn what_hopper_cannot_do_is_planned_visibly() {
     let half = plan_on(&device(), &problem(128, Dtype::F16, causal)).unwrap();
     assert!(half.passed_over.is_empty() && half.to_string().starts_with("forward hopper 128×128"), "{half}");
     // 16 heads of 4,096 keys and values take 32 MiB; heads of full attention come one by one.
-    assert!(matches!(half.forward, Forward::Hopper(HopperForward { section: 16, .. })), "{half:?}");
+    assert!(matches!(half.forward, Forward::Hopper(HopperForward { head_group: 16, .. })), "{half:?}");
     let full = plan_on(&device(), &problem(128, Dtype::F16, AttentionOptions::default())).unwrap();
-    assert!(matches!(full.forward, Forward::Hopper(HopperForward { section: 1, .. })), "{full:?}");
+    assert!(matches!(full.forward, Forward::Hopper(HopperForward { head_group: 1, .. })), "{full:?}");
 
     // Few heads, or a single query: every multiprocessor has something to do, and none much more than others.
-    for (heads, seq_q, seq_k, causal, parts) in
+    for (heads, seq_q, seq_k, causal, num_splits) in
         [(1, 128, 65536, true, 64), (1, 16384, 16384, true, 2), (2, 4096, 4096, false, 2), (32, 1, 16384, true, 4)]
     {
         let (q, k) = ([1, heads, seq_q, 128], [1, heads, seq_k, 128]);
         let options = AttentionOptions { causal, ..Default::default() };
         let plan = plan_on(&device(), &AttentionProblem::new(&q, &k, &k, Dtype::BF16, options).unwrap()).unwrap();
-        assert!(plan.to_string().starts_with(&format!("forward hopper 128×128 in {parts} parts")), "{plan}");
+        assert!(plan.to_string().starts_with(&format!("forward hopper 128×128 in {num_splits} splits")), "{plan}");
     }
 
     let single = plan_on(&device(), &problem(128, Dtype::F32, causal)).unwrap();
@@ -556,7 +581,7 @@ fn blocks_of_a_bias_are_every_block_once() {
         [(700, 700), (300, 900), (900, 300), (128, 128), (1, 500)].into_iter().flat_map(|n| options.map(|o| (n, o)))
     {
         let band = Band::new(seq_q, seq_k, &options);
-        let mosaic = Mosaic::new(&band, tile, [2, 3], [2, 6, 3]);
+        let scheduler = DbiasScheduler::new(&band, tile, [2, 3], [2, 6, 3]);
         let matrices = 0..6u32;
         let all: Vec<_> = matrices
             .flat_map(|matrix| (0..(seq_q as u32).div_ceil(128)).map(move |row| (matrix, row)))
@@ -565,12 +590,12 @@ fn blocks_of_a_bias_are_every_block_once() {
                 (0..seen.end - seen.start).map(move |nth| Block { matrix, row, nth })
             })
             .collect();
-        assert_eq!(all.len() as u32, mosaic.items);
+        assert_eq!(all.len() as u32, scheduler.num_tiles);
         for stride in [1, 5, 132] {
             for first in 0..stride.min(3) {
                 let (mut block, mut at) = (Block { matrix: 0, row: 0, nth: 0 }, 0);
                 for number in (first..all.len()).step_by(stride) {
-                    block = mosaic.after(&block, (number - at) as u32, &band, tile);
+                    block = scheduler.after(&block, (number - at) as u32, &band, tile);
                     assert_eq!(block, all[number], "{band:?} {number}");
                     at = number;
                 }
@@ -579,7 +604,7 @@ fn blocks_of_a_bias_are_every_block_once() {
     }
 }
 
-fn plain(role: Role, tile: HopperTile, partial: bool) -> Blueprint {
+fn plain(role: Role, tile: HopperTile, split_keys: bool) -> Blueprint {
     let (head_dim, head_dim_v, stats_multiple) = (64, 64, 128);
     let (capped, mask, bias, alibi) = (false, None, None, false);
     let dtype = Dtype::BF16;
@@ -595,11 +620,11 @@ fn plain(role: Role, tile: HopperTile, partial: bool) -> Blueprint {
         bias,
         alibi,
         modified: false,
-        bent: false,
+        keeps_derivative: false,
         mask_mod: false,
-        ragged: false,
+        varlen: false,
         sparse: false,
-        partial,
+        split_keys,
         stats_multiple,
     }
 }
@@ -619,24 +644,31 @@ fn work_items_of_keys_are_every_block_with_every_query_head() {
     {
         let (q, k) = ([2, 2 * group as usize, seq_q, 64], [2, 2, seq_k, 64]);
         let band = AttentionProblem::new(&q, &k, &k, Dtype::BF16, options).unwrap().band();
-        let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 3, turns: false, loader: false };
+        let tile = HopperTile {
+            consumer_groups: 1,
+            warpgroups: 2,
+            tile_k: 64,
+            stages: 3,
+            ping_pong: false,
+            producer_warp: false,
+        };
         let blueprint = plain(Role::DkDv { dk: true, dv: true }, tile, false);
         let blocks = (seq_k as u32).div_ceil(128);
-        let walk = Walk::new(blocks, 0, 2, 2, group, 4, 1);
-        assert_eq!(walk.items, 2 * 2 * blocks);
+        let scheduler = TileScheduler::new(blocks, 0, 2, 2, group, 4, 1);
+        assert_eq!(scheduler.num_tiles, 2 * 2 * blocks);
         let mut found = HashMap::new();
         let mut longest = u32::MAX;
-        for number in 0..walk.items {
+        for number in 0..scheduler.num_tiles {
             for of_group in 0..group {
-                let item = walk.item(number, of_group, &band.transposed(), &Extras::none(), blueprint);
-                assert_eq!(item.head_kv, item.head * group + of_group);
-                let last = item.k_last / 64;
-                let tiles = if item.blind { 0..0 } else { last + 1 - item.steps..last + 1 };
+                let work = scheduler.work_tile(number, of_group, &band.transposed(), &Extras::none(), blueprint);
+                assert_eq!(work.head_kv, work.head * group + of_group);
+                let last = work.k_last / 64;
+                let tiles = if work.fully_masked { 0..0 } else { last + 1 - work.steps..last + 1 };
                 if options.window_left.is_none() && seq_q == seq_k {
-                    assert!(item.steps <= longest, "{item:?}");
-                    longest = item.steps;
+                    assert!(work.steps <= longest, "{work:?}");
+                    longest = work.steps;
                 }
-                assert!(found.insert((item.batch, item.head_kv, item.q_start), tiles).is_none(), "{item:?} once more");
+                assert!(found.insert((work.batch, work.head_kv, work.q_start), tiles).is_none(), "{work:?} once more");
             }
         }
         assert_eq!(found.len() as u32, 2 * 2 * group * blocks);
@@ -651,36 +683,47 @@ fn work_items_of_keys_are_every_block_with_every_query_head() {
     }
 }
 
-/// Each block of queries of each head comes once, and within a section none before a longer one.
+/// Each block of queries of each head comes once, and within a head group none before a longer one.
 #[test]
 fn work_items_are_every_block_once() {
     let cases =
         [(1, 1, 1, 1), (6, 4, 700, 700), (6, 6, 300, 300), (5, 1, 129, 129), (4, 2, 383, 384), (4, 2, 300, 420)];
-    for ((heads, section, seq_q, seq_k), parts) in cases.into_iter().flat_map(|case| [(case, 1), (case, 3)]) {
+    for ((heads, head_group, seq_q, seq_k), num_splits) in cases.into_iter().flat_map(|case| [(case, 1), (case, 3)]) {
         let causal = AttentionOptions { causal: true, ..Default::default() };
         let q = [heads / heads.min(3), heads.min(3), seq_q, 64];
         let k = [q[0], q[1], seq_k, 64];
         let problem = AttentionProblem::new(&q, &k, &k, Dtype::BF16, causal).unwrap();
-        let tile = HopperTile { teams: 1, warpgroups: 2, tile_k: 128, stages: 3, turns: false, loader: false };
+        let tile = HopperTile {
+            consumer_groups: 1,
+            warpgroups: 2,
+            tile_k: 128,
+            stages: 3,
+            ping_pong: false,
+            producer_warp: false,
+        };
         let band = problem.band();
         let ahead = band.ahead(128, 128);
         let blocks = (seq_q as u32 + ahead).div_ceil(128);
-        let walk = Walk::new(blocks, ahead, q[0] as u32, q[1] as u32, 1, section, parts);
-        let blueprint = plain(Role::Forward, tile, parts > 1);
-        let items: Vec<_> =
-            (0..walk.items).map(|number| walk.item(number, 0, &band, &Extras::none(), blueprint)).collect();
+        let scheduler = TileScheduler::new(blocks, ahead, q[0] as u32, q[1] as u32, 1, head_group, num_splits);
+        let blueprint = plain(Role::Forward, tile, num_splits > 1);
+        let work: Vec<_> = (0..scheduler.num_tiles)
+            .map(|number| scheduler.work_tile(number, 0, &band, &Extras::none(), blueprint))
+            .collect();
         let (batches, heads) = (q[0] as u32, q[1] as u32);
-        for of_section in items.chunks((walk.section.divisor * blocks * parts) as usize) {
-            assert!(parts > 1 || of_section.is_sorted_by_key(|item| std::cmp::Reverse(item.steps)), "{walk:?}");
+        for head_group_tiles in work.chunks((scheduler.head_group.divisor * blocks * num_splits) as usize) {
+            assert!(
+                num_splits > 1 || head_group_tiles.is_sorted_by_key(|work| std::cmp::Reverse(work.steps)),
+                "{scheduler:?}"
+            );
         }
         // Tiles of each block, by all of its parts: every one once.
         let mut tiles = HashMap::<_, Vec<_>>::new();
-        for item in &items {
-            assert_eq!(item.batch_out % batches, item.batch, "{item:?}");
-            let of_block = tiles.entry((item.batch, item.head, item.q_start as i32)).or_default();
-            if !item.blind {
-                let last = item.k_last / 128;
-                of_block.extend(last + 1 - item.steps..=last);
+        for work in &work {
+            assert_eq!(work.batch_out % batches, work.batch, "{work:?}");
+            let of_block = tiles.entry((work.batch, work.head, work.q_start as i32)).or_default();
+            if !work.fully_masked {
+                let last = work.k_last / 128;
+                of_block.extend(last + 1 - work.steps..=last);
             }
         }
         for (batch, head, block) in
@@ -690,9 +733,9 @@ fn work_items_are_every_block_once() {
             let mut of_block = tiles.remove(&(batch, head, start)).unwrap();
             of_block.sort_unstable();
             let after = ((start + 128).min(seq_q as i32) + seq_k as i32 - seq_q as i32) as u32;
-            assert!(of_block.into_iter().eq(0..after.div_ceil(128)), "{walk:?} {start}");
+            assert!(of_block.into_iter().eq(0..after.div_ceil(128)), "{scheduler:?} {start}");
         }
-        assert!(tiles.is_empty(), "{walk:?}");
+        assert!(tiles.is_empty(), "{scheduler:?}");
     }
 }
 

@@ -3,7 +3,7 @@
 use super::{OUT_BYTES, VECTOR_BYTES, rows_arg, stride};
 use crate::error::AttentionError;
 use crate::hopper::gradient::{ResultStridesLaunch, SourceStridesLaunch};
-use crate::hopper::schedule::Walk;
+use crate::hopper::schedule::TileScheduler;
 use crate::hopper::{self, HopperTile, Role, WARPGROUP_ROWS, reduce};
 use crate::launch::backward::{HopperResults, Wanted, WantedBias};
 use crate::launch::sequences::Blocks;
@@ -39,11 +39,11 @@ impl Call<'_> {
         for (results, tiles) in wanted {
             let views: Vec<_> = [results.dq, results.dk, results.dv].into_iter().flatten().collect();
             self.check_copies(&views)?;
-            self.check_hopper(results.role(), tiles.tile, tiles.section, 1)?;
-            let items = self.items(results, tiles);
+            self.check_hopper(results.role(), tiles.tile, tiles.head_group, 1)?;
+            let num_tiles = self.num_tiles(results, tiles);
             let max = i32::MAX as u64 - self.device.multiprocessors as u64;
-            if items > max {
-                return Err(AttentionError::Grid { kernel: "gradient", cubes: items, max });
+            if num_tiles > max {
+                return Err(AttentionError::Grid { kernel: "gradient", cubes: num_tiles, max });
             }
         }
         if let Some(bias) = bias {
@@ -68,14 +68,14 @@ impl Call<'_> {
         }
         let [q, k, v] = [&self.inputs.q, &self.inputs.k, &self.inputs.v].map(|view| self.readable(view));
         let inputs = [q?, k?, v?, self.readable(&saved.dout)?];
-        let sums = wanted.iter().find(|(results, _)| results.role() == Role::All).and(scratch.dq_sums.as_ref());
-        self.delta_hopper(saved, &self.readable(&saved.o)?, &inputs[3], scratch, sums)?;
+        let dq_accum = wanted.iter().find(|(results, _)| results.role() == Role::All).and(scratch.dq_accum.as_ref());
+        self.delta_hopper(saved, &self.readable(&saved.o)?, &inputs[3], scratch, dq_accum)?;
         wanted.iter().try_for_each(|(results, tiles)| self.gradient(&inputs, scratch, results, tiles))?;
         bias.map_or(Ok(()), |bias| self.dbias_hopper(&inputs, scratch, bias))
     }
 
     /// Blocks of all heads.
-    fn items(&self, results: &HopperResults, tiles: &HopperGradient) -> u64 {
+    fn num_tiles(&self, results: &HopperResults, tiles: &HopperGradient) -> u64 {
         let p = self.problem;
         let (rows, heads) =
             if results.role().is_transposed() { (p.seq_k, p.num_heads_kv) } else { (p.seq_q, p.num_heads_q) };
@@ -105,8 +105,9 @@ impl Call<'_> {
         let ahead = if transposed { 0 } else { self.ahead(&band, tile.tile_q(), tile.tile_k) };
         let (blocks, _) = self.blocks((band.seq_q + ahead) as usize, tile.tile_q());
         let group = p.group_size() as u32;
-        let walk = Walk::new(blocks as u32, ahead, p.batch as u32, heads as u32, group, tiles.section as u32, 1);
-        let cubes = (self.device.multiprocessors as u32).clamp(1, walk.items);
+        let scheduler =
+            TileScheduler::new(blocks as u32, ahead, p.batch as u32, heads as u32, group, tiles.head_group as u32, 1);
+        let cubes = (self.device.multiprocessors as u32).clamp(1, scheduler.num_tiles);
 
         let of = if transposed { Blocks::KeysTurned } else { Blocks::Queries };
         let route = self.route_in_order(of, tile.tile_q(), tile.tile_k);
@@ -134,9 +135,9 @@ impl Call<'_> {
         };
         let width = |width: usize| if transposed { 1 } else { width };
         let ((mask, mask_width), (bias, bias_width)) = self.pairs();
-        let sums = scratch.dq_sums.as_ref().unwrap_or(&scratch.stats);
+        let dq_accum = scratch.dq_accum.as_ref().unwrap_or(&scratch.stats);
         let spans = [dk_out, dv_out, rows[0], rows[1], tiled[0], tiled[1]].map(|view| view.span());
-        let of_scratch = [scratch.stats.span(), sums.span()];
+        let of_scratch = [scratch.stats.span(), dq_accum.span()];
         let addresses = self.addresses(spans.into_iter().chain(of_scratch)).max(route.addresses());
         // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
         unsafe {
@@ -157,7 +158,7 @@ impl Call<'_> {
                 rows_arg(dk_out, vector),
                 rows_arg(dv_out, vector),
                 rows_arg(&scratch.stats, 1),
-                rows_arg(sums, 1),
+                rows_arg(dq_accum, 1),
                 BufferArg::from_raw_parts(self.counter(), 1),
                 rows_arg(rows[0], wide),
                 rows_arg(rows[1], wide),
@@ -168,7 +169,7 @@ impl Call<'_> {
                 p.softmax_scale(),
                 self.factors(&blueprint, &route),
                 band.into_launch(),
-                walk.into_launch(),
+                scheduler.into_launch(),
                 self.spread(),
                 blueprint,
                 [self.dtype(), self.mask_type()],
@@ -179,8 +180,8 @@ impl Call<'_> {
                 self.written(&computed, asked)?;
             }
         }
-        match (role, results.dq, &scratch.dq_sums) {
-            (Role::All, Some(dq), Some(sums)) => self.round_sums([q, k, v, dout], scratch, sums, dq, tile),
+        match (role, results.dq, &scratch.dq_accum) {
+            (Role::All, Some(dq), Some(dq_accum)) => self.convert_dq([q, k, v, dout], scratch, dq_accum, dq, tile),
             _ => Ok(()),
         }
     }
@@ -188,23 +189,23 @@ impl Call<'_> {
     /// Cubes that make `dq` of its sums.
     fn round_grid(&self) -> Result<CubeCount, AttentionError> {
         let cubes = stats_rows(self.problem).div_ceil((reduce::UNITS / 32 * reduce::WARP_ROWS) as usize);
-        let (x, y, z) = cube_count(self.device, "round_sums", cubes as u64)?;
+        let (x, y, z) = cube_count(self.device, "convert_dq", cubes as u64)?;
         Ok(CubeCount::Static(x, y, z))
     }
 
     /// Makes `dq` of what blocks of keys have added up.
-    fn round_sums(
+    fn convert_dq(
         &self,
         [q, k, v, dout]: [&TensorView; 4],
         scratch: &Scratch,
-        sums: &TensorView<2>,
+        dq_accum: &TensorView<2>,
         dq: &TensorView,
         tile: HopperTile,
     ) -> Result<(), AttentionError> {
         let p = self.problem;
         let blueprint = self.hopper_blueprint(Role::Dq, tile, false);
         let (size, band) = (p.dtype.size(), p.band());
-        let walk = Walk::new(1, 0, p.batch as u32, p.num_heads_q as u32, p.group_size() as u32, 1, 1);
+        let scheduler = TileScheduler::new(1, 0, p.batch as u32, p.num_heads_q as u32, p.group_size() as u32, 1, 1);
         let computed = self.writable(dq, false);
         let (vector, wide) = (OUT_BYTES / size, VECTOR_BYTES / size);
         let strides = ResultStridesLaunch::new(stride(&computed, vector), stride(&computed, vector));
@@ -212,18 +213,18 @@ impl Call<'_> {
         let ((mask, mask_width), (bias, bias_width)) = self.pairs();
         let route = self.route(Blocks::Queries, blueprint.tile.tile_q(), blueprint.tile.tile_k);
         let spans = [q, k, v, dout, &computed].map(|view| view.span());
-        let of_scratch = [scratch.stats.span(), sums.span()];
+        let of_scratch = [scratch.stats.span(), dq_accum.span()];
         let addresses = self.addresses(spans.into_iter().chain(of_scratch)).max(route.addresses());
         // SAFETY: views have been checked against their buffers; the kernel drops what lies past the ends.
         unsafe {
-            reduce::round_sums::launch_unchecked(
+            reduce::convert_dq::launch_unchecked(
                 self.client,
                 self.round_grid()?,
                 CubeDim::new_1d(reduce::UNITS),
                 addresses,
                 bias_width,
                 mask_width,
-                rows_arg(sums, 4),
+                rows_arg(dq_accum, 4),
                 mask.into(),
                 bias.into(),
                 rows_arg(&computed, vector),
@@ -238,7 +239,7 @@ impl Call<'_> {
                 p.softmax_scale(),
                 self.factors(&blueprint, &route),
                 band.into_launch(),
-                walk.into_launch(),
+                scheduler.into_launch(),
                 blueprint,
                 [self.dtype(), self.mask_type()],
             );
@@ -252,18 +253,18 @@ impl Call<'_> {
         Ok(CubeCount::Static(x, y, z))
     }
 
-    /// lse and delta of each query, in whole tiles; and `sums`, if any, are made 0.
+    /// lse and delta of each query, in whole tiles; and `dq_accum`, if any, are made 0.
     pub(in crate::launch) fn delta_hopper(
         &self,
         saved: &Saved,
         o: &TensorView,
         dout: &TensorView,
         scratch: &Scratch,
-        sums: Option<&TensorView<2>>,
+        dq_accum: Option<&TensorView<2>>,
     ) -> Result<(), AttentionError> {
         let p = self.problem;
         let dlse = saved.dlse.as_ref();
-        let zeroed = sums.unwrap_or(&scratch.stats);
+        let zeroed = dq_accum.unwrap_or(&scratch.stats);
         let rows = [saved.lse.span(), scratch.stats.span(), dlse.map_or(0, |dlse| dlse.span())];
         let spans = [o.span(), dout.span(), zeroed.span()].into_iter().chain(rows);
         // SAFETY: views have been checked against their buffers.
@@ -285,8 +286,8 @@ impl Call<'_> {
                 p.seq_q as u32,
                 p.head_dim_v,
                 stats_multiple(p),
-                p.is_ragged(),
-                sums.map_or(0, |sums| sums.shape[1]),
+                p.is_varlen(),
+                dq_accum.map_or(0, |dq_accum| dq_accum.shape[1]),
                 self.dtype(),
             );
         }

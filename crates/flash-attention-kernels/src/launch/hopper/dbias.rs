@@ -2,7 +2,7 @@
 
 use super::{OUT_BYTES, rows_arg, stride};
 use crate::error::AttentionError;
-use crate::hopper::dbias::{BiasStridesLaunch, Mosaic};
+use crate::hopper::dbias::{BiasStridesLaunch, DbiasScheduler};
 use crate::hopper::{self, BiasBlueprint, BiasTile, Blueprint, Role, Rows, WARPGROUP_ROWS};
 use crate::launch::backward::WantedBias;
 use crate::launch::route::Route;
@@ -32,14 +32,14 @@ impl Call<'_> {
         }
         // Blocks, and runs of 8 rows of them, are numbered in 31 bits, with those of all cubes beyond the last.
         let blocks = (dbias.shape[0] * dbias.shape[1] * p.seq_q.div_ceil(BiasTile::TILE_Q)) as u64;
-        let items = blocks * p.seq_k.div_ceil(tile.block_k()).max(BiasTile::TILE_Q / 8) as u64;
+        let num_tiles = blocks * p.seq_k.div_ceil(tile.block_k()).max(BiasTile::TILE_Q / 8) as u64;
         let max = i32::MAX as u64 - 8 * self.device.multiprocessors as u64;
-        if items > max { Err(AttentionError::Grid { kernel: "dbias", cubes: items, max }) } else { Ok(()) }
+        if num_tiles > max { Err(AttentionError::Grid { kernel: "dbias", cubes: num_tiles, max }) } else { Ok(()) }
     }
 
     fn dbias_blueprint(&self, dbias: &TensorView, tile: BiasTile) -> BiasBlueprint {
         // The bias's gradient is that of the score itself.
-        let scores = Blueprint { bent: false, ..self.plain_blueprint(Role::Dq, tile.tile(), false) };
+        let scores = Blueprint { keeps_derivative: false, ..self.plain_blueprint(Role::Dq, tile.tile(), false) };
         let size = self.problem.dtype.size();
         let plain = BiasBlueprint { tile, scores, vectors: dbias.vectorizes(OUT_BYTES / size, size) };
         let tiled = BiasBlueprint { scores: Blueprint { bias: Some(Rows::Tiled), ..scores }, ..plain };
@@ -58,7 +58,8 @@ impl Call<'_> {
         let blueprint = self.dbias_blueprint(dbias, tile);
         let band = p.band();
         let [bias_batch, bias_heads, ..] = dbias.shape;
-        let mosaic = Mosaic::new(&band, tile, [bias_batch, bias_heads], [p.batch, p.num_heads_q, p.num_heads_kv]);
+        let scheduler =
+            DbiasScheduler::new(&band, tile, [bias_batch, bias_heads], [p.batch, p.num_heads_q, p.num_heads_kv]);
         let bias_map = match &self.inputs.bias {
             Some(bias) if blueprint.scores.tiled_bias() => self.map(bias, WARPGROUP_ROWS),
             _ => self.map(k, tile.tile_k),
@@ -91,7 +92,7 @@ impl Call<'_> {
                 strides,
                 self.factors(&blueprint.scores, &Route::default()),
                 band.into_launch(),
-                mosaic.into_launch(),
+                scheduler.into_launch(),
                 blueprint,
                 [self.dtype(), self.mask_type()],
             );

@@ -3,7 +3,7 @@
 use super::{OUT_BYTES, VECTOR_BYTES, rows_arg, stride};
 use crate::error::AttentionError;
 use crate::hopper::forward::StridesLaunch;
-use crate::hopper::schedule::Walk;
+use crate::hopper::schedule::TileScheduler;
 use crate::hopper::{self, Role, WARPGROUP_ROWS};
 use crate::launch::Call;
 use crate::launch::route::Route;
@@ -21,21 +21,21 @@ impl Call<'_> {
         tiles: HopperForward,
     ) -> Result<(), AttentionError> {
         let p = self.problem;
-        self.check_hopper(Role::Forward, tiles.tile, tiles.section, tiles.parts)?;
-        let blueprint = self.hopper_blueprint(Role::Forward, tiles.tile, tiles.parts > 1);
+        self.check_hopper(Role::Forward, tiles.tile, tiles.head_group, tiles.num_splits)?;
+        let blueprint = self.hopper_blueprint(Role::Forward, tiles.tile, tiles.num_splits > 1);
         let ahead = self.ahead(&p.band(), tiles.tile.tile_q(), tiles.tile.tile_k);
         let (blocks, batches) = self.blocks(p.seq_q + ahead as usize, tiles.tile.tile_q());
-        let items = blocks as u64 * (batches * p.num_heads_q) as u64 * tiles.parts as u64;
-        let max = i32::MAX as u64 - self.device.multiprocessors as u64 * tiles.tile.teams as u64;
-        if items > max {
-            return Err(AttentionError::Grid { kernel: "forward", cubes: items, max });
+        let num_tiles = blocks as u64 * (batches * p.num_heads_q) as u64 * tiles.num_splits as u64;
+        let max = i32::MAX as u64 - self.device.multiprocessors as u64 * tiles.tile.consumer_groups as u64;
+        if num_tiles > max {
+            return Err(AttentionError::Grid { kernel: "forward", cubes: num_tiles, max });
         }
         self.check_copies(&[&self.inputs.q, &self.inputs.k, &self.inputs.v])?;
-        let part_shape = [tiles.parts * p.batch, p.num_heads_q, p.seq_q, blueprint.columns()];
+        let split_shape = [tiles.num_splits * p.batch, p.num_heads_q, p.seq_q, blueprint.columns()];
         let mut fill = None;
-        if tiles.parts > 1 {
-            self.merge_grid()?;
-            fill = self.parts_grid(part_shape)?;
+        if tiles.num_splits > 1 {
+            self.combine_grid()?;
+            fill = self.splits_grid(split_shape)?;
         } else {
             self.check_copies(&[o])?;
         }
@@ -44,29 +44,30 @@ impl Call<'_> {
         let q = self.readable(&self.inputs.q)?;
         let k = self.readable(&self.inputs.k)?;
         let v = self.readable(&self.inputs.v)?;
-        let (out, out_lse, out_size) = if tiles.parts > 1 {
-            let [batches, heads, rows, _] = part_shape;
-            let parts = self.client.empty(size_of::<f32>() * part_shape.iter().product::<usize>());
-            let parts = TensorView::contiguous(parts, part_shape);
-            let part_lse = self.client.empty(size_of::<f32>() * batches * heads * rows);
-            let part_lse = TensorView::contiguous(part_lse, [batches, heads, rows]);
-            // Rows that belong to no sequence are put together with the others, and no part writes them.
-            self.fill_parts(fill, &parts, &part_lse);
-            (parts, part_lse, size_of::<f32>())
+        let (out, out_lse, out_size) = if tiles.num_splits > 1 {
+            let [batches, heads, rows, _] = split_shape;
+            let split_o = self.client.empty(size_of::<f32>() * split_shape.iter().product::<usize>());
+            let split_o = TensorView::contiguous(split_o, split_shape);
+            let split_lse = self.client.empty(size_of::<f32>() * batches * heads * rows);
+            let split_lse = TensorView::contiguous(split_lse, [batches, heads, rows]);
+            // Rows that belong to no sequence are put together with the others, and no split writes them.
+            self.fill_splits(fill, &split_o, &split_lse);
+            (split_o, split_lse, size_of::<f32>())
         } else {
             (self.writable(o, false), lse.clone(), p.dtype.size())
         };
 
-        let walk = Walk::new(
+        let scheduler = TileScheduler::new(
             blocks as u32,
             ahead,
             p.batch as u32,
             p.num_heads_q as u32,
             p.group_size() as u32,
-            tiles.section as u32,
-            tiles.parts as u32,
+            tiles.head_group as u32,
+            tiles.num_splits as u32,
         );
-        let cubes = (self.device.multiprocessors as u64).clamp(1, items.div_ceil(tiles.tile.teams as u64));
+        let cubes =
+            (self.device.multiprocessors as u64).clamp(1, num_tiles.div_ceil(tiles.tile.consumer_groups as u64));
         let route = self.route_in_order(Blocks::Queries, tiles.tile.tile_q(), tiles.tile.tile_k);
         let vector = VECTOR_BYTES / p.dtype.size();
         let strides = StridesLaunch::new(
@@ -107,43 +108,47 @@ impl Call<'_> {
                 strides,
                 self.factors(&blueprint, &route),
                 p.band().into_launch(),
-                walk.into_launch(),
+                scheduler.into_launch(),
                 self.spread(),
                 blueprint,
                 [self.dtype(), self.mask_type()],
             );
         }
-        if tiles.parts > 1 { self.merge(&out, &out_lse, o, lse, tiles.parts) } else { self.written(&out, o) }
+        if tiles.num_splits > 1 {
+            self.combine(&out, &out_lse, o, lse, tiles.num_splits)
+        } else {
+            self.written(&out, o)
+        }
     }
 
-    fn merge_grid(&self) -> Result<(CubeCount, CubeDim), AttentionError> {
-        let rows = hopper::merge::ROWS;
+    fn combine_grid(&self) -> Result<(CubeCount, CubeDim), AttentionError> {
+        let rows = hopper::combine::ROWS;
         let cubes = (self.problem.rows() as u64).div_ceil(rows as u64);
-        let (x, y, z) = cube_count(self.device, "merge", cubes)?;
+        let (x, y, z) = cube_count(self.device, "combine", cubes)?;
         Ok((CubeCount::Static(x, y, z), CubeDim::new_1d(32 * rows)))
     }
 
-    /// Puts parts of the keys together.
-    fn merge(
+    /// Puts splits of the keys together.
+    fn combine(
         &self,
-        parts: &TensorView,
-        part_lse: &TensorView<3>,
+        split_o: &TensorView,
+        split_lse: &TensorView<3>,
         o: &TensorView,
         lse: &TensorView<3>,
         count: usize,
     ) -> Result<(), AttentionError> {
-        let (grid, dim) = self.merge_grid()?;
-        let addresses = self.addresses([parts.span(), part_lse.span(), o.span(), lse.span()]);
+        let (grid, dim) = self.combine_grid()?;
+        let addresses = self.addresses([split_o.span(), split_lse.span(), o.span(), lse.span()]);
         let [batches, heads, rows, columns] = o.shape.map(|n| n as u32);
-        // SAFETY: views have been checked against their buffers, those of the parts are as long as they say.
+        // SAFETY: views have been checked against their buffers, those of the splits are as long as they say.
         unsafe {
-            hopper::merge::merge::launch_unchecked(
+            hopper::combine::combine::launch_unchecked(
                 self.client,
                 grid,
                 dim,
                 addresses,
-                parts.arg(),
-                part_lse.arg(),
+                split_o.arg(),
+                split_lse.arg(),
                 o.arg(),
                 lse.arg(),
                 self.extras(Stage::Forward, &Route::default()),

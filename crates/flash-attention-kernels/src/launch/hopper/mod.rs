@@ -9,7 +9,7 @@ use super::route::Route;
 use super::{Call, rows_grid};
 use crate::error::AttentionError;
 use crate::hopper::forward::StrideLaunch;
-use crate::hopper::ring::SpreadLaunch;
+use crate::hopper::pipeline::SpreadLaunch;
 use crate::hopper::scores::FactorsLaunch;
 use crate::hopper::{self, Blueprint, HopperTile, PANEL, Role, Rows};
 use crate::mask::Band;
@@ -28,24 +28,30 @@ pub(in crate::launch) const OUT_BYTES: usize = 8;
 
 impl Call<'_> {
     /// What a kernel is specialised for.
-    fn hopper_blueprint(&self, role: Role, tile: HopperTile, partial: bool) -> Blueprint {
-        let plain = self.plain_blueprint(role, tile, partial);
+    fn hopper_blueprint(&self, role: Role, tile: HopperTile, split_keys: bool) -> Blueprint {
+        let plain = self.plain_blueprint(role, tile, split_keys);
         let tiled = Blueprint { bias: Some(Rows::Tiled), ..plain };
         if self.takes_tiles(tiled.shared_memory()) { tiled } else { plain }
     }
 
     /// The same, with the bias read as it lies.
-    pub(in crate::launch) fn plain_blueprint(&self, role: Role, tile: HopperTile, partial: bool) -> Blueprint {
+    pub(in crate::launch) fn plain_blueprint(&self, role: Role, tile: HopperTile, split_keys: bool) -> Blueprint {
         Blueprint {
             mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
             bias: rows_of(self.inputs.bias.as_ref()),
-            ..tiling::hopper::blueprint(self.problem, role, tile, partial)
+            ..tiling::hopper::blueprint(self.problem, role, tile, split_keys)
         }
     }
 
     /// Why a kernel of this role cannot run with these tiles.
-    fn check_hopper(&self, role: Role, tile: HopperTile, section: usize, parts: usize) -> Result<(), AttentionError> {
-        tiling::hopper::check(self.device, self.problem, role, tile, section, parts)
+    fn check_hopper(
+        &self,
+        role: Role,
+        tile: HopperTile,
+        head_group: usize,
+        num_splits: usize,
+    ) -> Result<(), AttentionError> {
+        tiling::hopper::check(self.device, self.problem, role, tile, head_group, num_splits)
             .map_err(|why| AttentionError::KernelUnavailable { kernel: Kernel::Hopper.name(), why })
     }
 
@@ -105,7 +111,7 @@ impl Call<'_> {
     pub(in crate::launch) fn factors(&self, blueprint: &Blueprint, route: &Route) -> FactorsLaunch {
         let scale = self.problem.softmax_scale();
         let softcap = self.problem.options.softcap.unwrap_or(1.0);
-        let exponent = if blueprint.cooked() { LOG2_E } else { LOG2_E * scale };
+        let exponent = if blueprint.scores_are_scaled() { LOG2_E } else { LOG2_E * scale };
         let stage = if blueprint.role == Role::Forward { Stage::Forward } else { Stage::Backward };
         let extras = self.extras(stage, route);
         FactorsLaunch::new(scale, softcap, 2.0 * LOG2_E * scale / softcap, exponent, extras)
@@ -115,7 +121,7 @@ impl Call<'_> {
     /// have ends of their own, and block masks blocks.
     pub(in crate::launch) fn ahead(&self, band: &Band, tile_q: usize, tile_k: usize) -> u32 {
         let p = self.problem;
-        if self.seed.is_some() || p.is_ragged() || p.block_mask.is_some() {
+        if self.seed.is_some() || p.is_varlen() || p.block_mask.is_some() {
             0
         } else {
             band.ahead(tile_q as u32, tile_k as u32)
@@ -131,9 +137,9 @@ impl Call<'_> {
     /// The arguments of mask and bias, and how many elements they are read at a time.
     #[allow(clippy::type_complexity)]
     pub(in crate::launch) fn pairs(&self) -> ((Option<TensorArg>, usize), (Option<TensorArg>, usize)) {
-        let (inputs, ragged) = (self.inputs, self.problem.is_ragged());
-        let mask = pairs(inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())), ragged);
-        (mask, pairs(inputs.bias.as_ref().map(|bias| (bias, self.problem.dtype.size())), ragged))
+        let (inputs, varlen) = (self.inputs, self.problem.is_varlen());
+        let mask = pairs(inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())), varlen);
+        (mask, pairs(inputs.bias.as_ref().map(|bias| (bias, self.problem.dtype.size())), varlen))
     }
 
     /// Copies a tensor, and makes columns after its last up to `padded` 0.
@@ -223,7 +229,7 @@ fn rows_of(view: Option<&TensorView>) -> Option<Rows> {
 
 /// The argument of a mask or bias, and how many elements it is read at a time: two where its layout allows it, and tiles start at even
 /// ones.
-fn pairs(view: Option<(&TensorView, usize)>, ragged: bool) -> (Option<TensorArg>, usize) {
+fn pairs(view: Option<(&TensorView, usize)>, varlen: bool) -> (Option<TensorArg>, usize) {
     let Some((view, size)) = view else { return (None, 1) };
-    (Some(view.broadcast_arg()), if !ragged && view.shape[3] > 1 && view.vectorizes(2, size) { 2 } else { 1 })
+    (Some(view.broadcast_arg()), if !varlen && view.shape[3] > 1 && view.vectorizes(2, size) { 2 } else { 1 })
 }

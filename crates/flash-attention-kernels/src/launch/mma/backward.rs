@@ -2,7 +2,7 @@
 
 use crate::error::AttentionError;
 use crate::hopper::gradient::{ResultStridesLaunch, SourceStridesLaunch};
-use crate::hopper::schedule::Walk;
+use crate::hopper::schedule::TileScheduler;
 use crate::launch::backward::WantedMma;
 use crate::launch::hopper::{OUT_BYTES, VECTOR_BYTES, rows_arg, stride};
 use crate::launch::sequences::Blocks;
@@ -17,7 +17,7 @@ use cubecl::prelude::*;
 struct Prepared {
     blueprint: MmaBlueprint,
     band: Band,
-    walk: Walk,
+    scheduler: TileScheduler,
     count: CubeCount,
 }
 
@@ -63,11 +63,11 @@ impl Call<'_> {
         let p = self.problem;
         let role = results.role();
         let transposed = role.is_transposed();
-        let blueprint = self.mma_blueprint(role, tiles.tile, tiles.section)?;
+        let blueprint = self.mma_blueprint(role, tiles.tile, tiles.head_group)?;
         let (kernel, band, heads) =
             if transposed { ("dkdv", p.band().transposed(), p.num_heads_kv) } else { ("dq", p.band(), p.num_heads_q) };
-        let (walk, count) = self.mma_walk(kernel, &band, heads, tiles.section, tiles.tile, transposed)?;
-        Ok(Prepared { blueprint, band, walk, count })
+        let (scheduler, count) = self.mma_scheduler(kernel, &band, heads, tiles.head_group, tiles.tile, transposed)?;
+        Ok(Prepared { blueprint, band, scheduler, count })
     }
 
     fn gradient_mma(
@@ -78,7 +78,7 @@ impl Call<'_> {
     ) -> Result<(), AttentionError> {
         let p = self.problem;
         let results = &wanted.0;
-        let Prepared { blueprint, band, walk, count } = self.prepare(wanted)?;
+        let Prepared { blueprint, band, scheduler, count } = self.prepare(wanted)?;
         // Rows that are kept, tiles that stream by: Role says which.
         let transposed = results.role().is_transposed();
         let (rows, tiled) = if transposed { ([k, v], [q, dout]) } else { ([q, dout], [k, v]) };
@@ -122,7 +122,7 @@ impl Call<'_> {
                 p.softmax_scale(),
                 self.factors(&blueprint.scores, &route),
                 band.into_launch(),
-                walk.into_launch(),
+                scheduler.into_launch(),
                 blueprint,
                 [self.dtype(), self.mask_type()],
             );

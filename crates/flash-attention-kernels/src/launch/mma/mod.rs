@@ -8,7 +8,7 @@ use super::sequences::Blocks;
 use crate::error::AttentionError;
 use crate::hopper::Role;
 use crate::hopper::forward::StridesLaunch;
-use crate::hopper::schedule::Walk;
+use crate::hopper::schedule::TileScheduler;
 use crate::mask::Band;
 use crate::mma::{MmaBlueprint, MmaTile, forward};
 use crate::tensor::TensorView;
@@ -17,34 +17,35 @@ use cubecl::prelude::*;
 
 impl Call<'_> {
     /// What a kernel is specialised for.
-    fn mma_blueprint(&self, role: Role, tile: MmaTile, section: usize) -> Result<MmaBlueprint, AttentionError> {
-        tiling::mma::check_section(self.device, self.problem, role, tile, section)
+    fn mma_blueprint(&self, role: Role, tile: MmaTile, head_group: usize) -> Result<MmaBlueprint, AttentionError> {
+        tiling::mma::check_head_group(self.device, self.problem, role, tile, head_group)
             .map_err(|why| AttentionError::KernelUnavailable { kernel: Kernel::Mma.name(), why })?;
         let scores = self.plain_blueprint(role, tile.tile(), false);
         Ok(MmaBlueprint { tile, scores, products: tiling::mma::products(self.problem) })
     }
 
     /// Which cube computes which block of rows of so many heads, and the cubes.
-    fn mma_walk(
+    fn mma_scheduler(
         &self,
         kernel: &'static str,
         band: &Band,
         heads: usize,
-        section: usize,
+        head_group: usize,
         tile: MmaTile,
         transposed: bool,
-    ) -> Result<(Walk, CubeCount), AttentionError> {
+    ) -> Result<(TileScheduler, CubeCount), AttentionError> {
         let p = self.problem;
         let ahead = if transposed { 0 } else { self.ahead(band, tile.tile_q(), tile.tile_k) };
         let (blocks, batches) = self.blocks((band.seq_q + ahead) as usize, tile.tile_q());
-        let (items, max) = (blocks as u64 * (batches * heads) as u64, i32::MAX as u64);
-        if items > max {
-            return Err(AttentionError::Grid { kernel, cubes: items, max });
+        let (num_tiles, max) = (blocks as u64 * (batches * heads) as u64, i32::MAX as u64);
+        if num_tiles > max {
+            return Err(AttentionError::Grid { kernel, cubes: num_tiles, max });
         }
-        let (x, y, z) = tiling::cube_count(self.device, kernel, items)?;
+        let (x, y, z) = tiling::cube_count(self.device, kernel, num_tiles)?;
         let group = p.group_size() as u32;
-        let walk = Walk::new(blocks as u32, ahead, p.batch as u32, heads as u32, group, section as u32, 1);
-        Ok((walk, CubeCount::Static(x, y, z)))
+        let scheduler =
+            TileScheduler::new(blocks as u32, ahead, p.batch as u32, heads as u32, group, head_group as u32, 1);
+        Ok((scheduler, CubeCount::Static(x, y, z)))
     }
 
     /// Computes `o` and `lse`.
@@ -52,12 +53,12 @@ impl Call<'_> {
         &self,
         o: &TensorView,
         lse: &TensorView<3>,
-        MmaForward { tile, section }: MmaForward,
+        MmaForward { tile, head_group }: MmaForward,
     ) -> Result<(), AttentionError> {
         let p = self.problem;
-        let blueprint = self.mma_blueprint(Role::Forward, tile, section)?;
+        let blueprint = self.mma_blueprint(Role::Forward, tile, head_group)?;
         let band = p.band();
-        let (walk, count) = self.mma_walk("forward", &band, p.num_heads_q, section, tile, false)?;
+        let (scheduler, count) = self.mma_scheduler("forward", &band, p.num_heads_q, head_group, tile, false)?;
         tiling::check_bindings(self.device, p, "forward", 5)?;
         self.check_copies(&[&self.inputs.q, &self.inputs.k, &self.inputs.v, o])?;
 
@@ -99,7 +100,7 @@ impl Call<'_> {
                 strides,
                 self.factors(&blueprint.scores, &route),
                 band.into_launch(),
-                walk.into_launch(),
+                scheduler.into_launch(),
                 blueprint,
                 [self.dtype(), self.mask_type()],
             );

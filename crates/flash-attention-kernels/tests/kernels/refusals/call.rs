@@ -72,7 +72,7 @@ pub const TILE: TileShape = TileShape { tile_q: 32, tile_k: 32, units_q: 8, unit
 
 /// Tiles for Hopper.
 pub const HOPPER: HopperTile =
-    HopperTile { teams: 1, warpgroups: 2, tile_k: 64, stages: 2, turns: false, loader: false };
+    HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 64, stages: 2, ping_pong: false, producer_warp: false };
 
 /// Zeros of four bytes an element at most.
 pub fn zeros<const RANK: usize>(client: &Client, shape: [usize; RANK]) -> TensorView<RANK> {
@@ -134,7 +134,7 @@ impl Call {
         let scratch = Scratch {
             stats: output(client, all, f32, stats.shape),
             bias_sums: bias_sums.map(|sums| output(client, all, f32, sums.shape)),
-            dq_sums: Some(output(client, all, f32, [stats.shape[1], p.head_dim.next_multiple_of(64)])),
+            dq_accum: Some(output(client, all, f32, [stats.shape[1], p.head_dim.next_multiple_of(64)])),
         };
         Call {
             states: output(client, all, f32, p.block_mask.map_or([1; 4], |mask| mask.blocks)),

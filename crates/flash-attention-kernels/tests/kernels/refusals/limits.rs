@@ -107,18 +107,18 @@ fn tiles_kernels_and_scratch() {
         |call| call.backward.dq = Gradient::Rows(RowsTile { units: 0, rows: 1 }) => KernelUnavailable { kernel: "rows" };
         |call| call.backward.dkdv = Gradient::Matrix(MATRIX) => KernelUnavailable { kernel: "matrix", why } if why.contains("[3, 5, 7]");
         |call| {
-            call.backward.fused = Some(HopperGradient { tile: HOPPER, section: 1 });
-            call.scratch.dq_sums = None
-        } => Unsupported { option: "scratch.dq_sums", value } if value == "none";
+            call.backward.fused = Some(HopperGradient { tile: HOPPER, head_group: 1 });
+            call.scratch.dq_accum = None
+        } => Unsupported { option: "scratch.dq_accum", value } if value == "none";
     };
     // Where they are compiled, `tiles` asks for what they cannot do.
     let not_compiled = rows! { Call:
-        |call| call.forward = HopperForward { tile: HOPPER, section: 1, parts: 1 }.into() => KernelUnavailable { kernel: "hopper" };
-        |call| call.forward = MmaForward { tile: MMA, section: 1 }.into() => KernelUnavailable { kernel: "mma" };
+        |call| call.forward = HopperForward { tile: HOPPER, head_group: 1, num_splits: 1 }.into() => KernelUnavailable { kernel: "hopper" };
+        |call| call.forward = MmaForward { tile: MMA, head_group: 1 }.into() => KernelUnavailable { kernel: "mma" };
     };
     let gradients_not_compiled = rows! { Call:
-        |call| call.backward.dq = Gradient::Hopper(HopperGradient { tile: HOPPER, section: 1 }) => KernelUnavailable { kernel: "hopper" };
-        |call| call.backward.dkdv = Gradient::Mma(MmaGradient { tile: MMA, section: 1 }) => KernelUnavailable { kernel: "mma" };
+        |call| call.backward.dq = Gradient::Hopper(HopperGradient { tile: HOPPER, head_group: 1 }) => KernelUnavailable { kernel: "hopper" };
+        |call| call.backward.dkdv = Gradient::Mma(MmaGradient { tile: MMA, head_group: 1 }) => KernelUnavailable { kernel: "mma" };
     };
     // The bias repeats its queries.
     let of_bias = rows! { Call:

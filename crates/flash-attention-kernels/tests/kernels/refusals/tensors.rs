@@ -62,7 +62,7 @@ macro_rules! tensors {
 #[test]
 fn tensors_that_do_not_fit() {
     let Some(client) = client() else { return };
-    const FUSED: HopperGradient = HopperGradient { tile: HOPPER, section: 1 };
+    const FUSED: HopperGradient = HopperGradient { tile: HOPPER, head_group: 1 };
     let inputs = tensors! {
         "q": call => &mut call.inputs.q;
         "k": call => &mut call.inputs.k;
@@ -107,7 +107,7 @@ fn tensors_that_do_not_fit() {
     let scratch = tensors! {
         "stats": call => &mut call.scratch.stats;
         "bias_sums": call => call.scratch.bias_sums.as_mut().unwrap();
-        "dq_sums": call => { call.backward.fused = Some(FUSED); call.scratch.dq_sums.as_mut().unwrap() };
+        "dq_accum": call => { call.backward.fused = Some(FUSED); call.scratch.dq_accum.as_mut().unwrap() };
     };
     let of_states = tensors! {
         "mask": call => &mut call.inputs.mask.as_mut().unwrap().tensor;

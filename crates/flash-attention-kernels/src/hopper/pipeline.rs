@@ -1,21 +1,21 @@
 //! Stages of shared memory: TMA fills them, products empty them, `mbarrier`s tell each of the other.
 //!
-//! Of K, of V and of a tiled bias there is a ring of stages each. The first warp of the first warpgroup loads K, that of the
-//! second V and the one after it the bias, ahead of the products and over the borders of work items; or a warp that does nothing
+//! Of K, of V and of a tiled bias there is a pipeline of stages each. The first warp of the first warpgroup loads K, that of the
+//! second V and the one after it the bias, ahead of the products and over the borders of work tiles; or a warp that does nothing
 //! else loads them all. A stage's barrier `full` completes when its bytes have come, `empty` when the last warp is done with them.
 
 use super::delta::{stats_all, stats_at};
 use super::ops::*;
-use super::schedule::{Item, Walk};
+use super::schedule::{TileScheduler, WorkTile};
 use super::{Blueprint, HopperTile, PANEL, Role, SLOTS, WARP_UNITS, WARPGROUP_ROWS, WARPGROUP_UNITS, WORDS};
 use crate::blocks::{Visit, entry_at, visit_of};
 use crate::extras::Extras;
 use crate::mask::Band;
 use cubecl::prelude::*;
 
-/// Where words of an item lie. The first four are what loading needs.
+/// Where words of a work tile lie. The first four are what loading needs.
 #[derive(Clone, Copy)]
-pub enum Of {
+pub enum WorkTileField {
     /// First key of the last tile, with which to begin.
     KLast,
     /// Tiles; 0 where there is no more work.
@@ -28,7 +28,7 @@ pub enum Of {
     Head,
     /// First query.
     QStart,
-    /// [`BLIND`], [`CONTINUED`], [`CONTINUES`].
+    /// [`FULLY_MASKED`], [`CONTINUED`], [`CONTINUES`].
     Flags,
     /// Batch of the results.
     BatchOut,
@@ -41,18 +41,18 @@ pub enum Of {
 }
 
 /// There is nothing to see: the one tile must be hidden.
-pub const BLIND: u32 = 1;
-/// It adds to what the item before has computed, of the same block: with another query head of its group.
+pub const FULLY_MASKED: u32 = 1;
+/// It adds to what the work tile before has computed, of the same block: with another query head of its group.
 pub const CONTINUED: u32 = 2;
 /// The next one adds to it.
 pub const CONTINUES: u32 = 4;
 
 /// Where words of a cursor lie.
 #[derive(Clone, Copy)]
-enum To {
+enum CursorField {
     /// First key of the next tile, or where its entry lies. Tiles go from the last to the first.
     KStart,
-    /// Tiles left in the item, the next one counted; 0 before the first item, [`END`] after the last.
+    /// Tiles left in the work tile, the next one counted; 0 before the first work tile, [`END`] after the last.
     Left,
     /// Key/value head.
     Head,
@@ -62,18 +62,18 @@ enum To {
     Stage,
     /// The parity of its barriers' phase.
     Phase,
-    /// How many items have been entered.
+    /// How many work tiles have been entered.
     Nth,
-    /// The number of the next item in its group.
+    /// The number of the next work tile in its group.
     OfGroup,
 }
 
-/// No item is left.
+/// No work tile is left.
 const END: u32 = u32::MAX;
 
-/// The rings.
+/// The pipelines.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Ring {
+enum Pipeline {
     /// Of K. It leads: who loads it finds out what there is to do.
     K,
     /// Of V.
@@ -82,30 +82,30 @@ enum Ring {
     Bias,
 }
 
-impl Ring {
+impl Pipeline {
     /// The warp that loads: its warpgroup waits for it.
     fn warp(self) -> u32 {
         let of_warpgroup = (WARPGROUP_UNITS / WARP_UNITS) as u32;
         match self {
-            Ring::K => 0,
-            Ring::V => of_warpgroup,
-            Ring::Bias => of_warpgroup + 1,
+            Pipeline::K => 0,
+            Pipeline::V => of_warpgroup,
+            Pipeline::Bias => of_warpgroup + 1,
         }
     }
 
     /// Bytes of a stage.
     fn bytes(self, blueprint: Blueprint) -> u32 {
         let bytes = match self {
-            Ring::K => blueprint.k_bytes(),
-            Ring::V => blueprint.v_bytes(),
-            Ring::Bias => blueprint.b_bytes(),
+            Pipeline::K => blueprint.k_bytes(),
+            Pipeline::V => blueprint.v_bytes(),
+            Pipeline::Bias => blueprint.b_bytes(),
         };
         bytes as u32
     }
 
     /// Panels of a stage of K or V.
     fn panels(self, blueprint: Blueprint) -> u32 {
-        (if self == Ring::V { blueprint.panels_v() } else { blueprint.panels() }) as u32
+        (if self == Pipeline::V { blueprint.panels_v() } else { blueprint.panels() }) as u32
     }
 }
 
@@ -119,18 +119,18 @@ pub struct Spread {
     pub head: u32,
 }
 
-/// A place in a ring: the stage, and the parity of its barriers' phase.
+/// A position in a pipeline: the stage, and the parity of its barriers' phase.
 #[derive(CubeType, Clone)]
-pub struct Place {
+pub struct PipelineState {
     pub stage: u32,
     pub phase: u32,
 }
 
 #[cube]
-impl Place {
+impl PipelineState {
     /// The first.
-    pub fn first() -> Place {
-        Place { stage: 0u32, phase: 0u32 }
+    pub fn first() -> PipelineState {
+        PipelineState { stage: 0u32, phase: 0u32 }
     }
 
     /// Moves on.
@@ -143,9 +143,9 @@ impl Place {
     }
 
     /// The one after this.
-    pub fn next(&self, #[comptime] stages: usize) -> Place {
+    pub fn next(&self, #[comptime] stages: usize) -> PipelineState {
         let wraps = self.stage + 1 == comptime!(stages as u32);
-        Place { stage: select(wraps, 0u32, self.stage + 1), phase: self.phase ^ u32::cast_from(wraps) }
+        PipelineState { stage: select(wraps, 0u32, self.stage + 1), phase: self.phase ^ u32::cast_from(wraps) }
     }
 }
 
@@ -179,11 +179,11 @@ pub struct Memory {
     pub empty_k: u32,
     pub empty_v: u32,
     pub empty_b: u32,
-    /// Barriers of the slots: an item has been written.
+    /// Barriers of the slots: a work tile has been written.
     pub known: u32,
     /// The slots.
     pub slots: u32,
-    /// The rings' cursors.
+    /// The pipelines' cursors.
     cursors: u32,
     /// With a block mask, the entry of the tile in each stage of K.
     entries: u32,
@@ -191,7 +191,7 @@ pub struct Memory {
 
 #[cube]
 impl Memory {
-    /// The layout of a team's memory from `base` on, and its barriers made. All units must call it.
+    /// The layout of a consumer group's memory from `base` on, and its barriers made. All units must call it.
     pub fn new(base: u32, #[comptime] blueprint: Blueprint) -> Memory {
         let stages = comptime!(blueprint.tile.stages as u32);
         let warpgroups = comptime!(blueprint.tile.warpgroups as u32);
@@ -219,8 +219,8 @@ impl Memory {
         let units = comptime!(warpgroups * WARPGROUP_UNITS as u32);
         let within = UNIT_POS % units;
         let mut first = within == 0;
-        if comptime!(blueprint.tile.loader) {
-            first = first && UNIT_POS < comptime!(blueprint.tile.teams as u32 * units);
+        if comptime!(blueprint.tile.producer_warp) {
+            first = first && UNIT_POS < comptime!(blueprint.tile.consumer_groups as u32 * units);
         }
         if first {
             #[unroll]
@@ -278,108 +278,114 @@ impl Memory {
         }
     }
 
-    /// Waits until the `nth` item of this team is known.
-    pub fn await_item(&self, nth: u32) {
+    /// Waits until the `nth` work tile of this consumer group is known.
+    pub fn await_work_tile(&self, nth: u32) {
         mbarrier_wait(self.known + nth % comptime!(SLOTS as u32) * 8, (nth / comptime!(SLOTS as u32)) % 2);
     }
 
-    /// A word of the `nth` item, which is known. Read when it is needed: registers are what this kernel lacks.
-    pub fn item(&self, nth: u32, #[comptime] word: Of) -> u32 {
+    /// A word of the `nth` work tile, which is known. Read when it is needed: registers are what this kernel lacks.
+    pub fn work_tile(&self, nth: u32, #[comptime] word: WorkTileField) -> u32 {
         load_shared(
             self.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32) + comptime!(4 * word as u32),
         )
     }
 
-    /// The query head of the `nth` item.
+    /// The query head of the `nth` work tile.
     pub fn query_head(&self, nth: u32, #[comptime] blueprint: Blueprint) -> u32 {
-        if comptime!(blueprint.transposed()) { self.item(nth, Of::HeadKv) } else { self.item(nth, Of::Head) }
-    }
-
-    fn write_item(&self, nth: u32, item: &Item, flags: u32) {
-        let at = self.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
-        store_shared(at + comptime!(4 * Of::KLast as u32), item.k_last);
-        store_shared(at + comptime!(4 * Of::Steps as u32), item.steps);
-        store_shared(at + comptime!(4 * Of::HeadKv as u32), item.head_kv);
-        store_shared(at + comptime!(4 * Of::Batch as u32), item.batch);
-        store_shared(at + comptime!(4 * Of::Head as u32), item.head);
-        store_shared(at + comptime!(4 * Of::QStart as u32), item.q_start);
-        store_shared(at + comptime!(4 * Of::Flags as u32), u32::cast_from(item.blind) | flags);
-        store_shared(at + comptime!(4 * Of::BatchOut as u32), item.batch_out);
-        if comptime!(item.band.ragged) {
-            store_shared(at + comptime!(4 * Of::Sequence as u32), item.band.sequence);
-            store_shared(at + comptime!(4 * Of::RowsBegin as u32), item.band.begin_q);
-            store_shared(at + comptime!(4 * Of::RowsEnd as u32), item.band.end_q);
-            store_shared(at + comptime!(4 * Of::ColumnsBegin as u32), item.band.begin_k);
-            store_shared(at + comptime!(4 * Of::ColumnsEnd as u32), item.band.end_k);
+        if comptime!(blueprint.transposed()) {
+            self.work_tile(nth, WorkTileField::HeadKv)
+        } else {
+            self.work_tile(nth, WorkTileField::Head)
         }
     }
 
-    /// What the rows of the `nth` item see, if `band` is what the options make of all.
-    pub fn band(&self, nth: u32, band: &Band, #[comptime] ragged: bool) -> Band {
-        if comptime!(ragged) {
-            let (begin_q, end_q) = (self.item(nth, Of::RowsBegin), self.item(nth, Of::RowsEnd));
-            let (begin_k, end_k) = (self.item(nth, Of::ColumnsBegin), self.item(nth, Of::ColumnsEnd));
-            band.of(self.item(nth, Of::Sequence), begin_q, end_q, begin_k, end_k)
+    fn write_work_tile(&self, nth: u32, work: &WorkTile, flags: u32) {
+        let at = self.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
+        store_shared(at + comptime!(4 * WorkTileField::KLast as u32), work.k_last);
+        store_shared(at + comptime!(4 * WorkTileField::Steps as u32), work.steps);
+        store_shared(at + comptime!(4 * WorkTileField::HeadKv as u32), work.head_kv);
+        store_shared(at + comptime!(4 * WorkTileField::Batch as u32), work.batch);
+        store_shared(at + comptime!(4 * WorkTileField::Head as u32), work.head);
+        store_shared(at + comptime!(4 * WorkTileField::QStart as u32), work.q_start);
+        store_shared(at + comptime!(4 * WorkTileField::Flags as u32), u32::cast_from(work.fully_masked) | flags);
+        store_shared(at + comptime!(4 * WorkTileField::BatchOut as u32), work.batch_out);
+        if comptime!(work.band.varlen) {
+            store_shared(at + comptime!(4 * WorkTileField::Sequence as u32), work.band.sequence);
+            store_shared(at + comptime!(4 * WorkTileField::RowsBegin as u32), work.band.begin_q);
+            store_shared(at + comptime!(4 * WorkTileField::RowsEnd as u32), work.band.end_q);
+            store_shared(at + comptime!(4 * WorkTileField::ColumnsBegin as u32), work.band.begin_k);
+            store_shared(at + comptime!(4 * WorkTileField::ColumnsEnd as u32), work.band.end_k);
+        }
+    }
+
+    /// What the rows of the `nth` work tile see, if `band` is what the options make of all.
+    pub fn band(&self, nth: u32, band: &Band, #[comptime] varlen: bool) -> Band {
+        if comptime!(varlen) {
+            let (begin_q, end_q) =
+                (self.work_tile(nth, WorkTileField::RowsBegin), self.work_tile(nth, WorkTileField::RowsEnd));
+            let (begin_k, end_k) =
+                (self.work_tile(nth, WorkTileField::ColumnsBegin), self.work_tile(nth, WorkTileField::ColumnsEnd));
+            band.of(self.work_tile(nth, WorkTileField::Sequence), begin_q, end_q, begin_k, end_k)
         } else {
             *band
         }
     }
 
-    /// What is known of the tile at a place of the ring of K, which has come: with a block mask, what its entry says, else this.
-    pub fn visit(&self, place: &Place, start: u32, edge: bool, #[comptime] blueprint: Blueprint) -> Visit {
+    /// What is known of the tile at a position of the pipeline of K, which has come: with a block mask, what its entry says, else this.
+    pub fn visit(&self, state: &PipelineState, start: u32, edge: bool, #[comptime] blueprint: Blueprint) -> Visit {
         if comptime!(blueprint.sparse) {
-            visit_of(load_shared(self.entries + place.stage * 4), comptime!(blueprint.tile.tile_k as u32))
+            visit_of(load_shared(self.entries + state.stage * 4), comptime!(blueprint.tile.tile_k as u32))
         } else {
-            Visit { start, whole: !edge, masked: true.runtime() }
+            Visit { start, fully_visible: !edge, masked: true.runtime() }
         }
     }
 
-    /// Waits for a tile of a tiled bias, which has the place of that of K in its ring; returns where a warpgroup's part of it
+    /// Waits for a tile of a tiled bias, which is in the same stage as that of K; returns where a warpgroup's part of it
     /// lies.
-    pub fn await_bias(&self, place: &Place, warpgroup: u32, #[comptime] blueprint: Blueprint) -> u32 {
+    pub fn await_bias(&self, state: &PipelineState, warpgroup: u32, #[comptime] blueprint: Blueprint) -> u32 {
         if comptime!(blueprint.tiled_bias()) {
-            mbarrier_wait(self.full_b + place.stage * 8, place.phase);
+            mbarrier_wait(self.full_b + state.stage * 8, state.phase);
         }
         let of_warpgroup = comptime!((blueprint.b_bytes() / blueprint.tile.warpgroups) as u32);
-        self.b + place.stage * comptime!(blueprint.b_bytes() as u32) + warpgroup * of_warpgroup
+        self.b + state.stage * comptime!(blueprint.b_bytes() as u32) + warpgroup * of_warpgroup
     }
 
     /// Lets a tile of a tiled bias be overwritten.
-    pub fn release_bias(&self, place: &Place, #[comptime] blueprint: Blueprint) {
+    pub fn release_bias(&self, state: &PipelineState, #[comptime] blueprint: Blueprint) {
         if comptime!(blueprint.tiled_bias()) {
             // All units of the warp have read it.
             sync_plane();
             let lane = UNIT_POS % 32;
             if lane == 0 {
-                mbarrier_arrive(self.empty_b + place.stage * 8);
+                mbarrier_arrive(self.empty_b + state.stage * 8);
             }
         }
     }
 
-    /// The first stage of a ring, and its barriers `full` and `empty`.
-    fn ring(&self, #[comptime] ring: Ring) -> (u32, u32, u32) {
-        match comptime!(ring) {
-            Ring::K => (self.k, self.full_k, self.empty_k),
-            Ring::V => (self.v, self.full_v, self.empty_v),
-            Ring::Bias => (self.b, self.full_b, self.empty_b),
+    /// The first stage of a pipeline, and its barriers `full` and `empty`.
+    fn pipeline(&self, #[comptime] pipeline: Pipeline) -> (u32, u32, u32) {
+        match comptime!(pipeline) {
+            Pipeline::K => (self.k, self.full_k, self.empty_k),
+            Pipeline::V => (self.v, self.full_v, self.empty_v),
+            Pipeline::Bias => (self.b, self.full_b, self.empty_b),
         }
     }
 
-    fn cursor(&self, #[comptime] ring: Ring, #[comptime] word: To) -> u32 {
-        load_shared(self.cursors + comptime!(4 * (ring as usize * WORDS + word as usize) as u32))
+    fn cursor(&self, #[comptime] pipeline: Pipeline, #[comptime] word: CursorField) -> u32 {
+        load_shared(self.cursors + comptime!(4 * (pipeline as usize * WORDS + word as usize) as u32))
     }
 
-    fn set_cursor(&self, #[comptime] ring: Ring, #[comptime] word: To, value: u32) {
-        store_shared(self.cursors + comptime!(4 * (ring as usize * WORDS + word as usize) as u32), value);
+    fn set_cursor(&self, #[comptime] pipeline: Pipeline, #[comptime] word: CursorField, value: u32) {
+        store_shared(self.cursors + comptime!(4 * (pipeline as usize * WORDS + word as usize) as u32), value);
     }
 }
 
-/// What loading depends on. Where it stands lies in shared memory, but for the number of the item after the current one: that
+/// What loading depends on. Where it stands lies in shared memory, but for the number of the work tile after the current one: that
 /// has been asked for, and waiting for it would take longer than anything else here.
 #[derive(CubeType)]
-pub struct Loader {
+pub struct Producer {
     memory: Memory,
-    walk: Walk,
+    scheduler: TileScheduler,
     band: Band,
     spread: Spread,
     extras: Extras,
@@ -388,25 +394,25 @@ pub struct Loader {
 }
 
 #[cube]
-impl Loader {
-    /// Before the first item, which is that of the team's own number.
+impl Producer {
+    /// Before the first work tile, which is that of the consumer group's own number.
     #[allow(clippy::too_many_arguments)]
     pub fn new(
         memory: Memory,
-        walk: Walk,
+        scheduler: TileScheduler,
         band: Band,
         spread: Spread,
         extras: Extras,
-        team: u32,
+        consumer_group: u32,
         warp: u32,
         #[comptime] tile: HopperTile,
-    ) -> Loader {
-        let number = CUBE_POS as u32 * comptime!(tile.teams as u32) + team;
-        let walk = walk.scheduled(&extras);
-        Loader { memory, walk, band, spread, extras, warp, ahead: number }
+    ) -> Producer {
+        let number = CUBE_POS as u32 * comptime!(tile.consumer_groups as u32) + consumer_group;
+        let scheduler = scheduler.scheduled(&extras);
+        Producer { memory, scheduler, band, spread, extras, warp, ahead: number }
     }
 
-    /// The first loads: all stages, where no warp does nothing else. Cursors enter an item the first time. `stats`: lse and delta of
+    /// The first loads: all stages, where no warp does nothing else. Cursors enter a work tile the first time. `stats`: lse and delta of
     /// each query, where they come with its tiles.
     #[allow(clippy::too_many_arguments)]
     pub fn fill<E: CubePrimitive>(
@@ -420,32 +426,32 @@ impl Loader {
         counter: &[u32],
         #[comptime] blueprint: Blueprint,
     ) {
-        if comptime!(!blueprint.tile.loader) {
+        if comptime!(!blueprint.tile.producer_warp) {
             let stages = comptime!(blueprint.tile.stages);
-            if self.warp == comptime!(Ring::K.warp()) {
+            if self.warp == comptime!(Pipeline::K.warp()) {
                 for _ in 0..stages + 1 {
-                    self.load(q, d, k, stats, counter, Ring::K, blueprint);
+                    self.load(q, d, k, stats, counter, Pipeline::K, blueprint);
                 }
             }
-            if self.warp == comptime!(Ring::V.warp()) {
+            if self.warp == comptime!(Pipeline::V.warp()) {
                 // In the forward, V is wanted a step after K.
                 for _ in 0..comptime!(if blueprint.role == Role::Forward { stages } else { stages + 1 }) {
-                    self.load(q, d, v, stats, counter, Ring::V, blueprint);
+                    self.load(q, d, v, stats, counter, Pipeline::V, blueprint);
                 }
             }
-            if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Ring::Bias.warp()) {
+            if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Pipeline::Bias.warp()) {
                 for _ in 0..stages + 1 {
-                    self.load(q, d, b, stats, counter, Ring::Bias, blueprint);
+                    self.load(q, d, b, stats, counter, Pipeline::Bias, blueprint);
                 }
             }
         }
-        self.memory.await_item(0u32);
+        self.memory.await_work_tile(0u32);
         // By a warp that loads nothing else now: what is asked for last comes last, after the stages of all multiprocessors.
         let (warpgroup, of_warpgroup) = (self.warp / 4, self.warp % 4);
-        if of_warpgroup == 2 && self.memory.item(0u32, Of::Steps) != 0 {
-            load_kept(q, &self.memory, 0u32, warpgroup, Kept::Q, blueprint);
+        if of_warpgroup == 2 && self.memory.work_tile(0u32, WorkTileField::Steps) != 0 {
+            load_resident(q, &self.memory, 0u32, warpgroup, ResidentOperand::Q, blueprint);
             if comptime!(blueprint.differentiates()) {
-                load_kept(d, &self.memory, 0u32, warpgroup, Kept::D, blueprint);
+                load_resident(d, &self.memory, 0u32, warpgroup, ResidentOperand::D, blueprint);
             }
         }
     }
@@ -462,19 +468,19 @@ impl Loader {
         counter: &[u32],
         #[comptime] blueprint: Blueprint,
     ) {
-        // The first call of each only enters the first item.
-        self.load(q, q, k, counter, counter, Ring::K, blueprint);
+        // The first call of each only enters the first work tile.
+        self.load(q, q, k, counter, counter, Pipeline::K, blueprint);
         if comptime!(blueprint.tiled_bias()) {
-            self.load(q, q, b, counter, counter, Ring::Bias, blueprint);
+            self.load(q, q, b, counter, counter, Pipeline::Bias, blueprint);
         }
-        let mut left = self.memory.cursor(Ring::K, To::Left);
+        let mut left = self.memory.cursor(Pipeline::K, CursorField::Left);
         while left != END {
-            self.load(q, q, k, counter, counter, Ring::K, blueprint);
+            self.load(q, q, k, counter, counter, Pipeline::K, blueprint);
             if comptime!(blueprint.tiled_bias()) {
-                self.load(q, q, b, counter, counter, Ring::Bias, blueprint);
+                self.load(q, q, b, counter, counter, Pipeline::Bias, blueprint);
             }
-            self.load(q, q, v, counter, counter, Ring::V, blueprint);
-            left = self.memory.cursor(Ring::V, To::Left);
+            self.load(q, q, v, counter, counter, Pipeline::V, blueprint);
+            left = self.memory.cursor(Pipeline::V, CursorField::Left);
         }
     }
 
@@ -492,88 +498,88 @@ impl Loader {
         counter: &[u32],
         #[comptime] blueprint: Blueprint,
     ) {
-        if comptime!(!blueprint.tile.loader) {
-            if self.warp == comptime!(Ring::K.warp()) {
-                self.load(q, d, k, stats, counter, Ring::K, blueprint);
+        if comptime!(!blueprint.tile.producer_warp) {
+            if self.warp == comptime!(Pipeline::K.warp()) {
+                self.load(q, d, k, stats, counter, Pipeline::K, blueprint);
             }
-            if self.warp == comptime!(Ring::V.warp()) {
-                self.load(q, d, v, stats, counter, Ring::V, blueprint);
+            if self.warp == comptime!(Pipeline::V.warp()) {
+                self.load(q, d, v, stats, counter, Pipeline::V, blueprint);
             }
-            if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Ring::Bias.warp()) {
-                self.load(q, d, b, stats, counter, Ring::Bias, blueprint);
+            if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Pipeline::Bias.warp()) {
+                self.load(q, d, b, stats, counter, Pipeline::Bias, blueprint);
             }
         }
     }
 
-    /// Enters the next item, and returns how many tiles are left to load. K leads: it finds out which item that is and tells
+    /// Enters the next work tile, and returns how many tiles are left to load. K leads: it finds out which work tile that is and tells
     /// everybody.
     fn enter<E: CubePrimitive>(
         &mut self,
         q: &TensorMap<E, Tiled>,
         d: &TensorMap<E, Tiled>,
-        #[comptime] ring: Ring,
+        #[comptime] pipeline: Pipeline,
         #[comptime] blueprint: Blueprint,
     ) -> u32 {
-        let nth = self.memory.cursor(ring, To::Nth);
-        if comptime!(ring == Ring::K) {
+        let nth = self.memory.cursor(pipeline, CursorField::Nth);
+        if comptime!(pipeline == Pipeline::K) {
             let number = plane_broadcast(self.ahead, 0u32);
-            if number < self.walk.items {
+            if number < self.scheduler.num_tiles {
                 let mut of_group = 0u32;
                 let mut flags = 0u32;
                 if comptime!(blueprint.transposed()) {
-                    of_group = self.memory.cursor(ring, To::OfGroup);
-                    let last = of_group + 1 == self.walk.group_size.divisor;
+                    of_group = self.memory.cursor(pipeline, CursorField::OfGroup);
+                    let last = of_group + 1 == self.scheduler.group_size.divisor;
                     flags = select(of_group == 0, 0u32, CONTINUED) | select(last, 0u32, CONTINUES);
-                    self.memory.set_cursor(ring, To::OfGroup, select(last, 0u32, of_group + 1));
+                    self.memory.set_cursor(pipeline, CursorField::OfGroup, select(last, 0u32, of_group + 1));
                 }
-                let item = self.walk.item(number, of_group, &self.band, &self.extras, blueprint);
-                self.memory.write_item(nth, &item, flags);
+                let work = self.scheduler.work_tile(number, of_group, &self.band, &self.extras, blueprint);
+                self.memory.write_work_tile(nth, &work, flags);
                 // There is room for one Q and one dO only, but they need not come from far then.
                 #[unroll]
                 for tile in 0..comptime!(blueprint.tile.warpgroups as u32) {
-                    let row = item.q_start + comptime!(tile * WARPGROUP_ROWS as u32);
+                    let row = work.q_start + comptime!(tile * WARPGROUP_ROWS as u32);
                     #[unroll]
                     for panel in 0..comptime!(blueprint.panels() as u32) {
-                        tma_prefetch(q, item.batch, item.head, row, comptime!(panel * PANEL as u32));
+                        tma_prefetch(q, work.batch, work.head, row, comptime!(panel * PANEL as u32));
                     }
                     #[unroll]
                     for panel in 0..comptime!(if blueprint.differentiates() { blueprint.panels_v() as u32 } else { 0 })
                     {
-                        tma_prefetch(d, item.batch, item.head, row, comptime!(panel * PANEL as u32));
+                        tma_prefetch(d, work.batch, work.head, row, comptime!(panel * PANEL as u32));
                     }
                 }
             } else {
                 let slot = self.memory.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
-                store_shared(slot + comptime!(4 * Of::Steps as u32), 0u32);
+                store_shared(slot + comptime!(4 * WorkTileField::Steps as u32), 0u32);
             }
             let lane = UNIT_POS % 32;
             if lane == 0 {
                 mbarrier_arrive(self.memory.known + nth % comptime!(SLOTS as u32) * 8);
             }
         } else {
-            self.memory.await_item(nth);
+            self.memory.await_work_tile(nth);
         }
         // All at once: each read waits some 30 cycles.
-        let k_last = self.memory.item(nth, Of::KLast);
-        let steps = self.memory.item(nth, Of::Steps);
-        let head = if comptime!(ring == Ring::Bias) {
+        let k_last = self.memory.work_tile(nth, WorkTileField::KLast);
+        let steps = self.memory.work_tile(nth, WorkTileField::Steps);
+        let head = if comptime!(pipeline == Pipeline::Bias) {
             self.memory.query_head(nth, blueprint) * self.spread.head
         } else {
-            self.memory.item(nth, Of::HeadKv)
+            self.memory.work_tile(nth, WorkTileField::HeadKv)
         };
-        let mut batch = self.memory.item(nth, Of::Batch);
-        if comptime!(ring == Ring::Bias) {
+        let mut batch = self.memory.work_tile(nth, WorkTileField::Batch);
+        if comptime!(pipeline == Pipeline::Bias) {
             batch *= self.spread.batch;
         }
-        self.memory.set_cursor(ring, To::KStart, k_last);
-        self.memory.set_cursor(ring, To::Head, head);
-        self.memory.set_cursor(ring, To::Batch, batch);
-        self.memory.set_cursor(ring, To::Nth, nth + 1);
+        self.memory.set_cursor(pipeline, CursorField::KStart, k_last);
+        self.memory.set_cursor(pipeline, CursorField::Head, head);
+        self.memory.set_cursor(pipeline, CursorField::Batch, batch);
+        self.memory.set_cursor(pipeline, CursorField::Nth, nth + 1);
         select(steps == 0, END, steps)
     }
 
     /// Loads the next tile, once all warps are done with what its stage held, and moves on; not if there is none. A cursor that
-    /// is in no item yet only enters the first one.
+    /// is in no work tile yet only enters the first one.
     #[allow(clippy::too_many_arguments)]
     fn load<E: CubePrimitive>(
         &mut self,
@@ -582,57 +588,63 @@ impl Loader {
         map: &TensorMap<E, Tiled>,
         stats: &[u32],
         counter: &[u32],
-        #[comptime] ring: Ring,
+        #[comptime] pipeline: Pipeline,
         #[comptime] blueprint: Blueprint,
     ) {
-        let next = self.memory.cursor(ring, To::KStart);
-        let mut left = self.memory.cursor(ring, To::Left);
-        let head = self.memory.cursor(ring, To::Head);
-        let batch = self.memory.cursor(ring, To::Batch);
-        let mut place =
-            Place { stage: self.memory.cursor(ring, To::Stage), phase: self.memory.cursor(ring, To::Phase) };
+        let next = self.memory.cursor(pipeline, CursorField::KStart);
+        let mut left = self.memory.cursor(pipeline, CursorField::Left);
+        let head = self.memory.cursor(pipeline, CursorField::Head);
+        let batch = self.memory.cursor(pipeline, CursorField::Batch);
+        let mut state = PipelineState {
+            stage: self.memory.cursor(pipeline, CursorField::Stage),
+            phase: self.memory.cursor(pipeline, CursorField::Phase),
+        };
         if left != END {
             if left > 0 {
-                let bytes = comptime!(ring.bytes(blueprint));
-                let (start, full, empty) = self.memory.ring(ring);
-                let to = start + place.stage * bytes;
-                let full = full + place.stage * 8;
+                let bytes = comptime!(pipeline.bytes(blueprint));
+                let (start, full, empty) = self.memory.pipeline(pipeline);
+                let to = start + state.stage * bytes;
+                let full = full + state.stage * 8;
                 // A stage's first load waits for the phase before the first, which counts as over.
-                mbarrier_wait(empty + place.stage * 8, place.phase ^ 1);
+                mbarrier_wait(empty + state.stage * 8, state.phase ^ 1);
                 let k_start = if comptime!(blueprint.sparse) {
                     let entry = entry_at(&self.extras, next);
-                    if comptime!(ring == Ring::K) {
-                        store_shared(self.memory.entries + place.stage * 4, entry);
+                    if comptime!(pipeline == Pipeline::K) {
+                        store_shared(self.memory.entries + state.stage * 4, entry);
                     }
                     visit_of(entry, comptime!(blueprint.tile.tile_k as u32)).start
                 } else {
                     next
                 };
-                let with_stats = comptime!(ring != Ring::Bias && blueprint.transposed());
+                let with_stats = comptime!(pipeline != Pipeline::Bias && blueprint.transposed());
                 let stats_bytes = comptime!(if with_stats { blueprint.stats_bytes() as u32 } else { 0 });
                 mbarrier_expect(full, comptime!(bytes + stats_bytes));
                 if comptime!(with_stats) {
-                    let to = if comptime!(ring == Ring::K) { self.memory.lse } else { self.memory.delta };
-                    let of_lse = stats_at(&self.band, &self.walk, batch, head, k_start, blueprint);
-                    let from = if comptime!(ring == Ring::K) {
+                    let to = if comptime!(pipeline == Pipeline::K) { self.memory.lse } else { self.memory.delta };
+                    let of_lse = stats_at(&self.band, &self.scheduler, batch, head, k_start, blueprint);
+                    let from = if comptime!(pipeline == Pipeline::K) {
                         of_lse
                     } else {
-                        of_lse + stats_all(&self.band, &self.walk, blueprint)
+                        of_lse + stats_all(&self.band, &self.scheduler, blueprint)
                     };
                     // Copies start at multiples of 16 bytes.
-                    let from = if comptime!(blueprint.ragged) { from / 4 * 4 } else { from };
-                    bulk_load(stats, from, blueprint.stats_bytes(), to + place.stage * stats_bytes, full);
+                    let from = if comptime!(blueprint.varlen) { from / 4 * 4 } else { from };
+                    bulk_load(stats, from, blueprint.stats_bytes(), to + state.stage * stats_bytes, full);
                 }
-                if comptime!(ring == Ring::Bias && blueprint.transposed()) {
+                if comptime!(pipeline == Pipeline::Bias && blueprint.transposed()) {
                     // A panel of keys for each warpgroup.
-                    let first_key = self.memory.item(self.memory.cursor(ring, To::Nth) - 1, Of::QStart);
+                    let first_key = self
+                        .memory
+                        .work_tile(self.memory.cursor(pipeline, CursorField::Nth) - 1, WorkTileField::QStart);
                     #[unroll]
                     for panel in 0..comptime!(blueprint.tile.warpgroups as u32) {
                         let at = to + comptime!(panel * bytes / blueprint.tile.warpgroups as u32);
                         tma_load(map, at, full, batch, head, k_start, first_key + comptime!(panel * PANEL as u32));
                     }
-                } else if comptime!(ring == Ring::Bias) {
-                    let first_row = self.memory.item(self.memory.cursor(ring, To::Nth) - 1, Of::QStart);
+                } else if comptime!(pipeline == Pipeline::Bias) {
+                    let first_row = self
+                        .memory
+                        .work_tile(self.memory.cursor(pipeline, CursorField::Nth) - 1, WorkTileField::QStart);
                     let panels = comptime!(blueprint.panels_b() as u32);
                     let panel_bytes = comptime!(bytes / (panels * blueprint.tile.warpgroups as u32));
                     #[unroll]
@@ -645,28 +657,28 @@ impl Loader {
                         }
                     }
                 } else {
-                    load_panels(map, to, bytes, ring.panels(blueprint), full, batch, head, k_start);
+                    load_panels(map, to, bytes, pipeline.panels(blueprint), full, batch, head, k_start);
                 }
-                place.advance(blueprint.tile.stages);
-                self.memory.set_cursor(ring, To::Stage, place.stage);
-                self.memory.set_cursor(ring, To::Phase, place.phase);
+                state.advance(blueprint.tile.stages);
+                self.memory.set_cursor(pipeline, CursorField::Stage, state.stage);
+                self.memory.set_cursor(pipeline, CursorField::Phase, state.phase);
                 let step = comptime!(if blueprint.sparse { 1 } else { blueprint.tile.tile_k as u32 });
-                self.memory.set_cursor(ring, To::KStart, next - step);
+                self.memory.set_cursor(pipeline, CursorField::KStart, next - step);
                 left -= 1;
             }
             if left == 0 {
-                left = self.enter(q, d, ring, blueprint);
+                left = self.enter(q, d, pipeline, blueprint);
             }
-            self.memory.set_cursor(ring, To::Left, left);
-            // As late as the answer still comes in time: who takes an item early may be busy for long before it.
-            if comptime!(ring == Ring::K) && left == 1 {
+            self.memory.set_cursor(pipeline, CursorField::Left, left);
+            // As late as the answer still comes in time: who takes a work tile early may be busy for long before it.
+            if comptime!(pipeline == Pipeline::K) && left == 1 {
                 // Another query head of the same group is no other number.
                 let mut of_group = 0u32;
                 if comptime!(blueprint.transposed()) {
-                    of_group = self.memory.cursor(ring, To::OfGroup);
+                    of_group = self.memory.cursor(pipeline, CursorField::OfGroup);
                 }
                 if of_group == 0 {
-                    self.ahead = self.walk.next(counter, blueprint.tile);
+                    self.ahead = self.scheduler.next(counter, blueprint.tile);
                 }
             }
         }
@@ -675,28 +687,28 @@ impl Loader {
 
 /// Which of the rows that are kept.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Kept {
+pub enum ResidentOperand {
     /// Those of Q.
     Q,
     /// Those of dO.
     D,
 }
 
-/// Loads a warpgroup's rows of Q, or of dO, of the `nth` item. By one warp of it.
+/// Loads a warpgroup's rows of Q, or of dO, of the `nth` work tile. By one warp of it.
 #[cube]
-pub fn load_kept<E: CubePrimitive>(
+pub fn load_resident<E: CubePrimitive>(
     map: &TensorMap<E, Tiled>,
     memory: &Memory,
     nth: u32,
     warpgroup: u32,
-    #[comptime] kept: Kept,
+    #[comptime] operand: ResidentOperand,
     #[comptime] blueprint: Blueprint,
 ) {
     let (q_bytes, d_bytes) = comptime!((blueprint.q_bytes() as u32, blueprint.d_bytes() as u32));
     let full = memory.full_q + warpgroup * 8;
-    let (batch, head) = (memory.item(nth, Of::Batch), memory.item(nth, Of::Head));
-    let row = memory.item(nth, Of::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
-    if comptime!(kept == Kept::Q) {
+    let (batch, head) = (memory.work_tile(nth, WorkTileField::Batch), memory.work_tile(nth, WorkTileField::Head));
+    let row = memory.work_tile(nth, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
+    if comptime!(operand == ResidentOperand::Q) {
         // One barrier is that of both.
         mbarrier_expect(full, comptime!(q_bytes + d_bytes));
         let to = memory.q + warpgroup * q_bytes;
@@ -727,7 +739,7 @@ pub fn load_panels<E: CubePrimitive>(
     }
 }
 
-/// Loads a warpgroup's rows of Q, or of dO, of the item after the `nth`, once all warps are past their last product with those of this
+/// Loads a warpgroup's rows of Q, or of dO, of the work tile after the `nth`, once all warps are past their last product with those of this
 /// one.
 #[cube]
 pub fn load_next<E: CubePrimitive>(
@@ -735,15 +747,15 @@ pub fn load_next<E: CubePrimitive>(
     memory: &Memory,
     nth: u32,
     warp: u32,
-    #[comptime] kept: Kept,
+    #[comptime] operand: ResidentOperand,
     #[comptime] blueprint: Blueprint,
 ) {
     let (lane, warpgroup, of_warpgroup) = (UNIT_POS % 32, warp / 4, warp % 4);
-    let of_both = if comptime!(kept == Kept::Q) { memory.empty_q } else { memory.empty_d };
+    let of_both = if comptime!(operand == ResidentOperand::Q) { memory.empty_q } else { memory.empty_d };
     let empty = of_both + warpgroup * 8;
     if lane == 0 {
         // Where dQ is added up, all warps multiply with every warpgroup's rows of Q.
-        if comptime!(blueprint.reduces() && kept == Kept::Q) {
+        if comptime!(blueprint.reduces() && operand == ResidentOperand::Q) {
             #[unroll]
             for of_other in 0..comptime!(blueprint.tile.warpgroups as u32) {
                 mbarrier_arrive(memory.empty_q + comptime!(8 * of_other));
@@ -753,9 +765,9 @@ pub fn load_next<E: CubePrimitive>(
         }
     }
     // It becomes known when the last tile of K of this one is loaded, which has been.
-    memory.await_item(nth + 1);
-    if of_warpgroup == 0 && memory.item(nth + 1, Of::Steps) != 0 {
+    memory.await_work_tile(nth + 1);
+    if of_warpgroup == 0 && memory.work_tile(nth + 1, WorkTileField::Steps) != 0 {
         mbarrier_wait(empty, nth % 2);
-        load_kept(map, memory, nth + 1, warpgroup, kept, blueprint);
+        load_resident(map, memory, nth + 1, warpgroup, operand, blueprint);
     }
 }
