@@ -24,11 +24,11 @@ pub const FULL: u32 = 2;
 /// What blocks are made of: their sizes are multiples of it, which tiles divide.
 pub const BLOCK: usize = 128;
 
-/// Units of a cube of [`list()`] and of [`order()`].
+/// Threads of a thread block of [`list()`] and of [`order()`].
 pub const UNITS: usize = 64;
 /// Words of a list before its entries: how many there are, and the block that comes in its place in [`order()`].
 pub const HEADER: usize = 2;
-/// Units of a cube of [`classify()`].
+/// Threads of a thread block of [`classify()`].
 pub const CLASSIFIERS: usize = 256;
 
 /// A visited tile needs to be cut by the band.
@@ -264,7 +264,7 @@ pub fn list(
     let is_row = if comptime!(keys) { band.is_key(row) } else { band.is_query(row) };
     let end = select(is_row, seen.end, seen.start);
 
-    // -- a run of tiles for each unit: how many of them are visited, and how many before
+    // -- a run of tiles for each thread: how many of them are visited, and how many before
     let of_unit = (end - seen.start).div_ceil(comptime!(UNITS as u32));
     let first = min(seen.start + UNIT_POS * of_unit, end);
     let last = min(first + of_unit, end);
@@ -303,7 +303,7 @@ pub fn list(
 
 /// Puts the blocks of each head in order, those that visit most tiles first and of equals the first: what is left to the end is then short,
 /// and no multiprocessor waits for another for long. Writes the number of the block that comes `nth` into the `nth` of the `lists`, as
-/// [`list()`] has left them. A cube for each [`UNITS`] blocks of a head.
+/// [`list()`] has left them. A thread block for each [`UNITS`] blocks of a head.
 /// (Longest processing time first: Graham, "Bounds on multiprocessing timing anomalies", 1969.)
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn order(lists: &mut Tensor<u32>) {
@@ -359,7 +359,7 @@ fn state_of(
     states[of_states + of_q * states.stride(2) + of_k * states.stride(3)]
 }
 
-/// The states of what mask and function let be seen, `out [B | 1, H | 1, nq, nk]`, whatever the band hides besides. A cube for each.
+/// The states of what mask and function let be seen, `out [B | 1, H | 1, nq, nk]`, whatever the band hides besides. A thread block for each.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
 pub fn classify<M: Numeric>(

@@ -10,7 +10,7 @@
 //!
 //! Draws are those of Philox4x32-7, a counter-based generator (J. K. Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
 //! SC 2011): one of its 128 bits is 8 draws of 16, for a *cell* of 8 pairs. A block of 16 queries by 16 keys consists of 32
-//! cells, which are what a unit holds of an accumulator of matrix products (`hopper::rows`):
+//! cells, which are what a thread holds of an accumulator of matrix products (`hopper::rows`):
 //!
 //! ```text
 //! cell   4 (i % 8) + j % 8 / 2      of the block (i / 16, j / 16)

@@ -210,17 +210,17 @@ pub enum AttentionError {
         /// The runtime's name.
         device: String,
     },
-    /// The work needs more cubes than the device starts in one launch.
+    /// The work needs more thread blocks than the device starts in one launch.
     #[error("{kernel} needs {cubes} cubes, but this device starts at most {max} in one launch")]
     Grid {
         /// The kernel.
         kernel: &'static str,
-        /// Cubes needed.
+        /// Thread blocks needed.
         cubes: u64,
-        /// Cubes the device can start.
+        /// Thread blocks the device can start.
         max: u64,
     },
-    /// Tiles too large for the device's shared memory or cubes: the smallest there are, or those asked for.
+    /// Tiles too large for the device's shared memory or thread blocks: the smallest there are, or those asked for.
     #[error(
         "tiles of {tile_q}×{tile_k} at head_dim {head_dim} need {needed} bytes of shared memory and {units} units a cube, but this device has {available} bytes and {max_units} units"
     )]
@@ -233,11 +233,11 @@ pub enum AttentionError {
         tile_k: usize,
         /// Bytes needed.
         needed: usize,
-        /// Units needed.
+        /// Threads needed.
         units: usize,
         /// Bytes of shared memory that there are.
         available: usize,
-        /// Units a cube may have.
+        /// Threads a thread block may have.
         max_units: usize,
     },
     /// A kernel needs more storage buffers than the device binds at once.

@@ -67,7 +67,7 @@ pub enum BackwardOrder {
     /// A fixed one: the same call gives the same bits.
     #[default]
     Deterministic,
-    /// Whichever is fastest: a kernel may add to `dq` in whatever order its cubes come by. What differs from run to run is
+    /// Whichever is fastest: a kernel may add to `dq` in whatever order its thread blocks come by. What differs from run to run is
     /// what rounding in another order leaves. Where there is no such kernel, or it would not be faster, a fixed one.
     Fast,
 }

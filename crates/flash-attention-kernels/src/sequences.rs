@@ -15,7 +15,7 @@ use cubecl::prelude::*;
 pub const HEADER: usize = 8;
 /// Words of a block: batch, sequence, its first row, then where the sequence's rows begin and end, and its columns.
 pub const WORDS: usize = 8;
-/// Units of a cube of [`schedule()`] and [`fill()`].
+/// Threads of a thread block of [`schedule()`] and [`fill()`].
 pub const UNITS: usize = 64;
 
 /// Where sequences begin and end, from what the caller has.
@@ -135,7 +135,7 @@ fn between(from: u32, to: u32, seq: u32, batches: u32) -> Span {
     Span { batch, begin, end }
 }
 
-/// Writes the schedule of blocks of `tile` rows, `[HEADER + capacity · WORDS]`: a cube for each sequence. Rows are queries or `keys`;
+/// Writes the schedule of blocks of `tile` rows, `[HEADER + capacity · WORDS]`: a thread block for each sequence. Rows are queries or `keys`;
 /// the blocks of a sequence come in their order, or the `last_first`. `turned`: rows are what the band calls keys.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
@@ -201,7 +201,7 @@ pub fn schedule(
 }
 
 /// Makes rows that belong to no sequence 0, of `out [B, H, S, D]`: queries, or `keys`. Of those of the output `lse [B, H, S]` becomes that
-/// of rows that see nothing but their sinks `[H]`, if there are any. Batches may repeat, as in splits of the keys. A cube for each `UNITS`
+/// of rows that see nothing but their sinks `[H]`, if there are any. Batches may repeat, as in splits of the keys. A thread block for each `UNITS`
 /// rows of a head.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn fill<F: Float>(

@@ -71,7 +71,7 @@ pub fn lse_of_split(bits: u32) -> f32 {
 /// The sum of a row's exponentials as the product `P V` adds them up, where each is rounded to the element type: `l`, their sum in
 /// f32, corrected by the rounding error of the `largest` one, which is `rounded` there.
 ///
-/// Divided by `l`, the output of a row with a single large probability would carry that error, up to half a unit in the last place
+/// Divided by `l`, the output of a row with a single large probability would carry that error, up to half a thread in the last place
 /// of the element type, and the backward's `dP − delta`, which is near 0 there, would consist of it. PyTorch's FlashAttention-2 has
 /// the largest exponential be exactly 1 for this (`UNFUSE_FMA`), at the cost of one more instruction for each score.
 #[cube]
@@ -94,7 +94,7 @@ pub fn lse_of_bits(bits: u32) -> f32 {
     select(nothing, f32::MAX, f32::reinterpret(select(nothing, 0u32, bits)))
 }
 
-/// The maximum and the sum of a row as it begins, in one of the units that share it: of its sink, if there is one.
+/// The maximum and the sum of a row as it begins, in one of the threads that share it: of its sink, if there is one.
 #[cube]
 pub fn begin(score: &Score, head: usize, counts: bool) -> (f32, f32) {
     if comptime!(score.extras.sinks.is_some()) {

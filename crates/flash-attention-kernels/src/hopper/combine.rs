@@ -12,7 +12,7 @@ use crate::extras::Extras;
 use crate::softmax::{HIDDEN, lse_bits_log2, lse_of_split};
 use cubecl::prelude::*;
 
-/// Rows of a cube: one for each warp.
+/// Rows of a thread block: one for each warp.
 pub const ROWS: u32 = 4;
 
 /// `split_o [P · B, H, S, D]` in f32, in vectors of four, and the bits of their `lse [P · B, H, S]` to `o [B, H, S, D]` and the

@@ -4,7 +4,7 @@
 use super::forward::row_start;
 use cubecl::prelude::*;
 
-/// Copies `from` to `to`, `[B, H, S, D]` both, one cube for each row, and makes columns of `to` from there to `padded` 0: rows are read in
+/// Copies `from` to `to`, `[B, H, S, D]` both, one thread block for each row, and makes columns of `to` from there to `padded` 0: rows are read in
 /// vectors.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn copy<E: Float>(

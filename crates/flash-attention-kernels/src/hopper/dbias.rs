@@ -10,7 +10,7 @@
 //!
 //! What is added up leaves few registers, and what is loaded for two products is as much as for a forward's of twice the size:
 //! memory decides. Rows of Q and dO stay for all tiles of a block, and so does the block of the bias for all batches and heads
-//! that share it; tiles of K and V stream by. Loads run ahead over the borders of heads and of blocks: one unit tells all others
+//! that share it; tiles of K and V stream by. Loads run ahead over the borders of heads and of blocks: one thread tells all others
 //! which head of which block comes when (a *turn* here), in slots of shared memory.
 //!
 //! ```text
@@ -132,7 +132,7 @@ impl DbiasScheduler {
         let mut row = block.row;
         let mut nth = block.nth + by;
         if comptime!(band.bounded_above || band.bounded_below) {
-            // No more than all cubes take at a time.
+            // No more than all thread blocks take at a time.
             let first = self.seen(band, row, tile);
             let mut count = first.end - first.start;
             while nth >= count {
@@ -228,14 +228,14 @@ struct Memory {
 
 #[cube]
 impl Memory {
-    /// Makes the barriers, and puts the cursor before the first block. All units must call it.
+    /// Makes the barriers, and puts the cursor before the first block. All threads must call it.
     fn new(base: u32, #[comptime] blueprint: BiasBlueprint) -> Memory {
         let at = comptime!(blueprint.memory());
         let rows = comptime!((blueprint.tile.row_stages * BiasTile::WARPGROUPS) as u32);
         let stages = comptime!(blueprint.tile.stages as u32);
         let groups = comptime!((blueprint.groups_b() * BiasTile::WARPGROUPS) as u32);
         if UNIT_POS == 0 {
-            // Who comes: one with the bytes, each warp of the warpgroup or of the cube when it is done.
+            // Who comes: one with the bytes, each warp of the warpgroup or of the thread block when it is done.
             #[unroll]
             for i in 0..rows {
                 mbarrier_init(base + comptime!(at.full_q as u32 + 8 * i), 1u32);
@@ -306,7 +306,7 @@ impl Memory {
         let mut row = self.cursor(CursorField::Row);
         let mut nth = self.cursor(CursorField::Nth);
         let number = self.cursor(CursorField::Number);
-        // All units have read it before one writes.
+        // All threads have read it before one writes.
         sync_plane();
         let enters = member >= group;
         let ends = enters && next >= scheduler.num_tiles;
@@ -566,7 +566,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             let words = keep_mask(&factors, batch, head, &band, first_row, first_key, scores);
             let leaves_group = comptime!(scores.tiled_bias() && (of_turn + 1) * tile_k % blueprint.group_b() == 0);
             if comptime!(leaves_group) && memory.word(turn, WorkTileField::Flags) & LAST != 0 {
-                // All units of the warp have read it.
+                // All threads of the warp have read it.
                 sync_plane();
                 if lane == 0 {
                     mbarrier_arrive(base + comptime!(at.empty_b as u32) + group_at * 8);
@@ -593,7 +593,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             let delta0 = f32::reinterpret(load_shared(base + comptime!(at.delta as u32) + of_row));
             let delta1 = f32::reinterpret(load_shared(base + comptime!(at.delta as u32 + 32) + of_row));
             if comptime!(of_turn + 1 == tiles) {
-                // All units of the warp have read delta.
+                // All threads of the warp have read delta.
                 sync_plane();
                 if lane == 0 {
                     mbarrier_arrive(base + comptime!(at.empty_d as u32) + rows_at * 8);
@@ -797,8 +797,8 @@ fn load_bias<E: CubePrimitive>(
     }
 }
 
-/// Writes one of a unit's two rows, which starts at vector `at` of `out`; nothing if not `live`. Neighbours exchange what they
-/// hold, so that the four units of a row write 32 bytes of it together: all must call it.
+/// Writes one of a thread's two rows, which starts at vector `at` of `out`; nothing if not `live`. Neighbours exchange what they
+/// hold, so that the four threads of a row write 32 bytes of it together: all must call it.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn store_vectors(

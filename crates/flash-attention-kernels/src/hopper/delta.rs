@@ -10,11 +10,11 @@ use crate::mask::Band;
 use crate::softmax::{lse_log2, lse_of_bits};
 use cubecl::prelude::*;
 
-/// Units that share a row.
+/// Threads that share a row.
 const UNITS_PER_ROW: u32 = 8;
-/// Units of a cube.
+/// Threads of a thread block.
 pub const UNITS: u32 = 128;
-/// Rows of a cube.
+/// Rows of a thread block.
 pub const ROWS: u32 = UNITS / UNITS_PER_ROW;
 /// `o, dout [B, H, Sq, Dv]` in vectors of 16 bytes, `lse` (bits), `dlse [B, H, Sq]` to `stats [2, B · H, Sq filled up]`: lse, then
 /// delta, as bits. Makes `dq_accum [B · H, Sq filled up, zeros]`, in vectors of 16 bytes, 0 on the way: `zeros` columns of it.
@@ -39,7 +39,7 @@ pub fn delta<E: Float, N: Size>(
     let width = o.vector_size();
     let rows = stats_rows(seq_q, stats_multiple, varlen);
     let (of_row, nth) = (UNIT_POS % UNITS_PER_ROW, UNIT_POS / UNITS_PER_ROW);
-    // Blocks of a head's rows follow one another, so do heads and batches: a cube's rows are of one head.
+    // Blocks of a head's rows follow one another, so do heads and batches: a thread block's rows are of one head.
     let blocks = rows / ROWS;
     let (head, block) = (CUBE_POS / blocks as usize, CUBE_POS % blocks as usize);
     let row = block as u32 * ROWS + nth;

@@ -6,11 +6,11 @@ use super::scores::{Factors, head_of};
 use crate::mask::Band;
 use cubecl::prelude::*;
 
-/// Which registers of a unit's tile dropout keeps: bit `n % 32` of word `n / 32` is that of the `n`-th. No words, if there is no
+/// Which registers of a thread's tile dropout keeps: bit `n % 32` of word `n / 32` is that of the `n`-th. No words, if there is no
 /// dropout. By whole warps.
 ///
-/// A [cell](crate::dropout) is what a unit holds of 16 rows and columns. Transposed, a unit holds parts of two cells, which two other
-/// units have drawn.
+/// A [cell](crate::dropout) is what a thread holds of 16 rows and columns. Transposed, a thread holds parts of two cells, which two other
+/// threads have drawn.
 #[cube]
 pub fn keep_mask(
     factors: &Factors,
@@ -45,7 +45,7 @@ pub fn keep_mask(
             bits = 0u32.runtime();
             #[unroll]
             for e in 0..2u32 {
-                // Of the two queries that a unit has of each eight, this one's draws: of keys that are even, or odd.
+                // Of the two queries that a thread has of each eight, this one's draws: of keys that are even, or odd.
                 let of_query = plane_shuffle(drawn, (lane % 4 * 2 + e) * 4 + lane / 8) >> (lane / 4 % 2) & 0x5555_5555;
                 // By keys, then by queries, each eight; registers come the other way round.
                 let exchanged = (of_query & 0x0404_0404) << 2 | (of_query & 0x1010_1010) >> 2;

@@ -157,7 +157,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     producer.fill(q, q, k, v, b, counter, counter, blueprint);
     let mut steps = memory.work_tile(0u32, WorkTileField::Steps);
     let of_warpgroup = warp % 4;
-    // Named barrier 0 is that of all units.
+    // Named barrier 0 is that of all threads.
     let barrier = 1 + consumer_group * comptime!(tile.warpgroups as u32);
     if warpgroup == comptime!(tile.warpgroups as u32 - 1) {
         pass_ping_pong(barrier, warpgroup, tile);
@@ -354,7 +354,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         again0 = live0 && again0;
         again1 = live1 && again1;
         if comptime!(hides || blueprint.uses_reference_max()) && plane_any(again0 || again1) {
-            // What other units have stored of these rows comes first.
+            // What other threads have stored of these rows comes first.
             sync_plane();
             let (batch, head_kv) = (
                 memory.work_tile(nth, WorkTileField::Batch) as usize,

@@ -395,7 +395,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
 }
 
-/// lse and delta of a unit's two rows, where rows are queries.
+/// lse and delta of a thread's two rows, where rows are queries.
 #[derive(CubeType)]
 pub struct RowStatistics {
     pub lse0: f32,

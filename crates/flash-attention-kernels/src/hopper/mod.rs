@@ -53,9 +53,9 @@ use serde::Serialize;
 
 /// Rows of a warpgroup's products.
 pub const WARPGROUP_ROWS: usize = 64;
-/// Units of a warpgroup.
+/// Threads of a warpgroup.
 pub const WARPGROUP_UNITS: usize = 128;
-/// Units of a warp.
+/// Threads of a warp.
 pub const WARP_UNITS: usize = 32;
 /// Bytes of a line of a panel: what the swizzle works on.
 pub const LINE: usize = 128;
@@ -77,7 +77,7 @@ pub fn dq_accum_columns(head_dim: usize) -> usize {
 /// Tiles. What is said of queries and keys is the other way round in the kernel of `dk` and `dv`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct HopperTile {
-    /// Consumer groups of a cube. Each works for itself, in shared memory of its own.
+    /// Consumer groups of a thread block. Each works for itself, in shared memory of its own.
     pub consumer_groups: usize,
     /// Warpgroups of a consumer group, 64 queries each; at least 2.
     pub warpgroups: usize,
@@ -88,7 +88,7 @@ pub struct HopperTile {
     /// Whether the warpgroups take turns in issuing products, so that one's softmax runs under the other's products.
     pub ping_pong: bool,
     /// Whether each consumer group has one warp more, which loads and does nothing else; only in the forward. Warps come with registers by
-    /// fours, so that beside two warpgroups it leaves each unit 168, beside three or four 128 or 96.
+    /// fours, so that beside two warpgroups it leaves each thread 168, beside three or four 128 or 96.
     pub producer_warp: bool,
 }
 
@@ -98,7 +98,7 @@ impl HopperTile {
         self.warpgroups * WARPGROUP_ROWS
     }
 
-    /// Units of a cube.
+    /// Threads of a thread block.
     pub fn units(&self) -> usize {
         self.consumer_groups * (self.warpgroups * WARPGROUP_UNITS + if self.producer_warp { WARP_UNITS } else { 0 })
     }
@@ -346,7 +346,7 @@ impl Blueprint {
     }
 }
 
-/// Tiles of the gradient of a bias: a cube of two warpgroups computes a block of 128 queries and as many tiles of keys.
+/// Tiles of the gradient of a bias: a thread block of two warpgroups computes a block of 128 queries and as many tiles of keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct BiasTile {
     /// Keys of a tile: 32, 64 or 128.
@@ -360,7 +360,7 @@ pub struct BiasTile {
 }
 
 impl BiasTile {
-    /// Warpgroups of a cube.
+    /// Warpgroups of a thread block.
     pub const WARPGROUPS: usize = 2;
     /// Queries of a block.
     pub const TILE_Q: usize = Self::WARPGROUPS * WARPGROUP_ROWS;

@@ -164,7 +164,7 @@ pub(crate) mod lowered {
         results(scope, PtxOp::new(scope.ctx_mut(), vec![ty; count], operands, template, &constraints, true), count)
     }
 
-    /// PTX that acts on memory or on other units.
+    /// PTX that acts on memory or on other threads.
     pub fn effect(scope: &Scope, template: &str, constraints: &str, args: Vec<Value>) {
         scope.register(&PtxOp::new(scope.ctx_mut(), vec![], args, template, constraints, true));
     }
@@ -208,7 +208,7 @@ pub fn lg2(x: f32) -> f32 {
     })
 }
 
-/// `1 / x`, the hardware's approximation (1 unit in the last place). An exact division costs far more than its time: its
+/// `1 / x`, the hardware's approximation (1 thread in the last place). An exact division costs far more than its time: its
 /// slow path is a call, external in the relocatable code that CubeCL links, and beside an external call the assembler
 /// serialises every warpgroup product.
 #[cube]
@@ -249,7 +249,7 @@ pub fn fma_packed(a: u32, b: u32, c: u32, #[comptime] dtype: Dtype) -> u32 {
 
 // -- barriers
 
-/// Waits until `units` units have come to the named barrier `id`. Barrier 0 is `sync_cube`'s.
+/// Waits until `units` threads have come to the named barrier `id`. Barrier 0 is `sync_cube`'s.
 #[cube]
 pub fn named_sync(id: u32, units: u32) {
     intrinsic!(|scope| {
@@ -286,13 +286,13 @@ pub fn mbarrier_arrive(at: u32) {
     })
 }
 
-/// An instruction for one unit of a warp. The branch stays one of the warp as a whole: what the assembler has to take for
+/// An instruction for one thread of a warp. The branch stays one of the warp as a whole: what the assembler has to take for
 /// divergent makes it guard every shuffle that follows.
 fn elected(instruction: &str) -> String {
     format!("{{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n@one {instruction}\n}}")
 }
 
-/// One unit of the warp arrives, and lets the phase wait for `bytes` bytes of loads. The whole warp must call it.
+/// One thread of the warp arrives, and lets the phase wait for `bytes` bytes of loads. The whole warp must call it.
 #[cube]
 pub fn mbarrier_expect(at: u32, bytes: u32) {
     intrinsic!(|scope| {
@@ -314,7 +314,7 @@ pub fn mbarrier_wait(at: u32, parity: u32) {
 
 // -- memory
 
-/// One unit of the warp loads the box of `map` at `(batch, head, row, column)` to a shared address; the bytes count at
+/// One thread of the warp loads the box of `map` at `(batch, head, row, column)` to a shared address; the bytes count at
 /// `barrier`. What lies past the tensor's ends is loaded as zeros. The whole warp must call it.
 #[cube]
 #[allow(clippy::too_many_arguments)]
@@ -343,7 +343,7 @@ pub fn tma_load<E: CubePrimitive>(
     })
 }
 
-/// One unit of the warp loads `bytes` bytes from element `from` of `source` on to a shared address; they count at `barrier`. All
+/// One thread of the warp loads `bytes` bytes from element `from` of `source` on to a shared address; they count at `barrier`. All
 /// are multiples of 16 bytes. The whole warp must call it.
 #[cube]
 pub fn bulk_load(source: &[u32], from: usize, #[comptime] bytes: usize, to: u32, barrier: u32) {
@@ -363,7 +363,7 @@ fn bulk_load_from(element: &[u32], #[comptime] bytes: usize, to: u32, barrier: u
     })
 }
 
-/// One unit of the warp asks for the box of `map` at `(batch, head, row, column)` to be brought to the second-level cache. The
+/// One thread of the warp asks for the box of `map` at `(batch, head, row, column)` to be brought to the second-level cache. The
 /// whole warp must call it.
 #[cube]
 pub fn tma_prefetch<E: CubePrimitive>(
@@ -421,8 +421,8 @@ pub fn load_shared_pair(at: u32) -> Sequence<f32> {
     })
 }
 
-/// Four 8 x 8 tiles of 16 bits from shared memory. Of the `n`-th tile, unit `8 n + i` gives the address of row `i`, 16 bytes;
-/// each unit `u` gets columns `2 (u % 4)` and the next of row `u / 4` of each tile, as an accumulator's registers lie; if
+/// Four 8 x 8 tiles of 16 bits from shared memory. Of the `n`-th tile, thread `8 n + i` gives the address of row `i`, 16 bytes;
+/// each thread `u` gets columns `2 (u % 4)` and the next of row `u / 4` of each tile, as an accumulator's registers lie; if
 /// `transposed`, rows and columns change places.
 #[cube]
 pub fn load_tiles(at: u32, #[comptime] transposed: bool) -> Sequence<u32> {
@@ -434,7 +434,7 @@ pub fn load_tiles(at: u32, #[comptime] transposed: bool) -> Sequence<u32> {
     })
 }
 
-/// The opposite of [`load_tiles()`]: each unit gives what it would get.
+/// The opposite of [`load_tiles()`]: each thread gives what it would get.
 #[cube]
 pub fn store_tiles(at: u32, tiles: &Array<u32>) {
     store_tiles_of(at, tiles[0], tiles[1], tiles[2], tiles[3]);
@@ -483,7 +483,7 @@ fn half_to_f32(packed: u32, #[comptime] high: bool) -> f32 {
     })
 }
 
-/// Unit 0 of the warp adds 1 to the first element of `counter`, or makes it 0 if it was `last`; returns to it what it was.
+/// Thread 0 of the warp adds 1 to the first element of `counter`, or makes it 0 if it was `last`; returns to it what it was.
 /// The whole warp must call it.
 #[cube]
 pub fn take_ticket(counter: &[u32], last: u32) -> u32 {
@@ -499,7 +499,7 @@ pub fn take_ticket(counter: &[u32], last: u32) -> u32 {
     })
 }
 
-/// The address of the start of `tile`, a multiple of 16, in the shared window: a descriptor's low bits hold it, in units
+/// The address of the start of `tile`, a multiple of 16, in the shared window: a descriptor's low bits hold it, in threads
 /// of 16 bytes.
 #[cube]
 pub fn shared_address<E: CubePrimitive>(tile: &[E]) -> u32 {
@@ -574,7 +574,7 @@ pub fn wgmma_wait(#[comptime] n: usize) {
 }
 
 /// The descriptor of a tile in shared memory with the 128-byte swizzle; offsets in bytes. Addresses within it count in
-/// units of 16 bytes and may be added to.
+/// threads of 16 bytes and may be added to.
 #[cube]
 pub fn descriptor<E: CubePrimitive>(tile: &[E], #[comptime] leading: usize, #[comptime] stride: usize) -> u64 {
     intrinsic!(|scope| {
@@ -700,7 +700,7 @@ fn product_registers(
     })
 }
 
-/// `mma.sync`, `m16 n8 k16`: `sums += A · B`. `first`, `second`: the words of A in a unit's two rows, of its first eight columns and its second.
+/// `mma.sync`, `m16 n8 k16`: `sums += A · B`. `first`, `second`: the words of A in a thread's two rows, of its first eight columns and its second.
 /// `column`: those of B in its column, of its first eight rows and its second.
 #[cube]
 pub fn mma_step(

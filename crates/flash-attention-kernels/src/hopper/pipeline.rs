@@ -191,7 +191,7 @@ pub struct Memory {
 
 #[cube]
 impl Memory {
-    /// The layout of a consumer group's memory from `base` on, and its barriers made. All units must call it.
+    /// The layout of a consumer group's memory from `base` on, and its barriers made. All threads must call it.
     pub fn new(base: u32, #[comptime] blueprint: Blueprint) -> Memory {
         let stages = comptime!(blueprint.tile.stages as u32);
         let warpgroups = comptime!(blueprint.tile.warpgroups as u32);
@@ -353,7 +353,7 @@ impl Memory {
     /// Lets a tile of a tiled bias be overwritten.
     pub fn release_bias(&self, state: &PipelineState, #[comptime] blueprint: Blueprint) {
         if comptime!(blueprint.tiled_bias()) {
-            // All units of the warp have read it.
+            // All threads of the warp have read it.
             sync_plane();
             let lane = UNIT_POS % 32;
             if lane == 0 {

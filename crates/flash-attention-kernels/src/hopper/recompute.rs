@@ -22,10 +22,10 @@ use crate::rounding::nearest_tf32;
 use crate::softmax::{HIDDEN, lse_bits_log2};
 use cubecl::prelude::*;
 
-/// Keys at a time: one for each unit of a warp.
+/// Keys at a time: one for each thread of a warp.
 const KEYS: u32 = 32;
 
-/// Whether what a unit holds of one of its two rows of an accumulator is finite.
+/// Whether what a thread holds of one of its two rows of an accumulator is finite.
 #[cube]
 pub fn is_finite_row(sums: &Array<f32>, #[comptime] row: usize, #[comptime] columns: usize) -> bool {
     let mut trace = 0.0f32.runtime();
@@ -61,7 +61,7 @@ fn visit_of_run(
     }
 }
 
-/// Whether what a unit holds of a packed row is finite.
+/// Whether what a thread holds of a packed row is finite.
 #[cube]
 pub fn is_finite(words: &Array<u32>, #[comptime] blueprint: Blueprint) -> bool {
     let mut trace = 0u32.runtime();
@@ -113,7 +113,7 @@ fn dot_vectors<E: Float, N: Size>(
     sum
 }
 
-/// The products of a row with the warp's 32 keys from `first` on, of which each unit gets that of its own, in half precision. By a whole
+/// The products of a row with the warp's 32 keys from `first` on, of which each thread gets that of its own, in half precision. By a whole
 /// warp.
 ///
 /// The backward recomputes scores by matrix products. Multiply-adds round differently, and the difference of a score near 10⁴ would be a
@@ -132,7 +132,7 @@ fn products_with_keys<E: Float, N: Size>(
     #[comptime] blueprint: Blueprint,
 ) -> f32 {
     let lane = UNIT_POS % 32;
-    // Of every eight of the keys, the one that this unit reads.
+    // Of every eight of the keys, the one that this thread reads.
     let mut rows = Sequence::<usize>::new();
     #[unroll]
     for eight in 0..4u32 {
@@ -140,7 +140,7 @@ fn products_with_keys<E: Float, N: Size>(
     }
     let low = products_with_eights(q, q_at, k, *rows.index(0usize), *rows.index(1usize), blueprint);
     let high = products_with_eights(q, q_at, k, *rows.index(2usize), *rows.index(3usize), blueprint);
-    // The first column of row `r` of a product is in unit `4 (r % 8)`, in its first register or its third.
+    // The first column of row `r` of a product is in thread `4 (r % 8)`, in its first register or its third.
     let from = 4 * (lane % 8);
     let of_low = select(lane % 16 < 8, plane_shuffle(low[0], from), plane_shuffle(low[2], from));
     let of_high = select(lane % 16 < 8, plane_shuffle(high[0], from), plane_shuffle(high[2], from));
@@ -148,7 +148,7 @@ fn products_with_keys<E: Float, N: Size>(
 }
 
 /// The products of two eights of keys with a row: `m16 n8`, whose first column they are, and the others 0. `first_at`, `second_at`: the
-/// keys that this unit reads.
+/// keys that this thread reads.
 #[cube]
 fn products_with_eights<E: Float, N: Size>(
     q: &[Vector<E, N>],
@@ -185,7 +185,7 @@ fn as_column(row: (u32, u32)) -> (u32, u32) {
     (select(first, row.0, 0u32), select(first, row.1, 0u32))
 }
 
-/// Of a step of 16 columns of a row, of which `len` count, the two words that a unit gives a product: of its columns in each eight.
+/// Of a step of 16 columns of a row, of which `len` count, the two words that a thread gives a product: of its columns in each eight.
 #[cube]
 fn words_of<E: Float, N: Size>(
     row: &[Vector<E, N>],
@@ -197,7 +197,7 @@ fn words_of<E: Float, N: Size>(
     (word_of(row[at], comptime!(len.min(8)), dtype), second)
 }
 
-/// Columns `2 (u % 4)` and the next of eight, of which `len` count, in unit `u`.
+/// Columns `2 (u % 4)` and the next of eight, of which `len` count, in thread `u`.
 #[cube]
 fn word_of<E: Float, N: Size>(eight: Vector<E, N>, #[comptime] len: usize, #[comptime] dtype: Dtype) -> u32 {
     let quarter = UNIT_POS % 4;
@@ -214,7 +214,7 @@ fn word_of<E: Float, N: Size>(eight: Vector<E, N>, #[comptime] len: usize, #[com
     word
 }
 
-/// The score of a row and a unit's key as an exponent of 2; not visible if the key is `after` the last.
+/// The score of a row and a thread's key as an exponent of 2; not visible if the key is `after` the last.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn exponents<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
@@ -283,20 +283,20 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     #[comptime] blueprint: Blueprint,
 ) {
     let lane = UNIT_POS % 32;
-    // A unit has eight columns of O.
+    // A thread has eight columns of O.
     let mut o = Array::<f32>::new(8usize);
     #[unroll]
     for e in 0..8usize {
         o[e] = 0.0f32;
     }
-    // Branches that are the warp's, not a unit's, are decided by votes: the assembler then knows that the warp stays
+    // Branches that are the warp's, not a thread's, are decided by votes: the assembler then knows that the warp stays
     // together, and guards no shuffle, here or in the loop around.
     let lost = l == f32::INFINITY;
     // A row without weight sees nothing, or nothing but −∞: of its exponentials, relative to −∞, none would be a number.
     let after = select(l == 0.0f32, first, after);
     let mut of_row = m + lg2(l);
     let dropout = &factors.extras.dropout;
-    // Of this unit's keys, while they are looked for; the first unit has the sink as well.
+    // Of this thread's keys, while they are looked for; the first thread has the sink as well.
     let sink = sink_log2(&factors.extras, head as u32, comptime!(!blueprint.split_keys));
     let mut m = select(lane == 0, sink, HIDDEN);
     let mut l = select(m == HIDDEN, 0.0f32, 1.0f32);
@@ -343,7 +343,7 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     write_row(&o, out, at, dropout.scale(), blueprint.head_dim_v, blueprint);
 }
 
-/// Writes a row of `wide` columns, of which each unit has eight, `factor` times, to `out` from vector `at` on.
+/// Writes a row of `wide` columns, of which each thread has eight, `factor` times, to `out` from vector `at` on.
 #[cube]
 fn write_row(
     o: &Array<f32>,
@@ -377,7 +377,7 @@ fn write_row(
     }
 }
 
-/// Whether no number is left among the `wide` columns, of which each unit has eight.
+/// Whether no number is left among the `wide` columns, of which each thread has eight.
 #[cube]
 fn is_lost(sums: &Array<f32>, #[comptime] wide: usize) -> bool {
     let column = 8 * (UNIT_POS % 32);
@@ -390,7 +390,7 @@ fn is_lost(sums: &Array<f32>, #[comptime] wide: usize) -> bool {
     numbers == 0
 }
 
-/// Adds `factor` times eight columns of a row that starts at a vector and has `wide` columns: of more units than there are eights
+/// Adds `factor` times eight columns of a row that starts at a vector and has `wide` columns: of more threads than there are eights
 /// of columns, the others add the last ones, which nobody writes.
 #[cube]
 fn add_row<E: Float, N: Size>(
@@ -414,7 +414,7 @@ fn add_row<E: Float, N: Size>(
     }
 }
 
-/// Of the 16 rows that a warp has of an accumulator from `first_row` on, those that a unit asks for with `again0` or `again1`, for
+/// Of the 16 rows that a warp has of an accumulator from `first_row` on, those that a thread asks for with `again0` or `again1`, for
 /// the first and the second of its two: see `recompute_gradient`. By a whole warp.
 #[cube]
 #[allow(clippy::too_many_arguments)]
@@ -444,7 +444,7 @@ pub fn recompute_gradients<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     #[comptime] blueprint: Blueprint,
 ) {
     let lane = UNIT_POS % 32;
-    // What other units have stored of these rows comes first.
+    // What other threads have stored of these rows comes first.
     sync_plane();
     for of_warp in 0..16u32 {
         let again = select(of_warp >= 8, again1, again0);

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! `dq_accum` is f32 in an order of its own, that of the registers: for each head, tile of 64 queries, panel of 64 columns and 16
-//! queries of these, register by register four at a time, what the 32 units of a warp hold. Adding reads and writes whole lines
+//! queries of these, register by register four at a time, what the 32 threads of a warp hold. Adding reads and writes whole lines
 //! then, and so does [`convert_dq()`], which makes `dq` of it.
 
 use super::gradient::{ResultStrides, SourceStrides};
@@ -21,13 +21,13 @@ use crate::hopper::delta::{stats_all, stats_at};
 use crate::mask::Band;
 use cubecl::prelude::*;
 
-/// Units of a cube of [`convert_dq()`].
+/// Threads of a thread block of [`convert_dq()`].
 pub const UNITS: u32 = 256;
 /// Queries of a warp of it.
 pub const WARP_ROWS: u32 = (WARPGROUP_ROWS / 4) as u32;
-/// Registers that a unit adds of a panel.
+/// Registers that a thread adds of a panel.
 pub const ADDENDS: usize = WARPGROUP_ROWS * PANEL / 128;
-/// The named barrier of all units. Barrier 0 is `sync_cube`'s.
+/// The named barrier of all threads. Barrier 0 is `sync_cube`'s.
 const WRITTEN: u32 = 1;
 
 /// How a warpgroup adds to dQ.
@@ -38,9 +38,9 @@ pub struct Reducer {
     /// Descriptors of the first, and of what the warpgroup multiplies it with.
     ds_columns: u64,
     k_columns: u64,
-    /// Where this unit writes its part of the first.
+    /// Where this thread writes its part of the first.
     ds: u32,
-    /// The first of `dq_accum` in a tile of queries that this unit adds to.
+    /// The first of `dq_accum` in a tile of queries that this thread adds to.
     addend: u32,
 }
 
@@ -68,7 +68,7 @@ impl Reducer {
         };
         let ds_columns = descriptor::<E>(ds, 1024usize, 1024usize) + u64::cast_from(ds_at);
         let k_columns = descriptor::<E>(k, 1024usize, 1024usize) + u64::cast_from(k_at);
-        // Of 16 keys a unit addresses one, and the first or second eight queries of 16; the swizzle exchanges eights by the
+        // Of 16 keys a thread addresses one, and the first or second eight queries of 16; the swizzle exchanges eights by the
         // key's number modulo 8.
         let key = warp * WARP_ROWS + lane % 16;
         let eight = (lane / 16) ^ (lane % 8);

@@ -1,8 +1,8 @@
 //! The online softmax on the rows of an accumulator, and their way out.
 //!
-//! A warpgroup's accumulator `[64, n]` lies in its units' registers by eights of columns: unit `u` of a warp holds, of
+//! A warpgroup's accumulator `[64, n]` lies in its threads' registers by eights of columns: thread `u` of a warp holds, of
 //! rows `u / 4` and `u / 4 + 8` of the warp's 16, columns `2 (u % 4)` and the next of each eight. Element `4 i + 2 r + e`
-//! of its registers is row `r`, eight `i`, column `e`. Four units share a row.
+//! of its registers is row `r`, eight `i`, column `e`. Four threads share a row.
 
 use super::Blueprint;
 use super::ops::*;
@@ -14,7 +14,7 @@ use cubecl::prelude::*;
 /// How much, as a power of two, a maximum may grow before what was computed with it is rescaled.
 const LAZY: f32 = 8.0;
 
-/// The highest sum of a unit's exponentials of a tile after which a reference maximum is kept.
+/// The highest sum of a thread's exponentials of a tile after which a reference maximum is kept.
 const KEPT: f32 = 65536.0;
 
 /// The highest such sum that can be rescaled: 2^120, as 2^-127 is no normal number any more.
@@ -23,7 +23,7 @@ const RESCALED: f32 = (1u128 << 120) as f32;
 /// Of how many eights of columns one is looked at for a reference maximum.
 const SPARSE: usize = 4;
 
-/// What the softmax remembers of a unit's two rows.
+/// What the softmax remembers of a thread's two rows.
 #[derive(CubeType)]
 pub struct OnlineSoftmax {
     /// The exponents of 2 that their exponentials are relative to; [`HIDDEN`] for a row that has seen nothing.
@@ -33,11 +33,11 @@ pub struct OnlineSoftmax {
     /// a tile's sum tells whether it has become too low. A maximum costs as many instructions as the exponentials do.
     pub m0: f32,
     pub m1: f32,
-    /// What this unit holds of the rows' exponentials, added; +∞ for a row that was out of range.
+    /// What this thread holds of the rows' exponentials, added; +∞ for a row that was out of range.
     pub l0: f32,
     pub l1: f32,
     /// What a row's largest exponential is found by: the row's highest score; where exponentials are relative to a reference maximum,
-    /// and nobody knows that one, the largest exponential of this unit in the tiles that raised a reference maximum of the warp's. In sharp
+    /// and nobody knows that one, the largest exponential of this thread in the tiles that raised a reference maximum of the warp's. In sharp
     /// distributions the tile with a row's maximum does.
     pub top0: f32,
     pub top1: f32,
@@ -46,7 +46,7 @@ pub struct OnlineSoftmax {
 /// What taking a tile in leaves to be done.
 #[derive(CubeType, Clone)]
 pub struct Taken {
-    /// What this unit holds of the tile's exponentials, added: relative to reference maxima, their growth is decided by it. Relative to
+    /// What this thread holds of the tile's exponentials, added: relative to reference maxima, their growth is decided by it. Relative to
     /// maxima, by what the accumulator must be multiplied.
     x0: f32,
     x1: f32,
@@ -174,7 +174,7 @@ impl OnlineSoftmax {
     }
 }
 
-/// By how much the reference maximum of a row must grow after a tile of which a unit holds this sum: 0, but where a unit's sum is
+/// By how much the reference maximum of a row must grow after a tile of which a thread holds this sum: 0, but where a thread's sum is
 /// above [`KEPT`].
 #[cube]
 fn growth(sum: f32) -> f32 {
@@ -192,7 +192,7 @@ fn row_max(s: &Array<f32>, #[comptime] row: usize, #[comptime] every: usize, #[c
     max(m, plane_shuffle_xor(m, 2u32))
 }
 
-/// The highest of what a unit holds of a row.
+/// The highest of what a thread holds of a row.
 #[cube]
 fn unit_max(s: &Array<f32>, #[comptime] row: usize, #[comptime] every: usize, #[comptime] tile_k: usize) -> f32 {
     // Even and odd eights and columns apart: one after the other, each would wait for the one before.
@@ -218,7 +218,7 @@ fn exponent_of_max(highest: f32, exponent: f32) -> f32 {
     select(highest == HIDDEN, HIDDEN, highest * exponent)
 }
 
-/// Turns a row's scores into `2^(exponent · s − m)`; returns what this unit holds of the row, added.
+/// Turns a row's scores into `2^(exponent · s − m)`; returns what this thread holds of the row, added.
 #[cube]
 fn exponentials(s: &mut Array<f32>, #[comptime] row: usize, m: f32, exponent: f32, #[comptime] tile_k: usize) -> f32 {
     // All scores of a row that has seen nothing are −∞.
@@ -269,7 +269,7 @@ pub struct RowEnd {
 
 #[cube]
 impl RowEnd {
-    /// Of a row of whose [`OnlineSoftmax`] these are what one of its units holds.
+    /// Of a row of whose [`OnlineSoftmax`] these are what one of its threads holds.
     #[allow(clippy::too_many_arguments)]
     pub fn of(
         m: f32,
@@ -307,7 +307,7 @@ pub fn normalizer_of(l: f32, factor: f32, extras: &Extras) -> f32 {
     select(l == 0.0f32, 0.0f32, factor)
 }
 
-/// The sum over the four units of a row.
+/// The sum over the four threads of a row.
 #[cube]
 pub fn row_sum(part: f32) -> f32 {
     let pair = part + plane_shuffle_xor(part, 1u32);
@@ -362,7 +362,7 @@ pub fn fragments_of(s: &Array<f32>, p: &mut Sequence<u32>, #[comptime] tile_k: u
     }
 }
 
-/// One of a unit's two rows of an accumulator, `factor` times, in 16 bits: a word for each eight of columns.
+/// One of a thread's two rows of an accumulator, `factor` times, in 16 bits: a word for each eight of columns.
 #[cube]
 pub fn pack_row(
     o: &Array<f32>,
@@ -381,14 +381,14 @@ pub fn pack_row(
     words
 }
 
-/// Which vector of 4 columns a unit writes of two eights of a row: even units one of the first, odd ones of the second.
+/// Which vector of 4 columns a thread writes of two eights of a row: even threads one of the first, odd ones of the second.
 #[cube]
 pub fn vector_of_pair() -> u32 {
     let lane = UNIT_POS % 32;
     lane % 2 * 2 + lane % 4 / 2
 }
 
-/// That vector, of what this unit and its neighbour hold of the two eights: all must call it.
+/// That vector, of what this thread and its neighbour hold of the two eights: all must call it.
 #[cube]
 pub fn exchange(first: u32, second: u32) -> (u32, u32) {
     let odd = UNIT_POS % 2 == 1;
@@ -397,7 +397,7 @@ pub fn exchange(first: u32, second: u32) -> (u32, u32) {
 }
 
 /// Writes a packed row to `out` from vector `at` on: 4 columns a vector; nothing if not `live`. Neighbours exchange what they
-/// hold, so that the four units of a row write 32 bytes of it together: all must call it.
+/// hold, so that the four threads of a row write 32 bytes of it together: all must call it.
 #[cube]
 pub fn store_row(
     words: &Array<u32>,
@@ -421,7 +421,7 @@ pub fn store_row(
     }
 }
 
-/// Writes one of a unit's two rows of an accumulator, `factor` times, in f32 to `out` from vector `at` on: 2 columns a vector, this
+/// Writes one of a thread's two rows of an accumulator, `factor` times, in f32 to `out` from vector `at` on: 2 columns a vector, this
 /// many, a multiple of 4; nothing if not `live`.
 #[cube]
 pub fn store_row_f32(
@@ -444,7 +444,7 @@ pub fn store_row_f32(
     }
 }
 
-/// Writes one of a unit's two rows of an accumulator, `factor` times, in this element type, as a row of `wide` columns and what
+/// Writes one of a thread's two rows of an accumulator, `factor` times, in this element type, as a row of `wide` columns and what
 /// fills them up to vectors of 16 bytes: see [`store_row()`] and [`store_row_f32()`].
 #[cube]
 #[allow(clippy::too_many_arguments)]

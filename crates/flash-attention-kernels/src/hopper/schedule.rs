@@ -1,6 +1,6 @@
 //! Which consumer group computes which block of rows, and when.
 //!
-//! As many cubes as run at a time are started, of one consumer group or more; each consumer group computes one work tile after another. A work tile is
+//! As many thread blocks as run at a time are started, of one consumer group or more; each consumer group computes one work tile after another. A work tile is
 //! a block of queries of a head, or, where there are too few of them, that with a split of its keys; transposed it is a block
 //! of keys, and what is said of queries and keys here is the other way round. Work tiles are numbered so that
 //! - heads come in head groups whose keys and values fit the second-level cache together, and

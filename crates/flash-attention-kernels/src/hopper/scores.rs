@@ -151,7 +151,7 @@ pub fn apply_score_mod_of_head<E: Float, M: Numeric, NB: Size, NM: Size>(
     derivatives
 }
 
-/// The `e`-th of two neighbouring pairs of a unit's `r`-th row and `i`-th eight of columns; `distance`: from the row to its first column.
+/// The `e`-th of two neighbouring pairs of a thread's `r`-th row and `i`-th eight of columns; `distance`: from the row to its first column.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn place_of(
@@ -529,13 +529,13 @@ pub fn apply_mask(
     }
 }
 
-/// The first of a unit's two rows.
+/// The first of a thread's two rows.
 #[cube]
 fn row_of(first_row: u32) -> u32 {
     first_row + UNIT_POS / 32 % 4 * 16 + UNIT_POS % 32 / 4
 }
 
-/// The first of a unit's columns.
+/// The first of a thread's columns.
 #[cube]
 fn column_of(k_start: u32) -> u32 {
     k_start + UNIT_POS % 4 * 2

@@ -148,11 +148,11 @@ pub(super) type WantedBias<'a> = (&'a TensorView, BiasTile);
 /// How the bias's gradient is launched.
 struct DbiasGrids {
     sums: Sums,
-    /// Heads and batches that are told apart in what a cube writes.
+    /// Heads and batches that are told apart in what a thread block writes.
     heads: usize,
     batches: usize,
     grid: (GridLaunch, CubeCount),
-    /// Units that share an element of the fold, and its cubes.
+    /// Threads that share an element of the fold, and its thread blocks.
     fold: Option<(usize, CubeCount)>,
 }
 
@@ -593,7 +593,7 @@ impl Call<'_> {
         let fold = match sums {
             Sums::Tile => None,
             Sums::Columns | Sums::Rows => {
-                // A unit for each element, or a cube where many terms are to be added.
+                // A thread for each element, or a thread block where many terms are to be added.
                 let terms = tiling::sums_len(sums, p) / dbias.len();
                 let lanes = if terms < dbias::FOLD_UNITS { 1 } else { dbias::FOLD_UNITS };
                 let cubes = (dbias.len() * lanes).div_ceil(dbias::FOLD_UNITS);
@@ -627,7 +627,7 @@ impl Call<'_> {
             Some(partial) => (partial.arg(), f32),
             None => (dbias.arg(), dtype),
         };
-        // Sequences, not blocks of them: a cube has a part of the bias, which may belong to several.
+        // Sequences, not blocks of them: a thread block has a part of the bias, which may belong to several.
         let lists = match sums {
             Sums::Columns => self.lists(Blocks::Keys, tile.tile_k, tile.tile_q, false),
             Sums::Tile | Sums::Rows => self.lists(Blocks::Queries, tile.tile_q, tile.tile_k, false),

@@ -10,7 +10,7 @@ use crate::tiling::{self, Kernel, Stage};
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
 
-/// A gradient's launch, checked: what it computes, tiles, cubes, and where `dq` or `dk`, and `dv` go.
+/// A gradient's launch, checked: what it computes, tiles, thread blocks, and where `dq` or `dk`, and `dv` go.
 pub(super) struct MatrixGradient<'a> {
     role: Role,
     tile: MatrixTile,

@@ -294,13 +294,13 @@ impl<'a> Call<'a> {
         DropoutLaunch::new(seed.into(), threshold(rate), factor(rate))
     }
 
-    /// One cube for each block of so many queries.
+    /// One thread block for each block of so many queries.
     fn query_grid(&self, kernel: &'static str, tile: usize) -> Result<(GridLaunch, CubeCount), AttentionError> {
         let (blocks, batches) = self.blocks(self.problem.seq_q, tile);
         self.grid(kernel, blocks, self.problem.num_heads_q, batches)
     }
 
-    /// One cube for each block of so many keys.
+    /// One thread block for each block of so many keys.
     fn key_grid(&self, kernel: &'static str, tile: usize) -> Result<(GridLaunch, CubeCount), AttentionError> {
         let (blocks, batches) = self.blocks(self.problem.seq_k, tile);
         self.grid(kernel, blocks, self.problem.num_heads_kv, batches)
@@ -377,14 +377,14 @@ fn stated(argument: &'static str, given: bool, stated: bool) -> Result<(), Atten
     })
 }
 
-/// Cubes of 256 units, or as many as the device takes, one unit for each element.
+/// Thread blocks of 256 threads, or as many as the device takes, one thread for each element.
 fn elementwise(device: &Device, kernel: &'static str, len: usize) -> Result<(CubeCount, CubeDim), AttentionError> {
     let units = device.units.min(256);
     let (x, y, z) = tiling::cube_count(device, kernel, len.div_ceil(units) as u64)?;
     Ok((CubeCount::Static(x, y, z), CubeDim::new_1d(units as u32)))
 }
 
-/// One cube for each row of `[B, H, S, D]`.
+/// One thread block for each row of `[B, H, S, D]`.
 #[cfg(feature = "cuda")]
 fn rows_grid(device: &Device, kernel: &'static str, shape: [usize; 4]) -> Result<(CubeCount, CubeDim), AttentionError> {
     let rows = shape[..3].iter().map(|n| *n as u64).product();

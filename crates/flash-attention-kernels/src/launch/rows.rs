@@ -1,4 +1,4 @@
-//! Launches the kernels whose units hold whole rows.
+//! Launches the kernels whose threads hold whole rows.
 
 use super::sequences::Blocks;
 use super::{Call, Saved, Scratch};
@@ -12,7 +12,7 @@ use crate::tiling::{self, Kernel, Stage};
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
 
-/// A gradient's launch, checked: what it computes, tiles, cubes, and where `dq` or `dk`, and `dv` go.
+/// A gradient's launch, checked: what it computes, tiles, thread blocks, and where `dq` or `dk`, and `dv` go.
 pub(super) struct RowsGradient<'a> {
     role: Role,
     tile: RowsTile,

@@ -21,7 +21,7 @@ pub(super) enum Blocks {
     KeysTurned,
 }
 
-/// How many there are, and the cubes of what tells where they lie.
+/// How many there are, and the thread blocks of what tells where they lie.
 pub(super) struct Sequences {
     number: usize,
     /// Of [`schedule`].
@@ -31,7 +31,7 @@ pub(super) struct Sequences {
 }
 
 impl Sequences {
-    /// Those of a problem, if there are several; an error where the device cannot count so many cubes.
+    /// Those of a problem, if there are several; an error where the device cannot count so many thread blocks.
     pub(super) fn of(device: &Device, problem: &AttentionProblem) -> Result<Option<Self>, AttentionError> {
         let Some(number) = problem.num_sequences() else { return Ok(None) };
         let [schedule, of_queries, of_keys] =
@@ -89,7 +89,7 @@ impl Call<'_> {
         p.cu_seqlens.is_some() || if keys { p.seq_lens_k } else { p.seq_lens_q }
     }
 
-    /// The cubes that [`fill_splits`](Self::fill_splits) takes, if it has anything to do, for an output `[P · B, H, S, D]`.
+    /// The thread blocks that [`fill_splits`](Self::fill_splits) takes, if it has anything to do, for an output `[P · B, H, S, D]`.
     #[cfg(feature = "cuda")]
     pub(super) fn splits_grid(
         &self,

@@ -1,8 +1,8 @@
-//! Forward: `o = softmax(scores) · v` and its log-sum-exp, one cube for each block of queries of a head.
+//! Forward: `o = softmax(scores) · v` and its log-sum-exp, one thread block for each block of queries of a head.
 //!
 //! ```text
 //! for each tile of keys that the queries see:
-//!     S = Q Kᵀ → board, turned into scores by the units of a row      m' = max(m, rowmax S)
+//!     S = Q Kᵀ → board, turned into scores by the threads of a row      m' = max(m, rowmax S)
 //!     P = exp(S − m') → weights      l = exp(m − m')·l + rowsum P      O = exp(m − m')·O + P V
 //! o = O / l      lse = m + ln l
 //! ```
@@ -147,7 +147,7 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     write(o, &o_at, q_start, band.after_queries(), &acc, &mut panels.board, &factors, me, head_dim_v, tile);
 }
 
-/// Turns a unit's part of its `nth` row of products into scores, hidden ones into [`HIDDEN`].
+/// Turns a thread's part of its `nth` row of products into scores, hidden ones into [`HIDDEN`].
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn finish_row<E: Float, M: Numeric>(
@@ -195,7 +195,7 @@ fn row_max(s: &Array<f32>, #[comptime] tile: MatrixTile) -> f32 {
     highest
 }
 
-/// The sum of what the units of a row have.
+/// The sum of what the threads of a row have.
 #[cube]
 fn row_sum(part: f32, #[comptime] tile: MatrixTile) -> f32 {
     let mut sum = part;
@@ -206,7 +206,7 @@ fn row_sum(part: f32, #[comptime] tile: MatrixTile) -> f32 {
     sum
 }
 
-/// Turns a unit's part of its `nth` row of scores into weights, those that are kept; returns the sum of all.
+/// Turns a thread's part of its `nth` row of scores into weights, those that are kept; returns the sum of all.
 #[cube]
 fn weigh_row(
     s: &mut Array<f32>,

@@ -1,4 +1,4 @@
-//! Gradients: `dq`, one cube for each block of queries of a head, or `dk` and `dv`, one for each block of keys.
+//! Gradients: `dq`, one thread block for each block of queries of a head, or `dk` and `dv`, one for each block of keys.
 //!
 //! ```text
 //! Dq      for each tile of keys that the queries see:
@@ -181,7 +181,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
     }
 }
 
-/// A unit's part of a row of the tile.
+/// A thread's part of a row of the tile.
 #[derive(CubeType)]
 struct Row {
     /// `P`, then `dS`.
@@ -288,7 +288,7 @@ impl Row {
     }
 }
 
-/// The query and the key of the `n`-th element of a unit's `nth` row.
+/// The query and the key of the `n`-th element of a thread's `nth` row.
 #[cube]
 fn pair(
     at: &TileAt,

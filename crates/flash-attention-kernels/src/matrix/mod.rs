@@ -1,4 +1,4 @@
-//! Attention by cooperative matrix products: a plane of units holds small matrices between its units and multiplies them on
+//! Attention by cooperative matrix products: a warp of threads holds small matrices between its threads and multiplies them on
 //! the device's matrix units. Vulkan, CUDA before Hopper, Metal and ROCm offer them.
 //!
 //! ```text
@@ -7,8 +7,8 @@
 //! gradient  dq; dk and dv
 //! ```
 //!
-//! How a plane's units share a matrix is the device's secret, so that whatever works row by row — softmax, masks, scaling —
-//! goes through a *board* of f32 in shared memory, on which each unit has its row, or its part of one.
+//! How a warp's threads share a matrix is the device's secret, so that whatever works row by row — softmax, masks, scaling —
+//! goes through a *board* of f32 in shared memory, on which each thread has its row, or its part of one.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
@@ -25,12 +25,12 @@ pub const WIDTH: usize = 4;
 /// Elements that rows in shared memory are apart beyond what fills them, so that neighbours start in different banks.
 const PAD: usize = 8;
 
-/// Shapes of one cube's tiles. A plane owns `m` rows; columns stream by.
+/// Shapes of one thread block's tiles. A warp owns `m` rows; columns stream by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct MatrixTile {
-    /// Planes of a cube.
+    /// Warps of a thread block.
     pub planes: usize,
-    /// Units of a plane.
+    /// Threads of a warp.
     pub plane: usize,
     /// Columns of a tile: keys that stream by, or, for the gradients of keys and values, queries.
     pub columns: usize,
@@ -39,7 +39,7 @@ pub struct MatrixTile {
 }
 
 impl MatrixTile {
-    /// Rows of a plane, and of a product.
+    /// Rows of a warp, and of a product.
     pub fn m(&self) -> usize {
         self.shape[0]
     }
@@ -59,22 +59,22 @@ impl MatrixTile {
         self.planes * self.m()
     }
 
-    /// Units of a cube.
+    /// Threads of a thread block.
     pub fn units(&self) -> usize {
         self.planes * self.plane
     }
 
-    /// Units that share a row of the board.
+    /// Threads that share a row of the board.
     pub fn sharers(&self) -> usize {
         (self.plane / self.m()).max(1)
     }
 
-    /// Rows of the board that a unit has a part of.
+    /// Rows of the board that a thread has a part of.
     pub fn rows_of_unit(&self) -> usize {
         self.m().div_ceil(self.plane)
     }
 
-    /// Vectors of a row of the board that a unit has.
+    /// Vectors of a row of the board that a thread has.
     pub fn vectors_of_unit(&self) -> usize {
         self.columns / WIDTH / self.sharers()
     }
@@ -173,7 +173,7 @@ pub struct Blueprint {
 }
 
 impl Blueprint {
-    /// Bytes of shared memory: panels of K and V, the board, weights, a word for each plane.
+    /// Bytes of shared memory: panels of K and V, the board, weights, a word for each warp.
     ///
     /// ```
     /// # use flash_attention_kernels::{matrix::{Blueprint, MatrixTile, Role}, score::Factor};

@@ -1,12 +1,12 @@
 //! What the kernels are made of: panels in shared memory, the products on them, and the way of rows through the board.
 //!
 //! ```text
-//! panel     [columns, head_dim]       a tile of K or V, 16-bit, staged by all units
-//! board     [rows, columns]           f32: products on their way to units, accumulators on theirs to memory
+//! panel     [columns, head_dim]       a tile of K or V, 16-bit, staged by all threads
+//! board     [rows, columns]           f32: products on their way to threads, accumulators on theirs to memory
 //! weights   [rows, columns]           16-bit: P or dS on its way back to the matrix units
 //! ```
 //!
-//! Board and weights belong to planes, `m` rows each, so that a plane waits for nobody else.
+//! Board and weights belong to warps, `m` rows each, so that a warp waits for nobody else.
 
 use super::{Blueprint, MatrixTile, WIDTH};
 use crate::portable::tile::Matrix as HeadOf;
@@ -24,11 +24,11 @@ pub struct Panels<E: Float> {
     pub k: Shared<[Quad<E>]>,
     /// The tile of V.
     pub v: Shared<[Quad<E>]>,
-    /// f32 of all planes.
+    /// f32 of all warps.
     pub board: Shared<[Quad<f32>]>,
-    /// 16-bit weights of all planes.
+    /// 16-bit weights of all warps.
     pub weights: Shared<[Quad<E>]>,
-    /// For each plane, whether it staged anything that is not finite.
+    /// For each warp, whether it staged anything that is not finite.
     pub flags: Shared<[u32]>,
 }
 
@@ -48,40 +48,40 @@ impl<E: Float> Panels<E> {
     }
 }
 
-/// Where a unit stands: its plane, and in it.
+/// Where a thread stands: its warp, and in it.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Place {
-    /// The plane.
+    /// The warp.
     pub plane: u32,
-    /// The unit's number in it.
+    /// The thread's number in it.
     pub lane: u32,
 }
 
 #[cube]
 impl Place {
-    /// This unit's. Planes lie along y.
+    /// This thread's. Warps lie along y.
     pub fn here() -> Place {
         Place { plane: UNIT_POS_Y, lane: UNIT_POS_X }
     }
 
-    /// The plane's `nth` row that this unit has a part of.
+    /// The warp's `nth` row that this thread has a part of.
     pub fn row(&self, #[comptime] nth: usize, #[comptime] tile: MatrixTile) -> u32 {
         self.lane / comptime!(tile.sharers() as u32) + comptime!((nth * tile.plane) as u32)
     }
 
-    /// The vector of a row that is this unit's `nth`.
+    /// The vector of a row that is this thread's `nth`.
     pub fn vector(&self, #[comptime] nth: usize, #[comptime] tile: MatrixTile) -> u32 {
         self.lane % comptime!(tile.sharers() as u32) + comptime!((nth * tile.sharers()) as u32)
     }
 
-    /// The first vector of this plane's on the board.
+    /// The first vector of this warp's on the board.
     pub fn board(&self, #[comptime] tile: MatrixTile) -> usize {
         self.plane as usize * comptime!(tile.m() * tile.board_pitch())
     }
 }
 
-/// Copies rows `start .. start + columns` of a head into a panel, zeros where there are none. Returns whether this unit met
+/// Copies rows `start .. start + columns` of a head into a panel, zeros where there are none. Returns whether this thread met
 /// anything that is not finite.
 #[cube]
 pub fn stage<E: Float, N: Size>(
@@ -154,7 +154,7 @@ fn magnitude<E: Float>(value: Quad<E>) -> u32 {
     highest
 }
 
-/// Tells the other planes what was staged. Call [`was_staged()`] for their answer, after a barrier.
+/// Tells the other warps what was staged. Call [`was_staged()`] for their answer, after a barrier.
 #[cube]
 pub fn tell_staged(dirty: bool, flags: &mut Shared<[u32]>, me: Place) {
     let any = plane_any(dirty);
@@ -163,7 +163,7 @@ pub fn tell_staged(dirty: bool, flags: &mut Shared<[u32]>, me: Place) {
     }
 }
 
-/// Whether any plane staged anything that is not finite.
+/// Whether any warp staged anything that is not finite.
 #[cube]
 pub fn was_staged(flags: &Shared<[u32]>, #[comptime] tile: MatrixTile) -> bool {
     let mut any = 0u32.runtime();
@@ -174,7 +174,7 @@ pub fn was_staged(flags: &Shared<[u32]>, #[comptime] tile: MatrixTile) -> bool {
     any != 0
 }
 
-/// A unit's part of its `nth` row of the board.
+/// A thread's part of its `nth` row of the board.
 #[cube]
 pub fn read_row(
     board: &Shared<[Quad<f32>]>,
@@ -195,7 +195,7 @@ pub fn read_row(
     s
 }
 
-/// Writes a unit's part of its `nth` row of weights where products find it.
+/// Writes a thread's part of its `nth` row of weights where products find it.
 #[cube]
 pub fn write_row<E: Float>(
     values: &Array<f32>,
@@ -234,8 +234,8 @@ fn product(#[comptime] tile: MatrixTile) -> Matrix<f32> {
     Matrix::<f32>::from_value(MatrixIdent::Accumulator, m, n, k, MatrixLayout::Undefined, 0.0f32)
 }
 
-/// The plane's rows of a block that starts at `start`, as left operands. They pass the panel `through`, tile by tile, whose
-/// contents are lost; all units must call it.
+/// The warp's rows of a block that starts at `start`, as left operands. They pass the panel `through`, tile by tile, whose
+/// contents are lost; all threads must call it.
 #[cube]
 pub fn operands<E: Float, N: Size>(
     tensor: &Tensor<Vector<E, N>>,
@@ -274,7 +274,7 @@ pub fn operands<E: Float, N: Size>(
     rows
 }
 
-/// `rows · panelᵀ` to the plane's board.
+/// `rows · panelᵀ` to the warp's board.
 #[cube]
 pub fn scores<E: Float>(
     rows: &Sequence<Matrix<E>>,
@@ -460,7 +460,7 @@ pub fn scale(
     }
 }
 
-/// Writes the plane's rows of the accumulator, each multiplied by its factor, to those of a block that starts at `start`.
+/// Writes the warp's rows of the accumulator, each multiplied by its factor, to those of a block that starts at `start`.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn write<E: Float, N: Size>(

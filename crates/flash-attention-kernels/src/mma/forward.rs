@@ -1,4 +1,4 @@
-//! Forward: `o = softmax(scores) · v` and its log-sum-exp, one cube for each block of queries of a head.
+//! Forward: `o = softmax(scores) · v` and its log-sum-exp, one thread block for each block of queries of a head.
 //!
 //! ```text
 //! for each tile of keys that the queries see, the last first, while the next one is copied:
@@ -8,7 +8,7 @@
 //! ```
 //!
 //! (FlashAttention-2, arXiv:2307.08691, algorithm 1 and section 3.3: `S`, `P` and `O` of a warp's queries never leave its
-//! registers.) What `m` really is, and when it changes: [`OnlineSoftmax`]. Products of one cube run under the softmax of another
+//! registers.) What `m` really is, and when it changes: [`OnlineSoftmax`]. Products of one thread block run under the softmax of another
 //! on the same multiprocessor, which is why tiles leave room for two where they can.
 
 use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
@@ -101,7 +101,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     copy_rows(v, &strides.v, batch, head_kv, k_start, v_at, &band, Along::Keys, tile_k, scores.head_dim_v, blueprint);
     copies_commit();
 
-    // -- where this unit reads operands
+    // -- where this thread reads operands
     let of_rows = comptime!(RowsOf {
         groups,
         lines: WARPGROUP_ROWS,
@@ -120,7 +120,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
 
     let mut s = registers(groups, comptime!(tile_k / 2));
     let mut acc = registers(groups, comptime!(columns / 2));
-    // Of each group the two rows of this unit.
+    // Of each group the two rows of this thread.
     let mut m = Array::<f32>::new(comptime!(2 * groups));
     let mut l = Array::<f32>::new(comptime!(2 * groups));
     let mut top = Array::<f32>::new(comptime!(2 * groups));
@@ -258,7 +258,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         }
     }
     if comptime!(hides || split || scores.uses_reference_max()) && plane_any(again != 0) {
-        // What other units have stored of these rows comes first.
+        // What other threads have stored of these rows comes first.
         sync_plane();
         let after = work.k_last + comptime!(tile_k as u32);
         let first = after - steps * comptime!(tile_k as u32);

@@ -1,4 +1,4 @@
-//! Gradients: `dq`, one cube for each block of queries, or `dk` and `dv`, one cube for each block of keys.
+//! Gradients: `dq`, one thread block for each block of queries, or `dk` and `dv`, one thread block for each block of keys.
 //!
 //! ```text
 //! Dq      for each tile of keys that the queries see, the last first:
@@ -116,7 +116,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let copies = Copies { k_at, v_at, lse_at, delta_at, batch: work.batch };
     copies.tile(k, v, stats, &sources, &band, &scheduler, work.head_kv, k_last, 0u32, blueprint);
 
-    // -- where this unit reads operands
+    // -- where this thread reads operands
     let of_s = comptime!(RowsOf {
         groups,
         lines: WARPGROUP_ROWS,
@@ -133,7 +133,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let q_lane = q_at + warpgroup * comptime!((groups * scores.q_bytes()) as u32) + of_warp;
     let d_lane = d_at + warpgroup * comptime!((groups * scores.d_bytes()) as u32) + of_warp;
 
-    // lse and delta of this unit's rows, where rows are queries.
+    // lse and delta of this thread's rows, where rows are queries.
     let mut of_rows = Sequence::<RowStatistics>::new();
     #[unroll]
     for nth in 0..groups {
@@ -309,7 +309,7 @@ struct Copies {
 
 #[cube]
 impl Copies {
-    /// Asks for a copy of a tile to this stage. By all units.
+    /// Asks for a copy of a tile to this stage. By all threads.
     #[allow(clippy::too_many_arguments)]
     fn tile<E: Float, N: Size>(
         &self,

@@ -33,11 +33,11 @@ use serde::Serialize;
 /// Tiles. What is said of queries and keys is the other way round in the kernel of `dk` and `dv`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct MmaTile {
-    /// Warpgroups of a cube.
+    /// Warpgroups of a thread block.
     pub warpgroups: usize,
     /// Blocks of 16 queries of a warp: what is read of K and V serves all of them.
     pub groups: usize,
-    /// Keys of a tile: a multiple of 16, and of the rows that a cube copies at a time, an eighth of its units.
+    /// Keys of a tile: a multiple of 16, and of the rows that a thread block copies at a time, an eighth of its threads.
     pub tile_k: usize,
 }
 
@@ -45,7 +45,7 @@ impl MmaTile {
     /// Tiles of K, and of V, in shared memory at a time.
     pub const STAGES: usize = 2;
 
-    /// Queries of a cube.
+    /// Queries of a thread block.
     ///
     /// ```
     /// use flash_attention_kernels::MmaTile;
@@ -56,7 +56,7 @@ impl MmaTile {
         self.warpgroups * self.groups * WARPGROUP_ROWS
     }
 
-    /// Units of a cube.
+    /// Threads of a thread block.
     pub fn units(&self) -> usize {
         self.warpgroups * WARPGROUP_UNITS
     }

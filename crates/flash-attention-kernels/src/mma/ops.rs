@@ -38,13 +38,13 @@ pub fn copy_word(from: &[u32], to: u32, bytes: u32) {
     })
 }
 
-/// The copies that this unit has asked for since the last time form a group.
+/// The copies that this thread has asked for since the last time form a group.
 #[cube]
 pub fn copies_commit() {
     intrinsic!(|scope| effect(scope, "cp.async.commit_group;", "~{memory}", vec![]))
 }
 
-/// Waits until at most the newest `n` groups of this unit's copies are under way.
+/// Waits until at most the newest `n` groups of this thread's copies are under way.
 #[cube]
 pub fn copies_wait(#[comptime] n: usize) {
     intrinsic!(|scope| effect(scope, &format!("cp.async.wait_group {n};"), "~{memory}", vec![]))
@@ -53,7 +53,7 @@ pub fn copies_wait(#[comptime] n: usize) {
 // -- products
 
 /// `acc = A · Bᵀ`: rows of `a` with rows of `b`, where [`lane_of_rows`](crate::mma::tiles::lane_of_rows()) and
-/// [`lane_of_columns`](crate::mma::tiles::lane_of_columns()) say that this unit reads them.
+/// [`lane_of_columns`](crate::mma::tiles::lane_of_columns()) say that this thread reads them.
 #[cube]
 pub fn multiply_rows(acc: &mut Sequence<Array<f32>>, a: u32, b: u32, #[comptime] of: RowsOf) {
     let after = product_rows(a, b, of);
@@ -80,7 +80,7 @@ fn product_rows(a: u32, b: u32, #[comptime] of: RowsOf) -> Sequence<f32> {
 }
 
 /// `acc += A · B`: fragments, of each group those of all steps, with columns of `b`, where
-/// [`lane_of_sums`](crate::mma::tiles::lane_of_sums()) says that this unit reads them.
+/// [`lane_of_sums`](crate::mma::tiles::lane_of_sums()) says that this thread reads them.
 #[cube]
 pub fn multiply_columns(acc: &mut Sequence<Array<f32>>, fragments: &Sequence<u32>, b: u32, #[comptime] of: ColumnsOf) {
     let len = comptime!(of.columns / 2);

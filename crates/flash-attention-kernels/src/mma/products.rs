@@ -202,7 +202,7 @@ fn halves_with_columns(of: ColumnsOf) -> String {
 }
 
 /// There is no transposed read of 32-bit elements. But products may be added up in any order: if even lines are a fragment's first
-/// four rows, units hold their part of the first operand already, and their reads of the second one are in different banks.
+/// four rows, threads hold their part of the first operand already, and their reads of the second one are in different banks.
 fn words_with_columns(of: ColumnsOf) -> String {
     let ColumnsOf { groups, tile_k, columns, products } = of;
     let (steps, eights) = (tile_k / 8, columns / 8);

@@ -10,7 +10,7 @@ use crate::hopper::forward::Stride;
 use crate::mask::Band;
 use cubecl::prelude::*;
 
-/// Units that copy a line of a panel: a vector of 16 bytes each.
+/// Threads that copy a line of a panel: a vector of 16 bytes each.
 const OF_LINE: u32 = 8;
 
 /// Where a vector of a line lies from a panel's start on.
@@ -19,7 +19,7 @@ pub fn place(line: u32, vector: u32) -> u32 {
     line * comptime!(LINE as u32) + (vector ^ (line % 8)) * 16
 }
 
-/// Where a unit's part of a read of 16 rows and 16 columns lies from a tile's start on, as the first operand of a product and,
+/// Where a thread's part of a read of 16 rows and 16 columns lies from a tile's start on, as the first operand of a product and,
 /// transposed, as the second: matrices of 8 × 8 follow one another down, then to the right.
 #[cube]
 pub fn lane_of_rows(lane: u32) -> u32 {
@@ -32,14 +32,14 @@ pub fn lane_of_columns(lane: u32) -> u32 {
     place(lane / 16 * 8 + lane % 8, lane / 8 % 2)
 }
 
-/// Where a unit's element of 32 bits lies in a tile's first even line and first eight columns, as the second operand of a product
+/// Where a thread's element of 32 bits lies in a tile's first even line and first eight columns, as the second operand of a product
 /// whose rows are even lines first: the other ones are a line further on, in the vector that differs in its last bit.
 #[cube]
 pub fn lane_of_even_rows(lane: u32) -> u32 {
     place(lane % 4 * 2, lane / 16) + lane / 4 % 4 * 4
 }
 
-/// Where a unit's part of the second operand lies whose rows are summed over.
+/// Where a thread's part of the second operand lies whose rows are summed over.
 #[cube]
 pub fn lane_of_sums(lane: u32, #[comptime] products: Products) -> u32 {
     if comptime!(matches!(products, Products::F16 | Products::BF16)) {
@@ -58,7 +58,7 @@ pub enum Along {
     Keys,
 }
 
-/// Asks for a copy of `lines` rows from the `first` on, this `wide`, to `to`; zeros past the last row and column. By all units.
+/// Asks for a copy of `lines` rows from the `first` on, this `wide`, to `to`; zeros past the last row and column. By all threads.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn copy_rows<E: Float, N: Size>(
@@ -105,7 +105,7 @@ pub fn copy_rows<E: Float, N: Size>(
     }
 }
 
-/// Asks for a copy of `count` words from element `first` on to `to`. By all units.
+/// Asks for a copy of `count` words from element `first` on to `to`. By all threads.
 #[cube]
 pub fn copy_words(from: &[u32], first: usize, to: u32, #[comptime] count: usize) {
     if UNIT_POS < comptime!(count as u32) {

@@ -4,7 +4,7 @@
 //! The sum is taken where the tile is, so that nothing of size `seq_q × seq_k` exists unless the bias itself has it:
 //!
 //! ```text
-//! bias varies with           each cube walks over              and writes
+//! bias varies with           each thread block walks over      and writes
 //! query and key              batches and heads that share it   its tile of dbias
 //! key, not query             the queries of its head           column sums  [B, H, Sk]
 //! query, or neither          the keys of its head              row sums     [B, H, Sq]
@@ -23,7 +23,7 @@ use crate::score::Score;
 use cubecl::prelude::*;
 use serde::Serialize;
 
-/// Which sums a cube of [`dbias()`] writes.
+/// Which sums a thread block of [`dbias()`] writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub enum Sums {
     /// Its tile, over the batches and heads that share it.
@@ -89,7 +89,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
         total[n] = 0.0f32;
     }
 
-    // The blocks that this cube walks over: one, all queries' or all keys'.
+    // The blocks that this thread block walks over: one, all queries' or all keys'.
     let mut q_start = 0u32;
     let mut k_start = 0u32;
     match comptime!(sums) {
@@ -234,7 +234,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
     }
 }
 
-/// Adds up what `parts` units found of each of `size` positions and writes it.
+/// Adds up what `parts` threads found of each of `size` positions and writes it.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn write_sums<O: Float>(
@@ -274,11 +274,11 @@ impl TileShape {
     }
 }
 
-/// Units of a cube of [`fold()`].
+/// Threads of a thread block of [`fold()`].
 pub const FOLD_UNITS: usize = 64;
 
 /// `sums [B, H, L]`, contiguous, to `dbias`: an element is the sum over the batches, heads and positions that share it.
-/// `lanes` units share an element. `along`: the dimension of `dbias` that `L` is, 2 or 3.
+/// `lanes` threads share an element. `along`: the dimension of `dbias` that `L` is, 2 or 3.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn fold<O: Float>(
     sums: &Tensor<f32>,

@@ -10,9 +10,9 @@ use super::tile::{Vec4, WIDTH, matrix};
 use crate::softmax::lse_of_bits;
 use cubecl::prelude::*;
 
-/// Units that share a row.
+/// Threads that share a row.
 pub const UNITS_PER_ROW: usize = 8;
-/// Rows of a cube.
+/// Rows of a thread block.
 pub const ROWS: usize = 16;
 
 /// `o, dout [B, H, Sq, Dv]`, `lse` (bits), `dlse [B, H, Sq]` to `stats [2, B · H · Sq]`: lse, then delta.

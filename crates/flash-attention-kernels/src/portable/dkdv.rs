@@ -1,4 +1,4 @@
-//! Backward for keys and values, one cube for each block of keys of a key/value head.
+//! Backward for keys and values, one thread block for each block of keys of a key/value head.
 //!
 //! ```text
 //! for each query head of the group, for each block of its queries that sees the keys:

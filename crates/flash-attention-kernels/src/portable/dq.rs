@@ -1,4 +1,4 @@
-//! Backward for the queries, one cube for each block of queries of a head.
+//! Backward for the queries, one thread block for each block of queries of a head.
 //!
 //! ```text
 //! for each block of keys that the queries see:      dS = P ∘ (dout Vᵀ − delta) ∘ slope      dQ += dS K

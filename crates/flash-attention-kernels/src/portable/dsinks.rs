@@ -8,7 +8,7 @@
 
 use cubecl::prelude::*;
 
-/// Units of a cube, which is that of a head.
+/// Threads of a thread block, which is that of a head.
 pub const UNITS: usize = 64;
 
 /// `stats [2, B · H · Sq]` to `dsinks [H]`.

@@ -1,4 +1,4 @@
-//! Forward: `o = softmax(scores) · v` and its log-sum-exp, one cube for each block of queries of a head.
+//! Forward: `o = softmax(scores) · v` and its log-sum-exp, one thread block for each block of queries of a head.
 //!
 //! ```text
 //! for each block of keys that the queries see:
@@ -7,7 +7,7 @@
 //! o = O / l      lse = m + ln l
 //! ```
 //!
-//! Each unit sums `l` over its own columns only; the sums of a row meet once, at the end. `m` must be shared every time.
+//! Each thread sums `l` over its own columns only; the sums of a row meet once, at the end. `m` must be shared every time.
 
 use super::scores::{TileAt, finish_scores};
 use super::tile::*;
@@ -216,7 +216,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     store(o, &o_at, q_start, band.after_queries(), &acc, &factors, me, tile.tile_q, blueprint.head_dim_v, tile);
 }
 
-/// Each unit's maxima over its own columns, for all units of the row to read.
+/// Each thread's maxima over its own columns, for all threads of the row to read.
 #[cube]
 fn share_maxima(s: &Array<f32>, board: &mut Shared<[Vec4]>, me: Unit, #[comptime] tile: TileShape) {
     let micro_k = comptime!(tile.micro_k());
@@ -237,7 +237,7 @@ fn share_maxima(s: &Array<f32>, board: &mut Shared<[Vec4]>, me: Unit, #[comptime
     }
 }
 
-/// `P = exp(S − m)`, what is left of it, into its panel, and `l = α·l + rowsum P` over this unit's columns.
+/// `P = exp(S − m)`, what is left of it, into its panel, and `l = α·l + rowsum P` over this thread's columns.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn share_weights(
@@ -283,7 +283,7 @@ fn share_weights(
     }
 }
 
-/// Multiplies each of a unit's accumulated rows by its factor.
+/// Multiplies each of a thread's accumulated rows by its factor.
 #[cube]
 fn rescale(acc: &mut Array<Vec4>, factors: &Array<Vec4>, #[comptime] groups: usize, #[comptime] micro: usize) {
     #[unroll]

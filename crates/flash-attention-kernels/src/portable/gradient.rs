@@ -16,7 +16,7 @@ use crate::score::{Factor, Score};
 use crate::softmax::weight;
 use cubecl::prelude::*;
 
-/// A unit's share of the tile, `micro_q × micro_k` each.
+/// A thread's share of the tile, `micro_q × micro_k` each.
 #[derive(CubeType)]
 pub struct TileGradient {
     /// Probabilities, those that are kept.
@@ -221,7 +221,7 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
     }
 }
 
-/// Writes a unit's share of a `[tile_q, tile_k]` tile to its panel.
+/// Writes a thread's share of a `[tile_q, tile_k]` tile to its panel.
 #[cube]
 pub fn share(s: &Array<f32>, panel: &mut Shared<[Vec4]>, me: Unit, #[comptime] tile: TileShape) {
     let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
@@ -241,7 +241,7 @@ pub fn share(s: &Array<f32>, panel: &mut Shared<[Vec4]>, me: Unit, #[comptime] t
     }
 }
 
-/// Writes a unit's share of a `[tile_q, tile_k]` tile to its panel as `[tile_k, tile_q]`.
+/// Writes a thread's share of a `[tile_q, tile_k]` tile to its panel as `[tile_k, tile_q]`.
 #[cube]
 pub fn share_transposed(s: &Array<f32>, panel: &mut Shared<[Vec4]>, me: Unit, #[comptime] tile: TileShape) {
     let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));

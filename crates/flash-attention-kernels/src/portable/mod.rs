@@ -46,7 +46,7 @@ impl Blueprint {
     }
 }
 
-/// How cubes are numbered: block, then head, then batch; of several sequences, blocks are those of their schedule, of all batches.
+/// How thread blocks are numbered: block, then head, then batch; of several sequences, blocks are those of their schedule, of all batches.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone))]
 pub struct Grid {
@@ -60,7 +60,7 @@ pub struct Grid {
     pub group_size: u32,
 }
 
-/// Where a cube stands.
+/// Where a thread block stands.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone))]
 pub struct Position {
@@ -70,11 +70,11 @@ pub struct Position {
     pub head: usize,
     /// The batch.
     pub batch: usize,
-    /// A surplus cube: grids are filled up to a product of three numbers that the device takes.
+    /// A surplus thread block: grids are filled up to a product of three numbers that the device takes.
     pub is_none: bool,
 }
 
-/// A block of rows of a head, which a cube computes.
+/// A block of rows of a head, which a thread block computes.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone))]
 pub struct Work {
@@ -86,13 +86,13 @@ pub struct Work {
     pub batch: usize,
     /// Which positions of its sequence see each other.
     pub band: Band,
-    /// There is none: no such block, or a surplus cube.
+    /// There is none: no such block, or a surplus thread block.
     pub is_none: bool,
 }
 
 #[cube]
 impl Grid {
-    /// The work of the cube at this position: blocks of so many rows, of queries or `keys`. Blocks whose rows see most, or are seen by most,
+    /// The work of the thread block at this position: blocks of so many rows, of queries or `keys`. Blocks whose rows see most, or are seen by most,
     /// go first where causal: the last queries, or the first keys.
     pub fn work(
         &self,
@@ -109,7 +109,7 @@ impl Grid {
         Work { start: block.start, head: at.head, batch: block.batch as usize, band: block.band, is_none }
     }
 
-    /// Where the cube at this position stands.
+    /// Where the thread block at this position stands.
     pub fn at(&self, position: usize) -> Position {
         let of_batch = self.blocks as usize * self.heads as usize;
         let batch = position / of_batch;

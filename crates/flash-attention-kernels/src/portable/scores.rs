@@ -1,4 +1,4 @@
-//! A unit's products turned into scores: scale and softcap, the user's functions, mask, band, bias.
+//! A thread's products turned into scores: scale and softcap, the user's functions, mask, band, bias.
 
 use super::tile::{TileShape, Unit};
 use crate::mask::Band;

@@ -1,14 +1,14 @@
 //! What the portable kernels are made of: tiles staged in shared memory, and the two products on them.
 //!
-//! A cube of `units_q × units_k` units holds a tile of scores in registers, `micro_q × micro_k` to a unit, and walks
+//! A thread block of `units_q × units_k` threads holds a tile of scores in registers, `micro_q × micro_k` to a thread, and walks
 //! over head_dim in chunks. Everything is f32 from the staging on, in vectors of four.
 //!
 //! ```text
 //! scores      [tile_q, tile_k]   S += A · Bᵀ     A [tile_q, chunk], B [tile_k, chunk] staged
-//! accumulator [rows, head_dim]   O += P · V      P staged by the units that computed it, V [cols, chunk_nn] staged
+//! accumulator [rows, head_dim]   O += P · V      P staged by the threads that computed it, V [cols, chunk_nn] staged
 //! ```
 //!
-//! Unit `(y, x)` owns rows `y·micro_q ..` and columns `x·micro_k ..` of the scores, and of the accumulator its rows and
+//! Thread `(y, x)` owns rows `y·micro_q ..` and columns `x·micro_k ..` of the scores, and of the accumulator its rows and
 //! the vectors `x, x + units_k, …` of each.
 
 use crate::rounding::{nearest_tf32, rounded, rounded_one};
@@ -21,23 +21,23 @@ pub type Vec4 = Vector<f32, Const<4>>;
 /// Width of [`Vec4`].
 pub const WIDTH: usize = 4;
 
-/// Shapes of the tiles of one cube. Chosen in `tiling.rs` alone.
+/// Shapes of the tiles of one thread block. Chosen in `tiling.rs` alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct TileShape {
     /// Queries of a tile.
     pub tile_q: usize,
     /// Keys of a tile.
     pub tile_k: usize,
-    /// Units along the queries; `tile_q / units_q` rows each, a multiple of four.
+    /// Threads along the queries; `tile_q / units_q` rows each, a multiple of four.
     pub units_q: usize,
-    /// Units along the keys; `tile_k / units_k` columns each, a multiple of four.
+    /// Threads along the keys; `tile_k / units_k` columns each, a multiple of four.
     pub units_k: usize,
     /// Columns of head_dim staged at a time for `A · Bᵀ`; a multiple of four.
     pub chunk: usize,
 }
 
 impl TileShape {
-    /// Whether units share the tiles out evenly, in vectors.
+    /// Whether threads share the tiles out evenly, in vectors.
     pub fn is_consistent(&self) -> bool {
         let TileShape { tile_q, tile_k, units_q, units_k, chunk } = *self;
         units_q > 0
@@ -51,22 +51,22 @@ impl TileShape {
             && chunk % WIDTH == 0
     }
 
-    /// Units of a cube.
+    /// Threads of a thread block.
     pub fn units(&self) -> usize {
         self.units_q * self.units_k
     }
 
-    /// Rows of scores that a unit owns.
+    /// Rows of scores that a thread owns.
     pub fn micro_q(&self) -> usize {
         self.tile_q / self.units_q
     }
 
-    /// Columns of scores that a unit owns.
+    /// Columns of scores that a thread owns.
     pub fn micro_k(&self) -> usize {
         self.tile_k / self.units_k
     }
 
-    /// Columns of head_dim staged at a time for `P · V`: one vector for each unit along a row.
+    /// Columns of head_dim staged at a time for `P · V`: one vector for each thread along a row.
     pub fn chunk_nn(&self) -> usize {
         self.units_k * WIDTH
     }
@@ -87,29 +87,29 @@ impl TileShape {
         (self.tile_k * Self::pitch(self.chunk)).max(rows_nn * Self::pitch(self.chunk_nn()))
     }
 
-    /// Vectors on the board where the units of a row share what each found: one number for each unit and row.
+    /// Vectors on the board where the threads of a row share what each found: one number for each thread and row.
     pub fn board(&self) -> usize {
         self.units_k * self.tile_q / WIDTH
     }
 
-    /// Vectors of a chunk of so many rows and columns that a unit brings.
+    /// Vectors of a chunk of so many rows and columns that a thread brings.
     fn share(&self, rows: usize, columns: usize) -> usize {
         (rows * columns / WIDTH).div_ceil(self.units())
     }
 
-    /// Whether the next chunk is on its way while one is multiplied. Where a unit's share of it is large, the registers that it
+    /// Whether the next chunk is on its way while one is multiplied. Where a thread's share of it is large, the registers that it
     /// waits in are missed elsewhere.
     pub fn reads_ahead(&self) -> bool {
         self.share(self.tile_q, self.chunk) + self.share(self.tile_k, self.chunk) <= 8
     }
 
-    /// Vectors that each unit accumulates for one of its rows over `head_dim` columns.
+    /// Vectors that each thread accumulates for one of its rows over `head_dim` columns.
     pub fn groups(&self, head_dim: usize) -> usize {
         head_dim.div_ceil(self.chunk_nn())
     }
 }
 
-/// Where a unit stands in its cube.
+/// Where a thread stands in its thread block.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Unit {
@@ -119,7 +119,7 @@ pub struct Unit {
     pub x: u32,
 }
 
-/// This unit.
+/// This thread.
 #[cube]
 pub fn unit(#[comptime] tile: TileShape) -> Unit {
     Unit { y: UNIT_POS / comptime!(tile.units_k as u32), x: UNIT_POS % comptime!(tile.units_k as u32) }
@@ -152,16 +152,16 @@ pub fn matrix<E: CubePrimitive>(tensor: &Tensor<E>, batch: usize, head: usize) -
 pub enum RowOrder {
     /// As they come.
     Natural,
-    /// Row `x · micro + n` at `n · units + x`: units that read their `n`-th rows together read neighbours.
+    /// Row `x · micro + n` at `n · units + x`: threads that read their `n`-th rows together read neighbours.
     Interleaved {
-        /// Rows of a unit.
+        /// Rows of a thread.
         micro: usize,
-        /// Units that share the panel.
+        /// Threads that share the panel.
         units: usize,
     },
 }
 
-/// What comes next of the tiles, on its way from memory: each unit holds its share in registers while the chunk before is
+/// What comes next of the tiles, on its way from memory: each thread holds its share in registers while the chunk before is
 /// multiplied, as a load takes as long as many products. Where there is no [reading ahead](TileShape::reads_ahead), asking does
 /// nothing, and what is needed is read when it is.
 #[derive(CubeType)]
@@ -261,7 +261,7 @@ impl Ahead {
     }
 }
 
-/// Reads this unit's share of rows `start .. start + rows` and columns `column .. column + chunk`, as f32. What lies past `end`
+/// Reads this thread's share of rows `start .. start + rows` and columns `column .. column + chunk`, as f32. What lies past `end`
 /// or `columns` becomes zero, so that a product never meets uninitialised memory.
 #[cube]
 #[allow(clippy::too_many_arguments)]
@@ -382,7 +382,7 @@ pub fn dot(a: &Shared<[Vec4]>, b: &Shared<[Vec4]>, s: &mut Array<f32>, me: Unit,
 }
 
 /// One tile of scores: `S = A · Bᵀ`, staged and multiplied chunk by chunk. The first has been [asked for](Ahead::ask_scores).
-/// Units are in step before and after.
+/// Threads are in step before and after.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn scores<F: Float, N: Size>(
@@ -517,7 +517,7 @@ fn multiply(
     }
 }
 
-/// Writes a unit's accumulated rows, each multiplied by its factor.
+/// Writes a thread's accumulated rows, each multiplied by its factor.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn store<F: Float, N: Size>(
@@ -563,7 +563,7 @@ pub fn store<F: Float, N: Size>(
     }
 }
 
-/// The same factor for each of a unit's rows.
+/// The same factor for each of a thread's rows.
 #[cube]
 pub fn uniform(factor: f32, #[comptime] micro: usize) -> Array<Vec4> {
     let quads = comptime!(micro.div_ceil(WIDTH));

@@ -1,4 +1,4 @@
-//! Forward: `o = softmax(scores) · v` and its log-sum-exp, one cube for each block of queries of a head.
+//! Forward: `o = softmax(scores) · v` and its log-sum-exp, one thread block for each block of queries of a head.
 //!
 //! ```text
 //! for each key that queries of the block see:

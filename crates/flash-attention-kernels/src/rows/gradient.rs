@@ -1,4 +1,4 @@
-//! Gradients: `dq`, one cube for each block of queries of a head, or `dk` and `dv`, one for each block of keys.
+//! Gradients: `dq`, one thread block for each block of queries of a head, or `dk` and `dv`, one for each block of keys.
 //!
 //! ```text
 //! Dq      for each key that queries of the block see:

@@ -1,15 +1,15 @@
-//! Attention without shared memory: a unit holds whole rows in registers, and what they are multiplied by streams past, one
-//! element read for all of a unit's rows.
+//! Attention without shared memory: a thread holds whole rows in registers, and what they are multiplied by streams past, one
+//! element read for all of a thread's rows.
 //!
 //! ```text
-//! row       a unit's rows, products with a column, rows written out
+//! row       a thread's rows, products with a column, rows written out
 //! forward   O and the log-sum-exp
 //! gradient  dq; dk and dv
 //! ```
 //!
-//! For devices that are processors: they compute the units of a plane as lanes of a vector, read memory lane by lane, keep
+//! For devices that are processors: they compute the threads of a warp as lanes of a vector, read memory lane by lane, keep
 //! registers in their first-level cache, where there is room for many, and take both sides of every branch. So nothing is
-//! staged, no unit waits for another, and nothing branches but the loop over columns.
+//! staged, no thread waits for another, and nothing branches but the loop over columns.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
@@ -21,12 +21,12 @@ use crate::matrix::Role;
 use crate::score::Factor;
 use serde::Serialize;
 
-/// Shapes of one cube's tiles.
+/// Shapes of one thread block's tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct RowsTile {
-    /// Units of a cube.
+    /// Threads of a thread block.
     pub units: usize,
-    /// Rows of a unit.
+    /// Rows of a thread.
     pub rows: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Rows of a unit, in vectors of four f32, and products with a column that all of them share.
+//! Rows of a thread, in vectors of four f32, and products with a column that all of them share.
 
 use super::RowsTile;
 use crate::mask::Band;
@@ -12,7 +12,7 @@ pub fn vectors(head_dim: usize) -> usize {
     head_dim.div_ceil(WIDTH)
 }
 
-/// The `nth` row of this unit. Neighbouring units have neighbouring rows.
+/// The `nth` row of this thread. Neighbouring threads have neighbouring rows.
 #[cube]
 pub fn row_of(start: u32, nth: u32, #[comptime] tile: RowsTile) -> u32 {
     start + nth * comptime!(tile.units as u32) + UNIT_POS
@@ -60,7 +60,7 @@ pub fn read<F: Float, N: Size>(
     values
 }
 
-/// The rows of this unit, one after the other. In place of rows that do not exist stands the last one.
+/// The rows of this thread, one after the other. In place of rows that do not exist stands the last one.
 ///
 /// Registers cannot be numbered at run time, so each takes what is its own of all that is read: a read for each register would
 /// take compilers that make a loop of it longer than the kernel runs.

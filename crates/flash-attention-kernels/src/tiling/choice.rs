@@ -19,7 +19,7 @@ pub enum Kernel {
     Mma,
     /// Cooperative matrix products in f16 and bf16, on any device that offers them.
     Matrix,
-    /// Fused multiply-adds in f32 on rows that a unit holds by itself, for devices that are processors.
+    /// Fused multiply-adds in f32 on rows that a thread holds by itself, for devices that are processors.
     Rows,
     /// Fused multiply-adds in f32 on any CubeCL device.
     Portable,

@@ -13,13 +13,13 @@ pub struct Device {
     pub name: String,
     /// Whether there is a card behind it: a processor that computes by itself is none.
     pub card: bool,
-    /// Bytes of shared memory a cube may have.
+    /// Bytes of shared memory a thread block may have.
     pub shared_memory: usize,
-    /// Units a cube may have.
+    /// Threads a thread block may have.
     pub units: usize,
     /// Buffers a kernel may bind.
     pub bindings: usize,
-    /// Cubes of a launch along x, y and z.
+    /// Thread blocks of a launch along x, y and z.
     pub cubes: (u32, u32, u32),
     /// Whether buffers of more than 2^32 elements can be addressed.
     pub wide_addresses: bool,
@@ -32,7 +32,7 @@ pub struct Device {
     /// Element types of warps' matrix products `mma.sync` that are summed in f32, where inline PTX can be compiled: of f16 and bf16
     /// those of 16 × 8 × 16, of f32 those of 16 × 8 × 8 of tf32.
     pub mma: Vec<Dtype>,
-    /// Units of a plane, where all planes have as many; otherwise 0.
+    /// Threads of a warp, where all warps have as many; otherwise 0.
     pub plane: usize,
     /// Shapes `[m, n, k]` of cooperative matrix products of an element type that are summed in f32.
     pub matrices: Vec<(Dtype, [usize; 3])>,
@@ -135,11 +135,11 @@ pub(crate) fn check_bindings(
     if needed <= available { Ok(()) } else { Err(AttentionError::Bindings { kernel, needed, extras, available }) }
 }
 
-/// A grid of at least `cubes` cubes, as the device takes it. A grid without cubes cannot be launched: of none it is one of one.
+/// A grid of at least `cubes` thread blocks, as the device takes it. A grid without thread blocks cannot be launched: of none it is one of one.
 pub(crate) fn cube_count(device: &Device, kernel: &'static str, cubes: u64) -> Result<(u32, u32, u32), AttentionError> {
     let (x_max, y_max, z_max) = device.cubes;
     let (x, y, z) = grid(device, cubes);
-    // Cubes are numbered with the address type, 32 bits on most devices.
+    // Thread blocks are numbered with the address type, 32 bits on most devices.
     let numbered = x as u64 * y as u64 * z as u64;
     if numbered < cubes || z > z_max || numbered > u32::MAX as u64 {
         let max = (x_max as u64).saturating_mul(y_max as u64).saturating_mul(z_max as u64).min(u32::MAX as u64);

@@ -9,15 +9,15 @@ use crate::problem::{AttentionProblem, Dtype};
 /// Tiles of the forward for Hopper, by the larger head dimension and the number of keys: the first row that both fit.
 ///
 /// ```text
-/// head_dim  seq_k    consumer groups × warpgroups  keys  stages  registers: O, S, P    of   shared memory
-/// 64        4,096    2 × 2               64    4       32 + 32 + 16          128  160 KiB
-/// 64        any      1 × 3               128   4       32 + 64 + 32          168  152 KiB
-/// 128       any      1 × 2               128   3       64 + 64 + 32          255  224 KiB
-/// 192       any      1 × 2               96    2       96 + 48 + 24          255  192 KiB
-/// 256       any      1 × 2               80    2       128 + 40 + 20         255  224 KiB
+/// head_dim  seq_k    groups × warpgroups  keys  stages  registers: O, S, P    of   shared memory
+/// 64        4,096    2 × 2                64    4       32 + 32 + 16          128  160 KiB
+/// 64        any      1 × 3                128   4       32 + 64 + 32          168  152 KiB
+/// 128       any      1 × 2                128   3       64 + 64 + 32          255  224 KiB
+/// 192       any      1 × 2                96    2       96 + 48 + 24          255  192 KiB
+/// 256       any      1 × 2                80    2       128 + 40 + 20         255  224 KiB
 /// ```
 ///
-/// The units of a cube share 65,536 registers; `O`, `S` and `P` must fit, with some 40 for the rest. Within that, more keys
+/// The threads of a thread block share 65,536 registers; `O`, `S` and `P` must fit, with some 40 for the rest. Within that, more keys
 /// are better, as each tile costs barriers and the shuffles of a row's maximum, and so are more warpgroups, whose softmax
 /// and products then overlap. Three with 192 queries waste more of a short sequence than two consumer groups with 128 each.
 const HOPPER: [(usize, usize, HopperTile); 5] = [
@@ -73,11 +73,11 @@ const HOPPER_BLOCKS: (usize, HopperTile) = (
 /// 227 KiB beside it.
 ///
 /// ```text
-/// head_dim  consumer groups × warpgroups  keys  stages  shared memory, of which bias
-/// 64        2 × 2               64    3       224 KiB  96 KiB
-/// 128       1 × 2               128   2       224 KiB  64 KiB
-/// 192       1 × 2               64    2       176 KiB  32 KiB
-/// 256       1 × 2               64    2       224 KiB  32 KiB
+/// head_dim  groups × warpgroups  keys  stages  shared memory, of which bias
+/// 64        2 × 2                64    3       224 KiB  96 KiB
+/// 128       1 × 2                128   2       224 KiB  64 KiB
+/// 192       1 × 2                64    2       176 KiB  32 KiB
+/// 256       1 × 2                64    2       224 KiB  32 KiB
 /// ```
 const HOPPER_BIAS: [(usize, HopperTile); 4] = [
     (

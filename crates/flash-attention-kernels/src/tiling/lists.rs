@@ -31,7 +31,7 @@ impl ListShape {
         self.shape(problem).map_or(0, |shape| shape.iter().map(|n| *n as u64).product())
     }
 
-    /// Checks that the device reaches every word and starts a cube for each block. `max`: the most words that the kernel numbers.
+    /// Checks that the device reaches every word and starts a thread block for each block. `max`: the most words that the kernel numbers.
     pub fn check(self, device: &Device, problem: &AttentionProblem, max: u64) -> Result<(), AttentionError> {
         let Some([batch, heads, blocks, _]) = self.shape(problem) else { return Ok(()) };
         let reach = self.len(problem);

@@ -7,11 +7,11 @@ use crate::matrix::{Blueprint, MatrixTile, Role};
 use crate::problem::{AttentionProblem, Dtype};
 use crate::score::Factor;
 
-/// Planes and columns of a tile, the first that fits the device wins.
+/// Warps and columns of a tile, the first that fits the device wins.
 ///
 /// ```text
 ///                    shared memory of products of 16 × 16 × 16
-/// planes  columns    head_dim 64    128           256
+/// warps   columns    head_dim 64    128           256
 /// 8       64         72 KiB         88 KiB        120 KiB
 /// 4       64         45 KiB         61 KiB        93 KiB
 /// 8       32         39 KiB         47 KiB        63 KiB
@@ -23,7 +23,7 @@ use crate::score::Factor;
 /// compiler grows with the square of the unrolled code, to minutes for the first tile.
 const TILES: [(usize, usize); 5] = [(8, 64), (4, 64), (8, 32), (4, 32), (4, 16)];
 
-/// Columns that a unit accumulates for `dk` and `dv` together before registers run out: beyond, they take a launch each.
+/// Columns that a thread accumulates for `dk` and `dv` together before registers run out: beyond, they take a launch each.
 const MAX_ACCUMULATED: usize = 128;
 
 /// How matrix products compute the forward, or why they cannot.

@@ -1,4 +1,4 @@
-//! Tiles of the kernels made of `mma.sync`, by what fits a cube's shared memory: 227 KiB on Hopper, 163 on sm_80 and sm_87, 99 on
+//! Tiles of the kernels made of `mma.sync`, by what fits a thread block's shared memory: 227 KiB on Hopper, 163 on sm_80 and sm_87, 99 on
 //! the other ones from Ampere on.
 
 #[cfg(feature = "autotune")]
@@ -23,7 +23,7 @@ use crate::problem::{AttentionProblem, Dtype, Precision};
 /// ```
 ///
 /// Reading operands from shared memory takes as long as the products do with one group, half as long with two. With four warps
-/// a multiprocessor has room for two cubes, of which one multiplies while the other one exponentiates.
+/// a multiprocessor has room for two thread blocks, of which one multiplies while the other one exponentiates.
 const FORWARD: [(usize, MmaTile); 7] = [
     (64, shape(1, 2, 64)),
     (128, shape(1, 2, 64)),

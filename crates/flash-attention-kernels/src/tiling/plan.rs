@@ -223,7 +223,7 @@ fn kept_bytes(problem: &AttentionProblem, forward: &Forward, backward: &Backward
     counters as u64 + 4 * words
 }
 
-/// Checks that the device reaches every element, were the tensors contiguous, and can start every cube.
+/// Checks that the device reaches every element, were the tensors contiguous, and can start every thread block.
 fn check_size(
     device: &Device,
     problem: &AttentionProblem,
@@ -250,7 +250,7 @@ fn check_size(
     check_backward_cubes(device, problem, backward)
 }
 
-/// Checks that the device can start every cube: smaller tiles take more.
+/// Checks that the device can start every thread block: smaller tiles take more.
 pub(super) fn check_forward_cubes(
     device: &Device,
     problem: &AttentionProblem,

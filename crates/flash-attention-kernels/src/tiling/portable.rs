@@ -15,7 +15,7 @@ const _: fn(Vec4) = |_| ();
 /// Tiles of the portable kernels, the first that fits the device wins.
 ///
 /// ```text
-/// tile_q × tile_k  units    micro  chunk  shared memory (forward)   where it fits
+/// tile_q × tile_k  threads  micro  chunk  shared memory (forward)   where it fits
 /// 64 × 64          8 × 16   8 × 4  64     56,320 bytes              CUDA
 /// 64 × 64          16 × 16  4 × 4  32     48,128 bytes              desktop GPUs through Vulkan (48 KiB)
 /// 64 × 32          16 × 8   4 × 4  32     25,088 bytes              integrated and Apple GPUs (32 KiB)
@@ -23,7 +23,7 @@ const _: fn(Vec4) = |_| ();
 /// ```
 ///
 /// A micro tile of 8 × 4 reads 12 vectors for 128 multiply-adds, which keeps the arithmetic and not shared memory busy,
-/// and leaves registers for several cubes to share a multiprocessor. Through Vulkan 4 × 4 was the faster one in the
+/// and leaves registers for several thread blocks to share a multiprocessor. Through Vulkan 4 × 4 was the faster one in the
 /// backward (docs/performance.md).
 const PORTABLE: [TileShape; 4] = [
     TileShape { tile_q: 64, tile_k: 64, units_q: 8, units_k: 16, chunk: 64 },
@@ -32,7 +32,7 @@ const PORTABLE: [TileShape; 4] = [
     TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 },
 ];
 
-/// Vectors a unit may accumulate for `dk` and `dv` together before registers run out: beyond, they take a launch each.
+/// Vectors a thread may accumulate for `dk` and `dv` together before registers run out: beyond, they take a launch each.
 const MAX_ACCUMULATED: usize = 16;
 
 /// The kernels of the portable family, by what they keep in shared memory.
@@ -51,7 +51,7 @@ pub enum Stage {
     Backward,
 }
 
-/// Bytes of shared memory of a cube with these tiles: the most that a kernel of the stage takes.
+/// Bytes of shared memory of a thread block with these tiles: the most that a kernel of the stage takes.
 ///
 /// ```
 /// use flash_attention_kernels::{TileShape, tiling::{Stage, shared_memory}};
@@ -79,7 +79,7 @@ pub fn shared_memory(tile: &TileShape, stage: Stage) -> usize {
     vectors * VEC4_BYTES
 }
 
-/// Whether a cube with these tiles fits the device.
+/// Whether a thread block with these tiles fits the device.
 fn fits(device: &Device, tile: &TileShape, stage: Stage) -> bool {
     shared_memory(tile, stage) <= device.shared_memory && tile.units() <= device.units
 }

@@ -1,4 +1,4 @@
-//! Tiles of the kernels whose units hold whole rows.
+//! Tiles of the kernels whose threads hold whole rows.
 
 use super::{Device, Kernel};
 use crate::blocks::BLOCK;
@@ -7,21 +7,21 @@ use crate::problem::AttentionProblem;
 use crate::rows::{Blueprint, RowsTile};
 use crate::score::Factor;
 
-/// Elements of the rows of a unit, of each tensor. More are faster — what is read serves more rows — but compilers take longer than
+/// Elements of the rows of a thread, of each tensor. More are faster — what is read serves more rows — but compilers take longer than
 /// they save: with 512 in place of 256, at head_dim 64, llvmpipe's takes 13 s in place of 4 for forward and backward, of which the
 /// one is 1.1 times as fast and the other not at all.
 const HELD: usize = 256;
 
-/// Rows of a unit at most: what does not depend on head_dim, the softmax, is written out for each.
+/// Rows of a thread at most: what does not depend on head_dim, the softmax, is written out for each.
 const MAX_ROWS: usize = 8;
 
 /// Blocks of a head at least, so that there are some for each core.
 const BLOCKS: usize = 4;
 
-/// Units of a cube where a plane's size is not known.
+/// Threads of a thread block where a warp's size is not known.
 const UNITS: usize = 32;
 
-/// Whether they are to run: where they are asked for, or nothing is and the device is a processor, whose planes are vectors of a
+/// Whether they are to run: where they are asked for, or nothing is and the device is a processor, whose warps are vectors of a
 /// few lanes, with no card behind it.
 pub fn wanted(device: &Device, asked: Option<Kernel>) -> bool {
     asked.map_or(!device.card && (1..=16).contains(&device.plane), |asked| asked == Kernel::Rows)

@@ -253,7 +253,7 @@ fn states_of_functions_and_masks() {
 #[test]
 fn blocks_come_in_order_of_what_they_visit() {
     let Some(client) = client() else { return };
-    // One, whole cubes of them, and some more.
+    // One, whole thread blocks of them, and some more.
     for blocks in [1, UNITS, 2 * UNITS + 5] {
         let shape = [2, 3, blocks, HEADER + 4];
         let lists: Vec<u32> = (0..shape.iter().product::<usize>()).map(|n| (n * n % 101 % 5) as u32).collect();
@@ -262,7 +262,7 @@ fn blocks_come_in_order_of_what_they_visit() {
         // SAFETY: the tensor is as large as its shape.
         unsafe {
             let lists = TensorArg::from_raw_parts(view.handle.clone(), view.strides.into(), shape.into());
-            // A cube more than there is something for.
+            // A thread block more than there is something for.
             let cubes = CubeCount::Static(6 * blocks.div_ceil(UNITS) as u32 + 1, 1, 1);
             order::launch_unchecked(&client, cubes, CubeDim::new_1d(UNITS as u32), AddressType::U32, lists);
         }

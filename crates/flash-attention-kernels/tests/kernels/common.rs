@@ -320,7 +320,7 @@ impl Case {
         self
     }
 
-    /// With these of the kernels whose units hold rows.
+    /// With these of the kernels whose threads hold rows.
     pub fn with_rows(mut self, tile: RowsTile) -> Self {
         let smallest = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
         let (of, others) = (Gradient::Rows(tile), BackwardTiles::portable(smallest, true));

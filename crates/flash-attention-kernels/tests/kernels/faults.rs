@@ -168,7 +168,7 @@ fn every_tile_shape() {
     assert!(ran >= 2, "only {ran} tile shapes ran");
 }
 
-/// Units of one row and of several, more rows than there are, cubes of one unit and of many.
+/// Threads of one row and of several, more rows than there are, thread blocks of one thread and of many.
 #[test]
 fn every_number_of_rows() {
     let Some(client) = client() else { return };
@@ -181,13 +181,13 @@ fn every_number_of_rows() {
 #[test]
 fn grids_past_65535_cubes() {
     let Some(client) = client() else { return };
-    // The smallest tiles: it is the number of cubes that counts.
+    // The smallest tiles: it is the number of thread blocks that counts.
     let tile = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
     let case = Case::new([260, 256, 256, 1, 2, 4, 4], Dtype::F32, AttentionOptions::default());
     case.with_tiles(tile).check(&client);
 }
 
-/// The gradient of sinks takes a cube a head. Of scores and sinks of 0, one key and its value of 1, it is −1/4.
+/// The gradient of sinks takes a thread block a head. Of scores and sinks of 0, one key and its value of 1, it is −1/4.
 #[test]
 fn more_than_65535_sinks() {
     let Some(client) = client() else { return };

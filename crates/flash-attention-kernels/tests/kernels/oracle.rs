@@ -369,7 +369,7 @@ fn half_precision() {
     }));
 }
 
-/// More blocks than a device runs cubes at a time, and longer than what any ring holds: cubes go from block to block.
+/// More blocks than a device runs thread blocks at a time, and longer than what any ring holds: thread blocks go from block to block.
 #[test]
 fn more_blocks_than_cubes() {
     let Some(client) = client() else { return };
@@ -388,7 +388,7 @@ fn more_blocks_than_cubes() {
         }
         for (small, large, options) in cases {
             let case = Case::new(if few { small } else { large }, dtype, options);
-            // Other kernels have a cube for each block, and what is asserted of this one does not say anything of them.
+            // Other kernels have a thread block for each block, and what is asserted of this one does not say anything of them.
             let Forward::Hopper(HopperForward { tile, num_splits, .. }) = case.check(&client).forward else { continue };
             let p = case.problem;
             let blocks = p.batch * p.num_heads_q * p.seq_q.div_ceil(tile.tile_q());
@@ -473,7 +473,7 @@ fn biases_of_each_pair_and_head_dimension() {
             .with_dlse()
     };
     all([[2, 1, 1, 208], [1, 4, 140, 208], [2, 4, 140, 1]].map(case));
-    // Of more blocks than there are cubes, and none of which the first queries see anything.
+    // Of more blocks than there are thread blocks, and none of which the first queries see anything.
     let Some(client) = client() else { return };
     let heads = if few_multiprocessors(&client) { [4, 3, 1] } else { [40, 12, 4] };
     let [many, some, fewer] = heads;

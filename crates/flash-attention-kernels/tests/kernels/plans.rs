@@ -84,7 +84,7 @@ fn matrix_products_follow_what_is_offered() {
     assert!(single.contains("not forward matrix: it computes in f16 and bf16, not f32"), "{single}");
 }
 
-/// A processor holds rows in its units: as many as its compiler bears, and fewer where there would be no work for its cores.
+/// A processor holds rows in its threads: as many as its compiler bears, and fewer where there would be no work for its cores.
 #[test]
 fn processors_hold_rows() {
     let processor = Device { card: false, plane: 8, ..smallest() };

@@ -23,7 +23,7 @@ use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, HopperT
 use std::process::Command;
 use std::sync::Arc;
 
-/// Bytes of shared memory that a cube has on Hopper.
+/// Bytes of shared memory that a thread block has on Hopper.
 pub const HOPPER: usize = 227 << 10;
 
 /// An H200, as far as plans and compilation ask.

@@ -15,7 +15,7 @@ use flash_attention_kernels::{
 use flash_attention_reference::mods::{Alibi, Softcap};
 use std::time::Instant;
 
-/// Bytes of shared memory that a cube has on sm_80, and on other devices from Ampere on.
+/// Bytes of shared memory that a thread block has on sm_80, and on other devices from Ampere on.
 const AMPERE: usize = 163 << 10;
 const SMALL: usize = 99 << 10;
 
@@ -27,7 +27,7 @@ const SPILLS_SPLIT: usize = 384;
 /// With a function that reads two tensors for each pair.
 const SPILLS_FUNCTION: usize = 640;
 
-/// A GPU with so much shared memory for a cube, and no warpgroup products.
+/// A GPU with so much shared memory for a thread block, and no warpgroup products.
 fn before_hopper(shared_memory: usize) -> Device {
     Device { shared_memory, wgmma: false, ..device() }
 }

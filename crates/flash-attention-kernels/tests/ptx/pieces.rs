@@ -1,4 +1,4 @@
-//! What the pieces of PTX compute, unit by unit, on a warp that is simulated: registers of 32 bits, shared memory in bytes.
+//! What the pieces of PTX compute, thread by thread, on a warp that is simulated: registers of 32 bits, shared memory in bytes.
 
 use flash_attention_kernels::hopper::LINE;
 use flash_attention_kernels::mma::Products;
@@ -7,7 +7,7 @@ use flash_attention_kernels::mma::tiles::{lane_of_columns, lane_of_rows, lane_of
 use half::{bf16, f16};
 use std::collections::HashMap;
 
-/// Registers of a unit.
+/// Registers of a thread.
 type Registers = HashMap<String, u32>;
 
 /// A number as products see it in a register: of 32 bits what tf32 keeps, of 16 bits the low or the high half.
@@ -34,7 +34,7 @@ fn run(text: &str, shared: &[u8], units: &mut [Registers]) {
             let (at, offset) = rest.split_once('[').unwrap().1.trim_end_matches(']').split_once('+').unwrap();
             (at, offset.parse::<u32>().unwrap())
         };
-        // What one unit does by itself.
+        // What one thread does by itself.
         let alone: Option<&dyn Fn(&Registers) -> u32> = match name {
             "xor.b32" => Some(&|unit| unit[of[1]] ^ of[2].parse::<u32>().unwrap()),
             "and.b32" => Some(&|unit| unit[of[1]] & of[2].parse::<i32>().unwrap() as u32),

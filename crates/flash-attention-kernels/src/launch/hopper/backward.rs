@@ -186,7 +186,7 @@ impl Call<'_> {
         }
     }
 
-    /// Cubes that make `dq` of its sums.
+    /// Thread blocks that make `dq` of its sums.
     fn round_grid(&self) -> Result<CubeCount, AttentionError> {
         let cubes = stats_rows(self.problem).div_ceil((reduce::UNITS / 32 * reduce::WARP_ROWS) as usize);
         let (x, y, z) = cube_count(self.device, "convert_dq", cubes as u64)?;

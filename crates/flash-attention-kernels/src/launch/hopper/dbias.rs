@@ -30,7 +30,7 @@ impl Call<'_> {
                 why: "tiles of 32, 64 or 128 keys make blocks of a multiple of 64; stages are 2 or more and fit the device",
             });
         }
-        // Blocks, and runs of 8 rows of them, are numbered in 31 bits, with those of all cubes beyond the last.
+        // Blocks, and runs of 8 rows of them, are numbered in 31 bits, with those of all thread blocks beyond the last.
         let blocks = (dbias.shape[0] * dbias.shape[1] * p.seq_q.div_ceil(BiasTile::TILE_Q)) as u64;
         let num_tiles = blocks * p.seq_k.div_ceil(tile.block_k()).max(BiasTile::TILE_Q / 8) as u64;
         let max = i32::MAX as u64 - 8 * self.device.multiprocessors as u64;

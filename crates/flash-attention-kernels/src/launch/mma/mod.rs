@@ -24,7 +24,7 @@ impl Call<'_> {
         Ok(MmaBlueprint { tile, scores, products: tiling::mma::products(self.problem) })
     }
 
-    /// Which cube computes which block of rows of so many heads, and the cubes.
+    /// Which thread block computes which block of rows of so many heads, and the thread blocks.
     fn mma_scheduler(
         &self,
         kernel: &'static str,
