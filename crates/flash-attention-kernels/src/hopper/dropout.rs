@@ -1,7 +1,7 @@
 //! Dropout on registers, which hold a tile as [`rows`](super::rows) says. What is drawn, and for which pairs: [`crate::dropout`].
 
 use super::Blueprint;
-use super::pipeline::Memory;
+use super::memory::Memory;
 use super::scores::{Factors, head_of};
 use crate::mask::Band;
 use cubecl::prelude::*;

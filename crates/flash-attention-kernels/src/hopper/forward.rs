@@ -17,10 +17,10 @@
 //! stand behind what a warp decides.
 
 use super::dropout::{apply_dropout, keep_mask_of_work_tile};
+use super::memory::{FULLY_MASKED, Memory, WorkTileField};
 use super::ops::*;
-use super::pipeline::{
-    FULLY_MASKED, Memory, PipelineState, Producer, ResidentOperand, Spread, WorkTileField, load_next,
-};
+use super::pipeline::PipelineState;
+use super::producer::{Producer, ResidentOperand, Spread, load_next};
 use super::recompute::{is_finite, recompute_row};
 use super::rows::*;
 use super::schedule::TileScheduler;

@@ -21,11 +21,10 @@ use super::Blueprint;
 use super::delta::{stats_all, stats_at};
 use super::dropout::{dropout_backward, keep_mask_of_work_tile, with_dropout};
 use super::forward::Stride;
+use super::memory::{CONTINUED, CONTINUES, FULLY_MASKED, Memory, WorkTileField};
 use super::ops::*;
-use super::pipeline::{
-    CONTINUED, CONTINUES, FULLY_MASKED, Memory, PipelineState, Producer, ResidentOperand, Spread, WorkTileField,
-    load_next,
-};
+use super::pipeline::PipelineState;
+use super::producer::{Producer, ResidentOperand, Spread, load_next};
 use super::recompute::{is_finite_row, recompute_gradients};
 use super::reduce::{ADDENDS, Reducer};
 use super::rows::*;

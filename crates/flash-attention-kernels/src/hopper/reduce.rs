@@ -10,8 +10,8 @@
 //! then, and so does [`convert_dq()`], which makes `dq` of it.
 
 use super::gradient::{ResultStrides, SourceStrides};
+use super::memory::{Memory, WorkTileField};
 use super::ops::*;
-use super::pipeline::{Memory, WorkTileField};
 use super::recompute::{is_finite_row, recompute_gradients};
 use super::rows::{pack_row, store_row};
 use super::schedule::TileScheduler;

@@ -1,7 +1,9 @@
 //! From products in registers to scores: softcap, the user's functions, bias, mask; band. How registers hold a tile: [`rows`](super::rows).
 
-use super::ops::{ex2, lg2, load_tiles, mma_shared, multiply_rounded, pack, reciprocal, unpack};
-use super::pipeline::{Memory, WorkTileField};
+mod pairs;
+
+use super::memory::{Memory, WorkTileField};
+use super::ops::{ex2, lg2, mma_shared, multiply_rounded, pack, reciprocal, unpack};
 use super::{Blueprint, Rows, WARPGROUP_ROWS};
 use crate::blocks::Visit;
 use crate::extras::Extras;
@@ -11,6 +13,7 @@ use crate::problem::Dtype;
 use crate::score::distance;
 use crate::softmax::UNSEEN;
 use cubecl::prelude::*;
+use pairs::{add_bias, hide_pairs};
 
 /// Factors of the scores in base 2, prepared on the host, and what there is beside products, mask and bias.
 #[derive(CubeType, CubeLaunch)]
@@ -231,103 +234,6 @@ fn modify(
     Bends { words }
 }
 
-/// Hides what the user's function hides, and the mask, as far as there are any.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-fn hide_pairs<M: Numeric, NM: Size>(
-    s: &mut Array<f32>,
-    factors: &Factors,
-    band: &Band,
-    mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
-    batch: u32,
-    head: u32,
-    lane_row: u32,
-    lane_column: u32,
-    #[comptime] blueprint: Blueprint,
-) {
-    if comptime!(blueprint.mask_mod) {
-        let transposed = comptime!(blueprint.transposed());
-        #[unroll]
-        for r in 0..2usize {
-            let distance = Place::between(band, lane_row + comptime!(8 * r as u32), lane_column);
-            #[unroll]
-            for i in 0..comptime!(blueprint.tile.tile_k / 8) {
-                #[unroll]
-                for e in 0..2usize {
-                    let n = comptime!(4 * i + 2 * r + e);
-                    let place = place_of(batch, head, lane_row, lane_column, distance, r, i, e, transposed);
-                    s[n] = select(factors.extras.mods.sees(&place, band), s[n], UNSEEN);
-                }
-            }
-        }
-    }
-    let tile_k = comptime!(blueprint.tile.tile_k);
-    #[comptime]
-    if let ComptimeOption::Some(mask) = mask {
-        let once = comptime!(blueprint.mask == Some(Rows::Same) && !blueprint.transposed());
-        let at = batch as usize * mask.stride(0) + head as usize * mask.stride(1);
-        #[unroll]
-        for r in 0..comptime!(if once { 1usize } else { 2usize }) {
-            let row = band.query_within(lane_row + comptime!(8 * r as u32));
-            let at = at + row as usize * mask.stride(comptime!(if blueprint.transposed() { 3 } else { 2 }));
-            #[unroll]
-            for i in 0..comptime!(tile_k / 8) {
-                let column = lane_column + comptime!(8 * i as u32);
-                let pair = pair_of::<M, NM>(mask, at, band, column, blueprint.mask, blueprint);
-                #[unroll]
-                for e in 0..2usize {
-                    let hides = pair.extract(e) != M::from_int(0);
-                    let n = comptime!(4 * i + 2 * r + e);
-                    s[n] = select(hides, UNSEEN, s[n]);
-                    if comptime!(once) {
-                        s[n + 2] = select(hides, UNSEEN, s[n + 2]);
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// Adds the bias, if there is one, and what slopes make of distances.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-fn add_bias<E: Float, NB: Size>(
-    s: &mut Array<f32>,
-    factors: &Factors,
-    band: &Band,
-    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
-    batch: u32,
-    head: u32,
-    first_row: u32,
-    k_start: u32,
-    bias_tile: u32,
-    #[comptime] sixteenth: usize,
-    #[comptime] blueprint: Blueprint,
-) {
-    if comptime!(blueprint.tiled_bias()) {
-        add_tile(s, factors, bias_tile, sixteenth, blueprint);
-    } else {
-        add_rows(s, band, bias, batch, head, row_of(first_row), column_of(k_start), blueprint);
-    }
-    if comptime!(blueprint.alibi) {
-        let slope = factors.extras.slope(batch as usize, head as usize);
-        #[unroll]
-        for r in 0..2usize {
-            let row = row_of(first_row) + comptime!(8 * r as u32);
-            let offset = f32::cast_from(band.offset(row, column_of(k_start)));
-            #[unroll]
-            for i in 0..comptime!(blueprint.tile.tile_k / 8) {
-                #[unroll]
-                for e in 0..2usize {
-                    let n = comptime!(4 * i + 2 * r + e);
-                    let offset = offset - comptime!((8 * i + e) as f32);
-                    s[n] = fma(slope, min(offset, -offset), s[n]);
-                }
-            }
-        }
-    }
-}
-
 /// The probability `2^(exponent · score − lse)`.
 ///
 /// Rounded to f16 an error of `exponent · score` shows at scores in the thousands. There the product is rounded as that of lse was, so
@@ -413,89 +319,6 @@ fn multiply_slope(
         let tanh = t[n] * per_cap;
         // Where nothing is seen, whatever the bias may be there.
         ds[n] = select(p[n] == 0.0f32, 0.0f32, fma(-tanh, tanh, 1.0f32) * ds[n]);
-    }
-}
-
-/// Adds the bias, read from memory where it is needed.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-fn add_rows<E: Float, NB: Size>(
-    s: &mut Array<f32>,
-    band: &Band,
-    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
-    batch: u32,
-    head: u32,
-    lane_row: u32,
-    lane_column: u32,
-    #[comptime] blueprint: Blueprint,
-) {
-    let tile_k = comptime!(blueprint.tile.tile_k);
-    #[comptime]
-    if let ComptimeOption::Some(bias) = bias {
-        let once = comptime!(blueprint.bias == Some(Rows::Same) && !blueprint.transposed());
-        let at = batch as usize * bias.stride(0) + head as usize * bias.stride(1);
-        #[unroll]
-        for r in 0..comptime!(if once { 1usize } else { 2usize }) {
-            let row = band.query_within(lane_row + comptime!(8 * r as u32));
-            let at = at + row as usize * bias.stride(comptime!(if blueprint.transposed() { 3 } else { 2 }));
-            #[unroll]
-            for i in 0..comptime!(tile_k / 8) {
-                let column = lane_column + comptime!(8 * i as u32);
-                let pair = pair_of::<E, NB>(bias, at, band, column, blueprint.bias, blueprint);
-                #[unroll]
-                for e in 0..2usize {
-                    let value = f32::cast_from(pair.extract(e));
-                    s[comptime!(4 * i + 2 * r + e)] += value;
-                    if comptime!(once) {
-                        s[comptime!(4 * i + 2 + e)] += value;
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// Adds the bias, of which a warpgroup's tile lies in shared memory at `tile`, and multiplies by the scale, unless a softcap
-/// has done so. `sixteenth`: which 16 columns of its first panel are the first.
-#[cube]
-fn add_tile(
-    s: &mut Array<f32>,
-    factors: &Factors,
-    tile: u32,
-    #[comptime] sixteenth: usize,
-    #[comptime] blueprint: Blueprint,
-) {
-    // Of 16 rows and columns at a time: rows 0 to 7 and 8 to 15 of an eight, then of the next one. A line of a panel is 128
-    // bytes, in which the swizzle exchanges vectors of 16 by the line's number.
-    let lane = UNIT_POS % 32;
-    let (of_warp, eight) = (UNIT_POS / 32 % 4, lane % 8);
-    // Transposed, lines are columns.
-    let line =
-        if comptime!(blueprint.transposed()) { lane / 16 * 8 + eight } else { of_warp * 16 + lane / 8 % 2 * 8 + eight };
-    let vector = if comptime!(blueprint.transposed()) { of_warp * 2 + lane / 8 % 2 } else { lane / 16 };
-    let at = tile + line * 128 + (vector ^ eight) * 16;
-    #[unroll]
-    for i in 0..comptime!(blueprint.tile.tile_k / 16) {
-        let words = if comptime!(blueprint.transposed()) {
-            load_tiles(at + comptime!((i * 16 * 128) as u32), true)
-        } else {
-            let of_tile = comptime!(i + sixteenth);
-            let panel = comptime!((of_tile / 4 * WARPGROUP_ROWS * 128) as u32);
-            load_tiles((at ^ comptime!((of_tile % 4 * 32) as u32)) + panel, false)
-        };
-        #[unroll]
-        for word in 0..4usize {
-            #[unroll]
-            for e in 0..2usize {
-                let n = comptime!(8 * i + 2 * word + e);
-                let value = unpack(*words.index(word), comptime!(e == 1), blueprint.dtype);
-                s[n] = if comptime!(blueprint.capped || blueprint.modified) {
-                    s[n] + value
-                } else {
-                    fma(s[n], factors.scale, value)
-                };
-            }
-        }
     }
 }
 

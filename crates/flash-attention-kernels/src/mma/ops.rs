@@ -2,7 +2,7 @@
 //! [`hopper::ops`](crate::hopper::ops).
 
 use super::products::{ColumnsOf, RowsOf, registers_with_columns, rows_with_rows};
-use crate::hopper::ops::lowered::{effect, effect_values, in_place};
+use crate::hopper::ops::ptx::{effect, effect_values, in_place};
 use crate::hopper::ops::{held, hold, sequence};
 use cubecl::prelude::*;
 

@@ -10,7 +10,7 @@ use flash_attention_kernels::hopper::dbias::{
 };
 use flash_attention_kernels::hopper::forward::StridesCompilationArg;
 use flash_attention_kernels::hopper::gradient::{ResultStridesCompilationArg, SourceStridesCompilationArg};
-use flash_attention_kernels::hopper::pipeline::SpreadCompilationArg;
+use flash_attention_kernels::hopper::producer::SpreadCompilationArg;
 use flash_attention_kernels::hopper::schedule::{Divisor, TileScheduler};
 use flash_attention_kernels::hopper::{
     BiasBlueprint, BiasTile, Blueprint, Role, Rows, combine, copy, dbias, delta, forward, gradient, reduce,

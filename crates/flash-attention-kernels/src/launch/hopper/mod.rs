@@ -9,7 +9,7 @@ use super::route::Route;
 use super::{Call, rows_grid};
 use crate::error::AttentionError;
 use crate::hopper::forward::StrideLaunch;
-use crate::hopper::pipeline::SpreadLaunch;
+use crate::hopper::producer::SpreadLaunch;
 use crate::hopper::scores::FactorsLaunch;
 use crate::hopper::{self, Blueprint, HopperTile, PANEL, Role, Rows};
 use crate::mask::Band;

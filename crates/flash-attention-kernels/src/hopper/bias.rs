@@ -1,0 +1,189 @@
+//! Tiles and the blueprint of the gradient of a bias.
+
+use super::{Blueprint, HopperTile, PANEL, SLOTS, WARPGROUP_ROWS, WORDS};
+use serde::Serialize;
+
+/// Tiles of the gradient of a bias: a thread block of two warpgroups computes a block of 128 queries and as many tiles of keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub struct BiasTile {
+    /// Keys of a tile: 32, 64 or 128.
+    pub tile_k: usize,
+    /// Tiles of a block, whose keys are a multiple of 64.
+    pub tiles: usize,
+    /// Tiles of K, and of V, in shared memory at a time; at least 2.
+    pub stages: usize,
+    /// Blocks of Q, and of dO, in shared memory at a time.
+    pub row_stages: usize,
+}
+
+impl BiasTile {
+    /// Warpgroups of a thread block.
+    pub const WARPGROUPS: usize = 2;
+    /// Queries of a block.
+    pub const TILE_Q: usize = Self::WARPGROUPS * WARPGROUP_ROWS;
+
+    /// Keys of a block.
+    pub fn block_k(&self) -> usize {
+        self.tile_k * self.tiles
+    }
+
+    /// The tile as those of other kernels are told.
+    pub fn tile(&self) -> HopperTile {
+        let (warpgroups, tile_k, stages) = (Self::WARPGROUPS, self.tile_k, self.stages);
+        HopperTile { consumer_groups: 1, warpgroups, tile_k, stages, ping_pong: false, producer_warp: false }
+    }
+
+    /// Batches and heads, one after the other, to which the loads of one lead over.
+    pub fn ahead(&self) -> usize {
+        self.row_stages.max((self.tiles + self.stages - 2) / self.tiles.max(1)).max(1)
+    }
+
+    /// Whether there is a kernel with these tiles.
+    ///
+    /// ```
+    /// use flash_attention_kernels::hopper::BiasTile;
+    ///
+    /// assert!(BiasTile { tile_k: 64, tiles: 4, stages: 3, row_stages: 1 }.is_consistent());
+    /// assert!(!BiasTile { tile_k: 64, tiles: 4, stages: 1, row_stages: 1 }.is_consistent());
+    /// ```
+    pub fn is_consistent(&self) -> bool {
+        // Who works on one is at most two behind who posts those ahead, in the slots that are left.
+        matches!(self.tile_k, 32 | 64 | 128)
+            && self.tiles > 0
+            && self.block_k().is_multiple_of(PANEL)
+            && self.stages >= 2
+            && self.row_stages >= 1
+            && self.ahead() + 4 <= SLOTS
+    }
+}
+
+/// What the kernel of a bias's gradient is specialised for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub struct BiasBlueprint {
+    /// Tiles.
+    pub tile: BiasTile,
+    /// As the scores are computed: those of [`Role::Dq`], with this [tile](BiasTile::tile()).
+    pub scores: Blueprint,
+    /// Whether rows of the result consist of vectors of 8 bytes.
+    pub vectors: bool,
+}
+
+/// Where things lie in the shared memory of the kernel of a bias's gradient, in bytes from its start on. Of each warpgroup, or
+/// stage, one follows the other.
+#[derive(Clone, Copy, Debug)]
+pub struct BiasMemory {
+    /// Rows of Q: of each stage, of each warpgroup.
+    pub q: usize,
+    /// Those of dO.
+    pub d: usize,
+    /// Tiles of K.
+    pub k: usize,
+    /// Tiles of V.
+    pub v: usize,
+    /// The block of a tiled bias: of each warpgroup its panels.
+    pub b: usize,
+    /// lse of the rows of Q.
+    pub lse: usize,
+    /// Delta of those of dO.
+    pub delta: usize,
+    /// Barriers that complete when bytes have come.
+    pub full_q: usize,
+    /// Those of dO.
+    pub full_d: usize,
+    /// Those of K.
+    pub full_k: usize,
+    /// Those of V.
+    pub full_v: usize,
+    /// Those of the bias: of each warpgroup its groups of columns.
+    pub full_b: usize,
+    /// Barriers that complete when all warps concerned are done with them.
+    pub empty_q: usize,
+    /// Those of dO.
+    pub empty_d: usize,
+    /// Those of K.
+    pub empty_k: usize,
+    /// Those of V.
+    pub empty_v: usize,
+    /// Those of the bias.
+    pub empty_b: usize,
+    /// Barriers of the slots: what they hold has been written.
+    pub known: usize,
+    /// The slots.
+    pub slots: usize,
+    /// Where the walk over the blocks stands.
+    pub cursor: usize,
+    /// The end.
+    pub end: usize,
+}
+
+impl BiasBlueprint {
+    /// Columns of a group of the bias, which comes and goes as a whole: panels, and all that a tile needs.
+    pub fn group_b(&self) -> usize {
+        self.tile.tile_k.max(PANEL)
+    }
+
+    /// Groups of a block.
+    pub fn groups_b(&self) -> usize {
+        if self.scores.tiled_bias() { self.tile.block_k() / self.group_b() } else { 0 }
+    }
+
+    /// Bytes of a warpgroup's rows of a group.
+    pub fn group_bytes(&self) -> usize {
+        WARPGROUP_ROWS * self.group_b() * self.scores.dtype.size()
+    }
+
+    /// Bytes of lse, or delta, of a warpgroup's rows.
+    pub fn stats_bytes(&self) -> usize {
+        WARPGROUP_ROWS * size_of::<f32>()
+    }
+
+    /// The layout of shared memory.
+    pub fn memory(&self) -> BiasMemory {
+        let (rows, stages) = (self.tile.row_stages * BiasTile::WARPGROUPS, self.tile.stages);
+        let groups = BiasTile::WARPGROUPS * self.groups_b();
+        let mut end = 0;
+        let mut place = |bytes: usize| {
+            end += bytes;
+            end - bytes
+        };
+        BiasMemory {
+            q: place(rows * self.scores.q_bytes()),
+            d: place(rows * self.scores.d_bytes()),
+            k: place(stages * self.scores.k_bytes()),
+            v: place(stages * self.scores.v_bytes()),
+            b: place(groups * self.group_bytes()),
+            lse: place(rows * self.stats_bytes()),
+            delta: place(rows * self.stats_bytes()),
+            full_q: place(8 * rows),
+            full_d: place(8 * rows),
+            full_k: place(8 * stages),
+            full_v: place(8 * stages),
+            full_b: place(8 * groups),
+            empty_q: place(8 * rows),
+            empty_d: place(8 * rows),
+            empty_k: place(8 * stages),
+            empty_v: place(8 * stages),
+            empty_b: place(8 * groups),
+            known: place(8 * SLOTS),
+            slots: place(4 * WORDS * SLOTS),
+            cursor: place(4 * WORDS),
+            end: place(0),
+        }
+    }
+
+    /// Bytes of shared memory.
+    ///
+    /// ```
+    /// # use flash_attention_kernels::{Dtype, hopper::{BiasBlueprint, BiasTile, Blueprint, Role, Rows}};
+    /// let tile = BiasTile { tile_k: 64, tiles: 4, stages: 3, row_stages: 1 };
+    /// let scores = Blueprint {
+    ///     role: Role::Dq, tile: tile.tile(), dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,
+    ///     capped: false, mask: None, bias: Some(Rows::Tiled), alibi: false, modified: false, keeps_derivative: false,
+    ///     mask_mod: false, varlen: false, sparse: false, split_keys: false, stats_multiple: 128,
+    /// };
+    /// assert!(BiasBlueprint { tile, scores, vectors: true }.shared_memory() <= 227 << 10);
+    /// ```
+    pub fn shared_memory(&self) -> usize {
+        self.memory().end.next_multiple_of(1024)
+    }
+}

@@ -1,0 +1,135 @@
+//! Tiles and rows on their way to shared memory.
+
+use super::super::delta::stats_rows;
+use super::super::ops::*;
+use super::super::pipeline::PipelineState;
+use super::super::producer::load_panels;
+use super::super::{BiasBlueprint, BiasTile, PANEL, WARPGROUP_ROWS};
+use super::memory::{Memory, WorkTileField};
+use super::scheduler::DbiasScheduler;
+use crate::mask::Band;
+use cubecl::prelude::*;
+
+/// Stage and parity of the rows of a turn.
+#[cube]
+pub fn row_state(turn: u32, #[comptime] tile: BiasTile) -> (u32, u32) {
+    let stages = comptime!(tile.row_stages as u32);
+    (turn % stages, turn / stages % 2)
+}
+
+/// The state of the tile that is one fewer than there are stages after that at `state`: where the tile before it was.
+#[cube]
+pub fn before(state: &PipelineState, #[comptime] tile: BiasTile) -> PipelineState {
+    let first = state.stage == 0;
+    PipelineState {
+        stage: select(first, comptime!(tile.stages as u32), state.stage) - 1,
+        phase: state.phase ^ u32::cast_from(!first),
+    }
+}
+
+/// Loads the `nth` tile of K of a turn, or of V, once all warps are done with what its place held; not if there is no such turn.
+/// By one warp.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn load_tile<E: CubePrimitive>(
+    map: &TensorMap<E, Tiled>,
+    memory: &Memory,
+    turn: u32,
+    state: &PipelineState,
+    #[comptime] nth: usize,
+    #[comptime] is_v: bool,
+    #[comptime] blueprint: BiasBlueprint,
+) {
+    let (at, scores) = comptime!((blueprint.memory(), blueprint.scores));
+    let (tiles, full, empty) =
+        comptime!(if is_v { (at.v, at.full_v, at.empty_v) } else { (at.k, at.full_k, at.empty_k) });
+    let (bytes, panels) =
+        comptime!(if is_v { (scores.v_bytes(), scores.panels_v()) } else { (scores.k_bytes(), scores.panels()) });
+    memory.await_turn(turn);
+    if memory.word(turn, WorkTileField::Flags) != 0 {
+        let (batch, head) = (memory.word(turn, WorkTileField::Batch), memory.word(turn, WorkTileField::HeadKv));
+        let key = memory.word(turn, WorkTileField::KStart) + comptime!((nth * blueprint.tile.tile_k) as u32);
+        let full = memory.base + comptime!(full as u32) + state.stage * 8;
+        let to = memory.base + comptime!(tiles as u32) + state.stage * comptime!(bytes as u32);
+        // A stage's first load waits for the phase before the first, which counts as over.
+        mbarrier_wait(memory.base + comptime!(empty as u32) + state.stage * 8, state.phase ^ 1);
+        mbarrier_expect(full, comptime!(bytes as u32).runtime());
+        load_panels(map, to, bytes as u32, panels as u32, full, batch, head, key);
+    }
+}
+
+/// Loads a warpgroup's rows of Q of a turn with their lse, or of dO with delta, once all its warps are done with what was there;
+/// not if there is no such turn. By one warp.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn load_rows<E: CubePrimitive>(
+    map: &TensorMap<E, Tiled>,
+    stats: &[u32],
+    memory: &Memory,
+    band: &Band,
+    scheduler: &DbiasScheduler,
+    turn: u32,
+    warpgroup: u32,
+    #[comptime] is_d: bool,
+    #[comptime] blueprint: BiasBlueprint,
+) {
+    let (at, scores) = comptime!((blueprint.memory(), blueprint.scores));
+    let (tiles, of_stats, full, empty) =
+        comptime!(if is_d { (at.d, at.delta, at.full_d, at.empty_d) } else { (at.q, at.lse, at.full_q, at.empty_q) });
+    let (bytes, panels) =
+        comptime!(if is_d { (scores.d_bytes(), scores.panels_v()) } else { (scores.q_bytes(), scores.panels()) });
+    let stats_bytes = comptime!(blueprint.stats_bytes());
+    memory.await_turn(turn);
+    if memory.word(turn, WorkTileField::Flags) != 0 {
+        let (stage, phase) = row_state(turn, blueprint.tile);
+        let nth = stage * comptime!(BiasTile::WARPGROUPS as u32) + warpgroup;
+        let (batch, head) = (memory.word(turn, WorkTileField::Batch), memory.word(turn, WorkTileField::Head));
+        let row = memory.word(turn, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
+        let full = memory.base + comptime!(full as u32) + nth * 8;
+        let to = memory.base + comptime!(tiles as u32) + nth * comptime!(bytes as u32);
+        let stats_to = memory.base + comptime!(of_stats as u32) + nth * comptime!(stats_bytes as u32);
+        // Heads are filled up to whole blocks there.
+        let of_head = stats_rows(opaque(band.seq_q), scores.stats_multiple, false) as usize;
+        let heads = opaque(scheduler.num_heads_q) as usize;
+        let mut from = (batch as usize * heads + head as usize) * of_head + row as usize;
+        if comptime!(is_d) {
+            from += scheduler.batches as usize * heads * of_head;
+        }
+        mbarrier_wait(memory.base + comptime!(empty as u32) + nth * 8, phase ^ 1);
+        mbarrier_expect(full, comptime!((bytes + stats_bytes) as u32).runtime());
+        load_panels(map, to, bytes as u32, panels as u32, full, batch, head, row);
+        bulk_load(stats, from, stats_bytes, stats_to, full);
+    }
+}
+
+/// Loads a warpgroup's rows of a group of columns of the bias, for the block whose first turn this is, the `nth` one, once all its
+/// warps are done with those of the block before; not if there is no such turn. By one warp.
+#[cube]
+pub fn load_bias<E: CubePrimitive>(
+    map: &TensorMap<E, Tiled>,
+    memory: &Memory,
+    turn: u32,
+    nth: u32,
+    warpgroup: u32,
+    #[comptime] group: usize,
+    #[comptime] blueprint: BiasBlueprint,
+) {
+    let at = comptime!(blueprint.memory());
+    let (bytes, panels) = comptime!((blueprint.group_bytes() as u32, (blueprint.group_b() / PANEL) as u32));
+    memory.await_turn(turn);
+    if memory.word(turn, WorkTileField::Flags) != 0 {
+        let of_cube = warpgroup * comptime!(blueprint.groups_b() as u32) + comptime!(group as u32);
+        let (batch, head) = (memory.word(turn, WorkTileField::BiasBatch), memory.word(turn, WorkTileField::BiasHead));
+        let row = memory.word(turn, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
+        let column = memory.word(turn, WorkTileField::KStart) + comptime!((group * blueprint.group_b()) as u32);
+        let full = memory.base + comptime!(at.full_b as u32) + of_cube * 8;
+        let to = memory.base + comptime!(at.b as u32) + of_cube * bytes;
+        mbarrier_wait(memory.base + comptime!(at.empty_b as u32) + of_cube * 8, (nth % 2) ^ 1);
+        mbarrier_expect(full, bytes.runtime());
+        #[unroll]
+        for panel in 0..panels {
+            let to = to + comptime!(panel * bytes / panels);
+            tma_load(map, to, full, batch, head, row, column + comptime!(panel * PANEL as u32));
+        }
+    }
+}

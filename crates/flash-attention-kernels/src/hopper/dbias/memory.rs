@@ -1,0 +1,192 @@
+//! Where words, barriers and cursors lie in shared memory.
+
+use super::super::ops::*;
+use super::super::{BiasBlueprint, BiasTile, SLOTS, WORDS};
+use super::scheduler::{Block, DbiasScheduler};
+use crate::mask::Band;
+use cubecl::prelude::*;
+
+/// Where words of a slot lie: of one batch and head that shares a block.
+#[derive(Clone, Copy)]
+pub enum WorkTileField {
+    /// [`TURN`], [`LAST`]; 0 where there is no more work.
+    Flags,
+    /// First query.
+    QStart,
+    /// First key.
+    KStart,
+    /// Batch.
+    Batch,
+    /// Query head.
+    Head,
+    /// Key/value head.
+    HeadKv,
+    /// Batch of the bias.
+    BiasBatch,
+    /// Head of the bias.
+    BiasHead,
+}
+
+/// The warp that loads K, and finds out what comes next.
+pub const WARP_K: u32 = 0;
+
+/// The one that loads V.
+pub const WARP_V: u32 = 4;
+
+/// Of each warpgroup, the one that loads its rows of a bias.
+pub const WARP_BIAS: u32 = 1;
+
+/// That of Q.
+pub const WARP_Q: u32 = 2;
+
+/// That of dO.
+pub const WARP_D: u32 = 3;
+
+/// There is something to do.
+pub const TURN: u32 = 1;
+
+/// It is the last one of its block.
+pub const LAST: u32 = 2;
+
+/// Where words of the cursor lie.
+#[derive(Clone, Copy)]
+pub enum CursorField {
+    /// The block's number.
+    Number,
+    /// [`Block::matrix`].
+    Matrix,
+    /// [`Block::row`].
+    Row,
+    /// [`Block::nth`].
+    Nth,
+    /// The next of those that share the block.
+    Member,
+}
+
+/// Shared memory: where it starts, and what lies where.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Memory {
+    pub base: u32,
+    #[cube(comptime)]
+    pub blueprint: BiasBlueprint,
+}
+
+#[cube]
+impl Memory {
+    /// Makes the barriers, and puts the cursor before the first block. All threads must call it.
+    pub fn new(base: u32, #[comptime] blueprint: BiasBlueprint) -> Memory {
+        let at = comptime!(blueprint.memory());
+        let rows = comptime!((blueprint.tile.row_stages * BiasTile::WARPGROUPS) as u32);
+        let stages = comptime!(blueprint.tile.stages as u32);
+        let groups = comptime!((blueprint.groups_b() * BiasTile::WARPGROUPS) as u32);
+        if UNIT_POS == 0 {
+            // Who comes: one with the bytes, each warp of the warpgroup or of the thread block when it is done.
+            #[unroll]
+            for i in 0..rows {
+                mbarrier_init(base + comptime!(at.full_q as u32 + 8 * i), 1u32);
+                mbarrier_init(base + comptime!(at.full_d as u32 + 8 * i), 1u32);
+                mbarrier_init(base + comptime!(at.empty_q as u32 + 8 * i), 4u32);
+                mbarrier_init(base + comptime!(at.empty_d as u32 + 8 * i), 4u32);
+            }
+            #[unroll]
+            for i in 0..stages {
+                mbarrier_init(base + comptime!(at.full_k as u32 + 8 * i), 1u32);
+                mbarrier_init(base + comptime!(at.full_v as u32 + 8 * i), 1u32);
+                mbarrier_init(base + comptime!(at.empty_k as u32 + 8 * i), comptime!(4 * BiasTile::WARPGROUPS as u32));
+                mbarrier_init(base + comptime!(at.empty_v as u32 + 8 * i), comptime!(4 * BiasTile::WARPGROUPS as u32));
+            }
+            #[unroll]
+            for i in 0..groups {
+                mbarrier_init(base + comptime!(at.full_b as u32 + 8 * i), 1u32);
+                mbarrier_init(base + comptime!(at.empty_b as u32 + 8 * i), 4u32);
+            }
+            #[unroll]
+            for i in 0..comptime!(SLOTS as u32) {
+                mbarrier_init(base + comptime!(at.known as u32 + 8 * i), 1u32);
+            }
+            #[unroll]
+            for i in 0..comptime!(WORDS as u32) {
+                // No block has so many that share it: the first turn enters a block.
+                let value = comptime!(if i == CursorField::Member as u32 { u32::MAX } else { 0 }).runtime();
+                store_shared(base + comptime!(at.cursor as u32 + 4 * i), value);
+            }
+            sync_async_proxy_shared();
+        }
+        sync_cube();
+        Memory { base, blueprint }
+    }
+
+    /// Waits until it is known what the `turn`th turn is.
+    pub fn await_turn(&self, turn: u32) {
+        let known = comptime!(self.blueprint.memory().known as u32);
+        mbarrier_wait(self.base + known + turn % comptime!(SLOTS as u32) * 8, (turn / comptime!(SLOTS as u32)) % 2);
+    }
+
+    /// A word of the `turn`th turn, which is known.
+    pub fn word(&self, turn: u32, #[comptime] word: WorkTileField) -> u32 {
+        let at = comptime!(self.blueprint.memory().slots as u32 + 4 * word as u32);
+        load_shared(self.base + at + turn % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32))
+    }
+
+    pub fn set_word(&self, turn: u32, #[comptime] word: WorkTileField, value: u32) {
+        let at = comptime!(self.blueprint.memory().slots as u32 + 4 * word as u32);
+        store_shared(self.base + at + turn % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32), value);
+    }
+
+    pub fn cursor(&self, #[comptime] word: CursorField) -> u32 {
+        load_shared(self.base + comptime!(self.blueprint.memory().cursor as u32 + 4 * word as u32))
+    }
+
+    pub fn set_cursor(&self, #[comptime] word: CursorField, value: u32) {
+        store_shared(self.base + comptime!(self.blueprint.memory().cursor as u32 + 4 * word as u32), value);
+    }
+
+    /// Posts the `turn`th turn: the next head of the block, or the first one of block `next`. Returns whether that was the block's
+    /// last. By one warp.
+    pub fn post(&self, turn: u32, next: u32, scheduler: &DbiasScheduler, band: &Band) -> bool {
+        let tile = comptime!(self.blueprint.tile);
+        let group = opaque(scheduler.group_batches) * scheduler.group_heads.divisor;
+        let mut member = self.cursor(CursorField::Member);
+        let mut matrix = self.cursor(CursorField::Matrix);
+        let mut row = self.cursor(CursorField::Row);
+        let mut nth = self.cursor(CursorField::Nth);
+        let number = self.cursor(CursorField::Number);
+        // All threads have read it before one writes.
+        sync_plane();
+        let enters = member >= group;
+        let ends = enters && next >= scheduler.num_tiles;
+        if enters && !ends {
+            let block = scheduler.after(&Block { matrix, row, nth }, next - number, band, tile);
+            matrix = block.matrix;
+            row = block.row;
+            nth = block.nth;
+            self.set_cursor(CursorField::Number, next);
+            self.set_cursor(CursorField::Matrix, matrix);
+            self.set_cursor(CursorField::Row, row);
+            self.set_cursor(CursorField::Nth, nth);
+            member = 0u32;
+        }
+        let last = member + 1 == group;
+        let of_batch = scheduler.group_heads.divide(member);
+        let (bias_batch, bias_head) = (scheduler.heads.divide(matrix), scheduler.heads.modulo(matrix));
+        let head = bias_head * scheduler.group_heads.divisor + scheduler.group_heads.modulo(member);
+        let seen = scheduler.seen(band, row, tile);
+        self.set_word(turn, WorkTileField::Flags, select(ends, 0u32, select(last, TURN | LAST, TURN)));
+        self.set_word(turn, WorkTileField::QStart, row * comptime!(BiasTile::TILE_Q as u32));
+        self.set_word(turn, WorkTileField::KStart, (seen.start + nth) * comptime!(tile.block_k() as u32));
+        self.set_word(turn, WorkTileField::Batch, bias_batch * scheduler.group_batches + of_batch);
+        self.set_word(turn, WorkTileField::Head, head);
+        self.set_word(turn, WorkTileField::HeadKv, scheduler.group_size.divide(head));
+        self.set_word(turn, WorkTileField::BiasBatch, bias_batch);
+        self.set_word(turn, WorkTileField::BiasHead, bias_head);
+        self.set_cursor(CursorField::Member, select(ends, u32::MAX, member + 1));
+        let lane = UNIT_POS % 32;
+        if lane == 0 {
+            mbarrier_arrive(
+                self.base + comptime!(self.blueprint.memory().known as u32) + turn % comptime!(SLOTS as u32) * 8,
+            );
+        }
+        last && !ends
+    }
+}

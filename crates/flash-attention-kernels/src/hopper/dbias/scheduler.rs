@@ -1,0 +1,127 @@
+//! Which block of the bias a thread block computes, and in which order.
+
+use super::super::BiasTile;
+use super::super::schedule::Divisor;
+use crate::mask::{Band, Blocks};
+use cubecl::prelude::*;
+
+/// How blocks are numbered: those of which the band shows something, by matrices of the bias, blocks of queries, blocks of keys.
+#[derive(CubeType, CubeLaunch, Clone, Copy, Debug)]
+#[expand(derive(Clone, Copy))]
+pub struct DbiasScheduler {
+    /// How many there are; fewer than 2^31.
+    pub num_tiles: u32,
+    /// Matrices of the bias: its batches and heads.
+    pub matrices: u32,
+    /// Blocks of queries.
+    pub q_blocks: Divisor,
+    /// Blocks of keys.
+    pub k_blocks: Divisor,
+    /// Heads of the bias.
+    pub heads: Divisor,
+    /// Batches that share a matrix.
+    pub group_batches: u32,
+    /// Heads that share a matrix.
+    pub group_heads: Divisor,
+    /// Query heads that share a key/value head.
+    pub group_size: Divisor,
+    /// Batches.
+    pub batches: u32,
+    /// Heads of `q` in a batch.
+    pub num_heads_q: u32,
+}
+
+/// A block: of which matrix, the number of the block of queries, and that of keys among those that the queries see.
+#[derive(CubeType, Clone, Copy, Debug, PartialEq, Eq)]
+#[expand(derive(Clone))]
+pub struct Block {
+    /// Of the bias, `batch · heads + head`.
+    pub matrix: u32,
+    /// Of the block of queries.
+    pub row: u32,
+    /// Of the block of keys.
+    pub nth: u32,
+}
+
+impl DbiasScheduler {
+    /// The blocks of a bias `[bias_batch, bias_heads, Sq, Sk]` for queries of `[batch, num_heads_q]`.
+    pub fn new(
+        band: &Band,
+        tile: BiasTile,
+        [bias_batch, bias_heads]: [usize; 2],
+        [batch, num_heads_q, num_heads_kv]: [usize; 3],
+    ) -> Self {
+        let (tile_q, block_k) = (BiasTile::TILE_Q as u32, tile.block_k() as u32);
+        let q_blocks = band.seq_q.div_ceil(tile_q);
+        let matrices = (bias_batch * bias_heads) as u32;
+        let seen = |row: u32| {
+            let blocks = band.k_blocks(row * tile_q, tile_q, block_k);
+            blocks.end - blocks.start
+        };
+        DbiasScheduler {
+            num_tiles: matrices * (0..q_blocks).map(seen).sum::<u32>(),
+            matrices,
+            q_blocks: Divisor::new(q_blocks),
+            k_blocks: Divisor::new(band.seq_k.div_ceil(block_k)),
+            heads: Divisor::new(bias_heads as u32),
+            group_batches: (batch / bias_batch) as u32,
+            group_heads: Divisor::new((num_heads_q / bias_heads) as u32),
+            group_size: Divisor::new((num_heads_q / num_heads_kv) as u32),
+            batches: batch as u32,
+            num_heads_q: num_heads_q as u32,
+        }
+    }
+
+    /// The launch argument.
+    pub fn into_launch(self) -> DbiasSchedulerLaunch {
+        DbiasSchedulerLaunch::new(
+            self.num_tiles,
+            self.matrices,
+            self.q_blocks.into_launch(),
+            self.k_blocks.into_launch(),
+            self.heads.into_launch(),
+            self.group_batches,
+            self.group_heads.into_launch(),
+            self.group_size.into_launch(),
+            self.batches,
+            self.num_heads_q,
+        )
+    }
+}
+
+#[cube]
+impl DbiasScheduler {
+    /// The blocks of keys that a block of queries sees anything of.
+    pub fn seen(&self, band: &Band, row: u32, #[comptime] tile: BiasTile) -> Blocks {
+        let tile_q = comptime!(BiasTile::TILE_Q as u32);
+        band.k_blocks(row * tile_q, tile_q, comptime!(tile.block_k() as u32))
+    }
+
+    /// The block that comes so many after this one, which there must be.
+    pub fn after(&self, block: &Block, by: u32, band: &Band, #[comptime] tile: BiasTile) -> Block {
+        let mut matrix = block.matrix;
+        let mut row = block.row;
+        let mut nth = block.nth + by;
+        if comptime!(band.bounded_above || band.bounded_below) {
+            // No more than all thread blocks take at a time.
+            let first = self.seen(band, row, tile);
+            let mut count = first.end - first.start;
+            while nth >= count {
+                nth -= count;
+                row += 1;
+                if row == self.q_blocks.divisor {
+                    row = 0u32;
+                    matrix += 1;
+                }
+                let seen = self.seen(band, row, tile);
+                count = seen.end - seen.start;
+            }
+        } else {
+            row += self.k_blocks.divide(nth);
+            nth = self.k_blocks.modulo(nth);
+            matrix += self.q_blocks.divide(row);
+            row = self.q_blocks.modulo(row);
+        }
+        Block { matrix, row, nth }
+    }
+}

@@ -1,0 +1,115 @@
+//! Blocks of the gradient on their way out.
+
+use super::super::ops::*;
+use super::super::rows::{exchange, vector_of_pair};
+use super::super::{BiasBlueprint, BiasTile};
+use super::BiasStrides;
+use super::scheduler::DbiasScheduler;
+use crate::mask::Band;
+use cubecl::prelude::*;
+
+/// Writes one of a thread's two rows, which starts at vector `at` of `out`; nothing if not `live`. Neighbours exchange what they
+/// hold, so that the four threads of a row write 32 bytes of it together: all must call it.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn store_vectors(
+    sums: &Sequence<Array<f32>>,
+    #[comptime] row: usize,
+    out: &mut [Vector<u32, Const<2>>],
+    at: usize,
+    band: &Band,
+    live: bool,
+    k_start: u32,
+    #[comptime] blueprint: BiasBlueprint,
+) {
+    let dtype = comptime!(blueprint.scores.dtype);
+    let of_four = vector_of_pair();
+    let at = at + (k_start / 4 + of_four) as usize;
+    let to = &mut out[at..at + 1];
+    #[unroll]
+    for i in 0..comptime!(blueprint.tile.block_k() / 16) {
+        let sum = sums.index(comptime!(16 * i / blueprint.tile.tile_k));
+        let n = comptime!(16 * i % blueprint.tile.tile_k / 2 + 2 * row);
+        let first = pack(sum[n], sum[n + 1], dtype);
+        let second = pack(sum[n + 4], sum[n + 5], dtype);
+        let (low, high) = exchange(first, second);
+        let is_key = band.is_key(k_start + comptime!(16 * i as u32) + of_four * 4);
+        store_pair(to, comptime!(4 * i), low, high, live && is_key);
+    }
+}
+
+/// The same, element by element.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn store_elements<E: Float>(
+    sums: &Sequence<Array<f32>>,
+    #[comptime] row: usize,
+    elements: &mut [E],
+    at: usize,
+    column: usize,
+    band: &Band,
+    live: bool,
+    k_start: u32,
+    #[comptime] blueprint: BiasBlueprint,
+) {
+    let first = k_start + UNIT_POS % 4 * 2;
+    #[unroll]
+    for i in 0..comptime!(blueprint.tile.block_k() / 8) {
+        let sum = sums.index(comptime!(8 * i / blueprint.tile.tile_k));
+        let n = comptime!(8 * i % blueprint.tile.tile_k / 2 + 2 * row);
+        let packed = pack(sum[n], sum[n + 1], blueprint.scores.dtype);
+        #[unroll]
+        for e in 0..2usize {
+            let key = first + comptime!((8 * i + e) as u32);
+            let at = at + key as usize * column;
+            let to = &mut elements[at..at + 1];
+            store_half(to, packed, comptime!(e == 1), live && band.is_key(key));
+        }
+    }
+}
+
+/// Fills what lies in blocks of which the band shows nothing with zeros, 8 rows at a time.
+#[cube]
+pub fn fill_hidden<E: Float>(
+    out: &mut [Vector<u32, Const<2>>],
+    elements: &mut [E],
+    strides: &BiasStrides,
+    band: &Band,
+    scheduler: &DbiasScheduler,
+    warp: u32,
+    #[comptime] blueprint: BiasBlueprint,
+) {
+    let tile = comptime!(blueprint.tile);
+    let (at_once, of_block) = comptime!((8u32, BiasTile::TILE_Q as u32 / 8));
+    let (warps, wide) = comptime!((BiasTile::WARPGROUPS as u32 * 4, if blueprint.vectors { 4u32 } else { 1u32 }));
+    let lane = UNIT_POS % 32;
+    let mut nth = CUBE_POS as u32 * warps + warp;
+    while nth < scheduler.matrices * scheduler.q_blocks.divisor * of_block {
+        let (block, part) = (nth / of_block, nth % of_block);
+        let (matrix, row_block) = (scheduler.q_blocks.divide(block), scheduler.q_blocks.modulo(block));
+        let (batch, head) = (scheduler.heads.divide(matrix), scheduler.heads.modulo(matrix));
+        let seen = scheduler.seen(band, row_block, tile);
+        let before = seen.start * comptime!(tile.block_k() as u32);
+        let after = seen.end * comptime!(tile.block_k() as u32);
+        for of_part in 0..at_once {
+            let row = row_block * comptime!(BiasTile::TILE_Q as u32) + part * at_once + of_part;
+            if band.is_query(row) {
+                let at = strides.rows.at(batch as usize, head as usize, row);
+                #[unroll]
+                for side in 0..2usize {
+                    let mut key = if comptime!(side == 0) { lane * wide } else { after + lane * wide };
+                    let end = if comptime!(side == 0) { before } else { band.seq_k };
+                    while key < end {
+                        if comptime!(blueprint.vectors) {
+                            out[at + (key / 4) as usize] = Vector::<u32, Const<2>>::new(0u32);
+                        } else {
+                            elements[at + key as usize * strides.column] = E::from_int(0);
+                        }
+                        key += 32 * wide;
+                    }
+                }
+            }
+        }
+        nth += CUBE_COUNT as u32 * warps;
+    }
+}

@@ -1,0 +1,298 @@
+//! Shared memory of a consumer group: where the pipelines' stages, their barriers, the known work tiles and the producer's cursors lie.
+
+use super::ops::*;
+use super::pipeline::{Pipeline, PipelineState};
+use super::schedule::WorkTile;
+use super::{Blueprint, SLOTS, WARPGROUP_UNITS, WORDS};
+use crate::blocks::{Visit, visit_of};
+use crate::mask::Band;
+use cubecl::prelude::*;
+
+/// Where words of a work tile lie. The first four are what loading needs.
+#[derive(Clone, Copy)]
+pub enum WorkTileField {
+    /// First key of the last tile, with which to begin.
+    KLast,
+    /// Tiles; 0 where there is no more work.
+    Steps,
+    /// Key/value head.
+    HeadKv,
+    /// Batch.
+    Batch,
+    /// Query head.
+    Head,
+    /// First query.
+    QStart,
+    /// [`FULLY_MASKED`], [`CONTINUED`], [`CONTINUES`].
+    Flags,
+    /// Batch of the results.
+    BatchOut,
+    /// The sequence, where there are several, and where its rows and its columns begin and end.
+    Sequence,
+    RowsBegin,
+    RowsEnd,
+    ColumnsBegin,
+    ColumnsEnd,
+}
+
+/// There is nothing to see: the one tile must be hidden.
+pub const FULLY_MASKED: u32 = 1;
+/// It adds to what the work tile before has computed, of the same block: with another query head of its group.
+pub const CONTINUED: u32 = 2;
+/// The next one adds to it.
+pub const CONTINUES: u32 = 4;
+
+/// Where words of a cursor lie.
+#[derive(Clone, Copy)]
+pub enum CursorField {
+    /// First key of the next tile, or where its entry lies. Tiles go from the last to the first.
+    KStart,
+    /// Tiles left in the work tile, the next one counted; 0 before the first work tile, [`END`] after the last.
+    Left,
+    /// Key/value head.
+    Head,
+    /// Batch.
+    Batch,
+    /// The stage of the next tile.
+    Stage,
+    /// The parity of its barriers' phase.
+    Phase,
+    /// How many work tiles have been entered.
+    Nth,
+    /// The number of the next work tile in its group.
+    OfGroup,
+}
+
+/// No work tile is left.
+pub const END: u32 = u32::MAX;
+
+/// Where things lie in shared memory, as addresses.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Memory {
+    /// Rows of Q, one tile for each warpgroup.
+    pub q: u32,
+    /// Those of dO.
+    pub d: u32,
+    /// Tiles of K.
+    pub k: u32,
+    /// Tiles of V.
+    pub v: u32,
+    /// Tiles of the bias.
+    pub b: u32,
+    /// Tiles of `dSᵀ`.
+    pub ds: u32,
+    /// The log-sum-exp and delta of streamed tiles.
+    pub lse: u32,
+    pub delta: u32,
+    /// Barriers of Q, K, V and the bias that complete when bytes have come.
+    pub full_q: u32,
+    pub full_k: u32,
+    pub full_v: u32,
+    pub full_b: u32,
+    /// Barriers of Q and dO that complete when the warps that multiply with them are done, of the others when all are.
+    pub empty_q: u32,
+    pub empty_d: u32,
+    pub empty_k: u32,
+    pub empty_v: u32,
+    pub empty_b: u32,
+    /// Barriers of the slots: a work tile has been written.
+    pub known: u32,
+    /// The slots.
+    pub slots: u32,
+    /// The pipelines' cursors.
+    pub cursors: u32,
+    /// With a block mask, the entry of the tile in each stage of K.
+    pub entries: u32,
+}
+
+#[cube]
+impl Memory {
+    /// The layout of a consumer group's memory from `base` on, and its barriers made. All threads must call it.
+    pub fn new(base: u32, #[comptime] blueprint: Blueprint) -> Memory {
+        let stages = comptime!(blueprint.tile.stages as u32);
+        let warpgroups = comptime!(blueprint.tile.warpgroups as u32);
+        let q = base;
+        let d = q + comptime!(warpgroups * blueprint.q_bytes() as u32);
+        let k = d + comptime!(warpgroups * blueprint.d_bytes() as u32);
+        let v = k + comptime!(stages * blueprint.k_bytes() as u32);
+        let b = v + comptime!(stages * blueprint.v_bytes() as u32);
+        let ds = b + comptime!(stages * blueprint.b_bytes() as u32);
+        let lse = ds + comptime!(2 * blueprint.ds_bytes() as u32);
+        let delta = lse + comptime!(stages * blueprint.stats_bytes() as u32);
+        let full_q = delta + comptime!(stages * blueprint.stats_bytes() as u32);
+        let empty_q = full_q + comptime!(8 * warpgroups);
+        let empty_d = empty_q + comptime!(8 * warpgroups);
+        let full_k = empty_d + comptime!(8 * warpgroups);
+        let full_v = full_k + comptime!(8 * stages);
+        let full_b = full_v + comptime!(8 * stages);
+        let empty_k = full_b + comptime!(8 * stages);
+        let empty_v = empty_k + comptime!(8 * stages);
+        let empty_b = empty_v + comptime!(8 * stages);
+        let known = empty_b + comptime!(8 * stages);
+        let slots = known + comptime!(8 * SLOTS as u32);
+        let cursors = slots + comptime!(4 * (SLOTS * WORDS) as u32);
+        let entries = cursors + comptime!(4 * (3 * WORDS) as u32);
+        let units = comptime!(warpgroups * WARPGROUP_UNITS as u32);
+        let within = UNIT_POS % units;
+        let mut first = within == 0;
+        if comptime!(blueprint.tile.producer_warp) {
+            first = first && UNIT_POS < comptime!(blueprint.tile.consumer_groups as u32 * units);
+        }
+        if first {
+            #[unroll]
+            for i in 0..warpgroups {
+                mbarrier_init(full_q + comptime!(8 * i), 1u32);
+                mbarrier_init(
+                    empty_q + comptime!(8 * i),
+                    comptime!(if blueprint.reduces() { 4 * warpgroups } else { 4 }),
+                );
+                mbarrier_init(empty_d + comptime!(8 * i), 4u32);
+            }
+            #[unroll]
+            for i in 0..stages {
+                mbarrier_init(full_k + comptime!(8 * i), 1u32);
+                mbarrier_init(full_v + comptime!(8 * i), 1u32);
+                mbarrier_init(full_b + comptime!(8 * i), 1u32);
+                // One arrival of each warp.
+                mbarrier_init(empty_k + comptime!(8 * i), comptime!(4 * warpgroups));
+                mbarrier_init(empty_v + comptime!(8 * i), comptime!(4 * warpgroups));
+                mbarrier_init(empty_b + comptime!(8 * i), comptime!(4 * warpgroups));
+            }
+            #[unroll]
+            for i in 0..comptime!(SLOTS as u32) {
+                mbarrier_init(known + comptime!(8 * i), 1u32);
+            }
+            #[unroll]
+            for i in 0..comptime!(3 * WORDS as u32) {
+                store_shared(cursors + comptime!(4 * i), 0u32);
+            }
+            sync_async_proxy_shared();
+        }
+        sync_cube();
+        Memory {
+            q,
+            d,
+            k,
+            v,
+            b,
+            ds,
+            lse,
+            delta,
+            full_q,
+            full_k,
+            full_v,
+            full_b,
+            empty_q,
+            empty_d,
+            empty_k,
+            empty_v,
+            empty_b,
+            known,
+            slots,
+            cursors,
+            entries,
+        }
+    }
+
+    /// Waits until the `nth` work tile of this consumer group is known.
+    pub fn await_work_tile(&self, nth: u32) {
+        mbarrier_wait(self.known + nth % comptime!(SLOTS as u32) * 8, (nth / comptime!(SLOTS as u32)) % 2);
+    }
+
+    /// A word of the `nth` work tile, which is known. Read when it is needed: registers are what this kernel lacks.
+    pub fn work_tile(&self, nth: u32, #[comptime] word: WorkTileField) -> u32 {
+        load_shared(
+            self.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32) + comptime!(4 * word as u32),
+        )
+    }
+
+    /// The query head of the `nth` work tile.
+    pub fn query_head(&self, nth: u32, #[comptime] blueprint: Blueprint) -> u32 {
+        if comptime!(blueprint.transposed()) {
+            self.work_tile(nth, WorkTileField::HeadKv)
+        } else {
+            self.work_tile(nth, WorkTileField::Head)
+        }
+    }
+
+    pub fn write_work_tile(&self, nth: u32, work: &WorkTile, flags: u32) {
+        let at = self.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
+        store_shared(at + comptime!(4 * WorkTileField::KLast as u32), work.k_last);
+        store_shared(at + comptime!(4 * WorkTileField::Steps as u32), work.steps);
+        store_shared(at + comptime!(4 * WorkTileField::HeadKv as u32), work.head_kv);
+        store_shared(at + comptime!(4 * WorkTileField::Batch as u32), work.batch);
+        store_shared(at + comptime!(4 * WorkTileField::Head as u32), work.head);
+        store_shared(at + comptime!(4 * WorkTileField::QStart as u32), work.q_start);
+        store_shared(at + comptime!(4 * WorkTileField::Flags as u32), u32::cast_from(work.fully_masked) | flags);
+        store_shared(at + comptime!(4 * WorkTileField::BatchOut as u32), work.batch_out);
+        if comptime!(work.band.varlen) {
+            store_shared(at + comptime!(4 * WorkTileField::Sequence as u32), work.band.sequence);
+            store_shared(at + comptime!(4 * WorkTileField::RowsBegin as u32), work.band.begin_q);
+            store_shared(at + comptime!(4 * WorkTileField::RowsEnd as u32), work.band.end_q);
+            store_shared(at + comptime!(4 * WorkTileField::ColumnsBegin as u32), work.band.begin_k);
+            store_shared(at + comptime!(4 * WorkTileField::ColumnsEnd as u32), work.band.end_k);
+        }
+    }
+
+    /// What the rows of the `nth` work tile see, if `band` is what the options make of all.
+    pub fn band(&self, nth: u32, band: &Band, #[comptime] varlen: bool) -> Band {
+        if comptime!(varlen) {
+            let (begin_q, end_q) =
+                (self.work_tile(nth, WorkTileField::RowsBegin), self.work_tile(nth, WorkTileField::RowsEnd));
+            let (begin_k, end_k) =
+                (self.work_tile(nth, WorkTileField::ColumnsBegin), self.work_tile(nth, WorkTileField::ColumnsEnd));
+            band.of(self.work_tile(nth, WorkTileField::Sequence), begin_q, end_q, begin_k, end_k)
+        } else {
+            *band
+        }
+    }
+
+    /// What is known of the tile at a position of the pipeline of K, which has come: with a block mask, what its entry says, else this.
+    pub fn visit(&self, state: &PipelineState, start: u32, edge: bool, #[comptime] blueprint: Blueprint) -> Visit {
+        if comptime!(blueprint.sparse) {
+            visit_of(load_shared(self.entries + state.stage * 4), comptime!(blueprint.tile.tile_k as u32))
+        } else {
+            Visit { start, fully_visible: !edge, masked: true.runtime() }
+        }
+    }
+
+    /// Waits for a tile of a tiled bias, which is in the same stage as that of K; returns where a warpgroup's part of it
+    /// lies.
+    pub fn await_bias(&self, state: &PipelineState, warpgroup: u32, #[comptime] blueprint: Blueprint) -> u32 {
+        if comptime!(blueprint.tiled_bias()) {
+            mbarrier_wait(self.full_b + state.stage * 8, state.phase);
+        }
+        let of_warpgroup = comptime!((blueprint.b_bytes() / blueprint.tile.warpgroups) as u32);
+        self.b + state.stage * comptime!(blueprint.b_bytes() as u32) + warpgroup * of_warpgroup
+    }
+
+    /// Lets a tile of a tiled bias be overwritten.
+    pub fn release_bias(&self, state: &PipelineState, #[comptime] blueprint: Blueprint) {
+        if comptime!(blueprint.tiled_bias()) {
+            // All threads of the warp have read it.
+            sync_plane();
+            let lane = UNIT_POS % 32;
+            if lane == 0 {
+                mbarrier_arrive(self.empty_b + state.stage * 8);
+            }
+        }
+    }
+
+    /// The first stage of a pipeline, and its barriers `full` and `empty`.
+    pub fn pipeline(&self, #[comptime] pipeline: Pipeline) -> (u32, u32, u32) {
+        match comptime!(pipeline) {
+            Pipeline::K => (self.k, self.full_k, self.empty_k),
+            Pipeline::V => (self.v, self.full_v, self.empty_v),
+            Pipeline::Bias => (self.b, self.full_b, self.empty_b),
+        }
+    }
+
+    pub fn cursor(&self, #[comptime] pipeline: Pipeline, #[comptime] word: CursorField) -> u32 {
+        load_shared(self.cursors + comptime!(4 * (pipeline as usize * WORDS + word as usize) as u32))
+    }
+
+    pub fn set_cursor(&self, #[comptime] pipeline: Pipeline, #[comptime] word: CursorField, value: u32) {
+        store_shared(self.cursors + comptime!(4 * (pipeline as usize * WORDS + word as usize) as u32), value);
+    }
+}

@@ -1,0 +1,86 @@
+//! Named barriers, `mbarrier`s and the counter that work tiles are taken from.
+
+use super::ptx::{effect, effect_value};
+use cubecl::prelude::*;
+use cubecl_core::ir::ExpandValue;
+
+// -- barriers
+
+/// Waits until `units` threads have come to the named barrier `id`. Barrier 0 is `sync_cube`'s.
+#[cube]
+pub fn named_sync(id: u32, units: u32) {
+    intrinsic!(|scope| {
+        let args = vec![id.read_value(scope), units.read_value(scope)];
+        effect(scope, "barrier.cta.sync.aligned $0, $1;", "r,r,~{memory}", args)
+    })
+}
+
+/// Comes to the named barrier `id` and goes on.
+#[cube]
+pub fn named_arrive(id: u32, units: u32) {
+    intrinsic!(|scope| {
+        let args = vec![id.read_value(scope), units.read_value(scope)];
+        effect(scope, "barrier.cta.arrive.aligned $0, $1;", "r,r,~{memory}", args)
+    })
+}
+
+/// Makes the `mbarrier` at a shared address, with phases of `count` arrivals. (CubeCL's `Barrier` lowers as a single
+/// object only, not as an array with a run-time index.)
+#[cube]
+pub fn mbarrier_init(at: u32, count: u32) {
+    intrinsic!(|scope| {
+        let args = vec![at.read_value(scope), count.read_value(scope)];
+        effect(scope, "mbarrier.init.shared::cta.b64 [$0], $1;", "r,r,~{memory}", args)
+    })
+}
+
+/// Arrives.
+#[cube]
+pub fn mbarrier_arrive(at: u32) {
+    intrinsic!(|scope| {
+        let args = vec![at.read_value(scope)];
+        effect(scope, "mbarrier.arrive.shared::cta.b64 _, [$0];", "r,~{memory}", args)
+    })
+}
+
+/// An instruction for one thread of a warp. The branch stays one of the warp as a whole: what the assembler has to take for
+/// divergent makes it guard every shuffle that follows.
+pub(super) fn elected(instruction: &str) -> String {
+    format!("{{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n@one {instruction}\n}}")
+}
+
+/// One thread of the warp arrives, and lets the phase wait for `bytes` bytes of loads. The whole warp must call it.
+#[cube]
+pub fn mbarrier_expect(at: u32, bytes: u32) {
+    intrinsic!(|scope| {
+        let args = vec![at.read_value(scope), bytes.read_value(scope)];
+        effect(scope, &elected("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"), "r,r,~{memory}", args)
+    })
+}
+
+/// Waits until the phase of this parity is over.
+#[cube]
+pub fn mbarrier_wait(at: u32, parity: u32) {
+    intrinsic!(|scope| {
+        let args = vec![at.read_value(scope), parity.read_value(scope)];
+        let template =
+            "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;\n@!done bra wait;\n}";
+        effect(scope, template, "r,r,~{memory}", args)
+    })
+}
+
+/// Thread 0 of the warp adds 1 to the first element of `counter`, or makes it 0 if it was `last`; returns to it what it was.
+/// The whole warp must call it.
+#[cube]
+pub fn take_ticket(counter: &[u32], last: u32) -> u32 {
+    intrinsic!(|scope| {
+        let ty = u32::__expand_as_type(scope);
+        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
+        let counter = unsafe { *counter.__expand_as_ptr_method(scope) }.value(scope);
+        let args = vec![counter, last.read_value(scope)];
+        let template = "{\n.reg .pred p;\n.reg .u32 lane;\nmov.u32 lane, %laneid;\nsetp.eq.u32 p, lane, 0;\nmov.u32 $0, 0;\n\
+             @p atom.global.inc.u32 $0, [$1], $2;\n}";
+        let value = effect_value(scope, ty, template, "=&r,l,r,~{memory}", args);
+        ExpandValue::from(value).into()
+    })
+}

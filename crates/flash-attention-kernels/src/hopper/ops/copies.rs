@@ -1,0 +1,176 @@
+//! Loads by the tensor memory accelerator, reads and writes of shared and global memory.
+
+use super::barriers::elected;
+use super::ptx::{effect, effect_value, effect_values};
+use super::wgmma::{descriptor, sequence};
+use cubecl::prelude::*;
+use cubecl_core::ir::ExpandValue;
+
+// -- memory
+
+/// One thread of the warp loads the box of `map` at `(batch, head, row, column)` to a shared address; the bytes count at
+/// `barrier`. What lies past the tensor's ends is loaded as zeros. The whole warp must call it.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn tma_load<E: CubePrimitive>(
+    map: &TensorMap<E, Tiled>,
+    to: u32,
+    barrier: u32,
+    batch: u32,
+    head: u32,
+    row: u32,
+    column: u32,
+) {
+    intrinsic!(|scope| {
+        let args = vec![
+            to.read_value(scope),
+            map.value(scope),
+            column.read_value(scope),
+            row.read_value(scope),
+            head.read_value(scope),
+            batch.read_value(scope),
+            barrier.read_value(scope),
+        ];
+        let template = "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [$0], \
+             [$1, {$2, $3, $4, $5}], [$6];";
+        effect(scope, &elected(template), "r,l,r,r,r,r,r,~{memory}", args)
+    })
+}
+
+/// One thread of the warp loads `bytes` bytes from element `from` of `source` on to a shared address; they count at `barrier`. All
+/// are multiples of 16 bytes. The whole warp must call it.
+#[cube]
+pub fn bulk_load(source: &[u32], from: usize, #[comptime] bytes: usize, to: u32, barrier: u32) {
+    let element = &source[from..from + 1];
+    bulk_load_from(element, bytes, to, barrier);
+}
+
+#[cube]
+fn bulk_load_from(element: &[u32], #[comptime] bytes: usize, to: u32, barrier: u32) {
+    intrinsic!(|scope| {
+        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
+        let from = unsafe { *element.__expand_as_ptr_method(scope) }.value(scope);
+        let args = vec![to.read_value(scope), from, barrier.read_value(scope)];
+        let template =
+            format!("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {bytes}, [$2];");
+        effect(scope, &elected(&template), "r,l,r,~{memory}", args)
+    })
+}
+
+/// One thread of the warp asks for the box of `map` at `(batch, head, row, column)` to be brought to the second-level cache. The
+/// whole warp must call it.
+#[cube]
+pub fn tma_prefetch<E: CubePrimitive>(
+    map: &TensorMap<E, Tiled>,
+    batch: u32,
+    head: u32,
+    row: u32,
+    #[comptime] column: u32,
+) {
+    intrinsic!(|scope| {
+        let args = vec![map.value(scope), row.read_value(scope), head.read_value(scope), batch.read_value(scope)];
+        let template = format!("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [$0, {{{column}, $1, $2, $3}}];");
+        effect(scope, &elected(&template), "l,r,r,r,~{memory}", args)
+    })
+}
+
+/// Writes two words to the vector of `to` of this number, if `live`. No branch: after one, the assembler takes the warp for
+/// divergent. (Indexing computes an address for each vector: numbers are added in 32 bits, which no immediate offset can do.)
+#[cube]
+pub fn store_pair(to: &mut [Vector<u32, Const<2>>], #[comptime] nth: usize, low: u32, high: u32, live: bool) {
+    intrinsic!(|scope| {
+        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
+        let to = unsafe { *to.__expand_as_ptr_method(scope) }.value(scope);
+        let template = format!("@$3 st.global.v2.u32 [$0+{}], {{$1, $2}};", 8 * nth);
+        let args = vec![to, low.read_value(scope), high.read_value(scope), live.read_value(scope)];
+        effect(scope, &template, "l,r,r,b,~{memory}", args)
+    })
+}
+
+/// Writes a word of shared memory.
+#[cube]
+pub fn store_shared(at: u32, value: u32) {
+    intrinsic!(|scope| {
+        let args = vec![at.read_value(scope), value.read_value(scope)];
+        effect(scope, "st.shared.u32 [$0], $1;", "r,r,~{memory}", args)
+    })
+}
+
+/// Reads a word of shared memory.
+#[cube]
+pub fn load_shared(at: u32) -> u32 {
+    intrinsic!(|scope| {
+        let (ty, at) = (u32::__expand_as_type(scope), at.read_value(scope));
+        ExpandValue::from(effect_value(scope, ty, "ld.shared.u32 $0, [$1];", "=r,r,~{memory}", vec![at])).into()
+    })
+}
+
+/// Two f32 of shared memory.
+#[cube]
+pub fn load_shared_pair(at: u32) -> Sequence<f32> {
+    intrinsic!(|scope| {
+        let (ty, at) = (f32::__expand_as_type(scope), at.read_value(scope));
+        let template = "ld.shared.v2.f32 {$0, $1}, [$2];";
+        sequence(scope, effect_values(scope, ty, 2, template, "=f,=f,r,~{memory}", vec![at]))
+    })
+}
+
+/// Four 8 x 8 tiles of 16 bits from shared memory. Of the `n`-th tile, thread `8 n + i` gives the address of row `i`, 16 bytes;
+/// each thread `u` gets columns `2 (u % 4)` and the next of row `u / 4` of each tile, as an accumulator's registers lie; if
+/// `transposed`, rows and columns change places.
+#[cube]
+pub fn load_tiles(at: u32, #[comptime] transposed: bool) -> Sequence<u32> {
+    intrinsic!(|scope| {
+        let (ty, at) = (u32::__expand_as_type(scope), at.read_value(scope));
+        let transposed = if transposed { ".trans" } else { "" };
+        let template = format!("ldmatrix.sync.aligned.m8n8.x4{transposed}.shared.b16 {{$0, $1, $2, $3}}, [$4];");
+        sequence(scope, effect_values(scope, ty, 4, &template, "=r,=r,=r,=r,r,~{memory}", vec![at]))
+    })
+}
+
+/// The opposite of [`load_tiles()`]: each thread gives what it would get.
+#[cube]
+pub fn store_tiles(at: u32, tiles: &Array<u32>) {
+    store_tiles_of(at, tiles[0], tiles[1], tiles[2], tiles[3]);
+}
+
+#[cube]
+fn store_tiles_of(at: u32, a: u32, b: u32, c: u32, d: u32) {
+    intrinsic!(|scope| {
+        let args = [at, a, b, c, d].map(|x| x.read_value(scope)).to_vec();
+        let template = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};";
+        effect(scope, template, "r,r,r,r,r,~{memory}", args)
+    })
+}
+
+/// Adds four f32 to those from element `128 nth` of `sums` on, a multiple of 16 bytes.
+#[cube]
+pub fn add_quad(sums: &[f32], #[comptime] nth: usize, a: f32, b: f32, c: f32, d: f32) {
+    intrinsic!(|scope| {
+        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
+        let sums = unsafe { *sums.__expand_as_ptr_method(scope) }.value(scope);
+        let mut args = vec![sums];
+        args.extend([a, b, c, d].map(|x| x.read_value(scope)));
+        let template = format!("red.global.add.v4.f32 [$0+{}], {{$1, $2, $3, $4}};", 512 * nth);
+        effect(scope, &template, "l,f,f,f,f,~{memory}", args)
+    })
+}
+
+/// The address of the start of `tile`, a multiple of 16, in the shared window: a descriptor's low bits hold it, in threads
+/// of 16 bytes.
+#[cube]
+pub fn shared_address<E: CubePrimitive>(tile: &[E]) -> u32 {
+    u32::cast_from(descriptor::<E>(tile, 16usize, 1024usize) & 0x3FFFu64) << 4
+}
+
+/// Writes one of the two numbers of a packed register to the first element of `to`, if `live`. No branch, as for [`store_pair()`].
+#[cube]
+pub fn store_half<E: CubePrimitive>(to: &mut [E], packed: u32, #[comptime] high: bool, live: bool) {
+    intrinsic!(|scope| {
+        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
+        let to = unsafe { *to.__expand_as_ptr_method(scope) }.value(scope);
+        let halves = if high { "_, half" } else { "half, _" };
+        let template = format!("{{\n.reg .b16 half;\nmov.b32 {{{halves}}}, $1;\n@$2 st.global.b16 [$0], half;\n}}");
+        effect(scope, &template, "l,r,b,~{memory}", vec![to, packed.read_value(scope), live.read_value(scope)])
+    })
+}

@@ -1,0 +1,113 @@
+//! Arithmetic: approximations of the special-function unit, pairs of 16 bits in a word.
+
+use super::ptx::{effect_value, pure};
+use crate::problem::Dtype;
+use cubecl::prelude::*;
+use cubecl_core::ir::ExpandValue;
+
+// -- special-function unit
+
+/// What the special-function unit makes of an f32.
+fn approximation(scope: &cubecl_core::ir::Scope, name: &str, x: pliron::value::Value) -> ExpandValue {
+    let ty = f32::__expand_as_type(scope);
+    pure(scope, ty, &format!("{name}.approx.ftz.f32 $0, $1;"), "=f,f", vec![x]).into()
+}
+
+/// `a · b`, rounded whatever is done with it: no compiler makes a fused multiply-add of it.
+#[cube]
+pub fn multiply_rounded(a: f32, b: f32) -> f32 {
+    intrinsic!(|scope| {
+        let (a, b) = (a.read_value(scope), b.read_value(scope));
+        let ty = f32::__expand_as_type(scope);
+        ExpandValue::from(pure(scope, ty, "mul.rn.f32 $0, $1, $2;", "=f,f,f", vec![a, b])).into()
+    })
+}
+
+/// `2^x`, the hardware's approximation (relative error 2^-22). CubeCL's own needs libdevice, which only a CUDA toolkit on
+/// the machine brings; so do `log2` and `tanh`.
+#[cube]
+pub fn ex2(x: f32) -> f32 {
+    intrinsic!(|scope| {
+        let x = x.read_value(scope);
+        approximation(scope, "ex2", x).into()
+    })
+}
+
+/// `log2 x`, the hardware's approximation (absolute error 2^-22).
+#[cube]
+pub fn lg2(x: f32) -> f32 {
+    intrinsic!(|scope| {
+        let x = x.read_value(scope);
+        approximation(scope, "lg2", x).into()
+    })
+}
+
+/// `1 / x`, the hardware's approximation (1 thread in the last place). An exact division costs far more than its time: its
+/// slow path is a call, external in the relocatable code that CubeCL links, and beside an external call the assembler
+/// serialises every warpgroup product.
+#[cube]
+pub fn reciprocal(x: f32) -> f32 {
+    intrinsic!(|scope| {
+        let x = x.read_value(scope);
+        approximation(scope, "rcp", x).into()
+    })
+}
+
+/// Two f32 rounded to 16 bits in one register, `low` in its low half.
+#[cube]
+pub fn pack(low: f32, high: f32, #[comptime] dtype: Dtype) -> u32 {
+    intrinsic!(|scope| {
+        let (low, high) = (low.read_value(scope), high.read_value(scope));
+        let ty = u32::__expand_as_type(scope);
+        let template = match dtype {
+            Dtype::BF16 => "cvt.rn.bf16x2.f32 $0, $2, $1;",
+            _ => "cvt.rn.f16x2.f32 $0, $2, $1;",
+        };
+        ExpandValue::from(pure(scope, ty, template, "=r,f,f", vec![low, high])).into()
+    })
+}
+
+/// `a · b + c` of both halves of packed registers.
+#[cube]
+pub fn fma_packed(a: u32, b: u32, c: u32, #[comptime] dtype: Dtype) -> u32 {
+    intrinsic!(|scope| {
+        let args = vec![a.read_value(scope), b.read_value(scope), c.read_value(scope)];
+        let ty = u32::__expand_as_type(scope);
+        let template = match dtype {
+            Dtype::BF16 => "fma.rn.bf16x2 $0, $1, $2, $3;",
+            _ => "fma.rn.f16x2 $0, $1, $2, $3;",
+        };
+        ExpandValue::from(pure(scope, ty, template, "=r,r,r,r", args)).into()
+    })
+}
+
+/// One of the two numbers of a packed register, as f32.
+#[cube]
+pub fn unpack(packed: u32, #[comptime] high: bool, #[comptime] dtype: Dtype) -> f32 {
+    if comptime!(dtype == Dtype::BF16) {
+        // bf16 is the upper half of f32.
+        f32::reinterpret(if comptime!(high) { packed & 0xFFFF_0000 } else { packed << 16 })
+    } else {
+        half_to_f32(packed, high)
+    }
+}
+
+#[cube]
+fn half_to_f32(packed: u32, #[comptime] high: bool) -> f32 {
+    intrinsic!(|scope| {
+        let (ty, packed) = (f32::__expand_as_type(scope), packed.read_value(scope));
+        let half = if high { "_, half" } else { "half, _" };
+        let template = format!("{{\n.reg .b16 half;\nmov.b32 {{{half}}}, $1;\ncvt.f32.f16 $0, half;\n}}");
+        ExpandValue::from(pure(scope, ty, &template, "=f,r", vec![packed])).into()
+    })
+}
+
+/// The same number, which the compiler takes for another one each time: what is computed from it is computed where it is needed,
+/// not once before a loop, which takes a register for each.
+#[cube]
+pub fn opaque(x: u32) -> u32 {
+    intrinsic!(|scope| {
+        let (ty, x) = (u32::__expand_as_type(scope), x.read_value(scope));
+        ExpandValue::from(effect_value(scope, ty, "mov.u32 $0, $1;", "=r,r", vec![x])).into()
+    })
+}

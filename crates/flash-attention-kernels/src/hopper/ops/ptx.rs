@@ -1,0 +1,157 @@
+//! Inline PTX as an operation of CubeCL's intermediate representation.
+
+use cubecl_core::ir::Scope;
+use cubecl_core::ir::interfaces::side_effects::{MemoryEffect, MemoryEffectsOp};
+use cubecl_core::ir::prelude::*;
+use cubecl_llvm::shared::intrinsic::i32_ty;
+use cubecl_llvm::shared::to_llvm::{ToLLVMDialect, prelude as lp};
+use pliron::builtin::attributes::{BoolAttr, StringAttr};
+use pliron_llvm::ops::{ExtractValueOp, InlineAsmOp};
+use pliron_llvm::types::{StructLayout, StructType};
+
+/// Inline PTX whose results are registers of 32 bits (`=r`: u32, `=f`: f32). CubeCL's own `gpu_asm!` has no lowering in
+/// the LLVM backend.
+#[pliron_op(
+    name = "flash.ptx",
+    format,
+    attributes = (flash_ptx_template: StringAttr, flash_ptx_constraints: StringAttr, flash_ptx_effects: BoolAttr),
+    verifier = "succ"
+)]
+pub struct PtxOp;
+
+impl PtxOp {
+    fn new(
+        ctx: &mut Context,
+        results: Vec<TypeHandle>,
+        args: Vec<Value>,
+        template: &str,
+        constraints: &str,
+        effects: bool,
+    ) -> Self {
+        let op = Operation::new(ctx, Self::get_concrete_op_info(), results, args, vec![], 0);
+        let op = PtxOp { op };
+        op.set_attr_flash_ptx_template(ctx, StringAttr::new(template.to_string()));
+        op.set_attr_flash_ptx_constraints(ctx, StringAttr::new(constraints.to_string()));
+        op.set_attr_flash_ptx_effects(ctx, BoolAttr::new(effects));
+        op
+    }
+}
+
+/// Which buffers a kernel writes, as CubeCL has to know: outputs of a launch that does not run carry the reason. Counters of work tiles
+/// do not count: they outlive the launch, and one that does not run leaves them as they were. To the optimiser of CubeCL the operation
+/// stays opaque.
+#[op_interface_impl]
+impl MemoryEffectsOp for PtxOp {
+    fn memory_effects(&self, ctx: &Context) -> Vec<MemoryEffect> {
+        let template: String = self.get_attr_flash_ptx_template(ctx).expect("the constructor sets it").clone().into();
+        let writes = ["st.global", "red.global"].iter().any(|write| template.contains(write));
+        // The address comes first.
+        let written = self.get_operation().deref(ctx).operands().next().filter(|_| writes);
+        std::iter::once(MemoryEffect::Opaque).chain(written.map(MemoryEffect::Write)).collect()
+    }
+}
+
+#[op_interface_impl]
+impl ToLLVMDialect for PtxOp {
+    fn rewrite(
+        &self,
+        ctx: &mut Context,
+        rewriter: &mut lp::DialectConversionRewriter,
+        _: &lp::OperandsInfo,
+    ) -> Result<()> {
+        const SET: &str = "the constructor sets it";
+        let args: Vec<Value> = self.get_operation().deref(ctx).operands().collect();
+        let template: String = self.get_attr_flash_ptx_template(ctx).expect(SET).clone().into();
+        let constraints: String = self.get_attr_flash_ptx_constraints(ctx).expect(SET).clone().into();
+        let effects: bool = self.get_attr_flash_ptx_effects(ctx).expect(SET).clone().into();
+        let results: Vec<TypeHandle> = constraints
+            .split(',')
+            .filter_map(|constraint| match constraint {
+                "=r" | "=&r" => Some(i32_ty(ctx)),
+                "=f" => Some(lp::FP32Type::get(ctx).into()),
+                _ => None,
+            })
+            .collect();
+        let count = results.len();
+        let ty: TypeHandle = match count {
+            0 => lp::VoidType::get(ctx).into(),
+            1 => results[0],
+            _ => StructType::get_unnamed(ctx, (results, StructLayout::Unpacked)).into(),
+        };
+        let asm = InlineAsmOp::new(ctx, ty, args, &template, &constraints, effects);
+        rewriter.insert_op(ctx, &asm);
+        if count == 0 {
+            rewriter.erase_operation(ctx, self.get_operation());
+            return Ok(());
+        }
+        let value = asm.get_operation().deref(ctx).get_result(0);
+        let values = match count {
+            1 => vec![value],
+            _ => (0..count)
+                .map(|field| {
+                    let field = ExtractValueOp::new(ctx, value, vec![field as u32]).expect("a field of the struct");
+                    rewriter.insert_op(ctx, &field);
+                    field.get_operation().deref(ctx).get_result(0)
+                })
+                .collect(),
+        };
+        rewriter.replace_operation_with_values(ctx, self.get_operation(), values);
+        Ok(())
+    }
+}
+
+fn result(scope: &Scope, op: PtxOp) -> Value {
+    results(scope, op, 1)[0]
+}
+
+fn results(scope: &Scope, op: PtxOp, count: usize) -> Vec<Value> {
+    scope.register(&op);
+    let op = op.get_operation().deref(scope.ctx());
+    (0..count).map(|nth| op.get_result(nth)).collect()
+}
+
+/// PTX without side effects that returns a register: it may move, and go if nothing uses it.
+pub fn pure(scope: &Scope, ty: TypeHandle, template: &str, constraints: &str, args: Vec<Value>) -> Value {
+    result(scope, PtxOp::new(scope.ctx_mut(), vec![ty], args, template, constraints, false))
+}
+
+/// PTX that depends on memory and returns a register: it stays where it is.
+pub fn effect_value(scope: &Scope, ty: TypeHandle, template: &str, constraints: &str, args: Vec<Value>) -> Value {
+    result(scope, PtxOp::new(scope.ctx_mut(), vec![ty], args, template, constraints, true))
+}
+
+/// PTX that depends on memory and returns registers.
+pub fn effect_values(
+    scope: &Scope,
+    ty: TypeHandle,
+    count: usize,
+    template: &str,
+    constraints: &str,
+    args: Vec<Value>,
+) -> Vec<Value> {
+    results(scope, PtxOp::new(scope.ctx_mut(), vec![ty; count], args, template, constraints, true), count)
+}
+
+/// PTX that changes registers of f32, which come first among its operands, by the constraints of the other ones.
+/// Returns what they hold then.
+pub fn in_place(
+    scope: &Scope,
+    ty: TypeHandle,
+    template: &str,
+    others: &[&str],
+    registers: Vec<Value>,
+    args: Vec<Value>,
+) -> Vec<Value> {
+    let count = registers.len();
+    let tied = (0..count).map(|nth| nth.to_string());
+    let others = others.iter().copied().chain(["~{memory}"]).map(String::from);
+    let constraints: Vec<_> = vec!["=f".to_string(); count].into_iter().chain(tied).chain(others).collect();
+    let operands = registers.into_iter().chain(args).collect();
+    let constraints = constraints.join(",");
+    results(scope, PtxOp::new(scope.ctx_mut(), vec![ty; count], operands, template, &constraints, true), count)
+}
+
+/// PTX that acts on memory or on other threads.
+pub fn effect(scope: &Scope, template: &str, constraints: &str, args: Vec<Value>) {
+    scope.register(&PtxOp::new(scope.ctx_mut(), vec![], args, template, constraints, true));
+}

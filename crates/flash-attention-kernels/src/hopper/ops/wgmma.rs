@@ -1,0 +1,239 @@
+//! Warpgroup matrix products (`wgmma`), one `mma.sync` step, and accumulators as what inline PTX takes and gives.
+
+use super::ptx::{effect_values, in_place};
+use crate::problem::Dtype;
+use cubecl::prelude::*;
+use cubecl_core::ir::ExpandValue;
+use cubecl_core::ir::dialect::matrix::*;
+
+// -- warpgroup products. Accumulators lie in registers one by one; `len` and `n / 2` of them.
+
+/// What registers hold.
+#[cube]
+pub(crate) fn held(registers: &Array<f32>, #[comptime] len: usize) -> Sequence<f32> {
+    let mut held = Sequence::<f32>::new();
+    #[unroll]
+    for i in 0..len {
+        held.push(registers[i]);
+    }
+    held
+}
+
+/// Lets them hold this.
+#[cube]
+pub(crate) fn hold(registers: &mut Array<f32>, values: &Sequence<f32>, #[comptime] len: usize) {
+    #[unroll]
+    for i in 0..len {
+        registers[i] = *values.index(i);
+    }
+}
+
+/// Pins registers: no access to them moves across this point.
+#[cube]
+pub fn pin(registers: &mut Array<f32>, #[comptime] len: usize) {
+    let after = pinned(&held(&*registers, len));
+    hold(registers, &after, len);
+}
+
+#[cube]
+fn pinned(held: &Sequence<f32>) -> Sequence<f32> {
+    intrinsic!(|scope| {
+        let ty = f32::__expand_as_type(scope);
+        let registers = held.iter_cloned().map(|x| x.read_value(scope)).collect();
+        sequence(scope, in_place(scope, ty, "", &[], registers, vec![]))
+    })
+}
+
+/// Values as what a `#[cube]` function returns.
+pub(crate) fn sequence<T: CubePrimitive>(
+    scope: &cubecl_core::ir::Scope,
+    values: Vec<pliron::value::Value>,
+) -> SequenceExpand<T> {
+    let mut all = Sequence::<T>::__expand_new(scope);
+    values.into_iter().for_each(|value| all.__expand_push_method(scope, ExpandValue::from(value).into()));
+    all
+}
+
+/// `wgmma.fence`: before the first product, and after registers that products read or add to were written.
+#[cube]
+pub fn wgmma_fence() {
+    intrinsic!(|scope| scope.register(&WgmmaFenceOp::new(scope.ctx_mut())))
+}
+
+/// `wgmma.commit_group`: the products issued since the last one form a group.
+#[cube]
+pub fn wgmma_commit() {
+    intrinsic!(|scope| scope.register(&WgmmaCommitGroupOp::new(scope.ctx_mut())))
+}
+
+/// `wgmma.wait_group`: waits until at most the newest `n` groups are in flight. (CubeCL's `Pending::wait` waits for all,
+/// which would keep products and softmax from overlapping.)
+#[cube]
+pub fn wgmma_wait(#[comptime] n: usize) {
+    intrinsic!(|scope| scope.register(&WgmmaWaitGroupOp::new(scope.ctx_mut(), n)))
+}
+
+/// The descriptor of a tile in shared memory with the 128-byte swizzle; offsets in bytes. Addresses within it count in
+/// threads of 16 bytes and may be added to.
+#[cube]
+pub fn descriptor<E: CubePrimitive>(tile: &[E], #[comptime] leading: usize, #[comptime] stride: usize) -> u64 {
+    intrinsic!(|scope| {
+        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
+        let ptr = unsafe { *tile.__expand_as_ptr_method(scope) }.value(scope);
+        let op = WgmmaDescriptorOp::new(scope.ctx_mut(), ptr, leading, stride, WgmmaSwizzle::B128);
+        scope.register_with_result(&op).into()
+    })
+}
+
+/// A product `m64 n` in steps of 16 along its inner dimension, as one piece of PTX: what surrounds a piece takes CubeCL and
+/// LLVM more time than what is in it. Of each step: what comes before it, and its operands. `adds`: 0 if what the accumulator
+/// `$0`, `$1`, … holds does not count. `columns`: for each operand in shared memory, whether it is MN-major.
+fn wgmma(n: usize, dtype: Dtype, adds: &str, columns: impl AsRef<[bool]>, steps: &[(String, String)]) -> String {
+    let transposed: Vec<_> = columns.as_ref().iter().map(|is| u32::from(*is).to_string()).collect();
+    let transposed = transposed.join(", ");
+    let ty = match dtype {
+        Dtype::BF16 => "bf16",
+        _ => "f16",
+    };
+    let registers = (0..n / 2).map(|i| format!("${i}")).collect::<Vec<_>>().join(", ");
+    let product = format!("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ty}.{ty}");
+    let steps = steps.iter().enumerate().map(|(nth, (before, operands))| {
+        let adds = if nth == 0 { "first" } else { "others" };
+        format!("{before}\n{product} {{{registers}}}, {operands}, {adds}, 1, 1, {transposed};\n")
+    });
+    format!(
+        "{{\n.reg .pred first, others;\n.reg .b64 a, b;\nsetp.ne.b32 first, {adds}, 0;\nsetp.ne.b32 others, 1, 0;\n{}}}",
+        steps.collect::<String>()
+    )
+}
+
+/// `acc = A · B`, `m64 n`, both from shared memory. `steps`: where 16 of the inner dimension lie in A and in B, from `a` and `b`
+/// on. `columns`: whether A and B are MN-major, not K-major.
+#[cube]
+pub fn mma_shared(
+    acc: &mut Array<f32>,
+    a: u64,
+    b: u64,
+    #[comptime] steps: Vec<[usize; 2]>,
+    #[comptime] columns: [bool; 2],
+    #[comptime] n: usize,
+    #[comptime] dtype: Dtype,
+) {
+    let after = product_shared(a, b, steps, columns, n, dtype);
+    hold(acc, &after, comptime!(n / 2));
+}
+
+#[cube]
+fn product_shared(
+    a: u64,
+    b: u64,
+    #[comptime] steps: Vec<[usize; 2]>,
+    #[comptime] columns: [bool; 2],
+    #[comptime] n: usize,
+    #[comptime] dtype: Dtype,
+) -> Sequence<f32> {
+    intrinsic!(|scope| {
+        let count = n / 2;
+        let args = vec![a.read_value(scope), b.read_value(scope)];
+        let template = wgmma(n, dtype, "0", columns, &shared_steps(count, &steps));
+        let constraints = "=f,".repeat(count) + "l,l,~{memory}";
+        sequence(scope, effect_values(scope, f32::__expand_as_type(scope), count, &template, &constraints, args))
+    })
+}
+
+/// Steps of a product of two operands in shared memory, whose descriptors come from operand `first` on.
+fn shared_steps(first: usize, steps: &[[usize; 2]]) -> Vec<(String, String)> {
+    let of = |[a, b]: &[usize; 2]| format!("add.s64 a, ${first}, {a};\nadd.s64 b, ${}, {b};", first + 1);
+    steps.iter().map(|step| (of(step), "a, b".into())).collect()
+}
+
+/// `acc += A · B`, or `acc = A · B` if not `adds`; `m64 n`, A from registers, B from shared memory, MN-major. Of A four packed
+/// registers a step; `stride`: from a step of B to the next.
+#[cube]
+pub fn mma_registers(
+    acc: &mut Array<f32>,
+    a: &Sequence<Array<u32>>,
+    b: u64,
+    adds: u32,
+    #[comptime] stride: usize,
+    #[comptime] n: usize,
+    #[comptime] dtype: Dtype,
+) {
+    let before = held(&*acc, comptime!(n / 2));
+    let mut fragments = Sequence::<u32>::new();
+    #[unroll]
+    for i in 0..a.len() {
+        #[unroll]
+        for e in 0..4usize {
+            fragments.push(a.index(i)[e]);
+        }
+    }
+    let after = product_registers(&before, &fragments, b, adds, stride, n, dtype);
+    hold(acc, &after, comptime!(n / 2));
+}
+
+#[cube]
+fn product_registers(
+    held: &Sequence<f32>,
+    fragments: &Sequence<u32>,
+    b: u64,
+    adds: u32,
+    #[comptime] stride: usize,
+    #[comptime] n: usize,
+    #[comptime] dtype: Dtype,
+) -> Sequence<f32> {
+    intrinsic!(|scope| {
+        let registers: Vec<_> = held.iter_cloned().map(|x| x.read_value(scope)).collect();
+        let mut args: Vec<_> = fragments.iter_cloned().map(|x| x.read_value(scope)).collect();
+        let (first, last) = (n, n + args.len());
+        let steps: Vec<_> = (0..args.len() / 4)
+            .map(|i| {
+                let a: Vec<_> = (0..4).map(|e| format!("${}", first + 4 * i + e)).collect();
+                (format!("add.s64 b, ${last}, {};", i * stride), format!("{{{}}}, b", a.join(", ")))
+            })
+            .collect();
+        let template = wgmma(n, dtype, &format!("${}", last + 1), [true], &steps);
+        let mut others = vec!["r"; args.len()];
+        others.extend(["l", "r"]);
+        args.extend([b.read_value(scope), adds.read_value(scope)]);
+        sequence(scope, in_place(scope, f32::__expand_as_type(scope), &template, &others, registers, args))
+    })
+}
+
+/// `mma.sync`, `m16 n8 k16`: `sums += A · B`. `first`, `second`: the words of A in a thread's two rows, of its first eight columns and its second.
+/// `column`: those of B in its column, of its first eight rows and its second.
+#[cube]
+pub fn mma_step(
+    sums: &mut Array<f32>,
+    first: (u32, u32),
+    second: (u32, u32),
+    column: (u32, u32),
+    #[comptime] dtype: Dtype,
+) {
+    let before = held(&*sums, 4usize);
+    let mut words = Sequence::<u32>::new();
+    words.push(first.0);
+    words.push(second.0);
+    words.push(first.1);
+    words.push(second.1);
+    words.push(column.0);
+    words.push(column.1);
+    let after = product_of_step(&before, &words, dtype);
+    hold(sums, &after, 4usize);
+}
+
+#[cube]
+fn product_of_step(held: &Sequence<f32>, words: &Sequence<u32>, #[comptime] dtype: Dtype) -> Sequence<f32> {
+    intrinsic!(|scope| {
+        let registers: Vec<_> = held.iter_cloned().map(|x| x.read_value(scope)).collect();
+        let args: Vec<_> = words.iter_cloned().map(|x| x.read_value(scope)).collect();
+        let ty = if dtype == Dtype::BF16 { "bf16" } else { "f16" };
+        // Operands 4 to 7 are the sums as they were, in the registers of 0 to 3.
+        let template = format!(
+            "mma.sync.aligned.m16n8k16.row.col.f32.{ty}.{ty}.f32 {{$0, $1, $2, $3}}, {{$8, $9, $10, $11}}, {{$12, $13}}, \
+             {{$0, $1, $2, $3}};"
+        );
+        let others = ["r"; 6];
+        sequence(scope, in_place(scope, f32::__expand_as_type(scope), &template, &others, registers, args))
+    })
+}

@@ -1,0 +1,417 @@
+//! Who fills the pipelines, and when.
+//!
+//! The first warp of the first warpgroup loads K, that of the second V and the one after it the bias, ahead of the products and over the
+//! borders of work tiles; or a warp that does nothing else loads them all.
+
+use super::delta::{stats_all, stats_at};
+use super::memory::{CONTINUED, CONTINUES, CursorField, END, Memory, WorkTileField};
+use super::ops::*;
+use super::pipeline::{Pipeline, PipelineState};
+use super::schedule::TileScheduler;
+use super::{Blueprint, HopperTile, PANEL, Role, SLOTS, WARPGROUP_ROWS, WORDS};
+use crate::blocks::{entry_at, visit_of};
+use crate::extras::Extras;
+use crate::mask::Band;
+use cubecl::prelude::*;
+
+/// A factor of 0 for each dimension that a bias repeats, else of 1.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone))]
+pub struct Spread {
+    /// Of the batch.
+    pub batch: u32,
+    /// Of the query head.
+    pub head: u32,
+}
+
+/// What loading depends on. Where it stands lies in shared memory, but for the number of the work tile after the current one: that
+/// has been asked for, and waiting for it would take longer than anything else here.
+#[derive(CubeType)]
+pub struct Producer {
+    memory: Memory,
+    scheduler: TileScheduler,
+    band: Band,
+    spread: Spread,
+    extras: Extras,
+    warp: u32,
+    ahead: u32,
+}
+
+#[cube]
+impl Producer {
+    /// Before the first work tile, which is that of the consumer group's own number.
+    #[allow(clippy::too_many_arguments)]
+    pub fn new(
+        memory: Memory,
+        scheduler: TileScheduler,
+        band: Band,
+        spread: Spread,
+        extras: Extras,
+        consumer_group: u32,
+        warp: u32,
+        #[comptime] tile: HopperTile,
+    ) -> Producer {
+        let number = CUBE_POS as u32 * comptime!(tile.consumer_groups as u32) + consumer_group;
+        let scheduler = scheduler.scheduled(&extras);
+        Producer { memory, scheduler, band, spread, extras, warp, ahead: number }
+    }
+
+    /// The first loads: all stages, where no warp does nothing else. Cursors enter a work tile the first time. `stats`: lse and delta of
+    /// each query, where they come with its tiles.
+    #[allow(clippy::too_many_arguments)]
+    pub fn fill<E: CubePrimitive>(
+        &mut self,
+        q: &TensorMap<E, Tiled>,
+        d: &TensorMap<E, Tiled>,
+        k: &TensorMap<E, Tiled>,
+        v: &TensorMap<E, Tiled>,
+        b: &TensorMap<E, Tiled>,
+        stats: &[u32],
+        counter: &[u32],
+        #[comptime] blueprint: Blueprint,
+    ) {
+        if comptime!(!blueprint.tile.producer_warp) {
+            let stages = comptime!(blueprint.tile.stages);
+            if self.warp == comptime!(Pipeline::K.warp()) {
+                for _ in 0..stages + 1 {
+                    self.load(q, d, k, stats, counter, Pipeline::K, blueprint);
+                }
+            }
+            if self.warp == comptime!(Pipeline::V.warp()) {
+                // In the forward, V is wanted a step after K.
+                for _ in 0..comptime!(if blueprint.role == Role::Forward { stages } else { stages + 1 }) {
+                    self.load(q, d, v, stats, counter, Pipeline::V, blueprint);
+                }
+            }
+            if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Pipeline::Bias.warp()) {
+                for _ in 0..stages + 1 {
+                    self.load(q, d, b, stats, counter, Pipeline::Bias, blueprint);
+                }
+            }
+        }
+        self.memory.await_work_tile(0u32);
+        // By a warp that loads nothing else now: what is asked for last comes last, after the stages of all multiprocessors.
+        let (warpgroup, of_warpgroup) = (self.warp / 4, self.warp % 4);
+        if of_warpgroup == 2 && self.memory.work_tile(0u32, WorkTileField::Steps) != 0 {
+            load_resident(q, &self.memory, 0u32, warpgroup, ResidentOperand::Q, blueprint);
+            if comptime!(blueprint.differentiates()) {
+                load_resident(d, &self.memory, 0u32, warpgroup, ResidentOperand::D, blueprint);
+            }
+        }
+    }
+
+    /// All loads of K, V and the bias, by a warp that does nothing else; of the forward, in the order in which its steps free the
+    /// stages, V one after K.
+    #[allow(clippy::too_many_arguments)]
+    pub fn run<E: CubePrimitive>(
+        &mut self,
+        q: &TensorMap<E, Tiled>,
+        k: &TensorMap<E, Tiled>,
+        v: &TensorMap<E, Tiled>,
+        b: &TensorMap<E, Tiled>,
+        counter: &[u32],
+        #[comptime] blueprint: Blueprint,
+    ) {
+        // The first call of each only enters the first work tile.
+        self.load(q, q, k, counter, counter, Pipeline::K, blueprint);
+        if comptime!(blueprint.tiled_bias()) {
+            self.load(q, q, b, counter, counter, Pipeline::Bias, blueprint);
+        }
+        let mut left = self.memory.cursor(Pipeline::K, CursorField::Left);
+        while left != END {
+            self.load(q, q, k, counter, counter, Pipeline::K, blueprint);
+            if comptime!(blueprint.tiled_bias()) {
+                self.load(q, q, b, counter, counter, Pipeline::Bias, blueprint);
+            }
+            self.load(q, q, v, counter, counter, Pipeline::V, blueprint);
+            left = self.memory.cursor(Pipeline::V, CursorField::Left);
+        }
+    }
+
+    /// Fills the stages that the step before has freed: in the forward once in each step that multiplies both K and V, else in
+    /// each but the very first.
+    #[allow(clippy::too_many_arguments)]
+    pub fn refill<E: CubePrimitive>(
+        &mut self,
+        q: &TensorMap<E, Tiled>,
+        d: &TensorMap<E, Tiled>,
+        k: &TensorMap<E, Tiled>,
+        v: &TensorMap<E, Tiled>,
+        b: &TensorMap<E, Tiled>,
+        stats: &[u32],
+        counter: &[u32],
+        #[comptime] blueprint: Blueprint,
+    ) {
+        if comptime!(!blueprint.tile.producer_warp) {
+            if self.warp == comptime!(Pipeline::K.warp()) {
+                self.load(q, d, k, stats, counter, Pipeline::K, blueprint);
+            }
+            if self.warp == comptime!(Pipeline::V.warp()) {
+                self.load(q, d, v, stats, counter, Pipeline::V, blueprint);
+            }
+            if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Pipeline::Bias.warp()) {
+                self.load(q, d, b, stats, counter, Pipeline::Bias, blueprint);
+            }
+        }
+    }
+
+    /// Enters the next work tile, and returns how many tiles are left to load. K leads: it finds out which work tile that is and tells
+    /// everybody.
+    fn enter<E: CubePrimitive>(
+        &mut self,
+        q: &TensorMap<E, Tiled>,
+        d: &TensorMap<E, Tiled>,
+        #[comptime] pipeline: Pipeline,
+        #[comptime] blueprint: Blueprint,
+    ) -> u32 {
+        let nth = self.memory.cursor(pipeline, CursorField::Nth);
+        if comptime!(pipeline == Pipeline::K) {
+            let number = plane_broadcast(self.ahead, 0u32);
+            if number < self.scheduler.num_tiles {
+                let mut of_group = 0u32;
+                let mut flags = 0u32;
+                if comptime!(blueprint.transposed()) {
+                    of_group = self.memory.cursor(pipeline, CursorField::OfGroup);
+                    let last = of_group + 1 == self.scheduler.group_size.divisor;
+                    flags = select(of_group == 0, 0u32, CONTINUED) | select(last, 0u32, CONTINUES);
+                    self.memory.set_cursor(pipeline, CursorField::OfGroup, select(last, 0u32, of_group + 1));
+                }
+                let work = self.scheduler.work_tile(number, of_group, &self.band, &self.extras, blueprint);
+                self.memory.write_work_tile(nth, &work, flags);
+                // There is room for one Q and one dO only, but they need not come from far then.
+                #[unroll]
+                for tile in 0..comptime!(blueprint.tile.warpgroups as u32) {
+                    let row = work.q_start + comptime!(tile * WARPGROUP_ROWS as u32);
+                    #[unroll]
+                    for panel in 0..comptime!(blueprint.panels() as u32) {
+                        tma_prefetch(q, work.batch, work.head, row, comptime!(panel * PANEL as u32));
+                    }
+                    #[unroll]
+                    for panel in 0..comptime!(if blueprint.differentiates() { blueprint.panels_v() as u32 } else { 0 })
+                    {
+                        tma_prefetch(d, work.batch, work.head, row, comptime!(panel * PANEL as u32));
+                    }
+                }
+            } else {
+                let slot = self.memory.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
+                store_shared(slot + comptime!(4 * WorkTileField::Steps as u32), 0u32);
+            }
+            let lane = UNIT_POS % 32;
+            if lane == 0 {
+                mbarrier_arrive(self.memory.known + nth % comptime!(SLOTS as u32) * 8);
+            }
+        } else {
+            self.memory.await_work_tile(nth);
+        }
+        // All at once: each read waits some 30 cycles.
+        let k_last = self.memory.work_tile(nth, WorkTileField::KLast);
+        let steps = self.memory.work_tile(nth, WorkTileField::Steps);
+        let head = if comptime!(pipeline == Pipeline::Bias) {
+            self.memory.query_head(nth, blueprint) * self.spread.head
+        } else {
+            self.memory.work_tile(nth, WorkTileField::HeadKv)
+        };
+        let mut batch = self.memory.work_tile(nth, WorkTileField::Batch);
+        if comptime!(pipeline == Pipeline::Bias) {
+            batch *= self.spread.batch;
+        }
+        self.memory.set_cursor(pipeline, CursorField::KStart, k_last);
+        self.memory.set_cursor(pipeline, CursorField::Head, head);
+        self.memory.set_cursor(pipeline, CursorField::Batch, batch);
+        self.memory.set_cursor(pipeline, CursorField::Nth, nth + 1);
+        select(steps == 0, END, steps)
+    }
+
+    /// Loads the next tile, once all warps are done with what its stage held, and moves on; not if there is none. A cursor that
+    /// is in no work tile yet only enters the first one.
+    #[allow(clippy::too_many_arguments)]
+    fn load<E: CubePrimitive>(
+        &mut self,
+        q: &TensorMap<E, Tiled>,
+        d: &TensorMap<E, Tiled>,
+        map: &TensorMap<E, Tiled>,
+        stats: &[u32],
+        counter: &[u32],
+        #[comptime] pipeline: Pipeline,
+        #[comptime] blueprint: Blueprint,
+    ) {
+        let next = self.memory.cursor(pipeline, CursorField::KStart);
+        let mut left = self.memory.cursor(pipeline, CursorField::Left);
+        let head = self.memory.cursor(pipeline, CursorField::Head);
+        let batch = self.memory.cursor(pipeline, CursorField::Batch);
+        let mut state = PipelineState {
+            stage: self.memory.cursor(pipeline, CursorField::Stage),
+            phase: self.memory.cursor(pipeline, CursorField::Phase),
+        };
+        if left != END {
+            if left > 0 {
+                let bytes = comptime!(pipeline.bytes(blueprint));
+                let (start, full, empty) = self.memory.pipeline(pipeline);
+                let to = start + state.stage * bytes;
+                let full = full + state.stage * 8;
+                // A stage's first load waits for the phase before the first, which counts as over.
+                mbarrier_wait(empty + state.stage * 8, state.phase ^ 1);
+                let k_start = if comptime!(blueprint.sparse) {
+                    let entry = entry_at(&self.extras, next);
+                    if comptime!(pipeline == Pipeline::K) {
+                        store_shared(self.memory.entries + state.stage * 4, entry);
+                    }
+                    visit_of(entry, comptime!(blueprint.tile.tile_k as u32)).start
+                } else {
+                    next
+                };
+                let with_stats = comptime!(pipeline != Pipeline::Bias && blueprint.transposed());
+                let stats_bytes = comptime!(if with_stats { blueprint.stats_bytes() as u32 } else { 0 });
+                mbarrier_expect(full, comptime!(bytes + stats_bytes));
+                if comptime!(with_stats) {
+                    let to = if comptime!(pipeline == Pipeline::K) { self.memory.lse } else { self.memory.delta };
+                    let of_lse = stats_at(&self.band, &self.scheduler, batch, head, k_start, blueprint);
+                    let from = if comptime!(pipeline == Pipeline::K) {
+                        of_lse
+                    } else {
+                        of_lse + stats_all(&self.band, &self.scheduler, blueprint)
+                    };
+                    // Copies start at multiples of 16 bytes.
+                    let from = if comptime!(blueprint.varlen) { from / 4 * 4 } else { from };
+                    bulk_load(stats, from, blueprint.stats_bytes(), to + state.stage * stats_bytes, full);
+                }
+                if comptime!(pipeline == Pipeline::Bias && blueprint.transposed()) {
+                    // A panel of keys for each warpgroup.
+                    let first_key = self
+                        .memory
+                        .work_tile(self.memory.cursor(pipeline, CursorField::Nth) - 1, WorkTileField::QStart);
+                    #[unroll]
+                    for panel in 0..comptime!(blueprint.tile.warpgroups as u32) {
+                        let at = to + comptime!(panel * bytes / blueprint.tile.warpgroups as u32);
+                        tma_load(map, at, full, batch, head, k_start, first_key + comptime!(panel * PANEL as u32));
+                    }
+                } else if comptime!(pipeline == Pipeline::Bias) {
+                    let first_row = self
+                        .memory
+                        .work_tile(self.memory.cursor(pipeline, CursorField::Nth) - 1, WorkTileField::QStart);
+                    let panels = comptime!(blueprint.panels_b() as u32);
+                    let panel_bytes = comptime!(bytes / (panels * blueprint.tile.warpgroups as u32));
+                    #[unroll]
+                    for tile in 0..comptime!(blueprint.tile.warpgroups as u32) {
+                        let row = first_row + comptime!(tile * WARPGROUP_ROWS as u32);
+                        #[unroll]
+                        for panel in 0..panels {
+                            let at = to + comptime!((tile * panels + panel) * panel_bytes);
+                            tma_load(map, at, full, batch, head, row, k_start + comptime!(panel * PANEL as u32));
+                        }
+                    }
+                } else {
+                    load_panels(map, to, bytes, pipeline.panels(blueprint), full, batch, head, k_start);
+                }
+                state.advance(blueprint.tile.stages);
+                self.memory.set_cursor(pipeline, CursorField::Stage, state.stage);
+                self.memory.set_cursor(pipeline, CursorField::Phase, state.phase);
+                let step = comptime!(if blueprint.sparse { 1 } else { blueprint.tile.tile_k as u32 });
+                self.memory.set_cursor(pipeline, CursorField::KStart, next - step);
+                left -= 1;
+            }
+            if left == 0 {
+                left = self.enter(q, d, pipeline, blueprint);
+            }
+            self.memory.set_cursor(pipeline, CursorField::Left, left);
+            // As late as the answer still comes in time: who takes a work tile early may be busy for long before it.
+            if comptime!(pipeline == Pipeline::K) && left == 1 {
+                // Another query head of the same group is no other number.
+                let mut of_group = 0u32;
+                if comptime!(blueprint.transposed()) {
+                    of_group = self.memory.cursor(pipeline, CursorField::OfGroup);
+                }
+                if of_group == 0 {
+                    self.ahead = self.scheduler.next(counter, blueprint.tile);
+                }
+            }
+        }
+    }
+}
+
+/// Which of the rows that are kept.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum ResidentOperand {
+    /// Those of Q.
+    Q,
+    /// Those of dO.
+    D,
+}
+
+/// Loads a warpgroup's rows of Q, or of dO, of the `nth` work tile. By one warp of it.
+#[cube]
+pub fn load_resident<E: CubePrimitive>(
+    map: &TensorMap<E, Tiled>,
+    memory: &Memory,
+    nth: u32,
+    warpgroup: u32,
+    #[comptime] operand: ResidentOperand,
+    #[comptime] blueprint: Blueprint,
+) {
+    let (q_bytes, d_bytes) = comptime!((blueprint.q_bytes() as u32, blueprint.d_bytes() as u32));
+    let full = memory.full_q + warpgroup * 8;
+    let (batch, head) = (memory.work_tile(nth, WorkTileField::Batch), memory.work_tile(nth, WorkTileField::Head));
+    let row = memory.work_tile(nth, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
+    if comptime!(operand == ResidentOperand::Q) {
+        // One barrier is that of both.
+        mbarrier_expect(full, comptime!(q_bytes + d_bytes));
+        let to = memory.q + warpgroup * q_bytes;
+        load_panels(map, to, q_bytes, blueprint.panels() as u32, full, batch, head, row);
+    } else {
+        let to = memory.d + warpgroup * d_bytes;
+        load_panels(map, to, d_bytes, blueprint.panels_v() as u32, full, batch, head, row);
+    }
+}
+
+/// Loads rows, panel after panel.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn load_panels<E: CubePrimitive>(
+    map: &TensorMap<E, Tiled>,
+    to: u32,
+    #[comptime] bytes: u32,
+    #[comptime] panels: u32,
+    full: u32,
+    batch: u32,
+    head: u32,
+    row: u32,
+) {
+    #[unroll]
+    for panel in 0..panels {
+        let at = to + comptime!(panel * bytes / panels);
+        tma_load(map, at, full, batch, head, row, comptime!(panel * PANEL as u32).runtime());
+    }
+}
+
+/// Loads a warpgroup's rows of Q, or of dO, of the work tile after the `nth`, once all warps are past their last product with those of this
+/// one.
+#[cube]
+pub fn load_next<E: CubePrimitive>(
+    map: &TensorMap<E, Tiled>,
+    memory: &Memory,
+    nth: u32,
+    warp: u32,
+    #[comptime] operand: ResidentOperand,
+    #[comptime] blueprint: Blueprint,
+) {
+    let (lane, warpgroup, of_warpgroup) = (UNIT_POS % 32, warp / 4, warp % 4);
+    let of_both = if comptime!(operand == ResidentOperand::Q) { memory.empty_q } else { memory.empty_d };
+    let empty = of_both + warpgroup * 8;
+    if lane == 0 {
+        // Where dQ is added up, all warps multiply with every warpgroup's rows of Q.
+        if comptime!(blueprint.reduces() && operand == ResidentOperand::Q) {
+            #[unroll]
+            for of_other in 0..comptime!(blueprint.tile.warpgroups as u32) {
+                mbarrier_arrive(memory.empty_q + comptime!(8 * of_other));
+            }
+        } else {
+            mbarrier_arrive(empty);
+        }
+    }
+    // It becomes known when the last tile of K of this one is loaded, which has been.
+    memory.await_work_tile(nth + 1);
+    if of_warpgroup == 0 && memory.work_tile(nth + 1, WorkTileField::Steps) != 0 {
+        mbarrier_wait(empty, nth % 2);
+        load_resident(map, memory, nth + 1, warpgroup, operand, blueprint);
+    }
+}

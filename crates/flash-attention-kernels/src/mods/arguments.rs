@@ -1,0 +1,176 @@
+//! Functions and what they read, as an argument of kernels.
+
+use super::{MaskFn, Pair, Partials, ScoreFn, Values};
+use crate::mask::Band;
+use cubecl::prelude::*;
+
+/// A user's tensor, `[batch | 1, heads | 1, seq_q | 1, seq_k | 1]`.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Table {
+    /// It, if there is one.
+    pub tensor: ComptimeOption<&'static Tensor<f32>>,
+    /// Whether it differs from query to query.
+    #[cube(comptime)]
+    pub by_query: bool,
+    /// Whether it differs from key to key.
+    #[cube(comptime)]
+    pub by_key: bool,
+}
+
+/// The tensors of a function.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Tables {
+    /// The first.
+    pub a: Table,
+    /// The second.
+    pub b: Table,
+}
+
+/// The functions, and what they read.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Mods {
+    /// Of scores, if there is one.
+    #[cube(comptime)]
+    pub score: Option<ScoreFn>,
+    /// Its tensors.
+    pub of_score: Tables,
+    /// Of visibility, if there is one.
+    #[cube(comptime)]
+    pub mask: Option<MaskFn>,
+    /// Its tensors.
+    pub of_mask: Tables,
+}
+
+impl Tables {
+    /// No tensor, on the host.
+    pub fn none() -> Self {
+        let none = Table { tensor: ComptimeOption::None, by_query: false, by_key: false };
+        Tables { a: none, b: none }
+    }
+}
+
+impl Mods {
+    /// No function, on the host.
+    pub(crate) fn none() -> Self {
+        Mods { score: None, of_score: Tables::none(), mask: None, of_mask: Tables::none() }
+    }
+
+    /// Whether there is any.
+    pub fn exist(&self) -> bool {
+        self.score.is_some() || self.mask.is_some()
+    }
+}
+
+impl ModsExpand {
+    /// [`Mods::exist`], while a kernel is made.
+    pub fn exist(&self) -> bool {
+        self.score.is_some() || self.mask.is_some()
+    }
+}
+
+#[cube]
+impl Table {
+    /// What it holds for a pair.
+    pub fn at(&self, batch: u32, head: u32, i: u32, j: u32) -> f32 {
+        let mut value = 0.0f32.runtime();
+        #[comptime]
+        if let ComptimeOption::Some(tensor) = &self.tensor {
+            // What does not depend on a position is read once for all, which compilers see only if it is written so.
+            let mut at = batch as usize * tensor.stride(0) + head as usize * tensor.stride(1);
+            if comptime!(self.by_query) {
+                at += i as usize * tensor.stride(2);
+            }
+            if comptime!(self.by_key) {
+                at += j as usize * tensor.stride(3);
+            }
+            value = tensor[at];
+        }
+        value
+    }
+}
+
+/// A pair as kernels know it: a row and a column of a tile, which are a query and a key, or the other way round.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Place {
+    /// Batch of the tensors.
+    pub batch: u32,
+    /// Query head.
+    pub head: u32,
+    /// Position of the row.
+    pub row: u32,
+    /// Position of the column.
+    pub column: u32,
+    /// How far the column lies before the row.
+    pub distance: f32,
+    /// Whether rows are keys.
+    #[cube(comptime)]
+    pub transposed: bool,
+}
+
+#[cube]
+impl Place {
+    /// That of this row and this column.
+    pub fn new(batch: u32, head: u32, band: &Band, row: u32, column: u32, #[comptime] transposed: bool) -> Place {
+        Place { batch, head, row, column, distance: Place::between(band, row, column), transposed }
+    }
+
+    /// How far a column lies before a row, each counted from where its sequence begins.
+    pub fn between(band: &Band, row: u32, column: u32) -> f32 {
+        f32::cast_from((row - band.first_query()) as i32 - (column - band.first_key()) as i32)
+    }
+
+    /// As functions know it. `band` is that of rows and columns.
+    pub fn pair(&self, band: &Band) -> Pair {
+        let batch = band.number(self.batch);
+        let (row, column) = (self.row - band.first_query(), self.column - band.first_key());
+        if comptime!(self.transposed) {
+            Pair { batch, head: self.head, i: column, j: row, distance: -self.distance }
+        } else {
+            Pair { batch, head: self.head, i: row, j: column, distance: self.distance }
+        }
+    }
+
+    /// What tensors hold for it; for the last one in place of what is past the end.
+    pub fn values(&self, tables: &Tables, band: &Band) -> Values {
+        let (row, column) = (band.query_within(self.row), band.key_within(self.column, 1u32));
+        let (i, j) = if comptime!(self.transposed) { (column, row) } else { (row, column) };
+        Values { a: tables.a.at(self.batch, self.head, i, j), b: tables.b.at(self.batch, self.head, i, j) }
+    }
+}
+
+#[cube]
+impl Mods {
+    /// What the function makes of a score, if there is one.
+    pub fn score_of(&self, score: f32, place: &Place, band: &Band) -> f32 {
+        if comptime!(self.score.is_some()) {
+            let function = comptime!(self.score.unwrap());
+            function.score(score, place.pair(band), place.values(&self.of_score, band))
+        } else {
+            score
+        }
+    }
+
+    /// The derivatives of that.
+    pub fn partials(&self, score: f32, place: &Place, band: &Band) -> Partials {
+        if comptime!(self.score.is_some()) {
+            let function = comptime!(self.score.unwrap());
+            function.backward(score, place.pair(band), place.values(&self.of_score, band))
+        } else {
+            Partials { score: 1.0f32.runtime(), a: 0.0f32.runtime(), b: 0.0f32.runtime() }
+        }
+    }
+
+    /// Whether the function lets a query see a key, if there is one.
+    pub fn sees(&self, place: &Place, band: &Band) -> bool {
+        if comptime!(self.mask.is_some()) {
+            let function = comptime!(self.mask.unwrap());
+            function.sees(place.pair(band), place.values(&self.of_mask, band))
+        } else {
+            true.runtime()
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! Functions made of others.
+
+use super::{MaskMod, Pair, Partials, ScoreMod, Values};
+use cubecl::prelude::*;
+
+/// One function after the other, of the same tensors: `B` of what `A` makes.
+///
+/// ```
+/// # use cubecl::prelude::*;
+/// use flash_attention_kernels::mods::{Pair, Partials, ScoreFn, ScoreMod, Then, Values};
+///
+/// struct Twice;
+///
+/// #[cube]
+/// impl ScoreMod for Twice {
+///     const ADDITIVE: bool = false;
+///     fn score(score: f32, _pair: Pair, _values: Values) -> f32 {
+///         2.0f32 * score
+///     }
+///     fn backward(_score: f32, _pair: Pair, _values: Values) -> Partials {
+///         Partials { score: 2.0f32, a: 0.0f32, b: 0.0f32 }
+///     }
+/// }
+///
+/// let fourfold = ScoreFn::of::<Then<Twice, Twice>>();
+/// assert_eq!(fourfold.backward(1.0, Pair::of(0, 0, 0, 0), Values::default()).score, 4.0);
+/// ```
+pub struct Then<A, B>(std::marker::PhantomData<(A, B)>);
+
+#[cube]
+impl<A: ScoreMod, B: ScoreMod> ScoreMod for Then<A, B> {
+    const ADDITIVE: bool = A::ADDITIVE && B::ADDITIVE;
+
+    fn score(score: f32, pair: Pair, values: Values) -> f32 {
+        B::score(A::score(score, pair, values), pair, values)
+    }
+
+    fn backward(score: f32, pair: Pair, values: Values) -> Partials {
+        let first = A::backward(score, pair, values);
+        let second = B::backward(A::score(score, pair, values), pair, values);
+        Partials {
+            score: second.score * first.score,
+            a: second.score * first.a + second.a,
+            b: second.score * first.b + second.b,
+        }
+    }
+}
+
+/// Sees what both see, of the same tensors.
+///
+/// ```
+/// # use cubecl::prelude::*;
+/// use flash_attention_kernels::mods::{And, MaskFn, MaskMod, Not, Or, Pair, Values};
+///
+/// struct Causal;
+///
+/// #[cube]
+/// impl MaskMod for Causal {
+///     fn sees(pair: Pair, _values: Values) -> bool {
+///         pair.j <= pair.i
+///     }
+/// }
+///
+/// let itself = MaskFn::of::<And<Causal, Not<And<Causal, Not<Or<Causal, Causal>>>>>>();
+/// assert!(itself.sees(Pair::of(0, 0, 1, 1), Values::default()));
+/// ```
+pub struct And<A, B>(std::marker::PhantomData<(A, B)>);
+
+#[cube]
+impl<A: MaskMod, B: MaskMod> MaskMod for And<A, B> {
+    fn sees(pair: Pair, values: Values) -> bool {
+        let (first, second) = (A::sees(pair, values), B::sees(pair, values));
+        first && second
+    }
+}
+
+/// Sees what one of them sees, of the same tensors: see [`And`].
+pub struct Or<A, B>(std::marker::PhantomData<(A, B)>);
+
+#[cube]
+impl<A: MaskMod, B: MaskMod> MaskMod for Or<A, B> {
+    fn sees(pair: Pair, values: Values) -> bool {
+        let (first, second) = (A::sees(pair, values), B::sees(pair, values));
+        first || second
+    }
+}
+
+/// Sees what the other does not: see [`And`].
+pub struct Not<A>(std::marker::PhantomData<A>);
+
+#[cube]
+impl<A: MaskMod> MaskMod for Not<A> {
+    fn sees(pair: Pair, values: Values) -> bool {
+        !A::sees(pair, values)
+    }
+}

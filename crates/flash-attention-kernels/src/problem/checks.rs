@@ -1,0 +1,69 @@
+//! Checks of shapes.
+
+use crate::error::AttentionError;
+
+pub fn rank4(argument: &'static str, shape: &[usize]) -> Result<[usize; 4], AttentionError> {
+    shape.try_into().map_err(|_| AttentionError::Rank {
+        argument,
+        rank: shape.len(),
+        shape: shape.to_vec(),
+        expected: 4,
+    })
+}
+
+/// Whether a tensor's dimension has the size that another one's sets.
+pub fn agree(
+    argument: &'static str,
+    shape: &[usize],
+    dim: usize,
+    dimension: &'static str,
+    expected_by: &'static str,
+    expected: usize,
+) -> Result<(), AttentionError> {
+    if shape[dim] == expected {
+        return Ok(());
+    }
+    Err(AttentionError::Dimension {
+        argument,
+        dimension,
+        value: shape[dim],
+        shape: shape.to_vec(),
+        expected_by,
+        expected,
+    })
+}
+
+/// Checks that the first `dims` dimensions of a shape are those of another, or 1.
+///
+/// # Errors
+///
+/// [`AttentionError::Broadcast`], which names the first dimension that is neither.
+///
+/// ```
+/// use flash_attention_kernels::problem::check_broadcast;
+///
+/// assert!(check_broadcast("mask", [1, 4, 1, 9], [2, 4, 8, 9], 4).is_ok());
+/// assert!(check_broadcast("mask", [1, 4, 1, 9], [2, 4, 8, 7], 4).unwrap_err().to_string().ends_with("dimension 3 is 9"));
+/// ```
+pub fn check_broadcast(
+    argument: &'static str,
+    shape: [usize; 4],
+    expected: [usize; 4],
+    dims: usize,
+) -> Result<(), AttentionError> {
+    match (0..dims).find(|&dim| shape[dim] != 1 && shape[dim] != expected[dim]) {
+        None => Ok(()),
+        Some(dimension) => {
+            Err(AttentionError::Broadcast { argument, shape, expected, dimension, value: shape[dimension] })
+        }
+    }
+}
+
+/// Checks that a tensor has no more elements than `max`; an empty dimension counts as one, since scratch is padded.
+pub fn check_elements(argument: &'static str, shape: [usize; 4], max: u64) -> Result<(), AttentionError> {
+    let elements = shape.into_iter().try_fold(1u64, |product, n| product.checked_mul(n.max(1) as u64));
+    match elements {
+        Some(elements) if elements <= max => Ok(()),
+        _ => Err(AttentionError::Elements { argument, shape, max }),
+    }
+}
