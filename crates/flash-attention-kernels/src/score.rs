@@ -97,8 +97,8 @@ pub enum Factor {
 impl Factor {
     /// That of the gradient of the product.
     pub fn of_product(problem: &AttentionProblem) -> Self {
-        let bends = problem.options.score_mod.is_some_and(|function| !function.additive());
-        if problem.options.softcap.is_some() || bends { Factor::Product } else { Factor::One }
+        let multiplies = problem.options.score_mod.is_some_and(|function| !function.additive());
+        if problem.options.softcap.is_some() || multiplies { Factor::Product } else { Factor::One }
     }
 }
 

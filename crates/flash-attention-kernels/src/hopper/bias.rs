@@ -62,7 +62,7 @@ impl BiasTile {
 pub struct BiasBlueprint {
     /// Tiles.
     pub tile: BiasTile,
-    /// As the scores are computed: those of [`Role::Dq`], with this [tile](BiasTile::tile()).
+    /// As the scores are computed: those of [`Role::Dq`](super::Role::Dq), with this [tile](BiasTile::tile()).
     pub scores: Blueprint,
     /// Whether rows of the result consist of vectors of 8 bytes.
     pub vectors: bool,

@@ -45,15 +45,15 @@ pub fn products(s: &mut Array<f32>, q: u64, k: u64, #[comptime] wide: usize, #[c
     mma_shared(s, q, k, steps, [false, false], tile_k, blueprint.dtype);
 }
 
-/// Derivatives of what a function makes of products, of each register of a tile, where they are [kept](Blueprint::bent): two to a word
+/// Derivatives of what a function makes of products, of each register of a tile, where they are [kept](Blueprint::keeps_derivative): two to a word
 /// in half precision.
 #[derive(CubeType)]
-pub struct Bends {
+pub struct ScoreDerivatives {
     words: Array<u32>,
 }
 
 /// Words of as many registers.
-fn bend_words(blueprint: Blueprint, registers: usize) -> usize {
+fn derivative_words(blueprint: Blueprint, registers: usize) -> usize {
     match (blueprint.keeps_derivative, blueprint.dtype) {
         (false, _) => 0,
         (true, Dtype::F32) => registers,
@@ -62,7 +62,7 @@ fn bend_words(blueprint: Blueprint, registers: usize) -> usize {
 }
 
 #[cube]
-impl Bends {
+impl ScoreDerivatives {
     /// Multiplies gradients `ds` by them. `p`: probabilities; what is not seen has no gradient, whatever a function gives there.
     pub fn multiply(&self, ds: &mut Array<f32>, p: &Array<f32>, #[comptime] blueprint: Blueprint) {
         #[unroll]
@@ -94,7 +94,7 @@ pub fn apply_score_mod<E: Float, M: Numeric, NB: Size, NM: Size>(
     visit: &Visit,
     bias_tile: u32,
     #[comptime] blueprint: Blueprint,
-) -> Bends {
+) -> ScoreDerivatives {
     let (batch, head) = head_of(memory, nth, factors, blueprint);
     apply_score_mod_of_head(s, factors, band, mask, bias, batch, head, first_row, visit, bias_tile, 0usize, blueprint)
 }
@@ -127,7 +127,7 @@ pub fn apply_score_mod_of_head<E: Float, M: Numeric, NB: Size, NM: Size>(
     bias_tile: u32,
     #[comptime] sixteenth: usize,
     #[comptime] blueprint: Blueprint,
-) -> Bends {
+) -> ScoreDerivatives {
     let tile_k = comptime!(blueprint.tile.tile_k);
     let k_start = visit.start;
     let (lane_row, lane_column) = (row_of(first_row), column_of(k_start));
@@ -190,9 +190,9 @@ fn modify(
     lane_row: u32,
     lane_column: u32,
     #[comptime] blueprint: Blueprint,
-) -> Bends {
+) -> ScoreDerivatives {
     let tile_k = comptime!(blueprint.tile.tile_k);
-    let mut words = Array::<u32>::new(comptime!(bend_words(blueprint, tile_k / 2)));
+    let mut words = Array::<u32>::new(comptime!(derivative_words(blueprint, tile_k / 2)));
     if comptime!(blueprint.modified) {
         let mods = &factors.extras.mods;
         let transposed = comptime!(blueprint.transposed());
@@ -231,7 +231,7 @@ fn modify(
             }
         }
     }
-    Bends { words }
+    ScoreDerivatives { words }
 }
 
 /// The probability `2^(exponent · score − lse)`.
