@@ -1,4 +1,4 @@
-//! What users call. Everything that can be wrong is found here, before anything runs.
+//! Public functions. All errors are found here, before anything runs.
 
 use crate::backend::{Extras, FlashAttentionOps, OptionalBool, OptionalFloat, OptionalInt};
 use crate::options::FlashAttentionOptions;
@@ -24,10 +24,10 @@ use flash_attention_kernels::{AttentionError, AttentionProblem};
 /// - returns `[batch, num_heads_q, seq_q, head_dim_v]`
 ///
 /// `num_heads_q` is a multiple of `num_heads_kv`: query head `h` attends with head `h / (num_heads_q / num_heads_kv)`.
-/// All are f32, f16 or bf16 alike; sums are in f32. Any strides will do. Head dimensions go up to 256.
+/// All have the same element type: f32, f16 or bf16. Sums are f32. Any strides are accepted. Head dimensions are at most 256.
 ///
-/// A query that sees no key gets 0. Differentiable in `q`, `k`, `v`, bias, slopes, sinks and what the function of scores reads; kernels
-/// run for tracked ones only.
+/// The output of a query that sees no key is 0. Differentiable with respect to `q`, `k`, `v`, bias, slopes, sinks and score tensors; gradient
+/// kernels run for tracked tensors only.
 ///
 /// # Panics
 ///
@@ -52,7 +52,7 @@ pub fn flash_attention(q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, options: &Flash
     unwrapped(try_flash_attention(q, k, v, options))
 }
 
-/// [`flash_attention`], or why it cannot be done. Nothing has run where an error is returned.
+/// [`flash_attention`] with a typed error instead of a panic. Nothing has run when an error is returned.
 ///
 /// # Errors
 ///
@@ -77,10 +77,10 @@ pub fn try_flash_attention(
     try_flash_attention_with_lse(q, k, v, options).map(|(out, _)| out)
 }
 
-/// [`flash_attention`], with the log-sum-exp of each row of scores: `lse [batch, num_heads_q, seq_q]`, natural
-/// logarithm, f32, −∞ where a query sees no key and there is no sink. Differentiable too.
+/// [`flash_attention`] that also returns the log-sum-exp of each row of scores: `lse [batch, num_heads_q, seq_q]`, natural logarithm, f32,
+/// −∞ if a query sees no key and there is no sink. Differentiable.
 ///
-/// With it, attention over parts of the keys can be merged into attention over all of them:
+/// Attention over splits of the keys can be combined into attention over all keys:
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -116,7 +116,7 @@ pub fn flash_attention_with_lse(
     unwrapped(try_flash_attention_with_lse(q, k, v, options))
 }
 
-/// [`flash_attention_with_lse`], or why it cannot be done. Nothing has run where an error is returned.
+/// [`flash_attention_with_lse`] with a typed error instead of a panic. Nothing has run when an error is returned.
 ///
 /// # Errors
 ///
@@ -170,8 +170,8 @@ pub fn try_flash_attention_with_lse(
     Ok((Tensor::from_dispatch(output.out), Tensor::from_dispatch(output.lse)))
 }
 
-/// [`flash_attention`] on sequences that are packed one behind the other, of which each sees its own keys only. Which blocks there are is
-/// found out on the device, and the longest sequences are computed first.
+/// [`flash_attention`] on packed sequences, each of which sees its own keys only. The device lists the blocks that exist; the longest sequences
+/// are processed first.
 ///
 /// # Shapes
 ///
@@ -179,13 +179,13 @@ pub fn try_flash_attention_with_lse(
 /// - `k`: `[total_k, num_heads_kv, head_dim]`
 /// - `v`: `[total_k, num_heads_kv, head_dim_v]`
 /// - `cu_seqlens_q`, `cu_seqlens_k`: `[sequences + 1]`; sequence `s` is `q[cu_seqlens_q[s]..cu_seqlens_q[s + 1]]` with the keys
-///   `cu_seqlens_k[s]..cu_seqlens_k[s + 1]`. Either may have none of its own.
-/// - returns `[total_q, num_heads_q, head_dim_v]`, 0 for what belongs to no sequence
+///   `cu_seqlens_k[s]..cu_seqlens_k[s + 1]`. A sequence may have no queries or no keys.
+/// - returns `[total_q, num_heads_q, head_dim_v]`, 0 for queries that belong to no sequence
 ///
-/// Causality and windows are each sequence's own, and so are the positions that functions see. Mask, bias and what functions read
-/// broadcast to `[1, num_heads_q, total_q, total_k]`, slopes are `[num_heads_q]`. For documents packed into the rows of a batch there
-/// are [`cu_seqlens_q`](FlashAttentionOptions::cu_seqlens_q) and [`cu_seqlens_k`](FlashAttentionOptions::cu_seqlens_k) in the options
-/// of [`flash_attention`].
+/// Causality, windows and the positions that functions receive are relative to each sequence. Mask, bias and tensors of functions broadcast to
+/// `[1, num_heads_q, total_q, total_k]`; slopes are `[num_heads_q]`. For documents packed into the rows of a batch, use
+/// [`cu_seqlens_q`](FlashAttentionOptions::cu_seqlens_q) and [`cu_seqlens_k`](FlashAttentionOptions::cu_seqlens_k) with
+/// [`flash_attention`].
 ///
 /// # Panics
 ///
@@ -217,12 +217,12 @@ pub fn flash_attention_varlen(
     unwrapped(try_flash_attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, options))
 }
 
-/// [`flash_attention_varlen`], or why it cannot be done. Nothing has run where an error is returned.
+/// [`flash_attention_varlen`] with a typed error instead of a panic. Nothing has run when an error is returned.
 ///
 /// # Errors
 ///
-/// Each [`AttentionError`] names the argument at fault and its value. What `cu_seqlens` hold is not looked at: nobody waits for the
-/// device. Positions past the end count as the end.
+/// Each [`AttentionError`] names the argument at fault and its value. The contents of `cu_seqlens` are not validated, which would synchronise
+/// the device. Positions past the end are clamped.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -250,11 +250,10 @@ pub fn try_flash_attention_varlen(
     try_flash_attention(q, k, v, &options).map(|out| out.swap_dims(1, 2).squeeze_dim(0))
 }
 
-/// [`burn::tensor::module::attention`] with the same signature and meaning, to be put in its place by a change of the
-/// import.
+/// Drop-in replacement for [`burn::tensor::module::attention`]: the same signature and meaning.
 ///
-/// Mask and bias broadcast in any dimension and are not expanded. Where Burn computes in f64, takes head dimensions
-/// above 256 or a scale that is not positive, this panics with an [`AttentionError`].
+/// Mask and bias broadcast in any dimension and are not expanded. Panics with an [`AttentionError`] for f64, head dimensions above 256 and
+/// scales that are not positive, which Burn accepts.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -284,7 +283,7 @@ pub fn attention(
     flash_attention(query, key, value, &options)
 }
 
-/// What [`flash_attention`] would run for these arguments, without running it.
+/// The kernels, tiles and memory that [`flash_attention`] would use for these arguments. Runs nothing.
 ///
 /// # Errors
 ///
@@ -349,13 +348,13 @@ pub fn tuned(
     }
 }
 
-/// Two numbers of 32 bits out of Burn's generator, on the device: nobody waits for them.
+/// A seed of two 32-bit numbers from Burn's generator, drawn on the device without synchronising.
 fn drawn_seed(device: &Device) -> Tensor<1, Int> {
     let range = Distribution::Uniform(f64::from(i32::MIN), f64::from(i32::MAX));
     Tensor::<1, Int>::random([2], range, (device, DType::I32))
 }
 
-/// The problem that these arguments pose, and the device that they are on, without gradients.
+/// The problem that these arguments describe, and their device without autodiff.
 fn posed(
     q: &Tensor<4>,
     k: &Tensor<4>,

@@ -1,4 +1,4 @@
-//! What attention is asked to do, beside `q`, `k` and `v`.
+//! Options of attention, besides `q`, `k` and `v`.
 
 use crate::block_mask::BlockMask;
 use crate::slopes::AlibiSlopes;
@@ -10,8 +10,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, ser::Error};
 
 /// Options of [`flash_attention`](crate::flash_attention).
 ///
-/// Scores are `score_mod(softcap(q·kᵀ · softmax_scale))`, set to −∞ where mask, causality, window, `mask_mod` or block mask hide them, plus
-/// bias and slopes. A sink is one more score of each row, and dropout drops what the softmax makes of them.
+/// Scores are `score_mod(softcap(q·kᵀ · softmax_scale))`, set to −∞ where the mask, causality, a window, `mask_mod` or the block mask hides them,
+/// plus bias and slopes. A sink is one more logit in each row of the softmax. Dropout applies to the probabilities.
 ///
 /// ```
 /// use burn_flash_attention::FlashAttentionOptions;
@@ -26,15 +26,15 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, ser::Error};
 ///
 /// # Serialization
 ///
-/// The numbers serialize; tensors and functions do not. Serializing options that hold one is an error, so that nothing is lost in silence.
+/// Numbers serialize; tensors and functions do not. Serializing options that contain one is an error, so that nothing is lost silently.
 #[derive(Clone, Debug, Default)]
 pub struct FlashAttentionOptions {
     /// Factor on `q·kᵀ`. `None`: `1/√head_dim`.
     pub softmax_scale: Option<f32>,
     /// Hides keys that come after the query.
     pub causal: bool,
-    /// Where query 0 stands among the keys, for `causal` and windows. Bottom right by default: the last query is
-    /// aligned with the last key.
+    /// Position of the queries among the keys, for `causal` and windows. Default: bottom-right, the last query is aligned with the
+    /// last key.
     pub alignment: Alignment,
     /// Keys seen before the query's own position. `None`: all.
     pub window_left: Option<usize>,
@@ -42,47 +42,47 @@ pub struct FlashAttentionOptions {
     pub window_right: Option<usize>,
     /// Scores become `softcap · tanh(score / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
     pub softcap: Option<f32>,
-    /// The probability with which a pair's probability is dropped; what is kept is divided by that of keeping. For training: whoever
-    /// calls decides when. 0: none is.
+    /// Dropout rate of the probabilities; those kept are scaled by `1 / (1 − dropout)`. Applied whenever it is above 0: pass 0 when
+    /// evaluating.
     pub dropout: f32,
-    /// What dropout drops, which depends on this, and on batch, head, query and key: not on the device. `None`: another number each
-    /// time, drawn on the device by Burn's generator, which [`Device::seed`](burn::tensor::Device::seed) sets.
+    /// Seed of dropout. Which pairs are dropped depends on the seed, batch, head, query and key, not on the device. `None`: a new seed each
+    /// call, drawn on the device by Burn's generator, which [`Device::seed`](burn::tensor::Device::seed) initialises.
     pub dropout_seed: Option<u64>,
-    /// In which order the backward adds up: a fixed one by default, so that the same call gives the same bits.
+    /// Order in which the backward sums. Default: fixed, so that the same call gives the same bits.
     pub backward_order: BackwardOrder,
-    /// How precisely f32 is multiplied: as f32 by default.
+    /// Precision of f32 products. Default: that of f32.
     pub precision: Precision,
     /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`; true hides. Never expanded.
     pub mask: Option<Tensor<4, Bool>>,
     /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, of the dtype of `q`; added to the scores. Never expanded.
     /// Differentiable.
     pub bias: Option<Tensor<4>>,
-    /// By how much scores fall with the distance of query and key. Differentiable.
+    /// ALiBi slopes: the decrease of scores with the distance between query and key. Differentiable.
     pub alibi_slopes: Option<AlibiSlopes>,
-    /// `[batch]`: how many of each one's queries, the first ones, are a sequence; what comes after is padding, whose output is 0.
-    /// Causality and windows are aligned with where sequences end. What is more than there are counts as all.
+    /// `[batch]`: number of queries of each batch that belong to its sequence, counted from the first; the rest is padding, with output 0.
+    /// Causality and windows are aligned with the ends of sequences. Larger values are clamped to `seq_q`.
     pub seq_lens_q: Option<Tensor<1, Int>>,
-    /// `[batch]`: how many of its keys, which is what queries see of them.
+    /// `[batch]`: number of keys of each batch that belong to its sequence, counted from the first; the rest is hidden.
     pub seq_lens_k: Option<Tensor<1, Int>>,
-    /// `[sequences + 1]`: where each of several sequences begins among all queries, counted through the batches, and where the last one
-    /// ends. Sequences see nothing of each other; one that would go on in the next batch ends with its own, and what belongs to none gets 0.
-    /// Not below 0, and none below the one before: nobody waits for the device to look.
+    /// `[sequences + 1]`: first query of each packed sequence, counted through the batches, and the end of the last one. Sequences do not see
+    /// each other. A sequence ends with the batch that it begins in; queries of no sequence have output 0. Must be non-negative and
+    /// non-decreasing, which is not validated: reading it would synchronise the device.
     pub cu_seqlens_q: Option<Tensor<1, Int>>,
-    /// `[sequences + 1]`: the same among all keys, for as many sequences.
+    /// `[sequences + 1]`: the same for keys, for as many sequences.
     pub cu_seqlens_k: Option<Tensor<1, Int>>,
-    /// `[num_heads_q]`: the score of one more key of each head, whose value is 0, so that a head may attend to nothing (gpt-oss;
-    /// StreamingLLM, arXiv:2309.17453). Zeros are burn-nn's quiet softmax. Differentiable.
+    /// `[num_heads_q]`: one more logit for each head, with value vector 0, so that a head can attend to nothing (gpt-oss; StreamingLLM,
+    /// arXiv:2309.17453). A sink of 0 is burn-nn's quiet softmax. Differentiable.
     pub sinks: Option<Tensor<1>>,
-    /// What makes scores of scores, after the softcap and before bias and slopes.
+    /// Function of scores, applied after the softcap and before bias and slopes.
     pub score_mod: Option<ScoreFn>,
-    /// What it reads, `a` and `b`: two at most, `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, f32. Never expanded.
+    /// Tensors `a` and `b` that `score_mod` reads: at most two, `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, f32. Never expanded.
     /// Differentiable.
     pub score_tensors: Vec<Tensor<4>>,
-    /// What hides pairs, beside causality, windows and mask.
+    /// Function that hides pairs, in addition to causality, windows and mask.
     pub mask_mod: Option<MaskFn>,
-    /// What it reads, likewise. Not differentiable: visibility is a step.
+    /// Tensors that `mask_mod` reads, of the same shapes. Not differentiable: visibility is a step function.
     pub mask_tensors: Vec<Tensor<4>>,
-    /// Which blocks of queries and keys see each other at all, and of which mask and `mask_mod` are asked.
+    /// Blocks of queries and keys that see each other, and those for which mask and `mask_mod` are evaluated.
     pub block_mask: Option<BlockMask>,
 }
 
