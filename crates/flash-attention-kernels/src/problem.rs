@@ -1,4 +1,4 @@
-//! What is to be computed: sizes, element type and options of one attention call.
+//! The problem: sizes, element type and options of one attention call, and their validation.
 
 mod options;
 pub use options::*;
@@ -13,15 +13,15 @@ pub use checks::check_broadcast;
 use checks::{agree, check_elements, rank4};
 use serde::{Deserialize, Serialize};
 
-/// The largest head dimension that any kernel takes.
+/// Largest head dimension that any kernel supports.
 pub const MAX_HEAD_DIM: usize = 256;
-/// The longest sequence: sums and differences of positions stay within 32-bit integers.
+/// Longest sequence: sums and differences of positions stay within 32-bit integers.
 pub const MAX_SEQ: usize = (1 << 30) - 1;
 
-/// Elements that `q`, `k`, `v` and the output may have: more than addresses reach, and few enough that 64 bits count bytes of scratch.
+/// Most elements of `q`, `k`, `v` and the output: more than any device addresses, and few enough that 64 bits count the bytes of scratch.
 pub const MAX_ELEMENTS: u64 = 1 << 50;
 
-/// Pairs of a query and a key that there may be, if a tensor broadcasts to them.
+/// Most pairs of a query and a key, if a tensor broadcasts to them.
 pub const MAX_PAIRS: u64 = 1 << 60;
 
 /// One attention call: `o = softmax(scores) · v` over `q [batch, num_heads_q, seq_q, head_dim]`,
@@ -39,7 +39,7 @@ pub const MAX_PAIRS: u64 = 1 << 60;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AttentionProblem {
-    /// Independent attention problems.
+    /// Batches.
     pub batch: usize,
     /// Heads of `q`; a multiple of `num_heads_kv`.
     pub num_heads_q: usize,
@@ -63,19 +63,19 @@ pub struct AttentionProblem {
     pub alibi_slopes: Option<[usize; 2]>,
     /// Whether there are sinks, `[num_heads_q]`.
     pub sinks: bool,
-    /// Whether batches say how many of their queries, the first ones, are a sequence, `[batch]`: others see nothing.
+    /// Whether a tensor `[batch]` gives the number of queries of each batch's sequence; the others see nothing.
     pub seq_lens_q: bool,
-    /// Whether they say so of their keys: nothing sees the others.
+    /// Whether a tensor `[batch]` gives the number of keys of each batch's sequence; the others are hidden.
     pub seq_lens_k: bool,
-    /// How many sequences lie one behind the other, counted through the batches, if there are several: they see nothing of each other.
+    /// Number of packed sequences, counted through the batches. They do not see each other. `None`: the batches are the sequences.
     pub cu_seqlens: Option<usize>,
-    /// Shapes of the tensors that the function of scores reads, each dimension 1 or that of the scores.
+    /// Shapes of the tensors that the score function reads, each dimension 1 or that of the scores.
     pub score_tensors: [Option<[usize; 4]>; TENSORS],
-    /// Shapes of those that the function that hides pairs reads.
+    /// Shapes of the tensors that the mask function reads.
     pub mask_tensors: [Option<[usize; 4]>; TENSORS],
-    /// Blocks of which a block mask says whether anything of them is seen, if there is one.
+    /// Shape of the block mask, if there is one.
     pub block_mask: Option<BlockMask>,
-    /// The rest.
+    /// Numbers and functions.
     pub options: AttentionOptions,
 }
 
@@ -97,7 +97,7 @@ pub struct BlockMask {
     pub block_k: usize,
 }
 
-/// What the tensors of functions are called in messages.
+/// Names of the functions' tensors in messages.
 pub(crate) const SCORE_TENSORS: [&str; TENSORS] = ["score_tensors[0]", "score_tensors[1]"];
 pub(crate) const MASK_TENSORS: [&str; TENSORS] = ["mask_tensors[0]", "mask_tensors[1]"];
 
@@ -118,7 +118,7 @@ fn tensors(
 }
 
 impl AttentionProblem {
-    /// The problem that tensors of these shapes pose, validated.
+    /// The problem for tensors of these shapes, validated.
     pub fn new(
         q: &[usize],
         k: &[usize],
@@ -171,8 +171,8 @@ impl AttentionProblem {
         Ok(self)
     }
 
-    /// This problem with slopes of that shape, `[batch | 1, num_heads_q]`: to each score `−slope · |i − j|` is added, where query `i`
-    /// is counted from where it stands among the keys (ALiBi, arXiv:2108.12409).
+    /// This problem with slopes of that shape, `[batch | 1, num_heads_q]`: to each score `−slope · |i − j|` is added, where `i` is the
+    /// position of the query among the keys (ALiBi, arXiv:2108.12409).
     pub fn with_alibi_slopes(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
         let shape = shape.try_into().map_err(|_| AttentionError::Rank {
             argument: "alibi_slopes",
@@ -185,7 +185,7 @@ impl AttentionProblem {
         Ok(self)
     }
 
-    /// This problem with sinks of that shape, `[num_heads_q]`: each row sees one more key, of that score and with a value of 0.
+    /// This problem with sinks of that shape, `[num_heads_q]`: each row has one more logit, with value vector 0.
     pub fn with_sinks(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
         let [heads] = <[usize; 1]>::try_from(shape).map_err(|_| AttentionError::Rank {
             argument: "sinks",
@@ -294,17 +294,17 @@ impl AttentionProblem {
         agree(argument, &[batch], 0, "batch", "q", self.batch)
     }
 
-    /// Whether pairs may be hidden that positions would let see each other.
+    /// Whether a mask, mask function or block mask can hide pairs that are visible by position.
     pub fn hides_pairs(&self) -> bool {
         self.mask.is_some() || self.options.mask_mod.is_some()
     }
 
-    /// Whether there are several sequences, or such that end before tensors do.
+    /// Whether sequences are packed, or end before the tensors do.
     pub fn is_varlen(&self) -> bool {
         self.num_sequences().is_some()
     }
 
-    /// How many sequences there are, if they are told apart.
+    /// Number of sequences, if they are distinguished.
     pub fn num_sequences(&self) -> Option<usize> {
         self.cu_seqlens.or((self.seq_lens_q || self.seq_lens_k).then_some(self.batch))
     }

@@ -4,8 +4,8 @@ use crate::error::AttentionError;
 use crate::mods::{MaskFn, ScoreFn};
 use serde::{Deserialize, Serialize};
 
-/// Element type of `q`, `k`, `v`, `o`, the bias and their gradients. Arithmetic is in f32 whatever it is, but for products that
-/// [`Precision`] allows to be less precise.
+/// Element type of `q`, `k`, `v`, `o`, the bias and their gradients. Sums and everything between products are f32; [`Precision`] allows less for
+/// products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
@@ -36,30 +36,30 @@ impl Dtype {
     }
 }
 
-/// Where the diagonal of causal masks and windows lies when `seq_q` and `seq_k` differ.
+/// Position of the diagonal of causal masks and windows when `seq_q` and `seq_k` differ.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Alignment {
-    /// The last query is aligned with the last key: query `i` stands at key `i + seq_k − seq_q`.
+    /// The last query is aligned with the last key: query `i` has position `i + seq_k − seq_q` among the keys.
     #[default]
     BottomRight,
-    /// The first query is aligned with the first key: query `i` stands at key `i`.
+    /// The first query is aligned with the first key: query `i` has position `i` among the keys.
     TopLeft,
 }
 
-/// In which order the sums of gradients are taken.
+/// Order in which gradients are summed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum BackwardOrder {
-    /// A fixed one: the same call gives the same bits.
+    /// Fixed: the same call gives the same bits.
     #[default]
     Deterministic,
-    /// Whichever is fastest: a kernel may add to `dq` in whatever order its thread blocks come by. What differs from run to run is
-    /// what rounding in another order leaves. Where there is no such kernel, or it would not be faster, a fixed one.
+    /// Any order: thread blocks may add to `dq` as they finish, so that results differ between runs by rounding. Fixed if there is no such
+    /// kernel or it would not be faster.
     Fast,
 }
 
-/// How precisely f32 is multiplied. Half precision is multiplied as it is, and everything is added up in f32.
+/// Precision of f32 products. Half-precision products are not affected, and sums are always f32.
 ///
 /// ```
 /// use flash_attention_kernels::{AttentionOptions, Precision};
@@ -71,18 +71,18 @@ pub enum BackwardOrder {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
-    /// As f32, whether by multiply-adds or by matrix products.
+    /// That of f32, by multiply-adds or by split matrix products.
     #[default]
     Full,
-    /// Factors may be rounded to tf32, which has 11 significant bits as f16 has, and the range of f32: two to three times as
-    /// fast where a device multiplies matrices of it. Elsewhere as [`Full`](Precision::Full): a plan says what was passed over.
+    /// Factors may be rounded to tf32, which has 11 significant bits, as f16, and the range of f32: two to three times as fast on devices
+    /// with tf32 matrix products. Elsewhere the same as [`Full`](Precision::Full), as the plan reports.
     Tf32,
 }
 
-/// What is done with the scores between `q·kᵀ` and the output, but for what tensors do.
+/// Options that are numbers and functions; those that are tensors belong to the problem.
 ///
-/// Scores are `score_mod(softcap(q·kᵀ · softmax_scale))`, set to −∞ where mask, causality, window or `mask_mod` hide them, plus bias
-/// and slopes. Functions serialize as their names, for who reads; such options cannot be read back.
+/// Scores are `score_mod(softcap(q·kᵀ · softmax_scale))`, set to −∞ where the mask, causality, a window or `mask_mod` hides them, plus
+/// bias and slopes. Functions serialize as their names, for readers; such options cannot be deserialized.
 ///
 /// ```
 /// use flash_attention_kernels::AttentionOptions;
@@ -97,33 +97,33 @@ pub struct AttentionOptions {
     pub softmax_scale: Option<f32>,
     /// Hides keys that come after the query.
     pub causal: bool,
-    /// Where query 0 stands among the keys, for `causal` and windows.
+    /// Position of the queries among the keys, for `causal` and windows.
     pub alignment: Alignment,
     /// Keys seen before the query's own position. `None`: all.
     pub window_left: Option<usize>,
     /// Keys seen after the query's own position. `None`: all (none where `causal`).
     pub window_right: Option<usize>,
-    /// Scores become `softcap · tanh(score / softcap)` (Gemma 2, arXiv:2408.00118, section 2). On NVIDIA GPUs the backward recovers
-    /// them from probabilities and bias, in f32, whose steps are 2⁻⁷ beside a bias of 10⁵: their derivative, `1 − (score / softcap)²`, is
-    /// known to a few of these steps over `softcap`.
+    /// Scores become `softcap · tanh(score / softcap)` (Gemma 2, arXiv:2408.00118, section 2). On NVIDIA GPUs the backward
+    /// recovers them from probabilities and bias in f32, whose resolution is 2⁻⁷ beside a bias of 10⁵: the derivative `1 − (score / softcap)²` has
+    /// an error of a few of these steps over `softcap`.
     pub softcap: Option<f32>,
-    /// The probability with which a pair's probability is dropped, rounded to a multiple of 1 / 65536; what is kept is divided by that
-    /// of keeping ([`dropout`](crate::dropout)). 0: none is.
+    /// Dropout rate of the probabilities, rounded to a multiple of 1 / 65536; those kept are scaled by `1 / (1 − dropout)`
+    /// ([`dropout`](crate::dropout)). 0: no dropout.
     pub dropout: f32,
-    /// What draws of dropout depend on. `None`: on a tensor, so that it can be drawn on the device.
+    /// Seed of dropout. `None`: read from a tensor, so that it can be drawn on the device.
     pub dropout_seed: Option<u64>,
-    /// What makes scores of scores, after the softcap and before bias and slopes ([`mods`](crate::mods)).
+    /// Function of scores, applied after the softcap and before bias and slopes ([`mods`](crate::mods)).
     pub score_mod: Option<ScoreFn>,
-    /// What hides pairs, beside causality, windows and masks ([`mods`](crate::mods)).
+    /// Function that hides pairs, in addition to causality, windows and masks ([`mods`](crate::mods)).
     pub mask_mod: Option<MaskFn>,
-    /// In which order the backward adds up.
+    /// Order in which the backward sums.
     pub backward_order: BackwardOrder,
-    /// How precisely f32 is multiplied.
+    /// Precision of f32 products.
     pub precision: Precision,
 }
 
 impl AttentionOptions {
-    /// Checks the numbers among the options.
+    /// Validates the numbers.
     pub fn validate(&self) -> Result<(), AttentionError> {
         let check = |option, value: Option<f32>, ok: fn(f32) -> bool, requirement| match value {
             Some(x) if !ok(x) => Err(AttentionError::Option { option, value: x as f64, requirement }),
