@@ -1,15 +1,15 @@
-//! Dropout of probabilities: which pairs are dropped is a function of seed, batch, head, query and key, and of nothing else. So
-//! the backward drops what the forward dropped, and neither tiles nor the device change it.
+//! Dropout of probabilities. Whether a pair is dropped depends on seed, batch, head, query and key only, so that the backward replays the
+//! forward, whatever the tiles and the device.
 //!
 //! ```text
 //! z_ij = 0 with the probability of dropping, else 1 / (1 − that probability)
 //! o = (P ∘ Z) v        dv = (P ∘ Z)ᵀ dout        dP = (dout vᵀ) ∘ Z        dS = P ∘ (dP − delta)
 //! ```
 //!
-//! `lse` is that of all keys, and `delta = rowsum(P ∘ dP)` still is `rowsum(dout ∘ o)`. (Srivastava et al. 2014.)
+//! `lse` includes all keys, and `delta = rowsum(P ∘ dP)` still equals `rowsum(dout ∘ o)`. (Srivastava et al. 2014.)
 //!
-//! Draws are those of Philox4x32-7, a counter-based generator (J. K. Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
-//! SC 2011): one of its 128 bits is 8 draws of 16, for a *cell* of 8 pairs. A block of 16 queries by 16 keys consists of 32
+//! The generator is Philox4x32-7, a counter-based generator (J. K. Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
+//! SC 2011): 128 bits give 8 draws of 16 bits, for a *cell* of 8 pairs. A block of 16 queries by 16 keys consists of 32
 //! cells, which are what a thread holds of an accumulator of matrix products (`hopper::rows`):
 //!
 //! ```text
@@ -24,14 +24,14 @@ use cubecl::prelude::*;
 
 /// Rounds of the generator.
 const ROUNDS: usize = 7;
-/// What its words are multiplied by, and by what its key grows (Salmon et al., section 4.3).
+/// Multipliers of its words and increments of its key (Salmon et al., section 4.3).
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
-/// Draws that a probability is a number of: it is rounded to a multiple of `1 / 65536`.
+/// Number of different draws: the dropout rate is rounded to a multiple of `1 / 65536`.
 const DRAWS: f64 = 65536.0;
 
-/// How many of the 65,536 draws drop a pair, at that probability of dropping.
+/// Number of draws, of 65,536, that drop a pair, for a dropout rate.
 ///
 /// ```
 /// assert_eq!(flash_attention_kernels::dropout::threshold(0.25), 16384);
@@ -40,7 +40,7 @@ pub fn threshold(probability: f32) -> u32 {
     (f64::from(probability) * DRAWS).round().min(DRAWS - 1.0) as u32
 }
 
-/// By what is multiplied that is kept: 1 by the probability of keeping, as it has been rounded.
+/// Scale applied to kept probabilities, `1 / (1 − p)`, with the rounded rate.
 ///
 /// ```
 /// assert_eq!(flash_attention_kernels::dropout::factor(0.5), 2.0);
@@ -85,7 +85,7 @@ fn philox_on_host(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     [c0, c1, c2, c3]
 }
 
-/// The dropout of a kernel.
+/// Dropout as an argument of kernels.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Dropout {
@@ -93,7 +93,7 @@ pub struct Dropout {
     pub seed: ComptimeOption<&'static Tensor<u32>>,
     /// How many of 65,536 draws drop a pair.
     pub threshold: u32,
-    /// By what is multiplied that is kept.
+    /// Scale applied to kept probabilities, `1 / (1 − p)`.
     pub factor: f32,
 }
 
@@ -177,17 +177,17 @@ impl Dropout {
         }
     }
 
-    /// By what sums of what is kept are multiplied.
+    /// Scale applied to sums of kept probabilities.
     pub fn scale(&self) -> f32 {
         if comptime!(self.seed.is_some()) { self.factor } else { 1.0f32.runtime() }
     }
 
-    /// What is left of a weight.
+    /// A probability after dropout, before the scale.
     pub fn apply(&self, weight: f32, kept: bool) -> f32 {
         if comptime!(self.seed.is_some()) { select(kept, weight, 0.0f32) } else { weight }
     }
 
-    /// The gradient of a probability from that of what is left of it.
+    /// Gradient of a probability from the gradient of the dropped and scaled one.
     pub fn backward(&self, gradient: f32, kept: bool) -> f32 {
         if comptime!(self.seed.is_some()) { select(kept, gradient * self.factor, 0.0f32) } else { gradient }
     }

@@ -1,7 +1,7 @@
-//! Which query sees which key, as far as positions decide, and which blocks hold no such pair.
+//! Visibility by position: which query sees which key, and which blocks contain no visible pair.
 //!
-//! Causality and windows are one thing: query `i` sees the keys `j` with `i + lower ≤ j ≤ i + upper`, a band around
-//! the diagonal, cut by the ends of the sequences. This is the one place that compares positions. Kernels and oracle
+//! Causality and windows are a band around the diagonal, cut by the ends of the sequences: query `i` sees the keys `j` with
+//! `i + lower ≤ j ≤ i + upper`. This is the only file that compares positions. Kernels and oracle
 //! call the same functions: a `#[cube]` function is also an ordinary one.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
@@ -23,25 +23,25 @@ use cubecl::prelude::*;
 #[derive(CubeType, CubeLaunch, Clone, Copy, Debug, PartialEq, Eq)]
 #[expand(derive(Clone, Copy))]
 pub struct Band {
-    /// Queries that there are.
+    /// Number of queries.
     pub seq_q: u32,
-    /// Keys that there are.
+    /// Number of keys.
     pub seq_k: u32,
-    /// Which sequence this is, where `varlen`.
+    /// Number of the sequence, if `varlen`.
     pub sequence: u32,
-    /// Its first query; else all are one.
+    /// First query of the sequence, if `varlen`.
     pub begin_q: u32,
-    /// The query after its last.
+    /// End of its queries.
     pub end_q: u32,
-    /// Its first key.
+    /// First key of the sequence.
     pub begin_k: u32,
-    /// The key after its last.
+    /// End of its keys.
     pub end_k: u32,
     /// Query `i` sees no key before `i + lower`, where `bounded_below`.
     pub lower: i32,
     /// Query `i` sees no key after `i + upper`, where `bounded_above`.
     pub upper: i32,
-    /// Query `i` stands at key `i + diagonal`.
+    /// Query `i` has position `i + diagonal` among the keys.
     pub diagonal: i32,
     /// Whether there is a left edge.
     #[cube(comptime)]
@@ -49,15 +49,15 @@ pub struct Band {
     /// Whether there is a right edge.
     #[cube(comptime)]
     pub bounded_above: bool,
-    /// Whether the last query stands at the last key.
+    /// Whether the last query has the position of the last key.
     #[cube(comptime)]
     pub bottom_right: bool,
-    /// Whether this is one of several sequences, which see nothing of each other.
+    /// Whether this is the band of one of several sequences.
     #[cube(comptime)]
     pub varlen: bool,
 }
 
-/// The keys that one query sees, counted from some position.
+/// Range of keys that one query sees, relative to some position.
 #[derive(CubeType, Clone, Copy, Debug)]
 #[expand(derive(Clone))]
 pub struct Run {
@@ -186,7 +186,7 @@ impl Band {
         if ahead <= free { ahead } else { 0 }
     }
 
-    /// How many pairs of query and key see each other.
+    /// Number of visible pairs.
     ///
     /// ```
     /// use flash_attention_kernels::{AttentionOptions, mask::Band};
@@ -203,7 +203,7 @@ impl Band {
             .sum()
     }
 
-    /// The band as keys see it: of this one, query `i` sees key `j` where of the other query `j` sees key `i`.
+    /// The band with queries and keys exchanged: query `i` sees key `j` here if query `j` sees key `i` in `self`.
     ///
     /// ```
     /// use flash_attention_kernels::{AttentionOptions, mask::Band};
@@ -330,7 +330,7 @@ impl Band {
         seen
     }
 
-    /// How many keys after key `j` query `i` stands; a negative number where it stands before.
+    /// Distance of query `i` from key `j`, negative if the query's position is before the key.
     pub fn offset(&self, i: u32, j: u32) -> i32 {
         i as i32 + self.diagonal - j as i32
     }

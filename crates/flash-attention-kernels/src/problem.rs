@@ -294,7 +294,7 @@ impl AttentionProblem {
         agree(argument, &[batch], 0, "batch", "q", self.batch)
     }
 
-    /// Whether a mask, mask function or block mask can hide pairs that are visible by position.
+    /// Whether a mask or a mask function can hide pairs that are visible by position.
     pub fn hides_pairs(&self) -> bool {
         self.mask.is_some() || self.options.mask_mod.is_some()
     }

@@ -5,11 +5,11 @@
 //! score = f(t) + bias − slope · |i − j| where seen   d score/d bias = 1     d score/d slope = −|i − j|
 //! ```
 //!
-//! `f` is the user's, if there is one: [`mods`](crate::mods).
+//! `f` is the score function, if there is one: [`mods`](crate::mods).
 //!
 //! The softcap is Gemma 2's (arXiv:2408.00118, section 2), slopes are those of ALiBi (arXiv:2108.12409, section 3): a number for
-//! each head, and the distance from where the query [stands among the keys](crate::mask::Band::offset()). A *sink* is the score of
-//! one more key that every row sees and whose value is 0 (gpt-oss; StreamingLLM, arXiv:2309.17453, section 3.2).
+//! each head, times the distance from the query's [position among the keys](crate::mask::Band::offset()). A *sink* is one more
+//! logit in each row, with value vector 0 (gpt-oss; StreamingLLM, arXiv:2309.17453, section 3.2).
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
@@ -20,7 +20,7 @@ use crate::problem::AttentionProblem;
 use cubecl::prelude::*;
 use serde::Serialize;
 
-/// What makes scores of products, and weights of scores, but for mask and bias.
+/// Composition of scores from products, without mask and bias, and dropout of probabilities.
 #[derive(CubeType, CubeLaunch)]
 #[expand(derive(Clone))]
 pub struct Score {
@@ -31,7 +31,7 @@ pub struct Score {
     /// Whether there is a cap.
     #[cube(comptime)]
     pub capped: bool,
-    /// The rest.
+    /// Slopes, sinks, sequences, dropout and functions.
     pub extras: Extras,
 }
 
@@ -43,17 +43,17 @@ impl Score {
         if comptime!(self.capped) { self.softcap * f32::tanh(scaled / self.softcap) } else { scaled }
     }
 
-    /// What the user's function makes of that.
+    /// The score function, applied to the result of [`Score::of`].
     pub fn modified(&self, t: f32, place: &Place, band: &Band) -> f32 {
         self.extras.mods.score_of(t, place, band)
     }
 
-    /// What the head's slope makes of the distance of a pair.
+    /// The slope's contribution, `−slope · |i − j|`.
     pub fn biased(&self, score: f32, slope: f32, band: &Band, i: u32, j: u32) -> f32 {
         if comptime!(self.extras.slopes.is_some()) { fma(slope, distance(band, i, j), score) } else { score }
     }
 
-    /// Derivative of all that by the product, but for the factor `scale`, from the result of [`Score::of`].
+    /// Derivative with respect to the product, without the factor `scale`, from the result of [`Score::of`].
     pub fn derivative(&self, t: f32, place: &Place, band: &Band) -> f32 {
         let by_t = self.extras.mods.partials(t, place, band).score;
         if comptime!(self.capped) {
@@ -79,23 +79,23 @@ impl ScoreExpand {
     }
 }
 
-/// What the gradient of a score is multiplied by, beside its probability.
+/// Factor of the gradient of a score, for each gradient that is summed from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub enum Factor {
-    /// Nothing: it is that of the bias, and of the product, if there is neither softcap nor function.
+    /// 1: for the bias, and for the product without softcap and score function.
     One,
-    /// The derivative by the product.
+    /// Derivative with respect to the product.
     Product,
-    /// That by the slope.
+    /// Derivative with respect to the slope.
     Slope,
-    /// That by the first tensor of the function.
+    /// Derivative with respect to the first tensor of the score function.
     A,
-    /// By the second one.
+    /// Derivative with respect to the second one.
     B,
 }
 
 impl Factor {
-    /// That of the gradient of the product.
+    /// The factor for the gradient of the product.
     pub fn of_product(problem: &AttentionProblem) -> Self {
         let multiplies = problem.options.score_mod.is_some_and(|function| !function.additive());
         if problem.options.softcap.is_some() || multiplies { Factor::Product } else { Factor::One }
@@ -116,7 +116,7 @@ impl Score {
     }
 }
 
-/// The derivative of a score by its slope: `−|i − j|`.
+/// Derivative of a score with respect to its slope: `−|i − j|`.
 #[cube]
 pub fn distance(band: &Band, i: u32, j: u32) -> f32 {
     let offset = f32::cast_from(band.offset(i, j));

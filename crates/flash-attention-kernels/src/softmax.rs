@@ -1,11 +1,11 @@
-//! The online softmax and its log-sum-exp: the one place that knows −∞ and rows that see nothing.
+//! The online softmax and its log-sum-exp: the only file that handles −∞ and rows that see nothing.
 //!
 //! ```text
 //! m' = max(m, max_j s_j)    α = exp(m − m')    l' = α·l + Σ_j exp(s_j − m')    o' = α·o + Σ_j exp(s_j − m')·v_j
 //! o = o / l                 lse = m + ln l     p_j = exp(s_j − lse)
 //! ```
 //!
-//! A sink is one more score of a row, with a value of 0: a row begins with `m = sink, l = 1`, and never sees nothing.
+//! A sink is one more logit of a row, with value vector 0: a row begins with `m = sink, l = 1`.
 //!
 //! (FlashAttention, arXiv:2205.14135, algorithm 1; FlashAttention-2, arXiv:2307.08691, section 3.1.)
 //!
@@ -18,7 +18,7 @@
 use crate::score::Score;
 use cubecl::prelude::*;
 
-/// The score of a hidden pair, and the maximum of a row that has seen nothing. No score that counts is as low.
+/// Score of a hidden pair, and maximum of a row that has seen nothing. No visible score is as low.
 pub const HIDDEN: f32 = f32::MIN;
 
 /// The score of a hidden pair where −∞ can be written: on CUDA.
@@ -50,7 +50,7 @@ const NATURAL_REST: f32 = (1.0 / std::f32::consts::LOG2_E as f64 - NATURAL as f6
 pub fn lse_bits_log2(m_log2: f32, l: f32, l_log2: f32) -> u32 {
     let rest = fma(m_log2, comptime!(NATURAL_REST), l_log2 * comptime!(NATURAL));
     let lse = fma(m_log2, comptime!(NATURAL), rest);
-    // Of an infinite score the rest would be none.
+    // For an infinite score the correction would be NaN.
     let bits = u32::reinterpret(select(f32::abs(m_log2) <= f32::MAX, lse, m_log2));
     select(l == 0.0f32, NEGATIVE_INFINITY, bits)
 }
@@ -71,12 +71,12 @@ pub fn lse_of_split(bits: u32) -> f32 {
 /// The sum of a row's exponentials as the product `P V` adds them up, where each is rounded to the element type: `l`, their sum in
 /// f32, corrected by the rounding error of the `largest` one, which is `rounded` there.
 ///
-/// Divided by `l`, the output of a row with a single large probability would carry that error, up to half a thread in the last place
+/// Divided by `l`, the output of a row with a single large probability would carry that error, up to half a unit in the last place
 /// of the element type, and the backward's `dP − delta`, which is near 0 there, would consist of it. PyTorch's FlashAttention-2 has
 /// the largest exponential be exactly 1 for this (`UNFUSE_FMA`), at the cost of one more instruction for each score.
 #[cube]
 pub fn rounded_sum(l: f32, largest: f32, rounded: f32) -> f32 {
-    // Where no single one is large, errors cancel. A row out of range stays so.
+    // Errors cancel if no exponential is large. A row that is out of range stays out of range.
     select(2.0f32 * largest >= l && l <= f32::MAX, l + (rounded - largest), l)
 }
 
@@ -94,7 +94,7 @@ pub fn lse_of_bits(bits: u32) -> f32 {
     select(nothing, f32::MAX, f32::reinterpret(select(nothing, 0u32, bits)))
 }
 
-/// The maximum and the sum of a row as it begins, in one of the threads that share it: of its sink, if there is one.
+/// Initial maximum and sum of a row, in one of the threads that share it: those of its sink, if there is one.
 #[cube]
 pub fn begin(score: &Score, head: usize, counts: bool) -> (f32, f32) {
     if comptime!(score.extras.sinks.is_some()) {
