@@ -1,6 +1,6 @@
 //! Sharp distributions: a few keys, or one, have all of a row's probability, and scores are in the thousands.
 //!
-//! Errors are those of rounding alone there, and large: scores of 10⁴ have a thread in the last place of 10⁻³ in f32, and the gradient
+//! Errors are those of rounding alone there, and large: scores of 10⁴ have a unit in the last place of 10⁻³ in f32, and the gradient
 //! of a row with one key consists of what `dP − delta` leaves. So results are held against the errors of FlashAttention-2's arithmetic.
 
 use crate::common::*;

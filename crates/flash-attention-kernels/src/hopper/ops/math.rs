@@ -42,7 +42,7 @@ pub fn lg2(x: f32) -> f32 {
     })
 }
 
-/// `1 / x`, the hardware's approximation (1 thread in the last place). An exact division costs far more than its time: its
+/// `1 / x`, the hardware's approximation (1 unit in the last place). An exact division costs far more than its time: its
 /// slow path is a call, external in the relocatable code that CubeCL links, and beside an external call the assembler
 /// serialises every warpgroup product.
 #[cube]
