@@ -156,7 +156,7 @@ pub fn add_quad(sums: &[f32], #[comptime] nth: usize, a: f32, b: f32, c: f32, d:
     })
 }
 
-/// The address of the start of `tile`, a multiple of 16, in the shared window: a descriptor's low bits hold it, in threads
+/// The address of the start of `tile`, a multiple of 16, in the shared window: a descriptor's low bits hold it, in units
 /// of 16 bytes.
 #[cube]
 pub fn shared_address<E: CubePrimitive>(tile: &[E]) -> u32 {
