@@ -1,9 +1,8 @@
-//! Block-sparse attention: which blocks of queries and keys see each other at all, and which of them need masking.
+//! Block-sparse attention: which blocks of queries and keys see each other, and which of them need masking.
 //!
-//! A block mask holds a state for each block of `block_q × block_k` pairs: [`EMPTY`], nothing is seen; [`PARTIAL`], mask and function
-//! decide; [`FULL`], everything is seen, whatever they would say. A small kernel makes of it, for the tiles of the kernel that comes after
-//! it, a *list* for each block of rows: the tiles of columns that are visited, so that time goes with what is visited. Causality, windows
-//! and lengths are looked at there, too, and hide what they hide in any case. (FlexAttention, arXiv:2412.05496, section 4.2; block-sparse
+//! A block mask has a state for each block of `block_q × block_k` pairs: [`EMPTY`], nothing is visible; [`PARTIAL`], mask and mask function
+//! decide; [`FULL`], everything is visible. A small kernel turns it into a *list* of visited tiles for each block of rows, for the tiles of the
+//! attention kernel that follows, so that time is proportional to the tiles visited. Causality, windows and lengths are applied there as well. (FlexAttention, arXiv:2412.05496, section 4.2; block-sparse
 //! FlashAttention, arXiv:2205.14135, section 3.3.)
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
@@ -14,7 +13,7 @@ use crate::mods::{Mods, Place};
 use crate::sequences::Bounds;
 use cubecl::prelude::*;
 
-/// Nothing of the block is seen.
+/// Nothing of the block is visible.
 pub const EMPTY: u32 = 0;
 /// Mask and function decide on each pair.
 pub const PARTIAL: u32 = 1;
@@ -232,7 +231,7 @@ fn band_of(bounds: &Bounds, band: &Band, batch: u32, #[comptime] varlen: bool) -
 }
 
 /// Writes the lists of tiles of `columns` for blocks of `rows`, which are queries or `keys`, of `states [B | 1, H | 1, nq, nk]`: `out [B | 1,
-/// H | 1, blocks, HEADER + tiles]`, of each block how many tiles it visits, and which. A cube for each block. `bounds`: where there are
+/// H | 1, blocks, HEADER + tiles]`, of each block how many tiles it visits, and which. A thread block for each block. `bounds`: where there are
 /// several sequences, `varlen`, those of its batch.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]

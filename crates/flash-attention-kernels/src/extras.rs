@@ -1,5 +1,5 @@
-//! What attention may have beside products, mask and bias: a slope and a sink of each head, several sequences, dropout, the user's functions.
-//! Kernels get all of it as one argument, and what is not there is not compiled.
+//! Optional operands besides mask and bias: slopes, sinks, sequences, dropout, functions, block lists. Kernels take them as one argument, and absent
+//! ones are not compiled.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 

@@ -1,9 +1,9 @@
-//! Several sequences in one call, which see nothing of each other: packed one behind the other, or with padding behind each.
+//! Several sequences in one call, which do not see each other: packed one after the other, or each with padding.
 //!
-//! Where they begin and end is on the device, and nobody waits for it: a kernel is told by a *schedule*, the list of the blocks of rows
-//! that there are, which a small kernel has written before. Blocks of the sequences with most columns come first, so that what is left
-//! to do when others are done is short (Graham 1969). Positions are those of the tensors throughout; blocks and tiles begin where
-//! sequences do. What belongs to no sequence is computed by no kernel: [`fill()`] makes it 0.
+//! Their lengths are on the device and are not read back. A small kernel writes a *schedule*, the list of the blocks of rows that exist, which
+//! the attention kernels read. Blocks of the sequences with most columns come first, so that the last blocks are short (Graham 1969). Positions
+//! are those of the tensors; blocks and tiles begin where sequences do. No attention kernel writes rows of no sequence: [`fill()`] sets
+//! them to 0.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 

@@ -1,4 +1,4 @@
-//! Shared memory of a consumer group: where the pipelines' stages, their barriers, the known work tiles and the producer's cursors lie.
+//! Shared memory of a consumer group: addresses of the pipelines' stages, their barriers, the decoded work tiles and the producer's cursors.
 
 use super::ops::*;
 use super::pipeline::{Pipeline, PipelineState};
@@ -8,10 +8,10 @@ use crate::blocks::{Visit, visit_of};
 use crate::mask::Band;
 use cubecl::prelude::*;
 
-/// Where words of a work tile lie. The first four are what loading needs.
+/// Fields of a work tile in shared memory. The producer reads the first four.
 #[derive(Clone, Copy)]
 pub enum WorkTileField {
-    /// First key of the last tile, with which to begin.
+    /// First key of the last tile, which is processed first.
     KLast,
     /// Tiles; 0 where there is no more work.
     Steps,
@@ -27,7 +27,7 @@ pub enum WorkTileField {
     Flags,
     /// Batch of the results.
     BatchOut,
-    /// The sequence, where there are several, and where its rows and its columns begin and end.
+    /// With several sequences: the sequence, and the range of its rows and columns.
     Sequence,
     RowsBegin,
     RowsEnd,
@@ -35,19 +35,19 @@ pub enum WorkTileField {
     ColumnsEnd,
 }
 
-/// There is nothing to see: the one tile must be hidden.
+/// Nothing is visible: the single tile must be hidden.
 pub const FULLY_MASKED: u32 = 1;
-/// It adds to what the work tile before has computed, of the same block: with another query head of its group.
+/// Adds to the accumulators of the work tile before, which is the same block with another query head of the group.
 pub const CONTINUED: u32 = 2;
-/// The next one adds to it.
+/// The next work tile adds to the accumulators of this one.
 pub const CONTINUES: u32 = 4;
 
-/// Where words of a cursor lie.
+/// Fields of a producer's cursor in shared memory.
 #[derive(Clone, Copy)]
 pub enum CursorField {
-    /// First key of the next tile, or where its entry lies. Tiles go from the last to the first.
+    /// First key of the next tile, or the position of its list entry. Tiles are loaded from the last to the first.
     KStart,
-    /// Tiles left in the work tile, the next one counted; 0 before the first work tile, [`END`] after the last.
+    /// Tiles left in the work tile, including the next one; 0 before the first work tile, [`END`] after the last.
     Left,
     /// Key/value head.
     Head,
@@ -57,7 +57,7 @@ pub enum CursorField {
     Stage,
     /// The parity of its barriers' phase.
     Phase,
-    /// How many work tiles have been entered.
+    /// Number of work tiles entered.
     Nth,
     /// The number of the next work tile in its group.
     OfGroup,
@@ -66,7 +66,7 @@ pub enum CursorField {
 /// No work tile is left.
 pub const END: u32 = u32::MAX;
 
-/// Where things lie in shared memory, as addresses.
+/// Addresses in shared memory.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Memory {
@@ -108,7 +108,7 @@ pub struct Memory {
 
 #[cube]
 impl Memory {
-    /// The layout of a consumer group's memory from `base` on, and its barriers made. All threads must call it.
+    /// Lays out a consumer group's memory from `base` on and initialises its barriers. All threads must call it.
     pub fn new(base: u32, #[comptime] blueprint: Blueprint) -> Memory {
         let stages = comptime!(blueprint.tile.stages as u32);
         let warpgroups = comptime!(blueprint.tile.warpgroups as u32);
@@ -200,7 +200,7 @@ impl Memory {
         mbarrier_wait(self.known + nth % comptime!(SLOTS as u32) * 8, (nth / comptime!(SLOTS as u32)) % 2);
     }
 
-    /// A word of the `nth` work tile, which is known. Read when it is needed: registers are what this kernel lacks.
+    /// A field of the `nth` work tile, which must be known. Read when needed, because registers are scarce.
     pub fn work_tile(&self, nth: u32, #[comptime] word: WorkTileField) -> u32 {
         load_shared(
             self.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32) + comptime!(4 * word as u32),
@@ -235,7 +235,7 @@ impl Memory {
         }
     }
 
-    /// What the rows of the `nth` work tile see, if `band` is what the options make of all.
+    /// Band of the `nth` work tile's sequence; `band` is that of the options.
     pub fn band(&self, nth: u32, band: &Band, #[comptime] varlen: bool) -> Band {
         if comptime!(varlen) {
             let (begin_q, end_q) =
@@ -248,7 +248,7 @@ impl Memory {
         }
     }
 
-    /// What is known of the tile at a position of the pipeline of K, which has come: with a block mask, what its entry says, else this.
+    /// The tile at a position of K's pipeline, which has been loaded: with a block mask from its list entry, else from `start` and `edge`.
     pub fn visit(&self, state: &PipelineState, start: u32, edge: bool, #[comptime] blueprint: Blueprint) -> Visit {
         if comptime!(blueprint.sparse) {
             visit_of(load_shared(self.entries + state.stage * 4), comptime!(blueprint.tile.tile_k as u32))
@@ -257,8 +257,7 @@ impl Memory {
         }
     }
 
-    /// Waits for a tile of a tiled bias, which is in the same stage as that of K; returns where a warpgroup's part of it
-    /// lies.
+    /// Waits for a tile of a tiled bias, which is in the same stage as that of K. Returns the address of a warpgroup's part.
     pub fn await_bias(&self, state: &PipelineState, warpgroup: u32, #[comptime] blueprint: Blueprint) -> u32 {
         if comptime!(blueprint.tiled_bias()) {
             mbarrier_wait(self.full_b + state.stage * 8, state.phase);
@@ -267,7 +266,7 @@ impl Memory {
         self.b + state.stage * comptime!(blueprint.b_bytes() as u32) + warpgroup * of_warpgroup
     }
 
-    /// Lets a tile of a tiled bias be overwritten.
+    /// Releases a tile of a tiled bias.
     pub fn release_bias(&self, state: &PipelineState, #[comptime] blueprint: Blueprint) {
         if comptime!(blueprint.tiled_bias()) {
             // All threads of the warp have read it.

@@ -1,7 +1,7 @@
-//! Stages of shared memory: TMA fills them, products empty them, `mbarrier`s tell each of the other.
+//! Pipelines: stages of shared memory that TMA fills and matrix products read, synchronised by `mbarrier`s.
 //!
-//! K, V and a tiled bias have a pipeline of stages each. A stage's barrier `full` completes when its bytes have come, `empty` when the last
-//! warp is done with them. [`Memory`](super::memory::Memory) says where they lie, [`Producer`](super::producer::Producer) fills them.
+//! K, V and a tiled bias have a pipeline of stages each. A stage's barrier `full` completes when its bytes have arrived, `empty` when the
+//! last warp has released it. [`Memory`](super::memory::Memory) has their addresses, [`Producer`](super::producer::Producer) fills them.
 
 use super::{Blueprint, WARP_UNITS, WARPGROUP_UNITS};
 use cubecl::prelude::*;
@@ -9,16 +9,16 @@ use cubecl::prelude::*;
 /// The pipelines.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Pipeline {
-    /// Of K. It leads: who loads it finds out what there is to do.
+    /// That of K. Its producer also decodes the next work tile.
     K,
-    /// Of V.
+    /// That of V.
     V,
-    /// Of the bias.
+    /// That of the bias.
     Bias,
 }
 
 impl Pipeline {
-    /// The warp that loads: its warpgroup waits for it.
+    /// The warp that loads it.
     pub fn warp(self) -> u32 {
         let of_warpgroup = (WARPGROUP_UNITS / WARP_UNITS) as u32;
         match self {
@@ -53,12 +53,12 @@ pub struct PipelineState {
 
 #[cube]
 impl PipelineState {
-    /// The first.
+    /// The first stage, before any wrap.
     pub fn first() -> PipelineState {
         PipelineState { stage: 0u32, phase: 0u32 }
     }
 
-    /// Moves on.
+    /// Advances to the next stage.
     pub fn advance(&mut self, #[comptime] stages: usize) {
         self.stage += 1;
         if self.stage == comptime!(stages as u32) {
@@ -67,7 +67,7 @@ impl PipelineState {
         }
     }
 
-    /// The one after this.
+    /// The position after this one.
     pub fn next(&self, #[comptime] stages: usize) -> PipelineState {
         let wraps = self.stage + 1 == comptime!(stages as u32);
         PipelineState { stage: select(wraps, 0u32, self.stage + 1), phase: self.phase ^ u32::cast_from(wraps) }

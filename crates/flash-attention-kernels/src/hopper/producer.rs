@@ -1,7 +1,6 @@
-//! Who fills the pipelines, and when.
+//! The producer: loads of K, V and the bias into their pipelines, ahead of the products and across work tiles.
 //!
-//! The first warp of the first warpgroup loads K, that of the second V and the one after it the bias, ahead of the products and over the
-//! borders of work tiles; or a warp that does nothing else loads them all.
+//! The first warp of the first warpgroup loads K, that of the second V, and the warp after it the bias; or a producer warp loads all of them.
 
 use super::delta::{stats_all, stats_at};
 use super::memory::{CONTINUED, CONTINUES, CursorField, END, Memory, WorkTileField};
@@ -39,7 +38,7 @@ pub struct Producer {
 
 #[cube]
 impl Producer {
-    /// Before the first work tile, which is that of the consumer group's own number.
+    /// The state before the first work tile, which has the consumer group's own number.
     #[allow(clippy::too_many_arguments)]
     pub fn new(
         memory: Memory,
@@ -56,8 +55,7 @@ impl Producer {
         Producer { memory, scheduler, band, spread, extras, warp, ahead: number }
     }
 
-    /// The first loads: all stages, where no warp does nothing else. Cursors enter a work tile the first time. `stats`: lse and delta of
-    /// each query, where they come with its tiles.
+    /// Fills all stages at the start, unless a producer warp does. `stats`: lse and delta of each query, if they are loaded with its tiles.
     #[allow(clippy::too_many_arguments)]
     pub fn fill<E: CubePrimitive>(
         &mut self,
@@ -100,8 +98,7 @@ impl Producer {
         }
     }
 
-    /// All loads of K, V and the bias, by a warp that does nothing else; of the forward, in the order in which its steps free the
-    /// stages, V one after K.
+    /// All loads of K, V and the bias by the producer warp, in the order in which the forward's steps free the stages: V one step after K.
     #[allow(clippy::too_many_arguments)]
     pub fn run<E: CubePrimitive>(
         &mut self,
@@ -128,8 +125,8 @@ impl Producer {
         }
     }
 
-    /// Fills the stages that the step before has freed: in the forward once in each step that multiplies both K and V, else in
-    /// each but the very first.
+    /// Refills the stages that the step before has released: in the forward in each step that multiplies both K and V, else in each step but the
+    /// first.
     #[allow(clippy::too_many_arguments)]
     pub fn refill<E: CubePrimitive>(
         &mut self,
@@ -155,8 +152,7 @@ impl Producer {
         }
     }
 
-    /// Enters the next work tile, and returns how many tiles are left to load. K leads: it finds out which work tile that is and tells
-    /// everybody.
+    /// Enters the next work tile and returns the number of its tiles. K's producer decodes it and publishes it to the others.
     fn enter<E: CubePrimitive>(
         &mut self,
         q: &TensorMap<E, Tiled>,
@@ -222,8 +218,8 @@ impl Producer {
         select(steps == 0, END, steps)
     }
 
-    /// Loads the next tile, once all warps are done with what its stage held, and moves on; not if there is none. A cursor that
-    /// is in no work tile yet only enters the first one.
+    /// Loads the next tile, if there is one, once all warps have released its stage, and advances. A cursor that is in no work tile yet only enters
+    /// the first one.
     #[allow(clippy::too_many_arguments)]
     fn load<E: CubePrimitive>(
         &mut self,
@@ -329,16 +325,16 @@ impl Producer {
     }
 }
 
-/// Which of the rows that are kept.
+/// An operand whose rows stay in shared memory for a work tile.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum ResidentOperand {
-    /// Those of Q.
+    /// Q.
     Q,
-    /// Those of dO.
+    /// dO.
     D,
 }
 
-/// Loads a warpgroup's rows of Q, or of dO, of the `nth` work tile. By one warp of it.
+/// Loads a warpgroup's rows of Q, or of dO, for the `nth` work tile. Called by one of its warps.
 #[cube]
 pub fn load_resident<E: CubePrimitive>(
     map: &TensorMap<E, Tiled>,
@@ -363,7 +359,7 @@ pub fn load_resident<E: CubePrimitive>(
     }
 }
 
-/// Loads rows, panel after panel.
+/// Loads rows, panel by panel.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn load_panels<E: CubePrimitive>(

@@ -1,4 +1,4 @@
-//! The online softmax on the rows of an accumulator, and their way out.
+//! The online softmax on the rows of an accumulator, and stores of rows.
 //!
 //! A warpgroup's accumulator `[64, n]` lies in its threads' registers by eights of columns: thread `u` of a warp holds, of
 //! rows `u / 4` and `u / 4 + 8` of the warp's 16, columns `2 (u % 4)` and the next of each eight. Element `4 i + 2 r + e`
@@ -11,29 +11,29 @@ use crate::problem::Dtype;
 use crate::softmax::{HIDDEN, rounded_sum};
 use cubecl::prelude::*;
 
-/// How much, as a power of two, a maximum may grow before what was computed with it is rescaled.
+/// Growth of a maximum, as a power of two, up to which results are not rescaled.
 const LAZY: f32 = 8.0;
 
-/// The highest sum of a thread's exponentials of a tile after which a reference maximum is kept.
+/// Largest per-thread sum of a tile's exponentials for which the reference maximum is kept.
 const KEPT: f32 = 65536.0;
 
-/// The highest such sum that can be rescaled: 2^120, as 2^-127 is no normal number any more.
+/// Largest such sum that can be rescaled: 2^120, because 2^-127 is not a normal number.
 const RESCALED: f32 = (1u128 << 120) as f32;
 
-/// Of how many eights of columns one is looked at for a reference maximum.
+/// One of so many groups of eight columns is searched for a reference maximum.
 const SPARSE: usize = 4;
 
-/// What the softmax remembers of a thread's two rows.
+/// State of the online softmax for a thread's two rows.
 #[derive(CubeType)]
 pub struct OnlineSoftmax {
-    /// The exponents of 2 that their exponentials are relative to; [`HIDDEN`] for a row that has seen nothing.
+    /// Base-2 exponent that the exponentials are relative to; [`HIDDEN`] for a row that has seen nothing.
     ///
-    /// Any number will do that keeps exponentials in range. What is rounded to f16 needs the maximum, or what is up to 2^8
-    /// below it. bf16 has the range of f32: there it is a *reference maximum*, some score of the first tile that shows any, and only
-    /// a tile's sum tells whether it has become too low. A maximum costs as many instructions as the exponentials do.
+    /// Any number that keeps exponentials in range is correct. f16 needs the row maximum, or a number up to 2^8 below it. bf16 has the range of
+    /// f32: there it is a *reference maximum*, a score of the first tile with a visible one, and the sum of a tile tells whether it has become
+    /// too low. Computing the maximum would cost as many instructions as the exponentials.
     pub m0: f32,
     pub m1: f32,
-    /// What this thread holds of the rows' exponentials, added; +∞ for a row that was out of range.
+    /// This thread's part of the sum of exponentials; +∞ for a row that was out of range.
     pub l0: f32,
     pub l1: f32,
     /// What a row's largest exponential is found by: the row's highest score; where exponentials are relative to a reference maximum,
@@ -43,20 +43,20 @@ pub struct OnlineSoftmax {
     pub top1: f32,
 }
 
-/// What taking a tile in leaves to be done.
+/// Result of [`OnlineSoftmax::update`], for [`OnlineSoftmax::rescale_o`].
 #[derive(CubeType, Clone)]
 pub struct Taken {
     /// What this thread holds of the tile's exponentials, added: relative to reference maxima, their growth is decided by it. Relative to
     /// maxima, by what the accumulator must be multiplied.
     x0: f32,
     x1: f32,
-    /// Whether there is anything to be done for a row of the warp.
+    /// Whether a row of the warp must be rescaled.
     needed: bool,
 }
 
 #[cube]
 impl OnlineSoftmax {
-    /// Of the first tile, of which `2^(exponent · s − m)` are left. `hides`: a row may see nothing of it.
+    /// State after the first tile, whose scores become `2^(exponent · s − m)`. `hides`: a row may see nothing of it.
     pub fn first(
         s: &mut Array<f32>,
         exponent: f32,
@@ -85,7 +85,7 @@ impl OnlineSoftmax {
         rows
     }
 
-    /// Anchors rows that have seen nothing at the maximum of the tile to be taken in.
+    /// Sets the reference maximum of rows that have seen nothing to the maximum of the next tile.
     pub fn set_reference_max(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) {
         let none = self.m0 == HIDDEN || self.m1 == HIDDEN;
         if comptime!(blueprint.uses_reference_max()) && plane_any(none) {
@@ -96,7 +96,7 @@ impl OnlineSoftmax {
         }
     }
 
-    /// Takes another tile in, of which as much is left.
+    /// Adds a tile, whose scores become exponentials.
     pub fn update(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) -> Taken {
         let tile_k = comptime!(blueprint.tile.tile_k);
         if comptime!(blueprint.uses_reference_max()) {
@@ -121,7 +121,7 @@ impl OnlineSoftmax {
         }
     }
 
-    /// Does what is left to be done, once the products are done that add to the accumulator `o`.
+    /// Rescales the accumulator `o` if needed, once the products that add to it are complete.
     pub fn rescale_o(
         &mut self,
         taken: &Taken,

@@ -1,18 +1,17 @@
-//! Which consumer group computes which block of rows, and when.
+//! The tile scheduler: which consumer group computes which work tile, and when.
 //!
-//! As many thread blocks as run at a time are started, of one consumer group or more; each consumer group computes one work tile after another. A work tile is
-//! a block of queries of a head, or, where there are too few of them, that with a split of its keys; transposed it is a block
-//! of keys, and what is said of queries and keys here is the other way round. Work tiles are numbered so that
-//! - heads come in head groups whose keys and values fit the second-level cache together, and
-//! - within a head group the longest come first (of causal attention the last block of queries, or the first one of keys), heads
-//!   taking turns.
+//! The grid is persistent: as many thread blocks start as run at a time, each with one or two consumer groups, and each consumer group computes
+//! one work tile after another. A work tile is a block of queries of a head, or, if there are too few of these, such a block with a split
+//! of its keys. Transposed, it is a block of keys, and queries and keys exchange their roles here. Work tiles are numbered so that
+//! - heads come in groups whose keys and values fit the L2 cache together, and
+//! - within a head group the longest come first (with causal attention the last block of queries, or the first block of keys), from each head in
+//!   turn.
 //!
-//! Of several sequences, work tiles are the blocks of their [schedule](mod@crate::sequences), in its order, heads taking turns. With a block mask,
-//! which are the longest is [found out on the device](fn@crate::blocks::order).
+//! With several sequences, work tiles are the blocks of their [schedule](mod@crate::sequences), in its order, from each head in turn. With a block
+//! mask, the order by length is [computed on the device](fn@crate::blocks::order).
 //!
-//! A consumer group's first work tile is that of its own number. The others it takes from a common counter, so that whoever is done
-//! first takes the next.
-//! (FlashAttention-3, arXiv:2407.08608, section 3; longest first: Graham 1969.)
+//! The first work tile of a consumer group has the group's own number. The others are taken from a global counter, so that the group that
+//! finishes first takes the next. (FlashAttention-3, arXiv:2407.08608, section 3; longest first: Graham 1969.)
 
 use super::ops::take_ticket;
 use super::{Blueprint, HopperTile};
@@ -21,7 +20,7 @@ use crate::extras::Extras;
 use crate::mask::Band;
 use cubecl::prelude::*;
 
-/// A number to divide by, as a multiplication and a shift.
+/// A divisor, as a multiplication and a shift.
 /// (Granlund and Montgomery, "Division by invariant integers using multiplication", 1994, section 4.)
 ///
 /// ```
@@ -68,16 +67,16 @@ impl Divisor {
     }
 }
 
-/// How work tiles are numbered. Divisors come with multipliers that the host has prepared: one warp decodes every work tile of a
-/// consumer group, and its warpgroup waits for it.
+/// Numbering of work tiles. Divisors come with multipliers prepared by the host: one warp decodes every work tile of a consumer group, and its
+/// warpgroup waits for it.
 #[derive(CubeType, CubeLaunch, Clone, Copy, Debug)]
 #[expand(derive(Clone, Copy))]
 pub struct TileScheduler {
-    /// Work tiles in all; fewer than 2^31.
+    /// Number of work tiles, below 2^31.
     pub num_tiles: u32,
     /// Blocks of queries of a head.
     pub blocks: u32,
-    /// How many queries before the first one the first block starts: [`Band::ahead()`].
+    /// Number of queries by which the first block starts before query 0: [`Band::ahead()`].
     pub ahead: u32,
     /// Heads of `q` in all batches.
     pub heads: u32,
@@ -97,17 +96,17 @@ pub struct TileScheduler {
     pub batches: u32,
 }
 
-/// Which block of which head a work tile is.
+/// Block, head and split of a work tile.
 #[derive(CubeType, Clone, Copy, Debug)]
 #[expand(derive(Clone))]
 pub struct TileCoordinate {
     /// Batch.
     pub batch: u32,
-    /// Head: of the rows that are kept.
+    /// Head of the resident rows.
     pub head: u32,
     /// Number among the head's blocks, the longest first; or in the schedule.
     pub nth: u32,
-    /// Number of the split of its keys.
+    /// Number of the split.
     pub split: u32,
 }
 
@@ -117,19 +116,19 @@ pub struct TileCoordinate {
 pub struct WorkTile {
     /// Batch.
     pub batch: u32,
-    /// Batch of the results: splits lie one behind the other there.
+    /// Batch of the results, where splits are stored one after the other.
     pub batch_out: u32,
     /// Query head.
     pub head: u32,
-    /// Key/value head: that of the tiles that stream by.
+    /// Key/value head: that of the streamed tiles.
     pub head_kv: u32,
-    /// First query; of the first block it may be before query 0, a negative number in 32 bits.
+    /// First query. In the first block it may be before query 0, a negative number in 32 bits.
     pub q_start: u32,
-    /// First key of the last tile, with which to begin; with a block mask, where the entry of the last tile lies.
+    /// First key of the last tile, which is processed first; with a block mask, the position of its list entry.
     pub k_last: u32,
     /// Tiles; at least 1.
     pub steps: u32,
-    /// There is nothing to see: the one tile must be hidden.
+    /// Nothing is visible: the single tile must be hidden.
     pub fully_masked: bool,
     /// The band of its sequence.
     pub band: Band,
