@@ -94,7 +94,7 @@ pub struct BlockMask {
 
 impl BlockMask {
     /// That of states on a device: `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, the last two rounded up. Numbers are
-    /// those of [`BlockState::number`], and any other one says full: nobody waits for the device to look. Shape and sizes are checked where
+    /// those of [`BlockState::number`], and any other one means full: states are not validated, which would synchronise the device. Shape and sizes are checked where
     /// the mask is used.
     ///
     /// ```

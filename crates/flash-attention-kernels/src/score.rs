@@ -66,14 +66,14 @@ impl Score {
 }
 
 impl Score {
-    /// Whether every pair has a score of its own making.
+    /// Whether slopes or a score function make the score depend on the pair.
     pub fn differs(&self) -> bool {
         self.extras.slopes.is_some() || self.extras.mods.exist()
     }
 }
 
 impl ScoreExpand {
-    /// Whether every pair has a score of its own making, while a kernel is made.
+    /// The same at compile time of a kernel.
     pub fn differs(&self) -> bool {
         self.extras.slopes.is_some() || self.extras.mods.exist()
     }

@@ -1,5 +1,5 @@
-//! The one place that chooses kernels and tile shapes, from what the device says of itself. Each family of kernels has a file of its
-//! own for its tiles.
+//! The only place that chooses kernels and tile shapes, from the properties that a device reports. Each kernel family has a file for its
+//! tiles.
 
 mod choice;
 mod device;
@@ -32,7 +32,7 @@ use crate::portable::dbias::Sums;
 use crate::problem::{AttentionProblem, BackwardOrder};
 use crate::sequences;
 
-/// The forward that runs: the most preferred kernel that can, or the one that is asked for.
+/// The forward that runs: the most preferred kernel that supports the problem, or the one requested.
 pub(crate) fn choose_forward(
     device: &Device,
     problem: &AttentionProblem,
@@ -62,7 +62,7 @@ pub(crate) fn choose_forward(
     Ok(Forward::Portable(portable::choose(device, problem, Stage::Forward, passed_over)?))
 }
 
-/// The backward that runs: the most preferred kernels that can, or those that are asked for.
+/// The backward that runs: the most preferred kernels that support the problem, or those requested.
 pub(crate) fn choose_backward(
     device: &Device,
     problem: &AttentionProblem,
@@ -115,7 +115,7 @@ pub(crate) fn choose_backward(
     })
 }
 
-/// How a family computes `dq`; `dk`, and `dv` with it; and `dv`, if it takes a launch of its own.
+/// Gradient kernels of a family: `dq`, then `dk` and `dv` together, or `dv` in a separate launch.
 fn of<T>(
     (dq, dkdv, dv): (T, T, Option<T>),
     gradient: impl Fn(T) -> Gradient,

@@ -229,7 +229,7 @@ impl<'a> Attention<'a> {
         self.band_of(b, i).map_or(0.0, |band| -band.offset(i as u32, j as u32).abs() as f32)
     }
 
-    /// By what sums of what is kept are multiplied.
+    /// Scale applied to sums of kept probabilities.
     pub fn factor(&self) -> f32 {
         self.seed.map_or(1.0, |_| dropout::factor(self.problem.options.dropout))
     }

@@ -86,7 +86,7 @@ pub fn apply_dropout(s: &mut Array<f32>, words: &Sequence<u32>, #[comptime] tile
     }
 }
 
-/// Goes from gradients of what is left of probabilities to those of probabilities.
+/// Gradients of probabilities from those of the dropped and scaled ones.
 #[cube]
 pub fn dropout_backward(ds: &mut Array<f32>, words: &Sequence<u32>, factors: &Factors, #[comptime] tile_k: usize) {
     let drawn = comptime!(words.len());

@@ -69,7 +69,7 @@ pub enum Forward {
 pub struct HopperForward {
     /// Tiles.
     pub tile: HopperTile,
-    /// Heads that take turns, so that their keys and values stay in the second-level cache.
+    /// Heads of a head group, whose keys and values stay in the L2 cache together.
     pub head_group: usize,
     /// Splits of the keys that are computed apart, where heads and blocks of queries are too few to keep the device busy.
     pub num_splits: usize,
@@ -80,7 +80,7 @@ pub struct HopperForward {
 pub struct MmaForward {
     /// Tiles.
     pub tile: MmaTile,
-    /// Heads that take turns, so that their keys and values stay in the second-level cache.
+    /// Heads of a head group, whose keys and values stay in the L2 cache together.
     pub head_group: usize,
 }
 
@@ -89,7 +89,7 @@ pub struct MmaForward {
 pub struct MmaGradient {
     /// Tiles: of keys that stream by for `dq`, of queries for `dk` and `dv`.
     pub tile: MmaTile,
-    /// Heads that take turns, so that what streams by stays in the second-level cache.
+    /// Heads of a head group, whose streamed operands stay in the L2 cache together.
     pub head_group: usize,
 }
 
@@ -121,7 +121,7 @@ pub enum Gradient {
 pub struct HopperGradient {
     /// Tiles: of keys that stream by for `dq`, of queries for `dk` and `dv`.
     pub tile: HopperTile,
-    /// Heads that take turns, so that what streams by stays in the second-level cache.
+    /// Heads of a head group, whose streamed operands stay in the L2 cache together.
     pub head_group: usize,
 }
 
@@ -137,7 +137,7 @@ impl Gradient {
         }
     }
 
-    /// The lists that it walks over, where there is a block mask: of blocks of queries, or, transposed, of keys.
+    /// The lists that it visits, if there is a block mask: of blocks of queries, or, transposed, of keys.
     pub(crate) fn list(&self, keys: bool) -> ListShape {
         let (rows, columns) = match self {
             Gradient::Hopper(gradient) => (gradient.tile.tile_q(), gradient.tile.tile_k),
@@ -259,7 +259,7 @@ impl Forward {
         }
     }
 
-    /// The lists that it walks over, where there is a block mask.
+    /// The lists that it visits, if there is a block mask.
     pub(crate) fn list(&self) -> ListShape {
         let columns = if let Forward::Rows(_) = self { RUN } else { self.tile_k() };
         ListShape { keys: false, rows: self.tile_q(), columns }
