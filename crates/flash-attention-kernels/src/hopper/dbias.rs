@@ -21,14 +21,12 @@
 //!
 //! Blocks of which the band shows nothing are no turns: they are filled with zeros when all else is done.
 
-mod scheduler;
-pub use scheduler::*;
-
-mod memory;
-
 mod loads;
-
+mod memory;
+mod scheduler;
 mod stores;
+
+pub use scheduler::{Block, DbiasScheduler, DbiasSchedulerCompilationArg, DbiasSchedulerLaunch};
 
 use super::dropout::{dropout_backward, keep_mask};
 use super::forward::Stride;
@@ -39,11 +37,9 @@ use super::{BiasBlueprint, BiasTile, WARPGROUP_ROWS};
 use crate::blocks::Visit;
 use crate::mask::Band;
 use cubecl::prelude::*;
-use stores::{fill_hidden, store_elements, store_vectors};
-
 use loads::{before, load_bias, load_rows, load_tile, row_state};
-
 use memory::{LAST, Memory, WARP_BIAS, WARP_D, WARP_K, WARP_Q, WARP_V, WorkTileField};
+use stores::{fill_hidden, store_elements, store_vectors};
 
 /// Where rows of the result start, and from an element of a row to the next: in vectors of 8 bytes, or in elements.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]

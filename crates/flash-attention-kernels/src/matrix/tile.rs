@@ -9,7 +9,8 @@
 //! Board and weights belong to warps, `m` rows each, so that a warp waits for nobody else.
 
 mod board;
-pub use board::*;
+pub use board::scale;
+use board::{from_board, scale_board, to_board};
 
 use super::{Blueprint, MatrixTile, WIDTH};
 use crate::portable::tile::Matrix as HeadOf;

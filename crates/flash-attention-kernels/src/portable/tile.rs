@@ -12,7 +12,8 @@
 //! the vectors `x, x + units_k, …` of each.
 
 mod staging;
-pub use staging::*;
+pub use staging::{Ahead, RowOrder};
+use staging::{put, round};
 
 use crate::rounding::{rounded, rounded_one};
 use cubecl::prelude::*;
