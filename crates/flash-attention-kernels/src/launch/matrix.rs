@@ -50,7 +50,7 @@ impl Call<'_> {
                 self.score(Stage::Forward, &route),
                 p.band().into_launch(),
                 grid,
-                tiling::matrix::blueprint(p, Role::Forward, tile),
+                tiling::matrix::blueprint(self.device, p, Role::Forward, tile),
                 [self.dtype(), self.mask_type()],
             );
         }
@@ -107,7 +107,7 @@ impl Call<'_> {
                 self.score(Stage::Backward, &route),
                 p.band().into_launch(),
                 grid,
-                tiling::matrix::blueprint(p, role, tile),
+                tiling::matrix::blueprint(self.device, p, role, tile),
                 [self.dtype(), self.mask_type()],
             );
         }

@@ -119,7 +119,11 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
             l[nth] = l[nth] * factor + weigh_row(&mut s, highest, &score, &at, me, nth, tile);
             write_row(&s, &mut panels.weights, me, nth, tile);
         }
-        if plane_any(grown) {
+        if comptime!(blueprint.apart) {
+            if plane_any(grown) {
+                scale(&mut acc, &mut panels.board, &factors, me, head_dim_v, tile);
+            }
+        } else {
             scale(&mut acc, &mut panels.board, &factors, me, head_dim_v, tile);
         }
         sync_plane();

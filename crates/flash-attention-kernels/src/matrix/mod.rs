@@ -170,6 +170,9 @@ pub struct Blueprint {
     pub mask: bool,
     /// Whether there is an additive bias.
     pub bias: bool,
+    /// Whether warps of a thread block may take branches apart that have a warp's barrier in them. They may, but Mesa's software Vulkan
+    /// waits for the whole thread block there.
+    pub apart: bool,
 }
 
 impl Blueprint {
@@ -179,7 +182,8 @@ impl Blueprint {
     /// # use flash_attention_kernels::{matrix::{Blueprint, MatrixTile, Role}, score::Factor};
     /// let tile = MatrixTile { planes: 8, plane: 32, columns: 32, shape: [16, 16, 16] };
     /// let (role, head_dim, head_dim_v) = (Role::Forward, 128, 128);
-    /// let blueprint = Blueprint { role, tile, head_dim, head_dim_v, factor: Factor::One, mask: false, bias: false };
+    /// let (mask, bias, apart) = (false, false, true);
+    /// let blueprint = Blueprint { role, tile, head_dim, head_dim_v, factor: Factor::One, mask, bias, apart };
     /// assert!(blueprint.shared_memory() <= 48 << 10);
     /// ```
     pub fn shared_memory(&self) -> usize {

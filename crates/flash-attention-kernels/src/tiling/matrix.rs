@@ -66,7 +66,7 @@ pub fn backwards(device: &Device, problem: &AttentionProblem) -> Vec<(Gradient, 
 }
 
 /// What a kernel is specialised for.
-pub fn blueprint(problem: &AttentionProblem, role: Role, tile: MatrixTile) -> Blueprint {
+pub fn blueprint(device: &Device, problem: &AttentionProblem, role: Role, tile: MatrixTile) -> Blueprint {
     Blueprint {
         role,
         tile,
@@ -75,6 +75,7 @@ pub fn blueprint(problem: &AttentionProblem, role: Role, tile: MatrixTile) -> Bl
         factor: Factor::of_product(problem),
         mask: problem.hides_pairs(),
         bias: problem.bias.is_some(),
+        apart: device.card,
     }
 }
 
@@ -109,7 +110,7 @@ pub fn check(device: &Device, problem: &AttentionProblem, role: Role, tile: Matr
     if !tile.is_consistent() {
         return Err(format!("planes of {} units cannot divide products of {:?} among them", tile.plane, tile.shape));
     }
-    let (bytes, units) = (blueprint(problem, role, tile).shared_memory(), tile.units());
+    let (bytes, units) = (blueprint(device, problem, role, tile).shared_memory(), tile.units());
     if bytes > device.shared_memory || units > device.units {
         return Err(format!(
             "it takes {bytes} bytes of shared memory and {units} units, the device has {} and {}",
