@@ -49,47 +49,60 @@ pub struct Visit {
     pub masked: bool,
 }
 
+/// Sizes of tiles that are visited.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct TileSize {
+    /// Rows of a block.
+    pub rows: u32,
+    /// Columns of a tile.
+    pub columns: u32,
+    /// Whether rows are keys, not queries.
+    pub keys: bool,
+}
+
 /// The tiles of columns that a block of rows visits, in their order.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Visits {
     /// How many there are.
     pub count: u32,
-    /// Where the list lies; without a list, nothing.
+    /// The lists, if there is a block mask.
+    lists: ComptimeOption<&'static Tensor<u32>>,
+    /// Where the block's lies; without lists, nothing.
     at: usize,
-    /// Without a list, the first column of all.
+    /// Without lists, the first column of all.
     first: u32,
     /// The first row.
     row: u32,
+    /// Which positions see each other: that of queries, whatever rows are.
+    band: Band,
+    #[cube(comptime)]
+    size: TileSize,
 }
 
-/// Those of a block of `rows` from `row` on, of this batch and query head. Rows are queries or `keys`; `band` is that of queries.
+/// Those of the block of rows that begins at `row`, of this batch and query head. `band` is that of queries.
 #[cube]
-pub fn visits(
-    extras: &Extras,
-    band: &Band,
-    batch: usize,
-    head: usize,
-    row: u32,
-    #[comptime] rows: u32,
-    #[comptime] columns: u32,
-    #[comptime] keys: bool,
-) -> Visits {
+pub fn visits(extras: &Extras, band: &Band, batch: usize, head: usize, row: u32, #[comptime] size: TileSize) -> Visits {
+    let (lists, band) = (extras.lists, *band);
     if comptime!(extras.is_sparse()) {
-        let lists = extras.lists.unwrap();
-        let at = batch * lists.stride(0) + head * lists.stride(1) + (row / rows) as usize * lists.stride(2);
-        Visits { count: lists[at], at, first: 0u32.runtime(), row }
+        let of = extras.lists.unwrap();
+        let at = batch * of.stride(0) + head * of.stride(1) + (row / size.rows) as usize * of.stride(2);
+        Visits { count: of[at], lists, at, first: 0u32.runtime(), row, band, size }
     } else {
-        let seen = seen(band, row, rows, columns, keys);
-        let first = seen.origin + seen.start * columns;
-        Visits { count: seen.end - seen.start, at: 0usize.runtime(), first, row }
+        let seen = seen(&band, row, size);
+        let first = seen.origin + seen.start * size.columns;
+        Visits { count: seen.end - seen.start, lists, at: 0usize.runtime(), first, row, band, size }
     }
 }
 
 /// The tiles that the band lets a block of rows see.
 #[cube]
-fn seen(band: &Band, row: u32, #[comptime] rows: u32, #[comptime] columns: u32, #[comptime] keys: bool) -> Blocks {
-    if comptime!(keys) { band.q_blocks(row, columns, rows) } else { band.k_blocks(row, rows, columns) }
+fn seen(band: &Band, row: u32, #[comptime] size: TileSize) -> Blocks {
+    if comptime!(size.keys) {
+        band.q_blocks(row, size.columns, size.rows)
+    } else {
+        band.k_blocks(row, size.rows, size.columns)
+    }
 }
 
 /// What an entry of a list says.
@@ -119,8 +132,8 @@ impl Visits {
     }
 
     /// Which of a list's visits is that of this tile; the number of all, if none is.
-    pub fn find(&self, tile: u32, extras: &Extras) -> u32 {
-        let lists = extras.lists.unwrap();
+    pub fn find(&self, tile: u32) -> u32 {
+        let lists = self.lists.unwrap();
         let mut first = 0u32.runtime();
         let mut after = self.count;
         while first < after {
@@ -139,25 +152,15 @@ impl Visits {
     }
 
     /// The `nth` of them; past the last one, any.
-    pub fn tile(
-        &self,
-        nth: u32,
-        extras: &Extras,
-        band: &Band,
-        #[comptime] rows: u32,
-        #[comptime] columns: u32,
-        #[comptime] keys: bool,
-    ) -> Visit {
-        if comptime!(extras.is_sparse()) {
+    pub fn tile(&self, nth: u32) -> Visit {
+        if comptime!(self.lists.is_some()) {
             let nth = min(nth, max(self.count, 1u32) - 1);
-            visit_of(entry_at(extras, self.at as u32 + comptime!(HEADER as u32) + nth), columns)
+            let entry = self.lists.unwrap()[(self.at as u32 + comptime!(HEADER as u32) + nth) as usize];
+            visit_of(entry, self.size.columns)
         } else {
-            let start = self.first + nth * columns;
-            Visit {
-                start,
-                fully_visible: is_fully_visible(band, self.row, start, rows, columns, keys),
-                masked: true.runtime(),
-            }
+            let start = self.first + nth * self.size.columns;
+            let fully_visible = is_fully_visible(&self.band, self.row, start, self.size);
+            Visit { start, fully_visible, masked: true.runtime() }
         }
     }
 }
@@ -181,22 +184,24 @@ pub struct Run {
 /// that of rows and columns.
 #[cube]
 pub fn runs(extras: &Extras, band: &Band, batch: usize, head: usize, row: u32, #[comptime] rows: u32) -> Visits {
+    let size = comptime!(TileSize { rows, columns: RUN as u32, keys: false });
     if comptime!(extras.is_sparse()) {
-        visits(extras, band, batch, head, row, rows, RUN as u32, false)
+        visits(extras, band, batch, head, row, size)
     } else {
-        Visits { count: 1u32.runtime(), at: 0usize.runtime(), first: 0u32.runtime(), row }
+        let (lists, band) = (extras.lists, *band);
+        Visits { count: 1u32.runtime(), lists, at: 0usize.runtime(), first: 0u32.runtime(), row, band, size }
     }
 }
 
 #[cube]
 impl Visits {
     /// The `nth` run.
-    pub fn run(&self, nth: u32, extras: &Extras, band: &Band, #[comptime] rows: u32) -> Run {
-        if comptime!(extras.is_sparse()) {
-            let visit = self.tile(nth, extras, band, rows, RUN as u32, false);
-            Run { from: visit.start, to: min(visit.start + RUN as u32, band.after_keys()), masked: visit.masked }
+    pub fn run(&self, nth: u32) -> Run {
+        if comptime!(self.lists.is_some()) {
+            let visit = self.tile(nth);
+            Run { from: visit.start, to: min(visit.start + RUN as u32, self.band.after_keys()), masked: visit.masked }
         } else {
-            let seen = band.k_blocks(self.row, rows, 1u32);
+            let seen = self.band.k_blocks(self.row, self.size.rows, 1u32);
             Run { from: seen.origin + seen.start, to: seen.origin + seen.end, masked: true.runtime() }
         }
     }
@@ -204,18 +209,11 @@ impl Visits {
 
 /// Whether the band hides nothing of a tile.
 #[cube]
-fn is_fully_visible(
-    band: &Band,
-    row: u32,
-    column: u32,
-    #[comptime] rows: u32,
-    #[comptime] columns: u32,
-    #[comptime] keys: bool,
-) -> bool {
-    if comptime!(keys) {
-        band.fully_visible(column, row, columns, rows)
+fn is_fully_visible(band: &Band, row: u32, column: u32, #[comptime] size: TileSize) -> bool {
+    if comptime!(size.keys) {
+        band.fully_visible(column, row, size.columns, size.rows)
     } else {
-        band.fully_visible(row, column, rows, columns)
+        band.fully_visible(row, column, size.rows, size.columns)
     }
 }
 
@@ -230,21 +228,39 @@ fn band_of(bounds: &Bounds, band: &Band, batch: u32, #[comptime] varlen: bool) -
     }
 }
 
-/// Writes the lists of tiles of `columns` for blocks of `rows`, which are queries or `keys`, of `states [B | 1, H | 1, nq, nk]`: `out [B | 1,
-/// H | 1, blocks, HEADER + tiles]`, of each block how many tiles it visits, and which. A thread block for each block. `bounds`: where there are
-/// several sequences, `varlen`, those of its batch.
+/// The states of a block mask.
+#[derive(CubeType, CubeLaunch)]
+pub struct BlockStates {
+    /// `[B | 1, H | 1, nq, nk]`.
+    pub tensor: &'static Tensor<u32>,
+    /// Queries of a block.
+    pub block_q: u32,
+    /// Keys of a block.
+    pub block_k: u32,
+}
+
+#[cube]
+impl BlockStates {
+    /// The state of the block that a pair belongs to. Rows are queries or `keys`.
+    pub fn at(&self, batch: usize, head: usize, row: u32, column: u32, #[comptime] keys: bool) -> u32 {
+        let (i, j) = if comptime!(keys) { (column, row) } else { (row, column) };
+        let (of_q, of_k) = ((i / self.block_q) as usize, (j / self.block_k) as usize);
+        self.tensor[batch * self.tensor.stride(0)
+            + head * self.tensor.stride(1)
+            + of_q * self.tensor.stride(2)
+            + of_k * self.tensor.stride(3)]
+    }
+}
+
+/// Writes the lists of tiles of this size: `out [B | 1, H | 1, blocks, HEADER + tiles]`, of each block of rows how many tiles it visits, and
+/// which. A thread block for each block. `bounds`: where there are several sequences, `varlen`, those of its batch.
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::too_many_arguments)]
 pub fn list(
-    states: &Tensor<u32>,
+    states: BlockStates,
     out: &mut Tensor<u32>,
     bounds: Bounds,
     band: Band,
-    block_q: u32,
-    block_k: u32,
-    #[comptime] rows: u32,
-    #[comptime] columns: u32,
-    #[comptime] keys: bool,
+    #[comptime] size: TileSize,
     #[comptime] varlen: bool,
 ) {
     let mut board = Shared::<[u32]>::new_slice(UNITS);
@@ -255,12 +271,11 @@ pub fn list(
         terminate!();
     }
     let band = band_of(&bounds, &band, batch as u32, varlen);
-    let row = block as u32 * rows;
+    let row = block as u32 * size.rows;
     let at = batch * out.stride(0) + head * out.stride(1) + block * out.stride(2);
-    let of_states = batch * states.stride(0) + head * states.stride(1);
-    let seen = seen(&band, row, rows, columns, keys);
+    let seen = seen(&band, row, size);
     // Rows past the end of a sequence see nothing.
-    let is_row = if comptime!(keys) { band.is_key(row) } else { band.is_query(row) };
+    let is_row = if comptime!(size.keys) { band.is_key(row) } else { band.is_query(row) };
     let end = select(is_row, seen.end, seen.start);
 
     // -- a run of tiles for each thread: how many of them are visited, and how many before
@@ -269,7 +284,7 @@ pub fn list(
     let last = min(first + of_unit, end);
     let mut count = 0u32.runtime();
     for tile in first..last {
-        count += u32::cast_from(state_of(states, of_states, tile * columns, row, block_q, block_k, keys) != EMPTY);
+        count += u32::cast_from(states.at(batch, head, row, tile * size.columns, size.keys) != EMPTY);
     }
     board[UNIT_POS as usize] = count;
     sync_cube();
@@ -282,10 +297,10 @@ pub fn list(
 
     // -- their entries
     for tile in first..last {
-        let column = tile * columns;
-        let state = state_of(states, of_states, column, row, block_q, block_k, keys);
+        let column = tile * size.columns;
+        let state = states.at(batch, head, row, column, size.keys);
         if state != EMPTY {
-            let fully_visible = is_fully_visible(&band, row, column, rows, columns, keys);
+            let fully_visible = is_fully_visible(&band, row, column, size);
             let flags = select(fully_visible, 0u32, EDGE) | select(state == PARTIAL, MASKED, 0u32);
             out[at + HEADER + before as usize] = tile << FLAGS | flags;
             before += 1;
@@ -342,25 +357,8 @@ pub fn order(lists: &mut Tensor<u32>) {
     }
 }
 
-/// The state of the block that a tile belongs to.
-#[cube]
-fn state_of(
-    states: &Tensor<u32>,
-    of_states: usize,
-    column: u32,
-    row: u32,
-    block_q: u32,
-    block_k: u32,
-    #[comptime] keys: bool,
-) -> u32 {
-    let (i, j) = if comptime!(keys) { (column, row) } else { (row, column) };
-    let (of_q, of_k) = ((i / block_q) as usize, (j / block_k) as usize);
-    states[of_states + of_q * states.stride(2) + of_k * states.stride(3)]
-}
-
 /// The states of what mask and function let be seen, `out [B | 1, H | 1, nq, nk]`, whatever the band hides besides. A thread block for each.
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::too_many_arguments)]
 pub fn classify<M: Numeric>(
     mask: ComptimeOption<&Tensor<M>>,
     out: &mut Tensor<u32>,

@@ -30,12 +30,14 @@
 //! sequences several of them in one call                mma       those for NVIDIA GPUs from Ampere on
 //! blocks    block masks: which tiles are visited       tuning    times a few of them, with the feature autotune
 //! extras    the tensors of all that, as one argument
+//! fragment  what families of kernels share
 //! ```
 
 pub mod blocks;
 pub mod dropout;
 pub mod error;
 pub mod extras;
+pub mod fragment;
 pub mod hopper;
 pub mod launch;
 pub mod mask;

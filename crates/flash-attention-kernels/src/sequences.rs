@@ -138,7 +138,6 @@ fn between(from: u32, to: u32, seq: u32, batches: u32) -> Span {
 /// Writes the schedule of blocks of `tile` rows, `[HEADER + capacity · WORDS]`: a thread block for each sequence. Rows are queries or `keys`;
 /// the blocks of a sequence come in their order, or the `last_first`. `turned`: rows are what the band calls keys.
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::too_many_arguments)]
 pub fn schedule(
     bounds: Bounds,
     list: &mut Tensor<u32>,

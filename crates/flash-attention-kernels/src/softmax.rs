@@ -33,6 +33,14 @@ pub fn weight(score: f32, m: f32) -> f32 {
     select(score <= HIDDEN, 0.0f32, f32::exp(score - m))
 }
 
+/// Gradient of a score as the softmax sees it, `p (dp − delta)`; exactly 0 for a hidden score, whatever its key's value holds.
+///
+/// (FlashAttention, arXiv:2205.14135, appendix B.2.)
+#[cube]
+pub fn softmax_backward(p: f32, dp: f32, delta: f32) -> f32 {
+    select(p == 0.0f32, 0.0f32, p * (dp - delta))
+}
+
 /// The bits of the log-sum-exp of a row with maximum `m` and sum `l`; −∞ where it saw nothing.
 #[cube]
 pub fn lse_bits(m: f32, l: f32) -> u32 {

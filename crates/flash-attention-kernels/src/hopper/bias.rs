@@ -62,7 +62,7 @@ impl BiasTile {
 pub struct BiasBlueprint {
     /// Tiles.
     pub tile: BiasTile,
-    /// As the scores are computed: those of [`Role::Dq`](super::Role::Dq), with this [tile](BiasTile::tile()).
+    /// As the scores are computed: those of [`Role::Dq`](crate::fragment::role::Role::Dq), with this [tile](BiasTile::tile()).
     pub scores: Blueprint,
     /// Whether rows of the result consist of vectors of 8 bytes.
     pub vectors: bool,
@@ -174,7 +174,7 @@ impl BiasBlueprint {
     /// Bytes of shared memory.
     ///
     /// ```
-    /// # use flash_attention_kernels::{Dtype, hopper::{BiasBlueprint, BiasTile, Blueprint, Role, Rows}};
+    /// # use flash_attention_kernels::{Dtype, fragment::role::Role, hopper::{BiasBlueprint, BiasTile, Blueprint, Rows}};
     /// let tile = BiasTile { tile_k: 64, tiles: 4, stages: 3, row_stages: 1 };
     /// let scores = Blueprint {
     ///     role: Role::Dq, tile: tile.tile(), dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,

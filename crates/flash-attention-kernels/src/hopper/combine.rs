@@ -6,7 +6,7 @@
 //!
 //! with the sink, if there is one, as one more split, of which `o = 0`. (Flash-Decoding, Dao et al. 2023.)
 
-use super::forward::row_start;
+use super::operands::row_start;
 use super::ops::{ex2, lg2, reciprocal};
 use crate::extras::Extras;
 use crate::softmax::{HIDDEN, lse_bits_log2, lse_of_split};
@@ -18,20 +18,17 @@ pub const ROWS: u32 = 4;
 /// `split_o [P · B, H, S, D]` in f32, in vectors of four, and the bits of their `lse [P · B, H, S]` to `o [B, H, S, D]` and the
 /// bits of its `lse [B, H, S]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::too_many_arguments)]
 pub fn combine<E: Float>(
     split_o: &Tensor<Vector<f32, Const<4>>>,
     split_lse: &Tensor<u32>,
     o: &mut Tensor<E>,
     lse: &mut Tensor<u32>,
     extras: Extras,
-    batches: u32,
-    heads: u32,
-    rows: u32,
-    columns: u32,
-    count: u32,
     #[define(E)] _type: ElemType,
 ) {
+    let (batches, heads) = (o.shape(0) as u32, o.shape(1) as u32);
+    let (rows, columns) = (o.shape(2) as u32, o.shape(3) as u32);
+    let count = split_o.shape(0) / o.shape(0);
     let log2_e = comptime!(std::f32::consts::LOG2_E);
     let number = CUBE_POS as u32 * ROWS + UNIT_POS / 32;
     if number >= batches * heads * rows {
@@ -45,11 +42,11 @@ pub fn combine<E: Float>(
 
     let sink = extras.sink(head as usize, HIDDEN.runtime());
     let mut m = sink;
-    for split in 0..count as usize {
+    for split in 0..count {
         m = max(m, lse_of_split(split_lse[lse_at + split * lse_split]));
     }
     let mut l = select(sink == HIDDEN, 0.0f32, ex2((sink - m) * log2_e));
-    for split in 0..count as usize {
+    for split in 0..count {
         l += ex2((lse_of_split(split_lse[lse_at + split * lse_split]) - m) * log2_e);
     }
     let nothing = m == HIDDEN;
@@ -61,7 +58,7 @@ pub fn combine<E: Float>(
     let mut column = lane * 4;
     while column < columns {
         let mut sum = Vector::<f32, Const<4>>::new(0.0f32);
-        for split in 0..count as usize {
+        for split in 0..count {
             let weight = ex2((lse_of_split(split_lse[lse_at + split * lse_split]) - m) * log2_e) * factor;
             let of_split = split_o[(o_at + split * o_split + column as usize) / 4];
             sum += of_split * Vector::<f32, Const<4>>::new(weight);

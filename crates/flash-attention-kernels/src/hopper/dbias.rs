@@ -29,53 +29,43 @@ mod stores;
 pub use scheduler::{Block, DbiasScheduler, DbiasSchedulerCompilationArg, DbiasSchedulerLaunch};
 
 use super::dropout::{dropout_backward, keep_mask};
-use super::forward::Stride;
+use super::operands::{Streams, Stride};
 use super::ops::*;
 use super::pipeline::PipelineState;
-use super::scores::{Factors, apply_mask, apply_score_mod_of_head, probability_log2, products};
+use super::scores::{ScoreTile, Scores, apply_mask, apply_score_mod, probability_log2, products};
 use super::{BiasBlueprint, BiasTile, WARPGROUP_ROWS};
 use crate::blocks::Visit;
-use crate::mask::Band;
 use cubecl::prelude::*;
 use loads::{before, load_bias, load_rows, load_tile, row_state};
 use memory::{LAST, Memory, WARP_BIAS, WARP_D, WARP_K, WARP_Q, WARP_V, WorkTileField};
 use stores::{fill_hidden, store_elements, store_vectors};
 
-/// Where rows of the result start, and from an element of a row to the next: in vectors of 8 bytes, or in elements.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-#[expand(derive(Clone))]
-pub struct BiasStrides {
-    /// Of rows.
+/// The gradient of the bias, `[1 | B, 1 | H, Sq, Sk]`.
+#[derive(CubeType, CubeLaunch)]
+pub struct BiasOut<E: Float> {
+    /// Its vectors of 8 bytes, where its rows are some.
+    pub vectors: &'static mut [Vector<u32, Const<2>>],
+    /// Its elements, where they are not.
+    pub elements: &'static mut [E],
+    /// Where rows start, in what is written.
     pub rows: Stride,
-    /// Of elements.
+    /// From an element of a row to the next.
     pub column: usize,
 }
 
-/// Rows `q [B, H, Sq, D]`, `d [B, H, Sq, Dv]` (dO) and tiles `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to the gradient of the bias,
-/// `out [1 | B, 1 | H, Sq, Sk]`: in vectors of 8 bytes, or, if its rows are none, element by element in `elements`, which is the
-/// same tensor. `stats`: lse and delta of all queries, from [`delta`](mod@crate::hopper::delta). Boxes of the maps: 64 columns of
-/// 64 rows, or of a tile. `b`: a tiled bias; any map, if there is none.
+/// The gradient of the bias.
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::too_many_arguments)]
 pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
-    q: &TensorMap<E, Tiled>,
-    d: &TensorMap<E, Tiled>,
-    k: &TensorMap<E, Tiled>,
-    v: &TensorMap<E, Tiled>,
-    b: &TensorMap<E, Tiled>,
-    mask: ComptimeOption<&Tensor<Vector<M, NM>>>,
-    bias: ComptimeOption<&Tensor<Vector<E, NB>>>,
-    out: &mut [Vector<u32, Const<2>>],
-    elements: &mut [E],
-    stats: &[u32],
+    streams: Streams<E>,
+    inputs: Scores<E, M, NB, NM>,
+    out: &mut BiasOut<E>,
     counter: &[u32],
-    strides: BiasStrides,
-    factors: Factors,
-    band: Band,
     scheduler: DbiasScheduler,
     #[comptime] blueprint: BiasBlueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
+    let (band, extras, exponent) = (inputs.band, inputs.factors.extras, inputs.factors.exponent);
+    let (k, v) = (streams.cols_qk, streams.cols_dov);
     let (tile, scores) = comptime!((blueprint.tile, blueprint.scores));
     let (tile_k, tiles, stages) = comptime!((tile.tile_k, tile.tiles, tile.stages));
     let (row_stages, ahead) = comptime!((tile.row_stages, tile.ahead()));
@@ -123,17 +113,17 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
     if of_warpgroup == WARP_BIAS {
         #[unroll]
         for group in 0..comptime!(blueprint.groups_b()) {
-            load_bias(b, &memory, 0u32.runtime(), 0u32.runtime(), warpgroup, group, blueprint);
+            load_bias(&streams, &memory, 0u32.runtime(), 0u32.runtime(), warpgroup, group, blueprint);
         }
     }
     #[unroll]
     for turn in 0..comptime!(row_stages as u32) {
         let turn = turn.runtime();
         if of_warpgroup == WARP_Q {
-            load_rows(q, stats, &memory, &band, &scheduler, turn, warpgroup, false, blueprint);
+            load_rows(&streams, &memory, &band, &scheduler, turn, warpgroup, false, blueprint);
         }
         if of_warpgroup == WARP_D {
-            load_rows(d, stats, &memory, &band, &scheduler, turn, warpgroup, true, blueprint);
+            load_rows(&streams, &memory, &band, &scheduler, turn, warpgroup, true, blueprint);
         }
     }
 
@@ -227,8 +217,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                 }
                 if of_warpgroup == WARP_Q {
                     load_rows(
-                        q,
-                        stats,
+                        &streams,
                         &memory,
                         &band,
                         &scheduler,
@@ -253,23 +242,22 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             let first_key = memory.word(turn, WorkTileField::KStart) + comptime!((of_turn * tile_k) as u32);
             let (batch, head) = (memory.word(turn, WorkTileField::Batch), memory.word(turn, WorkTileField::Head));
             let visit = Visit { start: first_key, fully_visible: true.runtime(), masked: true.runtime() };
-            let _ = apply_score_mod_of_head(
-                &mut s, &factors, &band, &mask, &bias, batch, head, first_row, &visit, tile_b, sixteenth, scores,
-            );
+            let of_tile = ScoreTile::new(batch, head, band, first_row, &visit, tile_b, sixteenth);
+            let _ = apply_score_mod(&mut s, &inputs, &of_tile, scores);
             if comptime!(bounded) {
                 // Past the ends of the sequences nothing is written.
                 if !band.fully_visible(first_row, first_key, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32))
                 {
-                    apply_mask(&mut s, &band, false, first_row, first_key, tile_k);
+                    apply_mask(&mut s, &of_tile, false.runtime(), tile_k);
                 }
             }
             #[unroll]
             for n in 0..s_len {
                 let lse = if comptime!(n % 4 < 2) { lse0 } else { lse1 };
-                s[n] = probability_log2(s[n], factors.exponent, lse, scores.dtype);
+                s[n] = probability_log2(s[n], exponent, lse, scores.dtype);
             }
             pin(&mut s, s_len);
-            let words = keep_mask(&factors, batch, head, &band, first_row, first_key, scores);
+            let words = keep_mask(&extras.dropout, &of_tile, scores);
             let leaves_group = comptime!(scores.tiled_bias() && (of_turn + 1) * tile_k % blueprint.group_b() == 0);
             if comptime!(leaves_group) && memory.word(turn, WorkTileField::Flags) & LAST != 0 {
                 // All threads of the warp have read it.
@@ -278,7 +266,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                     mbarrier_arrive(base + comptime!(at.empty_b as u32) + group_at * 8);
                 }
                 if of_warpgroup == WARP_BIAS {
-                    load_bias(b, &memory, turn + 1, done + 1, warpgroup, group, blueprint);
+                    load_bias(&streams, &memory, turn + 1, done + 1, warpgroup, group, blueprint);
                 }
             }
 
@@ -306,8 +294,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                 }
                 if of_warpgroup == WARP_D {
                     load_rows(
-                        d,
-                        stats,
+                        &streams,
                         &memory,
                         &band,
                         &scheduler,
@@ -318,7 +305,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                     );
                 }
             }
-            dropout_backward(&mut ds, &words, &factors, tile_k);
+            dropout_backward(&mut ds, &words, &extras.dropout, tile_k);
             let sum = sums.index_mut(of_turn);
             #[unroll]
             for n in 0..s_len {
@@ -347,12 +334,12 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             #[unroll]
             for r in 0..2usize {
                 let row = row + comptime!(8 * r as u32);
-                let at = strides.rows.at(bias_batch as usize, bias_head as usize, row);
+                let at = out.rows.at(bias_batch as usize, bias_head as usize, row);
                 let live = band.is_query(row);
                 if comptime!(blueprint.vectors) {
                     store_vectors(&sums, r, out, at, &band, live, k_start, blueprint);
                 } else {
-                    store_elements(&sums, r, elements, at, strides.column, &band, live, k_start, blueprint);
+                    store_elements(&sums, r, out, at, &band, live, k_start, blueprint);
                 }
             }
             #[unroll]
@@ -366,7 +353,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
 
     // -- what the band hides
     if comptime!(bounded) {
-        fill_hidden(out, elements, &strides, &band, &scheduler, warp, blueprint);
+        fill_hidden(out, &band, &scheduler, warp, blueprint);
     }
 }
 

@@ -4,7 +4,7 @@
 //! are filled up to whole tiles, with rows whose probabilities are 0.
 
 use super::Blueprint;
-use super::forward::row_start;
+use super::operands::row_start;
 use super::schedule::TileScheduler;
 use crate::mask::Band;
 use crate::softmax::{lse_log2, lse_of_bits};
@@ -16,10 +16,23 @@ const UNITS_PER_ROW: u32 = 8;
 pub const UNITS: u32 = 128;
 /// Rows of a thread block.
 pub const ROWS: u32 = UNITS / UNITS_PER_ROW;
+
+/// What the kernel is specialised for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct DeltaBlueprint {
+    /// Dimension of a value.
+    pub head_dim_v: usize,
+    /// Rows of a head are filled up to a multiple of this.
+    pub stats_multiple: usize,
+    /// Whether tiles begin anywhere.
+    pub varlen: bool,
+    /// Columns of `dq_accum` that are made 0.
+    pub zeros: usize,
+}
+
 /// `o, dout [B, H, Sq, Dv]` in vectors of 16 bytes, `lse` (bits), `dlse [B, H, Sq]` to `stats [2, B · H, Sq filled up]`: lse, then
 /// delta, as bits. Makes `dq_accum [B · H, Sq filled up, zeros]`, in vectors of 16 bytes, 0 on the way: `zeros` columns of it.
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::too_many_arguments)]
 pub fn delta<E: Float, N: Size>(
     o: &Tensor<Vector<E, N>>,
     dout: &Tensor<Vector<E, N>>,
@@ -27,17 +40,13 @@ pub fn delta<E: Float, N: Size>(
     dlse: ComptimeOption<&Tensor<f32>>,
     stats: &mut [u32],
     dq_accum: &mut [Vector<f32, Const<4>>],
-    batches: u32,
-    heads: u32,
-    seq_q: u32,
-    #[comptime] head_dim_v: usize,
-    #[comptime] stats_multiple: usize,
-    #[comptime] varlen: bool,
-    #[comptime] zeros: usize,
+    #[comptime] blueprint: DeltaBlueprint,
     #[define(E)] _type: ElemType,
 ) {
+    let (head_dim_v, zeros) = comptime!((blueprint.head_dim_v, blueprint.zeros));
+    let (batches, heads, seq_q) = (o.shape(0) as u32, o.shape(1) as u32, o.shape(2) as u32);
     let width = o.vector_size();
-    let rows = stats_rows(seq_q, stats_multiple, varlen);
+    let rows = stats_rows(seq_q, blueprint.stats_multiple, blueprint.varlen);
     let (of_row, nth) = (UNIT_POS % UNITS_PER_ROW, UNIT_POS / UNITS_PER_ROW);
     // Blocks of a head's rows follow one another, so do heads and batches: a thread block's rows are of one head.
     let blocks = rows / ROWS;

@@ -1,9 +1,8 @@
 //! Dropout on registers, which hold a tile as [`rows`](super::rows) says. What is drawn, and for which pairs: [`crate::dropout`].
 
 use super::Blueprint;
-use super::memory::Memory;
-use super::scores::{Factors, head_of};
-use crate::mask::Band;
+use super::scores::ScoreTile;
+use crate::dropout::Dropout;
 use cubecl::prelude::*;
 
 /// Which registers of a thread's tile dropout keeps: bit `n % 32` of word `n / 32` is that of the `n`-th. No words, if there is no
@@ -12,18 +11,11 @@ use cubecl::prelude::*;
 /// A [cell](crate::dropout) is what a thread holds of 16 rows and columns. Transposed, a thread holds parts of two cells, which two other
 /// threads have drawn.
 #[cube]
-pub fn keep_mask(
-    factors: &Factors,
-    batch: u32,
-    head: u32,
-    band: &Band,
-    first_row: u32,
-    k_start: u32,
-    #[comptime] blueprint: Blueprint,
-) -> Sequence<u32> {
-    let blocks = comptime!(if factors.extras.dropout.seed.is_some() { blueprint.tile.tile_k / 16 } else { 0 });
-    let (first_row, k_start) = (first_row - band.first_query(), k_start - band.first_key());
-    let sequence = band.number(batch);
+pub fn keep_mask(dropout: &Dropout, tile: &ScoreTile, #[comptime] blueprint: Blueprint) -> Sequence<u32> {
+    let blocks = comptime!(if dropout.seed.is_some() { blueprint.tile.tile_k / 16 } else { 0 });
+    let (band, head) = (&tile.band, tile.head);
+    let (first_row, k_start) = (tile.first_row - band.first_query(), tile.k_start - band.first_key());
+    let sequence = band.number(tile.batch);
     let row_block = first_row / 16 + UNIT_POS / 32 % 4;
     let lane = UNIT_POS % 32;
     let mut words = Sequence::<u32>::new();
@@ -34,9 +26,9 @@ pub fn keep_mask(
         for block in 0..comptime!((blocks - 4 * word).min(4)) {
             let column_block = k_start / 16 + comptime!((4 * word + block) as u32);
             let cell = if comptime!(blueprint.transposed()) {
-                factors.extras.dropout.cell(sequence, head, column_block, row_block, lane)
+                dropout.cell(sequence, head, column_block, row_block, lane)
             } else {
-                factors.extras.dropout.cell(sequence, head, row_block, column_block, lane)
+                dropout.cell(sequence, head, row_block, column_block, lane)
             };
             bits |= cell << comptime!(8 * block as u32);
         }
@@ -88,27 +80,12 @@ pub fn apply_dropout(s: &mut Array<f32>, words: &Sequence<u32>, #[comptime] tile
 
 /// Gradients of probabilities from those of the dropped and scaled ones.
 #[cube]
-pub fn dropout_backward(ds: &mut Array<f32>, words: &Sequence<u32>, factors: &Factors, #[comptime] tile_k: usize) {
+pub fn dropout_backward(ds: &mut Array<f32>, words: &Sequence<u32>, dropout: &Dropout, #[comptime] tile_k: usize) {
     let drawn = comptime!(words.len());
     if comptime!(drawn > 0) {
         #[unroll]
         for n in 0..comptime!(tile_k / 2) {
-            ds[n] = factors.extras.dropout.backward(ds[n], is_kept(words, n));
+            ds[n] = dropout.backward(ds[n], is_kept(words, n));
         }
     }
-}
-
-/// [`keep_mask()`] for a work tile.
-#[cube]
-pub fn keep_mask_of_work_tile(
-    factors: &Factors,
-    memory: &Memory,
-    nth: u32,
-    band: &Band,
-    first_row: u32,
-    k_start: u32,
-    #[comptime] blueprint: Blueprint,
-) -> Sequence<u32> {
-    let (batch, head) = head_of(memory, nth, factors, blueprint);
-    keep_mask(factors, batch, head, band, first_row, k_start, blueprint)
 }

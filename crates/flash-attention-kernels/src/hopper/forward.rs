@@ -16,89 +16,31 @@
 //! behind one, makes it guard every shuffle that follows. Products and waits for them are the whole warpgroup's: they may not
 //! stand behind what a warp decides.
 
-use super::dropout::{apply_dropout, keep_mask_of_work_tile};
+use super::dropout::{apply_dropout, keep_mask};
 use super::memory::{FULLY_MASKED, Memory, WorkTileField};
+use super::operands::{Outputs, Schedule, Sources, Streams};
 use super::ops::*;
 use super::pipeline::PipelineState;
-use super::producer::{Producer, ResidentOperand, Spread, load_next};
-use super::recompute::{is_finite, recompute_row};
+use super::producer::{Producer, ResidentOperand, load_next};
+use super::recompute::{LostRow, is_finite, recompute_row};
 use super::rows::*;
-use super::schedule::TileScheduler;
-use super::scores::{Factors, apply_mask, apply_score_mod, products};
+use super::scores::{ScoreTile, Scores, apply_mask, apply_score_mod, products};
 use super::{Blueprint, HopperTile, WARPGROUP_ROWS, WARPGROUP_UNITS};
-use crate::mask::Band;
 use crate::softmax::lse_bits_log2;
 use cubecl::prelude::*;
 
-/// Where the rows of `[B, H, S, …]` start.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-#[expand(derive(Clone))]
-pub struct Stride {
-    /// From a batch to the next.
-    pub batch: usize,
-    /// From a head to the next.
-    pub head: usize,
-    /// From a row to the next.
-    pub row: usize,
-}
-
-#[cube]
-impl Stride {
-    /// The start of a row.
-    pub fn at(&self, batch: usize, head: usize, row: u32) -> usize {
-        batch * self.batch + head * self.head + row as usize * self.row
-    }
-}
-
-/// Where a row of a tensor `[B, H, S, …]` starts, in elements, by strides that are read from memory.
-#[cube]
-pub fn row_start<T: CubePrimitive>(tensor: &Tensor<T>, batch: usize, head: usize, row: u32) -> usize {
-    batch * tensor.stride(0) + head * tensor.stride(1) + row as usize * tensor.stride(2)
-}
-
-/// Strides of `q`, `k` and `v`, in vectors of 16 bytes, of `o`, in vectors of 8, and of `lse`. As arguments they are
-/// constants; those of a tensor are read from memory.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-#[expand(derive(Clone))]
-pub struct Strides {
-    /// Of the queries.
-    pub q: Stride,
-    /// Of the keys.
-    pub k: Stride,
-    /// Of the values.
-    pub v: Stride,
-    /// Of the output.
-    pub o: Stride,
-    /// Of the log-sum-exp.
-    pub lse: Stride,
-}
-
-/// `q [B, H, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `o [B, H, Sq, Dv]`, its rows in vectors of 8 bytes, and
-/// the bits of `lse [B, H, Sq]`; of splits of the keys to `o [P · B, H, Sq, Dv]` in f32 and the bits of `lse [P · B, H, Sq]`.
-/// Boxes of the maps: 64 columns of 64 queries, or of a tile's keys. `b`: a tiled bias; any map, if there is none.
+/// `o` and the bits of `lse` from Q, K and V, or those of splits of the keys.
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::too_many_arguments)]
 pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
-    q: &TensorMap<E, Tiled>,
-    k: &TensorMap<E, Tiled>,
-    v: &TensorMap<E, Tiled>,
-    b: &TensorMap<E, Tiled>,
-    mask: ComptimeOption<&Tensor<Vector<M, NM>>>,
-    bias: ComptimeOption<&Tensor<Vector<E, NB>>>,
-    o: &mut [Vector<u32, Const<2>>],
-    lse: &mut [u32],
-    counter: &[u32],
-    q_rows: &[Vector<E, Const<8>>],
-    k_rows: &[Vector<E, Const<8>>],
-    v_rows: &[Vector<E, Const<8>>],
-    strides: Strides,
-    factors: Factors,
-    band: Band,
-    scheduler: TileScheduler,
-    spread: Spread,
+    streams: Streams<E>,
+    sources: Sources<E, Const<8>>,
+    scores: Scores<E, M, NB, NM>,
+    outputs: &mut Outputs,
+    schedule: Schedule,
     #[comptime] blueprint: Blueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
+    let (extras, exponent) = (scores.factors.extras, scores.factors.exponent);
     let tile = comptime!(blueprint.tile);
     let (tile_k, stages) = comptime!((tile.tile_k, tile.stages));
     let s_len = comptime!(tile_k / 2);
@@ -107,10 +49,11 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let k_bytes = comptime!(blueprint.k_bytes());
     let fragments = comptime!(tile_k / 16);
     // Whether more is hidden than what lies past the last key.
-    let varlen = comptime!(factors.extras.is_varlen());
-    let banded = comptime!(varlen || band.bounded_above || band.bounded_below);
+    let varlen = comptime!(extras.is_varlen());
+    let banded = comptime!(varlen || scores.band.bounded_above || scores.band.bounded_below);
     let sparse = comptime!(blueprint.sparse);
     let hides = comptime!(banded || sparse || blueprint.hides_pairs());
+    let drops = comptime!(extras.dropout.seed.is_some());
 
     // -- shared memory, barriers, descriptors
     let elements = comptime!(blueprint.shared_memory() / blueprint.dtype.size());
@@ -149,12 +92,12 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let v_stage = comptime!((blueprint.v_bytes() / 16) as u32);
 
     // -- the first loads
-    let mut producer = Producer::new(memory, scheduler, band, spread, factors.extras, consumer_group, warp, tile);
+    let mut producer = Producer::<E>::new(memory, streams, schedule, scores.band, extras, consumer_group, warp, tile);
     if comptime!(tile.producer_warp) && loads {
-        producer.run(q, k, v, b, counter, blueprint);
+        producer.run(blueprint);
         terminate!();
     }
-    producer.fill(q, q, k, v, b, counter, counter, blueprint);
+    producer.fill(blueprint);
     let mut steps = memory.work_tile(0u32, WorkTileField::Steps);
     let of_warpgroup = warp % 4;
     // Named barrier 0 is that of all threads.
@@ -182,7 +125,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     pass_ping_pong(barrier, warpgroup, tile);
 
     while steps != 0 {
-        let band = memory.band(nth, &band, varlen);
+        let band = memory.band(nth, &scores.band, varlen);
         let first_row = memory.work_tile(nth, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
         let mut k_start = memory.work_tile(nth, WorkTileField::KLast);
         let edges = band.edges(first_row, k_start, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32));
@@ -195,24 +138,24 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             mbarrier_arrive(memory.empty_k + k_state.stage * 8);
         }
         if steps == 1 {
-            load_next(q, &memory, nth, warp, ResidentOperand::Q, blueprint);
+            load_next(&streams, &memory, nth, warp, ResidentOperand::Q, blueprint);
         }
         let tile_b = memory.await_bias(&k_state, warpgroup, blueprint);
-        let _ =
-            apply_score_mod(&mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, &visit, tile_b, blueprint);
+        let of_tile = ScoreTile::of_work_tile(&memory, nth, band, first_row, &visit, tile_b, drops, blueprint);
+        let _ = apply_score_mod(&mut s, &scores, &of_tile, blueprint);
         memory.release_bias(&k_state, blueprint);
         k_state.advance(stages);
         let fully_masked = memory.work_tile(nth, WorkTileField::Flags) & FULLY_MASKED != 0;
         if !visit.fully_visible || fully_masked {
-            apply_mask(&mut s, &band, fully_masked, first_row, visit.start, tile_k);
+            apply_mask(&mut s, &of_tile, fully_masked, tile_k);
         }
-        let mut rows = OnlineSoftmax::first(&mut s, factors.exponent, hides, blueprint);
+        let mut rows = OnlineSoftmax::first(&mut s, exponent, hides, blueprint);
         let mut p = Sequence::<Array<u32>>::new();
         #[unroll]
         for _ in 0..fragments {
             p.push(Array::<u32>::new(4usize));
         }
-        let words = keep_mask_of_work_tile(&factors, &memory, nth, &band, first_row, visit.start, blueprint);
+        let words = keep_mask(&extras.dropout, &of_tile, blueprint);
         apply_dropout(&mut s, &words, tile_k);
         to_fragments(&s, &mut p, blueprint);
         // The first product overwrites it.
@@ -236,36 +179,35 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             pv(&mut acc, &p, v_tiles + u64::cast_from(v_state.stage * v_stage), u32::cast_from(step > 1), blueprint);
             wgmma_commit();
             pass_ping_pong(barrier, warpgroup, tile);
-            producer.refill(q, q, k, v, b, counter, counter, blueprint);
+            producer.refill(blueprint);
             wgmma_wait(1usize);
             pin(&mut s, s_len);
             if lane == 0 {
                 mbarrier_arrive(memory.empty_k + k_state.stage * 8);
             }
             if step + 1 == steps {
-                load_next(q, &memory, nth, warp, ResidentOperand::Q, blueprint);
+                load_next(&streams, &memory, nth, warp, ResidentOperand::Q, blueprint);
             }
 
             let tile_b = memory.await_bias(&k_state, warpgroup, blueprint);
-            let _ = apply_score_mod(
-                &mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, &visit, tile_b, blueprint,
-            );
+            let of_tile = ScoreTile::of_work_tile(&memory, nth, band, first_row, &visit, tile_b, drops, blueprint);
+            let _ = apply_score_mod(&mut s, &scores, &of_tile, blueprint);
             memory.release_bias(&k_state, blueprint);
             k_state.advance(stages);
             // Only where there is a band can a tile after the first be at its edge; without a mask, a row that begins to see
             // does so there.
             let anywhere = comptime!(blueprint.hides_pairs() || sparse && banded);
             if comptime!(banded || sparse) && !visit.fully_visible {
-                apply_mask(&mut s, &band, false.runtime(), first_row, visit.start, tile_k);
+                apply_mask(&mut s, &of_tile, false.runtime(), tile_k);
                 if comptime!(!anywhere) {
-                    rows.set_reference_max(&mut s, factors.exponent, blueprint);
+                    rows.set_reference_max(&mut s, exponent, blueprint);
                 }
             }
             if comptime!(anywhere) {
-                rows.set_reference_max(&mut s, factors.exponent, blueprint);
+                rows.set_reference_max(&mut s, exponent, blueprint);
             }
-            let taken = rows.update(&mut s, factors.exponent, blueprint);
-            let words = keep_mask_of_work_tile(&factors, &memory, nth, &band, first_row, visit.start, blueprint);
+            let taken = rows.update(&mut s, exponent, blueprint);
+            let words = keep_mask(&extras.dropout, &of_tile, blueprint);
             pin(&mut s, s_len);
             // The branch of this wait is what keeps the assembler from moving the wait for P V above the softmax.
             if step + 1 < steps {
@@ -295,52 +237,52 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         wgmma_fence();
         pv(&mut acc, &p, v_tiles + u64::cast_from(v_state.stage * v_stage), u32::cast_from(steps > 1), blueprint);
         wgmma_commit();
-        producer.refill(q, q, k, v, b, counter, counter, blueprint);
+        producer.refill(blueprint);
         wgmma_fence();
         products(&mut s, q_tile, k_tiles + u64::cast_from(k_state.stage * k_stage), blueprint.head_dim, blueprint);
         wgmma_commit();
         pass_ping_pong(barrier, warpgroup, tile);
 
         // -- O / l and lse
-        let sinks = comptime!(!blueprint.split_keys && factors.extras.sinks.is_some());
+        let sinks = comptime!(!blueprint.split_keys && extras.sinks.is_some());
         let of_head = if comptime!(sinks) { memory.work_tile(nth, WorkTileField::Head) } else { 0u32.runtime() };
-        let of_sink = sink_log2(&factors.extras, of_head, sinks);
-        let end0 = RowEnd::of(rows.m0, rows.l0, rows.top0, of_sink, factors.exponent, sinks, blueprint);
-        let end1 = RowEnd::of(rows.m1, rows.l1, rows.top1, of_sink, factors.exponent, sinks, blueprint);
+        let of_sink = sink_log2(&extras, of_head, sinks);
+        let end0 = RowEnd::of(rows.m0, rows.l0, rows.top0, of_sink, exponent, sinks, blueprint);
+        let end1 = RowEnd::of(rows.m1, rows.l1, rows.top1, of_sink, exponent, sinks, blueprint);
         let (m0, l0, m1, l1) = (end0.m, end0.l, end1.m, end1.l);
         let row = first_row + of_warpgroup * 16 + lane / 4;
         let (out, head) = (
             memory.work_tile(nth, WorkTileField::BatchOut) as usize,
             memory.work_tile(nth, WorkTileField::Head) as usize,
         );
-        let lse_at = strides.lse.at(out, head, row);
+        let lse_at = outputs.lse.stride.at(out, head, row);
         let (live0, live1) = (band.is_query(row), band.is_query(row + 8));
         if quarter == 0 {
-            let next = lse_at + 8 * strides.lse.row;
+            let next = lse_at + 8 * outputs.lse.stride.row;
             if live0 {
-                lse[lse_at] = lse_bits_log2(m0, l0, lg2(l0));
+                outputs.lse.data[lse_at] = lse_bits_log2(m0, l0, lg2(l0));
             }
             if live1 {
-                lse[next] = lse_bits_log2(m1, l1, lg2(l1));
+                outputs.lse.data[next] = lse_bits_log2(m1, l1, lg2(l1));
             }
         }
-        let f0 = normalizer_of(l0, end0.factor, &factors.extras);
-        let f1 = normalizer_of(l1, end1.factor, &factors.extras);
+        let f0 = normalizer_of(l0, end0.factor, &extras);
+        let f1 = normalizer_of(l1, end1.factor, &extras);
         wgmma_wait(1usize);
         pin(&mut acc, o_len);
         if lane == 0 {
             mbarrier_arrive(memory.empty_v + v_state.stage * 8);
         }
         v_state.advance(stages);
-        let row0 = strides.o.at(out, head, row);
-        let row1 = row0 + 8 * strides.o.row;
+        let row0 = outputs.o.stride.at(out, head, row);
+        let row1 = row0 + 8 * outputs.o.stride.row;
         let (words0, words1) = (pack_row(&acc, 0usize, f0, columns, dtype), pack_row(&acc, 1usize, f1, columns, dtype));
         if comptime!(blueprint.split_keys) {
-            store_row_f32(&acc, 0usize, f0, o, row0, live0, columns);
-            store_row_f32(&acc, 1usize, f1, o, row1, live1, columns);
+            store_row_f32(&acc, 0usize, f0, &mut outputs.o, row0, live0, columns);
+            store_row_f32(&acc, 1usize, f1, &mut outputs.o, row1, live1, columns);
         } else {
-            store_row(&words0, o, row0, live0, columns);
-            store_row(&words1, o, row1, live1, columns);
+            store_row(&words0, &mut outputs.o, row0, live0, columns);
+            store_row(&words1, &mut outputs.o, row1, live1, columns);
         }
         // Rows that these exponentials or products cannot give: out of range, or reached by what is hidden from them.
         let mut again0 = l0 == f32::INFINITY;
@@ -373,28 +315,10 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                 let l = plane_shuffle(select(upper, l1, l0), 4 * from);
                 let again = select(upper, again1, again0);
                 if plane_any(lane / 4 == from && again) {
-                    recompute_row(
-                        q_rows,
-                        k_rows,
-                        v_rows,
-                        &mask,
-                        &bias,
-                        o,
-                        lse,
-                        &strides,
-                        &factors,
-                        &band,
-                        batch,
-                        out,
-                        head,
-                        head_kv,
-                        first + of_warp,
-                        first_key,
-                        after,
-                        m,
-                        l,
-                        blueprint,
-                    );
+                    let row = first + of_warp;
+                    let lost =
+                        LostRow { batch, batch_out: out, head, head_kv, row, first: first_key, after, m, l, band };
+                    recompute_row(&sources, &scores, &mut outputs.o, &mut outputs.lse, &lost, blueprint);
                 }
             }
         }

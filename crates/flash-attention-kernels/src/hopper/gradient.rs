@@ -10,88 +10,44 @@
 //!
 //! with lse in base 2, `c = log2(e) · scale`, and the scale left to the end. (FlashAttention-2, arXiv:2307.08691, algorithm 2.)
 //! One kernel, as the second is the first with queries and keys in each other's places and one product more: `P` and `dS` are
-//! then operands as they lie in registers, and every sum is taken in a fixed order, by one consumer group. What each tensor is called
-//! here: [`Role`]. All three at once take five products instead of seven, but every block of keys adds to `dQ`, in whatever
+//! then operands as they lie in registers, and every sum is taken in a fixed order, by one consumer group. What rows and
+//! columns are: [`Role`]. All three at once take five products instead of seven, but every block of keys adds to `dQ`, in whatever
 //! order they come by ([`reduce`](super::reduce)).
 //!
 //! Of a warpgroup, `S` and `dP` are in flight together, and `dV` under what turns `dP` into `dS`; the rest runs under the other
 //! warpgroup's products.
 
-use super::Blueprint;
 use super::delta::{stats_all, stats_at};
-use super::dropout::{dropout_backward, keep_mask_of_work_tile, with_dropout};
-use super::forward::Stride;
+use super::dropout::{dropout_backward, keep_mask, with_dropout};
 use super::memory::{CONTINUED, CONTINUES, FULLY_MASKED, Memory, WorkTileField};
+use super::operands::{GradientOutputs, Schedule, SourceSides, Streams};
 use super::ops::*;
 use super::pipeline::PipelineState;
-use super::producer::{Producer, ResidentOperand, Spread, load_next};
-use super::recompute::{is_finite_row, recompute_gradients};
+use super::producer::{Producer, ResidentOperand, load_next};
+use super::recompute::{LostRows, is_finite_row, recompute_gradients};
 use super::reduce::{ADDENDS, Reducer};
 use super::rows::*;
 use super::schedule::TileScheduler;
-use super::scores::{Factors, apply_mask, apply_score_mod, probability_log2, products, slope};
-use super::{Role, WARPGROUP_ROWS};
+use super::scores::{ScoreTile, Scores, apply_mask, apply_score_mod, probability_log2, products, softcap_backward};
+use super::{Blueprint, WARPGROUP_ROWS, dq_accum_columns};
+use crate::fragment::role::Role;
 use crate::mask::Band;
 use cubecl::prelude::*;
 
-/// Strides of the results, in vectors of 8 bytes.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-#[expand(derive(Clone))]
-pub struct ResultStrides {
-    /// Of `dq` or `dk`.
-    pub dk: Stride,
-    /// Of `dv`.
-    pub dv: Stride,
-}
-
-/// Strides of what is read, in vectors of 16 bytes.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-#[expand(derive(Clone))]
-pub struct SourceStrides {
-    /// Of the rows that are kept.
-    pub q: Stride,
-    /// Of the second of them.
-    pub d: Stride,
-    /// Of the tiles that stream by.
-    pub k: Stride,
-    /// Of the second of them.
-    pub v: Stride,
-}
-
-/// Rows `q [B, H, Sq, D]`, `d [B, H, Sq, Dv]` and tiles `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `dk [B, H, Sq, D]` and
-/// `dv [B, H, Sq, Dv]`, in vectors of 8 bytes, as [`Role`] names them: for the gradients of keys and values, queries are what
-/// is called keys here. `stats`: lse and delta of all queries, from [`delta`](mod@crate::hopper::delta). `dq_accum`: dQ, if it is
-/// added up. Boxes of the maps: 64 columns of 64 rows, or of a tile. `b`: a tiled bias; any map, if there is none. `scale`: of
-/// `dk`. The slices are the same tensors as the maps.
+/// Gradients of the rows, and `dq_accum`, where dQ is added up.
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::too_many_arguments)]
 pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
-    q: &TensorMap<E, Tiled>,
-    d: &TensorMap<E, Tiled>,
-    k: &TensorMap<E, Tiled>,
-    v: &TensorMap<E, Tiled>,
-    b: &TensorMap<E, Tiled>,
-    mask: ComptimeOption<&Tensor<Vector<M, NM>>>,
-    bias: ComptimeOption<&Tensor<Vector<E, NB>>>,
-    dk: &mut [Vector<u32, Const<2>>],
-    dv: &mut [Vector<u32, Const<2>>],
-    stats: &[u32],
+    streams: Streams<E>,
+    sources: SourceSides<E, Const<8>>,
+    scores: Scores<E, M, NB, NM>,
+    outputs: &mut GradientOutputs,
     dq_accum: &[f32],
-    counter: &[u32],
-    q_slice: &[Vector<E, Const<8>>],
-    d_slice: &[Vector<E, Const<8>>],
-    k_slice: &[Vector<E, Const<8>>],
-    v_slice: &[Vector<E, Const<8>>],
-    source_strides: SourceStrides,
-    strides: ResultStrides,
-    scale: f32,
-    factors: Factors,
-    band: Band,
-    scheduler: TileScheduler,
-    spread: Spread,
+    schedule: Schedule,
     #[comptime] blueprint: Blueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
+    let (extras, exponent, scale) = (scores.factors.extras, scores.factors.exponent, scores.factors.scale);
+    let (scheduler, stats) = (schedule.tiles, streams.stats.unwrap());
     let tile = comptime!(blueprint.tile);
     let dtype = comptime!(blueprint.dtype);
     let (tile_k, stages) = comptime!((tile.tile_k, tile.stages));
@@ -99,9 +55,10 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let (columns_dk, columns_dv) = comptime!((blueprint.columns_dk(), blueprint.columns()));
     let (differentiates, sums_values) = comptime!((blueprint.differentiates(), blueprint.sums_values()));
     let (transposed, reduces) = comptime!((blueprint.transposed(), blueprint.reduces()));
-    let varlen = comptime!(factors.extras.is_varlen());
-    let hides =
-        comptime!(varlen || blueprint.sparse || blueprint.hides_pairs() || band.bounded_above || band.bounded_below);
+    let varlen = comptime!(extras.is_varlen());
+    let banded = comptime!(scores.band.bounded_above || scores.band.bounded_below);
+    let hides = comptime!(varlen || blueprint.sparse || blueprint.hides_pairs() || banded);
+    let drops = comptime!(extras.dropout.seed.is_some());
 
     // -- shared memory, barriers, descriptors
     let size = comptime!(dtype.size());
@@ -132,8 +89,8 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let mut reducer = Reducer::new::<E>(&shared[ds_at..ds_at + 1024], &shared[0..1024], &memory, warp, blueprint);
 
     // -- the first loads
-    let mut producer = Producer::new(memory, scheduler, band, spread, factors.extras, 0u32, warp, tile);
-    producer.fill(q, d, k, v, b, stats, counter, blueprint);
+    let mut producer = Producer::<E>::new(memory, streams, schedule, scores.band, extras, 0u32, warp, tile);
+    producer.fill(blueprint);
     let mut state = PipelineState::first();
     let mut nth = 0u32;
     let mut steps = memory.work_tile(0u32, WorkTileField::Steps);
@@ -141,7 +98,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let mut sum_k = Array::<f32>::new(comptime!(if differentiates { columns_dk / 2 } else { 0 }));
     let mut sum_v = Array::<f32>::new(comptime!(if sums_values { columns_dv / 2 } else { 0 }));
     while steps != 0 {
-        let band = memory.band(nth, &band, varlen);
+        let band = memory.band(nth, &scores.band, varlen);
         let first_row = memory.work_tile(nth, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
         let row = first_row + of_warpgroup * 16 + lane / 4;
         let mut k_start = memory.work_tile(nth, WorkTileField::KLast);
@@ -184,7 +141,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 wgmma_commit();
             }
             if nth + step != 0 {
-                producer.refill(q, d, k, v, b, stats, counter, blueprint);
+                producer.refill(blueprint);
             }
             if comptime!(differentiates) {
                 wgmma_wait(1usize);
@@ -194,16 +151,15 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             pin(&mut s, s_len);
             let last = step + 1 == steps;
             if comptime!(!reduces) && last {
-                load_next(q, &memory, nth, warp, ResidentOperand::Q, blueprint);
+                load_next(&streams, &memory, nth, warp, ResidentOperand::Q, blueprint);
             }
 
             // -- P
             let tile_b = memory.await_bias(&state, warpgroup, blueprint);
-            let derivatives = apply_score_mod(
-                &mut s, &factors, &band, &mask, &bias, &memory, nth, first_row, &visit, tile_b, blueprint,
-            );
+            let of_tile = ScoreTile::of_work_tile(&memory, nth, band, first_row, &visit, tile_b, drops, blueprint);
+            let derivatives = apply_score_mod(&mut s, &scores, &of_tile, blueprint);
             if !visit.fully_visible || fully_masked {
-                apply_mask(&mut s, &band, fully_masked, first_row, visit.start, tile_k);
+                apply_mask(&mut s, &of_tile, fully_masked, tile_k);
             }
             let of_stats = state.stage * comptime!(blueprint.stats_bytes() as u32)
                 + 8 * quarter
@@ -212,10 +168,12 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             let lse = statistics(lse_at, of_rows.lse0, of_rows.lse1, blueprint);
             #[unroll]
             for n in 0..s_len {
-                s[n] = probability_log2(s[n], factors.exponent, *lse.index(n), blueprint.dtype);
+                s[n] = probability_log2(s[n], exponent, *lse.index(n), blueprint.dtype);
             }
             let adds = u32::cast_from(step > 0 || continued);
-            let words = keep_mask_of_work_tile(&factors, &memory, nth, &band, first_row, visit.start, blueprint);
+            // Read again where it is needed: registers are scarce.
+            let of_tile = ScoreTile::of_work_tile(&memory, nth, band, first_row, &visit, tile_b, drops, blueprint);
+            let words = keep_mask(&extras.dropout, &of_tile, blueprint);
             if comptime!(sums_values) {
                 // dV runs under what turns dP into dS.
                 let mut p = fragments(blueprint);
@@ -245,11 +203,11 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 }
                 pin(&mut ds, s_len);
                 if last {
-                    load_next(d, &memory, nth, warp, ResidentOperand::D, blueprint);
+                    load_next(&streams, &memory, nth, warp, ResidentOperand::D, blueprint);
                 }
                 let delta_at = memory.delta + of_stats;
                 let delta = statistics(delta_at, of_rows.delta0, of_rows.delta1, blueprint);
-                dropout_backward(&mut ds, &words, &factors, tile_k);
+                dropout_backward(&mut ds, &words, &extras.dropout, tile_k);
                 #[unroll]
                 for n in 0..s_len {
                     ds[n] = s[n] * (ds[n] - *delta.index(n));
@@ -257,20 +215,9 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 if comptime!(blueprint.keeps_derivative) {
                     derivatives.multiply(&mut ds, &s, blueprint);
                 } else if comptime!(blueprint.capped) {
-                    slope(
-                        &mut ds,
-                        &s,
-                        &lse,
-                        &factors,
-                        &band,
-                        &bias,
-                        &memory,
-                        nth,
-                        first_row,
-                        visit.start,
-                        tile_b,
-                        blueprint,
-                    );
+                    let of_tile =
+                        ScoreTile::of_work_tile(&memory, nth, band, first_row, &visit, tile_b, drops, blueprint);
+                    softcap_backward(&mut ds, &s, &lse, &scores, &of_tile, blueprint);
                 }
                 pin(&mut ds, s_len);
             }
@@ -303,7 +250,11 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 if comptime!(reduces) {
                     wgmma_wait(1usize);
                     pin(&mut dq, ADDENDS);
-                    reducer.add(&dq, dq_accum, &memory, nth, visit.start, &band, &scheduler, blueprint);
+                    let (batch, head) =
+                        (memory.work_tile(nth, WorkTileField::Batch), memory.query_head(nth, blueprint));
+                    let at = stats_at(&band, &scheduler, batch, head, visit.start, blueprint)
+                        * comptime!(dq_accum_columns(blueprint.head_dim));
+                    reducer.add(&dq, dq_accum, at);
                     // As above: dK is to run under this, and K has been here all along. The barrier must be one of a stage that
                     // this warp has not released: that of V may be two phases further, and a wait by parity would never end.
                     mbarrier_wait(memory.full_k + state.stage * 8, state.phase);
@@ -311,7 +262,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 wgmma_wait(0usize);
                 pin(&mut sum_k, comptime!(columns_dk / 2));
                 if comptime!(reduces) && last {
-                    load_next(q, &memory, nth, warp, ResidentOperand::Q, blueprint);
+                    load_next(&streams, &memory, nth, warp, ResidentOperand::Q, blueprint);
                 }
             }
             if lane == 0 {
@@ -329,15 +280,17 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             );
             let (live0, live1) = (band.is_query(row), band.is_query(row + 8));
             if comptime!(differentiates) {
-                let row0 = strides.dk.at(batch, head, row);
-                let row1 = row0 + 8 * strides.dk.row;
-                store_row(&pack_row(&sum_k, 0usize, scale, columns_dk, dtype), dk, row0, live0, columns_dk);
-                store_row(&pack_row(&sum_k, 1usize, scale, columns_dk, dtype), dk, row1, live1, columns_dk);
+                let dqk = &mut outputs.dqk;
+                let row0 = dqk.stride.at(batch, head, row);
+                let row1 = row0 + 8 * dqk.stride.row;
+                store_row(&pack_row(&sum_k, 0usize, scale, columns_dk, dtype), dqk, row0, live0, columns_dk);
+                store_row(&pack_row(&sum_k, 1usize, scale, columns_dk, dtype), dqk, row1, live1, columns_dk);
             }
             if comptime!(sums_values) {
-                let row0 = strides.dv.at(batch, head, row);
-                let row1 = row0 + 8 * strides.dv.row;
-                let scale = factors.extras.dropout.scale();
+                let dv = &mut outputs.dv;
+                let row0 = dv.stride.at(batch, head, row);
+                let row1 = row0 + 8 * dv.stride.row;
+                let scale = extras.dropout.scale();
                 store_row(&pack_row(&sum_v, 0usize, scale, columns_dv, dtype), dv, row0, live0, columns_dv);
                 store_row(&pack_row(&sum_v, 1usize, scale, columns_dv, dtype), dv, row1, live1, columns_dv);
             }
@@ -361,31 +314,17 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                     let first = first_row + of_warpgroup * 16;
                     let stream = memory.work_tile(nth, WorkTileField::HeadKv);
                     let group = if comptime!(transposed) { scheduler.group_size.divisor } else { 1u32.runtime() };
-                    recompute_gradients(
-                        q_slice,
-                        d_slice,
-                        k_slice,
-                        v_slice,
-                        stats,
-                        &source_strides,
-                        &mask,
-                        &bias,
-                        dk,
-                        dv,
-                        &strides,
-                        scale,
-                        &factors,
-                        &band,
-                        &scheduler,
+                    let lost = LostRows {
                         batch,
                         head,
-                        stream + 1 - group,
-                        stream + 1,
-                        first,
+                        first_kv: stream + 1 - group,
+                        after_kv: stream + 1,
+                        first_row: first,
                         again0,
                         again1,
-                        blueprint,
-                    );
+                        band,
+                    };
+                    recompute_gradients(&sources, &scores, outputs, stats, &scheduler, &lost, blueprint);
                 }
             }
         }

@@ -10,6 +10,7 @@
 //! scores     softcap, bias, mask, band, on registers   ops        operations that CubeCL has no name for
 //! delta      what gradients need of each query         dropout    which registers are kept
 //! memory     where all that lies in shared memory      producer   who fills the pipelines, and when
+//! operands   tensors, each kind as one argument
 //! ```
 //!
 //! Each kernel keeps blocks of rows of one or two tensors, and tiles of two others stream by ([`Role`]).
@@ -37,6 +38,8 @@ pub mod gradient;
 #[cfg(feature = "cuda")]
 pub mod memory;
 #[cfg(feature = "cuda")]
+pub mod operands;
+#[cfg(feature = "cuda")]
 pub mod ops;
 #[cfg(feature = "cuda")]
 pub mod pipeline;
@@ -56,7 +59,8 @@ pub mod scores;
 mod bias;
 pub use bias::*;
 
-use crate::problem::{AttentionProblem, Dtype};
+use crate::fragment::role::Role;
+use crate::problem::Dtype;
 use serde::Serialize;
 
 /// Rows of a warpgroup's products.
@@ -109,50 +113,6 @@ impl HopperTile {
     /// Threads of a thread block.
     pub fn units(&self) -> usize {
         self.consumer_groups * (self.warpgroups * WARPGROUP_UNITS + if self.producer_warp { WARP_UNITS } else { 0 })
-    }
-}
-
-/// What a kernel computes. Everything here is named after the forward; gradients put other tensors in the same places.
-///
-/// ```text
-///          blocks of    rows kept (`q`, `d`)    tiles that stream by (`k`, `v`)    computes
-/// Forward  queries      Q                       K, V                               O = softmax(Q Kᵀ) V
-/// Dq       queries      Q, dO                   K, V                               dQ = dS K
-/// DkDv     keys         K, V                    Q, dO, with their lse and delta    dK = dSᵀ Q, dV = Pᵀ dO
-/// All      keys         K, V                    Q, dO, with their lse and delta    the same, and dQ += dS K
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-pub enum Role {
-    /// The output and its log-sum-exp.
-    Forward,
-    /// The gradient of the queries.
-    Dq,
-    /// Those of keys and values: `S` and `dP` come transposed, and the band is [transposed](crate::mask::Band::transposed()).
-    DkDv {
-        /// Whether that of the keys is wanted.
-        dk: bool,
-        /// Whether that of the values is wanted.
-        dv: bool,
-    },
-    /// All three: `dQ` is added up in memory, by whichever block of keys comes by.
-    All,
-}
-
-impl Role {
-    /// Whether keys are rows and queries columns.
-    pub fn is_transposed(self) -> bool {
-        matches!(self, Role::DkDv { .. } | Role::All)
-    }
-
-    /// Whether `dS` is computed, and the accumulator of dQ or dK.
-    pub fn differentiates(self) -> bool {
-        matches!(self, Role::Dq | Role::DkDv { dk: true, .. } | Role::All)
-    }
-
-    /// Whether derivatives of the problem's function are kept: where they are not 1, or the softcap's could not be found again behind it.
-    pub fn keeps_derivative(self, problem: &AttentionProblem) -> bool {
-        let capped = problem.options.softcap.is_some();
-        self.differentiates() && problem.options.score_mod.is_some_and(|function| !function.additive() || capped)
     }
 }
 
@@ -315,7 +275,7 @@ impl Blueprint {
     /// Bytes of shared memory: for each consumer group Q, the pipelines of K, V and perhaps the bias, barriers.
     ///
     /// ```
-    /// # use flash_attention_kernels::{Dtype, hopper::{Blueprint, HopperTile, Role}};
+    /// # use flash_attention_kernels::{Dtype, fragment::role::Role, hopper::{Blueprint, HopperTile}};
     /// let tile = HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 128, stages: 3, ping_pong: true, producer_warp: false };
     /// let blueprint = Blueprint {
     ///     role: Role::Forward, tile, dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,

@@ -4,18 +4,20 @@
 
 use super::delta::{stats_all, stats_at};
 use super::memory::{CONTINUED, CONTINUES, CursorField, END, Memory, WorkTileField};
+use super::operands::{Schedule, Streams};
 use super::ops::*;
 use super::pipeline::{Pipeline, PipelineState};
 use super::schedule::TileScheduler;
-use super::{Blueprint, HopperTile, PANEL, Role, SLOTS, WARPGROUP_ROWS, WORDS};
+use super::{Blueprint, HopperTile, PANEL, SLOTS, WARPGROUP_ROWS, WORDS};
 use crate::blocks::{entry_at, visit_of};
 use crate::extras::Extras;
+use crate::fragment::role::Role;
 use crate::mask::Band;
 use cubecl::prelude::*;
 
 /// A factor of 0 for each dimension that a bias repeats, else of 1.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-#[expand(derive(Clone))]
+#[expand(derive(Clone, Copy))]
 pub struct Spread {
     /// Of the batch.
     pub batch: u32,
@@ -26,140 +28,108 @@ pub struct Spread {
 /// What loading depends on. Where it stands lies in shared memory, but for the number of the work tile after the current one: that
 /// has been asked for, and waiting for it would take longer than anything else here.
 #[derive(CubeType)]
-pub struct Producer {
+pub struct Producer<E: Float> {
     memory: Memory,
+    streams: Streams<E>,
     scheduler: TileScheduler,
+    counter: &'static [u32],
     band: Band,
-    spread: Spread,
     extras: Extras,
     warp: u32,
     ahead: u32,
 }
 
 #[cube]
-impl Producer {
+impl<E: Float> Producer<E> {
     /// The state before the first work tile, which has the consumer group's own number.
-    #[allow(clippy::too_many_arguments)]
     pub fn new(
         memory: Memory,
-        scheduler: TileScheduler,
+        streams: Streams<E>,
+        schedule: Schedule,
         band: Band,
-        spread: Spread,
         extras: Extras,
         consumer_group: u32,
         warp: u32,
         #[comptime] tile: HopperTile,
-    ) -> Producer {
+    ) -> Producer<E> {
         let number = CUBE_POS as u32 * comptime!(tile.consumer_groups as u32) + consumer_group;
-        let scheduler = scheduler.scheduled(&extras);
-        Producer { memory, scheduler, band, spread, extras, warp, ahead: number }
+        let scheduler = schedule.tiles.scheduled(&extras);
+        Producer::<E> { memory, streams, scheduler, counter: schedule.counter, band, extras, warp, ahead: number }
     }
 
-    /// Fills all stages at the start, unless a producer warp does. `stats`: lse and delta of each query, if they are loaded with its tiles.
-    #[allow(clippy::too_many_arguments)]
-    pub fn fill<E: CubePrimitive>(
-        &mut self,
-        q: &TensorMap<E, Tiled>,
-        d: &TensorMap<E, Tiled>,
-        k: &TensorMap<E, Tiled>,
-        v: &TensorMap<E, Tiled>,
-        b: &TensorMap<E, Tiled>,
-        stats: &[u32],
-        counter: &[u32],
-        #[comptime] blueprint: Blueprint,
-    ) {
-        if comptime!(!blueprint.tile.producer_warp) {
-            let stages = comptime!(blueprint.tile.stages);
-            if self.warp == comptime!(Pipeline::K.warp()) {
-                for _ in 0..stages + 1 {
-                    self.load(q, d, k, stats, counter, Pipeline::K, blueprint);
-                }
-            }
-            if self.warp == comptime!(Pipeline::V.warp()) {
-                // In the forward, V is wanted a step after K.
-                for _ in 0..comptime!(if blueprint.role == Role::Forward { stages } else { stages + 1 }) {
-                    self.load(q, d, v, stats, counter, Pipeline::V, blueprint);
-                }
-            }
-            if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Pipeline::Bias.warp()) {
-                for _ in 0..stages + 1 {
-                    self.load(q, d, b, stats, counter, Pipeline::Bias, blueprint);
-                }
-            }
-        }
+    /// Fills all stages at the start, unless a producer warp does.
+    pub fn fill(&mut self, #[comptime] blueprint: Blueprint) {
+        let stages = comptime!(blueprint.tile.stages);
+        // In the forward, V is wanted a step after K.
+        let of_v = comptime!(if blueprint.role == Role::Forward { stages } else { stages + 1 });
+        self.load_times(comptime!(stages + 1), of_v, blueprint);
         self.memory.await_work_tile(0u32);
         // By a warp that loads nothing else now: what is asked for last comes last, after the stages of all multiprocessors.
         let (warpgroup, of_warpgroup) = (self.warp / 4, self.warp % 4);
         if of_warpgroup == 2 && self.memory.work_tile(0u32, WorkTileField::Steps) != 0 {
-            load_resident(q, &self.memory, 0u32, warpgroup, ResidentOperand::Q, blueprint);
+            load_resident(&self.streams, &self.memory, 0u32, warpgroup, ResidentOperand::Q, blueprint);
             if comptime!(blueprint.differentiates()) {
-                load_resident(d, &self.memory, 0u32, warpgroup, ResidentOperand::D, blueprint);
+                load_resident(&self.streams, &self.memory, 0u32, warpgroup, ResidentOperand::D, blueprint);
             }
         }
     }
 
     /// All loads of K, V and the bias by the producer warp, in the order in which the forward's steps free the stages: V one step after K.
-    #[allow(clippy::too_many_arguments)]
-    pub fn run<E: CubePrimitive>(
-        &mut self,
-        q: &TensorMap<E, Tiled>,
-        k: &TensorMap<E, Tiled>,
-        v: &TensorMap<E, Tiled>,
-        b: &TensorMap<E, Tiled>,
-        counter: &[u32],
-        #[comptime] blueprint: Blueprint,
-    ) {
+    pub fn run(&mut self, #[comptime] blueprint: Blueprint) {
         // The first call of each only enters the first work tile.
-        self.load(q, q, k, counter, counter, Pipeline::K, blueprint);
+        self.load(Pipeline::K, blueprint);
         if comptime!(blueprint.tiled_bias()) {
-            self.load(q, q, b, counter, counter, Pipeline::Bias, blueprint);
+            self.load(Pipeline::Bias, blueprint);
         }
         let mut left = self.memory.cursor(Pipeline::K, CursorField::Left);
         while left != END {
-            self.load(q, q, k, counter, counter, Pipeline::K, blueprint);
+            self.load(Pipeline::K, blueprint);
             if comptime!(blueprint.tiled_bias()) {
-                self.load(q, q, b, counter, counter, Pipeline::Bias, blueprint);
+                self.load(Pipeline::Bias, blueprint);
             }
-            self.load(q, q, v, counter, counter, Pipeline::V, blueprint);
+            self.load(Pipeline::V, blueprint);
             left = self.memory.cursor(Pipeline::V, CursorField::Left);
         }
     }
 
     /// Refills the stages that the step before has released: in the forward in each step that multiplies both K and V, else in each step but the
     /// first.
-    #[allow(clippy::too_many_arguments)]
-    pub fn refill<E: CubePrimitive>(
-        &mut self,
-        q: &TensorMap<E, Tiled>,
-        d: &TensorMap<E, Tiled>,
-        k: &TensorMap<E, Tiled>,
-        v: &TensorMap<E, Tiled>,
-        b: &TensorMap<E, Tiled>,
-        stats: &[u32],
-        counter: &[u32],
-        #[comptime] blueprint: Blueprint,
-    ) {
+    pub fn refill(&mut self, #[comptime] blueprint: Blueprint) {
+        self.load_times(1usize, 1usize, blueprint);
+    }
+
+    /// Loads as many tiles of K and of the bias, and of V, each by its warp, unless a producer warp does.
+    fn load_times(&mut self, #[comptime] of_k: usize, #[comptime] of_v: usize, #[comptime] blueprint: Blueprint) {
         if comptime!(!blueprint.tile.producer_warp) {
             if self.warp == comptime!(Pipeline::K.warp()) {
-                self.load(q, d, k, stats, counter, Pipeline::K, blueprint);
+                self.load_each(of_k, Pipeline::K, blueprint);
             }
             if self.warp == comptime!(Pipeline::V.warp()) {
-                self.load(q, d, v, stats, counter, Pipeline::V, blueprint);
+                self.load_each(of_v, Pipeline::V, blueprint);
             }
             if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Pipeline::Bias.warp()) {
-                self.load(q, d, b, stats, counter, Pipeline::Bias, blueprint);
+                self.load_each(of_k, Pipeline::Bias, blueprint);
+            }
+        }
+    }
+
+    fn load_each(
+        &mut self,
+        #[comptime] count: usize,
+        #[comptime] pipeline: Pipeline,
+        #[comptime] blueprint: Blueprint,
+    ) {
+        if comptime!(count == 1) {
+            self.load(pipeline, blueprint);
+        } else {
+            for _ in 0..count {
+                self.load(pipeline, blueprint);
             }
         }
     }
 
     /// Enters the next work tile and returns the number of its tiles. K's producer decodes it and publishes it to the others.
-    fn enter<E: CubePrimitive>(
-        &mut self,
-        q: &TensorMap<E, Tiled>,
-        d: &TensorMap<E, Tiled>,
-        #[comptime] pipeline: Pipeline,
-        #[comptime] blueprint: Blueprint,
-    ) -> u32 {
+    fn enter(&mut self, #[comptime] pipeline: Pipeline, #[comptime] blueprint: Blueprint) -> u32 {
         let nth = self.memory.cursor(pipeline, CursorField::Nth);
         if comptime!(pipeline == Pipeline::K) {
             let number = plane_broadcast(self.ahead, 0u32);
@@ -180,12 +150,14 @@ impl Producer {
                     let row = work.q_start + comptime!(tile * WARPGROUP_ROWS as u32);
                     #[unroll]
                     for panel in 0..comptime!(blueprint.panels() as u32) {
-                        tma_prefetch(q, work.batch, work.head, row, comptime!(panel * PANEL as u32));
+                        tma_prefetch(self.streams.rows_qk, work.batch, work.head, row, comptime!(panel * PANEL as u32));
                     }
-                    #[unroll]
-                    for panel in 0..comptime!(if blueprint.differentiates() { blueprint.panels_v() as u32 } else { 0 })
-                    {
-                        tma_prefetch(d, work.batch, work.head, row, comptime!(panel * PANEL as u32));
+                    if comptime!(blueprint.differentiates()) {
+                        #[unroll]
+                        for panel in 0..comptime!(blueprint.panels_v() as u32) {
+                            let map = self.streams.rows_dov.unwrap();
+                            tma_prefetch(map, work.batch, work.head, row, comptime!(panel * PANEL as u32));
+                        }
                     }
                 }
             } else {
@@ -203,13 +175,13 @@ impl Producer {
         let k_last = self.memory.work_tile(nth, WorkTileField::KLast);
         let steps = self.memory.work_tile(nth, WorkTileField::Steps);
         let head = if comptime!(pipeline == Pipeline::Bias) {
-            self.memory.query_head(nth, blueprint) * self.spread.head
+            self.memory.query_head(nth, blueprint) * self.streams.spread.head
         } else {
             self.memory.work_tile(nth, WorkTileField::HeadKv)
         };
         let mut batch = self.memory.work_tile(nth, WorkTileField::Batch);
         if comptime!(pipeline == Pipeline::Bias) {
-            batch *= self.spread.batch;
+            batch *= self.streams.spread.batch;
         }
         self.memory.set_cursor(pipeline, CursorField::KStart, k_last);
         self.memory.set_cursor(pipeline, CursorField::Head, head);
@@ -220,17 +192,12 @@ impl Producer {
 
     /// Loads the next tile, if there is one, once all warps have released its stage, and advances. A cursor that is in no work tile yet only enters
     /// the first one.
-    #[allow(clippy::too_many_arguments)]
-    fn load<E: CubePrimitive>(
-        &mut self,
-        q: &TensorMap<E, Tiled>,
-        d: &TensorMap<E, Tiled>,
-        map: &TensorMap<E, Tiled>,
-        stats: &[u32],
-        counter: &[u32],
-        #[comptime] pipeline: Pipeline,
-        #[comptime] blueprint: Blueprint,
-    ) {
+    fn load(&mut self, #[comptime] pipeline: Pipeline, #[comptime] blueprint: Blueprint) {
+        let map = match comptime!(pipeline) {
+            Pipeline::K => self.streams.cols_qk,
+            Pipeline::V => self.streams.cols_dov,
+            Pipeline::Bias => self.streams.bias.unwrap(),
+        };
         let next = self.memory.cursor(pipeline, CursorField::KStart);
         let mut left = self.memory.cursor(pipeline, CursorField::Left);
         let head = self.memory.cursor(pipeline, CursorField::Head);
@@ -269,7 +236,13 @@ impl Producer {
                     };
                     // Copies start at multiples of 16 bytes.
                     let from = if comptime!(blueprint.varlen) { from / 4 * 4 } else { from };
-                    bulk_load(stats, from, blueprint.stats_bytes(), to + state.stage * stats_bytes, full);
+                    bulk_load(
+                        self.streams.stats.unwrap(),
+                        from,
+                        blueprint.stats_bytes(),
+                        to + state.stage * stats_bytes,
+                        full,
+                    );
                 }
                 if comptime!(pipeline == Pipeline::Bias && blueprint.transposed()) {
                     // A panel of keys for each warpgroup.
@@ -307,7 +280,7 @@ impl Producer {
                 left -= 1;
             }
             if left == 0 {
-                left = self.enter(q, d, pipeline, blueprint);
+                left = self.enter(pipeline, blueprint);
             }
             self.memory.set_cursor(pipeline, CursorField::Left, left);
             // As late as the answer still comes in time: who takes a work tile early may be busy for long before it.
@@ -318,7 +291,7 @@ impl Producer {
                     of_group = self.memory.cursor(pipeline, CursorField::OfGroup);
                 }
                 if of_group == 0 {
-                    self.ahead = self.scheduler.next(counter, blueprint.tile);
+                    self.ahead = self.scheduler.next(self.counter, blueprint.tile);
                 }
             }
         }
@@ -336,8 +309,8 @@ pub enum ResidentOperand {
 
 /// Loads a warpgroup's rows of Q, or of dO, for the `nth` work tile. Called by one of its warps.
 #[cube]
-pub fn load_resident<E: CubePrimitive>(
-    map: &TensorMap<E, Tiled>,
+pub fn load_resident<E: Float>(
+    streams: &Streams<E>,
     memory: &Memory,
     nth: u32,
     warpgroup: u32,
@@ -352,16 +325,15 @@ pub fn load_resident<E: CubePrimitive>(
         // One barrier is that of both.
         mbarrier_expect(full, comptime!(q_bytes + d_bytes));
         let to = memory.q + warpgroup * q_bytes;
-        load_panels(map, to, q_bytes, blueprint.panels() as u32, full, batch, head, row);
+        load_panels(streams.rows_qk, to, q_bytes, blueprint.panels() as u32, full, batch, head, row);
     } else {
         let to = memory.d + warpgroup * d_bytes;
-        load_panels(map, to, d_bytes, blueprint.panels_v() as u32, full, batch, head, row);
+        load_panels(streams.rows_dov.unwrap(), to, d_bytes, blueprint.panels_v() as u32, full, batch, head, row);
     }
 }
 
 /// Loads rows, panel by panel.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub fn load_panels<E: CubePrimitive>(
     map: &TensorMap<E, Tiled>,
     to: u32,
@@ -382,8 +354,8 @@ pub fn load_panels<E: CubePrimitive>(
 /// Loads a warpgroup's rows of Q, or of dO, of the work tile after the `nth`, once all warps are past their last product with those of this
 /// one.
 #[cube]
-pub fn load_next<E: CubePrimitive>(
-    map: &TensorMap<E, Tiled>,
+pub fn load_next<E: Float>(
+    streams: &Streams<E>,
     memory: &Memory,
     nth: u32,
     warp: u32,
@@ -408,6 +380,6 @@ pub fn load_next<E: CubePrimitive>(
     memory.await_work_tile(nth + 1);
     if of_warpgroup == 0 && memory.work_tile(nth + 1, WorkTileField::Steps) != 0 {
         mbarrier_wait(empty, nth % 2);
-        load_resident(map, memory, nth + 1, warpgroup, operand, blueprint);
+        load_resident(streams, memory, nth + 1, warpgroup, operand, blueprint);
     }
 }

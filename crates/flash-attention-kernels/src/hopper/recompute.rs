@@ -11,13 +11,13 @@ mod products;
 
 use super::Blueprint;
 use super::delta::{stats_all, stats_at};
-use super::forward::Strides;
-use super::gradient::{ResultStrides, SourceStrides};
+use super::operands::{GradientOutputs, LseOut, RowsOut, SourceSides, Sources};
 use super::ops::{ex2, fma_packed, lg2, pack};
 use super::rows::sink_log2;
 use super::schedule::TileScheduler;
-use super::scores::{Exponent, Factors, score_of_pair};
-use crate::blocks::{Visit, visits};
+use super::scores::{Exponent, ScorePair, Scores, score_of_pair};
+use crate::blocks::{TileSize, Visit, visits};
+use crate::extras::Extras;
 use crate::mask::Band;
 use crate::problem::Dtype;
 use crate::softmax::{HIDDEN, lse_bits_log2};
@@ -43,7 +43,7 @@ pub fn is_finite_row(sums: &Array<f32>, #[comptime] row: usize, #[comptime] colu
 /// mask and function count.
 #[cube]
 fn visit_of_run(
-    factors: &Factors,
+    extras: &Extras,
     band: &Band,
     batch: usize,
     head: usize,
@@ -53,10 +53,10 @@ fn visit_of_run(
 ) -> Visit {
     if comptime!(blueprint.sparse) {
         let (rows, columns) = comptime!((blueprint.tile.tile_q() as u32, blueprint.tile.tile_k as u32));
-        let extras = factors.extras;
-        let visits = visits(&extras, band, batch, head, row, rows, columns, false);
-        let nth = visits.find(start / columns, &extras);
-        let visit = visits.tile(nth, &extras, band, rows, columns, false);
+        let size = comptime!(TileSize { rows, columns, keys: false });
+        let visits = visits(extras, band, batch, head, row, size);
+        let nth = visits.find(start / columns);
+        let visit = visits.tile(nth);
         Visit { start, fully_visible: nth < visits.count, masked: visit.masked }
     } else {
         Visit { start, fully_visible: true.runtime(), masked: true.runtime() }
@@ -75,21 +75,39 @@ pub fn is_finite(words: &Array<u32>, #[comptime] blueprint: Blueprint) -> bool {
     trace == 0
 }
 
+/// A row of the output that is computed again, for the keys from `first` on but not `after`: its exponentials are relative to `m`, their
+/// sum is `l`; if that is +∞, both are computed, too.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct LostRow {
+    /// Batch.
+    pub batch: usize,
+    /// Batch of the results.
+    pub batch_out: usize,
+    /// Query head.
+    pub head: usize,
+    /// Its key/value head.
+    pub head_kv: usize,
+    /// The query.
+    pub row: u32,
+    /// The first key.
+    pub first: u32,
+    /// The key after the last.
+    pub after: u32,
+    /// What exponentials are relative to.
+    pub m: f32,
+    /// Their sum.
+    pub l: f32,
+    /// The band of the sequence.
+    pub band: Band,
+}
+
 /// The score of a row and a thread's key as an exponent of 2; not visible if the key is `after` the last.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 fn exponents<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
-    q: &[Vector<E, N>],
-    k: &[Vector<E, N>],
-    mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
-    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
-    strides: &Strides,
-    factors: &Factors,
-    band: &Band,
-    batch: usize,
-    head: usize,
-    head_kv: usize,
-    row: u32,
+    sources: &Sources<E, N>,
+    scores: &Scores<E, M, NB, NM>,
+    of: &LostRow,
     key: u32,
     after: u32,
     masked: bool,
@@ -98,52 +116,37 @@ fn exponents<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let mut value = 0.0f32.runtime();
     let mut visible = false.runtime();
     let slope = 1.0f32.runtime();
-    let q_at = strides.q.at(batch, head, row);
     let mut product = 0.0f32.runtime();
     if comptime!(blueprint.dtype != Dtype::F32) {
-        let first = key - UNIT_POS % 32;
-        product = products_with_keys(q, q_at, k, strides, band, batch, head_kv, first, blueprint);
+        product = products_with_keys(sources, of, key - UNIT_POS % 32, blueprint);
     }
-    if key < after && band.sees(row, key) {
+    if key < after && of.band.sees(of.row, key) {
         if comptime!(blueprint.dtype == Dtype::F32) {
-            let k_at = strides.k.at(batch, head_kv, key);
-            product = dot(q, q_at, k, k_at, blueprint.head_dim, blueprint);
+            let q_at = sources.q.stride.at(of.batch, of.head, of.row);
+            let k_at = sources.k.stride.at(of.batch, of.head_kv, key);
+            product = dot(sources.q.data, q_at, sources.k.data, k_at, blueprint.head_dim, blueprint);
         }
-        let exponent = score_of_pair(product, factors, band, mask, bias, batch, head, row, key, masked, blueprint);
+        let at = ScorePair { batch: of.batch, head: of.head, row: of.row, key, masked, band: of.band };
+        let exponent = score_of_pair(product, scores, &at, blueprint);
         value = exponent.value;
         visible = exponent.visible;
     }
     Exponent { value, visible, slope }
 }
 
-/// Computes one row of `out`, in vectors of 8 bytes, from `q`, `k`, `v`, in vectors of 16, for the keys from `first` on but
-/// not `after`. Its exponentials are relative to `m`, their sum is `l`; if that is +∞, both are computed, too, and the bits of
-/// `lse`. By a whole warp.
+/// Computes one row of `o`, and the bits of its `lse` where its sum was lost. By a whole warp.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
-    q: &[Vector<E, N>],
-    k: &[Vector<E, N>],
-    v: &[Vector<E, N>],
-    mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
-    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
-    out: &mut [Vector<u32, Const<2>>],
-    lse: &mut [u32],
-    strides: &Strides,
-    factors: &Factors,
-    band: &Band,
-    batch: usize,
-    batch_out: usize,
-    head: usize,
-    head_kv: usize,
-    row: u32,
-    first: u32,
-    after: u32,
-    m: f32,
-    l: f32,
+    sources: &Sources<E, N>,
+    scores: &Scores<E, M, NB, NM>,
+    out: &mut RowsOut,
+    lse: &mut LseOut,
+    of: &LostRow,
     #[comptime] blueprint: Blueprint,
 ) {
     let lane = UNIT_POS % 32;
+    let (extras, band) = (scores.factors.extras, of.band);
+    let (batch, head, row) = (of.batch, of.head, of.row);
     // A thread has eight columns of O.
     let mut o = Array::<f32>::new(8usize);
     #[unroll]
@@ -152,26 +155,22 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     }
     // Branches that are the warp's, not a thread's, are decided by votes: the assembler then knows that the warp stays
     // together, and guards no shuffle, here or in the loop around.
-    let lost = l == f32::INFINITY;
+    let lost = of.l == f32::INFINITY;
     // A row without weight sees nothing, or nothing but −∞: of its exponentials, relative to −∞, none would be a number.
-    let after = select(l == 0.0f32, first, after);
-    let mut of_row = m + lg2(l);
-    let dropout = &factors.extras.dropout;
+    let after = select(of.l == 0.0f32, of.first, of.after);
+    let mut of_row = of.m + lg2(of.l);
     // Of this thread's keys, while they are looked for; the first thread has the sink as well.
-    let sink = sink_log2(&factors.extras, head as u32, comptime!(!blueprint.split_keys));
+    let sink = sink_log2(&extras, head as u32, comptime!(!blueprint.split_keys));
     let mut m = select(lane == 0, sink, HIDDEN);
     let mut l = select(m == HIDDEN, 0.0f32, 1.0f32);
     for round in select(lost, 0u32, 1u32)..2u32 {
-        let mut start = first;
+        let mut start = of.first;
         while plane_any(start < after) {
             let key = start + lane;
-            let visit = visit_of_run(factors, band, batch, head, row, start, blueprint);
+            let visit = visit_of_run(&extras, &band, batch, head, row, start, blueprint);
             // Of what is not visited nothing is seen.
             let after = select(visit.fully_visible, after, 0u32);
-            let masked = visit.masked;
-            let exponent = exponents(
-                q, k, mask, bias, strides, factors, band, batch, head, head_kv, row, key, after, masked, blueprint,
-            );
+            let exponent = exponents(sources, scores, of, key, after, visit.masked, blueprint);
             let sees = exponent.visible;
             if round == 0 {
                 let higher = select(sees, max(m, exponent.value), m);
@@ -179,13 +178,13 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 l = fma(l, ex2(m - higher), p);
                 m = higher;
             } else {
-                let kept = dropout.keeps_of(band, batch as u32, head as u32, row, key, false);
-                let p = select(sees, dropout.apply(ex2(exponent.value - of_row), kept), 0.0f32);
+                let kept = extras.dropout.keeps_of(&band, batch as u32, head as u32, row, key, false);
+                let p = select(sees, extras.dropout.apply(ex2(exponent.value - of_row), kept), 0.0f32);
                 for n in 0..KEYS {
                     let p = plane_shuffle(p, n);
                     if plane_any(lane == n && sees) {
-                        let at = strides.v.at(batch, head_kv, start + n);
-                        add_row(&mut o, p, v, at, blueprint.head_dim_v, blueprint.vector());
+                        let at = sources.v.stride.at(batch, of.head_kv, start + n);
+                        add_row(&mut o, p, sources.v.data, at, blueprint.head_dim_v, blueprint.vector());
                     }
                 }
             }
@@ -196,19 +195,20 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             l = plane_sum(l * ex2(m - highest));
             of_row = highest + lg2(l);
             if lane == 0 {
-                lse[strides.lse.at(batch_out, head, row)] = lse_bits_log2(highest, l, lg2(l));
+                let at = lse.stride.at(of.batch_out, head, row);
+                lse.data[at] = lse_bits_log2(highest, l, lg2(l));
             }
         }
     }
-    let at = strides.o.at(batch_out, head, row);
-    write_row(&o, out, at, dropout.scale(), blueprint.head_dim_v, blueprint);
+    let at = out.stride.at(of.batch_out, head, row);
+    write_row(&o, out, at, extras.dropout.scale(), blueprint.head_dim_v, blueprint);
 }
 
 /// Writes a row of `wide` columns, of which each thread has eight, `factor` times, to `out` from vector `at` on.
 #[cube]
 fn write_row(
     o: &Array<f32>,
-    out: &mut [Vector<u32, Const<2>>],
+    out: &mut RowsOut,
     at: usize,
     factor: f32,
     #[comptime] wide: usize,
@@ -233,7 +233,7 @@ fn write_row(
             }
         }
         if 8 * lane + comptime!((nth * of_vector) as u32) < columns {
-            out[at + nth] = vector;
+            out.data[at + nth] = vector;
         }
     }
 }
@@ -275,96 +275,66 @@ fn add_row<E: Float, N: Size>(
     }
 }
 
-/// Of the 16 rows that a warp has of an accumulator from `first_row` on, those that a thread asks for with `again0` or `again1`, for
-/// the first and the second of its two: see `recompute_gradient`. By a whole warp.
+/// Of the 16 rows that a warp has of an accumulator of gradients, those that a thread asks for, for the first and the second of its two.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct LostRows {
+    /// Batch.
+    pub batch: usize,
+    /// Head of the rows.
+    pub head: usize,
+    /// The first head of the columns: query heads, or one key head.
+    pub first_kv: u32,
+    /// The one after the last.
+    pub after_kv: u32,
+    /// The first row of the warp.
+    pub first_row: u32,
+    /// Whether the first of the thread's rows is asked for.
+    pub again0: bool,
+    /// Whether the second one is.
+    pub again1: bool,
+    /// The band of the sequence.
+    pub band: Band,
+}
+
+/// Computes these rows again, as [`gradient`](mod@crate::hopper::gradient) does. By a whole warp.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub fn recompute_gradients<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
-    q: &[Vector<E, N>],
-    d: &[Vector<E, N>],
-    k: &[Vector<E, N>],
-    v: &[Vector<E, N>],
+    sources: &SourceSides<E, N>,
+    scores: &Scores<E, M, NB, NM>,
+    out: &mut GradientOutputs,
     stats: &[u32],
-    strides: &SourceStrides,
-    mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
-    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
-    dk: &mut [Vector<u32, Const<2>>],
-    dv: &mut [Vector<u32, Const<2>>],
-    results: &ResultStrides,
-    scale: f32,
-    factors: &Factors,
-    band: &Band,
     scheduler: &TileScheduler,
-    batch: usize,
-    head: usize,
-    first_kv: u32,
-    after_kv: u32,
-    first_row: u32,
-    again0: bool,
-    again1: bool,
+    of: &LostRows,
     #[comptime] blueprint: Blueprint,
 ) {
     let lane = UNIT_POS % 32;
     // What other threads have stored of these rows comes first.
     sync_plane();
     for of_warp in 0..16u32 {
-        let again = select(of_warp >= 8, again1, again0);
+        let again = select(of_warp >= 8, of.again1, of.again0);
         if plane_any(lane / 4 == of_warp % 8 && again) {
-            recompute_gradient(
-                q,
-                d,
-                k,
-                v,
-                stats,
-                strides,
-                mask,
-                bias,
-                dk,
-                dv,
-                results,
-                scale,
-                factors,
-                band,
-                scheduler,
-                batch,
-                head,
-                first_kv,
-                after_kv,
-                first_row + of_warp,
-                blueprint,
-            );
+            recompute_gradient(sources, scores, out, stats, scheduler, of, of.first_row + of_warp, blueprint);
         }
     }
 }
 
-/// Computes one row of `dk` and `dv` as [`gradient`](mod@crate::hopper::gradient) does, with the query heads, or the one key
-/// head, from `first_kv` to, not including, `after_kv`. By a whole warp.
+/// Computes one row of the gradients. By a whole warp.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
-    q: &[Vector<E, N>],
-    d: &[Vector<E, N>],
-    k: &[Vector<E, N>],
-    v: &[Vector<E, N>],
+    sources: &SourceSides<E, N>,
+    scores: &Scores<E, M, NB, NM>,
+    out: &mut GradientOutputs,
     stats: &[u32],
-    strides: &SourceStrides,
-    mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
-    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
-    dk: &mut [Vector<u32, Const<2>>],
-    dv: &mut [Vector<u32, Const<2>>],
-    results: &ResultStrides,
-    scale: f32,
-    factors: &Factors,
-    band: &Band,
     scheduler: &TileScheduler,
-    batch: usize,
-    head: usize,
-    first_kv: u32,
-    after_kv: u32,
+    of: &LostRows,
     row: u32,
     #[comptime] blueprint: Blueprint,
 ) {
     let (differentiates, sums_values) = comptime!((blueprint.differentiates(), blueprint.sums_values()));
+    let (extras, band) = (scores.factors.extras, of.band);
+    let (batch, head) = (of.batch, of.head);
+    let (rows, cols) = (sources.rows, sources.cols);
     let lane = UNIT_POS % 32;
     let mut sum_k = Array::<f32>::new(8usize);
     let mut sum_v = Array::<f32>::new(8usize);
@@ -374,8 +344,8 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         sum_v[e] = 0.0f32;
     }
     let seen = band.k_blocks(row, 1u32, KEYS);
-    let all = stats_all(band, scheduler, blueprint);
-    for head_kv in first_kv..after_kv {
+    let all = stats_all(&band, scheduler, blueprint);
+    for head_kv in of.first_kv..of.after_kv {
         let after = seen.origin + seen.end * KEYS;
         let mut start = seen.origin + seen.start * KEYS;
         while plane_any(start < after) {
@@ -384,40 +354,40 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             let mut ds = 0.0f32.runtime();
             let mut visible = false.runtime();
             let head_q = if comptime!(blueprint.transposed()) { head_kv as usize } else { head };
-            let visit = visit_of_run(factors, band, batch, head_q, row, start, blueprint);
+            let visit = visit_of_run(&extras, &band, batch, head_q, row, start, blueprint);
             let sees = visit.fully_visible && band.sees(row, key);
             if key < after && sees {
                 let query = if comptime!(blueprint.transposed()) { key } else { row };
-                let at = stats_at(band, scheduler, batch as u32, head_q as u32, query, blueprint);
-                let q_at = strides.q.at(batch, head, row);
-                let k_at = strides.k.at(batch, head_kv as usize, key);
-                let product = dot(q, q_at, k, k_at, blueprint.head_dim, blueprint);
-                let masked = visit.masked;
-                let exponent =
-                    score_of_pair(product, factors, band, mask, bias, batch, head_q, row, key, masked, blueprint);
+                let at = stats_at(&band, scheduler, batch as u32, head_q as u32, query, blueprint);
+                let row_at = rows.qk.stride.at(batch, head, row);
+                let col_at = cols.qk.stride.at(batch, head_kv as usize, key);
+                let product = dot(rows.qk.data, row_at, cols.qk.data, col_at, blueprint.head_dim, blueprint);
+                let pair = ScorePair { batch, head: head_q, row, key, masked: visit.masked, band };
+                let exponent = score_of_pair(product, scores, &pair, blueprint);
                 visible = exponent.visible;
-                let dropout = &factors.extras.dropout;
-                let kept = dropout.keeps_of(band, batch as u32, head_q as u32, row, key, blueprint.transposed());
+                let kept =
+                    extras.dropout.keeps_of(&band, batch as u32, head_q as u32, row, key, blueprint.transposed());
                 let probability = select(visible, ex2(exponent.value - f32::reinterpret(stats[at])), 0.0f32);
-                p = dropout.apply(probability, kept);
+                p = extras.dropout.apply(probability, kept);
                 if comptime!(differentiates) {
-                    let d_at = strides.d.at(batch, head, row);
-                    let v_at = strides.v.at(batch, head_kv as usize, key);
-                    let dp = dot(d, d_at, v, v_at, blueprint.head_dim_v, blueprint);
+                    let row_at = rows.dov.stride.at(batch, head, row);
+                    let col_at = cols.dov.stride.at(batch, head_kv as usize, key);
+                    let dp = dot(rows.dov.data, row_at, cols.dov.data, col_at, blueprint.head_dim_v, blueprint);
+                    let dp = extras.dropout.backward(dp, kept);
                     let delta = f32::reinterpret(stats[all + at]);
-                    ds = select(visible, probability * (dropout.backward(dp, kept) - delta) * exponent.slope, 0.0f32);
+                    ds = select(visible, probability * (dp - delta) * exponent.slope, 0.0f32);
                 }
             }
             for n in 0..KEYS {
                 let (p, ds) = (plane_shuffle(p, n), plane_shuffle(ds, n));
                 if plane_any(lane == n && visible) {
                     if comptime!(differentiates) {
-                        let at = strides.k.at(batch, head_kv as usize, start + n);
-                        add_row(&mut sum_k, ds, k, at, blueprint.head_dim, blueprint.vector());
+                        let at = cols.qk.stride.at(batch, head_kv as usize, start + n);
+                        add_row(&mut sum_k, ds, cols.qk.data, at, blueprint.head_dim, blueprint.vector());
                     }
                     if comptime!(sums_values) {
-                        let at = strides.v.at(batch, head_kv as usize, start + n);
-                        add_row(&mut sum_v, p, v, at, blueprint.head_dim_v, blueprint.vector());
+                        let at = cols.dov.stride.at(batch, head_kv as usize, start + n);
+                        add_row(&mut sum_v, p, cols.dov.data, at, blueprint.head_dim_v, blueprint.vector());
                     }
                 }
             }
@@ -431,11 +401,11 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         }
     }
     if comptime!(differentiates) {
-        let at = results.dk.at(batch, head, row);
-        write_row(&sum_k, dk, at, scale, blueprint.head_dim, blueprint);
+        let at = out.dqk.stride.at(batch, head, row);
+        write_row(&sum_k, &mut out.dqk, at, scores.factors.scale, blueprint.head_dim, blueprint);
     }
     if comptime!(sums_values) {
-        let at = results.dv.at(batch, head, row);
-        write_row(&sum_v, dv, at, factors.extras.dropout.scale(), blueprint.head_dim_v, blueprint);
+        let at = out.dv.stride.at(batch, head, row);
+        write_row(&sum_v, &mut out.dv, at, extras.dropout.scale(), blueprint.head_dim_v, blueprint);
     }
 }

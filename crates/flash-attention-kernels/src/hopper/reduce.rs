@@ -1,4 +1,4 @@
-//! `dq`, where every block of keys adds to it: [`Role::All`](super::Role::All).
+//! `dq`, where every block of keys adds to it: [`Role::All`](crate::fragment::role::Role::All).
 //!
 //! ```text
 //! each warpgroup   dSᵀ of its 64 keys                                     → shared memory
@@ -9,16 +9,15 @@
 //! queries of these, register by register four at a time, what the 32 threads of a warp hold. Adding reads and writes whole lines
 //! then, and so does [`convert_dq()`], which makes `dq` of it.
 
-use super::gradient::{ResultStrides, SourceStrides};
-use super::memory::{Memory, WorkTileField};
+use super::memory::Memory;
+use super::operands::{GradientOutputs, SourceSides};
 use super::ops::*;
-use super::recompute::{is_finite_row, recompute_gradients};
+use super::recompute::{LostRows, is_finite_row, recompute_gradients};
 use super::rows::{pack_row, store_row};
 use super::schedule::TileScheduler;
-use super::scores::Factors;
-use super::{Blueprint, PANEL, WARPGROUP_ROWS, dq_accum_columns};
+use super::scores::Scores;
+use super::{Blueprint, PANEL, WARPGROUP_ROWS};
 use crate::hopper::delta::{stats_all, stats_at};
-use crate::mask::Band;
 use cubecl::prelude::*;
 
 /// Threads of a thread block of [`convert_dq()`].
@@ -109,22 +108,8 @@ impl Reducer {
         self.turn ^= 1;
     }
 
-    /// Adds it to the f32 `dq_accum`.
-    #[allow(clippy::too_many_arguments)]
-    pub fn add(
-        &self,
-        dq: &Array<f32>,
-        dq_accum: &[f32],
-        memory: &Memory,
-        nth: u32,
-        k_start: u32,
-        band: &Band,
-        scheduler: &TileScheduler,
-        #[comptime] blueprint: Blueprint,
-    ) {
-        let (batch, head) = (memory.work_tile(nth, WorkTileField::Batch), memory.query_head(nth, blueprint));
-        let tile = stats_at(band, scheduler, batch, head, k_start, blueprint)
-            * comptime!(dq_accum_columns(blueprint.head_dim));
+    /// Adds it to the f32 `dq_accum`, to the tile of queries that begins at `tile`.
+    pub fn add(&self, dq: &Array<f32>, dq_accum: &[f32], tile: usize) {
         let to = tile + self.addend as usize;
         let to = &dq_accum[to..to + 1];
         #[unroll]
@@ -135,30 +120,20 @@ impl Reducer {
     }
 }
 
-/// `dq_accum`, `scale` times, to `dq [B, H, Sq, D]`, in vectors of 8 bytes. A row that what is hidden from it has reached is
+/// `dq_accum`, multiplied by the scale, to `dq`. A row that what is hidden from it has reached is
 /// computed again, from the rest, as [`gradient`](mod@crate::hopper::gradient) does. A warp has 16 queries.
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::too_many_arguments)]
 pub fn convert_dq<E: Float, M: Numeric, NB: Size, NM: Size>(
     dq_accum: &[Vector<f32, Const<4>>],
-    mask: ComptimeOption<&Tensor<Vector<M, NM>>>,
-    bias: ComptimeOption<&Tensor<Vector<E, NB>>>,
-    dq: &mut [Vector<u32, Const<2>>],
-    unused: &mut [Vector<u32, Const<2>>],
+    sources: SourceSides<E, Const<8>>,
+    scores: Scores<E, M, NB, NM>,
+    outputs: &mut GradientOutputs,
     stats: &[u32],
-    q_slice: &[Vector<E, Const<8>>],
-    d_slice: &[Vector<E, Const<8>>],
-    k_slice: &[Vector<E, Const<8>>],
-    v_slice: &[Vector<E, Const<8>>],
-    source_strides: SourceStrides,
-    strides: ResultStrides,
-    scale: f32,
-    factors: Factors,
-    band: Band,
     scheduler: TileScheduler,
     #[comptime] blueprint: Blueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
+    let (band, scale) = (scores.band, scores.factors.scale);
     let lane = UNIT_POS % 32;
     // Filled up to whole tiles.
     let rows = (stats_all(&band, &scheduler, blueprint) / scheduler.heads as usize) as u32;
@@ -192,8 +167,9 @@ pub fn convert_dq<E: Float, M: Numeric, NB: Size, NM: Size>(
                 sum[comptime!(4 * i + e)] = four.extract(e);
             }
         }
-        let row0 = strides.dk.at(batch as usize, head as usize, row) + comptime!(panel * PANEL / 4);
-        let row1 = row0 + 8 * strides.dk.row;
+        let dq = &mut outputs.dqk;
+        let row0 = dq.stride.at(batch as usize, head as usize, row) + comptime!(panel * PANEL / 4);
+        let row1 = row0 + 8 * dq.stride.row;
         store_row(&pack_row(&sum, 0usize, scale, columns, blueprint.dtype), dq, row0, live0, columns);
         store_row(&pack_row(&sum, 1usize, scale, columns, blueprint.dtype), dq, row1, live1, columns);
         let (panel0, panel1) = (is_finite_row(&sum, 0usize, columns), is_finite_row(&sum, 1usize, columns));
@@ -210,30 +186,16 @@ pub fn convert_dq<E: Float, M: Numeric, NB: Size, NM: Size>(
     let again1 = live1 && !finite1 && query1;
     if plane_any(again0 || again1) {
         let head_kv = scheduler.group_size.divide(head);
-        recompute_gradients(
-            q_slice,
-            d_slice,
-            k_slice,
-            v_slice,
-            stats,
-            &source_strides,
-            &mask,
-            &bias,
-            dq,
-            unused,
-            &strides,
-            scale,
-            &factors,
-            &band,
-            &scheduler,
-            batch as usize,
-            head as usize,
-            head_kv,
-            head_kv + 1,
+        let lost = LostRows {
+            batch: batch as usize,
+            head: head as usize,
+            first_kv: head_kv,
+            after_kv: head_kv + 1,
             first_row,
             again0,
             again1,
-            blueprint,
-        );
+            band,
+        };
+        recompute_gradients(&sources, &scores, outputs, stats, &scheduler, &lost, blueprint);
     }
 }

@@ -5,6 +5,7 @@
 //! of its registers is row `r`, eight `i`, column `e`. Four threads share a row.
 
 use super::Blueprint;
+use super::operands::RowsOut;
 use super::ops::*;
 use crate::extras::Extras;
 use crate::problem::Dtype;
@@ -270,7 +271,6 @@ pub struct RowEnd {
 #[cube]
 impl RowEnd {
     /// Of a row of whose [`OnlineSoftmax`] these are what one of its threads holds.
-    #[allow(clippy::too_many_arguments)]
     pub fn of(
         m: f32,
         l: f32,
@@ -399,15 +399,9 @@ pub fn exchange(first: u32, second: u32) -> (u32, u32) {
 /// Writes a packed row to `out` from vector `at` on: 4 columns a vector; nothing if not `live`. Neighbours exchange what they
 /// hold, so that the four threads of a row write 32 bytes of it together: all must call it.
 #[cube]
-pub fn store_row(
-    words: &Array<u32>,
-    out: &mut [Vector<u32, Const<2>>],
-    at: usize,
-    live: bool,
-    #[comptime] columns: usize,
-) {
+pub fn store_row(words: &Array<u32>, out: &mut RowsOut, at: usize, live: bool, #[comptime] columns: usize) {
     let at = at + vector_of_pair() as usize;
-    let to = &mut out[at..at + 1];
+    let to = &mut out.data[at..at + 1];
     let odd = UNIT_POS % 2 == 1;
     let eights = comptime!(columns / 8);
     #[unroll]
@@ -428,13 +422,13 @@ pub fn store_row_f32(
     o: &Array<f32>,
     #[comptime] row: usize,
     factor: f32,
-    out: &mut [Vector<u32, Const<2>>],
+    out: &mut RowsOut,
     at: usize,
     live: bool,
     #[comptime] columns: usize,
 ) {
     let at = at + (UNIT_POS % 4) as usize;
-    let to = &mut out[at..at + 1];
+    let to = &mut out.data[at..at + 1];
     #[unroll]
     for i in 0..comptime!(columns.div_ceil(8)) {
         let e = comptime!(4 * i + 2 * row);
@@ -447,12 +441,11 @@ pub fn store_row_f32(
 /// Writes one of a thread's two rows of an accumulator, `factor` times, in this element type, as a row of `wide` columns and what
 /// fills them up to vectors of 16 bytes: see [`store_row()`] and [`store_row_f32()`].
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub fn store_row_of(
     o: &Array<f32>,
     #[comptime] row: usize,
     factor: f32,
-    out: &mut [Vector<u32, Const<2>>],
+    out: &mut RowsOut,
     at: usize,
     live: bool,
     #[comptime] wide: usize,

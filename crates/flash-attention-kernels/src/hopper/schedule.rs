@@ -15,7 +15,7 @@
 
 use super::ops::take_ticket;
 use super::{Blueprint, HopperTile};
-use crate::blocks::{block_in_order, visits};
+use crate::blocks::{TileSize, block_in_order, visits};
 use crate::extras::Extras;
 use crate::mask::Band;
 use cubecl::prelude::*;
@@ -284,8 +284,8 @@ impl TileScheduler {
         let mut tiles = end - start;
         if comptime!(extras.is_sparse()) {
             let head_q = if comptime!(transposed) { head_kv } else { head };
-            let of_head = head_q as usize;
-            let visits = visits(extras, &band, block.batch as usize, of_head, q_start, tile_q, tile_k, false);
+            let size = comptime!(TileSize { rows: tile_q, columns: tile_k, keys: false });
+            let visits = visits(extras, &band, block.batch as usize, head_q as usize, q_start, size);
             k_last = visits.last();
             tiles = visits.count;
         }

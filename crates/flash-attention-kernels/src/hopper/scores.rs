@@ -32,6 +32,116 @@ pub struct Factors {
     pub extras: Extras,
 }
 
+/// What scores are made of beside products: one argument of every kernel.
+#[derive(CubeType, CubeLaunch)]
+pub struct Scores<E: Float, M: Numeric, NB: Size, NM: Size> {
+    /// Factors, slopes, functions, dropout and sequences.
+    pub factors: Factors,
+    /// A boolean mask, `[B | 1, H | 1, Sq | 1, Sk | 1]`: nonzero hides.
+    pub mask: ComptimeOption<&'static Tensor<Vector<M, NM>>>,
+    /// An additive bias, likewise.
+    pub bias: ComptimeOption<&'static Tensor<Vector<E, NB>>>,
+    /// Which positions see each other: that of rows and columns.
+    pub band: Band,
+}
+
+/// A warpgroup's tile of scores.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct ScoreTile {
+    /// Batch.
+    pub batch: u32,
+    /// Query head.
+    pub head: u32,
+    /// The warpgroup's first row.
+    pub first_row: u32,
+    /// First column.
+    pub k_start: u32,
+    /// Whether mask and function count.
+    pub masked: bool,
+    /// Where a tiled bias lies.
+    pub bias_tile: u32,
+    /// The band of its sequence.
+    pub band: Band,
+    /// The first of this thread's two rows.
+    lane_row: u32,
+    /// The first of its columns.
+    lane_column: u32,
+    /// Which 16 columns of the bias's first panel are the first.
+    #[cube(comptime)]
+    pub sixteenth: usize,
+}
+
+#[cube]
+impl ScoreTile {
+    /// That of a work tile; batch and head where anything is read for them.
+    pub fn of_work_tile(
+        memory: &Memory,
+        nth: u32,
+        band: Band,
+        first_row: u32,
+        visit: &Visit,
+        bias_tile: u32,
+        #[comptime] drops: bool,
+        #[comptime] blueprint: Blueprint,
+    ) -> ScoreTile {
+        let of_mods = comptime!(blueprint.modified || blueprint.mask_mod || blueprint.alibi || drops);
+        let of_pairs = comptime!(blueprint.mask.is_some() || (blueprint.bias.is_some() && !blueprint.tiled_bias()));
+        let (mut batch, mut head) = (0u32.runtime(), 0u32.runtime());
+        if comptime!(of_mods || of_pairs) {
+            batch = memory.work_tile(nth, WorkTileField::Batch);
+            head = memory.query_head(nth, blueprint);
+        }
+        ScoreTile::new(batch, head, band, first_row, visit, bias_tile, 0usize)
+    }
+
+    /// That of a batch and query head.
+    pub fn new(
+        batch: u32,
+        head: u32,
+        band: Band,
+        first_row: u32,
+        visit: &Visit,
+        bias_tile: u32,
+        #[comptime] sixteenth: usize,
+    ) -> ScoreTile {
+        let lane_row = first_row + UNIT_POS / 32 % 4 * 16 + UNIT_POS % 32 / 4;
+        let lane_column = visit.start + UNIT_POS % 4 * 2;
+        ScoreTile {
+            batch,
+            head,
+            first_row,
+            k_start: visit.start,
+            masked: visit.masked,
+            bias_tile,
+            band,
+            lane_row,
+            lane_column,
+            sixteenth,
+        }
+    }
+
+    /// The `e`-th of two neighbouring pairs of a thread's `r`-th row and `i`-th eight of columns; `distance`: from the row to its first
+    /// column.
+    fn place(
+        &self,
+        distance: f32,
+        #[comptime] r: usize,
+        #[comptime] i: usize,
+        #[comptime] e: usize,
+        #[comptime] transposed: bool,
+    ) -> Place {
+        Place {
+            batch: self.batch,
+            head: self.head,
+            row: self.lane_row + comptime!(8 * r as u32),
+            column: self.lane_column + comptime!((8 * i + e) as u32),
+            distance: distance - comptime!((8 * i + e) as f32),
+            transposed,
+        }
+    }
+}
+
 /// Issues the products of a warpgroup's rows `q` with a tile `k`, both this `wide`: `S = Q Kᵀ`.
 #[cube]
 pub fn products(s: &mut Array<f32>, q: u64, k: u64, #[comptime] wide: usize, #[comptime] blueprint: Blueprint) {
@@ -77,129 +187,56 @@ impl ScoreDerivatives {
     }
 }
 
-/// Turns a warpgroup's products of a tile, its first row and key given, into scores, ready for the softmax once multiplied
+/// Turns a warpgroup's products of a tile into scores, ready for the softmax once multiplied
 /// by `exponent`. What the band hides is not hidden yet, and what mask and function hide only where they count.
-/// `bias_tile`: where a tiled bias lies.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub fn apply_score_mod<E: Float, M: Numeric, NB: Size, NM: Size>(
     s: &mut Array<f32>,
-    factors: &Factors,
-    band: &Band,
-    mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
-    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
-    memory: &Memory,
-    nth: u32,
-    first_row: u32,
-    visit: &Visit,
-    bias_tile: u32,
-    #[comptime] blueprint: Blueprint,
-) -> ScoreDerivatives {
-    let (batch, head) = head_of(memory, nth, factors, blueprint);
-    apply_score_mod_of_head(s, factors, band, mask, bias, batch, head, first_row, visit, bias_tile, 0usize, blueprint)
-}
-
-/// Batch and query head of a work tile, where anything is read for them.
-#[cube]
-pub fn head_of(memory: &Memory, nth: u32, factors: &Factors, #[comptime] blueprint: Blueprint) -> (u32, u32) {
-    let of_mods = comptime!(blueprint.modified || blueprint.mask_mod);
-    let extras = comptime!(of_mods || blueprint.alibi || factors.extras.dropout.seed.is_some());
-    if comptime!(extras || blueprint.mask.is_some() || (blueprint.bias.is_some() && !blueprint.tiled_bias())) {
-        (memory.work_tile(nth, WorkTileField::Batch), memory.query_head(nth, blueprint))
-    } else {
-        (0u32.runtime(), 0u32.runtime())
-    }
-}
-
-/// [`apply_score_mod()`] for a batch and query head. `sixteenth`: which 16 columns of the panel at `bias_tile` are the first.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-pub fn apply_score_mod_of_head<E: Float, M: Numeric, NB: Size, NM: Size>(
-    s: &mut Array<f32>,
-    factors: &Factors,
-    band: &Band,
-    mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
-    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
-    batch: u32,
-    head: u32,
-    first_row: u32,
-    visit: &Visit,
-    bias_tile: u32,
-    #[comptime] sixteenth: usize,
+    scores: &Scores<E, M, NB, NM>,
+    tile: &ScoreTile,
     #[comptime] blueprint: Blueprint,
 ) -> ScoreDerivatives {
     let tile_k = comptime!(blueprint.tile.tile_k);
-    let k_start = visit.start;
-    let (lane_row, lane_column) = (row_of(first_row), column_of(k_start));
     if comptime!(blueprint.capped) {
         #[unroll]
         for i in 0..comptime!(tile_k / 2) {
-            s[i] = capped(s[i], factors);
+            s[i] = capped(s[i], &scores.factors);
         }
     } else if comptime!(blueprint.modified || blueprint.scores_are_scaled() && !blueprint.tiled_bias()) {
         #[unroll]
         for i in 0..comptime!(tile_k / 2) {
-            s[i] *= factors.scale;
+            s[i] *= scores.factors.scale;
         }
     }
-    let derivatives = modify(s, factors, band, batch, head, lane_row, lane_column, blueprint);
-    add_bias(s, factors, band, bias, batch, head, first_row, k_start, bias_tile, sixteenth, blueprint);
+    let derivatives = modify(s, &scores.factors, tile, blueprint);
+    add_bias(s, scores, tile, blueprint);
     if comptime!(blueprint.sparse && blueprint.hides_pairs()) {
-        if visit.masked {
-            hide_pairs(s, factors, band, mask, batch, head, lane_row, lane_column, blueprint);
+        if tile.masked {
+            hide_pairs(s, scores, tile, blueprint);
         }
     } else {
-        hide_pairs(s, factors, band, mask, batch, head, lane_row, lane_column, blueprint);
+        hide_pairs(s, scores, tile, blueprint);
     }
     derivatives
 }
 
-/// The `e`-th of two neighbouring pairs of a thread's `r`-th row and `i`-th eight of columns; `distance`: from the row to its first column.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-fn place_of(
-    batch: u32,
-    head: u32,
-    lane_row: u32,
-    lane_column: u32,
-    distance: f32,
-    #[comptime] r: usize,
-    #[comptime] i: usize,
-    #[comptime] e: usize,
-    #[comptime] transposed: bool,
-) -> Place {
-    Place {
-        batch,
-        head,
-        row: lane_row + comptime!(8 * r as u32),
-        column: lane_column + comptime!((8 * i + e) as u32),
-        distance: distance - comptime!((8 * i + e) as f32),
-        transposed,
-    }
-}
-
 /// Has the user's function, if there is one, make scores of scores, and keeps their derivatives, if they are wanted.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 fn modify(
     s: &mut Array<f32>,
     factors: &Factors,
-    band: &Band,
-    batch: u32,
-    head: u32,
-    lane_row: u32,
-    lane_column: u32,
+    tile: &ScoreTile,
     #[comptime] blueprint: Blueprint,
 ) -> ScoreDerivatives {
     let tile_k = comptime!(blueprint.tile.tile_k);
     let mut words = Array::<u32>::new(comptime!(derivative_words(blueprint, tile_k / 2)));
     if comptime!(blueprint.modified) {
-        let mods = &factors.extras.mods;
+        let (mods, band) = (&factors.extras.mods, &tile.band);
         let transposed = comptime!(blueprint.transposed());
         let per_cap = reciprocal(factors.softcap);
         #[unroll]
         for r in 0..2usize {
-            let distance = Place::between(band, lane_row + comptime!(8 * r as u32), lane_column);
+            let distance = Place::between(band, tile.lane_row + comptime!(8 * r as u32), tile.lane_column);
             #[unroll]
             for i in 0..comptime!(tile_k / 8) {
                 let first = comptime!(4 * i + 2 * r);
@@ -207,7 +244,7 @@ fn modify(
                     let mut derivatives = Array::<f32>::new(2usize);
                     #[unroll]
                     for e in 0..2usize {
-                        let place = place_of(batch, head, lane_row, lane_column, distance, r, i, e, transposed);
+                        let place = tile.place(distance, r, i, e, transposed);
                         let t = s[comptime!(first + e)];
                         let mut derivative = mods.partials(t, &place, band).score;
                         if comptime!(blueprint.capped) {
@@ -225,7 +262,7 @@ fn modify(
                 }
                 #[unroll]
                 for e in 0..2usize {
-                    let place = place_of(batch, head, lane_row, lane_column, distance, r, i, e, transposed);
+                    let place = tile.place(distance, r, i, e, transposed);
                     s[comptime!(first + e)] = mods.score_of(s[comptime!(first + e)], &place, band);
                 }
             }
@@ -250,47 +287,23 @@ pub fn probability_log2(score: f32, exponent: f32, lse: f32, #[comptime] dtype: 
 /// Multiplies gradients `ds` of scores by the softcap's derivative `1 − tanh²`. The capped product is found in the probabilities
 /// `p = 2^(exponent · (capped + bias) − lse)`, for which alone there are registers. `lse`: of each of those.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-pub fn slope<E: Float, NB: Size>(
+pub fn softcap_backward<E: Float, M: Numeric, NB: Size, NM: Size>(
     ds: &mut Array<f32>,
     p: &Array<f32>,
     lse: &Sequence<f32>,
-    factors: &Factors,
-    band: &Band,
-    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
-    memory: &Memory,
-    nth: u32,
-    first_row: u32,
-    k_start: u32,
-    bias_tile: u32,
+    scores: &Scores<E, M, NB, NM>,
+    tile: &ScoreTile,
     #[comptime] blueprint: Blueprint,
 ) {
     let mut t = negative_capped(p, lse, comptime!(blueprint.tile.tile_k / 2));
-    let (batch, head) = head_of(memory, nth, factors, blueprint);
-    add_bias(&mut t, factors, band, bias, batch, head, first_row, k_start, bias_tile, 0usize, blueprint);
-    multiply_slope(ds, p, &t, factors, blueprint);
-}
-
-/// [`slope()`] for a batch and query head.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-pub fn slope_head<E: Float, NB: Size>(
-    ds: &mut Array<f32>,
-    p: &Array<f32>,
-    lse: &Sequence<f32>,
-    factors: &Factors,
-    band: &Band,
-    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
-    batch: u32,
-    head: u32,
-    first_row: u32,
-    k_start: u32,
-    bias_tile: u32,
-    #[comptime] blueprint: Blueprint,
-) {
-    let mut t = negative_capped(p, lse, comptime!(blueprint.tile.tile_k / 2));
-    add_bias(&mut t, factors, band, bias, batch, head, first_row, k_start, bias_tile, 0usize, blueprint);
-    multiply_slope(ds, p, &t, factors, blueprint);
+    add_bias(&mut t, scores, tile, blueprint);
+    let per_cap = reciprocal(scores.factors.softcap);
+    #[unroll]
+    for n in 0..comptime!(blueprint.tile.tile_k / 2) {
+        let tanh = t[n] * per_cap;
+        // Where nothing is seen, whatever the bias may be there.
+        ds[n] = select(p[n] == 0.0f32, 0.0f32, fma(-tanh, tanh, 1.0f32) * ds[n]);
+    }
 }
 
 /// `−(capped + bias)` of probabilities.
@@ -304,38 +317,12 @@ fn negative_capped(p: &Array<f32>, lse: &Sequence<f32>, #[comptime] len: usize) 
     t
 }
 
-/// Multiplies by the derivative. `t`: the capped products, negative.
+/// Hides what the band hides of a warpgroup's tile.
 #[cube]
-fn multiply_slope(
-    ds: &mut Array<f32>,
-    p: &Array<f32>,
-    t: &Array<f32>,
-    factors: &Factors,
-    #[comptime] blueprint: Blueprint,
-) {
-    let per_cap = reciprocal(factors.softcap);
-    #[unroll]
-    for n in 0..comptime!(blueprint.tile.tile_k / 2) {
-        let tanh = t[n] * per_cap;
-        // Where nothing is seen, whatever the bias may be there.
-        ds[n] = select(p[n] == 0.0f32, 0.0f32, fma(-tanh, tanh, 1.0f32) * ds[n]);
-    }
-}
-
-/// Hides what the band hides from a warpgroup's rows of a tile, its first row and key given.
-#[cube]
-pub fn apply_mask(
-    s: &mut Array<f32>,
-    band: &Band,
-    fully_masked: bool,
-    first_row: u32,
-    k_start: u32,
-    #[comptime] tile_k: usize,
-) {
-    let (lane_row, lane_column) = (row_of(first_row), column_of(k_start));
+pub fn apply_mask(s: &mut Array<f32>, tile: &ScoreTile, fully_masked: bool, #[comptime] tile_k: usize) {
     #[unroll]
     for r in 0..2usize {
-        let run = band.run(lane_row + comptime!(8 * r as u32), lane_column, fully_masked);
+        let run = tile.band.run(tile.lane_row + comptime!(8 * r as u32), tile.lane_column, fully_masked);
         #[unroll]
         for word in 0..comptime!((tile_k / 8).div_ceil(16)) {
             // Bits become predicates several at a time.
@@ -352,18 +339,6 @@ pub fn apply_mask(
     }
 }
 
-/// The first of a thread's two rows.
-#[cube]
-fn row_of(first_row: u32) -> u32 {
-    first_row + UNIT_POS / 32 % 4 * 16 + UNIT_POS % 32 / 4
-}
-
-/// The first of a thread's columns.
-#[cube]
-fn column_of(k_start: u32) -> u32 {
-    k_start + UNIT_POS % 4 * 2
-}
-
 /// A score as an exponent of 2.
 #[derive(CubeType, Clone)]
 pub struct Exponent {
@@ -375,23 +350,34 @@ pub struct Exponent {
     pub slope: f32,
 }
 
-/// The score of one pair of query and key from their product, as [`apply_score_mod()`] turns a tile's; the band does not count, mask and function
-/// do where it is `masked`. `head`: of the query. `row` and `key` change places where they do in tiles.
+/// A pair of row and column; the head is the query's.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct ScorePair {
+    /// Batch.
+    pub batch: usize,
+    /// Query head.
+    pub head: usize,
+    /// Row.
+    pub row: u32,
+    /// Column.
+    pub key: u32,
+    /// Whether mask and function count.
+    pub masked: bool,
+    /// The band of its sequence.
+    pub band: Band,
+}
+
+/// The score of one pair from its product, as [`apply_score_mod()`] turns a tile's; the band does not count. Rows are queries where they
+/// are in tiles.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub fn score_of_pair<E: Float, M: Numeric, NB: Size, NM: Size>(
     product: f32,
-    factors: &Factors,
-    band: &Band,
-    mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
-    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
-    batch: usize,
-    head: usize,
-    row: u32,
-    key: u32,
-    masked: bool,
+    scores: &Scores<E, M, NB, NM>,
+    at: &ScorePair,
     #[comptime] blueprint: Blueprint,
 ) -> Exponent {
+    let (factors, band) = (&scores.factors, &at.band);
     let mut s = product;
     let mut visible = true.runtime();
     let mut slope = 1.0f32.runtime();
@@ -403,7 +389,7 @@ pub fn score_of_pair<E: Float, M: Numeric, NB: Size, NM: Size>(
     } else if comptime!(blueprint.scores_are_scaled()) {
         s *= factors.scale;
     }
-    let place = Place::new(batch as u32, head as u32, band, row, key, blueprint.transposed());
+    let place = Place::new(at.batch as u32, at.head as u32, band, at.row, at.key, blueprint.transposed());
     if comptime!(blueprint.modified) {
         if comptime!(blueprint.differentiates()) {
             slope *= factors.extras.mods.partials(s, &place, band).score;
@@ -411,25 +397,25 @@ pub fn score_of_pair<E: Float, M: Numeric, NB: Size, NM: Size>(
         s = factors.extras.mods.score_of(s, &place, band);
     }
     if comptime!(blueprint.alibi) {
-        s = fma(factors.extras.slope(batch, head), distance(band, row, key), s);
+        s = fma(factors.extras.slope(at.batch, at.head), distance(band, at.row, at.key), s);
     }
     // Pairs are read from even keys on.
-    let (even, odd) = (key / 2 * 2, key % 2 == 1);
+    let (even, odd) = (at.key / 2 * 2, at.key % 2 == 1);
     #[comptime]
-    if let ComptimeOption::Some(bias) = bias {
-        let at = batch * bias.stride(0) + head * bias.stride(1) + row as usize * bias.stride(along_rows);
-        let pair = pair_of::<E, NB>(bias, at, band, even, blueprint.bias, blueprint);
+    if let ComptimeOption::Some(bias) = scores.bias {
+        let start = at.batch * bias.stride(0) + at.head * bias.stride(1) + at.row as usize * bias.stride(along_rows);
+        let pair = pair_of::<E, NB>(bias, start, band, even, blueprint.bias, blueprint);
         s += select(odd, f32::cast_from(pair.extract(1usize)), f32::cast_from(pair.extract(0usize)));
     }
     #[comptime]
-    if let ComptimeOption::Some(mask) = mask {
-        let at = batch * mask.stride(0) + head * mask.stride(1) + row as usize * mask.stride(along_rows);
-        let pair = pair_of::<M, NM>(mask, at, band, even, blueprint.mask, blueprint);
+    if let ComptimeOption::Some(mask) = scores.mask {
+        let start = at.batch * mask.stride(0) + at.head * mask.stride(1) + at.row as usize * mask.stride(along_rows);
+        let pair = pair_of::<M, NM>(mask, start, band, even, blueprint.mask, blueprint);
         visible = select(odd, pair.extract(1usize), pair.extract(0usize)) == M::from_int(0);
     }
     // Values first: of a call behind `&&` a branch would be made.
     let sees = factors.extras.mods.sees(&place, band);
-    visible = visible && sees || !masked;
+    visible = visible && sees || !at.masked;
     Exponent { value: s * factors.exponent, visible, slope }
 }
 
@@ -443,7 +429,7 @@ fn capped(product: f32, factors: &Factors) -> f32 {
 /// Two neighbouring elements of a row of a mask or bias: one read where rows allow vectors of two. `rows`: whether they differ.
 #[cube]
 fn pair_of<T: Numeric, N: Size>(
-    tensor: &&Tensor<Vector<T, N>>,
+    tensor: &Tensor<Vector<T, N>>,
     row: usize,
     band: &Band,
     column: u32,

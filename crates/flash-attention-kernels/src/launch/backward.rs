@@ -2,20 +2,21 @@
 
 mod portable_kernels;
 
-use super::{Call, Inputs, elementwise, input, output};
+use super::{Call, Inputs, Launch, elementwise, input, output};
 use crate::error::AttentionError;
+use crate::fragment::grid::GridLaunch;
+use crate::fragment::role::Role;
 use crate::hopper::{BiasTile, dq_accum_columns};
-use crate::matrix::Role;
 use crate::mods::TENSORS;
-use crate::portable::GridLaunch;
 use crate::portable::dbias::Sums;
 use crate::portable::nothing;
+use crate::portable::tile::TileShape;
 use crate::problem::{AttentionProblem, BackwardOrder};
 use crate::score::Factor;
 use crate::tensor::TensorView;
 use crate::tiling::{self, BackwardTiles, BiasGradient, Device, Gradient, HopperGradient, MmaGradient, Stage};
 use cubecl::client::Client;
-use cubecl::ir::{ElemType, FloatKind};
+use cubecl::ir::{AddressType, ElemType, FloatKind};
 use cubecl::prelude::*;
 
 /// What the backward reads beside the inputs.
@@ -126,33 +127,67 @@ impl Scratch {
 /// What they are called in messages.
 const DSCORE_TENSORS: [&str; TENSORS] = ["dscore_tensors[0]", "dscore_tensors[1]"];
 
-/// Gradients that one launch for Hopper, or of `mma.sync`, computes: `dq`, one or both of the others, or, for Hopper, all.
+/// Gradients that one launch computes: `dq`, one or both of the others, or, for Hopper, all.
 #[derive(Clone, Copy)]
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "there is no such launch then"))]
-pub(super) struct HopperResults<'a> {
+pub(super) struct Results<'a> {
     pub dq: Option<&'a TensorView>,
     pub dk: Option<&'a TensorView>,
     pub dv: Option<&'a TensorView>,
 }
 
+impl<'a> Results<'a> {
+    /// What computes them.
+    pub(super) fn role(&self) -> Role {
+        match (self.dq, self.dk, self.dv) {
+            (Some(_), None, None) => Role::Dq,
+            (Some(_), ..) => Role::All,
+            (None, dk, dv) => Role::DkDv { dk: dk.is_some(), dv: dv.is_some() },
+        }
+    }
+
+    /// Those that there are.
+    pub(super) fn all(&self) -> impl Iterator<Item = &'a TensorView> + use<'a> {
+        [self.dq, self.dk, self.dv].into_iter().flatten()
+    }
+
+    /// What a kernel reads and writes in vectors beside the inputs.
+    pub(super) fn views(&self, saved: &'a Saved) -> Vec<&'a TensorView> {
+        self.all().chain([&saved.dout]).collect()
+    }
+
+    /// The argument of the gradient of Q or K.
+    pub(super) fn dqk(&self) -> Option<TensorArg> {
+        self.dq.or(self.dk).map(|view| view.arg())
+    }
+}
+
 /// A launch for Hopper.
-pub(super) type Wanted<'a> = (HopperResults<'a>, HopperGradient);
+pub(super) type Wanted<'a> = (Results<'a>, HopperGradient);
 
 /// A launch of `mma.sync`.
-pub(super) type WantedMma<'a> = (HopperResults<'a>, MmaGradient);
+pub(super) type WantedMma<'a> = (Results<'a>, MmaGradient);
 
 /// That of the bias's gradient.
 pub(super) type WantedBias<'a> = (&'a TensorView, BiasTile);
 
-/// How the bias's gradient is launched.
-struct DbiasGrids {
-    sums: Sums,
-    /// Heads and batches that are told apart in what a thread block writes.
-    heads: usize,
-    batches: usize,
-    grid: (GridLaunch, CubeCount),
-    /// Threads that share an element of the fold, and its thread blocks.
-    fold: Option<(usize, CubeCount)>,
+/// What the launches of a backward share.
+#[derive(Clone, Copy)]
+pub(super) struct Backward<'a> {
+    pub call: &'a Call<'a>,
+    pub saved: &'a Saved,
+    pub scratch: &'a Scratch,
+    /// Reach every element of what is read and written.
+    pub addresses: AddressType,
+}
+
+impl Backward<'_> {
+    /// Thread blocks of so many rows each, queries or keys as the results say.
+    pub(super) fn rows_grid(&self, results: &Results, rows: usize) -> Result<(GridLaunch, CubeCount), AttentionError> {
+        let transposed = results.role().is_transposed();
+        let kernel = if transposed { "dkdv" } else { "dq" };
+        tiling::check_bindings(self.call.device, self.call.problem, kernel, 5 + results.all().count())?;
+        if transposed { self.call.key_grid(kernel, rows) } else { self.call.query_grid(kernel, rows) }
+    }
 }
 
 impl Call<'_> {
@@ -239,28 +274,30 @@ impl Call<'_> {
             return Ok(());
         }
 
+        let backward = Backward { call: self, saved, scratch, addresses };
+
         // -- nothing to attend to: zeros, but for sinks, which are attended to
         if p.rows() == 0 || p.seq_k == 0 {
             let f32 = ElemType::Float(FloatKind::F32);
-            let of_sinks = dsinks.filter(|_| p.rows() > 0);
-            let of_sinks = of_sinks.map(|view| Ok((view, self.delta_grid()?, self.dsinks_grid()?))).transpose()?;
             let written = wanted.iter().filter_map(|(_, view, _)| Some((view.as_ref()?.clone(), self.dtype())));
             let written = written
                 .chain(dslopes.map(|view| (view.widened(), f32)))
                 .chain(dsinks.filter(|_| p.rows() == 0).map(|view| (view.widened(), f32)))
                 .chain(of_tensors.map(|view| (view.clone(), f32)))
                 .filter(|(view, _)| !view.is_empty());
-            let launches: Vec<_> = written
-                .map(|(view, dtype)| Ok((elementwise(self.device, "zeros", view.len())?, view, dtype)))
-                .collect::<Result<_, AttentionError>>()?;
-            for ((count, dim), view, dtype) in launches {
-                // SAFETY: views and scratch have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
-                unsafe { nothing::zeros::launch_unchecked(self.client, count, dim, addresses, view.arg(), dtype) };
+            let mut launches: Vec<Launch> = Vec::new();
+            for (view, dtype) in written {
+                let (count, dim) = elementwise(self.device, "zeros", view.len())?;
+                launches.push(Box::new(move || {
+                    // SAFETY: views have been checked against their buffers; the kernel writes no element beyond the last.
+                    unsafe { nothing::zeros::launch_unchecked(self.client, count, dim, addresses, view.arg(), dtype) };
+                }));
             }
-            if let Some((view, delta, count)) = of_sinks {
-                self.delta(saved, scratch, delta, addresses);
-                self.dsinks(scratch, view, count, addresses);
+            if let Some(view) = dsinks.filter(|_| p.rows() > 0) {
+                launches.push(backward.delta()?);
+                launches.push(backward.dsinks(view)?);
             }
+            launches.into_iter().for_each(|launch| launch());
             return Ok(());
         }
 
@@ -269,124 +306,69 @@ impl Call<'_> {
         for tile in tiles.portables() {
             tiling::check_tile(self.device, p, &tile, Stage::Backward)?;
         }
-        let (dk, dv) = (gradients.dk.as_ref(), gradients.dv.as_ref());
+        let (dq, dk, dv) = (gradients.dq.as_ref(), gradients.dk.as_ref(), gradients.dv.as_ref());
         let together = tiles.dv.is_none() && dk.is_some() && dv.is_some();
-        let delta = self.delta_grid()?;
-        let dsinks = dsinks.map(|view| Ok((view, self.dsinks_grid()?))).transpose()?;
-        let (mut hopper, mut mma, mut matrix, mut rows) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        if let Some(tiles) = fused {
-            hopper.push((HopperResults { dq: gradients.dq.as_ref(), dk, dv }, tiles));
-        }
-        let mut dq = None;
-        if let Some(view) = gradients.dq.as_ref().filter(|_| fused.is_none()) {
-            match tiles.dq {
-                Gradient::Hopper(tiles) => hopper.push((HopperResults { dq: Some(view), dk: None, dv: None }, tiles)),
-                Gradient::Mma(tiles) => mma.push((HopperResults { dq: Some(view), dk: None, dv: None }, tiles)),
-                Gradient::Matrix(tile) => {
-                    matrix.push(self.check_gradient_matrix(Role::Dq, tile, [Some(view), None])?)
-                }
-                Gradient::Rows(tile) => rows.push(self.check_gradient_rows(Role::Dq, tile, [Some(view), None])?),
-                Gradient::Portable(tile) => {
-                    tiling::check_bindings(self.device, p, "dq", 6)?;
-                    dq = Some((view, tile, self.query_grid("dq", tile.tile_q)?));
-                }
-            }
-        }
-        let mut dkdv = Vec::new();
-        for (dk, dv) in if together { vec![(dk, dv)] } else { vec![(dk, None), (None, dv)] } {
-            if fused.is_some() || dk.is_none() && dv.is_none() {
-                continue;
-            }
-            match tiles.dv.filter(|_| dk.is_none()).unwrap_or(tiles.dkdv) {
-                Gradient::Hopper(tiles) => hopper.push((HopperResults { dq: None, dk, dv }, tiles)),
-                Gradient::Mma(tiles) => mma.push((HopperResults { dq: None, dk, dv }, tiles)),
-                Gradient::Matrix(tile) => {
-                    let role = Role::DkDv { dk: dk.is_some(), dv: dv.is_some() };
-                    matrix.push(self.check_gradient_matrix(role, tile, [dk, dv])?);
-                }
-                Gradient::Rows(tile) => {
-                    let role = Role::DkDv { dk: dk.is_some(), dv: dv.is_some() };
-                    rows.push(self.check_gradient_rows(role, tile, [dk, dv])?);
-                }
-                Gradient::Portable(tile) => {
-                    tiling::check_bindings(self.device, p, "dkdv", if together { 7 } else { 6 })?;
-                    dkdv.push((dk, dv, tile, self.key_grid("dkdv", tile.tile_k)?));
+        let of_dq = (Results { dq, dk: None, dv: None }, tiles.dq);
+        let of_dkdv = |dk, dv| (Results { dq: None, dk, dv }, tiles.dv.filter(|_| dk.is_none()).unwrap_or(tiles.dkdv));
+        let apart = if together { vec![of_dkdv(dk, dv)] } else { vec![of_dkdv(dk, None), of_dkdv(None, dv)] };
+        let (mut launches, mut hopper, mut mma): (Vec<Launch>, _, _) = (Vec::new(), Vec::new(), Vec::new());
+        match fused {
+            Some(tiles) => hopper.push((Results { dq, dk, dv }, tiles)),
+            None => {
+                for (results, kernel) in
+                    [of_dq].into_iter().chain(apart).filter(|(results, _)| results.all().count() > 0)
+                {
+                    match kernel {
+                        Gradient::Hopper(tiles) => hopper.push((results, tiles)),
+                        Gradient::Mma(tiles) => mma.push((results, tiles)),
+                        Gradient::Matrix(tile) => launches.push(backward.matrix(results, tile)?),
+                        Gradient::Rows(tile) => launches.push(backward.rows(results, tile)?),
+                        Gradient::Portable(tile) => launches.push(backward.portable(results, tile)?),
+                    }
                 }
             }
         }
-        let mut dbias = None;
         let mut hopper_dbias = None;
+        let factor_tile = |argument, tile: Option<TileShape>| {
+            tile.ok_or(AttentionError::Unsupported {
+                option: argument,
+                value: "none".into(),
+                why: "a gradient is asked for that takes a kernel",
+            })
+        };
         if let Some(view) = &gradients.dbias {
             match tiles.dbias {
                 BiasGradient::Hopper(tile) => hopper_dbias = Some((view, tile)),
                 BiasGradient::Portable(tile) => {
-                    tiling::check_bindings(self.device, p, "dbias", 6)?;
                     let sums = tiling::bias_sums(&view.shape, p);
-                    dbias = Some((view, tile, self.sums_grids("dbias", view, sums, tile)?));
+                    let blueprint = tiling::blueprint_beside(tiles.dq.kernel(), p, tile, Factor::One);
+                    launches.push(backward.dbias("dbias", view.clone(), sums, blueprint)?);
                 }
             }
         }
-        let mut of_slopes = None;
         if let Some(view) = dslopes {
-            let Some(tile) = tiles.dalibi_slopes else {
-                return Err(AttentionError::Unsupported {
-                    option: "tiles.dalibi_slopes",
-                    value: "none".into(),
-                    why: "the gradient of slopes is asked for, and takes a kernel",
-                });
-            };
-            tiling::check_bindings(self.device, p, "dalibi_slopes", 6)?;
-            let view = view.widened();
-            let grids = self.sums_grids("dalibi_slopes", &view, Sums::Rows, tile)?;
-            of_slopes = Some((view, tile, grids));
+            let tile = factor_tile("tiles.dalibi_slopes", tiles.dalibi_slopes)?;
+            let blueprint = tiling::blueprint_beside(tiles.dq.kernel(), p, tile, Factor::Slope);
+            launches.push(backward.dbias("dalibi_slopes", view.widened(), Sums::Rows, blueprint)?);
         }
-        let mut of_tensors = Vec::new();
-        for (nth, factor) in [Factor::A, Factor::B].into_iter().enumerate() {
-            let Some(view) = &gradients.dscore_tensors[nth] else { continue };
-            let Some(tile) = tiles.dscore_tensors else {
-                return Err(AttentionError::Unsupported {
-                    option: "tiles.dscore_tensors",
-                    value: "none".into(),
-                    why: "the gradient of a tensor that a function of scores reads is asked for, and takes a kernel",
-                });
-            };
-            tiling::check_bindings(self.device, p, "dscore_tensors", 6)?;
-            let grids = self.sums_grids("dscore_tensors", view, tiling::bias_sums(&view.shape, p), tile)?;
-            of_tensors.push((view, factor, tile, grids));
+        for (view, factor) in gradients.dscore_tensors.iter().zip([Factor::A, Factor::B]) {
+            let Some(view) = view else { continue };
+            let tile = factor_tile("tiles.dscore_tensors", tiles.dscore_tensors)?;
+            let blueprint = tiling::blueprint_beside(tiles.dq.kernel(), p, tile, factor);
+            let sums = tiling::bias_sums(&view.shape, p);
+            launches.push(backward.dbias("dscore_tensors", view.clone(), sums, blueprint)?);
         }
-        let of_sums = |tile, factor| tiling::blueprint_beside(tiles.dq.kernel(), p, tile, factor);
+        if let Some(view) = dsinks {
+            launches.push(backward.dsinks(view)?);
+        }
+        let delta = backward.delta()?;
         self.check_hopper_backward(saved, &hopper, hopper_dbias)?;
         self.check_mma_backward(saved, &mma)?;
 
-        let portable = dq.is_some() || !dkdv.is_empty() || dbias.is_some() || of_slopes.is_some() || dsinks.is_some();
-        let portable = portable || !of_tensors.is_empty();
-        if portable || !matrix.is_empty() || !rows.is_empty() {
-            self.delta(saved, scratch, delta, addresses);
+        if !launches.is_empty() {
+            delta();
         }
-        if let Some((view, count)) = dsinks {
-            self.dsinks(scratch, view, count, addresses);
-        }
-        for gradient in matrix {
-            self.gradient_matrix(saved, scratch, gradient, addresses);
-        }
-        for gradient in rows {
-            self.gradient_rows(saved, scratch, gradient, addresses);
-        }
-        if let Some((dq, tile, grid)) = dq {
-            self.dq(saved, scratch, dq, tile, grid, addresses);
-        }
-        for (dk, dv, tile, grid) in dkdv {
-            self.dkdv(saved, scratch, dk, dv, tile, grid, addresses);
-        }
-        if let Some((dbias, tile, grids)) = dbias {
-            self.dbias(saved, scratch, dbias, of_sums(tile, Factor::One), grids, addresses);
-        }
-        if let Some((view, tile, grids)) = of_slopes {
-            self.dbias(saved, scratch, &view, of_sums(tile, Factor::Slope), grids, addresses);
-        }
-        for (view, factor, tile, grids) in of_tensors {
-            self.dbias(saved, scratch, view, of_sums(tile, factor), grids, addresses);
-        }
+        launches.into_iter().for_each(|launch| launch());
         // They read scratch in a layout of their own.
         self.backward_mma(saved, scratch, &mma)?;
         self.backward_hopper(saved, scratch, &hopper, hopper_dbias)?;

@@ -1,6 +1,7 @@
 //! Launches what finds out the states of a block mask.
 
-use super::{Inputs, mods, output};
+use super::arguments::{mask_type, mods};
+use super::{Inputs, output};
 use crate::blocks::{CLASSIFIERS, classify};
 use crate::error::AttentionError;
 use crate::problem::{AttentionProblem, BlockMask, check_broadcast};
@@ -76,7 +77,7 @@ pub fn block_states(
             problem.band().into_launch(),
             block_q as u32,
             block_k as u32,
-            super::mask_type(inputs),
+            mask_type(inputs),
         );
     }
     Ok(())

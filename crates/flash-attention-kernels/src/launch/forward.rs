@@ -3,6 +3,7 @@
 use super::sequences::Blocks;
 use super::{Call, Inputs, elementwise, output};
 use crate::error::AttentionError;
+use crate::fragment::operands::ForwardOutputsLaunch;
 use crate::portable::tile::TileShape;
 use crate::portable::{self, nothing};
 use crate::problem::AttentionProblem;
@@ -87,7 +88,7 @@ impl Call<'_> {
         tile: TileShape,
         addresses: AddressType,
     ) -> Result<(), AttentionError> {
-        let (p, inputs) = (self.problem, self.inputs);
+        let p = self.problem;
         tiling::check_tile(self.device, p, &tile, Stage::Forward)?;
         tiling::check_bindings(self.device, p, "forward", 5)?;
         let (grid, count) = self.query_grid("forward", tile.tile_q)?;
@@ -100,15 +101,9 @@ impl Call<'_> {
                 CubeDim::new_1d(tile.units() as u32),
                 addresses.max(route.addresses()),
                 self.width(&[o]),
-                inputs.q.arg(),
-                inputs.k.arg(),
-                inputs.v.arg(),
-                self.mask().into(),
-                self.bias().into(),
-                o.arg(),
-                lse.arg(),
-                self.score(Stage::Forward, &route),
-                p.band().into_launch(),
+                self.qkv(),
+                self.scores(Stage::Forward, &route),
+                ForwardOutputsLaunch::new(o.arg(), lse.arg()),
                 grid,
                 tiling::blueprint(p, tile, Factor::One),
                 [self.dtype(), self.mask_type()],

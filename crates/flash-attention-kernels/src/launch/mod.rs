@@ -1,5 +1,6 @@
 //! Validate, choose, compute the grid, launch. No mathematics.
 
+mod arguments;
 mod backward;
 mod blocks;
 mod dropout;
@@ -19,20 +20,16 @@ pub use dropout::dropout_kept;
 pub use forward::{forward, forward_with};
 pub use route::BlockLists;
 
-use crate::dropout::{DropoutLaunch, factor, seed, threshold};
+use crate::dropout::seed;
 use crate::error::AttentionError;
-use crate::extras::ExtrasLaunch;
-use crate::mods::{ModsLaunch, TENSORS, TableLaunch, TablesLaunch};
-use crate::portable::GridLaunch;
-use crate::portable::tile::WIDTH;
-use crate::problem::{AttentionOptions, AttentionProblem, MASK_TENSORS, SCORE_TENSORS};
-use crate::score::ScoreLaunch;
+use crate::fragment::grid::GridLaunch;
+use crate::mods::TENSORS;
+use crate::problem::{AttentionProblem, MASK_TENSORS, SCORE_TENSORS};
 use crate::tensor::TensorView;
-use crate::tiling::{self, Device, Stage};
+use crate::tiling::{self, Device};
 use cubecl::client::Client;
-use cubecl::ir::{AddressType, ElemType, UIntKind};
+use cubecl::ir::AddressType;
 use cubecl::prelude::*;
-use route::Route;
 
 /// How a boolean mask is stored. True (nonzero) hides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -164,6 +161,9 @@ impl Inputs {
     }
 }
 
+/// A launch that cannot fail any more.
+type Launch<'a> = Box<dyn FnOnce() + 'a>;
+
 /// A validated call on a device.
 struct Call<'a> {
     client: &'a Client,
@@ -244,56 +244,6 @@ impl<'a> Call<'a> {
         AddressType::from_len(farthest as usize)
     }
 
-    /// Elements that are read and written at once: a vector where every tensor allows it.
-    fn width(&self, views: &[&TensorView]) -> usize {
-        let Inputs { q, k, v, .. } = self.inputs;
-        let size = self.problem.dtype.size();
-        let all = [q, k, v].into_iter().chain(views.iter().copied()).all(|view| view.vectorizes(WIDTH, size));
-        if all { WIDTH } else { 1 }
-    }
-
-    fn dtype(&self) -> ElemType {
-        tiling::element_type(self.problem.dtype)
-    }
-
-    fn mask_type(&self) -> ElemType {
-        mask_type(self.inputs)
-    }
-
-    fn mask(&self) -> Option<TensorArg> {
-        self.inputs.mask.as_ref().map(|mask| mask.tensor.broadcast_arg())
-    }
-
-    fn bias(&self) -> Option<TensorArg> {
-        self.inputs.bias.as_ref().map(|bias| bias.broadcast_arg())
-    }
-
-    fn score(&self, stage: Stage, route: &Route) -> ScoreLaunch {
-        let softcap = self.problem.options.softcap;
-        let scale = self.problem.softmax_scale();
-        ScoreLaunch::new(scale, softcap.unwrap_or(1.0), softcap.is_some(), self.extras(stage, route))
-    }
-
-    /// Gradients need no sinks: lse knows of them.
-    fn extras(&self, stage: Stage, route: &Route) -> ExtrasLaunch {
-        let sinks = self.sinks().filter(|_| stage == Stage::Forward);
-        let slopes = self.inputs.alibi_slopes.as_ref().map(|slopes| slopes.broadcast_arg());
-        let schedule = route.schedule.as_ref().map(|schedule| schedule.arg());
-        let lists = route.lists.as_ref().map(|lists| lists.broadcast_arg());
-        let mods = mods(self.problem, self.inputs);
-        ExtrasLaunch::new(slopes.into(), sinks.into(), self.dropout(), schedule.into(), mods, lists.into())
-    }
-
-    fn sinks(&self) -> Option<TensorArg> {
-        self.inputs.sinks.as_ref().map(|sinks| sinks.arg())
-    }
-
-    fn dropout(&self) -> DropoutLaunch {
-        let rate = self.problem.options.dropout;
-        let seed = self.seed.as_ref().map(|seed| seed.arg());
-        DropoutLaunch::new(seed.into(), threshold(rate), factor(rate))
-    }
-
     /// One thread block for each block of so many queries.
     fn query_grid(&self, kernel: &'static str, tile: usize) -> Result<(GridLaunch, CubeCount), AttentionError> {
         let (blocks, batches) = self.blocks(self.problem.seq_q, tile);
@@ -318,25 +268,6 @@ impl<'a> Call<'a> {
         let grid = GridLaunch::new(blocks as u32, heads as u32, batches as u32, self.problem.group_size() as u32);
         Ok((grid, CubeCount::Static(x, y, z)))
     }
-}
-
-/// The functions, and what they read.
-fn mods(problem: &AttentionProblem, inputs: &Inputs) -> ModsLaunch {
-    let table = |view: &Option<TensorView>| {
-        let varies = |dim: usize| view.as_ref().is_some_and(|view| view.shape[dim] > 1);
-        TableLaunch::new(view.as_ref().map(|view| view.broadcast_arg()).into(), varies(2), varies(3))
-    };
-    let tables = |[a, b]: &[Option<TensorView>; TENSORS]| TablesLaunch::new(table(a), table(b));
-    let AttentionOptions { score_mod, mask_mod, .. } = problem.options;
-    ModsLaunch::new(score_mod, tables(&inputs.score_tensors), mask_mod, tables(&inputs.mask_tensors))
-}
-
-/// How the elements of a mask are stored.
-fn mask_type(inputs: &Inputs) -> ElemType {
-    ElemType::UInt(match inputs.mask.as_ref().map(|mask| mask.storage) {
-        Some(MaskStorage::U8) => UIntKind::U8,
-        Some(MaskStorage::U32) | None => UIntKind::U32,
-    })
 }
 
 /// Checks what says which pairs are hidden: that it is given where it is stated, and as it is.

@@ -2,7 +2,7 @@
 
 use super::Call;
 use super::sequences::Blocks;
-use crate::blocks::{UNITS, list, order};
+use crate::blocks::{BlockStatesLaunch, UNITS, list, order};
 use crate::mask::Band;
 use crate::problem::BlockMask;
 use crate::tensor::TensorView;
@@ -154,15 +154,11 @@ impl Call<'_> {
                 cubes(batch * heads * blocks),
                 units,
                 addresses,
-                of.states.broadcast_arg(),
+                BlockStatesLaunch::new(of.states.broadcast_arg(), of.mask.block_q as u32, of.mask.block_k as u32),
                 lists.arg(),
                 self.bounds(p.batch),
                 of.band.into_launch(),
-                of.mask.block_q as u32,
-                of.mask.block_k as u32,
-                of.list.rows as u32,
-                of.list.columns as u32,
-                of.list.keys,
+                of.list.size(),
                 p.is_varlen(),
             );
             if of.ordered {

@@ -111,7 +111,6 @@ impl Call<'_> {
         }
     }
 
-    #[allow(clippy::too_many_arguments)]
     fn launch_fill(
         &self,
         sequences: usize,

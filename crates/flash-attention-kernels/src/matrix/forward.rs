@@ -11,54 +11,47 @@
 //! rescaling threshold is FlashAttention-4's.)
 
 use super::tile::*;
-use super::{Blueprint, MatrixTile, WIDTH};
-use crate::blocks::visits;
-use crate::mask::Band;
-use crate::portable::Grid;
-use crate::portable::scores::{TileAt, finish_score};
-use crate::portable::tile::matrix;
+use super::{Blueprint, MatrixTile};
+use crate::blocks::{TileSize, visits};
+use crate::dropout::Dropout;
+use crate::fragment::grid::Grid;
+use crate::fragment::operands::{ForwardOutputs, Qkv};
+use crate::fragment::rows::{Rows, WIDTH};
+use crate::fragment::scores::{Scores, TileAt};
 use crate::rounding::rounded_one;
-use crate::score::Score;
 use crate::softmax::{HIDDEN, begin, lse_bits, normalizer, rounded_sum, weight};
 use cubecl::prelude::*;
 
 /// By how much a maximum may grow before what was computed with it is rescaled: weights stay below `e^8`, which f16 holds.
 const LAZY: f32 = 8.0;
 
-/// `q [B, H, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `o [B, H, Sq, Dv]` and the bits of `lse [B, H, Sq]`.
+/// `o [B, H, Sq, Dv]` and the bits of `lse [B, H, Sq]` from Q, K and V.
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::too_many_arguments)]
 pub fn forward<E: Float, M: Numeric, N: Size>(
-    q: &Tensor<Vector<E, N>>,
-    k: &Tensor<Vector<E, N>>,
-    v: &Tensor<Vector<E, N>>,
-    mask: ComptimeOption<&Tensor<M>>,
-    bias: ComptimeOption<&Tensor<E>>,
-    o: &mut Tensor<Vector<E, N>>,
-    lse: &mut Tensor<u32>,
-    score: Score,
-    band: Band,
+    inputs: Qkv<E, N>,
+    scores: Scores<E, M>,
+    outputs: ForwardOutputs<E, N>,
     grid: Grid,
     #[comptime] blueprint: Blueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
     let tile = comptime!(blueprint.tile);
-    let (rows, columns) = comptime!((tile.rows() as u32, tile.columns as u32));
+    let size = comptime!(TileSize { rows: tile.rows() as u32, columns: tile.columns as u32, keys: false });
     let (head_dim, head_dim_v) = comptime!((blueprint.head_dim, blueprint.head_dim_v));
     let me = Place::here();
     let mut panels = Panels::<E>::new(blueprint);
-    let work = grid.work(CUBE_POS, &score.extras, &band, rows, false);
+    let extras = scores.score.extras;
+    let work = grid.work(CUBE_POS, &extras, &scores.band, size.rows, false);
     if work.is_none {
         terminate!();
     }
-    let band = work.band;
-    let q_start = work.start;
-    let head_kv = work.head / grid.group_size as usize;
-    let q_at = matrix(q, work.batch, work.head);
-    let k_at = matrix(k, work.batch, head_kv);
-    let v_at = matrix(v, work.batch, head_kv);
+    let (batch, head, band) = (work.batch, work.head, work.band);
+    let head_kv = head / grid.group_size as usize;
+    let k = Rows::of(inputs.k, batch, head_kv, 0u32, band.after_keys());
+    let v = Rows::of(inputs.v, batch, head_kv, 0u32, band.after_keys());
+    let q = Rows::of(inputs.q, batch, head, work.start, band.after_queries());
 
-    let queries = operands(q, &q_at, q_start, band.after_queries(), &mut panels.k, me, head_dim, tile);
+    let queries = operands(&q, &mut panels.k, me, head_dim, tile);
     let mut acc = accumulator(head_dim_v, tile);
     let of_unit = comptime!(tile.rows_of_unit());
     let mut m = Array::<f32>::new(of_unit);
@@ -67,47 +60,33 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     let mut factors = Array::<f32>::new(of_unit);
     #[unroll]
     for nth in 0..of_unit {
-        let (first, sum) = begin(&score, work.head, me.vector(0usize, tile) == 0);
+        let (first, sum) = begin(&scores.score, head, me.vector(0usize, tile) == 0);
         m[nth] = first;
         l[nth] = sum;
         top[nth] = HIDDEN.runtime();
     }
-    let slope = score.extras.slope(work.batch, work.head);
 
-    let (extras, batch, head) = (score.extras, work.batch, work.head);
-    let visits = visits(&extras, &band, batch, head, q_start, rows, columns, false);
+    let of_head = scores.head(batch, head, head_kv, band, false);
+    let visits = visits(&extras, &band, batch, head, work.start, size);
     for nth in 0..visits.count {
-        let visit = visits.tile(nth, &extras, &band, rows, columns, false);
-        let (k_start, fully_visible, masked) = (visit.start, visit.fully_visible, visit.masked);
-        let at = TileAt { batch, head, q_start, k_start, slope, band, masked, transposed: false };
+        let at = of_head.tile(work.start, &visits.tile(nth), false);
 
         // -- the tile
         sync_cube();
-        let _ = stage(k, &k_at, k_start, band.after_keys(), &mut panels.k, head_dim, tile);
-        let dirty = stage(v, &v_at, k_start, band.after_keys(), &mut panels.v, head_dim_v, tile);
+        let _ = stage(&k, at.k_start, &mut panels.k, head_dim, tile);
+        let dirty = stage(&v, at.k_start, &mut panels.v, head_dim_v, tile);
         tell_staged(dirty, &mut panels.flags, me);
         sync_cube();
         let dirty = was_staged(&panels.flags, tile);
 
         // -- P, and the rows' new maxima and sums
-        scores(&queries, &panels.k, &mut panels.board, me, head_dim, tile);
+        products(&queries, &panels.k, &mut panels.board, me, head_dim, tile);
         sync_plane();
         let mut grown = false.runtime();
         #[unroll]
         for nth in 0..of_unit {
             let mut s = read_row(&panels.board, me, nth, tile);
-            finish_row(
-                &mut s,
-                &score,
-                &band,
-                &mask,
-                &bias,
-                &at,
-                !fully_visible || comptime!(blueprint.bias) || comptime!(blueprint.mask) && masked,
-                me,
-                nth,
-                tile,
-            );
+            apply_score_mod(&mut s, &scores, &at, me, nth, tile);
             let highest = row_max(&s, tile);
             top[nth] = max(top[nth], highest);
             let grows = highest - m[nth] > LAZY;
@@ -116,7 +95,7 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
             grown = grown || grows && l[nth] > 0.0;
             factors[nth] = factor;
             m[nth] = highest;
-            l[nth] = l[nth] * factor + weigh_row(&mut s, highest, &score, &at, me, nth, tile);
+            l[nth] = l[nth] * factor + weigh_row(&mut s, highest, &extras.dropout, &at, me, nth, tile);
             write_row(&s, &mut panels.weights, me, nth, tile);
         }
         if comptime!(blueprint.apart) {
@@ -133,44 +112,39 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     }
 
     // -- the sums of a row meet
-    let lse_at = work.batch * lse.stride(0) + work.head * lse.stride(1);
+    let lse = outputs.lse;
+    let lse_at = batch * lse.stride(0) + head * lse.stride(1);
     let lse_step = lse.stride(2);
     #[unroll]
     for nth in 0..of_unit {
         let total = row_sum(l[nth], tile);
         let largest = weight(top[nth], m[nth]);
         let rounded = rounded_sum(total, largest, f32::cast_from(rounded_one::<E>(largest)));
-        factors[nth] = normalizer(rounded) * score.extras.dropout.scale();
-        let row = q_start + me.plane * comptime!(tile.m() as u32) + me.row(nth, tile);
+        factors[nth] = normalizer(rounded) * extras.dropout.scale();
+        let row = work.start + me.plane * comptime!(tile.m() as u32) + me.row(nth, tile);
         let is_first = me.vector(0usize, tile) == 0;
         if is_first && band.is_query(row) {
             lse[lse_at + row as usize * lse_step] = lse_bits(m[nth], total);
         }
     }
-    let o_at = matrix(&*o, work.batch, work.head);
-    write(o, &o_at, q_start, band.after_queries(), &acc, &mut panels.board, &factors, me, head_dim_v, tile);
+    write(outputs.o, &work.rows(false), &acc, &mut panels.board, &factors, me, head_dim_v, tile);
 }
 
 /// Turns a thread's part of its `nth` row of products into scores, hidden ones into [`HIDDEN`].
 #[cube]
-#[allow(clippy::too_many_arguments)]
-fn finish_row<E: Float, M: Numeric>(
+fn apply_score_mod<E: Float, M: Numeric>(
     s: &mut Array<f32>,
-    score: &Score,
-    band: &Band,
-    mask: &ComptimeOption<&Tensor<M>>,
-    bias: &ComptimeOption<&Tensor<E>>,
+    scores: &Scores<E, M>,
     at: &TileAt,
-    careful: bool,
     me: Place,
     #[comptime] nth: usize,
     #[comptime] tile: MatrixTile,
 ) {
     #[unroll]
     for n in 0..comptime!(tile.vectors_of_unit() * WIDTH) {
-        s[n] = score.of(s[n]);
+        s[n] = scores.score.of(s[n]);
     }
-    if careful || comptime!(score.differs()) {
+    if scores.need_care(at) {
         let row = at.q_start + me.plane * comptime!(tile.m() as u32) + me.row(nth, tile);
         #[unroll]
         for i in 0..comptime!(tile.vectors_of_unit()) {
@@ -178,7 +152,7 @@ fn finish_row<E: Float, M: Numeric>(
             #[unroll]
             for n in 0..WIDTH {
                 let e = comptime!(i * WIDTH + n);
-                s[e] = finish_score(s[e], score, band, mask, bias, at, row, first + comptime!(n as u32));
+                s[e] = scores.masked_score(s[e], at, row, first + comptime!(n as u32));
             }
         }
     }
@@ -215,7 +189,7 @@ fn row_sum(part: f32, #[comptime] tile: MatrixTile) -> f32 {
 fn weigh_row(
     s: &mut Array<f32>,
     highest: f32,
-    score: &Score,
+    dropout: &Dropout,
     at: &TileAt,
     me: Place,
     #[comptime] nth: usize,
@@ -226,13 +200,13 @@ fn weigh_row(
     #[unroll]
     for i in 0..comptime!(tile.vectors_of_unit()) {
         let first = at.k_start + me.vector(i, tile) * comptime!(WIDTH as u32);
-        let kept = score.extras.dropout.keeps_four_of(&at.band, at.batch as u32, at.head as u32, row, first, false);
+        let kept = dropout.keeps_four_of(&at.band, at.batch as u32, at.head as u32, row, first, false);
         #[unroll]
         for n in 0..WIDTH {
             let e = comptime!(i * WIDTH + n);
             let w = weight(s[e], highest);
             sum += w;
-            s[e] = score.extras.dropout.apply(w, kept & comptime!(1u32 << n) != 0);
+            s[e] = dropout.apply(w, kept & comptime!(1u32 << n) != 0);
         }
     }
     sum

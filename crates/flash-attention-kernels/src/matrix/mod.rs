@@ -16,11 +16,10 @@ pub mod forward;
 pub mod gradient;
 pub mod tile;
 
+use crate::fragment::role::Role;
+use crate::fragment::rows::WIDTH;
 use crate::score::Factor;
 use serde::Serialize;
-
-/// Elements of a vector.
-pub const WIDTH: usize = 4;
 
 /// Elements that rows in shared memory are apart beyond what fills them, so that neighbours start in different banks.
 const PAD: usize = 8;
@@ -118,41 +117,6 @@ impl MatrixTile {
     }
 }
 
-/// What a kernel computes. Names are the forward's; gradients put other tensors in the same places.
-///
-/// ```text
-///          rows (`q`, `d`)   columns (`k`, `v`)   computes
-/// Forward  Q                 K, V                 O = softmax(Q Kᵀ) V
-/// Dq       Q, dO             K, V                 dQ = dS K
-/// DkDv     K, V              Q, dO                dK = dSᵀ Q, dV = Pᵀ dO
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-pub enum Role {
-    /// The output and its log-sum-exp.
-    Forward,
-    /// The gradient of the queries.
-    Dq,
-    /// Those of keys and values.
-    DkDv {
-        /// Whether that of the keys is wanted.
-        dk: bool,
-        /// Whether that of the values is wanted.
-        dv: bool,
-    },
-}
-
-impl Role {
-    /// Whether keys are rows and queries columns.
-    pub fn is_transposed(self) -> bool {
-        matches!(self, Role::DkDv { .. })
-    }
-
-    /// Whether `dS` is computed.
-    pub fn differentiates(self) -> bool {
-        matches!(self, Role::Dq | Role::DkDv { dk: true, .. })
-    }
-}
-
 /// What a kernel is specialised for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Blueprint {
@@ -166,10 +130,6 @@ pub struct Blueprint {
     pub head_dim_v: usize,
     /// What gradients of scores are multiplied by.
     pub factor: Factor,
-    /// Whether a mask or a function can hide pairs.
-    pub mask: bool,
-    /// Whether there is an additive bias.
-    pub bias: bool,
     /// Whether warps of a thread block may take branches apart that have a warp's barrier in them. They may, but Mesa's software Vulkan
     /// waits for the whole thread block there.
     pub apart: bool,
@@ -179,11 +139,10 @@ impl Blueprint {
     /// Bytes of shared memory: panels of K and V, the board, weights, a word for each warp.
     ///
     /// ```
-    /// # use flash_attention_kernels::{matrix::{Blueprint, MatrixTile, Role}, score::Factor};
+    /// # use flash_attention_kernels::{fragment::role::Role, matrix::{Blueprint, MatrixTile}, score::Factor};
     /// let tile = MatrixTile { planes: 8, plane: 32, columns: 32, shape: [16, 16, 16] };
     /// let (role, head_dim, head_dim_v) = (Role::Forward, 128, 128);
-    /// let (mask, bias, apart) = (false, false, true);
-    /// let blueprint = Blueprint { role, tile, head_dim, head_dim_v, factor: Factor::One, mask, bias, apart };
+    /// let blueprint = Blueprint { role, tile, head_dim, head_dim_v, factor: Factor::One, apart: true };
     /// assert!(blueprint.shared_memory() <= 48 << 10);
     /// ```
     pub fn shared_memory(&self) -> usize {

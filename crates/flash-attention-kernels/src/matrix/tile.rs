@@ -12,14 +12,12 @@ mod board;
 pub use board::scale;
 use board::{from_board, scale_board, to_board};
 
-use super::{Blueprint, MatrixTile, WIDTH};
-use crate::portable::tile::Matrix as HeadOf;
-use crate::rounding::{rounded, rounded_one};
+use super::{Blueprint, MatrixTile};
+use crate::fragment::grid::Block;
+use crate::fragment::rows::{Layout, Quad, Rows, WIDTH, write_quad};
+use crate::rounding::rounded;
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;
-
-/// Four elements.
-pub type Quad<E> = Vector<E, Const<4>>;
 
 /// What lies in shared memory.
 #[derive(CubeType)]
@@ -85,14 +83,12 @@ impl Place {
     }
 }
 
-/// Copies rows `start .. start + columns` of a head into a panel, zeros where there are none. Returns whether this thread met
+/// Copies `columns` rows of a head, from `start` on, into a panel, zeros where there are none. Returns whether this thread met
 /// anything that is not finite.
 #[cube]
 pub fn stage<E: Float, N: Size>(
-    tensor: &Tensor<Vector<E, N>>,
-    at: &HeadOf,
+    from: &Rows<E, N>,
     start: u32,
-    end: u32,
     panel: &mut Shared<[Quad<E>]>,
     #[comptime] head_dim: usize,
     #[comptime] tile: MatrixTile,
@@ -109,41 +105,13 @@ pub fn stage<E: Float, N: Size>(
         if comptime!((step + 1) * units <= vectors) || slot < vectors {
             let row = slot / width;
             let within = slot % width;
-            let value = read(tensor, at, start + row as u32, end, within * WIDTH, head_dim);
+            let value = from.read(start + row as u32, within * WIDTH, head_dim);
             highest = max(highest, magnitude(value));
             panel[row * pitch + within] = value;
         }
     }
     // All bits of the exponent.
     highest >= 0x7F80_0000u32
-}
-
-/// Four elements of a row from `column` on, zeros beyond the row, and of rows from `end` on.
-#[cube]
-pub fn read<E: Float, N: Size>(
-    tensor: &Tensor<Vector<E, N>>,
-    at: &HeadOf,
-    row: u32,
-    end: u32,
-    column: usize,
-    #[comptime] head_dim: usize,
-) -> Quad<E> {
-    let per_read = N::value();
-    let mut value = Quad::<E>::new(E::from_int(0));
-    if row < end && column < head_dim {
-        let offset = at.base + row as usize * at.row_stride;
-        if comptime!(per_read == WIDTH) {
-            value = Vector::cast_from(tensor[(offset + column) / WIDTH]);
-        } else {
-            #[unroll]
-            for n in 0..WIDTH {
-                if column + n < head_dim {
-                    value.insert(n, tensor[offset + (column + n) * at.column_stride].extract(0usize));
-                }
-            }
-        }
-    }
-    value
 }
 
 /// The bits of the largest magnitude of four elements, in f32.
@@ -238,14 +206,11 @@ fn product(#[comptime] tile: MatrixTile) -> Matrix<f32> {
     Matrix::<f32>::from_value(MatrixIdent::Accumulator, m, n, k, MatrixLayout::Undefined, 0.0f32)
 }
 
-/// The warp's rows of a block that starts at `start`, as left operands. They pass the panel `through`, tile by tile, whose
+/// The warp's rows of a block as left operands. They pass the panel `through`, tile by tile, whose
 /// contents are lost; all threads must call it.
 #[cube]
 pub fn operands<E: Float, N: Size>(
-    tensor: &Tensor<Vector<E, N>>,
-    at: &HeadOf,
-    start: u32,
-    end: u32,
+    block: &Rows<E, N>,
     through: &mut Shared<[Quad<E>]>,
     me: Place,
     #[comptime] head_dim: usize,
@@ -264,7 +229,7 @@ pub fn operands<E: Float, N: Size>(
     let (turns, planes) = comptime!((tile.rows().div_ceil(columns), (columns / m).max(1)));
     for turn in 0..comptime!(turns as u32) {
         sync_cube();
-        let _ = stage(tensor, at, start + turn * comptime!(columns as u32), end, through, head_dim, tile);
+        let _ = stage(block, block.start + turn * comptime!(columns as u32), through, head_dim, tile);
         sync_cube();
         if me.plane / comptime!(planes as u32) == turn {
             let row = (me.plane % comptime!(planes as u32)) as usize * comptime!(m * pitch);
@@ -280,7 +245,7 @@ pub fn operands<E: Float, N: Size>(
 
 /// `rows · panelᵀ` to the warp's board.
 #[cube]
-pub fn scores<E: Float>(
+pub fn products<E: Float>(
     rows: &Sequence<Matrix<E>>,
     panel: &Shared<[Quad<E>]>,
     board: &mut Shared<[Quad<f32>]>,
@@ -310,7 +275,6 @@ pub fn scores<E: Float>(
 /// `acc += weights · panel`. Where the panel is `dirty`, a weight of 0 adds nothing, whatever it meets: a hidden NaN must not
 /// leak.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub fn accumulate<E: Float>(
     acc: &mut Sequence<Matrix<f32>>,
     weights: &Shared<[Quad<E>]>,
@@ -388,14 +352,11 @@ fn accumulate_one_by_one<E: Float>(
     }
 }
 
-/// Writes the warp's rows of the accumulator, each multiplied by its factor, to those of a block that starts at `start`.
+/// Writes the warp's rows of the accumulator, each multiplied by its factor, to those of a block.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub fn write<E: Float, N: Size>(
     tensor: &mut Tensor<Vector<E, N>>,
-    at: &HeadOf,
-    start: u32,
-    end: u32,
+    block: &Block,
     acc: &Sequence<Matrix<f32>>,
     board: &mut Shared<[Quad<f32>]>,
     factors: &Array<f32>,
@@ -403,7 +364,7 @@ pub fn write<E: Float, N: Size>(
     #[comptime] head_dim: usize,
     #[comptime] tile: MatrixTile,
 ) {
-    let per_write = N::value();
+    let layout = Layout::of(&*tensor, block.batch, block.head);
     let width = comptime!(tile.columns / WIDTH);
     #[unroll]
     for part in 0..comptime!(head_dim.div_ceil(tile.columns)) {
@@ -415,22 +376,11 @@ pub fn write<E: Float, N: Size>(
         for step in 0..comptime!((tile.m() * width).div_ceil(tile.plane)) {
             let slot = me.lane as usize + comptime!(step * tile.plane);
             let (of_plane, within) = (slot / width, slot % width);
-            let row = start + me.plane * comptime!(tile.m() as u32) + of_plane as u32;
+            let row = block.start + me.plane * comptime!(tile.m() as u32) + of_plane as u32;
             let column = comptime!(part * tile.columns) + within * WIDTH;
-            if slot < comptime!(tile.m() * width) && row < end && column < head_dim {
+            if slot < comptime!(tile.m() * width) && row < block.end && column < head_dim {
                 let value = board[me.board(tile) + of_plane * comptime!(tile.board_pitch()) + within];
-                let offset = at.base + row as usize * at.row_stride;
-                if comptime!(per_write == WIDTH) {
-                    tensor[(offset + column) / WIDTH] = rounded::<E, Const<4>, N>(value);
-                } else {
-                    #[unroll]
-                    for n in 0..WIDTH {
-                        if column + n < head_dim {
-                            let element = rounded_one::<E>(value.extract(n));
-                            tensor[offset + (column + n) * at.column_stride] = Vector::<E, N>::new(element);
-                        }
-                    }
-                }
+                write_quad(tensor, &layout, row, column, value, head_dim);
             }
         }
     }

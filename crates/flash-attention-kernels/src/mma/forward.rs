@@ -13,49 +13,40 @@
 
 use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
 use super::products::{ColumnsOf, RowsOf};
-use super::tiles::{Along, copy_rows, lane_of_columns, lane_of_rows, lane_of_sums};
+use super::tiles::{Along, CopiedRows, Lines, copy_rows, lane_of_columns, lane_of_rows, lane_of_sums};
 use super::{MmaBlueprint, MmaTile, Products};
 use crate::blocks::Visit;
 use crate::hopper::WARPGROUP_ROWS;
 use crate::hopper::dropout::{apply_dropout, keep_mask};
-use crate::hopper::forward::Strides;
+use crate::hopper::operands::{Outputs, Sources};
 use crate::hopper::ops::{lg2, shared_address};
-use crate::hopper::recompute::{is_finite_row, recompute_row};
+use crate::hopper::recompute::{LostRow, is_finite_row, recompute_row};
 use crate::hopper::rows::*;
 use crate::hopper::schedule::TileScheduler;
-use crate::hopper::scores::{Factors, apply_mask, apply_score_mod_of_head};
-use crate::mask::Band;
+use crate::hopper::scores::{ScoreTile, Scores, apply_mask, apply_score_mod};
 use crate::softmax::lse_bits_log2;
 use cubecl::prelude::*;
 
-/// `q [B, H, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` in vectors of 16 bytes to `o [B, H, Sq, Dv]`, its rows in vectors
-/// of 8 bytes, and the bits of `lse [B, H, Sq]`.
+/// `o` and the bits of `lse` from Q, K and V.
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::too_many_arguments)]
 pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
-    q: &[Vector<E, N>],
-    k: &[Vector<E, N>],
-    v: &[Vector<E, N>],
-    mask: ComptimeOption<&Tensor<Vector<M, NM>>>,
-    bias: ComptimeOption<&Tensor<Vector<E, NB>>>,
-    o: &mut [Vector<u32, Const<2>>],
-    lse: &mut [u32],
-    strides: Strides,
-    factors: Factors,
-    band: Band,
+    sources: Sources<E, N>,
+    inputs: Scores<E, M, NB, NM>,
+    outputs: &mut Outputs,
     scheduler: TileScheduler,
     #[comptime] blueprint: MmaBlueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
+    let (extras, exponent) = (inputs.factors.extras, inputs.factors.exponent);
+    let bounded = comptime!(inputs.band.bounded_above || inputs.band.bounded_below);
     let (tile, scores, products) = comptime!((blueprint.tile, blueprint.scores, blueprint.products));
     let (groups, tile_k, dtype) = comptime!((tile.groups, tile.tile_k, scores.dtype));
     let split = comptime!(products == Products::Split);
     let columns = comptime!(scores.columns());
     let (k_bytes, v_bytes) = comptime!((scores.k_bytes() as u32, scores.v_bytes() as u32));
     // Whether more is hidden than what lies past the last key.
-    let hides =
-        comptime!(factors.extras.is_varlen() || scores.hides_pairs() || band.bounded_above || band.bounded_below);
-    if CUBE_POS as u32 >= scheduler.scheduled(&factors.extras).num_tiles {
+    let hides = comptime!(extras.is_varlen() || scores.hides_pairs() || bounded);
+    if CUBE_POS as u32 >= scheduler.scheduled(&extras).num_tiles {
         terminate!();
     }
 
@@ -66,7 +57,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let v_at = k_at + comptime!(MmaTile::STAGES as u32 * k_bytes);
 
     // -- whose rows
-    let work = scheduler.work_tile(CUBE_POS as u32, 0u32, &band, &factors.extras, scores);
+    let work = scheduler.work_tile(CUBE_POS as u32, 0u32, &inputs.band, &extras, scores);
     let band = work.band;
     let (batch, head, head_kv) = (work.batch as usize, work.head as usize, work.head_kv as usize);
     let lane = UNIT_POS % 32;
@@ -79,26 +70,19 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let edges = band.edges(work.q_start, k_start, comptime!(tile.tile_q() as u32), comptime!(tile_k as u32));
 
     // -- the first copies
+    let of_q = comptime!(Lines { along: Along::Queries, count: WARPGROUP_ROWS, wide: scores.head_dim });
+    let of_k = comptime!(Lines { along: Along::Keys, count: tile_k, wide: scores.head_dim });
+    let of_v = comptime!(Lines { wide: scores.head_dim_v, ..of_k });
     #[unroll]
     for group in 0..comptime!(scores.tile.warpgroups as u32) {
         let first = work.q_start + comptime!(group * WARPGROUP_ROWS as u32);
         let to = q_at + comptime!(group * scores.q_bytes() as u32);
-        copy_rows(
-            q,
-            &strides.q,
-            batch,
-            head,
-            first,
-            to,
-            &band,
-            Along::Queries,
-            WARPGROUP_ROWS,
-            scores.head_dim,
-            blueprint,
-        );
+        copy_rows(&sources.q, &CopiedRows { batch, head, first, to }, &band, of_q, blueprint);
     }
-    copy_rows(k, &strides.k, batch, head_kv, k_start, k_at, &band, Along::Keys, tile_k, scores.head_dim, blueprint);
-    copy_rows(v, &strides.v, batch, head_kv, k_start, v_at, &band, Along::Keys, tile_k, scores.head_dim_v, blueprint);
+    let rows = CopiedRows { batch, head: head_kv, first: k_start, to: k_at };
+    copy_rows(&sources.k, &rows, &band, of_k, blueprint);
+    let rows = CopiedRows { batch, head: head_kv, first: k_start, to: v_at };
+    copy_rows(&sources.v, &rows, &band, of_v, blueprint);
     copies_commit();
 
     // -- where this thread reads operands
@@ -133,32 +117,8 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         if step + 1 < steps {
             let first = k_start - comptime!(tile_k as u32);
             let (k_to, v_to) = (k_at + next * k_bytes, v_at + next * v_bytes);
-            copy_rows(
-                k,
-                &strides.k,
-                batch,
-                head_kv,
-                first,
-                k_to,
-                &band,
-                Along::Keys,
-                tile_k,
-                scores.head_dim,
-                blueprint,
-            );
-            copy_rows(
-                v,
-                &strides.v,
-                batch,
-                head_kv,
-                first,
-                v_to,
-                &band,
-                Along::Keys,
-                tile_k,
-                scores.head_dim_v,
-                blueprint,
-            );
+            copy_rows(&sources.k, &CopiedRows { batch, head: head_kv, first, to: k_to }, &band, of_k, blueprint);
+            copy_rows(&sources.v, &CopiedRows { batch, head: head_kv, first, to: v_to }, &band, of_v, blueprint);
             copies_commit();
         }
 
@@ -167,20 +127,19 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
 
         // -- P
         let edge = step < edges.lead || step >= edges.tail;
-        let visit = Visit { start: k_start, fully_visible: !edge, masked: true.runtime() };
         let mut p = Sequence::<u32>::new();
         #[unroll]
         for group in 0..groups {
             let row = first_row + comptime!((group * WARPGROUP_ROWS) as u32);
             let of_group = s.index_mut(group);
-            let _ = apply_score_mod_of_head(
-                of_group, &factors, &band, &mask, &bias, work.batch, work.head, row, &visit, 0u32, 0usize, scores,
-            );
+            let visit = Visit { start: k_start, fully_visible: !edge, masked: true.runtime() };
+            let of_tile = ScoreTile::new(work.batch, work.head, band, row, &visit, 0u32.runtime(), 0usize);
+            let _ = apply_score_mod(of_group, &inputs, &of_tile, scores);
             if edge || fully_masked {
-                apply_mask(of_group, &band, fully_masked, row, k_start, tile_k);
+                apply_mask(of_group, &of_tile, fully_masked, tile_k);
             }
             if step == 0 {
-                let rows = OnlineSoftmax::first(of_group, factors.exponent, hides, scores);
+                let rows = OnlineSoftmax::first(of_group, exponent, hides, scores);
                 m[2 * group] = rows.m0;
                 m[2 * group + 1] = rows.m1;
                 l[2 * group] = rows.l0;
@@ -198,9 +157,9 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 };
                 // Without a mask, a row that begins to see does so at an edge.
                 if comptime!(scores.hides_pairs()) || comptime!(hides) && (edge || fully_masked) {
-                    rows.set_reference_max(of_group, factors.exponent, scores);
+                    rows.set_reference_max(of_group, exponent, scores);
                 }
-                let taken = rows.update(of_group, factors.exponent, scores);
+                let taken = rows.update(of_group, exponent, scores);
                 rows.rescale_o(&taken, of_group, acc.index_mut(group), scores);
                 m[2 * group] = rows.m0;
                 m[2 * group + 1] = rows.m1;
@@ -209,7 +168,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 top[2 * group] = rows.top0;
                 top[2 * group + 1] = rows.top1;
             }
-            let words = keep_mask(&factors, work.batch, work.head, &band, row, k_start, scores);
+            let words = keep_mask(&extras.dropout, &of_tile, scores);
             apply_dropout(s.index_mut(group), &words, tile_k);
             fragments_of(s.index(group), &mut p, tile_k, dtype);
         }
@@ -221,8 +180,8 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     }
 
     // -- O / l and lse
-    let sinks = comptime!(factors.extras.sinks.is_some());
-    let of_sink = sink_log2(&factors.extras, work.head, sinks);
+    let sinks = comptime!(extras.sinks.is_some());
+    let of_sink = sink_log2(&extras, work.head, sinks);
     let mut again = 0u32.runtime();
     #[unroll]
     for group in 0..groups {
@@ -231,17 +190,19 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         for half in 0..2usize {
             let row = row + comptime!(8 * half as u32);
             let of_row = comptime!(2 * group + half);
-            let end = RowEnd::of(m[of_row], l[of_row], top[of_row], of_sink, factors.exponent, sinks, scores);
+            let end = RowEnd::of(m[of_row], l[of_row], top[of_row], of_sink, exponent, sinks, scores);
             let sum = end.l;
             m[of_row] = end.m;
             l[of_row] = sum;
             let live = band.is_query(row);
             if quarter == 0 && live {
-                lse[strides.lse.at(batch, head, row)] = lse_bits_log2(m[of_row], sum, lg2(sum));
+                let at = outputs.lse.stride.at(batch, head, row);
+                outputs.lse.data[at] = lse_bits_log2(m[of_row], sum, lg2(sum));
             }
-            let factor = normalizer_of(sum, end.factor, &factors.extras);
+            let factor = normalizer_of(sum, end.factor, &extras);
             let of_group = acc.index(group);
-            store_row_of(of_group, half, factor, o, strides.o.at(batch, head, row), live, scores.head_dim_v, dtype);
+            let at = outputs.o.stride.at(batch, head, row);
+            store_row_of(of_group, half, factor, &mut outputs.o, at, live, scores.head_dim_v, dtype);
             // Rows that these exponentials or products cannot give: out of range, or reached by what is hidden from them.
             let mut lost = sum == f32::INFINITY;
             if comptime!(hides || split) {
@@ -275,28 +236,10 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             let of_l = plane_shuffle(of_l, 4 * from);
             if plane_any(lane / 4 == from && (again >> of_row) & 1 == 1) {
                 let of_group = of_warpgroup * 16 + of_row % 2 * 8 + from;
-                recompute_row(
-                    q,
-                    k,
-                    v,
-                    &mask,
-                    &bias,
-                    o,
-                    lse,
-                    &strides,
-                    &factors,
-                    &band,
-                    batch,
-                    batch,
-                    head,
-                    head_kv,
-                    first_row + of_row / 2 * comptime!(WARPGROUP_ROWS as u32) + of_group,
-                    first,
-                    after,
-                    of_m,
-                    of_l,
-                    scores,
-                );
+                let row = first_row + of_row / 2 * comptime!(WARPGROUP_ROWS as u32) + of_group;
+                let lost =
+                    LostRow { batch, batch_out: batch, head, head_kv, row, first, after, m: of_m, l: of_l, band };
+                recompute_row(&sources, &inputs, &mut outputs.o, &mut outputs.lse, &lost, scores);
             }
         }
     }

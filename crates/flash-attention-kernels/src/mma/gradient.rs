@@ -9,51 +9,40 @@
 //!
 //! with lse in base 2, `c = log2(e) · scale`, and the scale left to the end. As
 //! [for Hopper](crate::hopper::gradient), the second is the first with queries and keys in each other's places and one product
-//! more, and every sum is taken in a fixed order, by one warp. What each tensor is called here: [`Role`](crate::hopper::Role).
+//! more, and every sum is taken in a fixed order, by one warp. What rows and columns are: [`Role`](crate::fragment::role::Role).
 
 use super::forward::registers;
 use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
 use super::products::{ColumnsOf, RowsOf};
-use super::tiles::{Along, copy_rows, copy_words, lane_of_columns, lane_of_rows, lane_of_sums};
+use super::tiles::{Along, CopiedRows, Lines, copy_rows, copy_words, lane_of_columns, lane_of_rows, lane_of_sums};
 use super::{MmaBlueprint, MmaTile, Products};
 use crate::blocks::Visit;
 use crate::hopper::WARPGROUP_ROWS;
 use crate::hopper::delta::{stats_all, stats_at};
 use crate::hopper::dropout::{dropout_backward, keep_mask, with_dropout};
-use crate::hopper::gradient::{ResultStrides, RowStatistics, SourceStrides, statistics};
+use crate::hopper::gradient::{RowStatistics, statistics};
+use crate::hopper::operands::{GradientOutputs, SourceSide, SourceSides};
 use crate::hopper::ops::shared_address;
-use crate::hopper::recompute::{is_finite_row, recompute_gradients};
+use crate::hopper::recompute::{LostRows, is_finite_row, recompute_gradients};
 use crate::hopper::rows::{fragments_of, store_row_of};
 use crate::hopper::schedule::TileScheduler;
-use crate::hopper::scores::{Factors, apply_mask, apply_score_mod_of_head, probability_log2, slope_head};
+use crate::hopper::scores::{ScoreTile, Scores, apply_mask, apply_score_mod, probability_log2, softcap_backward};
 use crate::mask::Band;
 use cubecl::prelude::*;
 
-/// Rows `q [B, H, Sq, D]`, `d [B, H, Sq, Dv]` and tiles `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]`, in vectors of 16 bytes, to
-/// `dk [B, H, Sq, D]` and `dv [B, H, Sq, Dv]`, in vectors of 8, as [`Role`](crate::hopper::Role) names them: for the gradients of
-/// keys and values, queries are what is called keys here. `stats`: lse and delta of all queries, from
-/// [`delta`](mod@crate::hopper::delta). `scale`: of `dk`.
+/// Gradients of the rows. `stats`: lse and delta of all queries, from [`delta`](mod@crate::hopper::delta).
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::too_many_arguments)]
 pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
-    q: &[Vector<E, N>],
-    d: &[Vector<E, N>],
-    k: &[Vector<E, N>],
-    v: &[Vector<E, N>],
-    mask: ComptimeOption<&Tensor<Vector<M, NM>>>,
-    bias: ComptimeOption<&Tensor<Vector<E, NB>>>,
-    dk: &mut [Vector<u32, Const<2>>],
-    dv: &mut [Vector<u32, Const<2>>],
+    sources: SourceSides<E, N>,
+    inputs: Scores<E, M, NB, NM>,
+    outputs: &mut GradientOutputs,
     stats: &[u32],
-    sources: SourceStrides,
-    results: ResultStrides,
-    scale: f32,
-    factors: Factors,
-    band: Band,
     scheduler: TileScheduler,
     #[comptime] blueprint: MmaBlueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
+    let (extras, exponent, scale) = (inputs.factors.extras, inputs.factors.exponent, inputs.factors.scale);
+    let bounded = comptime!(inputs.band.bounded_above || inputs.band.bounded_below);
     let (tile, scores, products) = comptime!((blueprint.tile, blueprint.scores, blueprint.products));
     let (groups, tile_k, dtype) = comptime!((tile.groups, tile.tile_k, scores.dtype));
     let s_len = comptime!(tile_k / 2);
@@ -63,9 +52,8 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let transposed = comptime!(scores.transposed());
     let (k_bytes, v_bytes) = comptime!((scores.k_bytes() as u32, scores.v_bytes() as u32));
     let stats_bytes = comptime!(scores.stats_bytes() as u32);
-    let hides =
-        comptime!(factors.extras.is_varlen() || scores.hides_pairs() || band.bounded_above || band.bounded_below);
-    if CUBE_POS as u32 >= scheduler.scheduled(&factors.extras).num_tiles {
+    let hides = comptime!(extras.is_varlen() || scores.hides_pairs() || bounded);
+    if CUBE_POS as u32 >= scheduler.scheduled(&extras).num_tiles {
         terminate!();
     }
 
@@ -79,7 +67,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let delta_at = lse_at + comptime!(MmaTile::STAGES as u32 * stats_bytes);
 
     // -- whose rows
-    let work = scheduler.work_tile(CUBE_POS as u32, 0u32, &band, &factors.extras, scores);
+    let work = scheduler.work_tile(CUBE_POS as u32, 0u32, &inputs.band, &extras, scores);
     let band = work.band;
     let (batch, head) = (work.batch as usize, work.head as usize);
     let lane = UNIT_POS % 32;
@@ -95,26 +83,16 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     for nth in 0..comptime!(scores.tile.warpgroups as u32) {
         let first = work.q_start + comptime!(nth * WARPGROUP_ROWS as u32);
         let to = q_at + comptime!(nth * scores.q_bytes() as u32);
-        copy_rows(q, &sources.q, batch, head, first, to, &band, Along::Queries, WARPGROUP_ROWS, head_dim, blueprint);
+        let lines = comptime!(Lines { along: Along::Queries, count: WARPGROUP_ROWS, wide: head_dim });
+        copy_rows(&sources.rows.qk, &CopiedRows { batch, head, first, to }, &band, lines, blueprint);
         if comptime!(differentiates) {
             let to = d_at + comptime!(nth * scores.d_bytes() as u32);
-            copy_rows(
-                d,
-                &sources.d,
-                batch,
-                head,
-                first,
-                to,
-                &band,
-                Along::Queries,
-                WARPGROUP_ROWS,
-                head_dim_v,
-                blueprint,
-            );
+            let lines = comptime!(Lines { wide: head_dim_v, ..lines });
+            copy_rows(&sources.rows.dov, &CopiedRows { batch, head, first, to }, &band, lines, blueprint);
         }
     }
-    let copies = Copies { k_at, v_at, lse_at, delta_at, batch: work.batch };
-    copies.tile(k, v, stats, &sources, &band, &scheduler, work.head_kv, k_last, 0u32, blueprint);
+    let copies = Copies { k_at, v_at, lse_at, delta_at, batch: work.batch, band, scheduler };
+    copies.tile(&sources.cols, stats, work.head_kv, k_last, 0u32, blueprint);
 
     // -- where this thread reads operands
     let of_s = comptime!(RowsOf {
@@ -158,7 +136,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         let next_head = select(ends, head_kv + 1, head_kv);
         let next_start = select(ends, k_last, k_start - comptime!(tile_k as u32));
         if nth + 1 < all {
-            copies.tile(k, v, stats, &sources, &band, &scheduler, next_head, next_start, stage ^ 1, blueprint);
+            copies.tile(&sources.cols, stats, next_head, next_start, stage ^ 1, blueprint);
         }
         let k_tile = k_at + stage * k_bytes;
         let v_tile = v_at + stage * v_bytes;
@@ -173,26 +151,25 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         let mut p = Sequence::<u32>::new();
         let mut g = Sequence::<u32>::new();
         let edge = step < edges.lead || step >= edges.tail;
-        let visit = Visit { start: k_start, fully_visible: !edge, masked: true.runtime() };
         let head_q = if comptime!(transposed) { head_kv } else { work.head };
         let of_stage = stage * stats_bytes + lane % 4 * 8;
         #[unroll]
         for of_group in 0..groups {
             let row = first_row + comptime!((of_group * WARPGROUP_ROWS) as u32);
             let s = s.index_mut(of_group);
-            let derivatives = apply_score_mod_of_head(
-                s, &factors, &band, &mask, &bias, work.batch, head_q, row, &visit, 0u32, 0usize, scores,
-            );
+            let visit = Visit { start: k_start, fully_visible: !edge, masked: true.runtime() };
+            let of_tile = ScoreTile::new(work.batch, head_q, band, row, &visit, 0u32.runtime(), 0usize);
+            let derivatives = apply_score_mod(s, &inputs, &of_tile, scores);
             if edge || fully_masked {
-                apply_mask(s, &band, fully_masked, row, k_start, tile_k);
+                apply_mask(s, &of_tile, fully_masked, tile_k);
             }
             let of_rows = of_rows.index(of_group);
             let lse = statistics(lse_at + of_stage, of_rows.lse0, of_rows.lse1, scores);
             #[unroll]
             for n in 0..s_len {
-                s[n] = probability_log2(s[n], factors.exponent, *lse.index(n), scores.dtype);
+                s[n] = probability_log2(s[n], exponent, *lse.index(n), scores.dtype);
             }
-            let words = keep_mask(&factors, work.batch, head_q, &band, row, k_start, scores);
+            let words = keep_mask(&extras.dropout, &of_tile, scores);
             if comptime!(sums_values) {
                 let drawn = comptime!(words.len());
                 if comptime!(drawn > 0) {
@@ -204,7 +181,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             if comptime!(differentiates) {
                 let ds = ds.index_mut(of_group);
                 let delta = statistics(delta_at + of_stage, of_rows.delta0, of_rows.delta1, scores);
-                dropout_backward(ds, &words, &factors, tile_k);
+                dropout_backward(ds, &words, &extras.dropout, tile_k);
                 #[unroll]
                 for n in 0..s_len {
                     ds[n] = s[n] * (ds[n] - *delta.index(n));
@@ -212,7 +189,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 if comptime!(scores.keeps_derivative) {
                     derivatives.multiply(ds, &*s, scores);
                 } else if comptime!(scores.capped) {
-                    slope_head(ds, &*s, &lse, &factors, &band, &bias, work.batch, head_q, row, k_start, 0u32, scores);
+                    softcap_backward(ds, &*s, &lse, &inputs, &of_tile, scores);
                 }
                 fragments_of(&*ds, &mut g, tile_k, dtype);
             }
@@ -242,18 +219,20 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         let mut finite1 = true.runtime();
         if comptime!(differentiates) {
             let sums = sum_k.index(of_group);
-            let row0 = results.dk.at(batch, head, row);
-            let row1 = row0 + 8 * results.dk.row;
-            store_row_of(sums, 0usize, scale, dk, row0, live0, head_dim, dtype);
-            store_row_of(sums, 1usize, scale, dk, row1, live1, head_dim, dtype);
+            let dqk = &mut outputs.dqk;
+            let row0 = dqk.stride.at(batch, head, row);
+            let row1 = row0 + 8 * dqk.stride.row;
+            store_row_of(sums, 0usize, scale, dqk, row0, live0, head_dim, dtype);
+            store_row_of(sums, 1usize, scale, dqk, row1, live1, head_dim, dtype);
             finite0 = is_finite_row(sums, 0usize, columns_dk);
             finite1 = is_finite_row(sums, 1usize, columns_dk);
         }
         if comptime!(sums_values) {
             let sums = sum_v.index(of_group);
-            let row0 = results.dv.at(batch, head, row);
-            let row1 = row0 + 8 * results.dv.row;
-            let scale = factors.extras.dropout.scale();
+            let dv = &mut outputs.dv;
+            let row0 = dv.stride.at(batch, head, row);
+            let row1 = row0 + 8 * dv.stride.row;
+            let scale = extras.dropout.scale();
             store_row_of(sums, 0usize, scale, dv, row0, live0, head_dim_v, dtype);
             store_row_of(sums, 1usize, scale, dv, row1, live1, head_dim_v, dtype);
             let (v0, v1) = (is_finite_row(sums, 0usize, columns_dv), is_finite_row(sums, 1usize, columns_dv));
@@ -266,31 +245,9 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             let again0 = live0 && !finite0 && of_rows.lse0 * of_rows.delta0 * 0.0f32 == 0.0f32;
             let again1 = live1 && !finite1 && of_rows.lse1 * of_rows.delta1 * 0.0f32 == 0.0f32;
             if plane_any(again0 || again1) {
-                recompute_gradients(
-                    q,
-                    d,
-                    k,
-                    v,
-                    stats,
-                    &sources,
-                    &mask,
-                    &bias,
-                    dk,
-                    dv,
-                    &results,
-                    scale,
-                    &factors,
-                    &band,
-                    &scheduler,
-                    batch,
-                    head,
-                    work.head_kv,
-                    work.head_kv + group,
-                    first,
-                    again0,
-                    again1,
-                    scores,
-                );
+                let (first_kv, after_kv) = (work.head_kv, work.head_kv + group);
+                let lost = LostRows { batch, head, first_kv, after_kv, first_row: first, again0, again1, band };
+                recompute_gradients(&sources, &inputs, outputs, stats, &scheduler, &lost, scores);
             }
         }
     }
@@ -305,38 +262,37 @@ struct Copies {
     lse_at: u32,
     delta_at: u32,
     batch: u32,
+    band: Band,
+    scheduler: TileScheduler,
 }
 
 #[cube]
 impl Copies {
     /// Asks for a copy of a tile to this stage. By all threads.
-    #[allow(clippy::too_many_arguments)]
     fn tile<E: Float, N: Size>(
         &self,
-        k: &[Vector<E, N>],
-        v: &[Vector<E, N>],
+        cols: &SourceSide<E, N>,
         stats: &[u32],
-        sources: &SourceStrides,
-        band: &Band,
-        scheduler: &TileScheduler,
         head: u32,
         first: u32,
         stage: u32,
         #[comptime] blueprint: MmaBlueprint,
     ) {
         let scores = comptime!(blueprint.scores);
-        let tile_k = comptime!(blueprint.tile.tile_k);
-        let batch = self.batch as usize;
-        let of_head = head as usize;
-        let k_to = self.k_at + stage * comptime!(scores.k_bytes() as u32);
-        let v_to = self.v_at + stage * comptime!(scores.v_bytes() as u32);
-        copy_rows(k, &sources.k, batch, of_head, first, k_to, band, Along::Keys, tile_k, scores.head_dim, blueprint);
-        copy_rows(v, &sources.v, batch, of_head, first, v_to, band, Along::Keys, tile_k, scores.head_dim_v, blueprint);
+        let count = comptime!(blueprint.tile.tile_k);
+        let of_qk = comptime!(Lines { along: Along::Keys, count, wide: scores.head_dim });
+        let of_dov = comptime!(Lines { wide: scores.head_dim_v, ..of_qk });
+        let to = self.k_at + stage * comptime!(scores.k_bytes() as u32);
+        let rows = CopiedRows { batch: self.batch as usize, head: head as usize, first, to };
+        copy_rows(&cols.qk, &rows, &self.band, of_qk, blueprint);
+        let to = self.v_at + stage * comptime!(scores.v_bytes() as u32);
+        let rows = CopiedRows { batch: self.batch as usize, head: head as usize, first, to };
+        copy_rows(&cols.dov, &rows, &self.band, of_dov, blueprint);
         if comptime!(scores.transposed()) {
             let of_stage = stage * comptime!(scores.stats_bytes() as u32);
-            let at = stats_at(band, scheduler, self.batch, head, first, scores);
-            copy_words(stats, at, self.lse_at + of_stage, tile_k);
-            copy_words(stats, at + stats_all(band, scheduler, scores), self.delta_at + of_stage, tile_k);
+            let at = stats_at(&self.band, &self.scheduler, self.batch, head, first, scores);
+            copy_words(stats, at, self.lse_at + of_stage, count);
+            copy_words(stats, at + stats_all(&self.band, &self.scheduler, scores), self.delta_at + of_stage, count);
         }
         copies_commit();
     }

@@ -132,7 +132,7 @@ impl MmaBlueprint {
     /// Bytes of shared memory: rows of Q, and of dO, two tiles of K and of V, and of lse and delta where queries stream by.
     ///
     /// ```
-    /// # use flash_attention_kernels::{Dtype, MmaTile, hopper::{Blueprint, Role}, mma::{MmaBlueprint, Products}};
+    /// # use flash_attention_kernels::{Dtype, MmaTile, fragment::role::Role, hopper::Blueprint, mma::{MmaBlueprint, Products}};
     /// let tile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64 };
     /// let scores = Blueprint {
     ///     role: Role::Forward, tile: tile.tile(), dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,

@@ -6,7 +6,7 @@
 use super::ops::{copy_vector, copy_word};
 use super::{MmaBlueprint, Products};
 use crate::hopper::LINE;
-use crate::hopper::forward::Stride;
+use crate::hopper::operands::RowsIn;
 use crate::mask::Band;
 use cubecl::prelude::*;
 
@@ -58,37 +58,56 @@ pub enum Along {
     Keys,
 }
 
-/// Asks for a copy of `lines` rows from the `first` on, this `wide`, to `to`; zeros past the last row and column. By all threads.
+/// Size of a tile that is copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Lines {
+    /// What its rows are.
+    pub along: Along,
+    /// How many there are.
+    pub count: usize,
+    /// Columns.
+    pub wide: usize,
+}
+
+/// Rows of a head that are copied.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct CopiedRows {
+    /// Batch.
+    pub batch: usize,
+    /// Head.
+    pub head: usize,
+    /// The first row.
+    pub first: u32,
+    /// Where they come to in shared memory.
+    pub to: u32,
+}
+
+/// Asks for a copy of rows of a head; zeros past the last row and column. By all threads.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub fn copy_rows<E: Float, N: Size>(
-    from: &[Vector<E, N>],
-    stride: &Stride,
-    batch: usize,
-    head: usize,
-    first: u32,
-    to: u32,
+    from: &RowsIn<E, N>,
+    rows: &CopiedRows,
     band: &Band,
-    #[comptime] along: Along,
-    #[comptime] lines: usize,
-    #[comptime] wide: usize,
+    #[comptime] size_of: Lines,
     #[comptime] blueprint: MmaBlueprint,
 ) {
+    let (lines, wide) = comptime!((size_of.count, size_of.wide));
     let (tile, panel_columns, size) =
         comptime!((blueprint.tile, blueprint.scores.panel(), blueprint.scores.dtype.size()));
     let (line, vector) = (UNIT_POS / OF_LINE, UNIT_POS % OF_LINE);
-    let at = to + place(line, vector);
+    let at = rows.to + place(line, vector);
     let of_pass = comptime!(tile.units() / OF_LINE as usize);
     #[unroll]
     for pass in 0..comptime!(lines / of_pass) {
-        let row = first + line + comptime!((pass * of_pass) as u32);
-        let (is_row, within) = if comptime!(along == Along::Keys) {
+        let row = rows.first + line + comptime!((pass * of_pass) as u32);
+        let (is_row, within) = if comptime!(size_of.along == Along::Keys) {
             (band.is_key(row), band.key_within(row, 1u32))
         } else {
             (band.is_query(row), band.query_within(row))
         };
-        let start = stride.at(batch, head, within) + vector as usize;
-        let row = &from[start..start + 1];
+        let start = from.stride.at(rows.batch, rows.head, within) + vector as usize;
+        let row = &from.data[start..start + 1];
         #[unroll]
         for panel in 0..comptime!(wide.div_ceil(panel_columns)) {
             // Bytes of the row from this panel on.

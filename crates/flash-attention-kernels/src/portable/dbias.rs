@@ -12,14 +12,14 @@
 //!
 //! Sums of columns and rows are then folded over batches, heads and positions that share an element.
 
+use super::Blueprint;
 use super::gradient::*;
-use super::scores::TileAt;
 use super::tile::*;
-use super::{Blueprint, Grid};
-use crate::blocks::visits;
-use crate::mask::Band;
+use crate::blocks::{TileSize, visits};
+use crate::fragment::grid::{Block, Grid};
+use crate::fragment::operands::BackwardOperands;
+use crate::fragment::scores::Scores;
 use crate::rounding::rounded_one;
-use crate::score::Score;
 use cubecl::prelude::*;
 use serde::Serialize;
 
@@ -34,29 +34,27 @@ pub enum Sums {
     Rows,
 }
 
+/// How many batches and heads share a tile of a bias, all of which a thread block adds up: 1 but for [`Sums::Tile`].
+#[derive(CubeType, CubeLaunch)]
+pub struct Sharers {
+    /// Batches.
+    pub batches: u32,
+    /// Query heads.
+    pub heads: u32,
+}
+
 /// A tile of `dbias`, or column or row sums of one head, into `out`: `[bias batch, bias head, Sq, Sk]`, `[B, H, Sk]` or
 /// `[B, H, Sq]`.
 ///
-/// `grid` numbers the blocks of what is written: pairs of blocks, key blocks or query blocks; `group_batches` and
-/// `group_heads` say how many batches and heads share a tile (1 but for [`Sums::Tile`]). What is summed: the blueprint's
+/// `grid` numbers the blocks of what is written: pairs of blocks, key blocks or query blocks. What is summed: the blueprint's
 /// [factor](crate::score::Factor).
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::too_many_arguments)]
 pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
-    q: &Tensor<Vector<F, N>>,
-    k: &Tensor<Vector<F, N>>,
-    v: &Tensor<Vector<F, N>>,
-    dout: &Tensor<Vector<F, N>>,
-    stats: &Tensor<f32>,
-    mask: ComptimeOption<&Tensor<M>>,
-    bias: ComptimeOption<&Tensor<F>>,
+    operands: BackwardOperands<F, N>,
+    scores: Scores<F, M>,
     out: &mut Tensor<O>,
-    score: Score,
-    band: Band,
     grid: Grid,
-    heads_q: u32,
-    group_batches: u32,
-    group_heads: u32,
+    sharers: Sharers,
     #[comptime] sums: Sums,
     #[comptime] blueprint: Blueprint,
     #[define(F, M, O)] _types: [ElemType; 3],
@@ -64,20 +62,15 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
     let tile = comptime!(blueprint.tile);
     let (tile_q, tile_k) = comptime!((tile.tile_q as u32, tile.tile_k as u32));
     let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
-    let me = unit(tile);
-    let mut panels = Panels {
-        a: Shared::new_slice(comptime!(tile.panel_a())),
-        b: Shared::new_slice(comptime!(tile.panel_b(0))),
-        p: Shared::new_slice(1usize),
-        ahead: Ahead::new(0usize, tile),
-    };
+    let mut panels = Panels::new(1usize, 0usize, tile);
+    let me = panels.me;
     let mut board = Shared::<[f32]>::new_slice(comptime!(tile.sums_board(sums)));
     let work = grid.at(CUBE_POS);
     if work.is_none {
         terminate!();
     }
-    let extras = score.extras;
-    let k_blocks = band.seq_k.div_ceil(tile_k);
+    let (extras, whole) = (scores.score.extras, scores.band);
+    let k_blocks = whole.seq_k.div_ceil(tile_k);
     let mut tile_gradient = TileGradient::new(blueprint);
     let mut total = Array::<f32>::new(comptime!(match sums {
         Sums::Tile => micro_q * micro_k,
@@ -101,65 +94,44 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
         Sums::Rows => q_start = work.block * tile_q,
     }
 
-    for member in 0..group_batches * group_heads {
-        let batch = work.batch * group_batches as usize + (member / group_heads) as usize;
-        let head = work.head * group_heads as usize + (member % group_heads) as usize;
-        let head_kv = head / grid.group_size as usize;
-        let stats_row = (batch * heads_q as usize + head) * band.seq_q as usize;
-        let slope = score.extras.slope(batch, head);
+    let size = comptime!(match sums {
+        Sums::Columns => TileSize { rows: tile_k, columns: tile_q, keys: true },
+        Sums::Tile | Sums::Rows => TileSize { rows: tile_q, columns: tile_k, keys: false },
+    });
+    let start = if comptime!(size.keys) { k_start } else { q_start };
+    for member in 0..sharers.batches * sharers.heads {
+        let batch = work.batch * sharers.batches as usize + (member / sharers.heads) as usize;
+        let head = work.head * sharers.heads as usize + (member % sharers.heads) as usize;
         // The sequences that there are, or the only one of this batch.
-        for nth in 0..score.extras.blocks(1u32) {
-            let sequence = score.extras.block(nth, &band, batch as u32, 0u32);
+        for nth in 0..extras.blocks(1u32) {
+            let sequence = extras.block(nth, &whole, batch as u32, 0u32);
             let band = sequence.band;
-            let by_keys = comptime!(sums == Sums::Columns);
-            let (rows, columns) = comptime!(if sums == Sums::Columns { (tile_k, tile_q) } else { (tile_q, tile_k) });
-            let of_block = if comptime!(sums == Sums::Columns) { k_start } else { q_start };
-            let visits = visits(&extras, &band, batch, head, of_block, rows, columns, by_keys);
+            let of_head = scores.head(batch, head, head / grid.group_size as usize, band, false);
+            let visits = visits(&extras, &band, batch, head, start, size);
             let mut first = 0u32.runtime();
             let mut after = visits.count;
             if comptime!(sums == Sums::Tile) {
                 // Tiles need not begin where those of a sequence do.
                 if comptime!(extras.is_sparse()) {
-                    first = visits.find(k_start / tile_k, &extras);
+                    first = visits.find(k_start / tile_k);
                     after = select(first < after, first + 1, first);
                 } else {
                     after = u32::cast_from(band.meets(q_start, k_start, tile_q, tile_k));
                 }
             }
-            if comptime!(score.extras.is_varlen()) && sequence.batch != batch as u32 {
+            if comptime!(extras.is_varlen()) && sequence.batch != batch as u32 {
                 after = first;
             }
             for nth in first..after {
-                let visit = visits.tile(nth, &extras, &band, rows, columns, by_keys);
-                let (mut fully_visible, masked) = (visit.fully_visible, visit.masked);
-                match comptime!(sums) {
-                    Sums::Tile => fully_visible = band.fully_visible(q_start, k_start, tile_q, tile_k),
-                    Sums::Columns => q_start = visit.start,
-                    Sums::Rows => k_start = visit.start,
+                let mut visit = visits.tile(nth);
+                if comptime!(sums == Sums::Tile) {
+                    visit.start = k_start;
+                    visit.fully_visible = band.fully_visible(q_start, k_start, tile_q, tile_k);
                 }
-                let at = TileAt { batch, head, q_start, k_start, slope, band, masked, transposed: false };
-                ask(q, k, &band, &at, head_kv, &mut panels, blueprint);
-                recompute(
-                    q,
-                    k,
-                    v,
-                    dout,
-                    stats,
-                    &mask,
-                    &bias,
-                    &score,
-                    &band,
-                    &at,
-                    head_kv,
-                    stats_row,
-                    fully_visible,
-                    &mut panels,
-                    &mut tile_gradient,
-                    me,
-                    true,
-                    true,
-                    blueprint,
-                );
+                let at = of_head.tile(start, &visit, size.keys);
+                let wanted = comptime!(Wanted { ds: true, anywhere: true });
+                ask(&operands, &at, &mut panels, blueprint);
+                recompute(&operands, &scores, &at, &mut panels, &mut tile_gradient, wanted, blueprint);
                 tile_gradient.multiply(blueprint);
                 #[unroll]
                 for i in 0..micro_q {
@@ -188,7 +160,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
                 for j in 0..micro_k {
                     let row = q_start + me.y * comptime!(micro_q as u32) + comptime!(i as u32);
                     let column = k_start + me.x * comptime!(micro_k as u32) + comptime!(j as u32);
-                    if row < band.seq_q && column < band.seq_k {
+                    if row < whole.seq_q && column < whole.seq_k {
                         let value = total[comptime!(i * micro_k + j)];
                         out[at + row as usize * of_row + column as usize * of_column] = rounded_one::<O>(value);
                     }
@@ -201,17 +173,8 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
                 board[me.y as usize * tile.tile_k + me.x as usize * micro_k + j] = total[j];
             }
             sync_cube();
-            write_sums(
-                &board,
-                out,
-                &work.batch,
-                &work.head,
-                k_start,
-                band.seq_k,
-                tile.tile_k,
-                tile.units_q,
-                tile.units(),
-            );
+            let block = Block { batch: work.batch, head: work.head, start: k_start, end: whole.seq_k };
+            write_sums(&board, out, &block, tile.tile_k, tile.units_q, tile.units());
         }
         Sums::Rows => {
             #[unroll]
@@ -219,41 +182,28 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
                 board[me.x as usize * tile.tile_q + me.y as usize * micro_q + i] = total[i];
             }
             sync_cube();
-            write_sums(
-                &board,
-                out,
-                &work.batch,
-                &work.head,
-                q_start,
-                band.seq_q,
-                tile.tile_q,
-                tile.units_k,
-                tile.units(),
-            );
+            let block = Block { batch: work.batch, head: work.head, start: q_start, end: whole.seq_q };
+            write_sums(&board, out, &block, tile.tile_q, tile.units_k, tile.units());
         }
     }
 }
 
 /// Adds up what `parts` threads found of each of `size` positions and writes it.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 fn write_sums<O: Float>(
     board: &Shared<[f32]>,
     out: &mut Tensor<O>,
-    batch: &usize,
-    head: &usize,
-    start: u32,
-    end: u32,
+    block: &Block,
     #[comptime] size: usize,
     #[comptime] parts: usize,
     #[comptime] units: usize,
 ) {
-    let at = *batch * out.stride(0) + *head * out.stride(1);
+    let at = block.batch * out.stride(0) + block.head * out.stride(1);
     #[unroll]
     for step in 0..comptime!(size.div_ceil(units)) {
         let position = UNIT_POS as usize + comptime!(step * units);
-        let target = start as usize + position;
-        if position < size && target < end as usize {
+        let target = block.start as usize + position;
+        if position < size && target < block.end as usize {
             let mut sum = 0.0f32;
             for part in 0..parts {
                 sum += board[part * size + position];

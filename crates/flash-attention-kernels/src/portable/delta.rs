@@ -6,7 +6,7 @@
 //!
 //! Both are packed in one buffer, because the smallest devices bind few.
 
-use super::tile::{Vec4, WIDTH, matrix};
+use crate::fragment::rows::{Rows, Vec4, WIDTH};
 use crate::softmax::lse_of_bits;
 use cubecl::prelude::*;
 
@@ -15,52 +15,45 @@ pub const UNITS_PER_ROW: usize = 8;
 /// Rows of a thread block.
 pub const ROWS: usize = 16;
 
-/// `o, dout [B, H, Sq, Dv]`, `lse` (bits), `dlse [B, H, Sq]` to `stats [2, B · H · Sq]`: lse, then delta.
+/// The forward's output and its gradient.
+#[derive(CubeType, CubeLaunch)]
+pub struct Outputs<F: Float, N: Size> {
+    /// `[B, H, Sq, Dv]`.
+    pub o: &'static Tensor<Vector<F, N>>,
+    /// Likewise.
+    pub dout: &'static Tensor<Vector<F, N>>,
+}
+
+/// `o, dout [B, H, Sq, Dv]`, `lse` (bits), `dlse [B, H, Sq]` to `stats [2, B, H, Sq]`, contiguous: lse, then delta.
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::too_many_arguments)]
 pub fn delta<F: Float, N: Size>(
-    o: &Tensor<Vector<F, N>>,
-    dout: &Tensor<Vector<F, N>>,
+    outputs: Outputs<F, N>,
     lse: &Tensor<u32>,
     dlse: ComptimeOption<&Tensor<f32>>,
     stats: &mut Tensor<f32>,
-    heads: u32,
-    seq_q: u32,
     #[comptime] head_dim_v: usize,
     #[define(F)] _type: ElemType,
 ) {
     let mut board = Shared::<[f32]>::new_slice(comptime!(ROWS * UNITS_PER_ROW));
-    let rows = stats.shape(1);
+    let (heads, seq) = (stats.shape(2), stats.shape(3));
+    let rows = stats.shape(1) * heads * seq;
     let lane = UNIT_POS as usize % UNITS_PER_ROW;
     let row = CUBE_POS * ROWS + UNIT_POS as usize / UNITS_PER_ROW;
-
-    let (seq, head_count) = (seq_q as usize, heads as usize);
     let i = row % seq;
-    let head = row / seq % head_count;
-    let batch = row / seq / head_count;
+    let head = row / seq % heads;
+    let batch = row / seq / heads;
 
     let mut sum = 0.0f32;
     if row < rows {
-        let o_at = matrix(o, batch, head);
-        let d_at = matrix(dout, batch, head);
-        let o_row = o_at.base + i * o_at.row_stride;
-        let d_row = d_at.base + i * d_at.row_stride;
-        let width = N::value();
-        for step in 0..comptime!(head_dim_v.div_ceil(width * UNITS_PER_ROW)) {
-            let column = (step * UNITS_PER_ROW + lane) * width;
-            if column < head_dim_v {
-                if comptime!(width == WIDTH) {
-                    let a = Vec4::cast_from(o[(o_row + column) / WIDTH]);
-                    let b = Vec4::cast_from(dout[(d_row + column) / WIDTH]);
-                    #[unroll]
-                    for n in 0..WIDTH {
-                        sum = fma(a.extract(n), b.extract(n), sum);
-                    }
-                } else {
-                    let a = f32::cast_from(o[o_row + column * o_at.column_stride].extract(0usize));
-                    let b = f32::cast_from(dout[d_row + column * d_at.column_stride].extract(0usize));
-                    sum = fma(a, b, sum);
-                }
+        let o_rows = Rows::of(outputs.o, batch, head, 0u32, seq as u32);
+        let d_rows = Rows::of(outputs.dout, batch, head, 0u32, seq as u32);
+        for step in 0..comptime!(head_dim_v.div_ceil(WIDTH * UNITS_PER_ROW)) {
+            let column = (step * UNITS_PER_ROW + lane) * WIDTH;
+            let a = Vec4::cast_from(o_rows.read(i as u32, column, head_dim_v));
+            let b = Vec4::cast_from(d_rows.read(i as u32, column, head_dim_v));
+            #[unroll]
+            for n in 0..WIDTH {
+                sum = fma(a.extract(n), b.extract(n), sum);
             }
         }
     }

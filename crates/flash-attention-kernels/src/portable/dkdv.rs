@@ -9,159 +9,82 @@
 //! The heads of a group are summed here, in order, so that grouped heads need no repeated buffer and no atomics. Either
 //! gradient may be left out.
 
+use super::Blueprint;
 use super::gradient::*;
-use super::scores::TileAt;
 use super::tile::*;
-use super::{Blueprint, Grid};
-use crate::blocks::visits;
-use crate::mask::Band;
-use crate::score::Score;
+use crate::blocks::{TileSize, visits};
+use crate::fragment::grid::Grid;
+use crate::fragment::operands::BackwardOperands;
+use crate::fragment::rows::zeros;
+use crate::fragment::scores::Scores;
 use cubecl::prelude::*;
 
-/// `dk [B, Hkv, Sk, D]` and `dv [B, Hkv, Sk, Dv]` from the forward's inputs, `dout [B, H, Sq, Dv]` and
-/// `stats [2, B · H · Sq]`.
+/// `dk [B, Hkv, Sk, D]` and `dv [B, Hkv, Sk, Dv]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::too_many_arguments)]
 pub fn dkdv<F: Float, M: Numeric, N: Size>(
-    q: &Tensor<Vector<F, N>>,
-    k: &Tensor<Vector<F, N>>,
-    v: &Tensor<Vector<F, N>>,
-    dout: &Tensor<Vector<F, N>>,
-    stats: &Tensor<f32>,
-    mask: ComptimeOption<&Tensor<M>>,
-    bias: ComptimeOption<&Tensor<F>>,
+    operands: BackwardOperands<F, N>,
+    scores: Scores<F, M>,
     dk: ComptimeOption<&mut Tensor<Vector<F, N>>>,
     dv: ComptimeOption<&mut Tensor<Vector<F, N>>>,
-    score: Score,
-    band: Band,
     grid: Grid,
     #[comptime] blueprint: Blueprint,
     #[define(F, M)] _types: [ElemType; 2],
 ) {
-    let tile = comptime!(blueprint.tile);
-    let (tile_q, tile_k) = comptime!((tile.tile_q as u32, tile.tile_k as u32));
+    let (tile, head_dim, head_dim_v) = comptime!((blueprint.tile, blueprint.head_dim, blueprint.head_dim_v));
+    let size = comptime!(TileSize { rows: tile.tile_k as u32, columns: tile.tile_q as u32, keys: true });
     let (with_dk, with_dv) = comptime!((dk.is_some(), dv.is_some()));
     let rows = comptime!(tile.tile_k / tile.units_q);
-    let me = unit(tile);
-    let mut panels = Panels {
-        a: Shared::new_slice(comptime!(tile.panel_a())),
-        b: Shared::new_slice(comptime!(tile.panel_b(tile.tile_q))),
-        p: Shared::new_slice(comptime!(tile.tile_k * TileShape::pitch(tile.tile_q))),
-        ahead: Ahead::new(tile.tile_q, tile),
-    };
-    let work = grid.work(CUBE_POS, &score.extras, &band, tile_k, true);
+    let mut panels = Panels::new(comptime!(tile.tile_k * TileShape::pitch(tile.tile_q)), tile.tile_q, tile);
+    let extras = scores.score.extras;
+    let work = grid.work(CUBE_POS, &extras, &scores.band, size.rows, true);
     if work.is_none {
         terminate!();
     }
-    let band = work.band;
-    let k_start = work.start;
     let group_size = grid.group_size as usize;
-    let heads_q = grid.heads as usize * group_size;
-
     let mut tile_gradient = TileGradient::new(blueprint);
-    let mut acc_k = zeros(comptime!(if with_dk { rows * tile.groups(blueprint.head_dim) } else { 1 }));
-    let mut acc_v = zeros(comptime!(if with_dv { rows * tile.groups(blueprint.head_dim_v) } else { 1 }));
+    let mut acc_k = zeros(comptime!(if with_dk { rows * tile.groups(head_dim) } else { 1 }));
+    let mut acc_v = zeros(comptime!(if with_dv { rows * tile.groups(head_dim_v) } else { 1 }));
 
-    let extras = score.extras;
     for member in 0..group_size {
         let head = work.head * group_size + member;
-        let slope = score.extras.slope(work.batch, head);
-        let q_at = matrix(q, work.batch, head);
-        let d_at = matrix(dout, work.batch, head);
-        let stats_row = (work.batch * heads_q + head) * band.seq_q as usize;
-        let visits = visits(&extras, &band, work.batch, head, k_start, tile_k, tile_q, true);
-        let visit = visits.tile(0u32, &extras, &band, tile_k, tile_q, true);
-        let (batch, q_start, masked) = (work.batch, visit.start, visit.masked);
-        let first = TileAt { batch, head, q_start, k_start, slope, band, masked, transposed: false };
-        ask(q, k, &band, &first, work.head, &mut panels, blueprint);
+        let of_head = scores.head(work.batch, head, work.head, work.band, false);
+        let visits = visits(&extras, &work.band, work.batch, head, work.start, size);
+        ask(&operands, &of_head.tile(work.start, &visits.tile(0u32), true), &mut panels, blueprint);
         for nth in 0..visits.count {
-            let visit = visits.tile(nth, &extras, &band, tile_k, tile_q, true);
-            let (q_start, fully_visible, masked) = (visit.start, visit.fully_visible, visit.masked);
-            let at = TileAt { batch, head, q_start, k_start, slope, band, masked, transposed: false };
-            let careful = !fully_visible || comptime!(blueprint.mask) && masked;
-            recompute(
-                q,
-                k,
-                v,
-                dout,
-                stats,
-                &mask,
-                &bias,
-                &score,
-                &band,
-                &at,
-                work.head,
-                stats_row,
-                fully_visible,
-                &mut panels,
-                &mut tile_gradient,
-                me,
-                with_dk,
-                false,
-                blueprint,
-            );
-            let next_start = visits.tile(nth + 1, &extras, &band, tile_k, tile_q, true).start;
-            let next = TileAt { batch, head, q_start: next_start, k_start, slope, band, masked, transposed: false };
+            let at = of_head.tile(work.start, &visits.tile(nth), true);
+            let next = of_head.tile(work.start, &visits.tile(nth + 1), true);
+            let hide = scores.hide(&at);
+            let wanted = comptime!(Wanted { ds: with_dk, anywhere: false });
+            recompute(&operands, &scores, &at, &mut panels, &mut tile_gradient, wanted, blueprint);
             if comptime!(with_dv) {
-                let (depth, head_dim_v) = comptime!((tile.tile_q, blueprint.head_dim_v));
-                panels.ahead.ask_right(dout, &d_at, q_start, band.after_queries(), 0usize, depth, head_dim_v, tile);
-                share_transposed(&tile_gradient.p, &mut panels.p, me, tile);
+                let dout = operands.dout_rows(&at);
+                let product = comptime!(Product { rows: tile.tile_k, depth: tile.tile_q, head_dim: head_dim_v });
+                panels.ahead.ask_right(&dout, 0usize, product, tile);
+                share_transposed(&tile_gradient.p, &mut panels.p, panels.me, tile);
                 if comptime!(!with_dk) {
-                    ask(q, k, &band, &next, work.head, &mut panels, blueprint);
+                    ask(&operands, &next, &mut panels, blueprint);
                 }
-                accumulate(
-                    &panels.p,
-                    dout,
-                    &d_at,
-                    q_start,
-                    band.after_queries(),
-                    &mut panels.b,
-                    &mut panels.ahead,
-                    &mut acc_v,
-                    careful,
-                    me,
-                    tile.tile_k,
-                    tile.tile_q,
-                    blueprint.head_dim_v,
-                    tile,
-                );
+                accumulate(&dout, &mut panels, &mut acc_v, hide, product, tile);
             }
             if comptime!(with_dk) {
-                let (depth, head_dim) = comptime!((tile.tile_q, blueprint.head_dim));
-                panels.ahead.ask_right(q, &q_at, q_start, band.after_queries(), 0usize, depth, head_dim, tile);
+                let q = operands.inputs.q_rows(&at);
+                let product = comptime!(Product { rows: tile.tile_k, depth: tile.tile_q, head_dim });
+                panels.ahead.ask_right(&q, 0usize, product, tile);
                 tile_gradient.multiply(blueprint);
-                share_transposed(&tile_gradient.ds, &mut panels.p, me, tile);
-                ask(q, k, &band, &next, work.head, &mut panels, blueprint);
-                accumulate(
-                    &panels.p,
-                    q,
-                    &q_at,
-                    q_start,
-                    band.after_queries(),
-                    &mut panels.b,
-                    &mut panels.ahead,
-                    &mut acc_k,
-                    careful,
-                    me,
-                    tile.tile_k,
-                    tile.tile_q,
-                    blueprint.head_dim,
-                    tile,
-                );
+                share_transposed(&tile_gradient.ds, &mut panels.p, panels.me, tile);
+                ask(&operands, &next, &mut panels, blueprint);
+                accumulate(&q, &mut panels, &mut acc_k, hide, product, tile);
             }
         }
     }
 
+    let block = work.rows(true);
     #[comptime]
     if let ComptimeOption::Some(dk) = dk {
-        let at = matrix(&*dk, work.batch, work.head);
-        let factors = uniform(score.scale, rows);
-        store(dk, &at, k_start, band.after_keys(), &acc_k, &factors, me, tile.tile_k, blueprint.head_dim, tile);
+        store(dk, &block, &acc_k, &uniform(scores.score.scale, rows), tile.tile_k, head_dim, tile);
     }
     #[comptime]
     if let ComptimeOption::Some(dv) = dv {
-        let at = matrix(&*dv, work.batch, work.head);
-        let factors = uniform(score.extras.dropout.scale(), rows);
-        store(dv, &at, k_start, band.after_keys(), &acc_v, &factors, me, tile.tile_k, blueprint.head_dim_v, tile);
+        store(dv, &block, &acc_v, &uniform(extras.dropout.scale(), rows), tile.tile_k, head_dim_v, tile);
     }
 }

@@ -11,29 +11,22 @@ use cubecl::prelude::*;
 /// Threads of a thread block, which is that of a head.
 pub const UNITS: usize = 64;
 
-/// `stats [2, B · H · Sq]` to `dsinks [H]`.
+/// `stats [2, B, H, Sq]` to `dsinks [H]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub fn dsinks(
-    stats: &Tensor<f32>,
-    sinks: &Tensor<f32>,
-    dsinks: &mut Tensor<f32>,
-    batches: u32,
-    heads: u32,
-    seq_q: u32,
-) {
+pub fn dsinks(stats: &Tensor<f32>, sinks: &Tensor<f32>, dsinks: &mut Tensor<f32>) {
     let mut board = Shared::<[f32]>::new_slice(UNITS);
     let head = CUBE_POS;
-    if head >= heads as usize {
+    if head >= stats.shape(2) {
         terminate!();
     }
-    let rows = stats.shape(1);
+    let (of_delta, seq) = (stats.stride(0), stats.shape(3));
     let sink = sinks[head * sinks.stride(0)];
     let mut sum = 0.0f32;
-    for batch in 0..batches as usize {
-        let first = (batch * heads as usize + head) * seq_q as usize;
+    for batch in 0..stats.shape(1) {
+        let first = batch * stats.stride(1) + head * stats.stride(2);
         let mut row = UNIT_POS as usize;
-        while row < seq_q as usize {
-            let (lse, delta) = (stats[first + row], stats[rows + first + row]);
+        while row < seq {
+            let (lse, delta) = (stats[first + row], stats[of_delta + first + row]);
             sum = fma(-f32::exp(sink - lse), delta, sum);
             row += UNITS;
         }

@@ -9,127 +9,66 @@
 //!
 //! Each thread sums `l` over its own columns only; the sums of a row meet once, at the end. `m` must be shared every time.
 
-use super::scores::{TileAt, finish_scores};
+use super::Blueprint;
+use super::scores::apply_score_mod;
 use super::tile::*;
-use super::{Blueprint, Grid};
-use crate::blocks::visits;
-use crate::mask::Band;
-use crate::score::{Factor, Score};
+use crate::blocks::{TileSize, visits};
+use crate::dropout::Dropout;
+use crate::fragment::grid::Grid;
+use crate::fragment::operands::{ForwardOutputs, Qkv};
+use crate::fragment::rows::{Vec4, WIDTH, zeros};
+use crate::fragment::scores::{Scores, TileAt};
 use crate::softmax::{HIDDEN, begin, lse_bits, normalizer, weight};
 use cubecl::prelude::*;
 
-/// `q [B, H, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `o [B, H, Sq, Dv]` and the bits of `lse [B, H, Sq]`.
+/// `o [B, H, Sq, Dv]` and the bits of `lse [B, H, Sq]` from Q, K and V.
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::too_many_arguments)]
 pub fn forward<F: Float, M: Numeric, N: Size>(
-    q: &Tensor<Vector<F, N>>,
-    k: &Tensor<Vector<F, N>>,
-    v: &Tensor<Vector<F, N>>,
-    mask: ComptimeOption<&Tensor<M>>,
-    bias: ComptimeOption<&Tensor<F>>,
-    o: &mut Tensor<Vector<F, N>>,
-    lse: &mut Tensor<u32>,
-    score: Score,
-    band: Band,
+    inputs: Qkv<F, N>,
+    scores: Scores<F, M>,
+    outputs: ForwardOutputs<F, N>,
     grid: Grid,
     #[comptime] blueprint: Blueprint,
     #[define(F, M)] _types: [ElemType; 2],
 ) {
     let tile = comptime!(blueprint.tile);
-    let (tile_q, tile_k) = comptime!((tile.tile_q as u32, tile.tile_k as u32));
+    let (tile_q, tile_k, head_dim_v) = comptime!((tile.tile_q as u32, tile.tile_k as u32, blueprint.head_dim_v));
     let quads = comptime!(tile.micro_q() / WIDTH);
-    let me = unit(tile);
-
-    let mut panel_a = Shared::<[Vec4]>::new_slice(comptime!(tile.panel_a()));
-    let mut panel_b = Shared::<[Vec4]>::new_slice(comptime!(tile.panel_b(tile.tile_k)));
-    let mut panel_p = Shared::<[Vec4]>::new_slice(comptime!(tile.tile_q * TileShape::pitch(tile.tile_k)));
+    let (micro_q, groups) = comptime!((tile.micro_q(), tile.groups(head_dim_v)));
+    let mut panels = Panels::new(comptime!(tile.tile_q * TileShape::pitch(tile.tile_k)), tile.tile_k, tile);
     let mut board = Shared::<[Vec4]>::new_slice(comptime!(tile.board()));
+    let me = panels.me;
 
-    let work = grid.work(CUBE_POS, &score.extras, &band, tile_q, false);
+    let work = grid.work(CUBE_POS, &scores.score.extras, &scores.band, tile_q, false);
     if work.is_none {
         terminate!();
     }
-    let band = work.band;
-    let q_start = work.start;
-    let head_kv = work.head / grid.group_size as usize;
-    let q_at = matrix(q, work.batch, work.head);
-    let k_at = matrix(k, work.batch, head_kv);
-    let v_at = matrix(v, work.batch, head_kv);
+    let of_head = scores.head(work.batch, work.head, work.head / grid.group_size as usize, work.band, false);
 
     let mut s = Array::<f32>::new(comptime!(tile.micro_q() * tile.micro_k()));
     let mut factors = Array::<f32>::new(comptime!(blueprint.factors()));
-    let mut acc = Array::<Vec4>::new(comptime!(tile.micro_q() * tile.groups(blueprint.head_dim_v)));
+    let mut acc = zeros(comptime!(micro_q * groups));
     let mut m = Array::<Vec4>::new(quads);
     let mut l = Array::<Vec4>::new(quads);
     #[unroll]
-    for n in 0..comptime!(tile.micro_q() * tile.groups(blueprint.head_dim_v)) {
-        acc[n] = Vec4::new(0.0f32);
-    }
-    #[unroll]
     for n in 0..quads {
-        let (first, sum) = begin(&score, work.head, me.x == 0);
+        let (first, sum) = begin(&scores.score, work.head, me.x == 0);
         m[n] = Vec4::new(first);
         l[n] = Vec4::new(sum);
     }
-    let slope = score.extras.slope(work.batch, work.head);
 
-    let extras = score.extras;
-    let visits = visits(&extras, &band, work.batch, work.head, q_start, tile_q, tile_k, false);
-    let mut ahead = Ahead::new(tile.tile_k, tile);
-    let head_dim = comptime!(blueprint.head_dim);
-    let first = visits.tile(0u32, &extras, &band, tile_q, tile_k, false).start;
-    ahead.ask_scores(
-        q,
-        &q_at,
-        q_start,
-        band.after_queries(),
-        k,
-        &k_at,
-        first,
-        band.after_keys(),
-        0usize,
-        head_dim,
-        tile,
-    );
+    let size = comptime!(TileSize { rows: tile_q, columns: tile_k, keys: false });
+    let visits = visits(&scores.score.extras, &work.band, work.batch, work.head, work.start, size);
+    let first = of_head.tile(work.start, &visits.tile(0u32), false);
+    panels.ahead.ask_scores(&inputs.q_rows(&first), &inputs.k_rows(&first), 0usize, blueprint.head_dim, tile);
     for nth in 0..visits.count {
-        let visit = visits.tile(nth, &extras, &band, tile_q, tile_k, false);
-        let (k_start, fully_visible, masked) = (visit.start, visit.fully_visible, visit.masked);
-        let (batch, head) = (work.batch, work.head);
-        let at = TileAt { batch, head, q_start, k_start, slope, band, masked, transposed: false };
+        let at = of_head.tile(work.start, &visits.tile(nth), false);
 
         // -- scores
-        scores(
-            q,
-            &q_at,
-            q_start,
-            band.after_queries(),
-            k,
-            &k_at,
-            k_start,
-            band.after_keys(),
-            &mut panel_a,
-            &mut panel_b,
-            &mut ahead,
-            &mut s,
-            me,
-            head_dim,
-            blueprint.tf32,
-            tile,
-        );
-        ahead.ask_right(v, &v_at, k_start, band.after_keys(), 0usize, tile.tile_k, blueprint.head_dim_v, tile);
-        finish_scores(
-            &mut s,
-            &mut factors,
-            &score,
-            &band,
-            &mask,
-            &bias,
-            &at,
-            !fully_visible || comptime!(blueprint.bias) || comptime!(blueprint.mask) && masked,
-            me,
-            Factor::One,
-            tile,
-        );
+        products(&inputs.q_rows(&at), &inputs.k_rows(&at), &mut panels, &mut s, blueprint.head_dim, blueprint);
+        let product = comptime!(Product { rows: tile.tile_q, depth: tile.tile_k, head_dim: head_dim_v });
+        panels.ahead.ask_right(&inputs.v_rows(&at), 0usize, product, tile);
+        apply_score_mod(&mut s, &mut factors, &scores, &at, me, blueprint);
 
         // -- the rows' new maxima
         share_maxima(&s, &mut board, me, tile);
@@ -147,40 +86,13 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
         }
 
         // -- P, and what it adds to l
-        share_weights(&s, &m, &mut l, &alpha, &mut panel_p, &score, &at, me, tile);
-        rescale(&mut acc, &alpha, comptime!(tile.groups(blueprint.head_dim_v)), comptime!(tile.micro_q()));
+        share_weights(&s, &m, &mut l, &alpha, &mut panels, &scores.score.extras.dropout, &at, tile);
+        rescale(&mut acc, &alpha, groups, micro_q);
 
         // -- O
-        let next = visits.tile(nth + 1, &extras, &band, tile_q, tile_k, false).start;
-        ahead.ask_scores(
-            q,
-            &q_at,
-            q_start,
-            band.after_queries(),
-            k,
-            &k_at,
-            next,
-            band.after_keys(),
-            0usize,
-            head_dim,
-            tile,
-        );
-        accumulate(
-            &panel_p,
-            v,
-            &v_at,
-            k_start,
-            band.after_keys(),
-            &mut panel_b,
-            &mut ahead,
-            &mut acc,
-            !fully_visible || comptime!(blueprint.mask),
-            me,
-            tile.tile_q,
-            tile.tile_k,
-            blueprint.head_dim_v,
-            tile,
-        );
+        let next = of_head.tile(work.start, &visits.tile(nth + 1), false);
+        panels.ahead.ask_scores(&inputs.q_rows(&next), &inputs.k_rows(&next), 0usize, blueprint.head_dim, tile);
+        accumulate(&inputs.v_rows(&at), &mut panels, &mut acc, scores.hide(&at), product, tile);
     }
 
     // -- the sums of a row meet
@@ -191,6 +103,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     }
     sync_cube();
     let mut factors = Array::<Vec4>::new(quads);
+    let lse = outputs.lse;
     let lse_at = work.batch * lse.stride(0) + work.head * lse.stride(1);
     let lse_step = lse.stride(2);
     #[unroll]
@@ -203,17 +116,16 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
         let mut factor = Vec4::new(0.0f32);
         #[unroll]
         for lane in 0..WIDTH {
-            let row = q_start + me.y * comptime!(tile.micro_q() as u32) + comptime!((n * WIDTH + lane) as u32);
+            let row = work.start + me.y * comptime!(tile.micro_q() as u32) + comptime!((n * WIDTH + lane) as u32);
             let sum = total.extract(lane);
-            factor.insert(lane, normalizer(sum) * score.extras.dropout.scale());
-            if me.x == 0 && band.is_query(row) {
+            factor.insert(lane, normalizer(sum) * scores.score.extras.dropout.scale());
+            if me.x == 0 && work.band.is_query(row) {
                 lse[lse_at + row as usize * lse_step] = lse_bits(m[n].extract(lane), sum);
             }
         }
         factors[n] = factor;
     }
-    let o_at = matrix(&*o, work.batch, work.head);
-    store(o, &o_at, q_start, band.after_queries(), &acc, &factors, me, tile.tile_q, blueprint.head_dim_v, tile);
+    store(outputs.o, &work.rows(false), &acc, &factors, tile.tile_q, head_dim_v, tile);
 }
 
 /// Each thread's maxima over its own columns, for all threads of the row to read.
@@ -239,18 +151,17 @@ fn share_maxima(s: &Array<f32>, board: &mut Shared<[Vec4]>, me: Unit, #[comptime
 
 /// `P = exp(S − m)`, what is left of it, into its panel, and `l = α·l + rowsum P` over this thread's columns.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 fn share_weights(
     s: &Array<f32>,
     m: &Array<Vec4>,
     l: &mut Array<Vec4>,
     alpha: &Array<Vec4>,
-    panel_p: &mut Shared<[Vec4]>,
-    score: &Score,
+    panels: &mut Panels,
+    dropout: &Dropout,
     at: &TileAt,
-    me: Unit,
     #[comptime] tile: TileShape,
 ) {
+    let me = panels.me;
     let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
     let pitch = comptime!(TileShape::pitch(tile.tile_k));
     #[unroll]
@@ -267,15 +178,14 @@ fn share_weights(
                 let row = me.y as usize * micro_q + i;
                 let column = me.x as usize * micro_k + comptime!(quad * WIDTH);
                 let (query, key) = (at.q_start + row as u32, at.k_start + column as u32);
-                let kept =
-                    score.extras.dropout.keeps_four_of(&at.band, at.batch as u32, at.head as u32, query, key, false);
+                let kept = dropout.keeps_four_of(&at.band, at.batch as u32, at.head as u32, query, key, false);
                 #[unroll]
                 for j in 0..WIDTH {
                     let w = weight(s[comptime!(i * micro_k + quad * WIDTH + j)], highest);
                     sum += w;
-                    p.insert(j, score.extras.dropout.apply(w, kept & comptime!(1u32 << j) != 0));
+                    p.insert(j, dropout.apply(w, kept & comptime!(1u32 << j) != 0));
                 }
-                panel_p[row * pitch + me.x as usize * comptime!(micro_k / WIDTH) + quad] = p;
+                panels.p[row * pitch + me.x as usize * comptime!(micro_k / WIDTH) + quad] = p;
             }
             sums.insert(lane, sum);
         }

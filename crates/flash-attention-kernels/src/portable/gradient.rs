@@ -9,11 +9,13 @@
 //! [dropout](crate::dropout) multiplies by, of which `P ∘ Z` lacks the factor here.
 
 use super::Blueprint;
-use super::scores::{TileAt, finish_scores};
+use super::scores::apply_score_mod;
 use super::tile::*;
-use crate::mask::Band;
-use crate::score::{Factor, Score};
-use crate::softmax::weight;
+use crate::fragment::operands::BackwardOperands;
+use crate::fragment::rows::{Vec4, WIDTH};
+use crate::fragment::scores::{Scores, TileAt};
+use crate::score::Factor;
+use crate::softmax::{softmax_backward, weight};
 use cubecl::prelude::*;
 
 /// A thread's share of the tile, `micro_q × micro_k` each.
@@ -47,174 +49,75 @@ impl TileGradient {
     }
 }
 
-/// Panels in shared memory that the kernels of the backward stage tiles in.
-#[derive(CubeType)]
-pub struct Panels {
-    /// For `A` of `A · Bᵀ`.
-    pub a: Shared<[Vec4]>,
-    /// For `B`, and for the right side of the products that accumulate.
-    pub b: Shared<[Vec4]>,
-    /// For `P` or `dS`, the left side of those.
-    pub p: Shared<[Vec4]>,
-    /// What comes into them next.
-    pub ahead: Ahead,
+/// What is recomputed of a tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Wanted {
+    /// `dT` beside `P`.
+    pub ds: bool,
+    /// Whether the tile may begin where tiles of its sequence do not.
+    pub anywhere: bool,
 }
 
 /// Asks for what [`recompute()`] begins with.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub fn ask<F: Float, N: Size>(
-    q: &Tensor<Vector<F, N>>,
-    k: &Tensor<Vector<F, N>>,
-    band: &Band,
+    operands: &BackwardOperands<F, N>,
     at: &TileAt,
-    head_kv: usize,
     panels: &mut Panels,
     #[comptime] blueprint: Blueprint,
 ) {
-    let (q_at, k_at) = (matrix(q, at.batch, at.head), matrix(k, at.batch, head_kv));
     let (head_dim, tile) = comptime!((blueprint.head_dim, blueprint.tile));
-    let ahead = &mut panels.ahead;
-    ahead.ask_scores(
-        q,
-        &q_at,
-        at.q_start,
-        band.after_queries(),
-        k,
-        &k_at,
-        at.k_start,
-        band.after_keys(),
-        0usize,
-        head_dim,
-        tile,
-    );
+    panels.ahead.ask_scores(&operands.inputs.q_rows(at), &operands.inputs.k_rows(at), 0usize, head_dim, tile);
 }
 
-/// Recomputes `P`, and `dT` where `with_ds`. What it begins with has been [asked for](ask()). `anywhere`: the tile need not begin where
-/// tiles of its sequence do.
+/// Recomputes `P`, and perhaps `dT`. What it begins with has been [asked for](ask()).
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub fn recompute<F: Float, M: Numeric, N: Size>(
-    q: &Tensor<Vector<F, N>>,
-    k: &Tensor<Vector<F, N>>,
-    v: &Tensor<Vector<F, N>>,
-    dout: &Tensor<Vector<F, N>>,
-    stats: &Tensor<f32>,
-    mask: &ComptimeOption<&Tensor<M>>,
-    bias: &ComptimeOption<&Tensor<F>>,
-    score: &Score,
-    band: &Band,
+    operands: &BackwardOperands<F, N>,
+    scores: &Scores<F, M>,
     at: &TileAt,
-    head_kv: usize,
-    stats_row: usize,
-    fully_visible: bool,
     panels: &mut Panels,
     tile_gradient: &mut TileGradient,
-    me: Unit,
-    #[comptime] with_ds: bool,
-    #[comptime] anywhere: bool,
+    #[comptime] wanted: Wanted,
     #[comptime] blueprint: Blueprint,
 ) {
-    let tile = comptime!(blueprint.tile);
+    let (tile, inputs) = (comptime!(blueprint.tile), &operands.inputs);
+    let (head_dim, head_dim_v) = comptime!((blueprint.head_dim, blueprint.head_dim_v));
     let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
-    let q_at = matrix(q, at.batch, at.head);
-    let k_at = matrix(k, at.batch, head_kv);
-    scores(
-        q,
-        &q_at,
-        at.q_start,
-        band.after_queries(),
-        k,
-        &k_at,
-        at.k_start,
-        band.after_keys(),
-        &mut panels.a,
-        &mut panels.b,
-        &mut panels.ahead,
-        &mut tile_gradient.p,
-        me,
-        blueprint.head_dim,
-        blueprint.tf32,
-        tile,
-    );
-    let d_at = matrix(dout, at.batch, at.head);
-    let v_at = matrix(v, at.batch, head_kv);
-    if comptime!(with_ds) {
-        let (head_dim_v, ahead) = (comptime!(blueprint.head_dim_v), &mut panels.ahead);
-        ahead.ask_scores(
-            dout,
-            &d_at,
-            at.q_start,
-            band.after_queries(),
-            v,
-            &v_at,
-            at.k_start,
-            band.after_keys(),
-            0usize,
-            head_dim_v,
-            tile,
-        );
+    let me = panels.me;
+    products(&inputs.q_rows(at), &inputs.k_rows(at), panels, &mut tile_gradient.p, head_dim, blueprint);
+    let (dout, v) = (operands.dout_rows(at), inputs.v_rows(at));
+    if comptime!(wanted.ds) {
+        panels.ahead.ask_scores(&dout, &v, 0usize, head_dim_v, tile);
     }
-    finish_scores(
-        &mut tile_gradient.p,
-        &mut tile_gradient.factors,
-        score,
-        band,
-        mask,
-        bias,
-        at,
-        !fully_visible || comptime!(blueprint.bias) || comptime!(blueprint.mask) && at.masked,
-        me,
-        blueprint.factor,
-        tile,
-    );
-    if comptime!(with_ds) {
-        scores(
-            dout,
-            &d_at,
-            at.q_start,
-            band.after_queries(),
-            v,
-            &v_at,
-            at.k_start,
-            band.after_keys(),
-            &mut panels.a,
-            &mut panels.b,
-            &mut panels.ahead,
-            &mut tile_gradient.ds,
-            me,
-            blueprint.head_dim_v,
-            blueprint.tf32,
-            tile,
-        );
+    apply_score_mod(&mut tile_gradient.p, &mut tile_gradient.factors, scores, at, me, blueprint);
+    if comptime!(wanted.ds) {
+        products(&dout, &v, panels, &mut tile_gradient.ds, head_dim_v, blueprint);
     }
-    let rows = stats.shape(1);
+    let dropout = &scores.score.extras.dropout;
     #[unroll]
     for i in 0..micro_q {
         let row = at.q_start + me.y * comptime!(micro_q as u32) + comptime!(i as u32);
         let mut lse = f32::MAX.runtime();
         let mut delta = 0.0f32;
-        if band.is_query(row) {
-            lse = stats[stats_row + row as usize];
-            if comptime!(with_ds) {
-                delta = stats[rows + stats_row + row as usize];
+        if at.band.is_query(row) {
+            lse = operands.stats.lse(at.batch, at.head, row);
+            if comptime!(wanted.ds) {
+                delta = operands.stats.delta(at.batch, at.head, row);
             }
         }
         #[unroll]
         for quad in 0..comptime!(micro_k / WIDTH) {
             let column = at.k_start + me.x * comptime!(micro_k as u32) + comptime!((quad * WIDTH) as u32);
-            let kept =
-                score.extras.dropout.keeps_four_of(&at.band, at.batch as u32, at.head as u32, row, column, anywhere);
+            let kept = dropout.keeps_four_of(&at.band, at.batch as u32, at.head as u32, row, column, wanted.anywhere);
             #[unroll]
             for j in 0..WIDTH {
                 let n = comptime!(i * micro_k + quad * WIDTH + j);
                 let keeps = kept & comptime!(1u32 << j) != 0;
                 let p = weight(tile_gradient.p[n], lse);
-                tile_gradient.p[n] = score.extras.dropout.apply(p, keeps);
-                if comptime!(with_ds) {
-                    let dp = score.extras.dropout.backward(tile_gradient.ds[n], keeps);
-                    // What is hidden has no gradient, whatever dout and v hold there.
-                    tile_gradient.ds[n] = select(p == 0.0f32, 0.0f32, p * (dp - delta));
+                tile_gradient.p[n] = dropout.apply(p, keeps);
+                if comptime!(wanted.ds) {
+                    tile_gradient.ds[n] = softmax_backward(p, dropout.backward(tile_gradient.ds[n], keeps), delta);
                 }
             }
         }
@@ -259,15 +162,4 @@ pub fn share_transposed(s: &Array<f32>, panel: &mut Shared<[Vec4]>, me: Unit, #[
             panel[row * pitch + me.y as usize * comptime!(micro_q / WIDTH) + quad] = value;
         }
     }
-}
-
-/// An accumulator of zeros.
-#[cube]
-pub fn zeros(#[comptime] size: usize) -> Array<Vec4> {
-    let mut acc = Array::<Vec4>::new(size);
-    #[unroll]
-    for n in 0..size {
-        acc[n] = Vec4::new(0.0f32);
-    }
-    acc
 }

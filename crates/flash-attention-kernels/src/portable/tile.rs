@@ -15,15 +15,11 @@ mod staging;
 pub use staging::{Ahead, RowOrder};
 use staging::{put, round};
 
-use crate::rounding::{rounded, rounded_one};
+use super::Blueprint;
+use crate::fragment::grid::Block;
+use crate::fragment::rows::{Layout, Rows, Vec4, WIDTH, write_quad};
 use cubecl::prelude::*;
 use serde::Serialize;
-
-/// Four f32 values: one 128-bit access.
-pub type Vec4 = Vector<f32, Const<4>>;
-
-/// Width of [`Vec4`].
-pub const WIDTH: usize = 4;
 
 /// Shapes of the tiles of one thread block. Chosen in `tiling.rs` alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -129,26 +125,44 @@ pub fn unit(#[comptime] tile: TileShape) -> Unit {
     Unit { y: UNIT_POS / comptime!(tile.units_k as u32), x: UNIT_POS % comptime!(tile.units_k as u32) }
 }
 
-/// A `[rows, columns]` matrix inside a 4-dimensional tensor: one head of one batch.
-#[derive(CubeType, Clone)]
-#[expand(derive(Clone))]
-pub struct Matrix {
-    /// Offset of its first element, in elements.
-    pub base: usize,
-    /// Elements between rows.
-    pub row_stride: usize,
-    /// Elements between columns.
-    pub column_stride: usize,
+/// Panels in shared memory that tiles are staged in.
+#[derive(CubeType)]
+pub struct Panels {
+    /// For `A` of `A · Bᵀ`.
+    pub a: Shared<[Vec4]>,
+    /// For `B`, and for the right side of the products that accumulate.
+    pub b: Shared<[Vec4]>,
+    /// For `P` or `dS`, the left side of those.
+    pub p: Shared<[Vec4]>,
+    /// What comes into them next.
+    pub ahead: Ahead,
+    /// This thread.
+    pub me: Unit,
 }
 
-/// The matrix of one batch and head.
 #[cube]
-pub fn matrix<E: CubePrimitive>(tensor: &Tensor<E>, batch: usize, head: usize) -> Matrix {
-    Matrix {
-        base: batch * tensor.stride(0) + head * tensor.stride(1),
-        row_stride: tensor.stride(2),
-        column_stride: tensor.stride(3),
+impl Panels {
+    /// Panels for a left side of `p`, in vectors, and a right side of `depth` rows.
+    pub fn new(#[comptime] p: usize, #[comptime] depth: usize, #[comptime] tile: TileShape) -> Panels {
+        Panels {
+            a: Shared::new_slice(comptime!(tile.panel_a())),
+            b: Shared::new_slice(comptime!(tile.panel_b(depth))),
+            p: Shared::new_slice(p),
+            ahead: Ahead::new(depth, tile),
+            me: unit(tile),
+        }
     }
+}
+
+/// Sizes of a product `O += P · V`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Product {
+    /// Rows of `P`.
+    pub rows: usize,
+    /// Columns of `P`, and rows of `V`.
+    pub depth: usize,
+    /// Columns of `V`.
+    pub head_dim: usize,
 }
 
 /// `S += A · Bᵀ` over the staged chunk. `A` lies in natural order, `B` interleaved.
@@ -184,25 +198,15 @@ pub fn dot(a: &Shared<[Vec4]>, b: &Shared<[Vec4]>, s: &mut Array<f32>, me: Unit,
 /// One tile of scores: `S = A · Bᵀ`, staged and multiplied chunk by chunk. The first has been [asked for](Ahead::ask_scores).
 /// Threads are in step before and after.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-pub fn scores<F: Float, N: Size>(
-    a: &Tensor<Vector<F, N>>,
-    a_at: &Matrix,
-    a_start: u32,
-    a_end: u32,
-    b: &Tensor<Vector<F, N>>,
-    b_at: &Matrix,
-    b_start: u32,
-    b_end: u32,
-    panel_a: &mut Shared<[Vec4]>,
-    panel_b: &mut Shared<[Vec4]>,
-    ahead: &mut Ahead,
+pub fn products<F: Float, N: Size>(
+    a: &Rows<F, N>,
+    b: &Rows<F, N>,
+    panels: &mut Panels,
     s: &mut Array<f32>,
-    me: Unit,
     #[comptime] head_dim: usize,
-    #[comptime] tf32: bool,
-    #[comptime] tile: TileShape,
+    #[comptime] blueprint: Blueprint,
 ) {
+    let tile = comptime!(blueprint.tile);
     let order = comptime!(RowOrder::Interleaved { micro: tile.micro_k(), units: tile.units_k });
     #[unroll]
     for n in 0..comptime!(tile.micro_q() * tile.micro_k()) {
@@ -212,95 +216,80 @@ pub fn scores<F: Float, N: Size>(
     #[unroll]
     for chunk in 0..chunks {
         if comptime!(!tile.reads_ahead()) {
-            ahead.fetch_scores(a, a_at, a_start, a_end, b, b_at, b_start, b_end, chunk, head_dim, tile);
+            panels.ahead.fetch_scores(a, b, chunk, head_dim, tile);
         }
-        if comptime!(tf32) {
-            round(&mut ahead.a, tile.share(tile.tile_q, tile.chunk));
-            round(&mut ahead.b, tile.share(tile.tile_k, tile.chunk));
+        if comptime!(blueprint.tf32) {
+            round(&mut panels.ahead.a, tile.share(tile.tile_q, tile.chunk));
+            round(&mut panels.ahead.b, tile.share(tile.tile_k, tile.chunk));
         }
-        put(&ahead.a, panel_a, tile.tile_q, tile.chunk, RowOrder::Natural, tile.units());
-        put(&ahead.b, panel_b, tile.tile_k, tile.chunk, order, tile.units());
+        put(&panels.ahead.a, &mut panels.a, tile.tile_q, tile.chunk, RowOrder::Natural, tile.units());
+        put(&panels.ahead.b, &mut panels.b, tile.tile_k, tile.chunk, order, tile.units());
         sync_cube();
         if comptime!(chunk + 1 < chunks) {
-            let next = comptime!(chunk + 1);
-            ahead.ask_scores(a, a_at, a_start, a_end, b, b_at, b_start, b_end, next, head_dim, tile);
+            panels.ahead.ask_scores(a, b, comptime!(chunk + 1), head_dim, tile);
         }
-        dot(&*panel_a, &*panel_b, s, me, tile);
+        dot(&panels.a, &panels.b, s, panels.me, tile);
         sync_cube();
     }
 }
 
-/// `O += P · V` over all of `V`'s columns, staged chunk by chunk. `p` holds `[rows, depth]`, `V` is `[depth, head_dim]`; its
+/// `O += P · V` over all of `V`'s columns, staged chunk by chunk. The panel of `P` holds `[rows, depth]`, `V` is `[depth, head_dim]`; its
 /// first columns have been [asked for](Ahead::ask_right).
 ///
-/// `careful`: an element of `p` that is zero adds nothing, whatever stands in `V`. IEEE arithmetic would make NaN of
+/// `careful`: an element of `P` that is zero adds nothing, whatever stands in `V`. IEEE arithmetic would make NaN of
 /// `0 · NaN`, and a hidden key must not leak.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub fn accumulate<F: Float, N: Size>(
-    p: &Shared<[Vec4]>,
-    v: &Tensor<Vector<F, N>>,
-    v_at: &Matrix,
-    v_start: u32,
-    v_end: u32,
-    panel: &mut Shared<[Vec4]>,
-    ahead: &mut Ahead,
+    v: &Rows<F, N>,
+    panels: &mut Panels,
     acc: &mut Array<Vec4>,
     careful: bool,
-    me: Unit,
-    #[comptime] rows: usize,
-    #[comptime] depth: usize,
-    #[comptime] head_dim: usize,
+    #[comptime] product: Product,
     #[comptime] tile: TileShape,
 ) {
-    let micro = comptime!(rows / tile.units_q);
     #[unroll]
-    for group in 0..comptime!(tile.groups(head_dim)) {
+    for group in 0..comptime!(tile.groups(product.head_dim)) {
         if comptime!(!tile.reads_ahead()) {
-            ahead.fetch_right(v, v_at, v_start, v_end, group, depth, head_dim, tile);
+            panels.ahead.fetch_right(v, group, product, tile);
         }
-        put(&ahead.v, panel, depth, tile.chunk_nn(), RowOrder::Natural, tile.units());
+        put(&panels.ahead.v, &mut panels.b, product.depth, tile.chunk_nn(), RowOrder::Natural, tile.units());
         sync_cube();
-        if comptime!(group + 1 < tile.groups(head_dim)) {
-            ahead.ask_right(v, v_at, v_start, v_end, comptime!(group + 1), depth, head_dim, tile);
+        if comptime!(group + 1 < tile.groups(product.head_dim)) {
+            panels.ahead.ask_right(v, comptime!(group + 1), product, tile);
         }
         if careful {
-            multiply(p, &*panel, acc, me, group, true, micro, depth, head_dim, tile);
+            multiply(&*panels, acc, group, true, product, tile);
         } else {
-            multiply(p, &*panel, acc, me, group, false, micro, depth, head_dim, tile);
+            multiply(&*panels, acc, group, false, product, tile);
         }
         sync_cube();
     }
 }
 
 #[cube]
-#[allow(clippy::too_many_arguments)]
 fn multiply(
-    p: &Shared<[Vec4]>,
-    panel: &Shared<[Vec4]>,
+    panels: &Panels,
     acc: &mut Array<Vec4>,
-    me: Unit,
     #[comptime] group: usize,
     #[comptime] careful: bool,
-    #[comptime] micro: usize,
-    #[comptime] depth: usize,
-    #[comptime] head_dim: usize,
+    #[comptime] product: Product,
     #[comptime] tile: TileShape,
 ) {
-    let groups = comptime!(tile.groups(head_dim));
-    let p_pitch = comptime!(TileShape::pitch(depth));
+    let micro = comptime!(product.rows / tile.units_q);
+    let groups = comptime!(tile.groups(product.head_dim));
+    let p_pitch = comptime!(TileShape::pitch(product.depth));
     let v_pitch = comptime!(TileShape::pitch(tile.chunk_nn()));
-    let p_row = me.y as usize * comptime!(micro * p_pitch);
-    let v_column = me.x as usize;
-    for step in 0..comptime!(depth / WIDTH) {
+    let p_row = panels.me.y as usize * comptime!(micro * p_pitch);
+    let v_column = panels.me.x as usize;
+    for step in 0..comptime!(product.depth / WIDTH) {
         let mut vs = Array::<Vec4>::new(WIDTH);
         #[unroll]
         for lane in 0..WIDTH {
-            vs[lane] = panel[(step * WIDTH + lane) * v_pitch + v_column];
+            vs[lane] = panels.b[(step * WIDTH + lane) * v_pitch + v_column];
         }
         #[unroll]
         for i in 0..micro {
-            let pv = p[p_row + comptime!(i * p_pitch) + step];
+            let pv = panels.p[p_row + comptime!(i * p_pitch) + step];
             let mut sum = acc[comptime!(i * groups + group)];
             #[unroll]
             for lane in 0..WIDTH {
@@ -317,47 +306,31 @@ fn multiply(
     }
 }
 
-/// Writes a thread's accumulated rows, each multiplied by its factor.
+/// Writes a thread's accumulated rows of a block, `rows` high, each multiplied by its factor.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub fn store<F: Float, N: Size>(
     tensor: &mut Tensor<Vector<F, N>>,
-    at: &Matrix,
-    start: u32,
-    end: u32,
+    block: &Block,
     acc: &Array<Vec4>,
     factors: &Array<Vec4>,
-    me: Unit,
     #[comptime] rows: usize,
     #[comptime] head_dim: usize,
     #[comptime] tile: TileShape,
 ) {
-    let per_write = N::value();
+    let me = unit(tile);
     let micro = comptime!(rows / tile.units_q);
     let groups = comptime!(tile.groups(head_dim));
+    let layout = Layout::of(&*tensor, block.batch, block.head);
     #[unroll]
     for i in 0..micro {
-        let row = start + me.y * comptime!(micro as u32) + comptime!(i as u32);
-        if row < end {
+        let row = block.start + me.y * comptime!(micro as u32) + comptime!(i as u32);
+        if row < block.end {
             let factor = factors[comptime!(i / WIDTH)].extract(comptime!(i % WIDTH));
-            let offset = at.base + row as usize * at.row_stride;
             #[unroll]
             for group in 0..groups {
                 let first = comptime!(group * tile.chunk_nn()) + me.x as usize * WIDTH;
                 let value = acc[comptime!(i * groups + group)] * Vec4::new(factor);
-                if comptime!(per_write == WIDTH) {
-                    if first < head_dim {
-                        tensor[(offset + first) / WIDTH] = rounded::<F, Const<4>, N>(value);
-                    }
-                } else {
-                    #[unroll]
-                    for lane in 0..WIDTH {
-                        if first + lane < head_dim {
-                            let element = rounded_one::<F>(value.extract(lane));
-                            tensor[offset + (first + lane) * at.column_stride] = Vector::<F, N>::new(element);
-                        }
-                    }
-                }
+                write_quad(tensor, &layout, row, first, value, head_dim);
             }
         }
     }

@@ -8,29 +8,20 @@
 
 use super::Blueprint;
 use super::row::*;
-use crate::blocks::runs;
-use crate::mask::Band;
-use crate::portable::Grid;
-use crate::portable::gradient::zeros;
-use crate::portable::scores::{TileAt, finish_score};
-use crate::portable::tile::matrix;
-use crate::score::Score;
+use crate::blocks::{Visit, runs};
+use crate::fragment::grid::Grid;
+use crate::fragment::operands::{ForwardOutputs, Qkv};
+use crate::fragment::rows::{Rows, zeros};
+use crate::fragment::scores::{Scores, TileAt};
 use crate::softmax::{begin, lse_bits, normalizer, weight};
 use cubecl::prelude::*;
 
-/// `q [B, H, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]` to `o [B, H, Sq, Dv]` and the bits of `lse [B, H, Sq]`.
+/// `o [B, H, Sq, Dv]` and the bits of `lse [B, H, Sq]` from Q, K and V.
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::too_many_arguments)]
 pub fn forward<F: Float, M: Numeric, N: Size>(
-    q: &Tensor<Vector<F, N>>,
-    k: &Tensor<Vector<F, N>>,
-    v: &Tensor<Vector<F, N>>,
-    mask: ComptimeOption<&Tensor<M>>,
-    bias: ComptimeOption<&Tensor<F>>,
-    o: &mut Tensor<Vector<F, N>>,
-    lse: &mut Tensor<u32>,
-    score: Score,
-    band: Band,
+    inputs: Qkv<F, N>,
+    scores: Scores<F, M>,
+    outputs: ForwardOutputs<F, N>,
     grid: Grid,
     #[comptime] blueprint: Blueprint,
     #[define(F, M)] _types: [ElemType; 2],
@@ -38,52 +29,52 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     let (tile, careful) = comptime!((blueprint.tile, blueprint.careful));
     let rows = comptime!(tile.rows);
     let (head_dim, head_dim_v) = comptime!((blueprint.head_dim, blueprint.head_dim_v));
-    let work = grid.work(CUBE_POS, &score.extras, &band, comptime!(tile.block() as u32), false);
+    let extras = scores.score.extras;
+    let work = grid.work(CUBE_POS, &extras, &scores.band, comptime!(tile.block() as u32), false);
     if work.is_none {
         terminate!();
     }
-    let band = work.band;
-    let start = work.start;
-    let head_kv = work.head / grid.group_size as usize;
-    let k_at = matrix(k, work.batch, head_kv);
-    let v_at = matrix(v, work.batch, head_kv);
+    let (batch, head, start, band) = (work.batch, work.head, work.start, work.band);
+    let head_kv = head / grid.group_size as usize;
+    let k = Rows::of(inputs.k, batch, head_kv, 0u32, band.after_keys());
+    let v = Rows::of(inputs.v, batch, head_kv, 0u32, band.after_keys());
+    let q = Rows::of(inputs.q, batch, head, start, band.after_queries());
 
-    let held = hold(q, &matrix(q, work.batch, work.head), start, &band, head_dim, tile);
+    let held = hold(&q, band.seq_q - 1, head_dim, tile);
     let mut acc = zeros(comptime!(rows * vectors(head_dim_v)));
     let mut s = Array::<f32>::new(rows);
     let mut m = Array::<f32>::new(rows);
     let mut l = Array::<f32>::new(rows);
     #[unroll]
     for nth in 0..rows {
-        let (first, sum) = begin(&score, work.head, true.runtime());
+        let (first, sum) = begin(&scores.score, head, true.runtime());
         m[nth] = first;
         l[nth] = sum;
     }
 
-    let slope = score.extras.slope(work.batch, work.head);
-    let (extras, batch, head) = (score.extras, work.batch, work.head);
+    let of_head = scores.head(batch, head, head_kv, band, false);
     let runs = runs(&extras, &band, batch, head, start, comptime!(tile.block() as u32));
     for nth_run in 0..runs.count {
-        let run = runs.run(nth_run, &extras, &band, comptime!(tile.block() as u32));
-        let masked = run.masked;
-        let at = TileAt { batch, head, q_start: start, k_start: 0u32, slope, band, masked, transposed: false };
+        let run = runs.run(nth_run);
+        let visit = Visit { start: run.from, fully_visible: false.runtime(), masked: run.masked };
+        let at = of_head.tile(start, &visit, false);
         for j in run.from..run.to {
-            let key = read(k, &k_at, j, head_dim);
+            let key = read(&k, j, head_dim);
             #[unroll]
             for nth in 0..rows {
-                let t = score.of(dot(&held, &key, nth, head_dim));
+                let t = scores.score.of(dot(&held, &key, nth, head_dim));
                 let row = row_of(start, comptime!(nth as u32).runtime(), tile);
-                let seen = finish(t, &score, &band, &mask, &bias, &at, row, j, careful);
+                let seen = apply_score_mod(t, &scores, &at, row, j, careful);
                 let highest = max(m[nth], seen);
                 let alpha = f32::exp(m[nth] - highest);
                 let p = weight(seen, highest);
                 m[nth] = highest;
                 l[nth] = fma(l[nth], alpha, p);
-                let kept = score.extras.dropout.keeps_of(&at.band, at.batch as u32, at.head as u32, row, j, false);
-                s[nth] = score.extras.dropout.apply(p, kept);
+                let kept = extras.dropout.keeps_of(&band, batch as u32, head as u32, row, j, false);
+                s[nth] = extras.dropout.apply(p, kept);
                 scale(&mut acc, alpha, nth, head_dim_v);
             }
-            let value = read(v, &v_at, j, head_dim_v);
+            let value = read(&v, j, head_dim_v);
             #[unroll]
             for nth in 0..rows {
                 add(&mut acc, s[nth], &value, nth, head_dim_v, careful);
@@ -91,7 +82,8 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
         }
     }
 
-    let lse_at = work.batch * lse.stride(0) + work.head * lse.stride(1);
+    let lse = outputs.lse;
+    let lse_at = batch * lse.stride(0) + head * lse.stride(1);
     let lse_step = lse.stride(2);
     #[unroll]
     for nth in 0..rows {
@@ -99,29 +91,24 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
         if band.is_query(row) {
             lse[lse_at + row as usize * lse_step] = lse_bits(m[nth], l[nth]);
         }
-        l[nth] = normalizer(l[nth]) * score.extras.dropout.scale();
+        l[nth] = normalizer(l[nth]) * extras.dropout.scale();
     }
-    let o_at = matrix(&*o, work.batch, work.head);
-    write(o, &o_at, start, &band, &acc, &l, head_dim_v, tile);
+    write(outputs.o, &work.rows(false), &acc, &l, head_dim_v, tile);
 }
 
 /// The score of a pair, [`HIDDEN`](crate::softmax::HIDDEN) where it is not seen.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-pub fn finish<F: Float, M: Numeric>(
+pub fn apply_score_mod<F: Float, M: Numeric>(
     t: f32,
-    score: &Score,
-    band: &Band,
-    mask: &ComptimeOption<&Tensor<M>>,
-    bias: &ComptimeOption<&Tensor<F>>,
+    scores: &Scores<F, M>,
     at: &TileAt,
     row: u32,
     column: u32,
     #[comptime] careful: bool,
 ) -> f32 {
     let mut value = t;
-    if comptime!(careful || bias.is_some() || score.differs()) {
-        value = finish_score(t, score, band, mask, bias, at, row, column);
+    if comptime!(careful || scores.bias.is_some() || scores.score.differs()) {
+        value = scores.masked_score(t, at, row, column);
     }
     value
 }

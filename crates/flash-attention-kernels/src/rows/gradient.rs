@@ -7,39 +7,28 @@
 //!             s = K q    dp = V do    p = exp(s − lse)    ds = p ∘ (dp − delta) ∘ factor   dK += ds q    dV += p do
 //! ```
 //!
-//! The second is the first with queries and keys in each other's places and one product more; what each tensor is called here:
-//! [`Role`](crate::matrix::Role). Band, mask and bias come with their sides exchanged as well, so that "query" always is a row.
+//! The second is the first with queries and keys in each other's places and one product more. Band, mask and bias come with their
+//! sides exchanged as well, so that "query" always is a row.
 //! (FlashAttention-2, arXiv:2307.08691, algorithm 2.) Every sum is taken in a fixed order.
 
 use super::Blueprint;
-use super::forward::finish;
+use super::forward::apply_score_mod;
 use super::row::*;
-use crate::blocks::runs;
-use crate::mask::Band;
-use crate::portable::Grid;
-use crate::portable::gradient::zeros;
-use crate::portable::scores::TileAt;
-use crate::portable::tile::matrix;
-use crate::score::{Factor, Score};
-use crate::softmax::weight;
+use crate::blocks::{Visit, runs};
+use crate::fragment::grid::Grid;
+use crate::fragment::operands::{Gradients, Sides};
+use crate::fragment::rows::{Rows, zeros};
+use crate::fragment::scores::Scores;
+use crate::score::Factor;
+use crate::softmax::{softmax_backward, weight};
 use cubecl::prelude::*;
 
-/// Rows `q`, `d` and columns `k`, `v`, all `[B, H, S, D]` or `[…, Dv]` as [`Role`](crate::matrix::Role) names them, with
-/// `stats [2, B · H · Sq]` to `dk`, of the shape of `q`, and `dv`, of that of `d`.
+/// Gradients of the rows.
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::too_many_arguments)]
 pub fn gradient<F: Float, M: Numeric, N: Size>(
-    q: &Tensor<Vector<F, N>>,
-    d: &Tensor<Vector<F, N>>,
-    k: &Tensor<Vector<F, N>>,
-    v: &Tensor<Vector<F, N>>,
-    stats: &Tensor<f32>,
-    mask: ComptimeOption<&Tensor<M>>,
-    bias: ComptimeOption<&Tensor<F>>,
-    dk: ComptimeOption<&mut Tensor<Vector<F, N>>>,
-    dv: ComptimeOption<&mut Tensor<Vector<F, N>>>,
-    score: Score,
-    band: Band,
+    sides: Sides<F, N>,
+    scores: Scores<F, M>,
+    gradients: Gradients<F, N>,
     grid: Grid,
     #[comptime] blueprint: Blueprint,
     #[define(F, M)] _types: [ElemType; 2],
@@ -48,105 +37,101 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
     let (transposed, differentiates) = comptime!((role.is_transposed(), role.differentiates()));
     let rows = comptime!(tile.rows);
     let (head_dim, head_dim_v) = comptime!((blueprint.head_dim, blueprint.head_dim_v));
-    let work = grid.work(CUBE_POS, &score.extras, &band, comptime!(tile.block() as u32), transposed);
+    let extras = scores.score.extras;
+    let work = grid.work(CUBE_POS, &extras, &scores.band, comptime!(tile.block() as u32), transposed);
     if work.is_none {
         terminate!();
     }
-    let band = work.band;
-    let start = work.start;
+    let (batch, start, band) = (work.batch, work.start, work.band);
     let group_size = grid.group_size as usize;
 
-    let held = hold(q, &matrix(q, work.batch, work.head), start, &band, head_dim, tile);
+    let last = band.seq_q - 1;
+    let held = hold(&Rows::of(sides.rows.qk, batch, work.head, start, last), last, head_dim, tile);
     let held_d = if differentiates {
-        hold(d, &matrix(d, work.batch, work.head), start, &band, head_dim_v, tile)
+        hold(&Rows::of(sides.rows.dov, batch, work.head, start, last), last, head_dim_v, tile)
     } else {
         Array::new(1usize)
     };
+    let with_dv = comptime!(gradients.dv.is_some());
     let mut acc = zeros(comptime!(if differentiates { rows * vectors(head_dim) } else { 1 }));
-    let mut acc_v = zeros(comptime!(if dv.is_some() { rows * vectors(head_dim_v) } else { 1 }));
+    let mut acc_v = zeros(comptime!(if with_dv { rows * vectors(head_dim_v) } else { 1 }));
 
     // Where queries are rows, each has its lse and delta for good.
-    let stats_rows = stats.shape(1);
     let mut lse = Array::<f32>::new(rows);
     let mut delta = Array::<f32>::new(rows);
     if comptime!(!transposed) {
-        let stats_row = (work.batch * grid.heads as usize + work.head) * band.seq_q as usize;
         #[unroll]
         for nth in 0..rows {
-            let i = stats_row + band.query_within(row_of(start, comptime!(nth as u32).runtime(), tile)) as usize;
-            lse[nth] = stats[i];
-            delta[nth] = stats[stats_rows + i];
+            let row = band.query_within(row_of(start, comptime!(nth as u32).runtime(), tile));
+            lse[nth] = sides.stats.lse(batch, work.head, row);
+            delta[nth] = sides.stats.delta(batch, work.head, row);
         }
     }
 
     // Heads that stream by: the query heads of a key head, or the key head of a query head.
     let streams = if transposed { group_size } else { 1usize.runtime() };
-    let (extras, batch) = (score.extras, work.batch);
     for member in 0..streams {
         let stream = if transposed { work.head * group_size + member } else { work.head / group_size };
         let head = if transposed { stream } else { work.head };
-        let k_at = matrix(k, work.batch, stream);
-        let v_at = matrix(v, work.batch, stream);
-        let stats_row = (work.batch * grid.heads as usize * group_size + head) * band.seq_k as usize;
-        let slope = score.extras.slope(work.batch, head);
+        let cols = Rows::of(sides.cols.qk, batch, stream, 0u32, band.after_keys());
+        let cols_v = Rows::of(sides.cols.dov, batch, stream, 0u32, band.after_keys());
+        let of_head = scores.head(batch, head, stream, band, transposed);
         let runs = runs(&extras, &band, batch, head, start, comptime!(tile.block() as u32));
         for nth_run in 0..runs.count {
-            let run = runs.run(nth_run, &extras, &band, comptime!(tile.block() as u32));
-            let masked = run.masked;
-            let at = TileAt { batch, head, q_start: start, k_start: 0u32, slope, band, masked, transposed };
+            let run = runs.run(nth_run);
+            let visit = Visit { start: run.from, fully_visible: false.runtime(), masked: run.masked };
+            let at = of_head.tile(start, &visit, false);
             for j in run.from..run.to {
                 if comptime!(transposed) {
-                    let i = stats_row + j as usize;
-                    let (of, mean) = (stats[i], stats[stats_rows + i]);
+                    let (of, mean) = (sides.stats.lse(batch, head, j), sides.stats.delta(batch, head, j));
                     #[unroll]
                     for nth in 0..rows {
                         lse[nth] = of;
                         delta[nth] = mean;
                     }
                 }
-                let column = read(k, &k_at, j, head_dim);
-                let column_v = read(v, &v_at, j, head_dim_v);
+                let column = read(&cols, j, head_dim);
+                let column_v = read(&cols_v, j, head_dim_v);
                 #[unroll]
                 for nth in 0..rows {
-                    let t = score.of(dot(&held, &column, nth, head_dim));
+                    let t = scores.score.of(dot(&held, &column, nth, head_dim));
                     let row = row_of(start, comptime!(nth as u32).runtime(), tile);
-                    let p = weight(finish(t, &score, &band, &mask, &bias, &at, row, j, careful), lse[nth]);
-                    let dropout = &score.extras.dropout;
-                    let kept = dropout.keeps_of(&band, work.batch as u32, head as u32, row, j, transposed);
-                    if comptime!(dv.is_some()) {
-                        add(&mut acc_v, score.extras.dropout.apply(p, kept), &column_v, nth, head_dim_v, careful);
+                    let p = weight(apply_score_mod(t, &scores, &at, row, j, careful), lse[nth]);
+                    let kept = extras.dropout.keeps_of(&band, batch as u32, head as u32, row, j, transposed);
+                    if comptime!(with_dv) {
+                        add(&mut acc_v, extras.dropout.apply(p, kept), &column_v, nth, head_dim_v, careful);
                     }
                     if differentiates {
-                        let dp = score.extras.dropout.backward(dot(&held_d, &column_v, nth, head_dim_v), kept);
-                        let mut ds = p * (dp - delta[nth]);
+                        let dp = extras.dropout.backward(dot(&held_d, &column_v, nth, head_dim_v), kept);
+                        let mut ds = softmax_backward(p, dp, delta[nth]);
                         if comptime!(blueprint.factor != Factor::One) {
-                            ds *= score.factor(t, &at.place(row, j), &band, blueprint.factor);
+                            // Where nothing is seen, whatever a function gives there.
+                            let factor = scores.factor(t, &at, row, j, blueprint.factor);
+                            ds = select(ds == 0.0f32, 0.0f32, ds * factor);
                         }
-                        // What is hidden has no gradient, whatever dO and V hold there.
-                        add(&mut acc, select(p == 0.0f32, 0.0f32, ds), &column, nth, head_dim, careful);
+                        add(&mut acc, ds, &column, nth, head_dim, careful);
                     }
                 }
             }
         }
     }
 
+    let block = work.rows(false);
     let mut factors = Array::<f32>::new(rows);
     #[comptime]
-    if let ComptimeOption::Some(dk) = dk {
+    if let ComptimeOption::Some(dqk) = gradients.dqk {
         #[unroll]
         for nth in 0..rows {
-            factors[nth] = score.scale;
+            factors[nth] = scores.score.scale;
         }
-        let at = matrix(&*dk, work.batch, work.head);
-        write(dk, &at, start, &band, &acc, &factors, head_dim, tile);
+        write(dqk, &block, &acc, &factors, head_dim, tile);
     }
     #[comptime]
-    if let ComptimeOption::Some(dv) = dv {
+    if let ComptimeOption::Some(dv) = gradients.dv {
         #[unroll]
         for nth in 0..rows {
-            factors[nth] = score.extras.dropout.scale();
+            factors[nth] = extras.dropout.scale();
         }
-        let at = matrix(&*dv, work.batch, work.head);
-        write(dv, &at, start, &band, &acc_v, &factors, head_dim_v, tile);
+        write(dv, &block, &acc_v, &factors, head_dim_v, tile);
     }
 }

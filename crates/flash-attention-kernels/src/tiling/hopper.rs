@@ -2,7 +2,8 @@
 
 use super::{Device, Forward, Gradient, HopperForward, HopperGradient, ListShape};
 use crate::blocks::BLOCK;
-use crate::hopper::{BiasTile, Blueprint, HopperTile, MAX_STAGES, PANEL, Role, Rows};
+use crate::fragment::role::Role;
+use crate::hopper::{BiasTile, Blueprint, HopperTile, MAX_STAGES, PANEL, Rows};
 use crate::mma::Products;
 use crate::problem::{AttentionProblem, Dtype};
 

@@ -1,7 +1,7 @@
 //! How large the lists of a block mask are, and whether kernels can reach every entry.
 
 use super::{Device, cube_count};
-use crate::blocks::HEADER;
+use crate::blocks::{HEADER, TileSize};
 use crate::error::AttentionError;
 use crate::problem::AttentionProblem;
 
@@ -17,6 +17,11 @@ pub(crate) struct ListShape {
 }
 
 impl ListShape {
+    /// The same for kernels.
+    pub fn size(self) -> TileSize {
+        TileSize { rows: self.rows as u32, columns: self.columns as u32, keys: self.keys }
+    }
+
     /// `[batch | 1, num_heads_q | 1, blocks, HEADER + tiles]` words; nothing without a block mask.
     pub fn shape(self, problem: &AttentionProblem) -> Option<[usize; 4]> {
         let mask = problem.block_mask?;

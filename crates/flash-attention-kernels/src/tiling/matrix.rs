@@ -3,7 +3,8 @@
 use super::Device;
 #[cfg(feature = "autotune")]
 use super::Gradient;
-use crate::matrix::{Blueprint, MatrixTile, Role};
+use crate::fragment::role::Role;
+use crate::matrix::{Blueprint, MatrixTile};
 use crate::problem::{AttentionProblem, Dtype};
 use crate::score::Factor;
 
@@ -73,8 +74,6 @@ pub fn blueprint(device: &Device, problem: &AttentionProblem, role: Role, tile: 
         head_dim: problem.head_dim,
         head_dim_v: problem.head_dim_v,
         factor: Factor::of_product(problem),
-        mask: problem.hides_pairs(),
-        bias: problem.bias.is_some(),
         apart: device.card,
     }
 }

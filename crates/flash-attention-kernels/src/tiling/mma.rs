@@ -5,7 +5,7 @@
 use super::Gradient;
 use super::hopper::{self, head_group};
 use super::{Device, MmaForward, MmaGradient};
-use crate::hopper::Role;
+use crate::fragment::role::Role;
 use crate::mma::{MmaBlueprint, MmaTile, Products};
 use crate::problem::{AttentionProblem, Dtype, Precision};
 

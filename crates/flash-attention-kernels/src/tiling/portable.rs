@@ -2,10 +2,11 @@
 
 use super::{Device, Kernel, PassedOver, check_bindings};
 use crate::error::AttentionError;
+use crate::fragment::rows::{Vec4, WIDTH};
 use crate::mma::Products;
 use crate::portable::Blueprint;
 use crate::portable::dbias::Sums;
-use crate::portable::tile::{TileShape, Vec4, WIDTH};
+use crate::portable::tile::TileShape;
 use crate::problem::AttentionProblem;
 use crate::score::Factor;
 
@@ -165,13 +166,5 @@ pub(crate) fn blueprint_beside(
 
 /// What a kernel with these tiles is specialised for.
 pub(crate) fn blueprint(problem: &AttentionProblem, tile: TileShape, factor: Factor) -> Blueprint {
-    Blueprint {
-        tile,
-        head_dim: problem.head_dim,
-        head_dim_v: problem.head_dim_v,
-        factor,
-        mask: problem.hides_pairs(),
-        bias: problem.bias.is_some(),
-        tf32: false,
-    }
+    Blueprint { tile, head_dim: problem.head_dim, head_dim_v: problem.head_dim_v, factor, tf32: false }
 }

@@ -2,7 +2,7 @@
 
 use super::{Device, Kernel};
 use crate::blocks::BLOCK;
-use crate::matrix::Role;
+use crate::fragment::role::Role;
 use crate::problem::AttentionProblem;
 use crate::rows::{Blueprint, RowsTile};
 use crate::score::Factor;

@@ -16,7 +16,7 @@ const OUT_OF_REACH: &str = "";
 /// Where errors are made: the file, the error, how often, and the test that provokes each.
 const SITES: &[(&str, &str, usize, &str)] = &[
     ("launch/backward.rs", "KernelUnavailable", 2, "refusals::limits::tiles_kernels_and_scratch"),
-    ("launch/backward.rs", "Unsupported", 4, "refusals::limits::tiles_kernels_and_scratch"),
+    ("launch/backward.rs", "Unsupported", 3, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/blocks.rs", "Unsupported", 1, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/forward.rs", "KernelUnavailable", 1, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/hopper/backward.rs", "Grid", 1, OUT_OF_REACH),

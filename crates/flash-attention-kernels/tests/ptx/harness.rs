@@ -12,10 +12,16 @@ use cubecl_llvm::nvptx::ptx_version::PtxVersion;
 use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
 use flash_attention_kernels::dropout::DropoutCompilationArg;
 use flash_attention_kernels::extras::ExtrasCompilationArg;
-use flash_attention_kernels::hopper::forward::StrideCompilationArg;
+use flash_attention_kernels::fragment::role::Role;
+use flash_attention_kernels::hopper::operands::{
+    GradientOutputsCompilationArg, LseOutCompilationArg, OutputsCompilationArg, RowsInCompilationArg,
+    RowsOutCompilationArg, ScheduleCompilationArg, SourceSideCompilationArg, SourceSidesCompilationArg,
+    SourcesCompilationArg, StreamsCompilationArg, StrideCompilationArg,
+};
+use flash_attention_kernels::hopper::producer::SpreadCompilationArg;
 use flash_attention_kernels::hopper::schedule::{DivisorCompilationArg, TileSchedulerCompilationArg};
-use flash_attention_kernels::hopper::scores::FactorsCompilationArg;
-use flash_attention_kernels::hopper::{Blueprint, Role, Rows};
+use flash_attention_kernels::hopper::scores::{FactorsCompilationArg, ScoresCompilationArg};
+use flash_attention_kernels::hopper::{Blueprint, Rows};
 use flash_attention_kernels::mask::{Band, BandCompilationArg};
 use flash_attention_kernels::mods::{ModsCompilationArg, TableCompilationArg, TablesCompilationArg};
 use flash_attention_kernels::tiling::{Device, element_type};
@@ -88,6 +94,64 @@ pub fn divisor() -> DivisorCompilationArg {
 
 pub fn stride() -> StrideCompilationArg {
     StrideCompilationArg { batch: (), head: (), row: () }
+}
+
+fn rows_in<E: Float, N: Size>() -> RowsInCompilationArg<E, N> {
+    RowsInCompilationArg { data: buffer(), stride: stride() }
+}
+
+fn rows_out() -> RowsOutCompilationArg {
+    RowsOutCompilationArg { data: buffer(), stride: stride() }
+}
+
+pub fn sources<E: Float, N: Size>() -> SourcesCompilationArg<E, N> {
+    SourcesCompilationArg { q: rows_in(), k: rows_in(), v: rows_in() }
+}
+
+pub fn outputs() -> OutputsCompilationArg {
+    OutputsCompilationArg { o: rows_out(), lse: LseOutCompilationArg { data: buffer(), stride: stride() } }
+}
+
+pub fn source_sides<E: Float, N: Size>() -> SourceSidesCompilationArg<E, N> {
+    let side = || SourceSideCompilationArg { qk: rows_in(), dov: rows_in() };
+    SourceSidesCompilationArg { rows: side(), cols: side() }
+}
+
+pub fn gradient_outputs() -> GradientOutputsCompilationArg {
+    GradientOutputsCompilationArg { dqk: rows_out(), dv: rows_out() }
+}
+
+/// What comes by TMA, in the backward with rows of dO or V and with statistics.
+pub fn streams<E: Float>(blueprint: Blueprint, backward: bool) -> StreamsCompilationArg<E> {
+    let map = |is: bool| if is { ComptimeOptionCompilationArg::Some(()) } else { ComptimeOptionCompilationArg::None };
+    let stats =
+        if backward { ComptimeOptionCompilationArg::Some(buffer()) } else { ComptimeOptionCompilationArg::None };
+    StreamsCompilationArg {
+        rows_qk: (),
+        rows_dov: map(backward),
+        cols_qk: (),
+        cols_dov: (),
+        bias: map(blueprint.tiled_bias()),
+        spread: SpreadCompilationArg { batch: (), head: () },
+        stats,
+    }
+}
+
+pub fn schedule() -> ScheduleCompilationArg {
+    ScheduleCompilationArg { tiles: scheduler(), counter: buffer() }
+}
+
+pub fn score_args<E: Float, M: Numeric, NB: Size, NM: Size>(
+    problem: &AttentionProblem,
+    blueprint: Blueprint,
+    band: Band,
+) -> ScoresCompilationArg<E, M, NB, NM> {
+    ScoresCompilationArg {
+        factors: factors(problem),
+        mask: optional(blueprint.mask.is_some()),
+        bias: optional(blueprint.bias.is_some()),
+        band: band_arg(band),
+    }
 }
 
 pub fn settings(units: usize) -> KernelSettings {

@@ -3,9 +3,7 @@
 
 use crate::harness::*;
 use cubecl_core::ir::nvidia::SmArch;
-use flash_attention_kernels::hopper::Role;
-use flash_attention_kernels::hopper::forward::StridesCompilationArg;
-use flash_attention_kernels::hopper::gradient::{ResultStridesCompilationArg, SourceStridesCompilationArg};
+use flash_attention_kernels::fragment::role::Role;
 use flash_attention_kernels::mma::{MmaBlueprint, Products, forward, gradient};
 use flash_attention_kernels::mods::{Document, MaskFn, ScoreFn};
 use flash_attention_kernels::tiling::{Device, plan_on};
@@ -38,24 +36,15 @@ fn ptx(blueprint: MmaBlueprint, problem: &AttentionProblem, arch: SmArch) -> Str
     let settings = settings(blueprint.tile.units());
     let (properties, defaults) = (properties(), Default::default());
     let types = types(scores);
-    let (mask, bias) = (scores.mask.is_some(), scores.bias.is_some());
     if scores.role == Role::Forward {
-        let strides = StridesCompilationArg { q: stride(), k: stride(), v: stride(), o: stride(), lse: stride() };
         return compile(
             forward::forward::Forward::new(
                 settings,
                 properties,
                 defaults,
-                buffer(),
-                buffer(),
-                buffer(),
-                optional(mask),
-                optional(bias),
-                buffer(),
-                buffer(),
-                strides,
-                factors(problem),
-                band_arg(band),
+                sources(),
+                score_args(problem, scores, band),
+                outputs(),
                 scheduler(),
                 scores.vector(),
                 2,
@@ -72,20 +61,10 @@ fn ptx(blueprint: MmaBlueprint, problem: &AttentionProblem, arch: SmArch) -> Str
             settings,
             properties,
             defaults,
+            source_sides(),
+            score_args(problem, scores, band),
+            gradient_outputs(),
             buffer(),
-            buffer(),
-            buffer(),
-            buffer(),
-            optional(mask),
-            optional(bias),
-            buffer(),
-            buffer(),
-            buffer(),
-            SourceStridesCompilationArg { q: stride(), d: stride(), k: stride(), v: stride() },
-            ResultStridesCompilationArg { dk: stride(), dv: stride() },
-            (),
-            factors(problem),
-            band_arg(band),
             scheduler(),
             scores.vector(),
             width,

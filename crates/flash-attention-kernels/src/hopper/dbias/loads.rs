@@ -1,6 +1,7 @@
 //! Tiles and rows on their way to shared memory.
 
 use super::super::delta::stats_rows;
+use super::super::operands::Streams;
 use super::super::ops::*;
 use super::super::pipeline::PipelineState;
 use super::super::producer::load_panels;
@@ -30,7 +31,6 @@ pub fn before(state: &PipelineState, #[comptime] tile: BiasTile) -> PipelineStat
 /// Loads the `nth` tile of K of a turn, or of V, once all warps are done with what its place held; not if there is no such turn.
 /// By one warp.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub fn load_tile<E: CubePrimitive>(
     map: &TensorMap<E, Tiled>,
     memory: &Memory,
@@ -61,10 +61,8 @@ pub fn load_tile<E: CubePrimitive>(
 /// Loads a warpgroup's rows of Q of a turn with their lse, or of dO with delta, once all its warps are done with what was there;
 /// not if there is no such turn. By one warp.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-pub fn load_rows<E: CubePrimitive>(
-    map: &TensorMap<E, Tiled>,
-    stats: &[u32],
+pub fn load_rows<E: Float>(
+    streams: &Streams<E>,
     memory: &Memory,
     band: &Band,
     scheduler: &DbiasScheduler,
@@ -97,16 +95,17 @@ pub fn load_rows<E: CubePrimitive>(
         }
         mbarrier_wait(memory.base + comptime!(empty as u32) + nth * 8, phase ^ 1);
         mbarrier_expect(full, comptime!((bytes + stats_bytes) as u32).runtime());
+        let map = if comptime!(is_d) { streams.rows_dov.unwrap() } else { streams.rows_qk };
         load_panels(map, to, bytes as u32, panels as u32, full, batch, head, row);
-        bulk_load(stats, from, stats_bytes, stats_to, full);
+        bulk_load(streams.stats.unwrap(), from, stats_bytes, stats_to, full);
     }
 }
 
 /// Loads a warpgroup's rows of a group of columns of the bias, for the block whose first turn this is, the `nth` one, once all its
 /// warps are done with those of the block before; not if there is no such turn. By one warp.
 #[cube]
-pub fn load_bias<E: CubePrimitive>(
-    map: &TensorMap<E, Tiled>,
+pub fn load_bias<E: Float>(
+    streams: &Streams<E>,
     memory: &Memory,
     turn: u32,
     nth: u32,
@@ -129,7 +128,7 @@ pub fn load_bias<E: CubePrimitive>(
         #[unroll]
         for panel in 0..panels {
             let to = to + comptime!(panel * bytes / panels);
-            tma_load(map, to, full, batch, head, row, column + comptime!(panel * PANEL as u32));
+            tma_load(streams.bias.unwrap(), to, full, batch, head, row, column + comptime!(panel * PANEL as u32));
         }
     }
 }

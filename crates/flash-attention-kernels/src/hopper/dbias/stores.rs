@@ -3,7 +3,7 @@
 use super::super::ops::*;
 use super::super::rows::{exchange, vector_of_pair};
 use super::super::{BiasBlueprint, BiasTile};
-use super::BiasStrides;
+use super::BiasOut;
 use super::scheduler::DbiasScheduler;
 use crate::mask::Band;
 use cubecl::prelude::*;
@@ -11,11 +11,10 @@ use cubecl::prelude::*;
 /// Writes one of a thread's two rows, which starts at vector `at` of `out`; nothing if not `live`. Neighbours exchange what they
 /// hold, so that the four threads of a row write 32 bytes of it together: all must call it.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-pub fn store_vectors(
+pub fn store_vectors<E: Float>(
     sums: &Sequence<Array<f32>>,
     #[comptime] row: usize,
-    out: &mut [Vector<u32, Const<2>>],
+    out: &mut BiasOut<E>,
     at: usize,
     band: &Band,
     live: bool,
@@ -25,7 +24,7 @@ pub fn store_vectors(
     let dtype = comptime!(blueprint.scores.dtype);
     let of_four = vector_of_pair();
     let at = at + (k_start / 4 + of_four) as usize;
-    let to = &mut out[at..at + 1];
+    let to = &mut out.vectors[at..at + 1];
     #[unroll]
     for i in 0..comptime!(blueprint.tile.block_k() / 16) {
         let sum = sums.index(comptime!(16 * i / blueprint.tile.tile_k));
@@ -40,13 +39,11 @@ pub fn store_vectors(
 
 /// The same, element by element.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub fn store_elements<E: Float>(
     sums: &Sequence<Array<f32>>,
     #[comptime] row: usize,
-    elements: &mut [E],
+    out: &mut BiasOut<E>,
     at: usize,
-    column: usize,
     band: &Band,
     live: bool,
     k_start: u32,
@@ -61,8 +58,8 @@ pub fn store_elements<E: Float>(
         #[unroll]
         for e in 0..2usize {
             let key = first + comptime!((8 * i + e) as u32);
-            let at = at + key as usize * column;
-            let to = &mut elements[at..at + 1];
+            let at = at + key as usize * out.column;
+            let to = &mut out.elements[at..at + 1];
             store_half(to, packed, comptime!(e == 1), live && band.is_key(key));
         }
     }
@@ -71,9 +68,7 @@ pub fn store_elements<E: Float>(
 /// Fills what lies in blocks of which the band shows nothing with zeros, 8 rows at a time.
 #[cube]
 pub fn fill_hidden<E: Float>(
-    out: &mut [Vector<u32, Const<2>>],
-    elements: &mut [E],
-    strides: &BiasStrides,
+    out: &mut BiasOut<E>,
     band: &Band,
     scheduler: &DbiasScheduler,
     warp: u32,
@@ -94,16 +89,16 @@ pub fn fill_hidden<E: Float>(
         for of_part in 0..at_once {
             let row = row_block * comptime!(BiasTile::TILE_Q as u32) + part * at_once + of_part;
             if band.is_query(row) {
-                let at = strides.rows.at(batch as usize, head as usize, row);
+                let at = out.rows.at(batch as usize, head as usize, row);
                 #[unroll]
                 for side in 0..2usize {
                     let mut key = if comptime!(side == 0) { lane * wide } else { after + lane * wide };
                     let end = if comptime!(side == 0) { before } else { band.seq_k };
                     while key < end {
                         if comptime!(blueprint.vectors) {
-                            out[at + (key / 4) as usize] = Vector::<u32, Const<2>>::new(0u32);
+                            out.vectors[at + (key / 4) as usize] = Vector::<u32, Const<2>>::new(0u32);
                         } else {
-                            elements[at + key as usize * strides.column] = E::from_int(0);
+                            out.elements[at + key as usize * out.column] = E::from_int(0);
                         }
                         key += 32 * wide;
                     }

@@ -11,7 +11,6 @@ use cubecl_core::ir::ExpandValue;
 /// One thread of the warp loads the box of `map` at `(batch, head, row, column)` to a shared address; the bytes count at
 /// `barrier`. What lies past the tensor's ends is loaded as zeros. The whole warp must call it.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub fn tma_load<E: CubePrimitive>(
     map: &TensorMap<E, Tiled>,
     to: u32,

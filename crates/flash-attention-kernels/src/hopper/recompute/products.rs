@@ -1,9 +1,9 @@
 //! Products of a row with keys.
 
 use super::super::Blueprint;
-use super::super::forward::Strides;
+use super::super::operands::Sources;
 use super::super::ops::{mma_step, pack};
-use crate::mask::Band;
+use super::LostRow;
 use crate::problem::Dtype;
 use crate::rounding::nearest_tf32;
 use cubecl::prelude::*;
@@ -54,24 +54,21 @@ pub fn dot_vectors<E: Float, N: Size>(
 /// The backward recomputes scores by matrix products. Multiply-adds round differently, and the difference of a score near 10⁴ would be a
 /// relative error of its probability: so the log-sum-exp of a row is made of matrix products, too.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub fn products_with_keys<E: Float, N: Size>(
-    q: &[Vector<E, N>],
-    q_at: usize,
-    k: &[Vector<E, N>],
-    strides: &Strides,
-    band: &Band,
-    batch: usize,
-    head_kv: usize,
+    sources: &Sources<E, N>,
+    of: &LostRow,
     first: u32,
     #[comptime] blueprint: Blueprint,
 ) -> f32 {
     let lane = UNIT_POS % 32;
+    let (q, k) = (sources.q.data, sources.k.data);
+    let q_at = sources.q.stride.at(of.batch, of.head, of.row);
     // Of every eight of the keys, the one that this thread reads.
     let mut rows = Sequence::<usize>::new();
     #[unroll]
     for eight in 0..4u32 {
-        rows.push(strides.k.at(batch, head_kv, band.key_within(first + comptime!(8 * eight) + lane / 4, 1u32)));
+        let key = of.band.key_within(first + comptime!(8 * eight) + lane / 4, 1u32);
+        rows.push(sources.k.stride.at(of.batch, of.head_kv, key));
     }
     let low = products_with_eights(q, q_at, k, *rows.index(0usize), *rows.index(1usize), blueprint);
     let high = products_with_eights(q, q_at, k, *rows.index(2usize), *rows.index(3usize), blueprint);

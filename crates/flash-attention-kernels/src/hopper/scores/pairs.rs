@@ -2,54 +2,47 @@
 
 use super::super::ops::{load_tiles, unpack};
 use super::super::{Blueprint, Rows, WARPGROUP_ROWS};
-use super::{Factors, column_of, pair_of, place_of, row_of};
-use crate::mask::Band;
+use super::{ScoreTile, Scores, pair_of};
 use crate::mods::Place;
 use crate::softmax::UNSEEN;
 use cubecl::prelude::*;
 
 /// Hides what the user's function hides, and the mask, as far as there are any.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-pub fn hide_pairs<M: Numeric, NM: Size>(
+pub fn hide_pairs<E: Float, M: Numeric, NB: Size, NM: Size>(
     s: &mut Array<f32>,
-    factors: &Factors,
-    band: &Band,
-    mask: &ComptimeOption<&Tensor<Vector<M, NM>>>,
-    batch: u32,
-    head: u32,
-    lane_row: u32,
-    lane_column: u32,
+    scores: &Scores<E, M, NB, NM>,
+    tile: &ScoreTile,
     #[comptime] blueprint: Blueprint,
 ) {
+    let (band, tile_k) = (&tile.band, comptime!(blueprint.tile.tile_k));
     if comptime!(blueprint.mask_mod) {
         let transposed = comptime!(blueprint.transposed());
         #[unroll]
         for r in 0..2usize {
-            let distance = Place::between(band, lane_row + comptime!(8 * r as u32), lane_column);
+            let distance = Place::between(band, tile.lane_row + comptime!(8 * r as u32), tile.lane_column);
             #[unroll]
-            for i in 0..comptime!(blueprint.tile.tile_k / 8) {
+            for i in 0..comptime!(tile_k / 8) {
                 #[unroll]
                 for e in 0..2usize {
                     let n = comptime!(4 * i + 2 * r + e);
-                    let place = place_of(batch, head, lane_row, lane_column, distance, r, i, e, transposed);
-                    s[n] = select(factors.extras.mods.sees(&place, band), s[n], UNSEEN);
+                    let place = tile.place(distance, r, i, e, transposed);
+                    s[n] = select(scores.factors.extras.mods.sees(&place, band), s[n], UNSEEN);
                 }
             }
         }
     }
-    let tile_k = comptime!(blueprint.tile.tile_k);
     #[comptime]
-    if let ComptimeOption::Some(mask) = mask {
+    if let ComptimeOption::Some(mask) = scores.mask {
         let once = comptime!(blueprint.mask == Some(Rows::Same) && !blueprint.transposed());
-        let at = batch as usize * mask.stride(0) + head as usize * mask.stride(1);
+        let at = tile.batch as usize * mask.stride(0) + tile.head as usize * mask.stride(1);
         #[unroll]
         for r in 0..comptime!(if once { 1usize } else { 2usize }) {
-            let row = band.query_within(lane_row + comptime!(8 * r as u32));
+            let row = band.query_within(tile.lane_row + comptime!(8 * r as u32));
             let at = at + row as usize * mask.stride(comptime!(if blueprint.transposed() { 3 } else { 2 }));
             #[unroll]
             for i in 0..comptime!(tile_k / 8) {
-                let column = lane_column + comptime!(8 * i as u32);
+                let column = tile.lane_column + comptime!(8 * i as u32);
                 let pair = pair_of::<M, NM>(mask, at, band, column, blueprint.mask, blueprint);
                 #[unroll]
                 for e in 0..2usize {
@@ -67,31 +60,23 @@ pub fn hide_pairs<M: Numeric, NM: Size>(
 
 /// Adds the bias, if there is one, and what slopes make of distances.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-pub fn add_bias<E: Float, NB: Size>(
+pub fn add_bias<E: Float, M: Numeric, NB: Size, NM: Size>(
     s: &mut Array<f32>,
-    factors: &Factors,
-    band: &Band,
-    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
-    batch: u32,
-    head: u32,
-    first_row: u32,
-    k_start: u32,
-    bias_tile: u32,
-    #[comptime] sixteenth: usize,
+    scores: &Scores<E, M, NB, NM>,
+    tile: &ScoreTile,
     #[comptime] blueprint: Blueprint,
 ) {
     if comptime!(blueprint.tiled_bias()) {
-        add_tile(s, factors, bias_tile, sixteenth, blueprint);
+        add_tile(s, scores.factors.scale, tile, blueprint);
     } else {
-        add_rows(s, band, bias, batch, head, row_of(first_row), column_of(k_start), blueprint);
+        add_rows(s, scores, tile, blueprint);
     }
     if comptime!(blueprint.alibi) {
-        let slope = factors.extras.slope(batch as usize, head as usize);
+        let slope = scores.factors.extras.slope(tile.batch as usize, tile.head as usize);
         #[unroll]
         for r in 0..2usize {
-            let row = row_of(first_row) + comptime!(8 * r as u32);
-            let offset = f32::cast_from(band.offset(row, column_of(k_start)));
+            let row = tile.lane_row + comptime!(8 * r as u32);
+            let offset = f32::cast_from(tile.band.offset(row, tile.lane_column));
             #[unroll]
             for i in 0..comptime!(blueprint.tile.tile_k / 8) {
                 #[unroll]
@@ -107,29 +92,24 @@ pub fn add_bias<E: Float, NB: Size>(
 
 /// Adds the bias, read from memory where it is needed.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-pub fn add_rows<E: Float, NB: Size>(
+fn add_rows<E: Float, M: Numeric, NB: Size, NM: Size>(
     s: &mut Array<f32>,
-    band: &Band,
-    bias: &ComptimeOption<&Tensor<Vector<E, NB>>>,
-    batch: u32,
-    head: u32,
-    lane_row: u32,
-    lane_column: u32,
+    scores: &Scores<E, M, NB, NM>,
+    tile: &ScoreTile,
     #[comptime] blueprint: Blueprint,
 ) {
-    let tile_k = comptime!(blueprint.tile.tile_k);
+    let (band, tile_k) = (&tile.band, comptime!(blueprint.tile.tile_k));
     #[comptime]
-    if let ComptimeOption::Some(bias) = bias {
+    if let ComptimeOption::Some(bias) = scores.bias {
         let once = comptime!(blueprint.bias == Some(Rows::Same) && !blueprint.transposed());
-        let at = batch as usize * bias.stride(0) + head as usize * bias.stride(1);
+        let at = tile.batch as usize * bias.stride(0) + tile.head as usize * bias.stride(1);
         #[unroll]
         for r in 0..comptime!(if once { 1usize } else { 2usize }) {
-            let row = band.query_within(lane_row + comptime!(8 * r as u32));
+            let row = band.query_within(tile.lane_row + comptime!(8 * r as u32));
             let at = at + row as usize * bias.stride(comptime!(if blueprint.transposed() { 3 } else { 2 }));
             #[unroll]
             for i in 0..comptime!(tile_k / 8) {
-                let column = lane_column + comptime!(8 * i as u32);
+                let column = tile.lane_column + comptime!(8 * i as u32);
                 let pair = pair_of::<E, NB>(bias, at, band, column, blueprint.bias, blueprint);
                 #[unroll]
                 for e in 0..2usize {
@@ -144,16 +124,10 @@ pub fn add_rows<E: Float, NB: Size>(
     }
 }
 
-/// Adds the bias, of which a warpgroup's tile lies in shared memory at `tile`, and multiplies by the scale, unless a softcap
-/// has done so. `sixteenth`: which 16 columns of its first panel are the first.
+/// Adds the bias, of which a warpgroup's tile lies in shared memory, and multiplies by the scale, unless a softcap
+/// has done so.
 #[cube]
-pub fn add_tile(
-    s: &mut Array<f32>,
-    factors: &Factors,
-    tile: u32,
-    #[comptime] sixteenth: usize,
-    #[comptime] blueprint: Blueprint,
-) {
+fn add_tile(s: &mut Array<f32>, scale: f32, tile: &ScoreTile, #[comptime] blueprint: Blueprint) {
     // Of 16 rows and columns at a time: rows 0 to 7 and 8 to 15 of an eight, then of the next one. A line of a panel is 128
     // bytes, in which the swizzle exchanges vectors of 16 by the line's number.
     let lane = UNIT_POS % 32;
@@ -162,13 +136,13 @@ pub fn add_tile(
     let line =
         if comptime!(blueprint.transposed()) { lane / 16 * 8 + eight } else { of_warp * 16 + lane / 8 % 2 * 8 + eight };
     let vector = if comptime!(blueprint.transposed()) { of_warp * 2 + lane / 8 % 2 } else { lane / 16 };
-    let at = tile + line * 128 + (vector ^ eight) * 16;
+    let at = tile.bias_tile + line * 128 + (vector ^ eight) * 16;
     #[unroll]
     for i in 0..comptime!(blueprint.tile.tile_k / 16) {
         let words = if comptime!(blueprint.transposed()) {
             load_tiles(at + comptime!((i * 16 * 128) as u32), true)
         } else {
-            let of_tile = comptime!(i + sixteenth);
+            let of_tile = comptime!(i + tile.sixteenth);
             let panel = comptime!((of_tile / 4 * WARPGROUP_ROWS * 128) as u32);
             load_tiles((at ^ comptime!((of_tile % 4 * 32) as u32)) + panel, false)
         };
@@ -181,7 +155,7 @@ pub fn add_tile(
                 s[n] = if comptime!(blueprint.capped || blueprint.modified) {
                     s[n] + value
                 } else {
-                    fma(s[n], factors.scale, value)
+                    fma(s[n], scale, value)
                 };
             }
         }

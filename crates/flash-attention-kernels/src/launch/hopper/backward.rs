@@ -1,27 +1,18 @@
 //! Launches the gradients for Hopper.
 
-use super::{OUT_BYTES, VECTOR_BYTES, rows_arg, stride};
+use super::{VECTOR_BYTES, rows_arg, rows_out, source_sides};
 use crate::error::AttentionError;
-use crate::hopper::gradient::{ResultStridesLaunch, SourceStridesLaunch};
+use crate::fragment::role::Role;
+use crate::hopper::delta::DeltaBlueprint;
+use crate::hopper::operands::{GradientOutputsLaunch, ScheduleLaunch, StreamsLaunch};
 use crate::hopper::schedule::TileScheduler;
-use crate::hopper::{self, HopperTile, Role, WARPGROUP_ROWS, reduce};
-use crate::launch::backward::{HopperResults, Wanted, WantedBias};
+use crate::hopper::{self, HopperTile, WARPGROUP_ROWS, reduce};
+use crate::launch::backward::{Results, Wanted, WantedBias};
 use crate::launch::sequences::Blocks;
 use crate::launch::{Call, Saved, Scratch};
 use crate::tensor::TensorView;
 use crate::tiling::{HopperGradient, cube_count, stats_multiple, stats_rows};
 use cubecl::prelude::*;
-
-impl HopperResults<'_> {
-    /// What computes them.
-    pub(in crate::launch) fn role(&self) -> Role {
-        match (self.dq, self.dk, self.dv) {
-            (Some(_), None, None) => Role::Dq,
-            (Some(_), ..) => Role::All,
-            (None, dk, dv) => Role::DkDv { dk: dk.is_some(), dv: dv.is_some() },
-        }
-    }
-}
 
 impl Call<'_> {
     /// Whatever can fail of [`backward_hopper`](Self::backward_hopper).
@@ -37,8 +28,7 @@ impl Call<'_> {
         let inputs = &self.inputs;
         self.check_copies(&[&inputs.q, &inputs.k, &inputs.v, &saved.o, &saved.dout])?;
         for (results, tiles) in wanted {
-            let views: Vec<_> = [results.dq, results.dk, results.dv].into_iter().flatten().collect();
-            self.check_copies(&views)?;
+            self.check_copies(&results.all().collect::<Vec<_>>())?;
             self.check_hopper(results.role(), tiles.tile, tiles.head_group, 1)?;
             let num_tiles = self.num_tiles(results, tiles);
             let max = i32::MAX as u64 - self.device.multiprocessors as u64;
@@ -75,7 +65,7 @@ impl Call<'_> {
     }
 
     /// Blocks of all heads.
-    fn num_tiles(&self, results: &HopperResults, tiles: &HopperGradient) -> u64 {
+    fn num_tiles(&self, results: &Results, tiles: &HopperGradient) -> u64 {
         let p = self.problem;
         let (rows, heads) =
             if results.role().is_transposed() { (p.seq_k, p.num_heads_kv) } else { (p.seq_q, p.num_heads_q) };
@@ -88,7 +78,7 @@ impl Call<'_> {
         &self,
         [q, k, v, dout]: &[TensorView; 4],
         scratch: &Scratch,
-        results: &HopperResults,
+        results: &Results,
         tiles: &HopperGradient,
     ) -> Result<(), AttentionError> {
         let p = self.problem;
@@ -118,23 +108,9 @@ impl Call<'_> {
         // What is not wanted is not written.
         let any = dk.as_ref().or(dv.as_ref()).expect("one of them is wanted");
         let (dk_out, dv_out) = (dk.as_ref().unwrap_or(any), dv.as_ref().unwrap_or(any));
-        let vector = OUT_BYTES / size;
-        let strides = ResultStridesLaunch::new(stride(dk_out, vector), stride(dv_out, vector));
-        let wide = VECTOR_BYTES / size;
-        let sources = SourceStridesLaunch::new(
-            stride(rows[0], wide),
-            stride(rows[1], wide),
-            stride(tiled[0], wide),
-            stride(tiled[1], wide),
-        );
-        let bias_map = match &self.inputs.bias {
-            Some(bias) if blueprint.tiled_bias() => {
-                self.map(bias, if transposed { tile.tile_k } else { WARPGROUP_ROWS })
-            }
-            _ => self.map(tiled[0], tile.tile_k),
-        };
-        let width = |width: usize| if transposed { 1 } else { width };
-        let ((mask, mask_width), (bias, bias_width)) = self.pairs();
+        let bias_map = self.inputs.bias.as_ref().filter(|_| blueprint.tiled_bias());
+        let bias_map = bias_map.map(|bias| self.map(bias, if transposed { tile.tile_k } else { WARPGROUP_ROWS }));
+        let (bias_width, mask_width) = self.pair_widths(transposed);
         let dq_accum = scratch.dq_accum.as_ref().unwrap_or(&scratch.stats);
         let spans = [dk_out, dv_out, rows[0], rows[1], tiled[0], tiled[1]].map(|view| view.span());
         let of_scratch = [scratch.stats.span(), dq_accum.span()];
@@ -146,31 +122,22 @@ impl Call<'_> {
                 CubeCount::Static(cubes, 1, 1),
                 CubeDim::new_1d(tile.units() as u32),
                 addresses,
-                width(bias_width),
-                width(mask_width),
-                self.map(rows[0], WARPGROUP_ROWS),
-                self.map(rows[1], WARPGROUP_ROWS),
-                self.map(tiled[0], tile.tile_k),
-                self.map(tiled[1], tile.tile_k),
-                bias_map,
-                mask.into(),
-                bias.into(),
-                rows_arg(dk_out, vector),
-                rows_arg(dv_out, vector),
-                rows_arg(&scratch.stats, 1),
+                bias_width,
+                mask_width,
+                StreamsLaunch::new(
+                    self.map(rows[0], WARPGROUP_ROWS),
+                    Some(self.map(rows[1], WARPGROUP_ROWS)).into(),
+                    self.map(tiled[0], tile.tile_k),
+                    self.map(tiled[1], tile.tile_k),
+                    bias_map.into(),
+                    self.spread(),
+                    Some(rows_arg(&scratch.stats, 1)).into(),
+                ),
+                source_sides([rows, tiled], size),
+                self.score_args(&blueprint, &band, &route),
+                GradientOutputsLaunch::new(rows_out(dk_out, size), rows_out(dv_out, size)),
                 rows_arg(dq_accum, 1),
-                BufferArg::from_raw_parts(self.counter(), 1),
-                rows_arg(rows[0], wide),
-                rows_arg(rows[1], wide),
-                rows_arg(tiled[0], wide),
-                rows_arg(tiled[1], wide),
-                sources,
-                strides,
-                p.softmax_scale(),
-                self.factors(&blueprint, &route),
-                band.into_launch(),
-                scheduler.into_launch(),
-                self.spread(),
+                ScheduleLaunch::new(scheduler.into_launch(), BufferArg::from_raw_parts(self.counter(), 1)),
                 blueprint,
                 [self.dtype(), self.mask_type()],
             );
@@ -207,10 +174,7 @@ impl Call<'_> {
         let (size, band) = (p.dtype.size(), p.band());
         let scheduler = TileScheduler::new(1, 0, p.batch as u32, p.num_heads_q as u32, p.group_size() as u32, 1, 1);
         let computed = self.writable(dq, false);
-        let (vector, wide) = (OUT_BYTES / size, VECTOR_BYTES / size);
-        let strides = ResultStridesLaunch::new(stride(&computed, vector), stride(&computed, vector));
-        let sources = SourceStridesLaunch::new(stride(q, wide), stride(dout, wide), stride(k, wide), stride(v, wide));
-        let ((mask, mask_width), (bias, bias_width)) = self.pairs();
+        let (bias_width, mask_width) = self.pair_widths(false);
         let route = self.route(Blocks::Queries, blueprint.tile.tile_q(), blueprint.tile.tile_k);
         let spans = [q, k, v, dout, &computed].map(|view| view.span());
         let of_scratch = [scratch.stats.span(), dq_accum.span()];
@@ -225,20 +189,10 @@ impl Call<'_> {
                 bias_width,
                 mask_width,
                 rows_arg(dq_accum, 4),
-                mask.into(),
-                bias.into(),
-                rows_arg(&computed, vector),
-                rows_arg(&computed, vector),
+                source_sides([[q, dout], [k, v]], size),
+                self.score_args(&blueprint, &band, &route),
+                GradientOutputsLaunch::new(rows_out(&computed, size), rows_out(&computed, size)),
                 rows_arg(&scratch.stats, 1),
-                rows_arg(q, wide),
-                rows_arg(dout, wide),
-                rows_arg(k, wide),
-                rows_arg(v, wide),
-                sources,
-                strides,
-                p.softmax_scale(),
-                self.factors(&blueprint, &route),
-                band.into_launch(),
                 scheduler.into_launch(),
                 blueprint,
                 [self.dtype(), self.mask_type()],
@@ -281,13 +235,12 @@ impl Call<'_> {
                 dlse.map(|dlse| dlse.arg()).into(),
                 rows_arg(&scratch.stats, 1),
                 rows_arg(zeroed, 4),
-                p.batch as u32,
-                p.num_heads_q as u32,
-                p.seq_q as u32,
-                p.head_dim_v,
-                stats_multiple(p),
-                p.is_varlen(),
-                dq_accum.map_or(0, |dq_accum| dq_accum.shape[1]),
+                DeltaBlueprint {
+                    head_dim_v: p.head_dim_v,
+                    stats_multiple: stats_multiple(p),
+                    varlen: p.is_varlen(),
+                    zeros: dq_accum.map_or(0, |dq_accum| dq_accum.shape[1]),
+                },
                 self.dtype(),
             );
         }

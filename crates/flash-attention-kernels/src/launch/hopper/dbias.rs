@@ -2,8 +2,10 @@
 
 use super::{OUT_BYTES, rows_arg, stride};
 use crate::error::AttentionError;
-use crate::hopper::dbias::{BiasStridesLaunch, DbiasScheduler};
-use crate::hopper::{self, BiasBlueprint, BiasTile, Blueprint, Role, Rows, WARPGROUP_ROWS};
+use crate::fragment::role::Role;
+use crate::hopper::dbias::{BiasOutLaunch, DbiasScheduler};
+use crate::hopper::operands::StreamsLaunch;
+use crate::hopper::{self, BiasBlueprint, BiasTile, Blueprint, Rows, WARPGROUP_ROWS};
 use crate::launch::backward::WantedBias;
 use crate::launch::route::Route;
 use crate::launch::{Call, Scratch};
@@ -60,13 +62,10 @@ impl Call<'_> {
         let [bias_batch, bias_heads, ..] = dbias.shape;
         let scheduler =
             DbiasScheduler::new(&band, tile, [bias_batch, bias_heads], [p.batch, p.num_heads_q, p.num_heads_kv]);
-        let bias_map = match &self.inputs.bias {
-            Some(bias) if blueprint.scores.tiled_bias() => self.map(bias, WARPGROUP_ROWS),
-            _ => self.map(k, tile.tile_k),
-        };
-        let ((mask, mask_width), (bias, bias_width)) = self.pairs();
+        let bias_map = self.inputs.bias.as_ref().filter(|_| blueprint.scores.tiled_bias());
+        let bias_map = bias_map.map(|bias| self.map(bias, WARPGROUP_ROWS));
+        let (bias_width, mask_width) = self.pair_widths(false);
         let vector = if blueprint.vectors { OUT_BYTES / size } else { 1 };
-        let strides = BiasStridesLaunch::new(stride(dbias, vector), dbias.strides[3]);
         let spans = [q, k, v, dout, dbias].map(|view| view.span());
         let addresses = self.addresses(spans.into_iter().chain([scratch.stats.span()]));
         // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
@@ -78,20 +77,23 @@ impl Call<'_> {
                 addresses,
                 bias_width,
                 mask_width,
-                self.map(q, WARPGROUP_ROWS),
-                self.map(dout, WARPGROUP_ROWS),
-                self.map(k, tile.tile_k),
-                self.map(v, tile.tile_k),
-                bias_map,
-                mask.into(),
-                bias.into(),
-                rows_arg(dbias, OUT_BYTES / size),
-                rows_arg(dbias, 1),
-                rows_arg(&scratch.stats, 1),
+                StreamsLaunch::new(
+                    self.map(q, WARPGROUP_ROWS),
+                    Some(self.map(dout, WARPGROUP_ROWS)).into(),
+                    self.map(k, tile.tile_k),
+                    self.map(v, tile.tile_k),
+                    bias_map.into(),
+                    self.spread(),
+                    Some(rows_arg(&scratch.stats, 1)).into(),
+                ),
+                self.score_args(&blueprint.scores, &band, &Route::default()),
+                BiasOutLaunch::new(
+                    rows_arg(dbias, OUT_BYTES / size),
+                    rows_arg(dbias, 1),
+                    stride(dbias, vector),
+                    dbias.strides[3],
+                ),
                 BufferArg::from_raw_parts(self.counter(), 1),
-                strides,
-                self.factors(&blueprint.scores, &Route::default()),
-                band.into_launch(),
                 scheduler.into_launch(),
                 blueprint,
                 [self.dtype(), self.mask_type()],

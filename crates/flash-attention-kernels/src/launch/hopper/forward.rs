@@ -1,10 +1,11 @@
 //! Launches the forward for Hopper.
 
-use super::{OUT_BYTES, VECTOR_BYTES, rows_arg, stride};
+use super::{rows_arg, rows_in, rows_out, stride};
 use crate::error::AttentionError;
-use crate::hopper::forward::StridesLaunch;
+use crate::fragment::role::Role;
+use crate::hopper::operands::{LseOutLaunch, OutputsLaunch, ScheduleLaunch, SourcesLaunch, StreamsLaunch};
 use crate::hopper::schedule::TileScheduler;
-use crate::hopper::{self, Role, WARPGROUP_ROWS};
+use crate::hopper::{self, WARPGROUP_ROWS};
 use crate::launch::Call;
 use crate::launch::route::Route;
 use crate::launch::sequences::Blocks;
@@ -69,19 +70,19 @@ impl Call<'_> {
         let cubes =
             (self.device.multiprocessors as u64).clamp(1, num_tiles.div_ceil(tiles.tile.consumer_groups as u64));
         let route = self.route_in_order(Blocks::Queries, tiles.tile.tile_q(), tiles.tile.tile_k);
-        let vector = VECTOR_BYTES / p.dtype.size();
-        let strides = StridesLaunch::new(
-            stride(&q, vector),
-            stride(&k, vector),
-            stride(&v, vector),
-            stride(&out, OUT_BYTES / out_size),
-            stride(&out_lse, 1),
+        let size = p.dtype.size();
+        let bias_map =
+            self.inputs.bias.as_ref().filter(|_| blueprint.tiled_bias()).map(|bias| self.map(bias, WARPGROUP_ROWS));
+        let streams = StreamsLaunch::new(
+            self.map(&q, WARPGROUP_ROWS),
+            None.into(),
+            self.map(&k, tiles.tile.tile_k),
+            self.map(&v, tiles.tile.tile_k),
+            bias_map.into(),
+            self.spread(),
+            None.into(),
         );
-        let bias_map = match &self.inputs.bias {
-            Some(bias) if blueprint.tiled_bias() => self.map(bias, WARPGROUP_ROWS),
-            _ => self.map(&k, tiles.tile.tile_k),
-        };
-        let ((mask, mask_width), (bias, bias_width)) = self.pairs();
+        let (bias_width, mask_width) = self.pair_widths(false);
         let spans = [q.span(), k.span(), v.span(), out.span(), out_lse.span()];
         let addresses = self.addresses(spans).max(route.addresses());
         // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
@@ -93,32 +94,19 @@ impl Call<'_> {
                 addresses,
                 bias_width,
                 mask_width,
-                self.map(&q, WARPGROUP_ROWS),
-                self.map(&k, tiles.tile.tile_k),
-                self.map(&v, tiles.tile.tile_k),
-                bias_map,
-                mask.into(),
-                bias.into(),
-                rows_arg(&out, OUT_BYTES / out_size),
-                rows_arg(&out_lse, 1),
-                BufferArg::from_raw_parts(self.counter(), 1),
-                rows_arg(&q, vector),
-                rows_arg(&k, vector),
-                rows_arg(&v, vector),
-                strides,
-                self.factors(&blueprint, &route),
-                p.band().into_launch(),
-                scheduler.into_launch(),
-                self.spread(),
+                streams,
+                SourcesLaunch::new(rows_in(&q, size), rows_in(&k, size), rows_in(&v, size)),
+                self.score_args(&blueprint, &p.band(), &route),
+                OutputsLaunch::new(
+                    rows_out(&out, out_size),
+                    LseOutLaunch::new(rows_arg(&out_lse, 1), stride(&out_lse, 1)),
+                ),
+                ScheduleLaunch::new(scheduler.into_launch(), BufferArg::from_raw_parts(self.counter(), 1)),
                 blueprint,
                 [self.dtype(), self.mask_type()],
             );
         }
-        if tiles.num_splits > 1 {
-            self.combine(&out, &out_lse, o, lse, tiles.num_splits)
-        } else {
-            self.written(&out, o)
-        }
+        if tiles.num_splits > 1 { self.combine(&out, &out_lse, o, lse) } else { self.written(&out, o) }
     }
 
     fn combine_grid(&self) -> Result<(CubeCount, CubeDim), AttentionError> {
@@ -135,11 +123,9 @@ impl Call<'_> {
         split_lse: &TensorView<3>,
         o: &TensorView,
         lse: &TensorView<3>,
-        count: usize,
     ) -> Result<(), AttentionError> {
         let (grid, dim) = self.combine_grid()?;
         let addresses = self.addresses([split_o.span(), split_lse.span(), o.span(), lse.span()]);
-        let [batches, heads, rows, columns] = o.shape.map(|n| n as u32);
         // SAFETY: views have been checked against their buffers, those of the splits are as long as they say.
         unsafe {
             hopper::combine::combine::launch_unchecked(
@@ -152,11 +138,6 @@ impl Call<'_> {
                 o.arg(),
                 lse.arg(),
                 self.extras(Stage::Forward, &Route::default()),
-                batches,
-                heads,
-                rows,
-                columns,
-                count as u32,
                 self.dtype(),
             );
         }

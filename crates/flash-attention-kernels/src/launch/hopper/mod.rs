@@ -8,10 +8,11 @@ mod forward;
 use super::route::Route;
 use super::{Call, rows_grid};
 use crate::error::AttentionError;
-use crate::hopper::forward::StrideLaunch;
+use crate::fragment::role::Role;
+use crate::hopper::operands::{RowsInLaunch, RowsOutLaunch, SourceSideLaunch, SourceSidesLaunch, StrideLaunch};
 use crate::hopper::producer::SpreadLaunch;
-use crate::hopper::scores::FactorsLaunch;
-use crate::hopper::{self, Blueprint, HopperTile, PANEL, Role, Rows};
+use crate::hopper::scores::{FactorsLaunch, ScoresLaunch};
+use crate::hopper::{self, Blueprint, HopperTile, PANEL, Rows};
 use crate::mask::Band;
 use crate::problem::AttentionProblem;
 use crate::tensor::TensorView;
@@ -142,6 +143,23 @@ impl Call<'_> {
         (mask, pairs(inputs.bias.as_ref().map(|bias| (bias, self.problem.dtype.size())), varlen))
     }
 
+    /// What scores are made of, with this band, and how many elements mask and bias are read at a time.
+    pub(in crate::launch) fn score_args<E: Float, M: Numeric, NB: Size, NM: Size>(
+        &self,
+        blueprint: &Blueprint,
+        band: &Band,
+        route: &Route,
+    ) -> ScoresLaunch<E, M, NB, NM> {
+        let ((mask, _), (bias, _)) = self.pairs();
+        ScoresLaunch::new(self.factors(blueprint, route), mask.into(), bias.into(), band.into_launch())
+    }
+
+    /// How many elements of a bias and of a mask are read at a time.
+    pub(in crate::launch) fn pair_widths(&self, transposed: bool) -> (usize, usize) {
+        let ((_, mask), (_, bias)) = self.pairs();
+        if transposed { (1, 1) } else { (bias, mask) }
+    }
+
     /// Copies a tensor, and makes columns after its last up to `padded` 0.
     fn copy(&self, from: &TensorView, to: &TensorView, padded: usize) -> Result<(), AttentionError> {
         let (count, dim) = rows_grid(self.device, "copy", from.shape)?;
@@ -191,6 +209,42 @@ impl Call<'_> {
 pub(in crate::launch) unsafe fn rows_arg<const RANK: usize>(view: &TensorView<RANK>, vector: usize) -> BufferArg {
     // SAFETY: the caller's.
     unsafe { BufferArg::from_raw_parts(view.handle.clone(), (view.span() as usize).div_ceil(vector)) }
+}
+
+/// The argument of a tensor that is read in vectors of 16 bytes.
+///
+/// # Safety
+///
+/// As `launch_unchecked`: the view has been checked against its buffer.
+pub(in crate::launch) unsafe fn rows_in<E: Float, N: Size>(view: &TensorView, size: usize) -> RowsInLaunch<E, N> {
+    let vector = VECTOR_BYTES / size;
+    // SAFETY: the caller's.
+    RowsInLaunch::new(unsafe { rows_arg(view, vector) }, stride(view, vector))
+}
+
+/// The argument of a tensor that is written in vectors of 8 bytes.
+///
+/// # Safety
+///
+/// As `launch_unchecked`: the view has been checked against its buffer.
+pub(in crate::launch) unsafe fn rows_out(view: &TensorView, size: usize) -> RowsOutLaunch {
+    let vector = OUT_BYTES / size;
+    // SAFETY: the caller's.
+    RowsOutLaunch::new(unsafe { rows_arg(view, vector) }, stride(view, vector))
+}
+
+/// The arguments of the rows and the columns of a backward, Q or K and dO or V each.
+///
+/// # Safety
+///
+/// As `launch_unchecked`: the views have been checked against their buffers.
+pub(in crate::launch) unsafe fn source_sides<E: Float, N: Size>(
+    [rows, cols]: [[&TensorView; 2]; 2],
+    size: usize,
+) -> SourceSidesLaunch<E, N> {
+    // SAFETY: the caller's.
+    let side = |[qk, dov]: [&TensorView; 2]| unsafe { SourceSideLaunch::new(rows_in(qk, size), rows_in(dov, size)) };
+    SourceSidesLaunch::new(side(rows), side(cols))
 }
 
 /// The strides of rows, in vectors of so many elements.

@@ -1,10 +1,10 @@
 //! Launches the gradients made of `mma.sync`.
 
 use crate::error::AttentionError;
-use crate::hopper::gradient::{ResultStridesLaunch, SourceStridesLaunch};
+use crate::hopper::operands::GradientOutputsLaunch;
 use crate::hopper::schedule::TileScheduler;
 use crate::launch::backward::WantedMma;
-use crate::launch::hopper::{OUT_BYTES, VECTOR_BYTES, rows_arg, stride};
+use crate::launch::hopper::{VECTOR_BYTES, rows_arg, rows_out, source_sides};
 use crate::launch::sequences::Blocks;
 use crate::launch::{Call, Saved, Scratch};
 use crate::mask::Band;
@@ -35,8 +35,7 @@ impl Call<'_> {
         self.check_copies(&[&inputs.q, &inputs.k, &inputs.v, &saved.o, &saved.dout])?;
         for one in wanted {
             let results = &one.0;
-            let views: Vec<_> = [results.dq, results.dk, results.dv].into_iter().flatten().collect();
-            self.check_copies(&views)?;
+            self.check_copies(&results.all().collect::<Vec<_>>())?;
             tiling::check_bindings(self.device, self.problem, "gradient", 7)?;
             self.prepare(one)?;
         }
@@ -90,13 +89,8 @@ impl Call<'_> {
         // What is not wanted is not written.
         let any = dk.as_ref().or(dv.as_ref()).expect("one of them is wanted");
         let (dk_out, dv_out) = (dk.as_ref().unwrap_or(any), dv.as_ref().unwrap_or(any));
-        let (vector, wide) = (OUT_BYTES / size, VECTOR_BYTES / size);
-        let strides = ResultStridesLaunch::new(stride(dk_out, vector), stride(dv_out, vector));
-        let [q, d, k, v] = [rows[0], rows[1], tiled[0], tiled[1]];
-        let sources = SourceStridesLaunch::new(stride(q, wide), stride(d, wide), stride(k, wide), stride(v, wide));
-        let width = |width: usize| if transposed { 1 } else { width };
-        let ((mask, mask_width), (bias, bias_width)) = self.pairs();
-        let spans = [q, d, k, v, dk_out, dv_out].map(|view| view.span());
+        let (bias_width, mask_width) = self.pair_widths(transposed);
+        let spans = [rows[0], rows[1], tiled[0], tiled[1], dk_out, dv_out].map(|view| view.span());
         let addresses = self.addresses(spans.into_iter().chain([scratch.stats.span()])).max(route.addresses());
         // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
         unsafe {
@@ -105,23 +99,13 @@ impl Call<'_> {
                 count,
                 CubeDim::new_1d(blueprint.tile.units() as u32),
                 addresses,
-                wide,
-                width(bias_width),
-                width(mask_width),
-                rows_arg(q, wide),
-                rows_arg(d, wide),
-                rows_arg(k, wide),
-                rows_arg(v, wide),
-                mask.into(),
-                bias.into(),
-                rows_arg(dk_out, vector),
-                rows_arg(dv_out, vector),
+                VECTOR_BYTES / size,
+                bias_width,
+                mask_width,
+                source_sides([rows, tiled], size),
+                self.score_args(&blueprint.scores, &band, &route),
+                GradientOutputsLaunch::new(rows_out(dk_out, size), rows_out(dv_out, size)),
                 rows_arg(&scratch.stats, 1),
-                sources,
-                strides,
-                p.softmax_scale(),
-                self.factors(&blueprint.scores, &route),
-                band.into_launch(),
                 scheduler.into_launch(),
                 blueprint,
                 [self.dtype(), self.mask_type()],

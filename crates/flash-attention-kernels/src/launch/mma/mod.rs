@@ -3,11 +3,11 @@
 mod backward;
 
 use super::Call;
-use super::hopper::{OUT_BYTES, VECTOR_BYTES, rows_arg, stride};
+use super::hopper::{VECTOR_BYTES, rows_arg, rows_in, rows_out, stride};
 use super::sequences::Blocks;
 use crate::error::AttentionError;
-use crate::hopper::Role;
-use crate::hopper::forward::StridesLaunch;
+use crate::fragment::role::Role;
+use crate::hopper::operands::{LseOutLaunch, OutputsLaunch, SourcesLaunch};
 use crate::hopper::schedule::TileScheduler;
 use crate::mask::Band;
 use crate::mma::{MmaBlueprint, MmaTile, forward};
@@ -69,15 +69,7 @@ impl Call<'_> {
         let out = self.writable(o, false);
         let route = self.route(Blocks::Queries, tile.tile_q(), tile.tile_k);
         let size = p.dtype.size();
-        let (vector, of_out) = (VECTOR_BYTES / size, OUT_BYTES / size);
-        let strides = StridesLaunch::new(
-            stride(&q, vector),
-            stride(&k, vector),
-            stride(&v, vector),
-            stride(&out, of_out),
-            stride(lse, 1),
-        );
-        let ((mask, mask_width), (bias, bias_width)) = self.pairs();
+        let (bias_width, mask_width) = self.pair_widths(false);
         let spans = [q.span(), k.span(), v.span(), out.span(), lse.span()];
         let addresses = self.addresses(spans).max(route.addresses());
         // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
@@ -87,19 +79,12 @@ impl Call<'_> {
                 count,
                 CubeDim::new_1d(tile.units() as u32),
                 addresses,
-                vector,
+                VECTOR_BYTES / size,
                 bias_width,
                 mask_width,
-                rows_arg(&q, vector),
-                rows_arg(&k, vector),
-                rows_arg(&v, vector),
-                mask.into(),
-                bias.into(),
-                rows_arg(&out, of_out),
-                rows_arg(lse, 1),
-                strides,
-                self.factors(&blueprint.scores, &route),
-                band.into_launch(),
+                SourcesLaunch::new(rows_in(&q, size), rows_in(&k, size), rows_in(&v, size)),
+                self.score_args(&blueprint.scores, &band, &route),
+                OutputsLaunch::new(rows_out(&out, size), LseOutLaunch::new(rows_arg(lse, 1), stride(lse, 1))),
                 scheduler.into_launch(),
                 blueprint,
                 [self.dtype(), self.mask_type()],

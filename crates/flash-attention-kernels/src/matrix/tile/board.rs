@@ -1,7 +1,8 @@
 //! Accumulators on their way over the board.
 
-use super::super::{MatrixTile, WIDTH};
-use super::{Place, Quad};
+use super::super::MatrixTile;
+use super::Place;
+use crate::fragment::rows::{Quad, WIDTH};
 use cubecl::cmma::{self, Matrix, MatrixLayout};
 use cubecl::prelude::*;
 

@@ -1,6 +1,7 @@
 //! Tiles on their way to shared memory.
 
-use super::{Matrix, TileShape, Vec4, WIDTH};
+use super::{Product, TileShape};
+use crate::fragment::rows::{Rows, Vec4, WIDTH};
 use crate::rounding::nearest_tf32;
 use cubecl::prelude::*;
 
@@ -43,121 +44,91 @@ impl Ahead {
     }
 
     /// Asks for a chunk of `A` and `B`.
-    #[allow(clippy::too_many_arguments)]
     pub fn ask_scores<F: Float, N: Size>(
         &mut self,
-        a: &Tensor<Vector<F, N>>,
-        a_at: &Matrix,
-        a_start: u32,
-        a_end: u32,
-        b: &Tensor<Vector<F, N>>,
-        b_at: &Matrix,
-        b_start: u32,
-        b_end: u32,
+        a: &Rows<F, N>,
+        b: &Rows<F, N>,
         #[comptime] chunk: usize,
         #[comptime] head_dim: usize,
         #[comptime] tile: TileShape,
     ) {
         if comptime!(tile.reads_ahead()) {
-            self.fetch_scores(a, a_at, a_start, a_end, b, b_at, b_start, b_end, chunk, head_dim, tile);
+            self.fetch_scores(a, b, chunk, head_dim, tile);
         }
     }
 
-    #[allow(clippy::too_many_arguments)]
+    /// Reads it.
     pub fn fetch_scores<F: Float, N: Size>(
         &mut self,
-        a: &Tensor<Vector<F, N>>,
-        a_at: &Matrix,
-        a_start: u32,
-        a_end: u32,
-        b: &Tensor<Vector<F, N>>,
-        b_at: &Matrix,
-        b_start: u32,
-        b_end: u32,
+        a: &Rows<F, N>,
+        b: &Rows<F, N>,
         #[comptime] chunk: usize,
         #[comptime] head_dim: usize,
         #[comptime] tile: TileShape,
     ) {
-        let (column, width) = comptime!((chunk * tile.chunk, tile.chunk));
-        fetch(a, a_at, a_start, a_end, &mut self.a, tile.tile_q, column, head_dim, width, tile.units());
-        fetch(b, b_at, b_start, b_end, &mut self.b, tile.tile_k, column, head_dim, width, tile.units());
+        let columns = comptime!(Columns { first: chunk * tile.chunk, count: tile.chunk, head_dim });
+        fetch(a, &mut self.a, tile.tile_q, columns, tile.units());
+        fetch(b, &mut self.b, tile.tile_k, columns, tile.units());
     }
 
-    /// Asks for a group of columns of `V`, `depth` rows.
-    #[allow(clippy::too_many_arguments)]
+    /// Asks for a group of columns of `V`.
     pub fn ask_right<F: Float, N: Size>(
         &mut self,
-        v: &Tensor<Vector<F, N>>,
-        v_at: &Matrix,
-        v_start: u32,
-        v_end: u32,
+        v: &Rows<F, N>,
         #[comptime] group: usize,
-        #[comptime] depth: usize,
-        #[comptime] head_dim: usize,
+        #[comptime] product: Product,
         #[comptime] tile: TileShape,
     ) {
         if comptime!(tile.reads_ahead()) {
-            self.fetch_right(v, v_at, v_start, v_end, group, depth, head_dim, tile);
+            self.fetch_right(v, group, product, tile);
         }
     }
 
-    #[allow(clippy::too_many_arguments)]
+    /// Reads it.
     pub fn fetch_right<F: Float, N: Size>(
         &mut self,
-        v: &Tensor<Vector<F, N>>,
-        v_at: &Matrix,
-        v_start: u32,
-        v_end: u32,
+        v: &Rows<F, N>,
         #[comptime] group: usize,
-        #[comptime] depth: usize,
-        #[comptime] head_dim: usize,
+        #[comptime] product: Product,
         #[comptime] tile: TileShape,
     ) {
-        let (column, width) = comptime!((group * tile.chunk_nn(), tile.chunk_nn()));
-        fetch(v, v_at, v_start, v_end, &mut self.v, depth, column, head_dim, width, tile.units());
+        let (count, head_dim) = comptime!((tile.chunk_nn(), product.head_dim));
+        let columns = comptime!(Columns { first: group * count, count, head_dim });
+        fetch(v, &mut self.v, product.depth, columns, tile.units());
     }
 }
 
-/// Reads this thread's share of rows `start .. start + rows` and columns `column .. column + chunk`, as f32. What lies past `end`
-/// or `columns` becomes zero, so that a product never meets uninitialised memory.
+/// Columns that are staged at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Columns {
+    /// The first.
+    first: usize,
+    /// How many.
+    count: usize,
+    /// How many the rows have.
+    head_dim: usize,
+}
+
+/// Reads this thread's share of so many rows and columns, as f32. What lies past the end of the rows or columns becomes zero, so that
+/// a product never meets uninitialised memory.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-pub fn fetch<F: Float, N: Size>(
-    tensor: &Tensor<Vector<F, N>>,
-    at: &Matrix,
-    start: u32,
-    end: u32,
+fn fetch<F: Float, N: Size>(
+    from: &Rows<F, N>,
     share: &mut Array<Vec4>,
     #[comptime] rows: usize,
-    #[comptime] column: usize,
-    #[comptime] columns: usize,
-    #[comptime] chunk: usize,
+    #[comptime] columns: Columns,
     #[comptime] units: usize,
 ) {
-    let per_read = N::value();
-    let width = comptime!(chunk / WIDTH);
+    let width = comptime!(columns.count / WIDTH);
     let vectors = comptime!(rows * width);
     #[unroll]
     for step in 0..comptime!(vectors.div_ceil(units)) {
         let slot = UNIT_POS as usize + comptime!(step * units);
         let row = slot / width;
-        let within = slot % width;
-        let first = comptime!(column) + within * comptime!(WIDTH);
+        let column = comptime!(columns.first) + slot % width * comptime!(WIDTH);
         let mut value = Vec4::new(0.0f32);
-        let i = start as usize + row;
-        if row < rows && i < end as usize && first < columns {
-            let offset = at.base + i * at.row_stride;
-            if comptime!(per_read == WIDTH) {
-                value = Vec4::cast_from(tensor[(offset + first) / WIDTH]);
-            } else {
-                #[unroll]
-                for lane in 0..WIDTH {
-                    if first + lane < columns {
-                        let element = tensor[offset + (first + lane) * at.column_stride];
-                        value.insert(lane, f32::cast_from(element.extract(0usize)));
-                    }
-                }
-            }
+        if row < rows {
+            value = Vec4::cast_from(from.read(from.start + row as u32, column, columns.head_dim));
         }
         share[step] = value;
     }

@@ -1,0 +1,116 @@
+//! The tensors that kernels read, each kind as one argument.
+
+use super::rows::Rows;
+use super::scores::TileAt;
+use cubecl::prelude::*;
+
+/// Operands of the forward.
+#[derive(CubeType, CubeLaunch)]
+pub struct Qkv<E: Float, N: Size> {
+    /// `[B, H, Sq, D]`.
+    pub q: &'static Tensor<Vector<E, N>>,
+    /// `[B, Hkv, Sk, D]`.
+    pub k: &'static Tensor<Vector<E, N>>,
+    /// `[B, Hkv, Sk, Dv]`.
+    pub v: &'static Tensor<Vector<E, N>>,
+}
+
+/// Results of the forward.
+#[derive(CubeType, CubeLaunch)]
+pub struct ForwardOutputs<E: Float, N: Size> {
+    /// `[B, H, Sq, Dv]`.
+    pub o: &'static mut Tensor<Vector<E, N>>,
+    /// Bits of the log-sum-exp, `[B, H, Sq]`.
+    pub lse: &'static mut Tensor<u32>,
+}
+
+/// Operands of the backward.
+#[derive(CubeType, CubeLaunch)]
+pub struct BackwardOperands<E: Float, N: Size> {
+    /// Those of the forward.
+    pub inputs: Qkv<E, N>,
+    /// Gradient of the output, `[B, H, Sq, Dv]`.
+    pub dout: &'static Tensor<Vector<E, N>>,
+    /// `lse` and delta of each query.
+    pub stats: Statistics,
+}
+
+/// One side of the products of a backward whose kernels exchange sides: queries or keys.
+#[derive(CubeType, CubeLaunch)]
+pub struct Side<E: Float, N: Size> {
+    /// Q or K, `[B, H, S, D]`: operand of `S = Q Kᵀ`.
+    pub qk: &'static Tensor<Vector<E, N>>,
+    /// dO or V, `[B, H, S, Dv]`: operand of `dP = dO Vᵀ`.
+    pub dov: &'static Tensor<Vector<E, N>>,
+}
+
+/// Operands of such a backward: a thread block keeps rows, and columns stream by.
+#[derive(CubeType, CubeLaunch)]
+pub struct Sides<E: Float, N: Size> {
+    /// What a thread block keeps.
+    pub rows: Side<E, N>,
+    /// What streams by.
+    pub cols: Side<E, N>,
+    /// `lse` and delta of each query.
+    pub stats: Statistics,
+}
+
+/// Gradients of the rows of such a backward.
+#[derive(CubeType, CubeLaunch)]
+pub struct Gradients<E: Float, N: Size> {
+    /// That of Q or K.
+    pub dqk: ComptimeOption<&'static mut Tensor<Vector<E, N>>>,
+    /// That of V, where rows are keys.
+    pub dv: ComptimeOption<&'static mut Tensor<Vector<E, N>>>,
+}
+
+/// Statistics of each query for the backward, `[2, B, H, Sq]`: `lse`, then delta.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Statistics {
+    /// The tensor.
+    pub tensor: &'static Tensor<f32>,
+}
+
+#[cube]
+impl Statistics {
+    /// `lse` of a query of a head.
+    pub fn lse(&self, batch: usize, head: usize, query: u32) -> f32 {
+        self.tensor[self.at(batch, head, query)]
+    }
+
+    /// Its delta.
+    pub fn delta(&self, batch: usize, head: usize, query: u32) -> f32 {
+        self.tensor[self.tensor.stride(0) + self.at(batch, head, query)]
+    }
+
+    fn at(&self, batch: usize, head: usize, query: u32) -> usize {
+        batch * self.tensor.stride(1) + head * self.tensor.stride(2) + query as usize
+    }
+}
+
+#[cube]
+impl<E: Float, N: Size> Qkv<E, N> {
+    /// Queries of a tile.
+    pub fn q_rows(&self, at: &TileAt) -> Rows<E, N> {
+        Rows::of(self.q, at.batch, at.head, at.q_start, at.band.after_queries())
+    }
+
+    /// Keys of a tile.
+    pub fn k_rows(&self, at: &TileAt) -> Rows<E, N> {
+        Rows::of(self.k, at.batch, at.head_kv, at.k_start, at.band.after_keys())
+    }
+
+    /// Their values.
+    pub fn v_rows(&self, at: &TileAt) -> Rows<E, N> {
+        Rows::of(self.v, at.batch, at.head_kv, at.k_start, at.band.after_keys())
+    }
+}
+
+#[cube]
+impl<E: Float, N: Size> BackwardOperands<E, N> {
+    /// Gradients of the outputs of a tile's queries.
+    pub fn dout_rows(&self, at: &TileAt) -> Rows<E, N> {
+        Rows::of(self.dout, at.batch, at.head, at.q_start, at.band.after_queries())
+    }
+}

@@ -1,0 +1,125 @@
+//! Rows of a head in memory, read and written four elements at a time.
+
+use crate::rounding::{rounded, rounded_one};
+use cubecl::prelude::*;
+
+/// Elements of a vector.
+pub const WIDTH: usize = 4;
+
+/// Four elements: in f32 one 128-bit access.
+pub type Quad<E> = Vector<E, Const<4>>;
+
+/// Four f32 values.
+pub type Vec4 = Quad<f32>;
+
+/// Where one head of one batch of a tensor `[B, H, S, D]` lies.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Layout {
+    /// Offset of its first element, in elements.
+    pub base: usize,
+    /// Elements between rows.
+    pub row_stride: usize,
+    /// Elements between columns.
+    pub column_stride: usize,
+}
+
+#[cube]
+impl Layout {
+    /// The layout of one batch and head.
+    pub fn of<E: CubePrimitive>(tensor: &Tensor<E>, batch: usize, head: usize) -> Layout {
+        Layout {
+            base: batch * tensor.stride(0) + head * tensor.stride(1),
+            row_stride: tensor.stride(2),
+            column_stride: tensor.stride(3),
+        }
+    }
+}
+
+/// Rows of a head from `start` up to, not including, `end`.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Rows<E: Float, N: Size> {
+    /// The tensor, `[B, H, S, D]`.
+    pub tensor: &'static Tensor<Vector<E, N>>,
+    /// Where the head lies in it.
+    pub layout: Layout,
+    /// The first row.
+    pub start: u32,
+    /// The row after the last one that may be read: the end of the sequence.
+    pub end: u32,
+}
+
+#[cube]
+impl<E: Float, N: Size> Rows<E, N> {
+    /// Rows of one batch and head.
+    pub fn of(tensor: &'static Tensor<Vector<E, N>>, batch: usize, head: usize, start: u32, end: u32) -> Rows<E, N> {
+        Rows::<E, N> { tensor, layout: Layout::of(tensor, batch, head), start, end }
+    }
+
+    /// Four elements of a row from `column` on, zeros beyond `head_dim` and in rows from `end` on.
+    pub fn read(&self, row: u32, column: usize, #[comptime] head_dim: usize) -> Quad<E> {
+        let mut value = Quad::<E>::new(E::from_int(0));
+        if row < self.end && column < head_dim {
+            value = self.read_within(row, column, head_dim);
+        }
+        value
+    }
+
+    /// The same of a row and a column that exist.
+    pub fn read_within(&self, row: u32, column: usize, #[comptime] head_dim: usize) -> Quad<E> {
+        let width = N::value();
+        let offset = self.layout.base + row as usize * self.layout.row_stride;
+        if comptime!(width == WIDTH) {
+            Quad::<E>::cast_from(self.tensor[(offset + column) / WIDTH])
+        } else {
+            let mut value = Quad::<E>::new(E::from_int(0));
+            #[unroll]
+            for n in 0..WIDTH {
+                if column + n < head_dim {
+                    let element = self.tensor[offset + (column + n) * self.layout.column_stride];
+                    value.insert(n, element.extract(0usize));
+                }
+            }
+            value
+        }
+    }
+}
+
+/// Writes four elements of a row that exists, rounded to the element type; those beyond `head_dim` are dropped.
+#[cube]
+pub fn write_quad<E: Float, N: Size>(
+    tensor: &mut Tensor<Vector<E, N>>,
+    layout: &Layout,
+    row: u32,
+    column: usize,
+    value: Vec4,
+    #[comptime] head_dim: usize,
+) {
+    let width = N::value();
+    let offset = layout.base + row as usize * layout.row_stride;
+    if comptime!(width == WIDTH) {
+        if column < head_dim {
+            tensor[(offset + column) / WIDTH] = rounded::<E, Const<4>, N>(value);
+        }
+    } else {
+        #[unroll]
+        for n in 0..WIDTH {
+            if column + n < head_dim {
+                let element = rounded_one::<E>(value.extract(n));
+                tensor[offset + (column + n) * layout.column_stride] = Vector::<E, N>::new(element);
+            }
+        }
+    }
+}
+
+/// Registers for vectors, all zeros.
+#[cube]
+pub fn zeros(#[comptime] len: usize) -> Array<Vec4> {
+    let mut all = Array::<Vec4>::new(len);
+    #[unroll]
+    for n in 0..len {
+        all[n] = Vec4::new(0.0f32);
+    }
+    all
+}

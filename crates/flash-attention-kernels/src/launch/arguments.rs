@@ -1,0 +1,135 @@
+//! Arguments of launches.
+
+use super::route::Route;
+use super::{Call, Inputs, MaskStorage, Saved, Scratch};
+use crate::dropout::{DropoutLaunch, factor, threshold};
+use crate::extras::ExtrasLaunch;
+use crate::fragment::operands::{BackwardOperandsLaunch, QkvLaunch, SideLaunch, SidesLaunch, StatisticsLaunch};
+use crate::fragment::rows::WIDTH;
+use crate::fragment::scores::ScoresLaunch;
+use crate::mods::{ModsLaunch, TENSORS, TableLaunch, TablesLaunch};
+use crate::problem::{AttentionOptions, AttentionProblem};
+use crate::score::ScoreLaunch;
+use crate::tensor::TensorView;
+use crate::tiling::{self, Stage};
+use cubecl::ir::{ElemType, UIntKind};
+use cubecl::prelude::*;
+
+impl Call<'_> {
+    /// Elements that are read and written at once: a vector where every tensor allows it.
+    pub(super) fn width(&self, views: &[&TensorView]) -> usize {
+        let Inputs { q, k, v, .. } = self.inputs;
+        let size = self.problem.dtype.size();
+        let all = [q, k, v].into_iter().chain(views.iter().copied()).all(|view| view.vectorizes(WIDTH, size));
+        if all { WIDTH } else { 1 }
+    }
+
+    pub(super) fn dtype(&self) -> ElemType {
+        tiling::element_type(self.problem.dtype)
+    }
+
+    pub(super) fn mask_type(&self) -> ElemType {
+        mask_type(self.inputs)
+    }
+
+    pub(super) fn mask(&self) -> Option<TensorArg> {
+        self.inputs.mask.as_ref().map(|mask| mask.tensor.broadcast_arg())
+    }
+
+    pub(super) fn bias(&self) -> Option<TensorArg> {
+        self.inputs.bias.as_ref().map(|bias| bias.broadcast_arg())
+    }
+
+    pub(super) fn score(&self, stage: Stage, route: &Route) -> ScoreLaunch {
+        let softcap = self.problem.options.softcap;
+        let scale = self.problem.softmax_scale();
+        ScoreLaunch::new(scale, softcap.unwrap_or(1.0), softcap.is_some(), self.extras(stage, route))
+    }
+
+    /// Gradients need no sinks: lse knows of them.
+    pub(super) fn extras(&self, stage: Stage, route: &Route) -> ExtrasLaunch {
+        let sinks = self.sinks().filter(|_| stage == Stage::Forward);
+        let slopes = self.inputs.alibi_slopes.as_ref().map(|slopes| slopes.broadcast_arg());
+        let schedule = route.schedule.as_ref().map(|schedule| schedule.arg());
+        let lists = route.lists.as_ref().map(|lists| lists.broadcast_arg());
+        let mods = mods(self.problem, self.inputs);
+        ExtrasLaunch::new(slopes.into(), sinks.into(), self.dropout(), schedule.into(), mods, lists.into())
+    }
+
+    pub(super) fn sinks(&self) -> Option<TensorArg> {
+        self.inputs.sinks.as_ref().map(|sinks| sinks.arg())
+    }
+
+    pub(super) fn dropout(&self) -> DropoutLaunch {
+        let rate = self.problem.options.dropout;
+        let seed = self.seed.as_ref().map(|seed| seed.arg());
+        DropoutLaunch::new(seed.into(), threshold(rate), factor(rate))
+    }
+
+    /// Operands of the forward.
+    pub(super) fn qkv<E: Float, N: Size>(&self) -> QkvLaunch<E, N> {
+        let Inputs { q, k, v, .. } = self.inputs;
+        QkvLaunch::new(q.arg(), k.arg(), v.arg())
+    }
+
+    /// Operands of the backward.
+    pub(super) fn operands<E: Float, N: Size>(&self, saved: &Saved, scratch: &Scratch) -> BackwardOperandsLaunch<E, N> {
+        BackwardOperandsLaunch::new(self.qkv(), saved.dout.arg(), StatisticsLaunch::new(self.stats(scratch)))
+    }
+
+    /// Operands of a backward whose rows are queries or keys, as `transposed` says.
+    pub(super) fn sides<E: Float, N: Size>(
+        &self,
+        saved: &Saved,
+        scratch: &Scratch,
+        transposed: bool,
+    ) -> SidesLaunch<E, N> {
+        let queries = SideLaunch::new(self.inputs.q.arg(), saved.dout.arg());
+        let keys = SideLaunch::new(self.inputs.k.arg(), self.inputs.v.arg());
+        let (rows, cols) = if transposed { (keys, queries) } else { (queries, keys) };
+        SidesLaunch::new(rows, cols, StatisticsLaunch::new(self.stats(scratch)))
+    }
+
+    /// `lse` and delta of each query, `[2, B, H, Sq]`.
+    pub(super) fn stats(&self, scratch: &Scratch) -> TensorArg {
+        let p = self.problem;
+        TensorView::contiguous(scratch.stats.handle.clone(), [2, p.batch, p.num_heads_q, p.seq_q]).arg()
+    }
+
+    /// What scores are made of.
+    pub(super) fn scores<E: Float, M: Numeric>(&self, stage: Stage, route: &Route) -> ScoresLaunch<E, M> {
+        let (mask, bias) = (self.mask().into(), self.bias().into());
+        ScoresLaunch::new(self.score(stage, route), mask, bias, self.problem.band().into_launch())
+    }
+
+    /// The same with queries and keys exchanged, where rows are keys.
+    pub(super) fn scores_transposed<E: Float, M: Numeric>(&self, stage: Stage, route: &Route) -> ScoresLaunch<E, M> {
+        let Inputs { mask, bias, .. } = self.inputs;
+        let transposed = |view: &TensorView| view.transposed().broadcast_arg();
+        ScoresLaunch::new(
+            self.score(stage, route),
+            mask.as_ref().map(|mask| transposed(&mask.tensor)).into(),
+            bias.as_ref().map(transposed).into(),
+            self.problem.band().transposed().into_launch(),
+        )
+    }
+}
+
+/// The functions, and what they read.
+pub(super) fn mods(problem: &AttentionProblem, inputs: &Inputs) -> ModsLaunch {
+    let table = |view: &Option<TensorView>| {
+        let varies = |dim: usize| view.as_ref().is_some_and(|view| view.shape[dim] > 1);
+        TableLaunch::new(view.as_ref().map(|view| view.broadcast_arg()).into(), varies(2), varies(3))
+    };
+    let tables = |[a, b]: &[Option<TensorView>; TENSORS]| TablesLaunch::new(table(a), table(b));
+    let AttentionOptions { score_mod, mask_mod, .. } = problem.options;
+    ModsLaunch::new(score_mod, tables(&inputs.score_tensors), mask_mod, tables(&inputs.mask_tensors))
+}
+
+/// How the elements of a mask are stored.
+pub(super) fn mask_type(inputs: &Inputs) -> ElemType {
+    ElemType::UInt(match inputs.mask.as_ref().map(|mask| mask.storage) {
+        Some(MaskStorage::U8) => UIntKind::U8,
+        Some(MaskStorage::U32) | None => UIntKind::U32,
+    })
+}
