@@ -135,29 +135,24 @@ impl Call<'_> {
         SpreadLaunch::new(u32::from(!repeats(0)), u32::from(!repeats(1)))
     }
 
-    /// The arguments of mask and bias, and how many elements they are read at a time.
-    #[allow(clippy::type_complexity)]
-    pub(in crate::launch) fn pairs(&self) -> ((Option<TensorArg>, usize), (Option<TensorArg>, usize)) {
-        let (inputs, varlen) = (self.inputs, self.problem.is_varlen());
-        let mask = pairs(inputs.mask.as_ref().map(|mask| (&mask.tensor, mask.storage.size())), varlen);
-        (mask, pairs(inputs.bias.as_ref().map(|bias| (bias, self.problem.dtype.size())), varlen))
-    }
-
-    /// What scores are made of, with this band, and how many elements mask and bias are read at a time.
+    /// What scores are made of, with this band.
     pub(in crate::launch) fn score_args<E: Float, M: Numeric, NB: Size, NM: Size>(
         &self,
         blueprint: &Blueprint,
         band: &Band,
         route: &Route,
     ) -> ScoresLaunch<E, M, NB, NM> {
-        let ((mask, _), (bias, _)) = self.pairs();
-        ScoresLaunch::new(self.factors(blueprint, route), mask.into(), bias.into(), band.into_launch())
+        let (mask, bias) = (self.mask().into(), self.bias().into());
+        ScoresLaunch::new(self.factors(blueprint, route), mask, bias, band.into_launch())
     }
 
-    /// How many elements of a bias and of a mask are read at a time.
+    /// How many elements of a bias and of a mask are read at a time: two where the layout allows it, and tiles start at even ones.
     pub(in crate::launch) fn pair_widths(&self, transposed: bool) -> (usize, usize) {
-        let ((_, mask), (_, bias)) = self.pairs();
-        if transposed { (1, 1) } else { (bias, mask) }
+        let alone = transposed || self.problem.is_varlen();
+        let width =
+            |view: &TensorView, size| if !alone && view.shape[3] > 1 && view.vectorizes(2, size) { 2 } else { 1 };
+        let bias = self.inputs.bias.as_ref().map_or(1, |bias| width(bias, self.problem.dtype.size()));
+        (bias, self.inputs.mask.as_ref().map_or(1, |mask| width(&mask.tensor, mask.storage.size())))
     }
 
     /// Copies a tensor, and makes columns after its last up to `padded` 0.
@@ -279,11 +274,4 @@ fn starts_aligned(view: &TensorView, size: usize) -> bool {
 /// Whether a mask or bias differs from row to row.
 fn rows_of(view: Option<&TensorView>) -> Option<Rows> {
     view.map(|view| if view.shape[2] == 1 { Rows::Same } else { Rows::Each })
-}
-
-/// The argument of a mask or bias, and how many elements it is read at a time: two where its layout allows it, and tiles start at even
-/// ones.
-fn pairs(view: Option<(&TensorView, usize)>, varlen: bool) -> (Option<TensorArg>, usize) {
-    let Some((view, size)) = view else { return (None, 1) };
-    (Some(view.broadcast_arg()), if !varlen && view.shape[3] > 1 && view.vectorizes(2, size) { 2 } else { 1 })
 }
