@@ -2,10 +2,21 @@
 
 use crate::error::Error;
 use crate::worker::{Answer, Job};
-use std::io::{Read, Write};
-use std::process::{Command, Stdio};
+use std::io::{self, Read, Write};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use wait_timeout::ChildExt;
+
+/// The status of a process that ends in time. Any other one is killed.
+pub(crate) fn wait(child: &mut Child, until: Option<Instant>) -> io::Result<Option<ExitStatus>> {
+    let Some(until) = until else { return child.wait().map(Some) };
+    let status = child.wait_timeout(until.saturating_duration_since(Instant::now()))?;
+    if status.is_none() {
+        child.kill().and_then(|()| child.wait())?;
+    }
+    Ok(status)
+}
 
 /// What a worker answers; if it did not live to answer, why. Nothing, if time was up for all before it was for the worker.
 pub(crate) fn answer(
@@ -14,7 +25,7 @@ pub(crate) fn answer(
     limit: Duration,
     until: Option<Instant>,
 ) -> Result<Option<Answer>, Error> {
-    let failed = |what: &str, error: std::io::Error| Error::Other(format!("a worker could not be {what}: {error}"));
+    let failed = |what: &str, error: io::Error| Error::Other(format!("a worker could not be {what}: {error}"));
     let program = std::env::current_exe().map_err(|error| failed("found", error))?;
     let mut child = Command::new(program)
         .arg("worker")
@@ -29,19 +40,12 @@ pub(crate) fn answer(
     }
     let (output, complaint) = (drain(child.stdout.take()), drain(child.stderr.take()));
     let end = Instant::now() + limit;
-    let mut why = None;
-    while child.try_wait().map_err(|error| failed("waited for", error))?.is_none() {
-        let up = until.is_some_and(|until| Instant::now() > until);
-        if up || Instant::now() > end {
-            why = Some(format!("over {} s", limit.as_secs()));
-            child.kill().and_then(|()| child.wait()).map_err(|error| failed("stopped", error))?;
-            if up {
-                return Ok(None);
-            }
-            break;
-        }
-        std::thread::sleep(Duration::from_millis(20));
+    let first = until.map_or(end, |until| until.min(end));
+    let ended = wait(&mut child, Some(first)).map_err(|error| failed("waited for", error))?;
+    if ended.is_none() && first < end {
+        return Ok(None);
     }
+    let why = ended.is_none().then(|| format!("over {} s", limit.as_secs()));
     let (output, complaint) = (output.join().unwrap_or_default(), complaint.join().unwrap_or_default());
     // Libraries may print lines of their own.
     let found = output.lines().filter_map(|line| serde_json::from_str(line).ok()).next_back();

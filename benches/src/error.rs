@@ -80,14 +80,6 @@ pub enum Error {
         /// The commit.
         commit: String,
     },
-    /// A step of publishing that is not there.
-    #[error("--only {name}: nothing of that name is published, but: {known}")]
-    NotPublished {
-        /// What was asked for.
-        name: String,
-        /// What there is.
-        known: String,
-    },
     /// A document whose tables cannot be found.
     #[error("{}: {why}", file.display())]
     Markers {

@@ -4,6 +4,7 @@ use crate::case::{Case, Variant};
 use crate::device::DeviceName;
 use crate::error::Error;
 use crate::sets::Set;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use flash_attention_kernels::Dtype;
 use std::str::FromStr;
 use thiserror::Error;
@@ -36,7 +37,7 @@ impl Problems {
         if self.shape.is_empty() {
             return self.filters.apply(self.set);
         }
-        let cases = self.filters.of_shapes(&self.shape, device)?;
+        let cases = self.filters.of_shapes(&self.shape, device);
         cases.iter().try_for_each(|case| case.problem().map(|_| ()))?;
         Ok(cases)
     }
@@ -115,36 +116,45 @@ impl Shape {
     }
 }
 
+/// One of these by its name.
+pub(crate) fn named<T, const N: usize>(all: [T; N], name: fn(T) -> &'static str) -> impl TypedValueParser<Value = T>
+where
+    T: Copy + Send + Sync + 'static,
+{
+    let of = move |text: String| all.into_iter().find(|one| name(*one) == text).expect("a possible value");
+    PossibleValuesParser::new(all.map(name)).map(of)
+}
+
 /// Filters on the axes of a set: what is left empty keeps everything.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct Filters {
-    /// Element types to keep: f32, f16, bf16. Of shapes, bf16 on CUDA and f32 elsewhere if it is not given.
-    #[arg(long, value_delimiter = ',')]
-    dtype: Vec<String>,
+    /// Element types to keep. Of shapes, bf16 on CUDA and f32 elsewhere if it is not given.
+    #[arg(long, value_delimiter = ',', value_parser = named([Dtype::F32, Dtype::F16, Dtype::BF16], Dtype::name))]
+    dtype: Vec<Dtype>,
     /// Batches to keep.
     #[arg(long, value_delimiter = ',')]
-    batch: Vec<String>,
+    batch: Vec<usize>,
     /// Query heads to keep.
     #[arg(long, value_delimiter = ',')]
-    heads_q: Vec<String>,
+    heads_q: Vec<usize>,
     /// Key/value heads to keep.
     #[arg(long, value_delimiter = ',')]
-    heads_kv: Vec<String>,
+    heads_kv: Vec<usize>,
     /// Numbers of queries to keep.
     #[arg(long, value_delimiter = ',')]
-    seq_q: Vec<String>,
+    seq_q: Vec<usize>,
     /// Numbers of keys to keep.
     #[arg(long, value_delimiter = ',')]
-    seq_k: Vec<String>,
+    seq_k: Vec<usize>,
     /// Head dimensions to keep.
     #[arg(long, value_delimiter = ',')]
-    head_dim: Vec<String>,
+    head_dim: Vec<usize>,
     /// Head dimensions of the values to keep.
     #[arg(long, value_delimiter = ',')]
-    head_dim_v: Vec<String>,
-    /// true, false or both; true where it has no value. Of shapes, full ones if it is not given.
+    head_dim_v: Vec<usize>,
+    /// Causal problems, full ones or both; true where it has no value. Of shapes, full ones if it is not given.
     #[arg(long, value_delimiter = ',', num_args = 0..=1, default_missing_value = "true")]
-    causal: Vec<String>,
+    causal: Vec<bool>,
     /// Variants to keep: none, mask, bias, softcap, "window 1024", …
     #[arg(long, value_delimiter = ',')]
     variant: Vec<String>,
@@ -153,18 +163,21 @@ pub struct Filters {
 impl Filters {
     /// The problems of the set that every filter keeps.
     pub fn apply(&self, set: Set) -> Result<Vec<Case>, Error> {
-        type Axis<'a> = (&'static str, &'a [String], fn(&Case) -> String);
+        type Axis = (&'static str, Vec<String>, fn(&Case) -> String);
+        fn texts<T: ToString>(values: &[T]) -> Vec<String> {
+            values.iter().map(T::to_string).collect()
+        }
         let axes: [Axis; 10] = [
-            ("dtype", &self.dtype, |c| c.dtype.name().into()),
-            ("batch", &self.batch, |c| c.batch.to_string()),
-            ("heads-q", &self.heads_q, |c| c.heads_q.to_string()),
-            ("heads-kv", &self.heads_kv, |c| c.heads_kv.to_string()),
-            ("seq-q", &self.seq_q, |c| c.seq_q.to_string()),
-            ("seq-k", &self.seq_k, |c| c.seq_k.to_string()),
-            ("head-dim", &self.head_dim, |c| c.head_dim.to_string()),
-            ("head-dim-v", &self.head_dim_v, |c| c.head_dim_v.to_string()),
-            ("causal", &self.causal, |c| c.causal.to_string()),
-            ("variant", &self.variant, |c| c.variant.to_string()),
+            ("dtype", self.dtype.iter().map(|dtype| dtype.name().into()).collect(), |c| c.dtype.name().into()),
+            ("batch", texts(&self.batch), |c| c.batch.to_string()),
+            ("heads-q", texts(&self.heads_q), |c| c.heads_q.to_string()),
+            ("heads-kv", texts(&self.heads_kv), |c| c.heads_kv.to_string()),
+            ("seq-q", texts(&self.seq_q), |c| c.seq_q.to_string()),
+            ("seq-k", texts(&self.seq_k), |c| c.seq_k.to_string()),
+            ("head-dim", texts(&self.head_dim), |c| c.head_dim.to_string()),
+            ("head-dim-v", texts(&self.head_dim_v), |c| c.head_dim_v.to_string()),
+            ("causal", texts(&self.causal), |c| c.causal.to_string()),
+            ("variant", self.variant.clone(), |c| c.variant.to_string()),
         ];
         let mut cases = set.cases();
         for (axis, wanted, value) in axes {
@@ -184,20 +197,8 @@ impl Filters {
     }
 
     /// Shapes in each dtype, causal or full as asked.
-    fn of_shapes(&self, shapes: &[Shape], device: DeviceName) -> Result<Vec<Case>, Error> {
-        let unknown = |axis, value: &String, known: &str| Error::Filter {
-            axis,
-            value: value.clone(),
-            set: "of shapes",
-            known: known.into(),
-        };
-        let dtype = |name: &String| {
-            let known = [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().find(|dtype| dtype.name() == name);
-            known.ok_or_else(|| unknown("dtype", name, "f32, f16, bf16"))
-        };
-        let causal = |text: &String| text.parse().map_err(|_| unknown("causal", text, "true, false"));
-        let mut dtypes = self.dtype.iter().map(dtype).collect::<Result<Vec<_>, _>>()?;
-        let mut causals = self.causal.iter().map(causal).collect::<Result<Vec<bool>, _>>()?;
+    fn of_shapes(&self, shapes: &[Shape], device: DeviceName) -> Vec<Case> {
+        let (mut dtypes, mut causals) = (self.dtype.clone(), self.causal.clone());
         if dtypes.is_empty() {
             dtypes.push(if device == DeviceName::Cuda { Dtype::BF16 } else { Dtype::F32 });
         }
@@ -206,7 +207,7 @@ impl Filters {
         }
         let of_dtype = |shape: Shape, dtype| causals.iter().map(move |causal| shape.case(dtype, *causal));
         let of_shape = |shape: &Shape| dtypes.iter().flat_map(|dtype| of_dtype(*shape, *dtype)).collect::<Vec<_>>();
-        Ok(shapes.iter().flat_map(of_shape).collect())
+        shapes.iter().flat_map(of_shape).collect()
     }
 }
 
@@ -263,8 +264,10 @@ mod tests {
         for other in [["--set", "tiny"], ["--head-dim", "64"], ["--variant", "none"]] {
             assert!(parse(&["--shape", "1,2,64,32", other[0], other[1]]).is_err(), "{other:?}");
         }
-        let problems = parse(&["--shape", "1,2,64,32", "--dtype", "f64"]).unwrap();
-        assert!(problems.cases(DeviceName::Wgpu).unwrap_err().to_string().contains("--dtype f64"));
+        for (filter, value, known) in [("--dtype", "f64", "f32, f16, bf16"), ("--causal", "maybe", "true, false")] {
+            let error = parse(&["--shape", "1,2,64,32", filter, value]).unwrap_err().to_string();
+            assert!(error.contains(filter) && error.contains(value) && error.contains(known), "{error}");
+        }
         // Attention has limits of its own.
         assert!(parse(&["--shape", "1,2,64,300"]).unwrap().cases(DeviceName::Wgpu).is_err());
     }

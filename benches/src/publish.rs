@@ -1,5 +1,6 @@
 //! Measures everything that documents show, of one clean commit, in pieces: what is there already is not measured again.
 
+use crate::child;
 use crate::device::DeviceName;
 use crate::error::Error;
 use crate::memory;
@@ -7,6 +8,8 @@ use crate::published::{Gpt, Step, TRIAL, What, steps};
 use crate::results::{self, Memory, Record, Timing};
 use crate::run::commit;
 use crate::session::{Done, Output, Session, key_of};
+use clap::builder::PossibleValuesParser;
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -21,8 +24,8 @@ pub struct Options {
     /// Minutes after which no more is begun, and what is at work is stopped.
     #[arg(long)]
     minutes: Option<f64>,
-    /// Results to measure, of those that --list names; by default all that this binary has the device for.
-    #[arg(long, value_delimiter = ',')]
+    /// Results to measure; by default all that this binary has the device for.
+    #[arg(long, value_delimiter = ',', value_parser = names())]
     only: Vec<String>,
     /// Measures nothing, and says what there is to measure and what of it is done.
     #[arg(long)]
@@ -38,10 +41,15 @@ pub struct Options {
     text: Option<PathBuf>,
 }
 
+/// The names of all steps, each once.
+fn names() -> PossibleValuesParser {
+    PossibleValuesParser::new(steps().iter().map(|step| step.name).collect::<BTreeSet<_>>())
+}
+
 /// Measures what is not done, and tells whether all is.
 pub fn run(options: &Options) -> Result<bool, Error> {
     let commit = commit();
-    let wanted = choose(&options.only)?;
+    let wanted = choose(&options.only);
     if (commit.ends_with('+') || commit == "unknown") && !options.unclean && !options.list {
         return Err(Error::Unclean { commit: commit.into() });
     }
@@ -85,7 +93,7 @@ fn kind(step: &Step) -> &'static str {
 }
 
 /// The steps of these names, or all that this binary has the device for.
-fn choose(only: &[String]) -> Result<Vec<Step>, Error> {
+fn choose(only: &[String]) -> Vec<Step> {
     let built_for = |device| match device {
         DeviceName::Cuda => cfg!(feature = "cuda"),
         DeviceName::Vulkan => cfg!(feature = "vulkan"),
@@ -93,13 +101,9 @@ fn choose(only: &[String]) -> Result<Vec<Step>, Error> {
         DeviceName::Wgpu => !cfg!(feature = "vulkan"),
     };
     let mut steps = steps();
-    let names: Vec<&str> = steps.iter().map(|step| step.name).collect();
-    if let Some(unknown) = only.iter().find(|only| !names.contains(&only.as_str())) {
-        return Err(Error::NotPublished { name: unknown.clone(), known: names.join(", ") });
-    }
     let shown = |step: &Step| built_for(step.device) && step.name != TRIAL;
     steps.retain(|step| if only.is_empty() { shown(step) } else { only.iter().any(|only| only == step.name) });
-    Ok(steps)
+    steps
 }
 
 /// What of it this commit has measured already.
@@ -213,16 +217,7 @@ fn program(options: &Options, step: &Step, gpt: &Gpt, commit: &str, session: &Se
     }
     let failed = |error: std::io::Error| Error::io(&executable, error);
     let mut child = command.current_dir(&folder).stdin(Stdio::null()).spawn().map_err(failed)?;
-    let status = loop {
-        if let Some(status) = child.try_wait().map_err(failed)? {
-            break status;
-        }
-        if session.until().is_some_and(|until| Instant::now() > until) {
-            child.kill().and_then(|()| child.wait()).map_err(failed)?;
-            return Ok(false);
-        }
-        std::thread::sleep(Duration::from_millis(200));
-    };
+    let Some(status) = child::wait(&mut child, session.until()).map_err(failed)? else { return Ok(false) };
     if !status.success() {
         return Err(Error::Other(format!("gpt {} ended with {status}", arguments.join(" "))));
     }

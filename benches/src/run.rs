@@ -5,7 +5,7 @@ use crate::device::DeviceName;
 use crate::error::Error;
 use crate::implementations::Implementation;
 use crate::oracle::Errors;
-use crate::problems::Problems;
+use crate::problems::{Problems, named};
 use crate::results::{self, Accuracy, Call, Timing};
 use crate::session::{Done, Output, Session, Work};
 use crate::worker::Answer;
@@ -25,7 +25,7 @@ pub struct Options {
     #[arg(long, value_enum, value_delimiter = ',', default_value = "forward,backward,both,autodiff")]
     pass: Vec<Pass>,
     /// A kernel of ours, in place of the planned one.
-    #[arg(long, value_parser = kernel)]
+    #[arg(long, value_parser = named(Kernel::ALL, Kernel::name))]
     kernel: Option<Kernel>,
     /// The device, which needs the feature of that name; by default the best that was compiled in.
     #[arg(long, value_enum)]
@@ -43,13 +43,6 @@ pub struct Options {
     /// Where results are kept.
     #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/results"))]
     directory: PathBuf,
-}
-
-/// A kernel by its name on the command line.
-pub(crate) fn kernel(name: &str) -> Result<Kernel, String> {
-    let all = Kernel::ALL;
-    let found = all.into_iter().find(|kernel| kernel.name() == name);
-    found.ok_or_else(|| format!("there is no such kernel; there are: {}", all.map(Kernel::name).join(", ")))
 }
 
 /// What this binary was built from, with a `+` if the tree differed from it.

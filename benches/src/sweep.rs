@@ -36,8 +36,8 @@ pub struct Options {
     /// Heads.
     #[arg(long, default_value_t = 16)]
     heads: usize,
-    /// Tiles to keep, as in 64x64.
-    #[arg(long, value_delimiter = ',')]
+    /// Sizes of tiles to keep.
+    #[arg(long, value_delimiter = ',', value_parser = SIZES.map(|(name, ..)| name))]
     only: Vec<String>,
     /// Reads registers and bytes moved from Nsight Compute, which must be installed (CUDA alone).
     #[arg(long)]
@@ -62,33 +62,33 @@ impl Part {
     }
 }
 
-/// Shapes worth trying on some device, of those to keep.
-fn candidates(only: &[String]) -> Result<Vec<TileShape>, Error> {
-    let shapes = [
-        (128, 128, 16, 16),
-        (128, 64, 16, 16),
-        (64, 128, 16, 16),
-        (64, 64, 16, 16),
-        (64, 64, 8, 16),
-        (64, 64, 8, 8),
-        (128, 64, 16, 8),
-        (128, 32, 16, 8),
-        (64, 32, 16, 8),
-        (32, 64, 8, 16),
-        (32, 32, 8, 8),
-    ];
-    let chunks = [16, 32, 64];
-    let shape =
-        |(tile_q, tile_k, units_q, units_k)| chunks.map(|chunk| TileShape { tile_q, tile_k, units_q, units_k, chunk });
-    let all: Vec<TileShape> = shapes.into_iter().flat_map(shape).collect();
-    let name = |tile: &TileShape| format!("{}x{}", tile.tile_q, tile.tile_k);
-    if let Some(unknown) = only.iter().find(|wanted| !all.iter().any(|tile| name(tile) == **wanted)) {
-        let mut known: Vec<String> = all.iter().map(name).collect();
-        known.dedup();
-        let (value, known) = (unknown.clone(), known.join(", "));
-        return Err(Error::Filter { axis: "only", value, set: "tiles", known });
-    }
-    Ok(all.into_iter().filter(|tile| only.is_empty() || only.contains(&name(tile))).collect())
+/// Tiles worth trying on some device: the name of a size, its queries and keys, and units along each.
+type Size = (&'static str, [usize; 2], &'static [[usize; 2]]);
+const SIZES: [Size; 8] = [
+    ("128x128", [128, 128], &[[16, 16]]),
+    ("128x64", [128, 64], &[[16, 16], [16, 8]]),
+    ("64x128", [64, 128], &[[16, 16]]),
+    ("64x64", [64, 64], &[[16, 16], [8, 16], [8, 8]]),
+    ("128x32", [128, 32], &[[16, 8]]),
+    ("64x32", [64, 32], &[[16, 8]]),
+    ("32x64", [32, 64], &[[8, 16]]),
+    ("32x32", [32, 32], &[[8, 8]]),
+];
+
+/// Shapes of these sizes, or all if none is named.
+fn candidates(only: &[String]) -> Vec<TileShape> {
+    let kept = SIZES.iter().filter(|(name, ..)| only.is_empty() || only.iter().any(|only| only == name));
+    let of_size = |(_, [tile_q, tile_k], units): &Size| {
+        let shape = |[units_q, units_k]: [usize; 2], chunk| TileShape {
+            tile_q: *tile_q,
+            tile_k: *tile_k,
+            units_q,
+            units_k,
+            chunk,
+        };
+        units.iter().flat_map(|units| [16, 32, 64].map(|chunk| shape(*units, chunk))).collect::<Vec<_>>()
+    };
+    kept.flat_map(of_size).collect()
 }
 
 /// One problem on the device.
@@ -135,7 +135,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
     let device_name = client.properties().identity.name.clone();
     let seen = if options.profile { profile(options)? } else { HashMap::new() };
 
-    let candidates = candidates(&options.only)?;
+    let candidates = candidates(&options.only);
     let bar = ProgressBar::new((options.head_dim.len() * Part::EVERYWHERE.len() * candidates.len()) as u64);
     for head_dim in options.head_dim.iter().copied() {
         let case = Case::new(Dtype::F32, [options.batch, options.heads, options.seq, head_dim], true);

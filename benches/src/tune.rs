@@ -7,8 +7,7 @@ use crate::error::Error;
 use crate::implementations::Tensors;
 use crate::oracle::Oracle;
 use crate::part::Part;
-use crate::problems::Filters;
-use crate::run::kernel;
+use crate::problems::{Filters, named};
 use crate::sets::Set;
 use crate::timing::{Work, device_time, once, sync};
 use cubecl::client::Client;
@@ -17,6 +16,7 @@ use flash_attention_kernels::{
     HopperGradient, HopperTile, Kernel, MmaForward, MmaGradient, MmaTile, Plan, Precision, plan_with,
 };
 use std::fmt;
+use std::num::ParseIntError;
 
 /// What to try.
 #[derive(clap::Args, Clone, Debug)]
@@ -30,7 +30,7 @@ pub struct Options {
     #[arg(long, value_enum, default_value = "forward")]
     part: Part,
     /// With which kernel: hopper or mma.
-    #[arg(long, value_parser = kernel, default_value = "hopper")]
+    #[arg(long, value_parser = named(Kernel::ALL, Kernel::name), default_value = "hopper")]
     kernel: Kernel,
     /// How precisely f32 is multiplied: with factors rounded to tf32.
     #[arg(long)]
@@ -39,8 +39,15 @@ pub struct Options {
     /// of heads, PARTS into how many the keys are split; KEYS are queries for dkdv and fused; `-` is what is planned), beside the
     /// planned one. For dbias TEAMS are blocks of Q and dO in shared memory at a time, and PARTS tiles of a block. For mma
     /// WARPGROUPS/GROUPS/KEYS/SECTION.
-    #[arg(long = "try", value_delimiter = ',')]
-    ways: Vec<String>,
+    #[arg(long = "try", value_delimiter = ',', value_parser = numbers)]
+    ways: Vec<Numbers>,
+}
+
+/// A way on the command line: the number at each place, or none where it is what is planned.
+type Numbers = Vec<Option<usize>>;
+
+fn numbers(text: &str) -> Result<Numbers, ParseIntError> {
+    text.split('/').map(|number| if number == "-" { Ok(None) } else { number.parse().map(Some) }).collect()
 }
 
 /// Tiles, heads of a head group, splits of the keys.
@@ -149,28 +156,22 @@ fn planned(plan: &Plan, part: Part) -> Result<Way, Error> {
     way.ok_or_else(|| Error::Other(format!("{plan}: not the kernel that was asked for")))
 }
 
-fn way(text: &str, part: Part, planned: Way) -> Result<Way, Error> {
-    let numbers: Vec<&str> = text.split('/').collect();
-    let wrong = |form: &str| Error::Other(format!("--try {text}: it must be {form}"));
-    let number = |text: &str, planned: usize, form: &str| match text {
-        "-" => Ok(planned),
-        text => text.parse().map_err(|_| wrong(form)),
-    };
+fn way(numbers: &[Option<usize>], part: Part, planned: Way) -> Result<Way, Error> {
+    let wrong = |form: &str| Error::Other(format!("each of --try must be {form}"));
     match planned {
         Way::Hopper(tile, planned_head_group, planned_splits) => {
-            let form = "TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/LOADER/SECTION/PARTS";
             let [consumer_groups, warpgroups, keys, stages, ping_pong, producer_warp, head_group, num_splits] =
-                numbers[..]
+                *numbers
             else {
-                return Err(wrong(form));
+                return Err(wrong("TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/LOADER/SECTION/PARTS"));
             };
             let tile = HopperTile {
-                consumer_groups: number(consumer_groups, tile.consumer_groups, form)?,
-                warpgroups: number(warpgroups, tile.warpgroups, form)?,
-                tile_k: number(keys, tile.tile_k, form)?,
-                stages: number(stages, tile.stages, form)?,
-                ping_pong: number(ping_pong, tile.ping_pong.into(), form)? != 0,
-                producer_warp: number(producer_warp, tile.producer_warp.into(), form)? != 0,
+                consumer_groups: consumer_groups.unwrap_or(tile.consumer_groups),
+                warpgroups: warpgroups.unwrap_or(tile.warpgroups),
+                tile_k: keys.unwrap_or(tile.tile_k),
+                stages: stages.unwrap_or(tile.stages),
+                ping_pong: ping_pong.map_or(tile.ping_pong, |turns| turns != 0),
+                producer_warp: producer_warp.map_or(tile.producer_warp, |loader| loader != 0),
             };
             if !tile.tile_k.is_multiple_of(16) || tile.tile_k > 256 || tile.warpgroups < 2 || tile.consumer_groups == 0
             {
@@ -179,18 +180,19 @@ fn way(text: &str, part: Part, planned: Way) -> Result<Way, Error> {
             if tile.producer_warp && part != Part::Forward {
                 return Err(wrong("LOADER 0 for gradients"));
             }
-            let num_splits = number(num_splits, planned_splits, form)?.max(1);
-            Ok(Way::Hopper(tile, number(head_group, planned_head_group, form)?, num_splits))
+            let num_splits = num_splits.unwrap_or(planned_splits).max(1);
+            Ok(Way::Hopper(tile, head_group.unwrap_or(planned_head_group), num_splits))
         }
         Way::Mma(tile, planned_head_group) => {
-            let form = "WARPGROUPS/GROUPS/KEYS/SECTION";
-            let [warpgroups, groups, keys, head_group] = numbers[..] else { return Err(wrong(form)) };
-            let tile = MmaTile {
-                warpgroups: number(warpgroups, tile.warpgroups, form)?,
-                groups: number(groups, tile.groups, form)?,
-                tile_k: number(keys, tile.tile_k, form)?,
+            let [warpgroups, groups, keys, head_group] = *numbers else {
+                return Err(wrong("WARPGROUPS/GROUPS/KEYS/SECTION"));
             };
-            Ok(Way::Mma(tile, number(head_group, planned_head_group, form)?))
+            let tile = MmaTile {
+                warpgroups: warpgroups.unwrap_or(tile.warpgroups),
+                groups: groups.unwrap_or(tile.groups),
+                tile_k: keys.unwrap_or(tile.tile_k),
+            };
+            Ok(Way::Mma(tile, head_group.unwrap_or(planned_head_group)))
         }
     }
 }
@@ -212,7 +214,8 @@ pub fn run(options: &Options) -> Result<(), Error> {
         // Gradients read what it saves.
         tensors.forward(&client, &problem, plan.forward)?;
         let wanted = options.part.wanted(&tensors);
-        let ways = options.ways.iter().map(|text| way(text, options.part, planned)).collect::<Result<Vec<_>, _>>()?;
+        let ways =
+            options.ways.iter().map(|numbers| way(numbers, options.part, planned)).collect::<Result<Vec<_>, _>>()?;
         for way in [planned].into_iter().chain(ways) {
             let mut work = Launches {
                 client: &client,

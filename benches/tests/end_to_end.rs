@@ -120,13 +120,19 @@ fn nonsense_gets_one_sentence() {
         refused(&of(&["--device", "cuda"]), &["--device cuda"]);
     }
     refused(&of(&["--shape", "1,2,64,300"]), &["300"]);
-    refused(
-        &of(&["publish", "--only", "everything", "--unclean"]),
-        &["--only everything", "h200-cuda", "million-cuda"],
-    );
-    let unknown = of(&["--kernel", "magic"]);
-    assert_eq!(unknown.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&unknown.stderr).contains("portable"));
+    // Of what is one of a few clap says which there are.
+    for (arguments, known) in [
+        (&["publish", "--only", "everything"][..], "h200-cuda"),
+        (&["sweep", "--only", "63x64"], "64x64"),
+        (&["--kernel", "magic"], "portable"),
+        (&["--dtype", "f64"], "bf16"),
+        (&["tune", "--try", "1/x"], "invalid digit"),
+    ] {
+        let unknown = Command::new(env!("CARGO_BIN_EXE_attention-bench")).args(arguments).output().unwrap();
+        let said = String::from_utf8_lossy(&unknown.stderr);
+        assert_eq!(unknown.status.code(), Some(2), "{said}");
+        assert!(said.contains("invalid value") && said.contains(known), "{said}");
+    }
 
     let foreign = directory.path().join("foreign.csv");
     fs::write(&foreign, "date,temperature\n2026-01-01,3\n").unwrap();

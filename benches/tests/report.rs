@@ -110,11 +110,12 @@ fn paper() -> Place {
 
 /// The figures with this title, in this view.
 fn views<'a>(page: &'a str, title: &str, view: &str) -> Vec<&'a str> {
-    let figures = page.split("<figure>").skip(1).map(|part| part.split("</figure>").next().unwrap());
-    let titled = figures.filter(|part| part.starts_with(&format!("<figcaption>{title}</figcaption>")));
+    let figures = page.split("<figure aria-label=\"").skip(1).map(|part| part.split("</figure>").next().unwrap());
+    let titled = figures.filter(|part| part.starts_with(&format!("{title}\">")));
     titled
         .flat_map(|part| part.split("<div class=\"view "))
         .filter(|part| part.starts_with(&format!("{view}\"")))
+        .map(|part| part.split("</div>").next().unwrap())
         .collect()
 }
 
@@ -125,15 +126,34 @@ fn view<'a>(page: &'a str, title: &str, view: &str) -> &'a str {
     }
 }
 
-/// The lines of a chart, with the number of their points.
+/// The lines of a chart, with the number of their points: each is drawn, and so is one for each line of the legend.
 fn lines(chart: &str) -> Vec<(&str, usize)> {
-    let lines = chart.split("<g class=\"line ").skip(1).map(|part| part.split("</g>").next().unwrap());
-    lines
-        .map(|line| {
-            let label = line.split("data-label=\"").nth(1).unwrap().split('"').next().unwrap();
-            (label, line.matches("<circle").count())
+    let items = chart.split("<li>").skip(1).map(|item| item.split("</li>").next().unwrap());
+    let lines: Vec<(&str, usize)> = items
+        .map(|item| {
+            let (line, values) = item.split_once(": ").unwrap();
+            (line.split_once(", ").unwrap().1, values.split("; ").count())
         })
-        .collect()
+        .collect();
+    let points: usize = lines.iter().map(|(_, points)| points).sum();
+    assert_eq!(chart.matches("<circle").count(), points + lines.len(), "{chart}");
+    assert!(lines.iter().all(|(label, _)| says(chart, label)), "{chart}");
+    lines
+}
+
+/// Whether a chart has this text.
+fn says(chart: &str, text: &str) -> bool {
+    chart.contains(&format!(">\n{text}\n</text>"))
+}
+
+/// The colour of our kernels.
+const OURS: &str = "#D1490B";
+
+/// How many shapes of a kind have this colour.
+fn shapes(chart: &str, kind: &str, colour: &str) -> usize {
+    let start = format!("<{kind} ");
+    let shapes = chart.split(&start).skip(1).map(|part| part.split("/>").next().unwrap());
+    shapes.filter(|part| part.contains(colour)).count()
 }
 
 #[test]
@@ -141,18 +161,20 @@ fn a_line_for_each_implementation_in_every_view() {
     let page = paper().page();
     for name in ["rate", "time", "fraction", "peak"] {
         let chart = view(&page, "bf16 [4, 8, s, 64] causal", name);
+        assert_eq!(lines(chart), [("ours", 3), ("composed", 2), ("cudnn", 3)], "{name}");
         // Ours is drawn last, over the others.
-        assert_eq!(lines(chart), [("cudnn", 3), ("composed", 2), ("ours", 3)], "{name}");
+        assert!(chart.rsplit("<circle").next().unwrap().contains(OURS), "{name}");
     }
     let chart = view(&page, "bf16 [4, 8, s, 64] causal", "fraction");
-    assert!(chart.contains("ours, bf16 [4, 8, 1024, 64] causal: 48.8% percent of the matmul"), "{chart}");
+    assert!(chart.contains("<li>forward, ours: 48.8% at 1k; "), "{chart}");
+    assert!(says(chart, "percent of the matmul&apos;s TFLOP/s") && says(chart, "sequence length"), "{chart}");
 }
 
 #[test]
 fn a_missing_time_says_why_and_is_never_drawn() {
     let page = paper().page();
     let chart = view(&page, "bf16 [4, 8, s, 64] causal", "time");
-    assert!(chart.contains("<g class=\"stop composed\">") && chart.contains(">composed: out of memory</text>"));
+    assert!(says(chart, "composed: out of memory"), "{chart}");
     assert!(page.contains("<li>composed, forward, at sequence length 4k: out of memory</li>"));
     let rows = page.split("id=\"rows\"").nth(1).unwrap();
     let row = rows.split("<tr class=\"\">").find(|row| row.contains("composed") && row.contains("4096")).unwrap();
@@ -162,7 +184,7 @@ fn a_missing_time_says_why_and_is_never_drawn() {
     let other = call(&timing("composed", "forward", 2048, None), "out of memory");
     let unsaid = Place::new().with("paper", &lengths()).with("paper", &[other]).page();
     assert!(unsaid.contains("<li>composed, forward, at sequence length 4k: no reason recorded</li>"));
-    assert!(!unsaid.contains("class=\"stop"));
+    assert!(!says(&unsaid, "composed: out of memory"));
 }
 
 #[test]
@@ -171,8 +193,8 @@ fn a_line_stops_where_a_value_is_missing() {
     rows[1] = timing("ours", "forward", 2048, None);
     let page = Place::new().with("paper", &rows).page();
     let chart = view(&page, "bf16 [4, 8, s, 64] causal", "rate");
-    let line = chart.split("data-label=\"ours\"").nth(1).unwrap().split("/>").next().unwrap();
-    assert_eq!((line.matches('M').count(), line.matches('L').count()), (2, 0), "{line}");
+    // The legend's, and two pieces.
+    assert_eq!(shapes(chart, "polyline", OURS), 3, "{chart}");
 }
 
 #[test]
@@ -194,7 +216,7 @@ fn devices_and_runtimes_are_never_joined() {
     let charts = views(&page, "bf16 [4, 8, s, 64] causal", "rate");
     let all: Vec<_> = charts.into_iter().map(lines).collect();
     // The peer was timed in the first run, and stays there.
-    assert_eq!(all[0], [("cudnn", 3), ("composed", 2), ("ours", 3)]);
+    assert_eq!(all[0], [("ours", 3), ("composed", 2), ("cudnn", 3)]);
     assert_eq!(all[1..], [vec![("ours", 4)], vec![("ours", 2)]]);
     for title in ["Chip 1, cuda, with torch 2.9.1", "Chip 1, vulkan", "Chip 2, cuda"] {
         assert!(page.contains(&format!("<h3>{title}</h3>")), "{title}");
@@ -222,8 +244,9 @@ fn kernels_have_lines_of_their_own_and_repeated_rows_count_once() {
     rows.push(timing("ours", "forward", 1024, Some(0.125)));
     let page = Place::new().with("paper", &rows).page();
     let chart = view(&page, "bf16 [4, 8, s, 64] causal", "rate");
-    assert_eq!(lines(chart)[2..], [("ours mma", 2), ("ours portable", 3)], "{chart}");
-    assert!(chart.contains("ours portable, bf16 [4, 8, 1024, 64] causal: 800 TFLOP/s"), "the last one counts");
+    assert_eq!(lines(chart)[..2], [("ours portable", 3), ("ours mma", 2)], "{chart}");
+    assert!(chart.contains("<li>forward, ours portable: 800 at 1k; "), "the last one counts");
+    assert!(shapes(chart, "polyline", OURS) > 20, "the second one is dashed");
 }
 
 #[test]
@@ -245,7 +268,7 @@ fn studies_of_one_axis_each() {
         assert_eq!(lines(view(&page, title, "time")), [("ours", points)], "{title}");
     }
     // 500 beside 512 is no study of length.
-    assert_eq!(page.matches("<figure>").count(), 4);
+    assert_eq!(page.matches("<figure ").count(), 4);
 }
 
 #[test]
@@ -258,13 +281,18 @@ fn lengths_of_one_number_of_tokens_are_a_study() {
 #[test]
 fn calls_are_bars_with_a_dot_for_each_problem() {
     let page = paper().page();
-    for (title, said) in
-        [("First call", "median of 3: 2,048 milliseconds"), ("Host time of a launch", "12.0 microseconds")]
+    for (title, median, unit) in
+        [("First call", "2,048", "milliseconds"), ("Host time of a launch", "12.0", "microseconds")]
     {
         let chart = view(&page, title, "calls");
-        assert_eq!(chart.matches("<g class=\"bar ").count(), 3, "{title}");
+        // Beside the background.
+        assert_eq!(chart.matches("<rect ").count(), 1 + 3, "{title}");
         assert_eq!(chart.matches("<circle").count(), 8, "{title}");
-        assert!(chart.contains(said), "{title}");
+        assert!(says(chart, median) && says(chart, unit), "{title}");
+        assert!(
+            chart.contains("<li>forward, ours: ") && chart.contains(" for bf16 [4, 8, 1024, 64] causal; "),
+            "{title}"
+        );
     }
 }
 
@@ -276,9 +304,8 @@ fn variants_are_bars_and_a_missing_one_says_why() {
         [of("ours", "none", Some(1.0)), of("ours", "bias", Some(2.0)), of("cudnn", "none", Some(0.5)), failed.clone()];
     let page = Place::new().with("variants", &rows).with("variants", &[call(&failed, "not supported: <bias>")]).page();
     let chart = view(&page, "bf16 [4, 8, 4096, 64] causal", "variants");
-    assert_eq!(chart.matches("<g class=\"bar ours").count(), 2);
-    assert_eq!(chart.matches("<g class=\"bar cudnn").count(), 1);
-    assert!(chart.contains(">– not supported: &lt;bias&gt;</text>"), "{chart}");
+    assert_eq!((shapes(chart, "rect", OURS), shapes(chart, "rect", "#1A8F5F")), (2, 1));
+    assert!(says(chart, "– not supported: &lt;bias&gt;"), "{chart}");
 }
 
 fn tile(tile_q: usize, tile_k: usize, shape: &str, ms: Option<f64>) -> TileTiming {
@@ -314,13 +341,13 @@ fn a_map_of_tiles_shows_the_best_shape_and_outlines_the_chosen() {
     ];
     let page = Place::new().with("sweep", &rows).page();
     let chart = view(&page, "Chip 1, cuda: f32 [4, 8, 4096, 64] full", "tiles");
-    assert_eq!(chart.matches("<g class=\"cell\">").count(), 3);
-    assert_eq!(chart.matches("class=\"chosen\"").count(), 2, "the outline, and the row below");
-    assert!(chart.contains(">1.25 ms</text>") && !chart.contains(">1.50 ms</text>"));
-    assert!(chart.contains("64 × 32, a: 1.50 ms, 168 registers, 48 KiB shared (chosen)"));
-    assert!(chart.contains("64 × 64, a: – too much shared memory"));
-    assert!(chart.contains("<summary>All 4 shapes</summary>"));
-    assert!(chart.contains("<td class=\"reason\">– too much shared memory</td>"));
+    // Two of three cells have a time, and one has the chosen shape.
+    assert_eq!((shapes(chart, "rect", "#F08A4B"), chart.matches("stroke-width=\"3\"").count()), (2, 1), "{chart}");
+    assert!(says(chart, "1.25 ms") && !says(chart, "1.50 ms") && says(chart, "–"), "{chart}");
+    assert!(page.contains("<summary>All 4 shapes</summary>"));
+    assert_eq!(page.matches("<tr class=\"chosen\">").count(), 1);
+    assert!(page.contains("<td class=\"number\" data-value=\"168\">168</td>"));
+    assert!(page.contains("<td class=\"reason\">– too much shared memory</td>"));
 }
 
 #[test]
@@ -341,8 +368,8 @@ fn bytes_moved_stand_beside_the_model() {
     };
     let page = Place::new().with("sweep", &[row(32), row(64), row(128)]).page();
     let chart = view(&page, "Chip 1: f32 [1, 8, s, 64] full, sequence 4096", "moved");
-    assert_eq!(lines(chart), [("IO model", 3), ("L2, measured", 3), ("device memory, measured", 3)]);
-    assert!(chart.contains("L2, measured: 32 MiB, 2.00 of the model's"));
+    assert_eq!(lines(chart), [("device memory, measured", 3), ("L2, measured", 3), ("IO model", 3)]);
+    assert!(chart.contains("<li>portable dq, L2, measured: 32 MiB (2.00 of the model's) at 32; "), "{chart}");
 }
 
 #[test]
@@ -353,7 +380,8 @@ fn the_page_needs_nothing_else_and_escapes_what_it_is_given() {
     for outside in ["<link", "src=", "@import", "url(", "fetch("] {
         assert!(!page.contains(outside), "{outside}");
     }
-    assert_eq!(page.matches("http").count(), page.matches("href=\"https://arxiv.org/").count());
+    let names = page.matches("href=\"https://arxiv.org/").count() + page.matches("xmlns=\"http://").count();
+    assert_eq!(page.matches("http").count(), names);
     assert!(page.contains("prefers-color-scheme: dark"));
 }
 
@@ -365,8 +393,13 @@ fn pictures_stand_alone() {
     assert_eq!(names, ["report.html", "paper-bf16-4-8-s-64-causal-rate.svg", "paper-bf16-4-8-s-64-causal-peak.svg"]);
     let picture = fs::read_to_string(&written[1]).unwrap();
     assert!(picture.starts_with("<svg ") && picture.contains("xmlns=\"http://www.w3.org/2000/svg\""));
-    assert!(picture.contains("prefers-color-scheme") && picture.contains("bf16 [4, 8, s, 64] causal: Chip 1, cuda"));
-    assert_eq!(lines(&picture).len(), 3);
+    assert_eq!(shapes(&picture, "rect", "#FFFFFF"), 1, "readable on any background");
+    for text in ["bf16 [4, 8, s, 64] causal", "Chip 1, cuda, with torch 2.9.1", "ours: abc1234", "forward", "TFLOP/s"] {
+        assert!(says(&picture, text), "{text}: {picture}");
+    }
+    for label in ["ours", "composed", "cudnn", "1k", "2k", "4k", "sequence length"] {
+        assert!(says(&picture, label), "{label}: {picture}");
+    }
 }
 
 #[test]
@@ -538,7 +571,8 @@ fn steps_of_decoding_are_in_gigabytes_a_second() {
     assert!(text.contains("| bf16 [4, 8/2, 1→1000, 64] full | 4.11 GB/s | 8.22 GB/s | 0.50× |"), "{text}");
     assert!(text.contains("Of up to 16 queries GB/s"), "{text}");
     let page = place.page();
-    assert!(view(&page, "bf16 [b, 8/2, 1→1000, 64] full", "rate").contains("4.11 GB/s"));
+    let chart = view(&page, "bf16 [b, 8/2, 1→1000, 64] full", "rate");
+    assert!(chart.contains("<li>forward, ours: 4.11 at 4; 8.22 at 8</li>") && says(chart, "GB/s"), "{chart}");
 }
 
 #[test]

@@ -1,94 +1,100 @@
-//! Horizontal bars in groups.
+//! Horizontal bars.
 
+use super::chart::{self, Area, Axis, Chart, Drawn, FOOT, HEAD, INK, SOFT, Scale, TEXT, bold, colour, plain, width};
 use super::model::Who;
-use super::svg::{self, Panel, Range, Scale, Svg, TITLE, WIDTH, escape};
-use std::fmt::Write;
+use super::numbers::number;
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-const RIGHT: f64 = WIDTH - 66.0;
-const ROW: f64 = 21.0;
-const HEADING: f64 = 26.0;
+/// Height of a row.
+const ROW: u32 = 21;
 
 /// A bar.
 pub struct Bar {
     /// Whose.
     pub who: Who,
-    /// Its length.
-    pub value: Option<f64>,
-    /// Why there is no value, or what is said when the bar is pointed at.
-    pub title: String,
+    /// Its length, or why it has none.
+    pub value: Result<f64, String>,
     /// Single measurements, where the bar is their median, and what each is.
     pub points: Vec<(f64, String)>,
+}
+
+/// A line of a chart.
+pub enum Row {
+    /// What the bars below it share.
+    Heading(String),
+    Bar(Bar),
 }
 
 /// One chart of several that share their axis.
 pub struct Plot {
     /// What it shows.
     pub title: String,
-    /// Bars that belong together, under a heading.
-    pub groups: Vec<(String, Vec<Bar>)>,
+    pub rows: Vec<Row>,
+}
+
+impl Plot {
+    fn bars(&self) -> impl Iterator<Item = &Bar> {
+        self.rows.iter().filter_map(|row| if let Row::Bar(bar) = row { Some(bar) } else { None })
+    }
+
+    fn texts(&self) -> impl Iterator<Item = String> {
+        let of = |(value, of): &(f64, String)| format!("{} for {of}", number(*value));
+        self.bars().filter_map(move |bar| chart::text(&self.title, &bar.who, bar.points.iter().map(of)))
+    }
+
+    /// Rows from the top, as many in each chart, with the names of bars.
+    fn rows_axis(&self, rows: usize) -> Axis {
+        let name = |(n, row): (usize, &Row)| match row {
+            Row::Heading(_) => None,
+            Row::Bar(bar) => Some((n as f64 + 0.5, bar.who.label.clone())),
+        };
+        let names = self.rows.iter().enumerate().filter_map(name).collect();
+        Axis { label: "", scale: Scale::Linear, range: rows as f64..0.0, names }
+    }
 }
 
 /// Charts beside each other; nothing where no bar has a value.
-pub fn draw(class: &'static str, label: &str, scale: Scale, plots: &[Plot]) -> Option<Svg> {
-    let bars = || plots.iter().flat_map(|plot| plot.groups.iter().flat_map(|(_, bars)| bars));
-    let values = bars().flat_map(|bar| bar.value.into_iter().chain(bar.points.iter().map(|point| point.0)));
-    let mut range = scale.range(values)?;
+pub fn chart(class: &'static str, label: &'static str, scale: Scale, plots: Vec<Plot>) -> Option<Chart> {
+    let bars = || plots.iter().flat_map(Plot::bars);
+    let values = bars().flat_map(|bar| bar.value.iter().copied().chain(bar.points.iter().map(|point| point.0)));
+    let mut x_axis = Axis::holding(values, label, scale)?;
     if scale == Scale::Log {
-        // Bars start from a round value.
-        range.low = 10f64.powf(range.low.log10().floor());
+        // Bars start from a round value, which has a tick.
+        x_axis.range.start = 0.99 * 10f64.powf(x_axis.range.start.log10().floor());
     }
-    let longest = bars().map(|bar| bar.who.label.chars().count()).max().unwrap_or(0);
-    let left = 16.0 + 6.8 * longest as f64;
-    let panels: Vec<Panel> = plots.iter().map(|plot| panel(plot, label, &range, left)).collect();
-    Some(svg::figure(class, &panels, []))
+    let left = 16 + bars().map(|bar| width(&bar.who.label, TEXT)).max().unwrap_or(0);
+    let rows = plots.iter().map(|plot| plot.rows.len()).max().unwrap_or(0);
+    let (panels, height) = (plots.len(), HEAD + ROW * rows as u32 + FOOT);
+    let values = plots.iter().flat_map(Plot::texts).collect();
+    let draw = Box::new(move |n: usize, area: &Area| draw(&plots[n], left, [&x_axis, &plots[n].rows_axis(rows)], area));
+    Some(Chart { class, values, legend: Vec::new(), panels, height, draw })
 }
 
-fn panel(plot: &Plot, label: &str, range: &Range, left: f64) -> Panel {
-    let x_of = |value: f64| left + range.at(value) * (RIGHT - left);
-    let (mut body, mut marks) = (svg::title(&plot.title), String::new());
-    let mut y = TITLE;
-    for (heading, bars) in &plot.groups {
-        if !heading.is_empty() {
-            let _ = write!(marks, r#"<text class="heading" x="0" y="{:.1}">{}</text>"#, y + 19.0, escape(heading));
-            y += HEADING;
-        }
-        for bar in bars {
-            marks += &row(bar, y, left, x_of);
-            y += ROW;
-        }
-    }
-    for tick in range.ticks() {
-        let x = x_of(tick);
-        let _ = write!(body, r#"<path class="grid" d="M{x:.1} {TITLE}V{y:.1}"/>"#);
-        let name = range.scale.name(tick);
-        let _ = write!(body, r#"<text class="middle" x="{x:.1}" y="{:.1}">{name}</text>"#, y + 15.0);
-    }
-    let middle = (left + RIGHT) / 2.0;
-    let _ = write!(body, r#"<text class="middle" x="{middle}" y="{:.1}">{}</text>"#, y + 32.0, escape(label));
-    Panel { body: body + &marks, height: y + 36.0 }
-}
-
-fn row(bar: &Bar, y: f64, left: f64, x_of: impl Fn(f64) -> f64) -> String {
-    let (class, text, title) = (bar.who.class, y + 14.0, escape(&bar.title));
-    let mut row = format!(r#"<text class="end" x="{}" y="{text:.1}">{}</text>"#, left - 8.0, escape(&bar.who.label));
-    let Some(value) = bar.value else {
-        let _ = write!(row, r#"<text class="none" x="{}" y="{text:.1}">– {title}</text>"#, left + 6.0);
-        return row;
+fn draw(plot: &Plot, left: u32, axes: [&Axis; 2], area: &Area) -> Drawn {
+    // Beside the longest bar stands its value.
+    let chart = chart::panel(area, &plot.title, [left, 56], axes)?;
+    let (plotted, low) = (chart.plotting_area(), axes[0].range.start);
+    let say = |at: (f64, f64), shift: i32, text: &str, style: TextStyle<'static>| {
+        let text = Text::new(text.to_string(), (shift, 0), style.pos(Pos::new(HPos::Left, VPos::Center)));
+        plotted.draw(&(EmptyElement::at(at) + text))
     };
-    let width = x_of(value) - left;
-    let _ = write!(
-        row,
-        r#"<g class="bar {class} dash{}"><rect x="{left}" y="{:.1}" width="{width:.1}" height="{}" rx="2"><title>{title}</title></rect>"#,
-        bar.who.dash % 4,
-        y + 3.0,
-        ROW - 6.0
-    );
-    let mut end = x_of(value);
-    for (value, name) in &bar.points {
-        let (x, name) = (x_of(*value), escape(name));
-        end = end.max(x + 4.0);
-        let _ = write!(row, r#"<circle cx="{x:.1}" cy="{:.1}" r="2.5"><title>{name}</title></circle>"#, y + ROW / 2.0);
+    for (n, row) in plot.rows.iter().enumerate() {
+        let y = n as f64 + 0.5;
+        match row {
+            Row::Heading(text) => say((low, y), -(left as i32), text, bold(TEXT))?,
+            Row::Bar(Bar { value: Err(reason), .. }) => say((low, y), 6, &format!("– {reason}"), plain(SOFT))?,
+            Row::Bar(Bar { who, value: Ok(value), points }) => {
+                // Further kernels of an implementation are paler.
+                let fill = colour(who.class).mix([0.8, 0.5, 0.35, 0.25][who.dash % 4]).filled();
+                plotted.draw(&Rectangle::new([(low, y - 0.35), (*value, y + 0.35)], fill))?;
+                for (value, _) in points {
+                    plotted.draw(&Circle::new((*value, y), 3, INK.mix(0.7)))?;
+                }
+                let end = points.iter().map(|point| point.0).fold(*value, f64::max);
+                say((end, y), 8, &number(*value), plain(INK))?;
+            }
+        }
     }
-    let _ = write!(row, r#"</g><text class="value" x="{:.1}" y="{text:.1}">{}</text>"#, end + 6.0, svg::number(value));
-    row
+    Ok(())
 }

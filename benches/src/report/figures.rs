@@ -1,22 +1,37 @@
 //! Which charts the report has, and what each says of itself.
 
+use super::bars::{self, Bar, Row};
+use super::chart::{Chart, Scale};
 use super::commits::Commits;
 use super::model::{Machine, Problem, Results, Roofs, Who, by_who, distinct, latest, passes, timed_by};
+use super::numbers::{bytes, length, number};
 use super::studies::{self, Study};
-use super::svg::{self, Scale, Svg, number};
-use super::{bars, heatmap, lines};
+use super::{lines, tiles};
 use crate::results::{Call, Moved, TileTiming, Timing};
 
 /// A chart in one or more views, with what it shows.
+#[derive(Default)]
 pub struct Figure {
     /// What is shown.
     pub title: String,
+    /// Where it was measured, if the title does not say it.
+    pub machine: String,
     /// Several where the reader can choose.
-    pub views: Vec<Svg>,
+    pub views: Vec<Chart>,
     /// What has no value, and why.
     pub missing: Vec<String>,
+    /// The rows of a map of tiles.
+    pub tiles: Vec<TileTiming>,
     /// Of which commits its rows of ours are.
     pub commits: Commits,
+}
+
+impl Figure {
+    /// What stands above each chart.
+    pub fn heading(&self) -> Vec<String> {
+        let lines = [self.title.clone(), self.machine.clone(), self.commits.text()];
+        lines.into_iter().filter(|line| !line.is_empty()).collect()
+    }
 }
 
 /// What is drawn against an axis.
@@ -40,9 +55,9 @@ const TIME: Measure = Measure {
 const FRACTION: Measure = Measure {
     class: "fraction",
     label: "percent of the matmul's TFLOP/s",
-    scale: Scale::Percent,
-    of: |row, roofs| Some(row.tflops? / roofs.of(row)?),
-    text: |value| format!("{:.1}%", value * 100.0),
+    scale: Scale::Linear,
+    of: |row, roofs| Some(100.0 * row.tflops? / roofs.of(row)?),
+    text: |percent| format!("{percent:.1}%"),
 };
 const BANDWIDTH: Measure = Measure {
     class: "rate",
@@ -55,14 +70,14 @@ const PEAK: Measure = Measure {
     class: "peak",
     label: "peak memory in use",
     scale: Scale::Bytes,
-    of: |row, _| row.peak_bytes.map(|bytes| bytes as f64),
-    text: svg::bytes,
+    of: |row, _| row.peak_bytes.map(|size| size as f64),
+    text: bytes,
 };
 
 /// Time, rate and fraction of the roofline over sequence length.
 pub fn sequences(results: &Results, machine: &Machine, roofs: &Roofs) -> Vec<Figure> {
     let studies = studies::sequences(machine);
-    studies.iter().filter_map(|study| lines_of(results, study, roofs, measures(study))).collect()
+    studies.iter().filter_map(|study| lines_of(results, machine, study, roofs, measures(study))).collect()
 }
 
 /// Of steps of decoding, bandwidth and time; of all else time, rate and fraction of the roofline.
@@ -75,35 +90,40 @@ fn measures(study: &Study) -> &'static [Measure] {
 /// The same over every other axis.
 pub fn scaling(results: &Results, machine: &Machine, roofs: &Roofs) -> Vec<Figure> {
     let studies = studies::scaling(machine);
-    studies.iter().filter_map(|study| lines_of(results, study, roofs, measures(study))).collect()
+    studies.iter().filter_map(|study| lines_of(results, machine, study, roofs, measures(study))).collect()
 }
 
 /// Memory over sequence length.
 pub fn memory(results: &Results, machine: &Machine, roofs: &Roofs) -> Vec<Figure> {
     let studies = studies::sequences(machine);
-    studies.iter().filter_map(|study| lines_of(results, study, roofs, &[PEAK])).collect()
+    studies.iter().filter_map(|study| lines_of(results, machine, study, roofs, &[PEAK])).collect()
 }
 
 /// Who failed, where along the axis, and why.
 type Failure<'a> = (String, String, &'a str);
 
-fn lines_of(results: &Results, study: &Study, roofs: &Roofs, measures: &[Measure]) -> Option<Figure> {
+fn lines_of(
+    results: &Results,
+    machine: &Machine,
+    study: &Study,
+    roofs: &Roofs,
+    measures: &[Measure],
+) -> Option<Figure> {
     let passes = passes(study.rows.iter().map(|row| row.pass.as_str()));
     let of_pass = |pass: &str| by_who(&rows_of_pass(&study.rows, pass), &study.rows, timed_by);
     let view = |measure: &Measure| {
         let line = |(who, rows): (Who, Vec<&Timing>)| {
-            let mut points: Vec<lines::Point> =
-                rows.iter().map(|row| point(measure, study, &who, row, roofs)).collect();
+            let mut points: Vec<lines::Point> = rows.iter().map(|row| point(measure, study, row, roofs)).collect();
             points.sort_by_key(|point| point.x);
             lines::Line { who, points }
         };
         let plot = |pass: &&str| lines::Plot {
             title: pass.to_string(),
             lines: of_pass(pass).into_iter().map(line).collect(),
-            ends: composed_end(results, study, pass).into_iter().collect(),
+            end: composed_end(results, study, pass),
         };
-        let plots: Vec<lines::Plot> = passes.iter().map(plot).collect();
-        lines::draw(measure.class, study.axis.label, measure.label, measure.scale, &plots)
+        let plots = passes.iter().map(plot).collect();
+        lines::chart(measure.class, [study.axis.label, measure.label], measure.scale, plots)
     };
     let views: Vec<_> = measures.iter().filter_map(view).collect();
     let mut failures: Vec<(Failure, Vec<&str>)> = Vec::new();
@@ -112,7 +132,7 @@ fn lines_of(results: &Results, study: &Study, roofs: &Roofs, measures: &[Measure
             let failed = || rows.iter().filter(|row| row.median_ms.is_none());
             for reason in distinct(failed().map(|row| results.reason(row))) {
                 let places = failed().filter(|row| results.reason(row) == reason);
-                let places: Vec<String> = places.map(|row| svg::length((study.axis.of)(row))).collect();
+                let places: Vec<String> = places.map(|row| length((study.axis.of)(row))).collect();
                 let failure = (who.label.clone(), places.join(", "), reason);
                 match failures.iter_mut().find(|(other, _)| *other == failure) {
                     Some((_, passes)) => passes.push(pass),
@@ -127,18 +147,17 @@ fn lines_of(results: &Results, study: &Study, roofs: &Roofs, measures: &[Measure
     let missing = missing.collect();
     let title = study.fixed.to_string();
     let commits = Commits::of(study.rows.iter().copied());
-    (!views.is_empty()).then_some(Figure { title, views, missing, commits })
+    let figure = Figure { title, machine: machine.title(), views, missing, commits, ..Default::default() };
+    Some(figure).filter(|figure| !figure.views.is_empty())
 }
 
-fn point(measure: &Measure, study: &Study, who: &Who, row: &Timing, roofs: &Roofs) -> lines::Point {
+fn point(measure: &Measure, study: &Study, row: &Timing, roofs: &Roofs) -> lines::Point {
     let y = (measure.of)(row, roofs);
     let spread = match (measure.class, row.p20_ms, row.p80_ms) {
         ("time", Some(p20), Some(p80)) => format!(" (p20 {}, p80 {})", number(p20), number(p80)),
         _ => String::new(),
     };
-    let value = y.map_or(String::new(), measure.text);
-    let title = format!("{}, {}: {value} {}{spread}", who.label, Problem::from(row), measure.label);
-    lines::Point { x: (study.axis.of)(row), y, title }
+    lines::Point { x: (study.axis.of)(row), y, text: y.map_or(String::new(), measure.text) + &spread }
 }
 
 /// Where the composed form no longer fits into memory.
@@ -166,28 +185,23 @@ pub fn variants(results: &Results, machine: &Machine) -> Vec<Figure> {
         variants.sort_by_key(|variant| *variant != "none");
         let bar = |(who, rows): (Who, Vec<&Timing>)| {
             let row = rows.first()?;
-            let title = match row.median_ms {
-                Some(time) => format!("{} ms", number(time)),
-                None => results.reason(row).into(),
-            };
-            Some(bars::Bar { who, value: row.tflops, title, points: Vec::new() })
+            let value = row.tflops.ok_or_else(|| results.reason(row).to_string());
+            Some(Row::Bar(Bar { who, value, points: Vec::new() }))
         };
         let plot = |pass: &str| {
             let of_pass = rows_of_pass(&rows, pass);
             let group = |variant: &&str| {
                 let of_variant: Vec<&Timing> = of_pass.iter().copied().filter(|row| row.variant == *variant).collect();
-                (
-                    variant.to_string(),
-                    by_who(&of_variant, &rows, timed_by).into_iter().filter_map(bar).collect::<Vec<_>>(),
-                )
+                let heading = (!of_variant.is_empty()).then(|| Row::Heading(variant.to_string()));
+                heading.into_iter().chain(by_who(&of_variant, &rows, timed_by).into_iter().filter_map(bar))
             };
-            let groups = variants.iter().map(group).filter(|(_, bars)| !bars.is_empty()).collect();
-            bars::Plot { title: pass.into(), groups }
+            let rows = variants.iter().flat_map(|variant| group(variant).collect::<Vec<_>>()).collect();
+            bars::Plot { title: pass.into(), rows }
         };
-        let plots: Vec<_> = passes(rows.iter().map(|row| row.pass.as_str())).into_iter().map(plot).collect();
-        let views = vec![bars::draw("variants", "TFLOP/s", Scale::Linear, &plots)?];
-        let title = problem.to_string();
-        Some(Figure { title, views, missing: Vec::new(), commits: Commits::of(rows) })
+        let plots = passes(rows.iter().map(|row| row.pass.as_str())).into_iter().map(plot).collect();
+        let views = vec![bars::chart("variants", "TFLOP/s", Scale::Linear, plots)?];
+        let (title, machine) = (problem.to_string(), machine.title());
+        Some(Figure { title, machine, views, commits: Commits::of(rows), ..Default::default() })
     };
     varied.into_iter().filter_map(figure).collect()
 }
@@ -196,39 +210,33 @@ pub fn variants(results: &Results, machine: &Machine) -> Vec<Figure> {
 pub fn calls(results: &Results, machine: &Machine) -> Vec<Figure> {
     let runs = distinct(machine.rows.iter().map(|row| row.run.as_str()));
     let calls: Vec<&Call> = results.calls.iter().filter(|call| runs.contains(&call.run.as_str())).collect();
-    let figure = |title: &str, label: &str, of: fn(&Call) -> Option<f64>| {
+    let figure = |title: &str, label: &'static str, of: fn(&Call) -> Option<f64>| {
         let bar = |(who, calls): (Who, Vec<&Call>)| {
-            let point = |call: &&Call| {
-                let value = of(call)?;
-                Some((value, format!("{}: {} {label}", Problem::from(*call), number(value))))
-            };
+            let point = |call: &&Call| Some((of(call)?, Problem::from(*call).to_string()));
             let mut points: Vec<_> = calls.iter().filter_map(point).collect();
             points.sort_by(|a, b| a.0.total_cmp(&b.0));
             let value = points.get(points.len() / 2)?.0;
-            let title = format!("median of {}: {} {label}", points.len(), number(value));
-            Some(bars::Bar { who, value: Some(value), title, points })
+            Some(Row::Bar(Bar { who, value: Ok(value), points }))
         };
         let plot = |pass: &str| {
             let rows: Vec<&Call> = calls.iter().copied().filter(|call| call.pass == pass).collect();
-            let bars: Vec<_> = by_who(&rows, &calls, |call| [&call.r#impl, &call.kernel, "", &call.pass])
-                .into_iter()
-                .filter_map(bar)
-                .collect();
-            (!bars.is_empty()).then(|| bars::Plot { title: pass.into(), groups: vec![(String::new(), bars)] })
+            let who = by_who(&rows, &calls, |call| [&call.r#impl, &call.kernel, "", &call.pass]);
+            let rows: Vec<Row> = who.into_iter().filter_map(bar).collect();
+            (!rows.is_empty()).then(|| bars::Plot { title: pass.into(), rows })
         };
         let passes = passes(calls.iter().map(|call| call.pass.as_str()));
-        let plots: Vec<_> = passes.into_iter().filter_map(plot).collect();
-        let views = vec![bars::draw("calls", label, Scale::Log, &plots)?];
+        let plots = passes.into_iter().filter_map(plot).collect();
+        let views = vec![bars::chart("calls", label, Scale::Log, plots)?];
         let commits = Commits::of(machine.rows.iter().copied().filter(|row| row.pass == title));
-        Some(Figure { title: title.into(), views, missing: Vec::new(), commits })
+        Some(Figure { title: title.into(), machine: machine.title(), views, commits, ..Default::default() })
     };
     let first = figure("First call", "milliseconds", |call| call.first_call_ms);
     let host = figure("Host time of a launch", "microseconds", |call| call.host_us);
     first.into_iter().chain(host).collect()
 }
 
-/// Tile sweeps: a map for each kernel, one figure for each problem, and the rows that it shows.
-pub fn tiles(rows: &[TileTiming]) -> Vec<(Figure, Vec<&TileTiming>)> {
+/// Tile sweeps: a map for each kernel, one figure for each problem.
+pub fn tiles(rows: &[TileTiming]) -> Vec<Figure> {
     let problem = |row: &TileTiming| {
         let TileTiming { batch, heads_q, seq_q, head_dim, .. } = row;
         let causal = if row.causal { "causal" } else { "full" };
@@ -237,15 +245,8 @@ pub fn tiles(rows: &[TileTiming]) -> Vec<(Figure, Vec<&TileTiming>)> {
     let rows = latest(rows, |row| (problem(row), row.kernel.clone(), row.tile_q, row.tile_k, row.shape.clone()));
     let figure = |title: String| {
         let rows: Vec<&TileTiming> = rows.iter().copied().filter(|row| problem(row) == title).collect();
-        let map = |kernel: &str| {
-            heatmap::panel(kernel, &rows.iter().copied().filter(|row| row.kernel == kernel).collect::<Vec<_>>())
-        };
-        let maps: Vec<_> = distinct(rows.iter().map(|row| row.kernel.as_str())).into_iter().map(map).collect();
-        let views = vec![svg::figure("tiles", &maps, [])];
-        {
-            let commits = Commits::of_tiles(rows.iter().copied());
-            (Figure { title, views, missing: Vec::new(), commits }, rows)
-        }
+        let (views, commits) = (vec![tiles::chart(&rows)], Commits::of_tiles(rows.iter().copied()));
+        Figure { title, views, tiles: rows.into_iter().cloned().collect(), commits, ..Default::default() }
     };
     distinct(rows.iter().map(|row| problem(row))).into_iter().map(figure).collect()
 }
@@ -253,7 +254,7 @@ pub fn tiles(rows: &[TileTiming]) -> Vec<(Figure, Vec<&TileTiming>)> {
 /// Bytes moved beside the model's, over the tile and over the length.
 pub fn moved(rows: &[Moved]) -> Vec<Figure> {
     type Field = fn(&Moved) -> usize;
-    let axes: [(&str, Field, Field, &str); 2] = [
+    let axes: [(&'static str, Field, Field, &str); 2] = [
         ("queries of a tile", |row| row.tile_q, |row| row.seq_q, "sequence"),
         ("sequence length", |row| row.seq_q, |row| row.tile_q, "tile_q"),
     ];
@@ -274,14 +275,9 @@ pub fn moved(rows: &[Moved]) -> Vec<Figure> {
                 (rows.len() > 1).then(|| moved_plot(kernel, &rows, x))
             };
             let kernels = distinct(rows.iter().map(|row| row.kernel.as_str()));
-            let plots: Vec<_> = kernels.into_iter().filter_map(plot).collect();
-            let view = lines::draw("moved", label, "bytes of one launch", Scale::Bytes, &plots);
-            figures.extend(view.map(|view| Figure {
-                title: title_of,
-                views: vec![view],
-                missing: vec![],
-                commits: Commits::default(),
-            }));
+            let plots = kernels.into_iter().filter_map(plot).collect();
+            let view = lines::chart("moved", [label, "bytes of one launch"], Scale::Bytes, plots);
+            figures.extend(view.map(|view| Figure { title: title_of, views: vec![view], ..Default::default() }));
         }
     }
     figures
@@ -289,22 +285,22 @@ pub fn moved(rows: &[Moved]) -> Vec<Figure> {
 
 fn moved_plot(kernel: &str, rows: &[&Moved], x: fn(&Moved) -> usize) -> lines::Plot {
     type Field = fn(&Moved) -> u64;
-    let kinds: [(&str, &'static str, Field); 3] = [
-        ("device memory, measured", "dram", |row| row.dram_bytes),
-        ("L2, measured", "l2", |row| row.l2_bytes),
-        ("IO model", "model", |row| row.model_bytes),
+    let kinds: [(&str, &'static str, usize, Field); 3] = [
+        ("device memory, measured", "dram", 0, |row| row.dram_bytes),
+        ("L2, measured", "l2", 0, |row| row.l2_bytes),
+        ("IO model", "model", 1, |row| row.model_bytes),
     ];
-    let line = |(label, class, of): (&str, &'static str, Field)| {
+    let line = |(label, class, dash, of): (&str, &'static str, usize, Field)| {
         let point = |row: &&Moved| {
             let value = of(row) as f64;
             let of_model = value / row.model_bytes.max(1) as f64;
-            let title = format!("{label}: {}, {} of the model's", svg::bytes(value), number(of_model));
-            lines::Point { x: x(row), y: Some(value), title }
+            let text = format!("{} ({} of the model's)", bytes(value), number(of_model));
+            lines::Point { x: x(row), y: Some(value), text }
         };
-        let who = Who { label: label.into(), class, dash: 0 };
+        let who = Who { label: label.into(), class, dash };
         lines::Line { who, points: rows.iter().map(point).collect() }
     };
-    lines::Plot { title: kernel.into(), lines: kinds.into_iter().map(line).collect(), ends: Vec::new() }
+    lines::Plot { title: kernel.into(), lines: kinds.into_iter().map(line).collect(), end: None }
 }
 
 /// A title as part of a file's name.

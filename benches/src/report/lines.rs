@@ -1,13 +1,10 @@
 //! Lines over a logarithmic axis.
 
+use super::chart::{self, Area, Axis, Chart, Drawn, FOOT, HEAD, INK, Scale, TEXT, colour, plain, stroke, width};
 use super::model::{Who, distinct};
-use super::svg::{self, Panel, Range, Scale, Svg, TITLE, WIDTH, escape};
-use std::fmt::Write;
-
-const LEFT: f64 = 62.0;
-const HEIGHT: f64 = 216.0;
-/// Distance of the first and last value from the frame.
-const INSET: f64 = 16.0;
+use super::numbers::length;
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 /// A value measured at a place, or the lack of one.
 pub struct Point {
@@ -15,8 +12,8 @@ pub struct Point {
     pub x: usize,
     /// How much.
     pub y: Option<f64>,
-    /// What is said when it is pointed at.
-    pub title: String,
+    /// The same as text.
+    pub text: String,
 }
 
 /// The points of one line, in order.
@@ -28,81 +25,82 @@ pub struct Line {
 }
 
 /// One chart of several that share both axes.
-#[derive(Default)]
 pub struct Plot {
     /// What it shows.
     pub title: String,
     /// Its lines.
     pub lines: Vec<Line>,
     /// Where a line ends for a reason: the place, its class and the reason.
-    pub ends: Vec<(usize, &'static str, String)>,
+    pub end: Option<(usize, &'static str, String)>,
 }
 
-/// Charts beside each other; nothing where no point has a value.
-pub fn draw(class: &'static str, x_label: &str, y_label: &str, scale: Scale, plots: &[Plot]) -> Option<Svg> {
+impl Plot {
+    fn values(&self) -> impl Iterator<Item = f64> {
+        self.lines.iter().flat_map(|line| &line.points).filter_map(|point| point.y)
+    }
+
+    fn texts(&self) -> impl Iterator<Item = String> {
+        let of = |point: &Point| point.y.map(|_| format!("{} at {}", point.text, length(point.x)));
+        self.lines.iter().filter_map(move |line| chart::text(&self.title, &line.who, line.points.iter().filter_map(of)))
+    }
+}
+
+/// Charts beside each other, whose axes have these names; nothing where no point has a value.
+pub fn chart(class: &'static str, labels: [&'static str; 2], scale: Scale, mut plots: Vec<Plot>) -> Option<Chart> {
     let lines = || plots.iter().flat_map(|plot| &plot.lines);
-    let range = scale.range(lines().flat_map(|line| &line.points).filter_map(|point| point.y))?;
-    let ends = plots.iter().flat_map(|plot| plot.ends.iter().map(|end| end.0));
+    let y_axis = Axis::holding(plots.iter().flat_map(Plot::values), labels[1], scale)?;
+    let ends = plots.iter().filter_map(|plot| plot.end.as_ref().map(|end| end.0));
     let mut places = distinct(lines().flat_map(|line| line.points.iter().map(|point| point.x)).chain(ends));
     places.sort();
-    let shown = plots.iter().filter(|plot| plot.lines.iter().any(|line| line.points.iter().any(|p| p.y.is_some())));
-    let panels: Vec<Panel> = shown.map(|plot| panel(plot, x_label, y_label, &range, &places)).collect();
-    Some(svg::figure(class, &panels, lines().map(|line| line.who.clone())))
+    let x_axis = places_axis(&places, labels[0]);
+    let legend = distinct(lines().map(|line| line.who.clone()));
+    let values = plots.iter().flat_map(Plot::texts).collect();
+    plots.retain(|plot| plot.values().next().is_some());
+    let (panels, height) = (plots.len(), HEAD + 216 + FOOT);
+    let draw = Box::new(move |n: usize, area: &Area| draw(&plots[n], [&x_axis, &y_axis], area));
+    Some(Chart { class, values, legend, panels, height, draw })
 }
 
-fn panel(plot: &Plot, x_label: &str, y_label: &str, range: &Range, places: &[usize]) -> Panel {
-    let (bottom, right) = (TITLE + 16.0 + HEIGHT, WIDTH - 8.0);
-    let log = |place: usize| (place.max(1) as f64).log2();
-    let (first, last) = (log(places[0]), log(places[places.len() - 1]));
-    let x_of = |place: usize| {
-        let part = if last > first { (log(place) - first) / (last - first) } else { 0.5 };
-        LEFT + INSET + part * (right - LEFT - 2.0 * INSET)
-    };
-    let y_of = |value: f64| bottom - range.at(value) * HEIGHT;
-    let mut body = svg::title(&plot.title);
-    let _ = write!(body, r#"<text x="0" y="{}">{}</text>"#, TITLE + 4.0, escape(y_label));
-    for tick in range.ticks() {
-        let (y, name) = (y_of(tick), range.scale.name(tick));
-        let _ = write!(body, r#"<path class="grid" d="M{LEFT} {y:.1}H{right}"/>"#);
-        let _ = write!(body, r#"<text class="end" x="{}" y="{:.1}">{name}</text>"#, LEFT - 8.0, y + 4.0);
-    }
-    let mut free = 0.0;
-    for place in places {
-        let x = x_of(*place);
-        let _ = write!(body, r#"<path class="tick" d="M{x:.1} {bottom}v5"/>"#);
-        if x > free {
-            let name = svg::length(*place);
-            let _ = write!(body, r#"<text class="middle" x="{x:.1}" y="{}">{name}</text>"#, bottom + 18.0);
-            free = x + 7.0 * name.len() as f64 + 8.0;
+/// A logarithmic axis with a tick at each place, and names where there is room for them.
+fn places_axis(places: &[usize], label: &'static str) -> Axis {
+    let (first, last) = (places[0] as f64, places[places.len() - 1] as f64);
+    // Between the frame and what is measured.
+    let room = if last > first { (last / first).powf(0.05) } else { 2.0 };
+    let range = first / room..last * room;
+    let mut free = f64::MIN;
+    let name = |place: &usize| {
+        let (at, name) = (*place as f64, length(*place));
+        let pixels = 400.0 * (at / range.start).ln() / (range.end / range.start).ln();
+        if pixels < free {
+            return (at, String::new());
         }
-    }
-    let _ = write!(body, r#"<path class="axis" d="M{LEFT} {bottom}H{right}"/>"#);
-    let middle = (LEFT + right) / 2.0;
-    let _ = write!(body, r#"<text class="middle" x="{middle}" y="{}">{}</text>"#, bottom + 36.0, escape(x_label));
-    for (place, class, reason) in &plot.ends {
-        let x = x_of(*place);
-        let _ = write!(body, r#"<g class="stop {class}"><path d="M{x:.1} {}V{bottom}"/>"#, TITLE + 10.0);
-        let anchor = if x > middle { "end" } else { "start" };
-        let _ = write!(body, r#"<text class="{anchor}" x="{x:.1}" y="{}">{}</text></g>"#, TITLE + 4.0, escape(reason));
+        free = pixels + f64::from(width(&name, TEXT)) + 8.0;
+        (at, name)
+    };
+    let names = places.iter().map(name).collect();
+    Axis { label, scale: Scale::Log, range, names }
+}
+
+fn draw(plot: &Plot, axes: [&Axis; 2], area: &Area) -> Drawn {
+    let mut chart = chart::panel(area, &plot.title, [78, 18], axes)?;
+    let [across, up] = axes.map(|axis| axis.range.clone());
+    if let Some((place, class, reason)) = &plot.end {
+        let x = *place as f64;
+        let ends = [(x, up.start), (x, up.end)];
+        chart.draw_series(DashedLineSeries::new(ends, 3, 3, colour(class).stroke_width(1)))?;
+        // On the side that has more room.
+        let side = if x * x > across.start * across.end { HPos::Right } else { HPos::Left };
+        let style = plain(INK).pos(Pos::new(side, VPos::Bottom));
+        chart.plotting_area().draw(&Text::new(reason.as_str(), (x, up.end), style))?;
     }
     // The first is drawn last, over the others.
     for line in plot.lines.iter().rev() {
-        let (mut path, mut circles, mut pen) = (String::new(), String::new(), 'M');
-        for point in &line.points {
-            // A line stops where there is no value: what lies beyond was not measured.
-            let Some(value) = point.y else {
-                pen = 'M';
-                continue;
-            };
-            let (x, y) = (x_of(point.x), y_of(value));
-            let _ = write!(path, "{pen}{x:.1} {y:.1}");
-            let name = escape(&point.title);
-            let _ = write!(circles, r#"<circle cx="{x:.1}" cy="{y:.1}" r="3.5"><title>{name}</title></circle>"#);
-            pen = 'L';
+        // A line stops where there is no value: what lies beyond was not measured.
+        for run in line.points.split(|point| point.y.is_none()) {
+            let run: Vec<_> = run.iter().filter_map(|point| Some((point.x as f64, point.y?))).collect();
+            chart.draw_series([stroke(run.clone(), &line.who)])?;
+            chart.draw_series(run.iter().map(|at| Circle::new(*at, 4, colour(line.who.class).filled())))?;
         }
-        let (class, dash, label) = (line.who.class, line.who.dash % 4, escape(&line.who.label));
-        let _ =
-            write!(body, r#"<g class="line {class} dash{dash}" data-label="{label}"><path d="{path}"/>{circles}</g>"#);
     }
-    Panel { body, height: bottom + 40.0 }
+    Ok(())
 }

@@ -1,16 +1,17 @@
 //! The report: a page of charts and tables from the files of results, and the tables of documents.
 
 mod bars;
+mod chart;
 mod commits;
 mod figures;
-mod heatmap;
 mod lines;
 mod model;
+mod numbers;
 mod page;
 mod pictures;
 mod studies;
-mod svg;
 mod tables;
+mod tiles;
 
 use crate::error::Error;
 use model::{Results, Roofs};

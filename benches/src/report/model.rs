@@ -204,7 +204,7 @@ impl fmt::Display for Problem {
 pub struct Who {
     /// The implementation, with its kernel and runtime where there are several.
     pub label: String,
-    /// Its class in the style sheet, which gives the color.
+    /// What gives the colour.
     pub class: &'static str,
     /// Which of the implementation's lines this is.
     pub dash: usize,
@@ -242,7 +242,7 @@ pub fn timed_by(row: &Timing) -> [&str; 4] {
     [&row.r#impl, &row.kernel, &row.runtime, &row.pass]
 }
 
-/// The style sheet's class of an implementation.
+/// The name of an implementation, if it is known.
 pub fn class(name: &str) -> &'static str {
     IMPLS.into_iter().find(|known| *known == name).unwrap_or("other")
 }

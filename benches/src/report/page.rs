@@ -3,13 +3,12 @@
 use super::commits::{Allow, Commits};
 use super::figures::{self, Figure};
 use super::model::{Machine, Problem, Results, Roofs, distinct, latest};
-use super::svg::{bytes, escape, number, thousands};
+use super::numbers::{bytes, number, thousands};
 use crate::error::Error;
 use crate::results::{Accuracy, Memory, TileTiming, Timing, path};
 use std::fmt::Write;
 use std::path::Path;
 
-const CHART_STYLE: &str = include_str!("chart.css");
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
 
@@ -26,7 +25,7 @@ const VARIANTS: &str = "Rates of one problem with what else may be asked of its 
 const CALLS: &str = "A dot for each problem, a bar to their median; logarithmic. The first call runs until the device has \
     finished, compilation and autotuning included. Host time is from the call's entry to its return, once warm.";
 const TILES: &str = "The best shape for each size of tiles, the fuller its color the faster, outlined where <code>tiling.rs</code> \
-    chooses a shape of that size. Point at a cell for all its shapes with their registers and shared memory.";
+    chooses a shape of that size. The table has all shapes with their registers and shared memory.";
 const MOVED: &str = "Bytes of one launch that the profiler counted, beside the IO model of FlashAttention (\
     <a href=\"https://arxiv.org/abs/2205.14135\">arXiv:2205.14135</a>, theorem 2): each query block reads all the keys \
     and values that it sees. What L2 serves again does not reach the device's memory.";
@@ -51,20 +50,16 @@ pub struct Alone {
 ///
 /// If a chart would show rows of ours that are not allowed.
 pub fn page(directory: &Path, all: &[Results], roofs: &Roofs, allow: Allow) -> Result<(String, Vec<Alone>), Error> {
-    let mut pictures = Vec::new();
-    let mut sections = String::new();
+    let (mut html, mut pictures) = (String::new(), Vec::new());
     for results in all {
-        let _ = write!(sections, "<section id=\"{0}\"><h2>{0}</h2>", escape(&results.name));
+        let _ = write!(html, "<section id=\"{0}\"><h2>{0}</h2>", escape(&results.name));
         let machines = results.machines();
+        let file = path::<Timing>(directory, &results.name);
         for machine in &machines {
-            let title = machine.title();
             let alone = machines.len() == 1;
-            let place = if alone {
-                results.name.clone()
-            } else {
-                format!("{} {} {}", results.name, machine.device, machine.runtime)
-            };
-            let _ = write!(sections, "<h3>{}</h3>{}", escape(&title), best(machine));
+            let of_machine = || format!("{} {} {}", results.name, machine.device, machine.runtime);
+            let place = if alone { results.name.clone() } else { of_machine() };
+            let _ = write!(html, "<h3>{}</h3>{}", escape(&machine.title()), best(machine));
             for (heading, about, figures, keep) in [
                 ("Sequence length", SEQUENCE, figures::sequences(results, machine, roofs), true),
                 ("Scaling", SCALING, figures::scaling(results, machine, roofs), false),
@@ -72,38 +67,25 @@ pub fn page(directory: &Path, all: &[Results], roofs: &Roofs, allow: Allow) -> R
                 ("Variants", VARIANTS, figures::variants(results, machine), true),
                 ("Calls", CALLS, figures::calls(results, machine), false),
             ] {
-                let file = path::<Timing>(directory, &results.name);
-                for figure in &figures {
-                    figure.commits.check(
-                        &file,
-                        &format!("the chart of {heading}, {}, {title},", figure.title),
-                        allow,
-                    )?;
-                }
+                check(&figures, heading, &file, allow)?;
+                html += &section(heading, about, &figures)?;
                 if keep {
-                    pictures.extend(figures.iter().filter_map(|figure| saved(&place, &title, figure)));
+                    save(&mut pictures, &place, &figures)?;
                 }
-                sections += &section(heading, about, figures.iter().map(|figure| (figure, String::new())));
             }
         }
         let tiles = figures::tiles(&results.tiles);
-        for (figure, _) in &tiles {
-            let file = path::<TileTiming>(directory, &results.name);
-            figure.commits.check(&file, &format!("the chart of tiles, {},", figure.title), allow)?;
-        }
+        check(&tiles, "tiles", &path::<TileTiming>(directory, &results.name), allow)?;
         let memory = latest_memory(&results.memory);
         let file = path::<Memory>(directory, &results.name);
         Commits::of_memory(memory.iter().copied()).check(&file, "the table of memory beyond the inputs", allow)?;
-        let with_table = tiles.iter().map(|(figure, rows)| (figure, tile_table(rows)));
-        sections += &section("Tiles", TILES, with_table);
-        let moved = figures::moved(&results.moved);
-        sections += &section("Bytes moved", MOVED, moved.iter().map(|figure| (figure, String::new())));
-        for figure in tiles.iter().map(|(figure, _)| figure).chain(&moved) {
-            pictures.extend(saved(&results.name, "", figure));
+        for (heading, about, figures) in
+            [("Tiles", TILES, tiles), ("Bytes moved", MOVED, figures::moved(&results.moved))]
+        {
+            html += &section(heading, about, &figures)?;
+            save(&mut pictures, &results.name, &figures)?;
         }
-        sections += &beyond(&memory);
-        sections += &errors(&results.errors);
-        sections += "</section>";
+        html += &(beyond(&memory) + &errors(&results.errors) + "</section>");
     }
     let links: String = all.iter().map(|results| format!("<a href=\"#{0}\">{0}</a>", escape(&results.name))).collect();
     let views = [("rate", "TFLOP/s", " checked"), ("time", "time", ""), ("fraction", "of matmul", "")].map(
@@ -111,39 +93,51 @@ pub fn page(directory: &Path, all: &[Results], roofs: &Roofs, allow: Allow) -> R
             format!("<label><input type=\"radio\" name=\"view\" id=\"view-{id}\"{checked}>{name}</label>")
         },
     );
-    let html = format!(
+    let page = format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
-        <title>FlashAttention in CubeCL, measured</title><style>\n{CHART_STYLE}{STYLE}</style></head><body>\
+        <title>FlashAttention in CubeCL, measured</title><style>\n{STYLE}</style></head><body>\
         <h1>FlashAttention in CubeCL, measured</h1>\
         <p class=\"lead\">Time, memory and traffic of attention kernels for Burn, beside those of others. Charts never \
         join what was measured on different devices or with different runtimes.</p>{}\
         <nav>{links}<a href=\"#rows\">all rows</a><fieldset aria-label=\"What charts over an axis show\">{}</fieldset></nav>\
-        {sections}{}<script>\n{SCRIPT}</script></body></html>\n",
+        {html}{}<script>\n{SCRIPT}</script></body></html>\n",
         runs(all),
         views.concat(),
         rows(all, roofs)
     );
-    Ok((html, pictures))
+    Ok((page, pictures))
 }
 
-/// A figure's first view as a file of its own.
-fn saved(place: &str, machine: &str, figure: &Figure) -> Option<Alone> {
-    let view = figure.views.first()?;
-    let name = format!("{}-{}.svg", figures::slug(&format!("{place} {}", figure.title)), view.class);
-    let title = if machine.is_empty() { figure.title.clone() } else { format!("{}: {machine}", figure.title) };
-    Some(Alone { name, text: view.alone(&title, &figure.commits.text(), CHART_STYLE), commits: figure.commits.clone() })
+/// Refuses figures that show rows of a file that are not allowed.
+fn check(figures: &[Figure], heading: &str, file: &Path, allow: Allow) -> Result<(), Error> {
+    figures.iter().try_for_each(|figure| {
+        let names = [heading, &figure.title, &figure.machine].into_iter().filter(|name| !name.is_empty());
+        figure.commits.check(file, &format!("the chart of {},", names.collect::<Vec<_>>().join(", ")), allow)
+    })
 }
 
-fn section<'a>(heading: &str, about: &str, figures: impl Iterator<Item = (&'a Figure, String)>) -> String {
-    let body: String = figures.map(|(figure, table)| show(figure, &table)).collect();
-    if body.is_empty() { body } else { format!("<h4>{heading}</h4><p>{about}</p>{body}") }
+/// Adds each figure's first view as a file of its own.
+fn save(pictures: &mut Vec<Alone>, place: &str, figures: &[Figure]) -> Result<(), Error> {
+    for (figure, view) in figures.iter().filter_map(|figure| Some((figure, figure.views.first()?))) {
+        let name = format!("{}-{}.svg", figures::slug(&format!("{place} {}", figure.title)), view.class);
+        pictures.push(Alone { name, text: view.svg(&figure.heading())?, commits: figure.commits.clone() });
+    }
+    Ok(())
 }
 
-fn show(figure: &Figure, table: &str) -> String {
-    let mut html = format!("<figure><figcaption>{}</figcaption>", escape(&figure.title));
+fn section(heading: &str, about: &str, figures: &[Figure]) -> Result<String, Error> {
+    let body = figures.iter().map(show).collect::<Result<String, _>>()?;
+    Ok(if body.is_empty() { body } else { format!("<h4>{heading}</h4><p>{about}</p>{body}") })
+}
+
+fn show(figure: &Figure) -> Result<String, Error> {
+    let mut html = format!("<figure aria-label=\"{}\">", escape(&figure.title));
     for view in &figure.views {
-        let _ = write!(html, "<div class=\"view {}\">{}</div>", view.class, view.inline());
+        let values = list(&view.values);
+        let values =
+            if values.is_empty() { values } else { format!("<details><summary>Values</summary>{values}</details>") };
+        let _ = write!(html, "<div class=\"view {}\">{}{values}</div>", view.class, view.svg(&figure.heading())?);
     }
     // The choice of views is the whole page's, so that one which a figure lacks must be said.
     if figure.views.iter().any(|view| ["rate", "time"].contains(&view.class)) {
@@ -154,11 +148,17 @@ fn show(figure: &Figure, table: &str) -> String {
             let _ = write!(html, "<p class=\"view {class} empty\">{why}</p>");
         }
     }
-    if !figure.missing.is_empty() {
-        let items: String = figure.missing.iter().map(|text| format!("<li>{}</li>", escape(text))).collect();
-        let _ = write!(html, "<ul class=\"missing\">{items}</ul>");
-    }
-    html + table + "</figure>"
+    Ok(html + &list(&figure.missing) + &tile_table(&figure.tiles) + "</figure>")
+}
+
+fn list(texts: &[String]) -> String {
+    let items: String = texts.iter().map(|text| format!("<li>{}</li>", escape(text))).collect();
+    if items.is_empty() { items } else { format!("<ul class=\"list\">{items}</ul>") }
+}
+
+/// Text inside an element or a quoted attribute.
+fn escape(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
 /// Our best rates, in large type.
@@ -307,8 +307,11 @@ fn errors(rows: &[Accuracy]) -> String {
     format!("<h4>Errors</h4><p>{ERRORS}</p>{}", table(&columns, rows.iter().map(row)))
 }
 
-fn tile_table(rows: &[&TileTiming]) -> String {
-    let row = |row: &&TileTiming| {
+fn tile_table(rows: &[TileTiming]) -> String {
+    if rows.is_empty() {
+        return String::new();
+    }
+    let row = |row: &TileTiming| {
         let time = match row.median_ms {
             Some(_) => measured(row.median_ms, number),
             None => ("reason", None, format!("– {}", row.note)),

@@ -2,7 +2,7 @@
 
 use super::commits::{Allow, Commits};
 use super::model::{Machine, OURS, PRODUCTS, Problem, Results, by_who, distinct, passes};
-use super::svg::number;
+use super::numbers::number;
 use crate::error::Error;
 use crate::results::{self, Timing};
 use std::fmt::Write;

@@ -15,6 +15,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
+use wait_timeout::ChildExt;
 
 /// What became of a case.
 #[derive(Clone, Debug, PartialEq)]
@@ -216,7 +217,8 @@ impl Worker {
             Some(("skipped", why)) => Outcome::Skipped(why.into()),
             Some((_, why)) => Outcome::Failed(why.into()),
             None => {
-                let ended = running.child.try_wait().ok().flatten();
+                // A process that ends closes its output before there is a status.
+                let ended = running.child.wait_timeout(Duration::from_secs(1)).ok().flatten();
                 let _ = running.child.kill();
                 Outcome::Failed(
                     ended.map_or("no answer in time".into(), |status| format!("the process ended: {status}")),
