@@ -110,12 +110,6 @@ pub fn choose_all(request: &str, numbers: &[usize]) -> Result<Vec<Found>, Error>
     numbers.iter().map(|number| choose(&format!("{backend}:{number}"))).collect()
 }
 
-/// Whether Burn's default device is there, by way of which its optimizers load their state, wherever the model is.
-pub fn burn_default_is_there() -> bool {
-    std::env::var_os("BURN_DEVICE").is_some()
-        || backends().first().is_some_and(|(name, device_type)| !enumerate(name, device_type.clone()).is_empty())
-}
-
 /// The backends that were compiled in, best first.
 fn backends() -> Vec<(&'static str, DeviceType)> {
     let backends: &[(&'static str, DeviceType)] = &[

@@ -1,0 +1,5 @@
+//! [nanoGPT](https://github.com/karpathy/nanoGPT) in Burn: [`model`] is the GPT, [`train`] trains it, [`device`] chooses where.
+
+pub mod device;
+pub mod model;
+pub mod train;
