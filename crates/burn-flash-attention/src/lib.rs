@@ -63,6 +63,11 @@ pub use options::FlashAttentionOptions;
 pub use plan::{AttentionPlan, HostPlan};
 pub use slopes::AlibiSlopes;
 
+/// The example of the crate's README.
+#[cfg(all(doctest, feature = "flex"))]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 /// The examples of the page for users of PyTorch.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/coming-from-pytorch.md")]
