@@ -2,11 +2,12 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::compare;
-use crate::config::{Args, Config};
+use crate::config::Config;
 use crate::data::{self, Stream, Text, rng};
 use crate::device::{self, AtRest};
 use crate::error::Error;
 use crate::files::write_atomically;
+use crate::flags::Given;
 use crate::generate::{self, Sampling, Writer};
 use crate::model::{self, Gpt};
 use crate::probe;
@@ -34,7 +35,20 @@ struct Cli {
     #[command(subcommand)]
     command: Option<Command>,
     #[command(flatten)]
-    train: Args,
+    train: TrainArgs,
+}
+
+/// The flags of training.
+#[derive(clap::Args, Debug)]
+struct TrainArgs {
+    /// The run's name [default: the first free gpt-N; with --resume the latest run].
+    #[arg(long)]
+    name: Option<String>,
+    /// Continue a run from its latest checkpoint.
+    #[arg(long)]
+    resume: bool,
+    #[command(flatten)]
+    config: Given<Config>,
 }
 
 #[derive(clap::Subcommand, Debug)]
@@ -50,33 +64,35 @@ enum Command {
     CompareWorker,
 }
 
-/// Runs the program and says how it ended: 2 is an error, in one sentence, and 130 an interruption.
+/// Runs the program and says how it ended: 2 is an error, in one sentence or in clap's words, and 130 an interruption.
 pub fn main() -> ExitCode {
-    let result = parse().and_then(|cli| match cli.command {
+    let cli = Cli::parse();
+    let result = match cli.command {
         None => train(&cli.train),
         Some(Command::Generate(args)) => generate(&args),
         Some(Command::Compare(args)) => compare::run(&args).map(|()| ExitCode::SUCCESS),
         Some(Command::CompareWorker) => compare::work().map(|()| ExitCode::SUCCESS),
-    });
+    };
     result.unwrap_or_else(|error| {
         eprintln!("error: {error}");
         ExitCode::from(2)
     })
 }
 
-fn train(args: &Args) -> Result<ExitCode, Error> {
+fn train(args: &TrainArgs) -> Result<ExitCode, Error> {
     // -- the run: what it is, where it computes, what it reads
     let resumed = match args.resume {
         true => {
             let run = Run::find(args.name.as_deref())?;
             let checkpoint = Checkpoint::load(&run.latest())?;
-            Some((checkpoint.header.config.clone().resume(args, &run.directory)?, run, checkpoint))
+            let saved = &checkpoint.header.config;
+            let config = saved.resume(args.config.over(saved.clone()), &run.directory)?;
+            Some((config, run, checkpoint))
         }
         false => None,
     };
-    let request = resumed.as_ref().map(|(config, ..)| &config.device).or(args.device.as_ref());
-    let numbers = resumed.as_ref().map(|(config, ..)| &config.devices).or(args.devices.as_ref());
-    let all = device::choose_all(request.map_or("auto", String::as_str), numbers.map_or(&[], Vec::as_slice))?;
+    let asked = resumed.as_ref().map_or_else(|| args.config.over(Config::default()), |(config, ..)| config.clone());
+    let all = device::choose_all(&asked.device, &asked.devices)?;
     all.iter().for_each(|found| println!("device     {found}"));
     let devices: Vec<_> = all.iter().map(|found| found.device.clone().autodiff()).collect();
     let _at_rest = AtRest(devices.clone());
@@ -91,8 +107,9 @@ fn train(args: &Args) -> Result<ExitCode, Error> {
             (config, run, text, Start::Checkpoint(Box::new(checkpoint)))
         }
         None => {
-            let weights = args.weights.as_ref().map(|path| Weights::open(path, args.heads)).transpose()?;
-            let config = Config::new(args, found, weights.as_ref().map(|weights| weights.shape))?;
+            let heads = args.config.has("heads").then_some(asked.heads);
+            let weights = asked.weights.as_ref().map(|path| Weights::open(path, heads)).transpose()?;
+            let config = Config::new(&args.config, found, weights.as_ref().map(|weights| weights.shape))?;
             try_dtype(&config)?;
             let (run, text) = match &config.data {
                 Some(path) => {
@@ -155,7 +172,6 @@ fn train(args: &Args) -> Result<ExitCode, Error> {
 }
 
 fn generate(args: &generate::Args) -> Result<ExitCode, Error> {
-    args.sampling.validate()?;
     let found = device::choose(&args.device)?;
     eprintln!("device     {found}");
     let device = found.device.clone();
@@ -165,9 +181,10 @@ fn generate(args: &generate::Args) -> Result<ExitCode, Error> {
     let (model, config) = match &args.weights {
         Some(path) => {
             let weights = Weights::open(path, args.heads)?;
-            let tokenizer = Some(args.tokenizer.unwrap_or(Tokenizer::Gpt2));
-            let train = Args { tokenizer, weights: Some(path.clone()), ..Args::default() };
-            let config = computed_as(Config::new(&train, &found, Some(weights.shape))?);
+            let tokenizer = args.tokenizer.unwrap_or(Tokenizer::Gpt2);
+            let suited = Config::suited_to(&found).suited_to_weights(weights.shape);
+            let config = Config { tokenizer, weights: Some(path.clone()), ..suited }.checked(Some(weights.shape))?;
+            let config = computed_as(config);
             (weights.load(Gpt::zeros(&config, &device), config.context)?, config)
         }
         None => {
@@ -201,18 +218,6 @@ fn model_in_words(config: &Config) -> String {
     let Config { layers, heads, width, context, .. } = config;
     let dtype = config.dtype.name();
     format!("{layers} layers, {heads} heads, width {width}, context {context}, {dtype}")
-}
-
-/// The command line. What is wrong with it is one sentence, as any other error is.
-fn parse() -> Result<Cli, Error> {
-    Cli::try_parse().map_err(|error| {
-        if !error.use_stderr() {
-            error.exit();
-        }
-        let message = error.to_string();
-        let first = message.lines().next().unwrap_or_default();
-        Error::Arguments(first.trim_start_matches("error: ").to_string())
-    })
 }
 
 /// A first Ctrl-C asks the loop to save and stop; a second one ends the program.

@@ -10,12 +10,12 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum Error {
-    #[error("{0}")]
-    Arguments(String),
+    #[error("compare-worker is for compare to start, with a job: {problem}")]
+    Job { problem: String },
     #[error("--{flag} is {value}; {rule}")]
     Config { flag: &'static str, value: String, rule: &'static str },
     #[error("--{flag} is {given}, but {run} was started with {saved}; leave the flag out, or start another run")]
-    Contradiction { flag: &'static str, given: String, saved: String, run: PathBuf },
+    Contradiction { flag: String, given: String, saved: String, run: PathBuf },
 
     #[error("{path} {problem}")]
     Weights { path: PathBuf, problem: String },

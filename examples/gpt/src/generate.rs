@@ -2,6 +2,7 @@
 
 use crate::config::{AttentionKind, Dtype};
 use crate::error::Error;
+use crate::flags::{count, non_negative, probability};
 use crate::model::{Cache, Gpt};
 use crate::tokenizer::{Decoder, Tokenizer};
 use burn::tensor::{Device, Int, Tensor, TensorData};
@@ -27,7 +28,7 @@ pub struct Args {
     #[arg(long, requires = "weights")]
     pub tokenizer: Option<Tokenizer>,
     /// Heads of attention, if they have not 64 channels and no config.json beside the weights counts them.
-    #[arg(long, requires = "weights")]
+    #[arg(long, requires = "weights", value_parser = count())]
     pub heads: Option<usize>,
     /// Tokens to write, if the text does not end before.
     #[arg(long, default_value_t = 200)]
@@ -52,13 +53,13 @@ pub struct Args {
 #[derive(clap::Args, Clone, Copy, Debug)]
 pub struct Sampling {
     /// Below 1, likely tokens become likelier; 0 always takes the likeliest.
-    #[arg(long, default_value_t = 0.8)]
+    #[arg(long, default_value_t = 0.8, value_parser = non_negative)]
     pub temperature: f64,
     /// Only the K likeliest tokens.
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", value_parser = count())]
     pub top_k: Option<usize>,
     /// Only the likeliest tokens that together have this probability (Holtzman et al., arXiv:1904.09751, section 3.1).
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", value_parser = probability)]
     pub top_p: Option<f64>,
 }
 
@@ -69,26 +70,6 @@ impl Default for Sampling {
 }
 
 impl Sampling {
-    /// # Errors
-    ///
-    /// For the first value that is out of range.
-    pub fn validate(&self) -> Result<(), Error> {
-        let wrong = |flag, value: String, rule| Err(Error::Config { flag, value, rule });
-        let Self { temperature, top_k, top_p } = *self;
-        if !(temperature.is_finite() && temperature >= 0.0) {
-            return wrong("temperature", format!("{temperature:?}"), "it must be a finite number, 0 or above");
-        }
-        if top_k == Some(0) {
-            return wrong("top-k", "0".to_string(), "it must be at least 1");
-        }
-        match top_p {
-            Some(top_p) if !(top_p > 0.0 && top_p <= 1.0) => {
-                wrong("top-p", format!("{top_p:?}"), "it must be above 0 and at most 1")
-            }
-            _ => Ok(()),
-        }
-    }
-
     /// A token, by the logits of all.
     pub fn draw(&self, logits: &[f32], rng: &mut impl Rng) -> u32 {
         let mut tokens: Vec<usize> = (0..logits.len()).collect();

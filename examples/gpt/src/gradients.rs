@@ -93,7 +93,7 @@ impl Sum<'_> {
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use super::{at_once, block_by_block};
-    use crate::config::{Args, Config};
+    use crate::config::Config;
     use crate::data::Batch;
     use crate::device;
     use crate::model::Gpt;
@@ -122,9 +122,7 @@ mod tests {
 
     fn model(dropout: f64) -> (Gpt, Batch) {
         let found = device::choose("flex").unwrap();
-        let small = Some(2);
-        let args = Args { layers: small, heads: small, width: Some(16), dropout: Some(dropout), ..Args::default() };
-        let config = Config::new(&args, &found, None).unwrap();
+        let config = Config { layers: 2, heads: 2, width: 16, dropout, ..Config::suited_to(&found) };
         let device = found.device.autodiff();
         device.seed(5);
         let tokens = || Tensor::random([2, config.context], Distribution::Uniform(0.0, 256.0), &device);

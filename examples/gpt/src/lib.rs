@@ -11,6 +11,7 @@ pub mod data;
 pub mod device;
 pub mod error;
 pub mod files;
+pub mod flags;
 mod generate;
 mod gradients;
 mod layers;

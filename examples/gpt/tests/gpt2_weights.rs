@@ -4,7 +4,7 @@
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use gpt::config::{Args, Config};
+use gpt::config::Config;
 use gpt::data::Batch;
 use gpt::device;
 use gpt::model::{Cache, Gpt};
@@ -238,8 +238,8 @@ fn devices() -> Vec<(Device, f64)> {
 
 fn load(path: &Path, context: usize, device: &Device) -> Gpt {
     let weights = Weights::open(path, Some(HEADS)).unwrap();
-    let args = Args { tokenizer: Some(Tokenizer::Bytes), context: Some(context), ..Args::default() };
-    let config = Config::new(&args, &device::choose("flex").unwrap(), Some(weights.shape)).unwrap();
+    let suited = Config::suited_to(&device::choose("flex").unwrap()).suited_to_weights(weights.shape);
+    let config = Config { tokenizer: Tokenizer::Bytes, context, ..suited };
     weights.load(Gpt::zeros(&config, device), context).unwrap()
 }
 
@@ -459,9 +459,13 @@ fn wrong_weights_are_one_sentence() {
     let whole = &place.reference;
     fails(whole, &["--tokenizer", "gpt2"], "cannot be used multiple times");
     fails(whole, &["--temperature", "-1"], "'-1'");
-    fails(whole, &["--temperature=-1"], "--temperature is -1.0; it must be a finite number, 0 or above");
-    fails(whole, &["--top-k", "0"], "--top-k is 0; it must be at least 1");
-    fails(whole, &["--top-p", "1.5"], "--top-p is 1.5; it must be above 0 and at most 1");
+    fails(
+        whole,
+        &["--temperature=-1"],
+        "invalid value '-1' for '--temperature <TEMPERATURE>': it must be a finite number, 0 or above",
+    );
+    fails(whole, &["--top-k", "0"], "invalid value '0' for '--top-k <K>': 0 is not in 1..");
+    fails(whole, &["--top-p", "1.5"], "invalid value '1.5' for '--top-p <P>': it must be above 0 and at most 1");
     fails(whole, &["--name", "run"], "cannot be used with");
     let others = |arguments: &[&str], expected: &str| {
         let output = place.command(arguments).output().unwrap();

@@ -188,9 +188,9 @@ fn bad_input_is_one_sentence() {
     fails(small(&["--heads", "3"]), "'--heads <HEADS>' cannot be used multiple times");
     fails(small(&["--steps", "many"]), "invalid value 'many'");
     fails(small(&["--stepz", "3"]), "--stepz");
-    fails(small(&["--dropout", "1"]), "--dropout is 1.0; it must be from 0 to below 1");
+    fails(small(&["--dropout", "1"]), "invalid value '1' for '--dropout <DROPOUT>': it must be from 0 to below 1");
     fails(small(&["--min-lr", "1"]), "--min-lr is 1.0; it must not be above --lr");
-    fails(small(&["--grad-accum", "0"]), "--grad-accum is 0; it must be at least 1");
+    fails(small(&["--grad-accum", "0"]), "invalid value '0' for '--grad-accum <GRAD_ACCUM>': 0 is not in 1..");
 
     let flex = |arguments: &[&str]| {
         let mut command = place.command(&["--device", "flex", "--name", "bad"]);
@@ -201,7 +201,7 @@ fn bad_input_is_one_sentence() {
     fails(flex(&["--data", "short.txt"]), "the text has 9 tokens");
     fails(flex(&["--data", "latin.txt"]), "is not UTF-8: the byte at 2");
     fails(flex(&["--heads", "3"]), "--heads is 3; it must divide --width");
-    fails(flex(&["--heads", "0"]), "--heads is 0");
+    fails(flex(&["--heads", "0"]), "invalid value '0' for '--heads <HEADS>'");
     fails(flex(&["--devices", "0,1"]), "--device flex:1 is not there");
     fails(flex(&["--devices", "0,0"]), "--devices has 0 twice");
     fails(flex(&["--layers", "1", "--width", "514", "--heads", "2"]), "head_dim");

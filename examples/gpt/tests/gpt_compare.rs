@@ -128,12 +128,12 @@ fn bad_input_is_one_sentence() {
         assert!(lines[0].contains(expected), "{} does not say: {expected}", lines[0]);
         assert!(!place.file("runs").exists(), "something was written");
     };
-    fails("--contexts 16,0", "--contexts is 0; it must be at least 1");
+    fails("--contexts 16,0", "invalid value '0' for '--contexts <TOKENS>': 0 is not in 1..");
     fails("--contexts 16,many", "invalid value 'many'");
     fails("--contexts 100000", "a context of 100000 needs at least 1000010");
-    fails("--steps 0", "--steps is 0; it must be at least 1");
-    fails("--tokens-per-step 0", "--tokens-per-step is 0; it must be at least 1");
-    fails("--batch 0", "--batch is 0; it must be at least 1");
+    fails("--steps 0", "invalid value '0' for '--steps <STEPS>'");
+    fails("--tokens-per-step 0", "invalid value '0' for '--tokens-per-step <TOKENS_PER_STEP>'");
+    fails("--batch 0", "invalid value '0' for '--batch <BATCH>'");
     fails("--batch 1 --tokens-per-step 64", "cannot be used with");
     fails("--heads 3", "--heads is 3; it must divide --width");
     fails("--contexts 16 --width 514 --heads 2", "head_dim");

@@ -52,12 +52,12 @@ pub struct Answer {
 ///
 /// For a job that is none, what a run cannot start with, and a loss that is no number.
 pub fn work() -> Result<(), Error> {
-    let job: Job = serde_json::from_reader(io::stdin())
-        .map_err(|error| Error::Arguments(format!("{WORKER} is for compare to start, with a job: {error}")))?;
+    let wrong = |problem| Error::Job { problem };
+    let job: Job = serde_json::from_reader(io::stdin()).map_err(|error| wrong(error.to_string()))?;
     let config = &job.config;
     let device = device::choose(&config.device)?.device.autodiff();
     let _at_rest = AtRest(vec![device.clone()]);
-    let path = config.data.as_ref().ok_or_else(|| Error::Arguments("a job has a text".to_string()))?;
+    let path = config.data.as_ref().ok_or_else(|| wrong("it names no text".to_string()))?;
     let text = Text::read(path, config.tokenizer, config.context)?;
     let answer = train(&job, &text, &device)?;
     let line = serde_json::to_string(&answer).expect("an answer is plain values");

@@ -36,13 +36,13 @@ type Planned = (Config, String);
 /// For what is wrong with the arguments, before anything is measured, and when a file cannot be written.
 pub fn run(args: &Args) -> Result<(), Error> {
     let found = device::choose(&args.device)?;
-    let settings = Settings::new(args, &found)?;
+    let settings = Settings::new(&args.settings, &found)?;
     let planned = prepare(args, &settings, &found)?;
 
     let common = Common { device: found.to_string(), burn: burn_version(), warmup: settings.warmup };
-    let heading = heading(&common, &settings);
+    let heading = heading(&common, args, &settings);
     println!("{heading}\n\n{}", table::head());
-    let bar = ProgressBar::new((settings.contexts.len() * settings.kinds.len()) as u64).with_style(
+    let bar = ProgressBar::new((settings.contexts.len() * args.attention.len()) as u64).with_style(
         ProgressStyle::with_template("{bar:30} {pos}/{len} {elapsed} {msg}").expect("the template is well-formed"),
     );
     let limit = Duration::from_secs(args.limit);
@@ -64,7 +64,7 @@ pub fn run(args: &Args) -> Result<(), Error> {
 /// Checks everything, then writes the text: for each context the run of each kind, and what will compute its attention.
 fn prepare(args: &Args, settings: &Settings, found: &Found) -> Result<Vec<Vec<Planned>>, Error> {
     let own_text = args.out.join("text.txt");
-    let configs = settings.configs(found, args.data.as_ref().unwrap_or(&own_text))?;
+    let configs = args.configs(settings, found, args.data.as_ref().unwrap_or(&own_text))?;
     let text = text(args, settings)?;
     let planned = plan(configs, &found.device)?;
     fs::create_dir_all(&args.out).map_err(Error::io(&args.out))?;
@@ -110,9 +110,9 @@ fn plan(configs: Vec<Vec<Config>>, device: &Device) -> Result<Vec<Vec<Planned>>,
     Ok(planned)
 }
 
-fn heading(common: &Common, settings: &Settings) -> String {
+fn heading(common: &Common, args: &Args, settings: &Settings) -> String {
     let Settings { layers, heads, width, warmup, steps, .. } = settings;
-    let blocks = if settings.checkpointing { "gradient checkpointing, " } else { "" };
+    let blocks = if args.checkpointing { "gradient checkpointing, " } else { "" };
     format!(
         "{}, {}, {layers} layers, {heads} heads, width {width}, vocabulary {}, {blocks}Burn {}, {steps} steps after {warmup} to warm up",
         common.device,

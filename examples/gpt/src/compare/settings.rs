@@ -1,8 +1,9 @@
 //! What is compared: flags, and what suits the device where there is none.
 
-use crate::config::{self, AttentionKind, Config, Dtype};
+use crate::config::{AttentionKind, Config, Dtype};
 use crate::device::{Found, Strength};
 use crate::error::Error;
+use crate::flags::{Given, count};
 use crate::probe;
 use crate::tokenizer::Tokenizer;
 use burn::tensor::FloatDType;
@@ -20,42 +21,17 @@ pub struct Args {
     /// Kinds of attention.
     #[arg(long, value_delimiter = ',', default_value = "flash,burn,composed")]
     pub attention: Vec<AttentionKind>,
-    /// Tokens that the model sees, one model for each number.
-    #[arg(long, value_delimiter = ',', value_name = "TOKENS")]
-    pub contexts: Vec<usize>,
     /// A UTF-8 text to learn [default: the sources of this workspace].
     #[arg(long, value_name = "FILE")]
     pub data: Option<PathBuf>,
-    /// How text becomes tokens, and how many there are.
-    #[arg(long)]
-    pub tokenizer: Option<Tokenizer>,
-    /// What matrix products and attention are computed in; all else is f32.
-    #[arg(long)]
-    pub dtype: Option<Dtype>,
-    /// Blocks of attention and MLP.
-    #[arg(long)]
-    pub layers: Option<usize>,
-    /// Heads of attention.
-    #[arg(long)]
-    pub heads: Option<usize>,
-    /// Channels of the residual stream.
-    #[arg(long)]
-    pub width: Option<usize>,
+    #[command(flatten)]
+    pub settings: Given<Settings>,
     /// Windows of text in a batch [default: as many as --tokens-per-step has room for, and at least 1].
-    #[arg(long, conflicts_with = "tokens_per_step")]
+    #[arg(long, conflicts_with = "tokens_per_step", value_parser = count())]
     pub batch: Option<usize>,
-    /// Tokens in a batch, the same for every context.
-    #[arg(long)]
-    pub tokens_per_step: Option<usize>,
     /// Keep only what enters each block, and compute the block again in the backward pass.
     #[arg(long)]
     pub checkpointing: bool,
-    /// Steps that are timed.
-    #[arg(long)]
-    pub steps: Option<usize>,
-    /// Steps before those, which compile and tune.
-    #[arg(long)]
-    pub warmup: Option<usize>,
     /// Same seed, same weights and batches.
     #[arg(long, default_value_t = 1337)]
     pub seed: u32,
@@ -67,52 +43,87 @@ pub struct Args {
     pub out: PathBuf,
 }
 
-/// The flags, complete.
-#[derive(Clone, Debug)]
-#[allow(missing_docs)]
+/// Flags that follow the device where they are not given.
+#[derive(clap::Args, Clone, Debug)]
 pub struct Settings {
-    pub device: String,
-    pub kinds: Vec<AttentionKind>,
+    /// Tokens that the model sees, one model for each number.
+    #[arg(long, value_delimiter = ',', value_name = "TOKENS", value_parser = count())]
     pub contexts: Vec<usize>,
+    /// How text becomes tokens, and how many there are.
+    #[arg(long)]
     pub tokenizer: Tokenizer,
+    /// What matrix products and attention are computed in; all else is f32.
+    #[arg(long)]
     pub dtype: Dtype,
+    /// Blocks of attention and MLP.
+    #[arg(long, value_parser = count())]
     pub layers: usize,
+    /// Heads of attention.
+    #[arg(long, value_parser = count())]
     pub heads: usize,
+    /// Channels of the residual stream.
+    #[arg(long, value_parser = count())]
     pub width: usize,
-    /// As many as `tokens_per_step` has room for, if it is none.
-    pub batch: Option<usize>,
+    /// Tokens in a batch, the same for every context.
+    #[arg(long, value_parser = count())]
     pub tokens_per_step: usize,
-    pub checkpointing: bool,
+    /// Steps that are timed.
+    #[arg(long, value_parser = count())]
     pub steps: usize,
+    /// Steps before those, which compile and tune.
+    #[arg(long)]
     pub warmup: usize,
-    pub seed: u32,
 }
 
-impl Settings {
-    /// What was asked for, and otherwise what suits the device.
+impl Args {
+    /// For each context a run of each kind, which reads its text from this file.
     ///
     /// # Errors
     ///
-    /// For the first flag that is out of range, and for a dtype that the device has not.
-    pub fn new(args: &Args, found: &Found) -> Result<Self, Error> {
-        let suited = Self::suited_to(found);
-        let settings = Self {
+    /// For the first flag that does not fit another one.
+    pub fn configs(&self, settings: &Settings, found: &Found, text: &Path) -> Result<Vec<Vec<Config>>, Error> {
+        let config = |kind, context| self.config(settings, found, text, kind, context).checked(None);
+        let of_context = |context: &usize| self.attention.iter().map(|kind| config(*kind, *context)).collect();
+        settings.contexts.iter().map(of_context).collect()
+    }
+
+    /// A measurement is a run as any other.
+    fn config(&self, settings: &Settings, found: &Found, text: &Path, kind: AttentionKind, context: usize) -> Config {
+        let suited = Config::suited_to(found);
+        let steps = settings.warmup.saturating_add(settings.steps);
+        Config {
             device: found.id.clone(),
-            kinds: args.attention.clone(),
-            contexts: if args.contexts.is_empty() { suited.contexts } else { args.contexts.clone() },
-            tokenizer: args.tokenizer.unwrap_or(suited.tokenizer),
-            dtype: args.dtype.unwrap_or(suited.dtype),
-            layers: args.layers.unwrap_or(suited.layers),
-            heads: args.heads.unwrap_or(suited.heads),
-            width: args.width.unwrap_or(suited.width),
-            batch: args.batch,
-            tokens_per_step: args.tokens_per_step.unwrap_or(suited.tokens_per_step),
-            checkpointing: args.checkpointing,
-            steps: args.steps.unwrap_or(suited.steps),
-            warmup: args.warmup.unwrap_or(suited.warmup),
-            seed: args.seed,
-        };
-        settings.validate()?;
+            data: Some(text.to_path_buf()),
+            tokenizer: settings.tokenizer,
+            attention: kind,
+            dtype: settings.dtype,
+            layers: settings.layers,
+            heads: settings.heads,
+            width: settings.width,
+            context,
+            batch: self.batch.unwrap_or((settings.tokens_per_step / context).max(1)),
+            grad_accum: 1,
+            checkpointing: self.checkpointing,
+            steps,
+            lr: LEARNING_RATE,
+            min_lr: LEARNING_RATE / 10.0,
+            warmup: suited.warmup.min(steps / 10),
+            // Attention itself drops nothing in any kind.
+            dropout: 0.0,
+            seed: self.seed,
+            ..suited
+        }
+    }
+}
+
+impl Settings {
+    /// The given flags, and otherwise what suits the device.
+    ///
+    /// # Errors
+    ///
+    /// For a dtype that the device has not.
+    pub fn new(given: &Given<Self>, found: &Found) -> Result<Self, Error> {
+        let settings = given.over(Self::suited_to(found));
         probe::check(found, settings.dtype)?;
         Ok(settings)
     }
@@ -121,20 +132,15 @@ impl Settings {
     fn suited_to(found: &Found) -> Self {
         let half = found.device.supports_dtype(FloatDType::BF16);
         let gpu = Self {
-            device: String::new(),
-            kinds: Vec::new(),
             contexts: vec![1024, 4096, 16384],
             tokenizer: Tokenizer::Gpt2,
             dtype: if half { Dtype::Bf16 } else { Dtype::F32 },
             layers: 12,
             heads: 12,
             width: 768,
-            batch: None,
             tokens_per_step: 16384,
-            checkpointing: false,
             steps: 10,
             warmup: 3,
-            seed: 0,
         };
         let small = Self { tokenizer: Tokenizer::Bytes, dtype: Dtype::F32, ..gpu.clone() };
         match found.strength {
@@ -167,52 +173,6 @@ impl Settings {
                 warmup: 1,
                 ..small
             },
-        }
-    }
-
-    fn validate(&self) -> Result<(), Error> {
-        let smallest = self.contexts.iter().copied().min().unwrap_or_default();
-        for (flag, value) in [("contexts", smallest), ("tokens-per-step", self.tokens_per_step), ("steps", self.steps)]
-        {
-            if value == 0 {
-                return Err(Error::Config { flag, value: value.to_string(), rule: "it must be at least 1" });
-            }
-        }
-        Ok(())
-    }
-
-    /// For each context a run of each kind, which reads its text from this file.
-    ///
-    /// # Errors
-    ///
-    /// For the first flag that is out of range.
-    pub fn configs(&self, found: &Found, text: &Path) -> Result<Vec<Vec<Config>>, Error> {
-        let config = |kind, context| Config::new(&self.flags(kind, context, text), found, None);
-        let of_context = |context: &usize| self.kinds.iter().map(|kind| config(*kind, *context)).collect();
-        self.contexts.iter().map(of_context).collect()
-    }
-
-    /// The flags of training, by which a measurement is a run as any other.
-    fn flags(&self, kind: AttentionKind, context: usize, text: &Path) -> config::Args {
-        config::Args {
-            device: Some(self.device.clone()),
-            data: Some(text.to_path_buf()),
-            tokenizer: Some(self.tokenizer),
-            attention: Some(kind),
-            dtype: Some(self.dtype),
-            layers: Some(self.layers),
-            heads: Some(self.heads),
-            width: Some(self.width),
-            context: Some(context),
-            batch: Some(self.batch.unwrap_or((self.tokens_per_step / context).max(1))),
-            grad_accum: Some(1),
-            checkpointing: Some(self.checkpointing),
-            steps: Some(self.warmup.saturating_add(self.steps)),
-            lr: Some(LEARNING_RATE),
-            // Attention itself drops nothing in any kind.
-            dropout: Some(0.0),
-            seed: Some(self.seed),
-            ..config::Args::default()
         }
     }
 }
