@@ -149,10 +149,12 @@ fn of(data: &Data, [b, h]: [usize; 2], queries: &[usize], keys: &[usize]) -> ref
     let (group, kv) = (whole.group_size(), h / whole.group_size());
     // Of heads that share nothing with the others nothing else is read.
     let alone = matches!(whole, AttentionProblem { mask: None, bias: None, cu_seqlens: None, .. });
-    let (p, first, at) = if alone {
-        (AttentionProblem { batch: 1, num_heads_q: group, num_heads_kv: 1, ..whole }, [b, kv * group], [0, h % group])
+    let mut p = whole;
+    let (first, at) = if alone {
+        (p.batch, p.num_heads_q, p.num_heads_kv) = (1, group, 1);
+        ([b, kv * group], [0, h % group])
     } else {
-        (whole, [0, 0], [b, h])
+        ([0, 0], [b, h])
     };
     let part = |values: &Values, [_, heads, rows, width]: [usize; 4], len: [usize; 4], head: usize| {
         let start = (first[0] * heads + head) * rows * width;
@@ -170,13 +172,10 @@ fn of(data: &Data, [b, h]: [usize; 2], queries: &[usize], keys: &[usize]) -> ref
     let (slopes, sinks) = (data.slopes.as_ref().map(of_heads), data.sinks.as_ref().map(of_heads));
     let documents: Option<Vec<f64>> =
         data.documents.as_ref().map(|of| of.iter().map(|number| f64::from(*number)).collect());
-    let p = AttentionProblem {
-        alibi_slopes: p.alibi_slopes.map(|_| [1, p.num_heads_q]),
-        score_tensors: p.score_tensors.map(|of| of.map(|_| [1, p.num_heads_q, 1, 1])),
-        // One that is made of a function says nothing more.
-        block_mask: p.block_mask.filter(|_| data.blocks.is_some()),
-        ..p
-    };
+    p.alibi_slopes = p.alibi_slopes.map(|_| [1, p.num_heads_q]);
+    p.score_tensors = p.score_tensors.map(|of| of.map(|_| [1, p.num_heads_q, 1, 1]));
+    // One that is made of a function says nothing more.
+    p.block_mask = p.block_mask.filter(|_| data.blocks.is_some());
     let lens = |is: bool, from: usize| -> Option<Vec<usize>> {
         Some(data.sequences.as_ref().filter(|_| is)?[from..].iter().map(|n| *n as usize).collect())
     };

@@ -98,26 +98,26 @@ impl Work for Launches<'_> {
             }
             Way::Mma(tile, head_group) => {
                 let gradient = Gradient::Mma(MmaGradient { tile, head_group });
-                let dv = self.backward.dv.map(|_| gradient);
-                let tiles = BackwardTiles { dq: gradient, dkdv: gradient, dv, ..self.backward };
+                let mut tiles = self.backward;
+                (tiles.dq, tiles.dkdv, tiles.dv) = (gradient, gradient, tiles.dv.map(|_| gradient));
                 return self.tensors.backward(self.client, &self.problem, &self.part.wanted(self.tensors), tiles);
             }
         };
         if self.part == Part::Forward {
             return self.tensors.forward(self.client, &self.problem, HopperForward { tile, head_group, num_splits });
         }
+        let mut tiles = self.backward;
         if self.part == Part::Dbias {
             let HopperTile { consumer_groups: row_stages, tile_k, stages, .. } = tile;
-            let dbias = BiasGradient::Hopper(BiasTile { tile_k, tiles: num_splits, stages, row_stages });
-            let tiles = BackwardTiles { dbias, ..self.backward };
+            tiles.dbias = BiasGradient::Hopper(BiasTile { tile_k, tiles: num_splits, stages, row_stages });
             return self.tensors.backward(self.client, &self.problem, &self.part.wanted(self.tensors), tiles);
         }
-        let gradient = Gradient::Hopper(HopperGradient { tile, head_group });
-        let tiles = match self.part {
+        let gradient = HopperGradient { tile, head_group };
+        match self.part {
             // Its tiles are those of dkdv; dq's are of the kernel that it does without.
-            Part::Fused => BackwardTiles { fused: Some(HopperGradient { tile, head_group }), ..self.backward },
-            _ => BackwardTiles { dq: gradient, dkdv: gradient, ..self.backward },
-        };
+            Part::Fused => tiles.fused = Some(gradient),
+            _ => (tiles.dq, tiles.dkdv) = (Gradient::Hopper(gradient), Gradient::Hopper(gradient)),
+        }
         self.tensors.backward(self.client, &self.problem, &self.part.wanted(self.tensors), tiles)
     }
 
@@ -135,21 +135,21 @@ fn planned(plan: &Plan, part: Part) -> Result<Way, Error> {
     let gradient = |gradient| match gradient {
         Gradient::Hopper(HopperGradient { tile, head_group }) => Some(Way::Hopper(tile, head_group, 1)),
         Gradient::Mma(MmaGradient { tile, head_group }) => Some(Way::Mma(tile, head_group)),
-        Gradient::Matrix(_) | Gradient::Rows(_) | Gradient::Portable(_) => None,
+        _ => None,
     };
     let way = match (part, plan.forward) {
         (Part::Forward, Forward::Hopper(HopperForward { tile, head_group, num_splits })) => {
             Some(Way::Hopper(tile, head_group, num_splits))
         }
         (Part::Forward, Forward::Mma(MmaForward { tile, head_group })) => Some(Way::Mma(tile, head_group)),
-        (Part::Forward, Forward::Matrix(_) | Forward::Rows(_) | Forward::Portable(_)) => None,
+        (Part::Forward, _) => None,
         (Part::Dq, _) => gradient(plan.backward.dq),
         (Part::Dkdv, _) => gradient(plan.backward.dkdv),
         (Part::Dbias, _) => match plan.backward.dbias {
             BiasGradient::Hopper(tile) => {
                 Some(Way::Hopper(HopperTile { consumer_groups: tile.row_stages, ..tile.tile() }, 1, tile.tiles))
             }
-            BiasGradient::Portable(_) => None,
+            _ => None,
         },
         (Part::Fused, _) => plan.backward.fused.and_then(|fused| gradient(Gradient::Hopper(fused))),
     };

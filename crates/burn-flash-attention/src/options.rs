@@ -28,6 +28,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, ser::Error};
 ///
 /// Numbers serialize; tensors and functions do not. Serializing options that contain one is an error, so that nothing is lost silently.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub struct FlashAttentionOptions {
     /// Factor on `q·kᵀ`. `None`: `1/√head_dim`.
     pub softmax_scale: Option<f32>,

@@ -45,6 +45,7 @@ pub enum AttentionPlan {
 /// # }
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct HostPlan {
     /// Queries a tile.
     pub tile_q: usize,

@@ -350,16 +350,19 @@ fn functions_that_cannot_read_what_they_are_given() {
             refused!(error, Unsupported { .. }, "mask_tensors[0] = a tensor of f16", "read f32");
         }
         // Tensors without a function.
-        let options = FlashAttentionOptions { score_tensors: vec![good()], ..Default::default() };
+        let mut options = FlashAttentionOptions::new();
+        options.score_tensors = vec![good()];
         refused!(with(&target, options), Unsupported { .. }, "score_tensors[0] = a tensor", "score_mod");
-        let options = FlashAttentionOptions { mask_tensors: vec![good()], ..Default::default() };
+        let mut options = FlashAttentionOptions::new();
+        options.mask_tensors = vec![good()];
         refused!(with(&target, options), Unsupported { .. }, "mask_tensors[0] = a tensor", "mask_mod");
         // Functions and what they read do not serialize.
         let error = serde_json::to_string(&scored(vec![])).unwrap_err().to_string();
         assert!(error.contains("score_mod is") && error.contains("Bent"), "{error}");
         let error = serde_json::to_string(&masked(vec![good()])).unwrap_err().to_string();
         assert!(error.contains("mask_mod is") && error.contains("Document"), "{error}");
-        let options = FlashAttentionOptions { score_tensors: vec![good()], ..Default::default() };
+        let mut options = FlashAttentionOptions::new();
+        options.score_tensors = vec![good()];
         let error = serde_json::to_string(&options).unwrap_err().to_string();
         assert!(error.contains("score_tensors holds a tensor of shape [1, 4, 1, 6]"), "{error}");
     }
@@ -411,7 +414,8 @@ fn block_masks_that_do_not_fit() {
         refused!(error, Broadcast { .. }, "mask_tensors[0] has shape [1, 2, 300, 1]", "dimension 1 is 2", scores);
         let packed = new().with_cu_seqlens_q(ends()).with_cu_seqlens_k(ends());
         refused!(of(&packed, [1, 1]), Unsupported { .. }, "cu_seqlens_q = a tensor [3]", "begin anywhere");
-        let alone = FlashAttentionOptions { mask_tensors: vec![zeros([1, 1, 1, 1], d)], ..Default::default() };
+        let mut alone = new();
+        alone.mask_tensors = vec![zeros([1, 1, 1, 1], d)];
         refused!(of(&alone, [1, 1]), Unsupported { .. }, "mask_tensors[0] = a tensor", "mask_mod");
         if d.supports_dtype(DType::F16) {
             let half = Tensor::<4>::zeros([1, 1, 1, 1], (d, DType::F16));

@@ -38,6 +38,7 @@ pub const MAX_PAIRS: u64 = 1 << 60;
 /// # Ok::<(), flash_attention_kernels::AttentionError>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct AttentionProblem {
     /// Batches.
     pub batch: usize,

@@ -123,6 +123,7 @@ pub fn backward_tuned(
 /// assert!(nothing_timed.forward.is_none() && nothing_timed.backward.is_none());
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct Tuned {
     /// The forward. `None` where none has been timed: what [`plan`](crate::plan()) says runs.
     pub forward: Option<Forward>,

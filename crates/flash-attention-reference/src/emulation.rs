@@ -51,6 +51,7 @@ pub struct Attention {
 /// assert_eq!(nothing.exact, nothing.emulated);
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct Expected {
     /// The oracle's.
     pub exact: Attention,

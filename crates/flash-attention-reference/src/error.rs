@@ -19,6 +19,7 @@ pub const BLOCK_ROWS: usize = 64;
 /// assert_eq!(error.block_rms, [0.25]);
 /// ```
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Error {
     /// Largest absolute difference. 0 if there are no elements.
     pub max: f64,

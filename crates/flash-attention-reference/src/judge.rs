@@ -90,6 +90,7 @@ pub struct Comparison<'a> {
 /// # Ok::<(), flash_attention_reference::Unfit>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Verdict {
     /// The norm of the error relative to E₀'s: 1 of what rounds alike.
     pub norm: f64,
@@ -104,6 +105,7 @@ pub struct Verdict {
 /// assert_eq!(unfit.to_string(), "dq has 3 elements, the oracle's 4");
 /// ```
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
 pub enum Unfit {
     /// It has not as many elements.
     #[error("{name} has {computed} elements, the oracle's {exact}")]

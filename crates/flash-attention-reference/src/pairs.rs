@@ -16,6 +16,7 @@ use std::collections::HashSet;
 /// assert!(all.iter().any(|pair| pair.problem.sinks && pair.problem.bias.is_some() && pair.dlse));
 /// ```
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Pair {
     /// The problem, with a number for a seed where there is dropout.
     pub problem: AttentionProblem,

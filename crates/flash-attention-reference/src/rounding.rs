@@ -70,6 +70,7 @@ impl Rounding for Exact {
 /// assert_ne!(Operands::F32, Operands::Inputs);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Operands {
     /// Nothing: products are those of f32.
     F32,

@@ -92,5 +92,6 @@ fn nan_and_infinity_are_infinite_errors_unless_the_oracle_has_them() {
 
 #[test]
 fn no_elements_are_no_error() {
-    assert_eq!(Error::between(&[], &[], 4), Error { max: 0.0, mean: 0.0, block_rms: vec![] });
+    let error = Error::between(&[], &[], 4);
+    assert_eq!((error.max, error.mean, error.block_rms), (0.0, 0.0, vec![]));
 }

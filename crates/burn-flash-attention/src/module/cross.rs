@@ -22,6 +22,7 @@ const MIN_FLOAT: f64 = -1.0e4;
 /// assert_eq!(config.d_context, 384);
 /// ```
 #[derive(Config, Debug)]
+#[non_exhaustive]
 pub struct FlashCrossAttentionConfig {
     /// The size of each vector of the queries.
     pub d_model: usize,

@@ -27,6 +27,7 @@ use flash_attention_kernels::AttentionError;
 /// assert_eq!(config.dropout, 0.1);
 /// ```
 #[derive(Config, Debug)]
+#[non_exhaustive]
 pub struct FlashTransformerDecoderConfig {
     /// The size of each vector that comes in and goes out.
     pub d_model: usize,

@@ -20,6 +20,7 @@ use flash_attention_kernels::AttentionError;
 /// assert_eq!(config.n_heads, 32);
 /// ```
 #[derive(Config, Debug)]
+#[non_exhaustive]
 pub struct FlashMultiHeadAttentionConfig {
     /// The size of each vector that comes in and goes out.
     pub d_model: usize,
@@ -153,6 +154,7 @@ pub struct FlashMhaInput {
 /// # }
 /// ```
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct FlashMhaOutput {
     /// `[batch, seq_q, d_model]`.
     pub context: Tensor<3>,

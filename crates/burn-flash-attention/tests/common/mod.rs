@@ -463,20 +463,18 @@ impl Tensors {
             let states = Tensor::<4, Int>::from_data(TensorData::new(states, of.blocks), device);
             BlockMask::new(states, of.block_q, of.block_k)
         });
-        let options = FlashAttentionOptions {
-            block_mask,
-            score_tensors: score_tensors.collect(),
-            mask_tensors: mask_tensors.collect(),
-            mask,
-            bias,
-            seq_lens_q: lens(data.seq_lens_q.as_ref()),
-            seq_lens_k: lens(data.seq_lens_k.as_ref()),
-            cu_seqlens_q: lens(data.cu_seqlens.as_ref().map(|[q, _]| q)),
-            cu_seqlens_k: lens(data.cu_seqlens.as_ref().map(|[_, k]| k)),
-            alibi_slopes: slopes.clone().map(|slopes| slopes.into()),
-            sinks: data.sinks.as_ref().map(|sinks| of_heads(f32s(sinks), how.tracked.sinks)),
-            ..problem.options.into()
-        };
+        let mut options = FlashAttentionOptions::from(problem.options);
+        options.block_mask = block_mask;
+        options.score_tensors = score_tensors.collect();
+        options.mask_tensors = mask_tensors.collect();
+        options.mask = mask;
+        options.bias = bias;
+        options.seq_lens_q = lens(data.seq_lens_q.as_ref());
+        options.seq_lens_k = lens(data.seq_lens_k.as_ref());
+        options.cu_seqlens_q = lens(data.cu_seqlens.as_ref().map(|[q, _]| q));
+        options.cu_seqlens_k = lens(data.cu_seqlens.as_ref().map(|[_, k]| k));
+        options.alibi_slopes = slopes.clone().map(|slopes| slopes.into());
+        options.sinks = data.sinks.as_ref().map(|sinks| of_heads(f32s(sinks), how.tracked.sinks));
         Tensors {
             slopes,
             q: leaf(&data.q, problem.q_shape(), how.tracked.q),

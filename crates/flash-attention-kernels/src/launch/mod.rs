@@ -33,6 +33,7 @@ use cubecl::prelude::*;
 
 /// How a boolean mask is stored. True (nonzero) hides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum MaskStorage {
     /// One byte an element.
     U8,

@@ -50,6 +50,7 @@ pub enum Alignment {
 /// Order in which gradients are summed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum BackwardOrder {
     /// Fixed: the same call gives the same bits.
     #[default]
@@ -70,6 +71,7 @@ pub enum BackwardOrder {
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Precision {
     /// That of f32, by multiply-adds or by split matrix products.
     #[default]

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 /// A kernel family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Kernel {
     /// Warpgroup matrix products and TMA of NVIDIA Hopper, in f16 and bf16.
     Hopper,
@@ -51,6 +52,7 @@ impl Kernel {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Forward {
     /// [`Kernel::Hopper`].
     Hopper(HopperForward),
@@ -103,6 +105,7 @@ pub struct MmaGradient {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Gradient {
     /// [`Kernel::Hopper`].
     Hopper(HopperGradient),
@@ -161,6 +164,7 @@ impl Gradient {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum BiasGradient {
     /// [`Kernel::Hopper`], of a bias that has an element for each pair of query and key.
     Hopper(BiasTile),
@@ -187,6 +191,7 @@ impl BiasGradient {
 /// assert_eq!(BackwardTiles::portable(tile, true).dkdv.kernel(), Kernel::Portable);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct BackwardTiles {
     /// Of `dq`.
     pub dq: Gradient,

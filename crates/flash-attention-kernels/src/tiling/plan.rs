@@ -14,6 +14,7 @@ use std::fmt;
 
 /// A choice that was passed over, and why.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct PassedOver {
     /// What was passed over.
     pub what: String,
@@ -34,6 +35,7 @@ pub struct PassedOver {
 /// # }
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct Plan {
     /// The forward.
     pub forward: Forward,

@@ -323,8 +323,9 @@ impl Case {
     /// With these of the kernels whose threads hold rows.
     pub fn with_rows(mut self, tile: RowsTile) -> Self {
         let smallest = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
-        let (of, others) = (Gradient::Rows(tile), BackwardTiles::portable(smallest, true));
-        self.tiles = Some((tile.into(), BackwardTiles { dq: of, dkdv: of, ..others }));
+        let (of, mut backward) = (Gradient::Rows(tile), BackwardTiles::portable(smallest, true));
+        (backward.dq, backward.dkdv) = (of, of);
+        self.tiles = Some((tile.into(), backward));
         self
     }
 

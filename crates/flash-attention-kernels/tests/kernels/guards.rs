@@ -191,6 +191,7 @@ pub fn place_mask(
     let (bytes, size) = match storage {
         MaskStorage::U8 => (buffer.iter().map(|hides| u8::from(*hides)).collect::<Vec<_>>(), 1),
         MaskStorage::U32 => (buffer.iter().flat_map(|hides| u32::from(*hides).to_le_bytes()).collect(), 4),
+        other => panic!("how {other:?} stores a mask is not known"),
     };
     let whole = client.create_from_slice(&bytes);
     let handle = if offset == 0 { whole } else { whole.offset_start((offset * size) as u64) };

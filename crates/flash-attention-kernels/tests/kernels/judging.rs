@@ -47,6 +47,7 @@ impl Case {
             Kernel::Mma if dtype == Dtype::F32 && precision == Precision::Tf32 => Operands::Tf32,
             Kernel::Mma if dtype == Dtype::F32 => Operands::F32,
             Kernel::Hopper | Kernel::Mma | Kernel::Matrix => Operands::Inputs,
+            other => panic!("how {other:?} rounds is not known"),
         };
         let emulation = Emulation { dtype, operands };
         let dlse = self.dlse.as_deref();
@@ -116,6 +117,7 @@ fn tolerance(dtype: Dtype, precision: Precision) -> f64 {
         (Dtype::F32, Precision::Tf32) => 4e-3,
         (Dtype::F16, _) => 1e-3,
         (Dtype::BF16, _) => 8e-3,
+        other => panic!("how {other:?} rounds is not known"),
     }
 }
 

@@ -28,6 +28,11 @@ pub fn problem(shape: [usize; 4]) -> AttentionProblem {
     AttentionProblem::new(&shape, &shape, &shape, Dtype::F32, AttentionOptions::default()).unwrap()
 }
 
+fn in_f16(mut problem: AttentionProblem) -> AttentionProblem {
+    problem.dtype = Dtype::F16;
+    problem
+}
+
 #[test]
 fn tiles_follow_shared_memory() {
     let chosen = |kib: usize| {
@@ -57,7 +62,7 @@ fn matrix_products_follow_what_is_offered() {
         matrices: vec![(Dtype::F16, [16, 8, 8]), (Dtype::F16, [16, 16, 16])],
         ..smallest()
     };
-    let half = |head_dim| AttentionProblem { dtype: Dtype::F16, ..problem([1, 1, 64, head_dim]) };
+    let half = |head_dim| in_f16(problem([1, 1, 64, head_dim]));
     let chosen = |device: &Device, head_dim| {
         let plan = plan_on(device, &half(head_dim)).unwrap();
         let Forward::Matrix(tile) = plan.forward else { panic!("{plan}") };
@@ -114,8 +119,9 @@ fn processors_hold_rows() {
 /// tf32 is a permission: where nothing multiplies it, f32 stays f32, and the plan tells.
 #[test]
 fn tf32_is_planned_visibly() {
-    let options = AttentionOptions { precision: Precision::Tf32, ..Default::default() };
-    let plan = plan_on(&smallest(), &AttentionProblem { options, ..problem([1, 1, 64, 64]) }).unwrap();
+    let mut rounded = problem([1, 1, 64, 64]);
+    rounded.options.precision = Precision::Tf32;
+    let plan = plan_on(&smallest(), &rounded).unwrap();
     assert_eq!([plan.forward.kernel(), plan.backward.dq.kernel()], [Kernel::Portable; 2], "{plan}");
     let told = plan.to_string();
     assert!(told.contains("not forward mma: ") && told.contains("not backward mma: "), "{told}");
@@ -124,8 +130,10 @@ fn tf32_is_planned_visibly() {
 #[test]
 fn what_the_device_cannot_do_is_refused() {
     let refused = |device: &Device, problem: &AttentionProblem| plan_on(device, problem).unwrap_err();
-    let half = AttentionProblem { dtype: Dtype::F16, ..problem([1, 1, 8, 8]) };
-    assert!(matches!(refused(&smallest(), &half), AttentionError::DtypeUnsupported { dtype: "f16", .. }));
+    assert!(matches!(
+        refused(&smallest(), &in_f16(problem([1, 1, 8, 8]))),
+        AttentionError::DtypeUnsupported { dtype: "f16", .. }
+    ));
     let huge = problem([64, 64, 1 << 14, 128]);
     assert!(
         matches!(refused(&smallest(), &huge), AttentionError::AddressSpace { argument: "q", reach, .. } if reach == 1 << 33)

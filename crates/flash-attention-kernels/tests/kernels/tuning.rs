@@ -193,7 +193,8 @@ fn a_bad_call_is_a_typed_error_and_tunes_nothing() {
     let small = Inputs { k: TensorView { handle: client.empty(16), ..inputs.k.clone() }, ..inputs.clone() };
     let error = forward_tuned(&client, &p, &small, &zeros(p.o_shape()), &lse).unwrap_err();
     assert!(matches!(error, AttentionError::Buffer { argument: "k", .. }), "{error}");
-    let half = AttentionProblem { dtype: Dtype::F16, ..p };
+    let mut half = p;
+    half.dtype = Dtype::F16;
     if !supports(&client, Dtype::F16) {
         assert!(matches!(tuned(&client, &half), Err(AttentionError::DtypeUnsupported { dtype: "f16", .. })));
     }
@@ -219,10 +220,11 @@ fn devices() -> Vec<Device> {
 }
 
 fn problems(order: BackwardOrder) -> Vec<AttentionProblem> {
-    let of = |dtype, head_dim, causal| AttentionProblem {
-        dtype,
-        options: AttentionOptions { causal, backward_order: order, ..Default::default() },
-        ..problem([1, 2, 4096, head_dim])
+    let of = |dtype, head_dim, causal| {
+        let mut of = problem([1, 2, 4096, head_dim]);
+        of.dtype = dtype;
+        of.options = AttentionOptions { causal, backward_order: order, ..Default::default() };
+        of
     };
     let plain = [64, 128, 192, 256].into_iter().flat_map(|d| {
         [Dtype::F32, Dtype::F16].into_iter().flat_map(move |dtype| [true, false].map(|causal| of(dtype, d, causal)))

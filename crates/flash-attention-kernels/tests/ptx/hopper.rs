@@ -157,8 +157,9 @@ fn check(name: &str, problem: AttentionProblem) {
         ]),
         Some(_) => panic!("{plan}"),
     }
-    let options = AttentionOptions { backward_order: BackwardOrder::Fast, ..problem.options };
-    let any_order = plan_on(&device(), &AttentionProblem { options, ..problem }).unwrap();
+    let mut fast = problem;
+    fast.options.backward_order = BackwardOrder::Fast;
+    let any_order = plan_on(&device(), &fast).unwrap();
     gradients.extend(any_order.backward.fused.map(|fused| ("all", Role::All, fused.tile)));
     blueprint.split_keys = false;
     for (what, role, tile) in gradients {

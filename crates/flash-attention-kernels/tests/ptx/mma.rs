@@ -95,6 +95,7 @@ fn look_at(name: &str, role: Role, tile: MmaTile, problem: &AttentionProblem, sh
         (Dtype::BF16, _) => {
             (Products::BF16, &["m16n8k16.row.col.f32.bf16.bf16.f32", "ldmatrix.sync.aligned.m8n8.x4.trans"])
         }
+        other => panic!("the products of {other:?} are not known"),
     };
     let blueprint = MmaBlueprint { tile, scores, products };
     let bytes = blueprint.shared_memory();

@@ -196,7 +196,8 @@ pub fn plain() -> AttentionProblem {
 pub fn full() -> AttentionProblem {
     let (score_mod, mask_mod) = (Some(ScoreFn::of::<Bent>()), Some(MaskFn::of::<Strided>()));
     let options = AttentionOptions { dropout: 0.25, score_mod, mask_mod, ..Default::default() };
-    let p = AttentionProblem { options, ..plain() };
+    let mut p = plain();
+    p.options = options;
     let p = p.with_mask(&[2, 4, 8, 9]).and_then(|p| p.with_bias(&[1, 4, 1, 9]));
     let p = p.and_then(|p| p.with_alibi_slopes(&[1, 4])).and_then(|p| p.with_sinks(&[4]));
     let p = p.and_then(|p| p.with_seq_lens_q(&[2])).and_then(|p| p.with_seq_lens_k(&[2]));

@@ -141,8 +141,9 @@ fn tiles_kernels_and_scratch() {
         rows! { Call: |_| {} => Broadcast { argument: "mask", expected: [1, 1, 1, 1], dimension: 0, value: 2 }; };
 
     let p = plain();
-    let options = AttentionOptions { score_mod: Some(ScoreFn::of::<Bent>()), ..p.options };
-    let functions = AttentionProblem { options, ..p }.with_score_tensors(&[&[1, 4, 1, 1]]);
+    let mut functions = p;
+    functions.options.score_mod = Some(ScoreFn::of::<Bent>());
+    let functions = functions.with_score_tensors(&[&[1, 4, 1, 1]]);
     let masked = p.with_mask(&[2, 1, 1, 9]).and_then(|p| p.with_block_mask(&[1; 4], 128, 128));
     let [forward, backward] = [&[Entry::ForwardWith][..], &[Entry::BackwardWith]];
     let mut groups: Vec<Group> = vec![
@@ -202,7 +203,8 @@ fn what_this_device_lacks() {
         }
     }
     // Kernels by name, in an element type that they do not multiply.
-    let single = AttentionProblem { dtype: Dtype::F32, ..plain() };
+    let mut single = plain();
+    single.dtype = Dtype::F32;
     for kernel in [Kernel::Hopper, Kernel::Matrix] {
         let error = plan_with(&client, &single, kernel).unwrap_err();
         assert!(
