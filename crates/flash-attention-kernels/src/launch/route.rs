@@ -7,6 +7,7 @@ use crate::mask::Band;
 use crate::problem::BlockMask;
 use crate::tensor::TensorView;
 use crate::tiling::{self, ListShape};
+use cubecl::client::Client;
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -89,14 +90,18 @@ impl BlockLists {
     }
 
     /// Those of this origin: those kept, or else new ones, which are made while nothing is locked. Of two threads that make the same,
-    /// each works with its own, and one's are kept.
-    fn of(&self, of: &Origin, make: impl FnOnce() -> TensorView) -> TensorView {
+    /// each works with its own, and one's are kept. Lists that could not be made, as without memory, are not kept: they would fail every
+    /// call that comes after.
+    fn of(&self, client: &Client, of: &Origin, make: impl FnOnce() -> TensorView) -> TensorView {
         let found = |all: &[Kept]| all.iter().find(|kept| kept.of == *of).map(|kept| kept.lists.clone());
         let all = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(lists) = found(&all()) {
             return lists;
         }
         let lists = make();
+        if client.check([&lists.handle]).is_err() {
+            return lists;
+        }
         let mut all = all();
         if found(&all).is_none() {
             if all.len() == MOST_KEPT {
@@ -131,7 +136,7 @@ impl Call<'_> {
         Some(if p.is_varlen() {
             self.make_lists(&of, shape)
         } else {
-            self.inputs.block_lists.of(&of, || self.make_lists(&of, shape))
+            self.inputs.block_lists.of(self.client, &of, || self.make_lists(&of, shape))
         })
     }
 

@@ -2,7 +2,7 @@
 
 use crate::common::*;
 use flash_attention_kernels::mods::{MaskFn, ScoreFn};
-use flash_attention_kernels::{AttentionOptions, Dtype, Inputs, Kernel, TensorView, block_states};
+use flash_attention_kernels::{AttentionOptions, Dtype, Inputs, TensorView, block_states};
 use flash_attention_reference::mods::{Bent, Strided};
 
 /// `[batch, heads_q, heads_kv, seq_q, seq_k, head_dim, head_dim_v]`, each with a dimension of 0 that results have or sums run over.
@@ -64,8 +64,7 @@ fn with_every_option(sizes: Sizes) -> Vec<(&'static str, Case)> {
 #[test]
 fn every_option() {
     let Some(client) = client() else { return };
-    // The kernels made of `mma.sync` take no block mask, where they are asked for by name.
-    let of_blocks = forced_kernel(chosen_dtype()) != Some(Kernel::Mma);
+    let of_blocks = lanes::takes_block_masks();
     let mut checked = 0;
     for sizes in SIZES {
         for (name, case) in with_every_option(sizes) {

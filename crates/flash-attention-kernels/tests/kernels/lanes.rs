@@ -117,6 +117,11 @@ pub fn forced_kernel(dtype: Dtype) -> Option<Kernel> {
     multiplies.then_some(found)
 }
 
+/// Whether the lane's kernel takes block masks: those of `mma.sync` do not, where they are asked for by name.
+pub fn takes_block_masks() -> bool {
+    forced_kernel(Dtype::F16) != Some(Kernel::Mma)
+}
+
 /// Asserts that this is the kernel of the lane.
 pub fn assert_kernel(ran: Kernel, dtype: Dtype, block_mask: bool) {
     let expected: Vec<Kernel> = match forced_kernel(dtype) {

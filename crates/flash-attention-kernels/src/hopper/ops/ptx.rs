@@ -37,17 +37,24 @@ impl PtxOp {
     }
 }
 
-/// Which buffers a kernel writes, as CubeCL has to know: outputs of a launch that does not run carry the reason. Counters of work tiles
-/// do not count: they outlive the launch, and one that does not run leaves them as they were. To the optimiser of CubeCL the operation
-/// stays opaque.
+/// Which buffers a kernel reads and writes, as CubeCL has to know: a launch is skipped if an input carries a failure, and outputs of a
+/// launch that does not run carry the reason. Counters of work tiles do not count: they outlive the launch, and one that does not run
+/// leaves them as they were. To the optimiser of CubeCL the operation stays opaque.
 #[op_interface_impl]
 impl MemoryEffectsOp for PtxOp {
     fn memory_effects(&self, ctx: &Context) -> Vec<MemoryEffect> {
         let template: String = self.get_attr_flash_ptx_template(ctx).expect("the constructor sets it").clone().into();
-        let writes = ["st.global", "red.global"].iter().any(|write| template.contains(write));
-        // The address comes first.
-        let written = self.get_operation().deref(ctx).operands().next().filter(|_| writes);
-        std::iter::once(MemoryEffect::Opaque).chain(written.map(MemoryEffect::Write)).collect()
+        let holds = |instructions: &[&str]| instructions.iter().any(|instruction| template.contains(instruction));
+        let operand = |nth| self.get_operation().deref(ctx).operands().nth(nth);
+        // What is written comes first; what is copied, after its destination.
+        let written = holds(&["st.global", "red.global"]).then(|| operand(0)).flatten();
+        let read =
+            holds(&["cp.async.cg.shared.global", "cp.async.ca.shared.global", "cp.async.bulk.shared::cluster.global"]);
+        let read = read.then(|| operand(1)).flatten();
+        std::iter::once(MemoryEffect::Opaque)
+            .chain(written.map(MemoryEffect::Write))
+            .chain(read.map(MemoryEffect::Read))
+            .collect()
     }
 }
 

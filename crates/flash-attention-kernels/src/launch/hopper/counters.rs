@@ -53,7 +53,10 @@ impl Call<'_> {
         }
         let counter = pool.handle.clone().offset_start((pool.taken * COUNTER_BYTES) as u64);
         pool.taken += 1;
-        pools.push_back(pool);
+        // A new pool for which there was no memory is not kept: it would fail every launch that comes after.
+        if found.is_some() || client.check([&pool.handle]).is_ok() {
+            pools.push_back(pool);
+        }
         counter
     }
 
