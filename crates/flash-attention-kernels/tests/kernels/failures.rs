@@ -183,12 +183,17 @@ fn a_device_that_runs_out_of_memory() {
     let states = blocks.blocks_on(&client).expect("it has a block mask");
     let blocks = Case { shared_blocks: Some((states, BlockLists::default())), ..blocks };
     let mut taken = Vec::new();
-    while client.check(&taken).is_ok() {
-        taken.push(client.empty(1 << 20));
-        assert!(taken.len() < 100, "a device of 48 MiB gave away 100");
+    for bytes in [1 << 20, 1 << 12, 1 << 8] {
+        loop {
+            taken.push(client.empty(bytes));
+            assert!(taken.len() < 300_000, "a device of 48 MiB gave away more");
+            if client.check(taken.last()).is_err() {
+                break;
+            }
+        }
     }
-    // What is left may hold small tensors. These calls are the process's first: what they keep for the next ones, the counters of work
-    // tiles and the lists of a block mask, finds no memory either.
+    // These calls are the process's first: what they keep for the next ones, the counters of work tiles and the lists of a block mask,
+    // finds no memory either.
     for case in [&wide, &blocks] {
         for handle in launched(&client, case, None).unwrap() {
             let error = read_error(&client, handle);
