@@ -678,7 +678,11 @@ pub fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
 /// Asserts that what is ours is what Burn's own operations give.
 pub fn close<const D: usize>(target: &Target, what: &str, ours: Tensor<D>, burns: Tensor<D>) {
     let (ours, burns) = (ours.into_data(), burns.into_data());
-    let tolerance = burns_own(target).set_relative(1e-4);
+    // The absolute bound of TF32 is for products whose elements are about 1. Gradients of weights sum more of them.
+    let squares = burns.iter::<f32>().map(|x| x * x).sum::<f32>();
+    let rms = (squares / burns.num_elements().max(1) as f32).sqrt();
+    let tolerance = if target.name == "cuda" { Tolerance::absolute(5e-3 * rms.max(1.0)) } else { burns_own(target) }
+        .set_relative(1e-4);
     let compared = catch_unwind(AssertUnwindSafe(|| ours.assert_approx_eq::<f32>(&burns, tolerance)));
     assert!(compared.is_ok(), "{what} on {}: {ours} instead of {burns}", target.name);
 }
