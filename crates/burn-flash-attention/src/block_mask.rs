@@ -1,12 +1,8 @@
 //! Which blocks of queries and keys see each other.
 
-use crate::api::{check_device, function_tensors, same_device, unwrapped};
-use crate::backend::{FlashAttentionOps, Masks, OptionalBool, OptionalFloat};
-use crate::options::FlashAttentionOptions;
-use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, Int, IntDType, Tensor, TensorData};
+use flash_attention_kernels::BlockLists;
 use flash_attention_kernels::blocks::{EMPTY, FULL, PARTIAL};
-use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, BlockLists, Dtype};
 
 /// What is seen of a block of queries and keys.
 ///
@@ -141,101 +137,6 @@ impl BlockMask {
         let states: Vec<i32> = (0..shape.iter().product()).map(|n| at(n).number()).collect();
         let states = Tensor::from_data(TensorData::new(states, shape), (device, DType::I32));
         BlockMask::new(states, block_q, block_k)
-    }
-
-    /// That of what `mask` and `mask_mod` of the options hide, found out on the device: each pair is looked at once, and what comes of it
-    /// serves as long as they say the same, for forward and backward and in every layer. Causality, windows and lengths do not count
-    /// here, as they hide in any case.
-    ///
-    /// `[batch, heads]` are 1 or as many as there are: 1 where what hides pairs is the same for all. Mask and tensors broadcast to
-    /// `[batch, heads, seq_q, seq_k]`, and a function is asked about batches and heads below these.
-    ///
-    /// # Panics
-    ///
-    /// With the message of the error that [`try_of`](BlockMask::try_of) returns.
-    ///
-    /// ```
-    /// # #[cfg(feature = "flex")] {
-    /// use burn::tensor::{Device, Tensor};
-    /// use burn_flash_attention::mods::{MaskFn, PrefixLm};
-    /// use burn_flash_attention::{BlockMask, FlashAttentionOptions};
-    ///
-    /// // Of the first text 200 tokens are a prefix, of the second none.
-    /// let device = Device::flex();
-    /// let prefixes = Tensor::<1>::from_data([200.0, 0.0], &device).reshape([2, 1, 1, 1]);
-    /// let options = FlashAttentionOptions::new().with_mask_mod(MaskFn::of::<PrefixLm>(), [prefixes]);
-    /// let blocks = BlockMask::of(&options, [2, 1], [256, 256], [128, 128], &device);
-    /// assert_eq!(blocks.states.into_data().try_to_vec::<i32>().unwrap(), [2, 1, 2, 1, 1, 0, 2, 1]);
-    /// # }
-    /// ```
-    #[track_caller]
-    pub fn of(
-        options: &FlashAttentionOptions,
-        [batch, heads]: [usize; 2],
-        [seq_q, seq_k]: [usize; 2],
-        [block_q, block_k]: [usize; 2],
-        device: &Device,
-    ) -> Self {
-        unwrapped(BlockMask::try_of(options, [batch, heads], [seq_q, seq_k], [block_q, block_k], device))
-    }
-
-    /// [`BlockMask::of`], or why it cannot be done. Nothing has run where an error is returned.
-    ///
-    /// # Errors
-    ///
-    /// Each [`AttentionError`] names the argument at fault and its value.
-    ///
-    /// ```
-    /// # #[cfg(feature = "flex")] {
-    /// use burn::tensor::Device;
-    /// use burn_flash_attention::{BlockMask, FlashAttentionOptions};
-    ///
-    /// let options = FlashAttentionOptions::new();
-    /// let error = BlockMask::try_of(&options, [1, 1], [256, 256], [64, 128], &Device::flex()).unwrap_err();
-    /// assert!(error.to_string().starts_with("block_q is 64; it must be a multiple of 128"));
-    /// # }
-    /// ```
-    pub fn try_of(
-        options: &FlashAttentionOptions,
-        [batch, heads]: [usize; 2],
-        [seq_q, seq_k]: [usize; 2],
-        [block_q, block_k]: [usize; 2],
-        device: &Device,
-    ) -> Result<Self, AttentionError> {
-        let q = [batch, heads, seq_q, 1];
-        let kv = [batch, heads, seq_k, 1];
-        let hiding = AttentionOptions { mask_mod: options.mask_mod, ..Default::default() };
-        let mut problem = AttentionProblem::new(&q, &kv, &kv, Dtype::F32, hiding)?;
-        let shape = [batch, heads, seq_q.div_ceil(block_q.max(1)), seq_k.div_ceil(block_k.max(1))];
-        problem = problem.with_block_mask(&shape, block_q, block_k)?;
-        if let Some(mask) = &options.mask {
-            problem = problem.with_mask(&mask.dims())?;
-            same_device("mask", &mask.device(), device)?;
-        }
-        let dims: Vec<_> = options.mask_tensors.iter().map(Tensor::dims).collect();
-        problem = problem.with_mask_tensors(&dims.iter().map(<[usize; 4]>::as_slice).collect::<Vec<_>>())?;
-        function_tensors(["mask_tensors[0]", "mask_tensors[1]"], &options.mask_tensors, device)?;
-        for (ends, argument) in [(&options.cu_seqlens_q, "cu_seqlens_q"), (&options.cu_seqlens_k, "cu_seqlens_k")] {
-            if let Some(ends) = ends {
-                return Err(AttentionError::Unsupported {
-                    option: argument,
-                    value: format!("a tensor {:?}", ends.dims()),
-                    why: "blocks are counted from the first positions of tensors, where packed sequences begin anywhere",
-                });
-            }
-        }
-        // Nothing of it has a gradient.
-        let device = device.clone().inner();
-        check_device(device.as_dispatch())?;
-        let nth = |nth: usize| options.mask_tensors.get(nth).cloned().map(|tensor| tensor.inner().into_dispatch());
-        let masks = Masks {
-            mask: OptionalBool::from_option(options.mask.clone().map(|mask| mask.inner().into_dispatch())),
-            mask_a: OptionalFloat::from(nth(0)),
-            mask_b: OptionalFloat::from(nth(1)),
-        };
-        let empty = Tensor::<4, Int>::empty(shape, (&device, DType::I32)).into_dispatch();
-        let states = Dispatch::flash_attention_block_states(empty, masks, problem);
-        Ok(BlockMask::new(Tensor::from_dispatch(states), block_q, block_k))
     }
 }
 

@@ -28,6 +28,8 @@ mod api;
 mod autodiff;
 mod backend;
 mod block_mask;
+mod block_states;
+mod checks;
 #[cfg(feature = "cube")]
 mod cube;
 #[cfg(feature = "flex")]

@@ -35,6 +35,7 @@
 
 pub mod blocks;
 pub mod dropout;
+pub mod dtype;
 pub mod error;
 pub mod extras;
 pub mod fragment;
@@ -46,31 +47,37 @@ pub mod mma;
 pub mod mods;
 pub mod portable;
 pub mod problem;
+#[cfg(feature = "cuda")]
+pub mod ptx;
 pub mod rounding;
 pub mod rows;
 pub mod score;
 pub mod sequences;
 pub mod softmax;
 pub mod tensor;
+pub mod tensor_core;
 pub mod tiling;
 #[cfg(feature = "autotune")]
 pub mod tuning;
 
+pub use dtype::Dtype;
 pub use error::AttentionError;
-pub use hopper::{BiasTile, HopperTile};
+pub use hopper::BiasTile;
 pub use launch::{
     BlockLists, Gradients, Inputs, MaskStorage, MaskView, Saved, Scratch, backward, backward_with, block_states,
     dropout_kept, forward, forward_with,
 };
+pub use mask::Alignment;
 pub use matrix::MatrixTile;
 pub use mma::MmaTile;
 pub use portable::tile::TileShape;
 pub use problem::{
-    Alignment, AttentionOptions, AttentionProblem, BackwardOrder, BlockMask, Dtype, MAX_ELEMENTS, MAX_HEAD_DIM,
-    MAX_PAIRS, MAX_SEQ, Precision,
+    AttentionOptions, AttentionProblem, BackwardOrder, BlockMask, MAX_ELEMENTS, MAX_HEAD_DIM, MAX_PAIRS, MAX_SEQ,
+    Precision,
 };
 pub use rows::RowsTile;
 pub use tensor::TensorView;
+pub use tensor_core::HopperTile;
 pub use tiling::{
     BackwardTiles, BiasGradient, Forward, Gradient, HopperForward, HopperGradient, Kernel, MmaForward, MmaGradient,
     Plan, plan, plan_with,

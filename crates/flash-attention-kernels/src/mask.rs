@@ -6,8 +6,19 @@
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
-use crate::problem::{Alignment, AttentionOptions};
 use cubecl::prelude::*;
+use serde::{Deserialize, Serialize};
+
+/// Position of the diagonal of causal masks and windows when `seq_q` and `seq_k` differ.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Alignment {
+    /// The last query is aligned with the last key: query `i` has position `i + seq_k − seq_q` among the keys.
+    #[default]
+    BottomRight,
+    /// The first query is aligned with the first key: query `i` has position `i` among the keys.
+    TopLeft,
+}
 
 /// The band of keys that each query sees.
 ///
@@ -135,16 +146,20 @@ impl Span {
 }
 
 impl Band {
-    /// The band of `seq_q` queries over `seq_k` keys under these options. Lengths are at most
-    /// [`MAX_SEQ`](crate::problem::MAX_SEQ).
-    pub fn new(seq_q: usize, seq_k: usize, options: &AttentionOptions) -> Self {
+    /// The band of `seq_q` queries over `seq_k` keys, of which a query sees `left` ones before its own position and `right` ones after it;
+    /// `None`: all of them. Lengths are at most [`MAX_SEQ`](crate::problem::MAX_SEQ).
+    pub fn of_window(
+        seq_q: usize,
+        seq_k: usize,
+        left: Option<usize>,
+        right: Option<usize>,
+        alignment: Alignment,
+    ) -> Self {
         let (sq, sk) = (seq_q as i64, seq_k as i64);
-        let diagonal = match options.alignment {
+        let diagonal = match alignment {
             Alignment::BottomRight => sk - sq,
             Alignment::TopLeft => 0,
         };
-        let left = options.window_left;
-        let right = if options.causal { Some(0) } else { options.window_right };
         // Edges beyond the sequences are drawn in, so that adding a position cannot overflow.
         let reach = |x: Option<usize>| (x.unwrap_or(0) as u64).min(1 << 40) as i64;
         let lower = (diagonal - reach(left)).max(-sq);
@@ -162,7 +177,7 @@ impl Band {
             diagonal: diagonal as i32,
             bounded_below: left.is_some(),
             bounded_above: right.is_some(),
-            bottom_right: options.alignment == Alignment::BottomRight,
+            bottom_right: alignment == Alignment::BottomRight,
             varlen: false,
         }
     }

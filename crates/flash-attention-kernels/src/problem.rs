@@ -6,9 +6,11 @@ pub use options::*;
 mod checks;
 
 use crate::blocks::BLOCK;
+use crate::dtype::Dtype;
 use crate::error::AttentionError;
 use crate::mask::Band;
 use crate::mods::TENSORS;
+use crate::score::Factor;
 pub use checks::check_broadcast;
 use checks::{agree, check_elements, rank4};
 use serde::{Deserialize, Serialize};
@@ -429,6 +431,12 @@ impl AttentionProblem {
     /// The factor on `q·kᵀ`.
     pub fn softmax_scale(&self) -> f32 {
         self.options.softmax_scale.unwrap_or_else(|| (1.0 / (self.head_dim as f64).sqrt()) as f32)
+    }
+
+    /// The factor for the gradient of the product.
+    pub(crate) fn factor_of_product(&self) -> Factor {
+        let multiplies = self.options.score_mod.is_some_and(|function| !function.additive());
+        if self.options.softcap.is_some() || multiplies { Factor::Product } else { Factor::One }
     }
 
     /// Which positions see each other, as far as causality, window and the sequences' ends decide.

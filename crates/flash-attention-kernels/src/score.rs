@@ -16,7 +16,7 @@
 use crate::extras::Extras;
 use crate::mask::Band;
 use crate::mods::Place;
-use crate::problem::AttentionProblem;
+use crate::softmax::HIDDEN;
 use cubecl::prelude::*;
 use serde::Serialize;
 
@@ -51,6 +51,15 @@ impl Score {
     /// The slope's contribution, `−slope · |i − j|`.
     pub fn biased(&self, score: f32, slope: f32, band: &Band, i: u32, j: u32) -> f32 {
         if comptime!(self.extras.slopes.is_some()) { fma(slope, distance(band, i, j), score) } else { score }
+    }
+
+    /// Initial maximum and sum of a row's online softmax, in one of the threads that share it: those of its sink, if there is one.
+    pub fn begin(&self, head: usize, counts: bool) -> (f32, f32) {
+        if comptime!(self.extras.sinks.is_some()) {
+            (self.extras.sink(head, HIDDEN.runtime()), select(counts, 1.0f32, 0.0f32))
+        } else {
+            (HIDDEN.runtime(), 0.0f32.runtime())
+        }
     }
 
     /// Derivative with respect to the product, without the factor `scale`, from the result of [`Score::of`].
@@ -92,14 +101,6 @@ pub enum Factor {
     A,
     /// Derivative with respect to the second one.
     B,
-}
-
-impl Factor {
-    /// The factor for the gradient of the product.
-    pub fn of_product(problem: &AttentionProblem) -> Self {
-        let multiplies = problem.options.score_mod.is_some_and(|function| !function.additive());
-        if problem.options.softcap.is_some() || multiplies { Factor::Product } else { Factor::One }
-    }
 }
 
 #[cube]

@@ -15,7 +15,6 @@
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
-use crate::score::Score;
 use cubecl::prelude::*;
 
 /// Score of a hidden pair, and maximum of a row that has seen nothing. No visible score is as low.
@@ -27,18 +26,48 @@ pub const UNSEEN: f32 = f32::NEG_INFINITY;
 /// The bits of −∞.
 const NEGATIVE_INFINITY: u32 = 0xFF80_0000;
 
+/// When the maximum that a row's exponentials are relative to is raised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rescale {
+    /// Whenever a score exceeds it.
+    Always,
+    /// Once a score exceeds it by more than [`LAZY`], so that most tiles need no rescaling of what was added up before. (The rescaling
+    /// threshold is FlashAttention-4's.)
+    Lazily,
+}
+
+/// Exponentials relative to a maximum that is raised lazily stay below `e^8`, or `2^8`, which f16 holds.
+const LAZY: f32 = 8.0;
+
+/// The maximum `m'` of a row with the maximum `m` after scores up to `highest`; `α` is `exp(m − m')`.
+#[cube]
+pub fn raised(m: f32, highest: f32, #[comptime] rescale: Rescale) -> f32 {
+    match comptime!(rescale) {
+        Rescale::Always => max(m, highest),
+        Rescale::Lazily => select(highest - m > LAZY, highest, m),
+    }
+}
+
 /// `exp(score − m)`, exactly 0 for a hidden score. A NaN is not hidden.
 #[cube]
 pub fn weight(score: f32, m: f32) -> f32 {
     select(score <= HIDDEN, 0.0f32, f32::exp(score - m))
 }
 
-/// Gradient of a score as the softmax sees it, `p (dp − delta)`; exactly 0 for a hidden score, whatever its key's value holds.
+/// Gradient of a score as the softmax sees it, `p (dp − delta)`. `guarded`: exactly 0 for a hidden score, whatever its key's value
+/// holds; without a guard a value that is not finite leaves no number, for kernels that find such rows and compute them again.
 ///
 /// (FlashAttention, arXiv:2205.14135, appendix B.2.)
 #[cube]
-pub fn softmax_backward(p: f32, dp: f32, delta: f32) -> f32 {
-    select(p == 0.0f32, 0.0f32, p * (dp - delta))
+pub fn softmax_backward(p: f32, dp: f32, delta: f32, #[comptime] guarded: bool) -> f32 {
+    let ds = p * (dp - delta);
+    if comptime!(guarded) { select(p == 0.0f32, 0.0f32, ds) } else { ds }
+}
+
+/// Adds [`softmax_backward()`], guarded, to a sum.
+#[cube]
+pub fn add_softmax_backward(sum: f32, p: f32, dp: f32, delta: f32) -> f32 {
+    select(p == 0.0f32, sum, fma(p, dp - delta, sum))
 }
 
 /// The bits of the log-sum-exp of a row with maximum `m` and sum `l`; −∞ where it saw nothing.
@@ -100,14 +129,4 @@ pub fn normalizer(l: f32) -> f32 {
 pub fn lse_of_bits(bits: u32) -> f32 {
     let nothing = bits == NEGATIVE_INFINITY;
     select(nothing, f32::MAX, f32::reinterpret(select(nothing, 0u32, bits)))
-}
-
-/// Initial maximum and sum of a row, in one of the threads that share it: those of its sink, if there is one.
-#[cube]
-pub fn begin(score: &Score, head: usize, counts: bool) -> (f32, f32) {
-    if comptime!(score.extras.sinks.is_some()) {
-        (score.extras.sink(head, HIDDEN.runtime()), select(counts, 1.0f32, 0.0f32))
-    } else {
-        (HIDDEN.runtime(), 0.0f32.runtime())
-    }
 }

@@ -15,7 +15,8 @@
 //! tasks, and goes by itself, as do the gradients of what the function reads.
 
 use super::math::{self, vectorized};
-use super::tile::{Attention, Matrix, Rows, Scratch, TILE_K, TILE_Q, Tile, multiply};
+use super::matrix::{Matrix, Rows, multiply};
+use super::tile::{Attention, Scratch, TILE_K, TILE_Q, Tile};
 use crate::backend::Wanted;
 use flash_attention_kernels::AttentionProblem;
 use flash_attention_kernels::mods::Partials;

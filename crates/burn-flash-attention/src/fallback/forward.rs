@@ -6,7 +6,8 @@
 //! ```
 
 use super::math::{self, vectorized};
-use super::tile::{Attention, Matrix, Scratch, TILE_Q};
+use super::matrix::Matrix;
+use super::tile::{Attention, Scratch, TILE_Q};
 
 /// `out [batch, num_heads_q, seq_q, head_dim_v]` and `lse [batch, num_heads_q, seq_q]`.
 pub fn forward(attention: &Attention) -> (Vec<f32>, Vec<f32>) {

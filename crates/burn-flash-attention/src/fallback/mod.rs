@@ -8,6 +8,7 @@ mod backward;
 mod blocks;
 mod forward;
 mod math;
+mod matrix;
 mod sequences;
 mod tile;
 

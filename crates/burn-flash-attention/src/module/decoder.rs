@@ -1,5 +1,9 @@
 //! The transformer's decoder, to be put in the place of burn-nn's.
 
+mod input;
+
+pub use input::FlashTransformerDecoderInput;
+
 use super::cache::{KeysValues, Outputs};
 use super::multi_head::newest;
 use super::{
@@ -14,7 +18,7 @@ use burn::nn::transformer::{
     PositionWiseFeedForward, PositionWiseFeedForwardConfig, TransformerDecoder, TransformerDecoderLayer,
 };
 use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig};
-use burn::tensor::{Bool, Device, Tensor};
+use burn::tensor::{Device, Tensor};
 use flash_attention_kernels::AttentionError;
 
 /// Configuration of a [`FlashTransformerDecoder`].
@@ -145,136 +149,6 @@ pub struct FlashTransformerDecoderLayer {
     pub dropout: Dropout,
     /// Whether normalization comes first.
     pub norm_first: bool,
-}
-
-/// What goes into a [`FlashTransformerDecoder`].
-///
-/// ```no_run
-/// use burn::nn::attention::generate_autoregressive_mask;
-/// use burn::tensor::{Bool, Device, Tensor};
-/// use burn_flash_attention::FlashTransformerDecoderInput;
-///
-/// let device = Device::default();
-/// let padding = Tensor::<2, Bool>::from_data([[false, false, true]], &device);
-/// let zeros = |seq| Tensor::<3>::zeros([1, seq, 64], &device);
-/// let input = FlashTransformerDecoderInput::new(zeros(5), zeros(3))
-///     .memory_mask_pad(padding)
-///     .target_mask_attn(generate_autoregressive_mask(1, 5, &device));
-/// ```
-#[derive(Clone, Debug)]
-pub struct FlashTransformerDecoderInput {
-    target: Tensor<3>,
-    target_mask_pad: Option<Tensor<2, Bool>>,
-    target_mask_attn: Option<Tensor<3, Bool>>,
-    memory: Tensor<3>,
-    memory_mask_pad: Option<Tensor<2, Bool>>,
-    memory_mask_attn: Option<Tensor<3, Bool>>,
-    target_options: FlashAttentionOptions,
-    memory_options: FlashAttentionOptions,
-}
-
-impl FlashTransformerDecoderInput {
-    /// A target `[batch, seq_q, d_model]` over a memory `[batch, seq_k, d_model]`.
-    ///
-    /// ```no_run
-    /// use burn::tensor::{Device, Tensor};
-    ///
-    /// let zeros = |seq| Tensor::<3>::zeros([1, seq, 64], &Device::default());
-    /// let input = burn_flash_attention::FlashTransformerDecoderInput::new(zeros(5), zeros(3));
-    /// ```
-    pub fn new(target: Tensor<3>, memory: Tensor<3>) -> Self {
-        FlashTransformerDecoderInput {
-            target,
-            target_mask_pad: None,
-            target_mask_attn: None,
-            memory,
-            memory_mask_pad: None,
-            memory_mask_attn: None,
-            target_options: FlashAttentionOptions::new(),
-            memory_options: FlashAttentionOptions::new(),
-        }
-    }
-
-    /// Hides padding of the memory: `[batch, seq_k]`, true hides.
-    ///
-    /// ```no_run
-    /// # use burn::tensor::{Bool, Device, Tensor};
-    /// # let device = Device::default();
-    /// # let input = burn_flash_attention::FlashTransformerDecoderInput::new(Tensor::zeros([1, 5, 64], &device), Tensor::zeros([1, 2, 64], &device));
-    /// let input = input.memory_mask_pad(Tensor::<2, Bool>::from_data([[false, true]], &device));
-    /// ```
-    pub fn memory_mask_pad(mut self, mask_pad: Tensor<2, Bool>) -> Self {
-        self.memory_mask_pad = Some(mask_pad);
-        self
-    }
-
-    /// Hides pairs of target and memory: `[batch, seq_q, seq_k]`, true hides.
-    ///
-    /// ```no_run
-    /// # use burn::tensor::{Bool, Device, Tensor};
-    /// # let device = Device::default();
-    /// # let input = burn_flash_attention::FlashTransformerDecoderInput::new(Tensor::zeros([1, 1, 64], &device), Tensor::zeros([1, 2, 64], &device));
-    /// let input = input.memory_mask_attn(Tensor::<3, Bool>::from_data([[[false, true]]], &device));
-    /// ```
-    pub fn memory_mask_attn(mut self, mask_attn: Tensor<3, Bool>) -> Self {
-        self.memory_mask_attn = Some(mask_attn);
-        self
-    }
-
-    /// Hides padding of the target: `[batch, seq_q]`, true hides.
-    ///
-    /// ```no_run
-    /// # use burn::tensor::{Bool, Device, Tensor};
-    /// # let device = Device::default();
-    /// # let input = burn_flash_attention::FlashTransformerDecoderInput::new(Tensor::zeros([1, 2, 64], &device), Tensor::zeros([1, 3, 64], &device));
-    /// let input = input.target_mask_pad(Tensor::<2, Bool>::from_data([[false, true]], &device));
-    /// ```
-    pub fn target_mask_pad(mut self, mask_pad: Tensor<2, Bool>) -> Self {
-        self.target_mask_pad = Some(mask_pad);
-        self
-    }
-
-    /// Hides pairs of the target: `[batch, seq_q, seq_q]`, true hides the second position from the first.
-    ///
-    /// ```no_run
-    /// # use burn::tensor::{Bool, Device, Tensor};
-    /// # use burn::nn::attention::generate_autoregressive_mask;
-    /// # let device = Device::default();
-    /// # let input = burn_flash_attention::FlashTransformerDecoderInput::new(Tensor::zeros([1, 5, 64], &device), Tensor::zeros([1, 3, 64], &device));
-    /// let input = input.target_mask_attn(generate_autoregressive_mask(1, 5, &device));
-    /// ```
-    pub fn target_mask_attn(mut self, mask_attn: Tensor<3, Bool>) -> Self {
-        self.target_mask_attn = Some(mask_attn);
-        self
-    }
-
-    /// How the target attends to itself in each layer, as [`FlashMhaInput::options`](crate::FlashMhaInput::options) says.
-    ///
-    /// ```no_run
-    /// # use burn::tensor::{Device, Tensor};
-    /// # use burn_flash_attention::{AlibiSlopes, FlashAttentionOptions};
-    /// # let device = Device::default();
-    /// # let input = burn_flash_attention::FlashTransformerDecoderInput::new(Tensor::zeros([1, 5, 64], &device), Tensor::zeros([1, 3, 64], &device));
-    /// let input = input.target_options(FlashAttentionOptions::new().with_alibi_slopes(AlibiSlopes::geometric(8, &device)));
-    /// ```
-    pub fn target_options(mut self, options: FlashAttentionOptions) -> Self {
-        self.target_options = options;
-        self
-    }
-
-    /// How the target attends to the memory in each layer, likewise.
-    ///
-    /// ```no_run
-    /// # use burn::tensor::{Device, Tensor};
-    /// # use burn_flash_attention::FlashAttentionOptions;
-    /// # let device = Device::default();
-    /// # let input = burn_flash_attention::FlashTransformerDecoderInput::new(Tensor::zeros([1, 5, 64], &device), Tensor::zeros([1, 3, 64], &device));
-    /// let input = input.memory_options(FlashAttentionOptions::new().with_softcap(30.0));
-    /// ```
-    pub fn memory_options(mut self, options: FlashAttentionOptions) -> Self {
-        self.memory_options = options;
-        self
-    }
 }
 
 /// Cache of a [`FlashTransformerDecoder`] for decoding.

@@ -24,7 +24,8 @@ pub use encoder::{
 };
 pub use multi_head::{FlashMhaInput, FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig};
 
-use crate::api::{try_flash_attention, unwrapped};
+use crate::api::try_flash_attention;
+use crate::checks::unwrapped;
 use crate::options::FlashAttentionOptions;
 use burn::nn::{Dropout, LayerNorm, Linear};
 use burn::tensor::{Bool, DType, Tensor};

@@ -1,6 +1,7 @@
 //! Tiles and the blueprint of the gradient of a bias.
 
-use super::{Blueprint, HopperTile, PANEL, SLOTS, WARPGROUP_ROWS, WORDS};
+use super::{SLOTS, WORDS};
+use crate::tensor_core::{Blueprint, HopperTile, PANEL, WARPGROUP_ROWS};
 use serde::Serialize;
 
 /// Tiles of the gradient of a bias: a thread block of two warpgroups computes a block of 128 queries and as many tiles of keys.

@@ -6,10 +6,10 @@
 //!
 //! with the sink, if there is one, as one more split, of which `o = 0`. (Flash-Decoding, Dao et al. 2023.)
 
-use super::operands::row_start;
-use super::ops::{ex2, lg2, reciprocal};
 use crate::extras::Extras;
+use crate::ptx::{ex2, lg2, reciprocal};
 use crate::softmax::{HIDDEN, lse_bits_log2, lse_of_split};
+use crate::tensor_core::operands::row_start;
 use cubecl::prelude::*;
 
 /// Rows of a thread block: one for each warp.

@@ -1,7 +1,7 @@
 //! Copies between layouts: for tensors whose rows do not start at multiples of 16 bytes, which neither TMA nor vectors of
 //! that size can reach.
 
-use super::operands::row_start;
+use crate::tensor_core::operands::row_start;
 use cubecl::prelude::*;
 
 /// Copies `from` to `to`, `[B, H, S, D]` both, one thread block for each row, and makes columns of `to` from there to `padded` 0: rows are read in

@@ -28,13 +28,17 @@ mod stores;
 
 pub use scheduler::{Block, DbiasScheduler, DbiasSchedulerCompilationArg, DbiasSchedulerLaunch};
 
-use super::dropout::{dropout_backward, keep_mask};
-use super::operands::{Streams, Stride};
-use super::ops::*;
+use super::operands::Streams;
 use super::pipeline::PipelineState;
-use super::scores::{ScoreTile, Scores, apply_mask, apply_score_mod, probability_log2, products};
-use super::{BiasBlueprint, BiasTile, WARPGROUP_ROWS};
+use super::products::products;
+use super::{BiasBlueprint, BiasTile};
 use crate::blocks::Visit;
+use crate::ptx::*;
+use crate::softmax::add_softmax_backward;
+use crate::tensor_core::WARPGROUP_ROWS;
+use crate::tensor_core::dropout::{dropout_backward, keep_mask};
+use crate::tensor_core::operands::Stride;
+use crate::tensor_core::scores::{ScoreTile, Scores, apply_mask, apply_score_mod, probability_log2};
 use cubecl::prelude::*;
 use loads::{before, load_bias, load_rows, load_tile, row_state};
 use memory::{LAST, Memory, WARP_BIAS, WARP_D, WARP_K, WARP_Q, WARP_V, WorkTileField};
@@ -311,7 +315,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             for n in 0..s_len {
                 let delta = if comptime!(n % 4 < 2) { delta0 } else { delta1 };
                 // What is hidden has no gradient, whatever dO and V hold there.
-                sum[n] = select(s[n] == 0.0f32, sum[n], fma(s[n], ds[n] - delta, sum[n]));
+                sum[n] = add_softmax_backward(sum[n], s[n], ds[n], delta);
             }
             // Or it would wait for the next tile, with all that it is made of.
             pin(sum, s_len);

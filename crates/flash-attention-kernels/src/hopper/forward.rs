@@ -16,17 +16,20 @@
 //! behind one, makes it guard every shuffle that follows. Products and waits for them are the whole warpgroup's: they may not
 //! stand behind what a warp decides.
 
-use super::dropout::{apply_dropout, keep_mask};
 use super::memory::{FULLY_MASKED, Memory, WorkTileField};
-use super::operands::{Outputs, Schedule, Sources, Streams};
-use super::ops::*;
+use super::operands::{Schedule, Streams};
 use super::pipeline::PipelineState;
 use super::producer::{Producer, ResidentOperand, load_next};
-use super::recompute::{LostRow, is_finite, recompute_row};
-use super::rows::*;
-use super::scores::{ScoreTile, Scores, apply_mask, apply_score_mod, products};
-use super::{Blueprint, HopperTile, WARPGROUP_ROWS, WARPGROUP_UNITS};
+use super::products::products;
+use crate::ptx::*;
 use crate::softmax::lse_bits_log2;
+use crate::tensor_core::dropout::{apply_dropout, keep_mask};
+use crate::tensor_core::operands::{Outputs, Sources};
+use crate::tensor_core::recompute::{LostRow, is_finite, recompute_row};
+use crate::tensor_core::rows::*;
+use crate::tensor_core::scores::{Scores, apply_mask, apply_score_mod};
+use crate::tensor_core::softmax::*;
+use crate::tensor_core::{Blueprint, HopperTile, WARPGROUP_ROWS, WARPGROUP_UNITS};
 use cubecl::prelude::*;
 
 /// `o` and the bits of `lse` from Q, K and V, or those of splits of the keys.
@@ -141,7 +144,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             load_next(&streams, &memory, nth, warp, ResidentOperand::Q, blueprint);
         }
         let tile_b = memory.await_bias(&k_state, warpgroup, blueprint);
-        let of_tile = ScoreTile::of_work_tile(&memory, nth, band, first_row, &visit, tile_b, drops, blueprint);
+        let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops, blueprint);
         let _ = apply_score_mod(&mut s, &scores, &of_tile, blueprint);
         memory.release_bias(&k_state, blueprint);
         k_state.advance(stages);
@@ -190,7 +193,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
 
             let tile_b = memory.await_bias(&k_state, warpgroup, blueprint);
-            let of_tile = ScoreTile::of_work_tile(&memory, nth, band, first_row, &visit, tile_b, drops, blueprint);
+            let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops, blueprint);
             let _ = apply_score_mod(&mut s, &scores, &of_tile, blueprint);
             memory.release_bias(&k_state, blueprint);
             k_state.advance(stages);

@@ -11,27 +11,28 @@
 //! with lse in base 2, `c = log2(e) · scale`, and the scale left to the end. (FlashAttention-2, arXiv:2307.08691, algorithm 2.)
 //! One kernel, as the second is the first with queries and keys in each other's places and one product more: `P` and `dS` are
 //! then operands as they lie in registers, and every sum is taken in a fixed order, by one consumer group. What rows and
-//! columns are: [`Role`]. All three at once take five products instead of seven, but every block of keys adds to `dQ`, in whatever
+//! columns are: [`Role`](crate::fragment::role::Role). All three at once take five products instead of seven, but every block of keys adds to `dQ`, in whatever
 //! order they come by ([`reduce`](super::reduce)).
 //!
 //! Of a warpgroup, `S` and `dP` are in flight together, and `dV` under what turns `dP` into `dS`; the rest runs under the other
 //! warpgroup's products.
 
-use super::delta::{stats_all, stats_at};
-use super::dropout::{dropout_backward, keep_mask, with_dropout};
+use super::dq_accum_columns;
 use super::memory::{CONTINUED, CONTINUES, FULLY_MASKED, Memory, WorkTileField};
-use super::operands::{GradientOutputs, Schedule, SourceSides, Streams};
-use super::ops::*;
+use super::operands::{Schedule, Streams};
 use super::pipeline::PipelineState;
 use super::producer::{Producer, ResidentOperand, load_next};
-use super::recompute::{LostRows, is_finite_row, recompute_gradients};
+use super::products::products;
 use super::reduce::{ADDENDS, Reducer};
-use super::rows::*;
-use super::schedule::TileScheduler;
-use super::scores::{ScoreTile, Scores, apply_mask, apply_score_mod, probability_log2, products, softcap_backward};
-use super::{Blueprint, WARPGROUP_ROWS, dq_accum_columns};
-use crate::fragment::role::Role;
-use crate::mask::Band;
+use crate::ptx::*;
+use crate::tensor_core::dropout::{dropout_backward, keep_mask, with_dropout};
+use crate::tensor_core::operands::{GradientOutputs, SourceSides};
+use crate::tensor_core::recompute::{LostRows, is_finite_row, recompute_gradients};
+use crate::tensor_core::rows::*;
+use crate::tensor_core::scores::{Scores, apply_mask, apply_score_mod, probability_log2, softcap_backward};
+use crate::tensor_core::softmax::tile_backward;
+use crate::tensor_core::statistics::{statistics, stats_at};
+use crate::tensor_core::{Blueprint, WARPGROUP_ROWS};
 use cubecl::prelude::*;
 
 /// Gradients of the rows, and `dq_accum`, where dQ is added up.
@@ -106,7 +107,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
         let flags = memory.work_tile(nth, WorkTileField::Flags);
         let fully_masked = flags & FULLY_MASKED != 0;
         let continued = flags & CONTINUED != 0;
-        let of_rows = RowStatistics::read(stats, &memory, nth, row, &band, &scheduler, blueprint);
+        let of_rows = memory.row_statistics(stats, nth, row, &band, &scheduler, blueprint);
         if comptime!(reduces) {
             #[unroll]
             for of_any in 0..comptime!(tile.warpgroups as u32) {
@@ -156,7 +157,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
 
             // -- P
             let tile_b = memory.await_bias(&state, warpgroup, blueprint);
-            let of_tile = ScoreTile::of_work_tile(&memory, nth, band, first_row, &visit, tile_b, drops, blueprint);
+            let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops, blueprint);
             let derivatives = apply_score_mod(&mut s, &scores, &of_tile, blueprint);
             if !visit.fully_visible || fully_masked {
                 apply_mask(&mut s, &of_tile, fully_masked, tile_k);
@@ -172,7 +173,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
             let adds = u32::cast_from(step > 0 || continued);
             // Read again where it is needed: registers are scarce.
-            let of_tile = ScoreTile::of_work_tile(&memory, nth, band, first_row, &visit, tile_b, drops, blueprint);
+            let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops, blueprint);
             let words = keep_mask(&extras.dropout, &of_tile, blueprint);
             if comptime!(sums_values) {
                 // dV runs under what turns dP into dS.
@@ -208,15 +209,11 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 let delta_at = memory.delta + of_stats;
                 let delta = statistics(delta_at, of_rows.delta0, of_rows.delta1, blueprint);
                 dropout_backward(&mut ds, &words, &extras.dropout, tile_k);
-                #[unroll]
-                for n in 0..s_len {
-                    ds[n] = s[n] * (ds[n] - *delta.index(n));
-                }
+                tile_backward(&mut ds, &s, &delta, s_len);
                 if comptime!(blueprint.keeps_derivative) {
                     derivatives.multiply(&mut ds, &s, blueprint);
                 } else if comptime!(blueprint.capped) {
-                    let of_tile =
-                        ScoreTile::of_work_tile(&memory, nth, band, first_row, &visit, tile_b, drops, blueprint);
+                    let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops, blueprint);
                     softcap_backward(&mut ds, &s, &lse, &scores, &of_tile, blueprint);
                 }
                 pin(&mut ds, s_len);
@@ -331,92 +328,6 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
         nth += 1;
         steps = memory.work_tile(nth, WorkTileField::Steps);
     }
-}
-
-/// lse and delta of a thread's two rows, where rows are queries.
-#[derive(CubeType)]
-pub struct RowStatistics {
-    pub lse0: f32,
-    pub lse1: f32,
-    pub delta0: f32,
-    pub delta1: f32,
-}
-
-#[cube]
-impl RowStatistics {
-    fn read(
-        stats: &[u32],
-        memory: &Memory,
-        nth: u32,
-        row: u32,
-        band: &Band,
-        scheduler: &TileScheduler,
-        #[comptime] blueprint: Blueprint,
-    ) -> RowStatistics {
-        if comptime!(blueprint.role == Role::Dq) {
-            let (batch, head) =
-                (memory.work_tile(nth, WorkTileField::Batch), memory.work_tile(nth, WorkTileField::Head));
-            RowStatistics::of(stats, batch, head, row, band, scheduler, blueprint)
-        } else {
-            let none = 0.0f32.runtime();
-            RowStatistics { lse0: none, lse1: none, delta0: none, delta1: none }
-        }
-    }
-
-    /// Those of the first of the rows, and of the one 8 after it.
-    pub fn of(
-        stats: &[u32],
-        batch: u32,
-        head: u32,
-        row: u32,
-        band: &Band,
-        scheduler: &TileScheduler,
-        #[comptime] blueprint: Blueprint,
-    ) -> RowStatistics {
-        if comptime!(blueprint.role == Role::Dq) {
-            let all = stats_all(band, scheduler, blueprint);
-            let row0 = stats_at(band, scheduler, batch, head, band.query_within(row), blueprint);
-            let row1 = stats_at(band, scheduler, batch, head, band.query_within(row + 8), blueprint);
-            RowStatistics {
-                lse0: f32::reinterpret(stats[row0]),
-                lse1: f32::reinterpret(stats[row1]),
-                delta0: f32::reinterpret(stats[all + row0]),
-                delta1: f32::reinterpret(stats[all + row1]),
-            }
-        } else {
-            let none = 0.0f32.runtime();
-            RowStatistics { lse0: none, lse1: none, delta0: none, delta1: none }
-        }
-    }
-}
-
-/// What belongs to each register of an accumulator of a tile: that of its row, or, transposed, that of its column, which shared
-/// memory holds from `at` on.
-#[cube]
-pub fn statistics(at: u32, row0: f32, row1: f32, #[comptime] blueprint: Blueprint) -> Sequence<f32> {
-    let mut all = Sequence::<f32>::new();
-    #[unroll]
-    for i in 0..comptime!(blueprint.tile.tile_k / 8) {
-        if comptime!(blueprint.transposed()) {
-            let at = at + comptime!((32 * i) as u32);
-            let (even, odd) = if comptime!(blueprint.varlen) {
-                (f32::reinterpret(load_shared(at)), f32::reinterpret(load_shared(at + 4)))
-            } else {
-                let pair = load_shared_pair(at);
-                (*pair.index(0usize), *pair.index(1usize))
-            };
-            #[unroll]
-            for n in 0..4usize {
-                all.push(if comptime!(n % 2 == 0) { even } else { odd });
-            }
-        } else {
-            #[unroll]
-            for n in 0..4usize {
-                all.push(if comptime!(n < 2) { row0 } else { row1 });
-            }
-        }
-    }
-    all
 }
 
 /// Bytes by which the statistics of a tile lie behind where they have been loaded to: loads begin at multiples of 16 bytes, tiles of

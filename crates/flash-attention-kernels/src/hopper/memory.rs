@@ -1,11 +1,15 @@
 //! Shared memory of a consumer group: addresses of the pipelines' stages, their barriers, the decoded work tiles and the producer's cursors.
 
-use super::ops::*;
 use super::pipeline::{Pipeline, PipelineState};
-use super::schedule::WorkTile;
-use super::{Blueprint, SLOTS, WARPGROUP_UNITS, WORDS};
+use super::{SLOTS, WORDS};
 use crate::blocks::{Visit, visit_of};
+use crate::fragment::role::Role;
 use crate::mask::Band;
+use crate::ptx::*;
+use crate::tensor_core::schedule::{TileScheduler, WorkTile};
+use crate::tensor_core::scores::ScoreTile;
+use crate::tensor_core::statistics::RowStatistics;
+use crate::tensor_core::{Blueprint, WARPGROUP_UNITS};
 use cubecl::prelude::*;
 
 /// Fields of a work tile in shared memory. The producer reads the first four.
@@ -276,6 +280,45 @@ impl Memory {
                 mbarrier_arrive(self.empty_b + state.stage * 8);
             }
         }
+    }
+
+    /// The scores of a work tile's rows with the tile of `visit`. Batch and head are read where anything of the scores depends on them.
+    pub fn score_tile(
+        &self,
+        nth: u32,
+        band: Band,
+        first_row: u32,
+        visit: &Visit,
+        bias_tile: u32,
+        #[comptime] drops: bool,
+        #[comptime] blueprint: Blueprint,
+    ) -> ScoreTile {
+        let of_mods = comptime!(blueprint.modified || blueprint.mask_mod || blueprint.alibi || drops);
+        let of_pairs = comptime!(blueprint.mask.is_some() || (blueprint.bias.is_some() && !blueprint.tiled_bias()));
+        let (mut batch, mut head) = (0u32.runtime(), 0u32.runtime());
+        if comptime!(of_mods || of_pairs) {
+            batch = self.work_tile(nth, WorkTileField::Batch);
+            head = self.query_head(nth, blueprint);
+        }
+        ScoreTile::new(batch, head, band, first_row, visit, bias_tile, 0usize)
+    }
+
+    /// lse and delta of a thread's two rows, `row` and the one 8 after it, where rows are queries.
+    pub fn row_statistics(
+        &self,
+        stats: &[u32],
+        nth: u32,
+        row: u32,
+        band: &Band,
+        scheduler: &TileScheduler,
+        #[comptime] blueprint: Blueprint,
+    ) -> RowStatistics {
+        let (mut batch, mut head) = (0u32.runtime(), 0u32.runtime());
+        if comptime!(blueprint.role == Role::Dq) {
+            batch = self.work_tile(nth, WorkTileField::Batch);
+            head = self.work_tile(nth, WorkTileField::Head);
+        }
+        RowStatistics::of(stats, batch, head, row, band, scheduler, blueprint)
     }
 
     /// The first stage of a pipeline, and its barriers `full` and `empty`.

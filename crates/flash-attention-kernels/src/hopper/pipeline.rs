@@ -3,7 +3,7 @@
 //! K, V and a tiled bias have a pipeline of stages each. A stage's barrier `full` completes when its bytes have arrived, `empty` when the
 //! last warp has released it. [`Memory`](super::memory::Memory) has their addresses, [`Producer`](super::producer::Producer) fills them.
 
-use super::{Blueprint, WARP_UNITS, WARPGROUP_UNITS};
+use crate::tensor_core::{Blueprint, WARP_UNITS, WARPGROUP_UNITS};
 use cubecl::prelude::*;
 
 /// The pipelines.

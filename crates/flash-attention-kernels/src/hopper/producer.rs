@@ -2,17 +2,18 @@
 //!
 //! The first warp of the first warpgroup loads K, that of the second V, and the warp after it the bias; or a producer warp loads all of them.
 
-use super::delta::{stats_all, stats_at};
 use super::memory::{CONTINUED, CONTINUES, CursorField, END, Memory, WorkTileField};
 use super::operands::{Schedule, Streams};
-use super::ops::*;
 use super::pipeline::{Pipeline, PipelineState};
-use super::schedule::TileScheduler;
-use super::{Blueprint, HopperTile, PANEL, SLOTS, WARPGROUP_ROWS, WORDS};
+use super::{SLOTS, WORDS};
 use crate::blocks::{entry_at, visit_of};
 use crate::extras::Extras;
 use crate::fragment::role::Role;
 use crate::mask::Band;
+use crate::ptx::*;
+use crate::tensor_core::schedule::TileScheduler;
+use crate::tensor_core::statistics::{stats_all, stats_at};
+use crate::tensor_core::{Blueprint, HopperTile, PANEL, WARPGROUP_ROWS};
 use cubecl::prelude::*;
 
 /// A factor of 0 for each dimension that a bias repeats, else of 1.

@@ -10,14 +10,14 @@
 //! then, and so does [`convert_dq()`], which makes `dq` of it.
 
 use super::memory::Memory;
-use super::operands::{GradientOutputs, SourceSides};
-use super::ops::*;
-use super::recompute::{LostRows, is_finite_row, recompute_gradients};
-use super::rows::{pack_row, store_row};
-use super::schedule::TileScheduler;
-use super::scores::Scores;
-use super::{Blueprint, PANEL, WARPGROUP_ROWS};
-use crate::hopper::delta::{stats_all, stats_at};
+use crate::ptx::*;
+use crate::tensor_core::operands::{GradientOutputs, SourceSides};
+use crate::tensor_core::recompute::{LostRows, is_finite_row, recompute_gradients};
+use crate::tensor_core::rows::{pack_row, store_row};
+use crate::tensor_core::schedule::TileScheduler;
+use crate::tensor_core::scores::Scores;
+use crate::tensor_core::statistics::{stats_all, stats_at};
+use crate::tensor_core::{Blueprint, PANEL, WARPGROUP_ROWS};
 use cubecl::prelude::*;
 
 /// Threads of a thread block of [`convert_dq()`].

@@ -7,8 +7,7 @@
 //! o = O / l      lse = m + ln l
 //! ```
 //!
-//! `m` follows the maximum only when that has grown by more than `LAZY`, since rescaling O takes it across the board. (The
-//! rescaling threshold is FlashAttention-4's.)
+//! `m` is raised [lazily](Rescale::Lazily), since rescaling O takes it across the board.
 
 use super::tile::*;
 use super::{Blueprint, MatrixTile};
@@ -19,11 +18,8 @@ use crate::fragment::operands::{ForwardOutputs, Qkv};
 use crate::fragment::rows::{Rows, WIDTH};
 use crate::fragment::scores::{Scores, TileAt};
 use crate::rounding::rounded_one;
-use crate::softmax::{HIDDEN, begin, lse_bits, normalizer, rounded_sum, weight};
+use crate::softmax::{HIDDEN, Rescale, lse_bits, normalizer, raised, rounded_sum, weight};
 use cubecl::prelude::*;
-
-/// By how much a maximum may grow before what was computed with it is rescaled: weights stay below `e^8`, which f16 holds.
-const LAZY: f32 = 8.0;
 
 /// `o [B, H, Sq, Dv]` and the bits of `lse [B, H, Sq]` from Q, K and V.
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -60,7 +56,7 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     let mut factors = Array::<f32>::new(of_unit);
     #[unroll]
     for nth in 0..of_unit {
-        let (first, sum) = begin(&scores.score, head, me.vector(0usize, tile) == 0);
+        let (first, sum) = scores.score.begin(head, me.vector(0usize, tile) == 0);
         m[nth] = first;
         l[nth] = sum;
         top[nth] = HIDDEN.runtime();
@@ -89,10 +85,9 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
             apply_score_mod(&mut s, &scores, &at, me, nth, tile);
             let highest = row_max(&s, tile);
             top[nth] = max(top[nth], highest);
-            let grows = highest - m[nth] > LAZY;
-            let highest = select(grows, highest, m[nth]);
+            let highest = raised(m[nth], highest, Rescale::Lazily);
             let factor = f32::exp(m[nth] - highest);
-            grown = grown || grows && l[nth] > 0.0;
+            grown = grown || highest > m[nth] && l[nth] > 0.0;
             factors[nth] = factor;
             m[nth] = highest;
             l[nth] = l[nth] * factor + weigh_row(&mut s, highest, &extras.dropout, &at, me, nth, tile);

@@ -233,7 +233,7 @@ impl Row {
             if comptime!(dropout.seed.is_some()) {
                 of_kept = dropout.backward(dp[n], self.kept[n]);
             }
-            let mut ds = softmax_backward(self.weights[n], of_kept, delta);
+            let mut ds = softmax_backward(self.weights[n], of_kept, delta, true);
             if comptime!(blueprint.factor != Factor::One) {
                 // Where nothing is seen, whatever a function gives there.
                 ds = select(ds == 0.0f32, 0.0f32, ds * self.factors[n]);

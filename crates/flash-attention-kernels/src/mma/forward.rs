@@ -16,15 +16,16 @@ use super::products::{ColumnsOf, RowsOf};
 use super::tiles::{Along, CopiedRows, Lines, copy_rows, lane_of_columns, lane_of_rows, lane_of_sums};
 use super::{MmaBlueprint, MmaTile, Products};
 use crate::blocks::Visit;
-use crate::hopper::WARPGROUP_ROWS;
-use crate::hopper::dropout::{apply_dropout, keep_mask};
-use crate::hopper::operands::{Outputs, Sources};
-use crate::hopper::ops::{lg2, shared_address};
-use crate::hopper::recompute::{LostRow, is_finite_row, recompute_row};
-use crate::hopper::rows::*;
-use crate::hopper::schedule::TileScheduler;
-use crate::hopper::scores::{ScoreTile, Scores, apply_mask, apply_score_mod};
+use crate::ptx::{lg2, shared_address};
 use crate::softmax::lse_bits_log2;
+use crate::tensor_core::WARPGROUP_ROWS;
+use crate::tensor_core::dropout::{apply_dropout, keep_mask};
+use crate::tensor_core::operands::{Outputs, Sources};
+use crate::tensor_core::recompute::{LostRow, is_finite_row, recompute_row};
+use crate::tensor_core::rows::*;
+use crate::tensor_core::schedule::TileScheduler;
+use crate::tensor_core::scores::{ScoreTile, Scores, apply_mask, apply_score_mod};
+use crate::tensor_core::softmax::*;
 use cubecl::prelude::*;
 
 /// `o` and the bits of `lse` from Q, K and V.

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! with lse in base 2, `c = log2(e) · scale`, and the scale left to the end. As
-//! [for Hopper](crate::hopper::gradient), the second is the first with queries and keys in each other's places and one product
+//! for Hopper, the second is the first with queries and keys in each other's places and one product
 //! more, and every sum is taken in a fixed order, by one warp. What rows and columns are: [`Role`](crate::fragment::role::Role).
 
 use super::forward::registers;
@@ -17,20 +17,21 @@ use super::products::{ColumnsOf, RowsOf};
 use super::tiles::{Along, CopiedRows, Lines, copy_rows, copy_words, lane_of_columns, lane_of_rows, lane_of_sums};
 use super::{MmaBlueprint, MmaTile, Products};
 use crate::blocks::Visit;
-use crate::hopper::WARPGROUP_ROWS;
-use crate::hopper::delta::{stats_all, stats_at};
-use crate::hopper::dropout::{dropout_backward, keep_mask, with_dropout};
-use crate::hopper::gradient::{RowStatistics, statistics};
-use crate::hopper::operands::{GradientOutputs, SourceSide, SourceSides};
-use crate::hopper::ops::shared_address;
-use crate::hopper::recompute::{LostRows, is_finite_row, recompute_gradients};
-use crate::hopper::rows::{fragments_of, store_row_of};
-use crate::hopper::schedule::TileScheduler;
-use crate::hopper::scores::{ScoreTile, Scores, apply_mask, apply_score_mod, probability_log2, softcap_backward};
 use crate::mask::Band;
+use crate::ptx::shared_address;
+use crate::tensor_core::WARPGROUP_ROWS;
+use crate::tensor_core::dropout::{dropout_backward, keep_mask, with_dropout};
+use crate::tensor_core::operands::{GradientOutputs, SourceSide, SourceSides};
+use crate::tensor_core::recompute::{LostRows, is_finite_row, recompute_gradients};
+use crate::tensor_core::rows::{fragments_of, store_row_of};
+use crate::tensor_core::schedule::TileScheduler;
+use crate::tensor_core::scores::{ScoreTile, Scores, apply_mask, apply_score_mod, probability_log2, softcap_backward};
+use crate::tensor_core::softmax::tile_backward;
+use crate::tensor_core::statistics::{RowStatistics, statistics};
+use crate::tensor_core::statistics::{stats_all, stats_at};
 use cubecl::prelude::*;
 
-/// Gradients of the rows. `stats`: lse and delta of all queries, from [`delta`](mod@crate::hopper::delta).
+/// Gradients of the rows. `stats`: lse and delta of all queries, from [`delta`](mod@crate::tensor_core::delta).
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     sources: SourceSides<E, N>,
@@ -182,10 +183,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 let ds = ds.index_mut(of_group);
                 let delta = statistics(delta_at + of_stage, of_rows.delta0, of_rows.delta1, scores);
                 dropout_backward(ds, &words, &extras.dropout, tile_k);
-                #[unroll]
-                for n in 0..s_len {
-                    ds[n] = s[n] * (ds[n] - *delta.index(n));
-                }
+                tile_backward(ds, &*s, &delta, s_len);
                 if comptime!(scores.keeps_derivative) {
                     derivatives.multiply(ds, &*s, scores);
                 } else if comptime!(scores.capped) {

@@ -10,8 +10,8 @@
 //! f32 is multiplied as tf32: split into two, which keeps its precision, or rounded where that is [asked
 //! for](crate::Precision::Tf32).
 //!
-//! An accumulator lies in the registers of a warp as that of a warpgroup's product does (`hopper::rows`), so that
-//! all that works on registers is shared with the kernels for [`hopper`](crate::hopper): softmax, scores, rows that are computed
+//! An accumulator lies in the registers of a warp as that of a warpgroup's product does (`tensor_core::rows`), so that
+//! all that works on registers is shared with the kernels for Hopper ([`tensor_core`](crate::tensor_core)): softmax, scores, rows that are computed
 //! once more. For it, four warps are a warpgroup, and each 16 rows of a warp belong to a *group* of 64 rows of all four.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
@@ -27,7 +27,7 @@ pub mod products;
 #[cfg(feature = "cuda")]
 pub mod tiles;
 
-use crate::hopper::{Blueprint, HopperTile, WARPGROUP_ROWS, WARPGROUP_UNITS};
+use crate::tensor_core::{Blueprint, HopperTile, WARPGROUP_ROWS, WARPGROUP_UNITS};
 use serde::Serialize;
 
 /// Tiles. What is said of queries and keys is the other way round in the kernel of `dk` and `dv`.
@@ -132,7 +132,7 @@ impl MmaBlueprint {
     /// Bytes of shared memory: rows of Q, and of dO, two tiles of K and of V, and of lse and delta where queries stream by.
     ///
     /// ```
-    /// # use flash_attention_kernels::{Dtype, MmaTile, fragment::role::Role, hopper::Blueprint, mma::{MmaBlueprint, Products}};
+    /// # use flash_attention_kernels::{Dtype, MmaTile, fragment::role::Role, mma::{MmaBlueprint, Products}, tensor_core::Blueprint};
     /// let tile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64 };
     /// let scores = Blueprint {
     ///     role: Role::Forward, tile: tile.tile(), dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,

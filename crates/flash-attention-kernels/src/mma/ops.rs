@@ -1,9 +1,9 @@
 //! Products of warps, and copies that run beside them. Names and semantics are those of the PTX ISA 8.7; how they become PTX:
-//! [`hopper::ops`](crate::hopper::ops).
+//! [`ptx`](crate::ptx).
 
 use super::products::{ColumnsOf, RowsOf, registers_with_columns, rows_with_rows};
-use crate::hopper::ops::ptx::{effect, effect_values, in_place};
-use crate::hopper::ops::{held, hold, sequence};
+use crate::ptx::asm::{effect, effect_values, in_place};
+use crate::ptx::{held, hold, sequence};
 use cubecl::prelude::*;
 
 // -- copies

@@ -2,7 +2,7 @@
 //! the PTX ISA 8.7 says, sections 9.7.14.5.8 (16-bit) and 9.7.14.5.7 (tf32).
 
 use super::Products;
-use crate::hopper::LINE;
+use crate::tensor_core::LINE;
 
 /// What a product of rows with rows multiplies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

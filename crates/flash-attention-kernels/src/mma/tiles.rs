@@ -5,9 +5,9 @@
 
 use super::ops::{copy_vector, copy_word};
 use super::{MmaBlueprint, Products};
-use crate::hopper::LINE;
-use crate::hopper::operands::RowsIn;
 use crate::mask::Band;
+use crate::tensor_core::LINE;
+use crate::tensor_core::operands::RowsIn;
 use cubecl::prelude::*;
 
 /// Threads that copy a line of a panel: a vector of 16 bytes each.

@@ -50,13 +50,13 @@ macro_rules! function {
 #[cfg(feature = "cuda")]
 #[cube]
 fn exp_by_base_2(x: f32) -> f32 {
-    crate::hopper::ops::ex2(x * comptime!(std::f32::consts::LOG2_E))
+    crate::ptx::ex2(x * comptime!(std::f32::consts::LOG2_E))
 }
 
 #[cfg(feature = "cuda")]
 #[cube]
 fn ln_by_base_2(x: f32) -> f32 {
-    crate::hopper::ops::lg2(x) * comptime!(std::f32::consts::LN_2)
+    crate::ptx::lg2(x) * comptime!(std::f32::consts::LN_2)
 }
 
 #[cube]
@@ -88,7 +88,7 @@ function!(
     /// ```
     /// assert_eq!(flash_attention_kernels::mods::reciprocal(4.0), 0.25);
     /// ```
-    reciprocal, |x: f32| 1.0 / x, crate::mods::math::inverse, crate::hopper::ops::reciprocal
+    reciprocal, |x: f32| 1.0 / x, crate::mods::math::inverse, crate::ptx::reciprocal
 );
 
 /// `tanh x`, as `1 − 2 / (1 + e^(2x))`: good to some 1e-7.

@@ -18,7 +18,7 @@ use crate::fragment::grid::Grid;
 use crate::fragment::operands::{ForwardOutputs, Qkv};
 use crate::fragment::rows::{Vec4, WIDTH, zeros};
 use crate::fragment::scores::{Scores, TileAt};
-use crate::softmax::{HIDDEN, begin, lse_bits, normalizer, weight};
+use crate::softmax::{HIDDEN, lse_bits, normalizer, weight};
 use cubecl::prelude::*;
 
 /// `o [B, H, Sq, Dv]` and the bits of `lse [B, H, Sq]` from Q, K and V.
@@ -52,7 +52,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     let mut l = Array::<Vec4>::new(quads);
     #[unroll]
     for n in 0..quads {
-        let (first, sum) = begin(&scores.score, work.head, me.x == 0);
+        let (first, sum) = scores.score.begin(work.head, me.x == 0);
         m[n] = Vec4::new(first);
         l[n] = Vec4::new(sum);
     }

@@ -117,7 +117,8 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
                 let p = weight(tile_gradient.p[n], lse);
                 tile_gradient.p[n] = dropout.apply(p, keeps);
                 if comptime!(wanted.ds) {
-                    tile_gradient.ds[n] = softmax_backward(p, dropout.backward(tile_gradient.ds[n], keeps), delta);
+                    tile_gradient.ds[n] =
+                        softmax_backward(p, dropout.backward(tile_gradient.ds[n], keeps), delta, true);
                 }
             }
         }

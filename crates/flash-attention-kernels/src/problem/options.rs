@@ -1,51 +1,9 @@
-//! Options of attention, and element types.
+//! Options of attention.
 
 use crate::error::AttentionError;
+use crate::mask::{Alignment, Band};
 use crate::mods::{MaskFn, ScoreFn};
 use serde::{Deserialize, Serialize};
-
-/// Element type of `q`, `k`, `v`, `o`, the bias and their gradients. Sums and everything between products are f32; [`Precision`] allows less for
-/// products.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Dtype {
-    /// IEEE single precision.
-    F32,
-    /// IEEE half precision.
-    F16,
-    /// bfloat16.
-    BF16,
-}
-
-impl Dtype {
-    /// Size in bytes.
-    pub fn size(self) -> usize {
-        match self {
-            Dtype::F32 => 4,
-            Dtype::F16 | Dtype::BF16 => 2,
-        }
-    }
-
-    /// The name used in messages and result files.
-    pub fn name(self) -> &'static str {
-        match self {
-            Dtype::F32 => "f32",
-            Dtype::F16 => "f16",
-            Dtype::BF16 => "bf16",
-        }
-    }
-}
-
-/// Position of the diagonal of causal masks and windows when `seq_q` and `seq_k` differ.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Alignment {
-    /// The last query is aligned with the last key: query `i` has position `i + seq_k − seq_q` among the keys.
-    #[default]
-    BottomRight,
-    /// The first query is aligned with the first key: query `i` has position `i` among the keys.
-    TopLeft,
-}
 
 /// Order in which gradients are summed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -135,5 +93,13 @@ impl AttentionOptions {
         check("softmax_scale", self.softmax_scale, positive, "a finite number above 0")?;
         check("softcap", self.softcap, positive, "a finite number above 0")?;
         check("dropout", Some(self.dropout), |p| (0.0..1.0).contains(&p), "at least 0 and below 1")
+    }
+}
+
+impl Band {
+    /// The band of `seq_q` queries over `seq_k` keys under these options. Lengths are at most [`MAX_SEQ`](super::MAX_SEQ).
+    pub fn new(seq_q: usize, seq_k: usize, options: &AttentionOptions) -> Self {
+        let right = if options.causal { Some(0) } else { options.window_right };
+        Band::of_window(seq_q, seq_k, options.window_left, right, options.alignment)
     }
 }

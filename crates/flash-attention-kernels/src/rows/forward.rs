@@ -13,7 +13,7 @@ use crate::fragment::grid::Grid;
 use crate::fragment::operands::{ForwardOutputs, Qkv};
 use crate::fragment::rows::{Rows, zeros};
 use crate::fragment::scores::{Scores, TileAt};
-use crate::softmax::{begin, lse_bits, normalizer, weight};
+use crate::softmax::{Rescale, lse_bits, normalizer, raised, weight};
 use cubecl::prelude::*;
 
 /// `o [B, H, Sq, Dv]` and the bits of `lse [B, H, Sq]` from Q, K and V.
@@ -47,7 +47,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     let mut l = Array::<f32>::new(rows);
     #[unroll]
     for nth in 0..rows {
-        let (first, sum) = begin(&scores.score, head, true.runtime());
+        let (first, sum) = scores.score.begin(head, true.runtime());
         m[nth] = first;
         l[nth] = sum;
     }
@@ -65,7 +65,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
                 let t = scores.score.of(dot(&held, &key, nth, head_dim));
                 let row = row_of(start, comptime!(nth as u32).runtime(), tile);
                 let seen = apply_score_mod(t, &scores, &at, row, j, careful);
-                let highest = max(m[nth], seen);
+                let highest = raised(m[nth], seen, Rescale::Always);
                 let alpha = f32::exp(m[nth] - highest);
                 let p = weight(seen, highest);
                 m[nth] = highest;

@@ -103,7 +103,7 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
                     }
                     if differentiates {
                         let dp = extras.dropout.backward(dot(&held_d, &column_v, nth, head_dim_v), kept);
-                        let mut ds = softmax_backward(p, dp, delta[nth]);
+                        let mut ds = softmax_backward(p, dp, delta[nth], true);
                         if comptime!(blueprint.factor != Factor::One) {
                             // Where nothing is seen, whatever a function gives there.
                             let factor = scores.factor(t, &at, row, j, blueprint.factor);

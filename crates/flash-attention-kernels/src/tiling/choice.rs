@@ -2,11 +2,12 @@
 
 use super::ListShape;
 use crate::blocks::RUN;
-use crate::hopper::{BiasTile, HopperTile};
+use crate::hopper::BiasTile;
 use crate::matrix::MatrixTile;
 use crate::mma::MmaTile;
 use crate::portable::tile::TileShape;
 use crate::rows::RowsTile;
+use crate::tensor_core::HopperTile;
 use serde::{Deserialize, Serialize};
 
 /// A kernel family.

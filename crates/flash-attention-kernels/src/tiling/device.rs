@@ -1,7 +1,8 @@
 //! What the choice depends on: what a device says of itself.
 
+use crate::dtype::Dtype;
 use crate::error::AttentionError;
-use crate::problem::{AttentionProblem, Dtype};
+use crate::problem::AttentionProblem;
 use cubecl::client::Client;
 use cubecl::ir::features::TypeUsage;
 use cubecl::ir::{AddressType, ElemType, FloatKind};

@@ -3,10 +3,10 @@
 use super::Device;
 #[cfg(feature = "autotune")]
 use super::Gradient;
+use crate::dtype::Dtype;
 use crate::fragment::role::Role;
 use crate::matrix::{Blueprint, MatrixTile};
-use crate::problem::{AttentionProblem, Dtype};
-use crate::score::Factor;
+use crate::problem::AttentionProblem;
 
 /// Warps and columns of a tile, the first that fits the device wins.
 ///
@@ -73,7 +73,7 @@ pub fn blueprint(device: &Device, problem: &AttentionProblem, role: Role, tile: 
         tile,
         head_dim: problem.head_dim,
         head_dim_v: problem.head_dim_v,
-        factor: Factor::of_product(problem),
+        factor: problem.factor_of_product(),
         apart: device.card,
     }
 }

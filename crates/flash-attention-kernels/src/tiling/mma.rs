@@ -5,9 +5,10 @@
 use super::Gradient;
 use super::hopper::{self, head_group};
 use super::{Device, MmaForward, MmaGradient};
+use crate::dtype::Dtype;
 use crate::fragment::role::Role;
 use crate::mma::{MmaBlueprint, MmaTile, Products};
-use crate::problem::{AttentionProblem, Dtype, Precision};
+use crate::problem::{AttentionProblem, Precision};
 
 /// Tiles of the forward, by the larger head dimension: the first row that both fit.
 ///

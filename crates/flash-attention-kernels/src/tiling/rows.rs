@@ -5,7 +5,6 @@ use crate::blocks::BLOCK;
 use crate::fragment::role::Role;
 use crate::problem::AttentionProblem;
 use crate::rows::{Blueprint, RowsTile};
-use crate::score::Factor;
 
 /// Elements of the rows of a thread, of each tensor. More are faster — what is read serves more rows — but compilers take longer than
 /// they save: with 512 in place of 256, at head_dim 64, llvmpipe's takes 13 s in place of 4 for forward and backward, of which the
@@ -63,7 +62,7 @@ pub fn blueprint(problem: &AttentionProblem, role: Role, tile: RowsTile) -> Blue
         tile,
         head_dim: problem.head_dim,
         head_dim_v: problem.head_dim_v,
-        factor: Factor::of_product(problem),
+        factor: problem.factor_of_product(),
         careful: band.bounded_below || band.bounded_above || problem.hides_pairs() || problem.is_varlen(),
     }
 }

@@ -9,13 +9,12 @@ use flash_attention_kernels::fragment::role::Role;
 use flash_attention_kernels::hopper::dbias::{
     BiasOutCompilationArg, Block, DbiasScheduler, DbiasSchedulerCompilationArg,
 };
-use flash_attention_kernels::hopper::delta::DeltaBlueprint;
-use flash_attention_kernels::hopper::schedule::{Divisor, TileScheduler};
-use flash_attention_kernels::hopper::{
-    BiasBlueprint, BiasTile, Blueprint, Rows, combine, copy, dbias, delta, forward, gradient, reduce,
-};
+use flash_attention_kernels::hopper::{BiasBlueprint, BiasTile, combine, copy, dbias, forward, gradient, reduce};
 use flash_attention_kernels::mask::Band;
 use flash_attention_kernels::mods::{Document, MaskFn, ScoreFn};
+use flash_attention_kernels::tensor_core::delta::DeltaBlueprint;
+use flash_attention_kernels::tensor_core::schedule::{Divisor, TileScheduler};
+use flash_attention_kernels::tensor_core::{Blueprint, Rows, delta};
 use flash_attention_kernels::tiling::{Device, element_type, plan_on};
 use flash_attention_kernels::{
     AttentionOptions, AttentionProblem, BackwardOrder, BackwardTiles, BiasGradient, Dtype, Forward, Gradient,

@@ -1,9 +1,9 @@
 //! What the pieces of PTX compute, thread by thread, on a warp that is simulated: registers of 32 bits, shared memory in bytes.
 
-use flash_attention_kernels::hopper::LINE;
 use flash_attention_kernels::mma::Products;
 use flash_attention_kernels::mma::products::{ColumnsOf, RowsOf, registers_with_columns, rows_with_rows};
 use flash_attention_kernels::mma::tiles::{lane_of_columns, lane_of_rows, lane_of_sums, place};
+use flash_attention_kernels::tensor_core::LINE;
 use half::{bf16, f16};
 use std::collections::HashMap;
 

@@ -1,14 +1,15 @@
 //! Tiles and rows on their way to shared memory.
 
-use super::super::delta::stats_rows;
 use super::super::operands::Streams;
-use super::super::ops::*;
 use super::super::pipeline::PipelineState;
 use super::super::producer::load_panels;
-use super::super::{BiasBlueprint, BiasTile, PANEL, WARPGROUP_ROWS};
+use super::super::{BiasBlueprint, BiasTile};
 use super::memory::{Memory, WorkTileField};
 use super::scheduler::DbiasScheduler;
 use crate::mask::Band;
+use crate::ptx::*;
+use crate::tensor_core::statistics::stats_rows;
+use crate::tensor_core::{PANEL, WARPGROUP_ROWS};
 use cubecl::prelude::*;
 
 /// Stage and parity of the rows of a turn.

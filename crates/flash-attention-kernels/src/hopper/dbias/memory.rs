@@ -1,9 +1,9 @@
 //! Where words, barriers and cursors lie in shared memory.
 
-use super::super::ops::*;
 use super::super::{BiasBlueprint, BiasTile, SLOTS, WORDS};
 use super::scheduler::{Block, DbiasScheduler};
 use crate::mask::Band;
+use crate::ptx::*;
 use cubecl::prelude::*;
 
 /// Where words of a slot lie: of one batch and head that shares a block.

@@ -1,8 +1,8 @@
 //! Which block of the bias a thread block computes, and in which order.
 
 use super::super::BiasTile;
-use super::super::schedule::Divisor;
 use crate::mask::{Band, Blocks};
+use crate::tensor_core::schedule::Divisor;
 use cubecl::prelude::*;
 
 /// How blocks are numbered: those of which the band shows something, by matrices of the bias, blocks of queries, blocks of keys.

@@ -1,11 +1,11 @@
 //! Blocks of the gradient on their way out.
 
-use super::super::ops::*;
-use super::super::rows::{exchange, vector_of_pair};
 use super::super::{BiasBlueprint, BiasTile};
 use super::BiasOut;
 use super::scheduler::DbiasScheduler;
 use crate::mask::Band;
+use crate::ptx::*;
+use crate::tensor_core::rows::{exchange, vector_of_pair};
 use cubecl::prelude::*;
 
 /// Writes one of a thread's two rows, which starts at vector `at` of `out`; nothing if not `live`. Neighbours exchange what they

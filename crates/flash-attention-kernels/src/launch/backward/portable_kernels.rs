@@ -78,7 +78,7 @@ impl<'a> Backward<'a> {
             (Blocks::Queries, tile.tile_q, tile.tile_k)
         };
         let (grid, count) = self.rows_grid(&results, rows)?;
-        let blueprint = tiling::blueprint(call.problem, tile, Factor::of_product(call.problem));
+        let blueprint = tiling::blueprint(call.problem, tile, call.problem.factor_of_product());
         Ok(Box::new(move || {
             let route = call.route(of, rows, columns);
             let (units, addresses) = (CubeDim::new_1d(tile.units() as u32), addresses.max(route.addresses()));

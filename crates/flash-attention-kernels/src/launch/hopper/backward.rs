@@ -3,14 +3,16 @@
 use super::{VECTOR_BYTES, rows_arg, rows_out, source_sides};
 use crate::error::AttentionError;
 use crate::fragment::role::Role;
-use crate::hopper::delta::DeltaBlueprint;
-use crate::hopper::operands::{GradientOutputsLaunch, ScheduleLaunch, StreamsLaunch};
-use crate::hopper::schedule::TileScheduler;
-use crate::hopper::{self, HopperTile, WARPGROUP_ROWS, reduce};
+use crate::hopper::operands::{ScheduleLaunch, StreamsLaunch};
+use crate::hopper::{self, reduce};
 use crate::launch::backward::{Results, Wanted, WantedBias};
 use crate::launch::sequences::Blocks;
 use crate::launch::{Call, Saved, Scratch};
 use crate::tensor::TensorView;
+use crate::tensor_core::delta::{self, DeltaBlueprint};
+use crate::tensor_core::operands::GradientOutputsLaunch;
+use crate::tensor_core::schedule::TileScheduler;
+use crate::tensor_core::{HopperTile, WARPGROUP_ROWS};
 use crate::tiling::{HopperGradient, cube_count, stats_multiple, stats_rows};
 use cubecl::prelude::*;
 
@@ -203,7 +205,7 @@ impl Call<'_> {
 
     pub(in crate::launch) fn delta_hopper_grid(&self) -> Result<CubeCount, AttentionError> {
         let rows = stats_rows(self.problem);
-        let (x, y, z) = cube_count(self.device, "delta", rows as u64 / hopper::delta::ROWS as u64)?;
+        let (x, y, z) = cube_count(self.device, "delta", rows as u64 / delta::ROWS as u64)?;
         Ok(CubeCount::Static(x, y, z))
     }
 
@@ -223,10 +225,10 @@ impl Call<'_> {
         let spans = [o.span(), dout.span(), zeroed.span()].into_iter().chain(rows);
         // SAFETY: views have been checked against their buffers.
         unsafe {
-            hopper::delta::delta::launch_unchecked(
+            delta::delta::launch_unchecked(
                 self.client,
                 self.delta_hopper_grid()?,
-                CubeDim::new_1d(hopper::delta::UNITS),
+                CubeDim::new_1d(delta::UNITS),
                 self.addresses(spans),
                 VECTOR_BYTES / p.dtype.size(),
                 o.arg(),

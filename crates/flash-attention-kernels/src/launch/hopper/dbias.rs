@@ -5,11 +5,12 @@ use crate::error::AttentionError;
 use crate::fragment::role::Role;
 use crate::hopper::dbias::{BiasOutLaunch, DbiasScheduler};
 use crate::hopper::operands::StreamsLaunch;
-use crate::hopper::{self, BiasBlueprint, BiasTile, Blueprint, Rows, WARPGROUP_ROWS};
+use crate::hopper::{self, BiasBlueprint, BiasTile};
 use crate::launch::backward::WantedBias;
 use crate::launch::route::Route;
 use crate::launch::{Call, Scratch};
 use crate::tensor::TensorView;
+use crate::tensor_core::{Blueprint, Rows, WARPGROUP_ROWS};
 use crate::tiling::varies_by_pair;
 use cubecl::prelude::*;
 

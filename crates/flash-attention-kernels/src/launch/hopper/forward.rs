@@ -3,13 +3,15 @@
 use super::{rows_arg, rows_in, rows_out, stride};
 use crate::error::AttentionError;
 use crate::fragment::role::Role;
-use crate::hopper::operands::{LseOutLaunch, OutputsLaunch, ScheduleLaunch, SourcesLaunch, StreamsLaunch};
-use crate::hopper::schedule::TileScheduler;
-use crate::hopper::{self, WARPGROUP_ROWS};
+use crate::hopper;
+use crate::hopper::operands::{ScheduleLaunch, StreamsLaunch};
 use crate::launch::Call;
 use crate::launch::route::Route;
 use crate::launch::sequences::Blocks;
 use crate::tensor::TensorView;
+use crate::tensor_core::WARPGROUP_ROWS;
+use crate::tensor_core::operands::{LseOutLaunch, OutputsLaunch, SourcesLaunch};
+use crate::tensor_core::schedule::TileScheduler;
 use crate::tiling::{HopperForward, Stage, cube_count};
 use cubecl::prelude::*;
 

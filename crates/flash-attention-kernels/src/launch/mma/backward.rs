@@ -1,8 +1,6 @@
 //! Launches the gradients made of `mma.sync`.
 
 use crate::error::AttentionError;
-use crate::hopper::operands::GradientOutputsLaunch;
-use crate::hopper::schedule::TileScheduler;
 use crate::launch::backward::WantedMma;
 use crate::launch::hopper::{VECTOR_BYTES, rows_arg, rows_out, source_sides};
 use crate::launch::sequences::Blocks;
@@ -10,6 +8,8 @@ use crate::launch::{Call, Saved, Scratch};
 use crate::mask::Band;
 use crate::mma::{MmaBlueprint, gradient};
 use crate::tensor::TensorView;
+use crate::tensor_core::operands::GradientOutputsLaunch;
+use crate::tensor_core::schedule::TileScheduler;
 use crate::tiling;
 use cubecl::prelude::*;
 

@@ -7,11 +7,11 @@ use super::hopper::{VECTOR_BYTES, rows_arg, rows_in, rows_out, stride};
 use super::sequences::Blocks;
 use crate::error::AttentionError;
 use crate::fragment::role::Role;
-use crate::hopper::operands::{LseOutLaunch, OutputsLaunch, SourcesLaunch};
-use crate::hopper::schedule::TileScheduler;
 use crate::mask::Band;
 use crate::mma::{MmaBlueprint, MmaTile, forward};
 use crate::tensor::TensorView;
+use crate::tensor_core::operands::{LseOutLaunch, OutputsLaunch, SourcesLaunch};
+use crate::tensor_core::schedule::TileScheduler;
 use crate::tiling::{self, Kernel, MmaForward};
 use cubecl::prelude::*;
 

@@ -2,9 +2,9 @@
 
 use super::super::Blueprint;
 use super::super::operands::Sources;
-use super::super::ops::{mma_step, pack};
 use super::LostRow;
-use crate::problem::Dtype;
+use crate::dtype::Dtype;
+use crate::ptx::{mma_step, pack};
 use crate::rounding::nearest_tf32;
 use cubecl::prelude::*;
 

@@ -1,7 +1,7 @@
 //! Arithmetic: approximations of the special-function unit, pairs of 16 bits in a word.
 
-use super::ptx::{effect_value, pure};
-use crate::problem::Dtype;
+use super::asm::{effect_value, pure};
+use crate::dtype::Dtype;
 use cubecl::prelude::*;
 use cubecl_core::ir::ExpandValue;
 

@@ -1,9 +1,9 @@
 //! Mask and bias of each pair.
 
-use super::super::ops::{load_tiles, unpack};
 use super::super::{Blueprint, Rows, WARPGROUP_ROWS};
 use super::{ScoreTile, Scores, pair_of};
 use crate::mods::Place;
+use crate::ptx::{load_tiles, unpack};
 use crate::softmax::UNSEEN;
 use cubecl::prelude::*;
 

@@ -1,7 +1,7 @@
 //! Warpgroup matrix products (`wgmma`), one `mma.sync` step, and accumulators as what inline PTX takes and gives.
 
-use super::ptx::{effect_values, in_place};
-use crate::problem::Dtype;
+use super::asm::{effect_values, in_place};
+use crate::dtype::Dtype;
 use cubecl::prelude::*;
 use cubecl_core::ir::ExpandValue;
 use cubecl_core::ir::dialect::matrix::*;

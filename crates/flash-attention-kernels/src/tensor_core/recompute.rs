@@ -10,17 +10,17 @@
 mod products;
 
 use super::Blueprint;
-use super::delta::{stats_all, stats_at};
 use super::operands::{GradientOutputs, LseOut, RowsOut, SourceSides, Sources};
-use super::ops::{ex2, fma_packed, lg2, pack};
-use super::rows::sink_log2;
 use super::schedule::TileScheduler;
 use super::scores::{Exponent, ScorePair, Scores, score_of_pair};
+use super::softmax::sink_log2;
+use super::statistics::{stats_all, stats_at};
 use crate::blocks::{TileSize, Visit, visits};
+use crate::dtype::Dtype;
 use crate::extras::Extras;
 use crate::mask::Band;
-use crate::problem::Dtype;
-use crate::softmax::{HIDDEN, lse_bits_log2};
+use crate::ptx::{ex2, fma_packed, lg2, pack};
+use crate::softmax::{HIDDEN, Rescale, lse_bits_log2, raised, softmax_backward};
 use cubecl::prelude::*;
 use products::{dot, products_with_keys};
 
@@ -173,7 +173,7 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             let exponent = exponents(sources, scores, of, key, after, visit.masked, blueprint);
             let sees = exponent.visible;
             if round == 0 {
-                let higher = select(sees, max(m, exponent.value), m);
+                let higher = raised(m, select(sees, exponent.value, HIDDEN), Rescale::Always);
                 let p = select(sees, ex2(exponent.value - higher), 0.0f32);
                 l = fma(l, ex2(m - higher), p);
                 m = higher;
@@ -297,7 +297,7 @@ pub struct LostRows {
     pub band: Band,
 }
 
-/// Computes these rows again, as [`gradient`](mod@crate::hopper::gradient) does. By a whole warp.
+/// Computes these rows again, as the kernels of gradients do. By a whole warp.
 #[cube]
 pub fn recompute_gradients<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     sources: &SourceSides<E, N>,
@@ -375,7 +375,8 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                     let dp = dot(rows.dov.data, row_at, cols.dov.data, col_at, blueprint.head_dim_v, blueprint);
                     let dp = extras.dropout.backward(dp, kept);
                     let delta = f32::reinterpret(stats[all + at]);
-                    ds = select(visible, probability * (dp - delta) * exponent.slope, 0.0f32);
+                    let of_score = softmax_backward(probability, dp, delta, false);
+                    ds = select(visible, of_score * exponent.slope, 0.0f32);
                 }
             }
             for n in 0..KEYS {

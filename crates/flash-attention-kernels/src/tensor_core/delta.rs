@@ -3,10 +3,8 @@
 //! As [for the portable kernels](crate::portable::delta), but in the layout that tiles of queries are loaded with: rows of a head
 //! are filled up to whole tiles, with rows whose probabilities are 0.
 
-use super::Blueprint;
 use super::operands::row_start;
-use super::schedule::TileScheduler;
-use crate::mask::Band;
+use super::statistics::stats_rows;
 use crate::softmax::{lse_log2, lse_of_bits};
 use cubecl::prelude::*;
 
@@ -108,45 +106,4 @@ pub fn delta<E: Float, N: Size>(
         stats[to] = u32::reinterpret(of_lse);
         stats[all * rows as usize + to] = u32::reinterpret(of_delta);
     }
-}
-
-/// Rows of lse and delta of a head: whole tiles of them, and one more where tiles begin anywhere.
-#[cube]
-pub fn stats_rows(seq_q: u32, #[comptime] multiple: usize, #[comptime] varlen: bool) -> u32 {
-    let spare = comptime!(if varlen { multiple as u32 } else { 0 });
-    seq_q.div_ceil(comptime!(multiple as u32)) * comptime!(multiple as u32) + spare
-}
-
-/// Queries, and their heads in a batch.
-#[cube]
-fn queries(band: &Band, scheduler: &TileScheduler, #[comptime] blueprint: Blueprint) -> (u32, u32) {
-    if comptime!(blueprint.transposed()) {
-        // What the band calls keys.
-        (band.seq_k, scheduler.num_heads_q.divisor * scheduler.group_size.divisor)
-    } else {
-        (band.seq_q, scheduler.num_heads_q.divisor)
-    }
-}
-
-/// Where a query's lse is.
-#[cube]
-pub fn stats_at(
-    band: &Band,
-    scheduler: &TileScheduler,
-    batch: u32,
-    head: u32,
-    query: u32,
-    #[comptime] blueprint: Blueprint,
-) -> usize {
-    let (seq_q, heads) = queries(band, scheduler, blueprint);
-    (batch as usize * heads as usize + head as usize)
-        * stats_rows(seq_q, blueprint.stats_multiple, blueprint.varlen) as usize
-        + query as usize
-}
-
-/// How far behind it delta is.
-#[cube]
-pub fn stats_all(band: &Band, scheduler: &TileScheduler, #[comptime] blueprint: Blueprint) -> usize {
-    let (seq_q, heads) = queries(band, scheduler, blueprint);
-    scheduler.batches as usize * heads as usize * stats_rows(seq_q, blueprint.stats_multiple, blueprint.varlen) as usize
 }

@@ -6,10 +6,12 @@
 //! apart for each of them was more than half of the time that LLVM took for a kernel. Names and semantics are those of the PTX
 //! ISA 8.7. Addresses of shared memory are byte addresses in the shared window, `u32`.
 
+#![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
+
+pub(crate) mod asm;
 pub mod barriers;
 pub mod copies;
 pub mod math;
-pub(crate) mod ptx;
 pub mod wgmma;
 
 pub use barriers::*;

@@ -13,18 +13,18 @@
 //! The first work tile of a consumer group has the group's own number. The others are taken from a global counter, so that the group that
 //! finishes first takes the next. (FlashAttention-3, arXiv:2407.08608, section 3; longest first: Graham 1969.)
 
-use super::ops::take_ticket;
 use super::{Blueprint, HopperTile};
 use crate::blocks::{TileSize, block_in_order, visits};
 use crate::extras::Extras;
 use crate::mask::Band;
+use crate::ptx::take_ticket;
 use cubecl::prelude::*;
 
 /// A divisor, as a multiplication and a shift.
 /// (Granlund and Montgomery, "Division by invariant integers using multiplication", 1994, section 4.)
 ///
 /// ```
-/// use flash_attention_kernels::hopper::schedule::Divisor;
+/// use flash_attention_kernels::tensor_core::schedule::Divisor;
 ///
 /// assert_eq!(Divisor::new(7).divide(50), 7);
 /// ```

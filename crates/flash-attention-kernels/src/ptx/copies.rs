@@ -1,7 +1,7 @@
 //! Loads by the tensor memory accelerator, reads and writes of shared and global memory.
 
+use super::asm::{effect, effect_value, effect_values};
 use super::barriers::elected;
-use super::ptx::{effect, effect_value, effect_values};
 use super::wgmma::{descriptor, sequence};
 use cubecl::prelude::*;
 use cubecl_core::ir::ExpandValue;

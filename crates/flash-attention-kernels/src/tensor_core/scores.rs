@@ -2,14 +2,13 @@
 
 mod pairs;
 
-use super::memory::{Memory, WorkTileField};
-use super::ops::{ex2, lg2, mma_shared, multiply_rounded, pack, reciprocal, unpack};
-use super::{Blueprint, Rows, WARPGROUP_ROWS};
+use super::{Blueprint, Rows};
 use crate::blocks::Visit;
+use crate::dtype::Dtype;
 use crate::extras::Extras;
 use crate::mask::Band;
 use crate::mods::Place;
-use crate::problem::Dtype;
+use crate::ptx::{ex2, lg2, multiply_rounded, pack, reciprocal, unpack};
 use crate::score::distance;
 use crate::softmax::UNSEEN;
 use cubecl::prelude::*;
@@ -74,27 +73,6 @@ pub struct ScoreTile {
 
 #[cube]
 impl ScoreTile {
-    /// That of a work tile; batch and head where anything is read for them.
-    pub fn of_work_tile(
-        memory: &Memory,
-        nth: u32,
-        band: Band,
-        first_row: u32,
-        visit: &Visit,
-        bias_tile: u32,
-        #[comptime] drops: bool,
-        #[comptime] blueprint: Blueprint,
-    ) -> ScoreTile {
-        let of_mods = comptime!(blueprint.modified || blueprint.mask_mod || blueprint.alibi || drops);
-        let of_pairs = comptime!(blueprint.mask.is_some() || (blueprint.bias.is_some() && !blueprint.tiled_bias()));
-        let (mut batch, mut head) = (0u32.runtime(), 0u32.runtime());
-        if comptime!(of_mods || of_pairs) {
-            batch = memory.work_tile(nth, WorkTileField::Batch);
-            head = memory.query_head(nth, blueprint);
-        }
-        ScoreTile::new(batch, head, band, first_row, visit, bias_tile, 0usize)
-    }
-
     /// That of a batch and query head.
     pub fn new(
         batch: u32,
@@ -140,19 +118,6 @@ impl ScoreTile {
             transposed,
         }
     }
-}
-
-/// Issues the products of a warpgroup's rows `q` with a tile `k`, both this `wide`: `S = Q Kᵀ`.
-#[cube]
-pub fn products(s: &mut Array<f32>, q: u64, k: u64, #[comptime] wide: usize, #[comptime] blueprint: Blueprint) {
-    let tile_k = comptime!(blueprint.tile.tile_k);
-    // 16 columns are 32 bytes of a panel's lines; a panel of rows has 64 lines, one of a tile as many as it has keys.
-    let steps = comptime!(
-        (0..wide.div_ceil(16))
-            .map(|i| [WARPGROUP_ROWS, tile_k].map(|lines| i % 4 * 2 + i / 4 * lines * 8))
-            .collect::<Vec<_>>()
-    );
-    mma_shared(s, q, k, steps, [false, false], tile_k, blueprint.dtype);
 }
 
 /// Derivatives of what a function makes of products, of each register of a tile, where they are [kept](Blueprint::keeps_derivative): two to a word

@@ -1,6 +1,6 @@
 //! Named barriers, `mbarrier`s and the counter that work tiles are taken from.
 
-use super::ptx::{effect, effect_value};
+use super::asm::{effect, effect_value};
 use cubecl::prelude::*;
 use cubecl_core::ir::ExpandValue;
 

@@ -1,0 +1,75 @@
+//! Checks of tensors' types and devices.
+
+use burn::backend::DispatchDevice;
+use burn::tensor::{DType, Device, Tensor};
+use flash_attention_kernels::AttentionError;
+use flash_attention_kernels::mods::TENSORS;
+
+/// Checks what a function reads, under these names.
+pub(crate) fn function_tensors(
+    names: [&'static str; TENSORS],
+    tensors: &[Tensor<4>],
+    device: &Device,
+) -> Result<(), AttentionError> {
+    for (tensor, argument) in tensors.iter().zip(names) {
+        if tensor.dtype() != DType::F32 {
+            return Err(AttentionError::Unsupported {
+                option: argument,
+                value: format!("a tensor of {}", tensor.dtype().name()),
+                why: "functions read f32, whatever the dtype of q: cast it",
+            });
+        }
+        same_device(argument, &tensor.device(), device)?;
+    }
+    Ok(())
+}
+
+pub(crate) fn same_dtype(argument: &'static str, dtype: DType, expected: DType) -> Result<(), AttentionError> {
+    if dtype == expected {
+        return Ok(());
+    }
+    Err(AttentionError::MixedDtypes {
+        argument,
+        dtype: dtype.name().to_string(),
+        expected: expected.name().to_string(),
+    })
+}
+
+/// Whether the two are one device. A tensor without gradients may meet one with; two ways of checkpointing may not.
+pub(crate) fn same_device(argument: &'static str, device: &Device, expected: &Device) -> Result<(), AttentionError> {
+    let strategies = (device.gradient_checkpointing_strategy(), expected.gradient_checkpointing_strategy());
+    let mixed = matches!(strategies, (Some(strategy), Some(expected)) if strategy != expected);
+    if device == expected && !mixed {
+        return Ok(());
+    }
+    Err(AttentionError::Device { argument, device: format!("{device:?}"), expected: format!("{expected:?}") })
+}
+
+/// Whether anything runs on that device.
+pub(crate) fn check_device(device: &DispatchDevice) -> Result<(), AttentionError> {
+    match device {
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(_) => Ok(()),
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) => Ok(()),
+        #[allow(unreachable_patterns)]
+        other => Err(unsupported(other)),
+    }
+}
+
+pub(crate) fn unsupported(device: &DispatchDevice) -> AttentionError {
+    AttentionError::Unsupported {
+        option: "device",
+        value: format!("{device:?}"),
+        why: "attention runs on CubeCL devices and on Flex, each with the feature of this crate that bears its name",
+    }
+}
+
+/// The result, or a panic with the error's message, as Burn's operations have it.
+#[track_caller]
+pub(crate) fn unwrapped<T>(result: Result<T, AttentionError>) -> T {
+    match result {
+        Ok(value) => value,
+        Err(error) => panic!("{error}"),
+    }
+}

@@ -1,0 +1,169 @@
+//! Tiles for Hopper by head dimension: what was measured to be the fastest.
+
+use crate::hopper::BiasTile;
+use crate::tensor_core::HopperTile;
+
+/// Tiles of the forward for Hopper, by the larger head dimension and the number of keys: the first row that both fit.
+///
+/// ```text
+/// head_dim  seq_k    groups × warpgroups  keys  stages  registers: O, S, P    of   shared memory
+/// 64        4,096    2 × 2                64    4       32 + 32 + 16          128  160 KiB
+/// 64        any      1 × 3                128   4       32 + 64 + 32          168  152 KiB
+/// 128       any      1 × 2                128   3       64 + 64 + 32          255  224 KiB
+/// 192       any      1 × 2                96    2       96 + 48 + 24          255  192 KiB
+/// 256       any      1 × 2                80    2       128 + 40 + 20         255  224 KiB
+/// ```
+///
+/// The threads of a thread block share 65,536 registers; `O`, `S` and `P` must fit, with some 40 for the rest. Within that, more keys
+/// are better, as each tile costs barriers and the shuffles of a row's maximum, and so are more warpgroups, whose softmax
+/// and products then overlap. Three with 192 queries waste more of a short sequence than two consumer groups with 128 each.
+pub(super) const HOPPER: [(usize, usize, HopperTile); 5] = [
+    (
+        64,
+        4096,
+        HopperTile { consumer_groups: 2, warpgroups: 2, tile_k: 64, stages: 4, ping_pong: false, producer_warp: false },
+    ),
+    (
+        64,
+        usize::MAX,
+        HopperTile {
+            consumer_groups: 1,
+            warpgroups: 3,
+            tile_k: 128,
+            stages: 4,
+            ping_pong: false,
+            producer_warp: false,
+        },
+    ),
+    (
+        128,
+        usize::MAX,
+        HopperTile {
+            consumer_groups: 1,
+            warpgroups: 2,
+            tile_k: 128,
+            stages: 3,
+            ping_pong: false,
+            producer_warp: false,
+        },
+    ),
+    (
+        192,
+        usize::MAX,
+        HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 96, stages: 2, ping_pong: true, producer_warp: false },
+    ),
+    (
+        256,
+        usize::MAX,
+        HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 80, stages: 2, ping_pong: true, producer_warp: false },
+    ),
+];
+
+/// The tile of the forward for Hopper where there is a block mask, by the larger head dimension, instead of those above: lists make
+/// loads longer, and a warp of its own hides them, where what multiplies needs no more than 168 registers: 32 + 64 + 32, and the rest.
+pub(super) const HOPPER_BLOCKS: (usize, HopperTile) = (
+    64,
+    HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 128, stages: 5, ping_pong: false, producer_warp: true },
+);
+
+/// Tiles of the forward for Hopper with a bias that comes in tiles of its own, by the larger head dimension: what fits the
+/// 227 KiB beside it.
+///
+/// ```text
+/// head_dim  groups × warpgroups  keys  stages  shared memory, of which bias
+/// 64        2 × 2                64    3       224 KiB  96 KiB
+/// 128       1 × 2                128   2       224 KiB  64 KiB
+/// 192       1 × 2                64    2       176 KiB  32 KiB
+/// 256       1 × 2                64    2       224 KiB  32 KiB
+/// ```
+pub(super) const HOPPER_BIAS: [(usize, HopperTile); 4] = [
+    (
+        64,
+        HopperTile { consumer_groups: 2, warpgroups: 2, tile_k: 64, stages: 3, ping_pong: false, producer_warp: false },
+    ),
+    (
+        128,
+        HopperTile {
+            consumer_groups: 1,
+            warpgroups: 2,
+            tile_k: 128,
+            stages: 2,
+            ping_pong: false,
+            producer_warp: false,
+        },
+    ),
+    (
+        192,
+        HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 64, stages: 2, ping_pong: true, producer_warp: false },
+    ),
+    (
+        256,
+        HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 64, stages: 2, ping_pong: true, producer_warp: false },
+    ),
+];
+
+/// Tiles of `dq` for Hopper, by the larger head dimension: without a bias that comes in tiles of its own, and with one.
+///
+/// ```text
+/// head_dim  keys, stages  with a bias  registers: dQ, S, dP   of   shared memory
+/// 64        128, 3        128, 2       32 + 64 + 64           255  128 KiB, 160 KiB
+/// 128       128, 2        64, 2        64 + 64 + 64           255  192 KiB, 160 KiB
+/// 192       64, 2         48, 2        96 + 32 + 32           255  192 KiB, 200 KiB
+/// 256       48, 2         32, 2        128 + 24 + 24          255  224 KiB, 224 KiB
+/// ```
+pub(super) const HOPPER_DQ: [(usize, HopperTile, HopperTile); 4] = [
+    (64, gradient_tile(128, 3), gradient_tile(128, 2)),
+    (128, gradient_tile(128, 2), gradient_tile(64, 2)),
+    (192, gradient_tile(64, 2), gradient_tile(48, 2)),
+    (256, gradient_tile(48, 2), gradient_tile(32, 2)),
+];
+
+/// Tiles of `dk` and `dv` for Hopper in the same way; and of `dv`, without such a bias, where what they add up to does not fit the
+/// registers together. Tiles divide [`stats_multiple`].
+///
+/// ```text
+/// head_dim  queries, stages  with a bias  dv     registers: dK, dV, S, dP  of   shared memory
+/// 64        128, 3           128, 2              32 + 32 + 64 + 64         255  132 KiB, 162 KiB
+/// 128       64, 3            64, 3               64 + 64 + 32 + 32         255  162 KiB, 210 KiB
+/// 192       64, 2            32, 2        64, 2  96, 96 + 32 + 32          255  193 KiB, 161 KiB, 145 KiB
+/// 256       48, 2            32, 2        64, 2  128, 128 + 24 + 24        255  225 KiB, 209 KiB, 193 KiB
+/// ```
+pub(super) const HOPPER_DKDV: [(usize, HopperTile, HopperTile, Option<HopperTile>); 4] = [
+    (64, gradient_tile(128, 3), gradient_tile(128, 2), None),
+    (128, gradient_tile(64, 3), gradient_tile(64, 3), None),
+    (192, gradient_tile(64, 2), gradient_tile(32, 2), Some(gradient_tile(64, 2))),
+    (256, gradient_tile(48, 2), gradient_tile(32, 2), Some(gradient_tile(64, 2))),
+];
+
+/// Tiles of the gradient of a bias for Hopper, by the larger head dimension. Blocks are 128 queries high; the wider they are, the
+/// less is loaded for each pair, the wider a tile, the less is read of shared memory, which counts for more at 128.
+///
+/// ```text
+/// head_dim  keys    stages  of rows  registers: dB, S, dP  of   shared memory, of which bias
+/// 64        4 × 64  6       2        128 + 32 + 32         255  227 KiB  64 KiB
+/// 128       128     2       1        64 + 64 + 64          255  225 KiB  32 KiB
+/// 192       2 × 64  2       1        64 + 32 + 32          255  226 KiB  32 KiB
+/// 256       4 × 32  2       1        64 + 16 + 16          255  226 KiB  32 KiB
+/// ```
+pub(super) const HOPPER_DBIAS: [(usize, BiasTile); 4] = [
+    (64, BiasTile { tile_k: 64, tiles: 4, stages: 6, row_stages: 2 }),
+    (128, BiasTile { tile_k: 128, tiles: 1, stages: 2, row_stages: 1 }),
+    (192, BiasTile { tile_k: 64, tiles: 2, stages: 2, row_stages: 1 }),
+    (256, BiasTile { tile_k: 32, tiles: 4, stages: 2, row_stages: 1 }),
+];
+
+/// Tiles of all three gradients by one kernel, by the larger head dimension, the least number of queries from which on it is
+/// faster, and that of queries of a tile: 128, or 64 of two panels of columns each, so that dQ of a tile is a block of 64 × 64
+/// for each of two warpgroups.
+///
+/// ```text
+/// head_dim  seq_q   queries, stages  registers: dK + dV, S, dP, dQ  of   shared memory
+/// 64        1,024   128, 3           64 + 64 + 64 + 32              255  196 KiB
+/// 128       2,048   64, 3            128 + 32 + 32 + 32             255  195 KiB
+/// ```
+pub(super) const HOPPER_FUSED: [(usize, usize, HopperTile); 2] =
+    [(64, 1024, gradient_tile(128, 3)), (128, 2048, gradient_tile(64, 3))];
+
+const fn gradient_tile(tile_k: usize, stages: usize) -> HopperTile {
+    HopperTile { consumer_groups: 1, warpgroups: 2, tile_k, stages, ping_pong: false, producer_warp: false }
+}

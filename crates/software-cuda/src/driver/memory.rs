@@ -1,0 +1,302 @@
+//! Memory.
+
+use super::{Out, Status, failed, give, health, variable};
+use crate::machine::Ranges;
+use crate::machine::written::Written;
+use std::alloc::Layout;
+use std::collections::BTreeMap;
+use std::ffi::{c_uint, c_void};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock};
+
+/// Bytes that the device has, unless it is told otherwise. Of the host's only those are taken that something was written to.
+const MEMORY: u64 = 141 << 30;
+
+/// An allocation ends where it was asked to, so that everything past it is noticed.
+const ALIGNMENT: usize = 512;
+
+/// A piece of global memory.
+pub(super) struct Allocation {
+    pub(super) bytes: usize,
+    /// Where in the host's allocation it begins.
+    pub(super) offset: usize,
+    /// What of it was written, if that is looked after.
+    pub(super) written: Option<Arc<Written>>,
+}
+
+#[derive(Default)]
+pub(super) struct Memory {
+    /// By their addresses.
+    pub(super) allocated: BTreeMap<u64, Allocation>,
+    /// Variables of modules.
+    pub(super) globals: Vec<(u64, u64)>,
+    pub(super) bytes: usize,
+    /// What of it launches are given, until it changes.
+    pub(super) ranges: Option<Arc<Ranges>>,
+}
+
+static MEMORY_STATE: LazyLock<Mutex<Memory>> = LazyLock::new(Mutex::default);
+
+pub(super) fn memory() -> MutexGuard<'static, Memory> {
+    MEMORY_STATE.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// Bytes that the device has.
+pub(super) fn capacity() -> usize {
+    static CAPACITY: OnceLock<usize> = OnceLock::new();
+    *CAPACITY.get_or_init(|| variable("SOFTWARE_CUDA_MEMORY", MEMORY) as usize)
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemAlloc_v2(to: Out<'_, u64>, bytes: usize) -> Status {
+    if let Some(status) = failed() {
+        return status;
+    }
+    let mut memory = memory();
+    // Aligned by hand: the host zeroes by hand what it aligns.
+    let Ok(layout) = Layout::from_size_align(bytes.saturating_add(ALIGNMENT), 1) else { return Status::InvalidValue };
+    if bytes == 0 {
+        return Status::InvalidValue;
+    }
+    if memory.bytes.saturating_add(bytes) > capacity() {
+        return Status::OutOfMemory;
+    }
+    // SAFETY: the layout has a size: that of the alignment at least.
+    let at = unsafe { std::alloc::alloc_zeroed(layout) } as u64;
+    if at == 0 {
+        return Status::OutOfMemory;
+    }
+    let offset = at.next_multiple_of(ALIGNMENT as u64) - at;
+    let at = at + offset;
+    let written = (variable("SOFTWARE_CUDA_UNINITIALISED", 1) != 0).then(|| Arc::new(Written::new(bytes)));
+    memory.allocated.insert(at, Allocation { bytes, offset: offset as usize, written });
+    memory.bytes += bytes;
+    memory.ranges = None;
+    give(to, at)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemFree_v2(at: u64) -> Status {
+    let mut memory = memory();
+    let Some(Allocation { bytes, offset, .. }) = memory.allocated.remove(&at) else { return Status::InvalidValue };
+    memory.bytes -= bytes;
+    memory.ranges = None;
+    // SAFETY: the table had it, so `cuMemAlloc_v2` allocated it with this layout, `offset` bytes before, and it is freed once.
+    unsafe {
+        let layout = Layout::from_size_align_unchecked(bytes + ALIGNMENT, 1);
+        std::alloc::dealloc((at as *mut u8).sub(offset), layout);
+    }
+    Status::Success
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemAllocAsync(to: Out<'_, u64>, bytes: usize, _stream: *mut c_void) -> Status {
+    cuMemAlloc_v2(to, bytes)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemFreeAsync(at: u64, _stream: *mut c_void) -> Status {
+    // SAFETY: nothing outlasts a call here, so that it has the same contract.
+    unsafe { cuMemFree_v2(at) }
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemGetInfo_v2(free: Out<'_, usize>, total: Out<'_, usize>) -> Status {
+    give(free, capacity() - memory().bytes);
+    give(total, capacity())
+}
+
+/// The size is kept in front of it.
+const HOST_HEADER: usize = 512;
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemAllocHost_v2(to: Out<'_, *mut c_void>, bytes: usize) -> Status {
+    let size = bytes.saturating_add(HOST_HEADER);
+    let Ok(layout) = Layout::from_size_align(size, HOST_HEADER) else { return Status::InvalidValue };
+    // SAFETY: the layout has a size: that of the header at least.
+    let at = unsafe { std::alloc::alloc_zeroed(layout) };
+    if at.is_null() {
+        return Status::OutOfMemory;
+    }
+    // SAFETY: the header, which is aligned for a number, and the bytes behind it are what was just allocated.
+    let bytes_at = unsafe {
+        at.cast::<usize>().write(bytes);
+        at.add(HOST_HEADER)
+    };
+    give(to, bytes_at.cast())
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemHostAlloc(to: Out<'_, *mut c_void>, bytes: usize, _flags: c_uint) -> Status {
+    cuMemAllocHost_v2(to, bytes)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemFreeHost(at: *mut c_void) -> Status {
+    // SAFETY: the caller frees what `cuMemAllocHost_v2` gave, which lies behind a header with its size, in one layout.
+    unsafe {
+        let at = at.cast::<u8>().sub(HOST_HEADER);
+        let bytes = at.cast::<usize>().read();
+        std::alloc::dealloc(at, Layout::from_size_align_unchecked(bytes + HOST_HEADER, HOST_HEADER));
+    }
+    Status::Success
+}
+
+/// Whether a copy or the like stays within an allocation; says so if not.
+pub(super) fn within(at: u64, bytes: usize) -> bool {
+    let memory = memory();
+    let around = memory.allocated.range(..=at).next_back();
+    let fine = bytes == 0
+        || around.is_some_and(|(begin, piece)| (at - begin).saturating_add(bytes as u64) <= piece.bytes as u64);
+    if !fine {
+        eprintln!("software-cuda: {bytes} bytes at {at:#x} are not all allocated");
+    }
+    fine
+}
+
+/// The same, and if so, it is written.
+fn written_within(at: u64, bytes: usize) -> bool {
+    let fine = within(at, bytes);
+    if let Some((begin, Allocation { written: Some(written), .. })) = memory().allocated.range(..=at).next_back()
+        && fine
+        && bytes > 0
+    {
+        written.mark((at - begin) as usize, bytes);
+    }
+    fine
+}
+
+/// Copies, unless a launch before has failed for good.
+///
+/// # Safety
+///
+/// So many bytes may be read from the one and written to the other.
+unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) -> Status {
+    if let Some(status) = failed() {
+        return status;
+    }
+    // SAFETY: the caller's promise; they may overlap.
+    unsafe { std::ptr::copy(from, to, bytes) };
+    Status::Success
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, bytes: usize) -> Status {
+    if !written_within(to, bytes) {
+        return Status::InvalidValue;
+    }
+    // SAFETY: the destination was just found in the table of allocations, and the caller has as much to read.
+    unsafe { copy(to as *mut u8, from.cast(), bytes) }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
+    to: u64,
+    from: *const c_void,
+    bytes: usize,
+    _stream: *mut c_void,
+) -> Status {
+    // SAFETY: nothing outlasts a call here, so that it has the same contract.
+    unsafe { cuMemcpyHtoD_v2(to, from, bytes) }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpyDtoH_v2(to: *mut c_void, from: u64, bytes: usize) -> Status {
+    if !within(from, bytes) {
+        return Status::InvalidValue;
+    }
+    // SAFETY: the source was just found in the table of allocations, and the caller has as much room.
+    unsafe { copy(to.cast(), from as *const u8, bytes) }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
+    to: *mut c_void,
+    from: u64,
+    bytes: usize,
+    _stream: *mut c_void,
+) -> Status {
+    // SAFETY: nothing outlasts a call here, so that it has the same contract.
+    unsafe { cuMemcpyDtoH_v2(to, from, bytes) }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpyDtoD_v2(to: u64, from: u64, bytes: usize) -> Status {
+    if !within(from, bytes) || !written_within(to, bytes) {
+        return Status::InvalidValue;
+    }
+    // SAFETY: both were just found in the table of allocations.
+    unsafe { copy(to as *mut u8, from as *const u8, bytes) }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, _stream: *mut c_void) -> Status {
+    // SAFETY: nothing outlasts a call here, so that it has the same contract.
+    unsafe { cuMemcpyDtoD_v2(to, from, bytes) }
+}
+
+/// `CUDA_MEMCPY2D`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Copy2d {
+    pub from: Side2d,
+    pub to: Side2d,
+    pub width: usize,
+    pub height: usize,
+}
+
+/// One side of it. Memory types: 1 is the host's, 2 the device's.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Side2d {
+    pub x: usize,
+    pub y: usize,
+    pub memory_type: c_uint,
+    pub host: *mut c_void,
+    pub device: u64,
+    pub array: *mut c_void,
+    pub pitch: usize,
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpy2D_v2(copy2d: *const Copy2d) -> Status {
+    // SAFETY: the caller passes a whole description, which is plain numbers.
+    let Copy2d { from, to, width, height } = unsafe { *copy2d };
+    for row in 0..height {
+        let place = |side: Side2d, within: fn(u64, usize) -> bool| {
+            let offset = (side.y + row) * side.pitch + side.x;
+            match side.memory_type {
+                1 => Some(side.host as u64 + offset as u64),
+                2 if within(side.device + offset as u64, width) => Some(side.device + offset as u64),
+                _ => None,
+            }
+        };
+        let (Some(from), Some(to)) = (place(from, within), place(to, written_within)) else {
+            return Status::InvalidValue;
+        };
+        // SAFETY: rows of the device's were just found in the table of allocations; the caller has those of the host's.
+        unsafe { copy(to as *mut u8, from as *const u8, width) };
+    }
+    health()
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpy2DAsync_v2(copy2d: *const Copy2d, _stream: *mut c_void) -> Status {
+    // SAFETY: nothing outlasts a call here, so that it has the same contract.
+    unsafe { cuMemcpy2D_v2(copy2d) }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemsetD8_v2(at: u64, byte: u8, bytes: usize) -> Status {
+    if !written_within(at, bytes) {
+        return Status::InvalidValue;
+    }
+    // SAFETY: the bytes were just found in the table of allocations.
+    unsafe { std::ptr::write_bytes(at as *mut u8, byte, bytes) };
+    Status::Success
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemsetD8Async(at: u64, byte: u8, bytes: usize, _stream: *mut c_void) -> Status {
+    // SAFETY: nothing outlasts a call here, so that it has the same contract.
+    unsafe { cuMemsetD8_v2(at, byte, bytes) }
+}
