@@ -1,14 +1,16 @@
 //! Public functions. All errors are found here, before anything runs.
 
-use crate::backend::{Extras, FlashAttentionOps, OptionalBool, OptionalFloat, OptionalInt};
+use crate::backend::FlashAttentionOps;
 use crate::checks::{function_tensors, same_device, same_dtype, unsupported, unwrapped};
-use crate::options::FlashAttentionOptions;
+use crate::options::{FlashAttentionOptions, OfTensor};
 use crate::plan::AttentionPlan;
-use crate::problem::{Shapes, dtype, problem};
-use crate::slopes::AlibiSlopes;
-use burn::backend::{Dispatch, DispatchDevice};
+use crate::problem::{dims, dtype, problem, slices};
+use crate::tensors::Extras;
+use burn::backend::{Dispatch, DispatchDevice, DispatchTensor};
+use burn::tensor::kind::Basic;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, DType, Device, Distribution, Int, IntDType, Tensor};
+use flash_attention_kernels::mods::TENSORS;
 #[cfg(feature = "autotune")]
 use flash_attention_kernels::tuning::Tuned;
 use flash_attention_kernels::{AttentionError, AttentionProblem};
@@ -141,30 +143,15 @@ pub fn try_flash_attention_with_lse(
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
     plan(&q, &k, &v, options)?;
     let seed = (options.dropout > 0.0 && options.dropout_seed.is_none()).then(|| drawn_seed(&q.device()));
-    let slopes = options.alibi_slopes.clone().map(|slopes| slopes.into_tensor().cast(DType::F32));
-    let sinks = options.sinks.clone().map(|sinks| sinks.cast(DType::F32));
-    let lens = |lens: &Option<Tensor<1, Int>>| lens.clone().map(|lens| lens.cast(IntDType::I32).into_dispatch());
-    let nth = |tensors: &[Tensor<4>], nth: usize| tensors.get(nth).cloned().map(Tensor::into_dispatch);
-    let extras = Extras {
-        mask: OptionalBool::from_option(options.mask.clone().map(Tensor::into_dispatch)),
-        bias: OptionalFloat::from(options.bias.clone().map(Tensor::into_dispatch)),
-        alibi_slopes: OptionalFloat::from(slopes.map(Tensor::into_dispatch)),
-        sinks: OptionalFloat::from(sinks.map(Tensor::into_dispatch)),
-        dropout_seed: OptionalInt::from_option(seed.map(Tensor::into_dispatch)),
-        seq_lens_q: OptionalInt::from_option(lens(&options.seq_lens_q)),
-        seq_lens_k: OptionalInt::from_option(lens(&options.seq_lens_k)),
-        cu_seqlens_q: OptionalInt::from_option(lens(&options.cu_seqlens_q)),
-        cu_seqlens_k: OptionalInt::from_option(lens(&options.cu_seqlens_k)),
-        score_a: OptionalFloat::from(nth(&options.score_tensors, 0)),
-        score_b: OptionalFloat::from(nth(&options.score_tensors, 1)),
-        mask_a: OptionalFloat::from(nth(&options.mask_tensors, 0)),
-        mask_b: OptionalFloat::from(nth(&options.mask_tensors, 1)),
-        block_mask: OptionalInt::from_option(
-            options.block_mask.as_ref().map(|mask| mask.states.clone().cast(IntDType::I32).into_dispatch()),
-        ),
-        block_sizes: options.block_mask.as_ref().map_or([0; 2], |mask| [mask.block_q, mask.block_k]),
-        block_lists: options.block_mask.as_ref().map(|mask| mask.lists.clone()).unwrap_or_default(),
+    let read = FlashAttentionOptions {
+        alibi_slopes: options.alibi_slopes.clone().map(|slopes| slopes.into_tensor().cast(DType::F32).into()),
+        sinks: options.sinks.clone().map(|sinks| sinks.cast(DType::F32)),
+        ..options.clone()
     };
+    let mut tensors = read.tensors(&IntoDispatch);
+    tensors.dropout_seed = seed.map(Tensor::into_dispatch);
+    let lists = options.block_mask.as_ref().map(|mask| mask.lists.clone()).unwrap_or_default();
+    let extras = Extras::new(tensors, options.block_sizes(), lists);
     let (q, k, v) = (q.into_dispatch(), k.into_dispatch(), v.into_dispatch());
     let output = Dispatch::flash_attention(q, k, v, extras, options.numbers());
     Ok((Tensor::from_dispatch(output.out), Tensor::from_dispatch(output.lse)))
@@ -361,55 +348,61 @@ fn posed(
     v: &Tensor<4>,
     options: &FlashAttentionOptions,
 ) -> Result<(Device, AttentionProblem), AttentionError> {
-    let (mask, bias) = (options.mask.as_ref(), options.bias.as_ref());
-    let slopes = options.alibi_slopes.clone().map(AlibiSlopes::into_tensor);
-    let sinks = options.sinks.as_ref();
     let q_dtype = dtype("q", q.dtype())?;
-    for (argument, other) in [("k", Some(k.dtype())), ("v", Some(v.dtype())), ("bias", bias.map(Tensor::dtype))] {
-        if let Some(other) = other {
-            same_dtype(argument, other, q.dtype())?;
-        }
+    let [of_q, of_k, of_v] = [q, k, v].map(|tensor| Describe.of(tensor));
+    let found = options.tensors(&Describe);
+    for (argument, other) in [("k", Some(&of_k)), ("v", Some(&of_v)), ("bias", found.bias.as_ref())] {
+        other.map_or(Ok(()), |other| same_dtype(argument, other.dtype, q.dtype()))?;
     }
-    for (argument, other) in [("alibi_slopes", slopes.as_ref().map(Tensor::dtype)), ("sinks", sinks.map(Tensor::dtype))]
-    {
-        other.map_or(Ok(()), |other| dtype(argument, other).map(|_| ()))?;
+    for (argument, other) in [("alibi_slopes", &found.alibi_slopes), ("sinks", &found.sinks)] {
+        other.as_ref().map_or(Ok(()), |other| dtype(argument, other.dtype).map(|_| ()))?;
     }
     let device = q.device();
     function_tensors(["score_tensors[0]", "score_tensors[1]"], &options.score_tensors, &device)?;
     function_tensors(["mask_tensors[0]", "mask_tensors[1]"], &options.mask_tensors, &device)?;
-    for (argument, other) in [
-        ("k", Some(k.device())),
-        ("v", Some(v.device())),
-        ("mask", mask.map(Tensor::device)),
-        ("bias", bias.map(Tensor::device)),
-        ("alibi_slopes", slopes.as_ref().map(Tensor::device)),
-        ("sinks", sinks.map(Tensor::device)),
-        ("seq_lens_q", options.seq_lens_q.as_ref().map(Tensor::device)),
-        ("seq_lens_k", options.seq_lens_k.as_ref().map(Tensor::device)),
-        ("cu_seqlens_q", options.cu_seqlens_q.as_ref().map(Tensor::device)),
-        ("cu_seqlens_k", options.cu_seqlens_k.as_ref().map(Tensor::device)),
-        ("block_mask", options.block_mask.as_ref().map(|mask| mask.states.device())),
-    ] {
-        if let Some(other) = other {
-            same_device(argument, &other, &device)?;
-        }
+    for (argument, other) in [("k", &of_k), ("v", &of_v)].into_iter().chain(found.named()) {
+        same_device(argument, &other.device, &device)?;
     }
-    let dims = |tensors: &[Tensor<4>]| tensors.iter().map(|tensor| tensor.dims().to_vec()).collect();
-    let shapes = Shapes {
-        mask: mask.map(|mask| mask.dims().to_vec()),
-        bias: bias.map(|bias| bias.dims().to_vec()),
-        alibi_slopes: slopes.map(|slopes| slopes.dims().to_vec()),
-        sinks: sinks.map(|sinks| sinks.dims().to_vec()),
-        seq_lens_q: options.seq_lens_q.as_ref().map(|lens| lens.dims().to_vec()),
-        seq_lens_k: options.seq_lens_k.as_ref().map(|lens| lens.dims().to_vec()),
-        cu_seqlens_q: options.cu_seqlens_q.as_ref().map(|ends| ends.dims().to_vec()),
-        cu_seqlens_k: options.cu_seqlens_k.as_ref().map(|ends| ends.dims().to_vec()),
-        score_tensors: dims(&options.score_tensors),
-        mask_tensors: dims(&options.mask_tensors),
-        block_mask: options.block_mask.as_ref().map(|mask| (mask.states.dims().to_vec(), [mask.block_q, mask.block_k])),
-    };
-    let problem = problem([&q.dims(), &k.dims(), &v.dims()], shapes, q_dtype, options.numbers())?;
+    let shapes = found.map(|found| found.shape);
+    let qkv = [&*of_q.shape, &*of_k.shape, &*of_v.shape];
+    let problem = problem(qkv, &shapes, options.block_sizes(), q_dtype, options.numbers())?;
+    // The problem names two tensors of a function. It refuses more, which must not be lost here.
+    if options.score_tensors.len() > TENSORS {
+        problem.with_score_tensors(&slices(&dims(&options.score_tensors)))?;
+    }
+    if options.mask_tensors.len() > TENSORS {
+        problem.with_mask_tensors(&slices(&dims(&options.mask_tensors)))?;
+    }
     Ok((device.inner(), problem))
+}
+
+/// Shape, dtype and device of a tensor.
+struct Described {
+    shape: Vec<usize>,
+    dtype: DType,
+    device: Device,
+}
+
+/// Describes tensors.
+struct Describe;
+
+impl OfTensor<Described> for Describe {
+    fn of<const D: usize, K: Basic>(&self, tensor: &Tensor<D, K>) -> Described {
+        Described { shape: tensor.dims().to_vec(), dtype: tensor.dtype(), device: tensor.device() }
+    }
+}
+
+/// Hands tensors to the backend, integers in 32 bits.
+struct IntoDispatch;
+
+impl OfTensor<DispatchTensor> for IntoDispatch {
+    fn of<const D: usize, K: Basic>(&self, tensor: &Tensor<D, K>) -> DispatchTensor {
+        tensor.clone().into_dispatch()
+    }
+
+    fn of_int<const D: usize>(&self, tensor: &Tensor<D, Int>) -> DispatchTensor {
+        tensor.clone().cast(IntDType::I32).into_dispatch()
+    }
 }
 
 /// What that device would run.

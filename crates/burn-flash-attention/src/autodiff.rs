@@ -12,18 +12,15 @@
 //! towards the leaves, so `core` runs once, after whichever of the two the loss depends on, and empties the mailbox.
 //! It launches the kernels of the inputs that are tracked and no others.
 
-use crate::backend::{
-    AttentionGradients, AttentionOutput, Extras, FlashAttentionOps, Masks, OptionalBool, OptionalFloat, OptionalInt,
-    Wanted,
-};
+use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, Wanted};
+use crate::tensors::{Extras, OptionalFloat, TRACKED};
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
-use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
+use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Autodiff, AutodiffBackend, Backend, TensorMetadata};
-use flash_attention_kernels::mods::TENSORS;
-use flash_attention_kernels::{AttentionOptions, AttentionProblem, BlockLists};
+use flash_attention_kernels::{AttentionOptions, AttentionProblem};
 use std::sync::{Arc, Mutex, PoisonError};
 
 impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff<B, C> {
@@ -34,23 +31,8 @@ impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff
         extras: Extras<Self>,
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
-        let untracked = Untracked {
-            mask: extras.mask.into_option(),
-            dropout_seed: extras.dropout_seed.into_option(),
-            seq_lens_q: extras.seq_lens_q.into_option(),
-            seq_lens_k: extras.seq_lens_k.into_option(),
-            cu_seqlens_q: extras.cu_seqlens_q.into_option(),
-            cu_seqlens_k: extras.cu_seqlens_k.into_option(),
-            mask_tensors: [extras.mask_a, extras.mask_b]
-                .map(|tensor| tensor.into_option().map(|tensor| tensor.into_primitive())),
-            block_mask: extras.block_mask.into_option(),
-            block_sizes: extras.block_sizes,
-            block_lists: extras.block_lists,
-        };
-        let optional = [extras.bias, extras.alibi_slopes, extras.sinks, extras.score_a, extras.score_b]
-            .map(OptionalFloat::into_option);
         // Burn wants to know at compile time how many inputs a node has.
-        let record = match optional.iter().flatten().count() {
+        let record = match extras.tracked().iter().flatten().count() {
             0 => record::<B, C, 3>,
             1 => record::<B, C, 4>,
             2 => record::<B, C, 5>,
@@ -58,7 +40,7 @@ impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff
             4 => record::<B, C, 7>,
             _ => record::<B, C, 8>,
         };
-        record([q, k, v], optional, untracked, options)
+        record([q, k, v], extras, options)
     }
 
     fn flash_attention_backward(
@@ -78,75 +60,26 @@ impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff
 
     fn flash_attention_block_states(
         empty: IntTensor<Self>,
-        masks: Masks<Self>,
+        extras: Extras<Self>,
         problem: AttentionProblem,
     ) -> IntTensor<Self> {
-        // Visibility is a step: there is nothing to record.
-        let beneath = |tensor: OptionalFloat<Self>| tensor.into_option().map(|tensor| tensor.into_primitive()).into();
-        let masks = Masks {
-            mask: OptionalBool::from_option(masks.mask.into_option()),
-            mask_a: beneath(masks.mask_a),
-            mask_b: beneath(masks.mask_b),
-        };
-        B::flash_attention_block_states(empty, masks, problem)
-    }
-}
-
-/// Inputs that have no gradient.
-#[derive(Clone, Debug)]
-struct Untracked<B: Backend> {
-    mask: Option<BoolTensor<B>>,
-    dropout_seed: Option<IntTensor<B>>,
-    seq_lens_q: Option<IntTensor<B>>,
-    seq_lens_k: Option<IntTensor<B>>,
-    cu_seqlens_q: Option<IntTensor<B>>,
-    cu_seqlens_k: Option<IntTensor<B>>,
-    mask_tensors: [Option<FloatTensor<B>>; TENSORS],
-    block_mask: Option<IntTensor<B>>,
-    block_sizes: [usize; 2],
-    block_lists: BlockLists,
-}
-
-/// Those that may be absent and may have one: bias, slopes, sinks, and the tensors of the function of scores.
-const OPTIONAL: usize = 3 + TENSORS;
-
-impl<B: Backend> Untracked<B> {
-    /// With those that have one.
-    fn with(self, [bias, alibi_slopes, sinks, score_a, score_b]: [Option<FloatTensor<B>>; OPTIONAL]) -> Extras<B> {
-        let [mask_a, mask_b] = self.mask_tensors;
-        Extras {
-            mask: OptionalBool::from_option(self.mask),
-            bias: bias.into(),
-            alibi_slopes: alibi_slopes.into(),
-            sinks: sinks.into(),
-            dropout_seed: OptionalInt::from_option(self.dropout_seed),
-            seq_lens_q: OptionalInt::from_option(self.seq_lens_q),
-            seq_lens_k: OptionalInt::from_option(self.seq_lens_k),
-            cu_seqlens_q: OptionalInt::from_option(self.cu_seqlens_q),
-            cu_seqlens_k: OptionalInt::from_option(self.cu_seqlens_k),
-            score_a: score_a.into(),
-            score_b: score_b.into(),
-            mask_a: mask_a.into(),
-            mask_b: mask_b.into(),
-            block_mask: OptionalInt::from_option(self.block_mask),
-            block_sizes: self.block_sizes,
-            block_lists: self.block_lists,
-        }
+        // Visibility is a step function: there is nothing to record.
+        B::flash_attention_block_states(empty, extras.map_floats(|tensor| tensor.into_primitive()), problem)
     }
 }
 
 /// Runs the forward and records it if any of the `N` inputs (q, k, v and those that there are of the optional ones) is tracked.
 fn record<B: FlashAttentionOps, C: CheckpointStrategy, const N: usize>(
     [q, k, v]: [FloatTensor<Autodiff<B, C>>; 3],
-    optional: [Option<FloatTensor<Autodiff<B, C>>>; OPTIONAL],
-    untracked: Untracked<B>,
+    extras: Extras<Autodiff<B, C>>,
     options: AttentionOptions,
 ) -> AttentionOutput<Autodiff<B, C>> {
+    let optional = extras.tracked();
     let guards = [&q, &k, &v].into_iter().chain(optional.iter().flatten()).map(|tensor| tensor.node());
     let Ok(guards) = <[NodeGuard; N]>::try_from(guards.collect::<Vec<_>>()) else { unreachable!("N counts them") };
     match Core.prepare::<C>(guards).compute_bound().stateful() {
         OpsKind::UnTracked(_) => {
-            let extras = untracked.with(optional.map(|tensor| tensor.map(|tensor| tensor.into_primitive())));
+            let extras = extras.map_floats(|tensor| tensor.into_primitive());
             let output =
                 B::flash_attention(q.into_primitive(), k.into_primitive(), v.into_primitive(), extras, options);
             AttentionOutput {
@@ -157,7 +90,8 @@ fn record<B: FlashAttentionOps, C: CheckpointStrategy, const N: usize>(
         OpsKind::Tracked(mut prep) => {
             let ids = [prep.checkpoint(&q), prep.checkpoint(&k), prep.checkpoint(&v)];
             let optional_ids = optional.each_ref().map(|tensor| tensor.as_ref().map(|tensor| prep.checkpoint(tensor)));
-            let extras = untracked.clone().with(optional.map(|tensor| tensor.map(|tensor| tensor.into_primitive())));
+            let extras = extras.map_floats(|tensor| tensor.into_primitive());
+            let untracked = extras.clone().with_tracked([const { None }; TRACKED]);
             let output =
                 B::flash_attention(q.into_primitive(), k.into_primitive(), v.into_primitive(), extras, options);
             let mailbox = Mailbox::<B>::default();
@@ -264,8 +198,9 @@ struct CoreState<B: Backend> {
     /// Where the checkpointer finds q, k and v.
     ids: [NodeId; 3],
     /// And those that there are of the optional ones.
-    optional_ids: [Option<NodeId>; OPTIONAL],
-    untracked: Untracked<B>,
+    optional_ids: [Option<NodeId>; TRACKED],
+    /// The extras without these.
+    untracked: Extras<B>,
     out: FloatTensor<B>,
     lse: FloatTensor<B>,
     mailbox: Mailbox<B>,
@@ -300,7 +235,7 @@ impl<B: FlashAttentionOps, const N: usize> Backward<B, N> for Core {
             q,
             k,
             v,
-            state.untracked.with(optional),
+            state.untracked.with_tracked(optional),
             state.out,
             state.lse,
             dout,

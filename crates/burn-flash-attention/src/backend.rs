@@ -3,172 +3,18 @@
 //! From here a call goes to `cube` (through Burn's fusion, if that is on), to `fallback` on Flex, or first through
 //! `autodiff`. Arguments have been validated by `api` before they come here.
 
-use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
+use crate::tensors::{Extras, OptionalFloat};
+use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
 use flash_attention_kernels::mods::TENSORS;
-use flash_attention_kernels::{AttentionOptions, AttentionProblem, BlockLists};
+use flash_attention_kernels::{AttentionOptions, AttentionProblem};
 
+#[cfg(feature = "fusion")]
+use crate::tensors::OptionalFloatMetadata;
 #[cfg(feature = "fusion")]
 use burn::backend::fusion::custom::TensorSpec;
 #[cfg(feature = "fusion")]
 use burn::tensor::{DType, Shape};
-
-/// A float tensor that may be absent: extensions take no `Option`.
-#[derive(Clone, Debug, ExtensionType)]
-#[cfg_attr(feature = "fusion", extension_type(fusion))]
-pub enum OptionalFloat<B: Backend> {
-    Some(FloatTensor<B>),
-    None,
-}
-
-/// A boolean tensor that may be absent.
-#[derive(Clone, Debug, ExtensionType)]
-#[cfg_attr(feature = "fusion", extension_type(fusion))]
-pub enum OptionalBool<B: Backend> {
-    Some(BoolTensor<B>),
-    None,
-}
-
-/// An integer tensor that may be absent.
-#[derive(Clone, Debug, ExtensionType)]
-#[cfg_attr(feature = "fusion", extension_type(fusion))]
-pub enum OptionalInt<B: Backend> {
-    Some(IntTensor<B>),
-    None,
-}
-
-/// The tensors that attention may take beside `q`, `k` and `v`.
-#[derive(Clone, Debug, ExtensionType)]
-#[cfg_attr(feature = "fusion", extension_type(fusion))]
-pub struct Extras<B: Backend> {
-    /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, true hides.
-    #[extension_type]
-    pub mask: OptionalBool<B>,
-    /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, of the dtype of `q`.
-    #[extension_type]
-    pub bias: OptionalFloat<B>,
-    /// `[batch | 1, num_heads_q]`, f32.
-    #[extension_type]
-    pub alibi_slopes: OptionalFloat<B>,
-    /// `[num_heads_q]`, f32.
-    #[extension_type]
-    pub sinks: OptionalFloat<B>,
-    /// `[2]`, of 32 bits each.
-    #[extension_type]
-    pub dropout_seed: OptionalInt<B>,
-    /// `[batch]`, of 32 bits each.
-    #[extension_type]
-    pub seq_lens_q: OptionalInt<B>,
-    /// `[batch]`, of 32 bits each.
-    #[extension_type]
-    pub seq_lens_k: OptionalInt<B>,
-    /// `[sequences + 1]`, of 32 bits each.
-    #[extension_type]
-    pub cu_seqlens_q: OptionalInt<B>,
-    /// `[sequences + 1]`, of 32 bits each.
-    #[extension_type]
-    pub cu_seqlens_k: OptionalInt<B>,
-    /// The first tensor of the function of scores: `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, f32.
-    #[extension_type]
-    pub score_a: OptionalFloat<B>,
-    /// The second, likewise.
-    #[extension_type]
-    pub score_b: OptionalFloat<B>,
-    /// The first tensor of the function that hides pairs, likewise.
-    #[extension_type]
-    pub mask_a: OptionalFloat<B>,
-    /// The second, likewise.
-    #[extension_type]
-    pub mask_b: OptionalFloat<B>,
-    /// `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, of 32 bits each.
-    #[extension_type]
-    pub block_mask: OptionalInt<B>,
-    /// Queries and keys of a block of it; 0 if there is none.
-    pub block_sizes: [usize; 2],
-    /// The lists that have been made of it.
-    pub block_lists: BlockLists,
-}
-
-/// What hides pairs beside positions.
-#[derive(Clone, Debug, ExtensionType)]
-#[cfg_attr(feature = "fusion", extension_type(fusion))]
-pub struct Masks<B: Backend> {
-    /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, true hides.
-    #[extension_type]
-    pub mask: OptionalBool<B>,
-    /// The first tensor of the function that hides pairs, of the same shape, f32.
-    #[extension_type]
-    pub mask_a: OptionalFloat<B>,
-    /// The second, likewise.
-    #[extension_type]
-    pub mask_b: OptionalFloat<B>,
-}
-
-#[cfg(all(feature = "cube", feature = "fusion"))]
-impl<B: Backend> Extras<B> {
-    /// None but these.
-    pub fn of(mask: Option<BoolTensor<B>>, bias: Option<FloatTensor<B>>) -> Self {
-        Extras {
-            mask: OptionalBool::from_option(mask),
-            bias: bias.into(),
-            alibi_slopes: OptionalFloat::None,
-            sinks: OptionalFloat::None,
-            dropout_seed: OptionalInt::None,
-            seq_lens_q: OptionalInt::None,
-            seq_lens_k: OptionalInt::None,
-            cu_seqlens_q: OptionalInt::None,
-            cu_seqlens_k: OptionalInt::None,
-            score_a: OptionalFloat::None,
-            score_b: OptionalFloat::None,
-            mask_a: OptionalFloat::None,
-            mask_b: OptionalFloat::None,
-            block_mask: OptionalInt::None,
-            block_sizes: [0; 2],
-            block_lists: BlockLists::default(),
-        }
-    }
-}
-
-impl<B: Backend> From<Option<FloatTensor<B>>> for OptionalFloat<B> {
-    fn from(tensor: Option<FloatTensor<B>>) -> Self {
-        tensor.map_or(Self::None, Self::Some)
-    }
-}
-
-impl<B: Backend> OptionalFloat<B> {
-    pub fn into_option(self) -> Option<FloatTensor<B>> {
-        match self {
-            Self::Some(tensor) => Some(tensor),
-            Self::None => None,
-        }
-    }
-}
-
-impl<B: Backend> OptionalBool<B> {
-    pub fn from_option(tensor: Option<BoolTensor<B>>) -> Self {
-        tensor.map_or(Self::None, Self::Some)
-    }
-
-    pub fn into_option(self) -> Option<BoolTensor<B>> {
-        match self {
-            Self::Some(tensor) => Some(tensor),
-            Self::None => None,
-        }
-    }
-}
-
-impl<B: Backend> OptionalInt<B> {
-    pub fn from_option(tensor: Option<IntTensor<B>>) -> Self {
-        tensor.map_or(Self::None, Self::Some)
-    }
-
-    pub fn into_option(self) -> Option<IntTensor<B>> {
-        match self {
-            Self::Some(tensor) => Some(tensor),
-            Self::None => None,
-        }
-    }
-}
 
 /// What the forward returns.
 #[derive(Debug, ExtensionType)]
@@ -263,13 +109,12 @@ pub trait FlashAttentionOps: Backend {
         options: AttentionOptions,
     ) -> AttentionGradients<Self>;
 
-    /// The states of the problem's blocks, of what mask and function let be seen: of the shape and dtype of `empty`, and on its device.
-    /// Nobody reads what `empty` holds.
+    /// The states of the problem's blocks, from mask and mask function: a tensor like `empty`, whose elements are not read.
     #[cfg_attr(not(any(feature = "cube", feature = "flex")), allow(unused_variables))]
-    #[fusion(meta = |empty, _masks, _problem| empty.clone())]
+    #[fusion(meta = |empty, _extras, _problem| empty.clone())]
     fn flash_attention_block_states(
         empty: IntTensor<Self>,
-        #[extension_type] masks: Masks<Self>,
+        #[extension_type] extras: Extras<Self>,
         problem: AttentionProblem,
     ) -> IntTensor<Self>;
 }

@@ -1,12 +1,14 @@
 //! Block masks of what options hide.
 
-use crate::backend::{FlashAttentionOps, Masks, OptionalBool, OptionalFloat};
+use crate::backend::FlashAttentionOps;
 use crate::block_mask::BlockMask;
 use crate::checks::{check_device, function_tensors, same_device, unwrapped};
 use crate::options::FlashAttentionOptions;
+use crate::problem::{dims, slices};
+use crate::tensors::{Extras, Tensors};
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, Int, Tensor};
-use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype};
+use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, BlockLists, Dtype};
 
 impl BlockMask {
     /// That of what `mask` and `mask_mod` of the options hide, found out on the device: each pair is looked at once, and what comes of it
@@ -78,8 +80,7 @@ impl BlockMask {
             problem = problem.with_mask(&mask.dims())?;
             same_device("mask", &mask.device(), device)?;
         }
-        let dims: Vec<_> = options.mask_tensors.iter().map(Tensor::dims).collect();
-        problem = problem.with_mask_tensors(&dims.iter().map(<[usize; 4]>::as_slice).collect::<Vec<_>>())?;
+        problem = problem.with_mask_tensors(&slices(&dims(&options.mask_tensors)))?;
         function_tensors(["mask_tensors[0]", "mask_tensors[1]"], &options.mask_tensors, device)?;
         for (ends, argument) in [(&options.cu_seqlens_q, "cu_seqlens_q"), (&options.cu_seqlens_k, "cu_seqlens_k")] {
             if let Some(ends) = ends {
@@ -94,13 +95,15 @@ impl BlockMask {
         let device = device.clone().inner();
         check_device(device.as_dispatch())?;
         let nth = |nth: usize| options.mask_tensors.get(nth).cloned().map(|tensor| tensor.inner().into_dispatch());
-        let masks = Masks {
-            mask: OptionalBool::from_option(options.mask.clone().map(|mask| mask.inner().into_dispatch())),
-            mask_a: OptionalFloat::from(nth(0)),
-            mask_b: OptionalFloat::from(nth(1)),
+        let tensors = Tensors {
+            mask: options.mask.clone().map(|mask| mask.inner().into_dispatch()),
+            mask_a: nth(0),
+            mask_b: nth(1),
+            ..Tensors::default()
         };
+        let extras = Extras::new(tensors, [block_q, block_k], BlockLists::default());
         let empty = Tensor::<4, Int>::empty(shape, (&device, DType::I32)).into_dispatch();
-        let states = Dispatch::flash_attention_block_states(empty, masks, problem);
+        let states = Dispatch::flash_attention_block_states(empty, extras, problem);
         Ok(BlockMask::new(Tensor::from_dispatch(states), block_q, block_k))
     }
 }

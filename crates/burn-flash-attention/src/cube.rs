@@ -1,7 +1,8 @@
 //! Attention on the tensors of Burn's CubeCL backend: views of them, outputs for them, and the kernels in between.
 
-use crate::backend::{AttentionGradients, AttentionOutput, Extras, FlashAttentionOps, Masks, OptionalFloat, Wanted};
-use crate::problem::{Shapes, dtype, problem};
+use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, Wanted};
+use crate::problem::{dtype, problem};
+use crate::tensors::{Extras, OptionalFloat};
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::tensor::{BoolStore, DType, Shape};
 use burn_cubecl::CubeBackend;
@@ -46,28 +47,28 @@ impl FlashAttentionOps for CubeBackend {
 
     fn flash_attention_block_states(
         empty: IntTensor<Self>,
-        masks: Masks<Self>,
+        extras: Extras<Self>,
         problem: AttentionProblem,
     ) -> IntTensor<Self> {
-        launched(try_block_states(empty, masks, &problem))
+        launched(try_block_states(empty, extras, &problem))
     }
 }
 
 /// The states of blocks, or why they cannot be found out.
 fn try_block_states(
     empty: CubeTensor,
-    masks: Masks<CubeBackend>,
+    extras: Extras<CubeBackend>,
     problem: &AttentionProblem,
 ) -> Result<CubeTensor, AttentionError> {
-    let mask = masks.mask.into_option().map(untile);
-    let tensors = [masks.mask_a, masks.mask_b].map(|tensor| tensor.into_option().map(untile));
+    let (tensors, ..) = extras.into_tensors();
+    let tensors = tensors.map(untile);
     let (client, shape) = (empty.client, empty.meta.shape().clone());
     let states = empty_device_contiguous_dtype(client.clone(), empty.device, shape, empty.dtype);
-    // Of queries, keys and values nothing is read.
+    // Queries, keys and values are not read.
     let of_states = || view(&states);
     let inputs = Inputs {
-        mask: mask.map(|mask| MaskView { tensor: view(&mask), storage: storage(mask.dtype) }),
-        mask_tensors: tensors.each_ref().map(|tensor| tensor.as_ref().map(view)),
+        mask: tensors.mask.as_ref().map(mask_view),
+        mask_tensors: tensors.mask_tensors().map(|tensor| tensor.map(view)),
         ..Inputs::new(of_states(), of_states(), of_states())
     };
     block_states(&client, problem, &inputs, &of_states())?;
@@ -162,51 +163,25 @@ impl Call {
         options: AttentionOptions,
     ) -> Result<Self, AttentionError> {
         let (q, k, v) = (untile(q), untile(k), untile(v));
-        let mask = extras.mask.into_option().map(untile);
-        let [bias, slopes, sinks] =
-            [extras.bias, extras.alibi_slopes, extras.sinks].map(|tensor| tensor.into_option().map(untile));
-        let [seed, lens_q, lens_k, cu_q, cu_k, states] = [
-            extras.dropout_seed,
-            extras.seq_lens_q,
-            extras.seq_lens_k,
-            extras.cu_seqlens_q,
-            extras.cu_seqlens_k,
-            extras.block_mask,
-        ]
-        .map(|tensor| tensor.into_option().map(untile));
-        let [score_tensors, mask_tensors] = [[extras.score_a, extras.score_b], [extras.mask_a, extras.mask_b]]
-            .map(|tensors| tensors.map(|tensor| tensor.into_option().map(untile)));
-
-        let shape = |tensor: &Option<CubeTensor>| tensor.as_ref().map(|tensor| tensor.meta.shape().to_vec());
-        let shapes_of = |tensors: &[Option<CubeTensor>]| tensors.iter().filter_map(shape).collect();
-        let shapes = Shapes {
-            mask: shape(&mask),
-            bias: shape(&bias),
-            alibi_slopes: shape(&slopes),
-            sinks: shape(&sinks),
-            seq_lens_q: shape(&lens_q),
-            seq_lens_k: shape(&lens_k),
-            cu_seqlens_q: shape(&cu_q),
-            cu_seqlens_k: shape(&cu_k),
-            score_tensors: shapes_of(&score_tensors),
-            mask_tensors: shapes_of(&mask_tensors),
-            block_mask: shape(&states).map(|states| (states, extras.block_sizes)),
-        };
-        let problem = problem([q.meta.shape(), k.meta.shape(), v.meta.shape()], shapes, dtype("q", q.dtype)?, options)?;
+        let (tensors, block_sizes, block_lists) = extras.into_tensors();
+        let tensors = tensors.map(untile);
+        let shapes = tensors.each_ref().map(|tensor| tensor.meta.shape().to_vec());
+        let qkv = [q.meta.shape(), k.meta.shape(), v.meta.shape()].map(|shape| shape.as_slice());
+        let problem = problem(qkv, &shapes, block_sizes, dtype("q", q.dtype)?, options)?;
         let inputs = Inputs {
-            mask: mask.map(|mask| MaskView { tensor: view(&mask), storage: storage(mask.dtype) }),
-            bias: bias.as_ref().map(view),
-            alibi_slopes: slopes.as_ref().map(view),
-            sinks: sinks.as_ref().map(view),
-            dropout_seed: seed.as_ref().map(view),
-            seq_lens_q: lens_q.as_ref().map(view),
-            seq_lens_k: lens_k.as_ref().map(view),
-            cu_seqlens_q: cu_q.as_ref().map(view),
-            cu_seqlens_k: cu_k.as_ref().map(view),
-            score_tensors: score_tensors.each_ref().map(|tensor| tensor.as_ref().map(view)),
-            mask_tensors: mask_tensors.each_ref().map(|tensor| tensor.as_ref().map(view)),
-            block_mask: states.as_ref().map(view),
-            block_lists: extras.block_lists,
+            mask: tensors.mask.as_ref().map(mask_view),
+            bias: tensors.bias.as_ref().map(view),
+            alibi_slopes: tensors.alibi_slopes.as_ref().map(view),
+            sinks: tensors.sinks.as_ref().map(view),
+            dropout_seed: tensors.dropout_seed.as_ref().map(view),
+            seq_lens_q: tensors.seq_lens_q.as_ref().map(view),
+            seq_lens_k: tensors.seq_lens_k.as_ref().map(view),
+            cu_seqlens_q: tensors.cu_seqlens_q.as_ref().map(view),
+            cu_seqlens_k: tensors.cu_seqlens_k.as_ref().map(view),
+            score_tensors: tensors.score_tensors().map(|tensor| tensor.map(view)),
+            mask_tensors: tensors.mask_tensors().map(|tensor| tensor.map(view)),
+            block_mask: tensors.block_mask.as_ref().map(view),
+            block_lists,
             ..Inputs::new(view(&q), view(&k), view(&v))
         };
         Ok(Call { q, problem, inputs })
@@ -226,11 +201,12 @@ fn view<const RANK: usize>(tensor: &CubeTensor) -> TensorView<RANK> {
     }
 }
 
-fn storage(dtype: DType) -> MaskStorage {
-    match dtype {
+fn mask_view(mask: &CubeTensor) -> MaskView {
+    let storage = match mask.dtype {
         DType::Bool(BoolStore::U32) => MaskStorage::U32,
         _ => MaskStorage::U8,
-    }
+    };
+    MaskView { tensor: view(mask), storage }
 }
 
 /// `api` has checked all that can be wrong; what only a launch can find out has nobody left to return to, since Burn's

@@ -10,9 +10,10 @@
 //! Burn remembers which optimization it found for a sequence of operations. So the operation is always claimed, and what becomes of it
 //! is decided when it runs.
 
-use crate::backend::{Extras, OptionalFloat, Wanted};
+use crate::backend::Wanted;
 use crate::cube::{try_backward, try_forward};
 use crate::options::FlashAttentionOptions;
+use crate::tensors::{Extras, OptionalFloat, Tensors};
 use burn::backend::fusion::stream::Context;
 use burn::backend::fusion::{FuserProperties, FuserStatus, OperationFuser};
 use burn::backend::ir::{
@@ -25,8 +26,9 @@ use burn_cubecl::fusion::{
     CubeFuser, CubeFusionHandle, CubeOptimization, FallbackOperation, FusedOperation, OptimizationProvider,
     RegistryError, register,
 };
+use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
-use flash_attention_kernels::{AttentionError, AttentionOptions};
+use flash_attention_kernels::{AttentionError, AttentionOptions, BlockLists};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -203,18 +205,19 @@ impl Operation {
                 });
                 let bias = of.attn_bias.as_ref().map(|bias| float(context, bias));
                 let [q, k, v] = [&of.query, &of.key, &of.value].map(|input| float(context, input));
-                let output = try_forward(q, k, v, Extras::of(mask, bias), options(&of.options))?;
+                let output =
+                    try_forward(q, k, v, extras(Tensors { mask, bias, ..Tensors::default() }), options(&of.options))?;
                 vec![(&of.out, output.out)]
             }
             Operation::ForwardWithLse(of) => {
                 let [q, k, v] = [&of.query, &of.key, &of.value].map(|input| float(context, input));
-                let output = try_forward(q, k, v, Extras::of(None, None), options(&of.options))?;
+                let output = try_forward(q, k, v, extras(Tensors::default()), options(&of.options))?;
                 vec![(&of.out, output.out), (&of.logsumexp, output.lse)]
             }
             Operation::Backward(of) => {
                 let [q, k, v] = [&of.query, &of.key, &of.value].map(|input| float(context, input));
                 let [out, lse, dout] = [&of.out, &of.logsumexp, &of.out_grad].map(|input| float(context, input));
-                let (extras, dlse) = (Extras::of(None, None), OptionalFloat::None);
+                let (extras, dlse) = (extras(Tensors::default()), OptionalFloat::None);
                 let wanted = Wanted {
                     dq: true,
                     dk: true,
@@ -255,6 +258,11 @@ fn read_only(context: &Context<CubeFusionHandle>, name: &TensorIr) -> TensorIr {
 fn float(context: &mut Context<CubeFusionHandle>, name: &TensorIr) -> FloatTensor<CubeBackend> {
     let tensor = read_only(context, name);
     context.handles.get_float_tensor::<CubeBackend>(&tensor)
+}
+
+/// Extras of these tensors alone: Burn's attention has no others.
+fn extras(tensors: Tensors<CubeTensor>) -> Extras<CubeBackend> {
+    Extras::new(tensors, [0; 2], BlockLists::default())
 }
 
 fn options(options: &AttentionOptionsIr) -> AttentionOptions {

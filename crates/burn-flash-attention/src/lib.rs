@@ -41,6 +41,7 @@ mod options;
 mod plan;
 mod problem;
 mod slopes;
+mod tensors;
 
 #[cfg(feature = "autotune")]
 pub use api::tuned;

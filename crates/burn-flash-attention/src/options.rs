@@ -2,6 +2,8 @@
 
 use crate::block_mask::BlockMask;
 use crate::slopes::AlibiSlopes;
+use crate::tensors::Tensors;
+use burn::tensor::kind::Basic;
 use burn::tensor::ops::{AttentionModuleOptions, CausalAlignment};
 use burn::tensor::{Bool, Int, Tensor};
 use flash_attention_kernels::mods::{MaskFn, ScoreFn};
@@ -380,7 +382,32 @@ impl FlashAttentionOptions {
         with_dropout_seed: dropout_seed, u64;
     }
 
-    /// The part that is no tensors.
+    /// Applies `f` to each tensor. A seed of dropout is not one of them: it is drawn for each call.
+    pub(crate) fn tensors<T>(&self, f: &impl OfTensor<T>) -> Tensors<T> {
+        Tensors {
+            mask: self.mask.as_ref().map(|mask| f.of(mask)),
+            bias: self.bias.as_ref().map(|bias| f.of(bias)),
+            alibi_slopes: self.alibi_slopes.clone().map(|slopes| f.of(&slopes.into_tensor())),
+            sinks: self.sinks.as_ref().map(|sinks| f.of(sinks)),
+            dropout_seed: None,
+            seq_lens_q: self.seq_lens_q.as_ref().map(|lens| f.of_int(lens)),
+            seq_lens_k: self.seq_lens_k.as_ref().map(|lens| f.of_int(lens)),
+            cu_seqlens_q: self.cu_seqlens_q.as_ref().map(|ends| f.of_int(ends)),
+            cu_seqlens_k: self.cu_seqlens_k.as_ref().map(|ends| f.of_int(ends)),
+            score_a: self.score_tensors.first().map(|tensor| f.of(tensor)),
+            score_b: self.score_tensors.get(1).map(|tensor| f.of(tensor)),
+            mask_a: self.mask_tensors.first().map(|tensor| f.of(tensor)),
+            mask_b: self.mask_tensors.get(1).map(|tensor| f.of(tensor)),
+            block_mask: self.block_mask.as_ref().map(|mask| f.of_int(&mask.states)),
+        }
+    }
+
+    /// Queries and keys of a block of the block mask; 0 without one.
+    pub(crate) fn block_sizes(&self) -> [usize; 2] {
+        self.block_mask.as_ref().map_or([0; 2], |mask| [mask.block_q, mask.block_k])
+    }
+
+    /// The options that are not tensors.
     pub(crate) fn numbers(&self) -> AttentionOptions {
         AttentionOptions {
             softmax_scale: self.softmax_scale,
@@ -396,6 +423,16 @@ impl FlashAttentionOptions {
             backward_order: self.backward_order,
             precision: self.precision,
         }
+    }
+}
+
+/// A function of tensors of any rank and kind.
+pub(crate) trait OfTensor<T> {
+    fn of<const D: usize, K: Basic>(&self, tensor: &Tensor<D, K>) -> T;
+
+    /// The same for integers.
+    fn of_int<const D: usize>(&self, tensor: &Tensor<D, Int>) -> T {
+        self.of(tensor)
     }
 }
 

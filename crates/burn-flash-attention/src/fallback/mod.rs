@@ -12,9 +12,10 @@ mod matrix;
 mod sequences;
 mod tile;
 
-use crate::backend::{AttentionGradients, AttentionOutput, Extras, FlashAttentionOps, Masks, OptionalFloat, Wanted};
+use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, Wanted};
 use crate::plan::HostPlan;
-use crate::problem::{Shapes, dtype, problem};
+use crate::problem::{dtype, problem};
+use crate::tensors::{Extras, OptionalFloat, Tensors};
 use blocks::States;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::tensor::{Bytes, DType, Shape};
@@ -85,14 +86,13 @@ impl FlashAttentionOps for Flex {
 
     fn flash_attention_block_states(
         empty: IntTensor<Self>,
-        masks: Masks<Self>,
+        extras: Extras<Self>,
         problem: AttentionProblem,
     ) -> IntTensor<Self> {
-        let mask = masks.mask.into_option();
-        let mask = mask.as_ref().map(|mask| Broadcast::new(mask.storage::<u8>(), mask.layout()));
-        let tensors = [masks.mask_a, masks.mask_b].map(OptionalFloat::into_option);
+        let (tensors, ..) = extras.into_tensors::<FlexTensor>();
+        let mask = tensors.mask.as_ref().map(|mask| Broadcast::new(mask.storage::<u8>(), mask.layout()));
         let of = problem.block_mask.unwrap_or_else(|| panic!("a problem without blocks has no states of them"));
-        let states = blocks::classify(&problem, of, mask.as_ref(), &tables(&tensors));
+        let states = blocks::classify(&problem, of, mask.as_ref(), &tables(tensors.mask_tensors()));
         let layout = Layout::contiguous(empty.layout().shape().clone());
         FlexTensor::new(Bytes::from_elems(states), layout, DType::I32)
     }
@@ -126,85 +126,65 @@ pub(crate) fn plan(problem: &AttentionProblem) -> Result<HostPlan, AttentionErro
     Ok(HostPlan { tile_q: TILE_Q, tile_k: TILE_K, threads, scratch_bytes })
 }
 
-/// The arguments of a call, contiguous and in f32; mask, bias and tensors of functions as they come. The seed of dropout is two words.
+/// The arguments of a call. `q`, `k`, `v`, slopes and sinks are contiguous and in f32; the other tensors are as they come. The seed of
+/// dropout is two words.
 struct Call {
     problem: AttentionProblem,
-    q: FlexTensor,
-    k: FlexTensor,
-    v: FlexTensor,
-    mask: Option<FlexTensor>,
-    bias: Option<FlexTensor>,
-    slopes: Option<FlexTensor>,
-    sinks: Option<FlexTensor>,
+    qkv: [FlexTensor; 3],
+    tensors: Tensors<FlexTensor>,
     seed: Option<[u32; 2]>,
     sequences: Option<Sequences>,
-    score_tensors: [Option<FlexTensor>; TENSORS],
-    mask_tensors: [Option<FlexTensor>; TENSORS],
     states: Option<States>,
 }
 
 impl Call {
     fn new(q: FlexTensor, k: FlexTensor, v: FlexTensor, extras: Extras<Flex>, options: AttentionOptions) -> Self {
-        let mask = extras.mask.into_option();
-        let [bias, slopes, sinks] = [extras.bias, extras.alibi_slopes, extras.sinks].map(OptionalFloat::into_option);
-        let read = |tensor: FlexTensor| words(&tensor.to_contiguous());
-        let [drawn, lens_q, lens_k, cu_q, cu_k] =
-            [extras.dropout_seed, extras.seq_lens_q, extras.seq_lens_k, extras.cu_seqlens_q, extras.cu_seqlens_k]
-                .map(|tensor| tensor.into_option().map(read));
-        let states = extras.block_mask.into_option();
-        let [score_tensors, mask_tensors] = [[extras.score_a, extras.score_b], [extras.mask_a, extras.mask_b]]
-            .map(|tensors| tensors.map(OptionalFloat::into_option));
+        let (mut tensors, block_sizes, _) = extras.into_tensors::<FlexTensor>();
         let problem = dtype("q", q.dtype()).and_then(|dtype| {
             let shape = |tensor: &FlexTensor| tensor.layout().shape().to_vec();
-            let shapes = Shapes {
-                mask: mask.as_ref().map(shape),
-                bias: bias.as_ref().map(shape),
-                alibi_slopes: slopes.as_ref().map(shape),
-                sinks: sinks.as_ref().map(shape),
-                seq_lens_q: lens_q.as_ref().map(|lens| vec![lens.len()]),
-                seq_lens_k: lens_k.as_ref().map(|lens| vec![lens.len()]),
-                cu_seqlens_q: cu_q.as_ref().map(|ends| vec![ends.len()]),
-                cu_seqlens_k: cu_k.as_ref().map(|ends| vec![ends.len()]),
-                score_tensors: score_tensors.iter().flatten().map(shape).collect(),
-                mask_tensors: mask_tensors.iter().flatten().map(shape).collect(),
-                block_mask: states.as_ref().map(|states| (shape(states), extras.block_sizes)),
-            };
-            problem([&shape(&q), &shape(&k), &shape(&v)], shapes, dtype, options)
+            problem([&shape(&q), &shape(&k), &shape(&v)], &tensors.each_ref().map(shape), block_sizes, dtype, options)
         });
         // `api` has checked the same.
         let problem = problem.unwrap_or_else(|error| panic!("{error}"));
-        let seed = drawn
+        let read = |tensor: &Option<FlexTensor>| tensor.as_ref().map(|tensor| words(&tensor.clone().to_contiguous()));
+        let seed = read(&tensors.dropout_seed)
             .map(|words| [words[0], words[1]])
             .or(options.dropout_seed.map(dropout::seed))
             .filter(|_| options.dropout > 0.0);
-        let (slopes, sinks) = (slopes.map(floats), sinks.map(floats));
-        let sequences = problem.is_varlen().then(|| match (cu_q, cu_k) {
+        let sequences = problem.is_varlen().then(|| match (read(&tensors.cu_seqlens_q), read(&tensors.cu_seqlens_k)) {
             (Some(q), Some(k)) => Sequences::packed(&problem, &q, &k),
-            _ => Sequences::padded(&problem, lens_q.as_deref(), lens_k.as_deref()),
+            _ => {
+                let (q, k) = (read(&tensors.seq_lens_q), read(&tensors.seq_lens_k));
+                Sequences::padded(&problem, q.as_deref(), k.as_deref())
+            }
         });
-        let [q, k, v] = [q, k, v].map(floats);
-        let states = problem.block_mask.zip(states).map(|(of, states)| States::new(of, read(states)));
-        Call { problem, q, k, v, mask, bias, slopes, sinks, seed, sequences, score_tensors, mask_tensors, states }
+        let states = problem.block_mask.zip(read(&tensors.block_mask)).map(|(of, states)| States::new(of, states));
+        tensors.alibi_slopes = tensors.alibi_slopes.map(floats);
+        tensors.sinks = tensors.sinks.map(floats);
+        Call { problem, qkv: [q, k, v].map(floats), tensors, seed, sequences, states }
     }
 
     fn attention(&self) -> Attention<'_> {
-        let mask = self.mask.as_ref().map(|mask| Broadcast::new(mask.storage::<u8>(), mask.layout()));
-        let bias = self.bias.as_ref().map(|bias| match bias.dtype() {
+        let tensors = &self.tensors;
+        let mask = tensors.mask.as_ref().map(|mask| Broadcast::new(mask.storage::<u8>(), mask.layout()));
+        let bias = tensors.bias.as_ref().map(|bias| match bias.dtype() {
             DType::F16 => tile::Bias::F16(Broadcast::new(bias.storage::<f16>(), bias.layout())),
             DType::BF16 => tile::Bias::BF16(Broadcast::new(bias.storage::<bf16>(), bias.layout())),
             _ => tile::Bias::F32(Broadcast::new(bias.storage::<f32>(), bias.layout())),
         });
-        let heads = Heads { slopes: self.slopes.as_ref().map(slice), sinks: self.sinks.as_ref().map(slice) };
-        let inputs = [slice(&self.q), slice(&self.k), slice(&self.v)];
-        let functions = Functions { of_score: tables(&self.score_tensors), of_mask: tables(&self.mask_tensors) };
+        let heads =
+            Heads { slopes: tensors.alibi_slopes.as_ref().map(slice), sinks: tensors.sinks.as_ref().map(slice) };
+        let inputs = self.qkv.each_ref().map(slice);
+        let functions =
+            Functions { of_score: tables(tensors.score_tensors()), of_mask: tables(tensors.mask_tensors()) };
         let (sequences, states) = (self.sequences.as_ref(), self.states.as_ref());
         Attention::new(&self.problem, inputs, mask, bias, heads, functions, self.seed, sequences, states)
     }
 }
 
 /// What a function reads, where it lies.
-fn tables(tensors: &[Option<FlexTensor>; TENSORS]) -> Tables<'_> {
-    tensors.each_ref().map(|tensor| tensor.as_ref().map(|tensor| Broadcast::new(tensor.storage(), tensor.layout())))
+fn tables(tensors: [Option<&FlexTensor>; TENSORS]) -> Tables<'_> {
+    tensors.map(|tensor| tensor.map(|tensor| Broadcast::new(tensor.storage(), tensor.layout())))
 }
 
 /// The tensor, contiguous and in f32: a copy only where it is not already.
