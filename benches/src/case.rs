@@ -1,4 +1,4 @@
-//! What is timed: a problem, and a pass over it.
+//! Benchmark cases: a problem, and a pass over it.
 
 use crate::data::step;
 use crate::functions::{self, Document};
@@ -17,25 +17,25 @@ pub struct Case {
     pub dtype: Dtype,
     /// Batches.
     pub batch: usize,
-    /// Heads of the queries.
+    /// Number of query heads.
     pub heads_q: usize,
-    /// Heads of keys and values.
+    /// Number of key/value heads.
     pub heads_kv: usize,
-    /// Queries.
+    /// Number of queries.
     pub seq_q: usize,
-    /// Keys.
+    /// Number of keys.
     pub seq_k: usize,
-    /// Dimension of queries and keys.
+    /// Head dimension of queries and keys.
     pub head_dim: usize,
-    /// Dimension of values.
+    /// Head dimension of values.
     pub head_dim_v: usize,
-    /// Whether a query sees no later key.
+    /// Whether later keys are hidden from a query.
     pub causal: bool,
-    /// What else is asked of the scores.
+    /// Other options of the problem.
     pub variant: Variant,
 }
 
-/// What is asked of the scores beside causality.
+/// Options of a problem other than causality.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Variant {
@@ -47,36 +47,36 @@ pub enum Variant {
     Bias,
     /// A softcap of 20.
     Softcap,
-    /// A causal window of so many keys, the query's own counted.
+    /// A causal window of this many keys, including the query's own.
     Window(usize),
-    /// ALiBi's slopes, which are not learned.
+    /// ALiBi slopes, without their gradient.
     Alibi,
     /// A sink for each head, and its gradient.
     Sinks,
-    /// One in ten probabilities dropped.
+    /// Dropout of one in ten probabilities.
     Dropout,
-    /// So many sequences of the same length, packed one behind the other.
+    /// This many packed sequences of equal length.
     Packed(usize),
-    /// Eight sequences, from 1/64 to 20/64 of all tokens, packed one behind the other.
+    /// Eight packed sequences, from 1/64 to 20/64 of all tokens.
     Documents,
-    /// Sequences of all, 3/4, 1/2 and 1/4 of their batch, with padding behind.
+    /// Padded sequences, of 1, 3/4, 1/2 and 1/4 of the tensor's length.
     Lengths,
-    /// [`Alibi`](Variant::Alibi) as a function of scores.
+    /// [`Alibi`](Variant::Alibi) as a score function.
     AlibiFunction,
-    /// [`Softcap`](Variant::Softcap) as a function of scores.
+    /// [`Softcap`](Variant::Softcap) as a score function.
     SoftcapFunction,
-    /// [`Window`](Variant::Window) as a function that hides pairs, causality included, with a block mask made of it.
+    /// [`Window`](Variant::Window), including causality, as a mask function, with a block mask computed from it.
     WindowFunction(usize),
-    /// [`Documents`](Variant::Documents), where causal, as a function that hides pairs, with a block mask made of it.
+    /// [`Documents`](Variant::Documents), where causal, as a mask function, with a block mask computed from it.
     DocumentsFunction,
-    /// A block mask for all heads, where so many blocks of a hundred are seen, whole, and no others.
+    /// A block mask for all heads, in which this percentage of the blocks is full and the others are empty.
     Sparse(usize),
 }
 
-/// 64ths of all tokens that sequences of [`Variant::Documents`] have, but for a few tokens.
+/// Lengths of the sequences of [`Variant::Documents`] in 64ths of all tokens, up to a few tokens.
 const DOCUMENTS: [usize; 8] = [20, 1, 9, 3, 14, 2, 7, 8];
 
-/// The probability of [`Variant::Dropout`].
+/// The dropout rate of [`Variant::Dropout`].
 pub const DROPOUT: f32 = 0.1;
 
 /// The softcap of [`Variant::Softcap`].
@@ -106,7 +106,7 @@ impl fmt::Display for Variant {
 }
 
 impl Variant {
-    /// Of a function the option that computes the same; else itself.
+    /// The option that is equivalent to a function, or else the variant itself.
     pub fn option(self) -> Variant {
         match self {
             Variant::AlibiFunction => Variant::Alibi,
@@ -117,14 +117,14 @@ impl Variant {
         }
     }
 
-    /// Whether it is asked for by a function or by a block mask.
+    /// Whether the variant uses a function or a block mask.
     pub fn is_function(self) -> bool {
         self.option() != self || matches!(self, Variant::Sparse(_))
     }
 }
 
 impl Case {
-    /// Causal or full self-attention: as many keys as queries, as many heads of one as of the other.
+    /// Causal or full self-attention: as many keys as queries, and as many key/value heads as query heads.
     pub const fn new(dtype: Dtype, [batch, heads, seq, head_dim]: [usize; 4], causal: bool) -> Self {
         Case {
             dtype,
@@ -140,12 +140,12 @@ impl Case {
         }
     }
 
-    /// The same with something asked of the scores.
+    /// The case with this variant.
     pub const fn with(self, variant: Variant) -> Self {
         Case { variant, ..self }
     }
 
-    /// The problem that the kernels are given.
+    /// The problem that the kernels compute.
     pub fn problem(&self) -> Result<AttentionProblem, AttentionError> {
         let mut options = AttentionOptions { causal: self.causal, ..Default::default() };
         match self.variant {
@@ -154,7 +154,7 @@ impl Case {
             Variant::Dropout => (options.dropout, options.dropout_seed) = (DROPOUT, Some(1)),
             Variant::AlibiFunction => options.score_mod = Some(ScoreFn::of::<Alibi>()),
             Variant::SoftcapFunction => options.score_mod = Some(ScoreFn::of::<Softcap<{ SOFTCAP as u32 }>>()),
-            // These see to causality themselves, as their peer's do.
+            // These functions include causality, as the peer's functions do.
             Variant::WindowFunction(keys) => {
                 let unknown = || AttentionError::Unsupported {
                     option: "window function",
@@ -202,11 +202,11 @@ impl Case {
         [1, 1, self.seq_q.div_ceil(BLOCK), self.seq_k.div_ceil(BLOCK)]
     }
 
-    /// The states of a [sparse](Variant::Sparse) block mask's blocks, at random: of a row with none the first one is seen.
+    /// Random block states of a [sparse](Variant::Sparse) block mask. If a row of blocks has no visible block, its first one is visible.
     pub fn blocks(&self) -> Option<Vec<u32>> {
         let Variant::Sparse(percent) = self.variant else { return None };
         let [_, _, down, across] = self.blocks_shape();
-        // peers.py walks the same way.
+        // peers.py generates the same numbers.
         let mut state = 1;
         let mut states: Vec<u32> = (0..down * across)
             .map(|_| {
@@ -222,7 +222,7 @@ impl Case {
         Some(states)
     }
 
-    /// Pairs that these blocks let see each other.
+    /// Number of pairs in the visible blocks.
     fn pairs_of(&self, states: &[u32]) -> usize {
         let across = self.seq_k.div_ceil(BLOCK);
         let seen = states.iter().enumerate().filter(|(_, state)| **state != EMPTY);
@@ -230,7 +230,7 @@ impl Case {
         seen.map(|(n, _)| within(n / across, self.seq_q) * within(n % across, self.seq_k)).sum()
     }
 
-    /// The lengths of sequences, of queries and keys alike: one of a batch but where the variant has others.
+    /// Lengths of the sequences, for queries and keys alike: one sequence for each batch, unless the variant has others.
     pub fn sequences(&self) -> Vec<usize> {
         let all = self.batch * self.seq_q;
         match self.variant {
@@ -248,8 +248,8 @@ impl Case {
         }
     }
 
-    /// Operations of a pass as the field counts them: of several sequences, those of each by itself; of a function those of the option that
-    /// computes the same; of blocks, those of the ones that are seen.
+    /// Floating-point operations of a pass, as counted in papers: for several sequences, the sum over the sequences; for a function, those
+    /// of the equivalent option; for a block mask, those of the visible blocks.
     pub fn flops(&self, pass: Pass) -> Result<f64, AttentionError> {
         let counted = self.with(self.variant.option());
         let problem = counted.problem()?;
@@ -268,7 +268,7 @@ impl Case {
         Ok(counted.sequences().into_iter().map(alone).sum())
     }
 
-    /// The column `variant` of the results.
+    /// Value of the column `variant` in the results.
     pub fn variant_name(&self) -> String {
         if self.head_dim_v == self.head_dim {
             self.variant.to_string()
@@ -290,22 +290,21 @@ impl Case {
     }
 }
 
-/// Bytes that a forward cannot do without: each number of `q`, `k` and `v` read once and each of `o` written once,
-/// `batch · (heads_q · seq_q + heads_kv · seq_k) · (head_dim + head_dim_v)` of `size` bytes. Over the time they are the bandwidth
-/// that a decoding step reaches.
+/// Bytes that a forward must move: each number of `q`, `k` and `v` read once and each number of `o` written once, `batch · (heads_q · seq_q
+/// + heads_kv · seq_k) · (head_dim + head_dim_v)` numbers of `size` bytes. Divided by the time, this is the bandwidth of a decoding step.
 pub fn bytes_read_once(batch: usize, heads: [usize; 2], seqs: [usize; 2], dims: [usize; 2], size: usize) -> usize {
     let rows = heads[0] * seqs[0] + heads[1] * seqs[1];
     batch * rows * (dims[0] + dims[1]) * size
 }
 
-/// Queries up to which a forward counts as a step of decoding, whose time goes with the bytes of its cache and not with
-/// operations.
+/// Largest number of queries for which a forward counts as a decoding step. The time of a decoding step depends on the bytes of its cache
+/// and not on its operations.
 pub const DECODING: usize = 16;
 
-/// What [`Case::variant_name`] puts before a head dimension of values that is another than that of queries and keys.
+/// Separator that [`Case::variant_name`] puts before a head dimension of values that differs from that of queries and keys.
 const HEAD_DIM_V: &str = ", head_dim_v ";
 
-/// The variant, and the head dimension of values, of a column `variant`.
+/// Splits the column `variant` into the variant and the head dimension of values.
 pub fn parse_variant(name: &str, head_dim: usize) -> (&str, usize) {
     let parts = name.split_once(HEAD_DIM_V).and_then(|(variant, dim)| Some((variant, dim.parse().ok()?)));
     parts.unwrap_or((name, head_dim))
@@ -335,16 +334,16 @@ impl fmt::Display for Case {
 pub enum Pass {
     /// The output.
     Forward,
-    /// All gradients, from what the forward saved.
+    /// All gradients, from the saved results of the forward.
     Backward,
-    /// One after the other.
+    /// Forward and backward.
     Both,
-    /// One after the other, through Burn's autodiff.
+    /// Forward and backward through Burn's autodiff.
     Autodiff,
 }
 
 impl Pass {
-    /// The name in results.
+    /// Name of the pass in results.
     pub fn name(self) -> &'static str {
         match self {
             Pass::Forward => "forward",
@@ -354,7 +353,7 @@ impl Pass {
         }
     }
 
-    /// Operations as the field counts them.
+    /// Floating-point operations, as counted in papers.
     pub fn flops(self, problem: &AttentionProblem) -> f64 {
         match self {
             Pass::Forward => problem.forward_flops(),
@@ -368,7 +367,7 @@ impl Pass {
 mod tests {
     use super::*;
 
-    /// Functions beside the options that compute the same.
+    /// Functions and the equivalent options.
     const FUNCTIONS: [(Variant, Variant, &str); 4] = [
         (Variant::AlibiFunction, Variant::Alibi, "alibi function"),
         (Variant::SoftcapFunction, Variant::Softcap, "softcap function"),
@@ -387,7 +386,7 @@ mod tests {
             let options = case.with(function).problem().unwrap().options;
             assert!(options.score_mod.is_some() || options.mask_mod.is_some(), "{name}");
         }
-        // As peers.py reads them.
+        // The format that peers.py reads.
         let json = |variant: Variant| serde_json::to_string(&variant).unwrap();
         assert_eq!(json(Variant::AlibiFunction), r#""alibi-function""#);
         assert_eq!(json(Variant::WindowFunction(256)), r#"{"window-function":256}"#);
@@ -403,14 +402,14 @@ mod tests {
         assert_eq!(sparse.to_string(), "bf16 [1, 16, 16384, 128], sparse 10");
         let states = sparse.blocks().unwrap();
         let full = states.iter().filter(|state| **state == FULL).count();
-        // peers.py draws as many.
+        // peers.py has the same number of full blocks.
         assert_eq!((states.len(), full), (128 * 128, 1647));
         assert!(states.chunks(128).all(|row| row.contains(&FULL)));
         for pass in [Pass::Forward, Pass::Backward] {
             let part = sparse.flops(pass).unwrap() / dense.flops(pass).unwrap();
             assert!((part - full as f64 / 16384.0).abs() < 1e-12, "{part}");
         }
-        // The last blocks are smaller. With no luck at all each row has its first one.
+        // The last blocks are smaller. Without any visible block, each row keeps its first one.
         let cut = Case::new(Dtype::BF16, [1, 1, 200, 64], false);
         let part = |percent| cut.with(Variant::Sparse(percent)).flops(Pass::Forward).unwrap() / (4.0 * 64.0);
         assert_eq!((part(100), part(0)), (200.0 * 200.0, 200.0 * 128.0));

@@ -1,4 +1,4 @@
-//! Workers as processes: started with a job, waited for, and where they did not live to answer, why.
+//! Worker processes: started with a job, and waited for. If a worker ends without an answer, the reason is reported.
 
 use crate::error::Error;
 use crate::worker::{Answer, Job};
@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use wait_timeout::ChildExt;
 
-/// The status of a process that ends in time. Any other one is killed.
+/// Status of a process that ends in time. Otherwise the process is killed.
 pub(crate) fn wait(child: &mut Child, until: Option<Instant>) -> io::Result<Option<ExitStatus>> {
     let Some(until) = until else { return child.wait().map(Some) };
     let status = child.wait_timeout(until.saturating_duration_since(Instant::now()))?;
@@ -18,7 +18,7 @@ pub(crate) fn wait(child: &mut Child, until: Option<Instant>) -> io::Result<Opti
     Ok(status)
 }
 
-/// What a worker answers; if it did not live to answer, why. Nothing, if time was up for all before it was for the worker.
+/// A worker's answer, or the reason why it has none. `None` if the session's time ended before the worker's.
 pub(crate) fn answer(
     job: &Job,
     device: &str,
@@ -47,7 +47,7 @@ pub(crate) fn answer(
     }
     let why = ended.is_none().then(|| format!("over {} s", limit.as_secs()));
     let (output, complaint) = (output.join().unwrap_or_default(), complaint.join().unwrap_or_default());
-    // Libraries may print lines of their own.
+    // Libraries may print other lines.
     let found = output.lines().filter_map(|line| serde_json::from_str(line).ok()).next_back();
     let mut answer: Answer = found.unwrap_or_else(|| Answer {
         note: why.unwrap_or_else(|| reason(&complaint)),
@@ -61,17 +61,17 @@ pub(crate) fn answer(
     Ok(Some(answer))
 }
 
-/// Everything that comes out of a pipe.
+/// Reads everything from a pipe.
 fn drain(pipe: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
-        // What was read before the pipe broke is what there is.
+        // If the pipe breaks, what was read so far is used.
         let _ = pipe.map(|mut pipe| pipe.read_to_end(&mut bytes));
         String::from_utf8_lossy(&bytes).into_owned()
     })
 }
 
-/// The note of a call that did not fit the device.
+/// Note of a call that did not fit into the device's memory.
 pub const OUT_OF_MEMORY: &str = "out of memory";
 
 fn is_out_of_memory(text: &str) -> bool {
@@ -81,13 +81,13 @@ fn is_out_of_memory(text: &str) -> bool {
         .any(|sign| text.contains(sign))
 }
 
-/// What a worker died of, in one line.
+/// Reason of a worker's failure, in one line.
 fn reason(complaint: &str) -> String {
     if is_out_of_memory(complaint) {
         return OUT_OF_MEMORY.into();
     }
     let lines = || complaint.lines().map(str::trim).filter(|line| !line.is_empty());
-    // The line after "panicked at" is the message.
+    // The message is the line after "panicked at".
     let message = lines().skip_while(|line| !line.contains("panicked at")).nth(1).or_else(|| lines().next_back());
     let cause = lines().skip_while(|line| !line.contains("Caused by")).nth(1).map(|cause| format!(", {cause}"));
     format!("failed: {}{}", message.unwrap_or("without a word"), cause.unwrap_or_default())

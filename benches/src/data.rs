@@ -1,4 +1,4 @@
-//! Random inputs on the host, and what is known to be right about them.
+//! Random inputs on the host, and computed results.
 
 use crate::case::{Case, Variant};
 use crate::error::Error;
@@ -13,7 +13,7 @@ use std::ops::Range;
 pub struct Data {
     /// The case.
     pub case: Case,
-    /// The problem that it poses.
+    /// The problem of the case.
     pub problem: AttentionProblem,
     /// `[batch, heads_q, seq_q, head_dim]`.
     pub q: Values,
@@ -27,31 +27,31 @@ pub struct Data {
     pub bias: Option<Values>,
     /// `problem.mask`, true hides.
     pub mask: Option<Vec<bool>>,
-    /// `problem.alibi_slopes`, or what its function reads: those of the paper, for heads that are a power of two.
+    /// `problem.alibi_slopes`, or the tensor of the equivalent function: the paper's slopes, for a power of two of heads.
     pub slopes: Option<Vec<f32>>,
     /// `[heads_q]`.
     pub sinks: Option<Vec<f32>>,
-    /// Of several sequences: their lengths, or where they begin and the last one ends, if they are packed.
+    /// Lengths of padded sequences, or beginnings of packed sequences and the end of the last one.
     pub sequences: Option<Vec<u32>>,
-    /// `problem.mask_tensors`: the document of each token, which both are.
+    /// Both `problem.mask_tensors`: the document of each token.
     pub documents: Option<Vec<f32>>,
-    /// `problem.block_mask`, but where a function makes it.
+    /// `problem.block_mask`, unless it is computed from a function.
     pub blocks: Option<Vec<u32>>,
 }
 
 /// Numbers of one dtype, as bytes.
 pub struct Values {
-    /// As a device stores them.
+    /// The numbers as a device stores them.
     pub bytes: Vec<u8>,
-    /// What they are.
+    /// Their type.
     pub dtype: Dtype,
 }
 
-/// Steps of a walk that one thread takes at a time.
+/// Numbers that one thread generates at a time.
 const STRIDE: usize = 1 << 20;
 
 impl Values {
-    /// A table of normal numbers walked at random: cheap to make, and nothing like zeros.
+    /// Random entries of a table of normal numbers: fast to generate, and unlike zeros.
     fn normal(len: usize, dtype: Dtype, seed: u64) -> Self {
         let mut table = Vec::new();
         for x in reference::normal(1 << 14, seed) {
@@ -61,7 +61,7 @@ impl Values {
                 Dtype::BF16 => table.extend(bf16::from_f64(x).to_le_bytes()),
             }
         }
-        // `x → a·x + c`, done so often, is of that form again: threads start where they would come to.
+        // A power of `x → a·x + c` has the same form, so each thread can start at its own position of the sequence.
         let stride = (0..STRIDE).fold((1, 0), |(a, c): (u64, u64), _| (step(a).wrapping_sub(step(0)), step(c)));
         let jump = |state: &u64| Some(state.wrapping_mul(stride.0).wrapping_add(stride.1));
         let starts: Vec<u64> = successors(Some(seed | 1), jump).take(len.div_ceil(STRIDE)).collect();
@@ -73,24 +73,24 @@ impl Values {
         Values { bytes, dtype }
     }
 
-    /// The numbers at these places.
+    /// The numbers in this range.
     pub fn range(&self, range: Range<usize>) -> Vec<f64> {
         let size = self.dtype.size();
         to_f64(&self.bytes[range.start * size..range.end * size], self.dtype)
     }
 
-    /// How many there are.
+    /// Number of numbers.
     pub fn len(&self) -> usize {
         self.bytes.len() / self.dtype.size()
     }
 }
 
-/// A step of the walk.
+/// One step of the random sequence.
 pub(crate) fn step(state: u64) -> u64 {
     state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407)
 }
 
-/// Fills a stretch with what the walk meets in the table, of numbers of `SIZE` bytes.
+/// Fills `stretch` with random entries of the table, which has numbers of `SIZE` bytes.
 fn walk<const SIZE: usize>(stretch: &mut [u8], table: &[u8], mut state: u64) {
     let (table, _) = table.as_chunks::<SIZE>();
     for x in stretch.as_chunks_mut::<SIZE>().0 {
@@ -99,7 +99,7 @@ fn walk<const SIZE: usize>(stretch: &mut [u8], table: &[u8], mut state: u64) {
     }
 }
 
-/// Numbers that a device stored.
+/// Converts numbers as stored by a device.
 fn to_f64(bytes: &[u8], dtype: Dtype) -> Vec<f64> {
     match dtype {
         Dtype::F32 => bytes.as_chunks().0.iter().map(|x| f64::from(f32::from_le_bytes(*x))).collect(),
@@ -109,11 +109,11 @@ fn to_f64(bytes: &[u8], dtype: Dtype) -> Vec<f64> {
 }
 
 impl Data {
-    /// The same for the same case and seed.
+    /// Creates the inputs, which are the same for the same case and seed.
     pub fn new(case: Case, seed: u64) -> Result<Self, Error> {
         let problem = case.problem()?;
         let normal = |shape: [usize; 4], n: u64| Values::normal(shape.iter().product(), case.dtype, 8 * seed + n);
-        // Every other batch ends an eighth early.
+        // In every other batch, the last eighth of the keys is hidden.
         let mask = (case.variant == Variant::Mask).then(|| {
             let hides = |b: usize, j: usize| b.is_multiple_of(2) && j >= case.seq_k - case.seq_k / 8;
             (0..case.batch).flat_map(|b| (0..case.seq_k).map(move |j| hides(b, j))).collect()
@@ -148,20 +148,20 @@ impl Data {
         })
     }
 
-    /// The same, where the backward is to add up in this order.
+    /// Sets the order in which the backward sums.
     pub fn with_backward_order(mut self, order: BackwardOrder) -> Self {
         self.problem.options.backward_order = order;
         self
     }
 
-    /// The same, where f32 is to be multiplied so precisely.
+    /// Sets the precision of f32 products.
     pub fn with_precision(mut self, precision: Precision) -> Self {
         self.problem.options.precision = precision;
         self
     }
 }
 
-/// What an implementation computed, whole; what it did not compute is `None`.
+/// Complete results of an implementation; `None` for those that it did not compute.
 #[derive(Default)]
 pub struct Results {
     /// `[batch, heads_q, seq_q, head_dim_v]`.

@@ -1,4 +1,4 @@
-//! Devices by name.
+//! Devices, by name.
 
 use crate::error::Error;
 use clap::ValueEnum;
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DeviceName {
-    /// WGSL on any adapter. A binary with the feature `vulkan` has SPIR-V in its place.
+    /// WGSL on any adapter. A binary with the feature `vulkan` uses SPIR-V instead.
     Wgpu,
     /// SPIR-V through Vulkan.
     Vulkan,
@@ -17,7 +17,7 @@ pub enum DeviceName {
 }
 
 impl DeviceName {
-    /// The name on the command line and in results.
+    /// Name on the command line and in results.
     pub fn name(self) -> &'static str {
         match self {
             DeviceName::Wgpu => "wgpu",
@@ -26,7 +26,7 @@ impl DeviceName {
         }
     }
 
-    /// What this binary was built for: CUDA before Vulkan before WGSL.
+    /// The best device that this binary was built for: CUDA before Vulkan before WGSL.
     pub fn best() -> Self {
         if cfg!(feature = "cuda") {
             DeviceName::Cuda
@@ -37,7 +37,7 @@ impl DeviceName {
         }
     }
 
-    /// The device, if it is there.
+    /// Opens the device, if it exists.
     pub fn open(self) -> Result<cubecl::Device, Error> {
         use cubecl::device::WgpuDeviceKind::DefaultDevice;
         let device = match self {

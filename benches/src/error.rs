@@ -1,31 +1,31 @@
-//! What can be wrong with a benchmark's command line or files, each kind one clear sentence.
+//! Errors of a benchmark's command line or files, each described in one sentence.
 
 use flash_attention_kernels::AttentionError;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// Why the benchmark stopped.
+/// Reason why the benchmark stopped.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A filter names a value that its axis does not have in the set.
+    /// A filter has a value that does not occur in the set.
     #[error("--{axis} {value} leaves nothing of the set {set}, whose values are: {known}")]
     Filter {
         /// The axis.
         axis: &'static str,
-        /// What was asked for.
+        /// The requested value.
         value: String,
         /// The set.
         set: &'static str,
-        /// What there is.
+        /// The values that occur.
         known: String,
     },
-    /// A device that is not there, or that this binary was built without.
+    /// A device that does not exist, or that this binary was built without.
     #[error("--device {name}: {why}")]
     Device {
         /// The device's name on the command line.
         name: &'static str,
-        /// What the runtime said.
+        /// Message of the runtime.
         why: String,
     },
     /// A file that the benchmark did not write.
@@ -36,25 +36,25 @@ pub enum Error {
         /// The columns that it should have.
         expected: String,
     },
-    /// Results that are not there.
+    /// Results that do not exist.
     #[error("there are no results {}", directory.join(format!("{name}.csv")).display())]
     NoResults {
-        /// Where they should be.
+        /// The directory that was searched.
         directory: PathBuf,
         /// Their name.
         name: String,
     },
-    /// A chart or a table that would show rows of ours of several commits as one.
+    /// A chart or table that would mix rows of ours from several commits.
     #[error("{}: {what} would join rows of ours of several commits: {commits}", file.display())]
     MixedCommits {
         /// The file of results.
         file: PathBuf,
         /// The chart or table.
         what: String,
-        /// The commits, and which rows are of each.
+        /// The commits, and the rows from each.
         commits: String,
     },
-    /// A published chart or table with rows of ours of a tree that differed from its commit.
+    /// A published chart or table with rows of ours from a tree that differed from its commit.
     #[error("{}: {what} would show rows of ours of {commit}, a tree that differed from its commit: {rows}", file.display())]
     UncleanRows {
         /// The file of results.
@@ -66,7 +66,7 @@ pub enum Error {
         /// The rows.
         rows: String,
     },
-    /// Something that is marked as stale and is not.
+    /// A chart or table that is marked as stale and is not.
     #[error("{}: {what} is marked as stale, but its rows of ours are of one clean commit: take the mark away", file.display())]
     NotStale {
         /// The file of results.
@@ -74,7 +74,7 @@ pub enum Error {
         /// The chart or table.
         what: String,
     },
-    /// A binary of no clean commit that was to publish, or results of such a one.
+    /// An attempt to publish with a binary from no clean commit, or results from such a binary.
     #[error("what is published is of one clean commit, and this is {commit} (--unclean measures all the same)")]
     Unclean {
         /// The commit.
@@ -85,7 +85,7 @@ pub enum Error {
     Markers {
         /// The document.
         file: PathBuf,
-        /// What is wrong with its markers.
+        /// The problem with its markers.
         why: String,
     },
     /// A document whose tables differ from the results.
@@ -94,12 +94,12 @@ pub enum Error {
         /// The document.
         file: PathBuf,
     },
-    /// A file of results with a line that cannot be understood.
+    /// A result file with an invalid line.
     #[error("{}: {source}", file.display())]
     Csv {
         /// The file.
         file: PathBuf,
-        /// What is wrong with it.
+        /// The error.
         source: csv::Error,
     },
     /// A file that cannot be read or written.
@@ -107,24 +107,24 @@ pub enum Error {
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// Error of the system.
         source: std::io::Error,
     },
-    /// A problem that attention is not defined for, or that the device refuses.
+    /// A problem that attention does not support, or that the device refuses.
     #[error(transparent)]
     Attention(#[from] AttentionError),
-    /// Anything else, said in full.
+    /// Any other error, as a full sentence.
     #[error("{0}")]
     Other(String),
 }
 
 impl Error {
-    /// An error of the file system.
+    /// An I/O error.
     pub fn io(path: &Path, source: std::io::Error) -> Self {
         Error::Io { path: path.to_path_buf(), source }
     }
 
-    /// An error of a CSV file.
+    /// An error in a CSV file.
     pub fn csv(file: &Path, source: csv::Error) -> Self {
         Error::Csv { file: file.to_path_buf(), source }
     }

@@ -1,11 +1,11 @@
-//! Functions of visibility as users write them, each for something that is an option as well.
+//! Mask functions as users write them, each equivalent to an option.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
 use cubecl::prelude::*;
 use flash_attention_kernels::mods::{MaskFn, MaskMod, Pair, Values};
 
-/// The query's own key and those before it, `KEYS` of them in all.
+/// The query's own key and those before it, `KEYS` in total.
 pub(crate) struct Window<const KEYS: usize>;
 
 #[cube]
@@ -15,7 +15,7 @@ impl<const KEYS: usize> MaskMod for Window<KEYS> {
     }
 }
 
-/// Keys that are not later, of the query's own document: `a` and `b` are the documents of query and key, of tensors `[1, 1, seq_q, 1]` and
+/// Keys of the query's own document that are not later. `a` and `b` are the documents of query and key, from tensors `[1, 1, seq_q, 1]` and
 /// `[1, 1, 1, seq_k]`.
 pub(crate) struct Document;
 
@@ -26,7 +26,7 @@ impl MaskMod for Document {
     }
 }
 
-/// [`Window`] of so many keys, if it is one of those that are compiled.
+/// [`Window`] of this many keys, if that number is compiled.
 pub(crate) fn window(keys: usize) -> Option<MaskFn> {
     match keys {
         128 => Some(MaskFn::of::<Window<128>>()),

@@ -1,35 +1,35 @@
-//! Whether a result is right: relative errors in the norm over blocks of rows, beside a bound for each dtype.
+//! Judges results by relative errors in the norm over blocks of rows, with a bound for each dtype.
 //!
-//! One row is no measure. The gradient of a row can be thousands of times smaller than the terms that it sums, which cancel,
-//! and what their rounding leaves is then all of it. In a block of 64 rows such a row counts for what it is.
+//! Single rows are no measure. The gradient of a row can be thousands of times smaller than the terms that it sums, which cancel. Their
+//! rounding error then dominates the row. In a block of 64 rows, such a row has only its own weight.
 //!
-//! `judge.py` is the same for PyTorch's results; `tests/judge.json` holds the two together.
+//! `judge.py` does the same for PyTorch's results; `tests/judge.json` keeps the two consistent.
 
 use flash_attention_kernels::Dtype;
 use std::ops::Range;
 
-/// Rows of a block.
+/// Rows in a block.
 pub const ROWS: usize = 64;
-/// Blocks of a head.
+/// Blocks for each head.
 pub const BLOCKS: usize = 4;
-/// Root mean square of what is zero but for the oracle's own rounding, of inputs that are standard normal.
+/// Root mean square up to which the oracle's result counts as zero: its own rounding error, for standard normal inputs.
 const ZERO: f64 = 1e-9;
-/// Scores of the heads that share keys, up to which two heads are compared.
+/// Largest number of scores, over the heads that share keys, for which two heads are compared.
 const SCORES_OF_TWO_HEADS: usize = 1 << 28;
-/// Those up to which gradients of keys are compared anywhere: each takes the row of every query that sees the key.
+/// Largest number of scores for which gradients of keys are compared everywhere. Each needs the row of every query that sees the key.
 const SCORES: usize = 1 << 32;
 
-/// Up to `most` blocks of [`ROWS`] rows, spread evenly over a sequence: all of a short one, and both ends of any.
+/// Up to `most` blocks of [`ROWS`] rows, spread evenly over a sequence. They cover a short sequence completely, and both ends of any.
 pub fn blocks(len: usize, most: usize) -> Vec<Range<usize>> {
     let (count, rows) = (len.div_ceil(ROWS).min(most), len.min(ROWS));
     let starts = (0..count).map(|n| if count < 2 { 0 } else { n * (len - rows) / (count - 1) });
     starts.map(|start| start..start + rows).collect()
 }
 
-/// What of a problem's results is compared with the oracle.
+/// Part of a problem's results that is compared with the oracle.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sampled {
-    /// The first and the last head, or the last alone.
+    /// Number of heads: the first and the last one, or the last one only.
     pub heads: usize,
     /// Blocks of queries.
     pub queries: Vec<Range<usize>>,
@@ -37,20 +37,20 @@ pub struct Sampled {
     pub keys: Vec<Range<usize>>,
 }
 
-/// What is compared of a problem with `group` query heads to a head of keys and values.
+/// Part that is compared for a problem with `group` query heads for each key/value head.
 pub fn sampled(group: usize, seq_q: usize, seq_k: usize, causal: bool) -> Sampled {
     let scores = group * seq_q * seq_k;
     let heads = if scores <= SCORES_OF_TWO_HEADS { 2 } else { 1 };
     if scores <= SCORES {
         return Sampled { heads, queries: blocks(seq_q, BLOCKS), keys: blocks(seq_k, BLOCKS) };
     }
-    // Where causal, the last keys are seen by few queries. Other keys are seen by too many to sum over.
+    // If causal, the last keys are seen by few queries. Other keys are seen by too many queries to sum over.
     let last = blocks(seq_k, BLOCKS).pop().filter(|_| causal);
     Sampled { heads, queries: blocks(seq_q, 2), keys: last.into_iter().collect() }
 }
 
-/// The relative error in the norm of a block: `‖found − right‖ / ‖right‖`. Where `right` is zero, the root mean square of
-/// what was found. NaN stays NaN, and is within no bound.
+/// Relative error of a block in the norm: `‖found − right‖ / ‖right‖`. If `right` is zero, the root mean square of `found`. NaN stays NaN,
+/// and is within no bound.
 pub fn error_of_block(found: &[f64], right: &[f64]) -> f64 {
     assert_eq!(found.len(), right.len(), "numbers of a block");
     let difference: f64 = found.iter().zip(right).map(|(found, right)| (found - right).powi(2)).sum();
@@ -59,20 +59,20 @@ pub fn error_of_block(found: &[f64], right: &[f64]) -> f64 {
     if size <= ZERO.powi(2) * count { (difference / count.max(1.0)).sqrt() } else { (difference / size).sqrt() }
 }
 
-/// The largest, NaN if one of them is, and 0 of none.
+/// The largest error; NaN if one of them is NaN, and 0 if there are none.
 pub fn worst(errors: impl IntoIterator<Item = f64>) -> f64 {
     errors.into_iter().fold(0.0, |worst: f64, error| if error > worst || error.is_nan() { error } else { worst })
 }
 
-/// The largest error of a right result.
+/// Largest error of a correct result.
 ///
-/// Rounding to nearest with unit roundoff u (2⁻⁸ in bf16, 2⁻¹¹ in f16 and tf32) is an error of 0.42 u in the norm of normal
-/// random numbers. A fused kernel rounds probabilities or their gradients, and its results: √2 · 0.42 u, in bf16 2.3e-3.
-/// Operations one after the other round scores, exponentials and more, up to 3 u. So the bound is 4 u in bf16, 1.6e-2, which a
-/// result scaled by 1.02 exceeds. In f16 and tf32 it is 8 u, 3.9e-3, as probabilities of long sequences are subnormal in f16. In
-/// f32, whose results differ by the order of sums and by the device's exponential, it is 1e-4.
+/// Rounding to nearest with unit roundoff u (2⁻⁸ in bf16, 2⁻¹¹ in f16 and tf32) gives an error of 0.42 u in the norm of normal random
+/// numbers. A fused kernel rounds probabilities or their gradients, and its results: √2 · 0.42 u, which is 2.3e-3 in bf16. Separate
+/// operations round scores, exponentials and more: up to 3 u. The bound is therefore 4 u in bf16, 1.6e-2, which a result scaled by 1.02
+/// exceeds. In f16 and tf32 it is 8 u, 3.9e-3, because probabilities of long sequences are subnormal in f16. In f32, where results differ
+/// by the order of sums and by the device's exponential, it is 1e-4.
 ///
-/// `tf32` says that products of f32 may be rounded so, as Burn's own are on CUDA.
+/// `tf32`: whether f32 products may be rounded to tf32, as Burn's own are on CUDA.
 pub fn bound(dtype: Dtype, tf32: bool) -> f64 {
     match dtype {
         Dtype::F32 if !tf32 => 1e-4,
@@ -81,18 +81,18 @@ pub fn bound(dtype: Dtype, tf32: bool) -> f64 {
     }
 }
 
-/// What is said of a result.
+/// Verdict on a result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// Within the bound.
     Right,
-    /// Beyond it, but not shown to be wrong.
+    /// Beyond the bound, but not shown to be wrong.
     Unconfirmed,
-    /// Beyond it for every seed, where a second implementation was within it.
+    /// Beyond the bound for every seed, while a second implementation was within it.
     Wrong,
 }
 
-/// Of somebody else's result: `errors` holds the largest error for each seed that was tried; `confirmed` tells whether a
+/// Verdict on another implementation's result. `errors` holds the largest error for each seed that was tried; `confirmed` tells whether a
 /// second implementation was right for all of them.
 pub fn verdict(errors: &[f64], confirmed: bool, bound: f64) -> Verdict {
     let within = |error: &f64| *error <= bound;
@@ -131,8 +131,8 @@ mod tests {
         assert_eq!(sampled(8, 16384, 16384, false).keys.len(), BLOCKS);
     }
 
-    /// A gradient of 64 rows, one of which is next to nothing, as bf16 leaves it: each row is rounded, and what rounding of the terms
-    /// that cancel in the small one leaves is a third of it.
+    /// A gradient of 64 rows, one of which is tiny, as computed in bf16: every row is rounded, and in the tiny row the rounding error of
+    /// the cancelling terms is a third of the row.
     fn with_a_tiny_row() -> [Vec<f64>; 2] {
         let mut right = normal(64 * 32, 3);
         right[..32].iter_mut().for_each(|x| *x *= 2e-3);
@@ -148,7 +148,7 @@ mod tests {
     #[test]
     fn a_tiny_row_of_a_right_gradient_is_no_fault() {
         let [found, right] = with_a_tiny_row();
-        // What was measured before: that row by itself.
+        // The earlier measure: that row by itself.
         let alone = error_of_block(&found[..32], &right[..32]);
         assert!(alone > 0.3, "{alone}");
         let error = error_of_block(&found, &right);

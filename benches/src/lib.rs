@@ -48,7 +48,7 @@ mod worker;
 use clap::{Parser, Subcommand};
 use std::path::PathBuf;
 
-/// Times attention beside its peers.
+/// Times attention and its peers.
 #[derive(Parser)]
 #[command(args_conflicts_with_subcommands = true)]
 struct Arguments {
@@ -56,7 +56,7 @@ struct Arguments {
     command: Option<Command>,
     #[command(flatten)]
     run: run::Options,
-    /// Set by `cargo bench`.
+    /// Passed by `cargo bench`.
     #[arg(long, hide = true, global = true)]
     bench: bool,
 }
@@ -65,40 +65,40 @@ struct Arguments {
 enum Command {
     /// Times every tile shape of every kernel.
     Sweep(sweep::Options),
-    /// Times ways to plan kernels for CUDA.
+    /// Times other plans of the CUDA kernels.
     Tune(tune::Options),
-    /// Measures memory beyond the inputs, of kernels called directly and through autodiff, and times nothing.
+    /// Measures memory in addition to the inputs, for kernels called directly and through autodiff, without timing.
     Memory(memory::Options),
-    /// Turns results into one page with charts.
+    /// Draws results as a page with charts.
     Report {
-        /// Names of results; all there are if none is given.
+        /// Names of results; by default all.
         names: Vec<String>,
-        /// Where results are kept.
+        /// Directory of the results.
         #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/results"))]
         directory: PathBuf,
-        /// The page.
+        /// File of the page.
         #[arg(long, default_value = "report.html")]
         out: PathBuf,
-        /// A folder for the charts that may stand alone.
+        /// Directory for charts in files of their own.
         #[arg(long)]
         pictures: Option<PathBuf>,
-        /// Draws charts that join rows of ours of several commits, too.
+        /// Also draws charts that mix rows of ours from several commits.
         #[arg(long)]
         mixed: bool,
     },
-    /// Measures everything that documents show, in pieces: ends with code 3 while some of it is left.
+    /// Measures everything that documents show; can be interrupted and repeated. Exits with code 3 while some of it is left.
     Publish(publish::Options),
-    /// Puts what `publish` measured in place of the results that there are.
+    /// Replaces existing results by those that `publish` measured.
     Replace(replace::Options),
-    /// Draws the charts of documents anew.
+    /// Redraws the charts of documents.
     Pictures {
-        /// Where results are kept.
+        /// Directory of the results.
         #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/results"))]
         directory: PathBuf,
-        /// The folder of documents.
+        /// Directory of the documents.
         #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs"))]
         documents: PathBuf,
-        /// Writes nothing, and fails where a chart is not current.
+        /// Writes nothing, and fails if a chart is not current.
         #[arg(long)]
         check: bool,
     },
@@ -107,22 +107,22 @@ enum Command {
         /// The document.
         #[arg(default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/benchmark.md"))]
         document: PathBuf,
-        /// Where results are kept.
+        /// Directory of the results.
         #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/results"))]
         directory: PathBuf,
-        /// Writes nothing, and fails where the tables are not current.
+        /// Writes nothing, and fails if the tables are not current.
         #[arg(long)]
         check: bool,
     },
-    /// Does one job for `run`.
+    /// Runs one job for `run`.
     #[command(hide = true)]
     Worker,
 }
 
-/// Ends the process where something that was asked for is left to do.
+/// Exit code if something requested is left to do.
 const LEFT: i32 = 3;
 
-/// Does what the command line asks for; ends the process with code 2 and one sentence where that cannot be done.
+/// Runs the command line. Exits with code 2 and one sentence if that fails.
 pub fn main() {
     let arguments = Arguments::parse();
     let result = match arguments.command {

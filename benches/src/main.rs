@@ -1,4 +1,4 @@
-//! The benchmark as a program of its own, for machines that have no Rust.
+//! The benchmark as a standalone program, for machines without Rust.
 
 fn main() {
     attention_bench::main();

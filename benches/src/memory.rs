@@ -1,4 +1,4 @@
-//! What memory attention takes beyond its inputs, beside what it must hold.
+//! Memory that attention takes in addition to its inputs, compared with what it must hold.
 
 use crate::case::{Case, Pass};
 use crate::device::DeviceName;
@@ -13,7 +13,7 @@ use flash_attention_kernels::{AttentionProblem, BackwardOrder};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// What to look at, and where to write it.
+/// What to measure, and where to write the results.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Options {
     #[command(flatten)]
@@ -24,22 +24,22 @@ pub struct Options {
     /// Passes: kernels called directly, and through Burn's autodiff.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "both,autodiff")]
     pass: Vec<Pass>,
-    /// The device, which needs the feature of that name; by default the best that was compiled in.
+    /// Device, whose feature must be enabled; by default the best one compiled in.
     #[arg(long, value_enum)]
     device: Option<DeviceName>,
-    /// Seconds that one problem may take, compilation and autotuning included.
+    /// Time limit of one problem in seconds, including compilation and autotuning.
     #[arg(long, default_value_t = 300)]
     limit: u64,
-    /// Results are added to NAME-memory.csv; by default the set, or `shapes`, and the device.
+    /// Results are appended to NAME-memory.csv; by default the set, or `shapes`, and the device.
     #[arg(long)]
     name: Option<String>,
-    /// Where results are kept.
+    /// Directory of the results.
     #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/results"))]
     directory: PathBuf,
 }
 
-/// Bytes of what a pass reads: `q`, `k`, `v`, bias, mask, what functions read and blocks (four bytes each), and `dout` where there is a
-/// backward.
+/// Bytes that a pass reads: `q`, `k`, `v`, bias, mask, tensors of functions and block masks (four bytes for each block), and `dout` if
+/// there is a backward.
 fn input_bytes(p: &AttentionProblem, pass: Pass) -> u64 {
     let len = |shape: [usize; 4]| shape.iter().product::<usize>();
     let dout = if pass == Pass::Forward { 0 } else { len(p.o_shape()) };
@@ -49,9 +49,9 @@ fn input_bytes(p: &AttentionProblem, pass: Pass) -> u64 {
     (elements * p.dtype.size() + 4 * tables.flatten().map(len).sum::<usize>()) as u64
 }
 
-/// Bytes of what a pass must hold beside that: the output, a number a row for `lse`, and where there is a backward the
-/// gradients and two more numbers a row, which are `lse` and delta as its kernels read them. An order of the backward that
-/// is not fixed may add up `dq` in f32. Each grows with the sequence, none with its square but the gradient of a bias.
+/// Bytes that a pass must hold in addition: the output, one number for each row for `lse`, and, if there is a backward, the gradients and
+/// two more numbers for each row, which are `lse` and delta as its kernels read them. If the order of the backward is not fixed, `dq` may
+/// be accumulated in f32. All of them are linear in the sequence, except for the gradient of a bias.
 fn linear_bytes(p: &AttentionProblem, pass: Pass) -> u64 {
     let len = |shape: [usize; 4]| shape.iter().product::<usize>();
     let forward = len(p.o_shape()) * p.dtype.size() + 4 * p.rows();
@@ -61,7 +61,7 @@ fn linear_bytes(p: &AttentionProblem, pass: Pass) -> u64 {
     (if pass == Pass::Forward { forward } else { forward + backward }) as u64
 }
 
-/// Measures everything that was asked for.
+/// Runs all requested measurements.
 pub fn run(options: &Options) -> Result<(), Error> {
     let device = options.device.unwrap_or_else(DeviceName::best);
     let work = Work {
@@ -79,7 +79,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
     Ok(())
 }
 
-/// Measures what is not done yet, and gives how much there was no time for.
+/// Measures what is not done yet, and returns the number of measurements for which no time was left.
 pub(crate) fn measure(session: &mut Session, work: &Work, file: &Path, done: &Done) -> Result<usize, Error> {
     results::append::<Memory>(file, &[])?;
     session.next_step();
@@ -180,7 +180,7 @@ mod tests {
         let (rows, elements) = (2 * 4 * 100, 2 * 4 * 100 * 64);
         let [forward, both] = bytes(100, BackwardOrder::Deterministic);
         assert_eq!(forward, (3 * 2 * elements, 2 * elements + 4 * rows));
-        // The output and three gradients, and three numbers a row.
+        // The output and three gradients, and three numbers for each row.
         assert_eq!(both, (4 * 2 * elements, 4 * 2 * elements + 12 * rows));
         assert_eq!(bytes(100, BackwardOrder::Fast)[1].1, both.1 + 4 * elements);
         assert_eq!(bytes(200, BackwardOrder::Deterministic)[1].1, 2 * both.1);

@@ -1,4 +1,4 @@
-//! Some blocks of the right result, and how far from them others are.
+//! Blocks of the oracle's result, and errors of other results against them.
 
 use crate::data::{Data, Results, Values};
 use crate::judge::{self, Sampled, error_of_block};
@@ -10,49 +10,49 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// The right result in some blocks of some heads.
+/// The oracle's result in some blocks of some heads.
 pub struct Oracle {
     problem: AttentionProblem,
     sampled: Sampled,
     heads: Vec<Head>,
 }
 
-/// That of one head.
+/// The oracle's result for one head.
 struct Head {
     batch: usize,
     head: usize,
     right: reference::Sample,
 }
 
-/// The error of each result that was computed and that the sample holds: of its blocks the largest.
+/// Error of each result that was computed and sampled: the largest over its blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Errors {
-    /// Of the output.
+    /// Error of the output.
     pub o: Option<f64>,
-    /// Of the log-sum-exp, relative to 1 + |lse|.
+    /// Error of the log-sum-exp, relative to 1 + |lse|.
     pub lse: Option<f64>,
-    /// Of the queries' gradient.
+    /// Error of the gradient of the queries.
     pub dq: Option<f64>,
-    /// Of the keys'.
+    /// Error of the gradient of the keys.
     pub dk: Option<f64>,
-    /// Of the values'.
+    /// Error of the gradient of the values.
     pub dv: Option<f64>,
-    /// Of the bias's.
+    /// Error of the gradient of the bias.
     pub dbias: Option<f64>,
 }
 
-/// The largest error of a log-sum-exp, which is f32 whatever the dtype.
+/// Largest error of a log-sum-exp, which is f32 in every dtype.
 const LSE: f64 = 1e-3;
 
 impl Errors {
-    /// The largest, or NaN if one of them is.
+    /// The largest error, or NaN if one of them is NaN.
     pub fn worst(&self) -> f64 {
         let Errors { o, lse, dq, dk, dv, dbias } = *self;
         judge::worst([o, lse, dq, dk, dv, dbias].into_iter().flatten())
     }
 
-    /// Whether all are those of a right result: see [`judge::bound`].
+    /// Whether all errors are within the bound of a correct result; see [`judge::bound`].
     pub fn are_right(&self, dtype: Dtype, tf32: bool) -> bool {
         let bound = judge::bound(dtype, tf32);
         self.worst() <= bound && self.lse.is_none_or(|error| error <= LSE.min(bound))
@@ -60,13 +60,13 @@ impl Errors {
 }
 
 impl Oracle {
-    /// With `gradients`, those too: the keys' take the row of every query that sees one of them.
+    /// Computes the oracle. With `gradients`, also the gradients, where each key needs the row of every query that sees it.
     pub fn new(data: &Data, gradients: bool) -> Self {
         let p = &data.problem;
         let sampled = sampled(data, gradients);
         let rows = |blocks: &[Range<usize>]| blocks.iter().cloned().flatten().collect::<Vec<usize>>();
         let (queries, keys) = (rows(&sampled.queries), rows(&sampled.keys));
-        // The last one is what wrong strides and offsets miss first.
+        // The last head shows errors in strides and offsets first.
         let mut heads = vec![[p.batch - 1, p.num_heads_q - 1], [0, 0]];
         heads.dedup();
         heads.truncate(sampled.heads);
@@ -74,7 +74,7 @@ impl Oracle {
         Oracle { problem: *p, heads: heads.into_iter().map(sample).collect(), sampled }
     }
 
-    /// The same, kept in a folder for the next process that asks for it, if there is one.
+    /// [`Oracle::new`], cached in a directory for other processes, if there is one.
     pub fn cached(data: &Data, seed: u64, gradients: bool, folder: Option<&Path>) -> Self {
         let Some(folder) = folder else { return Oracle::new(data, gradients) };
         let mut hasher = DefaultHasher::new();
@@ -84,17 +84,17 @@ impl Oracle {
             return Oracle { problem: data.problem, sampled: sampled(data, gradients), heads };
         }
         let oracle = Oracle::new(data, gradients);
-        // Without a cache the next process computes it again.
+        // If the cache cannot be written, the next process computes the oracle again.
         let fresh = PathBuf::from(format!("{}.{}", file.display(), std::process::id()));
         let _ = fs::write(&fresh, encode(&oracle.heads)).and_then(|()| fs::rename(&fresh, &file));
         oracle
     }
 
-    /// The errors of what was computed.
+    /// Errors of these results.
     pub fn errors(&self, results: &Results) -> Errors {
         let p = &self.problem;
         let Sampled { queries, keys, .. } = &self.sampled;
-        // The head's first row in a tensor of rows of queries, of keys, or in a bias for all batches.
+        // Index of a head's first row: in tensors with rows of queries, in tensors with rows of keys, and in a bias for all batches.
         let q = |at: &Head| (at.batch * p.num_heads_q + at.head) * p.seq_q;
         let k = |at: &Head| (at.batch * p.num_heads_kv + at.head / p.group_size()) * p.seq_k;
         let bias = |at: &Head| at.head * p.seq_q;
@@ -131,7 +131,7 @@ fn sampled(data: &Data, gradients: bool) -> Sampled {
     if gradients { sampled } else { Sampled { keys: Vec::new(), ..sampled } }
 }
 
-/// The error of a block of logarithms, whose rounding is relative to 1 + |lse|. Rows that see nothing have −∞, exactly.
+/// Error of a block of log-sum-exps, relative to 1 + |lse|. Rows that see nothing must be exactly −∞.
 fn error_of_logarithms(found: &[f64], right: &[f64]) -> f64 {
     let pairs = || found.iter().copied().zip(right.iter().copied()).filter(|(_, right)| right.is_finite());
     let hidden = found.iter().zip(right).filter(|(_, right)| !right.is_finite());
@@ -143,11 +143,11 @@ fn error_of_logarithms(found: &[f64], right: &[f64]) -> f64 {
     error_of_block(&moved, &sizes)
 }
 
-/// The right result of head `[b, h]` at these positions.
+/// The oracle's result for head `[b, h]` at these positions.
 fn of(data: &Data, [b, h]: [usize; 2], queries: &[usize], keys: &[usize]) -> reference::Sample {
     let whole = data.problem;
     let (group, kv) = (whole.group_size(), h / whole.group_size());
-    // Of heads that share nothing with the others nothing else is read.
+    // If heads are independent of each other, only those that share keys with this one are read.
     let alone = matches!(whole, AttentionProblem { mask: None, bias: None, cu_seqlens: None, .. });
     let mut p = whole;
     let (first, at) = if alone {
@@ -165,7 +165,7 @@ fn of(data: &Data, [b, h]: [usize; 2], queries: &[usize], keys: &[usize]) -> ref
     let v = part(&data.v, whole.v_shape(), p.v_shape(), first[1] / group);
     let dout = part(&data.dout, whole.o_shape(), p.o_shape(), first[1]);
     let bias = data.bias.as_ref().map(|bias| bias.range(0..bias.len()));
-    // Of a head alone, what is its own.
+    // Values of the heads that are read.
     let of_heads = |values: &Vec<f32>| -> Vec<f64> {
         values[first[1]..first[1] + p.num_heads_q].iter().map(|x| f64::from(*x)).collect()
     };
@@ -174,7 +174,7 @@ fn of(data: &Data, [b, h]: [usize; 2], queries: &[usize], keys: &[usize]) -> ref
         data.documents.as_ref().map(|of| of.iter().map(|number| f64::from(*number)).collect());
     p.alibi_slopes = p.alibi_slopes.map(|_| [1, p.num_heads_q]);
     p.score_tensors = p.score_tensors.map(|of| of.map(|_| [1, p.num_heads_q, 1, 1]));
-    // One that is made of a function says nothing more.
+    // A block mask that is computed from a function hides nothing else.
     p.block_mask = p.block_mask.filter(|_| data.blocks.is_some());
     let lens = |is: bool, from: usize| -> Option<Vec<usize>> {
         Some(data.sequences.as_ref().filter(|_| is)?[from..].iter().map(|n| *n as usize).collect())
@@ -202,7 +202,7 @@ fn of(data: &Data, [b, h]: [usize; 2], queries: &[usize], keys: &[usize]) -> ref
     reference::sample(&p, &inputs, &dout, at, queries, keys)
 }
 
-/// Heads as bytes: of each its place, and of each of its vectors the length and the numbers.
+/// Encodes heads as bytes: for each its position, and the length and numbers of each of its vectors.
 fn encode(heads: &[Head]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for Head { batch, head, right } in heads {
@@ -215,7 +215,7 @@ fn encode(heads: &[Head]) -> Vec<u8> {
     bytes
 }
 
-/// What [`encode`] wrote, unless it was cut short.
+/// Decodes the output of [`encode`]; `None` if it is incomplete.
 fn decode(bytes: &[u8]) -> Option<Vec<Head>> {
     let (words, rest) = bytes.as_chunks::<8>();
     let mut words = words.iter();
@@ -261,11 +261,11 @@ mod tests {
             let same = reference::sample(&p, &inputs, &dout, [*batch, *head], &all, &all);
             assert_eq!((&right.o, &right.dq, &right.dk, &right.dv), (&same.o, &same.dq, &same.dk, &same.dv));
         }
-        // The forward alone takes no gradients of keys.
+        // The forward alone needs no gradients of keys.
         assert!(Oracle::new(&data, false).heads.iter().all(|of| of.right.dk.is_empty()));
     }
 
-    /// Everything right of a problem, as an implementation in f32 would leave it, and a change.
+    /// Correct results of a problem, rounded as by an implementation in f32.
     fn results(case: Case) -> Results {
         let data = Data::new(case, 0).unwrap();
         let [q, k, v, dout] = [&data.q, &data.k, &data.v, &data.dout].map(|values| values.range(0..values.len()));
@@ -321,7 +321,7 @@ mod tests {
         let case = Case::new(Dtype::F32, [2, 2, 300, 16], true);
         let mut found = results(case);
         let values = found.dv.as_mut().unwrap();
-        // Rows 0 to 63 of the last head, of 4 × 300.
+        // Rows 0 to 63 of the last head, of 4 × 300 rows.
         for at in (3 * 300 * 16)..(3 * 300 * 16 + 64 * 16) {
             let x = f32::from_le_bytes(values.bytes[4 * at..4 * at + 4].try_into().unwrap()) * 1.02;
             values.bytes[4 * at..4 * at + 4].copy_from_slice(&x.to_le_bytes());
@@ -335,7 +335,7 @@ mod tests {
         let errors = Errors { o: Some(f64::NAN), dq: Some(1.0), ..Errors::default() };
         assert!(errors.worst().is_nan() && !errors.are_right(Dtype::BF16, true));
         assert_eq!(Errors { o: None, ..errors }.worst(), 1.0);
-        // A row that sees nothing has −∞, and nothing else.
+        // A row that sees nothing must have −∞.
         let nothing = f64::NEG_INFINITY;
         assert_eq!(error_of_logarithms(&[1.0, nothing], &[1.0, nothing]), 0.0);
         assert!(error_of_logarithms(&[1.0, 0.0], &[1.0, nothing]).is_nan());
@@ -351,7 +351,7 @@ mod tests {
         let again = Oracle::cached(&data, 0, true, Some(folder.path()));
         let whole = fs::read(&file).unwrap();
         assert!(encode(&first.heads) == whole && encode(&again.heads) == whole);
-        // One that was cut short is made anew; sums of threads differ in their last bits.
+        // An incomplete file is computed again. Sums over threads differ in their last bits.
         fs::write(&file, &whole[..whole.len() - 4]).unwrap();
         assert!(decode(&whole[..whole.len() - 4]).is_none() && decode(&whole[..whole.len() - 8]).is_none());
         let anew = Oracle::cached(&data, 0, true, Some(folder.path()));
@@ -384,7 +384,7 @@ mod tests {
                 assert!(found.len() == right.len() && error_of_block(found, right) < 1e-6, "{name}");
             }
         }
-        // And blocks that are not seen are hidden.
+        // Blocks that are not visible are hidden.
         let dense = sample(full);
         let sparse = sample(full.with(Variant::Sparse(30)));
         assert!(error_of_block(&sparse.o, &dense.o) > 0.1);

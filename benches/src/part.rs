@@ -1,25 +1,25 @@
-//! Kernels that have tiles of their own.
+//! Kernels with tiles of their own.
 
 use crate::implementations::Tensors;
 use flash_attention_kernels::{AttentionProblem, Gradients};
 
-/// A kernel that has tiles of its own.
+/// A kernel with tiles of its own.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Part {
     /// The output.
     Forward,
     /// The gradient of the queries.
     Dq,
-    /// Those of keys and values.
+    /// The gradients of keys and values.
     Dkdv,
-    /// All three, with sums in whichever order is fastest.
+    /// All three gradients, with the fastest order of sums.
     Fused,
-    /// That of the bias, by the kernel for Hopper.
+    /// The gradient of the bias, by the kernel for Hopper.
     Dbias,
 }
 
 impl Part {
-    /// Those that every device has.
+    /// Kernels that every device has.
     pub const EVERYWHERE: [Part; 3] = [Part::Forward, Part::Dq, Part::Dkdv];
 
     pub fn name(self) -> &'static str {
@@ -32,8 +32,8 @@ impl Part {
         }
     }
 
-    /// Operations as the field counts them: of the backward's five products, each of its kernels recomputes the scores
-    /// and dP, and adds its own; the fused one takes all five.
+    /// Floating-point operations, as counted in papers. Of the backward's five products, each kernel recomputes the scores and dP, and adds
+    /// its own products. The fused kernel computes all five.
     pub fn flops(self, p: &AttentionProblem) -> f64 {
         match self {
             Part::Forward => p.forward_flops(),
@@ -44,7 +44,7 @@ impl Part {
         }
     }
 
-    /// What it writes beside the forward's results.
+    /// Gradients that it writes, if any.
     pub fn wanted(self, tensors: &Tensors) -> Gradients {
         let Gradients { dq, dk, dv, dbias, .. } = tensors.gradients.clone();
         match self {

@@ -1,4 +1,4 @@
-//! PyTorch's attentions, timed by `peers.py` in a process of its own, which is told one thing at a time.
+//! PyTorch's implementations of attention, timed by `peers.py` in a separate process, one request at a time.
 
 use crate::case::{Case, Pass, Variant};
 use crate::error::Error;
@@ -11,14 +11,14 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// The scripts, which the binary brings along to machines that have no repository.
+/// The scripts, embedded for machines without the repository.
 const SCRIPTS: [(&str, &str); 2] =
     [("peers.py", include_str!("../peers.py")), ("judge.py", include_str!("../judge.py"))];
 
-/// PyTorch's implementations.
+/// Names of PyTorch's implementations.
 pub const NAMES: [&str; 5] = ["cudnn", "flash2", "flash2-deterministic", "memeff", "flex"];
 
-/// What is asked of the process, as a line of JSON.
+/// A request to the process, as a line of JSON.
 #[derive(Serialize)]
 #[serde(untagged)]
 pub(crate) enum Request<'a> {
@@ -28,7 +28,7 @@ pub(crate) enum Request<'a> {
     Attention { r#impl: &'a str, case: &'a Case, pass: Pass },
 }
 
-/// What it says.
+/// A line from the process.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Line {
@@ -38,18 +38,18 @@ enum Line {
     },
     Result {
         answer: Option<Box<Answer>>,
-        /// Whether the GPU did not survive it.
+        /// Whether the GPU is unusable afterwards.
         last: bool,
     },
 }
 
-/// What came of a question.
+/// Reply to a request.
 pub(crate) enum Reply {
-    /// It was timed, or there is a reason that it was not.
+    /// A time, or the reason why there is none.
     Timed(Box<Answer>),
-    /// The implementation has no such mathematics.
+    /// The implementation does not support the problem.
     None,
-    /// Time was up first.
+    /// The time was up first.
     TimeUp,
 }
 
@@ -67,14 +67,14 @@ pub(crate) struct Peers {
 const START: Duration = Duration::from_secs(180);
 
 impl Peers {
-    /// Those of a problem, or of these those that there are for it.
+    /// Names of the implementations for a problem, or those of `only` among them.
     pub fn names(case: &Case, only: &[String]) -> Vec<&'static str> {
         let of_dtype = |name: &&str| case.dtype != Dtype::F32 || ["memeff", "flex"].contains(name);
         let wanted = |name: &&str| only.is_empty() || only.iter().any(|only| only == name);
         NAMES.into_iter().filter(of_dtype).filter(wanted).collect()
     }
 
-    /// Whether it has this mathematics and this pass: autodiff is Burn's, and no forward depends on the order of the backward.
+    /// Whether an implementation supports this problem and pass. Autodiff is Burn's, and no forward depends on the order of the backward.
     pub fn has(name: &str, case: &Case, pass: Pass) -> bool {
         use Variant::{Alibi, Bias, Documents, Dropout, Lengths, Mask, Packed, Sinks, Softcap, Sparse, Window};
         let has_pass = match pass {
@@ -89,11 +89,11 @@ impl Peers {
             Mask | Bias => !case.causal && !name.starts_with("flash2"),
             _ => true,
         };
-        // Its causality is aligned to the first key, but FlexAttention's to whatever a function says.
+        // Its causality is aligned to the first key, except for FlexAttention, where a function defines it.
         has_pass && has_variant && (name == "flex" || !case.causal || case.seq_q == case.seq_k)
     }
 
-    /// Starts it. Where python3 has no PyTorch, or PyTorch no GPU, says so and gives nothing.
+    /// Starts the process. Prints a message and returns `None` if python3 has no PyTorch, or PyTorch has no GPU.
     pub fn start() -> Result<Option<Self>, Error> {
         let folder = tempfile::tempdir().map_err(|source| Error::io(&std::env::temp_dir(), source))?;
         for (name, text) in SCRIPTS {
@@ -116,7 +116,7 @@ impl Peers {
         if let Some(out) = child.stdout.take() {
             std::thread::spawn(move || {
                 let lines = BufReader::new(out).lines().map_while(Result::ok);
-                // Whoever has left needs no more of them.
+                // Stop when the receiver is gone.
                 lines.take_while(|line| sender.send(line.clone()).is_ok()).for_each(drop);
             });
         }
@@ -127,7 +127,7 @@ impl Peers {
                 Ok(Some(peers))
             }
             Heard::Gone => match peers.child.wait().ok().and_then(|status| status.code()) {
-                // It has said why.
+                // The process has printed the reason.
                 Some(3) => {
                     eprintln!("no peers");
                     Ok(None)
@@ -140,7 +140,7 @@ impl Peers {
         }
     }
 
-    /// What it answers within the limit, or why there is no answer; [`Reply::TimeUp`] where `until` was first.
+    /// The reply within the limit, or the reason why there is none; [`Reply::TimeUp`] if `until` comes first.
     pub fn ask(&mut self, request: &Request, limit: Duration, until: Option<Instant>) -> Result<Reply, Error> {
         let text = serde_json::to_string(request).map_err(|error| Error::Other(format!("the peers' job: {error}")))?;
         let sent = self.child.stdin.as_mut().map(|stdin| writeln!(stdin, "{text}").and_then(|()| stdin.flush()));
@@ -177,7 +177,7 @@ impl Peers {
         loop {
             let left = until.map_or(START, |until| until.saturating_duration_since(Instant::now()));
             match self.lines.recv_timeout(left) {
-                // Libraries may print lines of their own.
+                // Libraries may print other lines.
                 Ok(text) => match serde_json::from_str(&text) {
                     Ok(line) => return Heard::Line(line),
                     Err(_) => continue,
@@ -189,7 +189,7 @@ impl Peers {
     }
 }
 
-/// What was heard of the process.
+/// What was read from the process.
 enum Heard {
     Line(Line),
     Nothing,
@@ -198,7 +198,7 @@ enum Heard {
 
 impl Drop for Peers {
     fn drop(&mut self) {
-        // With its input closed it ends by itself, but it may be at work.
+        // The process would end by itself when its input is closed, but it may be busy.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -221,7 +221,7 @@ mod tests {
     #[test]
     fn answers_are_what_the_script_says() {
         let line = |text: &str| serde_json::from_str::<Line>(text);
-        // Lines of libraries are none.
+        // Lines printed by libraries are not accepted.
         assert!(line("{}").is_err() && line("[W123] warning").is_err());
         assert!(matches!(line(r#"{"version": "2.11.0", "cudnn": 91900}"#), Ok(Line::Versions { .. })));
         assert!(matches!(line(r#"{"answer": null, "last": true}"#), Ok(Line::Result { answer: None, last: true })));

@@ -1,4 +1,4 @@
-//! Which problems a command line asks for: a set, what filters leave of it, or shapes of the user's own.
+//! Selection of problems on the command line: a set with filters, or shapes of the user's own.
 
 use crate::case::{Case, Variant};
 use crate::device::DeviceName;
@@ -15,24 +15,24 @@ pub struct Problems {
     /// The set of problems.
     #[arg(long, value_enum, default_value = "quick")]
     pub set: Set,
-    /// A problem of your own in place of a set, as in 4,32/8,2048,128 or 1,32,1x16384,128; may be repeated.
+    /// A problem of your own instead of a set, as in 4,32/8,2048,128 or 1,32,1x16384,128; may be repeated.
     #[arg(
         long,
         value_name = "BATCH,HEADS_Q[/HEADS_KV],SEQ_Q[xSEQ_K],HEAD_DIM[/HEAD_DIM_V]",
         conflicts_with_all = ["set", "batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim", "head_dim_v", "variant"],
     )]
     pub shape: Vec<Shape>,
-    /// What is kept of a set.
+    /// Filters on the set.
     #[command(flatten)]
     pub filters: Filters,
 }
 
 impl Problems {
-    /// The problems, each of which attention is defined for.
+    /// The selected problems, after validation.
     ///
     /// # Errors
     ///
-    /// A filter that names a value which the set does not have, or a shape that is no attention problem.
+    /// If a filter has a value that does not occur in the set, or a shape is not a valid attention problem.
     pub fn cases(&self, device: DeviceName) -> Result<Vec<Case>, Error> {
         if self.shape.is_empty() {
             return self.filters.apply(self.set);
@@ -42,14 +42,14 @@ impl Problems {
         Ok(cases)
     }
 
-    /// The name of results that are given none: that of the set, or `shapes`, and the device.
+    /// Default name of the results: the set, or `shapes`, and the device.
     pub fn name(&self, device: DeviceName) -> String {
         let set = if self.shape.is_empty() { self.set.name() } else { "shapes" };
         format!("{set}-{}", device.name())
     }
 }
 
-/// A problem's sizes on the command line.
+/// A problem's sizes, as given on the command line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     batch: usize,
@@ -58,7 +58,7 @@ pub struct Shape {
     dims: [usize; 2],
 }
 
-/// A shape that is none.
+/// An invalid shape.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error(
     "{why}; a shape is BATCH,HEADS_Q[/HEADS_KV],SEQ_Q[xSEQ_K],HEAD_DIM[/HEAD_DIM_V], as in 4,32/8,2048,128 or 1,32,1x16384,128"
@@ -116,7 +116,7 @@ impl Shape {
     }
 }
 
-/// One of these by its name.
+/// Parser for one of these values, by its name.
 pub(crate) fn named<T, const N: usize>(all: [T; N], name: fn(T) -> &'static str) -> impl TypedValueParser<Value = T>
 where
     T: Copy + Send + Sync + 'static,
@@ -125,10 +125,10 @@ where
     PossibleValuesParser::new(all.map(name)).map(of)
 }
 
-/// Filters on the axes of a set: what is left empty keeps everything.
+/// Filters on the axes of a set. An empty filter keeps everything.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct Filters {
-    /// Element types to keep. Of shapes, bf16 on CUDA and f32 elsewhere if it is not given.
+    /// Element types to keep. For shapes the default is bf16 on CUDA and f32 elsewhere.
     #[arg(long, value_delimiter = ',', value_parser = named([Dtype::F32, Dtype::F16, Dtype::BF16], Dtype::name))]
     dtype: Vec<Dtype>,
     /// Batches to keep.
@@ -152,7 +152,7 @@ pub struct Filters {
     /// Head dimensions of the values to keep.
     #[arg(long, value_delimiter = ',')]
     head_dim_v: Vec<usize>,
-    /// Causal problems, full ones or both; true where it has no value. Of shapes, full ones if it is not given.
+    /// Causal problems, full ones or both; true without a value. For shapes the default is full.
     #[arg(long, value_delimiter = ',', num_args = 0..=1, default_missing_value = "true")]
     causal: Vec<bool>,
     /// Variants to keep: none, mask, bias, softcap, "window 1024", …
@@ -196,7 +196,7 @@ impl Filters {
         Ok(cases)
     }
 
-    /// Shapes in each dtype, causal or full as asked.
+    /// The shapes in each dtype, causal or full as requested.
     fn of_shapes(&self, shapes: &[Shape], device: DeviceName) -> Vec<Case> {
         let (mut dtypes, mut causals) = (self.dtype.clone(), self.causal.clone());
         if dtypes.is_empty() {
@@ -260,7 +260,7 @@ mod tests {
             let error = parse(&["--shape", text]).unwrap_err().to_string();
             assert!(error.contains(why) && error.contains("as in 4,32/8,2048,128"), "{error}");
         }
-        // What belongs to a set is none of a shape's business.
+        // Options of sets cannot be combined with shapes.
         for other in [["--set", "tiny"], ["--head-dim", "64"], ["--variant", "none"]] {
             assert!(parse(&["--shape", "1,2,64,32", other[0], other[1]]).is_err(), "{other:?}");
         }
@@ -268,7 +268,7 @@ mod tests {
             let error = parse(&["--shape", "1,2,64,32", filter, value]).unwrap_err().to_string();
             assert!(error.contains(filter) && error.contains(value) && error.contains(known), "{error}");
         }
-        // Attention has limits of its own.
+        // Limits of attention itself.
         assert!(parse(&["--shape", "1,2,64,300"]).unwrap().cases(DeviceName::Wgpu).is_err());
     }
 }

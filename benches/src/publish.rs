@@ -1,4 +1,5 @@
-//! Measures everything that documents show, of one clean commit, in pieces: what is there already is not measured again.
+//! Measures everything that documents show, from one clean commit. May be interrupted and called again: existing measurements are not
+//! repeated.
 
 use crate::child;
 use crate::device::DeviceName;
@@ -15,38 +16,38 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// What of it, where to, and for how long.
+/// What to measure, where to write it, and for how long.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Options {
-    /// A folder for the results, which holds what is done between calls.
+    /// Directory of the results, which also keeps progress between calls.
     #[arg(long)]
     directory: PathBuf,
-    /// Minutes after which no more is begun, and what is at work is stopped.
+    /// Minutes after which nothing more is started, and running measurements are stopped.
     #[arg(long)]
     minutes: Option<f64>,
-    /// Results to measure; by default all that this binary has the device for.
+    /// Results to measure; by default all for which this binary has the device.
     #[arg(long, value_delimiter = ',', value_parser = names())]
     only: Vec<String>,
-    /// Measures nothing, and says what there is to measure and what of it is done.
+    /// Measures nothing; lists what there is to measure and how much of it is done.
     #[arg(long)]
     list: bool,
-    /// Measures although this binary was built of a tree that differs from its commit. Documents refuse such rows.
+    /// Measures although this binary was built from a tree that differs from its commit. Documents refuse such rows.
     #[arg(long)]
     unclean: bool,
-    /// The program gpt; by default the one beside this program, if there is one.
+    /// Path of the program gpt; by default in the directory of this program, if it is there.
     #[arg(long)]
     gpt: Option<PathBuf>,
-    /// The text that it learns; by default tinyshakespeare.txt beside this program.
+    /// Text that gpt trains on; by default tinyshakespeare.txt in the directory of this program.
     #[arg(long)]
     text: Option<PathBuf>,
 }
 
-/// The names of all steps, each once.
+/// Names of all steps, without duplicates.
 fn names() -> PossibleValuesParser {
     PossibleValuesParser::new(steps().iter().map(|step| step.name).collect::<BTreeSet<_>>())
 }
 
-/// Measures what is not done, and tells whether all is.
+/// Measures what is not done yet, and returns whether all is done.
 pub fn run(options: &Options) -> Result<bool, Error> {
     let commit = commit();
     let wanted = choose(&options.only);
@@ -55,7 +56,7 @@ pub fn run(options: &Options) -> Result<bool, Error> {
     }
     let until = options.minutes.map(|minutes| Instant::now() + Duration::from_secs_f64(60.0 * minutes.max(0.0)));
     let mut lefts = Vec::new();
-    // Devices share a GPU, so that one session follows the other.
+    // Devices share a GPU, so their sessions run one after the other.
     let mut session: Option<Session> = None;
     for step in &wanted {
         let left = if options.list {
@@ -92,12 +93,12 @@ fn kind(step: &Step) -> &'static str {
     if matches!(step.what, What::Memory(_)) { Memory::SUFFIX } else { "" }
 }
 
-/// The steps of these names, or all that this binary has the device for.
+/// The steps of these names, or all for which this binary has the device.
 fn choose(only: &[String]) -> Vec<Step> {
     let built_for = |device| match device {
         DeviceName::Cuda => cfg!(feature = "cuda"),
         DeviceName::Vulkan => cfg!(feature = "vulkan"),
-        // A binary with the feature `vulkan` has SPIR-V in its place.
+        // A binary with the feature `vulkan` uses SPIR-V instead.
         DeviceName::Wgpu => !cfg!(feature = "vulkan"),
     };
     let mut steps = steps();
@@ -106,7 +107,7 @@ fn choose(only: &[String]) -> Vec<Step> {
     steps
 }
 
-/// What of it this commit has measured already.
+/// Keys of the rows that this commit has measured already.
 fn done<R: Record>(file: &Path, about: impl Fn(&R) -> Option<String>) -> Result<Done, Error> {
     if !file.exists() {
         return Ok(Done::new());
@@ -124,7 +125,7 @@ fn done_memory(options: &Options, name: &str, commit: &str) -> Result<Done, Erro
     done(&results::path::<Memory>(&options.directory, name), of)
 }
 
-/// How much of a step is not done.
+/// Number of rows of a step that are not done.
 fn remaining(options: &Options, step: &Step, commit: &str) -> Result<usize, Error> {
     let left = |wanted: Vec<String>, done: Done| wanted.iter().filter(|key| !done.contains(*key)).count();
     Ok(match &step.what {
@@ -134,7 +135,7 @@ fn remaining(options: &Options, step: &Step, commit: &str) -> Result<usize, Erro
     })
 }
 
-/// Measures what is not done of a step, and gives what there was no time for.
+/// Measures what is not done of a step, and returns the number of rows for which no time was left.
 fn measure(options: &Options, step: &Step, commit: &str, session: &mut Session) -> Result<usize, Error> {
     match &step.what {
         What::Time(work) => {
@@ -168,7 +169,7 @@ fn measure(options: &Options, step: &Step, commit: &str, session: &mut Session) 
     }
 }
 
-/// The file that says of which commit a program's results are.
+/// File that records the commit of a program's results.
 fn stamp(options: &Options, step: &Step) -> PathBuf {
     options.directory.join("gpt").join(format!("{}.commit", step.name))
 }
@@ -177,12 +178,12 @@ fn is_done(options: &Options, step: &Step, commit: &str) -> bool {
     fs::read_to_string(stamp(options, step)).is_ok_and(|of| of.trim() == commit)
 }
 
-/// A file beside this program, if it is there.
+/// A file in the directory of this program, if it exists.
 fn beside(name: &str) -> Option<PathBuf> {
     Some(std::env::current_exe().ok()?.parent()?.join(name)).filter(|path| path.exists())
 }
 
-/// Runs the program gpt to its end, and keeps what it writes. Not, if it or its text is not there, or time is up.
+/// Runs the program gpt to its end and keeps its output. Returns false if the program or its text is missing, or time is up.
 fn program(options: &Options, step: &Step, gpt: &Gpt, commit: &str, session: &Session) -> Result<bool, Error> {
     let found = [options.gpt.clone().or(beside("gpt")), options.text.clone().or(beside("tinyshakespeare.txt"))];
     let [Some(executable), Some(text)] = found else {
@@ -195,7 +196,7 @@ fn program(options: &Options, step: &Step, gpt: &Gpt, commit: &str, session: &Se
     }
     let absolute = |path: &Path| fs::canonicalize(path).map_err(|source| Error::io(path, source));
     let (executable, text) = (absolute(&executable)?, absolute(&text)?);
-    // One folder for each commit: what an older one left is nothing to go on from.
+    // One directory for each commit, so that an older commit's run is not resumed.
     let folder = options.directory.join("gpt").join(commit);
     fs::create_dir_all(&folder).map_err(|source| Error::io(&folder, source))?;
     let folder = absolute(&folder)?;

@@ -1,4 +1,4 @@
-//! What documents show, and how each of it is measured: the one list that `publish`, `replace`, `pictures` and a test read.
+//! Everything that documents show, and how it is measured: the single list for `publish`, `replace`, `pictures` and a test.
 
 use crate::case::{Case, Pass, Variant};
 use crate::device::DeviceName;
@@ -8,38 +8,38 @@ use crate::sets::Set;
 use flash_attention_kernels::Kernel;
 use std::time::Duration;
 
-/// Something to measure.
+/// One measurement step.
 pub(crate) struct Step {
-    /// The name of its results.
+    /// Name of its results.
     pub name: &'static str,
-    /// Where.
+    /// Device of the measurement.
     pub device: DeviceName,
-    /// What.
+    /// What is measured.
     pub what: What,
 }
 
 pub(crate) enum What {
     /// Device time.
     Time(Work),
-    /// Memory beyond the inputs.
+    /// Memory in addition to the inputs.
     Memory(Work),
-    /// What the program `gpt` writes, run in a folder of its own.
+    /// Output of the program `gpt`, run in its own directory.
     Gpt(Gpt),
 }
 
-/// A call of the program `gpt`. Of its arguments `TEXT` is the text, and `TEXTS` three times the text.
+/// A call of the program `gpt`. In its arguments, `TEXT` stands for the text and `TEXTS` for the text repeated three times.
 pub(crate) struct Gpt {
     pub arguments: &'static [&'static str],
-    /// Arguments that go on with an interrupted call, and the file that tells of one.
+    /// Arguments that resume an interrupted call, and the file that indicates one.
     pub resume: Option<(&'static [&'static str], &'static str)>,
-    /// Seconds without which it is not begun.
+    /// The call is not started unless this many seconds are left.
     pub seconds: u64,
-    /// What it writes, and what that is called among the results.
+    /// Files that it writes, and their names among the results.
     pub writes: &'static [(&'static str, &'static str)],
 }
 
-/// A chart of a document: its file, its results, how the file's name among pictures ends, and whether it may show rows that are not of one
-/// clean commit, until they are measured again.
+/// A chart in a document: its file, its results, the end of its name among the report's charts, and whether it may show rows of ours from
+/// other than one clean commit until they are measured again.
 pub(crate) struct Picture {
     pub document: &'static str,
     pub results: &'static str,
@@ -47,7 +47,7 @@ pub(crate) struct Picture {
     pub stale: bool,
 }
 
-/// All charts of documents that are drawn from results.
+/// All charts in documents that are drawn from results.
 pub(crate) const PICTURES: [Picture; 3] = [
     Picture {
         document: "h200.svg",
@@ -87,7 +87,7 @@ fn all(_: &Case) -> bool {
     true
 }
 
-/// The options that are drawn and shown in tables: one of each kind.
+/// The variants that are drawn and listed in tables: one of each kind.
 fn shown_variant(case: &Case) -> bool {
     use Variant::{Dropout, Packed, Window, WindowFunction};
     match case.variant {
@@ -97,7 +97,7 @@ fn shown_variant(case: &Case) -> bool {
     }
 }
 
-/// Everything, the main table first.
+/// All steps, the main table first.
 pub(crate) fn steps() -> Vec<Step> {
     use DeviceName::{Cuda, Vulkan, Wgpu};
     let time = |name, device, work| Step { name, device, what: What::Time(work) };
@@ -193,12 +193,12 @@ pub(crate) fn steps() -> Vec<Step> {
         },
         time("modest-vulkan", Vulkan, work(Set::Modest, all, &[Ours, Burn, Products], PARTS)),
         time("single-wgpu", Wgpu, work(Set::Single, all, &[Ours], PARTS)),
-        // Shown nowhere: a trial of the command itself, on any machine.
+        // Not shown anywhere: a trial of the command itself on any machine.
         time(TRIAL, Wgpu, work(Set::Tiny, all, &[Ours], FORWARD)),
     ]
 }
 
-/// A step that nothing shows, for trying.
+/// A step that no document shows, for trials.
 pub(crate) const TRIAL: &str = "trial-wgpu";
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Puts what was published in place of older results.
+//! Replaces older results by published ones.
 
 use crate::error::Error;
 use crate::report::found;
@@ -7,21 +7,21 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// What to take, and where to.
+/// Source and destination of the results.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Options {
-    /// The folder of new results, as `publish` leaves it.
+    /// Directory of new results, as written by `publish`.
     #[arg(long)]
     from: PathBuf,
-    /// Where results are kept.
+    /// Directory of the results.
     #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/results"))]
     directory: PathBuf,
-    /// Takes rows of a tree that differed from its commit, too.
+    /// Also takes rows from a tree that differed from its commit.
     #[arg(long)]
     unclean: bool,
 }
 
-/// What a program's results are called beside those of kernels, and where they belong in the repository.
+/// Results of the program gpt, and their destinations in the repository.
 const PROGRAMS: [(&str, &str); 5] = [
     ("gpt/compare-65536.csv", "examples/gpt/results/compare-cuda.csv, below the others"),
     ("gpt/compare.csv", "examples/gpt/results/compare-cuda.csv"),
@@ -30,7 +30,8 @@ const PROGRAMS: [(&str, &str); 5] = [
     ("gpt/tinyshakespeare.svg", "docs/tinyshakespeare.svg"),
 ];
 
-/// Replaces the files of every name that the folder has by its rows of one commit, the latest; says where programs' results go.
+/// Replaces the result files of every name in the directory by its rows from one commit, the latest. Prints the destinations of the
+/// program's results.
 pub fn run(options: &Options) -> Result<(), Error> {
     let names = found(&options.from)?;
     let mut commits = BTreeSet::new();
@@ -40,7 +41,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
         commits.extend(timings.into_iter().map(|row| (row.run, row.commit)));
         commits.extend(memory.into_iter().map(|row| (row.run, row.commit)));
     }
-    // Runs are named after when they began.
+    // Run names begin with their start time.
     let Some((_, commit)) = commits.pop_last() else {
         return Err(Error::NoResults { directory: options.from.clone(), name: "*".into() });
     };
@@ -73,7 +74,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
     Ok(())
 }
 
-/// What a row says who did what to: all of a row that is no measurement.
+/// Key of a row: everything that is not a measurement.
 trait About {
     fn about(&self) -> String;
 }
@@ -82,7 +83,7 @@ macro_rules! about {
     ($($row:ty),*) => {$(
         impl About for $row {
             fn about(&self) -> String {
-                // Each run has a product of matrices of its own, which its rates are compared with.
+                // Each run measures its own matrix product, which its rates are compared with.
                 let run = if self.r#impl == "matmul" { &self.run } else { "" };
                 format!("{} {} {run}", crate::session::key_of!(self), self.kernel)
             }
@@ -91,7 +92,7 @@ macro_rules! about {
 }
 about!(Timing, Call, Accuracy, Memory);
 
-/// Of these rows those that are wanted, of several about the same the last.
+/// The last of the wanted rows for each key.
 fn last_of_each<R: About>(rows: Vec<R>, wanted: impl Fn(&R) -> bool) -> Vec<R> {
     let mut places = BTreeMap::new();
     let mut kept: Vec<Option<R>> = Vec::new();
@@ -105,7 +106,7 @@ fn last_of_each<R: About>(rows: Vec<R>, wanted: impl Fn(&R) -> bool) -> Vec<R> {
     kept.into_iter().flatten().collect()
 }
 
-/// Writes these rows in place of those that there are, all or nothing.
+/// Replaces a file by these rows, completely or not at all.
 fn write<R: Record>(options: &Options, name: &str, rows: &[R]) -> Result<(), Error> {
     let file = results::path::<R>(&options.directory, name);
     if rows.is_empty() {

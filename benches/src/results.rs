@@ -1,5 +1,4 @@
-//! The files of results: what was timed (`NAME.csv`), and beside it calls, errors, memory, tiles and bytes
-//! moved.
+//! Result files: timings (`NAME.csv`), and beside them calls, errors, memory, tiles and bytes moved.
 //!
 //! ```text
 //! NAME.csv         device time, rate and peak memory          [`Timing`]
@@ -10,7 +9,7 @@
 //! NAME-bytes.csv   bytes moved, from the profiler             [`Moved`]
 //! ```
 //!
-//! Numbers that were not measured are empty. All rows of one `run` were measured together, on one device.
+//! Values that were not measured are empty. All rows of one `run` were measured together, on one device.
 
 use crate::case::{DECODING, bytes_read_once, parse_variant};
 use crate::error::Error;
@@ -19,11 +18,11 @@ use serde::{Deserialize, Serialize};
 use std::fs::{self, OpenOptions};
 use std::path::{Path, PathBuf};
 
-/// A kind of row, kept in files of its own.
+/// A kind of row, stored in its own files.
 pub trait Record: Serialize + DeserializeOwned {
-    /// What follows the name of the results in the file's name.
+    /// Suffix of the file name after the name of the results.
     const SUFFIX: &'static str;
-    /// The columns, in order.
+    /// Columns, in order.
     const COLUMNS: &'static [&'static str];
 }
 
@@ -40,7 +39,7 @@ macro_rules! record {
     };
 }
 
-/// `r#impl` is the column `impl`.
+/// Converts the field name `r#impl` to the column name `impl`.
 const fn strip(name: &str) -> &str {
     match name.as_bytes() {
         [b'r', b'#', ..] => name.split_at(2).1,
@@ -51,20 +50,20 @@ const fn strip(name: &str) -> &str {
 record! {
     /// Device time of one pass of one implementation on one problem.
     Timing, "" {
-        /// What was timed together.
+        /// Identifies rows that were measured together.
         run: String,
-        /// The day, as in 2026-11-21.
+        /// Date, as in 2026-11-21.
         date: String,
-        /// The repository's commit, with a `+` where the tree differed from it.
+        /// Commit of the repository, with a `+` if the tree differed from it.
         commit: String,
-        /// The device's own name.
+        /// Name of the device.
         device: String,
         /// `cuda`, `vulkan` (SPIR-V), `wgpu` (WGSL), or `torch` and its version.
         runtime: String,
-        /// `ours`, `ours-fast` (sums of the backward in whichever order is fastest), `burn`, `composed`, `cudnn`, `flash2`,
-        /// `flash2-deterministic` (sums of the backward in a fixed order), `memeff`, `flex` or `matmul`.
+        /// `ours`, `ours-fast` (with the fastest order of sums in the backward), `burn`, `composed`, `cudnn`, `flash2`,
+        /// `flash2-deterministic` (with a fixed order of sums in the backward), `memeff`, `flex` or `matmul`.
         r#impl: String,
-        /// Which of its kernels ran.
+        /// The kernel that ran.
         kernel: String,
         /// `forward`, `backward`, `both`, or `autodiff`: both, through Burn's autodiff.
         pass: String,
@@ -72,35 +71,35 @@ record! {
         dtype: String,
         /// Batches.
         batch: usize,
-        /// Heads of the queries.
+        /// Number of query heads.
         heads_q: usize,
-        /// Heads of keys and values.
+        /// Number of key/value heads.
         heads_kv: usize,
-        /// Queries.
+        /// Number of queries.
         seq_q: usize,
-        /// Keys.
+        /// Number of keys.
         seq_k: usize,
-        /// Dimension of queries and keys; that of values, where it differs, is part of `variant`.
+        /// Head dimension of queries and keys. If that of values differs, it is part of `variant`.
         head_dim: usize,
-        /// Whether a query sees no later key.
+        /// Whether later keys are hidden from a query.
         causal: bool,
-        /// `none`, or what else is asked of the scores: by an option, by a `function` of the user's, or by `sparse` blocks.
+        /// `none`, or another option: as an option, as a user's `function`, or as a `sparse` block mask.
         variant: String,
-        /// Median of the samples, in milliseconds; empty where the call failed or its result was wrong.
+        /// Median of the samples, in milliseconds; empty if the call failed or its result was wrong.
         median_ms: Option<f64>,
-        /// A fifth of the samples were faster.
+        /// 20th percentile of the samples.
         p20_ms: Option<f64>,
-        /// A fifth of the samples were slower.
+        /// 80th percentile of the samples.
         p80_ms: Option<f64>,
-        /// Operations as the field counts them (causal counts half, the backward 2.5 times the forward's) by the median.
+        /// Operations as counted in papers (causal counts half, the backward 2.5 times the forward), divided by the median.
         tflops: Option<f64>,
-        /// The largest number of bytes in use after any allocation, inputs included.
+        /// Peak of the bytes in use after any allocation, including inputs.
         peak_bytes: Option<u64>,
     }
 }
 
 record! {
-    /// What a call costs beside device time, and what became of it.
+    /// Costs of a call other than device time, and its outcome.
     Call, "-calls" {
         /// As in [`Timing`].
         run: String,
@@ -128,11 +127,11 @@ record! {
         causal: bool,
         /// As in [`Timing`].
         variant: String,
-        /// The first call in this process, until the device has finished: compilation and autotuning included.
+        /// Time of the first call in this process until the device has finished, including compilation and autotuning.
         first_call_ms: Option<f64>,
-        /// Host time of one launch once warm: from the call's entry to its return, in microseconds.
+        /// Host time of a warm launch, from the call to its return, in microseconds.
         host_us: Option<f64>,
-        /// Largest error against the oracle, over the results of the pass, as in [`Accuracy`].
+        /// Largest error against the oracle over the results of the pass, as in [`Accuracy`].
         error: Option<f64>,
         /// Why there is no time: `out of memory`, `wrong result`, `not supported: …`; or that an error is not confirmed to be wrong.
         note: String,
@@ -140,8 +139,8 @@ record! {
 }
 
 record! {
-    /// The error of each result against the oracle: of blocks of up to 64 rows the largest relative error in the norm; empty where
-    /// it was not computed or not compared. (Of commits before 2026-11-24: the root mean square of single rows' relative errors.)
+    /// Error of each result against the oracle: the largest relative error in the norm over blocks of up to 64 rows. Empty if it was not
+    /// computed or not compared. (For commits before 2026-11-24: root mean square of the relative errors of single rows.)
     Accuracy, "-errors" {
         /// As in [`Timing`].
         run: String,
@@ -169,23 +168,23 @@ record! {
         causal: bool,
         /// As in [`Timing`].
         variant: String,
-        /// Of the output.
+        /// Error of the output.
         o: Option<f64>,
-        /// Of the log-sum-exp, relative to 1 + |lse|.
+        /// Error of the log-sum-exp, relative to 1 + |lse|.
         lse: Option<f64>,
-        /// Of the queries' gradient.
+        /// Error of the gradient of the queries.
         dq: Option<f64>,
-        /// Of the keys'.
+        /// Error of the gradient of the keys.
         dk: Option<f64>,
-        /// Of the values'.
+        /// Error of the gradient of the values.
         dv: Option<f64>,
-        /// Of the bias's.
+        /// Error of the gradient of the bias.
         dbias: Option<f64>,
     }
 }
 
 record! {
-    /// Memory of one pass of one implementation on one problem, in a process of its own.
+    /// Memory of one pass of one implementation on one problem, in a separate process.
     Memory, "-memory" {
         /// As in [`Timing`].
         run: String,
@@ -221,14 +220,14 @@ record! {
         causal: bool,
         /// As in [`Timing`].
         variant: String,
-        /// What the pass reads: `q`, `k`, `v`, mask and bias, and the output's gradient where there is a backward.
+        /// Bytes that the pass reads: `q`, `k`, `v`, mask and bias, and the gradient of the output if there is a backward.
         input_bytes: u64,
-        /// What it must hold beside that: output, `lse` and, where there is a backward, gradients and two f32 a row,
-        /// and for an order of the backward that is not fixed `dq` in f32.
+        /// Bytes that the pass must hold in addition: output, `lse`, and, if there is a backward, gradients and two f32 for each row, and
+        /// `dq` in f32 if the order of the backward is not fixed.
         linear_bytes: u64,
         /// As in [`Timing`].
         peak_bytes: Option<u64>,
-        /// The largest number of bytes that the runtime held, in use or kept for later.
+        /// Peak of the bytes that the runtime reserved, including free memory.
         reserved_bytes: Option<u64>,
         /// Why it was not measured.
         note: String,
@@ -236,8 +235,8 @@ record! {
 }
 
 impl Timing {
-    /// Gigabytes a second, where time goes with the bytes of a cache: of a forward of few queries those of `q`, `k`, `v` and `o`, each
-    /// number once ([`bytes_read_once`]), by the median.
+    /// Bandwidth of a decoding step in gigabytes per second: the bytes of `q`, `k`, `v` and `o`, each number once ([`bytes_read_once`]),
+    /// divided by the median. `None` for other passes.
     pub fn gigabytes_per_second(&self) -> Option<f64> {
         let (variant, head_dim_v) = parse_variant(&self.variant, self.head_dim);
         let size = [("f32", 4), ("f16", 2), ("bf16", 2)].into_iter().find(|(name, _)| *name == self.dtype)?.1;
@@ -249,7 +248,7 @@ impl Timing {
 }
 
 impl Memory {
-    /// The most in use beside the inputs.
+    /// Peak of the bytes in use, without the inputs.
     pub fn beyond(&self) -> Option<u64> {
         self.peak_bytes.map(|peak| peak.saturating_sub(self.input_bytes))
     }
@@ -268,7 +267,7 @@ record! {
         device: String,
         /// As in [`Timing`].
         runtime: String,
-        /// The kernel family and its part, as in `portable forward`, `portable dq`, `portable dkdv`.
+        /// Kernel family and part, as in `portable forward`, `portable dq`, `portable dkdv`.
         kernel: String,
         /// As in [`Timing`].
         dtype: String,
@@ -282,29 +281,29 @@ record! {
         head_dim: usize,
         /// As in [`Timing`].
         causal: bool,
-        /// Queries of a tile.
+        /// Queries in a tile.
         tile_q: usize,
-        /// Keys of a tile.
+        /// Keys in a tile.
         tile_k: usize,
-        /// The rest of the shape: units and chunk.
+        /// The rest of the shape: threads and chunk.
         shape: String,
-        /// Median of the samples in milliseconds; empty where it cannot run.
+        /// Median of the samples in milliseconds; empty if the shape cannot run.
         median_ms: Option<f64>,
         /// As in [`Timing`].
         tflops: Option<f64>,
-        /// Bytes of shared memory of a cube.
+        /// Bytes of shared memory of a thread block.
         shared_bytes: Option<u64>,
-        /// Registers of a thread, where known.
+        /// Registers of a thread, if known.
         registers: Option<u32>,
         /// Whether `tiling.rs` chooses this shape here.
         chosen: bool,
-        /// Why it cannot run.
+        /// Why the shape cannot run.
         note: String,
     }
 }
 
 record! {
-    /// Bytes that one launch moved, read from the profiler.
+    /// Bytes moved by one launch, measured by the profiler.
     Moved, "-bytes" {
         /// As in [`Timing`].
         run: String,
@@ -324,26 +323,26 @@ record! {
         head_dim: usize,
         /// As in [`Timing`].
         causal: bool,
-        /// Queries of a tile.
+        /// Queries in a tile.
         tile_q: usize,
-        /// Bytes between the device's memory and its L2 cache.
+        /// Bytes between device memory and the L2 cache.
         dram_bytes: u64,
-        /// Bytes between L2 and the multiprocessors.
+        /// Bytes between the L2 cache and the multiprocessors.
         l2_bytes: u64,
-        /// Bytes that the IO model of FlashAttention gives (arXiv:2205.14135, theorem 2, for tiles of `tile_q` rows):
-        /// each query block reads all the keys and values that it sees.
+        /// Bytes by the IO model of FlashAttention (arXiv:2205.14135, theorem 2, for tiles of `tile_q` rows): each block of queries reads
+        /// all keys and values that it sees.
         model_bytes: u64,
         /// Registers of a thread.
         registers: Option<u32>,
     }
 }
 
-/// Where the results called `name` keep this kind of row.
+/// File of this kind of row in the results called `name`.
 pub fn path<R: Record>(directory: &Path, name: &str) -> PathBuf {
     directory.join(format!("{name}{}.csv", R::SUFFIX))
 }
 
-/// Adds rows to a file, which is made if it is not there, and refused if it is not ours.
+/// Appends rows to a file. Creates the file if it does not exist, and refuses a file with other columns.
 pub fn append<R: Record>(file: &Path, rows: &[R]) -> Result<(), Error> {
     let fresh = !file.exists();
     if fresh && rows.is_empty() {
@@ -364,7 +363,7 @@ pub fn append<R: Record>(file: &Path, rows: &[R]) -> Result<(), Error> {
         .map_err(|source| Error::csv(file, source))
 }
 
-/// Takes a last line away that was cut short, by whatever ended the process that wrote it.
+/// Removes an incomplete last line, which an interrupted process may have left.
 pub fn repair(file: &Path) -> Result<(), Error> {
     let io = |source| Error::io(file, source);
     let text = fs::read(file).map_err(io)?;
@@ -375,7 +374,7 @@ pub fn repair(file: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// The same with every file of a name that is there.
+/// [`repair`] for every existing file of a name.
 pub fn repair_all(directory: &Path, name: &str) -> Result<(), Error> {
     let files = [
         path::<Timing>(directory, name),
@@ -386,14 +385,14 @@ pub fn repair_all(directory: &Path, name: &str) -> Result<(), Error> {
     files.iter().filter(|file| file.exists()).try_for_each(|file| repair(file))
 }
 
-/// All rows of a file.
+/// Reads all rows of a file.
 pub fn read<R: Record>(file: &Path) -> Result<Vec<R>, Error> {
     check_header::<R>(file)?;
     let mut reader = csv::Reader::from_path(file).map_err(|source| Error::csv(file, source))?;
     reader.deserialize().collect::<Result<_, _>>().map_err(|source| Error::csv(file, source))
 }
 
-/// All rows of this kind that the results called `name` have, none if there is no such file.
+/// Reads all rows of this kind in the results called `name`; none if there is no file.
 pub fn read_if_there<R: Record>(directory: &Path, name: &str) -> Result<Vec<R>, Error> {
     let file = path::<R>(directory, name);
     if file.exists() { read(&file) } else { Ok(Vec::new()) }

@@ -1,4 +1,4 @@
-//! The benchmark itself: a worker for each problem and implementation, peers beside them, results as they come.
+//! The benchmark itself: a worker for each problem and implementation, peers for comparison, and results written as they come.
 
 use crate::case::{Case, Pass};
 use crate::device::DeviceName;
@@ -13,7 +13,7 @@ use flash_attention_kernels::Kernel;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// What to time, and where to write it.
+/// What to time, and where to write the results.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Options {
     #[command(flatten)]
@@ -24,33 +24,33 @@ pub struct Options {
     /// Passes.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "forward,backward,both,autodiff")]
     pass: Vec<Pass>,
-    /// A kernel of ours, in place of the planned one.
+    /// Kernel of ours to use instead of the planned one.
     #[arg(long, value_parser = named(Kernel::ALL, Kernel::name))]
     kernel: Option<Kernel>,
-    /// The device, which needs the feature of that name; by default the best that was compiled in.
+    /// Device, whose feature must be enabled; by default the best one compiled in.
     #[arg(long, value_enum)]
     device: Option<DeviceName>,
-    /// PyTorch's implementations too, on the first CUDA device, if python3 has PyTorch: cudnn, flash2, flash2-deterministic,
-    /// memeff, flex, or without a name all.
+    /// Also times PyTorch's implementations on the first CUDA device, if python3 has PyTorch: cudnn, flash2, flash2-deterministic, memeff,
+    /// flex, or all if none is named.
     #[arg(long, value_delimiter = ',', num_args = 0.., require_equals = true, value_parser = crate::peers::NAMES)]
     peers: Option<Vec<String>>,
-    /// Seconds that one pass of one implementation over one problem may take, compilation and autotuning included.
+    /// Time limit of one pass of one implementation over one problem in seconds, including compilation and autotuning.
     #[arg(long, default_value_t = 300)]
     limit: u64,
-    /// Results are added to NAME.csv; by default the set, or `shapes`, and the device.
+    /// Results are appended to NAME.csv; by default the set, or `shapes`, and the device.
     #[arg(long)]
     name: Option<String>,
-    /// Where results are kept.
+    /// Directory of the results.
     #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/results"))]
     directory: PathBuf,
 }
 
-/// What this binary was built from, with a `+` if the tree differed from it.
+/// Commit that this binary was built from, with a `+` if the tree differed from it.
 pub(crate) fn commit() -> &'static str {
     env!("ATTENTION_BENCH_COMMIT")
 }
 
-/// What rows of one run share.
+/// Values common to all rows of a run.
 #[derive(Clone)]
 pub(crate) struct Run {
     pub id: String,
@@ -69,14 +69,14 @@ impl Run {
     }
 }
 
-/// One line of the table, and of each file that has something to say.
+/// One line of the table, and the rows for each file.
 pub(crate) struct Rows {
     pub timing: Timing,
     pub call: Call,
     pub accuracy: Option<Accuracy>,
 }
 
-/// What a worker or a peer found out, as rows.
+/// Converts the result of a worker or a peer to rows.
 pub(crate) fn rows(run: &Run, implementation: &str, case: &Case, pass: Pass, answer: &Answer) -> Result<Rows, Error> {
     let tflops = match (answer.tflops, answer.time_ms) {
         (None, Some([median, ..])) => Some(case.flops(pass)? / median / 1e9),
@@ -153,12 +153,12 @@ pub(crate) fn rows(run: &Run, implementation: &str, case: &Case, pass: Pass, ans
     Ok(Rows { timing, call, accuracy: (answer.errors != Errors::default()).then_some(accuracy) })
 }
 
-/// Four significant digits, which is more than a measurement holds.
+/// Rounds to four significant digits, which is more precise than a measurement.
 pub(crate) fn round(x: f64) -> f64 {
     format!("{x:.3e}").parse().unwrap_or(x)
 }
 
-/// Times everything that was asked for.
+/// Runs all requested timings.
 pub fn run(options: &Options) -> Result<(), Error> {
     let device = options.device.unwrap_or_else(DeviceName::best);
     let work = Work {

@@ -1,5 +1,5 @@
-//! What is timed together: workers and peers, problem by problem, into files as it comes; up to a time, and on from where an
-//! earlier session stopped.
+//! A timing session: workers and peers, problem by problem, with results written as they come. A session can have a time limit, and can
+//! continue an earlier session.
 
 use crate::case::{Case, Pass};
 use crate::child;
@@ -23,22 +23,22 @@ pub(crate) struct Work {
     pub cases: Vec<Case>,
     pub implementations: Vec<Implementation>,
     pub passes: Vec<Pass>,
-    /// In place of the planned one.
+    /// Kernel to use instead of the planned one.
     pub kernel: Option<Kernel>,
-    /// PyTorch's too: these, or all if none is named.
+    /// PyTorch's implementations to time as well: these, or all if none is named.
     pub peers: Option<Vec<String>>,
-    /// For one pass of one implementation over one problem.
+    /// Time limit of one pass of one implementation over one problem.
     pub limit: Duration,
 }
 
 impl Work {
-    /// What is called of this process's implementations for a problem.
+    /// Calls of this process's implementations for a problem.
     pub fn calls(&self, case: &Case) -> Vec<(Implementation, Pass)> {
         let all = self.implementations.iter().flat_map(|of| self.passes.iter().map(|pass| (*of, *pass)));
         all.filter(|(implementation, pass)| implementation.has(case, *pass)).collect()
     }
 
-    /// What PyTorch's implementations are asked for a problem.
+    /// Requests to PyTorch's implementations for a problem.
     fn asked(&self, case: &Case) -> Vec<(&'static str, Pass)> {
         let Some(only) = &self.peers else { return Vec::new() };
         let names = Peers::names(case, only).into_iter();
@@ -46,7 +46,7 @@ impl Work {
         all.filter(|(name, pass)| Peers::has(name, case, *pass)).collect()
     }
 
-    /// What all of its rows are about.
+    /// Keys of all its rows.
     pub fn keys(&self) -> Vec<String> {
         let of_case = |case: &Case| {
             let ours = self.calls(case).into_iter().map(|(of, pass)| key(of.name(), pass, case));
@@ -57,10 +57,10 @@ impl Work {
     }
 }
 
-/// What is there already: what a row is about.
+/// Keys of the rows that are already measured.
 pub(crate) type Done = HashSet<String>;
 
-/// What a row is about: who did which pass of which problem.
+/// Key of a row: the implementation, the pass and the problem.
 pub(crate) fn key(implementation: &str, pass: Pass, case: &Case) -> String {
     let Case { batch, heads_q, heads_kv, seq_q, seq_k, head_dim, causal, .. } = case;
     let sizes = [batch, heads_q, heads_kv, seq_q, seq_k, head_dim].map(|size| size.to_string()).join(" ");
@@ -68,7 +68,7 @@ pub(crate) fn key(implementation: &str, pass: Pass, case: &Case) -> String {
     format!("{implementation} {pass} {dtype} {sizes} {causal} {variant}")
 }
 
-/// That of a row of results.
+/// Key of a row of results.
 macro_rules! key_of {
     ($row:expr) => {{
         let row = $row;
@@ -79,7 +79,7 @@ macro_rules! key_of {
 }
 pub(crate) use key_of;
 
-/// A device, the processes that it is shared with, and when all must be done.
+/// A device, the processes that share it, and the time limit.
 pub(crate) struct Session {
     pub run: Run,
     pub device: DeviceName,
@@ -89,15 +89,15 @@ pub(crate) struct Session {
     /// Whether PyTorch was looked for and not found.
     no_peers: bool,
     until: Option<Instant>,
-    /// The slowest of what was done lately, as what comes next may take as long.
+    /// Longest time of recent measurements, as an estimate for the next one.
     slowest: Duration,
 }
 
-/// Time that anything may take before any was measured.
+/// Estimated time of a measurement before any was made.
 const FIRST: Duration = Duration::from_secs(20);
 
 impl Session {
-    /// On a device, until a time.
+    /// Starts a session on a device, with an optional end.
     pub fn new(device: DeviceName, until: Option<Instant>) -> Result<Self, Error> {
         let device_name = device.open()?.client().properties().identity.name.clone();
         let oracles = tempfile::tempdir().map_err(|source| Error::io(&std::env::temp_dir(), source))?;
@@ -106,32 +106,32 @@ impl Session {
         Ok(Session { run, device, device_name, oracles, peers, no_peers, until, slowest })
     }
 
-    /// Leaves the device to another program.
+    /// Frees the device for another program.
     pub fn rest(&mut self) {
         self.peers = None;
     }
 
-    /// When all must be done.
+    /// End of the session.
     pub fn until(&self) -> Option<Instant> {
         self.until
     }
 
-    /// Whether there is time for one more.
+    /// Whether there is time for another measurement.
     pub fn has_time(&self) -> bool {
         self.until.is_none_or(|until| Instant::now() + self.slowest < until)
     }
 
-    /// Counts what was started then as one that others may take as long as.
+    /// Records the time of a measurement that started at `start`.
     pub fn took(&mut self, start: Instant) {
         self.slowest = self.slowest.max(start.elapsed());
     }
 
-    /// Forgets how long others took.
+    /// Forgets the times of earlier measurements.
     pub fn next_step(&mut self) {
         self.slowest = FIRST;
     }
 
-    /// What a worker answers, unless time is up.
+    /// A worker's answer, unless time is up.
     pub fn answer(&self, job: &Job, limit: Duration) -> Result<Option<crate::worker::Answer>, Error> {
         child::answer(job, &self.device_name, limit, self.until)
     }
@@ -142,7 +142,7 @@ impl Session {
         Job { device: self.device, case, implementation, kernel: None, pass, timed: true, oracles }
     }
 
-    /// Times what is not done yet, and gives how much there was no time for.
+    /// Times what is not done yet, and returns the number of rows for which no time was left.
     pub fn time(&mut self, work: &Work, out: &mut Output, done: &Done) -> Result<usize, Error> {
         let (mut left, mut roof) = (0, false);
         self.next_step();
@@ -159,7 +159,7 @@ impl Session {
         Ok(left)
     }
 
-    /// Whether there was time for it.
+    /// Returns whether there was time for it.
     fn time_ours(
         &mut self,
         work: &Work,
@@ -180,8 +180,8 @@ impl Session {
         Ok(true)
     }
 
-    /// PyTorch's rows of a problem that are not done yet; gives how many there was no time for. The first of a session's is
-    /// the product of matrices that is their roofline.
+    /// Times PyTorch's rows of a problem that are not done yet, and returns the number for which no time was left. The first row of a
+    /// session is the matrix product for their roofline.
     fn time_peers(
         &mut self,
         work: &Work,
@@ -232,13 +232,13 @@ impl Session {
         Ok(0)
     }
 
-    /// Whether PyTorch was looked for in vain.
+    /// Whether PyTorch was looked for and not found.
     pub fn found_no_peers(&self) -> bool {
         self.no_peers
     }
 }
 
-/// The table in the terminal, and the files.
+/// The table in the terminal, and the result files.
 pub(crate) struct Output {
     pub bar: ProgressBar,
     timings: PathBuf,
@@ -247,12 +247,12 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    /// For the results of a name, of which so many problems and passes are to come.
+    /// Opens the output for the results of a name, and counts the problems and passes to come.
     pub fn new(directory: &Path, name: &str, work: &Work) -> Result<Self, Error> {
         let timings = results::path::<Timing>(directory, name);
         let calls = results::path::<Call>(directory, name);
         let errors = results::path::<Accuracy>(directory, name);
-        // A file that is not ours is refused now, not after an hour.
+        // A file of another kind is refused now, not after an hour.
         results::append::<Timing>(&timings, &[])?;
         results::append::<Call>(&calls, &[])?;
         results::append::<Accuracy>(&errors, &[])?;
@@ -267,7 +267,7 @@ impl Output {
         Ok(Output { bar, timings, calls, errors })
     }
 
-    /// Shows one row and adds it to the files.
+    /// Prints a row and appends it to the files.
     pub fn add(&mut self, Rows { timing, call, accuracy }: Rows, case: Option<&Case>) -> Result<(), Error> {
         let show = |x: Option<f64>, digits: usize| x.map_or("–".into(), |x| format!("{x:.digits$}"));
         let problem = case.map_or_else(|| timing.kernel.clone(), Case::to_string);
@@ -288,13 +288,13 @@ impl Output {
             call.error.map_or("–".into(), |error| format!("{error:.0e}")),
             call.note,
         );
-        // Without a terminal the bar says nothing.
+        // Without a terminal, the progress bar prints nothing.
         if self.bar.is_hidden() {
             println!("{line}")
         } else {
             self.bar.println(line)
         }
-        // The time comes last: a row that is there is there in all files, wherever the process ends.
+        // The timing is written last: if a timing exists, its other rows do, wherever the process ends.
         results::append(&self.errors, accuracy.as_slice())?;
         results::append(&self.calls, &[call])?;
         results::append(&self.timings, &[timing])

@@ -7,31 +7,30 @@ use flash_attention_kernels::Dtype;
 /// A set of problems.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Set {
-    /// Seconds, even on a software device: what tests run.
+    /// Takes seconds, even on a software device; used by tests.
     Tiny,
-    /// Minutes on any device, in f32 and f16: one axis at a time, and every variant.
+    /// Takes minutes on any device, in f32 and f16: one axis at a time, and every variant.
     Quick,
-    /// The shapes of the FlashAttention papers in bf16: 16k tokens in all, hidden size 2,048 (arXiv:2307.08691, section
-    /// 4.1).
+    /// The shapes of the FlashAttention papers in bf16: 16k tokens in total, hidden size 2,048 (arXiv:2307.08691, section 4.1).
     Paper,
     /// Shapes that fill a data-centre GPU, in bf16.
     H200,
-    /// Mask, bias, softcap, windows, slopes, sinks, dropout and several sequences at (4, 16, 4096, 128), in bf16; some of them as
-    /// functions, and sparse blocks beside all of them at (1, 16, 16384, 64 and 128).
+    /// Mask, bias, softcap, windows, slopes, sinks, dropout and several sequences at (4, 16, 4096, 128), in bf16; some of them also as
+    /// functions; and sparse block masks at (1, 16, 16384, 64 and 128).
     Variants,
-    /// Lengths that fit no tile beside the next that does, grouped heads, few heads, in bf16.
+    /// Lengths that no tile divides, each with the next length that tiles divide; grouped heads; few heads; in bf16.
     Ragged,
-    /// Steps of decoding in bf16: up to 16 queries of grouped heads beside 4k to 128k keys.
+    /// Decoding steps in bf16: up to 16 queries of grouped heads, and 4k to 128k keys.
     Decode,
-    /// f32 at 4k to 64k tokens: memory.
+    /// f32 at 4k to 64k tokens, for memory.
     Lengths,
-    /// (4, 16, 4096, 128) full and causal, in bf16: what Burn's autodiff adds to the kernels.
+    /// (4, 16, 4096, 128) full and causal, in bf16, for the overhead of Burn's autodiff.
     Autodiff,
-    /// (4, 16, 1024, 64) and (2, 16, 2048, 128), full and causal, in f16: what fits any GPU with matrix products.
+    /// (4, 16, 1024, 64) and (2, 16, 2048, 128), full and causal, in f16, for any GPU with matrix instructions.
     Modest,
     /// (4, 16, 4096, 64) and (4, 16, 4096, 128), causal, in f32.
     Single,
-    /// One sequence of 2²⁰ tokens, causal, in bf16: seconds a call.
+    /// One sequence of 2²⁰ tokens, causal, in bf16; a call takes seconds.
     Million,
 }
 
@@ -54,7 +53,7 @@ impl Set {
         }
     }
 
-    /// Its problems.
+    /// The problems of the set.
     pub fn cases(self) -> Vec<Case> {
         use Dtype::{BF16, F16, F32};
         match self {
@@ -93,7 +92,7 @@ impl Set {
             ]
             .map(|(shape, causal)| Case::new(BF16, shape, causal))
             .into_iter()
-            // Eight query heads to a head of keys and values, as in many a model.
+            // Eight query heads for each key/value head, as in many models.
             .chain([8192, 16384].into_iter().flat_map(|seq| {
                 let of = move |causal| Case { heads_kv: 8, ..Case::new(BF16, [1, 64, seq, 128], causal) };
                 [false, true].map(of)
@@ -127,7 +126,7 @@ impl Set {
                     causal.with(Variant::WindowFunction(2048)),
                     Case { causal: true, ..long[0] }.with(Variant::DocumentsFunction),
                 ];
-                // Beside what they would be if time went with the blocks.
+                // Sparse problems, each next to the dense one.
                 let sparse = long.into_iter().flat_map(|case| [case, case.with(Variant::Sparse(10))]);
                 options.into_iter().chain(functions).chain(sparse).collect()
             }
@@ -152,7 +151,7 @@ impl Set {
                     Case::new(BF16, [1, 2, 4096, 128], false),
                 ]
             }
-            // All queries of the last position see all keys: none of them is causal, as PyTorch aligns causality to the first key.
+            // None is causal: all queries at the last position see all keys, but PyTorch aligns causality to the first key.
             Set::Decode => [(1, 1, 16384), (1, 1, 131072), (16, 1, 8192), (64, 1, 4096), (16, 4, 8192), (16, 16, 8192)]
                 .map(|(batch, seq_q, seq_k)| Case {
                     heads_kv: 8,

@@ -1,4 +1,4 @@
-//! Every tile shape of every kernel: time, registers, bytes moved.
+//! Sweep over the tile shapes of every kernel: time, registers, bytes moved.
 
 use crate::case::{Case, Pass};
 use crate::data::{Data, Results};
@@ -18,37 +18,37 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// What to sweep, and where to write it.
+/// What to sweep, and where to write the results.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Options {
-    /// The device, which needs the feature of that name; by default the best that was compiled in.
+    /// Device, whose feature must be enabled; by default the best one compiled in.
     #[arg(long, value_enum)]
     device: Option<DeviceName>,
     /// Head dimensions.
     #[arg(long, value_delimiter = ',', default_value = "64,128")]
     head_dim: Vec<usize>,
-    /// Tokens.
+    /// Sequence length in tokens.
     #[arg(long, default_value_t = 4096)]
     seq: usize,
-    /// Batches.
+    /// Batch size.
     #[arg(long, default_value_t = 1)]
     batch: usize,
-    /// Heads.
+    /// Number of heads.
     #[arg(long, default_value_t = 16)]
     heads: usize,
-    /// Sizes of tiles to keep.
+    /// Tile sizes to keep.
     #[arg(long, value_delimiter = ',', value_parser = SIZES.map(|(name, ..)| name))]
     only: Vec<String>,
-    /// Reads registers and bytes moved from Nsight Compute, which must be installed (CUDA alone).
+    /// Reads registers and bytes moved from Nsight Compute, which must be installed (CUDA only).
     #[arg(long)]
     profile: bool,
-    /// Results are added to NAME-tiles.csv; by default sweep and the device.
+    /// Results are appended to NAME-tiles.csv; by default `sweep` and the device.
     #[arg(long)]
     name: Option<String>,
-    /// Where results are kept.
+    /// Directory of the results.
     #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/results"))]
     directory: PathBuf,
-    /// Starts every kernel once and measures nothing: what the profiler watches.
+    /// Launches every kernel once and measures nothing, for the profiler.
     #[arg(long, hide = true)]
     once: bool,
 }
@@ -62,7 +62,7 @@ impl Part {
     }
 }
 
-/// Tiles worth trying on some device: the name of a size, its queries and keys, and units along each.
+/// Candidate tiles: name of the size, queries and keys, and threads along each.
 type Size = (&'static str, [usize; 2], &'static [[usize; 2]]);
 const SIZES: [Size; 8] = [
     ("128x128", [128, 128], &[[16, 16]]),
@@ -75,7 +75,7 @@ const SIZES: [Size; 8] = [
     ("32x32", [32, 32], &[[8, 8]]),
 ];
 
-/// Shapes of these sizes, or all if none is named.
+/// Tile shapes of these sizes, or all shapes if no size is named.
 fn candidates(only: &[String]) -> Vec<TileShape> {
     let kept = SIZES.iter().filter(|(name, ..)| only.is_empty() || only.iter().any(|only| only == name));
     let of_size = |(_, [tile_q, tile_k], units): &Size| {
@@ -112,10 +112,10 @@ impl Bench {
     }
 }
 
-/// The kernels that are swept.
+/// The kernel family that is swept.
 const PORTABLE: flash_attention_kernels::Kernel = flash_attention_kernels::Kernel::Portable;
 
-/// What the profiler saw of one launch.
+/// What the profiler measured for one launch.
 #[derive(Clone, Copy, Debug)]
 struct Seen {
     registers: u32,
@@ -156,7 +156,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
             let chosen = if part == Part::Forward { forward } else { backward };
             for tile in candidates.iter().copied() {
                 let Some(oracle) = &oracle else {
-                    // What does not fit is not launched, and not in the profiler's list either.
+                    // Shapes that do not fit are not launched, so they are missing in the profiler's list.
                     if bench.call(part, tile, together).is_ok() {
                         let launches = if part == Part::Dkdv && !together { 2 } else { 1 };
                         (0..launches).for_each(|_| println!("{head_dim} {} {}", part.name(), label(&tile)));
@@ -225,7 +225,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
     Ok(())
 }
 
-/// One kernel with one shape.
+/// One kernel with one tile shape.
 struct Kernel<'a> {
     bench: &'a Bench,
     part: Part,
@@ -261,8 +261,8 @@ fn label(tile: &TileShape) -> String {
     format!("{tile_q}x{tile_k}-{units_q}x{units_k}-{chunk}")
 }
 
-/// Bytes by the IO model of FlashAttention: queries and outputs once, and for each block of queries the keys and values
-/// that it sees (causal: half of them, and half a block).
+/// Bytes moved by the IO model of FlashAttention: queries and outputs once, and the visible keys and values once for each block of queries
+/// (causal: half of them, and half a block).
 fn model_bytes(p: &AttentionProblem, tile_q: usize) -> u64 {
     let blocks = p.seq_q.div_ceil(tile_q) as f64;
     let passes = if p.options.causal { (blocks + 1.0) / 2.0 } else { blocks };
@@ -271,10 +271,10 @@ fn model_bytes(p: &AttentionProblem, tile_q: usize) -> u64 {
     (heads * width * (p.seq_q as f64 + passes * p.seq_k as f64) * p.dtype.size() as f64) as u64
 }
 
-/// Launches by head dimension, kernel and tiles, as the profiler saw them.
+/// Launches measured by the profiler, by head dimension, kernel and tile.
 type Launches = HashMap<(usize, &'static str, String), Seen>;
 
-/// Starts every kernel once under Nsight Compute.
+/// Launches every kernel once under Nsight Compute.
 fn profile(options: &Options) -> Result<Launches, Error> {
     const METRICS: [&str; 3] = ["launch__registers_per_thread", "dram__bytes.sum", "lts__t_sectors_srcunit_tex.sum"];
     let other = |what: String| Error::Other(format!("the profiler: {what}"));
@@ -292,7 +292,7 @@ fn profile(options: &Options) -> Result<Launches, Error> {
         .output()
         .map_err(|error| other(format!("ncu could not be started ({error})")))?;
     let text = String::from_utf8_lossy(&output.stdout);
-    // Launches that this program names stand beside the profiler's table.
+    // This program prints the names of its launches in the same output as the profiler's table.
     let launched: Vec<(usize, &'static str, String)> = text.lines().filter_map(launch).collect();
     let table = text.lines().skip_while(|line| !line.starts_with("\"ID\"")).collect::<Vec<_>>().join("\n");
     let mut reader = csv::ReaderBuilder::new().flexible(true).from_reader(table.as_bytes());
@@ -309,7 +309,7 @@ fn profile(options: &Options) -> Result<Launches, Error> {
         let record = record.map_err(|error| other(error.to_string()))?;
         let name = record.get(kernel).unwrap_or_default();
         let number = |column: usize| record.get(column).and_then(|text| text.replace(',', "").parse::<f64>().ok());
-        // The line of units has no kernel, and delta no tiles.
+        // The line of units has no kernel, and delta has no tiles.
         let ours = Part::EVERYWHERE.iter().any(|part| name.contains(part.name())) && !name.contains("delta");
         if let (true, Some(registers), Some(dram), Some(sectors)) =
             (ours, number(registers), number(dram), number(sectors))
@@ -323,7 +323,7 @@ fn profile(options: &Options) -> Result<Launches, Error> {
     Ok(launched.into_iter().zip(seen).collect())
 }
 
-/// The launch that a line of `--once` names.
+/// Parses the name of a launch from a line of `--once`.
 fn launch(line: &str) -> Option<(usize, &'static str, String)> {
     let mut words = line.split(' ');
     let (head_dim, part, tile) = (words.next()?.parse().ok()?, words.next()?, words.next()?);

@@ -1,30 +1,30 @@
-//! Time on the device, honestly: warm, in batches, several samples, the median.
+//! Device time: warm, in batches, as the median of several samples.
 
 use crate::error::Error;
 use cubecl::client::Client;
 use std::time::{Duration, Instant};
 
-/// Aim of a sample's length: long beside the few microseconds that opening and closing one costs.
+/// Target length of a sample, long compared with the few microseconds that opening and closing one costs.
 const SAMPLE: Duration = Duration::from_millis(20);
-/// Time to warm up.
+/// Warm-up time.
 const WARM_UP: Duration = Duration::from_millis(200);
-/// Samples, unless they would take longer than [`BUDGET`].
+/// Number of samples, unless they would take longer than [`BUDGET`].
 const SAMPLES: usize = 20;
-/// The fewest samples.
+/// Minimum number of samples.
 const LEAST: usize = 3;
-/// A call that takes longer than this, beside which all else is nothing, is sampled once.
+/// A call that takes longer than this is sampled once, since the overhead is negligible.
 const VERY_SLOW: Duration = Duration::from_secs(5);
-/// A call that takes longer than this is made no oftener than it must be.
+/// A call that takes longer than this is made as rarely as possible.
 const SLOW: Duration = Duration::from_secs(1);
-/// Time that samples of one pass may take together.
+/// Total time for the samples of one pass.
 const BUDGET: Duration = Duration::from_millis(1500);
 
-/// Samples of one call's time on the device, in milliseconds, in order.
+/// Samples of the device time of one call, in milliseconds, sorted.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Samples(Vec<f64>);
 
 impl Samples {
-    /// The value that this fraction of the samples lies below.
+    /// Quantile of the samples.
     pub fn quantile(&self, fraction: f64) -> f64 {
         self.0[((self.0.len() - 1) as f64 * fraction).round() as usize]
     }
@@ -35,14 +35,14 @@ impl Samples {
     }
 }
 
-/// Something to be timed.
+/// Work to time.
 pub trait Work {
-    /// Starts it, on the inputs whose turn it is.
+    /// Starts the work, on the inputs with this number.
     fn call(&mut self, turn: usize) -> Result<(), Error>;
-    /// Waits until everything started is done.
+    /// Waits until all started work is done.
     fn finish(&self) -> Result<(), Error>;
-    /// The client on whose stream it runs, if it runs on one: there the device's own clock can be read. Burn's tensors
-    /// choose their streams themselves.
+    /// The client on whose stream the work runs, if it runs on one; the device's clock can then be read. Burn's tensors choose their
+    /// streams themselves.
     fn stream(&self) -> Option<&Client>;
 }
 
@@ -64,13 +64,13 @@ pub fn once(work: &mut (impl Work + ?Sized)) -> Result<f64, Error> {
     Ok(start.elapsed().as_secs_f64() * 1e3)
 }
 
-/// Times calls that take turns over the inputs.
+/// Times calls that alternate between the inputs.
 ///
-/// A sample is a batch of calls, waited for at its end: the device is not idle within it unless the host cannot keep up.
-/// It is read from the device's clock, or, where work chooses its streams itself, from the host's, which adds the few
-/// microseconds of one wait to each batch.
+/// A sample is a batch of calls with a wait at its end: the device is not idle during the batch unless the host cannot keep up. The time is
+/// read from the device's clock, or from the host's if the work chooses its streams itself. The latter adds the few microseconds of one
+/// wait to each batch.
 pub fn device_time(work: &mut (impl Work + ?Sized)) -> Result<Samples, Error> {
-    // The second of these has everything compiled and cached, which what takes seconds does not need: that is little of
+    // In the second call, everything is compiled and cached. Calls that take seconds do not need it, because compilation is a small part of
     // them. An idle device lowers its clocks, and takes a while to raise them.
     let start = Instant::now();
     let mut last = once(work)?;
@@ -94,7 +94,7 @@ pub fn device_time(work: &mut (impl Work + ?Sized)) -> Result<Samples, Error> {
     Ok(Samples(samples))
 }
 
-/// Milliseconds that these calls take.
+/// Milliseconds that these calls take together.
 fn sample(work: &mut (impl Work + ?Sized), mut turns: impl Iterator<Item = usize>) -> Result<f64, Error> {
     let Some(client) = work.stream().cloned() else {
         let start = Instant::now();
@@ -113,12 +113,12 @@ fn sample(work: &mut (impl Work + ?Sized), mut turns: impl Iterator<Item = usize
     Ok(ticks.duration().as_secs_f64() * 1e3)
 }
 
-/// Median host time of one call once warm, from its entry to its return, in microseconds. The device takes `call_ms` for it.
+/// Median host time of a warm call, from its start to its return, in microseconds. `call_ms` is its device time.
 pub fn host_time(work: &mut (impl Work + ?Sized), call_ms: f64) -> Result<f64, Error> {
     let mut times = Vec::new();
     let begin = Instant::now();
     for n in 0..((BUDGET.as_secs_f64() * 1e3 / call_ms) as usize).clamp(1, 40) {
-        // A full queue would make the host wait for the device.
+        // With a full queue, the host would wait for the device.
         if n % 4 == 0 {
             work.finish()?;
         }

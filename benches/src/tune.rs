@@ -1,4 +1,4 @@
-//! Ways to plan the kernels for CUDA, timed beside the planned one.
+//! Times other plans of the CUDA kernels, next to the default plan.
 
 use crate::case::Pass;
 use crate::data::Data;
@@ -18,7 +18,7 @@ use flash_attention_kernels::{
 use std::fmt;
 use std::num::ParseIntError;
 
-/// What to try.
+/// Plans to time.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Options {
     /// The set of problems.
@@ -29,21 +29,21 @@ pub struct Options {
     /// What is computed.
     #[arg(long, value_enum, default_value = "forward")]
     part: Part,
-    /// With which kernel: hopper or mma.
+    /// Kernel family: hopper or mma.
     #[arg(long, value_parser = named(Kernel::ALL, Kernel::name), default_value = "hopper")]
     kernel: Kernel,
-    /// How precisely f32 is multiplied: with factors rounded to tf32.
+    /// Precision of f32 products: factors are rounded to tf32.
     #[arg(long)]
     tf32: bool,
-    /// Ways to try, TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/LOADER/SECTION/PARTS each (TURNS and LOADER are 0 or 1, SECTION a number
-    /// of heads, PARTS into how many the keys are split; KEYS are queries for dkdv and fused; `-` is what is planned), beside the
-    /// planned one. For dbias TEAMS are blocks of Q and dO in shared memory at a time, and PARTS tiles of a block. For mma
-    /// WARPGROUPS/GROUPS/KEYS/SECTION.
+    /// Plans to time next to the default plan, each TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/LOADER/SECTION/PARTS, where `-` is the default
+    /// plan's value. TEAMS are consumer groups, TURNS is ping-pong (0 or 1), LOADER is a producer warp (0 or 1), SECTION is the number of
+    /// heads in a head group, and PARTS is the number of splits of the keys. KEYS are queries for dkdv and fused. For dbias, TEAMS are the
+    /// blocks of Q and dO in shared memory at a time, and PARTS are the tiles of a block. For mma: WARPGROUPS/GROUPS/KEYS/SECTION.
     #[arg(long = "try", value_delimiter = ',', value_parser = numbers)]
     ways: Vec<Numbers>,
 }
 
-/// A way on the command line: the number at each place, or none where it is what is planned.
+/// A plan on the command line: a number at each position, or `None` for the default plan's.
 type Numbers = Vec<Option<usize>>;
 
 fn numbers(text: &str) -> Result<Numbers, ParseIntError> {
@@ -78,13 +78,13 @@ impl fmt::Display for Way {
     }
 }
 
-/// One kernel, planned in one way. A gradient comes with delta, which it needs.
+/// One kernel with one plan. A gradient is timed with delta, which it needs.
 struct Launches<'a> {
     client: &'a Client,
     problem: AttentionProblem,
     tensors: &'a Tensors,
     part: Part,
-    /// What is planned beside it.
+    /// Plan of the other kernels.
     backward: BackwardTiles,
     way: Way,
 }
@@ -114,7 +114,7 @@ impl Work for Launches<'_> {
         }
         let gradient = HopperGradient { tile, head_group };
         match self.part {
-            // Its tiles are those of dkdv; dq's are of the kernel that it does without.
+            // The fused kernel has the tiles of dkdv; it replaces the kernel for dq.
             Part::Fused => tiles.fused = Some(gradient),
             _ => (tiles.dq, tiles.dkdv) = (Gradient::Hopper(gradient), Gradient::Hopper(gradient)),
         }
@@ -130,7 +130,7 @@ impl Work for Launches<'_> {
     }
 }
 
-/// How the kernel is planned.
+/// The default plan of the kernel.
 fn planned(plan: &Plan, part: Part) -> Result<Way, Error> {
     let gradient = |gradient| match gradient {
         Gradient::Hopper(HopperGradient { tile, head_group }) => Some(Way::Hopper(tile, head_group, 1)),
@@ -197,7 +197,7 @@ fn way(numbers: &[Option<usize>], part: Part, planned: Way) -> Result<Way, Error
     }
 }
 
-/// Times them.
+/// Times the plans.
 pub fn run(options: &Options) -> Result<(), Error> {
     let device = DeviceName::best().open()?;
     let client = device.client();
@@ -211,7 +211,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
         let oracle = Oracle::new(&data, options.part != Part::Forward);
         let plan = plan_with(&client, &problem, options.kernel)?;
         let planned = planned(&plan, options.part)?;
-        // Gradients read what it saves.
+        // Gradients read the saved results of the forward.
         tensors.forward(&client, &problem, plan.forward)?;
         let wanted = options.part.wanted(&tensors);
         let ways =

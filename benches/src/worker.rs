@@ -1,7 +1,7 @@
-//! One pass of one implementation over one problem, in a process of its own: what runs out of memory, hangs or poisons
-//! its device takes nothing else along, a first call is a first call, and the memory in use is its own.
+//! One pass of one implementation over one problem, in a separate process. A process that runs out of memory, hangs or corrupts its device
+//! does not affect others, its first call includes compilation, and its memory usage is its own.
 //!
-//! The job comes as JSON on standard input; the answer is a line of JSON on standard output.
+//! The job is sent as JSON on standard input; the answer is a line of JSON on standard output.
 
 use crate::case::{Case, Pass};
 use crate::data::Data;
@@ -21,54 +21,54 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What a worker is to do.
+/// Job of a worker.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Job {
-    /// Where.
+    /// Device.
     pub device: DeviceName,
-    /// On what.
+    /// Problem.
     pub case: Case,
-    /// With what.
+    /// Implementation.
     pub implementation: Implementation,
-    /// With this kernel, or as planned.
+    /// Kernel; `None` for the planned one.
     pub kernel: Option<Kernel>,
-    /// This.
+    /// Pass.
     pub pass: Pass,
-    /// Whether time is wanted, beside memory and errors.
+    /// Whether to measure time, in addition to memory and errors.
     pub timed: bool,
-    /// A folder that keeps what oracles said, for workers that ask the same.
+    /// Directory where oracle results are cached for other workers.
     pub oracles: Option<PathBuf>,
 }
 
-/// What a worker found out; what is left out was not measured.
+/// Result of a worker. Fields that were not measured are empty.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Answer {
-    /// The device's own name.
+    /// Name of the device.
     pub device: String,
     /// The kernel that ran.
     pub kernel: String,
-    /// Median, first and last fifth of the device's time, in milliseconds.
+    /// Median, 20th and 80th percentile of the device time, in milliseconds.
     pub time_ms: Option<[f64; 3]>,
-    /// Operations by the median, of what is no attention; the rest follows from case and pass.
+    /// Operations divided by the median, if it is not attention; otherwise they follow from case and pass.
     pub tflops: Option<f64>,
-    /// The largest number of bytes in use at any launch.
+    /// Peak of the bytes in use, over all launches.
     pub peak_bytes: Option<u64>,
-    /// The largest number that the runtime held for that, what it keeps for later included.
+    /// Peak of the bytes reserved by the runtime, including free memory.
     pub reserved_bytes: Option<u64>,
-    /// The first call, in milliseconds.
+    /// Time of the first call, in milliseconds.
     pub first_call_ms: Option<f64>,
     /// Host time of a warm call, in microseconds.
     pub host_us: Option<f64>,
-    /// The largest error against the oracle.
+    /// Largest error against the oracle.
     pub error: Option<f64>,
-    /// Each result's.
+    /// Error of each result.
     pub errors: Errors,
-    /// Why there is no time, or why there is one in spite of an error.
+    /// Why there is no time, or why there is one although the error exceeds its bound.
     pub note: String,
 }
 
-/// Reads a job, does it, answers.
+/// Reads a job, runs it and prints the answer.
 pub fn run() -> Result<(), Error> {
     let job: Job = serde_json::from_reader(io::stdin()).map_err(|error| Error::Other(format!("the job: {error}")))?;
     let device = job.device.open()?;
@@ -86,26 +86,26 @@ pub fn run() -> Result<(), Error> {
     Ok(())
 }
 
-/// Inputs of a seed, for what is to be asked of the implementation.
+/// Inputs for this seed, with the options of the implementation.
 fn inputs(job: &Job, seed: u64) -> Result<Data, Error> {
     let (order, precision) = (job.implementation.backward_order(), job.implementation.precision());
     Ok(Data::new(job.case, seed)?.with_backward_order(order).with_precision(precision))
 }
 
-/// What the oracle says of these inputs' results.
+/// Oracle results for these inputs.
 fn oracle(job: &Job, data: &Data, seed: u64) -> Oracle {
     Oracle::cached(data, seed, job.pass != Pass::Forward, job.oracles.as_deref())
 }
 
-/// Whether its products of f32 may be rounded to tf32, as Burn's own are on CUDA.
+/// Whether f32 products of this implementation may be rounded to tf32, as Burn's own are on CUDA.
 fn may_round(job: &Job, implementation: Implementation) -> bool {
     let ours = implementation.is_ours() && implementation.precision() == Precision::Full;
     job.device == DeviceName::Cuda && !ours
 }
 
-/// What is to be said of a result of somebody else's that is not right for the first seed: the verdict, and the reason.
+/// Verdict on a result of another implementation that is wrong for the first seed, and the reason.
 ///
-/// It takes a second seed, and this repository's kernels to be right for both.
+/// It tests a second seed, and requires this repository's kernels to be right for both.
 fn verdict(device: &cubecl::Device, job: &Job, data: &Data, first: f64) -> Result<(Verdict, String), Error> {
     let second = inputs(job, 1)?;
     let oracles = [oracle(job, data, 0), oracle(job, &second, 1)];
@@ -117,7 +117,7 @@ fn verdict(device: &cubecl::Device, job: &Job, data: &Data, first: f64) -> Resul
     };
     let bound = judge::bound(job.case.dtype, may_round(job, job.implementation));
     let errors = [first, errors_of(job.implementation, job.pass, 1)?.worst()];
-    // Kernels called directly, which is another way than through Burn's autodiff.
+    // Kernels called directly, which does not involve Burn's autodiff.
     let pass = if job.pass == Pass::Autodiff { Pass::Both } else { job.pass };
     let right = |nth| {
         let errors = errors_of(Implementation::Ours, pass, nth);
@@ -136,7 +136,7 @@ fn one(device: &cubecl::Device, job: &Job, data: &[Data]) -> Result<Answer, Erro
     let start = |data| prepare(device, job.implementation, job.kernel, job.pass, data);
     let mut answer = Answer::default();
 
-    // -- the first call, what it computed, and what memory it takes: with one set of inputs
+    // -- the first call with its results and memory, with one set of inputs
     let mut alone = start(&data[..1])?;
     answer.kernel = alone.kernel();
     answer.first_call_ms = Some(once(&mut *alone)?);
@@ -163,7 +163,7 @@ fn one(device: &cubecl::Device, job: &Job, data: &[Data]) -> Result<Answer, Erro
         return Ok(answer);
     }
 
-    // -- time: with all of them
+    // -- time, with all sets of inputs
     let mut prepared = if data.len() == 1 {
         alone
     } else {
@@ -176,9 +176,9 @@ fn one(device: &cubecl::Device, job: &Job, data: &[Data]) -> Result<Answer, Erro
     Ok(answer)
 }
 
-/// The largest numbers of bytes in use and of bytes reserved at any launch of this call.
+/// Peaks of the bytes in use and of the bytes reserved, over all launches of this call.
 ///
-/// Whatever is allocated is there for a launch: the most in use at a launch is the most in use after any allocation.
+/// Allocations are made for launches, so the peak over all launches is the peak over all allocations.
 fn peak(client: &Client, work: &mut (impl Work + ?Sized)) -> Result<[u64; 2], Error> {
     struct Watch(Client, AtomicU64, AtomicU64);
     impl LaunchObserver for Watch {

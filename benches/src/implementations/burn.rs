@@ -1,4 +1,4 @@
-//! Attention through Burn's tensors: ours, Burn's own, and composed of products, mask and softmax.
+//! Attention through Burn's tensors: ours, Burn's own, and composed from matrix products, mask and softmax.
 
 use super::{Implementation, Prepared, feed};
 use crate::case::{Pass, SOFTCAP, Variant};
@@ -11,7 +11,7 @@ use burn_flash_attention::{FlashAttentionOptions, flash_attention};
 use cubecl::client::Client;
 use flash_attention_kernels::{AttentionProblem, Dtype};
 
-/// The forward, or forward and backward through autodiff, with inputs that take turns.
+/// Forward, or forward and backward through autodiff, alternating between sets of inputs.
 pub(super) struct Tensors {
     device: Device,
     implementation: Implementation,
@@ -19,7 +19,7 @@ pub(super) struct Tensors {
     variant: Variant,
     pass: Pass,
     inputs: Vec<Inputs>,
-    /// What the last call gave: output, then gradients.
+    /// Results of the last call: output, then gradients.
     last: Option<(Tensor<4>, Vec<Tensor<4>>)>,
 }
 
@@ -34,9 +34,9 @@ struct Inputs {
     sinks: Option<Tensor<1>>,
     /// `data.sequences`.
     sequences: Option<Tensor<1, Int>>,
-    /// What slopes make of distances, `[1, heads_q, seq_q, seq_k]`, for implementations that know no slopes; made once, as models do.
+    /// ALiBi biases `[1, heads_q, seq_q, seq_k]`, for implementations without slopes; computed once, as in models.
     ramp: Option<Tensor<4>>,
-    /// True where causality or the window hide, for implementations that cannot be asked for it; made once, as models do.
+    /// Mask of causality or window, for implementations without these options; computed once, as in models.
     hidden: Option<Tensor<4, Bool>>,
 }
 
@@ -118,12 +118,12 @@ impl Tensors {
                     scores = scores.mask_fill(hidden.clone().expand(p.scores_shape()), f32::NEG_INFINITY);
                 }
                 let Some(sinks) = sinks else { return activation::softmax(scores, 3).matmul(repeated(v, p)) };
-                // One more column, which nothing is multiplied by.
+                // The sink is one more column, which is not multiplied by any value.
                 let column = sinks.clone().cast(scores.dtype()).reshape([1, p.num_heads_q, 1, 1]);
                 let scores = Tensor::cat(vec![scores, column.expand([p.batch, p.num_heads_q, p.seq_q, 1])], 3);
                 activation::softmax(scores, 3).narrow(3, 0, p.seq_k).matmul(repeated(v, p))
             }
-            // Scaled, or f16 would overflow.
+            // Scaled, because f16 would overflow otherwise.
             Implementation::Products => {
                 let q = q.mul_scalar(p.softmax_scale());
                 q.matmul(repeated(k, p).swap_dims(2, 3)).matmul(repeated(v, p))
@@ -132,7 +132,7 @@ impl Tensors {
     }
 }
 
-/// Heads of keys or values, each as often as query heads share it.
+/// Repeats key/value heads for the query heads that share them.
 fn repeated(x: Tensor<4>, p: &AttentionProblem) -> Tensor<4> {
     if p.group_size() == 1 {
         return x;
@@ -150,7 +150,7 @@ impl Inputs {
             if device.is_autodiff() { x.require_grad() } else { x }
         };
         let mask = data.mask.as_ref().zip(p.mask);
-        // Burn's own operation knows causality, not windows.
+        // Burn's own operation has causality, but no windows.
         let told = match implementation {
             Implementation::Ours | Implementation::OursFast | Implementation::OursTf32 => true,
             Implementation::Burn => !matches!(data.case.variant, Variant::Window(_)),
@@ -212,7 +212,7 @@ fn tensor(values: &Values, shape: [usize; 4], dtype: Dtype, device: &Device) -> 
 
 impl Work for Tensors {
     fn call(&mut self, turn: usize) -> Result<(), Error> {
-        // The last results go first: what a training step keeps is gone by the next one.
+        // Frees the last results first, as a training step does before the next one.
         self.last = None;
         let inputs = &self.inputs[turn % self.inputs.len()];
         let o = self.attention(inputs);

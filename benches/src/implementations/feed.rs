@@ -1,7 +1,7 @@
-//! The gradient of an output, handed to autodiff as the next layer of a model would hand it: nothing is computed for it.
+//! Passes the gradient of an output to autodiff as the next layer of a model would, without computing anything.
 //!
-//! A loss that is written down, as in `Σ dout∘o`, costs a product, a sum and their backwards, each a pass over memory, and
-//! they would be timed along.
+//! An explicit loss such as `Σ dout∘o` costs a product, a sum and their backwards, each a pass over memory, and they would be part of the
+//! measured time.
 
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
@@ -16,10 +16,10 @@ pub(super) fn loss(o: Tensor<4>, dout: Tensor<4>) -> Tensor<1> {
     Tensor::from_dispatch(Dispatch::feed(o.into_dispatch(), dout.into_dispatch()))
 }
 
-/// An operation whose backward is a given tensor.
+/// An operation whose backward returns a given tensor.
 #[backend_extension(Cube, Fusion, Autodiff)]
 pub trait Feed: Backend {
-    /// One zero.
+    /// Returns a single zero.
     #[fusion(default)]
     fn feed(o: FloatTensor<Self>, _dout: FloatTensor<Self>) -> FloatTensor<Self> {
         Self::float_zeros(Shape::new([1]), &o.device(), o.dtype().into())

@@ -1,4 +1,4 @@
-//! What is timed: the kernels called directly, and three attentions through Burn's tensors.
+//! Implementations to time: the kernels called directly, and attention through Burn's tensors.
 
 mod burn;
 mod feed;
@@ -20,21 +20,21 @@ use serde::{Deserialize, Serialize};
 pub enum Implementation {
     /// This repository's.
     Ours,
-    /// The same with sums of the backward in whichever order is fastest.
+    /// This repository's, with the fastest order of sums in the backward.
     OursFast,
-    /// The same with factors of f32 rounded to tf32.
+    /// This repository's, with factors of f32 products rounded to tf32.
     OursTf32,
     /// Burn's `module::attention`.
     Burn,
-    /// Products, mask, softmax: attention as it is written down, in Burn's operations.
+    /// Attention by its definition: matrix products, mask and softmax, as operations of Burn.
     Composed,
-    /// The two products of the forward alone, in Burn's operations: what its matrix products leave to be had. No attention, so
-    /// nothing is compared with the oracle.
+    /// The two matrix products of the forward alone, as operations of Burn: a bound on what its matrix products can reach. This is not
+    /// attention, so it is not compared with the oracle.
     Products,
 }
 
 impl Implementation {
-    /// The name in results.
+    /// Name in results.
     pub fn name(self) -> &'static str {
         match self {
             Implementation::Ours => "ours",
@@ -46,7 +46,7 @@ impl Implementation {
         }
     }
 
-    /// In which order its backward adds up, as far as it can be asked.
+    /// Order in which its backward sums, if it has the option.
     pub fn backward_order(self) -> BackwardOrder {
         match self {
             Implementation::OursFast => BackwardOrder::Fast,
@@ -54,7 +54,7 @@ impl Implementation {
         }
     }
 
-    /// How precisely it multiplies f32, as far as it can be asked.
+    /// Precision of its f32 products, if it has the option.
     pub fn precision(self) -> Precision {
         match self {
             Implementation::OursTf32 => Precision::Tf32,
@@ -67,15 +67,15 @@ impl Implementation {
         matches!(self, Implementation::Ours | Implementation::OursFast | Implementation::OursTf32)
     }
 
-    /// Whether it has this pass of its own: only our kernels can be called one at a time, the order of the backward is none of
-    /// the forward's business, tf32 none of half precision's, and products know no causality.
+    /// Whether this case and pass are timed for it. Only our kernels can be called one at a time, the order of the backward does not affect
+    /// the forward, tf32 does not affect half precision, and products have no causality.
     pub fn has(self, case: &Case, pass: Pass) -> bool {
         match self {
             Implementation::Products => pass == Pass::Forward && !case.causal && case.variant == Variant::None,
             Implementation::Ours => true,
             Implementation::OursFast => pass != Pass::Forward,
             Implementation::OursTf32 => case.dtype == Dtype::F32,
-            // They know neither functions nor blocks, draw otherwise what is dropped, and Burn's has no sinks.
+            // They have neither functions nor block masks, their dropout differs, and Burn's has no sinks.
             _ if case.variant.is_function() => false,
             _ if matches!(
                 case.variant,
@@ -90,16 +90,15 @@ impl Implementation {
     }
 }
 
-/// One pass over one problem, ready to be called.
+/// A pass over a problem, ready to be called.
 pub trait Prepared: Work {
     /// The kernel that runs.
     fn kernel(&self) -> String;
-    /// What the last call computed from the first inputs.
+    /// Results of the last call, for the first inputs.
     fn results(&mut self) -> Result<Results, Error>;
 }
 
-/// Puts `data` on the device, ready for the pass. Its problem says in which order our backward adds up, and how precisely we
-/// multiply.
+/// Uploads `data` to the device for the pass. Its problem holds the order of sums in our backward and the precision of our products.
 pub fn prepare(
     device: &cubecl::Device,
     implementation: Implementation,
@@ -113,7 +112,7 @@ pub fn prepare(
     Ok(Box::new(burn::Tensors::new(device, implementation, pass, data)?))
 }
 
-/// How many sets of inputs take turns, so that none is found in a cache: 256 MB of them, more than any GPU caches.
+/// Number of input sets that alternate, so that no inputs are cached: 256 MB in total, more than any GPU caches.
 pub fn input_sets(case: &Case) -> usize {
     (256_000_000 / case.bytes().max(1)).clamp(1, 8)
 }

@@ -1,4 +1,4 @@
-//! The kernels of this repository, called directly.
+//! Kernels of this repository, called directly.
 
 use super::Prepared;
 use crate::case::Pass;
@@ -12,7 +12,7 @@ use flash_attention_kernels::{
     backward_with, block_states, forward_with, plan, plan_with,
 };
 
-/// Forward, backward or both, with inputs that take turns.
+/// Forward, backward or both, alternating between sets of inputs.
 pub(super) struct Kernels {
     client: Client,
     problem: AttentionProblem,
@@ -21,11 +21,11 @@ pub(super) struct Kernels {
     tensors: Vec<Tensors>,
 }
 
-/// One set of inputs, and where its results go.
+/// One set of inputs, with memory for its results.
 pub(crate) struct Tensors {
     inputs: Inputs,
     saved: Saved,
-    /// None of them, and no scratch, for a forward alone.
+    /// Empty, and without scratch, if only the forward runs.
     pub gradients: Gradients,
     scratch: Option<Scratch>,
 }
@@ -42,7 +42,7 @@ impl Kernels {
         let tensors = data.iter().map(|data| Tensors::new(&client, data, pass)).collect::<Result<_, _>>()?;
         let kernels = Kernels { client, problem, plan, pass, tensors };
         if pass == Pass::Backward {
-            // It reads what the forward saved.
+            // The backward reads the saved results of the forward.
             kernels.tensors.iter().try_for_each(|tensors| kernels.forward(tensors))?;
         }
         Ok(kernels)
@@ -58,7 +58,7 @@ impl Kernels {
 }
 
 impl Tensors {
-    /// With the states of blocks that a function makes: they are made once, before anything is timed.
+    /// Uploads the inputs. A block mask of a function is computed here, before anything is timed.
     pub fn new(client: &Client, data: &Data, pass: Pass) -> Result<Self, Error> {
         let p = &data.problem;
         let size = p.dtype.size();
@@ -66,7 +66,7 @@ impl Tensors {
         let empty =
             |shape: [usize; 4]| TensorView::contiguous(client.empty(shape.iter().product::<usize>() * size), shape);
         let mask = data.mask.as_ref().zip(p.mask).map(|(mask, shape)| {
-            // WGSL has no bytes: four for each, which every device takes.
+            // WGSL has no bytes. Four bytes for each element work on every device.
             let bytes: Vec<u8> = mask.iter().flat_map(|hides| u32::from(*hides).to_le_bytes()).collect();
             let tensor = TensorView::contiguous(client.create_from_slice(&bytes), shape);
             MaskView { tensor, storage: MaskStorage::U32 }
@@ -133,7 +133,7 @@ impl Tensors {
         Ok(Tensors { inputs, saved: Saved { o, lse, dout, dlse: None }, gradients, scratch })
     }
 
-    /// Starts the forward.
+    /// Launches the forward.
     pub fn forward(
         &self,
         client: &Client,
@@ -143,7 +143,7 @@ impl Tensors {
         Ok(forward_with(client, problem, &self.inputs, &self.saved.o, &self.saved.lse, kernel)?)
     }
 
-    /// Starts the backward for these of the gradients.
+    /// Launches the backward for these gradients.
     pub fn backward(
         &self,
         client: &Client,
@@ -155,7 +155,7 @@ impl Tensors {
         Ok(backward_with(client, problem, &self.inputs, &self.saved, wanted, scratch, Some(tiles))?)
     }
 
-    /// What the forward and these of the gradients hold.
+    /// Reads the results of the forward and of these gradients.
     pub fn results(&self, client: &Client, dtype: Dtype, wanted: &Gradients) -> Results {
         let read = |handle, dtype| Values { bytes: client.read_one_unchecked(handle).to_vec(), dtype };
         let gradient = |view: &Option<TensorView>| view.as_ref().map(|view| read(view.handle.clone(), dtype));

@@ -1,4 +1,4 @@
-//! Horizontal bars.
+//! Charts with horizontal bars.
 
 use super::chart::{self, Area, Axis, Chart, Drawn, FOOT, HEAD, INK, SOFT, Scale, TEXT, bold, colour, plain, width};
 use super::model::Who;
@@ -11,24 +11,24 @@ const ROW: u32 = 21;
 
 /// A bar.
 pub struct Bar {
-    /// Whose.
+    /// Whose bar it is.
     pub who: Who,
-    /// Its length, or why it has none.
+    /// Its length, or the reason why it has none.
     pub value: Result<f64, String>,
-    /// Single measurements, where the bar is their median, and what each is.
+    /// Single measurements whose median is the bar, with descriptions.
     pub points: Vec<(f64, String)>,
 }
 
-/// A line of a chart.
+/// A row of a chart.
 pub enum Row {
-    /// What the bars below it share.
+    /// What the bars below have in common.
     Heading(String),
     Bar(Bar),
 }
 
-/// One chart of several that share their axis.
+/// One of several charts that share an axis.
 pub struct Plot {
-    /// What it shows.
+    /// Title.
     pub title: String,
     pub rows: Vec<Row>,
 }
@@ -43,7 +43,7 @@ impl Plot {
         self.bars().filter_map(move |bar| chart::text(&self.title, &bar.who, bar.points.iter().map(of)))
     }
 
-    /// Rows from the top, as many in each chart, with the names of bars.
+    /// Axis of rows from the top, the same number in each chart, with the names of bars.
     fn rows_axis(&self, rows: usize) -> Axis {
         let name = |(n, row): (usize, &Row)| match row {
             Row::Heading(_) => None,
@@ -54,13 +54,13 @@ impl Plot {
     }
 }
 
-/// Charts beside each other; nothing where no bar has a value.
+/// Charts next to each other; `None` if no bar has a value.
 pub fn chart(class: &'static str, label: &'static str, scale: Scale, plots: Vec<Plot>) -> Option<Chart> {
     let bars = || plots.iter().flat_map(Plot::bars);
     let values = bars().flat_map(|bar| bar.value.iter().copied().chain(bar.points.iter().map(|point| point.0)));
     let mut x_axis = Axis::holding(values, label, scale)?;
     if scale == Scale::Log {
-        // Bars start from a round value, which has a tick.
+        // Bars start at a round value, which has a tick.
         x_axis.range.start = 0.99 * 10f64.powf(x_axis.range.start.log10().floor());
     }
     let left = 16 + bars().map(|bar| width(&bar.who.label, TEXT)).max().unwrap_or(0);
@@ -72,7 +72,7 @@ pub fn chart(class: &'static str, label: &'static str, scale: Scale, plots: Vec<
 }
 
 fn draw(plot: &Plot, left: u32, axes: [&Axis; 2], area: &Area) -> Drawn {
-    // Beside the longest bar stands its value.
+    // The value is printed next to the bar.
     let chart = chart::panel(area, &plot.title, [left, 56], axes)?;
     let (plotted, low) = (chart.plotting_area(), axes[0].range.start);
     let say = |at: (f64, f64), shift: i32, text: &str, style: TextStyle<'static>| {
@@ -85,7 +85,7 @@ fn draw(plot: &Plot, left: u32, axes: [&Axis; 2], area: &Area) -> Drawn {
             Row::Heading(text) => say((low, y), -(left as i32), text, bold(TEXT))?,
             Row::Bar(Bar { value: Err(reason), .. }) => say((low, y), 6, &format!("– {reason}"), plain(SOFT))?,
             Row::Bar(Bar { who, value: Ok(value), points }) => {
-                // Further kernels of an implementation are paler.
+                // Other kernels of an implementation are paler.
                 let fill = colour(who.class).mix([0.8, 0.5, 0.35, 0.25][who.dash % 4]).filled();
                 plotted.draw(&Rectangle::new([(low, y - 0.35), (*value, y + 0.35)], fill))?;
                 for (value, _) in points {

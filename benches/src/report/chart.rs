@@ -1,4 +1,4 @@
-//! Charts as SVG, drawn by plotters: panels beside each other, under a heading and one legend.
+//! SVG charts, drawn by plotters: panels next to each other, below a heading and a legend.
 
 use super::model::Who;
 use super::numbers::{bytes, short};
@@ -11,18 +11,18 @@ use plotters::prelude::*;
 use std::error::Error as StdError;
 use std::ops::Range;
 
-/// What a panel is drawn on.
+/// Drawing area of a panel.
 pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-/// The result of drawing.
+/// Result of drawing.
 pub type Drawn = Result<(), Box<dyn StdError>>;
-/// Draws one of a chart's panels.
+/// Draws one panel of a chart.
 pub type Draw = Box<dyn Fn(usize, &Area) -> Drawn>;
 
 pub const INK: RGBColor = RGBColor(27, 36, 48);
 pub const SOFT: RGBColor = RGBColor(91, 102, 117);
 pub const RULE: RGBColor = RGBColor(223, 227, 232);
 
-/// Sizes of text.
+/// Font sizes.
 pub const TITLE: u32 = 14;
 pub const TEXT: u32 = 12;
 /// Distance between lines of text.
@@ -31,23 +31,23 @@ const LINE: u32 = 20;
 const WIDTH: u32 = 494;
 const MARGIN: u32 = 20;
 
-/// A chart in one measure.
+/// A chart of one quantity.
 pub struct Chart {
-    /// The view of the page that shows it.
+    /// View of the page in which it is shown.
     pub class: &'static str,
-    /// The single measurements that it shows, as text.
+    /// Its single measurements, as text.
     pub values: Vec<String>,
-    /// Whose lines are explained.
+    /// Entries of the legend.
     pub legend: Vec<Who>,
     /// Number of panels.
     pub panels: usize,
-    /// Height of each.
+    /// Height of a panel.
     pub height: u32,
     pub draw: Draw,
 }
 
 impl Chart {
-    /// The chart below its heading, on white: whoever shows it may have another background.
+    /// The chart below its heading, on a white background, because the page around it may have another one.
     pub fn svg(&self, heading: &[String]) -> Result<String, Error> {
         self.drawn(heading).map_err(|error| Error::Other(format!("a chart could not be drawn: {error}")))
     }
@@ -94,7 +94,7 @@ impl Chart {
     }
 }
 
-/// A chart with its axes, below a panel's title and between margins of this width. An axis with names has no grid.
+/// Draws a chart with its axes, below the panel's title and between margins of these widths. An axis with names has no grid.
 pub fn panel<'a, 'b>(
     area: &Area<'b>,
     title: &str,
@@ -118,7 +118,7 @@ pub fn panel<'a, 'b>(
     Ok(chart)
 }
 
-/// Height above a chart in its panel, and below it.
+/// Height above and below a chart in its panel.
 pub const HEAD: u32 = 46;
 pub const FOOT: u32 = 44;
 
@@ -128,27 +128,27 @@ pub fn text(title: &str, who: &Who, points: impl Iterator<Item = String>) -> Opt
     (!points.is_empty()).then(|| format!("{title}, {}: {}", who.label, points.join("; ")))
 }
 
-/// Text in bold.
+/// Bold text.
 pub fn bold(size: u32) -> TextStyle<'static> {
     font(size, FontStyle::Bold, INK)
 }
 
-/// Text of the common size.
+/// Text of the normal size.
 pub fn plain(colour: RGBColor) -> TextStyle<'static> {
     font(TEXT, FontStyle::Normal, colour)
 }
 
 fn font(size: u32, style: FontStyle, colour: RGBColor) -> TextStyle<'static> {
-    // The backend divides by that again.
+    // The backend divides by this factor again.
     FontDesc::new(FontFamily::SansSerif, 1.24 * f64::from(size), style).color(&colour)
 }
 
-/// Width of a text, nearly: the backend knows no fonts, and readers have different ones. This is a wide one's.
+/// Approximate width of a text. The backend knows no fonts, and readers have different ones, so a wide font is assumed.
 pub fn width(text: &str, size: u32) -> u32 {
     text.chars().count() as u32 * size * 6 / 10
 }
 
-/// The colour of an implementation.
+/// Colour of an implementation.
 pub fn colour(class: &str) -> RGBColor {
     match class {
         "ours" => RGBColor(209, 73, 11),
@@ -166,7 +166,7 @@ pub fn colour(class: &str) -> RGBColor {
     }
 }
 
-/// A line in its colour; dashed, where it is not the first of its implementation.
+/// A line in its colour; dashed if it is not the first of its implementation.
 pub fn stroke<DB: DrawingBackend, C: Clone + 'static>(points: Vec<C>, who: &Who) -> DynElement<'static, DB, C> {
     let style = colour(who.class).stroke_width(2);
     match [(0, 0), (6, 4), (2, 3), (10, 4)][who.dash % 4] {
@@ -175,29 +175,29 @@ pub fn stroke<DB: DrawingBackend, C: Clone + 'static>(points: Vec<C>, who: &Who)
     }
 }
 
-/// How values lie on an axis, and how its ticks are named.
+/// Scale of an axis, and format of its ticks.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Scale {
-    /// From zero.
+    /// Linear, from zero.
     Linear,
-    /// By factors.
+    /// Logarithmic.
     Log,
-    /// By factors of two, named as bytes.
+    /// Logarithmic to base two, formatted as bytes.
     Bytes,
 }
 
-/// An axis, on one of plotters' own.
+/// An axis.
 #[derive(Clone)]
 pub struct Axis {
     pub label: &'static str,
     pub scale: Scale,
     pub range: Range<f64>,
-    /// Ticks with their names, if they are not round values.
+    /// Ticks with their names, if ticks are not at round values.
     pub names: Vec<(f64, String)>,
 }
 
 impl Axis {
-    /// An axis that holds all values; nothing where there are none.
+    /// An axis that contains all values; `None` if there are none.
     pub fn holding(values: impl Iterator<Item = f64>, label: &'static str, scale: Scale) -> Option<Self> {
         let (low, high) = values
             .filter(|value| value.is_finite())

@@ -1,46 +1,46 @@
-//! Of which commits the rows of ours in a chart or table are: of one, or it is refused.
+//! Commits of the rows of ours in a chart or table. Rows from several commits are refused.
 
 use super::model::{OURS, distinct};
 use crate::error::Error;
 use crate::results::{Memory, TileTiming, Timing};
 use std::path::Path;
 
-/// What a chart or table may show.
+/// Rows that a chart or table may show.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Allow {
-    /// Rows of ours of one commit, or of a tree that differed from it: a report of one's own measurements.
+    /// Rows of ours from one commit, or from a tree that differed from it: for reports of one's own measurements.
     OneCommit,
-    /// Rows of ours of one clean commit: what documents show.
+    /// Rows of ours from one clean commit: for documents.
     Clean,
-    /// Rows of ours that are not, until they are measured again; and no others, so that the mark goes when they are.
+    /// Only rows of ours that are not from one clean commit. A mark as stale therefore has to be removed once they are measured again.
     Stale,
     /// Any rows.
     Any,
 }
 
-/// The commits of rows of ours, each with the passes that are of it.
+/// Commits of rows of ours, each with its passes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Commits(Vec<(String, Vec<String>, usize)>);
 
 impl Commits {
-    /// Of these rows, those of ours.
+    /// Commits of the rows of ours among these.
     pub fn of<'a>(rows: impl IntoIterator<Item = &'a Timing>) -> Self {
         let ours = rows.into_iter().filter(|row| OURS.contains(&row.r#impl.as_str()));
         Self::grouped(ours.map(|row| (row.commit.as_str(), row.pass.as_str())))
     }
 
-    /// Of measurements of memory, those of ours.
+    /// Commits of the rows of ours among memory measurements.
     pub fn of_memory<'a>(rows: impl IntoIterator<Item = &'a Memory>) -> Self {
         let ours = rows.into_iter().filter(|row| OURS.contains(&row.r#impl.as_str()));
         Self::grouped(ours.map(|row| (row.commit.as_str(), row.pass.as_str())))
     }
 
-    /// Of sweeps, which are of our kernels.
+    /// Commits of sweeps, which measure our kernels only.
     pub fn of_tiles<'a>(rows: impl IntoIterator<Item = &'a TileTiming>) -> Self {
         Self::grouped(rows.into_iter().map(|row| (row.commit.as_str(), row.kernel.as_str())))
     }
 
-    /// Rows as commits, each with what they are called where there are several.
+    /// Groups rows by commit, with the names that tell them apart.
     fn grouped<'a>(rows: impl Iterator<Item = (&'a str, &'a str)>) -> Self {
         let rows: Vec<(&str, &str)> = rows.collect();
         let of = |commit: &str| {
@@ -50,7 +50,8 @@ impl Commits {
         Commits(distinct(rows.iter().map(|(commit, _)| *commit)).into_iter().map(of).collect())
     }
 
-    /// As in `ours: 68bb77a1e3+ (forward), f044676fbd (backward)`, or of many the commits alone; nothing where there are none.
+    /// Text as in `ours: 68bb77a1e3+ (forward), f044676fbd (backward)`. With many commits it lists the commits only; without any it is
+    /// empty.
     pub fn text(&self) -> String {
         let of = |(commit, passes, _): &(String, Vec<String>, usize)| match self.0.len() {
             2 | 3 => format!("{commit} ({})", passes.join(", ")),
@@ -67,7 +68,7 @@ impl Commits {
         self.0.iter().map(of).collect::<Vec<_>>().join("; ")
     }
 
-    /// Refuses what is not allowed of the chart or table `what` of a file.
+    /// Refuses the chart or table `what` of a file if it shows rows that are not allowed.
     pub fn check(&self, file: &Path, what: &str, allow: Allow) -> Result<(), Error> {
         let (file, what) = (file.to_path_buf(), what.to_string());
         let unclean = self.0.iter().find(|(commit, ..)| commit.ends_with('+') || commit == "unknown");

@@ -1,4 +1,4 @@
-//! Which charts the report has, and what each says of itself.
+//! Figures of the report, with their titles and notes.
 
 use super::bars::{self, Bar, Row};
 use super::chart::{Chart, Scale};
@@ -9,32 +9,32 @@ use super::studies::{self, Study};
 use super::{lines, tiles};
 use crate::results::{Call, Moved, TileTiming, Timing};
 
-/// A chart in one or more views, with what it shows.
+/// A chart in one or more views.
 #[derive(Default)]
 pub struct Figure {
-    /// What is shown.
+    /// Title.
     pub title: String,
-    /// Where it was measured, if the title does not say it.
+    /// Device and runtime, if the title does not name them.
     pub machine: String,
-    /// Several where the reader can choose.
+    /// Views; the reader can choose if there are several.
     pub views: Vec<Chart>,
-    /// What has no value, and why.
+    /// Measurements without a value, and the reasons.
     pub missing: Vec<String>,
-    /// The rows of a map of tiles.
+    /// Rows of a map of tiles.
     pub tiles: Vec<TileTiming>,
-    /// Of which commits its rows of ours are.
+    /// Commits of the rows of ours.
     pub commits: Commits,
 }
 
 impl Figure {
-    /// What stands above each chart.
+    /// Lines above each chart.
     pub fn heading(&self) -> Vec<String> {
         let lines = [self.title.clone(), self.machine.clone(), self.commits.text()];
         lines.into_iter().filter(|line| !line.is_empty()).collect()
     }
 }
 
-/// What is drawn against an axis.
+/// A quantity that is drawn along an axis.
 struct Measure {
     class: &'static str,
     label: &'static str,
@@ -80,14 +80,14 @@ pub fn sequences(results: &Results, machine: &Machine, roofs: &Roofs) -> Vec<Fig
     studies.iter().filter_map(|study| lines_of(results, machine, study, roofs, measures(study))).collect()
 }
 
-/// Of steps of decoding, bandwidth and time; of all else time, rate and fraction of the roofline.
+/// Bandwidth and time for decoding steps; time, rate and fraction of the roofline for all else.
 fn measures(study: &Study) -> &'static [Measure] {
     let decodes =
         study.rows.iter().filter(|row| row.median_ms.is_some()).all(|row| row.gigabytes_per_second().is_some());
     if decodes { &[BANDWIDTH, TIME] } else { &[RATE, TIME, FRACTION] }
 }
 
-/// The same over every other axis.
+/// Time, rate and fraction of the roofline over every other axis.
 pub fn scaling(results: &Results, machine: &Machine, roofs: &Roofs) -> Vec<Figure> {
     let studies = studies::scaling(machine);
     studies.iter().filter_map(|study| lines_of(results, machine, study, roofs, measures(study))).collect()
@@ -99,7 +99,7 @@ pub fn memory(results: &Results, machine: &Machine, roofs: &Roofs) -> Vec<Figure
     studies.iter().filter_map(|study| lines_of(results, machine, study, roofs, &[PEAK])).collect()
 }
 
-/// Who failed, where along the axis, and why.
+/// A failure: the implementation, its place on the axis, and the reason.
 type Failure<'a> = (String, String, &'a str);
 
 fn lines_of(
@@ -160,7 +160,7 @@ fn point(measure: &Measure, study: &Study, row: &Timing, roofs: &Roofs) -> lines
     lines::Point { x: (study.axis.of)(row), y, text: y.map_or(String::new(), measure.text) + &spread }
 }
 
-/// Where the composed form no longer fits into memory.
+/// Length from which the composed implementation no longer fits into memory.
 fn composed_end(results: &Results, study: &Study, pass: &str) -> Option<(usize, &'static str, String)> {
     let failed = |row: &&&Timing| {
         (row.r#impl.as_str(), row.pass.as_str()) == ("composed", pass)
@@ -206,7 +206,7 @@ pub fn variants(results: &Results, machine: &Machine) -> Vec<Figure> {
     varied.into_iter().filter_map(figure).collect()
 }
 
-/// What the first call costs, and each launch on the host.
+/// Time of the first call, and host time of each launch.
 pub fn calls(results: &Results, machine: &Machine) -> Vec<Figure> {
     let runs = distinct(machine.rows.iter().map(|row| row.run.as_str()));
     let calls: Vec<&Call> = results.calls.iter().filter(|call| runs.contains(&call.run.as_str())).collect();
@@ -235,7 +235,7 @@ pub fn calls(results: &Results, machine: &Machine) -> Vec<Figure> {
     first.into_iter().chain(host).collect()
 }
 
-/// Tile sweeps: a map for each kernel, one figure for each problem.
+/// Tile sweeps: a map for each kernel, and a figure for each problem.
 pub fn tiles(rows: &[TileTiming]) -> Vec<Figure> {
     let problem = |row: &TileTiming| {
         let TileTiming { batch, heads_q, seq_q, head_dim, .. } = row;
@@ -251,7 +251,7 @@ pub fn tiles(rows: &[TileTiming]) -> Vec<Figure> {
     distinct(rows.iter().map(|row| problem(row))).into_iter().map(figure).collect()
 }
 
-/// Bytes moved beside the model's, over the tile and over the length.
+/// Bytes moved compared with the IO model's, over the tile and over the length.
 pub fn moved(rows: &[Moved]) -> Vec<Figure> {
     type Field = fn(&Moved) -> usize;
     let axes: [(&'static str, Field, Field, &str); 2] = [
@@ -303,7 +303,7 @@ fn moved_plot(kernel: &str, rows: &[&Moved], x: fn(&Moved) -> usize) -> lines::P
     lines::Plot { title: kernel.into(), lines: kinds.into_iter().map(line).collect(), end: None }
 }
 
-/// A title as part of a file's name.
+/// A title as part of a file name.
 pub fn slug(title: &str) -> String {
     let words = title.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
     words.collect::<Vec<_>>().join("-").to_lowercase()

@@ -1,4 +1,4 @@
-//! Lines over a logarithmic axis.
+//! Line charts over a logarithmic axis.
 
 use super::chart::{self, Area, Axis, Chart, Drawn, FOOT, HEAD, INK, Scale, TEXT, colour, plain, stroke, width};
 use super::model::{Who, distinct};
@@ -6,31 +6,31 @@ use super::numbers::length;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-/// A value measured at a place, or the lack of one.
+/// A measured value, or a missing one.
 pub struct Point {
-    /// Where.
+    /// Position on the x axis.
     pub x: usize,
-    /// How much.
+    /// Value.
     pub y: Option<f64>,
-    /// The same as text.
+    /// Value as text.
     pub text: String,
 }
 
 /// The points of one line, in order.
 pub struct Line {
-    /// Whose.
+    /// Whose line it is.
     pub who: Who,
-    /// Where they are.
+    /// Points.
     pub points: Vec<Point>,
 }
 
-/// One chart of several that share both axes.
+/// One of several charts that share both axes.
 pub struct Plot {
-    /// What it shows.
+    /// Title.
     pub title: String,
-    /// Its lines.
+    /// Lines.
     pub lines: Vec<Line>,
-    /// Where a line ends for a reason: the place, its class and the reason.
+    /// Mark where a line ends: its position, its class and the reason.
     pub end: Option<(usize, &'static str, String)>,
 }
 
@@ -45,7 +45,7 @@ impl Plot {
     }
 }
 
-/// Charts beside each other, whose axes have these names; nothing where no point has a value.
+/// Charts next to each other with these axis labels; `None` if no point has a value.
 pub fn chart(class: &'static str, labels: [&'static str; 2], scale: Scale, mut plots: Vec<Plot>) -> Option<Chart> {
     let lines = || plots.iter().flat_map(|plot| &plot.lines);
     let y_axis = Axis::holding(plots.iter().flat_map(Plot::values), labels[1], scale)?;
@@ -61,10 +61,10 @@ pub fn chart(class: &'static str, labels: [&'static str; 2], scale: Scale, mut p
     Some(Chart { class, values, legend, panels, height, draw })
 }
 
-/// A logarithmic axis with a tick at each place, and names where there is room for them.
+/// A logarithmic axis with a tick at each position, and names where they fit.
 fn places_axis(places: &[usize], label: &'static str) -> Axis {
     let (first, last) = (places[0] as f64, places[places.len() - 1] as f64);
-    // Between the frame and what is measured.
+    // Margin between the frame and the outermost points.
     let room = if last > first { (last / first).powf(0.05) } else { 2.0 };
     let range = first / room..last * room;
     let mut free = f64::MIN;
@@ -88,14 +88,14 @@ fn draw(plot: &Plot, axes: [&Axis; 2], area: &Area) -> Drawn {
         let x = *place as f64;
         let ends = [(x, up.start), (x, up.end)];
         chart.draw_series(DashedLineSeries::new(ends, 3, 3, colour(class).stroke_width(1)))?;
-        // On the side that has more room.
+        // On the side with more space.
         let side = if x * x > across.start * across.end { HPos::Right } else { HPos::Left };
         let style = plain(INK).pos(Pos::new(side, VPos::Bottom));
         chart.plotting_area().draw(&Text::new(reason.as_str(), (x, up.end), style))?;
     }
-    // The first is drawn last, over the others.
+    // The first line is drawn last, on top of the others.
     for line in plot.lines.iter().rev() {
-        // A line stops where there is no value: what lies beyond was not measured.
+        // A line stops at a missing value.
         for run in line.points.split(|point| point.y.is_none()) {
             let run: Vec<_> = run.iter().filter_map(|point| Some((point.x as f64, point.y?))).collect();
             chart.draw_series([stroke(run.clone(), &line.who)])?;

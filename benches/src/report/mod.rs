@@ -1,4 +1,4 @@
-//! The report: a page of charts and tables from the files of results, and the tables of documents.
+//! The report: a page of charts and tables from result files, and the tables and charts of documents.
 
 mod bars;
 mod chart;
@@ -24,8 +24,8 @@ pub use commits::{Allow, Commits};
 pub use pictures::pictures;
 pub use tables::write_tables;
 
-/// Writes the page of these results (all in the directory, if none is named), and the charts that may stand alone as
-/// files of their own. Gives the files written.
+/// Writes the page of these results (of all results in the directory, if none is named), and the charts in files of their own. Returns the
+/// files written.
 ///
 /// # Errors
 ///
@@ -51,7 +51,7 @@ pub fn write(
     Ok(files)
 }
 
-/// The page of these results, and the charts that may stand alone.
+/// The page of these results, and the charts for files of their own.
 fn draw(directory: &Path, names: &[String], allow: Allow) -> Result<(String, Vec<Alone>), Error> {
     let mut all = names.iter().map(|name| Results::read(directory, name)).collect::<Result<Vec<_>, _>>()?;
     all.sort_by_key(|results| results.timings.is_empty());
@@ -60,7 +60,7 @@ fn draw(directory: &Path, names: &[String], allow: Allow) -> Result<(String, Vec
     page::page(directory, &all, &roofs, allow)
 }
 
-/// The names of all results in a directory.
+/// Names of all results in a directory.
 pub(crate) fn found(directory: &Path) -> Result<Vec<String>, Error> {
     let entries = fs::read_dir(directory).map_err(|source| Error::io(directory, source))?;
     let mut names = BTreeSet::new();

@@ -1,4 +1,4 @@
-//! Rows put in order: which belong together in a chart, and what each is called there.
+//! Model of the report: which rows belong together in a chart, and their labels.
 
 use crate::error::Error;
 use crate::results::{self, Accuracy, Call, Memory, Moved, TileTiming, Timing};
@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
 
-/// Implementations in the order of legends and tables; others follow.
+/// Implementations in the order of legends and tables. Other implementations come last.
 const IMPLS: [&str; 12] = [
     "ours",
     "ours-fast",
@@ -21,16 +21,16 @@ const IMPLS: [&str; 12] = [
     "products",
     "matmul",
 ];
-/// What is no attention.
+/// Not attention: matrix products only.
 pub const PRODUCTS: &str = "products";
-/// Those of this repository.
+/// Implementations of this repository.
 pub const OURS: [&str; 3] = ["ours", "ours-fast", "ours-tf32"];
 /// Passes in the order of panels.
 const PASSES: [&str; 4] = ["forward", "backward", "both", "autodiff"];
 
-/// Everything that the results of one name hold.
+/// All results of one name.
 pub struct Results {
-    /// The name.
+    /// Name of the results.
     pub name: String,
     /// Device times.
     pub timings: Vec<Timing>,
@@ -47,7 +47,7 @@ pub struct Results {
 }
 
 impl Results {
-    /// Reads the files of a name; at least one of them must be there.
+    /// Reads the files of a name, of which at least one must exist.
     pub fn read(directory: &Path, name: &str) -> Result<Self, Error> {
         let results = Results {
             name: name.into(),
@@ -66,7 +66,7 @@ impl Results {
         Ok(results)
     }
 
-    /// Why this row has no time, as far as the first line of its call's note says.
+    /// Reason why this row has no time: the first line of its call's note.
     pub fn reason(&self, row: &Timing) -> &str {
         let same = |call: &&Call| {
             (&call.run, &call.r#impl, &call.kernel, &call.pass) == (&row.run, &row.r#impl, &row.kernel, &row.pass)
@@ -76,19 +76,19 @@ impl Results {
         self.calls.iter().rev().find(same).and_then(|call| call.note.lines().next()).unwrap_or("no reason recorded")
     }
 
-    /// What was timed on each device with each runtime. PyTorch's rows join the runs that they were timed in, or, where what was
-    /// timed together was timed in pieces, those of their commit.
+    /// Timings of each device with each runtime. PyTorch's rows join the runs in which they were timed. If the measurement was split into
+    /// several sessions, they join the runs of their commit.
     pub fn machines(&self) -> Vec<Machine<'_>> {
         let what = |row: &Timing| {
             let who = (row.device.clone(), row.runtime.clone(), row.r#impl.clone());
             (who, row.pass.clone(), Problem::from(row))
         };
         let mut rows = latest(&self.timings, |row| (what(row), row.kernel.clone()));
-        // A call that failed before it had a kernel gives way to one that did not fail.
+        // A failed call without a kernel is dropped if there is a row for the same measurement that did not fail.
         let named: BTreeSet<_> = rows.iter().filter(|row| !row.kernel.is_empty()).map(|row| what(row)).collect();
         rows.retain(|row| !row.kernel.is_empty() || row.median_ms.is_some() || !named.contains(&what(row)));
         let torch = |row: &Timing| row.runtime.starts_with("torch");
-        // Runs count even where a later one has measured the same again.
+        // Runs count even if a later run has repeated all of their measurements.
         let of_host = || self.timings.iter().filter(|row| !torch(row));
         let hosts: BTreeSet<&str> = of_host().map(|row| row.run.as_str()).collect();
         let commits: BTreeSet<[&str; 2]> = of_host().map(|row| [row.commit.as_str(), row.device.as_str()]).collect();
@@ -119,31 +119,31 @@ impl Results {
     }
 }
 
-/// A device with a runtime, and what was timed there.
+/// Timings of a device with a runtime.
 pub struct Machine<'a> {
     /// The device.
     pub device: &'a str,
     /// The runtime.
     pub runtime: &'a str,
-    /// Its rows, of each repeated measurement the last.
+    /// Rows, with the last one of repeated measurements.
     pub rows: Vec<&'a Timing>,
 }
 
 impl Machine<'_> {
-    /// As in `NVIDIA H200, cuda, with torch 2.9.1`.
+    /// Title, as in `NVIDIA H200, cuda, with torch 2.9.1`.
     pub fn title(&self) -> String {
         let peers = distinct(self.rows.iter().map(|row| row.runtime.as_str()).filter(|name| *name != self.runtime));
         let with = if peers.is_empty() { String::new() } else { format!(", with {}", peers.join(", ")) };
         format!("{}, {}{with}", self.device, self.runtime)
     }
 
-    /// Attention alone, without the products that are its roofline.
+    /// Rows of attention, without the matrix products for the roofline.
     pub fn attention(&self) -> impl Iterator<Item = &Timing> {
         self.rows.iter().copied().filter(|row| row.r#impl != "matmul")
     }
 }
 
-/// Which problem a row is about, in the columns' names. A zero is an axis that varies.
+/// The problem of a row, named as the columns are. A zero stands for an axis that varies.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Problem {
     pub dtype: String,
@@ -155,7 +155,7 @@ pub struct Problem {
     pub batch: usize,
     pub seq_q: usize,
     pub seq_k: usize,
-    /// What stays the same where axes vary together.
+    /// A quantity that stays constant while axes vary together.
     pub also: String,
 }
 
@@ -181,7 +181,7 @@ macro_rules! problem_of {
 }
 problem_of!(Timing, Call, Accuracy, Memory);
 
-/// As in `bf16 [4, 16, 4096, 128] causal`; an axis that varies is a letter.
+/// Formats as in `bf16 [4, 16, 4096, 128] causal`; an axis that varies is a letter.
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let axis = |value: usize, letter: &str| if value == 0 { letter.into() } else { value.to_string() };
@@ -199,19 +199,19 @@ impl fmt::Display for Problem {
     }
 }
 
-/// Who did something: rows of one line in a chart.
+/// Implementation of the rows in one line of a chart.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Who {
-    /// The implementation, with its kernel and runtime where there are several.
+    /// Label: the implementation, with its kernel and runtime if there are several.
     pub label: String,
-    /// What gives the colour.
+    /// Class, which determines the colour.
     pub class: &'static str,
-    /// Which of the implementation's lines this is.
+    /// Index of this line among the implementation's lines.
     pub dash: usize,
 }
 
-/// Rows by who did them, in the order of legends. `who` gives implementation, kernel, runtime and pass; kernel and
-/// runtime are part of the label where an implementation has several in one pass of `all`, the rows of the figure.
+/// Groups rows by implementation, in the order of legends. `who` returns implementation, kernel, runtime and pass. Kernel and runtime are
+/// part of the label if an implementation has several in one pass of `all`, the rows of the figure.
 pub fn by_who<'a, R>(rows: &[&'a R], all: &[&'a R], who: fn(&R) -> [&str; 4]) -> Vec<(Who, Vec<&'a R>)> {
     let keys = distinct(all.iter().map(|row| who(row)));
     let several = |name: &str, part: usize| {
@@ -242,12 +242,12 @@ pub fn timed_by(row: &Timing) -> [&str; 4] {
     [&row.r#impl, &row.kernel, &row.runtime, &row.pass]
 }
 
-/// The name of an implementation, if it is known.
+/// Name of an implementation, or `other` if it is unknown.
 pub fn class(name: &str) -> &'static str {
     IMPLS.into_iter().find(|known| *known == name).unwrap_or("other")
 }
 
-/// Passes among these, in the order of panels.
+/// The passes among these names, in the order of panels.
 pub fn passes<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     let mut passes = distinct(names);
     passes.sort_by_key(|name| place(&PASSES, name));
@@ -258,12 +258,12 @@ fn place(known: &[&str], name: &str) -> usize {
     known.iter().position(|other| *other == name).unwrap_or(known.len())
 }
 
-/// The fastest product of matrices of each run and element type, in TFLOP/s.
+/// The fastest matrix product of each run and element type, in TFLOP/s.
 #[derive(Default)]
 pub struct Roofs(BTreeMap<(String, String), f64>);
 
 impl Roofs {
-    /// Adds what was timed.
+    /// Adds the matrix products among these rows.
     pub fn add(&mut self, rows: &[Timing]) {
         for row in rows.iter().filter(|row| row.r#impl == "matmul") {
             let roof = self.0.entry((row.run.clone(), row.dtype.clone())).or_default();
@@ -271,13 +271,13 @@ impl Roofs {
         }
     }
 
-    /// That of the row's own run.
+    /// The roofline of the row's run.
     pub fn of(&self, row: &Timing) -> Option<f64> {
         self.0.get(&(row.run.clone(), row.dtype.clone())).copied().filter(|roof| *roof > 0.0)
     }
 }
 
-/// Of rows with the same key the last, in their order.
+/// The last row of each key, in the original order.
 pub fn latest<R, K: Ord>(rows: &[R], key: impl Fn(&R) -> K) -> Vec<&R> {
     let mut seen = BTreeSet::new();
     let mut kept: Vec<&R> = rows.iter().rev().filter(|row| seen.insert(key(row))).collect();
@@ -285,7 +285,7 @@ pub fn latest<R, K: Ord>(rows: &[R], key: impl Fn(&R) -> K) -> Vec<&R> {
     kept
 }
 
-/// Each once, in order of appearance.
+/// Removes duplicates, in order of first appearance.
 pub fn distinct<T: PartialEq>(items: impl IntoIterator<Item = T>) -> Vec<T> {
     let mut kept = Vec::new();
     for item in items {

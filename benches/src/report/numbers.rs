@@ -1,6 +1,6 @@
-//! Numbers as text.
+//! Formatting of numbers.
 
-/// Three significant digits.
+/// Formats with three significant digits.
 pub fn number(value: f64) -> String {
     match value.abs() {
         size if size >= 1000.0 => thousands(value.round() as u64),
@@ -12,25 +12,25 @@ pub fn number(value: f64) -> String {
     }
 }
 
-/// As [`number`], without zeros at the end: for ticks.
+/// [`number`] without trailing zeros, for ticks.
 pub fn short(value: f64) -> String {
     let text = number(value);
     if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.').into() } else { text }
 }
 
-/// 16,384.
+/// Formats as in 16,384.
 pub fn thousands(value: u64) -> String {
     if value < 1000 { value.to_string() } else { format!("{},{:03}", thousands(value / 1000), value % 1000) }
 }
 
-/// 1.5 GiB.
+/// Formats as in 1.5 GiB.
 pub fn bytes(value: f64) -> String {
     let unit = (0..4).rev().find(|unit| value >= 1024f64.powi(*unit)).unwrap_or(0);
     let scaled = short(value / 1024f64.powi(unit));
     format!("{scaled} {}", ["B", "KiB", "MiB", "GiB"][unit as usize])
 }
 
-/// 16k for 16,384.
+/// Formats 16,384 as 16k.
 pub fn length(value: usize) -> String {
     if value >= 1024 && value.is_multiple_of(1024) { format!("{}k", value / 1024) } else { value.to_string() }
 }

@@ -1,4 +1,4 @@
-//! The page: figures and tables in their order, in one file that needs nothing else.
+//! The report page: figures and tables in order, in one self-contained file.
 
 use super::commits::{Allow, Commits};
 use super::figures::{self, Figure};
@@ -37,14 +37,14 @@ const BEYOND: &str = "The most bytes in use at any launch of a call in a process
     what must be held: the output, lse, the gradients and two f32 a row, and for an order of the backward that is not fixed \
     dq in f32. What the runtime reserves includes what it keeps for later.";
 
-/// A chart that may stand alone: the name of its file, its text, and of which commits its rows of ours are.
+/// A chart in its own file: its name, its SVG text, and the commits of its rows of ours.
 pub struct Alone {
     pub name: String,
     pub text: String,
     pub commits: Commits,
 }
 
-/// The whole page, and the charts that may stand alone.
+/// Returns the page and the charts for files of their own.
 ///
 /// # Errors
 ///
@@ -117,7 +117,7 @@ fn check(figures: &[Figure], heading: &str, file: &Path, allow: Allow) -> Result
     })
 }
 
-/// Adds each figure's first view as a file of its own.
+/// Adds the first view of each figure as a chart in its own file.
 fn save(pictures: &mut Vec<Alone>, place: &str, figures: &[Figure]) -> Result<(), Error> {
     for (figure, view) in figures.iter().filter_map(|figure| Some((figure, figure.views.first()?))) {
         let name = format!("{}-{}.svg", figures::slug(&format!("{place} {}", figure.title)), view.class);
@@ -139,7 +139,7 @@ fn show(figure: &Figure) -> Result<String, Error> {
             if values.is_empty() { values } else { format!("<details><summary>Values</summary>{values}</details>") };
         let _ = write!(html, "<div class=\"view {}\">{}{values}</div>", view.class, view.svg(&figure.heading())?);
     }
-    // The choice of views is the whole page's, so that one which a figure lacks must be said.
+    // The choice of views applies to the whole page, so a figure without the chosen view must say so.
     if figure.views.iter().any(|view| ["rate", "time"].contains(&view.class)) {
         let lacks = |class: &&str| figure.views.iter().all(|view| view.class != *class);
         for class in ["rate", "time", "fraction"].iter().filter(|class| lacks(class)) {
@@ -156,15 +156,15 @@ fn list(texts: &[String]) -> String {
     if items.is_empty() { items } else { format!("<ul class=\"list\">{items}</ul>") }
 }
 
-/// Text inside an element or a quoted attribute.
+/// Escapes text for an element or a quoted attribute.
 fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
-/// Our best rates, in large type.
+/// Our highest rates, in large type.
 fn best(machine: &Machine) -> String {
     let best = |pass: &str| {
-        // Hidden scores are counted as if they were computed: a variant's rate is not one to boast of.
+        // Hidden scores count as if they were computed, so rates of variants are left out.
         let ours = |row: &&Timing| (&*row.r#impl, &*row.pass, &*row.variant) == ("ours", pass, "none");
         let ours = machine.attention().filter(ours).filter(|row| row.tflops.is_some());
         let row = ours.max_by(|a, b| a.tflops.unwrap_or(0.0).total_cmp(&b.tflops.unwrap_or(0.0)))?;
@@ -175,7 +175,7 @@ fn best(machine: &Machine) -> String {
     if items.is_empty() { items } else { format!("<dl class=\"best\">{items}</dl>") }
 }
 
-/// A table; each cell is its class, what it is sorted by where that is not its text, and its text.
+/// A table. Each cell has a class, an optional sort key that replaces its text, and its text.
 fn table(
     columns: &[&str],
     rows: impl Iterator<Item = (&'static str, Vec<(&'static str, Option<f64>, String)>)>,
@@ -261,7 +261,7 @@ fn rows(all: &[Results], roofs: &Roofs) -> String {
     )
 }
 
-/// Of repeated measurements the last.
+/// The last of repeated measurements.
 fn latest_memory(rows: &[Memory]) -> Vec<&Memory> {
     let what = |row: &Memory| {
         let place = (row.device.clone(), row.runtime.clone());
@@ -270,7 +270,7 @@ fn latest_memory(rows: &[Memory]) -> Vec<&Memory> {
     latest(rows, what)
 }
 
-/// Memory beyond the inputs.
+/// Memory in addition to the inputs.
 fn beyond(rows: &[&Memory]) -> String {
     if rows.is_empty() {
         return String::new();
@@ -289,7 +289,7 @@ fn beyond(rows: &[&Memory]) -> String {
     format!("<h4>Memory beyond the inputs</h4><p>{BEYOND}</p>{}", table(&columns, rows.iter().map(row)))
 }
 
-/// The error of each result, side by side for those who computed it.
+/// Errors of each result, for all implementations side by side.
 fn errors(rows: &[Accuracy]) -> String {
     let what = |row: &Accuracy| (Problem::from(row), row.pass.clone(), row.r#impl.clone(), row.kernel.clone());
     let mut rows = latest(rows, what);

@@ -1,4 +1,4 @@
-//! The charts that documents show, kept current by a test.
+//! Charts in documents, which a test keeps current.
 
 use super::{Allow, draw, save};
 use crate::error::Error;
@@ -7,20 +7,20 @@ use crate::results::{self, Timing};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Draws the charts of documents anew from the results, into the folder of documents; with `check`, says instead whether they are
-/// current. Gives those that were not.
+/// Draws the charts of documents from the results into the documents' directory. With `check`, only reports whether they are current.
+/// Returns the charts that were not.
 ///
 /// # Errors
 ///
-/// If a chart would show rows of ours that are not of one clean commit, unless it is marked as stale, and then if it shows none;
-/// with `check`, if a chart is not current.
+/// If a chart would show rows of ours that are not from one clean commit, unless it is marked as stale; if a chart marked as stale shows
+/// none of those; and, with `check`, if a chart is not current.
 pub fn pictures(directory: &Path, documents: &Path, check: bool) -> Result<Vec<PathBuf>, Error> {
     let mut changed = Vec::new();
     for picture in &PICTURES {
         let (_, charts) = draw(directory, &[picture.results.into()], Allow::Any)?;
         let file = results::path::<Timing>(directory, picture.results);
         let same = charts.into_iter().filter(|chart| chart.name.ends_with(picture.picture));
-        // Not that of peers that nothing of this repository ran beside.
+        // Not the chart of peers that were timed without an implementation of this repository.
         let chart = same.max_by_key(|chart| !chart.commits.text().is_empty()).ok_or_else(|| {
             let why = format!("has no chart {}, which {} shows", picture.picture, picture.document);
             Error::Other(format!("{} {why}", file.display()))

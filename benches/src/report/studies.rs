@@ -1,17 +1,17 @@
-//! Rows that differ in one axis only: what lines are drawn of.
+//! Studies: rows that differ along one axis only, each drawn as lines.
 
 use super::model::{Machine, Problem, distinct};
 use crate::results::Timing;
 use std::collections::BTreeMap;
 use std::ptr;
 
-/// Something that varies while all else stays.
+/// An axis that varies while everything else stays constant.
 pub struct Axis {
-    /// Its name.
+    /// Its label.
     pub label: &'static str,
-    /// Its value.
+    /// Its value for a row.
     pub of: fn(&Timing) -> usize,
-    /// Takes it out of a problem, so that what is left is the same for all rows of a study.
+    /// Removes it from a problem, so that the rest is the same for all rows of a study.
     clear: fn(&mut Problem),
 }
 
@@ -26,7 +26,7 @@ const SEQUENCE: Axis = Axis {
     },
 };
 
-/// The FlashAttention papers keep the number of tokens in all.
+/// The FlashAttention papers keep the total number of tokens constant.
 const SEQUENCE_OF_TOKENS: Axis = Axis {
     clear: |problem| {
         problem.also = format!("b · s = {}", problem.batch * problem.seq_q);
@@ -53,17 +53,17 @@ const SCALING: [Axis; 4] = [
     Axis { label: "head_dim", of: |row| row.head_dim, clear: |problem| problem.head_dim = 0 },
 ];
 
-/// Rows that differ in one axis only.
+/// Rows that differ along one axis only.
 pub struct Study<'a> {
     /// The axis.
     pub axis: &'static Axis,
-    /// All else.
+    /// The constant rest of the problem.
     pub fixed: Problem,
     /// The rows.
     pub rows: Vec<&'a Timing>,
 }
 
-/// All studies along an axis with two values or more.
+/// All studies along an axis with at least two values.
 fn along<'a>(machine: &'a Machine, axis: &'static Axis) -> Vec<Study<'a>> {
     let mut groups: BTreeMap<Problem, Vec<&Timing>> = BTreeMap::new();
     for row in machine.attention() {
@@ -75,9 +75,9 @@ fn along<'a>(machine: &'a Machine, axis: &'static Axis) -> Vec<Study<'a>> {
     studies.filter(|study| distinct(study.rows.iter().map(|row| (axis.of)(row))).len() > 1).collect()
 }
 
-/// Studies of sequence length: at one batch, and, where those leave two lengths, at one number of tokens.
+/// Studies of sequence length at a constant batch, and, where those leave two lengths, at a constant number of tokens.
 pub fn sequences<'a>(machine: &'a Machine) -> Vec<Study<'a>> {
-    // Lengths closer than an octave are about tiles that do not divide them.
+    // Lengths less than an octave apart compare tiles that divide them with tiles that do not.
     let octave = |study: &Study| {
         let lengths = || study.rows.iter().map(|row| row.seq_q);
         lengths().max() >= lengths().min().map(|least| 2 * least)
@@ -90,7 +90,7 @@ pub fn sequences<'a>(machine: &'a Machine) -> Vec<Study<'a>> {
     at_batch.into_iter().chain(of_tokens).collect()
 }
 
-/// Studies of every other axis.
+/// Studies along every other axis.
 pub fn scaling<'a>(machine: &'a Machine) -> Vec<Study<'a>> {
     SCALING.iter().flat_map(|axis| along(machine, axis)).collect()
 }

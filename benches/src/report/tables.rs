@@ -1,4 +1,4 @@
-//! The tables of documents, kept current by a test.
+//! Tables in documents, which a test keeps current.
 
 use super::commits::{Allow, Commits};
 use super::model::{Machine, OURS, PRODUCTS, Problem, Results, by_who, distinct, passes};
@@ -12,16 +12,15 @@ use std::path::Path;
 const OPEN: &str = "<!-- results:";
 const CLOSE: &str = "<!-- /results -->";
 
-/// Of a marker, that its rows of ours are not of one clean commit and are to be measured again.
+/// In a marker: the table's rows of ours are not from one clean commit, and are to be measured again.
 const STALE: &str = " stale";
 
-/// Writes the tables between `<!-- results:NAME -->` and `<!-- /results -->` anew; with `check`, says instead whether
-/// they are current.
+/// Rewrites the tables between `<!-- results:NAME -->` and `<!-- /results -->`. With `check`, only reports whether they are current.
 ///
 /// # Errors
 ///
-/// Of a table whose rows of ours are not of one clean commit, unless its marker is `<!-- results:NAME stale -->`, and of one with
-/// such a marker whose rows are.
+/// If a table's rows of ours are not from one clean commit, unless its marker is `<!-- results:NAME stale -->`; and if a table with such a
+/// marker has rows from one clean commit.
 pub fn write_tables(directory: &Path, document: &Path, check: bool) -> Result<(), Error> {
     let old = fs::read_to_string(document).map_err(|source| Error::io(document, source))?;
     let markers = |why: String| Error::Markers { file: document.into(), why };
@@ -51,7 +50,7 @@ pub fn write_tables(directory: &Path, document: &Path, check: bool) -> Result<()
 }
 
 fn tables(directory: &Path, results: &Results, allow: Allow) -> Result<String, Error> {
-    // Peers that nothing of this repository ran beside are for the report page.
+    // Peers that were timed without an implementation of this repository appear on the report page only.
     let ours = |machine: &&Machine| machine.attention().any(|row| OURS.contains(&row.r#impl.as_str()));
     let file = results::path::<Timing>(directory, &results.name);
     results.machines().iter().filter(ours).map(|machine| table(results, machine, &file, allow)).collect()
@@ -59,7 +58,7 @@ fn tables(directory: &Path, results: &Results, allow: Allow) -> Result<String, E
 
 fn table(results: &Results, machine: &Machine, file: &Path, allow: Allow) -> Result<String, Error> {
     let rows: Vec<&Timing> = machine.attention().collect();
-    // Rows timed as a whole stand in a table of their own results.
+    // Passes timed as a whole have a table of their own results.
     let all = passes(rows.iter().map(|row| row.pass.as_str()));
     let parts: Vec<&str> = all.iter().copied().filter(|pass| ["forward", "backward"].contains(pass)).collect();
     let passes = if parts.is_empty() { all } else { parts };
@@ -87,7 +86,7 @@ fn table(results: &Results, machine: &Machine, file: &Path, allow: Allow) -> Res
         roof.map_or(String::new(), |roof| format!(" A product of matrices reaches {}.", number(roof)))
     );
     let names: String = columns.iter().map(|(who, _)| format!(" {} |", cell(&who.label))).collect();
-    // Ours are compared with what is not ours, not with each other.
+    // Ours are compared with other implementations, not with each other.
     let others = columns.iter().any(|(who, _)| !OURS.contains(&who.class));
     let compared: Vec<&str> =
         columns.iter().map(|(who, _)| who.class).filter(|name| others && OURS.contains(name)).collect();
@@ -117,13 +116,13 @@ fn table(results: &Results, machine: &Machine, file: &Path, allow: Allow) -> Res
     Ok(text + "\n")
 }
 
-/// The fastest of the kernels that did this, or one that failed.
+/// The row of the fastest kernel, or one that failed.
 fn fastest<'a>(rows: &[&'a Timing], pass: &str, problem: &Problem) -> Option<&'a Timing> {
     let same = rows.iter().copied().filter(|row| row.pass == pass && Problem::from(*row) == *problem);
     same.max_by(|a, b| a.tflops.unwrap_or(-1.0).total_cmp(&b.tflops.unwrap_or(-1.0)))
 }
 
-/// The rate, or a dash and the kind of reason that there is none.
+/// The rate, or a dash with the kind of failure.
 fn reached(results: &Results, row: &Timing) -> String {
     let reason = || results.reason(row).split(':').next().unwrap_or_default();
     if let Some(rate) = row.gigabytes_per_second() {
@@ -132,7 +131,7 @@ fn reached(results: &Results, row: &Timing) -> String {
     row.tflops.map_or_else(|| format!("– ({})", cell(reason())), number)
 }
 
-/// `a / b`, or one where all are the same dash.
+/// `a / b`, or a single dash if all parts are the same dash.
 fn distinct_or_joined(parts: Vec<String>) -> String {
     match distinct(parts.iter()).as_slice() {
         [only] if only.starts_with('–') => only.to_string(),
@@ -140,7 +139,7 @@ fn distinct_or_joined(parts: Vec<String>) -> String {
     }
 }
 
-/// Text that ends no cell of a table.
+/// Escapes text for a table cell.
 fn cell(text: &str) -> String {
     text.replace('|', "\\|").replace('\n', " ").replace('<', "&lt;")
 }

@@ -1,4 +1,4 @@
-//! Times over tiles of queries and keys.
+//! Maps of times over tile sizes.
 
 use super::chart::{self, Area, Axis, Chart, Drawn, FOOT, HEAD, INK, RULE, Scale, TEXT, bold, colour, plain};
 use super::model::distinct;
@@ -10,7 +10,7 @@ use std::ops::Range;
 
 const ROW: u32 = 44;
 
-/// The sizes of tiles and the rows of one kernel.
+/// Tile sizes and rows of one kernel.
 struct Plot {
     kernel: String,
     tile_q: Vec<usize>,
@@ -36,7 +36,7 @@ pub fn chart(rows: &[&TileTiming]) -> Chart {
     Chart { class: "tiles", values: Vec::new(), legend: Vec::new(), panels, height, draw }
 }
 
-/// An axis with the names of sizes, each in the middle of its cells.
+/// An axis with the names of sizes, each at the middle of its cells.
 fn axis(sizes: &[usize], label: &'static str, range: Range<f64>) -> Axis {
     let names = sizes.iter().enumerate().map(|(n, size)| (n as f64 + 0.5, size.to_string())).collect();
     Axis { label, scale: Scale::Linear, range, names }
@@ -56,7 +56,7 @@ fn draw(plot: &Plot, rows: u32, area: &Area) -> Drawn {
             let Some(row) = cell().min_by(|a, b| time(a).total_cmp(&time(b))) else { continue };
             let (x, y) = (x as f64, y as f64);
             let (left, right, top, bottom) = (x + 0.01, x + 0.99, y + 0.02, y + 0.98);
-            // Squared, so that small differences show.
+            // Squared, to make small differences visible.
             let fill = row.median_ms.map_or(0.0, |time| 0.05 + 0.75 * (best / time).powi(2));
             plotted.draw(&Rectangle::new([(left, top), (right, bottom)], colour("ours-tf32").mix(fill).filled()))?;
             let edge = if cell().any(|row| row.chosen) { INK.stroke_width(3) } else { RULE.stroke_width(1) };

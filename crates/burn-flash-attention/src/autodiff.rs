@@ -12,7 +12,7 @@
 //! towards the leaves, so `core` runs once, after whichever of the two the loss depends on, and empties the mailbox.
 //! It launches the kernels of the inputs that are tracked and no others.
 
-use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, Wanted};
+use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, Saved, Wanted};
 use crate::tensors::{Extras, OptionalFloat, TRACKED};
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
@@ -48,10 +48,7 @@ impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff
         _k: FloatTensor<Self>,
         _v: FloatTensor<Self>,
         _extras: Extras<Self>,
-        _out: FloatTensor<Self>,
-        _lse: FloatTensor<Self>,
-        _dout: FloatTensor<Self>,
-        _dlse: OptionalFloat<Self>,
+        _saved: Saved<Self>,
         _wanted: Wanted,
         _options: AttentionOptions,
     ) -> AttentionGradients<Self> {
@@ -236,10 +233,7 @@ impl<B: FlashAttentionOps, const N: usize> Backward<B, N> for Core {
             k,
             v,
             state.untracked.with_tracked(optional),
-            state.out,
-            state.lse,
-            dout,
-            OptionalFloat::from(dlse),
+            Saved { out: state.out, lse: state.lse, dout, dlse: OptionalFloat::from_option(dlse) },
             Wanted {
                 dq: parent(0).is_some(),
                 dk: parent(1).is_some(),

@@ -26,6 +26,21 @@ pub struct AttentionOutput<B: Backend> {
     pub lse: FloatTensor<B>,
 }
 
+/// What the backward reads beside the inputs: outputs of the forward, and their gradients.
+#[derive(Clone, Debug, ExtensionType)]
+#[cfg_attr(feature = "fusion", extension_type(fusion))]
+pub struct Saved<B: Backend> {
+    /// The forward's output, `[batch, num_heads_q, seq_q, head_dim_v]`.
+    pub out: FloatTensor<B>,
+    /// The forward's log-sum-exp, `[batch, num_heads_q, seq_q]`, f32.
+    pub lse: FloatTensor<B>,
+    /// Gradient of `out`.
+    pub dout: FloatTensor<B>,
+    /// Gradient of `lse`, if the loss depends on it.
+    #[extension_type]
+    pub dlse: OptionalFloat<B>,
+}
+
 /// What the backward returns: the gradients asked for.
 #[derive(Debug, ExtensionType)]
 #[cfg_attr(feature = "fusion", extension_type(fusion))]
@@ -83,8 +98,8 @@ pub trait FlashAttentionOps: Backend {
         options: AttentionOptions,
     ) -> AttentionOutput<Self>;
 
-    /// The gradients of `Σ dout∘out + Σ dlse∘lse`, from the forward's `out` and `lse`.
-    #[fusion(meta = |q, k, v, extras, _out, _lse, _dout, _dlse, wanted, _options| AttentionGradientsMetadata {
+    /// The gradients of `Σ dout∘out + Σ dlse∘lse`.
+    #[fusion(meta = |q, k, v, extras, _saved, wanted, _options| AttentionGradientsMetadata {
         dq: when(wanted.dq, q),
         dk: when(wanted.dk, k),
         dv: when(wanted.dv, v),
@@ -94,17 +109,13 @@ pub trait FlashAttentionOps: Backend {
         dscore_a: of(wanted.dscore_tensors[0], &extras.score_a),
         dscore_b: of(wanted.dscore_tensors[1], &extras.score_b),
     })]
-    #[allow(clippy::too_many_arguments)]
     #[cfg_attr(not(any(feature = "cube", feature = "flex")), allow(unused_variables))]
     fn flash_attention_backward(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
         v: FloatTensor<Self>,
         #[extension_type] extras: Extras<Self>,
-        out: FloatTensor<Self>,
-        lse: FloatTensor<Self>,
-        dout: FloatTensor<Self>,
-        #[extension_type] dlse: OptionalFloat<Self>,
+        #[extension_type] saved: Saved<Self>,
         wanted: Wanted,
         options: AttentionOptions,
     ) -> AttentionGradients<Self>;

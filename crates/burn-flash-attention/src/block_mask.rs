@@ -1,10 +1,10 @@
-//! Which blocks of queries and keys see each other.
+//! Block masks: which blocks of queries and keys see each other.
 
 use burn::tensor::{DType, Device, Int, IntDType, Tensor, TensorData};
 use flash_attention_kernels::BlockLists;
 use flash_attention_kernels::blocks::{EMPTY, FULL, PARTIAL};
 
-/// What is seen of a block of queries and keys.
+/// State of a block of queries and keys.
 ///
 /// ```
 /// use burn_flash_attention::BlockState;
@@ -19,16 +19,16 @@ use flash_attention_kernels::blocks::{EMPTY, FULL, PARTIAL};
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BlockState {
-    /// Nothing, whatever mask and function say. No time is spent on it.
+    /// Hidden, whatever the mask and `mask_mod` say. The block costs no time.
     Empty,
-    /// What mask and function let be seen.
+    /// Mask and `mask_mod` are evaluated for each pair.
     Partial,
-    /// All of it, whatever they say: they are not asked.
+    /// Visible, whatever the mask and `mask_mod` say. They are not evaluated.
     Full,
 }
 
 impl BlockState {
-    /// Its number among states.
+    /// Number that represents this state in [`BlockMask::states`].
     ///
     /// ```
     /// use burn_flash_attention::BlockState;
@@ -45,16 +45,16 @@ impl BlockState {
     }
 }
 
-/// Of each block of queries and keys, whether anything of it is seen, and whether mask and function have to be asked: time goes with what
-/// is seen (FlexAttention, arXiv:2412.05496, section 4.2; block-sparse FlashAttention, arXiv:2205.14135, section 3.3).
+/// State of each block of queries and keys: whether it is hidden, visible, or needs the mask and `mask_mod` evaluated. Only blocks that are
+/// not hidden cost time (FlexAttention, arXiv:2412.05496, section 4.2; block-sparse FlashAttention, arXiv:2205.14135, section 3.3).
 ///
-/// Query `i` and key `j`, counted from the first ones of the tensors, belong to the block `(i / block_q, j / block_k)`. Causality, windows
-/// and lengths of sequences hide what they hide in any case, and bias, slopes, functions of scores, sinks and dropout do what they do.
-/// Packed sequences, which begin anywhere, cannot have one. No gradient depends on it.
+/// Query `i` and key `j`, counted from the beginning of the tensors, belong to the block `(i / block_q, j / block_k)`. Causality, windows
+/// and sequence lengths hide pairs in every block. Bias, slopes, score functions, sinks and dropout are not affected. Packed sequences
+/// cannot have a block mask, because they begin at any position. A block mask has no gradient.
 ///
-/// Kernels walk over lists of the blocks that they visit. The first call with a mask makes them, for its tiles, causality and window;
-/// later ones find them in the mask and its clones, whichever layer or step they belong to. So make a mask once, where it
-/// stays the same.
+/// Kernels iterate over lists of the blocks that they visit. The first call with a block mask builds these lists for its tiles, causality
+/// and window. Later calls, in any layer or step, reuse them from the block mask and its clones. Create the mask once if it does not
+/// change.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -77,21 +77,21 @@ impl BlockState {
 /// ```
 #[derive(Clone, Debug)]
 pub struct BlockMask {
-    /// `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, the last two rounded up: 0 for what is
-    /// [empty](BlockState::Empty), 1 for [partial](BlockState::Partial) blocks, and any other number for [full](BlockState::Full) ones.
+    /// `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, the last two rounded up: 0 for [empty](BlockState::Empty) blocks,
+    /// 1 for [partial](BlockState::Partial) blocks, and any other number for [full](BlockState::Full) blocks.
     pub states: Tensor<4, Int>,
-    /// Queries of a block: a multiple of 128.
+    /// Queries in a block: a multiple of 128.
     pub block_q: usize,
-    /// Keys of a block: a multiple of 128.
+    /// Keys in a block: a multiple of 128.
     pub block_k: usize,
-    /// What calls have made of the states, for those that come after; clones share it.
+    /// Lists that calls have built from the states, for later calls. Clones share them.
     pub(crate) lists: BlockLists,
 }
 
 impl BlockMask {
-    /// That of states on a device: `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, the last two rounded up. Numbers are
-    /// those of [`BlockState::number`], and any other one means full: states are not validated, which would synchronise the device. Shape and sizes are checked where
-    /// the mask is used.
+    /// Creates a block mask from states on a device: `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, the last two rounded
+    /// up. The numbers are those of [`BlockState::number`]; any other number means full. States are not validated: reading them would
+    /// synchronise the device. Shape and block sizes are checked where the mask is used.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -104,11 +104,11 @@ impl BlockMask {
     /// # }
     /// ```
     pub fn new(states: Tensor<4, Int>, block_q: usize, block_k: usize) -> Self {
-        // As kernels read them: every call would cast others, and lists of those that a call has made serve nobody else.
+        // Kernels read i32. Casting here, and not in every call, lets all calls share the lists built from this tensor.
         BlockMask { states: states.cast(IntDType::I32), block_q, block_k, lists: BlockLists::default() }
     }
 
-    /// That of a state for each block, told on the host: `shape` is that of the states, and `state` is asked for batch, head, block of
+    /// Creates a block mask on the host. `shape` is the shape of the states, and `state` returns the state for a batch, head, block of
     /// queries and block of keys.
     ///
     /// ```
@@ -146,7 +146,7 @@ mod tests {
     use crate::{FlashAttentionOptions, flash_attention};
     use burn::tensor::{Device, DeviceType, Distribution, Tensor};
 
-    /// Through fusion and autodiff, too, calls find what others have made of the mask.
+    /// Calls share the lists of a block mask, also through fusion and autodiff.
     #[test]
     fn calls_share_what_they_make_of_a_mask() {
         let Some(device) = Device::enumerate(DeviceType::Wgpu).into_vec().into_iter().next() else { return };
@@ -158,7 +158,7 @@ mod tests {
             let x = Tensor::<4>::random([1, 1, 256, 16], Distribution::Default, &device).require_grad();
             let loss = flash_attention(x.clone(), x.clone(), x.clone(), &options).sum();
             x.grad(&loss.backward()).unwrap().into_data();
-            // A software Vulkan that still works on something when the process ends brings it down.
+            // A software Vulkan driver crashes if it still has work when the process ends.
             loss.into_data();
             device.sync().unwrap();
             blocks.lists.kept()

@@ -1,4 +1,4 @@
-//! Block masks of what options hide.
+//! Block masks computed from options.
 
 use crate::backend::FlashAttentionOps;
 use crate::block_mask::BlockMask;
@@ -11,12 +11,12 @@ use burn::tensor::{DType, Device, Int, Tensor};
 use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, BlockLists, Dtype};
 
 impl BlockMask {
-    /// That of what `mask` and `mask_mod` of the options hide, found out on the device: each pair is looked at once, and what comes of it
-    /// serves as long as they say the same, for forward and backward and in every layer. Causality, windows and lengths do not count
-    /// here, as they hide in any case.
+    /// Computes, on the device, the block mask of the pairs that the options' `mask` and `mask_mod` hide. Each pair is evaluated once. The
+    /// result serves forward and backward in every layer for as long as `mask` and `mask_mod` do not change. Causality, windows and
+    /// sequence lengths are ignored here, since they hide pairs in any case.
     ///
-    /// `[batch, heads]` are 1 or as many as there are: 1 where what hides pairs is the same for all. Mask and tensors broadcast to
-    /// `[batch, heads, seq_q, seq_k]`, and a function is asked about batches and heads below these.
+    /// `[batch, heads]` are the full sizes, or 1 where the hidden pairs are the same for all batches or heads. Mask and tensors broadcast
+    /// to `[batch, heads, seq_q, seq_k]`, and `mask_mod` is called with batches and heads below these sizes.
     ///
     /// # Panics
     ///
@@ -47,7 +47,7 @@ impl BlockMask {
         unwrapped(BlockMask::try_of(options, [batch, heads], [seq_q, seq_k], [block_q, block_k], device))
     }
 
-    /// [`BlockMask::of`], or why it cannot be done. Nothing has run where an error is returned.
+    /// [`BlockMask::of`] that returns an error instead of panicking. If it returns an error, nothing has run.
     ///
     /// # Errors
     ///
@@ -91,7 +91,7 @@ impl BlockMask {
                 });
             }
         }
-        // Nothing of it has a gradient.
+        // A block mask has no gradient.
         let device = device.clone().inner();
         check_device(device.as_dispatch())?;
         let nth = |nth: usize| options.mask_tensors.get(nth).cloned().map(|tensor| tensor.inner().into_dispatch());

@@ -1,11 +1,11 @@
-//! Checks of tensors' types and devices.
+//! Checks of tensors' element types and devices.
 
 use burn::backend::DispatchDevice;
 use burn::tensor::{DType, Device, Tensor};
 use flash_attention_kernels::AttentionError;
 use flash_attention_kernels::mods::TENSORS;
 
-/// Checks what a function reads, under these names.
+/// Checks element type and device of the tensors that a function reads. `names` are the arguments' names in errors.
 pub(crate) fn function_tensors(
     names: [&'static str; TENSORS],
     tensors: &[Tensor<4>],
@@ -35,7 +35,8 @@ pub(crate) fn same_dtype(argument: &'static str, dtype: DType, expected: DType) 
     })
 }
 
-/// Whether the two are one device. A tensor without gradients may meet one with; two ways of checkpointing may not.
+/// Checks that both are the same device. A device with autodiff may be combined with one without, but not with one that has another
+/// checkpointing strategy.
 pub(crate) fn same_device(argument: &'static str, device: &Device, expected: &Device) -> Result<(), AttentionError> {
     let strategies = (device.gradient_checkpointing_strategy(), expected.gradient_checkpointing_strategy());
     let mixed = matches!(strategies, (Some(strategy), Some(expected)) if strategy != expected);
@@ -45,7 +46,7 @@ pub(crate) fn same_device(argument: &'static str, device: &Device, expected: &De
     Err(AttentionError::Device { argument, device: format!("{device:?}"), expected: format!("{expected:?}") })
 }
 
-/// Whether anything runs on that device.
+/// Checks that this crate has an implementation for the device.
 pub(crate) fn check_device(device: &DispatchDevice) -> Result<(), AttentionError> {
     match device {
         #[cfg(feature = "cube")]
@@ -65,7 +66,7 @@ pub(crate) fn unsupported(device: &DispatchDevice) -> AttentionError {
     }
 }
 
-/// The result, or a panic with the error's message, as Burn's operations have it.
+/// Returns the value, or panics with the error's message, as Burn's operations do.
 #[track_caller]
 pub(crate) fn unwrapped<T>(result: Result<T, AttentionError>) -> T {
     match result {

@@ -1,8 +1,8 @@
 //! Attention on the tensors of Burn's CubeCL backend: views of them, outputs for them, and the kernels in between.
 
-use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, Wanted};
+use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, Saved, Wanted};
 use crate::problem::{dtype, problem};
-use crate::tensors::{Extras, OptionalFloat};
+use crate::tensors::Extras;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::tensor::{BoolStore, DType, Shape};
 use burn_cubecl::CubeBackend;
@@ -13,7 +13,7 @@ use flash_attention_kernels::mods::TENSORS;
 #[cfg(feature = "autotune")]
 use flash_attention_kernels::tuning::{backward_tuned as backward, forward_tuned as forward};
 use flash_attention_kernels::{
-    AttentionError, AttentionOptions, AttentionProblem, Gradients, Inputs, MaskStorage, MaskView, Saved, TensorView,
+    AttentionError, AttentionOptions, AttentionProblem, Gradients, Inputs, MaskStorage, MaskView, TensorView,
     block_states,
 };
 #[cfg(not(feature = "autotune"))]
@@ -35,14 +35,11 @@ impl FlashAttentionOps for CubeBackend {
         k: FloatTensor<Self>,
         v: FloatTensor<Self>,
         extras: Extras<Self>,
-        out: FloatTensor<Self>,
-        lse: FloatTensor<Self>,
-        dout: FloatTensor<Self>,
-        dlse: OptionalFloat<Self>,
+        saved: Saved<Self>,
         wanted: Wanted,
         options: AttentionOptions,
     ) -> AttentionGradients<Self> {
-        launched(try_backward(q, k, v, extras, out, lse, dout, dlse, wanted, options))
+        launched(try_backward(q, k, v, extras, saved, wanted, options))
     }
 
     fn flash_attention_block_states(
@@ -91,16 +88,12 @@ pub fn try_forward(
 }
 
 /// The backward, or why it cannot be done.
-#[allow(clippy::too_many_arguments)]
 pub fn try_backward(
     q: CubeTensor,
     k: CubeTensor,
     v: CubeTensor,
     extras: Extras<CubeBackend>,
-    out: CubeTensor,
-    lse: CubeTensor,
-    dout: CubeTensor,
-    dlse: OptionalFloat<CubeBackend>,
+    saved: Saved<CubeBackend>,
     wanted: Wanted,
     options: AttentionOptions,
 ) -> Result<AttentionGradients<CubeBackend>, AttentionError> {
@@ -118,11 +111,11 @@ pub fn try_backward(
         shape.map(|shape| call.empty(shape, DType::F32))
     });
     // Gradients come as other operations left them: tiled, strided, or expanded with a stride of 0.
-    let saved = Saved {
-        o: view(&untile(out)),
-        lse: view(&untile(lse)),
-        dout: view(&untile(dout)),
-        dlse: dlse.into_option().map(|dlse| view(&untile(dlse))),
+    let saved = flash_attention_kernels::Saved {
+        o: view(&untile(saved.out)),
+        lse: view(&untile(saved.lse)),
+        dout: view(&untile(saved.dout)),
+        dlse: saved.dlse.into_option().map(|dlse| view(&untile(dlse))),
     };
     let gradients = Gradients {
         dq: dq.as_ref().map(view),

@@ -1,5 +1,5 @@
-//! Burn's own attention, caught where its fusion hands out operations: callers of `burn::tensor::module::attention` get these kernels
-//! with no change of code.
+//! Interception of Burn's own attention in its fusion layer: callers of `burn::tensor::module::attention` run these kernels without
+//! changing their code.
 //!
 //! ```text
 //! module::attention ─ fusion ─┬─ any other operation ── Burn
@@ -7,10 +7,10 @@
 //!                                                                └─ Burn: turned off, or what they cannot do
 //! ```
 //!
-//! Burn remembers which optimization it found for a sequence of operations. So the operation is always claimed, and what becomes of it
-//! is decided when it runs.
+//! Burn caches which optimization it found for a sequence of operations. The attention operation is therefore always claimed, and whether
+//! these kernels or Burn's own code run it is decided at run time.
 
-use crate::backend::Wanted;
+use crate::backend::{Saved, Wanted};
 use crate::cube::{try_backward, try_forward};
 use crate::options::FlashAttentionOptions;
 use crate::tensors::{Extras, OptionalFloat, Tensors};
@@ -33,16 +33,16 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// From now on calls of Burn's own `burn::tensor::module::attention` on devices of CubeCL run these kernels, and so do their backwards,
-/// until what is returned is dropped. Call it at the start of the program: Burn takes no more optimizations once its fusion has begun.
+/// Makes calls of Burn's own `burn::tensor::module::attention` on CubeCL devices, and their backwards, run these kernels until the returned
+/// guard is dropped. Call it at the start of the program: Burn accepts no further optimizations once its fusion has started.
 ///
-/// What can be caught is what Burn runs as one operation: any forward without gradients; with gradients, attention without a mask,
-/// a bias or a softcap. The rest Burn takes apart into products and a softmax before anybody can catch it, in memory that grows with
-/// the square of the sequence: [`flash_attention`](crate::flash_attention) does not.
+/// Only attention that Burn runs as one operation can be intercepted: any forward without gradients; with gradients, attention without a
+/// mask, a bias or a softcap. Burn splits all other attention into matrix products and a softmax before it reaches the fusion, in memory
+/// quadratic in the sequence. Call [`flash_attention`](crate::flash_attention) for those.
 ///
 /// # Errors
 ///
-/// An [`InstallError`] where Burn's fusion has begun already.
+/// An [`InstallError`] if Burn's fusion has already started.
 ///
 /// ```no_run
 /// use burn::tensor::{Device, Tensor, module, ops::AttentionModuleOptions};
@@ -67,7 +67,7 @@ pub fn install() -> Result<Interception, InstallError> {
     Ok(Interception(()))
 }
 
-/// Why Burn's attention cannot be caught.
+/// Why Burn's attention cannot be intercepted.
 ///
 /// ```
 /// assert!(burn_flash_attention::InstallError::FusionRunning.to_string().contains("before the first"));
@@ -75,18 +75,18 @@ pub fn install() -> Result<Interception, InstallError> {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum InstallError {
-    /// Burn's fusion has begun.
+    /// Burn's fusion has already started.
     #[error("Burn's fusion has begun: install() comes before the first operation on a tensor")]
     FusionRunning,
-    /// Something else is registered under this name.
+    /// Another optimization is registered under this name.
     #[error("there is another optimization named {name}")]
     Duplicate {
-        /// The name.
+        /// Name of the optimization.
         name: String,
     },
 }
 
-/// Catches Burn's attention as long as it lives.
+/// Guard that keeps Burn's attention intercepted while it lives.
 ///
 /// ```no_run
 /// let caught = burn_flash_attention::install()?;
@@ -100,8 +100,8 @@ pub enum InstallError {
 pub struct Interception(());
 
 impl Interception {
-    /// What was caught and what was left to Burn, in this process so far. Operations count when they run, which fusion puts off until
-    /// their results are needed.
+    /// Numbers of operations intercepted and left to Burn, in this process so far. Operations are counted when they run, which fusion
+    /// delays until their results are needed.
     ///
     /// ```no_run
     /// let caught = burn_flash_attention::install()?;
@@ -121,7 +121,7 @@ impl Drop for Interception {
     }
 }
 
-/// What became of Burn's calls of its own attention.
+/// Numbers of Burn's attention operations by what ran them.
 ///
 /// ```
 /// let counts = burn_flash_attention::Counts::default();
@@ -134,11 +134,11 @@ pub struct Counts {
     pub forward: u64,
     /// Backwards that ran these kernels.
     pub backward: u64,
-    /// How many operations were left to Burn, for each reason.
+    /// Number of operations left to Burn, for each reason.
     pub left: BTreeMap<String, u64>,
 }
 
-/// Of the process, as Burn's registry is.
+/// State of the whole process, because Burn's registry is global.
 struct State {
     registered: bool,
     guards: usize,
@@ -165,7 +165,7 @@ impl OptimizationProvider for Provider {
     }
 }
 
-/// One of Burn's operations. Tensors are named relative to the sequence that it was found in.
+/// An attention operation of Burn. Its tensors are named relative to the sequence of operations that contains it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 enum Operation {
     Forward(AttentionOpIr),
@@ -195,7 +195,7 @@ impl Operation {
         }
     }
 
-    /// Computes what Burn would. Where that cannot be done nothing has changed.
+    /// Computes the result of Burn's operation. Changes nothing if it returns an error.
     fn run(&self, context: &mut Context<CubeFusionHandle>) -> Result<(), AttentionError> {
         let outputs = match self {
             Operation::Forward(of) => {
@@ -217,7 +217,7 @@ impl Operation {
             Operation::Backward(of) => {
                 let [q, k, v] = [&of.query, &of.key, &of.value].map(|input| float(context, input));
                 let [out, lse, dout] = [&of.out, &of.logsumexp, &of.out_grad].map(|input| float(context, input));
-                let (extras, dlse) = (extras(Tensors::default()), OptionalFloat::None);
+                let saved = Saved { out, lse, dout, dlse: OptionalFloat::None };
                 let wanted = Wanted {
                     dq: true,
                     dk: true,
@@ -228,13 +228,13 @@ impl Operation {
                     dscore_tensors: [false, false],
                 };
                 let options = options(&of.options);
-                let gradients = try_backward(q, k, v, extras, out, lse, dout, dlse, wanted, options)?;
+                let gradients = try_backward(q, k, v, extras(Tensors::default()), saved, wanted, options)?;
                 let all =
                     [(&of.query_grad, gradients.dq), (&of.key_grad, gradients.dk), (&of.value_grad, gradients.dv)];
                 all.into_iter().filter_map(|(name, tensor)| Some((name, tensor.into_option()?))).collect()
             }
         };
-        // What nobody reads any more goes, once.
+        // Release inputs that this operation reads last, each once even if it is passed several times.
         let mut gone = HashSet::new();
         for input in self.inputs() {
             let input = context.tensors[&input.id].clone();
@@ -250,7 +250,7 @@ impl Operation {
     }
 }
 
-/// The tensor of that name, which stays there.
+/// The tensor of this name, marked as read-only so that its handle stays registered.
 fn read_only(context: &Context<CubeFusionHandle>, name: &TensorIr) -> TensorIr {
     TensorIr { status: TensorStatus::ReadOnly, ..context.tensors[&name.id].clone() }
 }
@@ -269,8 +269,8 @@ fn options(options: &AttentionOptionsIr) -> AttentionOptions {
     FlashAttentionOptions::from(AttentionModuleOptions::from(options.clone())).numbers()
 }
 
-/// Finds attention among Burn's operations: at the beginning of a sequence, or after one other operation, as one that is not fused
-/// is not parted from what follows it.
+/// Finds attention among Burn's operations: at the beginning of a sequence, or after one other operation. Burn does not separate an
+/// operation that is not fused from the operation after it.
 #[derive(Clone, Default)]
 struct Fuser {
     found: Option<Operation>,
@@ -302,7 +302,7 @@ impl OperationFuser<CubeOptimization> for Fuser {
     }
 
     fn properties(&self) -> FuserProperties {
-        // More than any fusion of elementwise operations is worth.
+        // Higher than the score of any fusion of elementwise operations.
         FuserProperties { score: if self.found.is_some() { 1 << 32 } else { 0 }, ready: self.found.is_some() }
     }
 
@@ -315,7 +315,7 @@ impl OperationFuser<CubeOptimization> for Fuser {
     }
 }
 
-/// An operation of Burn's attention, and perhaps one before it that is Burn's alone.
+/// An attention operation, and possibly one operation before it, which Burn runs itself.
 struct Caught {
     operation: Operation,
     leading: bool,

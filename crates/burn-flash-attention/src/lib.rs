@@ -1,10 +1,9 @@
 //! FlashAttention for [Burn](https://burn.dev): exact attention, forward and backward, in memory linear in the sequence.
 //!
-//! [`flash_attention`] is the operation, [`FlashAttentionOptions`] what it can be asked to do, [`attention`] the same
-//! behind the signature of Burn's own; `install` catches calls of that. [`FlashMultiHeadAttention`],
-//! [`FlashCrossAttention`], [`FlashTransformerEncoder`] and [`FlashTransformerDecoder`] load the records of burn-nn's modules.
-//! [`plan()`] tells which kernel runs. Kernels are those of [`flash_attention_kernels`], on any device that CubeCL
-//! compiles to; tensors on Flex are computed on the host.
+//! [`flash_attention`] is the operation, and [`FlashAttentionOptions`] are its options. [`attention`] has the signature of Burn's own
+//! attention, and `install` intercepts calls of Burn's own. [`FlashMultiHeadAttention`], [`FlashCrossAttention`],
+//! [`FlashTransformerEncoder`] and [`FlashTransformerDecoder`] load the records of burn-nn's modules. [`plan()`] tells which kernel runs.
+//! Kernels come from [`flash_attention_kernels`] and run on any device that CubeCL compiles for. Tensors on Flex are computed on the host.
 //!
 //! ```
 //! # #[cfg(feature = "flex")] {
@@ -20,9 +19,9 @@
 //!
 //! # Features
 //!
-//! `wgpu`, `vulkan`, `metal`, `cuda`, `rocm` and `flex` choose devices, as in Burn. `fusion` is passed on to Burn, and must be on
-//! here where it is on there. `autotune` is passed on, too, and lets CubeCL's tuner choose among a few kernels for each size of
-//! problem, which it remembers on disk. Default: `wgpu`, `flex` and `fusion`.
+//! `wgpu`, `vulkan`, `metal`, `cuda`, `rocm` and `flex` select devices, as in Burn. `fusion` enables Burn's feature of the same name, and
+//! must be enabled here if it is enabled in Burn. `autotune` enables Burn's feature as well, and lets CubeCL's autotuner choose among a few
+//! kernels for each problem size; its choices are cached on disk. Default: `wgpu`, `flex` and `fusion`.
 
 mod api;
 mod autodiff;
@@ -66,12 +65,12 @@ pub use options::FlashAttentionOptions;
 pub use plan::{AttentionPlan, HostPlan};
 pub use slopes::AlibiSlopes;
 
-/// The example of the crate's README.
+/// Runs the example of the crate's README as a doc test.
 #[cfg(all(doctest, feature = "flex"))]
 #[doc = include_str!("../README.md")]
 struct Readme;
 
-/// The examples of the page for users of PyTorch.
+/// Runs the examples of the page for users of PyTorch as doc tests.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/coming-from-pytorch.md")]
 struct ComingFromPyTorch;

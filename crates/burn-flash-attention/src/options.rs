@@ -1,4 +1,6 @@
-//! Options of attention, besides `q`, `k` and `v`.
+//! Options of attention.
+
+mod serialization;
 
 use crate::block_mask::BlockMask;
 use crate::slopes::AlibiSlopes;
@@ -8,12 +10,11 @@ use burn::tensor::ops::{AttentionModuleOptions, CausalAlignment};
 use burn::tensor::{Bool, Int, Tensor};
 use flash_attention_kernels::mods::{MaskFn, ScoreFn};
 use flash_attention_kernels::{Alignment, AttentionOptions, BackwardOrder, Precision};
-use serde::{Deserialize, Deserializer, Serialize, Serializer, ser::Error};
 
 /// Options of [`flash_attention`](crate::flash_attention).
 ///
-/// Scores are `score_mod(softcap(q·kᵀ · softmax_scale))`, set to −∞ where the mask, causality, a window, `mask_mod` or the block mask hides them,
-/// plus bias and slopes. A sink is one more logit in each row of the softmax. Dropout applies to the probabilities.
+/// Scores are `score_mod(softcap(q·kᵀ · softmax_scale))`, set to −∞ where the mask, causality, a window, `mask_mod` or the block mask hides
+/// them, plus bias and slopes. A sink is one more logit in each row of the softmax. Dropout applies to the probabilities.
 ///
 /// ```
 /// use burn_flash_attention::FlashAttentionOptions;
@@ -89,7 +90,7 @@ pub struct FlashAttentionOptions {
     pub block_mask: Option<BlockMask>,
 }
 
-/// A setter that takes the value of an optional field.
+/// Defines setters of optional fields.
 macro_rules! with {
     ($($(#[$doc:meta])* $name:ident: $field:ident, $type:ty;)*) => {$(
         $(#[$doc])*
@@ -110,7 +111,7 @@ impl FlashAttentionOptions {
         Self::default()
     }
 
-    /// Whether to hide keys that come after the query.
+    /// Sets whether keys that come after the query are hidden.
     ///
     /// ```
     /// assert!(burn_flash_attention::FlashAttentionOptions::new().with_causal(true).causal);
@@ -120,7 +121,7 @@ impl FlashAttentionOptions {
         self
     }
 
-    /// Sets the probability of dropping: at least 0 and below 1, rounded to a multiple of 1 / 65536.
+    /// Sets the dropout rate: at least 0 and below 1, rounded to a multiple of 1 / 65536.
     ///
     /// ```
     /// let options = burn_flash_attention::FlashAttentionOptions::new().with_dropout(0.1);
@@ -131,7 +132,7 @@ impl FlashAttentionOptions {
         self
     }
 
-    /// Sets slopes, `[num_heads_q]` or `[batch, num_heads_q]`.
+    /// Sets the ALiBi slopes, `[num_heads_q]` or `[batch, num_heads_q]`.
     ///
     /// ```no_run
     /// use burn::tensor::{Device, Tensor};
@@ -144,7 +145,7 @@ impl FlashAttentionOptions {
         self
     }
 
-    /// Where query 0 stands among the keys, for `causal` and windows.
+    /// Sets the position of the queries among the keys, for `causal` and windows.
     ///
     /// ```
     /// use burn_flash_attention::{Alignment, FlashAttentionOptions};
@@ -157,7 +158,7 @@ impl FlashAttentionOptions {
         self
     }
 
-    /// In which order the backward adds up.
+    /// Sets the order in which the backward sums.
     ///
     /// ```
     /// use burn_flash_attention::{BackwardOrder, FlashAttentionOptions};
@@ -171,7 +172,7 @@ impl FlashAttentionOptions {
         self
     }
 
-    /// How precisely f32 is multiplied; nothing to half precision.
+    /// Sets the precision of f32 products. It does not affect half precision.
     ///
     /// ```
     /// use burn_flash_attention::{FlashAttentionOptions, Precision};
@@ -185,9 +186,9 @@ impl FlashAttentionOptions {
         self
     }
 
-    /// Sets the function of scores, and the tensors that it reads as `a` and `b`: two at most, f32, each
-    /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]` (FlexAttention, arXiv:2412.05496, section 3). It is compiled into the kernels,
-    /// and its derivatives into those of the backward.
+    /// Sets the score function and the tensors that it reads as `a` and `b`: at most two, f32, each `[batch | 1, num_heads_q | 1, seq_q |
+    /// 1, seq_k | 1]` (FlexAttention, arXiv:2412.05496, section 3). The function is compiled into the kernels of the forward, and its
+    /// derivatives into the kernels of the backward.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -226,8 +227,8 @@ impl FlashAttentionOptions {
         self
     }
 
-    /// Sets the function that hides pairs, and the tensors that it reads as `a` and `b`: two at most, f32, each
-    /// `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`. What it says of pairs that something else hides does not matter.
+    /// Sets the function that hides pairs and the tensors that it reads as `a` and `b`: at most two, f32, each `[batch | 1, num_heads_q |
+    /// 1, seq_q | 1, seq_k | 1]`. Its result does not matter for pairs that are hidden otherwise.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -307,7 +308,7 @@ impl FlashAttentionOptions {
         /// let options = burn_flash_attention::FlashAttentionOptions::new().with_bias(bias);
         /// ```
         with_bias: bias, Tensor<4>;
-        /// Sets sinks: `[num_heads_q]`.
+        /// Sets the sinks: `[num_heads_q]`.
         ///
         /// ```no_run
         /// use burn::tensor::{Device, Tensor};
@@ -316,7 +317,7 @@ impl FlashAttentionOptions {
         /// let options = burn_flash_attention::FlashAttentionOptions::new().with_sinks(sinks);
         /// ```
         with_sinks: sinks, Tensor<1>;
-        /// Sets how many of each batch's queries are a sequence: `[batch]`.
+        /// Sets the number of queries of each batch that belong to its sequence: `[batch]`.
         ///
         /// ```no_run
         /// use burn::tensor::{Device, Int, Tensor};
@@ -327,7 +328,7 @@ impl FlashAttentionOptions {
         /// let options = options.with_seq_lens_q(lens.clone()).with_seq_lens_k(lens);
         /// ```
         with_seq_lens_q: seq_lens_q, Tensor<1, Int>;
-        /// Sets how many of each batch's keys are a sequence: `[batch]`.
+        /// Sets the number of keys of each batch that belong to its sequence: `[batch]`.
         ///
         /// ```no_run
         /// use burn::tensor::{Device, Int, Tensor};
@@ -337,7 +338,7 @@ impl FlashAttentionOptions {
         /// let options = burn_flash_attention::FlashAttentionOptions::new().with_seq_lens_k(lens);
         /// ```
         with_seq_lens_k: seq_lens_k, Tensor<1, Int>;
-        /// Sets where each of several sequences begins among all queries, and where the last one ends: `[sequences + 1]`.
+        /// Sets the first query of each packed sequence, counted through the batches, and the end of the last one: `[sequences + 1]`.
         ///
         /// ```no_run
         /// use burn::tensor::{Device, Int, Tensor};
@@ -348,7 +349,7 @@ impl FlashAttentionOptions {
         /// let options = options.with_cu_seqlens_q(ends.clone()).with_cu_seqlens_k(ends);
         /// ```
         with_cu_seqlens_q: cu_seqlens_q, Tensor<1, Int>;
-        /// Sets where each of several sequences begins among all keys, and where the last one ends: `[sequences + 1]`.
+        /// Sets the first key of each packed sequence, counted through the batches, and the end of the last one: `[sequences + 1]`.
         ///
         /// ```no_run
         /// use burn::tensor::{Device, Int, Tensor};
@@ -358,7 +359,7 @@ impl FlashAttentionOptions {
         /// let options = options.with_cu_seqlens_q(ends([0, 1, 2])).with_cu_seqlens_k(ends([0, 30, 100]));
         /// ```
         with_cu_seqlens_k: cu_seqlens_k, Tensor<1, Int>;
-        /// Sets which blocks of queries and keys see each other.
+        /// Sets the block mask.
         ///
         /// ```
         /// # #[cfg(feature = "flex")] {
@@ -373,7 +374,7 @@ impl FlashAttentionOptions {
         /// # }
         /// ```
         with_block_mask: block_mask, BlockMask;
-        /// Sets what dropout drops.
+        /// Sets the seed of dropout.
         ///
         /// ```
         /// let options = burn_flash_attention::FlashAttentionOptions::new().with_dropout(0.1).with_dropout_seed(7);
@@ -456,7 +457,7 @@ impl From<AttentionOptions> for FlashAttentionOptions {
     }
 }
 
-/// Burn's own options. Its `scale` and `softcap` are f64; attention computes in f32.
+/// Converts Burn's options. Their `scale` and `softcap` are f64; attention computes in f32.
 impl From<AttentionModuleOptions> for FlashAttentionOptions {
     fn from(options: AttentionModuleOptions) -> Self {
         FlashAttentionOptions {
@@ -469,54 +470,5 @@ impl From<AttentionModuleOptions> for FlashAttentionOptions {
             softcap: options.softcap.map(|softcap| softcap as f32),
             ..Default::default()
         }
-    }
-}
-
-impl Serialize for FlashAttentionOptions {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let slopes = self.alibi_slopes.clone().map(|slopes| slopes.into_tensor().dims().to_vec());
-        for (field, shape) in [
-            ("mask", self.mask.as_ref().map(|mask| mask.dims().to_vec())),
-            ("bias", self.bias.as_ref().map(|bias| bias.dims().to_vec())),
-            ("alibi_slopes", slopes),
-            ("sinks", self.sinks.as_ref().map(|sinks| sinks.dims().to_vec())),
-            ("seq_lens_q", self.seq_lens_q.as_ref().map(|lens| lens.dims().to_vec())),
-            ("seq_lens_k", self.seq_lens_k.as_ref().map(|lens| lens.dims().to_vec())),
-            ("cu_seqlens_q", self.cu_seqlens_q.as_ref().map(|ends| ends.dims().to_vec())),
-            ("cu_seqlens_k", self.cu_seqlens_k.as_ref().map(|ends| ends.dims().to_vec())),
-            ("block_mask", self.block_mask.as_ref().map(|mask| mask.states.dims().to_vec())),
-        ] {
-            if let Some(shape) = shape {
-                return Err(S::Error::custom(format!(
-                    "{field} is a tensor of shape {shape:?}, which options do not serialize: store it beside them and set it \
-                     again with with_{field}"
-                )));
-            }
-        }
-        let functions = [
-            ("score", self.score_mod.map(|function| format!("{function:?}")), &self.score_tensors),
-            ("mask", self.mask_mod.map(|function| format!("{function:?}")), &self.mask_tensors),
-        ];
-        for (of, function, tensors) in functions {
-            if let Some(name) = function {
-                return Err(S::Error::custom(format!(
-                    "{of}_mod is {name}, a function, which options do not serialize: set it again with with_{of}_mod"
-                )));
-            }
-            if let Some(tensor) = tensors.first() {
-                let shape = tensor.dims();
-                return Err(S::Error::custom(format!(
-                    "{of}_tensors holds a tensor of shape {shape:?}, which options do not serialize: store it beside them and set it \
-                     again with with_{of}_mod"
-                )));
-            }
-        }
-        self.numbers().serialize(serializer)
-    }
-}
-
-impl<'de> Deserialize<'de> for FlashAttentionOptions {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        AttentionOptions::deserialize(deserializer).map(Self::from)
     }
 }

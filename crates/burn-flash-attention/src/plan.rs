@@ -1,10 +1,10 @@
-//! What will run, for those who ask.
+//! Plans of attention calls.
 
 use flash_attention_kernels::Plan;
 use serde::Serialize;
 use std::fmt::{Display, Formatter, Result};
 
-/// What [`flash_attention`](crate::flash_attention) runs for a call: the answer of [`plan`](crate::plan()).
+/// The kernel that [`flash_attention`](crate::flash_attention) runs for a call, as returned by [`plan`](crate::plan()).
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -26,7 +26,7 @@ pub enum AttentionPlan {
     Host(HostPlan),
 }
 
-/// How the loops on the host go about it.
+/// Plan of the loops on the host.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -47,13 +47,13 @@ pub enum AttentionPlan {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct HostPlan {
-    /// Queries a tile.
+    /// Queries in a tile.
     pub tile_q: usize,
-    /// Keys a tile.
+    /// Keys in a tile.
     pub tile_k: usize,
-    /// Threads that share the tiles.
+    /// Threads that process tiles in parallel.
     pub threads: usize,
-    /// Memory that the backward, the larger of the two passes, needs at most beside inputs and outputs.
+    /// Upper bound on the memory that the backward, the larger of the two passes, needs in addition to inputs and outputs.
     pub scratch_bytes: usize,
 }
 

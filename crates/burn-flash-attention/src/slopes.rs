@@ -1,9 +1,9 @@
-//! Slopes of ALiBi.
+//! ALiBi slopes.
 
 use burn::tensor::{Device, Tensor};
 
-/// Slopes of ALiBi, `[num_heads_q]` or `[batch, num_heads_q]`: to the score of query `i` and key `j` is added `−slope · |i − j|`, where
-/// a query is counted from where it stands among the keys (Press et al., arXiv:2108.12409, section 3). Differentiable.
+/// ALiBi slopes, `[num_heads_q]` or `[batch, num_heads_q]`. The score of query `i` and key `j` gets `−slope · |i − j|` added, where `i` is
+/// the query's position among the keys (Press et al., arXiv:2108.12409, section 3). Differentiable.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -19,8 +19,8 @@ use burn::tensor::{Device, Tensor};
 pub struct AlibiSlopes(Tensor<2>);
 
 impl AlibiSlopes {
-    /// Those of the paper: `2^(−8 h / n)` for heads `h = 1 … n`; where `n` is no power of two, those of the power of two below it, and
-    /// then every other one of the next power's.
+    /// The slopes of the paper: `2^(−8 h / n)` for heads `h = 1 … n`. If `n` is not a power of two: the slopes for the next lower power of
+    /// two, followed by every other slope for the next higher one.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -34,7 +34,7 @@ impl AlibiSlopes {
         Tensor::<1>::from_data(geometric(num_heads).as_slice(), device).into()
     }
 
-    /// `[1 or batch, num_heads_q]`.
+    /// Returns the slopes as `[1 or batch, num_heads_q]`.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {

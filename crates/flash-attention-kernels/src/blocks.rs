@@ -1,9 +1,12 @@
 //! Block-sparse attention: which blocks of queries and keys see each other, and which of them need masking.
 //!
-//! A block mask has a state for each block of `block_q × block_k` pairs: [`EMPTY`], nothing is visible; [`PARTIAL`], mask and mask function
-//! decide; [`FULL`], everything is visible. A small kernel turns it into a *list* of visited tiles for each block of rows, for the tiles of the
-//! attention kernel that follows, so that time is proportional to the tiles visited. Causality, windows and lengths are applied there as well. (FlexAttention, arXiv:2412.05496, section 4.2; block-sparse
-//! FlashAttention, arXiv:2205.14135, section 3.3.)
+//! A block mask has a state for each block of `block_q × block_k` pairs. [`EMPTY`]: no pair is visible. [`PARTIAL`]: mask and
+//! `mask_mod` decide for each pair. [`FULL`]: every pair is visible.
+//!
+//! For each block of rows, a small kernel converts the states into a *list* of visited tiles of the size that the attention
+//! kernel uses. The run time is then proportional to the number of visited tiles. The lists also take causality, windows and
+//! lengths into account. (FlexAttention, arXiv:2412.05496, section 4.2; block-sparse FlashAttention, arXiv:2205.14135, section
+//! 3.3.)
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
@@ -13,74 +16,75 @@ use crate::mods::{Mods, Place};
 use crate::sequences::Bounds;
 use cubecl::prelude::*;
 
-/// Nothing of the block is visible.
+/// State of a block without a visible pair.
 pub const EMPTY: u32 = 0;
-/// Mask and function decide on each pair.
+/// State of a block whose pairs are decided by mask and `mask_mod`.
 pub const PARTIAL: u32 = 1;
-/// All of it is seen; any greater number says the same.
+/// State of a block whose pairs are all visible; any greater number means the same.
 pub const FULL: u32 = 2;
 
-/// What blocks are made of: their sizes are multiples of it, which tiles divide.
+/// Block sizes are multiples of this, and tile sizes divide it.
 pub const BLOCK: usize = 128;
 
 /// Threads of a thread block of [`list()`] and of [`order()`].
 pub const UNITS: usize = 64;
-/// Words of a list before its entries: how many there are, and the block that comes in its place in [`order()`].
+/// Words of a list before its entries: the number of entries, then the number of the block at this place in [`order()`].
 pub const HEADER: usize = 2;
 /// Threads of a thread block of [`classify()`].
 pub const CLASSIFIERS: usize = 256;
 
-/// A visited tile needs to be cut by the band.
+/// Flag of an entry: the tile must be masked by the band.
 const EDGE: u32 = 1;
-/// A visited tile needs to be masked.
+/// Flag of an entry: the tile must be masked by mask and `mask_mod`.
 const MASKED: u32 = 2;
-/// Bits of an entry beside the tile's number.
+/// Number of flag bits in an entry; the other bits are the tile's number.
 const FLAGS: u32 = 2;
 
-/// A tile that is visited.
+/// A visited tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Visit {
-    /// Its first column.
+    /// First column of the tile.
     pub start: u32,
-    /// Whether the band hides nothing of it.
+    /// Whether the band hides nothing in the tile.
     pub fully_visible: bool,
-    /// Whether mask and function count.
+    /// Whether mask and `mask_mod` must be applied.
     pub masked: bool,
 }
 
-/// Sizes of tiles that are visited.
+/// Size of the visited tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TileSize {
     /// Rows of a block.
     pub rows: u32,
     /// Columns of a tile.
     pub columns: u32,
-    /// Whether rows are keys, not queries.
+    /// Whether rows are keys instead of queries.
     pub keys: bool,
 }
 
-/// The tiles of columns that a block of rows visits, in their order.
+/// The tiles of columns that a block of rows visits, in order.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Visits {
-    /// How many there are.
+    /// Number of visited tiles.
     pub count: u32,
     /// The lists, if there is a block mask.
     lists: ComptimeOption<&'static Tensor<u32>>,
-    /// Where the block's lies; without lists, nothing.
+    /// Position of the block's list; unused without lists.
     at: usize,
-    /// Without lists, the first column of all.
+    /// First column of the first visited tile; unused with lists.
     first: u32,
-    /// The first row.
+    /// First row of the block.
     row: u32,
-    /// Which positions see each other: that of queries, whatever rows are.
+    /// The band of queries and keys, even if rows are keys.
     band: Band,
     #[cube(comptime)]
     size: TileSize,
 }
 
-/// Those of the block of rows that begins at `row`, of this batch and query head. `band` is that of queries.
+/// The tiles visited by the block of rows that begins at `row`, in this batch and query head. `band` is the band of queries and
+/// keys, even if rows are keys.
 #[cube]
 pub fn visits(extras: &Extras, band: &Band, batch: usize, head: usize, row: u32, #[comptime] size: TileSize) -> Visits {
     let (lists, band) = (extras.lists, *band);
@@ -95,7 +99,7 @@ pub fn visits(extras: &Extras, band: &Band, batch: usize, head: usize, row: u32,
     }
 }
 
-/// The tiles that the band lets a block of rows see.
+/// The tiles of columns in which the band lets a block of rows see anything.
 #[cube]
 fn seen(band: &Band, row: u32, #[comptime] size: TileSize) -> Blocks {
     if comptime!(size.keys) {
@@ -105,20 +109,20 @@ fn seen(band: &Band, row: u32, #[comptime] size: TileSize) -> Blocks {
     }
 }
 
-/// What an entry of a list says.
+/// Decodes an entry of a list.
 #[cube]
 pub fn visit_of(entry: u32, #[comptime] columns: u32) -> Visit {
     Visit { start: (entry >> FLAGS) * columns, fully_visible: entry & EDGE == 0, masked: entry & MASKED != 0 }
 }
 
-/// The block that comes `nth` of those of a head, of this batch and query head, which have been put in [`order()`].
+/// The number of the `nth` block in [`order()`], for this batch and query head.
 #[cube]
 pub fn block_in_order(extras: &Extras, batch: usize, head: usize, nth: u32) -> u32 {
     let lists = extras.lists.unwrap();
     lists[batch * lists.stride(0) + head * lists.stride(1) + nth as usize * lists.stride(2) + 1]
 }
 
-/// An entry of the lists; there is a block mask.
+/// The entry of the lists at a position. There must be a block mask.
 #[cube]
 pub fn entry_at(extras: &Extras, place: u32) -> u32 {
     extras.lists.unwrap()[place as usize]
@@ -126,12 +130,12 @@ pub fn entry_at(extras: &Extras, place: u32) -> u32 {
 
 #[cube]
 impl Visits {
-    /// Where the last entry lies; of a list of none, one that may be read.
+    /// Position of the last entry. For an empty list, the position of a readable dummy entry.
     pub fn last(&self) -> u32 {
         self.at as u32 + comptime!(HEADER as u32 - 1) + max(self.count, 1u32)
     }
 
-    /// Which of a list's visits is that of this tile; the number of all, if none is.
+    /// Index of the visit of this tile; `count` if the tile is not visited.
     pub fn find(&self, tile: u32) -> u32 {
         let lists = self.lists.unwrap();
         let mut first = 0u32.runtime();
@@ -151,7 +155,7 @@ impl Visits {
         select(found, first, self.count)
     }
 
-    /// The `nth` of them; past the last one, any.
+    /// The `nth` visited tile. Past the last one, the result is an arbitrary tile.
     pub fn tile(&self, nth: u32) -> Visit {
         if comptime!(self.lists.is_some()) {
             let nth = min(nth, max(self.count, 1u32) - 1);
@@ -165,23 +169,23 @@ impl Visits {
     }
 }
 
-/// Columns of a tile of those kernels that take columns one by one.
+/// Columns of a list's tile in kernels that process columns one by one.
 pub const RUN: usize = 32;
 
-/// Columns one behind the other, that a block of rows visits.
+/// A range of consecutive columns that a block of rows visits.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Run {
-    /// The first.
+    /// First column.
     pub from: u32,
-    /// The one after the last.
+    /// One past the last column.
     pub to: u32,
-    /// Whether mask and function count.
+    /// Whether mask and `mask_mod` must be applied.
     pub masked: bool,
 }
 
-/// How many runs of columns a block of rows visits: all that the band lets it see, or one for each tile of [`RUN`] of its list. `band` is
-/// that of rows and columns.
+/// The runs of columns that a block of rows visits. With a block mask, one run for each listed tile of [`RUN`] columns;
+/// without, a single run of all columns that the band lets the block see. `band` is the band of rows and columns.
 #[cube]
 pub fn runs(extras: &Extras, band: &Band, batch: usize, head: usize, row: u32, #[comptime] rows: u32) -> Visits {
     let size = comptime!(TileSize { rows, columns: RUN as u32, keys: false });
@@ -207,7 +211,7 @@ impl Visits {
     }
 }
 
-/// Whether the band hides nothing of a tile.
+/// Whether the band hides nothing in a tile.
 #[cube]
 fn is_fully_visible(band: &Band, row: u32, column: u32, #[comptime] size: TileSize) -> bool {
     if comptime!(size.keys) {
@@ -217,7 +221,7 @@ fn is_fully_visible(band: &Band, row: u32, column: u32, #[comptime] size: TileSi
     }
 }
 
-/// The band of the sequence that a batch is.
+/// The band of a batch, which is one sequence if `varlen`.
 #[cube]
 fn band_of(bounds: &Bounds, band: &Band, batch: u32, #[comptime] varlen: bool) -> Band {
     if comptime!(varlen) {
@@ -228,7 +232,7 @@ fn band_of(bounds: &Bounds, band: &Band, batch: u32, #[comptime] varlen: bool) -
     }
 }
 
-/// The states of a block mask.
+/// States of a block mask.
 #[derive(CubeType, CubeLaunch)]
 pub struct BlockStates {
     /// `[B | 1, H | 1, nq, nk]`.
@@ -241,7 +245,7 @@ pub struct BlockStates {
 
 #[cube]
 impl BlockStates {
-    /// The state of the block that a pair belongs to. Rows are queries or `keys`.
+    /// The state of the block that contains a pair. Rows are queries, or keys if `keys`.
     pub fn at(&self, batch: usize, head: usize, row: u32, column: u32, #[comptime] keys: bool) -> u32 {
         let (i, j) = if comptime!(keys) { (column, row) } else { (row, column) };
         let (of_q, of_k) = ((i / self.block_q) as usize, (j / self.block_k) as usize);
@@ -252,8 +256,9 @@ impl BlockStates {
     }
 }
 
-/// Writes the lists of tiles of this size: `out [B | 1, H | 1, blocks, HEADER + tiles]`, of each block of rows how many tiles it visits, and
-/// which. A thread block for each block. `bounds`: where there are several sequences, `varlen`, those of its batch.
+/// Writes the lists of visited tiles of this size: `out [B | 1, H | 1, blocks, HEADER + tiles]`. The list of a block of rows
+/// holds the number of visited tiles and one entry for each. Each thread block writes one list. `bounds` gives the lengths of
+/// the batches' sequences if `varlen`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn list(
     states: BlockStates,
@@ -278,7 +283,7 @@ pub fn list(
     let is_row = if comptime!(size.keys) { band.is_key(row) } else { band.is_query(row) };
     let end = select(is_row, seen.end, seen.start);
 
-    // -- a run of tiles for each thread: how many of them are visited, and how many before
+    // -- each thread counts the visited tiles of a range, and sums the counts of the threads before it
     let of_unit = (end - seen.start).div_ceil(comptime!(UNITS as u32));
     let first = min(seen.start + UNIT_POS * of_unit, end);
     let last = min(first + of_unit, end);
@@ -295,7 +300,7 @@ pub fn list(
         all += board[unit];
     }
 
-    // -- their entries
+    // -- the entries of the thread's tiles
     for tile in first..last {
         let column = tile * size.columns;
         let state = states.at(batch, head, row, column, size.keys);
@@ -308,17 +313,17 @@ pub fn list(
     }
     if UNIT_POS == 0 {
         out[at] = all;
-        // A list of none has an entry that may be read, too.
+        // An empty list has a readable dummy entry.
         if all == 0 {
             out[at + HEADER] = EDGE;
         }
     }
 }
 
-/// Puts the blocks of each head in order, those that visit most tiles first and of equals the first: what is left to the end is then short,
-/// and no multiprocessor waits for another for long. Writes the number of the block that comes `nth` into the `nth` of the `lists`, as
-/// [`list()`] has left them. A thread block for each [`UNITS`] blocks of a head.
-/// (Longest processing time first: Graham, "Bounds on multiprocessing timing anomalies", 1969.)
+/// Orders the blocks of each head by the number of visited tiles, highest first; ties keep the order of blocks. The blocks that
+/// run last are then short, and no multiprocessor idles for long. The number of the `nth` block in this order is written into
+/// the `nth` list, which [`list()`] has written before. Each thread block handles [`UNITS`] blocks of a head. (Longest
+/// processing time first: Graham, "Bounds on multiprocessing timing anomalies", 1969.)
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn order(lists: &mut Tensor<u32>) {
     let mut board = Shared::<[u32]>::new_slice(UNITS);
@@ -335,7 +340,7 @@ pub fn order(lists: &mut Tensor<u32>) {
     if block < blocks {
         count = lists[at + block * lists.stride(2)];
     }
-    // How many come before it.
+    // Number of blocks that come before this one.
     let mut before = 0u32.runtime();
     let mut first = 0usize.runtime();
     while first < blocks {
@@ -357,7 +362,8 @@ pub fn order(lists: &mut Tensor<u32>) {
     }
 }
 
-/// The states of what mask and function let be seen, `out [B | 1, H | 1, nq, nk]`, whatever the band hides besides. A thread block for each.
+/// Computes the states of a block mask from mask and `mask_mod`: `out [B | 1, H | 1, nq, nk]`. The band is ignored. Each thread
+/// block computes one state.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn classify<M: Numeric>(
     mask: ComptimeOption<&Tensor<M>>,
@@ -380,7 +386,7 @@ pub fn classify<M: Numeric>(
     let (after_i, after_j) = (min(first_i + block_q, band.after_queries()), min(first_j + block_k, band.after_keys()));
     let mut any = false.runtime();
     let mut all = true.runtime();
-    // Rows and columns are counted apart: their product may be more than 32 bits hold.
+    // Rows and columns are counted separately: their product may exceed 32 bits.
     let mut i = first_i + UNIT_POS / comptime!(BLOCK as u32);
     while i < after_i {
         let mut j = first_j + UNIT_POS % comptime!(BLOCK as u32);

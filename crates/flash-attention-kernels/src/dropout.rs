@@ -1,16 +1,17 @@
-//! Dropout of probabilities. Whether a pair is dropped depends on seed, batch, head, query and key only, so that the backward replays the
-//! forward, whatever the tiles and the device.
+//! Dropout of probabilities. Whether a pair is dropped depends only on seed, batch, head, query and key. The backward therefore
+//! reproduces the decisions of the forward, whatever the tiles and the device.
 //!
 //! ```text
-//! z_ij = 0 with the probability of dropping, else 1 / (1 − that probability)
+//! z_ij = 0 with probability p, else 1 / (1 − p)
 //! o = (P ∘ Z) v        dv = (P ∘ Z)ᵀ dout        dP = (dout vᵀ) ∘ Z        dS = P ∘ (dP − delta)
 //! ```
 //!
 //! `lse` includes all keys, and `delta = rowsum(P ∘ dP)` still equals `rowsum(dout ∘ o)`. (Srivastava et al. 2014.)
 //!
 //! The generator is Philox4x32-7, a counter-based generator (J. K. Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
-//! SC 2011): 128 bits give 8 draws of 16 bits, for a *cell* of 8 pairs. A block of 16 queries by 16 keys consists of 32
-//! cells, which are what a thread holds of an accumulator of matrix products (`hopper::rows`):
+//! SC 2011). One call gives 128 bits: 8 draws of 16 bits, for a *cell* of 8 pairs. A block of 16 queries by 16 keys consists of
+//! 32 cells. A cell is the part of the block that one thread holds in an accumulator of tensor-core products
+//! (`tensor_core::rows`):
 //!
 //! ```text
 //! cell   4 (i % 8) + j % 8 / 2      of the block (i / 16, j / 16)
@@ -22,16 +23,16 @@
 use crate::mask::Band;
 use cubecl::prelude::*;
 
-/// Rounds of the generator.
+/// Rounds of Philox.
 const ROUNDS: usize = 7;
-/// Multipliers of its words and increments of its key (Salmon et al., section 4.3).
+/// Multipliers of the words, and increments of the key (Salmon et al., section 4.3).
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
-/// Number of different draws: the dropout rate is rounded to a multiple of `1 / 65536`.
+/// Number of values of a draw: the dropout rate is rounded to a multiple of `1 / 65536`.
 const DRAWS: f64 = 65536.0;
 
-/// Number of draws, of 65,536, that drop a pair, for a dropout rate.
+/// Number of draws out of 65,536 that drop a pair, for a dropout rate.
 ///
 /// ```
 /// assert_eq!(flash_attention_kernels::dropout::threshold(0.25), 16384);
@@ -40,7 +41,7 @@ pub fn threshold(probability: f32) -> u32 {
     (f64::from(probability) * DRAWS).round().min(DRAWS - 1.0) as u32
 }
 
-/// Scale applied to kept probabilities, `1 / (1 − p)`, with the rounded rate.
+/// Scale applied to kept probabilities, `1 / (1 − p)`, where `p` is the rounded rate.
 ///
 /// ```
 /// assert_eq!(flash_attention_kernels::dropout::factor(0.5), 2.0);
@@ -49,7 +50,7 @@ pub fn factor(probability: f32) -> f32 {
     (DRAWS / (DRAWS - f64::from(threshold(probability)))) as f32
 }
 
-/// A seed as kernels take it.
+/// The seed as two 32-bit words, low word first, as kernels take it.
 ///
 /// ```
 /// assert_eq!(flash_attention_kernels::dropout::seed(7 + (9 << 32)), [7, 9]);
@@ -58,7 +59,7 @@ pub fn seed(seed: u64) -> [u32; 2] {
     [seed as u32, (seed >> 32) as u32]
 }
 
-/// Whether query `i` of a head keeps key `j`, on the host.
+/// Whether dropout keeps the pair of query `i` and key `j` of a head, computed on the host.
 ///
 /// ```
 /// use flash_attention_kernels::dropout::keeps;
@@ -74,7 +75,7 @@ pub fn keeps(seed: [u32; 2], probability: f32, [batch, head, i, j]: [u32; 4]) ->
     (words[draw as usize / 2] >> (16 * (draw % 2))) & 0xffff >= threshold(probability)
 }
 
-/// The generator, on the host.
+/// Philox, on the host.
 fn philox_on_host(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     let ([mut c0, mut c1, mut c2, mut c3], [mut k0, mut k1]) = (counter, key);
     for _ in 0..ROUNDS {
@@ -85,13 +86,13 @@ fn philox_on_host(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     [c0, c1, c2, c3]
 }
 
-/// Dropout as an argument of kernels.
+/// Dropout as a kernel argument.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Dropout {
-    /// `[2]`, where there is any.
+    /// The seed, `[2]`; absent without dropout.
     pub seed: ComptimeOption<&'static Tensor<u32>>,
-    /// How many of 65,536 draws drop a pair.
+    /// Number of draws out of 65,536 that drop a pair.
     pub threshold: u32,
     /// Scale applied to kept probabilities, `1 / (1 − p)`.
     pub factor: f32,
@@ -99,7 +100,7 @@ pub struct Dropout {
 
 #[cube]
 impl Dropout {
-    /// The four words of a cell.
+    /// The four random words of a cell.
     fn words(&self, batch: u32, head: u32, i_block: u32, j_block: u32, cell: u32) -> (u32, u32, u32, u32) {
         let mut c0 = j_block * 32 + cell;
         let mut c1 = i_block;
@@ -126,7 +127,7 @@ impl Dropout {
         (c0, c1, c2, c3)
     }
 
-    /// Whether query `i` of a head keeps key `j`.
+    /// Whether dropout keeps the pair of query `i` and key `j` of a head.
     pub fn keeps(&self, batch: u32, head: u32, i: u32, j: u32) -> bool {
         let mut kept = true.runtime();
         if comptime!(self.seed.is_some()) {
@@ -137,7 +138,7 @@ impl Dropout {
         kept
     }
 
-    /// Whether query `i` of a head keeps keys `j` to `j + 3`, a bit for each; `j` is a multiple of 4.
+    /// Whether dropout keeps the pairs of query `i` with keys `j` to `j + 3`, one bit each. `j` is a multiple of 4.
     pub fn keeps_four(&self, batch: u32, head: u32, i: u32, j: u32) -> u32 {
         let mut kept = 15u32.runtime();
         if comptime!(self.seed.is_some()) {
@@ -152,8 +153,8 @@ impl Dropout {
         kept
     }
 
-    /// [`Dropout::keeps`] for row `i` and column `j` of that band in a batch; rows are keys, if `transposed`. Draws of one of several
-    /// sequences are those of its number, and count from where it begins.
+    /// [`Dropout::keeps`] for row `i` and column `j` of this band in a batch. With `transposed`, rows are keys. Draws depend on
+    /// the number of the sequence and on positions relative to its beginning.
     pub fn keeps_of(&self, band: &Band, batch: u32, head: u32, i: u32, j: u32, #[comptime] transposed: bool) -> bool {
         let (i, j) = (i - band.first_query(), j - band.first_key());
         if comptime!(transposed) {
@@ -163,7 +164,8 @@ impl Dropout {
         }
     }
 
-    /// [`Dropout::keeps_four`], likewise; `j` is a multiple of 4 behind the sequence's first key, or `anywhere`.
+    /// [`Dropout::keeps_four`] for row `i` and columns `j` to `j + 3` of this band. Unless `anywhere`, `j` is a multiple of 4
+    /// after the first key of the sequence.
     pub fn keeps_four_of(&self, band: &Band, batch: u32, head: u32, i: u32, j: u32, #[comptime] anywhere: bool) -> u32 {
         if comptime!(band.varlen && anywhere && self.seed.is_some()) {
             let mut kept = 0u32.runtime();
@@ -177,34 +179,34 @@ impl Dropout {
         }
     }
 
-    /// Scale applied to sums of kept probabilities.
+    /// Scale applied to sums of kept probabilities; 1 without dropout.
     pub fn scale(&self) -> f32 {
         if comptime!(self.seed.is_some()) { self.factor } else { 1.0f32.runtime() }
     }
 
-    /// A probability after dropout, before the scale.
+    /// A probability after dropout, not yet scaled.
     pub fn apply(&self, weight: f32, kept: bool) -> f32 {
         if comptime!(self.seed.is_some()) { select(kept, weight, 0.0f32) } else { weight }
     }
 
-    /// Gradient of a probability from the gradient of the dropped and scaled one.
+    /// Gradient of a probability, given the gradient of the probability after dropout and scaling.
     pub fn backward(&self, gradient: f32, kept: bool) -> f32 {
         if comptime!(self.seed.is_some()) { select(kept, gradient * self.factor, 0.0f32) } else { gradient }
     }
 
-    /// Which draws of a cell keep their pairs: a bit for each.
+    /// Keep mask of a cell: one bit for each of its 8 draws.
     pub fn cell(&self, batch: u32, head: u32, i_block: u32, j_block: u32, cell: u32) -> u32 {
         let (w0, w1, w2, w3) = self.words(batch, head, i_block, j_block, cell);
         self.pair(w0) | (self.pair(w1) << 2) | (self.pair(w2) << 4) | (self.pair(w3) << 6)
     }
 
-    /// Which of a word's two draws keep their pairs.
+    /// Keep mask of the two draws of a word.
     fn pair(&self, word: u32) -> u32 {
         u32::cast_from(word & 0xffff >= self.threshold) | (u32::cast_from(word >> 16 >= self.threshold) << 1)
     }
 }
 
-/// Which pairs are kept, 1 or 0 each: `out [B, H, Sq, Sk]`.
+/// Writes the keep mask, 1 or 0 for each pair: `out [B, H, Sq, Sk]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn write_kept(out: &mut Tensor<u32>, dropout: Dropout) {
     if ABSOLUTE_POS < out.len() {
@@ -221,7 +223,7 @@ pub fn write_kept(out: &mut Tensor<u32>, dropout: Dropout) {
 mod tests {
     use super::*;
 
-    /// Random123's known answers for Philox4x32-7.
+    /// Known answers of Random123 for Philox4x32-7.
     #[test]
     fn known_answers() {
         let answers = [

@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Element type of `q`, `k`, `v`, `o`, the bias and their gradients. Sums and everything between products are f32; [`Precision`](crate::Precision) allows less for
-/// products.
+/// Element type of `q`, `k`, `v`, `o`, the bias and their gradients. Sums and intermediate values are f32;
+/// [`Precision`](crate::Precision) allows less precision for products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {

@@ -1,5 +1,5 @@
-//! Optional operands besides mask and bias: slopes, sinks, sequences, dropout, functions, block lists. Kernels take them as one argument, and absent
-//! ones are not compiled.
+//! Optional operands besides mask and bias: slopes, sinks, sequences, dropout, functions, block lists. Kernels take them as one
+//! argument. Absent operands are not compiled into the kernel.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
@@ -9,27 +9,27 @@ use crate::mods::Mods;
 use crate::sequences::{Block, block_of};
 use cubecl::prelude::*;
 
-/// The tensors of it. What each means: [`score`](crate::score), [`sequences`](crate::sequences), [`dropout`](mod@crate::dropout),
-/// [`mods`](crate::mods), [`blocks`](crate::blocks).
+/// Optional operands of a kernel. They are documented in [`score`](crate::score), [`sequences`](crate::sequences),
+/// [`dropout`](mod@crate::dropout), [`mods`](crate::mods) and [`blocks`](crate::blocks).
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Extras {
-    /// Slopes `[batch | 1, H]`.
+    /// ALiBi slopes `[batch | 1, H]`.
     pub slopes: ComptimeOption<&'static Tensor<f32>>,
     /// Sinks `[H]`.
     pub sinks: ComptimeOption<&'static Tensor<f32>>,
-    /// Of probabilities.
+    /// Dropout of probabilities.
     pub dropout: Dropout,
-    /// The [schedule](mod@crate::sequences) of the kernel's blocks, where there are several sequences.
+    /// The [schedule](mod@crate::sequences) of the kernel's blocks, if there are several sequences.
     pub schedule: ComptimeOption<&'static Tensor<u32>>,
-    /// Functions of scores and visibility.
+    /// The user's `score_mod` and `mask_mod`.
     pub mods: Mods,
-    /// The [lists](mod@crate::blocks) of tiles that are visited, where there is a block mask.
+    /// The [lists](mod@crate::blocks) of visited tiles, if there is a block mask.
     pub lists: ComptimeOption<&'static Tensor<u32>>,
 }
 
 impl Extras {
-    /// Nothing of it, on the host.
+    /// No optional operand, on the host.
     ///
     /// ```
     /// assert!(!flash_attention_kernels::extras::Extras::none().is_varlen());
@@ -52,12 +52,12 @@ impl Extras {
 }
 
 impl ExtrasExpand {
-    /// [`Extras::is_varlen`], while a kernel is made.
+    /// [`Extras::is_varlen`] while a kernel is compiled.
     pub fn is_varlen(&self) -> bool {
         self.schedule.is_some()
     }
 
-    /// [`Extras::is_sparse`], while a kernel is made.
+    /// [`Extras::is_sparse`] while a kernel is compiled.
     pub fn is_sparse(&self) -> bool {
         self.lists.is_some()
     }
@@ -65,7 +65,7 @@ impl ExtrasExpand {
 
 #[cube]
 impl Extras {
-    /// How many blocks the schedule has; `otherwise` if there is none.
+    /// Number of blocks in the schedule, or `otherwise` without a schedule.
     pub fn blocks(&self, otherwise: u32) -> u32 {
         let mut blocks = otherwise;
         #[comptime]
@@ -75,7 +75,7 @@ impl Extras {
         blocks
     }
 
-    /// The `nth` block of the schedule; if there is none, this one, which is that of the only sequence of its batch.
+    /// The `nth` block of the schedule. Without a schedule, the block that begins at `start` in this batch.
     pub fn block(&self, nth: u32, band: &Band, batch: u32, start: u32) -> Block {
         if comptime!(self.is_varlen()) {
             block_of(self.schedule.unwrap(), band, nth)
@@ -84,7 +84,7 @@ impl Extras {
         }
     }
 
-    /// The slope of a head, 0 if there is none.
+    /// The slope of a head, or 0 without slopes.
     pub fn slope(&self, batch: usize, head: usize) -> f32 {
         let mut slope = 0.0f32.runtime();
         #[comptime]
@@ -94,7 +94,7 @@ impl Extras {
         slope
     }
 
-    /// The sink of a head, if there is one; else `otherwise`.
+    /// The sink of a head, or `otherwise` without sinks.
     pub fn sink(&self, head: usize, otherwise: f32) -> f32 {
         let mut sink = otherwise;
         #[comptime]

@@ -1,8 +1,9 @@
 //! FlashAttention in CubeCL: exact attention, forward and backward, on every device that CubeCL compiles to.
 //!
-//! An [`AttentionProblem`] says what is to be computed, [`TensorView`]s where the data lie; [`forward`] and [`backward`]
-//! validate, choose kernels and launch them, and write into outputs that the caller allocates. [`plan()`] tells what would
-//! run. Nothing here knows of any framework.
+//! An [`AttentionProblem`] describes the computation: sizes, element type and options. [`TensorView`]s describe where the data
+//! is in device memory. [`forward`] and [`backward`] validate the call, choose kernels, launch them and write into outputs that
+//! the caller has allocated. [`plan()`] reports which kernels would run, without launching them. This crate depends on no
+//! deep-learning framework.
 //!
 //! ```no_run
 //! use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, Inputs, TensorView, forward};
@@ -18,19 +19,19 @@
 //! # }
 //! ```
 //!
-//! # From here to the kernel
+//! # Modules, from the call to the kernel
 //!
 //! ```text
-//! problem   sizes, dtype, options, validation          tiling    which kernel, which tiles: the only place that chooses
-//! mask      which pairs see each other, which blocks   launch    validate → choose → grid → launch
-//! score     scale, softcap, slopes, with derivatives   portable  the kernels for any device
-//! softmax   the online softmax: −∞ lives here alone    matrix    those for devices with cooperative matrix products
-//! dropout   which probabilities are dropped            rows      those for processors
-//! mods      the user's functions of scores and masks   hopper    those for NVIDIA Hopper
-//! sequences several of them in one call                mma       those for NVIDIA GPUs from Ampere on
-//! blocks    block masks: which tiles are visited       tuning    times a few of them, with the feature autotune
-//! extras    the tensors of all that, as one argument
-//! fragment  what families of kernels share
+//! problem   sizes, dtype, options, validation          tiling      the only place that chooses kernels and tiles
+//! mask      visibility by position                     launch      validates, chooses, prepares, launches
+//! score     scale, softcap, slopes, with derivatives   tensor_core shared by hopper and mma: accumulators in registers
+//! softmax   the online softmax; handles −∞             hopper      kernels for NVIDIA Hopper
+//! dropout   which probabilities are kept               mma         kernels for NVIDIA GPUs from Ampere on
+//! mods      the user's score_mod and mask_mod          matrix      kernels for devices with cooperative matrix products
+//! sequences several sequences in one call              rows        kernels for CPUs
+//! blocks    block masks: which tiles are visited       portable    kernels for any device
+//! extras    optional operands, as one argument         tuning      times candidate kernels, with the feature autotune
+//! fragment  shared by all kernel families
 //! ```
 
 pub mod blocks;

@@ -1,8 +1,8 @@
-//! Visibility by position: which query sees which key, and which blocks contain no visible pair.
+//! Visibility by position: which query sees which key, and which tiles contain a visible pair.
 //!
-//! Causality and windows are a band around the diagonal, cut by the ends of the sequences: query `i` sees the keys `j` with
-//! `i + lower ≤ j ≤ i + upper`. This is the only file that compares positions. Kernels and oracle
-//! call the same functions: a `#[cube]` function is also an ordinary one.
+//! Causality and windows form a band around the diagonal, clipped to the ends of the sequences: query `i` sees key `j` if `i +
+//! lower ≤ j ≤ i + upper`. This is the only file that compares positions. Kernels and the test oracle call the same functions,
+//! because a `#[cube]` function also runs on the host.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
@@ -20,7 +20,7 @@ pub enum Alignment {
     TopLeft,
 }
 
-/// The band of keys that each query sees.
+/// The band of keys that the queries see.
 ///
 /// ```
 /// use flash_attention_kernels::{AttentionOptions, mask::Band};
@@ -42,15 +42,15 @@ pub struct Band {
     pub sequence: u32,
     /// First query of the sequence, if `varlen`.
     pub begin_q: u32,
-    /// End of its queries.
+    /// One past the last query of the sequence.
     pub end_q: u32,
     /// First key of the sequence.
     pub begin_k: u32,
-    /// End of its keys.
+    /// One past the last key of the sequence.
     pub end_k: u32,
-    /// Query `i` sees no key before `i + lower`, where `bounded_below`.
+    /// Query `i` sees no key before `i + lower`, if `bounded_below`.
     pub lower: i32,
-    /// Query `i` sees no key after `i + upper`, where `bounded_above`.
+    /// Query `i` sees no key after `i + upper`, if `bounded_above`.
     pub upper: i32,
     /// Query `i` has position `i + diagonal` among the keys.
     pub diagonal: i32,
@@ -60,31 +60,31 @@ pub struct Band {
     /// Whether there is a right edge.
     #[cube(comptime)]
     pub bounded_above: bool,
-    /// Whether the last query has the position of the last key.
+    /// Whether the last query is aligned with the last key.
     #[cube(comptime)]
     pub bottom_right: bool,
-    /// Whether this is the band of one of several sequences.
+    /// Whether the band belongs to one of several sequences.
     #[cube(comptime)]
     pub varlen: bool,
 }
 
-/// Range of keys that one query sees, relative to some position.
+/// Range of keys that one query sees, relative to an origin.
 #[derive(CubeType, Clone, Copy, Debug)]
 #[expand(derive(Clone))]
 pub struct Run {
-    /// The first.
+    /// The first key.
     pub start: i32,
-    /// The one after the last.
+    /// One past the last key.
     pub end: i32,
-    /// Whether `start` can lie past the first key.
+    /// Whether there is a left edge, so that `start` can lie after the first key.
     #[cube(comptime)]
     pub bounded_below: bool,
 }
 
 #[cube]
 impl Run {
-    /// The first two of each eight keys, for 16 eights from the `eight`-th on: bit `2 n + e` is set if the query sees the key
-    /// at distance `8 (eight + n) + e`.
+    /// Visibility of the first two keys in each group of eight, for 16 groups from group `eight` on. Bit `2 n + e` is set if
+    /// the query sees the key at distance `8 (eight + n) + e` from the origin.
     pub fn pairs(&self, #[comptime] eight: u32) -> u32 {
         let from = comptime!(8 * eight as i32);
         let mut pairs = pairs_before(max(self.end, from) - from);
@@ -95,7 +95,8 @@ impl Run {
     }
 }
 
-/// The first two of each eight positions, for 16 eights: those below `end`, which is not negative.
+/// Bits of the first two positions in each of 16 groups of eight. A bit is set if its position is below `end`, which is not
+/// negative.
 #[cube]
 fn pairs_before(end: i32) -> u32 {
     let end = end as u32;
@@ -103,51 +104,51 @@ fn pairs_before(end: i32) -> u32 {
     select(count == 32, u32::MAX, (1u32 << (count % 32)) - 1)
 }
 
-/// Which of some blocks of keys, walked from the last to the first, need masking.
+/// Which blocks of keys need masking, when blocks are processed from the last to the first.
 #[derive(CubeType, Clone, Copy, Debug, PartialEq, Eq)]
 #[expand(derive(Clone))]
 pub struct Edges {
-    /// The first blocks that are walked do, as many as this.
+    /// Number of blocks at the start of the iteration that need masking.
     pub lead: u32,
-    /// And all from this one on.
+    /// Index of the block in iteration order from which on all blocks need masking.
     pub tail: u32,
 }
 
-/// A run of blocks: from `start` up to, not including, `end`.
+/// A range of blocks: from `start` up to, not including, `end`.
 #[derive(CubeType, Clone, Copy, Debug, PartialEq, Eq)]
 #[expand(derive(Clone))]
 pub struct Blocks {
     /// The first block.
     pub start: u32,
-    /// The block after the last; not before `start`.
+    /// One past the last block; at least `start`.
     pub end: u32,
-    /// Where block 0 starts.
+    /// Position at which block 0 starts.
     pub origin: u32,
 }
 
-/// Positions of a sequence, its queries or its keys, in its batch.
+/// Range of positions of a sequence in its batch, of queries or of keys.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone))]
 pub struct Span {
     /// Batch.
     pub batch: u32,
-    /// The first.
+    /// First position.
     pub begin: u32,
-    /// The one after the last, not before `begin`.
+    /// One past the last position; at least `begin`.
     pub end: u32,
 }
 
 #[cube]
 impl Span {
-    /// Whether this position of a batch is one of them.
+    /// Whether the range contains this position of a batch.
     pub fn holds(&self, batch: u32, position: u32) -> bool {
         self.batch == batch && position >= self.begin && position < self.end
     }
 }
 
 impl Band {
-    /// The band of `seq_q` queries over `seq_k` keys, of which a query sees `left` ones before its own position and `right` ones after it;
-    /// `None`: all of them. Lengths are at most [`MAX_SEQ`](crate::problem::MAX_SEQ).
+    /// The band of `seq_q` queries over `seq_k` keys, where a query sees `left` keys before its own position and `right` keys
+    /// after it. `None`: no limit. Lengths are at most [`MAX_SEQ`](crate::problem::MAX_SEQ).
     pub fn of_window(
         seq_q: usize,
         seq_k: usize,
@@ -160,7 +161,7 @@ impl Band {
             Alignment::BottomRight => sk - sq,
             Alignment::TopLeft => 0,
         };
-        // Edges beyond the sequences are drawn in, so that adding a position cannot overflow.
+        // Edges outside the sequences are clamped, so that adding a position cannot overflow.
         let reach = |x: Option<usize>| (x.unwrap_or(0) as u64).min(1 << 40) as i64;
         let lower = (diagonal - reach(left)).max(-sq);
         let upper = (diagonal + reach(right)).min(sk);
@@ -182,9 +183,11 @@ impl Band {
         }
     }
 
-    /// How many queries before the first the first of the blocks of `tile_q` queries should start, for the blocks' last keys
-    /// to be last ones of tiles of `tile_k`: a block whose diagonal passes a tile's end by one key computes a whole tile for
-    /// it. 0 where that would take one more block.
+    /// Number of queries by which the first block of `tile_q` queries should start before query 0.
+    ///
+    /// The shift aligns the diagonal with the ends of the tiles of `tile_k` keys: the last key that a block sees is then the
+    /// last key of a tile. Without it, a block whose diagonal passes the end of a tile by one key computes a whole tile for
+    /// that key. The result is 0 if the shift would need one more block.
     ///
     /// ```
     /// use flash_attention_kernels::{AttentionOptions, mask::Band};
@@ -218,7 +221,7 @@ impl Band {
             .sum()
     }
 
-    /// The band with queries and keys exchanged: query `i` sees key `j` here if query `j` sees key `i` in `self`.
+    /// The band with queries and keys exchanged: query `i` sees key `j` in the result if query `j` sees key `i` in `self`.
     ///
     /// ```
     /// use flash_attention_kernels::{AttentionOptions, mask::Band};
@@ -268,7 +271,8 @@ impl Band {
 
 #[cube]
 impl Band {
-    /// The same for one of several sequences, of that number: queries `begin_q .. end_q` and keys `begin_k .. end_k`, which see nothing else.
+    /// The band of one of several sequences, number `sequence`. Its queries `begin_q .. end_q` see its keys `begin_k .. end_k`
+    /// only.
     ///
     /// ```
     /// use flash_attention_kernels::{AttentionOptions, mask::Band};
@@ -303,17 +307,17 @@ impl Band {
         }
     }
 
-    /// The query after the last of the sequence: where all are one, the number that other things depend on, too.
+    /// One past the last query: the end of the sequence if `varlen`, else the number of queries.
     pub fn after_queries(&self) -> u32 {
         if comptime!(self.varlen) { self.end_q } else { self.seq_q }
     }
 
-    /// The key after the last of the sequence.
+    /// One past the last key: the end of the sequence if `varlen`, else the number of keys.
     pub fn after_keys(&self) -> u32 {
         if comptime!(self.varlen) { self.end_k } else { self.seq_k }
     }
 
-    /// The number of the sequence: that of the batch where it is the only one there.
+    /// Number of the sequence. Without `varlen` each batch is one sequence, and its number is the batch.
     pub fn number(&self, batch: u32) -> u32 {
         if comptime!(self.varlen) { self.sequence } else { batch }
     }
@@ -328,9 +332,10 @@ impl Band {
         if comptime!(self.varlen) { self.begin_k } else { 0u32.runtime() }
     }
 
-    /// Whether query `i` sees key `j`. False past the ends of the sequences.
+    /// Whether query `i` sees key `j`. False for positions outside the sequence.
     pub fn sees(&self, i: u32, j: u32) -> bool {
-        // Not calls behind `&&`, which CubeCL makes branches of: in unrolled loops they are more than some compilers take.
+        // Evaluated before the `&&`: CubeCL turns a call after `&&` into a branch, and unrolled loops would then have more
+        // branches than some compilers accept.
         let (queries, keys) = (self.after_queries(), self.after_keys());
         let mut seen = i < queries && j < keys;
         if comptime!(self.varlen) {
@@ -345,13 +350,13 @@ impl Band {
         seen
     }
 
-    /// Distance of query `i` from key `j`, negative if the query's position is before the key.
+    /// Distance from key `j` to query `i`: negative if the query's position is before the key.
     pub fn offset(&self, i: u32, j: u32) -> i32 {
         i as i32 + self.diagonal - j as i32
     }
 
-    /// The blocks of `tile_k` keys, counted from the sequence's first one, that queries `q_start .. q_start + tile_q` see anything of.
-    /// The first may be before query 0: a negative number in 32 bits.
+    /// The blocks of `tile_k` keys, counted from the first key of the sequence, in which queries `q_start .. q_start + tile_q`
+    /// see anything. `q_start` may be before query 0: a negative number in 32 bits.
     pub fn k_blocks(&self, q_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> Blocks {
         let mut first = self.first_key() as i32;
         let mut after = self.after_keys() as i32;
@@ -370,7 +375,8 @@ impl Band {
         blocks(first, after, self.first_key(), tile_k)
     }
 
-    /// The blocks of `tile_q` queries, counted from the sequence's first one, that see anything of keys `k_start .. k_start + tile_k`.
+    /// The blocks of `tile_q` queries, counted from the first query of the sequence, that see any of the keys `k_start ..
+    /// k_start + tile_k`.
     pub fn q_blocks(&self, k_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> Blocks {
         let mut first = self.first_query() as i32;
         let mut after = self.after_queries() as i32;
@@ -389,13 +395,13 @@ impl Band {
         blocks(first, after, self.first_query(), tile_q)
     }
 
-    /// Whether queries `q_start .. q_start + tile_q` see anything of keys `k_start .. k_start + tile_k`.
+    /// Whether queries `q_start .. q_start + tile_q` see any of the keys `k_start .. k_start + tile_k`.
     pub fn meets(&self, q_start: u32, k_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> bool {
         let seen = self.k_blocks(q_start, tile_q, 1u32);
         seen.start < seen.end && seen.origin + seen.start < k_start + tile_k && seen.origin + seen.end > k_start
     }
 
-    /// The keys that query `i` sees, counted from `origin`; none if `fully_masked`.
+    /// The keys that query `i` sees, relative to `origin`; an empty range if `fully_masked`.
     pub fn run(&self, i: u32, origin: u32, fully_masked: bool) -> Run {
         let mut start = 0i32;
         let mut end = self.after_keys() as i32;
@@ -412,18 +418,19 @@ impl Band {
         }
     }
 
-    /// Which blocks of `tile_k` keys, walked from the one that starts at `k_last` down, hold a key that one of the queries
-    /// `q_start .. q_start + tile_q` does not see. Queries past the last do not count: what is computed for them is
-    /// dropped.
+    /// Which blocks of `tile_k` keys contain a key that one of the queries `q_start .. q_start + tile_q` does not see. Blocks
+    /// are processed from the one that starts at `k_last` downwards. Queries past the last one are ignored, because their
+    /// results are discarded.
     pub fn edges(&self, q_start: u32, k_last: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> Edges {
         let tile = tile_k as i32;
         let after = (k_last + tile_k) as i32;
-        // All of the queries see keys from `first` to `end`.
+        // Every query sees the keys from `first` to `end`.
         let mut end = self.after_keys() as i32;
         if comptime!(self.bounded_above) {
             end = min(end, q_start as i32 + self.upper + 1);
         }
-        // Until each of the queries has begun to see: if the first one does so with a whole block, that one counts.
+        // Masking continues until every query has begun to see keys. The block in which the first query begins is included,
+        // even if that block is fully visible.
         let lead = select(after > end, (after - end) / tile + 1, 0i32);
         let mut tail = i32::MAX.runtime();
         if comptime!(self.bounded_below) {
@@ -433,28 +440,28 @@ impl Band {
         Edges { lead: lead as u32, tail: tail as u32 }
     }
 
-    /// Whether query `i`, which is not before the sequence's first, is one of its queries.
+    /// Whether query `i` is before the end of the sequence's queries. `i` must not be before the first one.
     pub fn is_query(&self, i: u32) -> bool {
         i < self.after_queries()
     }
 
-    /// Whether key `j`, which is not before the sequence's first, is one of its keys.
+    /// Whether key `j` is before the end of the sequence's keys. `j` must not be before the first one.
     pub fn is_key(&self, j: u32) -> bool {
         j < self.after_keys()
     }
 
-    /// Query `i`, or the last one if there is none: what may be read for it.
+    /// Query `i` clamped to the last query, so that it can be read.
     pub fn query_within(&self, i: u32) -> u32 {
         min(i, self.seq_q - 1)
     }
 
-    /// Key `j`, or the last `width` ones if they end before it: what may be read for it.
+    /// Key `j` clamped so that `width` keys from it can be read.
     pub fn key_within(&self, j: u32, width: u32) -> u32 {
         min(j, self.seq_k - width)
     }
 
-    /// Whether every query of `q_start .. q_start + tile_q` sees every key of `k_start .. k_start + tile_k`: such a
-    /// tile needs no masking.
+    /// Whether every query of `q_start .. q_start + tile_q` sees every key of `k_start .. k_start + tile_k`. Such a tile needs
+    /// no masking.
     pub fn fully_visible(&self, q_start: u32, k_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> bool {
         let q_last = q_start + tile_q - 1;
         let k_last = k_start + tile_k - 1;
@@ -473,7 +480,7 @@ impl Band {
     }
 }
 
-/// The blocks of `tile` positions from `origin` on that `first .. after` touches; `first` is not before it.
+/// The blocks of `tile` positions, counted from `origin`, that overlap `first .. after`. `first` must not be before `origin`.
 #[cube]
 fn blocks(first: i32, after: i32, origin: u32, #[comptime] tile: u32) -> Blocks {
     let mut start = 0u32;

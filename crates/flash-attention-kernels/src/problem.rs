@@ -17,13 +17,14 @@ use serde::{Deserialize, Serialize};
 
 /// Largest head dimension that any kernel supports.
 pub const MAX_HEAD_DIM: usize = 256;
-/// Longest sequence: sums and differences of positions stay within 32-bit integers.
+/// Longest sequence. The limit keeps sums and differences of positions within 32-bit integers.
 pub const MAX_SEQ: usize = (1 << 30) - 1;
 
-/// Most elements of `q`, `k`, `v` and the output: more than any device addresses, and few enough that 64 bits count the bytes of scratch.
+/// Largest number of elements of `q`, `k`, `v` and the output. It is more than any device addresses, and small enough that the
+/// bytes of scratch fit 64 bits.
 pub const MAX_ELEMENTS: u64 = 1 << 50;
 
-/// Most pairs of a query and a key, if a tensor broadcasts to them.
+/// Largest number of elements of a mask, a bias or a tensor of a function.
 pub const MAX_PAIRS: u64 = 1 << 60;
 
 /// One attention call: `o = softmax(scores) · v` over `q [batch, num_heads_q, seq_q, head_dim]`,
@@ -42,15 +43,15 @@ pub const MAX_PAIRS: u64 = 1 << 60;
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct AttentionProblem {
-    /// Batches.
+    /// Batch size.
     pub batch: usize,
-    /// Heads of `q`; a multiple of `num_heads_kv`.
+    /// Number of heads of `q`; a multiple of `num_heads_kv`.
     pub num_heads_q: usize,
-    /// Heads of `k` and `v`.
+    /// Number of heads of `k` and `v`.
     pub num_heads_kv: usize,
-    /// Queries.
+    /// Queries per batch.
     pub seq_q: usize,
-    /// Keys.
+    /// Keys per batch.
     pub seq_k: usize,
     /// Dimension of a query and of a key: 1 to [`MAX_HEAD_DIM`].
     pub head_dim: usize,
@@ -58,31 +59,31 @@ pub struct AttentionProblem {
     pub head_dim_v: usize,
     /// Element type.
     pub dtype: Dtype,
-    /// Shape of the boolean mask (true hides), each dimension 1 or that of the scores.
+    /// Shape of the boolean mask (true hides). Each dimension is 1 or that of the scores.
     pub mask: Option<[usize; 4]>,
-    /// Shape of the additive bias, each dimension 1 or that of the scores.
+    /// Shape of the additive bias. Each dimension is 1 or that of the scores.
     pub bias: Option<[usize; 4]>,
-    /// Shape of ALiBi's slopes, `[batch | 1, num_heads_q]`.
+    /// Shape of the ALiBi slopes, `[batch | 1, num_heads_q]`.
     pub alibi_slopes: Option<[usize; 2]>,
     /// Whether there are sinks, `[num_heads_q]`.
     pub sinks: bool,
-    /// Whether a tensor `[batch]` gives the number of queries of each batch's sequence; the others see nothing.
+    /// Whether a tensor `[batch]` gives the number of valid queries of each batch. The queries after them see nothing.
     pub seq_lens_q: bool,
-    /// Whether a tensor `[batch]` gives the number of keys of each batch's sequence; the others are hidden.
+    /// Whether a tensor `[batch]` gives the number of valid keys of each batch. The keys after them are hidden.
     pub seq_lens_k: bool,
-    /// Number of packed sequences, counted through the batches. They do not see each other. `None`: the batches are the sequences.
+    /// Number of packed sequences in all batches. Sequences do not see each other. `None`: each batch is one sequence.
     pub cu_seqlens: Option<usize>,
-    /// Shapes of the tensors that the score function reads, each dimension 1 or that of the scores.
+    /// Shapes of the tensors that `score_mod` reads. Each dimension is 1 or that of the scores.
     pub score_tensors: [Option<[usize; 4]>; TENSORS],
-    /// Shapes of the tensors that the mask function reads.
+    /// Shapes of the tensors that `mask_mod` reads. Each dimension is 1 or that of the scores.
     pub mask_tensors: [Option<[usize; 4]>; TENSORS],
     /// Shape of the block mask, if there is one.
     pub block_mask: Option<BlockMask>,
-    /// Numbers and functions.
+    /// Options that are numbers or functions.
     pub options: AttentionOptions,
 }
 
-/// The shape of a block mask.
+/// Shape of a block mask.
 ///
 /// ```
 /// use flash_attention_kernels::BlockMask;
@@ -92,7 +93,7 @@ pub struct AttentionProblem {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockMask {
-    /// `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, the last two rounded up.
+    /// Number of blocks, `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`. The divisions round up.
     pub blocks: [usize; 4],
     /// Queries of a block, a multiple of 128.
     pub block_q: usize,
@@ -100,7 +101,7 @@ pub struct BlockMask {
     pub block_k: usize,
 }
 
-/// Names of the functions' tensors in messages.
+/// Names of the functions' tensors in error messages.
 pub(crate) const SCORE_TENSORS: [&str; TENSORS] = ["score_tensors[0]", "score_tensors[1]"];
 pub(crate) const MASK_TENSORS: [&str; TENSORS] = ["mask_tensors[0]", "mask_tensors[1]"];
 
@@ -121,7 +122,7 @@ fn tensors(
 }
 
 impl AttentionProblem {
-    /// The problem for tensors of these shapes, validated.
+    /// Builds and validates the problem for tensors of these shapes, without mask, bias or other optional tensors.
     pub fn new(
         q: &[usize],
         k: &[usize],
@@ -160,21 +161,21 @@ impl AttentionProblem {
         Ok(problem)
     }
 
-    /// This problem with a boolean mask of that shape.
+    /// Adds a boolean mask of this shape.
     pub fn with_mask(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
         self.mask = Some(rank4("mask", shape)?);
         self.validate()?;
         Ok(self)
     }
 
-    /// This problem with an additive bias of that shape.
+    /// Adds an additive bias of this shape.
     pub fn with_bias(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
         self.bias = Some(rank4("bias", shape)?);
         self.validate()?;
         Ok(self)
     }
 
-    /// This problem with slopes of that shape, `[batch | 1, num_heads_q]`: to each score `−slope · |i − j|` is added, where `i` is the
+    /// Adds ALiBi slopes of this shape, `[batch | 1, num_heads_q]`: `−slope · |i − j|` is added to each score, where `i` is the
     /// position of the query among the keys (ALiBi, arXiv:2108.12409).
     pub fn with_alibi_slopes(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
         let shape = shape.try_into().map_err(|_| AttentionError::Rank {
@@ -188,7 +189,7 @@ impl AttentionProblem {
         Ok(self)
     }
 
-    /// This problem with sinks of that shape, `[num_heads_q]`: each row has one more logit, with value vector 0.
+    /// Adds sinks of this shape, `[num_heads_q]`: each row has one more logit, with value vector 0.
     pub fn with_sinks(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
         let [heads] = <[usize; 1]>::try_from(shape).map_err(|_| AttentionError::Rank {
             argument: "sinks",
@@ -202,7 +203,7 @@ impl AttentionProblem {
         Ok(self)
     }
 
-    /// This problem with lengths of that shape, `[batch]`, of the sequences among its queries.
+    /// Adds query lengths of this shape, `[batch]`: the number of valid queries of each batch.
     pub fn with_seq_lens_q(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
         self.check_lens("seq_lens_q", shape)?;
         self.seq_lens_q = true;
@@ -210,7 +211,7 @@ impl AttentionProblem {
         Ok(self)
     }
 
-    /// This problem with lengths of that shape, `[batch]`, of the sequences among its keys.
+    /// Adds key lengths of this shape, `[batch]`: the number of valid keys of each batch.
     pub fn with_seq_lens_k(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
         self.check_lens("seq_lens_k", shape)?;
         self.seq_lens_k = true;
@@ -218,8 +219,8 @@ impl AttentionProblem {
         Ok(self)
     }
 
-    /// This problem with packed sequences: tensors of these shapes, `[sequences + 1]` both, say where each begins among all queries, and
-    /// among all keys, counted through the batches, and where the last one ends.
+    /// Adds packed sequences. Both shapes are `[sequences + 1]`: the tensors hold the first query and the first key of each
+    /// sequence, counted through all batches, followed by the end of the last sequence.
     pub fn with_cu_seqlens(mut self, q: &[usize], k: &[usize]) -> Result<Self, AttentionError> {
         for (argument, shape) in [("cu_seqlens_q", q), ("cu_seqlens_k", k)] {
             if shape.len() != 1 {
@@ -240,22 +241,22 @@ impl AttentionProblem {
         Ok(self)
     }
 
-    /// This problem with tensors of these shapes, two at most, that the options' function of scores reads.
+    /// Adds at most two tensors that the `score_mod` of the options reads.
     pub fn with_score_tensors(mut self, shapes: &[&[usize]]) -> Result<Self, AttentionError> {
         self.score_tensors = tensors("score_tensors", SCORE_TENSORS, shapes)?;
         self.validate()?;
         Ok(self)
     }
 
-    /// This problem with tensors of these shapes, two at most, that the options' function that hides pairs reads.
+    /// Adds at most two tensors that the `mask_mod` of the options reads.
     pub fn with_mask_tensors(mut self, shapes: &[&[usize]]) -> Result<Self, AttentionError> {
         self.mask_tensors = tensors("mask_tensors", MASK_TENSORS, shapes)?;
         self.validate()?;
         Ok(self)
     }
 
-    /// This problem with a block mask of that shape, `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, the last two rounded
-    /// up: [`blocks`](mod@crate::blocks) tells what it says.
+    /// Adds a block mask of this shape, `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, with divisions
+    /// rounded up. [`blocks`](mod@crate::blocks) defines the block states.
     pub fn with_block_mask(mut self, shape: &[usize], block_q: usize, block_k: usize) -> Result<Self, AttentionError> {
         self.block_mask = Some(BlockMask { blocks: rank4("block_mask", shape)?, block_q, block_k });
         self.validate()?;
@@ -297,17 +298,17 @@ impl AttentionProblem {
         agree(argument, &[batch], 0, "batch", "q", self.batch)
     }
 
-    /// Whether a mask or a mask function can hide pairs that are visible by position.
+    /// Whether a mask or `mask_mod` can hide pairs that are visible by position.
     pub fn hides_pairs(&self) -> bool {
         self.mask.is_some() || self.options.mask_mod.is_some()
     }
 
-    /// Whether sequences are packed, or end before the tensors do.
+    /// Whether sequences are packed or shorter than the tensors.
     pub fn is_varlen(&self) -> bool {
         self.num_sequences().is_some()
     }
 
-    /// Number of sequences, if they are distinguished.
+    /// Number of sequences, if the problem has packed sequences or lengths.
     pub fn num_sequences(&self) -> Option<usize> {
         self.cu_seqlens.or((self.seq_lens_q || self.seq_lens_k).then_some(self.batch))
     }
@@ -388,7 +389,7 @@ impl AttentionProblem {
         self.options.validate()
     }
 
-    /// `[batch, num_heads_q, seq_q, seq_k]`, what mask and bias broadcast to. Never allocated.
+    /// `[batch, num_heads_q, seq_q, seq_k]`: the shape that mask and bias broadcast to. No tensor of this shape is allocated.
     pub fn scores_shape(&self) -> [usize; 4] {
         [self.batch, self.num_heads_q, self.seq_q, self.seq_k]
     }
@@ -418,35 +419,35 @@ impl AttentionProblem {
         [self.batch, self.num_heads_kv, self.seq_k, self.head_dim_v]
     }
 
-    /// Rows of scores: `batch · num_heads_q · seq_q`.
+    /// Number of rows of scores: `batch · num_heads_q · seq_q`.
     pub fn rows(&self) -> usize {
         self.batch * self.num_heads_q * self.seq_q
     }
 
-    /// Query heads that share a key/value head.
+    /// Number of query heads that share a key/value head.
     pub fn group_size(&self) -> usize {
         self.num_heads_q.checked_div(self.num_heads_kv).unwrap_or(1)
     }
 
-    /// The factor on `q·kᵀ`.
+    /// The factor on `q·kᵀ`: the option, or `1/√head_dim`.
     pub fn softmax_scale(&self) -> f32 {
         self.options.softmax_scale.unwrap_or_else(|| (1.0 / (self.head_dim as f64).sqrt()) as f32)
     }
 
-    /// The factor for the gradient of the product.
+    /// The factor by which the gradient of a score is multiplied to give the gradient of the product.
     pub(crate) fn factor_of_product(&self) -> Factor {
         let multiplies = self.options.score_mod.is_some_and(|function| !function.additive());
         if self.options.softcap.is_some() || multiplies { Factor::Product } else { Factor::One }
     }
 
-    /// Which positions see each other, as far as causality, window and the sequences' ends decide.
+    /// Visibility by position: causality, windows and the lengths of the tensors.
     pub fn band(&self) -> Band {
         Band::new(self.seq_q, self.seq_k, &self.options)
     }
 
-    /// Floating-point operations of the forward as the field counts them: `4 · batch · heads · pairs · head_dim`
-    /// (2 products of 2 operations), over half of all pairs where causal (FlashAttention-2, arXiv:2307.08691, section
-    /// 4.1), and over those that see each other where there is a window.
+    /// Floating-point operations of the forward as the literature counts them: `4 · batch · heads · pairs · head_dim` (two
+    /// products of two operations). A causal problem counts half of all pairs (FlashAttention-2, arXiv:2307.08691, section
+    /// 4.1). A problem with a window counts the visible pairs.
     pub fn forward_flops(&self) -> f64 {
         let AttentionOptions { causal, window_left, window_right, .. } = self.options;
         let pairs = if window_left.is_some() || window_right.is_some() {

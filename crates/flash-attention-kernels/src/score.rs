@@ -1,15 +1,16 @@
-//! From `q·kᵀ` to a score, each step beside its derivative.
+//! From `q·kᵀ` to a score: each step next to its derivative.
 //!
 //! ```text
 //! t = softcap · tanh(scale · q·kᵀ / softcap)         dt/d(q·kᵀ) = scale · (1 − (t / softcap)²)
-//! score = f(t) + bias − slope · |i − j| where seen   d score/d bias = 1     d score/d slope = −|i − j|
+//! score = f(t) + bias − slope · |i − j|, if visible  d score/d bias = 1     d score/d slope = −|i − j|
 //! ```
 //!
-//! `f` is the score function, if there is one: [`mods`](crate::mods).
+//! `f` is the optional `score_mod` of the user: see [`mods`](crate::mods).
 //!
-//! The softcap is Gemma 2's (arXiv:2408.00118, section 2), slopes are those of ALiBi (arXiv:2108.12409, section 3): a number for
-//! each head, times the distance from the query's [position among the keys](crate::mask::Band::offset()). A *sink* is one more
-//! logit in each row, with value vector 0 (gpt-oss; StreamingLLM, arXiv:2309.17453, section 3.2).
+//! The softcap is the one of Gemma 2 (arXiv:2408.00118, section 2). Slopes are ALiBi's (arXiv:2108.12409, section 3): one
+//! number per head, multiplied by the distance between the key and the query's [position among the
+//! keys](crate::mask::Band::offset()). A *sink* is one more logit in each row, with value vector 0 (gpt-oss; StreamingLLM,
+//! arXiv:2309.17453, section 3.2).
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
@@ -20,40 +21,41 @@ use crate::softmax::HIDDEN;
 use cubecl::prelude::*;
 use serde::Serialize;
 
-/// Composition of scores from products, without mask and bias, and dropout of probabilities.
+/// Parameters that turn a product `q·kᵀ` into a score, except mask and bias, and the dropout of probabilities.
 #[derive(CubeType, CubeLaunch)]
 #[expand(derive(Clone))]
 pub struct Score {
     /// Factor on `q·kᵀ`.
     pub scale: f32,
-    /// The cap, where `capped`.
+    /// The softcap, if `capped`.
     pub softcap: f32,
-    /// Whether there is a cap.
+    /// Whether there is a softcap.
     #[cube(comptime)]
     pub capped: bool,
-    /// Slopes, sinks, sequences, dropout and functions.
+    /// Slopes, sinks, sequences, dropout and the user's functions.
     pub extras: Extras,
 }
 
 #[cube]
 impl Score {
-    /// The score of a product `q·kᵀ`, before mask and bias.
+    /// The scaled and soft-capped product `q·kᵀ`: the score before `score_mod`, mask, bias and slope.
     pub fn of(&self, product: f32) -> f32 {
         let scaled = product * self.scale;
         if comptime!(self.capped) { self.softcap * f32::tanh(scaled / self.softcap) } else { scaled }
     }
 
-    /// The score function, applied to the result of [`Score::of`].
+    /// Applies `score_mod` to the result of [`Score::of`].
     pub fn modified(&self, t: f32, place: &Place, band: &Band) -> f32 {
         self.extras.mods.score_of(t, place, band)
     }
 
-    /// The slope's contribution, `−slope · |i − j|`.
+    /// Adds the ALiBi term `−slope · |i − j|`.
     pub fn biased(&self, score: f32, slope: f32, band: &Band, i: u32, j: u32) -> f32 {
         if comptime!(self.extras.slopes.is_some()) { fma(slope, distance(band, i, j), score) } else { score }
     }
 
-    /// Initial maximum and sum of a row's online softmax, in one of the threads that share it: those of its sink, if there is one.
+    /// Initial maximum and sum of a row's online softmax. With a sink, the maximum is the sink, and the sum is 1 in the one
+    /// thread of the row whose `counts` is set.
     pub fn begin(&self, head: usize, counts: bool) -> (f32, f32) {
         if comptime!(self.extras.sinks.is_some()) {
             (self.extras.sink(head, HIDDEN.runtime()), select(counts, 1.0f32, 0.0f32))
@@ -62,7 +64,8 @@ impl Score {
         }
     }
 
-    /// Derivative with respect to the product, without the factor `scale`, from the result of [`Score::of`].
+    /// Derivative of the score with respect to the product `q·kᵀ`, without the factor `scale`. `t` is the result of
+    /// [`Score::of`].
     pub fn derivative(&self, t: f32, place: &Place, band: &Band) -> f32 {
         let by_t = self.extras.mods.partials(t, place, band).score;
         if comptime!(self.capped) {
@@ -75,37 +78,37 @@ impl Score {
 }
 
 impl Score {
-    /// Whether slopes or a score function make the score depend on the pair.
+    /// Whether the score depends on the positions of the pair: whether there are slopes or functions.
     pub fn differs(&self) -> bool {
         self.extras.slopes.is_some() || self.extras.mods.exist()
     }
 }
 
 impl ScoreExpand {
-    /// The same at compile time of a kernel.
+    /// [`Score::differs`] while a kernel is compiled.
     pub fn differs(&self) -> bool {
         self.extras.slopes.is_some() || self.extras.mods.exist()
     }
 }
 
-/// Factor of the gradient of a score, for each gradient that is summed from it.
+/// Which factor multiplies the gradient of a score before it is summed into a result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub enum Factor {
-    /// 1: for the bias, and for the product without softcap and score function.
+    /// 1: for the bias, and for the product without softcap and `score_mod`.
     One,
-    /// Derivative with respect to the product.
+    /// Derivative of the score with respect to the product.
     Product,
-    /// Derivative with respect to the slope.
+    /// Derivative of the score with respect to the slope.
     Slope,
-    /// Derivative with respect to the first tensor of the score function.
+    /// Derivative of the score with respect to the first tensor of `score_mod`.
     A,
-    /// Derivative with respect to the second one.
+    /// Derivative of the score with respect to the second tensor of `score_mod`.
     B,
 }
 
 #[cube]
 impl Score {
-    /// The factor of a pair, from the result of [`Score::of`].
+    /// The factor of a pair. `t` is the result of [`Score::of`].
     pub fn factor(&self, t: f32, place: &Place, band: &Band, #[comptime] factor: Factor) -> f32 {
         match comptime!(factor) {
             Factor::One => 1.0f32.runtime(),

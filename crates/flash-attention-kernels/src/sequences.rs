@@ -1,9 +1,9 @@
-//! Several sequences in one call, which do not see each other: packed one after the other, or each with padding.
+//! Several sequences in one call, which do not see each other: packed one after the other, or one per batch with padding.
 //!
-//! Their lengths are on the device and are not read back. A small kernel writes a *schedule*, the list of the blocks of rows that exist, which
-//! the attention kernels read. Blocks of the sequences with most columns come first, so that the last blocks are short (Graham 1969). Positions
-//! are those of the tensors; blocks and tiles begin where sequences do. No attention kernel writes rows of no sequence: [`fill()`] sets
-//! them to 0.
+//! The lengths stay on the device and are never read back. A small kernel writes a *schedule*, the list of the existing blocks
+//! of rows, which the attention kernels read. Blocks of the sequences with the most columns come first, so that the last blocks
+//! to run are short (Graham 1969). Positions are those of the tensors; blocks and tiles begin at the beginning of a sequence.
+//! The attention kernels do not write rows that belong to no sequence: [`fill()`] sets them to 0.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
@@ -11,28 +11,28 @@ use crate::mask::{Band, Span};
 use crate::softmax::lse_bits;
 use cubecl::prelude::*;
 
-/// Words of the schedule before the first block: how many there are, and nothing.
+/// Words of the schedule before the first block. The first one is the number of blocks; the others are unused.
 pub const HEADER: usize = 8;
-/// Words of a block: batch, sequence, its first row, then where the sequence's rows begin and end, and its columns.
+/// Words of a block: batch, sequence, first row, then the range of the sequence's rows and the range of its columns.
 pub const WORDS: usize = 8;
 /// Threads of a thread block of [`schedule()`] and [`fill()`].
 pub const UNITS: usize = 64;
 
-/// Where sequences begin and end, from what the caller has.
+/// Beginnings and ends of the sequences, as the caller gives them.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Bounds {
-    /// Where each begins among all queries, batch after batch, and where the last one ends: `[sequences + 1]`.
+    /// The first query of each sequence, counted through all batches, and the end of the last sequence: `[sequences + 1]`.
     pub cu_q: ComptimeOption<&'static Tensor<u32>>,
-    /// The same among all keys.
+    /// The first key of each sequence, in the same format.
     pub cu_k: ComptimeOption<&'static Tensor<u32>>,
-    /// How many queries of each batch, the first ones, are a sequence, `[batch]`; all if there is none.
+    /// Number of valid queries of each batch, `[batch]`; absent if all are valid.
     pub lens_q: ComptimeOption<&'static Tensor<u32>>,
-    /// How many of its keys.
+    /// Number of valid keys of each batch, in the same format.
     pub lens_k: ComptimeOption<&'static Tensor<u32>>,
-    /// Sequences.
+    /// Number of sequences.
     pub sequences: u32,
-    /// Batches.
+    /// Batch size.
     pub batches: u32,
     /// Queries of a batch.
     pub seq_q: u32,
@@ -42,7 +42,7 @@ pub struct Bounds {
 
 #[cube]
 impl Bounds {
-    /// What says where sequences of queries lie, or of keys.
+    /// The bounds of one side: of the queries, or of the `keys`.
     fn side(&self, #[comptime] keys: bool) -> Side {
         if comptime!(keys) {
             Side { cu: self.cu_k, lens: self.lens_k, seq: self.seq_k }
@@ -51,11 +51,11 @@ impl Bounds {
         }
     }
 
-    /// The queries of a sequence, or its keys.
+    /// The queries of a sequence, or its `keys`.
     fn span(&self, sequence: u32, #[comptime] keys: bool) -> Span {
         let side = self.side(keys);
         if comptime!(side.cu.is_some()) {
-            // Where there is no sequence there is one end.
+            // Without any sequence the tensor has a single element.
             let next = min(sequence + 1, self.sequences);
             between(side.end(sequence), side.end(next), side.seq, self.batches)
         } else {
@@ -68,7 +68,8 @@ impl Bounds {
         }
     }
 
-    /// Rows and columns of a sequence; rows are queries, or keys. Columns in another batch than rows are none.
+    /// Rows and columns of a sequence. Rows are queries, or keys if `keys`. Columns in another batch than the rows are an empty
+    /// range.
     pub(crate) fn sides(&self, sequence: u32, #[comptime] keys: bool) -> (Span, Span) {
         let rows = self.span(sequence, keys);
         let columns = self.span(sequence, comptime!(!keys));
@@ -81,7 +82,7 @@ impl Bounds {
         let side = self.side(keys);
         let mut sequence = batch;
         if comptime!(side.cu.is_some()) {
-            // The last one that does not begin behind it.
+            // Binary search for the last sequence that begins at or before the position.
             let at = batch * side.seq + position;
             let mut first = 0u32.runtime();
             let mut after = self.sequences;
@@ -104,7 +105,7 @@ impl Bounds {
     }
 }
 
-/// What says where sequences of queries lie, or of keys.
+/// The bounds of one side: of the queries, or of the keys.
 #[derive(CubeType, Clone, Copy)]
 struct Side {
     cu: ComptimeOption<&'static Tensor<u32>>,
@@ -114,7 +115,7 @@ struct Side {
 
 #[cube]
 impl Side {
-    /// Where a packed sequence begins among all, or the one before it ends.
+    /// The first position of packed sequence `nth`, which is also the end of the sequence before it.
     fn end(&self, nth: u32) -> u32 {
         let mut end = 0u32.runtime();
         #[comptime]
@@ -125,7 +126,7 @@ impl Side {
     }
 }
 
-/// What lies between two positions that are counted through batches of `seq` each: in the batch of the first one.
+/// The positions from `from` to `to`, both counted through batches of `seq`, that lie in the batch of `from`.
 #[cube]
 fn between(from: u32, to: u32, seq: u32, batches: u32) -> Span {
     let from = min(from, seq * batches);
@@ -135,8 +136,10 @@ fn between(from: u32, to: u32, seq: u32, batches: u32) -> Span {
     Span { batch, begin, end }
 }
 
-/// Writes the schedule of blocks of `tile` rows, `[HEADER + capacity · WORDS]`: a thread block for each sequence. Rows are queries or `keys`;
-/// the blocks of a sequence come in their order, or the `last_first`. `turned`: rows are what the band calls keys.
+/// Writes the schedule of blocks of `tile` rows, `[HEADER + capacity · WORDS]`. Each thread block handles one sequence.
+///
+/// Rows are queries, or keys if `keys`. The blocks of a sequence are listed in order, or in reverse order if `last_first`. With
+/// `turned`, the rows are the keys of the band.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn schedule(
     bounds: Bounds,
@@ -153,7 +156,7 @@ pub fn schedule(
     let (rows, columns) = bounds.sides(select(exists, sequence, 0u32), keys);
     let width = columns.end - columns.begin;
 
-    // -- blocks of all sequences, and of those before this one
+    // -- number of blocks of all sequences, and of the sequences scheduled before this one
     let mut before = 0u32.runtime();
     let mut all = 0u32.runtime();
     let mut other = UNIT_POS;
@@ -179,7 +182,7 @@ pub fn schedule(
         list[0] = min(all, capacity);
     }
 
-    // -- its own
+    // -- blocks of this sequence
     let blocks = select(exists, (rows.end - rows.begin).div_ceil(tile), 0u32);
     let mut nth = UNIT_POS;
     while nth < blocks {
@@ -199,9 +202,11 @@ pub fn schedule(
     }
 }
 
-/// Makes rows that belong to no sequence 0, of `out [B, H, S, D]`: queries, or `keys`. Of those of the output `lse [B, H, S]` becomes that
-/// of rows that see nothing but their sinks `[H]`, if there are any. Batches may repeat, as in splits of the keys. A thread block for each `UNITS`
-/// rows of a head.
+/// Sets the rows of `out [B, H, S, D]` that belong to no sequence to 0. Rows are queries, or keys if `keys`.
+///
+/// For the forward's output, `lse [B, H, S]` of these rows becomes −∞, or the sink of `sinks [H]` if there are sinks. The
+/// batches of `out` may be a multiple of those of the bounds, as for splits of the keys. Each thread block handles `UNITS` rows
+/// of a head.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn fill<F: Float>(
     bounds: Bounds,
@@ -254,13 +259,13 @@ pub fn fill<F: Float>(
 pub struct Block {
     /// Batch.
     pub batch: u32,
-    /// Its first row.
+    /// First row.
     pub start: u32,
-    /// What its sequence's queries see.
+    /// The band of the block's sequence.
     pub band: Band,
 }
 
-/// The `nth` block of a schedule. `band`: what the options make of all.
+/// The `nth` block of a schedule. `band` is the band of the options, without sequences.
 #[cube]
 pub fn block_of(list: &Tensor<u32>, band: &Band, nth: u32) -> Block {
     let at = comptime!(HEADER) + nth as usize * WORDS;

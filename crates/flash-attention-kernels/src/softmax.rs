@@ -1,45 +1,46 @@
-//! The online softmax and its log-sum-exp: the only file that handles −∞ and rows that see nothing.
+//! The online softmax and its log-sum-exp. This is the only file that handles −∞ and fully masked rows.
 //!
 //! ```text
 //! m' = max(m, max_j s_j)    α = exp(m − m')    l' = α·l + Σ_j exp(s_j − m')    o' = α·o + Σ_j exp(s_j − m')·v_j
 //! o = o / l                 lse = m + ln l     p_j = exp(s_j − lse)
 //! ```
 //!
-//! A sink is one more logit of a row, with value vector 0: a row begins with `m = sink, l = 1`.
+//! A sink is one more logit of a row, with value vector 0: the state of the row starts as `m = sink, l = 1`.
 //!
 //! (FlashAttention, arXiv:2205.14135, algorithm 1; FlashAttention-2, arXiv:2307.08691, section 3.1.)
 //!
-//! WGSL cannot write −∞ and its compilers may assume that there is none. A hidden score is therefore the lowest finite
-//! number and recognised by comparison, a row that sees nothing is recognised by `l = 0`, and `lse = −∞` is written and
-//! read by its bits.
+//! WGSL cannot express −∞, and WGSL compilers may assume that no infinity occurs. The score of a hidden pair is therefore the
+//! lowest finite f32, and is recognised by comparison. A fully masked row is recognised by `l = 0`. `lse = −∞` is written and
+//! read as an integer bit pattern.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
 use cubecl::prelude::*;
 
-/// Score of a hidden pair, and maximum of a row that has seen nothing. No visible score is as low.
+/// Score of a hidden pair, and maximum of a row that has not seen a key yet. Every visible score is higher.
 pub const HIDDEN: f32 = f32::MIN;
 
-/// The score of a hidden pair where −∞ can be written: on CUDA.
+/// Score of a hidden pair on CUDA, where −∞ can be written.
 pub const UNSEEN: f32 = f32::NEG_INFINITY;
 
 /// The bits of −∞.
 const NEGATIVE_INFINITY: u32 = 0xFF80_0000;
 
-/// When the maximum that a row's exponentials are relative to is raised.
+/// When the maximum that the exponentials of a row are relative to is raised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rescale {
     /// Whenever a score exceeds it.
     Always,
-    /// Once a score exceeds it by more than [`LAZY`], so that most tiles need no rescaling of what was added up before. (The rescaling
-    /// threshold is FlashAttention-4's.)
+    /// When a score exceeds it by more than 8. Most tiles then need no rescaling of the accumulators. (The rescaling
+    /// threshold is that of FlashAttention-4.)
     Lazily,
 }
 
-/// Exponentials relative to a maximum that is raised lazily stay below `e^8`, or `2^8`, which f16 holds.
+/// Threshold of lazy rescaling. Exponentials stay below `e^8`, or `2^8` in base 2, which f16 can represent.
 const LAZY: f32 = 8.0;
 
-/// The maximum `m'` of a row with the maximum `m` after scores up to `highest`; `α` is `exp(m − m')`.
+/// The new maximum `m'` of a row with the current maximum `m`, after scores up to `highest`. The caller rescales by `α = exp(m
+/// − m')`.
 #[cube]
 pub fn raised(m: f32, highest: f32, #[comptime] rescale: Rescale) -> f32 {
     match comptime!(rescale) {
@@ -48,14 +49,16 @@ pub fn raised(m: f32, highest: f32, #[comptime] rescale: Rescale) -> f32 {
     }
 }
 
-/// `exp(score − m)`, exactly 0 for a hidden score. A NaN is not hidden.
+/// `exp(score − m)`, and exactly 0 for a hidden score. A NaN score is not hidden.
 #[cube]
 pub fn weight(score: f32, m: f32) -> f32 {
     select(score <= HIDDEN, 0.0f32, f32::exp(score - m))
 }
 
-/// Gradient of a score as the softmax sees it, `p (dp − delta)`. `guarded`: exactly 0 for a hidden score, whatever its key's value
-/// holds; without a guard a value that is not finite leaves no number, for kernels that find such rows and compute them again.
+/// Gradient of the softmax with respect to a score, `p (dp − delta)`.
+///
+/// With `guarded`, the result is exactly 0 for a hidden score, even if the value of its key is NaN or infinite. Without it,
+/// such a value makes the result NaN; unguarded kernels detect the affected rows and recompute them.
 ///
 /// (FlashAttention, arXiv:2205.14135, appendix B.2.)
 #[cube]
@@ -64,67 +67,71 @@ pub fn softmax_backward(p: f32, dp: f32, delta: f32, #[comptime] guarded: bool) 
     if comptime!(guarded) { select(p == 0.0f32, 0.0f32, ds) } else { ds }
 }
 
-/// Adds [`softmax_backward()`], guarded, to a sum.
+/// Adds [`softmax_backward()`], guarded, to `sum[n]`.
 #[cube]
-pub fn add_softmax_backward(sum: f32, p: f32, dp: f32, delta: f32) -> f32 {
-    select(p == 0.0f32, sum, fma(p, dp - delta, sum))
+pub fn add_softmax_backward(sum: &mut Array<f32>, n: usize, p: f32, dp: f32, delta: f32) {
+    sum[n] = select(p == 0.0f32, sum[n], fma(p, dp - delta, sum[n]));
 }
 
-/// The bits of the log-sum-exp of a row with maximum `m` and sum `l`; −∞ where it saw nothing.
+/// The bits of the log-sum-exp of a row with maximum `m` and sum `l`; −∞ for a fully masked row.
 #[cube]
 pub fn lse_bits(m: f32, l: f32) -> u32 {
     let bits = u32::reinterpret(m + f32::ln(l));
     select(l == 0.0f32, NEGATIVE_INFINITY, bits)
 }
 
-/// `1 / log2(e)`, of the `log2(e)` that has been rounded to f32, as a sum of two f32.
+/// `1 / log2(e)` as a sum of two f32, where `log2(e)` is the constant rounded to f32.
 const NATURAL: f32 = (1.0 / std::f32::consts::LOG2_E as f64) as f32;
 const NATURAL_REST: f32 = (1.0 / std::f32::consts::LOG2_E as f64 - NATURAL as f64) as f32;
 
-/// [`lse_bits()`] in base 2: of a maximum `m_log2 = m · log2(e)` and `log2 l`. It is rounded once, and the rounding of `log2(e)` is
-/// undone: at large scores an error of lse is a relative error of all probabilities that the backward recomputes.
+/// [`lse_bits()`] from base-2 values: the maximum `m_log2 = m · log2(e)` and `l_log2 = log2(l)`.
+///
+/// The result is rounded once, and the rounding error of the f32 `log2(e)` is corrected. For large scores, an absolute error of
+/// `lse` becomes a relative error of every probability that the backward recomputes.
 #[cube]
 pub fn lse_bits_log2(m_log2: f32, l: f32, l_log2: f32) -> u32 {
     let rest = fma(m_log2, comptime!(NATURAL_REST), l_log2 * comptime!(NATURAL));
     let lse = fma(m_log2, comptime!(NATURAL), rest);
-    // For an infinite score the correction would be NaN.
+    // For an infinite score the correction would give NaN.
     let bits = u32::reinterpret(select(f32::abs(m_log2) <= f32::MAX, lse, m_log2));
     select(l == 0.0f32, NEGATIVE_INFINITY, bits)
 }
 
-/// A log-sum-exp in base 2, rounded as products with `log2(e)` are.
+/// A natural log-sum-exp converted to base 2, rounded like every product with `log2(e)`.
 #[cube]
 pub fn lse_log2(lse: f32) -> f32 {
     lse * comptime!(std::f32::consts::LOG2_E)
 }
 
-/// The log-sum-exp with these bits, [`HIDDEN`] where nothing was seen.
+/// The log-sum-exp with these bits; [`HIDDEN`] for a fully masked row.
 #[cube]
 pub fn lse_of_split(bits: u32) -> f32 {
     let nothing = bits == NEGATIVE_INFINITY;
     select(nothing, HIDDEN, f32::reinterpret(select(nothing, 0u32, bits)))
 }
 
-/// The sum of a row's exponentials as the product `P V` adds them up, where each is rounded to the element type: `l`, their sum in
-/// f32, corrected by the rounding error of the `largest` one, which is `rounded` there.
+/// Sum of a row's exponentials consistent with the product `P V`, which uses exponentials rounded to the element type.
 ///
-/// Divided by `l`, the output of a row with a single large probability would carry that error, up to half a unit in the last place
-/// of the element type, and the backward's `dP − delta`, which is near 0 there, would consist of it. PyTorch's FlashAttention-2 has
-/// the largest exponential be exactly 1 for this (`UNFUSE_FMA`), at the cost of one more instruction for each score.
+/// `l` is the sum in f32. It is corrected by the rounding error of the `largest` exponential, whose rounded value is `rounded`.
+///
+/// Without the correction, the output of a row with one dominant probability carries that rounding error, up to half a unit in
+/// the last place of the element type. The difference `dP − delta` of the backward is near 0 in such a row and would consist of
+/// the error. PyTorch's FlashAttention-2 avoids the error by making the largest exponential exactly 1 (`UNFUSE_FMA`), which
+/// costs one more instruction per score.
 #[cube]
 pub fn rounded_sum(l: f32, largest: f32, rounded: f32) -> f32 {
-    // Errors cancel if no exponential is large. A row that is out of range stays out of range.
+    // Rounding errors cancel if no exponential dominates. A sum of +∞ stays +∞.
     select(2.0f32 * largest >= l && l <= f32::MAX, l + (rounded - largest), l)
 }
 
-/// `1 / l`, or 0 for a row that saw nothing.
+/// `1 / l`, or 0 for a fully masked row.
 #[cube]
 pub fn normalizer(l: f32) -> f32 {
     select(l == 0.0f32, 0.0f32, 1.0f32 / l)
 }
 
-/// The log-sum-exp with these bits, as the backward subtracts it: of a row that saw nothing the highest number, which
-/// makes its probabilities `exp(score − lse)` exactly 0.
+/// The log-sum-exp with these bits, for the backward. For a fully masked row it is the highest finite f32, so that every
+/// probability `exp(score − lse)` is exactly 0.
 #[cube]
 pub fn lse_of_bits(bits: u32) -> f32 {
     let nothing = bits == NEGATIVE_INFINITY;

@@ -1,9 +1,9 @@
-//! A tensor on the device as the kernels take it: a buffer with a shape and strides.
+//! A device tensor as the kernels take it: a buffer with a shape and strides.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-/// A strided view of a device buffer. Strides are in elements; 0 repeats.
+/// A strided view of a device buffer. Strides count elements; a stride of 0 repeats a dimension.
 ///
 /// ```no_run
 /// use flash_attention_kernels::TensorView;
@@ -16,11 +16,11 @@ use cubecl::server::Handle;
 /// ```
 #[derive(Clone, Debug)]
 pub struct TensorView<const RANK: usize = 4> {
-    /// The buffer; its start offset, if it has one, is the view's.
+    /// The buffer. The view begins at the start offset of the handle, if it has one.
     pub handle: Handle,
     /// Sizes.
     pub shape: [usize; RANK],
-    /// Elements between neighbours along each dimension.
+    /// Distance in elements between neighbours along each dimension.
     pub strides: [usize; RANK],
 }
 
@@ -34,13 +34,13 @@ impl<const RANK: usize> TensorView<RANK> {
         TensorView { handle, shape, strides }
     }
 
-    /// The same in four dimensions, those that are new being 1.
+    /// The same view in four dimensions; the added trailing dimensions have size 1.
     pub(crate) fn widened(&self) -> TensorView {
         let of = |sizes: [usize; RANK]| std::array::from_fn(|dim| sizes.get(dim).copied().unwrap_or(1));
         TensorView { handle: self.handle.clone(), shape: of(self.shape), strides: of(self.strides) }
     }
 
-    /// Number of elements, repeated ones counted each time.
+    /// Number of elements; elements that a stride of 0 repeats count each time.
     pub fn len(&self) -> usize {
         self.shape.iter().product()
     }
@@ -50,7 +50,7 @@ impl<const RANK: usize> TensorView<RANK> {
         self.shape.contains(&0)
     }
 
-    /// Elements from the first to the last that the view reaches, both counted, or `u64::MAX` if they are more than that.
+    /// Number of elements from the first to the last one that the view reaches, inclusive; `u64::MAX` if that overflows.
     pub(crate) fn span(&self) -> u64 {
         if self.is_empty() {
             return 0;
@@ -59,7 +59,7 @@ impl<const RANK: usize> TensorView<RANK> {
         reaches.fold(1, u64::saturating_add)
     }
 
-    /// Whether two index tuples may reach one element: fatal for outputs.
+    /// Whether two different indices may reach the same element, which an output must not allow.
     pub(crate) fn overlaps_itself(&self) -> bool {
         if self.is_empty() {
             return false;
@@ -76,8 +76,8 @@ impl<const RANK: usize> TensorView<RANK> {
         false
     }
 
-    /// Whether rows can be read in vectors of `width` elements of `elem_size` bytes: the last dimension is dense and
-    /// every row starts at a multiple of the width.
+    /// Whether rows can be read in vectors of `width` elements of `elem_size` bytes: the last dimension is contiguous, its size
+    /// is a multiple of `width`, and every row starts at a multiple of `width`.
     pub(crate) fn vectorizes(&self, width: usize, elem_size: usize) -> bool {
         let last = RANK - 1;
         let aligned = self.handle.offset_start.unwrap_or(0).is_multiple_of((width * elem_size) as u64);
@@ -87,13 +87,13 @@ impl<const RANK: usize> TensorView<RANK> {
             && self.strides[..last].iter().zip(&self.shape).all(|(s, n)| *n == 1 || s % width == 0)
     }
 
-    /// The launch argument. In kernels that read vectors of `width` elements, strides still count elements.
+    /// The launch argument. Strides count elements, also for kernels that read vectors.
     pub(crate) fn arg(&self) -> TensorArg {
         // SAFETY: `launch` has checked that shape and strides stay within the buffer.
         unsafe { TensorArg::from_raw_parts(self.handle.clone(), self.strides.into(), self.shape.into()) }
     }
 
-    /// The same with its last two dimensions exchanged.
+    /// The view with its last two dimensions exchanged.
     pub(crate) fn transposed(&self) -> Self {
         let mut view = self.clone();
         view.shape.swap(RANK - 2, RANK - 1);
@@ -101,7 +101,7 @@ impl<const RANK: usize> TensorView<RANK> {
         view
     }
 
-    /// The launch argument of a mask or bias: dimensions of 1 get stride 0, so that every index reads them.
+    /// The launch argument of a mask or bias: dimensions of size 1 get stride 0, so that every index reads their only element.
     pub(crate) fn broadcast_arg(&self) -> TensorArg {
         let mut view = self.clone();
         for dim in 0..RANK {

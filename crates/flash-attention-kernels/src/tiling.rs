@@ -1,5 +1,5 @@
-//! The only place that chooses kernels and tile shapes, from the properties that a device reports. Each kernel family has a file for its
-//! tiles.
+//! The only place that chooses kernels and tile shapes, from the properties that a device reports. Each kernel family has its own
+//! file of tiles.
 
 mod choice;
 mod device;
@@ -32,7 +32,7 @@ use crate::portable::dbias::Sums;
 use crate::problem::{AttentionProblem, BackwardOrder};
 use crate::sequences;
 
-/// The forward that runs: the most preferred kernel that supports the problem, or the one requested.
+/// Chooses the forward: the most preferred kernel that supports the problem, or the requested one.
 pub(crate) fn choose_forward(
     device: &Device,
     problem: &AttentionProblem,
@@ -62,7 +62,7 @@ pub(crate) fn choose_forward(
     Ok(Forward::Portable(portable::choose(device, problem, Stage::Forward, passed_over)?))
 }
 
-/// The backward that runs: the most preferred kernels that support the problem, or those requested.
+/// Chooses the backward: the most preferred kernels that support the problem, or the requested ones.
 pub(crate) fn choose_backward(
     device: &Device,
     problem: &AttentionProblem,
@@ -123,8 +123,8 @@ fn of<T>(
     (gradient(dq), gradient(dkdv), dv.map(gradient))
 }
 
-/// Kernels of the forward worth timing against each other: the planned one first, then at most `limit − 1` others of its family,
-/// in the order of its table. All of them can run on such a device.
+/// Forward kernels worth timing against each other: the planned one first, then at most `limit − 1` others of its family, in the
+/// order of its table. All of them can run on the device.
 ///
 /// ```
 /// use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, Kernel};
@@ -163,7 +163,7 @@ pub fn forward_candidates(
     Ok(std::iter::once(planned).chain(others).take(limit).collect())
 }
 
-/// Kernels of the backward worth timing against each other, likewise. Each adds up in a fixed order, unless the problem asks for
+/// Backward kernels worth timing against each other, in the same order. Each sums in a fixed order, unless the problem asks for
 /// [`BackwardOrder::Fast`].
 ///
 /// ```
@@ -186,7 +186,7 @@ pub fn backward_candidates(
     let planned = choose_backward(device, problem, None, &mut Vec::new())?;
     let gradients = |(dq, dkdv, dv)| BackwardTiles { dq, dkdv, dv, ..planned };
     let others: Vec<BackwardTiles> = match planned.dq {
-        // Its tables have one row for each head dimension; where any order will do, there are two ways.
+        // The tables have one row for each head dimension. If any order of summation is allowed, there are two alternatives.
         Gradient::Hopper(_) => planned.fused.map(|_| BackwardTiles { fused: None, ..planned }).into_iter().collect(),
         Gradient::Mma(_) => mma::backwards(device, problem).into_iter().map(gradients).collect(),
         Gradient::Matrix(_) => matrix::backwards(device, problem).into_iter().map(gradients).collect(),
@@ -208,7 +208,7 @@ pub fn backward_candidates(
     Ok(std::iter::once(planned).chain(others).take(limit).collect())
 }
 
-/// How `dq`, `dk` and `dv` would be computed by one launch on such a device, whether or not that is what would be chosen.
+/// The kernel that computes `dq`, `dk` and `dv` in one launch on such a device, whether or not it would be chosen.
 ///
 /// ```no_run
 /// use flash_attention_kernels::{AttentionProblem, tiling::{Device, fused_on}};
@@ -223,29 +223,29 @@ pub fn fused_on(device: &Device, problem: &AttentionProblem) -> Option<HopperGra
     hopper::fusible(device, problem).ok().map(|(_, gradient)| gradient)
 }
 
-/// f32 values of scratch: lse and delta of each row, the sums that a broadcast bias's gradient is folded from, and those of
-/// `dq`.
+/// Number of f32 values of the backward's scratch: lse and delta of each row, partial sums for the gradients of bias, slopes and
+/// score tensors, and `dq_accum`.
 pub(crate) fn scratch_floats(device: &Device, problem: &AttentionProblem) -> usize {
     let columns = if adds_dq(device, problem) { dq_accum_columns(problem.head_dim) } else { 0 };
     (2 + columns) * stats_rows(problem) + bias_sums_len(problem)
 }
 
-/// Whether blocks of keys add to `dq`, which is kept in f32 then.
+/// Whether blocks of keys add to `dq`, which is then accumulated in f32 scratch.
 pub(crate) fn adds_dq(device: &Device, problem: &AttentionProblem) -> bool {
     problem.options.backward_order == BackwardOrder::Fast && hopper::fused(device, problem).is_ok()
 }
 
-/// Rows whose lse and delta have room in scratch. Heads are filled up, as there are kernels that load whole tiles, which those of
-/// sequences begin anywhere.
+/// Number of rows of lse and delta in scratch. The rows of each head are padded, because some kernels load whole tiles, and tiles
+/// of several sequences begin anywhere.
 pub(crate) fn stats_rows(problem: &AttentionProblem) -> usize {
     let multiple = stats_multiple(problem);
     let spare = if problem.is_varlen() { multiple } else { 0 };
     problem.batch * problem.num_heads_q * (problem.seq_q.next_multiple_of(multiple) + spare)
 }
 
-/// Which sums the gradient of this bias is made of.
+/// The partial sums that the gradient of a bias of this shape consists of.
 pub(crate) fn bias_sums(shape: &[usize; 4], problem: &AttentionProblem) -> Sums {
-    // A dimension of 1 that the scores have too broadcasts nothing.
+    // A dimension of 1 does not broadcast if the scores have the same.
     let varies = |dim: usize| shape[dim] == problem.scores_shape()[dim];
     match (varies(2), varies(3)) {
         (true, true) => Sums::Tile,
@@ -254,7 +254,8 @@ pub(crate) fn bias_sums(shape: &[usize; 4], problem: &AttentionProblem) -> Sums 
     }
 }
 
-/// Blocks of `tile` of so many rows, and the batches that each has as many in: of several sequences, the most that there can be in all.
+/// Number of blocks of `tile` rows, and the number of batches that each have as many blocks. With several sequences, an upper bound
+/// for all sequences together, and 1.
 pub(crate) fn blocks(problem: &AttentionProblem, rows: usize, tile: usize) -> (usize, usize) {
     match problem.num_sequences() {
         Some(number) => ((problem.batch * rows / tile + number).max(1), 1),
@@ -262,7 +263,7 @@ pub(crate) fn blocks(problem: &AttentionProblem, rows: usize, tile: usize) -> (u
     }
 }
 
-/// Grids of what tells where several sequences lie: of the schedule, and of what fills the rest of queries and of keys.
+/// Grids of the kernels for several sequences: of the schedule, and of the fill of queries and of keys.
 pub(crate) fn sequence_grids(
     device: &Device,
     problem: &AttentionProblem,
@@ -274,7 +275,7 @@ pub(crate) fn sequence_grids(
     ])
 }
 
-/// That of what fills a tensor of so many batches, heads and rows.
+/// Grid of the kernel that fills a tensor of this many batches, heads and rows.
 pub(crate) fn fill_grid(
     device: &Device,
     [batches, heads, rows]: [usize; 3],
@@ -282,7 +283,8 @@ pub(crate) fn fill_grid(
     cube_count(device, "fill", (batches * heads * rows.div_ceil(sequences::UNITS)) as u64)
 }
 
-/// Checks that blocks of a block mask, if there is one, consist of whole tiles, and that a kernel of this family reaches its lists.
+/// Checks that the blocks of a block mask, if there is one, consist of whole tiles, and that a kernel of this family can address
+/// its lists.
 pub(crate) fn check_blocks(
     device: &Device,
     problem: &AttentionProblem,
@@ -303,7 +305,7 @@ pub(crate) fn check_blocks(
     list.check(device, problem, if kernel == Kernel::Hopper { hopper::MAX_LIST } else { u64::MAX })
 }
 
-/// [`check_blocks`] of every kernel of a backward.
+/// [`check_blocks`] for every kernel of a backward.
 pub(crate) fn check_backward_blocks(
     device: &Device,
     problem: &AttentionProblem,
@@ -314,7 +316,7 @@ pub(crate) fn check_backward_blocks(
     for (gradient, keys) in gradients.into_iter().filter_map(|(gradient, keys)| Some((gradient?, keys))) {
         check_blocks(device, problem, gradient.kernel(), gradient.list(keys))?;
     }
-    // The gradients of bias, slopes and tensors walk over lists of either side.
+    // The kernels for the gradients of bias, slopes and score tensors use lists of either side.
     for tile in tiles.portables() {
         for keys in [false, true] {
             check_blocks(device, problem, Kernel::Portable, Gradient::Portable(tile).list(keys))?;
@@ -323,7 +325,7 @@ pub(crate) fn check_backward_blocks(
     Ok(())
 }
 
-/// Length of the buffer of these sums.
+/// Length of the buffer of these partial sums.
 pub(crate) fn sums_len(sums: Sums, problem: &AttentionProblem) -> usize {
     match sums {
         Sums::Tile => 0,
@@ -332,7 +334,7 @@ pub(crate) fn sums_len(sums: Sums, problem: &AttentionProblem) -> usize {
     }
 }
 
-/// Length of that which the gradients of the bias, of slopes and of tensors of functions are folded from, one after the other.
+/// Length of the buffer of partial sums that the gradients of bias, slopes and score tensors are folded from, one after the other.
 pub(crate) fn bias_sums_len(problem: &AttentionProblem) -> usize {
     let of_bias = problem.bias.map_or(0, |shape| sums_len(bias_sums(&shape, problem), problem));
     let of_slopes = problem.alibi_slopes.map_or(0, |_| sums_len(Sums::Rows, problem));

@@ -1,8 +1,8 @@
-//! Refines what [`tiling`] plans: CubeCL's tuner times a few candidates on the call's own tensors, the first time a problem of its
-//! size comes, and remembers on disk which one was the fastest.
+//! Autotuning of the kernels that [`tiling`] plans. The first time that a problem of some size occurs, CubeCL's tuner times a few
+//! candidates on the call's own tensors. The fastest one is remembered on disk.
 //!
-//! Every candidate computes the same in a fixed order, unless the options ask for [`BackwardOrder::Fast`]; that order differs
-//! between candidates, and with it the last bits of a result. See `docs/tuning.md`.
+//! Every candidate sums in a fixed order, unless the options ask for [`BackwardOrder::Fast`]. The order differs between candidates,
+//! and so do the last bits of a result. See `docs/tuning.md`.
 //!
 //! [`BackwardOrder::Fast`]: crate::BackwardOrder::Fast
 
@@ -23,25 +23,28 @@ use std::fmt;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Candidates that are timed at most, the planned one among them.
+/// Largest number of candidates that are timed, including the planned one.
 pub const CANDIDATES: usize = 3;
 
-/// What a candidate is taken to need to be compiled at the least: the planned one may have been compiled before.
+/// Assumed minimum time to compile a candidate. The time measured for the planned one may be shorter, because it may have been
+/// compiled before.
 const COMPILING: Duration = Duration::from_millis(500);
 
-/// Runs of a candidate before samples of it are taken.
+/// Number of runs of a candidate before it is timed.
 const WARM_UPS: usize = 1;
 
-/// Of the 5 s that a new size may take one is left for what expectation misses.
+/// Time limits of the two passes. A new size may take 5 s in total; 1 s of it is reserved for errors of the estimate.
 static FORWARD: Pass = Pass::new("flash-attention-forward", Duration::from_millis(1500));
 static BACKWARD: Pass = Pass::new("flash-attention-backward", Duration::from_millis(2500));
 
-/// [`forward`](crate::forward) by the fastest candidate for problems of this size, timed if that is not known yet.
+/// [`forward`](crate::forward) with the fastest candidate for problems of this size. Candidates are timed if the fastest is not
+/// known yet.
 ///
-/// Timing runs the candidates several times on these very tensors. A problem for which that is expected to take more than 1.5 s
-/// is computed as planned, as is one that another thread is timing. In a browser, where nothing may wait, all are.
+/// Timing runs the candidates several times on the tensors of this call. The planned kernel runs without timing if the timing is
+/// expected to take more than 1.5 s, if another thread is timing the same problem, and always in a browser, where no call may
+/// block.
 ///
-/// Returns the kernel that ran, with its tiles. Errors name the argument at fault; nothing has been launched then.
+/// Returns the kernel that ran, with its tiles. Errors name the argument at fault; in that case nothing has been launched.
 ///
 /// ```no_run
 /// # use flash_attention_kernels::{AttentionError, AttentionProblem, Inputs, TensorView, tuning::forward_tuned};
@@ -73,12 +76,13 @@ pub fn forward_tuned(
     Ok(candidates[FORWARD.run(client, call)?])
 }
 
-/// [`backward`](crate::backward) by the fastest candidate for problems of this size, timed if that is not known yet.
+/// [`backward`](crate::backward) with the fastest candidate for problems of this size. Candidates are timed if the fastest is not
+/// known yet.
 ///
-/// Likewise where that is expected to take no more than 2.5 s. What is found by a call that asks for some of the gradients holds for
-/// those that ask for others.
+/// The rules of [`forward_tuned`] apply, with a limit of 2.5 s. A result of a call that requests some of the gradients is also used
+/// for calls that request others.
 ///
-/// Returns the kernels that ran, with their tiles. Errors name the argument at fault; nothing has been launched then.
+/// Returns the kernels that ran, with their tiles. Errors name the argument at fault; in that case nothing has been launched.
 ///
 /// ```no_run
 /// # use flash_attention_kernels::{AttentionError, AttentionProblem, Gradients, Inputs, Saved, tuning::backward_tuned};
@@ -114,7 +118,7 @@ pub fn backward_tuned(
     Ok(candidates[BACKWARD.run(client, call)?])
 }
 
-/// What has been found to be the fastest: the answer of [`tuned`].
+/// The fastest kernels found so far: the result of [`tuned`].
 ///
 /// ```
 /// use flash_attention_kernels::tuning::Tuned;
@@ -125,16 +129,16 @@ pub fn backward_tuned(
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Tuned {
-    /// The forward. `None` where none has been timed: what [`plan`](crate::plan()) says runs.
+    /// The forward. `None` if none has been timed: the kernel of [`plan`](crate::plan()) runs then.
     pub forward: Option<Forward>,
-    /// The backward, likewise.
+    /// The backward, in the same way.
     pub backward: Option<BackwardTiles>,
 }
 
-/// What has been found to be the fastest for problems of this size on this client's device, by this process or an earlier one.
-/// It times nothing.
+/// The fastest kernels found for problems of this size on this client's device, by this process or an earlier one. It times
+/// nothing.
 ///
-/// Fails where no kernel can compute the problem.
+/// Returns an error if no kernel can compute the problem.
 ///
 /// ```no_run
 /// use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, tuning::tuned};
@@ -163,8 +167,8 @@ pub fn tuned(client: &Client, problem: &AttentionProblem) -> Result<Tuned, Atten
     })
 }
 
-/// Forgets all that was found for hardware like this client's, on disk and in this process, where that of all hardware is
-/// forgotten. What is called next is timed again.
+/// Deletes all results of timing: on disk those for hardware like this client's, and in this process those for all hardware. Later
+/// calls are timed again.
 ///
 /// ```no_run
 /// # fn f(client: &cubecl::client::Client) {
@@ -181,13 +185,13 @@ pub fn forget(client: &Client) {
     }
 }
 
-/// What is tuned apart.
+/// A pass that is tuned separately: forward or backward.
 struct Pass {
     name: &'static str,
-    /// How long timing is to take.
+    /// Time limit for timing a problem.
     limit: Duration,
     tuner: LocalTuner<String, ServiceId>,
-    /// What was found to take too long to be timed.
+    /// Problems whose timing would exceed the limit.
     too_long: LazyLock<Mutex<HashSet<(ServiceId, String)>>>,
 }
 
@@ -200,7 +204,7 @@ impl Pass {
         Pass { name, limit, tuner: LocalTuner::new(name), too_long: LazyLock::new(Default::default) }
     }
 
-    /// Runs the fastest candidate, timing them first if need be; returns its place.
+    /// Runs the fastest candidate, after timing the candidates if needed. Returns its index.
     fn run(&'static self, client: &Client, call: Call) -> Result<usize, AttentionError> {
         let run = |rank: usize| (call.launch)(rank).map(|()| rank);
         if call.candidates == 1 || cfg!(target_family = "wasm") {
@@ -212,13 +216,13 @@ impl Pass {
         if self.too_long().contains(&(call.id, call.key.clone())) {
             return run(0);
         }
-        // What is wrong with the arguments is told before the tuner, which would panic, runs anything.
+        // Running the candidate first reports invalid arguments as an error. The tuner would panic.
         if let Some(rank) = self.remembered(client, &call.key) {
             run(rank)?;
             return Ok(self.tune(client, call));
         }
         if block_on(client.sync()).is_err() {
-            // Whoever reads the results is told.
+            // The error is reported when a result is read.
             return run(0);
         }
         let started = Instant::now();
@@ -228,7 +232,8 @@ impl Pass {
             Ok(block_on(client.sync()).ok().map(|()| started.elapsed()))
         };
         let Some(first) = time()? else { return Ok(0) };
-        // The first run compiles it, which the others take as long for; the second tells how long each sample takes.
+        // The first run includes compilation, which takes about as long for the other candidates. The second run shows the time of
+        // a sample.
         let rest = if first > self.limit {
             Duration::MAX
         } else {
@@ -244,32 +249,32 @@ impl Pass {
         Ok(self.tune(client, Call { deadline: Some(started + self.limit), ..call }))
     }
 
-    /// Runs the fastest candidate of a call that is known to be right; returns its place.
+    /// Runs the fastest candidate of a call whose arguments are known to be valid. Returns its index.
     fn tune(&'static self, client: &Client, call: Call) -> usize {
         let (id, key) = (call.id, call.key.clone());
         self.tuner.execute(&id, client, self.candidates(id), call);
-        // Another thread may be at it: the planned one has run then.
+        // If another thread is timing the problem, the planned candidate has run.
         self.settled(id, &key).unwrap_or(0)
     }
 
-    /// The place of the fastest candidate, if this process knows it.
+    /// Index of the fastest candidate, if this process knows it.
     fn settled(&'static self, id: ServiceId, key: &String) -> Option<usize> {
         self.tuner.fastest_identity(&id, &self.candidates(id), key).map(|rank| rank.0)
     }
 
-    /// That which an earlier process has found.
+    /// Index of the fastest candidate that an earlier process has found.
     fn remembered(&'static self, client: &Client, key: &str) -> Option<usize> {
         let checksum = self.candidates(client.service_id()).compute_checksum();
         let found = self.table(client)?.remove(&PersistentCacheKey { key: key.to_string(), checksum })?;
         Some(found.fastest_index)
     }
 
-    /// The place of the fastest candidate, if it is known.
+    /// Index of the fastest candidate, if it is known.
     fn found(&'static self, client: &Client, key: &String) -> Option<usize> {
         self.settled(client.service_id(), key).or_else(|| self.remembered(client, key))
     }
 
-    /// Where CubeCL's tuner remembers, unless it is set up not to.
+    /// The table in which CubeCL's tuner stores results, unless its cache is disabled.
     fn table(&self, client: &Client) -> Option<Table> {
         let hardware = client.hardware_identity().to_string();
         let name = TuneTableName { hardware: &hardware, tuner: self.name };
@@ -277,14 +282,14 @@ impl Pass {
         (!CubeClRuntimeConfig::get().autotune.disable_cache).then(|| Store::new(options()))
     }
 
-    /// The candidates by their places: which they are, each call knows for its problem.
+    /// The candidates by index. Each call maps an index to a kernel for its problem.
     fn candidates(&'static self, id: ServiceId) -> Arc<Candidates> {
         self.tuner.init(&id, move || {
             let none = TunableSet::new_cloning_inputs(|call: &Call| call.key.clone());
             (0..CANDIDATES).fold(none, |set, rank| {
                 set.with(Tunable::identified(Rank(rank), move |call: Call| match rank {
                     _ if rank >= call.candidates => Err("there are fewer candidates".to_string()),
-                    // The planned one is left, whatever the time.
+                    // The planned candidate is run even after the deadline.
                     1.. if call.is_late() && self.settled(call.id, &call.key).is_none() => {
                         Err("it is late".to_string())
                     }
@@ -299,7 +304,7 @@ impl Pass {
     }
 }
 
-/// A call that each of some candidates can make.
+/// A call that any of its candidates can perform.
 #[derive(Clone)]
 struct Call {
     id: ServiceId,
@@ -332,7 +337,7 @@ impl Call {
     }
 }
 
-/// A candidate's place.
+/// Index of a candidate.
 #[derive(Clone, Copy)]
 struct Rank(usize);
 
@@ -342,8 +347,8 @@ impl fmt::Display for Rank {
     }
 }
 
-/// Problems for which one candidate is taken to be the fastest: sizes are rounded up to powers of two. Which the candidates are
-/// belongs to it, or what was found would be another one's after a change of the tables.
+/// Key of the problems that share one result: sizes are rounded up to powers of two. The key contains the names of the candidates,
+/// so that results become invalid if the tables of tiles change.
 fn key<T: Copy>(problem: &AttentionProblem, candidates: &[T], name: fn(T, T) -> String) -> String {
     let up = usize::next_power_of_two;
     let window = |window: Option<usize>| window.map(|window| up(window.min(problem.seq_k)));
@@ -375,7 +380,7 @@ fn key<T: Copy>(problem: &AttentionProblem, candidates: &[T], name: fn(T, T) -> 
     format!("{rounded:?} by {}", names.join(", "))
 }
 
-/// What tells a candidate from others, without what follows from the exact sizes.
+/// Name of a candidate, without values that depend on the exact sizes.
 fn forward_name(forward: Forward, planned: Forward) -> String {
     match (forward, planned) {
         (Forward::Hopper(forward), Forward::Hopper(planned)) => {

@@ -1,5 +1,5 @@
-//! The gradients of `o` and `lse` (FlashAttention-2, arXiv:2307.08691, section 2.3.2, with softcap, functions of scores, bias, slopes,
-//! sinks, dropout and the gradient of `lse` added):
+//! Gradients of `o` and `lse` (FlashAttention-2, arXiv:2307.08691, section 2.3.2, extended by softcap, score functions, bias, slopes,
+//! sinks, dropout and the gradient of `lse`):
 //!
 //! ```text
 //! dv = (p∘z)ᵀ·dout                      dp = dout·vᵀ ∘ z
@@ -11,7 +11,7 @@
 //! da = dt∘∂f/∂a                         summed as dbias is; db likewise
 //! ```
 //!
-//! `dk` and `dv` sum over the query heads that share their head.
+//! `dk` and `dv` are summed over the query heads that share a key/value head.
 
 use crate::Inputs;
 use crate::rounding::{Exact, Rounding};
@@ -20,7 +20,7 @@ use flash_attention_kernels::AttentionProblem;
 use flash_attention_kernels::mods::TENSORS;
 use rayon::prelude::*;
 
-/// The gradients of the inputs.
+/// Gradients of the inputs.
 ///
 /// ```
 /// use flash_attention_reference::Gradients;
@@ -37,18 +37,18 @@ pub struct Gradients {
     pub dk: Vec<f64>,
     /// `[batch, num_heads_kv, seq_k, head_dim_v]`.
     pub dv: Vec<f64>,
-    /// `problem.bias`, if there is one.
+    /// Shape of `problem.bias`, if there is one.
     pub dbias: Option<Vec<f64>>,
-    /// `problem.alibi_slopes`, if there are any.
+    /// Shape of `problem.alibi_slopes`, if there are any.
     pub dalibi_slopes: Option<Vec<f64>>,
     /// `[num_heads_q]`, if there are sinks.
     pub dsinks: Option<Vec<f64>>,
-    /// `problem.score_tensors`, where there are any.
+    /// Shapes of `problem.score_tensors`, where there are any.
     pub dscore_tensors: [Option<Vec<f64>>; TENSORS],
 }
 
-/// The gradients of `Σ dout∘o + Σ dlse∘lse`, with `dout [batch, num_heads_q, seq_q, head_dim_v]` and
-/// `dlse [batch, num_heads_q, seq_q]`. `dlse` is not read where `lse` is −∞.
+/// Gradients of `Σ dout∘o + Σ dlse∘lse`, with `dout [batch, num_heads_q, seq_q, head_dim_v]` and `dlse [batch, num_heads_q, seq_q]`. `dlse`
+/// is not read where `lse` is −∞.
 ///
 /// ```
 /// use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
@@ -66,7 +66,7 @@ pub struct Gradients {
 ///
 /// # Panics
 ///
-/// If an input's or gradient's length is not what the problem says.
+/// If the length of an input or gradient does not match the problem.
 pub fn backward(problem: &AttentionProblem, inputs: &Inputs, dout: &[f64], dlse: Option<&[f64]>) -> Gradients {
     inputs.check(problem);
     assert_eq!(dout.len(), problem.o_shape().iter().product::<usize>(), "length of dout");
@@ -98,18 +98,18 @@ fn backward_head(
         let dp = dp(problem, inputs, &row, dout, at);
         let gradients = ScoreGradients::new(&row, &dp, dot(&row.p, &dp) - dlse, &row.derivatives(problem, inputs, at));
         let share = Share::of_row(problem, inputs, &row, &gradients, at, Exact);
-        head.add(problem, [inputs.q, inputs.k], dout, &row.keys, &share, at, add_scaled);
+        head.add(problem, [inputs.q, inputs.k, dout], &row.keys, &share, at, add_scaled);
     }
     head
 }
 
-/// The rows of the query heads that share a head of keys: head and position.
+/// Rows of the query heads that share a key/value head: head and position.
 pub(crate) fn rows_of(problem: &AttentionProblem, h_kv: usize) -> impl Iterator<Item = (usize, usize)> + use<> {
     let (group, seq_q) = (problem.group_size(), problem.seq_q);
     (h_kv * group..(h_kv + 1) * group).flat_map(move |h| (0..seq_q).map(move |i| (h, i)))
 }
 
-/// Puts together what the heads of keys, in order, add to the gradients.
+/// Combines the contributions of all key/value heads, in order, to the gradients.
 pub(crate) fn gather<'a>(
     problem: &AttentionProblem,
     heads: impl Iterator<Item = &'a HeadGradients> + Clone,
@@ -152,7 +152,7 @@ pub(crate) fn gather<'a>(
     }
 }
 
-/// What one head of `k` and `v`, with the query heads that share it, adds to the gradients.
+/// Contribution of one key/value head, with the query heads that share it, to the gradients.
 pub(crate) struct HeadGradients {
     /// `[group_size, seq_q, head_dim]`.
     dq: Vec<f64>,
@@ -160,11 +160,11 @@ pub(crate) struct HeadGradients {
     dk: Vec<f64>,
     /// `[seq_k, head_dim_v]`.
     dv: Vec<f64>,
-    /// Index into the bias and what to add there; empty if there is no bias.
+    /// Index into the bias and the number to add there; empty if there is no bias.
     dbias: Vec<(usize, f64)>,
-    /// The same for the tensors of the function of scores.
+    /// Likewise for the tensors of the score function.
     dscore_tensors: [Vec<(usize, f64)>; TENSORS],
-    /// Of each row: batch, head, and what it adds to the gradients of its slope and of its sink.
+    /// For each row: batch, head, and its contributions to the gradients of its slope and its sink.
     of_heads: Vec<(usize, usize, f64, f64)>,
 }
 
@@ -180,13 +180,12 @@ impl HeadGradients {
         }
     }
 
-    /// Adds the share of the row `at = [batch, head, i]`, which sees these keys. `add(y, a, x)` adds `a · x` to `y`.
-    #[allow(clippy::too_many_arguments)]
+    /// Adds the contribution of the row `[b, h, i]`, which sees these keys. `q` and `k` are the whole tensors, `dout` is the row's.
+    /// `add(y, a, x)` adds `a · x` to `y`.
     pub fn add(
         &mut self,
         problem: &AttentionProblem,
-        [q, k]: [&[f64]; 2],
-        dout: &[f64],
+        [q, k, dout]: [&[f64]; 3],
         keys: &[usize],
         share: &Share,
         [b, h, i]: [usize; 3],
@@ -208,24 +207,24 @@ impl HeadGradients {
     }
 }
 
-/// What a row adds to gradients.
+/// Contribution of a row to the gradients.
 pub(crate) struct Share {
-    /// What `dout` is multiplied by for the gradients of the values it sees.
+    /// Factors of `dout` in the gradients of the visible values.
     pub weights: Vec<f64>,
-    /// What keys and the query are multiplied by for each other's gradients.
+    /// Factors of the query in the keys' gradients, and of the keys in the query's.
     pub scores: Vec<f64>,
-    /// Where in the bias, and how much.
+    /// Index into the bias and the number to add there.
     pub bias: Vec<(usize, f64)>,
-    /// The same of the tensors of the function.
+    /// Likewise for the tensors of the score function.
     pub tensors: [Vec<(usize, f64)>; TENSORS],
-    /// To the gradient of the slope.
+    /// Contribution to the gradient of the slope.
     pub slope: f64,
-    /// To that of the sink.
+    /// Contribution to the gradient of the sink.
     pub sink: f64,
 }
 
 impl Share {
-    /// Of the row `at = [batch, head, i]`.
+    /// Contribution of the row `at = [batch, head, i]`.
     pub fn of_row(
         problem: &AttentionProblem,
         inputs: &Inputs,
@@ -250,7 +249,7 @@ impl Share {
     }
 }
 
-/// How far the keys that a row sees are from it.
+/// Distances of the visible keys from a row.
 pub(crate) fn distances(
     problem: &AttentionProblem,
     inputs: &Inputs,
@@ -261,8 +260,8 @@ pub(crate) fn distances(
     row.keys.iter().map(move |&j| distance(&band, i, j))
 }
 
-/// What a row adds to a tensor that broadcasts to the scores, and where: `values` for each of its keys, or their `sum` where all keys
-/// share an element.
+/// Contribution of a row to a tensor that broadcasts to the scores, as indices and numbers: `values` for each key, or their `sum` if all
+/// keys share an element.
 pub(crate) fn row_shares<T: Copy>(
     shape: [usize; 4],
     [b, h, i]: [usize; 3],
@@ -275,24 +274,24 @@ pub(crate) fn row_shares<T: Copy>(
     firsts.zip(values.chunks(chunk)).map(|(&j, of)| (broadcast_index(shape, [b, h, i, j]), sum(of))).collect()
 }
 
-/// The gradients of a row's scores.
+/// Gradients of a row's scores.
 pub(crate) struct ScoreGradients {
-    /// As the softmax sees them, for each of the keys that the row sees.
+    /// Gradients of the scores that enter the softmax, for each visible key.
     pub dt: Vec<f64>,
-    /// Before function and softcap.
+    /// Gradients of the scores before score function and softcap.
     pub ds: Vec<f64>,
-    /// By what the tensors of the function hold for each of the keys; empty if there is no function.
+    /// Gradients of the elements of the score function's tensors, for each visible key; empty without a score function.
     pub of_tensors: [Vec<f64>; TENSORS],
-    /// What they are relative to.
+    /// `delta`, which is subtracted from the gradients of the probabilities.
     pub delta: f64,
 }
 
 impl ScoreGradients {
-    /// From the gradients `dp` of the row's probabilities.
+    /// Computes them from the gradients `dp` of the row's probabilities.
     pub fn new(row: &Row, dp: &[f64], delta: f64, derivatives: &Derivatives) -> Self {
         let dt: Vec<f64> = row.p.iter().zip(dp).map(|(p, dp)| p * (dp - delta)).collect();
         let Derivatives { of_score, of_tensors } = derivatives;
-        // What weighs nothing, as under a score of −∞, has no gradient whatever the derivative.
+        // A pair with weight 0, as under a score of −∞, has no gradient, whatever the derivative is.
         let times = |of: &Vec<f64>| {
             dt.iter().zip(of).map(|(dt, of)| if *dt == 0.0 { 0.0 } else { dt * of }).collect::<Vec<_>>()
         };
@@ -301,14 +300,14 @@ impl ScoreGradients {
         ScoreGradients { dt, ds, delta, of_tensors }
     }
 
-    /// Exactly those of the row `at = [batch, head, i]`, of which `dout` is.
+    /// Exact gradients of the row `at = [batch, head, i]`. `dout` is this row's.
     pub fn exact(problem: &AttentionProblem, inputs: &Inputs, row: &Row, dout: &[f64], at: [usize; 3]) -> Self {
         let dp = dp(problem, inputs, row, dout, at);
         Self::new(row, &dp, dot(&row.p, &dp), &row.derivatives(problem, inputs, at))
     }
 }
 
-/// The gradients of the probabilities of the row `at = [batch, head, i]`, of which `dout` is.
+/// Gradients of the probabilities of the row `at = [batch, head, i]`. `dout` is this row's.
 pub(crate) fn dp(problem: &AttentionProblem, inputs: &Inputs, row: &Row, dout: &[f64], at: [usize; 3]) -> Vec<f64> {
     let [b, h, _] = at;
     let value = |j| vector(inputs.v, problem.v_shape(), [b, h / problem.group_size(), j]);

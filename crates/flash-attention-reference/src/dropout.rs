@@ -1,12 +1,12 @@
-//! Which pairs dropout keeps: Philox4x32-7 (Salmon et al., SC 2011), written from the paper and not from the kernels.
+//! Pairs that dropout keeps: Philox4x32-7 (Salmon et al., SC 2011), written from the paper and not from the kernels.
 //!
-//! Query `i` and key `j` of a head belong to the block `(i / 16, j / 16)`, in it to the cell `(i % 8, j % 8 / 2)`, of which
-//! 8 pairs share one draw of 128 bits: 16 bits each, the lowest first, in the order of `(j / 8 % 2, i / 8 % 2, j % 2)`.
+//! Query `i` and key `j` of a head belong to the block `(i / 16, j / 16)`, and within it to the cell `(i % 8, j % 8 / 2)`. The 8 pairs of a
+//! cell share one draw of 128 bits, 16 bits each, the lowest first, in the order of `(j / 8 % 2, i / 8 % 2, j % 2)`.
 
 use flash_attention_kernels::AttentionProblem;
 use rayon::prelude::*;
 
-/// Which pairs are kept, `[batch, num_heads_q, seq_q, seq_k]`, at the problem's probability of dropping.
+/// Whether each pair is kept, `[batch, num_heads_q, seq_q, seq_k]`, at the dropout rate of the problem.
 ///
 /// ```
 /// use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
@@ -29,17 +29,17 @@ pub fn kept(problem: &AttentionProblem, seed: [u32; 2]) -> Vec<bool> {
     .collect()
 }
 
-/// Whether that pair is kept.
+/// Whether the pair `at = [batch, head, i, j]` is kept.
 pub(crate) fn keeps(problem: &AttentionProblem, seed: [u32; 2], at: [usize; 4]) -> bool {
     f64::from(draw(seed, at)) >= 65536.0 - keeping(problem) * 65536.0
 }
 
-/// The probability of keeping, rounded to a multiple of 1 / 65536.
+/// Probability of keeping a pair, rounded to a multiple of 1 / 65536.
 pub(crate) fn keeping(problem: &AttentionProblem) -> f64 {
     1.0 - (f64::from(problem.options.dropout) * 65536.0).round().min(65535.0) / 65536.0
 }
 
-/// The 16 bits of a pair.
+/// The 16 random bits of a pair.
 fn draw(seed: [u32; 2], [b, h, i, j]: [usize; 4]) -> u16 {
     let cell = i % 8 * 4 + j % 8 / 2;
     let counter = [j / 16 * 32 + cell, i / 16, h, b].map(|n| n as u32);
@@ -48,7 +48,7 @@ fn draw(seed: [u32; 2], [b, h, i, j]: [usize; 4]) -> u16 {
     (bits >> (16 * place)) as u16
 }
 
-/// Seven rounds of Philox4x32: section 4.3 of the paper, with the multipliers and the Weyl sequences of its table 3.
+/// Seven rounds of Philox4x32 (section 4.3 of the paper), with the multipliers and the Weyl sequences of its table 3.
 fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     let product = |word: u32, multiplier: u64| {
         let product = u64::from(word) * multiplier;

@@ -1,9 +1,9 @@
-//! Rounding to the element types of the kernels.
+//! Rounding to the kernels' element types.
 
 use flash_attention_kernels::Dtype;
 use half::{bf16, f16};
 
-/// Rounds each value to the nearest that `dtype` can hold, so that oracle and kernel start from the same inputs.
+/// Rounds each value to the nearest one that `dtype` can represent, so that oracle and kernel start from the same inputs.
 ///
 /// ```
 /// use flash_attention_kernels::Dtype;
@@ -19,7 +19,7 @@ pub fn round_to(values: &mut [f64], dtype: Dtype) {
     }
 }
 
-/// The nearest number that `dtype` can hold.
+/// Nearest number that `dtype` can represent.
 pub(crate) fn rounded(value: f64, dtype: Dtype) -> f64 {
     match dtype {
         Dtype::F32 => f64::from(value as f32),

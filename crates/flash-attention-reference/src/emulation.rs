@@ -1,20 +1,20 @@
-//! What a kernel that computes rightly gives, and how far from the oracle it may be: the oracle's mathematics with a kernel's roundings,
-//! on the host.
+//! Emulation of a correct kernel on the host: the oracle's mathematics with the roundings of the kernel, and the error that the kernel may
+//! have.
 //!
-//! Roundings of factors, of the output and of results are those of [`Emulation`], done one by one. What else a kernel does in f32 is not
-//! done in f32 here, since its order is each kernel's own, but goes into the *spread*: the standard deviation of an element, as if all
-//! roundings of what is summed were independent. That of a probability `p = exp(s − lse)` is, relative to it,
+//! The roundings of factors, of the output and of results are those of [`Emulation`], applied one by one. Other f32 arithmetic of the
+//! kernel is not emulated, because its order differs between kernels. It enters the *spread* instead: the standard deviation of an element
+//! if all roundings of the terms of a sum are independent. The relative standard deviation of a probability `p = exp(s − lse)` is
 //!
 //! ```text
 //! ε (4 + 2 |ln p| + |lse| + softmax_scale ‖q‖ ‖k‖)        ε = 2⁻²⁴
 //! ```
 //!
-//! for the exponential, whose error Vulkan allows to grow with its argument (Vulkan 1.4, "Precision and Operation of SPIR-V
-//! Instructions"), for the subtraction, and for the product; that of `dp − delta` is `4 ε (‖dout‖ ‖v‖ + |delta|)`.
+//! The terms are for the exponential, whose error Vulkan allows to grow with its argument (Vulkan 1.4, "Precision and Operation of SPIR-V
+//! Instructions"), for the subtraction, and for the product. The standard deviation of `dp − delta` is `4 ε (‖dout‖ ‖v‖ + |delta|)`.
 //!
-//! The roundings themselves count twice: as they fall out here, and in the spread as draws between neighbours of the dtype. Of many
-//! numbers both say the same. Of a few, or of a sum that is 0 by mathematics, the first may be 0 by chance, and only the second says
-//! what the rounding of what is summed amounts to.
+//! The roundings of [`Emulation`] count in both results: as they happen in the emulated one, and as random draws between neighbours of the
+//! dtype in the spread. For many numbers both give the same error. For few numbers, or for a sum that is exactly 0, the emulated error may
+//! be 0 by chance. Only the spread then shows how much the rounding of the terms amounts to.
 
 mod spread;
 
@@ -27,7 +27,7 @@ use flash_attention_kernels::AttentionProblem;
 use rayon::prelude::*;
 use spread::{F32, RowPair};
 
-/// Attention and its gradients.
+/// Output and gradients of attention.
 ///
 /// ```
 /// use flash_attention_reference::Attention;
@@ -36,13 +36,13 @@ use spread::{F32, RowPair};
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Attention {
-    /// What the forward gives.
+    /// Result of the forward.
     pub output: Output,
-    /// What the backward gives.
+    /// Result of the backward.
     pub gradients: Gradients,
 }
 
-/// What a kernel should give, and how far from it its roundings take it.
+/// Expected result of a kernel, and the error that its roundings cause.
 ///
 /// ```
 /// use flash_attention_reference::Expected;
@@ -53,16 +53,16 @@ pub struct Attention {
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Expected {
-    /// The oracle's.
+    /// Result of the oracle.
     pub exact: Attention,
-    /// With a kernel's roundings.
+    /// Result with the kernel's roundings.
     pub emulated: Attention,
-    /// Of each number the standard deviation that a kernel's roundings give it.
+    /// Standard deviation of each element, caused by the kernel's roundings.
     pub spread: Attention,
 }
 
-/// The oracle's output and gradients of `Σ dout∘o + Σ dlse∘lse`, as [`forward`](crate::forward()) and
-/// [`backward`](crate::backward()) give them, beside those of a kernel that rounds like this.
+/// Output and gradients of `Σ dout∘o + Σ dlse∘lse`: the oracle's, as [`forward`](crate::forward()) and [`backward`](crate::backward())
+/// return them, and those of a kernel with these roundings.
 ///
 /// ```
 /// use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
@@ -80,7 +80,7 @@ pub struct Expected {
 ///
 /// # Panics
 ///
-/// If an input's or gradient's length is not what the problem says.
+/// If the length of an input or gradient does not match the problem.
 pub fn expected(
     problem: &AttentionProblem,
     inputs: &Inputs,
@@ -118,7 +118,7 @@ pub fn expected(
     expected
 }
 
-/// The same with any rounding, and of the spread the squares of what is summed alone.
+/// [`expected`] for any rounding. Its spread holds variances of sums, without the error of the last rounding.
 fn compared(
     problem: &AttentionProblem,
     inputs: &Inputs,
@@ -159,11 +159,11 @@ fn compared(
     Expected { exact, emulated, spread }
 }
 
-/// One call, with its rounding.
+/// One call with its rounding.
 struct Call<'a, R> {
     problem: &'a AttentionProblem,
     inputs: &'a Inputs<'a>,
-    /// The inputs as they are multiplied.
+    /// The inputs, rounded as factors of products.
     factors: Inputs<'a>,
     dout: &'a [f64],
     dout_factor: &'a [f64],
@@ -171,14 +171,14 @@ struct Call<'a, R> {
     rounding: R,
 }
 
-/// What belongs to the query heads of one head of keys.
+/// Results of the query heads that share one key/value head.
 struct Head {
     o: Vec<f64>,
     lse: Vec<f64>,
     gradients: HeadGradients,
 }
 
-/// One row, with its rounding or without.
+/// Results of one row, rounded or exact.
 struct OfRow {
     o: Vec<f64>,
     share: Share,
@@ -186,7 +186,7 @@ struct OfRow {
 }
 
 impl<R: Rounding> Call<'_, R> {
-    /// Of one head of keys: exactly, with the rounding, and the spread's squares.
+    /// Results of one key/value head: exact, rounded, and the variances of the spread.
     fn head(&self, [b, h_kv]: [usize; 2]) -> [Head; 3] {
         let problem = self.problem;
         let mut heads: [Head; 3] =
@@ -197,7 +197,7 @@ impl<R: Rounding> Call<'_, R> {
         };
         let of_keys = lengths(self.inputs.k, problem.k_shape());
         let of_values = lengths(self.inputs.v, problem.v_shape());
-        // Whether there is more to be rounded than what products of the row give.
+        // Whether factors of products are rounded, so that rows have to be recomputed from rounded factors.
         let rounds_factors = !std::ptr::eq(self.factors.q, self.inputs.q);
         for (h, i) in rows_of(problem, h_kv) {
             let at = [b, h, i];
@@ -236,8 +236,7 @@ impl<R: Rounding> Call<'_, R> {
             let (of_o, spread) = self.spread(&all, [&of_keys, &of_values]);
             heads[0].gradients.add(
                 problem,
-                [self.inputs.q, self.inputs.k],
-                dout,
+                [self.inputs.q, self.inputs.k, dout],
                 &row.keys,
                 &exact.share,
                 at,
@@ -245,14 +244,13 @@ impl<R: Rounding> Call<'_, R> {
             );
             heads[1].gradients.add(
                 problem,
-                [self.factors.q, self.factors.k],
-                dout_factor,
+                [self.factors.q, self.factors.k, dout_factor],
                 &row.keys,
                 &emulated.share,
                 at,
                 add_scaled,
             );
-            heads[2].gradients.add(problem, [self.inputs.q, self.inputs.k], dout, &row.keys, &spread, at, add_squares);
+            heads[2].gradients.add(problem, [self.inputs.q, self.inputs.k, dout], &row.keys, &spread, at, add_squares);
 
             for (head, (o, lse)) in heads.iter_mut().zip([
                 (exact.o, row.lse),
@@ -266,7 +264,7 @@ impl<R: Rounding> Call<'_, R> {
         heads
     }
 
-    /// The row `at = [batch, head, i]` of these inputs, with this rounding.
+    /// Computes the row `at = [batch, head, i]` from these inputs with this rounding.
     fn row(
         &self,
         inputs: &Inputs,

@@ -1,4 +1,4 @@
-//! How far a computed tensor is from the oracle's.
+//! Error of a computed tensor against the oracle's.
 
 /// Rows in each block of [`Error::block_rms`].
 ///
@@ -7,8 +7,8 @@
 /// ```
 pub const BLOCK_ROWS: usize = 64;
 
-/// Distances between a computed tensor and the oracle's. None is ever NaN: what is NaN or infinite on one side only is
-/// infinitely far off, while NaN on both sides, or the same infinity, is no error.
+/// Differences between a computed tensor and the oracle's. None is ever NaN: a NaN or infinity on one side only counts as an infinite
+/// difference, while NaN on both sides, or the same infinity, counts as no difference.
 ///
 /// ```
 /// use flash_attention_reference::Error;
@@ -25,8 +25,8 @@ pub struct Error {
     pub max: f64,
     /// Mean absolute difference. 0 if there are no elements.
     pub mean: f64,
-    /// Root of the mean squared difference over each 64 rows in turn, counted through batch and heads; the last block
-    /// may be shorter. A maximum over the whole tensor would hide errors in rows of small values.
+    /// Root mean square of the differences in each block of 64 rows, counted through batches and heads. The last block may be shorter. A
+    /// maximum over the whole tensor would hide errors in rows of small values.
     pub block_rms: Vec<f64>,
 }
 
@@ -43,7 +43,7 @@ impl Error {
     ///
     /// # Panics
     ///
-    /// If the lengths differ or are no multiple of `row_len`.
+    /// If the lengths differ, or are not a multiple of `row_len`.
     pub fn between(computed: &[f64], oracle: &[f64], row_len: usize) -> Self {
         assert_eq!(computed.len(), oracle.len(), "lengths of computed and oracle");
         assert!(row_len > 0 && oracle.len().is_multiple_of(row_len), "rows of {row_len} in {} elements", oracle.len());

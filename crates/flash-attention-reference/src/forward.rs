@@ -1,4 +1,4 @@
-//! `o = softmax(scores) · v`, a row at a time.
+//! `o = softmax(scores) · v`, row by row.
 
 use crate::Inputs;
 use crate::rounding::{Exact, Rounding};
@@ -6,7 +6,7 @@ use crate::row::{Row, add_scaled, vector};
 use flash_attention_kernels::AttentionProblem;
 use rayon::prelude::*;
 
-/// What attention gives.
+/// Result of attention.
 ///
 /// ```
 /// use flash_attention_reference::Output;
@@ -23,7 +23,7 @@ pub struct Output {
     pub lse: Vec<f64>,
 }
 
-/// Attention as it is written down: softmax of the scores, times `v`.
+/// Attention by its definition: the softmax of the scores, times `v`.
 ///
 /// ```
 /// use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
@@ -41,7 +41,7 @@ pub struct Output {
 ///
 /// # Panics
 ///
-/// If an input's length is not what the problem says.
+/// If the length of an input does not match the problem.
 pub fn forward(problem: &AttentionProblem, inputs: &Inputs) -> Output {
     inputs.check(problem);
     let rows: Vec<(Vec<f64>, f64)> =
@@ -50,7 +50,7 @@ pub fn forward(problem: &AttentionProblem, inputs: &Inputs) -> Output {
     Output { o: o.concat(), lse }
 }
 
-/// `o` and `lse` of one of the `batch · num_heads_q · seq_q` rows.
+/// `o` and `lse` of one of `batch · num_heads_q · seq_q` rows.
 fn forward_row(problem: &AttentionProblem, inputs: &Inputs, row: usize) -> (Vec<f64>, f64) {
     let (b, h, i) =
         (row / problem.seq_q / problem.num_heads_q, row / problem.seq_q % problem.num_heads_q, row % problem.seq_q);
@@ -60,7 +60,7 @@ fn forward_row(problem: &AttentionProblem, inputs: &Inputs, row: usize) -> (Vec<
     }
 }
 
-/// `o` of a row of that batch and head.
+/// `o` of a row of this batch and head.
 pub(crate) fn row_output(
     problem: &AttentionProblem,
     inputs: &Inputs,

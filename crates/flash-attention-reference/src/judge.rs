@@ -1,7 +1,7 @@
-//! Whether a computed tensor is as near to the oracle's as one is that is computed with the same roundings.
+//! Judges whether a computed tensor is as close to the oracle's as a tensor computed with the same roundings.
 //!
-//! With E the errors of the computed tensor and E₀ those of the emulated one (or its [spread](crate::Expected::spread), where that is
-//! more), both against the oracle:
+//! E are the errors of the computed tensor, and E₀ are those of the emulated one (or its [spread](crate::Expected::spread), if that is
+//! larger), both against the oracle:
 //!
 //! ```text
 //! largest      output     E ≤ 2 E₀ + 1e-5
@@ -11,16 +11,16 @@
 //! each 64 rows root mean square of E ≤ 3 E₀
 //! ```
 //!
-//! In half precision the constant of a gradient is at most an eighth of `w`. Roundings are draws: a root mean square of `n` rows is itself
-//! uncertain by `1 / √(2n)` of it, so that E₀ counts `1 + 2 / √n` times.
+//! In half precision, the constant of a gradient is at most an eighth of `w`. Roundings are random: a root mean square over `n` rows has a
+//! relative uncertainty of `1 / √(2n)`. E₀ is therefore multiplied by `1 + 2 / √n`.
 //!
-//! A bound must bind: see [`Comparison::binds`].
+//! A bound must also be tight; see [`Comparison::binds`].
 
 use flash_attention_kernels::Dtype;
 
 use crate::error::BLOCK_ROWS;
 
-/// What a tensor is, which says how it is judged.
+/// Kind of a tensor, which determines its bounds.
 ///
 /// ```
 /// assert_ne!(flash_attention_reference::Judged::Output, flash_attention_reference::Judged::Gradient);
@@ -33,7 +33,7 @@ pub enum Judged {
     Gradient,
 }
 
-/// A computed tensor beside the oracle's and an emulated one, in rows of `row_len` elements.
+/// A computed tensor, the oracle's and an emulated one, in rows of `row_len` elements.
 ///
 /// ```
 /// use flash_attention_kernels::Dtype;
@@ -56,25 +56,25 @@ pub enum Judged {
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Comparison<'a> {
-    /// What messages call it.
+    /// Name of the tensor in messages.
     pub name: &'a str,
-    /// What it is.
+    /// Kind of the tensor.
     pub judged: Judged,
     /// The dtype of the inputs.
     pub dtype: Dtype,
     /// Elements of a row.
     pub row_len: usize,
-    /// What is judged.
+    /// The tensor to judge.
     pub computed: &'a [f64],
-    /// The oracle's.
+    /// The oracle's tensor.
     pub exact: &'a [f64],
-    /// What is computed with the same roundings.
+    /// The tensor computed with the same roundings.
     pub emulated: &'a [f64],
-    /// The standard deviations that roundings give, if they are known.
+    /// Standard deviations of the elements by rounding, if they are known.
     pub spread: Option<&'a [f64]>,
 }
 
-/// By how much bounds were kept.
+/// How close a tensor came to its bounds.
 ///
 /// ```
 /// # use flash_attention_kernels::Dtype;
@@ -92,13 +92,14 @@ pub struct Comparison<'a> {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Verdict {
-    /// The norm of the error relative to E₀'s: 1 of what rounds alike.
+    /// Norm of the error relative to the norm of E₀: about 1 if the tensor has the same roundings.
     pub norm: f64,
-    /// E₀ in the norm, with what it counts times, relative to the oracle's tensor. Infinite if that is 0, or as good as 0 in f32.
+    /// Norm of E₀, with its multiplier, relative to the norm of the oracle's tensor. Infinite if the oracle's tensor is 0, or so small that
+    /// f32 cannot represent it.
     pub rounding: f64,
 }
 
-/// Why a tensor is not near enough.
+/// Why a tensor is not close enough.
 ///
 /// ```
 /// let unfit = flash_attention_reference::Unfit::Length { name: "dq".into(), computed: 3, exact: 4 };
@@ -107,78 +108,79 @@ pub struct Verdict {
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Unfit {
-    /// It has not as many elements.
+    /// The number of elements is wrong.
     #[error("{name} has {computed} elements, the oracle's {exact}")]
     Length {
-        /// Of which tensor.
+        /// Name of the tensor.
         name: String,
-        /// How many it has.
+        /// Number of elements that it has.
         computed: usize,
-        /// How many it should have.
+        /// Number of elements that it should have.
         exact: usize,
     },
-    /// One is infinite or NaN, and should not be, or should be and is not.
+    /// An element is infinite or NaN where the oracle's is not, or finite where the oracle's is not.
     #[error("{name}: element {at} is {computed}, the oracle has {exact}")]
     NotFinite {
-        /// Of which tensor.
+        /// Name of the tensor.
         name: String,
-        /// Which element.
+        /// Index of the element.
         at: usize,
-        /// What it is.
+        /// Its value.
         computed: f64,
-        /// What it should be.
+        /// The oracle's value.
         exact: f64,
     },
-    /// The largest error is too large.
+    /// The largest error exceeds its bound.
     #[error(
         "{name}: element {at} is {computed}, the oracle has {exact}: more than {bound:.3e} off, with {emulated:.3e} by rounding"
     )]
     Largest {
-        /// Of which tensor.
+        /// Name of the tensor.
         name: String,
-        /// Which element.
+        /// Index of the element.
         at: usize,
-        /// What it is.
+        /// Its value.
         computed: f64,
-        /// What it should be.
+        /// The oracle's value.
         exact: f64,
-        /// How far off it may be.
+        /// Largest error allowed.
         bound: f64,
-        /// The largest error that rounding makes.
+        /// Largest error caused by rounding.
         emulated: f64,
     },
-    /// Errors are too large on average, in the norm or in a block of rows.
+    /// An average error, over the tensor or over a block of rows, exceeds its bound.
     #[error("{name}: {measure} of the error is {computed:.3e}, {:.2} times what rounding makes ({emulated:.3e}): the most is {times:.2}",
         computed / emulated)]
     Average {
-        /// Of which tensor.
+        /// Name of the tensor.
         name: String,
-        /// What has been measured.
+        /// Which average it is.
         measure: String,
-        /// How large it is.
+        /// Its value.
         computed: f64,
-        /// How large rounding makes it.
+        /// Its value with rounding alone.
         emulated: f64,
-        /// How many times that it may be.
+        /// Largest multiple of that value allowed.
         times: f64,
     },
-    /// A fault would not have been noticed.
+    /// The bounds would accept a faulty tensor.
     #[error("{name}: {fault} passes, with a rounding of {rounding:.3e} of the whole")]
     Unnoticed {
-        /// In which tensor.
+        /// Name of the tensor.
         name: String,
-        /// Which.
+        /// The fault.
         fault: &'static str,
         /// [`Verdict::rounding`].
         rounding: f64,
     },
 }
 
-/// What must be noticed: the fault, what it makes of the tensor, and up to which [rounding](Verdict::rounding) of the true one.
+/// Faults that the bounds must reject: name, factor of the tensor, and largest [rounding](Verdict::rounding) up to which the fault must be
+/// rejected.
 const FAULTS: [(&str, f64, f64); 3] =
     [("1.02 times the tensor", 1.02, 0.01), ("its negative", -1.0, 0.5), ("nothing in its place", 0.0, 0.4)];
 
-/// Errors that are nothing: f32 has no numbers below 10⁻³⁸, where f64 has probabilities of 10⁻¹⁰⁰.
+/// Errors that count as 0: f32 underflows below about 10⁻³⁸, where f64 still has probabilities of 10⁻¹⁰⁰.
 const UNDERFLOW: f64 = 1e-30;
 
 impl Comparison<'_> {
@@ -191,7 +193,7 @@ impl Comparison<'_> {
         self.judge_within(1.0)
     }
 
-    /// [`judge`](Self::judge) where E₀ counts `slack` times as much.
+    /// [`judge`](Self::judge) with E₀ multiplied by `slack`.
     ///
     /// # Errors
     ///
@@ -244,21 +246,21 @@ impl Comparison<'_> {
         })
     }
 
-    /// Judges it, and then what faults would make of it: 1.02 times all of it, its negative, and zeros. Each must be unfit, but where the
-    /// rounding of what is summed hides it: where the tensor's own is a hundredth of the whole or more, half of it, or two fifths.
+    /// Judges the tensor, and then faulty versions of it: multiplied by 1.02, negated, and all zeros. Each of them must be rejected unless
+    /// rounding hides it: where [`Verdict::rounding`] exceeds 0.01, 0.5, or 0.4, respectively.
     ///
     /// # Errors
     ///
-    /// If it is not near enough, or a fault would be.
+    /// If the tensor is rejected, or a faulty version is accepted.
     pub fn binds(&self) -> Result<Verdict, Unfit> {
         self.binds_within(1.0)
     }
 
-    /// [`binds`](Self::binds) where E₀ counts `slack` times as much.
+    /// [`binds`](Self::binds) with E₀ multiplied by `slack`.
     ///
     /// # Errors
     ///
-    /// If it is not near enough, or a fault would be.
+    /// If the tensor is rejected, or a faulty version is accepted.
     pub fn binds_within(&self, slack: f64) -> Result<Verdict, Unfit> {
         let verdict = self.judge_within(slack)?;
         for (fault, times, most) in FAULTS {
@@ -273,7 +275,7 @@ impl Comparison<'_> {
         Ok(verdict)
     }
 
-    /// The errors of each element; none where a number should not be finite, and is not.
+    /// Errors of each element. An element counts as correct if it is not finite and should not be.
     fn errors(&self) -> Result<Errors, Unfit> {
         let len = self.exact.len();
         let mut errors = Errors { computed: vec![0.0; len], emulated: vec![0.0; len], spread: Vec::new() };
@@ -288,7 +290,7 @@ impl Comparison<'_> {
                 continue;
             }
             let same = |other: f64| computed == other || computed.is_nan() && other.is_nan();
-            // What rounding makes infinite may also just be the largest number that there is.
+            // Where rounding gives infinity, the largest finite number is correct, too.
             let nearly = !emulated.is_finite() && exact.is_finite() && (computed - exact).abs() <= 0.01 * exact.abs();
             if !(same(exact) || same(emulated) || nearly) {
                 return Err(Unfit::NotFinite { name: self.name.to_string(), at, computed, exact });
@@ -304,11 +306,11 @@ impl Comparison<'_> {
 struct Errors {
     computed: Vec<f64>,
     emulated: Vec<f64>,
-    /// Empty, if it is not known.
+    /// Empty if the spread is not known.
     spread: Vec<f64>,
 }
 
-/// How large numbers are.
+/// Largest, mean and norm of errors.
 #[derive(Clone, Copy, Default)]
 struct Averages {
     largest: f64,
@@ -325,7 +327,7 @@ impl Averages {
         }
     }
 
-    /// Of errors that are normally distributed with these deviations.
+    /// Averages of normally distributed errors with these standard deviations.
     fn of_spread(spread: &[f64]) -> Self {
         let of = Self::of(spread);
         Averages { mean: of.mean * std::f64::consts::FRAC_2_PI.sqrt(), ..of }
@@ -340,7 +342,7 @@ impl Averages {
     }
 }
 
-/// How many times E₀ counts of so many rows.
+/// Multiplier of E₀ for this number of rows.
 fn allowance(rows: usize) -> f64 {
     1.0 + 2.0 / (rows.max(1) as f64).sqrt()
 }

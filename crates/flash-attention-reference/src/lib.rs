@@ -1,27 +1,25 @@
 //! Attention and its gradients in f64 on the host: naive, slow, and meant to be read.
 //!
-//! This is the oracle that the kernels are tested against. It shares with them only [`AttentionProblem`] and
-//! [`Band`]; every score is computed on its own, and the softmax takes two
-//! passes over a row. Tensors are contiguous slices, last dimension fastest.
+//! This is the oracle that the kernels are tested against. It shares only [`AttentionProblem`] and [`Band`] with them. Every score is
+//! computed by itself, and the softmax takes two passes over a row. Tensors are contiguous slices, last dimension fastest.
 //!
-//! With `t = softcap(softmax_scale · q·kᵀ)`, where `softcap(x) = c · tanh(x / c)` or `x` if there is no softcap, and `f` the function of
-//! scores, or `f(t) = t`:
+//! Let `t = softcap(softmax_scale · q·kᵀ)`, where `softcap(x) = c · tanh(x / c)`, or `x` without a softcap. Let `f` be the score function,
+//! or `f(t) = t`:
 //!
 //! ```text
 //! s = f(t) + bias − slope·|i − j| where the pair is visible, −∞ where mask, causality, window, function or block hide it
 //! lse = log (Σⱼ exp(s) + exp(sink))        p = exp(s − lse)        o = (p∘z)·v
 //! ```
 //!
-//! `|i − j|` counts from where the query stands among the keys; `z` is what dropout multiplies by. Blocks are of pairs at their positions
-//! in the tensors: in one that is seen altogether mask and function are not asked.
+//! In `|i − j|`, `i` is the query's position among the keys. `z` is the factor of dropout. Blocks of a block mask count positions from the
+//! beginning of the tensors. In a full block, mask and function are not evaluated.
 //!
-//! Users' functions compute in f32, which is what they are written in: `t` is rounded to it for `f`, and what `f` and its derivatives
-//! give is exact to no more than that.
+//! Users' functions compute in f32: `t` is rounded to f32 for `f`, and the results of `f` and its derivatives have the precision of f32.
 //!
-//! Beside the oracle there is [`expected`], which rounds where a kernel does, and [`Comparison`], which judges by it what a kernel gave.
+//! [`expected`] emulates the roundings of a kernel, and [`Comparison`] judges a kernel's result by it.
 //!
-//! A row that sees nothing, not even a sink, or only scores of −∞, has `o = 0` and `lse = −∞`, and no part in any gradient. Hidden keys
-//! and values are never read, so NaN among them stays there.
+//! A row that sees nothing, not even a sink, or only scores of −∞, has `o = 0` and `lse = −∞`, and adds nothing to any gradient. Hidden
+//! keys and values are never read, so a NaN there does not spread.
 //!
 //! ```
 //! use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
@@ -70,7 +68,7 @@ use flash_attention_kernels::mask::Band;
 use flash_attention_kernels::mods::TENSORS;
 use std::ops::Range;
 
-/// The tensors of one attention call.
+/// Input tensors of one attention call.
 ///
 /// ```
 /// use flash_attention_reference::Inputs;
@@ -95,25 +93,26 @@ pub struct Inputs<'a> {
     pub alibi_slopes: Option<&'a [f64]>,
     /// `[num_heads_q]`.
     pub sinks: Option<&'a [f64]>,
-    /// What dropout draws.
+    /// Seed and position of dropout.
     pub dropout: Option<Dropout>,
-    /// `[batch]`: how many of each one's queries, the first ones, are a sequence.
+    /// `[batch]`: number of queries of each batch that belong to its sequence, counted from the first.
     pub seq_lens_q: Option<&'a [usize]>,
-    /// `[batch]`: how many of its keys.
+    /// `[batch]`: number of keys of each batch that belong to its sequence, counted from the first.
     pub seq_lens_k: Option<&'a [usize]>,
-    /// `[sequences + 1]`: where each begins among all queries, counted through the batches, and where the last one ends.
+    /// `[sequences + 1]`: first query of each packed sequence, counted through the batches, and the end of the last one.
     pub cu_seqlens_q: Option<&'a [usize]>,
-    /// The same among all keys.
+    /// `[sequences + 1]`: first key of each packed sequence, counted through the batches, and the end of the last one.
     pub cu_seqlens_k: Option<&'a [usize]>,
     /// `problem.score_tensors`, which broadcast to `[batch, num_heads_q, seq_q, seq_k]`. Read as f32.
     pub score_tensors: [Option<&'a [f64]>; TENSORS],
-    /// `problem.mask_tensors`, likewise.
+    /// `problem.mask_tensors`, which broadcast to `[batch, num_heads_q, seq_q, seq_k]`. Read as f32.
     pub mask_tensors: [Option<&'a [f64]>; TENSORS],
-    /// The states of the blocks of `problem.block_mask`: 0 hides, 1 leaves it to mask and function, and more shows, whatever they say.
+    /// Block states of `problem.block_mask`: 0 hides a block, 1 evaluates mask and function, and any larger number shows the block whatever
+    /// they say.
     pub block_mask: Option<&'a [u32]>,
 }
 
-/// What draws of dropout depend on beside positions.
+/// What the draws of dropout depend on besides positions.
 ///
 /// ```
 /// use flash_attention_reference::Dropout;
@@ -126,22 +125,22 @@ pub struct Inputs<'a> {
 pub struct Dropout {
     /// The seed.
     pub seed: [u32; 2],
-    /// Where these tensors' first batch and first head stand among all.
+    /// Index of the first batch and the first head of these tensors among all.
     pub first: [usize; 2],
 }
 
-/// One of the sequences of a call.
+/// A sequence of a call.
 pub(crate) struct Sequence {
-    /// Which.
+    /// Number of the sequence.
     pub number: usize,
-    /// Its queries in their batch.
+    /// Its queries within their batch.
     pub q: Range<usize>,
-    /// Its keys.
+    /// Its keys within their batch.
     pub k: Range<usize>,
 }
 
 impl Inputs<'_> {
-    /// The sequence of query `i` of a batch: the keys that it may see are that one's. `None` where it belongs to none.
+    /// The sequence that query `i` of a batch belongs to, whose keys it may see. `None` if it belongs to no sequence.
     pub(crate) fn sequence(&self, problem: &AttentionProblem, b: usize, i: usize) -> Option<Sequence> {
         let (seq_q, seq_k) = (problem.seq_q, problem.seq_k);
         let (Some(cu_q), Some(cu_k)) = (self.cu_seqlens_q, self.cu_seqlens_k) else {
@@ -149,10 +148,10 @@ impl Inputs<'_> {
             let sequence = Sequence { number: b, q: 0..end(self.seq_lens_q, seq_q), k: 0..end(self.seq_lens_k, seq_k) };
             return sequence.q.contains(&i).then_some(sequence);
         };
-        // A sequence ends with the batch that it begins in.
+        // A sequence ends at the latest with the batch in which it begins.
         let within = |ends: &[usize], seq: usize| {
             let begin = ends[0].min(problem.batch * seq);
-            // Of tensors without queries, or keys, all is in the first batch.
+            // If a tensor has no queries or keys, everything is in the first batch.
             let batch = begin.checked_div(seq).map_or(0, |batch| batch.min(problem.batch - 1));
             let begin = begin - batch * seq;
             (batch, begin..(begin + ends[1] - ends[0]).min(seq))
@@ -166,7 +165,7 @@ impl Inputs<'_> {
         of_query.next()
     }
 
-    /// Which keys query `i` of a batch sees, as far as positions decide.
+    /// The band of query `i` of a batch: the keys that it sees by position.
     pub(crate) fn band(&self, problem: &AttentionProblem, b: usize, i: usize) -> Band {
         let band = problem.band();
         match self.sequence(problem, b, i) {
@@ -179,7 +178,7 @@ impl Inputs<'_> {
         }
     }
 
-    /// An oracle that reads the wrong elements is worse than none.
+    /// Checks that the tensors' lengths match the problem, because an oracle that reads wrong elements would be worse than none.
     fn check(&self, problem: &AttentionProblem) {
         let len = |shape: [usize; 4]| shape.iter().product::<usize>();
         assert_eq!(self.q.len(), len(problem.q_shape()), "length of q");

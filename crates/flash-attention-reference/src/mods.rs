@@ -1,6 +1,6 @@
-//! Functions of scores and of visibility for tests, which kernels, host loops and the oracle compute alike.
+//! Score functions and mask functions for tests. Kernels, host loops and the oracle compute them alike.
 //!
-//! Together they use all that a function may: positions, heads, sequences, both tensors, and a derivative that is not 1.
+//! Together they use everything that a function may use: positions, heads, sequences, both tensors, and a derivative that is not 1.
 //!
 //! ```
 //! use flash_attention_kernels::mods::{Pair, ScoreFn, Values};
@@ -16,8 +16,8 @@ use crate::random::normal;
 use cubecl::prelude::*;
 use flash_attention_kernels::mods::{MaskMod, Pair, Partials, ScoreMod, Values, reciprocal, tanh};
 
-/// Scores fall with the distance, in each head faster than in the one before, and are higher in every other sequence:
-/// `t − (head + 1) · |i − j| / 64 + (batch mod 2) / 4`. Additive, without tensors.
+/// Lowers scores with the distance, more in each following head, and raises them in every other sequence: `t − (head + 1) · |i − j| / 64 +
+/// (batch mod 2) / 4`. Additive, without tensors.
 ///
 /// ```
 /// use flash_attention_kernels::mods::{Pair, ScoreFn, Values};
@@ -42,8 +42,8 @@ impl ScoreMod for Relative {
     }
 }
 
-/// ALiBi as a function, what the option `alibi_slopes` does (arXiv:2108.12409, section 3): `t − a · |i − j|`, where `a` is the slope of a head, of a
-/// tensor `[batch | 1, heads, 1, 1]`. Additive.
+/// ALiBi as a score function, equal to the option `alibi_slopes` (arXiv:2108.12409, section 3): `t − a · |i − j|`, where `a` is the slope
+/// of a head, from a tensor `[batch | 1, heads, 1, 1]`. Additive.
 ///
 /// ```
 /// use flash_attention_kernels::mods::{Pair, ScoreFn, Values};
@@ -67,7 +67,8 @@ impl ScoreMod for Alibi {
     }
 }
 
-/// A softcap as a function, what the option of that name does (Gemma 2, arXiv:2408.00118, section 2): `CAP tanh(t / CAP)`. Without tensors.
+/// Softcap as a score function, equal to the option of that name (Gemma 2, arXiv:2408.00118, section 2): `CAP tanh(t / CAP)`. Without
+/// tensors.
 ///
 /// ```
 /// use flash_attention_kernels::mods::{Pair, ScoreFn, Values};
@@ -84,7 +85,7 @@ impl<const CAP: u32> ScoreMod for Softcap<CAP> {
     const ADDITIVE: bool = false;
 
     fn score(score: f32, _pair: Pair, _values: Values) -> f32 {
-        // A division would be slow.
+        // Multiply, because a division would be slow.
         comptime!(CAP as f32) * tanh(score * comptime!(1.0f32 / CAP as f32))
     }
 
@@ -94,7 +95,7 @@ impl<const CAP: u32> ScoreMod for Softcap<CAP> {
     }
 }
 
-/// Slopes that a tensor holds: `t − a · |i − j| / 16`. Additive.
+/// Slopes from a tensor: `t − a · |i − j| / 16`. Additive.
 ///
 /// ```
 /// use flash_attention_kernels::mods::{Pair, ScoreFn, Values};
@@ -118,7 +119,7 @@ impl ScoreMod for Sloped {
     }
 }
 
-/// A softcap with a gain of its own, and a step at the diagonal: `3 tanh(t / 3) · (1 + a) + b · d / (16 + |d|)`, where `d = i − j`. Its
+/// A softcap with a gain from a tensor, and a step at the diagonal: `3 tanh(t / 3) · (1 + a) + b · d / (16 + |d|)`, where `d = i − j`. Its
 /// derivative depends on the score and on `a`.
 ///
 /// ```
@@ -151,8 +152,8 @@ impl ScoreMod for Bent {
     }
 }
 
-/// Keys at most seven before or after the query, and each fourth one, in each head and sequence others (Sparse Transformers,
-/// arXiv:1904.10509, section 4.2). Without tensors.
+/// Shows keys at most seven positions before or after the query, and every fourth key, which differ between heads and sequences (Sparse
+/// Transformers, arXiv:1904.10509, section 4.2). Without tensors.
 ///
 /// ```
 /// use flash_attention_kernels::mods::{MaskFn, Pair, Values};
@@ -171,7 +172,7 @@ impl MaskMod for Strided {
     }
 }
 
-/// Documents of so many positions, 0 or 1 in no order.
+/// Document number of each of `len` positions: randomly 0 or 1.
 ///
 /// ```
 /// let documents = flash_attention_reference::mods::documents(100, 7);

@@ -1,4 +1,4 @@
-//! Problems in which every two choices of any two options meet: what goes wrong between two features goes wrong in one of them.
+//! Test problems that cover every pair of choices of any two options: a fault in the interaction of two features shows in one of them.
 
 use crate::mods::{Bent, Relative, Sloped, Strided};
 use flash_attention_kernels::mods::{Document, MaskFn, ScoreFn};
@@ -8,7 +8,7 @@ use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use std::collections::HashSet;
 
-/// One of the problems.
+/// One of the test problems.
 ///
 /// ```
 /// let all = flash_attention_reference::pairs(500);
@@ -18,42 +18,42 @@ use std::collections::HashSet;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Pair {
-    /// The problem, with a number for a seed where there is dropout.
+    /// The problem, with a dropout seed if it has dropout.
     pub problem: AttentionProblem,
-    /// Whether the loss depends on lse as well.
+    /// Whether the loss depends on lse, too.
     pub dlse: bool,
-    /// In which of three ways inputs lie in memory.
+    /// Which of three memory layouts the inputs have.
     pub layout: usize,
-    /// How many of each batch's queries and keys are sequences, where the problem says so.
+    /// Sequence lengths of queries and of keys for each batch, if the problem uses them.
     pub seq_lens: [[usize; 2]; 2],
-    /// Where sequences begin among all queries, and among all keys, where the problem says so.
+    /// Beginnings of the sequences among all queries and among all keys, if the problem uses them.
     pub cu_seqlens: [Vec<usize>; 2],
-    /// The states of the problem's blocks, where it has a block mask: of empty ones, of partial ones and of full ones about as many, and
-    /// where there are three or more, one of each at least.
+    /// Block states, if the problem has a block mask: about as many empty, partial and full ones, and at least one of each if there are
+    /// three or more blocks.
     pub block_states: Option<Vec<u32>>,
 }
 
-/// Lengths of queries and keys. The last ones are those of several blocks.
+/// Lengths of queries and keys. The last pair spans several blocks.
 const LENGTHS: [[usize; 2]; 7] = [[65, 130], [130, 65], [64, 64], [33, 200], [1, 97], [129, 129], [300, 290]];
-/// Batches, heads of queries, heads of keys.
+/// Batches, query heads, key/value heads.
 const HEADS: [[usize; 3]; 3] = [[1, 2, 2], [2, 4, 2], [2, 4, 1]];
-/// Dimensions of queries and of values.
+/// Head dimensions of queries and of values.
 const DIMS: [[usize; 2]; 4] = [[16, 16], [40, 24], [64, 64], [64, 128]];
 
-/// How many choices each option has.
+/// Number of choices of each option.
 const CHOICES: [usize; 20] =
     [LENGTHS.len(), HEADS.len(), DIMS.len(), 3, 3, 4, 2, 2, 4, 5, 3, 2, 2, 2, 2, 3, 6, 4, 3, 3];
-/// The option of sequences, and from which of its choices on they are packed.
+/// Index of the option for sequences, and its first choice with packed sequences.
 const PACKED: (usize, usize) = (16, 4);
-/// The option of blocks, whose first choice is none.
+/// Index of the option for block masks. Its choice 0 is no block mask.
 const BLOCKS: usize = 19;
 
-/// What cannot be: packed sequences with a block mask.
+/// Whether two choices exclude each other: packed sequences cannot have a block mask.
 fn contradicts([(a, x), (b, y)]: TwoChoices) -> bool {
     (a, b) == (PACKED.0, BLOCKS) && x >= PACKED.1 && y > 0
 }
 
-/// Problems in which any two choices of any two options meet, at least so many.
+/// At least `least` problems that cover every pair of choices of any two options.
 pub fn pairs(least: usize) -> Vec<Pair> {
     covering(&CHOICES, least).into_iter().enumerate().map(|(n, choices)| pair(n as u64, &choices)).collect()
 }
@@ -107,13 +107,14 @@ fn pair(n: u64, choices: &[usize]) -> Pair {
     problem.bias = [None, Some([1, hq, sq, sk]), Some([b, 1, 1, sk]), Some([1, hq, sq, 1]), Some([1, hq, 1, 1])][bias];
     problem.alibi_slopes = [None, Some([1, hq]), Some([b, hq])][slopes];
     problem.sinks = sinks > 0;
-    // Shapes take turns: of rows, of columns, of heads, of all pairs.
+    // The shapes alternate: one element for each head, key, pair and query.
     let of_pairs = [[1, hq, 1, 1], [b, 1, 1, sk], [b, hq, sq, sk], [1, hq, sq, 1]];
     let nth = |n: u64| Some(of_pairs[n as usize % of_pairs.len()]);
     problem.score_tensors = [[None, None], [None, None], [nth(n), None], [nth(n + 1), nth(n / 4 + 2)]][score_mod];
     problem.mask_tensors = [[None, None], [None, None], [Some([b, 1, sq, 1]), Some([1, 1, 1, sk])]][mask_mod];
     (problem.seq_lens_q, problem.seq_lens_k) = (matches!(ragged, 1 | 3), matches!(ragged, 2 | 3));
-    // In each batch four sequences, of which one or two have no queries, or no keys; perhaps something of none before and behind.
+    // Four sequences in each batch, one or two of them without queries or without keys. With choice 5, some positions before and after them
+    // belong to no sequence.
     let mut ends = [(sq, [0, sq / 3, sq / 3, sq - sq / 5]), (sk, [0, sk / 4, sk / 2, sk - 1])].map(|(seq, begins)| {
         let begins = (0..b).flat_map(|batch| begins.map(|begin| batch * seq + begin));
         begins.chain([b * seq]).collect::<Vec<_>>()
@@ -130,7 +131,7 @@ fn pair(n: u64, choices: &[usize]) -> Pair {
     });
     problem.block_mask = [None, Some(one), Some(each)][blocks];
     problem.validate().expect("choices that fit each other");
-    // Of two batches one has next to nothing, or nothing at all.
+    // One of the two batches has almost no queries, and at most one key.
     let seq_lens = [[sq - sq / 3, sq / 20], [sk - sk / 4, n as usize % 2]];
     let block_states = problem.block_mask.map(|mask| {
         let mut states: Vec<u32> =
@@ -141,8 +142,9 @@ fn pair(n: u64, choices: &[usize]) -> Pair {
     Pair { problem, dlse: dlse > 0, layout, seq_lens, cu_seqlens: ends, block_states }
 }
 
-/// At least so many rows, of a choice for each option, in which every two choices of any two options meet that can: over and over again,
-/// each time otherwise. (D. M. Cohen et al., The AETG system: an approach to testing based on combinatorial design, 1997.)
+/// At least `least` rows with a choice for each option, which cover every pair of choices that do not exclude each other. If `least`
+/// demands more rows, the pairs are covered again by other rows. (D. M. Cohen et al., The AETG system: an approach to testing based on
+/// combinatorial design, 1997.)
 fn covering(choices: &[usize], least: usize) -> Vec<Vec<usize>> {
     let mut random = StdRng::seed_from_u64(7);
     let mut rows: Vec<Vec<usize>> = Vec::new();
@@ -161,7 +163,7 @@ fn covering(choices: &[usize], least: usize) -> Vec<Vec<usize>> {
     rows
 }
 
-/// Two options, the first before the second, with a choice each.
+/// Two options, the first one before the second, with a choice each.
 type TwoChoices = [(usize, usize); 2];
 
 fn every_pair(choices: &[usize]) -> impl Iterator<Item = TwoChoices> {
@@ -171,16 +173,16 @@ fn every_pair(choices: &[usize]) -> impl Iterator<Item = TwoChoices> {
     pairs.filter(|pair| !contradicts(*pair))
 }
 
-/// Those of the missing pairs that a row has.
+/// The missing pairs that a row covers.
 fn met<'a>(row: &'a [usize], missing: &'a HashSet<TwoChoices>) -> impl Iterator<Item = TwoChoices> + 'a {
     let options = (0..row.len()).flat_map(move |a| (a + 1..row.len()).map(move |b| [(a, row[a]), (b, row[b])]));
     options.filter(|pair| missing.contains(pair))
 }
 
-/// A row that begins with a missing pair and takes, option by option, what meets most others.
+/// A row that starts with a missing pair and adds, option by option, the choice that covers most other missing pairs.
 fn row(choices: &[usize], missing: &HashSet<TwoChoices>, random: &mut StdRng) -> Vec<usize> {
     let mut all: Vec<_> = missing.iter().collect();
-    // A set has no order of its own.
+    // Sort, because the order of a set is not deterministic.
     all.sort_unstable();
     let [(a, x), (b, y)] = *all[random.random_range(0..all.len())];
     let mut row: Vec<Option<usize>> = vec![None; choices.len()];

@@ -1,9 +1,9 @@
-//! Inputs for tests.
+//! Random inputs for tests.
 
 use rand::{SeedableRng, rngs::StdRng};
 use rand_distr::{Distribution, StandardNormal};
 
-/// `len` independent values of the standard normal distribution, the same for the same seed.
+/// `len` independent values of the standard normal distribution. The same seed gives the same values.
 ///
 /// ```
 /// use flash_attention_reference::normal;

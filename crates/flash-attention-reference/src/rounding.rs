@@ -1,35 +1,35 @@
-//! Where kernels round, and to what.
+//! The roundings of kernels.
 
 use crate::dtype::rounded;
 use flash_attention_kernels::Dtype;
 use std::borrow::Cow;
 
-/// What a kernel makes of numbers at each place where it rounds them. Everything else is computed in f64.
+/// Roundings of a kernel, one method for each place where it rounds. Everything else is computed in f64.
 pub(crate) trait Rounding: Copy + Sync {
-    /// Whether `delta` is `dout·o` of the output as it was written. It is `Σ p∘dp` otherwise.
+    /// Whether `delta` is `dout·o` of the rounded output. Otherwise it is `Σ p∘dp`.
     const READS_OUTPUT: bool;
 
-    /// An input of a matrix product.
+    /// An input, rounded as a factor of a matrix product.
     fn factors<'a>(&self, values: &'a [f64]) -> Cow<'a, [f64]>;
 
-    /// A probability or the gradient of a score, as a factor of a matrix product.
+    /// A probability or the gradient of a score, rounded as a factor of a matrix product.
     fn operand(&self, value: f64) -> f64;
 
-    /// A probability as the forward multiplies it: the exponential relative to a score near the row's highest, of which this is the
-    /// probability.
+    /// A probability, rounded as the forward multiplies it: as an exponential relative to a score near the row's highest. `highest` is the
+    /// probability of that highest score.
     fn weight(&self, p: f64, highest: f64) -> f64;
 
-    /// The standard deviation of the error of an operand.
+    /// Standard deviation of an operand's rounding error.
     fn deviation(&self, value: f64) -> f64;
 
-    /// The standard deviation of the error of what is written.
+    /// Standard deviation of the rounding error of a written element.
     fn writing(&self, value: f64) -> f64;
 
-    /// An element of the output or of a gradient in the dtype of the inputs.
+    /// An element of the output or of a gradient, rounded to the dtype of the inputs.
     fn written(&self, value: f64) -> f64;
 }
 
-/// The oracle: nothing is rounded.
+/// The oracle's rounding: none.
 #[derive(Clone, Copy)]
 pub(crate) struct Exact;
 
@@ -61,7 +61,7 @@ impl Rounding for Exact {
     }
 }
 
-/// What the factors of a kernel's matrix products are rounded to.
+/// Type to which the factors of a kernel's matrix products are rounded.
 ///
 /// ```
 /// use flash_attention_reference::Operands;
@@ -72,17 +72,17 @@ impl Rounding for Exact {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Operands {
-    /// Nothing: products are those of f32.
+    /// Not rounded: products are computed in f32.
     F32,
-    /// TF32, ties away from zero. The inputs are, too.
+    /// TF32, ties away from zero. The inputs are rounded to TF32 as well.
     Tf32,
     /// The dtype of the inputs.
     Inputs,
 }
 
-/// Where a kernel rounds: it computes in f32, rounds the probabilities before they are multiplied by `v` and `dout` and the gradients of
-/// scores before they are multiplied by `k` and `q`, and writes outputs and gradients in the dtype of the inputs. The backward reads
-/// the output as it was written.
+/// Roundings of a kernel. It computes in f32. It rounds probabilities before multiplying them by `v` and `dout`, and gradients of scores
+/// before multiplying them by `k` and `q`. It writes outputs and gradients in the dtype of the inputs. Its backward reads the rounded
+/// output.
 ///
 /// ```
 /// use flash_attention_kernels::Dtype;
@@ -95,17 +95,17 @@ pub enum Operands {
 pub struct Emulation {
     /// The dtype of the inputs, the output and their gradients.
     pub dtype: Dtype,
-    /// What factors of matrix products are rounded to.
+    /// Type to which factors of matrix products are rounded.
     pub operands: Operands,
 }
 
 impl Emulation {
-    /// The largest relative error of rounding to the dtype.
+    /// Largest relative rounding error of the dtype.
     pub fn unit(&self) -> f64 {
         2f64.powi(-self.digits())
     }
 
-    /// Bits of a significand.
+    /// Bits of the dtype's significand.
     fn digits(&self) -> i32 {
         match self.dtype {
             Dtype::F32 => 24,
@@ -115,10 +115,10 @@ impl Emulation {
     }
 }
 
-/// The mean of `1 / m²` of significands `m` from 1 to 2, where each octave has as many numbers: `3 / (8 ln 2)`.
+/// Mean of `1 / m²` over significands `m` from 1 to 2, if every octave has equally many numbers: `3 / (8 ln 2)`.
 const SIGNIFICANDS: f64 = 0.541_010_640_333_613_1;
 
-/// The standard deviation of a number drawn between two neighbours of a value.
+/// Standard deviation of a number drawn uniformly between two neighbours of a value.
 fn between_neighbours(value: f64, digits: i32, lowest: i32) -> f64 {
     if value == 0.0 || !value.is_finite() {
         return 0.0;
@@ -149,12 +149,12 @@ impl Rounding for Emulation {
         if self.operands == Operands::F32 || highest <= 0.0 {
             return p;
         }
-        // A power of two leaves the significands as they fall: relative to the highest itself, that one would be exact.
+        // Dividing by a power of two keeps the significands. Dividing by the highest probability itself would make that one exact.
         let near = 2f64.powi(highest.log2().floor() as i32);
         self.operand(p / near) * near
     }
 
-    /// Relative to what a probability is, its significand may be any.
+    /// The score that exponentials are relative to is not known, so a rounded significand may be any.
     fn deviation(&self, value: f64) -> f64 {
         let digits = match self.operands {
             Operands::F32 => return 0.0,
@@ -175,7 +175,7 @@ impl Rounding for Emulation {
     }
 }
 
-/// The nearest number with ten bits behind the point, ties away from zero, as `cvt.rna.tf32.f32` (PTX ISA 8.7, section 9.7.9.21).
+/// Nearest number with ten fraction bits, ties away from zero, as in `cvt.rna.tf32.f32` (PTX ISA 8.7, section 9.7.9.21).
 fn tf32(value: f64) -> f64 {
     let value = value as f32;
     if !value.is_finite() {
@@ -207,7 +207,7 @@ mod tests {
     fn the_error_of_writing_is_that_of_a_draw_between_neighbours() {
         for dtype in [Dtype::F16, Dtype::BF16] {
             let emulation = Emulation { dtype, operands: Operands::Inputs };
-            // Numbers between 1 and 2 are equally far apart.
+            // Numbers between 1 and 2 are equally spaced.
             let values: Vec<f64> = (0..10_000).map(|n| 1.0 + f64::from(n) * 0.999_97e-4).collect();
             let squares = values.iter().map(|value| (emulation.written(*value) - value).powi(2));
             let found = (squares.sum::<f64>() / values.len() as f64).sqrt();

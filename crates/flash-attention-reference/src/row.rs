@@ -1,4 +1,4 @@
-//! One row of the attention matrix: the scores of one query and their softmax, over the keys that it sees.
+//! One row of the attention matrix: scores and probabilities of one query over the keys that it sees.
 
 use crate::dropout::{keeping, keeps};
 use crate::{Dropout, Inputs};
@@ -7,24 +7,24 @@ use flash_attention_kernels::blocks::{EMPTY, PARTIAL};
 use flash_attention_kernels::mask::Band;
 use flash_attention_kernels::mods::{Pair, TENSORS, Values};
 
-/// What query `i` of one head makes of the keys that it sees.
+/// Scores and probabilities of query `i` of one head.
 pub(crate) struct Row {
-    /// Positions of the keys that it sees, in order.
+    /// Positions of the visible keys, in order.
     pub keys: Vec<usize>,
-    /// Their scores after softcap and before function and bias.
+    /// Their scores, after the softcap and before score function and bias.
     pub t: Vec<f64>,
     /// Their probabilities.
     pub p: Vec<f64>,
-    /// What dropout multiplies them by.
+    /// Dropout's factor of each probability.
     pub z: Vec<f64>,
-    /// The sink's probability, 0 if there is none.
+    /// Probability of the sink; 0 if there is none.
     pub sink: f64,
-    /// `log Σ exp(score)`, the sink's among them.
+    /// `log Σ exp(score)`, including the sink.
     pub lse: f64,
 }
 
 impl Row {
-    /// The row of query `at = [batch, head, i]`, or `None` if that has nothing to attend to.
+    /// The row of query `at = [batch, head, i]`, or `None` if that query sees nothing.
     pub fn new(problem: &AttentionProblem, inputs: &Inputs, at: [usize; 3]) -> Option<Self> {
         let [b, h, i] = at;
         let band = inputs.band(problem, b, i);
@@ -77,7 +77,7 @@ impl Row {
         let scores: Vec<f64> = keys.iter().zip(keys.iter().zip(&t).map(made).map(biased)).map(sloped).collect();
         let sink = inputs.sinks.map_or(f64::NEG_INFINITY, |sinks| sinks[h]);
 
-        // Asked of every score, as the maximum passes over NaN.
+        // Every score is tested, because the maximum ignores NaN.
         if scores.iter().all(|&score| score == f64::NEG_INFINITY) && sink == f64::NEG_INFINITY {
             return None;
         }
@@ -88,7 +88,7 @@ impl Row {
         let p = exponentials.iter().map(|x| x / sum).collect();
 
         let keeping = keeping(problem);
-        // Draws of a sequence are those of its number and its own positions.
+        // Dropout in a sequence depends on the sequence's number and on positions within it.
         let from = inputs.sequence(problem, b, i).map_or([b, 0, 0], |of| [of.number, of.q.start, of.k.start]);
         let kept = |&j: &usize| {
             inputs.dropout.is_none_or(|Dropout { seed, first: [b0, h0] }| {
@@ -99,7 +99,7 @@ impl Row {
         Some(Row { keys, t, p, z, sink: of_sink / sum, lse: max + sum.ln() })
     }
 
-    /// The derivatives of the scores that the softmax sees. `at` is the row's.
+    /// Derivatives of the scores that enter the softmax. `at` is the row's position.
     pub fn derivatives(&self, problem: &AttentionProblem, inputs: &Inputs, [b, h, i]: [usize; 3]) -> Derivatives {
         let (function, cap) = (problem.options.score_mod, problem.options.softcap.map(f64::from));
         let capped = |t: f64| cap.map_or(1.0, |cap| 1.0 - (t / cap).powi(2));
@@ -123,16 +123,16 @@ impl Row {
     }
 }
 
-/// The derivatives of a row's scores as the softmax sees them.
+/// Derivatives of a row's scores as they enter the softmax.
 #[derive(Default)]
 pub(crate) struct Derivatives {
-    /// By the product of query and key, scaled. `None` where all are 1.
+    /// Derivatives by the scaled product of query and key. `None` if all are 1.
     pub of_score: Option<Vec<f64>>,
-    /// By what the tensors of the function hold; empty if there is no function.
+    /// Derivatives by the elements of the score function's tensors; empty without a score function.
     pub of_tensors: [Vec<f64>; TENSORS],
 }
 
-/// The state of the block that a pair belongs to; without blocks, mask and function decide everywhere.
+/// State of the block that a pair belongs to. Without a block mask, mask and function are evaluated everywhere.
 pub(crate) fn block_state(problem: &AttentionProblem, inputs: &Inputs, [b, h, i, j]: [usize; 4]) -> u32 {
     match (problem.block_mask, inputs.block_mask) {
         (Some(of), Some(states)) => states[broadcast_index(of.blocks, [b, h, i / of.block_q, j / of.block_k])],
@@ -140,12 +140,12 @@ pub(crate) fn block_state(problem: &AttentionProblem, inputs: &Inputs, [b, h, i,
     }
 }
 
-/// A pair of one band as functions know it.
+/// A pair of one band, as functions see it.
 fn pair(band: &Band, [b, h, i, j]: [usize; 4]) -> Pair {
     Pair::of(band.number(b as u32), h as u32, i as u32 - band.first_query(), j as u32 - band.first_key())
 }
 
-/// What the tensors of a function hold for a pair.
+/// Elements of a function's tensors that belong to a pair.
 fn values(shapes: [Option<[usize; 4]>; TENSORS], tensors: [Option<&[f64]>; TENSORS], at: [usize; 4]) -> Values {
     let value = |nth: usize| match (shapes[nth], tensors[nth]) {
         (Some(shape), Some(tensor)) => tensor[broadcast_index(shape, at)] as f32,
@@ -154,12 +154,12 @@ fn values(shapes: [Option<[usize; 4]>; TENSORS], tensors: [Option<&[f64]>; TENSO
     Values { a: value(0), b: value(1) }
 }
 
-/// How far key `j` is from where query `i` stands among the keys.
+/// Distance of key `j` from the position of query `i` among the keys.
 pub(crate) fn distance(band: &Band, i: usize, j: usize) -> f64 {
     f64::from(band.offset(i as u32, j as u32)).abs()
 }
 
-/// Where the slope of a head is.
+/// Index of a head's slope.
 pub(crate) fn slope_index([batch, heads]: [usize; 2], b: usize, h: usize) -> usize {
     broadcast_index([batch, heads, 1, 1], [b, h, 0, 0])
 }
@@ -170,12 +170,12 @@ pub(crate) fn vector(values: &[f64], shape: [usize; 4], [b, h, position]: [usize
     &values[start..start + shape[3]]
 }
 
-/// Where a contiguous tensor that broadcasts to the scores holds what belongs to the score at `[batch, head, i, j]`.
+/// Index of the element that belongs to the score `[batch, head, i, j]`, in a contiguous tensor that broadcasts to the scores.
 pub(crate) fn broadcast_index(shape: [usize; 4], at: [usize; 4]) -> usize {
     shape.iter().zip(at).fold(0, |index, (&size, position)| index * size + if size == 1 { 0 } else { position })
 }
 
-/// `a · b`, in eight sums, which the processor adds up side by side.
+/// `a · b`, in eight partial sums that the processor computes in parallel.
 pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {
     let (a, b) = (a.chunks_exact(8), b.chunks_exact(8));
     let rest: f64 = a.remainder().iter().zip(b.remainder()).map(|(x, y)| x * y).sum();

@@ -1,4 +1,4 @@
-//! Some rows and keys of a problem that is too large to compute whole.
+//! Oracle for some rows and keys of a problem too large to compute whole.
 
 use crate::Inputs;
 use crate::backward::ScoreGradients;
@@ -7,10 +7,10 @@ use flash_attention_kernels::AttentionProblem;
 use flash_attention_kernels::blocks::EMPTY;
 use rayon::prelude::*;
 
-/// Parts that the rows are summed in.
+/// Number of partial sums that the rows are divided into.
 const PARTS: usize = 64;
 
-/// What attention gives for some queries and keys of one key/value head.
+/// Output and gradients of some queries and keys of one key/value head.
 ///
 /// ```
 /// use flash_attention_reference::Sample;
@@ -20,26 +20,26 @@ const PARTS: usize = 64;
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sample {
-    /// For each of the queries, `head_dim_v` values.
+    /// `head_dim_v` values for each query.
     pub o: Vec<f64>,
-    /// For each of the queries.
+    /// One value for each query.
     pub lse: Vec<f64>,
-    /// For each of the queries, `head_dim` values.
+    /// `head_dim` values for each query.
     pub dq: Vec<f64>,
-    /// For each of the keys, `head_dim` values.
+    /// `head_dim` values for each key.
     pub dk: Vec<f64>,
-    /// For each of the keys, `head_dim_v` values.
+    /// `head_dim_v` values for each key.
     pub dv: Vec<f64>,
-    /// For each of the queries, `seq_k` values, summed over the batches: rows of the gradient of a bias
-    /// `[1, num_heads_q, seq_q, seq_k]`. Empty for any other.
+    /// `seq_k` values for each query, summed over the batches: rows of the gradient of a bias `[1, num_heads_q, seq_q, seq_k]`. Empty for a
+    /// bias of any other shape.
     pub dbias: Vec<f64>,
 }
 
-/// Output and gradients of `Σ dout∘o` for these queries of head `[batch, head]` and for these keys of the head that it
-/// shares, exactly: the keys' gradients are summed over all queries of all heads that share them.
+/// Output and gradients of `Σ dout∘o` for these queries of head `[batch, head]`, and for these keys of its key/value head. They are exact:
+/// the gradients of the keys are summed over all queries of all heads that share them.
 ///
-/// Takes as many steps as there are scores in the rows of these queries and of those that see one of the keys, and memory for a row of
-/// each thread and 64 times the keys' gradients. The same call gives the same bits.
+/// The cost is one step for each score in the rows of these queries and of all queries that see one of the keys. Each thread needs memory
+/// for a row, and all together for 64 times the keys' gradients. The same call gives the same bits.
 ///
 /// ```
 /// use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
@@ -58,7 +58,7 @@ pub struct Sample {
 ///
 /// # Panics
 ///
-/// If an input's length is not what the problem says, or a position is not in the problem.
+/// If the length of an input does not match the problem, or a position is outside the problem.
 pub fn sample(
     problem: &AttentionProblem,
     inputs: &Inputs,
@@ -108,7 +108,7 @@ pub fn sample(
 
     let zeros = || (vec![0.0; keys.len() * head_dim], vec![0.0; keys.len() * head_dim_v]);
     let rows = (h_kv * group..(h_kv + 1) * group).flat_map(|h| (0..problem.seq_q).map(move |i| [b, h, i]));
-    // A row that sees none of the keys is not computed.
+    // Skip rows that see none of the keys.
     let sees = |h: usize, i: usize, j: usize| {
         inputs.band(problem, b, i).sees(i as u32, j as u32) && block_state(problem, inputs, [b, h, i, j]) != EMPTY
     };
@@ -120,7 +120,7 @@ pub fn sample(
             let Some(row) = Row::new(problem, inputs, at) else { continue };
             let ds = score_gradients(&row, at).ds;
             for (slot, key) in keys.iter().enumerate() {
-                // Keys of a row are in order.
+                // The keys of a row are sorted.
                 let Ok(n) = row.keys.binary_search(key) else { continue };
                 let (q, dout) = (vector(inputs.q, problem.q_shape(), at), vector(dout, problem.o_shape(), at));
                 add_scaled(&mut dk[slot * head_dim..][..head_dim], scale * ds[n], q);
@@ -129,7 +129,7 @@ pub fn sample(
         }
         (dk, dv)
     };
-    // The order of the sums does not depend on threads: the same call gives the same bits.
+    // The order of the sums does not depend on the threads, so that the same call gives the same bits.
     let sums: Vec<_> = rows.par_chunks(rows.len().div_ceil(PARTS).max(1)).map(sum).collect();
     (sample.dk, sample.dv) = sums.into_iter().fold(zeros(), |(mut dk, mut dv), (more_dk, more_dv)| {
         add_scaled(&mut dk, 1.0, &more_dk);

@@ -1,11 +1,13 @@
-//! The CUDA driver API, as far as CubeCL calls it. Names, numbers and layouts are those of `cuda.h`, whose documentation goes for
-//! the functions here, too.
+//! The part of the CUDA driver API that CubeCL calls. Names, numbers and layouts are those of `cuda.h`, whose documentation applies to
+//! these functions as well.
 //!
 //! # Safety
 //!
-//! Callers keep the contract of `cuda.h`. Pointers are null where it allows that, or valid for what they are passed as; results go to
-//! different places. Handles are those that this driver gave and has not taken back. No call frees or unloads what another one uses.
-#![allow(non_snake_case, missing_docs, clippy::missing_safety_doc, clippy::too_many_arguments)]
+//! Callers must keep the contract of `cuda.h`. Pointers are null where it allows null, or valid for the type that they are passed as.
+//! Results are written to distinct addresses. Handles come from this driver and have not been destroyed. No call frees or unloads anything
+//! that another call uses.
+#![allow(non_snake_case, missing_docs, clippy::missing_safety_doc)]
+#![allow(clippy::too_many_arguments, reason = "signatures are those of cuda.h")]
 
 mod device;
 mod launches;
@@ -18,7 +20,7 @@ use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 
-/// What functions return.
+/// Results of functions, `CUresult`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub enum Status {
@@ -34,7 +36,7 @@ pub enum Status {
     NotSupported = 801,
 }
 
-/// Bytes of shared memory that a block may ask for.
+/// Maximum bytes of shared memory of a block.
 const SHARED: usize = 227 << 10;
 
 fn variable(name: &str, default: u64) -> u64 {
@@ -57,10 +59,10 @@ fn settings() -> Settings {
     })
 }
 
-/// The fault that a launch ended with, where faults stay.
+/// The fault that ended a launch, if faults are sticky.
 static FAILED: Mutex<Option<Status>> = Mutex::new(None);
 
-/// What every call returns from now on, as on hardware, if `SOFTWARE_CUDA_STICKY` says so.
+/// Records the fault, so that every later call returns it as on hardware, if `SOFTWARE_CUDA_STICKY` is set.
 fn fail(status: Status) -> Status {
     if variable("SOFTWARE_CUDA_STICKY", 0) != 0 {
         FAILED.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).get_or_insert(status);
@@ -68,26 +70,26 @@ fn fail(status: Status) -> Status {
     status
 }
 
-/// The fault of a launch before, if faults stay.
+/// The fault of an earlier launch, if faults are sticky.
 fn failed() -> Option<Status> {
     *FAILED.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// Whether calls succeed.
+/// Status of a call that cannot fail itself.
 fn health() -> Status {
     failed().unwrap_or(Status::Success)
 }
 
-/// The seed of the next launch: the one that was asked for, else the launch's number.
+/// Seed of the next launch: `SOFTWARE_CUDA_SEED`, or else the number of the launch.
 fn seed() -> u64 {
     static LAUNCHES: AtomicU64 = AtomicU64::new(1);
     variable("SOFTWARE_CUDA_SEED", LAUNCHES.fetch_add(1, Ordering::Relaxed))
 }
 
-/// Room for a result, which may hold anything; `None` is the null pointer.
+/// Possibly uninitialised memory for a result; `None` is the null pointer.
 type Out<'a, T> = Option<&'a mut MaybeUninit<T>>;
 
-/// Writes a result; null is refused.
+/// Writes a result; refuses null.
 fn give<T>(to: Out<'_, T>, value: T) -> Status {
     let Some(to) = to else { return Status::InvalidValue };
     to.write(value);

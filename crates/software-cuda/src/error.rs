@@ -1,37 +1,37 @@
-//! What can go wrong, as the caller and the one who reads stderr are told it.
+//! Errors, as returned and as reported on stderr.
 
 /// An error of a module or of a launch.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The text cannot be read.
+    /// The text cannot be parsed.
     #[error("line {line}: {what}")]
     Syntax {
-        /// The line of the PTX.
+        /// Line of the PTX.
         line: u32,
         /// What is wrong.
         what: String,
     },
-    /// An instruction that is not known here.
+    /// An instruction that is not supported.
     #[error("line {line}: unsupported instruction `{text}`: {what}")]
     Unsupported {
-        /// The line of the PTX.
+        /// Line of the PTX.
         line: u32,
         /// The instruction.
         text: String,
-        /// What about it.
+        /// The reason.
         what: String,
     },
-    /// A launch that cannot be.
+    /// A launch with invalid arguments.
     #[error("{0}")]
     Launch(String),
     /// A fault of a running kernel.
     #[error("{kind} in {place}: {what}")]
     Fault {
-        /// Of which kind.
+        /// Kind of the fault.
         kind: Kind,
-        /// Where.
+        /// Place of the fault.
         place: Place,
-        /// What was done.
+        /// Description of the fault.
         what: String,
     },
 }
@@ -39,30 +39,30 @@ pub enum Error {
 /// Kinds of faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Kind {
-    /// Memory that is not there.
+    /// An access outside of memory.
     #[error("illegal address")]
     Address,
-    /// An address that is not a multiple of what it must be.
+    /// A misaligned address.
     #[error("misaligned address")]
     Alignment,
-    /// All wait and none can go on.
+    /// All warps wait, and none can continue.
     #[error("deadlock")]
     Deadlock,
-    /// What PTX leaves undefined.
+    /// Behaviour that PTX leaves undefined.
     #[error("undefined behaviour")]
     Undefined,
-    /// Memory that something else may still read or write.
+    /// A conflicting access to memory that is not ordered.
     #[error("race")]
     Race,
-    /// Memory or registers that are used by something else before a fence.
+    /// A missing fence between accesses to memory or registers.
     #[error("missing fence")]
     Fence,
-    /// Memory that is read before anything was written there.
+    /// A value that depends on unwritten memory.
     #[error("uninitialised memory")]
     Uninitialised,
 }
 
-/// Where in a launch.
+/// Place in a launch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Place {
     /// The kernel.

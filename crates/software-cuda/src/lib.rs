@@ -1,27 +1,28 @@
-//! A CUDA driver in software, for machines without a GPU: it presents itself as an NVIDIA Hopper and interprets PTX on the host.
+//! A CUDA driver in software, for machines without a GPU. It reports an NVIDIA Hopper device and interprets PTX on the host.
 //!
-//! The library exports the functions of the CUDA driver API that CubeCL calls. A program that loads the driver at run time gets
-//! this one where it is found as `libcuda.so`; `.ci/with-software-cuda` sees to that. Everything is done at once, in the calling
-//! thread and some others, when it is asked for.
+//! The library exports the functions of the CUDA driver API that CubeCL calls. A program that loads the driver at run time loads this
+//! library if it is found as `libcuda.so`; `.ci/with-software-cuda` arranges that. All calls are synchronous: they run in the calling
+//! thread, and launches also in some others.
 //!
-//! Faults are told on stderr, with the line of the PTX, and returned by the launch. Beyond wrong results these are:
+//! Faults are reported on stderr, with the line of the PTX, and returned by the launch. In addition to wrong results, these faults are
+//! detected:
 //!
-//! - accesses outside allocations, and misaligned ones;
-//! - waits that never end, with what barriers lack; barriers and collective instructions used as PTX does not allow;
-//! - races of warps for shared memory, whatever the order in which they happened to run: accesses of different warps, one of them a
-//!   write, that no barrier orders. Copies of lanes that were not waited for, copies to shared memory whose barrier was not, and bulk
-//!   copies from it and products of warpgroups that still read what is written belong to them;
-//! - missing fences: `fence.proxy.async` between a warp's write and what reads it through the asynchronous proxy, `wgmma.fence` before
-//!   the first product of a warpgroup and after registers were written that products use;
-//! - registers of products of warpgroups that are read or written before these were waited for;
-//! - branches, addresses and results in global memory that depend on shared or global memory to which nothing was written;
-//! - blocks that end while copies are under way.
+//! - accesses outside of allocations, and misaligned accesses;
+//! - waits that never end, with the arrivals that barriers lack; barriers and collective instructions used in ways that PTX does not allow;
+//! - races of warps in shared memory, independent of the order in which they happened to run: accesses of different warps, one of them a
+//!   write, that no barrier orders. These include `cp.async` copies that were not waited for, bulk copies to shared memory whose barrier
+//!   was not waited for, and writes to shared memory that a bulk copy or a warpgroup's product may still read;
+//! - missing fences: `fence.proxy.async` between a warp's write and a read through the asynchronous proxy; `wgmma.fence` before a
+//!   warpgroup's first product, and after a write to a register that a product uses;
+//! - registers of a warpgroup's products that are read or written before the products are waited for;
+//! - branches, addresses and results in global memory that depend on unwritten shared or global memory;
+//! - blocks that end while copies are pending.
 //!
-//! Not seen are: races of lanes of one warp, races for single bytes, races for global memory, and of allocations that a program
-//! divides up itself what was written before.
+//! Not detected are races between lanes of one warp, races for single bytes, races for global memory, and reads of unwritten memory in
+//! allocations that the program subdivides and reuses.
 //!
-//! Warps run in a random order, and copies that run beside them come at a random time; of each launch in another one. In half of
-//! the blocks one warp, drawn too, falls behind the others or runs ahead of them.
+//! Warps run in a random order, and asynchronous copies complete at random times, which differ between launches. In half of the blocks, one
+//! random warp falls behind the others or runs ahead of them.
 //!
 //! | variable | meaning | default |
 //! |---|---|---|
@@ -45,21 +46,21 @@ pub use error::{Error, Kind, Place};
 use machine::program::Program;
 use std::collections::HashMap;
 
-/// Kernels by their names, and the memory that variables of their module have.
+/// Kernels by name, and the memory of the module's variables.
 #[derive(Debug, Default)]
 pub struct Module {
     /// The kernels.
     pub kernels: HashMap<String, Program>,
-    /// Variables in global memory: what each holds at first.
+    /// Variables in global memory, with their contents.
     pub globals: HashMap<String, Vec<u64>>,
 }
 
 impl Module {
-    /// Reads PTX.
+    /// Parses and decodes PTX.
     ///
     /// # Errors
     ///
-    /// What cannot be read or is not supported.
+    /// If the text cannot be parsed or is not supported.
     pub fn new(text: &str) -> Result<Module, Error> {
         let parsed = ptx::parse(text)?;
         let mut module = Module::default();
@@ -79,7 +80,7 @@ impl Module {
         Ok(module)
     }
 
-    /// Where variables lie in global memory.
+    /// Address ranges of the variables in global memory.
     pub fn pieces(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.globals.values().map(|words| (words.as_ptr() as u64, words.as_ptr() as u64 + 8 * words.len() as u64))
     }

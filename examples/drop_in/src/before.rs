@@ -23,7 +23,7 @@ impl SelfAttention {
         }
     }
 
-    /// `[batch, sequence, width]` to the same.
+    /// `x [batch, sequence, width]` → the same shape.
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         let [batch, sequence, width] = x.dims();
         let qkv = self.qkv.forward(x).reshape([batch, sequence, 3 * self.heads, width / self.heads]).swap_dims(1, 2);

@@ -2,7 +2,7 @@
 //!
 //! Runs both with the same weights, forward and backward, and fails if they differ.
 
-#[rustfmt::skip] // Sorting the imports would make two changed lines of one.
+#[rustfmt::skip] // Sorting the imports would turn one changed line into two.
 mod after;
 mod before;
 
@@ -36,13 +36,13 @@ fn main() -> ExitCode {
         println!("{name:<28} up to {size:<5.3} differs by at most {difference:.1e}");
         difference
     });
-    // A difference that is NaN is not within.
+    // A NaN fails the comparison.
     let same = differences.map(|difference| difference <= TOLERANCE).fold(true, |all, within| all & within);
     println!("{} within {TOLERANCE:e}", if same { "the same" } else { "NOT the same" });
     if same { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// The output, and the gradients of the input and of the weights for the loss `Σ sin(i) · output_i`.
+/// The output, and the gradients of the input and the weights for the loss `Σ sin(i) · output_i`.
 fn run(
     x: &Tensor<3>,
     forward: impl FnOnce(Tensor<3>) -> Tensor<3>,
@@ -61,7 +61,7 @@ fn run(
     ]
 }
 
-/// The CPU, where Burn's own gradients of causal attention are right (docs/benchmark.md); a GPU if Flex is left out.
+/// The CPU, where Burn's own gradients of causal attention are correct (docs/benchmark.md), or a GPU if Flex is not compiled in.
 fn device() -> Device {
     #[cfg(feature = "flex")]
     return Device::flex().autodiff();

@@ -1,4 +1,4 @@
-//! What a run needs to go on, in one file that is whole or not there.
+//! Checkpoints: everything that a run needs to continue, in one file that is written atomically.
 //!
 //! ```text
 //! magic "BURN-GPT" | version u32 | checksum u64 of all that follows
@@ -26,16 +26,16 @@ const MAGIC: &[u8; 8] = b"BURN-GPT";
 const VERSION: u32 = 2;
 const SECTIONS: usize = 4;
 
-/// All but the tensors.
+/// Everything but the tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Header {
-    /// The step that comes next.
+    /// Number of the next step.
     pub step: usize,
-    /// The optimizer's count.
+    /// Number of the optimizer's updates.
     pub updates: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub best: Option<Best>,
-    /// Hexadecimal.
+    /// Hash of the text, hexadecimal.
     pub text_hash: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<LossScale>,
@@ -57,11 +57,11 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Writes the file so that a kill leaves the old one or the new one.
+    /// Writes the file atomically: if the process is killed, the old or the new file remains.
     ///
     /// # Errors
     ///
-    /// When it cannot be written; the old one is as it was.
+    /// If the file cannot be written; the old one is unchanged.
     pub fn save(path: &Path, header: &Header, model: &Gpt, optimizer: &AdamW) -> Result<(), Error> {
         Self::save_in_stages(path, header, model, optimizer, |_| {})
     }
@@ -93,7 +93,7 @@ impl Checkpoint {
 
     /// # Errors
     ///
-    /// When the file cannot be read, is not a checkpoint, has another version or is damaged.
+    /// If the file cannot be read, is not a checkpoint, has another version or is damaged.
     pub fn load(path: &Path) -> Result<Self, Error> {
         let bytes = fs::read(path).map_err(Error::io(path))?;
         let problem = |problem| Error::Checkpoint { path: path.to_path_buf(), problem };
@@ -129,13 +129,13 @@ impl Checkpoint {
         Ok(Self { header, path: path.to_path_buf(), records: [model?, first?, second?] })
     }
 
-    /// The model as it was.
+    /// Restores the model.
     pub fn model(self, model: Gpt) -> Result<Gpt, Error> {
         let [record, ..] = self.records;
         model.try_load_record(record).map_err(|error| problem(&self.path, &error))
     }
 
-    /// The model and the optimizer as they were.
+    /// Restores the model and the optimizer.
     pub fn restore(self, model: Gpt) -> Result<(Gpt, AdamW), Error> {
         let problem = |error| problem(&self.path, &error);
         let [record, first, second] = self.records;

@@ -1,4 +1,4 @@
-//! The program: its commands, and what they print.
+//! The command-line program.
 
 use crate::checkpoint::Checkpoint;
 use crate::compare;
@@ -25,10 +25,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// Trains a GPT with flash attention, shows that it learns, and lets it write.
+/// Trains a GPT with flash attention, shows that it learns, and lets it generate text.
 ///
-/// Without flags: on the best GPU, else on the CPU, from this repository's own sources. What is not given follows the
-/// device. Everything is written to runs/NAME.
+/// Without flags it trains on the best GPU, or else on the CPU, on this repository's own sources. Defaults depend on the device. All output
+/// is written to runs/NAME.
 #[derive(Parser, Debug)]
 #[command(version, args_conflicts_with_subcommands = true)]
 struct Cli {
@@ -38,10 +38,10 @@ struct Cli {
     train: TrainArgs,
 }
 
-/// The flags of training.
+/// Flags of training.
 #[derive(clap::Args, Debug)]
 struct TrainArgs {
-    /// The run's name [default: the first free gpt-N; with --resume the latest run].
+    /// Name of the run [default: the first free gpt-N; with --resume the latest run].
     #[arg(long)]
     name: Option<String>,
     /// Continue a run from its latest checkpoint.
@@ -55,16 +55,16 @@ struct TrainArgs {
 enum Command {
     /// Continues a text, with a run's model or with GPT-2's weights.
     Generate(generate::Args),
-    /// Trains the same model with each kind of attention, at several contexts: loss, step time, tokens/s, peak memory.
+    /// Trains the same model with each implementation of attention at several contexts: loss, step time, tokens/s, peak memory.
     ///
-    /// A measurement that fails or takes too long says why in its row, and ends nothing else: the exit code is 0.
+    /// A measurement that fails or takes too long has the reason in its row and does not end the others; the exit code is 0.
     Compare(compare::Args),
-    /// One measurement, which `compare` starts.
+    /// Runs one measurement; started by `compare`.
     #[command(hide = true)]
     CompareWorker,
 }
 
-/// Runs the program and says how it ended: 2 is an error, in one sentence or in clap's words, and 130 an interruption.
+/// Runs the program and returns its exit code: 2 after an error, described in one sentence or by clap, and 130 after an interruption.
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = match cli.command {
@@ -80,7 +80,7 @@ pub fn main() -> ExitCode {
 }
 
 fn train(args: &TrainArgs) -> Result<ExitCode, Error> {
-    // -- the run: what it is, where it computes, what it reads
+    // -- the run: its configuration, its device, its text
     let resumed = match args.resume {
         true => {
             let run = Run::find(args.name.as_deref())?;
@@ -153,11 +153,11 @@ fn train(args: &TrainArgs) -> Result<ExitCode, Error> {
         return Ok(ExitCode::from(130));
     }
 
-    // -- what came of it: the best model's loss, and what it writes
+    // -- results: the best model's loss, and a text by it
     let best = Checkpoint::load(&run.best())?;
     let step = best.header.step;
     let model = best.model(Gpt::zeros(&config, &device))?;
-    // Not the batches that chose it, which flatter it.
+    // Not the batches by which the best model was selected, whose loss is biased.
     let loss = train::evaluate(&model, &text, &config, Stream::FinalBatch, &device)?;
     println!("best validation loss {loss:.4} nats per {unit}, over {} batches, at step {step}", config.eval_batches);
     println!("see {} and {}", run.picture().display(), run.losses().display());
@@ -208,7 +208,7 @@ fn generate(args: &generate::Args) -> Result<ExitCode, Error> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Text as it comes. A reader who has left is no error.
+/// Prints text as it is generated. A closed pipe is not an error.
 fn show(text: &str) {
     let mut out = std::io::stdout();
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
@@ -220,7 +220,7 @@ fn model_in_words(config: &Config) -> String {
     format!("{layers} layers, {heads} heads, width {width}, context {context}, {dtype}")
 }
 
-/// A first Ctrl-C asks the loop to save and stop; a second one ends the program.
+/// The first Ctrl-C asks the training loop to save and stop; the second one ends the program.
 fn stop_on_signal() -> Arc<AtomicBool> {
     let stop = Arc::new(AtomicBool::new(false));
     let asked = stop.clone();
@@ -229,12 +229,12 @@ fn stop_on_signal() -> Arc<AtomicBool> {
             std::process::exit(130);
         }
     };
-    // Without a handler Ctrl-C still ends the program, and the latest checkpoint is there.
+    // Without a handler, Ctrl-C ends the program, and the latest checkpoint remains.
     let _ = ctrlc::set_handler(handler);
     stop
 }
 
-/// The text of a file, with its documents if they are packed.
+/// Reads a text, and splits it into documents if rows are packed.
 fn read(path: &Path, config: &Config) -> Result<Text, Error> {
     let text = Text::read(path, config.tokenizer, config.context)?;
     if config.pack { text.packed(config.tokenizer) } else { Ok(text) }

@@ -1,4 +1,4 @@
-//! What a run is: flags on the command line, resolved into a configuration that is kept with the run.
+//! Configuration of a run: flags on the command line, combined with defaults and saved with the run.
 
 mod defaults;
 
@@ -12,19 +12,19 @@ use serde::{Deserialize, Serialize};
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 
-/// How attention is computed.
+/// Implementation of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum AttentionKind {
-    /// This repository's.
+    /// This repository's flash attention.
     Flash,
     /// Burn's own operation.
     Burn,
-    /// Matrix products with a mask and a softmax between them.
+    /// Matrix products, with a mask and a softmax between them.
     Composed,
 }
 
-/// What matrix products and attention are computed in.
+/// Element type of matrix products and attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Dtype {
@@ -32,12 +32,12 @@ pub enum Dtype {
     F32,
     /// Half precision with the range of f32.
     Bf16,
-    /// Half precision with more digits; its loss is scaled.
+    /// Half precision with more digits and a smaller range; the loss is scaled.
     F16,
 }
 
 impl Dtype {
-    /// Burn's name for it.
+    /// The dtype in Burn.
     pub fn float(self) -> FloatDType {
         match self {
             Dtype::F32 => FloatDType::F32,
@@ -46,7 +46,7 @@ impl Dtype {
         }
     }
 
-    /// As on the command line.
+    /// The name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Dtype::F32 => "f32",
@@ -56,145 +56,146 @@ impl Dtype {
     }
 }
 
-/// The sizes of a model.
+/// Sizes of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelShape {
-    /// Blocks of attention and MLP.
+    /// Number of transformer blocks.
     pub layers: usize,
-    /// Heads of attention.
+    /// Number of attention heads.
     pub heads: usize,
     /// Channels of the residual stream.
     pub width: usize,
-    /// Tokens that the model sees.
+    /// Context length in tokens.
     pub context: usize,
-    /// Tokens that there are.
+    /// Number of different tokens.
     pub vocabulary: usize,
 }
 
-/// Everything that decides what a run computes, each field a flag of the same name.
+/// Everything that determines what a run computes. Each field is a flag of the same name.
 ///
-/// Kept with a run and in its checkpoints: a field that is added has a default for files that were written before.
+/// Saved with a run and in its checkpoints. A new field needs a default for files that were written before.
 #[derive(clap::Args, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
     /// Where to compute: auto, or flex, wgpu, vulkan, metal, cuda, rocm as compiled in, with :N for the N-th [default: auto].
     #[arg(long)]
     pub device: String,
-    /// Train on several devices of that kind, by their numbers: each takes an equal part of every batch.
+    /// Train on several devices of this kind, given by their numbers. Each takes an equal part of every batch.
     #[arg(long, value_delimiter = ',', value_name = "N,N,…")]
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub devices: Vec<usize>,
-    /// A UTF-8 text to learn [default: the sources of this workspace].
+    /// A UTF-8 text to train on [default: the sources of this workspace].
     #[arg(long, value_name = "FILE")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data: Option<PathBuf>,
-    /// How text becomes tokens [default: bytes; with --weights gpt2].
+    /// Tokenizer [default: bytes; with --weights gpt2].
     #[arg(long)]
     pub tokenizer: Tokenizer,
-    /// GPT-2's weights to begin with, a safetensors file in Hugging Face's layout, whose sizes the model takes.
+    /// GPT-2's weights to start from: a safetensors file in Hugging Face's layout, which determines the model's sizes.
     #[arg(long, value_name = "FILE")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weights: Option<PathBuf>,
 
-    /// How attention is computed.
+    /// Implementation of attention.
     #[arg(long)]
     pub attention: AttentionKind,
-    /// What matrix products and attention are computed in; all else is f32.
+    /// Element type of matrix products and attention; everything else is f32.
     #[arg(long)]
     pub dtype: Dtype,
-    /// Blocks of attention and MLP.
+    /// Number of transformer blocks.
     #[arg(long, value_parser = count())]
     pub layers: usize,
-    /// Heads of attention.
+    /// Number of attention heads.
     #[arg(long, value_parser = count())]
     pub heads: usize,
     /// Channels of the residual stream.
     #[arg(long, value_parser = count())]
     pub width: usize,
-    /// Tokens that the model sees.
+    /// Context length in tokens.
     #[arg(long, value_parser = count())]
     pub context: usize,
-    /// Tell positions by ALiBi's slopes, in place of learned embeddings.
+    /// Encode positions by ALiBi slopes instead of learned embeddings.
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = ArgAction::Set)]
     #[serde(default)]
     pub alibi: bool,
-    /// Give each head a learned sink, so that it may attend to nothing.
+    /// Give each head a learned sink, so that it can attend to nothing.
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = ArgAction::Set)]
     #[serde(default)]
     pub sinks: bool,
-    /// Tokens that each token sees, itself counted; 0 is all before it.
+    /// Number of tokens that each token sees, including itself; 0 means all before it.
     #[arg(long)]
     #[serde(default)]
     pub window: usize,
 
-    /// Fill each row of a batch with whole documents, which see nothing of each other, in place of a window of running text.
+    /// Fill each row of a batch with whole documents that do not see each other, instead of a window of running text.
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = ArgAction::Set)]
     #[serde(default)]
     pub pack: bool,
-    /// Tokens that there are: the tokenizer's, or as many as the weights know. No flag.
+    /// Number of different tokens: the tokenizer's, or the weights'. Not a flag.
     #[arg(skip)]
     pub vocabulary: usize,
 
     /// Windows of text in a batch.
     #[arg(long, value_parser = count())]
     pub batch: usize,
-    /// Batches whose gradients make one step.
+    /// Number of batches whose gradients are accumulated for one step.
     #[arg(long, value_parser = count())]
     pub grad_accum: usize,
-    /// Keep only what enters each block, and compute the block again in the backward pass: less memory, more time.
+    /// Keep only the input of each block, and compute the block again in the backward: less memory, more time.
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = ArgAction::Set)]
     pub checkpointing: bool,
-    /// Updates of the model.
+    /// Number of updates of the model.
     #[arg(long)]
     pub steps: usize,
-    /// The highest learning rate.
+    /// Highest learning rate.
     #[arg(long, value_parser = positive)]
     pub lr: f64,
-    /// The learning rate at the end [default: a tenth of --lr].
+    /// Learning rate at the end [default: a tenth of --lr].
     #[arg(long, value_parser = non_negative)]
     pub min_lr: f64,
-    /// Steps in which the learning rate rises.
+    /// Number of steps in which the learning rate rises.
     #[arg(long)]
     pub warmup: usize,
-    /// Of matrices; embeddings, norms and biases do not decay.
+    /// Weight decay of matrices; embeddings, norms and biases do not decay.
     #[arg(long, value_parser = non_negative)]
     pub weight_decay: f64,
-    /// AdamW's first coefficient.
+    /// Coefficient of AdamW's first moment.
     #[arg(long, value_parser = fraction)]
     pub beta1: f64,
-    /// AdamW's second coefficient.
+    /// Coefficient of AdamW's second moment.
     #[arg(long, value_parser = fraction)]
     pub beta2: f64,
-    /// The largest norm of the gradients; 0 is none.
+    /// Maximum norm of the gradients; 0 turns clipping off.
     #[arg(long, value_parser = non_negative)]
     pub grad_clip: f64,
-    /// After the embeddings, of attention's probabilities (but by Burn's operation), after its projection and after the MLP.
+    /// Dropout rate after the embeddings, of attention probabilities (except with Burn's operation), after attention's projection and after
+    /// the MLP.
     #[arg(long, value_parser = fraction)]
     pub dropout: f64,
-    /// Same seed, same run.
+    /// Random seed; the same seed gives the same run.
     #[arg(long)]
     pub seed: u32,
 
-    /// Steps between two evaluations, each with a checkpoint.
+    /// Number of steps between evaluations, each of which saves a checkpoint.
     #[arg(long, value_parser = count())]
     pub eval_interval: usize,
-    /// Batches of validation text in an evaluation, the last one too.
+    /// Number of validation batches in an evaluation, including the last one.
     #[arg(long, value_parser = count())]
     pub eval_batches: usize,
-    /// Tokens that the model writes at the end.
+    /// Number of tokens to generate at the end.
     #[arg(long)]
     pub sample_tokens: usize,
 }
 
-/// Fields in which a run that goes on may differ from what it was: where it computes, and where its text is.
+/// Fields that may differ when a run is resumed: where it computes, and where its text is.
 const FREE: [&str; 3] = ["device", "devices", "data"];
 
 impl Config {
-    /// A new run: the given flags, and otherwise what suits the device, or the weights of this shape.
+    /// A new run: the given flags, and otherwise the defaults for the device, or for weights of this shape.
     ///
     /// # Errors
     ///
-    /// For the first flag that does not fit another one or the weights.
+    /// For the first flag that does not fit another flag or the weights.
     pub fn new(given: &Given<Self>, found: &Found, weights: Option<ModelShape>) -> Result<Self, Error> {
         let suited = Self::suited_to(found);
         let mut config = given.over(weights.map_or(suited.clone(), |shape| suited.suited_to_weights(shape)));
@@ -207,11 +208,11 @@ impl Config {
         config.checked(weights)
     }
 
-    /// With the vocabulary of the tokenizer, or of the weights.
+    /// Sets the vocabulary of the tokenizer, or of the weights, and checks the configuration.
     ///
     /// # Errors
     ///
-    /// For the first field that does not fit another one or the weights. Each flag by itself is checked by clap.
+    /// For the first field that does not fit another field or the weights. clap has checked each flag by itself.
     pub fn checked(mut self, weights: Option<ModelShape>) -> Result<Self, Error> {
         match weights {
             Some(shape) => {
@@ -224,12 +225,12 @@ impl Config {
         Ok(self)
     }
 
-    /// The run of a checkpoint goes on as it began: flags, which make `asked` of it, may repeat what was, and choose a device
-    /// or find the text again.
+    /// Configuration of a resumed run, which is the saved one. The flags, from which `asked` was made, may repeat it, choose a device, or
+    /// give the text's new location.
     ///
     /// # Errors
     ///
-    /// For the first field in which `asked` is another run.
+    /// For the first other field in which `asked` differs.
     pub fn resume(&self, asked: Self, run: &Path) -> Result<Self, Error> {
         let (saved, given) = (self.fields(), asked.fields());
         let differs = |(field, _): &(&String, _)| saved.get(*field) != given.get(*field);
@@ -245,12 +246,12 @@ impl Config {
         Ok(asked)
     }
 
-    /// Each field's value by its name. What is absent in the file is absent here.
+    /// Values of the fields by name. Fields that are absent in the file are absent here.
     fn fields(&self) -> toml::Table {
         toml::Table::try_from(self).expect("a configuration is a table of plain values")
     }
 
-    /// A model has its weights' sizes, but may see fewer tokens.
+    /// Checks that the model has the sizes of its weights. Its context may be shorter.
     fn check_weights(&self, shape: ModelShape) -> Result<(), Error> {
         let differs = [
             ("layers", self.layers, shape.layers),
@@ -290,13 +291,13 @@ impl Config {
         check(flash || !self.pack, "pack", &self.pack, "it takes --attention flash")?;
         check(new || !self.alibi, "alibi", &self.alibi, "GPT-2's weights have embeddings of positions")?;
         check(new || !self.sinks, "sinks", &self.sinks, "GPT-2's weights have none")?;
-        // Random numbers on all devices come from one state: a block's dropout would not be the same twice.
+        // All devices share one random state, so the dropout of a recomputed block would differ.
         let repeats = !self.checkpointing || devices == 1 || self.dropout == 0.0;
         check(repeats, "dropout", &self.dropout, "it must be 0 with --checkpointing on several devices")?;
         check(self.min_lr <= self.lr, "min-lr", &self.min_lr, "it must not be above --lr")
     }
 
-    /// Up in a line, then down in a half cosine.
+    /// Rises linearly, then falls as half a cosine.
     pub fn learning_rate(&self, step: usize) -> f64 {
         if step < self.warmup {
             return self.lr * (step + 1) as f64 / (self.warmup + 1) as f64;
@@ -306,7 +307,7 @@ impl Config {
     }
 }
 
-/// A value as on the command line.
+/// A value as given on the command line.
 fn in_words(value: Option<&toml::Value>) -> String {
     match value {
         None => "none".to_string(),

@@ -1,4 +1,4 @@
-//! The text: of its tokens the first nine tenths are for training and the rest for validation.
+//! The text. The first nine tenths of its tokens are for training, the rest for validation.
 
 use crate::error::Error;
 use crate::tokenizer::Tokenizer;
@@ -9,26 +9,26 @@ use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// A text, split.
+/// A text, split for training and validation.
 pub struct Text {
-    /// As it was read.
+    /// The text as read.
     pub bytes: Vec<u8>,
     tokens: Vec<u32>,
-    /// Where validation begins.
+    /// Index of the first validation token.
     split: usize,
-    /// Where it is packed: its documents, and how many of them are to train on.
+    /// The documents, and the number of training documents, if rows are packed.
     documents: Option<(Vec<Vec<u32>>, usize)>,
 }
 
-/// What separates documents; blank lines, where a text has none.
+/// Separator of documents. If the text has none, blank lines separate them.
 const END_OF_TEXT: &str = "<|endoftext|>";
 
 impl Text {
-    /// Splits UTF-8 `bytes`, which must leave a window of `context` tokens and the token after it on either side.
+    /// Splits UTF-8 `bytes`. Both parts must have at least `context` tokens and one more.
     ///
     /// # Errors
     ///
-    /// When the bytes, which came from `path`, are no text, or too short a one.
+    /// If the bytes, which come from `path`, are not UTF-8, or the text is too short.
     pub fn new(bytes: Vec<u8>, path: &Path, tokenizer: Tokenizer, context: usize) -> Result<Self, Error> {
         let text = str::from_utf8(&bytes)
             .map_err(|error| Error::TextNotUtf8 { path: path.to_path_buf(), offset: error.valid_up_to() })?;
@@ -44,18 +44,18 @@ impl Text {
     ///
     /// # Errors
     ///
-    /// When it cannot be read, and as [`Text::new`].
+    /// If the file cannot be read, and the errors of [`Text::new`].
     pub fn read(path: &Path, tokenizer: Tokenizer, context: usize) -> Result<Self, Error> {
         let bytes = fs::read(path).map_err(|source| Error::TextMissing { path: path.to_path_buf(), source })?;
         Self::new(bytes, path, tokenizer, context)
     }
 
-    /// The same with what it consists of: documents, which `<|endoftext|>` separates, or blank lines where there is none of that. The first
-    /// nine tenths of them are to train on. Of a document of less than two tokens nothing can be learned.
+    /// Splits the text into documents, which are separated by `<|endoftext|>`, or by blank lines if it has none. The first nine tenths of
+    /// the documents are for training. Documents of fewer than two tokens are left out, as nothing can be learned from them.
     ///
     /// # Errors
     ///
-    /// Where there are fewer than two documents.
+    /// If there are fewer than two documents.
     pub fn packed(mut self, tokenizer: Tokenizer) -> Result<Self, Error> {
         let text = str::from_utf8(&self.bytes).expect("it was one when it was split");
         let separator = if text.contains(END_OF_TEXT) { END_OF_TEXT } else { "\n\n" };
@@ -69,7 +69,7 @@ impl Text {
         Ok(self)
     }
 
-    /// A batch to train on, of `batch` rows of `context` tokens: those numbered `share`, the same ones whoever takes the others.
+    /// The rows `share` of a training batch of `batch` rows of `context` tokens. The rows do not depend on how the batch is shared out.
     pub fn train_batch(
         &self,
         batch: usize,
@@ -84,7 +84,7 @@ impl Text {
         }
     }
 
-    /// A batch to validate with.
+    /// A batch for validation.
     pub fn validation_batch(&self, batch: usize, context: usize, rng: &mut StdRng, device: &Device) -> Batch {
         match &self.documents {
             Some((documents, split)) => packed_batch(&documents[*split..], batch, 0..batch, context, rng, device),
@@ -92,44 +92,44 @@ impl Text {
         }
     }
 
-    /// How many documents there are to train on and to validate with, where they are packed.
+    /// Numbers of training and validation documents, if rows are packed.
     pub fn documents(&self) -> Option<[usize; 2]> {
         self.documents.as_ref().map(|(documents, split)| [*split, documents.len() - split])
     }
 
-    /// The tokens to train on.
+    /// Training tokens.
     pub fn train(&self) -> &[u32] {
         &self.tokens[..self.split]
     }
 
-    /// The tokens to validate with.
+    /// Validation tokens.
     pub fn validation(&self) -> &[u32] {
         &self.tokens[self.split..]
     }
 
-    /// Tells texts apart.
+    /// Hash that distinguishes texts.
     pub fn hash(&self) -> u64 {
         fnv1a(&self.bytes)
     }
 }
 
-/// FNV-1a: finds accidents, not forgeries.
+/// FNV-1a: detects accidental changes, not deliberate ones.
 pub fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// The sources and documents of this workspace, one after the other in the order of their paths.
+/// Concatenates the sources and documents of this workspace, in the order of their paths.
 ///
 /// # Errors
 ///
-/// When there is no workspace here or where the program was compiled, or a file cannot be read.
+/// If neither the current directory nor the directory of compilation is in a workspace, or a file cannot be read.
 pub fn own_sources() -> Result<Vec<u8>, Error> {
     let mut files = Vec::new();
     collect(&workspace_root()?, &mut files)?;
     let mut text = Vec::new();
     for file in files {
         let source = fs::read(&file).map_err(Error::io(&file))?;
-        // A stray binary under a text's name should not keep anybody from training.
+        // Skip stray binary files with the extension of a text.
         if std::str::from_utf8(&source).is_ok() {
             text.extend(source);
             text.push(b'\n');
@@ -168,7 +168,7 @@ fn collect(directory: &Path, files: &mut Vec<PathBuf>) -> Result<(), Error> {
     Ok(())
 }
 
-/// What a random number is for. Streams never meet, so no use of one shifts another.
+/// Use of a random number. Each use has its own stream, so that no use affects another.
 #[derive(Clone, Copy)]
 #[allow(missing_docs)]
 pub enum Stream {
@@ -180,7 +180,7 @@ pub enum Stream {
     Sample,
 }
 
-/// A seed from the run's seed, the use and a step: with nothing else to remember, a run resumes exactly.
+/// Derives a seed from the run's seed, the use and the step. A resumed run therefore needs no other state to continue exactly.
 pub fn derive_seed(seed: u32, stream: Stream, step: usize) -> u64 {
     // SplitMix64's finalizer.
     let mix = |mut x: u64| {
@@ -193,7 +193,7 @@ pub fn derive_seed(seed: u32, stream: Stream, step: usize) -> u64 {
     mix(stream ^ golden.wrapping_mul(step as u64 + 1))
 }
 
-/// A generator for that use and step.
+/// Random generator for a use and a step.
 pub fn rng(seed: u32, stream: Stream, step: usize) -> StdRng {
     StdRng::seed_from_u64(derive_seed(seed, stream, step))
 }
@@ -203,22 +203,22 @@ pub fn rng(seed: u32, stream: Stream, step: usize) -> StdRng {
 pub struct Batch {
     /// `[batch, context]`.
     pub tokens: Tensor<2, Int>,
-    /// The tokens that follow each, `[batch, context]`.
+    /// The next token after each, `[batch, context]`.
     pub targets: Tensor<2, Int>,
-    /// Where rows consist of several documents.
+    /// Documents in the rows, if rows are packed.
     pub documents: Option<Documents>,
 }
 
-/// Documents packed one behind the other, which are to see nothing of each other.
+/// Documents packed one after the other, which do not see each other.
 #[derive(Clone, Debug)]
 pub struct Documents {
-    /// Where each begins, counted through the rows, and where the last one ends: `[documents + 1]`.
+    /// Beginning of each document, counted through the rows, and end of the last one: `[documents + 1]`.
     pub ends: Tensor<1, Int>,
-    /// Where each token stands in its document, `[batch, context]`.
+    /// Position of each token in its document, `[batch, context]`.
     pub positions: Tensor<2, Int>,
 }
 
-/// Random windows of the text. Of a batch of `batch` windows these are those numbered `share`.
+/// Random windows of the text: the windows `share` of a batch of `batch`.
 fn random_batch(
     text: &[u32],
     batch: usize,
@@ -236,8 +236,8 @@ fn random_batch(
     Batch { tokens: windows(0), targets: windows(1), documents: None }
 }
 
-/// Rows of random documents, whole ones but for the last of each row, which is cut, and those longer than a row, of which there is a part.
-/// A document's last token is nobody's input, as nothing follows it.
+/// Rows of random documents. Documents are whole, except for the last one of each row, which is cut, and documents longer than a row, of
+/// which a part is taken. A document's last token is never an input, because no token follows it.
 fn packed_batch(
     documents: &[Vec<u32>],
     batch: usize,
@@ -268,7 +268,7 @@ fn packed_batch(
     Batch { tokens, targets, documents: Some(Documents { ends, positions }) }
 }
 
-/// Numbers in rows of `context`.
+/// Numbers as a tensor with rows of `context`.
 fn rows(values: Vec<i32>, context: usize, device: &Device) -> Tensor<2, Int> {
     let count = values.len() / context;
     Tensor::from_data(TensorData::new(values, [count, context]), device)
@@ -284,7 +284,7 @@ mod tests {
 
     #[test]
     fn rows_are_documents_one_behind_the_other() {
-        // Of each token one can tell which document it is of, and where it stands there.
+        // Each token tells its document and its position in it.
         let documents: Vec<Vec<u32>> =
             [9, 2, 40, 5].iter().enumerate().map(|(n, len)| (0..*len).map(|i| 100 * n as u32 + i).collect()).collect();
         let device = Device::flex();
@@ -301,7 +301,7 @@ mod tests {
             assert!(tokens[of.clone()].windows(2).all(|pair| pair[0] + 1 == pair[1]), "{of:?} is one document");
             assert!(positions[of.clone()].iter().enumerate().all(|(i, position)| i as i32 == *position));
         }
-        // Whoever takes which rows, they are the same.
+        // The rows do not depend on how the batch is shared out.
         let whole = packed_batch(&documents, 6, 0..6, 16, &mut StdRng::seed_from_u64(3), &device);
         assert_eq!(numbers(whole.tokens)[2 * 16..5 * 16], tokens);
     }

@@ -1,4 +1,4 @@
-//! Where to compute: the best GPU that is there, else the CPU, or what was asked for.
+//! Choice of the device: the best GPU, or else the CPU, or what `--device` names.
 
 use crate::error::Error;
 #[cfg(any(feature = "wgpu", feature = "vulkan", feature = "metal", feature = "cuda", feature = "rocm"))]
@@ -8,16 +8,16 @@ use burn::backend::{CubeDevice, WgpuDeviceKind};
 use burn::tensor::{Device, DeviceType};
 use std::fmt::{Display, Formatter, Result as FmtResult};
 
-/// How much a device can be asked to do; picks the default size of the model.
+/// Performance class of a device, which determines the default size of the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Strength {
-    /// A software adapter: the CPU with a GPU's interface. Never chosen unless asked for.
+    /// A software adapter: a GPU's interface run by the CPU. Only chosen on request.
     Software,
     /// The CPU.
     Cpu,
-    /// A GPU that shares the CPU's memory, or of an unknown kind.
+    /// A GPU that shares the CPU's memory, or of unknown kind.
     Integrated,
-    /// A GPU of its own.
+    /// A GPU with its own memory.
     Discrete,
 }
 
@@ -25,7 +25,7 @@ pub enum Strength {
 pub struct Found {
     /// Without autodiff.
     pub device: Device,
-    /// How much it can be asked to do.
+    /// Its performance class.
     pub strength: Strength,
     /// `cuda:0`
     pub id: String,
@@ -45,30 +45,30 @@ impl Display for Found {
     }
 }
 
-/// Waits, when it is dropped, until the devices have finished what is queued on them. Mesa compiles pipelines on threads of its own; a
-/// process that exits meanwhile dies of SIGSEGV, and its exit code is lost.
+/// Waits, when dropped, until the devices have finished their queued work. Mesa compiles pipelines in its own threads. A process that exits
+/// meanwhile dies of SIGSEGV, and its exit code is lost.
 pub struct AtRest(pub Vec<Device>);
 
 impl Drop for AtRest {
     fn drop(&mut self) {
         for device in &self.0 {
-            // An error has been reported where a result was read.
+            // Errors have already been reported where a result was read.
             let _ = device.sync();
         }
     }
 }
 
-/// The device for `--device`: `auto`, or a backend's name with an optional index, as in `cuda:1`.
+/// Chooses the device for `--device`: `auto`, or the name of a backend with an optional index, as in `cuda:1`.
 ///
 /// # Errors
 ///
-/// When there is no such backend in this build, or no such device in this machine.
+/// If this build has no such backend, or this machine has no such device.
 pub fn choose(request: &str) -> Result<Found, Error> {
     if request == "auto" {
         let mut best: Option<Found> = None;
         for (name, device_type) in backends() {
             for found in enumerate(name, device_type) {
-                // The first of equals stays: backends are listed best first.
+                // The first of equal devices is kept, because backends are listed best first.
                 if found.strength > best.as_ref().map_or(Strength::Software, |best| best.strength) {
                     best = Some(found);
                 }
@@ -92,12 +92,12 @@ pub fn choose(request: &str) -> Result<Found, Error> {
         .ok_or_else(|| Error::NoDevice { request: request.to_string(), found: inventory() })
 }
 
-/// The devices for `--devices`: the `numbers` of those of the backend that `request` chooses, or that choice itself.
+/// Chooses the devices for `--devices`: those with these `numbers` of the backend in `request`; without numbers, the device for `request`.
 ///
 /// # Errors
 ///
-/// As [`choose`], for each, and when a number comes twice: replicas on one device would share buffers, which Burn's
-/// collectives do not guard against each other.
+/// The errors of [`choose`] for each device, and an error if a number is repeated: replicas on one device would share buffers, against
+/// which Burn's collectives do not guard.
 pub fn choose_all(request: &str, numbers: &[usize]) -> Result<Vec<Found>, Error> {
     let chosen = choose(request)?;
     if numbers.is_empty() {
@@ -110,7 +110,7 @@ pub fn choose_all(request: &str, numbers: &[usize]) -> Result<Vec<Found>, Error>
     numbers.iter().map(|number| choose(&format!("{backend}:{number}"))).collect()
 }
 
-/// The backends that were compiled in, best first.
+/// The compiled backends, best first.
 fn backends() -> Vec<(&'static str, DeviceType)> {
     let backends: &[(&'static str, DeviceType)] = &[
         #[cfg(feature = "cuda")]
@@ -129,7 +129,7 @@ fn backends() -> Vec<(&'static str, DeviceType)> {
     backends.to_vec()
 }
 
-/// The devices of a backend, real ones before software.
+/// Devices of a backend, real ones before software adapters.
 fn enumerate(name: &str, device_type: DeviceType) -> Vec<Found> {
     let mut found: Vec<_> = Device::enumerate(device_type)
         .into_iter()
@@ -142,7 +142,7 @@ fn enumerate(name: &str, device_type: DeviceType) -> Vec<Found> {
     found
 }
 
-/// What is there, for an error message.
+/// The devices found, for an error message.
 fn inventory() -> String {
     let found: Vec<_> = backends()
         .into_iter()
@@ -175,7 +175,7 @@ fn strength(_: &Device) -> Strength {
     Strength::Cpu
 }
 
-/// What the driver calls the device.
+/// Name of the device in its driver.
 #[cfg(any(feature = "wgpu", feature = "vulkan", feature = "metal", feature = "cuda", feature = "rocm"))]
 fn adapter_name(device: &Device) -> Option<String> {
     device.identity().map(|identity| identity.name)

@@ -1,4 +1,4 @@
-//! Everything that can go wrong, in one sentence each.
+//! Errors, each described in one sentence.
 
 use burn_flash_attention::AttentionError;
 use std::fmt::Display;
@@ -6,7 +6,7 @@ use std::io;
 use std::path::PathBuf;
 use thiserror::Error;
 
-/// Why a run could not start or go on. The program prints it and ends with exit code 2.
+/// Reason why a run could not start or continue. The program prints it and ends with exit code 2.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum Error {
@@ -73,7 +73,7 @@ pub enum Error {
     Io { path: PathBuf, source: io::Error },
 }
 
-/// Why a checkpoint is of no use.
+/// Reason why a checkpoint cannot be used.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum CheckpointProblem {
@@ -88,19 +88,19 @@ pub enum CheckpointProblem {
 }
 
 impl Error {
-    /// What a device said of its failure, [in one line](in_one_line).
+    /// A failure of the device, [in one line](in_one_line).
     pub fn device(error: &dyn Display) -> Error {
         Error::Device(in_one_line(error))
     }
 
-    /// For `map_err`: says which file an input or output error is about.
+    /// For `map_err`: adds the file to an I/O error.
     pub fn io(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Error {
         let path = path.into();
         move |source| Error::Io { path, source }
     }
 }
 
-/// An error of Burn's or CubeCL's in one line, without backtraces and without all the operations that could not follow it.
+/// An error of Burn or CubeCL in one line, without backtraces and without the operations that were skipped after it.
 ///
 /// ```
 /// let said = "the kernel failed\nCaused by:\n  out of memory\nNo backtrace available\n";

@@ -1,34 +1,34 @@
-//! Files that are whole or not there.
+//! Atomic writing of files.
 
 use crate::error::Error;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
 
-/// How many bytes are written at a time.
+/// Number of bytes written at a time.
 const CHUNK: usize = 1 << 16;
 
-/// How far a file has come, for tests that end the process there.
+/// Progress of writing a file, for tests that end the process at a certain stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
-    /// The file beside is there, and empty.
+    /// The temporary file exists and is empty.
     Created,
-    /// This many chunks are in it.
+    /// This number of chunks has been written.
     Written(usize),
-    /// Everything is in it.
+    /// Everything has been written.
     Complete,
-    /// It is on the disk.
+    /// The file has been synced to the disk.
     Synced,
-    /// It has the file's name.
+    /// The file has been renamed.
     Renamed,
 }
 
-/// Writes a file beside `path`, with the extension `partial`, and then gives it the name: a kill, a full disk or a loss of
-/// power leaves the old file or the new one.
+/// Writes a temporary file next to `path`, with the extension `partial`, and then renames it. If the process is killed, the disk is full or
+/// the power fails, either the old or the new file exists in full.
 ///
 /// # Errors
 ///
-/// [`Error::Io`] when the file cannot be written; the old one is as it was.
+/// [`Error::Io`] if the file cannot be written; the old one is unchanged.
 ///
 /// ```
 /// let directory = tempfile::tempdir()?;
@@ -41,7 +41,7 @@ pub fn write_atomically(path: &Path, parts: &[&[u8]]) -> Result<(), Error> {
     write_in_stages(path, parts, |_| {})
 }
 
-/// The same, and says how far it has come.
+/// [`write_atomically`] that reports its progress.
 pub(crate) fn write_in_stages(path: &Path, parts: &[&[u8]], mut reached: impl FnMut(Stage)) -> Result<(), Error> {
     let temporary = path.with_extension("partial");
     let mut write = || {
@@ -59,13 +59,13 @@ pub(crate) fn write_in_stages(path: &Path, parts: &[&[u8]], mut reached: impl Fn
         sync_directory(path)
     };
     write().map_err(|error| {
-        // What came of it takes room on a disk that may be full.
+        // Remove the incomplete file, which takes space on a disk that may be full.
         let _ = fs::remove_file(&temporary);
         Error::io(path)(error)
     })
 }
 
-/// A new name is on the disk when the directory is.
+/// A rename is durable once the directory is synced.
 #[cfg(unix)]
 fn sync_directory(path: &Path) -> io::Result<()> {
     let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));

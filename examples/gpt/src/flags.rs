@@ -1,12 +1,12 @@
-//! Flags on the command line that were given, apart from those that were not: what is not given follows the device, the
-//! weights or the run.
+//! Flags given on the command line, as opposed to those that were not given. The others get defaults that depend on the device, the weights
+//! or the run.
 
 use clap::builder::RangedU64ValueParser;
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Command, FromArgMatches};
 use std::marker::PhantomData;
 
-/// The given ones of the flags of `T`, a structure with a value for each. None of them is required.
+/// The given flags of `T`, a struct with a value for each flag. No flag is required.
 ///
 /// ```
 /// use clap::{Args, Command, FromArgMatches};
@@ -35,7 +35,7 @@ impl<T: clap::Args> Given<T> {
         self.0.value_source(field) == Some(ValueSource::CommandLine)
     }
 
-    /// These values, but for the flags that were given.
+    /// Replaces those of the values whose flags were given.
     pub fn over(&self, mut values: T) -> T {
         values.update_from_arg_matches(&self.0).expect("each value was parsed already, and none is required");
         values
@@ -63,16 +63,16 @@ impl<T: clap::Args> FromArgMatches for Given<T> {
     }
 }
 
-/// A count: 1 or more.
+/// A number of at least 1.
 pub fn count() -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..)
 }
 
-/// A number from 0 to below 1.
+/// A number of at least 0 and below 1.
 ///
 /// # Errors
 ///
-/// For any other text, in words that clap puts behind the flag's name.
+/// For any other text. The message completes clap's, which begins with the flag's name.
 pub fn fraction(text: &str) -> Result<f64, String> {
     number(text, |value| (0.0..1.0).contains(&value), "it must be from 0 to below 1")
 }
@@ -95,7 +95,7 @@ pub fn positive(text: &str) -> Result<f64, String> {
     number(text, |value| value > 0.0, "it must be a finite number above 0")
 }
 
-/// A probability that is not 0.
+/// A probability above 0.
 ///
 /// # Errors
 ///

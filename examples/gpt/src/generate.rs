@@ -1,4 +1,4 @@
-//! Lets a model write.
+//! Generation of text.
 
 use crate::config::{AttentionKind, Dtype};
 use crate::error::Error;
@@ -21,44 +21,44 @@ pub struct Args {
     /// GPT-2's weights, a safetensors file in Hugging Face's layout [default: the best model of a run].
     #[arg(long, value_name = "FILE", conflicts_with = "name")]
     pub weights: Option<PathBuf>,
-    /// The run whose best model writes [default: the latest run].
+    /// The run whose best model generates [default: the latest run].
     #[arg(long)]
     pub name: Option<String>,
-    /// How text becomes tokens [default: gpt2].
+    /// Tokenizer [default: gpt2].
     #[arg(long, requires = "weights")]
     pub tokenizer: Option<Tokenizer>,
-    /// Heads of attention, if they have not 64 channels and no config.json beside the weights counts them.
+    /// Number of attention heads, if heads do not have 64 channels and no config.json next to the weights gives it.
     #[arg(long, requires = "weights", value_parser = count())]
     pub heads: Option<usize>,
-    /// Tokens to write, if the text does not end before.
+    /// Number of tokens to generate, if the text does not end before.
     #[arg(long, default_value_t = 200)]
     pub tokens: usize,
     #[command(flatten)]
     pub sampling: Sampling,
-    /// Same seed, same text.
+    /// Random seed; the same seed gives the same text.
     #[arg(long, default_value_t = 1337)]
     pub seed: u64,
     /// Where to compute: auto, or flex, wgpu, vulkan, metal, cuda, rocm as compiled in, with :N for the N-th.
     #[arg(long, default_value = "auto")]
     pub device: String,
-    /// How attention is computed.
+    /// Implementation of attention.
     #[arg(long, default_value = "flash")]
     pub attention: AttentionKind,
-    /// What matrix products and attention are computed in.
+    /// Element type of matrix products and attention.
     #[arg(long, default_value = "f32")]
     pub dtype: Dtype,
 }
 
-/// How the next token is drawn from what the model expects.
+/// Sampling of the next token from the model's prediction.
 #[derive(clap::Args, Clone, Copy, Debug)]
 pub struct Sampling {
-    /// Below 1, likely tokens become likelier; 0 always takes the likeliest.
+    /// Temperature: below 1, likely tokens become more likely; 0 always takes the most likely one.
     #[arg(long, default_value_t = 0.8, value_parser = non_negative)]
     pub temperature: f64,
-    /// Only the K likeliest tokens.
+    /// Sample from the K most likely tokens only.
     #[arg(long, value_name = "K", value_parser = count())]
     pub top_k: Option<usize>,
-    /// Only the likeliest tokens that together have this probability (Holtzman et al., arXiv:1904.09751, section 3.1).
+    /// Sample only from the most likely tokens that together have this probability (Holtzman et al., arXiv:1904.09751, section 3.1).
     #[arg(long, value_name = "P", value_parser = probability)]
     pub top_p: Option<f64>,
 }
@@ -70,7 +70,7 @@ impl Default for Sampling {
 }
 
 impl Sampling {
-    /// A token, by the logits of all.
+    /// Samples a token, given the logits of all tokens.
     pub fn draw(&self, logits: &[f32], rng: &mut impl Rng) -> u32 {
         let mut tokens: Vec<usize> = (0..logits.len()).collect();
         tokens.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
@@ -95,27 +95,27 @@ impl Sampling {
     }
 }
 
-/// A model that writes.
+/// Generates text with a model.
 pub struct Writer<'a> {
-    /// Without autodiff.
+    /// The model, without autodiff.
     pub model: &'a Gpt,
-    /// The model's.
+    /// The model's tokenizer.
     pub tokenizer: Tokenizer,
-    /// Tokens that the model sees.
+    /// The model's context length in tokens.
     pub context: usize,
-    /// Where the model is.
+    /// The model's device.
     pub device: &'a Device,
 }
 
 impl Writer<'_> {
-    /// Continues `prompt` by up to `count` tokens and gives `show` the text as it comes. Returns how many tokens it wrote.
+    /// Continues `prompt` by up to `count` tokens and passes the text to `show` as it is generated. Returns the number of tokens generated.
     ///
-    /// What the model has read is kept as keys and values, so that a token costs one position. Positions are learned, so
-    /// when the context is full the model reads the later half of it again as if it were the beginning.
+    /// The keys and values of all tokens read are cached, so that a new token costs one position. Positions are learned, so when the
+    /// context is full, the model reads the later half of it again as if it were the beginning.
     ///
     /// # Errors
     ///
-    /// When the device failed.
+    /// If the device failed.
     pub fn write(
         &self,
         prompt: &str,
@@ -141,7 +141,7 @@ impl Writer<'_> {
             let data = TensorData::new(new.iter().map(|token| *token as i32).collect(), [1, new.len()]);
             let logits = self.model.next(Tensor::<2, Int>::from_data(data, self.device), &mut cache);
             let logits = logits.try_into_data().map_err(|error| Error::device(&error))?;
-            // Weights may know more tokens than there are.
+            // The weights may have more tokens than the tokenizer.
             let logits: Vec<f32> = logits.iter::<f32>().take(self.tokenizer.vocabulary()).collect();
             let token = sampling.draw(&logits, rng);
             if self.tokenizer.ends(token) {
@@ -162,7 +162,7 @@ mod tests {
     use rand::SeedableRng;
     use rand::rngs::StdRng;
 
-    /// How often each of four tokens is drawn, of 10,000.
+    /// How often each of four tokens is drawn in 10,000 draws.
     fn drawn(sampling: Sampling) -> [usize; 4] {
         let logits = [0.1f32, 0.4, 0.2, 0.3].map(f32::ln);
         let rng = &mut StdRng::seed_from_u64(3);
@@ -183,10 +183,10 @@ mod tests {
         let plain = Sampling { temperature: 1.0, top_k: None, top_p: None };
         close(drawn(plain), [0.1, 0.4, 0.2, 0.3]);
         close(drawn(Sampling { temperature: 0.0, ..plain }), [0.0, 1.0, 0.0, 0.0]);
-        // Squared and normed again.
+        // Probabilities squared and normalized again.
         close(drawn(Sampling { temperature: 0.5, ..plain }), [1.0 / 30.0, 16.0 / 30.0, 4.0 / 30.0, 9.0 / 30.0]);
         close(drawn(Sampling { top_k: Some(2), ..plain }), [0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
-        // The two likeliest have 0.7, which is less than asked for.
+        // The two most likely tokens have 0.7, which is less than requested.
         close(drawn(Sampling { top_p: Some(0.75), ..plain }), [0.0, 4.0 / 9.0, 2.0 / 9.0, 3.0 / 9.0]);
         close(drawn(Sampling { top_p: Some(1.0), ..plain }), [0.1, 0.4, 0.2, 0.3]);
         close(drawn(Sampling { top_k: Some(3), top_p: Some(0.4), ..plain }), [0.0, 1.0, 0.0, 0.0]);

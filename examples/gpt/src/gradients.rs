@@ -1,25 +1,25 @@
-//! The gradients of the loss: of the whole model at once, or block by block.
+//! Gradients of the loss: of the whole model at once, or block by block.
 //!
-//! Block by block is gradient checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
-//! arXiv:1604.06174): only what enters each block is kept, and the backward pass computes a block once more before it goes
-//! through it. The loss is computed over [`LOSS_TOKENS`] tokens at a time, as logits are wider than anything else.
+//! Block by block is gradient checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174): only the
+//! input of each block is kept, and the backward computes a block again before its gradient. The loss is computed over [`LOSS_TOKENS`]
+//! tokens at a time, because logits are wider than anything else.
 
 use crate::data::Batch;
 use crate::model::Gpt;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::{Gradients, Int, Tensor};
 
-/// Tokens whose logits there are at one time.
+/// Number of tokens whose logits exist at a time.
 const LOSS_TOKENS: usize = 8192;
 
-/// The mean loss over a batch, without autodiff, and its gradients times `scale`.
+/// Mean loss over a batch, without autodiff, and its gradients times `scale`.
 pub fn at_once(model: &Gpt, batch: &Batch, scale: f64) -> (Tensor<1>, GradientsParams) {
     let loss = model.loss(batch);
     let gradients = (loss.clone() * scale).backward();
     (loss.inner(), GradientsParams::from_grads(gradients, model))
 }
 
-/// The same, block by block. `seed` gives each part of the model a seed, so that dropout falls alike both times.
+/// The same, block by block. `seed` returns a seed for each part of the model, so that dropout is the same in both computations of a block.
 pub fn block_by_block(
     model: &Gpt,
     batch: Batch,
@@ -37,7 +37,7 @@ pub fn block_by_block(
         }
     };
 
-    // -- forward, keeping what goes from part to part
+    // -- forward, keeping the input of each part
     let nothing = Tensor::zeros([0, 0, 0], device);
     let mut passed = vec![nothing];
     for index in 0..parts {
@@ -50,9 +50,9 @@ pub fn block_by_block(
     for index in (0..parts).rev() {
         let x = passed.pop().expect("every part has its input").require_grad();
         let y = part(index, x.clone());
-        // The gradient of this sum by y is the slope, and by all else what the chain rule says.
+        // The gradient of this sum with respect to y is the slope; the chain rule gives the other gradients.
         let mut gradients = (y * Tensor::from_inner(slope)).sum().backward();
-        // Of the embedding there is none: it has no input but tokens.
+        // The embedding has no gradient with respect to its input, which are tokens.
         slope = x.grad_remove(&mut gradients).unwrap_or_else(|| x.inner());
         sum.add(gradients);
     }
@@ -69,7 +69,7 @@ impl Sum<'_> {
         self.gradients.accumulate(self.model, GradientsParams::from_grads(gradients, self.model));
     }
 
-    /// The mean loss of what the last block made of the tokens, and its slope there times `scale`, both without autodiff.
+    /// Mean loss for the output of the last block, and its gradient with respect to that output times `scale`, both without autodiff.
     fn head(&mut self, x: Tensor<3>, targets: Tensor<2, Int>, scale: f64) -> (Tensor<1>, Tensor<3>) {
         let shape @ [batch, context, width] = x.dims();
         let tokens = batch * context;
@@ -101,7 +101,7 @@ mod tests {
     use burn::optim::GradientsParams;
     use burn::tensor::{Distribution, Tensor};
 
-    /// The square of the gradients' norm: by how much the loss rises along them.
+    /// Squared norm of the gradients: the slope of the loss along them.
     struct Slope<'a>(&'a GradientsParams, f32);
 
     impl ModuleVisitor for Slope<'_> {
@@ -129,7 +129,7 @@ mod tests {
         (Gpt::new(&config, &device), Batch { tokens: tokens(), targets: tokens(), documents: None })
     }
 
-    /// One after the other: random numbers come from a state that all tests share.
+    /// In one test, because all tests share the state of the random numbers.
     #[test]
     fn block_by_block_is_at_once() {
         without_dropout();
@@ -153,7 +153,7 @@ mod tests {
         model.visit(&mut Same(&all, &blocks));
     }
 
-    /// Were the second dropout another one, the slope would be off by as much as it is large.
+    /// If the second dropout were different, the slope would be completely wrong.
     fn dropout_falls_alike_both_times() {
         let (model, batch) = model(0.3);
         let run = |model: &Gpt| block_by_block(model, batch.clone(), 1.0, |part| 7 + part as u64);

@@ -1,21 +1,21 @@
-//! The layers of a GPT, written so that their gradients are quick in Burn.
+//! Layers of a GPT, written so that their gradients are fast in Burn.
 //!
-//! Burn sums a column of a matrix in one thread, and a parameter that is added to or multiplied with every row of
-//! activations has such a sum for its gradient. Here rows are repeated in [stages](Stages), so that the sum is taken in as
-//! many. Measured figures are in docs/performance.md.
+//! Burn sums a column of a matrix in one thread. The gradient of a parameter that is added to or multiplied with every row of activations
+//! is such a sum. Here rows are broadcast in several [stages](Stages), so that the sum is also computed in stages. Measurements are in
+//! docs/performance.md.
 
 use burn::nn::{LayerNorm, Linear};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{FloatDType, Tensor, module};
 use std::f64::consts::PI;
 
-/// Most rows that one thread sums.
+/// Maximum number of rows that one thread sums.
 const STAGE: usize = 32;
 
-/// What keeps a norm from dividing by zero; GPT-2's.
+/// Keeps a norm from dividing by zero; GPT-2's value.
 const EPSILON: f64 = 1e-5;
 
-/// Rows of activations in three dimensions, the later two at most [`STAGE`] long.
+/// Rows of activations as three dimensions, of which the last two are at most [`STAGE`] long.
 struct Stages {
     dims: [usize; 3],
     columns: usize,
@@ -24,27 +24,27 @@ struct Stages {
 impl Stages {
     fn new([batch, context, columns]: [usize; 3]) -> Self {
         let rows = batch * context;
-        // The largest power of two that divides, up to STAGE.
+        // The largest power of two that divides the number of rows, at most STAGE.
         let part = |rows: usize| 1 << rows.trailing_zeros().min(STAGE.ilog2());
         let inner = part(rows);
         let middle = part(rows / inner);
         Self { dims: [rows / inner / middle, middle, inner], columns }
     }
 
-    /// `x [batch, context, columns]`, its rows in three dimensions.
+    /// Splits the rows of `x [batch, context, columns]` into three dimensions.
     fn split(&self, x: Tensor<3>) -> Tensor<4> {
         let [outer, middle, inner] = self.dims;
         x.reshape([outer, middle, inner, self.columns])
     }
 
-    /// `row [columns]` for each row but those of the last dimension, which an operation on both repeats.
+    /// Repeats `row [columns]` along all dimensions of the rows but the last, along which operations broadcast it.
     fn repeat(&self, row: Tensor<1>) -> Tensor<4> {
         let ([outer, middle, _], columns) = (self.dims, self.columns);
         row.reshape([1, 1, 1, columns]).expand([outer, 1, 1, columns]).expand([outer, middle, 1, columns])
     }
 }
 
-/// `x [batch, context, inputs] · weight + bias` in `dtype`, from weights kept in f32.
+/// `x [batch, context, inputs] · weight + bias` in `dtype`, with weights stored in f32.
 pub fn linear(layer: &Linear, x: Tensor<3>, dtype: FloatDType) -> Tensor<3> {
     let y = module::linear(x.cast(dtype), layer.weight.val().cast(dtype), None);
     let Some(bias) = &layer.bias else { return y };
@@ -53,7 +53,7 @@ pub fn linear(layer: &Linear, x: Tensor<3>, dtype: FloatDType) -> Tensor<3> {
     (stages.split(y) + stages.repeat(bias.val().cast(dtype))).reshape(shape)
 }
 
-/// `x [batch, context, width]`, each row with mean 0 and variance 1, times gamma plus beta.
+/// Normalizes each row of `x [batch, context, width]` to mean 0 and variance 1, then multiplies by gamma and adds beta.
 pub fn layer_norm(layer: &LayerNorm, x: Tensor<3>) -> Tensor<3> {
     let shape = x.dims();
     let stages = Stages::new(shape);
@@ -67,16 +67,17 @@ pub fn layer_norm(layer: &LayerNorm, x: Tensor<3>) -> Tensor<3> {
     }
 }
 
-/// GPT-2's approximation of GELU, `x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³)))`, by `1 + tanh(u) = 2 sigmoid(2u)`.
+/// GPT-2's approximation of GELU, `x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³)))`, computed by `1 + tanh(u) = 2 sigmoid(2u)`.
 pub fn gelu(x: Tensor<3>) -> Tensor<3> {
     let u = (x.clone().square() * 0.044715 + 1.0) * x.clone() * (8.0 / PI).sqrt();
     x * sigmoid(u)
 }
 
-/// The mean over all tokens of `ln Σ exp(logits) − logit of the target`, from f32 `logits [batch, context, vocabulary]` and
-/// what the head makes them of: `x [batch, context, width]` and each target's row of its table.
+/// Mean over all tokens of `ln Σ exp(logits) − logit of the target`, for f32 `logits [batch, context, vocabulary]`. The logits of the
+/// targets are computed from the input of the head, `x [batch, context, width]`, and the rows of the head's table that belong to the
+/// targets.
 ///
-/// The target's logit is a product of its own, as to gather it from the logits has a gradient as large as they are.
+/// They are not gathered from the logits, because the gradient of a gather is as large as the logits.
 pub fn cross_entropy(logits: Tensor<3>, x: Tensor<3>, targets: Tensor<3>) -> Tensor<1> {
     let highest = logits.clone().detach().max_dim(2);
     let sum = (logits - highest.clone()).exp().sum_dim(2).log() + highest;

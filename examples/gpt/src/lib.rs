@@ -1,7 +1,7 @@
 //! A GPT with flash attention: trains, continues texts, loads GPT-2's weights.
 //!
-//! [`model`] is the model and `train` the loop; the rest is what a run needs around them. `compare` measures kinds of
-//! attention beside each other, and `cli` is the program.
+//! [`model`] is the model and `train` the training loop. `compare` compares implementations of attention, and `cli` is the program. The
+//! other modules support a run.
 
 mod checkpoint;
 mod cli;

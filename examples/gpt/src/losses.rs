@@ -1,4 +1,4 @@
-//! The losses of a run: `loss.csv`, a row a step, and their picture `loss.svg`.
+//! Losses of a run: `loss.csv` with a row for each step, and their plot `loss.svg`.
 
 use crate::error::Error;
 use crate::files::write_atomically;
@@ -8,7 +8,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// What is known of a step. The training loss is that of the step's batch before its update.
+/// Losses of a step. The training loss is that of the step's batch before its update.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Row {
     pub step: usize,
@@ -17,17 +17,17 @@ pub struct Row {
     pub learning_rate: Option<f64>,
 }
 
-/// All rows, and the file they go to.
+/// All rows, and the file that they are written to.
 pub struct Losses {
     pub rows: Vec<Row>,
-    /// Losses that are still on their devices, step by step: to read each at once would make them wait every step.
+    /// Losses that are still on their devices, step by step. Reading each immediately would make the devices wait in every step.
     pending: Vec<Vec<Tensor<1>>>,
     path: PathBuf,
     writer: csv::Writer<File>,
 }
 
 impl Losses {
-    /// The rows before `step`, in a file to which more can be added.
+    /// Keeps the rows before `step`, and opens the file for further rows.
     pub fn open(path: &Path, step: usize) -> Result<Self, Error> {
         let rows = if step > 0 { read(path, step)? } else { Vec::new() };
         let mut writer = csv::Writer::from_writer(Vec::new());
@@ -44,7 +44,7 @@ impl Losses {
         Ok(Self { rows, pending: Vec::new(), path: path.to_path_buf(), writer })
     }
 
-    /// Takes note of a step; its loss, the mean of those of all devices, is read later.
+    /// Records a step. Its loss, the mean over all devices, is read later.
     pub fn push(&mut self, row: Row, train_losses: Vec<Tensor<1>>) {
         self.rows.push(row);
         self.pending.push(train_losses);
@@ -54,7 +54,7 @@ impl Losses {
         self.pending.len()
     }
 
-    /// Reads and writes what is pending.
+    /// Reads and writes pending losses.
     pub fn flush(&mut self) -> Result<(), Error> {
         if self.pending.is_empty() {
             return Ok(());
@@ -81,7 +81,7 @@ impl Losses {
         }
     }
 
-    /// The last row has no training loss: nothing follows it.
+    /// Adds the last row, which has no training loss because no step follows.
     pub fn finish(&mut self, row: Row) -> Result<(), Error> {
         self.flush()?;
         self.rows.push(row);
@@ -93,7 +93,7 @@ impl Losses {
         result.map_err(failure(&self.path))
     }
 
-    /// The mean of the last training losses that are known, at most `count`.
+    /// Mean of the last known training losses, at most `count`.
     pub fn recent(&self, count: usize) -> Option<f32> {
         let losses: Vec<f32> = self.rows.iter().rev().filter_map(|row| row.train_loss).take(count).collect();
         (!losses.is_empty()).then(|| losses.iter().sum::<f32>() / losses.len() as f32)
@@ -103,7 +103,7 @@ impl Losses {
 fn read(path: &Path, before: usize) -> Result<Vec<Row>, Error> {
     let text = fs::read(path).map_err(Error::io(path))?;
     let rows = csv::Reader::from_reader(&text[..]).into_deserialize::<Row>();
-    // A kill can leave half a row at the end; what counts was written before the checkpoint.
+    // A kill can leave an incomplete row at the end. Rows before the checkpoint are complete.
     Ok(rows.map_while(Result::ok).take_while(|row| row.step < before).collect())
 }
 

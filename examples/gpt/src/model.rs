@@ -1,8 +1,8 @@
 //! GPT-2, as in nanoGPT: read from top to bottom.
 //!
 //! Shapes: `batch` windows of `context` tokens, `width` channels, `heads` heads of `head_dim = width / heads`.
-//! Master weights, the residual stream, norms and the loss are f32; with a half dtype the matrix products and attention are
-//! in that dtype, their operands cast on the way in.
+//! Master weights, the residual stream, norms and the loss are f32. With a half-precision dtype, matrix products and attention are computed
+//! in that dtype, and their operands are cast to it.
 
 use crate::config::{AttentionKind, Config};
 use crate::data::{Batch, Documents, Stream, rng};
@@ -19,9 +19,9 @@ use rand_distr::{Distribution, Normal};
 /// The language model.
 #[derive(Module, Debug)]
 pub struct Gpt {
-    /// Also the output head: the logit of a token is the product with its embedding.
+    /// Also the weights of the output head: the logit of a token is the product with its embedding.
     token_embedding: Embedding,
-    /// None where slopes tell positions.
+    /// `None` with ALiBi, whose slopes encode positions.
     position_embedding: Option<Embedding>,
     dropout: Dropout,
     blocks: Vec<Block>,
@@ -36,7 +36,7 @@ impl Gpt {
         Self::init(config, &mut Draw::Normal(Box::new(rng(config.seed, Stream::Weights, 0))), device)
     }
 
-    /// A model of zeros, whose weights are yet to be loaded.
+    /// A model of zeros, for weights to be loaded into.
     pub fn zeros(config: &Config, device: &Device) -> Self {
         Self::init(config, &mut Draw::Zeros, device)
     }
@@ -60,13 +60,13 @@ impl Gpt {
         self.logits(x).narrow(2, 0, vocabulary)
     }
 
-    /// The mean cross-entropy, in nats per token, of predicting a batch's targets.
+    /// Mean cross-entropy of a batch's targets, in nats per token.
     pub fn loss(&self, batch: &Batch) -> Tensor<1> {
         let x = self.read(batch.tokens.clone(), None, batch.documents.as_ref());
         self.head_loss(x, batch.targets.clone())
     }
 
-    /// The same of what the last block made of the tokens, `x [batch, context, width]`.
+    /// `loss` for the output of the last block, `x [batch, context, width]`.
     pub(crate) fn head_loss(&self, x: Tensor<3>, targets: Tensor<2, Int>) -> Tensor<1> {
         let x = layer_norm(&self.norm, x).cast(self.dtype);
         let targets = self.token_embedding.forward(targets).cast(self.dtype);
@@ -77,8 +77,8 @@ impl Gpt {
         &self.blocks
     }
 
-    /// Reads on: `tokens [batch, new]` after those of the cache, which keeps them → the logits after the last,
-    /// `[batch, vocabulary]`. There must be one token, or no tokens before.
+    /// Continues after the tokens in the cache: `tokens [batch, new]`, which are added to the cache → logits after the last token, `[batch,
+    /// vocabulary]`. There must be one new token, or no tokens in the cache.
     pub fn next(&self, tokens: Tensor<2, Int>, cache: &mut Cache) -> Tensor<2> {
         let vocabulary = self.token_embedding.weight.dims()[0];
         let [_, new] = tokens.dims();
@@ -86,7 +86,7 @@ impl Gpt {
         self.logits(layer_norm(&self.norm, last).cast(self.dtype)).narrow(2, 0, vocabulary).squeeze_dim(1)
     }
 
-    /// `tokens [batch, new]` → what the last block makes of them, `[batch, new, width]`.
+    /// `tokens [batch, new]` → output of the last block, `[batch, new, width]`.
     fn read(&self, tokens: Tensor<2, Int>, cache: Option<&mut Cache>, documents: Option<&Documents>) -> Tensor<3> {
         let new = tokens.dims()[1];
         let x = self.embed(tokens, cache.as_ref().map_or(0, |cache| cache.len), documents);
@@ -101,8 +101,7 @@ impl Gpt {
         }
     }
 
-    /// `tokens [batch, new]` at the positions from `first` on, or those in their documents → what enters the first block, `[batch, new,
-    /// width]`.
+    /// `tokens [batch, new]` → input of the first block, `[batch, new, width]`. Positions count from `first`, or within the documents.
     pub(crate) fn embed(&self, tokens: Tensor<2, Int>, first: usize, documents: Option<&Documents>) -> Tensor<3> {
         let positions = first as i64..(first + tokens.dims()[1]) as i64;
         let positions = match documents {
@@ -116,8 +115,8 @@ impl Gpt {
         })
     }
 
-    /// The head of what the last norm made, `x [batch, context, width]`, over a vocabulary that is filled up to a multiple of
-    /// [`VOCABULARY_TILE`] with tokens that never come.
+    /// Logits for the output of the last norm, `x [batch, context, width]`. The vocabulary is padded to a multiple of [`VOCABULARY_TILE`]
+    /// with tokens that never occur.
     fn logits(&self, x: Tensor<3>) -> Tensor<3> {
         let table = self.token_embedding.weight.val().cast(self.dtype);
         let [vocabulary, width] = table.dims();
@@ -125,7 +124,7 @@ impl Gpt {
         let device = &table.device();
         let zeros = || Tensor::zeros([padding, width], (device, DType::from(self.dtype)));
         let table = if padding > 0 { Tensor::cat(vec![table, zeros()], 0) } else { table };
-        // As one matrix: of a batch of them Burn would sum the gradients of as many tables.
+        // As one matrix product: for a batch of products, Burn would sum the gradients of as many tables.
         let [batch, context, _] = x.dims();
         let logits = x.reshape([batch * context, width]).matmul(table.transpose());
         let logits = logits.reshape([batch, context, vocabulary + padding]).cast(FloatDType::F32);
@@ -137,10 +136,10 @@ impl Gpt {
     }
 }
 
-/// Matrix products of a width that is no multiple of a tile are several times slower, and GPT-2 has 50,257 tokens.
+/// Matrix products whose width is not a multiple of a tile are several times slower, and GPT-2 has 50,257 tokens.
 const VOCABULARY_TILE: usize = 128;
 
-/// What a model keeps of the tokens it has read: their keys and values, `[batch, heads, tokens, head_dim]` in each layer.
+/// Cache of the tokens that a model has read: their keys and values, `[batch, heads, tokens, head_dim]` in each layer.
 #[derive(Default)]
 pub struct Cache {
     layers: Vec<Option<[Tensor<4>; 2]>>,
@@ -148,12 +147,12 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// How many tokens have been read.
+    /// Number of tokens read.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether nothing has been read.
+    /// Whether no token has been read.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -191,10 +190,10 @@ impl Block {
 
 #[derive(Module, Debug)]
 struct CausalSelfAttention {
-    /// Queries, keys and values in one product.
+    /// Computes queries, keys and values in one product.
     qkv: Linear,
     projection: Linear,
-    /// The score of one more key of each head, whose value is 0.
+    /// Attention sinks: the score of one more key for each head, whose value is 0.
     sinks: Option<Param<Tensor<1>>>,
     dropout: Dropout,
     #[module(skip)]
@@ -203,7 +202,7 @@ struct CausalSelfAttention {
     kind: AttentionKind,
     #[module(skip)]
     alibi: bool,
-    /// Tokens that each token sees, itself counted; 0 is all before it.
+    /// Number of tokens that each token sees, including itself; 0 means all before it.
     #[module(skip)]
     window: usize,
     #[module(skip)]
@@ -250,8 +249,8 @@ impl CausalSelfAttention {
         self.dropout.forward(linear(&self.projection, y, self.dtype).cast(FloatDType::F32))
     }
 
-    /// Causal attention over `[batch, heads, context, head_dim]`, in one of the ways that can be compared. The last query sees
-    /// every key, or those of its window.
+    /// Causal attention over `[batch, heads, context, head_dim]`, by the selected implementation. The last query sees every key, or those
+    /// of its window.
     fn attend(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, documents: Option<&Documents>) -> Tensor<4> {
         let [_, _, context, head_dim] = q.dims();
         let is_causal = context > 1;
@@ -276,7 +275,7 @@ impl CausalSelfAttention {
     }
 
     fn flash_options(&self, device: &Device) -> FlashAttentionOptions {
-        // As burn-nn's dropout: where gradients are recorded.
+        // Dropout applies where gradients are recorded, as in burn-nn.
         let dropout = if device.is_autodiff() { self.dropout.prob as f32 } else { 0.0 };
         let options = flash_options(self.alibi, self.window, self.heads, device).with_dropout(dropout);
         options.with_sinks(self.sinks.as_ref().map(|sinks| sinks.val()))
@@ -288,14 +287,14 @@ fn flash_options(alibi: bool, window: usize, heads: usize, device: &Device) -> F
     if alibi { options.with_alibi_slopes(AlibiSlopes::geometric(heads, device)) } else { options }
 }
 
-/// What will compute attention, in words; an error if flash attention cannot.
+/// Describes the kernels that will compute attention. Returns an error if flash attention cannot compute it.
 pub fn attention_plan(config: &Config, device: &Device) -> Result<String, AttentionError> {
     match config.attention {
         AttentionKind::Flash => {
             let shape = [config.batch, config.heads, config.context, config.width / config.heads];
             let q = Tensor::<4>::zeros(shape, (device, DType::from(config.dtype.float())));
             let options = flash_options(config.alibi, config.window, config.heads, device);
-            // At least one document in each row.
+            // There is at least one document in each row.
             let ends = config.pack.then(|| Tensor::<1, Int>::zeros([config.batch + 1], device));
             let options = options.with_cu_seqlens_q(ends.clone()).with_cu_seqlens_k(ends);
             Ok(format!("flash: {}", plan(&q, &q, &q, &options)?))
@@ -330,7 +329,8 @@ impl Mlp {
     }
 }
 
-/// What is added to the residual stream starts smaller, as there are two such sums a layer (GPT-2).
+/// Standard deviation of the weights whose product is added to the residual stream: smaller, since there are two such sums in a layer
+/// (GPT-2).
 fn residual_std(config: &Config) -> f32 {
     0.02 / (2.0 * config.layers as f32).sqrt()
 }
@@ -340,9 +340,9 @@ fn new_linear(shape: [usize; 2], std: f32, draw: &mut Draw, device: &Device) -> 
     Linear { weight: draw.matrix(shape, std, device), bias: Some(Param::from_tensor(bias)) }
 }
 
-/// Where a new model's matrices come from.
+/// Source of a new model's matrices.
 enum Draw {
-    /// From the host, so that a seed means the same weights everywhere.
+    /// Drawn on the host, so that a seed gives the same weights on every device.
     Normal(Box<StdRng>),
     Zeros,
 }

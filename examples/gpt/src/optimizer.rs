@@ -1,7 +1,7 @@
-//! AdamW as nanoGPT uses it: decay of matrices only, gradients clipped by their norm over all parameters.
+//! AdamW as in nanoGPT: weight decay of matrices only, and gradients clipped by their norm over all parameters.
 //!
-//! Burn's own optimizers clip parameter by parameter, and put the state they load on the default device, which need not be
-//! there. The moments here are saved, loaded and placed as modules of the model's own shape.
+//! Burn's own optimizers clip each parameter separately, and load their state to the default device, which may not exist. Here the moments
+//! are saved, loaded and moved as modules of the model's shape.
 
 use crate::config::Config;
 use crate::error::Error;
@@ -15,13 +15,13 @@ const EPSILON: f64 = 1e-8;
 
 /// The optimizer and its state.
 pub struct AdamW {
-    /// m, by parameter.
+    /// First moments, by parameter.
     first: GradientsParams,
-    /// v, by parameter.
+    /// Second moments, by parameter.
     second: GradientsParams,
-    /// Steps taken, for the correction of the moments' bias.
+    /// Number of steps taken, for the bias correction of the moments.
     pub updates: usize,
-    /// Only with f16.
+    /// Loss scale, only for f16.
     pub loss_scale: Option<LossScale>,
 }
 
@@ -31,7 +31,7 @@ impl AdamW {
         Self { first: collect(model, true), second: collect(model, true), updates: 0, loss_scale }
     }
 
-    /// The same state on another device, for the model's copy there.
+    /// A copy of the state on another device, for the model's copy there.
     pub fn copy(&self, model: &Gpt, device: &Device) -> Self {
         let moved = |moment| collect(&model.valid().map(&mut Replace { moment }).to_device(device), false);
         Self {
@@ -47,14 +47,14 @@ impl AdamW {
         [&self.first, &self.second].map(|moment| model.valid().map(&mut Replace { moment }).into_record())
     }
 
-    /// Takes the moments from a checkpoint.
+    /// Loads the moments from a checkpoint.
     pub fn load(&mut self, model: &Gpt, [first, second]: [ModuleRecord; 2]) -> Result<(), RecordError> {
         self.first = collect(&model.valid().try_load_record(first)?, false);
         self.second = collect(&model.valid().try_load_record(second)?, false);
         Ok(())
     }
 
-    /// By how much the loss is to be multiplied before the backward pass.
+    /// Factor for the loss before the backward.
     pub fn scale(&self) -> f32 {
         self.loss_scale.as_ref().map_or(1.0, |loss_scale| loss_scale.scale)
     }
@@ -63,7 +63,7 @@ impl AdamW {
     ///
     /// # Errors
     ///
-    /// When the device failed; only f16 waits for it to tell.
+    /// If the device failed. Only f16 waits for the device and finds out.
     pub fn step(
         &mut self,
         model: Gpt,
@@ -79,7 +79,7 @@ impl AdamW {
                 return Ok(model);
             }
         }
-        // Stays on the device: nothing waits for it.
+        // The factor stays on the device, so that nothing waits for it.
         let factor = match config.grad_clip {
             0.0 => norm.ones_like(),
             clip => (norm / scale + 1e-6).recip().mul_scalar(clip).clamp_max(1.0),
@@ -96,11 +96,11 @@ impl AdamW {
     }
 }
 
-/// Small gradients would vanish in f16, so the loss is multiplied by as much as they bear.
+/// Loss scaling: small gradients would underflow in f16, so the loss is multiplied by the largest scale without overflow.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct LossScale {
     scale: f32,
-    /// Steps since the scale last changed.
+    /// Number of steps since the last change of the scale.
     steady: usize,
 }
 
@@ -111,7 +111,7 @@ impl Default for LossScale {
 }
 
 impl LossScale {
-    /// Whether to take a step with these gradients; the scale halves when they overflowed, and now and then tries more.
+    /// Whether to apply these gradients. The scale is halved if they overflowed, and raised from time to time.
     fn accept(&mut self, finite: bool) -> bool {
         self.steady += 1;
         if !finite {
@@ -123,7 +123,7 @@ impl LossScale {
     }
 }
 
-/// The update of one parameter after the other.
+/// Updates the parameters one after the other.
 struct Update<'a> {
     optimizer: &'a mut AdamW,
     gradients: GradientsParams,
@@ -169,7 +169,7 @@ impl ModuleMapper for Update<'_> {
     }
 }
 
-/// The norm of all gradients together.
+/// Norm of all gradients together.
 fn norm(model: &Gpt, gradients: &GradientsParams) -> Tensor<1> {
     struct Squares<'a>(&'a GradientsParams, Vec<Tensor<1>>);
     impl ModuleVisitor for Squares<'_> {
@@ -182,7 +182,7 @@ fn norm(model: &Gpt, gradients: &GradientsParams) -> Tensor<1> {
     Tensor::cat(squares.1, 0).sum().sqrt()
 }
 
-/// A module's values by parameter, or zeros of their shapes.
+/// Values of a module by parameter, or zeros of the same shapes.
 fn collect(module: &Gpt, zeros: bool) -> GradientsParams {
     struct Collect(GradientsParams, bool);
     impl ModuleVisitor for Collect {
@@ -196,7 +196,7 @@ fn collect(module: &Gpt, zeros: bool) -> GradientsParams {
     collect.0
 }
 
-/// Puts a moment where the parameter was.
+/// Replaces each parameter by its moment.
 struct Replace<'a> {
     moment: &'a GradientsParams,
 }

@@ -1,4 +1,4 @@
-//! The picture of a run's losses.
+//! Plot of a run's losses.
 
 use crate::error::Error;
 use crate::files::write_atomically;
@@ -8,7 +8,7 @@ use std::error::Error as StdError;
 use std::io;
 use std::path::Path;
 
-/// Draws training and validation loss over the steps.
+/// Plots training and validation loss over the steps.
 pub fn plot(path: &Path, rows: &[Row], steps: usize, unit: &str) -> Result<(), Error> {
     let svg = draw(rows, steps, unit).map_err(|error| Error::io(path)(io::Error::other(error.to_string())))?;
     write_atomically(path, &[svg.as_bytes()])

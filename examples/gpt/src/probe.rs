@@ -1,8 +1,8 @@
-//! Whether a device computes in half precision what it should, found out before a model depends on it.
+//! Checks whether a device computes correctly in half precision, before a model depends on it.
 //!
-//! With Burn 0.23.0-pre.1 the product of two bf16 tensors is garbage through Vulkan on some GPUs (docs/upstream.md), and
-//! training there fails in no other way than by what the model learns. So each operation of Burn's that the model computes
-//! in half precision is tried on small tensors first and compared with the host.
+//! With Burn 0.23.0-pre.1, the product of two bf16 tensors is wrong through Vulkan on some GPUs (docs/upstream.md). Training there shows no
+//! other symptom than a model that learns badly. Every operation of Burn that the model computes in half precision is therefore tried on
+//! small tensors and compared with the host.
 
 use crate::config::Dtype;
 use crate::device::Found;
@@ -12,16 +12,16 @@ use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-/// Rows and columns: a size that vectors of any length divide, and one that they do not.
+/// Rows and columns: one size that vectors of any length divide, and one that they do not.
 const SIZES: [[usize; 2]; 2] = [[64, 64], [33, 31]];
 
-/// Checks that `found` has the dtype and, in half precision, that Burn's operations on it are right: conversion, sum and
-/// product by element, exponential, sigmoid, sum along a dimension and matrix product.
+/// Checks that `found` supports the dtype and, for half precision, that Burn's operations in it are correct: conversion, elementwise sum
+/// and product, exponential, sigmoid, sum along a dimension and matrix product.
 ///
 /// # Errors
 ///
-/// [`Error::Dtype`] where the device does not have the dtype, [`Error::WrongResult`] for the first result that is off by more
-/// than rounding, and [`Error::Device`] where the device failed.
+/// [`Error::Dtype`] if the device does not support the dtype, [`Error::WrongResult`] for the first result whose error exceeds rounding, and
+/// [`Error::Device`] if the device failed.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -39,7 +39,7 @@ pub fn check(found: &Found, dtype: Dtype) -> Result<(), Error> {
     }
 }
 
-/// An operation of Burn's, and the same on the host.
+/// An operation of Burn, and the same operation on the host.
 #[derive(Clone, Copy)]
 struct Operation {
     name: &'static str,
@@ -47,22 +47,22 @@ struct Operation {
     on_host: fn(&Matrix, &Matrix) -> Vec<Expected>,
 }
 
-/// An element of a result.
+/// Expected element of a result.
 struct Expected {
     value: f64,
-    /// The largest error that is rounding, in distances between neighbouring numbers at 1.
+    /// Largest rounding error, in multiples of the distance between neighbouring numbers at 1.
     rounding: f64,
-    /// What it was computed from.
+    /// Description of the operands.
     from: String,
 }
 
-/// A matrix on the host, row by row.
+/// A row-major matrix on the host.
 struct Matrix {
     columns: usize,
     values: Vec<f64>,
 }
 
-/// A conversion may cut off what does not fit, an exponential may be the hardware's, and sums may be kept in half precision.
+/// A conversion may truncate, an exponential may be the hardware's, and sums may be kept in half precision.
 const OPERATIONS: [Operation; 7] = [
     Operation {
         name: "conversion to f32 and back",
@@ -115,7 +115,7 @@ fn by_element(a: &Matrix, b: &Matrix, result: fn(f64, f64) -> (f64, f64, String)
 }
 
 impl Expected {
-    /// Rounding errors of a sum grow as the root of its length, whatever order it is taken in.
+    /// The rounding error of a sum grows with the square root of its length, in any order of summation.
     fn sum(terms: impl ExactSizeIterator<Item = f64> + Clone) -> Self {
         let (count, size) = (terms.len(), terms.clone().map(f64::abs).sum::<f64>());
         let from = format!("a sum of {count} terms");
@@ -124,7 +124,7 @@ impl Expected {
 }
 
 impl Matrix {
-    /// Random numbers from -1 to 2 that the dtype has: sums of them are far from 0.
+    /// Random numbers from -1 to 2, rounded to the dtype. Their sums are far from 0.
     fn random([rows, columns]: [usize; 2], dtype: FloatDType, rng: &mut StdRng) -> Self {
         let values: Vec<f32> = (0..rows * columns).map(|_| rng.random_range(-1.0..2.0)).collect();
         let rounded = TensorData::new(values, [rows, columns]).convert_dtype(DType::from(dtype));
@@ -143,7 +143,7 @@ impl Matrix {
 }
 
 fn compare(found: &Found, dtype: Dtype, operations: &[Operation]) -> Result<(), Error> {
-    // The distance from 1 to the next number, and the smallest number of full precision.
+    // The distance from 1 to the next number, and the smallest normal number.
     let (distance, smallest) = match dtype.float() {
         FloatDType::F16 => (2f64.powi(-10), 2f64.powi(-14)),
         FloatDType::BF16 => (2f64.powi(-7), 2f64.powi(-126)),
@@ -158,7 +158,7 @@ fn compare(found: &Found, dtype: Dtype, operations: &[Operation]) -> Result<(), 
             let result = result.try_into_data().map_err(|error| Error::device(&error))?;
             for (found_value, expected) in result.iter::<f64>().zip((operation.on_host)(&a, &b)) {
                 let off = (found_value - expected.value).abs();
-                // What is no number is not within.
+                // A NaN fails this comparison.
                 let is_rounding = off <= distance * expected.rounding + smallest;
                 if !is_rounding {
                     return Err(Error::WrongResult {
@@ -244,7 +244,7 @@ mod tests {
         }
     }
 
-    /// What only sizes that vectors do not divide show, as a kernel that leaves out the last elements does.
+    /// A fault that only sizes reveal that vectors do not divide, as of a kernel that skips the last elements.
     #[test]
     fn a_fault_of_odd_sizes_is_found() {
         refused("product", Dtype::Bf16, |a, b, _| {

@@ -1,7 +1,7 @@
-//! Training on one device or several: each has the whole model and a part of every batch.
+//! Training on one or more devices: each has the whole model and a part of every batch.
 //!
-//! Burn's `DistributedContext` replaces each gradient by its mean over the devices during the backward pass (through NCCL on
-//! CUDA), so that replicas that begin alike stay alike.
+//! Burn's `DistributedContext` replaces each gradient by its mean over the devices during the backward (through NCCL on CUDA). Replicas
+//! that start with equal weights therefore keep equal weights.
 
 use crate::config::Config;
 use crate::data::{Stream, Text, derive_seed, rng};
@@ -26,17 +26,17 @@ pub struct Replica<'a> {
     config: &'a Config,
     text: &'a Text,
     device: Device,
-    /// Its windows of each batch.
+    /// The replica's windows of each batch.
     share: Range<usize>,
 }
 
 impl<'a> Replica<'a> {
-    /// The only one. `device` has autodiff.
+    /// The only replica. `device` has autodiff.
     pub fn new(model: Gpt, optimizer: AdamW, config: &'a Config, text: &'a Text, device: &Device) -> Self {
         Self { model, optimizer, config, text, device: device.clone(), share: 0..config.batch }
     }
 
-    /// The `index`-th of several, on a device with autodiff.
+    /// A replica with the index `index` among `of`, on a device with autodiff.
     fn copy(&self, index: usize, of: usize, device: &Device) -> Self {
         let windows = self.config.batch / of;
         let model = self.model.clone().fork(device).map(&mut MarkDistributed);
@@ -45,11 +45,11 @@ impl<'a> Replica<'a> {
         Self { model, optimizer, device: device.clone(), share, ..*self }
     }
 
-    /// One update of the model. Returns the loss before it, the mean over this replica's share, still on the device.
+    /// Updates the model once. Returns the loss before the update, the mean over this replica's windows, on the device.
     ///
     /// # Errors
     ///
-    /// As [`AdamW::step`].
+    /// The errors of [`AdamW::step`].
     pub fn step(&mut self, step: usize) -> Result<Tensor<1>, Error> {
         let Config { seed, context, batch, grad_accum, .. } = *self.config;
         self.device.seed(derive_seed(seed, Stream::Dropout, step));
@@ -75,23 +75,23 @@ impl<'a> Replica<'a> {
     }
 }
 
-/// Replicas that take each step together.
+/// Replicas that perform each step together.
 pub struct Team<'a> {
-    /// The first, on this thread.
+    /// The first replica, on this thread.
     pub main: Replica<'a>,
     others: Vec<Worker>,
-    /// Ends when the team does.
+    /// Keeps the context alive as long as the team.
     _context: Option<DistributedContext>,
 }
 
-/// A replica on a thread of its own, as a backward pass waits for those of the other devices.
+/// A replica in its own thread, because a backward waits for the backwards of the other devices.
 struct Worker {
     steps: Sender<usize>,
     losses: Receiver<Result<Tensor<1>, Error>>,
 }
 
 impl<'a> Team<'a> {
-    /// A replica for each of the devices, which have autodiff. The first is that of `main`.
+    /// Creates a replica for each device, which have autodiff. `main` is the replica of the first device.
     pub fn start<'scope>(scope: &'scope Scope<'scope, '_>, main: Replica<'a>, devices: &[Device]) -> Self
     where
         'a: 'scope,
@@ -106,11 +106,11 @@ impl<'a> Team<'a> {
         Self { main: copy(0), others, _context: Some(context) }
     }
 
-    /// One update of every replica. Returns the loss of each before it, on its device.
+    /// Updates every replica once. Returns the loss of each before the update, on its device.
     ///
     /// # Errors
     ///
-    /// As [`AdamW::step`], for the first device that failed.
+    /// The errors of [`AdamW::step`], for the first device that failed.
     pub fn step(&mut self, step: usize) -> Result<Vec<Tensor<1>>, Error> {
         for worker in &self.others {
             worker.steps.send(step).expect("a worker waits for steps");
@@ -128,11 +128,11 @@ impl Worker {
         scope.spawn(move || {
             let work = || {
                 for step in asked {
-                    // The other side is gone when training ends in an error.
+                    // The receiver is gone if training ended with an error.
                     let _ = answer.send(replica.step(step));
                 }
             };
-            // The other devices would wait for this one's gradients for ever. What went wrong has been printed.
+            // The other devices would wait for this one's gradients forever. The panic's message has been printed.
             if catch_unwind(AssertUnwindSafe(work)).is_err() {
                 exit(101);
             }
@@ -141,7 +141,7 @@ impl Worker {
     }
 }
 
-/// Marks parameters as those whose gradients are to be the mean over all devices.
+/// Marks parameters so that their gradients are averaged over all devices.
 struct MarkDistributed;
 
 impl ModuleMapper for MarkDistributed {

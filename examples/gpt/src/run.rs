@@ -10,7 +10,7 @@ pub struct Run {
 }
 
 impl Run {
-    /// A new run, which must not be there yet.
+    /// Creates a new run, which must not exist yet.
     pub fn create(name: Option<&str>) -> Result<Self, Error> {
         let run = match name {
             Some(name) => Self { directory: named(name)? },
@@ -19,7 +19,7 @@ impl Run {
                 .find(|run| !run.directory.exists())
                 .expect("there is a free number"),
         };
-        // What never came to a checkpoint is no loss.
+        // A run without a checkpoint may be overwritten.
         if run.latest().exists() {
             return Err(Error::RunExists { run: run.directory });
         }
@@ -27,7 +27,7 @@ impl Run {
         Ok(run)
     }
 
-    /// A run with a checkpoint: that name's, or the one that was at work last.
+    /// Finds a run with a checkpoint: the one of this name, or the one that was active last.
     pub fn find(name: Option<&str>) -> Result<Self, Error> {
         let run = match name {
             Some(name) => Some(Self { directory: named(name)? }).filter(|run| run.latest().exists()),
@@ -47,7 +47,7 @@ impl Run {
         self.directory.join("config.toml")
     }
 
-    /// The sources as they were when the run began.
+    /// Copy of the sources at the start of the run.
     pub fn text(&self) -> PathBuf {
         self.directory.join("text.txt")
     }

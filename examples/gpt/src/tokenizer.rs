@@ -1,15 +1,15 @@
-//! What a token is: a byte, or one of GPT-2's pieces of words.
+//! Tokenizers: a token is a byte, or one of GPT-2's pieces of words.
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::str;
 use tiktoken_rs::{Rank, r50k_base_singleton};
 
-/// How text becomes tokens.
+/// Conversion of text to tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Tokenizer {
-    /// A token is a byte.
+    /// Each byte is a token.
     Bytes,
     /// GPT-2's byte pair encoding.
     Gpt2,
@@ -19,7 +19,7 @@ pub enum Tokenizer {
 const END_OF_TEXT: Rank = 50256;
 
 impl Tokenizer {
-    /// How many tokens there are.
+    /// Number of different tokens.
     pub fn vocabulary(self) -> usize {
         match self {
             Tokenizer::Bytes => 256,
@@ -27,7 +27,7 @@ impl Tokenizer {
         }
     }
 
-    /// A text's tokens. What looks like a special token in it is text.
+    /// Tokens of a text. Special tokens in it are treated as plain text.
     pub fn encode(self, text: &str) -> Vec<u32> {
         match self {
             Tokenizer::Bytes => text.bytes().map(u32::from).collect(),
@@ -35,7 +35,7 @@ impl Tokenizer {
         }
     }
 
-    /// What stands before a text that has no beginning.
+    /// Token that precedes a text without a prompt.
     pub fn start(self) -> u32 {
         match self {
             Tokenizer::Bytes => u32::from(b'\n'),
@@ -43,12 +43,12 @@ impl Tokenizer {
         }
     }
 
-    /// Whether a text ends with this token.
+    /// Whether this token ends a text.
     pub fn ends(self, token: u32) -> bool {
         self == Tokenizer::Gpt2 && token == END_OF_TEXT
     }
 
-    /// A token, in words.
+    /// Name of a token, for messages.
     pub fn unit(self) -> &'static str {
         match self {
             Tokenizer::Bytes => "byte",
@@ -56,7 +56,7 @@ impl Tokenizer {
         }
     }
 
-    /// The bytes of a token, which need not be whole characters; none if there is no such token.
+    /// Bytes of a token, which may be parts of characters; empty if there is no such token.
     fn bytes(self, token: u32) -> Vec<u8> {
         match self {
             Tokenizer::Bytes => u8::try_from(token).into_iter().collect(),
@@ -65,19 +65,19 @@ impl Tokenizer {
     }
 }
 
-/// Tokens to text, one after the other: holds back what is not a whole character yet.
+/// Decodes tokens to text one by one. Holds back bytes until they form a whole character.
 pub struct Decoder {
     tokenizer: Tokenizer,
     pending: Vec<u8>,
 }
 
 impl Decoder {
-    /// A text that has yet to begin.
+    /// A decoder at the beginning of a text.
     pub fn new(tokenizer: Tokenizer) -> Self {
         Self { tokenizer, pending: Vec::new() }
     }
 
-    /// The characters that are complete with this token; bytes that are part of none become U+FFFD.
+    /// Characters that this token completes. Invalid bytes become U+FFFD.
     pub fn push(&mut self, token: u32) -> String {
         self.pending.extend(self.tokenizer.bytes(token));
         let rest = self.pending.split_off(self.pending.len() - unfinished(&self.pending));
@@ -86,13 +86,13 @@ impl Decoder {
         text
     }
 
-    /// What is left at the end.
+    /// The rest of the text.
     pub fn finish(self) -> String {
         String::from_utf8_lossy(&self.pending).into_owned()
     }
 }
 
-/// Bytes at the end that begin a character.
+/// Number of bytes at the end that begin a character.
 fn unfinished(bytes: &[u8]) -> usize {
     let last = bytes.utf8_chunks().last().map_or(&[][..], |chunk| chunk.invalid());
     str::from_utf8(last).err().filter(|error| error.error_len().is_none()).map_or(0, |_| last.len())
@@ -123,7 +123,7 @@ mod tests {
         assert_eq!(decoder.finish(), "\u{fffd}");
     }
 
-    /// Token numbers as tiktoken's and Hugging Face's tokenizers give them.
+    /// Token numbers as produced by tiktoken and by Hugging Face's tokenizers.
     #[test]
     fn gpt2_tokens_are_gpt2s() {
         assert_eq!(Tokenizer::Gpt2.encode("Hello, I'm a language model,"), [15496, 11, 314, 1101, 257, 3303, 2746, 11]);

@@ -19,28 +19,28 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Instant;
 
-/// Losses are read from the device this many at a time.
+/// Number of steps after which losses are read from the device.
 const READ_LOSSES_EVERY: usize = 20;
 
 /// How training ended.
 #[derive(PartialEq)]
 pub enum Outcome {
     Finished,
-    /// By the user, with a checkpoint at this step.
+    /// Interrupted by the user, with a checkpoint at this step.
     Interrupted(usize),
 }
 
-/// What training begins with.
+/// Initial state of a training.
 pub enum Start {
     /// Random weights.
     Random,
-    /// GPT-2's, or another model's of its kind.
+    /// Weights of GPT-2 or of a model of the same architecture.
     Weights(Weights),
-    /// An earlier part of the same run.
+    /// Checkpoint of the same run.
     Checkpoint(Box<Checkpoint>),
 }
 
-/// Trains until the last step, or until `stop`, on `devices` with autodiff. The first evaluates and saves.
+/// Trains on `devices`, which have autodiff, until the last step or until `stop`. The first device evaluates and saves.
 pub fn train(
     config: &Config,
     text: &Text,
@@ -143,11 +143,11 @@ pub fn train(
     })
 }
 
-/// The mean loss over random batches of validation text, the same ones each time.
+/// Mean loss over random batches of validation text, the same batches each time.
 ///
 /// # Errors
 ///
-/// When the device failed.
+/// If the device failed.
 pub fn evaluate(model: &Gpt, text: &Text, config: &Config, stream: Stream, device: &Device) -> Result<f32, Error> {
     let device = device.clone().inner();
     let batch_loss = |index| {
@@ -158,7 +158,7 @@ pub fn evaluate(model: &Gpt, text: &Text, config: &Config, stream: Stream, devic
     loss.try_into_scalar().map_err(|error| Error::device(&error))
 }
 
-/// Tokens a second while training; evaluations do not count.
+/// Training speed in tokens per second, without the time of evaluations.
 struct Speed {
     tokens_per_step: usize,
     tokens: usize,
@@ -184,7 +184,7 @@ impl Speed {
         self.seconds += self.since.elapsed().as_secs_f64();
     }
 
-    /// Speed is that since the last evaluation, so that compiling at the start is soon forgotten.
+    /// Measures anew after each evaluation, so that compilation at the start is soon forgotten.
     fn resume(&mut self) {
         (self.tokens, self.seconds, self.since) = (0, 0.0, Instant::now());
     }

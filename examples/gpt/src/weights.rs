@@ -1,7 +1,7 @@
-//! GPT-2's weights, from a file in the layout of Hugging Face's `transformers`.
+//! GPT-2's weights, loaded from a file in the layout of Hugging Face's `transformers`.
 //!
-//! Its `Conv1D` keeps weights `[inputs, outputs]`, as Burn's `Linear` does, and `c_attn` holds queries, keys and values side by
-//! side, as the model's `qkv` does: nothing is transposed. There is no `lm_head`, or it is `wte` again.
+//! Its `Conv1D` stores weights as `[inputs, outputs]`, like Burn's `Linear`, and `c_attn` holds queries, keys and values side by side, like
+//! the model's `qkv`. Nothing has to be transposed. `lm_head` is missing or equal to `wte`.
 
 use crate::config::ModelShape;
 use crate::error::Error;
@@ -14,7 +14,7 @@ use std::fmt::Display;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// What GPT-2 calls what the model calls otherwise, by block.
+/// Names of a block's tensors in GPT-2 and in the model.
 const BLOCK: [(&str, &str); 12] = [
     ("ln_1.weight", "attention_norm.gamma"),
     ("ln_1.bias", "attention_norm.beta"),
@@ -30,19 +30,19 @@ const BLOCK: [(&str, &str); 12] = [
     ("mlp.c_proj.bias", "mlp.down.bias"),
 ];
 
-/// Channels of a head in every size of GPT-2.
+/// Channels of each head, in all sizes of GPT-2.
 const HEAD_DIM: usize = 64;
 
-/// A file of weights whose shapes are known.
+/// A weights file, whose tensors and shapes have been read.
 pub struct Weights {
-    /// The file.
+    /// Path of the file.
     pub path: PathBuf,
     tensors: BTreeMap<String, StoreTensor>,
-    /// Layers, heads, width, context and vocabulary.
+    /// Numbers of layers, heads, channels, positions and tokens.
     pub shape: ModelShape,
 }
 
-/// What a `config.json` beside the weights may say about the model.
+/// Fields of the `config.json` next to the weights that describe the model.
 #[derive(Deserialize, Default)]
 struct Description {
     n_head: Option<usize>,
@@ -53,13 +53,13 @@ struct Description {
 }
 
 impl Weights {
-    /// Reads the names and shapes of the tensors, and how many heads there are from `config.json` beside the file or from
-    /// `--heads`; without either heads have 64 channels, as in every size of GPT-2.
+    /// Reads names and shapes of the tensors. The number of heads comes from `--heads` or from the `config.json` next to the file. Without
+    /// either, heads have 64 channels, as in all sizes of GPT-2.
     ///
     /// # Errors
     ///
-    /// One sentence that names the file and the tensor: what is no safetensors file, lacks a tensor, or has one too many or
-    /// of another shape.
+    /// One sentence that names the file and the tensor: if the file is not a safetensors file, lacks a tensor, or has an unknown tensor or
+    /// one of another shape.
     pub fn open(path: &Path, heads: Option<usize>) -> Result<Self, Error> {
         let problem = |problem: String| Error::Weights { path: path.to_path_buf(), problem };
         if !path.is_file() {
@@ -72,7 +72,7 @@ impl Weights {
             .iter()
             .map(|(name, tensor)| (name.strip_prefix("transformer.").unwrap_or(name).to_string(), tensor.clone()))
             .collect();
-        // The head is the embedding again, and causal masks are no weights.
+        // The head equals the embedding, and causal masks are not weights.
         tensors.retain(|name, _| {
             name != "lm_head.weight" && !name.ends_with(".attn.bias") && !name.ends_with(".attn.masked_bias")
         });
@@ -97,7 +97,7 @@ impl Weights {
         Ok(weights)
     }
 
-    /// Every tensor is there with its shape, and no other.
+    /// Checks that the file has exactly the expected tensors, with their shapes.
     fn check(&self) -> Result<(), Error> {
         let problem = |problem: String| Err(Error::Weights { path: self.path.clone(), problem });
         let names = self.names();
@@ -115,7 +115,7 @@ impl Weights {
         }
     }
 
-    /// Every tensor's name in the file and in the model.
+    /// Names of all tensors in the file and in the model.
     fn names(&self) -> Vec<(String, String)> {
         let outer = [
             ("wte.weight", "token_embedding.weight"),
@@ -144,11 +144,11 @@ impl Weights {
         if is_matrix { vec![inputs, outputs] } else { vec![outputs] }
     }
 
-    /// The model with these weights, in f32. Its context may be shorter than theirs: positions beyond it are left out.
+    /// Loads the weights into the model, in f32. If the model's context is shorter than theirs, the positions beyond it are left out.
     ///
     /// # Errors
     ///
-    /// When a tensor cannot be read.
+    /// If a tensor cannot be read.
     pub fn load(&self, mut model: Gpt, context: usize) -> Result<Gpt, Error> {
         let problem = |problem: String| Error::Weights { path: self.path.clone(), problem };
         let mut tensors = Vec::new();
@@ -176,7 +176,7 @@ fn in_block(name: &str, layer: usize) -> bool {
 }
 
 impl Description {
-    /// Of the file beside the weights, if there is one; an error if it describes what this model is not.
+    /// Reads the description next to the weights, if there is one. Returns an error if it describes a model that this one cannot represent.
     fn beside(weights: &Path) -> Result<Self, Error> {
         let path = weights.with_file_name("config.json");
         if !path.is_file() {

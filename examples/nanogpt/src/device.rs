@@ -5,16 +5,16 @@ use burn::backend::{CubeDevice, DispatchDevice, WgpuDeviceKind};
 use burn::tensor::{Device, DeviceType};
 use std::cmp::Reverse;
 
-/// What kind of device it is, in ascending order of preference.
+/// Kind of a device, in ascending order of preference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
-    /// A GPU's interface in software. Chosen on request only.
+    /// A software adapter: a GPU's interface run by the CPU. Only chosen on request.
     Software,
     /// The CPU.
     Cpu,
-    /// A GPU that shares the CPU's memory, or of an unknown kind.
+    /// A GPU that shares the CPU's memory, or of unknown kind.
     Integrated,
-    /// A GPU with memory of its own.
+    /// A GPU with its own memory.
     Discrete,
 }
 
@@ -22,23 +22,23 @@ pub enum Kind {
 pub struct Found {
     /// Without autodiff.
     pub device: Device,
-    /// What kind it is.
+    /// Kind of the device.
     pub kind: Kind,
-    /// As `--device` names it: `cuda:0`.
+    /// Name of the device for `--device`: `cuda:0`.
     pub id: String,
 }
 
-/// The device that `request` names: `auto`, or a backend with an optional index, as in `cuda:1`.
+/// Finds the device that `request` names: `auto`, or a backend with an optional index, as in `cuda:1`.
 ///
 /// # Errors
 ///
-/// When this build or this machine has no such device.
+/// If this build or this machine has no such device.
 pub fn choose(request: &str) -> Result<Found, String> {
     let backends = backends();
     let named = |(name, _): &&(&str, DeviceType)| request == "auto" || request.split(':').next() == Some(name);
     let found = backends.iter().filter(named).flat_map(|(name, device_type)| enumerate(name, device_type.clone()));
     let found = match request {
-        // The first of equals.
+        // The first of equal devices is kept.
         "auto" => found.filter(|found| found.kind > Kind::Software).min_by_key(|found| Reverse(found.kind)),
         _ => found.into_iter().find(|found| found.id == request || found.id == format!("{request}:0")),
     };
@@ -46,7 +46,7 @@ pub fn choose(request: &str) -> Result<Found, String> {
     found.ok_or_else(|| format!("there is no device {request}; --device is auto, or one of {}", names.join(", ")))
 }
 
-/// Whether Burn's default device exists. Burn's optimizers load their state through it, wherever the model is.
+/// Whether Burn's default device exists. Burn's optimizers load their state through it, whatever device the model is on.
 pub fn default_exists() -> bool {
     let mut backends = backends().into_iter();
     std::env::var_os("BURN_DEVICE").is_some()
@@ -71,7 +71,7 @@ fn backends() -> Vec<(&'static str, DeviceType)> {
     ]
 }
 
-/// The devices of a backend, the best first.
+/// Devices of a backend, best first.
 fn enumerate(name: &str, device_type: DeviceType) -> Vec<Found> {
     let found = |device| Found { kind: kind(name, &device), id: String::new(), device };
     let mut found: Vec<_> = Device::enumerate(device_type).into_iter().map(found).collect();

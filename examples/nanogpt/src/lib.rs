@@ -1,4 +1,4 @@
-//! [nanoGPT](https://github.com/karpathy/nanoGPT) in Burn: [`model`] is the GPT, [`train`] trains it, [`device`] chooses where.
+//! [nanoGPT](https://github.com/karpathy/nanoGPT) in Burn: [`model`] is the GPT, [`train`] trains it, [`device`] chooses the device.
 
 pub mod device;
 pub mod model;

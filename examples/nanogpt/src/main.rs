@@ -1,6 +1,6 @@
-//! `cargo run --release -p nanogpt -- --data input.txt` trains a GPT on the bytes of a text, and then lets it write.
+//! `cargo run --release -p nanogpt -- --data input.txt` trains a GPT on the bytes of a text, and then generates text.
 //!
-//! `q` leaves the dashboard. Without a terminal there are lines of progress instead.
+//! `q` closes the dashboard. Without a terminal, lines of progress are printed instead.
 
 use burn::config::Config;
 use burn::lr_scheduler::LrSchedulerRecord;
@@ -17,23 +17,23 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Trains a GPT with flash attention in burn-train. Sizes that are not given follow the device.
+/// Trains a GPT with flash attention in burn-train. Defaults of sizes depend on the device.
 #[derive(Parser)]
 #[command(version)]
 struct Args {
     /// Where to compute: auto, or flex, wgpu, vulkan, metal, cuda, rocm as compiled in, with :N for the N-th.
     #[arg(long, default_value = "auto")]
     device: String,
-    /// A text to learn, byte by byte [default: the documents of this workspace].
+    /// A text to train on, byte by byte [default: the documents of this workspace].
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
-    /// Epochs in all, each with a validation and a checkpoint.
+    /// Number of epochs, each with a validation and a checkpoint.
     #[arg(long)]
     epochs: Option<NonZeroUsize>,
-    /// Where metrics, logs and checkpoints go.
+    /// Directory for metrics, logs and checkpoints.
     #[arg(long, default_value = "runs/nanogpt")]
     out_dir: PathBuf,
-    /// Continue after this epoch; there are checkpoints of the last two and of the best one.
+    /// Continue after this epoch; the checkpoints of the last two epochs and of the best one are kept.
     #[arg(long, value_name = "EPOCH")]
     resume: Option<usize>,
     /// Windows of text in a batch.
@@ -59,7 +59,7 @@ struct Args {
     learning_rate: Option<f64>,
 }
 
-/// Enough text to see that the model learns. The end, on which it is validated, is prose.
+/// Enough text to see that the model learns. The end, which is used for validation, is prose.
 const DOCUMENTS: &[&str] = &[
     include_str!("../../../README.md"),
     include_str!("../../../ARCHITECTURE.md"),
@@ -75,7 +75,7 @@ const DOCUMENTS: &[&str] = &[
 
 fn main() -> ExitCode {
     let Err(error) = run(&Args::parse()) else { return ExitCode::SUCCESS };
-    // Burn's and CubeCL's errors are reports of many lines.
+    // Errors of Burn and CubeCL are reports of many lines.
     let noise = ["An error happened", "Caused by", "skipped ", "Backtrace", "No backtrace", "Asked at"];
     let error = error.to_string();
     let lines = error.lines().map(|line| line.trim().trim_end_matches(':'));
@@ -122,7 +122,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The preset for the device with the flags that were given.
+/// The preset for the device, overridden by the given flags.
 fn new_config(args: &Args, kind: Kind) -> Result<TrainConfig, String> {
     let preset = if kind == Kind::Discrete { TrainConfig::large() } else { TrainConfig::small() };
     let mut config = TrainConfig { data: args.data.clone(), ..preset };
@@ -155,7 +155,7 @@ fn new_config(args: &Args, kind: Kind) -> Result<TrainConfig, String> {
     }
 }
 
-/// The run's configuration. Its checkpoint is read once here, since burn-train panics where it cannot.
+/// Reads the run's saved configuration. Also reads the checkpoint once, because burn-train panics if it cannot.
 fn saved_config(args: &Args, epoch: usize) -> Result<TrainConfig, String> {
     fn check<R: Checkpoint>(path: &Path) -> Result<(), String> {
         R::load(path.to_path_buf())

@@ -23,19 +23,19 @@ pub struct GptConfig {
     pub n_head: usize,
     /// Channels of the residual stream, a multiple of `n_head`.
     pub n_embd: usize,
-    /// Dropout rate of embeddings, attention probabilities and what is added to the residual stream.
+    /// Dropout rate of embeddings, attention probabilities and the outputs that are added to the residual stream.
     pub dropout: f64,
 }
 
 impl GptConfig {
-    /// The kernels that compute attention for a batch; an error if there are none, as for heads that are too large.
+    /// The kernels that compute attention for a batch. Returns an error if there are none, for example because heads are too large.
     pub fn attention_plan(&self, batch_size: usize, device: &Device) -> Result<AttentionPlan, AttentionError> {
         let q = Tensor::zeros([batch_size, self.n_head, self.block_size, self.n_embd / self.n_head], device);
         plan(&q, &q, &q, &FlashAttentionOptions::new().with_causal(true))
     }
 
-    /// Standard deviation of the weights whose product is added to the residual stream: smaller, since there are two such
-    /// sums a block (GPT-2).
+    /// Standard deviation of the weights whose product is added to the residual stream: smaller, since there are two such sums in a block
+    /// (GPT-2).
     fn residual_std(&self) -> f64 {
         0.02 / (2.0 * self.n_layer as f64).sqrt()
     }
@@ -87,7 +87,7 @@ impl CausalSelfAttention {
     }
 }
 
-/// Two linear layers with a GELU between them, for each token by itself.
+/// Two linear layers with a GELU between them, applied to each token separately.
 #[derive(Module, Debug)]
 pub struct Mlp {
     c_fc: Linear,
@@ -138,7 +138,7 @@ impl Block {
 /// The language model.
 #[derive(Module, Debug)]
 pub struct Gpt {
-    /// Token embeddings, which are the weights of the head too.
+    /// Token embeddings, also the weights of the head.
     wte: Embedding,
     /// Position embeddings.
     wpe: Embedding,
@@ -166,7 +166,7 @@ impl Gpt {
         let pos = Tensor::arange(0..seq as i64, &idx.device()).unsqueeze();
         let x = self.dropout.forward(self.wte.forward(idx) + self.wpe.forward(pos));
         let x = self.ln_f.forward(self.h.iter().fold(x, |x, block| block.forward(x)));
-        // The head as one matrix product: of a batch of them Burn would sum the gradients of as many tables.
+        // The head as one matrix product: for a batch of products, Burn would sum the gradients of as many tables.
         let logits = x.flatten::<2>(0, 1).matmul(self.wte.weight.val().transpose());
         let vocab_size = logits.dims()[1];
         logits.reshape([batch, seq, vocab_size])
@@ -180,7 +180,7 @@ impl Gpt {
         (logits, loss)
     }
 
-    /// Appends `max_new_tokens` to `idx [batch, seq]`, each drawn from what the model predicts.
+    /// Appends `max_new_tokens` to `idx [batch, seq]`, each drawn from the model's prediction.
     pub fn generate(&self, mut idx: Tensor<2, Int>, max_new_tokens: usize, temperature: f64) -> Tensor<2, Int> {
         let block_size = self.wpe.weight.dims()[0];
         for _ in 0..max_new_tokens {
@@ -188,7 +188,7 @@ impl Gpt {
             let context = seq.min(block_size);
             let logits = self.forward(idx.clone().narrow(1, seq - context, context));
             let logits = logits.narrow(1, context - 1, 1).reshape([batch as i32, -1]) / temperature;
-            // The largest sum of a logit and Gumbel noise, −ln(−ln u), is a draw from the softmax.
+            // The index of the largest sum of a logit and Gumbel noise, −ln(−ln u), is a sample from the softmax.
             let u = logits.random_like(Distribution::Uniform(1e-6, 1.0 - 1e-6));
             let next: Tensor<2, Int> = (logits - u.log().neg().log()).argmax(1);
             idx = Tensor::cat(vec![idx, next], 1);

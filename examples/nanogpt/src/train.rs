@@ -20,24 +20,24 @@ use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Everything that decides what a run computes. Saved with its checkpoints.
+/// Everything that determines what a run computes. Saved with its checkpoints.
 #[derive(Config, Debug)]
 pub struct TrainConfig {
     /// Sizes of the model.
     pub model: GptConfig,
-    /// The text. `None`: the documents of this workspace.
+    /// Path of the text. `None`: the documents of this workspace.
     pub data: Option<PathBuf>,
     /// Windows of text in a batch.
     pub batch_size: usize,
-    /// Epochs in all. After each comes a validation and a checkpoint.
+    /// Number of epochs. Each ends with a validation and a checkpoint.
     pub epochs: usize,
-    /// Batches of an epoch: nanoGPT's `eval_interval`.
+    /// Number of batches in an epoch: nanoGPT's `eval_interval`.
     pub epoch_iters: usize,
-    /// Batches of a validation.
+    /// Number of batches in a validation.
     pub eval_iters: usize,
-    /// Batches during which the learning rate rises.
+    /// Number of batches during which the learning rate rises.
     pub warmup_iters: usize,
-    /// Highest learning rate. It ends at a tenth.
+    /// Highest learning rate. The last one is a tenth of it.
     #[config(default = 1e-3)]
     pub learning_rate: f64,
     /// Seed of weights, batches and dropout.
@@ -52,13 +52,13 @@ impl TrainConfig {
         Self::new(model, 64, 20, 250, 200, 100)
     }
 
-    /// The smaller one that nanoGPT suggests for CPUs, for a minute or two.
+    /// The smaller model that nanoGPT suggests for CPUs, for a minute or two.
     pub fn small() -> Self {
         let model = GptConfig { block_size: 64, vocab_size: 256, n_layer: 4, n_head: 4, n_embd: 128, dropout: 0.0 };
         Self::new(model, 12, 6, 50, 20, 30)
     }
 
-    /// Half a cosine over all batches, times a line over the first ones.
+    /// Half a cosine over all batches, times a linear rise over the first ones.
     fn schedule(&self) -> Result<ModuleLrScheduler, String> {
         let cosine = CosineAnnealingLrSchedulerConfig::new(self.learning_rate, self.epochs * self.epoch_iters);
         ComposedLrSchedulerConfig::new()
@@ -68,7 +68,7 @@ impl TrainConfig {
     }
 }
 
-/// AdamW, without weight decay of biases and norms. Burn clips the gradient of each parameter by its own norm.
+/// AdamW, without weight decay of biases and norms. Burn clips each parameter's gradient by its own norm.
 fn optimizer() -> ModuleOptimizer {
     let adamw = AdamWConfig::new().with_beta_1(0.9).with_beta_2(0.99);
     let clipping = GradientClipping::Norm(1.0);
@@ -78,14 +78,14 @@ fn optimizer() -> ModuleOptimizer {
     decayed.with_grad_clipping(clipping.clone()).with_group(vectors, vectors_adamw, Some(clipping))
 }
 
-/// Windows of text and the byte that follows each byte, both `[batch, block_size]`.
+/// Windows of text, and the next byte after each byte, both `[batch, block_size]`.
 #[derive(Clone, Debug)]
 pub struct Batch {
     idx: Tensor<2, Int>,
     targets: Tensor<2, Int>,
 }
 
-/// Makes batches of windows of one byte more than the context.
+/// Makes batches of windows that are one byte longer than the context.
 struct WindowBatcher {
     block_size: usize,
 }
@@ -99,7 +99,7 @@ impl Batcher<Vec<u8>, Batch> for WindowBatcher {
     }
 }
 
-/// Training on random windows of the first nine tenths of the text, validation on windows spread over the rest.
+/// Loaders for training, on random windows of the first nine tenths of the text, and for validation, on windows spread over the rest.
 fn loaders(text: &[u8], config: &TrainConfig, seed: u64) -> [Arc<dyn DataLoader<Batch>>; 2] {
     let (train, validation) = text.split_at(text.len() * 9 / 10);
     let block_size = config.model.block_size;
@@ -115,7 +115,7 @@ fn loaders(text: &[u8], config: &TrainConfig, seed: u64) -> [Arc<dyn DataLoader<
 
     fn loader(windows: impl Dataset<Vec<u8>> + 'static, config: &TrainConfig) -> Arc<dyn DataLoader<Batch>> {
         let batcher = WindowBatcher { block_size: config.model.block_size };
-        // The worker makes the next batch during the step.
+        // The worker prepares the next batch during the step.
         DataLoaderBuilder::new(batcher).batch_size(config.batch_size).num_workers(1).build(windows)
     }
     [loader(train, config), loader(validation, config)]
@@ -147,11 +147,11 @@ impl InferenceStep for Gpt {
     }
 }
 
-/// Trains a new model, or goes on after the epoch `resume`, and returns the model without autodiff.
+/// Trains a new model, or continues after the epoch `resume`, and returns the model without autodiff.
 ///
 /// # Errors
 ///
-/// When the device or the disk fails, or the schedule's numbers are out of range.
+/// If the device or the disk fails, or the schedule's numbers are out of range.
 pub fn train(
     config: &TrainConfig,
     text: &[u8],
@@ -159,7 +159,7 @@ pub fn train(
     out_dir: &Path,
     resume: Option<usize>,
 ) -> Result<Gpt, Box<dyn Error>> {
-    // A resumed run draws other windows than before.
+    // A resumed run draws different windows.
     let seed = config.seed + resume.unwrap_or(0) as u64;
     let device = device.clone().autodiff();
     device.seed(seed);
@@ -175,9 +175,9 @@ pub fn train(
         training = training.checkpoint(epoch);
     }
     let LearningResult { model, renderer, error, .. } = training.launch(learner);
-    // The dashboard leaves the terminal.
+    // Closes the dashboard, which restores the terminal.
     drop(renderer);
-    // Mesa compiles pipelines on threads of its own: a process that exits meanwhile dies of SIGSEGV.
+    // Mesa compiles pipelines in its own threads: a process that exits meanwhile dies of SIGSEGV.
     let _ = device.sync();
     error.map_or(Ok(model), |error| Err(error.to_string().into()))
 }

@@ -1,4 +1,4 @@
-//! The backward (FlashAttention-2, arXiv:2307.08691, algorithm 2), with probabilities recomputed from `lse`:
+//! Backward (FlashAttention-2, arXiv:2307.08691, algorithm 2), with probabilities recomputed from `lse`:
 //!
 //! ```text
 //! p = exp(s − lse)            delta = Σ dout∘out − dlse          dp = dout·vᵀ ∘ z
@@ -7,12 +7,12 @@
 //! dslope = −Σ dbias∘|i − j|   dsink = −Σ exp(sink − lse) · delta        da = Σ dbias∘∂f/∂a
 //! ```
 //!
-//! where `z` is what dropout multiplies by and `f` the function of scores, which reads `a`.
+//! `z` is the factor of dropout, and `f` is the score function, which reads the tensor `a`.
 //!
-//! Each head of k and v is one task, which visits a tile once for all of dq, dk and dv. Where there are fewer heads than
-//! threads, blocks of keys (for dk and dv) and blocks of queries (for dq) are tasks of their own instead: more work, but
-//! for all threads, and the same sums in the same order. Where the bias broadcasts, dbias sums over tiles of several
-//! tasks, and goes by itself, as do the gradients of what the function reads.
+//! Each head of k and v is one task, which visits each tile once and computes dq, dk and dv from it. If there are fewer heads than threads,
+//! blocks of keys (for dk and dv) and blocks of queries (for dq) are separate tasks: more work, but for all threads, and with the same sums
+//! in the same order. If the bias broadcasts, dbias sums over tiles of several tasks, so it is computed separately. The gradients of the
+//! tensors of the score function are computed separately as well.
 
 use super::math::{self, vectorized};
 use super::matrix::{Matrix, Rows, multiply};
@@ -21,7 +21,7 @@ use crate::backend::Wanted;
 use flash_attention_kernels::AttentionProblem;
 use flash_attention_kernels::mods::Partials;
 
-/// What the forward left and what comes from the loss.
+/// Saved output of the forward, and the gradients of the output.
 pub struct Saved<'a> {
     /// `[batch, num_heads_q, seq_q]`; +∞ for rows that see nothing, which makes their probabilities 0.
     lse: Vec<f32>,
@@ -57,13 +57,13 @@ pub fn backward(attention: &Attention, saved: &Saved, wanted: Wanted) -> Gradien
         dv: wanted.dv.then(|| zeros(problem.v_shape())),
         dbias: problem.bias.filter(|_| wanted.dbias).map(zeros),
     };
-    // Nothing sees anything.
+    // Without rows or keys, all gradients are 0.
     if problem.rows() == 0 || problem.seq_k == 0 {
         return gradients;
     }
     let Gradients { dq, dk, dv, dbias } = &mut gradients;
     let heads_occupy_threads = problem.batch * problem.num_heads_kv >= rayon::current_num_threads();
-    // A bias that does not broadcast gets each number from one tile: whoever visits that for dq writes it as well.
+    // If the bias does not broadcast, each element of its gradient comes from one tile. The task that computes dq from that tile writes it.
     let none = &mut None;
     let alongside = problem.bias == Some(problem.scores_shape()) && dq.is_some();
     let (dbias, dbias_apart) = if alongside { (dbias, none) } else { (none, dbias) };
@@ -86,7 +86,7 @@ pub fn backward(attention: &Attention, saved: &Saved, wanted: Wanted) -> Gradien
     gradients
 }
 
-/// The gradient of what the function of scores reads first or second, of that shape.
+/// Gradient of the first or second tensor of the score function, of this shape.
 pub fn score_tensor(attention: &Attention, saved: &Saved, nth: usize, shape: [usize; 4]) -> Vec<f32> {
     let mut gradient = vec![0.0; shape.iter().product()];
     if attention.problem.rows() > 0 && attention.problem.seq_k > 0 {
@@ -98,7 +98,7 @@ pub fn score_tensor(attention: &Attention, saved: &Saved, nth: usize, shape: [us
     gradient
 }
 
-/// The gradient of slopes of that shape: a head at a time, then batches that share one.
+/// Gradient of the slopes, of this shape: summed for each head, then over the batches that share slopes.
 pub fn slopes(attention: &Attention, saved: &Saved, shape: [usize; 2]) -> Vec<f32> {
     let problem = attention.problem;
     let heads = problem.num_heads_q;
@@ -125,7 +125,7 @@ pub fn slopes(attention: &Attention, saved: &Saved, shape: [usize; 2]) -> Vec<f3
     slopes
 }
 
-/// The gradient of the sinks, of which only lse and delta know.
+/// Gradient of the sinks, computed from lse and delta alone.
 pub fn sinks(attention: &Attention, saved: &Saved) -> Vec<f32> {
     let problem = attention.problem;
     let of_head = |h: usize| {
@@ -139,7 +139,7 @@ pub fn sinks(attention: &Attention, saved: &Saved) -> Vec<f32> {
     (0..problem.num_heads_q).map(of_head).collect()
 }
 
-/// Where a tile's share of the gradients is added.
+/// Gradients that a tile is accumulated into.
 struct Sums<'a> {
     /// `[rows, head_dim]`.
     dq: Option<&'a mut [f32]>,
@@ -151,7 +151,7 @@ struct Sums<'a> {
     dbias: Option<&'a mut [f32]>,
 }
 
-/// A task for each run of `blocks` blocks of keys of a head, which must be all of them where dq or dbias is given.
+/// One task for each run of `blocks` blocks of keys of a head. With dq or dbias, a run must cover all blocks of the head.
 fn by_keys(attention: &Attention, saved: &Saved, blocks: usize, [dq, dk, dv, dbias]: [&mut Option<Vec<f32>>; 4]) {
     let problem = attention.problem;
     let (seq_q, seq_k, group) = (problem.seq_q, problem.seq_k, problem.group_size());
@@ -186,7 +186,7 @@ fn by_keys(attention: &Attention, saved: &Saved, blocks: usize, [dq, dk, dv, dbi
     });
 }
 
-/// A task for each block of queries.
+/// One task for each block of queries.
 fn by_queries(attention: &Attention, saved: &Saved, dq: &mut Option<Vec<f32>>, dbias: &mut Option<Vec<f32>>) {
     let (problem, q_blocks) = (attention.problem, attention.num_q_blocks());
     let (heads, seq_q, seq_k, dim) = (problem.num_heads_q, problem.seq_q, problem.seq_k, problem.head_dim);
@@ -203,8 +203,8 @@ fn by_queries(attention: &Attention, saved: &Saved, dq: &mut Option<Vec<f32>>, d
     });
 }
 
-/// A gradient of that shape, which is the bias's, or what `times` makes of that: the sum over what it broadcasts over. A task for each
-/// part of it that no other task adds to.
+/// Gradient of the bias, or with `times` of a tensor of the score function: the sum over the dimensions that the tensor broadcasts over.
+/// One task for each part of the gradient that no other task adds to.
 fn summed(
     attention: &Attention,
     saved: &Saved,
@@ -215,13 +215,13 @@ fn summed(
     let problem = attention.problem;
     let along_q = shape_q == problem.seq_q;
     let (q_blocks, k_blocks) = (attention.num_q_blocks(), problem.seq_k.div_ceil(TILE_K));
-    // Blocks of queries if the bias has rows for them, else blocks of keys.
+    // Blocks of queries if the tensor has rows for them, else blocks of keys.
     let part = if along_q { TILE_Q * shape_k } else { TILE_K };
     let parts = dbias
         .chunks_mut(shape_q * shape_k)
         .enumerate()
         .flat_map(|(head, dbias)| dbias.chunks_mut(part).enumerate().map(move |(n, dbias)| (head, n, dbias)));
-    // The index along a dimension of the scores, or all of them where the bias has but one.
+    // The index in a dimension of the scores, or the whole dimension if the tensor repeats it.
     let all = |shape: usize, size: usize, index: usize| if shape == 1 { 0..size } else { index..index + 1 };
 
     attention.for_each(parts, |scratch, (head, n, dbias)| {
@@ -234,7 +234,7 @@ fn summed(
                         probabilities(attention, saved, tile, scratch);
                         bias_gradients(attention, saved, tile, scratch);
                         times(tile, scratch);
-                        // The parts of a bias without rows start at their own block of keys.
+                        // Without rows, a part starts at its own block of keys.
                         let column = if along_q { tile.k_start } else { 0 };
                         for (i, ds) in scratch.ds.chunks_exact(tile.cols).take(tile.rows).enumerate() {
                             let row = if along_q { i * shape_k } else { 0 };
@@ -251,12 +251,12 @@ fn summed(
     });
 }
 
-/// Adds what one tile has to add.
+/// Adds the contributions of one tile.
 fn visit(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut Scratch, sums: Sums) {
     let Tile { b, h, q_start, rows, cols, .. } = tile;
     probabilities(attention, saved, tile, scratch);
     if let Some(dv) = sums.dv {
-        // What is dropped of the weights, the scores' gradients will want again.
+        // `scratch.p` must keep its values, because the gradients of the scores need them.
         let kept = attention.kept(tile, &mut scratch.kept);
         if let Some(kept) = kept {
             let left = scratch.p.iter().zip(kept).map(|(p, kept)| if *kept { *p } else { 0.0 });
@@ -292,7 +292,7 @@ fn visit(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut Scratch
     }
 }
 
-/// `p = exp(s − lse)` into `scratch.p`, 0 where hidden.
+/// Computes `p = exp(s − lse)` into `scratch.p`; 0 where hidden.
 fn probabilities(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut Scratch) {
     attention.scores(tile, &mut scratch.p, &mut scratch.t, &mut scratch.slope);
     let lse = &saved.lse[first_row(attention.problem, tile)..];
@@ -306,7 +306,7 @@ fn probabilities(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut
     );
 }
 
-/// `p∘(dout·vᵀ − delta)` into `scratch.ds`, 0 where hidden whatever v and dout hold there.
+/// Computes `p∘(dout·vᵀ − delta)` into `scratch.ds`; 0 where hidden, whatever v and dout contain there.
 fn bias_gradients(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut Scratch) {
     let Tile { b, h, q_start, rows, cols, .. } = tile;
     let dout = saved.dout.block(b, h, q_start, rows);
@@ -327,12 +327,12 @@ fn bias_gradients(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mu
     );
 }
 
-/// The tile's first row, counted over batches and heads.
+/// First row of the tile, counted over batches and heads.
 fn first_row(problem: &AttentionProblem, tile: Tile) -> usize {
     (tile.b * problem.num_heads_q + tile.h) * problem.seq_q + tile.q_start
 }
 
-/// The parts of `len` numbers of each head's `head_len`, one for each task; or as many times nothing.
+/// Splits the `head_len` numbers of each head into parts of `len`, one for each task. Without data, returns `None` for each task.
 fn split(data: &mut Option<Vec<f32>>, tasks: usize, head_len: usize, len: usize) -> Vec<Option<&mut [f32]>> {
     match data {
         Some(data) => data.chunks_mut(head_len).flat_map(|head| head.chunks_mut(len)).map(Some).collect(),
@@ -340,7 +340,7 @@ fn split(data: &mut Option<Vec<f32>>, tasks: usize, head_len: usize, len: usize)
     }
 }
 
-/// `rows` rows of `dim` numbers from `start` on.
+/// `rows` rows of `dim` numbers, from row `start` on.
 fn part<'a>(data: &'a mut Option<&mut [f32]>, start: usize, rows: usize, dim: usize) -> Option<&'a mut [f32]> {
     data.as_deref_mut().map(|data| &mut data[start * dim..][..rows * dim])
 }

@@ -1,4 +1,4 @@
-//! Blocks of queries and keys, as [`flash_attention_kernels::blocks`] has them.
+//! Block masks on the host, with the states of [`flash_attention_kernels::blocks`].
 
 use super::tile::{Broadcast, TILE_K, TILE_Q, Tables, Tile};
 use flash_attention_kernels::blocks::{BLOCK, EMPTY, FULL, PARTIAL};
@@ -6,10 +6,10 @@ use flash_attention_kernels::mods::{Pair, Values};
 use flash_attention_kernels::{AttentionProblem, BlockMask};
 use rayon::prelude::*;
 
-// A tile belongs to one block.
+// A tile lies within one block.
 const _: () = assert!(BLOCK.is_multiple_of(TILE_Q) && BLOCK.is_multiple_of(TILE_K));
 
-/// The states of a call's blocks.
+/// Block states of a call.
 pub struct States {
     of: BlockMask,
     /// Contiguous.
@@ -21,7 +21,7 @@ impl States {
         States { of, states }
     }
 
-    /// That of the block that a tile belongs to.
+    /// State of the block that contains a tile.
     pub fn of(&self, tile: Tile) -> u32 {
         let BlockMask { blocks: [batch, heads, of_q, of_k], block_q, block_k } = self.of;
         let (b, h) = (if batch == 1 { 0 } else { tile.b }, if heads == 1 { 0 } else { tile.h });
@@ -29,7 +29,7 @@ impl States {
     }
 }
 
-/// The states of what mask and function let be seen of each of the problem's blocks.
+/// State of each block, computed from the mask and `mask_mod` of the problem.
 pub fn classify(
     problem: &AttentionProblem,
     of: BlockMask,
@@ -66,11 +66,11 @@ pub fn classify(
 
 #[cfg(test)]
 mod tests {
-    use super::super::tile::{Attention, Functions, Heads};
+    use super::super::tile::{Attention, Optional};
     use super::*;
     use flash_attention_kernels::{AttentionOptions, Dtype};
 
-    /// Time goes with what is visited.
+    /// Tiles of empty blocks are skipped, so that they cost no time.
     #[test]
     fn tiles_of_empty_blocks_are_not_visited() {
         let (q, kv) = ([1, 2, 300, 8], [1, 2, 390, 8]);
@@ -78,12 +78,10 @@ mod tests {
         let problem = problem.with_block_mask(&[1, 2, 2, 4], 256, 128).unwrap();
         let states = [[[1, 0, 2, 0], [0, 1, 0, 0]], [[0, 0, 0, 0], [2, 9, 2, 1]]];
         let states = States::new(problem.block_mask.unwrap(), states.as_flattened().as_flattened().to_vec());
-        let functions = Functions { of_score: [None, None], of_mask: [None, None] };
-        let heads = Heads::default();
-        let attention =
-            Attention::new(&problem, [&[], &[], &[]], None, None, heads, functions, None, None, Some(&states));
+        let options = Optional { states: Some(&states), ..Optional::default() };
+        let attention = Attention::new(&problem, [&[], &[], &[]], options);
         let keys = |h, q_block| attention.k_blocks(0, h, q_block).collect::<Vec<_>>();
-        // Tiles are of 64 queries: four of a block, and one of what is left.
+        // A tile has 64 queries: the first block has four tiles, the last one has one.
         for q_block in 0..4 {
             assert_eq!((keys(0, q_block), keys(1, q_block)), (vec![0, 2], vec![]));
         }

@@ -1,4 +1,4 @@
-//! The forward (FlashAttention-2, arXiv:2307.08691, algorithm 1), a block of queries of one head at a time:
+//! Forward (FlashAttention-2, arXiv:2307.08691, algorithm 1), one block of queries of one head at a time:
 //!
 //! ```text
 //! m' = max(m, maxⱼ s)     p = exp(s − m')     l = l·exp(m − m') + Σⱼ p     o = o·exp(m − m') + p·v
@@ -9,7 +9,7 @@ use super::math::{self, vectorized};
 use super::matrix::Matrix;
 use super::tile::{Attention, Scratch, TILE_Q};
 
-/// `out [batch, num_heads_q, seq_q, head_dim_v]` and `lse [batch, num_heads_q, seq_q]`.
+/// Returns `out [batch, num_heads_q, seq_q, head_dim_v]` and `lse [batch, num_heads_q, seq_q]`.
 pub fn forward(attention: &Attention) -> (Vec<f32>, Vec<f32>) {
     let problem = attention.problem;
     let (seq_q, dim, heads) = (problem.seq_q, problem.head_dim_v, problem.num_heads_q);
@@ -28,7 +28,7 @@ pub fn forward(attention: &Attention) -> (Vec<f32>, Vec<f32>) {
     (out, lse)
 }
 
-/// The rows of one block of queries: `out [rows, head_dim_v]`, which starts as 0, and `lse [rows]`.
+/// Computes one block of queries: `out [rows, head_dim_v]`, initially 0, and `lse [rows]`.
 fn block(
     attention: &Attention,
     [b, h]: [usize; 2],
@@ -39,7 +39,7 @@ fn block(
 ) {
     let dim = attention.problem.head_dim_v;
     let Scratch { p, t, slope, kept, .. } = scratch;
-    // A row begins with its sink, if it has one.
+    // The sink, if there is one, initialises the row's maximum and sum.
     let sink = attention.sink(h);
     let (mut m, mut l) = ([sink; TILE_Q], [if sink == f32::NEG_INFINITY { 0.0 } else { 1.0f32 }; TILE_Q]);
     for k_block in attention.k_blocks(b, h, q_block) {
@@ -54,7 +54,7 @@ fn block(
                 for (i, (p, o)) in p.chunks_exact_mut(tile.cols).zip(out.chunks_exact_mut(dim)).enumerate() {
                     let row_max = math::max(p);
                     let m_new = if row_max > m[i] { row_max } else { m[i] };
-                    // As long as nothing is seen, any finite shift makes every exponential 0.
+                    // While a row has seen nothing, any finite shift makes every exponential 0.
                     let shift = if m_new == f32::NEG_INFINITY { 0.0 } else { m_new };
                     let rescale = math::exp(m[i] - shift);
                     l[i] = l[i] * rescale + math::exp_sum(p, shift);
@@ -72,7 +72,7 @@ fn block(
         attention.accumulate(tile, out, attention.factor(), Matrix::new(p, tile.rows, tile.cols), attention.v(tile));
     }
     for (i, (o, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
-        // A row that sees nothing keeps the 0 and the −∞ that it started with.
+        // A row that sees nothing keeps its initial `o = 0` and `lse = −∞`.
         if l[i] != 0.0 {
             o.iter_mut().for_each(|o| *o /= l[i]);
             *lse = m[i] + l[i].ln();

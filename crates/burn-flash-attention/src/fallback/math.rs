@@ -1,16 +1,15 @@
-//! The functions that the loops apply to each score, written so that compilers turn them into vector instructions:
-//! no calls, no branches.
+//! Functions applied to each score, without calls and branches, so that compilers vectorize them.
 
 use pulp::Arch;
 
-/// Runs `f` with the widest vectors that this machine has. Loops in it are compiled for each kind of machine, so every
-/// function between here and the loop has to be inlined: closures that are handed in are marked so.
+/// Runs `f` with the widest vector instructions of this machine. Loops in `f` are compiled once for each instruction set, so every function
+/// between here and the loop has to be inlined. Closures passed in are marked accordingly.
 #[inline(always)]
 pub fn vectorized<R>(f: impl FnOnce() -> R) -> R {
     Arch::new().dispatch(f)
 }
 
-/// Lanes of the sums and maxima below: a fixed number, so that results do not depend on the machine's vectors.
+/// Number of partial sums and maxima. It is fixed, so that results do not depend on the machine's vector width.
 const LANES: usize = 16;
 
 /// eˣ within 2 ulp; 0 below −87. NaN stays NaN.
@@ -52,7 +51,7 @@ pub fn tanh(x: f32) -> f32 {
     if a < 0.625 { near } else { far }
 }
 
-/// The largest of the numbers; −∞ if there is none. NaN is passed over.
+/// Maximum; −∞ for an empty row. NaN is ignored.
 #[inline(always)]
 pub fn max(row: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];
@@ -76,7 +75,7 @@ pub fn max(row: &[f32]) -> f32 {
     lanes[0]
 }
 
-/// The sum of the lanes, by halves: additions that do not wait for each other.
+/// Sum of the lanes by halves, so that additions do not wait for each other.
 #[inline(always)]
 fn sum(mut lanes: [f32; LANES]) -> f32 {
     let mut half = LANES / 2;
@@ -124,7 +123,7 @@ pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     sum(lanes)
 }
 
-/// Whether no number is NaN or infinite.
+/// Whether every number is finite.
 #[inline(always)]
 pub fn all_finite(row: &[f32]) -> bool {
     let largest = row.iter().fold(0, |largest: u32, x| largest.max(x.to_bits() & 0x7fff_ffff));

@@ -1,4 +1,4 @@
-//! Rows of tensors, and their products.
+//! Rows of tensors, and matrix products.
 
 use super::math::{self, vectorized};
 
@@ -10,7 +10,7 @@ pub struct Rows<'a> {
     dim: usize,
 }
 
-/// Some rows of one head.
+/// Consecutive rows of one head.
 #[derive(Clone, Copy)]
 pub struct Block<'a> {
     pub data: &'a [f32],
@@ -22,14 +22,14 @@ impl<'a> Rows<'a> {
         Rows { data, heads, seq, dim }
     }
 
-    /// `rows` rows of a head from `start` on.
+    /// `rows` rows of a head, from row `start` on.
     pub fn block(&self, b: usize, h: usize, start: usize, rows: usize) -> Block<'a> {
         let first = (b * self.heads + h) * self.seq + start;
         Block { data: &self.data[first * self.dim..][..rows * self.dim], dim: self.dim }
     }
 }
 
-/// A matrix as the product reads it.
+/// Operand of a matrix product.
 #[derive(Clone, Copy)]
 pub struct Matrix<'a> {
     data: &'a [f32],
@@ -40,7 +40,7 @@ pub struct Matrix<'a> {
 }
 
 impl<'a> Matrix<'a> {
-    /// Row-major.
+    /// Row-major matrix.
     pub fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
         Matrix { data: &data[..rows * cols], rows, cols, row_stride: cols, col_stride: 1 }
     }
@@ -65,9 +65,9 @@ impl<'a> Block<'a> {
     }
 }
 
-/// `c = scale · a · b`, added to what is there if `add`. `c` is row-major.
+/// `c = scale · a · b`, or `c += scale · a · b` if `add`. `c` is row-major.
 pub fn multiply(c: &mut [f32], add: bool, scale: f32, a: Matrix, b: Matrix) {
-    // So few rows, as in decoding, would not repay the matrix routine's packing of `b`.
+    // For so few rows, as in decoding, packing `b` for the matrix routine costs more than it saves.
     const FEW: usize = 4;
     let (m, n) = (a.rows, b.cols);
     assert!(a.cols == b.rows && c.len() >= m * n, "shapes of a product");
@@ -77,8 +77,8 @@ pub fn multiply(c: &mut [f32], add: bool, scale: f32, a: Matrix, b: Matrix) {
             || multiply_rows(c, add, scale, a, b),
         );
     }
-    // SAFETY: each matrix reaches `rows · cols` elements, dense either way, and the asserts and constructors have
-    // checked that they are there; `c` overlaps neither, being borrowed mutably.
+    // SAFETY: each matrix spans `rows · cols` dense elements, row-major or column-major, and the asserts and constructors have checked that
+    // they exist. `c` is borrowed mutably, so it overlaps neither.
     unsafe {
         gemm::gemm(
             m,
@@ -104,7 +104,7 @@ pub fn multiply(c: &mut [f32], add: bool, scale: f32, a: Matrix, b: Matrix) {
     }
 }
 
-/// The same a row of `a` at a time.
+/// `multiply` for few rows, one row of `a` at a time.
 #[inline(always)]
 fn multiply_rows(c: &mut [f32], add: bool, scale: f32, a: Matrix, b: Matrix) {
     for (c, a) in c.chunks_exact_mut(b.cols).zip(a.data.chunks_exact(a.cols)) {
@@ -112,7 +112,7 @@ fn multiply_rows(c: &mut [f32], add: bool, scale: f32, a: Matrix, b: Matrix) {
             c.fill(0.0);
         }
         if b.col_stride == 1 {
-            // Four rows of `b` at a time, for one trip through `c`.
+            // Four rows of `b` at a time, so that `c` is loaded and stored once for all four.
             let weights = a.chunks(4).map(|a| std::array::from_fn(|n| a.get(n).map_or(0.0, |a| scale * a)));
             for (weights, rows) in weights.zip(b.data.chunks(4 * b.cols)) {
                 add_rows(c, weights, rows);

@@ -12,10 +12,10 @@ mod matrix;
 mod sequences;
 mod tile;
 
-use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, Wanted};
+use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, Saved, Wanted};
 use crate::plan::HostPlan;
 use crate::problem::{dtype, problem};
-use crate::tensors::{Extras, OptionalFloat, Tensors};
+use crate::tensors::{Extras, Tensors};
 use blocks::States;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::tensor::{Bytes, DType, Shape};
@@ -49,16 +49,13 @@ impl FlashAttentionOps for Flex {
         k: FloatTensor<Self>,
         v: FloatTensor<Self>,
         extras: Extras<Self>,
-        out: FloatTensor<Self>,
-        lse: FloatTensor<Self>,
-        dout: FloatTensor<Self>,
-        dlse: OptionalFloat<Self>,
+        saved: Saved<Self>,
         wanted: Wanted,
         options: AttentionOptions,
     ) -> AttentionGradients<Self> {
         let call = Call::new(q, k, v, extras, options);
-        let (out, lse, dout) = (floats(out), floats(lse), floats(dout));
-        let dlse = dlse.into_option().map(floats);
+        let [out, lse, dout] = [saved.out, saved.lse, saved.dout].map(floats);
+        let dlse = saved.dlse.into_option().map(floats);
         let saved =
             backward::Saved::new(&call.problem, slice(&out), slice(&lse), slice(&dout), dlse.as_ref().map(slice));
         let attention = call.attention();
@@ -178,7 +175,8 @@ impl Call {
         let functions =
             Functions { of_score: tables(tensors.score_tensors()), of_mask: tables(tensors.mask_tensors()) };
         let (sequences, states) = (self.sequences.as_ref(), self.states.as_ref());
-        Attention::new(&self.problem, inputs, mask, bias, heads, functions, self.seed, sequences, states)
+        let options = tile::Optional { mask, bias, heads, functions, seed: self.seed, sequences, states };
+        Attention::new(&self.problem, inputs, options)
     }
 }
 

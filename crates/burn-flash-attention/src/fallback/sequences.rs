@@ -1,14 +1,14 @@
-//! Several sequences in one call, as [`flash_attention_kernels::sequences`] has them.
+//! Several sequences in one call, as defined in [`flash_attention_kernels::sequences`].
 
 use flash_attention_kernels::AttentionProblem;
 use flash_attention_kernels::mask::Band;
 use std::ops::Range;
 
-/// The sequences of each batch, in their order.
+/// Sequences of each batch, in order.
 pub struct Sequences(Vec<Vec<Band>>);
 
 impl Sequences {
-    /// With padding behind each.
+    /// One sequence in each batch, followed by padding.
     pub fn padded(problem: &AttentionProblem, lens_q: Option<&[u32]>, lens_k: Option<&[u32]>) -> Self {
         let len = |lens: Option<&[u32]>, b: usize, all: usize| lens.map_or(all as u32, |lens| lens[b].min(all as u32));
         let of = |b| {
@@ -18,7 +18,7 @@ impl Sequences {
         Sequences((0..problem.batch).map(of).collect())
     }
 
-    /// One behind the other, counted through the batches.
+    /// Packed sequences, counted through the batches.
     pub fn packed(problem: &AttentionProblem, cu_q: &[u32], cu_k: &[u32]) -> Self {
         let mut sequences = vec![Vec::new(); problem.batch];
         if problem.rows() == 0 || problem.seq_k == 0 {
@@ -40,17 +40,17 @@ impl Sequences {
         Sequences(sequences)
     }
 
-    /// Those of a batch.
+    /// Sequences of a batch.
     fn of(&self, b: usize) -> &[Band] {
         &self.0[b]
     }
 
-    /// What a query of a batch sees; `None` if it belongs to no sequence.
+    /// Band of the sequence that a query belongs to; `None` if it belongs to none.
     pub fn of_query(&self, b: usize, i: usize) -> Option<&Band> {
         self.of(b).iter().find(|band| (band.begin_q..band.end_q).contains(&(i as u32)))
     }
 
-    /// The keys between the first and the last that any of these queries sees.
+    /// Keys from the first to the last that any of these queries sees.
     pub fn keys(&self, b: usize, q_start: usize, rows: usize) -> Range<usize> {
         let seen = self.of(b).iter().map(|band| {
             let keys = (q_start..q_start + rows).map(|i| band.k_blocks(i as u32, 1, 1));
@@ -59,7 +59,7 @@ impl Sequences {
         hull(seen)
     }
 
-    /// The queries between the first and the last that see any of these keys.
+    /// Queries from the first to the last that see any of these keys.
     pub fn queries(&self, b: usize, k_start: usize, cols: usize) -> Range<usize> {
         let seen = self.of(b).iter().map(|band| {
             let queries = (k_start..k_start + cols).map(|j| band.q_blocks(j as u32, 1, 1));
@@ -68,14 +68,14 @@ impl Sequences {
         hull(seen)
     }
 
-    /// Whether each of these queries sees each of these keys.
+    /// Whether every one of these queries sees every one of these keys.
     pub fn fully_visible(&self, b: usize, q_start: usize, k_start: usize, rows: usize, cols: usize) -> bool {
         let [q_start, k_start, rows, cols] = [q_start, k_start, rows, cols].map(|n| n as u32);
         self.of(b).iter().any(|band| band.fully_visible(q_start, k_start, rows, cols))
     }
 }
 
-/// From the first to the last of what is not empty.
+/// Smallest range that contains all ranges that are not empty.
 fn hull(ranges: impl Iterator<Item = Range<usize>>) -> Range<usize> {
     let some = ranges.filter(|range| !range.is_empty());
     some.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0)

@@ -1,4 +1,4 @@
-//! One tile of scores: `TILE_Q` queries of one head by `TILE_K` keys.
+//! A tile of scores: `TILE_Q` queries of one head by `TILE_K` keys.
 
 use super::blocks::States;
 use super::math::{self, vectorized};
@@ -13,48 +13,48 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Queries a tile. Scores, keys and values of a tile stay in a core's own cache, and products are long enough for the
-/// matrix routine to reach its speed.
+/// Queries in a tile. The scores, keys and values of a tile fit a core's private cache, and its products are large enough for the matrix
+/// routine to reach full speed.
 pub const TILE_Q: usize = 64;
-/// Keys a tile.
+/// Keys in a tile.
 pub const TILE_K: usize = 128;
 
-/// Where a tile lies.
+/// Position and size of a tile.
 #[derive(Clone, Copy)]
 pub struct Tile {
     pub b: usize,
-    /// The head of q.
+    /// Query head.
     pub h: usize,
     pub q_start: usize,
-    /// Its queries: `TILE_Q`, or what is left of them.
+    /// Number of queries: `TILE_Q`, or fewer in the last block.
     pub rows: usize,
     pub k_start: usize,
-    /// Its keys.
+    /// Number of keys: `TILE_K`, or fewer in the last block.
     pub cols: usize,
 }
 
-/// The buffers of a thread, each as large as a tile.
+/// Buffers of a thread, each of the size of a tile.
 #[derive(Default)]
 pub struct Scratch {
     /// Scores, then probabilities.
     pub p: Vec<f32>,
     /// Gradients of probabilities, then of scores.
     pub ds: Vec<f32>,
-    /// Scores before the function, where there is one.
+    /// Scores before the score function, if there is one.
     pub t: Vec<f32>,
-    /// The derivative of the softcap.
+    /// Derivative of the softcap.
     pub slope: Vec<f32>,
-    /// Which weights dropout keeps, where there is any.
+    /// Which weights dropout keeps, if there is dropout.
     pub kept: Vec<bool>,
 }
 
 impl Scratch {
-    /// The most that a thread may need.
+    /// Upper bound on a thread's scratch size, in f32.
     pub const LEN: usize = 4 * TILE_Q * TILE_K + TILE_Q * TILE_K / size_of::<f32>();
 
     fn new(problem: &AttentionProblem) -> Self {
         let tile = || vec![0.0; problem.seq_q.min(TILE_Q) * problem.seq_k.min(TILE_K)];
-        // The forward leaves `ds` untouched, and so the pages of it.
+        // The forward does not touch `ds`, so its pages are not allocated.
         let drops = problem.options.dropout > 0.0;
         Scratch {
             p: tile(),
@@ -66,7 +66,7 @@ impl Scratch {
     }
 }
 
-/// A tensor of the shape of the scores, each dimension possibly 1, read without being expanded.
+/// A tensor that broadcasts to the shape of the scores and is read without being expanded.
 pub struct Broadcast<'a, T> {
     data: &'a [T],
     start: usize,
@@ -79,27 +79,27 @@ impl<'a, T: Copy> Broadcast<'a, T> {
         Broadcast { data, start: layout.start_offset(), strides: std::array::from_fn(stride) }
     }
 
-    /// Where the number that belongs to a score lies.
+    /// Index of the element that belongs to a score.
     #[inline(always)]
     fn index(&self, at: [usize; 4]) -> usize {
         let offset: isize = at.iter().zip(self.strides).map(|(n, stride)| *n as isize * stride).sum();
         self.start.wrapping_add_signed(offset)
     }
 
-    /// The number that belongs to a score.
+    /// Element that belongs to a score.
     #[inline(always)]
     pub fn at(&self, at: [usize; 4]) -> T {
         self.data[self.index(at)]
     }
 
-    /// Applies `f` to each number of `row` and the one that belongs to it, where `row` starts at that index.
+    /// Applies `f` to each number of `row` and the element that belongs to it. `at` is the position of the row's first number.
     #[inline(always)]
     fn zip(&self, at: [usize; 4], row: &mut [f32], f: impl Fn(&mut f32, T)) {
         let first = self.index(at);
         match self.strides[3] {
             1 => row.iter_mut().zip(&self.data[first..]).for_each(|(x, y)| f(x, *y)),
             0 => row.iter_mut().for_each(|x| f(x, self.data[first])),
-            // Negative ones too: Flex flips without copying.
+            // Strides may be negative: Flex flips without copying.
             stride => {
                 let index = |n: usize| first.wrapping_add_signed(n as isize * stride);
                 row.iter_mut().enumerate().for_each(|(n, x)| f(x, self.data[index(n)]));
@@ -115,36 +115,44 @@ pub enum Bias<'a> {
     BF16(Broadcast<'a, bf16>),
 }
 
-/// What a function reads.
+/// Tensors that a function reads.
 pub type Tables<'a> = [Option<Broadcast<'a, f32>>; TENSORS];
 
-/// What functions read.
+/// Tensors that the score function and `mask_mod` read.
+#[derive(Default)]
 pub struct Functions<'a> {
     pub of_score: Tables<'a>,
     pub of_mask: Tables<'a>,
 }
 
+/// What an attention call may have beside `q`, `k` and `v`.
+#[derive(Default)]
+pub struct Optional<'a> {
+    pub mask: Option<Broadcast<'a, u8>>,
+    pub bias: Option<Bias<'a>>,
+    pub heads: Heads<'a>,
+    pub functions: Functions<'a>,
+    /// Seed of dropout.
+    pub seed: Option<[u32; 2]>,
+    /// Bands of several sequences in place of the one of the problem.
+    pub sequences: Option<&'a Sequences>,
+    /// States of the blocks of a block mask.
+    pub states: Option<&'a States>,
+}
+
 /// An attention call.
 pub struct Attention<'a> {
     pub problem: &'a AttentionProblem,
-    /// What positions decide, where there is one sequence in each batch.
+    /// The band, if each batch is one sequence.
     band: Band,
-    /// And where there are several.
-    sequences: Option<&'a Sequences>,
     pub scale: f32,
     q: Rows<'a>,
     k: Rows<'a>,
     v: Rows<'a>,
-    mask: Option<Broadcast<'a, u8>>,
-    bias: Option<Bias<'a>>,
-    heads: Heads<'a>,
-    functions: Functions<'a>,
-    seed: Option<[u32; 2]>,
-    /// Of blocks, if there is a mask of them.
-    states: Option<&'a States>,
+    optional: Optional<'a>,
 }
 
-/// What each head has of its own.
+/// Values for each head.
 #[derive(Clone, Copy, Default)]
 pub struct Heads<'a> {
     /// `[batch | 1, num_heads_q]`.
@@ -154,72 +162,55 @@ pub struct Heads<'a> {
 }
 
 impl<'a> Attention<'a> {
-    #[allow(clippy::too_many_arguments, reason = "what a call has")]
-    pub fn new(
-        problem: &'a AttentionProblem,
-        [q, k, v]: [&'a [f32]; 3],
-        mask: Option<Broadcast<'a, u8>>,
-        bias: Option<Bias<'a>>,
-        heads: Heads<'a>,
-        functions: Functions<'a>,
-        seed: Option<[u32; 2]>,
-        sequences: Option<&'a Sequences>,
-        states: Option<&'a States>,
-    ) -> Self {
+    pub fn new(problem: &'a AttentionProblem, [q, k, v]: [&'a [f32]; 3], optional: Optional<'a>) -> Self {
         Attention {
             problem,
             band: problem.band(),
-            sequences,
             scale: problem.softmax_scale(),
             q: Rows::new(q, problem.q_shape()),
             k: Rows::new(k, problem.k_shape()),
             v: Rows::new(v, problem.v_shape()),
-            mask,
-            bias,
-            heads,
-            functions,
-            seed,
-            states,
+            optional,
         }
     }
 
-    /// The sink of a head, −∞ if there is none.
+    /// Sink of a head; −∞ if there is none.
     pub fn sink(&self, h: usize) -> f32 {
-        self.heads.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[h])
+        self.optional.heads.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[h])
     }
 
-    /// Where a head's slope lies, of that shape.
+    /// Index of a head's slope in slopes of this shape.
     pub fn slope_index(&self, [batch, heads]: [usize; 2], b: usize, h: usize) -> usize {
         (if batch == 1 { 0 } else { b }) * heads + h
     }
 
-    /// What a query of a batch sees; `None` if it belongs to no sequence.
+    /// Band of the sequence that a query belongs to; `None` if it belongs to none.
     fn band_of(&self, b: usize, i: usize) -> Option<&Band> {
-        self.sequences.map_or(Some(&self.band), |sequences| sequences.of_query(b, i))
+        self.optional.sequences.map_or(Some(&self.band), |sequences| sequences.of_query(b, i))
     }
 
-    /// How far a query is from a key, which stands for `−|i − j|`, as the derivative of a score by its slope.
+    /// Derivative of a score by its slope: the negated distance between query and key.
     pub fn distance(&self, b: usize, i: usize, j: usize) -> f32 {
         self.band_of(b, i).map_or(0.0, |band| -band.offset(i as u32, j as u32).abs() as f32)
     }
 
     /// Scale applied to sums of kept probabilities.
     pub fn factor(&self) -> f32 {
-        self.seed.map_or(1.0, |_| dropout::factor(self.problem.options.dropout))
+        self.optional.seed.map_or(1.0, |_| dropout::factor(self.problem.options.dropout))
     }
 
-    /// Which weights of a tile are kept; none is dropped if that is `None`.
+    /// Which weights of a tile are kept; `None` if there is no dropout.
     pub fn kept<'s>(&self, tile: Tile, kept: &'s mut [bool]) -> Option<&'s [bool]> {
-        let seed = self.seed?;
+        let seed = self.optional.seed?;
         let kept = &mut kept[..tile.rows * tile.cols];
         for (i, row) in kept.chunks_exact_mut(tile.cols).enumerate() {
-            // Draws of one of several sequences are those of its number, and count from where it begins.
+            // In packed or padded sequences, draws depend on the number of the sequence and on positions within it.
             let i = tile.q_start + i;
-            let band = self.band_of(tile.b, i).filter(|_| self.sequences.is_some());
+            let band = self.band_of(tile.b, i).filter(|_| self.optional.sequences.is_some());
             let [sequence, first_q, first_k] =
                 band.map_or([tile.b, 0, 0], |band| [band.sequence, band.begin_q, band.begin_k].map(|n| n as usize));
             for (j, kept) in row.iter_mut().enumerate() {
-                // Of what it does not see nothing is left in any case.
+                // Keys before the sequence are hidden in any case.
                 let Some(j) = (tile.k_start + j).checked_sub(first_k) else { continue };
                 let at = [sequence, tile.h, i - first_q, j].map(|n| n as u32);
                 *kept = dropout::keeps(seed, self.problem.options.dropout, at);
@@ -228,27 +219,27 @@ impl<'a> Attention<'a> {
         Some(kept)
     }
 
-    /// The tile at that block of queries and keys.
+    /// The tile of this block of queries and this block of keys.
     pub fn tile(&self, b: usize, h: usize, q_block: usize, k_block: usize) -> Tile {
         let (q_start, k_start) = (q_block * TILE_Q, k_block * TILE_K);
         let (rows, cols) = (self.problem.seq_q - q_start, self.problem.seq_k - k_start);
         Tile { b, h, q_start, rows: rows.min(TILE_Q), k_start, cols: cols.min(TILE_K) }
     }
 
-    /// The state of the block that a tile belongs to: without a mask of blocks, mask and function decide.
+    /// State of the block that contains a tile. Without a block mask, mask and `mask_mod` are always evaluated.
     fn state(&self, tile: Tile) -> u32 {
-        self.states.map_or(PARTIAL, |states| states.of(tile))
+        self.optional.states.map_or(PARTIAL, |states| states.of(tile))
     }
 
-    /// The blocks of keys that a block of queries of a head sees anything of.
+    /// Blocks of keys that a block of queries of a head sees.
     pub fn k_blocks(&self, b: usize, h: usize, q_block: usize) -> impl Iterator<Item = usize> {
         let seen = self.k_blocks_in_band(b, q_block);
         seen.filter(move |k_block| self.state(self.tile(b, h, q_block, *k_block)) != EMPTY)
     }
 
-    /// Those that positions let it see.
+    /// Blocks of keys that the band lets a block of queries see.
     fn k_blocks_in_band(&self, b: usize, q_block: usize) -> Range<usize> {
-        if let Some(sequences) = self.sequences {
+        if let Some(sequences) = self.optional.sequences {
             let keys = sequences.keys(b, q_block * TILE_Q, TILE_Q);
             return keys.start / TILE_K..keys.end.div_ceil(TILE_K);
         }
@@ -256,15 +247,15 @@ impl<'a> Attention<'a> {
         blocks.start as usize..blocks.end as usize
     }
 
-    /// The blocks of queries of a head that see anything of a block of keys.
+    /// Blocks of queries of a head that see a block of keys.
     pub fn q_blocks(&self, b: usize, h: usize, k_block: usize) -> impl Iterator<Item = usize> {
         let seeing = self.q_blocks_in_band(b, k_block);
         seeing.filter(move |q_block| self.state(self.tile(b, h, *q_block, k_block)) != EMPTY)
     }
 
-    /// Those that positions let see it.
+    /// Blocks of queries that the band lets see a block of keys.
     fn q_blocks_in_band(&self, b: usize, k_block: usize) -> Range<usize> {
-        if let Some(sequences) = self.sequences {
+        if let Some(sequences) = self.optional.sequences {
             let queries = sequences.queries(b, k_block * TILE_K, TILE_K);
             return queries.start / TILE_Q..queries.end.div_ceil(TILE_Q);
         }
@@ -272,7 +263,7 @@ impl<'a> Attention<'a> {
         blocks.start as usize..blocks.end as usize
     }
 
-    /// Runs the tasks, by all threads if they are worth waking.
+    /// Runs the tasks, on all threads if there is enough work for them.
     pub fn for_each<T: Send>(&self, tasks: impl Iterator<Item = T>, run: impl Fn(&mut Scratch, T) + Sync + Send) {
         const WORTH_WAKING: f64 = 1e6;
         if self.problem.forward_flops() < WORTH_WAKING {
@@ -283,7 +274,7 @@ impl<'a> Attention<'a> {
         tasks.into_par_iter().for_each_init(|| Scratch::new(self.problem), run);
     }
 
-    /// Blocks of queries.
+    /// Number of blocks of queries.
     pub fn num_q_blocks(&self) -> usize {
         self.problem.seq_q.div_ceil(TILE_Q)
     }
@@ -300,20 +291,23 @@ impl<'a> Attention<'a> {
         self.v.block(tile.b, tile.h / self.problem.group_size(), tile.k_start, tile.cols)
     }
 
-    /// Whether causality and window hide nothing of a tile.
+    /// Whether the band hides nothing of a tile.
     fn in_band(&self, tile: Tile) -> bool {
         let Tile { b, q_start, rows, k_start, cols, .. } = tile;
-        match self.sequences {
+        match self.optional.sequences {
             Some(sequences) => sequences.fully_visible(b, q_start, k_start, rows, cols),
             None => self.band.fully_visible(q_start as u32, k_start as u32, rows as u32, cols as u32),
         }
     }
 
-    /// `c += scale · weights · block`, where the weights belong to the pairs of a tile. A weight of exactly 0, which is
-    /// what hidden pairs have, takes nothing from its row, not even NaN.
+    /// `c += scale · weights · block`, with a weight for each pair of the tile. A weight of exactly 0, which hidden pairs have, adds
+    /// nothing of its row, not even a NaN.
     pub fn accumulate(&self, tile: Tile, c: &mut [f32], scale: f32, weights: Matrix, block: Block) {
         let AttentionOptions { score_mod, mask_mod, .. } = self.problem.options;
-        let hides = self.mask.is_some() || self.bias.is_some() || self.seed.is_some() || !self.in_band(tile);
+        let hides = self.optional.mask.is_some()
+            || self.optional.bias.is_some()
+            || self.optional.seed.is_some()
+            || !self.in_band(tile);
         let hides = hides || score_mod.is_some() || mask_mod.is_some();
         if !hides
             || vectorized(
@@ -323,7 +317,7 @@ impl<'a> Attention<'a> {
         {
             return multiply(c, true, scale, weights, block.matrix());
         }
-        // All others must get the same bits as if these rows were numbers.
+        // The other rows must get the same bits as if these rows were finite.
         let mut numbers = block.data.to_vec();
         for row in numbers.chunks_exact_mut(block.dim).filter(|row| !math::all_finite(row)) {
             row.fill(0.0);
@@ -340,7 +334,8 @@ impl<'a> Attention<'a> {
         }
     }
 
-    /// Hands `f` each pair of a tile that positions let see each other: its place there, as functions know it, and what they read.
+    /// Calls `f` for each pair of a tile within the band, with the pair's index in the tile, the pair as functions see it, and the values
+    /// of `tables`.
     fn for_pairs(&self, tile: Tile, tables: &Tables, mut f: impl FnMut(usize, Pair, Values)) {
         let Tile { b, h, q_start, rows, k_start, cols } = tile;
         for i in 0..rows {
@@ -358,19 +353,19 @@ impl<'a> Attention<'a> {
         }
     }
 
-    /// Multiplies what a tile has for each pair by a derivative of what the function makes of its score `t`, if there is one. What is 0
+    /// Multiplies the value of each pair by a derivative of the score function at its score `t`, if there is a score function. A value of 0
     /// stays 0, whatever the derivative.
     pub fn times_partial(&self, tile: Tile, t: &[f32], ds: &mut [f32], of: fn(Partials) -> f32) {
         let Some(function) = self.problem.options.score_mod else { return };
-        self.for_pairs(tile, &self.functions.of_score, |n, pair, values| {
+        self.for_pairs(tile, &self.optional.functions.of_score, |n, pair, values| {
             if ds[n] != 0.0 {
                 ds[n] *= of(function.backward(t[n], pair, values));
             }
         });
     }
 
-    /// The scores of a tile, −∞ where hidden, into `s [rows, cols]`, the derivative of the softcap into `slope`, and into `t` what they
-    /// are before the function, if there is one.
+    /// Computes the scores of a tile into `s [rows, cols]`, −∞ where hidden; the derivative of the softcap into `slope`; and the scores
+    /// before the score function into `t`, if there is one.
     pub fn scores(&self, tile: Tile, s: &mut [f32], t: &mut [f32], slope: &mut [f32]) {
         let Tile { b, h, q_start, rows, k_start, cols } = tile;
         let s = &mut s[..rows * cols];
@@ -390,31 +385,31 @@ impl<'a> Attention<'a> {
         if let Some(function) = self.problem.options.score_mod {
             t[..s.len()].copy_from_slice(s);
             let made = |n: usize, pair, values| s[n] = function.score(s[n], pair, values);
-            self.for_pairs(tile, &self.functions.of_score, made);
+            self.for_pairs(tile, &self.optional.functions.of_score, made);
         }
         let rows_of = |s: &mut [f32], f: &dyn Fn([usize; 4], &mut [f32])| {
             s.chunks_exact_mut(cols).enumerate().for_each(|(i, row)| f([b, h, q_start + i, k_start], row));
         };
-        // Bias before hiding, so that a NaN in a bias cannot get past −∞.
-        match &self.bias {
+        // The bias is added before hiding, so that a NaN in it cannot replace −∞.
+        match &self.optional.bias {
             None => {}
             Some(Bias::F32(bias)) => rows_of(s, &|at, row| bias.zip(at, row, |s, bias| *s += bias)),
             Some(Bias::F16(bias)) => rows_of(s, &|at, row| bias.zip(at, row, |s, bias| *s += bias.to_f32())),
             Some(Bias::BF16(bias)) => rows_of(s, &|at, row| bias.zip(at, row, |s, bias| *s += bias.to_f32())),
         }
-        if let Some((shape, slopes)) = self.problem.alibi_slopes.zip(self.heads.slopes) {
+        if let Some((shape, slopes)) = self.problem.alibi_slopes.zip(self.optional.heads.slopes) {
             let slope = slopes[self.slope_index(shape, b, h)];
             rows_of(s, &|[_, _, i, j], row| {
                 row.iter_mut().enumerate().for_each(|(n, s)| *s += slope * self.distance(b, i, j + n));
             });
         }
         let masked = self.state(tile) == PARTIAL;
-        if let Some(mask) = self.mask.as_ref().filter(|_| masked) {
+        if let Some(mask) = self.optional.mask.as_ref().filter(|_| masked) {
             let hide = |s: &mut f32, hidden| *s = if hidden != 0 { f32::NEG_INFINITY } else { *s };
             rows_of(s, &|at, row| mask.zip(at, row, hide));
         }
         if let Some(function) = self.problem.options.mask_mod.filter(|_| masked) {
-            self.for_pairs(tile, &self.functions.of_mask, |n, pair, values| {
+            self.for_pairs(tile, &self.optional.functions.of_mask, |n, pair, values| {
                 if !function.sees(pair, values) {
                     s[n] = f32::NEG_INFINITY;
                 }

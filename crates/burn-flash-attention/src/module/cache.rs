@@ -1,4 +1,4 @@
-//! What decoding keeps: keys and values of a layer, and the output so far.
+//! Caches for decoding: keys and values of a layer, and the output so far.
 
 use super::agree;
 use burn::tensor::Tensor;
@@ -9,7 +9,7 @@ use flash_attention_kernels::AttentionError;
 pub(super) struct KeysValues(Option<(Tensor<4>, Tensor<4>)>);
 
 impl KeysValues {
-    /// Adds those of further positions, and returns all.
+    /// Appends keys and values of new positions, and returns all.
     pub fn grown(&mut self, key: Tensor<4>, value: Tensor<4>) -> (Tensor<4>, Tensor<4>) {
         let all = match self.0.take() {
             Some((keys, values)) => (Tensor::cat(vec![keys, key], 2), Tensor::cat(vec![values, value], 2)),
@@ -18,32 +18,32 @@ impl KeysValues {
         self.0.insert(all).clone()
     }
 
-    /// Those of a memory that never changes, computed once.
+    /// Keys and values of a constant memory, computed at the first call.
     pub fn fixed(&mut self, compute: impl FnOnce() -> (Tensor<4>, Tensor<4>)) -> (Tensor<4>, Tensor<4>) {
         self.0.get_or_insert_with(compute).clone()
     }
 
-    /// How many positions there are.
+    /// Number of positions.
     pub fn len(&self) -> usize {
         self.0.as_ref().map_or(0, |(keys, _)| keys.dims()[2])
     }
 }
 
-/// The output `[batch, seq, d_model]` of the positions so far.
+/// Output `[batch, seq, d_model]` of the positions so far.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Outputs(Option<Tensor<3>>);
 
 impl Outputs {
-    /// How many positions there are.
+    /// Number of positions.
     pub fn len(&self) -> usize {
         self.0.as_ref().map_or(0, |outputs| outputs.dims()[1])
     }
 
-    /// What of a prefix is new: all of it at first, its last position afterwards.
+    /// The new part of a prefix: the whole prefix at the first call, its last position afterwards.
     ///
     /// # Errors
     ///
-    /// Where the prefix has not grown by one position since.
+    /// If the prefix is not one position longer than the cached one.
     pub fn news(&self, argument: &'static str, prefix: Tensor<3>) -> Result<Tensor<3>, AttentionError> {
         match self.len() {
             0 => Ok(prefix),
@@ -54,7 +54,7 @@ impl Outputs {
         }
     }
 
-    /// Adds what became of the new positions, and returns the whole prefix.
+    /// Appends the output of the new positions, and returns the output of the whole prefix.
     pub fn grown(&mut self, new: Tensor<3>) -> Tensor<3> {
         let all = match self.0.take() {
             Some(outputs) => Tensor::cat(vec![outputs, new], 1),
@@ -64,7 +64,7 @@ impl Outputs {
     }
 }
 
-/// Cache of a [`FlashMultiHeadAttention`](crate::FlashMultiHeadAttention) for decoding: burn-nn's `MhaCache`.
+/// Cache of a [`FlashMultiHeadAttention`](crate::FlashMultiHeadAttention) for decoding; burn-nn's is `MhaCache`.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -99,7 +99,7 @@ impl FlashMhaCache {
         FlashMhaCache { memory: KeysValues::default(), outputs: Outputs::default(), fixed: false }
     }
 
-    /// A cache for cross-attention: keys and values are those of the first call.
+    /// A cache for cross-attention: keys and values of the first call are kept.
     ///
     /// ```
     /// let cache = burn_flash_attention::FlashMhaCache::autoregressive_cross_attention();

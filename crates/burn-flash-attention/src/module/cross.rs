@@ -1,4 +1,4 @@
-//! Cross-attention from one width to another, to be put in the place of burn-nn's.
+//! Cross-attention between different widths, a replacement for burn-nn's.
 
 use super::cache::KeysValues;
 use super::{agree, attend, check_rate, combined, heads, joined, unwrapped};
@@ -9,7 +9,7 @@ use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
 use burn::tensor::{Bool, Device, Tensor};
 use flash_attention_kernels::AttentionError;
 
-/// The score of a hidden key in burn-nn's module: no weight is left at it in any element type.
+/// Score of hidden keys in burn-nn's module. It leaves them a weight of 0 in every element type.
 const MIN_FLOAT: f64 = -1.0e4;
 
 /// Configuration of a [`FlashCrossAttention`].
@@ -24,21 +24,21 @@ const MIN_FLOAT: f64 = -1.0e4;
 #[derive(Config, Debug)]
 #[non_exhaustive]
 pub struct FlashCrossAttentionConfig {
-    /// The size of each vector of the queries.
+    /// Size of each query vector.
     pub d_model: usize,
-    /// The size of each vector of the context.
+    /// Size of each context vector.
     pub d_context: usize,
-    /// The number of heads of q.
+    /// Number of query heads.
     pub n_heads: usize,
-    /// The number of heads of k and v; divides `n_heads`.
+    /// Number of key/value heads; divides `n_heads`.
     pub n_heads_kv: usize,
-    /// The size of a query and of a key.
+    /// Size of a head's query and key vectors.
     pub d_head: usize,
     /// Dropout of the attention weights in training. Default: 0.1
     #[config(default = 0.1)]
     pub dropout: f64,
-    /// In burn-nn the score of a hidden key. Hidden keys weigh nothing here, which a score as low as the default says, too; higher
-    /// ones are refused. Default: -1.0e4
+    /// Score of hidden keys in burn-nn. Here hidden keys always have weight 0, which is equivalent to a score of at most the default;
+    /// higher values are refused. Default: -1.0e4
     #[config(default = -1.0e4)]
     pub min_float: f64,
     /// Adds 1 to the denominator of the softmax, so that a head may attend to nothing. Default: false
@@ -46,11 +46,11 @@ pub struct FlashCrossAttentionConfig {
     pub quiet_softmax: bool,
 }
 
-/// Attention of queries over a context of another width, with heads of k and v that may be fewer than those of q.
+/// Attention of queries to a context of another width, with possibly fewer key/value heads than query heads.
 ///
-/// Parameters have the names and shapes of burn-nn's `CrossAttention`, so that its records load. What differs: heads are not
-/// repeated, no matrix of weights is formed, dropout draws other numbers, and where a context is hidden entirely the result is that
-/// of a context of zeros (burn-nn takes the mean of what is hidden).
+/// Parameters have the names and shapes of burn-nn's `CrossAttention`, so that its records load. Differences: key/value heads are not
+/// repeated, no attention matrix is formed, and dropout has another random stream. Where a context is hidden entirely, attention gives
+/// zeros (burn-nn gives the mean of the hidden values).
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -72,19 +72,19 @@ pub struct FlashCrossAttention {
     pub value: Linear,
     /// `n_heads · d_head` to `d_model`.
     pub output: Linear,
-    /// Drops attention weights in training.
+    /// Dropout of attention weights in training.
     pub dropout: Dropout,
-    /// The number of heads of q.
+    /// Number of query heads.
     pub n_heads: usize,
-    /// The number of heads of k and v.
+    /// Number of key/value heads.
     pub n_heads_kv: usize,
-    /// The size of a query and of a key.
+    /// Size of a head's query and key vectors.
     pub d_head: usize,
-    /// Whether the denominator of the softmax is 1 more.
+    /// Whether 1 is added to the denominator of the softmax.
     pub quiet_softmax: bool,
 }
 
-/// Cache of a [`FlashCrossAttention`] whose context stays the same: its keys and values.
+/// Cache of a [`FlashCrossAttention`] for a constant context: its keys and values.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -116,7 +116,7 @@ impl FlashCrossAttentionCache {
 }
 
 impl FlashCrossAttentionConfig {
-    /// A module with new parameters.
+    /// Creates a module with new parameters.
     ///
     /// # Panics
     ///
@@ -133,8 +133,8 @@ impl FlashCrossAttentionConfig {
         unwrapped(self.try_init(device))
     }
 
-    /// A module with new parameters, or why there can be none: heads that do not divide, a rate that is none, a `min_float` that
-    /// hides nothing.
+    /// Creates a module with new parameters, or returns an error: for heads that do not divide, an invalid dropout rate, or a `min_float`
+    /// too high to hide keys.
     ///
     /// # Errors
     ///
@@ -185,7 +185,7 @@ impl FlashCrossAttentionConfig {
 }
 
 impl FlashCrossAttention {
-    /// Attends from `query [batch, seq_q, d_model]` to `context [batch, seq_k, d_context]`; `mask [batch, seq_k]`, true hides a
+    /// Attends from `query [batch, seq_q, d_model]` to `context [batch, seq_k, d_context]`. `mask` is `[batch, seq_k]`; `true` hides a
     /// position of the context. Returns `[batch, seq_q, d_model]`.
     ///
     /// # Panics
@@ -208,7 +208,7 @@ impl FlashCrossAttention {
         unwrapped(self.try_forward(query, context, mask))
     }
 
-    /// [`forward`](Self::forward), or why it cannot be done.
+    /// [`forward`](Self::forward) that returns an error instead of panicking.
     ///
     /// # Errors
     ///
@@ -233,7 +233,7 @@ impl FlashCrossAttention {
         self.try_forward_cache(query, context, mask, &mut FlashCrossAttentionCache::new())
     }
 
-    /// [`forward`](Self::forward) over the context of the first call with this cache, whose keys and values are kept.
+    /// [`forward`](Self::forward) over the context of the first call with this cache, whose keys and values the cache keeps.
     ///
     /// # Panics
     ///
@@ -262,12 +262,12 @@ impl FlashCrossAttention {
         unwrapped(self.try_forward_cache(query, context, mask, cache))
     }
 
-    /// [`forward_cache`](Self::forward_cache), or why it cannot be done.
+    /// [`forward_cache`](Self::forward_cache) that returns an error instead of panicking.
     ///
     /// # Errors
     ///
-    /// An [`AttentionError`] that names the argument at fault and its value: those of [`try_forward`](Self::try_forward), and a
-    /// context of another length than the first.
+    /// An [`AttentionError`] that names the argument at fault and its value: the errors of [`try_forward`](Self::try_forward), and a
+    /// context whose length differs from the first call's.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {

@@ -1,4 +1,4 @@
-//! The transformer's decoder, to be put in the place of burn-nn's.
+//! Transformer decoder, a replacement for burn-nn's.
 
 mod input;
 
@@ -33,22 +33,22 @@ use flash_attention_kernels::AttentionError;
 #[derive(Config, Debug)]
 #[non_exhaustive]
 pub struct FlashTransformerDecoderConfig {
-    /// The size of each vector that comes in and goes out.
+    /// Size of each input and output vector.
     pub d_model: usize,
-    /// The size of the position-wise feed-forward network.
+    /// Size of the position-wise feed-forward network.
     pub d_ff: usize,
-    /// The number of attention heads.
+    /// Number of attention heads.
     pub n_heads: usize,
-    /// The number of layers.
+    /// Number of layers.
     pub n_layers: usize,
-    /// Dropout in training of residuals, in the feed-forward network and, unless `attention_dropout` says otherwise, of attention
-    /// weights. Default: 0.1
+    /// Dropout rate in training, of residuals, the feed-forward network and, unless `attention_dropout` is set, attention weights. Default:
+    /// 0.1
     #[config(default = 0.1)]
     pub dropout: f64,
-    /// Dropout of the attention weights in training. Default: as `dropout`
+    /// Dropout rate of attention weights in training. Default: `dropout`
     #[config(default = "None")]
     pub attention_dropout: Option<f64>,
-    /// Whether layers are normalized before, and not after, each of their parts. Default: false
+    /// Whether layer normalization comes before each sublayer instead of after it. Default: false
     #[config(default = false)]
     pub norm_first: bool,
     /// Adds 1 to the denominator of the softmax, so that a head may attend to nothing. Default: false
@@ -57,18 +57,18 @@ pub struct FlashTransformerDecoderConfig {
     /// Hides positions of the target that come after the query, without a mask. Default: false
     #[config(default = false)]
     pub causal: bool,
-    /// How parameters are initialized.
+    /// Initializer of the parameters.
     #[config(default = "Initializer::KaimingUniform{gain:1.0/f64::sqrt(3.0), fan_out_only:false}")]
     pub initializer: Initializer,
-    /// The activation of the feed-forward network. Default: GELU
+    /// Activation of the feed-forward network. Default: GELU
     #[config(default = "ActivationConfig::Gelu")]
     pub activation: ActivationConfig,
-    /// What layer normalization adds to the variance. Default: 1e-5
+    /// Epsilon of layer normalization, added to the variance. Default: 1e-5
     #[config(default = 1e-5)]
     pub layer_norm_eps: f64,
 }
 
-/// The decoder of a transformer (Attention Is All You Need, arXiv:1706.03762, section 3.1) over this attention.
+/// Transformer decoder (Attention Is All You Need, arXiv:1706.03762, section 3.1) with FlashAttention.
 ///
 /// Parameters have the names and shapes of burn-nn's `TransformerDecoder`, so that its records load.
 ///
@@ -87,19 +87,19 @@ pub struct FlashTransformerDecoderConfig {
 pub struct FlashTransformerDecoder {
     /// The layers.
     pub layers: Vec<FlashTransformerDecoderLayer>,
-    /// The size of each vector that comes in and goes out.
+    /// Size of each input and output vector.
     pub d_model: usize,
-    /// The size of the position-wise feed-forward network.
+    /// Size of the position-wise feed-forward network.
     pub d_ff: usize,
-    /// The number of attention heads.
+    /// Number of attention heads.
     pub n_heads: usize,
-    /// The number of layers.
+    /// Number of layers.
     pub n_layers: usize,
-    /// The rate of dropout.
+    /// Dropout rate.
     pub dropout: f64,
-    /// Whether layers are normalized before each of their parts.
+    /// Whether layer normalization comes before each sublayer.
     pub norm_first: bool,
-    /// Whether the denominator of the softmax is 1 more.
+    /// Whether 1 is added to the denominator of the softmax.
     pub quiet_softmax: bool,
 }
 
@@ -133,9 +133,9 @@ impl ModuleDisplay for FlashTransformerDecoder {
 /// ```
 #[derive(Module, Debug)]
 pub struct FlashTransformerDecoderLayer {
-    /// From the target to the memory.
+    /// Attention from the target to the memory.
     pub cross_attn: FlashMultiHeadAttention,
-    /// Within the target.
+    /// Attention within the target.
     pub self_attn: FlashMultiHeadAttention,
     /// The position-wise feed-forward network.
     pub pwff: PositionWiseFeedForward,
@@ -145,9 +145,9 @@ pub struct FlashTransformerDecoderLayer {
     pub norm_2: LayerNorm,
     /// Normalizes before self-attention, or after the feed-forward network.
     pub norm_3: LayerNorm,
-    /// Of the residuals.
+    /// Dropout of the residuals.
     pub dropout: Dropout,
-    /// Whether normalization comes first.
+    /// Whether normalization comes before each sublayer.
     pub norm_first: bool,
 }
 
@@ -172,7 +172,7 @@ struct LayerCache {
     memory: KeysValues,
 }
 
-/// How the positions of a step attend; masks have a row for each of them.
+/// Attention options for the positions of a step. Masks have a row for each of these positions.
 #[derive(Clone)]
 struct Options {
     target: FlashAttentionOptions,
@@ -180,7 +180,7 @@ struct Options {
 }
 
 impl FlashTransformerDecoderConfig {
-    /// A module with new parameters.
+    /// Creates a module with new parameters.
     ///
     /// # Panics
     ///
@@ -197,7 +197,7 @@ impl FlashTransformerDecoderConfig {
         unwrapped(self.try_init(device))
     }
 
-    /// A module with new parameters, or why there can be none: heads that do not divide, a rate that is none.
+    /// Creates a module with new parameters, or returns an error: for heads that do not divide, or an invalid dropout rate.
     ///
     /// # Errors
     ///
@@ -251,7 +251,7 @@ impl FlashTransformerDecoderConfig {
 }
 
 impl FlashTransformerDecoder {
-    /// Decodes: `[batch, seq_q, d_model]`.
+    /// Decodes the target. Returns `[batch, seq_q, d_model]`.
     ///
     /// # Panics
     ///
@@ -272,12 +272,12 @@ impl FlashTransformerDecoder {
         unwrapped(self.try_forward(input))
     }
 
-    /// [`forward`](Self::forward), or why it cannot be done.
+    /// [`forward`](Self::forward) that returns an error instead of panicking.
     ///
     /// # Errors
     ///
-    /// An [`AttentionError`] that names the argument at fault and its value; the target is its attentions' `query`, the memory
-    /// cross-attention's `key`.
+    /// An [`AttentionError`] that names the argument at fault and its value. The target is called `query`, and the memory is the `key` of
+    /// cross-attention.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -299,9 +299,10 @@ impl FlashTransformerDecoder {
         self.layers.iter().try_fold(input.target, step)
     }
 
-    /// Decodes step by step: each call is given the whole target so far, of which the first is computed and afterwards the last
-    /// position alone, and returns what the whole target became. The memory is that of the first call. Exact where later positions
-    /// of the target are hidden from earlier ones: with [`causal`](FlashTransformerDecoderConfig::causal), or a mask.
+    /// Decodes step by step. Each call receives the whole target so far and returns the output for all of it. The first call computes the
+    /// whole target, later calls its last position only. The memory of the first call is kept. The result equals
+    /// [`forward`](Self::forward)'s if later positions of the target are hidden from earlier ones, by
+    /// [`causal`](FlashTransformerDecoderConfig::causal) or by a mask.
     ///
     /// # Panics
     ///
@@ -331,12 +332,12 @@ impl FlashTransformerDecoder {
         unwrapped(self.try_forward_autoregressive_inference(input, cache))
     }
 
-    /// [`forward_autoregressive_inference`](Self::forward_autoregressive_inference), or why it cannot be done.
+    /// [`forward_autoregressive_inference`](Self::forward_autoregressive_inference) that returns an error instead of panicking.
     ///
     /// # Errors
     ///
-    /// Those of [`try_forward`](Self::try_forward), targets that have not grown by one position, options that count positions from the
-    /// first one, and options of the memory that count them from the last one.
+    /// The errors of [`try_forward`](Self::try_forward); targets that are not one position longer than in the previous call; options that
+    /// count positions from the first one; and options of the memory that count positions from the last one.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -367,7 +368,7 @@ impl FlashTransformerDecoder {
         Ok(cache.outputs.grown(x))
     }
 
-    /// An empty cache.
+    /// Creates an empty cache.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -380,7 +381,7 @@ impl FlashTransformerDecoder {
         FlashTransformerDecoderAutoregressiveCache { layers, outputs: Outputs::default() }
     }
 
-    /// Checks the input against each layer, before any has run.
+    /// Checks the input against every layer before any layer runs.
     fn check(&self, input: &FlashTransformerDecoderInput) -> Result<(), AttentionError> {
         let (target, memory) = (input.target.clone(), input.memory.clone());
         let of_target = FlashMhaInput::self_attn(target.clone());
@@ -396,7 +397,7 @@ impl FlashTransformerDecoder {
     }
 }
 
-/// How positions attend that are new, where so many were decoded.
+/// Attention options for the positions after the first `decoded`.
 fn options(input: &FlashTransformerDecoderInput, decoded: usize) -> Options {
     let (target, memory) = (input.target_options.clone(), input.memory_options.clone());
     Options {
@@ -406,7 +407,7 @@ fn options(input: &FlashTransformerDecoderInput, decoded: usize) -> Options {
 }
 
 impl FlashTransformerDecoderLayer {
-    /// New positions through the layer, over all so far and over the memory.
+    /// Computes the layer for new positions, which attend to all positions so far and to the memory.
     fn step(
         &self,
         x: Tensor<3>,
@@ -431,7 +432,7 @@ impl FlashTransformerDecoderLayer {
     }
 }
 
-/// The same parameters over this attention.
+/// Takes over the parameters of burn-nn's module.
 impl From<TransformerDecoder> for FlashTransformerDecoder {
     fn from(module: TransformerDecoder) -> Self {
         FlashTransformerDecoder {

@@ -1,4 +1,4 @@
-//! The transformer's encoder, to be put in the place of burn-nn's.
+//! Transformer encoder, a replacement for burn-nn's.
 
 use super::cache::{KeysValues, Outputs};
 use super::multi_head::newest;
@@ -29,22 +29,22 @@ use flash_attention_kernels::AttentionError;
 #[derive(Config, Debug)]
 #[non_exhaustive]
 pub struct FlashTransformerEncoderConfig {
-    /// The size of each vector that comes in and goes out.
+    /// Size of each input and output vector.
     pub d_model: usize,
-    /// The size of the position-wise feed-forward network.
+    /// Size of the position-wise feed-forward network.
     pub d_ff: usize,
-    /// The number of attention heads.
+    /// Number of attention heads.
     pub n_heads: usize,
-    /// The number of layers.
+    /// Number of layers.
     pub n_layers: usize,
-    /// Dropout in training of residuals, in the feed-forward network and, unless `attention_dropout` says otherwise, of attention
-    /// weights. Default: 0.1
+    /// Dropout rate in training, of residuals, the feed-forward network and, unless `attention_dropout` is set, attention weights. Default:
+    /// 0.1
     #[config(default = 0.1)]
     pub dropout: f64,
-    /// Dropout of the attention weights in training. Default: as `dropout`
+    /// Dropout rate of attention weights in training. Default: `dropout`
     #[config(default = "None")]
     pub attention_dropout: Option<f64>,
-    /// Whether layers are normalized before, and not after, each of their parts. Default: false
+    /// Whether layer normalization comes before each sublayer instead of after it. Default: false
     #[config(default = false)]
     pub norm_first: bool,
     /// Adds 1 to the denominator of the softmax, so that a head may attend to nothing. Default: false
@@ -53,18 +53,18 @@ pub struct FlashTransformerEncoderConfig {
     /// Hides keys that come after the query, without a mask. Default: false
     #[config(default = false)]
     pub causal: bool,
-    /// How parameters are initialized.
+    /// Initializer of the parameters.
     #[config(default = "Initializer::KaimingUniform{gain:1.0/f64::sqrt(3.0), fan_out_only:false}")]
     pub initializer: Initializer,
-    /// The activation of the feed-forward network. Default: GELU
+    /// Activation of the feed-forward network. Default: GELU
     #[config(default = "ActivationConfig::Gelu")]
     pub activation: ActivationConfig,
-    /// What layer normalization adds to the variance. Default: 1e-5
+    /// Epsilon of layer normalization, added to the variance. Default: 1e-5
     #[config(default = 1e-5)]
     pub layer_norm_eps: f64,
 }
 
-/// The encoder of a transformer (Attention Is All You Need, arXiv:1706.03762, section 3.1) over this attention.
+/// Transformer encoder (Attention Is All You Need, arXiv:1706.03762, section 3.1) with FlashAttention.
 ///
 /// Parameters have the names and shapes of burn-nn's `TransformerEncoder`, so that its records load.
 ///
@@ -83,19 +83,19 @@ pub struct FlashTransformerEncoderConfig {
 pub struct FlashTransformerEncoder {
     /// The layers.
     pub layers: Vec<FlashTransformerEncoderLayer>,
-    /// The size of each vector that comes in and goes out.
+    /// Size of each input and output vector.
     pub d_model: usize,
-    /// The size of the position-wise feed-forward network.
+    /// Size of the position-wise feed-forward network.
     pub d_ff: usize,
-    /// The number of attention heads.
+    /// Number of attention heads.
     pub n_heads: usize,
-    /// The number of layers.
+    /// Number of layers.
     pub n_layers: usize,
-    /// The rate of dropout.
+    /// Dropout rate.
     pub dropout: f64,
-    /// Whether layers are normalized before each of their parts.
+    /// Whether layer normalization comes before each sublayer.
     pub norm_first: bool,
-    /// Whether the denominator of the softmax is 1 more.
+    /// Whether 1 is added to the denominator of the softmax.
     pub quiet_softmax: bool,
 }
 
@@ -133,17 +133,17 @@ pub struct FlashTransformerEncoderLayer {
     pub mha: FlashMultiHeadAttention,
     /// The position-wise feed-forward network.
     pub pwff: PositionWiseFeedForward,
-    /// Normalizes around the feed-forward network.
+    /// Normalizes before or after the feed-forward network.
     pub norm_1: LayerNorm,
-    /// Normalizes around attention.
+    /// Normalizes before or after attention.
     pub norm_2: LayerNorm,
-    /// Of the residuals.
+    /// Dropout of the residuals.
     pub dropout: Dropout,
-    /// Whether normalization comes first.
+    /// Whether normalization comes before each sublayer.
     pub norm_first: bool,
 }
 
-/// What goes into a [`FlashTransformerEncoder`].
+/// Input of a [`FlashTransformerEncoder`].
 ///
 /// ```no_run
 /// use burn::tensor::{Bool, Device, Tensor};
@@ -162,7 +162,7 @@ pub struct FlashTransformerEncoderInput {
 }
 
 impl FlashTransformerEncoderInput {
-    /// Of `[batch, seq, d_model]`.
+    /// Input `[batch, seq, d_model]`.
     ///
     /// ```no_run
     /// use burn::tensor::{Device, Tensor};
@@ -173,7 +173,7 @@ impl FlashTransformerEncoderInput {
         FlashTransformerEncoderInput { tensor, mask_pad: None, mask_attn: None, options: FlashAttentionOptions::new() }
     }
 
-    /// Hides padding: `[batch, seq]`, true hides a position from all.
+    /// Hides padding: `[batch, seq]`, `true` hides a position from all.
     ///
     /// ```no_run
     /// use burn::tensor::{Bool, Device, Tensor};
@@ -188,7 +188,7 @@ impl FlashTransformerEncoderInput {
         self
     }
 
-    /// Hides pairs: `[batch, seq, seq]`, true hides the second position from the first.
+    /// Hides pairs: `[batch, seq, seq]`, `true` hides the second position from the first.
     ///
     /// ```no_run
     /// use burn::nn::attention::generate_autoregressive_mask;
@@ -204,7 +204,7 @@ impl FlashTransformerEncoderInput {
         self
     }
 
-    /// How each layer attends, as [`FlashMhaInput::options`](crate::FlashMhaInput::options) says.
+    /// Sets the attention options of every layer; see [`FlashMhaInput::options`](crate::FlashMhaInput::options).
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -241,7 +241,7 @@ pub struct FlashTransformerEncoderAutoregressiveCache {
 }
 
 impl FlashTransformerEncoderConfig {
-    /// A module with new parameters.
+    /// Creates a module with new parameters.
     ///
     /// # Panics
     ///
@@ -258,7 +258,7 @@ impl FlashTransformerEncoderConfig {
         unwrapped(self.try_init(device))
     }
 
-    /// A module with new parameters, or why there can be none: heads that do not divide, a rate that is none.
+    /// Creates a module with new parameters, or returns an error: for heads that do not divide, or an invalid dropout rate.
     ///
     /// # Errors
     ///
@@ -328,11 +328,11 @@ impl FlashTransformerEncoder {
         unwrapped(self.try_forward(input))
     }
 
-    /// [`forward`](Self::forward), or why it cannot be done.
+    /// [`forward`](Self::forward) that returns an error instead of panicking.
     ///
     /// # Errors
     ///
-    /// An [`AttentionError`] that names the argument at fault and its value; the encoder's tensor is its attention's `query`.
+    /// An [`AttentionError`] that names the argument at fault and its value. The encoder's input is called `query`.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -351,9 +351,9 @@ impl FlashTransformerEncoder {
         self.layers.iter().try_fold(input.tensor, step)
     }
 
-    /// Encodes as a decoder does: each call is given the whole prefix, of which the first is computed and afterwards the last
-    /// position alone, and returns the encoded prefix. Exact where later positions are hidden from earlier ones: with
-    /// [`causal`](FlashTransformerEncoderConfig::causal), or a mask.
+    /// Encodes step by step. Each call receives the whole prefix and returns the output for all of it. The first call computes the whole
+    /// prefix, later calls its last position only. The result equals [`forward`](Self::forward)'s if later positions are hidden from
+    /// earlier ones, by [`causal`](FlashTransformerEncoderConfig::causal) or by a mask.
     ///
     /// # Panics
     ///
@@ -382,12 +382,12 @@ impl FlashTransformerEncoder {
         unwrapped(self.try_forward_autoregressive_inference(input, cache))
     }
 
-    /// [`forward_autoregressive_inference`](Self::forward_autoregressive_inference), or why it cannot be done.
+    /// [`forward_autoregressive_inference`](Self::forward_autoregressive_inference) that returns an error instead of panicking.
     ///
     /// # Errors
     ///
-    /// Those of [`try_forward`](Self::try_forward), prefixes that have not grown by one position, and options that count positions
-    /// from the first one.
+    /// The errors of [`try_forward`](Self::try_forward); prefixes that are not one position longer than in the previous call; and options
+    /// that count positions from the first one.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -416,7 +416,7 @@ impl FlashTransformerEncoder {
         Ok(cache.outputs.grown(x))
     }
 
-    /// An empty cache.
+    /// Creates an empty cache.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -429,7 +429,7 @@ impl FlashTransformerEncoder {
         FlashTransformerEncoderAutoregressiveCache { layers, outputs: Outputs::default() }
     }
 
-    /// Checks the input against each layer, before any has run.
+    /// Checks the input against every layer before any layer runs.
     fn check(&self, input: &FlashTransformerEncoderInput) -> Result<(), AttentionError> {
         let FlashTransformerEncoderInput { tensor, mask_pad, mask_attn, options } = input.clone();
         let input = FlashMhaInput::self_attn(tensor).with(mask_pad, mask_attn, options);
@@ -438,7 +438,7 @@ impl FlashTransformerEncoder {
 }
 
 impl FlashTransformerEncoderLayer {
-    /// New positions through the layer, over all so far.
+    /// Computes the layer for new positions, which attend to all positions so far.
     fn step(
         &self,
         x: Tensor<3>,
@@ -455,7 +455,7 @@ impl FlashTransformerEncoderLayer {
     }
 }
 
-/// The same parameters over this attention.
+/// Takes over the parameters of burn-nn's module.
 impl From<TransformerEncoder> for FlashTransformerEncoder {
     fn from(module: TransformerEncoder) -> Self {
         FlashTransformerEncoder {

@@ -1,4 +1,4 @@
-//! burn-nn's attention and transformers over this operation: a trained model moves over by changing types, and loads its file.
+//! burn-nn's attention and transformer modules with FlashAttention. A trained model migrates by changing types, and loads its file.
 //!
 //! ```text
 //! multi_head   self- and cross-attention over one width        encoder   layers of self-attention and feed-forward
@@ -32,21 +32,21 @@ use burn::tensor::{Bool, DType, Tensor};
 use flash_attention_kernels::problem::check_broadcast;
 use flash_attention_kernels::{Alignment, AttentionError};
 
-/// `[batch, seq, heads · d]` through a layer to `[batch, heads, seq, d]`.
+/// Applies a layer to `[batch, seq, d_in]` and splits the result into heads: `[batch, heads, seq, d]`.
 fn heads(x: Tensor<3>, linear: &Linear, n_heads: usize) -> Tensor<4> {
     let x = linear.forward(x);
     let [batch, seq, width] = x.dims();
     x.reshape([batch, seq, n_heads, width / n_heads]).swap_dims(1, 2)
 }
 
-/// `[batch, heads, seq, d]` to `[batch, seq, heads · d]` and through a layer.
+/// Joins `[batch, heads, seq, d]` to `[batch, seq, heads · d]` and applies a layer.
 fn joined(x: Tensor<4>, linear: &Linear) -> Tensor<3> {
     let [batch, heads, seq, d] = x.dims();
     linear.forward(x.swap_dims(1, 2).reshape([batch, seq, heads * d]))
 }
 
-/// Attends; quietly, if the softmax has another logit, of 0, that weighs nothing: a sink. Drops weights where dropout does anything:
-/// on a device that records gradients, unless the module is frozen.
+/// Computes attention. `quiet` adds a logit of 0 without a value to the softmax, as a sink. Dropout applies on devices that record
+/// gradients, unless the module is frozen.
 fn attend(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -56,7 +56,7 @@ fn attend(
     dropout: &Dropout,
 ) -> Result<Tensor<4>, AttentionError> {
     if quiet {
-        // `check_options` has seen to it that there are no others.
+        // `check_options` has refused other sinks.
         options.sinks = Some(Tensor::zeros([q.dims()[1]], (&q.device(), DType::F32)));
     }
     if dropout.training.is_enabled() && q.device().is_autodiff() {
@@ -65,8 +65,8 @@ fn attend(
     try_flash_attention(q, k, v, &options)
 }
 
-/// Options whose mask is one over heads, queries and keys out of theirs and burn-nn's two, `[batch, seq_k]` and
-/// `[batch, seq_q, seq_k]`: it hides what any of them hides.
+/// Combines the options' mask with burn-nn's masks `[batch, seq_k]` and `[batch, seq_q, seq_k]` into one over heads, queries and keys: a
+/// pair is hidden if any of them hides it.
 fn combined(
     mut options: FlashAttentionOptions,
     mask_pad: Option<Tensor<2, Bool>>,
@@ -81,7 +81,7 @@ fn combined(
     options
 }
 
-/// Checks what options say that a module says as well, and a mask of theirs that is to be put together with others.
+/// Checks that the options do not contradict the module's dropout and quiet softmax, and that their mask broadcasts to the scores.
 fn check_options(
     options: &FlashAttentionOptions,
     scores: [usize; 4],
@@ -99,8 +99,9 @@ fn check_options(
     options.mask.as_ref().map_or(Ok(()), |mask| check_broadcast("mask", mask.dims(), scores, 4))
 }
 
-/// Checks that options mean the same of a query alone as among those before it: that they have nothing that holds a row for each
-/// query, and count from the last position, which a memory that is fixed gives every query anew.
+/// Checks that options mean the same for one new query as for the whole prefix. Refused are options that hold a row for each query or count
+/// positions from the first one. With a fixed memory, options that count from the last key are refused as well, because every new query
+/// would be aligned with it.
 fn check_decodes(options: &FlashAttentionOptions, fixed: bool) -> Result<(), AttentionError> {
     let first = "it counts positions from the first one, and a cache leaves the last one alone with its query";
     let last = "it counts positions from the last key, which is every query's in turn where the memory is fixed";
@@ -146,7 +147,7 @@ fn agree(
     })
 }
 
-/// Checks a rate of dropout.
+/// Checks a dropout rate.
 fn check_rate(option: &'static str, rate: f64) -> Result<(), AttentionError> {
     if (0.0..1.0).contains(&rate) {
         return Ok(());
@@ -154,8 +155,8 @@ fn check_rate(option: &'static str, rate: f64) -> Result<(), AttentionError> {
     Err(AttentionError::Unsupported { option, value: rate.to_string(), why: "a rate is at least 0 and less than 1" })
 }
 
-/// What a part of a transformer's layer works on, and what its output is added to: the layer is normalized before its parts, or after
-/// the part before this one.
+/// Input of a sublayer, and the residual that its output is added to. The norm belongs to this sublayer if `norm_first`, else to the
+/// sublayer before it.
 fn parted(x: Tensor<3>, norm: &LayerNorm, norm_first: bool) -> (Tensor<3>, Tensor<3>) {
     let normed = norm.forward(x.clone());
     let residual = if norm_first { x } else { normed.clone() };

@@ -1,4 +1,4 @@
-//! Multi-head attention, to be put in the place of burn-nn's.
+//! Multi-head attention, a replacement for burn-nn's.
 
 mod input;
 
@@ -26,17 +26,17 @@ use flash_attention_kernels::AttentionError;
 #[derive(Config, Debug)]
 #[non_exhaustive]
 pub struct FlashMultiHeadAttentionConfig {
-    /// The size of each vector that comes in and goes out.
+    /// Size of each input and output vector.
     pub d_model: usize,
-    /// The number of heads of q.
+    /// Number of query heads.
     pub n_heads: usize,
-    /// The number of heads of k and v; divides `n_heads`. Default: as many.
+    /// Number of key/value heads; divides `n_heads`. Default: `n_heads`.
     #[config(default = "None")]
     pub n_kv_heads: Option<usize>,
-    /// Hides keys that come after the query, aligned at the bottom right. Default: false
+    /// Hides keys that come after the query, with bottom-right alignment. Default: false
     #[config(default = false)]
     pub causal: bool,
-    /// Dropout of the attention weights in training. Default: 0
+    /// Dropout rate of attention weights in training. Default: 0
     #[config(default = 0.0)]
     pub dropout: f64,
     /// Has no effect, as in burn-nn. Default: -1.0e4
@@ -45,7 +45,7 @@ pub struct FlashMultiHeadAttentionConfig {
     /// Adds 1 to the denominator of the softmax, so that a head may attend to nothing. Default: false
     #[config(default = false)]
     pub quiet_softmax: bool,
-    /// How parameters are initialized.
+    /// Initializer of the parameters.
     #[config(default = "Initializer::KaimingUniform{gain:1.0/f64::sqrt(3.0), fan_out_only:false}")]
     pub initializer: Initializer,
     /// Whether the key layer has a bias. Default: true
@@ -62,11 +62,11 @@ pub struct FlashMultiHeadAttentionConfig {
     pub output_bias: bool,
 }
 
-/// Multi-head attention (Attention Is All You Need, arXiv:1706.03762, section 3.2.2) without its matrix of weights.
+/// Multi-head attention (Attention Is All You Need, arXiv:1706.03762, section 3.2.2) that forms no attention matrix.
 ///
-/// Parameters have the names and shapes of [`MultiHeadAttention`]'s, so that its records load. What differs: the
-/// weights are not returned, since they are never formed, dropout on them draws other numbers; heads of k and v may be fewer than
-/// those of q; and causality needs no mask.
+/// Parameters have the names and shapes of [`MultiHeadAttention`]'s, so that its records load. Differences: attention weights are not
+/// returned, since they are never formed; dropout has another random stream; there may be fewer key/value heads than query heads; and
+/// causality needs no mask.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -90,19 +90,19 @@ pub struct FlashMultiHeadAttention {
     pub value: Linear,
     /// `n_heads · d_k` to `d_model`.
     pub output: Linear,
-    /// Drops attention weights in training.
+    /// Dropout of attention weights in training.
     pub dropout: Dropout,
-    /// The size of each vector that comes in and goes out.
+    /// Size of each input and output vector.
     pub d_model: usize,
-    /// The number of heads of q.
+    /// Number of query heads.
     pub n_heads: usize,
-    /// The number of heads of k and v.
+    /// Number of key/value heads.
     pub n_kv_heads: usize,
-    /// The size of a query and of a key.
+    /// Size of a head's query and key vectors.
     pub d_k: usize,
     /// Whether keys that come after the query are hidden.
     pub causal: bool,
-    /// Whether the denominator of the softmax is 1 more.
+    /// Whether 1 is added to the denominator of the softmax.
     pub quiet_softmax: bool,
 }
 
@@ -124,7 +124,7 @@ impl ModuleDisplay for FlashMultiHeadAttention {
 }
 
 impl FlashMultiHeadAttentionConfig {
-    /// A module with new parameters.
+    /// Creates a module with new parameters.
     ///
     /// # Panics
     ///
@@ -141,7 +141,7 @@ impl FlashMultiHeadAttentionConfig {
         unwrapped(self.try_init(device))
     }
 
-    /// A module with new parameters, or why there can be none: heads that do not divide, or a rate that is none.
+    /// Creates a module with new parameters, or returns an error: for heads that do not divide, or an invalid dropout rate.
     ///
     /// # Errors
     ///
@@ -188,7 +188,7 @@ impl FlashMultiHeadAttentionConfig {
 }
 
 impl FlashMultiHeadAttention {
-    /// Attends.
+    /// Computes attention.
     ///
     /// # Panics
     ///
@@ -210,7 +210,7 @@ impl FlashMultiHeadAttention {
         unwrapped(self.try_forward(input))
     }
 
-    /// Attends, or says why it cannot be done.
+    /// [`forward`](Self::forward) that returns an error instead of panicking.
     ///
     /// # Errors
     ///
@@ -233,10 +233,9 @@ impl FlashMultiHeadAttention {
         Ok(FlashMhaOutput { context: self.attended(input.query, key, value, options)? })
     }
 
-    /// Attends as a decoder does: each call is given the whole prefix, of which the first is computed and afterwards the last
-    /// position alone, over the keys and values that the cache keeps. Returns the output of the whole prefix. Masks have the
-    /// prefix's shape; only their last row of queries is looked at. What is kept stays, even if earlier positions of the input
-    /// change.
+    /// Computes attention step by step, as in decoding. Each call receives the whole prefix and returns the output for all of it. The first
+    /// call computes the whole prefix, later calls its last position only, over the keys and values in the cache. Masks have the prefix's
+    /// shape; in later calls only their last row of queries is read. Cached values stay, even if earlier positions of the input change.
     ///
     /// # Panics
     ///
@@ -262,13 +261,13 @@ impl FlashMultiHeadAttention {
         unwrapped(self.try_forward_cache(input, cache))
     }
 
-    /// [`forward_cache`](Self::forward_cache), or why it cannot be done; the cache is as before then.
+    /// [`forward_cache`](Self::forward_cache) that returns an error instead of panicking. The cache is then unchanged.
     ///
     /// # Errors
     ///
-    /// An [`AttentionError`] that names the argument at fault and its value: those of [`try_forward`](Self::try_forward),
-    /// prefixes that have not grown by one position, options that count positions from the first one, and, where the cache is one for
-    /// cross-attention, a causal module and options that count them from the last one.
+    /// An [`AttentionError`] that names the argument at fault and its value: the errors of [`try_forward`](Self::try_forward); prefixes
+    /// that are not one position longer than in the previous call; options that count positions from the first one; and, with a cache for
+    /// cross-attention, a causal module and options that count positions from the last one.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -313,12 +312,12 @@ impl FlashMultiHeadAttention {
         Ok(FlashMhaOutput { context: cache.outputs.grown(new) })
     }
 
-    /// Keys and values of positions.
+    /// Keys and values `[batch, n_kv_heads, seq_k, d_k]` of the inputs.
     fn keys_values(&self, key: Tensor<3>, value: Tensor<3>) -> (Tensor<4>, Tensor<4>) {
         (heads(key, &self.key, self.n_kv_heads), heads(value, &self.value, self.n_kv_heads))
     }
 
-    /// The output of queries over keys and values.
+    /// Output of queries over keys and values.
     fn attended(
         &self,
         query: Tensor<3>,
@@ -332,7 +331,7 @@ impl FlashMultiHeadAttention {
         Ok(joined(out, &self.output))
     }
 
-    /// The output of new positions over all so far. A mask has a row for each of the new ones.
+    /// Output of new positions over all positions so far. A mask has a row for each new position.
     pub(super) fn attended_grown(
         &self,
         query: Tensor<3>,
@@ -349,7 +348,7 @@ impl FlashMultiHeadAttention {
         Ok(out)
     }
 
-    /// The output of new positions over a memory that stays what it was at first.
+    /// Output of new positions over a memory that stays as in the first call.
     pub(super) fn attended_fixed(
         &self,
         query: Tensor<3>,
@@ -362,7 +361,7 @@ impl FlashMultiHeadAttention {
         self.attended(query, keys, values, options)
     }
 
-    /// What would otherwise panic in a layer or in a mask before attention could name it.
+    /// Checks shapes and options, so that errors name the argument instead of panicking in a layer or mask.
     pub(super) fn check(&self, input: &FlashMhaInput) -> Result<(), AttentionError> {
         let [query, key, value] = [&input.query, &input.key, &input.value].map(|tensor| tensor.dims());
         let [batch, seq_q, _] = query;
@@ -385,7 +384,7 @@ impl FlashMultiHeadAttention {
     }
 }
 
-/// Rows of a mask for positions that are new, where so many were decoded.
+/// Rows of a mask for the positions after the first `decoded`.
 pub(super) fn newest(mask: Option<Tensor<3, Bool>>, decoded: usize) -> Option<Tensor<3, Bool>> {
     mask.map(|mask| {
         let seq_q = mask.dims()[1];
@@ -393,7 +392,7 @@ pub(super) fn newest(mask: Option<Tensor<3, Bool>>, decoded: usize) -> Option<Te
     })
 }
 
-/// The same parameters without the matrix of weights.
+/// Takes over the parameters of burn-nn's module.
 impl From<MultiHeadAttention> for FlashMultiHeadAttention {
     fn from(module: MultiHeadAttention) -> Self {
         FlashMultiHeadAttention {

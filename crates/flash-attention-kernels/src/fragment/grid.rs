@@ -1,16 +1,17 @@
-//! Which thread block computes which block of rows.
+//! Numbering of thread blocks, and the block of rows that each computes.
 
 use crate::extras::Extras;
 use crate::mask::Band;
 use cubecl::prelude::*;
 
-/// How thread blocks are numbered: block, then head, then batch; of several sequences, blocks are those of their schedule, of all batches.
+/// Numbering of thread blocks: the block varies fastest, then the head, then the batch. With several sequences, blocks are entries of
+/// the schedule, which covers all batches.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone))]
 pub struct Grid {
-    /// Blocks of queries or of keys in a head.
+    /// Blocks of queries or of keys of a head.
     pub blocks: u32,
-    /// Heads of `q`, or of `k`, whichever the kernel walks over.
+    /// Query heads, or key/value heads where the blocks are blocks of keys.
     pub heads: u32,
     /// Batches.
     pub batches: u32,
@@ -18,37 +19,37 @@ pub struct Grid {
     pub group_size: u32,
 }
 
-/// Where a thread block stands.
+/// Coordinates of a thread block.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone))]
 pub struct Position {
-    /// The block.
+    /// Number of the block.
     pub block: u32,
-    /// The head.
+    /// Head.
     pub head: usize,
-    /// The batch.
+    /// Batch.
     pub batch: usize,
-    /// A surplus thread block: grids are filled up to a product of three numbers that the device takes.
+    /// Whether the thread block is surplus: a grid is rounded up to a product of three sizes that the device accepts.
     pub is_none: bool,
 }
 
-/// A block of rows of a head, which a thread block computes.
+/// Block of rows of a head that a thread block computes.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone))]
 pub struct Work {
-    /// The first row.
+    /// First row.
     pub start: u32,
-    /// The head.
+    /// Head.
     pub head: usize,
-    /// The batch.
+    /// Batch.
     pub batch: usize,
-    /// Which positions of its sequence see each other.
+    /// Band of the sequence: which positions see each other.
     pub band: Band,
-    /// There is none: no such block, or a surplus thread block.
+    /// Whether there is nothing to compute: the block does not exist, or the thread block is surplus.
     pub is_none: bool,
 }
 
-/// Rows of a head that a thread block writes: `start ..`, and none from `end` on.
+/// Rows of a head that a thread block writes, from `start` on and before `end`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Block {
@@ -56,15 +57,15 @@ pub struct Block {
     pub batch: usize,
     /// Head.
     pub head: usize,
-    /// The first row.
+    /// First row.
     pub start: u32,
-    /// The row after the last one of the sequence.
+    /// Row after the last one of the sequence.
     pub end: u32,
 }
 
 #[cube]
 impl Work {
-    /// Its rows, which are queries or `keys`.
+    /// The block's rows, which are queries, or keys if `keys`.
     pub fn rows(&self, #[comptime] keys: bool) -> Block {
         let end = if comptime!(keys) { self.band.after_keys() } else { self.band.after_queries() };
         Block { batch: self.batch, head: self.head, start: self.start, end }
@@ -73,8 +74,8 @@ impl Work {
 
 #[cube]
 impl Grid {
-    /// The work of the thread block at this position: blocks of so many rows, of queries or `keys`. Blocks whose rows see most, or are seen by most,
-    /// go first where causal: the last queries, or the first keys.
+    /// Work of the thread block number `position`, in blocks of `rows` queries, or keys if `keys`. The last queries or the first keys
+    /// come first: under a causal mask they have the most visible pairs.
     pub fn work(
         &self,
         position: usize,
@@ -90,7 +91,7 @@ impl Grid {
         Work { start: block.start, head: at.head, batch: block.batch as usize, band: block.band, is_none }
     }
 
-    /// Where the thread block at this position stands.
+    /// Coordinates of the thread block number `position`.
     pub fn at(&self, position: usize) -> Position {
         let of_batch = self.blocks as usize * self.heads as usize;
         let batch = position / of_batch;

@@ -1,4 +1,4 @@
-//! The tensors that kernels read, each kind as one argument.
+//! Groups of tensors that kernels read or write, each passed as one argument.
 
 use super::rows::Rows;
 use super::scores::TileAt;
@@ -27,7 +27,7 @@ pub struct ForwardOutputs<E: Float, N: Size> {
 /// Operands of the backward.
 #[derive(CubeType, CubeLaunch)]
 pub struct BackwardOperands<E: Float, N: Size> {
-    /// Those of the forward.
+    /// Operands of the forward.
     pub inputs: Qkv<E, N>,
     /// Gradient of the output, `[B, H, Sq, Dv]`.
     pub dout: &'static Tensor<Vector<E, N>>,
@@ -35,7 +35,7 @@ pub struct BackwardOperands<E: Float, N: Size> {
     pub stats: Statistics,
 }
 
-/// One side of the products of a backward whose kernels exchange sides: queries or keys.
+/// Queries or keys, as one side of the backward's products. One kernel serves `dq` as well as `dk` and `dv`, with the sides exchanged.
 #[derive(CubeType, CubeLaunch)]
 pub struct Side<E: Float, N: Size> {
     /// Q or K, `[B, H, S, D]`: operand of `S = Q Kᵀ`.
@@ -44,23 +44,23 @@ pub struct Side<E: Float, N: Size> {
     pub dov: &'static Tensor<Vector<E, N>>,
 }
 
-/// Operands of such a backward: a thread block keeps rows, and columns stream by.
+/// Operands of a backward kernel that exchanges sides: a thread block keeps the rows, and the columns stream by.
 #[derive(CubeType, CubeLaunch)]
 pub struct Sides<E: Float, N: Size> {
-    /// What a thread block keeps.
+    /// The side that a thread block keeps.
     pub rows: Side<E, N>,
-    /// What streams by.
+    /// The side that streams by.
     pub cols: Side<E, N>,
     /// `lse` and delta of each query.
     pub stats: Statistics,
 }
 
-/// Gradients of the rows of such a backward.
+/// Gradients of the rows of a backward kernel that exchanges sides.
 #[derive(CubeType, CubeLaunch)]
 pub struct Gradients<E: Float, N: Size> {
-    /// That of Q or K.
+    /// Gradient of Q or K.
     pub dqk: ComptimeOption<&'static mut Tensor<Vector<E, N>>>,
-    /// That of V, where rows are keys.
+    /// Gradient of V, where rows are keys.
     pub dv: ComptimeOption<&'static mut Tensor<Vector<E, N>>>,
 }
 
@@ -79,7 +79,7 @@ impl Statistics {
         self.tensor[self.at(batch, head, query)]
     }
 
-    /// Its delta.
+    /// Delta of a query of a head.
     pub fn delta(&self, batch: usize, head: usize, query: u32) -> f32 {
         self.tensor[self.tensor.stride(0) + self.at(batch, head, query)]
     }
@@ -101,7 +101,7 @@ impl<E: Float, N: Size> Qkv<E, N> {
         Rows::of(self.k, at.batch, at.head_kv, at.k_start, at.band.after_keys())
     }
 
-    /// Their values.
+    /// Values of a tile's keys.
     pub fn v_rows(&self, at: &TileAt) -> Rows<E, N> {
         Rows::of(self.v, at.batch, at.head_kv, at.k_start, at.band.after_keys())
     }
@@ -109,7 +109,7 @@ impl<E: Float, N: Size> Qkv<E, N> {
 
 #[cube]
 impl<E: Float, N: Size> BackwardOperands<E, N> {
-    /// Gradients of the outputs of a tile's queries.
+    /// Output gradients of a tile's queries.
     pub fn dout_rows(&self, at: &TileAt) -> Rows<E, N> {
         Rows::of(self.dout, at.batch, at.head, at.q_start, at.band.after_queries())
     }

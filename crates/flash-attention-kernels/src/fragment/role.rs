@@ -1,31 +1,31 @@
-//! What a kernel computes.
+//! Roles of kernels: the forward, or the gradients that a kernel computes.
 
 use crate::problem::AttentionProblem;
 use serde::Serialize;
 
-/// What a kernel computes: blocks of rows are kept, tiles of columns stream by.
+/// What a kernel computes. A thread block keeps a block of rows, and tiles of columns stream by.
 ///
 /// ```text
 ///          rows                     columns                            computes
 /// Forward  queries: Q               keys: K, V                         O = softmax(Q Kᵀ) V
 /// Dq       queries: Q, dO           keys: K, V                         dQ = dS K
 /// DkDv     keys: K, V               queries: Q, dO, lse, delta         dK = dSᵀ Q, dV = Pᵀ dO
-/// All      keys: K, V               queries: Q, dO, lse, delta         the same, and dQ += dS K
+/// All      keys: K, V               queries: Q, dO, lse, delta         dK and dV as above, and dQ += dS K
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub enum Role {
-    /// The output and its log-sum-exp.
+    /// The output and the log-sum-exp.
     Forward,
     /// The gradient of the queries.
     Dq,
-    /// Those of keys and values: `S` and `dP` come transposed, and the band is [transposed](crate::mask::Band::transposed()).
+    /// The gradients of keys and values. `S` and `dP` are transposed, and so is the [band](crate::mask::Band::transposed()).
     DkDv {
-        /// Whether that of the keys is wanted.
+        /// Whether the gradient of the keys is computed.
         dk: bool,
-        /// Whether that of the values is wanted.
+        /// Whether the gradient of the values is computed.
         dv: bool,
     },
-    /// All three: `dQ` is added up in memory, by whichever block of keys comes by.
+    /// All three gradients. Blocks of keys add to `dQ` in memory as they are computed, in no fixed order.
     All,
 }
 
@@ -35,12 +35,13 @@ impl Role {
         matches!(self, Role::DkDv { .. } | Role::All)
     }
 
-    /// Whether `dS` is computed, and the accumulator of dQ or dK.
+    /// Whether `dS` is computed, and dQ or dK accumulated from it.
     pub fn differentiates(self) -> bool {
         matches!(self, Role::Dq | Role::DkDv { dk: true, .. } | Role::All)
     }
 
-    /// Whether derivatives of the problem's function are kept: where they are not 1, or the softcap's could not be found again behind it.
+    /// Whether the kernel keeps derivatives of the problem's score function: if they are not 1 everywhere, or if there is also a softcap,
+    /// whose derivative cannot be recovered from the function's result.
     pub fn keeps_derivative(self, problem: &AttentionProblem) -> bool {
         let capped = problem.options.softcap.is_some();
         self.differentiates() && problem.options.score_mod.is_some_and(|function| !function.additive() || capped)

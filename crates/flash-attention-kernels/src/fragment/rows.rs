@@ -6,17 +6,17 @@ use cubecl::prelude::*;
 /// Elements of a vector.
 pub const WIDTH: usize = 4;
 
-/// Four elements: in f32 one 128-bit access.
+/// Four elements; in f32, one 128-bit access.
 pub type Quad<E> = Vector<E, Const<4>>;
 
 /// Four f32 values.
 pub type Vec4 = Quad<f32>;
 
-/// Where one head of one batch of a tensor `[B, H, S, D]` lies.
+/// Location of one batch and head in a tensor `[B, H, S, D]`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Layout {
-    /// Offset of its first element, in elements.
+    /// Offset of the first element, in elements.
     pub base: usize,
     /// Elements between rows.
     pub row_stride: usize,
@@ -42,7 +42,7 @@ impl Layout {
 pub struct Rows<E: Float, N: Size> {
     /// The tensor, `[B, H, S, D]`.
     pub tensor: &'static Tensor<Vector<E, N>>,
-    /// Where the head lies in it.
+    /// Location of the head in the tensor.
     pub layout: Layout,
     /// The first row.
     pub start: u32,
@@ -57,7 +57,7 @@ impl<E: Float, N: Size> Rows<E, N> {
         Rows::<E, N> { tensor, layout: Layout::of(tensor, batch, head), start, end }
     }
 
-    /// Four elements of a row from `column` on, zeros beyond `head_dim` and in rows from `end` on.
+    /// Reads four elements of a row from `column` on. Elements beyond `head_dim`, and rows from `end` on, are zeros.
     pub fn read(&self, row: u32, column: usize, #[comptime] head_dim: usize) -> Quad<E> {
         let mut value = Quad::<E>::new(E::from_int(0));
         if row < self.end && column < head_dim {
@@ -66,7 +66,7 @@ impl<E: Float, N: Size> Rows<E, N> {
         value
     }
 
-    /// The same of a row and a column that exist.
+    /// Reads four elements of a row from `column` on; the row and that column must exist.
     pub fn read_within(&self, row: u32, column: usize, #[comptime] head_dim: usize) -> Quad<E> {
         let width = N::value();
         let offset = self.layout.base + row as usize * self.layout.row_stride;
@@ -86,7 +86,7 @@ impl<E: Float, N: Size> Rows<E, N> {
     }
 }
 
-/// Writes four elements of a row that exists, rounded to the element type; those beyond `head_dim` are dropped.
+/// Writes four elements of a row that exists, rounded to the element type. Elements beyond `head_dim` are dropped.
 #[cube]
 pub fn write_quad<E: Float, N: Size>(
     tensor: &mut Tensor<Vector<E, N>>,
@@ -113,7 +113,7 @@ pub fn write_quad<E: Float, N: Size>(
     }
 }
 
-/// Registers for vectors, all zeros.
+/// An array of `len` zero vectors, in registers.
 #[cube]
 pub fn zeros(#[comptime] len: usize) -> Array<Vec4> {
     let mut all = Array::<Vec4>::new(len);

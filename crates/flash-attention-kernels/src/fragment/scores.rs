@@ -1,4 +1,4 @@
-//! A product turned into a score: scale and softcap, the user's functions, bias, slope, mask, band.
+//! From a product to a score: scale and softcap, the user's functions, bias, slope, mask and band.
 
 use crate::blocks::Visit;
 use crate::mask::Band;
@@ -7,20 +7,20 @@ use crate::score::{Factor, Score};
 use crate::softmax::HIDDEN;
 use cubecl::prelude::*;
 
-/// What scores are made of beside the product: one argument of every kernel.
+/// Everything besides the product that scores are computed from, as one argument of every kernel.
 #[derive(CubeType, CubeLaunch)]
 pub struct Scores<E: Float, M: Numeric> {
     /// Scale, softcap, slopes, functions, dropout and sequences.
     pub score: Score,
-    /// A boolean mask, `[B | 1, H | 1, Sq | 1, Sk | 1]`: nonzero hides.
+    /// Boolean mask, `[B | 1, H | 1, Sq | 1, Sk | 1]`: nonzero hides.
     pub mask: ComptimeOption<&'static Tensor<M>>,
-    /// An additive bias, likewise.
+    /// Additive bias, `[B | 1, H | 1, Sq | 1, Sk | 1]`.
     pub bias: ComptimeOption<&'static Tensor<E>>,
     /// Which positions see each other.
     pub band: Band,
 }
 
-/// A head of a batch, and the band of its sequence.
+/// Query head of a batch, with the band of its sequence.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct HeadAt {
@@ -32,14 +32,14 @@ pub struct HeadAt {
     pub head_kv: usize,
     /// The head's slope.
     pub slope: f32,
-    /// Which positions of its sequence see each other.
+    /// Band of the sequence: which positions see each other.
     pub band: Band,
-    /// Whether rows are keys, here and for the band.
+    /// Whether rows are keys. The band is transposed, too.
     #[cube(comptime)]
     pub transposed: bool,
 }
 
-/// Which tile of which head is being computed.
+/// Tile of a head that is being computed.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct TileAt {
@@ -55,20 +55,20 @@ pub struct TileAt {
     pub k_start: u32,
     /// The head's slope.
     pub slope: f32,
-    /// Which positions of its sequence see each other.
+    /// Band of the sequence: which positions see each other.
     pub band: Band,
     /// Whether the band hides nothing of the tile.
     pub fully_visible: bool,
-    /// Whether mask and function count here.
+    /// Whether the mask and the mask function apply to the tile.
     pub masked: bool,
-    /// Whether rows are keys, here and for the band.
+    /// Whether rows are keys. The band is transposed, too.
     #[cube(comptime)]
     pub transposed: bool,
 }
 
 #[cube]
 impl HeadAt {
-    /// The tile of a block of rows, which are queries or `keys`, and of columns that it visits.
+    /// Tile of a visit. The block of rows begins at `start`; its rows are queries, or keys if `keys`.
     pub fn tile(&self, start: u32, visit: &Visit, #[comptime] keys: bool) -> TileAt {
         let (q_start, k_start) = if comptime!(keys) { (visit.start, start) } else { (start, visit.start) };
         TileAt {
@@ -88,7 +88,7 @@ impl HeadAt {
 
 #[cube]
 impl TileAt {
-    /// A pair, for functions of it.
+    /// Position of a pair, as an argument of the user's functions.
     pub fn place(&self, row: u32, column: u32) -> Place {
         Place::new(self.batch as u32, self.head as u32, &self.band, row, column, self.transposed)
     }
@@ -96,24 +96,24 @@ impl TileAt {
 
 #[cube]
 impl<E: Float, M: Numeric> Scores<E, M> {
-    /// A query head of a batch in a sequence.
+    /// A query head of a batch, in the sequence of `band`.
     pub fn head(&self, batch: usize, head: usize, head_kv: usize, band: Band, #[comptime] transposed: bool) -> HeadAt {
         HeadAt { batch, head, head_kv, slope: self.score.extras.slope(batch, head), band, transposed }
     }
 
-    /// Whether a pair of the tile can be hidden.
+    /// Whether the tile may contain hidden pairs.
     pub fn hide(&self, at: &TileAt) -> bool {
         let hides = comptime!(self.mask.is_some() || self.score.extras.mods.mask.is_some());
         !at.fully_visible || comptime!(hides) && at.masked
     }
 
-    /// Whether scores of the tile take more than scale and softcap.
+    /// Whether scores of the tile need more than scale and softcap: [`Scores::masked_score`].
     pub fn need_care(&self, at: &TileAt) -> bool {
         self.hide(at) || comptime!(self.bias.is_some() || self.score.differs())
     }
 
-    /// Adds to `t`, the result of [`Score::of`], what functions, bias and slope make of query `row` and key `column`; [`HIDDEN`] where
-    /// the query does not see the key.
+    /// Score of the pair at `row` and `column`: applies score function, bias and slope to `t`, the result of [`Score::of`]. Returns
+    /// [`HIDDEN`] if the query does not see the key.
     pub fn masked_score(&self, t: f32, at: &TileAt, row: u32, column: u32) -> f32 {
         let place = at.place(row, column);
         let mut value = t;
@@ -137,13 +137,13 @@ impl<E: Float, M: Numeric> Scores<E, M> {
         value
     }
 
-    /// What the gradient of a pair's score is multiplied by, from the result of [`Score::of`].
+    /// Factor of the gradient of a pair's score, from `t`, the result of [`Score::of`].
     pub fn factor(&self, t: f32, at: &TileAt, row: u32, column: u32, #[comptime] factor: Factor) -> f32 {
         self.score.factor(t, &at.place(row, column), &at.band, factor)
     }
 }
 
-/// Offset of the element of a mask or bias for one pair.
+/// Offset of a pair's element in a mask or bias.
 #[cube]
 fn element<E: CubePrimitive>(tensor: &Tensor<E>, at: &TileAt, row: u32, column: u32) -> usize {
     at.batch * tensor.stride(0)

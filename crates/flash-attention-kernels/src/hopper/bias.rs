@@ -1,19 +1,20 @@
-//! Tiles and the blueprint of the gradient of a bias.
+//! Tiles and blueprint of the kernel that computes the gradient of a bias.
 
 use super::{SLOTS, WORDS};
 use crate::tensor_core::{Blueprint, HopperTile, PANEL, WARPGROUP_ROWS};
 use serde::Serialize;
 
-/// Tiles of the gradient of a bias: a thread block of two warpgroups computes a block of 128 queries and as many tiles of keys.
+/// Tile sizes of the gradient of a bias. A thread block of two warpgroups computes a block of 128 queries by `tiles` tiles of
+/// keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct BiasTile {
     /// Keys of a tile: 32, 64 or 128.
     pub tile_k: usize,
-    /// Tiles of a block, whose keys are a multiple of 64.
+    /// Number of key tiles of a block. The keys of a block are a multiple of 64.
     pub tiles: usize,
-    /// Tiles of K, and of V, in shared memory at a time; at least 2.
+    /// Pipeline stages: number of tiles of K, and of V, in shared memory at a time; at least 2.
     pub stages: usize,
-    /// Blocks of Q, and of dO, in shared memory at a time.
+    /// Pipeline stages of rows: number of blocks of Q, and of dO, in shared memory at a time.
     pub row_stages: usize,
 }
 
@@ -28,13 +29,13 @@ impl BiasTile {
         self.tile_k * self.tiles
     }
 
-    /// The tile as those of other kernels are told.
+    /// The equivalent [`HopperTile`].
     pub fn tile(&self) -> HopperTile {
         let (warpgroups, tile_k, stages) = (Self::WARPGROUPS, self.tile_k, self.stages);
         HopperTile { consumer_groups: 1, warpgroups, tile_k, stages, ping_pong: false, producer_warp: false }
     }
 
-    /// Batches and heads, one after the other, to which the loads of one lead over.
+    /// Number of turns by which loads run ahead. A turn is one batch and head of a block.
     pub fn ahead(&self) -> usize {
         self.row_stages.max((self.tiles + self.stages - 2) / self.tiles.max(1)).max(1)
     }
@@ -48,7 +49,8 @@ impl BiasTile {
     /// assert!(!BiasTile { tile_k: 64, tiles: 4, stages: 1, row_stages: 1 }.is_consistent());
     /// ```
     pub fn is_consistent(&self) -> bool {
-        // Who works on one is at most two behind who posts those ahead, in the slots that are left.
+        // Slots hold the turns that are posted ahead and those still in use: a warp is at most two turns behind the warp that
+        // posts.
         matches!(self.tile_k, 32 | 64 | 128)
             && self.tiles > 0
             && self.block_k().is_multiple_of(PANEL)
@@ -58,82 +60,83 @@ impl BiasTile {
     }
 }
 
-/// What the kernel of a bias's gradient is specialised for.
+/// Everything the kernel for the gradient of a bias is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct BiasBlueprint {
-    /// Tiles.
+    /// Tile sizes.
     pub tile: BiasTile,
-    /// As the scores are computed: those of [`Role::Dq`](crate::fragment::role::Role::Dq), with this [tile](BiasTile::tile()).
+    /// Blueprint of the scores: the one of [`Role::Dq`](crate::fragment::role::Role::Dq) with this [tile](BiasTile::tile()).
     pub scores: Blueprint,
-    /// Whether rows of the result consist of vectors of 8 bytes.
+    /// Whether the rows of the output consist of 8-byte vectors.
     pub vectors: bool,
 }
 
-/// Where things lie in the shared memory of the kernel of a bias's gradient, in bytes from its start on. Of each warpgroup, or
-/// stage, one follows the other.
+/// Layout of the shared memory of the kernel for the gradient of a bias, as byte offsets. Each field is the first of an array
+/// over stages and warpgroups.
 #[derive(Clone, Copy, Debug)]
 pub struct BiasMemory {
-    /// Rows of Q: of each stage, of each warpgroup.
+    /// Rows of Q, by stage and warpgroup.
     pub q: usize,
-    /// Those of dO.
+    /// Rows of dO, by stage and warpgroup.
     pub d: usize,
     /// Tiles of K.
     pub k: usize,
     /// Tiles of V.
     pub v: usize,
-    /// The block of a tiled bias: of each warpgroup its panels.
+    /// Block of a tiled bias: panels, by warpgroup.
     pub b: usize,
     /// lse of the rows of Q.
     pub lse: usize,
-    /// Delta of those of dO.
+    /// Delta of the rows of dO.
     pub delta: usize,
-    /// Barriers that complete when bytes have come.
+    /// Barriers that complete when the bytes of Q have arrived.
     pub full_q: usize,
-    /// Those of dO.
+    /// The same barriers for dO.
     pub full_d: usize,
-    /// Those of K.
+    /// The same barriers for K.
     pub full_k: usize,
-    /// Those of V.
+    /// The same barriers for V.
     pub full_v: usize,
-    /// Those of the bias: of each warpgroup its groups of columns.
+    /// The same barriers for the bias, by warpgroup and group of columns.
     pub full_b: usize,
-    /// Barriers that complete when all warps concerned are done with them.
+    /// Barriers that complete when all warps that read Q have released it.
     pub empty_q: usize,
-    /// Those of dO.
+    /// The same barriers for dO.
     pub empty_d: usize,
-    /// Those of K.
+    /// The same barriers for K.
     pub empty_k: usize,
-    /// Those of V.
+    /// The same barriers for V.
     pub empty_v: usize,
-    /// Those of the bias.
+    /// The same barriers for the bias.
     pub empty_b: usize,
-    /// Barriers of the slots: what they hold has been written.
+    /// Barriers of the slots, which complete when a slot has been written.
     pub known: usize,
     /// The slots.
     pub slots: usize,
-    /// Where the walk over the blocks stands.
+    /// Cursor over the blocks.
     pub cursor: usize,
-    /// The end.
+    /// End of the layout.
     pub end: usize,
 }
 
 impl BiasBlueprint {
-    /// Columns of a group of the bias, which comes and goes as a whole: panels, and all that a tile needs.
+    /// Columns of a group of the bias, which is loaded and released as a whole: whole panels, and at least the columns of a
+    /// tile.
     pub fn group_b(&self) -> usize {
         self.tile.tile_k.max(PANEL)
     }
 
-    /// Groups of a block.
+    /// Number of groups of a block.
     pub fn groups_b(&self) -> usize {
         if self.scores.tiled_bias() { self.tile.block_k() / self.group_b() } else { 0 }
     }
 
-    /// Bytes of a warpgroup's rows of a group.
+    /// Bytes of a group for the rows of a warpgroup.
     pub fn group_bytes(&self) -> usize {
         WARPGROUP_ROWS * self.group_b() * self.scores.dtype.size()
     }
 
-    /// Bytes of lse, or delta, of a warpgroup's rows.
+    /// Bytes of lse, or of delta, for the rows of a warpgroup.
     pub fn stats_bytes(&self) -> usize {
         WARPGROUP_ROWS * size_of::<f32>()
     }
@@ -175,7 +178,7 @@ impl BiasBlueprint {
     /// Bytes of shared memory.
     ///
     /// ```
-    /// # use flash_attention_kernels::{Dtype, fragment::role::Role, hopper::{BiasBlueprint, BiasTile, Blueprint, Rows}};
+    /// # use flash_attention_kernels::{Dtype, fragment::role::Role, hopper::{BiasBlueprint, BiasTile}, tensor_core::{Blueprint, Rows}};
     /// let tile = BiasTile { tile_k: 64, tiles: 4, stages: 3, row_stages: 1 };
     /// let scores = Blueprint {
     ///     role: Role::Dq, tile: tile.tile(), dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,

@@ -1,10 +1,10 @@
-//! Splits of the keys, computed apart, put together.
+//! Combines splits of the keys, which were computed separately.
 //!
 //! ```text
 //! m = max_p lse_p      w_p = exp(lse_p − m) / Σ exp(lse_p − m)      o = Σ w_p o_p      lse = m + ln Σ exp(lse_p − m)
 //! ```
 //!
-//! with the sink, if there is one, as one more split, of which `o = 0`. (Flash-Decoding, Dao et al. 2023.)
+//! A sink counts as one more split with `o = 0`. (Flash-Decoding, Dao et al. 2023.)
 
 use crate::extras::Extras;
 use crate::ptx::{ex2, lg2, reciprocal};
@@ -12,11 +12,11 @@ use crate::softmax::{HIDDEN, lse_bits_log2, lse_of_split};
 use crate::tensor_core::operands::row_start;
 use cubecl::prelude::*;
 
-/// Rows of a thread block: one for each warp.
+/// Rows of a thread block, one for each warp.
 pub const ROWS: u32 = 4;
 
-/// `split_o [P · B, H, S, D]` in f32, in vectors of four, and the bits of their `lse [P · B, H, S]` to `o [B, H, S, D]` and the
-/// bits of its `lse [B, H, S]`.
+/// Combines `split_o [P · B, H, S, D]` in f32, in vectors of four, and the bits of `split_lse [P · B, H, S]` into `o [B, H, S,
+/// D]` and the bits of `lse [B, H, S]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn combine<E: Float>(
     split_o: &Tensor<Vector<f32, Const<4>>>,

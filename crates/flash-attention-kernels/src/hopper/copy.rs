@@ -1,11 +1,11 @@
-//! Copies between layouts: for tensors whose rows do not start at multiples of 16 bytes, which neither TMA nor vectors of
-//! that size can reach.
+//! Packed copies of tensors whose rows do not start at multiples of 16 bytes, and which neither TMA nor 16-byte vectors can
+//! read.
 
 use crate::tensor_core::operands::row_start;
 use cubecl::prelude::*;
 
-/// Copies `from` to `to`, `[B, H, S, D]` both, one thread block for each row, and makes columns of `to` from there to `padded` 0: rows are read in
-/// vectors.
+/// Copies `from` to `to`, both `[B, H, S, D]`, and sets the columns of `to` from `columns` up to `padded` to 0, because rows
+/// are read in vectors. Each thread block copies one row.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn copy<E: Float>(
     from: &Tensor<E>,

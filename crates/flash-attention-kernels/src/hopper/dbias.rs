@@ -1,25 +1,25 @@
-//! The gradient of a bias that has an element for each pair of query and key: a block of it at a time.
+//! The gradient of a bias with an element for each pair of query and key, computed block by block.
 //!
 //! ```text
 //! for each block of 128 queries and some tiles of keys, for each batch and head that share it, for each tile:
 //!     S = Q Kᵀ    dP = dO Vᵀ    P = 2^(c S' − lse)    dB += P ∘ (dP − delta)
 //! ```
 //!
-//! with `S'` the score with softcap, bias and mask, lse in base 2, and `c = log2(e)`. The sum lies in registers, and is taken in
-//! a fixed order. (FlashAttention-2, arXiv:2307.08691, algorithm 2, of which this is `dS`.)
+//! `S'` is the score with softcap, bias and mask, lse is in base 2, and `c = log2(e)`. The sum is kept in registers, and is
+//! taken in a fixed order. (FlashAttention-2, arXiv:2307.08691, algorithm 2: the gradient is the `dS` of that algorithm.)
 //!
-//! What is added up leaves few registers, and what is loaded for two products is as much as for a forward's of twice the size:
-//! memory decides. Rows of Q and dO stay for all tiles of a block, and so does the block of the bias for all batches and heads
-//! that share it; tiles of K and V stream by. Loads run ahead over the borders of heads and of blocks: one thread tells all others
-//! which head of which block comes when (a *turn* here), in slots of shared memory.
+//! The kernel is bound by memory: the sums leave few registers, and the loads for two products are those of a forward of twice
+//! the size. Rows of Q and dO stay in shared memory for all tiles of a block, and the block of the bias stays for all batches
+//! and heads that share it. Tiles of K and V are streamed. Loads run ahead across heads and blocks: one warp decides which head
+//! of which block comes next (a *turn*), and posts it to the others in slots of shared memory.
 //!
 //! ```text
 //! warp of warpgroup   0                    1                    2          3
-//! 0                   what comes next; K   its rows of a bias   its Q      its dO
+//! 0                   posts turns; K       its rows of a bias   its Q      its dO
 //! 1                   V                    its rows of a bias   its Q      its dO
 //! ```
 //!
-//! Blocks of which the band shows nothing are no turns: they are filled with zeros when all else is done.
+//! Blocks in which the band hides everything are no turns. They are filled with zeros at the end.
 
 mod loads;
 mod memory;
@@ -44,20 +44,20 @@ use loads::{before, load_bias, load_rows, load_tile, row_state};
 use memory::{LAST, Memory, WARP_BIAS, WARP_D, WARP_K, WARP_Q, WARP_V, WorkTileField};
 use stores::{fill_hidden, store_elements, store_vectors};
 
-/// The gradient of the bias, `[1 | B, 1 | H, Sq, Sk]`.
+/// Output for the gradient of the bias, `[1 | B, 1 | H, Sq, Sk]`.
 #[derive(CubeType, CubeLaunch)]
 pub struct BiasOut<E: Float> {
-    /// Its vectors of 8 bytes, where its rows are some.
+    /// The output in 8-byte vectors, used if its rows consist of such vectors.
     pub vectors: &'static mut [Vector<u32, Const<2>>],
-    /// Its elements, where they are not.
+    /// The output as elements, used otherwise.
     pub elements: &'static mut [E],
-    /// Where rows start, in what is written.
+    /// Strides of rows, in vectors or elements as written.
     pub rows: Stride,
-    /// From an element of a row to the next.
+    /// Distance from one element of a row to the next.
     pub column: usize,
 }
 
-/// The gradient of the bias.
+/// Computes the gradient of the bias.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
     streams: Streams<E>,
@@ -139,7 +139,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
     let mut state = PipelineState::first();
     let mut turn = 0u32;
-    // How many blocks are done.
+    // Number of blocks completed.
     let mut done = 0u32;
     memory.await_turn(0u32.runtime());
     while memory.word(turn, WorkTileField::Flags) != 0 {
@@ -155,7 +155,8 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
         let of_row = rows_at * comptime!(blueprint.stats_bytes() as u32) + of_warpgroup * 64 + lane / 4 * 4;
         let lse0 = f32::reinterpret(load_shared(base + comptime!(at.lse as u32) + of_row));
         let lse1 = f32::reinterpret(load_shared(base + comptime!(at.lse as u32 + 32) + of_row));
-        // What is no number must not make one of what is hidden: its score is -inf, and its probability 0 after all numbers.
+        // A non-finite lse must not make the probability of a hidden pair NaN. The score of a hidden pair is −∞: with any
+        // finite lse its probability is 0.
         let lse0 = select(lse0 * 0.0f32 == 0.0f32, lse0, f32::MIN);
         let lse1 = select(lse1 * 0.0f32 == 0.0f32, lse1, f32::MIN);
 
@@ -185,7 +186,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             products(&mut ds, d_rows + d_stage, v_tile, scores.head_dim_v, scores);
             wgmma_commit();
 
-            // -- loads to where the tile before this one was
+            // -- loads into the stage of the tile before this one
             let later = comptime!(of_turn + stages - 1);
             let to = before(&state, tile);
             if warp == WARP_K {
@@ -241,7 +242,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
             let tile_b = base + comptime!(at.b as u32) + group_at * comptime!(blueprint.group_bytes() as u32);
             let sixteenth = comptime!(of_turn * tile_k % blueprint.group_b() / 16);
-            // What a slot holds is read again when it is needed: registers are what this kernel lacks.
+            // Slots are read again when needed, because this kernel is short of registers.
             let first_row = memory.word(turn, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
             let first_key = memory.word(turn, WorkTileField::KStart) + comptime!((of_turn * tile_k) as u32);
             let (batch, head) = (memory.word(turn, WorkTileField::Batch), memory.word(turn, WorkTileField::Head));
@@ -249,7 +250,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             let of_tile = ScoreTile::new(batch, head, band, first_row, &visit, tile_b, sixteenth);
             let _ = apply_score_mod(&mut s, &inputs, &of_tile, scores);
             if comptime!(bounded) {
-                // Past the ends of the sequences nothing is written.
+                // Pairs past the ends of the sequences need no masking: they are not written.
                 if !band.fully_visible(first_row, first_key, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32))
                 {
                     apply_mask(&mut s, &of_tile, false.runtime(), tile_k);
@@ -264,7 +265,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             let words = keep_mask(&extras.dropout, &of_tile, scores);
             let leaves_group = comptime!(scores.tiled_bias() && (of_turn + 1) * tile_k % blueprint.group_b() == 0);
             if comptime!(leaves_group) && memory.word(turn, WorkTileField::Flags) & LAST != 0 {
-                // All threads of the warp have read it.
+                // All threads of the warp must have read it.
                 sync_plane();
                 if lane == 0 {
                     mbarrier_arrive(base + comptime!(at.empty_b as u32) + group_at * 8);
@@ -277,7 +278,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             // -- dS
             let empty_v = base + comptime!(at.empty_v as u32) + state.stage * 8;
             state.advance(stages);
-            // The branch of this wait is what keeps the assembler from moving the wait for dP above the exponentials.
+            // The branch of this wait keeps the assembler from moving the wait for dP above the exponentials.
             if comptime!(of_turn + 1 < tiles) {
                 mbarrier_wait(base + comptime!(at.full_k as u32) + state.stage * 8, state.phase);
             } else {
@@ -291,7 +292,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             let delta0 = f32::reinterpret(load_shared(base + comptime!(at.delta as u32) + of_row));
             let delta1 = f32::reinterpret(load_shared(base + comptime!(at.delta as u32 + 32) + of_row));
             if comptime!(of_turn + 1 == tiles) {
-                // All threads of the warp have read delta.
+                // All threads of the warp must have read delta.
                 sync_plane();
                 if lane == 0 {
                     mbarrier_arrive(base + comptime!(at.empty_d as u32) + rows_at * 8);
@@ -314,12 +315,12 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             #[unroll]
             for n in 0..s_len {
                 let delta = if comptime!(n % 4 < 2) { delta0 } else { delta1 };
-                // What is hidden has no gradient, whatever dO and V hold there.
-                sum[n] = add_softmax_backward(sum[n], s[n], ds[n], delta);
+                // A hidden pair has gradient 0, whatever dO and V hold there.
+                add_softmax_backward(sum, n, s[n], ds[n], delta);
             }
-            // Or it would wait for the next tile, with all that it is made of.
+            // Without this, the compiler would defer the addition to the next tile and keep its operands in registers.
             pin(sum, s_len);
-            // Where fewest registers are in use.
+            // At the point where the fewest registers are in use.
             if comptime!(of_turn == 0) && warp == WARP_K {
                 let number = plane_broadcast(next, 0u32);
                 if memory.post(turn + comptime!(ahead as u32 + 1), number, &scheduler, &band) {
@@ -355,13 +356,13 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
         turn += 1;
     }
 
-    // -- what the band hides
+    // -- zeros for the blocks that the band hides
     if comptime!(bounded) {
         fill_hidden(out, &band, &scheduler, warp, blueprint);
     }
 }
 
-/// Zeros.
+/// Sets an accumulator to zeros.
 #[cube]
 fn clear(sum: &mut Array<f32>, #[comptime] len: usize) {
     #[unroll]

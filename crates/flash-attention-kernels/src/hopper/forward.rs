@@ -7,14 +7,15 @@
 //! o = O / l      lse = (c m + log2 l) / log2(e)
 //! ```
 //!
-//! Each warpgroup has 64 queries of the block. Of a warpgroup, `S` of one tile and `P V` of the tile before are in flight
-//! together, so that a softmax hides under products (FlashAttention-3, arXiv:2407.08608, section 3.2); where it pays the
-//! warpgroups take turns, so that one's products run under the other's softmax (section 3.1). What `m` really is, and when it
-//! changes: [`OnlineSoftmax`]. The first product of the next work tile is issued beside the last one of this work tile, under its stores.
+//! Each warpgroup has 64 queries of the block. Within a warpgroup, `S` of one tile and `P V` of the tile before are in flight
+//! together, so that the softmax overlaps with products (FlashAttention-3, arXiv:2407.08608, section 3.2). With `ping_pong`,
+//! the warpgroups also issue their products in turn, so that one's products run under the other's softmax (section 3.1).
+//! [`OnlineSoftmax`] defines `m` and when it changes. The first product of the next work tile is issued together with the last
+//! product of this one, and runs under its stores.
 //!
-//! Whole warps take every branch together, and the assembler must see that they do: a branch by `UNIT_POS`, or a shuffle
-//! behind one, makes it guard every shuffle that follows. Products and waits for them are the whole warpgroup's: they may not
-//! stand behind what a warp decides.
+//! Every branch must be warp-uniform, and the assembler must be able to see that: after a branch by `UNIT_POS`, or a shuffle
+//! inside one, it guards every shuffle that follows. Products, and waits for them, belong to the whole warpgroup: they must not
+//! be inside a branch that a single warp decides.
 
 use super::memory::{FULLY_MASKED, Memory, WorkTileField};
 use super::operands::{Schedule, Streams};
@@ -32,7 +33,7 @@ use crate::tensor_core::softmax::*;
 use crate::tensor_core::{Blueprint, HopperTile, WARPGROUP_ROWS, WARPGROUP_UNITS};
 use cubecl::prelude::*;
 
-/// `o` and the bits of `lse` from Q, K and V, or those of splits of the keys.
+/// Computes `o` and the bits of `lse` from Q, K and V, or those of each split of the keys.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     streams: Streams<E>,
@@ -51,7 +52,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let o_len = comptime!(columns / 2);
     let k_bytes = comptime!(blueprint.k_bytes());
     let fragments = comptime!(tile_k / 16);
-    // Whether more is hidden than what lies past the last key.
+    // Whether anything is hidden besides the keys past the end.
     let varlen = comptime!(extras.is_varlen());
     let banded = comptime!(varlen || scores.band.bounded_above || scores.band.bounded_below);
     let sparse = comptime!(blueprint.sparse);
@@ -74,7 +75,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
     let mut loads = false.runtime();
     if comptime!(tile.producer_warp) {
-        // Behind all that multiply, one of each consumer group.
+        // Producer warps come after the warpgroups, one for each consumer group.
         let first = comptime!(4 * (tile.consumer_groups * tile.warpgroups) as u32);
         loads = of_cube >= first;
         consumer_group = select(loads, of_cube - first, consumer_group);
@@ -103,19 +104,19 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     producer.fill(blueprint);
     let mut steps = memory.work_tile(0u32, WorkTileField::Steps);
     let of_warpgroup = warp % 4;
-    // Named barrier 0 is that of all threads.
+    // Named barrier 0 is `sync_cube`'s.
     let barrier = 1 + consumer_group * comptime!(tile.warpgroups as u32);
     if warpgroup == comptime!(tile.warpgroups as u32 - 1) {
         pass_ping_pong(barrier, warpgroup, tile);
     }
 
-    // Where the products are in the pipelines. What a step has freed is filled again in the next one, so that neither
-    // warpgroup waits for the other.
+    // Positions of the products in the pipelines. A stage that a step frees is refilled in the next step, so that no warpgroup
+    // waits for the other.
     let mut k_state = PipelineState::first();
     let mut v_state = PipelineState::first();
     let mut nth = 0u32;
 
-    // -- the first S; those of later work tiles are issued at the end of the work tile before
+    // -- the first S; the first S of a later work tile is issued at the end of the work tile before it
     let mut s = Array::<f32>::new(s_len);
     if steps != 0 {
         mbarrier_wait(memory.full_q + warpgroup * 8, 0u32);
@@ -161,13 +162,13 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         let words = keep_mask(&extras.dropout, &of_tile, blueprint);
         apply_dropout(&mut s, &words, tile_k);
         to_fragments(&s, &mut p, blueprint);
-        // The first product overwrites it.
+        // Uninitialised: the first product overwrites it.
         let mut acc = Array::<f32>::new(o_len);
         if steps > 1 {
             mbarrier_wait(memory.full_k + k_state.stage * 8, k_state.phase);
         }
 
-        // -- the others: S of this tile and P V of the one before are in flight together
+        // -- the other tiles: S of this tile and P V of the one before are in flight together
         for step in 1..steps {
             k_start -= comptime!(tile_k as u32);
             let visit = memory.visit(&k_state, k_start, step < edges.lead || step >= edges.tail, blueprint);
@@ -176,7 +177,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             wgmma_fence();
             products(&mut s, q_tile, k_tiles + u64::cast_from(k_state.stage * k_stage), blueprint.head_dim, blueprint);
             wgmma_commit();
-            // Not waited for before S is on its way; the wait ends a stretch of products for the assembler.
+            // V is waited for after S has been issued. The wait also ends a sequence of products for the assembler.
             mbarrier_wait(memory.full_v + v_state.stage * 8, v_state.phase);
             wgmma_fence();
             pv(&mut acc, &p, v_tiles + u64::cast_from(v_state.stage * v_stage), u32::cast_from(step > 1), blueprint);
@@ -197,8 +198,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             let _ = apply_score_mod(&mut s, &scores, &of_tile, blueprint);
             memory.release_bias(&k_state, blueprint);
             k_state.advance(stages);
-            // Only where there is a band can a tile after the first be at its edge; without a mask, a row that begins to see
-            // does so there.
+            // Only with a band can a tile after the first one be at its edge. Without a mask, a row that begins to see keys
+            // does so in such a tile.
             let anywhere = comptime!(blueprint.hides_pairs() || sparse && banded);
             if comptime!(banded || sparse) && !visit.fully_visible {
                 apply_mask(&mut s, &of_tile, false.runtime(), tile_k);
@@ -212,7 +213,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             let taken = rows.update(&mut s, exponent, blueprint);
             let words = keep_mask(&extras.dropout, &of_tile, blueprint);
             pin(&mut s, s_len);
-            // The branch of this wait is what keeps the assembler from moving the wait for P V above the softmax.
+            // The branch of this wait keeps the assembler from moving the wait for P V above the softmax.
             if step + 1 < steps {
                 mbarrier_wait(memory.full_k + k_state.stage * 8, k_state.phase);
             }
@@ -227,8 +228,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             to_fragments(&s, &mut p, blueprint);
         }
 
-        // -- the last P V, and in its shadow and that of the stores the next work tile's first S; after the last work tile that
-        //    one reads what is left in shared memory, and nothing reads it
+        // -- the last P V. The first S of the next work tile runs under it and under the stores. After the last work tile, that
+        // product reads stale shared memory, and its result is not used
         mbarrier_wait(memory.full_v + v_state.stage * 8, v_state.phase);
         let next_steps = memory.work_tile(nth + 1, WorkTileField::Steps);
         if next_steps != 0 {
@@ -287,11 +288,11 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             store_row(&words0, &mut outputs.o, row0, live0, columns);
             store_row(&words1, &mut outputs.o, row1, live1, columns);
         }
-        // Rows that these exponentials or products cannot give: out of range, or reached by what is hidden from them.
+        // Rows to recompute: the sum of exponentials overflowed, or a hidden NaN or infinity has reached the row.
         let mut again0 = l0 == f32::INFINITY;
         let mut again1 = l1 == f32::INFINITY;
         if comptime!(hides) {
-            // Before any `&&`, which would be a branch.
+            // Evaluated before the `&&`, which would become a branch.
             let (finite0, finite1) = (is_finite(&words0, blueprint), is_finite(&words1, blueprint));
             again0 = again0 || (l0 <= f32::MAX && !finite0);
             again1 = again1 || (l1 <= f32::MAX && !finite1);
@@ -299,7 +300,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         again0 = live0 && again0;
         again1 = live1 && again1;
         if comptime!(hides || blueprint.uses_reference_max()) && plane_any(again0 || again1) {
-            // What other threads have stored of these rows comes first.
+            // The stores of other threads to these rows must come first.
             sync_plane();
             let (batch, head_kv) = (
                 memory.work_tile(nth, WorkTileField::Batch) as usize,
@@ -333,7 +334,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     pin(&mut s, s_len);
 }
 
-/// Waits for the warpgroup before to have issued its products. `barrier`: the first of the consumer group's named barriers.
+/// Waits until the previous warpgroup has issued its products. `barrier` is the first named barrier of the consumer group.
 #[cube]
 fn await_ping_pong(barrier: u32, warpgroup: u32, #[comptime] tile: HopperTile) {
     if comptime!(tile.ping_pong) {
@@ -341,7 +342,7 @@ fn await_ping_pong(barrier: u32, warpgroup: u32, #[comptime] tile: HopperTile) {
     }
 }
 
-/// Lets the next warpgroup issue.
+/// Lets the next warpgroup issue its products.
 #[cube]
 fn pass_ping_pong(barrier: u32, warpgroup: u32, #[comptime] tile: HopperTile) {
     if comptime!(tile.ping_pong) {

@@ -5,17 +5,19 @@
 //!             S = Q Kᵀ    dP = dO Vᵀ    P = 2^(c S − lse)    dS = P ∘ (dP − delta)    dQ += dS K
 //! DkDv    for each query head of the group and each tile of queries that see the keys, the last first:
 //!             Sᵀ = K Qᵀ   dPᵀ = V dOᵀ   Pᵀ = 2^(c Sᵀ − lse)  dSᵀ = Pᵀ ∘ (dPᵀ − delta) dV += Pᵀ dO    dK += dSᵀ Q
-//! All         the same, and                                                                          dQ += dS K
+//! All         as DkDv, and                                                                           dQ += dS K
 //! ```
 //!
-//! with lse in base 2, `c = log2(e) · scale`, and the scale left to the end. (FlashAttention-2, arXiv:2307.08691, algorithm 2.)
-//! One kernel, as the second is the first with queries and keys in each other's places and one product more: `P` and `dS` are
-//! then operands as they lie in registers, and every sum is taken in a fixed order, by one consumer group. What rows and
-//! columns are: [`Role`](crate::fragment::role::Role). All three at once take five products instead of seven, but every block of keys adds to `dQ`, in whatever
-//! order they come by ([`reduce`](super::reduce)).
+//! lse is in base 2, `c = log2(e) · scale`, and the scale is applied at the end. (FlashAttention-2, arXiv:2307.08691, algorithm
+//! 2.)
 //!
-//! Of a warpgroup, `S` and `dP` are in flight together, and `dV` under what turns `dP` into `dS`; the rest runs under the other
-//! warpgroup's products.
+//! `Dq`, `DkDv` and `All` are one kernel: `DkDv` is `Dq` with queries and keys exchanged and one more product. `P` and `dS` are
+//! then operands as they are in registers, and every sum is taken by one consumer group in a fixed order.
+//! [`Role`](crate::fragment::role::Role) defines rows and columns. Computing all three gradients at once takes five products
+//! instead of seven, but every block of keys then adds to `dQ`, in no fixed order ([`reduce`](super::reduce)).
+//!
+//! Within a warpgroup, `S` and `dP` are in flight together, and `dV` runs under the computation of `dS` from `dP`. Everything
+//! else overlaps with the products of the other warpgroup.
 
 use super::dq_accum_columns;
 use super::memory::{CONTINUED, CONTINUES, FULLY_MASKED, Memory, WorkTileField};
@@ -35,7 +37,7 @@ use crate::tensor_core::statistics::{statistics, stats_at};
 use crate::tensor_core::{Blueprint, WARPGROUP_ROWS};
 use cubecl::prelude::*;
 
-/// Gradients of the rows, and `dq_accum`, where dQ is added up.
+/// Computes the gradients of the rows. With `Role::All`, also adds dQ to `dq_accum`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     streams: Streams<E>,
@@ -73,7 +75,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let memory = Memory::new(shared_address::<E>(&shared[0..1024]), blueprint);
     let lane = UNIT_POS % 32;
     let quarter = lane % 4;
-    // Descriptors count in units of 16 bytes. Tiles are read by rows for S and dP, by columns for what is added up.
+    // Descriptors count units of 16 bytes. Tiles are read by rows for S and dP, and by columns for the accumulated gradients.
     let q_rows = descriptor::<E>(&shared[0..1024], 16usize, 1024usize)
         + u64::cast_from(warpgroup * comptime!((blueprint.q_bytes() / 16) as u32));
     let d_rows = descriptor::<E>(&shared[d_at..d_at + 1024], 16usize, 1024usize)
@@ -84,7 +86,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let v_columns = descriptor::<E>(&shared[v_at..v_at + 1024], comptime!(tile_k * 128), 1024usize);
     let k_stage = comptime!((blueprint.k_bytes() / 16) as u32);
     let v_stage = comptime!((blueprint.v_bytes() / 16) as u32);
-    // What follows the pipeline, if anything does.
+    // End of the pipelines.
     let ring_end = comptime!(v_at + stages * (blueprint.v_bytes() + blueprint.b_bytes()) / size);
     let ds_at = comptime!(if blueprint.reduces() { ring_end } else { 0 });
     let mut reducer = Reducer::new::<E>(&shared[ds_at..ds_at + 1024], &shared[0..1024], &memory, warp, blueprint);
@@ -172,11 +174,11 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 s[n] = probability_log2(s[n], exponent, *lse.index(n), blueprint.dtype);
             }
             let adds = u32::cast_from(step > 0 || continued);
-            // Read again where it is needed: registers are scarce.
+            // Read again instead of kept, because registers are scarce.
             let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops, blueprint);
             let words = keep_mask(&extras.dropout, &of_tile, blueprint);
             if comptime!(sums_values) {
-                // dV runs under what turns dP into dS.
+                // dV runs under the computation of dS.
                 let mut p = fragments(blueprint);
                 let drawn = comptime!(words.len());
                 if comptime!(drawn > 0) {
@@ -197,8 +199,8 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 if comptime!(sums_values) {
                     wgmma_wait(1usize);
                 } else {
-                    // The branch of this wait is what keeps the assembler from moving the wait for dP above the exponentials. There is
-                    // nothing to wait for: the next K may take as long as this step does.
+                    // The branch of this wait keeps the assembler from moving the wait for dP above the exponentials. This V
+                    // has already arrived; a wait for the next K might take as long as this step.
                     mbarrier_wait(memory.full_v + state.stage * 8, state.phase);
                     wgmma_wait(0usize);
                 }
@@ -220,7 +222,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
             memory.release_bias(&state, blueprint);
             if comptime!(sums_values) {
-                // As above, for the wait for dV.
+                // The branch keeps the wait for dV in its place, as above.
                 if step + 1 < steps {
                     mbarrier_wait(memory.full_k + next.stage * 8, next.phase);
                 }
@@ -252,8 +254,9 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                     let at = stats_at(&band, &scheduler, batch, head, visit.start, blueprint)
                         * comptime!(dq_accum_columns(blueprint.head_dim));
                     reducer.add(&dq, dq_accum, at);
-                    // As above: dK is to run under this, and K has been here all along. The barrier must be one of a stage that
-                    // this warp has not released: that of V may be two phases further, and a wait by parity would never end.
+                    // As above, so that dK runs under the additions. This K has already arrived. The barrier must belong to a
+                    // stage that this warp has not released: the barrier of V may be two phases ahead, and a wait by parity
+                    // would never end.
                     mbarrier_wait(memory.full_k + state.stage * 8, state.phase);
                 }
                 wgmma_wait(0usize);
@@ -291,7 +294,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 store_row(&pack_row(&sum_v, 0usize, scale, columns_dv, dtype), dv, row0, live0, columns_dv);
                 store_row(&pack_row(&sum_v, 1usize, scale, columns_dv, dtype), dv, row1, live1, columns_dv);
             }
-            // Rows that what is hidden from them has reached; not where the query itself is no number.
+            // Rows to recompute: a hidden NaN or infinity has reached them, while lse and delta of the query are finite.
             if comptime!(hides) {
                 let mut finite0 = true.runtime();
                 let mut finite1 = true.runtime();
@@ -330,14 +333,14 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
 }
 
-/// Bytes by which the statistics of a tile lie behind where they have been loaded to: loads begin at multiples of 16 bytes, tiles of
-/// sequences anywhere.
+/// Offset in bytes of a tile's statistics from the address that they were loaded to: loads begin at multiples of 16 bytes,
+/// tiles of several sequences anywhere.
 #[cube]
 fn stats_offset(k_start: u32, #[comptime] blueprint: Blueprint) -> u32 {
     if comptime!(blueprint.varlen && blueprint.transposed()) { k_start % 4 * 4 } else { 0u32.runtime() }
 }
 
-/// Registers for an operand made of a tile's accumulator.
+/// Registers for the operand that a tile's accumulator is packed into.
 #[cube]
 fn fragments(#[comptime] blueprint: Blueprint) -> Sequence<Array<u32>> {
     let mut fragments = Sequence::<Array<u32>>::new();

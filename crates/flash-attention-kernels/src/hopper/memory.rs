@@ -1,4 +1,5 @@
-//! Shared memory of a consumer group: addresses of the pipelines' stages, their barriers, the decoded work tiles and the producer's cursors.
+//! Shared memory of a consumer group: addresses of the pipelines' stages, their barriers, the decoded work tiles and the
+//! producer's cursors.
 
 use super::pipeline::{Pipeline, PipelineState};
 use super::{SLOTS, WORDS};
@@ -17,7 +18,7 @@ use cubecl::prelude::*;
 pub enum WorkTileField {
     /// First key of the last tile, which is processed first.
     KLast,
-    /// Tiles; 0 where there is no more work.
+    /// Number of tiles; 0 after the last work tile.
     Steps,
     /// Key/value head.
     HeadKv,
@@ -29,9 +30,9 @@ pub enum WorkTileField {
     QStart,
     /// [`FULLY_MASKED`], [`CONTINUED`], [`CONTINUES`].
     Flags,
-    /// Batch of the results.
+    /// Batch of the outputs.
     BatchOut,
-    /// With several sequences: the sequence, and the range of its rows and columns.
+    /// With several sequences: the sequence, and the ranges of its rows and columns.
     Sequence,
     RowsBegin,
     RowsEnd,
@@ -39,11 +40,12 @@ pub enum WorkTileField {
     ColumnsEnd,
 }
 
-/// Nothing is visible: the single tile must be hidden.
+/// Flag: nothing is visible, and the single tile must be hidden.
 pub const FULLY_MASKED: u32 = 1;
-/// Adds to the accumulators of the work tile before, which is the same block with another query head of the group.
+/// Flag: the work tile adds to the accumulators of the one before, which is the same block with another query head of the
+/// group.
 pub const CONTINUED: u32 = 2;
-/// The next work tile adds to the accumulators of this one.
+/// Flag: the next work tile adds to the accumulators of this one.
 pub const CONTINUES: u32 = 4;
 
 /// Fields of a producer's cursor in shared memory.
@@ -57,26 +59,26 @@ pub enum CursorField {
     Head,
     /// Batch.
     Batch,
-    /// The stage of the next tile.
+    /// Stage of the next tile.
     Stage,
-    /// The parity of its barriers' phase.
+    /// Parity of the phase of the stage's barriers.
     Phase,
     /// Number of work tiles entered.
     Nth,
-    /// The number of the next work tile in its group.
+    /// Number of the next work tile's query head in its group.
     OfGroup,
 }
 
-/// No work tile is left.
+/// Value of [`CursorField::Left`] after the last work tile.
 pub const END: u32 = u32::MAX;
 
-/// Addresses in shared memory.
+/// Addresses in the shared memory of a consumer group.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Memory {
-    /// Rows of Q, one tile for each warpgroup.
+    /// Rows of Q, one tile of 64 for each warpgroup.
     pub q: u32,
-    /// Those of dO.
+    /// Rows of dO, one tile of 64 for each warpgroup.
     pub d: u32,
     /// Tiles of K.
     pub k: u32,
@@ -86,27 +88,28 @@ pub struct Memory {
     pub b: u32,
     /// Tiles of `dSᵀ`.
     pub ds: u32,
-    /// The log-sum-exp and delta of streamed tiles.
+    /// lse and delta of streamed tiles.
     pub lse: u32,
     pub delta: u32,
-    /// Barriers of Q, K, V and the bias that complete when bytes have come.
+    /// Barriers of Q, K, V and the bias that complete when the bytes have arrived.
     pub full_q: u32,
     pub full_k: u32,
     pub full_v: u32,
     pub full_b: u32,
-    /// Barriers of Q and dO that complete when the warps that multiply with them are done, of the others when all are.
+    /// Barriers that complete when a buffer is released: those of Q and dO by the warps that multiply with them, the others by
+    /// all warps.
     pub empty_q: u32,
     pub empty_d: u32,
     pub empty_k: u32,
     pub empty_v: u32,
     pub empty_b: u32,
-    /// Barriers of the slots: a work tile has been written.
+    /// Barriers of the slots, which complete when a work tile has been written.
     pub known: u32,
-    /// The slots.
+    /// Slots of decoded work tiles.
     pub slots: u32,
-    /// The pipelines' cursors.
+    /// Cursors of the pipelines.
     pub cursors: u32,
-    /// With a block mask, the entry of the tile in each stage of K.
+    /// With a block mask, the list entry of the tile in each stage of K.
     pub entries: u32,
 }
 
@@ -158,7 +161,7 @@ impl Memory {
                 mbarrier_init(full_k + comptime!(8 * i), 1u32);
                 mbarrier_init(full_v + comptime!(8 * i), 1u32);
                 mbarrier_init(full_b + comptime!(8 * i), 1u32);
-                // One arrival of each warp.
+                // Each warp arrives once.
                 mbarrier_init(empty_k + comptime!(8 * i), comptime!(4 * warpgroups));
                 mbarrier_init(empty_v + comptime!(8 * i), comptime!(4 * warpgroups));
                 mbarrier_init(empty_b + comptime!(8 * i), comptime!(4 * warpgroups));
@@ -199,19 +202,19 @@ impl Memory {
         }
     }
 
-    /// Waits until the `nth` work tile of this consumer group is known.
+    /// Waits until work tile `nth` of this consumer group has been decoded.
     pub fn await_work_tile(&self, nth: u32) {
         mbarrier_wait(self.known + nth % comptime!(SLOTS as u32) * 8, (nth / comptime!(SLOTS as u32)) % 2);
     }
 
-    /// A field of the `nth` work tile, which must be known. Read when needed, because registers are scarce.
+    /// A field of work tile `nth`, which must have been decoded. Fields are read when needed, because registers are scarce.
     pub fn work_tile(&self, nth: u32, #[comptime] word: WorkTileField) -> u32 {
         load_shared(
             self.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32) + comptime!(4 * word as u32),
         )
     }
 
-    /// The query head of the `nth` work tile.
+    /// The query head of work tile `nth`.
     pub fn query_head(&self, nth: u32, #[comptime] blueprint: Blueprint) -> u32 {
         if comptime!(blueprint.transposed()) {
             self.work_tile(nth, WorkTileField::HeadKv)
@@ -239,7 +242,7 @@ impl Memory {
         }
     }
 
-    /// Band of the `nth` work tile's sequence; `band` is that of the options.
+    /// The band of work tile `nth`. `band` is the band of the options, without sequences.
     pub fn band(&self, nth: u32, band: &Band, #[comptime] varlen: bool) -> Band {
         if comptime!(varlen) {
             let (begin_q, end_q) =
@@ -252,7 +255,8 @@ impl Memory {
         }
     }
 
-    /// The tile at a position of K's pipeline, which has been loaded: with a block mask from its list entry, else from `start` and `edge`.
+    /// The tile at a position of K's pipeline, which must have been loaded. With a block mask it comes from its list entry,
+    /// else from `start` and `edge`.
     pub fn visit(&self, state: &PipelineState, start: u32, edge: bool, #[comptime] blueprint: Blueprint) -> Visit {
         if comptime!(blueprint.sparse) {
             visit_of(load_shared(self.entries + state.stage * 4), comptime!(blueprint.tile.tile_k as u32))
@@ -261,7 +265,8 @@ impl Memory {
         }
     }
 
-    /// Waits for a tile of a tiled bias, which is in the same stage as that of K. Returns the address of a warpgroup's part.
+    /// Waits for a tile of the tiled bias, which is in the same stage as the tile of K. Returns the address of the warpgroup's
+    /// part.
     pub fn await_bias(&self, state: &PipelineState, warpgroup: u32, #[comptime] blueprint: Blueprint) -> u32 {
         if comptime!(blueprint.tiled_bias()) {
             mbarrier_wait(self.full_b + state.stage * 8, state.phase);
@@ -273,7 +278,7 @@ impl Memory {
     /// Releases a tile of a tiled bias.
     pub fn release_bias(&self, state: &PipelineState, #[comptime] blueprint: Blueprint) {
         if comptime!(blueprint.tiled_bias()) {
-            // All threads of the warp have read it.
+            // All threads of the warp must have read it.
             sync_plane();
             let lane = UNIT_POS % 32;
             if lane == 0 {
@@ -282,7 +287,8 @@ impl Memory {
         }
     }
 
-    /// The scores of a work tile's rows with the tile of `visit`. Batch and head are read where anything of the scores depends on them.
+    /// The location of the scores of a work tile's rows with the tile of `visit`. Batch and head are only read if the scores
+    /// depend on them.
     pub fn score_tile(
         &self,
         nth: u32,
@@ -303,7 +309,7 @@ impl Memory {
         ScoreTile::new(batch, head, band, first_row, visit, bias_tile, 0usize)
     }
 
-    /// lse and delta of a thread's two rows, `row` and the one 8 after it, where rows are queries.
+    /// lse and delta of a thread's rows `row` and `row + 8`, if rows are queries.
     pub fn row_statistics(
         &self,
         stats: &[u32],
@@ -321,7 +327,7 @@ impl Memory {
         RowStatistics::of(stats, batch, head, row, band, scheduler, blueprint)
     }
 
-    /// The first stage of a pipeline, and its barriers `full` and `empty`.
+    /// Addresses of a pipeline's first stage and of its first barriers `full` and `empty`.
     pub fn pipeline(&self, #[comptime] pipeline: Pipeline) -> (u32, u32, u32) {
         match comptime!(pipeline) {
             Pipeline::K => (self.k, self.full_k, self.empty_k),

@@ -1,22 +1,23 @@
-//! Attention for NVIDIA Hopper: warpgroup matrix products (`wgmma`), loads by the tensor memory accelerator (TMA),
+//! Attention kernels for NVIDIA Hopper: warpgroup matrix products (`wgmma`), loads by the tensor memory accelerator (TMA),
 //! asynchronous barriers.
 //!
 //! ```text
-//! forward    O and the log-sum-exp                     memory     where all that lies in shared memory
+//! forward    O and lse                                 memory     layout of shared memory
 //! gradient   dq; dk and dv                             pipeline   stages of shared memory, their barriers
-//! reduce     dq, to which every block of keys adds     producer   who fills the pipelines, and when
-//! dbias      the gradient of a bias of each pair       products   products of a tile's rows
-//! combine    splits of the keys, put together          operands   what reaches shared memory, as one argument
-//! copy       tensors that TMA cannot read, packed
+//! reduce     dq, accumulated by the blocks of keys     producer   loads that fill the pipelines
+//! dbias      gradient of a bias with one element       products   products of a warpgroup's rows with a tile
+//!            for each pair                             operands   TMA operands and work tiles, as arguments
+//! combine    combines splits of the keys               copy       packed copies of tensors that TMA cannot read
 //! ```
 //!
-//! What works on accumulators in registers is shared with [`mma`](crate::mma): [`tensor_core`](crate::tensor_core).
+//! Computations on accumulators in registers are shared with [`mma`](crate::mma): see [`tensor_core`](crate::tensor_core).
 //!
-//! Each kernel keeps blocks of rows of one or two tensors, and tiles of two others stream by ([`Role`](crate::fragment::role::Role)).
+//! A work tile keeps a block of rows of one or two tensors in shared memory, while tiles of two other tensors are streamed
+//! ([`Role`](crate::fragment::role::Role)).
 //!
-//! CubeCL assembles what it compiles as relocatable code, which shapes these kernels: `setmaxnreg` is ignored there, so that
-//! a warp that only loads takes as many registers as any other and is worth them in few tiles, and one external call (an exact
-//! division is enough) serialises every product.
+//! CubeCL assembles kernels as relocatable code, with two consequences. `setmaxnreg` is ignored, so that a producer warp takes
+//! as many registers as any other warp, which pays off for few tile sizes only. And a single external call (an exact division
+//! is enough) serialises every product.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
@@ -48,20 +49,22 @@ pub use bias::*;
 
 use crate::tensor_core::{Blueprint, PANEL};
 
-/// Work tiles that are kept in shared memory: more than loads run ahead of the products (one for each stage, and one).
+/// Number of decoded work tiles kept in shared memory. It exceeds the number of work tiles by which loads may run ahead of the
+/// products: one for each stage, plus one.
 pub const SLOTS: usize = 8;
-/// Stages of a pipeline at most: the work tile that is computed has a slot, and that after the last one that is loaded.
+/// Largest number of pipeline stages. Of the slots, one holds the work tile being computed, and one the work tile after the
+/// last one being loaded.
 pub const MAX_STAGES: usize = SLOTS - 2;
-/// Words of shared memory for a kept work tile, and for each of the three cursors.
+/// Words of shared memory for a decoded work tile, and for each of the three cursors.
 pub const WORDS: usize = 13;
 
-/// f32 of a query in the sums of dQ, where every block of keys adds to it: whole panels.
+/// f32 values of a query in `dq_accum`, where every block of keys adds to dQ: whole panels.
 pub fn dq_accum_columns(head_dim: usize) -> usize {
     head_dim.next_multiple_of(PANEL)
 }
 
 impl Blueprint {
-    /// Bytes of shared memory: for each consumer group Q, the pipelines of K, V and perhaps the bias, barriers.
+    /// Bytes of shared memory: for each consumer group Q, the pipelines of K, V and a tiled bias, and the barriers.
     ///
     /// ```
     /// # use flash_attention_kernels::{Dtype, fragment::role::Role, tensor_core::{Blueprint, HopperTile}};
@@ -77,7 +80,7 @@ impl Blueprint {
         self.tile.consumer_groups * self.group_memory()
     }
 
-    /// Bytes of a consumer group, a multiple of 1,024, to which swizzled tiles are aligned.
+    /// Bytes of a consumer group. A multiple of 1,024, to which swizzled tiles are aligned.
     pub fn group_memory(&self) -> usize {
         let barriers = 3 * self.tile.warpgroups + 6 * self.tile.stages + SLOTS;
         let stage = self.k_bytes() + self.v_bytes() + self.b_bytes() + 2 * self.stats_bytes();

@@ -1,10 +1,10 @@
-//! What reaches shared memory by TMA, and the work tiles, each as one argument.
+//! TMA operands and work tiles, grouped into arguments.
 
 use super::producer::Spread;
 use crate::tensor_core::schedule::TileScheduler;
 use cubecl::prelude::*;
 
-/// What comes to shared memory by TMA: boxes of 64 columns of 64 rows, or of a tile's columns.
+/// Operands that TMA loads to shared memory, in boxes of 64 columns and either 64 rows or the rows of a tile.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Streams<E: Float> {
@@ -18,18 +18,18 @@ pub struct Streams<E: Float> {
     pub cols_dov: &'static TensorMap<E, Tiled>,
     /// A tiled bias, if there is one.
     pub bias: ComptimeOption<&'static TensorMap<E, Tiled>>,
-    /// Which of its dimensions repeat.
+    /// Dimensions along which the bias repeats.
     pub spread: Spread,
     /// lse and delta of all queries, in the backward, from [`delta`](mod@crate::tensor_core::delta).
     pub stats: ComptimeOption<&'static [u32]>,
 }
 
-/// Which work tiles there are, and the counter that they are taken from.
+/// The work tiles, and the counter that they are taken from.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Schedule {
-    /// The work tiles.
+    /// The tile scheduler.
     pub tiles: TileScheduler,
-    /// The counter.
+    /// Counter of the work tiles taken.
     pub counter: &'static [u32],
 }

@@ -1,7 +1,8 @@
 //! Pipelines: stages of shared memory that TMA fills and matrix products read, synchronised by `mbarrier`s.
 //!
-//! K, V and a tiled bias have a pipeline of stages each. A stage's barrier `full` completes when its bytes have arrived, `empty` when the
-//! last warp has released it. [`Memory`](super::memory::Memory) has their addresses, [`Producer`](super::producer::Producer) fills them.
+//! K, V and a tiled bias have one pipeline each. Barrier `full` of a stage completes when the stage's bytes have arrived,
+//! `empty` when the last warp has released the stage. [`Memory`](super::memory::Memory) holds their addresses, and
+//! [`Producer`](super::producer::Producer) fills the stages.
 
 use crate::tensor_core::{Blueprint, WARP_UNITS, WARPGROUP_UNITS};
 use cubecl::prelude::*;
@@ -9,16 +10,16 @@ use cubecl::prelude::*;
 /// The pipelines.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Pipeline {
-    /// That of K. Its producer also decodes the next work tile.
+    /// The pipeline of K. Its producer also decodes the next work tile.
     K,
-    /// That of V.
+    /// The pipeline of V.
     V,
-    /// That of the bias.
+    /// The pipeline of a tiled bias.
     Bias,
 }
 
 impl Pipeline {
-    /// The warp that loads it.
+    /// The warp that loads this pipeline, without a producer warp.
     pub fn warp(self) -> u32 {
         let of_warpgroup = (WARPGROUP_UNITS / WARP_UNITS) as u32;
         match self {
@@ -38,7 +39,7 @@ impl Pipeline {
         bytes as u32
     }
 
-    /// Panels of a stage of K or V.
+    /// Number of panels of a stage of K or V.
     pub fn panels(self, blueprint: Blueprint) -> u32 {
         (if self == Pipeline::V { blueprint.panels_v() } else { blueprint.panels() }) as u32
     }

@@ -1,6 +1,7 @@
 //! The producer: loads of K, V and the bias into their pipelines, ahead of the products and across work tiles.
 //!
-//! The first warp of the first warpgroup loads K, that of the second V, and the warp after it the bias; or a producer warp loads all of them.
+//! The first warp of the first warpgroup loads K, the first warp of the second one V, and the warp after it the bias.
+//! Alternatively, a producer warp loads all of them.
 
 use super::memory::{CONTINUED, CONTINUES, CursorField, END, Memory, WorkTileField};
 use super::operands::{Schedule, Streams};
@@ -16,18 +17,19 @@ use crate::tensor_core::statistics::{stats_all, stats_at};
 use crate::tensor_core::{Blueprint, HopperTile, PANEL, WARPGROUP_ROWS};
 use cubecl::prelude::*;
 
-/// A factor of 0 for each dimension that a bias repeats, else of 1.
+/// Factor for each dimension of a bias: 0 if the bias repeats along it, else 1.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Spread {
-    /// Of the batch.
+    /// Factor of the batch.
     pub batch: u32,
-    /// Of the query head.
+    /// Factor of the query head.
     pub head: u32,
 }
 
-/// What loading depends on. Where it stands lies in shared memory, but for the number of the work tile after the current one: that
-/// has been asked for, and waiting for it would take longer than anything else here.
+/// State of the producer. The cursors of the pipelines are in shared memory. Only `ahead`, the number of the work tile after
+/// the current one, is in a register: it has been requested from the counter, and waiting for the answer would take longer than
+/// anything else here.
 #[derive(CubeType)]
 pub struct Producer<E: Float> {
     memory: Memory,
@@ -42,7 +44,7 @@ pub struct Producer<E: Float> {
 
 #[cube]
 impl<E: Float> Producer<E> {
-    /// The state before the first work tile, which has the consumer group's own number.
+    /// The state before the first work tile, whose number is the consumer group's own.
     pub fn new(
         memory: Memory,
         streams: Streams<E>,
@@ -61,11 +63,12 @@ impl<E: Float> Producer<E> {
     /// Fills all stages at the start, unless a producer warp does.
     pub fn fill(&mut self, #[comptime] blueprint: Blueprint) {
         let stages = comptime!(blueprint.tile.stages);
-        // In the forward, V is wanted a step after K.
+        // In the forward, V is needed one step after K.
         let of_v = comptime!(if blueprint.role == Role::Forward { stages } else { stages + 1 });
         self.load_times(comptime!(stages + 1), of_v, blueprint);
         self.memory.await_work_tile(0u32);
-        // By a warp that loads nothing else now: what is asked for last comes last, after the stages of all multiprocessors.
+        // Q and dO are loaded by a warp that has issued no other loads. Behind other loads they would arrive last, after the
+        // stages of all multiprocessors.
         let (warpgroup, of_warpgroup) = (self.warp / 4, self.warp % 4);
         if of_warpgroup == 2 && self.memory.work_tile(0u32, WorkTileField::Steps) != 0 {
             load_resident(&self.streams, &self.memory, 0u32, warpgroup, ResidentOperand::Q, blueprint);
@@ -75,9 +78,10 @@ impl<E: Float> Producer<E> {
         }
     }
 
-    /// All loads of K, V and the bias by the producer warp, in the order in which the forward's steps free the stages: V one step after K.
+    /// Issues all loads of K, V and the bias by the producer warp, in the order in which the steps of the forward free the
+    /// stages: V one step after K.
     pub fn run(&mut self, #[comptime] blueprint: Blueprint) {
-        // The first call of each only enters the first work tile.
+        // The first call for each pipeline only enters the first work tile.
         self.load(Pipeline::K, blueprint);
         if comptime!(blueprint.tiled_bias()) {
             self.load(Pipeline::Bias, blueprint);
@@ -93,13 +97,13 @@ impl<E: Float> Producer<E> {
         }
     }
 
-    /// Refills the stages that the step before has released: in the forward in each step that multiplies both K and V, else in each step but the
-    /// first.
+    /// Refills the stages that the step before has released. The forward calls it in each step that multiplies both K and V,
+    /// the backward in each step except the first.
     pub fn refill(&mut self, #[comptime] blueprint: Blueprint) {
         self.load_times(1usize, 1usize, blueprint);
     }
 
-    /// Loads as many tiles of K and of the bias, and of V, each by its warp, unless a producer warp does.
+    /// Loads `of_k` tiles of K and of the bias, and `of_v` tiles of V, each by its own warp, unless there is a producer warp.
     fn load_times(&mut self, #[comptime] of_k: usize, #[comptime] of_v: usize, #[comptime] blueprint: Blueprint) {
         if comptime!(!blueprint.tile.producer_warp) {
             if self.warp == comptime!(Pipeline::K.warp()) {
@@ -129,7 +133,8 @@ impl<E: Float> Producer<E> {
         }
     }
 
-    /// Enters the next work tile and returns the number of its tiles. K's producer decodes it and publishes it to the others.
+    /// Enters the next work tile and returns the number of its tiles. The producer of K decodes the work tile and publishes it
+    /// to the others.
     fn enter(&mut self, #[comptime] pipeline: Pipeline, #[comptime] blueprint: Blueprint) -> u32 {
         let nth = self.memory.cursor(pipeline, CursorField::Nth);
         if comptime!(pipeline == Pipeline::K) {
@@ -145,7 +150,7 @@ impl<E: Float> Producer<E> {
                 }
                 let work = self.scheduler.work_tile(number, of_group, &self.band, &self.extras, blueprint);
                 self.memory.write_work_tile(nth, &work, flags);
-                // There is room for one Q and one dO only, but they need not come from far then.
+                // Shared memory holds one Q and one dO only. A prefetch to the L2 cache shortens their later load.
                 #[unroll]
                 for tile in 0..comptime!(blueprint.tile.warpgroups as u32) {
                     let row = work.q_start + comptime!(tile * WARPGROUP_ROWS as u32);
@@ -172,7 +177,7 @@ impl<E: Float> Producer<E> {
         } else {
             self.memory.await_work_tile(nth);
         }
-        // All at once: each read waits some 30 cycles.
+        // Read together, because each read has a latency of about 30 cycles.
         let k_last = self.memory.work_tile(nth, WorkTileField::KLast);
         let steps = self.memory.work_tile(nth, WorkTileField::Steps);
         let head = if comptime!(pipeline == Pipeline::Bias) {
@@ -191,8 +196,8 @@ impl<E: Float> Producer<E> {
         select(steps == 0, END, steps)
     }
 
-    /// Loads the next tile, if there is one, once all warps have released its stage, and advances. A cursor that is in no work tile yet only enters
-    /// the first one.
+    /// Loads the next tile, if there is one, as soon as all warps have released its stage, and advances. A cursor that is in no
+    /// work tile yet only enters the first one.
     fn load(&mut self, #[comptime] pipeline: Pipeline, #[comptime] blueprint: Blueprint) {
         let map = match comptime!(pipeline) {
             Pipeline::K => self.streams.cols_qk,
@@ -213,7 +218,7 @@ impl<E: Float> Producer<E> {
                 let (start, full, empty) = self.memory.pipeline(pipeline);
                 let to = start + state.stage * bytes;
                 let full = full + state.stage * 8;
-                // A stage's first load waits for the phase before the first, which counts as over.
+                // The first load of a stage waits for the phase before the first one, which counts as completed.
                 mbarrier_wait(empty + state.stage * 8, state.phase ^ 1);
                 let k_start = if comptime!(blueprint.sparse) {
                     let entry = entry_at(&self.extras, next);
@@ -246,7 +251,7 @@ impl<E: Float> Producer<E> {
                     );
                 }
                 if comptime!(pipeline == Pipeline::Bias && blueprint.transposed()) {
-                    // A panel of keys for each warpgroup.
+                    // One panel of keys for each warpgroup.
                     let first_key = self
                         .memory
                         .work_tile(self.memory.cursor(pipeline, CursorField::Nth) - 1, WorkTileField::QStart);
@@ -284,9 +289,10 @@ impl<E: Float> Producer<E> {
                 left = self.enter(pipeline, blueprint);
             }
             self.memory.set_cursor(pipeline, CursorField::Left, left);
-            // As late as the answer still comes in time: who takes a work tile early may be busy for long before it.
+            // The ticket is taken as late as its answer still arrives in time: a group that takes a work tile early may be busy
+            // for long before it starts it.
             if comptime!(pipeline == Pipeline::K) && left == 1 {
-                // Another query head of the same group is no other number.
+                // The next query head of the same group has the same number and needs no ticket.
                 let mut of_group = 0u32;
                 if comptime!(blueprint.transposed()) {
                     of_group = self.memory.cursor(pipeline, CursorField::OfGroup);
@@ -299,7 +305,7 @@ impl<E: Float> Producer<E> {
     }
 }
 
-/// An operand whose rows stay in shared memory for a work tile.
+/// An operand whose rows stay in shared memory during a work tile.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum ResidentOperand {
     /// Q.
@@ -308,7 +314,7 @@ pub enum ResidentOperand {
     D,
 }
 
-/// Loads a warpgroup's rows of Q, or of dO, for the `nth` work tile. Called by one of its warps.
+/// Loads a warpgroup's rows of Q or of dO for work tile `nth`. One of the warpgroup's warps calls it.
 #[cube]
 pub fn load_resident<E: Float>(
     streams: &Streams<E>,
@@ -323,7 +329,7 @@ pub fn load_resident<E: Float>(
     let (batch, head) = (memory.work_tile(nth, WorkTileField::Batch), memory.work_tile(nth, WorkTileField::Head));
     let row = memory.work_tile(nth, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
     if comptime!(operand == ResidentOperand::Q) {
-        // One barrier is that of both.
+        // Q and dO share one barrier.
         mbarrier_expect(full, comptime!(q_bytes + d_bytes));
         let to = memory.q + warpgroup * q_bytes;
         load_panels(streams.rows_qk, to, q_bytes, blueprint.panels() as u32, full, batch, head, row);
@@ -352,8 +358,8 @@ pub fn load_panels<E: CubePrimitive>(
     }
 }
 
-/// Loads a warpgroup's rows of Q, or of dO, of the work tile after the `nth`, once all warps are past their last product with those of this
-/// one.
+/// Loads a warpgroup's rows of Q or of dO for work tile `nth + 1`, once all warps have completed their last product with those
+/// of work tile `nth`.
 #[cube]
 pub fn load_next<E: Float>(
     streams: &Streams<E>,
@@ -367,7 +373,7 @@ pub fn load_next<E: Float>(
     let of_both = if comptime!(operand == ResidentOperand::Q) { memory.empty_q } else { memory.empty_d };
     let empty = of_both + warpgroup * 8;
     if lane == 0 {
-        // Where dQ is added up, all warps multiply with every warpgroup's rows of Q.
+        // If dQ is accumulated in memory, all warps multiply with the rows of Q of every warpgroup.
         if comptime!(blueprint.reduces() && operand == ResidentOperand::Q) {
             #[unroll]
             for of_other in 0..comptime!(blueprint.tile.warpgroups as u32) {
@@ -377,7 +383,7 @@ pub fn load_next<E: Float>(
             mbarrier_arrive(empty);
         }
     }
-    // It becomes known when the last tile of K of this one is loaded, which has been.
+    // The next work tile is decoded when the last tile of K of this one is loaded, which has happened.
     memory.await_work_tile(nth + 1);
     if of_warpgroup == 0 && memory.work_tile(nth + 1, WorkTileField::Steps) != 0 {
         mbarrier_wait(empty, nth % 2);

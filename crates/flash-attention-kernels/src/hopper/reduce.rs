@@ -1,13 +1,13 @@
-//! `dq`, where every block of keys adds to it: [`Role::All`](crate::fragment::role::Role::All).
+//! `dq` where every block of keys adds to it: [`Role::All`](crate::fragment::role::Role::All).
 //!
 //! ```text
-//! each warpgroup   dSᵀ of its 64 keys                                     → shared memory
-//! both             dS K over all 128 keys, 64 queries × 64 columns each    → added to `dq_accum` from registers
+//! each warpgroup   dSᵀ of its 64 keys                                        → shared memory
+//! both             dS K over all 128 keys, 64 queries × 64 columns each       → added to `dq_accum` from registers
 //! ```
 //!
-//! `dq_accum` is f32 in an order of its own, that of the registers: for each head, tile of 64 queries, panel of 64 columns and 16
-//! queries of these, register by register four at a time, what the 32 threads of a warp hold. Adding reads and writes whole lines
-//! then, and so does [`convert_dq()`], which makes `dq` of it.
+//! `dq_accum` is f32 in the layout of the registers. The order is: head, tile of 64 queries, panel of 64 columns, 16 queries of
+//! the tile, group of four registers; the innermost elements are the four registers of each of a warp's 32 threads. Additions
+//! then read and write whole cache lines, and so does [`convert_dq()`], which converts `dq_accum` to `dq`.
 
 use super::memory::Memory;
 use crate::ptx::*;
@@ -22,30 +22,30 @@ use cubecl::prelude::*;
 
 /// Threads of a thread block of [`convert_dq()`].
 pub const UNITS: u32 = 256;
-/// Queries of a warp of it.
+/// Queries of a warp of [`convert_dq()`].
 pub const WARP_ROWS: u32 = (WARPGROUP_ROWS / 4) as u32;
-/// Registers that a thread adds of a panel.
+/// Registers of a panel that each thread adds.
 pub const ADDENDS: usize = WARPGROUP_ROWS * PANEL / 128;
-/// The named barrier of all threads. Barrier 0 is `sync_cube`'s.
+/// Named barrier of all threads. Barrier 0 belongs to `sync_cube`.
 const WRITTEN: u32 = 1;
 
-/// How a warpgroup adds to dQ.
+/// State of a warpgroup that adds to dQ.
 #[derive(CubeType)]
 pub struct Reducer {
-    /// Which of the two tiles of `dSᵀ` is written next.
+    /// Index of the `dSᵀ` tile that is written next, 0 or 1.
     turn: u32,
-    /// Descriptors of the first, and of what the warpgroup multiplies it with.
+    /// Descriptors of the first `dSᵀ` tile, and of the rows of K that the warpgroup multiplies it with.
     ds_columns: u64,
     k_columns: u64,
-    /// Where this thread writes its part of the first.
+    /// Address at which this thread writes its part of the first tile.
     ds: u32,
-    /// The first of `dq_accum` in a tile of queries that this thread adds to.
+    /// Offset of this thread's first element of `dq_accum` within a tile of queries.
     addend: u32,
 }
 
 #[cube]
 impl Reducer {
-    /// `ds`: the first tile of `dSᵀ`, `k`: the first warpgroup's rows of K.
+    /// The initial state. `ds` is the first tile of `dSᵀ`, and `k` the first warpgroup's rows of K.
     pub fn new<E: CubePrimitive>(
         ds: &[E],
         k: &[E],
@@ -59,7 +59,7 @@ impl Reducer {
         // A panel of dSᵀ: 64 queries of all keys.
         let ds_panel = comptime!((blueprint.tile.tile_q() * PANEL * size / 16) as u32);
         let k_panel = comptime!((WARPGROUP_ROWS * PANEL * size / 16) as u32);
-        // The warpgroups divide a tile of 128 queries, or the columns of one of 64.
+        // The warpgroups share a tile of 128 queries by queries, and a tile of 64 queries by columns.
         let (ds_at, k_at) = if comptime!(blueprint.tile.tile_k > WARPGROUP_ROWS) {
             (warpgroup * ds_panel, 0u32.runtime())
         } else {
@@ -67,8 +67,8 @@ impl Reducer {
         };
         let ds_columns = descriptor::<E>(ds, 1024usize, 1024usize) + u64::cast_from(ds_at);
         let k_columns = descriptor::<E>(k, 1024usize, 1024usize) + u64::cast_from(k_at);
-        // Of 16 keys a thread addresses one, and the first or second eight queries of 16; the swizzle exchanges eights by the
-        // key's number modulo 8.
+        // Each thread addresses one of 16 keys, and the first or second eight of 16 queries. The swizzle permutes the groups of
+        // eight by the key's number modulo 8.
         let key = warp * WARP_ROWS + lane % 16;
         let eight = (lane / 16) ^ (lane % 8);
         Reducer {
@@ -80,7 +80,7 @@ impl Reducer {
         }
     }
 
-    /// Writes this warpgroup's `dSᵀ`, packed.
+    /// Writes this warpgroup's packed `dSᵀ` to shared memory.
     pub fn write(&self, ds: &Sequence<Array<u32>>, #[comptime] blueprint: Blueprint) {
         let panel = comptime!((blueprint.tile.tile_q() * PANEL * blueprint.dtype.size()) as u32);
         let at = self.ds + self.turn * comptime!(blueprint.ds_bytes() as u32);
@@ -92,9 +92,9 @@ impl Reducer {
         sync_async_proxy_shared();
     }
 
-    /// Issues `dS K`, once the other's is written, too, and goes on to the other tile.
+    /// Issues `dS K` once both warpgroups have written their `dSᵀ`, and switches to the other tile.
     pub fn multiply(&mut self, dq: &mut Array<f32>, #[comptime] blueprint: Blueprint) {
-        // With two tiles this is barrier enough: who comes here has read the tile before last to its end.
+        // With two tiles this one barrier suffices: a warp that arrives here has finished reading the tile before last.
         named_sync(WRITTEN, comptime!(blueprint.tile.units() as u32));
         let ds = self.ds_columns + u64::cast_from(self.turn * comptime!((blueprint.ds_bytes() / 16) as u32));
         // 16 keys are 16 lines.
@@ -108,7 +108,7 @@ impl Reducer {
         self.turn ^= 1;
     }
 
-    /// Adds it to the f32 `dq_accum`, to the tile of queries that begins at `tile`.
+    /// Adds the product `dq` to `dq_accum`. `tile` is the offset of the tile of queries.
     pub fn add(&self, dq: &Array<f32>, dq_accum: &[f32], tile: usize) {
         let to = tile + self.addend as usize;
         let to = &dq_accum[to..to + 1];
@@ -120,8 +120,8 @@ impl Reducer {
     }
 }
 
-/// `dq_accum`, multiplied by the scale, to `dq`. A row that what is hidden from it has reached is
-/// computed again, from the rest, as [`gradient`](mod@crate::hopper::gradient) does. A warp has 16 queries.
+/// Converts `dq_accum`, multiplied by the scale, to `dq`. Rows that a hidden NaN or infinity has reached are recomputed, as in
+/// [`gradient`](mod@crate::hopper::gradient). Each warp converts 16 queries.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn convert_dq<E: Float, M: Numeric, NB: Size, NM: Size>(
     dq_accum: &[Vector<f32, Const<4>>],
@@ -135,7 +135,7 @@ pub fn convert_dq<E: Float, M: Numeric, NB: Size, NM: Size>(
 ) {
     let (band, scale) = (scores.band, scores.factors.scale);
     let lane = UNIT_POS % 32;
-    // Filled up to whole tiles.
+    // Rows of a head, padded to whole tiles.
     let rows = (stats_all(&band, &scheduler, blueprint) / scheduler.heads as usize) as u32;
     let warps = rows / WARP_ROWS;
     let number = CUBE_POS as u32 * comptime!(UNITS / 32) + plane_broadcast(UNIT_POS / 32, 0u32);
@@ -149,7 +149,7 @@ pub fn convert_dq<E: Float, M: Numeric, NB: Size, NM: Size>(
     let (live0, live1) = (band.is_query(row), band.is_query(row + 8));
 
     let panels = comptime!(blueprint.panels());
-    // Vectors of a warp's rows of a panel, of a tile of 64 queries, and of all before it.
+    // Number of vectors of a warp's rows of a panel, and of a panel of a tile of 64 queries.
     let (of_warp, of_panel) = comptime!((ADDENDS / 4 * 32, WARPGROUP_ROWS * PANEL / 4));
     let tile = (of_all * rows + first_row / 64 * 64) as usize * comptime!(panels * PANEL / 4);
     let at = tile + (nth % 4) as usize * of_warp + lane as usize;
@@ -177,7 +177,7 @@ pub fn convert_dq<E: Float, M: Numeric, NB: Size, NM: Size>(
         finite1 = finite1 && panel1;
     }
 
-    // Not where the query itself is no number.
+    // Rows are not recomputed if lse or delta of the query itself is not finite.
     let lse0 = stats_at(&band, &scheduler, batch, head, row, blueprint);
     let all = stats_all(&band, &scheduler, blueprint);
     let query0 = f32::reinterpret(stats[lse0]) * f32::reinterpret(stats[all + lse0]) * 0.0f32 == 0.0f32;

@@ -1,4 +1,4 @@
-//! Arguments of launches.
+//! Launch arguments.
 
 use super::route::Route;
 use super::{Call, Inputs, MaskStorage, Saved, Scratch};
@@ -16,7 +16,7 @@ use cubecl::ir::{ElemType, UIntKind};
 use cubecl::prelude::*;
 
 impl Call<'_> {
-    /// Elements that are read and written at once: a vector where every tensor allows it.
+    /// Number of elements read and written at a time: a vector if every tensor allows it.
     pub(super) fn width(&self, views: &[&TensorView]) -> usize {
         let Inputs { q, k, v, .. } = self.inputs;
         let size = self.problem.dtype.size();
@@ -46,7 +46,7 @@ impl Call<'_> {
         ScoreLaunch::new(scale, softcap.unwrap_or(1.0), softcap.is_some(), self.extras(stage, route))
     }
 
-    /// Gradients need no sinks: lse knows of them.
+    /// The optional operands. The backward needs no sinks, because lse includes them.
     pub(super) fn extras(&self, stage: Stage, route: &Route) -> ExtrasLaunch {
         let sinks = self.sinks().filter(|_| stage == Stage::Forward);
         let slopes = self.inputs.alibi_slopes.as_ref().map(|slopes| slopes.broadcast_arg());
@@ -77,7 +77,7 @@ impl Call<'_> {
         BackwardOperandsLaunch::new(self.qkv(), saved.dout.arg(), StatisticsLaunch::new(self.stats(scratch)))
     }
 
-    /// Operands of a backward whose rows are queries or keys, as `transposed` says.
+    /// Operands of a backward whose rows are queries, or keys if `transposed`.
     pub(super) fn sides<E: Float, N: Size>(
         &self,
         saved: &Saved,
@@ -96,13 +96,13 @@ impl Call<'_> {
         TensorView::contiguous(scratch.stats.handle.clone(), [2, p.batch, p.num_heads_q, p.seq_q]).arg()
     }
 
-    /// What scores are made of.
+    /// Everything that scores depend on besides products.
     pub(super) fn scores<E: Float, M: Numeric>(&self, stage: Stage, route: &Route) -> ScoresLaunch<E, M> {
         let (mask, bias) = (self.mask().into(), self.bias().into());
         ScoresLaunch::new(self.score(stage, route), mask, bias, self.problem.band().into_launch())
     }
 
-    /// The same with queries and keys exchanged, where rows are keys.
+    /// [`scores`](Self::scores) with queries and keys exchanged, for kernels whose rows are keys.
     pub(super) fn scores_transposed<E: Float, M: Numeric>(&self, stage: Stage, route: &Route) -> ScoresLaunch<E, M> {
         let Inputs { mask, bias, .. } = self.inputs;
         let transposed = |view: &TensorView| view.transposed().broadcast_arg();
@@ -115,7 +115,7 @@ impl Call<'_> {
     }
 }
 
-/// The functions, and what they read.
+/// The user's functions and their tensors.
 pub(super) fn mods(problem: &AttentionProblem, inputs: &Inputs) -> ModsLaunch {
     let table = |view: &Option<TensorView>| {
         let varies = |dim: usize| view.as_ref().is_some_and(|view| view.shape[dim] > 1);
@@ -126,7 +126,7 @@ pub(super) fn mods(problem: &AttentionProblem, inputs: &Inputs) -> ModsLaunch {
     ModsLaunch::new(score_mod, tables(&inputs.score_tensors), mask_mod, tables(&inputs.mask_tensors))
 }
 
-/// How the elements of a mask are stored.
+/// Element type of the mask.
 pub(super) fn mask_type(inputs: &Inputs) -> ElemType {
     ElemType::UInt(match inputs.mask.as_ref().map(|mask| mask.storage) {
         Some(MaskStorage::U8) => UIntKind::U8,

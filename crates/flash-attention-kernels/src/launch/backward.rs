@@ -1,4 +1,4 @@
-//! Launches the backward: delta, then a kernel for each gradient asked for.
+//! Launch of the backward: delta, then one kernel for each requested gradient, or for several of them.
 
 mod portable_kernels;
 
@@ -19,20 +19,20 @@ use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
 use cubecl::prelude::*;
 
-/// What the backward reads beside the inputs.
+/// Tensors that the backward reads besides the inputs.
 #[derive(Clone, Debug)]
 pub struct Saved {
     /// The forward's output, `[batch, num_heads_q, seq_q, head_dim_v]`.
     pub o: TensorView,
-    /// The forward's log-sum-exp, `[batch, num_heads_q, seq_q]`, f32.
+    /// The forward's `lse`, `[batch, num_heads_q, seq_q]`, f32.
     pub lse: TensorView<3>,
     /// Gradient of `o`.
     pub dout: TensorView,
-    /// Gradient of `lse`, f32, if it has one.
+    /// Gradient of `lse`, f32, if `lse` has one.
     pub dlse: Option<TensorView<3>>,
 }
 
-/// Where the backward writes; what is `None` is not computed and costs nothing.
+/// Outputs of the backward. A gradient that is `None` is not computed and costs nothing.
 #[derive(Clone, Debug, Default)]
 pub struct Gradients {
     /// Shape and dtype of `q`.
@@ -43,22 +43,21 @@ pub struct Gradients {
     pub dv: Option<TensorView>,
     /// Shape and dtype of the bias.
     pub dbias: Option<TensorView>,
-    /// Shape of the slopes, f32.
+    /// Shape of the ALiBi slopes, f32.
     pub dalibi_slopes: Option<TensorView<2>>,
     /// Shape of the sinks, f32.
     pub dsinks: Option<TensorView<1>>,
-    /// Shapes of the tensors that the function of scores reads, f32.
+    /// Shapes of the tensors that `score_mod` reads, f32.
     pub dscore_tensors: [Option<TensorView>; TENSORS],
 }
 
-/// Computes the gradients asked for, launching only what they need.
+/// Computes the requested gradients, and launches only the kernels that they need.
 ///
-/// They have the shape and dtype of what they are the gradient of. Every sum is taken in a fixed
-/// order, unless the options ask for [`BackwardOrder::Fast`](crate::BackwardOrder::Fast): the same call gives the same bits.
-/// (FlashAttention-2, arXiv:2307.08691, algorithm 2, with one kernel for `dq` and one for `dk` and `dv` in place of atomic
-/// additions.)
+/// Each gradient has the shape and dtype of its tensor. Sums are taken in a fixed order, so that the same call gives the same
+/// bits, unless the options ask for [`BackwardOrder::Fast`](crate::BackwardOrder::Fast). (FlashAttention-2, arXiv:2307.08691,
+/// algorithm 2, with one kernel for `dq` and one for `dk` and `dv` instead of atomic additions.)
 ///
-/// Errors name the argument at fault; nothing has been launched then.
+/// Errors name the argument at fault; in that case nothing has been launched.
 pub fn backward(
     client: &Client,
     problem: &AttentionProblem,
@@ -69,11 +68,11 @@ pub fn backward(
     let device = Device::of(client);
     let call = Call::new(client, &device, problem, inputs)?;
     let tiles = tiling::choose_backward(&device, problem, None, &mut Vec::new())?;
-    // Scratch is allocated for a problem that was found valid.
+    // Allocates scratch only after the problem has been validated.
     call.backward(saved, gradients, &Scratch::empty(client, problem), tiles)
 }
 
-/// [`backward`] with scratch of the caller's and, if given, tiles of its choice.
+/// [`backward`] with scratch allocated by the caller and, if given, tiles chosen by the caller.
 pub fn backward_with(
     client: &Client,
     problem: &AttentionProblem,
@@ -92,20 +91,22 @@ pub fn backward_with(
     call.backward(saved, gradients, scratch, tiles)
 }
 
-/// Memory that the backward needs beside inputs, outputs and gradients; contents do not matter.
+/// Memory that the backward needs besides inputs, outputs and gradients. Its initial contents do not matter.
 #[derive(Clone, Debug)]
 pub struct Scratch {
-    /// `lse` and delta of each row, `[2, n]`, f32: `n` is `batch · num_heads_q · seq_q` with `seq_q` rounded up to a multiple of
-    /// 128, or of 384 above head_dim 192.
+    /// `lse` and delta of each row, `[2, n]`, f32. `n` is `batch · num_heads_q · seq_q`, with `seq_q` rounded up to a multiple
+    /// of 128, or of 384 for a head dimension above 192.
     pub stats: TensorView<2>,
-    /// Sums that the gradients of a broadcast bias and of slopes are folded from, `[batch, num_heads_q, seq_q or seq_k]`, f32.
+    /// Partial sums for the gradients of a broadcast bias, of slopes and of tensors of `score_mod`, `[batch, num_heads_q, seq_q
+    /// or seq_k]`, f32.
     pub bias_sums: Option<TensorView<3>>,
-    /// `dq` in f32, where blocks of keys add to it: `[n, head_dim rounded up to a multiple of 64]`, with the `n` of `stats`.
+    /// `dq` in f32, for kernels in which blocks of keys add to it: `[n, head_dim rounded up to a multiple of 64]`, with the `n`
+    /// of `stats`.
     pub dq_accum: Option<TensorView<2>>,
 }
 
 impl Scratch {
-    /// Allocates what the problem needs on this device.
+    /// Allocates the scratch that the problem needs on this device.
     pub fn empty(client: &Client, problem: &AttentionProblem) -> Self {
         let rows = tiling::stats_rows(problem);
         let len = tiling::bias_sums_len(problem);
@@ -114,7 +115,7 @@ impl Scratch {
             let shape = [problem.batch, problem.num_heads_q, len / heads];
             TensorView::contiguous(client.empty(4 * len), shape)
         });
-        // Reading what the device can do takes time, too.
+        // Reading the device's properties takes time, too.
         let fast = problem.options.backward_order == BackwardOrder::Fast;
         let dq_accum = (fast && tiling::adds_dq(&Device::of(client), problem)).then(|| {
             let columns = dq_accum_columns(problem.head_dim);
@@ -124,10 +125,10 @@ impl Scratch {
     }
 }
 
-/// What they are called in messages.
+/// Names of the tensors' gradients in error messages.
 const DSCORE_TENSORS: [&str; TENSORS] = ["dscore_tensors[0]", "dscore_tensors[1]"];
 
-/// Gradients that one launch computes: `dq`, one or both of the others, or, for Hopper, all.
+/// Outputs of one launch: `dq`, or one or both of `dk` and `dv`, or, for Hopper, all three.
 #[derive(Clone, Copy)]
 pub(super) struct Results<'a> {
     pub dq: Option<&'a TensorView>,
@@ -136,7 +137,7 @@ pub(super) struct Results<'a> {
 }
 
 impl<'a> Results<'a> {
-    /// What computes them.
+    /// The role of the kernel that computes them.
     pub(super) fn role(&self) -> Role {
         match (self.dq, self.dk, self.dv) {
             (Some(_), None, None) => Role::Dq,
@@ -145,43 +146,43 @@ impl<'a> Results<'a> {
         }
     }
 
-    /// Those that there are.
+    /// The requested outputs.
     pub(super) fn all(&self) -> impl Iterator<Item = &'a TensorView> + use<'a> {
         [self.dq, self.dk, self.dv].into_iter().flatten()
     }
 
-    /// What a kernel reads and writes in vectors beside the inputs.
+    /// Tensors that a kernel reads and writes in vectors besides the inputs.
     pub(super) fn views(&self, saved: &'a Saved) -> Vec<&'a TensorView> {
         self.all().chain([&saved.dout]).collect()
     }
 
-    /// The argument of the gradient of Q or K.
+    /// The launch argument of the gradient of Q or K.
     pub(super) fn dqk(&self) -> Option<TensorArg> {
         self.dq.or(self.dk).map(|view| view.arg())
     }
 }
 
-/// A launch for Hopper.
+/// A launch of a Hopper gradient kernel.
 pub(super) type Wanted<'a> = (Results<'a>, HopperGradient);
 
-/// A launch of `mma.sync`.
+/// A launch of an `mma.sync` gradient kernel.
 pub(super) type WantedMma<'a> = (Results<'a>, MmaGradient);
 
-/// That of the bias's gradient.
+/// A launch of the Hopper kernel for the bias's gradient.
 pub(super) type WantedBias<'a> = (&'a TensorView, BiasTile);
 
-/// What the launches of a backward share.
+/// Values that the launches of a backward share.
 #[derive(Clone, Copy)]
 pub(super) struct Backward<'a> {
     pub call: &'a Call<'a>,
     pub saved: &'a Saved,
     pub scratch: &'a Scratch,
-    /// Reach every element of what is read and written.
+    /// The address type that reaches every element that the kernels read and write.
     pub addresses: AddressType,
 }
 
 impl Backward<'_> {
-    /// Thread blocks of so many rows each, queries or keys as the results say.
+    /// A grid of thread blocks of `rows` rows each. Rows are queries or keys, depending on the results.
     pub(super) fn rows_grid(&self, results: &Results, rows: usize) -> Result<(GridLaunch, CubeCount), AttentionError> {
         let transposed = results.role().is_transposed();
         let kernel = if transposed { "dkdv" } else { "dq" };
@@ -276,7 +277,7 @@ impl Call<'_> {
 
         let backward = Backward { call: self, saved, scratch, addresses };
 
-        // -- nothing to attend to: zeros, but for sinks, which are attended to
+        // -- no queries or no keys: gradients are zeros, except for sinks, which are attended to
         if p.rows() == 0 || p.seq_k == 0 {
             let f32 = ElemType::Float(FloatKind::F32);
             let written = wanted.iter().filter_map(|(_, view, _)| Some((view.as_ref()?.clone(), self.dtype())));
@@ -289,7 +290,7 @@ impl Call<'_> {
             for (view, dtype) in written {
                 let (count, dim) = elementwise(self.device, "zeros", view.len())?;
                 launches.push(Box::new(move || {
-                    // SAFETY: views have been checked against their buffers; the kernel writes no element beyond the last.
+                    // SAFETY: views have been checked against their buffers. The kernel writes no element beyond the last one.
                     unsafe { nothing::zeros::launch_unchecked(self.client, count, dim, addresses, view.arg(), dtype) };
                 }));
             }
@@ -301,7 +302,7 @@ impl Call<'_> {
             return Ok(());
         }
 
-        // -- everything that can fail, before anything runs
+        // -- prepare: everything that can fail, before anything is launched
         tiling::check_backward_blocks(self.device, p, &tiles)?;
         for tile in tiles.portables() {
             tiling::check_tile(self.device, p, &tile, Stage::Backward)?;
@@ -369,7 +370,7 @@ impl Call<'_> {
             delta();
         }
         launches.into_iter().for_each(|launch| launch());
-        // They read scratch in a layout of their own.
+        // These kernels read scratch in a layout of their own.
         self.backward_mma(saved, scratch, &mma)?;
         self.backward_hopper(saved, scratch, &hopper, hopper_dbias)?;
         for (view, keys) in [(&gradients.dq, false), (&gradients.dk, true), (&gradients.dv, true)] {

@@ -1,4 +1,4 @@
-//! Launches what finds out the states of a block mask.
+//! Launch of the kernel that computes the states of a block mask.
 
 use super::arguments::{mask_type, mods};
 use super::{Inputs, output};
@@ -11,11 +11,12 @@ use cubecl::client::Client;
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
 
-/// Writes the states of the blocks that the problem's block mask has: what its mask, and its options' function, let be seen, `states [batch |
-/// 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, u32: [`EMPTY`](crate::blocks::EMPTY), [`PARTIAL`](crate::blocks::PARTIAL) or
-/// [`FULL`](crate::blocks::FULL). Causality, windows and lengths do not count: kernels look at them in any case.
+/// Computes the states of the problem's block mask from its mask and `mask_mod`: `states [batch | 1, num_heads_q | 1, seq_q /
+/// block_q, seq_k / block_k]`, u32, each [`EMPTY`](crate::blocks::EMPTY), [`PARTIAL`](crate::blocks::PARTIAL) or
+/// [`FULL`](crate::blocks::FULL). Causality, windows and lengths are ignored, because kernels apply them in any case.
 ///
-/// Of `inputs` mask and `mask_tensors` are read. Errors name the argument at fault; nothing has been launched then.
+/// Only the mask and the `mask_tensors` of `inputs` are read. Errors name the argument at fault; in that case nothing has been
+/// launched.
 ///
 /// ```no_run
 /// use flash_attention_kernels::{AttentionProblem, Inputs, TensorView, block_states};

@@ -1,4 +1,4 @@
-//! Launches what writes out which pairs dropout keeps.
+//! Launch of the kernel that writes dropout's keep mask.
 
 use super::{elementwise, input, output};
 use crate::dropout::{self, DropoutLaunch, write_kept};
@@ -9,10 +9,10 @@ use crate::tiling::Device;
 use cubecl::client::Client;
 use cubecl::ir::AddressType;
 
-/// Writes which pairs the problem's dropout keeps with this seed, `[2]`, 32 bits each, as 1 or 0: `kept [batch, num_heads_q, seq_q,
-/// seq_k]`, u32. What attention forms nowhere, for tests and for the curious.
+/// Writes the keep mask of the problem's dropout with this seed, `[2]`, 32 bits each: `kept [batch, num_heads_q, seq_q, seq_k]`,
+/// u32, 1 for a kept pair, else 0. Attention itself never forms this tensor. The function is for tests and inspection.
 ///
-/// Errors name the argument at fault; nothing has been launched then.
+/// Errors name the argument at fault; in that case nothing has been launched.
 ///
 /// ```no_run
 /// use flash_attention_kernels::{AttentionProblem, TensorView, dropout_kept};

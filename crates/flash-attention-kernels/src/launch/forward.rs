@@ -1,4 +1,4 @@
-//! Launches the forward.
+//! Launch of the forward.
 
 use super::sequences::Blocks;
 use super::{Call, Inputs, elementwise, output};
@@ -16,11 +16,12 @@ use cubecl::prelude::*;
 
 /// Computes `o` and `lse`.
 ///
-/// `o` has the shape `[batch, num_heads_q, seq_q, head_dim_v]` and the dtype of `q`; `lse`, the natural logarithm of the
-/// sum of exponentials of each row's scores, `[batch, num_heads_q, seq_q]`, is f32. A row that sees no key gets `o = 0`
-/// and `lse = −∞`, or that of its sink alone. (FlashAttention-2, arXiv:2307.08691, algorithm 1.)
+/// `o` is `[batch, num_heads_q, seq_q, head_dim_v]`, with the dtype of `q`. `lse` is the natural logarithm of the sum of
+/// exponentials of each row's scores, `[batch, num_heads_q, seq_q]`, f32. A row that sees no key gets `o = 0` and `lse = −∞`,
+/// or the `lse` of its sink alone. (FlashAttention-2, arXiv:2307.08691, algorithm 1.)
 ///
-/// Returns the kernel that ran, with its tiles. Errors name the argument at fault; nothing has been launched then.
+/// Returns the kernel that was launched, with its tiles. Errors name the argument at fault; in that case nothing has been
+/// launched.
 pub fn forward(
     client: &Client,
     problem: &AttentionProblem,
@@ -34,7 +35,7 @@ pub fn forward(
     Ok(kernel)
 }
 
-/// [`forward`] with a kernel and tiles of the caller's choice.
+/// [`forward`] with a kernel and tiles chosen by the caller.
 pub fn forward_with(
     client: &Client,
     problem: &AttentionProblem,
@@ -54,9 +55,9 @@ pub fn forward_with(
     if problem.seq_k == 0 {
         let (o_count, o_dim) = elementwise(&device, "zeros", o.len())?;
         let (count, dim) = elementwise(&device, "empty_lse", lse.len())?;
-        // SAFETY: `output` has found `o` within its buffer, and the kernel writes no element beyond the last.
+        // SAFETY: `output` has checked that `o` is within its buffer. The kernel writes no element beyond the last one.
         unsafe { nothing::zeros::launch_unchecked(client, o_count, o_dim, addresses, o.arg(), call.dtype()) };
-        // SAFETY: likewise `lse`; sinks have been found to be as many as heads.
+        // SAFETY: the same holds for `lse`. `Call::new` has checked that there are as many sinks as heads.
         unsafe { nothing::empty_lse::launch_unchecked(client, count, dim, addresses, lse.arg(), call.sinks().into()) };
         return Ok(());
     }
@@ -93,7 +94,8 @@ impl Call<'_> {
         tiling::check_bindings(self.device, p, "forward", 5)?;
         let (grid, count) = self.query_grid("forward", tile.tile_q)?;
         let route = self.route(Blocks::Queries, tile.tile_q, tile.tile_k);
-        // SAFETY: views have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
+        // SAFETY: views have been checked against their buffers. The kernel reads and writes no row or column beyond the last
+        // one.
         unsafe {
             portable::forward::forward::launch_unchecked(
                 self.client,

@@ -1,4 +1,4 @@
-//! Launches the kernels made of cooperative matrix products.
+//! Launch of the kernels with cooperative matrix products.
 
 use super::backward::{Backward, Results};
 use super::sequences::Blocks;
@@ -26,7 +26,7 @@ impl Call<'_> {
         tiling::check_bindings(self.device, p, "forward", 5)?;
         let (grid, count) = self.query_grid("forward", tile.rows())?;
         let route = self.route(Blocks::Queries, tile.rows(), tile.columns);
-        // SAFETY: views have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
+        // SAFETY: views have been checked against their buffers. The kernel reads and writes no row or column beyond the last one.
         unsafe {
             matrix::forward::forward::launch_unchecked(
                 self.client,
@@ -52,7 +52,7 @@ impl Call<'_> {
 }
 
 impl<'a> Backward<'a> {
-    /// `dq`, or `dk` and `dv`.
+    /// The launch that computes `dq`, or `dk` and `dv`.
     pub(super) fn matrix(&self, results: Results<'a>, tile: MatrixTile) -> Result<Launch<'a>, AttentionError> {
         let Backward { call, saved, scratch, addresses } = *self;
         let role = results.role();

@@ -1,4 +1,4 @@
-//! Validate, choose, compute the grid, launch. No mathematics.
+//! Validates a call, chooses kernels, prepares the launches and launches. No mathematics.
 
 mod arguments;
 mod backward;
@@ -35,9 +35,9 @@ use cubecl::prelude::*;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MaskStorage {
-    /// One byte an element.
+    /// One byte per element.
     U8,
-    /// Four bytes an element, as on devices without 8-bit storage.
+    /// Four bytes per element, for devices without 8-bit storage.
     U32,
 }
 
@@ -54,13 +54,13 @@ impl MaskStorage {
 /// A boolean mask: `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, true hides.
 #[derive(Clone, Debug)]
 pub struct MaskView {
-    /// The mask's own shape and strides; it is never expanded.
+    /// The mask with its own shape and strides; it is never expanded.
     pub tensor: TensorView,
     /// Its element type.
     pub storage: MaskStorage,
 }
 
-/// What attention reads.
+/// Tensors that an attention call reads.
 #[derive(Clone, Debug)]
 pub struct Inputs {
     /// `[batch, num_heads_q, seq_q, head_dim]`.
@@ -69,39 +69,39 @@ pub struct Inputs {
     pub k: TensorView,
     /// `[batch, num_heads_kv, seq_k, head_dim_v]`.
     pub v: TensorView,
-    /// Hides pairs.
+    /// Boolean mask that hides pairs.
     pub mask: Option<MaskView>,
-    /// Added to the scores: `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, of the dtype of `q`.
+    /// Bias added to the scores: `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, of the dtype of `q`.
     pub bias: Option<TensorView>,
-    /// ALiBi's slopes, `[batch | 1, num_heads_q]`, f32.
+    /// ALiBi slopes, `[batch | 1, num_heads_q]`, f32.
     pub alibi_slopes: Option<TensorView<2>>,
-    /// The score of one more key of each head, `[num_heads_q]`, f32.
+    /// Sinks, `[num_heads_q]`, f32: one more logit in each row of a head.
     pub sinks: Option<TensorView<1>>,
-    /// What draws of [dropout](mod@crate::dropout) depend on, where the options have no number for it: `[2]`, 32 bits each.
+    /// Seed of [dropout](mod@crate::dropout), `[2]`, 32 bits each, if the options hold no seed.
     pub dropout_seed: Option<TensorView<1>>,
-    /// How many of each batch's queries, the first ones, are a sequence: `[batch]`, 32 bits each. What is more than there are counts as
-    /// all.
+    /// Number of valid queries of each batch, the first ones: `[batch]`, 32 bits each. A number above `seq_q` counts as
+    /// `seq_q`.
     pub seq_lens_q: Option<TensorView<1>>,
-    /// How many of its keys, likewise.
+    /// Number of valid keys of each batch, in the same format.
     pub seq_lens_k: Option<TensorView<1>>,
-    /// Where each of several sequences begins among all queries, counted through the batches, and where the last one ends:
-    /// `[sequences + 1]`, 32 bits each, none below the one before. A sequence ends with the batch that it begins in; what belongs to none
-    /// is computed as 0.
+    /// Packed sequences: the first query of each sequence, counted through all batches, and the end of the last sequence,
+    /// `[sequences + 1]`, 32 bits each, non-decreasing. A sequence ends at the latest with the batch that it begins in. Outputs
+    /// of queries and keys that belong to no sequence are 0.
     pub cu_seqlens_q: Option<TensorView<1>>,
-    /// The same among all keys. A sequence's queries see its own keys only.
+    /// Packed sequences: the first key of each sequence, in the same format. A sequence's queries see its own keys only.
     pub cu_seqlens_k: Option<TensorView<1>>,
-    /// What the function of scores reads, `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]` each, f32.
+    /// Tensors that `score_mod` reads, `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]` each, f32.
     pub score_tensors: [Option<TensorView>; TENSORS],
-    /// What the function that hides pairs reads, likewise.
+    /// Tensors that `mask_mod` reads, in the same format.
     pub mask_tensors: [Option<TensorView>; TENSORS],
-    /// Of each block, whether anything of it is seen, 32 bits each: [`blocks`](mod@crate::blocks).
+    /// Block mask: the state of each block, 32 bits each: [`blocks`](mod@crate::blocks).
     pub block_mask: Option<TensorView>,
-    /// The lists that have been made of it, for calls that share them.
+    /// Cache of the lists made from the block mask, which several calls can share.
     pub block_lists: BlockLists,
 }
 
 impl Inputs {
-    /// These, and nothing else.
+    /// Inputs without any optional tensor.
     ///
     /// ```no_run
     /// use flash_attention_kernels::{Inputs, TensorView};
@@ -132,7 +132,7 @@ impl Inputs {
         }
     }
 
-    /// The farthest element that any of them reaches.
+    /// The largest span of any input.
     fn span(&self) -> u64 {
         let Inputs {
             q,
@@ -171,9 +171,9 @@ struct Call<'a> {
     device: &'a Device,
     problem: &'a AttentionProblem,
     inputs: &'a Inputs,
-    /// Of dropout, if there is any.
+    /// Seed of dropout, if there is dropout.
     seed: Option<TensorView<1>>,
-    /// If there are several.
+    /// Sequences, if the problem distinguishes them.
     sequences: Option<sequences::Sequences>,
 }
 
@@ -239,19 +239,19 @@ impl<'a> Call<'a> {
         Ok(Call { client, device, problem, inputs, seed: seed.or_else(|| inputs.dropout_seed.clone()), sequences })
     }
 
-    /// The address type that reaches every element of the inputs and of these.
+    /// The address type that reaches every element of the inputs and of tensors with these spans.
     fn addresses(&self, spans: impl IntoIterator<Item = u64>) -> AddressType {
         let farthest = spans.into_iter().fold(self.inputs.span(), u64::max);
         AddressType::from_len(farthest as usize)
     }
 
-    /// One thread block for each block of so many queries.
+    /// A grid with one thread block for each block of `tile` queries.
     fn query_grid(&self, kernel: &'static str, tile: usize) -> Result<(GridLaunch, CubeCount), AttentionError> {
         let (blocks, batches) = self.blocks(self.problem.seq_q, tile);
         self.grid(kernel, blocks, self.problem.num_heads_q, batches)
     }
 
-    /// One thread block for each block of so many keys.
+    /// A grid with one thread block for each block of `tile` keys.
     fn key_grid(&self, kernel: &'static str, tile: usize) -> Result<(GridLaunch, CubeCount), AttentionError> {
         let (blocks, batches) = self.blocks(self.problem.seq_k, tile);
         self.grid(kernel, blocks, self.problem.num_heads_kv, batches)
@@ -271,7 +271,7 @@ impl<'a> Call<'a> {
     }
 }
 
-/// Checks what says which pairs are hidden: that it is given where it is stated, and as it is.
+/// Checks mask and mask tensors: they are given if and only if the problem states them, with the stated shapes.
 fn check_masks(device: &Device, problem: &AttentionProblem, inputs: &Inputs) -> Result<(), AttentionError> {
     if let Some(mask) = &inputs.mask {
         input(device, "mask", &mask.tensor, problem.mask.unwrap_or(mask.tensor.shape), mask.storage.size())?;
@@ -280,7 +280,7 @@ fn check_masks(device: &Device, problem: &AttentionProblem, inputs: &Inputs) -> 
     check_tensors(device, MASK_TENSORS, &inputs.mask_tensors, problem.mask_tensors)
 }
 
-/// Checks what a function reads in the same way.
+/// Checks the tensors of a function in the same way.
 fn check_tensors(
     device: &Device,
     arguments: [&'static str; TENSORS],
@@ -296,7 +296,7 @@ fn check_tensors(
     Ok(())
 }
 
-/// Whether a tensor is given where the problem says that there is one.
+/// Checks that a tensor is given if and only if the problem states it.
 fn stated(argument: &'static str, given: bool, stated: bool) -> Result<(), AttentionError> {
     if given == stated {
         return Ok(());
@@ -309,14 +309,14 @@ fn stated(argument: &'static str, given: bool, stated: bool) -> Result<(), Atten
     })
 }
 
-/// Thread blocks of 256 threads, or as many as the device takes, one thread for each element.
+/// A grid with one thread for each element, in thread blocks of 256 threads, or as many as the device allows.
 fn elementwise(device: &Device, kernel: &'static str, len: usize) -> Result<(CubeCount, CubeDim), AttentionError> {
     let units = device.units.min(256);
     let (x, y, z) = tiling::cube_count(device, kernel, len.div_ceil(units) as u64)?;
     Ok((CubeCount::Static(x, y, z), CubeDim::new_1d(units as u32)))
 }
 
-/// One thread block for each row of `[B, H, S, D]`.
+/// A grid with one thread block for each row of `[B, H, S, D]`.
 #[cfg(feature = "cuda")]
 fn rows_grid(device: &Device, kernel: &'static str, shape: [usize; 4]) -> Result<(CubeCount, CubeDim), AttentionError> {
     let rows = shape[..3].iter().map(|n| *n as u64).product();
@@ -325,7 +325,7 @@ fn rows_grid(device: &Device, kernel: &'static str, shape: [usize; 4]) -> Result
     Ok((CubeCount::Static(x, y, z), CubeDim::new_1d(units as u32)))
 }
 
-/// Checks a tensor's shape, and that the device can address and its buffer holds what its strides reach.
+/// Checks a tensor's shape, that the device can address every element, and that the buffer holds every element.
 fn input<const RANK: usize>(
     device: &Device,
     argument: &'static str,
@@ -362,7 +362,7 @@ fn input<const RANK: usize>(
     Ok(())
 }
 
-/// [`input`], and that no two elements are one.
+/// [`input`], and additionally checks that no two indices reach the same element.
 fn output<const RANK: usize>(
     device: &Device,
     argument: &'static str,

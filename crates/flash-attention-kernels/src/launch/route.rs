@@ -1,4 +1,4 @@
-//! Over what a kernel walks: launches what makes the lists of a block mask, and keeps them.
+//! Blocks and tiles that a kernel visits: launches the kernels that list the tiles of a block mask, and caches the lists.
 
 use super::Call;
 use super::sequences::Blocks;
@@ -12,28 +12,28 @@ use cubecl::ir::AddressType;
 use cubecl::prelude::*;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Over what a kernel walks: blocks of rows, and tiles of columns.
+/// Blocks of rows and tiles of columns that a kernel visits.
 #[derive(Default)]
 pub(super) struct Route {
-    /// Of several sequences, the blocks that there are.
+    /// The schedule, if there are several sequences.
     pub schedule: Option<TensorView<1>>,
-    /// With a block mask, the tiles that each block visits.
+    /// The lists of visited tiles, if there is a block mask.
     pub lists: Option<TensorView>,
 }
 
 impl Route {
-    /// The address type that reaches all of it.
+    /// The address type that reaches every element.
     pub fn addresses(&self) -> AddressType {
         let of_lists = self.lists.as_ref().map_or(0, |lists| lists.span());
         AddressType::from_len(of_lists.max(self.schedule.as_ref().map_or(0, |schedule| schedule.span())) as usize)
     }
 }
 
-/// The [lists](mod@crate::blocks) that calls have made of the states of a block mask. Clones share them, so that of calls with the same
-/// states only the first makes lists, whichever layer or step they belong to. States are told apart by their memory, which
-/// is kept as long as the lists are and must not be written to meanwhile.
+/// Cache of the [lists](mod@crate::blocks) made from the states of block masks. Clones share the cache: of all calls with the
+/// same states, in whichever layer or step, only the first one makes the lists. States are identified by their memory. The
+/// cache keeps that memory alive, and it must not be written to while the lists are cached.
 ///
-/// Where only the device knows the lengths of sequences, every call makes its own.
+/// If only the device knows the lengths of sequences, every call makes its own lists.
 ///
 /// ```no_run
 /// use flash_attention_kernels::{BlockLists, Inputs, TensorView};
@@ -47,8 +47,8 @@ impl Route {
 #[derive(Clone, Debug, Default)]
 pub struct BlockLists(Arc<Mutex<Vec<Kept>>>);
 
-/// Lists that are kept, at most: those of forward and backward take three, so that four problems have theirs. When there are more, the
-/// oldest ones go.
+/// Largest number of cached lists. Forward and backward of a problem need three, so that four problems fit. Beyond that, the
+/// oldest lists are removed.
 const MOST_KEPT: usize = 12;
 
 #[derive(Debug)]
@@ -57,21 +57,21 @@ struct Kept {
     lists: TensorView,
 }
 
-/// What lists depend on, where nobody but the host knows where sequences end.
+/// Everything that lists depend on, if the host knows the lengths of sequences.
 #[derive(Clone, Debug)]
 struct Origin {
     states: TensorView,
     mask: BlockMask,
     band: Band,
     list: ListShape,
-    /// Whether blocks have been put in [`order()`].
+    /// Whether the blocks have been ordered by [`order()`].
     ordered: bool,
 }
 
 impl PartialEq for Origin {
     fn eq(&self, other: &Self) -> bool {
         let of_host = |of: &Self| (of.mask, of.band, of.list, of.ordered);
-        // Memory that is kept here is no other tensor's.
+        // Memory that the cache keeps alive cannot belong to another tensor.
         let of_states = |TensorView { handle, shape, strides }: &TensorView| {
             (handle.service, handle.clone().binding().claim_key(), *shape, *strides)
         };
@@ -80,7 +80,7 @@ impl PartialEq for Origin {
 }
 
 impl BlockLists {
-    /// How many are kept.
+    /// Number of cached lists.
     ///
     /// ```
     /// assert_eq!(flash_attention_kernels::BlockLists::default().kept(), 0);
@@ -89,9 +89,9 @@ impl BlockLists {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 
-    /// Those of this origin: those kept, or else new ones, which are made while nothing is locked. Of two threads that make the same,
-    /// each works with its own, and one's are kept. Lists that could not be made, as without memory, are not kept: they would fail every
-    /// call that comes after.
+    /// The lists of this origin, from the cache or newly made. The lock is not held while lists are made: if two threads make
+    /// the same lists, each uses its own, and one of them is cached. Lists that could not be made, for example without memory,
+    /// are not cached: they would make every later call fail.
     fn of(&self, client: &Client, of: &Origin, make: impl FnOnce() -> TensorView) -> TensorView {
         let found = |all: &[Kept]| all.iter().find(|kept| kept.of == *of).map(|kept| kept.lists.clone());
         let all = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -114,12 +114,13 @@ impl BlockLists {
 }
 
 impl Call<'_> {
-    /// That of a kernel with blocks of so many rows and tiles of so many columns.
+    /// The route of a kernel with blocks of `rows` rows and tiles of `columns` columns.
     pub(super) fn route(&self, of: Blocks, rows: usize, columns: usize) -> Route {
         Route { schedule: self.schedule(of, rows), lists: self.lists(of, rows, columns, false) }
     }
 
-    /// The same for a kernel that takes blocks in the order of [`order()`], as those for Hopper do: several sequences have one of their own.
+    /// The route of a kernel that takes blocks in the order of [`order()`], as Hopper kernels do. Several sequences have their
+    /// own order in the schedule.
     #[cfg(feature = "cuda")]
     pub(super) fn route_in_order(&self, of: Blocks, rows: usize, columns: usize) -> Route {
         let schedule = self.schedule(of, rows);
@@ -127,7 +128,7 @@ impl Call<'_> {
         Route { schedule, lists: self.lists(of, rows, columns, ordered) }
     }
 
-    /// The lists of tiles that blocks visit, if there is a block mask.
+    /// The lists of visited tiles, if there is a block mask.
     pub(super) fn lists(&self, of: Blocks, rows: usize, columns: usize, ordered: bool) -> Option<TensorView> {
         let p = self.problem;
         let list = ListShape { keys: of != Blocks::Queries, rows, columns };
@@ -143,7 +144,7 @@ impl Call<'_> {
     fn make_lists(&self, of: &Origin, shape: [usize; 4]) -> TensorView {
         let p = self.problem;
         let [batch, heads, blocks, _] = shape;
-        // The check of tiles has seen that there are no more than the device starts.
+        // The check of the tiles has shown that the device can launch as many.
         let cubes = |number: usize| {
             let (x, y, z) = tiling::grid(self.device, number as u64);
             CubeCount::Static(x, y, z)
@@ -151,8 +152,8 @@ impl Call<'_> {
         let lists = TensorView::contiguous(self.client.empty(4 * shape.iter().product::<usize>()), shape);
         let addresses = self.addresses([lists.span()]);
         let units = CubeDim::new_1d(UNITS as u32);
-        // SAFETY: the states have been checked against their buffer, and the lists have room for every tile and for the number of each
-        // block.
+        // SAFETY: the states have been checked against their buffer. The lists have room for every tile and for the number of
+        // each block.
         unsafe {
             list::launch_unchecked(
                 self.client,

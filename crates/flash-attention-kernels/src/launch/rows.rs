@@ -1,4 +1,4 @@
-//! Launches the kernels whose threads hold whole rows.
+//! Launch of the kernels whose threads process whole rows.
 
 use super::backward::{Backward, Results};
 use super::sequences::Blocks;
@@ -27,7 +27,7 @@ impl Call<'_> {
         tiling::check_bindings(self.device, p, "forward", 5)?;
         let (grid, count) = self.query_grid("forward", tile.block())?;
         let route = self.route(Blocks::Queries, tile.block(), RUN);
-        // SAFETY: views have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
+        // SAFETY: views have been checked against their buffers. The kernel reads and writes no row or column beyond the last one.
         unsafe {
             rows::forward::forward::launch_unchecked(
                 self.client,
@@ -53,7 +53,7 @@ impl Call<'_> {
 }
 
 impl<'a> Backward<'a> {
-    /// `dq`, or `dk` and `dv`.
+    /// The launch that computes `dq`, or `dk` and `dv`.
     pub(super) fn rows(&self, results: Results<'a>, tile: RowsTile) -> Result<Launch<'a>, AttentionError> {
         let Backward { call, saved, scratch, addresses } = *self;
         let role = results.role();

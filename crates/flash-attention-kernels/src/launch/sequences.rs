@@ -1,4 +1,4 @@
-//! Launches what belongs to several sequences: schedules, and what fills the rest.
+//! Launches for several sequences: schedules, and the kernels that fill rows of no sequence.
 
 use super::Call;
 use crate::error::AttentionError;
@@ -10,28 +10,28 @@ use crate::tiling::{self, Device};
 use cubecl::ir::FloatKind;
 use cubecl::prelude::*;
 
-/// Whose blocks a schedule lists.
+/// The blocks that a schedule lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Blocks {
-    /// Of queries.
+    /// Blocks of queries.
     Queries,
-    /// Of keys.
+    /// Blocks of keys.
     Keys,
-    /// Of keys, for a kernel whose band is transposed.
+    /// Blocks of keys, for a kernel whose band is transposed.
     KeysTurned,
 }
 
-/// How many there are, and the thread blocks of what tells where they lie.
+/// Number of sequences, and the grids of the kernels that handle them.
 pub(super) struct Sequences {
     number: usize,
-    /// Of [`schedule`].
+    /// Grid of [`schedule`].
     schedule: CubeCount,
-    /// Of [`fill`], for queries and for keys.
+    /// Grids of [`fill`], for queries and for keys.
     fill: [CubeCount; 2],
 }
 
 impl Sequences {
-    /// Those of a problem, if there are several; an error where the device cannot count so many thread blocks.
+    /// The sequences of a problem, if it distinguishes any. An error if the device cannot launch the grids.
     pub(super) fn of(device: &Device, problem: &AttentionProblem) -> Result<Option<Self>, AttentionError> {
         let Some(number) = problem.num_sequences() else { return Ok(None) };
         let [schedule, of_queries, of_keys] =
@@ -41,7 +41,8 @@ impl Sequences {
 }
 
 impl Call<'_> {
-    /// Blocks of `tile` of so many rows, and the batches that each has as many in: of several sequences, the most that there can be in all.
+    /// Number of blocks of `tile` rows, and the number of batches that each have as many blocks. With several sequences, an upper
+    /// bound for all sequences together, and 1.
     pub(super) fn blocks(&self, rows: usize, tile: usize) -> (usize, usize) {
         tiling::blocks(self.problem, rows, tile)
     }
@@ -54,7 +55,8 @@ impl Call<'_> {
         let (capacity, _) = self.blocks(rows, tile);
         let len = HEADER + WORDS * capacity;
         let list = TensorView::contiguous(self.client.empty(4 * len), [len]);
-        // SAFETY: bounds have been checked against their buffers, what they say is cut to the tensors, and the list to its length.
+        // SAFETY: bounds have been checked against their buffers. The kernel clips positions to the tensors, and the list to its
+        // length.
         unsafe {
             schedule::launch_unchecked(
                 self.client,
@@ -73,7 +75,8 @@ impl Call<'_> {
         Some(list)
     }
 
-    /// Makes what belongs to no sequence 0, if there are several, of a tensor of queries or of keys, and `lse` what it is there.
+    /// With several sequences, sets rows of `out` that belong to no sequence to 0, and their `lse` to that of fully masked rows.
+    /// Rows are queries, or keys if `keys`.
     pub(super) fn fill(&self, out: &TensorView, lse: Option<&TensorView<3>>, keys: bool) {
         let Some(sequences) = self.sequences.as_ref().filter(|_| !out.is_empty() && self.leaves_rows(keys)) else {
             return;
@@ -83,13 +86,13 @@ impl Call<'_> {
         self.launch_fill(sequences.number, count, out, lse, sinks, keys, self.dtype());
     }
 
-    /// Whether there may be queries, or keys, that belong to no sequence.
+    /// Whether there may be queries, or keys if `keys`, that belong to no sequence.
     fn leaves_rows(&self, keys: bool) -> bool {
         let p = self.problem;
         p.cu_seqlens.is_some() || if keys { p.seq_lens_k } else { p.seq_lens_q }
     }
 
-    /// The thread blocks that [`fill_splits`](Self::fill_splits) takes, if it has anything to do, for an output `[P · B, H, S, D]`.
+    /// The grid of [`fill_splits`](Self::fill_splits) for an output `[P · B, H, S, D]`, if it has anything to fill.
     #[cfg(feature = "cuda")]
     pub(super) fn splits_grid(
         &self,
@@ -102,7 +105,7 @@ impl Call<'_> {
         Ok(Some(CubeCount::Static(x, y, z)))
     }
 
-    /// [`fill`](Self::fill) of what splits of the keys give, in f32: sinks count where these are put together.
+    /// [`fill`](Self::fill) for the f32 results of splits of the keys. Sinks are ignored: they are added when splits are combined.
     #[cfg(feature = "cuda")]
     pub(super) fn fill_splits(&self, count: Option<CubeCount>, out: &TensorView, lse: &TensorView<3>) {
         if let (Some(sequences), Some(count)) = (&self.sequences, count) {

@@ -7,7 +7,7 @@
 //! o = O / l      lse = m + ln l
 //! ```
 //!
-//! `m` is raised [lazily](Rescale::Lazily), since rescaling O takes it across the board.
+//! `m` is raised [lazily](Rescale::Lazily), because O goes through the board to be rescaled.
 
 use super::tile::*;
 use super::{Blueprint, MatrixTile};
@@ -21,7 +21,7 @@ use crate::rounding::rounded_one;
 use crate::softmax::{HIDDEN, Rescale, lse_bits, normalizer, raised, rounded_sum, weight};
 use cubecl::prelude::*;
 
-/// `o [B, H, Sq, Dv]` and the bits of `lse [B, H, Sq]` from Q, K and V.
+/// Computes `o [B, H, Sq, Dv]` and the bits of `lse [B, H, Sq]` from Q, K and V.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn forward<E: Float, M: Numeric, N: Size>(
     inputs: Qkv<E, N>,
@@ -67,7 +67,7 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     for nth in 0..visits.count {
         let at = of_head.tile(work.start, &visits.tile(nth), false);
 
-        // -- the tile
+        // -- K and V to shared memory
         sync_cube();
         let _ = stage(&k, at.k_start, &mut panels.k, head_dim, tile);
         let dirty = stage(&v, at.k_start, &mut panels.v, head_dim_v, tile);
@@ -75,7 +75,7 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
         sync_cube();
         let dirty = was_staged(&panels.flags, tile);
 
-        // -- P, and the rows' new maxima and sums
+        // -- P, and new maxima and sums of the rows
         products(&queries, &panels.k, &mut panels.board, me, head_dim, tile);
         sync_plane();
         let mut grown = false.runtime();
@@ -106,7 +106,7 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
         accumulate(&mut acc, &panels.weights, &panels.v, &mut panels.board, dirty, me, head_dim_v, tile);
     }
 
-    // -- the sums of a row meet
+    // -- l of whole rows, lse and O / l
     let lse = outputs.lse;
     let lse_at = batch * lse.stride(0) + head * lse.stride(1);
     let lse_step = lse.stride(2);
@@ -125,7 +125,7 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     write(outputs.o, &work.rows(false), &acc, &mut panels.board, &factors, me, head_dim_v, tile);
 }
 
-/// Turns a thread's part of its `nth` row of products into scores, hidden ones into [`HIDDEN`].
+/// Turns a thread's part of its `nth` row of products into scores; hidden pairs get [`HIDDEN`].
 #[cube]
 fn apply_score_mod<E: Float, M: Numeric>(
     s: &mut Array<f32>,
@@ -153,7 +153,7 @@ fn apply_score_mod<E: Float, M: Numeric>(
     }
 }
 
-/// The highest score of a row.
+/// The highest score of a row, over all threads that share it.
 #[cube]
 fn row_max(s: &Array<f32>, #[comptime] tile: MatrixTile) -> f32 {
     let mut highest = HIDDEN.runtime();
@@ -168,7 +168,7 @@ fn row_max(s: &Array<f32>, #[comptime] tile: MatrixTile) -> f32 {
     highest
 }
 
-/// The sum of what the threads of a row have.
+/// The sum of `part` over the threads that share a row.
 #[cube]
 fn row_sum(part: f32, #[comptime] tile: MatrixTile) -> f32 {
     let mut sum = part;
@@ -179,7 +179,7 @@ fn row_sum(part: f32, #[comptime] tile: MatrixTile) -> f32 {
     sum
 }
 
-/// Turns a thread's part of its `nth` row of scores into weights, those that are kept; returns the sum of all.
+/// Turns a thread's part of its `nth` row of scores into weights, with dropout applied. Returns their sum before dropout.
 #[cube]
 fn weigh_row(
     s: &mut Array<f32>,

@@ -2,14 +2,14 @@
 //!
 //! ```text
 //! Dq      for each tile of keys that the queries see:
-//!             S = Q Kᵀ    dP = dO Vᵀ    P = exp(S − lse)    dS = P ∘ (dP − delta) ∘ slope    dQ += dS K
+//!             S = Q Kᵀ    dP = dO Vᵀ    P = exp(S − lse)    dS = P ∘ (dP − delta) ∘ factor    dQ += dS K
 //! DkDv    for each query head of the group and each tile of queries that see the keys:
-//!             Sᵀ = K Qᵀ   dPᵀ = V dOᵀ   Pᵀ = exp(Sᵀ − lse)  dSᵀ = Pᵀ ∘ (dPᵀ − delta) ∘ slope
+//!             Sᵀ = K Qᵀ   dPᵀ = V dOᵀ   Pᵀ = exp(Sᵀ − lse)  dSᵀ = Pᵀ ∘ (dPᵀ − delta) ∘ factor
 //!             dV += Pᵀ dO               dK += dSᵀ Q
 //! ```
 //!
-//! The second is the first with queries and keys in each other's places and one product more.
-//! (FlashAttention-2, arXiv:2307.08691, algorithm 2.) Every sum is taken in a fixed order.
+//! `DkDv` is `Dq` with queries and keys exchanged, and one more product. Every sum is taken in a fixed order. (FlashAttention-2,
+//! arXiv:2307.08691, algorithm 2.)
 
 use super::tile::*;
 use super::{Blueprint, MatrixTile};
@@ -23,7 +23,7 @@ use crate::score::Factor;
 use crate::softmax::{softmax_backward, weight};
 use cubecl::prelude::*;
 
-/// Gradients of the rows.
+/// Gradients of the rows: `dq`, or `dk` and `dv`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn gradient<E: Float, M: Numeric, N: Size>(
     sides: Sides<E, N>,
@@ -60,7 +60,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
     let mut acc = accumulator(comptime!(if differentiates { head_dim } else { 0 }), tile);
     let mut acc_v = accumulator(comptime!(if with_dv { head_dim_v } else { 0 }), tile);
 
-    // Heads that stream by: the query heads of a key head, or the key head of a query head.
+    // Heads of the columns: the query heads of a key/value head, or the key/value head of a query head.
     let streams = if comptime!(transposed) { group_size } else { 1usize.runtime() };
     for member in 0..streams {
         let stream = if comptime!(transposed) { work.head * group_size + member } else { work.head / group_size };
@@ -73,7 +73,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
             let visit = visits.tile(nth);
             let at = of_head.tile(block.start, &visit, transposed);
 
-            // -- the tile
+            // -- the columns to shared memory
             sync_cube();
             let dirty_k = stage(&cols, visit.start, &mut panels.k, head_dim, tile);
             let dirty_v = stage(&cols_v, visit.start, &mut panels.v, head_dim_v, tile);
@@ -81,7 +81,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
             sync_cube();
             let dirty = was_staged(&panels.flags, tile);
 
-            // -- P
+            // -- P, and dV
             products(&keep, &panels.k, &mut panels.board, me, head_dim, tile);
             sync_plane();
             let of_unit = comptime!(tile.rows_of_unit());
@@ -109,7 +109,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
                 sync_plane();
             }
 
-            // -- dS
+            // -- dS, and dQ or dK
             if comptime!(differentiates) {
                 products(&keep_d, &panels.v, &mut panels.board, me, head_dim_v, tile);
                 sync_plane();
@@ -150,15 +150,15 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
 struct Row {
     /// `P`, then `dS`.
     weights: Array<f32>,
-    /// What gradients of scores are multiplied by, if by anything.
+    /// Factors of the gradients of scores, if there are any.
     factors: Array<f32>,
-    /// Which of them dropout keeps, where there is any.
+    /// Which elements dropout keeps, if there is dropout.
     kept: Array<bool>,
 }
 
 #[cube]
 impl Row {
-    /// From products `s`.
+    /// Probabilities `P` from the products `s`.
     fn weighed<E: Float, M: Numeric>(
         s: Array<f32>,
         stats: &Statistics,
@@ -200,7 +200,7 @@ impl Row {
         Row { weights, factors, kept }
     }
 
-    /// What dropout leaves of the weights.
+    /// Weights after dropout, without the factor `1 / (1 − p)`.
     fn left(&self, dropout: &Dropout, #[comptime] tile: MatrixTile) -> Array<f32> {
         let len = comptime!(tile.vectors_of_unit() * WIDTH);
         let mut left = Array::<f32>::new(len);
@@ -214,7 +214,7 @@ impl Row {
         left
     }
 
-    /// Goes on to `dS`, with the row of `dP`.
+    /// Turns `P` into `dS`, from the row of `dP`.
     fn differentiate(
         &mut self,
         dp: &Array<f32>,
@@ -235,7 +235,7 @@ impl Row {
             }
             let mut ds = softmax_backward(self.weights[n], of_kept, delta, true);
             if comptime!(blueprint.factor != Factor::One) {
-                // Where nothing is seen, whatever a function gives there.
+                // A hidden pair stays 0, even if its factor is not finite.
                 ds = select(ds == 0.0f32, 0.0f32, ds * self.factors[n]);
             }
             self.weights[n] = ds;

@@ -1,5 +1,5 @@
-//! Attention by cooperative matrix products: a warp of threads holds small matrices between its threads and multiplies them on
-//! the device's matrix units. Vulkan, CUDA before Hopper, Metal and ROCm offer them.
+//! Attention with cooperative matrices: the threads of a warp hold small matrices together and multiply them on the device's matrix
+//! units. Vulkan, CUDA before Hopper, Metal and ROCm offer cooperative matrices.
 //!
 //! ```text
 //! tile      panels of 16-bit elements in shared memory, products on them, rows written out
@@ -7,8 +7,8 @@
 //! gradient  dq; dk and dv
 //! ```
 //!
-//! How a warp's threads share a matrix is the device's secret, so that whatever works row by row — softmax, masks, scaling —
-//! goes through a *board* of f32 in shared memory, on which each thread has its row, or its part of one.
+//! It is not known which thread of a warp holds which element of a matrix. Operations on rows (softmax, masks, scaling) therefore go
+//! through a *board* of f32 in shared memory, on which each thread works on whole rows or on a part of one row.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
@@ -21,17 +21,17 @@ use crate::fragment::rows::WIDTH;
 use crate::score::Factor;
 use serde::Serialize;
 
-/// Elements that rows in shared memory are apart beyond what fills them, so that neighbours start in different banks.
+/// Elements of padding between rows in shared memory, so that neighbouring rows start in different banks.
 const PAD: usize = 8;
 
-/// Shapes of one thread block's tiles. A warp owns `m` rows; columns stream by.
+/// Tile of one thread block. A warp owns `m` rows; columns stream by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct MatrixTile {
     /// Warps of a thread block.
     pub planes: usize,
     /// Threads of a warp.
     pub plane: usize,
-    /// Columns of a tile: keys that stream by, or, for the gradients of keys and values, queries.
+    /// Columns of a tile: keys, or queries in the kernel of `dk` and `dv`.
     pub columns: usize,
     /// Shape of a product: `[m, k] · [k, n]`.
     pub shape: [usize; 3],
@@ -48,12 +48,12 @@ impl MatrixTile {
         self.shape[1]
     }
 
-    /// What a product sums over.
+    /// Inner dimension of a product.
     pub fn k(&self) -> usize {
         self.shape[2]
     }
 
-    /// Rows of a block.
+    /// Rows of a thread block.
     pub fn rows(&self) -> usize {
         self.planes * self.m()
     }
@@ -68,32 +68,32 @@ impl MatrixTile {
         (self.plane / self.m()).max(1)
     }
 
-    /// Rows of the board that a thread has a part of.
+    /// Rows of the board that a thread works on, wholly or in part.
     pub fn rows_of_unit(&self) -> usize {
         self.m().div_ceil(self.plane)
     }
 
-    /// Vectors of a row of the board that a thread has.
+    /// Vectors that a thread works on in each of its rows of the board.
     pub fn vectors_of_unit(&self) -> usize {
         self.columns / WIDTH / self.sharers()
     }
 
-    /// Vectors between rows of the board, and of the panel of weights.
+    /// Vectors between the starts of rows of the board, and of the weights.
     pub fn board_pitch(&self) -> usize {
         (self.columns + PAD) / WIDTH
     }
 
-    /// Elements of a row of a panel, zeros behind the last: products sum over whole `k`, and count whole `n`.
+    /// Elements of a row of a panel, padded with zeros to a multiple of `k` and `n`, the sizes of whole products.
     pub fn padded(&self, head_dim: usize) -> usize {
         head_dim.next_multiple_of(self.k().max(self.n()))
     }
 
-    /// Vectors between rows of a panel.
+    /// Vectors between the starts of rows of a panel.
     pub fn pitch(&self, head_dim: usize) -> usize {
         (self.padded(head_dim) + PAD) / WIDTH
     }
 
-    /// Whether a kernel can be made of these shapes.
+    /// Whether a kernel can be built with these shapes.
     ///
     /// ```
     /// use flash_attention_kernels::matrix::MatrixTile;
@@ -117,26 +117,26 @@ impl MatrixTile {
     }
 }
 
-/// What a kernel is specialised for.
+/// Everything that a kernel is specialised for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Blueprint {
-    /// What is computed.
+    /// Role of the kernel.
     pub role: Role,
-    /// Tiles.
+    /// Tile.
     pub tile: MatrixTile,
     /// Dimension of a query and of a key.
     pub head_dim: usize,
     /// Dimension of a value.
     pub head_dim_v: usize,
-    /// What gradients of scores are multiplied by.
+    /// Factor of the gradients of scores.
     pub factor: Factor,
-    /// Whether warps of a thread block may take branches apart that have a warp's barrier in them. They may, but Mesa's software Vulkan
-    /// waits for the whole thread block there.
+    /// Whether warps of a thread block may diverge at a branch that contains a warp barrier. It is allowed, but in Mesa's software Vulkan
+    /// such a barrier waits for the whole thread block.
     pub apart: bool,
 }
 
 impl Blueprint {
-    /// Bytes of shared memory: panels of K and V, the board, weights, a word for each warp.
+    /// Bytes of shared memory: panels of K and V, the board, the weights, and a word for each warp.
     ///
     /// ```
     /// # use flash_attention_kernels::{fragment::role::Role, matrix::{Blueprint, MatrixTile}, score::Factor};

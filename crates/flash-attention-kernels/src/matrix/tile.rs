@@ -1,12 +1,12 @@
-//! What the kernels are made of: panels in shared memory, the products on them, and the way of rows through the board.
+//! Building blocks of the matrix kernels: panels in shared memory, products on them, and rows on the board.
 //!
 //! ```text
 //! panel     [columns, head_dim]       a tile of K or V, 16-bit, staged by all threads
-//! board     [rows, columns]           f32: products on their way to threads, accumulators on theirs to memory
-//! weights   [rows, columns]           16-bit: P or dS on its way back to the matrix units
+//! board     [rows, columns]           f32: products, which threads read, and accumulators, which they scale or write to memory
+//! weights   [rows, columns]           16-bit: P or dS, which the matrix units read
 //! ```
 //!
-//! Board and weights belong to warps, `m` rows each, so that a warp waits for nobody else.
+//! Each warp has its own `m` rows of the board and of the weights, so that it need not wait for other warps.
 
 mod board;
 pub use board::scale;
@@ -19,24 +19,24 @@ use crate::rounding::rounded;
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;
 
-/// What lies in shared memory.
+/// Shared memory of a thread block.
 #[derive(CubeType)]
 pub struct Panels<E: Float> {
-    /// The tile of K.
+    /// The tile of K, or of Q in the kernel of `dk` and `dv`.
     pub k: Shared<[Quad<E>]>,
-    /// The tile of V.
+    /// The tile of V, or of dO in the kernel of `dk` and `dv`.
     pub v: Shared<[Quad<E>]>,
-    /// f32 of all warps.
+    /// Boards of all warps, in f32.
     pub board: Shared<[Quad<f32>]>,
-    /// 16-bit weights of all warps.
+    /// Weights of all warps, in 16 bits.
     pub weights: Shared<[Quad<E>]>,
-    /// For each warp, whether it staged anything that is not finite.
+    /// For each warp, whether it staged a value that is not finite.
     pub flags: Shared<[u32]>,
 }
 
 #[cube]
 impl<E: Float> Panels<E> {
-    /// Room for one tile.
+    /// Shared memory for one tile.
     pub fn new(#[comptime] blueprint: Blueprint) -> Panels<E> {
         let tile = comptime!(blueprint.tile);
         let board = comptime!(tile.rows() * tile.board_pitch());
@@ -50,41 +50,41 @@ impl<E: Float> Panels<E> {
     }
 }
 
-/// Where a thread stands: its warp, and in it.
+/// Position of a thread in its thread block.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Place {
     /// The warp.
     pub plane: u32,
-    /// The thread's number in it.
+    /// The thread's number in the warp.
     pub lane: u32,
 }
 
 #[cube]
 impl Place {
-    /// This thread's. Warps lie along y.
+    /// Position of this thread. Warps lie along y.
     pub fn here() -> Place {
         Place { plane: UNIT_POS_Y, lane: UNIT_POS_X }
     }
 
-    /// The warp's `nth` row that this thread has a part of.
+    /// The `nth` row that this thread works on, counted from the warp's first row.
     pub fn row(&self, #[comptime] nth: usize, #[comptime] tile: MatrixTile) -> u32 {
         self.lane / comptime!(tile.sharers() as u32) + comptime!((nth * tile.plane) as u32)
     }
 
-    /// The vector of a row that is this thread's `nth`.
+    /// The `nth` vector that this thread works on in a row.
     pub fn vector(&self, #[comptime] nth: usize, #[comptime] tile: MatrixTile) -> u32 {
         self.lane % comptime!(tile.sharers() as u32) + comptime!((nth * tile.sharers()) as u32)
     }
 
-    /// The first vector of this warp's on the board.
+    /// The first vector of this warp on the board.
     pub fn board(&self, #[comptime] tile: MatrixTile) -> usize {
         self.plane as usize * comptime!(tile.m() * tile.board_pitch())
     }
 }
 
-/// Copies `columns` rows of a head, from `start` on, into a panel, zeros where there are none. Returns whether this thread met
-/// anything that is not finite.
+/// Copies `tile.columns` rows of a head, from `start` on, to a panel. Rows that do not exist become zeros. Returns whether this thread
+/// copied a value that is not finite.
 #[cube]
 pub fn stage<E: Float, N: Size>(
     from: &Rows<E, N>,
@@ -110,7 +110,7 @@ pub fn stage<E: Float, N: Size>(
             panel[row * pitch + within] = value;
         }
     }
-    // All bits of the exponent.
+    // All bits of the exponent are set in infinity and NaN.
     highest >= 0x7F80_0000u32
 }
 
@@ -126,7 +126,7 @@ fn magnitude<E: Float>(value: Quad<E>) -> u32 {
     highest
 }
 
-/// Tells the other warps what was staged. Call [`was_staged()`] for their answer, after a barrier.
+/// Tells the other warps whether this warp staged a value that is not finite. After a barrier, [`was_staged()`] returns whether any did.
 #[cube]
 pub fn tell_staged(dirty: bool, flags: &mut Shared<[u32]>, me: Place) {
     let any = plane_any(dirty);
@@ -135,7 +135,7 @@ pub fn tell_staged(dirty: bool, flags: &mut Shared<[u32]>, me: Place) {
     }
 }
 
-/// Whether any warp staged anything that is not finite.
+/// Whether any warp staged a value that is not finite.
 #[cube]
 pub fn was_staged(flags: &Shared<[u32]>, #[comptime] tile: MatrixTile) -> bool {
     let mut any = 0u32.runtime();
@@ -146,7 +146,7 @@ pub fn was_staged(flags: &Shared<[u32]>, #[comptime] tile: MatrixTile) -> bool {
     any != 0
 }
 
-/// A thread's part of its `nth` row of the board.
+/// Reads a thread's part of its `nth` row of the board.
 #[cube]
 pub fn read_row(
     board: &Shared<[Quad<f32>]>,
@@ -167,7 +167,7 @@ pub fn read_row(
     s
 }
 
-/// Writes a thread's part of its `nth` row of weights where products find it.
+/// Writes a thread's part of its `nth` row of weights, rounded to the element type, for the products that follow.
 #[cube]
 pub fn write_row<E: Float>(
     values: &Array<f32>,
@@ -188,7 +188,7 @@ pub fn write_row<E: Float>(
     }
 }
 
-/// An accumulator of `n` columns for each `n` of the padded `head_dim`, all zeros.
+/// Accumulators for the padded `head_dim`, `n` columns each, all zeros.
 #[cube]
 pub fn accumulator(#[comptime] head_dim: usize, #[comptime] tile: MatrixTile) -> Sequence<Matrix<f32>> {
     let mut acc = Sequence::<Matrix<f32>>::new();
@@ -199,15 +199,15 @@ pub fn accumulator(#[comptime] head_dim: usize, #[comptime] tile: MatrixTile) ->
     acc
 }
 
-/// A product's accumulator, all zeros.
+/// Accumulator of one product, all zeros.
 #[cube]
 fn product(#[comptime] tile: MatrixTile) -> Matrix<f32> {
     let [m, n, k] = comptime!(tile.shape);
     Matrix::<f32>::from_value(MatrixIdent::Accumulator, m, n, k, MatrixLayout::Undefined, 0.0f32)
 }
 
-/// The warp's rows of a block as left operands. They pass the panel `through`, tile by tile, whose
-/// contents are lost; all threads must call it.
+/// Loads the warp's rows of a block as left operands. The rows go through the panel `through`, tile by tile, and its contents are lost.
+/// All threads must call this function.
 #[cube]
 pub fn operands<E: Float, N: Size>(
     block: &Rows<E, N>,
@@ -221,10 +221,10 @@ pub fn operands<E: Float, N: Size>(
     let mut rows = Sequence::<Matrix<E>>::new();
     #[unroll]
     for _ in 0..comptime!(tile.padded(head_dim) / k) {
-        // SAFETY: it is loaded, or filled, before it is multiplied.
+        // SAFETY: the matrix is loaded before it is multiplied.
         rows.push(unsafe { Matrix::<E>::uninitialized(MatrixIdent::A, m, n, k, MatrixLayout::RowMajor) });
     }
-    // So many rows go through the panel at a time.
+    // Rows go through the panel in turns of `columns` rows, which are the rows of `planes` warps.
     let columns = comptime!(tile.columns);
     let (turns, planes) = comptime!((tile.rows().div_ceil(columns), (columns / m).max(1)));
     for turn in 0..comptime!(turns as u32) {
@@ -243,7 +243,7 @@ pub fn operands<E: Float, N: Size>(
     rows
 }
 
-/// `rows · panelᵀ` to the warp's board.
+/// Writes `rows · panelᵀ` to the warp's board.
 #[cube]
 pub fn products<E: Float>(
     rows: &Sequence<Matrix<E>>,
@@ -261,7 +261,7 @@ pub fn products<E: Float>(
         #[unroll]
         for step in 0..comptime!(tile.padded(head_dim) / k) {
             let from = comptime!(block * n * pitch + step * k / WIDTH);
-            // SAFETY: it is loaded, or filled, before it is multiplied.
+            // SAFETY: the matrix is loaded before it is multiplied.
             let mut column = unsafe { Matrix::<E>::uninitialized(MatrixIdent::B, m, n, k, MatrixLayout::ColMajor) };
             cmma::load(&mut column, &panel[from..from + 1], comptime!((pitch * WIDTH) as u32));
             cmma::execute(rows.index(step), &column, &acc, &acc);
@@ -272,8 +272,8 @@ pub fn products<E: Float>(
     }
 }
 
-/// `acc += weights · panel`. Where the panel is `dirty`, a weight of 0 adds nothing, whatever it meets: a hidden NaN must not
-/// leak.
+/// `acc += weights · panel`. If the panel is `dirty`, that is, holds a value that is not finite, a weight of 0 adds nothing: a hidden NaN
+/// must not leak.
 #[cube]
 pub fn accumulate<E: Float>(
     acc: &mut Sequence<Matrix<f32>>,
@@ -293,13 +293,13 @@ pub fn accumulate<E: Float>(
         #[unroll]
         for step in 0..comptime!(tile.columns / k) {
             let from = me.board(tile) + comptime!(step * k / WIDTH);
-            // SAFETY: it is loaded, or filled, before it is multiplied.
+            // SAFETY: the matrix is loaded before it is multiplied.
             let mut row = unsafe { Matrix::<E>::uninitialized(MatrixIdent::A, m, n, k, MatrixLayout::RowMajor) };
             cmma::load(&mut row, &weights[from..from + 1], comptime!((tile.board_pitch() * WIDTH) as u32));
             #[unroll]
             for block in 0..comptime!(tile.padded(head_dim) / n) {
                 let from = comptime!(step * k * pitch + block * n / WIDTH);
-                // SAFETY: the next statement loads it.
+                // SAFETY: the next statement loads the matrix.
                 let mut column = unsafe { Matrix::<E>::uninitialized(MatrixIdent::B, m, n, k, MatrixLayout::RowMajor) };
                 cmma::load(&mut column, &panel[from..from + 1], comptime!((pitch * WIDTH) as u32));
                 let sum = acc.index(block);
@@ -309,7 +309,7 @@ pub fn accumulate<E: Float>(
     }
 }
 
-/// The same on the board.
+/// [`accumulate()`] for dirty panels: multiply-adds on the board, without those whose weight is 0.
 #[cube]
 fn accumulate_one_by_one<E: Float>(
     acc: &mut Sequence<Matrix<f32>>,
@@ -352,7 +352,7 @@ fn accumulate_one_by_one<E: Float>(
     }
 }
 
-/// Writes the warp's rows of the accumulator, each multiplied by its factor, to those of a block.
+/// Writes the warp's rows of the accumulator to its rows of a block, each multiplied by its factor.
 #[cube]
 pub fn write<E: Float, N: Size>(
     tensor: &mut Tensor<Vector<E, N>>,
@@ -371,7 +371,7 @@ pub fn write<E: Float, N: Size>(
         to_board(acc, board, me, part, head_dim, tile);
         scale_board(board, factors, me, tile);
         sync_plane();
-        // Neighbours write neighbours.
+        // Neighbouring threads write neighbouring vectors.
         #[unroll]
         for step in 0..comptime!((tile.m() * width).div_ceil(tile.plane)) {
             let slot = me.lane as usize + comptime!(step * tile.plane);

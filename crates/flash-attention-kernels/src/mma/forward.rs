@@ -7,9 +7,9 @@
 //! o = O / l      lse = (c m + log2 l) / log2(e)
 //! ```
 //!
-//! (FlashAttention-2, arXiv:2307.08691, algorithm 1 and section 3.3: `S`, `P` and `O` of a warp's queries never leave its
-//! registers.) What `m` really is, and when it changes: [`OnlineSoftmax`]. Products of one thread block run under the softmax of another
-//! on the same multiprocessor, which is why tiles leave room for two where they can.
+//! `S`, `P` and `O` of a warp's queries never leave its registers (FlashAttention-2, arXiv:2307.08691, algorithm 1 and section 3.3).
+//! [`OnlineSoftmax`] describes what `m` is exactly, and when it changes. The products of one thread block overlap with the softmax of
+//! another one on the same multiprocessor. Tiles are therefore small enough for two thread blocks, where possible.
 
 use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
 use super::products::{ColumnsOf, RowsOf};
@@ -28,7 +28,7 @@ use crate::tensor_core::scores::{ScoreTile, Scores, apply_mask, apply_score_mod}
 use crate::tensor_core::softmax::*;
 use cubecl::prelude::*;
 
-/// `o` and the bits of `lse` from Q, K and V.
+/// Computes `o` and the bits of `lse` from Q, K and V.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     sources: Sources<E, N>,
@@ -45,7 +45,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let split = comptime!(products == Products::Split);
     let columns = comptime!(scores.columns());
     let (k_bytes, v_bytes) = comptime!((scores.k_bytes() as u32, scores.v_bytes() as u32));
-    // Whether more is hidden than what lies past the last key.
+    // Whether anything is hidden besides keys past the last one.
     let hides = comptime!(extras.is_varlen() || scores.hides_pairs() || bounded);
     if CUBE_POS as u32 >= scheduler.scheduled(&extras).num_tiles {
         terminate!();
@@ -57,7 +57,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let k_at = q_at + comptime!((scores.tile.warpgroups * scores.q_bytes()) as u32);
     let v_at = k_at + comptime!(MmaTile::STAGES as u32 * k_bytes);
 
-    // -- whose rows
+    // -- the work tile
     let work = scheduler.work_tile(CUBE_POS as u32, 0u32, &inputs.band, &extras, scores);
     let band = work.band;
     let (batch, head, head_kv) = (work.batch as usize, work.head as usize, work.head_kv as usize);
@@ -86,7 +86,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     copy_rows(&sources.v, &rows, &band, of_v, blueprint);
     copies_commit();
 
-    // -- where this thread reads operands
+    // -- addresses from which this thread reads operands
     let of_rows = comptime!(RowsOf {
         groups,
         lines: WARPGROUP_ROWS,
@@ -105,13 +105,13 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
 
     let mut s = registers(groups, comptime!(tile_k / 2));
     let mut acc = registers(groups, comptime!(columns / 2));
-    // Of each group the two rows of this thread.
+    // Softmax state of this thread's two rows in each group.
     let mut m = Array::<f32>::new(comptime!(2 * groups));
     let mut l = Array::<f32>::new(comptime!(2 * groups));
     let mut top = Array::<f32>::new(comptime!(2 * groups));
     let mut stage = 0u32;
     for step in 0..steps {
-        // This tile has come, and all warps are done with the one before.
+        // This tile has been copied, and all warps have finished the previous one.
         copies_wait(0usize);
         sync_cube();
         let next = stage ^ 1;
@@ -156,7 +156,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                     top0: top[2 * group],
                     top1: top[2 * group + 1],
                 };
-                // Without a mask, a row that begins to see does so at an edge.
+                // Without a mask, a row sees its first key in an edge tile.
                 if comptime!(scores.hides_pairs()) || comptime!(hides) && (edge || fully_masked) {
                     rows.set_reference_max(of_group, exponent, scores);
                 }
@@ -204,13 +204,13 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             let of_group = acc.index(group);
             let at = outputs.o.stride.at(batch, head, row);
             store_row_of(of_group, half, factor, &mut outputs.o, at, live, scores.head_dim_v, dtype);
-            // Rows that these exponentials or products cannot give: out of range, or reached by what is hidden from them.
+            // Rows to recompute: the sum left the range of f32, or a hidden value that is not finite reached the row.
             let mut lost = sum == f32::INFINITY;
             if comptime!(hides || split) {
                 let finite = is_finite_row(of_group, half, columns);
                 lost = lost || (sum <= f32::MAX && !finite);
             }
-            // Of infinity, a split leaves no number.
+            // Split operands turn infinity into NaN.
             if comptime!(split) {
                 let none = sum.is_nan();
                 l[of_row] = select(none, f32::INFINITY, sum);
@@ -220,7 +220,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         }
     }
     if comptime!(hides || split || scores.uses_reference_max()) && plane_any(again != 0) {
-        // What other threads have stored of these rows comes first.
+        // Other threads' stores to these rows must come before those of the recomputation.
         sync_plane();
         let after = work.k_last + comptime!(tile_k as u32);
         let first = after - steps * comptime!(tile_k as u32);
@@ -246,7 +246,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     }
 }
 
-/// Registers of an accumulator for each group, 0.
+/// Registers of an accumulator for each group, all zeros.
 #[cube]
 pub fn registers(#[comptime] groups: usize, #[comptime] len: usize) -> Sequence<Array<f32>> {
     let mut all = Sequence::<Array<f32>>::new();

@@ -7,9 +7,9 @@
 //!             Sᵀ = K Qᵀ   dPᵀ = V dOᵀ   Pᵀ = 2^(c Sᵀ − lse)  dSᵀ = Pᵀ ∘ (dPᵀ − delta) dV += Pᵀ dO    dK += dSᵀ Q
 //! ```
 //!
-//! with lse in base 2, `c = log2(e) · scale`, and the scale left to the end. As
-//! for Hopper, the second is the first with queries and keys in each other's places and one product
-//! more, and every sum is taken in a fixed order, by one warp. What rows and columns are: [`Role`](crate::fragment::role::Role).
+//! Here lse is in base 2, `c = log2(e) · scale`, and dQ and dK are multiplied by the scale at the end. As for Hopper, `DkDv` is `Dq` with
+//! queries and keys exchanged, and one more product. One warp takes each sum, in a fixed order. [`Role`](crate::fragment::role::Role)
+//! tells what rows and columns are.
 
 use super::forward::registers;
 use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
@@ -31,7 +31,8 @@ use crate::tensor_core::statistics::{RowStatistics, statistics};
 use crate::tensor_core::statistics::{stats_all, stats_at};
 use cubecl::prelude::*;
 
-/// Gradients of the rows. `stats`: lse and delta of all queries, from [`delta`](mod@crate::tensor_core::delta).
+/// Gradients of the rows: `dq`, or `dk` and `dv`. `stats` holds lse and delta of all queries, from
+/// [`delta`](mod@crate::tensor_core::delta).
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     sources: SourceSides<E, N>,
@@ -58,7 +59,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         terminate!();
     }
 
-    // -- shared memory: Q and dO of each group, two tiles of K, two of V, twice lse and delta
+    // -- shared memory: Q and dO of each group, two tiles each of K, V, lse and delta
     let shared = Shared::<[E]>::new_aligned_slice(comptime!(blueprint.shared_memory() / dtype.size()), 1024usize);
     let q_at = shared_address::<E>(&shared[0..1024]);
     let d_at = q_at + comptime!((scores.tile.warpgroups * scores.q_bytes()) as u32);
@@ -67,7 +68,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let lse_at = v_at + comptime!(MmaTile::STAGES as u32 * v_bytes);
     let delta_at = lse_at + comptime!(MmaTile::STAGES as u32 * stats_bytes);
 
-    // -- whose rows
+    // -- the work tile
     let work = scheduler.work_tile(CUBE_POS as u32, 0u32, &inputs.band, &extras, scores);
     let band = work.band;
     let (batch, head) = (work.batch as usize, work.head as usize);
@@ -95,7 +96,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let copies = Copies { k_at, v_at, lse_at, delta_at, batch: work.batch, band, scheduler };
     copies.tile(&sources.cols, stats, work.head_kv, k_last, 0u32, blueprint);
 
-    // -- where this thread reads operands
+    // -- addresses from which this thread reads operands
     let of_s = comptime!(RowsOf {
         groups,
         lines: WARPGROUP_ROWS,
@@ -130,7 +131,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let mut k_start = work.k_last;
     let all = steps * group;
     for nth in 0..all {
-        // This tile has come, and all warps are done with the one before.
+        // This tile has been copied, and all warps have finished the previous one.
         copies_wait(0usize);
         sync_cube();
         let ends = step + 1 == steps;
@@ -193,7 +194,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             }
         }
 
-        // -- what is added up
+        // -- dV, and dQ or dK
         if comptime!(sums_values) {
             multiply_columns(&mut sum_v, &p, v_tile + summed, of_dv);
         }
@@ -237,8 +238,8 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             finite0 = finite0 && v0;
             finite1 = finite1 && v1;
         }
-        // Rows that what is hidden from them has reached, or infinity, of which a split leaves no number; not where the query itself is
-        // no number.
+        // Rows to recompute: a hidden value that is not finite reached the row, or infinity, which split operands turn into NaN. Rows whose
+        // own lse or delta is not finite are left as they are.
         if comptime!(hides || products == Products::Split) {
             let again0 = live0 && !finite0 && of_rows.lse0 * of_rows.delta0 * 0.0f32 == 0.0f32;
             let again1 = live1 && !finite1 && of_rows.lse1 * of_rows.delta1 * 0.0f32 == 0.0f32;
@@ -251,7 +252,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     }
 }
 
-/// Where tiles come to.
+/// Copies of tiles: their destinations in shared memory, and the batch and band of their rows.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Copies {
@@ -266,7 +267,7 @@ struct Copies {
 
 #[cube]
 impl Copies {
-    /// Asks for a copy of a tile to this stage. By all threads.
+    /// Starts the copy of a tile to a stage. All threads must call this function.
     fn tile<E: Float, N: Size>(
         &self,
         cols: &SourceSide<E, N>,

@@ -1,18 +1,18 @@
-//! Attention for NVIDIA GPUs with `mma.sync`, from Ampere (sm_80) on: products of a warp, whose operands `ldmatrix` reads from
-//! swizzled shared memory, to which `cp.async` brings them.
+//! Attention for NVIDIA GPUs from Ampere (sm_80) on, with `mma.sync`, the matrix product of a warp. `cp.async` copies tiles to swizzled
+//! shared memory, from which `ldmatrix` reads the operands.
 //!
 //! ```text
-//! forward   O and the log-sum-exp           tiles     how tiles come to shared memory and operands from there
+//! forward   O and the log-sum-exp           tiles     copies of tiles to shared memory, addresses of operands in them
 //! gradient  dq; dk and dv                   products  PTX of products
-//!                                           ops       operations that CubeCL has no name for
+//!                                           ops       operations that CubeCL does not offer
 //! ```
 //!
-//! f32 is multiplied as tf32: split into two, which keeps its precision, or rounded where that is [asked
-//! for](crate::Precision::Tf32).
+//! f32 is multiplied as tf32. Each value is split into two tf32, which keeps its precision, or rounded to one, where the user
+//! [asks for it](crate::Precision::Tf32).
 //!
-//! An accumulator lies in the registers of a warp as that of a warpgroup's product does (`tensor_core::rows`), so that
-//! all that works on registers is shared with the kernels for Hopper ([`tensor_core`](crate::tensor_core)): softmax, scores, rows that are computed
-//! once more. For it, four warps are a warpgroup, and each 16 rows of a warp belong to a *group* of 64 rows of all four.
+//! An accumulator has the same layout in the registers of a warp as in a warpgroup's product (`tensor_core::rows`). The code that works
+//! on registers is therefore shared with the kernels for Hopper ([`tensor_core`](crate::tensor_core)): softmax, scores and recomputed
+//! rows. There, four warps count as a warpgroup, and a *group* is 64 rows, 16 of each of the four warps.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
@@ -30,14 +30,14 @@ pub mod tiles;
 use crate::tensor_core::{Blueprint, HopperTile, WARPGROUP_ROWS, WARPGROUP_UNITS};
 use serde::Serialize;
 
-/// Tiles. What is said of queries and keys is the other way round in the kernel of `dk` and `dv`.
+/// Tile of one thread block. In the kernel of `dk` and `dv`, queries and keys are exchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct MmaTile {
     /// Warpgroups of a thread block.
     pub warpgroups: usize,
-    /// Blocks of 16 queries of a warp: what is read of K and V serves all of them.
+    /// Blocks of 16 queries of a warp. Each read of K and V serves all of them.
     pub groups: usize,
-    /// Keys of a tile: a multiple of 16, and of the rows that a thread block copies at a time, an eighth of its threads.
+    /// Keys of a tile. A multiple of 16, and of the rows that a thread block copies at a time, which are an eighth of its threads.
     pub tile_k: usize,
 }
 
@@ -61,7 +61,7 @@ impl MmaTile {
         self.warpgroups * WARPGROUP_UNITS
     }
 
-    /// The tile as those of other kernels are told: a warpgroup for each group.
+    /// This tile as a [`HopperTile`], in which each group counts as a warpgroup.
     pub fn tile(&self) -> HopperTile {
         let warpgroups = self.warpgroups * self.groups;
         HopperTile {
@@ -74,7 +74,7 @@ impl MmaTile {
         }
     }
 
-    /// Whether there is a kernel with these tiles.
+    /// Whether a kernel can be built with this tile.
     ///
     /// ```
     /// use flash_attention_kernels::MmaTile;
@@ -92,18 +92,18 @@ impl MmaTile {
     }
 }
 
-/// What a kernel is specialised for.
+/// Everything that a kernel is specialised for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct MmaBlueprint {
-    /// Tiles.
+    /// Tile.
     pub tile: MmaTile,
-    /// As the scores are computed, with this [tile](MmaTile::tile()).
+    /// Blueprint of the code shared with the kernels for Hopper, with this [tile](MmaTile::tile()).
     pub scores: Blueprint,
-    /// What is multiplied.
+    /// Operands of the products.
     pub products: Products,
 }
 
-/// What `mma.sync` multiplies.
+/// Operands that `mma.sync` multiplies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub enum Products {
     /// f16.
@@ -112,14 +112,14 @@ pub enum Products {
     BF16,
     /// f32, rounded to tf32.
     Tf32,
-    /// f32 as the sum of two tf32, `x = big + small`, with `x y ≈ small big + big small + big big`: what is left out is 2^-22 of it
-    /// (H. Ootomo and R. Yokota, Recovering single precision accuracy from Tensor Cores, arXiv:2203.03341). As there, sums are
-    /// taken in f32 with rounding to nearest every few products, as products round towards zero.
+    /// f32 as the sum of two tf32, `x = big + small`, with `x y ≈ small big + big small + big big`. The term left out is 2^-22 of the
+    /// product (H. Ootomo and R. Yokota, Recovering single precision accuracy from Tensor Cores, arXiv:2203.03341). As in that paper,
+    /// every few products their sum is added in f32 with rounding to nearest, because `mma.sync` rounds towards zero.
     Split,
 }
 
 impl Products {
-    /// Columns that one product sums over: 32 bytes of both operands.
+    /// Inner dimension of one product: 32 bytes of each operand.
     pub fn depth(self) -> usize {
         match self {
             Products::F16 | Products::BF16 => 16,
@@ -129,7 +129,7 @@ impl Products {
 }
 
 impl MmaBlueprint {
-    /// Bytes of shared memory: rows of Q, and of dO, two tiles of K and of V, and of lse and delta where queries stream by.
+    /// Bytes of shared memory: rows of Q and of dO, two tiles of K and of V, and two of lse and of delta where queries stream by.
     ///
     /// ```
     /// # use flash_attention_kernels::{Dtype, MmaTile, fragment::role::Role, mma::{MmaBlueprint, Products}, tensor_core::Blueprint};

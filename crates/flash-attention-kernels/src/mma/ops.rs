@@ -1,5 +1,5 @@
-//! Products of warps, and copies that run beside them. Names and semantics are those of the PTX ISA 8.7; how they become PTX:
-//! [`ptx`](crate::ptx).
+//! Products of warps, and asynchronous copies. Names and semantics are those of the PTX ISA 8.7. [`ptx`](crate::ptx) tells how they
+//! become PTX.
 
 use super::products::{ColumnsOf, RowsOf, registers_with_columns, rows_with_rows};
 use crate::ptx::asm::{effect, effect_values, in_place};
@@ -8,8 +8,8 @@ use cubecl::prelude::*;
 
 // -- copies
 
-/// Copies the first `bytes` bytes of the vector `nth` after the first of `from`, of 16, and zeros in place of the others, to byte
-/// `offset` after a shared address; nothing is read if there is none. By the time that [`copies_wait()`] says.
+/// Starts the copy of a 16-byte vector, the `nth` after the first of `from`, to byte `offset` after the shared address `to`. Only the first
+/// `bytes` bytes are read, none if `bytes` is 0, and the others become zeros. [`copies_wait()`] waits for the copy.
 #[cube]
 pub fn copy_vector<E: CubePrimitive>(
     from: &[E],
@@ -19,7 +19,7 @@ pub fn copy_vector<E: CubePrimitive>(
     bytes: u32,
 ) {
     intrinsic!(|scope| {
-        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
+        // SAFETY: the reference belongs to a kernel that is being expanded; its pointer is a value of the kernel's code and is not dereferenced here.
         let from = unsafe { *from.__expand_as_ptr_method(scope) }.value(scope);
         let args = vec![to.read_value(scope), from, bytes.read_value(scope)];
         let template = format!("cp.async.cg.shared.global.L2::128B [$0+{offset}], [$1+{}], 16, $2;", 16 * nth);
@@ -27,24 +27,24 @@ pub fn copy_vector<E: CubePrimitive>(
     })
 }
 
-/// The same of 4 bytes, which are one element of `from`.
+/// Starts the copy of 4 bytes, one element of `from`, to the shared address `to`; otherwise like [`copy_vector()`].
 #[cube]
 pub fn copy_word(from: &[u32], to: u32, bytes: u32) {
     intrinsic!(|scope| {
-        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
+        // SAFETY: the reference belongs to a kernel that is being expanded; its pointer is a value of the kernel's code and is not dereferenced here.
         let from = unsafe { *from.__expand_as_ptr_method(scope) }.value(scope);
         let args = vec![to.read_value(scope), from, bytes.read_value(scope)];
         effect(scope, "cp.async.ca.shared.global [$0], [$1], 4, $2;", "r,l,r,~{memory}", args)
     })
 }
 
-/// The copies that this thread has asked for since the last time form a group.
+/// Puts the copies that this thread has started since the last call into one group.
 #[cube]
 pub fn copies_commit() {
     intrinsic!(|scope| effect(scope, "cp.async.commit_group;", "~{memory}", vec![]))
 }
 
-/// Waits until at most the newest `n` groups of this thread's copies are under way.
+/// Waits until at most the newest `n` groups of this thread's copies are incomplete.
 #[cube]
 pub fn copies_wait(#[comptime] n: usize) {
     intrinsic!(|scope| effect(scope, &format!("cp.async.wait_group {n};"), "~{memory}", vec![]))
@@ -52,8 +52,8 @@ pub fn copies_wait(#[comptime] n: usize) {
 
 // -- products
 
-/// `acc = A · Bᵀ`: rows of `a` with rows of `b`, where [`lane_of_rows`](crate::mma::tiles::lane_of_rows()) and
-/// [`lane_of_columns`](crate::mma::tiles::lane_of_columns()) say that this thread reads them.
+/// `acc = A · Bᵀ`. `a` and `b` are the shared addresses from which this thread reads the rows of A and B, at the offsets
+/// [`lane_of_rows`](crate::mma::tiles::lane_of_rows()) and [`lane_of_columns`](crate::mma::tiles::lane_of_columns()).
 #[cube]
 pub fn multiply_rows(acc: &mut Sequence<Array<f32>>, a: u32, b: u32, #[comptime] of: RowsOf) {
     let after = product_rows(a, b, of);
@@ -79,8 +79,8 @@ fn product_rows(a: u32, b: u32, #[comptime] of: RowsOf) -> Sequence<f32> {
     })
 }
 
-/// `acc += A · B`: fragments, of each group those of all steps, with columns of `b`, where
-/// [`lane_of_sums`](crate::mma::tiles::lane_of_sums()) says that this thread reads them.
+/// `acc += A · B`. `fragments` are those of A: for each group, those of all steps. `b` is the shared address from which this thread reads
+/// columns of B, at the offset [`lane_of_sums`](crate::mma::tiles::lane_of_sums()).
 #[cube]
 pub fn multiply_columns(acc: &mut Sequence<Array<f32>>, fragments: &Sequence<u32>, b: u32, #[comptime] of: ColumnsOf) {
     let len = comptime!(of.columns / 2);

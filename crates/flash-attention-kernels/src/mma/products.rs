@@ -1,40 +1,40 @@
-//! PTX of warps' products: what is read from shared memory, what becomes of it, what is multiplied. Fragments lie in registers as
-//! the PTX ISA 8.7 says, sections 9.7.14.5.8 (16-bit) and 9.7.14.5.7 (tf32).
+//! PTX of a warp's products: reads of operands from shared memory, their rounding or splitting, and the products. The PTX ISA 8.7 defines
+//! the layout of fragments in registers, in sections 9.7.14.5.8 (16-bit) and 9.7.14.5.7 (tf32).
 
 use super::Products;
 use crate::tensor_core::LINE;
 
-/// What a product of rows with rows multiplies.
+/// Operands of a product `A · Bᵀ`, of rows with rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RowsOf {
     /// Blocks of 16 rows of the first operand.
     pub groups: usize,
     /// Lines of each of its panels.
     pub lines: usize,
-    /// Bytes from a block to the next.
+    /// Bytes from one block to the next.
     pub group_bytes: usize,
     /// Rows of the second operand, and lines of its panels.
     pub tile_k: usize,
-    /// Columns of both; what fills them up to whole products is 0.
+    /// Columns of both operands. The columns that pad them to whole products are 0.
     pub wide: usize,
-    /// What is multiplied.
+    /// Type of the operands.
     pub products: Products,
 }
 
-/// What a product of registers with columns multiplies.
+/// Operands of a product `A · B`, of registers with columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ColumnsOf {
     /// Blocks of 16 rows of the first operand.
     pub groups: usize,
     /// Rows of the second operand, which are summed over, and lines of its panels.
     pub tile_k: usize,
-    /// Its columns: a multiple of 8.
+    /// Columns of the second operand: a multiple of 8.
     pub columns: usize,
-    /// What is multiplied.
+    /// Type of the operands.
     pub products: Products,
 }
 
-/// A read of four 8 × 8 matrices of 16-bit elements, or 8 × 4 of 32-bit ones: what they are called, where from.
+/// Read of four matrices, 8 × 8 of 16 bits or 8 × 4 of 32 bits, from the address `at + offset` to registers `name`, from number `4 nth` on.
 fn load(name: &str, nth: usize, at: &str, offset: usize, transposed: bool) -> String {
     let transposed = if transposed { ".trans" } else { "" };
     let words: Vec<_> = (0..4).map(|word| format!("{name}{}", 4 * nth + word)).collect();
@@ -42,7 +42,7 @@ fn load(name: &str, nth: usize, at: &str, offset: usize, transposed: bool) -> St
 }
 
 impl Products {
-    /// Declares registers for factors, and for what they are split into.
+    /// Declares registers for operands, and for their big parts if they are split.
     fn registers(self, name: &str, count: usize) -> String {
         let fully_visible = format!(".reg .b32 {name}<{count}>;\n");
         if self == Products::Split {
@@ -52,8 +52,8 @@ impl Products {
         }
     }
 
-    /// What is done with a factor before it is multiplied. A big part is rounded, ties away from zero, so that the small one, which
-    /// products truncate, has 11 bits less; it is not finite where the factor is not.
+    /// Rounds or splits a factor before it is multiplied. The big part is rounded to nearest, ties away from zero, so that the small part,
+    /// which `mma.sync` truncates, has 11 bits less. The small part is not finite where the factor is not finite.
     fn ready(self, factor: &str) -> String {
         match self {
             Products::F16 | Products::BF16 => String::new(),
@@ -65,7 +65,7 @@ impl Products {
         }
     }
 
-    /// `sums = a · b`, added to `sums` if it `adds`.
+    /// `sums = a · b`, or `sums += a · b` if `adds`.
     fn multiply(self, sums: &[String], a: &[String], b: &[String], adds: bool) -> String {
         let (shape, of) = match self {
             Products::F16 => ("m16n8k16", "f16"),
@@ -87,17 +87,17 @@ impl Products {
     }
 }
 
-/// `count` names in a row.
+/// `count` names of registers, numbered from `first` on.
 fn names(name: &str, first: usize, count: usize) -> Vec<String> {
     (first..first + count).map(|nth| format!("{name}{nth}")).collect()
 }
 
-/// Adds sums that were taken apart to those that they belong to.
+/// Adds four partial sums, the registers `sum…`, to the accumulator.
 fn add(first: usize) -> String {
     (first..first + 4).map(|nth| format!("add.rn.f32 ${nth}, ${nth}, sum{nth};\n")).collect()
 }
 
-/// Reads and what is multiplied with them, in this order but the reads so many ahead, as a read takes its time.
+/// Interleaves reads with the products that use them. Each read is issued `by` products earlier, to hide its latency.
 fn ahead(reads: Vec<String>, products: Vec<String>, by: usize) -> String {
     let mut text = reads[..by.min(reads.len())].concat();
     for (nth, product) in products.iter().enumerate() {
@@ -109,19 +109,19 @@ fn ahead(reads: Vec<String>, products: Vec<String>, by: usize) -> String {
     text
 }
 
-/// The four addresses of 32 bytes of a panel's line each, which the swizzle exchanges: `given`, and three others, all with these
-/// bits exchanged.
+/// Computes the addresses of the four 32-byte parts of a panel's line. Because of the swizzle, part `n` is at `given` XOR `32 n`. `bits` are
+/// flipped in all four addresses.
 fn parts(name: &str, given: &str, bits: usize) -> String {
     (0..4).map(|n| format!("xor.b32 {name}{n}, {given}, {};\n", 32 * n + bits)).collect()
 }
 
-/// Registers of sums that are taken apart, and of none.
+/// Declares the register `none`, which is 0, and for split operands the registers `sum…` of partial sums.
 fn sums(products: Products, count: usize) -> String {
     let apart = if products == Products::Split { format!(".reg .f32 sum<{count}>;\n") } else { String::new() };
     format!(".reg .f32 none;\nmov.f32 none, 0f00000000;\n{apart}")
 }
 
-/// PTX of [`multiply_rows`](crate::mma::ops::multiply_rows()): operands `$a` and `$b` follow the sums.
+/// PTX of [`multiply_rows`](crate::mma::ops::multiply_rows()). The operands `a` and `b` follow the sums.
 pub fn rows_with_rows(of: RowsOf) -> String {
     let RowsOf { groups, lines, group_bytes, tile_k, wide, products } = of;
     let (steps, pairs) = (wide.div_ceil(products.depth()), tile_k / 16);
@@ -129,14 +129,14 @@ pub fn rows_with_rows(of: RowsOf) -> String {
     let (mut reads, mut multiplied) = (Vec::new(), Vec::new());
     for step in 0..steps {
         let (panel, part) = (step / 4, step % 4);
-        // Of what is split, each panel's products are added up by themselves.
+        // With split operands, the products of each panel after the first have a partial sum of their own.
         let apart = products == Products::Split && panel > 0;
         for pair in 0..pairs {
             let nth = step * pairs + pair;
             let a = |group: usize| names("a", 4 * (step * groups + group), 4);
             let mut read = String::new();
             let mut text = String::new();
-            // The first operand's columns come with the first that they are multiplied with.
+            // The first operand is read in the first `pair` of each step.
             for group in 0..if pair == 0 { groups } else { 0 } {
                 let offset = panel * lines * LINE + group * group_bytes;
                 read += &load("a", step * groups + group, &format!("q{part}"), offset, false);
@@ -165,8 +165,8 @@ pub fn rows_with_rows(of: RowsOf) -> String {
     format!("{{\n.reg .b32 q<4>, k<4>;\n{registers}{}{addresses}{text}}}", sums(products, count))
 }
 
-/// PTX of [`multiply_columns`](crate::mma::ops::multiply_columns()): of each group the fragments of all steps, then `$b`, follow the
-/// sums, which come twice.
+/// PTX of [`multiply_columns`](crate::mma::ops::multiply_columns()). The sums come first, as results and again as operands. Then follow
+/// each group's fragments of all steps, then the operand `b`.
 pub fn registers_with_columns(of: ColumnsOf) -> String {
     match of.products {
         Products::F16 | Products::BF16 => halves_with_columns(of),
@@ -201,8 +201,8 @@ fn halves_with_columns(of: ColumnsOf) -> String {
     format!("{{\n.reg .b32 v<4>;\n{registers}{addresses}{}}}", ahead(reads, multiplied, 3 - groups))
 }
 
-/// There is no transposed read of 32-bit elements. But products may be added up in any order: if even lines are a fragment's first
-/// four rows, threads hold their part of the first operand already, and their reads of the second one are in different banks.
+/// PTX for 32-bit elements, which `ldmatrix` cannot transpose. The order of a sum is free, however. If the even lines are a fragment's
+/// first four rows, threads already hold their part of the first operand, and their reads of the second one are in different banks.
 fn words_with_columns(of: ColumnsOf) -> String {
     let ColumnsOf { groups, tile_k, columns, products } = of;
     let (steps, eights) = (tile_k / 8, columns / 8);
@@ -211,7 +211,7 @@ fn words_with_columns(of: ColumnsOf) -> String {
     let factors: String = (0..count)
         .map(|nth| format!("mov.b32 a{nth}, ${};\n", fragments + nth) + &products.ready(&format!("a{nth}")))
         .collect();
-    // So many sums at a time that none waits for its own last product.
+    // Eights of columns that are computed together, so that no product waits for the previous one of the same sum.
     let across = 4 / groups;
     let (mut reads, mut multiplied) = (Vec::new(), Vec::new());
     for first in (0..eights).step_by(across) {

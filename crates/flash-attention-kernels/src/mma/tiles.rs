@@ -1,7 +1,7 @@
 //! Tiles in shared memory: copied there row by row, read as operands of products.
 //!
-//! A tile lies in *panels* of 64 columns, 128 bytes a line, in which vectors of 16 bytes are exchanged by the line's number
-//! modulo 8: eight rows of one column of vectors, which `ldmatrix` reads at a time, are in different banks then.
+//! A tile is stored in *panels* with lines of 128 bytes, which are 64 columns of 16 bits. The index of each 16-byte vector of a line is
+//! XORed with the line's number modulo 8. `ldmatrix` reads one vector of eight lines at a time, and these are then in different banks.
 
 use super::ops::{copy_vector, copy_word};
 use super::{MmaBlueprint, Products};
@@ -10,36 +10,37 @@ use crate::tensor_core::LINE;
 use crate::tensor_core::operands::RowsIn;
 use cubecl::prelude::*;
 
-/// Threads that copy a line of a panel: a vector of 16 bytes each.
+/// Threads that copy a line of a panel, a vector of 16 bytes each.
 const OF_LINE: u32 = 8;
 
-/// Where a vector of a line lies from a panel's start on.
+/// Offset of a line's vector from the start of the panel, in bytes.
 #[cube]
 pub fn place(line: u32, vector: u32) -> u32 {
     line * comptime!(LINE as u32) + (vector ^ (line % 8)) * 16
 }
 
-/// Where a thread's part of a read of 16 rows and 16 columns lies from a tile's start on, as the first operand of a product and,
-/// transposed, as the second: matrices of 8 × 8 follow one another down, then to the right.
+/// Offset of the line that a thread addresses when its warp reads 16 rows and 16 columns, from the tile's start, in bytes. The order of the
+/// 8 × 8 matrices is down, then right: that of the first operand of a product and, with a transposing read, of the second one.
 #[cube]
 pub fn lane_of_rows(lane: u32) -> u32 {
     place(lane % 16, lane / 16)
 }
 
-/// The same as the second operand, whose columns are rows here: matrices follow one another to the right, then down.
+/// Like [`lane_of_rows()`], for a second operand whose columns are rows of the tile. The order of the matrices is right, then down.
 #[cube]
 pub fn lane_of_columns(lane: u32) -> u32 {
     place(lane / 16 * 8 + lane % 8, lane / 8 % 2)
 }
 
-/// Where a thread's element of 32 bits lies in a tile's first even line and first eight columns, as the second operand of a product
-/// whose rows are even lines first: the other ones are a line further on, in the vector that differs in its last bit.
+/// Offset of the 32-bit element that a thread reads in the first four even lines and eight columns of a tile, in bytes. The elements belong
+/// to the second operand of a product whose rows are the even lines, then the odd ones. The thread's element of the odd lines is one line
+/// further on, in the vector whose index differs in the last bit.
 #[cube]
 pub fn lane_of_even_rows(lane: u32) -> u32 {
     place(lane % 4 * 2, lane / 16) + lane / 4 % 4 * 4
 }
 
-/// Where a thread's part of the second operand lies whose rows are summed over.
+/// Offset at which a thread reads a second operand whose rows are summed over.
 #[cube]
 pub fn lane_of_sums(lane: u32, #[comptime] products: Products) -> u32 {
     if comptime!(matches!(products, Products::F16 | Products::BF16)) {
@@ -49,23 +50,23 @@ pub fn lane_of_sums(lane: u32, #[comptime] products: Products) -> u32 {
     }
 }
 
-/// Which end of the band rows must lie before.
+/// Whether rows are queries or keys of the band, which decides where they end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Along {
-    /// Rows are what the band calls queries.
+    /// Rows are queries of the band.
     Queries,
-    /// What it calls keys.
+    /// Rows are keys of the band.
     Keys,
 }
 
 /// Size of a tile that is copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Lines {
-    /// What its rows are.
+    /// Whether rows are queries or keys.
     pub along: Along,
-    /// How many there are.
+    /// Number of rows.
     pub count: usize,
-    /// Columns.
+    /// Number of columns.
     pub wide: usize,
 }
 
@@ -79,11 +80,11 @@ pub struct CopiedRows {
     pub head: usize,
     /// The first row.
     pub first: u32,
-    /// Where they come to in shared memory.
+    /// Their destination, an address in shared memory.
     pub to: u32,
 }
 
-/// Asks for a copy of rows of a head; zeros past the last row and column. By all threads.
+/// Starts the copy of rows of a head. Elements past the last row or column become zeros. All threads must call this function.
 #[cube]
 pub fn copy_rows<E: Float, N: Size>(
     from: &RowsIn<E, N>,
@@ -110,7 +111,7 @@ pub fn copy_rows<E: Float, N: Size>(
         let row = &from.data[start..start + 1];
         #[unroll]
         for panel in 0..comptime!(wide.div_ceil(panel_columns)) {
-            // Bytes of the row from this panel on.
+            // Bytes of the row from the start of this panel on.
             let left = comptime!((size * (wide - panel * panel_columns)) as u32);
             let bytes = if comptime!(left >= LINE as u32) {
                 16u32.runtime()
@@ -124,7 +125,7 @@ pub fn copy_rows<E: Float, N: Size>(
     }
 }
 
-/// Asks for a copy of `count` words from element `first` on to `to`. By all threads.
+/// Starts the copy of `count` words, from element `first` of `from` on, to the shared address `to`. All threads must call this function.
 #[cube]
 pub fn copy_words(from: &[u32], first: usize, to: u32, #[comptime] count: usize) {
     if UNIT_POS < comptime!(count as u32) {

@@ -1,4 +1,4 @@
-//! Functions and what they read, as an argument of kernels.
+//! The user's functions and their tensors, as a kernel argument.
 
 use super::{MaskFn, Pair, Partials, ScoreFn, Values};
 use crate::mask::Band;
@@ -8,39 +8,39 @@ use cubecl::prelude::*;
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Table {
-    /// It, if there is one.
+    /// The tensor, if there is one.
     pub tensor: ComptimeOption<&'static Tensor<f32>>,
-    /// Whether it differs from query to query.
+    /// Whether the tensor varies with the query.
     #[cube(comptime)]
     pub by_query: bool,
-    /// Whether it differs from key to key.
+    /// Whether the tensor varies with the key.
     #[cube(comptime)]
     pub by_key: bool,
 }
 
-/// The tensors of a function.
+/// The two optional tensors of a function.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Tables {
-    /// The first.
+    /// The first tensor.
     pub a: Table,
-    /// The second.
+    /// The second tensor.
     pub b: Table,
 }
 
-/// The functions, and what they read.
+/// The user's functions and their tensors.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Mods {
-    /// Of scores, if there is one.
+    /// `score_mod`, if there is one.
     #[cube(comptime)]
     pub score: Option<ScoreFn>,
-    /// Its tensors.
+    /// Tensors of `score_mod`.
     pub of_score: Tables,
-    /// Of visibility, if there is one.
+    /// `mask_mod`, if there is one.
     #[cube(comptime)]
     pub mask: Option<MaskFn>,
-    /// Its tensors.
+    /// Tensors of `mask_mod`.
     pub of_mask: Tables,
 }
 
@@ -58,14 +58,14 @@ impl Mods {
         Mods { score: None, of_score: Tables::none(), mask: None, of_mask: Tables::none() }
     }
 
-    /// Whether there is any.
+    /// Whether there is a function.
     pub fn exist(&self) -> bool {
         self.score.is_some() || self.mask.is_some()
     }
 }
 
 impl ModsExpand {
-    /// [`Mods::exist`], while a kernel is made.
+    /// [`Mods::exist`] while a kernel is compiled.
     pub fn exist(&self) -> bool {
         self.score.is_some() || self.mask.is_some()
     }
@@ -73,12 +73,13 @@ impl ModsExpand {
 
 #[cube]
 impl Table {
-    /// What it holds for a pair.
+    /// The element for a pair, or 0 without a tensor.
     pub fn at(&self, batch: u32, head: u32, i: u32, j: u32) -> f32 {
         let mut value = 0.0f32.runtime();
         #[comptime]
         if let ComptimeOption::Some(tensor) = &self.tensor {
-            // What does not depend on a position is read once for all, which compilers see only if it is written so.
+            // An index that does not vary with a position is computed and read once. Compilers recognise this only if the terms
+            // are omitted.
             let mut at = batch as usize * tensor.stride(0) + head as usize * tensor.stride(1);
             if comptime!(self.by_query) {
                 at += i as usize * tensor.stride(2);
@@ -92,7 +93,7 @@ impl Table {
     }
 }
 
-/// A pair as kernels know it: a row and a column of a tile, which are a query and a key, or the other way round.
+/// A pair as kernels address it: row and column of a tile. Rows are queries and columns keys, or the reverse if `transposed`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Place {
@@ -104,7 +105,7 @@ pub struct Place {
     pub row: u32,
     /// Position of the column.
     pub column: u32,
-    /// How far the column lies before the row.
+    /// Distance from the column to the row, `row − column`, each counted from the beginning of its sequence.
     pub distance: f32,
     /// Whether rows are keys.
     #[cube(comptime)]
@@ -113,17 +114,17 @@ pub struct Place {
 
 #[cube]
 impl Place {
-    /// That of this row and this column.
+    /// The pair of this row and column.
     pub fn new(batch: u32, head: u32, band: &Band, row: u32, column: u32, #[comptime] transposed: bool) -> Place {
         Place { batch, head, row, column, distance: Place::between(band, row, column), transposed }
     }
 
-    /// How far a column lies before a row, each counted from where its sequence begins.
+    /// Distance from a column to a row, each counted from the beginning of its sequence.
     pub fn between(band: &Band, row: u32, column: u32) -> f32 {
         f32::cast_from((row - band.first_query()) as i32 - (column - band.first_key()) as i32)
     }
 
-    /// As functions know it. `band` is that of rows and columns.
+    /// The pair as the user's functions see it. `band` is the band of rows and columns.
     pub fn pair(&self, band: &Band) -> Pair {
         let batch = band.number(self.batch);
         let (row, column) = (self.row - band.first_query(), self.column - band.first_key());
@@ -134,7 +135,7 @@ impl Place {
         }
     }
 
-    /// What tensors hold for it; for the last one in place of what is past the end.
+    /// The tensors' elements for the pair. Positions past the end are clamped to the last one.
     pub fn values(&self, tables: &Tables, band: &Band) -> Values {
         let (row, column) = (band.query_within(self.row), band.key_within(self.column, 1u32));
         let (i, j) = if comptime!(self.transposed) { (column, row) } else { (row, column) };
@@ -144,7 +145,7 @@ impl Place {
 
 #[cube]
 impl Mods {
-    /// What the function makes of a score, if there is one.
+    /// The result of `score_mod`, or the score itself without a function.
     pub fn score_of(&self, score: f32, place: &Place, band: &Band) -> f32 {
         if comptime!(self.score.is_some()) {
             let function = comptime!(self.score.unwrap());
@@ -154,7 +155,7 @@ impl Mods {
         }
     }
 
-    /// The derivatives of that.
+    /// The derivatives of [`Mods::score_of`].
     pub fn partials(&self, score: f32, place: &Place, band: &Band) -> Partials {
         if comptime!(self.score.is_some()) {
             let function = comptime!(self.score.unwrap());
@@ -164,7 +165,7 @@ impl Mods {
         }
     }
 
-    /// Whether the function lets a query see a key, if there is one.
+    /// Whether `mask_mod` lets the query see the key; true without a function.
     pub fn sees(&self, place: &Place, band: &Band) -> bool {
         if comptime!(self.mask.is_some()) {
             let function = comptime!(self.mask.unwrap());

@@ -1,9 +1,9 @@
-//! Functions made of others.
+//! Combinations of functions.
 
 use super::{MaskMod, Pair, Partials, ScoreMod, Values};
 use cubecl::prelude::*;
 
-/// One function after the other, of the same tensors: `B` of what `A` makes.
+/// Composition of two score modifications that read the same tensors: `B` is applied to the result of `A`.
 ///
 /// ```
 /// # use cubecl::prelude::*;
@@ -46,7 +46,7 @@ impl<A: ScoreMod, B: ScoreMod> ScoreMod for Then<A, B> {
     }
 }
 
-/// Sees what both see, of the same tensors.
+/// Intersection of two mask functions that read the same tensors: a pair is visible if both functions see it.
 ///
 /// ```
 /// # use cubecl::prelude::*;
@@ -74,7 +74,7 @@ impl<A: MaskMod, B: MaskMod> MaskMod for And<A, B> {
     }
 }
 
-/// Sees what one of them sees, of the same tensors: see [`And`].
+/// Union of two mask functions that read the same tensors: a pair is visible if either function sees it. See [`And`].
 pub struct Or<A, B>(std::marker::PhantomData<(A, B)>);
 
 #[cube]
@@ -85,7 +85,7 @@ impl<A: MaskMod, B: MaskMod> MaskMod for Or<A, B> {
     }
 }
 
-/// Sees what the other does not: see [`And`].
+/// Complement of a mask function: a pair is visible if the function does not see it. See [`And`].
 pub struct Not<A>(std::marker::PhantomData<A>);
 
 #[cube]

@@ -1,13 +1,14 @@
-//! Functions that hide pairs, ready-made. All of them count positions from where their sequence begins, on both sides, and combine by
-//! [`And`], [`Or`](super::Or) and [`Not`](super::Not) as far as their tensors are the same.
+//! Predefined mask functions. They count positions of queries and keys from the beginning of the sequence. Functions that read
+//! the same tensors can be combined by [`And`], [`Or`](super::Or) and [`Not`](super::Not).
 //!
-//! What they read is f32, and holds whole numbers as far as 2²⁴.
+//! Their tensors are f32 and hold integers up to 2²⁴.
 
 use super::{And, MaskMod, Pair, Values};
 use cubecl::prelude::*;
 
-/// Keys up to the query: `j ≤ i` (GPT, Radford et al. 2018; Vaswani et al., arXiv:1706.03762, section 3.2.3). Without tensors. Sequences
-/// are aligned at their beginnings: where they are of one length, or that is meant, the option `causal` says the same and skips more.
+/// Keys up to the query: `j ≤ i` (GPT, Radford et al. 2018; Vaswani et al., arXiv:1706.03762, section 3.2.3). It reads no
+/// tensors. Queries and keys are aligned at the beginning of their sequences. If both have the same length, or if that
+/// alignment is intended, the option `causal` computes the same and skips more work.
 ///
 /// ```
 /// use flash_attention_kernels::mods::{Causal, MaskFn, Pair, Values};
@@ -24,8 +25,9 @@ impl MaskMod for Causal {
     }
 }
 
-/// Keys of the query's own document: `a = b`, where `a` holds the documents of queries, `[batch | 1, 1, seq_q, 1]`, and `b` those of keys,
-/// `[batch | 1, 1, 1, seq_k]` (FlexAttention, arXiv:2412.05496; Llama 3, arXiv:2407.21783, section 3.2).
+/// Keys of the query's own document: `a = b`. `a`, `[batch | 1, 1, seq_q, 1]`, holds the document of each query, and `b`,
+/// `[batch | 1, 1, 1, seq_k]`, the document of each key (FlexAttention, arXiv:2412.05496; Llama 3, arXiv:2407.21783, section
+/// 3.2).
 ///
 /// ```
 /// use flash_attention_kernels::mods::{Document, MaskFn, Pair, Values};
@@ -55,8 +57,8 @@ impl MaskMod for Document {
 /// ```
 pub type CausalDocument = And<Causal, Document>;
 
-/// Keys up to the query, and those of a prefix that all see: `j ≤ i` or `j < a`, where `a` is how long the prefix is,
-/// `[batch | 1, 1, 1, 1]`, not below 0 (T5's prefix language model, arXiv:1910.10683, section 3.2.1).
+/// Keys up to the query, and the keys of a prefix that every query sees: `j ≤ i` or `j < a`. `a`, `[batch | 1, 1, 1, 1]`, is
+/// the length of the prefix and not negative (T5's prefix language model, arXiv:1910.10683, section 3.2.1).
 ///
 /// ```
 /// use flash_attention_kernels::mods::{MaskFn, Pair, PrefixLm, Values};
@@ -70,15 +72,15 @@ pub struct PrefixLm;
 #[cube]
 impl MaskMod for PrefixLm {
     fn sees(pair: Pair, values: Values) -> bool {
-        // One conversion for all pairs, where the prefix is one.
+        // The conversion is hoisted out of the loop over pairs if the prefix is the same for all of them.
         let prefix = values.a as u32;
         pair.j <= pair.i || pair.j < prefix
     }
 }
 
-/// A window, and positions that see all and are seen by all: `|i − j| ≤ a`, or `i < b`, or `j < b`, where `a` is how far the window
-/// reaches to each side and `b` how many of the first positions are global, neither below 0: `[1 | batch, 1 | heads, 1, 1]` both
-/// (Longformer, arXiv:2004.05150, section 3.1).
+/// A sliding window with global positions, which see every key and are seen by every query: `|i − j| ≤ a`, or `i < b`, or `j <
+/// b`. `a` is the reach of the window to each side, and the first `b` positions are global. Both are `[1 | batch, 1 | heads, 1,
+/// 1]` and not negative (Longformer, arXiv:2004.05150, section 3.1).
 ///
 /// ```
 /// use flash_attention_kernels::mods::{MaskFn, Pair, SlidingGlobal, Values};
@@ -99,9 +101,9 @@ impl MaskMod for SlidingGlobal {
     }
 }
 
-/// A window with gaps: `i − j` is divisible by `a`, and `|i − j| ≤ a·b`, so that a query sees itself and `b` keys to each side, `a` apart.
-/// `a` is at least 1 (what is less is taken for it) and `b` not below 0: `[1 | batch, 1 | heads, 1, 1]` both (Longformer's dilated
-/// window, arXiv:2004.05150, section 3.1).
+/// A dilated window: `i − j` is divisible by `a`, and `|i − j| ≤ a·b`. A query sees itself and `b` keys to each side, at
+/// distance `a` from each other. `a` is at least 1 (smaller values are taken as 1), and `b` is not negative. Both are `[1 |
+/// batch, 1 | heads, 1, 1]` (Longformer's dilated window, arXiv:2004.05150, section 3.1).
 ///
 /// ```
 /// use flash_attention_kernels::mods::{Dilated, MaskFn, Pair, Values};
@@ -117,7 +119,7 @@ impl MaskMod for Dilated {
     fn sees(pair: Pair, values: Values) -> bool {
         let step = f32::max(values.a, 1.0f32);
         let apart = step as u32;
-        // Of a row or a column one remainder, and not one of each pair.
+        // One remainder for each row and each column instead of one for each pair.
         let on_grid = pair.i % apart == pair.j % apart;
         on_grid && f32::abs(pair.distance) <= step * values.b
     }

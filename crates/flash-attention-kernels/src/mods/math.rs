@@ -1,19 +1,21 @@
-//! Mathematics for functions of scores, by the approximations that the device has in hardware.
+//! Mathematical functions for score modifications, computed by the hardware approximations of the device.
 //!
-//! On NVIDIA's devices CubeCL's own `exp`, `tanh` and `/` are precise to the last place, at a price: the first two come from a library of
-//! the CUDA toolkit, and what an exact division takes where it is difficult is a call, beside which the assembler has warpgroup products
-//! wait for each other. Elsewhere these are CubeCL's own, and on the host the standard library's.
+//! On NVIDIA GPUs, CubeCL's own `exp`, `tanh` and `/` are accurate to the last place, at a cost. `exp` and `tanh` come from a
+//! library of the CUDA toolkit. An exact division contains a function call for difficult operands, and next to a call the
+//! assembler serialises warpgroup products. On other devices these functions are CubeCL's own, and on the host those of the
+//! standard library.
 
 use cubecl::prelude::*;
 
-/// Whether inline PTX can be compiled: CUDA through CubeCL's LLVM compiler, as [`Device::of`](crate::tiling::Device::of) finds.
+/// Whether inline PTX can be compiled: on CUDA through CubeCL's LLVM compiler, as [`Device::of`](crate::tiling::Device::of)
+/// detects it.
 #[cfg(feature = "cuda")]
 fn compiles_ptx(scope: &Scope) -> bool {
     let features = scope.state().device_properties.as_ref().map(|properties| &properties.features);
     features.is_some_and(|features| !features.matmul.mma.is_empty() && !features.copy_async)
 }
 
-/// A function of a number: on the host, in a kernel anywhere, and in PTX.
+/// Defines a function of a number by three implementations: on the host, in kernels in general, and in inline PTX.
 macro_rules! function {
     ($(#[$doc:meta])* $name:ident, $host:expr, $anywhere:expr, $ptx:expr) => {
         $(#[$doc])*
@@ -91,7 +93,7 @@ function!(
     reciprocal, |x: f32| 1.0 / x, crate::mods::math::inverse, crate::ptx::reciprocal
 );
 
-/// `tanh x`, as `1 − 2 / (1 + e^(2x))`: good to some 1e-7.
+/// `tanh x`, computed as `1 − 2 / (1 + e^(2x))`, with an error of about 1e-7.
 ///
 /// ```
 /// assert!((flash_attention_kernels::mods::tanh(0.5) - 0.5f32.tanh()).abs() < 1e-6);

@@ -1,16 +1,16 @@
-//! Functions of scores and of visibility that users write in Rust, compiled into the kernels.
+//! The user's `score_mod` and `mask_mod`, written in Rust and compiled into the kernels.
 //!
 //! ```text
 //! s_ij = f(t_ij; pair, a, b)      t = softcap(scale · q·kᵀ)      dt = ds · ∂f/∂t      da = Σ ds · ∂f/∂a
-//! seen_ij = band and mask and g(pair, a, b)
+//! visible_ij = band and mask and g(pair, a, b)
 //! ```
 //!
-//! `a` and `b` are what the user's tensors hold for the pair. Bias and slopes are added to what `f` returns.
-//! (FlexAttention, arXiv:2412.05496, section 3, of which these are `score_mod` and `mask_mod`.)
+//! `a` and `b` are the elements of the user's tensors for the pair. Bias and slopes are added to the result of `f`.
+//! (FlexAttention, arXiv:2412.05496, section 3, calls these functions `score_mod` and `mask_mod`.)
 //!
-//! A function is a `#[cube]` implementation of [`ScoreMod`] or [`MaskMod`], which is at once an ordinary one; [`ScoreFn`] and [`MaskFn`]
-//! carry it as a value. On the host `as` converts numbers, and not CubeCL's `cast_from`. There is [mathematics](exp) for it, which is
-//! fast on every device.
+//! A function is a `#[cube]` implementation of [`ScoreMod`] or [`MaskMod`], which also runs on the host. [`ScoreFn`] and
+//! [`MaskFn`] hold such a function as a value. For the host, convert numbers with `as` and not with CubeCL's `cast_from`. The
+//! module provides [mathematical functions](exp) that are fast on every device.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
@@ -32,10 +32,10 @@ use std::any::{TypeId, type_name};
 use std::fmt;
 use std::hash::{Hash, Hasher};
 
-/// Tensors that a function may read.
+/// Number of tensors that a function may read.
 pub const TENSORS: usize = 2;
 
-/// A pair of query and key. Positions count from where their sequence begins.
+/// A pair of query and key. Positions count from the beginning of their sequence.
 ///
 /// ```
 /// use flash_attention_kernels::mods::Pair;
@@ -45,26 +45,26 @@ pub const TENSORS: usize = 2;
 #[derive(CubeType, Clone, Copy, Debug, PartialEq)]
 #[expand(derive(Clone, Copy))]
 pub struct Pair {
-    /// The sequence: its number where several are packed, else its batch.
+    /// The number of the sequence if sequences are packed, else the batch.
     pub batch: u32,
     /// Query head.
     pub head: u32,
-    /// The query.
+    /// Position of the query.
     pub i: u32,
-    /// The key.
+    /// Position of the key.
     pub j: u32,
-    /// `i − j`, to calculate with: a conversion for each pair would cost more than what is done with it.
+    /// `i − j` as f32, for use in arithmetic. Converting the integers for each pair would cost more than a typical function.
     pub distance: f32,
 }
 
 impl Pair {
-    /// That of a query and a key.
+    /// The pair of query `i` and key `j`.
     pub fn of(batch: u32, head: u32, i: u32, j: u32) -> Self {
         Pair { batch, head, i, j, distance: (i as i32 - j as i32) as f32 }
     }
 }
 
-/// What the user's tensors hold for a pair; 0 where there are fewer.
+/// Elements of the user's tensors for a pair; 0 for an absent tensor.
 ///
 /// ```
 /// use flash_attention_kernels::mods::Values;
@@ -74,13 +74,13 @@ impl Pair {
 #[derive(CubeType, Clone, Copy, Debug, Default, PartialEq)]
 #[expand(derive(Clone, Copy))]
 pub struct Values {
-    /// The first one.
+    /// Element of the first tensor.
     pub a: f32,
-    /// The second.
+    /// Element of the second tensor.
     pub b: f32,
 }
 
-/// Derivatives of a score that a [`ScoreMod`] has made.
+/// Derivatives of the result of a [`ScoreMod`].
 ///
 /// ```
 /// use flash_attention_kernels::mods::Partials;
@@ -92,15 +92,15 @@ pub struct Values {
 #[derive(CubeType, Clone, Copy, Debug, PartialEq)]
 #[expand(derive(Clone, Copy))]
 pub struct Partials {
-    /// By the score that it was made of.
+    /// Derivative with respect to the input score.
     pub score: f32,
-    /// By [`Values::a`].
+    /// Derivative with respect to [`Values::a`].
     pub a: f32,
-    /// By [`Values::b`].
+    /// Derivative with respect to [`Values::b`].
     pub b: f32,
 }
 
-/// A score made of a score.
+/// A score modification: a function from a score to a score.
 ///
 /// ```
 /// use cubecl::prelude::*;
@@ -127,17 +127,17 @@ pub struct Partials {
 /// ```
 #[cube]
 pub trait ScoreMod: 'static + Send + Sync {
-    /// Whether [`Partials::score`] is 1 whatever the score: what is known need not be kept.
+    /// Whether [`Partials::score`] is 1 for every score. Kernels then need not keep the derivative.
     const ADDITIVE: bool;
 
-    /// The score of a pair.
+    /// The modified score of a pair.
     fn score(score: f32, pair: Pair, values: Values) -> f32;
 
-    /// Its derivatives at the same place.
+    /// The derivatives of [`ScoreMod::score`] for the same arguments.
     fn backward(score: f32, pair: Pair, values: Values) -> Partials;
 }
 
-/// Whether a query sees a key.
+/// A mask function: whether a query sees a key.
 ///
 /// ```
 /// use cubecl::prelude::*;
@@ -160,16 +160,16 @@ pub trait ScoreMod: 'static + Send + Sync {
 /// ```
 #[cube]
 pub trait MaskMod: 'static + Send + Sync {
-    /// Whether it does.
+    /// Whether the query of the pair sees its key.
     fn sees(pair: Pair, values: Values) -> bool;
 }
 
 type Float32 = NativeExpand<f32>;
 type Bool = NativeExpand<bool>;
 
-/// A [`ScoreMod`] as a value: on the host a function, to a kernel being made what it is compiled to.
+/// A [`ScoreMod`] as a value. It can be called on the host, and expands into the code of a kernel that is being compiled.
 ///
-/// It serializes as its name, for who reads, but cannot be read back.
+/// It is serialized as its name, for human readers, and cannot be deserialized.
 #[derive(Clone, Copy)]
 pub struct ScoreFn {
     id: TypeId,
@@ -182,7 +182,7 @@ pub struct ScoreFn {
 }
 
 impl ScoreFn {
-    /// That of a type: see [`ScoreMod`].
+    /// The function that the type `F` implements: see [`ScoreMod`].
     pub fn of<F: ScoreMod>() -> Self {
         ScoreFn {
             id: TypeId::of::<F>(),
@@ -237,7 +237,7 @@ pub struct MaskFn {
 }
 
 impl MaskFn {
-    /// That of a type: see [`MaskMod`].
+    /// The function that the type `F` implements: see [`MaskMod`].
     pub fn of<F: MaskMod>() -> Self {
         MaskFn { id: TypeId::of::<F>(), name: type_name::<F>(), sees: F::sees, expand_sees: F::__expand_sees }
     }
@@ -253,7 +253,7 @@ impl MaskFn {
     }
 }
 
-/// What both have in common: they are what their type is.
+/// Traits that both have. A function is identified by its type.
 macro_rules! function {
     ($name:ident) => {
         impl PartialEq for $name {

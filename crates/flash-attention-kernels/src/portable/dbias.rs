@@ -1,16 +1,17 @@
-//! Backward for the bias: `dT = P ∘ (dout Vᵀ − delta)`, summed over what the bias broadcasts over; for slopes, of which a row's sum is
-//! that of `dT ∘ −|i − j|`; and for what functions of scores read, of which it is that of `dT` times a derivative.
+//! Gradients of the bias, of slopes and of the tensors that score functions read. All of them are sums of `dT ∘ factor`, where
+//! `dT = P ∘ (dout Vᵀ − delta)`. The factor is 1 for the bias, `−|i − j|` for slopes, and the function's derivative for its tensors.
+//! The sum is over the dimensions in which the tensor is broadcast.
 //!
-//! The sum is taken where the tile is, so that nothing of size `seq_q × seq_k` exists unless the bias itself has it:
+//! Each thread block sums the tiles that it recomputes, so that no tensor of size `seq_q × seq_k` exists unless the bias has that size:
 //!
 //! ```text
-//! bias varies with           each thread block walks over      and writes
+//! bias varies with           each thread block goes through    and writes
 //! query and key              batches and heads that share it   its tile of dbias
 //! key, not query             the queries of its head           column sums  [B, H, Sk]
 //! query, or neither          the keys of its head              row sums     [B, H, Sq]
 //! ```
 //!
-//! Sums of columns and rows are then folded over batches, heads and positions that share an element.
+//! The kernel [`fold()`] then adds up column or row sums over the batches, heads and positions that share an element.
 
 use super::Blueprint;
 use super::gradient::*;
@@ -23,18 +24,18 @@ use crate::rounding::rounded_one;
 use cubecl::prelude::*;
 use serde::Serialize;
 
-/// Which sums a thread block of [`dbias()`] writes.
+/// Sums that a thread block of [`dbias()`] writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub enum Sums {
-    /// Its tile, over the batches and heads that share it.
+    /// One tile, summed over the batches and heads that share it.
     Tile,
-    /// Those of its columns, over all queries.
+    /// Sums of columns, over all queries.
     Columns,
-    /// Those of its rows, over all keys.
+    /// Sums of rows, over all keys.
     Rows,
 }
 
-/// How many batches and heads share a tile of a bias, all of which a thread block adds up: 1 but for [`Sums::Tile`].
+/// Numbers of batches and heads that share a tile of a bias. One thread block adds them up. Both are 1 except for [`Sums::Tile`].
 #[derive(CubeType, CubeLaunch)]
 pub struct Sharers {
     /// Batches.
@@ -43,11 +44,11 @@ pub struct Sharers {
     pub heads: u32,
 }
 
-/// A tile of `dbias`, or column or row sums of one head, into `out`: `[bias batch, bias head, Sq, Sk]`, `[B, H, Sk]` or
+/// Writes a tile of `dbias`, or column or row sums of one head, to `out`: `[bias batch, bias head, Sq, Sk]`, `[B, H, Sk]` or
 /// `[B, H, Sq]`.
 ///
-/// `grid` numbers the blocks of what is written: pairs of blocks, key blocks or query blocks. What is summed: the blueprint's
-/// [factor](crate::score::Factor).
+/// The blocks of `grid` are tiles, blocks of keys or blocks of queries, depending on `sums`. The blueprint's
+/// [factor](crate::score::Factor) tells which gradient is computed.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
     operands: BackwardOperands<F, N>,
@@ -82,7 +83,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
         total[n] = 0.0f32;
     }
 
-    // The blocks that this thread block walks over: one, all queries' or all keys'.
+    // The first query and key of this thread block: it goes through one tile, all blocks of queries, or all blocks of keys.
     let mut q_start = 0u32;
     let mut k_start = 0u32;
     match comptime!(sums) {
@@ -102,7 +103,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
     for member in 0..sharers.batches * sharers.heads {
         let batch = work.batch * sharers.batches as usize + (member / sharers.heads) as usize;
         let head = work.head * sharers.heads as usize + (member % sharers.heads) as usize;
-        // The sequences that there are, or the only one of this batch.
+        // All sequences of the schedule, or the only sequence of this batch.
         for nth in 0..extras.blocks(1u32) {
             let sequence = extras.block(nth, &whole, batch as u32, 0u32);
             let band = sequence.band;
@@ -111,7 +112,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
             let mut first = 0u32.runtime();
             let mut after = visits.count;
             if comptime!(sums == Sums::Tile) {
-                // Tiles need not begin where those of a sequence do.
+                // Tiles of the bias need not be aligned with the tiles of a sequence.
                 if comptime!(extras.is_sparse()) {
                     first = visits.find(k_start / tile_k);
                     after = select(first < after, first + 1, first);
@@ -188,7 +189,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
     }
 }
 
-/// Adds up what `parts` threads found of each of `size` positions and writes it.
+/// Adds up the partial sums of `parts` threads for each of `size` positions, and writes the results.
 #[cube]
 fn write_sums<O: Float>(
     board: &Shared<[f32]>,
@@ -214,7 +215,7 @@ fn write_sums<O: Float>(
 }
 
 impl TileShape {
-    /// f32 values on the board where sums meet.
+    /// f32 values on the board, on which the threads of a thread block share partial sums.
     pub fn sums_board(&self, sums: Sums) -> usize {
         match sums {
             Sums::Tile => 1,
@@ -227,8 +228,8 @@ impl TileShape {
 /// Threads of a thread block of [`fold()`].
 pub const FOLD_UNITS: usize = 64;
 
-/// `sums [B, H, L]`, contiguous, to `dbias`: an element is the sum over the batches, heads and positions that share it.
-/// `lanes` threads share an element. `along`: the dimension of `dbias` that `L` is, 2 or 3.
+/// Adds up `sums [B, H, L]`, contiguous, to `dbias`: an element is the sum over the batches, heads and positions that share it.
+/// `lanes` threads share an element. `along` is the dimension of `dbias` that `L` belongs to, 2 or 3.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn fold<O: Float>(
     sums: &Tensor<f32>,
@@ -244,7 +245,7 @@ pub fn fold<O: Float>(
     let (heads, length) = (sums.shape(1), sums.shape(2));
     let exists = element < of_batch * of_head * of_position;
 
-    // One of each pair is 1: the dimension is either the output's or summed over.
+    // In each dimension, `dbias` either has the size of `sums`, or size 1, in which case all of `sums` is added up.
     let batches_each = sums.shape(0) / of_batch;
     let heads_each = heads / of_head;
     let positions_each = length / of_position;

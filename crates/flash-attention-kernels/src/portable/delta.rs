@@ -1,10 +1,10 @@
-//! What the backward needs of each row: `lse_i` and `delta_i = Σ_c dout_ic · o_ic − dlse_i`.
+//! Statistics of each row for the backward: `lse_i` and `delta_i = Σ_c dout_ic · o_ic − dlse_i`.
 //!
 //! With `P = exp(S − lse)` the softmax's gradient is `dS = P ∘ (dP − rowsum(P ∘ dP))`, and `rowsum(P ∘ dP)` equals
 //! `rowsum(dout ∘ o)` (FlashAttention, arXiv:2205.14135, appendix B.2). A gradient of `lse` itself adds `P · dlse` to
 //! `dS`, which is one more term of delta.
 //!
-//! Both are packed in one buffer, because the smallest devices bind few.
+//! Both are packed in one buffer, because the smallest devices bind few buffers.
 
 use crate::fragment::rows::{Rows, Vec4, WIDTH};
 use crate::softmax::lse_of_bits;
@@ -18,13 +18,14 @@ pub const ROWS: usize = 16;
 /// The forward's output and its gradient.
 #[derive(CubeType, CubeLaunch)]
 pub struct Outputs<F: Float, N: Size> {
-    /// `[B, H, Sq, Dv]`.
+    /// Output, `[B, H, Sq, Dv]`.
     pub o: &'static Tensor<Vector<F, N>>,
-    /// Likewise.
+    /// Gradient of the output, `[B, H, Sq, Dv]`.
     pub dout: &'static Tensor<Vector<F, N>>,
 }
 
-/// `o, dout [B, H, Sq, Dv]`, `lse` (bits), `dlse [B, H, Sq]` to `stats [2, B, H, Sq]`, contiguous: lse, then delta.
+/// Computes `stats [2, B, H, Sq]`, contiguous: lse, then delta. Reads `o, dout [B, H, Sq, Dv]`, the bits of `lse [B, H, Sq]`, and
+/// `dlse [B, H, Sq]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn delta<F: Float, N: Size>(
     outputs: Outputs<F, N>,

@@ -1,13 +1,13 @@
-//! Backward for keys and values, one thread block for each block of keys of a key/value head.
+//! Gradients of keys and values, one thread block for each block of keys of a key/value head.
 //!
 //! ```text
 //! for each query head of the group, for each block of its queries that sees the keys:
-//!     dV += Pᵀ dout      dS = P ∘ (dout Vᵀ − delta) ∘ slope      dK += dSᵀ Q
+//!     dV += Pᵀ dout      dS = P ∘ (dout Vᵀ − delta) ∘ factor     dK += dSᵀ Q
 //! dk = scale · dK      dv = dV
 //! ```
 //!
-//! The heads of a group are summed here, in order, so that grouped heads need no repeated buffer and no atomics. Either
-//! gradient may be left out.
+//! The query heads of a group are summed in this kernel, in order. Grouped heads therefore need no buffer of repeated heads and no
+//! atomics. Either gradient may be left out.
 
 use super::Blueprint;
 use super::gradient::*;
@@ -19,7 +19,7 @@ use crate::fragment::rows::zeros;
 use crate::fragment::scores::Scores;
 use cubecl::prelude::*;
 
-/// `dk [B, Hkv, Sk, D]` and `dv [B, Hkv, Sk, Dv]`.
+/// Computes `dk [B, Hkv, Sk, D]` and `dv [B, Hkv, Sk, Dv]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn dkdv<F: Float, M: Numeric, N: Size>(
     operands: BackwardOperands<F, N>,

@@ -1,7 +1,7 @@
-//! Backward for the queries, one thread block for each block of queries of a head.
+//! Gradient of the queries, one thread block for each block of queries of a head.
 //!
 //! ```text
-//! for each block of keys that the queries see:      dS = P ∘ (dout Vᵀ − delta) ∘ slope      dQ += dS K
+//! for each block of keys that the queries see:      dS = P ∘ (dout Vᵀ − delta) ∘ factor     dQ += dS K
 //! dq = scale · dQ
 //! ```
 
@@ -15,7 +15,7 @@ use crate::fragment::rows::zeros;
 use crate::fragment::scores::Scores;
 use cubecl::prelude::*;
 
-/// `dq [B, H, Sq, D]`.
+/// Computes `dq [B, H, Sq, D]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn dq<F: Float, M: Numeric, N: Size>(
     operands: BackwardOperands<F, N>,

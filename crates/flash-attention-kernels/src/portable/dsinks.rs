@@ -1,17 +1,17 @@
-//! Backward for the sinks: a sink's probability is `exp(sink − lse)` in each row, and its value 0, so that
+//! Gradient of the sinks. In each row a sink has the probability `exp(sink − lse)` and the value 0, so that
 //!
 //! ```text
 //! dsink_h = Σ_b Σ_i exp(sink_h − lse_bhi) · (0 − delta_bhi)
 //! ```
 //!
-//! which takes nothing but what [`delta`](mod@super::delta) has found of each row.
+//! The kernel needs only the sinks and the statistics of each row, which [`delta`](mod@super::delta) computes.
 
 use cubecl::prelude::*;
 
-/// Threads of a thread block, which is that of a head.
+/// Threads of a thread block. A thread block computes one head.
 pub const UNITS: usize = 64;
 
-/// `stats [2, B, H, Sq]` to `dsinks [H]`.
+/// Computes `dsinks [H]` from `stats [2, B, H, Sq]` and `sinks [H]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn dsinks(stats: &Tensor<f32>, sinks: &Tensor<f32>, dsinks: &mut Tensor<f32>) {
     let mut board = Shared::<[f32]>::new_slice(UNITS);

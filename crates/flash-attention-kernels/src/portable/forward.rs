@@ -7,7 +7,8 @@
 //! o = O / l      lse = m + ln l
 //! ```
 //!
-//! Each thread sums `l` over its own columns only; the sums of a row meet once, at the end. `m` must be shared every time.
+//! Each thread sums `l` over its own columns only, and the threads of a row add their sums once, at the end. They share `m` for every
+//! tile.
 
 use super::Blueprint;
 use super::scores::apply_score_mod;
@@ -21,7 +22,7 @@ use crate::fragment::scores::{Scores, TileAt};
 use crate::softmax::{HIDDEN, lse_bits, normalizer, weight};
 use cubecl::prelude::*;
 
-/// `o [B, H, Sq, Dv]` and the bits of `lse [B, H, Sq]` from Q, K and V.
+/// Computes `o [B, H, Sq, Dv]` and the bits of `lse [B, H, Sq]` from Q, K and V.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn forward<F: Float, M: Numeric, N: Size>(
     inputs: Qkv<F, N>,
@@ -70,7 +71,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
         panels.ahead.ask_right(&inputs.v_rows(&at), 0usize, product, tile);
         apply_score_mod(&mut s, &mut factors, &scores, &at, me, blueprint);
 
-        // -- the rows' new maxima
+        // -- new maxima of the rows
         share_maxima(&s, &mut board, me, tile);
         sync_cube();
         let mut alpha = Array::<Vec4>::new(quads);
@@ -85,7 +86,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
             m[n] = highest;
         }
 
-        // -- P, and what it adds to l
+        // -- P and l
         share_weights(&s, &m, &mut l, &alpha, &mut panels, &scores.score.extras.dropout, &at, tile);
         rescale(&mut acc, &alpha, groups, micro_q);
 
@@ -95,7 +96,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
         accumulate(&inputs.v_rows(&at), &mut panels, &mut acc, scores.hide(&at), product, tile);
     }
 
-    // -- the sums of a row meet
+    // -- l of whole rows, lse and O / l
     sync_cube();
     #[unroll]
     for n in 0..quads {
@@ -128,7 +129,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     store(outputs.o, &work.rows(false), &acc, &factors, tile.tile_q, head_dim_v, tile);
 }
 
-/// Each thread's maxima over its own columns, for all threads of the row to read.
+/// Writes a thread's row maxima over its own columns to the board, for all threads of the row.
 #[cube]
 fn share_maxima(s: &Array<f32>, board: &mut Shared<[Vec4]>, me: Unit, #[comptime] tile: TileShape) {
     let micro_k = comptime!(tile.micro_k());
@@ -149,7 +150,7 @@ fn share_maxima(s: &Array<f32>, board: &mut Shared<[Vec4]>, me: Unit, #[comptime
     }
 }
 
-/// `P = exp(S − m)`, what is left of it, into its panel, and `l = α·l + rowsum P` over this thread's columns.
+/// Writes `P = exp(S − m)`, after dropout, to its panel. Updates `l = α·l + rowsum P`, before dropout, over this thread's columns.
 #[cube]
 fn share_weights(
     s: &Array<f32>,

@@ -1,12 +1,12 @@
-//! The tile that every backward kernel recomputes: the probabilities `P` and the scores' gradient.
+//! Recomputation of a tile in the backward kernels: the probabilities `P` and the gradient of the scores.
 //!
 //! ```text
 //! P = exp(S − lse)      dP = dout Vᵀ ∘ Z      dT = P ∘ (dP − delta)      dS = dT ∘ factor
 //! ```
 //!
-//! `dT` is the gradient of the scores as the softmax sees them, and so of the bias; `dS` that of `scale · q·kᵀ`, or of what else the
-//! [factor](crate::score::Factor) is for. `Z` is what
-//! [dropout](crate::dropout) multiplies by, of which `P ∘ Z` lacks the factor here.
+//! `dT` is the gradient of the scores that enter the softmax, and so of the bias. `dS` is the gradient of `scale · q·kᵀ`, or of the
+//! other quantity that the [factor](crate::score::Factor) stands for. `Z` is the factor of [dropout](crate::dropout): 0 or `1 / (1 − p)`.
+//! In this file `P` after dropout lacks the factor `1 / (1 − p)`.
 
 use super::Blueprint;
 use super::scores::apply_score_mod;
@@ -18,47 +18,47 @@ use crate::score::Factor;
 use crate::softmax::{softmax_backward, weight};
 use cubecl::prelude::*;
 
-/// A thread's share of the tile, `micro_q × micro_k` each.
+/// A thread's elements of the tile, `micro_q × micro_k` in each array.
 #[derive(CubeType)]
 pub struct TileGradient {
-    /// Probabilities, those that are kept.
+    /// Probabilities after dropout, without the factor `1 / (1 − p)`.
     pub p: Array<f32>,
     /// `dT`, then `dS`.
     pub ds: Array<f32>,
-    /// What leads from the one to the other, if anything does.
+    /// Factors from `dT` to `dS`, if there are any.
     pub factors: Array<f32>,
 }
 
 #[cube]
 impl TileGradient {
-    /// Room for one.
+    /// Uninitialised arrays for one tile.
     pub fn new(#[comptime] blueprint: Blueprint) -> TileGradient {
         let size = comptime!(blueprint.tile.micro_q() * blueprint.tile.micro_k());
         TileGradient { p: Array::new(size), ds: Array::new(size), factors: Array::new(comptime!(blueprint.factors())) }
     }
 
-    /// Goes from `dT` to `dS`.
+    /// Multiplies `dT` by the factors, which gives `dS`.
     pub fn multiply(&mut self, #[comptime] blueprint: Blueprint) {
         if comptime!(blueprint.factor != Factor::One) {
             #[unroll]
             for n in 0..comptime!(blueprint.tile.micro_q() * blueprint.tile.micro_k()) {
-                // Where nothing is seen, whatever a function gives there.
+                // A hidden pair stays 0, even if its factor is not finite.
                 self.ds[n] = select(self.ds[n] == 0.0f32, 0.0f32, self.ds[n] * self.factors[n]);
             }
         }
     }
 }
 
-/// What is recomputed of a tile.
+/// What [`recompute()`] computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Wanted {
-    /// `dT` beside `P`.
+    /// Whether `dT` is computed in addition to `P`.
     pub ds: bool,
-    /// Whether the tile may begin where tiles of its sequence do not.
+    /// Whether the tile may start at a key that is not aligned with the tiles of its sequence.
     pub anywhere: bool,
 }
 
-/// Asks for what [`recompute()`] begins with.
+/// Prefetches the first chunk that [`recompute()`] reads.
 #[cube]
 pub fn ask<F: Float, N: Size>(
     operands: &BackwardOperands<F, N>,
@@ -70,7 +70,7 @@ pub fn ask<F: Float, N: Size>(
     panels.ahead.ask_scores(&operands.inputs.q_rows(at), &operands.inputs.k_rows(at), 0usize, head_dim, tile);
 }
 
-/// Recomputes `P`, and perhaps `dT`. What it begins with has been [asked for](ask()).
+/// Recomputes `P`, and `dT` if it is wanted. The caller has prefetched the first chunk with [`ask()`].
 #[cube]
 pub fn recompute<F: Float, M: Numeric, N: Size>(
     operands: &BackwardOperands<F, N>,
@@ -125,7 +125,7 @@ pub fn recompute<F: Float, M: Numeric, N: Size>(
     }
 }
 
-/// Writes a thread's share of a `[tile_q, tile_k]` tile to its panel.
+/// Writes a thread's elements of a `[tile_q, tile_k]` tile to its panel.
 #[cube]
 pub fn share(s: &Array<f32>, panel: &mut Shared<[Vec4]>, me: Unit, #[comptime] tile: TileShape) {
     let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
@@ -145,7 +145,7 @@ pub fn share(s: &Array<f32>, panel: &mut Shared<[Vec4]>, me: Unit, #[comptime] t
     }
 }
 
-/// Writes a thread's share of a `[tile_q, tile_k]` tile to its panel as `[tile_k, tile_q]`.
+/// Writes a thread's elements of a `[tile_q, tile_k]` tile to its panel, transposed to `[tile_k, tile_q]`.
 #[cube]
 pub fn share_transposed(s: &Array<f32>, panel: &mut Shared<[Vec4]>, me: Unit, #[comptime] tile: TileShape) {
     let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));

@@ -1,4 +1,4 @@
-//! Exact attention on any CubeCL device: fused multiply-adds, shared memory, barriers, and nothing else.
+//! Exact attention on any CubeCL device. The kernels need fused multiply-adds, shared memory and barriers, and nothing else.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
@@ -17,23 +17,23 @@ use crate::score::Factor;
 use serde::Serialize;
 use tile::TileShape;
 
-/// What the portable kernels are specialised for.
+/// Everything that a portable kernel is specialised for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Blueprint {
-    /// Shapes of tiles.
+    /// Tile.
     pub tile: TileShape,
     /// Dimension of a query and of a key.
     pub head_dim: usize,
     /// Dimension of a value.
     pub head_dim_v: usize,
-    /// What gradients of scores are multiplied by.
+    /// Factor of the gradients of scores.
     pub factor: Factor,
-    /// Whether factors of scores are rounded to tf32.
+    /// Whether the operands of `S` and `dP` are rounded to tf32.
     pub tf32: bool,
 }
 
 impl Blueprint {
-    /// Length of the array of factors; 1 where there is none, as no array is empty.
+    /// Length of the array of factors. It is 1 where there are no factors, because an array cannot be empty.
     pub fn factors(&self) -> usize {
         if self.factor != Factor::One { self.tile.micro_q() * self.tile.micro_k() } else { 1 }
     }

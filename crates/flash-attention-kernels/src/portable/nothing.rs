@@ -1,4 +1,4 @@
-//! What is left where there is nothing to attend to: outputs and gradients of zeros, `lse` of −∞.
+//! Results where there are no keys, no queries or no batch: outputs and gradients of zeros, and `lse` of −∞ or of the sinks.
 
 use crate::softmax::lse_bits;
 use cubecl::prelude::*;
@@ -17,7 +17,7 @@ fn offset<E: CubePrimitive>(tensor: &Tensor<E>, position: usize) -> usize {
     offset
 }
 
-/// Zeros.
+/// Fills a tensor of rank 4 with zeros.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn zeros<F: Float>(out: &mut Tensor<F>, #[define(F)] _type: ElemType) {
     if ABSOLUTE_POS < out.len() {
@@ -26,7 +26,7 @@ pub fn zeros<F: Float>(out: &mut Tensor<F>, #[define(F)] _type: ElemType) {
     }
 }
 
-/// The log-sum-exp of rows that see nothing but their sinks `[H]`, if there are any: `[B, H, Sq]`.
+/// Writes `lse [B, H, Sq]` of rows that see no key: the head's sink, if there are sinks `[H]`, else −∞.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn empty_lse(lse: &mut Tensor<u32>, sinks: ComptimeOption<&Tensor<f32>>) {
     if ABSOLUTE_POS < lse.len() {

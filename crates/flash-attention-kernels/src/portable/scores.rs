@@ -1,4 +1,4 @@
-//! A thread's products turned into scores.
+//! From a thread's products to scores.
 
 use super::Blueprint;
 use super::tile::Unit;
@@ -6,8 +6,8 @@ use crate::fragment::scores::{Scores, TileAt};
 use crate::score::Factor;
 use cubecl::prelude::*;
 
-/// Turns products into scores, hidden ones into [`HIDDEN`](crate::softmax::HIDDEN). `factors` receives what their gradients are to be
-/// multiplied by.
+/// Turns products into scores; hidden pairs get [`HIDDEN`](crate::softmax::HIDDEN). `factors` receives the factors of the scores'
+/// gradients.
 #[cube]
 pub fn apply_score_mod<F: Float, M: Numeric>(
     s: &mut Array<f32>,

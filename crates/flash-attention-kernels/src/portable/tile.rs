@@ -1,15 +1,15 @@
-//! What the portable kernels are made of: tiles staged in shared memory, and the two products on them.
+//! Building blocks of the portable kernels: tiles staged in shared memory, and two products on them.
 //!
-//! A thread block of `units_q × units_k` threads holds a tile of scores in registers, `micro_q × micro_k` to a thread, and walks
-//! over head_dim in chunks. Everything is f32 from the staging on, in vectors of four.
+//! A thread block of `units_q × units_k` threads holds a tile of scores in registers, `micro_q × micro_k` scores in each thread. It
+//! goes through head_dim in chunks. Staged data is f32, in vectors of four.
 //!
 //! ```text
 //! scores      [tile_q, tile_k]   S += A · Bᵀ     A [tile_q, chunk], B [tile_k, chunk] staged
 //! accumulator [rows, head_dim]   O += P · V      P staged by the threads that computed it, V [cols, chunk_nn] staged
 //! ```
 //!
-//! Thread `(y, x)` owns rows `y·micro_q ..` and columns `x·micro_k ..` of the scores, and of the accumulator its rows and
-//! the vectors `x, x + units_k, …` of each.
+//! Thread `(y, x)` owns rows `y·micro_q ..` and columns `x·micro_k ..` of the scores. In each of its rows of the accumulator it owns the
+//! vectors `x, x + units_k, …`.
 
 mod staging;
 pub use staging::{Ahead, RowOrder};
@@ -21,7 +21,7 @@ use crate::fragment::rows::{Layout, Rows, Vec4, WIDTH, write_quad};
 use cubecl::prelude::*;
 use serde::Serialize;
 
-/// Shapes of the tiles of one thread block. Chosen in `tiling.rs` alone.
+/// Shapes of the tiles of one thread block. Only `tiling` chooses them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct TileShape {
     /// Queries of a tile.
@@ -37,7 +37,7 @@ pub struct TileShape {
 }
 
 impl TileShape {
-    /// Whether threads share the tiles out evenly, in vectors.
+    /// Whether the tiles can be divided evenly among the threads, in vectors of four.
     pub fn is_consistent(&self) -> bool {
         let TileShape { tile_q, tile_k, units_q, units_k, chunk } = *self;
         units_q > 0
@@ -71,34 +71,34 @@ impl TileShape {
         self.units_k * WIDTH
     }
 
-    /// Vectors between rows of a panel of `columns`: one more than fills it, so that neighbouring rows start in
-    /// different banks.
+    /// Vectors between the starts of rows in a panel of `columns` columns. It is one more than a row has, so that neighbouring rows start
+    /// in different banks.
     pub fn pitch(columns: usize) -> usize {
         columns / WIDTH + 1
     }
 
-    /// Vectors in the panel that holds `A`.
+    /// Vectors in the panel of `A`.
     pub fn panel_a(&self) -> usize {
         self.tile_q * Self::pitch(self.chunk)
     }
 
-    /// Vectors in the panel that holds `B`, and `V` after it. `rows_nn` is the height of `V`.
+    /// Vectors in the panel of `B`, which later holds `V`. `rows_nn` is the number of rows of `V`.
     pub fn panel_b(&self, rows_nn: usize) -> usize {
         (self.tile_k * Self::pitch(self.chunk)).max(rows_nn * Self::pitch(self.chunk_nn()))
     }
 
-    /// Vectors on the board where the threads of a row share what each found: one number for each thread and row.
+    /// Vectors on the board, on which the threads of a row share partial results: one number for each thread and row.
     pub fn board(&self) -> usize {
         self.units_k * self.tile_q / WIDTH
     }
 
-    /// Vectors of a chunk of so many rows and columns that a thread brings.
+    /// Vectors that each thread loads of a chunk of `rows` rows and `columns` columns.
     fn share(&self, rows: usize, columns: usize) -> usize {
         (rows * columns / WIDTH).div_ceil(self.units())
     }
 
-    /// Whether the next chunk is on its way while one is multiplied. Where a thread's share of it is large, the registers that it
-    /// waits in are missed elsewhere.
+    /// Whether the next chunk is prefetched while the current one is multiplied. A thread's share waits in registers; a large share would
+    /// take registers that are needed elsewhere.
     pub fn reads_ahead(&self) -> bool {
         self.share(self.tile_q, self.chunk) + self.share(self.tile_k, self.chunk) <= 8
     }
@@ -109,7 +109,7 @@ impl TileShape {
     }
 }
 
-/// Where a thread stands in its thread block.
+/// Position of a thread in its thread block.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Unit {
@@ -119,30 +119,30 @@ pub struct Unit {
     pub x: u32,
 }
 
-/// This thread.
+/// Position of this thread.
 #[cube]
 pub fn unit(#[comptime] tile: TileShape) -> Unit {
     Unit { y: UNIT_POS / comptime!(tile.units_k as u32), x: UNIT_POS % comptime!(tile.units_k as u32) }
 }
 
-/// Panels in shared memory that tiles are staged in.
+/// Panels in shared memory in which tiles are staged.
 #[derive(CubeType)]
 pub struct Panels {
-    /// For `A` of `A · Bᵀ`.
+    /// `A` of `S += A · Bᵀ`.
     pub a: Shared<[Vec4]>,
-    /// For `B`, and for the right side of the products that accumulate.
+    /// `B` of `S += A · Bᵀ`, and `V` of `O += P · V`.
     pub b: Shared<[Vec4]>,
-    /// For `P` or `dS`, the left side of those.
+    /// `P` of `O += P · V`: probabilities or `dS`.
     pub p: Shared<[Vec4]>,
-    /// What comes into them next.
+    /// Prefetched chunks.
     pub ahead: Ahead,
-    /// This thread.
+    /// Position of this thread.
     pub me: Unit,
 }
 
 #[cube]
 impl Panels {
-    /// Panels for a left side of `p`, in vectors, and a right side of `depth` rows.
+    /// Panels for a left operand of `p` vectors and a right operand of `depth` rows of the product `O += P · V`.
     pub fn new(#[comptime] p: usize, #[comptime] depth: usize, #[comptime] tile: TileShape) -> Panels {
         Panels {
             a: Shared::new_slice(comptime!(tile.panel_a())),
@@ -165,7 +165,7 @@ pub struct Product {
     pub head_dim: usize,
 }
 
-/// `S += A · Bᵀ` over the staged chunk. `A` lies in natural order, `B` interleaved.
+/// `S += A · Bᵀ` over the staged chunk. Rows of `A` are staged in natural order, rows of `B` interleaved.
 #[cube]
 pub fn dot(a: &Shared<[Vec4]>, b: &Shared<[Vec4]>, s: &mut Array<f32>, me: Unit, #[comptime] tile: TileShape) {
     let pitch = comptime!(TileShape::pitch(tile.chunk));
@@ -195,8 +195,8 @@ pub fn dot(a: &Shared<[Vec4]>, b: &Shared<[Vec4]>, s: &mut Array<f32>, me: Unit,
     }
 }
 
-/// One tile of scores: `S = A · Bᵀ`, staged and multiplied chunk by chunk. The first has been [asked for](Ahead::ask_scores).
-/// Threads are in step before and after.
+/// One tile of scores: `S = A · Bᵀ`, staged and multiplied chunk by chunk. The caller has prefetched the first chunk with
+/// [`Ahead::ask_scores`]. Threads must be synchronised before the call, and are so after it.
 #[cube]
 pub fn products<F: Float, N: Size>(
     a: &Rows<F, N>,
@@ -233,11 +233,11 @@ pub fn products<F: Float, N: Size>(
     }
 }
 
-/// `O += P · V` over all of `V`'s columns, staged chunk by chunk. The panel of `P` holds `[rows, depth]`, `V` is `[depth, head_dim]`; its
-/// first columns have been [asked for](Ahead::ask_right).
+/// `O += P · V` over all columns of `V`, staged group by group. The panel of `P` holds `[rows, depth]`, and `V` is `[depth, head_dim]`.
+/// The caller has prefetched the first group with [`Ahead::ask_right`].
 ///
-/// `careful`: an element of `P` that is zero adds nothing, whatever stands in `V`. IEEE arithmetic would make NaN of
-/// `0 · NaN`, and a hidden key must not leak.
+/// `careful`: an element of `P` that is zero adds nothing, even where `V` is not finite. In IEEE arithmetic `0 · NaN` is NaN, and a
+/// hidden key must not leak.
 #[cube]
 pub fn accumulate<F: Float, N: Size>(
     v: &Rows<F, N>,
@@ -306,7 +306,7 @@ fn multiply(
     }
 }
 
-/// Writes a thread's accumulated rows of a block, `rows` high, each multiplied by its factor.
+/// Writes this thread's accumulated rows of a block of `rows` rows, each multiplied by its factor.
 #[cube]
 pub fn store<F: Float, N: Size>(
     tensor: &mut Tensor<Vector<F, N>>,
@@ -336,7 +336,7 @@ pub fn store<F: Float, N: Size>(
     }
 }
 
-/// The same factor for each of a thread's rows.
+/// Factors of a thread's rows, all the same.
 #[cube]
 pub fn uniform(factor: f32, #[comptime] micro: usize) -> Array<Vec4> {
     let quads = comptime!(micro.div_ceil(WIDTH));

@@ -1,4 +1,4 @@
-//! Checks of shapes.
+//! Validation of shapes.
 
 use crate::error::AttentionError;
 
@@ -11,7 +11,7 @@ pub fn rank4(argument: &'static str, shape: &[usize]) -> Result<[usize; 4], Atte
     })
 }
 
-/// Whether a tensor's dimension has the size that another one's sets.
+/// Checks that a dimension of a tensor has the `expected` size, which the tensor `expected_by` sets.
 pub fn agree(
     argument: &'static str,
     shape: &[usize],
@@ -33,7 +33,7 @@ pub fn agree(
     })
 }
 
-/// Checks that the first `dims` dimensions of a shape are those of another, or 1.
+/// Checks that each of the first `dims` dimensions of a shape is 1 or the expected size.
 ///
 /// # Errors
 ///
@@ -59,7 +59,7 @@ pub fn check_broadcast(
     }
 }
 
-/// Checks that a tensor has no more elements than `max`; an empty dimension counts as one, since scratch is padded.
+/// Checks that a tensor has at most `max` elements. An empty dimension counts as 1, because scratch is padded.
 pub fn check_elements(argument: &'static str, shape: [usize; 4], max: u64) -> Result<(), AttentionError> {
     let elements = shape.into_iter().try_fold(1u64, |product, n| product.checked_mul(n.max(1) as u64));
     match elements {

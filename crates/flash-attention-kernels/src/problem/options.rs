@@ -1,24 +1,24 @@
-//! Options of attention.
+//! Options of an attention call that are numbers, enums or functions.
 
 use crate::error::AttentionError;
 use crate::mask::{Alignment, Band};
 use crate::mods::{MaskFn, ScoreFn};
 use serde::{Deserialize, Serialize};
 
-/// Order in which gradients are summed.
+/// Order of summation in the backward.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum BackwardOrder {
-    /// Fixed: the same call gives the same bits.
+    /// A fixed order: the same call gives the same bits.
     #[default]
     Deterministic,
-    /// Any order: thread blocks may add to `dq` as they finish, so that results differ between runs by rounding. Fixed if there is no such
-    /// kernel or it would not be faster.
+    /// Any order: thread blocks may add to `dq` in the order in which they finish. Results then differ between runs by
+    /// rounding. The order stays fixed if there is no such kernel or if it would not be faster.
     Fast,
 }
 
-/// Precision of f32 products. Half-precision products are not affected, and sums are always f32.
+/// Precision of products of f32 operands. Products of f16 and bf16 are not affected. Sums are always f32.
 ///
 /// ```
 /// use flash_attention_kernels::{AttentionOptions, Precision};
@@ -31,18 +31,20 @@ pub enum BackwardOrder {
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Precision {
-    /// That of f32, by multiply-adds or by split matrix products.
+    /// Full f32 precision, by multiply-adds or by split tf32 products.
     #[default]
     Full,
-    /// Factors may be rounded to tf32, which has 11 significant bits, as f16, and the range of f32: two to three times as fast on devices
-    /// with tf32 matrix products. Elsewhere the same as [`Full`](Precision::Full), as the plan reports.
+    /// Operands may be rounded to tf32, which has 11 significant bits, like f16, and the range of f32. This is two to three
+    /// times as fast on devices with tf32 matrix products. On other devices it equals [`Full`](Precision::Full), and the plan
+    /// says so.
     Tf32,
 }
 
-/// Options that are numbers and functions; those that are tensors belong to the problem.
+/// Options that are numbers or functions. Optional tensors belong to the problem.
 ///
-/// Scores are `score_mod(softcap(q·kᵀ · softmax_scale))`, set to −∞ where the mask, causality, a window or `mask_mod` hides them, plus
-/// bias and slopes. Functions serialize as their names, for readers; such options cannot be deserialized.
+/// A score is `score_mod(softcap(q·kᵀ · softmax_scale))`. It is set to −∞ where the mask, causality, a window or `mask_mod`
+/// hides the pair. Bias and slopes are then added. Functions are serialized as their names, for human readers; options that
+/// contain a function cannot be deserialized.
 ///
 /// ```
 /// use flash_attention_kernels::AttentionOptions;
@@ -55,35 +57,37 @@ pub enum Precision {
 pub struct AttentionOptions {
     /// Factor on `q·kᵀ`. `None`: `1/√head_dim`.
     pub softmax_scale: Option<f32>,
-    /// Hides keys that come after the query.
+    /// Hides keys after the query's position.
     pub causal: bool,
-    /// Position of the queries among the keys, for `causal` and windows.
+    /// Alignment of queries and keys, for `causal` and windows.
     pub alignment: Alignment,
-    /// Keys seen before the query's own position. `None`: all.
+    /// Number of keys visible before the query's own position. `None`: all.
     pub window_left: Option<usize>,
-    /// Keys seen after the query's own position. `None`: all (none where `causal`).
+    /// Number of keys visible after the query's own position. `None`: all (none if `causal`).
     pub window_right: Option<usize>,
-    /// Scores become `softcap · tanh(score / softcap)` (Gemma 2, arXiv:2408.00118, section 2). On NVIDIA GPUs the backward
-    /// recovers them from probabilities and bias in f32, whose resolution is 2⁻⁷ beside a bias of 10⁵: the derivative `1 − (score / softcap)²` has
-    /// an error of a few of these steps over `softcap`.
+    /// Scores become `softcap · tanh(score / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
+    ///
+    /// On NVIDIA GPUs the backward recovers the capped score from the probability and the bias in f32. Next to a bias of 10⁵
+    /// the resolution is 2⁻⁷, and the derivative `1 − (score / softcap)²` has an error of a few such steps divided by
+    /// `softcap`.
     pub softcap: Option<f32>,
-    /// Dropout rate of the probabilities, rounded to a multiple of 1 / 65536; those kept are scaled by `1 / (1 − dropout)`
-    /// ([`dropout`](crate::dropout)). 0: no dropout.
+    /// Dropout rate of the probabilities, rounded to a multiple of 1 / 65536. Kept probabilities are scaled by `1 / (1 −
+    /// dropout)` ([`dropout`](crate::dropout)). 0: no dropout.
     pub dropout: f32,
-    /// Seed of dropout. `None`: read from a tensor, so that it can be drawn on the device.
+    /// Seed of dropout. `None`: the seed is read from a tensor, so that it can be generated on the device.
     pub dropout_seed: Option<u64>,
-    /// Function of scores, applied after the softcap and before bias and slopes ([`mods`](crate::mods)).
+    /// Score modification, applied after the softcap and before bias and slopes ([`mods`](crate::mods)).
     pub score_mod: Option<ScoreFn>,
-    /// Function that hides pairs, in addition to causality, windows and masks ([`mods`](crate::mods)).
+    /// Mask function: hides pairs in addition to causality, windows and masks ([`mods`](crate::mods)).
     pub mask_mod: Option<MaskFn>,
-    /// Order in which the backward sums.
+    /// Order of summation in the backward.
     pub backward_order: BackwardOrder,
     /// Precision of f32 products.
     pub precision: Precision,
 }
 
 impl AttentionOptions {
-    /// Validates the numbers.
+    /// Validates the numeric options.
     pub fn validate(&self) -> Result<(), AttentionError> {
         let check = |option, value: Option<f32>, ok: fn(f32) -> bool, requirement| match value {
             Some(x) if !ok(x) => Err(AttentionError::Option { option, value: x as f64, requirement }),
@@ -97,7 +101,7 @@ impl AttentionOptions {
 }
 
 impl Band {
-    /// The band of `seq_q` queries over `seq_k` keys under these options. Lengths are at most [`MAX_SEQ`](super::MAX_SEQ).
+    /// The band of `seq_q` queries over `seq_k` keys under these options. Both lengths are at most [`MAX_SEQ`](super::MAX_SEQ).
     pub fn new(seq_q: usize, seq_k: usize, options: &AttentionOptions) -> Self {
         let right = if options.causal { Some(0) } else { options.window_right };
         Band::of_window(seq_q, seq_k, options.window_left, right, options.alignment)

@@ -9,8 +9,8 @@ use pliron::builtin::attributes::{BoolAttr, StringAttr};
 use pliron_llvm::ops::{ExtractValueOp, InlineAsmOp};
 use pliron_llvm::types::{StructLayout, StructType};
 
-/// Inline PTX whose results are registers of 32 bits (`=r`: u32, `=f`: f32). CubeCL's own `gpu_asm!` has no lowering in
-/// the LLVM backend.
+/// Inline PTX whose results are 32-bit registers (`=r`: u32, `=f`: f32). CubeCL's own `gpu_asm!` has no lowering in the LLVM
+/// backend.
 #[pliron_op(
     name = "flash.ptx",
     format,
@@ -37,16 +37,16 @@ impl PtxOp {
     }
 }
 
-/// Which buffers a kernel reads and writes, as CubeCL has to know: a launch is skipped if an input carries a failure, and outputs of a
-/// launch that does not run carry the reason. Counters of work tiles do not count: they outlive the launch, and one that does not run
-/// leaves them as they were. To the optimiser of CubeCL the operation stays opaque.
+/// Reports to CubeCL which buffers a kernel reads and writes. CubeCL skips a launch if an input carries a failure, and marks
+/// the outputs of a skipped launch with the reason. Counters of work tiles are not reported: they outlive the launch, and a
+/// launch that does not run leaves them unchanged. To the optimiser of CubeCL the operation stays opaque.
 #[op_interface_impl]
 impl MemoryEffectsOp for PtxOp {
     fn memory_effects(&self, ctx: &Context) -> Vec<MemoryEffect> {
         let template: String = self.get_attr_flash_ptx_template(ctx).expect("the constructor sets it").clone().into();
         let holds = |instructions: &[&str]| instructions.iter().any(|instruction| template.contains(instruction));
         let operand = |nth| self.get_operation().deref(ctx).operands().nth(nth);
-        // What is written comes first; what is copied, after its destination.
+        // The destination is operand 0. A copy's source is operand 1.
         let written = holds(&["st.global", "red.global"]).then(|| operand(0)).flatten();
         let read =
             holds(&["cp.async.cg.shared.global", "cp.async.ca.shared.global", "cp.async.bulk.shared::cluster.global"]);
@@ -117,17 +117,17 @@ fn results(scope: &Scope, op: PtxOp, count: usize) -> Vec<Value> {
     (0..count).map(|nth| op.get_result(nth)).collect()
 }
 
-/// PTX without side effects that returns a register: it may move, and go if nothing uses it.
+/// PTX without side effects that returns a register. The compiler may move it, or remove it if its result is unused.
 pub fn pure(scope: &Scope, ty: TypeHandle, template: &str, constraints: &str, args: Vec<Value>) -> Value {
     result(scope, PtxOp::new(scope.ctx_mut(), vec![ty], args, template, constraints, false))
 }
 
-/// PTX that depends on memory and returns a register: it stays where it is.
+/// PTX that depends on memory and returns a register. The compiler does not move it.
 pub fn effect_value(scope: &Scope, ty: TypeHandle, template: &str, constraints: &str, args: Vec<Value>) -> Value {
     result(scope, PtxOp::new(scope.ctx_mut(), vec![ty], args, template, constraints, true))
 }
 
-/// PTX that depends on memory and returns registers.
+/// PTX that depends on memory and returns several registers.
 pub fn effect_values(
     scope: &Scope,
     ty: TypeHandle,
@@ -139,8 +139,8 @@ pub fn effect_values(
     results(scope, PtxOp::new(scope.ctx_mut(), vec![ty; count], args, template, constraints, true), count)
 }
 
-/// PTX that changes registers of f32, which come first among its operands, by the constraints of the other ones.
-/// Returns what they hold then.
+/// PTX that changes f32 registers in place. They are its first operands; `others` are the constraints of the remaining ones.
+/// Returns the new values of the registers.
 pub fn in_place(
     scope: &Scope,
     ty: TypeHandle,

@@ -1,4 +1,4 @@
-//! Named barriers, `mbarrier`s and the counter that work tiles are taken from.
+//! Named barriers, `mbarrier`s and the counter of work tiles.
 
 use super::asm::{effect, effect_value};
 use cubecl::prelude::*;
@@ -6,7 +6,7 @@ use cubecl_core::ir::ExpandValue;
 
 // -- barriers
 
-/// Waits until `units` threads have come to the named barrier `id`. Barrier 0 is `sync_cube`'s.
+/// Arrives at the named barrier `id` and waits until `units` threads have arrived. Barrier 0 belongs to `sync_cube`.
 #[cube]
 pub fn named_sync(id: u32, units: u32) {
     intrinsic!(|scope| {
@@ -15,7 +15,7 @@ pub fn named_sync(id: u32, units: u32) {
     })
 }
 
-/// Comes to the named barrier `id` and goes on.
+/// Arrives at the named barrier `id` without waiting.
 #[cube]
 pub fn named_arrive(id: u32, units: u32) {
     intrinsic!(|scope| {
@@ -24,7 +24,7 @@ pub fn named_arrive(id: u32, units: u32) {
     })
 }
 
-/// Makes the `mbarrier` at a shared address, with phases of `count` arrivals. (CubeCL's `Barrier` lowers as a single
+/// Initialises the `mbarrier` at a shared address, with phases of `count` arrivals. (CubeCL's `Barrier` lowers as a single
 /// object only, not as an array with a run-time index.)
 #[cube]
 pub fn mbarrier_init(at: u32, count: u32) {
@@ -34,7 +34,7 @@ pub fn mbarrier_init(at: u32, count: u32) {
     })
 }
 
-/// Arrives.
+/// Arrives at the `mbarrier` at a shared address.
 #[cube]
 pub fn mbarrier_arrive(at: u32) {
     intrinsic!(|scope| {
@@ -43,13 +43,13 @@ pub fn mbarrier_arrive(at: u32) {
     })
 }
 
-/// An instruction for one thread of a warp. The branch stays one of the warp as a whole: what the assembler has to take for
-/// divergent makes it guard every shuffle that follows.
+/// Wraps an instruction so that one elected thread of the warp executes it. The branch stays warp-uniform: after a branch that
+/// the assembler considers divergent, it guards every shuffle that follows.
 pub(super) fn elected(instruction: &str) -> String {
     format!("{{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n@one {instruction}\n}}")
 }
 
-/// One thread of the warp arrives, and lets the phase wait for `bytes` bytes of loads. The whole warp must call it.
+/// One thread of the warp arrives, and the phase additionally waits for `bytes` bytes of loads. The whole warp must call it.
 #[cube]
 pub fn mbarrier_expect(at: u32, bytes: u32) {
     intrinsic!(|scope| {
@@ -58,7 +58,7 @@ pub fn mbarrier_expect(at: u32, bytes: u32) {
     })
 }
 
-/// Waits until the phase of this parity is over.
+/// Waits until the phase of this parity has completed.
 #[cube]
 pub fn mbarrier_wait(at: u32, parity: u32) {
     intrinsic!(|scope| {
@@ -69,13 +69,13 @@ pub fn mbarrier_wait(at: u32, parity: u32) {
     })
 }
 
-/// Thread 0 of the warp adds 1 to the first element of `counter`, or makes it 0 if it was `last`; returns to it what it was.
-/// The whole warp must call it.
+/// Thread 0 of the warp atomically adds 1 to the first element of `counter`, or sets it to 0 if it was `last`. Returns the old
+/// value to thread 0. The whole warp must call it.
 #[cube]
 pub fn take_ticket(counter: &[u32], last: u32) -> u32 {
     intrinsic!(|scope| {
         let ty = u32::__expand_as_type(scope);
-        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
+        // SAFETY: the reference belongs to a kernel that is being expanded. Its pointer is a value in the kernel's code and is not dereferenced here.
         let counter = unsafe { *counter.__expand_as_ptr_method(scope) }.value(scope);
         let args = vec![counter, last.read_value(scope)];
         let template = "{\n.reg .pred p;\n.reg .u32 lane;\nmov.u32 lane, %laneid;\nsetp.eq.u32 p, lane, 0;\nmov.u32 $0, 0;\n\

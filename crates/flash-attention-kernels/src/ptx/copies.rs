@@ -1,4 +1,4 @@
-//! Loads by the tensor memory accelerator, reads and writes of shared and global memory.
+//! Loads by the tensor memory accelerator (TMA), and reads and writes of shared and global memory.
 
 use super::asm::{effect, effect_value, effect_values};
 use super::barriers::elected;
@@ -8,8 +8,8 @@ use cubecl_core::ir::ExpandValue;
 
 // -- memory
 
-/// One thread of the warp loads the box of `map` at `(batch, head, row, column)` to a shared address; the bytes count at
-/// `barrier`. What lies past the tensor's ends is loaded as zeros. The whole warp must call it.
+/// One thread of the warp loads the box of `map` at `(batch, head, row, column)` to a shared address. The bytes are counted at
+/// `barrier`. Elements outside the tensor are loaded as zeros. The whole warp must call it.
 #[cube]
 pub fn tma_load<E: CubePrimitive>(
     map: &TensorMap<E, Tiled>,
@@ -36,8 +36,8 @@ pub fn tma_load<E: CubePrimitive>(
     })
 }
 
-/// One thread of the warp loads `bytes` bytes from element `from` of `source` on to a shared address; they count at `barrier`. All
-/// are multiples of 16 bytes. The whole warp must call it.
+/// One thread of the warp loads `bytes` bytes, from element `from` of `source` on, to a shared address. They are counted at
+/// `barrier`. Addresses and size are multiples of 16 bytes. The whole warp must call it.
 #[cube]
 pub fn bulk_load(source: &[u32], from: usize, #[comptime] bytes: usize, to: u32, barrier: u32) {
     let element = &source[from..from + 1];
@@ -47,7 +47,7 @@ pub fn bulk_load(source: &[u32], from: usize, #[comptime] bytes: usize, to: u32,
 #[cube]
 fn bulk_load_from(element: &[u32], #[comptime] bytes: usize, to: u32, barrier: u32) {
     intrinsic!(|scope| {
-        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
+        // SAFETY: the reference belongs to a kernel that is being expanded. Its pointer is a value in the kernel's code and is not dereferenced here.
         let from = unsafe { *element.__expand_as_ptr_method(scope) }.value(scope);
         let args = vec![to.read_value(scope), from, barrier.read_value(scope)];
         let template =
@@ -56,8 +56,8 @@ fn bulk_load_from(element: &[u32], #[comptime] bytes: usize, to: u32, barrier: u
     })
 }
 
-/// One thread of the warp asks for the box of `map` at `(batch, head, row, column)` to be brought to the second-level cache. The
-/// whole warp must call it.
+/// One thread of the warp prefetches the box of `map` at `(batch, head, row, column)` to the L2 cache. The whole warp must call
+/// it.
 #[cube]
 pub fn tma_prefetch<E: CubePrimitive>(
     map: &TensorMap<E, Tiled>,
@@ -73,12 +73,13 @@ pub fn tma_prefetch<E: CubePrimitive>(
     })
 }
 
-/// Writes two words to the vector of `to` of this number, if `live`. No branch: after one, the assembler takes the warp for
-/// divergent. (Indexing computes an address for each vector: numbers are added in 32 bits, which no immediate offset can do.)
+/// Writes two words to vector `nth` of `to`, if `live`. The store is predicated, because after a branch the assembler considers
+/// the warp divergent. (Indexing would compute an address for each vector: indices are added in 32 bits, which an immediate
+/// offset cannot express.)
 #[cube]
 pub fn store_pair(to: &mut [Vector<u32, Const<2>>], #[comptime] nth: usize, low: u32, high: u32, live: bool) {
     intrinsic!(|scope| {
-        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
+        // SAFETY: the reference belongs to a kernel that is being expanded. Its pointer is a value in the kernel's code and is not dereferenced here.
         let to = unsafe { *to.__expand_as_ptr_method(scope) }.value(scope);
         let template = format!("@$3 st.global.v2.u32 [$0+{}], {{$1, $2}};", 8 * nth);
         let args = vec![to, low.read_value(scope), high.read_value(scope), live.read_value(scope)];
@@ -104,7 +105,7 @@ pub fn load_shared(at: u32) -> u32 {
     })
 }
 
-/// Two f32 of shared memory.
+/// Reads two f32 of shared memory.
 #[cube]
 pub fn load_shared_pair(at: u32) -> Sequence<f32> {
     intrinsic!(|scope| {
@@ -114,9 +115,9 @@ pub fn load_shared_pair(at: u32) -> Sequence<f32> {
     })
 }
 
-/// Four 8 x 8 tiles of 16 bits from shared memory. Of the `n`-th tile, thread `8 n + i` gives the address of row `i`, 16 bytes;
-/// each thread `u` gets columns `2 (u % 4)` and the next of row `u / 4` of each tile, as an accumulator's registers lie; if
-/// `transposed`, rows and columns change places.
+/// Reads four 8 × 8 tiles of 16 bits from shared memory (`ldmatrix`). For tile `n`, thread `8 n + i` gives the address of row
+/// `i`, 16 bytes. Thread `u` gets columns `2 (u % 4)` and `2 (u % 4) + 1` of row `u / 4` of each tile, which is the layout of
+/// an accumulator. If `transposed`, rows and columns are exchanged.
 #[cube]
 pub fn load_tiles(at: u32, #[comptime] transposed: bool) -> Sequence<u32> {
     intrinsic!(|scope| {
@@ -127,7 +128,7 @@ pub fn load_tiles(at: u32, #[comptime] transposed: bool) -> Sequence<u32> {
     })
 }
 
-/// The opposite of [`load_tiles()`]: each thread gives what it would get.
+/// The inverse of [`load_tiles()`]: each thread writes the elements that it would read.
 #[cube]
 pub fn store_tiles(at: u32, tiles: &Array<u32>) {
     store_tiles_of(at, tiles[0], tiles[1], tiles[2], tiles[3]);
@@ -142,11 +143,11 @@ fn store_tiles_of(at: u32, a: u32, b: u32, c: u32, d: u32) {
     })
 }
 
-/// Adds four f32 to those from element `128 nth` of `sums` on, a multiple of 16 bytes.
+/// Atomically adds four f32 to `sums`, from element `128 nth` on, which is at a multiple of 16 bytes.
 #[cube]
 pub fn add_quad(sums: &[f32], #[comptime] nth: usize, a: f32, b: f32, c: f32, d: f32) {
     intrinsic!(|scope| {
-        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
+        // SAFETY: the reference belongs to a kernel that is being expanded. Its pointer is a value in the kernel's code and is not dereferenced here.
         let sums = unsafe { *sums.__expand_as_ptr_method(scope) }.value(scope);
         let mut args = vec![sums];
         args.extend([a, b, c, d].map(|x| x.read_value(scope)));
@@ -155,18 +156,19 @@ pub fn add_quad(sums: &[f32], #[comptime] nth: usize, a: f32, b: f32, c: f32, d:
     })
 }
 
-/// The address of the start of `tile`, a multiple of 16, in the shared window: a descriptor's low bits hold it, in units
-/// of 16 bytes.
+/// The address of the start of `tile`, a multiple of 16, in the shared window. The low bits of a descriptor hold it in units of
+/// 16 bytes.
 #[cube]
 pub fn shared_address<E: CubePrimitive>(tile: &[E]) -> u32 {
     u32::cast_from(descriptor::<E>(tile, 16usize, 1024usize) & 0x3FFFu64) << 4
 }
 
-/// Writes one of the two numbers of a packed register to the first element of `to`, if `live`. No branch, as for [`store_pair()`].
+/// Writes one of the two numbers of a packed register to the first element of `to`, if `live`. Predicated, like
+/// [`store_pair()`].
 #[cube]
 pub fn store_half<E: CubePrimitive>(to: &mut [E], packed: u32, #[comptime] high: bool, live: bool) {
     intrinsic!(|scope| {
-        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
+        // SAFETY: the reference belongs to a kernel that is being expanded. Its pointer is a value in the kernel's code and is not dereferenced here.
         let to = unsafe { *to.__expand_as_ptr_method(scope) }.value(scope);
         let halves = if high { "_, half" } else { "half, _" };
         let template = format!("{{\n.reg .b16 half;\nmov.b32 {{{halves}}}, $1;\n@$2 st.global.b16 [$0], half;\n}}");

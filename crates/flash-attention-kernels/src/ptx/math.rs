@@ -1,4 +1,4 @@
-//! Arithmetic: approximations of the special-function unit, pairs of 16 bits in a word.
+//! Arithmetic: approximations of the special-function unit, and pairs of 16-bit numbers in a word.
 
 use super::asm::{effect_value, pure};
 use crate::dtype::Dtype;
@@ -7,13 +7,13 @@ use cubecl_core::ir::ExpandValue;
 
 // -- special-function unit
 
-/// What the special-function unit makes of an f32.
+/// An approximation by the special-function unit.
 fn approximation(scope: &cubecl_core::ir::Scope, name: &str, x: pliron::value::Value) -> ExpandValue {
     let ty = f32::__expand_as_type(scope);
     pure(scope, ty, &format!("{name}.approx.ftz.f32 $0, $1;"), "=f,f", vec![x]).into()
 }
 
-/// `a · b`, rounded whatever is done with it: no compiler makes a fused multiply-add of it.
+/// `a · b`, always rounded: no compiler fuses it with an addition.
 #[cube]
 pub fn multiply_rounded(a: f32, b: f32) -> f32 {
     intrinsic!(|scope| {
@@ -23,8 +23,8 @@ pub fn multiply_rounded(a: f32, b: f32) -> f32 {
     })
 }
 
-/// `2^x`, the hardware's approximation (relative error 2^-22). CubeCL's own needs libdevice, which only a CUDA toolkit on
-/// the machine brings; so do `log2` and `tanh`.
+/// `2^x`, by the hardware's approximation (relative error 2^-22). CubeCL's own function needs libdevice, which only an installed
+/// CUDA toolkit provides. The same holds for `log2` and `tanh`.
 #[cube]
 pub fn ex2(x: f32) -> f32 {
     intrinsic!(|scope| {
@@ -33,7 +33,7 @@ pub fn ex2(x: f32) -> f32 {
     })
 }
 
-/// `log2 x`, the hardware's approximation (absolute error 2^-22).
+/// `log2 x`, by the hardware's approximation (absolute error 2^-22).
 #[cube]
 pub fn lg2(x: f32) -> f32 {
     intrinsic!(|scope| {
@@ -42,8 +42,8 @@ pub fn lg2(x: f32) -> f32 {
     })
 }
 
-/// `1 / x`, the hardware's approximation (1 unit in the last place). An exact division costs far more than its time: its
-/// slow path is a call, external in the relocatable code that CubeCL links, and beside an external call the assembler
+/// `1 / x`, by the hardware's approximation (1 unit in the last place). An exact division costs far more than its own time: its
+/// slow path is a call, which is external in the relocatable code that CubeCL links, and next to an external call the assembler
 /// serialises every warpgroup product.
 #[cube]
 pub fn reciprocal(x: f32) -> f32 {
@@ -53,7 +53,7 @@ pub fn reciprocal(x: f32) -> f32 {
     })
 }
 
-/// Two f32 rounded to 16 bits in one register, `low` in its low half.
+/// Two f32 rounded to 16 bits and packed into one register, with `low` in its low half.
 #[cube]
 pub fn pack(low: f32, high: f32, #[comptime] dtype: Dtype) -> u32 {
     intrinsic!(|scope| {
@@ -67,7 +67,7 @@ pub fn pack(low: f32, high: f32, #[comptime] dtype: Dtype) -> u32 {
     })
 }
 
-/// `a · b + c` of both halves of packed registers.
+/// `a · b + c` for both halves of packed registers.
 #[cube]
 pub fn fma_packed(a: u32, b: u32, c: u32, #[comptime] dtype: Dtype) -> u32 {
     intrinsic!(|scope| {
@@ -85,7 +85,7 @@ pub fn fma_packed(a: u32, b: u32, c: u32, #[comptime] dtype: Dtype) -> u32 {
 #[cube]
 pub fn unpack(packed: u32, #[comptime] high: bool, #[comptime] dtype: Dtype) -> f32 {
     if comptime!(dtype == Dtype::BF16) {
-        // bf16 is the upper half of f32.
+        // A bf16 is the upper half of an f32.
         f32::reinterpret(if comptime!(high) { packed & 0xFFFF_0000 } else { packed << 16 })
     } else {
         half_to_f32(packed, high)
@@ -102,8 +102,8 @@ fn half_to_f32(packed: u32, #[comptime] high: bool) -> f32 {
     })
 }
 
-/// The same number, which the compiler takes for another one each time: what is computed from it is computed where it is needed,
-/// not once before a loop, which takes a register for each.
+/// The same number, opaque to the compiler. Values that are computed from it are computed where they are needed, and not
+/// hoisted out of a loop, where each would occupy a register.
 #[cube]
 pub fn opaque(x: u32) -> u32 {
     intrinsic!(|scope| {

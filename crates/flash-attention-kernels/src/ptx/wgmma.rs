@@ -1,4 +1,4 @@
-//! Warpgroup matrix products (`wgmma`), one `mma.sync` step, and accumulators as what inline PTX takes and gives.
+//! Warpgroup matrix products (`wgmma`), one `mma.sync` step, and accumulators as operands of inline PTX.
 
 use super::asm::{effect_values, in_place};
 use crate::dtype::Dtype;
@@ -6,9 +6,9 @@ use cubecl::prelude::*;
 use cubecl_core::ir::ExpandValue;
 use cubecl_core::ir::dialect::matrix::*;
 
-// -- warpgroup products. Accumulators lie in registers one by one; `len` and `n / 2` of them.
+// -- warpgroup products. An accumulator is an array of single registers; `len` and `n / 2` are their number.
 
-/// What registers hold.
+/// Reads the values of registers.
 #[cube]
 pub(crate) fn held(registers: &Array<f32>, #[comptime] len: usize) -> Sequence<f32> {
     let mut held = Sequence::<f32>::new();
@@ -19,7 +19,7 @@ pub(crate) fn held(registers: &Array<f32>, #[comptime] len: usize) -> Sequence<f
     held
 }
 
-/// Lets them hold this.
+/// Writes values to registers.
 #[cube]
 pub(crate) fn hold(registers: &mut Array<f32>, values: &Sequence<f32>, #[comptime] len: usize) {
     #[unroll]
@@ -28,7 +28,7 @@ pub(crate) fn hold(registers: &mut Array<f32>, values: &Sequence<f32>, #[comptim
     }
 }
 
-/// Pins registers: no access to them moves across this point.
+/// Pins registers: the compiler moves no access to them across this point.
 #[cube]
 pub fn pin(registers: &mut Array<f32>, #[comptime] len: usize) {
     let after = pinned(&held(&*registers, len));
@@ -44,7 +44,7 @@ fn pinned(held: &Sequence<f32>) -> Sequence<f32> {
     })
 }
 
-/// Values as what a `#[cube]` function returns.
+/// Converts values to the result of a `#[cube]` function.
 pub(crate) fn sequence<T: CubePrimitive>(
     scope: &cubecl_core::ir::Scope,
     values: Vec<pliron::value::Value>,
@@ -54,40 +54,42 @@ pub(crate) fn sequence<T: CubePrimitive>(
     all
 }
 
-/// `wgmma.fence`: before the first product, and after registers that products read or add to were written.
+/// `wgmma.fence`: needed before the first product, and after writes to registers that products read or add to.
 #[cube]
 pub fn wgmma_fence() {
     intrinsic!(|scope| scope.register(&WgmmaFenceOp::new(scope.ctx_mut())))
 }
 
-/// `wgmma.commit_group`: the products issued since the last one form a group.
+/// `wgmma.commit_group`: groups the products that were issued since the last commit.
 #[cube]
 pub fn wgmma_commit() {
     intrinsic!(|scope| scope.register(&WgmmaCommitGroupOp::new(scope.ctx_mut())))
 }
 
-/// `wgmma.wait_group`: waits until at most the newest `n` groups are in flight. (CubeCL's `Pending::wait` waits for all,
-/// which would keep products and softmax from overlapping.)
+/// `wgmma.wait_group`: waits until at most the newest `n` groups are in flight. (CubeCL's `Pending::wait` waits for all groups,
+/// which would prevent an overlap of products and softmax.)
 #[cube]
 pub fn wgmma_wait(#[comptime] n: usize) {
     intrinsic!(|scope| scope.register(&WgmmaWaitGroupOp::new(scope.ctx_mut(), n)))
 }
 
-/// The descriptor of a tile in shared memory with the 128-byte swizzle; offsets in bytes. Addresses within it count in
-/// threads of 16 bytes and may be added to.
+/// The descriptor of a tile in shared memory with the 128-byte swizzle. `leading` and `stride` are offsets in bytes. The
+/// address in a descriptor counts units of 16 bytes and may be added to.
 #[cube]
 pub fn descriptor<E: CubePrimitive>(tile: &[E], #[comptime] leading: usize, #[comptime] stride: usize) -> u64 {
     intrinsic!(|scope| {
-        // SAFETY: the reference is one of a kernel that is being expanded; its pointer is a value of the kernel's code, which nobody follows here.
+        // SAFETY: the reference belongs to a kernel that is being expanded. Its pointer is a value in the kernel's code and is not dereferenced here.
         let ptr = unsafe { *tile.__expand_as_ptr_method(scope) }.value(scope);
         let op = WgmmaDescriptorOp::new(scope.ctx_mut(), ptr, leading, stride, WgmmaSwizzle::B128);
         scope.register_with_result(&op).into()
     })
 }
 
-/// A product `m64 n` in steps of 16 along its inner dimension, as one piece of PTX: what surrounds a piece takes CubeCL and
-/// LLVM more time than what is in it. Of each step: what comes before it, and its operands. `adds`: 0 if what the accumulator
-/// `$0`, `$1`, … holds does not count. `columns`: for each operand in shared memory, whether it is MN-major.
+/// The PTX of a product `m64 n`, in steps of 16 along the inner dimension. All steps are one piece of PTX, because CubeCL and
+/// LLVM spend more time on the code around a piece than on its contents.
+///
+/// `steps`: for each step, PTX that precedes it, and its operands. `adds`: 0 if the old values of the accumulator `$0`, `$1`, …
+/// are ignored. `columns`: for each operand in shared memory, whether it is MN-major.
 fn wgmma(n: usize, dtype: Dtype, adds: &str, columns: impl AsRef<[bool]>, steps: &[(String, String)]) -> String {
     let transposed: Vec<_> = columns.as_ref().iter().map(|is| u32::from(*is).to_string()).collect();
     let transposed = transposed.join(", ");
@@ -107,8 +109,8 @@ fn wgmma(n: usize, dtype: Dtype, adds: &str, columns: impl AsRef<[bool]>, steps:
     )
 }
 
-/// `acc = A · B`, `m64 n`, both from shared memory. `steps`: where 16 of the inner dimension lie in A and in B, from `a` and `b`
-/// on. `columns`: whether A and B are MN-major, not K-major.
+/// `acc = A · B`, `m64 n`, with both operands in shared memory. `steps`: offsets in A and in B of each 16 of the inner
+/// dimension, relative to the descriptors `a` and `b`. `columns`: whether A and B are MN-major instead of K-major.
 #[cube]
 pub fn mma_shared(
     acc: &mut Array<f32>,
@@ -141,14 +143,14 @@ fn product_shared(
     })
 }
 
-/// Steps of a product of two operands in shared memory, whose descriptors come from operand `first` on.
+/// Steps of a product of two operands in shared memory. Their descriptors are operands `first` and `first + 1`.
 fn shared_steps(first: usize, steps: &[[usize; 2]]) -> Vec<(String, String)> {
     let of = |[a, b]: &[usize; 2]| format!("add.s64 a, ${first}, {a};\nadd.s64 b, ${}, {b};", first + 1);
     steps.iter().map(|step| (of(step), "a, b".into())).collect()
 }
 
-/// `acc += A · B`, or `acc = A · B` if not `adds`; `m64 n`, A from registers, B from shared memory, MN-major. Of A four packed
-/// registers a step; `stride`: from a step of B to the next.
+/// `acc += A · B`, or `acc = A · B` if not `adds`; `m64 n`, with A in registers and B in shared memory, MN-major. A has four
+/// packed registers for each step. `stride` is the offset from one step of B to the next.
 #[cube]
 pub fn mma_registers(
     acc: &mut Array<f32>,
@@ -200,8 +202,9 @@ fn product_registers(
     })
 }
 
-/// `mma.sync`, `m16 n8 k16`: `sums += A · B`. `first`, `second`: the words of A in a thread's two rows, of its first eight columns and its second.
-/// `column`: those of B in its column, of its first eight rows and its second.
+/// `mma.sync`, `m16 n8 k16`: `sums += A · B`. `first` and `second` are the words of A in the thread's two rows, each for the
+/// first and the second eight columns. `column` holds the words of B in the thread's column, for the first and the second eight
+/// rows.
 #[cube]
 pub fn mma_step(
     sums: &mut Array<f32>,
@@ -228,7 +231,7 @@ fn product_of_step(held: &Sequence<f32>, words: &Sequence<u32>, #[comptime] dtyp
         let registers: Vec<_> = held.iter_cloned().map(|x| x.read_value(scope)).collect();
         let args: Vec<_> = words.iter_cloned().map(|x| x.read_value(scope)).collect();
         let ty = if dtype == Dtype::BF16 { "bf16" } else { "f16" };
-        // Operands 4 to 7 are the sums as they were, in the registers of 0 to 3.
+        // Operands 4 to 7 are the old sums, tied to the registers of operands 0 to 3.
         let template = format!(
             "mma.sync.aligned.m16n8k16.row.col.f32.{ty}.{ty}.f32 {{$0, $1, $2, $3}}, {{$8, $9, $10, $11}}, {{$12, $13}}, \
              {{$0, $1, $2, $3}};"

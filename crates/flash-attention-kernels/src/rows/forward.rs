@@ -16,7 +16,7 @@ use crate::fragment::scores::{Scores, TileAt};
 use crate::softmax::{Rescale, lse_bits, normalizer, raised, weight};
 use cubecl::prelude::*;
 
-/// `o [B, H, Sq, Dv]` and the bits of `lse [B, H, Sq]` from Q, K and V.
+/// Computes `o [B, H, Sq, Dv]` and the bits of `lse [B, H, Sq]` from Q, K and V.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn forward<F: Float, M: Numeric, N: Size>(
     inputs: Qkv<F, N>,
@@ -96,7 +96,8 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     write(outputs.o, &work.rows(false), &acc, &l, head_dim_v, tile);
 }
 
-/// The score of a pair, [`HIDDEN`](crate::softmax::HIDDEN) where it is not seen.
+/// Score of a pair, from `t`, the result of [`Score::of`](crate::score::Score::of). Hidden pairs get
+/// [`HIDDEN`](crate::softmax::HIDDEN).
 #[cube]
 pub fn apply_score_mod<F: Float, M: Numeric>(
     t: f32,

@@ -7,9 +7,9 @@
 //!             s = K q    dp = V do    p = exp(s − lse)    ds = p ∘ (dp − delta) ∘ factor   dK += ds q    dV += p do
 //! ```
 //!
-//! The second is the first with queries and keys in each other's places and one product more. Band, mask and bias come with their
-//! sides exchanged as well, so that "query" always is a row.
-//! (FlashAttention-2, arXiv:2307.08691, algorithm 2.) Every sum is taken in a fixed order.
+//! `DkDv` is `Dq` with queries and keys exchanged, and one more product. Band, mask and bias are passed with their sides exchanged as
+//! well, so that a "query" of the band is always a row. Every sum is taken in a fixed order. (FlashAttention-2, arXiv:2307.08691,
+//! algorithm 2.)
 
 use super::Blueprint;
 use super::forward::apply_score_mod;
@@ -23,7 +23,7 @@ use crate::score::Factor;
 use crate::softmax::{softmax_backward, weight};
 use cubecl::prelude::*;
 
-/// Gradients of the rows.
+/// Gradients of the rows: `dq`, or `dk` and `dv`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn gradient<F: Float, M: Numeric, N: Size>(
     sides: Sides<F, N>,
@@ -56,7 +56,7 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
     let mut acc = zeros(comptime!(if differentiates { rows * vectors(head_dim) } else { 1 }));
     let mut acc_v = zeros(comptime!(if with_dv { rows * vectors(head_dim_v) } else { 1 }));
 
-    // Where queries are rows, each has its lse and delta for good.
+    // Where rows are queries, their lse and delta are read once.
     let mut lse = Array::<f32>::new(rows);
     let mut delta = Array::<f32>::new(rows);
     if comptime!(!transposed) {
@@ -68,7 +68,7 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
         }
     }
 
-    // Heads that stream by: the query heads of a key head, or the key head of a query head.
+    // Heads of the columns: the query heads of a key/value head, or the key/value head of a query head.
     let streams = if transposed { group_size } else { 1usize.runtime() };
     for member in 0..streams {
         let stream = if transposed { work.head * group_size + member } else { work.head / group_size };
@@ -105,7 +105,7 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
                         let dp = extras.dropout.backward(dot(&held_d, &column_v, nth, head_dim_v), kept);
                         let mut ds = softmax_backward(p, dp, delta[nth], true);
                         if comptime!(blueprint.factor != Factor::One) {
-                            // Where nothing is seen, whatever a function gives there.
+                            // A hidden pair stays 0, even if its factor is not finite.
                             let factor = scores.factor(t, &at, row, j, blueprint.factor);
                             ds = select(ds == 0.0f32, 0.0f32, ds * factor);
                         }

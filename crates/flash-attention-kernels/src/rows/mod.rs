@@ -1,5 +1,5 @@
-//! Attention without shared memory: a thread holds whole rows in registers, and what they are multiplied by streams past, one
-//! element read for all of a thread's rows.
+//! Attention without shared memory. Each thread holds whole rows in registers, and columns stream by. Each element of a column is read
+//! once for all rows of a thread.
 //!
 //! ```text
 //! row       a thread's rows, products with a column, rows written out
@@ -7,9 +7,9 @@
 //! gradient  dq; dk and dv
 //! ```
 //!
-//! For devices that are processors: they compute the threads of a warp as lanes of a vector, read memory lane by lane, keep
-//! registers in their first-level cache, where there is room for many, and take both sides of every branch. So nothing is
-//! staged, no thread waits for another, and nothing branches but the loop over columns.
+//! These kernels are for processors, as software Vulkan uses them. A processor computes the threads of a warp as lanes of a vector and
+//! reads memory lane by lane. It keeps registers in its first-level cache, which has room for many, and executes both sides of every
+//! branch. Therefore nothing is staged, no thread waits for another, and the only branch is the loop over columns.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
@@ -21,7 +21,7 @@ use crate::fragment::role::Role;
 use crate::score::Factor;
 use serde::Serialize;
 
-/// Shapes of one thread block's tiles.
+/// Tile of one thread block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct RowsTile {
     /// Threads of a thread block.
@@ -31,7 +31,7 @@ pub struct RowsTile {
 }
 
 impl RowsTile {
-    /// Rows of a block.
+    /// Rows of a thread block.
     ///
     /// ```
     /// use flash_attention_kernels::RowsTile;
@@ -43,20 +43,20 @@ impl RowsTile {
     }
 }
 
-/// What a kernel is specialised for.
+/// Everything that a kernel is specialised for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Blueprint {
-    /// What is computed.
+    /// Role of the kernel.
     pub role: Role,
-    /// Tiles.
+    /// Tile.
     pub tile: RowsTile,
     /// Dimension of a query and of a key.
     pub head_dim: usize,
     /// Dimension of a value.
     pub head_dim_v: usize,
-    /// What gradients of scores are multiplied by.
+    /// Factor of the gradients of scores.
     pub factor: Factor,
-    /// Whether there can be pairs that do not see each other. What is hidden adds nothing, whatever stands there; IEEE arithmetic
-    /// would make NaN of `0 · NaN`.
+    /// Whether any pair can be hidden. A factor of 0 then adds nothing, even where a hidden key or value is NaN: in IEEE arithmetic
+    /// `0 · NaN` is NaN.
     pub careful: bool,
 }

@@ -1,11 +1,11 @@
-//! Rows of a thread, in vectors of four f32, and products with a column that all of them share.
+//! Rows of a thread in vectors of four f32, and their products with a column that they share.
 
 use super::RowsTile;
 use crate::fragment::grid::Block;
 use crate::fragment::rows::{Layout, Rows, Vec4, WIDTH, write_quad, zeros};
 use cubecl::prelude::*;
 
-/// Vectors of a row.
+/// Vectors in a row of `head_dim` elements.
 pub fn vectors(head_dim: usize) -> usize {
     head_dim.div_ceil(WIDTH)
 }
@@ -16,7 +16,7 @@ pub fn row_of(start: u32, nth: u32, #[comptime] tile: RowsTile) -> u32 {
     start + nth * comptime!(tile.units as u32) + UNIT_POS
 }
 
-/// A row as f32, zeros behind its last element.
+/// Reads a row as f32, padded with zeros.
 #[cube]
 pub fn read<F: Float, N: Size>(rows: &Rows<F, N>, row: u32, #[comptime] head_dim: usize) -> Array<Vec4> {
     let mut values = Array::<Vec4>::new(comptime!(vectors(head_dim)));
@@ -27,10 +27,10 @@ pub fn read<F: Float, N: Size>(rows: &Rows<F, N>, row: u32, #[comptime] head_dim
     values
 }
 
-/// The rows of this thread, one after the other. In place of rows that do not exist stands the last one, `last`.
+/// Reads the rows of this thread, one after the other. Rows after `last` are replaced by `last`.
 ///
-/// Registers cannot be numbered at run time, so each takes what is its own of all that is read: a read for each register would
-/// take compilers that make a loop of it longer than the kernel runs.
+/// Registers cannot be indexed at run time. In each step of the loop one vector is read, and every register selects whether to take it.
+/// With a separate read for each register, compilers that turn each read into a loop would take longer than the kernel runs.
 #[cube]
 pub fn hold<F: Float, N: Size>(
     rows: &Rows<F, N>,
@@ -52,10 +52,10 @@ pub fn hold<F: Float, N: Size>(
     held
 }
 
-/// The product of the `nth` of the rows that are held with a column.
+/// Product of the `nth` row of `held` with a column.
 #[cube]
 pub fn dot(held: &Array<Vec4>, column: &Array<Vec4>, #[comptime] nth: usize, #[comptime] head_dim: usize) -> f32 {
-    // Four sums, so that additions need not wait for each other.
+    // Four partial sums, so that additions need not wait for each other.
     let mut sums = Vec4::new(0.0f32);
     #[unroll]
     for n in 0..comptime!(vectors(head_dim)) {
@@ -64,7 +64,7 @@ pub fn dot(held: &Array<Vec4>, column: &Array<Vec4>, #[comptime] nth: usize, #[c
     (sums.extract(0usize) + sums.extract(1usize)) + (sums.extract(2usize) + sums.extract(3usize))
 }
 
-/// Adds a column times `factor` to the `nth` of the rows that are added up. `careful`: a factor of zero adds nothing.
+/// Adds `factor` times a column to the `nth` accumulated row. `careful`: a factor of 0 adds nothing, even if the column is not finite.
 #[cube]
 pub fn add(
     acc: &mut Array<Vec4>,
@@ -86,7 +86,7 @@ pub fn add(
     }
 }
 
-/// Multiplies the `nth` of the rows that are added up.
+/// Multiplies the `nth` accumulated row by `factor`.
 #[cube]
 pub fn scale(acc: &mut Array<Vec4>, factor: f32, #[comptime] nth: usize, #[comptime] head_dim: usize) {
     #[unroll]
@@ -95,7 +95,7 @@ pub fn scale(acc: &mut Array<Vec4>, factor: f32, #[comptime] nth: usize, #[compt
     }
 }
 
-/// Writes the rows that were added up, each times its factor, those that exist.
+/// Writes the accumulated rows that exist, each multiplied by its factor.
 #[cube]
 pub fn write<F: Float, N: Size>(
     tensor: &mut Tensor<Vector<F, N>>,

@@ -1,30 +1,31 @@
-//! What kernels on tensor cores are specialised for.
+//! The blueprint of kernels on tensor cores: everything they are compiled for.
 
 use super::{LINE, PANEL, WARP_UNITS, WARPGROUP_ROWS, WARPGROUP_UNITS};
 use crate::dtype::Dtype;
 use crate::fragment::role::Role;
 use serde::Serialize;
 
-/// Tiles. What is said of queries and keys is the other way round in the kernel of `dk` and `dv`.
+/// Tile sizes. In the kernel of `dk` and `dv`, queries and keys exchange their roles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct HopperTile {
-    /// Consumer groups of a thread block. Each works for itself, in shared memory of its own.
+    /// Consumer groups of a thread block. They are independent and use separate shared memory.
     pub consumer_groups: usize,
     /// Warpgroups of a consumer group, 64 queries each; at least 2.
     pub warpgroups: usize,
     /// Keys of a tile: a multiple of 16, at most 256.
     pub tile_k: usize,
-    /// Tiles of K, and of V, in shared memory at a time.
+    /// Pipeline stages: number of tiles of K, and of V, in shared memory at a time.
     pub stages: usize,
-    /// Whether the warpgroups take turns in issuing products, so that one's softmax runs under the other's products.
+    /// Whether the warpgroups issue their products in turn, so that one's softmax runs under the other's products.
     pub ping_pong: bool,
-    /// Whether each consumer group has one warp more, which loads and does nothing else; only in the forward. Warps come with registers by
-    /// fours, so that beside two warpgroups it leaves each thread 168, beside three or four 128 or 96.
+    /// Whether each consumer group has an additional warp that only loads; in the forward only. Registers are allocated for
+    /// four warps at a time, so that a thread has 168 registers with two warpgroups and a producer warp, 128 with three and 96
+    /// with four.
     pub producer_warp: bool,
 }
 
 impl HopperTile {
-    /// Queries of a consumer group.
+    /// Queries of a consumer group's tile.
     pub fn tile_q(&self) -> usize {
         self.warpgroups * WARPGROUP_ROWS
     }
@@ -35,16 +36,16 @@ impl HopperTile {
     }
 }
 
-/// What a kernel is specialised for.
+/// Everything a kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Blueprint {
-    /// What is computed.
+    /// What the kernel computes.
     pub role: Role,
-    /// Tiles.
+    /// Tile sizes.
     pub tile: HopperTile,
     /// Element type.
     pub dtype: Dtype,
-    /// Whether f32 is rounded to tf32 before it is multiplied.
+    /// Whether f32 operands are rounded to tf32 before they are multiplied.
     pub tf32: bool,
     /// Dimension of a query and of a key.
     pub head_dim: usize,
@@ -52,56 +53,57 @@ pub struct Blueprint {
     pub head_dim_v: usize,
     /// Whether there is a softcap.
     pub capped: bool,
-    /// Whether there is a boolean mask, and whether it differs from row to row.
+    /// The boolean mask, if there is one: whether its rows differ.
     pub mask: Option<Rows>,
-    /// Whether there is a bias, and whether it differs from row to row.
+    /// The bias, if there is one: whether its rows differ.
     pub bias: Option<Rows>,
-    /// Whether there are slopes.
+    /// Whether there are ALiBi slopes.
     pub alibi: bool,
-    /// Whether there is a function of scores.
+    /// Whether there is a `score_mod`.
     pub modified: bool,
-    /// Whether the derivative of what it makes of a product is kept until the gradient of the score is there.
+    /// Whether the derivatives of softcap and `score_mod` are kept until the gradient of the score is known.
     pub keeps_derivative: bool,
-    /// Whether there is a function that hides pairs.
+    /// Whether there is a `mask_mod`.
     pub mask_mod: bool,
     /// Whether there are several sequences.
     pub varlen: bool,
-    /// Whether there is a block mask: lists say which tiles are visited.
+    /// Whether there is a block mask, and lists select the visited tiles.
     pub sparse: bool,
-    /// Whether work tiles are splits of the keys, whose results are combined.
+    /// Whether a work tile is a split of the keys. The results are then combined by another kernel.
     pub split_keys: bool,
-    /// Lse and delta lie in scratch with each head's rows filled up to a multiple of this, which tiles of queries divide.
+    /// In scratch, each head's rows of lse and delta are padded to a multiple of this. The number of queries of a tile divides
+    /// it.
     pub stats_multiple: usize,
 }
 
-/// Whether the rows of a mask or bias are all alike.
+/// How the rows of a mask or bias differ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub enum Rows {
     /// One row for all queries.
     Same,
-    /// A row for each query.
+    /// One row for each query.
     Each,
-    /// A row for each query, and TMA can read them: tiles of a bias come to shared memory as those of K and V do.
+    /// One row for each query, readable by TMA: tiles of the bias are loaded to shared memory like those of K and V.
     Tiled,
 }
 
 impl Blueprint {
-    /// Elements of a vector of 16 bytes.
+    /// Elements of a 16-byte vector.
     pub fn vector(&self) -> usize {
         16 / self.dtype.size()
     }
 
-    /// Columns of a panel, whose lines are 128 bytes.
+    /// Columns of a panel, whose lines have 128 bytes.
     pub fn panel(&self) -> usize {
         LINE / self.dtype.size()
     }
 
-    /// Panels of Q and K.
+    /// Number of panels of Q and K.
     pub fn panels(&self) -> usize {
         self.head_dim.div_ceil(self.panel())
     }
 
-    /// Panels of V.
+    /// Number of panels of V.
     pub fn panels_v(&self) -> usize {
         self.head_dim_v.div_ceil(self.panel())
     }
@@ -111,7 +113,7 @@ impl Blueprint {
         self.split_keys || self.dtype == Dtype::F32
     }
 
-    /// Columns of the accumulator of O or dV: `n` of its products, a multiple of 8.
+    /// Columns of the accumulator of O or dV: `n` of the product, a multiple of 8.
     pub fn columns(&self) -> usize {
         self.head_dim_v.next_multiple_of(8)
     }
@@ -126,17 +128,17 @@ impl Blueprint {
         self.role.is_transposed()
     }
 
-    /// Whether `dS` is computed, and the accumulator of dQ or dK.
+    /// Whether `dS` and an accumulator of dQ or dK are computed.
     pub fn differentiates(&self) -> bool {
         self.role.differentiates()
     }
 
-    /// Whether `P` multiplies, and there is an accumulator of dV.
+    /// Whether an accumulator of dV is computed from `P`.
     pub fn sums_values(&self) -> bool {
         matches!(self.role, Role::DkDv { dv: true, .. } | Role::All)
     }
 
-    /// Whether dQ is added up in memory.
+    /// Whether dQ is accumulated in global memory.
     pub fn reduces(&self) -> bool {
         self.role == Role::All
     }
@@ -151,32 +153,32 @@ impl Blueprint {
         self.tile.tile_k * self.panels_v() * LINE
     }
 
-    /// Whether tiles of the bias come to shared memory.
+    /// Whether tiles of the bias are loaded to shared memory.
     pub fn tiled_bias(&self) -> bool {
         self.bias == Some(Rows::Tiled)
     }
 
-    /// Panels of a tile of the bias.
+    /// Number of panels of a tile of the bias.
     pub fn panels_b(&self) -> usize {
         self.tile.tile_k.div_ceil(PANEL)
     }
 
-    /// Bytes of a tile of the bias, for all rows of a consumer group: panels of a warpgroup's 64 rows each, or, transposed, a panel for
-    /// each warpgroup.
+    /// Bytes of a tile of the bias for all rows of a consumer group. The tile consists of panels of 64 rows for each warpgroup
+    /// or, if transposed, of one panel for each warpgroup.
     pub fn b_bytes(&self) -> usize {
         let panels = if self.transposed() { self.tile.tile_k } else { WARPGROUP_ROWS * self.panels_b() };
         let bytes = self.tile.warpgroups * panels * PANEL * self.dtype.size();
         if self.tiled_bias() { bytes } else { 0 }
     }
 
-    /// Bytes of a tile's log-sum-exp or delta, where they come to shared memory.
+    /// Bytes of lse, or of delta, of a tile of queries in shared memory.
     pub fn stats_bytes(&self) -> usize {
-        // Copies start at multiples of 16 bytes; tiles of sequences need not.
+        // Copies start at multiples of 16 bytes. Tiles of several sequences may start anywhere.
         let spare = if self.varlen { 16 } else { 0 };
         if self.transposed() { self.tile.tile_k * size_of::<f32>() + spare } else { 0 }
     }
 
-    /// Bytes of a tile of `dSᵀ`, which goes through shared memory where dQ is added up. There are two.
+    /// Bytes of a tile of `dSᵀ`, which passes through shared memory if dQ is accumulated in memory. There are two such tiles.
     pub fn ds_bytes(&self) -> usize {
         if self.reduces() { self.tile.tile_q() * self.tile.tile_k * self.dtype.size() } else { 0 }
     }
@@ -191,18 +193,19 @@ impl Blueprint {
         if self.differentiates() { WARPGROUP_ROWS * self.panels_v() * LINE } else { 0 }
     }
 
-    /// Whether exponentials are relative to a reference maximum, not to the maximum: where what they are rounded to has the range of f32,
-    /// and no bias, slope or function stands in for a mask.
+    /// Whether exponentials are relative to a reference maximum instead of the row maximum. This needs bf16, which has the
+    /// range of f32, and no bias, slope or `score_mod`, since these may act as a mask.
     pub fn uses_reference_max(&self) -> bool {
         self.dtype == Dtype::BF16 && self.bias.is_none() && !self.alibi && !self.modified
     }
 
-    /// Whether pairs can be hidden that the band would let see each other.
+    /// Whether mask or `mask_mod` may hide pairs that the band shows.
     pub fn hides_pairs(&self) -> bool {
         self.mask.is_some() || self.mask_mod
     }
 
-    /// Whether scores are turned into natural units before the softmax, not by its factor alone.
+    /// Whether scores are scaled to natural units before the softmax. Otherwise the softmax's exponent factor includes the
+    /// scale.
     pub fn scores_are_scaled(&self) -> bool {
         self.capped || self.bias.is_some() || self.alibi || self.modified
     }

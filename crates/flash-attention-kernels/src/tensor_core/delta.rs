@@ -1,7 +1,7 @@
-//! What gradients need of each query: `lse` in base 2, and `delta_i = Σ_c dout_ic · o_ic − dlse_i`.
+//! Statistics of each query for the backward: `lse` in base 2, and `delta_i = Σ_c dout_ic · o_ic − dlse_i`.
 //!
-//! As [for the portable kernels](crate::portable::delta), but in the layout that tiles of queries are loaded with: rows of a head
-//! are filled up to whole tiles, with rows whose probabilities are 0.
+//! The formula is that [of the portable kernels](crate::portable::delta). The layout is the one that gradient kernels load in
+//! tiles of queries: the rows of a head are padded to whole tiles, with rows whose probabilities are 0.
 
 use super::operands::row_start;
 use super::statistics::stats_rows;
@@ -15,21 +15,22 @@ pub const UNITS: u32 = 128;
 /// Rows of a thread block.
 pub const ROWS: u32 = UNITS / UNITS_PER_ROW;
 
-/// What the kernel is specialised for.
+/// Everything the kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DeltaBlueprint {
     /// Dimension of a value.
     pub head_dim_v: usize,
-    /// Rows of a head are filled up to a multiple of this.
+    /// The rows of a head are padded to a multiple of this.
     pub stats_multiple: usize,
-    /// Whether tiles begin anywhere.
+    /// Whether there are several sequences, so that tiles may begin anywhere.
     pub varlen: bool,
-    /// Columns of `dq_accum` that are made 0.
+    /// Number of columns of `dq_accum` to set to 0.
     pub zeros: usize,
 }
 
-/// `o, dout [B, H, Sq, Dv]` in vectors of 16 bytes, `lse` (bits), `dlse [B, H, Sq]` to `stats [2, B · H, Sq filled up]`: lse, then
-/// delta, as bits. Makes `dq_accum [B · H, Sq filled up, zeros]`, in vectors of 16 bytes, 0 on the way: `zeros` columns of it.
+/// Computes lse and delta from `o, dout [B, H, Sq, Dv]` in 16-byte vectors, `lse` (bits) and `dlse [B, H, Sq]`. Writes them to
+/// `stats [2, B · H, padded Sq]` as bits: lse, then delta. Also sets `dq_accum [B · H, padded Sq, zeros]` in 16-byte vectors to
+/// 0.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn delta<E: Float, N: Size>(
     o: &Tensor<Vector<E, N>>,
@@ -46,7 +47,7 @@ pub fn delta<E: Float, N: Size>(
     let width = o.vector_size();
     let rows = stats_rows(seq_q, blueprint.stats_multiple, blueprint.varlen);
     let (of_row, nth) = (UNIT_POS % UNITS_PER_ROW, UNIT_POS / UNITS_PER_ROW);
-    // Blocks of a head's rows follow one another, so do heads and batches: a thread block's rows are of one head.
+    // Blocks of a head's rows are consecutive, and so are heads and batches: the rows of a thread block belong to one head.
     let blocks = rows / ROWS;
     let (head, block) = (CUBE_POS / blocks as usize, CUBE_POS % blocks as usize);
     let row = block as u32 * ROWS + nth;
@@ -75,7 +76,7 @@ pub fn delta<E: Float, N: Size>(
                 #[unroll]
                 for e in 0..width {
                     let product = f32::cast_from(a.extract(e)) * f32::cast_from(b.extract(e));
-                    // What lies past the last column may be anything.
+                    // Elements past the last column are undefined.
                     sum += if comptime!(head_dim_v.is_multiple_of(width)) {
                         product
                     } else {
@@ -100,7 +101,7 @@ pub fn delta<E: Float, N: Size>(
                 let from = batch * dlse.stride(0) + of_batch * dlse.stride(1) + row as usize * dlse.stride(2);
                 of_delta -= dlse[from];
             }
-            // A query that sees nothing has no gradient, whatever it holds.
+            // A query that sees nothing has no gradient, whatever its output is.
             of_delta = select(of_lse == f32::MAX, 0.0f32, of_delta);
         }
         stats[to] = u32::reinterpret(of_lse);

@@ -1,14 +1,15 @@
-//! Dropout on registers, which hold a tile as [`rows`](super::rows) says. What is drawn, and for which pairs: [`crate::dropout`].
+//! Dropout on an accumulator in registers, whose layout [`rows`](super::rows) describes. The random draws are defined in
+//! [`crate::dropout`].
 
 use super::Blueprint;
 use super::scores::ScoreTile;
 use crate::dropout::Dropout;
 use cubecl::prelude::*;
 
-/// Which registers of a thread's tile dropout keeps: bit `n % 32` of word `n / 32` is that of the `n`-th. No words, if there is no
-/// dropout. By whole warps.
+/// Keep mask of a thread's registers of a tile. Bit `n % 32` of word `n / 32` belongs to register `n`. Without dropout there
+/// are no words. All threads of the warp must call it.
 ///
-/// A [cell](crate::dropout) is what a thread holds of 16 rows and columns. Transposed, a thread holds parts of two cells, which two other
+/// A thread holds one [cell](crate::dropout) of each 16 × 16 block. If transposed, it holds parts of two cells, which two other
 /// threads have drawn.
 #[cube]
 pub fn keep_mask(dropout: &Dropout, tile: &ScoreTile, #[comptime] blueprint: Blueprint) -> Sequence<u32> {
@@ -37,9 +38,10 @@ pub fn keep_mask(dropout: &Dropout, tile: &ScoreTile, #[comptime] blueprint: Blu
             bits = 0u32.runtime();
             #[unroll]
             for e in 0..2u32 {
-                // Of the two queries that a thread has of each eight, this one's draws: of keys that are even, or odd.
+                // The draws for one of the thread's two queries in each group of eight, for even or odd keys as the thread's
+                // key is.
                 let of_query = plane_shuffle(drawn, (lane % 4 * 2 + e) * 4 + lane / 8) >> (lane / 4 % 2) & 0x5555_5555;
-                // By keys, then by queries, each eight; registers come the other way round.
+                // Draws are ordered by groups of eight keys, then of eight queries. Registers have the opposite order.
                 let exchanged = (of_query & 0x0404_0404) << 2 | (of_query & 0x1010_1010) >> 2;
                 bits |= (of_query & 0x4141_4141 | exchanged) << e;
             }
@@ -49,13 +51,13 @@ pub fn keep_mask(dropout: &Dropout, tile: &ScoreTile, #[comptime] blueprint: Blu
     words
 }
 
-/// Whether the `n`-th register is kept.
+/// Whether register `n` is kept.
 #[cube]
 pub fn is_kept(words: &Sequence<u32>, #[comptime] n: usize) -> bool {
     *words.index(comptime!(n / 32)) & comptime!(1u32 << (n % 32)) != 0
 }
 
-/// What dropout, of which there is some, leaves of a tile's weights.
+/// A copy of a tile's weights with dropout applied. There must be dropout.
 #[cube]
 pub fn with_dropout(s: &Array<f32>, words: &Sequence<u32>, #[comptime] tile_k: usize) -> Array<f32> {
     let mut dropped = Array::<f32>::new(comptime!(tile_k / 2));
@@ -66,7 +68,7 @@ pub fn with_dropout(s: &Array<f32>, words: &Sequence<u32>, #[comptime] tile_k: u
     dropped
 }
 
-/// The same in their place, if there is any dropout.
+/// Applies dropout to a tile's weights in place, if there is dropout.
 #[cube]
 pub fn apply_dropout(s: &mut Array<f32>, words: &Sequence<u32>, #[comptime] tile_k: usize) {
     let drawn = comptime!(words.len());
@@ -78,7 +80,7 @@ pub fn apply_dropout(s: &mut Array<f32>, words: &Sequence<u32>, #[comptime] tile
     }
 }
 
-/// Gradients of probabilities from those of the dropped and scaled ones.
+/// Turns gradients of dropped and scaled probabilities into gradients of probabilities, if there is dropout.
 #[cube]
 pub fn dropout_backward(ds: &mut Array<f32>, words: &Sequence<u32>, dropout: &Dropout, #[comptime] tile_k: usize) {
     let drawn = comptime!(words.len());

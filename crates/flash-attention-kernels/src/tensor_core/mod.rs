@@ -1,15 +1,15 @@
-//! What kernels on NVIDIA's tensor cores share: accumulators as registers hold them, and what is computed on these.
+//! Code shared by all kernels for NVIDIA's tensor cores: accumulators in registers, and the computations on them.
 //!
 //! ```text
-//! blueprint   what a kernel is specialised for        rows        rows of an accumulator: operands, stores
-//! operands    tensors, each kind as one argument      softmax     the online softmax
-//! schedule    which work tile is computed when        scores      softcap, function, bias, mask, band
-//! delta       lse and delta of each query             dropout     which registers are kept
-//! statistics  how gradients read these                recompute   rows that products of tiles cannot give
+//! blueprint   everything a kernel is compiled for      rows        rows of an accumulator: operands, stores
+//! operands    tensors, grouped into arguments          softmax     the online softmax
+//! schedule    the tile scheduler                       scores      softcap, score_mod, bias, mask, band
+//! delta       lse and delta of each query              dropout     keep mask in registers
+//! statistics  reads lse and delta in gradients         recompute   rows that the tiled products cannot compute
 //! ```
 //!
-//! Kernels for [`hopper`](crate::hopper) multiply by `wgmma`, those of [`mma`](crate::mma) by `mma.sync`; both leave an accumulator in
-//! registers in the same order, by rows of 64.
+//! Kernels of [`hopper`](crate::hopper) multiply by `wgmma`, kernels of [`mma`](crate::mma) by `mma.sync`. Both leave an
+//! accumulator in registers in the same layout, in groups of 64 rows.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
@@ -35,13 +35,13 @@ pub mod statistics;
 
 pub use blueprint::{Blueprint, HopperTile, Rows};
 
-/// Rows of a warpgroup's products.
+/// Rows of a warpgroup's matrix product.
 pub const WARPGROUP_ROWS: usize = 64;
 /// Threads of a warpgroup.
 pub const WARPGROUP_UNITS: usize = 128;
 /// Threads of a warp.
 pub const WARP_UNITS: usize = 32;
-/// Bytes of a line of a panel: what the swizzle works on.
+/// Bytes of a line of a panel, the unit of the 128-byte swizzle.
 pub const LINE: usize = 128;
-/// Columns of a panel in 16 bits.
+/// Columns of a panel of 16-bit elements.
 pub const PANEL: usize = 64;

@@ -1,16 +1,17 @@
-//! Tensors that kernels on tensor cores read and write, each kind as one argument.
+//! Tensors that kernels on tensor cores read and write, grouped into arguments.
 
 use cubecl::prelude::*;
 
-/// Where the rows of `[B, H, S, …]` start. As arguments strides are constants; those of a tensor are read from memory.
+/// Strides of the rows of `[B, H, S, …]`. As arguments, strides are constants of the launch; the strides of a tensor are read
+/// from memory.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Stride {
-    /// From a batch to the next.
+    /// Distance from one batch to the next.
     pub batch: usize,
-    /// From a head to the next.
+    /// Distance from one head to the next.
     pub head: usize,
-    /// From a row to the next.
+    /// Distance from one row to the next.
     pub row: usize,
 }
 
@@ -22,41 +23,41 @@ impl Stride {
     }
 }
 
-/// Where a row of a tensor `[B, H, S, …]` starts, in elements, by strides that are read from memory.
+/// The start of a row of a tensor `[B, H, S, …]`, in elements. The strides are read from memory.
 #[cube]
 pub fn row_start<T: CubePrimitive>(tensor: &Tensor<T>, batch: usize, head: usize, row: u32) -> usize {
     batch * tensor.stride(0) + head * tensor.stride(1) + row as usize * tensor.stride(2)
 }
 
-/// A tensor `[B, H, S, D]` in vectors of 16 bytes.
+/// An input `[B, H, S, D]` in 16-byte vectors.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct RowsIn<E: Float, N: Size> {
-    /// Its vectors.
+    /// The vectors.
     pub data: &'static [Vector<E, N>],
-    /// From row to row, in vectors.
+    /// Strides in vectors.
     pub stride: Stride,
 }
 
-/// A result `[B, H, S, D]` in vectors of 8 bytes.
+/// An output `[B, H, S, D]` in 8-byte vectors.
 #[derive(CubeType, CubeLaunch)]
 pub struct RowsOut {
-    /// Its vectors.
+    /// The vectors.
     pub data: &'static mut [Vector<u32, Const<2>>],
-    /// From row to row, in vectors.
+    /// Strides in vectors.
     pub stride: Stride,
 }
 
-/// Bits of a log-sum-exp `[B, H, S]`.
+/// Output for the bits of the log-sum-exp, `[B, H, S]`.
 #[derive(CubeType, CubeLaunch)]
 pub struct LseOut {
-    /// Its words.
+    /// The words.
     pub data: &'static mut [u32],
-    /// From row to row.
+    /// Strides in words.
     pub stride: Stride,
 }
 
-/// Operands of the forward, as rows that are computed again read them.
+/// Operands of the forward, for rows that are recomputed.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Sources<E: Float, N: Size> {
@@ -68,7 +69,7 @@ pub struct Sources<E: Float, N: Size> {
     pub v: RowsIn<E, N>,
 }
 
-/// Results of the forward; of splits of the keys `o [P · B, H, Sq, Dv]` in f32 and `lse [P · B, H, Sq]`.
+/// Outputs of the forward. For `P` splits of the keys they are `o [P · B, H, Sq, Dv]` in f32 and `lse [P · B, H, Sq]`.
 #[derive(CubeType, CubeLaunch)]
 pub struct Outputs {
     /// `[B, H, Sq, Dv]`.
@@ -77,7 +78,7 @@ pub struct Outputs {
     pub lse: LseOut,
 }
 
-/// One side of the products of the backward: queries or keys.
+/// One side of the backward's products: queries or keys.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct SourceSide<E: Float, N: Size> {
@@ -87,21 +88,21 @@ pub struct SourceSide<E: Float, N: Size> {
     pub dov: RowsIn<E, N>,
 }
 
-/// Operands of the backward: [`Role`](crate::fragment::role::Role) says what rows and columns are.
+/// Operands of the backward. [`Role`](crate::fragment::role::Role) defines rows and columns.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct SourceSides<E: Float, N: Size> {
-    /// What is kept.
+    /// Operands of the rows, which a work tile keeps.
     pub rows: SourceSide<E, N>,
-    /// What streams by.
+    /// Operands of the columns, whose tiles are streamed.
     pub cols: SourceSide<E, N>,
 }
 
-/// Gradients of the rows. What is not wanted is not written.
+/// Gradients of the rows. A gradient that is not requested is not written.
 #[derive(CubeType, CubeLaunch)]
 pub struct GradientOutputs {
-    /// That of Q or K.
+    /// Gradient of Q or K.
     pub dqk: RowsOut,
-    /// That of V.
+    /// Gradient of V.
     pub dv: RowsOut,
 }

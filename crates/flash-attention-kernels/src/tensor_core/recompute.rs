@@ -1,11 +1,10 @@
-//! Rows that are computed once more, key by key: by a warp each, slowly. Sums are f32.
+//! Recomputation of single rows, key by key. A warp computes each row, slowly. Sums are f32. Two kinds of rows need it:
 //!
-//! - A hidden key has the exponential 0, and 0 times a value that is not finite is not a number: products of whole tiles let
-//!   such a value reach rows that must not see it. That shows in O where the log-sum-exp is finite. Rows that do see the value
-//!   get what it makes of them.
-//!   The same holds for gradients, of which each tensor's hidden rows count.
-//! - Exponentials relative to a reference maximum leave the range of f32 where a score is more than 72 above all those of the tiles
-//!   before, which is far beyond what a softmax makes a difference of. That shows in a sum of +∞.
+//! - A hidden key has weight 0, but 0 times a value that is NaN or infinite is NaN. Products of whole tiles let such a value
+//!   reach rows that must not see it. These rows are found by a non-finite O with a finite log-sum-exp. Rows that do see the
+//!   value get the same non-finite result again. The same applies to gradients, where hidden rows of every operand count.
+//! - Exponentials relative to a reference maximum overflow f32 if a score is more than 72 above all scores of the tiles before,
+//!   which is far beyond the range in which a softmax distinguishes scores. These rows are found by a sum of +∞.
 
 mod products;
 
@@ -24,10 +23,10 @@ use crate::softmax::{HIDDEN, Rescale, lse_bits_log2, raised, softmax_backward};
 use cubecl::prelude::*;
 use products::{dot, products_with_keys};
 
-/// Keys at a time: one for each thread of a warp.
+/// Number of keys processed at a time: one for each thread of a warp.
 const KEYS: u32 = 32;
 
-/// Whether what a thread holds of one of its two rows of an accumulator is finite.
+/// Whether this thread's elements of one of its two rows of an accumulator are finite.
 #[cube]
 pub fn is_finite_row(sums: &Array<f32>, #[comptime] row: usize, #[comptime] columns: usize) -> bool {
     let mut trace = 0.0f32.runtime();
@@ -39,8 +38,8 @@ pub fn is_finite_row(sums: &Array<f32>, #[comptime] row: usize, #[comptime] colu
     trace == 0.0f32
 }
 
-/// What a row's block says of the keys from `start` on, as many as are looked at together: whether any are visited (`whole`), and whether
-/// mask and function count.
+/// Looks up a group of keys from `start` on in the list of the row's block. In the result, `fully_visible` tells whether the
+/// keys are visited at all, and `masked` whether mask and `mask_mod` must be applied.
 #[cube]
 fn visit_of_run(
     extras: &Extras,
@@ -63,46 +62,46 @@ fn visit_of_run(
     }
 }
 
-/// Whether what a thread holds of a packed row is finite.
+/// Whether this thread's elements of a packed row are finite.
 #[cube]
 pub fn is_finite(words: &Array<u32>, #[comptime] blueprint: Blueprint) -> bool {
     let mut trace = 0u32.runtime();
     #[unroll]
     for i in 0..comptime!(blueprint.columns() / 8) {
-        // 0 times what is not finite is not a number; −0 added to 0 is 0.
+        // 0 times a non-finite number is NaN; −0 added to 0 is 0.
         trace = fma_packed(words[i], 0u32.runtime(), trace, blueprint.dtype);
     }
     trace == 0
 }
 
-/// A row of the output that is computed again, for the keys from `first` on but not `after`: its exponentials are relative to `m`, their
-/// sum is `l`; if that is +∞, both are computed, too.
+/// A row of the output to recompute, from key `first` up to, not including, key `after`. Its exponentials are relative to `m`,
+/// and their sum is `l`. If `l` is +∞, both are recomputed too.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct LostRow {
     /// Batch.
     pub batch: usize,
-    /// Batch of the results.
+    /// Batch of the outputs.
     pub batch_out: usize,
     /// Query head.
     pub head: usize,
-    /// Its key/value head.
+    /// Key/value head.
     pub head_kv: usize,
-    /// The query.
+    /// Query.
     pub row: u32,
-    /// The first key.
+    /// First key.
     pub first: u32,
-    /// The key after the last.
+    /// One past the last key.
     pub after: u32,
-    /// What exponentials are relative to.
+    /// Base-2 exponent that the exponentials are relative to.
     pub m: f32,
-    /// Their sum.
+    /// Sum of the exponentials.
     pub l: f32,
     /// The band of the sequence.
     pub band: Band,
 }
 
-/// The score of a row and a thread's key as an exponent of 2; not visible if the key is `after` the last.
+/// The score of the row and this thread's key as a base-2 exponent. It is not visible if the key is at or past `after`.
 #[cube]
 fn exponents<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     sources: &Sources<E, N>,
@@ -134,7 +133,7 @@ fn exponents<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     Exponent { value, visible, slope }
 }
 
-/// Computes one row of `o`, and the bits of its `lse` where its sum was lost. By a whole warp.
+/// Computes one row of `o`, and the bits of its `lse` if its sum was lost. The whole warp must call it.
 #[cube]
 pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     sources: &Sources<E, N>,
@@ -147,19 +146,19 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let lane = UNIT_POS % 32;
     let (extras, band) = (scores.factors.extras, of.band);
     let (batch, head, row) = (of.batch, of.head, of.row);
-    // A thread has eight columns of O.
+    // Each thread holds eight columns of O.
     let mut o = Array::<f32>::new(8usize);
     #[unroll]
     for e in 0..8usize {
         o[e] = 0.0f32;
     }
-    // Branches that are the warp's, not a thread's, are decided by votes: the assembler then knows that the warp stays
-    // together, and guards no shuffle, here or in the loop around.
+    // Warp-uniform branches are decided by votes. The assembler then knows that the warp does not diverge, and guards no
+    // shuffle here or in the caller's loop.
     let lost = of.l == f32::INFINITY;
-    // A row without weight sees nothing, or nothing but −∞: of its exponentials, relative to −∞, none would be a number.
+    // A row with `l = 0` sees nothing, or only scores of −∞. Its exponentials, relative to −∞, would all be NaN.
     let after = select(of.l == 0.0f32, of.first, of.after);
     let mut of_row = of.m + lg2(of.l);
-    // Of this thread's keys, while they are looked for; the first thread has the sink as well.
+    // Maximum and sum over this thread's keys while they are recomputed. Thread 0 includes the sink.
     let sink = sink_log2(&extras, head as u32, comptime!(!blueprint.split_keys));
     let mut m = select(lane == 0, sink, HIDDEN);
     let mut l = select(m == HIDDEN, 0.0f32, 1.0f32);
@@ -168,12 +167,12 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         while plane_any(start < after) {
             let key = start + lane;
             let visit = visit_of_run(&extras, &band, batch, head, row, start, blueprint);
-            // Of what is not visited nothing is seen.
+            // Keys that are not visited are not visible.
             let after = select(visit.fully_visible, after, 0u32);
             let exponent = exponents(sources, scores, of, key, after, visit.masked, blueprint);
             let sees = exponent.visible;
             if round == 0 {
-                let higher = raised(m, select(sees, exponent.value, HIDDEN), Rescale::Always);
+                let higher = select(sees, raised(m, exponent.value, Rescale::Always), m);
                 let p = select(sees, ex2(exponent.value - higher), 0.0f32);
                 l = fma(l, ex2(m - higher), p);
                 m = higher;
@@ -204,7 +203,7 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     write_row(&o, out, at, extras.dropout.scale(), blueprint.head_dim_v, blueprint);
 }
 
-/// Writes a row of `wide` columns, of which each thread has eight, `factor` times, to `out` from vector `at` on.
+/// Writes a row of `wide` columns, multiplied by `factor`, to `out` from vector `at` on. Each thread holds eight columns.
 #[cube]
 fn write_row(
     o: &Array<f32>,
@@ -217,7 +216,7 @@ fn write_row(
     let (f32_out, dtype) = comptime!((blueprint.writes_f32(), blueprint.dtype));
     let columns = comptime!(wide.next_multiple_of(blueprint.vector()) as u32);
     let lane = UNIT_POS % 32;
-    // Columns of a vector of 8 bytes.
+    // Columns of an 8-byte vector.
     let of_vector = comptime!(if f32_out { 2usize } else { 4usize });
     let at = at + comptime!(8 / of_vector) * lane as usize;
     #[unroll]
@@ -238,7 +237,7 @@ fn write_row(
     }
 }
 
-/// Whether no number is left among the `wide` columns, of which each thread has eight.
+/// Whether all of this thread's columns below `wide` are NaN. Each thread holds eight columns.
 #[cube]
 fn is_lost(sums: &Array<f32>, #[comptime] wide: usize) -> bool {
     let column = 8 * (UNIT_POS % 32);
@@ -251,8 +250,8 @@ fn is_lost(sums: &Array<f32>, #[comptime] wide: usize) -> bool {
     numbers == 0
 }
 
-/// Adds `factor` times eight columns of a row that starts at a vector and has `wide` columns: of more threads than there are eights
-/// of columns, the others add the last ones, which nobody writes.
+/// Adds `factor` times eight columns of a row to `sums`. The row starts at vector `row` and has `wide` columns. Threads beyond
+/// the last column add the last vector, and their result is never written.
 #[cube]
 fn add_row<E: Float, N: Size>(
     sums: &mut Array<f32>,
@@ -275,7 +274,8 @@ fn add_row<E: Float, N: Size>(
     }
 }
 
-/// Of the 16 rows that a warp has of an accumulator of gradients, those that a thread asks for, for the first and the second of its two.
+/// Rows of gradients to recompute, among the 16 rows of a warp's accumulator. Each thread requests its first and second row by
+/// `again0` and `again1`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct LostRows {
@@ -283,21 +283,21 @@ pub struct LostRows {
     pub batch: usize,
     /// Head of the rows.
     pub head: usize,
-    /// The first head of the columns: query heads, or one key head.
+    /// First head of the columns: the first query head of the group, or the key/value head.
     pub first_kv: u32,
-    /// The one after the last.
+    /// One past the last head of the columns.
     pub after_kv: u32,
-    /// The first row of the warp.
+    /// First row of the warp.
     pub first_row: u32,
-    /// Whether the first of the thread's rows is asked for.
+    /// Whether the thread's first row is requested.
     pub again0: bool,
-    /// Whether the second one is.
+    /// Whether the thread's second row is requested.
     pub again1: bool,
     /// The band of the sequence.
     pub band: Band,
 }
 
-/// Computes these rows again, as the kernels of gradients do. By a whole warp.
+/// Recomputes the requested rows as the gradient kernels compute them. The whole warp must call it.
 #[cube]
 pub fn recompute_gradients<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     sources: &SourceSides<E, N>,
@@ -309,7 +309,7 @@ pub fn recompute_gradients<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     #[comptime] blueprint: Blueprint,
 ) {
     let lane = UNIT_POS % 32;
-    // What other threads have stored of these rows comes first.
+    // The stores of other threads to these rows must come first.
     sync_plane();
     for of_warp in 0..16u32 {
         let again = select(of_warp >= 8, of.again1, of.again0);
@@ -319,7 +319,7 @@ pub fn recompute_gradients<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     }
 }
 
-/// Computes one row of the gradients. By a whole warp.
+/// Computes one row of the gradients. The whole warp must call it.
 #[cube]
 fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     sources: &SourceSides<E, N>,
@@ -393,7 +393,8 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 }
             }
             start += KEYS;
-            // Nothing can change any more: where nothing is a number, each row would come here, and take its time.
+            // If every element is NaN, the result is final. Without this exit, every row of an all-NaN tensor would be
+            // recomputed in full.
             let lost = (comptime!(!differentiates) || is_lost(&sum_k, blueprint.head_dim))
                 && (comptime!(!sums_values) || is_lost(&sum_v, blueprint.head_dim_v));
             if plane_all(lost) {

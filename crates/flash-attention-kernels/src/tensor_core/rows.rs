@@ -1,8 +1,8 @@
-//! Rows of an accumulator: as operands of the next product, and written to memory.
+//! Rows of an accumulator: their use as operands of the next product, and their stores to memory.
 //!
-//! A warpgroup's accumulator `[64, n]` lies in its threads' registers by eights of columns: thread `u` of a warp holds, of
-//! rows `u / 4` and `u / 4 + 8` of the warp's 16, columns `2 (u % 4)` and the next of each eight. Element `4 i + 2 r + e`
-//! of its registers is row `r`, eight `i`, column `e`. Four threads share a row.
+//! A warpgroup's accumulator `[64, n]` is distributed over the registers of its threads in groups of eight columns. Thread `u`
+//! of a warp holds columns `2 (u % 4)` and `2 (u % 4) + 1` of each group, of rows `u / 4` and `u / 4 + 8` of the warp's 16
+//! rows. Element `4 i + 2 r + e` of its registers is row `r`, group `i`, column `e`. Four threads share a row.
 
 use super::Blueprint;
 use super::operands::RowsOut;
@@ -10,7 +10,7 @@ use crate::dtype::Dtype;
 use crate::ptx::*;
 use cubecl::prelude::*;
 
-/// An accumulator's registers are, rounded and packed, those of the A operand of the next product.
+/// Rounds and packs an accumulator. The result is the A operand of the next product, in the same registers.
 #[cube]
 pub fn to_fragments(s: &Array<f32>, p: &mut Sequence<Array<u32>>, #[comptime] blueprint: Blueprint) {
     #[unroll]
@@ -23,8 +23,8 @@ pub fn to_fragments(s: &Array<f32>, p: &mut Sequence<Array<u32>>, #[comptime] bl
     }
 }
 
-/// The same, one after the other. Of f32, which stays as it is, a fragment has eight keys: even ones first, as products do not care
-/// in which order they are added up.
+/// [`to_fragments()`] as one sequence of words. f32 is not packed, and a fragment then has eight keys, those in even columns
+/// first: the order of the keys within a product is free.
 #[cube]
 pub fn fragments_of(s: &Array<f32>, p: &mut Sequence<u32>, #[comptime] tile_k: usize, #[comptime] dtype: Dtype) {
     if comptime!(dtype == Dtype::F32) {
@@ -46,7 +46,8 @@ pub fn fragments_of(s: &Array<f32>, p: &mut Sequence<u32>, #[comptime] tile_k: u
     }
 }
 
-/// One of a thread's two rows of an accumulator, `factor` times, in 16 bits: a word for each eight of columns.
+/// One of a thread's two rows of an accumulator, multiplied by `factor` and packed to 16 bits: one word for each group of eight
+/// columns.
 #[cube]
 pub fn pack_row(
     o: &Array<f32>,
@@ -65,14 +66,16 @@ pub fn pack_row(
     words
 }
 
-/// Which vector of 4 columns a thread writes of two eights of a row: even threads one of the first, odd ones of the second.
+/// Index of the 4-column vector that a thread writes within two groups of eight columns of a row. Even threads write a vector
+/// of the first group, odd threads one of the second.
 #[cube]
 pub fn vector_of_pair() -> u32 {
     let lane = UNIT_POS % 32;
     lane % 2 * 2 + lane % 4 / 2
 }
 
-/// That vector, of what this thread and its neighbour hold of the two eights: all must call it.
+/// Exchanges words with the neighbouring thread and returns the vector of [`vector_of_pair()`]. `first` and `second` are this
+/// thread's words of the two groups. All threads of the warp must call it.
 #[cube]
 pub fn exchange(first: u32, second: u32) -> (u32, u32) {
     let odd = UNIT_POS % 2 == 1;
@@ -80,8 +83,8 @@ pub fn exchange(first: u32, second: u32) -> (u32, u32) {
     (select(odd, got, first), select(odd, second, got))
 }
 
-/// Writes a packed row to `out` from vector `at` on: 4 columns a vector; nothing if not `live`. Neighbours exchange what they
-/// hold, so that the four threads of a row write 32 bytes of it together: all must call it.
+/// Writes a packed row to `out` from vector `at` on, in vectors of 4 columns; writes nothing if not `live`. Neighbours exchange
+/// their words, so that the four threads of a row write 32 contiguous bytes. All threads of the warp must call it.
 #[cube]
 pub fn store_row(words: &Array<u32>, out: &mut RowsOut, at: usize, live: bool, #[comptime] columns: usize) {
     let at = at + vector_of_pair() as usize;
@@ -99,8 +102,8 @@ pub fn store_row(words: &Array<u32>, out: &mut RowsOut, at: usize, live: bool, #
     }
 }
 
-/// Writes one of a thread's two rows of an accumulator, `factor` times, in f32 to `out` from vector `at` on: 2 columns a vector, this
-/// many, a multiple of 4; nothing if not `live`.
+/// Writes one of a thread's two rows of an accumulator, multiplied by `factor`, to `out` in f32, from vector `at` on, in
+/// vectors of 2 columns; writes nothing if not `live`. `columns` is a multiple of 4.
 #[cube]
 pub fn store_row_f32(
     o: &Array<f32>,
@@ -116,14 +119,14 @@ pub fn store_row_f32(
     #[unroll]
     for i in 0..comptime!(columns.div_ceil(8)) {
         let e = comptime!(4 * i + 2 * row);
-        // Of the last eight there may be the first half alone.
+        // The last group may have only its first four columns.
         let live = if comptime!(8 * (i + 1) > columns) { live && UNIT_POS % 4 < 2 } else { live };
         store_pair(to, comptime!(4 * i), u32::reinterpret(o[e] * factor), u32::reinterpret(o[e + 1] * factor), live);
     }
 }
 
-/// Writes one of a thread's two rows of an accumulator, `factor` times, in this element type, as a row of `wide` columns and what
-/// fills them up to vectors of 16 bytes: see [`store_row()`] and [`store_row_f32()`].
+/// Writes one of a thread's two rows of an accumulator, multiplied by `factor`, in the element type `dtype`. The row has `wide`
+/// columns, padded to 16-byte vectors. See [`store_row()`] and [`store_row_f32()`].
 #[cube]
 pub fn store_row_of(
     o: &Array<f32>,

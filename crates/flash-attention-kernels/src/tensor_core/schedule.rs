@@ -1,17 +1,20 @@
-//! The tile scheduler: which consumer group computes which work tile, and when.
+//! The tile scheduler: which consumer group computes which work tile, in which order.
 //!
-//! The grid is persistent: as many thread blocks start as run at a time, each with one or two consumer groups, and each consumer group computes
-//! one work tile after another. A work tile is a block of queries of a head, or, if there are too few of these, such a block with a split
-//! of its keys. Transposed, it is a block of keys, and queries and keys exchange their roles here. Work tiles are numbered so that
-//! - heads come in groups whose keys and values fit the L2 cache together, and
-//! - within a head group the longest come first (with causal attention the last block of queries, or the first block of keys), from each head in
-//!   turn.
+//! The grid is persistent: only as many thread blocks are launched as run concurrently. Each has one or two consumer groups,
+//! and each consumer group computes one work tile after another.
 //!
-//! With several sequences, work tiles are the blocks of their [schedule](mod@crate::sequences), in its order, from each head in turn. With a block
-//! mask, the order by length is [computed on the device](fn@crate::blocks::order).
+//! A work tile is a block of queries of a head. If there are too few blocks, it is such a block with one split of its keys. If
+//! transposed, it is a block of keys, and queries and keys exchange their roles in this file. Work tiles are numbered such that
+//! - head groups come one after the other, where the keys and values of a head group fit the L2 cache together, and
+//! - within a head group the longest work tiles come first (with causal attention, the last block of queries or the first block
+//!   of keys), alternating between the heads.
 //!
-//! The first work tile of a consumer group has the group's own number. The others are taken from a global counter, so that the group that
-//! finishes first takes the next. (FlashAttention-3, arXiv:2407.08608, section 3; longest first: Graham 1969.)
+//! With several sequences, work tiles are the blocks of their [schedule](mod@crate::sequences), in its order, alternating
+//! between the heads. With a block mask, the order by length is [computed on the device](fn@crate::blocks::order).
+//!
+//! The number of a consumer group's first work tile is the group's own number. The others are taken from a global counter, so
+//! that the group that finishes first takes the next one. (FlashAttention-3, arXiv:2407.08608, section 3; longest first: Graham
+//! 1969.)
 
 use super::{Blueprint, HopperTile};
 use crate::blocks::{TileSize, block_in_order, visits};
@@ -20,8 +23,8 @@ use crate::mask::Band;
 use crate::ptx::take_ticket;
 use cubecl::prelude::*;
 
-/// A divisor, as a multiplication and a shift.
-/// (Granlund and Montgomery, "Division by invariant integers using multiplication", 1994, section 4.)
+/// Division by an invariant number, as a multiplication and a shift. (Granlund and Montgomery, "Division by invariant integers
+/// using multiplication", 1994, section 4.)
 ///
 /// ```
 /// use flash_attention_kernels::tensor_core::schedule::Divisor;
@@ -31,16 +34,16 @@ use cubecl::prelude::*;
 #[derive(CubeType, CubeLaunch, Clone, Copy, Debug)]
 #[expand(derive(Clone, Copy))]
 pub struct Divisor {
-    /// The number.
+    /// The divisor.
     pub divisor: u32,
     /// `2^32 (2^shift − divisor) / divisor + 1`.
     pub multiplier: u32,
-    /// The base-2 logarithm of the number, rounded up.
+    /// The base-2 logarithm of the divisor, rounded up.
     pub shift: u32,
 }
 
 impl Divisor {
-    /// Of a number that is not 0.
+    /// Prepares a divisor, which must not be 0.
     pub fn new(divisor: u32) -> Self {
         let shift = divisor.next_power_of_two().trailing_zeros();
         let multiplier = (((1u64 << shift) - divisor as u64) << 32) / divisor as u64 + 1;
@@ -67,36 +70,36 @@ impl Divisor {
     }
 }
 
-/// Numbering of work tiles. Divisors come with multipliers prepared by the host: one warp decodes every work tile of a consumer group, and its
-/// warpgroup waits for it.
+/// Numbering of work tiles. The host prepares the multipliers of the divisors, because decoding is on the critical path: one
+/// warp decodes each work tile of a consumer group while the group's warpgroups may wait for it.
 #[derive(CubeType, CubeLaunch, Clone, Copy, Debug)]
 #[expand(derive(Clone, Copy))]
 pub struct TileScheduler {
     /// Number of work tiles, below 2^31.
     pub num_tiles: u32,
-    /// Blocks of queries of a head.
+    /// Number of blocks of queries of a head.
     pub blocks: u32,
     /// Number of queries by which the first block starts before query 0: [`Band::ahead()`].
     pub ahead: u32,
-    /// Heads of `q` in all batches.
+    /// Number of heads of `q` in all batches.
     pub heads: u32,
-    /// Work tiles of a head group.
+    /// Number of work tiles of a head group.
     pub head_group_tiles: Divisor,
-    /// Heads in a head group.
+    /// Number of heads in a head group.
     pub head_group: Divisor,
-    /// Heads in the last head group, which may have fewer.
+    /// Number of heads in the last head group, which may have fewer.
     pub last_head_group: Divisor,
-    /// Heads of `q` in a batch.
+    /// Number of heads of `q` in a batch.
     pub num_heads_q: Divisor,
-    /// Query heads that share a key/value head.
+    /// Number of query heads that share a key/value head.
     pub group_size: Divisor,
-    /// Splits of the keys of a block.
+    /// Number of splits of the keys.
     pub num_splits: Divisor,
-    /// Batches.
+    /// Batch size.
     pub batches: u32,
 }
 
-/// Block, head and split of a work tile.
+/// Coordinate of a work tile: batch, head, block and split.
 #[derive(CubeType, Clone, Copy, Debug)]
 #[expand(derive(Clone))]
 pub struct TileCoordinate {
@@ -104,39 +107,40 @@ pub struct TileCoordinate {
     pub batch: u32,
     /// Head of the resident rows.
     pub head: u32,
-    /// Number among the head's blocks, the longest first; or in the schedule.
+    /// Number of the block: among the head's blocks, longest first, or in the schedule.
     pub nth: u32,
     /// Number of the split.
     pub split: u32,
 }
 
-/// A block of queries of a head, and the tiles of keys that it sees.
+/// A work tile: a block of queries of a head, and the tiles of keys that it sees.
 #[derive(CubeType, Clone, Copy, Debug)]
 #[expand(derive(Clone))]
 pub struct WorkTile {
     /// Batch.
     pub batch: u32,
-    /// Batch of the results, where splits are stored one after the other.
+    /// Batch of the outputs, in which splits are stored one after the other.
     pub batch_out: u32,
     /// Query head.
     pub head: u32,
-    /// Key/value head: that of the streamed tiles.
+    /// Key/value head of the streamed tiles.
     pub head_kv: u32,
-    /// First query. In the first block it may be before query 0, a negative number in 32 bits.
+    /// First query. In the first block it may be before query 0: a negative number in 32 bits.
     pub q_start: u32,
-    /// First key of the last tile, which is processed first; with a block mask, the position of its list entry.
+    /// First key of the last tile, which is processed first. With a block mask, the position of that tile's list entry.
     pub k_last: u32,
-    /// Tiles; at least 1.
+    /// Number of tiles; at least 1.
     pub steps: u32,
-    /// Nothing is visible: the single tile must be hidden.
+    /// Whether nothing is visible, so that the single tile must be hidden.
     pub fully_masked: bool,
-    /// The band of its sequence.
+    /// The band of the block's sequence.
     pub band: Band,
 }
 
 impl TileScheduler {
-    /// The work tiles of blocks of queries of `[batch, heads]`, the first of which starts `ahead` queries before the first one, with
-    /// so many heads in a head group and so many splits of the keys.
+    /// The scheduler of `blocks` blocks of queries for each head of `[batch, num_heads_q]`. The first block starts `ahead`
+    /// queries before query 0. `head_group` is the number of heads in a head group, and `num_splits` the number of splits of
+    /// the keys.
     pub fn new(
         blocks: u32,
         ahead: u32,
@@ -183,7 +187,7 @@ impl TileScheduler {
 
 #[cube]
 impl TileScheduler {
-    /// The scheduler of the blocks of a schedule, if there is one.
+    /// The scheduler with the number of work tiles of the schedule, if there is one.
     pub fn scheduled(&self, extras: &Extras) -> TileScheduler {
         let mut num_tiles = self.num_tiles;
         if comptime!(extras.is_varlen()) {
@@ -204,14 +208,14 @@ impl TileScheduler {
         }
     }
 
-    /// The number of this consumer group's next work tile; not below `num_tiles` if there is none.
+    /// Takes the number of this consumer group's next work tile; at least `num_tiles` if none is left.
     pub fn next(&self, counter: &[u32], #[comptime] tile: HopperTile) -> u32 {
-        // Each work tile but the first ones is taken once, and each consumer group that had a first one comes once for nothing: after
-        // `num_tiles` tickets the counter is 0 again, ready for the next launch.
+        // Every work tile is taken once, except the first one of each consumer group, and each group with a first work tile
+        // takes one ticket in vain. After `num_tiles` tickets the counter is 0 again, ready for the next launch.
         CUBE_COUNT as u32 * comptime!(tile.consumer_groups as u32) + take_ticket(counter, self.num_tiles - 1)
     }
 
-    /// Where the work tile of that number is.
+    /// The coordinate of work tile `number`.
     fn coordinate(&self, number: u32, #[comptime] split_keys: bool, #[comptime] varlen: bool) -> TileCoordinate {
         if comptime!(varlen) {
             let nth = self.num_heads_q.divide(number);
@@ -232,7 +236,7 @@ impl TileScheduler {
         }
     }
 
-    /// A block's number, and a split's, from that of the split among all of them.
+    /// Numbers of block and split, from the number of a split among all splits of all blocks.
     fn split_of(&self, nth: u32, #[comptime] split_keys: bool) -> (u32, u32) {
         if comptime!(split_keys) {
             (self.num_splits.divide(nth), self.num_splits.modulo(nth))
@@ -241,8 +245,8 @@ impl TileScheduler {
         }
     }
 
-    /// The work tile of that number. Transposed, the heads are those of keys, and the work tile is one for each query head of the group: `of_group`
-    /// is that one's number in it.
+    /// The work tile of this number. If transposed, the heads are key/value heads, and there is one work tile for each query
+    /// head of the group: `of_group` is the number of that query head in the group.
     pub fn work_tile(
         &self,
         number: u32,
@@ -256,7 +260,7 @@ impl TileScheduler {
         let coordinate = self.coordinate(number, split_keys, blueprint.varlen);
         let (head, split) = (coordinate.head, coordinate.split);
         let nth = if comptime!(extras.is_sparse() && !blueprint.varlen) {
-            // Of a group's query heads the first one's order is that of all.
+            // All query heads of a group use the order of the first one.
             let of_head = if comptime!(transposed) { head * self.group_size.divisor } else { head };
             block_in_order(extras, coordinate.batch as usize, of_head as usize, coordinate.nth)
         } else if comptime!(transposed) {

@@ -1,4 +1,5 @@
-//! From products in registers to scores: softcap, the user's functions, bias, mask; band. How registers hold a tile: [`rows`](super::rows).
+//! From products in registers to scores: softcap, score_mod, bias, mask, band. [`rows`](super::rows) describes the layout of a
+//! tile in registers.
 
 mod pairs;
 
@@ -14,37 +15,37 @@ use crate::softmax::UNSEEN;
 use cubecl::prelude::*;
 use pairs::{add_bias, hide_pairs};
 
-/// Factors of the scores in base 2, prepared on the host, and what there is beside products, mask and bias.
+/// Scale factors of scores, prepared on the host for base-2 exponentials, and the optional operands.
 #[derive(CubeType, CubeLaunch)]
 #[expand(derive(Clone))]
 pub struct Factors {
-    /// Factor on `q·kᵀ`, where scores are scaled before the softmax.
+    /// Factor on `q·kᵀ`, if scores are scaled before the softmax.
     pub scale: f32,
-    /// The cap.
+    /// The softcap.
     pub softcap: f32,
-    /// `2 log2(e) scale / softcap`: `e^(2x) = 2^(inner · q·kᵀ)` for the `x` of [`Score::of`](crate::score::Score::of)'s
-    /// `tanh`.
+    /// `2 log2(e) scale / softcap`, so that `e^(2x) = 2^(inner · q·kᵀ)` for the argument `x` of the `tanh` of
+    /// [`Score::of`](crate::score::Score::of).
     pub inner: f32,
-    /// From a score to an exponent of 2.
+    /// Factor from a score to its base-2 exponent.
     pub exponent: f32,
-    /// The rest.
+    /// Slopes, sinks, sequences, dropout, functions and block lists.
     pub extras: Extras,
 }
 
-/// What scores are made of beside products: one argument of every kernel.
+/// Everything that scores depend on besides products: one argument of every kernel.
 #[derive(CubeType, CubeLaunch)]
 pub struct Scores<E: Float, M: Numeric, NB: Size, NM: Size> {
     /// Factors, slopes, functions, dropout and sequences.
     pub factors: Factors,
-    /// A boolean mask, `[B | 1, H | 1, Sq | 1, Sk | 1]`: nonzero hides.
+    /// Boolean mask, `[B | 1, H | 1, Sq | 1, Sk | 1]`: nonzero hides.
     pub mask: ComptimeOption<&'static Tensor<Vector<M, NM>>>,
-    /// An additive bias, likewise.
+    /// Additive bias of the same shape.
     pub bias: ComptimeOption<&'static Tensor<Vector<E, NB>>>,
-    /// Which positions see each other: that of rows and columns.
+    /// The band of rows and columns.
     pub band: Band,
 }
 
-/// A warpgroup's tile of scores.
+/// Location of a warpgroup's tile of scores.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct ScoreTile {
@@ -56,24 +57,24 @@ pub struct ScoreTile {
     pub first_row: u32,
     /// First column.
     pub k_start: u32,
-    /// Whether mask and function count.
+    /// Whether mask and `mask_mod` must be applied.
     pub masked: bool,
-    /// Where a tiled bias lies.
+    /// Address of the tile of a tiled bias in shared memory.
     pub bias_tile: u32,
-    /// The band of its sequence.
+    /// The band of the tile's sequence.
     pub band: Band,
-    /// The first of this thread's two rows.
+    /// First of this thread's two rows.
     lane_row: u32,
-    /// The first of its columns.
+    /// First of this thread's columns.
     lane_column: u32,
-    /// Which 16 columns of the bias's first panel are the first.
+    /// First 16 columns of the tile within the first panel of the bias, in units of 16 columns.
     #[cube(comptime)]
     pub sixteenth: usize,
 }
 
 #[cube]
 impl ScoreTile {
-    /// That of a batch and query head.
+    /// The tile of `visit` for the rows from `first_row` on, in this batch and query head.
     pub fn new(
         batch: u32,
         head: u32,
@@ -99,8 +100,8 @@ impl ScoreTile {
         }
     }
 
-    /// The `e`-th of two neighbouring pairs of a thread's `r`-th row and `i`-th eight of columns; `distance`: from the row to its first
-    /// column.
+    /// The pair of the thread's row `r`, group of eight columns `i` and column `e` (0 or 1). `distance` is the distance from the
+    /// row to the thread's first column.
     fn place(
         &self,
         distance: f32,
@@ -120,14 +121,14 @@ impl ScoreTile {
     }
 }
 
-/// Derivatives of what a function makes of products, of each register of a tile, where they are [kept](Blueprint::keeps_derivative): two to a word
-/// in half precision.
+/// Derivatives of the modified scores with respect to the scaled products, one for each register of a tile, if they are
+/// [kept](Blueprint::keeps_derivative). In half precision a word holds two.
 #[derive(CubeType)]
 pub struct ScoreDerivatives {
     words: Array<u32>,
 }
 
-/// Words of as many registers.
+/// Number of words for this number of registers.
 fn derivative_words(blueprint: Blueprint, registers: usize) -> usize {
     match (blueprint.keeps_derivative, blueprint.dtype) {
         (false, _) => 0,
@@ -138,7 +139,8 @@ fn derivative_words(blueprint: Blueprint, registers: usize) -> usize {
 
 #[cube]
 impl ScoreDerivatives {
-    /// Multiplies gradients `ds` by them. `p`: probabilities; what is not seen has no gradient, whatever a function gives there.
+    /// Multiplies the gradients `ds` by the derivatives. `p` are the probabilities: a hidden pair has gradient 0, even if the
+    /// derivative of its `score_mod` is not finite.
     pub fn multiply(&self, ds: &mut Array<f32>, p: &Array<f32>, #[comptime] blueprint: Blueprint) {
         #[unroll]
         for n in 0..comptime!(blueprint.tile.tile_k / 2) {
@@ -152,8 +154,8 @@ impl ScoreDerivatives {
     }
 }
 
-/// Turns a warpgroup's products of a tile into scores, ready for the softmax once multiplied
-/// by `exponent`. What the band hides is not hidden yet, and what mask and function hide only where they count.
+/// Turns a warpgroup's products of a tile into scores, which the softmax multiplies by `exponent`. The band is not applied yet.
+/// Mask and `mask_mod` are applied only if the tile is `masked`.
 #[cube]
 pub fn apply_score_mod<E: Float, M: Numeric, NB: Size, NM: Size>(
     s: &mut Array<f32>,
@@ -185,7 +187,7 @@ pub fn apply_score_mod<E: Float, M: Numeric, NB: Size, NM: Size>(
     derivatives
 }
 
-/// Has the user's function, if there is one, make scores of scores, and keeps their derivatives, if they are wanted.
+/// Applies `score_mod`, if there is one, and keeps its derivatives if the blueprint asks for them.
 #[cube]
 fn modify(
     s: &mut Array<f32>,
@@ -236,10 +238,11 @@ fn modify(
     ScoreDerivatives { words }
 }
 
-/// The probability `2^(exponent · score − lse)`.
+/// The probability `2^(exponent · score − lse)`, with lse in base 2.
 ///
-/// Rounded to f16 an error of `exponent · score` shows at scores in the thousands. There the product is rounded as that of lse was, so
-/// that of a row's only key both are equal where the scale is a power of two.
+/// Except for bf16, the product `exponent · score` is rounded before the subtraction, as the product in lse was. A rounding
+/// difference would be visible in f16 probabilities at scores in the thousands. For the only key of a row, product and lse are
+/// then equal if the scale is a power of two.
 #[cube]
 pub fn probability_log2(score: f32, exponent: f32, lse: f32, #[comptime] dtype: Dtype) -> f32 {
     if comptime!(dtype != Dtype::BF16) {
@@ -249,8 +252,9 @@ pub fn probability_log2(score: f32, exponent: f32, lse: f32, #[comptime] dtype: 
     }
 }
 
-/// Multiplies gradients `ds` of scores by the softcap's derivative `1 − tanh²`. The capped product is found in the probabilities
-/// `p = 2^(exponent · (capped + bias) − lse)`, for which alone there are registers. `lse`: of each of those.
+/// Multiplies the gradients `ds` of scores by the softcap's derivative `1 − tanh²`. The capped product is recovered from the
+/// probabilities `p = 2^(exponent · (capped + bias) − lse)`, because there are no registers to keep it. `lse` has one element
+/// for each register.
 #[cube]
 pub fn softcap_backward<E: Float, M: Numeric, NB: Size, NM: Size>(
     ds: &mut Array<f32>,
@@ -266,12 +270,12 @@ pub fn softcap_backward<E: Float, M: Numeric, NB: Size, NM: Size>(
     #[unroll]
     for n in 0..comptime!(blueprint.tile.tile_k / 2) {
         let tanh = t[n] * per_cap;
-        // Where nothing is seen, whatever the bias may be there.
+        // A hidden pair has gradient 0, whatever its bias is.
         ds[n] = select(p[n] == 0.0f32, 0.0f32, fma(-tanh, tanh, 1.0f32) * ds[n]);
     }
 }
 
-/// `−(capped + bias)` of probabilities.
+/// `−(capped + bias)`, recovered from probabilities.
 #[cube]
 fn negative_capped(p: &Array<f32>, lse: &Sequence<f32>, #[comptime] len: usize) -> Array<f32> {
     let mut t = Array::<f32>::new(len);
@@ -282,7 +286,7 @@ fn negative_capped(p: &Array<f32>, lse: &Sequence<f32>, #[comptime] len: usize) 
     t
 }
 
-/// Hides what the band hides of a warpgroup's tile.
+/// Applies the band to a warpgroup's tile. With `fully_masked`, everything is hidden.
 #[cube]
 pub fn apply_mask(s: &mut Array<f32>, tile: &ScoreTile, fully_masked: bool, #[comptime] tile_k: usize) {
     #[unroll]
@@ -290,7 +294,7 @@ pub fn apply_mask(s: &mut Array<f32>, tile: &ScoreTile, fully_masked: bool, #[co
         let run = tile.band.run(tile.lane_row + comptime!(8 * r as u32), tile.lane_column, fully_masked);
         #[unroll]
         for word in 0..comptime!((tile_k / 8).div_ceil(16)) {
-            // Bits become predicates several at a time.
+            // Bits are converted to predicates several at a time.
             let pairs = run.pairs(comptime!(16 * word as u32));
             #[unroll]
             for i in 0..comptime!((tile_k / 8 - 16 * word).min(16)) {
@@ -304,18 +308,18 @@ pub fn apply_mask(s: &mut Array<f32>, tile: &ScoreTile, fully_masked: bool, #[co
     }
 }
 
-/// A score as an exponent of 2.
+/// A score as a base-2 exponent.
 #[derive(CubeType, Clone)]
 pub struct Exponent {
     /// The exponent.
     pub value: f32,
-    /// Whether no mask hides the pair.
+    /// Whether neither mask nor `mask_mod` hides the pair.
     pub visible: bool,
-    /// The derivative of softcap and function, for kernels that differentiate.
+    /// Derivative of softcap and `score_mod`, in kernels that compute `dS`.
     pub slope: f32,
 }
 
-/// A pair of row and column; the head is the query's.
+/// A pair of row and column.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct ScorePair {
@@ -327,14 +331,14 @@ pub struct ScorePair {
     pub row: u32,
     /// Column.
     pub key: u32,
-    /// Whether mask and function count.
+    /// Whether mask and `mask_mod` must be applied.
     pub masked: bool,
-    /// The band of its sequence.
+    /// The band of the pair's sequence.
     pub band: Band,
 }
 
-/// The score of one pair from its product, as [`apply_score_mod()`] turns a tile's; the band does not count. Rows are queries where they
-/// are in tiles.
+/// The score of one pair from its product, computed as [`apply_score_mod()`] does for a tile. The band is not applied. Rows are
+/// queries or keys, as in the tiles of the kernel.
 #[cube]
 pub fn score_of_pair<E: Float, M: Numeric, NB: Size, NM: Size>(
     product: f32,
@@ -364,7 +368,7 @@ pub fn score_of_pair<E: Float, M: Numeric, NB: Size, NM: Size>(
     if comptime!(blueprint.alibi) {
         s = fma(factors.extras.slope(at.batch, at.head), distance(band, at.row, at.key), s);
     }
-    // Pairs are read from even keys on.
+    // Bias and mask are read in pairs that start at even keys.
     let (even, odd) = (at.key / 2 * 2, at.key % 2 == 1);
     #[comptime]
     if let ComptimeOption::Some(bias) = scores.bias {
@@ -378,20 +382,21 @@ pub fn score_of_pair<E: Float, M: Numeric, NB: Size, NM: Size>(
         let pair = pair_of::<M, NM>(mask, start, band, even, blueprint.mask, blueprint);
         visible = select(odd, pair.extract(1usize), pair.extract(0usize)) == M::from_int(0);
     }
-    // Values first: of a call behind `&&` a branch would be made.
+    // Evaluated before the `&&`: CubeCL would turn a call after it into a branch.
     let sees = factors.extras.mods.sees(&place, band);
     visible = visible && sees || !at.masked;
     Exponent { value: s * factors.exponent, visible, slope }
 }
 
-/// A product's score under the softcap: `softcap · tanh x`, with `tanh x = 1 − 2 / (1 + e^(2x))`.
+/// The score of a product with softcap: `softcap · tanh x`, with `tanh x = 1 − 2 / (1 + e^(2x))`.
 #[cube]
 fn capped(product: f32, factors: &Factors) -> f32 {
     let e2x = ex2(product * factors.inner);
     fma(-2.0f32 * factors.softcap, reciprocal(1.0f32 + e2x), factors.softcap)
 }
 
-/// Two neighbouring elements of a row of a mask or bias: one read where rows allow vectors of two. `rows`: whether they differ.
+/// Two neighbouring elements of a row of a mask or bias: a single read if rows allow vectors of two. `rows`: how the rows
+/// differ.
 #[cube]
 fn pair_of<T: Numeric, N: Size>(
     tensor: &Tensor<Vector<T, N>>,

@@ -1,4 +1,4 @@
-//! The online softmax on the rows of an accumulator, which [`rows`](super::rows) describes.
+//! The online softmax on the rows of an accumulator, whose layout [`rows`](super::rows) describes.
 
 use super::Blueprint;
 use crate::dtype::Dtype;
@@ -13,25 +13,28 @@ const KEPT: f32 = 65536.0;
 /// Largest such sum that can be rescaled: 2^120, because 2^-127 is not a normal number.
 const RESCALED: f32 = (1u128 << 120) as f32;
 
-/// One of so many groups of eight columns is searched for a reference maximum.
+/// A reference maximum is searched in one of this many groups of eight columns.
 const SPARSE: usize = 4;
 
 /// State of the online softmax for a thread's two rows.
 #[derive(CubeType)]
 pub struct OnlineSoftmax {
-    /// Base-2 exponent that the exponentials are relative to; [`HIDDEN`] for a row that has seen nothing.
+    /// Base-2 exponent that the exponentials are relative to; [`HIDDEN`] for a row that has seen nothing yet.
     ///
-    /// Any number that keeps exponentials in range is correct. f16 needs the row maximum, or a number up to 2^8 below it. bf16 has the range of
-    /// f32: there it is a *reference maximum*, a score of the first tile with a visible one, and the sum of a tile tells whether it has become
-    /// too low. Computing the maximum would cost as many instructions as the exponentials.
+    /// Any value that keeps the exponentials in range is correct. f16 needs the row maximum, or a value at most 8 below it,
+    /// which allows exponentials up to 2^8. bf16 has the range of f32 and uses a *reference maximum*: a score of the first tile
+    /// with a visible score. The sum of a tile's exponentials shows when the reference has become too low. Computing the row
+    /// maximum instead would cost as many instructions as the exponentials.
     pub m0: f32,
     pub m1: f32,
-    /// This thread's part of the sum of exponentials; +∞ for a row that was out of range.
+    /// This thread's part of the sum of exponentials; +∞ for a row that left the range of f32.
     pub l0: f32,
     pub l1: f32,
-    /// What a row's largest exponential is found by: the row's highest score; where exponentials are relative to a reference maximum,
-    /// and nobody knows that one, the largest exponential of this thread in the tiles that raised a reference maximum of the warp's. In sharp
-    /// distributions the tile with a row's maximum does.
+    /// Source of the row's largest exponential.
+    ///
+    /// With row maxima it is the row's highest score. With reference maxima the row maximum is unknown; it is then this
+    /// thread's largest exponential in the tiles that raised a reference maximum of the warp. In a sharp distribution, the tile
+    /// with the row's maximum is such a tile.
     pub top0: f32,
     pub top1: f32,
 }
@@ -39,8 +42,8 @@ pub struct OnlineSoftmax {
 /// Result of [`OnlineSoftmax::update`], for [`OnlineSoftmax::rescale_o`].
 #[derive(CubeType, Clone)]
 pub struct Taken {
-    /// What this thread holds of the tile's exponentials, added: relative to reference maxima, their growth is decided by it. Relative to
-    /// maxima, by what the accumulator must be multiplied.
+    /// With reference maxima: this thread's sum of the tile's exponentials, which decides how much the reference grows. With
+    /// row maxima: the factor that rescales the accumulator.
     x0: f32,
     x1: f32,
     /// Whether a row of the warp must be rescaled.
@@ -49,7 +52,8 @@ pub struct Taken {
 
 #[cube]
 impl OnlineSoftmax {
-    /// State after the first tile, whose scores become `2^(exponent · s − m)`. `hides`: a row may see nothing of it.
+    /// State after the first tile. The scores in `s` become `2^(exponent · s − m)`. `hides`: whether the tile may be hidden
+    /// from a row.
     pub fn first(
         s: &mut Array<f32>,
         exponent: f32,
@@ -78,7 +82,7 @@ impl OnlineSoftmax {
         rows
     }
 
-    /// Sets the reference maximum of rows that have seen nothing to the maximum of the next tile.
+    /// Sets the reference maximum of rows that have seen nothing yet to the maximum of the next tile.
     pub fn set_reference_max(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) {
         let none = self.m0 == HIDDEN || self.m1 == HIDDEN;
         if comptime!(blueprint.uses_reference_max()) && plane_any(none) {
@@ -89,7 +93,7 @@ impl OnlineSoftmax {
         }
     }
 
-    /// Adds a tile, whose scores become exponentials.
+    /// Adds a tile. The scores in `s` become exponentials.
     pub fn update(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) -> Taken {
         let tile_k = comptime!(blueprint.tile.tile_k);
         if comptime!(blueprint.uses_reference_max()) {
@@ -100,7 +104,7 @@ impl OnlineSoftmax {
             self.top0 = max(self.top0, s0);
             self.top1 = max(self.top1, s1);
             let (m0, m1) = (exponent_of_max(s0, exponent), exponent_of_max(s1, exponent));
-            // Without branches, so that the exponentials need not wait for a vote.
+            // Branch-free, so that the exponentials need not wait for a vote.
             let (m0, m1) = (raised(self.m0, m0, Rescale::Lazily), raised(self.m1, m1, Rescale::Lazily));
             let (x0, x1) = (ex2(self.m0 - m0), ex2(self.m1 - m1));
             let needed = m0 > self.m0 || m1 > self.m1;
@@ -113,7 +117,7 @@ impl OnlineSoftmax {
         }
     }
 
-    /// Rescales the accumulator `o` if needed, once the products that add to it are complete.
+    /// Rescales the accumulator `o` if needed. The products that add to it must be complete.
     pub fn rescale_o(
         &mut self,
         taken: &Taken,
@@ -133,7 +137,7 @@ impl OnlineSoftmax {
         }
     }
 
-    /// Turns scores into exponentials relative to what there is, and adds them up.
+    /// Turns scores into exponentials relative to the current `m`, and adds them to `l`.
     fn take(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) -> Taken {
         let tile_k = comptime!(blueprint.tile.tile_k);
         let x0 = exponentials(s, 0usize, self.m0, exponent, tile_k);
@@ -143,14 +147,14 @@ impl OnlineSoftmax {
         Taken { x0, x1, needed: plane_any(x0 > KEPT || x1 > KEPT) }
     }
 
-    /// Looks for the rows' largest exponentials among those of a tile.
+    /// Updates `top` with this thread's largest exponentials of a tile.
     fn find_top(&mut self, s: &Array<f32>, #[comptime] tile_k: usize) {
         self.top0 = max(self.top0, unit_max(s, 0usize, 1usize, tile_k));
         self.top1 = max(self.top1, unit_max(s, 1usize, 1usize, tile_k));
     }
 
-    /// Raises the reference maxima of rows that a tile has outgrown, of each row by itself, whatever the warp's others hold. Returns by
-    /// what earlier results must be multiplied.
+    /// Raises the reference maximum of each row whose sum has become too large, independently of the warp's other rows. Returns
+    /// the factors by which earlier results must be multiplied.
     fn raise_reference(&mut self, s: &mut Array<f32>, taken: &Taken, #[comptime] tile_k: usize) -> (f32, f32) {
         let growth0 = growth(taken.x0);
         let growth1 = growth(taken.x1);
@@ -166,8 +170,8 @@ impl OnlineSoftmax {
     }
 }
 
-/// By how much the reference maximum of a row must grow after a tile of which a thread holds this sum: 0, but where a thread's sum is
-/// above [`KEPT`].
+/// Amount by which a row's reference maximum must grow. `sum` is this thread's sum of the tile's exponentials. The result is 0
+/// unless the sum of one of the row's threads exceeds [`KEPT`].
 #[cube]
 fn growth(sum: f32) -> f32 {
     let sum = max(sum, plane_shuffle_xor(sum, 1u32));
@@ -176,7 +180,8 @@ fn growth(sum: f32) -> f32 {
     select(grows, f32::floor(lg2(sum)), 0.0f32)
 }
 
-/// The highest of a row's scores; [`HIDDEN`] if all are hidden. `row`: 0 or 1. One of `every` eights counts.
+/// The highest score of row 0 or 1, over all threads of the row; [`HIDDEN`] if all are hidden. Only one of `every` groups of
+/// eight columns is searched.
 #[cube]
 fn row_max(s: &Array<f32>, #[comptime] row: usize, #[comptime] every: usize, #[comptime] tile_k: usize) -> f32 {
     let m = unit_max(s, row, every, tile_k);
@@ -184,10 +189,10 @@ fn row_max(s: &Array<f32>, #[comptime] row: usize, #[comptime] every: usize, #[c
     max(m, plane_shuffle_xor(m, 2u32))
 }
 
-/// The highest of what a thread holds of a row.
+/// The highest score that this thread holds of a row.
 #[cube]
 fn unit_max(s: &Array<f32>, #[comptime] row: usize, #[comptime] every: usize, #[comptime] tile_k: usize) -> f32 {
-    // Even and odd eights and columns apart: one after the other, each would wait for the one before.
+    // Four independent maxima, for even and odd groups and columns: a single one would be a chain of dependent instructions.
     let mut m = Array::<f32>::new(4usize);
     #[unroll]
     for i in 0..4usize {
@@ -204,16 +209,16 @@ fn unit_max(s: &Array<f32>, #[comptime] row: usize, #[comptime] every: usize, #[
     max(max(m[0], m[1]), max(m[2], m[3]))
 }
 
-/// A row's highest score as an exponent of 2; [`HIDDEN`] stays so.
+/// A row's highest score as a base-2 exponent; [`HIDDEN`] stays [`HIDDEN`].
 #[cube]
 fn exponent_of_max(highest: f32, exponent: f32) -> f32 {
     select(highest == HIDDEN, HIDDEN, highest * exponent)
 }
 
-/// Turns a row's scores into `2^(exponent · s − m)`; returns what this thread holds of the row, added.
+/// Turns a row's scores into `2^(exponent · s − m)`. Returns this thread's sum of the exponentials.
 #[cube]
 fn exponentials(s: &mut Array<f32>, #[comptime] row: usize, m: f32, exponent: f32, #[comptime] tile_k: usize) -> f32 {
-    // All scores of a row that has seen nothing are −∞.
+    // If the row has seen nothing, all of its scores are −∞.
     let offset = select(m == HIDDEN, 0.0f32, -m);
     let mut sum = 0.0f32.runtime();
     #[unroll]
@@ -226,7 +231,7 @@ fn exponentials(s: &mut Array<f32>, #[comptime] row: usize, m: f32, exponent: f3
     sum
 }
 
-/// A head's sink as an exponent of 2, where there is one and it `counts`; else [`HIDDEN`].
+/// A head's sink as a base-2 exponent, if there are sinks and `counts` is set; else [`HIDDEN`].
 #[cube]
 pub fn sink_log2(extras: &Extras, head: u32, #[comptime] counts: bool) -> f32 {
     if comptime!(counts && extras.sinks.is_some()) {
@@ -236,7 +241,7 @@ pub fn sink_log2(extras: &Extras, head: u32, #[comptime] counts: bool) -> f32 {
     }
 }
 
-/// The largest of a row's exponentials, or what comes closest to it: `top` of [`OnlineSoftmax`], whose `m` is the row's.
+/// The largest exponential of a row, or the best estimate of it, from `top` and `m` of [`OnlineSoftmax`].
 #[cube]
 fn largest(top: f32, m: f32, exponent: f32, #[comptime] blueprint: Blueprint) -> f32 {
     if comptime!(blueprint.uses_reference_max()) {
@@ -247,21 +252,22 @@ fn largest(top: f32, m: f32, exponent: f32, #[comptime] blueprint: Blueprint) ->
     }
 }
 
-/// What a row's exponentials are relative to and their sum, with a sink among them if it `counts`, and the factor of the sum of values.
+/// Final state of a row: maximum, sum of exponentials, and the factor that normalises the row of `O`. The sink is included if
+/// it `counts`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct RowEnd {
-    /// The exponent of 2 that exponentials are relative to.
+    /// The base-2 exponent that the exponentials are relative to.
     pub m: f32,
-    /// Their sum.
+    /// Sum of the exponentials.
     pub l: f32,
-    /// The factor.
+    /// Factor that normalises the row of `O`.
     pub factor: f32,
 }
 
 #[cube]
 impl RowEnd {
-    /// Of a row of whose [`OnlineSoftmax`] these are what one of its threads holds.
+    /// The final state of a row. `m`, `l` and `top` are this thread's values of the row's [`OnlineSoftmax`].
     pub fn of(
         m: f32,
         l: f32,
@@ -282,7 +288,7 @@ impl RowEnd {
             let highest = max(m, sink);
             let rescaled = ex2(m - highest);
             let of_sink = ex2(sink - highest);
-            // Rows out of range stay so.
+            // A row that left the range of f32 keeps the sum +∞.
             let sum = select(l == f32::INFINITY, l, fma(l, rescaled, of_sink));
             RowEnd { m: highest, l: sum, factor: reciprocal(fma(rounded, rescaled, of_sink)) * rescaled }
         } else {
@@ -291,21 +297,21 @@ impl RowEnd {
     }
 }
 
-/// The same with dropout's factor; 0 for a row that saw nothing.
+/// The factor that normalises a row of `O`, including the scale of dropout; 0 for a fully masked row.
 #[cube]
 pub fn normalizer_of(l: f32, factor: f32, extras: &Extras) -> f32 {
     let factor = if comptime!(extras.dropout.seed.is_some()) { factor * extras.dropout.factor } else { factor };
     select(l == 0.0f32, 0.0f32, factor)
 }
 
-/// The sum over the four threads of a row.
+/// Sum over the four threads that share a row.
 #[cube]
 pub fn row_sum(part: f32) -> f32 {
     let pair = part + plane_shuffle_xor(part, 1u32);
     pair + plane_shuffle_xor(pair, 2u32)
 }
 
-/// Multiplies the two rows of an accumulator of `len` registers.
+/// Multiplies a thread's two rows of an accumulator of `len` registers by `a0` and `a1`.
 #[cube]
 fn scale_rows(o: &mut Array<f32>, a0: f32, a1: f32, #[comptime] len: usize) {
     #[unroll]
@@ -317,7 +323,7 @@ fn scale_rows(o: &mut Array<f32>, a0: f32, a1: f32, #[comptime] len: usize) {
     }
 }
 
-/// Turns `dP` into gradients of scores, as [`softmax_backward()`] does. `delta`: of each register's query.
+/// Turns `dP` into gradients of scores by [`softmax_backward()`]. `delta` has one element for each register.
 #[cube]
 pub fn tile_backward(dp: &mut Array<f32>, p: &Array<f32>, delta: &Sequence<f32>, #[comptime] len: usize) {
     #[unroll]

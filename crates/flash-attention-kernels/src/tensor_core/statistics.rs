@@ -1,4 +1,4 @@
-//! lse in base 2 and delta of each query, as gradients read them: see [`delta`](mod@super::delta).
+//! Reads base-2 lse and delta of each query in gradient kernels. [`delta`](mod@super::delta) writes them.
 
 use super::Blueprint;
 use super::schedule::TileScheduler;
@@ -7,25 +7,26 @@ use crate::mask::Band;
 use crate::ptx::{load_shared, load_shared_pair};
 use cubecl::prelude::*;
 
-/// Rows of lse and delta of a head: whole tiles of them, and one more where tiles begin anywhere.
+/// Rows of lse and delta of a head in scratch: whole tiles, and one tile more with several sequences, whose tiles may start
+/// anywhere.
 #[cube]
 pub fn stats_rows(seq_q: u32, #[comptime] multiple: usize, #[comptime] varlen: bool) -> u32 {
     let spare = comptime!(if varlen { multiple as u32 } else { 0 });
     seq_q.div_ceil(comptime!(multiple as u32)) * comptime!(multiple as u32) + spare
 }
 
-/// Queries, and their heads in a batch.
+/// Number of queries, and number of query heads in a batch.
 #[cube]
 fn queries(band: &Band, scheduler: &TileScheduler, #[comptime] blueprint: Blueprint) -> (u32, u32) {
     if comptime!(blueprint.transposed()) {
-        // What the band calls keys.
+        // The queries are the keys of the transposed band.
         (band.seq_k, scheduler.num_heads_q.divisor * scheduler.group_size.divisor)
     } else {
         (band.seq_q, scheduler.num_heads_q.divisor)
     }
 }
 
-/// Where a query's lse is.
+/// Position of a query's lse in the statistics.
 #[cube]
 pub fn stats_at(
     band: &Band,
@@ -41,14 +42,14 @@ pub fn stats_at(
         + query as usize
 }
 
-/// How far behind it delta is.
+/// Offset from the lse of a query to its delta.
 #[cube]
 pub fn stats_all(band: &Band, scheduler: &TileScheduler, #[comptime] blueprint: Blueprint) -> usize {
     let (seq_q, heads) = queries(band, scheduler, blueprint);
     scheduler.batches as usize * heads as usize * stats_rows(seq_q, blueprint.stats_multiple, blueprint.varlen) as usize
 }
 
-/// lse and delta of a thread's two rows, where rows are queries.
+/// lse and delta of a thread's two rows, if rows are queries.
 #[derive(CubeType)]
 pub struct RowStatistics {
     pub lse0: f32,
@@ -59,7 +60,7 @@ pub struct RowStatistics {
 
 #[cube]
 impl RowStatistics {
-    /// Those of the first of the rows, and of the one 8 after it.
+    /// Statistics of rows `row` and `row + 8`.
     pub fn of(
         stats: &[u32],
         batch: u32,
@@ -86,8 +87,8 @@ impl RowStatistics {
     }
 }
 
-/// What belongs to each register of an accumulator of a tile: that of its row, or, transposed, that of its column, which shared
-/// memory holds from `at` on.
+/// lse or delta for each register of a tile's accumulator. It is `row0` or `row1` of the register's row or, if transposed, the
+/// value of its column, which is in shared memory from `at` on.
 #[cube]
 pub fn statistics(at: u32, row0: f32, row1: f32, #[comptime] blueprint: Blueprint) -> Sequence<f32> {
     let mut all = Sequence::<f32>::new();

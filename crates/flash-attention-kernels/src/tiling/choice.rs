@@ -1,4 +1,4 @@
-//! What can be chosen: kernels, and how each works.
+//! The possible choices: kernels, and their tiles and parameters.
 
 use super::ListShape;
 use crate::blocks::RUN;
@@ -15,20 +15,20 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Kernel {
-    /// Warpgroup matrix products and TMA of NVIDIA Hopper, in f16 and bf16.
+    /// Warpgroup matrix products (`wgmma`) and TMA of NVIDIA Hopper, in f16 and bf16.
     Hopper,
-    /// Matrix products of a warp, `mma.sync`, of NVIDIA GPUs from Ampere on, in f16 and bf16, and in f32 as tf32.
+    /// Matrix products of a warp (`mma.sync`) on NVIDIA GPUs from Ampere on, in f16 and bf16, and in f32 as tf32.
     Mma,
     /// Cooperative matrix products in f16 and bf16, on any device that offers them.
     Matrix,
-    /// Fused multiply-adds in f32 on rows that a thread holds by itself, for devices that are processors.
+    /// Fused multiply-adds in f32, where each thread processes whole rows, for CPUs.
     Rows,
     /// Fused multiply-adds in f32 on any CubeCL device.
     Portable,
 }
 
 impl Kernel {
-    /// Every kernel family, the most preferred first.
+    /// Every kernel family, most preferred first.
     pub const ALL: [Kernel; 5] = [Kernel::Hopper, Kernel::Mma, Kernel::Matrix, Kernel::Rows, Kernel::Portable];
 
     /// The name used in messages and result files.
@@ -43,7 +43,7 @@ impl Kernel {
     }
 }
 
-/// A kernel of the forward, with its tiles.
+/// A forward kernel with its tiles.
 ///
 /// ```
 /// use flash_attention_kernels::{Forward, Kernel, TileShape};
@@ -67,36 +67,36 @@ pub enum Forward {
     Portable(TileShape),
 }
 
-/// How [`Kernel::Hopper`] computes a forward.
+/// Parameters of a forward by [`Kernel::Hopper`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct HopperForward {
     /// Tiles.
     pub tile: HopperTile,
-    /// Heads of a head group, whose keys and values stay in the L2 cache together.
+    /// Number of heads in a head group, whose keys and values stay in the L2 cache together.
     pub head_group: usize,
-    /// Splits of the keys that are computed apart, where heads and blocks of queries are too few to keep the device busy.
+    /// Number of splits of the keys. More than one is used if heads and blocks of queries are too few to keep the device busy.
     pub num_splits: usize,
 }
 
-/// How [`Kernel::Mma`] computes a forward.
+/// Parameters of a forward by [`Kernel::Mma`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct MmaForward {
     /// Tiles.
     pub tile: MmaTile,
-    /// Heads of a head group, whose keys and values stay in the L2 cache together.
+    /// Number of heads in a head group, whose keys and values stay in the L2 cache together.
     pub head_group: usize,
 }
 
-/// How [`Kernel::Mma`] computes a gradient.
+/// Parameters of a gradient by [`Kernel::Mma`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct MmaGradient {
-    /// Tiles: of keys that stream by for `dq`, of queries for `dk` and `dv`.
+    /// Tiles. The streamed tiles are keys for `dq`, and queries for `dk` and `dv`.
     pub tile: MmaTile,
-    /// Heads of a head group, whose streamed operands stay in the L2 cache together.
+    /// Number of heads in a head group, whose streamed operands stay in the L2 cache together.
     pub head_group: usize,
 }
 
-/// A kernel of a gradient, with its tiles.
+/// A gradient kernel with its tiles.
 ///
 /// ```
 /// use flash_attention_kernels::{Gradient, Kernel, TileShape};
@@ -120,12 +120,12 @@ pub enum Gradient {
     Portable(TileShape),
 }
 
-/// How [`Kernel::Hopper`] computes a gradient.
+/// Parameters of a gradient by [`Kernel::Hopper`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct HopperGradient {
-    /// Tiles: of keys that stream by for `dq`, of queries for `dk` and `dv`.
+    /// Tiles. The streamed tiles are keys for `dq`, and queries for `dk` and `dv`.
     pub tile: HopperTile,
-    /// Heads of a head group, whose streamed operands stay in the L2 cache together.
+    /// Number of heads in a head group, whose streamed operands stay in the L2 cache together.
     pub head_group: usize,
 }
 
@@ -141,7 +141,7 @@ impl Gradient {
         }
     }
 
-    /// The lists that it visits, if there is a block mask: of blocks of queries, or, transposed, of keys.
+    /// Shape of the lists that the kernel uses with a block mask: of blocks of queries, or of blocks of keys if `keys`.
     pub(crate) fn list(&self, keys: bool) -> ListShape {
         let (rows, columns) = match self {
             Gradient::Hopper(gradient) => (gradient.tile.tile_q(), gradient.tile.tile_k),
@@ -155,7 +155,7 @@ impl Gradient {
     }
 }
 
-/// A kernel of the bias's gradient, with its tiles.
+/// A kernel for the gradient of the bias, with its tiles.
 ///
 /// ```
 /// use flash_attention_kernels::{BiasGradient, Kernel, TileShape};
@@ -167,7 +167,7 @@ impl Gradient {
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum BiasGradient {
-    /// [`Kernel::Hopper`], of a bias that has an element for each pair of query and key.
+    /// [`Kernel::Hopper`], for a bias with an element for each pair of query and key.
     Hopper(BiasTile),
     /// [`Kernel::Portable`].
     Portable(TileShape),
@@ -183,7 +183,7 @@ impl BiasGradient {
     }
 }
 
-/// Kernels of the backward, with their tiles.
+/// The kernels of a backward, with their tiles.
 ///
 /// ```
 /// use flash_attention_kernels::{BackwardTiles, Kernel, TileShape};
@@ -194,19 +194,20 @@ impl BiasGradient {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct BackwardTiles {
-    /// Of `dq`.
+    /// Kernel of `dq`.
     pub dq: Gradient,
-    /// Of `dk`, and of `dv` with it.
+    /// Kernel of `dk`, and of `dv` in the same launch unless [`dv`](Self::dv) is set.
     pub dkdv: Gradient,
-    /// Of `dv`, if it takes a launch of its own even where both are wanted.
+    /// Kernel of `dv`, if `dv` takes a separate launch even if both are requested.
     pub dv: Option<Gradient>,
-    /// Of `dq`, `dk` and `dv` by one launch, which adds `dq` up in any order: instead of the others, where all three are wanted.
+    /// Kernel that computes `dq`, `dk` and `dv` in one launch and sums `dq` in any order. It replaces the others if all three are
+    /// requested.
     pub fused: Option<HopperGradient>,
-    /// Of the bias's gradient.
+    /// Kernel of the gradient of the bias.
     pub dbias: BiasGradient,
-    /// Of that of slopes, if there are any: portable.
+    /// Portable kernel of the gradient of the slopes, if there are any.
     pub dalibi_slopes: Option<TileShape>,
-    /// Of those of the tensors that a function of scores reads, if there are any: portable.
+    /// Portable kernel of the gradients of the tensors that `score_mod` reads, if there are any.
     pub dscore_tensors: Option<TileShape>,
 }
 
@@ -226,7 +227,7 @@ impl BackwardTiles {
         }
     }
 
-    /// Tiles of the portable kernels that are used.
+    /// Tiles of the portable kernels among them.
     pub(crate) fn portables(&self) -> impl Iterator<Item = TileShape> {
         let of = |gradient| match gradient {
             Gradient::Portable(tile) => Some(tile),
@@ -265,7 +266,7 @@ impl Forward {
         }
     }
 
-    /// The lists that it visits, if there is a block mask.
+    /// Shape of the lists that the kernel uses with a block mask.
     pub(crate) fn list(&self) -> ListShape {
         let columns = if let Forward::Rows(_) = self { RUN } else { self.tile_k() };
         ListShape { keys: false, rows: self.tile_q(), columns }

@@ -1,4 +1,4 @@
-//! What the choice depends on: what a device says of itself.
+//! The properties of a device that the choice of kernels depends on.
 
 use crate::dtype::Dtype;
 use crate::error::AttentionError;
@@ -7,40 +7,40 @@ use cubecl::client::Client;
 use cubecl::ir::features::TypeUsage;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
 
-/// What a device offers, as far as the choice depends on it.
+/// Properties of a device that the choice of kernels depends on.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Device {
     /// The runtime's name.
     pub name: String,
-    /// Whether there is a card behind it: a processor that computes by itself is none.
+    /// Whether there is a card behind the device. False for a CPU that computes by itself.
     pub card: bool,
-    /// Bytes of shared memory a thread block may have.
+    /// Bytes of shared memory available to a thread block.
     pub shared_memory: usize,
-    /// Threads a thread block may have.
+    /// Largest number of threads of a thread block.
     pub units: usize,
-    /// Buffers a kernel may bind.
+    /// Largest number of buffers that a kernel can bind.
     pub bindings: usize,
-    /// Thread blocks of a launch along x, y and z.
+    /// Largest number of thread blocks of a launch along x, y and z.
     pub cubes: (u32, u32, u32),
     /// Whether buffers of more than 2^32 elements can be addressed.
     pub wide_addresses: bool,
     /// Element types that can be stored and converted.
     pub dtypes: Vec<Dtype>,
-    /// Multiprocessors, where known; otherwise 0.
+    /// Number of multiprocessors; 0 if unknown.
     pub multiprocessors: usize,
-    /// Whether there are warpgroup matrix products and TMA.
+    /// Whether the device has warpgroup matrix products and TMA.
     pub wgmma: bool,
-    /// Element types of warps' matrix products `mma.sync` that are summed in f32, where inline PTX can be compiled: of f16 and bf16
-    /// those of 16 × 8 × 16, of f32 those of 16 × 8 × 8 of tf32.
+    /// Element types of warp-level matrix products `mma.sync` with f32 accumulation, if inline PTX can be compiled: for f16 and
+    /// bf16 of shape 16 × 8 × 16, for f32 of shape 16 × 8 × 8 in tf32.
     pub mma: Vec<Dtype>,
-    /// Threads of a warp, where all warps have as many; otherwise 0.
+    /// Threads of a warp, if all warps have the same number; otherwise 0.
     pub plane: usize,
-    /// Shapes `[m, n, k]` of cooperative matrix products of an element type that are summed in f32.
+    /// Shapes `[m, n, k]` of cooperative matrix products with f32 accumulation, by element type.
     pub matrices: Vec<(Dtype, [usize; 3])>,
 }
 
 impl Device {
-    /// What the device behind this client offers.
+    /// The properties of this client's device.
     pub fn of(client: &Client) -> Self {
         let properties = client.properties();
         let hardware = &properties.hardware;
@@ -58,7 +58,7 @@ impl Device {
                 let types = [of.a_type, of.b_type, of.cd_type] == [factor, factor, sums];
                 types && (of.m, of.n, of.k) == (16, 8, k)
             });
-            // Only CubeCL's C++ compiler for CUDA, which takes no operations of our own, offers copies of its own.
+            // `copy_async` is reported only by CubeCL's C++ compiler for CUDA, which cannot compile operations of this crate.
             shaped && !properties.features.copy_async
         };
         Device {
@@ -92,7 +92,7 @@ impl Device {
     }
 }
 
-/// CubeCL's name for an element type.
+/// The element type as CubeCL names it.
 pub fn element_type(dtype: Dtype) -> ElemType {
     ElemType::Float(match dtype {
         Dtype::F32 => FloatKind::F32,
@@ -101,7 +101,7 @@ pub fn element_type(dtype: Dtype) -> ElemType {
     })
 }
 
-/// Whether the device computes with this element type.
+/// Checks that the device supports this element type.
 pub(crate) fn check_dtype(device: &Device, dtype: Dtype) -> Result<(), AttentionError> {
     if device.dtypes.contains(&dtype) {
         return Ok(());
@@ -109,7 +109,7 @@ pub(crate) fn check_dtype(device: &Device, dtype: Dtype) -> Result<(), Attention
     Err(AttentionError::DtypeUnsupported { dtype: dtype.name(), device: device.name.clone() })
 }
 
-/// Checks that the device binds `needed` buffers and those of what the problem adds at once.
+/// Checks that the device can bind `needed` buffers and those of the problem's optional tensors at the same time.
 pub(crate) fn check_bindings(
     device: &Device,
     problem: &AttentionProblem,
@@ -136,11 +136,12 @@ pub(crate) fn check_bindings(
     if needed <= available { Ok(()) } else { Err(AttentionError::Bindings { kernel, needed, extras, available }) }
 }
 
-/// A grid of at least `cubes` thread blocks, as the device takes it. A grid without thread blocks cannot be launched: of none it is one of one.
+/// A grid of at least `cubes` thread blocks within the device's limits. An empty grid cannot be launched, so that 0 thread blocks
+/// give a grid of one.
 pub(crate) fn cube_count(device: &Device, kernel: &'static str, cubes: u64) -> Result<(u32, u32, u32), AttentionError> {
     let (x_max, y_max, z_max) = device.cubes;
     let (x, y, z) = grid(device, cubes);
-    // Thread blocks are numbered with the address type, 32 bits on most devices.
+    // Thread blocks are numbered with the address type, which has 32 bits on most devices.
     let numbered = x as u64 * y as u64 * z as u64;
     if numbered < cubes || z > z_max || numbered > u32::MAX as u64 {
         let max = (x_max as u64).saturating_mul(y_max as u64).saturating_mul(z_max as u64).min(u32::MAX as u64);
@@ -149,7 +150,7 @@ pub(crate) fn cube_count(device: &Device, kernel: &'static str, cubes: u64) -> R
     Ok((x, y, z))
 }
 
-/// The same where it has been checked.
+/// [`cube_count`] for a number of thread blocks that has been checked.
 pub(crate) fn grid(device: &Device, cubes: u64) -> (u32, u32, u32) {
     let cubes = cubes.max(1);
     let x = cubes.min(device.cubes.0 as u64);

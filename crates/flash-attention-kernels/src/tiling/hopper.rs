@@ -1,4 +1,4 @@
-//! Tiles for NVIDIA Hopper, and in which order and in how many splits its kernels work.
+//! Tiles, head groups and splits of the keys for the kernels of NVIDIA Hopper.
 
 mod tables;
 
@@ -12,33 +12,35 @@ use crate::problem::AttentionProblem;
 use crate::tensor_core::{Blueprint, HopperTile, PANEL, Rows};
 use tables::{HOPPER, HOPPER_BIAS, HOPPER_BLOCKS, HOPPER_DBIAS, HOPPER_DKDV, HOPPER_DQ, HOPPER_FUSED};
 
-/// Bytes of keys and values that the heads of a head group may have: what of Hopper's second-level cache (50 to 60 MB) one of
-/// its halves can hold beside the rest.
+/// Largest size in bytes of the keys and values of a head group: what one half of Hopper's L2 cache (50 to 60 MB) can hold besides
+/// other data.
 const SECTION_BYTES: usize = 32 << 20;
 
-/// Counters of a stream that launches take work tiles from, one after the other, and bytes of each.
+/// Number of counters of a stream, which launches use one after the other, and bytes of each counter.
 pub const COUNTERS: usize = 256;
 pub const COUNTER_BYTES: usize = 4;
 
-/// What a work tile costs beside its tiles, in tiles.
+/// Fixed cost of a work tile, in units of the time of one tile of keys.
 const ITEM: usize = 3;
-/// What it costs to combine splits of the keys at all, in tiles, and how many bytes are written and read again in the time of one.
+/// Cost of combining splits of the keys: a fixed cost in tiles, and the number of bytes written and read again in the time of one
+/// tile.
 const COMBINE: usize = 4;
 const COMBINED: usize = 4 << 20;
-/// Parts that are considered.
+/// Numbers of splits that are considered.
 const SPLITS: [usize; 12] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64];
 
-/// Whether there is a bias that repeats no query and no key: one that may come in tiles, if its strides, which only the call
-/// knows, let TMA read them.
+/// Whether there is a bias that repeats neither queries nor keys. Such a bias may be loaded in tiles, if TMA can read its strides,
+/// which are known only at the call.
 pub fn varies_by_pair(problem: &AttentionProblem) -> bool {
     problem.bias.is_some_and(|[_, _, q, k]| q == problem.seq_q && k == problem.seq_k && q * k > 1)
 }
 
-/// Other ways that may be as fast: the table's other tiles for this head dimension, and half and twice as many splits of the keys.
+/// Alternatives that may be as fast: the table's other tiles for this head dimension, and half and twice as many splits of the
+/// keys.
 #[cfg(feature = "autotune")]
 pub fn alternatives(device: &Device, problem: &AttentionProblem, planned: HopperForward) -> Vec<HopperForward> {
     let widest = problem.head_dim.max(problem.head_dim_v);
-    // Beside tiles of a bias there is room for no others.
+    // With a tiled bias, no other tiles fit shared memory.
     let rows = HOPPER.iter().filter(|(head_dim, _, tile)| {
         let possible = problem.block_mask.is_none() || divides(tile);
         widest <= *head_dim && !varies_by_pair(problem) && possible
@@ -50,23 +52,23 @@ pub fn alternatives(device: &Device, problem: &AttentionProblem, planned: Hopper
         num_splits: num_splits(device, problem, tile),
     });
     let counts = [planned.num_splits / 2, planned.num_splits * 2].into_iter().filter(|num_splits| {
-        // A tile of keys a split at the least.
+        // Each split has at least one tile of keys.
         planned.num_splits > 1 && (1..=problem.seq_k / planned.tile.tile_k).contains(num_splits)
     });
     tiles.chain(counts.map(|num_splits| HopperForward { num_splits, ..planned })).collect()
 }
 
-/// How Hopper's kernel computes this, or why it cannot.
+/// The forward by Hopper's kernel, or the reason why it cannot run.
 pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<HopperForward, String> {
     possible(device, problem)?;
     let widest = problem.head_dim.max(problem.head_dim_v);
     let row = HOPPER.iter().find(|(head_dim, seq_k, tile)| {
-        // Where there is a block mask tiles divide its blocks.
+        // With a block mask, tiles must divide its blocks.
         let fits = if problem.block_mask.is_some() { divides(tile) } else { problem.seq_k <= *seq_k };
         widest <= *head_dim && fits
     });
     let of_blocks = Some(HOPPER_BLOCKS).filter(|(head_dim, _)| problem.block_mask.is_some() && widest <= *head_dim);
-    // Those with a bias divide any.
+    // Tiles for a bias divide any block.
     let narrow = HOPPER_BIAS.iter().find(|(head_dim, _)| widest <= *head_dim).map(|(_, tile)| *tile);
     let tile = of_blocks.map(|(_, tile)| tile).or(row.map(|(.., tile)| *tile));
     let tile = tile.filter(|_| !varies_by_pair(problem)).or(narrow);
@@ -82,13 +84,14 @@ pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<HopperForw
     Ok(found)
 }
 
-/// How many heads take turns; transposed, heads of keys, by which queries stream.
+/// Number of heads in a head group. If `transposed`, the heads are key/value heads, and queries are streamed.
 pub(super) fn head_group(device: &Device, problem: &AttentionProblem, tile: &HopperTile, transposed: bool) -> usize {
     let band = problem.band();
     let bounded = band.bounded_above || band.bounded_below;
     let consumer_groups = device.multiprocessors * tile.consumer_groups;
-    // Where blocks are of one length, heads come one by one: their keys and values are then read by all at the same time. With a block
-    // mask lengths differ, and that counts for more where several consumer groups share the blocks of a head.
+    // If all blocks have the same length, heads are processed one by one: their keys and values are then read by all consumer
+    // groups at the same time. With a block mask, lengths differ. This matters more if several consumer groups share the blocks of
+    // a head.
     if !bounded && (problem.block_mask.is_none() || tile.consumer_groups == 1) {
         return 1;
     }
@@ -101,18 +104,20 @@ pub(super) fn head_group(device: &Device, problem: &AttentionProblem, tile: &Hop
         (heads, problem.num_heads_q, problem.seq_q)
     };
     let most = if bounded {
-        // At least two blocks of a head at a time, or all loads would come from memory first and from the cache then.
+        // At least two blocks of each head are processed at a time. Otherwise every load would come from memory first and from the
+        // cache later.
         consumer_groups / 2
     } else {
-        // Some two blocks of a head group for each consumer group, so that what is left to the end is short.
+        // About two blocks of a head group for each consumer group, so that the last blocks to run are short.
         2 * consumer_groups / rows.div_ceil(tile.tile_q()).max(1)
     };
-    // A power of two, as numbers of heads mostly are: a last head group with few heads keeps few consumer groups busy.
+    // A power of two, as numbers of heads usually are: a last head group with few heads would keep few consumer groups busy.
     let most = 1 << most.max(1).ilog2();
     of_cache.min(most).clamp(1, (problem.batch * heads).max(1))
 }
 
-/// How Hopper's kernels compute `dq`, and `dk` and `dv`, or why they cannot.
+/// The gradients by Hopper's kernels (`dq`, then `dk` and `dv` together, or `dv` in a separate launch), or the reason why they
+/// cannot run.
 pub fn backward(device: &Device, problem: &AttentionProblem) -> Result<(Gradient, Gradient, Option<Gradient>), String> {
     possible(device, problem)?;
     let widest = problem.head_dim.max(problem.head_dim_v);
@@ -125,7 +130,7 @@ pub fn backward(device: &Device, problem: &AttentionProblem) -> Result<(Gradient
     let dkdv = if narrow(plain) { *with_bias } else { *plain };
     let dv = dv.map(|tile| if narrow(&tile) { *with_bias } else { tile });
     let of = |tile: HopperTile, role: Role| {
-        // Few keys divide any block.
+        // Tiles of 32 divide any block.
         let sparse = problem.block_mask.is_some() && !divides(&tile);
         let tile = if sparse { HopperTile { tile_k: 32, ..tile } } else { tile };
         let head_group = head_group(device, problem, &tile, role.is_transposed());
@@ -138,12 +143,12 @@ pub fn backward(device: &Device, problem: &AttentionProblem) -> Result<(Gradient
     Ok((of(dq, Role::Dq)?, of(dkdv, Role::DkDv { dk: true, dv: of_values.is_none() })?, of_values))
 }
 
-/// Whether blocks of a block mask consist of whole tiles.
+/// Whether the blocks of a block mask consist of whole tiles.
 fn divides(tile: &HopperTile) -> bool {
     BLOCK.is_multiple_of(tile.tile_q()) && BLOCK.is_multiple_of(tile.tile_k)
 }
 
-/// How Hopper's kernel computes the bias's gradient, where those of the other gradients can be, or why it cannot.
+/// The gradient of the bias by Hopper's kernel, if the other gradients run on Hopper, or the reason why it cannot run.
 pub fn dbias(problem: &AttentionProblem) -> Result<BiasTile, String> {
     if !varies_by_pair(problem) {
         return Err("it takes no sums over queries or keys, which the bias repeats".into());
@@ -160,7 +165,7 @@ pub fn dbias(problem: &AttentionProblem) -> Result<BiasTile, String> {
         .ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER_DBIAS[HOPPER_DBIAS.len() - 1].0))
 }
 
-/// How one kernel computes all three gradients where that is faster than two, or why it does not.
+/// All three gradients by one kernel if that is faster than two kernels, or the reason why it is not used.
 pub fn fused(device: &Device, problem: &AttentionProblem) -> Result<HopperGradient, String> {
     let (least, fused) = fusible(device, problem)?;
     if problem.seq_q < least {
@@ -169,7 +174,8 @@ pub fn fused(device: &Device, problem: &AttentionProblem) -> Result<HopperGradie
     Ok(fused)
 }
 
-/// How one kernel computes all three gradients, and from how many queries on it is faster than two; or why it cannot.
+/// All three gradients by one kernel, and the number of queries from which on it is faster than two kernels; or the reason why it
+/// cannot run.
 pub fn fusible(device: &Device, problem: &AttentionProblem) -> Result<(usize, HopperGradient), String> {
     possible(device, problem)?;
     if problem.is_varlen() {
@@ -189,10 +195,10 @@ pub fn fusible(device: &Device, problem: &AttentionProblem) -> Result<(usize, Ho
     Ok((*least, HopperGradient { tile: *tile, head_group: head_group(device, problem, tile, true) }))
 }
 
-/// The most words of the lists of a block mask that Hopper's kernels number, with 32 bits.
+/// Largest number of words of a block mask's lists that Hopper's kernels can address with 32 bits.
 pub(super) const MAX_LIST: u64 = u32::MAX as u64;
 
-/// Why a kernel of this role cannot run with these tiles, if it cannot. Each reason names the field and its value.
+/// Checks that a kernel of this role can run with these tiles; else returns the reason, which names the field and its value.
 pub(crate) fn check(
     device: &Device,
     problem: &AttentionProblem,
@@ -208,7 +214,7 @@ pub(crate) fn check(
         if value >= least { Ok(()) } else { Err(format!("{what} is {value}, and {least} is the least")) }
     };
     at_least("consumer_groups", consumer_groups, 1)?;
-    // The second one loads V.
+    // The second warpgroup loads V.
     at_least("warpgroups", warpgroups, 2)?;
     at_least("stages", stages, 2)?;
     at_least("head_group", head_group, 1)?;
@@ -219,7 +225,7 @@ pub(crate) fn check(
     if !tile_k.is_multiple_of(16) || !(16..=256).contains(&tile_k) {
         return Err(format!("tile_k is {tile_k}: products take multiples of 16, at most 256"));
     }
-    // One barrier for each warpgroup's turn, and that of the whole block.
+    // One named barrier for each warpgroup's turn, and one for the whole thread block.
     if consumer_groups * warpgroups > 15 {
         return Err(format!(
             "consumer_groups × warpgroups is {}: there are named barriers for 15",
@@ -262,7 +268,7 @@ pub(crate) fn check(
     Ok(())
 }
 
-/// What a kernel is specialised for, with a mask or bias that is read where it lies and whose rows differ.
+/// The blueprint of a kernel, assuming that a mask or bias is read directly from memory and its rows differ.
 pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: HopperTile, split_keys: bool) -> Blueprint {
     Blueprint {
         role,
@@ -285,7 +291,7 @@ pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: HopperTile
     }
 }
 
-/// Whether Hopper's kernels number every word of these lists, if there is a block mask.
+/// Checks that Hopper's kernels can address every word of these lists, if there is a block mask.
 fn numbers(problem: &AttentionProblem, list: ListShape) -> Result<(), String> {
     match list.len(problem) {
         words if words > MAX_LIST => {
@@ -295,7 +301,7 @@ fn numbers(problem: &AttentionProblem, list: ListShape) -> Result<(), String> {
     }
 }
 
-/// Whether Hopper's kernels compute this at all, or why not.
+/// Checks that Hopper's kernels support the problem at all; else returns the reason.
 fn possible(device: &Device, problem: &AttentionProblem) -> Result<(), String> {
     if !device.wgmma {
         return Err("the device has no warpgroup matrix products".into());
@@ -309,15 +315,16 @@ fn possible(device: &Device, problem: &AttentionProblem) -> Result<(), String> {
     Ok(())
 }
 
-/// Into how many splits the keys are split, so that all is done soonest. Times in tiles of keys, each of which a consumer group computes
-/// in some 1.4 µs.
+/// Number of splits of the keys that minimises the estimated time. Times are in tiles of keys; a consumer group computes a tile in
+/// about 1.4 µs.
 fn num_splits(device: &Device, problem: &AttentionProblem, tile: &HopperTile) -> usize {
     let consumer_groups = device.multiprocessors * tile.consumer_groups;
     let heads = problem.batch * problem.num_heads_q;
     let (tile_q, tile_k) = (tile.tile_q() as u32, tile.tile_k as u32);
     let band = problem.band();
     let blocks = (problem.seq_q as u32).div_ceil(tile_q);
-    // With this many, whoever is done early finds more to do; what a block mask leaves of a block only the device knows.
+    // With this many blocks, a group that finishes early finds more work. With a block mask, only the device knows the length of a
+    // block.
     if heads * blocks as usize >= 4 * consumer_groups || problem.block_mask.is_some() {
         return 1;
     }
@@ -333,7 +340,7 @@ fn num_splits(device: &Device, problem: &AttentionProblem, tile: &HopperTile) ->
         let of_item = |tiles: usize| tiles.div_ceil(num_splits) + ITEM;
         let each =
             tiles.iter().map(|tiles| heads * num_splits * of_item(*tiles)).sum::<usize>().div_ceil(consumer_groups);
-        // If n · consumer groups work tiles are at least so long, and there is one more, some consumer group has n + 1 of them.
+        // If n · `consumer_groups` + 1 work tiles are at least this long, one of the consumer groups computes n + 1 of them.
         let items = blocks as usize * heads * num_splits;
         let rounds = (0..items).step_by(consumer_groups).enumerate();
         let most = rounds.map(|(n, nth)| (n + 1) * of_item(tiles[nth / (heads * num_splits)])).max();
@@ -348,7 +355,7 @@ fn num_splits(device: &Device, problem: &AttentionProblem, tile: &HopperTile) ->
         .unwrap_or(1)
 }
 
-/// What the number of a head's rows of lse and delta is a multiple of: tiles of them are loaded whole.
+/// Rows of lse and delta of a head are padded to a multiple of this, because whole tiles of them are loaded.
 pub fn stats_multiple(problem: &AttentionProblem) -> usize {
     if problem.head_dim.max(problem.head_dim_v) <= 192 { 128 } else { 384 }
 }

@@ -1,14 +1,15 @@
-//! How large the lists of a block mask are, and whether kernels can reach every entry.
+//! Sizes of the lists of a block mask, and checks that kernels can address every entry.
 
 use super::{Device, cube_count};
 use crate::blocks::{HEADER, TileSize};
 use crate::error::AttentionError;
 use crate::problem::AttentionProblem;
 
-/// The lists that a kernel walks over: of blocks of `rows` queries, or of `keys`, and tiles of `columns` of the others.
+/// Shape of the lists that a kernel uses: blocks of `rows` queries, or of keys if `keys`, and tiles of `columns` columns of the
+/// other side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct ListShape {
-    /// Whether blocks are of keys.
+    /// Whether rows are keys.
     pub keys: bool,
     /// Rows of a block.
     pub rows: usize,
@@ -17,26 +18,27 @@ pub(crate) struct ListShape {
 }
 
 impl ListShape {
-    /// The same for kernels.
+    /// The size as a kernel parameter.
     pub fn size(self) -> TileSize {
         TileSize { rows: self.rows as u32, columns: self.columns as u32, keys: self.keys }
     }
 
-    /// `[batch | 1, num_heads_q | 1, blocks, HEADER + tiles]` words; nothing without a block mask.
+    /// `[batch | 1, num_heads_q | 1, blocks, HEADER + tiles]` words; `None` without a block mask.
     pub fn shape(self, problem: &AttentionProblem) -> Option<[usize; 4]> {
         let mask = problem.block_mask?;
         let (along, across) = if self.keys { (problem.seq_k, problem.seq_q) } else { (problem.seq_q, problem.seq_k) };
-        // Sequences of a batch end where its lengths say.
+        // With lengths, each batch has its own lists.
         let batch = if problem.is_varlen() { problem.batch } else { mask.blocks[0] };
         Some([batch, mask.blocks[1], along.div_ceil(self.rows), HEADER + across.div_ceil(self.columns).max(1)])
     }
 
-    /// Words in all; 0 without a block mask.
+    /// Total number of words; 0 without a block mask.
     pub fn len(self, problem: &AttentionProblem) -> u64 {
         self.shape(problem).map_or(0, |shape| shape.iter().map(|n| *n as u64).product())
     }
 
-    /// Checks that the device reaches every word and starts a thread block for each block. `max`: the most words that the kernel numbers.
+    /// Checks that the device can address every word and launch a thread block for each block. `max` is the largest number of words
+    /// that the kernel can address.
     pub fn check(self, device: &Device, problem: &AttentionProblem, max: u64) -> Result<(), AttentionError> {
         let Some([batch, heads, blocks, _]) = self.shape(problem) else { return Ok(()) };
         let reach = self.len(problem);

@@ -1,4 +1,4 @@
-//! Tiles of the kernels made of cooperative matrix products, from the shapes that a device offers.
+//! Tiles of the kernels with cooperative matrix products, for the shapes that a device offers.
 
 use super::Device;
 #[cfg(feature = "autotune")]
@@ -8,7 +8,7 @@ use crate::fragment::role::Role;
 use crate::matrix::{Blueprint, MatrixTile};
 use crate::problem::AttentionProblem;
 
-/// Warps and columns of a tile, the first that fits the device wins.
+/// Warps and columns of a tile. The first row that fits the device is chosen.
 ///
 /// ```text
 ///                    shared memory of products of 16 × 16 × 16
@@ -20,19 +20,20 @@ use crate::problem::AttentionProblem;
 /// 4       16         14 KiB         18 KiB        26 KiB
 /// ```
 ///
-/// More rows share what is staged, more columns a barrier. A processor takes the last one: the time of its
-/// compiler grows with the square of the unrolled code, to minutes for the first tile.
+/// With more rows, more products share the staged operands. With more columns, there are fewer barriers. A CPU uses the last row:
+/// the time of its compiler grows with the square of the unrolled code, to minutes for the first row.
 const TILES: [(usize, usize); 5] = [(8, 64), (4, 64), (8, 32), (4, 32), (4, 16)];
 
-/// Columns that a thread accumulates for `dk` and `dv` together before registers run out: beyond, they take a launch each.
+/// Largest number of columns that a thread accumulates for `dk` and `dv` together. Beyond it registers run out, and `dk` and `dv`
+/// take one launch each.
 const MAX_ACCUMULATED: usize = 128;
 
-/// How matrix products compute the forward, or why they cannot.
+/// The forward with cooperative matrix products, or the reason why it cannot run.
 pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<MatrixTile, String> {
     choose(device, problem, Role::Forward)
 }
 
-/// How they compute `dq`; `dk`, and `dv` with it; and `dv`, if it takes a launch of its own.
+/// Gradient kernels with cooperative matrix products: `dq`, then `dk` and `dv` together, or `dv` in a separate launch.
 #[allow(clippy::type_complexity)]
 pub fn backward(
     device: &Device,
@@ -54,7 +55,7 @@ pub fn fitting(device: &Device, problem: &AttentionProblem, role: Role) -> Vec<M
     tiles.into_iter().filter(|tile| check(device, problem, role, *tile).is_ok()).collect()
 }
 
-/// What [`backward`] answers, for the first tiles that fit each gradient, the second ones, and so on.
+/// Alternatives to the result of [`backward`]: the first tiles that fit each gradient, the second ones, and so on.
 #[cfg(feature = "autotune")]
 pub fn backwards(device: &Device, problem: &AttentionProblem) -> Vec<(Gradient, Gradient, Option<Gradient>)> {
     let of = |role| fitting(device, problem, role).into_iter().map(Gradient::Matrix);
@@ -66,7 +67,7 @@ pub fn backwards(device: &Device, problem: &AttentionProblem) -> Vec<(Gradient, 
     dq.zip(dkdv(true, false)).zip(dkdv(false, true)).map(|((dq, dk), dv)| (dq, dk, Some(dv))).collect()
 }
 
-/// What a kernel is specialised for.
+/// The blueprint of a kernel.
 pub fn blueprint(device: &Device, problem: &AttentionProblem, role: Role, tile: MatrixTile) -> Blueprint {
     Blueprint {
         role,
@@ -101,7 +102,7 @@ fn choose(device: &Device, problem: &AttentionProblem, role: Role) -> Result<Mat
     Err(refusal)
 }
 
-/// Why these tiles cannot be used, if they cannot.
+/// Checks that these tiles can be used; else returns the reason.
 pub fn check(device: &Device, problem: &AttentionProblem, role: Role, tile: MatrixTile) -> Result<(), String> {
     if !device.matrices.contains(&(problem.dtype, tile.shape)) || tile.plane != device.plane {
         return Err(format!("the device offers no products of {:?} by planes of {}", tile.shape, tile.plane));

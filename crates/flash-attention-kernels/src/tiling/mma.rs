@@ -1,5 +1,5 @@
-//! Tiles of the kernels made of `mma.sync`, by what fits a thread block's shared memory: 227 KiB on Hopper, 163 on sm_80 and sm_87, 99 on
-//! the other ones from Ampere on.
+//! Tiles of the `mma.sync` kernels, chosen by the shared memory of a thread block: 227 KiB on Hopper, 163 KiB on sm_80 and sm_87,
+//! 99 KiB on other GPUs from Ampere on.
 
 #[cfg(feature = "autotune")]
 use super::Gradient;
@@ -10,7 +10,7 @@ use crate::fragment::role::Role;
 use crate::mma::{MmaBlueprint, MmaTile, Products};
 use crate::problem::{AttentionProblem, Precision};
 
-/// Tiles of the forward, by the larger head dimension: the first row that both fit.
+/// Tiles of the forward. The first row is chosen that fits the larger head dimension and the shared memory.
 ///
 /// ```text
 /// head_dim  queries: warpgroups × groups  keys  registers: O, S       of   shared memory
@@ -23,8 +23,8 @@ use crate::problem::{AttentionProblem, Precision};
 /// 256       1 × 1                         32    128 + 16              255  96 KiB
 /// ```
 ///
-/// Reading operands from shared memory takes as long as the products do with one group, half as long with two. With four warps
-/// a multiprocessor has room for two thread blocks, of which one multiplies while the other one exponentiates.
+/// With one group, reading operands from shared memory takes as long as the products; with two groups, half as long. With four
+/// warps, a multiprocessor has room for two thread blocks: one computes products while the other one computes exponentials.
 const FORWARD: [(usize, MmaTile); 7] = [
     (64, shape(1, 2, 64)),
     (128, shape(1, 2, 64)),
@@ -35,7 +35,7 @@ const FORWARD: [(usize, MmaTile); 7] = [
     (256, shape(1, 1, 32)),
 ];
 
-/// Tiles of `dq` in the same way.
+/// Tiles of `dq`, chosen in the same way.
 ///
 /// ```text
 /// head_dim  queries: warpgroups × groups  keys  registers: dQ, S, dP    of   shared memory
@@ -57,7 +57,7 @@ const DQ: [(usize, MmaTile); 7] = [
     (256, shape(1, 1, 16)),
 ];
 
-/// Tiles of `dk` and `dv` in the same way, which above 128 take a launch each.
+/// Tiles of `dk` and `dv`, chosen in the same way. For head dimensions above 128, each takes its own launch.
 ///
 /// ```text
 /// head_dim  keys: warpgroups × groups  queries  registers: dK + dV, S, dP   of   shared memory
@@ -81,7 +81,7 @@ const DKDV: [(usize, MmaTile); 8] = [
     (256, shape(1, 1, 16)),
 ];
 
-/// Tiles of the forward in f32 as split, in the same way.
+/// Tiles of the forward in f32 with split tf32 products, chosen in the same way.
 ///
 /// ```text
 /// head_dim  queries: warpgroups × groups  keys  registers: O, S    shared memory
@@ -93,8 +93,8 @@ const DKDV: [(usize, MmaTile); 8] = [
 /// 256       1 × 1                         16    128 + 8            128 KiB
 /// ```
 ///
-/// Rows are twice as long as those of 16 bits. With three products for one, reads of operands are no limit, but registers are:
-/// weights are in them twice.
+/// Rows have twice the bytes of 16-bit elements. With three products instead of one, reads of operands are not the limit. Registers
+/// are: they hold the weights twice.
 const FORWARD_SPLIT: [(usize, MmaTile); 6] = [
     (64, shape(1, 2, 32)),
     (128, shape(1, 1, 32)),
@@ -104,7 +104,8 @@ const FORWARD_SPLIT: [(usize, MmaTile); 6] = [
     (256, shape(1, 1, 16)),
 ];
 
-/// Tiles of the forward in f32 as tf32, in the same way: as many groups as fit, as reads of operands take longest.
+/// Tiles of the forward in f32 with tf32 products, chosen in the same way. As many groups as fit are used, because reads of
+/// operands take longest.
 ///
 /// ```text
 /// head_dim  queries: warpgroups × groups  keys  registers: O, S    shared memory
@@ -114,7 +115,7 @@ const FORWARD_SPLIT: [(usize, MmaTile); 6] = [
 /// 128       1 × 1                         32    64 + 16            96 KiB
 /// ```
 ///
-/// and above as what is split.
+/// Larger head dimensions use the rows of split products.
 const FORWARD_TF32: [(usize, MmaTile); 8] = [
     (64, shape(1, 2, 64)),
     (128, shape(2, 2, 32)),
@@ -126,7 +127,8 @@ const FORWARD_TF32: [(usize, MmaTile); 8] = [
     FORWARD_SPLIT[5],
 ];
 
-/// Tiles of gradients in f32, in the same way. Registers: of `dq`, and of `dk` and `dv` up to head_dim 128, of one of them above.
+/// Tiles of the gradients in f32, chosen in the same way. The column of registers is for `dq`, and for `dk` and `dv` together up to
+/// head_dim 128, or one of them above.
 ///
 /// ```text
 /// head_dim  rows: warpgroups × groups  tile  registers: dQ or dK + dV, S, dP   shared memory
@@ -146,20 +148,20 @@ const GRADIENTS_F32: [(usize, MmaTile); 6] = [
     (256, shape(1, 1, 16)),
 ];
 
-/// The largest head dimension of which `dk` and `dv` are added up together.
+/// Largest head dimension for which `dk` and `dv` are computed together.
 const TOGETHER: usize = 128;
 
 const fn shape(warpgroups: usize, groups: usize, tile_k: usize) -> MmaTile {
     MmaTile { warpgroups, groups, tile_k }
 }
 
-/// How `mma.sync` computes the forward, or why it cannot.
+/// The forward with `mma.sync`, or the reason why it cannot run.
 pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<MmaForward, String> {
     let tile = choose(device, problem, Role::Forward)?;
     Ok(MmaForward { tile, head_group: head_group(device, problem, &tile.tile(), false) })
 }
 
-/// How it computes `dq`; `dk`, and `dv` with it; and `dv`, if it takes a launch of its own.
+/// Gradient kernels with `mma.sync`: `dq`, then `dk` and `dv` together, or `dv` in a separate launch.
 #[allow(clippy::type_complexity)]
 pub fn backward(
     device: &Device,
@@ -177,7 +179,7 @@ pub fn backward(
     Ok((dq, dkdv(true, false)?, Some(dkdv(false, true)?)))
 }
 
-/// The table.
+/// The table of tiles for a role.
 fn rows(problem: &AttentionProblem, role: Role) -> &'static [(usize, MmaTile)] {
     match (products(problem), role) {
         (Products::F16 | Products::BF16, Role::Forward) => &FORWARD,
@@ -202,13 +204,13 @@ fn choose(device: &Device, problem: &AttentionProblem, role: Role) -> Result<Mma
     Err(why)
 }
 
-/// What a kernel is specialised for, with a mask or bias whose rows differ.
+/// The blueprint of a kernel, assuming that the rows of a mask or bias differ.
 pub fn blueprint(problem: &AttentionProblem, role: Role, tile: MmaTile) -> MmaBlueprint {
     let scores = hopper::blueprint(problem, role, tile.tile(), false);
     MmaBlueprint { tile, scores, products: products(problem) }
 }
 
-/// What is multiplied.
+/// The kind of matrix products.
 pub fn products(problem: &AttentionProblem) -> Products {
     match (problem.dtype, problem.options.precision) {
         (Dtype::F16, _) => Products::F16,
@@ -218,7 +220,7 @@ pub fn products(problem: &AttentionProblem) -> Products {
     }
 }
 
-/// Why these tiles cannot be used with so many heads in a head group, if they cannot.
+/// Checks that these tiles can be used with this number of heads in a head group; else returns the reason.
 #[cfg(feature = "cuda")]
 pub fn check_head_group(
     device: &Device,
@@ -233,7 +235,7 @@ pub fn check_head_group(
     check(device, problem, role, tile)
 }
 
-/// Why these tiles cannot be used, if they cannot.
+/// Checks that these tiles can be used; else returns the reason.
 pub fn check(device: &Device, problem: &AttentionProblem, role: Role, tile: MmaTile) -> Result<(), String> {
     if !cfg!(feature = "cuda") {
         return Err("it was not compiled: that takes the feature cuda".into());
@@ -261,14 +263,14 @@ pub fn check(device: &Device, problem: &AttentionProblem, role: Role, tile: MmaT
     Ok(())
 }
 
-/// All tiles of the forward that fit, in the order of the table.
+/// All forward kernels whose tiles fit, in the order of the table.
 #[cfg(feature = "autotune")]
 pub fn forwards(device: &Device, problem: &AttentionProblem) -> Vec<MmaForward> {
     let of = |tile: MmaTile| MmaForward { tile, head_group: head_group(device, problem, &tile.tile(), false) };
     fitting(device, problem, Role::Forward).into_iter().map(of).collect()
 }
 
-/// What [`backward`] answers, for the first tiles that fit each gradient, the second ones, and so on.
+/// Alternatives to the result of [`backward`]: the first tiles that fit each gradient, the second ones, and so on.
 #[cfg(feature = "autotune")]
 pub fn backwards(device: &Device, problem: &AttentionProblem) -> Vec<(Gradient, Gradient, Option<Gradient>)> {
     let of = |role: Role| {
@@ -285,7 +287,7 @@ pub fn backwards(device: &Device, problem: &AttentionProblem) -> Vec<(Gradient, 
     dq.zip(dkdv(true, false)).zip(dkdv(false, true)).map(|((dq, dk), dv)| (dq, dk, Some(dv))).collect()
 }
 
-/// Tiles of the table that fit, each once: rows for wider heads hold for this one, too.
+/// Tiles of the table that fit, without duplicates. Rows for larger head dimensions are valid for this one, too.
 #[cfg(feature = "autotune")]
 fn fitting(device: &Device, problem: &AttentionProblem, role: Role) -> Vec<MmaTile> {
     let widest = problem.head_dim.max(problem.head_dim_v);

@@ -1,4 +1,4 @@
-//! What has been chosen, in words, and what was passed over.
+//! The plan: chosen kernels, tiles and memory, and the alternatives that were passed over.
 
 use super::{
     BackwardTiles, BiasGradient, COUNTER_BYTES, COUNTERS, Device, Forward, Gradient, HopperForward, HopperGradient,
@@ -12,17 +12,17 @@ use cubecl::client::Client;
 use serde::Serialize;
 use std::fmt;
 
-/// A choice that was passed over, and why.
+/// An alternative that was passed over, and the reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct PassedOver {
-    /// What was passed over.
+    /// The alternative.
     pub what: String,
-    /// Why.
+    /// The reason.
     pub why: String,
 }
 
-/// What will run: kernels, tiles and memory.
+/// The plan of a call: kernels, tiles and memory.
 ///
 /// ```no_run
 /// use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, plan};
@@ -37,20 +37,20 @@ pub struct PassedOver {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Plan {
-    /// The forward.
+    /// The forward kernel.
     pub forward: Forward,
-    /// The backward.
+    /// The backward kernels.
     pub backward: BackwardTiles,
-    /// Bytes that training keeps from forward to backward beside inputs and output: `lse`.
+    /// Bytes that training keeps from forward to backward besides inputs and output: `lse`.
     pub saved_bytes: u64,
-    /// Bytes of scratch that the forward allocates: partial outputs and their log-sum-exp, where keys are split.
+    /// Bytes of scratch that the forward allocates: partial outputs and their lse, if keys are split.
     pub forward_scratch_bytes: u64,
     /// Bytes of scratch that the backward allocates.
     pub scratch_bytes: u64,
-    /// Bytes that stay allocated between calls: the counters of a stream, that Hopper's thread blocks take work from, and the lists of
-    /// tiles that a block mask keeps for this problem.
+    /// Bytes that stay allocated between calls: the counters of a stream, from which Hopper thread blocks take work tiles, and the
+    /// lists that a block mask caches for this problem.
     pub kept_bytes: u64,
-    /// What would have been preferred, and why it cannot run.
+    /// More preferred alternatives, and the reasons why they cannot run.
     pub passed_over: Vec<PassedOver>,
 }
 
@@ -95,20 +95,20 @@ impl fmt::Display for Plan {
     }
 }
 
-/// What will run for this problem on this client's device.
+/// The plan for this problem on this client's device.
 pub fn plan(client: &Client, problem: &AttentionProblem) -> Result<Plan, AttentionError> {
     let device = Device::of(client);
     allocatable(client, &device, problem, plan_on(&device, problem)?)
 }
 
-/// What will run if it must be this kernel, as far as that has the parts.
+/// The plan for this problem with the requested kernel family, as far as the family has the kernels.
 pub fn plan_with(client: &Client, problem: &AttentionProblem, forward: Kernel) -> Result<Plan, AttentionError> {
     let device = Device::of(client);
     allocatable(client, &device, problem, plan_for(&device, problem, Some(forward))?)
 }
 
-/// Checks that the client's device allocates buffers as large as those of the forward. Where those of the backward are too large, only
-/// the forward can run, and the plan says so. A client that cannot allocate a buffer reports it when something is read.
+/// Checks that the client's device can allocate buffers as large as those of the forward. If those of the backward are too large,
+/// only the forward can run, and the plan says so. A client reports a failed allocation only when a result is read.
 fn allocatable(
     client: &Client,
     device: &Device,
@@ -143,7 +143,7 @@ fn allocatable(
     Ok(plan)
 }
 
-/// What would run for this problem on such a device.
+/// The plan for this problem on such a device.
 ///
 /// ```
 /// use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
@@ -196,13 +196,13 @@ fn plan_for(device: &Device, problem: &AttentionProblem, asked: Option<Kernel>) 
     })
 }
 
-/// f32 values of what splits of the keys leave to be combined: outputs and their log-sum-exp.
+/// Number of f32 values that splits of the keys leave to be combined: outputs and their lse.
 fn forward_scratch_floats(problem: &AttentionProblem, forward: &Forward) -> u64 {
     let outputs = split_floats(problem, forward);
     outputs + outputs / problem.head_dim_v.next_multiple_of(8) as u64
 }
 
-/// The outputs among them.
+/// Number of f32 values of the outputs of splits.
 fn split_floats(problem: &AttentionProblem, forward: &Forward) -> u64 {
     match forward {
         Forward::Hopper(HopperForward { num_splits: num_splits @ 2.., .. }) => {
@@ -212,7 +212,8 @@ fn split_floats(problem: &AttentionProblem, forward: &Forward) -> u64 {
     }
 }
 
-/// Bytes of counters and of the lists of a block mask, each list counted once. With lengths that only the device knows none is kept.
+/// Bytes of counters and of cached lists of a block mask, each list counted once. Lists are not cached if only the device knows the
+/// lengths.
 fn kept_bytes(problem: &AttentionProblem, forward: &Forward, backward: &BackwardTiles) -> u64 {
     let hopper = [forward.kernel(), backward.dq.kernel(), backward.dkdv.kernel()].contains(&Kernel::Hopper);
     let counters = if hopper { COUNTERS * COUNTER_BYTES } else { 0 };
@@ -225,7 +226,7 @@ fn kept_bytes(problem: &AttentionProblem, forward: &Forward, backward: &Backward
     counters as u64 + 4 * words
 }
 
-/// Checks that the device reaches every element, were the tensors contiguous, and can start every thread block.
+/// Checks that the device can address every element, assuming contiguous tensors, and can launch every thread block.
 fn check_size(
     device: &Device,
     problem: &AttentionProblem,
@@ -252,7 +253,7 @@ fn check_size(
     check_backward_cubes(device, problem, backward)
 }
 
-/// Checks that the device can start every thread block: smaller tiles take more.
+/// Checks that the device can launch every thread block of the forward. Smaller tiles need more of them.
 pub(super) fn check_forward_cubes(
     device: &Device,
     problem: &AttentionProblem,
@@ -261,7 +262,7 @@ pub(super) fn check_forward_cubes(
     check_cubes(device, "forward", blocks(problem, problem.seq_q, forward.tile_q()), problem.num_heads_q)
 }
 
-/// Likewise of the backward.
+/// Checks that the device can launch every thread block of the backward.
 pub(super) fn check_backward_cubes(
     device: &Device,
     problem: &AttentionProblem,

@@ -13,7 +13,7 @@ use crate::score::Factor;
 const VEC4_BYTES: usize = size_of::<f32>() * WIDTH;
 const _: fn(Vec4) = |_| ();
 
-/// Tiles of the portable kernels, the first that fits the device wins.
+/// Tiles of the portable kernels. The first one that fits the device is chosen.
 ///
 /// ```text
 /// tile_q × tile_k  threads  micro  chunk  shared memory (forward)   where it fits
@@ -23,9 +23,9 @@ const _: fn(Vec4) = |_| ();
 /// 32 × 32          8 × 8    4 × 4  32     14,848 bytes              what WebGPU promises everywhere (16 KiB)
 /// ```
 ///
-/// A micro tile of 8 × 4 reads 12 vectors for 128 multiply-adds, which keeps the arithmetic and not shared memory busy,
-/// and leaves registers for several thread blocks to share a multiprocessor. Through Vulkan 4 × 4 was the faster one in the
-/// backward (docs/performance.md).
+/// A micro tile of 8 × 4 reads 12 vectors for 128 multiply-adds. It is therefore bound by arithmetic and not by shared memory, and
+/// leaves registers for several thread blocks on a multiprocessor. Through Vulkan, 4 × 4 was faster in the backward
+/// (docs/performance.md).
 const PORTABLE: [TileShape; 4] = [
     TileShape { tile_q: 64, tile_k: 64, units_q: 8, units_k: 16, chunk: 64 },
     TileShape { tile_q: 64, tile_k: 64, units_q: 16, units_k: 16, chunk: 32 },
@@ -33,10 +33,11 @@ const PORTABLE: [TileShape; 4] = [
     TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 },
 ];
 
-/// Vectors a thread may accumulate for `dk` and `dv` together before registers run out: beyond, they take a launch each.
+/// Largest number of vectors that a thread accumulates for `dk` and `dv` together. Beyond it registers run out, and `dk` and `dv`
+/// take one launch each.
 const MAX_ACCUMULATED: usize = 16;
 
-/// The kernels of the portable family, by what they keep in shared memory.
+/// Portable kernels, grouped by their use of shared memory.
 ///
 /// ```
 /// use flash_attention_kernels::{TileShape, tiling::{Stage, shared_memory}};
@@ -48,11 +49,11 @@ const MAX_ACCUMULATED: usize = 16;
 pub enum Stage {
     /// The forward.
     Forward,
-    /// Those of the backward.
+    /// The backward.
     Backward,
 }
 
-/// Bytes of shared memory of a thread block with these tiles: the most that a kernel of the stage takes.
+/// Bytes of shared memory of a thread block with these tiles: the maximum over the kernels of the stage.
 ///
 /// ```
 /// use flash_attention_kernels::{TileShape, tiling::{Stage, shared_memory}};
@@ -153,7 +154,8 @@ pub(super) fn together(device: &Device, problem: &AttentionProblem, tile: &TileS
     accumulated <= MAX_ACCUMULATED && check_bindings(device, problem, "dkdv", 7).is_ok()
 }
 
-/// [`blueprint()`] of what adds up a gradient beside kernels of another family: scores are recomputed as these do, and as their forward has.
+/// [`blueprint()`] of a portable gradient kernel that runs next to kernels of another family. Scores are recomputed with the same
+/// rounding as in these kernels and their forward.
 pub(crate) fn blueprint_beside(
     kernel: Kernel,
     problem: &AttentionProblem,
@@ -164,7 +166,7 @@ pub(crate) fn blueprint_beside(
     Blueprint { tf32, ..blueprint(problem, tile, factor) }
 }
 
-/// What a kernel with these tiles is specialised for.
+/// The blueprint of a kernel with these tiles.
 pub(crate) fn blueprint(problem: &AttentionProblem, tile: TileShape, factor: Factor) -> Blueprint {
     Blueprint { tile, head_dim: problem.head_dim, head_dim_v: problem.head_dim_v, factor, tf32: false }
 }

@@ -1,4 +1,4 @@
-//! Tiles of the kernels whose threads hold whole rows.
+//! Tiles of the kernels whose threads process whole rows.
 
 use super::{Device, Kernel};
 use crate::blocks::BLOCK;
@@ -6,27 +6,27 @@ use crate::fragment::role::Role;
 use crate::problem::AttentionProblem;
 use crate::rows::{Blueprint, RowsTile};
 
-/// Elements of the rows of a thread, of each tensor. More are faster — what is read serves more rows — but compilers take longer than
-/// they save: with 512 in place of 256, at head_dim 64, llvmpipe's takes 13 s in place of 4 for forward and backward, of which the
-/// one is 1.1 times as fast and the other not at all.
+/// Number of elements of a thread's rows, for each tensor. With more elements the kernels are faster, since each operand read
+/// serves more rows, but compilation takes longer than that saves. At head_dim 64, with 512 instead of 256 elements, llvmpipe's
+/// compiler takes 13 s instead of 4 s for forward and backward; the forward is 1.1 times as fast, and the backward is not faster.
 const HELD: usize = 256;
 
-/// Rows of a thread at most: what does not depend on head_dim, the softmax, is written out for each.
+/// Largest number of rows of a thread. The code of the softmax, which does not depend on head_dim, is unrolled for each row.
 const MAX_ROWS: usize = 8;
 
-/// Blocks of a head at least, so that there are some for each core.
+/// Smallest number of blocks of a head, so that every core has some.
 const BLOCKS: usize = 4;
 
-/// Threads of a thread block where a warp's size is not known.
+/// Threads of a thread block if the warp size is unknown.
 const UNITS: usize = 32;
 
-/// Whether they are to run: where they are asked for, or nothing is and the device is a processor, whose warps are vectors of a
-/// few lanes, with no card behind it.
+/// Whether these kernels are chosen: if they are requested, or if no kernel is requested and the device is a CPU, whose warps are
+/// vectors of a few lanes, without a GPU behind it.
 pub fn wanted(device: &Device, asked: Option<Kernel>) -> bool {
     asked.map_or(!device.card && (1..=16).contains(&device.plane), |asked| asked == Kernel::Rows)
 }
 
-/// How they compute `dq`; `dk`, and `dv` with it; and `dv`, if it takes a launch of its own.
+/// Gradient kernels: `dq`, then `dk` and `dv` together, or `dv` in a separate launch.
 pub fn backward(device: &Device, problem: &AttentionProblem) -> (RowsTile, RowsTile, Option<RowsTile>) {
     let dkdv = |dk, dv| tile(device, problem, Role::DkDv { dk, dv });
     let dq = tile(device, problem, Role::Dq);
@@ -36,25 +36,25 @@ pub fn backward(device: &Device, problem: &AttentionProblem) -> (RowsTile, RowsT
     }
 }
 
-/// Tiles of a kernel.
+/// The tile of a kernel.
 pub fn tile(device: &Device, problem: &AttentionProblem, role: Role) -> RowsTile {
     let length = if role.is_transposed() { problem.seq_k } else { problem.seq_q };
     let units = if device.plane > 0 { device.plane } else { UNITS }.min(device.units);
-    // Blocks of rows divide those of a block mask.
+    // Blocks of rows must divide the blocks of a block mask.
     let most_rows = if problem.block_mask.is_some() { BLOCK / units.next_power_of_two() } else { MAX_ROWS };
     let held = HELD / problem.head_dim.max(problem.head_dim_v).max(1);
     let most = held.min(MAX_ROWS).min(most_rows).min(length / (BLOCKS * units));
-    // The power of two that is no more.
+    // The largest power of two that is not greater.
     RowsTile { units, rows: (most.max(1) + 1).next_power_of_two() / 2 }
 }
 
-/// The same with half as many rows, where there are several, and with twice as many.
+/// The tile with half as many rows, if there are several, and with twice as many.
 #[cfg(feature = "autotune")]
 pub fn alternatives(tile: RowsTile) -> Vec<RowsTile> {
     [tile.rows / 2, tile.rows * 2].into_iter().filter(|rows| *rows > 0).map(|rows| RowsTile { rows, ..tile }).collect()
 }
 
-/// What a kernel is specialised for.
+/// The blueprint of a kernel.
 pub fn blueprint(problem: &AttentionProblem, role: Role, tile: RowsTile) -> Blueprint {
     let band = problem.band();
     Blueprint {
@@ -67,7 +67,7 @@ pub fn blueprint(problem: &AttentionProblem, role: Role, tile: RowsTile) -> Blue
     }
 }
 
-/// Why these tiles cannot be used, if they cannot.
+/// Checks that these tiles can be used; else returns the reason.
 pub fn check(device: &Device, tile: RowsTile) -> Result<(), String> {
     let RowsTile { units, rows } = tile;
     if units == 0 || rows == 0 {

@@ -1,34 +1,34 @@
-//! The spread of what one row adds: [its variances](super), from roundings that are draws.
+//! Variances that one row contributes to the [spread](super), with roundings as random draws.
 
 use super::{Call, OfRow};
 use crate::backward::{Share, distances, row_shares};
 use crate::rounding::Rounding;
 use crate::row::{Derivatives, Row, add_squares, dot, vector};
 
-/// Half the distance of neighbours of 1 in f32.
+/// Half the distance between 1 and the next f32.
 const EPSILON: f64 = 1.0 / (1u64 << 24) as f64;
 
-/// What may be wrong with a result of f32 relative to itself: sums of many numbers, reciprocals, hyperbolic tangents.
+/// Relative error of f32 results: sums of many numbers, reciprocals, hyperbolic tangents.
 pub(super) const F32: f64 = 16.0 * EPSILON;
 
-/// One row, exactly, and from factors that are rounded, if they are.
+/// A row computed exactly, and from rounded factors if they are rounded.
 pub(super) struct RowPair<'a> {
     pub row: &'a Row,
     pub rounded: Option<(&'a Row, &'a OfRow)>,
     pub exact: &'a OfRow,
-    /// The gradients of its probabilities.
+    /// Gradients of the exact row's probabilities.
     pub dp: &'a [f64],
     pub derivatives: &'a Derivatives,
     /// Batch, head and position.
     pub at: [usize; 3],
 }
 
-/// The errors of the gradients that a row gives its scores.
+/// Errors of a score's gradient in one row.
 #[derive(Clone, Copy)]
 struct OfScore {
-    /// The standard deviation of that of one by itself.
+    /// Standard deviation of the error of this score alone.
     alone: f64,
-    /// That which all scores of the row have in common, by its `delta`: the row's sums add it up with its sign.
+    /// Error that all scores of the row share through `delta`. Sums over the row add it with its sign.
     common: f64,
 }
 
@@ -41,7 +41,7 @@ impl OfScore {
         root([self.alone, self.common])
     }
 
-    /// The variance of a sum.
+    /// Variance of the sum.
     fn variance(all: &[OfScore]) -> f64 {
         let common: f64 = all.iter().map(|of| of.common).sum();
         all.iter().map(|of| of.alone.powi(2)).sum::<f64>() + common.powi(2)
@@ -49,8 +49,8 @@ impl OfScore {
 }
 
 impl<R: Rounding> Call<'_, R> {
-    /// The variances of the row's output, and of what it adds to gradients: the standard deviations of what its keys and its query are
-    /// multiplied by, and the variances of all else.
+    /// Variances of the row's output, and the row's contribution to the gradients' variances: standard deviations for the factors of keys
+    /// and query, and variances for all else.
     pub(super) fn spread(&self, pair: &RowPair, [of_keys, of_values]: [&[f64]; 2]) -> (Vec<f64>, Share) {
         let (problem, row, at) = (self.problem, pair.row, pair.at);
         let length = |values: &[f64], shape| {
@@ -62,7 +62,7 @@ impl<R: Rounding> Call<'_, R> {
         let of_p: Vec<f64> =
             (row.keys.iter().zip(&row.p)).map(|(&j, &p)| of_exponential(p, row.lse, of_q * of_keys[j])).collect();
 
-        // -- the output, and delta with it
+        // -- the output and delta
         let weights = row.p.iter().zip(&row.z).zip(&of_p).enumerate().map(|(n, ((&p, z), of_p))| {
             let moved = pair.rounded.map_or(0.0, |(rounded, _)| rounded.p[n] - p);
             z * root([p * of_p, self.rounding.deviation(p), moved])
@@ -91,8 +91,8 @@ impl<R: Rounding> Call<'_, R> {
         let moved = |n: usize| pair.rounded.map_or(0.0, |(_, of)| of.gradients.ds[n] - pair.exact.gradients.ds[n]);
         let scores = of_dt.iter().enumerate().map(|(n, of)| {
             let (dt, ds) = (pair.exact.gradients.dt[n], pair.exact.gradients.ds[n]);
-            // The error of a hyperbolic tangent near 1 is as large as what is left of 1. It multiplies `dt` as it is computed: where that
-            // is 0 by mathematics, its error.
+            // Near 1, the error of a hyperbolic tangent is as large as its distance from 1, on which the derivative depends. This error multiplies
+            // `dt` as computed: if `dt` is exactly 0, it multiplies the error of `dt`.
             let (derivative, of_derivative) = (pair.derivatives.of_score.as_ref())
                 .map_or((1.0, 0.0), |all| (all[n], F32 * (dt.abs() + of.deviation())));
             let of_ds = root([of.times(derivative).deviation(), of_derivative, moved(n)]);
@@ -108,7 +108,7 @@ impl<R: Rounding> Call<'_, R> {
             }
             all
         };
-        // The same twice, unless factors are rounded.
+        // Without rounded factors, both are the exact row's.
         let exact = &pair.exact.share;
         let rounded = pair.rounded.map_or(exact, |(_, of)| &of.share);
         let tensor = |nth: usize| {
@@ -134,14 +134,14 @@ impl<R: Rounding> Call<'_, R> {
     }
 }
 
-/// The standard deviation of a sum of errors that are independent.
+/// Standard deviation of a sum of independent errors.
 fn root<const N: usize>(deviations: [f64; N]) -> f64 {
     deviations.iter().map(|deviation| deviation * deviation).sum::<f64>().sqrt()
 }
 
-/// What may be wrong with `p = exp(s − lse)`, relative to it, where the product was of vectors of these lengths.
+/// Relative error of `p = exp(s − lse)`, where `product` is the product of the vectors' lengths.
 fn of_exponential(p: f64, lse: f64, product: f64) -> f64 {
-    // What underflows is nothing.
+    // Probabilities that underflow are 0.
     let logarithm = p.max(f64::MIN_POSITIVE).ln().abs();
     EPSILON * (4.0 + 2.0 * logarithm + lse.abs() + product)
 }

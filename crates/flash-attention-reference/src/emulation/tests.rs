@@ -1,4 +1,4 @@
-//! Without rounding the emulation is the oracle; with it, it is as far from it as the spread says.
+//! Without rounding, the emulation equals the oracle. With rounding, its distance from the oracle is what the spread predicts.
 
 use super::*;
 use crate::mods::{Bent, Strided};
@@ -6,7 +6,7 @@ use crate::{Comparison, Dropout, Judged, Operands, Unfit, backward, forward, nor
 use flash_attention_kernels::mods::{MaskFn, ScoreFn};
 use flash_attention_kernels::{AttentionOptions, Dtype};
 
-/// Everything that there may be beside one another.
+/// A problem with all options that can be combined.
 struct Everything {
     problem: AttentionProblem,
     floats: Vec<Vec<f64>>,
@@ -34,7 +34,7 @@ impl Everything {
         let shapes = shapes.into_iter().chain([[1, 1, 1, 4], [1, 1, 1, 4], [1, 4, 1, 1], [2, 1, 1, 90], [2, 4, 70, 1]]);
         let floats = shapes.enumerate().map(|(seed, shape)| {
             let mut values = normal(shape.iter().product(), seed as u64);
-            // A loss that grows with every lse, so that sums of a head's gradients are more than their rounding.
+            // The loss grows with every lse, so that the sums in a head's gradients are larger than their rounding errors.
             let of = |value: f64| if seed == 9 { value.abs() } else { value * if seed > 4 { 0.2 } else { 1.0 } };
             values.iter_mut().for_each(|value| *value = of(*value));
             round_to(&mut values, dtype);
@@ -70,7 +70,7 @@ fn without_rounding_it_is_the_oracle() {
     assert_eq!(of.exact.gradients, backward(&all.problem, &inputs, dout, Some(dlse)));
 }
 
-/// Every tensor of an attention, those of f32 last.
+/// All tensors of a result; those in f32 come last.
 fn tensors(of: &Attention) -> Vec<(&'static str, &[f64])> {
     let Attention { output, gradients } = of;
     let [a, b] = gradients.dscore_tensors.each_ref().map(|of| of.as_deref().unwrap());
@@ -103,7 +103,7 @@ fn its_errors_are_what_the_spread_says() {
         for (((name, exact), (_, emulated)), (_, spread)) in both {
             let error = rms(exact.iter().zip(emulated).map(|(x, y)| x - y), exact.len());
             let spread = rms(spread.iter().copied(), exact.len());
-            // Of the few numbers of a head, the error is a draw or two.
+            // With few elements, as for heads, the error is one or two random draws.
             let (least, most) = if exact.len() > 10 { (0.6, 1.4) } else { (0.1, 3.0) };
             let ratio = error / spread;
             assert!((least..most).contains(&ratio), "{dtype:?} {operands:?} {name}: {error} of {spread}");
@@ -111,7 +111,7 @@ fn its_errors_are_what_the_spread_says() {
     }
 }
 
-/// A bias that shifts whole rows changes nothing: its gradient is nothing but rounding, and the spread says how much.
+/// A bias constant along rows does not change the output. Its gradient is pure rounding error, and the spread predicts its size.
 #[test]
 fn sums_that_are_nothing_have_a_spread() {
     let shape = [1, 2, 64, 16];
@@ -133,7 +133,7 @@ fn sums_that_are_nothing_have_a_spread() {
     assert!(error > 1e-4 && (0.8..1.2).contains(&(error / spread)), "{error} of {spread}");
 }
 
-/// A comparison of each tensor with what is emulated, whose largest element is not hidden by its rounding.
+/// The emulated tensors pass the judge, and faulty versions of them do not.
 #[test]
 fn the_judge_takes_what_is_rounded_and_no_faults() {
     let half = [Dtype::F16, Dtype::BF16].map(|dtype| (dtype, Operands::Inputs));
@@ -165,7 +165,7 @@ fn the_judge_takes_what_is_rounded_and_no_faults() {
     }
 }
 
-/// A fault in one block of rows of many is found there, and one element that is off where it is.
+/// The judge finds a fault in one of many blocks of rows, and a single wrong element.
 #[test]
 fn the_judge_looks_at_blocks_and_at_elements() {
     let exact = normal(64 * 200, 5);

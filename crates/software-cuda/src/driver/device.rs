@@ -1,10 +1,10 @@
-//! The device, its context and what errors are called.
+//! The device, its context and the names of errors.
 
 use super::memory::capacity;
 use super::{Out, SHARED, Status, give, health, variable};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
-/// Of the driver: CUDA 12.8, which loads PTX 8.7.
+/// Version of the driver: CUDA 12.8, which loads PTX 8.7.
 const VERSION: c_int = 12080;
 
 #[unsafe(no_mangle)]
@@ -27,16 +27,16 @@ pub extern "C" fn cuDeviceGet(device: Out<'_, c_int>, ordinal: c_int) -> Status 
     if ordinal != 0 { Status::InvalidDevice } else { give(device, 0) }
 }
 
-/// Writes a text and a zero behind it; null and too little room are refused.
+/// Writes a text and a terminating zero; refuses null and buffers that are too small.
 ///
 /// # Safety
 ///
-/// There is room for `length` characters, unless the pointer is null.
+/// The buffer holds `length` characters, unless the pointer is null.
 unsafe fn give_text(to: *mut c_char, length: c_int, text: &str) -> Status {
     if to.is_null() || length <= text.len() as c_int {
         return Status::InvalidValue;
     }
-    // SAFETY: `length` was just found to be above the text's, so that the caller's room takes it and the zero.
+    // SAFETY: `length` was just found to exceed the text's length, so the caller's buffer holds the text and the zero.
     unsafe {
         std::ptr::copy_nonoverlapping(text.as_ptr().cast(), to, text.len());
         to.add(text.len()).write(0);
@@ -46,13 +46,13 @@ unsafe fn give_text(to: *mut c_char, length: c_int, text: &str) -> Status {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, length: c_int, _device: c_int) -> Status {
-    // SAFETY: `cuda.h` has the caller state how much room there is.
+    // SAFETY: `cuda.h` requires the caller to pass the size of the buffer.
     unsafe { give_text(name, length, "NVIDIA H200 (software)") }
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetPCIBusId(id: *mut c_char, length: c_int, _device: c_int) -> Status {
-    // SAFETY: `cuda.h` has the caller state how much room there is.
+    // SAFETY: `cuda.h` requires the caller to pass the size of the buffer.
     unsafe { give_text(id, length, "0000:00:00.0") }
 }
 

@@ -28,7 +28,7 @@ pub unsafe extern "C" fn cuLaunchKernel(
     if let Some(status) = failed() {
         return status;
     }
-    // SAFETY: `cuModuleGetFunction` gave it, of a module that is loaded still.
+    // SAFETY: `cuModuleGetFunction` returned it, and its module is still loaded.
     let program = unsafe { &*function };
     let (grid, threads) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
     let block = threads.iter().map(|threads| u64::from(*threads)).product::<u64>();
@@ -41,12 +41,12 @@ pub unsafe extern "C" fn cuLaunchKernel(
         );
         return Status::InvalidValue;
     }
-    // Lines are aligned like anything that parameters hold.
+    // A `Line` is at least as aligned as any parameter.
     let mut bytes = vec![Line([0; LANES]); program.parameter_bytes.div_ceil(size_of::<Line>())];
     let start = bytes.as_mut_ptr().cast::<u8>();
     for (nth, (offset, size)) in program.parameters.iter().enumerate() {
-        // SAFETY: the caller has a pointer to each parameter, of the size that the kernel states; the parser has put all within
-        // `parameter_bytes`, for which there are lines enough.
+        // SAFETY: the caller has a pointer to each parameter, of the size that the kernel declares. The parser has placed all parameters
+        // within `parameter_bytes`, and the lines hold as many bytes.
         unsafe { std::ptr::copy_nonoverlapping((*parameters.add(nth)).cast::<u8>(), start.add(*offset), *size) };
     }
     let ranges = {
@@ -62,7 +62,7 @@ pub unsafe extern "C" fn cuLaunchKernel(
         grid,
         threads,
         dynamic_shared: shared_bytes as usize,
-        // SAFETY: the lines have as many bytes, all of them initialised, and outlive the launch.
+        // SAFETY: the lines hold this many bytes, all of them initialised, and outlive the launch.
         parameters: unsafe { std::slice::from_raw_parts(start, program.parameter_bytes) },
         memory: &ranges,
         settings: Settings { seed, ..settings() },
@@ -104,13 +104,13 @@ pub unsafe extern "C" fn cuLaunchKernelEx(
     parameters: *mut *mut c_void,
     extra: *mut *mut c_void,
 ) -> Status {
-    // SAFETY: the caller passes a whole description, which is plain numbers.
+    // SAFETY: the caller passes a complete description, which consists of plain numbers.
     let LaunchConfig { grid: [gx, gy, gz], block: [bx, by, bz], shared_bytes, stream, count, .. } = unsafe { *config };
     if count > 0 {
         eprintln!("software-cuda: attributes of launches are not supported");
         return Status::NotSupported;
     }
-    // SAFETY: the contract of what is passed on is the same.
+    // SAFETY: `cuLaunchKernel` has the same contract.
     unsafe { cuLaunchKernel(function, gx, gy, gz, bx, by, bz, shared_bytes, stream, parameters, extra) }
 }
 
@@ -137,7 +137,7 @@ pub unsafe extern "C" fn cuTensorMapEncodeTiled(
         return refuse("it has 1 to 5 dimensions");
     }
     let rank = rank as usize;
-    // SAFETY: the caller has as many of each as there are dimensions, of strides one less.
+    // SAFETY: the caller has one element for each dimension, and one stride less.
     let (extents, strides, sides, element_strides) = unsafe {
         let strides = if rank > 1 { std::slice::from_raw_parts(strides, rank - 1) } else { &[] };
         let slice = std::slice::from_raw_parts;

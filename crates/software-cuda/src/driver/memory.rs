@@ -1,4 +1,4 @@
-//! Memory.
+//! Device memory, and copies.
 
 use super::{Out, Status, failed, give, health, variable};
 use crate::machine::Ranges;
@@ -8,29 +8,29 @@ use std::collections::BTreeMap;
 use std::ffi::{c_uint, c_void};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock};
 
-/// Bytes that the device has, unless it is told otherwise. Of the host's only those are taken that something was written to.
+/// Default size of the device's memory in bytes. Only pages that are written take memory of the host.
 const MEMORY: u64 = 141 << 30;
 
-/// An allocation ends where it was asked to, so that everything past it is noticed.
+/// Alignment of allocations in bytes. An allocation ends exactly at its size, so that every access past it is detected.
 const ALIGNMENT: usize = 512;
 
-/// A piece of global memory.
+/// An allocation in global memory.
 pub(super) struct Allocation {
     pub(super) bytes: usize,
-    /// Where in the host's allocation it begins.
+    /// Offset of its first byte in the host's allocation.
     pub(super) offset: usize,
-    /// What of it was written, if that is looked after.
+    /// Which bytes were written, if that is tracked.
     pub(super) written: Option<Arc<Written>>,
 }
 
 #[derive(Default)]
 pub(super) struct Memory {
-    /// By their addresses.
+    /// Allocations by address.
     pub(super) allocated: BTreeMap<u64, Allocation>,
-    /// Variables of modules.
+    /// Address ranges of modules' variables.
     pub(super) globals: Vec<(u64, u64)>,
     pub(super) bytes: usize,
-    /// What of it launches are given, until it changes.
+    /// Memory that launches may access, cached until it changes.
     pub(super) ranges: Option<Arc<Ranges>>,
 }
 
@@ -40,7 +40,7 @@ pub(super) fn memory() -> MutexGuard<'static, Memory> {
     MEMORY_STATE.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// Bytes that the device has.
+/// Size of the device's memory in bytes.
 pub(super) fn capacity() -> usize {
     static CAPACITY: OnceLock<usize> = OnceLock::new();
     *CAPACITY.get_or_init(|| variable("SOFTWARE_CUDA_MEMORY", MEMORY) as usize)
@@ -52,7 +52,7 @@ pub extern "C" fn cuMemAlloc_v2(to: Out<'_, u64>, bytes: usize) -> Status {
         return status;
     }
     let mut memory = memory();
-    // Aligned by hand: the host zeroes by hand what it aligns.
+    // Aligned by hand: for larger alignments, the host's allocator would zero the memory by writing to it.
     let Ok(layout) = Layout::from_size_align(bytes.saturating_add(ALIGNMENT), 1) else { return Status::InvalidValue };
     if bytes == 0 {
         return Status::InvalidValue;
@@ -60,7 +60,7 @@ pub extern "C" fn cuMemAlloc_v2(to: Out<'_, u64>, bytes: usize) -> Status {
     if memory.bytes.saturating_add(bytes) > capacity() {
         return Status::OutOfMemory;
     }
-    // SAFETY: the layout has a size: that of the alignment at least.
+    // SAFETY: the layout has a size of at least the alignment.
     let at = unsafe { std::alloc::alloc_zeroed(layout) } as u64;
     if at == 0 {
         return Status::OutOfMemory;
@@ -80,7 +80,7 @@ pub unsafe extern "C" fn cuMemFree_v2(at: u64) -> Status {
     let Some(Allocation { bytes, offset, .. }) = memory.allocated.remove(&at) else { return Status::InvalidValue };
     memory.bytes -= bytes;
     memory.ranges = None;
-    // SAFETY: the table had it, so `cuMemAlloc_v2` allocated it with this layout, `offset` bytes before, and it is freed once.
+    // SAFETY: it was in the table, so `cuMemAlloc_v2` allocated it with this layout, `offset` bytes before. It is freed once.
     unsafe {
         let layout = Layout::from_size_align_unchecked(bytes + ALIGNMENT, 1);
         std::alloc::dealloc((at as *mut u8).sub(offset), layout);
@@ -95,7 +95,7 @@ pub extern "C" fn cuMemAllocAsync(to: Out<'_, u64>, bytes: usize, _stream: *mut 
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemFreeAsync(at: u64, _stream: *mut c_void) -> Status {
-    // SAFETY: nothing outlasts a call here, so that it has the same contract.
+    // SAFETY: calls are synchronous, so the contract is the same.
     unsafe { cuMemFree_v2(at) }
 }
 
@@ -105,19 +105,19 @@ pub extern "C" fn cuMemGetInfo_v2(free: Out<'_, usize>, total: Out<'_, usize>) -
     give(total, capacity())
 }
 
-/// The size is kept in front of it.
+/// Size of the header, which holds the size of the allocation.
 const HOST_HEADER: usize = 512;
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemAllocHost_v2(to: Out<'_, *mut c_void>, bytes: usize) -> Status {
     let size = bytes.saturating_add(HOST_HEADER);
     let Ok(layout) = Layout::from_size_align(size, HOST_HEADER) else { return Status::InvalidValue };
-    // SAFETY: the layout has a size: that of the header at least.
+    // SAFETY: the layout has a size of at least the header.
     let at = unsafe { std::alloc::alloc_zeroed(layout) };
     if at.is_null() {
         return Status::OutOfMemory;
     }
-    // SAFETY: the header, which is aligned for a number, and the bytes behind it are what was just allocated.
+    // SAFETY: the header, which is aligned for a `usize`, and the bytes behind it were just allocated.
     let bytes_at = unsafe {
         at.cast::<usize>().write(bytes);
         at.add(HOST_HEADER)
@@ -132,7 +132,7 @@ pub extern "C" fn cuMemHostAlloc(to: Out<'_, *mut c_void>, bytes: usize, _flags:
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemFreeHost(at: *mut c_void) -> Status {
-    // SAFETY: the caller frees what `cuMemAllocHost_v2` gave, which lies behind a header with its size, in one layout.
+    // SAFETY: the caller frees memory from `cuMemAllocHost_v2`, which lies in one layout behind a header with its size.
     unsafe {
         let at = at.cast::<u8>().sub(HOST_HEADER);
         let bytes = at.cast::<usize>().read();
@@ -141,7 +141,7 @@ pub unsafe extern "C" fn cuMemFreeHost(at: *mut c_void) -> Status {
     Status::Success
 }
 
-/// Whether a copy or the like stays within an allocation; says so if not.
+/// Whether a copy or memset stays within an allocation. Reports it on stderr if not.
 pub(super) fn within(at: u64, bytes: usize) -> bool {
     let memory = memory();
     let around = memory.allocated.range(..=at).next_back();
@@ -153,7 +153,7 @@ pub(super) fn within(at: u64, bytes: usize) -> bool {
     fine
 }
 
-/// The same, and if so, it is written.
+/// Whether a write stays within an allocation. If so, marks the bytes as written.
 fn written_within(at: u64, bytes: usize) -> bool {
     let fine = within(at, bytes);
     if let Some((begin, Allocation { written: Some(written), .. })) = memory().allocated.range(..=at).next_back()
@@ -165,16 +165,16 @@ fn written_within(at: u64, bytes: usize) -> bool {
     fine
 }
 
-/// Copies, unless a launch before has failed for good.
+/// Copies, unless an earlier launch has failed and faults are sticky.
 ///
 /// # Safety
 ///
-/// So many bytes may be read from the one and written to the other.
+/// `bytes` bytes may be read from `from` and written to `to`.
 unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) -> Status {
     if let Some(status) = failed() {
         return status;
     }
-    // SAFETY: the caller's promise; they may overlap.
+    // SAFETY: the caller guarantees it; the ranges may overlap.
     unsafe { std::ptr::copy(from, to, bytes) };
     Status::Success
 }
@@ -184,7 +184,7 @@ pub unsafe extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, bytes: us
     if !written_within(to, bytes) {
         return Status::InvalidValue;
     }
-    // SAFETY: the destination was just found in the table of allocations, and the caller has as much to read.
+    // SAFETY: the destination was just found in the table of allocations, and the caller's source has as many bytes.
     unsafe { copy(to as *mut u8, from.cast(), bytes) }
 }
 
@@ -195,7 +195,7 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     bytes: usize,
     _stream: *mut c_void,
 ) -> Status {
-    // SAFETY: nothing outlasts a call here, so that it has the same contract.
+    // SAFETY: calls are synchronous, so the contract is the same.
     unsafe { cuMemcpyHtoD_v2(to, from, bytes) }
 }
 
@@ -204,7 +204,7 @@ pub unsafe extern "C" fn cuMemcpyDtoH_v2(to: *mut c_void, from: u64, bytes: usiz
     if !within(from, bytes) {
         return Status::InvalidValue;
     }
-    // SAFETY: the source was just found in the table of allocations, and the caller has as much room.
+    // SAFETY: the source was just found in the table of allocations, and the caller's destination has as many bytes.
     unsafe { copy(to.cast(), from as *const u8, bytes) }
 }
 
@@ -215,7 +215,7 @@ pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
     bytes: usize,
     _stream: *mut c_void,
 ) -> Status {
-    // SAFETY: nothing outlasts a call here, so that it has the same contract.
+    // SAFETY: calls are synchronous, so the contract is the same.
     unsafe { cuMemcpyDtoH_v2(to, from, bytes) }
 }
 
@@ -230,7 +230,7 @@ pub unsafe extern "C" fn cuMemcpyDtoD_v2(to: u64, from: u64, bytes: usize) -> St
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, _stream: *mut c_void) -> Status {
-    // SAFETY: nothing outlasts a call here, so that it has the same contract.
+    // SAFETY: calls are synchronous, so the contract is the same.
     unsafe { cuMemcpyDtoD_v2(to, from, bytes) }
 }
 
@@ -244,7 +244,7 @@ pub struct Copy2d {
     pub height: usize,
 }
 
-/// One side of it. Memory types: 1 is the host's, 2 the device's.
+/// Source or destination of a 2D copy. Memory types: 1 is the host's, 2 the device's.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Side2d {
@@ -259,7 +259,7 @@ pub struct Side2d {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpy2D_v2(copy2d: *const Copy2d) -> Status {
-    // SAFETY: the caller passes a whole description, which is plain numbers.
+    // SAFETY: the caller passes a complete description, which consists of plain numbers.
     let Copy2d { from, to, width, height } = unsafe { *copy2d };
     for row in 0..height {
         let place = |side: Side2d, within: fn(u64, usize) -> bool| {
@@ -273,7 +273,7 @@ pub unsafe extern "C" fn cuMemcpy2D_v2(copy2d: *const Copy2d) -> Status {
         let (Some(from), Some(to)) = (place(from, within), place(to, written_within)) else {
             return Status::InvalidValue;
         };
-        // SAFETY: rows of the device's were just found in the table of allocations; the caller has those of the host's.
+        // SAFETY: rows on the device were just found in the table of allocations, and the caller has the rows on the host.
         unsafe { copy(to as *mut u8, from as *const u8, width) };
     }
     health()
@@ -281,7 +281,7 @@ pub unsafe extern "C" fn cuMemcpy2D_v2(copy2d: *const Copy2d) -> Status {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpy2DAsync_v2(copy2d: *const Copy2d, _stream: *mut c_void) -> Status {
-    // SAFETY: nothing outlasts a call here, so that it has the same contract.
+    // SAFETY: calls are synchronous, so the contract is the same.
     unsafe { cuMemcpy2D_v2(copy2d) }
 }
 
@@ -297,6 +297,6 @@ pub unsafe extern "C" fn cuMemsetD8_v2(at: u64, byte: u8, bytes: usize) -> Statu
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemsetD8Async(at: u64, byte: u8, bytes: usize, _stream: *mut c_void) -> Status {
-    // SAFETY: nothing outlasts a call here, so that it has the same contract.
+    // SAFETY: calls are synchronous, so the contract is the same.
     unsafe { cuMemsetD8_v2(at, byte, bytes) }
 }

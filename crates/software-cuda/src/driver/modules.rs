@@ -1,4 +1,4 @@
-//! Modules.
+//! Linking and loading of modules.
 
 use super::memory::memory;
 use super::{Out, SHARED, Status, give};
@@ -6,10 +6,10 @@ use crate::Module;
 use crate::machine::program::Program;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
-/// What a link makes of PTX: the text, which ends with a zero.
+/// State of a link: the PTX text, terminated by a zero.
 pub struct Link {
     text: Vec<u8>,
-    /// Where errors go, and how many characters there is room for.
+    /// Buffer for errors, and its size.
     log: Option<(*mut u8, usize)>,
 }
 
@@ -23,9 +23,9 @@ pub unsafe extern "C" fn cuLinkCreate_v2(
     const ERROR_LOG_BUFFER: c_uint = 5;
     const ERROR_LOG_BUFFER_SIZE_BYTES: c_uint = 6;
     let value = |option: c_uint| {
-        // SAFETY: the caller has `count` options, and `nth` is below.
+        // SAFETY: the caller has `count` options, and `nth` is less.
         let nth = (0..count as usize).find(|nth| unsafe { *options.add(*nth) } == option)?;
-        // SAFETY: it has as many values.
+        // SAFETY: there are as many values as options.
         Some(unsafe { *values.add(nth) })
     };
     let log = value(ERROR_LOG_BUFFER).zip(value(ERROR_LOG_BUFFER_SIZE_BYTES));
@@ -33,7 +33,7 @@ pub unsafe extern "C" fn cuLinkCreate_v2(
     give(link, Box::into_raw(Box::new(Link { text: Vec::new(), log })))
 }
 
-/// Keeps PTX where it was asked for, by the name of its first kernel.
+/// Writes PTX to the directory `SOFTWARE_CUDA_PTX`, if it is set, under the name of its first kernel.
 fn keep(text: &str) {
     let Ok(directory) = std::env::var("SOFTWARE_CUDA_PTX") else { return };
     let name = text
@@ -56,7 +56,7 @@ pub unsafe extern "C" fn cuLinkAddData_v2(
     _options: *const c_uint,
     _values: *const *mut c_void,
 ) -> Status {
-    // SAFETY: `cuLinkCreate_v2` made the link, which no other call uses meanwhile; the caller has `size` bytes of data.
+    // SAFETY: `cuLinkCreate_v2` made the link, and no other call uses it meanwhile. The caller has `size` bytes of data.
     let (link, text) = unsafe { (&mut *link, std::slice::from_raw_parts(data.cast::<u8>(), size)) };
     let text = text.split(|byte| *byte == 0).next().unwrap_or_default();
     let result = match std::str::from_utf8(text) {
@@ -70,7 +70,7 @@ pub unsafe extern "C" fn cuLinkAddData_v2(
         eprintln!("software-cuda: {error}");
         if let Some((log, size)) = link.log.filter(|(_, size)| *size > 0) {
             let length = error.len().min(size - 1);
-            // SAFETY: the log that the link was created with has room for `size` characters: those and a zero.
+            // SAFETY: the log that the link was created with holds `size` characters: the error and a zero.
             unsafe {
                 std::ptr::copy_nonoverlapping(error.as_ptr(), log, length);
                 log.add(length).write(0);
@@ -93,7 +93,7 @@ pub unsafe extern "C" fn cuLinkComplete(link: *mut Link, data: Out<'_, *mut c_vo
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuLinkDestroy(link: *mut Link) -> Status {
-    // SAFETY: `cuLinkCreate_v2` made it of a box, and the caller uses it no more.
+    // SAFETY: `cuLinkCreate_v2` made it from a box, and the caller no longer uses it.
     drop(unsafe { Box::from_raw(link) });
     Status::Success
 }
@@ -124,13 +124,13 @@ pub unsafe extern "C" fn cuModuleLoadDataEx(
     _options: *const c_uint,
     _values: *const *mut c_void,
 ) -> Status {
-    // SAFETY: the contract is the same but for the options, which are not read.
+    // SAFETY: the contract is the same, except for the options, which are not read.
     unsafe { cuModuleLoadData(module, image) }
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleUnload(module: *mut Module) -> Status {
-    // SAFETY: `cuModuleLoadData` made it of a box, and the caller uses it and its functions no more.
+    // SAFETY: `cuModuleLoadData` made it from a box, and the caller no longer uses it or its functions.
     let module = unsafe { Box::from_raw(module) };
     let mut memory = memory();
     for piece in module.pieces() {
@@ -146,7 +146,7 @@ pub unsafe extern "C" fn cuModuleGetFunction(
     module: *mut Module,
     name: *const c_char,
 ) -> Status {
-    // SAFETY: `cuModuleLoadData` made the module, which changes no more; the name ends with a zero.
+    // SAFETY: `cuModuleLoadData` made the module, which does not change any more. The name ends with a zero.
     let (module, name) = unsafe { (&*module, CStr::from_ptr(name)) };
     match module.kernels.get(name.to_string_lossy().as_ref()) {
         Some(program) => give(function, program),
@@ -169,7 +169,7 @@ pub unsafe extern "C" fn cuFuncGetAttribute(
     attribute: c_int,
     function: *const Program,
 ) -> Status {
-    // SAFETY: `cuModuleGetFunction` gave it, of a module that is loaded still.
+    // SAFETY: `cuModuleGetFunction` returned it, and its module is still loaded.
     let program = unsafe { &*function };
     let of = match attribute {
         0 => 1024,                          // MAX_THREADS_PER_BLOCK

@@ -1,4 +1,4 @@
-//! Streams, which have nothing to wait for, and events.
+//! Streams, which never have pending work, and events.
 
 use super::{Out, Status, give, health};
 use std::ffi::{c_int, c_uint, c_void};
@@ -42,7 +42,7 @@ pub extern "C" fn cuStreamBeginCapture_v2(_stream: *mut c_void, _mode: c_uint) -
     Status::NotSupported
 }
 
-/// The time that was recorded.
+/// The recorded time.
 type Event = Mutex<Option<Instant>>;
 
 #[unsafe(no_mangle)]
@@ -52,7 +52,7 @@ pub extern "C" fn cuEventCreate(event: Out<'_, *mut Event>, _flags: c_uint) -> S
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventDestroy_v2(event: *mut Event) -> Status {
-    // SAFETY: `cuEventCreate` made it of a box, and the caller uses it no more.
+    // SAFETY: `cuEventCreate` made it from a box, and the caller no longer uses it.
     drop(unsafe { Box::from_raw(event) });
     Status::Success
 }

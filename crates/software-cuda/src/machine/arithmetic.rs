@@ -1,4 +1,4 @@
-//! Arithmetic instructions by name.
+//! Arithmetic instructions, by name.
 
 use super::float::*;
 use super::lanes::{Alu, Compare, compare, lanes1, lanes2, lanes3};
@@ -37,7 +37,7 @@ impl Half for Bf16 {
     }
 }
 
-/// `a · b + c` of numbers whose product f32 holds, rounded to odd so that it can be rounded again.
+/// `a · b + c` for numbers whose product is exact in f32, rounded to odd so that it can be rounded again.
 #[inline(always)]
 fn fma_to_odd(a: f32, b: f32, c: f32) -> f32 {
     let product = a * b;
@@ -57,7 +57,7 @@ fn halves1<H: Half + 'static>(packed: bool, f: impl Fn(f32) -> f32 + Copy) -> Al
     }
 }
 
-/// A function of two 16-bit operands, applied to both halves of a register.
+/// Applies a function of two 16-bit operands to both halves of a register.
 fn pairs(f: impl Fn(u16, u16) -> u16 + Copy) -> Alu {
     lanes2(move |a: u32, b: u32| {
         u32::from(f(a as u16, b as u16)) | u32::from(f((a >> 16) as u16, (b >> 16) as u16)) << 16
@@ -123,7 +123,7 @@ fn of_halves(name: &str, ty: &str, has: &impl Fn(&str) -> bool) -> Option<Alu> {
     }
 }
 
-/// Of a function of f32 also the one that flushes subnormal numbers, and the one that clamps.
+/// Selects the variant of an f32 function: with flushed subnormals, clamped to 0 and 1, both, or neither.
 macro_rules! single {
     ($has:expr, |$($x:ident),*| $e:expr) => {{
         let (ftz, sat) = ($has("ftz"), $has("sat"));
@@ -168,10 +168,10 @@ fn of_singles(name: &str, has: &impl Fn(&str) -> bool) -> Option<Alu> {
     })
 }
 
-/// `a · b + c` rounded down, or of the negated one up.
+/// `a · b + c` rounded down. Negated arguments give rounding up.
 #[inline(always)]
 fn fma_down(a: f32, b: f32, c: f32) -> f32 {
-    // The product is exact, and so is what the sum leaves.
+    // The product is exact, and so is the error of the sum.
     let (product, c) = (f64::from(a) * f64::from(b), f64::from(c));
     let sum = product + c;
     let part = sum - product;
@@ -181,7 +181,7 @@ fn fma_down(a: f32, b: f32, c: f32) -> f32 {
     if above { near.next_down() } else { near }
 }
 
-/// Sums and products of f32 that are rounded in a direction.
+/// Sums and products of f32 with directed rounding.
 fn of_directed(name: &str, has: &impl Fn(&str) -> bool) -> Option<Alu> {
     if has("ftz") || has("sat") {
         return None;
@@ -214,7 +214,7 @@ fn of_doubles(name: &str) -> Option<Alu> {
     })
 }
 
-/// Arithmetic of integers that goes for all of them alike.
+/// Integer arithmetic that is the same for all integer types.
 macro_rules! integers {
     ($name:expr, $has:expr, $ty:ty, $unsigned:ty, $wide:ty, $bits:literal) => {
         match $name {
@@ -289,7 +289,7 @@ fn of_integers(name: &str, ty: &str, has: &impl Fn(&str) -> bool) -> Option<Alu>
     })
 }
 
-/// Bytes of two registers, chosen by the nibbles of a third.
+/// `prmt`: bytes of two registers, selected by the nibbles of a third.
 fn permute(a: u32, b: u32, select: u32) -> u32 {
     let bytes = u64::from(b) << 32 | u64::from(a);
     (0..4).fold(0, |sum, nth| {
@@ -345,7 +345,7 @@ fn of_bits(name: &str, ty: &str, has: &impl Fn(&str) -> bool) -> Option<Alu> {
     })
 }
 
-/// A number of one type as one of another.
+/// Conversions between integer types.
 macro_rules! cast_integers {
     ($to:expr, $from:expr; $($to_name:literal $to_ty:ty),*; $from_names:tt) => {
         match $to {
@@ -378,7 +378,7 @@ fn of_conversion(to: &str, from: &str, has: &impl Fn(&str) -> bool) -> Option<Al
             }
         };
     }
-    // What is not a number becomes 0, and what is too large the largest.
+    // NaN becomes 0, and numbers that are too large become the largest integer.
     macro_rules! to_integer {
         (|$a:ident: $ty:ty| $e:expr) => {
             match to {
@@ -454,7 +454,7 @@ fn of_conversion(to: &str, from: &str, has: &impl Fn(&str) -> bool) -> Option<Al
     })
 }
 
-/// The function that an instruction computes, if it is one of registers only.
+/// The function that an instruction computes, if it only accesses registers.
 pub fn arithmetic(parts: &[&str]) -> Option<Alu> {
     let (name, ty) = (parts[0], *parts.last()?);
     let has = |modifier: &str| parts[1..].contains(&modifier);
@@ -463,7 +463,7 @@ pub fn arithmetic(parts: &[&str]) -> Option<Alu> {
     {
         return Some(directed);
     }
-    // Other results in other directions than to nearest, and carries, are none of these.
+    // Other instructions with directed rounding or a carry are not handled here.
     let plain = !["rz", "rm", "rp", "cc"].iter().any(|modifier| has(modifier));
     if name == "cvt" {
         return of_conversion(parts.get(parts.len().checked_sub(2)?)?, ty, &has);
@@ -481,7 +481,7 @@ pub fn arithmetic(parts: &[&str]) -> Option<Alu> {
 }
 
 /// The comparison of a `setp`.
-// What is true of NaN, too, is the opposite of what is not.
+// Comparisons that hold for NaN are written as the negation of one that does not.
 #[allow(clippy::neg_cmp_op_on_partial_ord)]
 pub fn comparison(parts: &[&str]) -> Option<Compare> {
     let (test, ty) = (*parts.get(1)?, *parts.last()?);
@@ -498,7 +498,7 @@ pub fn comparison(parts: &[&str]) -> Option<Compare> {
             }
         };
     }
-    // `ne` is false of NaN, unlike Rust's.
+    // `ne` does not hold for NaN, unlike in Rust.
     macro_rules! float {
         ($ty:ty, $read:expr) => {
             match test {

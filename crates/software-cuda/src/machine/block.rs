@@ -1,4 +1,4 @@
-//! A block: its shared memory, its barriers, its warps in turn, and what runs beside them.
+//! A thread block: its shared memory, its barriers, its warps in turn, and asynchronous copies.
 
 mod copies;
 
@@ -15,63 +15,63 @@ use crate::error::{Error, Kind, Place};
 use std::collections::VecDeque;
 use std::fmt::Write;
 
-/// Instructions that a warp runs before another one does.
+/// Maximum number of instructions that a warp runs in a turn.
 const SLICE: u32 = 4096;
-/// Rounds in which no warp got on after which none will.
+/// Number of rounds without progress after which the block counts as deadlocked.
 const PATIENCE: u32 = 256;
-/// Of so many rounds a warp that is slow has its turn in one.
+/// A slow warp has a turn in one of this many rounds.
 const SLOW: u64 = 8;
-/// Bytes of shared memory that are looked after together.
+/// Bytes of shared memory that are tracked together.
 const PAGE: usize = 256;
 
 /// A fault without its place.
 pub type Failure = (Kind, String);
 
-/// Which memory something lies in.
+/// Memory that an address lies in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lies {
     /// Shared memory.
     Shared,
     /// Global memory.
     Global,
-    /// Local memory, or parameters.
+    /// Local memory or parameters.
     Elsewhere,
 }
 
 /// A named barrier.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NamedBarrier {
-    /// How many threads have come.
+    /// Threads that have arrived.
     pub arrived: u32,
-    /// How many must.
+    /// Threads that must arrive.
     pub threads: u32,
-    /// How often it was complete.
+    /// How often the barrier was completed.
     pub times: u32,
 }
 
-/// A copy to shared memory that runs beside the warps.
+/// An asynchronous copy to shared memory.
 pub struct Transfer {
-    /// The round from which on it is there.
+    /// The round in which it completes, at the earliest.
     pub due: u64,
-    /// Its shared address.
+    /// Its destination in shared memory.
     pub to: usize,
     /// Its source.
     pub from: Source,
-    /// The address of the barrier where its bytes count.
+    /// Address of the barrier that counts its bytes.
     pub barrier: usize,
-    /// Who asked for it.
+    /// Place of the instruction that issued it.
     pub place: Place,
 }
 
-/// What is copied.
+/// Source of a copy.
 pub enum Source {
-    /// So many bytes from an address.
+    /// An address, and a number of bytes.
     Bytes(u64, usize),
-    /// A box at coordinates.
+    /// A box of a tensor, at coordinates.
     Box(Box<TensorMap>, [i32; 5]),
 }
 
-/// What reads shared memory until it is waited for.
+/// Asynchronous reader of shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reader {
     /// A product of a warpgroup.
@@ -80,42 +80,42 @@ pub enum Reader {
     Store,
 }
 
-/// Shared memory that is read until that is waited for.
+/// A range of shared memory that is read asynchronously until the reader is waited for.
 pub struct Reading {
-    /// By what.
+    /// The reader.
     pub reader: Reader,
-    /// The warp that asked for it.
+    /// The warp that issued it.
     pub warp: u32,
-    /// The group of its products or copies, counted from the first; the last one may not be committed yet.
+    /// The warp's group of products or copies, counted from the first; the last group may not be committed yet.
     pub group: u64,
-    /// Bytes.
+    /// First byte, and the byte after the last.
     pub bytes: (usize, usize),
-    /// Its line.
+    /// Line of the instruction.
     pub line: u32,
 }
 
-/// Second operands of a product: their rows, the addresses of 16 bytes each that they were read from, the first and the last
-/// byte, and how many warps are still to come.
+/// Second operand of a product: its rows, the addresses of the 16-byte vectors that it was read from, its byte range, and the number of
+/// warps that have yet to use it.
 pub type Shared = (Vec<Row>, Vec<u32>, (usize, usize), u32);
 
-/// Second operands of a warpgroup's products that not all of its warps have multiplied with yet.
+/// Second operands of a warpgroup's products that some of its warps have yet to use.
 #[derive(Default)]
 pub struct Operands {
-    /// The number of the first one.
+    /// Number of the first operand.
     pub first: u64,
-    /// They.
+    /// The operands.
     pub rows: VecDeque<Shared>,
 }
 
-/// Which warps have a turn in every round, and which in one of [`SLOW`]: hardware promises no warp its share, so that one may run far
-/// ahead of the others or fall far behind.
+/// Which warps have a turn in every round, and which only in one of [`SLOW`]. Hardware guarantees no warp its share, so that a warp may run
+/// far ahead of the others or fall far behind.
 #[derive(Clone, Copy, Debug)]
 enum Pace {
-    /// All warps go on alike.
+    /// All warps have a turn in every round.
     Alike,
-    /// One falls behind.
+    /// This warp is slow.
     Behind(usize),
-    /// One runs ahead.
+    /// All other warps are slow.
     Ahead(usize),
 }
 
@@ -129,39 +129,39 @@ impl Pace {
     }
 }
 
-/// What the warps of a block have in common.
+/// State that the warps of a block share.
 pub struct Block<'a> {
     /// The launch.
     pub launch: &'a Launch<'a>,
-    /// Which block it is.
+    /// Index of the block in the grid.
     pub index: [u32; 3],
-    /// Its number.
+    /// Linear number of the block.
     pub number: u64,
-    /// Shared memory, by its addresses.
+    /// Shared memory, indexed by address.
     pub shared: Vec<u8>,
     /// Named barriers.
     pub barriers: [NamedBarrier; 16],
-    /// Copies under way.
+    /// Pending copies to shared memory.
     pub transfers: Vec<Transfer>,
-    /// What products read, and how many of them each page.
+    /// Asynchronous reads of shared memory, and their number for each page.
     readings: Vec<Reading>,
     pages: Vec<u32>,
-    /// Of each warpgroup.
+    /// Second operands of each warpgroup.
     pub operands: Vec<Operands>,
-    /// How often all warps had their turn.
+    /// Number of rounds, in each of which all warps have a turn.
     pub round: u64,
-    /// Warps that have not ended.
+    /// Number of warps that have not ended.
     pub live: u32,
     warps: Vec<Warp>,
     random: u64,
-    /// The piece of global memory that was accessed last, and what of it was written.
+    /// The range of global memory accessed last, and which of its bytes were written.
     piece: (u64, u64, Option<&'a Written>),
-    /// What is ordered before what.
+    /// Happens-before order of the accesses to shared memory.
     pub order: Order,
 }
 
 impl<'a> Block<'a> {
-    /// A block that has not begun.
+    /// Creates a block that has not started.
     pub fn new(launch: &'a Launch<'a>) -> Block<'a> {
         let threads = launch.threads.iter().product::<u32>();
         let warps = threads.div_ceil(32);
@@ -185,10 +185,10 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// Runs it as one of these blocks.
+    /// Runs the block of this index and number.
     pub fn run(&mut self, index: [u32; 3], number: u64) -> Result<(), Error> {
         (self.index, self.number) = (index, number);
-        // What a block finds in shared memory is whatever was there: numbers that spoil what they touch.
+        // A block starts with arbitrary contents of shared memory: here NaN.
         self.shared.fill(0xFF);
         self.order.begin();
         self.barriers = [NamedBarrier::default(); 16];
@@ -218,7 +218,7 @@ impl<'a> Block<'a> {
             let mut got_on = false;
             for nth in &order {
                 let warp = &mut warps[*nth];
-                // Where nothing else gets on, slow ones must.
+                // Slow warps must run if no other warp makes progress.
                 if warp.done() || idle == 0 && pace.slow(*nth) && self.draw(SLOW) != 0 {
                     continue;
                 }
@@ -241,7 +241,7 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// Refuses to end while copies to shared memory are under way.
+    /// Refuses to end while copies to shared memory are pending.
     fn left_behind(&mut self) -> Result<(), Error> {
         match self.transfers.first() {
             None => Ok(()),
@@ -268,12 +268,12 @@ impl<'a> Block<'a> {
         Error::Fault { kind: Kind::Deadlock, place, what: what.trim_end_matches(';').into() }
     }
 
-    /// A place in this block.
+    /// A place in this block, for messages.
     pub fn place(&self, warp: u32, line: u32) -> Place {
         Place { kernel: self.launch.program.name.clone(), block: self.index, warp, line }
     }
 
-    /// A number below this one, as the seed has it; 0 without one.
+    /// A random number below `below`, or 0 if the seed is 0.
     pub fn draw(&mut self, below: u64) -> u64 {
         if self.launch.settings.seed == 0 {
             return 0;
@@ -286,7 +286,7 @@ impl<'a> Block<'a> {
 
     // -- memory
 
-    /// Where an address of shared memory lies here.
+    /// Pointer to `size` bytes of shared memory, after checks of bounds and alignment.
     #[inline(always)]
     pub fn shared(&mut self, at: u64, size: usize) -> Result<*mut u8, Failure> {
         if at < SHARED_START as u64 || at.saturating_add(size as u64) > self.shared.len() as u64 {
@@ -296,11 +296,11 @@ impl<'a> Block<'a> {
         if at & (size as u64 - 1) != 0 && size <= 16 && size.is_power_of_two() {
             return Err((Kind::Alignment, format!("{size} bytes at {at:#x} of shared memory")));
         }
-        // SAFETY: it was just checked to lie within.
+        // SAFETY: the range was just checked to lie within.
         Ok(unsafe { self.shared.as_mut_ptr().add(at as usize) })
     }
 
-    /// The same of global memory.
+    /// Pointer to `size` bytes of global memory, after checks of bounds and alignment.
     #[inline(always)]
     pub fn global(&mut self, at: u64, size: usize) -> Result<*mut u8, Failure> {
         if at < self.piece.0 || at.saturating_add(size as u64) > self.piece.1 {
@@ -335,7 +335,7 @@ impl<'a> Block<'a> {
         Ok(())
     }
 
-    /// Refuses to read global memory, which was just found to be there, where nothing was written.
+    /// Refuses to read bytes of global memory that were not written. The range must have been checked by `global`.
     #[inline(always)]
     pub fn global_reads(&self, at: u64, size: usize) -> Result<(), Failure> {
         let (begin, _, Some(written)) = self.piece else { return Ok(()) };
@@ -350,14 +350,14 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// Whether nothing was written to any of these bytes of global memory, which were just found to be there.
+    /// Whether none of these bytes of global memory was written. The range must have been checked by `global`.
     pub fn global_nothing(&self, at: u64, size: usize) -> bool {
         let (begin, _, Some(written)) = self.piece else { return false };
         let at = (at - begin) as usize;
         (at..at + size).all(|byte| written.missing(byte, 1).is_some())
     }
 
-    /// Global memory, which was just found to be there, is written.
+    /// Marks bytes of global memory as written. The range must have been checked by `global`.
     #[inline(always)]
     pub fn global_writes(&self, at: u64, size: usize) {
         if let (begin, _, Some(written)) = self.piece {
@@ -365,7 +365,7 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// Where an address of a lane lies, whose local memory is this.
+    /// Pointer for an address of a lane whose local memory is `local`, and the memory that it lies in.
     #[inline(always)]
     pub fn resolve(
         &mut self,
@@ -402,9 +402,9 @@ impl<'a> Block<'a> {
         }
     }
 
-    // -- what reads shared memory beside the warps
+    // -- asynchronous reads of shared memory
 
-    /// Looks after what is read.
+    /// Tracks an asynchronous read.
     pub fn reads(&mut self, reading: Reading) {
         for page in &mut self.pages[reading.bytes.0 / PAGE..=(reading.bytes.1 - 1) / PAGE] {
             *page += 1;
@@ -412,7 +412,7 @@ impl<'a> Block<'a> {
         self.readings.push(reading);
     }
 
-    /// A warp has waited for all groups before this one.
+    /// Ends the reads of a warp in all groups before this one, after the warp has waited for them.
     pub fn has_read(&mut self, reader: Reader, warp: u32, before: u64) {
         let (pages, order) = (&mut self.pages, &mut self.order);
         self.readings.retain(|reading| {
@@ -427,13 +427,13 @@ impl<'a> Block<'a> {
         });
     }
 
-    /// The line of a bulk copy to global memory that a warp has not waited for.
+    /// Line of a bulk copy to global memory that a warp has not waited for.
     pub fn stores(&self, warp: u32) -> Option<u32> {
         let mut readings = self.readings.iter();
         readings.find(|reading| reading.reader == Reader::Store && reading.warp == warp).map(|reading| reading.line)
     }
 
-    /// Refuses to write what is still read.
+    /// Refuses to write bytes that are still read asynchronously.
     #[inline(always)]
     pub fn writes(&self, at: usize, size: usize) -> Result<(), Failure> {
         if self.readings.is_empty() || self.pages[at / PAGE..=(at + size - 1) / PAGE].iter().all(|count| *count == 0) {

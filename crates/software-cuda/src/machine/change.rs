@@ -4,7 +4,7 @@ use super::float::{from_bf16, from_f16, to_bf16, to_f16};
 use super::program::Change;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering as Memory};
 
-/// What an atomic operation leaves in memory.
+/// New contents of memory after an atomic operation.
 pub fn changed(change: Change, old: u64, x: u64, other: u64, size: usize) -> u64 {
     let single = |bits: u64| f32::from_bits(bits as u32);
     let halves = |f: fn(u16, u16) -> u16| {
@@ -65,15 +65,15 @@ pub fn changed(change: Change, old: u64, x: u64, other: u64, size: usize) -> u64
     if size == 8 { result } else { result & ((1 << (8 * size)) - 1) }
 }
 
-/// Changes memory atomically; returns what it held.
+/// Changes memory atomically and returns its old contents.
 ///
 /// # Safety
 ///
-/// It is there, aligned, and of 2, 4 or 8 bytes.
+/// The memory is allocated, aligned, and of 2, 4 or 8 bytes.
 pub unsafe fn exchange(at: *mut u8, size: usize, change: impl Fn(u64) -> u64) -> u64 {
     match size {
         8 => {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees it.
             let atomic = unsafe { AtomicU64::from_ptr(at.cast()) };
             let (mut old, order) = (atomic.load(Memory::SeqCst), Memory::SeqCst);
             while let Err(other) = atomic.compare_exchange_weak(old, change(old), order, order) {
@@ -82,10 +82,10 @@ pub unsafe fn exchange(at: *mut u8, size: usize, change: impl Fn(u64) -> u64) ->
             old
         }
         _ => {
-            // Two bytes are changed with their neighbours.
+            // Two bytes are changed together with their neighbours, as a word.
             let shift = if size == 2 { 8 * (at as u32 & 2) } else { 0 };
             let mask = if size == 2 { 0xFFFFu32 << shift } else { !0 };
-            // SAFETY: the caller's promise; what is aligned to four bytes and holds two of an allocation, holds all.
+            // SAFETY: the caller guarantees it. An aligned word of four bytes that contains two bytes of an allocation lies in it entirely.
             let atomic = unsafe { AtomicU32::from_ptr(at.map_addr(|at| at & !3).cast()) };
             let (mut old, order) = (atomic.load(Memory::SeqCst), Memory::SeqCst);
             loop {

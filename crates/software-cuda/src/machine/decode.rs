@@ -1,4 +1,4 @@
-//! From statements of PTX to a program.
+//! Decoding of PTX statements into a program.
 
 mod memory;
 mod products;
@@ -13,20 +13,20 @@ use crate::ptx::{self, Base, Class, Function, Operand, Register, Statement, Vari
 use std::cmp::Ordering;
 use std::collections::HashMap;
 
-/// Where a name of a variable leads.
+/// Meaning of a variable's name.
 #[derive(Clone, Copy, Debug)]
 enum Symbol {
-    /// A number: an address in shared, local or global memory.
+    /// An address in shared, local or global memory.
     Address(u64),
-    /// A parameter's offset.
+    /// Offset of a parameter.
     Parameter(usize),
 }
 
-/// Makes a program of a function. `globals`: where variables of the module lie in global memory.
+/// Decodes a function. `globals` are the addresses of the module's variables in global memory.
 ///
 /// # Errors
 ///
-/// Of the first instruction that is not known.
+/// If an instruction is not supported: the first one.
 pub fn decode(function: &Function, shared: &[Variable], globals: &HashMap<String, u64>) -> Result<Program, Error> {
     let mut symbols = HashMap::new();
     let (mut shared_bytes, mut local_bytes) = (0usize, 0usize);
@@ -38,7 +38,7 @@ pub fn decode(function: &Function, shared: &[Variable], globals: &HashMap<String
         symbols.insert(variable.name.as_str(), Symbol::Address((start + offset) as u64));
         *bytes = offset + variable.size;
     }
-    // What launches give is behind the others, aligned as all of it must be.
+    // Shared memory of the launch follows the other variables, aligned for all of its variables.
     let dynamic = || variables().filter(|variable| variable.size == 0);
     let align = dynamic().map(|variable| variable.align).max().unwrap_or(1);
     shared_bytes = (SHARED_START + shared_bytes).next_multiple_of(align) - SHARED_START;
@@ -92,7 +92,7 @@ struct Decoder<'a> {
     lines: usize,
     constants: HashMap<(u64, bool), Slot>,
     specials: HashMap<Special, Slot>,
-    /// The carry of those instructions that have one, as a register.
+    /// Register for the carry, if an instruction uses one.
     carry: Option<Slot>,
     statement: &'a [Statement],
     at: usize,
@@ -123,7 +123,7 @@ impl<'a> Decoder<'a> {
         slot
     }
 
-    /// A sum whose carry goes on to the next, or that comes of it; of a product's low or high half, too.
+    /// `add`, `addc`, `mad` or `madc`, with a carry in or out.
     fn carry(&mut self, parts: &[&str], ops: &[Operand]) -> Result<Op, Error> {
         let next = self.lines as Slot;
         let carry = *self.carry.get_or_insert(next);
@@ -179,7 +179,7 @@ impl<'a> Decoder<'a> {
         if *operand == Operand::Sink { Ok(None) } else { self.target(operand, wide).map(Some) }
     }
 
-    /// Where an operand's value is found.
+    /// Slot that holds an operand's value.
     fn source(&mut self, operand: &Operand, wide: bool) -> Result<Slot, Error> {
         match operand {
             Operand::Register(_) => self.target(operand, wide),
@@ -303,7 +303,7 @@ impl<'a> Decoder<'a> {
         for (nth, operand) in operands[1..].iter().enumerate() {
             from[nth] = self.source(operand, alu.wide[1 + nth])?;
         }
-        // What is not read has the width of a word at least.
+        // Operands that are not read count as one word wide.
         for slot in &mut from[alu.arity..] {
             *slot = 0;
         }
@@ -377,7 +377,7 @@ impl<'a> Decoder<'a> {
                 let (Operand::Immediate(at), Operand::Immediate(length)) = (&ops[3], &ops[4]) else {
                     return self.refuse("a field that registers tell");
                 };
-                // A function of three registers: the third one holds both numbers.
+                // `bfi` with three registers: the third one holds position and length.
                 let field = self.constant(at & 255 | (length & 255) << 8, false);
                 let insert = lanes3(|a: u32, b: u32, field: u32| {
                     let (at, length) = (field & 255, field >> 8);
@@ -390,7 +390,7 @@ impl<'a> Decoder<'a> {
             }
             "cvta" => {
                 arity(2)?;
-                // Windows of the generic space: shared and local memory each have one, the rest is as it is.
+                // Shared and local memory have windows in the generic space; other addresses are unchanged.
                 let window = match (has("shared") || has("shared::cta"), has("local")) {
                     (true, _) => super::SHARED_WINDOW,
                     (_, true) => super::LOCAL_WINDOW,
@@ -406,7 +406,7 @@ impl<'a> Decoder<'a> {
                 };
                 Ok(Op::Alu(add, to, [from, self.constant(window, wide), 0]))
             }
-            // A block is a cluster of its own.
+            // Each block is a cluster of its own.
             "mapa" => {
                 arity(3)?;
                 let wide = ty == "u64";
@@ -506,7 +506,7 @@ impl<'a> Decoder<'a> {
                 let threads = ops.get(1).map(|threads| self.source(threads, false)).transpose()?;
                 Ok(Op::Barrier { id, threads, waits: has("sync") })
             }
-            // A block is a cluster of its own: of its warps.
+            // Each block is a cluster of its own, so this is a barrier of its warps.
             "barrier" if has("cluster") => match has("arrive") {
                 true => Ok(Op::Nothing),
                 false => {

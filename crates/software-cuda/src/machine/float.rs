@@ -1,13 +1,13 @@
-//! Floating point as PTX has it where Rust has not: half precision, flushed subnormals, minima, approximations.
+//! Floating-point operations of PTX that Rust lacks: half precision, flushing of subnormals, minima and maxima, approximations.
 
-/// The NaN that arithmetic in f32 makes.
+/// NaN that f32 arithmetic returns.
 const NAN: f32 = f32::from_bits(0x7FFF_FFFF);
 
 /// f16 as f32.
 #[inline(always)]
 pub fn from_f16(half: u16) -> f32 {
     let magnitude = u32::from(half & 0x7FFF) << 13;
-    // Exponents differ by 112; so that subnormals get normal, too, the product adds that.
+    // The biases of the exponents differ by 112. Multiplying by 2¹¹² adds that and also normalizes subnormals.
     let finite = (f32::from_bits(magnitude) * f32::from_bits(0x7780_0000)).to_bits();
     let bits = if half & 0x7C00 == 0x7C00 { magnitude | 0x7F80_0000 } else { finite };
     f32::from_bits(bits | u32::from(half & 0x8000) << 16)
@@ -18,7 +18,7 @@ pub fn from_f16(half: u16) -> f32 {
 pub fn to_f16(x: f32) -> u16 {
     let bits = x.to_bits();
     let magnitude = bits & 0x7FFF_FFFF;
-    // Of a subnormal result the sum has the place of the last bit.
+    // For a subnormal result, the sum aligns the last bit and rounds.
     let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
     let normal = magnitude.wrapping_add(0xC800_0FFF).wrapping_add(magnitude >> 13 & 1) >> 13;
     let half = if magnitude < 0x3880_0000 { subnormal } else { normal };
@@ -40,13 +40,13 @@ pub fn to_bf16(x: f32) -> u16 {
     if x.is_nan() { 0x7FFF } else { rounded as u16 }
 }
 
-/// f32 as bf16, towards zero.
+/// f32 as bf16, rounded towards zero.
 #[inline(always)]
 pub fn cut_to_bf16(x: f32) -> u16 {
     if x.is_nan() { 0x7FFF } else { (x.to_bits() >> 16) as u16 }
 }
 
-/// f64 as f16, which rounds once: f32 on the way is rounded to odd.
+/// f64 as f16, rounded once: the intermediate f32 is rounded to odd.
 pub fn f64_to_f16(x: f64) -> u16 {
     let nearest = x as f32;
     let inexact = f64::from(nearest) != x && nearest.is_finite();
@@ -68,14 +68,14 @@ pub fn to_tf32(x: f32) -> u32 {
     bits.wrapping_add(0x1000) & 0xFFFF_E000
 }
 
-/// Zero in place of a subnormal number.
+/// Replaces a subnormal number by zero.
 #[inline(always)]
 pub fn flush(x: f32) -> f32 {
     let bits = x.to_bits();
     f32::from_bits(if bits & 0x7F80_0000 == 0 { bits & 0x8000_0000 } else { bits })
 }
 
-/// The smaller one, `-0` before `0`, not the NaN.
+/// Minimum, with `-0` below `0`. A NaN is ignored if the other number is none.
 #[inline(always)]
 pub fn min(a: f32, b: f32) -> f32 {
     let smaller = if a < b { a } else { b };
@@ -84,7 +84,7 @@ pub fn min(a: f32, b: f32) -> f32 {
     if a.is_nan() && b.is_nan() { NAN } else { smaller }
 }
 
-/// The larger one, `0` before `-0`, not the NaN.
+/// Maximum, with `0` above `-0`. A NaN is ignored if the other number is none.
 #[inline(always)]
 pub fn max(a: f32, b: f32) -> f32 {
     let larger = if a > b { a } else { b };
@@ -93,13 +93,13 @@ pub fn max(a: f32, b: f32) -> f32 {
     if a.is_nan() && b.is_nan() { NAN } else { larger }
 }
 
-/// The same, but NaN if there is one.
+/// Minimum, or NaN if one of the numbers is NaN.
 #[inline(always)]
 pub fn min_nan(a: f32, b: f32) -> f32 {
     if a.is_nan() || b.is_nan() { NAN } else { min(a, b) }
 }
 
-/// The same, but NaN if there is one.
+/// Maximum, or NaN if one of the numbers is NaN.
 #[inline(always)]
 pub fn max_nan(a: f32, b: f32) -> f32 {
     if a.is_nan() || b.is_nan() { NAN } else { max(a, b) }
@@ -111,10 +111,10 @@ pub fn fma(a: f32, b: f32, c: f32) -> f32 {
     a.mul_add(b, c)
 }
 
-/// `2^x` to an error of 2^-23 or so, without a call.
+/// `2^x` with an error of about 2^-23, without a call.
 #[inline(always)]
 pub fn exp2(x: f32) -> f32 {
-    // What lies beyond is 0 or infinity; NaN stays.
+    // Beyond these bounds the result is 0 or infinity. NaN stays NaN.
     let clamped = if x > 200.0 { 200.0 } else { x };
     let clamped = if clamped < -200.0 { -200.0 } else { clamped };
     // Adding 1.5 · 2^23 rounds to an integer, which is then in the low bits.
@@ -134,7 +134,7 @@ pub fn exp2(x: f32) -> f32 {
 #[inline(always)]
 pub fn log2(x: f32) -> f32 {
     let bits = f64::from(x).to_bits();
-    // The mantissa from √½ to √2.
+    // The mantissa lies between √½ and √2.
     let shifted = bits.wrapping_sub(0x3FE6_A09E_667F_3BCD);
     let exponent = (shifted as i64 >> 52) as i32;
     let mantissa = f64::from_bits(bits.wrapping_sub(((exponent as i64) << 52) as u64));

@@ -1,10 +1,11 @@
-//! Where lanes that take different ways come together: as in hardware, where the ways of all of them do at the latest.
+//! Reconvergence of divergent lanes at the first instruction that all of their paths reach, which is where hardware reconverges them at the
+//! latest.
 
 use super::program::{Instruction, NOWHERE, Op};
 
-/// Finds for every branch under a guard the instruction that all ways from it lead to first.
+/// Sets, for every branch with a guard, the first instruction that all paths from it lead to.
 pub fn join(code: &mut [Instruction]) {
-    // Blocks of instructions that only their first one is jumped to.
+    // Basic blocks.
     let mut begins = vec![false; code.len() + 1];
     begins[0] = true;
     for (nth, instruction) in code.iter().enumerate() {
@@ -22,7 +23,7 @@ pub fn join(code: &mut [Instruction]) {
     let block_of = |nth: usize| firsts.partition_point(|first| *first <= nth) - 1;
     let length = code.len();
     let last_of = |block: usize| firsts.get(block + 1).copied().unwrap_or(length) - 1;
-    // What comes after each; `count` is the end of all.
+    // Successors of each block; block `count` is the end of the program.
     let after: Vec<Vec<usize>> = (0..count)
         .map(|block| {
             let last = last_of(block);
@@ -40,7 +41,7 @@ pub fn join(code: &mut [Instruction]) {
     for (block, after) in after.iter().enumerate() {
         after.iter().for_each(|next| before[*next].push(block));
     }
-    // Post-order of the ways back from the end.
+    // Post-order of the reversed graph from the end.
     let (mut order, mut number) = (Vec::new(), vec![usize::MAX; count + 1]);
     let mut seen = vec![false; count + 1];
     let mut stack = vec![(count, 0)];
@@ -59,7 +60,7 @@ pub fn join(code: &mut [Instruction]) {
             }
         }
     }
-    // Immediate post-dominators, as Cooper, Harvey and Kennedy find them.
+    // Immediate post-dominators (algorithm of Cooper, Harvey and Kennedy).
     let mut joins = vec![usize::MAX; count + 1];
     joins[count] = count;
     let mut changed = true;

@@ -1,16 +1,16 @@
-//! `wmma`: products of a warp whose fragments lie in registers as nobody but these instructions knows. Here they lie as those of
-//! `mma.m16n8k16` do, those of tf32 as those of `mma.m16n8k8`, the second operand and the result as two of them, side by side. f16 has
-//! twice the registers that takes; the others are 0.
+//! `wmma`: warp-level products whose fragments have an unspecified register layout. Here it is the layout of `mma.m16n8k16`, or of
+//! `mma.m16n8k8` for tf32, with the second operand and the result as two such fragments side by side. f16 fragments have twice the
+//! registers that this needs; the others are 0.
 
 use super::block::{Block, Failure};
 use super::lanes::LANES;
 use super::program::Fragment;
 use crate::error::Kind;
 
-/// Rows and columns of all matrices but for the depth.
+/// Rows and columns of all matrices, except for the depth.
 const SIDE: usize = 16;
 
-/// Rows and columns of a fragment whose elements have that size: the depth of tf32 is 8, that of half precision 16.
+/// Rows and columns of a fragment with elements of `size` bytes. The depth is 8 for tf32 and 16 for half precision.
 fn shape(fragment: Fragment, size: usize) -> [usize; 2] {
     match fragment {
         Fragment::A => [SIDE, 32 / size],
@@ -19,32 +19,32 @@ fn shape(fragment: Fragment, size: usize) -> [usize; 2] {
     }
 }
 
-/// The register, the lane and the part of it that an element lies in. A register of an operand holds `each` elements along the depth.
+/// Register, lane and part of the register that hold an element. A register of an operand holds `each` elements along the depth.
 fn place(fragment: Fragment, each: usize, row: usize, column: usize) -> (usize, usize, usize) {
     match fragment {
         Fragment::A => (column / (4 * each) * 2 + row / 8, 4 * (row % 8) + column % (4 * each) / each, column % each),
-        // Rows are the depth.
+        // The rows are the depth.
         Fragment::B => (column / 8 * 2 + row / (4 * each), 4 * (column % 8) + row % (4 * each) / each, row % each),
         Fragment::Sums => (column / 8 * 4 + row / 8 * 2 + column % 2, 4 * (row % 8) + column % 8 / 2, 0),
     }
 }
 
-/// What lies in shared memory from an address on, a line of elements every `stride` bytes.
+/// A matrix in shared memory: a line of elements every `stride` bytes.
 pub struct Lines {
-    /// The first.
+    /// Address of the first line.
     pub at: u64,
-    /// From a line to the next.
+    /// Bytes from one line to the next.
     pub stride: u64,
-    /// Of an element.
+    /// Bytes of an element.
     pub size: usize,
     /// Whether a line is a column.
     pub columns: bool,
 }
 
-/// Registers to write, and lanes of them that are worth nothing, with the reason.
+/// Registers to write, their spoiled lanes, and the reason.
 pub type Loaded = (Vec<[u32; LANES]>, Vec<u32>, Option<Failure>);
 
-/// Reads a fragment of so many registers.
+/// Loads a fragment of this many registers.
 pub fn load(
     block: &mut Block<'_>,
     warp: u32,
@@ -69,7 +69,7 @@ pub fn load(
         for nth in 0..long {
             let (row, column) = if lines.columns { (nth, line) } else { (line, nth) };
             let (register, lane, part) = place(fragment, 4 / lines.size, row, column);
-            // SAFETY: the line was found to be there.
+            // SAFETY: the line was just checked to lie in shared memory.
             registers[register][lane] |= unsafe {
                 match lines.size {
                     2 => u32::from(pointer.cast::<u16>().add(nth).read_unaligned()) << (16 * part),
@@ -82,7 +82,7 @@ pub fn load(
     Ok((registers, lost, why))
 }
 
-/// Writes sums, of which these lanes of these registers are worth nothing.
+/// Stores an accumulator; `lost` are its spoiled lanes.
 pub fn store(
     block: &mut Block<'_>,
     warp: u32,
@@ -100,7 +100,7 @@ pub fn store(
         for nth in 0..SIDE {
             let (row, column) = if lines.columns { (nth, line) } else { (line, nth) };
             let (register, lane, _) = place(Fragment::Sums, 1, row, column);
-            // SAFETY: the line was found to be there.
+            // SAFETY: the line was just checked to lie in shared memory.
             unsafe { pointer.cast::<u32>().add(nth).write_unaligned(registers[register][lane]) };
             if lost[register] >> lane & 1 != 0 {
                 block.order.forget(at as usize + nth * lines.size, lines.size, text_line);

@@ -1,22 +1,22 @@
-//! Arithmetic of a whole warp: a function of numbers becomes a loop over 32 lanes, which the compiler makes vectors of.
+//! Arithmetic of a whole warp: a function of numbers becomes a loop over 32 lanes, which the compiler vectorizes.
 
 /// Lanes of a warp.
 pub const LANES: usize = 32;
 
-/// 32 bits for each lane. A register of 64 bits takes two lines, and is 32 words of 64 bits in memory.
+/// A line of the register file: 32 bits for each lane. A register of 64 bits takes two lines, which hold 32 words of 64 bits.
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
 pub struct Line(pub [u32; LANES]);
 
-/// A number as it lies in a lane of a register.
+/// A number type as stored in a lane of a register.
 pub trait Lane: Copy {
-    /// What lies there.
+    /// Type of the stored word.
     type Word: Copy + Default;
     /// Whether it takes 64 bits.
     const WIDE: bool;
-    /// Reads it.
+    /// Converts from the stored word.
     fn get(word: Self::Word) -> Self;
-    /// What to write.
+    /// Converts to the stored word.
     fn put(self) -> Self::Word;
 }
 
@@ -55,27 +55,28 @@ lane! {
 /// A function of up to three registers.
 #[derive(Clone, Copy, Debug)]
 pub struct Alu {
-    /// Reads three registers and writes the first; those that it does not need it does not read. It may be one of them.
+    /// Reads the operands and writes the result to the first pointer. Operands beyond the arity are not read. The result may be one of the
+    /// operands.
     pub run: unsafe fn(*mut u32, *const u32, *const u32, *const u32),
     /// Whether the result and the operands take 64 bits.
     pub wide: [bool; 4],
-    /// Operands.
+    /// Number of operands.
     pub arity: usize,
 }
 
-/// A comparison of two registers: the lanes where it holds.
+/// A comparison of two registers, which returns the lanes where it holds.
 #[derive(Clone, Copy, Debug)]
 pub struct Compare {
-    /// Reads two registers.
+    /// Compares two registers.
     pub run: unsafe fn(*const u32, *const u32) -> u32,
-    /// Whether they take 64 bits.
+    /// Whether the operands take 64 bits.
     pub wide: bool,
 }
 
-/// A function that captures nothing, of which there is only one value.
+/// Recreates a function that captures nothing from its type.
 fn conjure<F: Copy>() -> F {
     const { assert!(size_of::<F>() == 0) };
-    // SAFETY: it has no size, and one such value exists: `lanes*` were given it.
+    // SAFETY: the type has no size, and a value of it exists: it was passed to `lanes*` or `compare`.
     unsafe { std::ptr::NonNull::<F>::dangling().read() }
 }
 
@@ -97,17 +98,17 @@ unsafe fn run<O: Lane, A: Lane, B: Lane, C: Lane, F: Fn(A, B, C) -> O + Copy>(
     unsafe { out.cast::<[O::Word; LANES]>().write(result) };
 }
 
-/// A function of three operands.
+/// Applies a function of three operands.
 pub fn lanes3<O: Lane, A: Lane, B: Lane, C: Lane, F: Fn(A, B, C) -> O + Copy>(_: F) -> Alu {
     Alu { run: run::<O, A, B, C, F>, wide: [O::WIDE, A::WIDE, B::WIDE, C::WIDE], arity: 3 }
 }
 
-/// A function of two operands.
+/// Applies a function of two operands.
 pub fn lanes2<O: Lane, A: Lane, B: Lane, F: Fn(A, B) -> O + Copy>(f: F) -> Alu {
     Alu { arity: 2, ..lanes3(move |a: A, b: B, _: u32| f(a, b)) }
 }
 
-/// A function of one operand.
+/// Applies a function of one operand.
 pub fn lanes1<O: Lane, A: Lane, F: Fn(A) -> O + Copy>(f: F) -> Alu {
     Alu { arity: 1, ..lanes3(move |a: A, _: u32, _: u32| f(a)) }
 }
@@ -123,7 +124,7 @@ unsafe fn run_compare<A: Lane, F: Fn(A, A) -> bool + Copy>(a: *const u32, b: *co
     lanes
 }
 
-/// A comparison.
+/// Applies a comparison.
 pub fn compare<A: Lane, F: Fn(A, A) -> bool + Copy>(_: F) -> Compare {
     Compare { run: run_compare::<A, F>, wide: A::WIDE }
 }

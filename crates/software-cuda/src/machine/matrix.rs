@@ -1,17 +1,18 @@
-//! Products of matrices: fragments in registers, operands in shared memory, and the multiplying itself.
+//! Matrix products: fragments in registers, operands in shared memory, and the multiplication itself.
 //!
-//! A warp adds up 16 rows of 8 columns at a time, in four registers: lane `l` has row `l / 4`, and 8 more in the last two, and
-//! columns `2 (l % 4)` and the next. So of the first operand eight rows each go to all lanes, every one to four, and of the second
-//! four columns to every four lanes.
+//! A warp accumulates tiles of 16 rows by 8 columns in four registers. The first two registers of lane `l` hold row `l / 4`, the last two
+//! the row 8 below. Both pairs hold columns `2 (l % 4)` and the next one. Each row of the first operand is therefore used by four lanes,
+//! and the columns of the second operand are the same for every four lanes.
 
 use super::float::{from_bf16, from_f16};
 use super::lanes::Line;
 use super::program::Element;
 use super::tensor::Swizzle;
+use std::ops::Range;
 
-/// A column of 16 rows: its halves.
+/// A column of 16 rows: the upper and the lower half.
 pub type Column = [[f32; 8]; 2];
-/// Of a row of 8 columns the even ones, and the odd ones.
+/// A row of 8 columns: the even and the odd ones.
 pub type Row = [[f32; 4]; 2];
 
 #[inline(always)]
@@ -19,7 +20,7 @@ fn read(element: Element, half: u16) -> f32 {
     if element == Element::Bf16 { from_bf16(half) } else { from_f16(half) }
 }
 
-/// The first operand of `mma` in registers, by its columns.
+/// First operand of `mma` in registers, as columns.
 pub fn left(element: Element, registers: &[&Line], columns: &mut [Column]) {
     match element {
         Element::Tf32 => {
@@ -45,7 +46,7 @@ pub fn left(element: Element, registers: &[&Line], columns: &mut [Column]) {
     }
 }
 
-/// The second operand of `mma` in registers, by its rows.
+/// Second operand of `mma` in registers, as rows.
 pub fn right(element: Element, registers: &[&Line], rows: &mut [Row]) {
     for (k, row) in rows.iter_mut().enumerate() {
         for n in 0..8 {
@@ -57,7 +58,7 @@ pub fn right(element: Element, registers: &[&Line], rows: &mut [Row]) {
     }
 }
 
-/// An operand in shared memory, as its descriptor tells.
+/// Descriptor of an operand in shared memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Descriptor {
     start: usize,
@@ -67,7 +68,7 @@ pub struct Descriptor {
 }
 
 impl Descriptor {
-    /// Takes a descriptor apart; `None` for one with a base offset.
+    /// Decodes a descriptor; `None` if it has a base offset.
     pub fn new(bits: u64) -> Option<Descriptor> {
         let field = |at: u32| (bits >> at & 0x3FFF) as usize * 16;
         let swizzle = match bits >> 62 {
@@ -80,11 +81,10 @@ impl Descriptor {
         plain.then_some(Descriptor { start: field(0), leading: field(16), stride: field(32), swizzle })
     }
 
-    /// Where eight elements lie that follow each other in memory: along the inner dimension (`transposed`: along rows), of the
-    /// row (its inverse) `across`.
+    /// Address of eight consecutive elements: along the inner dimension in row `across`, or, if `transposed`, along rows at depth `across`.
     #[inline(always)]
     fn eight(&self, along: usize, across: usize, transposed: bool) -> usize {
-        // Eights to a line.
+        // Vectors of eight elements in a line.
         let wide = 1usize << self.swizzle as usize;
         let line = across % 8 * 16 * wide;
         let at = match (self.swizzle, transposed) {
@@ -96,16 +96,14 @@ impl Descriptor {
         self.swizzle.apply(self.start + at)
     }
 
-    /// Reads `count` rows from `first` on, 16 deep; gives every number with its row and depth, and the address of every eight. The
-    /// first and the last byte that was read, or the address that memory does not hold.
-    #[allow(clippy::too_many_arguments)]
+    /// Reads these rows with a depth of 16. Calls `put` with each number's row and depth, and appends the address of every eight elements to
+    /// `seen`. Returns the byte range that was read, or the address that lies outside shared memory.
     fn visit(
         &self,
         shared: &[u8],
         element: Element,
         transposed: bool,
-        first: usize,
-        count: usize,
+        Range { start: first, end }: Range<usize>,
         seen: &mut Vec<u32>,
         mut put: impl FnMut(usize, usize, f32),
     ) -> Result<(usize, usize), usize> {
@@ -121,13 +119,13 @@ impl Descriptor {
             Ok(())
         };
         if transposed {
-            for along in first / 8..(first + count) / 8 {
+            for along in first / 8..end / 8 {
                 for k in 0..16 {
                     eight(along, k, &mut |nth, x| put(8 * along + nth - first, k, x))?;
                 }
             }
         } else {
-            for row in first..first + count {
+            for row in first..end {
                 for along in 0..2 {
                     eight(along, row, &mut |nth, x| put(row - first, 8 * along + nth, x))?;
                 }
@@ -136,7 +134,7 @@ impl Descriptor {
         Ok((low, high))
     }
 
-    /// 16 rows of the first operand, from `first` on, and where they were read.
+    /// 16 rows of the first operand, from row `first` on, and the addresses that they were read from.
     pub fn left(
         &self,
         shared: &[u8],
@@ -146,10 +144,10 @@ impl Descriptor {
         columns: &mut [Column; 16],
         seen: &mut Vec<u32>,
     ) -> Result<(usize, usize), usize> {
-        self.visit(shared, element, transposed, first, 16, seen, |row, k, x| columns[k][row / 8][row % 8] = x)
+        self.visit(shared, element, transposed, first..first + 16, seen, |row, k, x| columns[k][row / 8][row % 8] = x)
     }
 
-    /// The second operand: of every eight columns their 16 rows, and where they were read.
+    /// The second operand: 16 rows of every eight columns, and the addresses that they were read from.
     pub fn right(
         &self,
         shared: &[u8],
@@ -159,16 +157,16 @@ impl Descriptor {
         seen: &mut Vec<u32>,
     ) -> Result<(usize, usize), usize> {
         let count = rows.len() / 2;
-        self.visit(shared, element, transposed, 0, count, seen, |n, k, x| rows[n / 8 * 16 + k][n & 1][n % 8 / 2] = x)
+        self.visit(shared, element, transposed, 0..count, seen, |n, k, x| rows[n / 8 * 16 + k][n & 1][n % 8 / 2] = x)
     }
 }
 
-/// Adds the product of `columns` and `rows`, as many of them, to four lines.
+/// Adds the product of equally many `columns` and `rows` to four lines.
 #[cfg(target_feature = "avx512f")]
 #[inline(always)]
 fn multiply_eight(sums: [*mut Line; 4], columns: &[[[f32; 32]; 2]], rows: &[Row]) {
     use std::arch::x86_64::*;
-    // SAFETY: the processor has what the compiler was told of, and all pointers are to as many numbers as are read.
+    // SAFETY: the processor has the features that the compiler was told of, and every pointer is valid for the numbers that are read.
     unsafe {
         let mut lines = sums.map(|line| {
             let line = line.cast::<f32>();
@@ -193,12 +191,12 @@ fn multiply_eight(sums: [*mut Line; 4], columns: &[[[f32; 32]; 2]], rows: &[Row]
     }
 }
 
-/// Adds the product of `columns` and `rows`, as many of them, to four lines.
+/// Adds the product of equally many `columns` and `rows` to four lines.
 #[cfg(not(target_feature = "avx512f"))]
 #[inline(always)]
 fn multiply_eight(sums: [*mut Line; 4], columns: &[[[f32; 32]; 2]], rows: &[Row]) {
     for (nth, line) in sums.into_iter().enumerate() {
-        // SAFETY: the caller's lines are four different ones.
+        // SAFETY: the caller's four lines are different.
         let line = unsafe { &mut (*line).0 };
         let mut sum = line.map(f32::from_bits);
         for (column, row) in columns.iter().zip(rows) {
@@ -210,12 +208,12 @@ fn multiply_eight(sums: [*mut Line; 4], columns: &[[[f32; 32]; 2]], rows: &[Row]
     }
 }
 
-/// Adds the product of 16 rows, by their columns, and of the second operand, by its rows of every eight columns, to lines: four
-/// for every eight.
+/// Adds the product of the first operand, 16 rows given as columns, and of the second operand, rows of every eight columns, to lines: four
+/// lines for every eight columns.
 ///
 /// # Safety
 ///
-/// The lines are different ones that may be written.
+/// The lines are different and may be written.
 pub unsafe fn multiply(sums: &[*mut Line], columns: &[Column], rows: &[Row]) {
     let mut spread = [[[0f32; 32]; 2]; 16];
     for (column, spread) in columns.iter().zip(&mut spread) {

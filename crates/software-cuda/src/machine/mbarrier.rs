@@ -1,20 +1,20 @@
-//! A barrier in shared memory.
+//! An mbarrier in shared memory.
 
-/// What is in the eight bytes of a barrier.
+/// State in the eight bytes of an mbarrier.
 #[derive(Clone, Copy, Debug)]
 pub struct Mbarrier {
-    /// Whether the phase that is not over is an odd one.
+    /// Whether the current phase is an odd one.
     pub odd: bool,
-    /// Arrivals of a phase.
+    /// Arrivals of each phase.
     pub count: i32,
-    /// Those that are still to come.
+    /// Pending arrivals of the current phase.
     pub pending: i32,
-    /// Bytes that are still to come; negative if more have come than were expected yet.
+    /// Pending bytes; negative if more bytes have arrived than were expected so far.
     pub bytes: i32,
 }
 
 impl Mbarrier {
-    /// Takes the bits apart.
+    /// Decodes the bits.
     pub fn from_bits(bits: u64) -> Mbarrier {
         let bytes = (bits >> 40 & 0x7F_FFFF) as i32;
         Mbarrier {
@@ -25,13 +25,13 @@ impl Mbarrier {
         }
     }
 
-    /// The bits.
+    /// Encodes the state.
     pub fn bits(self) -> u64 {
         let bytes = u64::from(self.bytes as u32 & 0x7F_FFFF);
         u64::from(self.odd) << 63 | bytes << 40 | (self.pending as u64) << 20 | self.count as u64
     }
 
-    /// Whether it may be one: what a block finds there is none, nor is one that was made invalid.
+    /// Whether the bits are an mbarrier's: the initial contents of shared memory are not, nor is an invalidated one.
     pub fn valid(self) -> bool {
         (1..0xF_FFFF).contains(&self.count) && self.pending <= self.count
     }

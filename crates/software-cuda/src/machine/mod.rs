@@ -1,7 +1,7 @@
-//! The machine that runs programs: blocks on threads of the host, warps of a block in turn, 32 lanes at a time.
+//! Interpreter of programs: thread blocks run on threads of the host, the warps of a block in turn, 32 lanes at a time.
 //!
-//! Shared memory begins at [`SHARED_START`], as on the hardware. Addresses of global memory and of parameters are those of the
-//! host; the generic space has windows, where the host has nothing, for shared and for local memory.
+//! Shared memory begins at [`SHARED_START`], as on hardware. Addresses of global memory and of parameters are the host's. The generic space
+//! has windows for shared and for local memory, at addresses that the host does not use.
 
 mod arithmetic;
 mod block;
@@ -31,27 +31,27 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use written::Written;
 
-/// The first address of shared memory.
+/// First address of shared memory.
 pub const SHARED_START: usize = 1024;
-/// Where the generic space has shared memory.
+/// Address of shared memory in the generic space.
 pub const SHARED_WINDOW: u64 = 0x7100_0000_0000_0000;
-/// Where the generic space has local memory.
+/// Address of local memory in the generic space.
 pub const LOCAL_WINDOW: u64 = 0x7200_0000_0000_0000;
 
-/// Global memory that may be accessed: pieces in order, each from its first address to the one past its last, and what of it was
-/// written, if that is looked after.
+/// Global memory that may be accessed: ranges in order, each with its first address, the address after its last, and which bytes were
+/// written, if that is tracked.
 #[derive(Clone, Debug, Default)]
 pub struct Ranges(Vec<(u64, u64, Option<Arc<Written>>)>);
 
 impl Ranges {
-    /// Of pieces in any order.
+    /// Creates it from ranges in any order.
     pub fn new(pieces: Vec<(u64, u64, Option<Arc<Written>>)>) -> Ranges {
         let mut pieces = pieces;
         pieces.sort_unstable_by_key(|(begin, ..)| *begin);
         Ranges(pieces)
     }
 
-    /// The piece that an address lies in.
+    /// The range that contains an address.
     pub fn around(&self, at: u64) -> Option<(u64, u64, Option<&Written>)> {
         let nth = self.0.partition_point(|(begin, ..)| *begin <= at);
         let (begin, end, written) = self.0[..nth].last()?;
@@ -59,14 +59,14 @@ impl Ranges {
     }
 }
 
-/// How launches are run.
+/// Settings of launches.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
-    /// Threads of the host.
+    /// Number of threads of the host.
     pub threads: usize,
-    /// What the order of warps and the time of copies are drawn from; 0 for the plain order and copies at once.
+    /// Seed of the order of warps and the timing of copies; 0 for a fixed order and immediate copies.
     pub seed: u64,
-    /// Whether accesses are checked to be ordered, and registers of products to be waited for.
+    /// Whether to check the order of accesses, and waits for products before their registers are used.
     pub checks: bool,
 }
 
@@ -75,17 +75,17 @@ pub struct Settings {
 pub struct Launch<'a> {
     /// The kernel.
     pub program: &'a Program,
-    /// Blocks.
+    /// Number of blocks.
     pub grid: [u32; 3],
     /// Threads of a block.
     pub threads: [u32; 3],
-    /// Bytes of shared memory that the launch adds.
+    /// Bytes of dynamic shared memory.
     pub dynamic_shared: usize,
-    /// Parameters as they lie in memory.
+    /// Parameters as stored in memory.
     pub parameters: &'a [u8],
     /// Global memory.
     pub memory: &'a Ranges,
-    /// How it is run.
+    /// Settings.
     pub settings: Settings,
 }
 
@@ -94,7 +94,7 @@ impl Launch<'_> {
     ///
     /// # Errors
     ///
-    /// The first fault that is met.
+    /// The first fault.
     pub fn run(&self) -> Result<(), Error> {
         let count = self.grid.iter().map(|blocks| u64::from(*blocks)).product::<u64>();
         let next = AtomicU64::new(0);

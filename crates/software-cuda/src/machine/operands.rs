@@ -1,19 +1,19 @@
-//! The registers that an instruction reads and writes.
+//! Registers that an instruction reads and writes.
 
 use super::program::{Address, Left, Op, Place, Slot, Vote};
 
 /// Lines of the register file.
 #[derive(Clone, Debug, Default)]
 pub struct Operands {
-    /// Those that are read.
+    /// Lines that are read.
     pub reads: Box<[Slot]>,
-    /// Those that are written.
+    /// Lines that are written.
     pub writes: Box<[Slot]>,
-    /// Those that addresses count from, or what else must be known at once.
+    /// Lines that are used as addresses, or otherwise must not be spoiled.
     pub addresses: Box<[Slot]>,
 }
 
-/// What is collected.
+/// Lists while they are collected.
 #[derive(Default)]
 struct Lists {
     reads: Vec<Slot>,
@@ -45,7 +45,7 @@ impl Lists {
     }
 }
 
-/// Of an instruction; of a warpgroup's product all but the accumulator, and of a move none, since that only renames.
+/// Operands of an instruction. The accumulator of a warpgroup's product is left out. A move has no operands, because it only renames.
 pub fn operands(op: &Op) -> Operands {
     let mut lists = Lists::default();
     match op {

@@ -1,37 +1,37 @@
-//! What is ordered before what: accesses to shared memory by warps and by what runs beside them.
+//! Happens-before order of accesses to shared memory, by warps and by asynchronous operations.
 //!
-//! Every warp has a clock, and knows of the other clocks what barriers have told it: a happens-before relation by vector clocks, as
-//! race detectors keep it. Shared memory remembers who wrote it last and who has read it since. An access is a race if the one that
-//! it conflicts with is not known to have happened before, whatever order the warps happened to run in.
+//! Every warp has a clock, and barriers tell it about the clocks of others: vector clocks, as in race detectors. For each piece of shared
+//! memory, the last write and the reads since then are recorded. An access is a race if it conflicts with an earlier access that is not
+//! known to have happened before, whatever order the warps happened to run in.
 //!
-//! Products of warpgroups and bulk copies access shared memory through the asynchronous proxy. What was written through the generic
-//! one they see only after `fence.proxy.async`; so a second vector of clocks says up to where that has been done.
+//! Products of warpgroups and bulk copies access shared memory through the asynchronous proxy. They see writes through the generic proxy
+//! only after `fence.proxy.async`. A second vector of clocks therefore records the accesses that were fenced.
 //!
-//! Lanes of a warp are not told apart, nor neighbours of single bytes. Reads of less than four bytes are not remembered.
+//! Lanes of a warp are not distinguished, nor single bytes from their neighbours. Reads of less than four bytes are not recorded.
 
 use super::block::Failure;
 use crate::error::Kind;
 
-/// Clocks that are told apart: of warps, of barriers in shared memory, and two that are none.
+/// Number of clocks: of warps, of barriers in shared memory, and two special ones.
 const AGENTS: usize = 128;
-/// The first barrier's.
+/// Clock of the first barrier.
 const FIRST_BARRIER: u32 = 32;
-/// What everybody may access at any time: this clock is always known.
+/// Clock of memory that may be accessed at any time: it always counts as known.
 const ANYONE: u32 = 126;
-/// What nobody may read: this clock is never known.
+/// Clock of memory that must not be read: it never counts as known.
 const NOBODY: u32 = 127;
 /// Bits of a clock in a stamp.
 const BITS: u32 = 25;
 
-/// Who wrote, when (the upper half), and in which line.
+/// Clock and time of a write (the upper half), and its line.
 type Stamp = u64;
 
-/// Times of nobody's: when nothing was written yet, when a copy was not waited for, when nothing was written to what is written.
+/// Times of the clock `NOBODY`: nothing was written yet, a copy was not waited for, a spoiled value was written.
 const UNWRITTEN: u32 = 1;
 const UNDER_WAY: u32 = 2;
 const WORTHLESS: u32 = 3;
 
-/// Nothing was written yet.
+/// Stamp of memory that was not written yet.
 const NEVER: Stamp = ((NOBODY << BITS | UNWRITTEN) as u64) << 32;
 
 fn stamp(agent: u32, clock: u32, line: u32) -> Stamp {
@@ -46,7 +46,7 @@ fn clock(stamp: Stamp) -> u32 {
     (stamp >> 32) as u32 & ((1 << BITS) - 1)
 }
 
-/// What is known of each clock.
+/// Latest known time of each clock.
 #[derive(Clone, Debug)]
 struct Known([u32; AGENTS]);
 
@@ -67,7 +67,7 @@ impl Known {
     }
 }
 
-/// What a warp knows, or a barrier hands on: of accesses, and of those that the asynchronous proxy sees.
+/// Knowledge of a warp, or that a barrier passes on: of all accesses, and of those that the asynchronous proxy sees.
 #[derive(Clone, Debug)]
 struct View {
     all: Known,
@@ -85,7 +85,7 @@ impl View {
     }
 }
 
-/// What those who come to a barrier know, and those who leave it.
+/// Knowledge that a barrier gathers from arriving warps, and that it gives to warps that leave.
 #[derive(Clone, Debug)]
 struct Meeting {
     gathering: View,
@@ -102,16 +102,16 @@ impl Meeting {
     }
 }
 
-/// A barrier in shared memory.
+/// An mbarrier in shared memory.
 #[derive(Clone, Debug)]
 struct Phases {
     at: usize,
-    /// Those that are over.
+    /// Number of completed phases.
     over: u32,
     meeting: Meeting,
 }
 
-/// What was read through the asynchronous proxy and waited for by this warp at this time.
+/// An asynchronous read, which this warp has waited for at this time.
 struct Waited {
     bytes: (usize, usize),
     warp: u32,
@@ -119,27 +119,27 @@ struct Waited {
     line: u32,
 }
 
-/// The order of a block's accesses to its shared memory.
+/// Order of a block's accesses to its shared memory.
 pub struct Order {
-    /// For every two bytes.
+    /// Last write of every two bytes.
     writes: Vec<Stamp>,
-    /// For every four bytes, the clock of each warp that read them.
+    /// For every four bytes, the time at which each warp read them last.
     reads: Vec<u32>,
     warps: Vec<View>,
     named: Vec<Meeting>,
     barriers: Vec<Phases>,
     waited: Vec<Waited>,
-    /// Pages that something in `waited` lies in.
+    /// Whether a page contains bytes of an entry of `waited`.
     pages: Vec<bool>,
-    /// Whether any of this is done.
+    /// Whether accesses are tracked.
     on: bool,
 }
 
-/// Bytes of shared memory that are looked up together.
+/// Bytes of shared memory in a page.
 const PAGE: usize = 256;
 
 impl Order {
-    /// Of a block with so many bytes and warps.
+    /// Creates the order of a block with this number of bytes and warps.
     pub fn new(bytes: usize, warps: usize, on: bool) -> Order {
         let (bytes, warps) = if on { (bytes, warps) } else { (0, 0) };
         Order {
@@ -154,7 +154,7 @@ impl Order {
         }
     }
 
-    /// Begins a block: nothing is written, and all that was before is over.
+    /// Starts a block: no memory is written, and everything before has happened before.
     pub fn begin(&mut self) {
         if !self.on {
             return;
@@ -213,7 +213,7 @@ impl Order {
         }
     }
 
-    /// What is wrong with a read of what was written so.
+    /// Failure of a read of memory with this stamp.
     fn early(&self, stamp: Stamp, at: usize, size: usize) -> Failure {
         let (line, place) = (stamp as u32, format!("{size} bytes at {at:#x} of shared memory are read"));
         match agent(stamp) {
@@ -235,7 +235,7 @@ impl Order {
         }
     }
 
-    /// A warp writes; `size` 1 is not looked after.
+    /// A warp writes. Writes of 1 byte are not tracked.
     #[inline(always)]
     pub fn write(&mut self, warp: u32, at: usize, size: usize, line: u32) -> Result<(), Failure> {
         if !self.on {
@@ -251,12 +251,12 @@ impl Order {
         Ok(())
     }
 
-    /// A warp changes memory atomically, which others may do, too: to plain accesses that is a read.
+    /// A warp changes memory atomically. Other warps may do so concurrently, so this conflicts with plain accesses as a read does.
     pub fn change(&mut self, warp: u32, at: usize, size: usize) -> Result<(), Failure> {
         self.read(warp, at, size)
     }
 
-    /// Refuses to write what somebody else may still access.
+    /// Refuses to write memory that others may still access.
     #[inline(always)]
     fn overwrites(&self, warp: u32, at: usize, size: usize) -> Result<(), Failure> {
         let known = &self.warps[warp as usize].all;
@@ -306,22 +306,22 @@ impl Order {
         (Kind::Race, format!("{size} bytes at {at:#x} of shared memory are written with no barrier after {who}"))
     }
 
-    /// Whether nothing was written to any of these bytes.
+    /// Whether none of these bytes was written.
     pub fn nothing(&self, at: usize, size: usize) -> bool {
         let worth = |stamp: &Stamp| agent(*stamp) != NOBODY || clock(*stamp) == UNDER_WAY;
         self.on && !self.writes[at / 2..(at + size).div_ceil(2)].iter().any(worth)
     }
 
-    /// What was just written in this line is worth nothing.
+    /// Marks bytes that were just written by this line as spoiled.
     pub fn forget(&mut self, at: usize, size: usize, line: u32) {
         if self.on {
             self.writes[at / 2..(at + size).div_ceil(2)].fill(stamp(NOBODY, WORTHLESS, line));
         }
     }
 
-    // -- copies of single lanes
+    // -- cp.async
 
-    /// A warp asks for a copy to shared memory, which it has to wait for.
+    /// A warp issues a copy to shared memory, which it has to wait for.
     pub fn copy_begins(&mut self, warp: u32, at: usize, size: usize, line: u32) -> Result<(), Failure> {
         if self.on {
             self.overwrites(warp, at, size)?;
@@ -330,7 +330,7 @@ impl Order {
         Ok(())
     }
 
-    /// It has waited for it.
+    /// The warp has waited for the copy.
     pub fn copy_ends(&mut self, warp: u32, at: usize, size: usize, line: u32) {
         if self.on {
             let stamp = stamp(warp, self.now(warp), line);
@@ -340,7 +340,7 @@ impl Order {
 
     // -- the asynchronous proxy
 
-    /// `fence.proxy.async`: what a warp knows of, the asynchronous proxy sees.
+    /// `fence.proxy.async`: the asynchronous proxy sees everything that the warp knows of.
     pub fn fence(&mut self, warp: u32) {
         if self.on {
             let view = &mut self.warps[warp as usize];
@@ -349,7 +349,7 @@ impl Order {
         }
     }
 
-    /// Refuses to have these bytes read through the asynchronous proxy.
+    /// Refuses a read through the asynchronous proxy that is not ordered after the writes.
     #[inline(always)]
     pub fn proxy_reads(&self, warp: u32, at: usize, size: usize) -> Result<(), Failure> {
         if !self.on {
@@ -379,7 +379,7 @@ impl Order {
         (Kind::Fence, what)
     }
 
-    /// A warp has waited for what reads these bytes through the asynchronous proxy.
+    /// A warp has waited for an asynchronous read of these bytes.
     pub fn proxy_has_read(&mut self, warp: u32, bytes: (usize, usize), line: u32) {
         if !self.on {
             return;
@@ -392,7 +392,7 @@ impl Order {
         self.pages[bytes.0 / PAGE..=(bytes.1 - 1) / PAGE].fill(true);
     }
 
-    /// A warp asks for a copy to shared memory that counts at a barrier.
+    /// A warp issues a copy to shared memory whose bytes a barrier counts.
     pub fn proxy_writes(
         &mut self,
         warp: u32,
@@ -417,7 +417,7 @@ impl Order {
 
     // -- barriers
 
-    /// A warp comes to a named barrier, which that may complete.
+    /// A warp arrives at a named barrier, possibly as the last one.
     pub fn meets(&mut self, warp: u32, id: usize, complete: bool) {
         if self.on {
             self.named[id].gathering.join(&self.warps[warp as usize]);
@@ -435,7 +435,7 @@ impl Order {
         }
     }
 
-    /// The number of a barrier in shared memory; past the last one if there are too many to be told apart.
+    /// Index of a barrier in shared memory. It is past the end if there are too many barriers to track.
     fn barrier(&mut self, at: usize) -> usize {
         if let Some(nth) = self.barriers.iter().position(|phases| phases.at == at) {
             return nth;
@@ -447,7 +447,7 @@ impl Order {
         usize::MAX
     }
 
-    /// Refuses a barrier in shared memory whose initialisation a warp cannot know of.
+    /// Refuses a barrier in shared memory if its initialisation did not happen before.
     pub fn uses(&self, warp: u32, at: usize) -> Result<(), Failure> {
         if !self.on {
             return Ok(());
@@ -458,7 +458,7 @@ impl Order {
         }
     }
 
-    /// A warp arrives at a barrier in shared memory: what comes after that is not part of the phase.
+    /// A warp arrives at a barrier in shared memory. What the warp does afterwards is not part of the phase.
     pub fn arrives(&mut self, warp: u32, at: usize) {
         if !self.on {
             return;
@@ -469,14 +469,14 @@ impl Order {
         }
     }
 
-    /// It has done so.
+    /// The arrival is complete: the warp's clock advances.
     pub fn arrived(&mut self, warp: u32) {
         if self.on {
             self.tick(warp);
         }
     }
 
-    /// A phase of a barrier in shared memory is over.
+    /// A phase of a barrier in shared memory completes.
     pub fn phase_ends(&mut self, at: usize) {
         if !self.on {
             return;
@@ -491,7 +491,7 @@ impl Order {
         }
     }
 
-    /// A warp has seen that.
+    /// A warp has observed that a phase is complete.
     pub fn phase_is_over(&mut self, warp: u32, at: usize) {
         if !self.on {
             return;

@@ -1,15 +1,15 @@
-//! A kernel as it is run: registers are lines of a warp's file, constants too, labels are numbers.
+//! An executable kernel. Registers and constants are lines of the register file, and labels are instruction numbers.
 
 use super::lanes::{Alu, Compare};
 use super::operands::Operands;
 
-/// No instruction's number.
+/// Marks the absence of an instruction number.
 pub const NOWHERE: u32 = u32::MAX;
 
 /// A line of the register file.
 pub type Slot = u32;
 
-/// A number that a warp finds out when it starts.
+/// A value that a warp computes when it starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Special {
     /// `%tid`, of a dimension.
@@ -28,48 +28,48 @@ pub enum Special {
     Warps,
     /// `%smid`.
     Multiprocessor,
-    /// `%lanemask_…`: lanes so related to this one.
+    /// `%lanemask_…`: the lanes with this order relative to the own lane, and whether equality is included.
     LaneMask(std::cmp::Ordering, bool),
     /// `%dynamic_smem_size`.
     DynamicShared,
-    /// Where parameters lie, and the offset of one. 64 bits.
+    /// Address of the parameters plus an offset. 64 bits.
     Parameter(usize),
-    /// The same number always.
+    /// A constant.
     Constant(u32),
 }
 
-/// What a space an address belongs to.
+/// State space of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Space {
-    /// Any.
+    /// Generic.
     Generic,
-    /// Of the device.
+    /// Global memory, shared by the device.
     Global,
-    /// Of the block.
+    /// Shared memory of the block.
     Shared,
-    /// Of the thread.
+    /// Local memory of the thread.
     Local,
     /// Parameters of the kernel.
     Parameter,
 }
 
-/// An address of each lane.
+/// An address for each lane.
 #[derive(Clone, Copy, Debug)]
 pub struct Address {
-    /// Its space.
+    /// State space.
     pub space: Space,
-    /// The register that it counts from.
+    /// Register with the base address.
     pub base: Option<Slot>,
-    /// Whether that takes 64 bits.
+    /// Whether the base takes 64 bits.
     pub wide: bool,
-    /// Bytes from there.
+    /// Offset in bytes.
     pub offset: i64,
 }
 
 /// A register of 32 or 64 bits.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
-    /// Its first line.
+    /// First line.
     pub slot: Slot,
     /// Whether it takes 64 bits.
     pub wide: bool,
@@ -78,50 +78,50 @@ pub struct Place {
 /// A predicate as an operand.
 #[derive(Clone, Copy, Debug)]
 pub struct Predicate {
-    /// Its number; 0 is false always.
+    /// Number of the predicate; number 0 is always false.
     pub index: u32,
-    /// What its lanes are exchanged with.
+    /// Mask that its lanes are XORed with.
     pub flip: u32,
 }
 
-/// How predicates are combined.
+/// Logical operation on predicates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Logic {
-    /// Both.
+    /// Conjunction.
     And,
-    /// Any.
+    /// Disjunction.
     Or,
-    /// One.
+    /// Exclusive or.
     Xor,
 }
 
-/// Which lane a shuffle reads.
+/// Source lane of a shuffle.
 #[derive(Clone, Copy, Debug)]
 pub enum Shuffle {
-    /// A lower one.
+    /// A lower lane.
     Up,
-    /// A higher one.
+    /// A higher lane.
     Down,
-    /// One with exchanged bits.
+    /// The lane with some bits flipped.
     Butterfly,
-    /// The one of this number.
+    /// The lane of this number.
     Index,
 }
 
-/// What a vote tells.
+/// Result of a vote.
 #[derive(Clone, Copy, Debug)]
 pub enum Vote {
-    /// Whether all say so.
+    /// Whether the predicate holds in all lanes.
     All(u32),
-    /// Whether any does.
+    /// Whether the predicate holds in any lane.
     Any(u32),
-    /// Whether all say the same.
+    /// Whether the predicate is the same in all lanes.
     Uniform(u32),
-    /// Who does.
+    /// Mask of the lanes in which the predicate holds.
     Ballot(Slot),
 }
 
-/// What an atomic operation makes of memory and an operand.
+/// Operation of an atomic instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
     /// `add` of integers.
@@ -130,17 +130,17 @@ pub enum Change {
     AddF32,
     /// `add` of f64.
     AddF64,
-    /// `add` of f16, twice.
+    /// `add` of two packed f16.
     AddF16x2,
-    /// `add` of bf16, twice.
+    /// `add` of two packed bf16.
     AddBf16x2,
     /// `add` of one f16.
     AddF16,
     /// `add` of one bf16.
     AddBf16,
-    /// `min`, of signed integers or not.
+    /// `min`; whether the integers are signed.
     Min(bool),
-    /// `max`, of signed integers or not.
+    /// `max`; whether the integers are signed.
     Max(bool),
     /// `inc`.
     Increment,
@@ -158,7 +158,7 @@ pub enum Change {
     Xor,
 }
 
-/// Sixteen-bit elements of products, or wider ones.
+/// Element type of a product's operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Element {
     /// f16.
@@ -169,7 +169,7 @@ pub enum Element {
     Tf32,
 }
 
-/// Where the first operand of a warpgroup's product is.
+/// Location of the first operand of a warpgroup's product.
 #[derive(Clone, Copy, Debug)]
 pub enum Left {
     /// In four registers.
@@ -181,130 +181,130 @@ pub enum Left {
 /// A product of a warpgroup.
 #[derive(Clone, Debug)]
 pub struct Wgmma {
-    /// What is multiplied.
+    /// Element type of the operands.
     pub element: Element,
-    /// Columns.
+    /// Number of columns.
     pub columns: usize,
     /// The accumulator.
     pub sums: Box<[Slot]>,
     /// The first operand.
     pub a: Left,
-    /// The descriptor of the second one.
+    /// Descriptor of the second operand.
     pub b: Slot,
-    /// Whether that is MN-major.
+    /// Whether the second operand is MN-major.
     pub b_transposed: bool,
-    /// Whether what the accumulator holds counts.
+    /// Whether the product is added to the accumulator's contents.
     pub adds: Predicate,
-    /// Whether operands are negated.
+    /// Whether each operand is negated.
     pub negated: [bool; 2],
 }
 
 /// A product of a warp.
 #[derive(Clone, Debug)]
 pub struct Mma {
-    /// What is multiplied.
+    /// Element type of the operands.
     pub element: Element,
-    /// The depth: 4, 8 or 16.
+    /// Depth: 4, 8 or 16.
     pub depth: usize,
     /// The result.
     pub d: [Slot; 4],
     /// The first operand.
     pub a: Box<[Slot]>,
-    /// The second.
+    /// The second operand.
     pub b: Box<[Slot]>,
-    /// What is added to.
+    /// The accumulator that the product is added to.
     pub c: [Slot; 4],
 }
 
-/// What a fragment of `wmma` is.
+/// Role of a fragment of `wmma`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fragment {
     /// The first operand.
     A,
-    /// The second one.
+    /// The second operand.
     B,
-    /// What is added to, or the result.
+    /// The accumulator or the result.
     Sums,
 }
 
-/// A copy between global and shared memory that runs beside the warps.
+/// An asynchronous copy between global and shared memory.
 #[derive(Clone, Debug)]
 pub struct Bulk {
-    /// Where to or, of a store of a box, the tensor map.
+    /// Destination, or the tensor map if a box is stored.
     pub to: Address,
-    /// Where from or, of a load of a box, the tensor map.
+    /// Source, or the tensor map if a box is loaded.
     pub from: Address,
-    /// Coordinates of a box.
+    /// Coordinates of the box.
     pub box_at: Option<Box<[Slot]>>,
-    /// Bytes, if it is no box.
+    /// Number of bytes, if no box is copied.
     pub bytes: Slot,
-    /// The barrier where its bytes count; a store has none.
+    /// The barrier that counts the bytes; `None` for a store.
     pub barrier: Option<Address>,
-    /// What a store does to global memory, if it does not replace it.
+    /// Reduction that a store applies to global memory, and the size of an element; `None` if it overwrites.
     pub reduces: Option<(Change, usize)>,
 }
 
-/// What an instruction does. `to` is where results go, `at` an address, `members` a mask of lanes.
+/// Operation of an instruction. `to` is the destination, `at` an address, `members` a mask of lanes.
 #[derive(Clone, Debug)]
 #[allow(missing_docs)]
 pub enum Op {
     /// A function of registers.
     Alu(Alu, Slot, [Slot; 3]),
-    /// A register becomes what another one is.
+    /// Copies a register.
     Move(Place, Slot),
-    /// A comparison, combined with a predicate; the second result is that of its opposite.
+    /// A comparison, optionally combined with a predicate. The second destination gets the negated result.
     Compare(Compare, u32, Option<u32>, [Slot; 2], Option<(Logic, Predicate)>),
-    /// `lop3`: three registers' bits, looked up in a table.
+    /// `lop3`: bitwise lookup of three registers in a table.
     Lookup(Slot, [Slot; 3], u8),
-    /// `a · b + c` of words, of the product the low half or the high one, with a carry that comes in or goes on.
+    /// `a · b + c` of words, with the low or high half of the product, and a carry in or out.
     Carry { to: Slot, from: [Slot; 3], carry: Slot, high: bool, takes: bool, gives: bool },
-    /// Logic of predicates.
+    /// Logical operation on predicates.
     Logic(Logic, u32, [Predicate; 2]),
-    /// A choice.
+    /// `selp`.
     Select(Place, [Slot; 2], Predicate),
-    /// Several registers become one.
+    /// Packs several registers into one.
     Pack(Place, Box<[Slot]>),
-    /// One becomes several.
+    /// Unpacks one register into several.
     Unpack(Box<[Option<Slot>]>, Place),
-    /// A jump, and where those who jump and those who do not meet again.
+    /// A jump, and the instruction where diverging lanes reconverge.
     Branch { to: u32, meets: u32 },
     /// The end of a thread.
     Exit,
-    /// Nothing.
+    /// No operation.
     Nothing,
     /// A fault.
     Trap,
-    /// A read: of so many bytes each, signed or not.
+    /// A load of values of `size` bytes, signed or not.
     Load { to: Box<[Option<Place>]>, size: usize, signed: bool, at: Address },
-    /// A write.
+    /// A store of values of `size` bytes.
     Store { from: Box<[Place]>, size: usize, at: Address },
-    /// An atomic change of memory.
+    /// An atomic operation on memory.
     Atomic { change: Change, size: usize, to: Option<Box<[Place]>>, at: Address, with: Box<[Slot]>, other: Slot },
     /// A shuffle.
     Shuffle { how: Shuffle, to: Slot, inside: Option<u32>, from: Slot, by: Slot, clamp: Slot, members: Slot },
     /// A vote.
     Vote { vote: Vote, of: Predicate, members: Slot },
-    /// Lanes with the same number.
+    /// `match`: lanes with the same value.
     Match { to: Slot, of: Place, members: Slot },
-    /// A sum or the like over lanes.
+    /// `redux`: a reduction over lanes.
     Reduce { change: Change, to: Slot, of: Slot, members: Slot },
-    /// The lanes that run.
+    /// `activemask`.
     ActiveMask(Slot),
-    /// One lane of those that run.
+    /// `elect`: one of the active lanes.
     Elect { to: Option<Slot>, is: Option<u32>, members: Slot },
-    /// Lanes wait for each other.
+    /// `bar.warp.sync`.
     WarpBarrier(Slot),
-    /// A barrier of the block: its number, its threads, whether to wait.
+    /// A named barrier: its number, its number of threads, and whether to wait.
     Barrier { id: Slot, threads: Option<Slot>, waits: bool },
     /// `mbarrier.init`.
     BarrierInit(Address, Slot),
     /// `mbarrier.inval`.
     BarrierInvalidate(Address),
-    /// An arrival of so many, after so many bytes were expected; returns the state before.
+    /// An arrival of `count`, after an optional expectation of bytes. Returns the previous state.
     BarrierArrive { at: Address, count: Slot, expects: Option<Slot>, state: Option<Slot> },
     /// `mbarrier.expect_tx`, or `mbarrier.complete_tx`.
     BarrierBytes { at: Address, bytes: Slot, completes: bool },
-    /// Whether a phase is over: by its parity, or by a state of it.
+    /// Whether a phase is complete, given its parity or a state.
     BarrierTest { at: Address, is: u32, phase: Place },
     /// `cp.async`.
     CopyAsync { to: Address, from: Address, size: usize, read: Option<Slot> },
@@ -312,7 +312,7 @@ pub enum Op {
     CopyCommit,
     /// `cp.async.wait_group`.
     CopyWait(usize),
-    /// `cp.async.wait_all`: also for copies of no group.
+    /// `cp.async.wait_all`, which also waits for copies of no group.
     CopyWaitAll,
     /// `cp.async.bulk`.
     Bulk(Box<Bulk>),
@@ -320,7 +320,7 @@ pub enum Op {
     BulkCommit,
     /// `cp.async.bulk.wait_group`.
     BulkWait(usize),
-    /// `fence.proxy.async`, and that after the initialisation of barriers.
+    /// `fence.proxy.async`, and the fence after the initialisation of mbarriers.
     ProxyFence,
     /// `ldmatrix`, transposed or not.
     LoadMatrix { to: Box<[Slot]>, transposed: bool, at: Address },
@@ -328,11 +328,11 @@ pub enum Op {
     StoreMatrix { from: Box<[Slot]>, transposed: bool, at: Address },
     /// `mma.sync`.
     Mma(Box<Mma>),
-    /// `wmma.load`: a fragment from lines so many elements apart, which are columns or not.
+    /// `wmma.load`: a fragment from lines `stride` elements apart, which are rows or columns.
     LoadFragment { fragment: Fragment, to: Box<[Slot]>, at: Address, stride: Slot, size: usize, columns: bool },
     /// `wmma.store`.
     StoreFragment { from: Box<[Slot]>, at: Address, stride: Slot, columns: bool },
-    /// `wmma.mma`: of the first and the last eight columns.
+    /// `wmma.mma`, as products of the first and the last eight columns.
     MmaFragments(Box<[Mma; 2]>),
     /// `wgmma.mma_async`.
     Wgmma(Box<Wgmma>),
@@ -349,13 +349,13 @@ pub enum Op {
 /// An instruction.
 #[derive(Clone, Debug)]
 pub struct Instruction {
-    /// What it does.
+    /// Operation.
     pub op: Op,
-    /// Its registers.
+    /// Registers of the operation.
     pub operands: Operands,
-    /// The lanes it does that in.
+    /// Predicate of the lanes that execute it.
     pub guard: Option<Predicate>,
-    /// Where it stands in the text.
+    /// Line in the PTX text.
     pub line: u32,
 }
 
@@ -364,24 +364,24 @@ pub struct Instruction {
 pub struct Program {
     /// Its name.
     pub name: String,
-    /// Its instructions; the last one is an exit.
+    /// Instructions; the last one is an exit.
     pub code: Vec<Instruction>,
-    /// Lines of a warp's registers.
+    /// Lines of a warp's register file.
     pub lines: usize,
-    /// Predicates.
+    /// Number of predicates.
     pub predicates: usize,
-    /// What is in lines from the start: 32 bits, or 64.
+    /// Initial values of lines, and whether they take 64 bits.
     pub constants: Vec<(Slot, u64, bool)>,
-    /// What a warp puts in lines.
+    /// Values that a warp computes at its start, and their lines.
     pub specials: Vec<(Special, Slot)>,
-    /// Sizes of parameters, and where they lie.
+    /// Offsets and sizes of the parameters.
     pub parameters: Vec<(usize, usize)>,
-    /// Bytes of parameters.
+    /// Bytes of all parameters.
     pub parameter_bytes: usize,
-    /// Bytes of shared memory without that of launches, from [`SHARED_START`](super::SHARED_START) on.
+    /// Bytes of static shared memory, from [`SHARED_START`](super::SHARED_START) on.
     pub shared_bytes: usize,
-    /// Bytes of a thread's local memory.
+    /// Bytes of local memory of a thread.
     pub local_bytes: usize,
-    /// Whether it has products of warpgroups.
+    /// Whether the program contains products of warpgroups.
     pub multiplies: bool,
 }

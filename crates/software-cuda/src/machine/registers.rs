@@ -1,33 +1,33 @@
-//! Registers of products that run beside a warp: not to be touched before they were waited for, nor multiplied with before what
-//! was written to them is fenced.
+//! Registers of asynchronous products. They must not be accessed before the product is waited for, and a register that was written must not
+//! be multiplied before a fence.
 //!
-//! A move from register to register renames: compilers put moves between products of one accumulator, which the assembler takes
-//! out again. So it is allowed at any time, and what was true of the one register is true of the other.
+//! A move from register to register only renames. Compilers insert moves between products with the same accumulator, which the assembler
+//! removes again. Moves are therefore allowed at any time, and copy the state of the register.
 
 use super::block::Failure;
 use super::operands::Operands;
 use super::program::{Left, Slot, Wgmma};
 use crate::error::Kind;
 
-/// Registers of a warp, as its products see them.
+/// State of a warp's registers for its products.
 pub struct Registers {
-    /// The group, counted from 1, in which a product writes a register, and that in which one reads it; 0 for none.
+    /// The group, counted from 1, in which a product writes each register, and the one in which a product reads it; 0 for none.
     written_in: Vec<u32>,
     read_in: Vec<u32>,
-    /// The fences that there had been when a register was written last; 0 if no fence is needed.
+    /// The fence count at the last write of each register; 0 if it needs no fence.
     fences: Vec<u32>,
-    /// Fences so far, and one more.
+    /// Number of fences so far, plus 1.
     fence: u32,
-    /// Whether there was one.
+    /// Whether there was a fence.
     fenced: bool,
-    /// The last group that anything runs in.
+    /// The last group that contains a product.
     last: u32,
-    /// Whether any of this is done.
+    /// Whether registers are tracked.
     on: bool,
 }
 
 impl Registers {
-    /// So many lines, none of them in use. `on`: whether the program has products of warpgroups.
+    /// Creates the state for this many lines, none of them in use. `on`: whether the program has products of warpgroups.
     pub fn new(lines: usize, on: bool) -> Registers {
         let lines = if on { lines } else { 0 };
         Registers {
@@ -41,7 +41,7 @@ impl Registers {
         }
     }
 
-    /// Begins a block.
+    /// Starts a block.
     pub fn begin(&mut self) {
         self.written_in.fill(0);
         self.read_in.fill(0);
@@ -49,7 +49,7 @@ impl Registers {
         (self.fence, self.fenced, self.last) = (1, false, 0);
     }
 
-    /// An instruction runs that is neither a move nor a product; groups up to `retired` have been waited for.
+    /// Checks an instruction other than a move or product. Groups up to `retired` have been waited for.
     #[inline(always)]
     pub fn touched(&mut self, operands: &Operands, retired: u64) -> Result<(), Failure> {
         if !self.on {
@@ -81,7 +81,7 @@ impl Registers {
         Ok(())
     }
 
-    /// A register takes what another one holds.
+    /// A register is copied to another one.
     #[inline(always)]
     pub fn moved(&mut self, to: Slot, from: Slot) {
         if self.on {
@@ -97,7 +97,7 @@ impl Registers {
         (self.fence, self.fenced) = (self.fence + 1, true);
     }
 
-    /// A product begins, as part of this group, counted from 0.
+    /// Checks a product that starts in this group, counted from 0.
     pub fn multiplied(&mut self, wgmma: &Wgmma, group: u64) -> Result<(), Failure> {
         if !self.on {
             return Ok(());

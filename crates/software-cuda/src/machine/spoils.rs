@@ -1,8 +1,8 @@
-//! What comes of memory that nothing was written to, and of products that read too early: nothing, if the program is right.
+//! Tracking of values that come from unwritten memory, or from products that read too early. A correct program does not use them.
 //!
-//! Kernels read more than they use: words of a slot at once of which one says whether the others count, or a tile before it is known
-//! whether there is one. So reading is no fault. What was read is spoiled, and so is what is computed from it; a fault is a branch, an
-//! address or a result in global memory that depends on it. Written to shared memory, it leaves that as if nothing were written.
+//! Kernels read more than they use: several words at once, one of which tells whether the others count, or a tile before it is known to
+//! exist. Reading such memory is therefore no fault. The loaded value is spoiled, and so is everything computed from it. A branch, an
+//! address or a result in global memory that depends on it is a fault. Shared memory that it is written to counts as unwritten.
 
 use super::block::Failure;
 use super::lanes::LANES;
@@ -10,21 +10,21 @@ use super::operands::Operands;
 use super::program::{Instruction, Left, Op, Predicate, Slot, Wgmma};
 use crate::error::Kind;
 
-/// Lanes of registers and predicates of a warp that are spoiled.
+/// Spoiled lanes of a warp's registers and predicates.
 #[derive(Default)]
 pub struct Spoils {
     registers: Vec<u32>,
     predicates: Vec<u32>,
-    /// Which of the reasons was the last one to spoil each.
+    /// Index of the reason that spoiled each register last.
     of_register: Vec<u32>,
     of_predicate: Vec<u32>,
     reasons: Vec<Failure>,
-    /// The lanes of the last instruction's store that write what is spoiled.
+    /// Lanes in which the last store writes a spoiled value.
     stored: u32,
 }
 
 impl Spoils {
-    /// So many, none of them spoiled.
+    /// Creates the state for this many registers and predicates, none of them spoiled.
     pub fn new(registers: usize, predicates: usize) -> Spoils {
         Spoils {
             registers: vec![0; registers],
@@ -46,13 +46,13 @@ impl Spoils {
         self.stored = 0;
     }
 
-    /// Whether anything ever was.
+    /// Whether anything was spoiled in this block.
     #[inline(always)]
     pub fn any(&self) -> bool {
         !self.reasons.is_empty()
     }
 
-    /// Spoils lanes of a register, for this reason.
+    /// Spoils lanes of registers for this reason.
     pub fn spoil(&mut self, slots: impl IntoIterator<Item = Slot>, lanes: u32, (kind, what): Failure, line: u32) {
         let what = format!("something depends on what line {line} has read: {what}");
         if self.reasons.last().is_none_or(|last| last.1 != what) {
@@ -66,32 +66,32 @@ impl Spoils {
         }
     }
 
-    /// Registers are as if just written in these lanes.
+    /// Marks registers as not spoiled in these lanes.
     pub fn clean(&mut self, slots: impl IntoIterator<Item = Slot>, lanes: u32) {
         slots.into_iter().for_each(|slot| self.registers[slot as usize] &= !lanes);
     }
 
-    /// The lanes of the last store that write what is spoiled, and why.
+    /// Whether the last store wrote a spoiled value in this lane.
     pub fn stored(&self, lane: usize) -> bool {
         self.stored >> lane & 1 != 0
     }
 
-    /// Whether a lane of a register is.
+    /// Whether a lane of a register is spoiled.
     pub fn is(&self, slot: Slot, lane: usize) -> bool {
         self.registers[slot as usize] >> lane & 1 != 0
     }
 
-    /// The lanes of a register that are.
+    /// Spoiled lanes of a register.
     pub fn lanes(&self, slot: Slot) -> u32 {
         self.registers[slot as usize]
     }
 
-    /// Whether a product's operand in registers is.
+    /// Whether the register operand of a product is spoiled.
     pub fn reads(&self, wgmma: &Wgmma) -> bool {
         matches!(wgmma.a, Left::Registers(slots) if slots.iter().any(|slot| self.registers[*slot as usize] != 0))
     }
 
-    /// The reason for a register.
+    /// Reason why a register is spoiled.
     pub fn reason(&self, slot: Slot) -> Failure {
         self.reasons
             .get(self.of_register[slot as usize] as usize)
@@ -107,7 +107,7 @@ impl Spoils {
         }
     }
 
-    /// What of these is spoiled, and by the last one of them.
+    /// Lanes in which any of these registers is spoiled, and the index of the last one's reason.
     fn of(&self, slots: &[Slot], lanes: u32) -> (u32, u32) {
         slots.iter().fold((0, 0), |(mask, why), slot| match self.registers[*slot as usize] & lanes {
             0 => (mask, why),
@@ -133,7 +133,8 @@ impl Spoils {
         }
     }
 
-    /// An instruction is about to run in these lanes; where a predicate chooses, `holds` are the lanes where it does.
+    /// Propagates spoiled values through an instruction that is about to run in these lanes. For a selection, `holds` are the lanes where
+    /// the predicate holds.
     pub fn run(&mut self, instruction: &Instruction, lanes: u32, holds: u32) -> Result<(), Failure> {
         let Operands { reads, writes, addresses } = &instruction.operands;
         let (bad, why) = self.of(addresses, lanes);
@@ -185,7 +186,7 @@ impl Spoils {
                     self.write(&[to.slot + nth], first | second | chosen, why, lanes);
                 }
             }
-            // What they depend on is known when they run.
+            // The effect of stores and shuffles is handled when they run.
             Op::Store { .. } | Op::StoreMatrix { .. } | Op::StoreFragment { .. } => self.stored = spoiled,
             Op::Shuffle { .. } => {}
             Op::Vote { of, .. } => self.guards(*of, lanes)?,
@@ -199,7 +200,7 @@ impl Spoils {
         Ok(())
     }
 
-    /// Registers go from lane to lane: `from` of which each gets it.
+    /// Propagates spoiled values through a shuffle: lane `l` receives `from` of lane `source(l)`.
     pub fn shuffled(&mut self, to: Slot, from: Slot, lanes: u32, source: impl Fn(usize) -> usize) {
         let before = self.registers[from as usize];
         let spoiled = (0..LANES).fold(0, |sum, lane| sum | (before >> source(lane) & 1) << lane);

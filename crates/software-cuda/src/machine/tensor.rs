@@ -1,10 +1,10 @@
 //! Tensor maps, and copies of boxes.
 
-/// How lines of a box in shared memory are exchanged.
+/// Swizzle of a box in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Swizzle {
-    /// They are not.
+    /// No swizzle.
     None = 0,
     /// Within 32 bytes.
     B32 = 1,
@@ -15,7 +15,7 @@ pub enum Swizzle {
 }
 
 impl Swizzle {
-    /// Where what belongs at an address lies: bits from 4 on, as many as there are, are exchanged by those from 7 on.
+    /// Swizzled address: the bits from bit 4 on, as many as the mode has, are XORed with those from bit 7 on.
     #[inline(always)]
     pub fn apply(self, at: usize) -> usize {
         at ^ (at >> 3 & (((1 << self as usize) - 1) << 4))
@@ -24,31 +24,31 @@ impl Swizzle {
 
 const MAGIC: u64 = 0x736f_6674_6d61_7001;
 
-/// A tensor map, as it lies in its 128 opaque bytes.
+/// A tensor map as stored in its 128 opaque bytes.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(8))]
 pub struct TensorMap {
     magic: u64,
-    /// Where the tensor begins.
+    /// Address of the tensor.
     pub address: u64,
-    /// Its extents, the innermost first.
+    /// Extents, innermost dimension first.
     pub extents: [u64; 5],
-    /// Bytes from an index to the next one, of all dimensions but the first.
+    /// Strides in bytes, of all dimensions but the first.
     pub strides: [u64; 4],
     /// Extents of a box.
     pub sides: [u16; 5],
-    /// Dimensions.
+    /// Number of dimensions.
     pub rank: u8,
     /// Bytes of an element.
     pub element: u8,
-    /// How boxes lie in shared memory.
+    /// Swizzle of boxes in shared memory.
     pub swizzle: Swizzle,
 }
 
 const _: () = assert!(size_of::<TensorMap>() <= 128);
 
 impl TensorMap {
-    /// A map.
+    /// Creates a tensor map.
     pub fn new(
         address: u64,
         element: u8,
@@ -73,14 +73,14 @@ impl TensorMap {
         map
     }
 
-    /// The map at an address, if there is one.
+    /// Reads the tensor map at an address, if there is one.
     ///
     /// # Safety
     ///
-    /// 128 bytes may be read there.
+    /// 128 bytes may be read at the address.
     pub unsafe fn read(at: *const u8) -> Option<TensorMap> {
         let swizzle = std::mem::offset_of!(TensorMap, swizzle);
-        // SAFETY: the caller's promise; any bits are a map but for the swizzle's, which are looked at before it is read as one.
+        // SAFETY: the caller guarantees it. Any bits form a map except the swizzle's, which are checked before the map is read.
         unsafe {
             let is_map = at.cast::<u64>().read_unaligned() == MAGIC && at.add(swizzle).read() <= Swizzle::B128 as u8;
             is_map.then(|| at.cast::<TensorMap>().read_unaligned())
@@ -92,8 +92,8 @@ impl TensorMap {
         self.sides.iter().map(|side| usize::from(*side)).product::<usize>() * usize::from(self.element)
     }
 
-    /// Of a box at these coordinates, every line: where its part within the tensor lies, and in the box, where the line begins
-    /// and where that part does and ends. Bytes; of a line outside the part is empty.
+    /// Lines of a box at these coordinates. For each line: the address of its part within the tensor, the line's offset in the box, and the
+    /// offsets at which that part begins and ends, in bytes. The part is empty if the line is outside the tensor.
     pub fn lines(&self, at: [i32; 5]) -> impl Iterator<Item = (u64, usize, std::ops::Range<usize>)> + '_ {
         let element = u64::from(self.element);
         let side = i64::from(self.sides[0]);

@@ -1,6 +1,6 @@
-//! A warp: its registers, where its lanes are, and what instructions do.
+//! A warp: its registers, the positions of its lanes, and the execution of instructions.
 //!
-//! Where lanes go different ways, one way is gone after the other, up to where they meet.
+//! If lanes diverge, the divergent paths are executed one after the other, up to the instruction where they reconverge.
 
 mod lines;
 mod memory;
@@ -22,16 +22,16 @@ use crate::error::Kind;
 use std::cmp::Ordering;
 use std::collections::VecDeque;
 
-/// Why a turn ended.
+/// Result of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
-    /// It did something.
+    /// The warp made progress.
     Goes,
-    /// It did nothing but wait.
+    /// The warp only waited.
     Waits,
 }
 
-/// Lanes that go the same way: where they are, and where they meet others.
+/// Lanes on the same path: their position, and where they reconverge with others.
 #[derive(Clone, Copy, Debug)]
 struct Way {
     at: u32,
@@ -39,52 +39,52 @@ struct Way {
     lanes: u32,
 }
 
-/// A lane's copy to shared memory that has not happened yet.
+/// A lane's `cp.async` that was not waited for yet.
 struct Copy {
     to: usize,
     bytes: [u8; 16],
     size: usize,
-    /// Whether it has happened, and only that is not known yet.
+    /// Whether it has already taken place, although the warp cannot rely on it yet.
     done: bool,
-    /// Whether nothing was written to some of it.
+    /// Whether some of its source was not written.
     worthless: bool,
     line: u32,
 }
 
 /// A warp.
 pub struct Warp {
-    /// Its number in the block.
+    /// Number of the warp in the block.
     pub number: u32,
     lines: Vec<Line>,
     predicates: Vec<u32>,
-    /// The last one is gone first.
+    /// Divergent paths. The last one is executed first.
     ways: Vec<Way>,
     /// Lanes that have not ended.
     alive: u32,
-    /// The named barrier that it waits for, and how often that was complete before.
+    /// The named barrier that the warp waits for, and its number of completions before.
     barrier: Option<(u32, u32)>,
-    /// Each lane's local memory, one after the other.
+    /// Local memory of all lanes, one after the other.
     local: Vec<u8>,
-    /// Copies since the last group, and groups of them.
+    /// Copies since the last committed group, and committed groups.
     copies: Vec<Copy>,
     copy_groups: VecDeque<Vec<Copy>>,
-    /// Groups of products that were committed, and that were waited for; products of this warp.
+    /// Groups of products that were committed, groups that were waited for, and products of this warp.
     committed: u64,
     retired: u64,
     products: u64,
     /// Groups of bulk copies to global memory that were committed.
     stored: u64,
-    /// Registers of products.
+    /// State of the registers that products use.
     registers: Registers,
-    /// What is spoiled.
+    /// Spoiled registers.
     spoils: Spoils,
-    /// The barrier in shared memory that a test found unfinished.
+    /// The barrier in shared memory whose phase the last test found incomplete.
     phase: Option<u64>,
-    /// The line of the instruction that ran last.
+    /// Line of the last instruction.
     line: u32,
 }
 
-/// The lanes of a mask.
+/// Lanes of a mask.
 fn lanes_of(mut mask: u32) -> impl Iterator<Item = usize> {
     std::iter::from_fn(move || {
         let lane = mask.trailing_zeros();
@@ -93,16 +93,16 @@ fn lanes_of(mut mask: u32) -> impl Iterator<Item = usize> {
     })
 }
 
-/// What comes after an instruction.
+/// What follows an instruction.
 enum Next {
-    /// The one after it.
+    /// The next instruction.
     On,
-    /// Another warp's turn, and then the one after it.
+    /// A turn of other warps, then the next instruction.
     Pause,
 }
 
 impl Warp {
-    /// A warp of a launch that has not begun.
+    /// Creates a warp of a launch that has not started.
     pub fn new(number: u32, launch: &Launch<'_>) -> Warp {
         let program = launch.program;
         let mut warp = Warp {
@@ -136,7 +136,7 @@ impl Warp {
         }
     }
 
-    /// Begins a block.
+    /// Starts a block.
     pub fn begin(&mut self, block: &Block<'_>) {
         let launch = block.launch;
         let [x, y, z] = launch.threads;
@@ -150,7 +150,7 @@ impl Warp {
         (self.phase, self.barrier) = (None, None);
         self.registers.begin();
         self.spoils.begin();
-        // What registers hold before they are written is nothing that a program may depend on.
+        // Registers that were not written yet keep arbitrary contents, on which no program may depend.
         for (special, slot) in &launch.program.specials {
             for lane in 0..LANES as u32 {
                 let thread = first + lane;
@@ -191,12 +191,12 @@ impl Warp {
         self.alive == 0
     }
 
-    /// The line of the instruction that ran last.
+    /// Line of the last instruction.
     pub fn line(&self) -> u32 {
         self.line
     }
 
-    /// What it waits for, for a message.
+    /// What the warp waits for, for messages.
     pub fn waits_for(&self, block: &Block<'_>) -> String {
         match (self.barrier, self.phase) {
             (Some((id, _)), _) => format!(" (barrier {id})"),
@@ -210,7 +210,7 @@ impl Warp {
 
     // -- turns
 
-    /// Runs so many instructions at most.
+    /// Runs at most `budget` instructions.
     pub fn turn(&mut self, block: &mut Block<'_>, budget: u32) -> Result<Stop, Failure> {
         if let Some((id, times)) = self.barrier {
             if block.barriers[id as usize].times == times {
@@ -254,7 +254,8 @@ impl Warp {
                         if active == lanes {
                             at = *to;
                         } else if active != 0 {
-                            // Where they meet, all of them go on; if that is where others are met, no need to remember it.
+                            // At the reconvergence point all lanes continue. If the enclosing path ends at the same point, it need not be
+                            // kept.
                             if *join == meets {
                                 self.ways.pop();
                             } else {
@@ -287,7 +288,7 @@ impl Warp {
         if self.alive == 0 {
             self.end(block)?;
         }
-        // A wait is a few instructions around a test.
+        // A wait is a loop of a few instructions around a test.
         Ok(if budget - left > 8 || self.alive == 0 { Stop::Goes } else { Stop::Waits })
     }
 
@@ -303,14 +304,14 @@ impl Warp {
                 format!("a warp ends before the bulk copy in line {line} was waited for, which reads shared memory");
             return Err((Kind::Race, what));
         }
-        // Nobody waits for what is left.
+        // Products that were not waited for end with the warp.
         self.committed += 1;
         self.retired = self.committed;
         block.has_read(Reader::Product, self.number, self.retired);
         Ok(())
     }
 
-    /// Refuses what all lanes must do together.
+    /// Refuses an instruction that not all lanes execute together.
     fn aligned(&self, active: u32, what: &str) -> Result<(), Failure> {
         if active == self.alive {
             Ok(())
@@ -329,7 +330,7 @@ impl Warp {
                 let [a, b, c] = from.map(|slot| self.pointer(slot).cast_const());
                 let to_line = self.pointer(*to);
                 if active == !0 {
-                    // SAFETY: decoding has seen to it that registers are as wide as the function has them.
+                    // SAFETY: decoding has checked that registers have the width that the function uses.
                     unsafe { (alu.run)(to_line, a, b, c) };
                 } else {
                     let mut result = [Line([0; LANES]); 2];
@@ -338,7 +339,7 @@ impl Warp {
                     if alu.wide[0] {
                         let result = result.as_ptr().cast::<u64>();
                         for lane in lanes_of(active) {
-                            // SAFETY: there are 32 numbers of 64 bits.
+                            // SAFETY: the result has 32 numbers of 64 bits.
                             self.set_wide(*to, lane, unsafe { result.add(lane).read() });
                         }
                     } else {

@@ -1,4 +1,4 @@
-//! Which bytes of an allocation something was written to.
+//! Tracking of written bytes of an allocation.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -7,15 +7,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub struct Written(Box<[AtomicU64]>);
 
 impl Written {
-    /// Of so many bytes, none of them written.
+    /// Creates the bits for this many bytes, none of them written.
     pub fn new(bytes: usize) -> Written {
-        // Zeros that nothing was written to take no memory of the host.
+        // Zero pages that are never written take no memory of the host.
         let words = Box::into_raw(vec![0u64; bytes.div_ceil(64)].into_boxed_slice());
         // SAFETY: both have the same layout.
         Written(unsafe { Box::from_raw(words as *mut [AtomicU64]) })
     }
 
-    /// The words that these bytes are in, and their bits.
+    /// The words that contain these bytes' bits, and masks of the bits.
     #[inline(always)]
     fn words(at: usize, size: usize) -> impl Iterator<Item = (usize, u64)> {
         let end = at + size;
@@ -25,7 +25,7 @@ impl Written {
         })
     }
 
-    /// Something is written.
+    /// Marks bytes as written.
     #[inline(always)]
     pub fn mark(&self, at: usize, size: usize) {
         for (word, bits) in Self::words(at, size) {
@@ -35,7 +35,7 @@ impl Written {
         }
     }
 
-    /// The first of these bytes that nothing was written to.
+    /// The first of these bytes that was not written.
     #[inline(always)]
     pub fn missing(&self, at: usize, size: usize) -> Option<usize> {
         Self::words(at, size).find_map(|(word, bits)| {

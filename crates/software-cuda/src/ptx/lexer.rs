@@ -1,17 +1,17 @@
-//! Words of PTX and the lines they stand on.
+//! Tokens of PTX with their lines.
 
-/// A word or a mark.
+/// A token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Token<'a> {
     /// A name, an opcode with its modifiers, a directive, or a number.
     Word(&'a str),
-    /// What stands between quotation marks.
+    /// Text between quotation marks.
     Text(&'a str),
     /// Any other character.
     Mark(char),
 }
 
-/// The tokens of a text, each with its line, counted from 1.
+/// Tokens of a text, each with its line, counted from 1.
 pub fn tokens(text: &str) -> Vec<(Token<'_>, u32)> {
     let bytes = text.as_bytes();
     let (mut at, mut line) = (0, 1u32);

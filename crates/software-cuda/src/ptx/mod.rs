@@ -1,4 +1,4 @@
-//! The text of PTX: words, then statements with names resolved to registers and labels.
+//! Parsing of PTX: tokens, then statements with names resolved to registers and labels.
 
 mod lexer;
 mod parser;

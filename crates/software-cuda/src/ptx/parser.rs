@@ -1,10 +1,10 @@
-//! Statements of PTX, whose names are resolved: of registers to numbers, of labels to statements.
+//! Statements of PTX with resolved names: registers to numbers, labels to statements.
 
 use super::lexer::{Token, tokens};
 use crate::error::Error;
 use std::collections::HashMap;
 
-/// How wide a register is.
+/// Width of a register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Class {
     /// One bit.
@@ -15,7 +15,7 @@ pub enum Class {
     Long,
 }
 
-/// A register of a function: registers of a class are numbered from 0.
+/// A register of a function. Registers are numbered from 0 within their class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Register {
     /// Its width.
@@ -24,14 +24,14 @@ pub struct Register {
     pub index: u32,
 }
 
-/// What an address counts from.
+/// Base of an address.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Base {
-    /// Nothing.
+    /// No base.
     Zero,
-    /// What a register holds.
+    /// The value of a register.
     Register(Register),
-    /// Where a variable or parameter lies.
+    /// The address of a variable or parameter.
     Symbol(String),
 }
 
@@ -40,7 +40,7 @@ pub enum Base {
 pub struct Address {
     /// The base.
     pub base: Base,
-    /// Bytes.
+    /// Offset in bytes.
     pub offset: i64,
 }
 
@@ -49,19 +49,19 @@ pub struct Address {
 pub enum Operand {
     /// A register.
     Register(Register),
-    /// A predicate that counts negated.
+    /// A negated predicate.
     Negated(Register),
-    /// The bits of a number.
+    /// Bits of a number.
     Immediate(u64),
-    /// A number in decimal that wants its width's bits.
+    /// A decimal number, whose bits depend on the width of the instruction.
     Single(f64),
     /// A special register, such as `%tid.x`.
     Special(String),
     /// A variable, parameter or function.
     Symbol(String),
-    /// The number of a statement.
+    /// Number of a statement.
     Label(u32),
-    /// `[…]` and, in tensor operations, the coordinates that follow.
+    /// `[…]`, with coordinates in tensor operations.
     Address(Address, Vec<Operand>),
     /// `{…}`.
     Vector(Vec<Operand>),
@@ -71,19 +71,19 @@ pub enum Operand {
     Sink,
 }
 
-/// The predicate that says whether a statement counts.
+/// Predicate that decides whether a statement is executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Guard {
     /// The predicate's number.
     pub predicate: u32,
-    /// Whether it must be false.
+    /// Whether the predicate must be false.
     pub negated: bool,
 }
 
 /// An instruction.
 #[derive(Clone, Debug)]
 pub struct Statement {
-    /// Where it stands in the text.
+    /// Line in the text.
     pub line: u32,
     /// Its guard.
     pub guard: Option<Guard>,
@@ -98,9 +98,9 @@ pub struct Statement {
 pub struct Parameter {
     /// Its name.
     pub name: String,
-    /// Where it begins among all.
+    /// Offset among all parameters.
     pub offset: usize,
-    /// Bytes.
+    /// Size in bytes.
     pub size: usize,
 }
 
@@ -109,11 +109,11 @@ pub struct Parameter {
 pub struct Variable {
     /// `.shared`, `.global`, `.const` or `.local`, without the dot.
     pub space: String,
-    /// Its name.
+    /// Alignment in bytes, a power of 2.
     pub name: String,
-    /// Bytes, a power of 2.
+    /// Size in bytes; 0 if the launch decides it.
     pub align: usize,
-    /// Bytes; 0 if a launch says how many.
+    /// Initial contents.
     pub size: usize,
     /// What it holds at first.
     pub bytes: Vec<u8>,
@@ -126,19 +126,19 @@ pub struct Function {
     pub name: String,
     /// Its parameters.
     pub parameters: Vec<Parameter>,
-    /// Bytes of all of them.
+    /// Bytes of all parameters.
     pub parameter_bytes: usize,
-    /// Its own variables.
+    /// Variables of the kernel.
     pub variables: Vec<Variable>,
-    /// Its instructions.
+    /// Instructions of the kernel.
     pub statements: Vec<Statement>,
-    /// How many registers there are of each class: predicates, words, longs.
+    /// Number of registers of each class: predicates, words, longs.
     pub registers: [u32; 3],
-    /// The most threads of a block, if it says.
+    /// Maximum number of threads of a block, if the kernel states it.
     pub max_threads: Option<u32>,
 }
 
-/// All that a text holds.
+/// Contents of a PTX text.
 #[derive(Clone, Debug, Default)]
 pub struct Module {
     /// Kernels.
@@ -151,7 +151,7 @@ pub struct Module {
 ///
 /// # Errors
 ///
-/// Where the text is not PTX of the kind that is read here.
+/// If the text is not PTX that this parser supports.
 pub fn parse(text: &str) -> Result<Module, Error> {
     let mut parser = Parser { tokens: tokens(text), at: 0 };
     parser.module()
@@ -162,17 +162,17 @@ struct Parser<'a> {
     at: usize,
 }
 
-/// What names mean within a pair of braces.
+/// Names within a pair of braces.
 #[derive(Default)]
 struct Scope {
     parent: Option<usize>,
     registers: HashMap<String, Register>,
-    /// Registers declared by a prefix and their number.
+    /// Registers declared by a prefix and a count.
     families: HashMap<String, (Class, u32, u32)>,
     labels: HashMap<String, u32>,
 }
 
-/// A function that is being read.
+/// The function being parsed.
 #[derive(Default)]
 struct Body {
     function: Function,
@@ -279,7 +279,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// Leaves out what is left of a line.
+    /// Skips the rest of a line.
     fn skip_line(&mut self) {
         let line = self.line();
         while self.at < self.tokens.len() && self.tokens[self.at].1 == line {
@@ -322,7 +322,7 @@ impl<'a> Parser<'a> {
                     }
                 }
                 ".extern" => self.at += 1,
-                // Left over by the compiler, which has inlined what it calls: a `call` is refused.
+                // A leftover of the compiler, which has inlined all callees. A `call` is refused.
                 ".func" => {
                     while !self.is('{') && !self.is(';') && self.at < self.tokens.len() {
                         self.at += 1;
@@ -339,7 +339,7 @@ impl<'a> Parser<'a> {
         Ok(module)
     }
 
-    /// A variable, from its space to its semicolon.
+    /// Parses a variable, from its state space to its semicolon.
     fn variable(&mut self) -> Result<Variable, Error> {
         let space = self.word()?[1..].to_string();
         let (mut align, mut element) = (0, 1);
@@ -433,7 +433,7 @@ impl<'a> Parser<'a> {
             size = self.number()? * element;
             self.expect(']')?;
         } else {
-            // An alignment there is that of what it points to.
+            // Here an alignment is that of the memory pointed to.
             align = element;
         }
         let offset = function.parameter_bytes.next_multiple_of(align.max(element));
@@ -442,7 +442,7 @@ impl<'a> Parser<'a> {
         Ok(())
     }
 
-    /// Statements up to the brace that closes them.
+    /// Parses statements up to the closing brace.
     fn block(&mut self, body: &mut Body, scope: usize) -> Result<(), Error> {
         loop {
             if self.take('}') {
@@ -625,7 +625,7 @@ impl<'a> Parser<'a> {
     }
 }
 
-/// Bytes of a type by its name without the dot.
+/// Size in bytes of a type, by its name without the dot.
 pub fn bytes_of(ty: &str) -> Option<usize> {
     match ty {
         "b8" | "u8" | "s8" => Some(1),
@@ -645,7 +645,7 @@ fn integer(word: &str) -> Option<u64> {
     }
 }
 
-/// The bits of `0f…` or `0d…`.
+/// Bits of `0f…` or `0d…`.
 fn float_bits(word: &str) -> Option<u64> {
     match word.get(..2) {
         Some("0f" | "0F" | "0d" | "0D") => u64::from_str_radix(&word[2..], 16).ok(),

@@ -1,5 +1,4 @@
-//! Kills at every stage of saving, and files that are damaged in every way: a checkpoint is the old one, the new one, or
-//! one sentence.
+//! Kills at every stage of saving, and damaged files of every kind. A checkpoint is the old one, the new one, or refused with one sentence.
 
 use super::{Checkpoint, Header, MAGIC, SECTIONS, VERSION};
 use crate::config::Config;
@@ -26,7 +25,7 @@ use std::time::Duration;
 const KILLS: usize = 20;
 const SIGKILL: i32 = 9;
 
-/// Where the process that is killed saves, and how far it comes.
+/// Environment variables of the process to kill: the file that it saves, and the stage at which it waits.
 const PATH: &str = "GPT_TEST_CHECKPOINT";
 const STAGE: &str = "GPT_TEST_STAGE";
 
@@ -39,7 +38,7 @@ fn device() -> Device {
     choose("flex").unwrap().device.autodiff()
 }
 
-/// Saves a model whose weights are those of the step's seed.
+/// Saves a model whose weights are drawn with the step as seed.
 fn save(path: &Path, step: usize, reached: impl FnMut(Stage)) {
     let config = config();
     let seeded = Config { seed: step as u32, ..config.clone() };
@@ -50,7 +49,7 @@ fn save(path: &Path, step: usize, reached: impl FnMut(Stage)) {
     Checkpoint::save_in_stages(path, &header, &model, &optimizer, reached).unwrap();
 }
 
-/// The step of a checkpoint that is whole; its weights are those of that step.
+/// The step of a complete checkpoint, after checking that its weights belong to that step.
 fn step(path: &Path) -> usize {
     let checkpoint = Checkpoint::load(path).unwrap();
     let step = checkpoint.header.step;
@@ -62,7 +61,7 @@ fn step(path: &Path) -> usize {
     step
 }
 
-/// Of the first block.
+/// Weights of the first block.
 fn weights(model: &Gpt) -> Vec<f32> {
     let blocks = model.valid();
     let mut values = Vec::new();
@@ -78,7 +77,7 @@ impl burn::module::ModuleVisitor for Values<'_> {
     }
 }
 
-/// The process that is killed: says when it has come to the stage, and waits there.
+/// The process to kill: reports when it has reached the stage, and waits there.
 #[test]
 #[ignore = "a_kill_at_any_stage_leaves_a_whole_checkpoint starts it and kills it"]
 fn saves_until_it_is_killed() {
@@ -93,7 +92,7 @@ fn saves_until_it_is_killed() {
     });
 }
 
-/// Starts that process and kills it once it is there.
+/// Starts that process and kills it at the stage.
 fn kill_at(stage: Stage, path: &Path) {
     let mut child = Command::new(env::current_exe().unwrap())
         .args(["checkpoint::tests::saves_until_it_is_killed", "--exact", "--ignored", "--nocapture"])
@@ -134,7 +133,7 @@ fn a_kill_at_any_stage_leaves_a_whole_checkpoint() {
         assert_eq!(step(&path), 2);
         fs::write(&path, &old).unwrap();
     }
-    // What a kill leaves behind is in no one's way.
+    // Leftovers of a killed process do not prevent the next save.
     kill_at(Stage::Complete, &path);
     assert_eq!(step(&path), 1);
     save(&path, 3, |_| {});
@@ -142,12 +141,12 @@ fn a_kill_at_any_stage_leaves_a_whole_checkpoint() {
     assert!(!path.with_extension("partial").exists());
 }
 
-/// A file that starts like a checkpoint and has the checksum of its body.
+/// A file that starts like a checkpoint and has a valid checksum.
 fn with_checksum(body: &[u8]) -> Vec<u8> {
     [MAGIC.as_slice(), &VERSION.to_le_bytes(), &fnv1a(body).to_le_bytes(), body].concat()
 }
 
-/// Where the parts of a body begin, and where it ends.
+/// Offsets of the sections of a body, and its end.
 fn borders(body: &[u8]) -> Vec<usize> {
     let mut borders = vec![0];
     for _ in 0..SECTIONS {
@@ -159,13 +158,13 @@ fn borders(body: &[u8]) -> Vec<usize> {
     borders
 }
 
-/// Loads and restores, as `--resume` does.
+/// Loads and restores a checkpoint, as `--resume` does.
 fn resume(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     fs::write(path, bytes).unwrap();
     Checkpoint::load(path)?.restore(Gpt::zeros(&config(), &device())).map(|_| ())
 }
 
-/// The error of a damaged file: of a checkpoint, in one line that names it.
+/// Error of a damaged file: a checkpoint error in one line that names the file.
 fn refused(path: &Path, bytes: &[u8], what: &str) -> CheckpointProblem {
     let Err(error) = resume(path, bytes) else { panic!("{what} is taken for whole") };
     let text = error.to_string();
@@ -183,7 +182,7 @@ fn a_truncated_checkpoint_is_one_sentence() {
     let start = MAGIC.len() + 4 + 8;
     let body = &whole[start..];
 
-    // Around every border, at the ends, and anywhere.
+    // Near every border between sections, at the ends, and at random positions.
     let near = borders(body).into_iter().flat_map(|at| at.saturating_sub(9)..at + 17);
     let rng = &mut StdRng::seed_from_u64(5);
     let anywhere: Vec<_> = (0..50).map(|_| rng.random_range(0..body.len())).collect();
@@ -197,7 +196,7 @@ fn a_truncated_checkpoint_is_one_sentence() {
     for length in lengths {
         let problem = refused(&path, &whole[..start + length], &format!("a body of {length} bytes"));
         assert!(problem.to_string().contains("its checksum does not match"), "{problem}");
-        // As if whoever wrote it had ended there.
+        // As if the file had been written completely with this end.
         let problem =
             refused(&path, &with_checksum(&body[..length]), &format!("a body that ends after {length} bytes"));
         assert!(matches!(problem, CheckpointProblem::Corrupt(_)), "{problem}");
@@ -205,7 +204,7 @@ fn a_truncated_checkpoint_is_one_sentence() {
     resume(&path, &whole).unwrap();
 }
 
-/// The checksum finds every change; behind one that was computed after it, what reads the parts must not panic.
+/// The checksum detects every change. With a valid checksum, the code that parses the sections must not panic.
 #[test]
 fn a_changed_checkpoint_is_one_sentence() {
     let directory = tempfile::tempdir().unwrap();

@@ -1,7 +1,7 @@
-//! One measurement, in a process of its own: what runs out of memory or hangs takes nothing else along, a first step is a
-//! first step, and the memory in use is its own.
+//! One measurement in a separate process. A process that runs out of memory or hangs does not affect others, its first step includes
+//! compilation, and its memory usage is its own.
 //!
-//! The job goes to the process as JSON on standard input; its answer is a line of JSON on standard output.
+//! The job is sent as JSON on standard input; the answer is a line of JSON on standard output.
 
 use super::memory::{Peak, peak};
 use crate::config::Config;
@@ -21,36 +21,36 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The program's hidden command that does a job.
+/// Hidden command of the program that runs a job.
 const WORKER: &str = "compare-worker";
 
-/// What is to be measured.
+/// A measurement to run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Job {
-    /// The run, with a text to read; all of its steps are done and one more, which measures memory.
+    /// The run, with the path of a text. All of its steps are run, and one more to measure memory.
     pub config: Config,
-    /// How many of its steps only warm up: they compile and tune.
+    /// Number of steps for warm-up, which compile and tune.
     pub warmup: usize,
 }
 
-/// What was measured.
+/// Results of a measurement.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Answer {
-    /// Of each step's batch before its update, in nats per token.
+    /// Loss of each step's batch before its update, in nats per token.
     pub losses: Vec<f32>,
-    /// Of the first step, compilation and tuning included, in seconds.
+    /// Time of the first step, including compilation and tuning, in seconds.
     pub first_step: f64,
-    /// Of a step, the median after the warm-up, in seconds.
+    /// Median time of a step after the warm-up, in seconds.
     pub step: f64,
-    /// If the system tells.
+    /// Peak memory, if it can be measured.
     pub peak: Option<Peak>,
 }
 
-/// Reads a job, does it, answers.
+/// Reads a job, runs it and prints the answer.
 ///
 /// # Errors
 ///
-/// For a job that is none, what a run cannot start with, and a loss that is no number.
+/// If the job is invalid, the run cannot start, or a loss is not finite.
 pub fn work() -> Result<(), Error> {
     let wrong = |problem| Error::Job { problem };
     let job: Job = serde_json::from_reader(io::stdin()).map_err(|error| wrong(error.to_string()))?;
@@ -70,7 +70,7 @@ fn train(job: &Job, text: &Text, device: &Device) -> Result<Answer, Error> {
     let model = Gpt::new(config, device);
     let optimizer = AdamW::new(&model, config);
     let mut replica = Replica::new(model, optimizer, config, text, device);
-    // The loss is read when the time has been taken.
+    // The loss is read after the time has been taken.
     let read = |step: usize, loss: Tensor<1>| match loss.try_into_scalar::<f32>() {
         Ok(loss) if loss.is_finite() => Ok(loss),
         Ok(loss) => Err(Error::Diverged { step, loss }),
@@ -87,7 +87,7 @@ fn train(job: &Job, text: &Text, device: &Device) -> Result<Answer, Error> {
         losses.push(read(step, loss)?);
     }
 
-    // Watching costs time: this step has none of its own.
+    // Memory is measured in an extra step, because measuring it takes time.
     let mut last = Ok(None);
     let peak = peak(device, || {
         let loss = replica.step(config.steps);
@@ -99,7 +99,7 @@ fn train(job: &Job, text: &Text, device: &Device) -> Result<Answer, Error> {
     Ok(Answer { losses, first_step: times[0], step: median(&mut times[job.warmup..]), peak })
 }
 
-/// Waits until the device has done all it was asked for.
+/// Waits until the device has finished all work.
 fn wait(device: &Device) -> Result<(), Error> {
     device.sync().map_err(|error| Error::device(&error))
 }
@@ -113,14 +113,14 @@ fn median(times: &mut [f64]) -> f64 {
     }
 }
 
-/// Has another process do a job. Where there is no answer, a few words say why; all that it said is written to `log`.
+/// Runs a job in another process. If there is no answer, returns a short reason, and writes all output of the process to `log`.
 pub fn measure(job: &Job, limit: Duration, log: &Path) -> Result<Answer, String> {
     let mut child = start(job).map_err(|error| format!("no process for it: {error}"))?;
     let (output, complaint) = (drain(child.stdout.take()), drain(child.stderr.take()));
     let (output, is_late) = match output.recv_timeout(limit) {
         Ok(output) => (output, false),
         Err(_) => {
-            // It may just have ended, which is as good.
+            // The process may have ended in the meantime, which is fine.
             let _ = child.kill();
             (output.recv().unwrap_or_default(), true)
         }
@@ -128,7 +128,7 @@ pub fn measure(job: &Job, limit: Duration, log: &Path) -> Result<Answer, String>
     let complaint = complaint.recv().unwrap_or_default();
     let status = child.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
 
-    // Libraries may print lines of their own.
+    // Libraries may print other lines.
     let answer = output.lines().filter_map(|line| serde_json::from_str(line).ok()).next_back();
     if answer.is_none() && !complaint.is_empty() {
         // The reason is in the table as well.
@@ -145,28 +145,28 @@ fn start(job: &Job) -> io::Result<Child> {
         .stderr(Stdio::piped())
         .spawn()?;
     if let Some(mut stdin) = child.stdin.take() {
-        // What dies before it has read its job says itself why.
+        // A process that ends before it has read its job reports the reason itself.
         let _ = stdin.write_all(&serde_json::to_vec(job)?);
     }
     Ok(child)
 }
 
-/// Everything that comes out of a pipe, once it is closed.
+/// Reads everything from a pipe until it is closed.
 fn drain(pipe: Option<impl Read + Send + 'static>) -> Receiver<String> {
     let (sender, receiver) = channel();
     thread::spawn(move || {
         let mut bytes = Vec::new();
-        // What was read before the pipe broke is what there is.
+        // If the pipe breaks, what was read so far is used.
         let _ = pipe.map(|mut pipe| pipe.read_to_end(&mut bytes));
         let _ = sender.send(String::from_utf8_lossy(&bytes).into_owned());
     });
     receiver
 }
 
-/// What a process died of, in one line.
+/// Reason of a process's failure, in one line.
 fn reason(complaint: &str, status: &str) -> String {
     let lower = complaint.to_lowercase();
-    // CUDA's, CubeCL's, wgpu's and Rust's own words for it.
+    // Messages of CUDA, CubeCL, wgpu and Rust.
     let signs = [
         "out of memory",
         "out of device memory",
@@ -179,7 +179,7 @@ fn reason(complaint: &str, status: &str) -> String {
         return "out of memory".to_string();
     }
     let lines = || complaint.lines().map(str::trim).filter(|line| !line.is_empty());
-    // The line after "panicked at" is the message.
+    // The message is the line after "panicked at".
     let message = lines().skip_while(|line| !line.contains("panicked at")).nth(1).or_else(|| lines().next_back());
     let cause =
         lines().skip_while(|line| !line.contains("Caused by")).nth(1).map_or(String::new(), |it| format!(": {it}"));

@@ -1,4 +1,4 @@
-//! The most memory that a training step takes at once.
+//! Peak memory of a training step.
 
 use crate::device::Strength;
 #[cfg(any(feature = "wgpu", feature = "vulkan", feature = "metal", feature = "cuda", feature = "rocm"))]
@@ -12,16 +12,16 @@ use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The most memory that was taken, in bytes.
+/// Peak memory, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Peak {
     /// In use on the device; on the CPU, resident in the process.
     pub bytes: u64,
-    /// Held by the device's memory pool, what it keeps for later included; on the CPU there is no pool.
+    /// Reserved by the device's memory pool, including free memory; on the CPU there is no pool.
     pub reserved: Option<u64>,
 }
 
-/// What [`peak`] measures, in words.
+/// Describes what [`peak`] measures.
 pub fn meaning(strength: Strength) -> &'static str {
     match strength {
         Strength::Cpu => "the most memory resident in the process",
@@ -29,9 +29,9 @@ pub fn meaning(strength: Strength) -> &'static str {
     }
 }
 
-/// The most memory that `work` takes, if the system tells.
+/// Peak memory during `work`, if it can be measured.
 ///
-/// On the CPU it is the most that the process ever took, of which a process of its own has nothing else.
+/// On the CPU this is the peak of the whole process, so the measurement needs a process of its own.
 pub fn peak(device: &Device, work: impl FnOnce()) -> Option<Peak> {
     match client(device) {
         Some(client) => Some(most_in_pool(client, work)),
@@ -42,7 +42,7 @@ pub fn peak(device: &Device, work: impl FnOnce()) -> Option<Peak> {
     }
 }
 
-/// Whatever is allocated is there for a launch: the most in use at a launch is the most in use after any allocation.
+/// Allocations are made for launches, so the peak over all launches is the peak over all allocations.
 fn most_in_pool(client: Client, work: impl FnOnce()) -> Peak {
     struct Watch {
         client: Client,
@@ -63,7 +63,7 @@ fn most_in_pool(client: Client, work: impl FnOnce()) -> Peak {
     Peak { bytes: watch.in_use.load(Ordering::Relaxed), reserved: Some(watch.reserved.load(Ordering::Relaxed)) }
 }
 
-/// CubeCL's client of a device that has one.
+/// CubeCL's client of a device, if it has one.
 #[cfg(any(feature = "wgpu", feature = "vulkan", feature = "metal", feature = "cuda", feature = "rocm"))]
 fn client(device: &Device) -> Option<Client> {
     match device.clone().inner().as_dispatch() {
@@ -78,7 +78,7 @@ fn client(_: &Device) -> Option<Client> {
     None
 }
 
-/// Linux keeps account of the largest resident set of a process.
+/// Linux records the largest resident set of a process.
 fn most_resident() -> Option<u64> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
     let most = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;

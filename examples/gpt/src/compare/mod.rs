@@ -1,4 +1,4 @@
-//! Kinds of attention beside each other: the same model, from the same weights, on the same batches, at several contexts.
+//! Comparison of implementations of attention: the same model, with the same weights and batches, at several contexts.
 
 mod measure;
 mod memory;
@@ -24,16 +24,16 @@ use std::path::Path;
 use std::time::Duration;
 use table::{Common, Row};
 
-/// A run, and what will compute its attention, in words.
+/// A run, and a description of the kernels that will compute its attention.
 type Planned = (Config, String);
 
-/// Measures everything that was asked for; prints it, and writes it to the directory.
+/// Runs all measurements, prints the results and writes them to the directory.
 ///
-/// A measurement that fails is a row that says why.
+/// A measurement that fails becomes a row with the reason.
 ///
 /// # Errors
 ///
-/// For what is wrong with the arguments, before anything is measured, and when a file cannot be written.
+/// If an argument is wrong, before anything is measured, or a file cannot be written.
 pub fn run(args: &Args) -> Result<(), Error> {
     let found = device::choose(&args.device)?;
     let settings = Settings::new(&args.settings, &found)?;
@@ -61,7 +61,7 @@ pub fn run(args: &Args) -> Result<(), Error> {
     Ok(())
 }
 
-/// Checks everything, then writes the text: for each context the run of each kind, and what will compute its attention.
+/// Checks all runs, then writes the text. Returns, for each context, the run of each implementation and a description of its kernels.
 fn prepare(args: &Args, settings: &Settings, found: &Found) -> Result<Vec<Vec<Planned>>, Error> {
     let own_text = args.out.join("text.txt");
     let configs = args.configs(settings, found, args.data.as_ref().unwrap_or(&own_text))?;
@@ -69,13 +69,13 @@ fn prepare(args: &Args, settings: &Settings, found: &Found) -> Result<Vec<Vec<Pl
     let planned = plan(configs, &found.device)?;
     fs::create_dir_all(&args.out).map_err(Error::io(&args.out))?;
     if args.data.is_none() {
-        // A copy, as the sources may change while they are learned.
+        // A copy, because the sources may change during the comparison.
         write_atomically(&own_text, &[&text.bytes])?;
     }
     Ok(planned)
 }
 
-/// Measures each kind at one context. What failing processes said goes to files in `out`.
+/// Measures each implementation at one context. The output of failed processes is written to files in `out`.
 fn measure_kinds(kinds: Vec<Planned>, common: &Common, limit: Duration, out: &Path, bar: &ProgressBar) -> Vec<Row> {
     let measured = kinds.into_iter().map(|(config, plan)| {
         let kind = format!("{:?}", config.attention).to_lowercase();
@@ -88,7 +88,7 @@ fn measure_kinds(kinds: Vec<Planned>, common: &Common, limit: Duration, out: &Pa
     table::rows(common, &measured.collect::<Vec<_>>())
 }
 
-/// What is learned, long enough for every context.
+/// The training text, long enough for every context.
 fn text(args: &Args, settings: &Settings) -> Result<Text, Error> {
     let longest = settings.contexts.iter().copied().max().unwrap_or_default();
     match &args.data {
@@ -97,7 +97,7 @@ fn text(args: &Args, settings: &Settings) -> Result<Text, Error> {
     }
 }
 
-/// What will compute the attention of each, in words.
+/// Adds to each run a description of the kernels that will compute its attention.
 fn plan(configs: Vec<Vec<Config>>, device: &Device) -> Result<Vec<Vec<Planned>>, Error> {
     let with_plan = |config: Config| {
         let plan = attention_plan(&config, device)?;
@@ -105,7 +105,7 @@ fn plan(configs: Vec<Vec<Config>>, device: &Device) -> Result<Vec<Vec<Planned>>,
     };
     let of_context = |kinds: Vec<Config>| kinds.into_iter().map(with_plan).collect();
     let planned = configs.into_iter().map(of_context).collect::<Result<_, Error>>()?;
-    // Measurements are other processes', to which this one leaves the memory.
+    // Other processes run the measurements, so this one frees its memory.
     device.memory_cleanup();
     Ok(planned)
 }
@@ -122,7 +122,7 @@ fn heading(common: &Common, args: &Args, settings: &Settings) -> String {
     )
 }
 
-/// This workspace's, which is pinned.
+/// Burn's version, which the workspace pins.
 fn burn_version() -> String {
     let manifest: toml::Table = include_str!("../../../../Cargo.toml").parse().expect("the manifest was read by Cargo");
     let version = manifest["workspace"]["dependencies"]["burn"]["version"].as_str();

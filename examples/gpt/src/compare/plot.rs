@@ -1,4 +1,4 @@
-//! The picture of a comparison: speed and memory over the context, a line for each kind of attention.
+//! Plot of a comparison: speed and memory over the context, with a line for each implementation of attention.
 
 use super::table::Row;
 use crate::error::Error;
@@ -10,7 +10,7 @@ use std::io;
 use std::ops::Range;
 use std::path::Path;
 
-/// Distinct for the colour-blind, too (Okabe and Ito).
+/// Colours that colour-blind readers can distinguish, too (Okabe and Ito).
 const COLOURS: [RGBColor; 3] = [RGBColor(0, 114, 178), RGBColor(213, 94, 0), RGBColor(0, 158, 115)];
 
 /// One diagram.
@@ -18,15 +18,15 @@ struct Panel {
     caption: String,
     value: fn(&Row) -> Option<f64>,
     label: fn(&f64) -> String,
-    /// Where few lines pass.
+    /// Position of the legend, where few lines pass.
     legend: SeriesLabelPosition,
 }
 
-/// Draws tokens/s and peak memory over the context, below a heading. Measurements that failed are no points.
+/// Plots tokens/s and peak memory over the context, below a heading. Failed measurements are left out.
 ///
 /// # Errors
 ///
-/// When the file cannot be written.
+/// If the file cannot be written.
 pub fn plot(path: &Path, heading: &str, rows: &[Row]) -> Result<(), Error> {
     let svg = draw(heading, rows).map_err(|error| Error::io(path)(io::Error::other(error.to_string())))?;
     write_atomically(path, &[svg.as_bytes()])
@@ -98,7 +98,7 @@ impl Panel {
     }
 }
 
-/// The kinds of attention, each once, in their order.
+/// The implementations of attention, each once, in their order.
 fn kinds(rows: &[Row]) -> Vec<&str> {
     let mut kinds = Vec::new();
     for row in rows {
@@ -109,13 +109,13 @@ fn kinds(rows: &[Row]) -> Vec<&str> {
     kinds
 }
 
-/// The smallest range between powers of two that has room for all values.
+/// The smallest range between powers of two that contains all values.
 fn powers_of_two(values: impl Iterator<Item = f64> + Clone) -> Range<f64> {
     let low = values.clone().fold(f64::MAX, f64::min).log2().floor();
     let high = values.fold(f64::MIN_POSITIVE, f64::max).log2().ceil();
     match low < high {
         true => low.exp2()..high.exp2(),
-        // One power of two, or no value at all.
+        // All values are one power of two, or there is no value.
         false if low == high => (low - 1.0).exp2()..(high + 1.0).exp2(),
         false => 1.0..2.0,
     }

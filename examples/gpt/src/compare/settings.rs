@@ -1,4 +1,4 @@
-//! What is compared: flags, and what suits the device where there is none.
+//! Settings of a comparison: flags, and defaults for the device.
 
 use crate::config::{AttentionKind, Config, Dtype};
 use crate::device::{Found, Strength};
@@ -9,16 +9,16 @@ use crate::tokenizer::Tokenizer;
 use burn::tensor::FloatDType;
 use std::path::{Path, PathBuf};
 
-/// nanoGPT's for GPT-2.
+/// nanoGPT's learning rate for GPT-2.
 const LEARNING_RATE: f64 = 6e-4;
 
-/// The flags of a comparison.
+/// Flags of a comparison.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Args {
     /// Where to compute: auto, or flex, wgpu, vulkan, metal, cuda, rocm as compiled in, with :N for the N-th.
     #[arg(long, default_value = "auto")]
     pub device: String,
-    /// Kinds of attention.
+    /// Implementations of attention.
     #[arg(long, value_delimiter = ',', default_value = "flash,burn,composed")]
     pub attention: Vec<AttentionKind>,
     /// A UTF-8 text to learn [default: the sources of this workspace].
@@ -26,39 +26,39 @@ pub struct Args {
     pub data: Option<PathBuf>,
     #[command(flatten)]
     pub settings: Given<Settings>,
-    /// Windows of text in a batch [default: as many as --tokens-per-step has room for, and at least 1].
+    /// Windows of text in a batch [default: as many as fit --tokens-per-step, and at least 1].
     #[arg(long, conflicts_with = "tokens_per_step", value_parser = count())]
     pub batch: Option<usize>,
-    /// Keep only what enters each block, and compute the block again in the backward pass.
+    /// Keep only the input of each block, and compute the block again in the backward.
     #[arg(long)]
     pub checkpointing: bool,
-    /// Same seed, same weights and batches.
+    /// Seed of weights and batches.
     #[arg(long, default_value_t = 1337)]
     pub seed: u32,
-    /// Seconds that one measurement may take, compilation and tuning included.
+    /// Time limit of one measurement in seconds, including compilation and tuning.
     #[arg(long, value_name = "SECONDS", default_value_t = 300)]
     pub limit: u64,
-    /// Where compare.csv and compare.svg are written, over earlier ones.
+    /// Directory for compare.csv and compare.svg; earlier ones are overwritten.
     #[arg(long, value_name = "DIR", default_value = "runs/compare")]
     pub out: PathBuf,
 }
 
-/// Flags that follow the device where they are not given.
+/// Flags whose defaults depend on the device.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Settings {
-    /// Tokens that the model sees, one model for each number.
+    /// Context lengths in tokens; a model is trained for each.
     #[arg(long, value_delimiter = ',', value_name = "TOKENS", value_parser = count())]
     pub contexts: Vec<usize>,
-    /// How text becomes tokens, and how many there are.
+    /// Tokenizer, which also determines the vocabulary.
     #[arg(long)]
     pub tokenizer: Tokenizer,
-    /// What matrix products and attention are computed in; all else is f32.
+    /// Element type of matrix products and attention; everything else is f32.
     #[arg(long)]
     pub dtype: Dtype,
-    /// Blocks of attention and MLP.
+    /// Number of transformer blocks.
     #[arg(long, value_parser = count())]
     pub layers: usize,
-    /// Heads of attention.
+    /// Number of attention heads.
     #[arg(long, value_parser = count())]
     pub heads: usize,
     /// Channels of the residual stream.
@@ -67,27 +67,27 @@ pub struct Settings {
     /// Tokens in a batch, the same for every context.
     #[arg(long, value_parser = count())]
     pub tokens_per_step: usize,
-    /// Steps that are timed.
+    /// Number of timed steps.
     #[arg(long, value_parser = count())]
     pub steps: usize,
-    /// Steps before those, which compile and tune.
+    /// Number of warm-up steps, which compile and tune.
     #[arg(long)]
     pub warmup: usize,
 }
 
 impl Args {
-    /// For each context a run of each kind, which reads its text from this file.
+    /// For each context, a run for each implementation, which reads its text from this file.
     ///
     /// # Errors
     ///
-    /// For the first flag that does not fit another one.
+    /// For the first flag that does not fit another flag.
     pub fn configs(&self, settings: &Settings, found: &Found, text: &Path) -> Result<Vec<Vec<Config>>, Error> {
         let config = |kind, context| self.config(settings, found, text, kind, context).checked(None);
         let of_context = |context: &usize| self.attention.iter().map(|kind| config(*kind, *context)).collect();
         settings.contexts.iter().map(of_context).collect()
     }
 
-    /// A measurement is a run as any other.
+    /// A measurement is a normal run.
     fn config(&self, settings: &Settings, found: &Found, text: &Path, kind: AttentionKind, context: usize) -> Config {
         let suited = Config::suited_to(found);
         let steps = settings.warmup.saturating_add(settings.steps);
@@ -108,7 +108,7 @@ impl Args {
             lr: LEARNING_RATE,
             min_lr: LEARNING_RATE / 10.0,
             warmup: suited.warmup.min(steps / 10),
-            // Attention itself drops nothing in any kind.
+            // No implementation of attention drops anything in this comparison.
             dropout: 0.0,
             seed: self.seed,
             ..suited
@@ -117,18 +117,18 @@ impl Args {
 }
 
 impl Settings {
-    /// The given flags, and otherwise what suits the device.
+    /// The given flags, and the defaults for the device.
     ///
     /// # Errors
     ///
-    /// For a dtype that the device has not.
+    /// If the device does not support the dtype.
     pub fn new(given: &Given<Self>, found: &Found) -> Result<Self, Error> {
         let settings = given.over(Self::suited_to(found));
         probe::check(found, settings.dtype)?;
         Ok(settings)
     }
 
-    /// GPT-2's smallest model on a GPU of its own, and what ends in a minute or two elsewhere.
+    /// GPT-2's smallest model on a discrete GPU, and elsewhere a model that takes a minute or two.
     fn suited_to(found: &Found) -> Self {
         let half = found.device.supports_dtype(FloatDType::BF16);
         let gpu = Self {

@@ -1,4 +1,4 @@
-//! What was measured, as a Markdown table and as CSV.
+//! Results as a Markdown table and as CSV.
 
 use super::measure::Answer;
 use crate::config::{AttentionKind, Config};
@@ -9,7 +9,7 @@ use serde::Serialize;
 use std::io;
 use std::path::Path;
 
-/// One measurement; what is left out failed, and `note` says why.
+/// One measurement. Fields that were not measured are empty, and `note` gives the reason.
 #[derive(Clone, Debug, Serialize)]
 #[allow(missing_docs)]
 pub struct Row {
@@ -27,13 +27,13 @@ pub struct Row {
     pub batch: usize,
     pub checkpointing: bool,
     pub attention: String,
-    /// What computes attention, in words.
+    /// Description of the kernels that compute attention.
     pub plan: String,
-    /// The last one: of a batch after all updates but none with it. In nats per token.
+    /// Loss of the last step, whose batch the model has not been updated with. In nats per token.
     pub loss: Option<f32>,
-    /// The kind of attention that losses are compared with.
+    /// The implementation that losses are compared with.
     pub reference: Option<String>,
-    /// The largest over all steps, in nats per token.
+    /// Largest difference of the losses over all steps, in nats per token.
     pub loss_difference: Option<f32>,
     pub first_step_ms: Option<f64>,
     pub step_ms: Option<f64>,
@@ -43,20 +43,21 @@ pub struct Row {
     pub note: String,
 }
 
-/// What is common to all rows.
+/// Values common to all rows.
 #[derive(Clone, Debug)]
 pub struct Common {
-    /// The device, with its name.
+    /// The device with its name.
     pub device: String,
     /// Burn's version.
     pub burn: String,
-    /// Steps before those that are timed.
+    /// Number of warm-up steps.
     pub warmup: usize,
 }
 
-/// The rows of one context, from each kind's run and what came of it.
+/// The rows of one context, from each implementation's run and its result.
 ///
-/// Losses are compared with those of composed operations, the plainest; if these failed, with the first that there are.
+/// Losses are compared with the composed implementation's, which is the simplest; if it failed, with those of the first implementation that
+/// did not.
 pub fn rows(common: &Common, measured: &[(Config, String, Result<Answer, String>)]) -> Vec<Row> {
     let answers = || measured.iter().filter_map(|(config, _, answer)| Some((config.attention, answer.as_ref().ok()?)));
     let reference = answers().find(|(kind, _)| *kind == AttentionKind::Composed).or_else(|| answers().next());
@@ -100,30 +101,30 @@ fn row(
     }
 }
 
-/// To thousandths, which are more than a measurement holds.
+/// Rounds to thousandths, which is more precise than a measurement.
 fn rounded(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
 }
 
-/// As on the command line.
+/// The name on the command line.
 fn name(kind: AttentionKind) -> String {
     kind.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string())
 }
 
-/// The largest absolute difference of the losses of a step.
+/// Largest absolute difference of the losses over all steps.
 fn difference(answer: &Answer, reference: &Answer) -> f32 {
     let pairs = answer.losses.iter().zip(&reference.losses);
     pairs.map(|(loss, expected)| (loss - expected).abs()).fold(0.0, f32::max)
 }
 
-/// Titles of the printed columns, each as wide as its column.
+/// Titles of the printed columns, padded to the width of the column.
 const TITLES: [&str; 9] =
     ["context", "batch", "attention", "   loss", "difference", "  step, ms", "  tokens/s", "peak memory, MiB", "note"];
 
-/// Columns of words; all others are of numbers, which end where the column ends.
+/// Columns of text. All others contain numbers, which are right-aligned.
 const WORDS: [&str; 2] = ["attention", "note"];
 
-/// The table's first two lines.
+/// The first two lines of the table.
 pub fn head() -> String {
     let rule = |title: &str| match WORDS.contains(&title) {
         true => "-".repeat(title.len()),
@@ -132,7 +133,7 @@ pub fn head() -> String {
     format!("{}\n{}", line(TITLES.map(str::to_string)), line(TITLES.map(rule)))
 }
 
-/// What the columns are: losses are of these units, and memory is this.
+/// Explains the columns, with the unit of losses and the meaning of memory.
 pub fn legend(unit: &str, memory: &str) -> String {
     format!(
         "loss: after all steps, in nats per {unit}; difference: the largest of any step to the reference's;\n\
@@ -140,7 +141,7 @@ pub fn legend(unit: &str, memory: &str) -> String {
     )
 }
 
-/// A row as a line of the table. What failed has no figures, but a note that says why.
+/// A row as a line of the table. A failed measurement has a note with the reason instead of numbers.
 pub fn body(row: &Row) -> String {
     let show = |value: Option<f64>, digits: usize| value.map_or("-".to_string(), |value| format!("{value:.digits$}"));
     let is_reference = row.reference.as_ref() == Some(&row.attention);
@@ -159,7 +160,7 @@ pub fn body(row: &Row) -> String {
         show(row.step_ms, 2),
         show(row.tokens_per_second, 0),
         show(row.peak_bytes.map(|bytes| bytes as f64 / (1 << 20) as f64), 1),
-        // A bar would begin another cell.
+        // A bar would start another cell.
         row.note.replace('|', "/"),
     ])
 }
@@ -176,7 +177,7 @@ fn line(cells: [String; TITLES.len()]) -> String {
 ///
 /// # Errors
 ///
-/// When the file cannot be written.
+/// If the file cannot be written.
 pub fn write(path: &Path, rows: &[Row]) -> Result<(), Error> {
     let mut writer = csv::Writer::from_writer(Vec::new());
     for row in rows {

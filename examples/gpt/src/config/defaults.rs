@@ -1,4 +1,4 @@
-//! What suits a device, or weights, where no flag says otherwise.
+//! Defaults for a device or for loaded weights, used where no flag is given.
 
 use super::{AttentionKind, Config, Dtype, ModelShape};
 use crate::device::{Found, Strength};
@@ -45,7 +45,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// nanoGPT's character model on a GPU, and smaller ones where that would take all day.
+    /// nanoGPT's character model on a discrete GPU, and smaller models where that would take a day.
     pub fn suited_to(found: &Found) -> Self {
         let gpu = Self::default();
         match found.strength {
@@ -92,7 +92,7 @@ impl Config {
         }
     }
 
-    /// Weights that have learned are to be changed little, and are large: nanoGPT's finetuning, in fewer steps.
+    /// Finetuning as in nanoGPT, with fewer steps: pretrained weights are large, and should change little.
     pub fn suited_to_weights(self, shape: ModelShape) -> Self {
         let ModelShape { layers, heads, width, context, vocabulary } = shape;
         Self {

@@ -1,4 +1,4 @@
-//! Flags over what suits the device, a run that goes on, and files of earlier versions.
+//! Flags that override the defaults of a device, resumed runs, and files of earlier versions.
 
 use super::{AttentionKind, Config, ModelShape};
 use crate::device::{Found, choose};
@@ -89,7 +89,7 @@ fn a_run_that_goes_on_is_the_same_run() {
     }
 }
 
-/// As written before `alibi`, `sinks`, `window`, `pack` and `devices` were there, and as written before flags and fields were one.
+/// Files written before `alibi`, `sinks`, `window`, `pack` and `devices` existed, and before flags and fields were unified.
 #[test]
 fn files_of_earlier_versions_load() {
     let first = r#"
@@ -136,7 +136,7 @@ fn files_of_earlier_versions_load() {
     let config: Config = toml::from_str(&[first, later].concat()).unwrap();
     assert_eq!((config.devices.as_slice(), config.window, config.pack), ([0, 1].as_slice(), 128, true));
     assert_eq!(config.weights.as_deref(), Some(Path::new("model.safetensors")));
-    // What is written now is what is read.
+    // What is written can be read again.
     assert_eq!(toml::from_str::<Config>(&toml::to_string(&config).unwrap()).unwrap(), config);
 }
 

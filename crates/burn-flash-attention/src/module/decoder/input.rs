@@ -1,9 +1,9 @@
-//! What goes into the decoder.
+//! Input of the decoder.
 
 use crate::options::FlashAttentionOptions;
 use burn::tensor::{Bool, Tensor};
 
-/// What goes into a [`FlashTransformerDecoder`](super::FlashTransformerDecoder).
+/// Input of a [`FlashTransformerDecoder`](super::FlashTransformerDecoder).
 ///
 /// ```no_run
 /// use burn::nn::attention::generate_autoregressive_mask;
@@ -30,7 +30,7 @@ pub struct FlashTransformerDecoderInput {
 }
 
 impl FlashTransformerDecoderInput {
-    /// A target `[batch, seq_q, d_model]` over a memory `[batch, seq_k, d_model]`.
+    /// Input with a target `[batch, seq_q, d_model]` and a memory `[batch, seq_k, d_model]`.
     ///
     /// ```no_run
     /// use burn::tensor::{Device, Tensor};
@@ -51,7 +51,7 @@ impl FlashTransformerDecoderInput {
         }
     }
 
-    /// Hides padding of the memory: `[batch, seq_k]`, true hides.
+    /// Hides padding of the memory: `[batch, seq_k]`, `true` hides a position from all.
     ///
     /// ```no_run
     /// # use burn::tensor::{Bool, Device, Tensor};
@@ -64,7 +64,7 @@ impl FlashTransformerDecoderInput {
         self
     }
 
-    /// Hides pairs of target and memory: `[batch, seq_q, seq_k]`, true hides.
+    /// Hides pairs of target and memory: `[batch, seq_q, seq_k]`, `true` hides a position of the memory from one of the target.
     ///
     /// ```no_run
     /// # use burn::tensor::{Bool, Device, Tensor};
@@ -77,7 +77,7 @@ impl FlashTransformerDecoderInput {
         self
     }
 
-    /// Hides padding of the target: `[batch, seq_q]`, true hides.
+    /// Hides padding of the target: `[batch, seq_q]`, `true` hides a position from all.
     ///
     /// ```no_run
     /// # use burn::tensor::{Bool, Device, Tensor};
@@ -90,7 +90,7 @@ impl FlashTransformerDecoderInput {
         self
     }
 
-    /// Hides pairs of the target: `[batch, seq_q, seq_q]`, true hides the second position from the first.
+    /// Hides pairs of the target: `[batch, seq_q, seq_q]`, `true` hides the second position from the first.
     ///
     /// ```no_run
     /// # use burn::tensor::{Bool, Device, Tensor};
@@ -104,7 +104,7 @@ impl FlashTransformerDecoderInput {
         self
     }
 
-    /// How the target attends to itself in each layer, as [`FlashMhaInput::options`](crate::FlashMhaInput::options) says.
+    /// Sets the options of every layer's self-attention; see [`FlashMhaInput::options`](crate::FlashMhaInput::options).
     ///
     /// ```no_run
     /// # use burn::tensor::{Device, Tensor};
@@ -118,7 +118,7 @@ impl FlashTransformerDecoderInput {
         self
     }
 
-    /// How the target attends to the memory in each layer, likewise.
+    /// Sets the options of every layer's cross-attention; see [`FlashMhaInput::options`](crate::FlashMhaInput::options).
     ///
     /// ```no_run
     /// # use burn::tensor::{Device, Tensor};

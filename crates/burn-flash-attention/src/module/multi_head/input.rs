@@ -1,9 +1,9 @@
-//! What goes into multi-head attention, and what comes out.
+//! Input and output of multi-head attention.
 
 use crate::options::FlashAttentionOptions;
 use burn::tensor::{Bool, Tensor};
 
-/// What goes into a [`FlashMultiHeadAttention`](super::FlashMultiHeadAttention).
+/// Input of a [`FlashMultiHeadAttention`](super::FlashMultiHeadAttention).
 ///
 /// ```no_run
 /// use burn::tensor::{Bool, Device, Tensor};
@@ -25,7 +25,7 @@ pub struct FlashMhaInput {
     pub(super) options: FlashAttentionOptions,
 }
 
-/// What comes out of a [`FlashMultiHeadAttention`](super::FlashMultiHeadAttention). Unlike burn-nn's, it has no weights.
+/// Output of a [`FlashMultiHeadAttention`](super::FlashMultiHeadAttention). Unlike burn-nn's, it has no attention weights.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -45,7 +45,7 @@ pub struct FlashMhaOutput {
 }
 
 impl FlashMhaInput {
-    /// Self-attention over `[batch, seq, d_model]`.
+    /// Input of self-attention over `[batch, seq, d_model]`.
     ///
     /// ```no_run
     /// use burn::tensor::{Device, Tensor};
@@ -56,7 +56,7 @@ impl FlashMhaInput {
         Self::new(tensor.clone(), tensor.clone(), tensor)
     }
 
-    /// A query `[batch, seq_q, d_model]` over a key and a value `[batch, seq_k, d_model]`.
+    /// Input of attention from a query `[batch, seq_q, d_model]` to a key and a value `[batch, seq_k, d_model]`.
     ///
     /// ```no_run
     /// use burn::tensor::{Device, Tensor};
@@ -68,7 +68,7 @@ impl FlashMhaInput {
         FlashMhaInput { query, key, value, mask_pad: None, mask_attn: None, options: FlashAttentionOptions::new() }
     }
 
-    /// Hides padding: `[batch, seq_k]`, true hides a key from every query.
+    /// Hides padding: `[batch, seq_k]`, `true` hides a key from every query.
     ///
     /// ```no_run
     /// use burn::tensor::{Bool, Device, Tensor};
@@ -83,7 +83,7 @@ impl FlashMhaInput {
         self
     }
 
-    /// Hides pairs: `[batch, seq_q, seq_k]`, true hides a key from a query.
+    /// Hides pairs: `[batch, seq_q, seq_k]`, `true` hides a key from a query.
     ///
     /// ```no_run
     /// use burn::nn::attention::generate_autoregressive_mask;
@@ -99,9 +99,9 @@ impl FlashMhaInput {
         self
     }
 
-    /// How to attend beyond what the module says: windows, slopes, sinks, functions, a bias, sparse blocks, packed sequences. Causality
-    /// is the module's or theirs, and masks hide what any of them hides. The rate of dropout stays the module's. With a cache, nothing
-    /// that counts positions from the first one.
+    /// Sets further options of attention: windows, slopes, sinks, functions, a bias, block masks, packed sequences. Attention is causal if
+    /// the module or the options say so, and a pair is hidden if any mask hides it. The dropout rate stays the module's. With a cache,
+    /// options that count positions from the first one are refused.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -120,7 +120,7 @@ impl FlashMhaInput {
         self
     }
 
-    /// With whichever masks and options there are.
+    /// Sets masks and options.
     pub(in crate::module) fn with(
         self,
         mask_pad: Option<Tensor<2, Bool>>,

@@ -1,4 +1,4 @@
-//! Tiles and rows on their way to shared memory.
+//! Loads of tiles and rows to shared memory.
 
 use super::super::operands::Streams;
 use super::super::pipeline::PipelineState;
@@ -12,14 +12,15 @@ use crate::tensor_core::statistics::stats_rows;
 use crate::tensor_core::{PANEL, WARPGROUP_ROWS};
 use cubecl::prelude::*;
 
-/// Stage and parity of the rows of a turn.
+/// Stage, and parity of its phase, of a turn's rows.
 #[cube]
 pub fn row_state(turn: u32, #[comptime] tile: BiasTile) -> (u32, u32) {
     let stages = comptime!(tile.row_stages as u32);
     (turn % stages, turn / stages % 2)
 }
 
-/// The state of the tile that is one fewer than there are stages after that at `state`: where the tile before it was.
+/// The pipeline position of the tile `stages − 1` after the one at `state`. It uses the stage of the tile before the one at
+/// `state`.
 #[cube]
 pub fn before(state: &PipelineState, #[comptime] tile: BiasTile) -> PipelineState {
     let first = state.stage == 0;
@@ -29,8 +30,8 @@ pub fn before(state: &PipelineState, #[comptime] tile: BiasTile) -> PipelineStat
     }
 }
 
-/// Loads the `nth` tile of K of a turn, or of V, once all warps are done with what its place held; not if there is no such turn.
-/// By one warp.
+/// Loads tile `nth` of K or V of a turn, once all warps have released the stage. Does nothing if there is no such turn. One
+/// warp calls it.
 #[cube]
 pub fn load_tile<E: CubePrimitive>(
     map: &TensorMap<E, Tiled>,
@@ -52,15 +53,15 @@ pub fn load_tile<E: CubePrimitive>(
         let key = memory.word(turn, WorkTileField::KStart) + comptime!((nth * blueprint.tile.tile_k) as u32);
         let full = memory.base + comptime!(full as u32) + state.stage * 8;
         let to = memory.base + comptime!(tiles as u32) + state.stage * comptime!(bytes as u32);
-        // A stage's first load waits for the phase before the first, which counts as over.
+        // The first load of a stage waits for the phase before the first one, which counts as completed.
         mbarrier_wait(memory.base + comptime!(empty as u32) + state.stage * 8, state.phase ^ 1);
         mbarrier_expect(full, comptime!(bytes as u32).runtime());
         load_panels(map, to, bytes as u32, panels as u32, full, batch, head, key);
     }
 }
 
-/// Loads a warpgroup's rows of Q of a turn with their lse, or of dO with delta, once all its warps are done with what was there;
-/// not if there is no such turn. By one warp.
+/// Loads a warpgroup's rows of Q and their lse, or of dO and their delta, for a turn, once the warpgroup's warps have released
+/// the stage. Does nothing if there is no such turn. One warp calls it.
 #[cube]
 pub fn load_rows<E: Float>(
     streams: &Streams<E>,
@@ -87,7 +88,7 @@ pub fn load_rows<E: Float>(
         let full = memory.base + comptime!(full as u32) + nth * 8;
         let to = memory.base + comptime!(tiles as u32) + nth * comptime!(bytes as u32);
         let stats_to = memory.base + comptime!(of_stats as u32) + nth * comptime!(stats_bytes as u32);
-        // Heads are filled up to whole blocks there.
+        // The rows of a head are padded to whole blocks in the statistics.
         let of_head = stats_rows(opaque(band.seq_q), scores.stats_multiple, false) as usize;
         let heads = opaque(scheduler.num_heads_q) as usize;
         let mut from = (batch as usize * heads + head as usize) * of_head + row as usize;
@@ -102,8 +103,9 @@ pub fn load_rows<E: Float>(
     }
 }
 
-/// Loads a warpgroup's rows of a group of columns of the bias, for the block whose first turn this is, the `nth` one, once all its
-/// warps are done with those of the block before; not if there is no such turn. By one warp.
+/// Loads a warpgroup's rows of a group of the bias's columns. `turn` is the first turn of the block, and `nth` the number of
+/// the block. The load waits until the warpgroup's warps have released those of the block before. Does nothing if there is no
+/// such turn. One warp calls it.
 #[cube]
 pub fn load_bias<E: Float>(
     streams: &Streams<E>,

@@ -1,4 +1,4 @@
-//! Where words, barriers and cursors lie in shared memory.
+//! Words, barriers and cursor in shared memory.
 
 use super::super::{BiasBlueprint, BiasTile, SLOTS, WORDS};
 use super::scheduler::{Block, DbiasScheduler};
@@ -6,10 +6,10 @@ use crate::mask::Band;
 use crate::ptx::*;
 use cubecl::prelude::*;
 
-/// Where words of a slot lie: of one batch and head that shares a block.
+/// Fields of a slot, which describes one turn: a batch and head that shares a block.
 #[derive(Clone, Copy)]
 pub enum WorkTileField {
-    /// [`TURN`], [`LAST`]; 0 where there is no more work.
+    /// [`TURN`], [`LAST`]; 0 after the last turn.
     Flags,
     /// First query.
     QStart,
@@ -27,28 +27,28 @@ pub enum WorkTileField {
     BiasHead,
 }
 
-/// The warp that loads K, and finds out what comes next.
+/// The warp that loads K and posts turns.
 pub const WARP_K: u32 = 0;
 
-/// The one that loads V.
+/// The warp that loads V.
 pub const WARP_V: u32 = 4;
 
-/// Of each warpgroup, the one that loads its rows of a bias.
+/// The warp of each warpgroup that loads the warpgroup's rows of a bias.
 pub const WARP_BIAS: u32 = 1;
 
-/// That of Q.
+/// The warp of each warpgroup that loads its rows of Q.
 pub const WARP_Q: u32 = 2;
 
-/// That of dO.
+/// The warp of each warpgroup that loads its rows of dO.
 pub const WARP_D: u32 = 3;
 
-/// There is something to do.
+/// Flag: the slot holds a turn.
 pub const TURN: u32 = 1;
 
-/// It is the last one of its block.
+/// Flag: the turn is the last one of its block.
 pub const LAST: u32 = 2;
 
-/// Where words of the cursor lie.
+/// Fields of the cursor over the blocks.
 #[derive(Clone, Copy)]
 pub enum CursorField {
     /// The block's number.
@@ -59,11 +59,11 @@ pub enum CursorField {
     Row,
     /// [`Block::nth`].
     Nth,
-    /// The next of those that share the block.
+    /// The next batch and head among those that share the block.
     Member,
 }
 
-/// Shared memory: where it starts, and what lies where.
+/// Shared memory: its base address, and the blueprint that defines its layout.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Memory {
@@ -74,14 +74,14 @@ pub struct Memory {
 
 #[cube]
 impl Memory {
-    /// Makes the barriers, and puts the cursor before the first block. All threads must call it.
+    /// Initialises the barriers, and puts the cursor before the first block. All threads must call it.
     pub fn new(base: u32, #[comptime] blueprint: BiasBlueprint) -> Memory {
         let at = comptime!(blueprint.memory());
         let rows = comptime!((blueprint.tile.row_stages * BiasTile::WARPGROUPS) as u32);
         let stages = comptime!(blueprint.tile.stages as u32);
         let groups = comptime!((blueprint.groups_b() * BiasTile::WARPGROUPS) as u32);
         if UNIT_POS == 0 {
-            // Who comes: one with the bytes, each warp of the warpgroup or of the thread block when it is done.
+            // Arrivals: one for the bytes of a load; one of each warp, of the warpgroup or of the thread block, for a release.
             #[unroll]
             for i in 0..rows {
                 mbarrier_init(base + comptime!(at.full_q as u32 + 8 * i), 1u32);
@@ -107,7 +107,7 @@ impl Memory {
             }
             #[unroll]
             for i in 0..comptime!(WORDS as u32) {
-                // No block has so many that share it: the first turn enters a block.
+                // A member number beyond every block: the first turn enters a block.
                 let value = comptime!(if i == CursorField::Member as u32 { u32::MAX } else { 0 }).runtime();
                 store_shared(base + comptime!(at.cursor as u32 + 4 * i), value);
             }
@@ -117,13 +117,13 @@ impl Memory {
         Memory { base, blueprint }
     }
 
-    /// Waits until it is known what the `turn`th turn is.
+    /// Waits until turn `turn` has been posted.
     pub fn await_turn(&self, turn: u32) {
         let known = comptime!(self.blueprint.memory().known as u32);
         mbarrier_wait(self.base + known + turn % comptime!(SLOTS as u32) * 8, (turn / comptime!(SLOTS as u32)) % 2);
     }
 
-    /// A word of the `turn`th turn, which is known.
+    /// A field of turn `turn`, which must have been posted.
     pub fn word(&self, turn: u32, #[comptime] word: WorkTileField) -> u32 {
         let at = comptime!(self.blueprint.memory().slots as u32 + 4 * word as u32);
         load_shared(self.base + at + turn % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32))
@@ -142,8 +142,8 @@ impl Memory {
         store_shared(self.base + comptime!(self.blueprint.memory().cursor as u32 + 4 * word as u32), value);
     }
 
-    /// Posts the `turn`th turn: the next head of the block, or the first one of block `next`. Returns whether that was the block's
-    /// last. By one warp.
+    /// Posts turn `turn`: the next head of the current block or, after its last one, the first head of block `next`. Returns
+    /// whether the turn is the last one of its block. One warp calls it.
     pub fn post(&self, turn: u32, next: u32, scheduler: &DbiasScheduler, band: &Band) -> bool {
         let tile = comptime!(self.blueprint.tile);
         let group = opaque(scheduler.group_batches) * scheduler.group_heads.divisor;
@@ -152,7 +152,7 @@ impl Memory {
         let mut row = self.cursor(CursorField::Row);
         let mut nth = self.cursor(CursorField::Nth);
         let number = self.cursor(CursorField::Number);
-        // All threads have read it before one writes.
+        // All threads must have read the cursor before one writes it.
         sync_plane();
         let enters = member >= group;
         let ends = enters && next >= scheduler.num_tiles;

@@ -1,50 +1,50 @@
-//! Which block of the bias a thread block computes, and in which order.
+//! Order in which thread blocks compute the blocks of the bias.
 
 use super::super::BiasTile;
 use crate::mask::{Band, Blocks};
 use crate::tensor_core::schedule::Divisor;
 use cubecl::prelude::*;
 
-/// How blocks are numbered: those of which the band shows something, by matrices of the bias, blocks of queries, blocks of keys.
+/// Numbering of the blocks in which the band shows something: by matrix of the bias, block of queries, block of keys.
 #[derive(CubeType, CubeLaunch, Clone, Copy, Debug)]
 #[expand(derive(Clone, Copy))]
 pub struct DbiasScheduler {
-    /// How many there are; fewer than 2^31.
+    /// Number of blocks, below 2^31.
     pub num_tiles: u32,
-    /// Matrices of the bias: its batches and heads.
+    /// Number of matrices of the bias: its batches times its heads.
     pub matrices: u32,
-    /// Blocks of queries.
+    /// Number of blocks of queries.
     pub q_blocks: Divisor,
-    /// Blocks of keys.
+    /// Number of blocks of keys.
     pub k_blocks: Divisor,
-    /// Heads of the bias.
+    /// Number of heads of the bias.
     pub heads: Divisor,
-    /// Batches that share a matrix.
+    /// Number of batches that share a matrix.
     pub group_batches: u32,
-    /// Heads that share a matrix.
+    /// Number of heads that share a matrix.
     pub group_heads: Divisor,
-    /// Query heads that share a key/value head.
+    /// Number of query heads that share a key/value head.
     pub group_size: Divisor,
-    /// Batches.
+    /// Batch size.
     pub batches: u32,
-    /// Heads of `q` in a batch.
+    /// Number of heads of `q` in a batch.
     pub num_heads_q: u32,
 }
 
-/// A block: of which matrix, the number of the block of queries, and that of keys among those that the queries see.
+/// A block of the bias.
 #[derive(CubeType, Clone, Copy, Debug, PartialEq, Eq)]
 #[expand(derive(Clone))]
 pub struct Block {
-    /// Of the bias, `batch · heads + head`.
+    /// Number of the matrix, `batch · heads + head`.
     pub matrix: u32,
-    /// Of the block of queries.
+    /// Number of the block of queries.
     pub row: u32,
-    /// Of the block of keys.
+    /// Number of the block of keys, among those that the queries see.
     pub nth: u32,
 }
 
 impl DbiasScheduler {
-    /// The blocks of a bias `[bias_batch, bias_heads, Sq, Sk]` for queries of `[batch, num_heads_q]`.
+    /// The scheduler for a bias `[bias_batch, bias_heads, Sq, Sk]` and queries of `[batch, num_heads_q]`.
     pub fn new(
         band: &Band,
         tile: BiasTile,
@@ -91,19 +91,19 @@ impl DbiasScheduler {
 
 #[cube]
 impl DbiasScheduler {
-    /// The blocks of keys that a block of queries sees anything of.
+    /// The blocks of keys in which a block of queries sees anything.
     pub fn seen(&self, band: &Band, row: u32, #[comptime] tile: BiasTile) -> Blocks {
         let tile_q = comptime!(BiasTile::TILE_Q as u32);
         band.k_blocks(row * tile_q, tile_q, comptime!(tile.block_k() as u32))
     }
 
-    /// The block that comes so many after this one, which there must be.
+    /// The block `by` places after this one. It must exist.
     pub fn after(&self, block: &Block, by: u32, band: &Band, #[comptime] tile: BiasTile) -> Block {
         let mut matrix = block.matrix;
         let mut row = block.row;
         let mut nth = block.nth + by;
         if comptime!(band.bounded_above || band.bounded_below) {
-            // No more than all thread blocks take at a time.
+            // The loop passes at most as many blocks as all thread blocks take at a time.
             let first = self.seen(band, row, tile);
             let mut count = first.end - first.start;
             while nth >= count {

@@ -1,4 +1,4 @@
-//! Blocks of the gradient on their way out.
+//! Stores of the gradient's blocks.
 
 use super::super::{BiasBlueprint, BiasTile};
 use super::BiasOut;
@@ -8,8 +8,9 @@ use crate::ptx::*;
 use crate::tensor_core::rows::{exchange, vector_of_pair};
 use cubecl::prelude::*;
 
-/// Writes one of a thread's two rows, which starts at vector `at` of `out`; nothing if not `live`. Neighbours exchange what they
-/// hold, so that the four threads of a row write 32 bytes of it together: all must call it.
+/// Writes one of a thread's two rows in vectors. The row starts at vector `at` of `out`. Writes nothing if not `live`.
+/// Neighbours exchange their words, so that the four threads of a row write 32 contiguous bytes. All threads of the warp must
+/// call it.
 #[cube]
 pub fn store_vectors<E: Float>(
     sums: &Sequence<Array<f32>>,
@@ -37,7 +38,7 @@ pub fn store_vectors<E: Float>(
     }
 }
 
-/// The same, element by element.
+/// [`store_vectors()`] element by element.
 #[cube]
 pub fn store_elements<E: Float>(
     sums: &Sequence<Array<f32>>,
@@ -65,7 +66,7 @@ pub fn store_elements<E: Float>(
     }
 }
 
-/// Fills what lies in blocks of which the band shows nothing with zeros, 8 rows at a time.
+/// Writes zeros to the blocks in which the band hides everything, 8 rows at a time.
 #[cube]
 pub fn fill_hidden<E: Float>(
     out: &mut BiasOut<E>,

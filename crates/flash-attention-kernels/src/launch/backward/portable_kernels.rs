@@ -1,4 +1,4 @@
-//! Launches the portable kernels of the backward.
+//! Launch of the portable kernels of the backward.
 
 use super::super::route::Route;
 use super::super::sequences::Blocks;
@@ -18,7 +18,7 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
 impl<'a> Backward<'a> {
-    /// `lse` and delta of each query.
+    /// The launch that computes `lse` and delta of each query.
     pub(super) fn delta(&self) -> Result<Launch<'a>, AttentionError> {
         let Backward { call, saved, scratch, addresses } = *self;
         let p = call.problem;
@@ -27,7 +27,8 @@ impl<'a> Backward<'a> {
         let vectorizes = |view: &TensorView| view.vectorizes(WIDTH, p.dtype.size());
         let width = if vectorizes(&saved.o) && vectorizes(&saved.dout) { WIDTH } else { 1 };
         Ok(Box::new(move || {
-            // SAFETY: views and scratch have been checked against their buffers; the kernel reads and writes no row or column beyond the last.
+            // SAFETY: views and scratch have been checked against their buffers. The kernel reads and writes no row or column
+            // beyond the last one.
             unsafe {
                 delta::delta::launch_unchecked(
                     call.client,
@@ -46,7 +47,7 @@ impl<'a> Backward<'a> {
         }))
     }
 
-    /// The gradient of the sinks.
+    /// The launch that computes the gradient of the sinks.
     pub(super) fn dsinks(&self, dsinks: &'a TensorView<1>) -> Result<Launch<'a>, AttentionError> {
         let Backward { call, scratch, addresses, .. } = *self;
         let (x, y, z) = tiling::cube_count(call.device, "dsinks", call.problem.num_heads_q as u64)?;
@@ -68,7 +69,7 @@ impl<'a> Backward<'a> {
         }))
     }
 
-    /// `dq`, or `dk` and `dv`.
+    /// The launch that computes `dq`, or `dk` and `dv`.
     pub(super) fn portable(&self, results: Results<'a>, tile: TileShape) -> Result<Launch<'a>, AttentionError> {
         let Backward { call, saved, scratch, addresses } = *self;
         let transposed = results.role().is_transposed();
@@ -118,7 +119,8 @@ impl<'a> Backward<'a> {
         }))
     }
 
-    /// The gradient of the bias, or of what else the blueprint's factor is for, as a tensor of rank 4.
+    /// The launch that computes the gradient of the bias, or the gradient that the blueprint's factor selects, as a tensor of
+    /// rank 4.
     pub(super) fn dbias(
         &self,
         kernel: &'static str,
@@ -133,7 +135,7 @@ impl<'a> Backward<'a> {
         let (grid, count, sharers) = sums_grid(call, kernel, &dbias, sums, tile)?;
         let fold = fold_grid(call, &dbias, sums)?;
         Ok(Box::new(move || {
-            // What is folded afterwards is summed in scratch, which has been checked.
+            // Partial sums that are folded afterwards are in scratch, which has been checked.
             let f32 = ElemType::Float(FloatKind::F32);
             let partial = scratch.bias_sums.as_ref().filter(|_| sums != Sums::Tile).map(|scratch| {
                 let length = tiling::sums_len(sums, p) / (p.batch * p.num_heads_q);
@@ -144,7 +146,8 @@ impl<'a> Backward<'a> {
                 Some(partial) => (partial.arg(), f32),
                 None => (dbias.arg(), dtype),
             };
-            // Sequences, not blocks of them: a thread block has a part of the bias, which may belong to several.
+            // The schedule lists sequences instead of blocks: a thread block computes a part of the bias, which may belong to
+            // several sequences.
             let lists = match sums {
                 Sums::Columns => call.lists(Blocks::Keys, tile.tile_k, tile.tile_q, false),
                 Sums::Tile | Sums::Rows => call.lists(Blocks::Queries, tile.tile_q, tile.tile_k, false),
@@ -189,7 +192,8 @@ impl<'a> Backward<'a> {
     }
 }
 
-/// Thread blocks that add up a gradient of this shape, and how many batches and heads each goes through.
+/// The grid of thread blocks that sum a gradient of this shape, and the number of batches and heads that each of them sums
+/// over.
 fn sums_grid(
     call: &Call,
     kernel: &'static str,
@@ -208,12 +212,12 @@ fn sums_grid(
     Ok((grid, count, SharersLaunch::new((p.batch / batches) as u32, (p.num_heads_q / heads) as u32)))
 }
 
-/// Threads that share an element of the fold, and its thread blocks, if there is one.
+/// Number of threads that share an element of the fold, and the grid of the fold, if there is one.
 fn fold_grid(call: &Call, dbias: &TensorView, sums: Sums) -> Result<Option<(usize, CubeCount)>, AttentionError> {
     if sums == Sums::Tile {
         return Ok(None);
     }
-    // A thread for each element, or a thread block where many terms are to be added.
+    // One thread for each element, or a thread block for each element with many terms.
     let terms = tiling::sums_len(sums, call.problem) / dbias.len();
     let lanes = if terms < dbias::FOLD_UNITS { 1 } else { dbias::FOLD_UNITS };
     let cubes = (dbias.len() * lanes).div_ceil(dbias::FOLD_UNITS);

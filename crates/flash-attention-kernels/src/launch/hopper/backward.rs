@@ -1,4 +1,4 @@
-//! Launches the gradients for Hopper.
+//! Launch of the gradient kernels for Hopper.
 
 use super::{VECTOR_BYTES, rows_arg, rows_out, source_sides};
 use crate::error::AttentionError;
@@ -17,7 +17,7 @@ use crate::tiling::{HopperGradient, cube_count, stats_multiple, stats_rows};
 use cubecl::prelude::*;
 
 impl Call<'_> {
-    /// Whatever can fail of [`backward_hopper`](Self::backward_hopper).
+    /// Checks everything that can fail in [`backward_hopper`](Self::backward_hopper).
     pub(in crate::launch) fn check_hopper_backward(
         &self,
         saved: &Saved,
@@ -47,7 +47,7 @@ impl Call<'_> {
         self.delta_hopper_grid().map(|_| ())
     }
 
-    /// Computes these, each by a launch.
+    /// Computes the requested gradients, each by one launch.
     pub(in crate::launch) fn backward_hopper(
         &self,
         saved: &Saved,
@@ -66,13 +66,13 @@ impl Call<'_> {
         bias.map_or(Ok(()), |bias| self.dbias_hopper(&inputs, scratch, bias))
     }
 
-    /// Blocks of all heads.
+    /// Number of blocks of all heads.
     fn num_tiles(&self, results: &Results, tiles: &HopperGradient) -> u64 {
         let p = self.problem;
         let (rows, heads) =
             if results.role().is_transposed() { (p.seq_k, p.num_heads_kv) } else { (p.seq_q, p.num_heads_q) };
         let (blocks, batches) = self.blocks(rows, tiles.tile.tile_q());
-        // One more block of a head at most, if the first starts early.
+        // At most one more block for each head, if the first block starts early.
         (blocks as u64 + 1) * (batches * heads) as u64
     }
 
@@ -88,7 +88,7 @@ impl Call<'_> {
         let role = results.role();
         let transposed = role.is_transposed();
         let blueprint = self.hopper_blueprint(role, tile, false);
-        // Rows that are kept, tiles that stream by: Role says which.
+        // Resident rows and streamed tiles, as `Role` defines them.
         let (rows, tiled, band, heads) = if transposed {
             ([k, v], [q, dout], p.band().transposed(), p.num_heads_kv)
         } else {
@@ -107,7 +107,7 @@ impl Call<'_> {
         let size = p.dtype.size();
         let wanted_k = results.dk.or(results.dq);
         let [dk, dv] = [wanted_k, results.dv].map(|view| view.map(|view| self.writable(view, transposed)));
-        // What is not wanted is not written.
+        // A gradient that is not requested is not written: its argument is any valid tensor.
         let any = dk.as_ref().or(dv.as_ref()).expect("one of them is wanted");
         let (dk_out, dv_out) = (dk.as_ref().unwrap_or(any), dv.as_ref().unwrap_or(any));
         let bias_map = self.inputs.bias.as_ref().filter(|_| blueprint.tiled_bias());
@@ -117,7 +117,7 @@ impl Call<'_> {
         let spans = [dk_out, dv_out, rows[0], rows[1], tiled[0], tiled[1]].map(|view| view.span());
         let of_scratch = [scratch.stats.span(), dq_accum.span()];
         let addresses = self.addresses(spans.into_iter().chain(of_scratch)).max(route.addresses());
-        // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
+        // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
         unsafe {
             hopper::gradient::gradient::launch_unchecked(
                 self.client,
@@ -155,14 +155,14 @@ impl Call<'_> {
         }
     }
 
-    /// Thread blocks that make `dq` of its sums.
+    /// The grid of the kernel that converts `dq_accum` to `dq`.
     fn round_grid(&self) -> Result<CubeCount, AttentionError> {
         let cubes = stats_rows(self.problem).div_ceil((reduce::UNITS / 32 * reduce::WARP_ROWS) as usize);
         let (x, y, z) = cube_count(self.device, "convert_dq", cubes as u64)?;
         Ok(CubeCount::Static(x, y, z))
     }
 
-    /// Makes `dq` of what blocks of keys have added up.
+    /// Converts `dq_accum`, to which the blocks of keys have added, to `dq`.
     fn convert_dq(
         &self,
         [q, k, v, dout]: [&TensorView; 4],
@@ -181,7 +181,7 @@ impl Call<'_> {
         let spans = [q, k, v, dout, &computed].map(|view| view.span());
         let of_scratch = [scratch.stats.span(), dq_accum.span()];
         let addresses = self.addresses(spans.into_iter().chain(of_scratch)).max(route.addresses());
-        // SAFETY: views have been checked against their buffers; the kernel drops what lies past the ends.
+        // SAFETY: views have been checked against their buffers. The kernel drops positions past the ends.
         unsafe {
             reduce::convert_dq::launch_unchecked(
                 self.client,
@@ -209,7 +209,7 @@ impl Call<'_> {
         Ok(CubeCount::Static(x, y, z))
     }
 
-    /// lse and delta of each query, in whole tiles; and `dq_accum`, if any, are made 0.
+    /// Computes lse and delta of each query, in whole tiles, and sets `dq_accum` to 0, if there is one.
     pub(in crate::launch) fn delta_hopper(
         &self,
         saved: &Saved,

@@ -1,8 +1,8 @@
-//! The counters that thread blocks take work tiles from.
+//! Counters from which thread blocks take work tiles.
 //!
-//! A launch needs one that is 0. Kernels leave theirs at 0, but a launch that was aborted does not. So each launch takes the next of a
-//! pool of counters, and when all have been taken, one small launch makes all 0 again: whatever a launch leaves behind is never met by
-//! the next ones. Launches on a stream come one after the other, so each stream has a pool of its own.
+//! A launch needs a counter that is 0. A kernel leaves its counter at 0, but an aborted launch does not. Each launch therefore
+//! takes the next counter of a pool. When all have been taken, one small launch sets all of them to 0 again, so that a later launch
+//! never meets a value that an aborted one has left. Launches on a stream run one after the other; each stream has its own pool.
 
 use crate::launch::Call;
 use crate::portable::nothing;
@@ -16,25 +16,25 @@ use cubecl_core::device::ServiceId;
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 
-/// Pools that are kept, at most: when more streams come by, the pool that has not been used for longest goes.
+/// Largest number of pools. With more streams, the pool that has been unused for the longest time is dropped.
 const POOLS: usize = 32;
 
 /// The counters of a stream.
 struct Pool {
     service: ServiceId,
     handle: Handle,
-    /// How many have been taken since all were 0.
+    /// Number of counters taken since all were 0.
     taken: usize,
 }
 
-/// All pools, that which was used last at the end.
+/// All pools, the most recently used last.
 static POOLS_IN_USE: Mutex<VecDeque<Pool>> = Mutex::new(VecDeque::new());
 
 impl Call<'_> {
     /// A counter of this client's stream that is 0 when the next launch begins.
     pub(super) fn counter(&self) -> Handle {
         let client = self.client;
-        // A handle knows the stream that its client works on.
+        // A handle records the stream of its client.
         let (service, stream) = (client.service_id(), client.empty(COUNTER_BYTES).stream);
         let mut pools = POOLS_IN_USE.lock().unwrap_or_else(PoisonError::into_inner);
         let found = pools.iter().rposition(|pool| pool.service == service && pool.handle.stream == stream);
@@ -53,20 +53,20 @@ impl Call<'_> {
         }
         let counter = pool.handle.clone().offset_start((pool.taken * COUNTER_BYTES) as u64);
         pool.taken += 1;
-        // A new pool for which there was no memory is not kept: it would fail every launch that comes after.
+        // A new pool whose allocation failed is not kept: it would make every later launch fail.
         if found.is_some() || client.check([&pool.handle]).is_ok() {
             pools.push_back(pool);
         }
         counter
     }
 
-    /// Makes all counters of a pool 0.
+    /// Sets all counters of a pool to 0.
     fn clear(&self, client: &Client, handle: &Handle) {
-        // The bits of 0 are those of 0.0.
+        // The integer 0 and the f32 0.0 have the same bits.
         let counters = TensorView::contiguous(handle.clone(), [1, 1, 1, COUNTERS]);
         let units = self.device.units.min(COUNTERS);
         let (x, y, z) = tiling::grid(self.device, COUNTERS.div_ceil(units) as u64);
-        // SAFETY: the pool has as many words.
+        // SAFETY: the pool has `COUNTERS` words.
         unsafe {
             let dtype = ElemType::Float(FloatKind::F32);
             let (count, dim) = (CubeCount::Static(x, y, z), CubeDim::new_1d(units as u32));

@@ -1,4 +1,4 @@
-//! Launches the gradient of a bias for Hopper.
+//! Launch of the gradient of a bias for Hopper.
 
 use super::{OUT_BYTES, rows_arg, stride};
 use crate::error::AttentionError;
@@ -15,7 +15,7 @@ use crate::tiling::varies_by_pair;
 use cubecl::prelude::*;
 
 impl Call<'_> {
-    /// Whatever can fail of [`dbias_hopper`](Self::dbias_hopper).
+    /// Checks everything that can fail in [`dbias_hopper`](Self::dbias_hopper).
     pub(super) fn check_dbias_hopper(&self, (dbias, tile): WantedBias) -> Result<(), AttentionError> {
         let p = self.problem;
         if !varies_by_pair(p) {
@@ -33,7 +33,8 @@ impl Call<'_> {
                 why: "tiles of 32, 64 or 128 keys make blocks of a multiple of 64; stages are 2 or more and fit the device",
             });
         }
-        // Blocks, and runs of 8 rows of them, are numbered in 31 bits, with those of all thread blocks beyond the last.
+        // Blocks, and groups of 8 rows of them, are numbered in 31 bits, including the numbers past the end that the thread blocks
+        // take.
         let blocks = (dbias.shape[0] * dbias.shape[1] * p.seq_q.div_ceil(BiasTile::TILE_Q)) as u64;
         let num_tiles = blocks * p.seq_k.div_ceil(tile.block_k()).max(BiasTile::TILE_Q / 8) as u64;
         let max = i32::MAX as u64 - 8 * self.device.multiprocessors as u64;
@@ -41,7 +42,7 @@ impl Call<'_> {
     }
 
     fn dbias_blueprint(&self, dbias: &TensorView, tile: BiasTile) -> BiasBlueprint {
-        // The bias's gradient is that of the score itself.
+        // The gradient of the bias is the gradient of the score itself.
         let scores = Blueprint { keeps_derivative: false, ..self.plain_blueprint(Role::Dq, tile.tile(), false) };
         let size = self.problem.dtype.size();
         let plain = BiasBlueprint { tile, scores, vectors: dbias.vectorizes(OUT_BYTES / size, size) };
@@ -49,7 +50,7 @@ impl Call<'_> {
         if self.takes_tiles(tiled.shared_memory()) { tiled } else { plain }
     }
 
-    /// Computes the bias's gradient, from lse and delta in scratch.
+    /// Computes the gradient of the bias, from lse and delta in scratch.
     pub(super) fn dbias_hopper(
         &self,
         [q, k, v, dout]: &[TensorView; 4],
@@ -69,7 +70,7 @@ impl Call<'_> {
         let vector = if blueprint.vectors { OUT_BYTES / size } else { 1 };
         let spans = [q, k, v, dout, dbias].map(|view| view.span());
         let addresses = self.addresses(spans.into_iter().chain([scratch.stats.span()]));
-        // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
+        // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
         unsafe {
             hopper::dbias::dbias::launch_unchecked(
                 self.client,

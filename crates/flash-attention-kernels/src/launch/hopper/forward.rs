@@ -1,4 +1,4 @@
-//! Launches the forward for Hopper.
+//! Launch of the forward for Hopper.
 
 use super::{rows_arg, rows_in, rows_out, stride};
 use crate::error::AttentionError;
@@ -53,7 +53,7 @@ impl Call<'_> {
             let split_o = TensorView::contiguous(split_o, split_shape);
             let split_lse = self.client.empty(size_of::<f32>() * batches * heads * rows);
             let split_lse = TensorView::contiguous(split_lse, [batches, heads, rows]);
-            // Rows that belong to no sequence are put together with the others, and no split writes them.
+            // Rows that belong to no sequence are combined with the others, and no split writes them.
             self.fill_splits(fill, &split_o, &split_lse);
             (split_o, split_lse, size_of::<f32>())
         } else {
@@ -87,7 +87,7 @@ impl Call<'_> {
         let (bias_width, mask_width) = self.pair_widths(false);
         let spans = [q.span(), k.span(), v.span(), out.span(), out_lse.span()];
         let addresses = self.addresses(spans).max(route.addresses());
-        // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
+        // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
         unsafe {
             hopper::forward::forward::launch_unchecked(
                 self.client,
@@ -118,7 +118,7 @@ impl Call<'_> {
         Ok((CubeCount::Static(x, y, z), CubeDim::new_1d(32 * rows)))
     }
 
-    /// Puts splits of the keys together.
+    /// Launches the combination of splits of the keys.
     fn combine(
         &self,
         split_o: &TensorView,
@@ -128,7 +128,7 @@ impl Call<'_> {
     ) -> Result<(), AttentionError> {
         let (grid, dim) = self.combine_grid()?;
         let addresses = self.addresses([split_o.span(), split_lse.span(), o.span(), lse.span()]);
-        // SAFETY: views have been checked against their buffers, those of the splits are as long as they say.
+        // SAFETY: views have been checked against their buffers. The views of the splits were allocated with their full length.
         unsafe {
             hopper::combine::combine::launch_unchecked(
                 self.client,

@@ -1,4 +1,4 @@
-//! Launches the kernels for Hopper.
+//! Launch of the kernels for Hopper.
 
 mod backward;
 mod counters;
@@ -22,21 +22,21 @@ use cubecl::ir::AddressType;
 use cubecl::prelude::*;
 use std::f32::consts::LOG2_E;
 
-/// Bytes that rows must start at multiples of: what TMA and vectors of as many bytes ask for.
+/// Alignment of rows in bytes that TMA and 16-byte vectors require.
 pub(in crate::launch) const VECTOR_BYTES: usize = 16;
 
-/// Bytes of the vectors that results are written in.
+/// Bytes of the vectors in which outputs are written.
 pub(in crate::launch) const OUT_BYTES: usize = 8;
 
 impl Call<'_> {
-    /// What a kernel is specialised for.
+    /// The blueprint of a kernel. The bias is tiled if TMA can read it and its tiles fit shared memory.
     fn hopper_blueprint(&self, role: Role, tile: HopperTile, split_keys: bool) -> Blueprint {
         let plain = self.plain_blueprint(role, tile, split_keys);
         let tiled = Blueprint { bias: Some(Rows::Tiled), ..plain };
         if self.takes_tiles(tiled.shared_memory()) { tiled } else { plain }
     }
 
-    /// The same, with the bias read as it lies.
+    /// The blueprint of a kernel that reads the bias directly from global memory.
     pub(in crate::launch) fn plain_blueprint(&self, role: Role, tile: HopperTile, split_keys: bool) -> Blueprint {
         Blueprint {
             mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
@@ -45,7 +45,7 @@ impl Call<'_> {
         }
     }
 
-    /// Why a kernel of this role cannot run with these tiles.
+    /// An error if a kernel of this role cannot run with these tiles.
     fn check_hopper(
         &self,
         role: Role,
@@ -57,13 +57,13 @@ impl Call<'_> {
             .map_err(|why| AttentionError::KernelUnavailable { kernel: Kernel::Hopper.name(), why })
     }
 
-    /// Whether the bias comes to shared memory in tiles, with so many bytes in all.
+    /// Whether TMA can read the bias in tiles, and `bytes` of shared memory are available.
     fn takes_tiles(&self, bytes: usize) -> bool {
         let readable = self.inputs.bias.as_ref().is_some_and(|bias| is_tiled(bias, self.problem));
         readable && bytes <= self.device.shared_memory
     }
 
-    /// Memory for `[B, H, S, D]` whose rows start at multiples of 16 bytes.
+    /// Allocates a tensor `[B, H, S, D]` whose rows start at multiples of 16 bytes.
     fn packed(&self, shape: [usize; 4]) -> TensorView {
         let size = self.problem.dtype.size();
         let [batch, heads, rows, columns] = shape;
@@ -75,7 +75,7 @@ impl Call<'_> {
         }
     }
 
-    /// Checks that what TMA cannot read of these can be copied.
+    /// Checks that every tensor that TMA cannot read can be copied.
     pub(in crate::launch) fn check_copies(&self, views: &[&TensorView]) -> Result<(), AttentionError> {
         for view in views.iter().filter(|view| !is_aligned(view, self.problem.dtype.size())) {
             rows_grid(self.device, "copy", view.shape)?;
@@ -83,7 +83,7 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// What TMA reads: the tensor itself, or a copy.
+    /// A tensor that TMA can read: the tensor itself, or a packed copy.
     pub(in crate::launch) fn readable(&self, view: &TensorView) -> Result<TensorView, AttentionError> {
         if is_aligned(view, self.problem.dtype.size()) {
             return Ok(view.clone());
@@ -93,7 +93,8 @@ impl Call<'_> {
         Ok(packed)
     }
 
-    /// What a result of queries, or of `keys`, is written to: the tensor itself, or memory for [`written`](Self::written) to copy from.
+    /// The tensor that a kernel writes an output of queries, or of `keys`, to: the output itself, or a packed tensor that
+    /// [`written`](Self::written) copies from.
     pub(in crate::launch) fn writable(&self, view: &TensorView, keys: bool) -> TensorView {
         if is_aligned(view, self.problem.dtype.size()) {
             return view.clone();
@@ -104,12 +105,12 @@ impl Call<'_> {
         packed
     }
 
-    /// Brings a result from where it was written to where it was asked for.
+    /// Copies an output from the packed tensor to the requested tensor, if they differ.
     pub(in crate::launch) fn written(&self, computed: &TensorView, asked: &TensorView) -> Result<(), AttentionError> {
         if is_aligned(asked, self.problem.dtype.size()) { Ok(()) } else { self.copy(computed, asked, asked.shape[3]) }
     }
 
-    /// The factors of the scores, with what the kernel walks over.
+    /// The factors of the scores, and the optional operands.
     pub(in crate::launch) fn factors(&self, blueprint: &Blueprint, route: &Route) -> FactorsLaunch {
         let scale = self.problem.softmax_scale();
         let softcap = self.problem.options.softcap.unwrap_or(1.0);
@@ -119,8 +120,9 @@ impl Call<'_> {
         FactorsLaunch::new(scale, softcap, 2.0 * LOG2_E * scale / softcap, exponent, extras)
     }
 
-    /// How many queries before the first one blocks start: [`Band::ahead()`]. Draws of dropout are told apart by blocks of 16; sequences
-    /// have ends of their own, and block masks blocks.
+    /// Number of queries by which the first block starts before query 0: [`Band::ahead()`]. It is 0 with dropout, whose draws
+    /// belong to blocks of 16; with several sequences, which end at different positions; and with a block mask, whose blocks are
+    /// fixed.
     pub(in crate::launch) fn ahead(&self, band: &Band, tile_q: usize, tile_k: usize) -> u32 {
         let p = self.problem;
         if self.seed.is_some() || p.is_varlen() || p.block_mask.is_some() {
@@ -130,13 +132,13 @@ impl Call<'_> {
         }
     }
 
-    /// Which dimensions of a bias repeat.
+    /// Dimensions along which the bias repeats.
     fn spread(&self) -> SpreadLaunch {
         let repeats = |dim: usize| self.inputs.bias.as_ref().is_some_and(|bias| bias.shape[dim] == 1);
         SpreadLaunch::new(u32::from(!repeats(0)), u32::from(!repeats(1)))
     }
 
-    /// What scores are made of, with this band.
+    /// Everything that scores depend on besides products, with this band.
     pub(in crate::launch) fn score_args<E: Float, M: Numeric, NB: Size, NM: Size>(
         &self,
         blueprint: &Blueprint,
@@ -147,7 +149,8 @@ impl Call<'_> {
         ScoresLaunch::new(self.factors(blueprint, route), mask, bias, band.into_launch())
     }
 
-    /// How many elements of a bias and of a mask are read at a time: two where the layout allows it, and tiles start at even ones.
+    /// Number of elements of the bias and of the mask that are read at a time: two if the layout allows it and tiles start at even
+    /// columns.
     pub(in crate::launch) fn pair_widths(&self, transposed: bool) -> (usize, usize) {
         let alone = transposed || self.problem.is_varlen();
         let width =
@@ -156,7 +159,7 @@ impl Call<'_> {
         (bias, self.inputs.mask.as_ref().map_or(1, |mask| width(&mask.tensor, mask.storage.size())))
     }
 
-    /// Copies a tensor, and makes columns after its last up to `padded` 0.
+    /// Copies a tensor, and sets the columns after its last one, up to `padded`, to 0.
     fn copy(&self, from: &TensorView, to: &TensorView, padded: usize) -> Result<(), AttentionError> {
         let (count, dim) = rows_grid(self.device, "copy", from.shape)?;
         let addresses = AddressType::from_len(from.span().max(to.span()) as usize);
@@ -181,10 +184,10 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// The tensor map of `[B, H, S, D]` with boxes of 64 columns of `rows` rows.
+    /// The tensor map of `[B, H, S, D]` with boxes of 64 columns by `rows` rows.
     fn map(&self, view: &TensorView, rows: usize) -> TensorMapArg<Tiled> {
         let mut view = view.clone();
-        // The stride of a single element says nothing, but TMA checks it.
+        // The stride of a dimension of size 1 is irrelevant, but TMA validates it.
         for dim in 0..3 {
             if view.shape[dim] == 1 {
                 view.strides[dim] = view.shape[3].next_multiple_of(PANEL);
@@ -196,40 +199,39 @@ impl Call<'_> {
     }
 }
 
-/// The launch argument of a tensor as vectors of so many elements, up to the end of its last row; its strides are
-/// [`Strides`](hopper::forward::Strides).
+/// The launch argument of a tensor in vectors of `vector` elements, up to the end of its last row. [`stride()`] gives its strides.
 ///
 /// # Safety
 ///
 /// As `launch_unchecked`: the view has been checked against its buffer.
 pub(in crate::launch) unsafe fn rows_arg<const RANK: usize>(view: &TensorView<RANK>, vector: usize) -> BufferArg {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees it.
     unsafe { BufferArg::from_raw_parts(view.handle.clone(), (view.span() as usize).div_ceil(vector)) }
 }
 
-/// The argument of a tensor that is read in vectors of 16 bytes.
+/// The launch argument of an input that is read in 16-byte vectors.
 ///
 /// # Safety
 ///
 /// As `launch_unchecked`: the view has been checked against its buffer.
 pub(in crate::launch) unsafe fn rows_in<E: Float, N: Size>(view: &TensorView, size: usize) -> RowsInLaunch<E, N> {
     let vector = VECTOR_BYTES / size;
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees it.
     RowsInLaunch::new(unsafe { rows_arg(view, vector) }, stride(view, vector))
 }
 
-/// The argument of a tensor that is written in vectors of 8 bytes.
+/// The launch argument of an output that is written in 8-byte vectors.
 ///
 /// # Safety
 ///
 /// As `launch_unchecked`: the view has been checked against its buffer.
 pub(in crate::launch) unsafe fn rows_out(view: &TensorView, size: usize) -> RowsOutLaunch {
     let vector = OUT_BYTES / size;
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees it.
     RowsOutLaunch::new(unsafe { rows_arg(view, vector) }, stride(view, vector))
 }
 
-/// The arguments of the rows and the columns of a backward, Q or K and dO or V each.
+/// The launch arguments of rows and columns of a backward: Q or K, and dO or V, of each.
 ///
 /// # Safety
 ///
@@ -238,25 +240,25 @@ pub(in crate::launch) unsafe fn source_sides<E: Float, N: Size>(
     [rows, cols]: [[&TensorView; 2]; 2],
     size: usize,
 ) -> SourceSidesLaunch<E, N> {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees it.
     let side = |[qk, dov]: [&TensorView; 2]| unsafe { SourceSideLaunch::new(rows_in(qk, size), rows_in(dov, size)) };
     SourceSidesLaunch::new(side(rows), side(cols))
 }
 
-/// The strides of rows, in vectors of so many elements.
+/// Strides of rows, in vectors of `vector` elements.
 pub(in crate::launch) fn stride<const RANK: usize>(view: &TensorView<RANK>, vector: usize) -> StrideLaunch {
     let [batch, head, row] = [0, 1, 2].map(|dim| view.strides[dim] / vector);
     StrideLaunch::new(batch, head, row)
 }
 
-/// Whether rows start at multiples of 16 bytes and no dimension repeats: what TMA reads, and vectors of 16 bytes.
+/// Whether rows start at multiples of 16 bytes and no dimension repeats, so that TMA and 16-byte vectors can read the tensor.
 fn is_aligned(view: &TensorView, size: usize) -> bool {
     let dense = view.strides[3] == 1 || view.shape[3] == 1;
     dense && starts_aligned(view, size) && (view.shape[3] * size).is_multiple_of(VECTOR_BYTES)
 }
 
-/// Whether TMA reads tiles of the problem's bias. Its tiles' columns would start anywhere where sequences are packed, which TMA takes for an
-/// illegal instruction unless it is at a multiple of 16 bytes.
+/// Whether TMA can read tiles of the problem's bias. With packed sequences it cannot: columns of tiles would start anywhere, and
+/// TMA raises an illegal-instruction error for a start that is not at a multiple of 16 bytes.
 fn is_tiled(view: &TensorView, problem: &AttentionProblem) -> bool {
     problem.cu_seqlens.is_none()
         && varies_by_pair(problem)
@@ -264,7 +266,7 @@ fn is_tiled(view: &TensorView, problem: &AttentionProblem) -> bool {
         && starts_aligned(view, problem.dtype.size())
 }
 
-/// Whether rows start at multiples of 16 bytes and no dimension of more than one repeats.
+/// Whether rows start at multiples of 16 bytes and no dimension larger than one repeats.
 fn starts_aligned(view: &TensorView, size: usize) -> bool {
     let strided = |dim: usize| {
         view.shape[dim] == 1 || view.strides[dim] > 0 && (view.strides[dim] * size).is_multiple_of(VECTOR_BYTES)
@@ -272,7 +274,7 @@ fn starts_aligned(view: &TensorView, size: usize) -> bool {
     view.handle.offset_start.unwrap_or(0).is_multiple_of(VECTOR_BYTES as u64) && (0..3).all(strided)
 }
 
-/// Whether a mask or bias differs from row to row.
+/// How the rows of a mask or bias differ.
 fn rows_of(view: Option<&TensorView>) -> Option<Rows> {
     view.map(|view| if view.shape[2] == 1 { Rows::Same } else { Rows::Each })
 }

@@ -1,4 +1,4 @@
-//! Launches the gradients made of `mma.sync`.
+//! Launch of the gradient kernels with `mma.sync`.
 
 use crate::error::AttentionError;
 use crate::launch::backward::WantedMma;
@@ -13,7 +13,7 @@ use crate::tensor_core::schedule::TileScheduler;
 use crate::tiling;
 use cubecl::prelude::*;
 
-/// A gradient's launch, checked.
+/// A validated launch of a gradient kernel.
 struct Prepared {
     blueprint: MmaBlueprint,
     band: Band,
@@ -22,7 +22,7 @@ struct Prepared {
 }
 
 impl Call<'_> {
-    /// Whatever can fail of [`backward_mma`](Self::backward_mma).
+    /// Checks everything that can fail in [`backward_mma`](Self::backward_mma).
     pub(in crate::launch) fn check_mma_backward(
         &self,
         saved: &Saved,
@@ -42,7 +42,7 @@ impl Call<'_> {
         self.delta_hopper_grid().map(|_| ())
     }
 
-    /// Computes these, each by a launch.
+    /// Computes the requested gradients, each by one launch.
     pub(in crate::launch) fn backward_mma(
         &self,
         saved: &Saved,
@@ -78,7 +78,7 @@ impl Call<'_> {
         let p = self.problem;
         let results = &wanted.0;
         let Prepared { blueprint, band, scheduler, count } = self.prepare(wanted)?;
-        // Rows that are kept, tiles that stream by: Role says which.
+        // Resident rows and streamed tiles, as `Role` defines them.
         let transposed = results.role().is_transposed();
         let (rows, tiled) = if transposed { ([k, v], [q, dout]) } else { ([q, dout], [k, v]) };
         let of = if transposed { Blocks::KeysTurned } else { Blocks::Queries };
@@ -86,13 +86,13 @@ impl Call<'_> {
         let size = p.dtype.size();
         let wanted_k = results.dk.or(results.dq);
         let [dk, dv] = [wanted_k, results.dv].map(|view| view.map(|view| self.writable(view, transposed)));
-        // What is not wanted is not written.
+        // A gradient that is not requested is not written: its argument is any valid tensor.
         let any = dk.as_ref().or(dv.as_ref()).expect("one of them is wanted");
         let (dk_out, dv_out) = (dk.as_ref().unwrap_or(any), dv.as_ref().unwrap_or(any));
         let (bias_width, mask_width) = self.pair_widths(transposed);
         let spans = [rows[0], rows[1], tiled[0], tiled[1], dk_out, dv_out].map(|view| view.span());
         let addresses = self.addresses(spans.into_iter().chain([scratch.stats.span()])).max(route.addresses());
-        // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
+        // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
         unsafe {
             gradient::gradient::launch_unchecked(
                 self.client,

@@ -1,4 +1,4 @@
-//! Launches the kernels made of `mma.sync`.
+//! Launch of the kernels with `mma.sync`.
 
 mod backward;
 
@@ -16,7 +16,7 @@ use crate::tiling::{self, Kernel, MmaForward};
 use cubecl::prelude::*;
 
 impl Call<'_> {
-    /// What a kernel is specialised for.
+    /// The blueprint of a kernel, or an error if it cannot run with these tiles.
     fn mma_blueprint(&self, role: Role, tile: MmaTile, head_group: usize) -> Result<MmaBlueprint, AttentionError> {
         tiling::mma::check_head_group(self.device, self.problem, role, tile, head_group)
             .map_err(|why| AttentionError::KernelUnavailable { kernel: Kernel::Mma.name(), why })?;
@@ -24,7 +24,7 @@ impl Call<'_> {
         Ok(MmaBlueprint { tile, scores, products: tiling::mma::products(self.problem) })
     }
 
-    /// Which thread block computes which block of rows of so many heads, and the thread blocks.
+    /// The tile scheduler for blocks of rows of `heads` heads, and the grid.
     fn mma_scheduler(
         &self,
         kernel: &'static str,
@@ -72,7 +72,7 @@ impl Call<'_> {
         let (bias_width, mask_width) = self.pair_widths(false);
         let spans = [q.span(), k.span(), v.span(), out.span(), lse.span()];
         let addresses = self.addresses(spans).max(route.addresses());
-        // SAFETY: views have been checked against their buffers; the kernel clamps or drops what lies past the ends.
+        // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
         unsafe {
             forward::forward::launch_unchecked(
                 self.client,

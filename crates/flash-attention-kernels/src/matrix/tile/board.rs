@@ -1,4 +1,4 @@
-//! Accumulators on their way over the board.
+//! Accumulators on the board.
 
 use super::super::MatrixTile;
 use super::Place;
@@ -6,7 +6,7 @@ use crate::fragment::rows::{Quad, WIDTH};
 use cubecl::cmma::{self, Matrix, MatrixLayout};
 use cubecl::prelude::*;
 
-/// Puts the accumulator's `part`-th columns, as many as the board has, on it.
+/// Writes the `part`-th columns of the accumulator to the board. A part has as many columns as the board.
 #[cube]
 pub fn to_board(
     acc: &Sequence<Matrix<f32>>,
@@ -28,7 +28,7 @@ pub fn to_board(
     sync_plane();
 }
 
-/// Takes them back.
+/// Reads the `part`-th columns of the accumulator back from the board.
 #[cube]
 pub fn from_board(
     acc: &mut Sequence<Matrix<f32>>,

@@ -1,16 +1,16 @@
-//! Tiles on their way to shared memory.
+//! Staging of tiles: read from memory into registers, then written to shared memory.
 
 use super::{Product, TileShape};
 use crate::fragment::rows::{Rows, Vec4, WIDTH};
 use crate::rounding::nearest_tf32;
 use cubecl::prelude::*;
 
-/// In which order the rows of a tile lie in its panel.
+/// Order of the rows of a tile in its panel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RowOrder {
-    /// As they come.
+    /// In the order of the tensor.
     Natural,
-    /// Row `x · micro + n` at `n · units + x`: threads that read their `n`-th rows together read neighbours.
+    /// Row `x · micro + n` is stored at `n · units + x`. Threads that read their `n`-th rows at the same time read neighbouring rows.
     Interleaved {
         /// Rows of a thread.
         micro: usize,
@@ -19,22 +19,22 @@ pub enum RowOrder {
     },
 }
 
-/// What comes next of the tiles, on its way from memory: each thread holds its share in registers while the chunk before is
-/// multiplied, as a load takes as long as many products. Where there is no [reading ahead](TileShape::reads_ahead), asking does
-/// nothing, and what is needed is read when it is.
+/// Prefetched chunks. Each thread holds its share of the next chunk in registers while the current chunk is multiplied, because a load
+/// takes as long as many products. Without [prefetching](TileShape::reads_ahead) the methods `ask_…` do nothing, and a chunk is read
+/// when it is needed.
 #[derive(CubeType)]
 pub struct Ahead {
-    /// Of `A`.
+    /// Share of a chunk of `A`.
     pub a: Array<Vec4>,
-    /// Of `B`.
+    /// Share of a chunk of `B`.
     pub b: Array<Vec4>,
-    /// Of `V`.
+    /// Share of a chunk of `V`.
     pub v: Array<Vec4>,
 }
 
 #[cube]
 impl Ahead {
-    /// Room for a chunk of each; `rows_nn` is the height of `V`, 0 if there is none.
+    /// Registers for a chunk of each operand. `rows_nn` is the number of rows of `V`, 0 if there is no `V`.
     pub fn new(#[comptime] rows_nn: usize, #[comptime] tile: TileShape) -> Ahead {
         Ahead {
             a: Array::new(comptime!(tile.share(tile.tile_q, tile.chunk))),
@@ -43,7 +43,7 @@ impl Ahead {
         }
     }
 
-    /// Asks for a chunk of `A` and `B`.
+    /// Prefetches a chunk of `A` and `B`.
     pub fn ask_scores<F: Float, N: Size>(
         &mut self,
         a: &Rows<F, N>,
@@ -57,7 +57,7 @@ impl Ahead {
         }
     }
 
-    /// Reads it.
+    /// Reads a chunk of `A` and `B`.
     pub fn fetch_scores<F: Float, N: Size>(
         &mut self,
         a: &Rows<F, N>,
@@ -71,7 +71,7 @@ impl Ahead {
         fetch(b, &mut self.b, tile.tile_k, columns, tile.units());
     }
 
-    /// Asks for a group of columns of `V`.
+    /// Prefetches a group of columns of `V`.
     pub fn ask_right<F: Float, N: Size>(
         &mut self,
         v: &Rows<F, N>,
@@ -84,7 +84,7 @@ impl Ahead {
         }
     }
 
-    /// Reads it.
+    /// Reads a group of columns of `V`.
     pub fn fetch_right<F: Float, N: Size>(
         &mut self,
         v: &Rows<F, N>,
@@ -98,19 +98,19 @@ impl Ahead {
     }
 }
 
-/// Columns that are staged at a time.
+/// Columns that are staged together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Columns {
-    /// The first.
+    /// First column.
     first: usize,
-    /// How many.
+    /// Number of columns.
     count: usize,
-    /// How many the rows have.
+    /// Number of columns of the tensor.
     head_dim: usize,
 }
 
-/// Reads this thread's share of so many rows and columns, as f32. What lies past the end of the rows or columns becomes zero, so that
-/// a product never meets uninitialised memory.
+/// Reads this thread's share of a chunk of `rows` and `columns`, as f32. Elements past the last row or column become zero, so that a
+/// product never reads uninitialised memory.
 #[cube]
 fn fetch<F: Float, N: Size>(
     from: &Rows<F, N>,
@@ -134,7 +134,7 @@ fn fetch<F: Float, N: Size>(
     }
 }
 
-/// Rounds what has come to tf32.
+/// Rounds a thread's share to tf32.
 #[cube]
 pub fn round(share: &mut Array<Vec4>, #[comptime] len: usize) {
     #[unroll]
@@ -148,7 +148,7 @@ pub fn round(share: &mut Array<Vec4>, #[comptime] len: usize) {
     }
 }
 
-/// Puts what has come into its panel.
+/// Writes a thread's share to its panel.
 #[cube]
 pub fn put(
     share: &Array<Vec4>,

@@ -1,4 +1,4 @@
-//! Products of a row with keys.
+//! Products of one row with keys.
 
 use super::super::Blueprint;
 use super::super::operands::Sources;
@@ -8,7 +8,7 @@ use crate::ptx::{mma_step, pack};
 use crate::rounding::nearest_tf32;
 use cubecl::prelude::*;
 
-/// The product of two rows of `wide` elements, which start at these vectors of so many each.
+/// The dot product of two rows of `wide` elements, which start at vectors `a_at` and `b_at`.
 #[cube]
 pub fn dot<E: Float, N: Size>(
     a: &[Vector<E, N>],
@@ -30,7 +30,7 @@ pub fn dot<E: Float, N: Size>(
     sum
 }
 
-/// `sum` and the products of the first `len` elements of two vectors.
+/// `sum` plus the dot product of the first `len` elements of two vectors.
 #[cube]
 pub fn dot_vectors<E: Float, N: Size>(
     a: Vector<E, N>,
@@ -48,11 +48,11 @@ pub fn dot_vectors<E: Float, N: Size>(
     sum
 }
 
-/// The products of a row with the warp's 32 keys from `first` on, of which each thread gets that of its own, in half precision. By a whole
-/// warp.
+/// The products of a row with 32 keys from `first` on, in half precision. Each thread gets the product with its own key. The
+/// whole warp must call it.
 ///
-/// The backward recomputes scores by matrix products. Multiply-adds round differently, and the difference of a score near 10⁴ would be a
-/// relative error of its probability: so the log-sum-exp of a row is made of matrix products, too.
+/// The backward recomputes scores by matrix products. Multiply-adds round differently, and at scores near 10⁴ the difference
+/// would be a relative error of the probability. The log-sum-exp of a recomputed row is therefore made of matrix products, too.
 #[cube]
 pub fn products_with_keys<E: Float, N: Size>(
     sources: &Sources<E, N>,
@@ -63,7 +63,7 @@ pub fn products_with_keys<E: Float, N: Size>(
     let lane = UNIT_POS % 32;
     let (q, k) = (sources.q.data, sources.k.data);
     let q_at = sources.q.stride.at(of.batch, of.head, of.row);
-    // Of every eight of the keys, the one that this thread reads.
+    // The key that this thread reads in each group of eight.
     let mut rows = Sequence::<usize>::new();
     #[unroll]
     for eight in 0..4u32 {
@@ -72,15 +72,15 @@ pub fn products_with_keys<E: Float, N: Size>(
     }
     let low = products_with_eights(q, q_at, k, *rows.index(0usize), *rows.index(1usize), blueprint);
     let high = products_with_eights(q, q_at, k, *rows.index(2usize), *rows.index(3usize), blueprint);
-    // The first column of row `r` of a product is in thread `4 (r % 8)`, in its first register or its third.
+    // The first column of row `r` of a product is in thread `4 (r % 8)`, in its first or third register.
     let from = 4 * (lane % 8);
     let of_low = select(lane % 16 < 8, plane_shuffle(low[0], from), plane_shuffle(low[2], from));
     let of_high = select(lane % 16 < 8, plane_shuffle(high[0], from), plane_shuffle(high[2], from));
     select(lane < 16, of_low, of_high)
 }
 
-/// The products of two eights of keys with a row: `m16 n8`, whose first column they are, and the others 0. `first_at`, `second_at`: the
-/// keys that this thread reads.
+/// The products of two groups of eight keys with a row: the first column of an `m16 n8` product, whose other columns are 0.
+/// `first_at` and `second_at` are the keys that this thread reads.
 #[cube]
 pub fn products_with_eights<E: Float, N: Size>(
     q: &[Vector<E, N>],
@@ -110,14 +110,15 @@ pub fn products_with_eights<E: Float, N: Size>(
     sums
 }
 
-/// Words of a row as those of the first of a second operand's eight columns, and 0 as those of the others.
+/// Words of a B operand whose first column is the row, and whose other seven columns are 0.
 #[cube]
 pub fn as_column(row: (u32, u32)) -> (u32, u32) {
     let first = UNIT_POS % 32 < 4;
     (select(first, row.0, 0u32), select(first, row.1, 0u32))
 }
 
-/// Of a step of 16 columns of a row, of which `len` count, the two words that a thread gives a product: of its columns in each eight.
+/// The two words that a thread contributes to a product step of 16 columns, of which `len` are valid: one from each group of
+/// eight.
 #[cube]
 pub fn words_of<E: Float, N: Size>(
     row: &[Vector<E, N>],
@@ -129,7 +130,7 @@ pub fn words_of<E: Float, N: Size>(
     (word_of(row[at], comptime!(len.min(8)), dtype), second)
 }
 
-/// Columns `2 (u % 4)` and the next of eight, of which `len` count, in thread `u`.
+/// The word of thread `u`: columns `2 (u % 4)` and `2 (u % 4) + 1` of a group of eight, of which `len` are valid.
 #[cube]
 pub fn word_of<E: Float, N: Size>(eight: Vector<E, N>, #[comptime] len: usize, #[comptime] dtype: Dtype) -> u32 {
     let quarter = UNIT_POS % 4;

@@ -1,4 +1,4 @@
-//! Mask and bias of each pair.
+//! Mask, `mask_mod`, bias and slopes of each pair of a tile.
 
 use super::super::{Blueprint, Rows, WARPGROUP_ROWS};
 use super::{ScoreTile, Scores, pair_of};
@@ -7,7 +7,7 @@ use crate::ptx::{load_tiles, unpack};
 use crate::softmax::UNSEEN;
 use cubecl::prelude::*;
 
-/// Hides what the user's function hides, and the mask, as far as there are any.
+/// Applies `mask_mod` and the mask, if there are any.
 #[cube]
 pub fn hide_pairs<E: Float, M: Numeric, NB: Size, NM: Size>(
     s: &mut Array<f32>,
@@ -58,7 +58,7 @@ pub fn hide_pairs<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
 }
 
-/// Adds the bias, if there is one, and what slopes make of distances.
+/// Adds the bias, if there is one, and the ALiBi term of the slopes.
 #[cube]
 pub fn add_bias<E: Float, M: Numeric, NB: Size, NM: Size>(
     s: &mut Array<f32>,
@@ -90,7 +90,7 @@ pub fn add_bias<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
 }
 
-/// Adds the bias, read from memory where it is needed.
+/// Adds a bias that is read from global memory.
 #[cube]
 fn add_rows<E: Float, M: Numeric, NB: Size, NM: Size>(
     s: &mut Array<f32>,
@@ -124,15 +124,15 @@ fn add_rows<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
 }
 
-/// Adds the bias, of which a warpgroup's tile lies in shared memory, and multiplies by the scale, unless a softcap
-/// has done so.
+/// Adds a tiled bias, which is in shared memory. Multiplies by the scale, unless softcap or `score_mod` have been applied to
+/// scaled scores.
 #[cube]
 fn add_tile(s: &mut Array<f32>, scale: f32, tile: &ScoreTile, #[comptime] blueprint: Blueprint) {
-    // Of 16 rows and columns at a time: rows 0 to 7 and 8 to 15 of an eight, then of the next one. A line of a panel is 128
-    // bytes, in which the swizzle exchanges vectors of 16 by the line's number.
+    // One load covers 16 rows and 16 columns: rows 0 to 7 and 8 to 15 of the first eight columns, then of the second eight. A
+    // line of a panel has 128 bytes; the swizzle permutes its 16-byte vectors by the line's number.
     let lane = UNIT_POS % 32;
     let (of_warp, eight) = (UNIT_POS / 32 % 4, lane % 8);
-    // Transposed, lines are columns.
+    // If transposed, lines are columns.
     let line =
         if comptime!(blueprint.transposed()) { lane / 16 * 8 + eight } else { of_warp * 16 + lane / 8 % 2 * 8 + eight };
     let vector = if comptime!(blueprint.transposed()) { of_warp * 2 + lane / 8 % 2 } else { lane / 16 };

@@ -1,9 +1,9 @@
-//! Tiles for Hopper by head dimension: what was measured to be the fastest.
+//! Tiles for Hopper by head dimension, chosen by measurement.
 
 use crate::hopper::BiasTile;
 use crate::tensor_core::HopperTile;
 
-/// Tiles of the forward for Hopper, by the larger head dimension and the number of keys: the first row that both fit.
+/// Tiles of the forward for Hopper, by the larger head dimension and the number of keys. The first row that fits both is chosen.
 ///
 /// ```text
 /// head_dim  seq_k    groups × warpgroups  keys  stages  registers: O, S, P    of   shared memory
@@ -14,9 +14,10 @@ use crate::tensor_core::HopperTile;
 /// 256       any      1 × 2                80    2       128 + 40 + 20         255  224 KiB
 /// ```
 ///
-/// The threads of a thread block share 65,536 registers; `O`, `S` and `P` must fit, with some 40 for the rest. Within that, more keys
-/// are better, as each tile costs barriers and the shuffles of a row's maximum, and so are more warpgroups, whose softmax
-/// and products then overlap. Three with 192 queries waste more of a short sequence than two consumer groups with 128 each.
+/// The threads of a thread block share 65,536 registers. `O`, `S` and `P` must fit, with about 40 registers for everything else.
+/// Within that limit, more keys are better, because each tile costs barriers and the shuffles of the row maximum. More warpgroups
+/// are better, too, because their softmax and products overlap. Three warpgroups with 192 queries waste more of a short sequence
+/// than two consumer groups with 128 queries each.
 pub(super) const HOPPER: [(usize, usize, HopperTile); 5] = [
     (
         64,
@@ -59,15 +60,15 @@ pub(super) const HOPPER: [(usize, usize, HopperTile); 5] = [
     ),
 ];
 
-/// The tile of the forward for Hopper where there is a block mask, by the larger head dimension, instead of those above: lists make
-/// loads longer, and a warp of its own hides them, where what multiplies needs no more than 168 registers: 32 + 64 + 32, and the rest.
+/// The tile of the forward for Hopper with a block mask, by the larger head dimension. It replaces the rows above. Lists make loads
+/// longer, and a producer warp hides them if the consumer warps need at most 168 registers: 32 + 64 + 32, and the rest.
 pub(super) const HOPPER_BLOCKS: (usize, HopperTile) = (
     64,
     HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 128, stages: 5, ping_pong: false, producer_warp: true },
 );
 
-/// Tiles of the forward for Hopper with a bias that comes in tiles of its own, by the larger head dimension: what fits the
-/// 227 KiB beside it.
+/// Tiles of the forward for Hopper with a tiled bias, by the larger head dimension: the largest that fit the 227 KiB next to the
+/// bias.
 ///
 /// ```text
 /// head_dim  groups × warpgroups  keys  stages  shared memory, of which bias
@@ -102,7 +103,7 @@ pub(super) const HOPPER_BIAS: [(usize, HopperTile); 4] = [
     ),
 ];
 
-/// Tiles of `dq` for Hopper, by the larger head dimension: without a bias that comes in tiles of its own, and with one.
+/// Tiles of `dq` for Hopper, by the larger head dimension: without a tiled bias, and with one.
 ///
 /// ```text
 /// head_dim  keys, stages  with a bias  registers: dQ, S, dP   of   shared memory
@@ -118,8 +119,9 @@ pub(super) const HOPPER_DQ: [(usize, HopperTile, HopperTile); 4] = [
     (256, gradient_tile(48, 2), gradient_tile(32, 2)),
 ];
 
-/// Tiles of `dk` and `dv` for Hopper in the same way; and of `dv`, without such a bias, where what they add up to does not fit the
-/// registers together. Tiles divide [`stats_multiple`].
+/// Tiles of `dk` and `dv` for Hopper, by the larger head dimension: without a tiled bias, and with one. The last column is the tile
+/// of `dv` without a tiled bias, for head dimensions at which the sums of `dk` and `dv` do not fit the registers together. Tiles
+/// divide [`stats_multiple`](super::stats_multiple).
 ///
 /// ```text
 /// head_dim  queries, stages  with a bias  dv     registers: dK, dV, S, dP  of   shared memory
@@ -135,8 +137,8 @@ pub(super) const HOPPER_DKDV: [(usize, HopperTile, HopperTile, Option<HopperTile
     (256, gradient_tile(48, 2), gradient_tile(32, 2), Some(gradient_tile(64, 2))),
 ];
 
-/// Tiles of the gradient of a bias for Hopper, by the larger head dimension. Blocks are 128 queries high; the wider they are, the
-/// less is loaded for each pair, the wider a tile, the less is read of shared memory, which counts for more at 128.
+/// Tiles of the gradient of a bias for Hopper, by the larger head dimension. Blocks have 128 queries. The wider a block, the less
+/// is loaded for each pair. The wider a tile, the less is read from shared memory, which matters more at head dimension 128.
 ///
 /// ```text
 /// head_dim  keys    stages  of rows  registers: dB, S, dP  of   shared memory, of which bias
@@ -152,9 +154,9 @@ pub(super) const HOPPER_DBIAS: [(usize, BiasTile); 4] = [
     (256, BiasTile { tile_k: 32, tiles: 4, stages: 2, row_stages: 1 }),
 ];
 
-/// Tiles of all three gradients by one kernel, by the larger head dimension, the least number of queries from which on it is
-/// faster, and that of queries of a tile: 128, or 64 of two panels of columns each, so that dQ of a tile is a block of 64 × 64
-/// for each of two warpgroups.
+/// Tiles of the kernel that computes all three gradients, by the larger head dimension, with the number of queries from which on it
+/// is faster. A tile has 128 queries, or 64 with two panels of columns, so that dQ of a tile is one block of 64 × 64 for each of
+/// two warpgroups.
 ///
 /// ```text
 /// head_dim  seq_q   queries, stages  registers: dK + dV, S, dP, dQ  of   shared memory

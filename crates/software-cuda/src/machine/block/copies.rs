@@ -1,9 +1,9 @@
-//! Copies that run beside the warps, and barriers in shared memory.
+//! Asynchronous copies, and barriers in shared memory.
 
 use super::*;
 
 impl Block<'_> {
-    /// Does what copies are due; whether there were any.
+    /// Completes the copies that are due; returns whether there were any.
     pub(super) fn transfer(&mut self) -> Result<bool, Error> {
         let mut any = false;
         let mut nth = 0;
@@ -34,7 +34,7 @@ impl Block<'_> {
                 }
                 let from = pointer;
                 let to = self.shared(to as u64, *size)?;
-                // SAFETY: both were found to hold as many bytes, and shared memory is no part of global memory.
+                // SAFETY: both were checked to hold this many bytes, and shared memory does not overlap global memory.
                 unsafe { std::ptr::copy_nonoverlapping(from, to, *size) };
                 *size
             }
@@ -60,7 +60,7 @@ impl Block<'_> {
                             chunk.fill(0);
                         }
                         if begin < end {
-                            // SAFETY: the part was found to lie in global memory, and this is some of it.
+                            // SAFETY: the whole part was checked to lie in global memory, and this is a piece of it.
                             let bytes =
                                 unsafe { std::slice::from_raw_parts(pointer.add(begin - part.start), end - begin) };
                             chunk[begin - at..end - at].copy_from_slice(bytes);
@@ -77,7 +77,7 @@ impl Block<'_> {
         self.mbarrier(transfer.barrier as u64, |state| state.bytes -= bytes as i32)
     }
 
-    /// Writes a box of shared memory, or bytes, to global memory, or has them change it.
+    /// Writes a box of shared memory, or bytes, to global memory, or reduces into global memory.
     pub fn copy_back(&mut self, from: usize, to: &Source, reduces: Option<(Change, usize)>) -> Result<(), Failure> {
         match (to, reduces) {
             (Source::Bytes(to, size), Some((change, element))) => {
@@ -85,7 +85,7 @@ impl Block<'_> {
                     let x = self.shared((from + at) as u64, element)?.cast::<u32>();
                     let pointer = self.global(*to + at as u64, element)?;
                     self.global_reads(*to + at as u64, element)?;
-                    // SAFETY: both were found to be there, four bytes each.
+                    // SAFETY: both were checked to be allocated, four bytes each.
                     unsafe {
                         let x = u64::from(x.read_unaligned());
                         exchange(pointer, element, |old| changed(change, old, x, 0, element));
@@ -97,7 +97,7 @@ impl Block<'_> {
                 let pointer = self.global(*to, *size)?;
                 self.global_writes(*to, *size);
                 let to = pointer;
-                // SAFETY: both were found to hold as many bytes, and shared memory is no part of global memory.
+                // SAFETY: both were checked to hold this many bytes, and shared memory does not overlap global memory.
                 unsafe { std::ptr::copy_nonoverlapping(from, to, *size) };
             }
             (Source::Box(map, at), _) => {
@@ -108,7 +108,7 @@ impl Block<'_> {
                     let to = pointer;
                     for at in part.clone() {
                         let byte = self.shared[map.swizzle.apply(from + line + at)];
-                        // SAFETY: the part was found to lie in global memory.
+                        // SAFETY: the part was checked to lie in global memory.
                         unsafe { to.add(at - part.start).write(byte) };
                     }
                 }
@@ -119,7 +119,7 @@ impl Block<'_> {
 
     // -- barriers in memory
 
-    /// Changes a barrier, and ends its phase if that completes it.
+    /// Changes a barrier, and completes its phase if nothing is pending any more.
     pub fn mbarrier(&mut self, at: u64, change: impl FnOnce(&mut Mbarrier)) -> Result<(), Failure> {
         let word = self.shared(at, 8)?.cast::<u64>();
         // SAFETY: eight bytes of shared memory.
@@ -141,14 +141,14 @@ impl Block<'_> {
         Ok(())
     }
 
-    /// What a phase of a barrier lacks, for a message.
+    /// Arrivals and bytes that a barrier's phase lacks, for messages.
     pub fn missing(&self, at: u64) -> String {
         let bits = self.shared.get(at as usize..at as usize + 8).and_then(|bytes| bytes.try_into().ok());
         let state = Mbarrier::from_bits(u64::from_le_bytes(bits.unwrap_or_default()));
         format!(", which lacks {} arrivals and {} bytes", state.pending, state.bytes)
     }
 
-    /// The state of a barrier.
+    /// State of a barrier.
     pub fn mbarrier_state(&mut self, at: u64) -> Result<Mbarrier, Failure> {
         // SAFETY: eight bytes of shared memory.
         let state = Mbarrier::from_bits(unsafe { self.shared(at, 8)?.cast::<u64>().read_unaligned() });

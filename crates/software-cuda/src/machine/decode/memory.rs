@@ -1,4 +1,4 @@
-//! Instructions that read and write memory, and barriers in it.
+//! Decoding of loads, stores, copies and barriers in memory.
 
 use super::*;
 
@@ -172,7 +172,7 @@ impl Decoder<'_> {
             }
             _ => None,
         };
-        // A tensor map may be a parameter, whose address is a generic one.
+        // A tensor map may be a parameter, which has a generic address.
         let space = |space: Space| if has("tensor") && space == Space::Global { Space::Generic } else { space };
         let bytes = if has("tensor") { 0 } else { self.source(ops.get(2).unwrap_or(&Operand::Sink), false)? };
         let (to, from) = (self.address(to, space(to_space))?, self.address(from, space(from_space))?);

@@ -1,4 +1,4 @@
-//! Products of matrices.
+//! Decoding of matrix products.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Registers, predicates and addresses of lanes.
+//! Access to registers, predicates and addresses of lanes.
 
 use super::*;
 
@@ -6,7 +6,7 @@ impl Warp {
     #[inline(always)]
     pub(super) fn pointer(&mut self, slot: Slot) -> *mut u32 {
         debug_assert!((slot as usize) < self.lines.len());
-        // SAFETY: decoding gives no other slots than there are lines for.
+        // SAFETY: decoding assigns only slots that have a line.
         unsafe { self.lines.as_mut_ptr().add(slot as usize).cast() }
     }
 
@@ -18,7 +18,7 @@ impl Warp {
     #[inline(always)]
     pub(super) fn wide(&self, slot: Slot, lane: usize) -> u64 {
         debug_assert!(slot as usize + 1 < self.lines.len());
-        // SAFETY: decoding gives registers of 64 bits two lines.
+        // SAFETY: decoding assigns two lines to registers of 64 bits.
         unsafe { self.lines.as_ptr().add(slot as usize).cast::<u64>().add(lane).read() }
     }
 
@@ -43,7 +43,7 @@ impl Warp {
         }
     }
 
-    /// Writes a whole register in these lanes.
+    /// Writes a register in these lanes.
     #[inline(always)]
     pub(super) fn blend(&mut self, slot: Slot, values: &[u32; LANES], lanes: u32) {
         let line = &mut self.lines[slot as usize].0;
@@ -76,7 +76,7 @@ impl Warp {
         }
     }
 
-    /// An address in the shared window, whatever space it is written in.
+    /// An address in shared memory, converted if it is a generic one.
     pub(super) fn shared_address(&self, at: Address, lane: usize) -> u64 {
         let address = self.address(at, lane);
         if at.space == Space::Generic { address.wrapping_sub(SHARED_WINDOW) } else { address }

@@ -1,4 +1,4 @@
-//! Reads and writes of memory, and copies.
+//! Loads, stores, atomics and copies.
 
 use super::*;
 
@@ -32,7 +32,7 @@ impl Warp {
                         Lies::Elsewhere => Ok(()),
                     };
                     if let Err(failure) = read {
-                        // Of a register that something was written to any part of, that part may be what counts.
+                        // Words that were partly written are not spoiled, since the written part may be the one that is used.
                         let nothing = |nth: usize| match lies {
                             Lies::Shared => {
                                 block.order.nothing(from as usize - block.shared.as_ptr() as usize + nth * size, size)
@@ -49,7 +49,7 @@ impl Warp {
             first = Some(from);
             for (nth, place) in to.iter().enumerate() {
                 let Some(place) = place else { continue };
-                // SAFETY: as many bytes were found to be there.
+                // SAFETY: the range was just checked to be allocated.
                 let value = unsafe {
                     let from = from.add(nth * size);
                     match (size, signed) {
@@ -68,13 +68,13 @@ impl Warp {
         Ok(())
     }
 
-    /// The register among these that is spoiled in a lane.
+    /// The first of these registers that is spoiled in a lane.
     pub(super) fn spoils_of(&self, from: &[Place], lane: usize) -> Slot {
         let mut slots = from.iter().flat_map(|place| place.slot..=place.slot + Slot::from(place.wide));
         slots.find(|slot| self.spoils.is(*slot, lane)).unwrap_or(from[0].slot)
     }
 
-    /// What was read where nothing is written is spoiled; what else is wrong is a fault.
+    /// Spoils registers that were loaded from unwritten memory. Any other failure is a fault.
     #[cold]
     pub(super) fn spoiled(&mut self, to: &[Option<Place>], lanes: u32, failure: Failure) -> Result<(), Failure> {
         if failure.0 != Kind::Uninitialised {
@@ -117,7 +117,7 @@ impl Warp {
             }
             for (nth, place) in from.iter().enumerate() {
                 let value = self.value(*place, lane);
-                // SAFETY: as many bytes were found to be there.
+                // SAFETY: the range was just checked to be allocated.
                 unsafe {
                     let to = to.add(nth * size);
                     match size {
@@ -132,15 +132,13 @@ impl Warp {
         Ok(())
     }
 
-    #[allow(clippy::too_many_arguments)]
     pub(super) fn atomic(
         &mut self,
         change: Change,
         size: usize,
         to: Option<&[Place]>,
         at: Address,
-        with: &[Slot],
-        other: Slot,
+        (with, other): (&[Slot], Slot),
         active: u32,
         block: &mut Block<'_>,
     ) -> Result<(), Failure> {
@@ -161,7 +159,7 @@ impl Warp {
             let other = self.value(Place { slot: other, wide }, lane);
             for (nth, slot) in with.iter().enumerate() {
                 let x = self.value(Place { slot: *slot, wide }, lane);
-                // SAFETY: as many bytes were found to be there, and addresses are multiples of the size.
+                // SAFETY: the range was just checked to be allocated, and addresses are multiples of the size.
                 let before =
                     unsafe { exchange(pointer.add(nth * size), size, |old| changed(change, old, x, other, size)) };
                 if let Some(to) = to {
@@ -210,7 +208,7 @@ impl Warp {
                 }
                 Some(coordinates) => {
                     let (map, _) = block.resolve(memory.space, memory_at, 128, &mut [])?;
-                    // SAFETY: 128 bytes were found to be there.
+                    // SAFETY: 128 bytes were just checked to be allocated.
                     let Some(map) = (unsafe { TensorMap::read(map) }) else {
                         return Err((Kind::Undefined, format!("there is no tensor map at {memory_at:#x}")));
                     };

@@ -1,4 +1,4 @@
-//! Products, and what warps do with other lanes and other warps.
+//! Matrix products, and exchanges with other lanes and warps.
 
 use super::*;
 
@@ -89,7 +89,7 @@ impl Warp {
         matrix::right(mma.element, &b, &mut rows[..mma.depth]);
         let mut sums = mma.c.map(|slot| self.lines[slot as usize]);
         let [c0, c1, c2, c3] = &mut sums;
-        // SAFETY: four different lines of this function's own.
+        // SAFETY: four different lines, which this function owns.
         unsafe { matrix::multiply(&[c0, c1, c2, c3], &columns[..mma.depth], &rows[..mma.depth]) };
         for (slot, sum) in mma.d.iter().zip(sums) {
             self.lines[*slot as usize] = sum;
@@ -121,7 +121,7 @@ impl Warp {
         if wgmma.negated[0] != wgmma.negated[1] {
             columns.iter_mut().flatten().flatten().for_each(|x| *x = -*x);
         }
-        // The warps of a warpgroup multiply with the same: the first one reads it for all.
+        // All warps of a warpgroup multiply by the same second operand: the first warp reads it for all.
         let mut operands = std::mem::take(&mut block.operands[self.number as usize / 4]);
         let nth = (self.products - operands.first) as usize;
         self.products += 1;
@@ -155,7 +155,7 @@ impl Warp {
             wgmma.sums.iter().for_each(|slot| self.lines[*slot as usize] = Line([0; LANES]));
         }
         let sums: Vec<_> = wgmma.sums.iter().map(|slot| self.pointer(*slot).cast::<Line>()).collect();
-        // SAFETY: lines of this warp; of those that are not different all but one are left as they are, as PTX has it.
+        // SAFETY: lines of this warp. Where PTX gives the same line several times, all but one are left unchanged.
         unsafe { matrix::multiply(&sums, &columns, rows) };
         *left -= 1;
         while operands.rows.front().is_some_and(|(.., left)| *left == 0) {

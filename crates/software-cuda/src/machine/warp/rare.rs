@@ -1,4 +1,4 @@
-//! What instructions do that are not the most frequent ones.
+//! Execution of less frequent instructions.
 
 use super::*;
 
@@ -24,7 +24,7 @@ impl Warp {
             Op::Yield => return Ok(Next::Pause),
             Op::Trap => return Err((Kind::Undefined, "`trap`".into())),
             Op::Atomic { change, size, to, at, with, other } => {
-                self.atomic(*change, *size, to.as_deref(), *at, with, *other, active, block)?;
+                self.atomic(*change, *size, to.as_deref(), *at, (with, *other), active, block)?;
             }
             Op::Shuffle { how, to, inside, from, by, clamp, members } => {
                 self.members(*members, active)?;
@@ -159,13 +159,13 @@ impl Warp {
                         let from = block.global(at, 1)?;
                         block.global(at + count as u64 - 1, 1)?;
                         copy.worthless = block.global_reads(at, count).is_err();
-                        // SAFETY: its first and its last byte are there, and nothing as small lies between two allocations.
+                        // SAFETY: its first and its last byte are allocated, and a range this small cannot span two allocations.
                         let bytes = unsafe { std::slice::from_raw_parts(from, count) };
                         copy.bytes[..count].copy_from_slice(bytes);
                     }
                     block.shared(copy.to as u64, *size)?;
                     block.order.copy_begins(self.number, copy.to, *size, self.line)?;
-                    // It is there when it was waited for, or any time before.
+                    // The copy completes when it is waited for, or at any time before.
                     if block.draw(2) == 0 {
                         self.copy(&copy, block)?;
                         copy.done = true;
@@ -296,12 +296,12 @@ impl Warp {
         Ok(Next::On)
     }
 
-    /// Whether a test is one of a state, not of a parity.
+    /// Whether a test of a barrier takes a state instead of a parity.
     pub(super) fn is_state(&self, op: &Op) -> bool {
         matches!(op, Op::BarrierTest { phase: Place { wide: true, .. }, .. })
     }
 
-    /// Refuses an instruction that not all do that it names.
+    /// Refuses an instruction that some of its member lanes do not execute.
     pub(super) fn members(&self, members: Slot, active: u32) -> Result<(), Failure> {
         let members = self.word(members, active.trailing_zeros() as usize);
         if active & !members != 0 {
