@@ -364,7 +364,8 @@ fn functions_that_cannot_read_what_they_are_given() {
         let mut options = FlashAttentionOptions::new();
         options.score_tensors = vec![good()];
         let error = serde_json::to_string(&options).unwrap_err().to_string();
-        assert!(error.contains("score_tensors holds a tensor of shape [1, 4, 1, 6]"), "{error}");
+        assert!(error.contains("score_tensors[0] is a tensor of shape [1, 4, 1, 6]"), "{error}");
+        assert!(error.contains("with with_score_mod"), "{error}");
     }
 }
 
