@@ -4,10 +4,11 @@
     python3 benches/gpt_peer.py --layers 12 --heads 12 --width 768 --context 1024 --batch 16 --mode eager,compiled
 
 Master weights are f32, matrix products and attention bf16 by autocast, AdamW is fused: as nanoGPT trains. Text is random.
-With --steps 3 it is short enough to run under ncu, see gpt_profile.py.
+With --mode eager --steps 2 it is short enough to run under ncu, see gpt_profile.py.
 """
 
 import argparse
+import csv
 import json
 import statistics
 import time
@@ -91,11 +92,19 @@ def main():
     parser.add_argument("--mode", default="eager,compiled")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--csv", help="file for the rows")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
+    rows = []
     for mode in options.mode.split(","):
         torch.cuda.reset_peak_memory_stats()
-        print(json.dumps(measure(options, mode)), flush=True)
+        rows.append(measure(options, mode))
+        print(json.dumps(rows[-1]), flush=True)
+    if options.csv:
+        with open(options.csv, "w", newline="") as file:
+            table = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+            table.writeheader()
+            table.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def main():
     parser.add_argument("--name", required=True)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--skip", type=int, default=0, help="kernels to leave out, before the steps")
-    parser.add_argument("--csv", help="a file to which rows of name, kernel, group, launches, milliseconds are added")
+    parser.add_argument("--csv", help="a file for the rows: name, kernel, group, launches, milliseconds")
     parser.add_argument("--launches", help="a file for every launch of the step in its order, with its milliseconds")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
@@ -83,8 +83,10 @@ def main():
         with open(options.launches, "w") as file:
             file.writelines(f"{nanoseconds / 1e6:.4f} {name}\n" for name, nanoseconds in step)
     if options.csv:
-        with open(options.csv, "a", newline="") as file:
-            csv.writer(file).writerows(rows)
+        with open(options.csv, "w", newline="") as file:
+            table = csv.writer(file, lineterminator="\n")
+            table.writerow(["implementation", "kernel", "group", "launches", "milliseconds"])
+            table.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,20 @@ use crate::child;
 use crate::device::DeviceName;
 use crate::error::Error;
 use crate::memory;
-use crate::published::{Gpt, Step, TRIAL, What, steps};
+use crate::published::{Program, SCRIPTS, Step, TRIAL, What, steps};
 use crate::results::{self, Memory, Record, Timing};
 use crate::run::commit;
 use crate::session::{Done, Output, Session, key_of};
 use clap::builder::PossibleValuesParser;
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
+
+/// Directory of the results of programs.
+pub(crate) const PROGRAMS: &str = "gpt";
 
 /// What to measure, where to write it, and for how long.
 #[derive(clap::Args, Clone, Debug)]
@@ -82,8 +86,8 @@ pub fn run(options: &Options) -> Result<bool, Error> {
             left => format!("{left} left"),
         };
         println!("{:<28} {:<7} {text}", format!("{}{}", step.name, kind(step)), step.device.name());
-        if let (What::Gpt(gpt), true) = (&step.what, *left > 0) {
-            println!("{:<28} gpt {}", "", gpt.arguments.join(" "));
+        if let (What::Program(program), true) = (&step.what, *left > 0) {
+            println!("{:<28} {}", "", program.command);
         }
     }
     Ok(lefts.iter().all(|left| *left == 0))
@@ -131,7 +135,7 @@ fn remaining(options: &Options, step: &Step, commit: &str) -> Result<usize, Erro
     Ok(match &step.what {
         What::Time(work) => left(work.keys(), done_times(options, step.name, commit)?),
         What::Memory(work) => left(work.keys(), done_memory(options, step.name, commit)?),
-        What::Gpt(_) => usize::from(!is_done(options, step, commit)),
+        What::Program(_) => usize::from(!is_done(options, step, commit)),
     })
 }
 
@@ -161,17 +165,17 @@ fn measure(options: &Options, step: &Step, commit: &str, session: &mut Session) 
             println!("\n{}", file.display());
             memory::measure(session, work, &file, &done)
         }
-        What::Gpt(_) if is_done(options, step, commit) => Ok(0),
-        What::Gpt(gpt) => {
+        What::Program(_) if is_done(options, step, commit) => Ok(0),
+        What::Program(program) => {
             session.rest();
-            Ok(usize::from(!program(options, step, gpt, commit, session)?))
+            Ok(usize::from(!run_program(options, step, program, commit, session)?))
         }
     }
 }
 
 /// File that records the commit of a program's results.
 fn stamp(options: &Options, step: &Step) -> PathBuf {
-    options.directory.join("gpt").join(format!("{}.commit", step.name))
+    options.directory.join(PROGRAMS).join(format!("{}.commit", step.name))
 }
 
 fn is_done(options: &Options, step: &Step, commit: &str) -> bool {
@@ -183,48 +187,62 @@ fn beside(name: &str) -> Option<PathBuf> {
     Some(std::env::current_exe().ok()?.parent()?.join(name)).filter(|path| path.exists())
 }
 
-/// Runs the program gpt to its end and keeps its output. Returns false if the program or its text is missing, or time is up.
-fn program(options: &Options, step: &Step, gpt: &Gpt, commit: &str, session: &Session) -> Result<bool, Error> {
+/// Runs a program to its end and keeps its results. Returns false if the program gpt, its text or a GPU is missing, or time is up.
+fn run_program(
+    options: &Options,
+    step: &Step,
+    program: &Program,
+    commit: &str,
+    session: &Session,
+) -> Result<bool, Error> {
     let found = [options.gpt.clone().or(beside("gpt")), options.text.clone().or(beside("tinyshakespeare.txt"))];
-    let [Some(executable), Some(text)] = found else {
+    let [Some(gpt), Some(text)] = found else {
         println!("\n{}: gpt or its text is not beside this program (--gpt, --text)", step.name);
         return Ok(false);
     };
+    if let Err(why) = cubecl::Device::cuda(program.gpus.saturating_sub(1)) {
+        println!("\n{}: needs {} GPUs: {why}", step.name, program.gpus);
+        return Ok(false);
+    }
     let left = session.until().map(|until| until.saturating_duration_since(Instant::now()));
-    if left.is_some_and(|left| left < Duration::from_secs(gpt.seconds)) {
+    if left.is_some_and(|left| left < Duration::from_secs(program.seconds)) {
         return Ok(false);
     }
     let absolute = |path: &Path| fs::canonicalize(path).map_err(|source| Error::io(path, source));
-    let (executable, text) = (absolute(&executable)?, absolute(&text)?);
+    let (gpt, text) = (absolute(&gpt)?, absolute(&text)?);
+    let results = options.directory.join(PROGRAMS);
     // One directory for each commit, so that an older commit's run is not resumed.
-    let folder = options.directory.join("gpt").join(commit);
+    let folder = results.join(commit);
     fs::create_dir_all(&folder).map_err(|source| Error::io(&folder, source))?;
     let folder = absolute(&folder)?;
-    let three = folder.join("three.txt");
-    let words = fs::read(&text).map_err(|source| Error::io(&text, source))?;
-    fs::write(&three, words.repeat(3)).map_err(|source| Error::io(&three, source))?;
-    let arguments = match gpt.resume {
-        Some((again, sign)) if folder.join(sign).exists() => again,
-        _ => gpt.arguments,
+    let write = |name: &str, content: &[u8]| {
+        let path = folder.join(name);
+        fs::write(&path, content).map_err(|source| Error::io(&path, source)).map(|()| path)
     };
-    println!("\ngpt {}", arguments.join(" "));
-    let mut command = Command::new(&executable);
-    for argument in arguments {
-        match *argument {
-            "TEXT" => command.arg(&text),
-            "TEXTS" => command.arg(&three),
-            other => command.arg(other),
-        };
+    for (name, script) in SCRIPTS {
+        write(name, script.as_bytes())?;
     }
-    let failed = |error: std::io::Error| Error::io(&executable, error);
-    let mut child = command.current_dir(&folder).stdin(Stdio::null()).spawn().map_err(failed)?;
+    let texts = write("three.txt", &fs::read(&text).map_err(|source| Error::io(&text, source))?.repeat(3))?;
+    let line = match program.resume {
+        Some((again, sign)) if folder.join(sign).exists() => again,
+        _ => program.command,
+    };
+    println!("\n{line}");
+    let mut words = line.split_whitespace().map(|word| match word {
+        "GPT" => gpt.as_os_str(),
+        "TEXT" => text.as_os_str(),
+        "TEXTS" => texts.as_os_str(),
+        other => OsStr::new(other),
+    });
+    let executable = words.next().unwrap_or_default();
+    let failed = |source: std::io::Error| Error::io(Path::new(executable), source);
+    let mut command = Command::new(executable);
+    let mut child = command.args(words).current_dir(&folder).stdin(Stdio::null()).spawn().map_err(failed)?;
     let Some(status) = child::wait(&mut child, session.until()).map_err(failed)? else { return Ok(false) };
     if !status.success() {
-        return Err(Error::Other(format!("gpt {} ended with {status}", arguments.join(" "))));
+        return Err(Error::Other(format!("{line} ended with {status}")));
     }
-    let results = options.directory.join("gpt");
-    fs::create_dir_all(&results).map_err(|source| Error::io(&results, source))?;
-    for (from, to) in gpt.writes {
+    for (from, to) in program.writes {
         let (from, to) = (folder.join(from), results.join(to));
         fs::copy(&from, &to).map_err(|source| Error::io(&from, source))?;
     }

@@ -23,20 +23,31 @@ pub(crate) enum What {
     Time(Work),
     /// Memory in addition to the inputs.
     Memory(Work),
-    /// Output of the program `gpt`, run in its own directory.
-    Gpt(Gpt),
+    /// A model's training, by the program `gpt` or by a script.
+    Program(Program),
 }
 
-/// A call of the program `gpt`. In its arguments, `TEXT` stands for the text and `TEXTS` for the text repeated three times.
-pub(crate) struct Gpt {
-    pub arguments: &'static [&'static str],
-    /// Arguments that resume an interrupted call, and the file that indicates one.
-    pub resume: Option<(&'static [&'static str], &'static str)>,
-    /// The call is not started unless this many seconds are left.
+/// A command that is run in a directory of its own, which also holds [`SCRIPTS`]. In its words, `GPT` stands for the program `gpt`, `TEXT`
+/// for the text, and `TEXTS` for the text repeated three times.
+#[derive(Clone, Copy)]
+pub(crate) struct Program {
+    pub command: &'static str,
+    /// Command that resumes an interrupted one, and the file that indicates one.
+    pub resume: Option<(&'static str, &'static str)>,
+    /// Number of GPUs that it needs.
+    pub gpus: usize,
+    /// The command is not started unless this many seconds are left.
     pub seconds: u64,
     /// Files that it writes, and their names among the results.
     pub writes: &'static [(&'static str, &'static str)],
 }
+
+/// The scripts, embedded for machines without the repository.
+pub(crate) const SCRIPTS: [(&str, &str); 3] = [
+    ("gpt_devices.py", include_str!("../gpt_devices.py")),
+    ("gpt_peer.py", include_str!("../gpt_peer.py")),
+    ("gpt_profile.py", include_str!("../gpt_profile.py")),
+];
 
 /// A chart in a document: its file, its results, the end of its name among the report's charts, and whether it may show rows of ours from
 /// other than one clean commit until they are measured again.
@@ -100,9 +111,10 @@ fn shown_variant(case: &Case) -> bool {
 /// All steps, the main table first.
 pub(crate) fn steps() -> Vec<Step> {
     use DeviceName::{Cuda, Vulkan, Wgpu};
+    let training = TRAINING.iter().map(|(name, program)| Step { name, device: Cuda, what: What::Program(*program) });
     let time = |name, device, work| Step { name, device, what: What::Time(work) };
     let middle: fn(&Case) -> bool = |case| case.seq_q == 4096 && case.causal && [64, 128, 256].contains(&case.head_dim);
-    vec![
+    let mut steps = vec![
         time(
             "h200-cuda",
             Cuda,
@@ -137,66 +149,155 @@ pub(crate) fn steps() -> Vec<Step> {
             },
         ),
         time("million-cuda", Cuda, work(Set::Million, all, &[Ours], &[Pass::Both])),
-        Step {
-            name: "compare-1024",
-            device: Cuda,
-            what: What::Gpt(Gpt {
-                arguments: &["compare", "--device", "cuda", "--data", "TEXTS", "--limit", "60", "--out", "compare"],
-                resume: None,
-                seconds: 420,
-                writes: &[("compare/compare.csv", "compare.csv"), ("compare/compare.svg", "compare.svg")],
-            }),
-        },
-        Step {
-            name: "compare-65536",
-            device: Cuda,
-            what: What::Gpt(Gpt {
-                arguments: &[
-                    "compare",
-                    "--device",
-                    "cuda",
-                    "--data",
-                    "TEXTS",
-                    "--limit",
-                    "120",
-                    "--out",
-                    "compare-65536",
-                    "--contexts",
-                    "65536",
-                    "--attention",
-                    "flash",
-                    "--batch",
-                    "1",
-                    "--checkpointing",
-                    "--warmup",
-                    "2",
-                    "--steps",
-                    "4",
-                ],
-                resume: None,
-                seconds: 60,
-                writes: &[("compare-65536/compare.csv", "compare-65536.csv")],
-            }),
-        },
-        Step {
-            name: "tinyshakespeare",
-            device: Cuda,
-            what: What::Gpt(Gpt {
-                arguments: &["--device", "cuda", "--data", "TEXT", "--name", "tinyshakespeare", "--sample-tokens", "0"],
-                resume: Some((&["--resume", "--name", "tinyshakespeare"], "runs/tinyshakespeare/latest.ckpt")),
-                seconds: 240,
-                writes: &[
-                    ("runs/tinyshakespeare/loss.csv", "tinyshakespeare.csv"),
-                    ("runs/tinyshakespeare/loss.svg", "tinyshakespeare.svg"),
-                ],
-            }),
-        },
+    ];
+    steps.extend(training);
+    steps.extend([
         time("modest-vulkan", Vulkan, work(Set::Modest, all, &[Ours, Burn, Products], PARTS)),
         time("single-wgpu", Wgpu, work(Set::Single, all, &[Ours], PARTS)),
         // Not shown anywhere: a trial of the command itself on any machine.
         time(TRIAL, Wgpu, work(Set::Tiny, all, &[Ours], FORWARD)),
-    ]
+    ]);
+    steps
 }
+
+/// Defaults of the programs.
+const PROGRAM: Program = Program { command: "", resume: None, gpus: 1, seconds: 60, writes: &[] };
+
+/// GPT-2's smallest model on windows of 1,024 tokens, as arguments of `gpt`.
+macro_rules! gpt2 {
+    () => {
+        "--device cuda --data TEXT --tokenizer gpt2 --layers 12 --heads 12 --width 768 --context 1024 --dtype bf16 --dropout 0 --eval-batches 1"
+    };
+}
+
+/// What docs/gpt.md shows.
+const TRAINING: [(&str, Program); 10] = [
+    (
+        "compare-1024",
+        Program {
+            command: "GPT compare --device cuda --data TEXTS --limit 60 --out compare",
+            seconds: 420,
+            writes: &[("compare/compare.csv", "compare.csv"), ("compare/compare.svg", "compare.svg")],
+            ..PROGRAM
+        },
+    ),
+    (
+        "compare-65536",
+        Program {
+            command: "GPT compare --device cuda --data TEXTS --limit 120 --out compare-65536 --contexts 65536 --attention flash --batch 1 \
+                      --checkpointing --warmup 2 --steps 4",
+            writes: &[("compare-65536/compare.csv", "compare-65536.csv")],
+            ..PROGRAM
+        },
+    ),
+    (
+        "tinyshakespeare",
+        Program {
+            command: "GPT --device cuda --data TEXT --name tinyshakespeare --sample-tokens 0",
+            resume: Some(("GPT --resume --name tinyshakespeare", "runs/tinyshakespeare/latest.ckpt")),
+            seconds: 240,
+            writes: &[
+                ("runs/tinyshakespeare/loss.csv", "tinyshakespeare.csv"),
+                ("runs/tinyshakespeare/loss.svg", "tinyshakespeare.svg"),
+            ],
+            ..PROGRAM
+        },
+    ),
+    (
+        "step",
+        Program {
+            command: "GPT compare --device cuda --data TEXT --out step --contexts 1024 --attention flash --batch 16 --warmup 6 --steps 16",
+            seconds: 90,
+            writes: &[("step/compare.csv", "step.csv")],
+            ..PROGRAM
+        },
+    ),
+    (
+        "step-pytorch",
+        Program {
+            command: "python3 gpt_peer.py --csv step-pytorch.csv",
+            seconds: 120,
+            writes: &[("step-pytorch.csv", "step-pytorch.csv")],
+            ..PROGRAM
+        },
+    ),
+    (
+        "kernels",
+        Program {
+            command: concat!(
+                "python3 gpt_profile.py --name ours --csv kernels.csv -- GPT ",
+                gpt2!(),
+                " --batch 16 --steps 3 --sample-tokens 0"
+            ),
+            seconds: 180,
+            writes: &[("kernels.csv", "kernels.csv")],
+            ..PROGRAM
+        },
+    ),
+    (
+        "kernels-pytorch",
+        Program {
+            command: "python3 gpt_profile.py --name pytorch --csv kernels-pytorch.csv -- \
+                      python3 gpt_peer.py --mode eager --warmup 2 --steps 2",
+            writes: &[("kernels-pytorch.csv", "kernels-pytorch.csv")],
+            ..PROGRAM
+        },
+    ),
+    (
+        "devices",
+        Program {
+            command: concat!(
+                "python3 gpt_devices.py --csv devices.csv -- GPT ",
+                gpt2!(),
+                " --batch 64 --lr 6e-4 --warmup 10 --steps 24 --eval-interval 12"
+            ),
+            gpus: 2,
+            seconds: 180,
+            writes: &[("devices.csv", "devices.csv")],
+            ..PROGRAM
+        },
+    ),
+    (
+        "devices-32",
+        Program {
+            command: concat!(
+                "python3 gpt_devices.py --csv devices-32.csv -- GPT ",
+                gpt2!(),
+                " --batch 32 --lr 6e-4 --warmup 10 --steps 40 --eval-interval 20"
+            ),
+            gpus: 2,
+            seconds: 120,
+            writes: &[("devices-32.csv", "devices-32.csv")],
+            ..PROGRAM
+        },
+    ),
+    (
+        "devices-f32",
+        Program {
+            command: "python3 gpt_devices.py --csv devices-f32.csv -- GPT --device cuda --data TEXT --layers 4 --heads 4 --width 256 \
+                      --context 256 --dropout 0 --batch 16 --steps 100 --eval-interval 50 --eval-batches 1",
+            gpus: 2,
+            writes: &[("devices-f32.csv", "devices-f32.csv")],
+            ..PROGRAM
+        },
+    ),
+];
+
+/// Results of programs, and their places in the repository.
+pub(crate) const PLACES: [(&str, &str); 12] = [
+    ("compare.csv", "examples/gpt/results/compare-cuda.csv"),
+    ("compare-65536.csv", "examples/gpt/results/compare-cuda.csv, below the others"),
+    ("compare.svg", "docs/gpt-compare.svg"),
+    ("tinyshakespeare.csv", "examples/gpt/results/tinyshakespeare-cuda.csv"),
+    ("tinyshakespeare.svg", "docs/tinyshakespeare.svg"),
+    ("step.csv", "examples/gpt/results/step-cuda.csv"),
+    ("step-pytorch.csv", "examples/gpt/results/step-pytorch.csv"),
+    ("kernels.csv", "examples/gpt/results/kernels-cuda.csv"),
+    ("kernels-pytorch.csv", "examples/gpt/results/kernels-pytorch.csv"),
+    ("devices.csv", "examples/gpt/results/devices-cuda.csv"),
+    ("devices-32.csv", "examples/gpt/results/devices-cuda.csv, below the others"),
+    ("devices-f32.csv", "examples/gpt/results/devices-cuda.csv, below the others"),
+];
 
 /// A step that no document shows, for trials.
 pub(crate) const TRIAL: &str = "trial-wgpu";
@@ -225,13 +326,31 @@ mod tests {
     }
 
     #[test]
+    fn every_result_of_a_program_has_a_place() {
+        let written: BTreeSet<&str> =
+            TRAINING.iter().flat_map(|(_, program)| program.writes).map(|(_, to)| *to).collect();
+        assert_eq!(written, PLACES.iter().map(|(file, _)| *file).collect());
+        let places: BTreeSet<&str> = PLACES.iter().map(|(_, place)| place.split(',').next().unwrap()).collect();
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        for entry in std::fs::read_dir(root.join("examples/gpt/results")).unwrap() {
+            let name = entry.unwrap().file_name().into_string().unwrap();
+            assert!(places.contains(format!("examples/gpt/results/{name}").as_str()), "nothing measures {name}");
+        }
+        for (name, program) in &TRAINING {
+            for script in program.command.split_whitespace().filter(|word| word.ends_with(".py")) {
+                assert!(SCRIPTS.iter().any(|(known, _)| *known == script), "{name}: {script}");
+            }
+        }
+    }
+
+    #[test]
     fn nothing_is_measured_twice() {
         let mut seen = BTreeSet::new();
         for step in steps() {
             let kind = match step.what {
                 What::Time(_) => "time",
                 What::Memory(_) => "memory",
-                What::Gpt(_) => "gpt",
+                What::Program(_) => "program",
             };
             assert!(seen.insert((step.name, kind)), "{} {kind}", step.name);
             if let What::Time(work) | What::Memory(work) = step.what {

@@ -1,6 +1,8 @@
 //! Replaces older results by published ones.
 
 use crate::error::Error;
+use crate::publish::PROGRAMS;
+use crate::published::PLACES;
 use crate::report::found;
 use crate::results::{self, Accuracy, Call, Memory, Record, Timing};
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,17 +23,8 @@ pub struct Options {
     unclean: bool,
 }
 
-/// Results of the program gpt, and their destinations in the repository.
-const PROGRAMS: [(&str, &str); 5] = [
-    ("gpt/compare-65536.csv", "examples/gpt/results/compare-cuda.csv, below the others"),
-    ("gpt/compare.csv", "examples/gpt/results/compare-cuda.csv"),
-    ("gpt/compare.svg", "docs/gpt-compare.svg"),
-    ("gpt/tinyshakespeare.csv", "examples/gpt/results/tinyshakespeare-cuda.csv"),
-    ("gpt/tinyshakespeare.svg", "docs/tinyshakespeare.svg"),
-];
-
 /// Replaces the result files of every name in the directory by its rows from one commit, the latest. Prints the destinations of the
-/// program's results.
+/// results of programs.
 pub fn run(options: &Options) -> Result<(), Error> {
     let names = found(&options.from)?;
     let mut commits = BTreeSet::new();
@@ -66,9 +59,10 @@ pub fn run(options: &Options) -> Result<(), Error> {
         }
         println!("{name}: {} rows of {commit}, {} of memory", kept.len(), memory.len());
     }
-    for (file, place) in PROGRAMS {
-        if options.from.join(file).exists() {
-            println!("{} belongs in {place}", options.from.join(file).display());
+    for (file, place) in PLACES {
+        let file = options.from.join(PROGRAMS).join(file);
+        if file.exists() {
+            println!("{} belongs in {place}", file.display());
         }
     }
     Ok(())
