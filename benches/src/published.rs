@@ -332,6 +332,9 @@ mod tests {
         assert_eq!(written, PLACES.iter().map(|(file, _)| *file).collect());
         let places: BTreeSet<&str> = PLACES.iter().map(|(_, place)| place.split(',').next().unwrap()).collect();
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        for place in &places {
+            assert!(root.join(place).exists(), "{place}");
+        }
         for entry in std::fs::read_dir(root.join("examples/gpt/results")).unwrap() {
             let name = entry.unwrap().file_name().into_string().unwrap();
             assert!(places.contains(format!("examples/gpt/results/{name}").as_str()), "nothing measures {name}");
