@@ -242,7 +242,7 @@ fn run_program(
     if !status.success() {
         return Err(Error::Other(format!("{line} ended with {status}")));
     }
-    for (from, to) in program.writes {
+    for (from, to, _) in program.writes {
         let (from, to) = (folder.join(from), results.join(to));
         fs::copy(&from, &to).map_err(|source| Error::io(&from, source))?;
     }

@@ -38,8 +38,8 @@ pub(crate) struct Program {
     pub gpus: usize,
     /// The command is not started unless this many seconds are left.
     pub seconds: u64,
-    /// Files that it writes, and their names among the results.
-    pub writes: &'static [(&'static str, &'static str)],
+    /// Files that it writes, their names among the results, and their places in the repository.
+    pub writes: &'static [(&'static str, &'static str, &'static str)],
 }
 
 /// The scripts, embedded for machines without the repository.
@@ -171,13 +171,16 @@ macro_rules! gpt2 {
 }
 
 /// What docs/gpt.md shows.
-const TRAINING: [(&str, Program); 10] = [
+pub(crate) const TRAINING: [(&str, Program); 10] = [
     (
         "compare-1024",
         Program {
             command: "GPT compare --device cuda --data TEXTS --limit 60 --out compare",
             seconds: 420,
-            writes: &[("compare/compare.csv", "compare.csv"), ("compare/compare.svg", "compare.svg")],
+            writes: &[
+                ("compare/compare.csv", "compare.csv", "examples/gpt/results/compare-cuda.csv"),
+                ("compare/compare.svg", "compare.svg", "docs/gpt-compare.svg"),
+            ],
             ..PROGRAM
         },
     ),
@@ -186,7 +189,11 @@ const TRAINING: [(&str, Program); 10] = [
         Program {
             command: "GPT compare --device cuda --data TEXTS --limit 120 --out compare-65536 --contexts 65536 --attention flash --batch 1 \
                       --checkpointing --warmup 2 --steps 4",
-            writes: &[("compare-65536/compare.csv", "compare-65536.csv")],
+            writes: &[(
+                "compare-65536/compare.csv",
+                "compare-65536.csv",
+                "examples/gpt/results/compare-cuda.csv, below the others",
+            )],
             ..PROGRAM
         },
     ),
@@ -197,8 +204,12 @@ const TRAINING: [(&str, Program); 10] = [
             resume: Some(("GPT --resume --name tinyshakespeare", "runs/tinyshakespeare/latest.ckpt")),
             seconds: 240,
             writes: &[
-                ("runs/tinyshakespeare/loss.csv", "tinyshakespeare.csv"),
-                ("runs/tinyshakespeare/loss.svg", "tinyshakespeare.svg"),
+                (
+                    "runs/tinyshakespeare/loss.csv",
+                    "tinyshakespeare.csv",
+                    "examples/gpt/results/tinyshakespeare-cuda.csv",
+                ),
+                ("runs/tinyshakespeare/loss.svg", "tinyshakespeare.svg", "docs/tinyshakespeare.svg"),
             ],
             ..PROGRAM
         },
@@ -208,7 +219,7 @@ const TRAINING: [(&str, Program); 10] = [
         Program {
             command: "GPT compare --device cuda --data TEXT --out step --contexts 1024 --attention flash --batch 16 --warmup 6 --steps 16",
             seconds: 90,
-            writes: &[("step/compare.csv", "step.csv")],
+            writes: &[("step/compare.csv", "step.csv", "examples/gpt/results/step-cuda.csv")],
             ..PROGRAM
         },
     ),
@@ -217,7 +228,7 @@ const TRAINING: [(&str, Program); 10] = [
         Program {
             command: "python3 gpt_peer.py --csv step-pytorch.csv",
             seconds: 120,
-            writes: &[("step-pytorch.csv", "step-pytorch.csv")],
+            writes: &[("step-pytorch.csv", "step-pytorch.csv", "examples/gpt/results/step-pytorch.csv")],
             ..PROGRAM
         },
     ),
@@ -230,7 +241,7 @@ const TRAINING: [(&str, Program); 10] = [
                 " --batch 16 --steps 3 --sample-tokens 0"
             ),
             seconds: 180,
-            writes: &[("kernels.csv", "kernels.csv")],
+            writes: &[("kernels.csv", "kernels.csv", "examples/gpt/results/kernels-cuda.csv")],
             ..PROGRAM
         },
     ),
@@ -239,7 +250,7 @@ const TRAINING: [(&str, Program); 10] = [
         Program {
             command: "python3 gpt_profile.py --name pytorch --csv kernels-pytorch.csv -- \
                       python3 gpt_peer.py --mode eager --warmup 2 --steps 2",
-            writes: &[("kernels-pytorch.csv", "kernels-pytorch.csv")],
+            writes: &[("kernels-pytorch.csv", "kernels-pytorch.csv", "examples/gpt/results/kernels-pytorch.csv")],
             ..PROGRAM
         },
     ),
@@ -253,7 +264,7 @@ const TRAINING: [(&str, Program); 10] = [
             ),
             gpus: 2,
             seconds: 180,
-            writes: &[("devices.csv", "devices.csv")],
+            writes: &[("devices.csv", "devices.csv", "examples/gpt/results/devices-cuda.csv")],
             ..PROGRAM
         },
     ),
@@ -267,7 +278,7 @@ const TRAINING: [(&str, Program); 10] = [
             ),
             gpus: 2,
             seconds: 120,
-            writes: &[("devices-32.csv", "devices-32.csv")],
+            writes: &[("devices-32.csv", "devices-32.csv", "examples/gpt/results/devices-cuda.csv, below the others")],
             ..PROGRAM
         },
     ),
@@ -277,26 +288,14 @@ const TRAINING: [(&str, Program); 10] = [
             command: "python3 gpt_devices.py --csv devices-f32.csv -- GPT --device cuda --data TEXT --layers 4 --heads 4 --width 256 \
                       --context 256 --dropout 0 --batch 16 --steps 100 --eval-interval 50 --eval-batches 1",
             gpus: 2,
-            writes: &[("devices-f32.csv", "devices-f32.csv")],
+            writes: &[(
+                "devices-f32.csv",
+                "devices-f32.csv",
+                "examples/gpt/results/devices-cuda.csv, below the others",
+            )],
             ..PROGRAM
         },
     ),
-];
-
-/// Results of programs, and their places in the repository.
-pub(crate) const PLACES: [(&str, &str); 12] = [
-    ("compare.csv", "examples/gpt/results/compare-cuda.csv"),
-    ("compare-65536.csv", "examples/gpt/results/compare-cuda.csv, below the others"),
-    ("compare.svg", "docs/gpt-compare.svg"),
-    ("tinyshakespeare.csv", "examples/gpt/results/tinyshakespeare-cuda.csv"),
-    ("tinyshakespeare.svg", "docs/tinyshakespeare.svg"),
-    ("step.csv", "examples/gpt/results/step-cuda.csv"),
-    ("step-pytorch.csv", "examples/gpt/results/step-pytorch.csv"),
-    ("kernels.csv", "examples/gpt/results/kernels-cuda.csv"),
-    ("kernels-pytorch.csv", "examples/gpt/results/kernels-pytorch.csv"),
-    ("devices.csv", "examples/gpt/results/devices-cuda.csv"),
-    ("devices-32.csv", "examples/gpt/results/devices-cuda.csv, below the others"),
-    ("devices-f32.csv", "examples/gpt/results/devices-cuda.csv, below the others"),
 ];
 
 /// A step that no document shows, for trials.
@@ -327,10 +326,9 @@ mod tests {
 
     #[test]
     fn every_result_of_a_program_has_a_place() {
-        let written: BTreeSet<&str> =
-            TRAINING.iter().flat_map(|(_, program)| program.writes).map(|(_, to)| *to).collect();
-        assert_eq!(written, PLACES.iter().map(|(file, _)| *file).collect());
-        let places: BTreeSet<&str> = PLACES.iter().map(|(_, place)| place.split(',').next().unwrap()).collect();
+        let writes: Vec<_> = TRAINING.iter().flat_map(|(_, program)| program.writes).collect();
+        assert_eq!(writes.iter().map(|(_, name, _)| name).collect::<BTreeSet<_>>().len(), writes.len());
+        let places: BTreeSet<&str> = writes.iter().map(|(_, _, place)| place.split(',').next().unwrap()).collect();
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
         for place in &places {
             assert!(root.join(place).exists(), "{place}");

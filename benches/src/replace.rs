@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 use crate::publish::PROGRAMS;
-use crate::published::PLACES;
+use crate::published::TRAINING;
 use crate::report::found;
 use crate::results::{self, Accuracy, Call, Memory, Record, Timing};
 use std::collections::{BTreeMap, BTreeSet};
@@ -59,7 +59,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
         }
         println!("{name}: {} rows of {commit}, {} of memory", kept.len(), memory.len());
     }
-    for (file, place) in PLACES {
+    for (_, file, place) in TRAINING.iter().flat_map(|(_, program)| program.writes) {
         let file = options.from.join(PROGRAMS).join(file);
         if file.exists() {
             println!("{} belongs in {place}", file.display());
