@@ -30,6 +30,15 @@ pub enum Role {
 }
 
 impl Role {
+    /// Name of the kernel.
+    pub fn kernel(self) -> &'static str {
+        match self {
+            Role::Forward => "forward",
+            Role::Dq => "dq",
+            Role::DkDv { .. } | Role::All => "dkdv",
+        }
+    }
+
     /// Whether keys are rows and queries columns.
     pub fn is_transposed(self) -> bool {
         matches!(self, Role::DkDv { .. } | Role::All)

@@ -2,19 +2,22 @@
 
 mod portable_kernels;
 
+#[cfg(not(feature = "cuda"))]
+use super::not_compiled;
 use super::{Call, Inputs, Launch, elementwise, input, output};
 use crate::error::AttentionError;
 use crate::fragment::grid::GridLaunch;
 use crate::fragment::role::Role;
-use crate::hopper::{BiasTile, dq_accum_columns};
+#[cfg(not(feature = "cuda"))]
+use crate::hopper::BiasTile;
+use crate::hopper::dq_accum_columns;
 use crate::mods::TENSORS;
 use crate::portable::dbias::Sums;
 use crate::portable::nothing;
-use crate::portable::tile::TileShape;
 use crate::problem::{AttentionProblem, BackwardOrder};
 use crate::score::Factor;
 use crate::tensor::TensorView;
-use crate::tiling::{self, BackwardTiles, BiasGradient, Device, Gradient, HopperGradient, MmaGradient, Stage};
+use crate::tiling::{self, BackwardTiles, BiasGradient, Device, Gradient, Stage};
 use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -125,9 +128,6 @@ impl Scratch {
     }
 }
 
-/// Names of the tensors' gradients in error messages.
-const DSCORE_TENSORS: [&str; TENSORS] = ["dscore_tensors[0]", "dscore_tensors[1]"];
-
 /// Outputs of one launch: `dq`, or one or both of `dk` and `dv`, or, for Hopper, all three.
 #[derive(Clone, Copy)]
 pub(super) struct Results<'a> {
@@ -162,14 +162,36 @@ impl<'a> Results<'a> {
     }
 }
 
-/// A launch of a Hopper gradient kernel.
-pub(super) type Wanted<'a> = (Results<'a>, HopperGradient);
+/// A prepared launch of a kernel of the backward.
+pub(super) enum Prepared<'a> {
+    /// Of a kernel that reads tensors as they are, and `lse` and delta in the layout of [`Backward::delta`].
+    Direct(Launch<'a>),
+    /// Of a kernel of [tensor cores](super::tensor_core), which has its own layout of them.
+    #[cfg(feature = "cuda")]
+    TensorCore(super::tensor_core::GradientLaunch<'a>),
+}
 
-/// A launch of an `mma.sync` gradient kernel.
-pub(super) type WantedMma<'a> = (Results<'a>, MmaGradient);
+/// The tiles of a family's backward.
+pub(super) trait GradientKernel {
+    /// Prepares the launch that computes these results: finds everything that can fail.
+    fn prepare<'a>(self, backward: Backward<'a>, results: Results<'a>) -> Result<Prepared<'a>, AttentionError>;
+}
 
-/// A launch of the Hopper kernel for the bias's gradient.
-pub(super) type WantedBias<'a> = (&'a TensorView, BiasTile);
+impl GradientKernel for Gradient {
+    fn prepare<'a>(self, backward: Backward<'a>, results: Results<'a>) -> Result<Prepared<'a>, AttentionError> {
+        match self {
+            Gradient::Portable(tile) => tile.prepare(backward, results),
+            Gradient::Matrix(tile) => tile.prepare(backward, results),
+            Gradient::Rows(tile) => tile.prepare(backward, results),
+            #[cfg(feature = "cuda")]
+            Gradient::Hopper(tiles) => tiles.prepare(backward, results),
+            #[cfg(feature = "cuda")]
+            Gradient::Mma(tiles) => tiles.prepare(backward, results),
+            #[cfg(not(feature = "cuda"))]
+            Gradient::Hopper(_) | Gradient::Mma(_) => Err(not_compiled(self.kernel())),
+        }
+    }
+}
 
 /// Values that the launches of a backward share.
 #[derive(Clone, Copy)]
@@ -185,9 +207,53 @@ impl Backward<'_> {
     /// A grid of thread blocks of `rows` rows each. Rows are queries or keys, depending on the results.
     pub(super) fn rows_grid(&self, results: &Results, rows: usize) -> Result<(GridLaunch, CubeCount), AttentionError> {
         let transposed = results.role().is_transposed();
-        let kernel = if transposed { "dkdv" } else { "dq" };
+        let kernel = results.role().kernel();
         tiling::check_bindings(self.call.device, self.call.problem, kernel, 5 + results.all().count())?;
         if transposed { self.call.key_grid(kernel, rows) } else { self.call.query_grid(kernel, rows) }
+    }
+}
+
+impl Gradients {
+    /// Whether all gradients of `q`, `k` and `v` are requested.
+    fn all_inputs(&self) -> bool {
+        self.dq.is_some() && self.dk.is_some() && self.dv.is_some()
+    }
+
+    /// Requested gradients of tensors of the inputs' dtype.
+    fn of_inputs(&self) -> impl Iterator<Item = &TensorView> {
+        [&self.dq, &self.dk, &self.dv, &self.dbias].into_iter().flatten()
+    }
+
+    /// Requested gradients of f32 tensors that scores depend on, in four dimensions.
+    fn of_scores(&self) -> impl Iterator<Item = TensorView> {
+        let slopes = self.dalibi_slopes.as_ref().map(|view| view.widened());
+        slopes.into_iter().chain(self.dscore_tensors.iter().flatten().cloned())
+    }
+
+    /// Whether no gradient is requested.
+    fn is_empty(&self) -> bool {
+        self.of_inputs().count() + self.of_scores().count() == 0 && self.dsinks.is_none()
+    }
+
+    /// Whether a requested gradient may be folded from partial sums.
+    fn are_summed(&self) -> bool {
+        self.dbias.is_some() || self.of_scores().count() > 0
+    }
+
+    /// The results of each launch, with its kernel.
+    fn launches(&self, tiles: &BackwardTiles) -> Vec<(Results<'_>, Gradient)> {
+        let (dq, dk, dv) = (self.dq.as_ref(), self.dk.as_ref(), self.dv.as_ref());
+        if let Some(fused) = tiles.fused.filter(|_| self.all_inputs()) {
+            return vec![(Results { dq, dk, dv }, Gradient::Hopper(fused))];
+        }
+        let of_keys = |dk, dv, tiles| (Results { dq: None, dk, dv }, tiles);
+        let keys = match (dk, tiles.dv) {
+            (Some(_), Some(of_dv)) => vec![of_keys(dk, None, tiles.dkdv), of_keys(None, dv, of_dv)],
+            (None, Some(of_dv)) => vec![of_keys(None, dv, of_dv)],
+            (_, None) => vec![of_keys(dk, dv, tiles.dkdv)],
+        };
+        let all = [(Results { dq, dk: None, dv: None }, tiles.dq)].into_iter().chain(keys);
+        all.filter(|(results, _)| results.all().count() > 0).collect()
     }
 }
 
@@ -199,224 +265,184 @@ impl Call<'_> {
         scratch: &Scratch,
         tiles: BackwardTiles,
     ) -> Result<(), AttentionError> {
-        // -- validate
-        let p = self.problem;
+        let addresses = self.validate_backward(saved, gradients, scratch, &tiles)?;
+        let backward = Backward { call: self, saved, scratch, addresses };
+        let launches = if gradients.is_empty() {
+            Vec::new()
+        } else if self.problem.rows() == 0 || self.problem.seq_k == 0 {
+            backward.of_nothing(gradients)?
+        } else {
+            backward.prepare(gradients, &tiles)?
+        };
+        launches.into_iter().for_each(|launch| launch());
+        Ok(())
+    }
+
+    /// Checks all tensors, and returns the address type that reaches every element.
+    fn validate_backward(
+        &self,
+        saved: &Saved,
+        gradients: &Gradients,
+        scratch: &Scratch,
+        tiles: &BackwardTiles,
+    ) -> Result<AddressType, AttentionError> {
+        let (p, device) = (self.problem, self.device);
         let size = p.dtype.size();
-        input(self.device, "o", &saved.o, p.o_shape(), size)?;
-        input(self.device, "lse", &saved.lse, p.lse_shape(), 4)?;
-        input(self.device, "dout", &saved.dout, p.o_shape(), size)?;
+        input(device, "o", &saved.o, p.o_shape(), size)?;
+        input(device, "lse", &saved.lse, p.lse_shape(), 4)?;
+        input(device, "dout", &saved.dout, p.o_shape(), size)?;
         if let Some(dlse) = &saved.dlse {
-            input(self.device, "dlse", dlse, p.lse_shape(), 4)?;
+            input(device, "dlse", dlse, p.lse_shape(), 4)?;
         }
-        let wanted = [
-            ("dq", &gradients.dq, p.q_shape()),
-            ("dk", &gradients.dk, p.k_shape()),
-            ("dv", &gradients.dv, p.v_shape()),
-            ("dbias", &gradients.dbias, p.bias.unwrap_or([0; 4])),
-        ];
-        for (argument, view, shape) in wanted {
+        let [score_a, score_b] = p.score_tensors.map(|shape| shape.unwrap_or([0; 4]));
+        let [dscore_a, dscore_b] = &gradients.dscore_tensors;
+        for (argument, view, shape, size) in [
+            ("dq", &gradients.dq, p.q_shape(), size),
+            ("dk", &gradients.dk, p.k_shape(), size),
+            ("dv", &gradients.dv, p.v_shape(), size),
+            ("dbias", &gradients.dbias, p.bias.unwrap_or([0; 4]), size),
+            ("dscore_tensors[0]", dscore_a, score_a, 4),
+            ("dscore_tensors[1]", dscore_b, score_b, 4),
+        ] {
             if let Some(view) = view {
-                output(self.device, argument, view, shape, size)?;
+                output(device, argument, view, shape, size)?;
             }
         }
-        output(self.device, "stats", &scratch.stats, [2, tiling::stats_rows(p)], 4)?;
+        output(device, "stats", &scratch.stats, [2, tiling::stats_rows(p)], 4)?;
         if let Some(view) = &gradients.dalibi_slopes {
-            output(self.device, "dalibi_slopes", view, p.alibi_slopes.unwrap_or([0; 2]), 4)?;
+            output(device, "dalibi_slopes", view, p.alibi_slopes.unwrap_or([0; 2]), 4)?;
         }
         if let Some(view) = &gradients.dsinks {
-            output(self.device, "dsinks", view, [if p.sinks { p.num_heads_q } else { 0 }], 4)?;
+            output(device, "dsinks", view, [if p.sinks { p.num_heads_q } else { 0 }], 4)?;
         }
-        for ((view, shape), argument) in gradients.dscore_tensors.iter().zip(p.score_tensors).zip(DSCORE_TENSORS) {
-            if let Some(view) = view {
-                output(self.device, argument, view, shape.unwrap_or([0; 4]), 4)?;
-            }
-        }
-        let of_tensors = gradients.dscore_tensors.iter().flatten();
-        let summed = gradients.dbias.is_some() || gradients.dalibi_slopes.is_some() || of_tensors.clone().count() > 0;
-        let sums = scratch.bias_sums.as_ref().filter(|_| summed);
+        let missing = |option, why| Err(AttentionError::Unsupported { option, value: "none".into(), why });
+        let sums = scratch.bias_sums.as_ref().filter(|_| gradients.are_summed());
         match (sums, tiling::bias_sums_len(p)) {
-            (Some(sums), len) if len > 0 => {
-                output(self.device, "bias_sums", sums, [p.batch, p.num_heads_q, len / (p.batch * p.num_heads_q)], 4)?;
+            (_, 0) => {}
+            (Some(sums), len) => {
+                output(device, "bias_sums", sums, [p.batch, p.num_heads_q, len / (p.batch * p.num_heads_q)], 4)?;
             }
-            (None, len) if len > 0 && summed => {
-                return Err(AttentionError::Unsupported {
-                    option: "scratch.bias_sums",
-                    value: "none".into(),
-                    why: "gradients of slopes and of what is broadcast are folded from sums; allocate with Scratch::empty",
-                });
+            (None, _) if gradients.are_summed() => {
+                let why =
+                    "gradients of slopes and of what is broadcast are folded from sums; allocate with Scratch::empty";
+                return missing("scratch.bias_sums", why);
             }
-            _ => {}
+            (None, _) => {}
         }
-        let all = [&gradients.dq, &gradients.dk, &gradients.dv].iter().all(|view| view.is_some());
-        let fused = tiles.fused.filter(|_| all);
-        match &scratch.dq_accum {
-            Some(sums) if fused.is_some() => {
-                let shape = [tiling::stats_rows(p), dq_accum_columns(p.head_dim)];
-                output(self.device, "dq_accum", sums, shape, 4)?;
-            }
-            None if fused.is_some() => {
-                return Err(AttentionError::Unsupported {
-                    option: "scratch.dq_accum",
-                    value: "none".into(),
-                    why: "blocks of keys add to dq there; allocate with Scratch::empty",
-                });
-            }
-            _ => {}
+        if tiles.fused.is_some() && gradients.all_inputs() {
+            let Some(dq_accum) = &scratch.dq_accum else {
+                return missing("scratch.dq_accum", "blocks of keys add to dq there; allocate with Scratch::empty");
+            };
+            let shape = [tiling::stats_rows(p), dq_accum_columns(p.head_dim)];
+            output(device, "dq_accum", dq_accum, shape, 4)?;
         }
-        let views: Vec<&TensorView> =
-            wanted.iter().filter_map(|(_, view, _)| view.as_ref()).chain([&saved.o, &saved.dout]).collect();
-        let views = views.into_iter().chain(of_tensors.clone()).map(|view| view.span());
+        let views = gradients.of_inputs().chain([&saved.o, &saved.dout]).map(|view| view.span());
         let rows = [Some(&saved.lse), saved.dlse.as_ref(), sums].into_iter().flatten().map(|view| view.span());
-        let slopes = gradients.dalibi_slopes.iter().map(|view| view.span());
-        let addresses = self.addresses(views.chain(rows).chain(slopes).chain([scratch.stats.span()]));
-        let (dslopes, dsinks) = (gradients.dalibi_slopes.as_ref(), gradients.dsinks.as_ref());
-        let none = dslopes.is_none() && dsinks.is_none() && of_tensors.clone().count() == 0;
-        if wanted.iter().all(|(_, view, _)| view.is_none()) && none {
-            return Ok(());
+        let of_scores = gradients.of_scores().map(|view| view.span());
+        Ok(self.addresses(views.chain(rows).chain(of_scores).chain([scratch.stats.span()])))
+    }
+}
+
+impl<'a> Backward<'a> {
+    /// Prepares the launches without queries or without keys. Gradients are zeros, except for sinks, which queries attend to.
+    fn of_nothing(self, gradients: &'a Gradients) -> Result<Vec<Launch<'a>>, AttentionError> {
+        let Backward { call, addresses, .. } = self;
+        let without_rows = call.problem.rows() == 0;
+        let dsinks = gradients.dsinks.as_ref();
+        let of_sinks = dsinks.filter(|_| without_rows).map(|view| view.widened());
+        let of_f32 = gradients.of_scores().chain(of_sinks).map(|view| (view, ElemType::Float(FloatKind::F32)));
+        let all = gradients.of_inputs().map(|view| (view.clone(), call.dtype())).chain(of_f32);
+        let mut launches: Vec<Launch> = Vec::new();
+        for (view, dtype) in all.filter(|(view, _)| !view.is_empty()) {
+            let (count, dim) = elementwise(call.device, "zeros", view.len())?;
+            launches.push(Box::new(move || {
+                // SAFETY: views have been checked against their buffers. The kernel writes no element beyond the last one.
+                unsafe { nothing::zeros::launch_unchecked(call.client, count, dim, addresses, view.arg(), dtype) };
+            }));
         }
-
-        let backward = Backward { call: self, saved, scratch, addresses };
-
-        // -- no queries or no keys: gradients are zeros, except for sinks, which are attended to
-        if p.rows() == 0 || p.seq_k == 0 {
-            let f32 = ElemType::Float(FloatKind::F32);
-            let written = wanted.iter().filter_map(|(_, view, _)| Some((view.as_ref()?.clone(), self.dtype())));
-            let written = written
-                .chain(dslopes.map(|view| (view.widened(), f32)))
-                .chain(dsinks.filter(|_| p.rows() == 0).map(|view| (view.widened(), f32)))
-                .chain(of_tensors.map(|view| (view.clone(), f32)))
-                .filter(|(view, _)| !view.is_empty());
-            let mut launches: Vec<Launch> = Vec::new();
-            for (view, dtype) in written {
-                let (count, dim) = elementwise(self.device, "zeros", view.len())?;
-                launches.push(Box::new(move || {
-                    // SAFETY: views have been checked against their buffers. The kernel writes no element beyond the last one.
-                    unsafe { nothing::zeros::launch_unchecked(self.client, count, dim, addresses, view.arg(), dtype) };
-                }));
-            }
-            if let Some(view) = dsinks.filter(|_| p.rows() > 0) {
-                launches.push(backward.delta()?);
-                launches.push(backward.dsinks(view)?);
-            }
-            launches.into_iter().for_each(|launch| launch());
-            return Ok(());
+        if let Some(view) = dsinks.filter(|_| !without_rows) {
+            launches.push(self.delta()?);
+            launches.push(self.dsinks(view)?);
         }
+        Ok(launches)
+    }
 
-        // -- prepare: everything that can fail, before anything is launched
-        tiling::check_backward_blocks(self.device, p, &tiles)?;
+    /// Prepares all launches, in their order: finds everything that can fail, before anything is launched.
+    fn prepare(self, gradients: &'a Gradients, tiles: &BackwardTiles) -> Result<Vec<Launch<'a>>, AttentionError> {
+        let Backward { call, .. } = self;
+        let p = call.problem;
+        tiling::check_backward_blocks(call.device, p, tiles)?;
         for tile in tiles.portables() {
-            tiling::check_tile(self.device, p, &tile, Stage::Backward)?;
+            tiling::check_tile(call.device, p, &tile, Stage::Backward)?;
         }
-        let (dq, dk, dv) = (gradients.dq.as_ref(), gradients.dk.as_ref(), gradients.dv.as_ref());
-        let together = tiles.dv.is_none() && dk.is_some() && dv.is_some();
-        let of_dq = (Results { dq, dk: None, dv: None }, tiles.dq);
-        let of_dkdv = |dk, dv| (Results { dq: None, dk, dv }, tiles.dv.filter(|_| dk.is_none()).unwrap_or(tiles.dkdv));
-        let apart = if together { vec![of_dkdv(dk, dv)] } else { vec![of_dkdv(dk, None), of_dkdv(None, dv)] };
-        let (mut launches, mut hopper, mut mma): (Vec<Launch>, _, _) = (Vec::new(), Vec::new(), Vec::new());
-        match fused {
-            Some(tiles) => hopper.push((Results { dq, dk, dv }, tiles)),
-            None => {
-                for (results, kernel) in
-                    [of_dq].into_iter().chain(apart).filter(|(results, _)| results.all().count() > 0)
-                {
-                    match kernel {
-                        Gradient::Hopper(tiles) => hopper.push((results, tiles)),
-                        Gradient::Mma(tiles) => mma.push((results, tiles)),
-                        Gradient::Matrix(tile) => launches.push(backward.matrix(results, tile)?),
-                        Gradient::Rows(tile) => launches.push(backward.rows(results, tile)?),
-                        Gradient::Portable(tile) => launches.push(backward.portable(results, tile)?),
-                    }
-                }
+        let mut prepared = Vec::new();
+        for (results, kernel) in gradients.launches(tiles) {
+            prepared.push(kernel.prepare(self, results)?);
+        }
+        let (of_bias, of_bias_tile) = match (&gradients.dbias, tiles.dbias) {
+            (dbias, BiasGradient::Portable(tile)) => (dbias, Some(tile)),
+            (Some(dbias), BiasGradient::Hopper(tile)) => {
+                prepared.push(self.dbias_hopper(dbias, tile)?);
+                (&None, None)
             }
-        }
-        let mut hopper_dbias = None;
-        let factor_tile = |argument, tile: Option<TileShape>| {
-            tile.ok_or(AttentionError::Unsupported {
-                option: argument,
-                value: "none".into(),
-                why: "a gradient is asked for that takes a kernel",
-            })
+            (None, BiasGradient::Hopper(_)) => (&None, None),
         };
-        if let Some(view) = &gradients.dbias {
-            match tiles.dbias {
-                BiasGradient::Hopper(tile) => hopper_dbias = Some((view, tile)),
-                BiasGradient::Portable(tile) => {
-                    let sums = tiling::bias_sums(&view.shape, p);
-                    let blueprint = tiling::blueprint_beside(tiles.dq.kernel(), p, tile, Factor::One);
-                    launches.push(backward.dbias("dbias", view.clone(), sums, blueprint)?);
+        let [score_a, score_b] = &gradients.dscore_tensors;
+        let slopes = gradients.dalibi_slopes.as_ref().map(|view| (view.widened(), Sums::Rows));
+        let of =
+            |view: &Option<TensorView>| view.as_ref().map(|view| (view.clone(), tiling::bias_sums(&view.shape, p)));
+        for (option, view, tile, factor) in [
+            ("tiles.dbias", of(of_bias), of_bias_tile, Factor::One),
+            ("tiles.dalibi_slopes", slopes, tiles.dalibi_slopes, Factor::Slope),
+            ("tiles.dscore_tensors", of(score_a), tiles.dscore_tensors, Factor::A),
+            ("tiles.dscore_tensors", of(score_b), tiles.dscore_tensors, Factor::B),
+        ] {
+            let Some((view, sums)) = view else { continue };
+            let why = "a gradient is asked for that takes a kernel";
+            let tile = tile.ok_or(AttentionError::Unsupported { option, value: "none".into(), why })?;
+            let blueprint = tiling::blueprint_beside(tiles.dq.kernel(), p, tile, factor);
+            prepared.push(self.dbias(option.trim_start_matches("tiles."), view, sums, blueprint)?);
+        }
+        if let Some(view) = &gradients.dsinks {
+            prepared.push(Prepared::Direct(self.dsinks(view)?));
+        }
+        let mut launches = self.in_order(prepared, tiles.fused.is_some() && gradients.all_inputs())?;
+        launches.push(Box::new(move || {
+            for (view, keys) in [(&gradients.dq, false), (&gradients.dk, true), (&gradients.dv, true)] {
+                if let Some(view) = view {
+                    call.fill(view, None, keys);
                 }
             }
-        }
-        if let Some(view) = dslopes {
-            let tile = factor_tile("tiles.dalibi_slopes", tiles.dalibi_slopes)?;
-            let blueprint = tiling::blueprint_beside(tiles.dq.kernel(), p, tile, Factor::Slope);
-            launches.push(backward.dbias("dalibi_slopes", view.widened(), Sums::Rows, blueprint)?);
-        }
-        for (view, factor) in gradients.dscore_tensors.iter().zip([Factor::A, Factor::B]) {
-            let Some(view) = view else { continue };
-            let tile = factor_tile("tiles.dscore_tensors", tiles.dscore_tensors)?;
-            let blueprint = tiling::blueprint_beside(tiles.dq.kernel(), p, tile, factor);
-            let sums = tiling::bias_sums(&view.shape, p);
-            launches.push(backward.dbias("dscore_tensors", view.clone(), sums, blueprint)?);
-        }
-        if let Some(view) = dsinks {
-            launches.push(backward.dsinks(view)?);
-        }
-        let delta = backward.delta()?;
-        self.check_hopper_backward(saved, &hopper, hopper_dbias)?;
-        self.check_mma_backward(saved, &mma)?;
+        }));
+        Ok(launches)
+    }
 
-        if !launches.is_empty() {
-            delta();
-        }
-        launches.into_iter().for_each(|launch| launch());
-        // These kernels read scratch in a layout of their own.
-        self.backward_mma(saved, scratch, &mma)?;
-        self.backward_hopper(saved, scratch, &hopper, hopper_dbias)?;
-        for (view, keys) in [(&gradients.dq, false), (&gradients.dk, true), (&gradients.dv, true)] {
-            if let Some(view) = view {
-                self.fill(view, None, keys);
+    /// The launches of kernels that read tensors as they are, after their delta, then those of tensor cores, after theirs: both
+    /// deltas are in the same scratch. With `fused`, a kernel adds to `dq_accum`.
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "no kernel of tensor cores adds"))]
+    fn in_order(self, prepared: Vec<Prepared<'a>>, fused: bool) -> Result<Vec<Launch<'a>>, AttentionError> {
+        let mut direct = Vec::new();
+        #[cfg(feature = "cuda")]
+        let mut tensor_core = Vec::new();
+        for launch in prepared {
+            match launch {
+                Prepared::Direct(launch) => direct.push(launch),
+                #[cfg(feature = "cuda")]
+                Prepared::TensorCore(launch) => tensor_core.push(launch),
             }
         }
-        Ok(())
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    fn check_hopper_backward(
-        &self,
-        _: &Saved,
-        wanted: &[Wanted],
-        bias: Option<WantedBias>,
-    ) -> Result<(), AttentionError> {
-        if wanted.is_empty() && bias.is_none() {
-            return Ok(());
+        if !direct.is_empty() {
+            direct.insert(0, self.delta()?);
         }
-        let why = "it was not compiled: that takes the feature cuda".into();
-        Err(AttentionError::KernelUnavailable { kernel: tiling::Kernel::Hopper.name(), why })
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    fn backward_hopper(
-        &self,
-        _: &Saved,
-        _: &Scratch,
-        _: &[Wanted],
-        _: Option<WantedBias>,
-    ) -> Result<(), AttentionError> {
-        Ok(())
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    fn check_mma_backward(&self, _: &Saved, wanted: &[WantedMma]) -> Result<(), AttentionError> {
-        if wanted.is_empty() {
-            return Ok(());
+        #[cfg(feature = "cuda")]
+        if !tensor_core.is_empty() {
+            direct.push(self.tensor_core(tensor_core, fused)?);
         }
-        let why = "it was not compiled: that takes the feature cuda".into();
-        Err(AttentionError::KernelUnavailable { kernel: tiling::Kernel::Mma.name(), why })
+        Ok(direct)
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn backward_mma(&self, _: &Saved, _: &Scratch, _: &[WantedMma]) -> Result<(), AttentionError> {
-        Ok(())
+    fn dbias_hopper(self, _: &TensorView, tile: BiasTile) -> Result<Prepared<'a>, AttentionError> {
+        Err(not_compiled(BiasGradient::Hopper(tile).kernel()))
     }
 }

@@ -1,18 +1,15 @@
 //! Launch of the forward.
 
-use super::sequences::Blocks;
-use super::{Call, Inputs, elementwise, output};
+#[cfg(not(feature = "cuda"))]
+use super::not_compiled;
+use super::{Call, Inputs, Launch, elementwise, output};
 use crate::error::AttentionError;
-use crate::fragment::operands::ForwardOutputsLaunch;
-use crate::portable::tile::TileShape;
-use crate::portable::{self, nothing};
+use crate::portable::nothing;
 use crate::problem::AttentionProblem;
-use crate::score::Factor;
 use crate::tensor::TensorView;
-use crate::tiling::{self, Device, Forward, Stage};
+use crate::tiling::{self, Device, Forward};
 use cubecl::client::Client;
 use cubecl::ir::AddressType;
-use cubecl::prelude::*;
 
 /// Computes `o` and `lse`.
 ///
@@ -63,54 +60,36 @@ pub fn forward_with(
     }
     let kernel = kernel.into();
     tiling::check_blocks(&device, problem, kernel.kernel(), kernel.list())?;
-    match kernel {
-        Forward::Portable(tile) => call.forward_portable(o, lse, tile, addresses)?,
-        Forward::Matrix(tile) => call.forward_matrix(o, lse, tile, addresses)?,
-        Forward::Rows(tile) => call.forward_rows(o, lse, tile, addresses)?,
+    let outputs = Outputs { o, lse, addresses };
+    let launch = match kernel {
+        Forward::Portable(tile) => tile.prepare_forward(&call, outputs),
+        Forward::Matrix(tile) => tile.prepare_forward(&call, outputs),
+        Forward::Rows(tile) => tile.prepare_forward(&call, outputs),
         #[cfg(feature = "cuda")]
-        Forward::Hopper(tiles) => call.forward_hopper(o, lse, tiles)?,
+        Forward::Hopper(tiles) => tiles.prepare_forward(&call, outputs),
         #[cfg(feature = "cuda")]
-        Forward::Mma(tiles) => call.forward_mma(o, lse, tiles)?,
+        Forward::Mma(tiles) => tiles.prepare_forward(&call, outputs),
         #[cfg(not(feature = "cuda"))]
-        kernel @ (Forward::Hopper(_) | Forward::Mma(_)) => {
-            let why = "it was not compiled: that takes the feature cuda".into();
-            return Err(AttentionError::KernelUnavailable { kernel: kernel.kernel().name(), why });
-        }
-    }
+        Forward::Hopper(_) | Forward::Mma(_) => Err(not_compiled(kernel.kernel())),
+    }?;
+    launch();
     call.fill(o, Some(lse), false);
     Ok(())
 }
 
-impl Call<'_> {
-    fn forward_portable(
-        &self,
-        o: &TensorView,
-        lse: &TensorView<3>,
-        tile: TileShape,
-        addresses: AddressType,
-    ) -> Result<(), AttentionError> {
-        let p = self.problem;
-        tiling::check_tile(self.device, p, &tile, Stage::Forward)?;
-        tiling::check_bindings(self.device, p, "forward", 5)?;
-        let (grid, count) = self.query_grid("forward", tile.tile_q)?;
-        let route = self.route(Blocks::Queries, tile.tile_q, tile.tile_k);
-        // SAFETY: views have been checked against their buffers. The kernel reads and writes no row or column beyond the last
-        // one.
-        unsafe {
-            portable::forward::forward::launch_unchecked(
-                self.client,
-                count,
-                CubeDim::new_1d(tile.units() as u32),
-                addresses.max(route.addresses()),
-                self.width(&[o]),
-                self.qkv(),
-                self.scores(Stage::Forward, &route),
-                ForwardOutputsLaunch::new(o.arg(), lse.arg()),
-                grid,
-                tiling::blueprint(p, tile, Factor::One),
-                [self.dtype(), self.mask_type()],
-            );
-        }
-        Ok(())
-    }
+/// Outputs of the forward.
+#[derive(Clone, Copy)]
+pub(super) struct Outputs<'a> {
+    /// `[batch, num_heads_q, seq_q, head_dim_v]`.
+    pub o: &'a TensorView,
+    /// `[batch, num_heads_q, seq_q]`.
+    pub lse: &'a TensorView<3>,
+    /// The address type that reaches every element of inputs and outputs.
+    pub addresses: AddressType,
+}
+
+/// The tiles of a family's forward.
+pub(super) trait ForwardKernel {
+    /// Prepares the launch that computes `o` and `lse`: finds everything that can fail.
+    fn prepare_forward<'a>(self, call: &'a Call<'a>, outputs: Outputs<'a>) -> Result<Launch<'a>, AttentionError>;
 }

@@ -3,16 +3,17 @@
 mod arguments;
 mod backward;
 mod blocks;
+mod direct;
 mod dropout;
 mod forward;
 #[cfg(feature = "cuda")]
 mod hopper;
-mod matrix;
 #[cfg(feature = "cuda")]
 mod mma;
 mod route;
-mod rows;
 mod sequences;
+#[cfg(feature = "cuda")]
+mod tensor_core;
 
 pub use backward::{Gradients, Saved, Scratch, backward, backward_with};
 pub use blocks::block_states;
@@ -271,6 +272,13 @@ impl<'a> Call<'a> {
     }
 }
 
+/// The error for kernels that only the feature `cuda` compiles.
+#[cfg(not(feature = "cuda"))]
+fn not_compiled(kernel: tiling::Kernel) -> AttentionError {
+    let why = "it was not compiled: that takes the feature cuda".into();
+    AttentionError::KernelUnavailable { kernel: kernel.name(), why }
+}
+
 /// Checks mask and mask tensors: they are given if and only if the problem states them, with the stated shapes.
 fn check_masks(device: &Device, problem: &AttentionProblem, inputs: &Inputs) -> Result<(), AttentionError> {
     if let Some(mask) = &inputs.mask {
@@ -313,15 +321,6 @@ fn stated(argument: &'static str, given: bool, stated: bool) -> Result<(), Atten
 fn elementwise(device: &Device, kernel: &'static str, len: usize) -> Result<(CubeCount, CubeDim), AttentionError> {
     let units = device.units.min(256);
     let (x, y, z) = tiling::cube_count(device, kernel, len.div_ceil(units) as u64)?;
-    Ok((CubeCount::Static(x, y, z), CubeDim::new_1d(units as u32)))
-}
-
-/// A grid with one thread block for each row of `[B, H, S, D]`.
-#[cfg(feature = "cuda")]
-fn rows_grid(device: &Device, kernel: &'static str, shape: [usize; 4]) -> Result<(CubeCount, CubeDim), AttentionError> {
-    let rows = shape[..3].iter().map(|n| *n as u64).product();
-    let (x, y, z) = tiling::cube_count(device, kernel, rows)?;
-    let units = shape[3].next_multiple_of(32).min(device.units);
     Ok((CubeCount::Static(x, y, z), CubeDim::new_1d(units as u32)))
 }
 

@@ -1,22 +1,20 @@
 //! Launch of the gradient of a bias for Hopper.
 
-use super::{OUT_BYTES, rows_arg, stride};
 use crate::error::AttentionError;
 use crate::fragment::role::Role;
 use crate::hopper::dbias::{BiasOutLaunch, DbiasScheduler};
-use crate::hopper::operands::StreamsLaunch;
 use crate::hopper::{self, BiasBlueprint, BiasTile};
-use crate::launch::backward::WantedBias;
+use crate::launch::Call;
+use crate::launch::backward::{Backward, Prepared};
 use crate::launch::route::Route;
-use crate::launch::{Call, Scratch};
+use crate::launch::tensor_core::{OUT_BYTES, rows_arg, sides, stride};
 use crate::tensor::TensorView;
 use crate::tensor_core::{Blueprint, Rows, WARPGROUP_ROWS};
 use crate::tiling::varies_by_pair;
 use cubecl::prelude::*;
 
 impl Call<'_> {
-    /// Checks everything that can fail in [`dbias_hopper`](Self::dbias_hopper).
-    pub(super) fn check_dbias_hopper(&self, (dbias, tile): WantedBias) -> Result<(), AttentionError> {
+    fn check_dbias_hopper(&self, dbias: &TensorView, tile: BiasTile) -> Result<(), AttentionError> {
         let p = self.problem;
         if !varies_by_pair(p) {
             return Err(AttentionError::Unsupported {
@@ -49,58 +47,52 @@ impl Call<'_> {
         let tiled = BiasBlueprint { scores: Blueprint { bias: Some(Rows::Tiled), ..scores }, ..plain };
         if self.takes_tiles(tiled.shared_memory()) { tiled } else { plain }
     }
+}
 
-    /// Computes the gradient of the bias, from lse and delta in scratch.
-    pub(super) fn dbias_hopper(
-        &self,
-        [q, k, v, dout]: &[TensorView; 4],
-        scratch: &Scratch,
-        (dbias, tile): WantedBias,
-    ) -> Result<(), AttentionError> {
-        let p = self.problem;
-        let size = p.dtype.size();
-        let blueprint = self.dbias_blueprint(dbias, tile);
-        let band = p.band();
-        let [bias_batch, bias_heads, ..] = dbias.shape;
-        let scheduler =
-            DbiasScheduler::new(&band, tile, [bias_batch, bias_heads], [p.batch, p.num_heads_q, p.num_heads_kv]);
-        let bias_map = self.inputs.bias.as_ref().filter(|_| blueprint.scores.tiled_bias());
-        let bias_map = bias_map.map(|bias| self.map(bias, WARPGROUP_ROWS));
-        let (bias_width, mask_width) = self.pair_widths(false);
-        let vector = if blueprint.vectors { OUT_BYTES / size } else { 1 };
-        let spans = [q, k, v, dout, dbias].map(|view| view.span());
-        let addresses = self.addresses(spans.into_iter().chain([scratch.stats.span()]));
-        // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
-        unsafe {
-            hopper::dbias::dbias::launch_unchecked(
-                self.client,
-                CubeCount::Static(self.device.multiprocessors.max(1) as u32, 1, 1),
-                CubeDim::new_1d(tile.tile().units() as u32),
-                addresses,
-                bias_width,
-                mask_width,
-                StreamsLaunch::new(
-                    self.map(q, WARPGROUP_ROWS),
-                    Some(self.map(dout, WARPGROUP_ROWS)).into(),
-                    self.map(k, tile.tile_k),
-                    self.map(v, tile.tile_k),
-                    bias_map.into(),
-                    self.spread(),
-                    Some(rows_arg(&scratch.stats, 1)).into(),
-                ),
-                self.score_args(&blueprint.scores, &band, &Route::default()),
-                BiasOutLaunch::new(
-                    rows_arg(dbias, OUT_BYTES / size),
-                    rows_arg(dbias, 1),
-                    stride(dbias, vector),
-                    dbias.strides[3],
-                ),
-                BufferArg::from_raw_parts(self.counter(), 1),
-                scheduler.into_launch(),
-                blueprint,
-                [self.dtype(), self.mask_type()],
-            );
-        }
-        Ok(())
+impl<'a> Backward<'a> {
+    /// Prepares the launch that computes the gradient of the bias, from lse and delta in scratch.
+    pub(in crate::launch) fn dbias_hopper(
+        self,
+        dbias: &'a TensorView,
+        tile: BiasTile,
+    ) -> Result<Prepared<'a>, AttentionError> {
+        let Backward { call, scratch, .. } = self;
+        let p = call.problem;
+        call.check_dbias_hopper(dbias, tile)?;
+        let blueprint = call.dbias_blueprint(dbias, tile);
+        Ok(Prepared::TensorCore(Box::new(move |sources| {
+            let (size, band) = (p.dtype.size(), p.band());
+            let [bias_batch, bias_heads, ..] = dbias.shape;
+            let scheduler =
+                DbiasScheduler::new(&band, tile, [bias_batch, bias_heads], [p.batch, p.num_heads_q, p.num_heads_kv]);
+            let bias_map = call.bias_map(&blueprint.scores, WARPGROUP_ROWS);
+            let (bias_width, mask_width) = call.pair_widths(false);
+            let vector = if blueprint.vectors { OUT_BYTES / size } else { 1 };
+            let spans = sources.iter().chain([dbias]).map(|view| view.span());
+            let addresses = call.addresses(spans.chain([scratch.stats.span()]));
+            // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
+            unsafe {
+                hopper::dbias::dbias::launch_unchecked(
+                    call.client,
+                    CubeCount::Static(call.device.multiprocessors.max(1) as u32, 1, 1),
+                    CubeDim::new_1d(tile.tile().units() as u32),
+                    addresses,
+                    bias_width,
+                    mask_width,
+                    call.streams(sides(sources, false), tile.tile_k, bias_map, rows_arg(&scratch.stats, 1)),
+                    call.score_args(&blueprint.scores, &band, &Route::default()),
+                    BiasOutLaunch::new(
+                        rows_arg(dbias, OUT_BYTES / size),
+                        rows_arg(dbias, 1),
+                        stride(dbias, vector),
+                        dbias.strides[3],
+                    ),
+                    BufferArg::from_raw_parts(call.counter(), 1),
+                    scheduler.into_launch(),
+                    blueprint,
+                    [call.dtype(), call.mask_type()],
+                );
+            }
+        })))
     }
 }

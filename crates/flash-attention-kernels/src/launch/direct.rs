@@ -1,0 +1,191 @@
+//! Launch of the families whose kernels read and write tensors as they are: portable, cooperative matrix products, whole rows.
+
+use super::backward::{Backward, GradientKernel, Prepared, Results};
+use super::forward::{ForwardKernel, Outputs};
+use super::sequences::Blocks;
+use super::{Call, Launch};
+use crate::error::AttentionError;
+use crate::fragment::grid::GridLaunch;
+use crate::fragment::operands::{ForwardOutputsLaunch, GradientsLaunch, QkvLaunch, SidesLaunch};
+use crate::fragment::role::Role;
+use crate::fragment::scores::ScoresLaunch;
+use crate::matrix::{self, MatrixTile};
+use crate::portable::{self, tile::TileShape};
+use crate::rows::{self, RowsTile};
+use crate::score::Factor;
+use crate::tiling::{self, Forward, Gradient, Kernel, ListShape, Stage};
+use cubecl::client::Client;
+use cubecl::ir::{AddressType, ElemType};
+use cubecl::prelude::*;
+
+/// What the launches of these families differ in, besides the kernel.
+struct Direct<B> {
+    /// Rows of a thread block and columns of a tile.
+    list: ListShape,
+    dim: CubeDim,
+    blueprint: B,
+}
+
+type ForwardFn<E, M, N, B> = unsafe fn(
+    &Client,
+    CubeCount,
+    CubeDim,
+    AddressType,
+    usize,
+    QkvLaunch<E, N>,
+    ScoresLaunch<E, M>,
+    ForwardOutputsLaunch<E, N>,
+    GridLaunch,
+    B,
+    [ElemType; 2],
+);
+
+type GradientFn<E, M, N, B> = unsafe fn(
+    &Client,
+    CubeCount,
+    CubeDim,
+    AddressType,
+    usize,
+    SidesLaunch<E, N>,
+    ScoresLaunch<E, M>,
+    GradientsLaunch<E, N>,
+    GridLaunch,
+    B,
+    [ElemType; 2],
+);
+
+impl<'a> Outputs<'a> {
+    /// Prepares the launch of a forward kernel.
+    fn direct<E: Float + 'a, M: Numeric + 'a, N: Size + 'a, B: 'a>(
+        self,
+        call: &'a Call<'a>,
+        Direct { list, dim, blueprint }: Direct<B>,
+        kernel: ForwardFn<E, M, N, B>,
+    ) -> Result<Launch<'a>, AttentionError> {
+        tiling::check_bindings(call.device, call.problem, "forward", 5)?;
+        let (grid, count) = call.query_grid("forward", list.rows)?;
+        let Outputs { o, lse, addresses } = self;
+        Ok(Box::new(move || {
+            let route = call.route(Blocks::Queries, list.rows, list.columns);
+            // SAFETY: views have been checked against their buffers. Kernels read and write no row or column beyond the last one.
+            unsafe {
+                kernel(
+                    call.client,
+                    count,
+                    dim,
+                    addresses.max(route.addresses()),
+                    call.width(&[o]),
+                    call.qkv(),
+                    call.scores(Stage::Forward, &route),
+                    ForwardOutputsLaunch::new(o.arg(), lse.arg()),
+                    grid,
+                    blueprint,
+                    [call.dtype(), call.mask_type()],
+                );
+            }
+        }))
+    }
+}
+
+impl<'a> Backward<'a> {
+    /// Prepares the launch of a gradient kernel. Its band and scores are those of its rows if `of` is
+    /// [`KeysTurned`](Blocks::KeysTurned).
+    fn direct<E: Float + 'a, M: Numeric + 'a, N: Size + 'a, B: 'a>(
+        self,
+        results: Results<'a>,
+        of: Blocks,
+        Direct { list, dim, blueprint }: Direct<B>,
+        kernel: GradientFn<E, M, N, B>,
+    ) -> Result<Prepared<'a>, AttentionError> {
+        let Backward { call, saved, scratch, addresses } = self;
+        let (grid, count) = self.rows_grid(&results, list.rows)?;
+        Ok(Prepared::Direct(Box::new(move || {
+            let route = call.route(of, list.rows, list.columns);
+            let scores = match of {
+                Blocks::KeysTurned => call.scores_transposed(Stage::Backward, &route),
+                Blocks::Keys | Blocks::Queries => call.scores(Stage::Backward, &route),
+            };
+            // SAFETY: as for the forward.
+            unsafe {
+                kernel(
+                    call.client,
+                    count,
+                    dim,
+                    addresses.max(route.addresses()),
+                    call.width(&results.views(saved)),
+                    call.sides(saved, scratch, results.role().is_transposed()),
+                    scores,
+                    GradientsLaunch::new(results.dqk().into(), results.dv.map(|dv| dv.arg()).into()),
+                    grid,
+                    blueprint,
+                    [call.dtype(), call.mask_type()],
+                );
+            }
+        })))
+    }
+}
+
+fn unavailable(kernel: Kernel) -> impl FnOnce(String) -> AttentionError {
+    move |why| AttentionError::KernelUnavailable { kernel: kernel.name(), why }
+}
+
+impl ForwardKernel for TileShape {
+    fn prepare_forward<'a>(self, call: &'a Call<'a>, outputs: Outputs<'a>) -> Result<Launch<'a>, AttentionError> {
+        tiling::check_tile(call.device, call.problem, &self, Stage::Forward)?;
+        let blueprint = tiling::blueprint(call.problem, self, Factor::One);
+        let dim = CubeDim::new_1d(self.units() as u32);
+        let direct = Direct { list: Forward::Portable(self).list(), dim, blueprint };
+        outputs.direct(call, direct, portable::forward::forward::launch_unchecked)
+    }
+}
+
+impl MatrixTile {
+    /// What launches a kernel of this role.
+    fn direct(self, call: &Call, role: Role, list: ListShape) -> Result<Direct<matrix::Blueprint>, AttentionError> {
+        let (device, problem) = (call.device, call.problem);
+        tiling::matrix::check(device, problem, role, self).map_err(unavailable(Kernel::Matrix))?;
+        let blueprint = tiling::matrix::blueprint(device, problem, role, self);
+        Ok(Direct { list, dim: CubeDim::new_2d(self.plane as u32, self.planes as u32), blueprint })
+    }
+}
+
+impl ForwardKernel for MatrixTile {
+    fn prepare_forward<'a>(self, call: &'a Call<'a>, outputs: Outputs<'a>) -> Result<Launch<'a>, AttentionError> {
+        let direct = self.direct(call, Role::Forward, Forward::Matrix(self).list())?;
+        outputs.direct(call, direct, matrix::forward::forward::launch_unchecked)
+    }
+}
+
+impl GradientKernel for MatrixTile {
+    fn prepare<'a>(self, backward: Backward<'a>, results: Results<'a>) -> Result<Prepared<'a>, AttentionError> {
+        let keys = results.role().is_transposed();
+        let direct = self.direct(backward.call, results.role(), Gradient::Matrix(self).list(keys))?;
+        let of = if keys { Blocks::Keys } else { Blocks::Queries };
+        backward.direct(results, of, direct, matrix::gradient::gradient::launch_unchecked)
+    }
+}
+
+impl RowsTile {
+    /// What launches a kernel of this role.
+    fn direct(self, call: &Call, role: Role, list: ListShape) -> Result<Direct<rows::Blueprint>, AttentionError> {
+        tiling::rows::check(call.device, self).map_err(unavailable(Kernel::Rows))?;
+        let blueprint = tiling::rows::blueprint(call.problem, role, self);
+        Ok(Direct { list, dim: CubeDim::new_1d(self.units as u32), blueprint })
+    }
+}
+
+impl ForwardKernel for RowsTile {
+    fn prepare_forward<'a>(self, call: &'a Call<'a>, outputs: Outputs<'a>) -> Result<Launch<'a>, AttentionError> {
+        let direct = self.direct(call, Role::Forward, Forward::Rows(self).list())?;
+        outputs.direct(call, direct, rows::forward::forward::launch_unchecked)
+    }
+}
+
+impl GradientKernel for RowsTile {
+    fn prepare<'a>(self, backward: Backward<'a>, results: Results<'a>) -> Result<Prepared<'a>, AttentionError> {
+        let keys = results.role().is_transposed();
+        let direct = self.direct(backward.call, results.role(), Gradient::Rows(self).list(keys))?;
+        let of = if keys { Blocks::KeysTurned } else { Blocks::Queries };
+        backward.direct(results, of, direct, rows::gradient::gradient::launch_unchecked)
+    }
+}

@@ -1,0 +1,372 @@
+//! What the launches of tensor-core families share, Hopper's and those of `mma.sync`: tensors in vectors of 16 bytes, scores, work
+//! tiles, and the order of the backward.
+
+use super::backward::{Backward, Results};
+use super::route::Route;
+use super::{Call, Launch};
+use crate::error::AttentionError;
+use crate::fragment::role::Role;
+use crate::hopper;
+use crate::mask::Band;
+use crate::tensor::TensorView;
+use crate::tensor_core::delta::{self, DeltaBlueprint};
+use crate::tensor_core::operands::{
+    GradientOutputsLaunch, RowsInLaunch, RowsOutLaunch, SourceSideLaunch, SourceSidesLaunch, StrideLaunch,
+};
+use crate::tensor_core::schedule::TileScheduler;
+use crate::tensor_core::scores::{FactorsLaunch, ScoresLaunch};
+use crate::tensor_core::{Blueprint, HopperTile, Rows};
+use crate::tiling::{self, Stage, cube_count, stats_multiple, stats_rows};
+use cubecl::ir::AddressType;
+use cubecl::prelude::*;
+use std::f32::consts::LOG2_E;
+
+/// Alignment of rows in bytes that TMA and 16-byte vectors require.
+pub(super) const VECTOR_BYTES: usize = 16;
+
+/// Bytes of the vectors in which outputs are written.
+pub(super) const OUT_BYTES: usize = 8;
+
+/// `q`, `k`, `v` and `dout` of a backward, as its kernels read them.
+pub(super) type Sources = [TensorView; 4];
+
+/// A launch of a gradient kernel that cannot fail any more.
+pub(super) type GradientLaunch<'a> = Box<dyn FnOnce(&Sources) + 'a>;
+
+/// A tensor that kernels access in vectors of 16 bytes and by TMA: directly, or through a packed copy.
+pub(super) struct Aligned<'a> {
+    view: &'a TensorView,
+    /// The grid of the copy, if the tensor itself is not aligned.
+    copy: Option<(CubeCount, CubeDim)>,
+}
+
+impl Aligned<'_> {
+    /// A tensor that can be read: the tensor itself, or a packed copy.
+    pub(super) fn read(&self, call: &Call) -> TensorView {
+        let Some(grid) = &self.copy else { return self.view.clone() };
+        let packed = call.packed(self.view.shape);
+        call.copy(grid, self.view, &packed, packed.strides[2]);
+        packed
+    }
+
+    /// A tensor that a kernel can write in place of an output of queries, or of `keys`. [`finish`](Self::finish) follows.
+    pub(super) fn write(&self, call: &Call, keys: bool) -> TensorView {
+        if self.copy.is_none() {
+            return self.view.clone();
+        }
+        let packed = call.packed(self.view.shape);
+        // Rows that belong to no sequence are copied with the others, and no kernel writes them.
+        call.fill(&packed, None, keys);
+        packed
+    }
+
+    /// Copies what has been written to the output, if that is another tensor.
+    pub(super) fn finish(&self, call: &Call, written: &TensorView) {
+        if let Some(grid) = &self.copy {
+            call.copy(grid, written, self.view, self.view.shape[3]);
+        }
+    }
+}
+
+/// The outputs of a gradient kernel.
+pub(super) struct Outputs<'a> {
+    /// Gradient of K, or of Q if rows are queries. Where one kernel computes all three, it adds that of Q to `dq_accum`.
+    dqk: Option<Aligned<'a>>,
+    dv: Option<Aligned<'a>>,
+    /// Whether rows are keys.
+    keys: bool,
+}
+
+impl Outputs<'_> {
+    /// The tensors that the kernel writes. A gradient that is not requested is not written: its tensor is any valid one.
+    pub(super) fn write(&self, call: &Call) -> [TensorView; 2] {
+        let [dqk, dv] = [&self.dqk, &self.dv].map(|out| out.as_ref().map(|out| out.write(call, self.keys)));
+        let any = dqk.as_ref().or(dv.as_ref()).expect("a launch has a result").clone();
+        [dqk.unwrap_or_else(|| any.clone()), dv.unwrap_or(any)]
+    }
+
+    /// The launch argument of the tensors.
+    ///
+    /// # Safety
+    ///
+    /// As `launch_unchecked`: the views have been checked against their buffers.
+    pub(super) unsafe fn arg([dqk, dv]: &[TensorView; 2], size: usize) -> GradientOutputsLaunch {
+        // SAFETY: the caller guarantees it.
+        unsafe { GradientOutputsLaunch::new(rows_out(dqk, size), rows_out(dv, size)) }
+    }
+
+    /// Copies what has been written to the outputs, where they are other tensors.
+    pub(super) fn finish(&self, call: &Call, written: &[TensorView; 2]) {
+        for (out, written) in [&self.dqk, &self.dv].into_iter().zip(written) {
+            if let Some(out) = out {
+                out.finish(call, written);
+            }
+        }
+    }
+}
+
+/// Resident rows and streamed tiles of a gradient kernel, as [`Role`] defines them.
+pub(super) fn sides([q, k, v, dout]: &Sources, keys: bool) -> [[&TensorView; 2]; 2] {
+    if keys { [[k, v], [q, dout]] } else { [[q, dout], [k, v]] }
+}
+
+/// Work tiles of a kernel.
+pub(super) struct Work {
+    /// The band of the kernel's rows.
+    pub band: Band,
+    /// The numbering of the tiles.
+    pub scheduler: TileScheduler,
+}
+
+impl<'a> Backward<'a> {
+    /// Prepares the outputs of a gradient kernel.
+    pub(super) fn outputs(&self, results: &Results<'a>) -> Result<Outputs<'a>, AttentionError> {
+        let aligned = |view: Option<&'a TensorView>| view.map(|view| self.call.aligned(view)).transpose();
+        let keys = results.role().is_transposed();
+        Ok(Outputs { dqk: aligned(results.dk.or(results.dq))?, dv: aligned(results.dv)?, keys })
+    }
+
+    /// Prepares copies of the inputs and delta, which these kernels follow. With `fused`, one of them adds to `dq_accum`.
+    pub(super) fn tensor_core(
+        self,
+        kernels: Vec<GradientLaunch<'a>>,
+        fused: bool,
+    ) -> Result<Launch<'a>, AttentionError> {
+        let Backward { call, saved, scratch, .. } = self;
+        let inputs = call.inputs;
+        let [q, k, v] = [call.aligned(&inputs.q)?, call.aligned(&inputs.k)?, call.aligned(&inputs.v)?];
+        let (o, dout) = (call.aligned(&saved.o)?, call.aligned(&saved.dout)?);
+        let rows = stats_rows(call.problem);
+        let (x, y, z) = cube_count(call.device, "delta", rows as u64 / delta::ROWS as u64)?;
+        Ok(Box::new(move || {
+            let sources = [q, k, v, dout].map(|source| source.read(call));
+            let (o, dout, dlse) = (o.read(call), &sources[3], saved.dlse.as_ref());
+            let dq_accum = scratch.dq_accum.as_ref().filter(|_| fused);
+            let zeroed = dq_accum.unwrap_or(&scratch.stats);
+            let rows = [saved.lse.span(), scratch.stats.span(), dlse.map_or(0, |dlse| dlse.span())];
+            let spans = [o.span(), dout.span(), zeroed.span()].into_iter().chain(rows);
+            // SAFETY: views have been checked against their buffers.
+            unsafe {
+                delta::delta::launch_unchecked(
+                    call.client,
+                    CubeCount::Static(x, y, z),
+                    CubeDim::new_1d(delta::UNITS),
+                    call.addresses(spans),
+                    VECTOR_BYTES / call.problem.dtype.size(),
+                    o.arg(),
+                    dout.arg(),
+                    saved.lse.arg(),
+                    dlse.map(|dlse| dlse.arg()).into(),
+                    rows_arg(&scratch.stats, 1),
+                    rows_arg(zeroed, 4),
+                    DeltaBlueprint {
+                        head_dim_v: call.problem.head_dim_v,
+                        stats_multiple: stats_multiple(call.problem),
+                        varlen: call.problem.is_varlen(),
+                        zeros: dq_accum.map_or(0, |dq_accum| dq_accum.shape[1]),
+                    },
+                    call.dtype(),
+                );
+            }
+            kernels.into_iter().for_each(|kernel| kernel(&sources));
+        }))
+    }
+}
+
+impl Call<'_> {
+    /// Prepares access to a tensor in vectors of 16 bytes.
+    pub(super) fn aligned<'a>(&self, view: &'a TensorView) -> Result<Aligned<'a>, AttentionError> {
+        if is_aligned(view, self.problem.dtype.size()) {
+            return Ok(Aligned { view, copy: None });
+        }
+        // One thread block for each row.
+        let rows = view.shape[..3].iter().map(|n| *n as u64).product();
+        let (x, y, z) = cube_count(self.device, "copy", rows)?;
+        let units = view.shape[3].next_multiple_of(32).min(self.device.units);
+        Ok(Aligned { view, copy: Some((CubeCount::Static(x, y, z), CubeDim::new_1d(units as u32))) })
+    }
+
+    /// Work tiles of `tile_q` rows for a kernel of this role, in head groups of `head_group` heads and `num_splits` splits of the
+    /// keys. `spare` is how far thread blocks count past the last tile.
+    pub(super) fn work(
+        &self,
+        role: Role,
+        (tile_q, tile_k): (usize, usize),
+        head_group: usize,
+        num_splits: usize,
+        spare: u64,
+    ) -> Result<Work, AttentionError> {
+        let p = self.problem;
+        let keys = role.is_transposed();
+        let (band, heads) = if keys { (p.band().transposed(), p.num_heads_kv) } else { (p.band(), p.num_heads_q) };
+        let ahead = if keys { 0 } else { self.ahead(&band, tile_q, tile_k) };
+        let (blocks, batches) = self.blocks((band.seq_q + ahead) as usize, tile_q);
+        let cubes = blocks as u64 * (batches * heads) as u64 * num_splits as u64;
+        let max = i32::MAX as u64 - spare;
+        if cubes > max {
+            return Err(AttentionError::Grid { kernel: role.kernel(), cubes, max });
+        }
+        let (batch, heads, group) = (p.batch as u32, heads as u32, p.group_size() as u32);
+        let scheduler =
+            TileScheduler::new(blocks as u32, ahead, batch, heads, group, head_group as u32, num_splits as u32);
+        Ok(Work { band, scheduler })
+    }
+
+    /// The blueprint of a kernel that reads the bias directly from global memory.
+    pub(super) fn plain_blueprint(&self, role: Role, tile: HopperTile, split_keys: bool) -> Blueprint {
+        Blueprint {
+            mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
+            bias: rows_of(self.inputs.bias.as_ref()),
+            ..tiling::hopper::blueprint(self.problem, role, tile, split_keys)
+        }
+    }
+
+    /// Allocates a tensor `[B, H, S, D]` whose rows start at multiples of 16 bytes.
+    fn packed(&self, shape: [usize; 4]) -> TensorView {
+        let size = self.problem.dtype.size();
+        let [batch, heads, rows, columns] = shape;
+        let row = columns.next_multiple_of(VECTOR_BYTES / size);
+        TensorView {
+            handle: self.client.empty(size * batch * heads * rows * row),
+            shape,
+            strides: [heads * rows * row, rows * row, row, 1],
+        }
+    }
+
+    /// The factors of the scores, and the optional operands.
+    pub(super) fn factors(&self, blueprint: &Blueprint, route: &Route) -> FactorsLaunch {
+        let scale = self.problem.softmax_scale();
+        let softcap = self.problem.options.softcap.unwrap_or(1.0);
+        let exponent = if blueprint.scores_are_scaled() { LOG2_E } else { LOG2_E * scale };
+        let stage = if blueprint.role == Role::Forward { Stage::Forward } else { Stage::Backward };
+        let extras = self.extras(stage, route);
+        FactorsLaunch::new(scale, softcap, 2.0 * LOG2_E * scale / softcap, exponent, extras)
+    }
+
+    /// Number of queries by which the first block starts before query 0: [`Band::ahead()`]. It is 0 with dropout, whose draws
+    /// belong to blocks of 16; with several sequences, which end at different positions; and with a block mask, whose blocks are
+    /// fixed.
+    pub(super) fn ahead(&self, band: &Band, tile_q: usize, tile_k: usize) -> u32 {
+        let p = self.problem;
+        if self.seed.is_some() || p.is_varlen() || p.block_mask.is_some() {
+            0
+        } else {
+            band.ahead(tile_q as u32, tile_k as u32)
+        }
+    }
+
+    /// Everything that scores depend on besides products, with this band.
+    pub(super) fn score_args<E: Float, M: Numeric, NB: Size, NM: Size>(
+        &self,
+        blueprint: &Blueprint,
+        band: &Band,
+        route: &Route,
+    ) -> ScoresLaunch<E, M, NB, NM> {
+        let (mask, bias) = (self.mask().into(), self.bias().into());
+        ScoresLaunch::new(self.factors(blueprint, route), mask, bias, band.into_launch())
+    }
+
+    /// Number of elements of the bias and of the mask that are read at a time: two if the layout allows it and tiles start at even
+    /// columns.
+    pub(super) fn pair_widths(&self, transposed: bool) -> (usize, usize) {
+        let alone = transposed || self.problem.is_varlen();
+        let width =
+            |view: &TensorView, size| if !alone && view.shape[3] > 1 && view.vectorizes(2, size) { 2 } else { 1 };
+        let bias = self.inputs.bias.as_ref().map_or(1, |bias| width(bias, self.problem.dtype.size()));
+        (bias, self.inputs.mask.as_ref().map_or(1, |mask| width(&mask.tensor, mask.storage.size())))
+    }
+
+    /// Copies a tensor, and sets the columns after its last one, up to `padded`, to 0.
+    fn copy(&self, (count, dim): &(CubeCount, CubeDim), from: &TensorView, to: &TensorView, padded: usize) {
+        let addresses = AddressType::from_len(from.span().max(to.span()) as usize);
+        let [batch, heads, rows, columns] = from.shape.map(|n| n as u32);
+        // SAFETY: views have been checked against their buffers.
+        unsafe {
+            hopper::copy::copy::launch_unchecked(
+                self.client,
+                count.clone(),
+                *dim,
+                addresses,
+                from.arg(),
+                to.arg(),
+                batch,
+                heads,
+                rows,
+                columns,
+                padded as u32,
+                self.dtype(),
+            );
+        }
+    }
+}
+
+/// The launch argument of a tensor in vectors of `vector` elements, up to the end of its last row. [`stride()`] gives its strides.
+///
+/// # Safety
+///
+/// As `launch_unchecked`: the view has been checked against its buffer.
+pub(super) unsafe fn rows_arg<const RANK: usize>(view: &TensorView<RANK>, vector: usize) -> BufferArg {
+    // SAFETY: the caller guarantees it.
+    unsafe { BufferArg::from_raw_parts(view.handle.clone(), (view.span() as usize).div_ceil(vector)) }
+}
+
+/// The launch argument of an input that is read in 16-byte vectors.
+///
+/// # Safety
+///
+/// As `launch_unchecked`: the view has been checked against its buffer.
+pub(super) unsafe fn rows_in<E: Float, N: Size>(view: &TensorView, size: usize) -> RowsInLaunch<E, N> {
+    let vector = VECTOR_BYTES / size;
+    // SAFETY: the caller guarantees it.
+    RowsInLaunch::new(unsafe { rows_arg(view, vector) }, stride(view, vector))
+}
+
+/// The launch argument of an output that is written in 8-byte vectors.
+///
+/// # Safety
+///
+/// As `launch_unchecked`: the view has been checked against its buffer.
+pub(super) unsafe fn rows_out(view: &TensorView, size: usize) -> RowsOutLaunch {
+    let vector = OUT_BYTES / size;
+    // SAFETY: the caller guarantees it.
+    RowsOutLaunch::new(unsafe { rows_arg(view, vector) }, stride(view, vector))
+}
+
+/// The launch arguments of rows and columns of a backward: Q or K, and dO or V, of each.
+///
+/// # Safety
+///
+/// As `launch_unchecked`: the views have been checked against their buffers.
+pub(super) unsafe fn source_sides<E: Float, N: Size>(
+    [rows, cols]: [[&TensorView; 2]; 2],
+    size: usize,
+) -> SourceSidesLaunch<E, N> {
+    // SAFETY: the caller guarantees it.
+    let side = |[qk, dov]: [&TensorView; 2]| unsafe { SourceSideLaunch::new(rows_in(qk, size), rows_in(dov, size)) };
+    SourceSidesLaunch::new(side(rows), side(cols))
+}
+
+/// Strides of rows, in vectors of `vector` elements.
+pub(super) fn stride<const RANK: usize>(view: &TensorView<RANK>, vector: usize) -> StrideLaunch {
+    let [batch, head, row] = [0, 1, 2].map(|dim| view.strides[dim] / vector);
+    StrideLaunch::new(batch, head, row)
+}
+
+/// Whether rows start at multiples of 16 bytes and no dimension repeats, so that TMA and 16-byte vectors can read the tensor.
+fn is_aligned(view: &TensorView, size: usize) -> bool {
+    let dense = view.strides[3] == 1 || view.shape[3] == 1;
+    dense && starts_aligned(view, size) && (view.shape[3] * size).is_multiple_of(VECTOR_BYTES)
+}
+
+/// Whether rows start at multiples of 16 bytes and no dimension larger than one repeats.
+pub(super) fn starts_aligned(view: &TensorView, size: usize) -> bool {
+    let strided = |dim: usize| {
+        view.shape[dim] == 1 || view.strides[dim] > 0 && (view.strides[dim] * size).is_multiple_of(VECTOR_BYTES)
+    };
+    view.handle.offset_start.unwrap_or(0).is_multiple_of(VECTOR_BYTES as u64) && (0..3).all(strided)
+}
+
+/// How the rows of a mask or bias differ.
+fn rows_of(view: Option<&TensorView>) -> Option<Rows> {
+    view.map(|view| if view.shape[2] == 1 { Rows::Same } else { Rows::Each })
+}
