@@ -11,8 +11,9 @@ use crate::error::AttentionError;
 use crate::mask::Band;
 use crate::mods::TENSORS;
 use crate::score::Factor;
+pub(crate) use checks::agree;
 pub use checks::check_broadcast;
-use checks::{agree, check_elements, rank4};
+use checks::{check_elements, ranked};
 use serde::{Deserialize, Serialize};
 
 /// Largest head dimension that any kernel supports.
@@ -116,7 +117,7 @@ fn tensors(
     }
     let mut tensors = [None; TENSORS];
     for (nth, shape) in shapes.iter().enumerate() {
-        tensors[nth] = Some(rank4(names[nth], shape)?);
+        tensors[nth] = Some(ranked(names[nth], shape)?);
     }
     Ok(tensors)
 }
@@ -130,7 +131,7 @@ impl AttentionProblem {
         dtype: Dtype,
         options: AttentionOptions,
     ) -> Result<Self, AttentionError> {
-        let (q, k, v) = (rank4("q", q)?, rank4("k", k)?, rank4("v", v)?);
+        let (q, k, v) = (ranked::<4>("q", q)?, ranked::<4>("k", k)?, ranked::<4>("v", v)?);
         agree("k", &k, 0, "batch", "q", q[0])?;
         agree("v", &v, 0, "batch", "q", q[0])?;
         agree("v", &v, 1, "num_heads_kv", "k", k[1])?;
@@ -157,78 +158,54 @@ impl AttentionProblem {
             block_mask: None,
             options,
         };
-        problem.validate()?;
-        Ok(problem)
+        problem.validated()
     }
 
     /// Adds a boolean mask of this shape.
     pub fn with_mask(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
-        self.mask = Some(rank4("mask", shape)?);
-        self.validate()?;
-        Ok(self)
+        self.mask = Some(ranked("mask", shape)?);
+        self.validated()
     }
 
     /// Adds an additive bias of this shape.
     pub fn with_bias(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
-        self.bias = Some(rank4("bias", shape)?);
-        self.validate()?;
-        Ok(self)
+        self.bias = Some(ranked("bias", shape)?);
+        self.validated()
     }
 
     /// Adds ALiBi slopes of this shape, `[batch | 1, num_heads_q]`: `−slope · |i − j|` is added to each score, where `i` is the
     /// position of the query among the keys (ALiBi, arXiv:2108.12409).
     pub fn with_alibi_slopes(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
-        let shape = shape.try_into().map_err(|_| AttentionError::Rank {
-            argument: "alibi_slopes",
-            rank: shape.len(),
-            shape: shape.to_vec(),
-            expected: 2,
-        })?;
-        self.alibi_slopes = Some(shape);
-        self.validate()?;
-        Ok(self)
+        self.alibi_slopes = Some(ranked("alibi_slopes", shape)?);
+        self.validated()
     }
 
     /// Adds sinks of this shape, `[num_heads_q]`: each row has one more logit, with value vector 0.
     pub fn with_sinks(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
-        let [heads] = <[usize; 1]>::try_from(shape).map_err(|_| AttentionError::Rank {
-            argument: "sinks",
-            rank: shape.len(),
-            shape: shape.to_vec(),
-            expected: 1,
-        })?;
-        agree("sinks", &[heads], 0, "num_heads_q", "q", self.num_heads_q)?;
+        agree("sinks", &ranked::<1>("sinks", shape)?, 0, "num_heads_q", "q", self.num_heads_q)?;
         self.sinks = true;
-        self.validate()?;
-        Ok(self)
+        self.validated()
     }
 
     /// Adds query lengths of this shape, `[batch]`: the number of valid queries of each batch.
     pub fn with_seq_lens_q(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
         self.check_lens("seq_lens_q", shape)?;
         self.seq_lens_q = true;
-        self.validate()?;
-        Ok(self)
+        self.validated()
     }
 
     /// Adds key lengths of this shape, `[batch]`: the number of valid keys of each batch.
     pub fn with_seq_lens_k(mut self, shape: &[usize]) -> Result<Self, AttentionError> {
         self.check_lens("seq_lens_k", shape)?;
         self.seq_lens_k = true;
-        self.validate()?;
-        Ok(self)
+        self.validated()
     }
 
     /// Adds packed sequences. Both shapes are `[sequences + 1]`: the tensors hold the first query and the first key of each
     /// sequence, counted through all batches, followed by the end of the last sequence.
     pub fn with_cu_seqlens(mut self, q: &[usize], k: &[usize]) -> Result<Self, AttentionError> {
-        for (argument, shape) in [("cu_seqlens_q", q), ("cu_seqlens_k", k)] {
-            if shape.len() != 1 {
-                let (rank, shape) = (shape.len(), shape.to_vec());
-                return Err(AttentionError::Rank { argument, rank, shape, expected: 1 });
-            }
-        }
-        agree("cu_seqlens_k", k, 0, "sequences + 1", "cu_seqlens_q", q[0])?;
+        let (q, k) = (ranked::<1>("cu_seqlens_q", q)?, ranked::<1>("cu_seqlens_k", k)?);
+        agree("cu_seqlens_k", &k, 0, "sequences + 1", "cu_seqlens_q", q[0])?;
         let Some(sequences) = q[0].checked_sub(1) else {
             return Err(AttentionError::Unsupported {
                 option: "cu_seqlens_q",
@@ -237,30 +214,26 @@ impl AttentionProblem {
             });
         };
         self.cu_seqlens = Some(sequences);
-        self.validate()?;
-        Ok(self)
+        self.validated()
     }
 
     /// Adds at most two tensors that the `score_mod` of the options reads.
     pub fn with_score_tensors(mut self, shapes: &[&[usize]]) -> Result<Self, AttentionError> {
         self.score_tensors = tensors("score_tensors", SCORE_TENSORS, shapes)?;
-        self.validate()?;
-        Ok(self)
+        self.validated()
     }
 
     /// Adds at most two tensors that the `mask_mod` of the options reads.
     pub fn with_mask_tensors(mut self, shapes: &[&[usize]]) -> Result<Self, AttentionError> {
         self.mask_tensors = tensors("mask_tensors", MASK_TENSORS, shapes)?;
-        self.validate()?;
-        Ok(self)
+        self.validated()
     }
 
     /// Adds a block mask of this shape, `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, with divisions
     /// rounded up. [`blocks`](mod@crate::blocks) defines the block states.
     pub fn with_block_mask(mut self, shape: &[usize], block_q: usize, block_k: usize) -> Result<Self, AttentionError> {
-        self.block_mask = Some(BlockMask { blocks: rank4("block_mask", shape)?, block_q, block_k });
-        self.validate()?;
-        Ok(self)
+        self.block_mask = Some(BlockMask { blocks: ranked("block_mask", shape)?, block_q, block_k });
+        self.validated()
     }
 
     fn check_block_mask(&self, mask: BlockMask) -> Result<(), AttentionError> {
@@ -288,14 +261,12 @@ impl AttentionProblem {
         Ok(())
     }
 
+    fn validated(self) -> Result<Self, AttentionError> {
+        self.validate().map(|()| self)
+    }
+
     fn check_lens(&self, argument: &'static str, shape: &[usize]) -> Result<(), AttentionError> {
-        let [batch] = <[usize; 1]>::try_from(shape).map_err(|_| AttentionError::Rank {
-            argument,
-            rank: shape.len(),
-            shape: shape.to_vec(),
-            expected: 1,
-        })?;
-        agree(argument, &[batch], 0, "batch", "q", self.batch)
+        agree(argument, &ranked::<1>(argument, shape)?, 0, "batch", "q", self.batch)
     }
 
     /// Whether a mask or `mask_mod` can hide pairs that are visible by position.

@@ -50,32 +50,6 @@ impl<const RANK: usize> TensorView<RANK> {
         self.shape.contains(&0)
     }
 
-    /// Number of elements from the first to the last one that the view reaches, inclusive; `u64::MAX` if that overflows.
-    pub(crate) fn span(&self) -> u64 {
-        if self.is_empty() {
-            return 0;
-        }
-        let reaches = self.shape.iter().zip(&self.strides).map(|(n, s)| (*n as u64 - 1).saturating_mul(*s as u64));
-        reaches.fold(1, u64::saturating_add)
-    }
-
-    /// Whether two different indices may reach the same element, which an output must not allow.
-    pub(crate) fn overlaps_itself(&self) -> bool {
-        if self.is_empty() {
-            return false;
-        }
-        let mut dims: Vec<_> = self.shape.iter().zip(&self.strides).filter(|(n, _)| **n > 1).collect();
-        dims.sort_by_key(|(_, stride)| **stride);
-        let mut reach = 0u64;
-        for (n, stride) in dims {
-            if *stride as u64 <= reach {
-                return true;
-            }
-            reach += (*n as u64 - 1) * *stride as u64;
-        }
-        false
-    }
-
     /// Whether rows can be read in vectors of `width` elements of `elem_size` bytes: the last dimension is contiguous, its size
     /// is a multiple of `width`, and every row starts at a multiple of `width`.
     pub(crate) fn vectorizes(&self, width: usize, elem_size: usize) -> bool {
@@ -110,5 +84,52 @@ impl<const RANK: usize> TensorView<RANK> {
             }
         }
         view.arg()
+    }
+}
+
+/// A view of any rank, for checks.
+pub(crate) trait AnyView {
+    /// Shape and strides.
+    fn layout(&self) -> (&[usize], &[usize]);
+
+    /// Bytes of the buffer.
+    fn bytes(&self) -> u64;
+
+    /// Number of elements from the first to the last one that the view reaches, inclusive; `u64::MAX` if that overflows.
+    fn span(&self) -> u64 {
+        let (shape, strides) = self.layout();
+        if shape.contains(&0) {
+            return 0;
+        }
+        let reaches = shape.iter().zip(strides).map(|(n, s)| (*n as u64 - 1).saturating_mul(*s as u64));
+        reaches.fold(1, u64::saturating_add)
+    }
+
+    /// Whether two different indices may reach the same element, which an output must not allow.
+    fn overlaps_itself(&self) -> bool {
+        let (shape, strides) = self.layout();
+        if shape.contains(&0) {
+            return false;
+        }
+        let mut dims: Vec<_> = shape.iter().zip(strides).filter(|(n, _)| **n > 1).collect();
+        dims.sort_by_key(|(_, stride)| **stride);
+        let mut reach = 0u64;
+        for (n, stride) in dims {
+            if *stride as u64 <= reach {
+                return true;
+            }
+            reach += (*n as u64 - 1) * *stride as u64;
+        }
+        false
+    }
+}
+
+impl<const RANK: usize> AnyView for TensorView<RANK> {
+    fn layout(&self) -> (&[usize], &[usize]) {
+        (&self.shape, &self.strides)
+    }
+
+    fn bytes(&self) -> u64 {
+        self.handle.size_in_used()
     }
 }

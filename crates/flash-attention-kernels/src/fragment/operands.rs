@@ -1,7 +1,5 @@
 //! Groups of tensors that kernels read or write, each passed as one argument.
 
-use super::rows::Rows;
-use super::scores::TileAt;
 use cubecl::prelude::*;
 
 /// Operands of the forward.
@@ -24,19 +22,9 @@ pub struct ForwardOutputs<E: Float, N: Size> {
     pub lse: &'static mut Tensor<u32>,
 }
 
-/// Operands of the backward.
-#[derive(CubeType, CubeLaunch)]
-pub struct BackwardOperands<E: Float, N: Size> {
-    /// Operands of the forward.
-    pub inputs: Qkv<E, N>,
-    /// Gradient of the output, `[B, H, Sq, Dv]`.
-    pub dout: &'static Tensor<Vector<E, N>>,
-    /// `lse` and delta of each query.
-    pub stats: Statistics,
-}
-
 /// Queries or keys, as one side of the backward's products. One kernel serves `dq` as well as `dk` and `dv`, with the sides exchanged.
-#[derive(CubeType, CubeLaunch)]
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
 pub struct Side<E: Float, N: Size> {
     /// Q or K, `[B, H, S, D]`: operand of `S = Q Kᵀ`.
     pub qk: &'static Tensor<Vector<E, N>>,
@@ -73,6 +61,14 @@ pub struct Statistics {
 }
 
 #[cube]
+impl<E: Float, N: Size> Sides<E, N> {
+    /// The side of the queries and that of the keys. Rows are queries, or keys if `keys`.
+    pub fn queries_and_keys(&self, #[comptime] keys: bool) -> (Side<E, N>, Side<E, N>) {
+        if comptime!(keys) { (self.cols, self.rows) } else { (self.rows, self.cols) }
+    }
+}
+
+#[cube]
 impl Statistics {
     /// `lse` of a query of a head.
     pub fn lse(&self, batch: usize, head: usize, query: u32) -> f32 {
@@ -86,31 +82,5 @@ impl Statistics {
 
     fn at(&self, batch: usize, head: usize, query: u32) -> usize {
         batch * self.tensor.stride(1) + head * self.tensor.stride(2) + query as usize
-    }
-}
-
-#[cube]
-impl<E: Float, N: Size> Qkv<E, N> {
-    /// Queries of a tile.
-    pub fn q_rows(&self, at: &TileAt) -> Rows<E, N> {
-        Rows::of(self.q, at.batch, at.head, at.q_start, at.band.after_queries())
-    }
-
-    /// Keys of a tile.
-    pub fn k_rows(&self, at: &TileAt) -> Rows<E, N> {
-        Rows::of(self.k, at.batch, at.head_kv, at.k_start, at.band.after_keys())
-    }
-
-    /// Values of a tile's keys.
-    pub fn v_rows(&self, at: &TileAt) -> Rows<E, N> {
-        Rows::of(self.v, at.batch, at.head_kv, at.k_start, at.band.after_keys())
-    }
-}
-
-#[cube]
-impl<E: Float, N: Size> BackwardOperands<E, N> {
-    /// Output gradients of a tile's queries.
-    pub fn dout_rows(&self, at: &TileAt) -> Rows<E, N> {
-        Rows::of(self.dout, at.batch, at.head, at.q_start, at.band.after_queries())
     }
 }

@@ -1,5 +1,6 @@
 //! From a product to a score: scale and softcap, the user's functions, bias, slope, mask and band.
 
+use super::rows::Rows;
 use crate::blocks::Visit;
 use crate::mask::Band;
 use crate::mods::Place;
@@ -91,6 +92,16 @@ impl TileAt {
     /// Position of a pair, as an argument of the user's functions.
     pub fn place(&self, row: u32, column: u32) -> Place {
         Place::new(self.batch as u32, self.head as u32, &self.band, row, column, self.transposed)
+    }
+
+    /// Rows of the tile's queries.
+    pub fn queries<E: Float, N: Size>(&self, tensor: &'static Tensor<Vector<E, N>>) -> Rows<E, N> {
+        Rows::of(tensor, self.batch, self.head, self.q_start, self.band.after_queries())
+    }
+
+    /// Rows of the tile's keys.
+    pub fn keys<E: Float, N: Size>(&self, tensor: &'static Tensor<Vector<E, N>>) -> Rows<E, N> {
+        Rows::of(tensor, self.batch, self.head_kv, self.k_start, self.band.after_keys())
     }
 }
 

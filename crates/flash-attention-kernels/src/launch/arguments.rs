@@ -4,7 +4,7 @@ use super::route::Route;
 use super::{Call, Inputs, MaskStorage, Saved, Scratch};
 use crate::dropout::{DropoutLaunch, factor, threshold};
 use crate::extras::ExtrasLaunch;
-use crate::fragment::operands::{BackwardOperandsLaunch, QkvLaunch, SideLaunch, SidesLaunch, StatisticsLaunch};
+use crate::fragment::operands::{QkvLaunch, SideLaunch, SidesLaunch, StatisticsLaunch};
 use crate::fragment::rows::WIDTH;
 use crate::fragment::scores::ScoresLaunch;
 use crate::mods::{ModsLaunch, TENSORS, TableLaunch, TablesLaunch};
@@ -70,11 +70,6 @@ impl Call<'_> {
     pub(super) fn qkv<E: Float, N: Size>(&self) -> QkvLaunch<E, N> {
         let Inputs { q, k, v, .. } = self.inputs;
         QkvLaunch::new(q.arg(), k.arg(), v.arg())
-    }
-
-    /// Operands of the backward.
-    pub(super) fn operands<E: Float, N: Size>(&self, saved: &Saved, scratch: &Scratch) -> BackwardOperandsLaunch<E, N> {
-        BackwardOperandsLaunch::new(self.qkv(), saved.dout.arg(), StatisticsLaunch::new(self.stats(scratch)))
     }
 
     /// Operands of a backward whose rows are queries, or keys if `transposed`.

@@ -16,8 +16,8 @@ use crate::portable::dbias::Sums;
 use crate::portable::nothing;
 use crate::problem::{AttentionProblem, BackwardOrder};
 use crate::score::Factor;
-use crate::tensor::TensorView;
-use crate::tiling::{self, BackwardTiles, BiasGradient, Device, Gradient, Stage};
+use crate::tensor::{AnyView, TensorView};
+use crate::tiling::{self, BackwardTiles, BiasGradient, Device, Gradient};
 use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -288,11 +288,11 @@ impl Call<'_> {
     ) -> Result<AddressType, AttentionError> {
         let (p, device) = (self.problem, self.device);
         let size = p.dtype.size();
-        input(device, "o", &saved.o, p.o_shape(), size)?;
-        input(device, "lse", &saved.lse, p.lse_shape(), 4)?;
-        input(device, "dout", &saved.dout, p.o_shape(), size)?;
+        input(device, "o", &saved.o, &p.o_shape(), size)?;
+        input(device, "lse", &saved.lse, &p.lse_shape(), 4)?;
+        input(device, "dout", &saved.dout, &p.o_shape(), size)?;
         if let Some(dlse) = &saved.dlse {
-            input(device, "dlse", dlse, p.lse_shape(), 4)?;
+            input(device, "dlse", dlse, &p.lse_shape(), 4)?;
         }
         let [score_a, score_b] = p.score_tensors.map(|shape| shape.unwrap_or([0; 4]));
         let [dscore_a, dscore_b] = &gradients.dscore_tensors;
@@ -305,22 +305,22 @@ impl Call<'_> {
             ("dscore_tensors[1]", dscore_b, score_b, 4),
         ] {
             if let Some(view) = view {
-                output(device, argument, view, shape, size)?;
+                output(device, argument, view, &shape, size)?;
             }
         }
-        output(device, "stats", &scratch.stats, [2, tiling::stats_rows(p)], 4)?;
+        output(device, "stats", &scratch.stats, &[2, tiling::stats_rows(p)], 4)?;
         if let Some(view) = &gradients.dalibi_slopes {
-            output(device, "dalibi_slopes", view, p.alibi_slopes.unwrap_or([0; 2]), 4)?;
+            output(device, "dalibi_slopes", view, &p.alibi_slopes.unwrap_or([0; 2]), 4)?;
         }
         if let Some(view) = &gradients.dsinks {
-            output(device, "dsinks", view, [if p.sinks { p.num_heads_q } else { 0 }], 4)?;
+            output(device, "dsinks", view, &[if p.sinks { p.num_heads_q } else { 0 }], 4)?;
         }
         let missing = |option, why| Err(AttentionError::Unsupported { option, value: "none".into(), why });
         let sums = scratch.bias_sums.as_ref().filter(|_| gradients.are_summed());
         match (sums, tiling::bias_sums_len(p)) {
             (_, 0) => {}
             (Some(sums), len) => {
-                output(device, "bias_sums", sums, [p.batch, p.num_heads_q, len / (p.batch * p.num_heads_q)], 4)?;
+                output(device, "bias_sums", sums, &[p.batch, p.num_heads_q, len / (p.batch * p.num_heads_q)], 4)?;
             }
             (None, _) if gradients.are_summed() => {
                 let why =
@@ -334,7 +334,7 @@ impl Call<'_> {
                 return missing("scratch.dq_accum", "blocks of keys add to dq there; allocate with Scratch::empty");
             };
             let shape = [tiling::stats_rows(p), dq_accum_columns(p.head_dim)];
-            output(device, "dq_accum", dq_accum, shape, 4)?;
+            output(device, "dq_accum", dq_accum, &shape, 4)?;
         }
         let views = gradients.of_inputs().chain([&saved.o, &saved.dout]).map(|view| view.span());
         let rows = [Some(&saved.lse), saved.dlse.as_ref(), sums].into_iter().flatten().map(|view| view.span());
@@ -372,9 +372,6 @@ impl<'a> Backward<'a> {
         let Backward { call, .. } = self;
         let p = call.problem;
         tiling::check_backward_blocks(call.device, p, tiles)?;
-        for tile in tiles.portables() {
-            tiling::check_tile(call.device, p, &tile, Stage::Backward)?;
-        }
         let mut prepared = Vec::new();
         for (results, kernel) in gradients.launches(tiles) {
             prepared.push(kernel.prepare(self, results)?);

@@ -5,7 +5,7 @@ use super::{Inputs, output};
 use crate::blocks::{CLASSIFIERS, classify};
 use crate::error::AttentionError;
 use crate::problem::{AttentionProblem, BlockMask, check_broadcast};
-use crate::tensor::TensorView;
+use crate::tensor::{AnyView, TensorView};
 use crate::tiling::{self, Device};
 use cubecl::client::Client;
 use cubecl::ir::AddressType;
@@ -47,31 +47,26 @@ pub fn block_states(
             why: "the problem has no blocks to tell the states of: build it with with_block_mask",
         });
     };
-    output(&device, "states", states, blocks, 4)?;
-    let read = [
-        ("mask", problem.mask),
-        ("mask_tensors[0]", problem.mask_tensors[0]),
-        ("mask_tensors[1]", problem.mask_tensors[1]),
-    ];
-    for (argument, shape) in read.into_iter().filter_map(|(argument, shape)| Some((argument, shape?))) {
-        check_broadcast(argument, shape, blocks, 2)?;
+    output(&device, "states", states, &blocks, 4)?;
+    for tensor in inputs.masks(problem) {
+        if let Some((shape, _)) = tensor.stated {
+            check_broadcast(tensor.argument, shape, blocks, 2)?;
+        }
     }
-    super::check_masks(&device, problem, inputs)?;
+    inputs.masks(problem).iter().try_for_each(|tensor| tensor.check(&device))?;
     if states.is_empty() {
         return Ok(());
     }
     let (x, y, z) = tiling::cube_count(&device, "block_states", states.len() as u64)?;
     let mask = inputs.mask.as_ref();
-    let [a, b] = &inputs.mask_tensors;
-    let read = [mask.map(|mask| &mask.tensor), a.as_ref(), b.as_ref(), Some(states)];
-    let farthest = read.into_iter().flatten().map(|view| view.span()).max();
+    let farthest = inputs.masks(problem).iter().filter_map(|tensor| tensor.view).map(AnyView::span).fold(0, u64::max);
     // SAFETY: views have been checked against their buffers.
     unsafe {
         classify::launch_unchecked(
             client,
             CubeCount::Static(x, y, z),
             CubeDim::new_1d(CLASSIFIERS as u32),
-            AddressType::from_len(farthest.unwrap_or(0) as usize),
+            AddressType::from_len(farthest.max(states.span()) as usize),
             mask.map(|mask| mask.tensor.broadcast_arg()).into(),
             states.arg(),
             mods(problem, inputs),

@@ -12,7 +12,6 @@ use crate::fragment::scores::ScoresLaunch;
 use crate::matrix::{self, MatrixTile};
 use crate::portable::{self, tile::TileShape};
 use crate::rows::{self, RowsTile};
-use crate::score::Factor;
 use crate::tiling::{self, Forward, Gradient, Kernel, ListShape, Stage};
 use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType};
@@ -129,18 +128,17 @@ fn unavailable(kernel: Kernel) -> impl FnOnce(String) -> AttentionError {
     move |why| AttentionError::KernelUnavailable { kernel: kernel.name(), why }
 }
 
-impl ForwardKernel for TileShape {
-    fn prepare_forward<'a>(self, call: &'a Call<'a>, outputs: Outputs<'a>) -> Result<Launch<'a>, AttentionError> {
-        tiling::check_tile(call.device, call.problem, &self, Stage::Forward)?;
-        let blueprint = tiling::blueprint(call.problem, self, Factor::One);
-        let dim = CubeDim::new_1d(self.units() as u32);
-        let direct = Direct { list: Forward::Portable(self).list(), dim, blueprint };
-        outputs.direct(call, direct, portable::forward::forward::launch_unchecked)
+impl TileShape {
+    /// What launches a kernel of this role.
+    fn direct(self, call: &Call, role: Role, list: ListShape) -> Result<Direct<portable::Blueprint>, AttentionError> {
+        let stage = if role == Role::Forward { Stage::Forward } else { Stage::Backward };
+        tiling::check_tile(call.device, call.problem, &self, stage)?;
+        let blueprint = tiling::blueprint(call.problem, role, self);
+        Ok(Direct { list, dim: CubeDim::new_1d(self.units() as u32), blueprint })
     }
 }
 
 impl MatrixTile {
-    /// What launches a kernel of this role.
     fn direct(self, call: &Call, role: Role, list: ListShape) -> Result<Direct<matrix::Blueprint>, AttentionError> {
         let (device, problem) = (call.device, call.problem);
         tiling::matrix::check(device, problem, role, self).map_err(unavailable(Kernel::Matrix))?;
@@ -149,24 +147,7 @@ impl MatrixTile {
     }
 }
 
-impl ForwardKernel for MatrixTile {
-    fn prepare_forward<'a>(self, call: &'a Call<'a>, outputs: Outputs<'a>) -> Result<Launch<'a>, AttentionError> {
-        let direct = self.direct(call, Role::Forward, Forward::Matrix(self).list())?;
-        outputs.direct(call, direct, matrix::forward::forward::launch_unchecked)
-    }
-}
-
-impl GradientKernel for MatrixTile {
-    fn prepare<'a>(self, backward: Backward<'a>, results: Results<'a>) -> Result<Prepared<'a>, AttentionError> {
-        let keys = results.role().is_transposed();
-        let direct = self.direct(backward.call, results.role(), Gradient::Matrix(self).list(keys))?;
-        let of = if keys { Blocks::Keys } else { Blocks::Queries };
-        backward.direct(results, of, direct, matrix::gradient::gradient::launch_unchecked)
-    }
-}
-
 impl RowsTile {
-    /// What launches a kernel of this role.
     fn direct(self, call: &Call, role: Role, list: ListShape) -> Result<Direct<rows::Blueprint>, AttentionError> {
         tiling::rows::check(call.device, self).map_err(unavailable(Kernel::Rows))?;
         let blueprint = tiling::rows::blueprint(call.problem, role, self);
@@ -174,18 +155,31 @@ impl RowsTile {
     }
 }
 
-impl ForwardKernel for RowsTile {
-    fn prepare_forward<'a>(self, call: &'a Call<'a>, outputs: Outputs<'a>) -> Result<Launch<'a>, AttentionError> {
-        let direct = self.direct(call, Role::Forward, Forward::Rows(self).list())?;
-        outputs.direct(call, direct, rows::forward::forward::launch_unchecked)
-    }
+/// Launches of a family. With rows of keys, its kernel of gradients takes blocks and scores of this kind.
+macro_rules! family {
+    ($tile:ident, $name:ident, $family:ident, $of_keys:ident) => {
+        impl ForwardKernel for $tile {
+            fn prepare_forward<'a>(
+                self,
+                call: &'a Call<'a>,
+                outputs: Outputs<'a>,
+            ) -> Result<Launch<'a>, AttentionError> {
+                let direct = self.direct(call, Role::Forward, Forward::$name(self).list())?;
+                outputs.direct(call, direct, $family::forward::forward::launch_unchecked)
+            }
+        }
+
+        impl GradientKernel for $tile {
+            fn prepare<'a>(self, backward: Backward<'a>, results: Results<'a>) -> Result<Prepared<'a>, AttentionError> {
+                let keys = results.role().is_transposed();
+                let direct = self.direct(backward.call, results.role(), Gradient::$name(self).list(keys))?;
+                let of = if keys { Blocks::$of_keys } else { Blocks::Queries };
+                backward.direct(results, of, direct, $family::gradient::gradient::launch_unchecked)
+            }
+        }
+    };
 }
 
-impl GradientKernel for RowsTile {
-    fn prepare<'a>(self, backward: Backward<'a>, results: Results<'a>) -> Result<Prepared<'a>, AttentionError> {
-        let keys = results.role().is_transposed();
-        let direct = self.direct(backward.call, results.role(), Gradient::Rows(self).list(keys))?;
-        let of = if keys { Blocks::KeysTurned } else { Blocks::Queries };
-        backward.direct(results, of, direct, rows::gradient::gradient::launch_unchecked)
-    }
-}
+family!(TileShape, Portable, portable, Keys);
+family!(MatrixTile, Matrix, matrix, Keys);
+family!(RowsTile, Rows, rows, KeysTurned);

@@ -4,7 +4,7 @@ use super::{elementwise, input, output};
 use crate::dropout::{self, DropoutLaunch, write_kept};
 use crate::error::AttentionError;
 use crate::problem::AttentionProblem;
-use crate::tensor::TensorView;
+use crate::tensor::{AnyView, TensorView};
 use crate::tiling::Device;
 use cubecl::client::Client;
 use cubecl::ir::AddressType;
@@ -32,8 +32,8 @@ pub fn dropout_kept(
 ) -> Result<(), AttentionError> {
     let device = Device::of(client);
     problem.validate()?;
-    input(&device, "dropout_seed", seed, [2], 4)?;
-    output(&device, "kept", kept, problem.scores_shape(), 4)?;
+    input(&device, "dropout_seed", seed, &[2], 4)?;
+    output(&device, "kept", kept, &problem.scores_shape(), 4)?;
     if kept.is_empty() {
         return Ok(());
     }

@@ -6,7 +6,7 @@ use super::{Call, Inputs, Launch, elementwise, output};
 use crate::error::AttentionError;
 use crate::portable::nothing;
 use crate::problem::AttentionProblem;
-use crate::tensor::TensorView;
+use crate::tensor::{AnyView, TensorView};
 use crate::tiling::{self, Device, Forward};
 use cubecl::client::Client;
 use cubecl::ir::AddressType;
@@ -43,8 +43,8 @@ pub fn forward_with(
 ) -> Result<(), AttentionError> {
     let device = Device::of(client);
     let call = Call::new(client, &device, problem, inputs)?;
-    output(&device, "o", o, problem.o_shape(), problem.dtype.size())?;
-    output(&device, "lse", lse, problem.lse_shape(), 4)?;
+    output(&device, "o", o, &problem.o_shape(), problem.dtype.size())?;
+    output(&device, "lse", lse, &problem.lse_shape(), 4)?;
     let addresses = call.addresses([o.span(), lse.span()]);
     if problem.rows() == 0 {
         return Ok(());

@@ -8,6 +8,7 @@ use super::{Call, Launch};
 use crate::error::AttentionError;
 use crate::fragment::role::Role;
 use crate::mma::{MmaBlueprint, MmaTile, forward, gradient};
+use crate::tensor::AnyView;
 use crate::tensor_core::operands::{LseOutLaunch, OutputsLaunch, SourcesLaunch};
 use crate::tiling::{self, Kernel, MmaForward, MmaGradient};
 use cubecl::prelude::*;

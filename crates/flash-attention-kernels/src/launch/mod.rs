@@ -25,8 +25,8 @@ use crate::dropout::seed;
 use crate::error::AttentionError;
 use crate::fragment::grid::GridLaunch;
 use crate::mods::TENSORS;
-use crate::problem::{AttentionProblem, MASK_TENSORS, SCORE_TENSORS};
-use crate::tensor::TensorView;
+use crate::problem::{AttentionProblem, MASK_TENSORS, SCORE_TENSORS, agree};
+use crate::tensor::{AnyView, TensorView};
 use crate::tiling::{self, Device};
 use cubecl::client::Client;
 use cubecl::ir::AddressType;
@@ -133,33 +133,75 @@ impl Inputs {
         }
     }
 
-    /// The largest span of any input.
-    fn span(&self) -> u64 {
-        let Inputs {
-            q,
-            k,
-            v,
-            mask,
-            bias,
-            alibi_slopes,
-            sinks,
-            dropout_seed,
-            seq_lens_q,
-            seq_lens_k,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            score_tensors: [score_a, score_b],
-            mask_tensors: [mask_a, mask_b],
-            block_mask,
-            block_lists: _,
-        } = self;
-        let mask = mask.as_ref().map(|mask| &mask.tensor);
-        let optional = [mask, bias.as_ref(), score_a.as_ref(), score_b.as_ref(), mask_a.as_ref(), mask_b.as_ref()];
-        let of_four = [q, k, v].into_iter().chain(optional.into_iter().flatten()).chain(block_mask);
-        let vectors = [sinks, dropout_seed, seq_lens_q, seq_lens_k, cu_seqlens_q, cu_seqlens_k];
-        let of_one = vectors.into_iter().flatten().map(|view| view.span());
-        let of_two = alibi_slopes.iter().map(|view| view.span());
-        of_four.map(|view| view.span()).chain(of_one).chain(of_two).max().unwrap_or(0)
+    /// The optional tensors, and what the problem states about them.
+    fn optional(&self, p: &AttentionProblem) -> impl Iterator<Item = Optional<'_>> {
+        let lens = |there: bool| there.then_some([p.batch]);
+        let cu_seqlens = p.cu_seqlens.map(|sequences| [sequences + 1]);
+        let seed = p.options.dropout > 0.0 && p.options.dropout_seed.is_none();
+        let [score_a, score_b] = &self.score_tensors;
+        let others = [
+            Optional::new("bias", &self.bias, p.bias, p.dtype.size()),
+            Optional::new("alibi_slopes", &self.alibi_slopes, p.alibi_slopes, 4),
+            Optional::new("sinks", &self.sinks, p.sinks.then_some([p.num_heads_q]), 4),
+            Optional::new("dropout_seed", &self.dropout_seed, seed.then_some([2]), 4),
+            Optional::new("seq_lens_q", &self.seq_lens_q, lens(p.seq_lens_q), 4),
+            Optional::new("seq_lens_k", &self.seq_lens_k, lens(p.seq_lens_k), 4),
+            Optional::new("cu_seqlens_q", &self.cu_seqlens_q, cu_seqlens, 4),
+            Optional::new("cu_seqlens_k", &self.cu_seqlens_k, cu_seqlens, 4),
+            Optional::new(SCORE_TENSORS[0], score_a, p.score_tensors[0], 4),
+            Optional::new(SCORE_TENSORS[1], score_b, p.score_tensors[1], 4),
+            Optional::new("block_mask", &self.block_mask, p.block_mask.map(|mask| mask.blocks), 4),
+        ];
+        self.masks(p).into_iter().chain(others)
+    }
+
+    /// Those that hide pairs, except the block mask.
+    fn masks(&self, p: &AttentionProblem) -> [Optional<'_>; 3] {
+        let [mask_a, mask_b] = &self.mask_tensors;
+        let size = self.mask.as_ref().map_or(0, |mask| mask.storage.size());
+        let view = self.mask.as_ref().map(|mask| &mask.tensor as &dyn AnyView);
+        [
+            Optional { view, ..Optional::new("mask", &None, p.mask, size) },
+            Optional::new(MASK_TENSORS[0], mask_a, p.mask_tensors[0], 4),
+            Optional::new(MASK_TENSORS[1], mask_b, p.mask_tensors[1], 4),
+        ]
+    }
+}
+
+/// An optional tensor of the inputs.
+struct Optional<'a> {
+    argument: &'static str,
+    view: Option<&'a dyn AnyView>,
+    /// The shape and rank that the problem states, if it states the tensor.
+    stated: Option<([usize; 4], usize)>,
+    /// Bytes of an element.
+    size: usize,
+}
+
+impl<'a> Optional<'a> {
+    fn new<const RANK: usize>(
+        argument: &'static str,
+        view: &'a Option<TensorView<RANK>>,
+        stated: Option<[usize; RANK]>,
+        size: usize,
+    ) -> Self {
+        let widened = |shape: [usize; RANK]| std::array::from_fn(|dim| shape.get(dim).copied().unwrap_or(1));
+        let view = view.as_ref().map(|view| view as &dyn AnyView);
+        Optional { argument, view, stated: stated.map(|shape| (widened(shape), RANK)), size }
+    }
+
+    /// Checks that the tensor is given if and only if the problem states it, with the stated shape.
+    fn check(&self, device: &Device) -> Result<(), AttentionError> {
+        match (self.view, &self.stated) {
+            (None, None) => Ok(()),
+            (Some(view), Some((shape, rank))) => input(device, self.argument, view, &shape[..*rank], self.size),
+            (view, _) => Err(AttentionError::Unsupported {
+                option: self.argument,
+                value: if view.is_some() { "a tensor" } else { "no tensor" }.into(),
+                why: "the problem states otherwise: build it with with_mask and its like for what is given, and with a dropout above 0 \
+                      and no number for a seed",
+            }),
+        }
     }
 }
 
@@ -188,53 +230,12 @@ impl<'a> Call<'a> {
         problem.validate()?;
         tiling::check_dtype(device, problem.dtype)?;
         let size = problem.dtype.size();
-        input(device, "q", &inputs.q, problem.q_shape(), size)?;
-        input(device, "k", &inputs.k, problem.k_shape(), size)?;
-        input(device, "v", &inputs.v, problem.v_shape(), size)?;
-        check_masks(device, problem, inputs)?;
-        if let Some(bias) = &inputs.bias {
-            input(device, "bias", bias, problem.bias.unwrap_or(bias.shape), size)?;
-        }
-        if let Some(slopes) = &inputs.alibi_slopes {
-            input(device, "alibi_slopes", slopes, problem.alibi_slopes.unwrap_or(slopes.shape), 4)?;
-        }
-        if let Some(sinks) = &inputs.sinks {
-            input(device, "sinks", sinks, [problem.num_heads_q], 4)?;
-        }
-        if let Some(seed) = &inputs.dropout_seed {
-            input(device, "dropout_seed", seed, [2], 4)?;
-        }
-        for (argument, lens) in [("seq_lens_q", &inputs.seq_lens_q), ("seq_lens_k", &inputs.seq_lens_k)] {
-            if let Some(lens) = lens {
-                input(device, argument, lens, [problem.batch], 4)?;
-            }
-        }
-        for (argument, cu) in [("cu_seqlens_q", &inputs.cu_seqlens_q), ("cu_seqlens_k", &inputs.cu_seqlens_k)] {
-            if let Some(cu) = cu {
-                input(device, argument, cu, [problem.cu_seqlens.map_or(cu.shape[0], |sequences| sequences + 1)], 4)?;
-            }
-        }
-        check_tensors(device, SCORE_TENSORS, &inputs.score_tensors, problem.score_tensors)?;
-        if let Some(states) = &inputs.block_mask {
-            let blocks = problem.block_mask.map_or(states.shape, |mask| mask.blocks);
-            input(device, "block_mask", states, blocks, 4)?;
-        }
-        let (drops, number) = (problem.options.dropout > 0.0, problem.options.dropout_seed);
-        for (argument, given, is_stated) in [
-            ("block_mask", inputs.block_mask.is_some(), problem.block_mask.is_some()),
-            ("bias", inputs.bias.is_some(), problem.bias.is_some()),
-            ("alibi_slopes", inputs.alibi_slopes.is_some(), problem.alibi_slopes.is_some()),
-            ("sinks", inputs.sinks.is_some(), problem.sinks),
-            ("dropout_seed", inputs.dropout_seed.is_some(), drops && number.is_none()),
-            ("seq_lens_q", inputs.seq_lens_q.is_some(), problem.seq_lens_q),
-            ("seq_lens_k", inputs.seq_lens_k.is_some(), problem.seq_lens_k),
-            ("cu_seqlens_q", inputs.cu_seqlens_q.is_some(), problem.cu_seqlens.is_some()),
-            ("cu_seqlens_k", inputs.cu_seqlens_k.is_some(), problem.cu_seqlens.is_some()),
-        ] {
-            stated(argument, given, is_stated)?;
-        }
+        input(device, "q", &inputs.q, &problem.q_shape(), size)?;
+        input(device, "k", &inputs.k, &problem.k_shape(), size)?;
+        input(device, "v", &inputs.v, &problem.v_shape(), size)?;
+        inputs.optional(problem).try_for_each(|tensor| tensor.check(device))?;
         let sequences = sequences::Sequences::of(device, problem)?;
-        let words = number.filter(|_| drops).map(seed);
+        let words = problem.options.dropout_seed.filter(|_| problem.options.dropout > 0.0).map(seed);
         let bytes = words.map(|words| words.map(u32::to_le_bytes).concat());
         let seed = bytes.map(|bytes| TensorView::contiguous(client.create_from_slice(&bytes), [2]));
         Ok(Call { client, device, problem, inputs, seed: seed.or_else(|| inputs.dropout_seed.clone()), sequences })
@@ -242,7 +243,10 @@ impl<'a> Call<'a> {
 
     /// The address type that reaches every element of the inputs and of tensors with these spans.
     fn addresses(&self, spans: impl IntoIterator<Item = u64>) -> AddressType {
-        let farthest = spans.into_iter().fold(self.inputs.span(), u64::max);
+        let Inputs { q, k, v, .. } = self.inputs;
+        let optional = self.inputs.optional(self.problem).filter_map(|tensor| tensor.view);
+        let inputs = [q, k, v].map(|view| view as &dyn AnyView).into_iter().chain(optional).map(|view| view.span());
+        let farthest = spans.into_iter().chain(inputs).fold(0, u64::max);
         AddressType::from_len(farthest as usize)
     }
 
@@ -279,44 +283,6 @@ fn not_compiled(kernel: tiling::Kernel) -> AttentionError {
     AttentionError::KernelUnavailable { kernel: kernel.name(), why }
 }
 
-/// Checks mask and mask tensors: they are given if and only if the problem states them, with the stated shapes.
-fn check_masks(device: &Device, problem: &AttentionProblem, inputs: &Inputs) -> Result<(), AttentionError> {
-    if let Some(mask) = &inputs.mask {
-        input(device, "mask", &mask.tensor, problem.mask.unwrap_or(mask.tensor.shape), mask.storage.size())?;
-    }
-    stated("mask", inputs.mask.is_some(), problem.mask.is_some())?;
-    check_tensors(device, MASK_TENSORS, &inputs.mask_tensors, problem.mask_tensors)
-}
-
-/// Checks the tensors of a function in the same way.
-fn check_tensors(
-    device: &Device,
-    arguments: [&'static str; TENSORS],
-    views: &[Option<TensorView>; TENSORS],
-    shapes: [Option<[usize; 4]>; TENSORS],
-) -> Result<(), AttentionError> {
-    for ((argument, view), shape) in arguments.into_iter().zip(views).zip(shapes) {
-        if let Some(view) = view {
-            input(device, argument, view, shape.unwrap_or(view.shape), 4)?;
-        }
-        stated(argument, view.is_some(), shape.is_some())?;
-    }
-    Ok(())
-}
-
-/// Checks that a tensor is given if and only if the problem states it.
-fn stated(argument: &'static str, given: bool, stated: bool) -> Result<(), AttentionError> {
-    if given == stated {
-        return Ok(());
-    }
-    Err(AttentionError::Unsupported {
-        option: argument,
-        value: if given { "a tensor" } else { "no tensor" }.into(),
-        why: "the problem states otherwise: build it with with_mask and its like for what is given, and with a dropout above 0 and no \
-              number for a seed",
-    })
-}
-
 /// A grid with one thread for each element, in thread blocks of 256 threads, or as many as the device allows.
 fn elementwise(device: &Device, kernel: &'static str, len: usize) -> Result<(CubeCount, CubeDim), AttentionError> {
     let units = device.units.min(256);
@@ -325,57 +291,41 @@ fn elementwise(device: &Device, kernel: &'static str, len: usize) -> Result<(Cub
 }
 
 /// Checks a tensor's shape, that the device can address every element, and that the buffer holds every element.
-fn input<const RANK: usize>(
+fn input(
     device: &Device,
     argument: &'static str,
-    view: &TensorView<RANK>,
-    expected: [usize; RANK],
+    view: &dyn AnyView,
+    expected: &[usize],
     elem_size: usize,
 ) -> Result<(), AttentionError> {
     const NAMES: [&str; 4] = ["dimension 0", "dimension 1", "dimension 2", "dimension 3"];
-    for dim in 0..RANK {
-        if view.shape[dim] != expected[dim] {
-            return Err(AttentionError::Dimension {
-                argument,
-                dimension: NAMES[dim],
-                value: view.shape[dim],
-                shape: view.shape.to_vec(),
-                expected_by: "the problem",
-                expected: expected[dim],
-            });
-        }
+    let (shape, strides) = view.layout();
+    for dim in 0..shape.len() {
+        agree(argument, shape, dim, NAMES[dim], "the problem", expected[dim])?;
     }
-    let (reach, len) = (view.span(), view.handle.size_in_used() / elem_size as u64);
+    let (reach, len) = (view.span(), view.bytes() / elem_size as u64);
     if reach > u32::MAX as u64 && !device.wide_addresses {
         return Err(AttentionError::AddressSpace { argument, reach, device: device.name.clone() });
     }
     if reach > len {
-        return Err(AttentionError::Buffer {
-            argument,
-            shape: view.shape.to_vec(),
-            strides: view.strides.to_vec(),
-            reach,
-            len,
-        });
+        let (shape, strides) = (shape.to_vec(), strides.to_vec());
+        return Err(AttentionError::Buffer { argument, shape, strides, reach, len });
     }
     Ok(())
 }
 
 /// [`input`], and additionally checks that no two indices reach the same element.
-fn output<const RANK: usize>(
+fn output(
     device: &Device,
     argument: &'static str,
-    view: &TensorView<RANK>,
-    expected: [usize; RANK],
+    view: &dyn AnyView,
+    expected: &[usize],
     elem_size: usize,
 ) -> Result<(), AttentionError> {
     input(device, argument, view, expected, elem_size)?;
     if view.overlaps_itself() {
-        return Err(AttentionError::OutputOverlaps {
-            argument,
-            shape: view.shape.to_vec(),
-            strides: view.strides.to_vec(),
-        });
+        let (shape, strides) = view.layout();
+        return Err(AttentionError::OutputOverlaps { argument, shape: shape.to_vec(), strides: strides.to_vec() });
     }
     Ok(())
 }

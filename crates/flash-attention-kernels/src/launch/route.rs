@@ -5,7 +5,7 @@ use super::sequences::Blocks;
 use crate::blocks::{BlockStatesLaunch, UNITS, list, order};
 use crate::mask::Band;
 use crate::problem::BlockMask;
-use crate::tensor::TensorView;
+use crate::tensor::{AnyView, TensorView};
 use crate::tiling::{self, ListShape};
 use cubecl::client::Client;
 use cubecl::ir::AddressType;

@@ -4,7 +4,7 @@ use super::Call;
 use crate::error::AttentionError;
 use crate::problem::AttentionProblem;
 use crate::sequences::{BoundsLaunch, HEADER, UNITS, WORDS, fill, schedule};
-use crate::tensor::TensorView;
+use crate::tensor::{AnyView, TensorView};
 use crate::tiling::{self, Device};
 #[cfg(feature = "cuda")]
 use cubecl::ir::FloatKind;

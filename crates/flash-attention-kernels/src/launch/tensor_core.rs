@@ -8,7 +8,7 @@ use crate::error::AttentionError;
 use crate::fragment::role::Role;
 use crate::hopper;
 use crate::mask::Band;
-use crate::tensor::TensorView;
+use crate::tensor::{AnyView, TensorView};
 use crate::tensor_core::delta::{self, DeltaBlueprint};
 use crate::tensor_core::operands::{
     GradientOutputsLaunch, RowsInLaunch, RowsOutLaunch, SourceSideLaunch, SourceSidesLaunch, StrideLaunch,

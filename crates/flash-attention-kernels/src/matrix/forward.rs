@@ -33,9 +33,8 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
 ) {
     let tile = comptime!(blueprint.tile);
     let size = comptime!(TileSize { rows: tile.rows() as u32, columns: tile.columns as u32, keys: false });
-    let (head_dim, head_dim_v) = comptime!((blueprint.head_dim, blueprint.head_dim_v));
-    let me = Place::here();
     let mut panels = Panels::<E>::new(blueprint);
+    let me = panels.board.me;
     let extras = scores.score.extras;
     let work = grid.work(CUBE_POS, &extras, &scores.band, size.rows, false);
     if work.is_none {
@@ -47,8 +46,8 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     let v = Rows::of(inputs.v, batch, head_kv, 0u32, band.after_keys());
     let q = Rows::of(inputs.q, batch, head, work.start, band.after_queries());
 
-    let queries = operands(&q, &mut panels.k, me, head_dim, tile);
-    let mut acc = accumulator(head_dim_v, tile);
+    let queries = panels.k.operands(&q);
+    let mut acc = Accumulator::new(blueprint.head_dim_v, tile);
     let of_unit = comptime!(tile.rows_of_unit());
     let mut m = Array::<f32>::new(of_unit);
     let mut l = Array::<f32>::new(of_unit);
@@ -56,7 +55,7 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     let mut factors = Array::<f32>::new(of_unit);
     #[unroll]
     for nth in 0..of_unit {
-        let (first, sum) = scores.score.begin(head, me.vector(0usize, tile) == 0);
+        let (first, sum) = scores.score.begin(head, me.is_first());
         m[nth] = first;
         l[nth] = sum;
         top[nth] = HIDDEN.runtime();
@@ -66,22 +65,14 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     let visits = visits(&extras, &band, batch, head, work.start, size);
     for nth in 0..visits.count {
         let at = of_head.tile(work.start, &visits.tile(nth), false);
-
-        // -- K and V to shared memory
-        sync_cube();
-        let _ = stage(&k, at.k_start, &mut panels.k, head_dim, tile);
-        let dirty = stage(&v, at.k_start, &mut panels.v, head_dim_v, tile);
-        tell_staged(dirty, &mut panels.flags, me);
-        sync_cube();
-        let dirty = was_staged(&panels.flags, tile);
+        let dirty = panels.stage(&k, &v, at.k_start, false);
 
         // -- P, and new maxima and sums of the rows
-        products(&queries, &panels.k, &mut panels.board, me, head_dim, tile);
-        sync_plane();
+        panels.board.products(&queries, &panels.k);
         let mut grown = false.runtime();
         #[unroll]
         for nth in 0..of_unit {
-            let mut s = read_row(&panels.board, me, nth, tile);
+            let mut s = panels.board.read_row(nth);
             apply_score_mod(&mut s, &scores, &at, me, nth, tile);
             let highest = row_max(&s, tile);
             top[nth] = max(top[nth], highest);
@@ -91,19 +82,19 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
             factors[nth] = factor;
             m[nth] = highest;
             l[nth] = l[nth] * factor + weigh_row(&mut s, highest, &extras.dropout, &at, me, nth, tile);
-            write_row(&s, &mut panels.weights, me, nth, tile);
+            panels.board.write_row(&s, nth);
         }
         if comptime!(blueprint.apart) {
             if plane_any(grown) {
-                scale(&mut acc, &mut panels.board, &factors, me, head_dim_v, tile);
+                acc.scale(&mut panels.board, &factors);
             }
         } else {
-            scale(&mut acc, &mut panels.board, &factors, me, head_dim_v, tile);
+            acc.scale(&mut panels.board, &factors);
         }
         sync_plane();
 
         // -- O
-        accumulate(&mut acc, &panels.weights, &panels.v, &mut panels.board, dirty, me, head_dim_v, tile);
+        acc.add(&mut panels.board, &panels.v, dirty);
     }
 
     // -- l of whole rows, lse and O / l
@@ -116,13 +107,12 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
         let largest = weight(top[nth], m[nth]);
         let rounded = rounded_sum(total, largest, f32::cast_from(rounded_one::<E>(largest)));
         factors[nth] = normalizer(rounded) * extras.dropout.scale();
-        let row = work.start + me.plane * comptime!(tile.m() as u32) + me.row(nth, tile);
-        let is_first = me.vector(0usize, tile) == 0;
-        if is_first && band.is_query(row) {
+        let row = work.start + me.row(nth);
+        if me.is_first() && band.is_query(row) {
             lse[lse_at + row as usize * lse_step] = lse_bits(m[nth], total);
         }
     }
-    write(outputs.o, &work.rows(false), &acc, &mut panels.board, &factors, me, head_dim_v, tile);
+    acc.write(outputs.o, &work.rows(false), &mut panels.board, &factors);
 }
 
 /// Turns a thread's part of its `nth` row of products into scores; hidden pairs get [`HIDDEN`].
@@ -140,15 +130,10 @@ fn apply_score_mod<E: Float, M: Numeric>(
         s[n] = scores.score.of(s[n]);
     }
     if scores.need_care(at) {
-        let row = at.q_start + me.plane * comptime!(tile.m() as u32) + me.row(nth, tile);
         #[unroll]
-        for i in 0..comptime!(tile.vectors_of_unit()) {
-            let first = at.k_start + me.vector(i, tile) * comptime!(WIDTH as u32);
-            #[unroll]
-            for n in 0..WIDTH {
-                let e = comptime!(i * WIDTH + n);
-                s[e] = scores.masked_score(s[e], at, row, first + comptime!(n as u32));
-            }
+        for n in 0..comptime!(tile.vectors_of_unit() * WIDTH) {
+            let (row, column) = me.pair(at, nth, n, false);
+            s[n] = scores.masked_score(s[n], at, row, column);
         }
     }
 }
@@ -191,10 +176,9 @@ fn weigh_row(
     #[comptime] tile: MatrixTile,
 ) -> f32 {
     let mut sum = 0.0f32.runtime();
-    let row = at.q_start + me.plane * comptime!(tile.m() as u32) + me.row(nth, tile);
     #[unroll]
     for i in 0..comptime!(tile.vectors_of_unit()) {
-        let first = at.k_start + me.vector(i, tile) * comptime!(WIDTH as u32);
+        let (row, first) = me.pair(at, nth, comptime!(i * WIDTH), false);
         let kept = dropout.keeps_four_of(&at.band, at.batch as u32, at.head as u32, row, first, false);
         #[unroll]
         for n in 0..WIDTH {

@@ -36,9 +36,8 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
     let (tile, role) = comptime!((blueprint.tile, blueprint.role));
     let (transposed, differentiates) = comptime!((role.is_transposed(), role.differentiates()));
     let size = comptime!(TileSize { rows: tile.rows() as u32, columns: tile.columns as u32, keys: transposed });
-    let (head_dim, head_dim_v) = comptime!((blueprint.head_dim, blueprint.head_dim_v));
-    let me = Place::here();
     let mut panels = Panels::<E>::new(blueprint);
+    let me = panels.board.me;
     let extras = scores.score.extras;
     let work = grid.work(CUBE_POS, &extras, &scores.band, size.rows, transposed);
     if work.is_none {
@@ -50,15 +49,15 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
     let with_dv = comptime!(gradients.dv.is_some());
 
     let rows = Rows::of(sides.rows.qk, batch, work.head, block.start, block.end);
-    let keep = operands(&rows, &mut panels.k, me, head_dim, tile);
+    let keep = panels.k.operands(&rows);
     let keep_d = if comptime!(differentiates) {
         let rows = Rows::of(sides.rows.dov, batch, work.head, block.start, block.end);
-        operands(&rows, &mut panels.v, me, head_dim_v, tile)
+        panels.v.operands(&rows)
     } else {
         Sequence::new()
     };
-    let mut acc = accumulator(comptime!(if differentiates { head_dim } else { 0 }), tile);
-    let mut acc_v = accumulator(comptime!(if with_dv { head_dim_v } else { 0 }), tile);
+    let mut acc = Accumulator::new(comptime!(if differentiates { blueprint.head_dim } else { 0 }), tile);
+    let mut acc_v = Accumulator::new(comptime!(if with_dv { blueprint.head_dim_v } else { 0 }), tile);
 
     // Heads of the columns: the query heads of a key/value head, or the key/value head of a query head.
     let streams = if comptime!(transposed) { group_size } else { 1usize.runtime() };
@@ -73,55 +72,38 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
             let visit = visits.tile(nth);
             let at = of_head.tile(block.start, &visit, transposed);
 
-            // -- the columns to shared memory
-            sync_cube();
-            let dirty_k = stage(&cols, visit.start, &mut panels.k, head_dim, tile);
-            let dirty_v = stage(&cols_v, visit.start, &mut panels.v, head_dim_v, tile);
-            tell_staged(dirty_k || dirty_v, &mut panels.flags, me);
-            sync_cube();
-            let dirty = was_staged(&panels.flags, tile);
+            let dirty = panels.stage(&cols, &cols_v, visit.start, true);
 
             // -- P, and dV
-            products(&keep, &panels.k, &mut panels.board, me, head_dim, tile);
-            sync_plane();
+            panels.board.products(&keep, &panels.k);
             let of_unit = comptime!(tile.rows_of_unit());
             let mut weighed = Sequence::<Row>::new();
             #[unroll]
             for nth in 0..of_unit {
-                let row = Row::weighed(
-                    read_row(&panels.board, me, nth, tile),
-                    &sides.stats,
-                    &scores,
-                    &at,
-                    me,
-                    nth,
-                    blueprint,
-                );
+                let row = Row::weighed(panels.board.read_row(nth), &sides.stats, &scores, &at, me, nth, blueprint);
                 if comptime!(with_dv) {
-                    write_row(&row.left(&extras.dropout, tile), &mut panels.weights, me, nth, tile);
+                    panels.board.write_row(&row.left(&extras.dropout, tile), nth);
                 }
                 weighed.push(row);
             }
             sync_plane();
             if comptime!(with_dv) {
-                let (board, weights) = (&mut panels.board, &panels.weights);
-                accumulate(&mut acc_v, weights, &panels.v, board, dirty, me, head_dim_v, tile);
+                acc_v.add(&mut panels.board, &panels.v, dirty);
                 sync_plane();
             }
 
             // -- dS, and dQ or dK
             if comptime!(differentiates) {
-                products(&keep_d, &panels.v, &mut panels.board, me, head_dim_v, tile);
-                sync_plane();
+                panels.board.products(&keep_d, &panels.v);
                 #[unroll]
                 for nth in 0..of_unit {
-                    let dp = read_row(&panels.board, me, nth, tile);
+                    let dp = panels.board.read_row(nth);
                     let row = weighed.index_mut(nth);
                     row.differentiate(&dp, &sides.stats, &extras.dropout, &at, me, nth, blueprint);
-                    write_row(&row.weights, &mut panels.weights, me, nth, tile);
+                    panels.board.write_row(&row.weights, nth);
                 }
                 sync_plane();
-                accumulate(&mut acc, &panels.weights, &panels.k, &mut panels.board, dirty, me, head_dim, tile);
+                acc.add(&mut panels.board, &panels.k, dirty);
             }
         }
     }
@@ -133,7 +115,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
         for nth in 0..comptime!(tile.rows_of_unit()) {
             factors[nth] = scores.score.scale;
         }
-        write(dqk, &block, &acc, &mut panels.board, &factors, me, head_dim, tile);
+        acc.write(dqk, &block, &mut panels.board, &factors);
     }
     #[comptime]
     if let ComptimeOption::Some(dv) = gradients.dv {
@@ -141,7 +123,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
         for nth in 0..comptime!(tile.rows_of_unit()) {
             factors[nth] = extras.dropout.scale();
         }
-        write(dv, &block, &acc_v, &mut panels.board, &factors, me, head_dim_v, tile);
+        acc_v.write(dv, &block, &mut panels.board, &factors);
     }
 }
 
@@ -180,14 +162,14 @@ impl Row {
             let t = scores.score.of(s[n]);
             weights[n] = t;
             if comptime!(factor != Factor::One) {
-                let (i, j) = pair(at, me, nth, n, blueprint);
+                let (i, j) = me.pair(at, nth, n, blueprint.role.is_transposed());
                 factors[n] = scores.factor(t, at, i, j, factor);
             }
         }
         let careful = scores.need_care(at);
         #[unroll]
         for n in 0..len {
-            let (i, j) = pair(at, me, nth, n, blueprint);
+            let (i, j) = me.pair(at, nth, n, blueprint.role.is_transposed());
             if careful {
                 weights[n] = scores.masked_score(weights[n], at, i, j);
             }
@@ -227,7 +209,7 @@ impl Row {
     ) {
         #[unroll]
         for n in 0..comptime!(blueprint.tile.vectors_of_unit() * WIDTH) {
-            let (i, _) = pair(at, me, nth, n, blueprint);
+            let (i, _) = me.pair(at, nth, n, blueprint.role.is_transposed());
             let delta = stats.delta(at.batch, at.head, at.band.query_within(i));
             let mut of_kept = dp[n];
             if comptime!(dropout.seed.is_some()) {
@@ -240,24 +222,5 @@ impl Row {
             }
             self.weights[n] = ds;
         }
-    }
-}
-
-/// The query and the key of the `n`-th element of a thread's `nth` row.
-#[cube]
-fn pair(
-    at: &TileAt,
-    me: Place,
-    #[comptime] nth: usize,
-    #[comptime] n: usize,
-    #[comptime] blueprint: Blueprint,
-) -> (u32, u32) {
-    let tile = comptime!(blueprint.tile);
-    let row = me.plane * comptime!(tile.m() as u32) + me.row(nth, tile);
-    let column = me.vector(comptime!(n / WIDTH), tile) * comptime!(WIDTH as u32) + comptime!((n % WIDTH) as u32);
-    if comptime!(blueprint.role.is_transposed()) {
-        (at.q_start + column, at.k_start + row)
-    } else {
-        (at.q_start + row, at.k_start + column)
     }
 }

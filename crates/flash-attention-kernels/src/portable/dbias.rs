@@ -14,11 +14,11 @@
 //! The kernel [`fold()`] then adds up column or row sums over the batches, heads and positions that share an element.
 
 use super::Blueprint;
-use super::gradient::*;
+use super::recompute::*;
 use super::tile::*;
 use crate::blocks::{TileSize, visits};
 use crate::fragment::grid::{Block, Grid};
-use crate::fragment::operands::BackwardOperands;
+use crate::fragment::operands::Sides;
 use crate::fragment::scores::Scores;
 use crate::rounding::rounded_one;
 use cubecl::prelude::*;
@@ -51,7 +51,7 @@ pub struct Sharers {
 /// [factor](crate::score::Factor) tells which gradient is computed.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
-    operands: BackwardOperands<F, N>,
+    sides: Sides<F, N>,
     scores: Scores<F, M>,
     out: &mut Tensor<O>,
     grid: Grid,
@@ -63,13 +63,14 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
     let tile = comptime!(blueprint.tile);
     let (tile_q, tile_k) = comptime!((tile.tile_q as u32, tile.tile_k as u32));
     let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
-    let mut panels = Panels::new(1usize, 0usize, tile);
+    let mut panels = Panels::new(0usize, 0usize, blueprint);
     let me = panels.me;
     let mut board = Shared::<[f32]>::new_slice(comptime!(tile.sums_board(sums)));
     let work = grid.at(CUBE_POS);
     if work.is_none {
         terminate!();
     }
+    let operands = Operands::<F, N> { queries: sides.rows, keys: sides.cols, stats: sides.stats };
     let (extras, whole) = (scores.score.extras, scores.band);
     let k_blocks = whole.seq_k.div_ceil(tile_k);
     let mut tile_gradient = TileGradient::new(blueprint);
@@ -131,8 +132,8 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
                 }
                 let at = of_head.tile(start, &visit, size.keys);
                 let wanted = comptime!(Wanted { ds: true, anywhere: true });
-                ask(&operands, &at, &mut panels, blueprint);
-                recompute(&operands, &scores, &at, &mut panels, &mut tile_gradient, wanted, blueprint);
+                operands.ask(&at, &mut panels, blueprint);
+                operands.recompute(&scores, &at, &mut panels, &mut tile_gradient, wanted, blueprint);
                 tile_gradient.multiply(blueprint);
                 #[unroll]
                 for i in 0..micro_q {

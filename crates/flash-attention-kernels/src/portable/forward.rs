@@ -36,7 +36,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     let (tile_q, tile_k, head_dim_v) = comptime!((tile.tile_q as u32, tile.tile_k as u32, blueprint.head_dim_v));
     let quads = comptime!(tile.micro_q() / WIDTH);
     let (micro_q, groups) = comptime!((tile.micro_q(), tile.groups(head_dim_v)));
-    let mut panels = Panels::new(comptime!(tile.tile_q * TileShape::pitch(tile.tile_k)), tile.tile_k, tile);
+    let mut panels = Panels::new(tile.tile_q, tile.tile_k, blueprint);
     let mut board = Shared::<[Vec4]>::new_slice(comptime!(tile.board()));
     let me = panels.me;
 
@@ -61,14 +61,14 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     let size = comptime!(TileSize { rows: tile_q, columns: tile_k, keys: false });
     let visits = visits(&scores.score.extras, &work.band, work.batch, work.head, work.start, size);
     let first = of_head.tile(work.start, &visits.tile(0u32), false);
-    panels.ahead.ask_scores(&inputs.q_rows(&first), &inputs.k_rows(&first), 0usize, blueprint.head_dim, tile);
+    panels.ask_scores(&first.queries(inputs.q), &first.keys(inputs.k), blueprint.head_dim);
     for nth in 0..visits.count {
         let at = of_head.tile(work.start, &visits.tile(nth), false);
 
         // -- scores
-        products(&inputs.q_rows(&at), &inputs.k_rows(&at), &mut panels, &mut s, blueprint.head_dim, blueprint);
+        panels.products(&at.queries(inputs.q), &at.keys(inputs.k), &mut s, blueprint.head_dim);
         let product = comptime!(Product { rows: tile.tile_q, depth: tile.tile_k, head_dim: head_dim_v });
-        panels.ahead.ask_right(&inputs.v_rows(&at), 0usize, product, tile);
+        panels.ask_right(&at.keys(inputs.v), product);
         apply_score_mod(&mut s, &mut factors, &scores, &at, me, blueprint);
 
         // -- new maxima of the rows
@@ -92,8 +92,8 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
 
         // -- O
         let next = of_head.tile(work.start, &visits.tile(nth + 1), false);
-        panels.ahead.ask_scores(&inputs.q_rows(&next), &inputs.k_rows(&next), 0usize, blueprint.head_dim, tile);
-        accumulate(&inputs.v_rows(&at), &mut panels, &mut acc, scores.hide(&at), product, tile);
+        panels.ask_scores(&next.queries(inputs.q), &next.keys(inputs.k), blueprint.head_dim);
+        panels.accumulate(&at.keys(inputs.v), &mut acc, scores.hide(&at), product);
     }
 
     // -- l of whole rows, lse and O / l

@@ -1,166 +1,100 @@
-//! Recomputation of a tile in the backward kernels: the probabilities `P` and the gradient of the scores.
+//! Gradients: `dq`, one thread block for each block of queries of a head, or `dk` and `dv`, one for each block of keys of a key/value
+//! head.
 //!
 //! ```text
-//! P = exp(S − lse)      dP = dout Vᵀ ∘ Z      dT = P ∘ (dP − delta)      dS = dT ∘ factor
+//! Dq      for each block of keys that the queries see:
+//!             dS = P ∘ (dout Vᵀ − delta) ∘ factor     dQ += dS K
+//! DkDv    for each query head of the group, for each block of its queries that sees the keys:
+//!             dV += Pᵀ dout      dS as above          dK += dSᵀ Q
 //! ```
 //!
-//! `dT` is the gradient of the scores that enter the softmax, and so of the bias. `dS` is the gradient of `scale · q·kᵀ`, or of the
-//! other quantity that the [factor](crate::score::Factor) stands for. `Z` is the factor of [dropout](crate::dropout): 0 or `1 / (1 − p)`.
-//! In this file `P` after dropout lacks the factor `1 / (1 − p)`.
+//! The query heads of a group are summed in this kernel, in order. Grouped heads therefore need no buffer of repeated heads and no
+//! atomics.
 
 use super::Blueprint;
-use super::scores::apply_score_mod;
+use super::recompute::*;
 use super::tile::*;
-use crate::fragment::operands::BackwardOperands;
-use crate::fragment::rows::{Vec4, WIDTH};
-use crate::fragment::scores::{Scores, TileAt};
-use crate::score::Factor;
-use crate::softmax::{softmax_backward, weight};
+use crate::blocks::{TileSize, visits};
+use crate::fragment::grid::Grid;
+use crate::fragment::operands::{Gradients, Sides};
+use crate::fragment::rows::zeros;
+use crate::fragment::scores::Scores;
 use cubecl::prelude::*;
 
-/// A thread's elements of the tile, `micro_q × micro_k` in each array.
-#[derive(CubeType)]
-pub struct TileGradient {
-    /// Probabilities after dropout, without the factor `1 / (1 − p)`.
-    pub p: Array<f32>,
-    /// `dT`, then `dS`.
-    pub ds: Array<f32>,
-    /// Factors from `dT` to `dS`, if there are any.
-    pub factors: Array<f32>,
-}
-
-#[cube]
-impl TileGradient {
-    /// Uninitialised arrays for one tile.
-    pub fn new(#[comptime] blueprint: Blueprint) -> TileGradient {
-        let size = comptime!(blueprint.tile.micro_q() * blueprint.tile.micro_k());
-        TileGradient { p: Array::new(size), ds: Array::new(size), factors: Array::new(comptime!(blueprint.factors())) }
-    }
-
-    /// Multiplies `dT` by the factors, which gives `dS`.
-    pub fn multiply(&mut self, #[comptime] blueprint: Blueprint) {
-        if comptime!(blueprint.factor != Factor::One) {
-            #[unroll]
-            for n in 0..comptime!(blueprint.tile.micro_q() * blueprint.tile.micro_k()) {
-                // A hidden pair stays 0, even if its factor is not finite.
-                self.ds[n] = select(self.ds[n] == 0.0f32, 0.0f32, self.ds[n] * self.factors[n]);
-            }
-        }
-    }
-}
-
-/// What [`recompute()`] computes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Wanted {
-    /// Whether `dT` is computed in addition to `P`.
-    pub ds: bool,
-    /// Whether the tile may start at a key that is not aligned with the tiles of its sequence.
-    pub anywhere: bool,
-}
-
-/// Prefetches the first chunk that [`recompute()`] reads.
-#[cube]
-pub fn ask<F: Float, N: Size>(
-    operands: &BackwardOperands<F, N>,
-    at: &TileAt,
-    panels: &mut Panels,
+/// Gradients of the rows: `dq`, or `dk` and `dv`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn gradient<F: Float, M: Numeric, N: Size>(
+    sides: Sides<F, N>,
+    scores: Scores<F, M>,
+    gradients: Gradients<F, N>,
+    grid: Grid,
     #[comptime] blueprint: Blueprint,
+    #[define(F, M)] _types: [ElemType; 2],
 ) {
-    let (head_dim, tile) = comptime!((blueprint.head_dim, blueprint.tile));
-    panels.ahead.ask_scores(&operands.inputs.q_rows(at), &operands.inputs.k_rows(at), 0usize, head_dim, tile);
-}
+    let (tile, head_dim, head_dim_v) = comptime!((blueprint.tile, blueprint.head_dim, blueprint.head_dim_v));
+    let (keys, differentiates) = comptime!((blueprint.role.is_transposed(), blueprint.role.differentiates()));
+    let (rows, depth) = comptime!(if keys { (tile.tile_k, tile.tile_q) } else { (tile.tile_q, tile.tile_k) });
+    let size = comptime!(TileSize { rows: rows as u32, columns: depth as u32, keys });
+    let with_dv = comptime!(gradients.dv.is_some());
+    let micro = comptime!(rows / tile.units_q);
+    let mut panels = Panels::new(rows, depth, blueprint);
+    let extras = scores.score.extras;
+    let work = grid.work(CUBE_POS, &extras, &scores.band, size.rows, keys);
+    if work.is_none {
+        terminate!();
+    }
+    let (queries, of_keys) = sides.queries_and_keys(keys);
+    let operands = Operands::<F, N> { queries, keys: of_keys, stats: sides.stats };
+    let group_size = grid.group_size as usize;
+    let mut tile_gradient = TileGradient::new(blueprint);
+    let mut acc = zeros(comptime!(if differentiates { micro * tile.groups(head_dim) } else { 1 }));
+    let mut acc_v = zeros(comptime!(if with_dv { micro * tile.groups(head_dim_v) } else { 1 }));
 
-/// Recomputes `P`, and `dT` if it is wanted. The caller has prefetched the first chunk with [`ask()`].
-#[cube]
-pub fn recompute<F: Float, M: Numeric, N: Size>(
-    operands: &BackwardOperands<F, N>,
-    scores: &Scores<F, M>,
-    at: &TileAt,
-    panels: &mut Panels,
-    tile_gradient: &mut TileGradient,
-    #[comptime] wanted: Wanted,
-    #[comptime] blueprint: Blueprint,
-) {
-    let (tile, inputs) = (comptime!(blueprint.tile), &operands.inputs);
-    let (head_dim, head_dim_v) = comptime!((blueprint.head_dim, blueprint.head_dim_v));
-    let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
-    let me = panels.me;
-    products(&inputs.q_rows(at), &inputs.k_rows(at), panels, &mut tile_gradient.p, head_dim, blueprint);
-    let (dout, v) = (operands.dout_rows(at), inputs.v_rows(at));
-    if comptime!(wanted.ds) {
-        panels.ahead.ask_scores(&dout, &v, 0usize, head_dim_v, tile);
-    }
-    apply_score_mod(&mut tile_gradient.p, &mut tile_gradient.factors, scores, at, me, blueprint);
-    if comptime!(wanted.ds) {
-        products(&dout, &v, panels, &mut tile_gradient.ds, head_dim_v, blueprint);
-    }
-    let dropout = &scores.score.extras.dropout;
-    #[unroll]
-    for i in 0..micro_q {
-        let row = at.q_start + me.y * comptime!(micro_q as u32) + comptime!(i as u32);
-        let mut lse = f32::MAX.runtime();
-        let mut delta = 0.0f32;
-        if at.band.is_query(row) {
-            lse = operands.stats.lse(at.batch, at.head, row);
-            if comptime!(wanted.ds) {
-                delta = operands.stats.delta(at.batch, at.head, row);
-            }
-        }
-        #[unroll]
-        for quad in 0..comptime!(micro_k / WIDTH) {
-            let column = at.k_start + me.x * comptime!(micro_k as u32) + comptime!((quad * WIDTH) as u32);
-            let kept = dropout.keeps_four_of(&at.band, at.batch as u32, at.head as u32, row, column, wanted.anywhere);
-            #[unroll]
-            for j in 0..WIDTH {
-                let n = comptime!(i * micro_k + quad * WIDTH + j);
-                let keeps = kept & comptime!(1u32 << j) != 0;
-                let p = weight(tile_gradient.p[n], lse);
-                tile_gradient.p[n] = dropout.apply(p, keeps);
-                if comptime!(wanted.ds) {
-                    tile_gradient.ds[n] =
-                        softmax_backward(p, dropout.backward(tile_gradient.ds[n], keeps), delta, true);
+    let members = if comptime!(keys) { group_size } else { 1usize.runtime() };
+    for member in 0..members {
+        let (head, head_kv) = if comptime!(keys) {
+            (work.head * group_size + member, work.head)
+        } else {
+            (work.head, work.head / group_size)
+        };
+        let of_head = scores.head(work.batch, head, head_kv, work.band, false);
+        let visits = visits(&extras, &work.band, work.batch, head, work.start, size);
+        operands.ask(&of_head.tile(work.start, &visits.tile(0u32), keys), &mut panels, blueprint);
+        for nth in 0..visits.count {
+            let at = of_head.tile(work.start, &visits.tile(nth), keys);
+            let next = of_head.tile(work.start, &visits.tile(nth + 1), keys);
+            let hide = scores.hide(&at);
+            let wanted = comptime!(Wanted { ds: differentiates, anywhere: false });
+            operands.recompute(&scores, &at, &mut panels, &mut tile_gradient, wanted, blueprint);
+            if comptime!(with_dv) {
+                let dout = at.queries(queries.dov);
+                let product = comptime!(Product { rows, depth, head_dim: head_dim_v });
+                panels.ask_right(&dout, product);
+                panels.share(&tile_gradient.p, true);
+                if comptime!(!differentiates) {
+                    operands.ask(&next, &mut panels, blueprint);
                 }
+                panels.accumulate(&dout, &mut acc_v, hide, product);
+            }
+            if comptime!(differentiates) {
+                let right = if comptime!(keys) { at.queries(queries.qk) } else { at.keys(of_keys.qk) };
+                let product = comptime!(Product { rows, depth, head_dim });
+                panels.ask_right(&right, product);
+                tile_gradient.multiply(blueprint);
+                panels.share(&tile_gradient.ds, keys);
+                operands.ask(&next, &mut panels, blueprint);
+                panels.accumulate(&right, &mut acc, hide, product);
             }
         }
     }
-}
 
-/// Writes a thread's elements of a `[tile_q, tile_k]` tile to its panel.
-#[cube]
-pub fn share(s: &Array<f32>, panel: &mut Shared<[Vec4]>, me: Unit, #[comptime] tile: TileShape) {
-    let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
-    let pitch = comptime!(TileShape::pitch(tile.tile_k));
-    #[unroll]
-    for i in 0..micro_q {
-        #[unroll]
-        for quad in 0..comptime!(micro_k / WIDTH) {
-            let mut value = Vec4::new(0.0f32);
-            #[unroll]
-            for lane in 0..WIDTH {
-                value.insert(lane, s[comptime!(i * micro_k + quad * WIDTH + lane)]);
-            }
-            let row = me.y as usize * micro_q + i;
-            panel[row * pitch + me.x as usize * comptime!(micro_k / WIDTH) + quad] = value;
-        }
+    let block = work.rows(keys);
+    #[comptime]
+    if let ComptimeOption::Some(dqk) = gradients.dqk {
+        store(dqk, &block, &acc, &uniform(scores.score.scale, micro), rows, head_dim, tile);
     }
-}
-
-/// Writes a thread's elements of a `[tile_q, tile_k]` tile to its panel, transposed to `[tile_k, tile_q]`.
-#[cube]
-pub fn share_transposed(s: &Array<f32>, panel: &mut Shared<[Vec4]>, me: Unit, #[comptime] tile: TileShape) {
-    let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
-    let pitch = comptime!(TileShape::pitch(tile.tile_q));
-    #[unroll]
-    for j in 0..micro_k {
-        #[unroll]
-        for quad in 0..comptime!(micro_q / WIDTH) {
-            let mut value = Vec4::new(0.0f32);
-            #[unroll]
-            for lane in 0..WIDTH {
-                value.insert(lane, s[comptime!((quad * WIDTH + lane) * micro_k + j)]);
-            }
-            let row = me.x as usize * micro_k + j;
-            panel[row * pitch + me.y as usize * comptime!(micro_q / WIDTH) + quad] = value;
-        }
+    #[comptime]
+    if let ComptimeOption::Some(dv) = gradients.dv {
+        store(dv, &block, &acc_v, &uniform(extras.dropout.scale(), micro), rows, head_dim_v, tile);
     }
 }

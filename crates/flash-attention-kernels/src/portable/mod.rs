@@ -4,15 +4,15 @@
 
 pub mod dbias;
 pub mod delta;
-pub mod dkdv;
-pub mod dq;
 pub mod dsinks;
 pub mod forward;
 pub mod gradient;
 pub mod nothing;
+pub mod recompute;
 pub mod scores;
 pub mod tile;
 
+use crate::fragment::role::Role;
 use crate::score::Factor;
 use serde::Serialize;
 use tile::TileShape;
@@ -20,6 +20,8 @@ use tile::TileShape;
 /// Everything that a portable kernel is specialised for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Blueprint {
+    /// Role of the kernel.
+    pub role: Role,
     /// Tile.
     pub tile: TileShape,
     /// Dimension of a query and of a key.

@@ -12,8 +12,7 @@
 //! vectors `x, x + units_k, …`.
 
 mod staging;
-pub use staging::{Ahead, RowOrder};
-use staging::{put, round};
+use staging::{Ahead, RowOrder, put, round};
 
 use super::Blueprint;
 use crate::fragment::grid::Block;
@@ -129,29 +128,17 @@ pub fn unit(#[comptime] tile: TileShape) -> Unit {
 #[derive(CubeType)]
 pub struct Panels {
     /// `A` of `S += A · Bᵀ`.
-    pub a: Shared<[Vec4]>,
+    a: Shared<[Vec4]>,
     /// `B` of `S += A · Bᵀ`, and `V` of `O += P · V`.
-    pub b: Shared<[Vec4]>,
+    b: Shared<[Vec4]>,
     /// `P` of `O += P · V`: probabilities or `dS`.
     pub p: Shared<[Vec4]>,
     /// Prefetched chunks.
-    pub ahead: Ahead,
+    ahead: Ahead,
     /// Position of this thread.
     pub me: Unit,
-}
-
-#[cube]
-impl Panels {
-    /// Panels for a left operand of `p` vectors and a right operand of `depth` rows of the product `O += P · V`.
-    pub fn new(#[comptime] p: usize, #[comptime] depth: usize, #[comptime] tile: TileShape) -> Panels {
-        Panels {
-            a: Shared::new_slice(comptime!(tile.panel_a())),
-            b: Shared::new_slice(comptime!(tile.panel_b(depth))),
-            p: Shared::new_slice(p),
-            ahead: Ahead::new(depth, tile),
-            me: unit(tile),
-        }
-    }
+    #[cube(comptime)]
+    blueprint: Blueprint,
 }
 
 /// Sizes of a product `O += P · V`.
@@ -165,143 +152,184 @@ pub struct Product {
     pub head_dim: usize,
 }
 
-/// `S += A · Bᵀ` over the staged chunk. Rows of `A` are staged in natural order, rows of `B` interleaved.
 #[cube]
-pub fn dot(a: &Shared<[Vec4]>, b: &Shared<[Vec4]>, s: &mut Array<f32>, me: Unit, #[comptime] tile: TileShape) {
-    let pitch = comptime!(TileShape::pitch(tile.chunk));
-    let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
-    let a_row = me.y as usize * comptime!(micro_q * pitch);
-    let b_row = me.x as usize * pitch;
-    for c in 0..comptime!(tile.chunk / WIDTH) {
-        let mut bs = Array::<Vec4>::new(micro_k);
-        #[unroll]
-        for j in 0..micro_k {
-            bs[j] = b[b_row + comptime!(j * tile.units_k * pitch) + c];
+impl Panels {
+    /// Panels for the products `O += P · V` of these rows and depth.
+    pub fn new(#[comptime] rows: usize, #[comptime] depth: usize, #[comptime] blueprint: Blueprint) -> Panels {
+        let tile = comptime!(blueprint.tile);
+        Panels {
+            a: Shared::new_slice(comptime!(tile.panel_a())),
+            b: Shared::new_slice(comptime!(tile.panel_b(depth))),
+            p: Shared::new_slice(comptime!((rows * TileShape::pitch(depth)).max(1))),
+            ahead: Ahead::new(depth, tile),
+            me: unit(tile),
+            blueprint,
         }
+    }
+
+    /// Prefetches the first chunk of [`Panels::products`].
+    pub fn ask_scores<F: Float, N: Size>(&mut self, a: &Rows<F, N>, b: &Rows<F, N>, #[comptime] head_dim: usize) {
+        self.ahead.read_scores(a, b, 0usize, head_dim, true);
+    }
+
+    /// One tile of scores: `S = A · Bᵀ`, staged and multiplied chunk by chunk. The caller has [prefetched](Panels::ask_scores) the first
+    /// chunk. Threads must be synchronised before the call, and are so after it.
+    pub fn products<F: Float, N: Size>(
+        &mut self,
+        a: &Rows<F, N>,
+        b: &Rows<F, N>,
+        s: &mut Array<f32>,
+        #[comptime] head_dim: usize,
+    ) {
+        let tile = comptime!(self.blueprint.tile);
+        let order = comptime!(RowOrder::Interleaved { micro: tile.micro_k(), units: tile.units_k });
         #[unroll]
-        for i in 0..micro_q {
-            let av = a[a_row + comptime!(i * pitch) + c];
+        for n in 0..comptime!(tile.micro_q() * tile.micro_k()) {
+            s[n] = 0.0f32;
+        }
+        let chunks = comptime!(head_dim.div_ceil(tile.chunk));
+        #[unroll]
+        for chunk in 0..chunks {
+            self.ahead.read_scores(a, b, chunk, head_dim, false);
+            if comptime!(self.blueprint.tf32) {
+                round(&mut self.ahead.a, tile.share(tile.tile_q, tile.chunk));
+                round(&mut self.ahead.b, tile.share(tile.tile_k, tile.chunk));
+            }
+            put(&self.ahead.a, &mut self.a, tile.tile_q, tile.chunk, RowOrder::Natural, tile.units());
+            put(&self.ahead.b, &mut self.b, tile.tile_k, tile.chunk, order, tile.units());
+            sync_cube();
+            if comptime!(chunk + 1 < chunks) {
+                self.ahead.read_scores(a, b, comptime!(chunk + 1), head_dim, true);
+            }
+            self.dot(s);
+            sync_cube();
+        }
+    }
+
+    /// `S += A · Bᵀ` over the staged chunk. Rows of `A` are staged in natural order, rows of `B` interleaved.
+    fn dot(&self, s: &mut Array<f32>) {
+        let tile = comptime!(self.blueprint.tile);
+        let pitch = comptime!(TileShape::pitch(tile.chunk));
+        let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
+        let a_row = self.me.y as usize * comptime!(micro_q * pitch);
+        let b_row = self.me.x as usize * pitch;
+        for c in 0..comptime!(tile.chunk / WIDTH) {
+            let mut bs = Array::<Vec4>::new(micro_k);
             #[unroll]
             for j in 0..micro_k {
-                let bv = bs[j];
-                let mut sum = s[comptime!(i * micro_k + j)];
+                bs[j] = self.b[b_row + comptime!(j * tile.units_k * pitch) + c];
+            }
+            #[unroll]
+            for i in 0..micro_q {
+                let av = self.a[a_row + comptime!(i * pitch) + c];
                 #[unroll]
-                for lane in 0..WIDTH {
-                    sum = fma(av.extract(lane), bv.extract(lane), sum);
+                for j in 0..micro_k {
+                    let bv = bs[j];
+                    let mut sum = s[comptime!(i * micro_k + j)];
+                    #[unroll]
+                    for lane in 0..WIDTH {
+                        sum = fma(av.extract(lane), bv.extract(lane), sum);
+                    }
+                    s[comptime!(i * micro_k + j)] = sum;
                 }
-                s[comptime!(i * micro_k + j)] = sum;
             }
         }
     }
-}
 
-/// One tile of scores: `S = A · Bᵀ`, staged and multiplied chunk by chunk. The caller has prefetched the first chunk with
-/// [`Ahead::ask_scores`]. Threads must be synchronised before the call, and are so after it.
-#[cube]
-pub fn products<F: Float, N: Size>(
-    a: &Rows<F, N>,
-    b: &Rows<F, N>,
-    panels: &mut Panels,
-    s: &mut Array<f32>,
-    #[comptime] head_dim: usize,
-    #[comptime] blueprint: Blueprint,
-) {
-    let tile = comptime!(blueprint.tile);
-    let order = comptime!(RowOrder::Interleaved { micro: tile.micro_k(), units: tile.units_k });
-    #[unroll]
-    for n in 0..comptime!(tile.micro_q() * tile.micro_k()) {
-        s[n] = 0.0f32;
+    /// Prefetches the first group of columns of [`Panels::accumulate`].
+    pub fn ask_right<F: Float, N: Size>(&mut self, v: &Rows<F, N>, #[comptime] product: Product) {
+        self.ahead.read_right(v, 0usize, product, true);
     }
-    let chunks = comptime!(head_dim.div_ceil(tile.chunk));
-    #[unroll]
-    for chunk in 0..chunks {
-        if comptime!(!tile.reads_ahead()) {
-            panels.ahead.fetch_scores(a, b, chunk, head_dim, tile);
-        }
-        if comptime!(blueprint.tf32) {
-            round(&mut panels.ahead.a, tile.share(tile.tile_q, tile.chunk));
-            round(&mut panels.ahead.b, tile.share(tile.tile_k, tile.chunk));
-        }
-        put(&panels.ahead.a, &mut panels.a, tile.tile_q, tile.chunk, RowOrder::Natural, tile.units());
-        put(&panels.ahead.b, &mut panels.b, tile.tile_k, tile.chunk, order, tile.units());
-        sync_cube();
-        if comptime!(chunk + 1 < chunks) {
-            panels.ahead.ask_scores(a, b, comptime!(chunk + 1), head_dim, tile);
-        }
-        dot(&panels.a, &panels.b, s, panels.me, tile);
-        sync_cube();
-    }
-}
 
-/// `O += P · V` over all columns of `V`, staged group by group. The panel of `P` holds `[rows, depth]`, and `V` is `[depth, head_dim]`.
-/// The caller has prefetched the first group with [`Ahead::ask_right`].
-///
-/// `careful`: an element of `P` that is zero adds nothing, even where `V` is not finite. In IEEE arithmetic `0 · NaN` is NaN, and a
-/// hidden key must not leak.
-#[cube]
-pub fn accumulate<F: Float, N: Size>(
-    v: &Rows<F, N>,
-    panels: &mut Panels,
-    acc: &mut Array<Vec4>,
-    careful: bool,
-    #[comptime] product: Product,
-    #[comptime] tile: TileShape,
-) {
-    #[unroll]
-    for group in 0..comptime!(tile.groups(product.head_dim)) {
-        if comptime!(!tile.reads_ahead()) {
-            panels.ahead.fetch_right(v, group, product, tile);
-        }
-        put(&panels.ahead.v, &mut panels.b, product.depth, tile.chunk_nn(), RowOrder::Natural, tile.units());
-        sync_cube();
-        if comptime!(group + 1 < tile.groups(product.head_dim)) {
-            panels.ahead.ask_right(v, comptime!(group + 1), product, tile);
-        }
-        if careful {
-            multiply(&*panels, acc, group, true, product, tile);
-        } else {
-            multiply(&*panels, acc, group, false, product, tile);
-        }
-        sync_cube();
-    }
-}
-
-#[cube]
-fn multiply(
-    panels: &Panels,
-    acc: &mut Array<Vec4>,
-    #[comptime] group: usize,
-    #[comptime] careful: bool,
-    #[comptime] product: Product,
-    #[comptime] tile: TileShape,
-) {
-    let micro = comptime!(product.rows / tile.units_q);
-    let groups = comptime!(tile.groups(product.head_dim));
-    let p_pitch = comptime!(TileShape::pitch(product.depth));
-    let v_pitch = comptime!(TileShape::pitch(tile.chunk_nn()));
-    let p_row = panels.me.y as usize * comptime!(micro * p_pitch);
-    let v_column = panels.me.x as usize;
-    for step in 0..comptime!(product.depth / WIDTH) {
-        let mut vs = Array::<Vec4>::new(WIDTH);
+    /// `O += P · V` over all columns of `V`, staged group by group. The panel of `P` holds `[rows, depth]`, and `V` is `[depth, head_dim]`.
+    /// The caller has [prefetched](Panels::ask_right) the first group.
+    ///
+    /// `careful`: an element of `P` that is zero adds nothing, even where `V` is not finite. In IEEE arithmetic `0 · NaN` is NaN, and a
+    /// hidden key must not leak.
+    pub fn accumulate<F: Float, N: Size>(
+        &mut self,
+        v: &Rows<F, N>,
+        acc: &mut Array<Vec4>,
+        careful: bool,
+        #[comptime] product: Product,
+    ) {
+        let tile = comptime!(self.blueprint.tile);
         #[unroll]
-        for lane in 0..WIDTH {
-            vs[lane] = panels.b[(step * WIDTH + lane) * v_pitch + v_column];
+        for group in 0..comptime!(tile.groups(product.head_dim)) {
+            self.ahead.read_right(v, group, product, false);
+            put(&self.ahead.v, &mut self.b, product.depth, tile.chunk_nn(), RowOrder::Natural, tile.units());
+            sync_cube();
+            if comptime!(group + 1 < tile.groups(product.head_dim)) {
+                self.ahead.read_right(v, comptime!(group + 1), product, true);
+            }
+            if careful {
+                self.multiply(acc, group, true, product);
+            } else {
+                self.multiply(acc, group, false, product);
+            }
+            sync_cube();
         }
-        #[unroll]
-        for i in 0..micro {
-            let pv = panels.p[p_row + comptime!(i * p_pitch) + step];
-            let mut sum = acc[comptime!(i * groups + group)];
+    }
+
+    fn multiply(
+        &self,
+        acc: &mut Array<Vec4>,
+        #[comptime] group: usize,
+        #[comptime] careful: bool,
+        #[comptime] product: Product,
+    ) {
+        let tile = comptime!(self.blueprint.tile);
+        let micro = comptime!(product.rows / tile.units_q);
+        let groups = comptime!(tile.groups(product.head_dim));
+        let p_pitch = comptime!(TileShape::pitch(product.depth));
+        let v_pitch = comptime!(TileShape::pitch(tile.chunk_nn()));
+        let p_row = self.me.y as usize * comptime!(micro * p_pitch);
+        let v_column = self.me.x as usize;
+        for step in 0..comptime!(product.depth / WIDTH) {
+            let mut vs = Array::<Vec4>::new(WIDTH);
             #[unroll]
             for lane in 0..WIDTH {
-                let weight = pv.extract(lane);
-                let added = fma(Vec4::new(weight), vs[lane], sum);
-                if comptime!(careful) {
-                    sum = select(weight == 0.0f32, sum, added);
-                } else {
-                    sum = added;
-                }
+                vs[lane] = self.b[(step * WIDTH + lane) * v_pitch + v_column];
             }
-            acc[comptime!(i * groups + group)] = sum;
+            #[unroll]
+            for i in 0..micro {
+                let pv = self.p[p_row + comptime!(i * p_pitch) + step];
+                let mut sum = acc[comptime!(i * groups + group)];
+                #[unroll]
+                for lane in 0..WIDTH {
+                    let weight = pv.extract(lane);
+                    let added = fma(Vec4::new(weight), vs[lane], sum);
+                    if comptime!(careful) {
+                        sum = select(weight == 0.0f32, sum, added);
+                    } else {
+                        sum = added;
+                    }
+                }
+                acc[comptime!(i * groups + group)] = sum;
+            }
+        }
+    }
+
+    /// Writes this thread's elements of a `[tile_q, tile_k]` tile to the panel of `P`, transposed to `[tile_k, tile_q]` if `transposed`.
+    pub fn share(&mut self, s: &Array<f32>, #[comptime] transposed: bool) {
+        let tile = comptime!(self.blueprint.tile);
+        let micro_k = comptime!(tile.micro_k());
+        let (rows, columns) = comptime!(if transposed { (micro_k, tile.micro_q()) } else { (tile.micro_q(), micro_k) });
+        let pitch = comptime!(TileShape::pitch(if transposed { tile.tile_q } else { tile.tile_k }));
+        let (row, column) = if comptime!(transposed) { (self.me.x, self.me.y) } else { (self.me.y, self.me.x) };
+        #[unroll]
+        for i in 0..rows {
+            #[unroll]
+            for quad in 0..comptime!(columns / WIDTH) {
+                let mut value = Vec4::new(0.0f32);
+                #[unroll]
+                for lane in 0..WIDTH {
+                    let j = comptime!(quad * WIDTH + lane);
+                    value.insert(lane, s[comptime!(if transposed { j * micro_k + i } else { i * micro_k + j })]);
+                }
+                let at = (row as usize * rows + i) * pitch + column as usize * comptime!(columns / WIDTH) + quad;
+                self.p[at] = value;
+            }
         }
     }
 }

@@ -2,13 +2,10 @@
 
 use crate::error::AttentionError;
 
-pub fn rank4(argument: &'static str, shape: &[usize]) -> Result<[usize; 4], AttentionError> {
-    shape.try_into().map_err(|_| AttentionError::Rank {
-        argument,
-        rank: shape.len(),
-        shape: shape.to_vec(),
-        expected: 4,
-    })
+/// A shape of this rank.
+pub fn ranked<const RANK: usize>(argument: &'static str, shape: &[usize]) -> Result<[usize; RANK], AttentionError> {
+    let (rank, expected) = (shape.len(), RANK);
+    shape.try_into().map_err(|_| AttentionError::Rank { argument, rank, shape: shape.to_vec(), expected })
 }
 
 /// Checks that a dimension of a tensor has the `expected` size, which the tensor `expected_by` sets.
@@ -23,14 +20,8 @@ pub fn agree(
     if shape[dim] == expected {
         return Ok(());
     }
-    Err(AttentionError::Dimension {
-        argument,
-        dimension,
-        value: shape[dim],
-        shape: shape.to_vec(),
-        expected_by,
-        expected,
-    })
+    let (value, shape) = (shape[dim], shape.to_vec());
+    Err(AttentionError::Dimension { argument, dimension, value, shape, expected_by, expected })
 }
 
 /// Checks that each of the first `dims` dimensions of a shape is 1 or the expected size.

@@ -2,6 +2,7 @@
 
 use super::{Device, Kernel, PassedOver, check_bindings};
 use crate::error::AttentionError;
+use crate::fragment::role::Role;
 use crate::fragment::rows::{Vec4, WIDTH};
 use crate::mma::Products;
 use crate::portable::Blueprint;
@@ -163,10 +164,11 @@ pub(crate) fn blueprint_beside(
     factor: Factor,
 ) -> Blueprint {
     let tf32 = kernel == Kernel::Mma && super::mma::products(problem) == Products::Tf32;
-    Blueprint { tf32, ..blueprint(problem, tile, factor) }
+    Blueprint { tf32, factor, ..blueprint(problem, Role::Dq, tile) }
 }
 
 /// The blueprint of a kernel with these tiles.
-pub(crate) fn blueprint(problem: &AttentionProblem, tile: TileShape, factor: Factor) -> Blueprint {
-    Blueprint { tile, head_dim: problem.head_dim, head_dim_v: problem.head_dim_v, factor, tf32: false }
+pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: TileShape) -> Blueprint {
+    let factor = if role.differentiates() { problem.factor_of_product() } else { Factor::One };
+    Blueprint { role, tile, head_dim: problem.head_dim, head_dim_v: problem.head_dim_v, factor, tf32: false }
 }

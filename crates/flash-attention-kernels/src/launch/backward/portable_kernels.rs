@@ -3,7 +3,7 @@
 use super::super::route::Route;
 use super::super::sequences::Blocks;
 use super::super::{Call, Launch};
-use super::{Backward, GradientKernel, Prepared, Results};
+use super::{Backward, Prepared};
 use crate::error::AttentionError;
 use crate::fragment::grid::GridLaunch;
 use crate::fragment::rows::WIDTH;
@@ -13,7 +13,7 @@ use crate::portable::{self, dbias, delta, dsinks};
 use crate::problem::MAX_SEQ;
 use crate::score::Factor;
 use crate::tensor::TensorView;
-use crate::tiling::{self, Gradient, ListShape, Stage};
+use crate::tiling::{self, Stage};
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
@@ -81,6 +81,7 @@ impl<'a> Backward<'a> {
         let Backward { call, saved, scratch, addresses } = *self;
         let p = call.problem;
         let (tile, factor) = (blueprint.tile, blueprint.factor);
+        tiling::check_tile(call.device, p, &tile, Stage::Backward)?;
         tiling::check_bindings(call.device, p, kernel, 6)?;
         let (grid, count, sharers) = sums_grid(call, kernel, &dbias, sums, tile)?;
         let fold = fold_grid(call, &dbias, sums)?;
@@ -111,7 +112,7 @@ impl<'a> Backward<'a> {
                     CubeDim::new_1d(tile.units() as u32),
                     addresses.max(route.addresses()),
                     call.width(&[&saved.dout]),
-                    call.operands(saved, scratch),
+                    call.sides(saved, scratch, false),
                     call.scores(Stage::Backward, &route),
                     out,
                     grid,
@@ -136,54 +137,6 @@ impl<'a> Backward<'a> {
                         lanes,
                         dtype,
                     );
-                }
-            }
-        })))
-    }
-}
-
-impl GradientKernel for TileShape {
-    fn prepare<'a>(self, backward: Backward<'a>, results: Results<'a>) -> Result<Prepared<'a>, AttentionError> {
-        let Backward { call, saved, scratch, addresses } = backward;
-        let keys = results.role().is_transposed();
-        let ListShape { rows, columns, .. } = Gradient::Portable(self).list(keys);
-        let of = if keys { Blocks::Keys } else { Blocks::Queries };
-        let (grid, count) = backward.rows_grid(&results, rows)?;
-        let blueprint = tiling::blueprint(call.problem, self, call.problem.factor_of_product());
-        Ok(Prepared::Direct(Box::new(move || {
-            let route = call.route(of, rows, columns);
-            let (units, addresses) = (CubeDim::new_1d(self.units() as u32), addresses.max(route.addresses()));
-            let (width, types) = (call.width(&results.views(saved)), [call.dtype(), call.mask_type()]);
-            // SAFETY: as above.
-            unsafe {
-                match results.dq {
-                    Some(dq) => portable::dq::dq::launch_unchecked(
-                        call.client,
-                        count,
-                        units,
-                        addresses,
-                        width,
-                        call.operands(saved, scratch),
-                        call.scores(Stage::Backward, &route),
-                        dq.arg(),
-                        grid,
-                        blueprint,
-                        types,
-                    ),
-                    None => portable::dkdv::dkdv::launch_unchecked(
-                        call.client,
-                        count,
-                        units,
-                        addresses,
-                        width,
-                        call.operands(saved, scratch),
-                        call.scores(Stage::Backward, &route),
-                        results.dk.map(|dk| dk.arg()).into(),
-                        results.dv.map(|dv| dv.arg()).into(),
-                        grid,
-                        blueprint,
-                        types,
-                    ),
                 }
             }
         })))

@@ -8,7 +8,7 @@ use crate::launch::Call;
 use crate::launch::backward::{Backward, GradientKernel, Prepared, Results};
 use crate::launch::sequences::Blocks;
 use crate::launch::tensor_core::{Aligned, Outputs, Sources, rows_arg, rows_out, sides, source_sides};
-use crate::tensor::TensorView;
+use crate::tensor::{AnyView, TensorView};
 use crate::tensor_core::WARPGROUP_ROWS;
 use crate::tensor_core::operands::GradientOutputsLaunch;
 use crate::tensor_core::schedule::TileScheduler;

@@ -8,7 +8,7 @@ use crate::launch::Call;
 use crate::launch::backward::{Backward, Prepared};
 use crate::launch::route::Route;
 use crate::launch::tensor_core::{OUT_BYTES, rows_arg, sides, stride};
-use crate::tensor::TensorView;
+use crate::tensor::{AnyView, TensorView};
 use crate::tensor_core::{Blueprint, Rows, WARPGROUP_ROWS};
 use crate::tiling::varies_by_pair;
 use cubecl::prelude::*;

@@ -9,7 +9,7 @@ use crate::launch::route::Route;
 use crate::launch::sequences::Blocks;
 use crate::launch::tensor_core::{Aligned, rows_arg, rows_in, rows_out, stride};
 use crate::launch::{Call, Launch};
-use crate::tensor::TensorView;
+use crate::tensor::{AnyView, TensorView};
 use crate::tensor_core::WARPGROUP_ROWS;
 use crate::tensor_core::operands::{LseOutLaunch, OutputsLaunch, SourcesLaunch};
 use crate::tiling::{HopperForward, Stage, cube_count};

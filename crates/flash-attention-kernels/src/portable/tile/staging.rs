@@ -20,8 +20,7 @@ pub enum RowOrder {
 }
 
 /// Prefetched chunks. Each thread holds its share of the next chunk in registers while the current chunk is multiplied, because a load
-/// takes as long as many products. Without [prefetching](TileShape::reads_ahead) the methods `ask_…` do nothing, and a chunk is read
-/// when it is needed.
+/// takes as long as many products. Without [prefetching](TileShape::reads_ahead), a chunk is read when it is needed.
 #[derive(CubeType)]
 pub struct Ahead {
     /// Share of a chunk of `A`.
@@ -30,6 +29,8 @@ pub struct Ahead {
     pub b: Array<Vec4>,
     /// Share of a chunk of `V`.
     pub v: Array<Vec4>,
+    #[cube(comptime)]
+    tile: TileShape,
 }
 
 #[cube]
@@ -40,61 +41,41 @@ impl Ahead {
             a: Array::new(comptime!(tile.share(tile.tile_q, tile.chunk))),
             b: Array::new(comptime!(tile.share(tile.tile_k, tile.chunk))),
             v: Array::new(comptime!(tile.share(rows_nn, tile.chunk_nn()).max(1))),
+            tile,
         }
     }
 
-    /// Prefetches a chunk of `A` and `B`.
-    pub fn ask_scores<F: Float, N: Size>(
+    /// Reads a chunk of `A` and `B`, if this is the time for it: `early` with prefetching.
+    pub fn read_scores<F: Float, N: Size>(
         &mut self,
         a: &Rows<F, N>,
         b: &Rows<F, N>,
         #[comptime] chunk: usize,
         #[comptime] head_dim: usize,
-        #[comptime] tile: TileShape,
+        #[comptime] early: bool,
     ) {
-        if comptime!(tile.reads_ahead()) {
-            self.fetch_scores(a, b, chunk, head_dim, tile);
+        let tile = comptime!(self.tile);
+        if comptime!(tile.reads_ahead() == early) {
+            let columns = comptime!(Columns { first: chunk * tile.chunk, count: tile.chunk, head_dim });
+            fetch(a, &mut self.a, tile.tile_q, columns, tile.units());
+            fetch(b, &mut self.b, tile.tile_k, columns, tile.units());
         }
     }
 
-    /// Reads a chunk of `A` and `B`.
-    pub fn fetch_scores<F: Float, N: Size>(
-        &mut self,
-        a: &Rows<F, N>,
-        b: &Rows<F, N>,
-        #[comptime] chunk: usize,
-        #[comptime] head_dim: usize,
-        #[comptime] tile: TileShape,
-    ) {
-        let columns = comptime!(Columns { first: chunk * tile.chunk, count: tile.chunk, head_dim });
-        fetch(a, &mut self.a, tile.tile_q, columns, tile.units());
-        fetch(b, &mut self.b, tile.tile_k, columns, tile.units());
-    }
-
-    /// Prefetches a group of columns of `V`.
-    pub fn ask_right<F: Float, N: Size>(
+    /// Reads a group of columns of `V`, if this is the time for it.
+    pub fn read_right<F: Float, N: Size>(
         &mut self,
         v: &Rows<F, N>,
         #[comptime] group: usize,
         #[comptime] product: Product,
-        #[comptime] tile: TileShape,
+        #[comptime] early: bool,
     ) {
-        if comptime!(tile.reads_ahead()) {
-            self.fetch_right(v, group, product, tile);
+        let tile = comptime!(self.tile);
+        if comptime!(tile.reads_ahead() == early) {
+            let (count, head_dim) = comptime!((tile.chunk_nn(), product.head_dim));
+            let columns = comptime!(Columns { first: group * count, count, head_dim });
+            fetch(v, &mut self.v, product.depth, columns, tile.units());
         }
-    }
-
-    /// Reads a group of columns of `V`.
-    pub fn fetch_right<F: Float, N: Size>(
-        &mut self,
-        v: &Rows<F, N>,
-        #[comptime] group: usize,
-        #[comptime] product: Product,
-        #[comptime] tile: TileShape,
-    ) {
-        let (count, head_dim) = comptime!((tile.chunk_nn(), product.head_dim));
-        let columns = comptime!(Columns { first: group * count, count, head_dim });
-        fetch(v, &mut self.v, product.depth, columns, tile.units());
     }
 }
 
