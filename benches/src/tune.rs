@@ -13,7 +13,7 @@ use crate::timing::{Work, device_time, once, sync};
 use cubecl::client::Client;
 use flash_attention_kernels::{
     AttentionProblem, BackwardOrder, BackwardTiles, BiasGradient, BiasTile, Forward, Gradient, HopperForward,
-    HopperGradient, HopperTile, Kernel, MmaForward, MmaGradient, MmaTile, Plan, Precision, plan_with,
+    HopperGradient, HopperTile, Kernel, MmaTile, MmaTiles, Plan, Precision, plan_with,
 };
 use std::fmt;
 use std::num::ParseIntError;
@@ -94,10 +94,10 @@ impl Work for Launches<'_> {
         let (tile, head_group, num_splits) = match self.way {
             Way::Hopper(tile, head_group, num_splits) => (tile, head_group, num_splits),
             Way::Mma(tile, head_group) if self.part == Part::Forward => {
-                return self.tensors.forward(self.client, &self.problem, MmaForward { tile, head_group });
+                return self.tensors.forward(self.client, &self.problem, MmaTiles { tile, head_group });
             }
             Way::Mma(tile, head_group) => {
-                let gradient = Gradient::Mma(MmaGradient { tile, head_group });
+                let gradient = Gradient::Mma(MmaTiles { tile, head_group });
                 let mut tiles = self.backward;
                 (tiles.dq, tiles.dkdv, tiles.dv) = (gradient, gradient, tiles.dv.map(|_| gradient));
                 return self.tensors.backward(self.client, &self.problem, &self.part.wanted(self.tensors), tiles);
@@ -134,14 +134,14 @@ impl Work for Launches<'_> {
 fn planned(plan: &Plan, part: Part) -> Result<Way, Error> {
     let gradient = |gradient| match gradient {
         Gradient::Hopper(HopperGradient { tile, head_group }) => Some(Way::Hopper(tile, head_group, 1)),
-        Gradient::Mma(MmaGradient { tile, head_group }) => Some(Way::Mma(tile, head_group)),
+        Gradient::Mma(MmaTiles { tile, head_group }) => Some(Way::Mma(tile, head_group)),
         _ => None,
     };
     let way = match (part, plan.forward) {
         (Part::Forward, Forward::Hopper(HopperForward { tile, head_group, num_splits })) => {
             Some(Way::Hopper(tile, head_group, num_splits))
         }
-        (Part::Forward, Forward::Mma(MmaForward { tile, head_group })) => Some(Way::Mma(tile, head_group)),
+        (Part::Forward, Forward::Mma(MmaTiles { tile, head_group })) => Some(Way::Mma(tile, head_group)),
         (Part::Forward, _) => None,
         (Part::Dq, _) => gradient(plan.backward.dq),
         (Part::Dkdv, _) => gradient(plan.backward.dkdv),

@@ -221,33 +221,6 @@ impl Band {
             .sum()
     }
 
-    /// The band with queries and keys exchanged: query `i` sees key `j` in the result if query `j` sees key `i` in `self`.
-    ///
-    /// ```
-    /// use flash_attention_kernels::{AttentionOptions, mask::Band};
-    ///
-    /// let band = Band::new(3, 5, &AttentionOptions { causal: true, window_left: Some(1), ..Default::default() });
-    /// assert!((0..3).all(|i| (0..5).all(|j| band.transposed().sees(j, i) == band.sees(i, j))));
-    /// ```
-    pub fn transposed(&self) -> Band {
-        Band {
-            seq_q: self.seq_k,
-            seq_k: self.seq_q,
-            sequence: self.sequence,
-            begin_q: self.begin_k,
-            end_q: self.end_k,
-            begin_k: self.begin_q,
-            end_k: self.end_q,
-            lower: -self.upper,
-            upper: -self.lower,
-            diagonal: -self.diagonal,
-            bounded_below: self.bounded_above,
-            bounded_above: self.bounded_below,
-            bottom_right: self.bottom_right,
-            varlen: self.varlen,
-        }
-    }
-
     /// The launch argument for this band.
     pub fn into_launch(self) -> BandLaunch {
         BandLaunch::new(
@@ -271,6 +244,33 @@ impl Band {
 
 #[cube]
 impl Band {
+    /// The band with queries and keys exchanged: query `i` sees key `j` in the result if query `j` sees key `i` in `self`.
+    ///
+    /// ```
+    /// use flash_attention_kernels::{AttentionOptions, mask::Band};
+    ///
+    /// let band = Band::new(3, 5, &AttentionOptions { causal: true, window_left: Some(1), ..Default::default() });
+    /// assert!((0..3).all(|i| (0..5).all(|j| band.transposed().sees(j, i) == band.sees(i, j))));
+    /// ```
+    pub fn transposed(&self) -> Band {
+        Band {
+            seq_q: self.seq_k,
+            seq_k: self.seq_q,
+            sequence: self.sequence,
+            begin_q: self.begin_k,
+            end_q: self.end_k,
+            begin_k: self.begin_q,
+            end_k: self.end_q,
+            lower: -self.upper,
+            upper: -self.lower,
+            diagonal: -self.diagonal,
+            bounded_below: comptime!(self.bounded_above),
+            bounded_above: comptime!(self.bounded_below),
+            bottom_right: comptime!(self.bottom_right),
+            varlen: comptime!(self.varlen),
+        }
+    }
+
     /// The band of one of several sequences, number `sequence`. Its queries `begin_q .. end_q` see its keys `begin_k .. end_k`
     /// only.
     ///
@@ -378,21 +378,7 @@ impl Band {
     /// The blocks of `tile_q` queries, counted from the first query of the sequence, that see any of the keys `k_start ..
     /// k_start + tile_k`.
     pub fn q_blocks(&self, k_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> Blocks {
-        let mut first = self.first_query() as i32;
-        let mut after = self.after_queries() as i32;
-        let mut k_first = k_start as i32;
-        let k_last = min(k_start + tile_k, self.after_keys()) as i32 - 1;
-        if comptime!(self.varlen) {
-            k_first = max(k_first, self.begin_k as i32);
-            after = select(k_first > k_last, first, after);
-        }
-        if comptime!(self.bounded_above) {
-            first = max(first, k_first - self.upper);
-        }
-        if comptime!(self.bounded_below) {
-            after = min(after, k_last - self.lower + 1);
-        }
-        blocks(first, after, self.first_query(), tile_q)
+        self.transposed().k_blocks(k_start, tile_k, tile_q)
     }
 
     /// Whether queries `q_start .. q_start + tile_q` see any of the keys `k_start .. k_start + tile_k`.

@@ -12,7 +12,7 @@ mod portable;
 pub(crate) mod rows;
 
 pub use choice::{
-    BackwardTiles, BiasGradient, Forward, Gradient, HopperForward, HopperGradient, Kernel, MmaForward, MmaGradient,
+    BackwardTiles, BiasGradient, FamilyTiles, Forward, Gradient, HopperForward, HopperGradient, Kernel, MmaTiles,
 };
 pub use device::{Device, element_type};
 pub(crate) use device::{check_bindings, check_dtype, cube_count, grid};

@@ -12,7 +12,7 @@ use crate::extras::Extras;
 use crate::fragment::role::Role;
 use crate::mask::Band;
 use crate::ptx::*;
-use crate::tensor_core::schedule::TileScheduler;
+use crate::tensor_core::schedule::{TileScheduler, next_tile};
 use crate::tensor_core::statistics::{stats_all, stats_at};
 use crate::tensor_core::{Blueprint, HopperTile, PANEL, WARPGROUP_ROWS};
 use cubecl::prelude::*;
@@ -35,6 +35,7 @@ pub struct Producer<E: Float> {
     memory: Memory,
     streams: Streams<E>,
     scheduler: TileScheduler,
+    num_tiles: u32,
     counter: &'static [u32],
     band: Band,
     extras: Extras,
@@ -56,8 +57,9 @@ impl<E: Float> Producer<E> {
         #[comptime] tile: HopperTile,
     ) -> Producer<E> {
         let number = CUBE_POS as u32 * comptime!(tile.consumer_groups as u32) + consumer_group;
-        let scheduler = schedule.tiles.scheduled(&extras);
-        Producer::<E> { memory, streams, scheduler, counter: schedule.counter, band, extras, warp, ahead: number }
+        let (scheduler, counter) = (schedule.tiles, schedule.counter);
+        let num_tiles = scheduler.len(&extras);
+        Producer::<E> { memory, streams, scheduler, num_tiles, counter, band, extras, warp, ahead: number }
     }
 
     /// Fills all stages at the start, unless a producer warp does.
@@ -139,7 +141,7 @@ impl<E: Float> Producer<E> {
         let nth = self.memory.cursor(pipeline, CursorField::Nth);
         if comptime!(pipeline == Pipeline::K) {
             let number = plane_broadcast(self.ahead, 0u32);
-            if number < self.scheduler.num_tiles {
+            if number < self.num_tiles {
                 let mut of_group = 0u32;
                 let mut flags = 0u32;
                 if comptime!(blueprint.transposed()) {
@@ -298,7 +300,7 @@ impl<E: Float> Producer<E> {
                     of_group = self.memory.cursor(pipeline, CursorField::OfGroup);
                 }
                 if of_group == 0 {
-                    self.ahead = self.scheduler.next(self.counter, blueprint.tile);
+                    self.ahead = next_tile(self.num_tiles, self.counter, blueprint.tile);
                 }
             }
         }

@@ -164,7 +164,7 @@ macro_rules! family {
                 call: &'a Call<'a>,
                 outputs: Outputs<'a>,
             ) -> Result<Launch<'a>, AttentionError> {
-                let direct = self.direct(call, Role::Forward, Forward::$name(self).list())?;
+                let direct = self.direct(call, Role::Forward, Forward::$name(self).list(false))?;
                 outputs.direct(call, direct, $family::forward::forward::launch_unchecked)
             }
         }

@@ -59,7 +59,7 @@ pub fn forward_with(
         return Ok(());
     }
     let kernel = kernel.into();
-    tiling::check_blocks(&device, problem, kernel.kernel(), kernel.list())?;
+    tiling::check_blocks(&device, problem, kernel.kernel(), kernel.list(false))?;
     let outputs = Outputs { o, lse, addresses };
     let launch = match kernel {
         Forward::Portable(tile) => tile.prepare_forward(&call, outputs),

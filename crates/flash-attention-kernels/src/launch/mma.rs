@@ -10,7 +10,7 @@ use crate::fragment::role::Role;
 use crate::mma::{MmaBlueprint, MmaTile, forward, gradient};
 use crate::tensor::AnyView;
 use crate::tensor_core::operands::{LseOutLaunch, OutputsLaunch, SourcesLaunch};
-use crate::tiling::{self, Kernel, MmaForward, MmaGradient};
+use crate::tiling::{self, Kernel, MmaTiles};
 use cubecl::prelude::*;
 
 impl Call<'_> {
@@ -33,13 +33,13 @@ impl Call<'_> {
     }
 }
 
-impl ForwardKernel for MmaForward {
+impl ForwardKernel for MmaTiles {
     fn prepare_forward<'a>(
         self,
         call: &'a Call<'a>,
         Outputs { o, lse, .. }: Outputs<'a>,
     ) -> Result<Launch<'a>, AttentionError> {
-        let MmaForward { tile, head_group } = self;
+        let MmaTiles { tile, head_group } = self;
         let (blueprint, work, count) = call.mma(Role::Forward, tile, head_group, 5)?;
         let inputs = call.inputs;
         let [q, k, v] = [call.aligned(&inputs.q)?, call.aligned(&inputs.k)?, call.aligned(&inputs.v)?];
@@ -74,10 +74,10 @@ impl ForwardKernel for MmaForward {
     }
 }
 
-impl GradientKernel for MmaGradient {
+impl GradientKernel for MmaTiles {
     fn prepare<'a>(self, backward: Backward<'a>, results: Results<'a>) -> Result<Prepared<'a>, AttentionError> {
         let Backward { call, scratch, .. } = backward;
-        let MmaGradient { tile, head_group } = self;
+        let MmaTiles { tile, head_group } = self;
         let role = results.role();
         let (blueprint, work, count) = call.mma(role, tile, head_group, 7)?;
         let outputs = backward.outputs(&results)?;

@@ -185,34 +185,23 @@ impl TileScheduler {
     }
 }
 
+/// Takes the number of this consumer group's next work tile; at least `num_tiles` if none is left.
+#[cube]
+pub fn next_tile(num_tiles: u32, counter: &[u32], #[comptime] tile: HopperTile) -> u32 {
+    // Every work tile is taken once, except the first one of each consumer group, and each group with a first work tile takes one
+    // ticket in vain. After `num_tiles` tickets the counter is 0 again, ready for the next launch.
+    CUBE_COUNT as u32 * comptime!(tile.consumer_groups as u32) + take_ticket(counter, num_tiles - 1)
+}
+
 #[cube]
 impl TileScheduler {
-    /// The scheduler with the number of work tiles of the schedule, if there is one.
-    pub fn scheduled(&self, extras: &Extras) -> TileScheduler {
+    /// Number of work tiles: that of the schedule, if there is one.
+    pub fn len(&self, extras: &Extras) -> u32 {
         let mut num_tiles = self.num_tiles;
         if comptime!(extras.is_varlen()) {
             num_tiles = extras.blocks(0u32) * self.num_heads_q.divisor * self.num_splits.divisor;
         }
-        TileScheduler {
-            num_tiles,
-            blocks: self.blocks,
-            ahead: self.ahead,
-            heads: self.heads,
-            head_group_tiles: self.head_group_tiles,
-            head_group: self.head_group,
-            last_head_group: self.last_head_group,
-            num_heads_q: self.num_heads_q,
-            group_size: self.group_size,
-            num_splits: self.num_splits,
-            batches: self.batches,
-        }
-    }
-
-    /// Takes the number of this consumer group's next work tile; at least `num_tiles` if none is left.
-    pub fn next(&self, counter: &[u32], #[comptime] tile: HopperTile) -> u32 {
-        // Every work tile is taken once, except the first one of each consumer group, and each group with a first work tile
-        // takes one ticket in vain. After `num_tiles` tickets the counter is 0 again, ready for the next launch.
-        CUBE_COUNT as u32 * comptime!(tile.consumer_groups as u32) + take_ticket(counter, self.num_tiles - 1)
+        num_tiles
     }
 
     /// The coordinate of work tile `number`.

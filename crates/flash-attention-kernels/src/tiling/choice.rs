@@ -43,6 +43,23 @@ impl Kernel {
     }
 }
 
+/// A kernel family with the tiles and parameters of a kernel. `H` are those of Hopper's kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum FamilyTiles<H> {
+    /// [`Kernel::Hopper`].
+    Hopper(H),
+    /// [`Kernel::Mma`].
+    Mma(MmaTiles),
+    /// [`Kernel::Matrix`].
+    Matrix(MatrixTile),
+    /// [`Kernel::Rows`].
+    Rows(RowsTile),
+    /// [`Kernel::Portable`].
+    Portable(TileShape),
+}
+
 /// A forward kernel with its tiles.
 ///
 /// ```
@@ -51,21 +68,17 @@ impl Kernel {
 /// let tile = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
 /// assert_eq!(Forward::from(tile).kernel(), Kernel::Portable);
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-#[non_exhaustive]
-pub enum Forward {
-    /// [`Kernel::Hopper`].
-    Hopper(HopperForward),
-    /// [`Kernel::Mma`].
-    Mma(MmaForward),
-    /// [`Kernel::Matrix`].
-    Matrix(MatrixTile),
-    /// [`Kernel::Rows`].
-    Rows(RowsTile),
-    /// [`Kernel::Portable`].
-    Portable(TileShape),
-}
+pub type Forward = FamilyTiles<HopperForward>;
+
+/// A gradient kernel with its tiles.
+///
+/// ```
+/// use flash_attention_kernels::{Gradient, Kernel, TileShape};
+///
+/// let tile = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
+/// assert_eq!(Gradient::Portable(tile).kernel(), Kernel::Portable);
+/// ```
+pub type Gradient = FamilyTiles<HopperGradient>;
 
 /// Parameters of a forward by [`Kernel::Hopper`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -78,48 +91,6 @@ pub struct HopperForward {
     pub num_splits: usize,
 }
 
-/// Parameters of a forward by [`Kernel::Mma`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct MmaForward {
-    /// Tiles.
-    pub tile: MmaTile,
-    /// Number of heads in a head group, whose keys and values stay in the L2 cache together.
-    pub head_group: usize,
-}
-
-/// Parameters of a gradient by [`Kernel::Mma`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct MmaGradient {
-    /// Tiles. The streamed tiles are keys for `dq`, and queries for `dk` and `dv`.
-    pub tile: MmaTile,
-    /// Number of heads in a head group, whose streamed operands stay in the L2 cache together.
-    pub head_group: usize,
-}
-
-/// A gradient kernel with its tiles.
-///
-/// ```
-/// use flash_attention_kernels::{Gradient, Kernel, TileShape};
-///
-/// let tile = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
-/// assert_eq!(Gradient::Portable(tile).kernel(), Kernel::Portable);
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-#[non_exhaustive]
-pub enum Gradient {
-    /// [`Kernel::Hopper`].
-    Hopper(HopperGradient),
-    /// [`Kernel::Mma`].
-    Mma(MmaGradient),
-    /// [`Kernel::Matrix`].
-    Matrix(MatrixTile),
-    /// [`Kernel::Rows`].
-    Rows(RowsTile),
-    /// [`Kernel::Portable`].
-    Portable(TileShape),
-}
-
 /// Parameters of a gradient by [`Kernel::Hopper`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct HopperGradient {
@@ -129,27 +100,36 @@ pub struct HopperGradient {
     pub head_group: usize,
 }
 
-impl Gradient {
+/// Parameters of [`Kernel::Mma`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct MmaTiles {
+    /// Tiles. The streamed tiles are keys for the forward and `dq`, and queries for `dk` and `dv`.
+    pub tile: MmaTile,
+    /// Number of heads in a head group, whose streamed operands stay in the L2 cache together.
+    pub head_group: usize,
+}
+
+impl<H: Copy + Into<HopperTile>> FamilyTiles<H> {
     /// The kernel family.
     pub fn kernel(&self) -> Kernel {
         match self {
-            Gradient::Hopper(_) => Kernel::Hopper,
-            Gradient::Mma(_) => Kernel::Mma,
-            Gradient::Matrix(_) => Kernel::Matrix,
-            Gradient::Rows(_) => Kernel::Rows,
-            Gradient::Portable(_) => Kernel::Portable,
+            FamilyTiles::Hopper(_) => Kernel::Hopper,
+            FamilyTiles::Mma(_) => Kernel::Mma,
+            FamilyTiles::Matrix(_) => Kernel::Matrix,
+            FamilyTiles::Rows(_) => Kernel::Rows,
+            FamilyTiles::Portable(_) => Kernel::Portable,
         }
     }
 
     /// Shape of the lists that the kernel uses with a block mask: of blocks of queries, or of blocks of keys if `keys`.
     pub(crate) fn list(&self, keys: bool) -> ListShape {
-        let (rows, columns) = match self {
-            Gradient::Hopper(gradient) => (gradient.tile.tile_q(), gradient.tile.tile_k),
-            Gradient::Mma(gradient) => (gradient.tile.tile_q(), gradient.tile.tile_k),
-            Gradient::Matrix(tile) => (tile.rows(), tile.columns),
-            Gradient::Rows(tile) => (tile.block(), RUN),
-            Gradient::Portable(tile) if keys => (tile.tile_k, tile.tile_q),
-            Gradient::Portable(tile) => (tile.tile_q, tile.tile_k),
+        let (rows, columns) = match *self {
+            FamilyTiles::Hopper(tiles) => (tiles.into().tile_q(), tiles.into().tile_k),
+            FamilyTiles::Mma(MmaTiles { tile, .. }) => (tile.tile_q(), tile.tile_k),
+            FamilyTiles::Matrix(tile) => (tile.rows(), tile.columns),
+            FamilyTiles::Rows(tile) => (tile.block(), RUN),
+            FamilyTiles::Portable(tile) if keys => (tile.tile_k, tile.tile_q),
+            FamilyTiles::Portable(tile) => (tile.tile_q, tile.tile_k),
         };
         ListShape { keys, rows, columns }
     }
@@ -244,72 +224,31 @@ impl BackwardTiles {
 }
 
 impl Forward {
-    /// The kernel family.
-    pub fn kernel(&self) -> Kernel {
-        match self {
-            Forward::Hopper(_) => Kernel::Hopper,
-            Forward::Mma(_) => Kernel::Mma,
-            Forward::Matrix(_) => Kernel::Matrix,
-            Forward::Rows(_) => Kernel::Rows,
-            Forward::Portable(_) => Kernel::Portable,
-        }
-    }
-
     /// Queries of a block.
     pub fn tile_q(&self) -> usize {
-        match self {
-            Forward::Hopper(forward) => forward.tile.tile_q(),
-            Forward::Mma(forward) => forward.tile.tile_q(),
-            Forward::Matrix(tile) => tile.rows(),
-            Forward::Rows(tile) => tile.block(),
-            Forward::Portable(tile) => tile.tile_q,
-        }
-    }
-
-    /// Shape of the lists that the kernel uses with a block mask.
-    pub(crate) fn list(&self) -> ListShape {
-        let columns = if let Forward::Rows(_) = self { RUN } else { self.tile_k() };
-        ListShape { keys: false, rows: self.tile_q(), columns }
+        self.list(false).rows
     }
 
     /// Keys of a tile.
     pub fn tile_k(&self) -> usize {
-        match self {
-            Forward::Hopper(forward) => forward.tile.tile_k,
-            Forward::Mma(forward) => forward.tile.tile_k,
-            Forward::Matrix(tile) => tile.columns,
-            Forward::Rows(_) => 1,
-            Forward::Portable(tile) => tile.tile_k,
+        if let Forward::Rows(_) = self { 1 } else { self.list(false).columns }
+    }
+}
+
+macro_rules! from {
+    ($from:ty, $to:ty, $tiles:ident => $value:expr) => {
+        impl From<$from> for $to {
+            fn from($tiles: $from) -> Self {
+                $value
+            }
         }
-    }
+    };
 }
 
-impl From<TileShape> for Forward {
-    fn from(tile: TileShape) -> Self {
-        Forward::Portable(tile)
-    }
-}
-
-impl From<MatrixTile> for Forward {
-    fn from(tile: MatrixTile) -> Self {
-        Forward::Matrix(tile)
-    }
-}
-
-impl From<RowsTile> for Forward {
-    fn from(tile: RowsTile) -> Self {
-        Forward::Rows(tile)
-    }
-}
-
-impl From<MmaForward> for Forward {
-    fn from(forward: MmaForward) -> Self {
-        Forward::Mma(forward)
-    }
-}
-
-impl From<HopperForward> for Forward {
-    fn from(forward: HopperForward) -> Self {
-        Forward::Hopper(forward)
-    }
-}
+from!(HopperForward, HopperTile, tiles => tiles.tile);
+from!(HopperGradient, HopperTile, tiles => tiles.tile);
+from!(HopperForward, Forward, tiles => Forward::Hopper(tiles));
+from!(MmaTiles, Forward, tiles => Forward::Mma(tiles));
+from!(MatrixTile, Forward, tile => Forward::Matrix(tile));
+from!(RowsTile, Forward, tile => Forward::Rows(tile));
+from!(TileShape, Forward, tile => Forward::Portable(tile));

@@ -79,7 +79,7 @@ pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<HopperForw
         head_group: head_group(device, problem, &tile, false),
         num_splits: num_splits(device, problem, &tile),
     };
-    numbers(problem, Forward::Hopper(found).list())?;
+    numbers(problem, Forward::Hopper(found).list(false))?;
     check(device, problem, Role::Forward, tile, found.head_group, found.num_splits)?;
     Ok(found)
 }

@@ -4,7 +4,7 @@
 #[cfg(feature = "autotune")]
 use super::Gradient;
 use super::hopper::{self, head_group};
-use super::{Device, MmaForward, MmaGradient};
+use super::{Device, MmaTiles};
 use crate::dtype::Dtype;
 use crate::fragment::role::Role;
 use crate::mma::{MmaBlueprint, MmaTile, Products};
@@ -156,20 +156,17 @@ const fn shape(warpgroups: usize, groups: usize, tile_k: usize) -> MmaTile {
 }
 
 /// The forward with `mma.sync`, or the reason why it cannot run.
-pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<MmaForward, String> {
+pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<MmaTiles, String> {
     let tile = choose(device, problem, Role::Forward)?;
-    Ok(MmaForward { tile, head_group: head_group(device, problem, &tile.tile(), false) })
+    Ok(MmaTiles { tile, head_group: head_group(device, problem, &tile.tile(), false) })
 }
 
 /// Gradient kernels with `mma.sync`: `dq`, then `dk` and `dv` together, or `dv` in a separate launch.
 #[allow(clippy::type_complexity)]
-pub fn backward(
-    device: &Device,
-    problem: &AttentionProblem,
-) -> Result<(MmaGradient, MmaGradient, Option<MmaGradient>), String> {
-    let of = |role: Role| -> Result<MmaGradient, String> {
+pub fn backward(device: &Device, problem: &AttentionProblem) -> Result<(MmaTiles, MmaTiles, Option<MmaTiles>), String> {
+    let of = |role: Role| -> Result<MmaTiles, String> {
         let tile = choose(device, problem, role)?;
-        Ok(MmaGradient { tile, head_group: head_group(device, problem, &tile.tile(), role.is_transposed()) })
+        Ok(MmaTiles { tile, head_group: head_group(device, problem, &tile.tile(), role.is_transposed()) })
     };
     let dkdv = |dk, dv| of(Role::DkDv { dk, dv });
     let dq = of(Role::Dq)?;
@@ -265,8 +262,8 @@ pub fn check(device: &Device, problem: &AttentionProblem, role: Role, tile: MmaT
 
 /// All forward kernels whose tiles fit, in the order of the table.
 #[cfg(feature = "autotune")]
-pub fn forwards(device: &Device, problem: &AttentionProblem) -> Vec<MmaForward> {
-    let of = |tile: MmaTile| MmaForward { tile, head_group: head_group(device, problem, &tile.tile(), false) };
+pub fn forwards(device: &Device, problem: &AttentionProblem) -> Vec<MmaTiles> {
+    let of = |tile: MmaTile| MmaTiles { tile, head_group: head_group(device, problem, &tile.tile(), false) };
     fitting(device, problem, Role::Forward).into_iter().map(of).collect()
 }
 
@@ -276,7 +273,7 @@ pub fn backwards(device: &Device, problem: &AttentionProblem) -> Vec<(Gradient, 
     let of = |role: Role| {
         fitting(device, problem, role).into_iter().map(move |tile| {
             let head_group = head_group(device, problem, &tile.tile(), role.is_transposed());
-            Gradient::Mma(MmaGradient { tile, head_group })
+            Gradient::Mma(MmaTiles { tile, head_group })
         })
     };
     let dkdv = |dk, dv| of(Role::DkDv { dk, dv });

@@ -217,7 +217,7 @@ fn split_floats(problem: &AttentionProblem, forward: &Forward) -> u64 {
 fn kept_bytes(problem: &AttentionProblem, forward: &Forward, backward: &BackwardTiles) -> u64 {
     let hopper = [forward.kernel(), backward.dq.kernel(), backward.dkdv.kernel()].contains(&Kernel::Hopper);
     let counters = if hopper { COUNTERS * COUNTER_BYTES } else { 0 };
-    let mut lists = vec![forward.list(), backward.dq.list(false), backward.dkdv.list(true)];
+    let mut lists = vec![forward.list(false), backward.dq.list(false), backward.dkdv.list(true)];
     lists.extend(backward.dv.map(|dv| dv.list(true)));
     lists.sort_unstable();
     lists.dedup();
@@ -247,7 +247,7 @@ fn check_size(
     if problem.is_varlen() {
         sequence_grids(device, problem)?;
     }
-    check_blocks(device, problem, forward.kernel(), forward.list())?;
+    check_blocks(device, problem, forward.kernel(), forward.list(false))?;
     check_backward_blocks(device, problem, backward)?;
     check_forward_cubes(device, problem, forward)?;
     check_backward_cubes(device, problem, backward)

@@ -5,7 +5,7 @@ use crate::common::*;
 use flash_attention_kernels::tiling::Device;
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, BiasGradient, BiasTile, Dtype, Forward,
-    Gradient, Gradients, HopperForward, HopperGradient, HopperTile, Inputs, MmaForward, MmaTile, Saved, Scratch,
+    Gradient, Gradients, HopperForward, HopperGradient, HopperTile, Inputs, MmaTile, MmaTiles, Saved, Scratch,
     TensorView, backward_with, forward_with,
 };
 
@@ -163,6 +163,6 @@ fn hoppers_gradient_of_a_bias() {
 fn warps_products() {
     let Some(call) = Call::new(Dtype::BF16, 64) else { return };
     let tile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64 };
-    refused(call.forward(MmaForward { tile, head_group: 0 }), "head_group is 0");
-    refused(call.forward(MmaForward { tile: MmaTile { tile_k: 24, ..tile }, head_group: 1 }), "must divide tiles");
+    refused(call.forward(MmaTiles { tile, head_group: 0 }), "head_group is 0");
+    refused(call.forward(MmaTiles { tile: MmaTile { tile_k: 24, ..tile }, head_group: 1 }), "must divide tiles");
 }

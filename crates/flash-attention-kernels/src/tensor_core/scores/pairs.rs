@@ -34,27 +34,7 @@ pub fn hide_pairs<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
     #[comptime]
     if let ComptimeOption::Some(mask) = scores.mask {
-        let once = comptime!(blueprint.mask == Some(Rows::Same) && !blueprint.transposed());
-        let at = tile.batch as usize * mask.stride(0) + tile.head as usize * mask.stride(1);
-        #[unroll]
-        for r in 0..comptime!(if once { 1usize } else { 2usize }) {
-            let row = band.query_within(tile.lane_row + comptime!(8 * r as u32));
-            let at = at + row as usize * mask.stride(comptime!(if blueprint.transposed() { 3 } else { 2 }));
-            #[unroll]
-            for i in 0..comptime!(tile_k / 8) {
-                let column = tile.lane_column + comptime!(8 * i as u32);
-                let pair = pair_of::<M, NM>(mask, at, band, column, blueprint.mask, blueprint);
-                #[unroll]
-                for e in 0..2usize {
-                    let hides = pair.extract(e) != M::from_int(0);
-                    let n = comptime!(4 * i + 2 * r + e);
-                    s[n] = select(hides, UNSEEN, s[n]);
-                    if comptime!(once) {
-                        s[n + 2] = select(hides, UNSEEN, s[n + 2]);
-                    }
-                }
-            }
-        }
+        each_pair::<M, NM>(s, mask, true, blueprint.mask, tile, blueprint);
     }
 }
 
@@ -69,7 +49,10 @@ pub fn add_bias<E: Float, M: Numeric, NB: Size, NM: Size>(
     if comptime!(blueprint.tiled_bias()) {
         add_tile(s, scores.factors.scale, tile, blueprint);
     } else {
-        add_rows(s, scores, tile, blueprint);
+        #[comptime]
+        if let ComptimeOption::Some(bias) = scores.bias {
+            each_pair::<E, NB>(s, bias, false, blueprint.bias, tile, blueprint);
+        }
     }
     if comptime!(blueprint.alibi) {
         let slope = scores.factors.extras.slope(tile.batch as usize, tile.head as usize);
@@ -90,33 +73,37 @@ pub fn add_bias<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
 }
 
-/// Adds a bias that is read from global memory.
+/// Reads the element of each pair of a mask or bias. `hides`: elements other than 0 hide their pairs; else they are added to the scores.
+/// `rows`: how the rows differ.
 #[cube]
-fn add_rows<E: Float, M: Numeric, NB: Size, NM: Size>(
+fn each_pair<T: Numeric, N: Size>(
     s: &mut Array<f32>,
-    scores: &Scores<E, M, NB, NM>,
+    tensor: &Tensor<Vector<T, N>>,
+    #[comptime] hides: bool,
+    #[comptime] rows: Option<Rows>,
     tile: &ScoreTile,
     #[comptime] blueprint: Blueprint,
 ) {
-    let (band, tile_k) = (&tile.band, comptime!(blueprint.tile.tile_k));
-    #[comptime]
-    if let ComptimeOption::Some(bias) = scores.bias {
-        let once = comptime!(blueprint.bias == Some(Rows::Same) && !blueprint.transposed());
-        let at = tile.batch as usize * bias.stride(0) + tile.head as usize * bias.stride(1);
+    let (band, transposed) = (&tile.band, comptime!(blueprint.transposed()));
+    let once = comptime!(rows == Some(Rows::Same) && !transposed);
+    let at = tile.batch as usize * tensor.stride(0) + tile.head as usize * tensor.stride(1);
+    #[unroll]
+    for r in 0..comptime!(if once { 1usize } else { 2usize }) {
+        let row = band.query_within(tile.lane_row + comptime!(8 * r as u32));
+        let at = at + row as usize * tensor.stride(comptime!(if transposed { 3 } else { 2 }));
         #[unroll]
-        for r in 0..comptime!(if once { 1usize } else { 2usize }) {
-            let row = band.query_within(tile.lane_row + comptime!(8 * r as u32));
-            let at = at + row as usize * bias.stride(comptime!(if blueprint.transposed() { 3 } else { 2 }));
+        for i in 0..comptime!(blueprint.tile.tile_k / 8) {
+            let column = tile.lane_column + comptime!(8 * i as u32);
+            let pair = pair_of::<T, N>(tensor, at, band, column, rows, blueprint);
             #[unroll]
-            for i in 0..comptime!(tile_k / 8) {
-                let column = tile.lane_column + comptime!(8 * i as u32);
-                let pair = pair_of::<E, NB>(bias, at, band, column, blueprint.bias, blueprint);
+            for e in 0..2usize {
                 #[unroll]
-                for e in 0..2usize {
-                    let value = f32::cast_from(pair.extract(e));
-                    s[comptime!(4 * i + 2 * r + e)] += value;
-                    if comptime!(once) {
-                        s[comptime!(4 * i + 2 + e)] += value;
+                for both in 0..comptime!(if once { 2usize } else { 1usize }) {
+                    let n = comptime!(4 * i + 2 * (r + both) + e);
+                    if comptime!(hides) {
+                        s[n] = select(pair.extract(e) != T::from_int(0), UNSEEN, s[n]);
+                    } else {
+                        s[n] += f32::cast_from(pair.extract(e));
                     }
                 }
             }

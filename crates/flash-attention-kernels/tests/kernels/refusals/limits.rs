@@ -7,8 +7,8 @@ use flash_attention_kernels::mods::ScoreFn;
 use flash_attention_kernels::tiling::{Device, plan_on};
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, BiasGradient, BiasTile, BlockMask, Dtype,
-    Gradient, HopperForward, HopperGradient, Kernel, MAX_ELEMENTS, MAX_PAIRS, MAX_SEQ, MatrixTile, MmaForward,
-    MmaGradient, MmaTile, RowsTile, TileShape, plan, plan_with,
+    Gradient, HopperForward, HopperGradient, Kernel, MAX_ELEMENTS, MAX_PAIRS, MAX_SEQ, MatrixTile, MmaTile, MmaTiles,
+    RowsTile, TileShape, plan, plan_with,
 };
 use flash_attention_reference::mods::Bent;
 
@@ -114,11 +114,11 @@ fn tiles_kernels_and_scratch() {
     // Where they are compiled, `tiles` asks for what they cannot do.
     let not_compiled = rows! { Call:
         |call| call.forward = HopperForward { tile: HOPPER, head_group: 1, num_splits: 1 }.into() => KernelUnavailable { kernel: "hopper" };
-        |call| call.forward = MmaForward { tile: MMA, head_group: 1 }.into() => KernelUnavailable { kernel: "mma" };
+        |call| call.forward = MmaTiles { tile: MMA, head_group: 1 }.into() => KernelUnavailable { kernel: "mma" };
     };
     let gradients_not_compiled = rows! { Call:
         |call| call.backward.dq = Gradient::Hopper(HopperGradient { tile: HOPPER, head_group: 1 }) => KernelUnavailable { kernel: "hopper" };
-        |call| call.backward.dkdv = Gradient::Mma(MmaGradient { tile: MMA, head_group: 1 }) => KernelUnavailable { kernel: "mma" };
+        |call| call.backward.dkdv = Gradient::Mma(MmaTiles { tile: MMA, head_group: 1 }) => KernelUnavailable { kernel: "mma" };
     };
     // The bias repeats its queries.
     let of_bias = rows! { Call:
