@@ -213,13 +213,9 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
             wgmma_wait(1usize);
             pin(&mut s, s_len);
-            if lane == 0 {
-                mbarrier_arrive(base + comptime!(at.empty_k as u32) + state.stage * 8);
-            }
+            mbarrier_release(base + comptime!(at.empty_k as u32) + state.stage * 8);
             if comptime!(of_turn + 1 == tiles) {
-                if lane == 0 {
-                    mbarrier_arrive(base + comptime!(at.empty_q as u32) + rows_at * 8);
-                }
+                mbarrier_release(base + comptime!(at.empty_q as u32) + rows_at * 8);
                 if of_warpgroup == WARP_Q {
                     load_rows(
                         &streams,
@@ -267,9 +263,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             if comptime!(leaves_group) && memory.word(turn, WorkTileField::Flags) & LAST != 0 {
                 // All threads of the warp must have read it.
                 sync_plane();
-                if lane == 0 {
-                    mbarrier_arrive(base + comptime!(at.empty_b as u32) + group_at * 8);
-                }
+                mbarrier_release(base + comptime!(at.empty_b as u32) + group_at * 8);
                 if of_warpgroup == WARP_BIAS {
                     load_bias(&streams, &memory, turn + 1, done + 1, warpgroup, group, blueprint);
                 }
@@ -286,17 +280,13 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
             wgmma_wait(0usize);
             pin(&mut ds, s_len);
-            if lane == 0 {
-                mbarrier_arrive(empty_v);
-            }
+            mbarrier_release(empty_v);
             let delta0 = f32::reinterpret(load_shared(base + comptime!(at.delta as u32) + of_row));
             let delta1 = f32::reinterpret(load_shared(base + comptime!(at.delta as u32 + 32) + of_row));
             if comptime!(of_turn + 1 == tiles) {
                 // All threads of the warp must have read delta.
                 sync_plane();
-                if lane == 0 {
-                    mbarrier_arrive(base + comptime!(at.empty_d as u32) + rows_at * 8);
-                }
+                mbarrier_release(base + comptime!(at.empty_d as u32) + rows_at * 8);
                 if of_warpgroup == WARP_D {
                     load_rows(
                         &streams,

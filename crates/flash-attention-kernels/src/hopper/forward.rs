@@ -138,9 +138,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         // -- the first tile
         wgmma_wait(0usize);
         pin(&mut s, s_len);
-        if lane == 0 {
-            mbarrier_arrive(memory.empty_k + k_state.stage * 8);
-        }
+        mbarrier_release(memory.empty_k + k_state.stage * 8);
         if steps == 1 {
             load_next(&streams, &memory, nth, warp, ResidentOperand::Q, blueprint);
         }
@@ -153,7 +151,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         if !visit.fully_visible || fully_masked {
             apply_mask(&mut s, &of_tile, fully_masked, tile_k);
         }
-        let mut rows = OnlineSoftmax::first(&mut s, exponent, hides, blueprint);
+        let mut rows = OnlineSoftmax::new();
+        rows.first(&mut s, exponent, hides, blueprint);
         let mut p = Sequence::<Array<u32>>::new();
         #[unroll]
         for _ in 0..fragments {
@@ -186,9 +185,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             producer.refill(blueprint);
             wgmma_wait(1usize);
             pin(&mut s, s_len);
-            if lane == 0 {
-                mbarrier_arrive(memory.empty_k + k_state.stage * 8);
-            }
+            mbarrier_release(memory.empty_k + k_state.stage * 8);
             if step + 1 == steps {
                 load_next(&streams, &memory, nth, warp, ResidentOperand::Q, blueprint);
             }
@@ -219,9 +216,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
             wgmma_wait(0usize);
             pin(&mut acc, o_len);
-            if lane == 0 {
-                mbarrier_arrive(memory.empty_v + v_state.stage * 8);
-            }
+            mbarrier_release(memory.empty_v + v_state.stage * 8);
             v_state.advance(stages);
             rows.rescale_o(&taken, &mut s, &mut acc, blueprint);
             apply_dropout(&mut s, &words, tile_k);
@@ -251,55 +246,48 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         let sinks = comptime!(!blueprint.split_keys && extras.sinks.is_some());
         let of_head = if comptime!(sinks) { memory.work_tile(nth, WorkTileField::Head) } else { 0u32.runtime() };
         let of_sink = sink_log2(&extras, of_head, sinks);
-        let end0 = RowEnd::of(rows.m0, rows.l0, rows.top0, of_sink, exponent, sinks, blueprint);
-        let end1 = RowEnd::of(rows.m1, rows.l1, rows.top1, of_sink, exponent, sinks, blueprint);
-        let (m0, l0, m1, l1) = (end0.m, end0.l, end1.m, end1.l);
         let row = first_row + of_warpgroup * 16 + lane / 4;
         let (out, head) = (
             memory.work_tile(nth, WorkTileField::BatchOut) as usize,
             memory.work_tile(nth, WorkTileField::Head) as usize,
         );
-        let lse_at = outputs.lse.stride.at(out, head, row);
-        let (live0, live1) = (band.is_query(row), band.is_query(row + 8));
-        if quarter == 0 {
-            let next = lse_at + 8 * outputs.lse.stride.row;
-            if live0 {
-                outputs.lse.data[lse_at] = lse_bits_log2(m0, l0, lg2(l0));
-            }
-            if live1 {
-                outputs.lse.data[next] = lse_bits_log2(m1, l1, lg2(l1));
+        let mut factors = Array::<f32>::new(2usize);
+        #[unroll]
+        for r in 0..2usize {
+            let end = RowEnd::of(rows.m[r], rows.l[r], rows.top[r], of_sink, exponent, sinks, blueprint);
+            rows.m[r] = end.m;
+            rows.l[r] = end.l;
+            factors[r] = normalizer_of(end.l, end.factor, &extras);
+            let row = row + comptime!(8 * r as u32);
+            if quarter == 0 && band.is_query(row) {
+                outputs.lse.data[outputs.lse.stride.at(out, head, row)] = lse_bits_log2(end.m, end.l, lg2(end.l));
             }
         }
-        let f0 = normalizer_of(l0, end0.factor, &extras);
-        let f1 = normalizer_of(l1, end1.factor, &extras);
         wgmma_wait(1usize);
         pin(&mut acc, o_len);
-        if lane == 0 {
-            mbarrier_arrive(memory.empty_v + v_state.stage * 8);
-        }
+        mbarrier_release(memory.empty_v + v_state.stage * 8);
         v_state.advance(stages);
-        let row0 = outputs.o.stride.at(out, head, row);
-        let row1 = row0 + 8 * outputs.o.stride.row;
-        let (words0, words1) = (pack_row(&acc, 0usize, f0, columns, dtype), pack_row(&acc, 1usize, f1, columns, dtype));
-        if comptime!(blueprint.split_keys) {
-            store_row_f32(&acc, 0usize, f0, &mut outputs.o, row0, live0, columns);
-            store_row_f32(&acc, 1usize, f1, &mut outputs.o, row1, live1, columns);
-        } else {
-            store_row(&words0, &mut outputs.o, row0, live0, columns);
-            store_row(&words1, &mut outputs.o, row1, live1, columns);
-        }
         // Rows to recompute: the sum of exponentials overflowed, or a hidden NaN or infinity has reached the row.
-        let mut again0 = l0 == f32::INFINITY;
-        let mut again1 = l1 == f32::INFINITY;
-        if comptime!(hides) {
-            // Evaluated before the `&&`, which would become a branch.
-            let (finite0, finite1) = (is_finite(&words0, blueprint), is_finite(&words1, blueprint));
-            again0 = again0 || (l0 <= f32::MAX && !finite0);
-            again1 = again1 || (l1 <= f32::MAX && !finite1);
+        let mut again = Array::<bool>::new(2usize);
+        #[unroll]
+        for r in 0..2usize {
+            let row = row + comptime!(8 * r as u32);
+            let (at, live) = (outputs.o.stride.at(out, head, row), band.is_query(row));
+            let words = pack_row(&acc, r, factors[r], columns, dtype);
+            if comptime!(blueprint.split_keys) {
+                store_row_f32(&acc, r, factors[r], &mut outputs.o, at, live, columns);
+            } else {
+                store_row(&words, &mut outputs.o, at, live, columns);
+            }
+            let mut lost = rows.l[r] == f32::INFINITY;
+            if comptime!(hides) {
+                // Evaluated before the `&&`, which would become a branch.
+                let finite = is_finite(&words, blueprint);
+                lost = lost || (rows.l[r] <= f32::MAX && !finite);
+            }
+            again[r] = live && lost;
         }
-        again0 = live0 && again0;
-        again1 = live1 && again1;
-        if comptime!(hides || blueprint.uses_reference_max()) && plane_any(again0 || again1) {
+        if comptime!(hides || blueprint.uses_reference_max()) && plane_any(again[0] || again[1]) {
             // The stores of other threads to these rows must come first.
             sync_plane();
             let (batch, head_kv) = (
@@ -315,9 +303,9 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             for of_warp in 0..16u32 {
                 let upper = of_warp >= 8;
                 let from = of_warp % 8;
-                let m = plane_shuffle(select(upper, m1, m0), 4 * from);
-                let l = plane_shuffle(select(upper, l1, l0), 4 * from);
-                let again = select(upper, again1, again0);
+                let m = plane_shuffle(select(upper, rows.m[1], rows.m[0]), 4 * from);
+                let l = plane_shuffle(select(upper, rows.l[1], rows.l[0]), 4 * from);
+                let again = select(upper, again[1], again[0]);
                 if plane_any(lane / 4 == from && again) {
                     let row = first + of_warp;
                     let lost =

@@ -229,9 +229,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 wgmma_wait(0usize);
                 pin(&mut sum_v, comptime!(columns_dv / 2));
             }
-            if lane == 0 {
-                mbarrier_arrive(memory.empty_v + state.stage * 8);
-            }
+            mbarrier_release(memory.empty_v + state.stage * 8);
 
             // -- dQ or dK, or both
             if comptime!(differentiates) {
@@ -265,9 +263,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                     load_next(&streams, &memory, nth, warp, ResidentOperand::Q, blueprint);
                 }
             }
-            if lane == 0 {
-                mbarrier_arrive(memory.empty_k + state.stage * 8);
-            }
+            mbarrier_release(memory.empty_k + state.stage * 8);
             state.advance(stages);
             k_start -= comptime!(tile_k as u32);
         }

@@ -280,10 +280,7 @@ impl Memory {
         if comptime!(blueprint.tiled_bias()) {
             // All threads of the warp must have read it.
             sync_plane();
-            let lane = UNIT_POS % 32;
-            if lane == 0 {
-                mbarrier_arrive(self.empty_b + state.stage * 8);
-            }
+            mbarrier_release(self.empty_b + state.stage * 8);
         }
     }
 

@@ -172,10 +172,7 @@ impl<E: Float> Producer<E> {
                 let slot = self.memory.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
                 store_shared(slot + comptime!(4 * WorkTileField::Steps as u32), 0u32);
             }
-            let lane = UNIT_POS % 32;
-            if lane == 0 {
-                mbarrier_arrive(self.memory.known + nth % comptime!(SLOTS as u32) * 8);
-            }
+            mbarrier_release(self.memory.known + nth % comptime!(SLOTS as u32) * 8);
         } else {
             self.memory.await_work_tile(nth);
         }

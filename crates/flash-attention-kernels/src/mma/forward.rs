@@ -105,10 +105,11 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
 
     let mut s = registers(groups, comptime!(tile_k / 2));
     let mut acc = registers(groups, comptime!(columns / 2));
-    // Softmax state of this thread's two rows in each group.
-    let mut m = Array::<f32>::new(comptime!(2 * groups));
-    let mut l = Array::<f32>::new(comptime!(2 * groups));
-    let mut top = Array::<f32>::new(comptime!(2 * groups));
+    let mut softmax = Sequence::<OnlineSoftmax>::new();
+    #[unroll]
+    for _ in 0..groups {
+        softmax.push(OnlineSoftmax::new());
+    }
     let mut stage = 0u32;
     for step in 0..steps {
         // This tile has been copied, and all warps have finished the previous one.
@@ -139,35 +140,16 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             if edge || fully_masked {
                 apply_mask(of_group, &of_tile, fully_masked, tile_k);
             }
+            let rows = softmax.index_mut(group);
             if step == 0 {
-                let rows = OnlineSoftmax::first(of_group, exponent, hides, scores);
-                m[2 * group] = rows.m0;
-                m[2 * group + 1] = rows.m1;
-                l[2 * group] = rows.l0;
-                l[2 * group + 1] = rows.l1;
-                top[2 * group] = rows.top0;
-                top[2 * group + 1] = rows.top1;
+                rows.first(of_group, exponent, hides, scores);
             } else {
-                let mut rows = OnlineSoftmax {
-                    m0: m[2 * group],
-                    m1: m[2 * group + 1],
-                    l0: l[2 * group],
-                    l1: l[2 * group + 1],
-                    top0: top[2 * group],
-                    top1: top[2 * group + 1],
-                };
                 // Without a mask, a row sees its first key in an edge tile.
                 if comptime!(scores.hides_pairs()) || comptime!(hides) && (edge || fully_masked) {
                     rows.set_reference_max(of_group, exponent, scores);
                 }
                 let taken = rows.update(of_group, exponent, scores);
                 rows.rescale_o(&taken, of_group, acc.index_mut(group), scores);
-                m[2 * group] = rows.m0;
-                m[2 * group + 1] = rows.m1;
-                l[2 * group] = rows.l0;
-                l[2 * group + 1] = rows.l1;
-                top[2 * group] = rows.top0;
-                top[2 * group + 1] = rows.top1;
             }
             let words = keep_mask(&extras.dropout, &of_tile, scores);
             apply_dropout(s.index_mut(group), &words, tile_k);
@@ -184,6 +166,8 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let sinks = comptime!(extras.sinks.is_some());
     let of_sink = sink_log2(&extras, work.head, sinks);
     let mut again = 0u32.runtime();
+    let mut m = Array::<f32>::new(comptime!(2 * groups));
+    let mut l = Array::<f32>::new(comptime!(2 * groups));
     #[unroll]
     for group in 0..groups {
         let row = first_row + comptime!((group * WARPGROUP_ROWS) as u32) + of_warpgroup * 16 + lane / 4;
@@ -191,7 +175,8 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         for half in 0..2usize {
             let row = row + comptime!(8 * half as u32);
             let of_row = comptime!(2 * group + half);
-            let end = RowEnd::of(m[of_row], l[of_row], top[of_row], of_sink, exponent, sinks, scores);
+            let rows = softmax.index(group);
+            let end = RowEnd::of(rows.m[half], rows.l[half], rows.top[half], of_sink, exponent, sinks, scores);
             let sum = end.l;
             m[of_row] = end.m;
             l[of_row] = sum;

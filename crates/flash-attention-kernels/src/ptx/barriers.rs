@@ -43,6 +43,15 @@ pub fn mbarrier_arrive(at: u32) {
     })
 }
 
+/// Arrives once for the warp at the `mbarrier` at a shared address.
+#[cube]
+pub fn mbarrier_release(at: u32) {
+    let lane = UNIT_POS % 32;
+    if lane == 0 {
+        mbarrier_arrive(at);
+    }
+}
+
 /// Wraps an instruction so that one elected thread of the warp executes it. The branch stays warp-uniform: after a branch that
 /// the assembler considers divergent, it guards every shuffle that follows.
 pub(super) fn elected(instruction: &str) -> String {

@@ -25,95 +25,94 @@ pub struct OnlineSoftmax {
     /// which allows exponentials up to 2^8. bf16 has the range of f32 and uses a *reference maximum*: a score of the first tile
     /// with a visible score. The sum of a tile's exponentials shows when the reference has become too low. Computing the row
     /// maximum instead would cost as many instructions as the exponentials.
-    pub m0: f32,
-    pub m1: f32,
+    pub m: Array<f32>,
     /// This thread's part of the sum of exponentials; +∞ for a row that left the range of f32.
-    pub l0: f32,
-    pub l1: f32,
+    pub l: Array<f32>,
     /// Source of the row's largest exponential.
     ///
     /// With row maxima it is the row's highest score. With reference maxima the row maximum is unknown; it is then this
     /// thread's largest exponential in the tiles that raised a reference maximum of the warp. In a sharp distribution, the tile
     /// with the row's maximum is such a tile.
-    pub top0: f32,
-    pub top1: f32,
+    pub top: Array<f32>,
 }
 
 /// Result of [`OnlineSoftmax::update`], for [`OnlineSoftmax::rescale_o`].
-#[derive(CubeType, Clone)]
+#[derive(CubeType)]
 pub struct Taken {
-    /// With reference maxima: this thread's sum of the tile's exponentials, which decides how much the reference grows. With
-    /// row maxima: the factor that rescales the accumulator.
-    x0: f32,
-    x1: f32,
+    /// For each row: with reference maxima, this thread's sum of the tile's exponentials, which decides how much the reference grows;
+    /// with row maxima, the factor that rescales the accumulator.
+    x: Array<f32>,
     /// Whether a row of the warp must be rescaled.
     needed: bool,
 }
 
 #[cube]
 impl OnlineSoftmax {
-    /// State after the first tile. The scores in `s` become `2^(exponent · s − m)`. `hides`: whether the tile may be hidden
+    /// Uninitialised state.
+    pub fn new() -> OnlineSoftmax {
+        OnlineSoftmax { m: Array::new(2usize), l: Array::new(2usize), top: Array::new(2usize) }
+    }
+
+    /// Sets the state after the first tile. The scores in `s` become `2^(exponent · s − m)`. `hides`: whether the tile may be hidden
     /// from a row.
     pub fn first(
+        &mut self,
         s: &mut Array<f32>,
         exponent: f32,
         #[comptime] hides: bool,
         #[comptime] blueprint: Blueprint,
-    ) -> OnlineSoftmax {
+    ) {
         let tile_k = comptime!(blueprint.tile.tile_k);
         let every = comptime!(if blueprint.uses_reference_max() { SPARSE } else { 1 });
-        let (s0, s1) = (row_max(&*s, 0usize, every, tile_k), row_max(&*s, 1usize, every, tile_k));
-        let mut rows = OnlineSoftmax {
-            m0: exponent_of_max(s0, exponent),
-            m1: exponent_of_max(s1, exponent),
-            l0: 0.0f32.runtime(),
-            l1: 0.0f32.runtime(),
-            top0: if comptime!(blueprint.uses_reference_max()) { 0.0f32.runtime() } else { s0 },
-            top1: if comptime!(blueprint.uses_reference_max()) { 0.0f32.runtime() } else { s1 },
-        };
-        if comptime!(blueprint.uses_reference_max() && hides) {
-            rows.set_reference_max(s, exponent, blueprint);
+        #[unroll]
+        for r in 0..2usize {
+            let highest = row_max(&*s, r, every, tile_k);
+            self.m[r] = exponent_of_max(highest, exponent);
+            self.l[r] = 0.0f32;
+            self.top[r] = if comptime!(blueprint.uses_reference_max()) { 0.0f32.runtime() } else { highest };
         }
-        let taken = rows.take(s, exponent, blueprint);
+        if comptime!(hides) {
+            self.set_reference_max(s, exponent, blueprint);
+        }
+        let taken = self.take(s, exponent, blueprint);
         if comptime!(blueprint.uses_reference_max()) && taken.needed {
-            rows.find_top(&*s, tile_k);
-            let _ = rows.raise_reference(s, &taken, tile_k);
+            self.find_top(&*s, tile_k);
+            let _ = self.raise_reference(s, &taken, tile_k);
         }
-        rows
     }
 
     /// Sets the reference maximum of rows that have seen nothing yet to the maximum of the next tile.
     pub fn set_reference_max(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) {
-        let none = self.m0 == HIDDEN || self.m1 == HIDDEN;
+        let none = self.m[0] == HIDDEN || self.m[1] == HIDDEN;
         if comptime!(blueprint.uses_reference_max()) && plane_any(none) {
-            let s0 = row_max(&*s, 0usize, 1usize, comptime!(blueprint.tile.tile_k));
-            let s1 = row_max(&*s, 1usize, 1usize, comptime!(blueprint.tile.tile_k));
-            self.m0 = select(self.m0 == HIDDEN, exponent_of_max(s0, exponent), self.m0);
-            self.m1 = select(self.m1 == HIDDEN, exponent_of_max(s1, exponent), self.m1);
+            #[unroll]
+            for r in 0..2usize {
+                let highest = row_max(&*s, r, 1usize, comptime!(blueprint.tile.tile_k));
+                self.m[r] = select(self.m[r] == HIDDEN, exponent_of_max(highest, exponent), self.m[r]);
+            }
         }
     }
 
     /// Adds a tile. The scores in `s` become exponentials.
     pub fn update(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) -> Taken {
-        let tile_k = comptime!(blueprint.tile.tile_k);
         if comptime!(blueprint.uses_reference_max()) {
             self.take(s, exponent, blueprint)
         } else {
-            let s0 = row_max(&*s, 0usize, 1usize, tile_k);
-            let s1 = row_max(&*s, 1usize, 1usize, tile_k);
-            self.top0 = max(self.top0, s0);
-            self.top1 = max(self.top1, s1);
-            let (m0, m1) = (exponent_of_max(s0, exponent), exponent_of_max(s1, exponent));
-            // Branch-free, so that the exponentials need not wait for a vote.
-            let (m0, m1) = (raised(self.m0, m0, Rescale::Lazily), raised(self.m1, m1, Rescale::Lazily));
-            let (x0, x1) = (ex2(self.m0 - m0), ex2(self.m1 - m1));
-            let needed = m0 > self.m0 || m1 > self.m1;
-            self.m0 = m0;
-            self.m1 = m1;
-            self.l0 *= x0;
-            self.l1 *= x1;
+            let mut x = Array::<f32>::new(2usize);
+            let mut needed = false.runtime();
+            #[unroll]
+            for r in 0..2usize {
+                let highest = row_max(&*s, r, 1usize, comptime!(blueprint.tile.tile_k));
+                self.top[r] = max(self.top[r], highest);
+                // Branch-free, so that the exponentials need not wait for a vote.
+                let m = raised(self.m[r], exponent_of_max(highest, exponent), Rescale::Lazily);
+                x[r] = ex2(self.m[r] - m);
+                needed = needed || m > self.m[r];
+                self.m[r] = m;
+                self.l[r] *= x[r];
+            }
             let _ = self.take(s, exponent, blueprint);
-            Taken { x0, x1, needed: plane_any(needed) }
+            Taken { x, needed: plane_any(needed) }
         }
     }
 
@@ -129,44 +128,48 @@ impl OnlineSoftmax {
         if taken.needed {
             if comptime!(blueprint.uses_reference_max()) {
                 self.find_top(&*s, tile_k);
-                let (a0, a1) = self.raise_reference(s, taken, tile_k);
-                scale_rows(o, a0, a1, o_len);
+                let factors = self.raise_reference(s, taken, tile_k);
+                scale_rows(o, &factors, o_len);
             } else {
-                scale_rows(o, taken.x0, taken.x1, o_len);
+                scale_rows(o, &taken.x, o_len);
             }
         }
     }
 
     /// Turns scores into exponentials relative to the current `m`, and adds them to `l`.
     fn take(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) -> Taken {
-        let tile_k = comptime!(blueprint.tile.tile_k);
-        let x0 = exponentials(s, 0usize, self.m0, exponent, tile_k);
-        let x1 = exponentials(s, 1usize, self.m1, exponent, tile_k);
-        self.l0 += x0;
-        self.l1 += x1;
-        Taken { x0, x1, needed: plane_any(x0 > KEPT || x1 > KEPT) }
+        let mut x = Array::<f32>::new(2usize);
+        #[unroll]
+        for r in 0..2usize {
+            x[r] = exponentials(s, r, self.m[r], exponent, comptime!(blueprint.tile.tile_k));
+            self.l[r] += x[r];
+        }
+        let needed = plane_any(x[0] > KEPT || x[1] > KEPT);
+        Taken { x, needed }
     }
 
     /// Updates `top` with this thread's largest exponentials of a tile.
     fn find_top(&mut self, s: &Array<f32>, #[comptime] tile_k: usize) {
-        self.top0 = max(self.top0, unit_max(s, 0usize, 1usize, tile_k));
-        self.top1 = max(self.top1, unit_max(s, 1usize, 1usize, tile_k));
+        #[unroll]
+        for r in 0..2usize {
+            self.top[r] = max(self.top[r], unit_max(s, r, 1usize, tile_k));
+        }
     }
 
     /// Raises the reference maximum of each row whose sum has become too large, independently of the warp's other rows. Returns
     /// the factors by which earlier results must be multiplied.
-    fn raise_reference(&mut self, s: &mut Array<f32>, taken: &Taken, #[comptime] tile_k: usize) -> (f32, f32) {
-        let growth0 = growth(taken.x0);
-        let growth1 = growth(taken.x1);
-        let (a0, a1) = (ex2(-growth0), ex2(-growth1));
-        self.m0 += growth0;
-        self.m1 += growth1;
-        self.l0 = select(taken.x0 > RESCALED, f32::INFINITY, self.l0 * a0);
-        self.l1 = select(taken.x1 > RESCALED, f32::INFINITY, self.l1 * a1);
-        self.top0 *= a0;
-        self.top1 *= a1;
-        scale_rows(s, a0, a1, comptime!(tile_k / 2));
-        (a0, a1)
+    fn raise_reference(&mut self, s: &mut Array<f32>, taken: &Taken, #[comptime] tile_k: usize) -> Array<f32> {
+        let mut factors = Array::<f32>::new(2usize);
+        #[unroll]
+        for r in 0..2usize {
+            let growth = growth(taken.x[r]);
+            factors[r] = ex2(-growth);
+            self.m[r] += growth;
+            self.l[r] = select(taken.x[r] > RESCALED, f32::INFINITY, self.l[r] * factors[r]);
+            self.top[r] *= factors[r];
+        }
+        scale_rows(s, &factors, comptime!(tile_k / 2));
+        factors
     }
 }
 
@@ -311,15 +314,12 @@ pub fn row_sum(part: f32) -> f32 {
     pair + plane_shuffle_xor(pair, 2u32)
 }
 
-/// Multiplies a thread's two rows of an accumulator of `len` registers by `a0` and `a1`.
+/// Multiplies a thread's two rows of an accumulator of `len` registers by their factors.
 #[cube]
-fn scale_rows(o: &mut Array<f32>, a0: f32, a1: f32, #[comptime] len: usize) {
+fn scale_rows(o: &mut Array<f32>, factors: &Array<f32>, #[comptime] len: usize) {
     #[unroll]
-    for i in 0..comptime!(len / 4) {
-        o[4 * i] *= a0;
-        o[4 * i + 1] *= a0;
-        o[4 * i + 2] *= a1;
-        o[4 * i + 3] *= a1;
+    for n in 0..len {
+        o[n] *= factors[comptime!(n / 2 % 2)];
     }
 }
 

@@ -181,12 +181,9 @@ impl Memory {
         self.set_word(turn, WorkTileField::BiasBatch, bias_batch);
         self.set_word(turn, WorkTileField::BiasHead, bias_head);
         self.set_cursor(CursorField::Member, select(ends, u32::MAX, member + 1));
-        let lane = UNIT_POS % 32;
-        if lane == 0 {
-            mbarrier_arrive(
-                self.base + comptime!(self.blueprint.memory().known as u32) + turn % comptime!(SLOTS as u32) * 8,
-            );
-        }
+        mbarrier_release(
+            self.base + comptime!(self.blueprint.memory().known as u32) + turn % comptime!(SLOTS as u32) * 8,
+        );
         last && !ends
     }
 }
