@@ -26,7 +26,7 @@ pub(crate) use portable::{blueprint, blueprint_beside, check_tile};
 
 use crate::blocks::BLOCK;
 use crate::error::AttentionError;
-use crate::fragment::role::Role;
+use crate::fragment::Role;
 use crate::hopper::dq_accum_columns;
 use crate::portable::dbias::Sums;
 use crate::problem::{AttentionProblem, BackwardOrder};

@@ -10,8 +10,14 @@
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
-pub mod grid;
-pub mod operands;
-pub mod role;
-pub mod rows;
-pub mod scores;
+mod grid;
+mod operands;
+mod role;
+mod rows;
+mod scores;
+
+pub use grid::*;
+pub use operands::*;
+pub use role::*;
+pub use rows::*;
+pub use scores::*;

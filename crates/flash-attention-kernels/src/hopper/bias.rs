@@ -65,7 +65,7 @@ impl BiasTile {
 pub struct BiasBlueprint {
     /// Tile sizes.
     pub tile: BiasTile,
-    /// Blueprint of the scores: the one of [`Role::Dq`](crate::fragment::role::Role::Dq) with this [tile](BiasTile::tile()).
+    /// Blueprint of the scores: the one of [`Role::Dq`](crate::fragment::Role::Dq) with this [tile](BiasTile::tile()).
     pub scores: Blueprint,
     /// Whether the rows of the output consist of 8-byte vectors.
     pub vectors: bool,
@@ -178,7 +178,7 @@ impl BiasBlueprint {
     /// Bytes of shared memory.
     ///
     /// ```
-    /// # use flash_attention_kernels::{Dtype, fragment::role::Role, hopper::{BiasBlueprint, BiasTile}, tensor_core::{Blueprint, Rows}};
+    /// # use flash_attention_kernels::{Dtype, fragment::Role, hopper::{BiasBlueprint, BiasTile}, tensor_core::{Blueprint, Rows}};
     /// let tile = BiasTile { tile_k: 64, tiles: 4, stages: 3, row_stages: 1 };
     /// let scores = Blueprint {
     ///     role: Role::Dq, tile: tile.tile(), dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,

@@ -35,10 +35,10 @@ use super::{BiasBlueprint, BiasTile};
 use crate::blocks::Visit;
 use crate::ptx::*;
 use crate::softmax::add_softmax_backward;
-use crate::tensor_core::WARPGROUP_ROWS;
-use crate::tensor_core::dropout::{dropout_backward, keep_mask};
-use crate::tensor_core::operands::Stride;
-use crate::tensor_core::scores::{ScoreTile, Scores, apply_mask, apply_score_mod, probability_log2};
+use crate::tensor_core::{
+    ScoreTile, Scores, Stride, WARPGROUP_ROWS, apply_mask, apply_score_mod, dropout_backward, keep_mask,
+    probability_log2,
+};
 use cubecl::prelude::*;
 use loads::{before, load_bias, load_rows, load_tile, row_state};
 use memory::{LAST, Memory, WARP_BIAS, WARP_D, WARP_K, WARP_Q, WARP_V, WorkTileField};

@@ -24,13 +24,7 @@ use super::producer::{Producer, ResidentOperand, load_next};
 use super::products::products;
 use crate::ptx::*;
 use crate::softmax::lse_bits_log2;
-use crate::tensor_core::dropout::{apply_dropout, keep_mask};
-use crate::tensor_core::operands::{Outputs, Sources};
-use crate::tensor_core::recompute::{LostRow, is_finite, recompute_row};
-use crate::tensor_core::rows::*;
-use crate::tensor_core::scores::{Scores, apply_mask, apply_score_mod};
-use crate::tensor_core::softmax::*;
-use crate::tensor_core::{Blueprint, HopperTile, WARPGROUP_ROWS, WARPGROUP_UNITS};
+use crate::tensor_core::*;
 use cubecl::prelude::*;
 
 /// Computes `o` and the bits of `lse` from Q, K and V, or those of each split of the keys.

@@ -13,7 +13,7 @@
 //!
 //! `Dq`, `DkDv` and `All` are one kernel: `DkDv` is `Dq` with queries and keys exchanged and one more product. `P` and `dS` are
 //! then operands as they are in registers, and every sum is taken by one consumer group in a fixed order.
-//! [`Role`](crate::fragment::role::Role) defines rows and columns. Computing all three gradients at once takes five products
+//! [`Role`](crate::fragment::Role) defines rows and columns. Computing all three gradients at once takes five products
 //! instead of seven, but every block of keys then adds to `dQ`, in no fixed order ([`reduce`](super::reduce)).
 //!
 //! Within a warpgroup, `S` and `dP` are in flight together, and `dV` runs under the computation of `dS` from `dP`. Everything
@@ -27,14 +27,7 @@ use super::producer::{Producer, ResidentOperand, load_next};
 use super::products::products;
 use super::reduce::{ADDENDS, Reducer};
 use crate::ptx::*;
-use crate::tensor_core::dropout::{dropout_backward, keep_mask, with_dropout};
-use crate::tensor_core::operands::{GradientOutputs, SourceSides};
-use crate::tensor_core::recompute::{LostRows, is_finite_row, recompute_gradients};
-use crate::tensor_core::rows::*;
-use crate::tensor_core::scores::{Scores, apply_mask, apply_score_mod, probability_log2, softcap_backward};
-use crate::tensor_core::softmax::tile_backward;
-use crate::tensor_core::statistics::{statistics, stats_at};
-use crate::tensor_core::{Blueprint, WARPGROUP_ROWS};
+use crate::tensor_core::*;
 use cubecl::prelude::*;
 
 /// Computes the gradients of the rows. With `Role::All`, also adds dQ to `dq_accum`.
@@ -168,7 +161,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 + 8 * quarter
                 + stats_offset(visit.start, blueprint);
             let lse_at = memory.lse + of_stats;
-            let lse = statistics(lse_at, of_rows.lse0, of_rows.lse1, blueprint);
+            let lse = tile_statistics(lse_at, of_rows.lse0, of_rows.lse1, blueprint);
             #[unroll]
             for n in 0..s_len {
                 s[n] = probability_log2(s[n], exponent, *lse.index(n), blueprint.dtype);
@@ -209,7 +202,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                     load_next(&streams, &memory, nth, warp, ResidentOperand::D, blueprint);
                 }
                 let delta_at = memory.delta + of_stats;
-                let delta = statistics(delta_at, of_rows.delta0, of_rows.delta1, blueprint);
+                let delta = tile_statistics(delta_at, of_rows.delta0, of_rows.delta1, blueprint);
                 dropout_backward(&mut ds, &words, &extras.dropout, tile_k);
                 tile_backward(&mut ds, &s, &delta, s_len);
                 if comptime!(blueprint.keeps_derivative) {

@@ -4,13 +4,10 @@
 use super::pipeline::{Pipeline, PipelineState};
 use super::{SLOTS, WORDS};
 use crate::blocks::{Visit, visit_of};
-use crate::fragment::role::Role;
+use crate::fragment::Role;
 use crate::mask::Band;
 use crate::ptx::*;
-use crate::tensor_core::schedule::{TileScheduler, WorkTile};
-use crate::tensor_core::scores::ScoreTile;
-use crate::tensor_core::statistics::RowStatistics;
-use crate::tensor_core::{Blueprint, WARPGROUP_UNITS};
+use crate::tensor_core::{Blueprint, RowStatistics, ScoreTile, TileScheduler, WARPGROUP_UNITS, WorkTile};
 use cubecl::prelude::*;
 
 /// Fields of a work tile in shared memory. The producer reads the first four.

@@ -13,7 +13,7 @@
 //! Computations on accumulators in registers are shared with [`mma`](crate::mma): see [`tensor_core`](crate::tensor_core).
 //!
 //! A work tile keeps a block of rows of one or two tensors in shared memory, while tiles of two other tensors are streamed
-//! ([`Role`](crate::fragment::role::Role)).
+//! ([`Role`](crate::fragment::Role)).
 //!
 //! CubeCL assembles kernels as relocatable code, with two consequences. `setmaxnreg` is ignored, so that a producer warp takes
 //! as many registers as any other warp, which pays off for few tile sizes only. And a single external call (an exact division
@@ -67,7 +67,7 @@ impl Blueprint {
     /// Bytes of shared memory: for each consumer group Q, the pipelines of K, V and a tiled bias, and the barriers.
     ///
     /// ```
-    /// # use flash_attention_kernels::{Dtype, fragment::role::Role, tensor_core::{Blueprint, HopperTile}};
+    /// # use flash_attention_kernels::{Dtype, fragment::Role, tensor_core::{Blueprint, HopperTile}};
     /// let tile = HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 128, stages: 3, ping_pong: true, producer_warp: false };
     /// let blueprint = Blueprint {
     ///     role: Role::Forward, tile, dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,

@@ -1,7 +1,7 @@
 //! TMA operands and work tiles, grouped into arguments.
 
 use super::producer::Spread;
-use crate::tensor_core::schedule::TileScheduler;
+use crate::tensor_core::TileScheduler;
 use cubecl::prelude::*;
 
 /// Operands that TMA loads to shared memory, in boxes of 64 columns and either 64 rows or the rows of a tile.

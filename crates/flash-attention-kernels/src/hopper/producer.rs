@@ -9,12 +9,10 @@ use super::pipeline::{Pipeline, PipelineState};
 use super::{SLOTS, WORDS};
 use crate::blocks::{entry_at, visit_of};
 use crate::extras::Extras;
-use crate::fragment::role::Role;
+use crate::fragment::Role;
 use crate::mask::Band;
 use crate::ptx::*;
-use crate::tensor_core::schedule::{TileScheduler, next_tile};
-use crate::tensor_core::statistics::{stats_all, stats_at};
-use crate::tensor_core::{Blueprint, HopperTile, PANEL, WARPGROUP_ROWS};
+use crate::tensor_core::{Blueprint, HopperTile, PANEL, TileScheduler, WARPGROUP_ROWS, next_tile, stats_all, stats_at};
 use cubecl::prelude::*;
 
 /// Factor for each dimension of a bias: 0 if the bias repeats along it, else 1.

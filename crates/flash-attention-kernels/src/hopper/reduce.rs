@@ -1,4 +1,4 @@
-//! `dq` where every block of keys adds to it: [`Role::All`](crate::fragment::role::Role::All).
+//! `dq` where every block of keys adds to it: [`Role::All`](crate::fragment::Role::All).
 //!
 //! ```text
 //! each warpgroup   dSᵀ of its 64 keys                                        → shared memory
@@ -11,13 +11,10 @@
 
 use super::memory::Memory;
 use crate::ptx::*;
-use crate::tensor_core::operands::{GradientOutputs, SourceSides};
-use crate::tensor_core::recompute::{LostRows, is_finite_row, recompute_gradients};
-use crate::tensor_core::rows::{pack_row, store_row};
-use crate::tensor_core::schedule::TileScheduler;
-use crate::tensor_core::scores::Scores;
-use crate::tensor_core::statistics::{stats_all, stats_at};
-use crate::tensor_core::{Blueprint, PANEL, WARPGROUP_ROWS};
+use crate::tensor_core::{
+    Blueprint, GradientOutputs, LostRows, PANEL, Scores, SourceSides, TileScheduler, WARPGROUP_ROWS, is_finite_row,
+    pack_row, recompute_gradients, stats_all, stats_at, store_row,
+};
 use cubecl::prelude::*;
 
 /// Threads of a thread block of [`convert_dq()`].

@@ -6,8 +6,7 @@ mod portable_kernels;
 use super::not_compiled;
 use super::{Call, Inputs, Launch, elementwise, input, output};
 use crate::error::AttentionError;
-use crate::fragment::grid::GridLaunch;
-use crate::fragment::role::Role;
+use crate::fragment::{GridLaunch, Role};
 #[cfg(not(feature = "cuda"))]
 use crate::hopper::BiasTile;
 use crate::hopper::dq_accum_columns;

@@ -6,10 +6,10 @@ use super::sequences::Blocks;
 use super::tensor_core::{self, VECTOR_BYTES, Work, rows_arg, rows_in, rows_out, sides, source_sides, stride};
 use super::{Call, Launch};
 use crate::error::AttentionError;
-use crate::fragment::role::Role;
+use crate::fragment::Role;
 use crate::mma::{MmaBlueprint, MmaTile, forward, gradient};
 use crate::tensor::AnyView;
-use crate::tensor_core::operands::{LseOutLaunch, OutputsLaunch, SourcesLaunch};
+use crate::tensor_core::{LseOutLaunch, OutputsLaunch, SourcesLaunch};
 use crate::tiling::{self, Kernel, MmaTiles};
 use cubecl::prelude::*;
 

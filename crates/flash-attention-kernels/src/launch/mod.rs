@@ -23,7 +23,7 @@ pub use route::BlockLists;
 
 use crate::dropout::seed;
 use crate::error::AttentionError;
-use crate::fragment::grid::GridLaunch;
+use crate::fragment::GridLaunch;
 use crate::mods::TENSORS;
 use crate::problem::{AttentionProblem, MASK_TENSORS, SCORE_TENSORS, agree};
 use crate::tensor::{AnyView, TensorView};

@@ -5,17 +5,14 @@ use super::backward::{Backward, Results};
 use super::route::Route;
 use super::{Call, Launch};
 use crate::error::AttentionError;
-use crate::fragment::role::Role;
+use crate::fragment::Role;
 use crate::hopper;
 use crate::mask::Band;
 use crate::tensor::{AnyView, TensorView};
-use crate::tensor_core::delta::{self, DeltaBlueprint};
-use crate::tensor_core::operands::{
-    GradientOutputsLaunch, RowsInLaunch, RowsOutLaunch, SourceSideLaunch, SourceSidesLaunch, StrideLaunch,
+use crate::tensor_core::{
+    Blueprint, DeltaBlueprint, FactorsLaunch, GradientOutputsLaunch, HopperTile, Rows, RowsInLaunch, RowsOutLaunch,
+    ScoresLaunch, SourceSideLaunch, SourceSidesLaunch, StrideLaunch, TileScheduler, delta,
 };
-use crate::tensor_core::schedule::TileScheduler;
-use crate::tensor_core::scores::{FactorsLaunch, ScoresLaunch};
-use crate::tensor_core::{Blueprint, HopperTile, Rows};
 use crate::tiling::{self, Stage, cube_count, stats_multiple, stats_rows};
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;

@@ -16,8 +16,7 @@ pub mod forward;
 pub mod gradient;
 pub mod tile;
 
-use crate::fragment::role::Role;
-use crate::fragment::rows::WIDTH;
+use crate::fragment::{Role, WIDTH};
 use crate::score::Factor;
 use serde::Serialize;
 
@@ -139,7 +138,7 @@ impl Blueprint {
     /// Bytes of shared memory: panels of K and V, the board, the weights, and a word for each warp.
     ///
     /// ```
-    /// # use flash_attention_kernels::{fragment::role::Role, matrix::{Blueprint, MatrixTile}, score::Factor};
+    /// # use flash_attention_kernels::{fragment::Role, matrix::{Blueprint, MatrixTile}, score::Factor};
     /// let tile = MatrixTile { planes: 8, plane: 32, columns: 32, shape: [16, 16, 16] };
     /// let (role, head_dim, head_dim_v) = (Role::Forward, 128, 128);
     /// let blueprint = Blueprint { role, tile, head_dim, head_dim_v, factor: Factor::One, apart: true };

@@ -12,8 +12,7 @@ mod accumulator;
 pub use accumulator::Accumulator;
 
 use super::{Blueprint, MatrixTile};
-use crate::fragment::rows::{Quad, Rows, WIDTH};
-use crate::fragment::scores::TileAt;
+use crate::fragment::{Quad, Rows, TileAt, WIDTH};
 use crate::rounding::rounded;
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;

@@ -18,14 +18,7 @@ use super::{MmaBlueprint, MmaTile, Products};
 use crate::blocks::Visit;
 use crate::ptx::{lg2, shared_address};
 use crate::softmax::lse_bits_log2;
-use crate::tensor_core::WARPGROUP_ROWS;
-use crate::tensor_core::dropout::{apply_dropout, keep_mask};
-use crate::tensor_core::operands::{Outputs, Sources};
-use crate::tensor_core::recompute::{LostRow, is_finite_row, recompute_row};
-use crate::tensor_core::rows::*;
-use crate::tensor_core::schedule::TileScheduler;
-use crate::tensor_core::scores::{ScoreTile, Scores, apply_mask, apply_score_mod};
-use crate::tensor_core::softmax::*;
+use crate::tensor_core::*;
 use cubecl::prelude::*;
 
 /// Computes `o` and the bits of `lse` from Q, K and V.

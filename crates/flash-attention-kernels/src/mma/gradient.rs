@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Here lse is in base 2, `c = log2(e) · scale`, and dQ and dK are multiplied by the scale at the end. As for Hopper, `DkDv` is `Dq` with
-//! queries and keys exchanged, and one more product. One warp takes each sum, in a fixed order. [`Role`](crate::fragment::role::Role)
+//! queries and keys exchanged, and one more product. One warp takes each sum, in a fixed order. [`Role`](crate::fragment::Role)
 //! tells what rows and columns are.
 
 use super::forward::registers;
@@ -19,16 +19,7 @@ use super::{MmaBlueprint, MmaTile, Products};
 use crate::blocks::Visit;
 use crate::mask::Band;
 use crate::ptx::shared_address;
-use crate::tensor_core::WARPGROUP_ROWS;
-use crate::tensor_core::dropout::{dropout_backward, keep_mask, with_dropout};
-use crate::tensor_core::operands::{GradientOutputs, SourceSide, SourceSides};
-use crate::tensor_core::recompute::{LostRows, is_finite_row, recompute_gradients};
-use crate::tensor_core::rows::{fragments_of, store_row_of};
-use crate::tensor_core::schedule::TileScheduler;
-use crate::tensor_core::scores::{ScoreTile, Scores, apply_mask, apply_score_mod, probability_log2, softcap_backward};
-use crate::tensor_core::softmax::tile_backward;
-use crate::tensor_core::statistics::{RowStatistics, statistics};
-use crate::tensor_core::statistics::{stats_all, stats_at};
+use crate::tensor_core::*;
 use cubecl::prelude::*;
 
 /// Gradients of the rows: `dq`, or `dk` and `dv`. `stats` holds lse and delta of all queries, from
@@ -166,7 +157,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 apply_mask(s, &of_tile, fully_masked, tile_k);
             }
             let of_rows = of_rows.index(of_group);
-            let lse = statistics(lse_at + of_stage, of_rows.lse0, of_rows.lse1, scores);
+            let lse = tile_statistics(lse_at + of_stage, of_rows.lse0, of_rows.lse1, scores);
             #[unroll]
             for n in 0..s_len {
                 s[n] = probability_log2(s[n], exponent, *lse.index(n), scores.dtype);
@@ -182,7 +173,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             }
             if comptime!(differentiates) {
                 let ds = ds.index_mut(of_group);
-                let delta = statistics(delta_at + of_stage, of_rows.delta0, of_rows.delta1, scores);
+                let delta = tile_statistics(delta_at + of_stage, of_rows.delta0, of_rows.delta1, scores);
                 dropout_backward(ds, &words, &extras.dropout, tile_k);
                 tile_backward(ds, &*s, &delta, s_len);
                 if comptime!(scores.keeps_derivative) {

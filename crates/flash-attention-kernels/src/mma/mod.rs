@@ -132,7 +132,7 @@ impl MmaBlueprint {
     /// Bytes of shared memory: rows of Q and of dO, two tiles of K and of V, and two of lse and of delta where queries stream by.
     ///
     /// ```
-    /// # use flash_attention_kernels::{Dtype, MmaTile, fragment::role::Role, mma::{MmaBlueprint, Products}, tensor_core::Blueprint};
+    /// # use flash_attention_kernels::{Dtype, MmaTile, fragment::Role, mma::{MmaBlueprint, Products}, tensor_core::Blueprint};
     /// let tile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64 };
     /// let scores = Blueprint {
     ///     role: Role::Forward, tile: tile.tile(), dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,

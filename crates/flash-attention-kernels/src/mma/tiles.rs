@@ -6,8 +6,7 @@
 use super::ops::{copy_vector, copy_word};
 use super::{MmaBlueprint, Products};
 use crate::mask::Band;
-use crate::tensor_core::LINE;
-use crate::tensor_core::operands::RowsIn;
+use crate::tensor_core::{LINE, RowsIn};
 use cubecl::prelude::*;
 
 /// Threads that copy a line of a panel, a vector of 16 bytes each.

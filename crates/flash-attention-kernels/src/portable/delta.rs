@@ -6,7 +6,7 @@
 //!
 //! Both are packed in one buffer, because the smallest devices bind few buffers.
 
-use crate::fragment::rows::{Rows, Vec4, WIDTH};
+use crate::fragment::{Rows, Vec4, WIDTH};
 use crate::softmax::lse_of_bits;
 use cubecl::prelude::*;
 

@@ -15,10 +15,7 @@ use super::scores::apply_score_mod;
 use super::tile::*;
 use crate::blocks::{TileSize, visits};
 use crate::dropout::Dropout;
-use crate::fragment::grid::Grid;
-use crate::fragment::operands::{ForwardOutputs, Qkv};
-use crate::fragment::rows::{Vec4, WIDTH, zeros};
-use crate::fragment::scores::{Scores, TileAt};
+use crate::fragment::{ForwardOutputs, Grid, Qkv, Scores, TileAt, Vec4, WIDTH, zeros};
 use crate::softmax::{HIDDEN, lse_bits, normalizer, weight};
 use cubecl::prelude::*;
 

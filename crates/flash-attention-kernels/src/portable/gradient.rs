@@ -15,10 +15,7 @@ use super::Blueprint;
 use super::recompute::*;
 use super::tile::*;
 use crate::blocks::{TileSize, visits};
-use crate::fragment::grid::Grid;
-use crate::fragment::operands::{Gradients, Sides};
-use crate::fragment::rows::zeros;
-use crate::fragment::scores::Scores;
+use crate::fragment::{Gradients, Grid, Scores, Sides, zeros};
 use cubecl::prelude::*;
 
 /// Gradients of the rows: `dq`, or `dk` and `dv`.

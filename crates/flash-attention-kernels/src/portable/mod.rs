@@ -12,7 +12,7 @@ pub mod recompute;
 pub mod scores;
 pub mod tile;
 
-use crate::fragment::role::Role;
+use crate::fragment::Role;
 use crate::score::Factor;
 use serde::Serialize;
 use tile::TileShape;

@@ -11,9 +11,7 @@
 use super::Blueprint;
 use super::scores::apply_score_mod;
 use super::tile::*;
-use crate::fragment::operands::{Side, Statistics};
-use crate::fragment::rows::WIDTH;
-use crate::fragment::scores::{Scores, TileAt};
+use crate::fragment::{Scores, Side, Statistics, TileAt, WIDTH};
 use crate::score::Factor;
 use crate::softmax::{softmax_backward, weight};
 use cubecl::prelude::*;

@@ -2,7 +2,7 @@
 
 use super::Blueprint;
 use super::tile::Unit;
-use crate::fragment::scores::{Scores, TileAt};
+use crate::fragment::{Scores, TileAt};
 use crate::score::Factor;
 use cubecl::prelude::*;
 

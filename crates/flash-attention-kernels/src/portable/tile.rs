@@ -15,8 +15,7 @@ mod staging;
 use staging::{Ahead, RowOrder, put, round};
 
 use super::Blueprint;
-use crate::fragment::grid::Block;
-use crate::fragment::rows::{Layout, Rows, Vec4, WIDTH, write_quad};
+use crate::fragment::{Block, Layout, Rows, Vec4, WIDTH, write_quad};
 use cubecl::prelude::*;
 use serde::Serialize;
 

@@ -9,10 +9,7 @@
 use super::Blueprint;
 use super::row::*;
 use crate::blocks::{Visit, runs};
-use crate::fragment::grid::Grid;
-use crate::fragment::operands::{ForwardOutputs, Qkv};
-use crate::fragment::rows::{Rows, zeros};
-use crate::fragment::scores::{Scores, TileAt};
+use crate::fragment::{ForwardOutputs, Grid, Qkv, Rows, Scores, TileAt, zeros};
 use crate::softmax::{Rescale, lse_bits, normalizer, raised, weight};
 use cubecl::prelude::*;
 

@@ -17,7 +17,7 @@ pub mod forward;
 pub mod gradient;
 pub mod row;
 
-use crate::fragment::role::Role;
+use crate::fragment::Role;
 use crate::score::Factor;
 use serde::Serialize;
 

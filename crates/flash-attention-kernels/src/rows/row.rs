@@ -1,8 +1,7 @@
 //! Rows of a thread in vectors of four f32, and their products with a column that they share.
 
 use super::RowsTile;
-use crate::fragment::grid::Block;
-use crate::fragment::rows::{Layout, Rows, Vec4, WIDTH, write_quad, zeros};
+use crate::fragment::{Block, Layout, Rows, Vec4, WIDTH, write_quad, zeros};
 use cubecl::prelude::*;
 
 /// Vectors in a row of `head_dim` elements.

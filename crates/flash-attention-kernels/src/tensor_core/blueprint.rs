@@ -2,7 +2,7 @@
 
 use super::{LINE, PANEL, WARP_UNITS, WARPGROUP_ROWS, WARPGROUP_UNITS};
 use crate::dtype::Dtype;
-use crate::fragment::role::Role;
+use crate::fragment::Role;
 use serde::Serialize;
 
 /// Tile sizes. In the kernel of `dk` and `dv`, queries and keys exchange their roles.

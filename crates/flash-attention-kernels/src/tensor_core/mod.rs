@@ -17,23 +17,25 @@ mod blueprint;
 #[cfg(feature = "cuda")]
 pub mod delta;
 #[cfg(feature = "cuda")]
-pub mod dropout;
+mod dropout;
 #[cfg(feature = "cuda")]
-pub mod operands;
+mod operands;
 #[cfg(feature = "cuda")]
-pub mod recompute;
+mod recompute;
 #[cfg(feature = "cuda")]
-pub mod rows;
+mod rows;
 #[cfg(feature = "cuda")]
-pub mod schedule;
+mod schedule;
 #[cfg(feature = "cuda")]
-pub mod scores;
+mod scores;
 #[cfg(feature = "cuda")]
-pub mod softmax;
+mod softmax;
 #[cfg(feature = "cuda")]
-pub mod statistics;
+mod statistics;
 
 pub use blueprint::{Blueprint, HopperTile, Rows};
+#[cfg(feature = "cuda")]
+pub use {delta::*, dropout::*, operands::*, recompute::*, rows::*, schedule::*, scores::*, softmax::*, statistics::*};
 
 /// Rows of a warpgroup's matrix product.
 pub const WARPGROUP_ROWS: usize = 64;

@@ -88,7 +88,7 @@ pub struct SourceSide<E: Float, N: Size> {
     pub dov: RowsIn<E, N>,
 }
 
-/// Operands of the backward. [`Role`](crate::fragment::role::Role) defines rows and columns.
+/// Operands of the backward. [`Role`](crate::fragment::Role) defines rows and columns.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct SourceSides<E: Float, N: Size> {

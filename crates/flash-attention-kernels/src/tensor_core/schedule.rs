@@ -27,7 +27,7 @@ use cubecl::prelude::*;
 /// using multiplication", 1994, section 4.)
 ///
 /// ```
-/// use flash_attention_kernels::tensor_core::schedule::Divisor;
+/// use flash_attention_kernels::tensor_core::Divisor;
 ///
 /// assert_eq!(Divisor::new(7).divide(50), 7);
 /// ```

@@ -2,7 +2,7 @@
 
 use super::Blueprint;
 use super::schedule::TileScheduler;
-use crate::fragment::role::Role;
+use crate::fragment::Role;
 use crate::mask::Band;
 use crate::ptx::{load_shared, load_shared_pair};
 use cubecl::prelude::*;
@@ -90,7 +90,7 @@ impl RowStatistics {
 /// lse or delta for each register of a tile's accumulator. It is `row0` or `row1` of the register's row or, if transposed, the
 /// value of its column, which is in shared memory from `at` on.
 #[cube]
-pub fn statistics(at: u32, row0: f32, row1: f32, #[comptime] blueprint: Blueprint) -> Sequence<f32> {
+pub fn tile_statistics(at: u32, row0: f32, row1: f32, #[comptime] blueprint: Blueprint) -> Sequence<f32> {
     let mut all = Sequence::<f32>::new();
     #[unroll]
     for i in 0..comptime!(blueprint.tile.tile_k / 8) {

@@ -5,7 +5,7 @@ mod tables;
 use super::{Device, Forward, Gradient, HopperForward, HopperGradient, ListShape};
 use crate::blocks::BLOCK;
 use crate::dtype::Dtype;
-use crate::fragment::role::Role;
+use crate::fragment::Role;
 use crate::hopper::{BiasTile, MAX_STAGES};
 use crate::mma::Products;
 use crate::problem::AttentionProblem;

@@ -4,7 +4,7 @@ use super::Device;
 #[cfg(feature = "autotune")]
 use super::Gradient;
 use crate::dtype::Dtype;
-use crate::fragment::role::Role;
+use crate::fragment::Role;
 use crate::matrix::{Blueprint, MatrixTile};
 use crate::problem::AttentionProblem;
 

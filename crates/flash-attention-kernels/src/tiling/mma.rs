@@ -6,7 +6,7 @@ use super::Gradient;
 use super::hopper::{self, head_group};
 use super::{Device, MmaTiles};
 use crate::dtype::Dtype;
-use crate::fragment::role::Role;
+use crate::fragment::Role;
 use crate::mma::{MmaBlueprint, MmaTile, Products};
 use crate::problem::{AttentionProblem, Precision};
 

@@ -2,8 +2,7 @@
 
 use super::{Device, Kernel, PassedOver, check_bindings};
 use crate::error::AttentionError;
-use crate::fragment::role::Role;
-use crate::fragment::rows::{Vec4, WIDTH};
+use crate::fragment::{Role, Vec4, WIDTH};
 use crate::mma::Products;
 use crate::portable::Blueprint;
 use crate::portable::dbias::Sums;

@@ -2,7 +2,7 @@
 
 use super::{Device, Kernel};
 use crate::blocks::BLOCK;
-use crate::fragment::role::Role;
+use crate::fragment::Role;
 use crate::problem::AttentionProblem;
 use crate::rows::{Blueprint, RowsTile};
 

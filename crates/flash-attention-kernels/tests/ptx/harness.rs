@@ -12,19 +12,17 @@ use cubecl_llvm::nvptx::ptx_version::PtxVersion;
 use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
 use flash_attention_kernels::dropout::DropoutCompilationArg;
 use flash_attention_kernels::extras::ExtrasCompilationArg;
-use flash_attention_kernels::fragment::role::Role;
+use flash_attention_kernels::fragment::Role;
 use flash_attention_kernels::hopper::operands::{ScheduleCompilationArg, StreamsCompilationArg};
 use flash_attention_kernels::hopper::producer::SpreadCompilationArg;
 use flash_attention_kernels::mask::{Band, BandCompilationArg};
 use flash_attention_kernels::mods::{ModsCompilationArg, TableCompilationArg, TablesCompilationArg};
-use flash_attention_kernels::tensor_core::operands::{
-    GradientOutputsCompilationArg, LseOutCompilationArg, OutputsCompilationArg, RowsInCompilationArg,
-    RowsOutCompilationArg, SourceSideCompilationArg, SourceSidesCompilationArg, SourcesCompilationArg,
-    StrideCompilationArg,
+use flash_attention_kernels::tensor_core::{
+    Blueprint, DivisorCompilationArg, FactorsCompilationArg, GradientOutputsCompilationArg, LseOutCompilationArg,
+    OutputsCompilationArg, Rows, RowsInCompilationArg, RowsOutCompilationArg, ScoresCompilationArg,
+    SourceSideCompilationArg, SourceSidesCompilationArg, SourcesCompilationArg, StrideCompilationArg,
+    TileSchedulerCompilationArg,
 };
-use flash_attention_kernels::tensor_core::schedule::{DivisorCompilationArg, TileSchedulerCompilationArg};
-use flash_attention_kernels::tensor_core::scores::{FactorsCompilationArg, ScoresCompilationArg};
-use flash_attention_kernels::tensor_core::{Blueprint, Rows};
 use flash_attention_kernels::tiling::{Device, element_type};
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, HopperTile};
 use std::process::Command;

@@ -5,16 +5,14 @@ use crate::harness::*;
 use cubecl_core::CubeKernel;
 use cubecl_core::ir::nvidia::SmArch;
 use flash_attention_kernels::extras::Extras;
-use flash_attention_kernels::fragment::role::Role;
+use flash_attention_kernels::fragment::Role;
 use flash_attention_kernels::hopper::dbias::{
     BiasOutCompilationArg, Block, DbiasScheduler, DbiasSchedulerCompilationArg,
 };
 use flash_attention_kernels::hopper::{BiasBlueprint, BiasTile, combine, copy, dbias, forward, gradient, reduce};
 use flash_attention_kernels::mask::Band;
 use flash_attention_kernels::mods::{Document, MaskFn, ScoreFn};
-use flash_attention_kernels::tensor_core::delta::DeltaBlueprint;
-use flash_attention_kernels::tensor_core::schedule::{Divisor, TileScheduler};
-use flash_attention_kernels::tensor_core::{Blueprint, Rows, delta};
+use flash_attention_kernels::tensor_core::{Blueprint, DeltaBlueprint, Divisor, Rows, TileScheduler, delta};
 use flash_attention_kernels::tiling::{Device, element_type, plan_on};
 use flash_attention_kernels::{
     AttentionOptions, AttentionProblem, BackwardOrder, BackwardTiles, BiasGradient, Dtype, Forward, Gradient,

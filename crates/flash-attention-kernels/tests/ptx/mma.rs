@@ -3,7 +3,7 @@
 
 use crate::harness::*;
 use cubecl_core::ir::nvidia::SmArch;
-use flash_attention_kernels::fragment::role::Role;
+use flash_attention_kernels::fragment::Role;
 use flash_attention_kernels::mma::{MmaBlueprint, Products, forward, gradient};
 use flash_attention_kernels::mods::{Document, MaskFn, ScoreFn};
 use flash_attention_kernels::tiling::{Device, plan_on};

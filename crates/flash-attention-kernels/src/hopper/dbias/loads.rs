@@ -8,8 +8,7 @@ use super::memory::{Memory, WorkTileField};
 use super::scheduler::DbiasScheduler;
 use crate::mask::Band;
 use crate::ptx::*;
-use crate::tensor_core::statistics::stats_rows;
-use crate::tensor_core::{PANEL, WARPGROUP_ROWS};
+use crate::tensor_core::{PANEL, WARPGROUP_ROWS, stats_rows};
 use cubecl::prelude::*;
 
 /// Stage, and parity of its phase, of a turn's rows.

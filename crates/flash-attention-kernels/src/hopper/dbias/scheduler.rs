@@ -2,7 +2,7 @@
 
 use super::super::BiasTile;
 use crate::mask::{Band, Blocks};
-use crate::tensor_core::schedule::Divisor;
+use crate::tensor_core::Divisor;
 use cubecl::prelude::*;
 
 /// Numbering of the blocks in which the band shows something: by matrix of the bias, block of queries, block of keys.

@@ -5,7 +5,7 @@ use super::BiasOut;
 use super::scheduler::DbiasScheduler;
 use crate::mask::Band;
 use crate::ptx::*;
-use crate::tensor_core::rows::{exchange, vector_of_pair};
+use crate::tensor_core::{exchange, vector_of_pair};
 use cubecl::prelude::*;
 
 /// Writes one of a thread's two rows in vectors. The row starts at vector `at` of `out`. Writes nothing if not `live`.

@@ -1,7 +1,7 @@
 //! Launch of the gradient kernels for Hopper.
 
 use crate::error::AttentionError;
-use crate::fragment::role::Role;
+use crate::fragment::Role;
 use crate::hopper::operands::ScheduleLaunch;
 use crate::hopper::{self, reduce};
 use crate::launch::Call;
@@ -9,9 +9,7 @@ use crate::launch::backward::{Backward, GradientKernel, Prepared, Results};
 use crate::launch::sequences::Blocks;
 use crate::launch::tensor_core::{Aligned, Outputs, Sources, rows_arg, rows_out, sides, source_sides};
 use crate::tensor::{AnyView, TensorView};
-use crate::tensor_core::WARPGROUP_ROWS;
-use crate::tensor_core::operands::GradientOutputsLaunch;
-use crate::tensor_core::schedule::TileScheduler;
+use crate::tensor_core::{GradientOutputsLaunch, TileScheduler, WARPGROUP_ROWS};
 use crate::tiling::{HopperGradient, cube_count, stats_rows};
 use cubecl::prelude::*;
 

@@ -1,7 +1,7 @@
 //! Launch of the gradient of a bias for Hopper.
 
 use crate::error::AttentionError;
-use crate::fragment::role::Role;
+use crate::fragment::Role;
 use crate::hopper::dbias::{BiasOutLaunch, DbiasScheduler};
 use crate::hopper::{self, BiasBlueprint, BiasTile};
 use crate::launch::Call;

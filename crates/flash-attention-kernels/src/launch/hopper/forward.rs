@@ -1,7 +1,7 @@
 //! Launch of the forward for Hopper.
 
 use crate::error::AttentionError;
-use crate::fragment::role::Role;
+use crate::fragment::Role;
 use crate::hopper;
 use crate::hopper::operands::{ScheduleLaunch, StreamsLaunch};
 use crate::launch::forward::{ForwardKernel, Outputs};
@@ -10,8 +10,7 @@ use crate::launch::sequences::Blocks;
 use crate::launch::tensor_core::{Aligned, rows_arg, rows_in, rows_out, stride};
 use crate::launch::{Call, Launch};
 use crate::tensor::{AnyView, TensorView};
-use crate::tensor_core::WARPGROUP_ROWS;
-use crate::tensor_core::operands::{LseOutLaunch, OutputsLaunch, SourcesLaunch};
+use crate::tensor_core::{LseOutLaunch, OutputsLaunch, SourcesLaunch, WARPGROUP_ROWS};
 use crate::tiling::{HopperForward, Stage, cube_count};
 use cubecl::prelude::*;
 

@@ -8,7 +8,7 @@ mod forward;
 use super::Call;
 use super::tensor_core::starts_aligned;
 use crate::error::AttentionError;
-use crate::fragment::role::Role;
+use crate::fragment::Role;
 use crate::hopper::operands::StreamsLaunch;
 use crate::hopper::producer::SpreadLaunch;
 use crate::problem::AttentionProblem;

@@ -2,8 +2,7 @@
 
 use super::super::MatrixTile;
 use super::{Board, Panel, product};
-use crate::fragment::grid::Block;
-use crate::fragment::rows::{Layout, Quad, WIDTH, write_quad};
+use crate::fragment::{Block, Layout, Quad, WIDTH, write_quad};
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;
 

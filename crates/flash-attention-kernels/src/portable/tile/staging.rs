@@ -1,7 +1,7 @@
 //! Staging of tiles: read from memory into registers, then written to shared memory.
 
 use super::{Product, TileShape};
-use crate::fragment::rows::{Rows, Vec4, WIDTH};
+use crate::fragment::{Rows, Vec4, WIDTH};
 use crate::rounding::nearest_tf32;
 use cubecl::prelude::*;
 
