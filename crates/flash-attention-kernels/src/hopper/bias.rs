@@ -1,5 +1,6 @@
 //! Tiles and blueprint of the kernel that computes the gradient of a bias.
 
+use super::layout::{Layout, Operand, Region};
 use super::{SLOTS, WORDS};
 use crate::tensor_core::{Blueprint, HopperTile, PANEL, WARPGROUP_ROWS};
 use serde::Serialize;
@@ -71,54 +72,6 @@ pub struct BiasBlueprint {
     pub vectors: bool,
 }
 
-/// Layout of the shared memory of the kernel for the gradient of a bias, as byte offsets. Each field is the first of an array
-/// over stages and warpgroups.
-#[derive(Clone, Copy, Debug)]
-pub struct BiasMemory {
-    /// Rows of Q, by stage and warpgroup.
-    pub q: usize,
-    /// Rows of dO, by stage and warpgroup.
-    pub d: usize,
-    /// Tiles of K.
-    pub k: usize,
-    /// Tiles of V.
-    pub v: usize,
-    /// Block of a tiled bias: panels, by warpgroup.
-    pub b: usize,
-    /// lse of the rows of Q.
-    pub lse: usize,
-    /// Delta of the rows of dO.
-    pub delta: usize,
-    /// Barriers that complete when the bytes of Q have arrived.
-    pub full_q: usize,
-    /// The same barriers for dO.
-    pub full_d: usize,
-    /// The same barriers for K.
-    pub full_k: usize,
-    /// The same barriers for V.
-    pub full_v: usize,
-    /// The same barriers for the bias, by warpgroup and group of columns.
-    pub full_b: usize,
-    /// Barriers that complete when all warps that read Q have released it.
-    pub empty_q: usize,
-    /// The same barriers for dO.
-    pub empty_d: usize,
-    /// The same barriers for K.
-    pub empty_k: usize,
-    /// The same barriers for V.
-    pub empty_v: usize,
-    /// The same barriers for the bias.
-    pub empty_b: usize,
-    /// Barriers of the slots, which complete when a slot has been written.
-    pub known: usize,
-    /// The slots.
-    pub slots: usize,
-    /// Cursor over the blocks.
-    pub cursor: usize,
-    /// End of the layout.
-    pub end: usize,
-}
-
 impl BiasBlueprint {
     /// Columns of a group of the bias, which is loaded and released as a whole: whole panels, and at least the columns of a
     /// tile.
@@ -141,40 +94,6 @@ impl BiasBlueprint {
         WARPGROUP_ROWS * size_of::<f32>()
     }
 
-    /// The layout of shared memory.
-    pub fn memory(&self) -> BiasMemory {
-        let (rows, stages) = (self.tile.row_stages * BiasTile::WARPGROUPS, self.tile.stages);
-        let groups = BiasTile::WARPGROUPS * self.groups_b();
-        let mut end = 0;
-        let mut place = |bytes: usize| {
-            end += bytes;
-            end - bytes
-        };
-        BiasMemory {
-            q: place(rows * self.scores.q_bytes()),
-            d: place(rows * self.scores.d_bytes()),
-            k: place(stages * self.scores.k_bytes()),
-            v: place(stages * self.scores.v_bytes()),
-            b: place(groups * self.group_bytes()),
-            lse: place(rows * self.stats_bytes()),
-            delta: place(rows * self.stats_bytes()),
-            full_q: place(8 * rows),
-            full_d: place(8 * rows),
-            full_k: place(8 * stages),
-            full_v: place(8 * stages),
-            full_b: place(8 * groups),
-            empty_q: place(8 * rows),
-            empty_d: place(8 * rows),
-            empty_k: place(8 * stages),
-            empty_v: place(8 * stages),
-            empty_b: place(8 * groups),
-            known: place(8 * SLOTS),
-            slots: place(4 * WORDS * SLOTS),
-            cursor: place(4 * WORDS),
-            end: place(0),
-        }
-    }
-
     /// Bytes of shared memory.
     ///
     /// ```
@@ -188,6 +107,25 @@ impl BiasBlueprint {
     /// assert!(BiasBlueprint { tile, scores, vectors: true }.shared_memory() <= 227 << 10);
     /// ```
     pub fn shared_memory(&self) -> usize {
-        self.memory().end.next_multiple_of(1024)
+        self.total()
+    }
+}
+
+impl Layout for BiasBlueprint {
+    fn tiles(&self) -> [(Operand, usize, usize); 5] {
+        let (rows, stages) = (self.tile.row_stages * BiasTile::WARPGROUPS, self.tile.stages);
+        [
+            (Operand::Q, rows, self.scores.q_bytes()),
+            (Operand::D, rows, self.scores.d_bytes()),
+            (Operand::K, stages, self.scores.k_bytes()),
+            (Operand::V, stages, self.scores.v_bytes()),
+            (Operand::Bias, BiasTile::WARPGROUPS * self.groups_b(), self.group_bytes()),
+        ]
+    }
+
+    fn others(&self) -> [(Region, usize); 5] {
+        let stats = self.tile.row_stages * BiasTile::WARPGROUPS * self.stats_bytes();
+        let words = 4 * WORDS;
+        [(Region::Ds, 0), (Region::Lse, stats), (Region::Delta, stats), (Region::Cursors, words), (Region::Entries, 0)]
     }
 }

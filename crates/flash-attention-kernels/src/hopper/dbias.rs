@@ -28,6 +28,7 @@ mod stores;
 
 pub use scheduler::{Block, DbiasScheduler, DbiasSchedulerCompilationArg, DbiasSchedulerLaunch};
 
+use super::layout::{Layout, Operand, Region};
 use super::operands::Streams;
 use super::pipeline::PipelineState;
 use super::products::products;
@@ -74,7 +75,6 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
     let (tile_k, tiles, stages) = comptime!((tile.tile_k, tile.tiles, tile.stages));
     let (row_stages, ahead) = comptime!((tile.row_stages, tile.ahead()));
     let s_len = comptime!(tile_k / 2);
-    let at = comptime!(blueprint.memory());
     let bounded = comptime!(band.bounded_above || band.bounded_below);
 
     // -- shared memory, barriers, descriptors
@@ -88,8 +88,11 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
     // Descriptors count in units of 16 bytes.
     let start = descriptor::<E>(&shared[0..1024], 16usize, 1024usize);
     let q_rows = start + u64::cast_from(warpgroup * comptime!((scores.q_bytes() / 16) as u32));
-    let d_rows =
-        start + u64::cast_from(warpgroup * comptime!((scores.d_bytes() / 16) as u32) + comptime!((at.d / 16) as u32));
+    let d_rows = start
+        + u64::cast_from(
+            warpgroup * comptime!((scores.d_bytes() / 16) as u32)
+                + comptime!(blueprint.offset(Region::Tiles(Operand::D)) / 16),
+        );
 
     // -- the first loads
     let mut next = CUBE_POS as u32;
@@ -107,10 +110,10 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
     for nth in 0..comptime!(stages - 1) {
         let turn = comptime!((nth / tiles) as u32).runtime();
         if warp == WARP_K {
-            load_tile(k, &memory, turn, &first, comptime!(nth % tiles), false, blueprint);
+            load_tile(k, &memory, turn, &first, comptime!(nth % tiles), Operand::K, blueprint);
         }
         if warp == WARP_V {
-            load_tile(v, &memory, turn, &first, comptime!(nth % tiles), true, blueprint);
+            load_tile(v, &memory, turn, &first, comptime!(nth % tiles), Operand::V, blueprint);
         }
         first.advance(stages);
     }
@@ -124,10 +127,10 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
     for turn in 0..comptime!(row_stages as u32) {
         let turn = turn.runtime();
         if of_warpgroup == WARP_Q {
-            load_rows(&streams, &memory, &band, &scheduler, turn, warpgroup, false, blueprint);
+            load_rows(&streams, &memory, &band, &scheduler, turn, warpgroup, Operand::Q, blueprint);
         }
         if of_warpgroup == WARP_D {
-            load_rows(&streams, &memory, &band, &scheduler, turn, warpgroup, true, blueprint);
+            load_rows(&streams, &memory, &band, &scheduler, turn, warpgroup, Operand::D, blueprint);
         }
     }
 
@@ -150,11 +153,11 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
         let rows_at = of_stage + warpgroup;
         let q_stage = u64::cast_from(of_stage * comptime!((scores.q_bytes() / 16) as u32));
         let d_stage = u64::cast_from(of_stage * comptime!((scores.d_bytes() / 16) as u32));
-        mbarrier_wait(base + comptime!(at.full_q as u32) + rows_at * 8, phase);
-        mbarrier_wait(base + comptime!(at.full_k as u32) + state.stage * 8, state.phase);
+        mbarrier_wait(memory.full(Operand::Q) + rows_at * 8, phase);
+        mbarrier_wait(memory.full(Operand::K) + state.stage * 8, state.phase);
         let of_row = rows_at * comptime!(blueprint.stats_bytes() as u32) + of_warpgroup * 64 + lane / 4 * 4;
-        let lse0 = f32::reinterpret(load_shared(base + comptime!(at.lse as u32) + of_row));
-        let lse1 = f32::reinterpret(load_shared(base + comptime!(at.lse as u32 + 32) + of_row));
+        let lse0 = f32::reinterpret(load_shared(memory.at(Region::Lse) + of_row));
+        let lse1 = f32::reinterpret(load_shared(memory.at(Region::Lse) + 32 + of_row));
         // A non-finite lse must not make the probability of a hidden pair NaN. The score of a hidden pair is −∞: with any
         // finite lse its probability is 0.
         let lse0 = select(lse0 * 0.0f32 == 0.0f32, lse0, f32::MIN);
@@ -169,19 +172,21 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             let mut ds = Array::<f32>::new(s_len);
             let k_tile = start
                 + u64::cast_from(
-                    state.stage * comptime!((scores.k_bytes() / 16) as u32) + comptime!((at.k / 16) as u32),
+                    state.stage * comptime!((scores.k_bytes() / 16) as u32)
+                        + comptime!(blueprint.offset(Region::Tiles(Operand::K)) / 16),
                 );
             let v_tile = start
                 + u64::cast_from(
-                    state.stage * comptime!((scores.v_bytes() / 16) as u32) + comptime!((at.v / 16) as u32),
+                    state.stage * comptime!((scores.v_bytes() / 16) as u32)
+                        + comptime!(blueprint.offset(Region::Tiles(Operand::V)) / 16),
                 );
             wgmma_fence();
             products(&mut s, q_rows + q_stage, k_tile, scores.head_dim, scores);
             wgmma_commit();
             if comptime!(of_turn == 0) {
-                mbarrier_wait(base + comptime!(at.full_d as u32) + rows_at * 8, phase);
+                mbarrier_wait(memory.full(Operand::D) + rows_at * 8, phase);
             }
-            mbarrier_wait(base + comptime!(at.full_v as u32) + state.stage * 8, state.phase);
+            mbarrier_wait(memory.full(Operand::V) + state.stage * 8, state.phase);
             wgmma_fence();
             products(&mut ds, d_rows + d_stage, v_tile, scores.head_dim_v, scores);
             wgmma_commit();
@@ -196,7 +201,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                     turn + comptime!((later / tiles) as u32),
                     &to,
                     comptime!(later % tiles),
-                    false,
+                    Operand::K,
                     blueprint,
                 );
             }
@@ -207,15 +212,15 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                     turn + comptime!((later / tiles) as u32),
                     &to,
                     comptime!(later % tiles),
-                    true,
+                    Operand::V,
                     blueprint,
                 );
             }
             wgmma_wait(1usize);
             pin(&mut s, s_len);
-            mbarrier_release(base + comptime!(at.empty_k as u32) + state.stage * 8);
+            mbarrier_release(memory.empty(Operand::K) + state.stage * 8);
             if comptime!(of_turn + 1 == tiles) {
-                mbarrier_release(base + comptime!(at.empty_q as u32) + rows_at * 8);
+                mbarrier_release(memory.empty(Operand::Q) + rows_at * 8);
                 if of_warpgroup == WARP_Q {
                     load_rows(
                         &streams,
@@ -224,7 +229,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                         &scheduler,
                         turn + comptime!(row_stages as u32),
                         warpgroup,
-                        false,
+                        Operand::Q,
                         blueprint,
                     );
                 }
@@ -234,9 +239,9 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             let group = comptime!(of_turn * tile_k / blueprint.group_b());
             let group_at = warpgroup * comptime!(blueprint.groups_b() as u32) + comptime!(group as u32);
             if comptime!(scores.tiled_bias()) {
-                mbarrier_wait(base + comptime!(at.full_b as u32) + group_at * 8, done % 2);
+                mbarrier_wait(memory.full(Operand::Bias) + group_at * 8, done % 2);
             }
-            let tile_b = base + comptime!(at.b as u32) + group_at * comptime!(blueprint.group_bytes() as u32);
+            let tile_b = memory.tiles(Operand::Bias) + group_at * comptime!(blueprint.group_bytes() as u32);
             let sixteenth = comptime!(of_turn * tile_k % blueprint.group_b() / 16);
             // Slots are read again when needed, because this kernel is short of registers.
             let first_row = memory.word(turn, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
@@ -263,30 +268,30 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             if comptime!(leaves_group) && memory.word(turn, WorkTileField::Flags) & LAST != 0 {
                 // All threads of the warp must have read it.
                 sync_plane();
-                mbarrier_release(base + comptime!(at.empty_b as u32) + group_at * 8);
+                mbarrier_release(memory.empty(Operand::Bias) + group_at * 8);
                 if of_warpgroup == WARP_BIAS {
                     load_bias(&streams, &memory, turn + 1, done + 1, warpgroup, group, blueprint);
                 }
             }
 
             // -- dS
-            let empty_v = base + comptime!(at.empty_v as u32) + state.stage * 8;
+            let empty_v = memory.empty(Operand::V) + state.stage * 8;
             state.advance(stages);
             // The branch of this wait keeps the assembler from moving the wait for dP above the exponentials.
             if comptime!(of_turn + 1 < tiles) {
-                mbarrier_wait(base + comptime!(at.full_k as u32) + state.stage * 8, state.phase);
+                mbarrier_wait(memory.full(Operand::K) + state.stage * 8, state.phase);
             } else {
                 memory.await_turn(turn + 1);
             }
             wgmma_wait(0usize);
             pin(&mut ds, s_len);
             mbarrier_release(empty_v);
-            let delta0 = f32::reinterpret(load_shared(base + comptime!(at.delta as u32) + of_row));
-            let delta1 = f32::reinterpret(load_shared(base + comptime!(at.delta as u32 + 32) + of_row));
+            let delta0 = f32::reinterpret(load_shared(memory.at(Region::Delta) + of_row));
+            let delta1 = f32::reinterpret(load_shared(memory.at(Region::Delta) + 32 + of_row));
             if comptime!(of_turn + 1 == tiles) {
                 // All threads of the warp must have read delta.
                 sync_plane();
-                mbarrier_release(base + comptime!(at.empty_d as u32) + rows_at * 8);
+                mbarrier_release(memory.empty(Operand::D) + rows_at * 8);
                 if of_warpgroup == WARP_D {
                     load_rows(
                         &streams,
@@ -295,7 +300,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                         &scheduler,
                         turn + comptime!(row_stages as u32),
                         warpgroup,
-                        true,
+                        Operand::D,
                         blueprint,
                     );
                 }

@@ -17,10 +17,11 @@
 //! inside one, it guards every shuffle that follows. Products, and waits for them, belong to the whole warpgroup: they must not
 //! be inside a branch that a single warp decides.
 
+use super::layout::{Layout, Operand};
 use super::memory::{FULLY_MASKED, Memory, WorkTileField};
 use super::operands::{Schedule, Streams};
 use super::pipeline::PipelineState;
-use super::producer::{Producer, ResidentOperand, load_next};
+use super::producer::{Producer, load_next};
 use super::products::products;
 use crate::ptx::*;
 use crate::softmax::lse_bits_log2;
@@ -56,7 +57,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     // -- shared memory, barriers, descriptors
     let elements = comptime!(blueprint.shared_memory() / blueprint.dtype.size());
     let k_at = comptime!(tile.warpgroups * blueprint.q_bytes() / blueprint.dtype.size());
-    let group_bytes = comptime!(blueprint.group_memory() as u32);
+    let group_bytes = comptime!(blueprint.total() as u32);
     let v_at = comptime!(k_at + stages * k_bytes / blueprint.dtype.size());
     let shared = Shared::<[E]>::new_aligned_slice(elements, 1024usize);
 
@@ -113,8 +114,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     // -- the first S; the first S of a later work tile is issued at the end of the work tile before it
     let mut s = Array::<f32>::new(s_len);
     if steps != 0 {
-        mbarrier_wait(memory.full_q + warpgroup * 8, 0u32);
-        mbarrier_wait(memory.full_k, 0u32);
+        mbarrier_wait(memory.full(Operand::Q) + warpgroup * 8, 0u32);
+        mbarrier_wait(memory.full(Operand::K), 0u32);
     }
     await_ping_pong(barrier, warpgroup, tile);
     wgmma_fence();
@@ -132,9 +133,9 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         // -- the first tile
         wgmma_wait(0usize);
         pin(&mut s, s_len);
-        mbarrier_release(memory.empty_k + k_state.stage * 8);
+        mbarrier_release(memory.empty(Operand::K) + k_state.stage * 8);
         if steps == 1 {
-            load_next(&streams, &memory, nth, warp, ResidentOperand::Q, blueprint);
+            load_next(&streams, &memory, nth, warp, Operand::Q, blueprint);
         }
         let tile_b = memory.await_bias(&k_state, warpgroup, blueprint);
         let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops, blueprint);
@@ -158,7 +159,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         // Uninitialised: the first product overwrites it.
         let mut acc = Array::<f32>::new(o_len);
         if steps > 1 {
-            mbarrier_wait(memory.full_k + k_state.stage * 8, k_state.phase);
+            mbarrier_wait(memory.full(Operand::K) + k_state.stage * 8, k_state.phase);
         }
 
         // -- the other tiles: S of this tile and P V of the one before are in flight together
@@ -171,7 +172,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             products(&mut s, q_tile, k_tiles + u64::cast_from(k_state.stage * k_stage), blueprint.head_dim, blueprint);
             wgmma_commit();
             // V is waited for after S has been issued. The wait also ends a sequence of products for the assembler.
-            mbarrier_wait(memory.full_v + v_state.stage * 8, v_state.phase);
+            mbarrier_wait(memory.full(Operand::V) + v_state.stage * 8, v_state.phase);
             wgmma_fence();
             pv(&mut acc, &p, v_tiles + u64::cast_from(v_state.stage * v_stage), u32::cast_from(step > 1), blueprint);
             wgmma_commit();
@@ -179,9 +180,9 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             producer.refill(blueprint);
             wgmma_wait(1usize);
             pin(&mut s, s_len);
-            mbarrier_release(memory.empty_k + k_state.stage * 8);
+            mbarrier_release(memory.empty(Operand::K) + k_state.stage * 8);
             if step + 1 == steps {
-                load_next(&streams, &memory, nth, warp, ResidentOperand::Q, blueprint);
+                load_next(&streams, &memory, nth, warp, Operand::Q, blueprint);
             }
 
             let tile_b = memory.await_bias(&k_state, warpgroup, blueprint);
@@ -206,11 +207,11 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             pin(&mut s, s_len);
             // The branch of this wait keeps the assembler from moving the wait for P V above the softmax.
             if step + 1 < steps {
-                mbarrier_wait(memory.full_k + k_state.stage * 8, k_state.phase);
+                mbarrier_wait(memory.full(Operand::K) + k_state.stage * 8, k_state.phase);
             }
             wgmma_wait(0usize);
             pin(&mut acc, o_len);
-            mbarrier_release(memory.empty_v + v_state.stage * 8);
+            mbarrier_release(memory.empty(Operand::V) + v_state.stage * 8);
             v_state.advance(stages);
             rows.rescale_o(&taken, &mut s, &mut acc, blueprint);
             apply_dropout(&mut s, &words, tile_k);
@@ -219,11 +220,11 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
 
         // -- the last P V. The first S of the next work tile runs under it and under the stores. After the last work tile, that
         // product reads stale shared memory, and its result is not used
-        mbarrier_wait(memory.full_v + v_state.stage * 8, v_state.phase);
+        mbarrier_wait(memory.full(Operand::V) + v_state.stage * 8, v_state.phase);
         let next_steps = memory.work_tile(nth + 1, WorkTileField::Steps);
         if next_steps != 0 {
-            mbarrier_wait(memory.full_q + warpgroup * 8, (nth + 1) % 2);
-            mbarrier_wait(memory.full_k + k_state.stage * 8, k_state.phase);
+            mbarrier_wait(memory.full(Operand::Q) + warpgroup * 8, (nth + 1) % 2);
+            mbarrier_wait(memory.full(Operand::K) + k_state.stage * 8, k_state.phase);
         }
         await_ping_pong(barrier, warpgroup, tile);
         pin(&mut acc, o_len);
@@ -259,7 +260,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         }
         wgmma_wait(1usize);
         pin(&mut acc, o_len);
-        mbarrier_release(memory.empty_v + v_state.stage * 8);
+        mbarrier_release(memory.empty(Operand::V) + v_state.stage * 8);
         v_state.advance(stages);
         // Rows to recompute: the sum of exponentials overflowed, or a hidden NaN or infinity has reached the row.
         let mut again = Array::<bool>::new(2usize);

@@ -1,7 +1,8 @@
 //! Shared memory of a consumer group: addresses of the pipelines' stages, their barriers, the decoded work tiles and the
 //! producer's cursors.
 
-use super::pipeline::{Pipeline, PipelineState};
+use super::layout::{Layout, Operand, Region};
+use super::pipeline::PipelineState;
 use super::{SLOTS, WORDS};
 use crate::blocks::{Visit, visit_of};
 use crate::fragment::Role;
@@ -69,145 +70,90 @@ pub enum CursorField {
 /// Value of [`CursorField::Left`] after the last work tile.
 pub const END: u32 = u32::MAX;
 
-/// Addresses in the shared memory of a consumer group.
+/// Shared memory of a consumer group: its base address, and the blueprint that defines its layout.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Memory {
-    /// Rows of Q, one tile of 64 for each warpgroup.
-    pub q: u32,
-    /// Rows of dO, one tile of 64 for each warpgroup.
-    pub d: u32,
-    /// Tiles of K.
-    pub k: u32,
-    /// Tiles of V.
-    pub v: u32,
-    /// Tiles of the bias.
-    pub b: u32,
-    /// Tiles of `dSᵀ`.
-    pub ds: u32,
-    /// lse and delta of streamed tiles.
-    pub lse: u32,
-    pub delta: u32,
-    /// Barriers of Q, K, V and the bias that complete when the bytes have arrived.
-    pub full_q: u32,
-    pub full_k: u32,
-    pub full_v: u32,
-    pub full_b: u32,
-    /// Barriers that complete when a buffer is released: those of Q and dO by the warps that multiply with them, the others by
-    /// all warps.
-    pub empty_q: u32,
-    pub empty_d: u32,
-    pub empty_k: u32,
-    pub empty_v: u32,
-    pub empty_b: u32,
-    /// Barriers of the slots, which complete when a work tile has been written.
-    pub known: u32,
-    /// Slots of decoded work tiles.
-    pub slots: u32,
-    /// Cursors of the pipelines.
-    pub cursors: u32,
-    /// With a block mask, the list entry of the tile in each stage of K.
-    pub entries: u32,
+    base: u32,
+    #[cube(comptime)]
+    blueprint: Blueprint,
+}
+
+/// Initialises an array of `mbarrier`s with this number of arrivals.
+#[cube]
+pub fn init_barriers(at: u32, #[comptime] count: usize, #[comptime] arrivals: usize) {
+    #[unroll]
+    for i in 0..count {
+        mbarrier_init(at + comptime!(8 * i as u32), comptime!(arrivals as u32).runtime());
+    }
 }
 
 #[cube]
 impl Memory {
-    /// Lays out a consumer group's memory from `base` on and initialises its barriers. All threads must call it.
+    /// Initialises the barriers and cursors. All threads must call it.
     pub fn new(base: u32, #[comptime] blueprint: Blueprint) -> Memory {
-        let stages = comptime!(blueprint.tile.stages as u32);
-        let warpgroups = comptime!(blueprint.tile.warpgroups as u32);
-        let q = base;
-        let d = q + comptime!(warpgroups * blueprint.q_bytes() as u32);
-        let k = d + comptime!(warpgroups * blueprint.d_bytes() as u32);
-        let v = k + comptime!(stages * blueprint.k_bytes() as u32);
-        let b = v + comptime!(stages * blueprint.v_bytes() as u32);
-        let ds = b + comptime!(stages * blueprint.b_bytes() as u32);
-        let lse = ds + comptime!(2 * blueprint.ds_bytes() as u32);
-        let delta = lse + comptime!(stages * blueprint.stats_bytes() as u32);
-        let full_q = delta + comptime!(stages * blueprint.stats_bytes() as u32);
-        let empty_q = full_q + comptime!(8 * warpgroups);
-        let empty_d = empty_q + comptime!(8 * warpgroups);
-        let full_k = empty_d + comptime!(8 * warpgroups);
-        let full_v = full_k + comptime!(8 * stages);
-        let full_b = full_v + comptime!(8 * stages);
-        let empty_k = full_b + comptime!(8 * stages);
-        let empty_v = empty_k + comptime!(8 * stages);
-        let empty_b = empty_v + comptime!(8 * stages);
-        let known = empty_b + comptime!(8 * stages);
-        let slots = known + comptime!(8 * SLOTS as u32);
-        let cursors = slots + comptime!(4 * (SLOTS * WORDS) as u32);
-        let entries = cursors + comptime!(4 * (3 * WORDS) as u32);
-        let units = comptime!(warpgroups * WARPGROUP_UNITS as u32);
-        let within = UNIT_POS % units;
-        let mut first = within == 0;
-        if comptime!(blueprint.tile.producer_warp) {
-            first = first && UNIT_POS < comptime!(blueprint.tile.consumer_groups as u32 * units);
+        let memory = Memory { base, blueprint };
+        let tile = comptime!(blueprint.tile);
+        let (stages, warpgroups) = comptime!((tile.stages, tile.warpgroups));
+        let units = comptime!((warpgroups * WARPGROUP_UNITS) as u32);
+        let mut first = UNIT_POS % units == 0;
+        if comptime!(tile.producer_warp) {
+            first = first && UNIT_POS < comptime!(tile.consumer_groups as u32 * units);
         }
         if first {
-            #[unroll]
-            for i in 0..warpgroups {
-                mbarrier_init(full_q + comptime!(8 * i), 1u32);
-                mbarrier_init(
-                    empty_q + comptime!(8 * i),
-                    comptime!(if blueprint.reduces() { 4 * warpgroups } else { 4 }),
-                );
-                mbarrier_init(empty_d + comptime!(8 * i), 4u32);
-            }
-            #[unroll]
-            for i in 0..stages {
-                mbarrier_init(full_k + comptime!(8 * i), 1u32);
-                mbarrier_init(full_v + comptime!(8 * i), 1u32);
-                mbarrier_init(full_b + comptime!(8 * i), 1u32);
-                // Each warp arrives once.
-                mbarrier_init(empty_k + comptime!(8 * i), comptime!(4 * warpgroups));
-                mbarrier_init(empty_v + comptime!(8 * i), comptime!(4 * warpgroups));
-                mbarrier_init(empty_b + comptime!(8 * i), comptime!(4 * warpgroups));
-            }
-            #[unroll]
-            for i in 0..comptime!(SLOTS as u32) {
-                mbarrier_init(known + comptime!(8 * i), 1u32);
-            }
+            // Each warp arrives once.
+            let every = comptime!(4 * warpgroups);
+            init_barriers(memory.full(Operand::Q), warpgroups, 1usize);
+            init_barriers(memory.empty(Operand::Q), warpgroups, comptime!(if blueprint.reduces() { every } else { 4 }));
+            init_barriers(memory.empty(Operand::D), warpgroups, 4usize);
+            init_barriers(memory.full(Operand::K), stages, 1usize);
+            init_barriers(memory.full(Operand::V), stages, 1usize);
+            init_barriers(memory.full(Operand::Bias), stages, 1usize);
+            init_barriers(memory.empty(Operand::K), stages, every);
+            init_barriers(memory.empty(Operand::V), stages, every);
+            init_barriers(memory.empty(Operand::Bias), stages, every);
+            init_barriers(memory.at(Region::Known), SLOTS, 1usize);
             #[unroll]
             for i in 0..comptime!(3 * WORDS as u32) {
-                store_shared(cursors + comptime!(4 * i), 0u32);
+                store_shared(memory.at(Region::Cursors) + comptime!(4 * i), 0u32);
             }
             sync_async_proxy_shared();
         }
         sync_cube();
-        Memory {
-            q,
-            d,
-            k,
-            v,
-            b,
-            ds,
-            lse,
-            delta,
-            full_q,
-            full_k,
-            full_v,
-            full_b,
-            empty_q,
-            empty_d,
-            empty_k,
-            empty_v,
-            empty_b,
-            known,
-            slots,
-            cursors,
-            entries,
-        }
+        memory
+    }
+
+    /// Address of a region.
+    pub fn at(&self, #[comptime] region: Region) -> u32 {
+        self.base + comptime!(self.blueprint.offset(region))
+    }
+
+    /// Address of an operand's tiles.
+    pub fn tiles(&self, #[comptime] of: Operand) -> u32 {
+        self.at(comptime!(Region::Tiles(of)))
+    }
+
+    /// Address of the barriers that complete when a tile has arrived.
+    pub fn full(&self, #[comptime] of: Operand) -> u32 {
+        self.at(comptime!(Region::Full(of)))
+    }
+
+    /// Address of the barriers that complete when a tile has been released.
+    pub fn empty(&self, #[comptime] of: Operand) -> u32 {
+        self.at(comptime!(Region::Empty(of)))
     }
 
     /// Waits until work tile `nth` of this consumer group has been decoded.
     pub fn await_work_tile(&self, nth: u32) {
-        mbarrier_wait(self.known + nth % comptime!(SLOTS as u32) * 8, (nth / comptime!(SLOTS as u32)) % 2);
+        mbarrier_wait(self.at(Region::Known) + nth % comptime!(SLOTS as u32) * 8, (nth / comptime!(SLOTS as u32)) % 2);
     }
 
     /// A field of work tile `nth`, which must have been decoded. Fields are read when needed, because registers are scarce.
     pub fn work_tile(&self, nth: u32, #[comptime] word: WorkTileField) -> u32 {
         load_shared(
-            self.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32) + comptime!(4 * word as u32),
+            self.at(Region::Slots)
+                + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32)
+                + comptime!(4 * word as u32),
         )
     }
 
@@ -221,7 +167,7 @@ impl Memory {
     }
 
     pub fn write_work_tile(&self, nth: u32, work: &WorkTile, flags: u32) {
-        let at = self.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
+        let at = self.at(Region::Slots) + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
         store_shared(at + comptime!(4 * WorkTileField::KLast as u32), work.k_last);
         store_shared(at + comptime!(4 * WorkTileField::Steps as u32), work.steps);
         store_shared(at + comptime!(4 * WorkTileField::HeadKv as u32), work.head_kv);
@@ -256,7 +202,7 @@ impl Memory {
     /// else from `start` and `edge`.
     pub fn visit(&self, state: &PipelineState, start: u32, edge: bool, #[comptime] blueprint: Blueprint) -> Visit {
         if comptime!(blueprint.sparse) {
-            visit_of(load_shared(self.entries + state.stage * 4), comptime!(blueprint.tile.tile_k as u32))
+            visit_of(load_shared(self.at(Region::Entries) + state.stage * 4), comptime!(blueprint.tile.tile_k as u32))
         } else {
             Visit { start, fully_visible: !edge, masked: true.runtime() }
         }
@@ -266,10 +212,10 @@ impl Memory {
     /// part.
     pub fn await_bias(&self, state: &PipelineState, warpgroup: u32, #[comptime] blueprint: Blueprint) -> u32 {
         if comptime!(blueprint.tiled_bias()) {
-            mbarrier_wait(self.full_b + state.stage * 8, state.phase);
+            mbarrier_wait(self.full(Operand::Bias) + state.stage * 8, state.phase);
         }
         let of_warpgroup = comptime!((blueprint.b_bytes() / blueprint.tile.warpgroups) as u32);
-        self.b + state.stage * comptime!(blueprint.b_bytes() as u32) + warpgroup * of_warpgroup
+        self.tiles(Operand::Bias) + state.stage * comptime!(blueprint.b_bytes() as u32) + warpgroup * of_warpgroup
     }
 
     /// Releases a tile of a tiled bias.
@@ -277,7 +223,7 @@ impl Memory {
         if comptime!(blueprint.tiled_bias()) {
             // All threads of the warp must have read it.
             sync_plane();
-            mbarrier_release(self.empty_b + state.stage * 8);
+            mbarrier_release(self.empty(Operand::Bias) + state.stage * 8);
         }
     }
 
@@ -321,20 +267,18 @@ impl Memory {
         RowStatistics::of(stats, batch, head, row, band, scheduler, blueprint)
     }
 
-    /// Addresses of a pipeline's first stage and of its first barriers `full` and `empty`.
-    pub fn pipeline(&self, #[comptime] pipeline: Pipeline) -> (u32, u32, u32) {
-        match comptime!(pipeline) {
-            Pipeline::K => (self.k, self.full_k, self.empty_k),
-            Pipeline::V => (self.v, self.full_v, self.empty_v),
-            Pipeline::Bias => (self.b, self.full_b, self.empty_b),
-        }
+    pub fn cursor(&self, #[comptime] of: Operand, #[comptime] word: CursorField) -> u32 {
+        load_shared(
+            self.at(Region::Cursors)
+                + comptime!(4 * ((of as usize - Operand::K as usize) * WORDS + word as usize) as u32),
+        )
     }
 
-    pub fn cursor(&self, #[comptime] pipeline: Pipeline, #[comptime] word: CursorField) -> u32 {
-        load_shared(self.cursors + comptime!(4 * (pipeline as usize * WORDS + word as usize) as u32))
-    }
-
-    pub fn set_cursor(&self, #[comptime] pipeline: Pipeline, #[comptime] word: CursorField, value: u32) {
-        store_shared(self.cursors + comptime!(4 * (pipeline as usize * WORDS + word as usize) as u32), value);
+    pub fn set_cursor(&self, #[comptime] of: Operand, #[comptime] word: CursorField, value: u32) {
+        store_shared(
+            self.at(Region::Cursors)
+                + comptime!(4 * ((of as usize - Operand::K as usize) * WORDS + word as usize) as u32),
+            value,
+        );
     }
 }

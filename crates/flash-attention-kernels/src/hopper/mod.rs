@@ -45,9 +45,11 @@ pub mod products;
 pub mod reduce;
 
 mod bias;
+pub mod layout;
 pub use bias::*;
 
 use crate::tensor_core::{Blueprint, PANEL};
+use layout::{Layout, Operand, Region};
 
 /// Number of decoded work tiles kept in shared memory. It exceeds the number of work tiles by which loads may run ahead of the
 /// products: one for each stage, plus one.
@@ -77,15 +79,30 @@ impl Blueprint {
     /// assert!(blueprint.shared_memory() <= 227 << 10);
     /// ```
     pub fn shared_memory(&self) -> usize {
-        self.tile.consumer_groups * self.group_memory()
+        self.tile.consumer_groups * self.total()
+    }
+}
+
+impl Layout for Blueprint {
+    fn tiles(&self) -> [(Operand, usize, usize); 5] {
+        let (stages, warpgroups) = (self.tile.stages, self.tile.warpgroups);
+        [
+            (Operand::Q, warpgroups, self.q_bytes()),
+            (Operand::D, warpgroups, self.d_bytes()),
+            (Operand::K, stages, self.k_bytes()),
+            (Operand::V, stages, self.v_bytes()),
+            (Operand::Bias, stages, self.b_bytes()),
+        ]
     }
 
-    /// Bytes of a consumer group. A multiple of 1,024, to which swizzled tiles are aligned.
-    pub fn group_memory(&self) -> usize {
-        let barriers = 3 * self.tile.warpgroups + 6 * self.tile.stages + SLOTS;
-        let stage = self.k_bytes() + self.v_bytes() + self.b_bytes() + 2 * self.stats_bytes();
-        let tiles = self.tile.warpgroups * (self.q_bytes() + self.d_bytes()) + self.tile.stages * stage;
-        let words = WORDS * (SLOTS + 3) + if self.sparse { self.tile.stages } else { 0 };
-        (tiles + 2 * self.ds_bytes() + 8 * barriers + 4 * words).next_multiple_of(1024)
+    fn others(&self) -> [(Region, usize); 5] {
+        let stages = self.tile.stages;
+        [
+            (Region::Ds, 2 * self.ds_bytes()),
+            (Region::Lse, stages * self.stats_bytes()),
+            (Region::Delta, stages * self.stats_bytes()),
+            (Region::Cursors, 4 * WORDS * 3),
+            (Region::Entries, if self.sparse { 4 * stages } else { 0 }),
+        ]
     }
 }

@@ -4,44 +4,24 @@
 //! `empty` when the last warp has released the stage. [`Memory`](super::memory::Memory) holds their addresses, and
 //! [`Producer`](super::producer::Producer) fills the stages.
 
+use super::layout::Operand;
 use crate::tensor_core::{Blueprint, WARP_UNITS, WARPGROUP_UNITS};
 use cubecl::prelude::*;
 
-/// The pipelines.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Pipeline {
-    /// The pipeline of K. Its producer also decodes the next work tile.
-    K,
-    /// The pipeline of V.
-    V,
-    /// The pipeline of a tiled bias.
-    Bias,
-}
-
-impl Pipeline {
-    /// The warp that loads this pipeline, without a producer warp.
+impl Operand {
+    /// The warp that loads the operand, without a producer warp. That of K also decodes the next work tile.
     pub fn warp(self) -> u32 {
         let of_warpgroup = (WARPGROUP_UNITS / WARP_UNITS) as u32;
         match self {
-            Pipeline::K => 0,
-            Pipeline::V => of_warpgroup,
-            Pipeline::Bias => of_warpgroup + 1,
+            Operand::V => of_warpgroup,
+            Operand::Bias => of_warpgroup + 1,
+            Operand::Q | Operand::D | Operand::K => 0,
         }
     }
 
-    /// Bytes of a stage.
-    pub fn bytes(self, blueprint: Blueprint) -> u32 {
-        let bytes = match self {
-            Pipeline::K => blueprint.k_bytes(),
-            Pipeline::V => blueprint.v_bytes(),
-            Pipeline::Bias => blueprint.b_bytes(),
-        };
-        bytes as u32
-    }
-
-    /// Number of panels of a stage of K or V.
-    pub fn panels(self, blueprint: Blueprint) -> u32 {
-        (if self == Pipeline::V { blueprint.panels_v() } else { blueprint.panels() }) as u32
+    /// Panels of a tile of rows.
+    pub fn panels(self, blueprint: &Blueprint) -> u32 {
+        (if matches!(self, Operand::V | Operand::D) { blueprint.panels_v() } else { blueprint.panels() }) as u32
     }
 }
 

@@ -3,9 +3,10 @@
 //! The first warp of the first warpgroup loads K, the first warp of the second one V, and the warp after it the bias.
 //! Alternatively, a producer warp loads all of them.
 
+use super::layout::{Layout, Operand, Region};
 use super::memory::{CONTINUED, CONTINUES, CursorField, END, Memory, WorkTileField};
 use super::operands::{Schedule, Streams};
-use super::pipeline::{Pipeline, PipelineState};
+use super::pipeline::PipelineState;
 use super::{SLOTS, WORDS};
 use crate::blocks::{entry_at, visit_of};
 use crate::extras::Extras;
@@ -71,9 +72,9 @@ impl<E: Float> Producer<E> {
         // stages of all multiprocessors.
         let (warpgroup, of_warpgroup) = (self.warp / 4, self.warp % 4);
         if of_warpgroup == 2 && self.memory.work_tile(0u32, WorkTileField::Steps) != 0 {
-            load_resident(&self.streams, &self.memory, 0u32, warpgroup, ResidentOperand::Q, blueprint);
+            load_resident(&self.streams, &self.memory, 0u32, warpgroup, Operand::Q, blueprint);
             if comptime!(blueprint.differentiates()) {
-                load_resident(&self.streams, &self.memory, 0u32, warpgroup, ResidentOperand::D, blueprint);
+                load_resident(&self.streams, &self.memory, 0u32, warpgroup, Operand::D, blueprint);
             }
         }
     }
@@ -82,18 +83,18 @@ impl<E: Float> Producer<E> {
     /// stages: V one step after K.
     pub fn run(&mut self, #[comptime] blueprint: Blueprint) {
         // The first call for each pipeline only enters the first work tile.
-        self.load(Pipeline::K, blueprint);
+        self.load(Operand::K, blueprint);
         if comptime!(blueprint.tiled_bias()) {
-            self.load(Pipeline::Bias, blueprint);
+            self.load(Operand::Bias, blueprint);
         }
-        let mut left = self.memory.cursor(Pipeline::K, CursorField::Left);
+        let mut left = self.memory.cursor(Operand::K, CursorField::Left);
         while left != END {
-            self.load(Pipeline::K, blueprint);
+            self.load(Operand::K, blueprint);
             if comptime!(blueprint.tiled_bias()) {
-                self.load(Pipeline::Bias, blueprint);
+                self.load(Operand::Bias, blueprint);
             }
-            self.load(Pipeline::V, blueprint);
-            left = self.memory.cursor(Pipeline::V, CursorField::Left);
+            self.load(Operand::V, blueprint);
+            left = self.memory.cursor(Operand::V, CursorField::Left);
         }
     }
 
@@ -106,47 +107,42 @@ impl<E: Float> Producer<E> {
     /// Loads `of_k` tiles of K and of the bias, and `of_v` tiles of V, each by its own warp, unless there is a producer warp.
     fn load_times(&mut self, #[comptime] of_k: usize, #[comptime] of_v: usize, #[comptime] blueprint: Blueprint) {
         if comptime!(!blueprint.tile.producer_warp) {
-            if self.warp == comptime!(Pipeline::K.warp()) {
-                self.load_each(of_k, Pipeline::K, blueprint);
+            if self.warp == comptime!(Operand::K.warp()) {
+                self.load_each(of_k, Operand::K, blueprint);
             }
-            if self.warp == comptime!(Pipeline::V.warp()) {
-                self.load_each(of_v, Pipeline::V, blueprint);
+            if self.warp == comptime!(Operand::V.warp()) {
+                self.load_each(of_v, Operand::V, blueprint);
             }
-            if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Pipeline::Bias.warp()) {
-                self.load_each(of_k, Pipeline::Bias, blueprint);
+            if comptime!(blueprint.tiled_bias()) && self.warp == comptime!(Operand::Bias.warp()) {
+                self.load_each(of_k, Operand::Bias, blueprint);
             }
         }
     }
 
-    fn load_each(
-        &mut self,
-        #[comptime] count: usize,
-        #[comptime] pipeline: Pipeline,
-        #[comptime] blueprint: Blueprint,
-    ) {
+    fn load_each(&mut self, #[comptime] count: usize, #[comptime] operand: Operand, #[comptime] blueprint: Blueprint) {
         if comptime!(count == 1) {
-            self.load(pipeline, blueprint);
+            self.load(operand, blueprint);
         } else {
             for _ in 0..count {
-                self.load(pipeline, blueprint);
+                self.load(operand, blueprint);
             }
         }
     }
 
     /// Enters the next work tile and returns the number of its tiles. The producer of K decodes the work tile and publishes it
     /// to the others.
-    fn enter(&mut self, #[comptime] pipeline: Pipeline, #[comptime] blueprint: Blueprint) -> u32 {
-        let nth = self.memory.cursor(pipeline, CursorField::Nth);
-        if comptime!(pipeline == Pipeline::K) {
+    fn enter(&mut self, #[comptime] operand: Operand, #[comptime] blueprint: Blueprint) -> u32 {
+        let nth = self.memory.cursor(operand, CursorField::Nth);
+        if comptime!(operand == Operand::K) {
             let number = plane_broadcast(self.ahead, 0u32);
             if number < self.num_tiles {
                 let mut of_group = 0u32;
                 let mut flags = 0u32;
                 if comptime!(blueprint.transposed()) {
-                    of_group = self.memory.cursor(pipeline, CursorField::OfGroup);
+                    of_group = self.memory.cursor(operand, CursorField::OfGroup);
                     let last = of_group + 1 == self.scheduler.group_size.divisor;
                     flags = select(of_group == 0, 0u32, CONTINUED) | select(last, 0u32, CONTINUES);
-                    self.memory.set_cursor(pipeline, CursorField::OfGroup, select(last, 0u32, of_group + 1));
+                    self.memory.set_cursor(operand, CursorField::OfGroup, select(last, 0u32, of_group + 1));
                 }
                 let work = self.scheduler.work_tile(number, of_group, &self.band, &self.extras, blueprint);
                 self.memory.write_work_tile(nth, &work, flags);
@@ -167,72 +163,75 @@ impl<E: Float> Producer<E> {
                     }
                 }
             } else {
-                let slot = self.memory.slots + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
+                let slot = self.memory.at(Region::Slots) + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
                 store_shared(slot + comptime!(4 * WorkTileField::Steps as u32), 0u32);
             }
-            mbarrier_release(self.memory.known + nth % comptime!(SLOTS as u32) * 8);
+            mbarrier_release(self.memory.at(Region::Known) + nth % comptime!(SLOTS as u32) * 8);
         } else {
             self.memory.await_work_tile(nth);
         }
         // Read together, because each read has a latency of about 30 cycles.
         let k_last = self.memory.work_tile(nth, WorkTileField::KLast);
         let steps = self.memory.work_tile(nth, WorkTileField::Steps);
-        let head = if comptime!(pipeline == Pipeline::Bias) {
+        let head = if comptime!(operand == Operand::Bias) {
             self.memory.query_head(nth, blueprint) * self.streams.spread.head
         } else {
             self.memory.work_tile(nth, WorkTileField::HeadKv)
         };
         let mut batch = self.memory.work_tile(nth, WorkTileField::Batch);
-        if comptime!(pipeline == Pipeline::Bias) {
+        if comptime!(operand == Operand::Bias) {
             batch *= self.streams.spread.batch;
         }
-        self.memory.set_cursor(pipeline, CursorField::KStart, k_last);
-        self.memory.set_cursor(pipeline, CursorField::Head, head);
-        self.memory.set_cursor(pipeline, CursorField::Batch, batch);
-        self.memory.set_cursor(pipeline, CursorField::Nth, nth + 1);
+        self.memory.set_cursor(operand, CursorField::KStart, k_last);
+        self.memory.set_cursor(operand, CursorField::Head, head);
+        self.memory.set_cursor(operand, CursorField::Batch, batch);
+        self.memory.set_cursor(operand, CursorField::Nth, nth + 1);
         select(steps == 0, END, steps)
     }
 
     /// Loads the next tile, if there is one, as soon as all warps have released its stage, and advances. A cursor that is in no
     /// work tile yet only enters the first one.
-    fn load(&mut self, #[comptime] pipeline: Pipeline, #[comptime] blueprint: Blueprint) {
-        let map = match comptime!(pipeline) {
-            Pipeline::K => self.streams.cols_qk,
-            Pipeline::V => self.streams.cols_dov,
-            Pipeline::Bias => self.streams.bias.unwrap(),
+    fn load(&mut self, #[comptime] operand: Operand, #[comptime] blueprint: Blueprint) {
+        let map = match comptime!(operand) {
+            Operand::K => self.streams.cols_qk,
+            Operand::V => self.streams.cols_dov,
+            _ => self.streams.bias.unwrap(),
         };
-        let next = self.memory.cursor(pipeline, CursorField::KStart);
-        let mut left = self.memory.cursor(pipeline, CursorField::Left);
-        let head = self.memory.cursor(pipeline, CursorField::Head);
-        let batch = self.memory.cursor(pipeline, CursorField::Batch);
+        let next = self.memory.cursor(operand, CursorField::KStart);
+        let mut left = self.memory.cursor(operand, CursorField::Left);
+        let head = self.memory.cursor(operand, CursorField::Head);
+        let batch = self.memory.cursor(operand, CursorField::Batch);
         let mut state = PipelineState {
-            stage: self.memory.cursor(pipeline, CursorField::Stage),
-            phase: self.memory.cursor(pipeline, CursorField::Phase),
+            stage: self.memory.cursor(operand, CursorField::Stage),
+            phase: self.memory.cursor(operand, CursorField::Phase),
         };
         if left != END {
             if left > 0 {
-                let bytes = comptime!(pipeline.bytes(blueprint));
-                let (start, full, empty) = self.memory.pipeline(pipeline);
-                let to = start + state.stage * bytes;
-                let full = full + state.stage * 8;
+                let bytes = comptime!(blueprint.bytes(operand));
+                let to = self.memory.tiles(operand) + state.stage * bytes;
+                let full = self.memory.full(operand) + state.stage * 8;
                 // The first load of a stage waits for the phase before the first one, which counts as completed.
-                mbarrier_wait(empty + state.stage * 8, state.phase ^ 1);
+                mbarrier_wait(self.memory.empty(operand) + state.stage * 8, state.phase ^ 1);
                 let k_start = if comptime!(blueprint.sparse) {
                     let entry = entry_at(&self.extras, next);
-                    if comptime!(pipeline == Pipeline::K) {
-                        store_shared(self.memory.entries + state.stage * 4, entry);
+                    if comptime!(operand == Operand::K) {
+                        store_shared(self.memory.at(Region::Entries) + state.stage * 4, entry);
                     }
                     visit_of(entry, comptime!(blueprint.tile.tile_k as u32)).start
                 } else {
                     next
                 };
-                let with_stats = comptime!(pipeline != Pipeline::Bias && blueprint.transposed());
+                let with_stats = comptime!(operand != Operand::Bias && blueprint.transposed());
                 let stats_bytes = comptime!(if with_stats { blueprint.stats_bytes() as u32 } else { 0 });
                 mbarrier_expect(full, comptime!(bytes + stats_bytes));
                 if comptime!(with_stats) {
-                    let to = if comptime!(pipeline == Pipeline::K) { self.memory.lse } else { self.memory.delta };
+                    let to = if comptime!(operand == Operand::K) {
+                        self.memory.at(Region::Lse)
+                    } else {
+                        self.memory.at(Region::Delta)
+                    };
                     let of_lse = stats_at(&self.band, &self.scheduler, batch, head, k_start, blueprint);
-                    let from = if comptime!(pipeline == Pipeline::K) {
+                    let from = if comptime!(operand == Operand::K) {
                         of_lse
                     } else {
                         of_lse + stats_all(&self.band, &self.scheduler, blueprint)
@@ -247,20 +246,18 @@ impl<E: Float> Producer<E> {
                         full,
                     );
                 }
-                if comptime!(pipeline == Pipeline::Bias && blueprint.transposed()) {
+                if comptime!(operand == Operand::Bias && blueprint.transposed()) {
                     // One panel of keys for each warpgroup.
-                    let first_key = self
-                        .memory
-                        .work_tile(self.memory.cursor(pipeline, CursorField::Nth) - 1, WorkTileField::QStart);
+                    let first_key =
+                        self.memory.work_tile(self.memory.cursor(operand, CursorField::Nth) - 1, WorkTileField::QStart);
                     #[unroll]
                     for panel in 0..comptime!(blueprint.tile.warpgroups as u32) {
                         let at = to + comptime!(panel * bytes / blueprint.tile.warpgroups as u32);
                         tma_load(map, at, full, batch, head, k_start, first_key + comptime!(panel * PANEL as u32));
                     }
-                } else if comptime!(pipeline == Pipeline::Bias) {
-                    let first_row = self
-                        .memory
-                        .work_tile(self.memory.cursor(pipeline, CursorField::Nth) - 1, WorkTileField::QStart);
+                } else if comptime!(operand == Operand::Bias) {
+                    let first_row =
+                        self.memory.work_tile(self.memory.cursor(operand, CursorField::Nth) - 1, WorkTileField::QStart);
                     let panels = comptime!(blueprint.panels_b() as u32);
                     let panel_bytes = comptime!(bytes / (panels * blueprint.tile.warpgroups as u32));
                     #[unroll]
@@ -273,26 +270,26 @@ impl<E: Float> Producer<E> {
                         }
                     }
                 } else {
-                    load_panels(map, to, bytes, pipeline.panels(blueprint), full, batch, head, k_start);
+                    load_panels(map, to, bytes, operand.panels(&blueprint), full, batch, head, k_start);
                 }
                 state.advance(blueprint.tile.stages);
-                self.memory.set_cursor(pipeline, CursorField::Stage, state.stage);
-                self.memory.set_cursor(pipeline, CursorField::Phase, state.phase);
+                self.memory.set_cursor(operand, CursorField::Stage, state.stage);
+                self.memory.set_cursor(operand, CursorField::Phase, state.phase);
                 let step = comptime!(if blueprint.sparse { 1 } else { blueprint.tile.tile_k as u32 });
-                self.memory.set_cursor(pipeline, CursorField::KStart, next - step);
+                self.memory.set_cursor(operand, CursorField::KStart, next - step);
                 left -= 1;
             }
             if left == 0 {
-                left = self.enter(pipeline, blueprint);
+                left = self.enter(operand, blueprint);
             }
-            self.memory.set_cursor(pipeline, CursorField::Left, left);
+            self.memory.set_cursor(operand, CursorField::Left, left);
             // The ticket is taken as late as its answer still arrives in time: a group that takes a work tile early may be busy
             // for long before it starts it.
-            if comptime!(pipeline == Pipeline::K) && left == 1 {
+            if comptime!(operand == Operand::K) && left == 1 {
                 // The next query head of the same group has the same number and needs no ticket.
                 let mut of_group = 0u32;
                 if comptime!(blueprint.transposed()) {
-                    of_group = self.memory.cursor(pipeline, CursorField::OfGroup);
+                    of_group = self.memory.cursor(operand, CursorField::OfGroup);
                 }
                 if of_group == 0 {
                     self.ahead = next_tile(self.num_tiles, self.counter, blueprint.tile);
@@ -302,15 +299,6 @@ impl<E: Float> Producer<E> {
     }
 }
 
-/// An operand whose rows stay in shared memory during a work tile.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum ResidentOperand {
-    /// Q.
-    Q,
-    /// dO.
-    D,
-}
-
 /// Loads a warpgroup's rows of Q or of dO for work tile `nth`. One of the warpgroup's warps calls it.
 #[cube]
 pub fn load_resident<E: Float>(
@@ -318,20 +306,20 @@ pub fn load_resident<E: Float>(
     memory: &Memory,
     nth: u32,
     warpgroup: u32,
-    #[comptime] operand: ResidentOperand,
+    #[comptime] operand: Operand,
     #[comptime] blueprint: Blueprint,
 ) {
     let (q_bytes, d_bytes) = comptime!((blueprint.q_bytes() as u32, blueprint.d_bytes() as u32));
-    let full = memory.full_q + warpgroup * 8;
+    let full = memory.full(Operand::Q) + warpgroup * 8;
     let (batch, head) = (memory.work_tile(nth, WorkTileField::Batch), memory.work_tile(nth, WorkTileField::Head));
     let row = memory.work_tile(nth, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
-    if comptime!(operand == ResidentOperand::Q) {
+    if comptime!(operand == Operand::Q) {
         // Q and dO share one barrier.
         mbarrier_expect(full, comptime!(q_bytes + d_bytes));
-        let to = memory.q + warpgroup * q_bytes;
+        let to = memory.tiles(Operand::Q) + warpgroup * q_bytes;
         load_panels(streams.rows_qk, to, q_bytes, blueprint.panels() as u32, full, batch, head, row);
     } else {
-        let to = memory.d + warpgroup * d_bytes;
+        let to = memory.tiles(Operand::D) + warpgroup * d_bytes;
         load_panels(streams.rows_dov.unwrap(), to, d_bytes, blueprint.panels_v() as u32, full, batch, head, row);
     }
 }
@@ -363,18 +351,17 @@ pub fn load_next<E: Float>(
     memory: &Memory,
     nth: u32,
     warp: u32,
-    #[comptime] operand: ResidentOperand,
+    #[comptime] operand: Operand,
     #[comptime] blueprint: Blueprint,
 ) {
     let (lane, warpgroup, of_warpgroup) = (UNIT_POS % 32, warp / 4, warp % 4);
-    let of_both = if comptime!(operand == ResidentOperand::Q) { memory.empty_q } else { memory.empty_d };
-    let empty = of_both + warpgroup * 8;
+    let empty = memory.empty(operand) + warpgroup * 8;
     if lane == 0 {
         // If dQ is accumulated in memory, all warps multiply with the rows of Q of every warpgroup.
-        if comptime!(blueprint.reduces() && operand == ResidentOperand::Q) {
+        if comptime!(blueprint.reduces() && operand == Operand::Q) {
             #[unroll]
             for of_other in 0..comptime!(blueprint.tile.warpgroups as u32) {
-                mbarrier_arrive(memory.empty_q + comptime!(8 * of_other));
+                mbarrier_arrive(memory.empty(Operand::Q) + comptime!(8 * of_other));
             }
         } else {
             mbarrier_arrive(empty);

@@ -9,6 +9,7 @@
 //! the tile, group of four registers; the innermost elements are the four registers of each of a warp's 32 threads. Additions
 //! then read and write whole cache lines, and so does [`convert_dq()`], which converts `dq_accum` to `dq`.
 
+use super::layout::Region;
 use super::memory::Memory;
 use crate::ptx::*;
 use crate::tensor_core::{
@@ -72,7 +73,7 @@ impl Reducer {
             turn: 0u32,
             ds_columns,
             k_columns,
-            ds: memory.ds + key * comptime!((PANEL * size) as u32) + eight * 16,
+            ds: memory.at(Region::Ds) + key * comptime!((PANEL * size) as u32) + eight * 16,
             addend: warp * (WARP_ROWS * PANEL as u32) + lane * 4,
         }
     }

@@ -1,5 +1,6 @@
 //! Loads of tiles and rows to shared memory.
 
+use super::super::layout::{Layout, Operand, Region};
 use super::super::operands::Streams;
 use super::super::pipeline::PipelineState;
 use super::super::producer::load_panels;
@@ -38,24 +39,20 @@ pub fn load_tile<E: CubePrimitive>(
     turn: u32,
     state: &PipelineState,
     #[comptime] nth: usize,
-    #[comptime] is_v: bool,
+    #[comptime] operand: Operand,
     #[comptime] blueprint: BiasBlueprint,
 ) {
-    let (at, scores) = comptime!((blueprint.memory(), blueprint.scores));
-    let (tiles, full, empty) =
-        comptime!(if is_v { (at.v, at.full_v, at.empty_v) } else { (at.k, at.full_k, at.empty_k) });
-    let (bytes, panels) =
-        comptime!(if is_v { (scores.v_bytes(), scores.panels_v()) } else { (scores.k_bytes(), scores.panels()) });
+    let (bytes, panels) = comptime!((blueprint.bytes(operand), operand.panels(&blueprint.scores)));
     memory.await_turn(turn);
     if memory.word(turn, WorkTileField::Flags) != 0 {
         let (batch, head) = (memory.word(turn, WorkTileField::Batch), memory.word(turn, WorkTileField::HeadKv));
         let key = memory.word(turn, WorkTileField::KStart) + comptime!((nth * blueprint.tile.tile_k) as u32);
-        let full = memory.base + comptime!(full as u32) + state.stage * 8;
-        let to = memory.base + comptime!(tiles as u32) + state.stage * comptime!(bytes as u32);
+        let full = memory.full(operand) + state.stage * 8;
+        let to = memory.tiles(operand) + state.stage * bytes;
         // The first load of a stage waits for the phase before the first one, which counts as completed.
-        mbarrier_wait(memory.base + comptime!(empty as u32) + state.stage * 8, state.phase ^ 1);
-        mbarrier_expect(full, comptime!(bytes as u32).runtime());
-        load_panels(map, to, bytes as u32, panels as u32, full, batch, head, key);
+        mbarrier_wait(memory.empty(operand) + state.stage * 8, state.phase ^ 1);
+        mbarrier_expect(full, comptime!(bytes).runtime());
+        load_panels(map, to, bytes, panels, full, batch, head, key);
     }
 }
 
@@ -69,14 +66,12 @@ pub fn load_rows<E: Float>(
     scheduler: &DbiasScheduler,
     turn: u32,
     warpgroup: u32,
-    #[comptime] is_d: bool,
+    #[comptime] operand: Operand,
     #[comptime] blueprint: BiasBlueprint,
 ) {
-    let (at, scores) = comptime!((blueprint.memory(), blueprint.scores));
-    let (tiles, of_stats, full, empty) =
-        comptime!(if is_d { (at.d, at.delta, at.full_d, at.empty_d) } else { (at.q, at.lse, at.full_q, at.empty_q) });
-    let (bytes, panels) =
-        comptime!(if is_d { (scores.d_bytes(), scores.panels_v()) } else { (scores.q_bytes(), scores.panels()) });
+    let scores = comptime!(blueprint.scores);
+    let of_stats = comptime!(if operand == Operand::D { Region::Delta } else { Region::Lse });
+    let (bytes, panels) = comptime!((blueprint.bytes(operand), operand.panels(&blueprint.scores)));
     let stats_bytes = comptime!(blueprint.stats_bytes());
     memory.await_turn(turn);
     if memory.word(turn, WorkTileField::Flags) != 0 {
@@ -84,20 +79,20 @@ pub fn load_rows<E: Float>(
         let nth = stage * comptime!(BiasTile::WARPGROUPS as u32) + warpgroup;
         let (batch, head) = (memory.word(turn, WorkTileField::Batch), memory.word(turn, WorkTileField::Head));
         let row = memory.word(turn, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
-        let full = memory.base + comptime!(full as u32) + nth * 8;
-        let to = memory.base + comptime!(tiles as u32) + nth * comptime!(bytes as u32);
-        let stats_to = memory.base + comptime!(of_stats as u32) + nth * comptime!(stats_bytes as u32);
+        let full = memory.full(operand) + nth * 8;
+        let to = memory.tiles(operand) + nth * bytes;
+        let stats_to = memory.at(of_stats) + nth * comptime!(stats_bytes as u32);
         // The rows of a head are padded to whole blocks in the statistics.
         let of_head = stats_rows(opaque(band.seq_q), scores.stats_multiple, false) as usize;
         let heads = opaque(scheduler.num_heads_q) as usize;
         let mut from = (batch as usize * heads + head as usize) * of_head + row as usize;
-        if comptime!(is_d) {
+        if comptime!(operand == Operand::D) {
             from += scheduler.batches as usize * heads * of_head;
         }
-        mbarrier_wait(memory.base + comptime!(empty as u32) + nth * 8, phase ^ 1);
-        mbarrier_expect(full, comptime!((bytes + stats_bytes) as u32).runtime());
-        let map = if comptime!(is_d) { streams.rows_dov.unwrap() } else { streams.rows_qk };
-        load_panels(map, to, bytes as u32, panels as u32, full, batch, head, row);
+        mbarrier_wait(memory.empty(operand) + nth * 8, phase ^ 1);
+        mbarrier_expect(full, comptime!(bytes + stats_bytes as u32).runtime());
+        let map = if comptime!(operand == Operand::D) { streams.rows_dov.unwrap() } else { streams.rows_qk };
+        load_panels(map, to, bytes, panels, full, batch, head, row);
         bulk_load(streams.stats.unwrap(), from, stats_bytes, stats_to, full);
     }
 }
@@ -115,7 +110,6 @@ pub fn load_bias<E: Float>(
     #[comptime] group: usize,
     #[comptime] blueprint: BiasBlueprint,
 ) {
-    let at = comptime!(blueprint.memory());
     let (bytes, panels) = comptime!((blueprint.group_bytes() as u32, (blueprint.group_b() / PANEL) as u32));
     memory.await_turn(turn);
     if memory.word(turn, WorkTileField::Flags) != 0 {
@@ -123,9 +117,9 @@ pub fn load_bias<E: Float>(
         let (batch, head) = (memory.word(turn, WorkTileField::BiasBatch), memory.word(turn, WorkTileField::BiasHead));
         let row = memory.word(turn, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
         let column = memory.word(turn, WorkTileField::KStart) + comptime!((group * blueprint.group_b()) as u32);
-        let full = memory.base + comptime!(at.full_b as u32) + of_cube * 8;
-        let to = memory.base + comptime!(at.b as u32) + of_cube * bytes;
-        mbarrier_wait(memory.base + comptime!(at.empty_b as u32) + of_cube * 8, (nth % 2) ^ 1);
+        let full = memory.full(Operand::Bias) + of_cube * 8;
+        let to = memory.tiles(Operand::Bias) + of_cube * bytes;
+        mbarrier_wait(memory.empty(Operand::Bias) + of_cube * 8, (nth % 2) ^ 1);
         mbarrier_expect(full, bytes.runtime());
         #[unroll]
         for panel in 0..panels {

@@ -1,5 +1,7 @@
 //! Words, barriers and cursor in shared memory.
 
+use super::super::layout::{Layout, Operand, Region};
+use super::super::memory::init_barriers;
 use super::super::{BiasBlueprint, BiasTile, SLOTS, WORDS};
 use super::scheduler::{Block, DbiasScheduler};
 use crate::mask::Band;
@@ -76,70 +78,80 @@ pub struct Memory {
 impl Memory {
     /// Initialises the barriers, and puts the cursor before the first block. All threads must call it.
     pub fn new(base: u32, #[comptime] blueprint: BiasBlueprint) -> Memory {
-        let at = comptime!(blueprint.memory());
-        let rows = comptime!((blueprint.tile.row_stages * BiasTile::WARPGROUPS) as u32);
-        let stages = comptime!(blueprint.tile.stages as u32);
-        let groups = comptime!((blueprint.groups_b() * BiasTile::WARPGROUPS) as u32);
+        let memory = Memory { base, blueprint };
+        let rows = comptime!(blueprint.tile.row_stages * BiasTile::WARPGROUPS);
+        let (stages, every) = comptime!((blueprint.tile.stages, 4 * BiasTile::WARPGROUPS));
+        let groups = comptime!(blueprint.groups_b() * BiasTile::WARPGROUPS);
         if UNIT_POS == 0 {
             // Arrivals: one for the bytes of a load; one of each warp, of the warpgroup or of the thread block, for a release.
-            #[unroll]
-            for i in 0..rows {
-                mbarrier_init(base + comptime!(at.full_q as u32 + 8 * i), 1u32);
-                mbarrier_init(base + comptime!(at.full_d as u32 + 8 * i), 1u32);
-                mbarrier_init(base + comptime!(at.empty_q as u32 + 8 * i), 4u32);
-                mbarrier_init(base + comptime!(at.empty_d as u32 + 8 * i), 4u32);
-            }
-            #[unroll]
-            for i in 0..stages {
-                mbarrier_init(base + comptime!(at.full_k as u32 + 8 * i), 1u32);
-                mbarrier_init(base + comptime!(at.full_v as u32 + 8 * i), 1u32);
-                mbarrier_init(base + comptime!(at.empty_k as u32 + 8 * i), comptime!(4 * BiasTile::WARPGROUPS as u32));
-                mbarrier_init(base + comptime!(at.empty_v as u32 + 8 * i), comptime!(4 * BiasTile::WARPGROUPS as u32));
-            }
-            #[unroll]
-            for i in 0..groups {
-                mbarrier_init(base + comptime!(at.full_b as u32 + 8 * i), 1u32);
-                mbarrier_init(base + comptime!(at.empty_b as u32 + 8 * i), 4u32);
-            }
-            #[unroll]
-            for i in 0..comptime!(SLOTS as u32) {
-                mbarrier_init(base + comptime!(at.known as u32 + 8 * i), 1u32);
-            }
+            init_barriers(memory.full(Operand::Q), rows, 1usize);
+            init_barriers(memory.full(Operand::D), rows, 1usize);
+            init_barriers(memory.empty(Operand::Q), rows, 4usize);
+            init_barriers(memory.empty(Operand::D), rows, 4usize);
+            init_barriers(memory.full(Operand::K), stages, 1usize);
+            init_barriers(memory.full(Operand::V), stages, 1usize);
+            init_barriers(memory.empty(Operand::K), stages, every);
+            init_barriers(memory.empty(Operand::V), stages, every);
+            init_barriers(memory.full(Operand::Bias), groups, 1usize);
+            init_barriers(memory.empty(Operand::Bias), groups, 4usize);
+            init_barriers(memory.at(Region::Known), SLOTS, 1usize);
             #[unroll]
             for i in 0..comptime!(WORDS as u32) {
                 // A member number beyond every block: the first turn enters a block.
                 let value = comptime!(if i == CursorField::Member as u32 { u32::MAX } else { 0 }).runtime();
-                store_shared(base + comptime!(at.cursor as u32 + 4 * i), value);
+                store_shared(memory.at(Region::Cursors) + comptime!(4 * i), value);
             }
             sync_async_proxy_shared();
         }
         sync_cube();
-        Memory { base, blueprint }
+        memory
+    }
+
+    /// Address of a region.
+    pub fn at(&self, #[comptime] region: Region) -> u32 {
+        self.base + comptime!(self.blueprint.offset(region))
+    }
+
+    /// Address of an operand's tiles.
+    pub fn tiles(&self, #[comptime] of: Operand) -> u32 {
+        self.at(comptime!(Region::Tiles(of)))
+    }
+
+    /// Address of the barriers that complete when a tile has arrived.
+    pub fn full(&self, #[comptime] of: Operand) -> u32 {
+        self.at(comptime!(Region::Full(of)))
+    }
+
+    /// Address of the barriers that complete when a tile has been released.
+    pub fn empty(&self, #[comptime] of: Operand) -> u32 {
+        self.at(comptime!(Region::Empty(of)))
     }
 
     /// Waits until turn `turn` has been posted.
     pub fn await_turn(&self, turn: u32) {
-        let known = comptime!(self.blueprint.memory().known as u32);
-        mbarrier_wait(self.base + known + turn % comptime!(SLOTS as u32) * 8, (turn / comptime!(SLOTS as u32)) % 2);
+        mbarrier_wait(
+            self.at(Region::Known) + turn % comptime!(SLOTS as u32) * 8,
+            (turn / comptime!(SLOTS as u32)) % 2,
+        );
     }
 
     /// A field of turn `turn`, which must have been posted.
     pub fn word(&self, turn: u32, #[comptime] word: WorkTileField) -> u32 {
-        let at = comptime!(self.blueprint.memory().slots as u32 + 4 * word as u32);
-        load_shared(self.base + at + turn % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32))
+        let at = self.at(Region::Slots) + comptime!(4 * word as u32);
+        load_shared(at + turn % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32))
     }
 
     pub fn set_word(&self, turn: u32, #[comptime] word: WorkTileField, value: u32) {
-        let at = comptime!(self.blueprint.memory().slots as u32 + 4 * word as u32);
-        store_shared(self.base + at + turn % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32), value);
+        let at = self.at(Region::Slots) + comptime!(4 * word as u32);
+        store_shared(at + turn % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32), value);
     }
 
     pub fn cursor(&self, #[comptime] word: CursorField) -> u32 {
-        load_shared(self.base + comptime!(self.blueprint.memory().cursor as u32 + 4 * word as u32))
+        load_shared(self.at(Region::Cursors) + comptime!(4 * word as u32))
     }
 
     pub fn set_cursor(&self, #[comptime] word: CursorField, value: u32) {
-        store_shared(self.base + comptime!(self.blueprint.memory().cursor as u32 + 4 * word as u32), value);
+        store_shared(self.at(Region::Cursors) + comptime!(4 * word as u32), value);
     }
 
     /// Posts turn `turn`: the next head of the current block or, after its last one, the first head of block `next`. Returns
@@ -181,9 +193,7 @@ impl Memory {
         self.set_word(turn, WorkTileField::BiasBatch, bias_batch);
         self.set_word(turn, WorkTileField::BiasHead, bias_head);
         self.set_cursor(CursorField::Member, select(ends, u32::MAX, member + 1));
-        mbarrier_release(
-            self.base + comptime!(self.blueprint.memory().known as u32) + turn % comptime!(SLOTS as u32) * 8,
-        );
+        mbarrier_release(self.at(Region::Known) + turn % comptime!(SLOTS as u32) * 8);
         last && !ends
     }
 }

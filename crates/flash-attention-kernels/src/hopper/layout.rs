@@ -1,0 +1,79 @@
+//! Layouts of shared memory: tiles of the operands with their barriers, and words.
+
+use super::{SLOTS, WORDS};
+
+/// An operand that is loaded to shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operand {
+    /// Rows of Q, in tiles of 64.
+    Q,
+    /// Rows of dO, in tiles of 64.
+    D,
+    /// Tiles of K.
+    K,
+    /// Tiles of V.
+    V,
+    /// Tiles of a tiled bias.
+    Bias,
+}
+
+/// A region of shared memory: an array over pipeline stages, warpgroups or slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Region {
+    /// Tiles of an operand.
+    Tiles(Operand),
+    /// Tiles of `dSᵀ`.
+    Ds,
+    /// lse of the tiles' queries.
+    Lse,
+    /// Delta of the tiles' queries.
+    Delta,
+    /// Barriers that complete when the bytes of a tile have arrived.
+    Full(Operand),
+    /// Barriers that complete when all warps that read a tile have released it.
+    Empty(Operand),
+    /// Barriers of the slots, which complete when a work tile has been written.
+    Known,
+    /// Slots of decoded work tiles.
+    Slots,
+    /// Cursors of the pipelines.
+    Cursors,
+    /// With a block mask, the list entry of the tile in each stage of K.
+    Entries,
+}
+
+/// A blueprint that defines a layout of shared memory.
+pub trait Layout {
+    /// Number and bytes of each operand's tiles, in the order of [`Operand`].
+    fn tiles(&self) -> [(Operand, usize, usize); 5];
+
+    /// Bytes of a tile of an operand.
+    fn bytes(&self, operand: Operand) -> u32 {
+        self.tiles()[operand as usize].2 as u32
+    }
+
+    /// Bytes of the other regions, except the slots.
+    fn others(&self) -> [(Region, usize); 5];
+
+    /// All regions with their bytes, in their order.
+    fn regions(&self) -> Vec<(Region, usize)> {
+        let mut regions: Vec<_> =
+            self.tiles().map(|(of, number, bytes)| (Region::Tiles(of), number * bytes)).into_iter().collect();
+        regions.extend(self.others());
+        for (of, number, _) in self.tiles() {
+            regions.extend([(Region::Full(of), 8 * number), (Region::Empty(of), 8 * number)]);
+        }
+        regions.extend([(Region::Known, 8 * SLOTS), (Region::Slots, 4 * WORDS * SLOTS)]);
+        regions
+    }
+
+    /// Offset of a region in bytes.
+    fn offset(&self, region: Region) -> u32 {
+        self.regions().iter().take_while(|(of, _)| *of != region).map(|(_, bytes)| *bytes as u32).sum()
+    }
+
+    /// Bytes of all regions: a multiple of 1,024, to which swizzled tiles are aligned.
+    fn total(&self) -> usize {
+        self.regions().iter().map(|(_, bytes)| bytes).sum::<usize>().next_multiple_of(1024)
+    }
+}
