@@ -1,6 +1,6 @@
 //! Tiles and blueprint of the kernel that computes the gradient of a bias.
 
-use super::layout::{Layout, Operand, Region};
+use super::layout::{Layout, Operand};
 use super::{SLOTS, WORDS};
 use crate::tensor_core::{Blueprint, HopperTile, PANEL, WARPGROUP_ROWS};
 use serde::Serialize;
@@ -123,9 +123,12 @@ impl Layout for BiasBlueprint {
         ]
     }
 
-    fn others(&self) -> [(Region, usize); 5] {
+    fn gradients(&self) -> [usize; 3] {
         let stats = self.tile.row_stages * BiasTile::WARPGROUPS * self.stats_bytes();
-        let words = 4 * WORDS;
-        [(Region::Ds, 0), (Region::Lse, stats), (Region::Delta, stats), (Region::Cursors, words), (Region::Entries, 0)]
+        [0, stats, stats]
+    }
+
+    fn words(&self) -> [usize; 2] {
+        [WORDS, 0]
     }
 }

@@ -247,15 +247,16 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             memory.work_tile(nth, WorkTileField::Head) as usize,
         );
         let mut factors = Array::<f32>::new(2usize);
+        let lse_at = outputs.lse.stride.at(out, head, row);
         #[unroll]
         for r in 0..2usize {
             let end = RowEnd::of(rows.m[r], rows.l[r], rows.top[r], of_sink, exponent, sinks, blueprint);
             rows.m[r] = end.m;
             rows.l[r] = end.l;
             factors[r] = normalizer_of(end.l, end.factor, &extras);
-            let row = row + comptime!(8 * r as u32);
-            if quarter == 0 && band.is_query(row) {
-                outputs.lse.data[outputs.lse.stride.at(out, head, row)] = lse_bits_log2(end.m, end.l, lg2(end.l));
+            if quarter == 0 && band.is_query(row + comptime!(8 * r as u32)) {
+                let at = lse_at + comptime!(8 * r) * outputs.lse.stride.row;
+                outputs.lse.data[at] = lse_bits_log2(end.m, end.l, lg2(end.l));
             }
         }
         wgmma_wait(1usize);
@@ -264,10 +265,11 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         v_state.advance(stages);
         // Rows to recompute: the sum of exponentials overflowed, or a hidden NaN or infinity has reached the row.
         let mut again = Array::<bool>::new(2usize);
+        let o_at = outputs.o.stride.at(out, head, row);
         #[unroll]
         for r in 0..2usize {
-            let row = row + comptime!(8 * r as u32);
-            let (at, live) = (outputs.o.stride.at(out, head, row), band.is_query(row));
+            let live = band.is_query(row + comptime!(8 * r as u32));
+            let at = o_at + comptime!(8 * r) * outputs.o.stride.row;
             let words = pack_row(&acc, r, factors[r], columns, dtype);
             if comptime!(blueprint.split_keys) {
                 store_row_f32(&acc, r, factors[r], &mut outputs.o, at, live, columns);

@@ -268,54 +268,24 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 memory.work_tile(nth, WorkTileField::Batch) as usize,
                 memory.work_tile(nth, WorkTileField::Head) as usize,
             );
-            let (live0, live1) = (band.is_query(row), band.is_query(row + 8));
+            let mut rows = GradientRows::new(batch, head, first_row + of_warpgroup * 16, band);
             if comptime!(differentiates) {
-                let dqk = &mut outputs.dqk;
-                let row0 = dqk.stride.at(batch, head, row);
-                let row1 = row0 + 8 * dqk.stride.row;
-                store_row(&pack_row(&sum_k, 0usize, scale, columns_dk, dtype), dqk, row0, live0, columns_dk);
-                store_row(&pack_row(&sum_k, 1usize, scale, columns_dk, dtype), dqk, row1, live1, columns_dk);
+                rows.store(&sum_k, &mut outputs.dqk, 0usize, scale, columns_dk, dtype);
             }
             if comptime!(sums_values) {
-                let dv = &mut outputs.dv;
-                let row0 = dv.stride.at(batch, head, row);
-                let row1 = row0 + 8 * dv.stride.row;
-                let scale = extras.dropout.scale();
-                store_row(&pack_row(&sum_v, 0usize, scale, columns_dv, dtype), dv, row0, live0, columns_dv);
-                store_row(&pack_row(&sum_v, 1usize, scale, columns_dv, dtype), dv, row1, live1, columns_dv);
+                rows.store(&sum_v, &mut outputs.dv, 0usize, extras.dropout.scale(), columns_dv, dtype);
             }
-            // Rows to recompute: a hidden NaN or infinity has reached them, while lse and delta of the query are finite.
             if comptime!(hides) {
-                let mut finite0 = true.runtime();
-                let mut finite1 = true.runtime();
                 if comptime!(differentiates) {
-                    finite0 = is_finite_row(&sum_k, 0usize, columns_dk);
-                    finite1 = is_finite_row(&sum_k, 1usize, columns_dk);
+                    rows.check(&sum_k, columns_dk);
                 }
                 if comptime!(sums_values) {
-                    let (v0, v1) =
-                        (is_finite_row(&sum_v, 0usize, columns_dv), is_finite_row(&sum_v, 1usize, columns_dv));
-                    finite0 = finite0 && v0;
-                    finite1 = finite1 && v1;
+                    rows.check(&sum_v, columns_dv);
                 }
-                let again0 = live0 && !finite0 && of_rows.lse0 * of_rows.delta0 * 0.0f32 == 0.0f32;
-                let again1 = live1 && !finite1 && of_rows.lse1 * of_rows.delta1 * 0.0f32 == 0.0f32;
-                if plane_any(again0 || again1) {
-                    let first = first_row + of_warpgroup * 16;
-                    let stream = memory.work_tile(nth, WorkTileField::HeadKv);
-                    let group = if comptime!(transposed) { scheduler.group_size.divisor } else { 1u32.runtime() };
-                    let lost = LostRows {
-                        batch,
-                        head,
-                        first_kv: stream + 1 - group,
-                        after_kv: stream + 1,
-                        first_row: first,
-                        again0,
-                        again1,
-                        band,
-                    };
-                    recompute_gradients(&sources, &scores, outputs, stats, &scheduler, &lost, blueprint);
-                }
+                let stream = memory.work_tile(nth, WorkTileField::HeadKv);
+                let group = if comptime!(transposed) { scheduler.group_size.divisor } else { 1u32.runtime() };
+                rows.set_columns(stream + 1 - group, stream + 1);
+                rows.recompute(&of_rows, &sources, &scores, outputs, stats, &scheduler, blueprint);
             }
         }
         nth += 1;

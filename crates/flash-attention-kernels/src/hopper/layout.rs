@@ -52,18 +52,22 @@ pub trait Layout {
         self.tiles()[operand as usize].2 as u32
     }
 
-    /// Bytes of the other regions, except the slots.
-    fn others(&self) -> [(Region, usize); 5];
+    /// Bytes of `dSᵀ`, lse and delta.
+    fn gradients(&self) -> [usize; 3];
 
-    /// All regions with their bytes, in their order.
+    /// Words of cursors and list entries.
+    fn words(&self) -> [usize; 2];
+
+    /// All regions with their bytes, in their order: bulk copies and barriers have alignments of 16 and 8 bytes, words of 4.
     fn regions(&self) -> Vec<(Region, usize)> {
-        let mut regions: Vec<_> =
-            self.tiles().map(|(of, number, bytes)| (Region::Tiles(of), number * bytes)).into_iter().collect();
-        regions.extend(self.others());
+        let ([ds, lse, delta], [cursors, entries]) = (self.gradients(), self.words());
+        let mut regions: Vec<_> = self.tiles().map(|(of, number, bytes)| (Region::Tiles(of), number * bytes)).into();
+        regions.extend([(Region::Ds, ds), (Region::Lse, lse), (Region::Delta, delta)]);
         for (of, number, _) in self.tiles() {
             regions.extend([(Region::Full(of), 8 * number), (Region::Empty(of), 8 * number)]);
         }
         regions.extend([(Region::Known, 8 * SLOTS), (Region::Slots, 4 * WORDS * SLOTS)]);
+        regions.extend([(Region::Cursors, 4 * cursors), (Region::Entries, 4 * entries)]);
         regions
     }
 

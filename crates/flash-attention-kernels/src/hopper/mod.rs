@@ -49,7 +49,7 @@ pub mod layout;
 pub use bias::*;
 
 use crate::tensor_core::{Blueprint, PANEL};
-use layout::{Layout, Operand, Region};
+use layout::{Layout, Operand};
 
 /// Number of decoded work tiles kept in shared memory. It exceeds the number of work tiles by which loads may run ahead of the
 /// products: one for each stage, plus one.
@@ -95,14 +95,12 @@ impl Layout for Blueprint {
         ]
     }
 
-    fn others(&self) -> [(Region, usize); 5] {
-        let stages = self.tile.stages;
-        [
-            (Region::Ds, 2 * self.ds_bytes()),
-            (Region::Lse, stages * self.stats_bytes()),
-            (Region::Delta, stages * self.stats_bytes()),
-            (Region::Cursors, 4 * WORDS * 3),
-            (Region::Entries, if self.sparse { 4 * stages } else { 0 }),
-        ]
+    fn gradients(&self) -> [usize; 3] {
+        let stats = self.tile.stages * self.stats_bytes();
+        [2 * self.ds_bytes(), stats, stats]
+    }
+
+    fn words(&self) -> [usize; 2] {
+        [3 * WORDS, if self.sparse { self.tile.stages } else { 0 }]
     }
 }

@@ -13,8 +13,8 @@ use super::layout::Region;
 use super::memory::Memory;
 use crate::ptx::*;
 use crate::tensor_core::{
-    Blueprint, GradientOutputs, LostRows, PANEL, Scores, SourceSides, TileScheduler, WARPGROUP_ROWS, is_finite_row,
-    pack_row, recompute_gradients, stats_all, stats_at, store_row,
+    Blueprint, GradientOutputs, GradientRows, PANEL, RowStatistics, Scores, SourceSides, TileScheduler, WARPGROUP_ROWS,
+    stats_all,
 };
 use cubecl::prelude::*;
 
@@ -134,8 +134,8 @@ pub fn convert_dq<E: Float, M: Numeric, NB: Size, NM: Size>(
     let (band, scale) = (scores.band, scores.factors.scale);
     let lane = UNIT_POS % 32;
     // Rows of a head, padded to whole tiles.
-    let rows = (stats_all(&band, &scheduler, blueprint) / scheduler.heads as usize) as u32;
-    let warps = rows / WARP_ROWS;
+    let of_head = (stats_all(&band, &scheduler, blueprint) / scheduler.heads as usize) as u32;
+    let warps = of_head / WARP_ROWS;
     let number = CUBE_POS as u32 * comptime!(UNITS / 32) + plane_broadcast(UNIT_POS / 32, 0u32);
     let (of_all, nth) = (number / warps, number % warps);
     if of_all >= scheduler.heads {
@@ -143,16 +143,13 @@ pub fn convert_dq<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
     let (batch, head) = (scheduler.num_heads_q.divide(of_all), scheduler.num_heads_q.modulo(of_all));
     let first_row = nth * WARP_ROWS;
-    let row = first_row + lane / 4;
-    let (live0, live1) = (band.is_query(row), band.is_query(row + 8));
+    let mut rows = GradientRows::new(batch as usize, head as usize, first_row, band);
 
     let panels = comptime!(blueprint.panels());
     // Number of vectors of a warp's rows of a panel, and of a panel of a tile of 64 queries.
     let (of_warp, of_panel) = comptime!((ADDENDS / 4 * 32, WARPGROUP_ROWS * PANEL / 4));
-    let tile = (of_all * rows + first_row / 64 * 64) as usize * comptime!(panels * PANEL / 4);
+    let tile = (of_all * of_head + first_row / 64 * 64) as usize * comptime!(panels * PANEL / 4);
     let at = tile + (nth % 4) as usize * of_warp + lane as usize;
-    let mut finite0 = true.runtime();
-    let mut finite1 = true.runtime();
     #[unroll]
     for panel in 0..panels {
         let columns = comptime!((blueprint.columns_dk() - panel * PANEL).min(PANEL));
@@ -165,35 +162,12 @@ pub fn convert_dq<E: Float, M: Numeric, NB: Size, NM: Size>(
                 sum[comptime!(4 * i + e)] = four.extract(e);
             }
         }
-        let dq = &mut outputs.dqk;
-        let row0 = dq.stride.at(batch as usize, head as usize, row) + comptime!(panel * PANEL / 4);
-        let row1 = row0 + 8 * dq.stride.row;
-        store_row(&pack_row(&sum, 0usize, scale, columns, blueprint.dtype), dq, row0, live0, columns);
-        store_row(&pack_row(&sum, 1usize, scale, columns, blueprint.dtype), dq, row1, live1, columns);
-        let (panel0, panel1) = (is_finite_row(&sum, 0usize, columns), is_finite_row(&sum, 1usize, columns));
-        finite0 = finite0 && panel0;
-        finite1 = finite1 && panel1;
+        rows.store(&sum, &mut outputs.dqk, comptime!(panel * PANEL / 4), scale, columns, blueprint.dtype);
+        rows.check(&sum, columns);
     }
 
-    // Rows are not recomputed if lse or delta of the query itself is not finite.
-    let lse0 = stats_at(&band, &scheduler, batch, head, row, blueprint);
-    let all = stats_all(&band, &scheduler, blueprint);
-    let query0 = f32::reinterpret(stats[lse0]) * f32::reinterpret(stats[all + lse0]) * 0.0f32 == 0.0f32;
-    let query1 = f32::reinterpret(stats[lse0 + 8]) * f32::reinterpret(stats[all + lse0 + 8]) * 0.0f32 == 0.0f32;
-    let again0 = live0 && !finite0 && query0;
-    let again1 = live1 && !finite1 && query1;
-    if plane_any(again0 || again1) {
-        let head_kv = scheduler.group_size.divide(head);
-        let lost = LostRows {
-            batch: batch as usize,
-            head: head as usize,
-            first_kv: head_kv,
-            after_kv: head_kv + 1,
-            first_row,
-            again0,
-            again1,
-            band,
-        };
-        recompute_gradients(&sources, &scores, outputs, stats, &scheduler, &lost, blueprint);
-    }
+    let of_rows = RowStatistics::of(stats, batch, head, first_row + lane / 4, &band, &scheduler, blueprint);
+    let head_kv = scheduler.group_size.divide(head);
+    rows.set_columns(head_kv, head_kv + 1);
+    rows.recompute(&of_rows, &sources, &scores, outputs, stats, &scheduler, blueprint);
 }

@@ -202,43 +202,19 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     #[unroll]
     for of_group in 0..groups {
         let first = first_row + comptime!((of_group * WARPGROUP_ROWS) as u32) + of_warpgroup * 16;
-        let row = first + lane / 4;
-        let of_rows = of_rows.index(of_group);
-        let (live0, live1) = (band.is_query(row), band.is_query(row + 8));
-        let mut finite0 = true.runtime();
-        let mut finite1 = true.runtime();
+        let mut rows = GradientRows::new(batch, head, first, band);
         if comptime!(differentiates) {
-            let sums = sum_k.index(of_group);
-            let dqk = &mut outputs.dqk;
-            let row0 = dqk.stride.at(batch, head, row);
-            let row1 = row0 + 8 * dqk.stride.row;
-            store_row_of(sums, 0usize, scale, dqk, row0, live0, head_dim, dtype);
-            store_row_of(sums, 1usize, scale, dqk, row1, live1, head_dim, dtype);
-            finite0 = is_finite_row(sums, 0usize, columns_dk);
-            finite1 = is_finite_row(sums, 1usize, columns_dk);
+            rows.store(sum_k.index(of_group), &mut outputs.dqk, 0usize, scale, head_dim, dtype);
+            rows.check(sum_k.index(of_group), columns_dk);
         }
         if comptime!(sums_values) {
-            let sums = sum_v.index(of_group);
-            let dv = &mut outputs.dv;
-            let row0 = dv.stride.at(batch, head, row);
-            let row1 = row0 + 8 * dv.stride.row;
-            let scale = extras.dropout.scale();
-            store_row_of(sums, 0usize, scale, dv, row0, live0, head_dim_v, dtype);
-            store_row_of(sums, 1usize, scale, dv, row1, live1, head_dim_v, dtype);
-            let (v0, v1) = (is_finite_row(sums, 0usize, columns_dv), is_finite_row(sums, 1usize, columns_dv));
-            finite0 = finite0 && v0;
-            finite1 = finite1 && v1;
+            rows.store(sum_v.index(of_group), &mut outputs.dv, 0usize, extras.dropout.scale(), head_dim_v, dtype);
+            rows.check(sum_v.index(of_group), columns_dv);
         }
-        // Rows to recompute: a hidden value that is not finite reached the row, or infinity, which split operands turn into NaN. Rows whose
-        // own lse or delta is not finite are left as they are.
+        // Split operands turn infinity into NaN.
         if comptime!(hides || products == Products::Split) {
-            let again0 = live0 && !finite0 && of_rows.lse0 * of_rows.delta0 * 0.0f32 == 0.0f32;
-            let again1 = live1 && !finite1 && of_rows.lse1 * of_rows.delta1 * 0.0f32 == 0.0f32;
-            if plane_any(again0 || again1) {
-                let (first_kv, after_kv) = (work.head_kv, work.head_kv + group);
-                let lost = LostRows { batch, head, first_kv, after_kv, first_row: first, again0, again1, band };
-                recompute_gradients(&sources, &inputs, outputs, stats, &scheduler, &lost, scores);
-            }
+            rows.set_columns(work.head_kv, work.head_kv + group);
+            rows.recompute(of_rows.index(of_group), &sources, &inputs, outputs, stats, &scheduler, scores);
         }
     }
 }

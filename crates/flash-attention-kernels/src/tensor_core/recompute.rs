@@ -10,10 +10,11 @@ mod products;
 
 use super::Blueprint;
 use super::operands::{GradientOutputs, LseOut, RowsOut, SourceSides, Sources};
+use super::rows::store_row_of;
 use super::schedule::TileScheduler;
 use super::scores::{Exponent, ScorePair, Scores, score_of_pair};
 use super::softmax::sink_log2;
-use super::statistics::{stats_all, stats_at};
+use super::statistics::{RowStatistics, stats_all, stats_at};
 use crate::blocks::{TileSize, Visit, visits};
 use crate::dtype::Dtype;
 use crate::extras::Extras;
@@ -274,11 +275,9 @@ fn add_row<E: Float, N: Size>(
     }
 }
 
-/// Rows of gradients to recompute, among the 16 rows of a warp's accumulator. Each thread requests its first and second row by
-/// `again0` and `again1`.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub struct LostRows {
+/// The 16 rows of a warp's accumulated gradients. Each thread holds parts of two.
+#[derive(CubeType)]
+pub struct GradientRows {
     /// Batch.
     pub batch: usize,
     /// Head of the rows.
@@ -289,32 +288,89 @@ pub struct LostRows {
     pub after_kv: u32,
     /// First row of the warp.
     pub first_row: u32,
-    /// Whether the thread's first row is requested.
-    pub again0: bool,
-    /// Whether the thread's second row is requested.
-    pub again1: bool,
     /// The band of the sequence.
     pub band: Band,
+    /// Whether this thread's elements of its two rows are finite.
+    finite: Array<bool>,
 }
 
-/// Recomputes the requested rows as the gradient kernels compute them. The whole warp must call it.
 #[cube]
-pub fn recompute_gradients<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
-    sources: &SourceSides<E, N>,
-    scores: &Scores<E, M, NB, NM>,
-    out: &mut GradientOutputs,
-    stats: &[u32],
-    scheduler: &TileScheduler,
-    of: &LostRows,
-    #[comptime] blueprint: Blueprint,
-) {
-    let lane = UNIT_POS % 32;
-    // The stores of other threads to these rows must come first.
-    sync_plane();
-    for of_warp in 0..16u32 {
-        let again = select(of_warp >= 8, of.again1, of.again0);
-        if plane_any(lane / 4 == of_warp % 8 && again) {
-            recompute_gradient(sources, scores, out, stats, scheduler, of, of.first_row + of_warp, blueprint);
+impl GradientRows {
+    /// The rows from `first_row` on, of which nothing has been stored.
+    pub fn new(batch: usize, head: usize, first_row: u32, band: Band) -> GradientRows {
+        let mut finite = Array::<bool>::new(2usize);
+        finite[0] = true.runtime();
+        finite[1] = true.runtime();
+        let none = 0u32.runtime();
+        GradientRows { batch, head, first_kv: none, after_kv: none, first_row, band, finite }
+    }
+
+    /// Sets the heads of the columns, which [`GradientRows::recompute`] reads. They are set last, because registers are scarce.
+    pub fn set_columns(&mut self, first_kv: u32, after_kv: u32) {
+        self.first_kv = first_kv;
+        self.after_kv = after_kv;
+    }
+
+    /// Writes the rows that exist of an accumulator, multiplied by `factor`, to `out`, `offset` vectors after their first one.
+    pub fn store(
+        &self,
+        sums: &Array<f32>,
+        out: &mut RowsOut,
+        offset: usize,
+        factor: f32,
+        #[comptime] wide: usize,
+        #[comptime] dtype: Dtype,
+    ) {
+        let row = self.first_row + UNIT_POS % 32 / 4;
+        let at = out.stride.at(self.batch, self.head, row) + offset;
+        #[unroll]
+        for r in 0..2usize {
+            let (at, live) =
+                (at + comptime!(8 * r) * out.stride.row, self.band.is_query(row + comptime!(8 * r as u32)));
+            store_row_of(sums, r, factor, out, at, live, wide, dtype);
+        }
+    }
+
+    /// Notes which rows of an accumulator of `columns` columns are not finite.
+    pub fn check(&mut self, sums: &Array<f32>, #[comptime] columns: usize) {
+        #[unroll]
+        for r in 0..2usize {
+            let finite = is_finite_row(sums, r, columns);
+            self.finite[r] = self.finite[r] && finite;
+        }
+    }
+
+    /// Recomputes the stored rows that a hidden NaN or infinity has reached, as the gradient kernels compute them. Rows whose own lse or
+    /// delta is not finite are left as they are. The whole warp must call it.
+    pub fn recompute<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
+        &self,
+        of_rows: &RowStatistics,
+        sources: &SourceSides<E, N>,
+        scores: &Scores<E, M, NB, NM>,
+        out: &mut GradientOutputs,
+        stats: &[u32],
+        scheduler: &TileScheduler,
+        #[comptime] blueprint: Blueprint,
+    ) {
+        let lane = UNIT_POS % 32;
+        let mut again = Array::<bool>::new(2usize);
+        #[unroll]
+        for r in 0..2usize {
+            let live = self.band.is_query(self.first_row + lane / 4 + comptime!(8 * r as u32));
+            let (lse, delta) =
+                if comptime!(r == 0) { (of_rows.lse0, of_rows.delta0) } else { (of_rows.lse1, of_rows.delta1) };
+            again[r] = live && !self.finite[r] && lse * delta * 0.0f32 == 0.0f32;
+        }
+        if plane_any(again[0] || again[1]) {
+            // The stores of other threads to these rows must come first.
+            sync_plane();
+            for of_warp in 0..16u32 {
+                let again = select(of_warp >= 8, again[1], again[0]);
+                if plane_any(lane / 4 == of_warp % 8 && again) {
+                    let row = self.first_row + of_warp;
+                    recompute_gradient(sources, scores, out, stats, scheduler, self, row, blueprint);
+                }
+            }
         }
     }
 }
@@ -327,7 +383,7 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     out: &mut GradientOutputs,
     stats: &[u32],
     scheduler: &TileScheduler,
-    of: &LostRows,
+    of: &GradientRows,
     row: u32,
     #[comptime] blueprint: Blueprint,
 ) {
