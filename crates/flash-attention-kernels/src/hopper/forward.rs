@@ -146,7 +146,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         if !visit.fully_visible || fully_masked {
             apply_mask(&mut s, &of_tile, fully_masked, tile_k);
         }
-        let mut rows = OnlineSoftmax::new();
+        let mut rows = OnlineSoftmax::uninitialised();
         rows.first(&mut s, exponent, hides, blueprint);
         let mut p = Sequence::<Array<u32>>::new();
         #[unroll]

@@ -96,7 +96,8 @@ impl Memory {
         let tile = comptime!(blueprint.tile);
         let (stages, warpgroups) = comptime!((tile.stages, tile.warpgroups));
         let units = comptime!((warpgroups * WARPGROUP_UNITS) as u32);
-        let mut first = UNIT_POS % units == 0;
+        let within = UNIT_POS % units;
+        let mut first = within == 0;
         if comptime!(tile.producer_warp) {
             first = first && UNIT_POS < comptime!(tile.consumer_groups as u32 * units);
         }

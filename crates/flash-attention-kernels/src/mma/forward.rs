@@ -101,7 +101,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let mut softmax = Sequence::<OnlineSoftmax>::new();
     #[unroll]
     for _ in 0..groups {
-        softmax.push(OnlineSoftmax::new());
+        softmax.push(OnlineSoftmax::uninitialised());
     }
     let mut stage = 0u32;
     for step in 0..steps {

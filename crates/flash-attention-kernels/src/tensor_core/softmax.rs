@@ -49,7 +49,7 @@ pub struct Taken {
 #[cube]
 impl OnlineSoftmax {
     /// Uninitialised state.
-    pub fn new() -> OnlineSoftmax {
+    pub fn uninitialised() -> OnlineSoftmax {
         OnlineSoftmax { m: Array::new(2usize), l: Array::new(2usize), top: Array::new(2usize) }
     }
 

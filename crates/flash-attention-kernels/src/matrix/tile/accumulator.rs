@@ -63,7 +63,7 @@ impl Accumulator {
         let pitch = comptime!(tile.pitch(self.head_dim));
         #[unroll]
         for part in 0..comptime!(tile.padded(self.head_dim).div_ceil(tile.columns)) {
-            self.to_board(board, part);
+            self.write_board(board, part);
             #[unroll]
             for nth in 0..comptime!(tile.rows_of_unit()) {
                 let row = me.board_row(nth);
@@ -88,7 +88,7 @@ impl Accumulator {
                     board.products[row + vector] = sum;
                 }
             }
-            self.from_board(&*board, part);
+            self.read_board(&*board, part);
         }
     }
 
@@ -96,9 +96,9 @@ impl Accumulator {
     pub fn scale<E: Float>(&mut self, board: &mut Board<E>, factors: &Array<f32>) {
         #[unroll]
         for part in 0..comptime!(self.tile.padded(self.head_dim).div_ceil(self.tile.columns)) {
-            self.to_board(board, part);
+            self.write_board(board, part);
             board.scale(factors);
-            self.from_board(&*board, part);
+            self.read_board(&*board, part);
         }
     }
 
@@ -115,7 +115,7 @@ impl Accumulator {
         let width = comptime!(tile.columns / WIDTH);
         #[unroll]
         for part in 0..comptime!(head_dim.div_ceil(tile.columns)) {
-            self.to_board(board, part);
+            self.write_board(board, part);
             board.scale(factors);
             sync_plane();
             // Neighbouring threads write neighbouring vectors.
@@ -134,7 +134,7 @@ impl Accumulator {
     }
 
     /// Writes the `part`-th columns to the board. A part has as many columns as the board.
-    fn to_board<E: Float>(&self, board: &mut Board<E>, #[comptime] part: usize) {
+    fn write_board<E: Float>(&self, board: &mut Board<E>, #[comptime] part: usize) {
         let tile = comptime!(self.tile);
         let blocks = comptime!(tile.columns / tile.n());
         sync_plane();
@@ -149,7 +149,7 @@ impl Accumulator {
     }
 
     /// Reads the `part`-th columns back from the board.
-    fn from_board<E: Float>(&mut self, board: &Board<E>, #[comptime] part: usize) {
+    fn read_board<E: Float>(&mut self, board: &Board<E>, #[comptime] part: usize) {
         let tile = comptime!(self.tile);
         let blocks = comptime!(tile.columns / tile.n());
         sync_plane();
