@@ -31,6 +31,7 @@ use crate::hopper::dq_accum_columns;
 use crate::portable::dbias::Sums;
 use crate::problem::{AttentionProblem, BackwardOrder};
 use crate::sequences;
+use cubecl::prelude::CubeCount;
 
 /// Chooses the forward: the most preferred kernel that supports the problem, or the requested one.
 pub(crate) fn choose_forward(
@@ -264,10 +265,7 @@ pub(crate) fn blocks(problem: &AttentionProblem, rows: usize, tile: usize) -> (u
 }
 
 /// Grids of the kernels for several sequences: of the schedule, and of the fill of queries and of keys.
-pub(crate) fn sequence_grids(
-    device: &Device,
-    problem: &AttentionProblem,
-) -> Result<[(u32, u32, u32); 3], AttentionError> {
+pub(crate) fn sequence_grids(device: &Device, problem: &AttentionProblem) -> Result<[CubeCount; 3], AttentionError> {
     Ok([
         cube_count(device, "schedule", problem.num_sequences().unwrap_or(0) as u64)?,
         fill_grid(device, [problem.batch, problem.num_heads_q, problem.seq_q])?,
@@ -276,10 +274,7 @@ pub(crate) fn sequence_grids(
 }
 
 /// Grid of the kernel that fills a tensor of this many batches, heads and rows.
-pub(crate) fn fill_grid(
-    device: &Device,
-    [batches, heads, rows]: [usize; 3],
-) -> Result<(u32, u32, u32), AttentionError> {
+pub(crate) fn fill_grid(device: &Device, [batches, heads, rows]: [usize; 3]) -> Result<CubeCount, AttentionError> {
     cube_count(device, "fill", (batches * heads * rows.div_ceil(sequences::UNITS)) as u64)
 }
 

@@ -57,14 +57,14 @@ pub fn block_states(
     if states.is_empty() {
         return Ok(());
     }
-    let (x, y, z) = tiling::cube_count(&device, "block_states", states.len() as u64)?;
+    let count = tiling::cube_count(&device, "block_states", states.len() as u64)?;
     let mask = inputs.mask.as_ref();
     let farthest = inputs.masks(problem).iter().filter_map(|tensor| tensor.view).map(AnyView::span).fold(0, u64::max);
     // SAFETY: views have been checked against their buffers.
     unsafe {
         classify::launch_unchecked(
             client,
-            CubeCount::Static(x, y, z),
+            count,
             CubeDim::new_1d(CLASSIFIERS as u32),
             AddressType::from_len(farthest.max(states.span()) as usize),
             mask.map(|mask| mask.tensor.broadcast_arg()).into(),

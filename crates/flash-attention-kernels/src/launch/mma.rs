@@ -28,8 +28,8 @@ impl Call<'_> {
         let scores = self.plain_blueprint(role, tile.tile(), false);
         let blueprint = MmaBlueprint { tile, scores, products: tiling::mma::products(self.problem) };
         let work = self.work(role, (tile.tile_q(), tile.tile_k), head_group, 1, 0)?;
-        let (x, y, z) = tiling::cube_count(self.device, role.kernel(), work.scheduler.num_tiles as u64)?;
-        Ok((blueprint, work, CubeCount::Static(x, y, z)))
+        let count = tiling::cube_count(self.device, role.kernel(), work.scheduler.num_tiles as u64)?;
+        Ok((blueprint, work, count))
     }
 }
 

@@ -270,9 +270,9 @@ impl<'a> Call<'a> {
         batches: usize,
     ) -> Result<(GridLaunch, CubeCount), AttentionError> {
         let cubes = blocks as u64 * heads as u64 * batches as u64;
-        let (x, y, z) = tiling::cube_count(self.device, kernel, cubes)?;
+        let count = tiling::cube_count(self.device, kernel, cubes)?;
         let grid = GridLaunch::new(blocks as u32, heads as u32, batches as u32, self.problem.group_size() as u32);
-        Ok((grid, CubeCount::Static(x, y, z)))
+        Ok((grid, count))
     }
 }
 
@@ -286,8 +286,8 @@ fn not_compiled(kernel: tiling::Kernel) -> AttentionError {
 /// A grid with one thread for each element, in thread blocks of 256 threads, or as many as the device allows.
 fn elementwise(device: &Device, kernel: &'static str, len: usize) -> Result<(CubeCount, CubeDim), AttentionError> {
     let units = device.units.min(256);
-    let (x, y, z) = tiling::cube_count(device, kernel, len.div_ceil(units) as u64)?;
-    Ok((CubeCount::Static(x, y, z), CubeDim::new_1d(units as u32)))
+    let count = tiling::cube_count(device, kernel, len.div_ceil(units) as u64)?;
+    Ok((count, CubeDim::new_1d(units as u32)))
 }
 
 /// Checks a tensor's shape, that the device can address every element, and that the buffer holds every element.

@@ -145,10 +145,7 @@ impl Call<'_> {
         let p = self.problem;
         let [batch, heads, blocks, _] = shape;
         // The check of the tiles has shown that the device can launch as many.
-        let cubes = |number: usize| {
-            let (x, y, z) = tiling::grid(self.device, number as u64);
-            CubeCount::Static(x, y, z)
-        };
+        let cubes = |number: usize| tiling::grid(self.device, number as u64);
         let lists = TensorView::contiguous(self.client.empty(4 * shape.iter().product::<usize>()), shape);
         let addresses = self.addresses([lists.span()]);
         let units = CubeDim::new_1d(UNITS as u32);

@@ -34,9 +34,8 @@ impl Sequences {
     /// The sequences of a problem, if it distinguishes any. An error if the device cannot launch the grids.
     pub(super) fn of(device: &Device, problem: &AttentionProblem) -> Result<Option<Self>, AttentionError> {
         let Some(number) = problem.num_sequences() else { return Ok(None) };
-        let [schedule, of_queries, of_keys] =
-            tiling::sequence_grids(device, problem)?.map(|(x, y, z)| CubeCount::Static(x, y, z));
-        Ok(Some(Sequences { number, schedule, fill: [of_queries, of_keys] }))
+        let [schedule, fill @ ..] = tiling::sequence_grids(device, problem)?;
+        Ok(Some(Sequences { number, schedule, fill }))
     }
 }
 
@@ -101,8 +100,7 @@ impl Call<'_> {
         if !self.leaves_rows(false) {
             return Ok(None);
         }
-        let (x, y, z) = tiling::fill_grid(self.device, [batches, heads, rows])?;
-        Ok(Some(CubeCount::Static(x, y, z)))
+        tiling::fill_grid(self.device, [batches, heads, rows]).map(Some)
     }
 
     /// [`fill`](Self::fill) for the f32 results of splits of the keys. Sinks are ignored: they are added when splits are combined.

@@ -134,7 +134,7 @@ impl<'a> Backward<'a> {
         let [q, k, v] = [call.aligned(&inputs.q)?, call.aligned(&inputs.k)?, call.aligned(&inputs.v)?];
         let (o, dout) = (call.aligned(&saved.o)?, call.aligned(&saved.dout)?);
         let rows = stats_rows(call.problem);
-        let (x, y, z) = cube_count(call.device, "delta", rows as u64 / delta::ROWS as u64)?;
+        let count = cube_count(call.device, "delta", rows as u64 / delta::ROWS as u64)?;
         Ok(Box::new(move || {
             let sources = [q, k, v, dout].map(|source| source.read(call));
             let (o, dout, dlse) = (o.read(call), &sources[3], saved.dlse.as_ref());
@@ -146,7 +146,7 @@ impl<'a> Backward<'a> {
             unsafe {
                 delta::delta::launch_unchecked(
                     call.client,
-                    CubeCount::Static(x, y, z),
+                    count,
                     CubeDim::new_1d(delta::UNITS),
                     call.addresses(spans),
                     VECTOR_BYTES / call.problem.dtype.size(),
@@ -178,9 +178,9 @@ impl Call<'_> {
         }
         // One thread block for each row.
         let rows = view.shape[..3].iter().map(|n| *n as u64).product();
-        let (x, y, z) = cube_count(self.device, "copy", rows)?;
+        let count = cube_count(self.device, "copy", rows)?;
         let units = view.shape[3].next_multiple_of(32).min(self.device.units);
-        Ok(Aligned { view, copy: Some((CubeCount::Static(x, y, z), CubeDim::new_1d(units as u32))) })
+        Ok(Aligned { view, copy: Some((count, CubeDim::new_1d(units as u32))) })
     }
 
     /// Work tiles of `tile_q` rows for a kernel of this role, in head groups of `head_group` heads and `num_splits` splits of the

@@ -6,6 +6,7 @@ use crate::problem::AttentionProblem;
 use cubecl::client::Client;
 use cubecl::ir::features::TypeUsage;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
+use cubecl::prelude::CubeCount;
 
 /// Properties of a device that the choice of kernels depends on.
 #[derive(Clone, Debug, PartialEq)]
@@ -138,20 +139,25 @@ pub(crate) fn check_bindings(
 
 /// A grid of at least `cubes` thread blocks within the device's limits. An empty grid cannot be launched, so that 0 thread blocks
 /// give a grid of one.
-pub(crate) fn cube_count(device: &Device, kernel: &'static str, cubes: u64) -> Result<(u32, u32, u32), AttentionError> {
+pub(crate) fn cube_count(device: &Device, kernel: &'static str, cubes: u64) -> Result<CubeCount, AttentionError> {
     let (x_max, y_max, z_max) = device.cubes;
-    let (x, y, z) = grid(device, cubes);
+    let (x, y, z) = sizes(device, cubes);
     // Thread blocks are numbered with the address type, which has 32 bits on most devices.
     let numbered = x as u64 * y as u64 * z as u64;
     if numbered < cubes || z > z_max || numbered > u32::MAX as u64 {
         let max = (x_max as u64).saturating_mul(y_max as u64).saturating_mul(z_max as u64).min(u32::MAX as u64);
         return Err(AttentionError::Grid { kernel, cubes, max });
     }
-    Ok((x, y, z))
+    Ok(CubeCount::Static(x, y, z))
 }
 
 /// [`cube_count`] for a number of thread blocks that has been checked.
-pub(crate) fn grid(device: &Device, cubes: u64) -> (u32, u32, u32) {
+pub(crate) fn grid(device: &Device, cubes: u64) -> CubeCount {
+    let (x, y, z) = sizes(device, cubes);
+    CubeCount::Static(x, y, z)
+}
+
+fn sizes(device: &Device, cubes: u64) -> (u32, u32, u32) {
     let cubes = cubes.max(1);
     let x = cubes.min(device.cubes.0 as u64);
     let y = cubes.div_ceil(x).min(device.cubes.1 as u64);

@@ -22,7 +22,7 @@ impl<'a> Backward<'a> {
         let Backward { call, saved, scratch, addresses } = *self;
         let p = call.problem;
         let cubes = p.rows().div_ceil(delta::ROWS) as u64;
-        let (x, y, z) = tiling::cube_count(call.device, "delta", cubes)?;
+        let count = tiling::cube_count(call.device, "delta", cubes)?;
         let vectorizes = |view: &TensorView| view.vectorizes(WIDTH, p.dtype.size());
         let width = if vectorizes(&saved.o) && vectorizes(&saved.dout) { WIDTH } else { 1 };
         Ok(Box::new(move || {
@@ -31,7 +31,7 @@ impl<'a> Backward<'a> {
             unsafe {
                 delta::delta::launch_unchecked(
                     call.client,
-                    CubeCount::Static(x, y, z),
+                    count,
                     CubeDim::new_1d((delta::ROWS * delta::UNITS_PER_ROW) as u32),
                     addresses,
                     width,
@@ -49,7 +49,7 @@ impl<'a> Backward<'a> {
     /// The launch that computes the gradient of the sinks.
     pub(super) fn dsinks(&self, dsinks: &'a TensorView<1>) -> Result<Launch<'a>, AttentionError> {
         let Backward { call, scratch, addresses, .. } = *self;
-        let (x, y, z) = tiling::cube_count(call.device, "dsinks", call.problem.num_heads_q as u64)?;
+        let count = tiling::cube_count(call.device, "dsinks", call.problem.num_heads_q as u64)?;
         let sinks = call.inputs.sinks.as_ref();
         Ok(Box::new(move || {
             let Some(sinks) = sinks else { return };
@@ -57,7 +57,7 @@ impl<'a> Backward<'a> {
             unsafe {
                 dsinks::dsinks::launch_unchecked(
                     call.client,
-                    CubeCount::Static(x, y, z),
+                    count,
                     CubeDim::new_1d(dsinks::UNITS as u32),
                     addresses,
                     call.stats(scratch),
@@ -171,6 +171,6 @@ fn fold_grid(call: &Call, dbias: &TensorView, sums: Sums) -> Result<Option<(usiz
     let terms = tiling::sums_len(sums, call.problem) / dbias.len();
     let lanes = if terms < dbias::FOLD_UNITS { 1 } else { dbias::FOLD_UNITS };
     let cubes = (dbias.len() * lanes).div_ceil(dbias::FOLD_UNITS);
-    let (x, y, z) = tiling::cube_count(call.device, "fold", cubes as u64)?;
-    Ok(Some((lanes, CubeCount::Static(x, y, z))))
+    let count = tiling::cube_count(call.device, "fold", cubes as u64)?;
+    Ok(Some((lanes, count)))
 }

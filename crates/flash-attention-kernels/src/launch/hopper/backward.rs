@@ -75,8 +75,8 @@ struct ConvertDq<'a> {
 impl<'a> ConvertDq<'a> {
     fn new(call: &Call, dq: &'a TensorView, tiles: HopperGradient) -> Result<Self, AttentionError> {
         let cubes = stats_rows(call.problem).div_ceil((reduce::UNITS / 32 * reduce::WARP_ROWS) as usize);
-        let (x, y, z) = cube_count(call.device, "convert_dq", cubes as u64)?;
-        Ok(ConvertDq { dq: call.aligned(dq)?, count: CubeCount::Static(x, y, z), tiles })
+        let count = cube_count(call.device, "convert_dq", cubes as u64)?;
+        Ok(ConvertDq { dq: call.aligned(dq)?, count, tiles })
     }
 
     fn launch(self, Backward { call, scratch, .. }: Backward, sources: &Sources) {

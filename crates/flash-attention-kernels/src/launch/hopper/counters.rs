@@ -65,11 +65,11 @@ impl Call<'_> {
         // The integer 0 and the f32 0.0 have the same bits.
         let counters = TensorView::contiguous(handle.clone(), [1, 1, 1, COUNTERS]);
         let units = self.device.units.min(COUNTERS);
-        let (x, y, z) = tiling::grid(self.device, COUNTERS.div_ceil(units) as u64);
+        let count = tiling::grid(self.device, COUNTERS.div_ceil(units) as u64);
         // SAFETY: the pool has `COUNTERS` words.
         unsafe {
             let dtype = ElemType::Float(FloatKind::F32);
-            let (count, dim) = (CubeCount::Static(x, y, z), CubeDim::new_1d(units as u32));
+            let dim = CubeDim::new_1d(units as u32);
             nothing::zeros::launch_unchecked(client, count, dim, AddressType::U32, counters.arg(), dtype);
         }
     }

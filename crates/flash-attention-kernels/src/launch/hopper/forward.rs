@@ -110,8 +110,8 @@ impl Call<'_> {
     fn combine_grid(&self) -> Result<(CubeCount, CubeDim), AttentionError> {
         let rows = hopper::combine::ROWS;
         let cubes = (self.problem.rows() as u64).div_ceil(rows as u64);
-        let (x, y, z) = cube_count(self.device, "combine", cubes)?;
-        Ok((CubeCount::Static(x, y, z), CubeDim::new_1d(32 * rows)))
+        let count = cube_count(self.device, "combine", cubes)?;
+        Ok((count, CubeDim::new_1d(32 * rows)))
     }
 
     /// Launches the combination of splits of the keys.
