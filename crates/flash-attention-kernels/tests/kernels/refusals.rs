@@ -24,7 +24,6 @@ const SITES: &[(&str, &str, usize, &str)] = &[
     ("launch/mma.rs", "KernelUnavailable", 1, "tiles::warps_products"),
     ("launch/mod.rs", "AddressSpace", 1, "refusals::tensors::tensors_that_do_not_fit"),
     ("launch/mod.rs", "Buffer", 1, "refusals::tensors::tensors_that_do_not_fit"),
-    ("launch/mod.rs", "Dimension", 1, "refusals::tensors::tensors_that_do_not_fit"),
     ("launch/mod.rs", "KernelUnavailable", 1, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/mod.rs", "OutputOverlaps", 1, "refusals::tensors::tensors_that_do_not_fit"),
     ("launch/mod.rs", "Unsupported", 1, "refusals::tensors::tensors_that_the_problem_does_not_state"),
