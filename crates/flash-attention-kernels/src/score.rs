@@ -21,7 +21,8 @@ use crate::softmax::HIDDEN;
 use cubecl::prelude::*;
 use serde::Serialize;
 
-/// Parameters that turn a product `q·kᵀ` into a score, except mask and bias, and the dropout of probabilities.
+/// Parameters that turn a product `q·kᵀ` into a score, except mask and bias, and the dropout of probabilities. Quotients are
+/// prepared on the host.
 #[derive(CubeType, CubeLaunch)]
 #[expand(derive(Clone))]
 pub struct Score {
@@ -29,6 +30,12 @@ pub struct Score {
     pub scale: f32,
     /// The softcap, if `capped`.
     pub softcap: f32,
+    /// `1 / softcap`.
+    pub per_softcap: f32,
+    /// `2 log2(e) scale / softcap`, so that `e^(2x) = 2^(inner · q·kᵀ)` for the argument `x` of the `tanh`.
+    pub inner: f32,
+    /// Factor from a score to its base-2 exponent.
+    pub exponent: f32,
     /// Whether there is a softcap.
     #[cube(comptime)]
     pub capped: bool,
@@ -41,7 +48,7 @@ impl Score {
     /// The scaled and soft-capped product `q·kᵀ`: the score before `score_mod`, mask, bias and slope.
     pub fn of(&self, product: f32) -> f32 {
         let scaled = product * self.scale;
-        if comptime!(self.capped) { self.softcap * f32::tanh(scaled / self.softcap) } else { scaled }
+        if comptime!(self.capped) { self.softcap * f32::tanh(scaled * self.per_softcap) } else { scaled }
     }
 
     /// Applies `score_mod` to the result of [`Score::of`].
@@ -69,8 +76,8 @@ impl Score {
     pub fn derivative(&self, t: f32, place: &Place, band: &Band) -> f32 {
         let by_t = self.extras.mods.partials(t, place, band).score;
         if comptime!(self.capped) {
-            let ratio = t / self.softcap;
-            by_t * (1.0f32 - ratio * ratio)
+            let ratio = t * self.per_softcap;
+            by_t * fma(-ratio, ratio, 1.0f32)
         } else {
             by_t
         }

@@ -67,14 +67,6 @@ impl<const RANK: usize> TensorView<RANK> {
         unsafe { TensorArg::from_raw_parts(self.handle.clone(), self.strides.into(), self.shape.into()) }
     }
 
-    /// The view with its last two dimensions exchanged.
-    pub(crate) fn transposed(&self) -> Self {
-        let mut view = self.clone();
-        view.shape.swap(RANK - 2, RANK - 1);
-        view.strides.swap(RANK - 2, RANK - 1);
-        view
-    }
-
     /// The launch argument of a mask or bias: dimensions of size 1 get stride 0, so that every index reads their only element.
     pub(crate) fn broadcast_arg(&self) -> TensorArg {
         let mut view = self.clone();

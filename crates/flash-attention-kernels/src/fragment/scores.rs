@@ -8,39 +8,24 @@ use crate::score::{Factor, Score};
 use crate::softmax::HIDDEN;
 use cubecl::prelude::*;
 
-/// Everything besides the product that scores are computed from, as one argument of every kernel.
+/// Everything besides products that scores are computed from: one argument of every kernel. `NB` and `NM` are the numbers of
+/// elements of the bias and of the mask that are read at a time.
 #[derive(CubeType, CubeLaunch)]
-pub struct Scores<E: Float, M: Numeric> {
+pub struct Scores<E: Float, M: Numeric, NB: Size, NM: Size> {
     /// Scale, softcap, slopes, functions, dropout and sequences.
     pub score: Score,
     /// Boolean mask, `[B | 1, H | 1, Sq | 1, Sk | 1]`: nonzero hides.
-    pub mask: ComptimeOption<&'static Tensor<M>>,
+    pub mask: ComptimeOption<&'static Tensor<Vector<M, NM>>>,
     /// Additive bias, `[B | 1, H | 1, Sq | 1, Sk | 1]`.
-    pub bias: ComptimeOption<&'static Tensor<E>>,
-    /// Which positions see each other.
+    pub bias: ComptimeOption<&'static Tensor<Vector<E, NB>>>,
+    /// The band of rows and columns.
     pub band: Band,
 }
 
-/// Query head of a batch, with the band of its sequence.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub struct HeadAt {
-    /// Batch.
-    pub batch: usize,
-    /// Query head.
-    pub head: usize,
-    /// Its key/value head.
-    pub head_kv: usize,
-    /// The head's slope.
-    pub slope: f32,
-    /// Band of the sequence: which positions see each other.
-    pub band: Band,
-    /// Whether rows are keys. The band is transposed, too.
-    #[cube(comptime)]
-    pub transposed: bool,
-}
+/// [`Scores`] of kernels that read mask and bias element by element.
+pub type ScalarScores<E, M> = Scores<E, M, Const<1>, Const<1>>;
 
-/// Tile of a head that is being computed.
+/// Tile of a query head that is being computed.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct TileAt {
@@ -68,8 +53,8 @@ pub struct TileAt {
 }
 
 #[cube]
-impl HeadAt {
-    /// Tile of a visit. The block of rows begins at `start`; its rows are queries, or keys if `keys`.
+impl TileAt {
+    /// Tile of a visit in the same head. The block of rows begins at `start`; its rows are queries, or keys if `keys`.
     pub fn tile(&self, start: u32, visit: &Visit, #[comptime] keys: bool) -> TileAt {
         let (q_start, k_start) = if comptime!(keys) { (visit.start, start) } else { (start, visit.start) };
         TileAt {
@@ -85,10 +70,7 @@ impl HeadAt {
             transposed: self.transposed,
         }
     }
-}
 
-#[cube]
-impl TileAt {
     /// Position of a pair, as an argument of the user's functions.
     pub fn place(&self, row: u32, column: u32) -> Place {
         Place::new(self.batch as u32, self.head as u32, &self.band, row, column, self.transposed)
@@ -106,10 +88,21 @@ impl TileAt {
 }
 
 #[cube]
-impl<E: Float, M: Numeric> Scores<E, M> {
-    /// A query head of a batch, in the sequence of `band`.
-    pub fn head(&self, batch: usize, head: usize, head_kv: usize, band: Band, #[comptime] transposed: bool) -> HeadAt {
-        HeadAt { batch, head, head_kv, slope: self.score.extras.slope(batch, head), band, transposed }
+impl<E: Float, M: Numeric, NB: Size, NM: Size> Scores<E, M, NB, NM> {
+    /// The first tile of a query head of a batch, in the sequence of `band`.
+    pub fn head(&self, batch: usize, head: usize, head_kv: usize, band: Band, #[comptime] transposed: bool) -> TileAt {
+        TileAt {
+            batch,
+            head,
+            head_kv,
+            q_start: 0u32.runtime(),
+            k_start: 0u32.runtime(),
+            slope: self.score.extras.slope(batch, head),
+            band,
+            fully_visible: false.runtime(),
+            masked: true.runtime(),
+            transposed,
+        }
     }
 
     /// Whether the tile may contain hidden pairs.
@@ -123,27 +116,37 @@ impl<E: Float, M: Numeric> Scores<E, M> {
         self.hide(at) || comptime!(self.bias.is_some() || self.score.differs())
     }
 
-    /// Score of the pair at `row` and `column`: applies score function, bias and slope to `t`, the result of [`Score::of`]. Returns
-    /// [`HIDDEN`] if the query does not see the key.
+    /// Score of a pair that the query sees: score function, bias and slope, applied to `t`, the result of [`Score::of`].
+    pub fn composed(&self, t: f32, slope: f32, place: &Place, band: &Band) -> f32 {
+        let mut value = self.score.modified(t, place, band);
+        #[comptime]
+        if let ComptimeOption::Some(bias) = self.bias {
+            value += f32::cast_from(element::<E, NB>(bias, place));
+        }
+        self.score.biased(value, slope, band, place.row, place.column)
+    }
+
+    /// Whether neither mask nor mask function hides the pair.
+    pub fn show(&self, place: &Place, band: &Band) -> bool {
+        let mut shown = self.score.extras.mods.sees(place, band);
+        #[comptime]
+        if let ComptimeOption::Some(mask) = self.mask {
+            let element = element::<M, NM>(mask, place);
+            shown = shown && element == M::from_int(0);
+        }
+        shown
+    }
+
+    /// Score of the pair at `row` and `column` from `t`, the result of [`Score::of`]. Returns [`HIDDEN`] if the query does not
+    /// see the key.
     pub fn masked_score(&self, t: f32, at: &TileAt, row: u32, column: u32) -> f32 {
-        let place = at.place(row, column);
-        let mut value = t;
+        let mut value = HIDDEN.runtime();
         if at.band.sees(row, column) {
-            value = self.score.modified(value, &place, &at.band);
-            #[comptime]
-            if let ComptimeOption::Some(bias) = self.bias {
-                value += f32::cast_from(bias[element(bias, at, row, column)]);
-            }
-            value = self.score.biased(value, at.slope, &at.band, row, column);
+            let place = at.place(row, column);
+            value = self.composed(t, at.slope, &place, &at.band);
             if at.masked {
-                #[comptime]
-                if let ComptimeOption::Some(mask) = self.mask {
-                    value = select(mask[element(mask, at, row, column)] != M::from_int(0), HIDDEN, value);
-                }
-                value = select(self.score.extras.mods.sees(&place, &at.band), value, HIDDEN);
+                value = select(self.show(&place, &at.band), value, HIDDEN);
             }
-        } else {
-            value = HIDDEN.runtime();
         }
         value
     }
@@ -154,11 +157,19 @@ impl<E: Float, M: Numeric> Scores<E, M> {
     }
 }
 
-/// Offset of a pair's element in a mask or bias.
+/// A pair's element of a mask or bias.
 #[cube]
-fn element<E: CubePrimitive>(tensor: &Tensor<E>, at: &TileAt, row: u32, column: u32) -> usize {
-    at.batch * tensor.stride(0)
-        + at.head * tensor.stride(1)
-        + row as usize * tensor.stride(2)
-        + column as usize * tensor.stride(3)
+fn element<T: Numeric, N: Size>(tensor: &Tensor<Vector<T, N>>, place: &Place) -> T {
+    let (i, j) = if comptime!(place.transposed) { (place.column, place.row) } else { (place.row, place.column) };
+    let at = place.batch as usize * tensor.stride(0)
+        + place.head as usize * tensor.stride(1)
+        + i as usize * tensor.stride(2)
+        + j as usize * tensor.stride(3);
+    let width = tensor.vector_size();
+    if comptime!(width == 2) {
+        let pair = tensor[at / 2];
+        select(at % 2 == 1, pair.extract(1usize), pair.extract(0usize))
+    } else {
+        tensor[at].extract(0usize)
+    }
 }

@@ -34,11 +34,11 @@ use super::pipeline::PipelineState;
 use super::products::products;
 use super::{BiasBlueprint, BiasTile};
 use crate::blocks::Visit;
+use crate::fragment::Scores;
 use crate::ptx::*;
 use crate::softmax::add_softmax_backward;
 use crate::tensor_core::{
-    ScoreTile, Scores, Stride, WARPGROUP_ROWS, apply_mask, apply_score_mod, dropout_backward, keep_mask,
-    probability_log2,
+    ScoreTile, Stride, WARPGROUP_ROWS, apply_mask, apply_score_mod, dropout_backward, keep_mask, probability_log2,
 };
 use cubecl::prelude::*;
 use loads::{before, load_bias, load_rows, load_tile, row_state};
@@ -69,7 +69,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
     #[comptime] blueprint: BiasBlueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
-    let (band, extras, exponent) = (inputs.band, inputs.factors.extras, inputs.factors.exponent);
+    let (band, extras, exponent) = (inputs.band, inputs.score.extras, inputs.score.exponent);
     let (k, v) = (streams.cols_qk, streams.cols_dov);
     let (tile, scores) = comptime!((blueprint.tile, blueprint.scores));
     let (tile_k, tiles, stages) = comptime!((tile.tile_k, tile.tiles, tile.stages));

@@ -23,6 +23,7 @@ use super::operands::{Schedule, Streams};
 use super::pipeline::PipelineState;
 use super::producer::{Producer, load_next};
 use super::products::products;
+use crate::fragment::Scores;
 use crate::ptx::*;
 use crate::softmax::lse_bits_log2;
 use crate::tensor_core::*;
@@ -39,7 +40,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     #[comptime] blueprint: Blueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
-    let (extras, exponent) = (scores.factors.extras, scores.factors.exponent);
+    let (extras, exponent) = (scores.score.extras, scores.score.exponent);
     let tile = comptime!(blueprint.tile);
     let (tile_k, stages) = comptime!((tile.tile_k, tile.stages));
     let s_len = comptime!(tile_k / 2);

@@ -27,6 +27,7 @@ use super::pipeline::PipelineState;
 use super::producer::{Producer, load_next};
 use super::products::products;
 use super::reduce::{ADDENDS, Reducer};
+use crate::fragment::Scores;
 use crate::ptx::*;
 use crate::tensor_core::*;
 use cubecl::prelude::*;
@@ -43,7 +44,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     #[comptime] blueprint: Blueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
-    let (extras, exponent, scale) = (scores.factors.extras, scores.factors.exponent, scores.factors.scale);
+    let (extras, exponent, scale) = (scores.score.extras, scores.score.exponent, scores.score.scale);
     let (scheduler, stats) = (schedule.tiles, streams.stats.unwrap());
     let tile = comptime!(blueprint.tile);
     let dtype = comptime!(blueprint.dtype);

@@ -11,9 +11,10 @@
 
 use super::layout::Region;
 use super::memory::Memory;
+use crate::fragment::Scores;
 use crate::ptx::*;
 use crate::tensor_core::{
-    Blueprint, GradientOutputs, GradientRows, PANEL, RowStatistics, Scores, SourceSides, TileScheduler, WARPGROUP_ROWS,
+    Blueprint, GradientOutputs, GradientRows, PANEL, RowStatistics, SourceSides, TileScheduler, WARPGROUP_ROWS,
     stats_all,
 };
 use cubecl::prelude::*;
@@ -131,7 +132,7 @@ pub fn convert_dq<E: Float, M: Numeric, NB: Size, NM: Size>(
     #[comptime] blueprint: Blueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
-    let (band, scale) = (scores.band, scores.factors.scale);
+    let (band, scale) = (scores.band, scores.score.scale);
     let lane = UNIT_POS % 32;
     // Rows of a head, padded to whole tiles.
     let of_head = (stats_all(&band, &scheduler, blueprint) / scheduler.heads as usize) as u32;

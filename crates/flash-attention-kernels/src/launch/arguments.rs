@@ -5,6 +5,7 @@ use super::{Call, Inputs, MaskStorage, Saved, Scratch};
 use crate::dropout::{DropoutLaunch, factor, threshold};
 use crate::extras::ExtrasLaunch;
 use crate::fragment::{QkvLaunch, ScoresLaunch, SideLaunch, SidesLaunch, StatisticsLaunch, WIDTH};
+use crate::mask::Band;
 use crate::mods::{ModsLaunch, TENSORS, TableLaunch, TablesLaunch};
 use crate::problem::{AttentionOptions, AttentionProblem};
 use crate::score::ScoreLaunch;
@@ -12,6 +13,7 @@ use crate::tensor::TensorView;
 use crate::tiling::{self, Stage};
 use cubecl::ir::{ElemType, UIntKind};
 use cubecl::prelude::*;
+use std::f32::consts::LOG2_E;
 
 impl Call<'_> {
     /// Number of elements read and written at a time: a vector if every tensor allows it.
@@ -28,20 +30,6 @@ impl Call<'_> {
 
     pub(super) fn mask_type(&self) -> ElemType {
         mask_type(self.inputs)
-    }
-
-    pub(super) fn mask(&self) -> Option<TensorArg> {
-        self.inputs.mask.as_ref().map(|mask| mask.tensor.broadcast_arg())
-    }
-
-    pub(super) fn bias(&self) -> Option<TensorArg> {
-        self.inputs.bias.as_ref().map(|bias| bias.broadcast_arg())
-    }
-
-    pub(super) fn score(&self, stage: Stage, route: &Route) -> ScoreLaunch {
-        let softcap = self.problem.options.softcap;
-        let scale = self.problem.softmax_scale();
-        ScoreLaunch::new(scale, softcap.unwrap_or(1.0), softcap.is_some(), self.extras(stage, route))
     }
 
     /// The optional operands. The backward needs no sinks, because lse includes them.
@@ -89,21 +77,26 @@ impl Call<'_> {
         TensorView::contiguous(scratch.stats.handle.clone(), [2, p.batch, p.num_heads_q, p.seq_q]).arg()
     }
 
-    /// Everything that scores depend on besides products.
-    pub(super) fn scores<E: Float, M: Numeric>(&self, stage: Stage, route: &Route) -> ScoresLaunch<E, M> {
-        let (mask, bias) = (self.mask().into(), self.bias().into());
-        ScoresLaunch::new(self.score(stage, route), mask, bias, self.problem.band().into_launch())
-    }
-
-    /// [`scores`](Self::scores) with queries and keys exchanged, for kernels whose rows are keys.
-    pub(super) fn scores_transposed<E: Float, M: Numeric>(&self, stage: Stage, route: &Route) -> ScoresLaunch<E, M> {
+    /// Everything that scores depend on besides products, with this band of rows and columns. The softmax of a kernel multiplies
+    /// products by the scale itself unless scores are `scaled` before it.
+    pub(super) fn scores<E: Float, M: Numeric, NB: Size, NM: Size>(
+        &self,
+        stage: Stage,
+        route: &Route,
+        band: &Band,
+        scaled: bool,
+    ) -> ScoresLaunch<E, M, NB, NM> {
+        let scale = self.problem.softmax_scale();
+        let (capped, softcap) = (self.problem.options.softcap.is_some(), self.problem.options.softcap.unwrap_or(1.0));
+        let inner = 2.0 * LOG2_E * scale / softcap;
+        let exponent = if scaled { LOG2_E } else { LOG2_E * scale };
+        let extras = self.extras(stage, route);
         let Inputs { mask, bias, .. } = self.inputs;
-        let transposed = |view: &TensorView| view.transposed().broadcast_arg();
         ScoresLaunch::new(
-            self.score(stage, route),
-            mask.as_ref().map(|mask| transposed(&mask.tensor)).into(),
-            bias.as_ref().map(transposed).into(),
-            self.problem.band().transposed().into_launch(),
+            ScoreLaunch::new(scale, softcap, 1.0 / softcap, inner, exponent, capped, extras),
+            mask.as_ref().map(|mask| mask.tensor.broadcast_arg()).into(),
+            bias.as_ref().map(|bias| bias.broadcast_arg()).into(),
+            band.into_launch(),
         )
     }
 }

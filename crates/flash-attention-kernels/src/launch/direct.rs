@@ -29,7 +29,7 @@ type ForwardFn<E, M, N, B> = unsafe fn(
     AddressType,
     usize,
     QkvLaunch<E, N>,
-    ScoresLaunch<E, M>,
+    ScoresLaunch<E, M, Const<1>, Const<1>>,
     ForwardOutputsLaunch<E, N>,
     GridLaunch,
     B,
@@ -43,7 +43,7 @@ type GradientFn<E, M, N, B> = unsafe fn(
     AddressType,
     usize,
     SidesLaunch<E, N>,
-    ScoresLaunch<E, M>,
+    ScoresLaunch<E, M, Const<1>, Const<1>>,
     GradientsLaunch<E, N>,
     GridLaunch,
     B,
@@ -72,7 +72,7 @@ impl<'a> Outputs<'a> {
                     addresses.max(route.addresses()),
                     call.width(&[o]),
                     call.qkv(),
-                    call.scores(Stage::Forward, &route),
+                    call.scores(Stage::Forward, &route, &call.problem.band(), true),
                     ForwardOutputsLaunch::new(o.arg(), lse.arg()),
                     grid,
                     blueprint,
@@ -97,10 +97,8 @@ impl<'a> Backward<'a> {
         let (grid, count) = self.rows_grid(&results, list.rows)?;
         Ok(Prepared::Direct(Box::new(move || {
             let route = call.route(of, list.rows, list.columns);
-            let scores = match of {
-                Blocks::KeysTurned => call.scores_transposed(Stage::Backward, &route),
-                Blocks::Keys | Blocks::Queries => call.scores(Stage::Backward, &route),
-            };
+            let band = call.problem.band();
+            let band = if of == Blocks::KeysTurned { band.transposed() } else { band };
             // SAFETY: as for the forward.
             unsafe {
                 kernel(
@@ -110,7 +108,7 @@ impl<'a> Backward<'a> {
                     addresses.max(route.addresses()),
                     call.width(&results.views(saved)),
                     call.sides(saved, scratch, results.role().is_transposed()),
-                    scores,
+                    call.scores(Stage::Backward, &route, &band, true),
                     GradientsLaunch::new(results.dqk().into(), results.dv.map(|dv| dv.arg()).into()),
                     grid,
                     blueprint,

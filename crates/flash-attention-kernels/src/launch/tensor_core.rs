@@ -5,18 +5,17 @@ use super::backward::{Backward, Results};
 use super::route::Route;
 use super::{Call, Launch};
 use crate::error::AttentionError;
-use crate::fragment::Role;
+use crate::fragment::{Role, ScoresLaunch};
 use crate::hopper;
 use crate::mask::Band;
 use crate::tensor::{AnyView, TensorView};
 use crate::tensor_core::{
-    Blueprint, DeltaBlueprint, FactorsLaunch, GradientOutputsLaunch, HopperTile, Rows, RowsInLaunch, RowsOutLaunch,
-    ScoresLaunch, SourceSideLaunch, SourceSidesLaunch, StrideLaunch, TileScheduler, delta,
+    Blueprint, DeltaBlueprint, GradientOutputsLaunch, HopperTile, Rows, RowsInLaunch, RowsOutLaunch, SourceSideLaunch,
+    SourceSidesLaunch, StrideLaunch, TileScheduler, delta,
 };
 use crate::tiling::{self, Stage, cube_count, stats_multiple, stats_rows};
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
-use std::f32::consts::LOG2_E;
 
 /// Alignment of rows in bytes that TMA and 16-byte vectors require.
 pub(super) const VECTOR_BYTES: usize = 16;
@@ -230,16 +229,6 @@ impl Call<'_> {
         }
     }
 
-    /// The factors of the scores, and the optional operands.
-    pub(super) fn factors(&self, blueprint: &Blueprint, route: &Route) -> FactorsLaunch {
-        let scale = self.problem.softmax_scale();
-        let softcap = self.problem.options.softcap.unwrap_or(1.0);
-        let exponent = if blueprint.scores_are_scaled() { LOG2_E } else { LOG2_E * scale };
-        let stage = if blueprint.role == Role::Forward { Stage::Forward } else { Stage::Backward };
-        let extras = self.extras(stage, route);
-        FactorsLaunch::new(scale, softcap, 2.0 * LOG2_E * scale / softcap, exponent, extras)
-    }
-
     /// Number of queries by which the first block starts before query 0: [`Band::ahead()`]. It is 0 with dropout, whose draws
     /// belong to blocks of 16; with several sequences, which end at different positions; and with a block mask, whose blocks are
     /// fixed.
@@ -259,8 +248,8 @@ impl Call<'_> {
         band: &Band,
         route: &Route,
     ) -> ScoresLaunch<E, M, NB, NM> {
-        let (mask, bias) = (self.mask().into(), self.bias().into());
-        ScoresLaunch::new(self.factors(blueprint, route), mask, bias, band.into_launch())
+        let stage = if blueprint.role == Role::Forward { Stage::Forward } else { Stage::Backward };
+        self.scores(stage, route, band, blueprint.scores_are_scaled())
     }
 
     /// Number of elements of the bias and of the mask that are read at a time: two if the layout allows it and tiles start at even

@@ -13,7 +13,7 @@ use super::tile::*;
 use super::{Blueprint, MatrixTile};
 use crate::blocks::{TileSize, visits};
 use crate::dropout::Dropout;
-use crate::fragment::{ForwardOutputs, Grid, Qkv, Rows, Scores, TileAt, WIDTH};
+use crate::fragment::{ForwardOutputs, Grid, Qkv, Rows, ScalarScores, TileAt, WIDTH};
 use crate::rounding::rounded_one;
 use crate::softmax::{HIDDEN, Rescale, lse_bits, normalizer, raised, rounded_sum, weight};
 use cubecl::prelude::*;
@@ -22,7 +22,7 @@ use cubecl::prelude::*;
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn forward<E: Float, M: Numeric, N: Size>(
     inputs: Qkv<E, N>,
-    scores: Scores<E, M>,
+    scores: ScalarScores<E, M>,
     outputs: ForwardOutputs<E, N>,
     grid: Grid,
     #[comptime] blueprint: Blueprint,
@@ -116,7 +116,7 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
 #[cube]
 fn apply_score_mod<E: Float, M: Numeric>(
     s: &mut Array<f32>,
-    scores: &Scores<E, M>,
+    scores: &ScalarScores<E, M>,
     at: &TileAt,
     me: Place,
     #[comptime] nth: usize,

@@ -15,7 +15,7 @@ use super::tile::*;
 use super::{Blueprint, MatrixTile};
 use crate::blocks::{TileSize, visits};
 use crate::dropout::Dropout;
-use crate::fragment::{Gradients, Grid, Rows, Scores, Sides, Statistics, TileAt, WIDTH};
+use crate::fragment::{Gradients, Grid, Rows, ScalarScores, Sides, Statistics, TileAt, WIDTH};
 use crate::score::Factor;
 use crate::softmax::{softmax_backward, weight};
 use cubecl::prelude::*;
@@ -24,7 +24,7 @@ use cubecl::prelude::*;
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn gradient<E: Float, M: Numeric, N: Size>(
     sides: Sides<E, N>,
-    scores: Scores<E, M>,
+    scores: ScalarScores<E, M>,
     gradients: Gradients<E, N>,
     grid: Grid,
     #[comptime] blueprint: Blueprint,
@@ -141,7 +141,7 @@ impl Row {
     fn weighed<E: Float, M: Numeric>(
         s: Array<f32>,
         stats: &Statistics,
-        scores: &Scores<E, M>,
+        scores: &ScalarScores<E, M>,
         at: &TileAt,
         me: Place,
         #[comptime] nth: usize,

@@ -16,6 +16,7 @@ use super::products::{ColumnsOf, RowsOf};
 use super::tiles::{Along, CopiedRows, Lines, copy_rows, lane_of_columns, lane_of_rows, lane_of_sums};
 use super::{MmaBlueprint, MmaTile, Products};
 use crate::blocks::Visit;
+use crate::fragment::Scores;
 use crate::ptx::{lg2, shared_address};
 use crate::softmax::lse_bits_log2;
 use crate::tensor_core::*;
@@ -31,7 +32,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     #[comptime] blueprint: MmaBlueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
-    let (extras, exponent) = (inputs.factors.extras, inputs.factors.exponent);
+    let (extras, exponent) = (inputs.score.extras, inputs.score.exponent);
     let bounded = comptime!(inputs.band.bounded_above || inputs.band.bounded_below);
     let (tile, scores, products) = comptime!((blueprint.tile, blueprint.scores, blueprint.products));
     let (groups, tile_k, dtype) = comptime!((tile.groups, tile.tile_k, scores.dtype));

@@ -17,6 +17,7 @@ use super::products::{ColumnsOf, RowsOf};
 use super::tiles::{Along, CopiedRows, Lines, copy_rows, copy_words, lane_of_columns, lane_of_rows, lane_of_sums};
 use super::{MmaBlueprint, MmaTile, Products};
 use crate::blocks::Visit;
+use crate::fragment::Scores;
 use crate::mask::Band;
 use crate::ptx::shared_address;
 use crate::tensor_core::*;
@@ -34,7 +35,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     #[comptime] blueprint: MmaBlueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
-    let (extras, exponent, scale) = (inputs.factors.extras, inputs.factors.exponent, inputs.factors.scale);
+    let (extras, exponent, scale) = (inputs.score.extras, inputs.score.exponent, inputs.score.scale);
     let bounded = comptime!(inputs.band.bounded_above || inputs.band.bounded_below);
     let (tile, scores, products) = comptime!((blueprint.tile, blueprint.scores, blueprint.products));
     let (groups, tile_k, dtype) = comptime!((tile.groups, tile.tile_k, scores.dtype));

@@ -17,7 +17,7 @@ use super::Blueprint;
 use super::recompute::*;
 use super::tile::*;
 use crate::blocks::{TileSize, visits};
-use crate::fragment::{Block, Grid, Scores, Sides};
+use crate::fragment::{Block, Grid, ScalarScores, Sides};
 use crate::rounding::rounded_one;
 use cubecl::prelude::*;
 use serde::Serialize;
@@ -50,7 +50,7 @@ pub struct Sharers {
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
     sides: Sides<F, N>,
-    scores: Scores<F, M>,
+    scores: ScalarScores<F, M>,
     out: &mut Tensor<O>,
     grid: Grid,
     sharers: Sharers,

@@ -15,7 +15,7 @@ use super::scores::apply_score_mod;
 use super::tile::*;
 use crate::blocks::{TileSize, visits};
 use crate::dropout::Dropout;
-use crate::fragment::{ForwardOutputs, Grid, Qkv, Scores, TileAt, Vec4, WIDTH, zeros};
+use crate::fragment::{ForwardOutputs, Grid, Qkv, ScalarScores, TileAt, Vec4, WIDTH, zeros};
 use crate::softmax::{HIDDEN, lse_bits, normalizer, weight};
 use cubecl::prelude::*;
 
@@ -23,7 +23,7 @@ use cubecl::prelude::*;
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn forward<F: Float, M: Numeric, N: Size>(
     inputs: Qkv<F, N>,
-    scores: Scores<F, M>,
+    scores: ScalarScores<F, M>,
     outputs: ForwardOutputs<F, N>,
     grid: Grid,
     #[comptime] blueprint: Blueprint,

@@ -15,14 +15,14 @@ use super::Blueprint;
 use super::recompute::*;
 use super::tile::*;
 use crate::blocks::{TileSize, visits};
-use crate::fragment::{Gradients, Grid, Scores, Sides, zeros};
+use crate::fragment::{Gradients, Grid, ScalarScores, Sides, zeros};
 use cubecl::prelude::*;
 
 /// Gradients of the rows: `dq`, or `dk` and `dv`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn gradient<F: Float, M: Numeric, N: Size>(
     sides: Sides<F, N>,
-    scores: Scores<F, M>,
+    scores: ScalarScores<F, M>,
     gradients: Gradients<F, N>,
     grid: Grid,
     #[comptime] blueprint: Blueprint,

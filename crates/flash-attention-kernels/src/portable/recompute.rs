@@ -11,7 +11,7 @@
 use super::Blueprint;
 use super::scores::apply_score_mod;
 use super::tile::*;
-use crate::fragment::{Scores, Side, Statistics, TileAt, WIDTH};
+use crate::fragment::{ScalarScores, Side, Statistics, TileAt, WIDTH};
 use crate::score::Factor;
 use crate::softmax::{softmax_backward, weight};
 use cubecl::prelude::*;
@@ -78,7 +78,7 @@ impl<F: Float, N: Size> Operands<F, N> {
     /// Recomputes `P`, and `dT` if it is wanted. The caller has prefetched the first chunk with [`Operands::ask`].
     pub fn recompute<M: Numeric>(
         &self,
-        scores: &Scores<F, M>,
+        scores: &ScalarScores<F, M>,
         at: &TileAt,
         panels: &mut Panels,
         tile_gradient: &mut TileGradient,

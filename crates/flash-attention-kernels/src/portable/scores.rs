@@ -2,7 +2,7 @@
 
 use super::Blueprint;
 use super::tile::Unit;
-use crate::fragment::{Scores, TileAt};
+use crate::fragment::{ScalarScores, TileAt};
 use crate::score::Factor;
 use cubecl::prelude::*;
 
@@ -12,7 +12,7 @@ use cubecl::prelude::*;
 pub fn apply_score_mod<F: Float, M: Numeric>(
     s: &mut Array<f32>,
     factors: &mut Array<f32>,
-    scores: &Scores<F, M>,
+    scores: &ScalarScores<F, M>,
     at: &TileAt,
     me: Unit,
     #[comptime] blueprint: Blueprint,

@@ -9,7 +9,7 @@
 use super::Blueprint;
 use super::row::*;
 use crate::blocks::{Visit, runs};
-use crate::fragment::{ForwardOutputs, Grid, Qkv, Rows, Scores, TileAt, zeros};
+use crate::fragment::{ForwardOutputs, Grid, Qkv, Rows, ScalarScores, TileAt, zeros};
 use crate::softmax::{Rescale, lse_bits, normalizer, raised, weight};
 use cubecl::prelude::*;
 
@@ -17,7 +17,7 @@ use cubecl::prelude::*;
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn forward<F: Float, M: Numeric, N: Size>(
     inputs: Qkv<F, N>,
-    scores: Scores<F, M>,
+    scores: ScalarScores<F, M>,
     outputs: ForwardOutputs<F, N>,
     grid: Grid,
     #[comptime] blueprint: Blueprint,
@@ -98,7 +98,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
 #[cube]
 pub fn apply_score_mod<F: Float, M: Numeric>(
     t: f32,
-    scores: &Scores<F, M>,
+    scores: &ScalarScores<F, M>,
     at: &TileAt,
     row: u32,
     column: u32,

@@ -15,7 +15,7 @@ use super::Blueprint;
 use super::forward::apply_score_mod;
 use super::row::*;
 use crate::blocks::{Visit, runs};
-use crate::fragment::{Gradients, Grid, Rows, Scores, Sides, zeros};
+use crate::fragment::{Gradients, Grid, Rows, ScalarScores, Sides, zeros};
 use crate::score::Factor;
 use crate::softmax::{softmax_backward, weight};
 use cubecl::prelude::*;
@@ -24,7 +24,7 @@ use cubecl::prelude::*;
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn gradient<F: Float, M: Numeric, N: Size>(
     sides: Sides<F, N>,
-    scores: Scores<F, M>,
+    scores: ScalarScores<F, M>,
     gradients: Gradients<F, N>,
     grid: Grid,
     #[comptime] blueprint: Blueprint,

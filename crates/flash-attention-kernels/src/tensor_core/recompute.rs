@@ -12,13 +12,15 @@ use super::Blueprint;
 use super::operands::{GradientOutputs, LseOut, RowsOut, SourceSides, Sources};
 use super::rows::store_row_of;
 use super::schedule::TileScheduler;
-use super::scores::{Exponent, ScorePair, Scores, score_of_pair};
+use super::scores::{Exponent, score_of_pair};
 use super::softmax::sink_log2;
 use super::statistics::{RowStatistics, stats_all, stats_at};
 use crate::blocks::{TileSize, Visit, visits};
 use crate::dtype::Dtype;
 use crate::extras::Extras;
+use crate::fragment::Scores;
 use crate::mask::Band;
+use crate::mods::Place;
 use crate::ptx::{ex2, fma_packed, lg2, pack};
 use crate::softmax::{HIDDEN, Rescale, lse_bits_log2, raised, softmax_backward};
 use cubecl::prelude::*;
@@ -115,7 +117,7 @@ fn exponents<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
 ) -> Exponent {
     let mut value = 0.0f32.runtime();
     let mut visible = false.runtime();
-    let slope = 1.0f32.runtime();
+    let derivative = 1.0f32.runtime();
     let mut product = 0.0f32.runtime();
     if comptime!(blueprint.dtype != Dtype::F32) {
         product = products_with_keys(sources, of, key - UNIT_POS % 32, blueprint);
@@ -126,12 +128,12 @@ fn exponents<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             let k_at = sources.k.stride.at(of.batch, of.head_kv, key);
             product = dot(sources.q.data, q_at, sources.k.data, k_at, blueprint.head_dim, blueprint);
         }
-        let at = ScorePair { batch: of.batch, head: of.head, row: of.row, key, masked, band: of.band };
-        let exponent = score_of_pair(product, scores, &at, blueprint);
+        let place = Place::new(of.batch as u32, of.head as u32, &of.band, of.row, key, false);
+        let exponent = score_of_pair(product, scores, &place, masked, &of.band, blueprint);
         value = exponent.value;
         visible = exponent.visible;
     }
-    Exponent { value, visible, slope }
+    Exponent { value, visible, derivative }
 }
 
 /// Computes one row of `o`, and the bits of its `lse` if its sum was lost. The whole warp must call it.
@@ -145,7 +147,7 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     #[comptime] blueprint: Blueprint,
 ) {
     let lane = UNIT_POS % 32;
-    let (extras, band) = (scores.factors.extras, of.band);
+    let (extras, band) = (scores.score.extras, of.band);
     let (batch, head, row) = (of.batch, of.head, of.row);
     // Each thread holds eight columns of O.
     let mut o = Array::<f32>::new(8usize);
@@ -388,7 +390,7 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     #[comptime] blueprint: Blueprint,
 ) {
     let (differentiates, sums_values) = comptime!((blueprint.differentiates(), blueprint.sums_values()));
-    let (extras, band) = (scores.factors.extras, of.band);
+    let (extras, band) = (scores.score.extras, of.band);
     let (batch, head) = (of.batch, of.head);
     let (rows, cols) = (sources.rows, sources.cols);
     let lane = UNIT_POS % 32;
@@ -418,8 +420,8 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 let row_at = rows.qk.stride.at(batch, head, row);
                 let col_at = cols.qk.stride.at(batch, head_kv as usize, key);
                 let product = dot(rows.qk.data, row_at, cols.qk.data, col_at, blueprint.head_dim, blueprint);
-                let pair = ScorePair { batch, head: head_q, row, key, masked: visit.masked, band };
-                let exponent = score_of_pair(product, scores, &pair, blueprint);
+                let place = Place::new(batch as u32, head_q as u32, &band, row, key, blueprint.transposed());
+                let exponent = score_of_pair(product, scores, &place, visit.masked, &band, blueprint);
                 visible = exponent.visible;
                 let kept =
                     extras.dropout.keeps_of(&band, batch as u32, head_q as u32, row, key, blueprint.transposed());
@@ -432,7 +434,7 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                     let dp = extras.dropout.backward(dp, kept);
                     let delta = f32::reinterpret(stats[all + at]);
                     let of_score = softmax_backward(probability, dp, delta, false);
-                    ds = select(visible, of_score * exponent.slope, 0.0f32);
+                    ds = select(visible, of_score * exponent.derivative, 0.0f32);
                 }
             }
             for n in 0..KEYS {
@@ -460,7 +462,7 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     }
     if comptime!(differentiates) {
         let at = out.dqk.stride.at(batch, head, row);
-        write_row(&sum_k, &mut out.dqk, at, scores.factors.scale, blueprint.head_dim, blueprint);
+        write_row(&sum_k, &mut out.dqk, at, scores.score.scale, blueprint.head_dim, blueprint);
     }
     if comptime!(sums_values) {
         let at = out.dv.stride.at(batch, head, row);

@@ -6,44 +6,14 @@ mod pairs;
 use super::{Blueprint, Rows};
 use crate::blocks::Visit;
 use crate::dtype::Dtype;
-use crate::extras::Extras;
+use crate::fragment::Scores;
 use crate::mask::Band;
 use crate::mods::Place;
 use crate::ptx::{ex2, lg2, multiply_rounded, pack, reciprocal, unpack};
-use crate::score::distance;
+use crate::score::Score;
 use crate::softmax::UNSEEN;
 use cubecl::prelude::*;
 use pairs::{add_bias, hide_pairs};
-
-/// Scale factors of scores, prepared on the host for base-2 exponentials, and the optional operands.
-#[derive(CubeType, CubeLaunch)]
-#[expand(derive(Clone))]
-pub struct Factors {
-    /// Factor on `q·kᵀ`, if scores are scaled before the softmax.
-    pub scale: f32,
-    /// The softcap.
-    pub softcap: f32,
-    /// `2 log2(e) scale / softcap`, so that `e^(2x) = 2^(inner · q·kᵀ)` for the argument `x` of the `tanh` of
-    /// [`Score::of`](crate::score::Score::of).
-    pub inner: f32,
-    /// Factor from a score to its base-2 exponent.
-    pub exponent: f32,
-    /// Slopes, sinks, sequences, dropout, functions and block lists.
-    pub extras: Extras,
-}
-
-/// Everything that scores depend on besides products: one argument of every kernel.
-#[derive(CubeType, CubeLaunch)]
-pub struct Scores<E: Float, M: Numeric, NB: Size, NM: Size> {
-    /// Factors, slopes, functions, dropout and sequences.
-    pub factors: Factors,
-    /// Boolean mask, `[B | 1, H | 1, Sq | 1, Sk | 1]`: nonzero hides.
-    pub mask: ComptimeOption<&'static Tensor<Vector<M, NM>>>,
-    /// Additive bias of the same shape.
-    pub bias: ComptimeOption<&'static Tensor<Vector<E, NB>>>,
-    /// The band of rows and columns.
-    pub band: Band,
-}
 
 /// Location of a warpgroup's tile of scores.
 #[derive(CubeType, Clone, Copy)]
@@ -167,15 +137,15 @@ pub fn apply_score_mod<E: Float, M: Numeric, NB: Size, NM: Size>(
     if comptime!(blueprint.capped) {
         #[unroll]
         for i in 0..comptime!(tile_k / 2) {
-            s[i] = capped(s[i], &scores.factors);
+            s[i] = capped(s[i], &scores.score);
         }
     } else if comptime!(blueprint.modified || blueprint.scores_are_scaled() && !blueprint.tiled_bias()) {
         #[unroll]
         for i in 0..comptime!(tile_k / 2) {
-            s[i] *= scores.factors.scale;
+            s[i] *= scores.score.scale;
         }
     }
-    let derivatives = modify(s, &scores.factors, tile, blueprint);
+    let derivatives = modify(s, &scores.score, tile, blueprint);
     add_bias(s, scores, tile, blueprint);
     if comptime!(blueprint.sparse && blueprint.hides_pairs()) {
         if tile.masked {
@@ -189,18 +159,12 @@ pub fn apply_score_mod<E: Float, M: Numeric, NB: Size, NM: Size>(
 
 /// Applies `score_mod`, if there is one, and keeps its derivatives if the blueprint asks for them.
 #[cube]
-fn modify(
-    s: &mut Array<f32>,
-    factors: &Factors,
-    tile: &ScoreTile,
-    #[comptime] blueprint: Blueprint,
-) -> ScoreDerivatives {
+fn modify(s: &mut Array<f32>, score: &Score, tile: &ScoreTile, #[comptime] blueprint: Blueprint) -> ScoreDerivatives {
     let tile_k = comptime!(blueprint.tile.tile_k);
     let mut words = Array::<u32>::new(comptime!(derivative_words(blueprint, tile_k / 2)));
     if comptime!(blueprint.modified) {
-        let (mods, band) = (&factors.extras.mods, &tile.band);
+        let band = &tile.band;
         let transposed = comptime!(blueprint.transposed());
-        let per_cap = reciprocal(factors.softcap);
         #[unroll]
         for r in 0..2usize {
             let distance = Place::between(band, tile.lane_row + comptime!(8 * r as u32), tile.lane_column);
@@ -212,13 +176,7 @@ fn modify(
                     #[unroll]
                     for e in 0..2usize {
                         let place = tile.place(distance, r, i, e, transposed);
-                        let t = s[comptime!(first + e)];
-                        let mut derivative = mods.partials(t, &place, band).score;
-                        if comptime!(blueprint.capped) {
-                            let tanh = t * per_cap;
-                            derivative *= fma(-tanh, tanh, 1.0f32);
-                        }
-                        derivatives[e] = derivative;
+                        derivatives[e] = score.derivative(s[comptime!(first + e)], &place, band);
                     }
                     if comptime!(blueprint.dtype == Dtype::F32) {
                         words[first] = u32::reinterpret(derivatives[0]);
@@ -230,7 +188,7 @@ fn modify(
                 #[unroll]
                 for e in 0..2usize {
                     let place = tile.place(distance, r, i, e, transposed);
-                    s[comptime!(first + e)] = mods.score_of(s[comptime!(first + e)], &place, band);
+                    s[comptime!(first + e)] = score.modified(s[comptime!(first + e)], &place, band);
                 }
             }
         }
@@ -266,10 +224,9 @@ pub fn softcap_backward<E: Float, M: Numeric, NB: Size, NM: Size>(
 ) {
     let mut t = negative_capped(p, lse, comptime!(blueprint.tile.tile_k / 2));
     add_bias(&mut t, scores, tile, blueprint);
-    let per_cap = reciprocal(scores.factors.softcap);
     #[unroll]
     for n in 0..comptime!(blueprint.tile.tile_k / 2) {
-        let tanh = t[n] * per_cap;
+        let tanh = t[n] * scores.score.per_softcap;
         // A hidden pair has gradient 0, whatever its bias is.
         ds[n] = select(p[n] == 0.0f32, 0.0f32, fma(-tanh, tanh, 1.0f32) * ds[n]);
     }
@@ -316,83 +273,42 @@ pub struct Exponent {
     /// Whether neither mask nor `mask_mod` hides the pair.
     pub visible: bool,
     /// Derivative of softcap and `score_mod`, in kernels that compute `dS`.
-    pub slope: f32,
+    pub derivative: f32,
 }
 
-/// A pair of row and column.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub struct ScorePair {
-    /// Batch.
-    pub batch: usize,
-    /// Query head.
-    pub head: usize,
-    /// Row.
-    pub row: u32,
-    /// Column.
-    pub key: u32,
-    /// Whether mask and `mask_mod` must be applied.
-    pub masked: bool,
-    /// The band of the pair's sequence.
-    pub band: Band,
-}
-
-/// The score of one pair from its product, computed as [`apply_score_mod()`] does for a tile. The band is not applied. Rows are
-/// queries or keys, as in the tiles of the kernel.
+/// The score of one pair from its product, computed as [`apply_score_mod()`] does for a tile. The band is not applied. Mask and
+/// `mask_mod` are applied if `masked`.
 #[cube]
 pub fn score_of_pair<E: Float, M: Numeric, NB: Size, NM: Size>(
     product: f32,
     scores: &Scores<E, M, NB, NM>,
-    at: &ScorePair,
+    place: &Place,
+    masked: bool,
+    band: &Band,
     #[comptime] blueprint: Blueprint,
 ) -> Exponent {
-    let (factors, band) = (&scores.factors, &at.band);
-    let mut s = product;
-    let mut visible = true.runtime();
-    let mut slope = 1.0f32.runtime();
-    let along_rows = comptime!(if blueprint.transposed() { 3 } else { 2 });
-    if comptime!(blueprint.capped) {
-        s = capped(s, factors);
-        let tanh = s * reciprocal(factors.softcap);
-        slope = fma(-tanh, tanh, slope);
+    let score = &scores.score;
+    let t = if comptime!(blueprint.capped) {
+        capped(product, score)
     } else if comptime!(blueprint.scores_are_scaled()) {
-        s *= factors.scale;
-    }
-    let place = Place::new(at.batch as u32, at.head as u32, band, at.row, at.key, blueprint.transposed());
-    if comptime!(blueprint.modified) {
-        if comptime!(blueprint.differentiates()) {
-            slope *= factors.extras.mods.partials(s, &place, band).score;
-        }
-        s = factors.extras.mods.score_of(s, &place, band);
-    }
-    if comptime!(blueprint.alibi) {
-        s = fma(factors.extras.slope(at.batch, at.head), distance(band, at.row, at.key), s);
-    }
-    // Bias and mask are read in pairs that start at even keys.
-    let (even, odd) = (at.key / 2 * 2, at.key % 2 == 1);
-    #[comptime]
-    if let ComptimeOption::Some(bias) = scores.bias {
-        let start = at.batch * bias.stride(0) + at.head * bias.stride(1) + at.row as usize * bias.stride(along_rows);
-        let pair = pair_of::<E, NB>(bias, start, band, even, blueprint.bias, blueprint);
-        s += select(odd, f32::cast_from(pair.extract(1usize)), f32::cast_from(pair.extract(0usize)));
-    }
-    #[comptime]
-    if let ComptimeOption::Some(mask) = scores.mask {
-        let start = at.batch * mask.stride(0) + at.head * mask.stride(1) + at.row as usize * mask.stride(along_rows);
-        let pair = pair_of::<M, NM>(mask, start, band, even, blueprint.mask, blueprint);
-        visible = select(odd, pair.extract(1usize), pair.extract(0usize)) == M::from_int(0);
-    }
-    // Evaluated before the `&&`: CubeCL would turn a call after it into a branch.
-    let sees = factors.extras.mods.sees(&place, band);
-    visible = visible && sees || !at.masked;
-    Exponent { value: s * factors.exponent, visible, slope }
+        product * score.scale
+    } else {
+        product
+    };
+    let derivative =
+        if comptime!(blueprint.differentiates()) { score.derivative(t, place, band) } else { 1.0f32.runtime() };
+    let slope = score.extras.slope(place.batch as usize, place.head as usize);
+    let value = scores.composed(t, slope, place, band) * score.exponent;
+    // Evaluated before the `||`: CubeCL would turn a call after it into a branch.
+    let shown = scores.show(place, band);
+    Exponent { value, visible: shown || !masked, derivative }
 }
 
 /// The score of a product with softcap: `softcap · tanh x`, with `tanh x = 1 − 2 / (1 + e^(2x))`.
 #[cube]
-fn capped(product: f32, factors: &Factors) -> f32 {
-    let e2x = ex2(product * factors.inner);
-    fma(-2.0f32 * factors.softcap, reciprocal(1.0f32 + e2x), factors.softcap)
+fn capped(product: f32, score: &Score) -> f32 {
+    let e2x = ex2(product * score.inner);
+    fma(-2.0f32 * score.softcap, reciprocal(1.0f32 + e2x), score.softcap)
 }
 
 /// Two neighbouring elements of a row of a mask or bias: a single read if rows allow vectors of two. `rows`: how the rows

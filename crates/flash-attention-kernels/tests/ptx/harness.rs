@@ -12,16 +12,16 @@ use cubecl_llvm::nvptx::ptx_version::PtxVersion;
 use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
 use flash_attention_kernels::dropout::DropoutCompilationArg;
 use flash_attention_kernels::extras::ExtrasCompilationArg;
-use flash_attention_kernels::fragment::Role;
+use flash_attention_kernels::fragment::{Role, ScoresCompilationArg};
 use flash_attention_kernels::hopper::operands::{ScheduleCompilationArg, StreamsCompilationArg};
 use flash_attention_kernels::hopper::producer::SpreadCompilationArg;
 use flash_attention_kernels::mask::{Band, BandCompilationArg};
 use flash_attention_kernels::mods::{ModsCompilationArg, TableCompilationArg, TablesCompilationArg};
+use flash_attention_kernels::score::ScoreCompilationArg;
 use flash_attention_kernels::tensor_core::{
-    Blueprint, DivisorCompilationArg, FactorsCompilationArg, GradientOutputsCompilationArg, LseOutCompilationArg,
-    OutputsCompilationArg, Rows, RowsInCompilationArg, RowsOutCompilationArg, ScoresCompilationArg,
-    SourceSideCompilationArg, SourceSidesCompilationArg, SourcesCompilationArg, StrideCompilationArg,
-    TileSchedulerCompilationArg,
+    Blueprint, DivisorCompilationArg, GradientOutputsCompilationArg, LseOutCompilationArg, OutputsCompilationArg, Rows,
+    RowsInCompilationArg, RowsOutCompilationArg, SourceSideCompilationArg, SourceSidesCompilationArg,
+    SourcesCompilationArg, StrideCompilationArg, TileSchedulerCompilationArg,
 };
 use flash_attention_kernels::tiling::{Device, element_type};
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, HopperTile};
@@ -146,7 +146,7 @@ pub fn score_args<E: Float, M: Numeric, NB: Size, NM: Size>(
     band: Band,
 ) -> ScoresCompilationArg<E, M, NB, NM> {
     ScoresCompilationArg {
-        factors: factors(problem),
+        score: score(problem),
         mask: optional(blueprint.mask.is_some()),
         bias: optional(blueprint.bias.is_some()),
         band: band_arg(band),
@@ -186,8 +186,9 @@ fn tables(shapes: [Option<[usize; 4]>; 2]) -> TablesCompilationArg {
     TablesCompilationArg { a, b }
 }
 
-pub fn factors(problem: &AttentionProblem) -> FactorsCompilationArg {
-    FactorsCompilationArg { scale: (), softcap: (), inner: (), exponent: (), extras: extras(problem) }
+pub fn score(problem: &AttentionProblem) -> ScoreCompilationArg {
+    let (capped, extras) = (problem.options.softcap.is_some(), extras(problem));
+    ScoreCompilationArg { scale: (), softcap: (), per_softcap: (), inner: (), exponent: (), capped, extras }
 }
 
 pub fn band_arg(band: Band) -> BandCompilationArg {

@@ -112,7 +112,7 @@ impl<'a> Backward<'a> {
                     addresses.max(route.addresses()),
                     call.width(&[&saved.dout]),
                     call.sides(saved, scratch, false),
-                    call.scores(Stage::Backward, &route),
+                    call.scores(Stage::Backward, &route, &p.band(), true),
                     out,
                     grid,
                     sharers,

@@ -1,7 +1,8 @@
 //! Mask, `mask_mod`, bias and slopes of each pair of a tile.
 
 use super::super::{Blueprint, Rows, WARPGROUP_ROWS};
-use super::{ScoreTile, Scores, pair_of};
+use super::{ScoreTile, pair_of};
+use crate::fragment::Scores;
 use crate::mods::Place;
 use crate::ptx::{load_tiles, unpack};
 use crate::softmax::UNSEEN;
@@ -27,7 +28,7 @@ pub fn hide_pairs<E: Float, M: Numeric, NB: Size, NM: Size>(
                 for e in 0..2usize {
                     let n = comptime!(4 * i + 2 * r + e);
                     let place = tile.place(distance, r, i, e, transposed);
-                    s[n] = select(scores.factors.extras.mods.sees(&place, band), s[n], UNSEEN);
+                    s[n] = select(scores.score.extras.mods.sees(&place, band), s[n], UNSEEN);
                 }
             }
         }
@@ -47,7 +48,7 @@ pub fn add_bias<E: Float, M: Numeric, NB: Size, NM: Size>(
     #[comptime] blueprint: Blueprint,
 ) {
     if comptime!(blueprint.tiled_bias()) {
-        add_tile(s, scores.factors.scale, tile, blueprint);
+        add_tile(s, scores.score.scale, tile, blueprint);
     } else {
         #[comptime]
         if let ComptimeOption::Some(bias) = scores.bias {
@@ -55,7 +56,7 @@ pub fn add_bias<E: Float, M: Numeric, NB: Size, NM: Size>(
         }
     }
     if comptime!(blueprint.alibi) {
-        let slope = scores.factors.extras.slope(tile.batch as usize, tile.head as usize);
+        let slope = scores.score.extras.slope(tile.batch as usize, tile.head as usize);
         #[unroll]
         for r in 0..2usize {
             let row = tile.lane_row + comptime!(8 * r as u32);
