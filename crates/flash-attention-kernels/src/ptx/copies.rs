@@ -105,13 +105,14 @@ pub fn load_shared(at: u32) -> u32 {
     })
 }
 
-/// Reads two f32 of shared memory.
+/// Reads two f32 of shared memory, `offset` bytes after `at`. The offset is part of the instruction: a sum would be an
+/// instruction of its own, because LLVM turns additions to aligned addresses into disjunctions, which no address contains.
 #[cube]
-pub fn load_shared_pair(at: u32) -> Sequence<f32> {
+pub fn load_shared_pair(at: u32, #[comptime] offset: usize) -> Sequence<f32> {
     intrinsic!(|scope| {
         let (ty, at) = (f32::__expand_as_type(scope), at.read_value(scope));
-        let template = "ld.shared.v2.f32 {$0, $1}, [$2];";
-        sequence(scope, effect_values(scope, ty, 2, template, "=f,=f,r,~{memory}", vec![at]))
+        let template = format!("ld.shared.v2.f32 {{$0, $1}}, [$2+{offset}];");
+        sequence(scope, effect_values(scope, ty, 2, &template, "=f,=f,r,~{memory}", vec![at]))
     })
 }
 

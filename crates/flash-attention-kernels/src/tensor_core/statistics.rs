@@ -95,11 +95,11 @@ pub fn tile_statistics(at: u32, row0: f32, row1: f32, #[comptime] blueprint: Blu
     #[unroll]
     for i in 0..comptime!(blueprint.tile.tile_k / 8) {
         if comptime!(blueprint.transposed()) {
-            let at = at + comptime!((32 * i) as u32);
             let (even, odd) = if comptime!(blueprint.varlen) {
+                let at = at + comptime!((32 * i) as u32);
                 (f32::reinterpret(load_shared(at)), f32::reinterpret(load_shared(at + 4)))
             } else {
-                let pair = load_shared_pair(at);
+                let pair = load_shared_pair(at, 32 * i);
                 (*pair.index(0usize), *pair.index(1usize))
             };
             #[unroll]
