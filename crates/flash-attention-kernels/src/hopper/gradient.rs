@@ -20,7 +20,7 @@
 //! else overlaps with the products of the other warpgroup.
 
 use super::dq_accum_columns;
-use super::layout::{Operand, Region};
+use super::layout::{Layout, Operand, Region, columns_offset};
 use super::memory::{CONTINUED, CONTINUES, FULLY_MASKED, Memory, WorkTileField};
 use super::operands::{Schedule, Streams};
 use super::pipeline::PipelineState;
@@ -59,31 +59,23 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let drops = comptime!(extras.dropout.seed.is_some());
 
     // -- shared memory, barriers, descriptors
-    let size = comptime!(dtype.size());
-    let elements = comptime!(blueprint.shared_memory() / size);
-    let d_at = comptime!(tile.warpgroups * blueprint.q_bytes() / size);
-    let k_at = comptime!(d_at + tile.warpgroups * blueprint.d_bytes() / size);
-    let v_at = comptime!(k_at + stages * blueprint.k_bytes() / size);
-    let shared = Shared::<[E]>::new_aligned_slice(elements, 1024usize);
+    let shared = Shared::<[E]>::new_aligned_slice(comptime!(blueprint.shared_memory() / dtype.size()), 1024usize);
     let warp = plane_broadcast(UNIT_POS / 32, 0u32);
     let (warpgroup, of_warpgroup) = (warp / 4, warp % 4);
     let memory = Memory::new(shared_address::<E>(&shared[0..1024]), blueprint);
     let lane = UNIT_POS % 32;
     let quarter = lane % 4;
-    // Descriptors count units of 16 bytes. Tiles are read by rows for S and dP, and by columns for the accumulated gradients.
-    let q_rows = descriptor::<E>(&shared[0..1024], 16usize, 1024usize)
-        + u64::cast_from(warpgroup * comptime!((blueprint.q_bytes() / 16) as u32));
-    let d_rows = descriptor::<E>(&shared[d_at..d_at + 1024], 16usize, 1024usize)
-        + u64::cast_from(warpgroup * comptime!((blueprint.d_bytes() / 16) as u32));
-    let k_rows = descriptor::<E>(&shared[k_at..k_at + 1024], 16usize, 1024usize);
-    let v_rows = descriptor::<E>(&shared[v_at..v_at + 1024], 16usize, 1024usize);
-    let k_columns = descriptor::<E>(&shared[k_at..k_at + 1024], comptime!(tile_k * 128), 1024usize);
-    let v_columns = descriptor::<E>(&shared[v_at..v_at + 1024], comptime!(tile_k * 128), 1024usize);
+    // Descriptors count units of 16 bytes, and all of them are sums of this one and a constant: uniform registers are scarce.
+    let start = descriptor::<E>(&shared[0..1024], 16usize, 1024usize);
+    let q_rows = start + u64::cast_from(warpgroup * comptime!((blueprint.q_bytes() / 16) as u32));
+    let d_rows = start + u64::cast_from(warpgroup * comptime!((blueprint.d_bytes() / 16) as u32));
+    // Tiles are read by rows for S and dP, and by columns for the accumulated gradients.
+    let (d_at, k_at, v_at) =
+        comptime!((blueprint.units(Operand::D), blueprint.units(Operand::K), blueprint.units(Operand::V)));
+    let by_columns = comptime!(columns_offset(tile_k));
     let k_stage = comptime!((blueprint.k_bytes() / 16) as u32);
     let v_stage = comptime!((blueprint.v_bytes() / 16) as u32);
-    // End of the pipelines.
-    let ring_end = comptime!(v_at + stages * (blueprint.v_bytes() + blueprint.b_bytes()) / size);
-    let ds_at = comptime!(if blueprint.reduces() { ring_end } else { 0 });
+    let ds_at = comptime!(if blueprint.reduces() { blueprint.offset(Region::Ds) as usize / dtype.size() } else { 0 });
     let mut reducer = Reducer::new::<E>(&shared[ds_at..ds_at + 1024], &shared[0..1024], &memory, warp, blueprint);
 
     // -- the first loads
@@ -127,15 +119,15 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             // -- S and dP
             let mut s = Array::<f32>::new(s_len);
             let mut ds = Array::<f32>::new(comptime!(if differentiates { s_len } else { 0 }));
-            let k_tile = u64::cast_from(state.stage * k_stage);
-            let v_tile = u64::cast_from(state.stage * v_stage);
+            let k_tile = start + u64::cast_from(state.stage * k_stage);
+            let v_tile = start + u64::cast_from(state.stage * v_stage);
             wgmma_fence();
-            products(&mut s, q_rows, k_rows + k_tile, blueprint.head_dim, blueprint);
+            products(&mut s, q_rows, k_tile + k_at, blueprint.head_dim, blueprint);
             wgmma_commit();
             mbarrier_wait(memory.full(Operand::V) + state.stage * 8, state.phase);
             if comptime!(differentiates) {
                 wgmma_fence();
-                products(&mut ds, d_rows, v_rows + v_tile, blueprint.head_dim_v, blueprint);
+                products(&mut ds, d_rows + d_at, v_tile + v_at, blueprint.head_dim_v, blueprint);
                 wgmma_commit();
             }
             if nth + step != 0 {
@@ -183,7 +175,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 }
                 pin(&mut sum_v, comptime!(columns_dv / 2));
                 wgmma_fence();
-                mma_registers(&mut sum_v, &p, v_columns + v_tile, adds, 128usize, columns_dv, dtype);
+                mma_registers(&mut sum_v, &p, v_tile + comptime!(v_at + by_columns), adds, 128usize, columns_dv, dtype);
                 wgmma_commit();
             }
             pin(&mut s, s_len);
@@ -237,7 +229,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 }
                 pin(&mut sum_k, comptime!(columns_dk / 2));
                 wgmma_fence();
-                mma_registers(&mut sum_k, &g, k_columns + k_tile, adds, 128usize, columns_dk, dtype);
+                mma_registers(&mut sum_k, &g, k_tile + comptime!(k_at + by_columns), adds, 128usize, columns_dk, dtype);
                 wgmma_commit();
                 if comptime!(reduces) {
                     wgmma_wait(1usize);

@@ -1,6 +1,7 @@
 //! Layouts of shared memory: tiles of the operands with their barriers, and words.
 
 use super::{SLOTS, WORDS};
+use crate::tensor_core::LINE;
 
 /// An operand that is loaded to shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,8 +77,19 @@ pub trait Layout {
         self.regions().iter().take_while(|(of, _)| *of != region).map(|(_, bytes)| *bytes as u32).sum()
     }
 
+    /// Offset of an operand's tiles in a descriptor, in units of 16 bytes.
+    fn units(&self, operand: Operand) -> u64 {
+        u64::from(self.offset(Region::Tiles(operand)) / 16)
+    }
+
     /// Bytes of all regions: a multiple of 1,024, to which swizzled tiles are aligned.
     fn total(&self) -> usize {
         self.regions().iter().map(|(_, bytes)| bytes).sum::<usize>().next_multiple_of(1024)
     }
+}
+
+/// Added to the descriptor of a tile that is read by rows, gives that of the same tile, of `lines` lines, read by columns: the
+/// distance between two of its panels replaces that of 16 bytes.
+pub fn columns_offset(lines: usize) -> u64 {
+    ((lines * LINE / 16 - 1) as u64) << 16
 }
