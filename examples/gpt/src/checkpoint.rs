@@ -3,11 +3,9 @@
 //! ```text
 //! magic "BURN-GPT" | version u32 | checksum u64 of all that follows
 //! length u64 | header, TOML
-//! length u64 | model, burnpack
-//! length u64 | first moments, burnpack
-//! length u64 | second moments, burnpack
+//! burnpack: the tensors of the model, `0.…`, and of its first and second moments, `1.…` and `2.…`
 //! ```
-//! Numbers are little-endian.
+//! Numbers are little-endian. A burnpack by itself has no checksum.
 
 use crate::config::Config;
 use crate::data::fnv1a;
@@ -23,8 +21,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 const MAGIC: &[u8; 8] = b"BURN-GPT";
-const VERSION: u32 = 2;
-const SECTIONS: usize = 4;
+const VERSION: u32 = 3;
 
 /// Everything but the tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -53,7 +50,8 @@ pub struct Best {
 pub struct Checkpoint {
     pub header: Header,
     path: PathBuf,
-    records: [ModuleRecord; 3],
+    /// Tensors of the model and its moments.
+    record: ModuleRecord,
 }
 
 impl Checkpoint {
@@ -73,20 +71,12 @@ impl Checkpoint {
         optimizer: &AdamW,
         reached: impl FnMut(Stage),
     ) -> Result<(), Error> {
-        let [first, second] = optimizer.records(model);
-        let pack = |record: ModuleRecord| record.into_bytes().map_err(|error| problem(path, &error));
         let header = toml::to_string(header).expect("a header is a table of plain values");
-        let sections = [model.valid().into_record(), first, second].map(pack);
-
-        let mut body = Vec::new();
-        let mut section = |bytes: &[u8]| {
-            body.extend((bytes.len() as u64).to_le_bytes());
-            body.extend(bytes);
-        };
-        section(header.as_bytes());
-        for bytes in sections {
-            section(&bytes?);
-        }
+        let length = (header.len() as u64).to_le_bytes();
+        let [first, second] = optimizer.moments(model);
+        let record = [model.valid(), first, second].into_record();
+        let tensors = record.into_bytes().map_err(|error| problem(path, &error))?;
+        let body = [&length, header.as_bytes(), &tensors].concat();
         let checksum = fnv1a(&body).to_le_bytes();
         write_in_stages(path, &[MAGIC, &VERSION.to_le_bytes(), &checksum, &body], reached)
     }
@@ -98,53 +88,38 @@ impl Checkpoint {
         let bytes = fs::read(path).map_err(Error::io(path))?;
         let problem = |problem| Error::Checkpoint { path: path.to_path_buf(), problem };
         let corrupt = |what: &str| problem(CheckpointProblem::Corrupt(what.to_string()));
+        let too_short = || corrupt("it ends too early");
 
         let mut rest = bytes.strip_prefix(MAGIC).ok_or_else(|| problem(CheckpointProblem::Foreign))?;
-        let version = u32::from_le_bytes(*take(&mut rest).ok_or_else(|| corrupt("it ends too early"))?);
+        let version = u32::from_le_bytes(*take(&mut rest).ok_or_else(too_short)?);
         if version != VERSION {
             return Err(problem(CheckpointProblem::Version { found: version, expected: VERSION }));
         }
-        let checksum = u64::from_le_bytes(*take(&mut rest).ok_or_else(|| corrupt("it ends too early"))?);
+        let checksum = u64::from_le_bytes(*take(&mut rest).ok_or_else(too_short)?);
         if fnv1a(rest) != checksum {
             return Err(corrupt("its checksum does not match"));
         }
-
-        let mut sections = Vec::with_capacity(SECTIONS);
-        while let Some(length) = take(&mut rest) {
-            let length = usize::try_from(u64::from_le_bytes(*length)).unwrap_or(usize::MAX);
-            let (section, after) = rest.split_at_checked(length).ok_or_else(|| corrupt("it ends too early"))?;
-            sections.push(section);
-            rest = after;
-        }
-        if !rest.is_empty() {
-            return Err(corrupt("it ends too early"));
-        }
-        let Ok([header, records @ ..]) = <[&[u8]; SECTIONS]>::try_from(sections) else {
-            return Err(corrupt("it has not four parts"));
-        };
-        let header = str::from_utf8(header).map_err(|error| corrupt(&error.to_string()))?;
-        let header = toml::from_str(header).map_err(|error: toml::de::Error| corrupt(error.message()))?;
-        let unpack = |bytes: &[u8]| ModuleRecord::from_bytes(Bytes::from_bytes_vec(bytes.to_vec()));
-        let [model, first, second] = records.map(|bytes| unpack(bytes).map_err(|error| self::problem(path, &error)));
-        Ok(Self { header, path: path.to_path_buf(), records: [model?, first?, second?] })
+        let length = u64::from_le_bytes(*take(&mut rest).ok_or_else(too_short)?);
+        let length = usize::try_from(length).unwrap_or(usize::MAX);
+        let (header, tensors) = rest.split_at_checked(length).ok_or_else(too_short)?;
+        let header = toml::from_slice(header).map_err(|error| corrupt(error.message()))?;
+        let record = ModuleRecord::from_bytes(Bytes::from_bytes_vec(tensors.to_vec()));
+        Ok(Self { header, path: path.to_path_buf(), record: record.map_err(|error| self::problem(path, &error))? })
     }
 
     /// Restores the model.
     pub fn model(self, model: Gpt) -> Result<Gpt, Error> {
-        let [record, ..] = self.records;
-        model.try_load_record(record).map_err(|error| problem(&self.path, &error))
+        let restored = [model].try_load_record(self.record.allow_unused(true));
+        let [model] = restored.map_err(|error| problem(&self.path, &error))?;
+        Ok(model)
     }
 
     /// Restores the model and the optimizer.
     pub fn restore(self, model: Gpt) -> Result<(Gpt, AdamW), Error> {
-        let problem = |error| problem(&self.path, &error);
-        let [record, first, second] = self.records;
-        let model = model.try_load_record(record).map_err(problem)?;
-        let mut optimizer = AdamW::new(&model, &self.header.config);
-        optimizer.load(&model, [first, second]).map_err(problem)?;
-        optimizer.updates = self.header.updates;
-        optimizer.loss_scale = self.header.loss_scale;
-        Ok((model, optimizer))
+        let moments = model.valid();
+        let restored = [model, moments.clone(), moments].try_load_record(self.record);
+        let [model, moments @ ..] = restored.map_err(|error| problem(&self.path, &error))?;
+        Ok((model, AdamW::with_moments(&moments, self.header.updates, self.header.loss_scale)))
     }
 
     pub fn check_text(&self, hash: u64) -> Result<(), Error> {

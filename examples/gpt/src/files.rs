@@ -1,4 +1,4 @@
-//! Atomic writing of files.
+//! Atomic writing of files. burn-pack's `AtomicFile` leaves a file of another name behind whenever the process is killed.
 
 use crate::error::Error;
 use std::fs::{self, File};

@@ -1,21 +1,22 @@
 //! AdamW as in nanoGPT: weight decay of matrices only, and gradients clipped by their norm over all parameters.
 //!
-//! Burn's own optimizers clip each parameter separately, and load their state to the default device, which may not exist. Here the moments
-//! are saved, loaded and moved as modules of the model's shape.
+//! Burn's AdamW updates each parameter. Burn's `ModuleOptimizer`, which would update the whole model, cannot do this:
+//! - `GradientClipping::Norm` clips each parameter by its own norm.
+//! - `ModuleOptimizer::load_record` loads the state to `Device::default()`, which may not exist. It skips a state that the record lacks, and
+//!   panics on a tensor without a parameter's id.
+//!
+//! Here the moments are saved, loaded and moved as modules of the model's shape.
 
 use crate::config::Config;
 use crate::error::Error;
 use crate::model::Gpt;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
-use burn::optim::GradientsParams;
-use burn::store::{ModuleRecord, RecordError};
+use burn::optim::{AdamWConfig, AdamWState, AdaptiveMomentumState, GradientsParams, Optimizer};
 use burn::tensor::{Device, FloatDType, Tensor};
-
-const EPSILON: f64 = 1e-8;
 
 /// The optimizer and its state.
 pub struct AdamW {
-    /// First moments, by parameter.
+    /// First moments, by parameter. Empty before the first update.
     first: GradientsParams,
     /// Second moments, by parameter.
     second: GradientsParams,
@@ -26,32 +27,24 @@ pub struct AdamW {
 }
 
 impl AdamW {
-    pub fn new(model: &Gpt, config: &Config) -> Self {
+    pub fn new(config: &Config) -> Self {
         let loss_scale = (config.dtype.float() == FloatDType::F16).then(LossScale::default);
-        Self { first: collect(model, true), second: collect(model, true), updates: 0, loss_scale }
+        Self { first: GradientsParams::new(), second: GradientsParams::new(), updates: 0, loss_scale }
+    }
+
+    /// An optimizer with the moments of [`AdamW::moments`].
+    pub fn with_moments([first, second]: &[Gpt; 2], updates: usize, loss_scale: Option<LossScale>) -> Self {
+        Self { first: values(first), second: values(second), updates, loss_scale }
+    }
+
+    /// First and second moments in modules of the model's shape.
+    pub fn moments(&self, model: &Gpt) -> [Gpt; 2] {
+        [&self.first, &self.second].map(|moment| model.valid().map(&mut Replace { moment }))
     }
 
     /// A copy of the state on another device, for the model's copy there.
     pub fn copy(&self, model: &Gpt, device: &Device) -> Self {
-        let moved = |moment| collect(&model.valid().map(&mut Replace { moment }).to_device(device), false);
-        Self {
-            first: moved(&self.first),
-            second: moved(&self.second),
-            updates: self.updates,
-            loss_scale: self.loss_scale.clone(),
-        }
-    }
-
-    /// The moments, for a checkpoint.
-    pub fn records(&self, model: &Gpt) -> [ModuleRecord; 2] {
-        [&self.first, &self.second].map(|moment| model.valid().map(&mut Replace { moment }).into_record())
-    }
-
-    /// Loads the moments from a checkpoint.
-    pub fn load(&mut self, model: &Gpt, [first, second]: [ModuleRecord; 2]) -> Result<(), RecordError> {
-        self.first = collect(&model.valid().try_load_record(first)?, false);
-        self.second = collect(&model.valid().try_load_record(second)?, false);
-        Ok(())
+        Self::with_moments(&self.moments(model).to_device(device), self.updates, self.loss_scale.clone())
     }
 
     /// Factor for the loss before the backward.
@@ -84,15 +77,11 @@ impl AdamW {
             0.0 => norm.ones_like(),
             clip => (norm / scale + 1e-6).recip().mul_scalar(clip).clamp_max(1.0),
         };
+        let factor = factor / scale;
+        let model =
+            model.map(&mut Update { optimizer: self, gradients, factor, learning_rate, config, in_linear: false });
         self.updates += 1;
-        Ok(model.map(&mut Update {
-            optimizer: self,
-            gradients,
-            factor: factor / scale,
-            learning_rate,
-            config,
-            path: Vec::new(),
-        }))
+        Ok(model)
     }
 }
 
@@ -130,16 +119,13 @@ struct Update<'a> {
     factor: Tensor<1>,
     learning_rate: f64,
     config: &'a Config,
-    path: Vec<String>,
+    /// Whether the parameter belongs to a linear layer.
+    in_linear: bool,
 }
 
 impl ModuleMapper for Update<'_> {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.push(name.to_string());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.pop();
+    fn enter_module(&mut self, _name: &str, container_type: &str) {
+        self.in_linear = container_type == "Struct:Linear";
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
@@ -148,22 +134,24 @@ impl ModuleMapper for Update<'_> {
             return Param::from_mapped_value(id, tensor, mapper);
         };
         let gradient = gradient * self.factor.clone().unsqueeze();
-        let Config { beta1, beta2, weight_decay, .. } = *self.config;
-        let optimizer = &mut *self.optimizer;
-        let moment = |moments: &mut GradientsParams| moments.remove::<D>(id).expect("every parameter has its moments");
-
-        let m = moment(&mut optimizer.first) * beta1 + gradient.clone() * (1.0 - beta1);
-        let v = moment(&mut optimizer.second) * beta2 + gradient.square() * (1.0 - beta2);
-        let correction = |beta: f64| 1.0 - beta.powf(optimizer.updates as f64);
-        let update = (m.clone() / correction(beta1)) / ((v.clone() / correction(beta2)).sqrt() + EPSILON);
-        optimizer.first.register(id, m);
-        optimizer.second.register(id, v);
+        let AdamW { first, second, updates, .. } = &mut *self.optimizer;
+        let moments = first.remove(id).zip(second.remove(id));
+        let state = moments.map(|(m, v)| AdamWState::new(AdaptiveMomentumState::new(*updates, m, v)));
 
         // Norms and biases are vectors; embeddings are tables of vectors.
-        let is_embedding = self.path.iter().any(|name| name.ends_with("embedding"));
-        let decay = if D == 2 && !is_embedding { weight_decay } else { 0.0 };
+        let decay = if D == 2 && self.in_linear { self.config.weight_decay } else { 0.0 };
+        let rule = AdamWConfig::new()
+            .with_beta_1(self.config.beta1 as f32)
+            .with_beta_2(self.config.beta2 as f32)
+            .with_epsilon(1e-8)
+            .with_weight_decay(decay as f32)
+            .build();
         let distributed = tensor.is_distributed();
-        let value = tensor.inner() * (1.0 - self.learning_rate * decay) - update * self.learning_rate;
+        let (value, state) = rule.step(self.learning_rate, tensor.inner(), gradient, state);
+        if let Some(AdamWState { momentum }) = state {
+            first.register(id, momentum.moment_1);
+            second.register(id, momentum.moment_2);
+        }
         let value = Tensor::from_inner(value).require_grad();
         Param::from_mapped_value(id, if distributed { value.set_distributed(id) } else { value }, mapper)
     }
@@ -182,21 +170,20 @@ fn norm(model: &Gpt, gradients: &GradientsParams) -> Tensor<1> {
     Tensor::cat(squares.1, 0).sum().sqrt()
 }
 
-/// Values of a module by parameter, or zeros of the same shapes.
-fn collect(module: &Gpt, zeros: bool) -> GradientsParams {
-    struct Collect(GradientsParams, bool);
-    impl ModuleVisitor for Collect {
+/// Values of a module without autodiff, by parameter.
+fn values(module: &Gpt) -> GradientsParams {
+    struct Values(GradientsParams);
+    impl ModuleVisitor for Values {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            let value = param.val().inner();
-            self.0.register(param.id, if self.1 { value.zeros_like() } else { value });
+            self.0.register(param.id, param.val());
         }
     }
-    let mut collect = Collect(GradientsParams::new(), zeros);
-    module.visit(&mut collect);
-    collect.0
+    let mut values = Values(GradientsParams::new());
+    module.visit(&mut values);
+    values.0
 }
 
-/// Replaces each parameter by its moment.
+/// Replaces each parameter by its moment, which is zero before the first update.
 struct Replace<'a> {
     moment: &'a GradientsParams,
 }
@@ -204,6 +191,40 @@ struct Replace<'a> {
 impl ModuleMapper for Replace<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let (id, value, mapper) = param.consume();
-        Param::from_mapped_value(id, self.moment.get(id).unwrap_or(value), mapper)
+        let moment = self.moment.get(id).unwrap_or_else(|| value.zeros_like());
+        Param::from_mapped_value(id, moment, mapper)
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::{AdamW, values};
+    use crate::config::Config;
+    use crate::device;
+    use crate::model::Gpt;
+    use burn::module::Module;
+    use burn::store::ModuleSnapshot;
+
+    /// An update with gradients of zero is the decay alone.
+    #[test]
+    fn matrices_decay_and_nothing_else() {
+        let found = device::choose("flex").unwrap();
+        let config = Config { layers: 1, heads: 2, width: 16, weight_decay: 0.5, ..Config::suited_to(&found) };
+        let model = Gpt::new(&config, &found.device.autodiff());
+        let mut optimizer = AdamW::new(&config);
+        let [zeros, _] = optimizer.moments(&model);
+        let updated = optimizer.step(model.clone(), values(&zeros), 0.1, &config).unwrap();
+
+        let tensors = |model: &Gpt| {
+            model.valid().collect(None, None, false).into_iter().map(|tensor| {
+                let (name, _, _, _, bytes) = tensor.into_parts().unwrap();
+                (name, bytes.to_vec())
+            })
+        };
+        let changed = tensors(&model).zip(tensors(&updated)).filter(|(before, after)| before != after);
+        let mut names: Vec<_> = changed.map(|((name, _), _)| name).collect();
+        names.sort();
+        let expected = ["attention.projection", "attention.qkv", "mlp.down", "mlp.up"];
+        assert_eq!(names, expected.map(|layer| format!("blocks.0.{layer}.weight")));
     }
 }

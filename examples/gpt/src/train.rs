@@ -55,10 +55,7 @@ pub fn train(
         Start::Checkpoint(checkpoint) => (checkpoint.header.best, checkpoint.header.step),
         _ => (None, 0),
     };
-    let begun = |model| {
-        let optimizer = AdamW::new(&model, config);
-        (model, optimizer)
-    };
+    let begun = |model| (model, AdamW::new(config));
     let (model, optimizer) = match from {
         Start::Random => begun(Gpt::new(config, device)),
         Start::Weights(weights) => begun(weights.load(Gpt::zeros(config, device), config.context)?),

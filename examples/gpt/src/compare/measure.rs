@@ -68,8 +68,7 @@ pub fn work() -> Result<(), Error> {
 fn train(job: &Job, text: &Text, device: &Device) -> Result<Answer, Error> {
     let config = &job.config;
     let model = Gpt::new(config, device);
-    let optimizer = AdamW::new(&model, config);
-    let mut replica = Replica::new(model, optimizer, config, text, device);
+    let mut replica = Replica::new(model, AdamW::new(config), config, text, device);
     // The loss is read after the time has been taken.
     let read = |step: usize, loss: Tensor<1>| match loss.try_into_scalar::<f32>() {
         Ok(loss) if loss.is_finite() => Ok(loss),
