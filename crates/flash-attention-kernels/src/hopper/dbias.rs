@@ -28,7 +28,7 @@ mod stores;
 
 pub use scheduler::{Block, DbiasScheduler, DbiasSchedulerCompilationArg, DbiasSchedulerLaunch};
 
-use super::layout::{Layout, Operand, Region};
+use super::layout::{Operand, Region};
 use super::operands::Streams;
 use super::pipeline::PipelineState;
 use super::products::products;
@@ -41,9 +41,9 @@ use crate::tensor_core::{
     ScoreTile, Stride, WARPGROUP_ROWS, apply_mask, apply_score_mod, dropout_backward, keep_mask, probability_log2,
 };
 use cubecl::prelude::*;
-use loads::{before, load_bias, load_rows, load_tile, row_state};
-use memory::{LAST, Memory, WARP_BIAS, WARP_D, WARP_K, WARP_Q, WARP_V, WorkTileField};
-use stores::{fill_hidden, store_elements, store_vectors};
+use loads::{Loader, before, row_state};
+use memory::{LAST, Memory, WARP_K, WorkTileField};
+use stores::{fill_hidden, store_row};
 
 /// Output for the gradient of the bias, `[1 | B, 1 | H, Sq, Sk]`.
 #[derive(CubeType, CubeLaunch)]
@@ -70,7 +70,6 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
     #[define(E, M)] _types: [ElemType; 2],
 ) {
     let (band, extras, exponent) = (inputs.band, inputs.score.extras, inputs.score.exponent);
-    let (k, v) = (streams.cols_qk, streams.cols_dov);
     let (tile, scores) = comptime!((blueprint.tile, blueprint.scores));
     let (tile_k, tiles, stages) = comptime!((tile.tile_k, tile.tiles, tile.stages));
     let (row_stages, ahead) = comptime!((tile.row_stages, tile.ahead()));
@@ -85,16 +84,12 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
     let lane = UNIT_POS % 32;
     let base = shared_address::<E>(&shared[0..1024]);
     let memory = Memory::new(base, blueprint);
-    // Descriptors count in units of 16 bytes.
     let start = descriptor::<E>(&shared[0..1024], 16usize, 1024usize);
-    let q_rows = start + u64::cast_from(warpgroup * comptime!((scores.q_bytes() / 16) as u32));
-    let d_rows = start
-        + u64::cast_from(
-            warpgroup * comptime!((scores.d_bytes() / 16) as u32)
-                + comptime!(blueprint.offset(Region::Tiles(Operand::D)) / 16),
-        );
+    let q_rows = memory.descriptor(start, warpgroup, Operand::Q);
+    let d_rows = memory.descriptor(start, warpgroup, Operand::D);
 
     // -- the first loads
+    let loader = Loader::<E> { streams, scheduler, band, warp };
     let mut next = CUBE_POS as u32;
     if warp == WARP_K {
         #[unroll]
@@ -108,30 +103,17 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
     let mut first = PipelineState::first();
     #[unroll]
     for nth in 0..comptime!(stages - 1) {
-        let turn = comptime!((nth / tiles) as u32).runtime();
-        if warp == WARP_K {
-            load_tile(k, &memory, turn, &first, comptime!(nth % tiles), Operand::K, blueprint);
-        }
-        if warp == WARP_V {
-            load_tile(v, &memory, turn, &first, comptime!(nth % tiles), Operand::V, blueprint);
-        }
+        loader.tiles(&memory, 0u32.runtime(), nth, &first);
         first.advance(stages);
     }
-    if of_warpgroup == WARP_BIAS {
-        #[unroll]
-        for group in 0..comptime!(blueprint.groups_b()) {
-            load_bias(&streams, &memory, 0u32.runtime(), 0u32.runtime(), warpgroup, group, blueprint);
-        }
+    #[unroll]
+    for group in 0..comptime!(blueprint.groups_b()) {
+        loader.bias(&memory, 0u32.runtime(), 0u32.runtime(), group);
     }
     #[unroll]
     for turn in 0..comptime!(row_stages as u32) {
-        let turn = turn.runtime();
-        if of_warpgroup == WARP_Q {
-            load_rows(&streams, &memory, &band, &scheduler, turn, warpgroup, Operand::Q, blueprint);
-        }
-        if of_warpgroup == WARP_D {
-            load_rows(&streams, &memory, &band, &scheduler, turn, warpgroup, Operand::D, blueprint);
-        }
+        loader.rows(&memory, turn.runtime(), Operand::Q);
+        loader.rows(&memory, turn.runtime(), Operand::D);
     }
 
     let mut sums = Sequence::<Array<f32>>::new();
@@ -146,8 +128,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
     let mut done = 0u32;
     memory.await_turn(0u32.runtime());
     while memory.word(turn, WorkTileField::Flags) != 0 {
-        let base = opaque(base);
-        let memory = Memory { base, blueprint };
+        let memory = memory.opaque();
         let (stage, phase) = row_state(turn, tile);
         let of_stage = stage * comptime!(BiasTile::WARPGROUPS as u32);
         let rows_at = of_stage + warpgroup;
@@ -165,21 +146,12 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
 
         #[unroll]
         for of_turn in 0..tiles {
-            let base = opaque(base);
-            let memory = Memory { base, blueprint };
+            let memory = memory.opaque();
             // -- S and dP
             let mut s = Array::<f32>::new(s_len);
             let mut ds = Array::<f32>::new(s_len);
-            let k_tile = start
-                + u64::cast_from(
-                    state.stage * comptime!((scores.k_bytes() / 16) as u32)
-                        + comptime!(blueprint.offset(Region::Tiles(Operand::K)) / 16),
-                );
-            let v_tile = start
-                + u64::cast_from(
-                    state.stage * comptime!((scores.v_bytes() / 16) as u32)
-                        + comptime!(blueprint.offset(Region::Tiles(Operand::V)) / 16),
-                );
+            let k_tile = memory.descriptor(start, state.stage, Operand::K);
+            let v_tile = memory.descriptor(start, state.stage, Operand::V);
             wgmma_fence();
             products(&mut s, q_rows + q_stage, k_tile, scores.head_dim, scores);
             wgmma_commit();
@@ -192,47 +164,13 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             wgmma_commit();
 
             // -- loads into the stage of the tile before this one
-            let later = comptime!(of_turn + stages - 1);
-            let to = before(&state, tile);
-            if warp == WARP_K {
-                load_tile(
-                    k,
-                    &memory,
-                    turn + comptime!((later / tiles) as u32),
-                    &to,
-                    comptime!(later % tiles),
-                    Operand::K,
-                    blueprint,
-                );
-            }
-            if warp == WARP_V {
-                load_tile(
-                    v,
-                    &memory,
-                    turn + comptime!((later / tiles) as u32),
-                    &to,
-                    comptime!(later % tiles),
-                    Operand::V,
-                    blueprint,
-                );
-            }
+            loader.tiles(&memory, turn, comptime!(of_turn + stages - 1), &before(&state, tile));
             wgmma_wait(1usize);
             pin(&mut s, s_len);
             mbarrier_release(memory.empty(Operand::K) + state.stage * 8);
             if comptime!(of_turn + 1 == tiles) {
                 mbarrier_release(memory.empty(Operand::Q) + rows_at * 8);
-                if of_warpgroup == WARP_Q {
-                    load_rows(
-                        &streams,
-                        &memory,
-                        &band,
-                        &scheduler,
-                        turn + comptime!(row_stages as u32),
-                        warpgroup,
-                        Operand::Q,
-                        blueprint,
-                    );
-                }
+                loader.rows(&memory, turn + comptime!(row_stages as u32), Operand::Q);
             }
 
             // -- P
@@ -269,9 +207,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                 // All threads of the warp must have read it.
                 sync_plane();
                 mbarrier_release(memory.empty(Operand::Bias) + group_at * 8);
-                if of_warpgroup == WARP_BIAS {
-                    load_bias(&streams, &memory, turn + 1, done + 1, warpgroup, group, blueprint);
-                }
+                loader.bias(&memory, turn + 1, done + 1, group);
             }
 
             // -- dS
@@ -292,18 +228,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                 // All threads of the warp must have read delta.
                 sync_plane();
                 mbarrier_release(memory.empty(Operand::D) + rows_at * 8);
-                if of_warpgroup == WARP_D {
-                    load_rows(
-                        &streams,
-                        &memory,
-                        &band,
-                        &scheduler,
-                        turn + comptime!(row_stages as u32),
-                        warpgroup,
-                        Operand::D,
-                        blueprint,
-                    );
-                }
+                loader.rows(&memory, turn + comptime!(row_stages as u32), Operand::D);
             }
             dropout_backward(&mut ds, &words, &extras.dropout, tile_k);
             let sum = sums.index_mut(of_turn);
@@ -336,11 +261,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                 let row = row + comptime!(8 * r as u32);
                 let at = out.rows.at(bias_batch as usize, bias_head as usize, row);
                 let live = band.is_query(row);
-                if comptime!(blueprint.vectors) {
-                    store_vectors(&sums, r, out, at, &band, live, k_start, blueprint);
-                } else {
-                    store_elements(&sums, r, out, at, &band, live, k_start, blueprint);
-                }
+                store_row(&sums, r, out, at, &band, live, k_start, blueprint);
             }
             #[unroll]
             for nth in 0..tiles {

@@ -15,6 +15,7 @@ use crate::blocks::{TileSize, visits};
 use crate::dropout::Dropout;
 use crate::fragment::{ForwardOutputs, Grid, Qkv, Rows, ScalarScores, TileAt, WIDTH};
 use crate::rounding::rounded_one;
+use crate::score::Factor;
 use crate::softmax::{HIDDEN, Rescale, lse_bits, normalizer, raised, rounded_sum, weight};
 use cubecl::prelude::*;
 
@@ -70,7 +71,7 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
         #[unroll]
         for nth in 0..of_unit {
             let mut s = panels.board.read_row(nth);
-            apply_score_mod(&mut s, &scores, &at, me, nth, tile);
+            let _ = apply_score_mod(&mut s, &scores, &at, me, nth, blueprint);
             let highest = row_max(&s, tile);
             top[nth] = max(top[nth], highest);
             let highest = raised(m[nth], highest, Rescale::Lazily);
@@ -112,27 +113,38 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     acc.write(outputs.o, &work.rows(false), &mut panels.board, &factors);
 }
 
-/// Turns a thread's part of its `nth` row of products into scores; hidden pairs get [`HIDDEN`].
+/// Turns a thread's part of its `nth` row of products into scores; hidden pairs get [`HIDDEN`]. Returns the factors of the gradients of
+/// the scores, if the kernel needs them.
 #[cube]
-fn apply_score_mod<E: Float, M: Numeric>(
+pub fn apply_score_mod<E: Float, M: Numeric>(
     s: &mut Array<f32>,
     scores: &ScalarScores<E, M>,
     at: &TileAt,
     me: Place,
     #[comptime] nth: usize,
-    #[comptime] tile: MatrixTile,
-) {
+    #[comptime] blueprint: Blueprint,
+) -> Array<f32> {
+    let (role, factor) = comptime!((blueprint.role, blueprint.factor));
+    let (keys, has_factors) = comptime!((role.is_transposed(), role.differentiates() && factor != Factor::One));
+    let len = comptime!(blueprint.tile.vectors_of_unit() * WIDTH);
+    let mut factors = Array::<f32>::new(comptime!(if has_factors { len } else { 1 }));
     #[unroll]
-    for n in 0..comptime!(tile.vectors_of_unit() * WIDTH) {
-        s[n] = scores.score.of(s[n]);
+    for n in 0..len {
+        let t = scores.score.of(s[n]);
+        s[n] = t;
+        if comptime!(has_factors) {
+            let (row, column) = me.pair(at, nth, n, keys);
+            factors[n] = scores.factor(t, at, row, column, factor);
+        }
     }
     if scores.need_care(at) {
         #[unroll]
-        for n in 0..comptime!(tile.vectors_of_unit() * WIDTH) {
-            let (row, column) = me.pair(at, nth, n, false);
+        for n in 0..len {
+            let (row, column) = me.pair(at, nth, n, keys);
             s[n] = scores.masked_score(s[n], at, row, column);
         }
     }
+    factors
 }
 
 /// The highest score of a row, over all threads that share it.

@@ -11,6 +11,7 @@
 //! `DkDv` is `Dq` with queries and keys exchanged, and one more product. Every sum is taken in a fixed order. (FlashAttention-2,
 //! arXiv:2307.08691, algorithm 2.)
 
+use super::forward::apply_score_mod;
 use super::tile::*;
 use super::{Blueprint, MatrixTile};
 use crate::blocks::{TileSize, visits};
@@ -147,29 +148,14 @@ impl Row {
         #[comptime] nth: usize,
         #[comptime] blueprint: Blueprint,
     ) -> Row {
-        let tile = comptime!(blueprint.tile);
         let dropout = &scores.score.extras.dropout;
-        let len = comptime!(tile.vectors_of_unit() * WIDTH);
-        let mut weights = Array::<f32>::new(len);
-        let factor = comptime!(blueprint.factor);
-        let mut factors = Array::<f32>::new(comptime!(if factor == Factor::One { 1 } else { len }));
+        let len = comptime!(blueprint.tile.vectors_of_unit() * WIDTH);
+        let mut weights = s;
+        let factors = apply_score_mod(&mut weights, scores, at, me, nth, blueprint);
         let mut kept = Array::<bool>::new(comptime!(if dropout.seed.is_some() { len } else { 1 }));
         #[unroll]
         for n in 0..len {
-            let t = scores.score.of(s[n]);
-            weights[n] = t;
-            if comptime!(factor != Factor::One) {
-                let (i, j) = me.pair(at, nth, n, blueprint.role.is_transposed());
-                factors[n] = scores.factor(t, at, i, j, factor);
-            }
-        }
-        let careful = scores.need_care(at);
-        #[unroll]
-        for n in 0..len {
             let (i, j) = me.pair(at, nth, n, blueprint.role.is_transposed());
-            if careful {
-                weights[n] = scores.masked_score(weights[n], at, i, j);
-            }
             let lse = stats.lse(at.batch, at.head, at.band.query_within(i));
             weights[n] = weight(weights[n], select(at.band.is_query(i), lse, f32::MAX));
             if comptime!(dropout.seed.is_some()) {

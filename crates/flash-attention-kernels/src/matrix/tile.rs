@@ -65,11 +65,6 @@ pub struct Place {
 
 #[cube]
 impl Place {
-    /// Position of this thread. Warps lie along y.
-    fn here(#[comptime] tile: MatrixTile) -> Place {
-        Place { plane: UNIT_POS_Y, lane: UNIT_POS_X, tile }
-    }
-
     /// The `nth` row that this thread works on, counted from the thread block's first row.
     pub fn row(&self, #[comptime] nth: usize) -> u32 {
         self.plane * comptime!(self.tile.m() as u32) + self.row_of_warp(nth)
@@ -85,11 +80,6 @@ impl Place {
         self.lane % comptime!(self.tile.sharers() as u32) + comptime!((nth * self.tile.sharers()) as u32)
     }
 
-    /// The column of the first element of the `nth` vector that this thread works on in a row.
-    pub fn column(&self, #[comptime] nth: usize) -> u32 {
-        self.vector(nth) * comptime!(WIDTH as u32)
-    }
-
     /// Whether this thread works on the first column of its rows.
     pub fn is_first(&self) -> bool {
         self.vector(0usize) == 0
@@ -103,7 +93,7 @@ impl Place {
         #[comptime] n: usize,
         #[comptime] keys: bool,
     ) -> (u32, u32) {
-        let column = self.column(comptime!(n / WIDTH)) + comptime!((n % WIDTH) as u32);
+        let column = self.vector(comptime!(n / WIDTH)) * comptime!(WIDTH as u32) + comptime!((n % WIDTH) as u32);
         if comptime!(keys) {
             (at.q_start + column, at.k_start + self.row(nth))
         } else {
@@ -134,7 +124,8 @@ impl<E: Float> Panels<E> {
             board: Board::<E> {
                 products: Shared::new_slice(board),
                 weights: Shared::new_slice(board),
-                me: Place::here(tile),
+                // Warps lie along y.
+                me: Place { plane: UNIT_POS_Y, lane: UNIT_POS_X, tile },
             },
             flags: Shared::new_slice(comptime!(tile.planes)),
         }

@@ -12,8 +12,7 @@
 //! another one on the same multiprocessor. Tiles are therefore small enough for two thread blocks, where possible.
 
 use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
-use super::products::{ColumnsOf, RowsOf};
-use super::tiles::{Along, CopiedRows, Lines, copy_rows, lane_of_columns, lane_of_rows, lane_of_sums};
+use super::tiles::{CopiedRows, copy_rows, lane_of_columns, lane_of_rows, lane_of_sums};
 use super::{MmaBlueprint, MmaTile, Products};
 use crate::blocks::Visit;
 use crate::fragment::Scores;
@@ -65,31 +64,22 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let edges = band.edges(work.q_start, k_start, comptime!(tile.tile_q() as u32), comptime!(tile_k as u32));
 
     // -- the first copies
-    let of_q = comptime!(Lines { along: Along::Queries, count: WARPGROUP_ROWS, wide: scores.head_dim });
-    let of_k = comptime!(Lines { along: Along::Keys, count: tile_k, wide: scores.head_dim });
-    let of_v = comptime!(Lines { wide: scores.head_dim_v, ..of_k });
+    let (head_dim, head_dim_v) = comptime!((scores.head_dim, scores.head_dim_v));
     #[unroll]
     for group in 0..comptime!(scores.tile.warpgroups as u32) {
         let first = work.q_start + comptime!(group * WARPGROUP_ROWS as u32);
         let to = q_at + comptime!(group * scores.q_bytes() as u32);
-        copy_rows(&sources.q, &CopiedRows { batch, head, first, to }, &band, of_q, blueprint);
+        copy_rows(&sources.q, &CopiedRows { batch, head, first, to }, &band, false, head_dim, blueprint);
     }
     let rows = CopiedRows { batch, head: head_kv, first: k_start, to: k_at };
-    copy_rows(&sources.k, &rows, &band, of_k, blueprint);
+    copy_rows(&sources.k, &rows, &band, true, head_dim, blueprint);
     let rows = CopiedRows { batch, head: head_kv, first: k_start, to: v_at };
-    copy_rows(&sources.v, &rows, &band, of_v, blueprint);
+    copy_rows(&sources.v, &rows, &band, true, head_dim_v, blueprint);
     copies_commit();
 
     // -- addresses from which this thread reads operands
-    let of_rows = comptime!(RowsOf {
-        groups,
-        lines: WARPGROUP_ROWS,
-        group_bytes: scores.q_bytes(),
-        tile_k,
-        wide: scores.head_dim,
-        products,
-    });
-    let of_columns = comptime!(ColumnsOf { groups, tile_k, columns, products });
+    let of_rows = comptime!(blueprint.rows_of(scores.q_bytes(), head_dim));
+    let of_columns = comptime!(blueprint.columns_of(columns));
     let q_lane = q_at
         + warpgroup * comptime!((groups * scores.q_bytes()) as u32)
         + of_warpgroup * comptime!(16u32 * 128)
@@ -112,9 +102,10 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         let next = stage ^ 1;
         if step + 1 < steps {
             let first = k_start - comptime!(tile_k as u32);
-            let (k_to, v_to) = (k_at + next * k_bytes, v_at + next * v_bytes);
-            copy_rows(&sources.k, &CopiedRows { batch, head: head_kv, first, to: k_to }, &band, of_k, blueprint);
-            copy_rows(&sources.v, &CopiedRows { batch, head: head_kv, first, to: v_to }, &band, of_v, blueprint);
+            let rows = CopiedRows { batch, head: head_kv, first, to: k_at + next * k_bytes };
+            copy_rows(&sources.k, &rows, &band, true, head_dim, blueprint);
+            let rows = CopiedRows { batch, head: head_kv, first, to: v_at + next * v_bytes };
+            copy_rows(&sources.v, &rows, &band, true, head_dim_v, blueprint);
             copies_commit();
         }
 

@@ -13,8 +13,7 @@
 
 use super::forward::registers;
 use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
-use super::products::{ColumnsOf, RowsOf};
-use super::tiles::{Along, CopiedRows, Lines, copy_rows, copy_words, lane_of_columns, lane_of_rows, lane_of_sums};
+use super::tiles::{CopiedRows, copy_rows, copy_words, lane_of_columns, lane_of_rows, lane_of_sums};
 use super::{MmaBlueprint, MmaTile, Products};
 use crate::blocks::Visit;
 use crate::fragment::Scores;
@@ -77,29 +76,20 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     for nth in 0..comptime!(scores.tile.warpgroups as u32) {
         let first = work.q_start + comptime!(nth * WARPGROUP_ROWS as u32);
         let to = q_at + comptime!(nth * scores.q_bytes() as u32);
-        let lines = comptime!(Lines { along: Along::Queries, count: WARPGROUP_ROWS, wide: head_dim });
-        copy_rows(&sources.rows.qk, &CopiedRows { batch, head, first, to }, &band, lines, blueprint);
+        copy_rows(&sources.rows.qk, &CopiedRows { batch, head, first, to }, &band, false, head_dim, blueprint);
         if comptime!(differentiates) {
             let to = d_at + comptime!(nth * scores.d_bytes() as u32);
-            let lines = comptime!(Lines { wide: head_dim_v, ..lines });
-            copy_rows(&sources.rows.dov, &CopiedRows { batch, head, first, to }, &band, lines, blueprint);
+            copy_rows(&sources.rows.dov, &CopiedRows { batch, head, first, to }, &band, false, head_dim_v, blueprint);
         }
     }
     let copies = Copies { k_at, v_at, lse_at, delta_at, batch: work.batch, band, scheduler };
     copies.tile(&sources.cols, stats, work.head_kv, k_last, 0u32, blueprint);
 
     // -- addresses from which this thread reads operands
-    let of_s = comptime!(RowsOf {
-        groups,
-        lines: WARPGROUP_ROWS,
-        group_bytes: scores.q_bytes(),
-        tile_k,
-        wide: head_dim,
-        products,
-    });
-    let of_dp = comptime!(RowsOf { group_bytes: scores.d_bytes(), wide: head_dim_v, ..of_s });
-    let of_dk = comptime!(ColumnsOf { groups, tile_k, columns: columns_dk, products });
-    let of_dv = comptime!(ColumnsOf { columns: columns_dv, ..of_dk });
+    let of_s = comptime!(blueprint.rows_of(scores.q_bytes(), head_dim));
+    let of_dp = comptime!(blueprint.rows_of(scores.d_bytes(), head_dim_v));
+    let of_dk = comptime!(blueprint.columns_of(columns_dk));
+    let of_dv = comptime!(blueprint.columns_of(columns_dv));
     let (columns, summed) = (lane_of_columns(lane), lane_of_sums(lane, products));
     let of_warp = of_warpgroup * comptime!(16u32 * 128) + lane_of_rows(lane);
     let q_lane = q_at + warpgroup * comptime!((groups * scores.q_bytes()) as u32) + of_warp;
@@ -246,16 +236,14 @@ impl Copies {
         #[comptime] blueprint: MmaBlueprint,
     ) {
         let scores = comptime!(blueprint.scores);
-        let count = comptime!(blueprint.tile.tile_k);
-        let of_qk = comptime!(Lines { along: Along::Keys, count, wide: scores.head_dim });
-        let of_dov = comptime!(Lines { wide: scores.head_dim_v, ..of_qk });
         let to = self.k_at + stage * comptime!(scores.k_bytes() as u32);
         let rows = CopiedRows { batch: self.batch as usize, head: head as usize, first, to };
-        copy_rows(&cols.qk, &rows, &self.band, of_qk, blueprint);
+        copy_rows(&cols.qk, &rows, &self.band, true, scores.head_dim, blueprint);
         let to = self.v_at + stage * comptime!(scores.v_bytes() as u32);
         let rows = CopiedRows { batch: self.batch as usize, head: head as usize, first, to };
-        copy_rows(&cols.dov, &rows, &self.band, of_dov, blueprint);
+        copy_rows(&cols.dov, &rows, &self.band, true, scores.head_dim_v, blueprint);
         if comptime!(scores.transposed()) {
+            let count = comptime!(blueprint.tile.tile_k);
             let of_stage = stage * comptime!(scores.stats_bytes() as u32);
             let at = stats_at(&self.band, &self.scheduler, self.batch, head, first, scores);
             copy_words(stats, at, self.lse_at + of_stage, count);

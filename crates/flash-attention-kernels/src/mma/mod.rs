@@ -63,15 +63,8 @@ impl MmaTile {
 
     /// This tile as a [`HopperTile`], in which each group counts as a warpgroup.
     pub fn tile(&self) -> HopperTile {
-        let warpgroups = self.warpgroups * self.groups;
-        HopperTile {
-            consumer_groups: 1,
-            warpgroups,
-            tile_k: self.tile_k,
-            stages: Self::STAGES,
-            ping_pong: false,
-            producer_warp: false,
-        }
+        let (warpgroups, tile_k, stages) = (self.warpgroups * self.groups, self.tile_k, Self::STAGES);
+        HopperTile { consumer_groups: 1, warpgroups, tile_k, stages, ping_pong: false, producer_warp: false }
     }
 
     /// Whether a kernel can be built with this tile.

@@ -56,15 +56,20 @@ pub fn copies_wait(#[comptime] n: usize) {
 /// [`lane_of_rows`](crate::mma::tiles::lane_of_rows()) and [`lane_of_columns`](crate::mma::tiles::lane_of_columns()).
 #[cube]
 pub fn multiply_rows(acc: &mut Sequence<Array<f32>>, a: u32, b: u32, #[comptime] of: RowsOf) {
-    let after = product_rows(a, b, of);
-    let len = comptime!(of.tile_k / 2);
+    set_sums(acc, &product_rows(a, b, of), of.groups, comptime!(of.tile_k / 2));
+}
+
+/// Sets the `len` registers of each group.
+#[cube]
+fn set_sums(acc: &mut Sequence<Array<f32>>, values: &Sequence<f32>, #[comptime] groups: usize, #[comptime] len: usize) {
     #[unroll]
-    for group in 0..comptime!(of.groups) {
-        let sums = acc.index_mut(group);
+    for group in 0..groups {
+        let mut sums = Sequence::<f32>::new();
         #[unroll]
         for i in 0..len {
-            sums[i] = *after.index(comptime!(group * len + i));
+            sums.push(*values.index(comptime!(group * len + i)));
         }
+        hold(acc.index_mut(group), &sums, len);
     }
 }
 
@@ -93,16 +98,7 @@ pub fn multiply_columns(acc: &mut Sequence<Array<f32>>, fragments: &Sequence<u32
             before.push(*sums.index(i));
         }
     }
-    let after = product_columns(&before, fragments, b, of);
-    #[unroll]
-    for group in 0..comptime!(of.groups) {
-        let mut sums = Sequence::<f32>::new();
-        #[unroll]
-        for i in 0..len {
-            sums.push(*after.index(comptime!(group * len + i)));
-        }
-        hold(acc.index_mut(group), &sums, len);
-    }
+    set_sums(acc, &product_columns(&before, fragments, b, of), of.groups, len);
 }
 
 #[cube]

@@ -1,8 +1,8 @@
 //! PTX of a warp's products: reads of operands from shared memory, their rounding or splitting, and the products. The PTX ISA 8.7 defines
 //! the layout of fragments in registers, in sections 9.7.14.5.8 (16-bit) and 9.7.14.5.7 (tf32).
 
-use super::Products;
-use crate::tensor_core::LINE;
+use super::{MmaBlueprint, MmaTile, Products};
+use crate::tensor_core::{LINE, WARPGROUP_ROWS};
 
 /// Operands of a product `A · Bᵀ`, of rows with rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -34,6 +34,20 @@ pub struct ColumnsOf {
     pub products: Products,
 }
 
+impl MmaBlueprint {
+    /// Operands of the product of a thread's rows, whose groups have `group_bytes` bytes, with a tile; both have `wide` columns.
+    pub fn rows_of(&self, group_bytes: usize, wide: usize) -> RowsOf {
+        let MmaTile { groups, tile_k, .. } = self.tile;
+        RowsOf { groups, lines: WARPGROUP_ROWS, group_bytes, tile_k, wide, products: self.products }
+    }
+
+    /// Operands of the product of registers with a tile of this number of columns.
+    pub fn columns_of(&self, columns: usize) -> ColumnsOf {
+        let MmaTile { groups, tile_k, .. } = self.tile;
+        ColumnsOf { groups, tile_k, columns, products: self.products }
+    }
+}
+
 /// Read of four matrices, 8 × 8 of 16 bits or 8 × 4 of 32 bits, from the address `at + offset` to registers `name`, from number `4 nth` on.
 fn load(name: &str, nth: usize, at: &str, offset: usize, transposed: bool) -> String {
     let transposed = if transposed { ".trans" } else { "" };
@@ -44,12 +58,8 @@ fn load(name: &str, nth: usize, at: &str, offset: usize, transposed: bool) -> St
 impl Products {
     /// Declares registers for operands, and for their big parts if they are split.
     fn registers(self, name: &str, count: usize) -> String {
-        let fully_visible = format!(".reg .b32 {name}<{count}>;\n");
-        if self == Products::Split {
-            fully_visible + &format!(".reg .b32 big_{name}<{count}>;\n")
-        } else {
-            fully_visible
-        }
+        let parts: &[&str] = if self == Products::Split { &["", "big_"] } else { &[""] };
+        parts.iter().map(|part| format!(".reg .b32 {part}{name}<{count}>;\n")).collect()
     }
 
     /// Rounds or splits a factor before it is multiplied. The big part is rounded to nearest, ties away from zero, so that the small part,

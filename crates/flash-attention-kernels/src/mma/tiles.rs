@@ -6,7 +6,7 @@
 use super::ops::{copy_vector, copy_word};
 use super::{MmaBlueprint, Products};
 use crate::mask::Band;
-use crate::tensor_core::{LINE, RowsIn};
+use crate::tensor_core::{LINE, RowsIn, WARPGROUP_ROWS};
 use cubecl::prelude::*;
 
 /// Threads that copy a line of a panel, a vector of 16 bytes each.
@@ -49,26 +49,6 @@ pub fn lane_of_sums(lane: u32, #[comptime] products: Products) -> u32 {
     }
 }
 
-/// Whether rows are queries or keys of the band, which decides where they end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Along {
-    /// Rows are queries of the band.
-    Queries,
-    /// Rows are keys of the band.
-    Keys,
-}
-
-/// Size of a tile that is copied.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Lines {
-    /// Whether rows are queries or keys.
-    pub along: Along,
-    /// Number of rows.
-    pub count: usize,
-    /// Number of columns.
-    pub wide: usize,
-}
-
 /// Rows of a head that are copied.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -83,16 +63,18 @@ pub struct CopiedRows {
     pub to: u32,
 }
 
-/// Starts the copy of rows of a head. Elements past the last row or column become zeros. All threads must call this function.
+/// Starts the copy of `wide` columns of rows of a head. They are a warpgroup's rows or, if `keys`, the rows of a tile; the band ends them
+/// as queries or as keys. Elements past the last row or column become zeros. All threads must call this function.
 #[cube]
 pub fn copy_rows<E: Float, N: Size>(
     from: &RowsIn<E, N>,
     rows: &CopiedRows,
     band: &Band,
-    #[comptime] size_of: Lines,
+    #[comptime] keys: bool,
+    #[comptime] wide: usize,
     #[comptime] blueprint: MmaBlueprint,
 ) {
-    let (lines, wide) = comptime!((size_of.count, size_of.wide));
+    let lines = comptime!(if keys { blueprint.tile.tile_k } else { WARPGROUP_ROWS });
     let (tile, panel_columns, size) =
         comptime!((blueprint.tile, blueprint.scores.panel(), blueprint.scores.dtype.size()));
     let (line, vector) = (UNIT_POS / OF_LINE, UNIT_POS % OF_LINE);
@@ -101,7 +83,7 @@ pub fn copy_rows<E: Float, N: Size>(
     #[unroll]
     for pass in 0..comptime!(lines / of_pass) {
         let row = rows.first + line + comptime!((pass * of_pass) as u32);
-        let (is_row, within) = if comptime!(size_of.along == Along::Keys) {
+        let (is_row, within) = if comptime!(keys) {
             (band.is_key(row), band.key_within(row, 1u32))
         } else {
             (band.is_query(row), band.query_within(row))

@@ -17,7 +17,7 @@ use super::Blueprint;
 use super::recompute::*;
 use super::tile::*;
 use crate::blocks::{TileSize, visits};
-use crate::fragment::{Block, Grid, ScalarScores, Sides};
+use crate::fragment::{Grid, ScalarScores, Sides};
 use crate::rounding::rounded_one;
 use cubecl::prelude::*;
 use serde::Serialize;
@@ -60,7 +60,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
 ) {
     let tile = comptime!(blueprint.tile);
     let (tile_q, tile_k) = comptime!((tile.tile_q as u32, tile.tile_k as u32));
-    let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
+    let (micro, micro_q, micro_k) = comptime!((tile.micro(), tile.micro_q(), tile.micro_k()));
     let mut panels = Panels::new(0usize, 0usize, blueprint);
     let me = panels.me;
     let mut board = Shared::<[f32]>::new_slice(comptime!(tile.sums_board(sums)));
@@ -68,32 +68,26 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
     if work.is_none {
         terminate!();
     }
-    let operands = Operands::<F, N> { queries: sides.rows, keys: sides.cols, stats: sides.stats };
     let (extras, whole) = (scores.score.extras, scores.band);
     let k_blocks = whole.seq_k.div_ceil(tile_k);
     let mut tile_gradient = TileGradient::new(blueprint);
-    let mut total = Array::<f32>::new(comptime!(match sums {
-        Sums::Tile => micro_q * micro_k,
+    let own = comptime!(match sums {
+        Sums::Tile => micro,
         Sums::Columns => micro_k,
         Sums::Rows => micro_q,
-    }));
+    });
+    let mut total = Array::<f32>::new(own);
     #[unroll]
-    for n in 0..total.len() {
+    for n in 0..own {
         total[n] = 0.0f32;
     }
 
     // The first query and key of this thread block: it goes through one tile, all blocks of queries, or all blocks of keys.
-    let mut q_start = 0u32;
-    let mut k_start = 0u32;
-    match comptime!(sums) {
-        Sums::Tile => {
-            q_start = work.block / k_blocks * tile_q;
-            k_start = work.block % k_blocks * tile_k;
-        }
-        Sums::Columns => k_start = work.block * tile_k,
-        Sums::Rows => q_start = work.block * tile_q,
-    }
-
+    let (q_start, k_start) = match comptime!(sums) {
+        Sums::Tile => (work.block / k_blocks * tile_q, work.block % k_blocks * tile_k),
+        Sums::Columns => (0u32.runtime(), work.block * tile_k),
+        Sums::Rows => (work.block * tile_q, 0u32.runtime()),
+    };
     let size = comptime!(match sums {
         Sums::Columns => TileSize { rows: tile_k, columns: tile_q, keys: true },
         Sums::Tile | Sums::Rows => TileSize { rows: tile_q, columns: tile_k, keys: false },
@@ -129,86 +123,55 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
                     visit.fully_visible = band.fully_visible(q_start, k_start, tile_q, tile_k);
                 }
                 let at = of_head.tile(start, &visit, size.keys);
-                let wanted = comptime!(Wanted { ds: true, anywhere: true });
-                operands.ask(&at, &mut panels, blueprint);
-                operands.recompute(&scores, &at, &mut panels, &mut tile_gradient, wanted, blueprint);
-                tile_gradient.multiply(blueprint);
+                tile_gradient.ask(&sides, &at, &mut panels);
+                tile_gradient.recompute(&sides, &scores, &at, &mut panels, true);
+                tile_gradient.multiply();
                 #[unroll]
-                for i in 0..micro_q {
-                    #[unroll]
-                    for j in 0..micro_k {
-                        let n = comptime!(match sums {
-                            Sums::Tile => i * micro_k + j,
-                            Sums::Columns => j,
-                            Sums::Rows => i,
-                        });
-                        total[n] += tile_gradient.ds[comptime!(i * micro_k + j)];
-                    }
+                for n in 0..micro {
+                    let of = comptime!(match sums {
+                        Sums::Tile => n,
+                        Sums::Columns => n % micro_k,
+                        Sums::Rows => n / micro_k,
+                    });
+                    total[of] += tile_gradient.ds[n];
                 }
             }
         }
     }
 
-    match comptime!(sums) {
-        Sums::Tile => {
-            let at = work.batch * out.stride(0) + work.head * out.stride(1);
-            let of_row = out.stride(2);
-            let of_column = out.stride(3);
-            #[unroll]
-            for i in 0..micro_q {
-                #[unroll]
-                for j in 0..micro_k {
-                    let row = q_start + me.y * comptime!(micro_q as u32) + comptime!(i as u32);
-                    let column = k_start + me.x * comptime!(micro_k as u32) + comptime!(j as u32);
-                    if row < whole.seq_q && column < whole.seq_k {
-                        let value = total[comptime!(i * micro_k + j)];
-                        out[at + row as usize * of_row + column as usize * of_column] = rounded_one::<O>(value);
-                    }
+    let at = work.batch * out.stride(0) + work.head * out.stride(1);
+    if comptime!(sums == Sums::Tile) {
+        let (of_row, of_column) = (out.stride(2), out.stride(3));
+        #[unroll]
+        for n in 0..micro {
+            let row = q_start + me.y * comptime!(micro_q as u32) + comptime!((n / micro_k) as u32);
+            let column = k_start + me.x * comptime!(micro_k as u32) + comptime!((n % micro_k) as u32);
+            if row < whole.seq_q && column < whole.seq_k {
+                out[at + row as usize * of_row + column as usize * of_column] = rounded_one::<O>(total[n]);
+            }
+        }
+    } else {
+        // Threads share their partial sums on the board, and then add up those of one position each.
+        let (nth, part) = if comptime!(size.keys) { (me.x, me.y) } else { (me.y, me.x) };
+        let end = if comptime!(size.keys) { whole.seq_k } else { whole.seq_q };
+        let (rows, parts, units) =
+            comptime!((size.rows as usize, if size.keys { tile.units_q } else { tile.units_k }, tile.units()));
+        #[unroll]
+        for n in 0..own {
+            board[part as usize * rows + nth as usize * own + n] = total[n];
+        }
+        sync_cube();
+        #[unroll]
+        for step in 0..comptime!(rows.div_ceil(units)) {
+            let position = UNIT_POS as usize + comptime!(step * units);
+            let target = start as usize + position;
+            if position < rows && target < end as usize {
+                let mut sum = 0.0f32;
+                for part in 0..parts {
+                    sum += board[part * rows + position];
                 }
+                out[at + target] = rounded_one::<O>(sum);
             }
-        }
-        Sums::Columns => {
-            #[unroll]
-            for j in 0..micro_k {
-                board[me.y as usize * tile.tile_k + me.x as usize * micro_k + j] = total[j];
-            }
-            sync_cube();
-            let block = Block { batch: work.batch, head: work.head, start: k_start, end: whole.seq_k };
-            write_sums(&board, out, &block, tile.tile_k, tile.units_q, tile.units());
-        }
-        Sums::Rows => {
-            #[unroll]
-            for i in 0..micro_q {
-                board[me.x as usize * tile.tile_q + me.y as usize * micro_q + i] = total[i];
-            }
-            sync_cube();
-            let block = Block { batch: work.batch, head: work.head, start: q_start, end: whole.seq_q };
-            write_sums(&board, out, &block, tile.tile_q, tile.units_k, tile.units());
-        }
-    }
-}
-
-/// Adds up the partial sums of `parts` threads for each of `size` positions, and writes the results.
-#[cube]
-fn write_sums<O: Float>(
-    board: &Shared<[f32]>,
-    out: &mut Tensor<O>,
-    block: &Block,
-    #[comptime] size: usize,
-    #[comptime] parts: usize,
-    #[comptime] units: usize,
-) {
-    let at = block.batch * out.stride(0) + block.head * out.stride(1);
-    #[unroll]
-    for step in 0..comptime!(size.div_ceil(units)) {
-        let position = UNIT_POS as usize + comptime!(step * units);
-        let target = block.start as usize + position;
-        if position < size && target < block.end as usize {
-            let mut sum = 0.0f32;
-            for part in 0..parts {
-                sum += board[part * size + position];
-            }
-            out[at + target] = rounded_one::<O>(sum);
         }
     }
 }

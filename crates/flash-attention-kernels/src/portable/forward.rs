@@ -43,7 +43,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     }
     let of_head = scores.head(work.batch, work.head, work.head / grid.group_size as usize, work.band, false);
 
-    let mut s = Array::<f32>::new(comptime!(tile.micro_q() * tile.micro_k()));
+    let mut s = Array::<f32>::new(comptime!(tile.micro()));
     let mut factors = Array::<f32>::new(comptime!(blueprint.factors()));
     let mut acc = zeros(comptime!(micro_q * groups));
     let mut m = Array::<Vec4>::new(quads);
@@ -64,8 +64,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
 
         // -- scores
         panels.products(&at.queries(inputs.q), &at.keys(inputs.k), &mut s, blueprint.head_dim);
-        let product = comptime!(Product { rows: tile.tile_q, depth: tile.tile_k, head_dim: head_dim_v });
-        panels.ask_right(&at.keys(inputs.v), product);
+        panels.ask_right(&at.keys(inputs.v), head_dim_v);
         apply_score_mod(&mut s, &mut factors, &scores, &at, me, blueprint);
 
         // -- new maxima of the rows
@@ -84,13 +83,14 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
         }
 
         // -- P and l
-        share_weights(&s, &m, &mut l, &alpha, &mut panels, &scores.score.extras.dropout, &at, tile);
+        weigh(&mut s, &m, &mut l, &alpha, &scores.score.extras.dropout, &at, me, tile);
+        panels.share(&s, false);
         rescale(&mut acc, &alpha, groups, micro_q);
 
         // -- O
         let next = of_head.tile(work.start, &visits.tile(nth + 1), false);
         panels.ask_scores(&next.queries(inputs.q), &next.keys(inputs.k), blueprint.head_dim);
-        panels.accumulate(&at.keys(inputs.v), &mut acc, scores.hide(&at), product);
+        panels.accumulate(&at.keys(inputs.v), &mut acc, scores.hide(&at), head_dim_v);
     }
 
     // -- l of whole rows, lse and O / l
@@ -123,7 +123,7 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
         }
         factors[n] = factor;
     }
-    store(outputs.o, &work.rows(false), &acc, &factors, tile.tile_q, head_dim_v, tile);
+    panels.store(outputs.o, &work.rows(false), &acc, &factors, head_dim_v);
 }
 
 /// Writes a thread's row maxima over its own columns to the board, for all threads of the row.
@@ -147,21 +147,19 @@ fn share_maxima(s: &Array<f32>, board: &mut Shared<[Vec4]>, me: Unit, #[comptime
     }
 }
 
-/// Writes `P = exp(S − m)`, after dropout, to its panel. Updates `l = α·l + rowsum P`, before dropout, over this thread's columns.
+/// Turns a thread's scores into `P = exp(S − m)`, after dropout. Updates `l = α·l + rowsum P`, before dropout, over its columns.
 #[cube]
-fn share_weights(
-    s: &Array<f32>,
+fn weigh(
+    s: &mut Array<f32>,
     m: &Array<Vec4>,
     l: &mut Array<Vec4>,
     alpha: &Array<Vec4>,
-    panels: &mut Panels,
     dropout: &Dropout,
     at: &TileAt,
+    me: Unit,
     #[comptime] tile: TileShape,
 ) {
-    let me = panels.me;
     let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
-    let pitch = comptime!(TileShape::pitch(tile.tile_k));
     #[unroll]
     for n in 0..comptime!(micro_q / WIDTH) {
         let mut sums = l[n] * alpha[n];
@@ -170,20 +168,18 @@ fn share_weights(
             let i = comptime!(n * WIDTH + lane);
             let highest = m[n].extract(lane);
             let mut sum = sums.extract(lane);
+            let query = at.q_start + me.y * comptime!(micro_q as u32) + comptime!(i as u32);
             #[unroll]
             for quad in 0..comptime!(micro_k / WIDTH) {
-                let mut p = Vec4::new(0.0f32);
-                let row = me.y as usize * micro_q + i;
-                let column = me.x as usize * micro_k + comptime!(quad * WIDTH);
-                let (query, key) = (at.q_start + row as u32, at.k_start + column as u32);
+                let key = at.k_start + me.x * comptime!(micro_k as u32) + comptime!((quad * WIDTH) as u32);
                 let kept = dropout.keeps_four_of(&at.band, at.batch as u32, at.head as u32, query, key, false);
                 #[unroll]
                 for j in 0..WIDTH {
-                    let w = weight(s[comptime!(i * micro_k + quad * WIDTH + j)], highest);
+                    let e = comptime!(i * micro_k + quad * WIDTH + j);
+                    let w = weight(s[e], highest);
                     sum += w;
-                    p.insert(j, dropout.apply(w, kept & comptime!(1u32 << j) != 0));
+                    s[e] = dropout.apply(w, kept & comptime!(1u32 << j) != 0);
                 }
-                panels.p[row * pitch + me.x as usize * comptime!(micro_k / WIDTH) + quad] = p;
             }
             sums.insert(lane, sum);
         }

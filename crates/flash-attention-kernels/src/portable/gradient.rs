@@ -41,7 +41,6 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
         terminate!();
     }
     let (queries, of_keys) = sides.queries_and_keys(keys);
-    let operands = Operands::<F, N> { queries, keys: of_keys, stats: sides.stats };
     let group_size = grid.group_size as usize;
     let mut tile_gradient = TileGradient::new(blueprint);
     let mut acc = zeros(comptime!(if differentiates { micro * tile.groups(head_dim) } else { 1 }));
@@ -56,31 +55,28 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
         };
         let of_head = scores.head(work.batch, head, head_kv, work.band, false);
         let visits = visits(&extras, &work.band, work.batch, head, work.start, size);
-        operands.ask(&of_head.tile(work.start, &visits.tile(0u32), keys), &mut panels, blueprint);
+        tile_gradient.ask(&sides, &of_head.tile(work.start, &visits.tile(0u32), keys), &mut panels);
         for nth in 0..visits.count {
             let at = of_head.tile(work.start, &visits.tile(nth), keys);
             let next = of_head.tile(work.start, &visits.tile(nth + 1), keys);
             let hide = scores.hide(&at);
-            let wanted = comptime!(Wanted { ds: differentiates, anywhere: false });
-            operands.recompute(&scores, &at, &mut panels, &mut tile_gradient, wanted, blueprint);
+            tile_gradient.recompute(&sides, &scores, &at, &mut panels, false);
             if comptime!(with_dv) {
                 let dout = at.queries(queries.dov);
-                let product = comptime!(Product { rows, depth, head_dim: head_dim_v });
-                panels.ask_right(&dout, product);
+                panels.ask_right(&dout, head_dim_v);
                 panels.share(&tile_gradient.p, true);
                 if comptime!(!differentiates) {
-                    operands.ask(&next, &mut panels, blueprint);
+                    tile_gradient.ask(&sides, &next, &mut panels);
                 }
-                panels.accumulate(&dout, &mut acc_v, hide, product);
+                panels.accumulate(&dout, &mut acc_v, hide, head_dim_v);
             }
             if comptime!(differentiates) {
                 let right = if comptime!(keys) { at.queries(queries.qk) } else { at.keys(of_keys.qk) };
-                let product = comptime!(Product { rows, depth, head_dim });
-                panels.ask_right(&right, product);
-                tile_gradient.multiply(blueprint);
+                panels.ask_right(&right, head_dim);
+                tile_gradient.multiply();
                 panels.share(&tile_gradient.ds, keys);
-                operands.ask(&next, &mut panels, blueprint);
-                panels.accumulate(&right, &mut acc, hide, product);
+                tile_gradient.ask(&sides, &next, &mut panels);
+                panels.accumulate(&right, &mut acc, hide, head_dim);
             }
         }
     }
@@ -88,10 +84,10 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
     let block = work.rows(keys);
     #[comptime]
     if let ComptimeOption::Some(dqk) = gradients.dqk {
-        store(dqk, &block, &acc, &uniform(scores.score.scale, micro), rows, head_dim, tile);
+        panels.store(dqk, &block, &acc, &uniform(scores.score.scale, micro), head_dim);
     }
     #[comptime]
     if let ComptimeOption::Some(dv) = gradients.dv {
-        store(dv, &block, &acc_v, &uniform(extras.dropout.scale(), micro), rows, head_dim_v, tile);
+        panels.store(dv, &block, &acc_v, &uniform(extras.dropout.scale(), micro), head_dim_v);
     }
 }

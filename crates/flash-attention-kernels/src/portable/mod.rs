@@ -37,6 +37,6 @@ pub struct Blueprint {
 impl Blueprint {
     /// Length of the array of factors. It is 1 where there are no factors, because an array cannot be empty.
     pub fn factors(&self) -> usize {
-        if self.factor != Factor::One { self.tile.micro_q() * self.tile.micro_k() } else { 1 }
+        if self.factor != Factor::One { self.tile.micro() } else { 1 }
     }
 }

@@ -11,7 +11,7 @@
 use super::Blueprint;
 use super::scores::apply_score_mod;
 use super::tile::*;
-use crate::fragment::{ScalarScores, Side, Statistics, TileAt, WIDTH};
+use crate::fragment::{ScalarScores, Sides, TileAt, WIDTH};
 use crate::score::Factor;
 use crate::softmax::{softmax_backward, weight};
 use cubecl::prelude::*;
@@ -24,80 +24,63 @@ pub struct TileGradient {
     /// `dT`, then `dS`.
     pub ds: Array<f32>,
     /// Factors from `dT` to `dS`, if there are any.
-    pub factors: Array<f32>,
+    factors: Array<f32>,
+    #[cube(comptime)]
+    blueprint: Blueprint,
 }
 
 #[cube]
 impl TileGradient {
     /// Uninitialised arrays for one tile.
     pub fn new(#[comptime] blueprint: Blueprint) -> TileGradient {
-        let size = comptime!(blueprint.tile.micro_q() * blueprint.tile.micro_k());
-        TileGradient { p: Array::new(size), ds: Array::new(size), factors: Array::new(comptime!(blueprint.factors())) }
+        let size = comptime!(blueprint.tile.micro());
+        let factors = Array::new(comptime!(blueprint.factors()));
+        TileGradient { p: Array::new(size), ds: Array::new(size), factors, blueprint }
+    }
+
+    /// Prefetches the first chunk that [`TileGradient::recompute`] reads.
+    pub fn ask<F: Float, N: Size>(&self, sides: &Sides<F, N>, at: &TileAt, panels: &mut Panels) {
+        let (queries, keys) = sides.queries_and_keys(comptime!(self.blueprint.role.is_transposed()));
+        panels.ask_scores(&at.queries(queries.qk), &at.keys(keys.qk), comptime!(self.blueprint.head_dim));
     }
 
     /// Multiplies `dT` by the factors, which gives `dS`.
-    pub fn multiply(&mut self, #[comptime] blueprint: Blueprint) {
-        if comptime!(blueprint.factor != Factor::One) {
+    pub fn multiply(&mut self) {
+        if comptime!(self.blueprint.factor != Factor::One) {
             #[unroll]
-            for n in 0..comptime!(blueprint.tile.micro_q() * blueprint.tile.micro_k()) {
+            for n in 0..comptime!(self.blueprint.tile.micro()) {
                 // A hidden pair stays 0, even if its factor is not finite.
                 self.ds[n] = select(self.ds[n] == 0.0f32, 0.0f32, self.ds[n] * self.factors[n]);
             }
         }
     }
-}
 
-/// What [`Operands::recompute`] computes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Wanted {
-    /// Whether `dT` is computed in addition to `P`.
-    pub ds: bool,
-    /// Whether the tile may start at a key that is not aligned with the tiles of its sequence.
-    pub anywhere: bool,
-}
-
-/// Operands of the backward.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub struct Operands<F: Float, N: Size> {
-    /// Q and dO.
-    pub queries: Side<F, N>,
-    /// K and V.
-    pub keys: Side<F, N>,
-    /// `lse` and delta of each query.
-    pub stats: Statistics,
-}
-
-#[cube]
-impl<F: Float, N: Size> Operands<F, N> {
-    /// Prefetches the first chunk that [`Operands::recompute`] reads.
-    pub fn ask(&self, at: &TileAt, panels: &mut Panels, #[comptime] blueprint: Blueprint) {
-        panels.ask_scores(&at.queries(self.queries.qk), &at.keys(self.keys.qk), blueprint.head_dim);
-    }
-
-    /// Recomputes `P`, and `dT` if it is wanted. The caller has prefetched the first chunk with [`Operands::ask`].
-    pub fn recompute<M: Numeric>(
-        &self,
+    /// Recomputes `P`, and `dT` if the kernel differentiates. The caller has prefetched the first chunk with
+    /// [`TileGradient::ask`]. `anywhere`: the tile may start at a key that is not aligned with the tiles of its sequence.
+    pub fn recompute<F: Float, M: Numeric, N: Size>(
+        &mut self,
+        sides: &Sides<F, N>,
         scores: &ScalarScores<F, M>,
         at: &TileAt,
         panels: &mut Panels,
-        tile_gradient: &mut TileGradient,
-        #[comptime] wanted: Wanted,
-        #[comptime] blueprint: Blueprint,
+        #[comptime] anywhere: bool,
     ) {
+        let blueprint = comptime!(self.blueprint);
+        let (queries, keys) = sides.queries_and_keys(comptime!(blueprint.role.is_transposed()));
         let tile = comptime!(blueprint.tile);
         let (head_dim, head_dim_v) = comptime!((blueprint.head_dim, blueprint.head_dim_v));
+        let differentiates = comptime!(blueprint.role.differentiates());
         let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
         let me = panels.me;
-        let (q, k) = (at.queries(self.queries.qk), at.keys(self.keys.qk));
-        panels.products(&q, &k, &mut tile_gradient.p, head_dim);
-        let (dout, v) = (at.queries(self.queries.dov), at.keys(self.keys.dov));
-        if comptime!(wanted.ds) {
+        let (q, k) = (at.queries(queries.qk), at.keys(keys.qk));
+        panels.products(&q, &k, &mut self.p, head_dim);
+        let (dout, v) = (at.queries(queries.dov), at.keys(keys.dov));
+        if comptime!(differentiates) {
             panels.ask_scores(&dout, &v, head_dim_v);
         }
-        apply_score_mod(&mut tile_gradient.p, &mut tile_gradient.factors, scores, at, me, blueprint);
-        if comptime!(wanted.ds) {
-            panels.products(&dout, &v, &mut tile_gradient.ds, head_dim_v);
+        apply_score_mod(&mut self.p, &mut self.factors, scores, at, me, blueprint);
+        if comptime!(differentiates) {
+            panels.products(&dout, &v, &mut self.ds, head_dim_v);
         }
         let dropout = &scores.score.extras.dropout;
         #[unroll]
@@ -106,25 +89,23 @@ impl<F: Float, N: Size> Operands<F, N> {
             let mut lse = f32::MAX.runtime();
             let mut delta = 0.0f32;
             if at.band.is_query(row) {
-                lse = self.stats.lse(at.batch, at.head, row);
-                if comptime!(wanted.ds) {
-                    delta = self.stats.delta(at.batch, at.head, row);
+                lse = sides.stats.lse(at.batch, at.head, row);
+                if comptime!(differentiates) {
+                    delta = sides.stats.delta(at.batch, at.head, row);
                 }
             }
             #[unroll]
             for quad in 0..comptime!(micro_k / WIDTH) {
                 let column = at.k_start + me.x * comptime!(micro_k as u32) + comptime!((quad * WIDTH) as u32);
-                let kept =
-                    dropout.keeps_four_of(&at.band, at.batch as u32, at.head as u32, row, column, wanted.anywhere);
+                let kept = dropout.keeps_four_of(&at.band, at.batch as u32, at.head as u32, row, column, anywhere);
                 #[unroll]
                 for j in 0..WIDTH {
                     let n = comptime!(i * micro_k + quad * WIDTH + j);
                     let keeps = kept & comptime!(1u32 << j) != 0;
-                    let p = weight(tile_gradient.p[n], lse);
-                    tile_gradient.p[n] = dropout.apply(p, keeps);
-                    if comptime!(wanted.ds) {
-                        tile_gradient.ds[n] =
-                            softmax_backward(p, dropout.backward(tile_gradient.ds[n], keeps), delta, true);
+                    let p = weight(self.p[n], lse);
+                    self.p[n] = dropout.apply(p, keeps);
+                    if comptime!(differentiates) {
+                        self.ds[n] = softmax_backward(p, dropout.backward(self.ds[n], keeps), delta, true);
                     }
                 }
             }

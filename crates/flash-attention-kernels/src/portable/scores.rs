@@ -22,27 +22,21 @@ pub fn apply_score_mod<F: Float, M: Numeric>(
     let first_row = at.q_start + me.y * comptime!(micro_q as u32);
     let first_column = at.k_start + me.x * comptime!(micro_k as u32);
     #[unroll]
-    for i in 0..micro_q {
-        #[unroll]
-        for j in 0..micro_k {
-            let n = comptime!(i * micro_k + j);
-            let t = scores.score.of(s[n]);
-            s[n] = t;
-            if comptime!(factor != Factor::One) {
-                let (row, column) = (first_row + comptime!(i as u32), first_column + comptime!(j as u32));
-                factors[n] = scores.factor(t, at, row, column, factor);
-            }
+    for n in 0..comptime!(tile.micro()) {
+        let t = scores.score.of(s[n]);
+        s[n] = t;
+        if comptime!(factor != Factor::One) {
+            let (row, column) =
+                (first_row + comptime!((n / micro_k) as u32), first_column + comptime!((n % micro_k) as u32));
+            factors[n] = scores.factor(t, at, row, column, factor);
         }
     }
     if scores.need_care(at) {
         #[unroll]
-        for i in 0..micro_q {
-            #[unroll]
-            for j in 0..micro_k {
-                let n = comptime!(i * micro_k + j);
-                let (row, column) = (first_row + comptime!(i as u32), first_column + comptime!(j as u32));
-                s[n] = scores.masked_score(s[n], at, row, column);
-            }
+        for n in 0..comptime!(tile.micro()) {
+            let (row, column) =
+                (first_row + comptime!((n / micro_k) as u32), first_column + comptime!((n % micro_k) as u32));
+            s[n] = scores.masked_score(s[n], at, row, column);
         }
     }
 }

@@ -12,7 +12,7 @@
 //! vectors `x, x + units_k, …`.
 
 mod staging;
-use staging::{Ahead, RowOrder, put, round};
+use staging::{Ahead, put, round};
 
 use super::Blueprint;
 use crate::fragment::{Block, Layout, Rows, Vec4, WIDTH, write_quad};
@@ -38,11 +38,7 @@ impl TileShape {
     /// Whether the tiles can be divided evenly among the threads, in vectors of four.
     pub fn is_consistent(&self) -> bool {
         let TileShape { tile_q, tile_k, units_q, units_k, chunk } = *self;
-        units_q > 0
-            && units_k > 0
-            && tile_q > 0
-            && tile_k > 0
-            && chunk > 0
+        [tile_q, tile_k, units_q, units_k, chunk].iter().all(|size| *size > 0)
             && tile_q % (WIDTH * units_q) == 0
             && tile_k % (WIDTH * units_k) == 0
             && tile_k % units_q == 0
@@ -62,6 +58,11 @@ impl TileShape {
     /// Columns of scores that a thread owns.
     pub fn micro_k(&self) -> usize {
         self.tile_k / self.units_k
+    }
+
+    /// Scores that a thread owns, row by row.
+    pub fn micro(&self) -> usize {
+        self.micro_q() * self.micro_k()
     }
 
     /// Columns of head_dim staged at a time for `P · V`: one vector for each thread along a row.
@@ -117,12 +118,6 @@ pub struct Unit {
     pub x: u32,
 }
 
-/// Position of this thread.
-#[cube]
-pub fn unit(#[comptime] tile: TileShape) -> Unit {
-    Unit { y: UNIT_POS / comptime!(tile.units_k as u32), x: UNIT_POS % comptime!(tile.units_k as u32) }
-}
-
 /// Panels in shared memory in which tiles are staged.
 #[derive(CubeType)]
 pub struct Panels {
@@ -131,24 +126,19 @@ pub struct Panels {
     /// `B` of `S += A · Bᵀ`, and `V` of `O += P · V`.
     b: Shared<[Vec4]>,
     /// `P` of `O += P · V`: probabilities or `dS`.
-    pub p: Shared<[Vec4]>,
+    p: Shared<[Vec4]>,
     /// Prefetched chunks.
     ahead: Ahead,
     /// Position of this thread.
     pub me: Unit,
+    /// Rows of `P`, and of the accumulators.
+    #[cube(comptime)]
+    rows: usize,
+    /// Columns of `P`, and rows of `V`.
+    #[cube(comptime)]
+    depth: usize,
     #[cube(comptime)]
     blueprint: Blueprint,
-}
-
-/// Sizes of a product `O += P · V`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Product {
-    /// Rows of `P`.
-    pub rows: usize,
-    /// Columns of `P`, and rows of `V`.
-    pub depth: usize,
-    /// Columns of `V`.
-    pub head_dim: usize,
 }
 
 #[cube]
@@ -161,7 +151,9 @@ impl Panels {
             b: Shared::new_slice(comptime!(tile.panel_b(depth))),
             p: Shared::new_slice(comptime!((rows * TileShape::pitch(depth)).max(1))),
             ahead: Ahead::new(depth, tile),
-            me: unit(tile),
+            me: Unit { y: UNIT_POS / comptime!(tile.units_k as u32), x: UNIT_POS % comptime!(tile.units_k as u32) },
+            rows,
+            depth,
             blueprint,
         }
     }
@@ -181,9 +173,8 @@ impl Panels {
         #[comptime] head_dim: usize,
     ) {
         let tile = comptime!(self.blueprint.tile);
-        let order = comptime!(RowOrder::Interleaved { micro: tile.micro_k(), units: tile.units_k });
         #[unroll]
-        for n in 0..comptime!(tile.micro_q() * tile.micro_k()) {
+        for n in 0..comptime!(tile.micro()) {
             s[n] = 0.0f32;
         }
         let chunks = comptime!(head_dim.div_ceil(tile.chunk));
@@ -194,8 +185,8 @@ impl Panels {
                 round(&mut self.ahead.a, tile.share(tile.tile_q, tile.chunk));
                 round(&mut self.ahead.b, tile.share(tile.tile_k, tile.chunk));
             }
-            put(&self.ahead.a, &mut self.a, tile.tile_q, tile.chunk, RowOrder::Natural, tile.units());
-            put(&self.ahead.b, &mut self.b, tile.tile_k, tile.chunk, order, tile.units());
+            put(&self.ahead.a, &mut self.a, tile.tile_q, tile.chunk, false, tile);
+            put(&self.ahead.b, &mut self.b, tile.tile_k, tile.chunk, true, tile);
             sync_cube();
             if comptime!(chunk + 1 < chunks) {
                 self.ahead.read_scores(a, b, comptime!(chunk + 1), head_dim, true);
@@ -236,8 +227,8 @@ impl Panels {
     }
 
     /// Prefetches the first group of columns of [`Panels::accumulate`].
-    pub fn ask_right<F: Float, N: Size>(&mut self, v: &Rows<F, N>, #[comptime] product: Product) {
-        self.ahead.read_right(v, 0usize, product, true);
+    pub fn ask_right<F: Float, N: Size>(&mut self, v: &Rows<F, N>, #[comptime] head_dim: usize) {
+        self.ahead.read_right(v, 0usize, self.depth, head_dim, true);
     }
 
     /// `O += P · V` over all columns of `V`, staged group by group. The panel of `P` holds `[rows, depth]`, and `V` is `[depth, head_dim]`.
@@ -250,21 +241,21 @@ impl Panels {
         v: &Rows<F, N>,
         acc: &mut Array<Vec4>,
         careful: bool,
-        #[comptime] product: Product,
+        #[comptime] head_dim: usize,
     ) {
-        let tile = comptime!(self.blueprint.tile);
+        let (tile, depth) = comptime!((self.blueprint.tile, self.depth));
         #[unroll]
-        for group in 0..comptime!(tile.groups(product.head_dim)) {
-            self.ahead.read_right(v, group, product, false);
-            put(&self.ahead.v, &mut self.b, product.depth, tile.chunk_nn(), RowOrder::Natural, tile.units());
+        for group in 0..comptime!(tile.groups(head_dim)) {
+            self.ahead.read_right(v, group, depth, head_dim, false);
+            put(&self.ahead.v, &mut self.b, depth, tile.chunk_nn(), false, tile);
             sync_cube();
-            if comptime!(group + 1 < tile.groups(product.head_dim)) {
-                self.ahead.read_right(v, comptime!(group + 1), product, true);
+            if comptime!(group + 1 < tile.groups(head_dim)) {
+                self.ahead.read_right(v, comptime!(group + 1), depth, head_dim, true);
             }
             if careful {
-                self.multiply(acc, group, true, product);
+                self.multiply(acc, group, true, head_dim);
             } else {
-                self.multiply(acc, group, false, product);
+                self.multiply(acc, group, false, head_dim);
             }
             sync_cube();
         }
@@ -275,16 +266,15 @@ impl Panels {
         acc: &mut Array<Vec4>,
         #[comptime] group: usize,
         #[comptime] careful: bool,
-        #[comptime] product: Product,
+        #[comptime] head_dim: usize,
     ) {
-        let tile = comptime!(self.blueprint.tile);
-        let micro = comptime!(product.rows / tile.units_q);
-        let groups = comptime!(tile.groups(product.head_dim));
-        let p_pitch = comptime!(TileShape::pitch(product.depth));
+        let (tile, depth) = comptime!((self.blueprint.tile, self.depth));
+        let (micro, groups) = comptime!((self.rows / tile.units_q, tile.groups(head_dim)));
+        let p_pitch = comptime!(TileShape::pitch(depth));
         let v_pitch = comptime!(TileShape::pitch(tile.chunk_nn()));
         let p_row = self.me.y as usize * comptime!(micro * p_pitch);
         let v_column = self.me.x as usize;
-        for step in 0..comptime!(product.depth / WIDTH) {
+        for step in 0..comptime!(depth / WIDTH) {
             let mut vs = Array::<Vec4>::new(WIDTH);
             #[unroll]
             for lane in 0..WIDTH {
@@ -298,11 +288,7 @@ impl Panels {
                 for lane in 0..WIDTH {
                     let weight = pv.extract(lane);
                     let added = fma(Vec4::new(weight), vs[lane], sum);
-                    if comptime!(careful) {
-                        sum = select(weight == 0.0f32, sum, added);
-                    } else {
-                        sum = added;
-                    }
+                    sum = if comptime!(careful) { select(weight == 0.0f32, sum, added) } else { added };
                 }
                 acc[comptime!(i * groups + group)] = sum;
             }
@@ -331,33 +317,29 @@ impl Panels {
             }
         }
     }
-}
-
-/// Writes this thread's accumulated rows of a block of `rows` rows, each multiplied by its factor.
-#[cube]
-pub fn store<F: Float, N: Size>(
-    tensor: &mut Tensor<Vector<F, N>>,
-    block: &Block,
-    acc: &Array<Vec4>,
-    factors: &Array<Vec4>,
-    #[comptime] rows: usize,
-    #[comptime] head_dim: usize,
-    #[comptime] tile: TileShape,
-) {
-    let me = unit(tile);
-    let micro = comptime!(rows / tile.units_q);
-    let groups = comptime!(tile.groups(head_dim));
-    let layout = Layout::of(&*tensor, block.batch, block.head);
-    #[unroll]
-    for i in 0..micro {
-        let row = block.start + me.y * comptime!(micro as u32) + comptime!(i as u32);
-        if row < block.end {
-            let factor = factors[comptime!(i / WIDTH)].extract(comptime!(i % WIDTH));
-            #[unroll]
-            for group in 0..groups {
-                let first = comptime!(group * tile.chunk_nn()) + me.x as usize * WIDTH;
-                let value = acc[comptime!(i * groups + group)] * Vec4::new(factor);
-                write_quad(tensor, &layout, row, first, value, head_dim);
+    /// Writes this thread's accumulated rows of a block, each multiplied by its factor.
+    pub fn store<F: Float, N: Size>(
+        &self,
+        tensor: &mut Tensor<Vector<F, N>>,
+        block: &Block,
+        acc: &Array<Vec4>,
+        factors: &Array<Vec4>,
+        #[comptime] head_dim: usize,
+    ) {
+        let tile = comptime!(self.blueprint.tile);
+        let (micro, groups) = comptime!((self.rows / tile.units_q, tile.groups(head_dim)));
+        let layout = Layout::of(&*tensor, block.batch, block.head);
+        #[unroll]
+        for i in 0..micro {
+            let row = block.start + self.me.y * comptime!(micro as u32) + comptime!(i as u32);
+            if row < block.end {
+                let factor = factors[comptime!(i / WIDTH)].extract(comptime!(i % WIDTH));
+                #[unroll]
+                for group in 0..groups {
+                    let first = comptime!(group * tile.chunk_nn()) + self.me.x as usize * WIDTH;
+                    let value = acc[comptime!(i * groups + group)] * Vec4::new(factor);
+                    write_quad(tensor, &layout, row, first, value, head_dim);
+                }
             }
         }
     }

@@ -77,11 +77,8 @@ pub fn add(
     for n in 0..comptime!(vectors(head_dim)) {
         let sum = acc[comptime!(nth * vectors(head_dim) + n)];
         let added = fma(Vec4::new(factor), column[n], sum);
-        if comptime!(careful) {
-            acc[comptime!(nth * vectors(head_dim) + n)] = select(factor == 0.0f32, sum, added);
-        } else {
-            acc[comptime!(nth * vectors(head_dim) + n)] = added;
-        }
+        acc[comptime!(nth * vectors(head_dim) + n)] =
+            if comptime!(careful) { select(factor == 0.0f32, sum, added) } else { added };
     }
 }
 

@@ -1,11 +1,11 @@
 //! Loads of tiles and rows to shared memory.
 
+use super::super::BiasTile;
 use super::super::layout::{Layout, Operand, Region};
 use super::super::operands::Streams;
 use super::super::pipeline::PipelineState;
 use super::super::producer::load_panels;
-use super::super::{BiasBlueprint, BiasTile};
-use super::memory::{Memory, WorkTileField};
+use super::memory::{Memory, WARP_BIAS, WARP_D, WARP_K, WARP_Q, WARP_V, WorkTileField};
 use super::scheduler::DbiasScheduler;
 use crate::mask::Band;
 use crate::ptx::*;
@@ -30,101 +30,107 @@ pub fn before(state: &PipelineState, #[comptime] tile: BiasTile) -> PipelineStat
     }
 }
 
-/// Loads tile `nth` of K or V of a turn, once all warps have released the stage. Does nothing if there is no such turn. One
-/// warp calls it.
-#[cube]
-pub fn load_tile<E: CubePrimitive>(
-    map: &TensorMap<E, Tiled>,
-    memory: &Memory,
-    turn: u32,
-    state: &PipelineState,
-    #[comptime] nth: usize,
-    #[comptime] operand: Operand,
-    #[comptime] blueprint: BiasBlueprint,
-) {
-    let (bytes, panels) = comptime!((blueprint.bytes(operand), operand.panels(&blueprint.scores)));
-    memory.await_turn(turn);
-    if memory.word(turn, WorkTileField::Flags) != 0 {
-        let (batch, head) = (memory.word(turn, WorkTileField::Batch), memory.word(turn, WorkTileField::HeadKv));
-        let key = memory.word(turn, WorkTileField::KStart) + comptime!((nth * blueprint.tile.tile_k) as u32);
-        let full = memory.full(operand) + state.stage * 8;
-        let to = memory.tiles(operand) + state.stage * bytes;
-        // The first load of a stage waits for the phase before the first one, which counts as completed.
-        mbarrier_wait(memory.empty(operand) + state.stage * 8, state.phase ^ 1);
-        mbarrier_expect(full, comptime!(bytes).runtime());
-        load_panels(map, to, bytes, panels, full, batch, head, key);
-    }
+/// The loads of a thread block. Each kind of load has its own warp, and the other warps do nothing. A load waits until its
+/// turn has been posted, and until all warps that read the stage have released it. If there is no such turn, nothing is loaded.
+#[derive(CubeType)]
+pub struct Loader<E: Float> {
+    pub streams: Streams<E>,
+    pub scheduler: DbiasScheduler,
+    pub band: Band,
+    pub warp: u32,
 }
 
-/// Loads a warpgroup's rows of Q and their lse, or of dO and their delta, for a turn, once the warpgroup's warps have released
-/// the stage. Does nothing if there is no such turn. One warp calls it.
 #[cube]
-pub fn load_rows<E: Float>(
-    streams: &Streams<E>,
-    memory: &Memory,
-    band: &Band,
-    scheduler: &DbiasScheduler,
-    turn: u32,
-    warpgroup: u32,
-    #[comptime] operand: Operand,
-    #[comptime] blueprint: BiasBlueprint,
-) {
-    let scores = comptime!(blueprint.scores);
-    let of_stats = comptime!(if operand == Operand::D { Region::Delta } else { Region::Lse });
-    let (bytes, panels) = comptime!((blueprint.bytes(operand), operand.panels(&blueprint.scores)));
-    let stats_bytes = comptime!(blueprint.stats_bytes());
-    memory.await_turn(turn);
-    if memory.word(turn, WorkTileField::Flags) != 0 {
-        let (stage, phase) = row_state(turn, blueprint.tile);
-        let nth = stage * comptime!(BiasTile::WARPGROUPS as u32) + warpgroup;
-        let (batch, head) = (memory.word(turn, WorkTileField::Batch), memory.word(turn, WorkTileField::Head));
-        let row = memory.word(turn, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
-        let full = memory.full(operand) + nth * 8;
-        let to = memory.tiles(operand) + nth * bytes;
-        let stats_to = memory.at(of_stats) + nth * comptime!(stats_bytes as u32);
-        // The rows of a head are padded to whole blocks in the statistics.
-        let of_head = stats_rows(opaque(band.seq_q), scores.stats_multiple, false) as usize;
-        let heads = opaque(scheduler.num_heads_q) as usize;
-        let mut from = (batch as usize * heads + head as usize) * of_head + row as usize;
-        if comptime!(operand == Operand::D) {
-            from += scheduler.batches as usize * heads * of_head;
+impl<E: Float> Loader<E> {
+    /// Loads a tile of K and a tile of V: the `nth` after the first tile of turn `turn`, which may belong to a later turn.
+    pub fn tiles(&self, memory: &Memory, turn: u32, #[comptime] nth: usize, state: &PipelineState) {
+        if self.warp == WARP_K {
+            self.tile(memory, turn, nth, state, Operand::K);
         }
-        mbarrier_wait(memory.empty(operand) + nth * 8, phase ^ 1);
-        mbarrier_expect(full, comptime!(bytes + stats_bytes as u32).runtime());
-        let map = if comptime!(operand == Operand::D) { streams.rows_dov.unwrap() } else { streams.rows_qk };
-        load_panels(map, to, bytes, panels, full, batch, head, row);
-        bulk_load(streams.stats.unwrap(), from, stats_bytes, stats_to, full);
+        if self.warp == WARP_V {
+            self.tile(memory, turn, nth, state, Operand::V);
+        }
     }
-}
 
-/// Loads a warpgroup's rows of a group of the bias's columns. `turn` is the first turn of the block, and `nth` the number of
-/// the block. The load waits until the warpgroup's warps have released those of the block before. Does nothing if there is no
-/// such turn. One warp calls it.
-#[cube]
-pub fn load_bias<E: Float>(
-    streams: &Streams<E>,
-    memory: &Memory,
-    turn: u32,
-    nth: u32,
-    warpgroup: u32,
-    #[comptime] group: usize,
-    #[comptime] blueprint: BiasBlueprint,
-) {
-    let (bytes, panels) = comptime!((blueprint.group_bytes() as u32, (blueprint.group_b() / PANEL) as u32));
-    memory.await_turn(turn);
-    if memory.word(turn, WorkTileField::Flags) != 0 {
-        let of_cube = warpgroup * comptime!(blueprint.groups_b() as u32) + comptime!(group as u32);
-        let (batch, head) = (memory.word(turn, WorkTileField::BiasBatch), memory.word(turn, WorkTileField::BiasHead));
-        let row = memory.word(turn, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
-        let column = memory.word(turn, WorkTileField::KStart) + comptime!((group * blueprint.group_b()) as u32);
-        let full = memory.full(Operand::Bias) + of_cube * 8;
-        let to = memory.tiles(Operand::Bias) + of_cube * bytes;
-        mbarrier_wait(memory.empty(Operand::Bias) + of_cube * 8, (nth % 2) ^ 1);
-        mbarrier_expect(full, bytes.runtime());
-        #[unroll]
-        for panel in 0..panels {
-            let to = to + comptime!(panel * bytes / panels);
-            tma_load(streams.bias.unwrap(), to, full, batch, head, row, column + comptime!(panel * PANEL as u32));
+    fn tile(
+        &self,
+        memory: &Memory,
+        turn: u32,
+        #[comptime] nth: usize,
+        state: &PipelineState,
+        #[comptime] operand: Operand,
+    ) {
+        let blueprint = comptime!(memory.blueprint);
+        let (tile, bytes, panels) =
+            comptime!((blueprint.tile, blueprint.bytes(operand), operand.panels(&blueprint.scores)));
+        let turn = turn + comptime!((nth / tile.tiles) as u32);
+        memory.await_turn(turn);
+        if memory.word(turn, WorkTileField::Flags) != 0 {
+            let (batch, head) = (memory.word(turn, WorkTileField::Batch), memory.word(turn, WorkTileField::HeadKv));
+            let key = memory.word(turn, WorkTileField::KStart) + comptime!((nth % tile.tiles * tile.tile_k) as u32);
+            let (to, full) = memory.refill(operand, state.stage, state.phase, 0u32);
+            let map = if comptime!(operand == Operand::K) { self.streams.cols_qk } else { self.streams.cols_dov };
+            load_panels(map, to, bytes, panels, full, batch, head, key);
+        }
+    }
+
+    /// Loads the warpgroup's rows of Q and their lse, or of dO and their delta, for a turn.
+    pub fn rows(&self, memory: &Memory, turn: u32, #[comptime] operand: Operand) {
+        let (warp, of_stats) =
+            comptime!(if operand == Operand::D { (WARP_D, Region::Delta) } else { (WARP_Q, Region::Lse) });
+        if self.warp % 4 == warp {
+            let (blueprint, scores) = comptime!((memory.blueprint, memory.blueprint.scores));
+            let (bytes, panels) = comptime!((blueprint.bytes(operand), operand.panels(&scores)));
+            let stats_bytes = comptime!(blueprint.stats_bytes());
+            memory.await_turn(turn);
+            if memory.word(turn, WorkTileField::Flags) != 0 {
+                let (stage, phase) = row_state(turn, blueprint.tile);
+                let warpgroup = self.warp / 4;
+                let nth = stage * comptime!(BiasTile::WARPGROUPS as u32) + warpgroup;
+                let (batch, head) = (memory.word(turn, WorkTileField::Batch), memory.word(turn, WorkTileField::Head));
+                let row = memory.word(turn, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
+                let stats_to = memory.at(of_stats) + nth * comptime!(stats_bytes as u32);
+                // The rows of a head are padded to whole blocks in the statistics.
+                let of_head = stats_rows(opaque(self.band.seq_q), scores.stats_multiple, false) as usize;
+                let heads = opaque(self.scheduler.num_heads_q) as usize;
+                let mut from = (batch as usize * heads + head as usize) * of_head + row as usize;
+                if comptime!(operand == Operand::D) {
+                    from += self.scheduler.batches as usize * heads * of_head;
+                }
+                let (to, full) = memory.refill(operand, nth, phase, comptime!(stats_bytes as u32));
+                let map = if comptime!(operand == Operand::D) {
+                    self.streams.rows_dov.unwrap()
+                } else {
+                    self.streams.rows_qk
+                };
+                load_panels(map, to, bytes, panels, full, batch, head, row);
+                bulk_load(self.streams.stats.unwrap(), from, stats_bytes, stats_to, full);
+            }
+        }
+    }
+
+    /// Loads the warpgroup's rows of a group of the bias's columns. `turn` is the first turn of the block, and `nth` the number
+    /// of the block.
+    pub fn bias(&self, memory: &Memory, turn: u32, nth: u32, #[comptime] group: usize) {
+        if self.warp % 4 == WARP_BIAS {
+            let blueprint = comptime!(memory.blueprint);
+            let (bytes, panels) = comptime!((blueprint.group_bytes() as u32, (blueprint.group_b() / PANEL) as u32));
+            memory.await_turn(turn);
+            if memory.word(turn, WorkTileField::Flags) != 0 {
+                let warpgroup = self.warp / 4;
+                let of_cube = warpgroup * comptime!(blueprint.groups_b() as u32) + comptime!(group as u32);
+                let (batch, head) =
+                    (memory.word(turn, WorkTileField::BiasBatch), memory.word(turn, WorkTileField::BiasHead));
+                let row = memory.word(turn, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
+                let column = memory.word(turn, WorkTileField::KStart) + comptime!((group * blueprint.group_b()) as u32);
+                let (to, full) = memory.refill(Operand::Bias, of_cube, nth % 2, 0u32);
+                #[unroll]
+                for panel in 0..panels {
+                    let to = to + comptime!(panel * bytes / panels);
+                    let column = column + comptime!(panel * PANEL as u32);
+                    tma_load(self.streams.bias.unwrap(), to, full, batch, head, row, column);
+                }
+            }
         }
     }
 }

@@ -69,7 +69,7 @@ pub enum CursorField {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Memory {
-    pub base: u32,
+    base: u32,
     #[cube(comptime)]
     pub blueprint: BiasBlueprint,
 }
@@ -79,21 +79,15 @@ impl Memory {
     /// Initialises the barriers, and puts the cursor before the first block. All threads must call it.
     pub fn new(base: u32, #[comptime] blueprint: BiasBlueprint) -> Memory {
         let memory = Memory { base, blueprint };
-        let rows = comptime!(blueprint.tile.row_stages * BiasTile::WARPGROUPS);
-        let (stages, every) = comptime!((blueprint.tile.stages, 4 * BiasTile::WARPGROUPS));
-        let groups = comptime!(blueprint.groups_b() * BiasTile::WARPGROUPS);
         if UNIT_POS == 0 {
             // Arrivals: one for the bytes of a load; one of each warp, of the warpgroup or of the thread block, for a release.
-            init_barriers(memory.full(Operand::Q), rows, 1usize);
-            init_barriers(memory.full(Operand::D), rows, 1usize);
-            init_barriers(memory.empty(Operand::Q), rows, 4usize);
-            init_barriers(memory.empty(Operand::D), rows, 4usize);
-            init_barriers(memory.full(Operand::K), stages, 1usize);
-            init_barriers(memory.full(Operand::V), stages, 1usize);
-            init_barriers(memory.empty(Operand::K), stages, every);
-            init_barriers(memory.empty(Operand::V), stages, every);
-            init_barriers(memory.full(Operand::Bias), groups, 1usize);
-            init_barriers(memory.empty(Operand::Bias), groups, 4usize);
+            #[unroll]
+            for nth in 0..5usize {
+                let (of, count) = comptime!((blueprint.tiles()[nth].0, blueprint.tiles()[nth].1));
+                let warps = comptime!(if matches!(of, Operand::K | Operand::V) { 4 * BiasTile::WARPGROUPS } else { 4 });
+                init_barriers(memory.full(of), count, 1usize);
+                init_barriers(memory.empty(of), count, warps);
+            }
             init_barriers(memory.at(Region::Known), SLOTS, 1usize);
             #[unroll]
             for i in 0..comptime!(WORDS as u32) {
@@ -127,12 +121,35 @@ impl Memory {
         self.at(comptime!(Region::Empty(of)))
     }
 
+    /// The same memory, whose addresses the compiler computes again instead of keeping them in registers.
+    pub fn opaque(&self) -> Memory {
+        Memory { base: opaque(self.base), blueprint: self.blueprint }
+    }
+
+    /// Descriptor of tile `nth` of an operand, from that of the first region.
+    pub fn descriptor(&self, start: u64, nth: u32, #[comptime] of: Operand) -> u64 {
+        let blueprint = comptime!(self.blueprint);
+        // Descriptors count in units of 16 bytes.
+        let (bytes, offset) = comptime!((blueprint.bytes(of) / 16, blueprint.offset(Region::Tiles(of)) / 16));
+        start + u64::cast_from(nth * bytes + offset)
+    }
+
+    /// Waits until tile `nth` of an operand has been released in the phase before the one of parity `phase`. Then makes its
+    /// barrier expect the tile, and `others` bytes besides. Returns the addresses of the tile and of the barrier.
+    pub fn refill(&self, #[comptime] of: Operand, nth: u32, phase: u32, #[comptime] others: u32) -> (u32, u32) {
+        let bytes = comptime!(self.blueprint.bytes(of));
+        let full = self.full(of) + nth * 8;
+        let to = self.tiles(of) + nth * bytes;
+        // The first load waits for the phase before the first one, which counts as completed.
+        mbarrier_wait(self.empty(of) + nth * 8, phase ^ 1);
+        mbarrier_expect(full, comptime!(bytes + others).runtime());
+        (to, full)
+    }
+
     /// Waits until turn `turn` has been posted.
     pub fn await_turn(&self, turn: u32) {
-        mbarrier_wait(
-            self.at(Region::Known) + turn % comptime!(SLOTS as u32) * 8,
-            (turn / comptime!(SLOTS as u32)) % 2,
-        );
+        let (slot, parity) = (turn % comptime!(SLOTS as u32), turn / comptime!(SLOTS as u32) % 2);
+        mbarrier_wait(self.at(Region::Known) + slot * 8, parity);
     }
 
     /// A field of turn `turn`, which must have been posted.

@@ -8,39 +8,24 @@ use crate::ptx::*;
 use crate::tensor_core::{exchange, vector_of_pair};
 use cubecl::prelude::*;
 
-/// Writes one of a thread's two rows in vectors. The row starts at vector `at` of `out`. Writes nothing if not `live`.
-/// Neighbours exchange their words, so that the four threads of a row write 32 contiguous bytes. All threads of the warp must
-/// call it.
+/// A thread's two sums of one of its rows in the `nth` eight columns of the block, packed.
 #[cube]
-pub fn store_vectors<E: Float>(
+fn packed(
     sums: &Sequence<Array<f32>>,
     #[comptime] row: usize,
-    out: &mut BiasOut<E>,
-    at: usize,
-    band: &Band,
-    live: bool,
-    k_start: u32,
+    #[comptime] nth: usize,
     #[comptime] blueprint: BiasBlueprint,
-) {
-    let dtype = comptime!(blueprint.scores.dtype);
-    let of_four = vector_of_pair();
-    let at = at + (k_start / 4 + of_four) as usize;
-    let to = &mut out.vectors[at..at + 1];
-    #[unroll]
-    for i in 0..comptime!(blueprint.tile.block_k() / 16) {
-        let sum = sums.index(comptime!(16 * i / blueprint.tile.tile_k));
-        let n = comptime!(16 * i % blueprint.tile.tile_k / 2 + 2 * row);
-        let first = pack(sum[n], sum[n + 1], dtype);
-        let second = pack(sum[n + 4], sum[n + 5], dtype);
-        let (low, high) = exchange(first, second);
-        let is_key = band.is_key(k_start + comptime!(16 * i as u32) + of_four * 4);
-        store_pair(to, comptime!(4 * i), low, high, live && is_key);
-    }
+) -> u32 {
+    let sum = sums.index(comptime!(8 * nth / blueprint.tile.tile_k));
+    let n = comptime!(8 * nth % blueprint.tile.tile_k / 2 + 2 * row);
+    pack(sum[n], sum[n + 1], blueprint.scores.dtype)
 }
 
-/// [`store_vectors()`] element by element.
+/// Writes one of a thread's two rows, in vectors if the rows of the output consist of vectors, else element by element. The row
+/// starts at vector or element `at` of `out`. Writes nothing if not `live`. With vectors, neighbours exchange their words, so
+/// that the four threads of a row write 32 contiguous bytes. All threads of the warp must call it.
 #[cube]
-pub fn store_elements<E: Float>(
+pub fn store_row<E: Float>(
     sums: &Sequence<Array<f32>>,
     #[comptime] row: usize,
     out: &mut BiasOut<E>,
@@ -50,18 +35,31 @@ pub fn store_elements<E: Float>(
     k_start: u32,
     #[comptime] blueprint: BiasBlueprint,
 ) {
-    let first = k_start + UNIT_POS % 4 * 2;
-    #[unroll]
-    for i in 0..comptime!(blueprint.tile.block_k() / 8) {
-        let sum = sums.index(comptime!(8 * i / blueprint.tile.tile_k));
-        let n = comptime!(8 * i % blueprint.tile.tile_k / 2 + 2 * row);
-        let packed = pack(sum[n], sum[n + 1], blueprint.scores.dtype);
+    let block_k = comptime!(blueprint.tile.block_k());
+    if comptime!(blueprint.vectors) {
+        let of_four = vector_of_pair();
+        let at = at + (k_start / 4 + of_four) as usize;
+        let to = &mut out.vectors[at..at + 1];
         #[unroll]
-        for e in 0..2usize {
-            let key = first + comptime!((8 * i + e) as u32);
-            let at = at + key as usize * out.column;
-            let to = &mut out.elements[at..at + 1];
-            store_half(to, packed, comptime!(e == 1), live && band.is_key(key));
+        for i in 0..comptime!(block_k / 16) {
+            let first = packed(sums, row, comptime!(2 * i), blueprint);
+            let second = packed(sums, row, comptime!(2 * i + 1), blueprint);
+            let (low, high) = exchange(first, second);
+            let is_key = band.is_key(k_start + comptime!(16 * i as u32) + of_four * 4);
+            store_pair(to, comptime!(4 * i), low, high, live && is_key);
+        }
+    } else {
+        let first = k_start + UNIT_POS % 4 * 2;
+        #[unroll]
+        for i in 0..comptime!(block_k / 8) {
+            let packed = packed(sums, row, i, blueprint);
+            #[unroll]
+            for e in 0..2usize {
+                let key = first + comptime!((8 * i + e) as u32);
+                let at = at + key as usize * out.column;
+                let to = &mut out.elements[at..at + 1];
+                store_half(to, packed, comptime!(e == 1), live && band.is_key(key));
+            }
         }
     }
 }

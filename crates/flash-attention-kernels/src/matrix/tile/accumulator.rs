@@ -63,7 +63,7 @@ impl Accumulator {
         let pitch = comptime!(tile.pitch(self.head_dim));
         #[unroll]
         for part in 0..comptime!(tile.padded(self.head_dim).div_ceil(tile.columns)) {
-            self.write_board(board, part);
+            self.copy(board, part, false);
             #[unroll]
             for nth in 0..comptime!(tile.rows_of_unit()) {
                 let row = me.board_row(nth);
@@ -88,7 +88,7 @@ impl Accumulator {
                     board.products[row + vector] = sum;
                 }
             }
-            self.read_board(&*board, part);
+            self.copy(board, part, true);
         }
     }
 
@@ -96,15 +96,15 @@ impl Accumulator {
     pub fn scale<E: Float>(&mut self, board: &mut Board<E>, factors: &Array<f32>) {
         #[unroll]
         for part in 0..comptime!(self.tile.padded(self.head_dim).div_ceil(self.tile.columns)) {
-            self.write_board(board, part);
+            self.copy(board, part, false);
             board.scale(factors);
-            self.read_board(&*board, part);
+            self.copy(board, part, true);
         }
     }
 
     /// Writes the rows to their rows of a block, each multiplied by its factor.
     pub fn write<E: Float, N: Size>(
-        &self,
+        &mut self,
         tensor: &mut Tensor<Vector<E, N>>,
         block: &Block,
         board: &mut Board<E>,
@@ -115,7 +115,7 @@ impl Accumulator {
         let width = comptime!(tile.columns / WIDTH);
         #[unroll]
         for part in 0..comptime!(head_dim.div_ceil(tile.columns)) {
-            self.write_board(board, part);
+            self.copy(board, part, false);
             board.scale(factors);
             sync_plane();
             // Neighbouring threads write neighbouring vectors.
@@ -133,32 +133,21 @@ impl Accumulator {
         }
     }
 
-    /// Writes the `part`-th columns to the board. A part has as many columns as the board.
-    fn write_board<E: Float>(&self, board: &mut Board<E>, #[comptime] part: usize) {
+    /// Copies the `part`-th columns to the board, or `back` from the board. A part has as many columns as the board.
+    fn copy<E: Float>(&mut self, board: &mut Board<E>, #[comptime] part: usize, #[comptime] back: bool) {
         let tile = comptime!(self.tile);
         let blocks = comptime!(tile.columns / tile.n());
         sync_plane();
         #[unroll]
         for block in 0..comptime!(blocks.min(tile.padded(self.head_dim) / tile.n() - part * blocks)) {
-            let to = board.me.board() + comptime!(block * tile.n() / WIDTH);
-            let stride = comptime!((tile.board_pitch() * WIDTH) as u32);
-            let sum = self.sums.index(comptime!(part * blocks + block));
-            cmma::store(&mut board.products[to..to + 1], sum, stride, MatrixLayout::RowMajor);
-        }
-        sync_plane();
-    }
-
-    /// Reads the `part`-th columns back from the board.
-    fn read_board<E: Float>(&mut self, board: &Board<E>, #[comptime] part: usize) {
-        let tile = comptime!(self.tile);
-        let blocks = comptime!(tile.columns / tile.n());
-        sync_plane();
-        #[unroll]
-        for block in 0..comptime!(blocks.min(tile.padded(self.head_dim) / tile.n() - part * blocks)) {
-            let from = board.me.board() + comptime!(block * tile.n() / WIDTH);
+            let at = board.me.board() + comptime!(block * tile.n() / WIDTH);
             let stride = comptime!((tile.board_pitch() * WIDTH) as u32);
             let sum = self.sums.index_mut(comptime!(part * blocks + block));
-            cmma::load_with_layout(sum, &board.products[from..from + 1], stride, MatrixLayout::RowMajor);
+            if comptime!(back) {
+                cmma::load_with_layout(sum, &board.products[at..at + 1], stride, MatrixLayout::RowMajor);
+            } else {
+                cmma::store(&mut board.products[at..at + 1], &*sum, stride, MatrixLayout::RowMajor);
+            }
         }
         sync_plane();
     }

@@ -1,23 +1,9 @@
 //! Staging of tiles: read from memory into registers, then written to shared memory.
 
-use super::{Product, TileShape};
+use super::TileShape;
 use crate::fragment::{Rows, Vec4, WIDTH};
 use crate::rounding::nearest_tf32;
 use cubecl::prelude::*;
-
-/// Order of the rows of a tile in its panel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum RowOrder {
-    /// In the order of the tensor.
-    Natural,
-    /// Row `x · micro + n` is stored at `n · units + x`. Threads that read their `n`-th rows at the same time read neighbouring rows.
-    Interleaved {
-        /// Rows of a thread.
-        micro: usize,
-        /// Threads that share the panel.
-        units: usize,
-    },
-}
 
 /// Prefetched chunks. Each thread holds its share of the next chunk in registers while the current chunk is multiplied, because a load
 /// takes as long as many products. Without [prefetching](TileShape::reads_ahead), a chunk is read when it is needed.
@@ -56,9 +42,8 @@ impl Ahead {
     ) {
         let tile = comptime!(self.tile);
         if comptime!(tile.reads_ahead() == early) {
-            let columns = comptime!(Columns { first: chunk * tile.chunk, count: tile.chunk, head_dim });
-            fetch(a, &mut self.a, tile.tile_q, columns, tile.units());
-            fetch(b, &mut self.b, tile.tile_k, columns, tile.units());
+            fetch(a, &mut self.a, tile.tile_q, chunk, tile.chunk, head_dim, tile.units());
+            fetch(b, &mut self.b, tile.tile_k, chunk, tile.chunk, head_dim, tile.units());
         }
     }
 
@@ -67,49 +52,39 @@ impl Ahead {
         &mut self,
         v: &Rows<F, N>,
         #[comptime] group: usize,
-        #[comptime] product: Product,
+        #[comptime] depth: usize,
+        #[comptime] head_dim: usize,
         #[comptime] early: bool,
     ) {
         let tile = comptime!(self.tile);
         if comptime!(tile.reads_ahead() == early) {
-            let (count, head_dim) = comptime!((tile.chunk_nn(), product.head_dim));
-            let columns = comptime!(Columns { first: group * count, count, head_dim });
-            fetch(v, &mut self.v, product.depth, columns, tile.units());
+            fetch(v, &mut self.v, depth, group, tile.chunk_nn(), head_dim, tile.units());
         }
     }
 }
 
-/// Columns that are staged together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Columns {
-    /// First column.
-    first: usize,
-    /// Number of columns.
-    count: usize,
-    /// Number of columns of the tensor.
-    head_dim: usize,
-}
-
-/// Reads this thread's share of a chunk of `rows` and `columns`, as f32. Elements past the last row or column become zero, so that a
+/// Reads this thread's share of the `nth` chunk, which has `rows` rows and `columns` columns, as f32. Elements past the last row or column become zero, so that a
 /// product never reads uninitialised memory.
 #[cube]
 fn fetch<F: Float, N: Size>(
     from: &Rows<F, N>,
     share: &mut Array<Vec4>,
     #[comptime] rows: usize,
-    #[comptime] columns: Columns,
+    #[comptime] nth: usize,
+    #[comptime] columns: usize,
+    #[comptime] head_dim: usize,
     #[comptime] units: usize,
 ) {
-    let width = comptime!(columns.count / WIDTH);
+    let width = comptime!(columns / WIDTH);
     let vectors = comptime!(rows * width);
     #[unroll]
     for step in 0..comptime!(vectors.div_ceil(units)) {
         let slot = UNIT_POS as usize + comptime!(step * units);
         let row = slot / width;
-        let column = comptime!(columns.first) + slot % width * comptime!(WIDTH);
+        let column = comptime!(nth * columns) + slot % width * comptime!(WIDTH);
         let mut value = Vec4::new(0.0f32);
         if row < rows {
-            value = Vec4::cast_from(from.read(from.start + row as u32, column, columns.head_dim));
+            value = Vec4::cast_from(from.read(from.start + row as u32, column, head_dim));
         }
         share[step] = value;
     }
@@ -129,16 +104,19 @@ pub fn round(share: &mut Array<Vec4>, #[comptime] len: usize) {
     }
 }
 
-/// Writes a thread's share to its panel.
+/// Writes a thread's share to its panel. The rows are in the order of the tensor or, for the `B` of `A · Bᵀ`, `interleaved`: row
+/// `x · micro_k + n` is stored at `n · units_k + x`, so that threads that read their `n`-th rows at the same time read neighbouring
+/// rows.
 #[cube]
 pub fn put(
     share: &Array<Vec4>,
     panel: &mut Shared<[Vec4]>,
     #[comptime] rows: usize,
     #[comptime] chunk: usize,
-    #[comptime] order: RowOrder,
-    #[comptime] units: usize,
+    #[comptime] interleaved: bool,
+    #[comptime] tile: TileShape,
 ) {
+    let units = comptime!(tile.units());
     let width = comptime!(chunk / WIDTH);
     let pitch = comptime!(TileShape::pitch(chunk));
     let vectors = comptime!(rows * width);
@@ -148,14 +126,12 @@ pub fn put(
         let row = slot / width;
         let within = slot % width;
         if comptime!((step + 1) * units <= vectors) || row < rows {
-            let mut slot_row = row;
-            match comptime!(order) {
-                RowOrder::Natural => {}
-                RowOrder::Interleaved { micro, units } => {
-                    slot_row = (row % micro) * units + row / micro;
-                }
-            }
-            panel[slot_row * pitch + within] = share[step];
+            let row = if comptime!(interleaved) {
+                (row % comptime!(tile.micro_k())) * comptime!(tile.units_k) + row / comptime!(tile.micro_k())
+            } else {
+                row
+            };
+            panel[row * pitch + within] = share[step];
         }
     }
 }
