@@ -13,7 +13,7 @@ use crate::mods::TENSORS;
 use crate::score::Factor;
 pub(crate) use checks::agree;
 pub use checks::check_broadcast;
-use checks::{check_elements, ranked};
+use checks::{check_elements, check_length, ranked};
 use serde::{Deserialize, Serialize};
 
 /// Largest head dimension that any kernel supports.
@@ -286,49 +286,43 @@ impl AttentionProblem {
 
     /// Checks everything that does not depend on the device.
     pub fn validate(&self) -> Result<(), AttentionError> {
-        let heads = (self.num_heads_q, self.num_heads_kv);
-        let grouped = match heads {
-            (0, _) => true,
-            (_, 0) => false,
-            (q, kv) => q % kv == 0,
-        };
-        if !grouped {
-            return Err(AttentionError::HeadsNotGrouped { num_heads_q: heads.0, num_heads_kv: heads.1 });
+        let (num_heads_q, num_heads_kv) = (self.num_heads_q, self.num_heads_kv);
+        // Without key/value heads, there are no query heads either.
+        if !num_heads_q.is_multiple_of(num_heads_kv) {
+            return Err(AttentionError::HeadsNotGrouped { num_heads_q, num_heads_kv });
         }
         for (argument, value) in [("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)] {
             if value == 0 || value > MAX_HEAD_DIM {
                 return Err(AttentionError::HeadDim { argument, value, min: 1, max: MAX_HEAD_DIM });
             }
         }
-        for (argument, value) in [("seq_q", self.seq_q), ("seq_k", self.seq_k)] {
-            if value > MAX_SEQ {
-                return Err(AttentionError::SequenceTooLong { argument, value, max: MAX_SEQ });
-            }
-        }
+        check_length("seq_q", self.seq_q)?;
+        check_length("seq_k", self.seq_k)?;
         let shapes = [("q", self.q_shape()), ("k", self.k_shape()), ("v", self.v_shape()), ("o", self.o_shape())];
         for (argument, shape) in shapes {
             check_elements(argument, shape, MAX_ELEMENTS)?;
         }
-        let of_score = SCORE_TENSORS.into_iter().zip(self.score_tensors);
-        let of_mask = MASK_TENSORS.into_iter().zip(self.mask_tensors);
-        let functions = (self.options.score_mod.is_some(), self.options.mask_mod.is_some());
-        for ((option, shape), there) in
-            of_score.clone().map(|of| (of, functions.0)).chain(of_mask.clone().map(|of| (of, functions.1)))
-        {
-            if let Some(shape) = shape.filter(|_| !there) {
+        let [score_a, score_b] = self.score_tensors;
+        let [mask_a, mask_b] = self.mask_tensors;
+        let (scores, masks) = (self.options.score_mod.is_some(), self.options.mask_mod.is_some());
+        for (argument, shape, is_read) in [
+            (SCORE_TENSORS[0], score_a, scores),
+            (SCORE_TENSORS[1], score_b, scores),
+            (MASK_TENSORS[0], mask_a, masks),
+            (MASK_TENSORS[1], mask_b, masks),
+            ("mask", self.mask, true),
+            ("bias", self.bias, true),
+        ] {
+            let Some(shape) = shape else { continue };
+            if !is_read {
                 return Err(AttentionError::Unsupported {
-                    option,
+                    option: argument,
                     value: format!("a tensor {shape:?}"),
                     why: "there is no function that would read it: set score_mod or mask_mod",
                 });
             }
-        }
-        let tensors = of_score.chain(of_mask);
-        for (argument, shape) in [("mask", self.mask), ("bias", self.bias)].into_iter().chain(tensors) {
-            if let Some(shape) = shape {
-                check_broadcast(argument, shape, self.scores_shape(), 4)?;
-                check_elements(argument, shape, MAX_PAIRS)?;
-            }
+            check_broadcast(argument, shape, self.scores_shape(), 4)?;
+            check_elements(argument, shape, MAX_PAIRS)?;
         }
         if let Some(shape) = self.alibi_slopes {
             agree("alibi_slopes", &shape, 1, "num_heads_q", "q", self.num_heads_q)?;
@@ -347,15 +341,9 @@ impl AttentionProblem {
                     why: "cu_seqlens_q and cu_seqlens_k say already where sequences end",
                 });
             }
-            for (argument, value) in [
-                ("cu_seqlens_q", sequences),
-                ("batch * seq_q", self.batch * self.seq_q),
-                ("batch * seq_k", self.batch * self.seq_k),
-            ] {
-                if value > MAX_SEQ {
-                    return Err(AttentionError::SequenceTooLong { argument, value, max: MAX_SEQ });
-                }
-            }
+            check_length("cu_seqlens_q", sequences)?;
+            check_length("batch * seq_q", self.batch * self.seq_q)?;
+            check_length("batch * seq_k", self.batch * self.seq_k)?;
         }
         self.options.validate()
     }
@@ -398,6 +386,16 @@ impl AttentionProblem {
     /// Number of query heads that share a key/value head.
     pub fn group_size(&self) -> usize {
         self.num_heads_q.checked_div(self.num_heads_kv).unwrap_or(1)
+    }
+
+    /// The larger head dimension.
+    pub(crate) fn widest(&self) -> usize {
+        self.head_dim.max(self.head_dim_v)
+    }
+
+    /// Length and number of heads of the queries, or of the keys if `keys`.
+    pub(crate) fn side(&self, keys: bool) -> (usize, usize) {
+        if keys { (self.seq_k, self.num_heads_kv) } else { (self.seq_q, self.num_heads_q) }
     }
 
     /// The factor on `q·kᵀ`: the option, or `1/√head_dim`.

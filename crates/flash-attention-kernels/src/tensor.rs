@@ -36,8 +36,7 @@ impl<const RANK: usize> TensorView<RANK> {
 
     /// The same view in four dimensions; the added trailing dimensions have size 1.
     pub(crate) fn widened(&self) -> TensorView {
-        let of = |sizes: [usize; RANK]| std::array::from_fn(|dim| sizes.get(dim).copied().unwrap_or(1));
-        TensorView { handle: self.handle.clone(), shape: of(self.shape), strides: of(self.strides) }
+        TensorView { handle: self.handle.clone(), shape: widened(self.shape), strides: widened(self.strides) }
     }
 
     /// Number of elements; elements that a stride of 0 repeats count each time.
@@ -77,6 +76,11 @@ impl<const RANK: usize> TensorView<RANK> {
         }
         view.arg()
     }
+}
+
+/// Sizes or strides in four dimensions; the added trailing ones are 1.
+pub(crate) fn widened<const RANK: usize>(sizes: [usize; RANK]) -> [usize; 4] {
+    std::array::from_fn(|dim| sizes.get(dim).copied().unwrap_or(1))
 }
 
 /// A view of any rank, for checks.

@@ -14,8 +14,8 @@ pub(crate) mod rows;
 pub use choice::{
     BackwardTiles, BiasGradient, FamilyTiles, Forward, Gradient, HopperForward, HopperGradient, Kernel, MmaTiles,
 };
+pub(crate) use device::{Case, check_dtype, cube_count, grid};
 pub use device::{Device, element_type};
-pub(crate) use device::{check_bindings, check_dtype, cube_count, grid};
 #[cfg(feature = "cuda")]
 pub(crate) use hopper::varies_by_pair;
 pub(crate) use hopper::{COUNTER_BYTES, COUNTERS, stats_multiple};
@@ -31,12 +31,41 @@ use crate::hopper::dq_accum_columns;
 use crate::portable::dbias::Sums;
 use crate::problem::{AttentionProblem, BackwardOrder};
 use crate::sequences;
-use cubecl::prelude::CubeCount;
+
+/// Why kernels that only the feature `cuda` compiles cannot run without it.
+pub(crate) const NOT_COMPILED: &str = "it was not compiled: that takes the feature cuda";
+
+/// The reason `why`, unless the condition holds.
+fn require(holds: bool, why: impl FnOnce() -> String) -> Result<(), String> {
+    if holds { Ok(()) } else { Err(why()) }
+}
+
+/// The first result that is no error, or else the last error. There is at least one result.
+fn first<T>(mut found: impl Iterator<Item = Result<T, String>>) -> Result<T, String> {
+    let mut why = String::new();
+    found.find_map(|found| found.map_err(|reason| why = reason).ok()).ok_or(why)
+}
+
+/// The first row of a table that fits the larger head dimension.
+fn row<T: Copy>(table: &[(usize, T)], problem: &AttentionProblem) -> Result<T, String> {
+    let widest = problem.widest();
+    let found = table.iter().find(|(head_dim, _)| widest <= *head_dim);
+    found.map(|(_, row)| *row).ok_or_else(|| format!("head_dim {widest} is above {}", table[table.len() - 1].0))
+}
+
+/// Gradient kernels of a family: `dq`, then `dk` and `dv` together, or `dv` in a separate launch.
+type Gradients = (Gradient, Gradient, Option<Gradient>);
+
+/// The kernels that `of` gives for the roles of a backward.
+fn gradients(together: bool, of: impl Fn(Role) -> Result<Gradient, String>) -> Result<Gradients, String> {
+    let dkdv = |dk, dv| of(Role::DkDv { dk, dv });
+    let dq = of(Role::Dq)?;
+    Ok(if together { (dq, dkdv(true, true)?, None) } else { (dq, dkdv(true, false)?, Some(dkdv(false, true)?)) })
+}
 
 /// Chooses the forward: the most preferred kernel that supports the problem, or the requested one.
 pub(crate) fn choose_forward(
-    device: &Device,
-    problem: &AttentionProblem,
+    case: Case,
     asked: Option<Kernel>,
     passed_over: &mut Vec<PassedOver>,
 ) -> Result<Forward, AttentionError> {
@@ -45,83 +74,64 @@ pub(crate) fn choose_forward(
             continue;
         }
         let found = match kernel {
-            Kernel::Hopper => hopper::forward(device, problem).map(Forward::Hopper),
-            Kernel::Mma => mma::forward(device, problem).map(Forward::Mma),
-            _ => matrix::forward(device, problem).map(Forward::Matrix),
+            Kernel::Hopper => hopper::forward(case).map(Forward::Hopper),
+            Kernel::Mma => mma::choose(case, Role::Forward).map(Forward::Mma),
+            _ => matrix::choose(case, Role::Forward).map(Forward::Matrix),
         };
         match found {
             Ok(forward) => return Ok(forward),
-            Err(why) if asked == Some(kernel) => {
-                return Err(AttentionError::KernelUnavailable { kernel: kernel.name(), why });
-            }
+            Err(why) if asked == Some(kernel) => return Err(kernel.unavailable(why)),
             Err(why) => passed_over.push(PassedOver { what: format!("forward {}", kernel.name()), why }),
         }
     }
-    if rows::wanted(device, asked) {
-        return Ok(Forward::Rows(rows::tile(device, problem, Role::Forward)));
+    if rows::wanted(case.device, asked) {
+        return Ok(Forward::Rows(rows::tile(case, Role::Forward)));
     }
-    Ok(Forward::Portable(portable::choose(device, problem, Stage::Forward, passed_over)?))
+    Ok(Forward::Portable(portable::choose(case, Stage::Forward, passed_over)?))
 }
 
 /// Chooses the backward: the most preferred kernels that support the problem, or the requested ones.
 pub(crate) fn choose_backward(
-    device: &Device,
-    problem: &AttentionProblem,
+    case: Case,
     asked: Option<Kernel>,
     passed_over: &mut Vec<PassedOver>,
 ) -> Result<BackwardTiles, AttentionError> {
-    let mut pass_over = |kernel: Kernel, why| {
-        passed_over.push(PassedOver { what: format!("backward {}", kernel.name()), why });
-    };
-    let asked_for = |kernel| asked.is_none_or(|asked| asked == kernel);
-    let hopper = asked_for(Kernel::Hopper).then(|| hopper::backward(device, problem));
-    let hopper = hopper.and_then(|found| found.map_err(|why| pass_over(Kernel::Hopper, why)).ok());
-    let gradients = [Kernel::Mma, Kernel::Matrix].into_iter().filter(|kernel| hopper.is_none() && asked_for(*kernel));
-    let gradients = gradients.into_iter().find_map(|kernel| {
+    let problem = case.problem;
+    let kernels = [Kernel::Hopper, Kernel::Mma, Kernel::Matrix, Kernel::Rows];
+    let found = kernels.into_iter().filter(|kernel| asked.is_none_or(|asked| asked == *kernel)).find_map(|kernel| {
         let found = match kernel {
-            Kernel::Mma => mma::backward(device, problem).map(|found| of(found, Gradient::Mma)),
-            _ => matrix::backward(device, problem).map(|found| of(found, Gradient::Matrix)),
+            Kernel::Hopper => hopper::backward(case),
+            Kernel::Mma => gradients(mma::together(problem), |role| mma::choose(case, role).map(Gradient::Mma)),
+            Kernel::Matrix => {
+                gradients(matrix::together(problem), |role| matrix::choose(case, role).map(Gradient::Matrix))
+            }
+            _ if !rows::wanted(case.device, asked) => return None,
+            _ => gradients(rows::together(case), |role| Ok(Gradient::Rows(rows::tile(case, role)))),
         };
-        found.map_err(|why| pass_over(kernel, why)).ok()
+        let what = format!("backward {}", kernel.name());
+        found.map_err(|why| passed_over.push(PassedOver { what, why })).ok()
     });
-    let rows = || rows::wanted(device, asked).then(|| of(rows::backward(device, problem), Gradient::Rows));
-    let gradients = gradients.or_else(rows);
-    let tile = portable::choose(device, problem, Stage::Backward, passed_over)?;
-    let dalibi_slopes = problem.alibi_slopes.map(|_| tile);
-    let reads = problem.score_tensors.iter().any(Option::is_some);
-    let dscore_tensors = reads.then_some(tile);
-    Ok(match (hopper, gradients) {
-        (Some((dq, dkdv, dv)), _) => {
-            let dbias = hopper::dbias(problem).map(BiasGradient::Hopper).unwrap_or_else(|why| {
-                if problem.bias.is_some() {
-                    passed_over.push(PassedOver { what: format!("dbias {}", Kernel::Hopper.name()), why });
-                }
-                BiasGradient::Portable(tile)
-            });
-            let fused = match problem.options.backward_order {
-                BackwardOrder::Deterministic => None,
-                BackwardOrder::Fast => hopper::fused(device, problem)
-                    .map_err(|why| passed_over.push(PassedOver { what: "dq, dk and dv together".into(), why }))
-                    .ok(),
-            };
-            BackwardTiles { dq, dkdv, dv, fused, dbias, dalibi_slopes, dscore_tensors }
+    let tile = portable::choose(case, Stage::Backward, passed_over)?;
+    let mut tiles = match found {
+        Some((dq, dkdv, dv)) => BackwardTiles { dq, dkdv, dv, ..BackwardTiles::portable(tile, true) },
+        None => BackwardTiles::portable(tile, portable::together(case, &tile)),
+    };
+    tiles.dalibi_slopes = problem.alibi_slopes.map(|_| tile);
+    tiles.dscore_tensors = problem.score_tensors.iter().any(Option::is_some).then_some(tile);
+    if let Gradient::Hopper(_) = tiles.dq {
+        match hopper::dbias(problem) {
+            Ok(tile) => tiles.dbias = BiasGradient::Hopper(tile),
+            Err(why) if problem.bias.is_some() => {
+                passed_over.push(PassedOver { what: format!("dbias {}", Kernel::Hopper.name()), why });
+            }
+            Err(_) => {}
         }
-        (None, Some((dq, dkdv, dv))) => {
-            BackwardTiles { dq, dkdv, dv, dalibi_slopes, dscore_tensors, ..BackwardTiles::portable(tile, true) }
+        if problem.options.backward_order == BackwardOrder::Fast {
+            let pass_over = |why| passed_over.push(PassedOver { what: "dq, dk and dv together".into(), why });
+            tiles.fused = hopper::fused(case).map_err(pass_over).ok();
         }
-        (None, None) => {
-            let portable = BackwardTiles::portable(tile, portable::together(device, problem, &tile));
-            BackwardTiles { dalibi_slopes, dscore_tensors, ..portable }
-        }
-    })
-}
-
-/// Gradient kernels of a family: `dq`, then `dk` and `dv` together, or `dv` in a separate launch.
-fn of<T>(
-    (dq, dkdv, dv): (T, T, Option<T>),
-    gradient: impl Fn(T) -> Gradient,
-) -> (Gradient, Gradient, Option<Gradient>) {
-    (gradient(dq), gradient(dkdv), dv.map(gradient))
+    }
+    Ok(tiles)
 }
 
 /// Forward kernels worth timing against each other: the planned one first, then at most `limit − 1` others of its family, in the
@@ -146,22 +156,28 @@ pub fn forward_candidates(
     problem: &AttentionProblem,
     limit: usize,
 ) -> Result<Vec<Forward>, AttentionError> {
-    let planned = choose_forward(device, problem, None, &mut Vec::new())?;
+    let case = Case { device, problem };
+    let planned = choose_forward(case, None, &mut Vec::new())?;
     let others: Vec<Forward> = match planned {
-        Forward::Hopper(planned) => {
-            hopper::alternatives(device, problem, planned).into_iter().map(Forward::Hopper).collect()
-        }
-        Forward::Mma(_) => mma::forwards(device, problem).into_iter().map(Forward::Mma).collect(),
-        Forward::Matrix(_) => {
-            matrix::fitting(device, problem, Role::Forward).into_iter().map(Forward::Matrix).collect()
-        }
+        Forward::Hopper(planned) => hopper::alternatives(case, planned).into_iter().map(Forward::Hopper).collect(),
+        Forward::Mma(_) => mma::fitting(case, Role::Forward).into_iter().map(Forward::Mma).collect(),
+        Forward::Matrix(_) => matrix::fitting(case, Role::Forward).into_iter().map(Forward::Matrix).collect(),
         Forward::Rows(tile) => rows::alternatives(tile).into_iter().map(Forward::Rows).collect(),
         Forward::Portable(_) => portable::fitting(device, Stage::Forward).map(Forward::Portable).collect(),
     };
-    let others = others
-        .into_iter()
-        .filter(|other| *other != planned && plan::check_forward_cubes(device, problem, other).is_ok());
-    Ok(std::iter::once(planned).chain(others).take(limit).collect())
+    Ok(candidates(planned, others, limit, |other| plan::check_forward_cubes(case, other)))
+}
+
+/// The planned kernels, then at most `limit − 1` others whose thread blocks the device can launch.
+#[cfg(feature = "autotune")]
+fn candidates<T: Copy + PartialEq>(
+    planned: T,
+    others: Vec<T>,
+    limit: usize,
+    check: impl Fn(&T) -> Result<(), AttentionError>,
+) -> Vec<T> {
+    let others = others.into_iter().filter(|other| *other != planned && check(other).is_ok());
+    std::iter::once(planned).chain(others).take(limit).collect()
 }
 
 /// Backward kernels worth timing against each other, in the same order. Each sums in a fixed order, unless the problem asks for
@@ -184,29 +200,40 @@ pub fn backward_candidates(
     problem: &AttentionProblem,
     limit: usize,
 ) -> Result<Vec<BackwardTiles>, AttentionError> {
-    let planned = choose_backward(device, problem, None, &mut Vec::new())?;
-    let gradients = |(dq, dkdv, dv)| BackwardTiles { dq, dkdv, dv, ..planned };
+    let case = Case { device, problem };
+    let planned = choose_backward(case, None, &mut Vec::new())?;
+    // The first tiles that fit each gradient, the second ones, and so on.
+    let zipped = |together, of: &dyn Fn(Role) -> Vec<Gradient>| {
+        let dkdv = |dk, dv| of(Role::DkDv { dk, dv }).into_iter();
+        let dq = of(Role::Dq).into_iter();
+        let tiles = |dq, dkdv, dv| BackwardTiles { dq, dkdv, dv, ..planned };
+        if together {
+            return dq.zip(dkdv(true, true)).map(|(dq, dkdv)| tiles(dq, dkdv, None)).collect();
+        }
+        dq.zip(dkdv(true, false)).zip(dkdv(false, true)).map(|((dq, dk), dv)| tiles(dq, dk, Some(dv))).collect()
+    };
     let others: Vec<BackwardTiles> = match planned.dq {
         // The tables have one row for each head dimension. If any order of summation is allowed, there are two alternatives.
         Gradient::Hopper(_) => planned.fused.map(|_| BackwardTiles { fused: None, ..planned }).into_iter().collect(),
-        Gradient::Mma(_) => mma::backwards(device, problem).into_iter().map(gradients).collect(),
-        Gradient::Matrix(_) => matrix::backwards(device, problem).into_iter().map(gradients).collect(),
+        Gradient::Mma(_) => {
+            zipped(mma::together(problem), &|role| mma::fitting(case, role).into_iter().map(Gradient::Mma).collect())
+        }
+        Gradient::Matrix(_) => zipped(matrix::together(problem), &|role| {
+            matrix::fitting(case, role).into_iter().map(Gradient::Matrix).collect()
+        }),
         Gradient::Rows(tile) => {
             let others = rows::alternatives(tile).into_iter().map(Gradient::Rows);
-            others.map(|of| gradients((of, of, planned.dv.map(|_| of)))).collect()
+            others.map(|of| BackwardTiles { dq: of, dkdv: of, dv: planned.dv.map(|_| of), ..planned }).collect()
         }
         Gradient::Portable(_) => portable::fitting(device, Stage::Backward)
-            .map(|tile| BackwardTiles::portable(tile, portable::together(device, problem, &tile)))
-            .map(|tiles| {
-                let BackwardTiles { dalibi_slopes, dscore_tensors, .. } = planned;
-                BackwardTiles { dalibi_slopes, dscore_tensors, ..tiles }
+            .map(|tile| BackwardTiles {
+                dalibi_slopes: planned.dalibi_slopes,
+                dscore_tensors: planned.dscore_tensors,
+                ..BackwardTiles::portable(tile, portable::together(case, &tile))
             })
             .collect(),
     };
-    let others = others
-        .into_iter()
-        .filter(|other| *other != planned && plan::check_backward_cubes(device, problem, other).is_ok());
-    Ok(std::iter::once(planned).chain(others).take(limit).collect())
+    Ok(candidates(planned, others, limit, |other| plan::check_backward_cubes(case, other)))
 }
 
 /// The kernel that computes `dq`, `dk` and `dv` in one launch on such a device, whether or not it would be chosen.
@@ -221,19 +248,20 @@ pub fn backward_candidates(
 /// # }
 /// ```
 pub fn fused_on(device: &Device, problem: &AttentionProblem) -> Option<HopperGradient> {
-    hopper::fusible(device, problem).ok().map(|(_, gradient)| gradient)
+    hopper::fusible(Case { device, problem }).ok().map(|(_, gradient)| gradient)
 }
 
 /// Number of f32 values of the backward's scratch: lse and delta of each row, partial sums for the gradients of bias, slopes and
 /// score tensors, and `dq_accum`.
-pub(crate) fn scratch_floats(device: &Device, problem: &AttentionProblem) -> usize {
-    let columns = if adds_dq(device, problem) { dq_accum_columns(problem.head_dim) } else { 0 };
+pub(crate) fn scratch_floats(case: Case) -> usize {
+    let problem = case.problem;
+    let columns = if adds_dq(case) { dq_accum_columns(problem.head_dim) } else { 0 };
     (2 + columns) * stats_rows(problem) + bias_sums_len(problem)
 }
 
 /// Whether blocks of keys add to `dq`, which is then accumulated in f32 scratch.
-pub(crate) fn adds_dq(device: &Device, problem: &AttentionProblem) -> bool {
-    problem.options.backward_order == BackwardOrder::Fast && hopper::fused(device, problem).is_ok()
+pub(crate) fn adds_dq(case: Case) -> bool {
+    case.problem.options.backward_order == BackwardOrder::Fast && hopper::fused(case).is_ok()
 }
 
 /// Number of rows of lse and delta in scratch. The rows of each head are padded, because some kernels load whole tiles, and tiles
@@ -264,30 +292,27 @@ pub(crate) fn blocks(problem: &AttentionProblem, rows: usize, tile: usize) -> (u
     }
 }
 
-/// Grids of the kernels for several sequences: of the schedule, and of the fill of queries and of keys.
-pub(crate) fn sequence_grids(device: &Device, problem: &AttentionProblem) -> Result<[CubeCount; 3], AttentionError> {
-    Ok([
-        cube_count(device, "schedule", problem.num_sequences().unwrap_or(0) as u64)?,
-        fill_grid(device, [problem.batch, problem.num_heads_q, problem.seq_q])?,
-        fill_grid(device, [problem.batch, problem.num_heads_kv, problem.seq_k])?,
-    ])
+/// Checks that the device can launch the kernels for several sequences, if there are any: the schedule, and the fill of queries and
+/// of keys.
+pub(crate) fn check_sequences(Case { device, problem }: Case) -> Result<(), AttentionError> {
+    let Some(number) = problem.num_sequences() else { return Ok(()) };
+    cube_count(device, "schedule", number as u64)?;
+    for (rows, heads) in [problem.side(false), problem.side(true)] {
+        cube_count(device, "fill", fill_cubes([problem.batch, heads, rows]))?;
+    }
+    Ok(())
 }
 
-/// Grid of the kernel that fills a tensor of this many batches, heads and rows.
-pub(crate) fn fill_grid(device: &Device, [batches, heads, rows]: [usize; 3]) -> Result<CubeCount, AttentionError> {
-    cube_count(device, "fill", (batches * heads * rows.div_ceil(sequences::UNITS)) as u64)
+/// Number of thread blocks that fill a tensor of this many batches, heads and rows.
+pub(crate) fn fill_cubes([batches, heads, rows]: [usize; 3]) -> u64 {
+    (batches * heads * rows.div_ceil(sequences::UNITS)) as u64
 }
 
 /// Checks that the blocks of a block mask, if there is one, consist of whole tiles, and that a kernel of this family can address
 /// its lists.
-pub(crate) fn check_blocks(
-    device: &Device,
-    problem: &AttentionProblem,
-    kernel: Kernel,
-    list: ListShape,
-) -> Result<(), AttentionError> {
+pub(crate) fn check_blocks(case: Case, kernel: Kernel, list: ListShape) -> Result<(), AttentionError> {
     let ListShape { rows, columns, .. } = list;
-    if problem.block_mask.is_none() {
+    if case.problem.block_mask.is_none() {
         return Ok(());
     }
     if rows == 0 || columns == 0 || !BLOCK.is_multiple_of(rows) || !BLOCK.is_multiple_of(columns) {
@@ -297,27 +322,17 @@ pub(crate) fn check_blocks(
             why: "where there is a block mask, tiles divide 128 queries and keys",
         });
     }
-    list.check(device, problem, if kernel == Kernel::Hopper { hopper::MAX_LIST } else { u64::MAX })
+    list.check(case, if kernel == Kernel::Hopper { hopper::MAX_LIST } else { u64::MAX })
 }
 
 /// [`check_blocks`] for every kernel of a backward.
-pub(crate) fn check_backward_blocks(
-    device: &Device,
-    problem: &AttentionProblem,
-    tiles: &BackwardTiles,
-) -> Result<(), AttentionError> {
+pub(crate) fn check_backward_blocks(case: Case, tiles: &BackwardTiles) -> Result<(), AttentionError> {
     let fused = tiles.fused.map(Gradient::Hopper);
     let gradients = [(Some(tiles.dq), false), (Some(tiles.dkdv), true), (tiles.dv, true), (fused, true)];
-    for (gradient, keys) in gradients.into_iter().filter_map(|(gradient, keys)| Some((gradient?, keys))) {
-        check_blocks(device, problem, gradient.kernel(), gradient.list(keys))?;
-    }
     // The kernels for the gradients of bias, slopes and score tensors use lists of either side.
-    for tile in tiles.portables() {
-        for keys in [false, true] {
-            check_blocks(device, problem, Kernel::Portable, Gradient::Portable(tile).list(keys))?;
-        }
-    }
-    Ok(())
+    let portables = tiles.portables().map(Gradient::Portable).flat_map(|of| [(of, false), (of, true)]);
+    let gradients = gradients.into_iter().filter_map(|(gradient, keys)| Some((gradient?, keys)));
+    gradients.chain(portables).try_for_each(|(of, keys)| check_blocks(case, of.kernel(), of.list(keys)))
 }
 
 /// Length of the buffer of these partial sums.

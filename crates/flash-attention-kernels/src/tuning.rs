@@ -63,17 +63,11 @@ pub fn forward_tuned(
     o: &TensorView,
     lse: &TensorView<3>,
 ) -> Result<Forward, AttentionError> {
-    let mut candidates = tiling::forward_candidates(&Device::of(client), problem, CANDIDATES)?;
-    if problem.rows() == 0 || problem.seq_k == 0 {
-        candidates.truncate(1);
-    }
-    let call = {
-        let (client, problem, inputs, o, lse) = (client.clone(), *problem, inputs.clone(), o.clone(), lse.clone());
-        Call::new(&client.clone(), &problem, &candidates, forward_name, move |forward| {
-            forward_with(&client, &problem, &inputs, &o, &lse, forward)
-        })
-    };
-    Ok(candidates[FORWARD.run(client, call)?])
+    let candidates = tiling::forward_candidates(&Device::of(client), problem, CANDIDATES)?;
+    let (inputs, o, lse) = (inputs.clone(), o.clone(), lse.clone());
+    FORWARD.fastest(client, problem, candidates, forward_name, move |client, problem, forward| {
+        forward_with(client, problem, &inputs, &o, &lse, forward)
+    })
 }
 
 /// [`backward`](crate::backward) with the fastest candidate for problems of this size. Candidates are timed if the fastest is not
@@ -102,20 +96,14 @@ pub fn backward_tuned(
     gradients: &Gradients,
 ) -> Result<BackwardTiles, AttentionError> {
     let mut candidates = tiling::backward_candidates(&Device::of(client), problem, CANDIDATES)?;
-    let Gradients { dq, dk, dv, dbias, dalibi_slopes, dsinks, dscore_tensors } = gradients;
-    let of_scores = [dq, dk, dv, dbias].into_iter().chain(dscore_tensors);
-    let wanted = of_scores.flatten().count() > 0 || dalibi_slopes.is_some() || dsinks.is_some();
-    if problem.rows() == 0 || problem.seq_k == 0 || !wanted {
+    if gradients.is_empty() {
         candidates.truncate(1);
     }
-    let call = {
-        let (client, problem, inputs) = (client.clone(), *problem, inputs.clone());
-        let (saved, gradients, scratch) = (saved.clone(), gradients.clone(), Scratch::empty(&client, &problem));
-        Call::new(&client.clone(), &problem, &candidates, backward_name, move |tiles| {
-            backward_with(&client, &problem, &inputs, &saved, &gradients, &scratch, Some(tiles))
-        })
-    };
-    Ok(candidates[BACKWARD.run(client, call)?])
+    let (inputs, saved, gradients) = (inputs.clone(), saved.clone(), gradients.clone());
+    let scratch = Scratch::empty(client, problem);
+    BACKWARD.fastest(client, problem, candidates, backward_name, move |client, problem, tiles| {
+        backward_with(client, problem, &inputs, &saved, &gradients, &scratch, Some(tiles))
+    })
 }
 
 /// The fastest kernels found so far: the result of [`tuned`].
@@ -202,6 +190,27 @@ type Candidates = TunableSet<String, Call, (), Rank>;
 impl Pass {
     const fn new(name: &'static str, limit: Duration) -> Self {
         Pass { name, limit, tuner: LocalTuner::new(name), too_long: LazyLock::new(Default::default) }
+    }
+
+    /// Runs the fastest of the candidates, and returns it. `name` names one, given the planned one.
+    fn fastest<T: Copy + Send + Sync + 'static>(
+        &'static self,
+        client: &Client,
+        problem: &AttentionProblem,
+        candidates: Vec<T>,
+        name: fn(T, T) -> String,
+        launch: impl Fn(&Client, &AttentionProblem, T) -> Result<(), AttentionError> + Send + Sync + 'static,
+    ) -> Result<T, AttentionError> {
+        let alone = problem.rows() == 0 || problem.seq_k == 0;
+        let (of_call, problem, all) = (client.clone(), *problem, candidates.clone());
+        let call = Call {
+            id: client.service_id(),
+            key: key(&problem, &candidates, name),
+            candidates: if alone { 1 } else { candidates.len() },
+            launch: Arc::new(move |rank| launch(&of_call, &problem, all[rank])),
+            deadline: None,
+        };
+        Ok(candidates[self.run(client, call)?])
     }
 
     /// Runs the fastest candidate, after timing the candidates if needed. Returns its index.
@@ -315,23 +324,6 @@ struct Call {
 }
 
 impl Call {
-    fn new<T: Copy + Send + Sync + 'static>(
-        client: &Client,
-        problem: &AttentionProblem,
-        candidates: &[T],
-        name: fn(T, T) -> String,
-        launch: impl Fn(T) -> Result<(), AttentionError> + Send + Sync + 'static,
-    ) -> Self {
-        let all = candidates.to_vec();
-        Call {
-            id: client.service_id(),
-            key: key(problem, candidates, name),
-            candidates: all.len(),
-            launch: Arc::new(move |rank| launch(all[rank])),
-            deadline: None,
-        }
-    }
-
     fn is_late(&self) -> bool {
         self.deadline.is_some_and(|deadline| Instant::now() > deadline)
     }

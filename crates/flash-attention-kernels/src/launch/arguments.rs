@@ -1,61 +1,53 @@
 //! Launch arguments.
 
 use super::route::Route;
-use super::{Call, Inputs, MaskStorage, Saved, Scratch};
+use super::{Call, Inputs, Saved, Scratch};
 use crate::dropout::{DropoutLaunch, factor, threshold};
 use crate::extras::ExtrasLaunch;
-use crate::fragment::{QkvLaunch, ScoresLaunch, SideLaunch, SidesLaunch, StatisticsLaunch, WIDTH};
+use crate::fragment::{Role, ScoresLaunch, SideLaunch, SidesLaunch, StatisticsLaunch, WIDTH};
 use crate::mask::Band;
 use crate::mods::{ModsLaunch, TENSORS, TableLaunch, TablesLaunch};
 use crate::problem::{AttentionOptions, AttentionProblem};
 use crate::score::ScoreLaunch;
 use crate::tensor::TensorView;
-use crate::tiling::{self, Stage};
-use cubecl::ir::{ElemType, UIntKind};
+use crate::tiling;
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use std::f32::consts::LOG2_E;
 
 impl Call<'_> {
     /// Number of elements read and written at a time: a vector if every tensor allows it.
-    pub(super) fn width(&self, views: &[&TensorView]) -> usize {
+    pub(super) fn width<'v>(&self, views: impl IntoIterator<Item = &'v TensorView>) -> usize {
         let Inputs { q, k, v, .. } = self.inputs;
         let size = self.problem.dtype.size();
-        let all = [q, k, v].into_iter().chain(views.iter().copied()).all(|view| view.vectorizes(WIDTH, size));
-        if all { WIDTH } else { 1 }
+        let vectorizes = |view: &TensorView| view.vectorizes(WIDTH, size);
+        if [q, k, v].into_iter().all(vectorizes) && views.into_iter().all(vectorizes) { WIDTH } else { 1 }
     }
 
     pub(super) fn dtype(&self) -> ElemType {
         tiling::element_type(self.problem.dtype)
     }
 
-    pub(super) fn mask_type(&self) -> ElemType {
-        mask_type(self.inputs)
+    /// Element types of the inputs and of the mask.
+    pub(super) fn dtypes(&self) -> [ElemType; 2] {
+        [self.dtype(), self.inputs.mask_type()]
     }
 
     /// The optional operands. The backward needs no sinks, because lse includes them.
-    pub(super) fn extras(&self, stage: Stage, route: &Route) -> ExtrasLaunch {
-        let sinks = self.sinks().filter(|_| stage == Stage::Forward);
+    pub(super) fn extras(&self, role: Role, route: &Route) -> ExtrasLaunch {
+        let sinks = self.sinks().filter(|_| role == Role::Forward);
         let slopes = self.inputs.alibi_slopes.as_ref().map(|slopes| slopes.broadcast_arg());
+        let rate = self.problem.options.dropout;
+        let seed = self.seed.as_ref().map(|seed| seed.arg());
+        let dropout = DropoutLaunch::new(seed.into(), threshold(rate), factor(rate));
         let schedule = route.schedule.as_ref().map(|schedule| schedule.arg());
         let lists = route.lists.as_ref().map(|lists| lists.broadcast_arg());
         let mods = mods(self.problem, self.inputs);
-        ExtrasLaunch::new(slopes.into(), sinks.into(), self.dropout(), schedule.into(), mods, lists.into())
+        ExtrasLaunch::new(slopes.into(), sinks.into(), dropout, schedule.into(), mods, lists.into())
     }
 
     pub(super) fn sinks(&self) -> Option<TensorArg> {
         self.inputs.sinks.as_ref().map(|sinks| sinks.arg())
-    }
-
-    pub(super) fn dropout(&self) -> DropoutLaunch {
-        let rate = self.problem.options.dropout;
-        let seed = self.seed.as_ref().map(|seed| seed.arg());
-        DropoutLaunch::new(seed.into(), threshold(rate), factor(rate))
-    }
-
-    /// Operands of the forward.
-    pub(super) fn qkv<E: Float, N: Size>(&self) -> QkvLaunch<E, N> {
-        let Inputs { q, k, v, .. } = self.inputs;
-        QkvLaunch::new(q.arg(), k.arg(), v.arg())
     }
 
     /// Operands of a backward whose rows are queries, or keys if `transposed`.
@@ -81,7 +73,7 @@ impl Call<'_> {
     /// products by the scale itself unless scores are `scaled` before it.
     pub(super) fn scores<E: Float, M: Numeric, NB: Size, NM: Size>(
         &self,
-        stage: Stage,
+        role: Role,
         route: &Route,
         band: &Band,
         scaled: bool,
@@ -90,7 +82,7 @@ impl Call<'_> {
         let (capped, softcap) = (self.problem.options.softcap.is_some(), self.problem.options.softcap.unwrap_or(1.0));
         let inner = 2.0 * LOG2_E * scale / softcap;
         let exponent = if scaled { LOG2_E } else { LOG2_E * scale };
-        let extras = self.extras(stage, route);
+        let extras = self.extras(role, route);
         let Inputs { mask, bias, .. } = self.inputs;
         ScoresLaunch::new(
             ScoreLaunch::new(scale, softcap, 1.0 / softcap, inner, exponent, capped, extras),
@@ -110,12 +102,4 @@ pub(super) fn mods(problem: &AttentionProblem, inputs: &Inputs) -> ModsLaunch {
     let tables = |[a, b]: &[Option<TensorView>; TENSORS]| TablesLaunch::new(table(a), table(b));
     let AttentionOptions { score_mod, mask_mod, .. } = problem.options;
     ModsLaunch::new(score_mod, tables(&inputs.score_tensors), mask_mod, tables(&inputs.mask_tensors))
-}
-
-/// Element type of the mask.
-pub(super) fn mask_type(inputs: &Inputs) -> ElemType {
-    ElemType::UInt(match inputs.mask.as_ref().map(|mask| mask.storage) {
-        Some(MaskStorage::U8) => UIntKind::U8,
-        Some(MaskStorage::U32) | None => UIntKind::U32,
-    })
 }

@@ -4,9 +4,9 @@ mod portable_kernels;
 
 #[cfg(not(feature = "cuda"))]
 use super::not_compiled;
-use super::{Call, Inputs, Launch, elementwise, input, output};
+use super::{Argument, Call, Inputs, Launch, elementwise};
 use crate::error::AttentionError;
-use crate::fragment::{GridLaunch, Role};
+use crate::fragment::Role;
 #[cfg(not(feature = "cuda"))]
 use crate::hopper::BiasTile;
 use crate::hopper::dq_accum_columns;
@@ -15,8 +15,8 @@ use crate::portable::dbias::Sums;
 use crate::portable::nothing;
 use crate::problem::{AttentionProblem, BackwardOrder};
 use crate::score::Factor;
-use crate::tensor::{AnyView, TensorView};
-use crate::tiling::{self, BackwardTiles, BiasGradient, Device, Gradient};
+use crate::tensor::TensorView;
+use crate::tiling::{self, BackwardTiles, BiasGradient, Case, Device, Gradient};
 use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -69,7 +69,7 @@ pub fn backward(
 ) -> Result<(), AttentionError> {
     let device = Device::of(client);
     let call = Call::new(client, &device, problem, inputs)?;
-    let tiles = tiling::choose_backward(&device, problem, None, &mut Vec::new())?;
+    let tiles = tiling::choose_backward(call.case(), None, &mut Vec::new())?;
     // Allocates scratch only after the problem has been validated.
     call.backward(saved, gradients, &Scratch::empty(client, problem), tiles)
 }
@@ -86,10 +86,7 @@ pub fn backward_with(
 ) -> Result<(), AttentionError> {
     let device = Device::of(client);
     let call = Call::new(client, &device, problem, inputs)?;
-    let tiles = match tiles {
-        Some(tiles) => tiles,
-        None => tiling::choose_backward(&device, problem, None, &mut Vec::new())?,
-    };
+    let tiles = tiles.map_or_else(|| tiling::choose_backward(call.case(), None, &mut Vec::new()), Ok)?;
     call.backward(saved, gradients, scratch, tiles)
 }
 
@@ -119,7 +116,7 @@ impl Scratch {
         });
         // Reading the device's properties takes time, too.
         let fast = problem.options.backward_order == BackwardOrder::Fast;
-        let dq_accum = (fast && tiling::adds_dq(&Device::of(client), problem)).then(|| {
+        let dq_accum = (fast && tiling::adds_dq(Case { device: &Device::of(client), problem })).then(|| {
             let columns = dq_accum_columns(problem.head_dim);
             TensorView::contiguous(client.empty(4 * (rows * columns).max(1)), [rows, columns])
         });
@@ -128,7 +125,7 @@ impl Scratch {
 }
 
 /// Outputs of one launch: `dq`, or one or both of `dk` and `dv`, or, for Hopper, all three.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(super) struct Results<'a> {
     pub dq: Option<&'a TensorView>,
     pub dk: Option<&'a TensorView>,
@@ -148,11 +145,6 @@ impl<'a> Results<'a> {
     /// The requested outputs.
     pub(super) fn all(&self) -> impl Iterator<Item = &'a TensorView> + use<'a> {
         [self.dq, self.dk, self.dv].into_iter().flatten()
-    }
-
-    /// Tensors that a kernel reads and writes in vectors besides the inputs.
-    pub(super) fn views(&self, saved: &'a Saved) -> Vec<&'a TensorView> {
-        self.all().chain([&saved.dout]).collect()
     }
 
     /// The launch argument of the gradient of Q or K.
@@ -202,16 +194,6 @@ pub(super) struct Backward<'a> {
     pub addresses: AddressType,
 }
 
-impl Backward<'_> {
-    /// A grid of thread blocks of `rows` rows each. Rows are queries or keys, depending on the results.
-    pub(super) fn rows_grid(&self, results: &Results, rows: usize) -> Result<(GridLaunch, CubeCount), AttentionError> {
-        let transposed = results.role().is_transposed();
-        let kernel = results.role().kernel();
-        tiling::check_bindings(self.call.device, self.call.problem, kernel, 5 + results.all().count())?;
-        if transposed { self.call.key_grid(kernel, rows) } else { self.call.query_grid(kernel, rows) }
-    }
-}
-
 impl Gradients {
     /// Whether all gradients of `q`, `k` and `v` are requested.
     fn all_inputs(&self) -> bool {
@@ -230,7 +212,7 @@ impl Gradients {
     }
 
     /// Whether no gradient is requested.
-    fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.of_inputs().count() + self.of_scores().count() == 0 && self.dsinks.is_none()
     }
 
@@ -245,14 +227,13 @@ impl Gradients {
         if let Some(fused) = tiles.fused.filter(|_| self.all_inputs()) {
             return vec![(Results { dq, dk, dv }, Gradient::Hopper(fused))];
         }
-        let of_keys = |dk, dv, tiles| (Results { dq: None, dk, dv }, tiles);
-        let keys = match (dk, tiles.dv) {
-            (Some(_), Some(of_dv)) => vec![of_keys(dk, None, tiles.dkdv), of_keys(None, dv, of_dv)],
-            (None, Some(of_dv)) => vec![of_keys(None, dv, of_dv)],
-            (_, None) => vec![of_keys(dk, dv, tiles.dkdv)],
+        let none = Results::default();
+        let of_dq = (Results { dq, ..none }, tiles.dq);
+        let launches = match tiles.dv {
+            Some(of_dv) => vec![of_dq, (Results { dk, ..none }, tiles.dkdv), (Results { dv, ..none }, of_dv)],
+            None => vec![of_dq, (Results { dk, dv, ..none }, tiles.dkdv)],
         };
-        let all = [(Results { dq, dk: None, dv: None }, tiles.dq)].into_iter().chain(keys);
-        all.filter(|(results, _)| results.all().count() > 0).collect()
+        launches.into_iter().filter(|(results, _)| results.all().count() > 0).collect()
     }
 }
 
@@ -285,60 +266,49 @@ impl Call<'_> {
         scratch: &Scratch,
         tiles: &BackwardTiles,
     ) -> Result<AddressType, AttentionError> {
-        let (p, device) = (self.problem, self.device);
-        let size = p.dtype.size();
-        input(device, "o", &saved.o, &p.o_shape(), size)?;
-        input(device, "lse", &saved.lse, &p.lse_shape(), 4)?;
-        input(device, "dout", &saved.dout, &p.o_shape(), size)?;
-        if let Some(dlse) = &saved.dlse {
-            input(device, "dlse", dlse, &p.lse_shape(), 4)?;
-        }
-        let [score_a, score_b] = p.score_tensors.map(|shape| shape.unwrap_or([0; 4]));
+        let (p, size) = (self.problem, self.problem.dtype.size());
+        let fused = tiles.fused.is_some() && gradients.all_inputs();
+        let (sums, len) = (gradients.are_summed(), tiling::bias_sums_len(p));
+        let bias_sums = scratch.bias_sums.as_ref().filter(|_| sums && len > 0);
+        let dq_accum = scratch.dq_accum.as_ref().filter(|_| fused);
+        let (rows, columns) = (tiling::stats_rows(p), dq_accum_columns(p.head_dim));
         let [dscore_a, dscore_b] = &gradients.dscore_tensors;
-        for (argument, view, shape, size) in [
-            ("dq", &gradients.dq, p.q_shape(), size),
-            ("dk", &gradients.dk, p.k_shape(), size),
-            ("dv", &gradients.dv, p.v_shape(), size),
-            ("dbias", &gradients.dbias, p.bias.unwrap_or([0; 4]), size),
-            ("dscore_tensors[0]", dscore_a, score_a, 4),
-            ("dscore_tensors[1]", dscore_b, score_b, 4),
-        ] {
-            if let Some(view) = view {
-                output(device, argument, view, &shape, size)?;
-            }
-        }
-        output(device, "stats", &scratch.stats, &[2, tiling::stats_rows(p)], 4)?;
-        if let Some(view) = &gradients.dalibi_slopes {
-            output(device, "dalibi_slopes", view, &p.alibi_slopes.unwrap_or([0; 2]), 4)?;
-        }
-        if let Some(view) = &gradients.dsinks {
-            output(device, "dsinks", view, &[if p.sinks { p.num_heads_q } else { 0 }], 4)?;
-        }
+        let saved = [
+            Argument::new("o", &saved.o, Some(p.o_shape()), size),
+            Argument::new("lse", &saved.lse, Some(p.lse_shape()), 4),
+            Argument::new("dout", &saved.dout, Some(p.o_shape()), size),
+            Argument::new("dlse", &saved.dlse, saved.dlse.as_ref().map(|_| p.lse_shape()), 4),
+        ];
+        saved.iter().try_for_each(|argument| argument.check(self.device))?;
+        let written = [
+            Argument::new("dq", &gradients.dq, Some(p.q_shape()), size),
+            Argument::new("dk", &gradients.dk, Some(p.k_shape()), size),
+            Argument::new("dv", &gradients.dv, Some(p.v_shape()), size),
+            Argument::new("dbias", &gradients.dbias, p.bias, size),
+            Argument::new("dscore_tensors[0]", dscore_a, p.score_tensors[0], 4),
+            Argument::new("dscore_tensors[1]", dscore_b, p.score_tensors[1], 4),
+            Argument::new("stats", &scratch.stats, Some([2, rows]), 4),
+            Argument::new("dalibi_slopes", &gradients.dalibi_slopes, p.alibi_slopes, 4),
+            Argument::new("dsinks", &gradients.dsinks, p.sinks.then_some([p.num_heads_q]), 4),
+            Argument::new(
+                "bias_sums",
+                bias_sums,
+                Some([p.batch, p.num_heads_q, len / (p.batch * p.num_heads_q).max(1)]),
+                4,
+            ),
+            Argument::new("dq_accum", dq_accum, Some([rows, columns]), 4),
+        ];
+        written.iter().try_for_each(|argument| argument.check_output(self.device))?;
         let missing = |option, why| Err(AttentionError::Unsupported { option, value: "none".into(), why });
-        let sums = scratch.bias_sums.as_ref().filter(|_| gradients.are_summed());
-        match (sums, tiling::bias_sums_len(p)) {
-            (_, 0) => {}
-            (Some(sums), len) => {
-                output(device, "bias_sums", sums, &[p.batch, p.num_heads_q, len / (p.batch * p.num_heads_q)], 4)?;
-            }
-            (None, _) if gradients.are_summed() => {
-                let why =
-                    "gradients of slopes and of what is broadcast are folded from sums; allocate with Scratch::empty";
-                return missing("scratch.bias_sums", why);
-            }
-            (None, _) => {}
+        if sums && len > 0 && bias_sums.is_none() {
+            let why = "gradients of slopes and of what is broadcast are folded from sums; allocate with Scratch::empty";
+            return missing("scratch.bias_sums", why);
         }
-        if tiles.fused.is_some() && gradients.all_inputs() {
-            let Some(dq_accum) = &scratch.dq_accum else {
-                return missing("scratch.dq_accum", "blocks of keys add to dq there; allocate with Scratch::empty");
-            };
-            let shape = [tiling::stats_rows(p), dq_accum_columns(p.head_dim)];
-            output(device, "dq_accum", dq_accum, &shape, 4)?;
+        if fused && dq_accum.is_none() {
+            return missing("scratch.dq_accum", "blocks of keys add to dq there; allocate with Scratch::empty");
         }
-        let views = gradients.of_inputs().chain([&saved.o, &saved.dout]).map(|view| view.span());
-        let rows = [Some(&saved.lse), saved.dlse.as_ref(), sums].into_iter().flatten().map(|view| view.span());
-        let of_scores = gradients.of_scores().map(|view| view.span());
-        Ok(self.addresses(views.chain(rows).chain(of_scores).chain([scratch.stats.span()])))
+        let views: Vec<_> = saved.iter().chain(&written).filter_map(|argument| argument.view).collect();
+        Ok(self.addresses(&views))
     }
 }
 
@@ -370,25 +340,21 @@ impl<'a> Backward<'a> {
     fn prepare(self, gradients: &'a Gradients, tiles: &BackwardTiles) -> Result<Vec<Launch<'a>>, AttentionError> {
         let Backward { call, .. } = self;
         let p = call.problem;
-        tiling::check_backward_blocks(call.device, p, tiles)?;
+        tiling::check_backward_blocks(call.case(), tiles)?;
         let mut prepared = Vec::new();
         for (results, kernel) in gradients.launches(tiles) {
             prepared.push(kernel.prepare(self, results)?);
         }
-        let (of_bias, of_bias_tile) = match (&gradients.dbias, tiles.dbias) {
-            (dbias, BiasGradient::Portable(tile)) => (dbias, Some(tile)),
-            (Some(dbias), BiasGradient::Hopper(tile)) => {
-                prepared.push(self.dbias_hopper(dbias, tile)?);
-                (&None, None)
-            }
-            (None, BiasGradient::Hopper(_)) => (&None, None),
-        };
+        if let (Some(dbias), BiasGradient::Hopper(tile)) = (&gradients.dbias, tiles.dbias) {
+            prepared.push(self.dbias_hopper(dbias, tile)?);
+        }
+        let of_bias_tile = tiles.dbias.portable();
         let [score_a, score_b] = &gradients.dscore_tensors;
         let slopes = gradients.dalibi_slopes.as_ref().map(|view| (view.widened(), Sums::Rows));
         let of =
             |view: &Option<TensorView>| view.as_ref().map(|view| (view.clone(), tiling::bias_sums(&view.shape, p)));
         for (option, view, tile, factor) in [
-            ("tiles.dbias", of(of_bias), of_bias_tile, Factor::One),
+            ("tiles.dbias", of(&gradients.dbias).filter(|_| of_bias_tile.is_some()), of_bias_tile, Factor::One),
             ("tiles.dalibi_slopes", slopes, tiles.dalibi_slopes, Factor::Slope),
             ("tiles.dscore_tensors", of(score_a), tiles.dscore_tensors, Factor::A),
             ("tiles.dscore_tensors", of(score_b), tiles.dscore_tensors, Factor::B),

@@ -1,14 +1,13 @@
 //! Launch of the kernel that computes the states of a block mask.
 
-use super::arguments::{mask_type, mods};
-use super::{Inputs, output};
+use super::arguments::mods;
+use super::{Argument, Inputs, addresses};
 use crate::blocks::{CLASSIFIERS, classify};
 use crate::error::AttentionError;
 use crate::problem::{AttentionProblem, BlockMask, check_broadcast};
 use crate::tensor::{AnyView, TensorView};
 use crate::tiling::{self, Device};
 use cubecl::client::Client;
-use cubecl::ir::AddressType;
 use cubecl::prelude::*;
 
 /// Computes the states of the problem's block mask from its mask and `mask_mod`: `states [batch | 1, num_heads_q | 1, seq_q /
@@ -47,10 +46,10 @@ pub fn block_states(
             why: "the problem has no blocks to tell the states of: build it with with_block_mask",
         });
     };
-    output(&device, "states", states, &blocks, 4)?;
+    Argument::new("states", states, Some(blocks), 4).check_output(&device)?;
     for tensor in inputs.masks(problem) {
-        if let Some((shape, _)) = tensor.stated {
-            check_broadcast(tensor.argument, shape, blocks, 2)?;
+        if let Some(shape) = tensor.stated {
+            check_broadcast(tensor.name, shape, blocks, 2)?;
         }
     }
     inputs.masks(problem).iter().try_for_each(|tensor| tensor.check(&device))?;
@@ -59,21 +58,20 @@ pub fn block_states(
     }
     let count = tiling::cube_count(&device, "block_states", states.len() as u64)?;
     let mask = inputs.mask.as_ref();
-    let farthest = inputs.masks(problem).iter().filter_map(|tensor| tensor.view).map(AnyView::span).fold(0, u64::max);
     // SAFETY: views have been checked against their buffers.
     unsafe {
         classify::launch_unchecked(
             client,
             count,
             CubeDim::new_1d(CLASSIFIERS as u32),
-            AddressType::from_len(farthest.max(states.span()) as usize),
+            addresses(inputs.masks(problem).iter().filter_map(|tensor| tensor.view).chain([states as &dyn AnyView])),
             mask.map(|mask| mask.tensor.broadcast_arg()).into(),
             states.arg(),
             mods(problem, inputs),
             problem.band().into_launch(),
             block_q as u32,
             block_k as u32,
-            mask_type(inputs),
+            inputs.mask_type(),
         );
     }
     Ok(())

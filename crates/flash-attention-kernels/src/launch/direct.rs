@@ -3,7 +3,7 @@
 use super::backward::{Backward, GradientKernel, Prepared, Results};
 use super::forward::{ForwardKernel, Outputs};
 use super::sequences::Blocks;
-use super::{Call, Launch};
+use super::{Call, Inputs, Launch};
 use crate::error::AttentionError;
 use crate::fragment::{ForwardOutputsLaunch, GradientsLaunch, GridLaunch, QkvLaunch, Role, ScoresLaunch, SidesLaunch};
 use crate::matrix::{self, MatrixTile};
@@ -22,33 +22,9 @@ struct Direct<B> {
     blueprint: B,
 }
 
-type ForwardFn<E, M, N, B> = unsafe fn(
-    &Client,
-    CubeCount,
-    CubeDim,
-    AddressType,
-    usize,
-    QkvLaunch<E, N>,
-    ScoresLaunch<E, M, Const<1>, Const<1>>,
-    ForwardOutputsLaunch<E, N>,
-    GridLaunch,
-    B,
-    [ElemType; 2],
-);
-
-type GradientFn<E, M, N, B> = unsafe fn(
-    &Client,
-    CubeCount,
-    CubeDim,
-    AddressType,
-    usize,
-    SidesLaunch<E, N>,
-    ScoresLaunch<E, M, Const<1>, Const<1>>,
-    GradientsLaunch<E, N>,
-    GridLaunch,
-    B,
-    [ElemType; 2],
-);
+/// The launch of a kernel with inputs `I`, outputs `O` and blueprint `B`.
+type KernelFn<E, M, I, O, B> =
+    unsafe fn(&Client, CubeCount, CubeDim, AddressType, usize, I, ScoresLaunch<E, M, Const<1>, Const<1>>, O, GridLaunch, B, [ElemType; 2]);
 
 impl<'a> Outputs<'a> {
     /// Prepares the launch of a forward kernel.
@@ -56,11 +32,12 @@ impl<'a> Outputs<'a> {
         self,
         call: &'a Call<'a>,
         Direct { list, dim, blueprint }: Direct<B>,
-        kernel: ForwardFn<E, M, N, B>,
+        kernel: KernelFn<E, M, QkvLaunch<E, N>, ForwardOutputsLaunch<E, N>, B>,
     ) -> Result<Launch<'a>, AttentionError> {
-        tiling::check_bindings(call.device, call.problem, "forward", 5)?;
-        let (grid, count) = call.query_grid("forward", list.rows)?;
+        call.case().check_bindings("forward", 5)?;
+        let (grid, count) = call.rows_grid("forward", list.rows, false)?;
         let Outputs { o, lse, addresses } = self;
+        let Inputs { q, k, v, .. } = call.inputs;
         Ok(Box::new(move || {
             let route = call.route(Blocks::Queries, list.rows, list.columns);
             // SAFETY: views have been checked against their buffers. Kernels read and write no row or column beyond the last one.
@@ -70,13 +47,13 @@ impl<'a> Outputs<'a> {
                     count,
                     dim,
                     addresses.max(route.addresses()),
-                    call.width(&[o]),
-                    call.qkv(),
-                    call.scores(Stage::Forward, &route, &call.problem.band(), true),
+                    call.width([o]),
+                    QkvLaunch::new(q.arg(), k.arg(), v.arg()),
+                    call.scores(Role::Forward, &route, &call.problem.band(), true),
                     ForwardOutputsLaunch::new(o.arg(), lse.arg()),
                     grid,
                     blueprint,
-                    [call.dtype(), call.mask_type()],
+                    call.dtypes(),
                 );
             }
         }))
@@ -91,10 +68,12 @@ impl<'a> Backward<'a> {
         results: Results<'a>,
         of: Blocks,
         Direct { list, dim, blueprint }: Direct<B>,
-        kernel: GradientFn<E, M, N, B>,
+        kernel: KernelFn<E, M, SidesLaunch<E, N>, GradientsLaunch<E, N>, B>,
     ) -> Result<Prepared<'a>, AttentionError> {
         let Backward { call, saved, scratch, addresses } = self;
-        let (grid, count) = self.rows_grid(&results, list.rows)?;
+        let role = results.role();
+        call.case().check_bindings(role.kernel(), 5 + results.all().count())?;
+        let (grid, count) = call.rows_grid(role.kernel(), list.rows, role.is_transposed())?;
         Ok(Prepared::Direct(Box::new(move || {
             let route = call.route(of, list.rows, list.columns);
             let band = call.problem.band();
@@ -106,28 +85,24 @@ impl<'a> Backward<'a> {
                     count,
                     dim,
                     addresses.max(route.addresses()),
-                    call.width(&results.views(saved)),
-                    call.sides(saved, scratch, results.role().is_transposed()),
-                    call.scores(Stage::Backward, &route, &band, true),
+                    call.width(results.all().chain([&saved.dout])),
+                    call.sides(saved, scratch, role.is_transposed()),
+                    call.scores(role, &route, &band, true),
                     GradientsLaunch::new(results.dqk().into(), results.dv.map(|dv| dv.arg()).into()),
                     grid,
                     blueprint,
-                    [call.dtype(), call.mask_type()],
+                    call.dtypes(),
                 );
             }
         })))
     }
 }
 
-fn unavailable(kernel: Kernel) -> impl FnOnce(String) -> AttentionError {
-    move |why| AttentionError::KernelUnavailable { kernel: kernel.name(), why }
-}
-
 impl TileShape {
     /// What launches a kernel of this role.
     fn direct(self, call: &Call, role: Role, list: ListShape) -> Result<Direct<portable::Blueprint>, AttentionError> {
         let stage = if role == Role::Forward { Stage::Forward } else { Stage::Backward };
-        tiling::check_tile(call.device, call.problem, &self, stage)?;
+        tiling::check_tile(call.case(), &self, stage)?;
         let blueprint = tiling::blueprint(call.problem, role, self);
         Ok(Direct { list, dim: CubeDim::new_1d(self.units() as u32), blueprint })
     }
@@ -135,16 +110,15 @@ impl TileShape {
 
 impl MatrixTile {
     fn direct(self, call: &Call, role: Role, list: ListShape) -> Result<Direct<matrix::Blueprint>, AttentionError> {
-        let (device, problem) = (call.device, call.problem);
-        tiling::matrix::check(device, problem, role, self).map_err(unavailable(Kernel::Matrix))?;
-        let blueprint = tiling::matrix::blueprint(device, problem, role, self);
+        tiling::matrix::check(call.case(), role, self).map_err(|why| Kernel::Matrix.unavailable(why))?;
+        let blueprint = tiling::matrix::blueprint(call.case(), role, self);
         Ok(Direct { list, dim: CubeDim::new_2d(self.plane as u32, self.planes as u32), blueprint })
     }
 }
 
 impl RowsTile {
     fn direct(self, call: &Call, role: Role, list: ListShape) -> Result<Direct<rows::Blueprint>, AttentionError> {
-        tiling::rows::check(call.device, self).map_err(unavailable(Kernel::Rows))?;
+        tiling::rows::check(call.device, self).map_err(|why| Kernel::Rows.unavailable(why))?;
         let blueprint = tiling::rows::blueprint(call.problem, role, self);
         Ok(Direct { list, dim: CubeDim::new_1d(self.units as u32), blueprint })
     }

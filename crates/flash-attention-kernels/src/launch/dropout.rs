@@ -1,6 +1,6 @@
 //! Launch of the kernel that writes dropout's keep mask.
 
-use super::{elementwise, input, output};
+use super::{Argument, elementwise};
 use crate::dropout::{self, DropoutLaunch, write_kept};
 use crate::error::AttentionError;
 use crate::problem::AttentionProblem;
@@ -32,8 +32,8 @@ pub fn dropout_kept(
 ) -> Result<(), AttentionError> {
     let device = Device::of(client);
     problem.validate()?;
-    input(&device, "dropout_seed", seed, &[2], 4)?;
-    output(&device, "kept", kept, &problem.scores_shape(), 4)?;
+    Argument::new("dropout_seed", seed, Some([2]), 4).check(&device)?;
+    Argument::new("kept", kept, Some(problem.scores_shape()), 4).check_output(&device)?;
     if kept.is_empty() {
         return Ok(());
     }

@@ -2,12 +2,12 @@
 
 #[cfg(not(feature = "cuda"))]
 use super::not_compiled;
-use super::{Call, Inputs, Launch, elementwise, output};
+use super::{Argument, Call, Inputs, Launch, elementwise};
 use crate::error::AttentionError;
 use crate::portable::nothing;
 use crate::problem::AttentionProblem;
-use crate::tensor::{AnyView, TensorView};
-use crate::tiling::{self, Device, Forward};
+use crate::tensor::TensorView;
+use crate::tiling::{self, Case, Device, Forward};
 use cubecl::client::Client;
 use cubecl::ir::AddressType;
 
@@ -27,7 +27,7 @@ pub fn forward(
     lse: &TensorView<3>,
 ) -> Result<Forward, AttentionError> {
     problem.validate()?;
-    let kernel = tiling::choose_forward(&Device::of(client), problem, None, &mut Vec::new())?;
+    let kernel = tiling::choose_forward(Case { device: &Device::of(client), problem }, None, &mut Vec::new())?;
     forward_with(client, problem, inputs, o, lse, kernel)?;
     Ok(kernel)
 }
@@ -43,23 +43,23 @@ pub fn forward_with(
 ) -> Result<(), AttentionError> {
     let device = Device::of(client);
     let call = Call::new(client, &device, problem, inputs)?;
-    output(&device, "o", o, &problem.o_shape(), problem.dtype.size())?;
-    output(&device, "lse", lse, &problem.lse_shape(), 4)?;
-    let addresses = call.addresses([o.span(), lse.span()]);
+    Argument::new("o", o, Some(problem.o_shape()), problem.dtype.size()).check_output(&device)?;
+    Argument::new("lse", lse, Some(problem.lse_shape()), 4).check_output(&device)?;
+    let addresses = call.addresses(&[o, lse]);
     if problem.rows() == 0 {
         return Ok(());
     }
     if problem.seq_k == 0 {
         let (o_count, o_dim) = elementwise(&device, "zeros", o.len())?;
         let (count, dim) = elementwise(&device, "empty_lse", lse.len())?;
-        // SAFETY: `output` has checked that `o` is within its buffer. The kernel writes no element beyond the last one.
+        // SAFETY: `check_output` has found that `o` is within its buffer. The kernel writes no element beyond the last one.
         unsafe { nothing::zeros::launch_unchecked(client, o_count, o_dim, addresses, o.arg(), call.dtype()) };
         // SAFETY: the same holds for `lse`. `Call::new` has checked that there are as many sinks as heads.
         unsafe { nothing::empty_lse::launch_unchecked(client, count, dim, addresses, lse.arg(), call.sinks().into()) };
         return Ok(());
     }
     let kernel = kernel.into();
-    tiling::check_blocks(&device, problem, kernel.kernel(), kernel.list(false))?;
+    tiling::check_blocks(call.case(), kernel.kernel(), kernel.list(false))?;
     let outputs = Outputs { o, lse, addresses };
     let launch = match kernel {
         Forward::Portable(tile) => tile.prepare_forward(&call, outputs),

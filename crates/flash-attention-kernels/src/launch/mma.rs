@@ -7,8 +7,7 @@ use super::tensor_core::{self, VECTOR_BYTES, Work, rows_arg, rows_in, rows_out, 
 use super::{Call, Launch};
 use crate::error::AttentionError;
 use crate::fragment::Role;
-use crate::mma::{MmaBlueprint, MmaTile, forward, gradient};
-use crate::tensor::AnyView;
+use crate::mma::{MmaBlueprint, forward, gradient};
 use crate::tensor_core::{LseOutLaunch, OutputsLaunch, SourcesLaunch};
 use crate::tiling::{self, Kernel, MmaTiles};
 use cubecl::prelude::*;
@@ -18,13 +17,12 @@ impl Call<'_> {
     fn mma(
         &self,
         role: Role,
-        tile: MmaTile,
-        head_group: usize,
+        tiles: MmaTiles,
         bindings: usize,
     ) -> Result<(MmaBlueprint, Work, CubeCount), AttentionError> {
-        tiling::mma::check_head_group(self.device, self.problem, role, tile, head_group)
-            .map_err(|why| AttentionError::KernelUnavailable { kernel: Kernel::Mma.name(), why })?;
-        tiling::check_bindings(self.device, self.problem, role.kernel(), bindings)?;
+        tiling::mma::check(self.case(), role, tiles).map_err(|why| Kernel::Mma.unavailable(why))?;
+        self.case().check_bindings(role.kernel(), bindings)?;
+        let MmaTiles { tile, head_group } = tiles;
         let scores = self.plain_blueprint(role, tile.tile(), false);
         let blueprint = MmaBlueprint { tile, scores, products: tiling::mma::products(self.problem) };
         let work = self.work(role, (tile.tile_q(), tile.tile_k), head_group, 1, 0)?;
@@ -39,25 +37,22 @@ impl ForwardKernel for MmaTiles {
         call: &'a Call<'a>,
         Outputs { o, lse, .. }: Outputs<'a>,
     ) -> Result<Launch<'a>, AttentionError> {
-        let MmaTiles { tile, head_group } = self;
-        let (blueprint, work, count) = call.mma(Role::Forward, tile, head_group, 5)?;
-        let inputs = call.inputs;
-        let [q, k, v] = [call.aligned(&inputs.q)?, call.aligned(&inputs.k)?, call.aligned(&inputs.v)?];
-        let o = call.aligned(o)?;
+        let tile = self.tile;
+        let (blueprint, work, count) = call.mma(Role::Forward, self, 5)?;
+        let ([q, k, v], o) = (call.aligned_inputs()?, call.aligned(o)?);
         Ok(Box::new(move || {
             let [q, k, v] = [q, k, v].map(|source| source.read(call));
             let out = o.write(call, false);
             let route = call.route(Blocks::Queries, tile.tile_q(), tile.tile_k);
             let size = call.problem.dtype.size();
             let (bias_width, mask_width) = call.pair_widths(false);
-            let spans = [q.span(), k.span(), v.span(), out.span(), lse.span()];
             // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
             unsafe {
                 forward::forward::launch_unchecked(
                     call.client,
                     count,
                     CubeDim::new_1d(tile.units() as u32),
-                    call.addresses(spans).max(route.addresses()),
+                    call.addresses(&[&q, &k, &v, &out, lse]).max(route.addresses()),
                     VECTOR_BYTES / size,
                     bias_width,
                     mask_width,
@@ -66,7 +61,7 @@ impl ForwardKernel for MmaTiles {
                     OutputsLaunch::new(rows_out(&out, size), LseOutLaunch::new(rows_arg(lse, 1), stride(lse, 1))),
                     work.scheduler.into_launch(),
                     blueprint,
-                    [call.dtype(), call.mask_type()],
+                    call.dtypes(),
                 );
             }
             o.finish(call, &out);
@@ -77,9 +72,8 @@ impl ForwardKernel for MmaTiles {
 impl GradientKernel for MmaTiles {
     fn prepare<'a>(self, backward: Backward<'a>, results: Results<'a>) -> Result<Prepared<'a>, AttentionError> {
         let Backward { call, scratch, .. } = backward;
-        let MmaTiles { tile, head_group } = self;
-        let role = results.role();
-        let (blueprint, work, count) = call.mma(role, tile, head_group, 7)?;
+        let (tile, role) = (self.tile, results.role());
+        let (blueprint, work, count) = call.mma(role, self, 7)?;
         let outputs = backward.outputs(&results)?;
         Ok(Prepared::TensorCore(Box::new(move |sources| {
             let keys = role.is_transposed();
@@ -87,15 +81,14 @@ impl GradientKernel for MmaTiles {
             let route = call.route(of, tile.tile_q(), tile.tile_k);
             let (size, written) = (call.problem.dtype.size(), outputs.write(call));
             let (bias_width, mask_width) = call.pair_widths(keys);
-            let spans = sources.iter().chain(&written).map(|view| view.span());
-            let addresses = call.addresses(spans.chain([scratch.stats.span()]));
+            let ([q, k, v, dout], [dqk, dv]) = (sources, &written);
             // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
             unsafe {
                 gradient::gradient::launch_unchecked(
                     call.client,
                     count,
                     CubeDim::new_1d(tile.units() as u32),
-                    addresses.max(route.addresses()),
+                    call.addresses(&[q, k, v, dout, dqk, dv, &scratch.stats]).max(route.addresses()),
                     VECTOR_BYTES / size,
                     bias_width,
                     mask_width,
@@ -105,7 +98,7 @@ impl GradientKernel for MmaTiles {
                     rows_arg(&scratch.stats, 1),
                     work.scheduler.into_launch(),
                     blueprint,
-                    [call.dtype(), call.mask_type()],
+                    call.dtypes(),
                 );
             }
             outputs.finish(call, &written);

@@ -26,10 +26,10 @@ use crate::error::AttentionError;
 use crate::fragment::GridLaunch;
 use crate::mods::TENSORS;
 use crate::problem::{AttentionProblem, MASK_TENSORS, SCORE_TENSORS, agree};
-use crate::tensor::{AnyView, TensorView};
-use crate::tiling::{self, Device};
+use crate::tensor::{AnyView, TensorView, widened};
+use crate::tiling::{self, Case, Device};
 use cubecl::client::Client;
-use cubecl::ir::AddressType;
+use cubecl::ir::{AddressType, ElemType, UIntKind};
 use cubecl::prelude::*;
 
 /// How a boolean mask is stored. True (nonzero) hides.
@@ -133,76 +133,123 @@ impl Inputs {
         }
     }
 
-    /// The optional tensors, and what the problem states about them.
-    fn optional(&self, p: &AttentionProblem) -> impl Iterator<Item = Optional<'_>> {
+    /// All tensors, and what the problem states about them.
+    fn arguments(&self, p: &AttentionProblem) -> impl Iterator<Item = Argument<'_>> {
+        let size = p.dtype.size();
         let lens = |there: bool| there.then_some([p.batch]);
         let cu_seqlens = p.cu_seqlens.map(|sequences| [sequences + 1]);
         let seed = p.options.dropout > 0.0 && p.options.dropout_seed.is_none();
         let [score_a, score_b] = &self.score_tensors;
-        let others = [
-            Optional::new("bias", &self.bias, p.bias, p.dtype.size()),
-            Optional::new("alibi_slopes", &self.alibi_slopes, p.alibi_slopes, 4),
-            Optional::new("sinks", &self.sinks, p.sinks.then_some([p.num_heads_q]), 4),
-            Optional::new("dropout_seed", &self.dropout_seed, seed.then_some([2]), 4),
-            Optional::new("seq_lens_q", &self.seq_lens_q, lens(p.seq_lens_q), 4),
-            Optional::new("seq_lens_k", &self.seq_lens_k, lens(p.seq_lens_k), 4),
-            Optional::new("cu_seqlens_q", &self.cu_seqlens_q, cu_seqlens, 4),
-            Optional::new("cu_seqlens_k", &self.cu_seqlens_k, cu_seqlens, 4),
-            Optional::new(SCORE_TENSORS[0], score_a, p.score_tensors[0], 4),
-            Optional::new(SCORE_TENSORS[1], score_b, p.score_tensors[1], 4),
-            Optional::new("block_mask", &self.block_mask, p.block_mask.map(|mask| mask.blocks), 4),
+        let required = [
+            Argument::new("q", &self.q, Some(p.q_shape()), size),
+            Argument::new("k", &self.k, Some(p.k_shape()), size),
+            Argument::new("v", &self.v, Some(p.v_shape()), size),
         ];
-        self.masks(p).into_iter().chain(others)
+        let optional = [
+            Argument::new("bias", &self.bias, p.bias, size),
+            Argument::new("alibi_slopes", &self.alibi_slopes, p.alibi_slopes, 4),
+            Argument::new("sinks", &self.sinks, p.sinks.then_some([p.num_heads_q]), 4),
+            Argument::new("dropout_seed", &self.dropout_seed, seed.then_some([2]), 4),
+            Argument::new("seq_lens_q", &self.seq_lens_q, lens(p.seq_lens_q), 4),
+            Argument::new("seq_lens_k", &self.seq_lens_k, lens(p.seq_lens_k), 4),
+            Argument::new("cu_seqlens_q", &self.cu_seqlens_q, cu_seqlens, 4),
+            Argument::new("cu_seqlens_k", &self.cu_seqlens_k, cu_seqlens, 4),
+            Argument::new(SCORE_TENSORS[0], score_a, p.score_tensors[0], 4),
+            Argument::new(SCORE_TENSORS[1], score_b, p.score_tensors[1], 4),
+            Argument::new("block_mask", &self.block_mask, p.block_mask.map(|mask| mask.blocks), 4),
+        ];
+        required.into_iter().chain(self.masks(p)).chain(optional)
     }
 
     /// Those that hide pairs, except the block mask.
-    fn masks(&self, p: &AttentionProblem) -> [Optional<'_>; 3] {
+    fn masks(&self, p: &AttentionProblem) -> [Argument<'_>; 3] {
         let [mask_a, mask_b] = &self.mask_tensors;
         let size = self.mask.as_ref().map_or(0, |mask| mask.storage.size());
-        let view = self.mask.as_ref().map(|mask| &mask.tensor as &dyn AnyView);
         [
-            Optional { view, ..Optional::new("mask", &None, p.mask, size) },
-            Optional::new(MASK_TENSORS[0], mask_a, p.mask_tensors[0], 4),
-            Optional::new(MASK_TENSORS[1], mask_b, p.mask_tensors[1], 4),
+            Argument::new("mask", self.mask.as_ref().map(|mask| &mask.tensor), p.mask, size),
+            Argument::new(MASK_TENSORS[0], mask_a, p.mask_tensors[0], 4),
+            Argument::new(MASK_TENSORS[1], mask_b, p.mask_tensors[1], 4),
         ]
+    }
+
+    /// Element type of the mask.
+    fn mask_type(&self) -> ElemType {
+        ElemType::UInt(match self.mask.as_ref().map(|mask| mask.storage) {
+            Some(MaskStorage::U8) => UIntKind::U8,
+            Some(MaskStorage::U32) | None => UIntKind::U32,
+        })
     }
 }
 
-/// An optional tensor of the inputs.
-struct Optional<'a> {
-    argument: &'static str,
+/// A tensor of a call.
+struct Argument<'a> {
+    name: &'static str,
     view: Option<&'a dyn AnyView>,
-    /// The shape and rank that the problem states, if it states the tensor.
-    stated: Option<([usize; 4], usize)>,
+    /// The shape that the problem states, if it states the tensor.
+    stated: Option<[usize; 4]>,
     /// Bytes of an element.
     size: usize,
 }
 
-impl<'a> Optional<'a> {
+impl<'a> Argument<'a> {
     fn new<const RANK: usize>(
-        argument: &'static str,
-        view: &'a Option<TensorView<RANK>>,
+        name: &'static str,
+        view: impl Into<Option<&'a TensorView<RANK>>>,
         stated: Option<[usize; RANK]>,
         size: usize,
     ) -> Self {
-        let widened = |shape: [usize; RANK]| std::array::from_fn(|dim| shape.get(dim).copied().unwrap_or(1));
-        let view = view.as_ref().map(|view| view as &dyn AnyView);
-        Optional { argument, view, stated: stated.map(|shape| (widened(shape), RANK)), size }
+        let view = view.into().map(|view| view as &dyn AnyView);
+        Argument { name, view, stated: stated.map(widened), size }
     }
 
-    /// Checks that the tensor is given if and only if the problem states it, with the stated shape.
+    /// Checks an input: that the tensor is given if and only if the problem states it, with the stated shape.
     fn check(&self, device: &Device) -> Result<(), AttentionError> {
-        match (self.view, &self.stated) {
+        match (self.view, self.stated) {
             (None, None) => Ok(()),
-            (Some(view), Some((shape, rank))) => input(device, self.argument, view, &shape[..*rank], self.size),
+            (Some(view), Some(shape)) => self.check_view(device, view, shape),
             (view, _) => Err(AttentionError::Unsupported {
-                option: self.argument,
+                option: self.name,
                 value: if view.is_some() { "a tensor" } else { "no tensor" }.into(),
                 why: "the problem states otherwise: build it with with_mask and its like for what is given, and with a dropout above 0 \
                       and no number for a seed",
             }),
         }
     }
+
+    /// Checks an output, if it is given: also that no two indices reach the same element.
+    fn check_output(&self, device: &Device) -> Result<(), AttentionError> {
+        let Some(view) = self.view else { return Ok(()) };
+        self.check_view(device, view, self.stated.unwrap_or([0; 4]))?;
+        if view.overlaps_itself() {
+            let (shape, strides) = view.layout();
+            let (argument, shape, strides) = (self.name, shape.to_vec(), strides.to_vec());
+            return Err(AttentionError::OutputOverlaps { argument, shape, strides });
+        }
+        Ok(())
+    }
+
+    /// Checks a tensor's shape, that the device can address every element, and that the buffer holds every element.
+    fn check_view(&self, device: &Device, view: &dyn AnyView, expected: [usize; 4]) -> Result<(), AttentionError> {
+        const NAMES: [&str; 4] = ["dimension 0", "dimension 1", "dimension 2", "dimension 3"];
+        let (argument, (shape, strides)) = (self.name, view.layout());
+        for dim in 0..shape.len() {
+            agree(argument, shape, dim, NAMES[dim], "the problem", expected[dim])?;
+        }
+        let (reach, len) = (view.span(), view.bytes() / self.size as u64);
+        if reach > u32::MAX as u64 && !device.wide_addresses {
+            return Err(AttentionError::AddressSpace { argument, reach, device: device.name.clone() });
+        }
+        if reach > len {
+            let (shape, strides) = (shape.to_vec(), strides.to_vec());
+            return Err(AttentionError::Buffer { argument, shape, strides, reach, len });
+        }
+        Ok(())
+    }
+}
+
+/// The address type that reaches every element of these tensors.
+fn addresses<'a>(views: impl IntoIterator<Item = &'a dyn AnyView>) -> AddressType {
+    AddressType::from_len(views.into_iter().map(AnyView::span).fold(0, u64::max) as usize)
 }
 
 /// A launch that cannot fail any more.
@@ -216,8 +263,6 @@ struct Call<'a> {
     inputs: &'a Inputs,
     /// Seed of dropout, if there is dropout.
     seed: Option<TensorView<1>>,
-    /// Sequences, if the problem distinguishes them.
-    sequences: Option<sequences::Sequences>,
 }
 
 impl<'a> Call<'a> {
@@ -229,58 +274,48 @@ impl<'a> Call<'a> {
     ) -> Result<Self, AttentionError> {
         problem.validate()?;
         tiling::check_dtype(device, problem.dtype)?;
-        let size = problem.dtype.size();
-        input(device, "q", &inputs.q, &problem.q_shape(), size)?;
-        input(device, "k", &inputs.k, &problem.k_shape(), size)?;
-        input(device, "v", &inputs.v, &problem.v_shape(), size)?;
-        inputs.optional(problem).try_for_each(|tensor| tensor.check(device))?;
-        let sequences = sequences::Sequences::of(device, problem)?;
+        inputs.arguments(problem).try_for_each(|argument| argument.check(device))?;
+        tiling::check_sequences(Case { device, problem })?;
         let words = problem.options.dropout_seed.filter(|_| problem.options.dropout > 0.0).map(seed);
         let bytes = words.map(|words| words.map(u32::to_le_bytes).concat());
         let seed = bytes.map(|bytes| TensorView::contiguous(client.create_from_slice(&bytes), [2]));
-        Ok(Call { client, device, problem, inputs, seed: seed.or_else(|| inputs.dropout_seed.clone()), sequences })
+        Ok(Call { client, device, problem, inputs, seed: seed.or_else(|| inputs.dropout_seed.clone()) })
     }
 
-    /// The address type that reaches every element of the inputs and of tensors with these spans.
-    fn addresses(&self, spans: impl IntoIterator<Item = u64>) -> AddressType {
-        let Inputs { q, k, v, .. } = self.inputs;
-        let optional = self.inputs.optional(self.problem).filter_map(|tensor| tensor.view);
-        let inputs = [q, k, v].map(|view| view as &dyn AnyView).into_iter().chain(optional).map(|view| view.span());
-        let farthest = spans.into_iter().chain(inputs).fold(0, u64::max);
-        AddressType::from_len(farthest as usize)
+    /// The problem on the device.
+    fn case(&self) -> Case<'a> {
+        Case { device: self.device, problem: self.problem }
     }
 
-    /// A grid with one thread block for each block of `tile` queries.
-    fn query_grid(&self, kernel: &'static str, tile: usize) -> Result<(GridLaunch, CubeCount), AttentionError> {
-        let (blocks, batches) = self.blocks(self.problem.seq_q, tile);
-        self.grid(kernel, blocks, self.problem.num_heads_q, batches)
+    /// The address type that reaches every element of the inputs and of these tensors.
+    fn addresses(&self, views: &[&dyn AnyView]) -> AddressType {
+        let inputs = self.inputs.arguments(self.problem).filter_map(|argument| argument.view);
+        addresses(inputs.chain(views.iter().copied()))
     }
 
-    /// A grid with one thread block for each block of `tile` keys.
-    fn key_grid(&self, kernel: &'static str, tile: usize) -> Result<(GridLaunch, CubeCount), AttentionError> {
-        let (blocks, batches) = self.blocks(self.problem.seq_k, tile);
-        self.grid(kernel, blocks, self.problem.num_heads_kv, batches)
-    }
-
-    fn grid(
+    /// A grid with one thread block for each block of `rows` queries, or keys if `keys`.
+    fn rows_grid(
         &self,
         kernel: &'static str,
-        blocks: usize,
-        heads: usize,
-        batches: usize,
+        rows: usize,
+        keys: bool,
     ) -> Result<(GridLaunch, CubeCount), AttentionError> {
-        let cubes = blocks as u64 * heads as u64 * batches as u64;
-        let count = tiling::cube_count(self.device, kernel, cubes)?;
-        let grid = GridLaunch::new(blocks as u32, heads as u32, batches as u32, self.problem.group_size() as u32);
-        Ok((grid, count))
+        let (length, heads) = self.problem.side(keys);
+        let (blocks, batches) = tiling::blocks(self.problem, length, rows);
+        self.grid(kernel, [blocks, heads, batches])
+    }
+
+    fn grid(&self, kernel: &'static str, sizes: [usize; 3]) -> Result<(GridLaunch, CubeCount), AttentionError> {
+        let count = tiling::cube_count(self.device, kernel, sizes.iter().map(|n| *n as u64).product())?;
+        let [blocks, heads, batches] = sizes.map(|n| n as u32);
+        Ok((GridLaunch::new(blocks, heads, batches, self.problem.group_size() as u32), count))
     }
 }
 
 /// The error for kernels that only the feature `cuda` compiles.
 #[cfg(not(feature = "cuda"))]
 fn not_compiled(kernel: tiling::Kernel) -> AttentionError {
-    let why = "it was not compiled: that takes the feature cuda".into();
-    AttentionError::KernelUnavailable { kernel: kernel.name(), why }
+    kernel.unavailable(tiling::NOT_COMPILED.into())
 }
 
 /// A grid with one thread for each element, in thread blocks of 256 threads, or as many as the device allows.
@@ -288,44 +323,4 @@ fn elementwise(device: &Device, kernel: &'static str, len: usize) -> Result<(Cub
     let units = device.units.min(256);
     let count = tiling::cube_count(device, kernel, len.div_ceil(units) as u64)?;
     Ok((count, CubeDim::new_1d(units as u32)))
-}
-
-/// Checks a tensor's shape, that the device can address every element, and that the buffer holds every element.
-fn input(
-    device: &Device,
-    argument: &'static str,
-    view: &dyn AnyView,
-    expected: &[usize],
-    elem_size: usize,
-) -> Result<(), AttentionError> {
-    const NAMES: [&str; 4] = ["dimension 0", "dimension 1", "dimension 2", "dimension 3"];
-    let (shape, strides) = view.layout();
-    for dim in 0..shape.len() {
-        agree(argument, shape, dim, NAMES[dim], "the problem", expected[dim])?;
-    }
-    let (reach, len) = (view.span(), view.bytes() / elem_size as u64);
-    if reach > u32::MAX as u64 && !device.wide_addresses {
-        return Err(AttentionError::AddressSpace { argument, reach, device: device.name.clone() });
-    }
-    if reach > len {
-        let (shape, strides) = (shape.to_vec(), strides.to_vec());
-        return Err(AttentionError::Buffer { argument, shape, strides, reach, len });
-    }
-    Ok(())
-}
-
-/// [`input`], and additionally checks that no two indices reach the same element.
-fn output(
-    device: &Device,
-    argument: &'static str,
-    view: &dyn AnyView,
-    expected: &[usize],
-    elem_size: usize,
-) -> Result<(), AttentionError> {
-    input(device, argument, view, expected, elem_size)?;
-    if view.overlaps_itself() {
-        let (shape, strides) = view.layout();
-        return Err(AttentionError::OutputOverlaps { argument, shape: shape.to_vec(), strides: strides.to_vec() });
-    }
-    Ok(())
 }

@@ -147,7 +147,7 @@ impl Call<'_> {
         // The check of the tiles has shown that the device can launch as many.
         let cubes = |number: usize| tiling::grid(self.device, number as u64);
         let lists = TensorView::contiguous(self.client.empty(4 * shape.iter().product::<usize>()), shape);
-        let addresses = self.addresses([lists.span()]);
+        let addresses = self.addresses(&[&lists]);
         let units = CubeDim::new_1d(UNITS as u32);
         // SAFETY: the states have been checked against their buffer. The lists have room for every tile and for the number of
         // each block.

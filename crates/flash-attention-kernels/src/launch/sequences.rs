@@ -1,13 +1,9 @@
 //! Launches for several sequences: schedules, and the kernels that fill rows of no sequence.
 
 use super::Call;
-use crate::error::AttentionError;
-use crate::problem::AttentionProblem;
 use crate::sequences::{BoundsLaunch, HEADER, UNITS, WORDS, fill, schedule};
 use crate::tensor::{AnyView, TensorView};
-use crate::tiling::{self, Device};
-#[cfg(feature = "cuda")]
-use cubecl::ir::FloatKind;
+use crate::tiling;
 use cubecl::prelude::*;
 
 /// The blocks that a schedule lists.
@@ -21,37 +17,13 @@ pub(super) enum Blocks {
     KeysTurned,
 }
 
-/// Number of sequences, and the grids of the kernels that handle them.
-pub(super) struct Sequences {
-    number: usize,
-    /// Grid of [`schedule`].
-    schedule: CubeCount,
-    /// Grids of [`fill`], for queries and for keys.
-    fill: [CubeCount; 2],
-}
-
-impl Sequences {
-    /// The sequences of a problem, if it distinguishes any. An error if the device cannot launch the grids.
-    pub(super) fn of(device: &Device, problem: &AttentionProblem) -> Result<Option<Self>, AttentionError> {
-        let Some(number) = problem.num_sequences() else { return Ok(None) };
-        let [schedule, fill @ ..] = tiling::sequence_grids(device, problem)?;
-        Ok(Some(Sequences { number, schedule, fill }))
-    }
-}
-
 impl Call<'_> {
-    /// Number of blocks of `tile` rows, and the number of batches that each have as many blocks. With several sequences, an upper
-    /// bound for all sequences together, and 1.
-    pub(super) fn blocks(&self, rows: usize, tile: usize) -> (usize, usize) {
-        tiling::blocks(self.problem, rows, tile)
-    }
-
     /// The schedule of blocks of `tile` rows, if there are several sequences.
     pub(super) fn schedule(&self, of: Blocks, tile: usize) -> Option<TensorView<1>> {
         let p = self.problem;
-        let sequences = self.sequences.as_ref()?;
+        let sequences = p.num_sequences()?;
         let rows = if of == Blocks::Queries { p.seq_q } else { p.seq_k };
-        let (capacity, _) = self.blocks(rows, tile);
+        let (capacity, _) = tiling::blocks(p, rows, tile);
         let len = HEADER + WORDS * capacity;
         let list = TensorView::contiguous(self.client.empty(4 * len), [len]);
         // SAFETY: bounds have been checked against their buffers. The kernel clips positions to the tensors, and the list to its
@@ -59,10 +31,10 @@ impl Call<'_> {
         unsafe {
             schedule::launch_unchecked(
                 self.client,
-                sequences.schedule.clone(),
+                tiling::grid(self.device, sequences as u64),
                 CubeDim::new_1d(UNITS as u32),
-                self.addresses([list.span()]),
-                self.bounds(sequences.number),
+                self.addresses(&[&list]),
+                self.bounds(sequences),
                 list.arg(),
                 tile as u32,
                 capacity as u32,
@@ -77,58 +49,36 @@ impl Call<'_> {
     /// With several sequences, sets rows of `out` that belong to no sequence to 0, and their `lse` to that of fully masked rows.
     /// Rows are queries, or keys if `keys`.
     pub(super) fn fill(&self, out: &TensorView, lse: Option<&TensorView<3>>, keys: bool) {
-        let Some(sequences) = self.sequences.as_ref().filter(|_| !out.is_empty() && self.leaves_rows(keys)) else {
-            return;
-        };
-        let count = sequences.fill[usize::from(keys)].clone();
         let sinks = self.sinks().filter(|_| lse.is_some());
-        self.launch_fill(sequences.number, count, out, lse, sinks, keys, self.dtype());
+        self.fill_with(out, lse, sinks, keys, self.dtype());
     }
 
     /// Whether there may be queries, or keys if `keys`, that belong to no sequence.
-    fn leaves_rows(&self, keys: bool) -> bool {
+    pub(super) fn leaves_rows(&self, keys: bool) -> bool {
         let p = self.problem;
         p.cu_seqlens.is_some() || if keys { p.seq_lens_k } else { p.seq_lens_q }
     }
 
-    /// The grid of [`fill_splits`](Self::fill_splits) for an output `[P · B, H, S, D]`, if it has anything to fill.
-    #[cfg(feature = "cuda")]
-    pub(super) fn splits_grid(
+    /// [`fill`](Self::fill) for a tensor of this element type, whose batches may be a multiple of the problem's.
+    pub(super) fn fill_with(
         &self,
-        [batches, heads, rows, _]: [usize; 4],
-    ) -> Result<Option<CubeCount>, AttentionError> {
-        if !self.leaves_rows(false) {
-            return Ok(None);
-        }
-        tiling::fill_grid(self.device, [batches, heads, rows]).map(Some)
-    }
-
-    /// [`fill`](Self::fill) for the f32 results of splits of the keys. Sinks are ignored: they are added when splits are combined.
-    #[cfg(feature = "cuda")]
-    pub(super) fn fill_splits(&self, count: Option<CubeCount>, out: &TensorView, lse: &TensorView<3>) {
-        if let (Some(sequences), Some(count)) = (&self.sequences, count) {
-            let f32 = ElemType::Float(FloatKind::F32);
-            self.launch_fill(sequences.number, count, out, Some(lse), None, false, f32);
-        }
-    }
-
-    fn launch_fill(
-        &self,
-        sequences: usize,
-        count: CubeCount,
         out: &TensorView,
         lse: Option<&TensorView<3>>,
         sinks: Option<TensorArg>,
         keys: bool,
         dtype: ElemType,
     ) {
+        let filled = !out.is_empty() && self.leaves_rows(keys);
+        let Some(sequences) = self.problem.num_sequences().filter(|_| filled) else { return };
+        let [batches, heads, rows, _] = out.shape;
+        let count = tiling::grid(self.device, tiling::fill_cubes([batches, heads, rows]));
         // SAFETY: views have been checked against their buffers.
         unsafe {
             fill::launch_unchecked(
                 self.client,
                 count,
                 CubeDim::new_1d(UNITS as u32),
-                self.addresses([out.span()].into_iter().chain(lse.map(|lse| lse.span()))),
+                self.addresses(&[out, lse.map_or(out as &dyn AnyView, |lse| lse)]),
                 self.bounds(sequences),
                 out.arg(),
                 lse.map(|lse| lse.arg()).into(),

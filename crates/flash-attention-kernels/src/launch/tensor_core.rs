@@ -3,7 +3,7 @@
 
 use super::backward::{Backward, Results};
 use super::route::Route;
-use super::{Call, Launch};
+use super::{Call, Inputs, Launch};
 use crate::error::AttentionError;
 use crate::fragment::{Role, ScoresLaunch};
 use crate::hopper;
@@ -13,7 +13,7 @@ use crate::tensor_core::{
     Blueprint, DeltaBlueprint, GradientOutputsLaunch, HopperTile, Rows, RowsInLaunch, RowsOutLaunch, SourceSideLaunch,
     SourceSidesLaunch, StrideLaunch, TileScheduler, delta,
 };
-use crate::tiling::{self, Stage, cube_count, stats_multiple, stats_rows};
+use crate::tiling::{self, cube_count, stats_multiple, stats_rows};
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
 
@@ -129,8 +129,7 @@ impl<'a> Backward<'a> {
         fused: bool,
     ) -> Result<Launch<'a>, AttentionError> {
         let Backward { call, saved, scratch, .. } = self;
-        let inputs = call.inputs;
-        let [q, k, v] = [call.aligned(&inputs.q)?, call.aligned(&inputs.k)?, call.aligned(&inputs.v)?];
+        let [q, k, v] = call.aligned_inputs()?;
         let (o, dout) = (call.aligned(&saved.o)?, call.aligned(&saved.dout)?);
         let rows = stats_rows(call.problem);
         let count = cube_count(call.device, "delta", rows as u64 / delta::ROWS as u64)?;
@@ -139,15 +138,13 @@ impl<'a> Backward<'a> {
             let (o, dout, dlse) = (o.read(call), &sources[3], saved.dlse.as_ref());
             let dq_accum = scratch.dq_accum.as_ref().filter(|_| fused);
             let zeroed = dq_accum.unwrap_or(&scratch.stats);
-            let rows = [saved.lse.span(), scratch.stats.span(), dlse.map_or(0, |dlse| dlse.span())];
-            let spans = [o.span(), dout.span(), zeroed.span()].into_iter().chain(rows);
             // SAFETY: views have been checked against their buffers.
             unsafe {
                 delta::delta::launch_unchecked(
                     call.client,
                     count,
                     CubeDim::new_1d(delta::UNITS),
-                    call.addresses(spans),
+                    call.addresses(&[&o, dout, zeroed, &saved.lse, &scratch.stats, dlse.unwrap_or(&saved.lse)]),
                     VECTOR_BYTES / call.problem.dtype.size(),
                     o.arg(),
                     dout.arg(),
@@ -182,6 +179,12 @@ impl Call<'_> {
         Ok(Aligned { view, copy: Some((count, CubeDim::new_1d(units as u32))) })
     }
 
+    /// [`aligned`](Self::aligned) for `q`, `k` and `v`.
+    pub(super) fn aligned_inputs(&self) -> Result<[Aligned<'_>; 3], AttentionError> {
+        let Inputs { q, k, v, .. } = self.inputs;
+        Ok([self.aligned(q)?, self.aligned(k)?, self.aligned(v)?])
+    }
+
     /// Work tiles of `tile_q` rows for a kernel of this role, in head groups of `head_group` heads and `num_splits` splits of the
     /// keys. `spare` is how far thread blocks count past the last tile.
     pub(super) fn work(
@@ -194,9 +197,13 @@ impl Call<'_> {
     ) -> Result<Work, AttentionError> {
         let p = self.problem;
         let keys = role.is_transposed();
-        let (band, heads) = if keys { (p.band().transposed(), p.num_heads_kv) } else { (p.band(), p.num_heads_q) };
-        let ahead = if keys { 0 } else { self.ahead(&band, tile_q, tile_k) };
-        let (blocks, batches) = self.blocks((band.seq_q + ahead) as usize, tile_q);
+        let band = if keys { p.band().transposed() } else { p.band() };
+        let (_, heads) = p.side(keys);
+        // The first block starts before query 0 (`Band::ahead`), except with dropout, whose draws belong to blocks of 16; with several
+        // sequences, which end at different positions; and with a block mask, whose blocks are fixed.
+        let fixed = keys || self.seed.is_some() || p.is_varlen() || p.block_mask.is_some();
+        let ahead = if fixed { 0 } else { band.ahead(tile_q as u32, tile_k as u32) };
+        let (blocks, batches) = tiling::blocks(p, (band.seq_q + ahead) as usize, tile_q);
         let cubes = blocks as u64 * (batches * heads) as u64 * num_splits as u64;
         let max = i32::MAX as u64 - spare;
         if cubes > max {
@@ -229,18 +236,6 @@ impl Call<'_> {
         }
     }
 
-    /// Number of queries by which the first block starts before query 0: [`Band::ahead()`]. It is 0 with dropout, whose draws
-    /// belong to blocks of 16; with several sequences, which end at different positions; and with a block mask, whose blocks are
-    /// fixed.
-    pub(super) fn ahead(&self, band: &Band, tile_q: usize, tile_k: usize) -> u32 {
-        let p = self.problem;
-        if self.seed.is_some() || p.is_varlen() || p.block_mask.is_some() {
-            0
-        } else {
-            band.ahead(tile_q as u32, tile_k as u32)
-        }
-    }
-
     /// Everything that scores depend on besides products, with this band.
     pub(super) fn score_args<E: Float, M: Numeric, NB: Size, NM: Size>(
         &self,
@@ -248,8 +243,7 @@ impl Call<'_> {
         band: &Band,
         route: &Route,
     ) -> ScoresLaunch<E, M, NB, NM> {
-        let stage = if blueprint.role == Role::Forward { Stage::Forward } else { Stage::Backward };
-        self.scores(stage, route, band, blueprint.scores_are_scaled())
+        self.scores(blueprint.role, route, band, blueprint.scores_are_scaled())
     }
 
     /// Number of elements of the bias and of the mask that are read at a time: two if the layout allows it and tiles start at even

@@ -1,5 +1,6 @@
 //! Validation of shapes.
 
+use super::MAX_SEQ;
 use crate::error::AttentionError;
 
 /// A shape of this rank.
@@ -57,4 +58,9 @@ pub fn check_elements(argument: &'static str, shape: [usize; 4], max: u64) -> Re
         Some(elements) if elements <= max => Ok(()),
         _ => Err(AttentionError::Elements { argument, shape, max }),
     }
+}
+
+/// Checks that a length is at most [`MAX_SEQ`].
+pub fn check_length(argument: &'static str, value: usize) -> Result<(), AttentionError> {
+    if value <= MAX_SEQ { Ok(()) } else { Err(AttentionError::SequenceTooLong { argument, value, max: MAX_SEQ }) }
 }

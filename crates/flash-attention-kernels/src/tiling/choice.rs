@@ -2,6 +2,7 @@
 
 use super::ListShape;
 use crate::blocks::RUN;
+use crate::error::AttentionError;
 use crate::hopper::BiasTile;
 use crate::matrix::MatrixTile;
 use crate::mma::MmaTile;
@@ -40,6 +41,11 @@ impl Kernel {
             Kernel::Rows => "rows",
             Kernel::Portable => "portable",
         }
+    }
+
+    /// The error for a requested kernel that cannot run.
+    pub(crate) fn unavailable(self, why: String) -> AttentionError {
+        AttentionError::KernelUnavailable { kernel: self.name(), why }
     }
 }
 
@@ -161,6 +167,11 @@ impl BiasGradient {
             BiasGradient::Portable(_) => Kernel::Portable,
         }
     }
+
+    /// Tiles of the portable kernel, if it is one.
+    pub(crate) fn portable(&self) -> Option<TileShape> {
+        if let BiasGradient::Portable(tile) = *self { Some(tile) } else { None }
+    }
 }
 
 /// The kernels of a backward, with their tiles.
@@ -194,14 +205,13 @@ pub struct BackwardTiles {
 impl BackwardTiles {
     /// The portable kernels with these tiles.
     pub fn portable(tile: TileShape, dkdv_together: bool) -> Self {
-        let (of, dbias) = (Gradient::Portable(tile), BiasGradient::Portable(tile));
-        let dv = (!dkdv_together).then_some(of);
+        let of = Gradient::Portable(tile);
         BackwardTiles {
             dq: of,
             dkdv: of,
-            dv,
+            dv: (!dkdv_together).then_some(of),
             fused: None,
-            dbias,
+            dbias: BiasGradient::Portable(tile),
             dalibi_slopes: Some(tile),
             dscore_tensors: Some(tile),
         }
@@ -209,17 +219,9 @@ impl BackwardTiles {
 
     /// Tiles of the portable kernels among them.
     pub(crate) fn portables(&self) -> impl Iterator<Item = TileShape> {
-        let of = |gradient| match gradient {
-            Gradient::Portable(tile) => Some(tile),
-            Gradient::Hopper(_) | Gradient::Mma(_) | Gradient::Matrix(_) | Gradient::Rows(_) => None,
-        };
-        let dbias = match self.dbias {
-            BiasGradient::Portable(tile) => Some(tile),
-            BiasGradient::Hopper(_) => None,
-        };
-        [of(self.dq), of(self.dkdv), self.dv.and_then(of), dbias, self.dalibi_slopes, self.dscore_tensors]
-            .into_iter()
-            .flatten()
+        let of = |gradient| if let Gradient::Portable(tile) = gradient { Some(tile) } else { None };
+        let gradients = [of(self.dq), of(self.dkdv), self.dv.and_then(of)].into_iter();
+        gradients.chain([self.dbias.portable(), self.dalibi_slopes, self.dscore_tensors]).flatten()
     }
 }
 

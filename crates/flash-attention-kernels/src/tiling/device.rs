@@ -1,8 +1,9 @@
 //! The properties of a device that the choice of kernels depends on.
 
+use super::require;
 use crate::dtype::Dtype;
 use crate::error::AttentionError;
-use crate::problem::AttentionProblem;
+use crate::problem::{AttentionProblem, MASK_TENSORS, SCORE_TENSORS};
 use cubecl::client::Client;
 use cubecl::ir::features::TypeUsage;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
@@ -45,6 +46,7 @@ impl Device {
     pub fn of(client: &Client) -> Self {
         let properties = client.properties();
         let hardware = &properties.hardware;
+        let sums = ElemType::Float(FloatKind::F32);
         let stores = |dtype: &Dtype| {
             let usage = properties.type_usage(element_type(*dtype));
             usage.contains(TypeUsage::Buffer) && usage.contains(TypeUsage::Conversion)
@@ -54,13 +56,18 @@ impl Device {
                 Dtype::F32 => (ElemType::Float(FloatKind::TF32), 8),
                 half => (element_type(*half), 16),
             };
-            let sums = ElemType::Float(FloatKind::F32);
             let shaped = properties.features.matmul.mma.iter().any(|of| {
                 let types = [of.a_type, of.b_type, of.cd_type] == [factor, factor, sums];
                 types && (of.m, of.n, of.k) == (16, 8, k)
             });
             // `copy_async` is reported only by CubeCL's C++ compiler for CUDA, which cannot compile operations of this crate.
             shaped && !properties.features.copy_async
+        };
+        let matrices = |dtype: Dtype| {
+            let factor = element_type(dtype);
+            let all = properties.features.matmul.cmma.iter();
+            all.filter(move |of| [of.a_type, of.b_type, of.cd_type] == [factor, factor, sums])
+                .map(move |of| (dtype, [of.m as usize, of.n as usize, of.k as usize]))
         };
         Device {
             name: client.name().to_string(),
@@ -79,18 +86,26 @@ impl Device {
             } else {
                 0
             },
-            matrices: [Dtype::F16, Dtype::BF16]
-                .into_iter()
-                .flat_map(|dtype| {
-                    let element = element_type(dtype);
-                    let sums = ElemType::Float(FloatKind::F32);
-                    let all = properties.features.matmul.cmma.iter();
-                    all.filter(move |of| of.a_type == element && of.b_type == element && of.cd_type == sums)
-                        .map(move |of| (dtype, [of.m as usize, of.n as usize, of.k as usize]))
-                })
-                .collect(),
+            matrices: [Dtype::F16, Dtype::BF16].into_iter().flat_map(matrices).collect(),
         }
     }
+
+    /// Checks that a thread block with this much shared memory and as many threads can run; else returns the reason.
+    pub(super) fn has_room(&self, bytes: usize, units: usize) -> Result<(), String> {
+        require(bytes <= self.shared_memory && units <= self.units, || {
+            format!(
+                "it takes {bytes} bytes of shared memory and {units} units, the device has {} and {}",
+                self.shared_memory, self.units
+            )
+        })
+    }
+}
+
+/// A problem on a device: what kernels and tiles are chosen for.
+#[derive(Clone, Copy)]
+pub(crate) struct Case<'a> {
+    pub device: &'a Device,
+    pub problem: &'a AttentionProblem,
 }
 
 /// The element type as CubeCL names it.
@@ -110,31 +125,31 @@ pub(crate) fn check_dtype(device: &Device, dtype: Dtype) -> Result<(), Attention
     Err(AttentionError::DtypeUnsupported { dtype: dtype.name(), device: device.name.clone() })
 }
 
-/// Checks that the device can bind `needed` buffers and those of the problem's optional tensors at the same time.
-pub(crate) fn check_bindings(
-    device: &Device,
-    problem: &AttentionProblem,
-    kernel: &'static str,
-    needed: usize,
-) -> Result<(), AttentionError> {
-    let extras: Vec<_> = [
-        ("mask", problem.mask.is_some()),
-        ("bias", problem.bias.is_some()),
-        ("alibi_slopes", problem.alibi_slopes.is_some()),
-        ("sinks", problem.sinks && kernel == "forward"),
-        ("dropout_seed", problem.options.dropout > 0.0),
-        ("sequences", problem.is_varlen()),
-        ("block_mask", problem.block_mask.is_some()),
-        ("score_tensors[0]", problem.score_tensors[0].is_some()),
-        ("score_tensors[1]", problem.score_tensors[1].is_some()),
-        ("mask_tensors[0]", problem.mask_tensors[0].is_some()),
-        ("mask_tensors[1]", problem.mask_tensors[1].is_some()),
-    ]
-    .into_iter()
-    .filter_map(|(name, there)| there.then_some(name))
-    .collect();
-    let (needed, available) = (needed + extras.len(), device.bindings);
-    if needed <= available { Ok(()) } else { Err(AttentionError::Bindings { kernel, needed, extras, available }) }
+impl Case<'_> {
+    /// Checks that the device can bind `needed` buffers and those of the problem's optional tensors at the same time.
+    pub fn check_bindings(self, kernel: &'static str, needed: usize) -> Result<(), AttentionError> {
+        let Case { device, problem } = self;
+        let [score_a, score_b] = problem.score_tensors.map(|shape| shape.is_some());
+        let [mask_a, mask_b] = problem.mask_tensors.map(|shape| shape.is_some());
+        let extras: Vec<_> = [
+            ("mask", problem.mask.is_some()),
+            ("bias", problem.bias.is_some()),
+            ("alibi_slopes", problem.alibi_slopes.is_some()),
+            ("sinks", problem.sinks && kernel == "forward"),
+            ("dropout_seed", problem.options.dropout > 0.0),
+            ("sequences", problem.is_varlen()),
+            ("block_mask", problem.block_mask.is_some()),
+            (SCORE_TENSORS[0], score_a),
+            (SCORE_TENSORS[1], score_b),
+            (MASK_TENSORS[0], mask_a),
+            (MASK_TENSORS[1], mask_b),
+        ]
+        .into_iter()
+        .filter_map(|(name, there)| there.then_some(name))
+        .collect();
+        let (needed, available) = (needed + extras.len(), device.bindings);
+        if needed <= available { Ok(()) } else { Err(AttentionError::Bindings { kernel, needed, extras, available }) }
+    }
 }
 
 /// A grid of at least `cubes` thread blocks within the device's limits. An empty grid cannot be launched, so that 0 thread blocks

@@ -2,7 +2,9 @@
 
 mod tables;
 
-use super::{Device, Forward, Gradient, HopperForward, HopperGradient, ListShape};
+use super::{
+    Case, Gradient, Gradients, HopperForward, HopperGradient, ListShape, NOT_COMPILED, gradients, require, row,
+};
 use crate::blocks::BLOCK;
 use crate::dtype::Dtype;
 use crate::fragment::Role;
@@ -38,19 +40,15 @@ pub fn varies_by_pair(problem: &AttentionProblem) -> bool {
 /// Alternatives that may be as fast: the table's other tiles for this head dimension, and half and twice as many splits of the
 /// keys.
 #[cfg(feature = "autotune")]
-pub fn alternatives(device: &Device, problem: &AttentionProblem, planned: HopperForward) -> Vec<HopperForward> {
-    let widest = problem.head_dim.max(problem.head_dim_v);
+pub fn alternatives(case: Case, planned: HopperForward) -> Vec<HopperForward> {
+    let problem = case.problem;
     // With a tiled bias, no other tiles fit shared memory.
     let rows = HOPPER.iter().filter(|(head_dim, _, tile)| {
         let possible = problem.block_mask.is_none() || divides(tile);
-        widest <= *head_dim && !varies_by_pair(problem) && possible
+        problem.widest() <= *head_dim && !varies_by_pair(problem) && possible
     });
     let narrowest = rows.clone().map(|(head_dim, ..)| *head_dim).min();
-    let tiles = rows.filter(|(head_dim, ..)| Some(*head_dim) == narrowest).map(|(.., tile)| HopperForward {
-        tile: *tile,
-        head_group: head_group(device, problem, tile, false),
-        num_splits: num_splits(device, problem, tile),
-    });
+    let tiles = rows.filter(|(head_dim, ..)| Some(*head_dim) == narrowest).map(|(.., tile)| with_tile(case, *tile));
     let counts = [planned.num_splits / 2, planned.num_splits * 2].into_iter().filter(|num_splits| {
         // Each split has at least one tile of keys.
         planned.num_splits > 1 && (1..=problem.seq_k / planned.tile.tile_k).contains(num_splits)
@@ -59,33 +57,29 @@ pub fn alternatives(device: &Device, problem: &AttentionProblem, planned: Hopper
 }
 
 /// The forward by Hopper's kernel, or the reason why it cannot run.
-pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<HopperForward, String> {
-    possible(device, problem)?;
-    let widest = problem.head_dim.max(problem.head_dim_v);
-    let row = HOPPER.iter().find(|(head_dim, seq_k, tile)| {
-        // With a block mask, tiles must divide its blocks.
-        let fits = if problem.block_mask.is_some() { divides(tile) } else { problem.seq_k <= *seq_k };
-        widest <= *head_dim && fits
-    });
-    let of_blocks = Some(HOPPER_BLOCKS).filter(|(head_dim, _)| problem.block_mask.is_some() && widest <= *head_dim);
+pub fn forward(case: Case) -> Result<HopperForward, String> {
+    possible(case)?;
+    let problem = case.problem;
+    // With a block mask, tiles must divide its blocks.
+    let sparse = problem.block_mask.is_some();
+    let fits = |seq_k: usize, tile: &HopperTile| if sparse { divides(tile) } else { problem.seq_k <= seq_k };
+    let plain = HOPPER.iter().find(|(head_dim, seq_k, tile)| problem.widest() <= *head_dim && fits(*seq_k, tile));
+    let of_blocks = Some(HOPPER_BLOCKS).filter(|(head_dim, _)| sparse && problem.widest() <= *head_dim);
+    let tile = of_blocks.map(|(_, tile)| tile).or(plain.map(|(.., tile)| *tile));
     // Tiles for a bias divide any block.
-    let narrow = HOPPER_BIAS.iter().find(|(head_dim, _)| widest <= *head_dim).map(|(_, tile)| *tile);
-    let tile = of_blocks.map(|(_, tile)| tile).or(row.map(|(.., tile)| *tile));
-    let tile = tile.filter(|_| !varies_by_pair(problem)).or(narrow);
-    let tile = tile.ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER[HOPPER.len() - 1].0))?;
-
-    let found = HopperForward {
-        tile,
-        head_group: head_group(device, problem, &tile, false),
-        num_splits: num_splits(device, problem, &tile),
-    };
-    numbers(problem, Forward::Hopper(found).list(false))?;
-    check(device, problem, Role::Forward, tile, found.head_group, found.num_splits)?;
+    let tile = tile.filter(|_| !varies_by_pair(problem)).map_or_else(|| row(&HOPPER_BIAS, problem), Ok)?;
+    let found = with_tile(case, tile);
+    check(case, Role::Forward, tile, found.head_group, found.num_splits)?;
     Ok(found)
 }
 
+/// The forward with this tile.
+fn with_tile(case: Case, tile: HopperTile) -> HopperForward {
+    HopperForward { tile, head_group: head_group(case, &tile, false), num_splits: num_splits(case, &tile) }
+}
+
 /// Number of heads in a head group. If `transposed`, the heads are key/value heads, and queries are streamed.
-pub(super) fn head_group(device: &Device, problem: &AttentionProblem, tile: &HopperTile, transposed: bool) -> usize {
+pub(super) fn head_group(Case { device, problem }: Case, tile: &HopperTile, transposed: bool) -> usize {
     let band = problem.band();
     let bounded = band.bounded_above || band.bounded_below;
     let consumer_groups = device.multiprocessors * tile.consumer_groups;
@@ -116,31 +110,25 @@ pub(super) fn head_group(device: &Device, problem: &AttentionProblem, tile: &Hop
     of_cache.min(most).clamp(1, (problem.batch * heads).max(1))
 }
 
-/// The gradients by Hopper's kernels (`dq`, then `dk` and `dv` together, or `dv` in a separate launch), or the reason why they
-/// cannot run.
-pub fn backward(device: &Device, problem: &AttentionProblem) -> Result<(Gradient, Gradient, Option<Gradient>), String> {
-    possible(device, problem)?;
-    let widest = problem.head_dim.max(problem.head_dim_v);
-    let biased = varies_by_pair(problem);
-    let too_wide = || format!("head_dim {widest} is above {}", HOPPER_DQ[HOPPER_DQ.len() - 1].0);
-    let (_, plain, with_bias) = HOPPER_DQ.iter().find(|(of, ..)| widest <= *of).ok_or_else(too_wide)?;
-    let narrow = |tile: &HopperTile| biased || problem.block_mask.is_some() && !divides(tile);
-    let dq = if narrow(plain) { *with_bias } else { *plain };
-    let (_, plain, with_bias, dv) = HOPPER_DKDV.iter().find(|(of, ..)| widest <= *of).ok_or_else(too_wide)?;
-    let dkdv = if narrow(plain) { *with_bias } else { *plain };
-    let dv = dv.map(|tile| if narrow(&tile) { *with_bias } else { tile });
-    let of = |tile: HopperTile, role: Role| {
+/// The gradients by Hopper's kernels, or the reason why they cannot run.
+pub fn backward(case: Case) -> Result<Gradients, String> {
+    possible(case)?;
+    let problem = case.problem;
+    let (dq, (dkdv, dv)) = (row(&HOPPER_DQ, problem)?, row(&HOPPER_DKDV, problem)?);
+    let divided = |tile: &HopperTile| problem.block_mask.is_none() || divides(tile);
+    gradients(dv.is_none(), |role| {
+        let [plain, with_bias] = match role {
+            Role::Dq => dq,
+            Role::DkDv { dk: false, .. } => [dv.unwrap_or(dkdv[0]), dkdv[1]],
+            _ => dkdv,
+        };
+        let tile = if varies_by_pair(problem) || !divided(&plain) { with_bias } else { plain };
         // Tiles of 32 divide any block.
-        let sparse = problem.block_mask.is_some() && !divides(&tile);
-        let tile = if sparse { HopperTile { tile_k: 32, ..tile } } else { tile };
-        let head_group = head_group(device, problem, &tile, role.is_transposed());
-        let found = Gradient::Hopper(HopperGradient { tile, head_group });
-        numbers(problem, found.list(role.is_transposed()))?;
-        check(device, problem, role, tile, head_group, 1)?;
-        Ok::<_, String>(found)
-    };
-    let of_values = dv.map(|tile| of(tile, Role::DkDv { dk: false, dv: true })).transpose()?;
-    Ok((of(dq, Role::Dq)?, of(dkdv, Role::DkDv { dk: true, dv: of_values.is_none() })?, of_values))
+        let tile = if divided(&tile) { tile } else { HopperTile { tile_k: 32, ..tile } };
+        let head_group = head_group(case, &tile, role.is_transposed());
+        check(case, role, tile, head_group, 1)?;
+        Ok(Gradient::Hopper(HopperGradient { tile, head_group }))
+    })
 }
 
 /// Whether the blocks of a block mask consist of whole tiles.
@@ -150,49 +138,36 @@ fn divides(tile: &HopperTile) -> bool {
 
 /// The gradient of the bias by Hopper's kernel, if the other gradients run on Hopper, or the reason why it cannot run.
 pub fn dbias(problem: &AttentionProblem) -> Result<BiasTile, String> {
-    if !varies_by_pair(problem) {
-        return Err("it takes no sums over queries or keys, which the bias repeats".into());
-    }
-    if problem.block_mask.is_some() {
-        return Err("it visits all blocks of the bias: a block mask is for other kernels".into());
-    }
-    if problem.is_varlen() {
-        return Err("blocks of one tile's batches would differ: sequences have lengths of their own".into());
-    }
-    let widest = problem.head_dim.max(problem.head_dim_v);
-    let row = HOPPER_DBIAS.iter().find(|(of, _)| widest <= *of);
-    row.map(|(_, tile)| *tile)
-        .ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER_DBIAS[HOPPER_DBIAS.len() - 1].0))
+    let sums = || "it takes no sums over queries or keys, which the bias repeats".into();
+    require(varies_by_pair(problem), sums)?;
+    let dense = || "it visits all blocks of the bias: a block mask is for other kernels".into();
+    require(problem.block_mask.is_none(), dense)?;
+    let equal = || "blocks of one tile's batches would differ: sequences have lengths of their own".into();
+    require(!problem.is_varlen(), equal)?;
+    row(&HOPPER_DBIAS, problem)
 }
 
 /// All three gradients by one kernel if that is faster than two kernels, or the reason why it is not used.
-pub fn fused(device: &Device, problem: &AttentionProblem) -> Result<HopperGradient, String> {
-    let (least, fused) = fusible(device, problem)?;
-    if problem.seq_q < least {
-        return Err(format!("with {} queries a fixed order is as fast, {least} are the least", problem.seq_q));
-    }
+pub fn fused(case: Case) -> Result<HopperGradient, String> {
+    let (least, fused) = fusible(case)?;
+    let queries = case.problem.seq_q;
+    require(queries >= least, || format!("with {queries} queries a fixed order is as fast, {least} are the least"))?;
     Ok(fused)
 }
 
 /// All three gradients by one kernel, and the number of queries from which on it is faster than two kernels; or the reason why it
 /// cannot run.
-pub fn fusible(device: &Device, problem: &AttentionProblem) -> Result<(usize, HopperGradient), String> {
-    possible(device, problem)?;
-    if problem.is_varlen() {
-        return Err("blocks of keys would add to sequences that are not theirs".into());
-    }
-    if problem.bias.is_some() {
-        return Err("a bias leaves no room for tiles of dS in shared memory".into());
-    }
-    let (head_dim, widest) = (problem.head_dim, problem.head_dim.max(problem.head_dim_v));
-    let (_, least, tile) = HOPPER_FUSED
-        .iter()
-        .find(|(of, ..)| widest <= *of)
-        .ok_or_else(|| format!("head_dim {widest} is above {}", HOPPER_FUSED[HOPPER_FUSED.len() - 1].0))?;
-    if tile.tile_k * head_dim.div_ceil(PANEL) != tile.tile_q() {
-        return Err(format!("head_dim {head_dim} gives dQ no blocks of 64 × 64 for two warpgroups beside {widest}"));
-    }
-    Ok((*least, HopperGradient { tile: *tile, head_group: head_group(device, problem, tile, true) }))
+pub fn fusible(case: Case) -> Result<(usize, HopperGradient), String> {
+    possible(case)?;
+    let problem = case.problem;
+    require(!problem.is_varlen(), || "blocks of keys would add to sequences that are not theirs".into())?;
+    require(problem.bias.is_none(), || "a bias leaves no room for tiles of dS in shared memory".into())?;
+    let (head_dim, widest) = (problem.head_dim, problem.widest());
+    let (least, tile) = row(&HOPPER_FUSED, problem)?;
+    require(tile.tile_k * head_dim.div_ceil(PANEL) == tile.tile_q(), || {
+        format!("head_dim {head_dim} gives dQ no blocks of 64 × 64 for two warpgroups beside {widest}")
+    })?;
+    Ok((least, HopperGradient { tile, head_group: head_group(case, &tile, true) }))
 }
 
 /// Largest number of words of a block mask's lists that Hopper's kernels can address with 32 bits.
@@ -200,72 +175,68 @@ pub(super) const MAX_LIST: u64 = u32::MAX as u64;
 
 /// Checks that a kernel of this role can run with these tiles; else returns the reason, which names the field and its value.
 pub(crate) fn check(
-    device: &Device,
-    problem: &AttentionProblem,
+    case: Case,
     role: Role,
     tile: HopperTile,
     head_group: usize,
     num_splits: usize,
 ) -> Result<(), String> {
-    possible(device, problem)?;
+    possible(case)?;
+    let Case { device, problem } = case;
     let HopperTile { consumer_groups, warpgroups, tile_k, stages, ping_pong: _, producer_warp } = tile;
     let forward = role == Role::Forward;
-    let at_least = |what: &str, value: usize, least: usize| {
-        if value >= least { Ok(()) } else { Err(format!("{what} is {value}, and {least} is the least")) }
-    };
-    at_least("consumer_groups", consumer_groups, 1)?;
-    // The second warpgroup loads V.
-    at_least("warpgroups", warpgroups, 2)?;
-    at_least("stages", stages, 2)?;
-    at_least("head_group", head_group, 1)?;
-    at_least("num_splits", num_splits, 1)?;
-    if stages > MAX_STAGES {
-        return Err(format!("stages is {stages}: work items are known for {MAX_STAGES} loads ahead at most"));
+    let words = ListShape { keys: role.is_transposed(), rows: tile.tile_q(), columns: tile_k }.len(problem);
+    require(words <= MAX_LIST, || {
+        format!("the lists of the block mask take {words} words, and it numbers {MAX_LIST} at most")
+    })?;
+    for (what, value, least) in [
+        ("consumer_groups", consumer_groups, 1),
+        // The second warpgroup loads V.
+        ("warpgroups", warpgroups, 2),
+        ("stages", stages, 2),
+        ("head_group", head_group, 1),
+        ("num_splits", num_splits, 1),
+    ] {
+        require(value >= least, || format!("{what} is {value}, and {least} is the least"))?;
     }
-    if !tile_k.is_multiple_of(16) || !(16..=256).contains(&tile_k) {
-        return Err(format!("tile_k is {tile_k}: products take multiples of 16, at most 256"));
-    }
+    require(stages <= MAX_STAGES, || {
+        format!("stages is {stages}: work items are known for {MAX_STAGES} loads ahead at most")
+    })?;
+    require(tile_k.is_multiple_of(16) && (16..=256).contains(&tile_k), || {
+        format!("tile_k is {tile_k}: products take multiples of 16, at most 256")
+    })?;
     // One named barrier for each warpgroup's turn, and one for the whole thread block.
-    if consumer_groups * warpgroups > 15 {
-        return Err(format!(
-            "consumer_groups × warpgroups is {}: there are named barriers for 15",
-            consumer_groups * warpgroups
-        ));
-    }
-    if producer_warp && !forward {
-        return Err("producer_warp is true: a warp of its own loads in the forward alone".into());
-    }
-    if !forward && (consumer_groups, warpgroups) != (1, 2) {
-        return Err(format!(
+    require(consumer_groups * warpgroups <= 15, || {
+        format!("consumer_groups × warpgroups is {}: there are named barriers for 15", consumer_groups * warpgroups)
+    })?;
+    require(forward || !producer_warp, || {
+        "producer_warp is true: a warp of its own loads in the forward alone".into()
+    })?;
+    require(forward || (consumer_groups, warpgroups) == (1, 2), || {
+        format!(
             "consumer_groups × warpgroups is {consumer_groups} × {warpgroups}: gradients are computed by one consumer group of two"
-        ));
-    }
-    if num_splits > 1 && (!forward || problem.block_mask.is_some()) {
-        return Err(format!("num_splits is {num_splits}: only a forward without a block mask splits the keys"));
-    }
+        )
+    })?;
+    require(num_splits == 1 || forward && problem.block_mask.is_none(), || {
+        format!("num_splits is {num_splits}: only a forward without a block mask splits the keys")
+    })?;
     let multiple = stats_multiple(problem);
-    if role.is_transposed() && !multiple.is_multiple_of(tile_k) {
-        return Err(format!(
-            "tile_k is {tile_k}: tiles of queries divide the {multiple} that scratch fills heads up to"
-        ));
-    }
+    require(!role.is_transposed() || multiple.is_multiple_of(tile_k), || {
+        format!("tile_k is {tile_k}: tiles of queries divide the {multiple} that scratch fills heads up to")
+    })?;
     if role == Role::All {
-        fusible(device, problem)?;
-        let columns = problem.head_dim.div_ceil(PANEL);
-        if tile_k * columns != tile.tile_q() {
-            return Err(format!("tile_k is {tile_k}: tiles of dQ are 64 × 64 for each of two warpgroups"));
-        }
+        fusible(case)?;
+        require(tile_k * problem.head_dim.div_ceil(PANEL) == tile.tile_q(), || {
+            format!("tile_k is {tile_k}: tiles of dQ are 64 × 64 for each of two warpgroups")
+        })?;
     }
-    let bytes = blueprint(problem, role, tile, num_splits > 1).shared_memory();
-    if bytes > device.shared_memory || tile.units() > device.units {
-        return Err(format!(
-            "{tile:?} takes {bytes} bytes of shared memory and {} threads, and the device has {} and {}",
-            tile.units(),
-            device.shared_memory,
-            device.units
-        ));
-    }
-    Ok(())
+    let (bytes, units) = (blueprint(problem, role, tile, num_splits > 1).shared_memory(), tile.units());
+    let (available, most) = (device.shared_memory, device.units);
+    require(bytes <= available && units <= most, || {
+        format!(
+            "{tile:?} takes {bytes} bytes of shared memory and {units} threads, and the device has {available} and {most}"
+        )
+    })
 }
 
 /// The blueprint of a kernel, assuming that a mask or bias is read directly from memory and its rows differ.
@@ -291,33 +262,16 @@ pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: HopperTile
     }
 }
 
-/// Checks that Hopper's kernels can address every word of these lists, if there is a block mask.
-fn numbers(problem: &AttentionProblem, list: ListShape) -> Result<(), String> {
-    match list.len(problem) {
-        words if words > MAX_LIST => {
-            Err(format!("the lists of the block mask take {words} words, and it numbers {MAX_LIST} at most"))
-        }
-        _ => Ok(()),
-    }
-}
-
 /// Checks that Hopper's kernels support the problem at all; else returns the reason.
-fn possible(device: &Device, problem: &AttentionProblem) -> Result<(), String> {
-    if !device.wgmma {
-        return Err("the device has no warpgroup matrix products".into());
-    }
-    if !cfg!(feature = "cuda") {
-        return Err("it was not compiled: that takes the feature cuda".into());
-    }
-    if problem.dtype == Dtype::F32 {
-        return Err("it computes in f16 and bf16, q is f32".into());
-    }
-    Ok(())
+fn possible(Case { device, problem }: Case) -> Result<(), String> {
+    require(device.wgmma, || "the device has no warpgroup matrix products".into())?;
+    require(cfg!(feature = "cuda"), || NOT_COMPILED.into())?;
+    require(problem.dtype != Dtype::F32, || "it computes in f16 and bf16, q is f32".into())
 }
 
 /// Number of splits of the keys that minimises the estimated time. Times are in tiles of keys; a consumer group computes a tile in
 /// about 1.4 µs.
-fn num_splits(device: &Device, problem: &AttentionProblem, tile: &HopperTile) -> usize {
+fn num_splits(Case { device, problem }: Case, tile: &HopperTile) -> usize {
     let consumer_groups = device.multiprocessors * tile.consumer_groups;
     let heads = problem.batch * problem.num_heads_q;
     let (tile_q, tile_k) = (tile.tile_q() as u32, tile.tile_k as u32);
@@ -329,10 +283,8 @@ fn num_splits(device: &Device, problem: &AttentionProblem, tile: &HopperTile) ->
         return 1;
     }
     let mut tiles: Vec<usize> = (0..blocks)
-        .map(|block| {
-            let seen = band.k_blocks(block * tile_q, tile_q, tile_k);
-            (seen.end - seen.start) as usize
-        })
+        .map(|block| band.k_blocks(block * tile_q, tile_q, tile_k))
+        .map(|seen| (seen.end - seen.start) as usize)
         .collect();
     tiles.sort_unstable_by_key(|tiles| std::cmp::Reverse(*tiles));
     let longest = tiles.first().copied().unwrap_or(0);
@@ -357,5 +309,5 @@ fn num_splits(device: &Device, problem: &AttentionProblem, tile: &HopperTile) ->
 
 /// Rows of lse and delta of a head are padded to a multiple of this, because whole tiles of them are loaded.
 pub fn stats_multiple(problem: &AttentionProblem) -> usize {
-    if problem.head_dim.max(problem.head_dim_v) <= 192 { 128 } else { 384 }
+    if problem.widest() <= 192 { 128 } else { 384 }
 }

@@ -1,6 +1,6 @@
 //! Sizes of the lists of a block mask, and checks that kernels can address every entry.
 
-use super::{Device, cube_count};
+use super::{Case, cube_count};
 use crate::blocks::{HEADER, TileSize};
 use crate::error::AttentionError;
 use crate::problem::AttentionProblem;
@@ -39,7 +39,7 @@ impl ListShape {
 
     /// Checks that the device can address every word and launch a thread block for each block. `max` is the largest number of words
     /// that the kernel can address.
-    pub fn check(self, device: &Device, problem: &AttentionProblem, max: u64) -> Result<(), AttentionError> {
+    pub fn check(self, Case { device, problem }: Case, max: u64) -> Result<(), AttentionError> {
         let Some([batch, heads, blocks, _]) = self.shape(problem) else { return Ok(()) };
         let reach = self.len(problem);
         if reach > max || reach > u32::MAX as u64 && !device.wide_addresses {

@@ -1,8 +1,6 @@
 //! Tiles of the kernels with cooperative matrix products, for the shapes that a device offers.
 
-use super::Device;
-#[cfg(feature = "autotune")]
-use super::Gradient;
+use super::{Case, first, require};
 use crate::dtype::Dtype;
 use crate::fragment::Role;
 use crate::matrix::{Blueprint, MatrixTile};
@@ -28,47 +26,21 @@ const TILES: [(usize, usize); 5] = [(8, 64), (4, 64), (8, 32), (4, 32), (4, 16)]
 /// take one launch each.
 const MAX_ACCUMULATED: usize = 128;
 
-/// The forward with cooperative matrix products, or the reason why it cannot run.
-pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<MatrixTile, String> {
-    choose(device, problem, Role::Forward)
-}
-
-/// Gradient kernels with cooperative matrix products: `dq`, then `dk` and `dv` together, or `dv` in a separate launch.
-#[allow(clippy::type_complexity)]
-pub fn backward(
-    device: &Device,
-    problem: &AttentionProblem,
-) -> Result<(MatrixTile, MatrixTile, Option<MatrixTile>), String> {
-    let role = |dk, dv| Role::DkDv { dk, dv };
-    let dq = choose(device, problem, Role::Dq)?;
-    if problem.head_dim + problem.head_dim_v <= MAX_ACCUMULATED {
-        return Ok((dq, choose(device, problem, role(true, true))?, None));
-    }
-    Ok((dq, choose(device, problem, role(true, false))?, Some(choose(device, problem, role(false, true))?)))
+/// Whether `dk` and `dv` are computed together.
+pub fn together(problem: &AttentionProblem) -> bool {
+    problem.head_dim + problem.head_dim_v <= MAX_ACCUMULATED
 }
 
 /// All tiles that fit, in the order of the table.
 #[cfg(feature = "autotune")]
-pub fn fitting(device: &Device, problem: &AttentionProblem, role: Role) -> Vec<MatrixTile> {
-    let Ok(first) = choose(device, problem, role) else { return Vec::new() };
-    let tiles = TILES.map(|(planes, columns)| MatrixTile { planes, columns, ..first });
-    tiles.into_iter().filter(|tile| check(device, problem, role, *tile).is_ok()).collect()
-}
-
-/// Alternatives to the result of [`backward`]: the first tiles that fit each gradient, the second ones, and so on.
-#[cfg(feature = "autotune")]
-pub fn backwards(device: &Device, problem: &AttentionProblem) -> Vec<(Gradient, Gradient, Option<Gradient>)> {
-    let of = |role| fitting(device, problem, role).into_iter().map(Gradient::Matrix);
-    let dkdv = |dk, dv| of(Role::DkDv { dk, dv });
-    let dq = of(Role::Dq);
-    if problem.head_dim + problem.head_dim_v <= MAX_ACCUMULATED {
-        return dq.zip(dkdv(true, true)).map(|(dq, dkdv)| (dq, dkdv, None)).collect();
-    }
-    dq.zip(dkdv(true, false)).zip(dkdv(false, true)).map(|((dq, dk), dv)| (dq, dk, Some(dv))).collect()
+pub fn fitting(case: Case, role: Role) -> Vec<MatrixTile> {
+    let Ok(chosen) = choose(case, role) else { return Vec::new() };
+    let tiles = TILES.map(|(planes, columns)| MatrixTile { planes, columns, ..chosen });
+    tiles.into_iter().filter(|tile| check(case, role, *tile).is_ok()).collect()
 }
 
 /// The blueprint of a kernel.
-pub fn blueprint(device: &Device, problem: &AttentionProblem, role: Role, tile: MatrixTile) -> Blueprint {
+pub fn blueprint(Case { device, problem }: Case, role: Role, tile: MatrixTile) -> Blueprint {
     Blueprint {
         role,
         tile,
@@ -79,43 +51,31 @@ pub fn blueprint(device: &Device, problem: &AttentionProblem, role: Role, tile: 
     }
 }
 
-fn choose(device: &Device, problem: &AttentionProblem, role: Role) -> Result<MatrixTile, String> {
-    if problem.dtype == Dtype::F32 {
-        return Err("it computes in f16 and bf16, not f32".into());
-    }
-    if device.plane == 0 {
-        return Err("the device does not say how many units a plane has".into());
-    }
+/// The first tiles that fit, or the reason why the kernel cannot run.
+pub fn choose(case: Case, role: Role) -> Result<MatrixTile, String> {
+    let Case { device, problem } = case;
+    require(problem.dtype != Dtype::F32, || "it computes in f16 and bf16, not f32".into())?;
+    require(device.plane > 0, || "the device does not say how many units a plane has".into())?;
     let offered = device.matrices.iter().filter(|(dtype, _)| *dtype == problem.dtype);
     let Some((_, shape)) = offered.min_by_key(|(_, [m, n, k])| m.abs_diff(16) + n.abs_diff(16) + k.abs_diff(16)) else {
         return Err(format!("the device offers no matrix products of {} summed in f32", problem.dtype.name()));
     };
     let tiles = if device.card { &TILES[..] } else { &TILES[TILES.len() - 1..] };
-    let mut refusal = String::new();
-    for &(planes, columns) in tiles {
+    first(tiles.iter().map(|&(planes, columns)| {
         let tile = MatrixTile { planes, plane: device.plane, columns, shape: *shape };
-        match check(device, problem, role, tile) {
-            Ok(()) => return Ok(tile),
-            Err(why) => refusal = why,
-        }
-    }
-    Err(refusal)
+        check(case, role, tile).map(|()| tile)
+    }))
 }
 
 /// Checks that these tiles can be used; else returns the reason.
-pub fn check(device: &Device, problem: &AttentionProblem, role: Role, tile: MatrixTile) -> Result<(), String> {
-    if !device.matrices.contains(&(problem.dtype, tile.shape)) || tile.plane != device.plane {
-        return Err(format!("the device offers no products of {:?} by planes of {}", tile.shape, tile.plane));
-    }
-    if !tile.is_consistent() {
-        return Err(format!("planes of {} units cannot divide products of {:?} among them", tile.plane, tile.shape));
-    }
-    let (bytes, units) = (blueprint(device, problem, role, tile).shared_memory(), tile.units());
-    if bytes > device.shared_memory || units > device.units {
-        return Err(format!(
-            "it takes {bytes} bytes of shared memory and {units} units, the device has {} and {}",
-            device.shared_memory, device.units
-        ));
-    }
-    Ok(())
+pub fn check(case: Case, role: Role, tile: MatrixTile) -> Result<(), String> {
+    let Case { device, problem } = case;
+    let MatrixTile { plane, shape, .. } = tile;
+    require(device.matrices.contains(&(problem.dtype, shape)) && plane == device.plane, || {
+        format!("the device offers no products of {shape:?} by planes of {plane}")
+    })?;
+    require(tile.is_consistent(), || {
+        format!("planes of {plane} units cannot divide products of {shape:?} among them")
+    })?;
+    device.has_room(blueprint(case, role, tile).shared_memory(), tile.units())
 }

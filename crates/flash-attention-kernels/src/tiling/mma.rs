@@ -1,10 +1,8 @@
 //! Tiles of the `mma.sync` kernels, chosen by the shared memory of a thread block: 227 KiB on Hopper, 163 KiB on sm_80 and sm_87,
 //! 99 KiB on other GPUs from Ampere on.
 
-#[cfg(feature = "autotune")]
-use super::Gradient;
 use super::hopper::{self, head_group};
-use super::{Device, MmaTiles};
+use super::{Case, MmaTiles, NOT_COMPILED, first, require, row};
 use crate::dtype::Dtype;
 use crate::fragment::Role;
 use crate::mma::{MmaBlueprint, MmaTile, Products};
@@ -155,25 +153,9 @@ const fn shape(warpgroups: usize, groups: usize, tile_k: usize) -> MmaTile {
     MmaTile { warpgroups, groups, tile_k }
 }
 
-/// The forward with `mma.sync`, or the reason why it cannot run.
-pub fn forward(device: &Device, problem: &AttentionProblem) -> Result<MmaTiles, String> {
-    let tile = choose(device, problem, Role::Forward)?;
-    Ok(MmaTiles { tile, head_group: head_group(device, problem, &tile.tile(), false) })
-}
-
-/// Gradient kernels with `mma.sync`: `dq`, then `dk` and `dv` together, or `dv` in a separate launch.
-#[allow(clippy::type_complexity)]
-pub fn backward(device: &Device, problem: &AttentionProblem) -> Result<(MmaTiles, MmaTiles, Option<MmaTiles>), String> {
-    let of = |role: Role| -> Result<MmaTiles, String> {
-        let tile = choose(device, problem, role)?;
-        Ok(MmaTiles { tile, head_group: head_group(device, problem, &tile.tile(), role.is_transposed()) })
-    };
-    let dkdv = |dk, dv| of(Role::DkDv { dk, dv });
-    let dq = of(Role::Dq)?;
-    if problem.head_dim.max(problem.head_dim_v) <= TOGETHER {
-        return Ok((dq, dkdv(true, true)?, None));
-    }
-    Ok((dq, dkdv(true, false)?, Some(dkdv(false, true)?)))
+/// Whether `dk` and `dv` are computed together.
+pub fn together(problem: &AttentionProblem) -> bool {
+    problem.widest() <= TOGETHER
 }
 
 /// The table of tiles for a role.
@@ -188,17 +170,32 @@ fn rows(problem: &AttentionProblem, role: Role) -> &'static [(usize, MmaTile)] {
     }
 }
 
-fn choose(device: &Device, problem: &AttentionProblem, role: Role) -> Result<MmaTile, String> {
-    let rows = rows(problem, role);
-    let widest = problem.head_dim.max(problem.head_dim_v);
-    let mut why = format!("head_dim {widest} is above {}", rows[rows.len() - 1].0);
-    for (_, tile) in rows.iter().filter(|(head_dim, _)| widest <= *head_dim) {
-        match check(device, problem, role, *tile) {
-            Ok(()) => return Ok(*tile),
-            Err(reason) => why = reason,
+/// The first tiles that fit, or the reason why the kernel cannot run.
+pub fn choose(case: Case, role: Role) -> Result<MmaTiles, String> {
+    row(rows(case.problem, role), case.problem)?;
+    first(candidates(case, role))
+}
+
+/// Tiles that fit, in the order of the table and without duplicates.
+#[cfg(feature = "autotune")]
+pub fn fitting(case: Case, role: Role) -> Vec<MmaTiles> {
+    let mut tiles = Vec::new();
+    for tile in candidates(case, role).flatten() {
+        if !tiles.contains(&tile) {
+            tiles.push(tile);
         }
     }
-    Err(why)
+    tiles
+}
+
+/// Tiles of the table, or the reasons why they cannot be used. Rows for larger head dimensions are valid for this one, too.
+fn candidates(case: Case, role: Role) -> impl Iterator<Item = Result<MmaTiles, String>> {
+    let rows = rows(case.problem, role).iter().filter(move |(head_dim, _)| case.problem.widest() <= *head_dim);
+    rows.map(move |(_, tile)| {
+        let head_group = head_group(case, &tile.tile(), role.is_transposed());
+        let tiles = MmaTiles { tile: *tile, head_group };
+        check(case, role, tiles).map(|()| tiles)
+    })
 }
 
 /// The blueprint of a kernel, assuming that the rows of a mask or bias differ.
@@ -217,82 +214,19 @@ pub fn products(problem: &AttentionProblem) -> Products {
     }
 }
 
-/// Checks that these tiles can be used with this number of heads in a head group; else returns the reason.
-#[cfg(feature = "cuda")]
-pub fn check_head_group(
-    device: &Device,
-    problem: &AttentionProblem,
-    role: Role,
-    tile: MmaTile,
-    head_group: usize,
-) -> Result<(), String> {
-    if head_group == 0 {
-        return Err("head_group is 0, and 1 is the least".into());
-    }
-    check(device, problem, role, tile)
-}
-
 /// Checks that these tiles can be used; else returns the reason.
-pub fn check(device: &Device, problem: &AttentionProblem, role: Role, tile: MmaTile) -> Result<(), String> {
-    if !cfg!(feature = "cuda") {
-        return Err("it was not compiled: that takes the feature cuda".into());
-    }
-    if problem.block_mask.is_some() {
-        return Err("it visits every tile: a block mask is for other kernels".into());
-    }
-    if !device.mma.contains(&problem.dtype) {
-        return Err(format!("the device has no mma.sync of {} that inline PTX reaches", problem.dtype.name()));
-    }
-    if !tile.is_consistent() {
-        return Err(format!("{tile:?}: rows that are copied at a time must divide tiles"));
-    }
+pub fn check(Case { device, problem }: Case, role: Role, tiles: MmaTiles) -> Result<(), String> {
+    let MmaTiles { tile, head_group } = tiles;
+    require(head_group > 0, || "head_group is 0, and 1 is the least".into())?;
+    require(cfg!(feature = "cuda"), || NOT_COMPILED.into())?;
+    require(problem.block_mask.is_none(), || "it visits every tile: a block mask is for other kernels".into())?;
+    require(device.mma.contains(&problem.dtype), || {
+        format!("the device has no mma.sync of {} that inline PTX reaches", problem.dtype.name())
+    })?;
+    require(tile.is_consistent(), || format!("{tile:?}: rows that are copied at a time must divide tiles"))?;
     let blueprint = blueprint(problem, role, tile);
-    if role.is_transposed() && !blueprint.scores.stats_multiple.is_multiple_of(tile.tile_k) {
-        return Err(format!("tiles of {} queries do not divide what scratch fills heads up to", tile.tile_k));
-    }
-    let (bytes, units) = (blueprint.shared_memory(), tile.units());
-    if bytes > device.shared_memory || units > device.units {
-        return Err(format!(
-            "it takes {bytes} bytes of shared memory and {units} units, the device has {} and {}",
-            device.shared_memory, device.units
-        ));
-    }
-    Ok(())
-}
-
-/// All forward kernels whose tiles fit, in the order of the table.
-#[cfg(feature = "autotune")]
-pub fn forwards(device: &Device, problem: &AttentionProblem) -> Vec<MmaTiles> {
-    let of = |tile: MmaTile| MmaTiles { tile, head_group: head_group(device, problem, &tile.tile(), false) };
-    fitting(device, problem, Role::Forward).into_iter().map(of).collect()
-}
-
-/// Alternatives to the result of [`backward`]: the first tiles that fit each gradient, the second ones, and so on.
-#[cfg(feature = "autotune")]
-pub fn backwards(device: &Device, problem: &AttentionProblem) -> Vec<(Gradient, Gradient, Option<Gradient>)> {
-    let of = |role: Role| {
-        fitting(device, problem, role).into_iter().map(move |tile| {
-            let head_group = head_group(device, problem, &tile.tile(), role.is_transposed());
-            Gradient::Mma(MmaTiles { tile, head_group })
-        })
-    };
-    let dkdv = |dk, dv| of(Role::DkDv { dk, dv });
-    let dq = of(Role::Dq);
-    if problem.head_dim.max(problem.head_dim_v) <= TOGETHER {
-        return dq.zip(dkdv(true, true)).map(|(dq, dkdv)| (dq, dkdv, None)).collect();
-    }
-    dq.zip(dkdv(true, false)).zip(dkdv(false, true)).map(|((dq, dk), dv)| (dq, dk, Some(dv))).collect()
-}
-
-/// Tiles of the table that fit, without duplicates. Rows for larger head dimensions are valid for this one, too.
-#[cfg(feature = "autotune")]
-fn fitting(device: &Device, problem: &AttentionProblem, role: Role) -> Vec<MmaTile> {
-    let widest = problem.head_dim.max(problem.head_dim_v);
-    let mut tiles: Vec<MmaTile> = Vec::new();
-    for (_, tile) in rows(problem, role).iter().filter(|(head_dim, _)| widest <= *head_dim) {
-        if !tiles.contains(tile) && check(device, problem, role, *tile).is_ok() {
-            tiles.push(*tile);
-        }
-    }
-    tiles
+    require(!role.is_transposed() || blueprint.scores.stats_multiple.is_multiple_of(tile.tile_k), || {
+        format!("tiles of {} queries do not divide what scratch fills heads up to", tile.tile_k)
+    })?;
+    device.has_room(blueprint.shared_memory(), tile.units())
 }

@@ -1,9 +1,9 @@
 //! The plan: chosen kernels, tiles and memory, and the alternatives that were passed over.
 
 use super::{
-    BackwardTiles, BiasGradient, COUNTER_BYTES, COUNTERS, Device, Forward, Gradient, HopperForward, HopperGradient,
-    Kernel, ListShape, adds_dq, bias_sums_len, blocks, check_backward_blocks, check_bindings, check_blocks,
-    check_dtype, choose_backward, choose_forward, cube_count, scratch_floats, sequence_grids, stats_rows,
+    BackwardTiles, BiasGradient, COUNTER_BYTES, COUNTERS, Case, Device, Forward, Gradient, HopperForward,
+    HopperGradient, Kernel, ListShape, adds_dq, bias_sums_len, blocks, check_backward_blocks, check_blocks,
+    check_dtype, check_sequences, choose_backward, choose_forward, cube_count, scratch_floats, stats_rows,
 };
 use crate::error::AttentionError;
 use crate::hopper::{BiasTile, dq_accum_columns};
@@ -97,37 +97,32 @@ impl fmt::Display for Plan {
 
 /// The plan for this problem on this client's device.
 pub fn plan(client: &Client, problem: &AttentionProblem) -> Result<Plan, AttentionError> {
-    let device = Device::of(client);
-    allocatable(client, &device, problem, plan_on(&device, problem)?)
+    allocatable(client, problem, None)
 }
 
 /// The plan for this problem with the requested kernel family, as far as the family has the kernels.
 pub fn plan_with(client: &Client, problem: &AttentionProblem, forward: Kernel) -> Result<Plan, AttentionError> {
-    let device = Device::of(client);
-    allocatable(client, &device, problem, plan_for(&device, problem, Some(forward))?)
+    allocatable(client, problem, Some(forward))
 }
 
-/// Checks that the client's device can allocate buffers as large as those of the forward. If those of the backward are too large,
-/// only the forward can run, and the plan says so. A client reports a failed allocation only when a result is read.
-fn allocatable(
-    client: &Client,
-    device: &Device,
-    problem: &AttentionProblem,
-    mut plan: Plan,
-) -> Result<Plan, AttentionError> {
+/// The plan, after a check that the client's device can allocate buffers as large as those of the forward. If those of the backward
+/// are too large, only the forward can run, and the plan says so. A client reports a failed allocation only when a result is read.
+fn allocatable(client: &Client, problem: &AttentionProblem, asked: Option<Kernel>) -> Result<Plan, AttentionError> {
+    let case = Case { device: &Device::of(client), problem };
+    let mut plan = plan_for(case, asked)?;
     let max = client.properties().memory.max_page_size;
     let check = |tensor: &'static str, bytes: u64| {
         if bytes <= max {
             return Ok(());
         }
-        Err(AttentionError::Allocation { tensor, bytes, max: Some(max), device: device.name.clone() })
+        Err(AttentionError::Allocation { tensor, bytes, max: Some(max), device: case.device.name.clone() })
     };
     let bytes = |shape: [usize; 4]| shape.iter().map(|n| *n as u64).product::<u64>() * problem.dtype.size() as u64;
     check("o", bytes(problem.o_shape()))?;
     check("lse", plan.saved_bytes)?;
     check("the output of each part of the keys", 4 * split_floats(problem, &plan.forward))?;
     let rows = stats_rows(problem);
-    let dq_accum = if adds_dq(device, problem) { rows * dq_accum_columns(problem.head_dim) } else { 0 };
+    let dq_accum = if adds_dq(case) { rows * dq_accum_columns(problem.head_dim) } else { 0 };
     let largest = [
         ("dq", bytes(problem.q_shape())),
         ("dk", bytes(problem.k_shape())),
@@ -170,19 +165,20 @@ fn allocatable(
 /// # Ok::<(), flash_attention_kernels::AttentionError>(())
 /// ```
 pub fn plan_on(device: &Device, problem: &AttentionProblem) -> Result<Plan, AttentionError> {
-    plan_for(device, problem, None)
+    plan_for(Case { device, problem }, None)
 }
 
-fn plan_for(device: &Device, problem: &AttentionProblem, asked: Option<Kernel>) -> Result<Plan, AttentionError> {
+fn plan_for(case: Case, asked: Option<Kernel>) -> Result<Plan, AttentionError> {
+    let Case { device, problem } = case;
     problem.validate()?;
     check_dtype(device, problem.dtype)?;
     let mut passed_over = Vec::new();
-    let forward = choose_forward(device, problem, asked, &mut passed_over)?;
-    let backward = choose_backward(device, problem, asked, &mut passed_over)?;
-    check_size(device, problem, &forward, &backward)?;
-    check_bindings(device, problem, "forward", 5)?;
+    let forward = choose_forward(case, asked, &mut passed_over)?;
+    let backward = choose_backward(case, asked, &mut passed_over)?;
+    check_size(case, &forward, &backward)?;
+    case.check_bindings("forward", 5)?;
     let of_keys = if backward.dv.is_some() { 6 } else { 7 };
-    if let Err(error) = check_bindings(device, problem, "dq", 6).and(check_bindings(device, problem, "dkdv", of_keys)) {
+    if let Err(error) = case.check_bindings("dq", 6).and(case.check_bindings("dkdv", of_keys)) {
         passed_over.push(PassedOver { what: "any backward".into(), why: error.to_string() });
     }
     Ok(Plan {
@@ -190,7 +186,7 @@ fn plan_for(device: &Device, problem: &AttentionProblem, asked: Option<Kernel>) 
         backward,
         saved_bytes: 4 * problem.rows() as u64,
         forward_scratch_bytes: 4 * forward_scratch_floats(problem, &forward),
-        scratch_bytes: 4 * scratch_floats(device, problem) as u64,
+        scratch_bytes: 4 * scratch_floats(case) as u64,
         kept_bytes: kept_bytes(problem, &forward, &backward),
         passed_over,
     })
@@ -227,57 +223,41 @@ fn kept_bytes(problem: &AttentionProblem, forward: &Forward, backward: &Backward
 }
 
 /// Checks that the device can address every element, assuming contiguous tensors, and can launch every thread block.
-fn check_size(
-    device: &Device,
-    problem: &AttentionProblem,
-    forward: &Forward,
-    backward: &BackwardTiles,
-) -> Result<(), AttentionError> {
-    let shapes =
-        [("q", problem.q_shape()), ("k", problem.k_shape()), ("v", problem.v_shape()), ("o", problem.o_shape())];
-    let extras = [("mask", problem.mask), ("bias", problem.bias)];
-    for (argument, shape) in
-        shapes.into_iter().chain(extras.into_iter().filter_map(|(name, shape)| Some((name, shape?))))
-    {
-        let reach = shape.iter().map(|n| *n as u64).product();
+fn check_size(case: Case, forward: &Forward, backward: &BackwardTiles) -> Result<(), AttentionError> {
+    let Case { device, problem: p } = case;
+    let [q, k, v, o] = [p.q_shape(), p.k_shape(), p.v_shape(), p.o_shape()].map(Some);
+    for (argument, shape) in [("q", q), ("k", k), ("v", v), ("o", o), ("mask", p.mask), ("bias", p.bias)] {
+        let reach = shape.map_or(0, |shape| shape.iter().map(|n| *n as u64).product());
         if reach > u32::MAX as u64 && !device.wide_addresses {
             return Err(AttentionError::AddressSpace { argument, reach, device: device.name.clone() });
         }
     }
-    if problem.is_varlen() {
-        sequence_grids(device, problem)?;
-    }
-    check_blocks(device, problem, forward.kernel(), forward.list(false))?;
-    check_backward_blocks(device, problem, backward)?;
-    check_forward_cubes(device, problem, forward)?;
-    check_backward_cubes(device, problem, backward)
+    check_sequences(case)?;
+    check_blocks(case, forward.kernel(), forward.list(false))?;
+    check_backward_blocks(case, backward)?;
+    check_forward_cubes(case, forward)?;
+    check_backward_cubes(case, backward)
 }
 
 /// Checks that the device can launch every thread block of the forward. Smaller tiles need more of them.
-pub(super) fn check_forward_cubes(
-    device: &Device,
-    problem: &AttentionProblem,
-    forward: &Forward,
-) -> Result<(), AttentionError> {
-    check_cubes(device, "forward", blocks(problem, problem.seq_q, forward.tile_q()), problem.num_heads_q)
+pub(super) fn check_forward_cubes(case: Case, forward: &Forward) -> Result<(), AttentionError> {
+    check_cubes(case, "forward", forward.tile_q(), false)
 }
 
 /// Checks that the device can launch every thread block of the backward.
-pub(super) fn check_backward_cubes(
-    device: &Device,
-    problem: &AttentionProblem,
-    backward: &BackwardTiles,
-) -> Result<(), AttentionError> {
-    let (dq, dkdv) = (backward.dq.list(false).rows, backward.dkdv.list(true).rows);
-    check_cubes(device, "dq", blocks(problem, problem.seq_q, dq), problem.num_heads_q)?;
-    check_cubes(device, "dkdv", blocks(problem, problem.seq_k, dkdv), problem.num_heads_kv)
+pub(super) fn check_backward_cubes(case: Case, backward: &BackwardTiles) -> Result<(), AttentionError> {
+    check_cubes(case, "dq", backward.dq.list(false).rows, false)?;
+    check_cubes(case, "dkdv", backward.dkdv.list(true).rows, true)
 }
 
+/// Checks that the device can launch a thread block for each block of `rows` queries, or keys if `keys`.
 fn check_cubes(
-    device: &Device,
+    Case { device, problem }: Case,
     kernel: &'static str,
-    (blocks, batches): (usize, usize),
-    heads: usize,
+    rows: usize,
+    keys: bool,
 ) -> Result<(), AttentionError> {
+    let (length, heads) = problem.side(keys);
+    let (blocks, batches) = blocks(problem, length, rows);
     cube_count(device, kernel, blocks as u64 * batches as u64 * heads as u64).map(|_| ())
 }

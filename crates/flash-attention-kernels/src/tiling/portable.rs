@@ -1,6 +1,6 @@
 //! Tiles of the portable kernels.
 
-use super::{Device, Kernel, PassedOver, check_bindings};
+use super::{Case, Device, Kernel, PassedOver};
 use crate::error::AttentionError;
 use crate::fragment::{Role, Vec4, WIDTH};
 use crate::mma::Products;
@@ -68,31 +68,21 @@ pub fn shared_memory(tile: &TileShape, stage: Stage) -> usize {
         Stage::Backward => {
             let dq = tile.panel_b(k) + q * TileShape::pitch(k);
             let dkdv = tile.panel_b(q) + k * TileShape::pitch(q);
-            let dbias = tile.panel_b(0)
-                + 1
-                + [Sums::Rows, Sums::Columns]
-                    .map(|sums| tile.sums_board(sums).div_ceil(WIDTH))
-                    .into_iter()
-                    .max()
-                    .unwrap_or(0);
+            let board = |sums| tile.sums_board(sums).div_ceil(WIDTH);
+            let dbias = tile.panel_b(0) + 1 + board(Sums::Rows).max(board(Sums::Columns));
             tile.panel_a() + dq.max(dkdv).max(dbias)
         }
     };
     vectors * VEC4_BYTES
 }
 
-/// Whether a thread block with these tiles fits the device.
-fn fits(device: &Device, tile: &TileShape, stage: Stage) -> bool {
-    shared_memory(tile, stage) <= device.shared_memory && tile.units() <= device.units
+/// Checks that a thread block with these tiles fits the device; else returns the reason.
+fn check(device: &Device, tile: &TileShape, stage: Stage) -> Result<(), String> {
+    device.has_room(shared_memory(tile, stage), tile.units())
 }
 
 /// Checks tiles that the caller chose.
-pub(crate) fn check_tile(
-    device: &Device,
-    problem: &AttentionProblem,
-    tile: &TileShape,
-    stage: Stage,
-) -> Result<(), AttentionError> {
+pub(crate) fn check_tile(case: Case, tile: &TileShape, stage: Stage) -> Result<(), AttentionError> {
     if !tile.is_consistent() {
         return Err(AttentionError::Unsupported {
             option: "tile",
@@ -100,12 +90,12 @@ pub(crate) fn check_tile(
             why: "units must divide tiles into runs of a multiple of 4, and the chunk must be a multiple of 4",
         });
     }
-    if fits(device, tile, stage) { Ok(()) } else { Err(no_tile_fits(device, problem, tile, stage)) }
+    check(case.device, tile, stage).map_err(|_| no_tile_fits(case, tile, stage))
 }
 
-fn no_tile_fits(device: &Device, problem: &AttentionProblem, tile: &TileShape, stage: Stage) -> AttentionError {
+fn no_tile_fits(Case { device, problem }: Case, tile: &TileShape, stage: Stage) -> AttentionError {
     AttentionError::NoTileFits {
-        head_dim: problem.head_dim.max(problem.head_dim_v),
+        head_dim: problem.widest(),
         tile_q: tile.tile_q,
         tile_k: tile.tile_k,
         needed: shared_memory(tile, stage),
@@ -115,43 +105,30 @@ fn no_tile_fits(device: &Device, problem: &AttentionProblem, tile: &TileShape, s
     }
 }
 
-pub(super) fn choose(
-    device: &Device,
-    problem: &AttentionProblem,
-    stage: Stage,
-    passed_over: &mut Vec<PassedOver>,
-) -> Result<TileShape, AttentionError> {
+pub(super) fn choose(case: Case, stage: Stage, passed_over: &mut Vec<PassedOver>) -> Result<TileShape, AttentionError> {
+    let name = match stage {
+        Stage::Forward => "forward",
+        Stage::Backward => "backward",
+    };
     for tile in PORTABLE {
-        if fits(device, &tile, stage) {
-            return Ok(tile);
+        match check(case.device, &tile, stage) {
+            Ok(()) => return Ok(tile),
+            Err(why) => passed_over.push(PassedOver { what: format!("{name} {}×{}", tile.tile_q, tile.tile_k), why }),
         }
-        let name = match stage {
-            Stage::Forward => "forward",
-            Stage::Backward => "backward",
-        };
-        passed_over.push(PassedOver {
-            what: format!("{name} {}×{}", tile.tile_q, tile.tile_k),
-            why: format!(
-                "it takes {} bytes of shared memory and {} units, the device has {} and {}",
-                shared_memory(&tile, stage),
-                tile.units(),
-                device.shared_memory,
-                device.units
-            ),
-        });
     }
-    Err(no_tile_fits(device, problem, &PORTABLE[PORTABLE.len() - 1], stage))
+    Err(no_tile_fits(case, &PORTABLE[PORTABLE.len() - 1], stage))
 }
 
 #[cfg(feature = "autotune")]
 pub(super) fn fitting(device: &Device, stage: Stage) -> impl Iterator<Item = TileShape> {
-    PORTABLE.into_iter().filter(move |tile| fits(device, tile, stage))
+    PORTABLE.into_iter().filter(move |tile| check(device, tile, stage).is_ok())
 }
 
-pub(super) fn together(device: &Device, problem: &AttentionProblem, tile: &TileShape) -> bool {
+/// Whether `dk` and `dv` are computed together.
+pub(super) fn together(case: Case, tile: &TileShape) -> bool {
     let rows = tile.tile_k / tile.units_q;
-    let accumulated = rows * (tile.groups(problem.head_dim) + tile.groups(problem.head_dim_v));
-    accumulated <= MAX_ACCUMULATED && check_bindings(device, problem, "dkdv", 7).is_ok()
+    let accumulated = rows * (tile.groups(case.problem.head_dim) + tile.groups(case.problem.head_dim_v));
+    accumulated <= MAX_ACCUMULATED && case.check_bindings("dkdv", 7).is_ok()
 }
 
 /// [`blueprint()`] of a portable gradient kernel that runs next to kernels of another family. Scores are recomputed with the same

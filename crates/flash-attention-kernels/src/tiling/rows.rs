@@ -1,6 +1,6 @@
 //! Tiles of the kernels whose threads process whole rows.
 
-use super::{Device, Kernel};
+use super::{Case, Device, Kernel, require};
 use crate::blocks::BLOCK;
 use crate::fragment::Role;
 use crate::problem::AttentionProblem;
@@ -26,23 +26,18 @@ pub fn wanted(device: &Device, asked: Option<Kernel>) -> bool {
     asked.map_or(!device.card && (1..=16).contains(&device.plane), |asked| asked == Kernel::Rows)
 }
 
-/// Gradient kernels: `dq`, then `dk` and `dv` together, or `dv` in a separate launch.
-pub fn backward(device: &Device, problem: &AttentionProblem) -> (RowsTile, RowsTile, Option<RowsTile>) {
-    let dkdv = |dk, dv| tile(device, problem, Role::DkDv { dk, dv });
-    let dq = tile(device, problem, Role::Dq);
-    match super::check_bindings(device, problem, "dkdv", 7) {
-        Ok(()) => (dq, dkdv(true, true), None),
-        Err(_) => (dq, dkdv(true, false), Some(dkdv(false, true))),
-    }
+/// Whether `dk` and `dv` are computed together.
+pub fn together(case: Case) -> bool {
+    case.check_bindings("dkdv", 7).is_ok()
 }
 
 /// The tile of a kernel.
-pub fn tile(device: &Device, problem: &AttentionProblem, role: Role) -> RowsTile {
+pub fn tile(Case { device, problem }: Case, role: Role) -> RowsTile {
     let length = if role.is_transposed() { problem.seq_k } else { problem.seq_q };
     let units = if device.plane > 0 { device.plane } else { UNITS }.min(device.units);
     // Blocks of rows must divide the blocks of a block mask.
     let most_rows = if problem.block_mask.is_some() { BLOCK / units.next_power_of_two() } else { MAX_ROWS };
-    let held = HELD / problem.head_dim.max(problem.head_dim_v).max(1);
+    let held = HELD / problem.widest().max(1);
     let most = held.min(MAX_ROWS).min(most_rows).min(length / (BLOCKS * units));
     // The largest power of two that is not greater.
     RowsTile { units, rows: (most.max(1) + 1).next_power_of_two() / 2 }
@@ -70,11 +65,6 @@ pub fn blueprint(problem: &AttentionProblem, role: Role, tile: RowsTile) -> Blue
 /// Checks that these tiles can be used; else returns the reason.
 pub fn check(device: &Device, tile: RowsTile) -> Result<(), String> {
     let RowsTile { units, rows } = tile;
-    if units == 0 || rows == 0 {
-        return Err(format!("it takes units and rows, not {units} and {rows}"));
-    }
-    if units > device.units {
-        return Err(format!("it takes {units} units, the device has {}", device.units));
-    }
-    Ok(())
+    require(units > 0 && rows > 0, || format!("it takes units and rows, not {units} and {rows}"))?;
+    require(units <= device.units, || format!("it takes {units} units, the device has {}", device.units))
 }

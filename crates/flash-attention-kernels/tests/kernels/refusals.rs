@@ -17,10 +17,11 @@ const OUT_OF_REACH: &str = "";
 const SITES: &[(&str, &str, usize, &str)] = &[
     ("launch/backward.rs", "Unsupported", 2, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/blocks.rs", "Unsupported", 1, "refusals::limits::tiles_kernels_and_scratch"),
-    ("launch/direct.rs", "KernelUnavailable", 1, "refusals::limits::tiles_kernels_and_scratch"),
+    ("launch/direct.rs", "KernelUnavailable", 2, "refusals::limits::tiles_kernels_and_scratch"),
+    ("launch/hopper/backward.rs", "KernelUnavailable", 1, "tiles::hoppers_gradients"),
     ("launch/hopper/dbias.rs", "Grid", 1, OUT_OF_REACH),
     ("launch/hopper/dbias.rs", "Unsupported", 2, "tiles::hoppers_gradient_of_a_bias"),
-    ("launch/hopper/mod.rs", "KernelUnavailable", 1, "tiles::hoppers_forward"),
+    ("launch/hopper/forward.rs", "KernelUnavailable", 1, "tiles::hoppers_forward"),
     ("launch/mma.rs", "KernelUnavailable", 1, "tiles::warps_products"),
     ("launch/mod.rs", "AddressSpace", 1, "refusals::tensors::tensors_that_do_not_fit"),
     ("launch/mod.rs", "Buffer", 1, "refusals::tensors::tensors_that_do_not_fit"),
@@ -30,6 +31,7 @@ const SITES: &[(&str, &str, usize, &str)] = &[
     ("launch/tensor_core.rs", "Grid", 1, OUT_OF_REACH),
     ("tiling.rs", "KernelUnavailable", 1, "refusals::limits::what_this_device_lacks"),
     ("tiling.rs", "Unsupported", 1, "refusals::limits::tiles_kernels_and_scratch"),
+    ("tiling/choice.rs", "KernelUnavailable", 1, "refusals::limits::what_this_device_lacks"),
     ("tiling/device.rs", "Bindings", 1, "plans::a_backward_that_binds_too_much_is_told_beforehand"),
     ("tiling/device.rs", "DtypeUnsupported", 1, "plans::what_the_device_cannot_do_is_refused"),
     ("tiling/device.rs", "Grid", 1, "refusals::limits::what_other_devices_lack"),
@@ -51,8 +53,11 @@ fn sites(source: &Path, path: &Path, found: &mut BTreeMap<(String, String), usiz
     let text = std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     let file = path.strip_prefix(source).unwrap().to_string_lossy().replace('\\', "/");
     for line in text.lines().filter(|line| !line.trim_start().starts_with("//")) {
-        for rest in line.split("AttentionError::").skip(1) {
-            let error: String = rest.chars().take_while(char::is_ascii_alphanumeric).collect();
+        let errors = line.split("AttentionError::").skip(1);
+        let errors = errors.map(|rest| rest.chars().take_while(char::is_ascii_alphanumeric).collect());
+        // `Kernel::unavailable` makes the error.
+        let unavailable = line.matches(".unavailable(").map(|_| "KernelUnavailable".to_string());
+        for error in errors.chain(unavailable) {
             *found.entry((file.clone(), error)).or_default() += 1;
         }
     }

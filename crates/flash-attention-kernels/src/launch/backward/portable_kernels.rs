@@ -5,7 +5,7 @@ use super::super::sequences::Blocks;
 use super::super::{Call, Launch};
 use super::{Backward, Prepared};
 use crate::error::AttentionError;
-use crate::fragment::{GridLaunch, WIDTH};
+use crate::fragment::{GridLaunch, Role, WIDTH};
 use crate::portable::dbias::{SharersLaunch, Sums};
 use crate::portable::tile::TileShape;
 use crate::portable::{self, dbias, delta, dsinks};
@@ -80,8 +80,8 @@ impl<'a> Backward<'a> {
         let Backward { call, saved, scratch, addresses } = *self;
         let p = call.problem;
         let (tile, factor) = (blueprint.tile, blueprint.factor);
-        tiling::check_tile(call.device, p, &tile, Stage::Backward)?;
-        tiling::check_bindings(call.device, p, kernel, 6)?;
+        tiling::check_tile(call.case(), &tile, Stage::Backward)?;
+        call.case().check_bindings(kernel, 6)?;
         let (grid, count, sharers) = sums_grid(call, kernel, &dbias, sums, tile)?;
         let fold = fold_grid(call, &dbias, sums)?;
         Ok(Prepared::Direct(Box::new(move || {
@@ -110,15 +110,15 @@ impl<'a> Backward<'a> {
                     count,
                     CubeDim::new_1d(tile.units() as u32),
                     addresses.max(route.addresses()),
-                    call.width(&[&saved.dout]),
+                    call.width([&saved.dout]),
                     call.sides(saved, scratch, false),
-                    call.scores(Stage::Backward, &route, &p.band(), true),
+                    call.scores(Role::Dq, &route, &p.band(), true),
                     out,
                     grid,
                     sharers,
                     sums,
                     blueprint,
-                    [call.dtype(), call.mask_type(), out_type],
+                    [call.dtype(), call.inputs.mask_type(), out_type],
                 );
             }
             if let (Some(partial), Some((lanes, count))) = (&partial, fold) {
@@ -158,7 +158,7 @@ fn sums_grid(
         Sums::Columns => (k_blocks, p.num_heads_q, p.batch),
         Sums::Rows => (q_blocks, p.num_heads_q, p.batch),
     };
-    let (grid, count) = call.grid(kernel, blocks, heads, batches)?;
+    let (grid, count) = call.grid(kernel, [blocks, heads, batches])?;
     Ok((grid, count, SharersLaunch::new((p.batch / batches) as u32, (p.num_heads_q / heads) as u32)))
 }
 

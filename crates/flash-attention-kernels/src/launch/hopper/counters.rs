@@ -8,7 +8,6 @@ use crate::launch::Call;
 use crate::portable::nothing;
 use crate::tensor::TensorView;
 use crate::tiling::{self, COUNTER_BYTES, COUNTERS};
-use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -48,7 +47,7 @@ impl Call<'_> {
             }
         };
         if pool.taken == COUNTERS {
-            self.clear(client, &pool.handle);
+            self.clear(&pool.handle);
             pool.taken = 0;
         }
         let counter = pool.handle.clone().offset_start((pool.taken * COUNTER_BYTES) as u64);
@@ -61,16 +60,15 @@ impl Call<'_> {
     }
 
     /// Sets all counters of a pool to 0.
-    fn clear(&self, client: &Client, handle: &Handle) {
+    fn clear(&self, handle: &Handle) {
         // The integer 0 and the f32 0.0 have the same bits.
         let counters = TensorView::contiguous(handle.clone(), [1, 1, 1, COUNTERS]);
         let units = self.device.units.min(COUNTERS);
         let count = tiling::grid(self.device, COUNTERS.div_ceil(units) as u64);
         // SAFETY: the pool has `COUNTERS` words.
         unsafe {
-            let dtype = ElemType::Float(FloatKind::F32);
-            let dim = CubeDim::new_1d(units as u32);
-            nothing::zeros::launch_unchecked(client, count, dim, AddressType::U32, counters.arg(), dtype);
+            let (dim, dtype) = (CubeDim::new_1d(units as u32), ElemType::Float(FloatKind::F32));
+            nothing::zeros::launch_unchecked(self.client, count, dim, AddressType::U32, counters.arg(), dtype);
         }
     }
 }

@@ -7,8 +7,8 @@ use crate::hopper::{self, BiasBlueprint, BiasTile};
 use crate::launch::Call;
 use crate::launch::backward::{Backward, Prepared};
 use crate::launch::route::Route;
-use crate::launch::tensor_core::{OUT_BYTES, rows_arg, sides, stride};
-use crate::tensor::{AnyView, TensorView};
+use crate::launch::tensor_core::{OUT_BYTES, rows_arg, stride};
+use crate::tensor::TensorView;
 use crate::tensor_core::{Blueprint, Rows, WARPGROUP_ROWS};
 use crate::tiling::varies_by_pair;
 use cubecl::prelude::*;
@@ -63,13 +63,13 @@ impl<'a> Backward<'a> {
         Ok(Prepared::TensorCore(Box::new(move |sources| {
             let (size, band) = (p.dtype.size(), p.band());
             let [bias_batch, bias_heads, ..] = dbias.shape;
+            let [q, k, v, dout] = sources;
             let scheduler =
                 DbiasScheduler::new(&band, tile, [bias_batch, bias_heads], [p.batch, p.num_heads_q, p.num_heads_kv]);
             let bias_map = call.bias_map(&blueprint.scores, WARPGROUP_ROWS);
             let (bias_width, mask_width) = call.pair_widths(false);
             let vector = if blueprint.vectors { OUT_BYTES / size } else { 1 };
-            let spans = sources.iter().chain([dbias]).map(|view| view.span());
-            let addresses = call.addresses(spans.chain([scratch.stats.span()]));
+            let addresses = call.addresses(&[q, k, v, dout, dbias, &scratch.stats]);
             // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
             unsafe {
                 hopper::dbias::dbias::launch_unchecked(
@@ -79,7 +79,7 @@ impl<'a> Backward<'a> {
                     addresses,
                     bias_width,
                     mask_width,
-                    call.streams(sides(sources, false), tile.tile_k, bias_map, rows_arg(&scratch.stats, 1)),
+                    call.streams((q, Some(dout)), [k, v], tile.tile_k, bias_map, Some(&scratch.stats)),
                     call.score_args(&blueprint.scores, &band, &Route::default()),
                     BiasOutLaunch::new(
                         rows_arg(dbias, OUT_BYTES / size),
@@ -90,7 +90,7 @@ impl<'a> Backward<'a> {
                     BufferArg::from_raw_parts(call.counter(), 1),
                     scheduler.into_launch(),
                     blueprint,
-                    [call.dtype(), call.mask_type()],
+                    call.dtypes(),
                 );
             }
         })))

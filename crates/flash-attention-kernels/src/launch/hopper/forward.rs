@@ -3,29 +3,24 @@
 use crate::error::AttentionError;
 use crate::fragment::Role;
 use crate::hopper;
-use crate::hopper::operands::{ScheduleLaunch, StreamsLaunch};
+use crate::hopper::operands::ScheduleLaunch;
 use crate::launch::forward::{ForwardKernel, Outputs};
 use crate::launch::route::Route;
 use crate::launch::sequences::Blocks;
-use crate::launch::tensor_core::{Aligned, rows_arg, rows_in, rows_out, stride};
+use crate::launch::tensor_core::{rows_arg, rows_in, rows_out, stride};
 use crate::launch::{Call, Launch};
-use crate::tensor::{AnyView, TensorView};
+use crate::tensor::TensorView;
 use crate::tensor_core::{LseOutLaunch, OutputsLaunch, SourcesLaunch, WARPGROUP_ROWS};
-use crate::tiling::{HopperForward, Stage, cube_count};
+use crate::tiling::{self, HopperForward, Kernel};
+use cubecl::ir::FloatKind;
 use cubecl::prelude::*;
 
-/// Where the kernel writes.
-enum Target<'a> {
-    /// To the output.
-    Output(Aligned<'a>),
-    /// To f32 tensors `[P · B, H, S, D]` of `P` splits of the keys, which a second kernel combines.
-    Splits {
-        shape: [usize; 4],
-        /// The grid of the kernel that fills rows of no sequence.
-        fill: Option<CubeCount>,
-        /// The grid of the second kernel.
-        combine: (CubeCount, CubeDim),
-    },
+/// What splits of the keys write, and the grid of the kernel that combines them.
+struct Splits {
+    /// `[P · B, H, S, D]` in f32 for `P` splits.
+    o: TensorView,
+    lse: TensorView<3>,
+    combine: CubeCount,
 }
 
 impl ForwardKernel for HopperForward {
@@ -35,105 +30,94 @@ impl ForwardKernel for HopperForward {
         Outputs { o, lse, .. }: Outputs<'a>,
     ) -> Result<Launch<'a>, AttentionError> {
         let HopperForward { tile, head_group, num_splits } = self;
-        let p = call.problem;
-        call.check_hopper(Role::Forward, tile, head_group, num_splits)?;
+        tiling::hopper::check(call.case(), Role::Forward, tile, head_group, num_splits)
+            .map_err(|why| Kernel::Hopper.unavailable(why))?;
         let blueprint = call.hopper_blueprint(Role::Forward, tile, num_splits > 1);
         let (groups, multiprocessors) = (tile.consumer_groups as u64, call.device.multiprocessors as u64);
         let size = (tile.tile_q(), tile.tile_k);
         let work = call.work(Role::Forward, size, head_group, num_splits, multiprocessors * groups)?;
-        let inputs = call.inputs;
-        let [q, k, v] = [call.aligned(&inputs.q)?, call.aligned(&inputs.k)?, call.aligned(&inputs.v)?];
-        let target = if num_splits > 1 {
-            let shape = [num_splits * p.batch, p.num_heads_q, p.seq_q, blueprint.columns()];
-            Target::Splits { shape, fill: call.splits_grid(shape)?, combine: call.combine_grid()? }
-        } else {
-            Target::Output(call.aligned(o)?)
-        };
+        let ([q, k, v], aligned) = (call.aligned_inputs()?, call.aligned(o)?);
+        let splits = if num_splits > 1 { Some(call.splits(num_splits, blueprint.columns())?) } else { None };
         Ok(Box::new(move || {
             let [q, k, v] = [q, k, v].map(|source| source.read(call));
-            let (out, out_lse, out_size) = match &target {
-                Target::Output(o) => (o.write(call, false), lse.clone(), p.dtype.size()),
-                Target::Splits { shape, fill, .. } => {
-                    let [batches, heads, rows, _] = *shape;
-                    let empty = |len: usize| call.client.empty(size_of::<f32>() * len);
-                    let split_o = TensorView::contiguous(empty(shape.iter().product()), *shape);
-                    let split_lse = TensorView::contiguous(empty(batches * heads * rows), [batches, heads, rows]);
-                    // Rows that belong to no sequence are combined with the others, and no split writes them.
-                    call.fill_splits(fill.clone(), &split_o, &split_lse);
-                    (split_o, split_lse, size_of::<f32>())
+            let (out, out_lse, out_size) = match &splits {
+                None => (aligned.write(call, false), lse, call.problem.dtype.size()),
+                Some(splits) => {
+                    // Rows that belong to no sequence are combined with the others, and no split writes them. Sinks are added when
+                    // splits are combined.
+                    let f32 = ElemType::Float(FloatKind::F32);
+                    call.fill_with(&splits.o, Some(&splits.lse), None, false, f32);
+                    (splits.o.clone(), &splits.lse, size_of::<f32>())
                 }
             };
             let cubes = multiprocessors.clamp(1, (work.scheduler.num_tiles as u64).div_ceil(groups));
             let route = call.route_in_order(Blocks::Queries, tile.tile_q(), tile.tile_k);
-            let size = p.dtype.size();
-            let streams = StreamsLaunch::new(
-                call.map(&q, WARPGROUP_ROWS),
-                None.into(),
-                call.map(&k, tile.tile_k),
-                call.map(&v, tile.tile_k),
-                call.bias_map(&blueprint, WARPGROUP_ROWS).into(),
-                call.spread(),
-                None.into(),
-            );
+            let size = call.problem.dtype.size();
+            let bias_map = call.bias_map(&blueprint, WARPGROUP_ROWS);
             let (bias_width, mask_width) = call.pair_widths(false);
-            let spans = [q.span(), k.span(), v.span(), out.span(), out_lse.span()];
             // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
             unsafe {
                 hopper::forward::forward::launch_unchecked(
                     call.client,
                     CubeCount::Static(cubes as u32, 1, 1),
                     CubeDim::new_1d(tile.units() as u32),
-                    call.addresses(spans).max(route.addresses()),
+                    call.addresses(&[&q, &k, &v, &out, out_lse]).max(route.addresses()),
                     bias_width,
                     mask_width,
-                    streams,
+                    call.streams((&q, None), [&k, &v], tile.tile_k, bias_map, None),
                     SourcesLaunch::new(rows_in(&q, size), rows_in(&k, size), rows_in(&v, size)),
                     call.score_args(&blueprint, &work.band, &route),
                     OutputsLaunch::new(
                         rows_out(&out, out_size),
-                        LseOutLaunch::new(rows_arg(&out_lse, 1), stride(&out_lse, 1)),
+                        LseOutLaunch::new(rows_arg(out_lse, 1), stride(out_lse, 1)),
                     ),
                     ScheduleLaunch::new(work.scheduler.into_launch(), BufferArg::from_raw_parts(call.counter(), 1)),
                     blueprint,
-                    [call.dtype(), call.mask_type()],
+                    call.dtypes(),
                 );
             }
-            match target {
-                Target::Output(o) => o.finish(call, &out),
-                Target::Splits { combine, .. } => call.combine(combine, (&out, &out_lse), (o, lse)),
+            match splits {
+                None => aligned.finish(call, &out),
+                Some(splits) => call.combine(splits, o, lse),
             }
         }))
     }
 }
 
 impl Call<'_> {
-    fn combine_grid(&self) -> Result<(CubeCount, CubeDim), AttentionError> {
-        let rows = hopper::combine::ROWS;
-        let cubes = (self.problem.rows() as u64).div_ceil(rows as u64);
-        let count = cube_count(self.device, "combine", cubes)?;
-        Ok((count, CubeDim::new_1d(32 * rows)))
+    /// Checks the launches that splits of the keys take besides the forward, and allocates what the splits write.
+    fn splits(&self, num_splits: usize, columns: usize) -> Result<Splits, AttentionError> {
+        let p = self.problem;
+        let lse = [num_splits * p.batch, p.num_heads_q, p.seq_q];
+        let rows: usize = lse.iter().product();
+        if self.leaves_rows(false) {
+            tiling::cube_count(self.device, "fill", tiling::fill_cubes(lse))?;
+        }
+        let combine = p.rows().div_ceil(hopper::combine::ROWS as usize);
+        let combine = tiling::cube_count(self.device, "combine", combine as u64)?;
+        let empty = |len: usize| self.client.empty(size_of::<f32>() * len);
+        Ok(Splits {
+            o: TensorView::contiguous(empty(rows * columns), [lse[0], lse[1], lse[2], columns]),
+            lse: TensorView::contiguous(empty(rows), lse),
+            combine,
+        })
     }
 
     /// Launches the combination of splits of the keys.
-    fn combine(
-        &self,
-        (count, dim): (CubeCount, CubeDim),
-        (split_o, split_lse): (&TensorView, &TensorView<3>),
-        (o, lse): (&TensorView, &TensorView<3>),
-    ) {
-        let addresses = self.addresses([split_o.span(), split_lse.span(), o.span(), lse.span()]);
+    fn combine(&self, splits: Splits, o: &TensorView, lse: &TensorView<3>) {
+        let addresses = self.addresses(&[&splits.o, &splits.lse, o, lse]);
         // SAFETY: views have been checked against their buffers. The views of the splits were allocated with their full length.
         unsafe {
             hopper::combine::combine::launch_unchecked(
                 self.client,
-                count,
-                dim,
+                splits.combine,
+                CubeDim::new_1d(32 * hopper::combine::ROWS),
                 addresses,
-                split_o.arg(),
-                split_lse.arg(),
+                splits.o.arg(),
+                splits.lse.arg(),
                 o.arg(),
                 lse.arg(),
-                self.extras(Stage::Forward, &Route::default()),
+                self.extras(Role::Forward, &Route::default()),
                 self.dtype(),
             );
         }

@@ -6,15 +6,14 @@ mod dbias;
 mod forward;
 
 use super::Call;
-use super::tensor_core::starts_aligned;
-use crate::error::AttentionError;
+use super::tensor_core::{rows_arg, starts_aligned};
 use crate::fragment::Role;
 use crate::hopper::operands::StreamsLaunch;
 use crate::hopper::producer::SpreadLaunch;
 use crate::problem::AttentionProblem;
 use crate::tensor::TensorView;
 use crate::tensor_core::{Blueprint, HopperTile, PANEL, Rows, WARPGROUP_ROWS};
-use crate::tiling::{self, Kernel, varies_by_pair};
+use crate::tiling::varies_by_pair;
 use cubecl::prelude::*;
 
 impl Call<'_> {
@@ -25,28 +24,10 @@ impl Call<'_> {
         if self.takes_tiles(tiled.shared_memory()) { tiled } else { plain }
     }
 
-    /// An error if a kernel of this role cannot run with these tiles.
-    fn check_hopper(
-        &self,
-        role: Role,
-        tile: HopperTile,
-        head_group: usize,
-        num_splits: usize,
-    ) -> Result<(), AttentionError> {
-        tiling::hopper::check(self.device, self.problem, role, tile, head_group, num_splits)
-            .map_err(|why| AttentionError::KernelUnavailable { kernel: Kernel::Hopper.name(), why })
-    }
-
     /// Whether TMA can read the bias in tiles, and `bytes` of shared memory are available.
     fn takes_tiles(&self, bytes: usize) -> bool {
         let readable = self.inputs.bias.as_ref().is_some_and(|bias| is_tiled(bias, self.problem));
         readable && bytes <= self.device.shared_memory
-    }
-
-    /// Dimensions along which the bias repeats.
-    fn spread(&self) -> SpreadLaunch {
-        let repeats = |dim: usize| self.inputs.bias.as_ref().is_some_and(|bias| bias.shape[dim] == 1);
-        SpreadLaunch::new(u32::from(!repeats(0)), u32::from(!repeats(1)))
     }
 
     /// The tensor map of the bias for a kernel that reads it in tiles, in boxes of `rows` rows.
@@ -55,17 +36,29 @@ impl Call<'_> {
         Some(self.map(bias, rows))
     }
 
-    /// The streams of a gradient kernel: resident rows, and tiles of `tile_k` columns.
+    /// The streams of a kernel: resident rows of Q or K, and in the backward of dO or V, and tiles of `tile_k` columns.
     fn streams<E: Float>(
         &self,
-        [rows, cols]: [[&TensorView; 2]; 2],
+        (qk, dov): (&TensorView, Option<&TensorView>),
+        cols: [&TensorView; 2],
         tile_k: usize,
         bias: Option<TensorMapArg<Tiled>>,
-        stats: BufferArg,
+        stats: Option<&TensorView<2>>,
     ) -> StreamsLaunch<E> {
-        let [qk, dov] = rows.map(|view| self.map(view, WARPGROUP_ROWS));
+        let rows = |view| self.map(view, WARPGROUP_ROWS);
+        let varies = |dim: usize| u32::from(self.inputs.bias.as_ref().is_none_or(|bias| bias.shape[dim] != 1));
+        // SAFETY: `launch` has checked that shape and strides stay within the buffer.
+        let stats = stats.map(|view| unsafe { rows_arg(view, 1) });
         let [col_qk, col_dov] = cols.map(|view| self.map(view, tile_k));
-        StreamsLaunch::new(qk, Some(dov).into(), col_qk, col_dov, bias.into(), self.spread(), Some(stats).into())
+        StreamsLaunch::new(
+            rows(qk),
+            dov.map(rows).into(),
+            col_qk,
+            col_dov,
+            bias.into(),
+            SpreadLaunch::new(varies(0), varies(1)),
+            stats.into(),
+        )
     }
 
     /// The tensor map of `[B, H, S, D]` with boxes of 64 columns by `rows` rows.

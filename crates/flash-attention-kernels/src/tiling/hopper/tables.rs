@@ -3,6 +3,9 @@
 use crate::hopper::BiasTile;
 use crate::tensor_core::HopperTile;
 
+/// Rows of a table: the larger head dimension, and what is chosen up to there.
+type Table<T, const ROWS: usize> = [(usize, T); ROWS];
+
 /// Tiles of the forward for Hopper, by the larger head dimension and the number of keys. The first row that fits both is chosen.
 ///
 /// ```text
@@ -19,53 +22,16 @@ use crate::tensor_core::HopperTile;
 /// are better, too, because their softmax and products overlap. Three warpgroups with 192 queries waste more of a short sequence
 /// than two consumer groups with 128 queries each.
 pub(super) const HOPPER: [(usize, usize, HopperTile); 5] = [
-    (
-        64,
-        4096,
-        HopperTile { consumer_groups: 2, warpgroups: 2, tile_k: 64, stages: 4, ping_pong: false, producer_warp: false },
-    ),
-    (
-        64,
-        usize::MAX,
-        HopperTile {
-            consumer_groups: 1,
-            warpgroups: 3,
-            tile_k: 128,
-            stages: 4,
-            ping_pong: false,
-            producer_warp: false,
-        },
-    ),
-    (
-        128,
-        usize::MAX,
-        HopperTile {
-            consumer_groups: 1,
-            warpgroups: 2,
-            tile_k: 128,
-            stages: 3,
-            ping_pong: false,
-            producer_warp: false,
-        },
-    ),
-    (
-        192,
-        usize::MAX,
-        HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 96, stages: 2, ping_pong: true, producer_warp: false },
-    ),
-    (
-        256,
-        usize::MAX,
-        HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 80, stages: 2, ping_pong: true, producer_warp: false },
-    ),
+    (64, 4096, tile(2, 2, 64, 4)),
+    (64, usize::MAX, tile(1, 3, 128, 4)),
+    (128, usize::MAX, tile(1, 2, 128, 3)),
+    (192, usize::MAX, ping_pong(tile(1, 2, 96, 2))),
+    (256, usize::MAX, ping_pong(tile(1, 2, 80, 2))),
 ];
 
 /// The tile of the forward for Hopper with a block mask, by the larger head dimension. It replaces the rows above. Lists make loads
 /// longer, and a producer warp hides them if the consumer warps need at most 168 registers: 32 + 64 + 32, and the rest.
-pub(super) const HOPPER_BLOCKS: (usize, HopperTile) = (
-    64,
-    HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 128, stages: 5, ping_pong: false, producer_warp: true },
-);
+pub(super) const HOPPER_BLOCKS: (usize, HopperTile) = (64, HopperTile { producer_warp: true, ..tile(1, 2, 128, 5) });
 
 /// Tiles of the forward for Hopper with a tiled bias, by the larger head dimension: the largest that fit the 227 KiB next to the
 /// bias.
@@ -77,30 +43,11 @@ pub(super) const HOPPER_BLOCKS: (usize, HopperTile) = (
 /// 192       1 × 2                64    2       176 KiB  32 KiB
 /// 256       1 × 2                64    2       224 KiB  32 KiB
 /// ```
-pub(super) const HOPPER_BIAS: [(usize, HopperTile); 4] = [
-    (
-        64,
-        HopperTile { consumer_groups: 2, warpgroups: 2, tile_k: 64, stages: 3, ping_pong: false, producer_warp: false },
-    ),
-    (
-        128,
-        HopperTile {
-            consumer_groups: 1,
-            warpgroups: 2,
-            tile_k: 128,
-            stages: 2,
-            ping_pong: false,
-            producer_warp: false,
-        },
-    ),
-    (
-        192,
-        HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 64, stages: 2, ping_pong: true, producer_warp: false },
-    ),
-    (
-        256,
-        HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 64, stages: 2, ping_pong: true, producer_warp: false },
-    ),
+pub(super) const HOPPER_BIAS: Table<HopperTile, 4> = [
+    (64, tile(2, 2, 64, 3)),
+    (128, tile(1, 2, 128, 2)),
+    (192, ping_pong(tile(1, 2, 64, 2))),
+    (256, ping_pong(tile(1, 2, 64, 2))),
 ];
 
 /// Tiles of `dq` for Hopper, by the larger head dimension: without a tiled bias, and with one.
@@ -112,11 +59,11 @@ pub(super) const HOPPER_BIAS: [(usize, HopperTile); 4] = [
 /// 192       64, 2         48, 2        96 + 32 + 32           255  192 KiB, 200 KiB
 /// 256       48, 2         32, 2        128 + 24 + 24          255  224 KiB, 224 KiB
 /// ```
-pub(super) const HOPPER_DQ: [(usize, HopperTile, HopperTile); 4] = [
-    (64, gradient_tile(128, 3), gradient_tile(128, 2)),
-    (128, gradient_tile(128, 2), gradient_tile(64, 2)),
-    (192, gradient_tile(64, 2), gradient_tile(48, 2)),
-    (256, gradient_tile(48, 2), gradient_tile(32, 2)),
+pub(super) const HOPPER_DQ: Table<[HopperTile; 2], 4> = [
+    (64, [tile(1, 2, 128, 3), tile(1, 2, 128, 2)]),
+    (128, [tile(1, 2, 128, 2), tile(1, 2, 64, 2)]),
+    (192, [tile(1, 2, 64, 2), tile(1, 2, 48, 2)]),
+    (256, [tile(1, 2, 48, 2), tile(1, 2, 32, 2)]),
 ];
 
 /// Tiles of `dk` and `dv` for Hopper, by the larger head dimension: without a tiled bias, and with one. The last column is the tile
@@ -130,11 +77,11 @@ pub(super) const HOPPER_DQ: [(usize, HopperTile, HopperTile); 4] = [
 /// 192       64, 2            32, 2        64, 2  96, 96 + 32 + 32          255  193 KiB, 161 KiB, 145 KiB
 /// 256       48, 2            32, 2        64, 2  128, 128 + 24 + 24        255  225 KiB, 209 KiB, 193 KiB
 /// ```
-pub(super) const HOPPER_DKDV: [(usize, HopperTile, HopperTile, Option<HopperTile>); 4] = [
-    (64, gradient_tile(128, 3), gradient_tile(128, 2), None),
-    (128, gradient_tile(64, 3), gradient_tile(64, 3), None),
-    (192, gradient_tile(64, 2), gradient_tile(32, 2), Some(gradient_tile(64, 2))),
-    (256, gradient_tile(48, 2), gradient_tile(32, 2), Some(gradient_tile(64, 2))),
+pub(super) const HOPPER_DKDV: Table<([HopperTile; 2], Option<HopperTile>), 4> = [
+    (64, ([tile(1, 2, 128, 3), tile(1, 2, 128, 2)], None)),
+    (128, ([tile(1, 2, 64, 3), tile(1, 2, 64, 3)], None)),
+    (192, ([tile(1, 2, 64, 2), tile(1, 2, 32, 2)], Some(tile(1, 2, 64, 2)))),
+    (256, ([tile(1, 2, 48, 2), tile(1, 2, 32, 2)], Some(tile(1, 2, 64, 2)))),
 ];
 
 /// Tiles of the gradient of a bias for Hopper, by the larger head dimension. Blocks have 128 queries. The wider a block, the less
@@ -147,7 +94,7 @@ pub(super) const HOPPER_DKDV: [(usize, HopperTile, HopperTile, Option<HopperTile
 /// 192       2 × 64  2       1        64 + 32 + 32          255  226 KiB  32 KiB
 /// 256       4 × 32  2       1        64 + 16 + 16          255  226 KiB  32 KiB
 /// ```
-pub(super) const HOPPER_DBIAS: [(usize, BiasTile); 4] = [
+pub(super) const HOPPER_DBIAS: Table<BiasTile, 4> = [
     (64, BiasTile { tile_k: 64, tiles: 4, stages: 6, row_stages: 2 }),
     (128, BiasTile { tile_k: 128, tiles: 1, stages: 2, row_stages: 1 }),
     (192, BiasTile { tile_k: 64, tiles: 2, stages: 2, row_stages: 1 }),
@@ -163,9 +110,15 @@ pub(super) const HOPPER_DBIAS: [(usize, BiasTile); 4] = [
 /// 64        1,024   128, 3           64 + 64 + 64 + 32              255  196 KiB
 /// 128       2,048   64, 3            128 + 32 + 32 + 32             255  195 KiB
 /// ```
-pub(super) const HOPPER_FUSED: [(usize, usize, HopperTile); 2] =
-    [(64, 1024, gradient_tile(128, 3)), (128, 2048, gradient_tile(64, 3))];
+pub(super) const HOPPER_FUSED: Table<(usize, HopperTile), 2> =
+    [(64, (1024, tile(1, 2, 128, 3))), (128, (2048, tile(1, 2, 64, 3)))];
 
-const fn gradient_tile(tile_k: usize, stages: usize) -> HopperTile {
-    HopperTile { consumer_groups: 1, warpgroups: 2, tile_k, stages, ping_pong: false, producer_warp: false }
+/// A tile whose warpgroups neither take turns nor have a producer warp.
+const fn tile(consumer_groups: usize, warpgroups: usize, tile_k: usize, stages: usize) -> HopperTile {
+    HopperTile { consumer_groups, warpgroups, tile_k, stages, ping_pong: false, producer_warp: false }
+}
+
+/// A tile whose warpgroups issue their products in turn.
+const fn ping_pong(tile: HopperTile) -> HopperTile {
+    HopperTile { ping_pong: true, ..tile }
 }
