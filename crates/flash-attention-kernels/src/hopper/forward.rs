@@ -115,8 +115,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     // -- the first S; the first S of a later work tile is issued at the end of the work tile before it
     let mut s = Array::<f32>::new(s_len);
     if steps != 0 {
-        mbarrier_wait(memory.full(Operand::Q) + warpgroup * 8, 0u32);
-        mbarrier_wait(memory.full(Operand::K), 0u32);
+        mbarrier_wait(memory.full(Operand::Q, warpgroup), 0u32);
+        mbarrier_wait(memory.full(Operand::K, 0u32), 0u32);
     }
     await_ping_pong(barrier, warpgroup, tile);
     wgmma_fence();
@@ -134,7 +134,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         // -- the first tile
         wgmma_wait(0usize);
         pin(&mut s, s_len);
-        mbarrier_release(memory.empty(Operand::K) + k_state.stage * 8);
+        mbarrier_release(memory.empty(Operand::K, k_state.stage));
         if steps == 1 {
             load_next(&streams, &memory, nth, warp, Operand::Q, blueprint);
         }
@@ -160,7 +160,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         // Uninitialised: the first product overwrites it.
         let mut acc = Array::<f32>::new(o_len);
         if steps > 1 {
-            mbarrier_wait(memory.full(Operand::K) + k_state.stage * 8, k_state.phase);
+            mbarrier_wait(memory.full(Operand::K, k_state.stage), k_state.phase);
         }
 
         // -- the other tiles: S of this tile and P V of the one before are in flight together
@@ -173,7 +173,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             products(&mut s, q_tile, k_tiles + u64::cast_from(k_state.stage * k_stage), blueprint.head_dim, blueprint);
             wgmma_commit();
             // V is waited for after S has been issued. The wait also ends a sequence of products for the assembler.
-            mbarrier_wait(memory.full(Operand::V) + v_state.stage * 8, v_state.phase);
+            mbarrier_wait(memory.full(Operand::V, v_state.stage), v_state.phase);
             wgmma_fence();
             pv(&mut acc, &p, v_tiles + u64::cast_from(v_state.stage * v_stage), u32::cast_from(step > 1), blueprint);
             wgmma_commit();
@@ -181,7 +181,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             producer.refill(blueprint);
             wgmma_wait(1usize);
             pin(&mut s, s_len);
-            mbarrier_release(memory.empty(Operand::K) + k_state.stage * 8);
+            mbarrier_release(memory.empty(Operand::K, k_state.stage));
             if step + 1 == steps {
                 load_next(&streams, &memory, nth, warp, Operand::Q, blueprint);
             }
@@ -208,11 +208,11 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             pin(&mut s, s_len);
             // The branch of this wait keeps the assembler from moving the wait for P V above the softmax.
             if step + 1 < steps {
-                mbarrier_wait(memory.full(Operand::K) + k_state.stage * 8, k_state.phase);
+                mbarrier_wait(memory.full(Operand::K, k_state.stage), k_state.phase);
             }
             wgmma_wait(0usize);
             pin(&mut acc, o_len);
-            mbarrier_release(memory.empty(Operand::V) + v_state.stage * 8);
+            mbarrier_release(memory.empty(Operand::V, v_state.stage));
             v_state.advance(stages);
             rows.rescale_o(&taken, &mut s, &mut acc, blueprint);
             apply_dropout(&mut s, &words, tile_k);
@@ -221,11 +221,11 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
 
         // -- the last P V. The first S of the next work tile runs under it and under the stores. After the last work tile, that
         // product reads stale shared memory, and its result is not used
-        mbarrier_wait(memory.full(Operand::V) + v_state.stage * 8, v_state.phase);
+        mbarrier_wait(memory.full(Operand::V, v_state.stage), v_state.phase);
         let next_steps = memory.work_tile(nth + 1, WorkTileField::Steps);
         if next_steps != 0 {
-            mbarrier_wait(memory.full(Operand::Q) + warpgroup * 8, (nth + 1) % 2);
-            mbarrier_wait(memory.full(Operand::K) + k_state.stage * 8, k_state.phase);
+            mbarrier_wait(memory.full(Operand::Q, warpgroup), (nth + 1) % 2);
+            mbarrier_wait(memory.full(Operand::K, k_state.stage), k_state.phase);
         }
         await_ping_pong(barrier, warpgroup, tile);
         pin(&mut acc, o_len);
@@ -262,7 +262,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         }
         wgmma_wait(1usize);
         pin(&mut acc, o_len);
-        mbarrier_release(memory.empty(Operand::V) + v_state.stage * 8);
+        mbarrier_release(memory.empty(Operand::V, v_state.stage));
         v_state.advance(stages);
         // Rows to recompute: the sum of exponentials overflowed, or a hidden NaN or infinity has reached the row.
         let mut again = Array::<bool>::new(2usize);

@@ -100,18 +100,18 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
         if comptime!(reduces) {
             #[unroll]
             for of_any in 0..comptime!(tile.warpgroups as u32) {
-                mbarrier_wait(memory.full(Operand::Q) + comptime!(8 * of_any), nth % 2);
+                mbarrier_wait(memory.full(Operand::Q, of_any), nth % 2);
             }
         } else {
-            mbarrier_wait(memory.full(Operand::Q) + warpgroup * 8, nth % 2);
+            mbarrier_wait(memory.full(Operand::Q, warpgroup), nth % 2);
         }
         if comptime!(sums_values) {
-            mbarrier_wait(memory.full(Operand::K) + state.stage * 8, state.phase);
+            mbarrier_wait(memory.full(Operand::K, state.stage), state.phase);
         }
 
         for step in 0..steps {
             if comptime!(!sums_values) {
-                mbarrier_wait(memory.full(Operand::K) + state.stage * 8, state.phase);
+                mbarrier_wait(memory.full(Operand::K, state.stage), state.phase);
             }
             let edge = step < edges.lead || step >= edges.tail;
             let visit = memory.visit(&state, k_start, edge, blueprint);
@@ -124,7 +124,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             wgmma_fence();
             products(&mut s, q_rows, k_tile + k_at, blueprint.head_dim, blueprint);
             wgmma_commit();
-            mbarrier_wait(memory.full(Operand::V) + state.stage * 8, state.phase);
+            mbarrier_wait(memory.full(Operand::V, state.stage), state.phase);
             if comptime!(differentiates) {
                 wgmma_fence();
                 products(&mut ds, d_rows + d_at, v_tile + v_at, blueprint.head_dim_v, blueprint);
@@ -154,7 +154,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             let of_stats = state.stage * comptime!(blueprint.stats_bytes() as u32)
                 + 8 * quarter
                 + stats_offset(visit.start, blueprint);
-            let lse_at = memory.at(Region::Lse) + of_stats;
+            let lse_at = memory.at(Region::Lse, of_stats);
             let lse = tile_statistics(lse_at, of_rows.lse0, of_rows.lse1, blueprint);
             #[unroll]
             for n in 0..s_len {
@@ -188,14 +188,14 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 } else {
                     // The branch of this wait keeps the assembler from moving the wait for dP above the exponentials. This V
                     // has already arrived; a wait for the next K might take as long as this step.
-                    mbarrier_wait(memory.full(Operand::V) + state.stage * 8, state.phase);
+                    mbarrier_wait(memory.full(Operand::V, state.stage), state.phase);
                     wgmma_wait(0usize);
                 }
                 pin(&mut ds, s_len);
                 if last {
                     load_next(&streams, &memory, nth, warp, Operand::D, blueprint);
                 }
-                let delta_at = memory.at(Region::Delta) + of_stats;
+                let delta_at = memory.at(Region::Delta, of_stats);
                 let delta = tile_statistics(delta_at, of_rows.delta0, of_rows.delta1, blueprint);
                 dropout_backward(&mut ds, &words, &extras.dropout, tile_k);
                 tile_backward(&mut ds, &s, &delta, s_len);
@@ -211,12 +211,12 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             if comptime!(sums_values) {
                 // The branch keeps the wait for dV in its place, as above.
                 if step + 1 < steps {
-                    mbarrier_wait(memory.full(Operand::K) + next.stage * 8, next.phase);
+                    mbarrier_wait(memory.full(Operand::K, next.stage), next.phase);
                 }
                 wgmma_wait(0usize);
                 pin(&mut sum_v, comptime!(columns_dv / 2));
             }
-            mbarrier_release(memory.empty(Operand::V) + state.stage * 8);
+            mbarrier_release(memory.empty(Operand::V, state.stage));
 
             // -- dQ or dK, or both
             if comptime!(differentiates) {
@@ -242,7 +242,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                     // As above, so that dK runs under the additions. This K has already arrived. The barrier must belong to a
                     // stage that this warp has not released: the barrier of V may be two phases ahead, and a wait by parity
                     // would never end.
-                    mbarrier_wait(memory.full(Operand::K) + state.stage * 8, state.phase);
+                    mbarrier_wait(memory.full(Operand::K, state.stage), state.phase);
                 }
                 wgmma_wait(0usize);
                 pin(&mut sum_k, comptime!(columns_dk / 2));
@@ -250,7 +250,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                     load_next(&streams, &memory, nth, warp, Operand::Q, blueprint);
                 }
             }
-            mbarrier_release(memory.empty(Operand::K) + state.stage * 8);
+            mbarrier_release(memory.empty(Operand::K, state.stage));
             state.advance(stages);
             k_start -= comptime!(tile_k as u32);
         }

@@ -104,19 +104,23 @@ impl Memory {
         if first {
             // Each warp arrives once.
             let every = comptime!(4 * warpgroups);
-            init_barriers(memory.full(Operand::Q), warpgroups, 1usize);
-            init_barriers(memory.empty(Operand::Q), warpgroups, comptime!(if blueprint.reduces() { every } else { 4 }));
-            init_barriers(memory.empty(Operand::D), warpgroups, 4usize);
-            init_barriers(memory.full(Operand::K), stages, 1usize);
-            init_barriers(memory.full(Operand::V), stages, 1usize);
-            init_barriers(memory.full(Operand::Bias), stages, 1usize);
-            init_barriers(memory.empty(Operand::K), stages, every);
-            init_barriers(memory.empty(Operand::V), stages, every);
-            init_barriers(memory.empty(Operand::Bias), stages, every);
-            init_barriers(memory.at(Region::Known), SLOTS, 1usize);
+            init_barriers(memory.full(Operand::Q, 0u32), warpgroups, 1usize);
+            init_barriers(
+                memory.empty(Operand::Q, 0u32),
+                warpgroups,
+                comptime!(if blueprint.reduces() { every } else { 4 }),
+            );
+            init_barriers(memory.empty(Operand::D, 0u32), warpgroups, 4usize);
+            init_barriers(memory.full(Operand::K, 0u32), stages, 1usize);
+            init_barriers(memory.full(Operand::V, 0u32), stages, 1usize);
+            init_barriers(memory.full(Operand::Bias, 0u32), stages, 1usize);
+            init_barriers(memory.empty(Operand::K, 0u32), stages, every);
+            init_barriers(memory.empty(Operand::V, 0u32), stages, every);
+            init_barriers(memory.empty(Operand::Bias, 0u32), stages, every);
+            init_barriers(memory.at(Region::Known, 0u32), SLOTS, 1usize);
             #[unroll]
             for i in 0..comptime!(3 * WORDS as u32) {
-                store_shared(memory.at(Region::Cursors) + comptime!(4 * i), 0u32);
+                store_shared(memory.at(Region::Cursors, 4 * i), 0u32);
             }
             sync_async_proxy_shared();
         }
@@ -124,36 +128,36 @@ impl Memory {
         memory
     }
 
-    /// Address of a region.
-    pub fn at(&self, #[comptime] region: Region) -> u32 {
-        self.base + comptime!(self.blueprint.offset(region))
+    /// Address of a byte of a region. The constant is added last. It is then part of the instruction that uses the address, and
+    /// needs no register.
+    pub fn at(&self, #[comptime] region: Region, byte: u32) -> u32 {
+        self.base + byte + comptime!(self.blueprint.offset(region))
     }
 
-    /// Address of an operand's tiles.
-    pub fn tiles(&self, #[comptime] of: Operand) -> u32 {
-        self.at(comptime!(Region::Tiles(of)))
+    /// Address of a byte of an operand's tiles.
+    pub fn tiles(&self, #[comptime] of: Operand, byte: u32) -> u32 {
+        self.at(comptime!(Region::Tiles(of)), byte)
     }
 
-    /// Address of the barriers that complete when a tile has arrived.
-    pub fn full(&self, #[comptime] of: Operand) -> u32 {
-        self.at(comptime!(Region::Full(of)))
+    /// Address of the `nth` barrier that completes when a tile has arrived.
+    pub fn full(&self, #[comptime] of: Operand, nth: u32) -> u32 {
+        self.at(comptime!(Region::Full(of)), nth * 8)
     }
 
-    /// Address of the barriers that complete when a tile has been released.
-    pub fn empty(&self, #[comptime] of: Operand) -> u32 {
-        self.at(comptime!(Region::Empty(of)))
+    /// Address of the `nth` barrier that completes when a tile has been released.
+    pub fn empty(&self, #[comptime] of: Operand, nth: u32) -> u32 {
+        self.at(comptime!(Region::Empty(of)), nth * 8)
     }
 
     /// Waits until work tile `nth` of this consumer group has been decoded.
     pub fn await_work_tile(&self, nth: u32) {
-        mbarrier_wait(self.at(Region::Known) + nth % comptime!(SLOTS as u32) * 8, (nth / comptime!(SLOTS as u32)) % 2);
+        mbarrier_wait(self.at(Region::Known, nth % comptime!(SLOTS as u32) * 8), (nth / comptime!(SLOTS as u32)) % 2);
     }
 
     /// A field of work tile `nth`, which must have been decoded. Fields are read when needed, because registers are scarce.
     pub fn work_tile(&self, nth: u32, #[comptime] word: WorkTileField) -> u32 {
         load_shared(
-            self.at(Region::Slots)
-                + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32)
+            self.at(Region::Slots, nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32))
                 + comptime!(4 * word as u32),
         )
     }
@@ -168,7 +172,7 @@ impl Memory {
     }
 
     pub fn write_work_tile(&self, nth: u32, work: &WorkTile, flags: u32) {
-        let at = self.at(Region::Slots) + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
+        let at = self.at(Region::Slots, nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32));
         store_shared(at + comptime!(4 * WorkTileField::KLast as u32), work.k_last);
         store_shared(at + comptime!(4 * WorkTileField::Steps as u32), work.steps);
         store_shared(at + comptime!(4 * WorkTileField::HeadKv as u32), work.head_kv);
@@ -203,7 +207,7 @@ impl Memory {
     /// else from `start` and `edge`.
     pub fn visit(&self, state: &PipelineState, start: u32, edge: bool, #[comptime] blueprint: Blueprint) -> Visit {
         if comptime!(blueprint.sparse) {
-            visit_of(load_shared(self.at(Region::Entries) + state.stage * 4), comptime!(blueprint.tile.tile_k as u32))
+            visit_of(load_shared(self.at(Region::Entries, state.stage * 4)), comptime!(blueprint.tile.tile_k as u32))
         } else {
             Visit { start, fully_visible: !edge, masked: true.runtime() }
         }
@@ -213,10 +217,10 @@ impl Memory {
     /// part.
     pub fn await_bias(&self, state: &PipelineState, warpgroup: u32, #[comptime] blueprint: Blueprint) -> u32 {
         if comptime!(blueprint.tiled_bias()) {
-            mbarrier_wait(self.full(Operand::Bias) + state.stage * 8, state.phase);
+            mbarrier_wait(self.full(Operand::Bias, state.stage), state.phase);
         }
         let of_warpgroup = comptime!((blueprint.b_bytes() / blueprint.tile.warpgroups) as u32);
-        self.tiles(Operand::Bias) + state.stage * comptime!(blueprint.b_bytes() as u32) + warpgroup * of_warpgroup
+        self.tiles(Operand::Bias, state.stage * comptime!(blueprint.b_bytes() as u32) + warpgroup * of_warpgroup)
     }
 
     /// Releases a tile of a tiled bias.
@@ -224,7 +228,7 @@ impl Memory {
         if comptime!(blueprint.tiled_bias()) {
             // All threads of the warp must have read it.
             sync_plane();
-            mbarrier_release(self.empty(Operand::Bias) + state.stage * 8);
+            mbarrier_release(self.empty(Operand::Bias, state.stage));
         }
     }
 
@@ -270,14 +274,14 @@ impl Memory {
 
     pub fn cursor(&self, #[comptime] of: Operand, #[comptime] word: CursorField) -> u32 {
         load_shared(
-            self.at(Region::Cursors)
+            self.at(Region::Cursors, 0u32)
                 + comptime!(4 * ((of as usize - Operand::K as usize) * WORDS + word as usize) as u32),
         )
     }
 
     pub fn set_cursor(&self, #[comptime] of: Operand, #[comptime] word: CursorField, value: u32) {
         store_shared(
-            self.at(Region::Cursors)
+            self.at(Region::Cursors, 0u32)
                 + comptime!(4 * ((of as usize - Operand::K as usize) * WORDS + word as usize) as u32),
             value,
         );

@@ -163,10 +163,10 @@ impl<E: Float> Producer<E> {
                     }
                 }
             } else {
-                let slot = self.memory.at(Region::Slots) + nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
+                let slot = self.memory.at(Region::Slots, nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32));
                 store_shared(slot + comptime!(4 * WorkTileField::Steps as u32), 0u32);
             }
-            mbarrier_release(self.memory.at(Region::Known) + nth % comptime!(SLOTS as u32) * 8);
+            mbarrier_release(self.memory.at(Region::Known, nth % comptime!(SLOTS as u32) * 8));
         } else {
             self.memory.await_work_tile(nth);
         }
@@ -208,14 +208,14 @@ impl<E: Float> Producer<E> {
         if left != END {
             if left > 0 {
                 let bytes = comptime!(blueprint.bytes(operand));
-                let to = self.memory.tiles(operand) + state.stage * bytes;
-                let full = self.memory.full(operand) + state.stage * 8;
+                let to = self.memory.tiles(operand, state.stage * bytes);
+                let full = self.memory.full(operand, state.stage);
                 // The first load of a stage waits for the phase before the first one, which counts as completed.
-                mbarrier_wait(self.memory.empty(operand) + state.stage * 8, state.phase ^ 1);
+                mbarrier_wait(self.memory.empty(operand, state.stage), state.phase ^ 1);
                 let k_start = if comptime!(blueprint.sparse) {
                     let entry = entry_at(&self.extras, next);
                     if comptime!(operand == Operand::K) {
-                        store_shared(self.memory.at(Region::Entries) + state.stage * 4, entry);
+                        store_shared(self.memory.at(Region::Entries, state.stage * 4), entry);
                     }
                     visit_of(entry, comptime!(blueprint.tile.tile_k as u32)).start
                 } else {
@@ -225,11 +225,7 @@ impl<E: Float> Producer<E> {
                 let stats_bytes = comptime!(if with_stats { blueprint.stats_bytes() as u32 } else { 0 });
                 mbarrier_expect(full, comptime!(bytes + stats_bytes));
                 if comptime!(with_stats) {
-                    let to = if comptime!(operand == Operand::K) {
-                        self.memory.at(Region::Lse)
-                    } else {
-                        self.memory.at(Region::Delta)
-                    };
+                    let region = comptime!(if operand == Operand::K { Region::Lse } else { Region::Delta });
                     let of_lse = stats_at(&self.band, &self.scheduler, batch, head, k_start, blueprint);
                     let from = if comptime!(operand == Operand::K) {
                         of_lse
@@ -242,7 +238,7 @@ impl<E: Float> Producer<E> {
                         self.streams.stats.unwrap(),
                         from,
                         blueprint.stats_bytes(),
-                        to + state.stage * stats_bytes,
+                        self.memory.at(region, state.stage * stats_bytes),
                         full,
                     );
                 }
@@ -310,16 +306,16 @@ pub fn load_resident<E: Float>(
     #[comptime] blueprint: Blueprint,
 ) {
     let (q_bytes, d_bytes) = comptime!((blueprint.q_bytes() as u32, blueprint.d_bytes() as u32));
-    let full = memory.full(Operand::Q) + warpgroup * 8;
+    let full = memory.full(Operand::Q, warpgroup);
     let (batch, head) = (memory.work_tile(nth, WorkTileField::Batch), memory.work_tile(nth, WorkTileField::Head));
     let row = memory.work_tile(nth, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
     if comptime!(operand == Operand::Q) {
         // Q and dO share one barrier.
         mbarrier_expect(full, comptime!(q_bytes + d_bytes));
-        let to = memory.tiles(Operand::Q) + warpgroup * q_bytes;
+        let to = memory.tiles(Operand::Q, warpgroup * q_bytes);
         load_panels(streams.rows_qk, to, q_bytes, blueprint.panels() as u32, full, batch, head, row);
     } else {
-        let to = memory.tiles(Operand::D) + warpgroup * d_bytes;
+        let to = memory.tiles(Operand::D, warpgroup * d_bytes);
         load_panels(streams.rows_dov.unwrap(), to, d_bytes, blueprint.panels_v() as u32, full, batch, head, row);
     }
 }
@@ -355,13 +351,13 @@ pub fn load_next<E: Float>(
     #[comptime] blueprint: Blueprint,
 ) {
     let (lane, warpgroup, of_warpgroup) = (UNIT_POS % 32, warp / 4, warp % 4);
-    let empty = memory.empty(operand) + warpgroup * 8;
+    let empty = memory.empty(operand, warpgroup);
     if lane == 0 {
         // If dQ is accumulated in memory, all warps multiply with the rows of Q of every warpgroup.
         if comptime!(blueprint.reduces() && operand == Operand::Q) {
             #[unroll]
             for of_other in 0..comptime!(blueprint.tile.warpgroups as u32) {
-                mbarrier_arrive(memory.empty(Operand::Q) + comptime!(8 * of_other));
+                mbarrier_arrive(memory.empty(Operand::Q, of_other));
             }
         } else {
             mbarrier_arrive(empty);

@@ -74,7 +74,7 @@ impl Reducer {
             turn: 0u32,
             ds_columns,
             k_columns,
-            ds: memory.at(Region::Ds) + key * comptime!((PANEL * size) as u32) + eight * 16,
+            ds: memory.at(Region::Ds, key * comptime!((PANEL * size) as u32) + eight * 16),
             addend: warp * (WARP_ROWS * PANEL as u32) + lane * 4,
         }
     }

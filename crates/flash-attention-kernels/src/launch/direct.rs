@@ -23,8 +23,19 @@ struct Direct<B> {
 }
 
 /// The launch of a kernel with inputs `I`, outputs `O` and blueprint `B`.
-type KernelFn<E, M, I, O, B> =
-    unsafe fn(&Client, CubeCount, CubeDim, AddressType, usize, I, ScoresLaunch<E, M, Const<1>, Const<1>>, O, GridLaunch, B, [ElemType; 2]);
+type KernelFn<E, M, I, O, B> = unsafe fn(
+    &Client,
+    CubeCount,
+    CubeDim,
+    AddressType,
+    usize,
+    I,
+    ScoresLaunch<E, M, Const<1>, Const<1>>,
+    O,
+    GridLaunch,
+    B,
+    [ElemType; 2],
+);
 
 impl<'a> Outputs<'a> {
     /// Prepares the launch of a forward kernel.
