@@ -17,7 +17,7 @@
 //! inside one, it guards every shuffle that follows. Products, and waits for them, belong to the whole warpgroup: they must not
 //! be inside a branch that a single warp decides.
 
-use super::layout::{Layout, Operand};
+use super::layout::{Layout, Operand, columns_offset};
 use super::memory::{FULLY_MASKED, Memory, WorkTileField};
 use super::operands::{Schedule, Streams};
 use super::pipeline::PipelineState;
@@ -46,7 +46,6 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let s_len = comptime!(tile_k / 2);
     let (columns, dtype) = comptime!((blueprint.columns(), blueprint.dtype));
     let o_len = comptime!(columns / 2);
-    let k_bytes = comptime!(blueprint.k_bytes());
     let fragments = comptime!(tile_k / 16);
     // Whether anything is hidden besides the keys past the end.
     let varlen = comptime!(extras.is_varlen());
@@ -56,11 +55,9 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let drops = comptime!(extras.dropout.seed.is_some());
 
     // -- shared memory, barriers, descriptors
-    let elements = comptime!(blueprint.shared_memory() / blueprint.dtype.size());
-    let k_at = comptime!(tile.warpgroups * blueprint.q_bytes() / blueprint.dtype.size());
     let group_bytes = comptime!(blueprint.total() as u32);
-    let v_at = comptime!(k_at + stages * k_bytes / blueprint.dtype.size());
-    let shared = Shared::<[E]>::new_aligned_slice(elements, 1024usize);
+    let shared =
+        Shared::<[E]>::new_aligned_slice(comptime!(blueprint.shared_memory() / blueprint.dtype.size()), 1024usize);
 
     let of_cube = plane_broadcast(UNIT_POS / 32, 0u32);
     let mut warp = of_cube;
@@ -81,14 +78,14 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let memory = Memory::new(shared_address::<E>(&shared[0..1024]) + consumer_group * group_bytes, blueprint);
     let lane = UNIT_POS % 32;
     let quarter = lane % 4;
-    // Descriptors count in units of 16 bytes.
-    let group_at = consumer_group * (group_bytes / 16);
-    let q_at = group_at + warpgroup * comptime!((blueprint.q_bytes() / 16) as u32);
-    let q_tile = descriptor::<E>(&shared[0..1024], 16usize, 1024usize) + u64::cast_from(q_at);
-    let k_tiles = descriptor::<E>(&shared[k_at..k_at + 1024], 16usize, 1024usize) + u64::cast_from(group_at);
-    let v_tiles =
-        descriptor::<E>(&shared[v_at..v_at + 1024], comptime!(tile_k * 128), 1024usize) + u64::cast_from(group_at);
-    let k_stage = comptime!((k_bytes / 16) as u32);
+    // Descriptors count units of 16 bytes, and all of them are sums of this one and a constant: uniform registers are scarce.
+    let start = descriptor::<E>(&shared[0..1024], 16usize, 1024usize)
+        + u64::cast_from(consumer_group * comptime!(group_bytes / 16));
+    let q_tile = start + u64::cast_from(warpgroup * comptime!((blueprint.q_bytes() / 16) as u32));
+    // K is read by rows, V by columns.
+    let k_at = comptime!(blueprint.units(Operand::K));
+    let v_at = comptime!(blueprint.units(Operand::V) + columns_offset(tile_k));
+    let k_stage = comptime!((blueprint.k_bytes() / 16) as u32);
     let v_stage = comptime!((blueprint.v_bytes() / 16) as u32);
 
     // -- the first loads
@@ -120,7 +117,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
     await_ping_pong(barrier, warpgroup, tile);
     wgmma_fence();
-    products(&mut s, q_tile, k_tiles, blueprint.head_dim, blueprint);
+    products(&mut s, q_tile, start + k_at, blueprint.head_dim, blueprint);
     wgmma_commit();
     pass_ping_pong(barrier, warpgroup, tile);
 
@@ -170,12 +167,24 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             await_ping_pong(barrier, warpgroup, tile);
             pin(&mut acc, o_len);
             wgmma_fence();
-            products(&mut s, q_tile, k_tiles + u64::cast_from(k_state.stage * k_stage), blueprint.head_dim, blueprint);
+            products(
+                &mut s,
+                q_tile,
+                start + u64::cast_from(k_state.stage * k_stage) + k_at,
+                blueprint.head_dim,
+                blueprint,
+            );
             wgmma_commit();
             // V is waited for after S has been issued. The wait also ends a sequence of products for the assembler.
             mbarrier_wait(memory.full(Operand::V, v_state.stage), v_state.phase);
             wgmma_fence();
-            pv(&mut acc, &p, v_tiles + u64::cast_from(v_state.stage * v_stage), u32::cast_from(step > 1), blueprint);
+            pv(
+                &mut acc,
+                &p,
+                start + u64::cast_from(v_state.stage * v_stage) + v_at,
+                u32::cast_from(step > 1),
+                blueprint,
+            );
             wgmma_commit();
             pass_ping_pong(barrier, warpgroup, tile);
             producer.refill(blueprint);
@@ -230,11 +239,11 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         await_ping_pong(barrier, warpgroup, tile);
         pin(&mut acc, o_len);
         wgmma_fence();
-        pv(&mut acc, &p, v_tiles + u64::cast_from(v_state.stage * v_stage), u32::cast_from(steps > 1), blueprint);
+        pv(&mut acc, &p, start + u64::cast_from(v_state.stage * v_stage) + v_at, u32::cast_from(steps > 1), blueprint);
         wgmma_commit();
         producer.refill(blueprint);
         wgmma_fence();
-        products(&mut s, q_tile, k_tiles + u64::cast_from(k_state.stage * k_stage), blueprint.head_dim, blueprint);
+        products(&mut s, q_tile, start + u64::cast_from(k_state.stage * k_stage) + k_at, blueprint.head_dim, blueprint);
         wgmma_commit();
         pass_ping_pong(barrier, warpgroup, tile);
 
