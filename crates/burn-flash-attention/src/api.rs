@@ -143,10 +143,12 @@ pub fn try_flash_attention_with_lse(
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
     plan(&q, &k, &v, options)?;
     let seed = (options.dropout > 0.0 && options.dropout_seed.is_none()).then(|| drawn_seed(&q.device()));
+    let options = options.with_temperature_as_function(&q)?;
     let read = FlashAttentionOptions {
         alibi_slopes: options.alibi_slopes.clone().map(|slopes| slopes.into_tensor().cast(DType::F32).into()),
         sinks: options.sinks.clone().map(|sinks| sinks.cast(DType::F32)),
-        ..options.clone()
+        score_tensors: options.score_tensors.iter().map(|tensor| tensor.clone().cast(DType::F32)).collect(),
+        ..options.as_ref().clone()
     };
     let mut tensors = read.tensors(&IntoDispatch);
     tensors.dropout_seed = seed.map(Tensor::into_dispatch);
@@ -349,6 +351,8 @@ fn posed(
     options: &FlashAttentionOptions,
 ) -> Result<(Device, AttentionProblem), AttentionError> {
     let q_dtype = dtype("q", q.dtype())?;
+    function_tensors(["score_tensors[0]", "score_tensors[1]"], &options.score_tensors, &q.device())?;
+    let options = options.with_temperature_as_function(q)?;
     let [of_q, of_k, of_v] = [q, k, v].map(|tensor| Describe.of(tensor));
     let found = options.tensors(&Describe);
     for (argument, other) in [("k", Some(&of_k)), ("v", Some(&of_v)), ("bias", found.bias.as_ref())] {
@@ -358,7 +362,6 @@ fn posed(
         other.as_ref().map_or(Ok(()), |other| dtype(argument, other.dtype).map(|_| ()))?;
     }
     let device = q.device();
-    function_tensors(["score_tensors[0]", "score_tensors[1]"], &options.score_tensors, &device)?;
     function_tensors(["mask_tensors[0]", "mask_tensors[1]"], &options.mask_tensors, &device)?;
     for (argument, other) in [("k", &of_k), ("v", &of_v)].into_iter().chain(found.named()) {
         same_device(argument, &other.device, &device)?;

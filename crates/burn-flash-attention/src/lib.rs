@@ -40,6 +40,7 @@ mod options;
 mod plan;
 mod problem;
 mod slopes;
+mod temperature;
 mod tensors;
 
 #[cfg(feature = "autotune")]

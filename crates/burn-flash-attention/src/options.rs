@@ -13,7 +13,7 @@ use flash_attention_kernels::{Alignment, AttentionOptions, BackwardOrder, Precis
 
 /// Options of [`flash_attention`](crate::flash_attention).
 ///
-/// Scores are `score_mod(softcap(q·kᵀ · softmax_scale))`, set to −∞ where the mask, causality, a window, `mask_mod` or the block mask hides
+/// Scores are `score_mod(softcap(q·kᵀ · softmax_scale))`, or `softcap(q·kᵀ · softmax_scale) / temperature`, set to −∞ where the mask, causality, a window, `mask_mod` or the block mask hides
 /// them, plus bias and slopes. A sink is one more logit in each row of the softmax. Dropout applies to the probabilities.
 ///
 /// ```
@@ -77,6 +77,10 @@ pub struct FlashAttentionOptions {
     /// `[num_heads_q]`: one more logit for each head, with value vector 0, so that a head can attend to nothing (gpt-oss; StreamingLLM,
     /// arXiv:2309.17453). A sink of 0 is burn-nn's quiet softmax. Differentiable.
     pub sinks: Option<Tensor<1>>,
+    /// `[num_heads_q]`: the scores of a head are divided by its temperature, after the softcap and before bias and slopes
+    /// ([`mods::Temperature`](crate::mods::Temperature)). Must be above 0, which is not validated: reading it would synchronise the device.
+    /// Excludes `score_mod`. Differentiable.
+    pub temperature: Option<Tensor<1>>,
     /// Function of scores, applied after the softcap and before bias and slopes.
     pub score_mod: Option<ScoreFn>,
     /// Tensors `a` and `b` that `score_mod` reads: at most two, `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, f32. Never expanded.
@@ -317,6 +321,22 @@ impl FlashAttentionOptions {
         /// let options = burn_flash_attention::FlashAttentionOptions::new().with_sinks(sinks);
         /// ```
         with_sinks: sinks, Tensor<1>;
+        /// Sets the temperature of each head: `[num_heads_q]`.
+        ///
+        /// ```
+        /// # #[cfg(feature = "flex")] {
+        /// use burn::tensor::{Device, Distribution, Tensor};
+        /// use burn_flash_attention::{FlashAttentionOptions, flash_attention};
+        ///
+        /// let device = Device::flex().autodiff();
+        /// let x = Tensor::<4>::random([1, 4, 8, 16], Distribution::Default, &device);
+        /// let temperature = Tensor::<1>::ones([4], &device).require_grad();
+        /// let options = FlashAttentionOptions::new().with_softmax_scale(1.0).with_temperature(temperature.clone());
+        /// let out = flash_attention(x.clone(), x.clone(), x, &options);
+        /// assert_eq!(temperature.grad(&out.sum().backward()).unwrap().dims(), [4]);
+        /// # }
+        /// ```
+        with_temperature: temperature, Tensor<1>;
         /// Sets the number of queries of each batch that belong to its sequence: `[batch]`.
         ///
         /// ```no_run

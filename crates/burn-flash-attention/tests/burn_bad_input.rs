@@ -437,3 +437,19 @@ fn what_comes_too_late_is_not_installed() {
         assert!(error.to_string().contains("before the first operation"), "{error}");
     }
 }
+
+#[test]
+fn temperatures_that_do_not_fit() {
+    use AttentionError::{Dimension, Unsupported};
+    use flash_attention_reference::mods::Bent;
+    for target in targets() {
+        let temperature = |heads: usize| Tensor::<1>::ones([heads], &target.device);
+        let options = |heads| FlashAttentionOptions::new().with_temperature(temperature(heads));
+        refused!(with(&target, options(3)), Dimension { .. }, "temperature has num_heads_q 3", "q has 4");
+        let both = options(4).with_score_mod(ScoreFn::of::<Bent>(), []);
+        refused!(with(&target, both), Unsupported { .. }, "temperature = a tensor of shape [4]", "Bent", "mods::Then");
+        let error = serde_json::to_string(&options(4)).unwrap_err().to_string();
+        assert!(error.contains("temperature is a tensor of shape [4]"), "{error}");
+        assert!(error.contains("with_temperature"), "{error}");
+    }
+}

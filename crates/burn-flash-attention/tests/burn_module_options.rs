@@ -12,6 +12,7 @@ use burn_flash_attention::mods::{CausalDocument, MaskFn, PrefixLm};
 use burn_flash_attention::{
     Alignment, BlockMask, FlashAttentionOptions, FlashMhaCache, FlashMhaInput, FlashMultiHeadAttention,
     FlashTransformerDecoder, FlashTransformerDecoderInput, FlashTransformerEncoder, FlashTransformerEncoderInput,
+    flash_attention,
 };
 use common::{close, random, targets};
 
@@ -287,5 +288,31 @@ fn what_cannot_be_is_refused_by_name() {
         let input = FlashTransformerDecoderInput::new(zeros(2), zeros(5)).memory_options(new().with_window_left(2));
         let error = decoder.try_forward_autoregressive_inference(input, &mut decoder.new_autoregressive_cache());
         assert!(error.unwrap_err().to_string().starts_with("window_left = set is not supported"));
+    }
+}
+
+#[test]
+fn temperatures_divide_the_scores_of_their_heads() {
+    for target in targets() {
+        let device = target.device.clone().autodiff();
+        let tracked = |shape| random::<4>(shape, &device).require_grad();
+        let (q, k, v) = (tracked([BATCH, HEADS, 5, 8]), tracked([BATCH, HEADS, 7, 8]), tracked([BATCH, HEADS, 7, 6]));
+        let temperature = Tensor::<1>::from_data([0.5, 1.0, 3.0], &device).require_grad();
+        let (bias, dout) = (random([1, HEADS, 1, 7], &device), random([BATCH, HEADS, 5, 6], &device));
+        let options = FlashAttentionOptions::new().with_softcap(5.0).with_bias(bias.clone());
+        let ours = flash_attention(q.clone(), k.clone(), v.clone(), &options.with_temperature(temperature.clone()));
+
+        let scores = q.clone().matmul(k.clone().transpose()) / 8f32.sqrt();
+        let divided = (scores / 5.0).tanh() * 5.0 / temperature.clone().reshape([1, HEADS as i32, 1, 1]);
+        let composed = activation::softmax(divided + bias, 3).matmul(v.clone());
+        close(&target, "the output", ours.clone().inner(), composed.clone().inner());
+
+        let gradients = [ours, composed].map(|out| (out * dout.clone()).sum().backward());
+        for (what, tensor) in [("dq", &q), ("dk", &k), ("dv", &v)] {
+            let [ours, composed] = gradients.each_ref().map(|gradients| tensor.grad(gradients).unwrap());
+            close(&target, what, ours, composed);
+        }
+        let [ours, composed] = gradients.each_ref().map(|gradients| temperature.grad(gradients).unwrap());
+        close(&target, "the gradient of the temperature", ours, composed);
     }
 }

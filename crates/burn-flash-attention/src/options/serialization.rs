@@ -19,7 +19,10 @@ impl Serialize for FlashAttentionOptions {
                 )));
             }
         }
-        if let Some((field, shape)) = self.tensors(&ShapeOf).named().next() {
+        let temperature = self.temperature.as_ref().map(|tensor| ("temperature", tensor.dims().to_vec()));
+        let tensors = self.tensors(&ShapeOf);
+        let found = tensors.named().next().map(|(field, shape)| (field, shape.clone()));
+        if let Some((field, shape)) = temperature.or(found) {
             // A function's tensors are set with the function.
             let set = field.split_once("_tensors").map_or(field.into(), |(of, _)| format!("{of}_mod"));
             return Err(S::Error::custom(format!(

@@ -16,9 +16,11 @@
 
 mod masks;
 mod math;
+mod scores;
 
 pub use masks::{Causal, CausalDocument, Dilated, Document, PrefixLm, SlidingGlobal};
 pub use math::{exp, ln, reciprocal, tanh};
+pub use scores::Temperature;
 
 mod arguments;
 pub use arguments::*;
