@@ -25,7 +25,7 @@ pub(crate) fn answer(
     limit: Duration,
     until: Option<Instant>,
 ) -> Result<Option<Answer>, Error> {
-    let failed = |what: &str, error: io::Error| Error::Other(format!("a worker could not be {what}: {error}"));
+    let failed = |what: &str, error: io::Error| Error::Other(format!("a worker process could not be {what}: {error}"));
     let program = std::env::current_exe().map_err(|error| failed("found", error))?;
     let mut child = Command::new(program)
         .arg("worker")
@@ -34,9 +34,10 @@ pub(crate) fn answer(
         .stderr(Stdio::piped())
         .spawn()
         .map_err(|error| failed("started", error))?;
-    let text = serde_json::to_string(job).map_err(|error| Error::Other(format!("the job: {error}")))?;
+    let text = serde_json::to_string(job)
+        .map_err(|error| Error::Other(format!("the job of a worker cannot be written as JSON: {error}")))?;
     if let Some(mut stdin) = child.stdin.take() {
-        stdin.write_all(text.as_bytes()).map_err(|error| failed("told its job", error))?;
+        stdin.write_all(text.as_bytes()).map_err(|error| failed("given its job", error))?;
     }
     let (output, complaint) = (drain(child.stdout.take()), drain(child.stderr.take()));
     let end = Instant::now() + limit;
@@ -90,5 +91,5 @@ fn reason(complaint: &str) -> String {
     // The message is the line after "panicked at".
     let message = lines().skip_while(|line| !line.contains("panicked at")).nth(1).or_else(|| lines().next_back());
     let cause = lines().skip_while(|line| !line.contains("Caused by")).nth(1).map(|cause| format!(", {cause}"));
-    format!("failed: {}{}", message.unwrap_or("without a word"), cause.unwrap_or_default())
+    format!("failed: {}{}", message.unwrap_or("without a message"), cause.unwrap_or_default())
 }

@@ -9,7 +9,7 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum Error {
     /// A filter has a value that does not occur in the set.
-    #[error("--{axis} {value} leaves nothing of the set {set}, whose values are: {known}")]
+    #[error("--{axis} is {value}, which no problem of the set {set} has; choose one of {known}")]
     Filter {
         /// The axis.
         axis: &'static str,
@@ -21,7 +21,7 @@ pub enum Error {
         known: String,
     },
     /// A device that does not exist, or that this binary was built without.
-    #[error("--device {name}: {why}")]
+    #[error("--device {name} cannot be used: {why}")]
     Device {
         /// The device's name on the command line.
         name: &'static str,
@@ -29,7 +29,7 @@ pub enum Error {
         why: String,
     },
     /// A file that the benchmark did not write.
-    #[error("{} is not a file of results: its first line should be {expected}", file.display())]
+    #[error("{} is not a file of results: its first line must be {expected}", file.display())]
     NotResults {
         /// The file.
         file: PathBuf,
@@ -37,7 +37,7 @@ pub enum Error {
         expected: String,
     },
     /// Results that do not exist.
-    #[error("there are no results {}", directory.join(format!("{name}.csv")).display())]
+    #[error("there are no results {}; check their name and --directory", directory.join(format!("{name}.csv")).display())]
     NoResults {
         /// The directory that was searched.
         directory: PathBuf,
@@ -45,7 +45,10 @@ pub enum Error {
         name: String,
     },
     /// A chart or table that would mix rows of ours from several commits.
-    #[error("{}: {what} would join rows of ours of several commits: {commits}", file.display())]
+    #[error(
+        "{}: {what} would join rows of ours of several commits ({commits}); measure them again with one commit",
+        file.display()
+    )]
     MixedCommits {
         /// The file of results.
         file: PathBuf,
@@ -55,7 +58,10 @@ pub enum Error {
         commits: String,
     },
     /// A published chart or table with rows of ours from a tree that differed from its commit.
-    #[error("{}: {what} would show rows of ours of {commit}, a tree that differed from its commit: {rows}", file.display())]
+    #[error(
+        "{}: {what} would show rows of ours of {commit}, a tree that differed from its commit ({rows}); measure them again",
+        file.display()
+    )]
     UncleanRows {
         /// The file of results.
         file: PathBuf,
@@ -67,7 +73,10 @@ pub enum Error {
         rows: String,
     },
     /// A chart or table that is marked as stale and is not.
-    #[error("{}: {what} is marked as stale, but its rows of ours are of one clean commit: take the mark away", file.display())]
+    #[error(
+        "{}: {what} is marked as stale, but its rows of ours are of one clean commit; remove the mark",
+        file.display()
+    )]
     NotStale {
         /// The file of results.
         file: PathBuf,
@@ -75,7 +84,9 @@ pub enum Error {
         what: String,
     },
     /// An attempt to publish with a binary from no clean commit, or results from such a binary.
-    #[error("what is published is of one clean commit, and this is {commit} (--unclean measures all the same)")]
+    #[error(
+        "published results must be of one clean commit, but this is {commit}; build from a clean commit, or pass --unclean"
+    )]
     Unclean {
         /// The commit.
         commit: String,
@@ -89,7 +100,10 @@ pub enum Error {
         why: String,
     },
     /// A document whose tables differ from the results.
-    #[error("{} is not current: its tables differ from the results, write them anew", file.display())]
+    #[error(
+        "{} is not current: it differs from the results; write it with attention-bench tables or pictures",
+        file.display()
+    )]
     NotCurrent {
         /// The document.
         file: PathBuf,

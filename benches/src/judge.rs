@@ -52,7 +52,7 @@ pub fn sampled(group: usize, seq_q: usize, seq_k: usize, causal: bool) -> Sample
 /// Relative error of a block in the norm: `‖found − right‖ / ‖right‖`. If `right` is zero, the root mean square of `found`. NaN stays NaN,
 /// and is within no bound.
 pub fn error_of_block(found: &[f64], right: &[f64]) -> f64 {
-    assert_eq!(found.len(), right.len(), "numbers of a block");
+    assert_eq!(found.len(), right.len(), "a block must have as many numbers as the oracle's");
     let difference: f64 = found.iter().zip(right).map(|(found, right)| (found - right).powi(2)).sum();
     let size: f64 = right.iter().map(|x| x * x).sum();
     let count = right.len() as f64;

@@ -108,7 +108,7 @@ impl Peers {
         let mut child = match child {
             Ok(child) => child,
             Err(error) => {
-                eprintln!("no peers: python3 could not be started ({error})");
+                eprintln!("no peers are timed: python3 cannot be started ({error})");
                 return Ok(None);
             }
         };
@@ -129,20 +129,22 @@ impl Peers {
             Heard::Gone => match peers.child.wait().ok().and_then(|status| status.code()) {
                 // The process has printed the reason.
                 Some(3) => {
-                    eprintln!("no peers");
+                    eprintln!("no peers are timed");
                     Ok(None)
                 }
-                code => {
-                    Err(Error::Other(format!("the peers: python3 ended with {code:?} before it was asked anything")))
-                }
+                code => Err(Error::Other(format!("peers.py, which times the peers, ended with {code:?} at its start"))),
             },
-            _ => Err(Error::Other(format!("the peers: PyTorch did not start within {} s", START.as_secs()))),
+            _ => Err(Error::Other(format!(
+                "peers.py, which times the peers, did not start PyTorch within {} s",
+                START.as_secs()
+            ))),
         }
     }
 
     /// The reply within the limit, or the reason why there is none; [`Reply::TimeUp`] if `until` comes first.
     pub fn ask(&mut self, request: &Request, limit: Duration, until: Option<Instant>) -> Result<Reply, Error> {
-        let text = serde_json::to_string(request).map_err(|error| Error::Other(format!("the peers' job: {error}")))?;
+        let text = serde_json::to_string(request)
+            .map_err(|error| Error::Other(format!("the job of peers.py cannot be written as JSON: {error}")))?;
         let sent = self.child.stdin.as_mut().map(|stdin| writeln!(stdin, "{text}").and_then(|()| stdin.flush()));
         let end = Instant::now() + limit;
         let first = until.map_or(end, |until| until.min(end));
@@ -153,7 +155,9 @@ impl Peers {
                 self.gone = last;
                 Ok(answer.map_or(Reply::None, Reply::Timed))
             }
-            Heard::Line(Line::Versions { .. }) => Err(Error::Other("the peers: python3 answered out of turn".into())),
+            Heard::Line(Line::Versions { .. }) => {
+                Err(Error::Other("peers.py, which times the peers, answered without a question".into()))
+            }
             Heard::Nothing => {
                 self.gone = true;
                 let _ = self.child.kill();

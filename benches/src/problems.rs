@@ -73,9 +73,9 @@ impl FromStr for Shape {
     fn from_str(text: &str) -> Result<Self, NoShape> {
         let wrong = |why: String| NoShape { why };
         let number = |text: &str, name: &str| match text.trim().parse() {
-            Ok(0) => Err(wrong(format!("{name} is 0"))),
+            Ok(0) => Err(wrong(format!("{name} is 0, but must be at least 1"))),
             Ok(number) => Ok(number),
-            Err(_) => Err(wrong(format!("{name} is {text:?}, which is no whole number"))),
+            Err(_) => Err(wrong(format!("{name} is {text:?}, which is not a whole number"))),
         };
         let pair = |text: &str, between: char, names: [&str; 2]| -> Result<[usize; 2], NoShape> {
             let (first, second) = text.split_once(between).unwrap_or((text, text));
@@ -83,7 +83,7 @@ impl FromStr for Shape {
         };
         let parts: Vec<&str> = text.split(',').collect();
         let &[batch, heads, seqs, dims] = parts.as_slice() else {
-            return Err(wrong(format!("it has {} parts, not 4", parts.len())));
+            return Err(wrong(format!("it has {} parts, but must have 4", parts.len())));
         };
         let shape = Shape {
             batch: number(batch, "BATCH")?,
@@ -92,7 +92,10 @@ impl FromStr for Shape {
             dims: pair(dims, '/', ["HEAD_DIM", "HEAD_DIM_V"])?,
         };
         if !shape.heads[0].is_multiple_of(shape.heads[1]) {
-            return Err(wrong(format!("HEADS_Q, {}, is no multiple of HEADS_KV, {}", shape.heads[0], shape.heads[1])));
+            return Err(wrong(format!(
+                "HEADS_Q is {}, which is not a multiple of HEADS_KV, {}",
+                shape.heads[0], shape.heads[1]
+            )));
         }
         Ok(shape)
     }
@@ -121,7 +124,9 @@ pub(crate) fn named<T, const N: usize>(all: [T; N], name: fn(T) -> &'static str)
 where
     T: Copy + Send + Sync + 'static,
 {
-    let of = move |text: String| all.into_iter().find(|one| name(*one) == text).expect("a possible value");
+    let of = move |text: String| {
+        all.into_iter().find(|one| name(*one) == text).expect("the parser accepts only these names")
+    };
     PossibleValuesParser::new(all.map(name)).map(of)
 }
 
@@ -249,13 +254,13 @@ mod tests {
     #[test]
     fn what_is_no_shape_is_refused_with_the_form() {
         for (text, why) in [
-            ("4,32,2048", "it has 3 parts, not 4"),
-            ("4,32/8,2048,128,1", "it has 5 parts, not 4"),
-            ("4,32/5,2048,128", "HEADS_Q, 32, is no multiple of HEADS_KV, 5"),
-            ("4,32,2k,128", "SEQ_Q is \"2k\", which is no whole number"),
-            ("4,32,1x,128", "SEQ_K is \"\", which is no whole number"),
-            ("0,32,64,128", "BATCH is 0"),
-            ("1,32,64,-1", "HEAD_DIM is \"-1\", which is no whole number"),
+            ("4,32,2048", "it has 3 parts, but must have 4"),
+            ("4,32/8,2048,128,1", "it has 5 parts, but must have 4"),
+            ("4,32/5,2048,128", "HEADS_Q is 32, which is not a multiple of HEADS_KV, 5"),
+            ("4,32,2k,128", "SEQ_Q is \"2k\", which is not a whole number"),
+            ("4,32,1x,128", "SEQ_K is \"\", which is not a whole number"),
+            ("0,32,64,128", "BATCH is 0, but must be at least 1"),
+            ("1,32,64,-1", "HEAD_DIM is \"-1\", which is not a whole number"),
         ] {
             let error = parse(&["--shape", text]).unwrap_err().to_string();
             assert!(error.contains(why) && error.contains("as in 4,32/8,2048,128"), "{error}");

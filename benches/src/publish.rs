@@ -73,7 +73,7 @@ pub fn run(options: &Options) -> Result<bool, Error> {
             let Some(session) = &mut session else { continue };
             let left = measure(options, step, commit, session)?;
             if session.found_no_peers() {
-                return Err(Error::Other("PyTorch's times belong beside ours, and python3 has no PyTorch here".into()));
+                return Err(Error::Other("python3 has no PyTorch, which must be timed beside ours; install it".into()));
             }
             left
         };
@@ -197,11 +197,14 @@ fn run_program(
 ) -> Result<bool, Error> {
     let found = [options.gpt.clone().or(beside("gpt")), options.text.clone().or(beside("tinyshakespeare.txt"))];
     let [Some(gpt), Some(text)] = found else {
-        println!("\n{}: gpt or its text is not beside this program (--gpt, --text)", step.name);
+        println!(
+            "\n{}: skipped: gpt or its text is not in the directory of this program; name them with --gpt and --text",
+            step.name
+        );
         return Ok(false);
     };
     if let Err(why) = cubecl::Device::cuda(program.gpus.saturating_sub(1)) {
-        println!("\n{}: needs {} GPUs: {why}", step.name, program.gpus);
+        println!("\n{}: skipped: it needs {} GPUs: {why}", step.name, program.gpus);
         return Ok(false);
     }
     let left = session.until().map(|until| until.saturating_duration_since(Instant::now()));
@@ -240,7 +243,7 @@ fn run_program(
     let mut child = command.args(words).current_dir(&folder).stdin(Stdio::null()).spawn().map_err(failed)?;
     let Some(status) = child::wait(&mut child, session.until()).map_err(failed)? else { return Ok(false) };
     if !status.success() {
-        return Err(Error::Other(format!("{line} ended with {status}")));
+        return Err(Error::Other(format!("the command ended with {status}: {line}")));
     }
     for (from, to, _) in program.writes {
         let (from, to) = (folder.join(from), results.join(to));

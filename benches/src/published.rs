@@ -315,7 +315,7 @@ mod tests {
         let mut shown = 0;
         for marker in text.split("<!-- results:").skip(1) {
             let name = marker.split(' ').next().unwrap();
-            assert!(names.contains(name), "docs/benchmark.md shows {name}, which nothing measures");
+            assert!(names.contains(name), "docs/benchmark.md shows {name}, but no step measures it");
             shown += 1;
         }
         assert!(shown > 5);
@@ -335,7 +335,7 @@ mod tests {
         }
         for entry in std::fs::read_dir(root.join("examples/gpt/results")).unwrap() {
             let name = entry.unwrap().file_name().into_string().unwrap();
-            assert!(places.contains(format!("examples/gpt/results/{name}").as_str()), "nothing measures {name}");
+            assert!(places.contains(format!("examples/gpt/results/{name}").as_str()), "no step measures {name}");
         }
         for (name, program) in &TRAINING {
             for script in program.command.split_whitespace().filter(|word| word.ends_with(".py")) {

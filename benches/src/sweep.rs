@@ -144,7 +144,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
         let bench = Bench { client: client.clone(), problem: data.problem, tensors };
         let plan = plan_with(&client, &bench.problem, PORTABLE)?;
         let (Forward::Portable(forward), Gradient::Portable(backward)) = (plan.forward, plan.backward.dq) else {
-            return Err(Error::Other(format!("{plan}: not the kernel that was asked for")));
+            return Err(Error::Other(format!("the portable kernel is not planned: {plan}")));
         };
         let together = plan.backward.dv.is_none();
         bench.call(Part::Forward, forward, false)?;
@@ -277,7 +277,7 @@ type Launches = HashMap<(usize, &'static str, String), Seen>;
 /// Launches every kernel once under Nsight Compute.
 fn profile(options: &Options) -> Result<Launches, Error> {
     const METRICS: [&str; 3] = ["launch__registers_per_thread", "dram__bytes.sum", "lts__t_sectors_srcunit_tex.sum"];
-    let other = |what: String| Error::Other(format!("the profiler: {what}"));
+    let other = |what: String| Error::Other(format!("the profiler ncu failed: {what}"));
     let program = std::env::current_exe().map_err(|error| other(error.to_string()))?;
     let head_dims: Vec<String> = options.head_dim.iter().map(usize::to_string).collect();
     let output = Command::new("ncu")
@@ -290,7 +290,9 @@ fn profile(options: &Options) -> Result<Launches, Error> {
         .args(["--heads", &options.heads.to_string()])
         .args(options.only.iter().flat_map(|tile| ["--only", tile]))
         .output()
-        .map_err(|error| other(format!("ncu could not be started ({error})")))?;
+        .map_err(|error| {
+            other(format!("it cannot be started ({error}); install Nsight Compute, or leave out --profile"))
+        })?;
     let text = String::from_utf8_lossy(&output.stdout);
     // This program prints the names of its launches in the same output as the profiler's table.
     let launched: Vec<(usize, &'static str, String)> = text.lines().filter_map(launch).collect();
@@ -299,7 +301,9 @@ fn profile(options: &Options) -> Result<Launches, Error> {
     let header = reader.headers().map_err(|error| other(error.to_string()))?.clone();
     let column = |name: &str| {
         let found = header.iter().position(|column| column == name);
-        found.ok_or_else(|| other(format!("no column {name} in: {}", text.chars().take(400).collect::<String>())))
+        found.ok_or_else(|| {
+            other(format!("its table has no column {name}: {}", text.chars().take(400).collect::<String>()))
+        })
     };
     let (kernel, metrics) = (column("Kernel Name")?, METRICS.map(column));
     let [registers, dram, sectors] = metrics;
@@ -318,7 +322,7 @@ fn profile(options: &Options) -> Result<Launches, Error> {
         }
     }
     if seen.len() != launched.len() {
-        return Err(other(format!("it saw {} launches of {}", seen.len(), launched.len())));
+        return Err(other(format!("it profiled {} launches of {}", seen.len(), launched.len())));
     }
     Ok(launched.into_iter().zip(seen).collect())
 }

@@ -109,7 +109,7 @@ fn sample(work: &mut (impl Work + ?Sized), mut turns: impl Iterator<Item = usize
     }
     let profile = client.profile_end(window).map_err(|error| failed(&error))?;
     let ticks = cubecl::future::block_on(profile.resolve());
-    let ticks = ticks.ok_or_else(|| Error::Other("the device lost a time mark".into()))?;
+    let ticks = ticks.ok_or_else(|| Error::Other("the device returned no duration of a batch of calls".into()))?;
     Ok(ticks.duration().as_secs_f64() * 1e3)
 }
 

@@ -35,12 +35,12 @@ pub struct Options {
     /// Precision of f32 products: factors are rounded to tf32.
     #[arg(long)]
     tf32: bool,
-    /// Plans to time next to the default plan, each TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/LOADER/SECTION/PARTS, where `-` is the default
-    /// plan's value. TEAMS are consumer groups, TURNS is ping-pong (0 or 1), LOADER is a producer warp (0 or 1), SECTION is the number of
-    /// heads in a head group, and PARTS is the number of splits of the keys. KEYS are queries for dkdv and fused. For dbias, TEAMS are the
-    /// blocks of Q and dO in shared memory at a time, and PARTS are the tiles of a block. For mma: WARPGROUPS/GROUPS/KEYS/SECTION.
+    /// Plans to time next to the default plan, where `-` is the default plan's value. For hopper, each is
+    /// CONSUMER_GROUPS/WARPGROUPS/TILE_K/STAGES/PING_PONG/PRODUCER_WARP/HEAD_GROUP/NUM_SPLITS; PING_PONG and PRODUCER_WARP are 0 or 1, and
+    /// HEAD_GROUP is the number of heads in a head group. TILE_K is the number of queries for dkdv and fused. For dbias, CONSUMER_GROUPS is
+    /// the number of stages of Q and dO, and NUM_SPLITS the number of tiles of a block. For mma: WARPGROUPS/GROUPS/TILE_K/HEAD_GROUP.
     #[arg(long = "try", value_delimiter = ',', value_parser = numbers)]
-    ways: Vec<Numbers>,
+    candidates: Vec<Numbers>,
 }
 
 /// A plan on the command line: a number at each position, or `None` for the default plan's.
@@ -50,17 +50,17 @@ fn numbers(text: &str) -> Result<Numbers, ParseIntError> {
     text.split('/').map(|number| if number == "-" { Ok(None) } else { number.parse().map(Some) }).collect()
 }
 
-/// Tiles, heads of a head group, splits of the keys.
+/// Tile, `head_group` and `num_splits`.
 #[derive(Clone, Copy, Debug)]
-enum Way {
+enum Candidate {
     Hopper(HopperTile, usize, usize),
     Mma(MmaTile, usize),
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for Candidate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            Way::Hopper(
+            Candidate::Hopper(
                 HopperTile { consumer_groups, warpgroups, tile_k, stages, ping_pong, producer_warp },
                 head_group,
                 num_splits,
@@ -71,7 +71,7 @@ impl fmt::Display for Way {
                     "{consumer_groups}/{warpgroups}/{tile_k}/{stages}/{ping_pong}/{producer_warp}/{head_group}/{num_splits}"
                 )
             }
-            Way::Mma(MmaTile { warpgroups, groups, tile_k }, head_group) => {
+            Candidate::Mma(MmaTile { warpgroups, groups, tile_k }, head_group) => {
                 write!(f, "{warpgroups}/{groups}/{tile_k}/{head_group}")
             }
         }
@@ -86,17 +86,17 @@ struct Launches<'a> {
     part: Part,
     /// Plan of the other kernels.
     backward: BackwardTiles,
-    way: Way,
+    candidate: Candidate,
 }
 
 impl Work for Launches<'_> {
     fn call(&mut self, _: usize) -> Result<(), Error> {
-        let (tile, head_group, num_splits) = match self.way {
-            Way::Hopper(tile, head_group, num_splits) => (tile, head_group, num_splits),
-            Way::Mma(tile, head_group) if self.part == Part::Forward => {
+        let (tile, head_group, num_splits) = match self.candidate {
+            Candidate::Hopper(tile, head_group, num_splits) => (tile, head_group, num_splits),
+            Candidate::Mma(tile, head_group) if self.part == Part::Forward => {
                 return self.tensors.forward(self.client, &self.problem, MmaTiles { tile, head_group });
             }
-            Way::Mma(tile, head_group) => {
+            Candidate::Mma(tile, head_group) => {
                 let gradient = Gradient::Mma(MmaTiles { tile, head_group });
                 let mut tiles = self.backward;
                 (tiles.dq, tiles.dkdv, tiles.dv) = (gradient, gradient, tiles.dv.map(|_| gradient));
@@ -131,68 +131,79 @@ impl Work for Launches<'_> {
 }
 
 /// The default plan of the kernel.
-fn planned(plan: &Plan, part: Part) -> Result<Way, Error> {
+fn planned(plan: &Plan, part: Part) -> Result<Candidate, Error> {
     let gradient = |gradient| match gradient {
-        Gradient::Hopper(HopperGradient { tile, head_group }) => Some(Way::Hopper(tile, head_group, 1)),
-        Gradient::Mma(MmaTiles { tile, head_group }) => Some(Way::Mma(tile, head_group)),
+        Gradient::Hopper(HopperGradient { tile, head_group }) => Some(Candidate::Hopper(tile, head_group, 1)),
+        Gradient::Mma(MmaTiles { tile, head_group }) => Some(Candidate::Mma(tile, head_group)),
         _ => None,
     };
-    let way = match (part, plan.forward) {
+    let candidate = match (part, plan.forward) {
         (Part::Forward, Forward::Hopper(HopperForward { tile, head_group, num_splits })) => {
-            Some(Way::Hopper(tile, head_group, num_splits))
+            Some(Candidate::Hopper(tile, head_group, num_splits))
         }
-        (Part::Forward, Forward::Mma(MmaTiles { tile, head_group })) => Some(Way::Mma(tile, head_group)),
+        (Part::Forward, Forward::Mma(MmaTiles { tile, head_group })) => Some(Candidate::Mma(tile, head_group)),
         (Part::Forward, _) => None,
         (Part::Dq, _) => gradient(plan.backward.dq),
         (Part::Dkdv, _) => gradient(plan.backward.dkdv),
         (Part::Dbias, _) => match plan.backward.dbias {
             BiasGradient::Hopper(tile) => {
-                Some(Way::Hopper(HopperTile { consumer_groups: tile.row_stages, ..tile.tile() }, 1, tile.tiles))
+                Some(Candidate::Hopper(HopperTile { consumer_groups: tile.row_stages, ..tile.tile() }, 1, tile.tiles))
             }
             _ => None,
         },
         (Part::Fused, _) => plan.backward.fused.and_then(|fused| gradient(Gradient::Hopper(fused))),
     };
-    way.ok_or_else(|| Error::Other(format!("{plan}: not the kernel that was asked for")))
+    candidate.ok_or_else(|| {
+        Error::Other(format!(
+            "no kernel with tiles to change is planned: {plan}; choose another --kernel, --part or --set"
+        ))
+    })
 }
 
-fn way(numbers: &[Option<usize>], part: Part, planned: Way) -> Result<Way, Error> {
-    let wrong = |form: &str| Error::Other(format!("each of --try must be {form}"));
+fn candidate(numbers: &[Option<usize>], part: Part, planned: Candidate) -> Result<Candidate, Error> {
+    let wrong = |rule: &str| {
+        let number = |number: &Option<usize>| number.map_or("-".to_string(), |number| number.to_string());
+        Error::Other(format!("--try is {}; {rule}", numbers.iter().map(number).collect::<Vec<_>>().join("/")))
+    };
     match planned {
-        Way::Hopper(tile, planned_head_group, planned_splits) => {
+        Candidate::Hopper(tile, planned_head_group, planned_splits) => {
             let [consumer_groups, warpgroups, keys, stages, ping_pong, producer_warp, head_group, num_splits] =
                 *numbers
             else {
-                return Err(wrong("TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/LOADER/SECTION/PARTS"));
+                return Err(wrong(
+                    "it must be CONSUMER_GROUPS/WARPGROUPS/TILE_K/STAGES/PING_PONG/PRODUCER_WARP/HEAD_GROUP/NUM_SPLITS",
+                ));
             };
             let tile = HopperTile {
                 consumer_groups: consumer_groups.unwrap_or(tile.consumer_groups),
                 warpgroups: warpgroups.unwrap_or(tile.warpgroups),
                 tile_k: keys.unwrap_or(tile.tile_k),
                 stages: stages.unwrap_or(tile.stages),
-                ping_pong: ping_pong.map_or(tile.ping_pong, |turns| turns != 0),
-                producer_warp: producer_warp.map_or(tile.producer_warp, |loader| loader != 0),
+                ping_pong: ping_pong.map_or(tile.ping_pong, |ping_pong| ping_pong != 0),
+                producer_warp: producer_warp.map_or(tile.producer_warp, |producer_warp| producer_warp != 0),
             };
             if !tile.tile_k.is_multiple_of(16) || tile.tile_k > 256 || tile.warpgroups < 2 || tile.consumer_groups == 0
             {
-                return Err(wrong("KEYS that are a multiple of 16 up to 256, and at least 2 WARPGROUPS"));
+                return Err(wrong(
+                    "TILE_K must be a multiple of 16 up to 256, WARPGROUPS at least 2, and CONSUMER_GROUPS at least 1",
+                ));
             }
             if tile.producer_warp && part != Part::Forward {
-                return Err(wrong("LOADER 0 for gradients"));
+                return Err(wrong("PRODUCER_WARP must be 0 for gradients"));
             }
             let num_splits = num_splits.unwrap_or(planned_splits).max(1);
-            Ok(Way::Hopper(tile, head_group.unwrap_or(planned_head_group), num_splits))
+            Ok(Candidate::Hopper(tile, head_group.unwrap_or(planned_head_group), num_splits))
         }
-        Way::Mma(tile, planned_head_group) => {
+        Candidate::Mma(tile, planned_head_group) => {
             let [warpgroups, groups, keys, head_group] = *numbers else {
-                return Err(wrong("WARPGROUPS/GROUPS/KEYS/SECTION"));
+                return Err(wrong("it must be WARPGROUPS/GROUPS/TILE_K/HEAD_GROUP"));
             };
             let tile = MmaTile {
                 warpgroups: warpgroups.unwrap_or(tile.warpgroups),
                 groups: groups.unwrap_or(tile.groups),
                 tile_k: keys.unwrap_or(tile.tile_k),
             };
-            Ok(Way::Mma(tile, head_group.unwrap_or(planned_head_group)))
+            Ok(Candidate::Mma(tile, head_group.unwrap_or(planned_head_group)))
         }
     }
 }
@@ -214,16 +225,19 @@ pub fn run(options: &Options) -> Result<(), Error> {
         // Gradients read the saved results of the forward.
         tensors.forward(&client, &problem, plan.forward)?;
         let wanted = options.part.wanted(&tensors);
-        let ways =
-            options.ways.iter().map(|numbers| way(numbers, options.part, planned)).collect::<Result<Vec<_>, _>>()?;
-        for way in [planned].into_iter().chain(ways) {
+        let candidates = options
+            .candidates
+            .iter()
+            .map(|numbers| candidate(numbers, options.part, planned))
+            .collect::<Result<Vec<_>, _>>()?;
+        for candidate in [planned].into_iter().chain(candidates) {
             let mut work = Launches {
                 client: &client,
                 problem,
                 tensors: &tensors,
                 part: options.part,
                 backward: plan.backward,
-                way,
+                candidate,
             };
             let first = once(&mut work);
             let timed = first.and_then(|first| {
@@ -234,7 +248,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
                 }
                 Ok((first, error, device_time(&mut work)?.median()))
             });
-            let name = way.to_string();
+            let name = candidate.to_string();
             match timed {
                 Ok((first, error, ms)) => {
                     let rate = options.part.flops(&problem) / ms / 1e9;

@@ -70,7 +70,11 @@ pub struct Answer {
 
 /// Reads a job, runs it and prints the answer.
 pub fn run() -> Result<(), Error> {
-    let job: Job = serde_json::from_reader(io::stdin()).map_err(|error| Error::Other(format!("the job: {error}")))?;
+    let job: Job = serde_json::from_reader(io::stdin()).map_err(|error| {
+        Error::Other(format!(
+            "a worker has no valid job on its standard input, because only attention-bench starts workers: {error}"
+        ))
+    })?;
     let device = job.device.open()?;
     let client = device.client();
     let name = client.properties().identity.name.clone();
@@ -81,7 +85,8 @@ pub fn run() -> Result<(), Error> {
         Err(error) => Answer { note: error.to_string(), ..Default::default() },
     };
     let line = serde_json::to_string(&Answer { device: name, ..answer });
-    let line = line.map_err(|error| Error::Other(format!("the answer: {error}")))?;
+    let line =
+        line.map_err(|error| Error::Other(format!("the answer of a worker cannot be written as JSON: {error}")))?;
     println!("{line}");
     Ok(())
 }

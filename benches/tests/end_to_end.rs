@@ -1,4 +1,4 @@
-//! The program from end to end, on whatever adapter WGSL finds, and what it says to those who ask for nonsense.
+//! Runs the program from end to end on the default wgpu adapter, and checks its errors for invalid arguments.
 
 use attention_bench::results::{self, Accuracy, Call, Memory, Timing};
 use std::fs;
@@ -10,7 +10,7 @@ fn bench(arguments: &[&str], directory: &Path) -> Output {
     Command::new(program).args(arguments).arg("--directory").arg(directory).output().unwrap()
 }
 
-/// Asserts one clear sentence and exit code 2.
+/// Asserts exit code 2 and one line of error with these words.
 fn refused(output: &Output, words: &[&str]) {
     let said = String::from_utf8_lossy(&output.stderr);
     let sentence: Vec<_> = said.lines().filter(|line| !line.contains("XDG_RUNTIME_DIR")).collect();
@@ -19,12 +19,12 @@ fn refused(output: &Output, words: &[&str]) {
     assert!(words.iter().all(|word| sentence[0].contains(word)), "{said}");
 }
 
-/// Whether there is an adapter; `REQUIRE_WGPU=1` makes it a failure that there is none.
+/// Whether there is an adapter. With `REQUIRE_WGPU=1`, fails if there is none.
 fn has_adapter() -> bool {
     let there = cubecl::Device::wgpu(cubecl::device::WgpuDeviceKind::DefaultDevice).is_ok();
-    assert!(there || std::env::var("REQUIRE_WGPU").as_deref() != Ok("1"), "REQUIRE_WGPU=1, and there is no adapter");
+    assert!(there || std::env::var("REQUIRE_WGPU").as_deref() != Ok("1"), "REQUIRE_WGPU=1, but there is no adapter");
     if !there {
-        eprintln!("no adapter here: nothing was timed");
+        eprintln!("skipped: there is no adapter");
     }
     there
 }
@@ -42,7 +42,7 @@ fn a_tiny_set_is_timed_and_reported() {
 
     let timings: Vec<Timing> = results::read_if_there(directory.path(), "tiny-wgpu").unwrap();
     let calls: Vec<Call> = results::read_if_there(directory.path(), "tiny-wgpu").unwrap();
-    // Two problems; three passes of ours, two of the composed form, which has no backward alone.
+    // Two problems, each with three passes of ours and two of the composed operations, which have no separate backward.
     assert_eq!((timings.len(), calls.len()), (10, 10));
     for (timing, call) in timings.iter().zip(&calls) {
         assert_eq!(call.note, "", "{timing:?}");
@@ -52,7 +52,7 @@ fn a_tiny_set_is_timed_and_reported() {
         assert!(timing.median_ms.unwrap() > 0.0 && call.host_us.unwrap() > 0.0 && call.first_call_ms.unwrap() > 0.0);
         assert!(!timing.device.is_empty() && timing.runtime == "wgpu", "{timing:?}");
     }
-    // Each result's error stands by itself: of the bias's gradient where there is a bias, of lse where kernels are called.
+    // Each result has its own error: dbias if there is a bias, lse if kernels are called directly.
     let errors: Vec<Accuracy> = results::read_if_there(directory.path(), "tiny-wgpu").unwrap();
     assert_eq!(errors.len(), 10);
     for error in &errors {
@@ -60,10 +60,10 @@ fn a_tiny_set_is_timed_and_reported() {
         assert_eq!(error.lse.is_some(), error.pass != "autodiff" && error.r#impl == "ours", "{error:?}");
         assert_eq!(error.dq.is_some(), error.pass != "forward", "{error:?}");
     }
-    // q, k, v, o of 4096 floats and lse of 128, and what the runtime keeps for a launch.
+    // q, k, v and o have 4,096 floats, lse has 128. The runtime keeps a little memory for a launch.
     let forward = &timings[0];
     assert_eq!((forward.r#impl.as_str(), forward.pass.as_str()), ("ours", "forward"));
-    // The latter where the adapter is a processor.
+    // A software adapter runs `rows`.
     assert!(["portable", "rows"].contains(&forward.kernel.as_str()), "{forward:?}");
     let tensors = 4 * (4 * 4096 + 128);
     assert!((tensors..tensors + 4096).contains(&forward.peak_bytes.unwrap()), "{forward:?}");
@@ -78,7 +78,7 @@ fn a_tiny_set_is_timed_and_reported() {
 }
 
 #[test]
-fn memory_beyond_the_inputs_is_what_must_be_held() {
+fn memory_beyond_the_inputs() {
     if !has_adapter() {
         return;
     }
@@ -87,7 +87,7 @@ fn memory_beyond_the_inputs_is_what_must_be_held() {
     let output = bench(&[&arguments[..], &["--heads-kv", "2", "--seq-q", "128"]].concat(), directory.path());
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let rows: Vec<Memory> = results::read_if_there(directory.path(), "tiny-wgpu").unwrap();
-    // By kernels called directly, and through autodiff: the runtime keeps a little for a launch.
+    // Kernels called directly, and autodiff. The runtime keeps a little memory for a launch.
     assert_eq!(rows.iter().map(|row| row.pass.as_str()).collect::<Vec<_>>(), ["both", "autodiff"]);
     for row in &rows {
         let beyond = row.beyond().unwrap();
@@ -111,16 +111,16 @@ fn tiles_are_swept() {
 }
 
 #[test]
-fn nonsense_gets_one_sentence() {
+fn invalid_arguments_get_one_sentence() {
     let directory = tempfile::tempdir().unwrap();
     let of = |arguments: &[&str]| bench(arguments, directory.path());
-    refused(&of(&["--set", "h200", "--head-dim", "65"]), &["--head-dim 65", "h200", "128, 64, 256"]);
-    refused(&of(&["--set", "quick", "--variant", "none,windy"]), &["--variant windy", "window 128"]);
+    refused(&of(&["--set", "h200", "--head-dim", "65"]), &["--head-dim is 65", "h200", "128, 64, 256"]);
+    refused(&of(&["--set", "quick", "--variant", "none,windy"]), &["--variant is windy", "window 128"]);
     if !cfg!(feature = "cuda") {
         refused(&of(&["--device", "cuda"]), &["--device cuda"]);
     }
     refused(&of(&["--shape", "1,2,64,300"]), &["300"]);
-    // Of what is one of a few clap says which there are.
+    // For arguments with a fixed set of values, clap lists the values.
     for (arguments, known) in [
         (&["publish", "--only", "everything"][..], "h200-cuda"),
         (&["sweep", "--only", "63x64"], "64x64"),
@@ -173,19 +173,19 @@ fn shapes_of_the_user_s_own_are_timed() {
         rows.iter().map(|row| [row.heads_q, row.heads_kv, row.seq_q, row.seq_k, row.head_dim]).collect();
     assert_eq!(sizes, [[4, 2, 32, 32, 16], [2, 2, 1, 64, 16]]);
     assert!(rows.iter().all(|row| row.causal && row.dtype == "f32" && row.median_ms.is_some()), "{rows:?}");
-    // The second one is a step of decoding.
+    // The second shape is a decoding step.
     assert_eq!(rows.iter().map(|row| row.gigabytes_per_second().is_some()).collect::<Vec<_>>(), [false, true]);
     assert_eq!((said.matches(" TFLOP/s").count(), said.matches(" GB/s").count()), (1, 1), "{said}");
 }
 
-/// Rows of a file, as problem and pass, in their order.
+/// Rows of a file in order, as pass and problem.
 fn measured(directory: &Path) -> Vec<String> {
     let rows: Vec<Timing> = results::read_if_there(directory, "trial-wgpu").unwrap();
     rows.iter().map(|row| format!("{} {} {} {}", row.pass, row.heads_kv, row.seq_q, row.variant)).collect()
 }
 
 #[test]
-fn what_is_published_is_measured_once_in_pieces_and_replaces_what_was_there() {
+fn publish_resumes_and_replace_installs_its_rows() {
     if !has_adapter() {
         return;
     }
@@ -193,7 +193,7 @@ fn what_is_published_is_measured_once_in_pieces_and_replaces_what_was_there() {
     let publish = |more: &[&str]| {
         bench(&[&["publish", "--only", "trial-wgpu", "--unclean"][..], more].concat(), directory.path())
     };
-    // No time at all: all is left, and nothing is written.
+    // With a time limit of 0 everything is left and nothing is written.
     let output = publish(&["--minutes", "0"]);
     let said = String::from_utf8_lossy(&output.stdout);
     assert_eq!(output.status.code(), Some(3), "{said}");
@@ -207,7 +207,7 @@ fn what_is_published_is_measured_once_in_pieces_and_replaces_what_was_there() {
     let all = measured(directory.path());
     assert_eq!(all.len(), 5);
 
-    // As a kill leaves it: the last rows are not there, and the one before is cut short.
+    // A file as a kill leaves it: the last rows are missing and the one before is truncated.
     let file = directory.path().join("trial-wgpu.csv");
     let text = fs::read_to_string(&file).unwrap();
     let lines: Vec<&str> = text.lines().collect();
@@ -216,14 +216,14 @@ fn what_is_published_is_measured_once_in_pieces_and_replaces_what_was_there() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert_eq!(measured(directory.path()), all);
     let again: Vec<Timing> = results::read_if_there(directory.path(), "trial-wgpu").unwrap();
-    assert_eq!(again[0].run, again[1].run, "what was there stays");
+    assert_eq!(again[0].run, again[1].run, "complete rows must stay");
     assert_ne!(again[1].run, again[2].run);
-    // All is done.
+    // Nothing is left.
     let before = fs::read(&file).unwrap();
     assert!(publish(&[]).status.success());
     assert_eq!(fs::read(&file).unwrap(), before);
 
-    // Rows of another commit count as nothing, and give way.
+    // `replace` removes rows of other commits.
     let commit = &again[0].commit;
     let old = tempfile::tempdir().unwrap();
     let stale: Vec<Timing> = again.iter().map(|row| Timing { commit: "0123456789".into(), ..row.clone() }).collect();
@@ -237,7 +237,7 @@ fn what_is_published_is_measured_once_in_pieces_and_replaces_what_was_there() {
     let calls: Vec<Call> = results::read_if_there(old.path(), "trial-wgpu").unwrap();
     let errors: Vec<Accuracy> = results::read_if_there(old.path(), "trial-wgpu").unwrap();
     assert_eq!((calls.len(), errors.len()), (5, 5));
-    // What was not measured stays.
+    // Files that were not measured stay.
     assert_eq!(results::read_if_there::<Timing>(old.path(), "other-wgpu").unwrap(), stale);
     if commit.ends_with('+') {
         refused(&bench(&["replace", "--from", from], old.path()), &[commit, "one clean commit"]);

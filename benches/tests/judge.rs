@@ -1,4 +1,4 @@
-//! The judge of results on the same numbers in Rust and in Python, where PyTorch's results are judged.
+//! The judge of results in Rust and in Python (for PyTorch's results), tested with the same numbers.
 
 use attention_bench::judge::{self, Verdict};
 use flash_attention_kernels::Dtype;
@@ -10,7 +10,7 @@ fn numbers() -> Value {
     serde_json::from_str(include_str!("judge.json")).unwrap()
 }
 
-/// JSON has no NaN.
+/// A number, or NaN for any other value, because JSON has no NaN.
 fn number(value: &Value) -> f64 {
     value.as_f64().unwrap_or(f64::NAN)
 }
@@ -46,7 +46,7 @@ fn errors_of_blocks() {
 }
 
 #[test]
-fn blocks_and_what_is_sampled() {
+fn blocks_and_samples() {
     let numbers = numbers();
     for case in numbers["blocks"].as_array().unwrap() {
         assert_eq!(judge::blocks(size(case, "length"), judge::BLOCKS), ranges(&case["blocks"]), "{case}");
@@ -69,9 +69,9 @@ fn verdicts() {
     }
 }
 
-/// `REQUIRE_PYTHON=1` makes it a failure that there is no python3.
+/// Without python3 the test is skipped. With `REQUIRE_PYTHON=1` it fails.
 #[test]
-fn python_says_the_same() {
+fn python_gives_the_same_verdicts() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/judge_test.py");
     match Command::new("python3").arg(script).output() {
         Ok(output) => {
@@ -79,8 +79,11 @@ fn python_says_the_same() {
             assert!(output.status.success() && said.contains("Ran 5 tests"), "{said}");
         }
         Err(error) => {
-            assert!(std::env::var("REQUIRE_PYTHON").as_deref() != Ok("1"), "REQUIRE_PYTHON=1, and {error}");
-            eprintln!("no python3 here: judge.py was not tried");
+            assert!(
+                std::env::var("REQUIRE_PYTHON").as_deref() != Ok("1"),
+                "REQUIRE_PYTHON=1, but python3 does not start: {error}"
+            );
+            eprintln!("skipped: there is no python3 to run judge.py");
         }
     }
 }

@@ -1,4 +1,4 @@
-"""judge.py on the numbers of judge.json, which src/judge.rs is held to as well: python3 tests/judge_test.py."""
+"""Tests judge.py with the numbers of judge.json, as tests/judge.rs tests src/judge.rs: python3 tests/judge_test.py."""
 
 import json
 import math
@@ -16,7 +16,7 @@ NUMBERS = json.loads((HERE / "judge.json").read_text())
 
 
 def number(value):
-    """JSON has no NaN."""
+    """A number, or NaN for null, because JSON has no NaN."""
     return math.nan if value is None else value
 
 

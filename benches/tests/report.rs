@@ -1,4 +1,4 @@
-//! The report on results made up here: what each chart holds, and what is said of that which was not measured.
+//! Reports on made-up results: the contents of charts and tables, and the reasons for missing values.
 
 use attention_bench::report::{self, Allow};
 use attention_bench::results::{self, Call, Memory, Moved, Record, TileTiming, Timing};
@@ -6,7 +6,7 @@ use std::fs;
 use std::path::PathBuf;
 use tempfile::TempDir;
 
-/// A directory of results.
+/// A temporary directory of results.
 struct Place(TempDir);
 
 impl Place {
@@ -91,7 +91,7 @@ fn call(row: &Timing, note: &str) -> Call {
     }
 }
 
-/// Ours, composed operations that run out of memory at 4,096, and a peer in the same run.
+/// Rows of ours, of composed operations that run out of memory at 4,096, and of a peer in the same run.
 fn lengths() -> Vec<Timing> {
     let lengths = [1024, 2048, 4096];
     let mut rows: Vec<_> = lengths.iter().map(|seq| timing("ours", "forward", *seq, Some(*seq as f64 / 1e3))).collect();
@@ -108,7 +108,7 @@ fn paper() -> Place {
     Place::new().with("paper", &rows).with("paper", &calls).with("paper", &[matmul])
 }
 
-/// The figures with this title, in this view.
+/// The charts with this title in this view.
 fn views<'a>(page: &'a str, title: &str, view: &str) -> Vec<&'a str> {
     let figures = page.split("<figure aria-label=\"").skip(1).map(|part| part.split("</figure>").next().unwrap());
     let titled = figures.filter(|part| part.starts_with(&format!("{title}\">")));
@@ -122,11 +122,11 @@ fn views<'a>(page: &'a str, title: &str, view: &str) -> Vec<&'a str> {
 fn view<'a>(page: &'a str, title: &str, view: &str) -> &'a str {
     match *views(page, title, view) {
         [one] => one,
-        ref all => panic!("{} figures {title} in view {view}", all.len()),
+        ref all => panic!("there are {} figures {title} in view {view}, expected one", all.len()),
     }
 }
 
-/// The lines of a chart, with the number of their points: each is drawn, and so is one for each line of the legend.
+/// The lines of a chart with their numbers of points. Each line is drawn in the chart and in the legend.
 fn lines(chart: &str) -> Vec<(&str, usize)> {
     let items = chart.split("<li>").skip(1).map(|item| item.split("</li>").next().unwrap());
     let lines: Vec<(&str, usize)> = items
@@ -141,7 +141,7 @@ fn lines(chart: &str) -> Vec<(&str, usize)> {
     lines
 }
 
-/// Whether a chart has this text.
+/// Whether a chart contains this text.
 fn says(chart: &str, text: &str) -> bool {
     chart.contains(&format!(">\n{text}\n</text>"))
 }
@@ -149,7 +149,7 @@ fn says(chart: &str, text: &str) -> bool {
 /// The colour of our kernels.
 const OURS: &str = "#D1490B";
 
-/// How many shapes of a kind have this colour.
+/// Number of shapes of a kind with this colour.
 fn shapes(chart: &str, kind: &str, colour: &str) -> usize {
     let start = format!("<{kind} ");
     let shapes = chart.split(&start).skip(1).map(|part| part.split("/>").next().unwrap());
@@ -162,7 +162,7 @@ fn a_line_for_each_implementation_in_every_view() {
     for name in ["rate", "time", "fraction", "peak"] {
         let chart = view(&page, "bf16 [4, 8, s, 64] causal", name);
         assert_eq!(lines(chart), [("ours", 3), ("composed", 2), ("cudnn", 3)], "{name}");
-        // Ours is drawn last, over the others.
+        // Ours is drawn last, on top of the others.
         assert!(chart.rsplit("<circle").next().unwrap().contains(OURS), "{name}");
     }
     let chart = view(&page, "bf16 [4, 8, s, 64] causal", "fraction");
@@ -180,7 +180,7 @@ fn a_missing_time_says_why_and_is_never_drawn() {
     let row = rows.split("<tr class=\"\">").find(|row| row.contains("composed") && row.contains("4096")).unwrap();
     assert!(row.contains("<td class=\"number\">–</td><td class=\"reason\">out of memory</td>"), "{row}");
 
-    // The reason is that of this row's call, not of any other.
+    // Only the call of the same row gives the reason.
     let other = call(&timing("composed", "forward", 2048, None), "out of memory");
     let unsaid = Place::new().with("paper", &lengths()).with("paper", &[other]).page();
     assert!(unsaid.contains("<li>composed, forward, at sequence length 4k: no reason recorded</li>"));
@@ -193,7 +193,7 @@ fn a_line_stops_where_a_value_is_missing() {
     rows[1] = timing("ours", "forward", 2048, None);
     let page = Place::new().with("paper", &rows).page();
     let chart = view(&page, "bf16 [4, 8, s, 64] causal", "rate");
-    // The legend's, and two pieces.
+    // One line in the legend, and two pieces in the chart.
     assert_eq!(shapes(chart, "polyline", OURS), 3, "{chart}");
 }
 
@@ -215,13 +215,13 @@ fn devices_and_runtimes_are_never_joined() {
         .page();
     let charts = views(&page, "bf16 [4, 8, s, 64] causal", "rate");
     let all: Vec<_> = charts.into_iter().map(lines).collect();
-    // The peer was timed in the first run, and stays there.
+    // The peer stays with the first run, in which it was timed.
     assert_eq!(all[0], [("ours", 3), ("composed", 2), ("cudnn", 3)]);
     assert_eq!(all[1..], [vec![("ours", 4)], vec![("ours", 2)]]);
     for title in ["Chip 1, cuda, with torch 2.9.1", "Chip 1, vulkan", "Chip 2, cuda"] {
         assert!(page.contains(&format!("<h3>{title}</h3>")), "{title}");
     }
-    // The only product of matrices is another run's.
+    // The only product of matrices belongs to another run.
     let other = Timing { run: "r9".into(), ..timing("matmul", "forward", 8192, Some(0.5)) };
     let page = Place::new().with("paper", &lengths()).with("other", &[other]).page();
     assert!(views(&page, "bf16 [4, 8, s, 64] causal", "fraction").is_empty());
@@ -245,8 +245,8 @@ fn kernels_have_lines_of_their_own_and_repeated_rows_count_once() {
     let page = Place::new().with("paper", &rows).page();
     let chart = view(&page, "bf16 [4, 8, s, 64] causal", "rate");
     assert_eq!(lines(chart)[..2], [("ours portable", 3), ("ours mma", 2)], "{chart}");
-    assert!(chart.contains("<li>forward, ours portable: 800 at 1k; "), "the last one counts");
-    assert!(shapes(chart, "polyline", OURS) > 20, "the second one is dashed");
+    assert!(chart.contains("<li>forward, ours portable: 800 at 1k; "), "the last of repeated rows must count");
+    assert!(shapes(chart, "polyline", OURS) > 20, "the line of the second kernel must be dashed");
 }
 
 #[test]
@@ -267,7 +267,7 @@ fn studies_of_one_axis_each() {
     ] {
         assert_eq!(lines(view(&page, title, "time")), [("ours", points)], "{title}");
     }
-    // 500 beside 512 is no study of length.
+    // 500 and 512 are not a study of length.
     assert_eq!(page.matches("<figure ").count(), 4);
 }
 
@@ -285,7 +285,7 @@ fn calls_are_bars_with_a_dot_for_each_problem() {
         [("First call", "2,048", "milliseconds"), ("Host time of a launch", "12.0", "microseconds")]
     {
         let chart = view(&page, title, "calls");
-        // Beside the background.
+        // One rectangle is the background.
         assert_eq!(chart.matches("<rect ").count(), 1 + 3, "{title}");
         assert_eq!(chart.matches("<circle").count(), 8, "{title}");
         assert!(says(chart, median) && says(chart, unit), "{title}");
@@ -341,7 +341,7 @@ fn a_map_of_tiles_shows_the_best_shape_and_outlines_the_chosen() {
     ];
     let page = Place::new().with("sweep", &rows).page();
     let chart = view(&page, "Chip 1, cuda: f32 [4, 8, 4096, 64] full", "tiles");
-    // Two of three cells have a time, and one has the chosen shape.
+    // Two of three cells have a time, and one is the chosen shape.
     assert_eq!((shapes(chart, "rect", "#F08A4B"), chart.matches("stroke-width=\"3\"").count()), (2, 1), "{chart}");
     assert!(says(chart, "1.25 ms") && !says(chart, "1.50 ms") && says(chart, "–"), "{chart}");
     assert!(page.contains("<summary>All 4 shapes</summary>"));
@@ -393,7 +393,7 @@ fn pictures_stand_alone() {
     assert_eq!(names, ["report.html", "paper-bf16-4-8-s-64-causal-rate.svg", "paper-bf16-4-8-s-64-causal-peak.svg"]);
     let picture = fs::read_to_string(&written[1]).unwrap();
     assert!(picture.starts_with("<svg ") && picture.contains("xmlns=\"http://www.w3.org/2000/svg\""));
-    assert_eq!(shapes(&picture, "rect", "#FFFFFF"), 1, "readable on any background");
+    assert_eq!(shapes(&picture, "rect", "#FFFFFF"), 1, "the background must be white");
     for text in ["bf16 [4, 8, s, 64] causal", "Chip 1, cuda, with torch 2.9.1", "ours: abc1234", "forward", "TFLOP/s"] {
         assert!(says(&picture, text), "{text}: {picture}");
     }
@@ -403,16 +403,18 @@ fn pictures_stand_alone() {
 }
 
 #[test]
-fn the_readme_is_stale_until_it_is_written_anew() {
+fn tables_are_stale_until_they_are_written_again() {
     let place = paper().with("paper", &[timing("ours", "backward", 1024, Some(4.0))]);
     let old = "# Title\n\n<!-- results:paper -->\nold\n<!-- /results -->\n\nEnd.\n";
     fs::write(place.path("README.md"), old).unwrap();
     let error = place.readme(true).unwrap_err();
     assert!(
-        error.ends_with("README.md is not current: its tables differ from the results, write them anew"),
+        error.ends_with(
+            "README.md is not current: it differs from the results; write it with attention-bench tables or pictures"
+        ),
         "{error}"
     );
-    assert_eq!(place.readme_text(), old, "a check writes nothing");
+    assert_eq!(place.readme_text(), old, "a check must not write");
 
     place.readme(false).unwrap();
     place.readme(true).unwrap();
@@ -426,13 +428,13 @@ fn the_readme_is_stale_until_it_is_written_anew() {
     assert!(text.contains("| bf16 [4, 8, 1024, 64] causal | 97.7 / 25.0 | 9.77 / – | 195 / – | 0.50× / – |"), "{text}");
     assert!(text.contains("| – (out of memory) / – |"), "{text}");
 
-    // One more measurement, and it is stale again.
+    // After one more measurement the tables are stale again.
     let place = place.with("paper", &[timing("ours", "forward", 1024, Some(0.5))]);
     place.readme(true).unwrap_err();
 }
 
 #[test]
-fn both_orders_of_the_backward_stand_beside_each_other_and_beside_the_best_other() {
+fn tables_show_both_orders_of_the_backward_and_the_best_other() {
     let of = |name: &str, ms: f64| timing(name, "backward", 1024, Some(ms));
     let rows =
         [of("ours-fast", 1.0), of("ours", 2.0), of("cudnn", 1.25), of("flash2", 5.0), of("flash2-deterministic", 6.25)];
@@ -446,7 +448,7 @@ fn both_orders_of_the_backward_stand_beside_each_other_and_beside_the_best_other
     assert!(text.contains("| 50.0 | 100 | 80.0 | 20.0 | 16.0 | 0.62× | 1.25× |"), "{text}");
 }
 
-/// The same rows at another commit.
+/// These rows with another commit.
 fn at(commit: &str, rows: Vec<Timing>) -> Vec<Timing> {
     rows.into_iter().map(|row| Timing { commit: commit.into(), ..row }).collect()
 }
@@ -462,23 +464,23 @@ fn commits_of_ours_are_not_mixed_in_a_chart() {
     {
         assert!(error.contains(word), "{word}: {error}");
     }
-    assert!(!place.path("report.html").exists(), "nothing is written");
-    // Unless that is asked for; then the chart says so.
+    assert!(!place.path("report.html").exists(), "nothing must be written");
+    // With --mixed the chart is written and names the commits.
     let pictures = place.path("pictures");
     report::write(place.0.path(), &[], &place.path("report.html"), Some(&pictures), Allow::Any).unwrap();
     let picture = fs::read_to_string(pictures.join("paper-bf16-4-8-s-64-causal-rate.svg")).unwrap();
     assert!(picture.contains("ours: abc1234 (forward), def5678 (forward)"), "{picture}");
 
-    // Of others any will do: their rows do not change with our commits.
+    // Rows of other implementations may be of any commit.
     let mut rows = lengths();
     rows.iter_mut().filter(|row| row.r#impl == "cudnn").for_each(|row| row.commit = "def5678".into());
     Place::new().with("paper", &rows).write().unwrap();
-    // A tree that differed is one's own affair, but not beside its commit.
+    // Rows of a tree that differs from its commit may not be mixed with rows of the commit.
     Place::new().with("paper", &at("abc1234+", lengths())).write().unwrap();
     let place =
         Place::new().with("paper", &at("abc1234+", lengths())).with("paper", &at("abc1234", lengths()[..2].to_vec()));
     assert!(place.write().unwrap_err().contains("abc1234+ has 1 rows"));
-    // Rows of which later ones were measured are in no chart.
+    // Rows that were measured again later are in no chart.
     Place::new().with("paper", &at("old", lengths())).with("paper", &lengths()).write().unwrap();
 }
 
@@ -532,7 +534,7 @@ fn documents_take_one_clean_commit_or_say_that_they_do_not() {
         );
         assert!(text.contains(commits), "{text}");
     }
-    // The mark goes when they are measured again.
+    // The mark `stale` is an error once the rows are of one clean commit.
     let error = place(&lengths(), "paper stale").readme(false).unwrap_err();
     assert!(error.contains("marked as stale"), "{error}");
     place(&lengths(), "paper").readme(false).unwrap();
@@ -581,29 +583,32 @@ fn peers_timed_in_another_piece_stand_beside_ours_of_their_commit() {
     rows.iter_mut().filter(|row| row.r#impl == "cudnn").for_each(|row| row.run = "r2".into());
     let page = Place::new().with("paper", &rows).page();
     assert_eq!(lines(view(&page, "bf16 [4, 8, s, 64] causal", "rate")).len(), 3);
-    // Of another commit they are another machine's.
+    // Peers of another commit are in a table of their own.
     rows.iter_mut().filter(|row| row.r#impl == "cudnn").for_each(|row| row.commit = "def5678".into());
     let page = Place::new().with("paper", &rows).page();
     assert_eq!(views(&page, "bf16 [4, 8, s, 64] causal", "rate").len(), 2);
 }
 
 #[test]
-fn what_is_wrong_is_said_in_a_sentence() {
+fn errors_are_one_sentence() {
     let place = paper();
     let readme = |text: &str| {
         fs::write(place.path("README.md"), text).unwrap();
         place.readme(false).unwrap_err()
     };
-    assert!(readme("# Title").ends_with("README.md: there is no <!-- results:NAME --> to fill"));
+    assert!(readme("# Title").ends_with("README.md: it has no marker <!-- results:NAME --> for a table"));
     let open = "<!-- results:paper -->\n<!-- results:paper -->\n<!-- /results -->";
     assert!(readme(open).ends_with("README.md: <!-- results:paper --> has no <!-- /results --> after it"));
     let error = readme("<!-- results:other -->\n<!-- /results -->");
-    assert!(error.starts_with("there are no results ") && error.ends_with("other.csv"), "{error}");
+    assert!(
+        error.starts_with("there are no results ") && error.ends_with("other.csv; check their name and --directory"),
+        "{error}"
+    );
 
     let error = Place::new().write().unwrap_err();
     assert!(error.starts_with("there are no results "), "{error}");
     fs::write(place.path("notes.csv"), "day,rain\n1,2\n").unwrap();
     let error = place.write().unwrap_err();
-    assert!(error.contains("notes.csv is not a file of results: its first line should be run,date,"), "{error}");
-    assert!(!place.path("report.html").exists(), "nothing is written");
+    assert!(error.contains("notes.csv is not a file of results: its first line must be run,date,"), "{error}");
+    assert!(!place.path("report.html").exists(), "nothing must be written");
 }

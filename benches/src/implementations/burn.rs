@@ -249,7 +249,8 @@ impl Prepared for Tensors {
 
     fn results(&mut self) -> Result<Results, Error> {
         self.call(0)?;
-        let (o, gradients) = self.last.take().ok_or_else(|| Error::Other("no call was made".into()))?;
+        let (o, gradients) =
+            self.last.take().ok_or_else(|| Error::Other("there are no results, because no call was made".into()))?;
         let dtype = self.problem.dtype;
         let read = |x: Tensor<4>| Values { bytes: x.into_data().bytes().to_vec(), dtype };
         let mut gradients = gradients.into_iter().map(read);

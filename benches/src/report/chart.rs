@@ -49,7 +49,7 @@ pub struct Chart {
 impl Chart {
     /// The chart below its heading, on a white background, because the page around it may have another one.
     pub fn svg(&self, heading: &[String]) -> Result<String, Error> {
-        self.drawn(heading).map_err(|error| Error::Other(format!("a chart could not be drawn: {error}")))
+        self.drawn(heading).map_err(|error| Error::Other(format!("a chart cannot be drawn: {error}")))
     }
 
     fn drawn(&self, heading: &[String]) -> Result<String, Box<dyn StdError>> {

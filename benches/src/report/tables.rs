@@ -27,8 +27,9 @@ pub fn write_tables(directory: &Path, document: &Path, check: bool) -> Result<()
     let (mut new, mut rest) = (String::new(), old.as_str());
     while let Some(start) = rest.find(OPEN) {
         let (before, after) = rest.split_at(start);
-        let (name, body) =
-            after[OPEN.len()..].split_once("-->").ok_or_else(|| markers("a marker has no end".into()))?;
+        let (name, body) = after[OPEN.len()..]
+            .split_once("-->")
+            .ok_or_else(|| markers("a marker <!-- results: has no --> after it".into()))?;
         let marked = name.trim();
         let name = marked.strip_suffix(STALE).unwrap_or(marked);
         let allow = if name == marked { Allow::Clean } else { Allow::Stale };
@@ -39,7 +40,7 @@ pub fn write_tables(directory: &Path, document: &Path, check: bool) -> Result<()
         rest = &body[end + CLOSE.len()..];
     }
     if new.is_empty() {
-        return Err(markers(format!("there is no {OPEN}NAME --> to fill")));
+        return Err(markers(format!("it has no marker {OPEN}NAME --> for a table")));
     }
     new += rest;
     match new == old {

@@ -52,7 +52,7 @@ impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff
         _wanted: Wanted,
         _options: AttentionOptions,
     ) -> AttentionGradients<Self> {
-        unreachable!("only the backward of Autodiff calls this, and it calls it on the backend beneath")
+        unreachable!("the backward runs on the inner backend, not on Autodiff")
     }
 
     fn flash_attention_block_states(
@@ -73,7 +73,9 @@ fn record<B: FlashAttentionOps, C: CheckpointStrategy, const N: usize>(
 ) -> AttentionOutput<Autodiff<B, C>> {
     let optional = extras.tracked();
     let guards = [&q, &k, &v].into_iter().chain(optional.iter().flatten()).map(|tensor| tensor.node());
-    let Ok(guards) = <[NodeGuard; N]>::try_from(guards.collect::<Vec<_>>()) else { unreachable!("N counts them") };
+    let Ok(guards) = <[NodeGuard; N]>::try_from(guards.collect::<Vec<_>>()) else {
+        unreachable!("there are N tracked tensors")
+    };
     match Core.prepare::<C>(guards).compute_bound().stateful() {
         OpsKind::UnTracked(_) => {
             let extras = extras.map_floats(|tensor| tensor.into_primitive());

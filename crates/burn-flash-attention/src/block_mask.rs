@@ -165,8 +165,8 @@ mod tests {
         };
         let options = FlashAttentionOptions::new();
         let made = layer(options.clone());
-        assert!(made >= 2, "{made} lists, of queries and of keys");
+        assert!(made >= 2, "there must be lists of queries and of keys, but {made} were made");
         assert_eq!(layer(options.clone()), made);
-        assert!(layer(options.with_window_left(100)) > made, "a window has lists of its own");
+        assert!(layer(options.with_window_left(100)) > made, "a window must have its own lists");
     }
 }

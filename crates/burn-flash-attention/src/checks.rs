@@ -16,7 +16,7 @@ pub(crate) fn function_tensors(
             return Err(AttentionError::Unsupported {
                 option: argument,
                 value: format!("a tensor of {}", tensor.dtype().name()),
-                why: "functions read f32, whatever the dtype of q: cast it",
+                why: "functions read f32 for any dtype of q; cast the tensor",
             });
         }
         same_device(argument, &tensor.device(), device)?;
@@ -62,7 +62,7 @@ pub(crate) fn unsupported(device: &DispatchDevice) -> AttentionError {
     AttentionError::Unsupported {
         option: "device",
         value: format!("{device:?}"),
-        why: "attention runs on CubeCL devices and on Flex, each with the feature of this crate that bears its name",
+        why: "attention runs on CubeCL's devices and on Flex; enable this crate's feature for the device",
     }
 }
 

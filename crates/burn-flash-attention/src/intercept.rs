@@ -76,10 +76,10 @@ pub fn install() -> Result<Interception, InstallError> {
 #[non_exhaustive]
 pub enum InstallError {
     /// Burn's fusion has already started.
-    #[error("Burn's fusion has begun: install() comes before the first operation on a tensor")]
+    #[error("Burn's fusion has already started; call install() before the first operation on a tensor")]
     FusionRunning,
     /// Another optimization is registered under this name.
-    #[error("there is another optimization named {name}")]
+    #[error("Burn has another optimization named {name}; call install() without registering one of this name")]
     Duplicate {
         /// Name of the optimization.
         name: String,
@@ -96,7 +96,7 @@ pub enum InstallError {
 /// # Ok::<(), burn_flash_attention::InstallError>(())
 /// ```
 #[derive(Debug)]
-#[must_use = "Burn's attention is caught as long as this lives"]
+#[must_use = "Burn's attention is replaced only while this guard lives"]
 pub struct Interception(());
 
 impl Interception {
@@ -289,7 +289,7 @@ impl OperationFuser<CubeOptimization> for Fuser {
     }
 
     fn finish(&mut self) -> CubeOptimization {
-        let operation = self.found.clone().expect("nothing is finished that was not ready");
+        let operation = self.found.clone().expect("only an operation that was found is finished");
         CubeOptimization::new(Caught { operation, leading: self.leading })
     }
 

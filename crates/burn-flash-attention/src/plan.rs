@@ -18,7 +18,7 @@ use std::fmt::{Display, Formatter, Result};
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
-#[allow(clippy::large_enum_variant, reason = "it is asked for now and then, and looked at once")]
+#[allow(clippy::large_enum_variant, reason = "plans are few and short-lived")]
 pub enum AttentionPlan {
     /// A CubeCL kernel.
     Kernel(Plan),

@@ -58,7 +58,7 @@ pub(crate) fn problem(
             return Err(AttentionError::Unsupported {
                 option: if q.is_some() { "cu_seqlens_k" } else { "cu_seqlens_q" },
                 value: "no tensor".into(),
-                why: "queries and keys are packed alike: cu_seqlens_q and cu_seqlens_k come together",
+                why: "cu_seqlens_q and cu_seqlens_k must be given together",
             });
         }
     }

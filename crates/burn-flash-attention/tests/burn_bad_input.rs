@@ -1,5 +1,4 @@
-//! Every way to call attention wrongly: a typed error before anything runs, whose message names the argument and its
-//! value.
+//! Invalid calls: each is a typed error before anything runs, whose message names the argument and its value.
 
 mod common;
 
@@ -20,12 +19,12 @@ fn mask(shape: [usize; 4], device: &Device) -> Tensor<4, Bool> {
     Tensor::<4>::zeros(shape, device).greater_elem(0.0)
 }
 
-/// The error of a call with these shapes, the same from each entry.
+/// The error of a call, asserted to be the same from `plan` and from `try_flash_attention`.
 fn error_of(q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, options: FlashAttentionOptions) -> AttentionError {
     let planned = plan(&q, &k, &v, &options).unwrap_err();
     let tried = try_flash_attention(q.clone(), k.clone(), v.clone(), &options).unwrap_err();
     let tried_with_lse = try_flash_attention_with_lse(q, k, v, &options).unwrap_err();
-    // Not `assert_eq`: NaN among the values is not equal to itself.
+    // The errors are compared as text, because NaN is not equal to itself.
     assert_eq!(planned.to_string(), tried.to_string());
     assert_eq!(planned.to_string(), tried_with_lse.to_string());
     tried
@@ -33,11 +32,11 @@ fn error_of(q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, options: FlashAttentionOpt
 
 fn says(error: &AttentionError, words: &[&str]) {
     for word in words {
-        assert!(error.to_string().contains(word), "{word:?} is not in {error}");
+        assert!(error.to_string().contains(word), "the error {error:?} lacks {word:?}");
     }
 }
 
-/// Asserts the kind of error and the words in it.
+/// Asserts the variant of an error and words of its message.
 macro_rules! refused {
     ($error:expr, $kind:pat, $($word:expr),+) => {{
         let error = $error;
@@ -119,7 +118,7 @@ fn numbers_that_make_no_sense() {
 }
 
 #[test]
-fn numbers_of_heads_and_batches_that_are_others() {
+fn other_numbers_of_heads_and_batches() {
     use AttentionError::{Dimension, Dtype, Unsupported};
     for target in targets() {
         let d = &target.device;
@@ -195,7 +194,7 @@ fn dtypes_that_are_mixed_or_unknown() {
         }
         // 35 f64
         if d.supports_dtype(DType::F64) {
-            // Uploaded: software Vulkan claims f64, and its compiler may abort on a kernel of Burn's that fills with it.
+            // The data is uploaded: software Vulkan reports f64, but its compiler may abort on Burn's kernel that fills a tensor.
             let data = || TensorData::zeros::<f64, _>([1, 2, 4, 8]);
             let double = || Tensor::<4>::from_data(data(), (d, DType::F64));
             refused!(error_of(double(), double(), double(), new()), Dtype { .. }, "q is f64", "f32, f16 and bf16");
@@ -241,7 +240,7 @@ fn two_ways_of_checkpointing() {
         // 41
         let error = error_of(plain.clone(), balanced, plain.clone(), FlashAttentionOptions::new());
         refused!(error, AttentionError::Device { .. }, "k is on", "Balanced", "q is on", "Disabled");
-        // A constant may come without any.
+        // A constant may have another checkpointing strategy.
         let constant = zeros([1, 2, 4, 8], &target.device);
         assert!(plan(&plain, &constant, &constant, &FlashAttentionOptions::new()).is_ok());
     }
@@ -261,7 +260,7 @@ fn the_plain_form_panics_with_the_same_message_where_it_was_called() {
 }
 
 #[test]
-fn modules_that_cannot_be() {
+fn invalid_modules() {
     use AttentionError::{Dimension, HeadsNotGrouped, Unsupported};
     for target in targets() {
         let d = &target.device;
@@ -314,7 +313,7 @@ fn options_with_tensors_do_not_serialize() {
 }
 
 #[test]
-fn functions_that_cannot_read_what_they_are_given() {
+fn invalid_tensors_of_functions() {
     use AttentionError::{Broadcast, Unsupported};
     use flash_attention_reference::mods::Bent;
     for target in targets() {
@@ -323,7 +322,7 @@ fn functions_that_cannot_read_what_they_are_given() {
         let scored = |tensors: Vec<Tensor<4>>| FlashAttentionOptions::new().with_score_mod(bent, tensors);
         let masked = |tensors: Vec<Tensor<4>>| FlashAttentionOptions::new().with_mask_mod(document, tensors);
         let good = || zeros([1, 4, 1, 6], d);
-        // More than a function reads.
+        // More tensors than a function reads.
         let error = with(&target, scored(vec![good(), good(), good()]));
         refused!(error, Unsupported { .. }, "score_tensors = 3 tensors", "two at most");
         let error = with(&target, masked(vec![good(), good(), good()]));
@@ -349,14 +348,14 @@ fn functions_that_cannot_read_what_they_are_given() {
             let error = with(&target, masked(vec![half()]));
             refused!(error, Unsupported { .. }, "mask_tensors[0] = a tensor of f16", "read f32");
         }
-        // Tensors without a function.
+        // Tensors without a function that reads them.
         let mut options = FlashAttentionOptions::new();
         options.score_tensors = vec![good()];
         refused!(with(&target, options), Unsupported { .. }, "score_tensors[0] = a tensor", "score_mod");
         let mut options = FlashAttentionOptions::new();
         options.mask_tensors = vec![good()];
         refused!(with(&target, options), Unsupported { .. }, "mask_tensors[0] = a tensor", "mask_mod");
-        // Functions and what they read do not serialize.
+        // Functions and their tensors do not serialize.
         let error = serde_json::to_string(&scored(vec![])).unwrap_err().to_string();
         assert!(error.contains("score_mod is") && error.contains("Bent"), "{error}");
         let error = serde_json::to_string(&masked(vec![good()])).unwrap_err().to_string();
@@ -388,18 +387,18 @@ fn block_masks_that_do_not_fit() {
         refused!(with(&target, of([1, 1, 1, 1], 64, 128)), Option { .. }, "block_q is 64", multiple);
         refused!(with(&target, of([1, 1, 1, 1], 128, 0)), Option { .. }, "block_k is 0", multiple);
         refused!(with(&target, of([1, 1, 1, 1], 128, 192)), Option { .. }, "block_k is 192", multiple);
-        // Packed sequences, however they are called.
+        // Packed sequences, through either entry point.
         let ends = || Tensor::<1, Int>::from_data([0, 8, 16], d);
         let packed = of([1, 1, 1, 1], 128, 128).with_cu_seqlens_q(ends()).with_cu_seqlens_k(ends());
         refused!(with(&target, packed), Unsupported { .. }, "block_mask", "packed sequences begin anywhere");
         let x = || Tensor::<3>::zeros([16, 4, 8], d);
         let error = try_flash_attention_varlen(x(), x(), x(), ends(), ends(), &of([1, 1, 1, 1], 128, 128)).unwrap_err();
         refused!(error, Unsupported { .. }, "block_mask", "packed sequences begin anywhere");
-        // It does not serialize.
+        // A block mask does not serialize.
         let error = serde_json::to_string(&of([1, 1, 2, 3], 128, 128)).unwrap_err().to_string();
         assert!(error.contains("block_mask is a tensor of shape [1, 1, 2, 3]"), "{error}");
 
-        // What there is no block mask of.
+        // Options from which `BlockMask::of` cannot compute a block mask.
         let of = |options: &FlashAttentionOptions, heads| {
             BlockMask::try_of(options, heads, [300, 200], [128, 128], d).unwrap_err()
         };
@@ -426,10 +425,10 @@ fn block_masks_that_do_not_fit() {
     }
 }
 
-/// Burn takes optimizations before its first operation alone.
+/// Burn accepts optimizations only before its first operation.
 #[cfg(all(feature = "wgpu", feature = "fusion"))]
 #[test]
-fn what_comes_too_late_is_not_installed() {
+fn install_after_the_first_operation_fails() {
     for target in targets().into_iter().filter(|target| target.name != "flex") {
         zeros([1, 1, 1, 1], &target.device).into_data();
         let error = burn_flash_attention::install().unwrap_err();

@@ -1,4 +1,5 @@
-//! No queries, keys, batch or sequences, through every entry point: empty results, zeros, and gradients of the inputs' shapes.
+//! Calls without queries, keys, batch or sequences, through every entry point: results are empty or zero, gradients have the inputs'
+//! shapes.
 
 mod common;
 
@@ -25,7 +26,7 @@ fn assert_no_gradient<const D: usize>(what: &str, input: &Tensor<D>, gradients: 
     assert!(gradient.into_data().iter::<f32>().all(|x| x == 0.0), "{what}");
 }
 
-/// Queries or keys that a varlen call has none of.
+/// Varlen calls without queries or without keys.
 #[test]
 fn varlen_without_queries_or_keys() {
     for target in targets() {
@@ -53,7 +54,7 @@ fn varlen_without_queries_or_keys() {
     }
 }
 
-/// Batches that have none, with each of the options that say where sequences end, and with masks and biases of no elements.
+/// Batches without queries or keys, with each option for sequence lengths, and with empty masks and biases.
 #[test]
 fn batches_without_queries_or_keys() {
     for target in targets() {
@@ -90,7 +91,7 @@ fn batches_without_queries_or_keys() {
     }
 }
 
-/// A block mask of no blocks.
+/// A block mask without blocks.
 #[test]
 fn block_masks_without_queries_or_keys() {
     for target in targets() {

@@ -1,5 +1,5 @@
-//! What goes wrong after a call has returned: it reaches whoever reads the result, as an error that names the cause, and the next call on
-//! the same device is right. What can be known before is a typed error of the call.
+//! Failures after a call has returned: reading the result returns an error that names the cause, and the next call on the same device is
+//! correct. Errors that can be known before are typed errors of the call.
 
 mod common;
 #[path = "../../flash-attention-kernels/tests/kernels/unbuildable.rs"]
@@ -16,13 +16,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use unbuildable::{Panics, Refused};
 
-/// One at a time: an observer of launches is the process's.
+/// Runs one test at a time, because an observer of launches sees the whole process.
 fn serial() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());
     LOCK.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// CubeCL's client of a device that has one.
+/// CubeCL's client of a device, or `None` for Flex.
 fn client(device: &Device) -> Option<Client> {
     match device.clone().inner().as_dispatch() {
         #[cfg(feature = "cube")]
@@ -32,14 +32,14 @@ fn client(device: &Device) -> Option<Client> {
     }
 }
 
-/// Forward and gradients on that device are as near to the oracle as they should be.
+/// Asserts that forward and gradients on this device are correct.
 fn assert_right(target: &Target) {
     let options = AttentionOptions { causal: true, ..Default::default() };
     let problem = problem([1, 4, 2, 33, 40, 16, 16], Dtype::F32, options);
     check(&Data::random(problem.with_bias(&[1, 4, 1, 40]).unwrap(), 3), target, How::default());
 }
 
-/// The output and the gradient of `q`, or what is said instead: by a panic of the call, or by the error of the read.
+/// The output and the gradient of `q`, or the message of a panic of the call or of the error of the read.
 fn outcomes(target: &Target, options: &FlashAttentionOptions) -> [Result<TensorData, String>; 2] {
     let device = target.device.clone().autodiff();
     let leaf = || Tensor::<4>::random([1, 2, 20, 16], Distribution::Default, &device).require_grad();
@@ -50,16 +50,16 @@ fn outcomes(target: &Target, options: &FlashAttentionOptions) -> [Result<TensorD
             Ok(read) => read.map_err(|error| error.to_string()),
             Err(panic) => Err(match panic.downcast::<String>() {
                 Ok(message) => *message,
-                Err(panic) => panic.downcast_ref::<&str>().expect("a message").to_string(),
+                Err(panic) => panic.downcast_ref::<&str>().expect("the panic's payload must be a message").to_string(),
             }),
         }
     };
     let out = || flash_attention(q.clone(), k.clone(), v.clone(), options);
-    let gradient = || q.grad(&(out() + 1.0).sum().backward()).expect("q is tracked");
+    let gradient = || q.grad(&(out() + 1.0).sum().backward()).expect("q must have a gradient, because it is tracked");
     [caught(&out), caught(&gradient)]
 }
 
-/// Asserts that both fail, and say why.
+/// Asserts that reading the output and reading the gradient fail with this reason.
 fn assert_fail(target: &Target, options: &FlashAttentionOptions, why: &str) {
     for (what, outcome) in ["the output", "the gradient"].into_iter().zip(outcomes(target, options)) {
         let error = outcome.expect_err(what);
@@ -75,8 +75,8 @@ fn a_launch_that_the_compiler_refuses() {
         assert_fail(target, &with(ScoreFn::of::<Refused<false>>()), "no device computes this score");
         assert_right(target);
         let [out, gradient] = outcomes(target, &with(ScoreFn::of::<Refused<true>>()));
-        out.expect("the forward does not need the derivative");
-        let error = gradient.expect_err("the gradient does");
+        out.expect("the forward must run, because it does not need the derivative");
+        let error = gradient.expect_err("the backward needs the derivative, which the compiler refuses");
         assert!(error.contains("no device computes this derivative"), "{error}");
         assert_right(target);
     }
@@ -92,14 +92,14 @@ fn a_function_that_panics() {
     }
 }
 
-/// A panic while an operation launches, long after the call, on the thread that runs what Burn has deferred.
+/// A panic during the launch of a deferred operation, on the thread that runs Burn's queue.
 #[test]
 fn a_deferred_operation_that_panics() {
     use cubecl::logging::{LaunchObservation, LaunchObserver};
     struct PanicsAtAttention;
     impl LaunchObserver for PanicsAtAttention {
         fn launched(&self, kernel: &'static str) {
-            assert!(!kernel.contains("flash_attention_kernels"), "a launch of attention came to nothing");
+            assert!(!kernel.contains("flash_attention_kernels"), "a planted panic in a launch of attention");
         }
     }
     let _serial = serial();
@@ -108,25 +108,25 @@ fn a_deferred_operation_that_panics() {
         let outcomes = outcomes(target, &FlashAttentionOptions::new());
         drop(observation);
         for outcome in outcomes {
-            let error = outcome.expect_err("nothing was launched");
-            assert!(error.contains("a launch of attention came to nothing"), "{error}");
+            let error = outcome.expect_err("the launch must have panicked");
+            assert!(error.contains("a planted panic in a launch of attention"), "{error}");
         }
         assert_right(target);
     }
 }
 
-/// An output larger than the device allocates at once, or than the host has, is found before anything is queued.
+/// An output larger than the device's largest allocation, or than the host's memory, is refused before anything is queued.
 #[test]
 fn an_output_that_cannot_be_allocated() {
     let _serial = serial();
     for target in &targets() {
         let device = &target.device;
-        // Inputs repeat a few numbers.
+        // Inputs are expanded from one row, so they need no memory.
         let of = |shape: [usize; 4]| Tensor::<4>::zeros([1, 1, 1, shape[3]], device).expand(shape);
         let largest = client(device).map(|client| client.properties().memory.max_page_size);
         let (batch, seq) = match largest {
             Some(largest) => (1, largest as usize / (256 * size_of::<f32>()) + 1),
-            // More than addresses reach.
+            // More bytes than the address space has.
             None => (1 << 12, (1 << 30) - 1),
         };
         let (q, k, v) = (of([batch, 1, seq, 1]), of([batch, 1, 1, 1]), of([batch, 1, 1, 256]));
@@ -144,7 +144,7 @@ fn an_output_that_cannot_be_allocated() {
     }
 }
 
-/// An input that the device could not allocate: only the device knows, and says so when the result is read.
+/// An input that the device could not allocate. Only the device knows, so reading the result fails.
 #[test]
 fn an_input_that_could_not_be_allocated() {
     let _serial = serial();
@@ -155,43 +155,43 @@ fn an_input_that_could_not_be_allocated() {
         let k = large.slice([0..1, 0..1, 0..20, 0..16]);
         let q = random([1, 1, 20, 16], &target.device);
         let out = flash_attention(q, k.clone(), k, &FlashAttentionOptions::new());
-        let error = out.try_into_data().expect_err("there are no keys").to_string();
+        let error = out.try_into_data().expect_err("reading must fail, because k was not allocated").to_string();
         assert!(error.contains(&(rows * 256 * size_of::<f32>()).to_string()), "{error}");
         assert_right(target);
     }
 }
 
-/// A device without memory left. Through wgpu CubeCL learns of it by a panic on its thread: the result's error names the allocation that
-/// failed, and not why it did; memory that is let go is used again.
+/// A device without free memory. Through wgpu CubeCL notices by a panic on its thread, so the result's error names the failed allocation
+/// but not the reason. Freed memory is used again.
 #[cfg(all(feature = "wgpu", target_os = "linux"))]
 #[test]
 fn a_device_that_runs_out_of_memory() {
     const ALONE: &str = "FLASH_TEST_ALONE";
     let _serial = serial();
     let Some(target) = targets().into_iter().find(|target| target.name == "wgpu") else { return };
-    let client = client(&target.device).expect("it is a device of CubeCL");
+    let client = client(&target.device).expect("a wgpu device has a client");
     if client.properties().identity.physical.is_some() {
-        println!("skipped: a card's memory is not the process's, which can be limited");
+        println!("skipped: the memory of a GPU cannot be limited, only that of a software adapter");
         return;
     }
     if std::env::var(ALONE).is_err() {
-        // On a processor the device's memory is the process's: 4 GB of addresses.
+        // A software adapter uses the memory of the process, which is limited to 4 GB of addresses.
         let mut child = std::process::Command::new("sh");
         child.args(["-c", "ulimit -v 4000000 && exec \"$0\" --exact a_device_that_runs_out_of_memory --nocapture"]);
-        child.arg(std::env::current_exe().expect("the tests have a path"));
+        child.arg(std::env::current_exe().expect("the path of the test program"));
         child.envs([(ALONE, "1"), ("RUST_BACKTRACE", "0"), ("RAYON_NUM_THREADS", "2")]);
-        let output = child.output().expect("there is a shell");
+        let output = child.output().expect("sh must start");
         let said = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
         assert!(output.status.success() && said.contains("1 passed"), "{said}");
         return;
     }
     assert_right(&target);
     let in_use = || {
-        target.device.sync().expect("the device is there");
+        target.device.sync().expect("the device must not have failed");
         client.memory_report(cubecl::MemoryScope::Device).usage().bytes_in_use
     };
     let rows = client.properties().memory.max_page_size as usize / (256 * size_of::<f32>());
-    // For what the host does when the device has taken the rest.
+    // Memory for the host while the device uses all of the rest.
     let reserve = vec![1u8; 64 << 20];
     let mut taken = Vec::new();
     let last = loop {
@@ -201,24 +201,24 @@ fn a_device_that_runs_out_of_memory() {
             break tensor;
         }
         taken.push(tensor);
-        assert!(taken.len() < 64, "4 GB held {} tensors of 128 MiB", taken.len());
+        assert!(taken.len() < 64, "{} tensors of 128 MiB were allocated in 4 GB", taken.len());
     };
     drop(reserve);
     let k = last.slice([0..1, 0..1, 0..20, 0..16]);
     let q = random([1, 1, 20, 16], &target.device);
     let out = flash_attention(q, k.clone(), k, &FlashAttentionOptions::new());
-    let error = out.try_into_data().expect_err("there are no keys").to_string();
+    let error = out.try_into_data().expect_err("reading must fail, because k was not allocated").to_string();
     assert!(error.contains("Memory location was never initialized"), "{error}");
-    assert!(taken.len() > 4, "{} tensors were allocated", taken.len());
+    assert!(taken.len() > 4, "only {} tensors were allocated", taken.len());
     drop(taken);
     assert_right(&target);
     let before = in_use();
     let again = Tensor::<4>::empty([1, 1, rows, 256], &target.device);
-    assert!(in_use() > before, "memory that was let go cannot be had again");
+    assert!(in_use() > before, "freed memory must be allocated again");
     drop(again);
 }
 
-/// A device that is lost says so from then on, and the others of the process compute.
+/// A lost device reports an error on every later use. Other devices of the process still compute.
 #[cfg(feature = "wgpu")]
 #[test]
 fn a_device_that_is_lost() {
@@ -232,12 +232,12 @@ fn a_device_that_is_lost() {
     assert_right(&lost);
     below.destroy();
     below.poll(wgpu::PollType::wait_indefinitely()).ok();
-    let error = device.sync().expect_err("the device is lost");
+    let error = device.sync().expect_err("the device must be lost");
     assert!(error.is_device_poisoned(), "{error}");
     let q = random([1, 2, 20, 16], &device);
     let out = flash_attention(q.clone(), q.clone(), q, &FlashAttentionOptions::new());
-    // Burn copies what is read when it is looked at: data is there, and only looking at it fails.
-    let error = out.try_into_vec_as::<f32>().expect_err("the device is lost");
+    // Burn copies data lazily: `try_into_data` succeeds, and only looking at the data fails.
+    let error = out.try_into_vec_as::<f32>().expect_err("the device must be lost");
     assert!(error.to_string().contains("The device is poisoned"), "{error}");
     assert_right(&target);
 }

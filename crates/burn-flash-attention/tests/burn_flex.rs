@@ -1,5 +1,5 @@
-//! Every option, gradient and way of calling, against the oracle and against the same mathematics in Burn's operations.
-//! Named for the device it needs least for; it runs on every one that `FLASH_TEST_DEVICE` names.
+//! Every option, gradient and entry point, compared with the oracle and with the same mathematics composed of Burn's operations. Runs on
+//! Flex without a GPU, and on any device that `FLASH_TEST_DEVICE` names.
 
 mod common;
 
@@ -18,7 +18,7 @@ use flash_attention_reference::mods::{Bent, Relative, Sloped, Strided};
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
-/// The dtypes that a device computes in.
+/// Element types that a device computes in.
 fn dtypes(target: &Target) -> Vec<Dtype> {
     let supported = |dtype: &Dtype| {
         let q = || Tensor::<4>::zeros([1, 1, 1, 1], (&target.device, burn_dtype(*dtype)));
@@ -113,7 +113,7 @@ fn each_subset_of_inputs_tracked() {
                 check(&data, &target, How { tracked, checkpointing, ..How::default() });
             }
         }
-        // The same without a bias, where a node has three parents.
+        // Without a bias, when the node has three parents.
         let data = Data::random(problem, 4);
         for tracked in Tracked::subsets().filter(|tracked| !tracked.bias) {
             check(&data, &target, How { tracked, loss: Loss::BOTH, ..How::default() });
@@ -140,11 +140,11 @@ fn slopes_sinks_and_dropout() {
                 }
             }
         }
-        // Rows that see nothing but their sinks.
+        // The first rows see only their sinks.
         let few = problem([1, 4, 2, 90, 40, 8, 8], Dtype::F32, AttentionOptions { causal: true, ..Default::default() });
         let few = few.with_sinks(&[4]).unwrap().with_alibi_slopes(&[1, 4]).unwrap();
         check(&Data::random(few, 7), &target, How { loss: Loss::BOTH, ..How::default() });
-        // Which of them is tracked, beside a bias.
+        // Each subset of tracked tensors, with a bias.
         let data = Data::random(few.with_bias(&[1, 4, 90, 40]).unwrap(), 8);
         for tracked in Tracked::subsets_of_extras() {
             check(&data, &target, How { tracked, loss: Loss::BOTH, ..How::default() });
@@ -162,7 +162,7 @@ fn functions_of_scores_and_masks() {
             (None, Some(MaskFn::of::<Document>())),
             (Some(ScoreFn::of::<Bent>()), Some(MaskFn::of::<Document>())),
         ];
-        // Elsewhere the first and the last: kernels have tests of their own.
+        // On other devices only the first and the last, because the kernels have their own tests.
         let (few, step) = if target.name == "flex" { (3, 1) } else { (1, functions.len() - 1) };
         for dtype in dtypes(&target).into_iter().take(few) {
             for (n, (score_mod, mask_mod)) in functions.into_iter().enumerate().step_by(step) {
@@ -185,9 +185,9 @@ fn functions_of_scores_and_masks() {
     }
 }
 
-/// Tensors of functions in each shape that broadcasts, strided, and each of them tracked or not.
+/// Tensors of functions in each shape that broadcasts, strided, and with each subset of them tracked.
 #[test]
-fn what_functions_read() {
+fn tensors_of_functions() {
     for target in targets() {
         let options = AttentionOptions { score_mod: Some(ScoreFn::of::<Bent>()), ..Default::default() };
         let [b, h, q, k] = [2, 2, 70, 140];
@@ -207,22 +207,22 @@ fn what_functions_read() {
                 check(&data, &target, How { tracked, checkpointing, ..How::default() });
             }
         }
-        // With all that may be tracked at once.
+        // With all tensors that can be tracked.
         let all = data.problem.with_alibi_slopes(&[2, 4]).unwrap().with_sinks(&[4]).unwrap();
         check(&Data::random(all, 4), &target, How { loss: Loss::BOTH, ..How::default() });
     }
 }
 
-/// What a function hides is as hidden as what an option does: NaN in it does not get out.
+/// A causal mask function equals the option `causal`, and NaN that it hides does not leak.
 #[test]
-fn a_function_that_is_causality_is_causality() {
+fn a_causal_function_equals_the_option() {
     for target in targets() {
         let sizes = [2, 4, 2, 70, 140, 16, 24];
         let function = AttentionOptions { mask_mod: Some(MaskFn::of::<Causal>()), ..Default::default() };
         let option = AttentionOptions { causal: true, alignment: Alignment::TopLeft, ..Default::default() };
         let of = |options| {
             let mut data = Data::random(problem(sizes, Dtype::F32, options), 2);
-            // Seen by nobody, as the last query is the 70th.
+            // Hidden from all queries, of which there are 70.
             data.k[100 * 16] = f64::NAN;
             data.v[100 * 24] = f64::NAN;
             flash(&data, &target, How { loss: Loss::BOTH, ..How::default() })
@@ -236,7 +236,7 @@ fn a_function_that_is_causality_is_causality() {
             ("dv", function.dv.as_ref(), option.dv.as_ref()),
         ] {
             for (x, y) in found.into_iter().flatten().zip(expected.into_iter().flatten()) {
-                assert!((x - y).abs() < 1e-4, "{what}: {x} is not {y} on {}", target.name);
+                assert!((x - y).abs() < 1e-4, "{what} on {}: {x} with the function, {y} with the option", target.name);
             }
         }
     }
@@ -248,7 +248,7 @@ fn block_masks() {
         let of_mask = [None, Some([2, 1, 300, 290]), Some([1, 4, 1, 290])];
         let functions = [None, Some(MaskFn::of::<Strided>()), Some(MaskFn::of::<Document>())];
         let states = [([1, 1], [128, 128]), ([2, 4], [256, 128]), ([2, 1], [128, 256]), ([1, 4], [384, 384])];
-        // Elsewhere a few: kernels have tests of their own.
+        // On other devices only a few, because the kernels have their own tests.
         let (few, step) = if target.name == "flex" { (3, 1) } else { (1, 7) };
         for dtype in dtypes(&target).into_iter().take(few) {
             for n in (0..9).step_by(step) {
@@ -260,10 +260,10 @@ fn block_masks() {
                 let shape = [batch, heads, 300usize.div_ceil(block_q), 290usize.div_ceil(block_k)];
                 let problem = problem.with_block_mask(&shape, block_q, block_k).unwrap();
                 let mut data = Data::random(problem, n as u64);
-                // Of each state one at least, as far as there are so many blocks.
+                // At least one block of each state, if there are enough blocks.
                 data.block_states.as_mut().unwrap().iter_mut().zip([1, 2, 0]).for_each(|(state, known)| *state = known);
                 check(&data, &target, How { loss: Loss::BOTH, ..How::default() });
-                // With what is summed over tiles of several blocks, and with lengths.
+                // With gradients that are summed over tiles of several blocks, and with sequence lengths.
                 let summed = problem.with_bias(&[1, 4, 1, 290]).unwrap().with_alibi_slopes(&[2, 4]).unwrap();
                 let ragged = summed.with_sinks(&[4]).unwrap().with_seq_lens_k(&[2]).unwrap();
                 for problem in [summed, ragged] {
@@ -274,10 +274,10 @@ fn block_masks() {
     }
 }
 
-/// Masks ready-made, with what they read, of two batches.
+/// Options with each ready-made mask function and its tensors, for two batches.
 fn ready_made(device: &Device, [seq_q, seq_k]: [usize; 2]) -> Vec<FlashAttentionOptions> {
     let numbers = |numbers: [f32; 2]| Tensor::<1>::from_data(numbers, device).reshape([2, 1, 1, 1]);
-    // Documents that end anywhere.
+    // Documents with ends at any position.
     let documents = |seq: usize, ends: [[usize; 3]; 2]| -> Vec<f64> {
         let of = |ends: [usize; 3]| (0..seq).map(move |n| ends.iter().filter(|end| n >= **end).count() as f64);
         ends.into_iter().flat_map(of).collect()
@@ -297,13 +297,13 @@ fn ready_made(device: &Device, [seq_q, seq_k]: [usize; 2]) -> Vec<FlashAttention
     ]
 }
 
-/// The states found on the device, of functions, masks and both, are those that follow from their pairs.
+/// Block states that the device computes from functions, masks or both equal those computed pair by pair.
 #[test]
-fn states_are_those_of_what_hides_pairs() {
+fn block_states_follow_from_the_pairs() {
     for target in targets() {
         let seq = [300, 390];
         let hidden: Vec<bool> = reference::normal(4 * seq[1], 3).into_iter().map(|x| x > 1.5).collect();
-        // Of the second head all but one block of keys.
+        // The second head's mask hides all but one block of keys.
         let hidden: Vec<bool> =
             hidden.iter().enumerate().map(|(n, x)| *x || n / seq[1] % 2 == 1 && n % seq[1] >= 128).collect();
         let mask = mask_tensor(&hidden, [2, 2, 1, seq[1]], &target.device);
@@ -348,7 +348,7 @@ fn states_are_those_of_what_hides_pairs() {
     }
 }
 
-/// What skips blocks gives what goes through all of them: on Flex the same bits, as what is hidden adds 0.
+/// Skipping blocks does not change results. On Flex the bits are the same, because hidden pairs add 0.
 #[test]
 fn a_block_mask_of_options_changes_nothing() {
     for target in targets() {
@@ -362,7 +362,7 @@ fn a_block_mask_of_options_changes_nothing() {
         for options in ready_made(&device, [300, 300]).into_iter().take(few) {
             let blocks = BlockMask::of(&options, [2, 1], [300, 300], [128, 128], &device);
             let states = blocks.states.clone().into_data().try_to_vec::<i32>().unwrap();
-            assert!(states.iter().any(|state| *state != 1), "nothing would be skipped: {:?}", options.mask_mod);
+            assert!(states.iter().any(|state| *state != 1), "no block is empty or full with {:?}", options.mask_mod);
             let [sparse, dense] = [options.clone().with_block_mask(blocks), options.clone()].map(|options| {
                 let (out, lse) = flash_attention_with_lse(q.clone(), k.clone(), v.clone(), &options);
                 let seen = lse.clone().detach().lower_elem(f32::MIN).bool_not();
@@ -375,13 +375,17 @@ fn a_block_mask_of_options_changes_nothing() {
                 assert_eq!(sparse, dense, "{:?}", options.mask_mod);
             }
             for (x, y) in sparse.iter().flatten().zip(dense.iter().flatten()) {
-                assert!(x == y || (x - y).abs() < 1e-4 * (1.0 + y.abs()), "{x} is not {y}: {:?}", options.mask_mod);
+                assert!(
+                    x == y || (x - y).abs() < 1e-4 * (1.0 + y.abs()),
+                    "{x} with blocks, {y} without: {:?}",
+                    options.mask_mod
+                );
             }
         }
     }
 }
 
-/// States as integers of any width, and strided.
+/// Block states as integers of any width, and strided.
 #[test]
 fn states_of_any_kind() {
     for target in targets() {
@@ -401,9 +405,9 @@ fn states_of_any_kind() {
     }
 }
 
-/// Lengths as integers of any width.
+/// Sequence lengths as integers of any width.
 #[test]
-fn sequences_of_their_own_lengths() {
+fn sequence_lengths() {
     for target in targets() {
         let few = if target.name == "flex" { 9 } else { 2 };
         for (n, options) in all_options().into_iter().take(few).enumerate() {
@@ -427,7 +431,7 @@ fn sequences_of_their_own_lengths() {
     }
 }
 
-/// Packed one behind the other, wherever they begin and end.
+/// Packed sequences that begin and end anywhere.
 #[test]
 fn packed_sequences() {
     for target in targets() {
@@ -439,7 +443,7 @@ fn packed_sequences() {
                 check_near(&Data::random(problem, n as u64), &target, How { loss: Loss::BOTH, ..How::default() });
             }
         }
-        // As `[total, heads, head_dim]`, and as rows of a batch: the same documents.
+        // The same documents as `[total, heads, head_dim]`, and as one batch.
         let x = Tensor::<3>::random([12, 2, 8], Distribution::Default, &target.device);
         let rows = x.clone().reshape([2, 6, 2, 8]).swap_dims(1, 2);
         let ends = Tensor::<1, Int>::from_data([0, 4, 6, 12], &target.device);
@@ -458,10 +462,10 @@ fn packed_sequences() {
     }
 }
 
-/// Every two choices of any two options: all 500 problems on Flex, some on other devices, whose kernels take longer to compile than
-/// to run and have tests of their own.
+/// Every pair of values of any two options. All 500 problems run on Flex. Other devices run some of them, because kernels compile slowly
+/// and have their own tests.
 #[test]
-fn every_two_options_meet() {
+fn every_pair_of_options() {
     for target in targets() {
         let supported = dtypes(&target);
         for pair in reference::pairs(500).into_iter().step_by(if target.name == "flex" { 1 } else { 60 }) {
@@ -477,7 +481,7 @@ fn every_two_options_meet() {
     }
 }
 
-/// Without a seed of the caller's, Burn's generator gives one each time, and the backward drops what the forward did.
+/// Without a seed in the options, each call takes a seed from Burn's generator, and the backward drops the same pairs as the forward.
 #[test]
 fn dropout_draws_from_burns_generator() {
     for target in targets() {
@@ -488,12 +492,15 @@ fn dropout_draws_from_burns_generator() {
         let run = || flash_attention(q.clone(), k.clone(), v.clone(), &options);
         let (first, second) = (run(), run());
         let differ = (first.clone() - second).abs().sum().into_scalar::<f32>();
-        assert!(differ > 1.0, "{}: two calls dropped the same", target.name);
+        assert!(differ > 1.0, "{}: two calls dropped the same pairs", target.name);
         // The output is linear in v.
         let gradients = (first.clone() * dout.clone()).sum().backward();
         let of_values = (v.grad(&gradients).unwrap() * v.clone().inner()).sum().into_scalar::<f32>();
         let of_output = (first * dout).sum().into_scalar::<f32>();
-        assert!((of_values - of_output).abs() < 1e-3 * (1.0 + of_output.abs()), "{of_values} is not {of_output}");
+        assert!(
+            (of_values - of_output).abs() < 1e-3 * (1.0 + of_output.abs()),
+            "⟨v, dv⟩ is {of_values}, ⟨out, dout⟩ is {of_output}"
+        );
     }
 }
 
@@ -502,7 +509,7 @@ fn lse_alone_out_alone_and_both() {
     for target in targets() {
         for dtype in dtypes(&target) {
             let options = AttentionOptions { causal: true, ..Default::default() };
-            // The first rows see nothing: their lse is −∞.
+            // The first rows see no key, so their lse is −∞.
             let data = Data::random(problem([1, 2, 2, 70, 50, 16, 16], dtype, options), 6);
             for loss in [Loss::OUT, Loss::LSE, Loss::BOTH] {
                 for checkpointing in [false, true] {
@@ -540,7 +547,7 @@ fn expanded_flipped_and_expanded_gradients() {
             } else {
                 burn::tensor::module::attention_fallback(q.clone(), k.clone(), v.clone(), None, None, options)
             };
-            // The gradient of a sum is one number, expanded.
+            // The gradient of a sum is an expanded number.
             let gradients = out.clone().sum().backward();
             [out.detach(), q.grad(&gradients).unwrap(), k.grad(&gradients).unwrap(), v.grad(&gradients).unwrap()]
         };
@@ -555,7 +562,7 @@ fn drop_in_for_burns_attention() {
     for target in targets() {
         let random = |shape: [usize; 4]| Tensor::<4>::random(shape, Distribution::Normal(0.0, 1.0), &target.device);
         let (q, k, v) = (random([2, 4, 20, 16]), random([2, 2, 30, 16]), random([2, 2, 30, 8]));
-        // The first row of each batch is hidden altogether.
+        // All keys of each batch's first row are hidden.
         let mask = random([2, 1, 20, 30]).greater_elem(0.3);
         let first = Tensor::<4>::ones([2, 1, 1, 30], &target.device).greater_elem(0.0);
         let mask = mask.slice_assign([0..2, 0..1, 0..1, 0..30], first).expand([2, 4, 20, 30]);
@@ -577,14 +584,14 @@ fn drop_in_for_burns_attention() {
 }
 
 #[test]
-fn nothing_to_see() {
+fn empty_and_fully_masked_problems() {
     for target in targets() {
         for sizes in [[1, 2, 2, 4, 0, 8, 8], [1, 2, 2, 0, 4, 8, 8], [0, 2, 2, 4, 4, 8, 8], [1, 1, 1, 0, 0, 8, 8]] {
             let data = Data::random(problem(sizes, Dtype::F32, AttentionOptions::default()), 0);
             let oracle = data.oracle(How::default());
             assert_eq!(flash(&data, &target, How::default()), oracle, "{sizes:?} on {}", target.name);
         }
-        // All hidden, by the mask and by a bias of −∞.
+        // All pairs are hidden, by the mask and by a bias of −∞.
         let problem = problem([1, 2, 1, 70, 70, 8, 8], Dtype::F32, AttentionOptions::default());
         let mut data = Data::random(problem.with_mask(&[1, 1, 1, 1]).unwrap(), 1);
         data.mask = Some(vec![true]);
@@ -600,12 +607,12 @@ fn nothing_to_see() {
 }
 
 #[test]
-fn what_a_mask_hides_stays_hidden() {
+fn hidden_nans_do_not_leak() {
     for target in targets() {
         let problem = problem([1, 2, 1, 70, 140, 8, 8], Dtype::F32, AttentionOptions::default());
         let clean = {
             let mut data = Data::random(problem.with_mask(&[1, 1, 70, 140]).unwrap(), 2);
-            // Key 100 is hidden from all, and query 3 sees nothing.
+            // Key 100 is hidden from all queries, and query 3 sees no key.
             let hidden = |n: usize| n % 140 == 100 || n / 140 == 3;
             data.mask.as_mut().unwrap().iter_mut().enumerate().for_each(|(n, mask)| *mask |= hidden(n));
             data
@@ -617,7 +624,7 @@ fn what_a_mask_hides_stays_hidden() {
         }
         let how = How { loss: Loss::BOTH, ..How::default() };
         if target.kernel == "mma" {
-            // What a NaN would reach through matrix products is computed a second time, in another order.
+            // Kernels of matrix products recompute rows that a NaN has reached, in another order of summation.
             check_near(&dirty, &target, how);
         } else {
             assert_eq!(flash(&dirty, &target, how), flash(&clean, &target, how), "on {}", target.name);
@@ -661,8 +668,7 @@ fn a_head_alone_is_bitwise_the_one_in_the_batch() {
     }
 }
 
-/// A small graph around attention: what feeds it and what it feeds are memory-bound operations, which checkpointing
-/// recomputes.
+/// Gradients of a small graph with memory-bound operations before and after attention, which checkpointing recomputes.
 fn graph(device: &Device, detach: &str) -> Option<[Vec<f64>; 2]> {
     let x = tensor(&flash_attention_reference::normal(2 * 9 * 8, 1), [1, 2, 9, 8], Dtype::F32, device).require_grad();
     let w = tensor(&flash_attention_reference::normal(2 * 9 * 8, 2), [1, 2, 9, 8], Dtype::F32, device).require_grad();
@@ -696,10 +702,14 @@ fn checkpointing_changes_nothing() {
             let plain = graph(&device, detach).unwrap();
             let checkpointed = graph(&device.clone().gradient_checkpointing(), detach).unwrap();
             for (plain, checkpointed) in plain.iter().zip(&checkpointed) {
-                // Relative to the largest: the loss is an exponential of what attention gives.
+                // Relative to the largest gradient, because the loss is an exponential of the output.
                 let largest = plain.iter().fold(1.0, |largest: f64, x| largest.max(x.abs()));
                 let far = plain.iter().zip(checkpointed).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max) / largest;
-                assert!(far < 1e-5, "{far} apart with {detach} detached on {}", target.name);
+                assert!(
+                    far < 1e-5,
+                    "gradients with and without checkpointing differ by {far} with {detach} detached on {}",
+                    target.name
+                );
             }
         }
     }
@@ -711,18 +721,18 @@ fn a_graph_is_used_once_like_any_of_burns() {
         let device = target.device.clone().autodiff();
         let q = Tensor::<4>::random([1, 1, 5, 4], Distribution::Default, &device).require_grad();
         let options = FlashAttentionOptions::new();
-        // Both outputs in two losses that are added: one backward, each used twice.
+        // Two losses that each use both outputs, and one backward of their sum.
         let (out, lse) = flash_attention_with_lse(q.clone(), q.clone(), q.clone(), &options);
         let twice = q.grad(&(out.clone().sum() + out.sum() + lse.clone().sum() + lse.sum()).backward()).unwrap();
         let (out, lse) = flash_attention_with_lse(q.clone(), q.clone(), q.clone(), &options);
         let once = q.grad(&(out.sum() + lse.sum()).backward()).unwrap();
         twice.into_data().assert_approx_eq::<f32>(&(once * 2.0).into_data(), Tolerance::absolute(1e-5));
-        // A second backward through the same node is refused by Burn rather than wrong.
+        // Burn refuses a second backward through the same node.
         let (out, lse) = flash_attention_with_lse(q.clone(), q.clone(), q.clone(), &options);
         out.sum().backward();
         let again = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| lse.sum().backward()));
         assert!(again.is_err());
-        // Untracked all through.
+        // No input is tracked.
         let out = flash_attention(q.clone().detach(), q.clone().detach(), q.detach(), &options);
         assert!(!out.is_require_grad());
     }

@@ -1,4 +1,5 @@
-//! Burn's own attention, caught. One test, as what is caught belongs to the process, and only before its first operation.
+//! `install()`, which replaces Burn's own attention. There is one test, because `install()` affects the process and must come before its
+//! first operation.
 #![cfg(all(feature = "wgpu", feature = "fusion"))]
 
 mod common;
@@ -11,7 +12,7 @@ use std::process::Command;
 use std::time::Duration;
 use wait_timeout::ChildExt;
 
-/// What Burn computes when nothing is in its way: of the operations that its attention is made of.
+/// Burn's own attention, composed of its operations so that it is not replaced.
 fn composed(
     [q, k, v]: [Tensor<4>; 3],
     mask: Option<Tensor<4, Bool>>,
@@ -36,14 +37,14 @@ fn composed(
 
 fn close(target: &Target, what: &str, got: Tensor<4>, want: Tensor<4>) {
     eprintln!("{what}");
-    // Gradients near zero are differences of large terms: their error is that of the largest.
+    // Gradients near zero are differences of large terms, so the error is relative to the largest gradient.
     let scale = want.clone().abs().max().into_scalar::<f32>().max(1.0);
-    // Through CUDA Burn's products round their factors to tf32, by 2^-11, and the gradients here are sums of several such.
+    // On CUDA Burn's products round their factors to tf32 (2^-11), and gradients sum several such products.
     let absolute = if target.name == "cuda" { (3e-3 * scale).max(3e-2) } else { 1e-5 * scale };
     got.into_data().assert_approx_eq::<f32>(&want.into_data(), Tolerance::absolute(absolute));
 }
 
-/// A forward and a backward of Burn's, of operations on queries before.
+/// A forward and a backward of Burn's attention, with `before` applied to the queries.
 fn train(target: &Target, before: impl Fn(Tensor<4>) -> Tensor<4>) {
     let device = target.device.clone().autodiff();
     let causal = AttentionModuleOptions { is_causal: true, ..Default::default() };
@@ -60,38 +61,38 @@ fn train(target: &Target, before: impl Fn(Tensor<4>) -> Tensor<4>) {
     }
 }
 
-/// Set in the process that the test runs in.
+/// Environment variable of the process that runs the test.
 const ALONE: &str = "FLASH_TEST_ALONE";
 
-/// In a process of its own, which is ended and started again if it makes no end: CubeCL tunes Burn's own backward here, and was once seen to
-/// wait for a measurement that never came (docs/upstream.md, "Without a program").
+/// Runs in a separate process, which is killed and started again if it hangs: CubeCL tunes Burn's own backward here, and has once waited
+/// for a measurement forever (docs/upstream.md, "Without a program").
 #[test]
 fn burns_attention_is_caught_counted_and_given_back() {
     if std::env::var_os(ALONE).is_some() {
         return caught_counted_and_given_back();
     }
     for attempt in 1..=3 {
-        let mut child = Command::new(std::env::current_exe().expect("the tests have a path"));
+        let mut child = Command::new(std::env::current_exe().expect("the path of the test program"));
         child.args(["--exact", "burns_attention_is_caught_counted_and_given_back", "--nocapture"]).env(ALONE, "1");
-        let mut child = child.spawn().expect("the tests can be started again");
-        if let Some(status) = child.wait_timeout(Duration::from_secs(400)).expect("a child can be waited for") {
-            assert!(status.success(), "it failed in a process of its own: {status}");
+        let mut child = child.spawn().expect("the test program must start again");
+        if let Some(status) = child.wait_timeout(Duration::from_secs(400)).expect("the child must be waited for") {
+            assert!(status.success(), "the test failed in its own process: {status}");
             return;
         }
-        eprintln!("attempt {attempt} made no end");
-        child.kill().and_then(|()| child.wait()).expect("a child can be ended");
+        eprintln!("attempt {attempt} hangs and is killed");
+        child.kill().and_then(|()| child.wait()).expect("the child must be killed");
     }
-    panic!("three processes made no end");
+    panic!("three processes hang");
 }
 
 fn caught_counted_and_given_back() {
-    let caught = install().expect("nothing has run yet");
+    let caught = install().expect("install() must succeed before the first operation");
     let Some(target) = targets().into_iter().find(|target| target.name != "flex") else { return };
     let device = &target.device;
     device.seed(0);
     let since = |before: &Counts, now: Counts| (now.forward - before.forward, now.backward - before.backward);
 
-    // -- forwards, with whatever Burn's operation takes
+    // -- forwards, with every input of Burn's operation
     let [q, k, v] = [[1, 4, 7, 24], [1, 2, 10, 24], [1, 2, 10, 8]].map(|shape| random(shape, device));
     let repeated = |x: &Tensor<4>| {
         let [b, h, s, d] = x.dims();
@@ -108,14 +109,14 @@ fn caught_counted_and_given_back() {
         close(&target, "forward", got, want);
         assert_eq!(since(&before, caught.counts()), (1, 0));
     }
-    // One tensor in three places.
+    // The same tensor as q, k and v.
     let before = caught.counts();
     let x = random([1, 2, 5, 8], device);
     let got = module::attention(x.clone(), x.clone(), x.clone(), None, None, AttentionModuleOptions::default());
     close(&target, "self", got, composed([x.clone(), x.clone(), x], None, None, false));
     assert_eq!(since(&before, caught.counts()), (1, 0));
 
-    // -- training, with nothing, little and much before it
+    // -- training, with different operations before attention
     let before = caught.counts();
     train(&target, |q| q);
     train(&target, |q| q * 1.5);
@@ -124,7 +125,7 @@ fn caught_counted_and_given_back() {
     assert_eq!(since(&before, caught.counts()), (4, 4));
     assert!(caught.counts().left.is_empty(), "{:?}", caught.counts());
 
-    // -- what cannot be done is Burn's, and said
+    // -- unsupported calls run Burn's attention, and the reason is counted
     let before = caught.counts();
     let wide = random([1, 1, 4, 300], device);
     let options = AttentionModuleOptions::default();
@@ -134,7 +135,7 @@ fn caught_counted_and_given_back() {
     let left = caught.counts().left;
     assert!(left.len() == 1 && left.iter().all(|(why, times)| why.contains("300") && *times == 1), "{left:?}");
 
-    // -- off, on again, off for good while another one lives
+    // -- dropped, installed twice, and one of the two dropped
     let before = caught.counts();
     drop(caught);
     train(&target, |q| q);

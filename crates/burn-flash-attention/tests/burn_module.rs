@@ -1,4 +1,4 @@
-//! The module against burn-nn's: records, outputs, gradients.
+//! `FlashMultiHeadAttention` compared with burn-nn's module: records, outputs, gradients.
 
 mod common;
 
@@ -15,7 +15,7 @@ fn burns(device: &Device) -> MultiHeadAttention {
     MultiHeadAttentionConfig::new(D_MODEL, HEADS).with_dropout(0.0).init(device)
 }
 
-/// Outputs, gradients of the inputs, and gradients of all parameters.
+/// Compares outputs, gradients of the inputs, and gradients of all parameters.
 fn compare(target: &Target, with_pad: bool, with_attn: bool) {
     let device = target.device.clone().autodiff();
     let burns = burns(&device);
@@ -27,7 +27,7 @@ fn compare(target: &Target, with_pad: bool, with_attn: bool) {
         [[false, false, true, false, false, true, true], [false, false, false, false, false, false, false]],
         &device,
     );
-    // The second query of the first batch sees nothing.
+    // The second query of the first batch sees no key.
     let attn = random([2, 5, 7], &device).greater_elem(0.5);
     let all = Tensor::<3>::ones([1, 1, 7], &device).greater_elem(0.0);
     let attn = attn.slice_assign([0..1, 1..2, 0..7], all);
@@ -101,9 +101,9 @@ fn records_of_burn_nn_load() {
         let loaded = config.init(device).load_file(&path);
         close(&target, "loaded", loaded.forward(FlashMhaInput::self_attn(x.clone())).context, expected.clone());
 
-        // And back.
+        // Back to burn-nn's module.
         let burns = self::burns(device).load_record(loaded.into_record());
-        close(&target, "and back", burns.forward(MhaInput::self_attn(x)).context, expected);
+        close(&target, "back to burn-nn", burns.forward(MhaInput::self_attn(x)).context, expected);
     }
 }
 
@@ -161,7 +161,7 @@ fn dropout_matters_only_while_training() {
             (run() - run()).abs().max().into_scalar::<f32>() > 0.0
         };
         assert!(drops(burns(&training).into(), &training));
-        // Frozen it drops nothing, nor where there are no gradients.
+        // Nothing is dropped by a frozen module, or without autodiff.
         assert!(!drops(FlashMultiHeadAttention::from(burns(&training)).freeze(), &training));
         assert!(!drops(burns(&target.device).into(), &target.device));
     }

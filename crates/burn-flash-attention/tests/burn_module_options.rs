@@ -1,4 +1,4 @@
-//! What modules are told beyond what burn-nn's can be: against burn-nn with a mask that says the same, and against scores composed of
+//! Options of modules that burn-nn does not have, compared with burn-nn's modules with an equivalent mask, and with scores composed of
 //! Burn's operations.
 
 mod common;
@@ -28,11 +28,11 @@ fn hidden(seq_q: usize, seq_k: usize, device: &Device, hides: impl Fn(usize, usi
     Tensor::<1, Bool>::from_data(flags.as_slice(), device).reshape([BATCH, seq_q, seq_k])
 }
 
-/// What says the same: options, and what they hide of `[BATCH, seq, seq]`.
+/// Options, and the pairs of `[BATCH, seq, seq]` that they hide.
 struct Said {
     what: &'static str,
     seq: usize,
-    /// Whether key 1 may be padding besides: whether that leaves every query another.
+    /// Whether key 1 may be padding, too: whether every query still sees another key.
     padded: bool,
     options: FlashAttentionOptions,
     hides: Box<dyn Fn(usize, usize, usize) -> bool>,
@@ -45,7 +45,7 @@ fn said(device: &Device) -> Vec<Said> {
 
     let prefixes = [2usize, 4];
     let prefix = floats(&prefixes.map(|n| n as f32), [BATCH, 1, 1, 1]);
-    // Two documents, the second of which begins where a block does.
+    // Two documents. The second one begins at the edge of a block.
     let (seq, second) = (150, 128);
     let of_token: Vec<f32> = (0..seq).map(|i| f32::from(u8::from(i >= second))).collect();
     let (of_queries, of_keys) = (floats(&of_token, [1, 1, seq, 1]), floats(&of_token, [1, 1, 1, seq]));
@@ -100,7 +100,7 @@ fn said(device: &Device) -> Vec<Said> {
 }
 
 #[test]
-fn what_options_hide_is_a_mask_of_burn_nns() {
+fn options_that_hide_pairs_equal_burn_nns_masks() {
     for target in targets() {
         let device = target.device.clone().autodiff();
         for Said { what, seq, padded, options, hides } in said(&device) {
@@ -133,7 +133,7 @@ fn what_options_hide_is_a_mask_of_burn_nns() {
 
 /// Scale, softcap, slopes, a bias and sinks, with their gradients.
 #[test]
-fn what_options_do_to_scores_is_done() {
+fn options_that_change_scores_equal_composed_scores() {
     const SEQ: usize = 7;
     for target in targets() {
         let device = target.device.clone().autodiff();
@@ -181,9 +181,9 @@ fn what_options_do_to_scores_is_done() {
     }
 }
 
-/// What counts from the last position means the same step by step.
+/// Options that count from the last position give the same results when decoding step by step.
 #[test]
-fn decoding_with_options_is_the_whole() {
+fn decoding_with_options_equals_the_whole_sequence() {
     const SEQ: usize = 6;
     for target in targets() {
         let device = &target.device;
@@ -202,7 +202,7 @@ fn decoding_with_options_is_the_whole() {
         let encoder = FlashTransformerEncoder::from(encoder);
         let encoded = encoder.forward(FlashTransformerEncoderInput::new(x.clone()).options(options.clone()));
 
-        // A memory that does not grow has no last position to count from.
+        // Options that count from the last position do not apply to a memory of fixed length.
         let memory = random([BATCH, SEQ + 1, D_MODEL], device);
         let mut fixed = options.clone();
         (fixed.causal, fixed.window_left, fixed.alibi_slopes) = (false, None, None);
@@ -226,7 +226,7 @@ fn decoding_with_options_is_the_whole() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_by_name() {
+fn unsupported_options_are_refused_by_name() {
     let new = FlashAttentionOptions::new;
     for target in targets() {
         let device = &target.device;
@@ -245,7 +245,7 @@ fn what_cannot_be_is_refused_by_name() {
         let slopes = Tensor::<1>::zeros([HEADS + 1], device);
         refused(&module, new().with_alibi_slopes(slopes), "alibi_slopes has");
 
-        // One query alone would stand elsewhere.
+        // These options count from the first position, so a single query would have another position.
         let ints = || Tensor::<1, Int>::from_data([0, 6, 12], device);
         let lens = || Tensor::<1, Int>::from_data([6, 6], device);
         let mask_fn = MaskFn::of::<PrefixLm>();
@@ -266,7 +266,7 @@ fn what_cannot_be_is_refused_by_name() {
             assert!(message.starts_with(&format!("{option} = set is not supported")), "{message}");
         }
 
-        // Over a memory that does not grow, the last key is that of every query.
+        // In a memory of fixed length, these options would take each query as the last position.
         let mut causal = module.clone();
         causal.causal = true;
         let slopes = Tensor::<1>::zeros([HEADS], device);

@@ -1,6 +1,6 @@
 //! Memory does not grow over thousands of training steps.
 //!
-//! `FLASH_SOAK_STEPS` says how many steps, 200 by default.
+//! `FLASH_SOAK_STEPS` is the number of steps, 200 by default.
 
 mod common;
 
@@ -40,10 +40,10 @@ impl Model {
         out.swap_dims(1, 2).reshape([BATCH, SEQ, MODEL]).matmul(wo.clone().unsqueeze())
     }
 
-    /// A step of gradient descent; the loss before it.
+    /// A step of gradient descent. Returns the model after it and the loss before it.
     fn step(self, x: &Tensor<3>, y: &Tensor<3>, options: &FlashAttentionOptions) -> (Self, Tensor<1>) {
         fn descended<const D: usize>(parameter: Tensor<D>, gradients: &burn::tensor::Gradients) -> Tensor<D> {
-            let gradient = parameter.grad(gradients).expect("it is a parameter");
+            let gradient = parameter.grad(gradients).expect("every parameter must have a gradient");
             Tensor::from_inner(parameter.inner() - gradient * 0.1).require_grad()
         }
         let loss = (self.forward(x, options) - y.clone()).powi_scalar(2).mean();
@@ -54,18 +54,18 @@ impl Model {
     }
 }
 
-/// Memory at some moment, in bytes.
+/// Memory at one moment, in bytes.
 #[derive(Clone, Copy, Debug)]
 struct Memory {
-    /// In use and reserved on the device, where there is an allocator that tells.
+    /// Bytes in use and reserved on the device, if its allocator reports them.
     device: Option<[u64; 2]>,
-    /// Resident of the process, where the system tells.
+    /// Resident memory of the process, if the system reports it.
     host: Option<u64>,
 }
 
 impl Memory {
     fn now(device: &Device) -> Self {
-        device.sync().expect("nothing has failed");
+        device.sync().expect("the device must not have failed");
         let resident = || {
             let status = fs::read_to_string("/proc/self/status").ok()?;
             let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
@@ -111,7 +111,7 @@ fn soak(target: &Target, steps: usize) {
         assert!(grown < most, "{what} memory of {} grew by {grown} bytes in {steps} steps", target.name);
     };
     if let (Some(early), Some(late)) = (early.device, late.device) {
-        // A query's tensor left behind at each step would be ten times as much after 200.
+        // One leaked query tensor per step would be ten times this bound after 200 steps.
         within("used", early[0], late[0], 64 << 10);
         within("reserved", early[1], late[1], 1 << 20);
     }
@@ -122,7 +122,8 @@ fn soak(target: &Target, steps: usize) {
 
 #[test]
 fn memory_does_not_grow_over_training_steps() {
-    let steps = std::env::var("FLASH_SOAK_STEPS").map_or(200, |steps| steps.parse().expect("a number of steps"));
+    let steps = std::env::var("FLASH_SOAK_STEPS")
+        .map_or(200, |steps| steps.parse().expect("FLASH_SOAK_STEPS must be a number of steps"));
     for target in targets() {
         soak(&target, steps);
     }

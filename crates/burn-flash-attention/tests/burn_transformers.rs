@@ -1,4 +1,4 @@
-//! Cross-attention and transformers against burn-nn's: files, outputs, gradients, decoding, for every option.
+//! Cross-attention and transformer modules compared with burn-nn's: files, outputs, gradients and decoding, with every option.
 
 mod common;
 
@@ -28,14 +28,14 @@ const BATCH: usize = 2;
 const TARGET: usize = 6;
 const MEMORY: usize = 7;
 
-/// Of two batches, the second is longer than what it holds.
+/// Padding of two batches: the second one ends before its tensor does.
 fn padding(seq: usize, device: &Device) -> Tensor<2, Bool> {
     let hidden = |batch: usize, n: usize| batch == 1 && n + 2 >= seq;
     let flags: Vec<bool> = (0..BATCH * seq).map(|n| hidden(n / seq, n % seq)).collect();
     Tensor::<1, Bool>::from_data(flags.as_slice(), device).reshape([BATCH, seq])
 }
 
-/// The options that burn-nn's encoder and decoder share, each on and off, and with masks.
+/// Options of burn-nn's encoder and decoder.
 #[derive(Clone, Debug)]
 struct Options {
     norm_first: bool,
@@ -76,7 +76,7 @@ macro_rules! configured {
     };
 }
 
-/// A module that reads its parameters from a file when it needs them, and the file.
+/// A module that reads its parameters lazily from a file, and the directory of the file.
 struct Moved<M>(M, #[expect(dead_code, reason = "removes the file when dropped")] tempfile::TempDir);
 
 impl<M> std::ops::Deref for Moved<M> {
@@ -87,7 +87,7 @@ impl<M> std::ops::Deref for Moved<M> {
     }
 }
 
-/// The same parameters, by way of a file.
+/// Copies parameters to another module through a file.
 fn moved<From: Module, To: Module>(from: &From, to: To) -> Moved<To> {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("model");
@@ -96,12 +96,12 @@ fn moved<From: Module, To: Module>(from: &From, to: To) -> Moved<To> {
 }
 
 fn gradient<const D: usize>(of: &Tensor<D>, gradients: &Gradients) -> Tensor<D> {
-    of.grad(gradients).expect("it was tracked")
+    of.grad(gradients).expect("the tensor must have a gradient, because it is tracked")
 }
 
 fn encoders(options: &Options, device: &Device) -> (TransformerEncoder, Moved<FlashTransformerEncoder>) {
     let burns = configured!(TransformerEncoderConfig, options).init(device);
-    // With a mask in place of causality: that it needs none is tested apart.
+    // Causality is a mask here. The option `causal` has its own test.
     let ours = moved(&burns, configured!(FlashTransformerEncoderConfig, options).init(device));
     (burns, ours)
 }
@@ -172,7 +172,7 @@ fn encoders_decode_as_burn_nns() {
             let (burns, ours) = encoders(&options, device);
             let x = random([BATCH, TARGET, D_MODEL], device);
             let (mut burns_cache, mut cache) = (burns.new_autoregressive_cache(), ours.new_autoregressive_cache());
-            // A prompt of three positions, then one at a time.
+            // A prompt of three positions, then one position at a time.
             for seq in 3..=TARGET {
                 let (input, of_ours) = encoder_inputs(&x.clone().narrow(1, 0, seq), &options, device);
                 let expected = burns.forward_autoregressive_inference(input, &mut burns_cache);
@@ -201,7 +201,7 @@ fn decoder_inputs(
     if options.causal {
         let mask = generate_autoregressive_mask(BATCH, seq, device);
         (burns, ours) = (burns.target_mask_attn(mask.clone()), ours.target_mask_attn(mask));
-        // Each position of the target sees one more of the memory.
+        // Each position of the target sees one position of the memory more than the one before.
         let flags: Vec<bool> = (0..BATCH * seq * MEMORY).map(|n| n % MEMORY > n / MEMORY % seq).collect();
         let mask = Tensor::<1, Bool>::from_data(flags.as_slice(), device).reshape([BATCH, seq, MEMORY]);
         (burns, ours) = (burns.memory_mask_attn(mask.clone()), ours.memory_mask_attn(mask));
@@ -268,7 +268,7 @@ fn decoders_decode_as_burn_nns() {
     }
 }
 
-/// `causal` is what burn-nn takes a mask for, whole and step by step.
+/// `causal` equals burn-nn's causal mask, for whole sequences and step by step.
 #[test]
 fn causality_needs_no_mask() {
     for target in targets() {
@@ -299,10 +299,10 @@ fn causality_needs_no_mask() {
     }
 }
 
-/// Dropout of 0.1, which burn-nn's configurations have: what was trained with it loads and runs, and in training it drops residuals,
-/// attention's weights, or both.
+/// Dropout of 0.1, the default of burn-nn's configurations. Models trained with it load and run. In training it drops residuals, attention
+/// weights, or both.
 #[test]
-fn dropout_drops_what_it_is_told_to_while_training() {
+fn dropout_in_training_drops_residuals_weights_or_both() {
     for target in targets() {
         let burns = TransformerEncoderConfig::new(D_MODEL, D_FF, HEADS, LAYERS).init(&target.device);
         let x = random([BATCH, TARGET, D_MODEL], &target.device);
@@ -337,7 +337,7 @@ fn quiet_softmax_is_burn_nns() {
         let ours = FlashMultiHeadAttention::from(burns.clone());
         let config = FlashMultiHeadAttentionConfig::new(D_MODEL, HEADS).with_quiet_softmax(true);
         let loaded = moved(&burns, config.init(&device));
-        // The first batch sees nothing at all.
+        // The first batch sees no key.
         let hidden = Tensor::<2, Bool>::from_data([[true; MEMORY], [false; MEMORY]], &device);
         let (x, memory) = (random([BATCH, TARGET, D_MODEL], &device), random([BATCH, MEMORY, D_MODEL], &device));
         let inputs = || [&x, &memory].map(|x| x.clone().detach().require_grad());

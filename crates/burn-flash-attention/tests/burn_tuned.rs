@@ -1,4 +1,4 @@
-//! What the tuner chooses runs, and is told.
+//! The tuner's choice gives correct results and is reported.
 #![cfg(all(feature = "autotune", feature = "cube"))]
 
 mod common;
@@ -8,14 +8,14 @@ use burn_flash_attention::{FlashAttentionOptions, Tuned, flash_attention, plan, 
 use common::{burns_own, targets};
 
 #[test]
-fn the_same_results_and_an_answer() {
+fn tuned_results_are_correct_and_reported() {
     for target in targets() {
         let device = target.device.clone().autodiff();
         let random = || Tensor::<4>::random([1, 2, 50, 24], Distribution::Default, &device).require_grad();
         let (q, k, v) = (random(), random(), random());
         let options = FlashAttentionOptions::new().with_causal(true);
 
-        // The second call runs what the first one has found.
+        // The second call runs the choice of the first one.
         let twice: Vec<_> = (0..2)
             .map(|_| {
                 let out = flash_attention(q.clone(), k.clone(), v.clone(), &options);

@@ -1,6 +1,6 @@
-//! The kernels in a browser, through its WebGPU, against the oracle: `.ci/test-in-browser` runs this.
+//! The kernels in a browser, through its WebGPU, against the oracle. `.ci/test-in-browser` runs this test.
 //!
-//! Where the browser offers no adapter the test says so and passes; `REQUIRE_WGPU=1` at compile time makes that a failure.
+//! If the browser offers no adapter, the test prints a message and passes. With `REQUIRE_WGPU=1` at compile time it fails.
 #![cfg(target_family = "wasm")]
 
 #[path = "kernels/common.rs"]
@@ -14,7 +14,7 @@ use wasm_bindgen_test::{console_log, wasm_bindgen_test, wasm_bindgen_test_config
 
 wasm_bindgen_test_configure!(run_in_browser);
 
-/// The client of the browser's adapter, or `None`, said aloud, where there is none.
+/// The client of the browser's adapter. Without an adapter, prints a message and returns `None`.
 async fn client() -> Option<Client> {
     let device = WgpuDevice::default();
     match try_init_setup_async::<AutoGraphicsApi>(&device, RuntimeOptions::default()).await {
@@ -24,14 +24,18 @@ async fn client() -> Option<Client> {
             Some(cubecl::Device::Wgpu(device).client())
         }
         Err(error) => {
-            assert!(option_env!("REQUIRE_WGPU") != Some("1"), "an adapter was required: {error}");
-            console_log!("no WebGPU adapter here, so nothing is tested: {error}");
+            assert!(
+                option_env!("REQUIRE_WGPU") != Some("1"),
+                "REQUIRE_WGPU=1, but there is no WebGPU adapter: {error}"
+            );
+            console_log!("skipped: there is no WebGPU adapter: {error}");
             None
         }
     }
 }
 
-/// Several tiles with a ragged end each way, and several sequences with slopes, sinks and dropout; every output and scratch poisoned, with guards around it.
+/// Several tiles, of which the last ones are partial, and several sequences with slopes, sinks and dropout. Outputs and scratch are
+/// poisoned and have guards around them.
 #[wasm_bindgen_test]
 async fn forward_and_backward_match_the_oracle() {
     let Some(client) = client().await else { return };
@@ -46,6 +50,6 @@ async fn forward_and_backward_match_the_oracle() {
         let p = &case.problem;
         console_log!("q {:?}, k {:?}, v {:?}: {}", p.q_shape(), p.k_shape(), p.v_shape(), plan(&client, p).unwrap());
         case.check_async(&client).await;
-        console_log!("o, lse and gradients as the oracle has them");
+        console_log!("o, lse and gradients match the oracle");
     }
 }

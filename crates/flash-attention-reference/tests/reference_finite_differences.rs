@@ -1,4 +1,4 @@
-//! Every gradient against central differences of the forward, over every option.
+//! Every gradient compared with central differences of the forward, for every option.
 
 mod reference_common;
 
@@ -9,7 +9,7 @@ use flash_attention_reference::Gradients;
 use flash_attention_reference::mods::{Bent, Relative, Sloped};
 use reference_common::{Case, Sizes, assert_close, broadcasts};
 
-/// Small, and no two dimensions alike where they may differ.
+/// Small sizes, all different where they may differ.
 const GROUPED: Sizes = [2, 4, 2, 3, 5, 3, 2];
 const LONG_Q: Sizes = [1, 2, 1, 6, 3, 2, 3];
 
@@ -29,7 +29,7 @@ const PLAIN: AttentionOptions = AttentionOptions {
 };
 const CAUSAL: AttentionOptions = AttentionOptions { causal: true, ..PLAIN };
 const TOP_LEFT: AttentionOptions = AttentionOptions { alignment: Alignment::TopLeft, ..CAUSAL };
-/// Well into the curve of tanh.
+/// A cap so small that scores are in the curved part of tanh.
 const SOFTCAP: AttentionOptions = AttentionOptions { softcap: Some(0.75), ..PLAIN };
 const LEFT: AttentionOptions = AttentionOptions { window_left: Some(1), ..PLAIN };
 const RIGHT: AttentionOptions = AttentionOptions { window_right: Some(0), alignment: Alignment::TopLeft, ..PLAIN };
@@ -38,7 +38,7 @@ const SCALE: AttentionOptions = AttentionOptions { softmax_scale: Some(1.7), ..P
 
 type Tensor = fn(&mut Case) -> &mut Vec<f64>;
 
-/// `Σ dout∘o + Σ dlse∘lse`, over the rows that see anything.
+/// `Σ dout∘o + Σ dlse∘lse`, over the rows that see a key.
 fn loss(case: &Case) -> f64 {
     let output = case.forward();
     let sum = |x: &[f64], y: &[f64]| x.iter().zip(y).filter(|(_, y)| y.is_finite()).map(|(x, y)| x * y).sum::<f64>();
@@ -51,7 +51,7 @@ fn differences(case: &Case, tensor: Tensor) -> Vec<f64> {
     differences_of(case, tensor, &[(H, 0.5 / H)])
 }
 
-/// The same, of differences `loss(x + step) − loss(x − step)` by these weights.
+/// The gradient as a sum of differences `loss(x + step) − loss(x − step)` with these weights.
 fn differences_of(case: &Case, tensor: Tensor, steps: &[(f64, f64)]) -> Vec<f64> {
     let mut case = case.clone();
     (0..tensor(&mut case).len())
@@ -68,8 +68,8 @@ fn differences_of(case: &Case, tensor: Tensor, steps: &[(f64, f64)]) -> Vec<f64>
         .collect()
 }
 
-/// How far each of dq, dk, dv and the gradients of the function's tensors is from differences of a function that computes in f32: wide
-/// ones, so that its rounding is little beside them, of a formula that is off by the fourth power of the step.
+/// Largest deviation of dq, dk, dv and the gradients of the function's tensors from central differences. Functions compute in f32, so the
+/// steps are wide, and the formula's error is of the fourth power of the step.
 fn deviations_of_function(case: &Case, gradients: &Gradients) -> [f64; 5] {
     const H: f64 = 0.02;
     let steps = [(H, 8.0 / (12.0 * H)), (2.0 * H, -1.0 / (12.0 * H))];
@@ -93,7 +93,7 @@ fn deviations_of_function(case: &Case, gradients: &Gradients) -> [f64; 5] {
     ]
 }
 
-/// What rounding to f32 and those differences leave.
+/// Error of the differences and of rounding to f32.
 const TOLERANCE_OF_FUNCTION: f64 = 3e-4;
 
 #[track_caller]
@@ -101,12 +101,12 @@ fn check_function(case: &Case) {
     let deviations = deviations_of_function(case, &case.backward());
     assert!(
         deviations.iter().all(|&x| x < TOLERANCE_OF_FUNCTION),
-        "dq dk dv da db {deviations:?} for {:?}",
+        "deviations of dq, dk, dv, da, db are {deviations:?} for {:?}",
         case.problem
     );
 }
 
-/// How far each of dq, dk, dv, dbias, dalibi_slopes and dsinks is from central differences.
+/// Largest deviation of dq, dk, dv, dbias, dalibi_slopes and dsinks from central differences.
 fn deviations(case: &Case, gradients: &Gradients) -> [f64; 6] {
     let deviation = |gradient: &[f64], tensor| {
         let differences = differences(case, tensor);
@@ -129,7 +129,7 @@ fn deviations(case: &Case, gradients: &Gradients) -> [f64; 6] {
     ]
 }
 
-/// Differences are off by about the square of their step.
+/// Error of the differences, about the square of their step.
 const TOLERANCE: f64 = 3e-7;
 
 #[track_caller]
@@ -137,7 +137,7 @@ fn check(case: &Case) {
     let deviations = deviations(case, &case.backward());
     assert!(
         deviations.iter().all(|&x| x < TOLERANCE),
-        "dq dk dv dbias dalibi_slopes dsinks {deviations:?} for {:?}",
+        "deviations of dq, dk, dv, dbias, dalibi_slopes, dsinks are {deviations:?} for {:?}",
         case.problem
     );
 }
@@ -190,7 +190,7 @@ fn gradients_agree_for_slopes() {
 #[test]
 fn gradients_agree_for_sinks() {
     for options in [PLAIN, CAUSAL, SOFTCAP, BOTH] {
-        // Rows of the second see nothing but their sinks.
+        // Some rows of the second problem see only their sinks.
         for sizes in [GROUPED, LONG_Q] {
             check(&Case::new(sizes, options).with_sinks());
             check(&Case::new(sizes, options).with_sinks().with_dlse());
@@ -209,7 +209,7 @@ fn gradients_agree_under_dropout() {
 }
 
 #[test]
-fn gradients_agree_for_sequences_of_their_own_lengths() {
+fn gradients_agree_for_sequence_lengths() {
     for options in [PLAIN, CAUSAL, TOP_LEFT, BOTH] {
         for (q, k) in [([3, 2], [5, 3]), ([1, 0], [2, 4]), ([3, 3], [0, 1])] {
             let case = Case::new(GROUPED, options).with_seq_lens(&q, &k).with_dlse();
@@ -229,9 +229,9 @@ fn gradients_agree_for_packed_sequences() {
     }
 }
 
-/// Sequences packed into one batch are what each is by itself.
+/// Packed sequences give the same results as each sequence in a problem of its own.
 #[test]
-fn packed_sequences_are_those_alone() {
+fn packed_sequences_equal_separate_ones() {
     for options in [PLAIN, CAUSAL, TOP_LEFT, LEFT] {
         let (cu_q, cu_k) = ([0, 3, 3, 7], [0, 2, 5, 9]);
         let packed = Case::new([1, 4, 2, 7, 9, 3, 2], options).with_cu_seqlens(&cu_q, &cu_k).with_alibi_slopes([1, 4]);
@@ -255,9 +255,9 @@ fn packed_sequences_are_those_alone() {
     }
 }
 
-/// A batch with lengths of its own is what it would be with nothing behind them.
+/// A batch with sequence lengths gives the same results as one without padding.
 #[test]
-fn sequences_of_their_own_lengths_are_those_alone() {
+fn padded_sequences_equal_separate_ones() {
     for options in [PLAIN, CAUSAL, TOP_LEFT, LEFT] {
         let case = Case::new([1, 4, 2, 6, 7, 3, 2], options).with_seq_lens(&[4], &[5]).with_alibi_slopes([1, 4]);
         let mut alone = Case::new([1, 4, 2, 4, 5, 3, 2], options).with_alibi_slopes([1, 4]);
@@ -318,7 +318,7 @@ fn gradients_agree_for_functions_of_sequences() {
     }
 }
 
-/// [`Bent`] with derivatives that are another function's.
+/// [`Bent`] with wrong derivatives.
 struct Wrong;
 
 #[cube]
@@ -340,7 +340,7 @@ fn wrong_derivatives_of_functions_are_noticed() {
     let case = of(ScoreFn::of::<Wrong>());
     let noticed = deviations_of_function(&case, &case.backward()).map(|x| x > 1e2 * TOLERANCE_OF_FUNCTION);
     assert_eq!(noticed, [true, true, false, true, true]);
-    // The tensors taken for each other.
+    // The gradients of the two tensors, exchanged.
     let case = of(ScoreFn::of::<Bent>());
     let mut exchanged = case.backward();
     let [a, b] = exchanged.dscore_tensors.each_mut().map(|of| of.as_mut().unwrap());
@@ -349,9 +349,9 @@ fn wrong_derivatives_of_functions_are_noticed() {
     assert_eq!(noticed, [false, false, false, true, true]);
 }
 
-/// A score of −∞ hides, whatever its derivatives are.
+/// A score of −∞ hides a pair, for any value of its derivatives.
 #[test]
-fn a_function_may_hide() {
+fn a_score_of_minus_infinity_hides_a_pair() {
     struct Hiding;
 
     #[cube]
@@ -367,12 +367,12 @@ fn a_function_may_hide() {
         }
     }
 
-    // Bottom right of three queries over five keys is the same.
+    // With three queries and five keys, bottom-right causality hides the same pairs.
     let hiding = Case::new(GROUPED, PLAIN).with_score_mod(ScoreFn::of::<Hiding>(), &[]).with_dlse();
     let causal = Case::new(GROUPED, CAUSAL).with_dlse();
     let (found, expected) = (hiding.backward(), causal.backward());
     for (found, expected) in [(&found.dq, &expected.dq), (&found.dk, &expected.dk), (&found.dv, &expected.dv)] {
-        assert!(found.iter().zip(expected).all(|(x, y)| (x - y).abs() < 1e-5), "{found:?} is not {expected:?}");
+        assert!(found.iter().zip(expected).all(|(x, y)| (x - y).abs() < 1e-5), "{found:?} differs from {expected:?}");
     }
 }
 
@@ -393,7 +393,7 @@ fn gradients_agree_where_bias_is_minus_infinity() {
     check(&case);
 }
 
-/// What a mistake costs is far more than the tolerance.
+/// Wrong gradients deviate by far more than the tolerance.
 #[test]
 fn wrong_gradients_are_noticed() {
     let options = AttentionOptions { dropout: 0.3, ..SOFTCAP };
@@ -423,7 +423,7 @@ fn wrong_gradients_are_noticed() {
     let scale = wrong(|case| case.problem.options.softmax_scale = Some(0.5));
     assert_eq!(noticed(&scale), [true; 6]);
 
-    // Heads mapped wrongly: what belongs to the two heads of k and v, exchanged.
+    // Gradients of the two heads of k and v, exchanged.
     let mut exchanged = right.clone();
     exchanged.dk.rotate_left(right.dk.len() / 4);
     exchanged.dv.rotate_left(right.dv.len() / 4);

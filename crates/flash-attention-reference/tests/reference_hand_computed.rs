@@ -1,4 +1,4 @@
-//! Cases small enough to be computed by hand.
+//! Cases with results that are computed by hand.
 
 mod reference_common;
 
@@ -60,7 +60,7 @@ fn the_default_scale_is_one_over_the_root_of_head_dim() {
     assert_close(&case.forward().o, &[7.0]);
 }
 
-/// tanh(log 3 / 2) = 1/2, so that a softcap of 2 makes 1 of log 3, where its derivative is 3/4.
+/// tanh(log 3 / 2) = 1/2, so a softcap of 2 maps a score of log 3 to 1, with the derivative 3/4.
 #[test]
 fn softcap_bends_scores_and_their_gradients() {
     let mut case = one_to_three();
@@ -75,7 +75,7 @@ fn softcap_bends_scores_and_their_gradients() {
     assert_close(&gradients.dq, &[0.75 * ds * 3f64.ln()]);
 }
 
-/// A softcap would make `2·tanh(log 3 / 2)`, 1, of a bias added before it.
+/// A bias added before the softcap would become `2·tanh(log 3 / 2)`, 1.
 #[test]
 fn bias_is_added_after_softcap() {
     let mut case = one_to_three().with_bias([1, 1, 1, 2]);
@@ -89,7 +89,7 @@ fn bias_is_added_after_softcap() {
     assert_close(&gradients.dq, &[0.0]);
 }
 
-/// Bias is finite where the mask hides: it cannot bring the key back.
+/// A finite bias does not make a hidden key visible.
 #[test]
 fn bias_does_not_show_what_the_mask_hides() {
     let mut case = one_to_three().with_mask([1, 1, 1, 2]).with_bias([1, 1, 1, 2]);
@@ -116,6 +116,6 @@ fn query_heads_share_neighbouring_key_heads() {
 fn dbias_sums_over_what_it_broadcasts_over() {
     let mut case = one_to_three().with_bias([1, 1, 1, 1]);
     case.dlse = Some(vec![2.0]);
-    // A bias on all keys shifts lse and nothing else.
+    // A bias on all keys shifts only lse.
     assert_close(&case.backward().dbias.unwrap(), &[2.0]);
 }

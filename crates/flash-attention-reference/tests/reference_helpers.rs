@@ -1,4 +1,4 @@
-//! Rounding, random numbers and the measure of error.
+//! Rounding, random numbers and error measures.
 
 use flash_attention_kernels::Dtype;
 use flash_attention_reference::{Error, normal, round_to};
@@ -34,7 +34,7 @@ fn rounding_keeps_to_the_range_of_the_type() {
     assert_eq!(rounded(65520.0, Dtype::F16), f64::INFINITY);
     assert_eq!(rounded(65536.0, Dtype::BF16), 65536.0);
     assert_eq!(rounded(1e39, Dtype::F32), f64::INFINITY);
-    assert_eq!(rounded(2f64.powi(-24), Dtype::F16), 2f64.powi(-24)); // its smallest
+    assert_eq!(rounded(2f64.powi(-24), Dtype::F16), 2f64.powi(-24)); // the smallest number of f16
     assert_eq!(rounded(2f64.powi(-26), Dtype::F16), 0.0);
 }
 
@@ -56,7 +56,7 @@ fn normal_has_mean_zero_and_variance_one() {
     let mean = values.iter().sum::<f64>() / 1e5;
     let variance = values.iter().map(|x| x * x).sum::<f64>() / 1e5;
     // Standard deviations of the two are 0.003 and 0.0045.
-    assert!(mean.abs() < 0.02 && (variance - 1.0).abs() < 0.03, "{mean} {variance}");
+    assert!(mean.abs() < 0.02 && (variance - 1.0).abs() < 0.03, "the mean is {mean}, the variance {variance}");
     assert_eq!(values[..10], normal(10, 3));
 }
 

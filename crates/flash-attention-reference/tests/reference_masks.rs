@@ -1,4 +1,4 @@
-//! Which keys each query sees, against masks drawn out, and against options and shapes that mean the same.
+//! Visible keys of each query, compared with masks written out, and with equivalent options and shapes.
 
 mod reference_common;
 
@@ -7,7 +7,7 @@ use flash_attention_kernels::{Alignment, AttentionOptions};
 use flash_attention_reference::mods::{Relative, Strided};
 use reference_common::{Case, broadcasts};
 
-/// What the oracle sees, a string of `1` and `0` for each query: with V the identity, `o` is the attention matrix.
+/// Visible keys of each query as a string of `1` and `0`. V is the identity, so `o` is the attention matrix.
 fn drawn(seq_q: usize, seq_k: usize, options: AttentionOptions) -> Vec<String> {
     let mut case = Case::new([1, 1, 1, seq_q, seq_k, 1, seq_k], options);
     case.v = (0..seq_k * seq_k).map(|n| f64::from(n / seq_k == n % seq_k)).collect();
@@ -23,7 +23,7 @@ fn window(left: Option<usize>, right: Option<usize>, alignment: Alignment) -> At
     AttentionOptions { window_left: left, window_right: right, alignment, ..Default::default() }
 }
 
-/// The first two are drawn in FlashAttention's README, under "Changed in v2.1".
+/// The first two masks are those in FlashAttention's README, under "Changed in v2.1".
 #[test]
 fn causal_masks_as_drawn() {
     use Alignment::{BottomRight, TopLeft};
@@ -70,7 +70,7 @@ fn a_mask_hides_where_it_is_true_in_addition_to_causality() {
     assert_eq!(case(vec![true, false, false, true]), [0.0, 0.0, 1.0, 0.0]);
 }
 
-/// A tensor that broadcasts means the same as the one written out.
+/// A broadcast mask or bias gives the same results as the expanded tensor.
 #[test]
 fn broadcast_masks_and_biases_are_those_written_out() {
     let sizes = [2, 4, 2, 3, 5, 2, 2];
@@ -96,14 +96,14 @@ fn with_mask_mod(function: MaskFn) -> AttentionOptions {
 }
 
 #[test]
-fn a_function_that_is_causality_is_causality() {
+fn a_causal_function_equals_the_option() {
     let sizes = [2, 4, 2, 6, 9, 3, 2];
     let function = Case::new(sizes, with_mask_mod(MaskFn::of::<Causal>())).with_dlse();
     let option = Case::new(sizes, causal(Alignment::TopLeft)).with_dlse();
     assert_eq!(function.forward(), option.forward());
     assert_eq!(function.backward(), option.backward());
     assert_ne!(function.forward(), Case::new(sizes, Default::default()).forward());
-    // And each sequence's own.
+    // Positions of packed sequences count from the first of each sequence.
     let packed = |case: Case| case.with_cu_seqlens(&[1, 3, 5, 7, 12], &[0, 4, 7, 12, 17]).with_dlse();
     let (function, option) = (packed(function), packed(option));
     assert_eq!(function.forward(), option.forward());
@@ -118,13 +118,13 @@ fn functions_of_masks_as_drawn() {
     assert_eq!(drawn(2, 3, with_mask_mod(MaskFn::of::<Or<Causal, Not<Causal>>>())), ["111", "111"]);
     let strided = drawn(12, 12, with_mask_mod(MaskFn::of::<Strided>()));
     assert_eq!((&strided[0][..], &strided[11][..]), ("111111111000", "100011111111"));
-    // In addition to causality.
+    // A mask function in addition to a window.
     let both = AttentionOptions { window_left: Some(0), ..with_mask_mod(MaskFn::of::<Causal>()) };
     assert_eq!(drawn(3, 3, both), ["100", "010", "001"]);
 }
 
 #[test]
-fn a_function_of_documents_is_the_mask_of_them() {
+fn a_document_function_equals_its_mask() {
     let sizes = [2, 4, 2, 6, 9, 3, 2];
     for (of_q, of_k) in [([2, 1, 6, 1], [1, 1, 1, 9]), ([1, 4, 6, 1], [2, 1, 1, 9]), ([2, 4, 6, 9], [1, 1, 1, 1])] {
         let function = Case::new(sizes, Default::default()).with_mask_mod(MaskFn::of::<Document>(), &[of_q, of_k]);
@@ -138,9 +138,9 @@ fn a_function_of_documents_is_the_mask_of_them() {
     }
 }
 
-/// Of packed sequences a function knows the number, and positions that begin with each.
+/// In packed sequences a function gets the number of the sequence as its batch, and positions within the sequence.
 #[test]
-fn functions_of_packed_sequences_are_those_of_padded_ones() {
+fn functions_of_packed_sequences_equal_those_of_padded_ones() {
     let options = AttentionOptions {
         score_mod: Some(ScoreFn::of::<Relative>()),
         mask_mod: Some(MaskFn::of::<Strided>()),
@@ -165,7 +165,7 @@ fn functions_of_packed_sequences_are_those_of_padded_ones() {
 }
 
 #[test]
-fn a_block_mask_is_the_mask_that_it_stands_for() {
+fn a_block_mask_equals_the_boolean_mask() {
     let sizes = [2, 4, 2, 300, 290, 3, 2];
     let scores = [2, 4, 300, 290];
     for (heads, [block_q, block_k], options) in [
@@ -182,7 +182,7 @@ fn a_block_mask_is_the_mask_that_it_stands_for() {
             states[(head * of_q + i / block_q) * of_k + j / block_k]
         };
         assert!((0..3).all(|of| indices(scores).any(|at| state(at) == of)));
-        // The mask where blocks leave it to the mask.
+        // In partial blocks the mask decides.
         let hidden = |at: [usize; 4]| match state(at) {
             0 => true,
             1 => masked.mask.as_ref().unwrap()[at[0] * 290 + at[3]],
@@ -196,9 +196,9 @@ fn a_block_mask_is_the_mask_that_it_stands_for() {
     }
 }
 
-/// What a full block shows no function hides, and what an empty one hides none shows; the options hide in any case.
+/// Functions have no effect in full and in empty blocks. Options hide pairs in any block.
 #[test]
-fn blocks_are_stronger_than_functions_and_weaker_than_options() {
+fn functions_decide_in_partial_blocks_only_and_options_in_all() {
     let sizes = [1, 1, 1, 140, 200, 3, 2];
     let blocks = |options, states: [u32; 4]| {
         let mut case = Case::new(sizes, options).with_dlse().with_block_mask([1, 1], [128, 128]);
@@ -206,7 +206,7 @@ fn blocks_are_stronger_than_functions_and_weaker_than_options() {
         case
     };
     let nothing = with_mask_mod(MaskFn::of::<And<Causal, Not<Causal>>>());
-    // Any number above 1 says full.
+    // Any state above 1 is a full block.
     let (shown, plain) = (blocks(nothing, [2, 2, 9, 2]), Case::new(sizes, Default::default()).with_dlse());
     assert_eq!(shown.forward(), plain.forward());
     assert_eq!(shown.backward(), plain.backward());
@@ -218,7 +218,7 @@ fn blocks_are_stronger_than_functions_and_weaker_than_options() {
     assert_eq!(asked.backward(), function.backward());
     let options = blocks(causal(Alignment::TopLeft), [2; 4]);
     assert_eq!(options.forward(), Case::new(sizes, causal(Alignment::TopLeft)).forward());
-    // And lengths.
+    // Sequence lengths hide pairs, too.
     let lens = blocks(Default::default(), [2; 4]).with_seq_lens(&[90], &[150]);
     assert_eq!(lens.forward(), Case::new(sizes, Default::default()).with_seq_lens(&[90], &[150]).forward());
 }

@@ -1,4 +1,4 @@
-//! A sample of a problem is what the whole problem gives there.
+//! The oracle's results for a sample equal those of the whole problem.
 
 mod reference_common;
 
@@ -11,7 +11,7 @@ use reference_common::{Case, assert_close};
 #[test]
 fn a_sample_is_part_of_the_whole() {
     let options = AttentionOptions { causal: true, softcap: Some(2.0), ..Default::default() };
-    // Query 0 and 1 see nothing: there are more queries than keys.
+    // Queries 0 and 1 see no key, because there are two more queries than keys.
     let case = Case::new([2, 4, 2, 9, 7, 5, 3], options).with_mask([2, 1, 9, 7]).with_bias([1, 4, 9, 7]);
     let functions = case.clone().with_score_mod(ScoreFn::of::<Bent>(), &[[1, 4, 1, 7], [2, 1, 9, 1]]);
     let functions = functions.with_mask_mod(MaskFn::of::<Document>(), &[[2, 1, 9, 1], [1, 1, 1, 7]]);

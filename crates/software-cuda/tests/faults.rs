@@ -1,5 +1,5 @@
-//! Faults that are planted: each program is right, and wrong without one instruction or with one too many. Whatever the order in
-//! which warps run and copies land, the one passes and the other is told, with what is wrong and the line of the instruction.
+//! Planted faults. Each program is correct, and has a faulty variant with one instruction less or more. For every order of warps and
+//! copies, the correct program passes, and the faulty one ends with a fault that names the error and the line of the instruction.
 
 mod common;
 
@@ -8,10 +8,10 @@ use software_cuda::machine::written::Written;
 use software_cuda::{Error, Kind};
 use std::sync::Arc;
 
-/// Orders and times.
+/// Seeds for the order of warps and the times of copies.
 const SEEDS: std::ops::Range<u64> = 0..12;
 
-/// Runs a program with 64 KiB of global memory in which all, or nothing, has been written.
+/// Runs a program with 64 KiB of global memory, all of it initialised or none.
 fn run_with(body: &str, threads: u32, written: bool, seed: u64) -> Result<(), Error> {
     let mut memory = vec![0u128; 4 << 10];
     let bytes = 16 * memory.len();
@@ -28,8 +28,9 @@ fn run_with(body: &str, threads: u32, written: bool, seed: u64) -> Result<(), Er
     launch(&text, 1, threads, at.to_le_bytes().to_vec(), vec![(at, at + bytes as u64, Some(Arc::new(tracked)))], seed)
 }
 
-/// A program passes as it is, and is wrong without what stands between `«` and `»`, or with what stands between `‹` and `›`. It is
-/// told as one of these kinds, with these words, at the line that begins with `§` where there is one.
+/// Runs a correct program and its faulty variant. The correct program has the text between `«` and `»` and lacks the text between `‹` and
+/// `›`; the faulty one lacks the former and has the latter. The fault must be of one of these kinds. A fault of the first kind must contain
+/// these words, and be at the line that begins with `§`, if there is one.
 fn planted(threads: u32, kinds: &[Kind], words: &str, program: &str) {
     let without = |text: &str, [open, close]: [char; 2], keep: bool| {
         let mut depth = 0;
@@ -42,21 +43,24 @@ fn planted(threads: u32, kinds: &[Kind], words: &str, program: &str) {
     let right = without(&without(program, ['«', '»'], true), ['‹', '›'], false);
     let wrong = without(&without(program, ['«', '»'], false), ['‹', '›'], true);
     assert_ne!(right, wrong);
-    // Of the lines that `run_with` puts before it.
+    // Number of lines that `run_with` puts before the program.
     let first = 5 + START.lines().count() + 5;
     let line = wrong.lines().position(|line| line.trim_start().starts_with('§')).map(|nth| (first + nth) as u32 + 1);
     for seed in SEEDS {
         if let Err(error) = run_with(&right.replace('§', ""), threads, true, seed) {
-            panic!("seed {seed}: the right one fails: {error}\n{right}");
+            panic!("seed {seed}: the correct program fails: {error}\n{right}");
         }
         let (kind, at, what) = fault(run_with(&wrong.replace('§', ""), threads, true, seed));
-        assert!(kinds.contains(&kind), "seed {seed}: {kind:?}: {what}");
-        assert!(kind != kinds[0] || what.contains(words), "seed {seed}: {what}");
-        assert!(kind != kinds[0] || line.is_none_or(|line| line == at), "seed {seed}: line {at}, not {line:?}: {what}");
+        assert!(kinds.contains(&kind), "seed {seed}: the fault is of the kind {kind:?}: {what}");
+        assert!(kind != kinds[0] || what.contains(words), "seed {seed}: the fault lacks {words:?}: {what}");
+        assert!(
+            kind != kinds[0] || line.is_none_or(|line| line == at),
+            "seed {seed}: the fault is at line {at}, expected {line:?}: {what}"
+        );
     }
 }
 
-/// The same, of one kind.
+/// [`planted`], for faults of one kind.
 fn told(threads: u32, kind: Kind, words: &str, program: &str) {
     planted(threads, &[kind], words, program);
 }
@@ -93,7 +97,7 @@ fn a_barrier_needs_a_fence_before_copies_count_there() {
     );
 }
 
-/// A product of zeros in shared memory, of 8 columns: what is between its parts.
+/// A warpgroup product of zeros in shared memory with 8 columns, with these instructions between its parts.
 fn product(fill: &str, fence: &str, between: &str, after: &str) -> String {
     format!(
         ".reg .f32 s<4>;
@@ -129,19 +133,19 @@ fn a_product_of_what_warps_wrote_needs_a_proxy_fence() {
 #[test]
 fn a_proxy_fence_needs_a_barrier_after_it() {
     let fill = "@%c1 st.shared.u32 [%a4], 0; fence.proxy.async.shared::cta; «bar.sync 0;»";
-    // Where a product comes before the other warp has written, nothing is there.
+    // If the product runs before the other warp has written, its operand is uninitialised.
     let program = product(fill, FENCE, "", "add.f32 %f0, s0, s1; st.global.f32 [%p0], %f0;").replace("§wgmma", "wgmma");
     planted(128, &[Kind::Race, Kind::Uninitialised], "with no barrier after warp", &program);
 }
 
 #[test]
-fn what_comes_of_nothing_is_not_used() {
+fn results_do_not_depend_on_uninitialised_memory() {
     let fill = "‹bra.uni multiply;› @%c1 st.shared.u32 [%a4], 0; fence.proxy.async.shared::cta; bar.sync 0; multiply:";
     let words = "something depends on what line 26 has read: 16 bytes at 0x400 of shared memory are read, which nothing in this block has written";
     let program = product(fill, FENCE, "", "mov.f32 %f1, s0; add.f32 %f0, %f1, %f1; st.global.f32 [%p0], %f0;");
     let program = program.replace("§wgmma", "wgmma");
     told(128, Kind::Uninitialised, words, &program);
-    // Nor is it told if nothing comes of it.
+    // Uninitialised values that do not affect a result are no fault.
     let program = product("", FENCE, "", "mov.f32 %f1, s0; add.f32 %f0, %f1, %f1;").replace('§', "");
     run_with(&program, 128, true, 1).unwrap();
 }
@@ -169,23 +173,23 @@ fn an_operand_in_registers_needs_a_fence() {
 fn accumulators_are_read_after_the_wait() {
     let program = product(ZEROS, FENCE, "‹add.f32 %f0, s0, s1;›", "add.f32 %f0, s0, s1;").replace("§wgmma", "wgmma");
     told(128, Kind::Race, "a register is read", &program);
-    // A move renames, and what it makes is read as early.
+    // A move copies the register early, so reading its target is the same race.
     let program = product(ZEROS, FENCE, "mov.f32 %f1, s3; ‹add.f32 %f0, %f1, %f1;›", "add.f32 %f0, %f1, %f1;");
     told(128, Kind::Race, "a register is read", &program.replace("§wgmma", "wgmma"));
-    // To wait for all groups but the last one is not to wait for that.
+    // `wait_group 1` does not wait for the last group.
     let wait = "‹wgmma.wait_group.sync.aligned 1; st.global.f32 [%p0], s0;›";
     told(128, Kind::Race, "a register is read", &product(ZEROS, FENCE, wait, "").replace("§wgmma", "wgmma"));
 }
 
 #[test]
-fn registers_that_a_product_reads_or_writes_are_left_alone() {
+fn registers_of_a_running_product_are_not_written() {
     let program = product(ZEROS, FENCE, "‹mul.f32 s0, %f0, %f0;›", "mul.f32 s0, %f0, %f0;").replace("§wgmma", "wgmma");
     told(128, Kind::Race, "a register is written in which a product adds up", &program);
     let program = product(ZEROS, FENCE, "‹add.u32 r2, %i, %i;›", "add.u32 r2, %i, %i;").replace("§wgmma", "wgmma");
     told(128, Kind::Race, "a register is written that a product reads", &program);
 }
 
-// -- memory that nothing was written to
+// -- uninitialised memory
 
 #[test]
 fn shared_memory_is_written_before_it_is_read() {
@@ -265,16 +269,16 @@ fn global_memory_is_written_before_it_is_read() {
             assert!(what.contains(words), "{what}");
         }
     }
-    // Nor is it told if nothing comes of it: the lanes whose number is read choose another one.
+    // Uninitialised values that do not affect a result are no fault: lanes that read one select another value.
     let text =
         "ld.global.u32 %a5, [%q0+64]; setp.lt.u32 %c2, %i, 16; selp.b32 %a5, %a5, 7, %c2; st.global.u32 [%q0], %a5;";
     run_with(&format!("{loads}{text}"), 32, false, 1).unwrap();
 }
 
-// -- copies that run beside the warps
+// -- asynchronous copies
 
 #[test]
-fn what_a_bulk_store_reads_is_left_alone() {
+fn memory_that_a_bulk_store_reads_is_not_overwritten() {
     for (store, left) in [("cp.async.bulk", ""), ("cp.reduce.async.bulk", ".add.f32")] {
         let program = |wait: &str| {
             format!(
@@ -307,7 +311,7 @@ fn a_bulk_store_is_waited_for_before_another_warp_writes() {
          setp.gt.u32 %c2, %i, 31;
          @%c2 st.shared.u32 [%a4+-128], %i;
          @%c0 cp.async.bulk.wait_group 0;";
-    // Where the other warp is the first one, it is the copy that reads too early.
+    // If the other warp runs first, the copy is the one that reads too early.
     planted(64, &[Kind::Race, Kind::Fence], "no barrier after warp", program);
 }
 
@@ -325,7 +329,7 @@ fn a_bulk_store_is_waited_for_before_the_end() {
     );
 }
 
-/// A warp loads a tile twice, which another one reads in between: what is said at places of the two.
+/// One warp loads a tile twice, another warp reads it in between. `full`, `empty` and `last` are the waits.
 fn pipeline(expects: u32, full: &str, empty: &str, last: &str) -> String {
     format!(
         "@%c0 mbarrier.init.shared::cta.b64 [%a3], 1;
@@ -357,7 +361,7 @@ const LAST: &str =
 #[test]
 fn a_tile_is_read_when_its_barrier_says() {
     let full = format!("«{FULL}»");
-    // Before it was even asked for, nothing is there.
+    // If the warp reads before the copy is issued, the memory is uninitialised.
     let kinds = [Kind::Race, Kind::Uninitialised, Kind::Undefined];
     planted(64, &kinds, "before the barrier at 0x400", &pipeline(128, &full, EMPTY, LAST));
 }
@@ -365,7 +369,7 @@ fn a_tile_is_read_when_its_barrier_says() {
 #[test]
 fn a_tile_is_loaded_when_the_last_one_was_read() {
     let empty = format!("«{EMPTY}»");
-    // The other warp may be told first, which then waits for a phase that is another one's.
+    // The other warp may have the first fault: it waits for a phase that has already passed.
     let kinds = [Kind::Race, Kind::Deadlock, Kind::Undefined];
     planted(64, &kinds, "with no barrier after", &pipeline(128, FULL, &empty, LAST));
 }
@@ -374,18 +378,18 @@ fn a_tile_is_loaded_when_the_last_one_was_read() {
 fn a_block_ends_when_its_copies_are_there() {
     let last = format!("«{LAST}»");
     let wrong = pipeline(128, FULL, EMPTY, &last);
-    // Where the copy happens to be there, nothing tells.
+    // If the copy has already landed, there is no fault.
     let body = wrong.replace(&last, "");
     let told = (0..64).filter(|seed| run_with(&body, 64, true, *seed).is_err()).count();
-    assert!(told > 16, "{told} of 64");
+    assert!(told > 16, "only {told} of 64 runs have a fault");
     for seed in SEEDS {
         run_with(&pipeline(128, FULL, EMPTY, LAST), 64, true, seed).unwrap();
     }
 }
 
 #[test]
-fn a_phase_is_not_waited_for_again_where_the_next_may_be_over() {
-    // Both meet once the second tile is asked for. Who then comes late waits for a phase that is another one's.
+fn a_phase_that_may_have_passed_is_not_waited_for() {
+    // Both warps meet after the second copy is issued. A late warp then waits for a phase that has already passed.
     let again = |wait: &str| {
         let program = pipeline(128, FULL, EMPTY, &format!("bar.sync 1, 64;\n{wait}\n{LAST}"));
         program.replace("bra.uni end;", "bar.sync 1, 64;\nbra.uni end;")
@@ -400,7 +404,7 @@ fn a_phase_is_not_waited_for_again_where_the_next_may_be_over() {
         Err(error) => panic!("{error}"),
     });
     let told = told.count();
-    assert!(told > 8, "{told} of 64");
+    assert!(told > 8, "only {told} of 64 runs have a fault");
     for seed in SEEDS {
         run_with(&again(""), 64, true, seed).unwrap();
     }
@@ -418,7 +422,7 @@ fn a_barrier_expects_what_comes() {
 }
 
 #[test]
-fn a_copy_of_lanes_is_waited_for() {
+fn an_asynchronous_copy_is_waited_for() {
     let kinds = [Kind::Race];
     let program = |wait: &str| {
         format!(
@@ -430,10 +434,10 @@ fn a_copy_of_lanes_is_waited_for() {
     planted(32, &kinds, "before the copy in line", &program(one));
 }
 
-// -- warps among themselves
+// -- races between warps
 
 #[test]
-fn warps_meet_between_a_write_and_a_read() {
+fn a_barrier_orders_a_write_before_a_read() {
     let program = "st.shared.u32 [%a4], %i;
          «bar.sync 0;»
          xor.b32 %a5, %a4, 128;
@@ -442,7 +446,7 @@ fn warps_meet_between_a_write_and_a_read() {
 }
 
 #[test]
-fn warps_meet_between_a_read_and_a_write() {
+fn a_barrier_orders_a_read_before_a_write() {
     let program = "st.shared.u32 [%a4], %i;
          bar.sync 0;
          xor.b32 %a5, %a4, 128;
@@ -453,8 +457,8 @@ fn warps_meet_between_a_read_and_a_write() {
 }
 
 #[test]
-fn a_barrier_that_some_only_pass_orders_what_was_before() {
-    // The first warp arrives and goes on; the second one waits.
+fn bar_arrive_orders_earlier_accesses() {
+    // The first warp arrives without waiting; the second one waits.
     let program = "@%c1 st.shared.u32 [%a4], %i;
          @%c1 bar.arrive 1, 64;
          ‹@%c1 st.shared.u32 [%a4], 7;›
@@ -466,7 +470,7 @@ fn a_barrier_that_some_only_pass_orders_what_was_before() {
 }
 
 #[test]
-fn a_barrier_in_memory_is_there_before_others_use_it() {
+fn an_mbarrier_is_initialised_before_others_use_it() {
     let program = "@%c0 mbarrier.init.shared::cta.b64 [%a3], 64;
          «bar.sync 0;»
          mbarrier.arrive.shared::cta.b64 _, [%a3];
@@ -493,7 +497,7 @@ fn a_shuffle_needs_its_lanes() {
 }
 
 #[test]
-fn addresses_whose_ends_wrap_around_are_nowhere() {
+fn addresses_that_wrap_around_are_faults() {
     for space in ["global", "shared"] {
         let body = format!("@%c0 mov.u64 %q1, -8;\n@%c0 ld.{space}.u64 %q2, [%q1];");
         let (kind, _, what) = fault(run_with(&body, 32, true, 1));

@@ -1,4 +1,4 @@
-//! Programs written by hand, whose results are known.
+//! PTX programs with known results.
 
 mod common;
 
@@ -22,8 +22,8 @@ fn vectors_are_added() {
 }
 
 #[test]
-fn ways_part_and_meet() {
-    // Each lane goes round as often as its number says, and then all are together, which `activemask` sees.
+fn diverged_lanes_reconverge() {
+    // Each lane repeats the loop as often as its index. Then all lanes reconverge, which `activemask` shows.
     let mut out = vec![0; 32];
     let body = format!(
         "{START} mov.u32 %a3, 0;
@@ -84,13 +84,13 @@ fn lanes_shuffle_and_vote() {
     }
 }
 
-/// The first warp asks for bytes and the second one waits for them.
+/// The first warp issues a bulk copy, and the second one waits for it.
 #[test]
 fn a_bulk_copy_comes_when_its_barrier_says() {
     for seed in 0..8 {
         let mut from: Vec<u32> = (0..256).collect();
         let mut out = vec![0; 32];
-        // What a copy reads begins at a multiple of 16 bytes.
+        // The source of a copy must be aligned to 16 bytes.
         let skip = (16 - from.as_ptr() as usize % 16) / 4 % 4;
         let body = format!(
             "{START} ld.param.u64 %p1, [p1]; mov.u32 %a3, memory; add.u32 %a4, %a3, 1024;
@@ -127,7 +127,7 @@ fn matrices_are_stored_and_loaded() {
     assert_eq!(out, [0, 64].repeat(32));
 }
 
-/// Numbers that f16 and bf16 hold, and whose products' sums f32 does.
+/// Numbers that are exact in f16 and bf16, and whose sums of products are exact in f32.
 fn small(row: usize, column: usize) -> f32 {
     ((row * 7 + column * 5) % 13) as f32 - 6.0
 }
@@ -136,7 +136,7 @@ fn bf16(x: f32) -> u32 {
     x.to_bits() >> 16
 }
 
-/// Of small integers.
+/// The bits of a small integer in f16.
 fn f16(x: f32) -> u16 {
     let bits = x.to_bits();
     if x == 0.0 { 0 } else { (bits >> 16 & 0x8000 | ((bits >> 23 & 0xFF) - 112) << 10 | bits >> 13 & 0x3FF) as u16 }
@@ -148,7 +148,7 @@ fn a_warp_multiplies() {
     for lane in 0..32 {
         let (row, column) = (lane / 4, lane % 4 * 2);
         let pair = |row: usize, column: usize| bf16(small(row, column)) | bf16(small(row, column + 1)) << 16;
-        // The second operand is the first one's first eight rows.
+        // The second operand is the first eight rows of the first operand.
         let six = [
             pair(row, column),
             pair(row + 8, column),
@@ -179,7 +179,7 @@ fn a_warp_multiplies() {
     }
 }
 
-/// Fragments of 16 × 16, of tf32 8 deep, whose second operand lies in shared memory by its rows or its columns.
+/// `wmma` of 16 × 16 × 16 (tf32: 16 × 16 × 8), with the second operand row-major or column-major in shared memory.
 #[test]
 fn a_warp_multiplies_fragments() {
     for (layout, by_columns) in [("row", false), ("col", true)] {
@@ -187,7 +187,7 @@ fn a_warp_multiplies_fragments() {
             [("bf16", 4, "f32.bf16.bf16.f32", 16), ("f16", 8, "f32.f32", 16), ("tf32", 4, "f32.tf32.tf32.f32", 8)];
         for (ty, registers, product, depth) in products {
             let bits = |x: f32| if ty == "bf16" { bf16(x) } else { u32::from(f16(x)) };
-            // Two matrices one after the other, of 32 bytes a row; the second one of tf32 has rows of 64 bytes.
+            // Two consecutive matrices with rows of 32 bytes. The second one in tf32 has rows of 64 bytes if it is row-major.
             let mut input: Vec<u32> = (0..2 * 16 * 8)
                 .map(|word| match ty {
                     "tf32" if word < 128 || by_columns => small(word / 8, word % 8).to_bits(),
@@ -231,9 +231,9 @@ fn a_warp_multiplies_fragments() {
     }
 }
 
-/// Two boxes of 64 × 64 that a tensor map swizzles, multiplied by a warpgroup: with columns of the second one or its rows.
+/// A warpgroup product of two boxes of 64 × 64, loaded and swizzled by a tensor map: `A · B` if `columns`, else `A · Bᵀ`.
 fn warpgroup(columns: bool, before_wait: &str) -> Result<Vec<u32>, Error> {
-    // A tensor of 128 rows, of which a box's last ones may lie outside.
+    // A tensor of 128 rows. The last rows of a box may be outside of it.
     let tensor: Vec<u128> = (0..128 * 8)
         .map(|eight| {
             (0..8).fold(0, |sum, nth| sum | u128::from(bf16(small(eight / 8, eight % 8 * 8 + nth))) << (16 * nth))
@@ -280,7 +280,7 @@ fn warpgroup(columns: bool, before_wait: &str) -> Result<Vec<u32>, Error> {
          {stores} ret; }}",
         descriptor = 1u64 << 62 | 64 << 32 | 1 << 16,
     );
-    // SAFETY: a map is plain numbers.
+    // SAFETY: a tensor map consists of integers without padding.
     let map = unsafe { std::slice::from_raw_parts((&raw const map).cast::<u8>(), size_of::<TensorMap>()) };
     let mut parameters = Parameters(map.to_vec());
     parameters.0.resize(128, 0);
@@ -295,7 +295,7 @@ fn warpgroup(columns: bool, before_wait: &str) -> Result<Vec<u32>, Error> {
 
 #[test]
 fn a_warpgroup_multiplies() {
-    // Rows past the tensor's last one are zeros.
+    // Rows past the end of the tensor are loaded as zeros.
     let of = |row: usize, column: usize| if row < 128 { small(row, column) } else { 0.0 };
     for columns in [false, true] {
         let out = warpgroup(columns, "").unwrap();
@@ -310,7 +310,7 @@ fn a_warpgroup_multiplies() {
 }
 
 #[test]
-fn what_a_product_reads_must_not_be_written() {
+fn memory_that_a_product_reads_is_not_overwritten() {
     let (kind, _, what) = fault(warpgroup(false, "st.shared.u32 [%a4+2048], 0;").map(|_| ()));
     assert_eq!(kind, Kind::Race, "{what}");
     warpgroup(false, "@%c0 st.shared.u32 [%a3+512], 0;").unwrap();
@@ -330,7 +330,7 @@ fn addresses_past_an_allocation_are_faults() {
 }
 
 #[test]
-fn waits_that_never_end_are_told() {
+fn endless_waits_are_faults() {
     let mut out = vec![0; 32];
     let body = format!(
         "{START} mov.u32 %a3, memory; setp.gt.u32 %c1, %i, 31; @%c1 bra end; mbarrier.init.shared::cta.b64 [%a3], 33;
@@ -347,7 +347,7 @@ fn waits_that_never_end_are_told() {
 }
 
 #[test]
-fn what_all_lanes_do_together_needs_all() {
+fn warp_wide_instructions_need_all_lanes() {
     let mut out = vec![0; 32];
     let body = format!("{START} setp.gt.u32 %c1, %i, 15; @%c1 bra end; shfl.sync.bfly.b32 %a3, %i, 1, 31, -1; end:");
     assert_eq!(fault(run(&body, 1, 32, &mut [&mut out], 1)).0, Kind::Undefined);

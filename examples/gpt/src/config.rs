@@ -285,12 +285,17 @@ impl Config {
             "it must be a multiple of the number of --devices",
         )?;
         let (flash, new) = (self.attention == AttentionKind::Flash, self.weights.is_none());
-        check(flash || !self.alibi, "alibi", &self.alibi, "it takes --attention flash")?;
-        check(flash || !self.sinks, "sinks", &self.sinks, "it takes --attention flash")?;
-        check(flash || self.window == 0, "window", &self.window, "it takes --attention flash")?;
-        check(flash || !self.pack, "pack", &self.pack, "it takes --attention flash")?;
-        check(new || !self.alibi, "alibi", &self.alibi, "GPT-2's weights have embeddings of positions")?;
-        check(new || !self.sinks, "sinks", &self.sinks, "GPT-2's weights have none")?;
+        check(flash || !self.alibi, "alibi", &self.alibi, "it needs --attention flash")?;
+        check(flash || !self.sinks, "sinks", &self.sinks, "it needs --attention flash")?;
+        check(flash || self.window == 0, "window", &self.window, "it needs --attention flash")?;
+        check(flash || !self.pack, "pack", &self.pack, "it needs --attention flash")?;
+        check(
+            new || !self.alibi,
+            "alibi",
+            &self.alibi,
+            "it cannot be used with --weights, which have position embeddings",
+        )?;
+        check(new || !self.sinks, "sinks", &self.sinks, "it cannot be used with --weights, which have no sinks")?;
         // All devices share one random state, so the dropout of a recomputed block would differ.
         let repeats = !self.checkpointing || devices == 1 || self.dropout == 0.0;
         check(repeats, "dropout", &self.dropout, "it must be 0 with --checkpointing on several devices")?;

@@ -297,8 +297,8 @@ mod tests {
         assert_eq!((ends[0], ends[ends.len() - 1]), (0, 48));
         for ends in ends.windows(2) {
             let of = ends[0] as usize..ends[1] as usize;
-            assert!(of.start < of.end && of.start / 16 == (of.end - 1) / 16, "{of:?} lies in two rows");
-            assert!(tokens[of.clone()].windows(2).all(|pair| pair[0] + 1 == pair[1]), "{of:?} is one document");
+            assert!(of.start < of.end && of.start / 16 == (of.end - 1) / 16, "the document {of:?} must be in one row");
+            assert!(tokens[of.clone()].windows(2).all(|pair| pair[0] + 1 == pair[1]), "{of:?} must be one document");
             assert!(positions[of.clone()].iter().enumerate().all(|(i, position)| i as i32 == *position));
         }
         // The rows do not depend on how the batch is shared out.

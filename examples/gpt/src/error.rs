@@ -10,7 +10,7 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum Error {
-    #[error("compare-worker is for compare to start, with a job: {problem}")]
+    #[error("compare-worker has no valid job: {problem}; only compare starts it")]
     Job { problem: String },
     #[error("--{flag} is {value}; {rule}")]
     Config { flag: &'static str, value: String, rule: &'static str },
@@ -21,19 +21,19 @@ pub enum Error {
     Weights { path: PathBuf, problem: String },
     #[error("--{flag} is {given}, but the weights' is {weights}; leave the flag out")]
     NotTheWeights { flag: &'static str, given: usize, weights: usize },
-    #[error("the weights know {weights} tokens, but the tokenizer has {tokens}; choose another --tokenizer")]
+    #[error("the weights have {weights} tokens, but the tokenizer has {tokens}; choose another --tokenizer")]
     Vocabulary { tokens: usize, weights: usize },
 
-    #[error("--device {request} is not known to this build; it has {known}")]
+    #[error("--device {request} is not in this build; choose one of {known}")]
     UnknownDevice { request: String, known: String },
-    #[error("--device {request} is not there; this machine has {found}")]
+    #[error("--device {request} does not exist; this machine has {found}")]
     NoDevice { request: String, found: String },
-    #[error("--devices has {number} twice; each device holds one copy of the model")]
+    #[error("--devices has {number} twice; name each device once")]
     RepeatedDevice { number: usize },
-    #[error("--dtype {dtype} cannot be computed with on {device}; choose another dtype or device")]
+    #[error("--dtype {dtype} is not supported by {device}; choose another --dtype or --device")]
     Dtype { dtype: &'static str, device: String },
     #[error(
-        "Burn's {operation} in {dtype} is wrong on {device}: {from} gave {found:?}, not {expected:?}; choose another --dtype or --device"
+        "Burn's {operation} in {dtype} is wrong on {device}: {from} gave {found:?}, expected {expected:?}; choose another --dtype or --device"
     )]
     WrongResult {
         operation: &'static str,
@@ -50,18 +50,20 @@ pub enum Error {
 
     #[error("cannot read the text {path}: {source}")]
     TextMissing { path: PathBuf, source: io::Error },
-    #[error("the text {path} is not UTF-8: the byte at {offset} is part of no character")]
+    #[error("the text {path} is not UTF-8: the byte at {offset} is not part of a character")]
     TextNotUtf8 { path: PathBuf, offset: usize },
-    #[error("the text has {tokens} tokens; a context of {context} needs at least {needed}")]
+    #[error(
+        "the text has {tokens} tokens, but a context of {context} needs at least {needed}; use a longer text or a shorter context"
+    )]
     TextTooShort { tokens: usize, context: usize, needed: usize },
     #[error(
-        "the text has {documents} documents of two tokens or more; --pack needs two at least, and takes blank lines to separate them, or <|endoftext|>"
+        "the text has {documents} documents of two tokens or more, but --pack needs at least two; separate them with blank lines or <|endoftext|>"
     )]
     NoDocuments { documents: usize },
-    #[error("found no workspace whose sources could be the text; name a file with --data")]
+    #[error("there is no workspace whose sources could be the text; name a file with --data")]
     NoWorkspace,
 
-    #[error("{run} holds a run already; continue it with --resume, or choose another --name")]
+    #[error("{run} already has a run; continue it with --resume, or choose another --name")]
     RunExists { run: PathBuf },
     #[error("there is no run to resume in {runs}; start one without --resume")]
     NoRun { runs: PathBuf },
@@ -77,7 +79,7 @@ pub enum Error {
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum CheckpointProblem {
-    #[error("is not one of this program's")]
+    #[error("was not written by this program")]
     Foreign,
     #[error("has format version {found}; this program reads version {expected}")]
     Version { found: u32, expected: u32 },

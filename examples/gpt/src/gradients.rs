@@ -147,7 +147,7 @@ mod tests {
                 let (one, other) = (self.0.get::<D>(param.id).unwrap(), self.1.get::<D>(param.id).unwrap());
                 let largest = one.clone().abs().max().into_scalar::<f32>();
                 let error = (one - other).abs().max().into_scalar::<f32>();
-                assert!(error <= 1e-5 * largest.max(1e-3), "{error} of {largest}");
+                assert!(error <= 1e-5 * largest.max(1e-3), "the error is {error}, the largest gradient {largest}");
             }
         }
         model.visit(&mut Same(&all, &blocks));
@@ -165,6 +165,6 @@ mod tests {
         let step = 1e-3 / slope.sqrt();
         let moved = |by| run(&model.clone().map(&mut Move(&gradients, by))).0.into_scalar::<f32>();
         let measured = (moved(step) - moved(-step)) / (2.0 * step);
-        assert!((measured - slope).abs() < 0.02 * slope.abs(), "{measured}, not {slope}");
+        assert!((measured - slope).abs() < 0.02 * slope.abs(), "the measured slope is {measured}, expected {slope}");
     }
 }

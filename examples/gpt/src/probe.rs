@@ -191,7 +191,7 @@ mod tests {
             .into_iter()
             .map(|operation| if operation.name == name { Operation { on_device, ..operation } } else { operation })
             .collect();
-        assert!(operations.iter().any(|operation| operation.name == name), "there is no {name}");
+        assert!(operations.iter().any(|operation| operation.name == name), "there is no operation {name}");
         operations
     }
 
@@ -214,9 +214,9 @@ mod tests {
     fn a_wrong_product_is_one_sentence_with_its_numbers() {
         let error = refused("product", Dtype::Bf16, |a, b, _| (a * b).zeros_like() + 2e38).to_string();
         for part in
-            ["product in bf16 is wrong on CPU with", "(flex): ", " · ", " gave 1.99", "e38", ", not ", "--dtype"]
+            ["product in bf16 is wrong on CPU with", "(flex): ", " · ", " gave 1.99", "e38", ", expected ", "--dtype"]
         {
-            assert!(error.contains(part), "{error} does not say {part}");
+            assert!(error.contains(part), "the error {error:?} lacks {part:?}");
         }
         assert!(!error.contains('\n') && !error.contains(". "), "{error}");
     }

@@ -17,7 +17,7 @@ impl Run {
             None => (1..)
                 .map(|number| Self { directory: runs().join(format!("gpt-{number}")) })
                 .find(|run| !run.directory.exists())
-                .expect("there is a free number"),
+                .expect("numbers do not end"),
         };
         // A run without a checkpoint may be overwritten.
         if run.latest().exists() {
@@ -76,7 +76,7 @@ fn runs() -> PathBuf {
 fn named(name: &str) -> Result<PathBuf, Error> {
     let is_plain = Path::new(name).file_name().is_some_and(|file| file == name);
     if !is_plain {
-        let rule = "it must be a plain name, for a directory under runs";
+        let rule = "it must be a name without separators, for a directory under runs";
         return Err(Error::Config { flag: "name", value: format!("{name:?}"), rule });
     }
     Ok(runs().join(name))

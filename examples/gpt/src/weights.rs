@@ -63,9 +63,9 @@ impl Weights {
     pub fn open(path: &Path, heads: Option<usize>) -> Result<Self, Error> {
         let problem = |problem: String| Error::Weights { path: path.to_path_buf(), problem };
         if !path.is_file() {
-            return Err(problem("is not there".to_string()));
+            return Err(problem("does not exist".to_string()));
         }
-        let foreign = |error: &dyn Display| problem(format!("is no safetensors file that can be read: {error}"));
+        let foreign = |error: &dyn Display| problem(format!("is not a readable safetensors file: {error}"));
         let mut store = SafetensorsStore::from_file(path);
         let read = store.get_all_tensors().map_err(|error| foreign(&error))?;
         let mut tensors: BTreeMap<_, _> = read
@@ -192,7 +192,7 @@ impl Description {
             ("scale_attn_by_inverse_layer_idx", !read.scale_attn_by_inverse_layer_idx.unwrap_or(false)),
         ];
         match ours.into_iter().find(|(_, ok)| !ok) {
-            Some((name, _)) => Err(problem(format!("says of {name} what is not GPT-2's"))),
+            Some((name, _)) => Err(problem(format!("has a value of {name} that is not GPT-2's"))),
             None => Ok(read),
         }
     }

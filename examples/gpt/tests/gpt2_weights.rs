@@ -1,4 +1,4 @@
-//! GPT-2's weights in Hugging Face's layout: what the model computes with them, beside the same computed here in f64.
+//! GPT-2's weights in Hugging Face's layout: the model's results compared with a computation in f64.
 #![cfg(all(feature = "flex", unix))]
 
 use burn::module::{Module, ModuleVisitor, Param};
@@ -24,10 +24,10 @@ const LAYERS: usize = 2;
 const HEADS: usize = 2;
 const WIDTH: usize = 16;
 const CONTEXT: usize = 12;
-/// More than bytes, and no multiple of anything that a product of matrices likes.
+/// More tokens than bytes, and no multiple of a tile of a matrix product.
 const VOCABULARY: usize = 300;
 
-/// A GPT-2 in f64, by its file's names; shapes are the file's.
+/// A GPT-2 in f64, with the names and shapes of the file.
 #[derive(Clone)]
 struct Reference(Tensors);
 
@@ -64,21 +64,21 @@ impl Reference {
         }
         let rng = &mut StdRng::seed_from_u64(seed);
         let tensor = |(name, shape): (String, Vec<usize>)| {
-            // Large enough that every part of the model counts: scores, the bend of GELU, the norms.
+            // Large enough that every part of the model affects the result: scores, the curve of GELU, the norms.
             let (mean, std) = match name.as_str() {
                 name if name.contains("ln_") && name.ends_with("weight") => (1.0, 0.3),
                 _ if shape.len() == 2 => (0.0, 0.4),
                 _ => (0.0, 0.2),
             };
             let normal = Normal::new(mean, std).unwrap();
-            // As f32 holds them: the file's values are those of this model.
+            // Rounded to f32, so that the file has exactly the values of this model.
             let values = (0..shape.iter().product()).map(|_| f64::from(normal.sample(&mut *rng) as f32)).collect();
             (name, (shape, values))
         };
         Self(shapes.into_iter().map(tensor).collect())
     }
 
-    /// Writes the file, each name after `prefix`, with what real files hold beside the weights.
+    /// Writes the file with `prefix` before each name, and with the tensors that real files have besides the weights.
     fn save(&self, path: &Path, prefix: &str) {
         let mut tensors: Vec<(String, Vec<usize>, Vec<u8>)> = self
             .0
@@ -144,7 +144,7 @@ impl Reference {
         x.iter().map(|x| wte.chunks(WIDTH).map(|token| logit(x, token)).collect()).collect()
     }
 
-    /// The mean of `ln sum(exp(logits)) − logit` over windows of tokens and of those that follow each.
+    /// The mean cross-entropy `ln sum(exp(logits)) − logit` over windows of tokens and the tokens that follow.
     fn loss(&self, inputs: &[Vec<u32>], targets: &[Vec<u32>]) -> f64 {
         let window = |(inputs, targets): (&Vec<u32>, &Vec<u32>)| {
             let row = |(logits, target): (&Vec<f64>, &u32)| {
@@ -155,7 +155,7 @@ impl Reference {
         inputs.iter().zip(targets).map(window).sum::<f64>() / inputs.iter().map(Vec::len).sum::<usize>() as f64
     }
 
-    /// The likeliest next bytes, one after the other. A full context starts again with its later half.
+    /// Greedy continuation of the prompt. A full context continues with its second half.
     fn continued(&self, prompt: &str, count: usize) -> Vec<u32> {
         let mut text: Vec<u32> = prompt.bytes().map(u32::from).collect();
         let mut window = text.clone();
@@ -180,7 +180,7 @@ fn gelu_new(x: f64) -> f64 {
     0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh())
 }
 
-/// Queries, keys and values side by side → causal attention, head by head.
+/// Causal attention of rows that contain queries, keys and values side by side, head by head.
 fn attend(qkv: &Rows) -> Rows {
     let head_dim = WIDTH / HEADS;
     let part = |row: usize, part: usize, head: usize| &qkv[row][part * WIDTH + head * head_dim..][..head_dim];
@@ -199,7 +199,7 @@ fn attend(qkv: &Rows) -> Rows {
     (0..qkv.len()).map(|row| (0..HEADS).flat_map(|index| head(row, index)).collect()).collect()
 }
 
-/// A random GPT-2 in a file.
+/// A temporary directory with a random GPT-2 in a file.
 struct Place {
     directory: TempDir,
     reference: Reference,
@@ -229,10 +229,10 @@ impl Place {
     }
 }
 
-/// Every device that is there, with how far its sums may be off.
+/// Every available device, with the tolerance of its results.
 fn devices() -> Vec<(Device, f64)> {
     let found = ["flex", "wgpu", "cuda"].into_iter().filter_map(|name| Some((name, device::choose(name).ok()?)));
-    // Through CUDA Burn's products round to tf32.
+    // On CUDA Burn's products round their factors to tf32.
     found.map(|(name, found)| (found.device, if name == "cuda" { 2e-2 } else { 1e-4 })).collect()
 }
 
@@ -253,7 +253,7 @@ fn tensor(windows: &[Vec<u32>], device: &Device) -> Tensor<2, Int> {
 }
 
 fn close(what: &str, got: f64, expected: f64, tolerance: f64) {
-    assert!((got - expected).abs() <= tolerance * (1.0 + expected.abs()), "{what}: {got}, not {expected}");
+    assert!((got - expected).abs() <= tolerance * (1.0 + expected.abs()), "{what} is {got}, expected {expected}");
 }
 
 #[test]
@@ -269,7 +269,7 @@ fn logits_are_gpt2s() {
             close("a logit", got, *expected, tolerance);
         }
 
-        // Read in two parts, the second token by token: the same.
+        // In two parts, the second token by token, the logits are the same.
         let mut cache = Cache::default();
         let tokens = tensor(&inputs, &device);
         for (from, count) in [(0, 5), (5, 1), (6, 1), (7, 1)] {
@@ -281,7 +281,7 @@ fn logits_are_gpt2s() {
             }
         }
 
-        // A model of fewer positions is the same model.
+        // With a shorter context the logits are the same.
         let short = load(&place.file(), 4, &device);
         let logits = short.forward(tensor(&inputs, &device).narrow(1, 0, 4)).into_data();
         for (row, got) in logits.iter::<f64>().enumerate() {
@@ -311,7 +311,7 @@ fn gradients(model: &Gpt, loss: &Tensor<1>) -> BTreeMap<String, Vec<f64>> {
     collect.2
 }
 
-/// What the model calls what GPT-2 calls `name`.
+/// The model's name of GPT-2's tensor `name`.
 fn in_model(name: &str) -> String {
     let renamed = [
         ("wte", "token_embedding"),
@@ -332,13 +332,13 @@ fn in_model(name: &str) -> String {
 
 #[test]
 fn the_losss_gradient_is_gpt2s() {
-    // As `GPT2LMHeadModel` saves itself.
+    // The prefix of files saved by `GPT2LMHeadModel`.
     let place = Place::new("transformer.");
     let rng = &mut StdRng::seed_from_u64(2);
     let (inputs, targets) = (windows(rng), windows(rng));
     let expected = place.reference.loss(&inputs, &targets);
 
-    // Along a random direction in each tensor, by central differences.
+    // Central differences along a random direction in each tensor.
     let step = 1e-4;
     let slopes: Vec<_> = place
         .reference
@@ -366,7 +366,7 @@ fn the_losss_gradient_is_gpt2s() {
         assert_eq!(gradients.len(), slopes.len());
         for (name, slope, direction) in &slopes {
             let got: f64 = gradients[name].iter().zip(direction).map(|(gradient, along)| gradient * along).sum();
-            assert!(slope.abs() > 1e-4, "{name} does nothing");
+            assert!(slope.abs() > 1e-4, "{name} does not affect the loss");
             close(name, got, *slope, 10.0 * tolerance);
         }
     }
@@ -384,14 +384,14 @@ fn generates_the_likeliest_text_beyond_its_context() {
     let expected: Vec<u8> = place.reference.continued("flash", 30).into_iter().map(|token| token as u8).collect();
     let greedy = run(&["--prompt", "flash", "--temperature", "0", "--tokens", "30"]);
     assert_eq!(greedy, String::from_utf8_lossy(&expected).into_owned() + "\n");
-    // Where only the likeliest may come, temperature changes nothing.
+    // If only the likeliest token is allowed, temperature has no effect.
     for only in [["--top-k", "1"], ["--top-p", "1e-9"]] {
         assert_eq!(run(&[&["--prompt", "flash", "--temperature", "5", "--tokens", "30"], &only[..]].concat()), greedy);
     }
     let drawn = |seed| run(&["--prompt", "flash", "--tokens", "30", "--temperature", "2", "--seed", seed]);
     assert_eq!(drawn("1"), drawn("1"));
     assert_ne!(drawn("1"), drawn("2"));
-    assert!(run(&["--tokens", "3"]).len() >= 4, "a text of no prompt");
+    assert!(run(&["--tokens", "3"]).len() >= 4, "generation without a prompt must print tokens");
 }
 
 #[test]
@@ -411,9 +411,9 @@ fn trains_on_from_weights() {
     let losses = fs::read_to_string(place.directory.path().join("runs/on/loss.csv")).unwrap();
     let losses: Vec<f64> =
         losses.lines().filter_map(|line| line.split(',').nth(1).and_then(|loss| loss.parse().ok())).collect();
-    assert!(losses[39] < losses[0] - 1.0, "from {} to {}", losses[0], losses[39]);
+    assert!(losses[39] < losses[0] - 1.0, "the loss went from {} to {}", losses[0], losses[39]);
 
-    // The run's own model writes, and goes on, without the file.
+    // The run generates and resumes without the file.
     fs::remove_file(place.file()).unwrap();
     let on = |arguments: &[&str]| place.command(arguments).output().unwrap();
     let written = on(&["generate", "--name", "on", "--device", "flex", "--prompt", "1", "--tokens", "5"]);
@@ -433,7 +433,7 @@ fn wrong_weights_are_one_sentence() {
         let stderr = String::from_utf8(output.stderr).unwrap();
         let error = stderr.lines().find(|line| line.starts_with("error: ")).unwrap_or(&stderr);
         assert_eq!(output.status.code(), Some(2), "{stderr}");
-        assert!(error.contains(expected), "{error} does not say: {expected}");
+        assert!(error.contains(expected), "the error {error:?} lacks {expected:?}");
     };
     let changed = |change: &dyn Fn(&mut Tensors)| {
         let mut reference = place.reference.clone();
@@ -471,20 +471,20 @@ fn wrong_weights_are_one_sentence() {
         let output = place.command(arguments).output().unwrap();
         let stderr = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(2), "{stderr}");
-        assert!(stderr.contains(expected), "{stderr} does not say: {expected}");
+        assert!(stderr.contains(expected), "the error {stderr:?} lacks {expected:?}");
     };
     let flex = ["--device", "flex", "--weights", "model.safetensors", "--heads", "2"];
     others(&[&flex[..], &["--width", "32"]].concat(), "--width is 32, but the weights' is 16; leave the flag out");
     others(&[&flex[..], &["--context", "13"]].concat(), "--context is 13, but the weights' is 12");
-    others(&flex, "the weights know 300 tokens, but the tokenizer has 50257; choose another --tokenizer");
-    others(&["generate", "--device", "flex", "--weights", "absent"], "absent is not there");
+    others(&flex, "the weights have 300 tokens, but the tokenizer has 50257; choose another --tokenizer");
+    others(&["generate", "--device", "flex", "--weights", "absent"], "absent does not exist");
     others(&["generate", "--device", "flex"], "there is no run");
     fs::write(place.file(), b"no tensors").unwrap();
-    others(&flex, "model.safetensors is no safetensors file that can be read");
+    others(&flex, "model.safetensors is not a readable safetensors file");
     place.reference.save(&place.file(), "");
     let describe = |text: &str| fs::write(place.directory.path().join("config.json"), text).unwrap();
     describe(r#"{"n_head": 2, "activation_function": "relu"}"#);
-    others(&flex, "config.json says of activation_function what is not GPT-2's");
+    others(&flex, "config.json has a value of activation_function that is not GPT-2's");
     describe(r#"{"n_head": 4, "activation_function": "gelu_new"}"#);
     others(&flex, "--heads is 2, but the weights' is 4; leave the flag out");
     describe("{");

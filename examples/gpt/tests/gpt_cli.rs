@@ -1,4 +1,4 @@
-//! The program as its users run it, with models small enough for a CPU.
+//! Runs the program as its users do, with models small enough for a CPU.
 #![cfg(all(feature = "flex", unix))]
 
 mod common;
@@ -18,13 +18,13 @@ fn learns_from_its_own_sources() {
 
     assert!(stdout.starts_with("device "), "{stdout}");
     for shown in ["attention  flash: host loops", "parameters ", "tokens/s", "best validation loss", "it writes:"] {
-        assert!(stdout.contains(shown), "{shown} is not in: {stdout}");
+        assert!(stdout.contains(shown), "the output lacks {shown:?}: {stdout}");
     }
     let losses = place.train_losses("own");
     assert_eq!(losses.len(), 80);
     assert!(losses[0] > 5.0, "the first loss is {}", losses[0]);
     let end = losses[70..].iter().sum::<f32>() / 10.0;
-    assert!(end < losses[0] - 1.5, "from {} to {end}", losses[0]);
+    assert!(end < losses[0] - 1.5, "the loss went from {} to {end}", losses[0]);
     for file in ["config.toml", "loss.csv", "loss.svg", "latest.ckpt", "best.ckpt", "text.txt"] {
         assert!(place.file("own", file).exists(), "{file}");
     }
@@ -41,7 +41,7 @@ fn resumes_bitwise_after_a_kill_and_after_an_interrupt() {
 
     let mut killed = start_and_wait(place.small("killed", &arguments), &place.file("killed", "loss.csv"));
     killed.kill().unwrap();
-    assert!(!killed.wait().unwrap().success(), "the run was over before it could be killed");
+    assert!(!killed.wait().unwrap().success(), "the run ended before it was killed");
     let stdout = succeeds(place.resume("killed"));
     assert!(stdout.contains("resume     at step"), "{stdout}");
     assert_eq!(place.losses("killed"), whole);
@@ -51,7 +51,7 @@ fn resumes_bitwise_after_a_kill_and_after_an_interrupt() {
     assert!(signal.success());
     assert_eq!(stopped.wait().unwrap().code(), Some(130));
     assert!(place.losses("stopped").len() < 300);
-    // Without a name it is the run that was at work last.
+    // Without a name, the latest run is resumed.
     succeeds(place.command(&["--resume"]));
     assert_eq!(place.losses("stopped"), whole);
 }
@@ -67,7 +67,7 @@ fn attention_is_the_same_in_three_ways() {
     assert!(composed[99] < composed[0] - 1.0);
     for kind in ["flash", "burn"] {
         for (step, (loss, expected)) in place.train_losses(kind).into_iter().zip(&composed).enumerate() {
-            assert!((loss - expected).abs() <= 1e-3, "{kind} at step {step}: {loss}, not {expected}");
+            assert!((loss - expected).abs() <= 1e-3, "{kind} at step {step}: the loss is {loss}, expected {expected}");
         }
     }
 }
@@ -78,11 +78,14 @@ fn alike(place: &Place, one: &str, other: &str, tolerance: f32) {
     assert!(losses[losses.len() - 1] < losses[0] - 1.0, "{one} does not learn");
     assert_eq!(losses.len(), place.train_losses(other).len());
     for (step, (loss, expected)) in place.train_losses(other).into_iter().zip(losses).enumerate() {
-        assert!((loss - expected).abs() <= tolerance, "{other} at step {step}: {loss}, not {expected}");
+        assert!(
+            (loss - expected).abs() <= tolerance,
+            "{other} at step {step}: the loss is {loss}, expected {expected}"
+        );
     }
 }
 
-/// Needs two GPUs of one backend; says so where there are none.
+/// Slopes, sinks, a window, packing and dropout each change the loss, and a resumed run keeps them.
 #[test]
 fn learns_with_slopes_sinks_windows_and_dropout() {
     let place = Place::new();
@@ -102,27 +105,28 @@ fn learns_with_slopes_sinks_windows_and_dropout() {
         assert!(stdout.contains("it writes:"), "{name}: {stdout}");
         let losses = place.train_losses(name);
         let end = losses[50..].iter().sum::<f32>() / 10.0;
-        assert!(end < losses[0] - 1.5, "{name}: from {} to {end}", losses[0]);
-        assert!(!ends.contains(&end), "{name} changes nothing");
+        assert!(end < losses[0] - 1.5, "{name}: the loss went from {} to {end}", losses[0]);
+        assert!(!ends.contains(&end), "{name} does not change the loss");
         ends.push(end);
     }
-    fails(place.small("no", &["--pack", "--attention", "burn"]), "--pack is true; it takes --attention flash");
+    fails(place.small("no", &["--pack", "--attention", "burn"]), "--pack is true; it needs --attention flash");
     // A text without blank lines is one document.
     fs::write(place.directory.path().join("text.txt"), lines("\n")).unwrap();
     fails(place.small("no", &["--pack"]), "the text has 1 documents of two tokens or more");
     fs::write(place.directory.path().join("text.txt"), lines("\n\n")).unwrap();
-    // A run keeps what it was told.
+    // A resumed run keeps its options.
     let stdout = succeeds(place.resume("all"));
     assert!(stdout.contains("it writes:"), "{stdout}");
     fails(place.command(&["--resume", "--name", "all", "--window", "8"]), "--window");
-    fails(place.small("no", &["--alibi", "--attention", "composed"]), "--alibi is true; it takes --attention flash");
-    fails(place.small("no", &["--window", "4", "--attention", "burn"]), "--window is 4; it takes --attention flash");
+    fails(place.small("no", &["--alibi", "--attention", "composed"]), "--alibi is true; it needs --attention flash");
+    fails(place.small("no", &["--window", "4", "--attention", "burn"]), "--window is 4; it needs --attention flash");
 }
 
+/// Needs two GPUs of one backend. Without them it prints a message and passes.
 #[test]
 fn several_devices_learn_what_one_learns() {
     let Some(backend) = ["cuda", "rocm", "vulkan"].into_iter().find(|name| choose(&format!("{name}:1")).is_ok()) else {
-        return eprintln!("skipped: there are no two GPUs");
+        return eprintln!("skipped: there are fewer than two GPUs");
     };
     let place = Place::new();
     let run = |name: &str, more: &[&str]| {
@@ -156,16 +160,19 @@ fn learns_in_half_precision() {
     for dtype in ["bf16", "f16"] {
         succeeds(place.small(dtype, &["--steps", "100", "--eval-interval", "100", "--dtype", dtype]));
         let losses = place.train_losses(dtype);
-        assert!(losses[99] < losses[0] - 1.0, "{dtype}: from {} to {}", losses[0], losses[99]);
+        assert!(losses[99] < losses[0] - 1.0, "{dtype}: the loss went from {} to {}", losses[0], losses[99]);
     }
 }
 
-/// Software Vulkan has no buffer of 320 MB, which the logits of such a batch take.
+/// The logits of this batch take 320 MB, more than a buffer of software Vulkan.
 #[test]
 fn a_device_that_fails_is_one_sentence() {
     let found = choose("wgpu");
     if !found.as_ref().is_ok_and(|found| found.strength == Strength::Software) {
-        assert!(found.is_ok() || std::env::var("REQUIRE_WGPU").as_deref() != Ok("1"), "an adapter was required");
+        assert!(
+            found.is_ok() || std::env::var("REQUIRE_WGPU").as_deref() != Ok("1"),
+            "REQUIRE_WGPU=1, but there is no adapter"
+        );
         return eprintln!("skipped: there is no software adapter");
     }
     let place = Place::new();
@@ -202,12 +209,12 @@ fn bad_input_is_one_sentence() {
     fails(flex(&["--data", "latin.txt"]), "is not UTF-8: the byte at 2");
     fails(flex(&["--heads", "3"]), "--heads is 3; it must divide --width");
     fails(flex(&["--heads", "0"]), "invalid value '0' for '--heads <HEADS>'");
-    fails(flex(&["--devices", "0,1"]), "--device flex:1 is not there");
+    fails(flex(&["--devices", "0,1"]), "--device flex:1 does not exist");
     fails(flex(&["--devices", "0,0"]), "--devices has 0 twice");
     fails(flex(&["--layers", "1", "--width", "514", "--heads", "2"]), "head_dim");
     fails(place.command(&["--name", "../up", "--device", "flex"]), "--name");
-    fails(place.command(&["--device", "abacus"]), "--device abacus is not known to this build; it has auto");
-    fails(place.command(&["--device", "flex:7"]), "--device flex:7 is not there");
+    fails(place.command(&["--device", "abacus"]), "--device abacus is not in this build; choose one of auto");
+    fails(place.command(&["--device", "flex:7"]), "--device flex:7 does not exist");
     fails(place.resume("nothing"), "there is no run to resume in runs/nothing");
 }
 
@@ -227,8 +234,8 @@ fn a_wrong_checkpoint_is_one_sentence() {
         bytes
     };
 
-    fails(place.small("run", &["--steps", "2"]), "runs/run holds a run already");
-    fails(resume(b"something else"), "is not one of this program's");
+    fails(place.small("run", &["--steps", "2"]), "runs/run already has a run");
+    fails(resume(b"something else"), "was not written by this program");
     fails(resume(&whole[..10]), "is damaged: it ends too early");
     fails(resume(&whole[..whole.len() / 2]), "is damaged: its checksum does not match");
     fails(resume(&changed(whole.len() / 2)), "is damaged: its checksum does not match");

@@ -1,4 +1,4 @@
-//! The comparison of kinds of attention as its users run it, with a model small enough for a CPU.
+//! Runs `gpt compare` as its users do, with a model small enough for a CPU.
 #![cfg(feature = "flex")]
 
 use std::collections::HashMap;
@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::process::{Command, Output};
 use tempfile::TempDir;
 
-/// A directory with a text, where results go.
+/// A temporary directory with a text, for results.
 struct Place {
     directory: TempDir,
 }
@@ -20,14 +20,14 @@ impl Place {
         Self { directory }
     }
 
-    /// A comparison on the CPU.
+    /// Runs a comparison on the CPU.
     fn compare(&self, arguments: &str) -> Output {
         let mut command = Command::new(env!("CARGO_BIN_EXE_gpt"));
         command.current_dir(&self.directory).args(["compare", "--device", "flex", "--data", "text.txt"]);
         command.args(arguments.split_whitespace()).output().unwrap()
     }
 
-    /// What it prints about a small model.
+    /// The output of a comparison of a small model.
     fn small(&self, arguments: &str) -> String {
         let size = "--layers 1 --heads 2 --width 32 --contexts 16,32 --tokens-per-step 64 --steps 4 --warmup 1";
         let output = self.compare(&format!("{size} {arguments}"));
@@ -39,7 +39,7 @@ impl Place {
         self.directory.path().join(path)
     }
 
-    /// The rows of a CSV file, each by the names of its columns.
+    /// The rows of a CSV file, as maps from column names to values.
     fn rows(&self, path: &str) -> Vec<HashMap<String, String>> {
         csv::Reader::from_path(self.file(path)).unwrap().deserialize().map(Result::unwrap).collect()
     }
@@ -58,7 +58,7 @@ fn all_kinds_are_measured_and_agree() {
 
     let heading = stdout.lines().next().unwrap();
     for said in ["CPU with", "f32", "1 layers, 2 heads, width 32, vocabulary 256", "Burn 0.", "4 steps after 1"] {
-        assert!(heading.contains(said), "{said} is not in: {heading}");
+        assert!(heading.contains(said), "the heading lacks {said:?}: {heading}");
     }
     assert!(stdout.contains("resident in the process"), "{stdout}");
     let shown: Vec<_> = cells(&stdout).into_iter().map(|row| [row[0], row[1], row[2]].map(str::to_string)).collect();
@@ -70,7 +70,9 @@ fn all_kinds_are_measured_and_agree() {
     let rows = place.rows("results/compare.csv");
     assert_eq!(rows.len(), 6);
     for row in &rows {
-        let number = |column: &str| row[column].parse::<f64>().unwrap_or_else(|_| panic!("{column} of {row:?}"));
+        let number = |column: &str| {
+            row[column].parse::<f64>().unwrap_or_else(|_| panic!("{column} of {row:?} must be a number"))
+        };
         assert!((1.0..7.0).contains(&number("loss")), "{row:?}");
         assert_eq!(row["reference"], "composed");
         assert!(number("loss_difference") <= 1e-3, "{row:?}");
@@ -105,7 +107,7 @@ fn a_seed_means_the_same_losses() {
 }
 
 #[test]
-fn what_fails_says_why_and_ends_nothing_else() {
+fn a_failed_measurement_says_why_and_stops_no_other() {
     let place = Place::new();
     let stdout = place.small("--limit 0");
     let shown = cells(&stdout);
@@ -125,8 +127,8 @@ fn bad_input_is_one_sentence() {
         let stderr = String::from_utf8(stderr).unwrap();
         let lines: Vec<_> = stderr.lines().filter(|line| line.starts_with("error: ")).collect();
         assert_eq!((status.code(), lines.len()), (Some(2), 1), "{stderr}");
-        assert!(lines[0].contains(expected), "{} does not say: {expected}", lines[0]);
-        assert!(!place.file("runs").exists(), "something was written");
+        assert!(lines[0].contains(expected), "the error {:?} lacks {expected:?}", lines[0]);
+        assert!(!place.file("runs").exists(), "a refused call must write nothing");
     };
     fails("--contexts 16,0", "invalid value '0' for '--contexts <TOKENS>': 0 is not in 1..");
     fails("--contexts 16,many", "invalid value 'many'");

@@ -1,4 +1,4 @@
-//! Disks that are full: an error in one sentence, nothing lost, and the run goes on when there is room.
+//! Full disks: the error is one sentence, no checkpoint is lost, and the run can be resumed.
 #![cfg(all(feature = "flex", target_os = "linux"))]
 
 mod common;
@@ -11,7 +11,7 @@ use std::process::Command;
 
 const STEPS: [&str; 4] = ["--steps", "200", "--eval-interval", "25"];
 
-/// Makes the next file that is to be named `path` one on a disk with no room.
+/// Redirects the next file for `path` to a full disk.
 fn fill_up(path: &Path) {
     symlink("/dev/full", path.with_extension("partial")).unwrap();
 }
@@ -21,7 +21,7 @@ fn killed(place: &Place) -> Vec<[String; 4]> {
     succeeds(place.small("whole", &STEPS));
     let mut killed = start_and_wait(place.small("run", &STEPS), &place.file("run", "loss.csv"));
     killed.kill().unwrap();
-    assert!(!killed.wait().unwrap().success(), "the run was over before it could be killed");
+    assert!(!killed.wait().unwrap().success(), "the run ended before it was killed");
     let _ = fs::remove_file(place.file("run", "latest.partial"));
     let _ = fs::remove_file(place.file("run", "best.partial"));
     place.losses("whole")
@@ -37,17 +37,17 @@ fn a_full_disk_loses_no_checkpoint() {
         let before = checkpoints();
         fill_up(&path);
         fails(place.resume("run"), &format!("runs/run/{file}: No space left on device"));
-        assert!(!path.with_extension("partial").is_symlink(), "{file}: what was written is still there");
-        // The other one may have been saved meanwhile.
+        assert!(!path.with_extension("partial").is_symlink(), "{file}: the partial file must be removed");
+        // The other checkpoint may have been saved in the meantime.
         let [latest, best] = checkpoints();
-        assert!(latest == before[0] || file == "best.ckpt", "latest.ckpt changed, {file} could not be written");
-        assert!(best == before[1] || file == "latest.ckpt", "best.ckpt changed, {file} could not be written");
+        assert!(latest == before[0] || file == "best.ckpt", "latest.ckpt must not change if {file} cannot be written");
+        assert!(best == before[1] || file == "latest.ckpt", "best.ckpt must not change if {file} cannot be written");
     }
     succeeds(place.resume("run"));
     assert_eq!(place.losses("run"), whole);
 }
 
-/// Room for a part of the checkpoint: the system refuses what is above a limit on the size of files.
+/// Only a part of the checkpoint fits: the system limits the size of files.
 #[test]
 fn a_disk_that_fills_up_while_saving_loses_no_checkpoint() {
     let place = Place::new();
@@ -63,7 +63,7 @@ fn a_disk_that_fills_up_while_saving_loses_no_checkpoint() {
     limited.args([&blocks.to_string(), gpt, "--resume", "--name", "run"]);
     fails(limited, ".ckpt: File too large");
     for partial in ["latest.partial", "best.partial"] {
-        assert!(!place.file("run", partial).exists(), "{partial} is still there");
+        assert!(!place.file("run", partial).exists(), "{partial} must be removed");
     }
     assert!(fs::read(&latest).unwrap() == before);
     succeeds(place.resume("run"));
@@ -79,7 +79,7 @@ fn a_run_that_cannot_be_written_at_all_says_so() {
         fill_up(&place.file(name, file));
         fails(place.small(name, &STEPS), &format!("runs/{name}/{file}: No space left on device"));
     }
-    // In the place of the directory of runs there is a file.
+    // A file has the name of the directory of runs.
     let other = Place::new();
     fs::write(other.directory.path().join("runs"), "no directory").unwrap();
     fails(other.small("run", &STEPS), "runs/run: ");

@@ -43,7 +43,7 @@ pub fn choose(request: &str) -> Result<Found, String> {
         _ => found.into_iter().find(|found| found.id == request || found.id == format!("{request}:0")),
     };
     let names: Vec<_> = backends.iter().map(|(name, _)| *name).collect();
-    found.ok_or_else(|| format!("there is no device {request}; --device is auto, or one of {}", names.join(", ")))
+    found.ok_or_else(|| format!("--device {request} does not exist; it must be auto or one of {}", names.join(", ")))
 }
 
 /// Whether Burn's default device exists. Burn's optimizers load their state through it, whatever device the model is on.

@@ -93,7 +93,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     if args.resume.is_some() && !device::default_exists() {
         let backend = found.id.split(':').next().unwrap_or_default();
         return Err(format!(
-            "Burn loads an optimizer by way of its default device, which is not there; set BURN_DEVICE={backend}"
+            "Burn loads an optimizer through its default device, which does not exist; set BURN_DEVICE={backend}"
         )
         .into());
     }
@@ -103,9 +103,11 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     };
     let (bytes, needed) = (text.len(), 10 * (config.model.block_size + 1));
     if bytes < needed {
-        return Err(
-            format!("the text has {bytes} bytes; --block-size {} needs {needed}", config.model.block_size).into()
-        );
+        return Err(format!(
+            "the text has {bytes} bytes, but --block-size {} needs {needed}; choose a smaller one",
+            config.model.block_size
+        )
+        .into());
     }
     println!("device     {}", found.id);
     println!("attention  {}", config.model.attention_plan(config.batch_size, &found.device)?);
@@ -150,7 +152,7 @@ fn new_config(args: &Args, kind: Kind) -> Result<TrainConfig, String> {
     }
     let run = args.out_dir.display();
     match fs::read_dir(args.out_dir.join("checkpoint")).is_ok_and(|mut files| files.next().is_some()) {
-        true => Err(format!("{run} holds a run already; continue it with --resume, or choose another --out-dir")),
+        true => Err(format!("{run} already has a run; continue it with --resume, or choose another --out-dir")),
         false => Ok(config),
     }
 }

@@ -1,4 +1,4 @@
-//! The model on the CPU.
+//! Tests of the model on the CPU.
 #![cfg(feature = "flex")]
 
 use burn::tensor::activation::softmax;
@@ -9,7 +9,7 @@ fn config(dropout: f64) -> GptConfig {
     GptConfig { block_size: 12, vocab_size: 50, n_layer: 2, n_head: 3, n_embd: 24, dropout }
 }
 
-/// Two different sequences of as many tokens.
+/// Two different sequences of the same length.
 fn tokens(device: &Device) -> Tensor<2, Int> {
     Tensor::<1, Int>::arange(0..24, device).mul_scalar(7).remainder_scalar(50).reshape([2, 12])
 }
@@ -31,7 +31,7 @@ fn a_token_changes_no_logits_before_it() {
     assert!(largest(difference.narrow(1, 8, 1)) > 1e-3);
 }
 
-/// Attention as nanoGPT writes it where there is no flash attention.
+/// nanoGPT's attention without flash attention.
 fn composed(layer: &CausalSelfAttention, n_head: usize, x: Tensor<3>) -> Tensor<3> {
     let [batch, seq, n_embd] = x.dims();
     let heads = layer.c_attn.forward(x).chunk(3, 2).into_iter();
@@ -47,7 +47,7 @@ fn composed(layer: &CausalSelfAttention, n_head: usize, x: Tensor<3>) -> Tensor<
 fn attention_is_composed_attention_and_so_are_its_gradients() {
     let device = Device::flex().autodiff();
     let layer = CausalSelfAttention::new(&config(0.0), &device);
-    // Large enough that probabilities are far from equal.
+    // Large inputs, so that probabilities are far from equal.
     let x = Tensor::<3>::random([2, 12, 24], Distribution::Normal(0.0, 10.0), &device);
     let [(flash, flash_dx), (reference, reference_dx)] = [true, false].map(|flash| {
         let x = x.clone().require_grad();
@@ -61,7 +61,7 @@ fn attention_is_composed_attention_and_so_are_its_gradients() {
 }
 
 #[test]
-fn a_new_model_expects_all_tokens_alike_and_every_parameter_learns() {
+fn a_new_model_predicts_all_tokens_alike_and_every_parameter_learns() {
     let device = Device::flex().autodiff();
     let model = Gpt::new(&config(0.0), &device);
     let idx = tokens(&device);
@@ -71,7 +71,7 @@ fn a_new_model_expects_all_tokens_alike_and_every_parameter_learns() {
     let gradients = loss.clone().backward();
     let loss = loss.into_scalar::<f32>();
     assert!((loss - 50f32.ln()).abs() < 0.1, "{loss}");
-    // Two embeddings, a norm, and in each block two norms and four linear layers with weights and biases.
+    // Parameters: two embeddings, a norm, and in each block two norms and four linear layers, each with weight and bias.
     let gradients = burn::optim::GradientsParams::from_grads(gradients, &model);
     assert_eq!(gradients.len(), 2 + 2 + 2 * (2 * 2 + 4 * 2));
 }
@@ -92,7 +92,7 @@ fn samples_continue_the_prompt_beyond_the_context() {
     let device = Device::flex();
     let model = Gpt::new(&config(0.0), &device);
     let idx = tokens(&device);
-    // At so low a temperature the likeliest token is drawn.
+    // At this low temperature the likeliest token is drawn.
     let sample = model.generate(idx.clone(), 2, 1e-5);
     assert_eq!(sample.dims(), [2, 14]);
     let likeliest = |idx| model.forward(idx).narrow(1, 11, 1).argmax(2).reshape([2, 1]);
@@ -101,7 +101,7 @@ fn samples_continue_the_prompt_beyond_the_context() {
     let expected = Tensor::cat(vec![idx.clone(), first, likeliest(window)], 1);
     assert_eq!(sample.into_data(), expected.into_data());
 
-    // At a high one all tokens are.
+    // At a high temperature all tokens are drawn.
     let sample = model.generate(idx, 200, 100.0).into_data();
     let drawn: std::collections::BTreeSet<i64> = sample.iter::<i64>().collect();
     assert!(drawn.len() > 40 && drawn.iter().all(|token| (0..50).contains(token)), "{drawn:?}");

@@ -75,7 +75,7 @@ impl Display for Finding {
 
 fn fault(name: &str) -> Result<&'static Fault, String> {
     let names = || FAULTS.iter().map(|fault| fault.name).collect::<Vec<_>>().join(", ");
-    FAULTS.iter().find(|fault| fault.name == name).ok_or_else(|| format!("it is one of {}", names()))
+    FAULTS.iter().find(|fault| fault.name == name).ok_or_else(|| format!("it must be one of {}", names()))
 }
 
 fn main() -> ExitCode {
@@ -109,13 +109,13 @@ const MARK: &str = "finding: ";
 
 fn look(fault: &Fault, name: DeviceName) -> Finding {
     if !fault.devices.contains(&name) {
-        return Finding::NotApplicable(format!("it is about {:?}", fault.devices).to_lowercase());
+        return Finding::NotApplicable(format!("it concerns {:?}", fault.devices).to_lowercase());
     }
     let cube = cube_device(name);
     match (&fault.look, cube) {
         (_, Some(Err(error))) => Finding::NotApplicable(error),
         (Look::CubeCl(look), Some(Ok(device))) => look(&device),
-        (Look::CubeCl(_), None) => Finding::NotApplicable("it is about CubeCL".to_string()),
+        (Look::CubeCl(_), None) => Finding::NotApplicable("it concerns CubeCL".to_string()),
         (Look::Burn(look), Some(Ok(device))) => look(&Device::new(device)),
         (Look::Burn(look), None) => look(&Device::flex()),
     }
@@ -130,7 +130,7 @@ fn cube_device(name: DeviceName) -> Option<Result<cubecl::Device, String>> {
         DeviceName::Wgpu => cubecl::Device::wgpu(DefaultDevice),
         DeviceName::Flex => return None,
     };
-    Some(device.map_err(|error| format!("there is no such device: {error}")))
+    Some(device.map_err(|error| format!("the device does not exist: {error}")))
 }
 
 /// Looks for a fault in a process of its own; an error if that did not say what it found.
@@ -158,7 +158,7 @@ fn in_a_process(fault: &Fault, device: DeviceName, limit: Duration) -> Result<St
     let complaint = read(&mut complaint).map_err(text)?;
     let last = complaint.lines().rfind(|line| !line.trim().is_empty() && !line.starts_with("note:"));
     let status = status.map_or(format!("over {} s", limit.as_secs()), |status| status.to_string());
-    Err(format!("{status}; {}", last.unwrap_or("it said nothing")))
+    Err(format!("{status}; {}", last.unwrap_or("without a message")))
 }
 
 fn read(file: &mut std::fs::File) -> std::io::Result<String> {
@@ -178,8 +178,8 @@ mod tests {
         let page = include_str!("../../../docs/upstream.md");
         for fault in FAULTS {
             let heading = format!("\n## {}: ", fault.name);
-            assert_eq!(page.matches(&heading).count(), 1, "docs/upstream.md has no section{heading}");
-            assert!(page.contains(fault.program.trim()), "docs/upstream.md shows another program for {}", fault.name);
+            assert_eq!(page.matches(&heading).count(), 1, "docs/upstream.md must have one section{heading}");
+            assert!(page.contains(fault.program.trim()), "docs/upstream.md must show the program of {}", fault.name);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The program as its users run it, on the CPU.
+//! Runs the program as its users do, on the CPU.
 
 use std::process::{Command, Output};
 
@@ -9,7 +9,7 @@ fn upstream(arguments: &[&str]) -> (Option<i32>, String) {
 }
 
 #[test]
-fn what_does_not_show_on_the_cpu_is_success() {
+fn a_fault_that_does_not_show_is_success() {
     let (code, said) = upstream(&["--device", "flex", "bf16-product", "causal-gradients", "field-alias"]);
     let lines: Vec<_> = said.lines().collect();
     assert_eq!((code, lines.len()), (Some(0), 3), "{said}");
@@ -19,7 +19,7 @@ fn what_does_not_show_on_the_cpu_is_success() {
 }
 
 #[test]
-fn what_is_cut_short_is_no_answer() {
+fn a_timeout_is_no_answer() {
     let (code, said) = upstream(&["--device", "flex", "--limit", "0", "repeated-bits"]);
     assert_eq!(code, Some(2), "{said}");
     assert!(said.starts_with("repeated-bits       no answer       over 0 s"), "{said}");
@@ -29,5 +29,8 @@ fn what_is_cut_short_is_no_answer() {
 fn bad_input_is_named() {
     let (code, said) = upstream(&["bf17-product"]);
     assert_eq!(code, Some(2), "{said}");
-    assert!(said.contains("invalid value 'bf17-product'") && said.contains("it is one of bf16-product, "), "{said}");
+    assert!(
+        said.contains("invalid value 'bf17-product'") && said.contains("it must be one of bf16-product, "),
+        "{said}"
+    );
 }

@@ -70,7 +70,7 @@ pub fn multiply(c: &mut [f32], add: bool, scale: f32, a: Matrix, b: Matrix) {
     // For so few rows, as in decoding, packing `b` for the matrix routine costs more than it saves.
     const FEW: usize = 4;
     let (m, n) = (a.rows, b.cols);
-    assert!(a.cols == b.rows && c.len() >= m * n, "shapes of a product");
+    assert!(a.cols == b.rows && c.len() >= m * n, "the shapes of a matrix product must match");
     if m <= FEW && a.col_stride == 1 {
         return vectorized(
             #[inline(always)]

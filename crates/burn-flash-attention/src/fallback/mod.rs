@@ -88,7 +88,8 @@ impl FlashAttentionOps for Flex {
     ) -> IntTensor<Self> {
         let (tensors, ..) = extras.into_tensors::<FlexTensor>();
         let mask = tensors.mask.as_ref().map(|mask| Broadcast::new(mask.storage::<u8>(), mask.layout()));
-        let of = problem.block_mask.unwrap_or_else(|| panic!("a problem without blocks has no states of them"));
+        let of =
+            problem.block_mask.unwrap_or_else(|| panic!("block states were given for a problem without a block mask"));
         let states = blocks::classify(&problem, of, mask.as_ref(), &tables(tensors.mask_tensors()));
         let layout = Layout::contiguous(empty.layout().shape().clone());
         FlexTensor::new(Bytes::from_elems(states), layout, DType::I32)

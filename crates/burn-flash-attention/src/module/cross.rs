@@ -154,7 +154,7 @@ impl FlashCrossAttentionConfig {
         }
         for (option, value) in [("n_heads", self.n_heads), ("d_head", self.d_head)] {
             if value == 0 {
-                return Err(AttentionError::Unsupported { option, value: "0".into(), why: "there must be at least 1" });
+                return Err(AttentionError::Unsupported { option, value: "0".into(), why: "it must be at least 1" });
             }
         }
         check_rate("dropout", self.dropout)?;
@@ -162,7 +162,7 @@ impl FlashCrossAttentionConfig {
             return Err(AttentionError::Unsupported {
                 option: "min_float",
                 value: self.min_float.to_string(),
-                why: "hidden keys weigh nothing here: it must be -1.0e4 or less, which says so",
+                why: "hidden keys have a weight of 0 in this module; it must be -1.0e4 or less",
             });
         }
         let gain = 1.0 / (self.d_head as f64).sqrt();

@@ -90,11 +90,15 @@ fn check_options(
 ) -> Result<(), AttentionError> {
     let refused = |option, value, why| Err(AttentionError::Unsupported { option, value, why });
     if options.dropout != 0.0 {
-        let why = "the module drops at its own rate, and only in training";
+        let why = "the module has its own dropout rate, for training only; leave it out of the options";
         return refused("dropout", format!("{} beside the module's {}", options.dropout, dropout.prob), why);
     }
     if let Some(sinks) = options.sinks.as_ref().filter(|_| quiet) {
-        return refused("sinks", format!("{:?}", sinks.dims()), "the module's quiet softmax is a sink of each head");
+        return refused(
+            "sinks",
+            format!("{:?}", sinks.dims()),
+            "the module's quiet softmax is already a sink of each head; use one of them",
+        );
     }
     options.mask.as_ref().map_or(Ok(()), |mask| check_broadcast("mask", mask.dims(), scores, 4))
 }
@@ -103,8 +107,9 @@ fn check_options(
 /// positions from the first one. With a fixed memory, options that count from the last key are refused as well, because every new query
 /// would be aligned with it.
 fn check_decodes(options: &FlashAttentionOptions, fixed: bool) -> Result<(), AttentionError> {
-    let first = "it counts positions from the first one, and a cache leaves the last one alone with its query";
-    let last = "it counts positions from the last key, which is every query's in turn where the memory is fixed";
+    let first =
+        "it counts positions from the first query, but with a cache a call has only the last one; call without a cache";
+    let last = "it counts positions from the last key, but a fixed memory has the same last key for each new query; leave it out";
     let found = [
         ("alignment", options.alignment != Alignment::BottomRight, first),
         ("mask", options.mask.is_some(), first),
@@ -152,7 +157,7 @@ fn check_rate(option: &'static str, rate: f64) -> Result<(), AttentionError> {
     if (0.0..1.0).contains(&rate) {
         return Ok(());
     }
-    Err(AttentionError::Unsupported { option, value: rate.to_string(), why: "a rate is at least 0 and less than 1" })
+    Err(AttentionError::Unsupported { option, value: rate.to_string(), why: "a rate must be at least 0 and below 1" })
 }
 
 /// Input of a sublayer, and the residual that its output is added to. The norm belongs to this sublayer if `norm_first`, else to the

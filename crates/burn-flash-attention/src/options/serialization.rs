@@ -15,7 +15,7 @@ impl Serialize for FlashAttentionOptions {
         for (of, function) in functions {
             if let Some(name) = function {
                 return Err(S::Error::custom(format!(
-                    "{of}_mod is {name}, a function, which options do not serialize: set it again with with_{of}_mod"
+                    "{of}_mod is {name}, a function, which options do not serialize; set it again with with_{of}_mod"
                 )));
             }
         }
@@ -26,7 +26,7 @@ impl Serialize for FlashAttentionOptions {
             // A function's tensors are set with the function.
             let set = field.split_once("_tensors").map_or(field.into(), |(of, _)| format!("{of}_mod"));
             return Err(S::Error::custom(format!(
-                "{field} is a tensor of shape {shape:?}, which options do not serialize: store it beside them and set it again with \
+                "{field} is a tensor of shape {shape:?}, which options do not serialize; store it separately and set it again with \
                  with_{set}"
             )));
         }

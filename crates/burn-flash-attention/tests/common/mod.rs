@@ -1,10 +1,11 @@
-//! Runs a case through Burn, through the same mathematics composed from Burn's operations, and through the oracle, and
-//! holds the first to the errors of the second.
+//! Runs a case through this crate, through the same mathematics composed of Burn's operations, and through the oracle, and compares the
+//! error of the first with the error of the second.
 //!
-//! `FLASH_TEST_DEVICE` picks the device: `flex`, `wgpu`, `vulkan` or `cuda`, as far as the features compiled in allow;
-//! by default Flex, and wgpu where there is an adapter. `FLASH_TEST_KERNEL` names the kernel that has to run there
-//! (by default, in f32, `mma` through CUDA, else `portable`, or `rows` where the adapter is a processor; Flex has its own): a case
-//! that another one takes over fails. `REQUIRE_WGPU=1` makes it a failure that there is no adapter.
+//! - `FLASH_TEST_DEVICE`: `flex`, `wgpu`, `vulkan` or `cuda`, if its feature is compiled in. By default Flex, and wgpu if there is an
+//!   adapter.
+//! - `FLASH_TEST_KERNEL`: the kernel that must run in f32; a case that runs another one fails. By default `mma` on CUDA, else `portable`,
+//!   or `rows` on a software adapter. Flex has its own.
+//! - `REQUIRE_WGPU=1`: fails if there is no adapter.
 #![allow(dead_code)]
 
 #[path = "../../../flash-attention-kernels/tests/kernels/quick.rs"]
@@ -25,16 +26,16 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 #[derive(Clone, Debug)]
 pub struct Target {
     pub name: String,
-    /// Without autodiff.
+    /// The device, without autodiff.
     pub device: Device,
-    /// The kernel that has to run, or several, separated by bars.
+    /// The forward kernel that must run in f32, or several, separated by bars.
     pub kernel: String,
-    /// The forward's kernel that must run in f16 and bf16.
+    /// The forward kernel that must run in f16 and bf16.
     pub half: String,
 }
 
 impl Target {
-    /// The name of the kernel that has to run, or of several. Those of `mma.sync` take no block masks.
+    /// The kernel that must run, or several, separated by bars. Kernels of `mma.sync` take no block masks.
     pub fn expected_kernel(&self, problem: &AttentionProblem) -> &str {
         match problem.dtype {
             Dtype::F32 if self.kernel == "mma" && problem.block_mask.is_some() => "portable",
@@ -47,23 +48,25 @@ impl Target {
 /// The devices under test.
 pub fn targets() -> Vec<Target> {
     match std::env::var("FLASH_TEST_DEVICE") {
-        Ok(name) => vec![target(&name).unwrap_or_else(|| panic!("FLASH_TEST_DEVICE={name}: there is none here"))],
+        Ok(name) => vec![target(&name).unwrap_or_else(|| {
+            panic!("FLASH_TEST_DEVICE is {name}, but there is no such device, or its feature is not compiled in")
+        })],
         Err(_) => ["flex", "wgpu"].into_iter().filter_map(target).collect(),
     }
 }
 
-/// That device, or `None`, said aloud, where the machine has none or it is not compiled in.
+/// The device of this name. If there is none or its feature is not compiled in, prints a message and returns `None`.
 pub fn target(name: &str) -> Option<Target> {
     let device = device(name);
     if device.is_none() {
         let required = name == "wgpu" && std::env::var("REQUIRE_WGPU").as_deref() == Ok("1");
-        assert!(!required, "REQUIRE_WGPU=1, and there is no wgpu device here");
-        eprintln!("no {name} device here: nothing was tested on it");
+        assert!(!required, "REQUIRE_WGPU=1, but there is no wgpu device");
+        eprintln!("skipped on {name}: there is no such device");
     }
     let named = |variable: &str, default: &str| std::env::var(variable).unwrap_or_else(|_| default.to_string());
     let (kernel, half) = match name {
         "flex" => ("host".to_string(), "host".to_string()),
-        // An H200, unless told otherwise.
+        // A Hopper GPU, unless the environment names other kernels.
         "cuda" => (named("FLASH_TEST_KERNEL", "mma"), named("FLASH_TEST_HALF_KERNEL", "hopper")),
         _ => (named("FLASH_TEST_KERNEL", "portable|rows"), named("FLASH_TEST_HALF_KERNEL", "portable|rows")),
     };
@@ -98,7 +101,7 @@ pub fn kernel_name(plan: &AttentionPlan) -> &'static str {
 
 // -- cases
 
-/// How an input lies in memory.
+/// Memory layout of an input.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Layout {
     /// Row-major.
@@ -108,7 +111,7 @@ pub enum Layout {
     HeadsInner,
     /// The last two dimensions transposed in memory.
     Transposed,
-    /// The middle of a larger tensor.
+    /// A slice of a larger tensor.
     Offset,
 }
 
@@ -121,7 +124,7 @@ pub struct Tracked {
     pub bias: bool,
     pub slopes: bool,
     pub sinks: bool,
-    /// What the function of scores reads.
+    /// The tensors of the score function.
     pub tensors: [bool; 2],
 }
 
@@ -131,17 +134,17 @@ impl Tracked {
     pub const NONE: Tracked =
         Tracked { q: false, k: false, v: false, bias: false, slopes: false, sinks: false, tensors: [false, false] };
 
-    /// All sixteen of q, k, v and the bias.
+    /// All 16 subsets of q, k, v and the bias.
     pub fn subsets() -> impl Iterator<Item = Tracked> {
         (0..16).map(|n| Tracked { q: n & 1 != 0, k: n & 2 != 0, v: n & 4 != 0, bias: n & 8 != 0, ..Tracked::NONE })
     }
 
-    /// All eight of bias, slopes and sinks, with q.
+    /// All 8 subsets of bias, slopes and sinks, with q tracked.
     pub fn subsets_of_extras() -> impl Iterator<Item = Tracked> {
         (0..8).map(|n| Tracked { q: true, bias: n & 1 != 0, slopes: n & 2 != 0, sinks: n & 4 != 0, ..Tracked::NONE })
     }
 
-    /// All eight of bias and what a function reads, without q.
+    /// All 8 subsets of the bias and a function's two tensors, without q.
     pub fn subsets_of_tensors() -> impl Iterator<Item = Tracked> {
         (0..8).map(|n| Tracked { bias: n & 1 != 0, tensors: [n & 2 != 0, n & 4 != 0], ..Tracked::NONE })
     }
@@ -151,7 +154,7 @@ impl Tracked {
     }
 }
 
-/// What the loss depends on: `Σ dout∘out`, `Σ dlse∘lse` or both.
+/// Terms of the loss: `Σ dout∘out`, `Σ dlse∘lse` or both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Loss {
     pub out: bool,
@@ -164,7 +167,7 @@ impl Loss {
     pub const BOTH: Loss = Loss { out: true, lse: true };
 }
 
-/// How a case is run.
+/// Settings of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct How {
     pub tracked: Tracked,
@@ -179,7 +182,7 @@ impl Default for How {
     }
 }
 
-/// The tensors of a case, rounded to its dtype.
+/// Values of the tensors of a case, rounded to its dtype.
 #[derive(Clone, Debug)]
 pub struct Data {
     pub problem: AttentionProblem,
@@ -200,7 +203,7 @@ pub struct Data {
     pub dlse: Vec<f64>,
 }
 
-/// `[batch, num_heads_q, num_heads_kv, seq_q, seq_k, head_dim, head_dim_v]` posed as a problem.
+/// The problem of sizes `[batch, num_heads_q, num_heads_kv, seq_q, seq_k, head_dim, head_dim_v]`.
 pub fn problem(sizes: [usize; 7], dtype: Dtype, options: AttentionOptions) -> AttentionProblem {
     let [batch, num_heads_q, num_heads_kv, seq_q, seq_k, head_dim, head_dim_v] = sizes;
     AttentionProblem::new(
@@ -229,7 +232,7 @@ impl Data {
         };
         let mut of_lens = StdRng::seed_from_u64(16 * seed + 9);
         let mut lens = |seq: usize| (0..problem.batch).map(|_| of_lens.random_range(0..=seq)).collect();
-        // Anywhere: within a batch, over its end, of nothing.
+        // Sequences begin and end anywhere: within a batch, across its end, or are empty.
         let cu_seqlens = problem.cu_seqlens.map(|sequences| {
             let mut of_ends = StdRng::seed_from_u64(16 * seed + 10);
             [problem.seq_q, problem.seq_k].map(|seq| {
@@ -290,13 +293,13 @@ impl Data {
         }
     }
 
-    /// Where there is dropout, its seed.
+    /// The dropout seed, if there is dropout.
     pub fn dropout_seed(&self) -> Option<[u32; 2]> {
         let options = &self.problem.options;
-        (options.dropout > 0.0).then(|| dropout::seed(options.dropout_seed.expect("a seed")))
+        (options.dropout > 0.0).then(|| dropout::seed(options.dropout_seed.expect("tests with dropout set its seed")))
     }
 
-    /// What the oracle says.
+    /// The oracle's results.
     pub fn oracle(&self, how: How) -> Results {
         let output = reference::forward(&self.problem, &self.inputs());
         let (dout, dlse) = self.loss(how);
@@ -304,7 +307,8 @@ impl Data {
         Results::of(reference::Attention { output, gradients }, how.tracked)
     }
 
-    /// What the oracle says, what it would with the roundings of a kernel of that name, and how far apart these may be.
+    /// The oracle's results, the emulated results with the roundings of the kernel of this name, and the expected spread of their
+    /// difference.
     pub fn expected(&self, how: How, kernel: &str) -> [Results; 3] {
         let operands = match kernel {
             "hopper" | "matrix" => Operands::Inputs,
@@ -335,12 +339,12 @@ pub struct Results {
     pub dbias: Option<Vec<f64>>,
     pub dslopes: Option<Vec<f64>>,
     pub dsinks: Option<Vec<f64>>,
-    /// Of what the function of scores reads.
+    /// Gradients of the score function's tensors.
     pub dtensors: [Option<Vec<f64>>; 2],
 }
 
 impl Results {
-    /// Those of what is tracked.
+    /// The output, and the gradients of tracked tensors.
     fn of(attention: reference::Attention, tracked: Tracked) -> Self {
         let reference::Attention { output, gradients } = attention;
         let Tracked { q, k, v, bias, slopes, sinks, tensors } = tracked;
@@ -358,7 +362,7 @@ impl Results {
         }
     }
 
-    /// Output and gradients with their names and the lengths of their rows; those that are not there are `None`.
+    /// Output and gradients with their names and row lengths. Missing gradients are `None`.
     fn tensors(&self, problem: &AttentionProblem) -> [(&'static str, usize, Option<&[f64]>); 9] {
         let bias_row = problem.bias.map_or(1, |shape| shape[3].max(1));
         [
@@ -385,7 +389,7 @@ pub fn burn_dtype(dtype: Dtype) -> DType {
     }
 }
 
-/// A tensor of these values and that dtype on the device.
+/// A tensor with these values and this dtype on the device.
 pub fn tensor<const D: usize>(values: &[f64], shape: [usize; D], dtype: Dtype, device: &Device) -> Tensor<D> {
     let dtype = burn_dtype(dtype);
     Tensor::from_data(TensorData::new(values.to_vec(), shape).convert_dtype(dtype), (device, dtype))
@@ -395,14 +399,14 @@ pub fn mask_tensor(values: &[bool], shape: [usize; 4], device: &Device) -> Tenso
     Tensor::from_data(TensorData::new(values.to_vec(), shape), device)
 }
 
-/// The tensor's values, whatever its dtype.
+/// The tensor's values, for any dtype.
 pub fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
     tensor.into_data().convert::<f64>().try_into_vec::<f64>().unwrap()
 }
 
-/// The same values, lying in memory in that way.
+/// The same values in this memory layout.
 pub fn laid_out(tensor: Tensor<4>, layout: Layout) -> Tensor<4> {
-    // Copied after a permutation, a permutation back leaves a strided view.
+    // Permuting, copying and permuting back leaves a strided view.
     let copied = |tensor: Tensor<4>| {
         let (data, dtype) = (tensor.clone().into_data(), tensor.dtype());
         Tensor::<4>::from_data(data, (&tensor.device(), dtype))
@@ -451,7 +455,7 @@ impl Tensors {
         };
         let table = |values: &Option<Vec<f64>>, shape: Option<[usize; 4]>, tracked: bool| {
             let tensor = tensor(values.as_ref()?, shape?, Dtype::F32, device);
-            // As they lie: a stride for each dimension but those of 1.
+            // The strides must be those of the layout, except in dimensions of 1.
             let tensor = laid_out(tensor, how.layout);
             Some(if tracked { tensor.detach().require_grad() } else { tensor })
         };
@@ -485,9 +489,9 @@ impl Tensors {
     }
 }
 
-// -- the two ways
+// -- the two implementations
 
-/// Through this crate. Fails if another kernel than the target's would run.
+/// Runs this crate's attention. Fails if another kernel than the target's would run.
 pub fn flash(data: &Data, target: &Target, how: How) -> Results {
     run(data, target, how, |Tensors { q, k, v, options, .. }| {
         let plan = plan(q, k, v, options).unwrap();
@@ -497,7 +501,7 @@ pub fn flash(data: &Data, target: &Target, how: How) -> Results {
     })
 }
 
-/// Through Burn's operations, scores and all.
+/// Runs attention composed of Burn's operations.
 pub fn composed(data: &Data, target: &Target, how: How) -> Results {
     run(data, target, How { layout: Layout::Contiguous, ..how }, |tensors| composed_attention(&data.problem, tensors))
 }
@@ -522,14 +526,14 @@ fn run(data: &Data, target: &Target, how: How, attention: impl Fn(&Tensors) -> (
         || sinks && tensors.options.sinks.is_some()
         || tensors.options.score_tensors.iter().zip(of_function).any(|(_, tracked)| tracked);
     if q || k || v || extras {
-        // In f32, since it is a sum of many.
+        // The loss is f32, because it sums many terms.
         let mut loss = Tensor::<1>::zeros([1], &device);
         if how.loss.out {
             let dout = laid_out(tensor(&data.dout, problem.o_shape(), problem.dtype, &device), how.layout);
             loss = loss + (out * dout).cast(DType::F32).sum();
         }
         if how.loss.lse {
-            // Rows that see nothing would make the loss −∞; their gradient is not read.
+            // Fully masked rows would make the loss −∞. Their gradient is not read.
             let dead = lse.clone().detach().lower_elem(f32::MIN);
             let dlse = tensor(&data.dlse, problem.lse_shape(), Dtype::F32, &device);
             loss = loss + (lse.cast(DType::F32).mask_fill(dead, 0.0) * dlse).sum();
@@ -547,9 +551,9 @@ fn run(data: &Data, target: &Target, how: How, attention: impl Fn(&Tensors) -> (
     results
 }
 
-/// Attention as it is written down, in Burn's operations and in the dtype of the inputs.
+/// Attention by its formula, in Burn's operations and in the dtype of the inputs.
 pub fn composed_attention(problem: &AttentionProblem, tensors: &Tensors) -> (Tensor<4>, Tensor<3>) {
-    assert!(!problem.is_varlen(), "sequences of their own lengths are compared with the oracle alone");
+    assert!(!problem.is_varlen(), "varlen problems are compared only with the oracle");
     let Tensors { q, k, v, slopes, options } = tensors;
     let device = q.device();
     let [batch, heads, seq_q, seq_k] = problem.scores_shape();
@@ -576,7 +580,7 @@ pub fn composed_attention(problem: &AttentionProblem, tensors: &Tensors) -> (Ten
         masked = masked.bool_or(mask_tensor(&unseen, problem.scores_shape(), &device));
     }
     if let Some(BlockMask { states, block_q, block_k, .. }) = &options.block_mask {
-        // Of each block its state, once for each pair.
+        // The state of each block, expanded to its pairs.
         let [of_batch, of_heads, of_q, of_k] = states.dims();
         let states = states.clone().reshape([of_batch, of_heads, of_q, 1, of_k, 1]);
         let states = states.expand([batch, heads, of_q, *block_q, of_k, *block_k]);
@@ -601,13 +605,13 @@ pub fn composed_attention(problem: &AttentionProblem, tensors: &Tensors) -> (Ten
     }
     let mut scores = scores.mask_fill(hidden.clone(), f32::NEG_INFINITY);
     if let Some(sinks) = &options.sinks {
-        // One more key, which every row sees.
+        // Sinks are one more key, which every row sees.
         let sinks = sinks.clone().cast(dtype).reshape([1, heads, 1, 1]).expand([batch, heads, seq_q, 1]);
         scores = Tensor::cat(vec![scores, sinks], 3);
         let seen = Tensor::<4>::zeros([batch, heads, seq_q, 1], &device).bool();
         hidden = Tensor::cat(vec![hidden, seen], 3);
     }
-    // Rows that see nothing are made finite for the softmax, and their weights 0 after it.
+    // Scores of fully masked rows are set to 0 before the softmax, and their weights to 0 after it.
     let dead = hidden.clone().all_dim(3);
     let scores = scores.mask_fill(dead.clone(), 0.0);
     let max = scores.clone().detach().max_dim(3);
@@ -622,14 +626,14 @@ pub fn composed_attention(problem: &AttentionProblem, tensors: &Tensors) -> (Ten
     (weights.matmul(repeated(v)), lse)
 }
 
-/// Every pair of a problem with one sequence in each batch, in the order of its scores.
+/// All pairs of a problem with one sequence per batch, in the order of its scores.
 pub fn pairs(problem: &AttentionProblem) -> impl Iterator<Item = Pair> {
     let [batch, heads, seq_q, seq_k] = problem.scores_shape().map(|n| n as u32);
     let rows = (0..batch).flat_map(move |b| (0..heads).flat_map(move |h| (0..seq_q).map(move |i| (b, h, i))));
     rows.flat_map(move |(b, h, i)| (0..seq_k).map(move |j| Pair::of(b, h, i, j)))
 }
 
-/// What tensors hold for each of them.
+/// The values of a function's tensors for each of these pairs.
 pub fn tables(tensors: &[Tensor<4>], problem: &AttentionProblem) -> impl Iterator<Item = Values> {
     let shape = problem.scores_shape();
     let len = shape.iter().product::<usize>();
@@ -640,7 +644,7 @@ pub fn tables(tensors: &[Tensor<4>], problem: &AttentionProblem) -> impl Iterato
     a.into_iter().zip(b).map(|(a, b)| Values { a: a as f32, b: b as f32 })
 }
 
-/// The functions of [`reference::mods`] in Burn's operations, in f32 as they compute.
+/// The score functions of [`reference::mods`] in Burn's operations, in f32.
 fn composed_function(
     function: ScoreFn,
     scores: Tensor<4>,
@@ -659,37 +663,37 @@ fn composed_function(
     if function == ScoreFn::of::<Sloped>() {
         return scores.clone() - constant(&|pair| pair.distance.abs() / 16.0) * tensors[0].clone();
     }
-    assert!(function.additive() && tensors.is_empty(), "{function:?} is not composed");
+    assert!(function.additive() && tensors.is_empty(), "{function:?} has no equivalent in Burn's operations");
     scores.clone() + constant(&|pair| function.score(0.0, pair, Values::default()))
 }
 
 // -- comparison
 
-/// How far Burn's own operations may be from ours in f32: on CUDA their products round their operands to TF32.
+/// Tolerance for comparisons with Burn's operations in f32. On CUDA Burn's products round their factors to tf32.
 pub fn burns_own(target: &Target) -> Tolerance<f32> {
     Tolerance::absolute(if target.name == "cuda" { 5e-3 } else { 1e-5 })
 }
 
-/// Numbers of a normal distribution.
+/// Standard normal random numbers.
 pub fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
     Tensor::random(shape, Distribution::Normal(0.0, 1.0), device)
 }
 
-/// Asserts that what is ours is what Burn's own operations give.
+/// Asserts that our result is close to that of Burn's operations.
 pub fn close<const D: usize>(target: &Target, what: &str, ours: Tensor<D>, burns: Tensor<D>) {
     let (ours, burns) = (ours.into_data(), burns.into_data());
-    // The absolute bound of TF32 is for products whose elements are about 1. Gradients of weights sum more of them.
+    // The absolute bound of tf32 is for elements of about 1. Gradients of weights are larger sums.
     let squares = burns.iter::<f32>().map(|x| x * x).sum::<f32>();
     let rms = (squares / burns.num_elements().max(1) as f32).sqrt();
     let tolerance = if target.name == "cuda" { Tolerance::absolute(5e-3 * rms.max(1.0)) } else { burns_own(target) }
         .set_relative(1e-4);
     let compared = catch_unwind(AssertUnwindSafe(|| ours.assert_approx_eq::<f32>(&burns, tolerance)));
-    assert!(compared.is_ok(), "{what} on {}: {ours} instead of {burns}", target.name);
+    assert!(compared.is_ok(), "{what} on {}: {ours}, expected {burns}", target.name);
 }
 
-/// Runs a case and asserts the rules. In f32 against the same mathematics composed of Burn's operations: outputs within twice, gradients
-/// within three times their errors (and a floor), their mean error within 1.5 times, each block of 64 rows within three times. Composed
-/// of half-precision operations everything is rounded that a kernel does not round: there, against the oracle with a kernel's roundings.
+/// Runs a case and checks its errors. In f32 they are compared with the errors of the same mathematics composed of Burn's operations:
+/// outputs at most twice, gradients at most three times as large (plus a floor), mean errors 1.5 times, each block of 64 rows three times.
+/// In half precision composed operations round intermediate results, so [`check_near`] is used instead.
 pub fn check(data: &Data, target: &Target, how: How) {
     if data.problem.dtype != Dtype::F32 {
         return check_near(data, target, how);
@@ -699,8 +703,8 @@ pub fn check(data: &Data, target: &Target, how: How) {
     compare(&name, data, &flash, &composed, &oracle);
 }
 
-/// Runs a case and asserts that everything is as near to the oracle's as a kernel's roundings allow, and that 2% of a gradient would be
-/// noticed: of many problems some are so small that the composed operations happen to be exact.
+/// Runs a case and asserts that its errors are within the bounds for a kernel's roundings, and that a gradient scaled by 1.02 would not be.
+/// Also used for small problems, whose composed operations may happen to be exact.
 pub fn check_near(data: &Data, target: &Target, how: How) {
     let problem = &data.problem;
     let found = flash(data, target, how);
@@ -732,20 +736,20 @@ pub fn compare(name: &str, data: &Data, flash: &Results, composed: &Results, ora
         ("dv", dv, [&flash.dv, &composed.dv, &oracle.dv]),
         ("dbias", bias_row, [&flash.dbias, &composed.dbias, &oracle.dbias]),
     ] {
-        assert_eq!(flash.is_some(), oracle.is_some(), "whether there is a {what}, {name}");
+        assert_eq!(flash.is_some(), oracle.is_some(), "whether there is a {what} (left) and should be (right), {name}");
         if let (Some(flash), Some(composed), Some(oracle)) = (flash, composed, oracle) {
             within(&format!("{what}, {name}"), [flash, composed, oracle], row, 3.0, 3e-4);
         }
     }
-    // One number of a head is the sum of so many that means say nothing; those of slopes are as large as distances, and what
-    // functions read may have a number or as many as there are pairs.
+    // These gradients have few elements, each a sum over many pairs, so only their largest error is compared, relative to the
+    // largest element.
     for (what, [flash, composed, oracle]) in [
         ("dalibi_slopes", [&flash.dslopes, &composed.dslopes, &oracle.dslopes]),
         ("dsinks", [&flash.dsinks, &composed.dsinks, &oracle.dsinks]),
         ("da", [&flash.dtensors[0], &composed.dtensors[0], &oracle.dtensors[0]]),
         ("db", [&flash.dtensors[1], &composed.dtensors[1], &oracle.dtensors[1]]),
     ] {
-        assert_eq!(flash.is_some(), oracle.is_some(), "whether there is a {what}, {name}");
+        assert_eq!(flash.is_some(), oracle.is_some(), "whether there is a {what} (left) and should be (right), {name}");
         if let (Some(flash), Some(composed), Some(oracle)) = (flash, composed, oracle) {
             let [ours, theirs] = [flash, composed].map(|found| reference::Error::between(found, oracle, 1).max);
             let size = oracle.iter().fold(1.0f64, |size, x| size.max(x.abs()));
@@ -760,7 +764,7 @@ fn close_lse(name: &str, dtype: Dtype, found: &[f64], oracle: &[f64]) {
     let tolerance = if dtype == Dtype::F32 { 1e-5 } else { 1e-3 };
     for (row, (found, oracle)) in found.iter().zip(oracle).enumerate() {
         let near = (found - oracle).abs() <= tolerance * (1.0 + oracle.abs());
-        assert!(near || found == oracle, "{name}: that of row {row} is {found} and should be {oracle}");
+        assert!(near || found == oracle, "{name}: row {row} is {found}, the oracle has {oracle}");
     }
 }
 
@@ -768,11 +772,11 @@ fn within(what: &str, [flash, composed, oracle]: [&[f64]; 3], row: usize, factor
     let ours = reference::Error::between(flash, oracle, row);
     let theirs = reference::Error::between(composed, oracle, row);
     assert!(ours.max <= factor * theirs.max + floor, "{what}: largest error {}, composed {}", ours.max, theirs.max);
-    // Where even the composed operations are exact to a unit in the last place of f32, ratios say nothing.
+    // One unit in the last place of f32 is always allowed, because the composed operations may be exact.
     let rms = (oracle.iter().map(|x| x * x).sum::<f64>() / oracle.len().max(1) as f64).sqrt();
     let unit = f64::from(f32::EPSILON) * rms.max(1.0);
-    // A gradient that is 0 by mathematics (of a bias that shifts whole rows, of a single key) is nothing but rounding.
-    // So says the mean of a few.
+    // Skipped: gradients that are mathematically 0 (a bias that shifts whole rows, a single key) are pure rounding error, and the
+    // mean of few elements is random.
     if rms < 1e-9 || oracle.len() < 32 {
         return;
     }

@@ -1,4 +1,4 @@
-//! What a line stands for: the problem, and the case with its data.
+//! From a line of text to the problem, and to the case with its data.
 
 use crate::common::{Case, Layout, Poison, as_laid_out};
 use crate::line::Line;
@@ -18,7 +18,7 @@ impl Line {
         Ok([b, hq, hk, sq, sk, d, self.number("dv", d)?])
     }
 
-    /// The shape of a tensor that is broadcast to the scores.
+    /// The shape of a tensor that broadcasts to the scores.
     fn shape(&self, key: &str) -> Result<Option<[usize; 4]>, String> {
         let [b, h, _, q, k, ..] = self.sizes()?;
         self.text(key).map(|text| pattern(text, "bhqk", [b, h, q, k]).ok_or(format!("{key}={text}"))).transpose()
@@ -48,11 +48,11 @@ impl Line {
         })
     }
 
-    /// What it asks to compute.
+    /// The problem that the line states.
     ///
     /// # Errors
     ///
-    /// What does not parse, and what `AttentionProblem::validate` refuses.
+    /// If a value does not parse, or `AttentionProblem::validate` refuses the problem.
     pub fn problem(&self) -> Result<AttentionProblem, String> {
         let [b, hq, hk, sq, sk, d, dv] = self.sizes()?;
         let shapes = [[b, hq, sq, d], [b, hk, sk, d], [b, hk, sk, dv]];
@@ -67,16 +67,18 @@ impl Line {
         (problem.seq_lens_q, problem.seq_lens_k) = (self.text("lens_q").is_some(), self.text("lens_k").is_some());
         if let (Some(q), Some(k)) = (self.numbers("cu_q")?, self.numbers("cu_k")?) {
             if q.len() != k.len() {
-                return Err("cu_q and cu_k are of one length".into());
+                return Err("cu_q and cu_k must have the same length".into());
             }
             problem.cu_seqlens = Some(q.len() - 1);
         }
         if let Some(text) = self.text("blocks") {
             let [batch, heads, ..] = pattern(text, "bh", [b, hq, 0, 0]).ok_or(format!("blocks={text}"))?;
             let size = self.numbers("block_size")?.unwrap_or(vec![128; 2]);
-            let &[block_q, block_k] = &size[..] else { return Err("block_size is of two numbers".into()) };
+            let &[block_q, block_k] = &size[..] else {
+                return Err("block_size must be two numbers, like 128,128".into());
+            };
             if block_q == 0 || block_k == 0 {
-                return Err("blocks of nothing".into());
+                return Err("block_size must be at least 1,1".into());
             }
             let blocks = [batch, heads, sq.div_ceil(block_q), sk.div_ceil(block_k)];
             problem.block_mask = Some(BlockMask { blocks, block_q, block_k });
@@ -89,13 +91,13 @@ impl Line {
         Ok(self.parsed("seed")?.unwrap_or(0))
     }
 
-    /// Lengths of this many batches, of so many queries or keys each; `None` if the line has none.
+    /// Sequence lengths for `batch` batches of `seq` queries or keys; `None` if the line has none.
     fn lens(&self, key: &str, batch: usize, seq: usize) -> Result<Option<Vec<usize>>, String> {
         let lens = self.numbers(key)?;
         Ok(lens.map(|lens| (0..batch).map(|b| lens.get(b).copied().unwrap_or(seq)).collect()))
     }
 
-    /// Where sequences begin and end, none of them behind the last of `total`.
+    /// Cumulative sequence lengths, each at most `total`.
     fn cu_seqlens(&self, key: &str, total: usize) -> Result<Option<Vec<usize>>, String> {
         let mut least = 0;
         let ends = self.numbers(key)?;
@@ -108,7 +110,7 @@ impl Line {
         }))
     }
 
-    /// The case.
+    /// The case with its data.
     ///
     /// # Errors
     ///
@@ -195,7 +197,7 @@ impl Line {
         let hides = match self.choice("mask_data", &data)? {
             0 => drawn.iter().map(|x| *x > 0.43).collect(),
             1 => drawn.iter().map(|x| *x > -1.5).collect(),
-            // Of each row one key is left.
+            // One key of each row is visible.
             2 => {
                 let left = drawn.chunks(keys.max(1)).map(|row| (row[0].abs() * 1e4) as usize % keys.max(1));
                 left.flat_map(|left| (0..keys).map(move |j| j != left)).collect()
@@ -218,7 +220,7 @@ impl Line {
     }
 }
 
-/// NaN behind the lengths of queries, or keys. Elements that lie where others do, too, stay as they are.
+/// Puts NaN after the lengths of queries or keys. Tensors whose elements share memory are not changed.
 fn pad(values: &mut [f64], [_, h, s, d]: [usize; 4], layout: Layout, lens: &[usize]) {
     if matches!(layout, Layout::RepeatedRows | Layout::Scalar) {
         return;
@@ -230,12 +232,12 @@ fn pad(values: &mut [f64], [_, h, s, d]: [usize; 4], layout: Layout, lens: &[usi
     }
 }
 
-/// Of empty, partial and full blocks about as many.
+/// State of a block for a normal random number: empty, partial and full are about equally likely.
 fn block_state(x: f64) -> u32 {
     if x < -0.43 { 0 } else { 1 + u32::from(x > 0.43) + u32::from(x > 1.0) }
 }
 
-/// The dimensions of a pattern: those whose letter stands in its place, and 1.
+/// The shape of a pattern: the size of each dimension whose letter is in its place, and 1 for the others.
 fn pattern(text: &str, letters: &str, sizes: [usize; 4]) -> Option<[usize; 4]> {
     let mut shape = [1; 4];
     if text.len() != letters.len() {

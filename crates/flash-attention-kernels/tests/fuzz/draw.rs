@@ -1,4 +1,4 @@
-//! Draws cases: first a combination of options, which a device compiles kernels for, and then sizes, layouts and data for it.
+//! Draws cases: first a combination of options, for which a device compiles kernels, then sizes, layouts and data.
 
 use crate::line::Line;
 use crate::worker::Abilities;
@@ -6,19 +6,19 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 
-/// Lengths around the edges of tiles.
+/// Sequence lengths around the edges of tiles.
 const LENGTHS: [usize; 14] = [1, 2, 3, 17, 31, 63, 64, 65, 96, 113, 127, 129, 203, 257];
-/// Head dimensions that kernels are made for.
+/// Head dimensions with tiles of their own.
 const HOT: [usize; 8] = [16, 32, 64, 80, 96, 128, 192, 256];
 
-/// What is drawn from, and as far as what it goes.
+/// The seed and the limits of drawn cases.
 pub struct Source {
     pub seed: u64,
     pub abilities: Abilities,
     pub precision: Option<String>,
     /// Keys that are not drawn.
     pub without: Vec<String>,
-    /// Multiply-adds of a forward at most.
+    /// Largest number of multiply-adds of a forward.
     pub most: usize,
     /// The longest sequence.
     pub longest: usize,
@@ -32,7 +32,7 @@ pub struct Combination<'a> {
 }
 
 impl Source {
-    /// The combination of that number.
+    /// The combination with this number.
     pub fn combination(&self, number: u64) -> Combination<'_> {
         let mut random = StdRng::seed_from_u64(self.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(number));
         let options = self.options(&mut random);
@@ -46,7 +46,7 @@ impl Source {
         if let Some(precision) = self.precision.as_ref().filter(|_| dtype == "f32") {
             line.set("precision", precision);
         }
-        // Wide heads take a processor long, to compile as well.
+        // Wide heads are slow on a processor, and slow to compile.
         let few = if self.longest > 520 { HOT.len() } else { 4 };
         let head_dim = |random: &mut StdRng| match random.random_range(0..20) {
             0..9 => pick(random, &HOT[..few]),
@@ -58,7 +58,7 @@ impl Source {
         if random.random_bool(0.35) {
             line.set("dv", head_dim(random));
         }
-        // One in eight has nearly nothing; the others a few of all options.
+        // One combination in eight has hardly any options, the others have a few.
         let often = if random.random_bool(0.125) { 0.05 } else { random.random_range(0.1..0.4) };
         let takes = |random: &mut StdRng| random.random_bool(often);
         if random.random_bool(0.5) {
@@ -139,7 +139,8 @@ impl Combination<'_> {
     pub fn case(&mut self) -> Line {
         let (source, random) = (self.source, &mut self.random);
         let mut line = self.options.clone();
-        let [d, dv] = [line.number("d", 1), line.number("dv", 0)].map(|dim| dim.expect("it has been drawn"));
+        let [d, dv] = [line.number("d", 1), line.number("dv", 0)]
+            .map(|dim| dim.expect("head dimensions are drawn with the options"));
         let dims = d + if dv == 0 { d } else { dv };
         let [mut b, mut hk, mut group] =
             [pick(random, &[1, 1, 1, 2, 2, 3]), pick(random, &[1, 1, 2, 3]), pick(random, &[1, 1, 2, 3, 4, 8])];
@@ -147,7 +148,7 @@ impl Combination<'_> {
         if random.random_bool(0.3) {
             lengths[1] = lengths[0];
         }
-        // One in 25 has nothing of something.
+        // One case in 25 has a size of 0.
         match random.random_range(0..100) {
             0 => b = 0,
             1 => (hk, group) = (0, 1),
@@ -174,7 +175,7 @@ impl Combination<'_> {
         }
         replace(&mut line, "softcap", || pick(random, &["0.5", "2", "7", "15"]));
         replace(&mut line, "scale", || pick(random, &["0.02", "0.2", "1", "1.7"]));
-        // Of a cap far above the scores `tanh` leaves an error of 2⁻²⁴ times the cap, which the emulation does not count.
+        // If the cap is much larger than the scores, `tanh` has an error of 2⁻²⁴ times the cap, which the emulation does not have.
         if line.text("softcap").or(line.text("score_mod")).is_some() {
             replace(&mut line, "scale", || "0.2");
         }
@@ -189,7 +190,7 @@ impl Combination<'_> {
         }
         replace(&mut line, "cu_q", || cu_q);
         replace(&mut line, "cu_k", || cu_k);
-        // Rows without a sequence see their sink, whose gradient is that of their `dout`.
+        // Rows without keys see their sink, whose gradient depends on `dout`.
         let padded = line.text("lens_q").or(line.text("lens_k")).is_some() && line.text("sinks").is_none();
         if padded && random.random_bool(0.3) {
             line.set("padding", "nan");
@@ -198,13 +199,13 @@ impl Combination<'_> {
             line.set("mask_data", pick(random, &["some", "some", "some", "most", "one", "all", "none"]));
         }
         if line.text("bias").is_some() {
-            // The derivative of a cap is found in `ln p + lse − bias`, whose last bits a bias that is large takes away.
+            // The derivative of a softcap is recovered from `ln p + lse − bias`, which loses digits if the bias is large.
             let data = ["normal", "normal", "normal", "infinite", "large"];
             line.set("bias_data", pick(random, if line.text("softcap").is_some() { &data[..4] } else { &data }));
         }
         if random.random_bool(0.5) {
-            // What repeats has errors that repeat: their sums grow with the number of pairs, not with its root as the judgement has it. So
-            // one tensor at most repeats, and none of those that make `dP` where gradients are summed over pairs.
+            // Repeated elements have equal rounding errors, whose sum grows with the number of pairs, not with its root as the bound
+            // assumes. So at most one tensor repeats elements, and no factor of `dP` does if gradients are summed over pairs.
             let summed = ["slopes", "score_a", "bias"].iter().any(|key| line.text(key).is_some());
             let repeating = random.random_range(0..if summed { 2 } else { 4 });
             let layouts = [0, 1, 2, 3].map(|nth| layout(random, nth == repeating));
@@ -231,7 +232,7 @@ impl Combination<'_> {
     }
 }
 
-/// Where there is the key, this for a value.
+/// Replaces the key's value, if the line has the key.
 fn replace<T: std::fmt::Display>(line: &mut Line, key: &str, value: impl FnOnce() -> T) {
     if line.text(key).is_some() {
         line.set(key, value());
@@ -239,7 +240,7 @@ fn replace<T: std::fmt::Display>(line: &mut Line, key: &str, value: impl FnOnce(
 }
 
 fn pick<T: Clone>(random: &mut StdRng, of: &[T]) -> T {
-    of.choose(random).expect("there is one").clone()
+    of.choose(random).expect("there is at least one choice").clone()
 }
 
 fn length(random: &mut StdRng, longest: usize) -> usize {
@@ -250,37 +251,37 @@ fn length(random: &mut StdRng, longest: usize) -> usize {
     }
 }
 
-/// Dimensions that are not broadcast.
+/// A random pattern: the letters of dimensions that are not broadcast, and 1 for the others.
 fn pattern(random: &mut StdRng) -> String {
     "bhqk".chars().map(|letter| if random.random_bool(0.5) { letter } else { '1' }).collect()
 }
 
-/// As many tensors as the function reads.
+/// Draws patterns for the tensors that the function reads.
 fn draw_tensors(random: &mut StdRng, line: &mut Line, keys: [&str; 2], tensors: usize) {
     for key in &keys[..tensors] {
         line.set(key, pattern(random));
     }
 }
 
-/// Those that repeat elements are last.
+/// A random layout. Layouts that repeat elements are the last ones of the list.
 fn layout(random: &mut StdRng, repeats: bool) -> String {
     let padded = format!("padded:{}", random.random_range(1..10));
     let all = ["contiguous", "contiguous", "heads", "heads", "transposed", &padded, &padded, "rows", "scalar"];
     pick(random, if repeats { &all } else { &all[..7] }).to_string()
 }
 
-/// Of each batch nothing, one, all, more than that, or some.
+/// Random lengths: for each batch 0, 1, all, more than all, or any.
 fn lens(random: &mut StdRng, batch: usize, seq: usize) -> String {
     let all = (0..batch).map(|_| {
         let some = random.random_range(0..=seq);
         pick(random, &[0, 1.min(seq), seq, seq + 5, some, some, some])
     });
     let all: Vec<String> = all.map(|len| len.to_string()).collect();
-    // A list of no lengths would have none to write.
+    // An empty list has no text.
     if all.is_empty() { "0".into() } else { all.join(",") }
 }
 
-/// Where so many sequences begin and end, most often those of everything.
+/// Random cumulative lengths of this many sequences, most often from 0 to `total`.
 fn ends(random: &mut StdRng, sequences: usize, total: usize) -> String {
     let mut ends: Vec<usize> = (0..=sequences).map(|_| random.random_range(0..=total)).collect();
     ends.sort_unstable();

@@ -1,15 +1,15 @@
-//! What `cargo test` passes to every test program, as far as it matters for one with a harness of its own.
+//! Arguments that `cargo test` passes to every test program, for a program without the usual harness.
 
 use crate::Args;
 use clap::CommandFactory;
 
-/// The only test there is, for filters.
+/// The name of the only test, for filters.
 const NAME: &str = "corpus";
 /// Options of the usual harness that take a value.
 const WITH_VALUE: [&str; 8] =
     ["--skip", "--test-threads", "--format", "--color", "--logfile", "-Z", "--shuffle-seed", "--ensure-time"];
 
-/// Whether any of the arguments is the fuzzer's own.
+/// Whether one of the arguments is an option of the fuzzer.
 pub fn has_own(arguments: &[String]) -> bool {
     let command = Args::command();
     let own: Vec<&str> = command.get_arguments().filter_map(|of| of.get_long()).chain(["help"]).collect();
@@ -17,7 +17,7 @@ pub fn has_own(arguments: &[String]) -> bool {
     flags.map(|flag| flag.split('=').next().unwrap_or(flag)).any(|flag| own.contains(&flag))
 }
 
-/// Whether the usual harness would run the test, or else says what it would.
+/// Whether the usual harness would run the test. If not, prints what the harness would print.
 pub fn asks_for_corpus(arguments: &[String]) -> bool {
     let has = |flag: &str| arguments.iter().any(|argument| argument == flag);
     if has("--list") {

@@ -1,17 +1,17 @@
-//! A case as one line of `key=value`: all that decides it, so that the line alone gives the same inputs, bit by bit.
+//! A case as one line of `key=value`. The line alone reproduces the inputs bit by bit.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// The keys, in the order in which they are written. What is absent has its default, given here where it is not "none".
+/// The keys in the order in which they are written, each with its default (unless it is "none") and its meaning.
 ///
-/// Patterns of dimensions are like `b1qk`: of batch, heads, queries and keys those that are not broadcast.
+/// A pattern is like `b1qk`: the letters of the dimensions batch, heads, queries and keys that are not broadcast, and 1 for the others.
 pub const KEYS: [(&str, &str); 47] = [
     ("dtype", "f32"),
     ("precision", "full, or tf32"),
     ("b", "1"),
-    ("hq", "1: heads of queries"),
-    ("hk", "as hq: heads of keys and values"),
+    ("hq", "1: heads of q"),
+    ("hk", "as hq: heads of k and v"),
     ("sq", "1: queries"),
     ("sk", "1: keys"),
     ("d", "16: head_dim"),
@@ -22,38 +22,38 @@ pub const KEYS: [(&str, &str); 47] = [
     ("right", "window_right"),
     ("softcap", ""),
     ("scale", "softmax_scale"),
-    ("dropout", "its probability"),
-    ("dropout_seed", "tensor, or number: where the seed is"),
+    ("dropout", "probability"),
+    ("dropout_seed", "tensor, or number: where the seed is given"),
     ("score_mod", "alibi, bent, relative, sloped or softcap"),
-    ("score_a", "pattern of its first tensor"),
-    ("score_b", "pattern of its second one"),
+    ("score_a", "pattern of the function's first tensor"),
+    ("score_b", "pattern of the function's second tensor"),
     ("mask_mod", "causal, dilated, document, prefix, sliding or strided"),
-    ("mask_a", "pattern of its first tensor"),
-    ("mask_b", "pattern of its second one"),
+    ("mask_a", "pattern of the function's first tensor"),
+    ("mask_b", "pattern of the function's second tensor"),
     ("mask", "pattern"),
     ("mask_storage", "u32, or u8"),
-    ("mask_data", "some, most, one, all or none: how many keys it hides"),
+    ("mask_data", "some, most, one, all or none: hidden keys; one leaves one key visible"),
     ("mask_layout", "contiguous"),
     ("bias", "pattern"),
     ("bias_data", "normal, large or infinite"),
     ("bias_layout", "contiguous"),
-    ("slopes", "1, or b: pattern of the batches"),
+    ("slopes", "1, or b: pattern of the batch dimension"),
     ("sinks", "1"),
     ("dlse", "1"),
-    ("lens_q", "lengths, one a batch; of others all"),
-    ("lens_k", "likewise"),
-    ("cu_q", "where sequences begin and end; at most as many as there are queries"),
-    ("cu_k", "likewise"),
-    ("padding", "normal, or nan: what is behind the lengths"),
-    ("blocks", "pattern of batch and heads of a block mask, like 1h"),
-    ("block_size", "128,128: of queries and keys"),
+    ("lens_q", "length of each batch's queries; batches without one have all"),
+    ("lens_k", "length of each batch's keys"),
+    ("cu_q", "cumulative lengths of packed queries"),
+    ("cu_k", "cumulative lengths of packed keys"),
+    ("padding", "normal, or nan: values after the lengths"),
+    ("blocks", "block mask: pattern of its batch and heads, like 1h"),
+    ("block_size", "128,128: queries and keys of a block"),
     ("order", "fixed, or fast"),
-    ("grads", "qkvbast: which gradients are asked for"),
+    ("grads", "qkvbast: requested gradients"),
     ("layouts", "of q, k, v, dout: contiguous, heads, transposed, padded:N, rows, scalar"),
-    ("offsets", "of q, k, v, dout, mask, bias, results: elements in front of them"),
-    ("sharp", "1: what q and k are multiplied by"),
-    ("poison", "nan, or huge: what is in outputs"),
-    ("seed", "0: of the data"),
+    ("offsets", "of q, k, v, dout, mask, bias, results, in elements"),
+    ("sharp", "1: factor of q and k"),
+    ("poison", "nan, or huge: initial content of outputs"),
+    ("seed", "0: seed of the data"),
 ];
 
 /// A case as text, its keys in their order.
@@ -73,10 +73,13 @@ impl FromStr for Line {
     fn from_str(text: &str) -> Result<Self, String> {
         let mut line = Line::default();
         for pair in text.split_whitespace() {
-            let (key, value) = pair.split_once('=').ok_or_else(|| format!("{pair} is no key=value"))?;
-            let (key, _) = KEYS.iter().find(|known| known.0 == key).ok_or_else(|| format!("{key} is no key"))?;
+            let (key, value) = pair.split_once('=').ok_or_else(|| format!("{pair} must be KEY=VALUE"))?;
+            let (key, _) = KEYS
+                .iter()
+                .find(|known| known.0 == key)
+                .ok_or_else(|| format!("{key} is not a key of a line; --help lists them"))?;
             if line.text(key).is_some() {
-                return Err(format!("{key} stands there twice"));
+                return Err(format!("{key} is given twice"));
             }
             line.set(key, value);
         }
@@ -91,7 +94,7 @@ impl Line {
 
     pub fn set(&mut self, key: &str, value: impl fmt::Display) {
         let place = |key: &str| KEYS.iter().position(|known| known.0 == key);
-        let nth = place(key).unwrap_or_else(|| panic!("{key} is no key"));
+        let nth = place(key).unwrap_or_else(|| panic!("{key} is not a key of a line; --help lists them"));
         self.unset(key);
         let at = self.0.iter().position(|pair| place(pair.0) > Some(nth)).unwrap_or(self.0.len());
         self.0.insert(at, (KEYS[nth].0, value.to_string()));
@@ -106,7 +109,7 @@ impl Line {
     }
 
     pub fn parsed<T: FromStr>(&self, key: &str) -> Result<Option<T>, String> {
-        self.text(key).map(|text| text.parse().map_err(|_| format!("{key}={text} does not parse"))).transpose()
+        self.text(key).map(|text| text.parse().map_err(|_| format!("{key}={text} cannot be parsed"))).transpose()
     }
 
     pub fn number(&self, key: &str, default: usize) -> Result<usize, String> {
@@ -114,17 +117,24 @@ impl Line {
     }
 
     pub fn numbers(&self, key: &str) -> Result<Option<Vec<usize>>, String> {
-        let all = |text: &str| text.split(',').map(|n| n.parse().map_err(|_| format!("{key}: {n}"))).collect();
+        let all = |text: &str| {
+            text.split(',')
+                .map(|n| n.parse().map_err(|_| format!("{key} has {n:?}, which is not a whole number")))
+                .collect()
+        };
         self.text(key).map(all).transpose()
     }
 
-    /// The choice whose name the value is, or the first one.
+    /// The choice that the value names. Without the key, the first one.
     pub fn choice<T: Copy>(&self, key: &str, of: &[(&str, T)]) -> Result<T, String> {
         let Some(text) = self.text(key) else { return Ok(of[0].1) };
-        of.iter().find(|(name, _)| *name == text).map(|(_, choice)| *choice).ok_or_else(|| format!("{key}={text}"))
+        of.iter()
+            .find(|(name, _)| *name == text)
+            .map(|(_, choice)| *choice)
+            .ok_or_else(|| format!("{key}={text} is not one of its values"))
     }
 
-    /// A list of so many, where it is there, and else all of them this.
+    /// The list of `N` values. Without the key, `N` times the default.
     pub fn list<T, const N: usize>(
         &self,
         key: &str,
@@ -133,15 +143,12 @@ impl Line {
     ) -> Result<[T; N], String> {
         let texts: Vec<&str> = self.text(key).map_or(vec![default; N], |text| text.split(',').collect());
         let all: Option<Vec<T>> = texts.into_iter().map(of).collect();
-        all.and_then(|all| all.try_into().ok()).ok_or_else(|| format!("{key} is of {N}"))
+        all.and_then(|all| all.try_into().ok()).ok_or_else(|| format!("{key} must be a list of {N} values"))
     }
 }
 
-/// The keys, for whoever asks.
+/// The keys, for `--help`.
 pub fn help() -> String {
     let keys = KEYS.iter().map(|(key, about)| format!("  {key:<14}{about}\n"));
-    format!(
-        "Keys of a line, with what they stand for and what is taken where they are absent:\n{}",
-        keys.collect::<String>()
-    )
+    format!("Keys of a line, with their defaults and meanings:\n{}", keys.collect::<String>())
 }

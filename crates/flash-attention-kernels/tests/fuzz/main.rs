@@ -1,7 +1,7 @@
-//! A seeded differential fuzzer of the kernels: draws cases, runs each twice, holds the first run against the oracle and the second against
-//! the first, bit by bit, with guards around every buffer. What fails is made simpler and printed as one line, which replays it.
+//! A seeded differential fuzzer of the kernels. It runs each drawn case twice, with guards around every buffer, and compares the first run
+//! with the oracle and the second with the first, bit by bit. A failing case is simplified and printed as one line, which replays it.
 //!
-//! Without arguments, as `cargo test` runs it, it replays `corpus.txt`. `docs/fuzzing.md` tells the rest.
+//! Without arguments, as `cargo test` runs it, it replays `corpus.txt`. See `docs/fuzzing.md`.
 
 mod case;
 #[path = "../kernels/common.rs"]
@@ -23,59 +23,59 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use worker::{Abilities, Outcome, SLACK, Worker};
 
-/// Draws cases for the kernels and holds them against the oracle.
+/// Draws cases for the kernels and compares them with the oracle.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "fuzz", after_help = line::help())]
 pub struct Args {
-    /// What is drawn: a number, or `random`, which is printed.
+    /// Seed of the drawn cases: a number, or `random` for a random seed, which is printed.
     #[arg(long)]
     seed: Option<String>,
-    /// Cases that run [default with a seed: 300, or as many as fit the seconds]
+    /// Number of cases to run [default with a seed: 300, or as many as --seconds allows]
     #[arg(long)]
     cases: Option<usize>,
-    /// How long new cases are drawn.
+    /// Time limit for drawn cases, in seconds.
     #[arg(long)]
     seconds: Option<u64>,
-    /// Cases of each combination of options.
+    /// Number of cases for each combination of options.
     #[arg(long, default_value_t = 14)]
     each: usize,
-    /// Sequences up to 2,000, for devices that are fast.
+    /// Sequences up to 2,000, for fast devices.
     #[arg(long)]
     large: bool,
-    /// wgpu, vulkan or cuda [default: FLASH_TEST_DEVICE, or wgpu]
+    /// Device: wgpu, vulkan or cuda [default: FLASH_TEST_DEVICE, or wgpu]
     #[arg(long)]
     device: Option<String>,
-    /// The kernel in place of the planned one: hopper, mma, matrix, rows or portable.
+    /// Kernel in place of the planned one: hopper, mma, matrix, rows or portable.
     #[arg(long)]
     kernel: Option<String>,
-    /// f32, f16 or bf16 [default: those that the device has; replayed lines have their own]
+    /// Element type: f32, f16 or bf16 [default: all of the device's; replayed lines have their own]
     #[arg(long)]
     dtype: Option<String>,
-    /// How f32 is multiplied: full or tf32.
+    /// Precision of f32 products: full or tf32.
     #[arg(long)]
     precision: Option<String>,
-    /// Keys of lines that are not drawn, like `cu_q,cu_k`, where they fail for a reason that is known.
+    /// Keys that are not drawn, like `cu_q,cu_k`, because they fail for a known reason.
     #[arg(long, value_delimiter = ',')]
     without: Vec<String>,
-    /// Replays this line; may be given several times.
+    /// Replays this line. May be repeated.
     #[arg(long, value_name = "LINE")]
     replay: Vec<String>,
     /// Replays the lines of this file.
     #[arg(long, value_name = "FILE")]
     corpus: Option<PathBuf>,
-    /// Makes replayed lines simpler as well, if they fail.
+    /// Simplifies failing replayed lines, too.
     #[arg(long)]
     shrink: bool,
-    /// Prints what is drawn and runs nothing.
+    /// Prints the drawn cases and runs nothing.
     #[arg(long)]
     dry_run: bool,
     /// Prints each case.
     #[arg(long)]
     verbose: bool,
-    /// How long a case may take, in seconds.
+    /// Time limit of a case, in seconds.
     #[arg(long, default_value_t = 300)]
     timeout: u64,
-    /// How many runs a failing case is made simpler with.
+    /// Largest number of runs to simplify a failing case.
     #[arg(long, default_value_t = 150)]
     shrink_runs: usize,
     #[arg(long, hide = true)]
@@ -84,7 +84,7 @@ pub struct Args {
 
 const CORPUS: &str = include_str!("corpus.txt");
 
-/// What has been counted.
+/// Counts of cases.
 #[derive(Default)]
 struct Tally {
     passed: BTreeMap<String, usize>,
@@ -123,8 +123,8 @@ fn main() -> ExitCode {
     }
     let seed = match args.seed.as_deref() {
         Some("random") => Some(RandomState::new().build_hasher().finish() % 1_000_000_000),
-        Some(number) => Some(number.parse().expect("--seed is a number, or random")),
-        // Whoever asks for cases gets those of a fixed seed.
+        Some(number) => Some(number.parse().expect("--seed must be a number or random")),
+        // Without --seed, cases are drawn from a fixed seed.
         None => (args.cases.is_some() || args.seconds.is_some() || args.dry_run).then_some(1),
     };
     if by_default {
@@ -132,12 +132,16 @@ fn main() -> ExitCode {
     }
     let mut worker = Worker::new(environment(&args), Duration::from_secs(args.timeout));
     let Some(mut abilities) = worker.abilities() else {
-        println!("fuzz: no device, so nothing is tested");
+        println!("fuzz: skipped: there is no device");
         return ExitCode::SUCCESS;
     };
     if let Some(dtype) = args.dtype.clone() {
-        // Replayed lines are skipped and counted.
-        assert!(seed.is_none() || abilities.dtypes.contains(&dtype), "the device computes in {:?}", abilities.dtypes);
+        // Replayed lines of other element types are skipped and counted.
+        assert!(
+            seed.is_none() || abilities.dtypes.contains(&dtype),
+            "--dtype is {dtype}; the device has {:?}",
+            abilities.dtypes
+        );
         abilities.dtypes = vec![dtype];
     }
     let mut fuzzer = Fuzzer { args, worker, abilities, tally: Tally::default() };
@@ -149,14 +153,14 @@ fn main() -> ExitCode {
     fuzzer.close(seed)
 }
 
-/// What the tests read of the lane, where the command line says it.
+/// Environment variables of the tests, from the command line.
 fn environment(args: &Args) -> Vec<(&'static str, String)> {
     let all = [("FLASH_TEST_DEVICE", &args.device), ("FLASH_TEST_KERNEL", &args.kernel)];
     all.into_iter().filter_map(|(name, value)| Some((name, value.clone()?))).collect()
 }
 
 impl Fuzzer {
-    /// Replays the lines given, or the corpus if nothing else is asked for.
+    /// Replays the given lines, or the corpus if nothing else is requested.
     fn replay_all(&mut self, draws: bool) {
         let mut lines = self.args.replay.clone();
         let corpus = match &self.args.corpus {
@@ -177,7 +181,7 @@ impl Fuzzer {
         }
     }
 
-    /// Draws and runs cases of this seed until there are enough, or the time is over.
+    /// Draws and runs cases of this seed until the number of cases or the time limit is reached.
     fn draw(&mut self, seed: u64) {
         let (begun, before) = (Instant::now(), self.tally.passed() + self.tally.failed);
         let (most, longest) = if self.args.large { (400_000_000, 2_000) } else { (12_000_000, 520) };
@@ -203,7 +207,7 @@ impl Fuzzer {
                     continue;
                 }
                 if matches!(self.run(&line, SLACK, true), Outcome::Skipped(_)) {
-                    // What the kernel does not take is the same for all of a combination.
+                    // A kernel that does not take this case takes no case of the combination.
                     break;
                 }
                 if told.elapsed() > Duration::from_secs(60) {
@@ -213,9 +217,13 @@ impl Fuzzer {
             }
             let Tally { redrawn, .. } = self.tally;
             let drawn = (number as usize + 1) * self.args.each;
-            assert!(self.tally.skipped() <= 1_000 + drawn / 2, "of {drawn} cases {} are skipped", self.tally.skipped());
-            // Combinations contradict nothing: a line that is refused is a fault of the fuzzer.
-            assert!(redrawn * 50 <= drawn + 500, "of {drawn} cases {redrawn} are no problems");
+            assert!(
+                self.tally.skipped() <= 1_000 + drawn / 2,
+                "{} of {drawn} cases are skipped; at most half may be",
+                self.tally.skipped()
+            );
+            // Drawn options do not contradict each other, so a refused line is a fault of the fuzzer.
+            assert!(redrawn * 50 <= drawn + 500, "{redrawn} of {drawn} cases are invalid; at most one in 50 may be");
         }
     }
 
@@ -237,7 +245,7 @@ impl Fuzzer {
         outcome
     }
 
-    /// What failed, in a process of its own, and then what is simpler.
+    /// Runs a failed case again in a new process, and simplifies it.
     fn alone(&mut self, line: &Line, why: &str, slack: f64, shrinks: bool) {
         let (mut simplest, mut why) = (line.clone(), why.to_string());
         if shrinks {
@@ -246,7 +254,7 @@ impl Fuzzer {
                     let runs = self.args.shrink_runs;
                     (simplest, why) = shrink::shrink(line, &why, runs, |line| self.worker.run(line, slack));
                 }
-                _ => println!("  alone it passes: what ran before it matters, or it fails only sometimes"),
+                _ => println!("  alone it passes: the failure depends on earlier cases, or is intermittent"),
             }
             println!("shrunk to: {simplest}\n  {why}");
         }
@@ -256,7 +264,7 @@ impl Fuzzer {
         println!("  replay: cargo test --workspace --test fuzz -- {}--replay '{simplest}'", named.collect::<String>());
     }
 
-    /// The closing line.
+    /// Prints the summary.
     fn close(&self, seed: Option<u64>) -> ExitCode {
         let Args { device, kernel, dtype, .. } = &self.args;
         let Tally { passed, failed, skipped, redrawn } = &self.tally;

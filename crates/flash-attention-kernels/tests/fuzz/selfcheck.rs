@@ -1,4 +1,4 @@
-//! Checks of the fuzzer itself, without a device.
+//! Self-checks of the fuzzer, without a device.
 
 use crate::common::Results;
 use crate::draw::Source;
@@ -7,7 +7,7 @@ use crate::shrink::shrink;
 use crate::worker::{Abilities, Outcome, caught};
 use flash_attention_kernels::{BackwardTiles, Forward, Kernel, TileShape};
 
-/// Lines that are drawn are problems, and their text says all of them; and a fault that is planted is found, and its case made simpler.
+/// Drawn lines are valid problems and survive a round trip through text. A planted fault is found, and its case is simplified.
 pub fn lines_and_shrinking() {
     let dtypes = ["f32", "f16", "bf16"].map(String::from).to_vec();
     let abilities = Abilities { dtypes, bytes: true, offset: 1 };
@@ -26,21 +26,23 @@ pub fn lines_and_shrinking() {
     let rich: Line = "dtype=bf16 b=2 hq=4 hk=2 sq=33 sk=40 d=24 dv=16 causal=1 left=20 softcap=15 mask=b11k bias=1hqk slopes=b sinks=1 \
                       dlse=1 lens_k=40,17 layouts=padded:3,heads,transposed,contiguous sharp=4 poison=huge seed=9"
         .parse()
-        .expect("a line");
+        .expect("the line must parse");
     assert_eq!(by_oracle(&rich, 1.0), Outcome::Ran("portable".into()));
-    let Outcome::Failed(why) = by_oracle(&rich, 1.05) else { panic!("{line} passes with 1.05 dv", line = rich) };
+    let Outcome::Failed(why) = by_oracle(&rich, 1.05) else {
+        panic!("{line} passes with dv multiplied by 1.05", line = rich)
+    };
     let (simplest, why) = shrink(&rich, &why, 300, |line| by_oracle(line, 1.05));
     assert!(why.contains("dv"), "{simplest}: {why}");
-    let expected: Line = "dtype=bf16 sq=1 sk=1 d=1".parse().expect("a line");
+    let expected: Line = "dtype=bf16 sq=1 sk=1 d=1".parse().expect("the line must parse");
     let mut without_data = simplest.clone();
     ["seed", "grads"].into_iter().for_each(|key| without_data.unset(key));
     assert_eq!(without_data, expected, "shrunk to {simplest}");
 }
 
-/// The judgement on what a kernel gives that computes as the oracle says, with `dv` times this.
+/// The outcome for a kernel that returns the oracle's results, with `dv` multiplied by `times`.
 fn by_oracle(line: &Line, times: f64) -> Outcome {
     caught(|| {
-        let case = line.case().expect("a problem");
+        let case = line.case().expect("the line must be a valid problem");
         let expected = case.expected(Kernel::Portable).emulated;
         let tile = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
         let of = expected.gradients;

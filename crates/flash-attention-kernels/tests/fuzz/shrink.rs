@@ -1,10 +1,10 @@
-//! Makes a failing case simpler as long as it fails.
+//! Simplifies a failing case as long as it still fails.
 
 use crate::line::Line;
 use crate::worker::Outcome;
 use std::collections::HashSet;
 
-/// Keys whose values are whole numbers, or lists of them.
+/// Keys whose values are integers or lists of integers.
 const NUMBERS: [&str; 17] = [
     "sq",
     "sk",
@@ -26,10 +26,10 @@ const NUMBERS: [&str; 17] = [
 ];
 /// Keys whose values are patterns of dimensions.
 const PATTERNS: [&str; 8] = ["mask", "bias", "score_a", "score_b", "mask_a", "mask_b", "slopes", "blocks"];
-/// What a size is before it is nothing: a case without queries fails for reasons of its own.
+/// Sizes that are not reduced to 0, because empty cases fail for other reasons.
 const LEAST: [&str; 7] = ["sq", "sk", "b", "hq", "hk", "d", "dv"];
 
-/// The simplest line found that fails, and how, after at most so many runs; `run` tells how a line does.
+/// The simplest failing line that is found in at most `runs` runs, and its failure. `run` runs a line.
 pub fn shrink(line: &Line, why: &str, runs: usize, mut run: impl FnMut(&Line) -> Outcome) -> (Line, String) {
     let mut best = (line.clone(), why.to_string());
     let mut tried = HashSet::from([line.clone()]);
@@ -50,7 +50,7 @@ pub fn shrink(line: &Line, why: &str, runs: usize, mut run: impl FnMut(&Line) ->
     }
 }
 
-/// Lines that are simpler in one thing, those first that are so by most.
+/// Lines that are simpler in one respect, the simplest first.
 fn simpler(line: &Line) -> Vec<Line> {
     let mut all = Vec::new();
     let with = |changes: &[(&str, Option<String>)]| {
@@ -63,7 +63,7 @@ fn simpler(line: &Line) -> Vec<Line> {
         }
         simpler
     };
-    // Without an option, and what is of no use without it.
+    // Without an option, and the keys that depend on it.
     let groups: [&[&str]; 9] = [
         &["score_mod", "score_a", "score_b"],
         &["mask_mod", "mask_a", "mask_b"],
@@ -86,7 +86,7 @@ fn simpler(line: &Line) -> Vec<Line> {
         all.push(with(&[("grads", Some("-".into()))]));
         all.extend(grads.chars().map(|letter| with(&[("grads", Some(letter.into()))])));
     }
-    // Heads and dimensions together, which depend on each other.
+    // Heads together, and head dimensions together.
     let count = |key: &str, default| line.number(key, default).unwrap_or(default);
     let (hq, d) = (count("hq", 1), count("d", 16));
     let (hk, dv) = (count("hk", hq), count("dv", d));
@@ -103,7 +103,7 @@ fn simpler(line: &Line) -> Vec<Line> {
             all.push(both(["d", "dv"], [head_dim.min(d), head_dim.min(dv)]));
         }
     }
-    // Numbers, large steps first; the lengths of sequences keep their order.
+    // Numbers, large steps first. Cumulative lengths stay sorted.
     for key in NUMBERS.into_iter().filter(|key| line.text(key).is_some()) {
         let text = line.text(key).unwrap_or_default();
         let values: Vec<usize> = text.split(',').filter_map(|n| n.parse().ok()).collect();
@@ -119,7 +119,7 @@ fn simpler(line: &Line) -> Vec<Line> {
             }
         }
     }
-    // A sequence fewer.
+    // One sequence fewer.
     if let (Some(q), Some(k)) = (line.text("cu_q"), line.text("cu_k")) {
         let without = |text: &str, nth: usize| {
             let ends = text.split(',').enumerate().filter(|(n, _)| *n != nth).map(|(_, end)| end);
@@ -128,7 +128,7 @@ fn simpler(line: &Line) -> Vec<Line> {
         let sequences = q.split(',').count();
         all.extend((1..sequences).map(|nth| with(&[("cu_q", Some(without(q, nth))), ("cu_k", Some(without(k, nth)))])));
     }
-    // A dimension broadcast, a layout that is contiguous.
+    // One more broadcast dimension, or a contiguous layout.
     for key in PATTERNS {
         let text = line.text(key).unwrap_or_default();
         for (nth, _) in text.char_indices().filter(|(_, letter)| *letter != '1') {

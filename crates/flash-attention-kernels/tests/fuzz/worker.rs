@@ -1,7 +1,7 @@
-//! A process that runs cases, so that a device which is lost, a process which ends and a wait which never does fail one case and not all.
+//! The worker process, which runs cases. A lost device, a crash or an endless wait therefore fails one case and not the whole run.
 //!
-//! It reads cases, a line each, and answers each with a line: what it ran, why it skipped it, or what is wrong. `FUZZ_PLANT=dv` has it multiply that
-//! gradient by 1.05, which must be noticed.
+//! The worker reads one case per line and answers with one line: the kernel that ran, the reason for skipping, or the failure.
+//! `FUZZ_PLANT=dv` multiplies this gradient by 1.05, which must be noticed.
 
 use crate::common::{Case, Results, client, lanes};
 use crate::line::Line;
@@ -17,37 +17,37 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 use wait_timeout::ChildExt;
 
-/// What became of a case.
+/// The outcome of a case.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outcome {
-    /// It is right, by this kernel.
+    /// Passed, with this kernel.
     Ran(String),
-    /// The device cannot, or the kernel asked for.
+    /// Not run, because the device or the requested kernel does not support it, for this reason.
     Skipped(String),
-    /// What is wrong.
+    /// Failed, for this reason.
     Failed(String),
 }
 
-/// What a device can, as far as drawing depends on it.
+/// Abilities of a device that limit the drawn cases.
 #[derive(Clone, Debug)]
 pub struct Abilities {
     pub dtypes: Vec<String>,
     pub bytes: bool,
-    /// Elements that the beginnings of views are multiples of.
+    /// Alignment of start offsets, in elements.
     pub offset: usize,
 }
 
-/// The factor on the rounding errors that bounds allow a drawn case; other cases have 1. Of 27,000 drawn cases in which nothing was wrong 25
-/// exceeded the bounds at 1 by up to 1.5 times, which would fail one run in ten.
+/// Factor of the rounding errors in the bounds of drawn cases; other cases have 1. With 1, 25 of 27,000 correct drawn cases exceeded their
+/// bound by up to 1.5 times, which would fail one run in ten.
 pub const SLACK: f64 = 2.0;
 
-/// Before each answer, among what else is written.
+/// Prefix of answers, to tell them from other output.
 const MARK: &str = "fuzz answers: ";
 
-/// Messages of panics, on whatever thread, the first of them first.
+/// Messages of panics on any thread, in order.
 static PANICS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
-/// Runs the check, a panic in which is a failure.
+/// Runs the check. A panic in it is a failure.
 pub fn caught(check: impl FnOnce() -> Outcome) -> Outcome {
     let panics = || PANICS.lock().unwrap_or_else(PoisonError::into_inner);
     std::panic::set_hook(Box::new(|info| {
@@ -59,19 +59,19 @@ pub fn caught(check: impl FnOnce() -> Outcome) -> Outcome {
     outcome.unwrap_or_else(|_| Outcome::Failed(panics().first().cloned().unwrap_or_default()))
 }
 
-/// What the worker does: answers until there is nothing more to read.
+/// Main function of the worker: answers cases until the end of its input.
 pub fn work() {
     let Some(client) = client() else {
         println!("{MARK}none");
         return;
     };
     let device = Device::of(&client);
-    // Asserts that the device has what the table of lanes says.
+    // `supports` asserts that the device has the element types in the table of lanes.
     let all = [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().filter(|dtype| lanes::supports(&client, *dtype));
     let dtypes: Vec<&str> = all.map(Dtype::name).collect();
     println!("{MARK}{} {} {} {}", dtypes.join(","), stores_bytes(&client), offset(&client, &device), device.name);
     for line in std::io::stdin().lines() {
-        let line = line.expect("the parent writes lines");
+        let line = line.expect("the parent must write lines of text");
         let outcome = caught(|| check(&client, &line).unwrap_or_else(Outcome::Failed));
         let (is, what) = match outcome {
             Outcome::Ran(kernel) => ("ran", kernel),
@@ -86,14 +86,14 @@ fn stores_bytes(client: &Client) -> bool {
     client.properties().type_usage(ElemType::UInt(UIntKind::U8)).contains(TypeUsage::Buffer)
 }
 
-/// CUDA reads at any element. WebGPU binds buffers at multiples of what the adapter says.
+/// CUDA takes any offset. WebGPU binds buffers at multiples of the adapter's alignment.
 fn offset(client: &Client, device: &Device) -> usize {
     if device.name == "cuda" { 1 } else { client.properties().memory.alignment as usize }
 }
 
-/// `line`: how many times as much roundings count, and the case.
+/// Runs a request: the factor of rounding errors and the case.
 fn check(client: &Client, line: &str) -> Result<Outcome, String> {
-    let (slack, line) = line.split_once(' ').ok_or("a number and a case are expected")?;
+    let (slack, line) = line.split_once(' ').ok_or("a request must be a number and a case")?;
     let slack = slack.parse().map_err(|error| format!("{slack}: {error}"))?;
     let line: Line = line.parse()?;
     let case = line.case()?;
@@ -103,7 +103,7 @@ fn check(client: &Client, line: &str) -> Result<Outcome, String> {
         return Ok(Outcome::Skipped("dtype".into()));
     }
     if case.mask.is_some() && case.mask_storage == MaskStorage::U8 && !stores_bytes(client) {
-        return Ok(Outcome::Skipped("8-bit storage".into()));
+        return Ok(Outcome::Skipped("the device has no 8-bit storage".into()));
     }
     if !case.offsets.iter().all(aligned) {
         return Ok(Outcome::Skipped("offsets".into()));
@@ -114,7 +114,7 @@ fn check(client: &Client, line: &str) -> Result<Outcome, String> {
     }
 }
 
-/// A kernel asked for by name, or the device, may not have this. Any other error is a failure: lines state what is valid.
+/// The requested kernel or the device may not support a case. Any other error is a failure, because lines are valid problems.
 fn unavailable(error: AttentionError) -> Outcome {
     match error {
         AttentionError::KernelUnavailable { why, .. } => Outcome::Skipped(format!("kernel: {why}")),
@@ -126,9 +126,9 @@ fn unavailable(error: AttentionError) -> Outcome {
 fn judged(client: &Client, case: &Case, mut results: Results, slack: f64) -> Outcome {
     plant(&mut results);
     case.judge_within(&results, slack);
-    let mut again = case.run(client).expect("it ran before");
+    let mut again = case.run(client).expect("the second run must not be refused");
     plant(&mut again);
-    // Where blocks of keys add to dq in whatever order they come, only its last bits may differ, which have been judged.
+    // If dq is summed in any order, its last bits may differ between runs. Its error has been judged.
     let any_order = results.backward.fused.is_some();
     for ((name, first), (_, second)) in all(&results).into_iter().zip(all(&again)) {
         if any_order && name == "dq" {
@@ -168,7 +168,7 @@ fn all(results: &Results) -> Vec<(&'static str, &[f64])> {
     [("o", &o[..]), ("lse", &lse[..])].into_iter().chain(gradients).collect()
 }
 
-/// The worker as its parent sees it: started when there is a case, and anew after each failure, which the device may not survive.
+/// The parent's handle of the worker. The worker is started for the first case, and again after each failure, which may break the device.
 pub struct Worker {
     environment: Vec<(&'static str, String)>,
     timeout: Duration,
@@ -186,29 +186,32 @@ impl Worker {
         Worker { environment, timeout, running: None }
     }
 
-    /// Starts it and asks what the device can; `None` if there is no device.
+    /// Starts the worker and asks for the device's abilities; `None` if there is no device.
     ///
     /// # Panics
     ///
-    /// If it does not answer, as where a device was required.
+    /// If the worker does not answer, for example because a device is required and there is none.
     pub fn abilities(&mut self) -> Option<Abilities> {
         let running = self.start();
-        let hello = running.answers.recv_timeout(Duration::from_secs(600)).expect("the worker starts");
+        let hello = running
+            .answers
+            .recv_timeout(Duration::from_secs(600))
+            .expect("the worker must answer within 600 s of its start");
         let words: Vec<&str> = hello.split_whitespace().collect();
         let &[dtypes, bytes, offset, ..] = &words[..] else { return None };
         let dtypes = dtypes.split(',').map(String::from).collect();
-        let offset = offset.parse().expect("a number");
+        let offset = offset.parse().expect("the offset must be a number");
         self.running = Some(running);
         Some(Abilities { dtypes, bytes: bytes == "true", offset })
     }
 
-    /// How a case does where roundings count `slack` times as much as in other tests.
+    /// Runs a case, with rounding errors multiplied by `slack` in its bounds.
     pub fn run(&mut self, line: &Line, slack: f64) -> Outcome {
         if self.running.is_none() {
-            assert!(self.abilities().is_some(), "the device is gone");
+            assert!(self.abilities().is_some(), "the worker no longer finds a device");
         }
-        let mut running = self.running.take().expect("it has just been started");
-        // Where it has ended, there is no answer.
+        let mut running = self.running.take().expect("`abilities` started the worker");
+        // If the worker has ended, writing fails and there is no answer.
         let _ = writeln!(running.stdin, "{slack} {line}");
         let answer = running.answers.recv_timeout(self.timeout);
         let answered = answer.as_deref().ok().and_then(|answer| answer.split_once(' ').or(Some((answer, ""))));
@@ -217,7 +220,7 @@ impl Worker {
             Some(("skipped", why)) => Outcome::Skipped(why.into()),
             Some((_, why)) => Outcome::Failed(why.into()),
             None => {
-                // A process that ends closes its output before there is a status.
+                // A process closes its output before its exit status is available.
                 let ended = running.child.wait_timeout(Duration::from_secs(1)).ok().flatten();
                 let _ = running.child.kill();
                 Outcome::Failed(
@@ -236,9 +239,9 @@ impl Worker {
         let program = std::env::current_exe().expect("the path of this program");
         let mut command = Command::new(program);
         command.arg("--worker").envs(self.environment.iter().map(|(name, value)| (name, value)));
-        // A line says of which element type it is.
+        // Each line has its own element type.
         command.env_remove("FLASH_TEST_DTYPE").stdin(Stdio::piped()).stdout(Stdio::piped());
-        let mut child = command.spawn().expect("this program starts");
+        let mut child = command.spawn().expect("this program must start again");
         let (stdin, stdout) = child.stdin.take().zip(child.stdout.take()).expect("both are pipes");
         let (send, answers) = channel();
         std::thread::spawn(move || {

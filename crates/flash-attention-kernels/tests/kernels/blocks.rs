@@ -1,4 +1,4 @@
-//! Block masks: they hide what the boolean mask hides that says the same, and cost no more than what they visit.
+//! Block masks hide the same pairs as the equivalent boolean mask, and skip empty blocks.
 
 use crate::common::*;
 use cubecl::client::Client;
@@ -8,7 +8,7 @@ use flash_attention_kernels::blocks::{EMPTY, FULL, HEADER, PARTIAL, UNITS, order
 use flash_attention_kernels::mods::{MaskFn, MaskMod, Pair, Values};
 use flash_attention_kernels::{AttentionOptions, BlockLists, Dtype, Inputs, TensorView, block_states};
 
-/// Every third key, and those near.
+/// Mask function: shows every third key and the keys near the query.
 struct Third;
 
 #[cube]
@@ -18,7 +18,7 @@ impl MaskMod for Third {
     }
 }
 
-/// Keys at most 150 before the query, not after it.
+/// Mask function: shows the keys up to 150 positions before the query, and none after it.
 struct Sliding;
 
 #[cube]
@@ -33,7 +33,7 @@ fn dtypes(client: &Client) -> Vec<Dtype> {
     dtypes.iter().copied().filter(|dtype| supports(client, *dtype)).collect()
 }
 
-/// States of so many blocks: empty, partial and full ones in no order, and nothing at all for the first row of blocks.
+/// States for a block mask of this shape: empty, partial and full blocks mixed. The first row of blocks is all empty.
 fn states(shape: [usize; 4]) -> Vec<u32> {
     let draws = flash_attention_reference::normal(shape.iter().product(), 21);
     let of_row = |n: usize| n / shape[3] % shape[2];
@@ -41,7 +41,7 @@ fn states(shape: [usize; 4]) -> Vec<u32> {
     draws.into_iter().enumerate().map(|(n, x)| if of_row(n) == 0 { EMPTY } else { state(x) }).collect()
 }
 
-/// The case with a boolean mask in place of the block mask, its mask and its function.
+/// The case with one boolean mask in place of its block mask, mask and mask function.
 fn dense(case: &Case) -> Case {
     let p = case.problem;
     let blocks = p.block_mask.unwrap();
@@ -71,14 +71,14 @@ fn dense(case: &Case) -> Case {
     dense
 }
 
-/// Both give the same, and the same gradients.
+/// Asserts that the block mask and the equivalent boolean mask give the same results and gradients.
 fn compare(client: &Client, name: &str, case: &Case) {
     let (a, b) = (case.run(client).unwrap(), dense(case).run(client).unwrap());
     same(name, case, &a, &b, 2.0);
 }
 
 #[test]
-fn a_block_mask_is_the_mask_it_stands_for() {
+fn a_block_mask_equals_the_boolean_mask() {
     let Some(client) = client() else { return };
     let options = [
         ("full", AttentionOptions::default()),
@@ -88,7 +88,7 @@ fn a_block_mask_is_the_mask_it_stands_for() {
     for dtype in dtypes(&client) {
         let dims = if thorough() { &[[64, 64], [128, 128], [72, 40], [192, 192], [256, 256]][..] } else { &[[64, 64]] };
         for &[head_dim, head_dim_v] in dims {
-            // Of wide heads one will do: each is several kernels to compile.
+            // One set of options is enough for wide heads: each set compiles several kernels.
             let options = if head_dim > 64 { &options[1..2] } else { &options[..] };
             for &(name, options) in options {
                 let case = Case::new([2, 4, 2, 400, 470, head_dim, head_dim_v], dtype, options);
@@ -118,7 +118,7 @@ fn partial_blocks_are_masked_and_full_ones_are_not() {
     }
 }
 
-/// Lists are made once for the same states, and for others, or another mask besides, others.
+/// Runs with the same block states share one set of tile lists. Other states, or another mask or window, get their own.
 #[test]
 fn runs_share_lists() {
     let Some(client) = client() else { return };
@@ -139,24 +139,28 @@ fn runs_share_lists() {
     let of_first = first.blocks_on(&client).unwrap();
     let made = kept_after(&first, &of_first);
     assert!(made > 0);
-    assert_eq!(kept_after(&first, &of_first), made, "the second run makes none");
+    assert_eq!(kept_after(&first, &of_first), made, "the second run with the same states must reuse the lists");
     assert_eq!(
         kept_after(&first.clone().with_seq_lens_k(&[170]), &of_first),
         made,
-        "only the device knows these lengths"
+        "no lists are kept for lengths that only the device knows"
     );
-    assert_eq!(kept_after(&second, &second.blocks_on(&client).unwrap()), 2 * made, "other states");
+    assert_eq!(
+        kept_after(&second, &second.blocks_on(&client).unwrap()),
+        2 * made,
+        "other states must have their own lists"
+    );
     let mut most = 0;
     for window in 0..10 {
         let kept = kept_after(&case(of_window(Some(20 * window)), all.clone()), &of_first);
         most = most.max(kept);
-        assert!(window > 0 || kept == 3 * made, "another window");
+        assert!(window > 0 || kept == 3 * made, "another window must have its own lists");
     }
-    assert!((3 * made + 1..=24).contains(&most), "{most} lists are kept");
-    assert_eq!(kept_after(&first, &of_first), most, "what has gone is made again");
+    assert!((3 * made + 1..=24).contains(&most), "the number of kept lists is {most}");
+    assert_eq!(kept_after(&first, &of_first), most, "lists that were dropped must be made again");
 }
 
-/// The gradient of a bias of every shape walks over the same tiles.
+/// The gradient of a bias of any shape visits the same tiles.
 #[test]
 fn biases_of_every_shape() {
     let Some(client) = client() else { return };
@@ -173,16 +177,16 @@ fn biases_of_every_shape() {
     }
 }
 
-/// What is in no block that is visited, or hidden in one that is, is no number: it reaches nothing.
+/// NaN in keys and values of empty blocks, or under the mask in other blocks, reaches no result.
 #[test]
-fn what_nobody_sees_reaches_nothing() {
+fn hidden_nans_do_not_leak() {
     let Some(client) = client() else { return };
     for dtype in dtypes(&client) {
         let blocks = vec![PARTIAL, EMPTY, EMPTY, FULL, EMPTY, PARTIAL, EMPTY, EMPTY, EMPTY];
         let case = Case::new([1, 2, 1, 300, 300, 64, 64], dtype, AttentionOptions::default()).with_mask([1, 1, 1, 300]);
         let mut case = case.with_block_mask([1, 1, 3, 3], [128, 128], blocks);
         let mask: Vec<bool> = (0..300).map(|j| j >= 256 && j % 2 == 0).collect();
-        // Keys of the second block are in none that is visited.
+        // All blocks of keys 128 to 255 are empty.
         let unseen = |j: usize| (128..256).contains(&j) || mask[j];
         for j in (0..300).filter(|j| unseen(*j)) {
             case.v[j * 64..(j + 1) * 64].fill(f64::NAN);
@@ -190,18 +194,18 @@ fn what_nobody_sees_reaches_nothing() {
         }
         case.mask = Some(mask.clone());
         let results = case.run(&client).unwrap();
-        assert!(results.o.iter().all(|x| x.is_finite()), "{dtype:?}: what nobody sees has reached o");
-        assert!(results.dq.unwrap().iter().all(|x| x.is_finite()), "{dtype:?}: what nobody sees has reached dq");
-        // Rows of the last block of queries see nothing.
+        assert!(results.o.iter().all(|x| x.is_finite()), "{dtype:?}: a hidden NaN has reached o");
+        assert!(results.dq.unwrap().iter().all(|x| x.is_finite()), "{dtype:?}: a hidden NaN has reached dq");
+        // Rows of the last block of queries see no key.
         let rows = results.o.chunks(64).enumerate().filter(|(n, _)| n % 300 >= 256);
         assert!(
             rows.into_iter().all(|(_, row)| row.iter().all(|x| *x == 0.0)),
-            "{dtype:?}: rows that see nothing are 0"
+            "{dtype:?}: rows that see no key must be 0"
         );
     }
 }
 
-/// The states that the device finds are those of what mask and function say together.
+/// The block states that the device computes follow from the mask and the mask function together.
 #[test]
 fn states_of_functions_and_masks() {
     let Some(client) = client() else { return };
@@ -242,7 +246,7 @@ fn states_of_functions_and_masks() {
         let got = client.read_one_unchecked(out.handle);
         let got: Vec<u32> = got.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect();
         assert_eq!(got, want, "masked: {masked}");
-        // And attention by them is that of the function alone.
+        // Attention with these states equals attention with the function alone.
         let by_blocks = Case { block_states: Some(got), ..case.clone() };
         let (a, b) =
             (by_blocks.run(&client).unwrap(), dense(&Case { block_states: Some(vec![PARTIAL; want.len()]), ..case }));
@@ -251,9 +255,9 @@ fn states_of_functions_and_masks() {
 }
 
 #[test]
-fn blocks_come_in_order_of_what_they_visit() {
+fn blocks_are_ordered_by_the_tiles_they_visit() {
     let Some(client) = client() else { return };
-    // One, whole thread blocks of them, and some more.
+    // One block, as many as a thread block has threads, and more than two thread blocks have.
     for blocks in [1, UNITS, 2 * UNITS + 5] {
         let shape = [2, 3, blocks, HEADER + 4];
         let lists: Vec<u32> = (0..shape.iter().product::<usize>()).map(|n| (n * n % 101 % 5) as u32).collect();
@@ -262,7 +266,7 @@ fn blocks_come_in_order_of_what_they_visit() {
         // SAFETY: the tensor is as large as its shape.
         unsafe {
             let lists = TensorArg::from_raw_parts(view.handle.clone(), view.strides.into(), shape.into());
-            // A thread block more than there is something for.
+            // One thread block more than needed.
             let cubes = CubeCount::Static(6 * blocks.div_ceil(UNITS) as u32 + 1, 1, 1);
             order::launch_unchecked(&client, cubes, CubeDim::new_1d(UNITS as u32), AddressType::U32, lists);
         }
@@ -274,7 +278,10 @@ fn blocks_come_in_order_of_what_they_visit() {
             expected.sort_by_key(|block| std::cmp::Reverse(before[*block as usize * words]));
             assert_eq!(after.chunks(words).map(|list| list[1]).collect::<Vec<_>>(), expected, "{blocks} blocks");
             let others = before.iter().zip(after).enumerate().filter(|(n, _)| n % words != 1);
-            assert!(others.map(|(_, pair)| pair).all(|(before, after)| before == after), "nothing else is written");
+            assert!(
+                others.map(|(_, pair)| pair).all(|(before, after)| before == after),
+                "only the order may be written"
+            );
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Bounds bind: what a kernel of this lane gives passes, and 2% more of any gradient, its negative or zeros in its place do not.
+//! Error bounds are tight: results of this lane's kernels pass them, but a gradient scaled by 1.02, its negative, or zeros do not.
 
 use crate::common::*;
 use cubecl::client::Client;
@@ -7,8 +7,8 @@ use flash_attention_kernels::{AttentionOptions, Dtype};
 use flash_attention_reference::Comparison;
 use flash_attention_reference::mods::Bent;
 
-/// Every gradient that there is, of a loss that grows with every lse: sums of a head's gradients are then more than what is rounded of
-/// them, and nothing hides a fault.
+/// A case with every gradient. Its loss grows with every lse, so that the sums in a head's gradients are larger than their rounding errors
+/// and a fault shows.
 fn every_gradient(dtype: Dtype, bias: [usize; 4]) -> Case {
     let options = AttentionOptions { causal: true, score_mod: Some(ScoreFn::of::<Bent>()), ..Default::default() };
     let case = Case::new([2, 4, 2, 140, 208, 64, 64], dtype, options).with_bias(bias).with_alibi_slopes([1, 4]);
@@ -29,11 +29,21 @@ fn bind(client: &Client, case: &Case, gradients: &[&str]) {
     assert_eq!(names, [&["o"], gradients].concat());
     for comparison in comparisons {
         let verdict = comparison.judge().unwrap();
-        assert!(verdict.rounding < 0.02, "the rounding of {} is {}", comparison.name, verdict.rounding);
+        assert!(
+            verdict.rounding < 0.02,
+            "the rounding error of {} is {}, too large to notice 2%",
+            comparison.name,
+            verdict.rounding
+        );
         for times in [1.02, -1.0, 0.0] {
             let computed: Vec<f64> = comparison.computed.iter().map(|x| times * x).collect();
             let judged = Comparison { computed: &computed, ..comparison }.judge();
-            assert!(judged.is_err(), "{times} times {} passes: {verdict:?} of {:?}", comparison.name, case.problem);
+            assert!(
+                judged.is_err(),
+                "{times} × {} passes the bound: {verdict:?} of {:?}",
+                comparison.name,
+                case.problem
+            );
         }
     }
 }
@@ -42,16 +52,16 @@ fn bind(client: &Client, case: &Case, gradients: &[&str]) {
 fn two_percent_of_any_gradient_are_noticed() {
     let Some(client) = client() else { return };
     for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
-        // In half precision the case's f32 becomes that of the lane.
+        // `Case::new` replaces f32 by the element type of the lane.
         if supports(&client, dtype) {
             bind(&client, &every_gradient(dtype, [1, 4, 140, 208]), &GRADIENTS);
         }
     }
 }
 
-/// Of a bias of keys, whose gradient another kernel sums up, and by the one kernel of three gradients where there is one.
+/// A bias that repeats its queries, whose gradient another kernel sums, and the fused kernel for dq, dk and dv where there is one.
 #[test]
-fn nor_do_other_orders_hide_them() {
+fn faults_are_noticed_in_every_order() {
     let Some(client) = client() else { return };
     let dtype = chosen_dtype();
     bind(&client, &every_gradient(dtype, [1, 1, 1, 208]), &GRADIENTS);

@@ -1,11 +1,13 @@
 //! Runs a case on the device under test and on the oracle, and compares.
 //!
-//! `FLASH_TEST_DEVICE` picks the device: `wgpu` (the default), `vulkan` or `cuda`, as far as the features compiled in
-//! allow; what it must do there, and what else the environment says of that: [`lanes`]. `FLASH_TEST_PRECISION=tf32`
-//! lets f32 be rounded to it; `FLASH_TEST_TUNED=1` has the tuner choose, with the feature `autotune`; `FLASH_TEST_VERDICTS=1` prints how
-//! near results are to what their roundings make of the oracle. Where there is no adapter the tests say so and pass; `REQUIRE_WGPU=1`
-//! makes that a failure.
-#![allow(dead_code, unused_imports, reason = "several test programs take what they need of it")]
+//! Environment variables (see [`lanes`] for those that choose kernels):
+//!
+//! - `FLASH_TEST_DEVICE`: the device, `wgpu` (the default), `vulkan` or `cuda`, if its feature is compiled in.
+//! - `FLASH_TEST_PRECISION=tf32`: products of f32 may be rounded to tf32.
+//! - `FLASH_TEST_TUNED=1`: the tuner chooses the kernels (with the feature `autotune`).
+//! - `FLASH_TEST_VERDICTS=1`: prints each error beside the error of the emulated roundings.
+//! - `REQUIRE_WGPU=1`: tests fail if there is no adapter. Otherwise they print a message and pass.
+#![allow(dead_code, unused_imports, reason = "each test program uses a part of it")]
 
 #[path = "guards.rs"]
 mod guards;
@@ -33,7 +35,7 @@ use flash_attention_kernels::{
 };
 use flash_attention_reference as reference;
 
-/// The client of the device under test, or `None`, said aloud, where there is none.
+/// The client of the device under test. Without a device, prints a message and returns `None`.
 pub fn client() -> Option<Client> {
     use cubecl::device::WgpuDeviceKind::DefaultDevice;
     #[cfg(not(target_family = "wasm"))]
@@ -43,47 +45,48 @@ pub fn client() -> Option<Client> {
         "cuda" => cubecl::Device::cuda(0),
         "vulkan" => cubecl::Device::vulkan(DefaultDevice),
         "wgpu" => cubecl::Device::wgpu(DefaultDevice),
-        other => panic!("FLASH_TEST_DEVICE={other}: it is one of wgpu, vulkan and cuda"),
+        other => {
+            panic!("FLASH_TEST_DEVICE is {other}; it must be wgpu, vulkan or cuda, and its feature must be compiled in")
+        }
     };
     match device {
         Ok(device) => Some(device.client()),
         Err(error) => {
             let required = name != "wgpu" || std::env::var("REQUIRE_WGPU").as_deref() == Ok("1");
-            assert!(!required, "a device was required: {error}");
-            eprintln!("no wgpu adapter here, so nothing is tested: {error}");
+            assert!(!required, "a device is required, but there is none: {error}");
+            eprintln!("skipped: there is no wgpu adapter: {error}");
             None
         }
     }
 }
 
-/// How precisely f32 is multiplied: `FLASH_TEST_PRECISION`.
+/// Precision of f32 products, from `FLASH_TEST_PRECISION`.
 pub fn chosen_precision() -> Precision {
     match std::env::var("FLASH_TEST_PRECISION").as_deref() {
         Err(_) | Ok("full") => Precision::Full,
         Ok("tf32") => Precision::Tf32,
-        Ok(other) => panic!("FLASH_TEST_PRECISION is {other}: full or tf32"),
+        Ok(other) => panic!("FLASH_TEST_PRECISION is {other}; it must be full or tf32"),
     }
 }
 
-/// Whether the device compiles and runs fast enough for the whole matrix: any but the default, which is often software, and but
-/// where `FLASH_TEST_THOROUGH=0` says otherwise.
+/// Whether to run the large sets of cases. True unless the device is the default one, which is often software, or
+/// `FLASH_TEST_THOROUGH=0` is set.
 pub fn thorough() -> bool {
     std::env::var("FLASH_TEST_DEVICE").is_ok_and(|name| name != "wgpu")
         && std::env::var("FLASH_TEST_THOROUGH").as_deref() != Ok("0")
 }
 
-/// The element type of cases that do not ask for another than f32: `FLASH_TEST_DTYPE` sends the suite through kernels
-/// for half precision.
+/// Element type of cases that are written for f32, from `FLASH_TEST_DTYPE`: f16 and bf16 test the kernels for half precision.
 pub fn chosen_dtype() -> Dtype {
     match std::env::var("FLASH_TEST_DTYPE").as_deref() {
         Err(_) | Ok("f32") => Dtype::F32,
         Ok("f16") => Dtype::F16,
         Ok("bf16") => Dtype::BF16,
-        Ok(other) => panic!("FLASH_TEST_DTYPE is {other}: f32, f16 or bf16"),
+        Ok(other) => panic!("FLASH_TEST_DTYPE is {other}; it must be f32, f16 or bf16"),
     }
 }
 
-/// One case: a problem, its data and how they lie in memory.
+/// One case: a problem, its data and their memory layouts.
 #[derive(Clone, Debug)]
 pub struct Case {
     pub problem: AttentionProblem,
@@ -97,31 +100,31 @@ pub struct Case {
     pub bias: Option<Vec<f64>>,
     pub alibi_slopes: Option<Vec<f64>>,
     pub sinks: Option<Vec<f64>>,
-    /// What functions of the options read.
+    /// Tensors that the options' score function reads.
     pub score_tensors: [Option<Vec<f64>>; 2],
     pub mask_tensors: [Option<Vec<f64>>; 2],
-    /// Of each block of the block mask, if there is one.
+    /// State of each block of the block mask, if there is one.
     pub block_states: Option<Vec<u32>>,
-    /// The states on the device and what has been made of them, where several runs share both.
+    /// Block states on the device and the tile lists made from them, if several runs share both.
     pub shared_blocks: Option<(TensorView, BlockLists)>,
-    /// Of dropout, where the options ask for it.
+    /// Dropout seed, if the options have dropout.
     pub seed: [u32; 2],
     pub seq_lens_q: Option<Vec<usize>>,
     pub seq_lens_k: Option<Vec<usize>>,
     pub cu_seqlens: Option<[Vec<usize>; 2]>,
-    /// Of q, k, v and dout.
+    /// Layouts of q, k, v and dout.
     pub layouts: [Layout; 4],
-    /// Of the mask and the bias.
+    /// Layouts of the mask and the bias.
     pub extra_layouts: [Layout; 2],
-    /// How many elements further behind the beginning of their buffers q, k, v, dout, the mask, the bias and results begin.
+    /// Offsets in elements from the start of the buffer: q, k, v, dout, mask, bias, results.
     pub offsets: [usize; 7],
     pub poison: Poison,
     pub tiles: Option<(Forward, BackwardTiles)>,
-    /// Which of dq, dk, dv, dbias, dalibi_slopes, dsinks, dscore_tensors are asked for.
+    /// Which of dq, dk, dv, dbias, dalibi_slopes, dsinks, dscore_tensors are requested.
     pub wanted: [bool; 7],
-    /// Whether one kernel computes dq, dk and dv where it can, in any order. `FLASH_TEST_ORDER=fast` sends the suite through it.
+    /// Whether the fused kernel computes dq, dk and dv, summed in any order, where it can. `FLASH_TEST_ORDER=fast` sets this for all cases.
     pub fused: bool,
-    /// Whether the tuner chooses, where it was compiled in. `FLASH_TEST_TUNED=1` sends the suite through it.
+    /// Whether the tuner chooses the kernels, if it is compiled in. `FLASH_TEST_TUNED=1` sets this for all cases.
     pub tuned: bool,
 }
 
@@ -185,7 +188,7 @@ impl Case {
         }
     }
 
-    /// Adds a random mask of this shape that hides about a third.
+    /// Adds a random mask of this shape that hides about a third of the pairs.
     pub fn with_mask(mut self, shape: [usize; 4]) -> Self {
         self.problem = self.problem.with_mask(&shape).unwrap();
         let draws = reference::normal(shape.iter().product(), 5);
@@ -202,7 +205,7 @@ impl Case {
         self
     }
 
-    /// Adds slopes of this shape, of either sign, and as large as those of ALiBi.
+    /// Adds random slopes of this shape, of either sign and about as large as ALiBi's.
     pub fn with_alibi_slopes(mut self, shape: [usize; 2]) -> Self {
         self.problem = self.problem.with_alibi_slopes(&shape).unwrap();
         let mut slopes = reference::normal(shape.iter().product(), 8);
@@ -212,7 +215,7 @@ impl Case {
         self
     }
 
-    /// Adds sinks, of which some outweigh all keys.
+    /// Adds sinks, some of them larger than all scores.
     pub fn with_sinks(mut self) -> Self {
         let heads = self.problem.num_heads_q;
         self.problem = self.problem.with_sinks(&[heads]).unwrap();
@@ -223,7 +226,7 @@ impl Case {
         self
     }
 
-    /// Adds tensors of these shapes that the function of scores reads, as large as slopes are.
+    /// Adds tensors of these shapes for the score function, about as large as slopes.
     pub fn with_score_tensors(mut self, shapes: &[[usize; 4]]) -> Self {
         let all: Vec<&[usize]> = shapes.iter().map(|shape| &shape[..]).collect();
         self.problem = self.problem.with_score_tensors(&all).unwrap();
@@ -236,7 +239,7 @@ impl Case {
         self
     }
 
-    /// Adds tensors of these shapes that the function that hides pairs reads: whole numbers from 0 to 2.
+    /// Adds tensors of these shapes for the mask function, with integers from 0 to 2.
     pub fn with_mask_tensors(mut self, shapes: &[[usize; 4]]) -> Self {
         let all: Vec<&[usize]> = shapes.iter().map(|shape| &shape[..]).collect();
         self.problem = self.problem.with_mask_tensors(&all).unwrap();
@@ -247,42 +250,42 @@ impl Case {
         self
     }
 
-    /// Adds a block mask of this shape, with these states.
+    /// Adds a block mask of this shape with these states.
     pub fn with_block_mask(mut self, shape: [usize; 4], [block_q, block_k]: [usize; 2], states: Vec<u32>) -> Self {
-        assert_eq!(states.len(), shape.iter().product::<usize>(), "states of {shape:?}");
+        assert_eq!(states.len(), shape.iter().product::<usize>(), "one state for each block of {shape:?}");
         self.problem = self.problem.with_block_mask(&shape, block_q, block_k).unwrap();
         self.block_states = Some(states);
         self
     }
 
-    /// So many of each batch's queries are a sequence.
+    /// Sets the number of queries of each batch's sequence.
     pub fn with_seq_lens_q(mut self, lens: &[usize]) -> Self {
         self.problem = self.problem.with_seq_lens_q(&[lens.len()]).unwrap();
         self.seq_lens_q = Some(lens.to_vec());
         self
     }
 
-    /// So many of its keys.
+    /// Sets the number of keys of each batch's sequence.
     pub fn with_seq_lens_k(mut self, lens: &[usize]) -> Self {
         self.problem = self.problem.with_seq_lens_k(&[lens.len()]).unwrap();
         self.seq_lens_k = Some(lens.to_vec());
         self
     }
 
-    /// Packed sequences, which begin there among all queries and all keys.
+    /// Adds packed sequences with these cumulative lengths of queries and keys.
     pub fn with_cu_seqlens(mut self, q: &[usize], k: &[usize]) -> Self {
         self.problem = self.problem.with_cu_seqlens(&[q.len()], &[k.len()]).unwrap();
         self.cu_seqlens = Some([q.to_vec(), k.to_vec()]);
         self
     }
 
-    /// Drops with this probability.
+    /// Sets the dropout probability.
     pub fn with_dropout(mut self, dropout: f32) -> Self {
         self.problem.options.dropout = dropout;
         self
     }
 
-    /// Which pairs dropout keeps, as the device writes it out.
+    /// The keep mask of dropout, as computed by the device.
     pub fn kept(&self, client: &Client) -> Vec<bool> {
         let bytes: Vec<u8> = self.seed.iter().flat_map(|word| word.to_le_bytes()).collect();
         let seed = TensorView::contiguous(client.create_from_slice(&bytes), [2]);
@@ -300,7 +303,7 @@ impl Case {
         self
     }
 
-    /// Lays `q, k, v, dout` out in memory otherwise.
+    /// Sets the memory layouts of `q, k, v, dout`.
     pub fn with_layouts(mut self, layouts: [Layout; 4]) -> Self {
         self.layouts = layouts;
         let p = &self.problem;
@@ -314,13 +317,13 @@ impl Case {
         self
     }
 
-    /// Forces tiles.
+    /// Uses the portable kernels with this tile.
     pub fn with_tiles(mut self, tile: TileShape) -> Self {
         self.tiles = Some((tile.into(), BackwardTiles::portable(tile, true)));
         self
     }
 
-    /// With these of the kernels whose threads hold rows.
+    /// Uses the kernels of the family `rows` with this tile.
     pub fn with_rows(mut self, tile: RowsTile) -> Self {
         let smallest = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
         let (of, mut backward) = (Gradient::Rows(tile), BackwardTiles::portable(smallest, true));
@@ -350,7 +353,7 @@ impl Case {
         }
     }
 
-    /// What is planned, or what `FLASH_TEST_KERNEL` asks for.
+    /// The plan of the library, or that of the kernel named by `FLASH_TEST_KERNEL`.
     pub fn plan(&self, client: &Client) -> Result<Plan, AttentionError> {
         match forced_kernel(self.problem.dtype) {
             Some(kernel) => plan_with(client, &self.problem, kernel),
@@ -358,7 +361,7 @@ impl Case {
         }
     }
 
-    /// The states of its block mask on the device.
+    /// Block states copied to the device, if the case has a block mask.
     pub fn blocks_on(&self, client: &Client) -> Option<TensorView> {
         let bytes: Vec<u8> = self.block_states.as_ref()?.iter().flat_map(|state| state.to_le_bytes()).collect();
         Some(TensorView::contiguous(client.create_from_slice(&bytes), self.problem.block_mask.unwrap().blocks))
@@ -369,7 +372,7 @@ impl Case {
         block_on(self.run_async(client))
     }
 
-    /// The same, for a browser.
+    /// [`run`](Self::run), for a browser, which cannot block.
     pub async fn run_async(&self, client: &Client) -> Result<Results, AttentionError> {
         let p = &self.problem;
         let dtype = p.dtype;
@@ -540,7 +543,8 @@ impl Case {
         })
     }
 
-    /// Whether there is a kernel of all three gradients: no bias, one sequence, and both head dimensions within the same of 64 and 128.
+    /// Whether the fused kernel for dq, dk and dv takes this case: no bias, one sequence per batch, both head dimensions at most 128, and
+    /// `head_dim_v` at most 64 if `head_dim` is.
     fn fusible(&self) -> bool {
         let p = &self.problem;
         let plain = p.bias.is_none() && !p.is_varlen();

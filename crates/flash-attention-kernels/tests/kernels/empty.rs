@@ -1,11 +1,11 @@
-//! No batch, heads, queries, keys or sequences, with every option: results are zeros or empty, and nothing is launched without blocks.
+//! Problems without batch, heads, queries, keys or sequences, with every option: results are zeros or empty, and no grid is empty.
 
 use crate::common::*;
 use flash_attention_kernels::mods::{MaskFn, ScoreFn};
 use flash_attention_kernels::{AttentionOptions, Dtype, Inputs, TensorView, block_states};
 use flash_attention_reference::mods::{Bent, Strided};
 
-/// `[batch, heads_q, heads_kv, seq_q, seq_k, head_dim, head_dim_v]`, each with a dimension of 0 that results have or sums run over.
+/// `[batch, heads_q, heads_kv, seq_q, seq_k, head_dim, head_dim_v]`. In each, a dimension of the results or of the sums is 0.
 const SIZES: [Sizes; 6] = [
     [0, 2, 1, 5, 7, 16, 16],
     [1, 0, 0, 5, 7, 16, 16],
@@ -15,7 +15,7 @@ const SIZES: [Sizes; 6] = [
     [1, 2, 2, 0, 130, 64, 64],
 ];
 
-/// A case with nothing but its sizes, and with each option that has anything to do with sizes.
+/// A case of these sizes without options, and one with each option whose tensors depend on the sizes.
 fn with_every_option(sizes: Sizes) -> Vec<(&'static str, Case)> {
     let [batch, heads, _, seq_q, seq_k, ..] = sizes;
     let plain = |options| Case::new(sizes, Dtype::F32, options);
@@ -78,7 +78,7 @@ fn every_option() {
     assert_eq!(checked, SIZES.len() * if of_blocks { 17 } else { 15 });
 }
 
-/// Sequences of none among others, and tensors of which no sequence has anything.
+/// Empty sequences among others, and tensors in which all sequences are empty.
 #[test]
 fn sequences_without_queries_or_keys() {
     let Some(client) = client() else { return };
@@ -91,7 +91,7 @@ fn sequences_without_queries_or_keys() {
     case().with_seq_lens_q(&[0, 0]).with_seq_lens_k(&[0, 0]).check(&client);
 }
 
-/// A mask of no blocks has no states.
+/// A block mask without blocks has no states.
 #[test]
 fn states_of_no_blocks() {
     let Some(client) = client() else { return };

@@ -1,4 +1,4 @@
-//! What the device refuses or cannot do reaches whoever reads the result, as an error that names the cause, and the next call is right.
+//! Failures on the device: reading the result returns an error that names the cause, and the next call is correct.
 
 use crate::alone::alone;
 use crate::common::*;
@@ -15,17 +15,17 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{self, ThreadId};
 
-/// A case that everything is computed of.
+/// A case with forward and all gradients.
 fn case(options: AttentionOptions) -> Case {
     Case::new([1, 4, 4, 64, 64, 16, 16], Dtype::F32, options)
 }
 
-/// The device computes as it should.
+/// Asserts that the device still computes correct results.
 fn assert_right(client: &Client) {
     case(AttentionOptions { causal: true, ..Default::default() }).check(client);
 }
 
-/// Runs forward and backward, of keys that may lie in a buffer of the caller's. Buffers of `o` and `dq`.
+/// Runs forward and backward, with `k` in the caller's buffer if there is one. Returns the buffers of `o` and `dq`.
 fn launched(client: &Client, case: &Case, k: Option<Handle>) -> Result<[Handle; 2], AttentionError> {
     let p = &case.problem;
     let put = |shape, values: &[f64]| place(client, p.dtype, shape, Layout::Contiguous, values).view;
@@ -48,16 +48,16 @@ fn launched(client: &Client, case: &Case, k: Option<Handle>) -> Result<[Handle; 
     Ok([o, dq].map(|view| view.handle))
 }
 
-/// What reading it says, which must be an error.
+/// The error of reading this buffer.
 fn read_error(client: &Client, handle: Handle) -> String {
-    client.read_one(handle).expect_err("nothing was written there").to_string()
+    client.read_one(handle).expect_err("reading must fail, because no kernel wrote this buffer").to_string()
 }
 
 #[test]
 fn a_buffer_larger_than_the_device_allocates() {
     let Some(client) = client() else { return };
     let largest = client.properties().memory.max_page_size;
-    // Keys that could not be allocated; sizes are rounded up to whole vectors.
+    // Keys that cannot be allocated. Sizes are rounded up to whole vectors.
     let asked = largest.next_multiple_of(1024) + 1024;
     let keys = client.empty(asked as usize);
     let [o, dq] = launched(&client, &case(AttentionOptions::default()), Some(keys)).unwrap();
@@ -66,7 +66,7 @@ fn a_buffer_larger_than_the_device_allocates() {
         assert!(error.contains(&asked.to_string()), "{error}");
     }
     assert_right(&client);
-    // An output that cannot be allocated is found by the plan.
+    // `plan()` reports an output that cannot be allocated.
     let seq = largest as usize / (256 * chosen_dtype().size()) + 1;
     let problem = Case { wanted: [false; 7], ..case(AttentionOptions::default()) }.problem;
     let long = |seq_q, head_dim_v| {
@@ -96,14 +96,14 @@ fn a_launch_that_is_refused() {
     }
     assert_right(&client);
     let [o, dq] = launched(&client, &with(ScoreFn::of::<Refused<true>>()), None).unwrap();
-    client.read_one(o).expect("the forward runs");
+    client.read_one(o).expect("the forward does not use the refused derivative");
     let error = read_error(&client, dq);
     assert!(error.contains("no device computes this derivative"), "{error}");
     assert_right(&client);
 }
 
 #[test]
-fn a_kernel_whose_making_panics() {
+fn a_score_function_that_panics() {
     let Some(client) = client() else { return };
     let options = AttentionOptions { score_mod: Some(ScoreFn::of::<Panics>()), ..Default::default() };
     let [o, dq] = launched(&client, &case(options), None).unwrap();
@@ -114,7 +114,7 @@ fn a_kernel_whose_making_panics() {
     assert_right(&client);
 }
 
-/// Panics at the launches of one thread from the given one on.
+/// Panics at the launch of this number on this thread.
 struct PanicsAt(ThreadId, std::sync::atomic::AtomicUsize);
 
 impl LaunchObserver for PanicsAt {
@@ -126,21 +126,21 @@ impl LaunchObserver for PanicsAt {
     }
 }
 
-/// A panic between the launches of a call: whatever it has taken (counters of work tiles, lists), the next call is right.
+/// After a panic between two launches of a call, the next call is correct: work tile counters and tile lists are still usable.
 #[test]
 fn a_call_that_panics_between_launches() {
     let Some(client) = client() else { return };
-    // The observer is the process's.
+    // The observer sees all launches of the process.
     if !alone("failures::a_call_that_panics_between_launches", &[]) {
         return;
     }
     let plain = || case(AttentionOptions::default());
-    // Whose lists are kept from the call that panics to the next one.
+    // The call that panics and the next one share these tile lists.
     let blocks = || {
         let (shape, states) = ([1, 1, 2, 2], vec![2, 0, 1, 1]);
         let case = Case::new([1, 4, 4, 200, 200, 16, 16], Dtype::F32, AttentionOptions::default());
         let case = case.with_block_mask(shape, [128, 128], states);
-        let states = case.blocks_on(&client).expect("it has a block mask");
+        let states = case.blocks_on(&client).expect("the case has a block mask");
         Case { shared_blocks: Some((states, BlockLists::default())), ..case }
     };
     let with_blocks = lanes::takes_block_masks().then_some(&blocks as &dyn Fn() -> Case);
@@ -152,26 +152,26 @@ fn a_call_that_panics_between_launches() {
             let ran = catch_unwind(AssertUnwindSafe(|| case.run(&client).map(|_| ())));
             drop(observation);
             let Err(panic) = ran else { break };
-            let message = panic.downcast_ref::<String>().expect("a message");
+            let message = panic.downcast_ref::<String>().expect("the panic's payload is a message");
             assert!(message.ends_with("was to be launched"), "{message}");
             panics += 1;
             case.check(&client);
         }
-        assert!(panics >= 3, "forward and backward have more than {panics} launches");
+        assert!(panics >= 3, "{panics} launches, too few for a forward and a backward");
     }
 }
 
-/// Whether the lane's driver is that in software, which can be given less memory and keeps faults.
+/// Whether this lane runs on the software driver, whose memory can be limited and whose faults can be made persistent.
 fn software_cuda(client: &Client) -> bool {
     lanes::device() == "cuda" && client.properties().identity.name.contains("(software)")
 }
 
-/// A device with 48 MiB, of which all but a little is taken.
+/// A device with 48 MiB of memory, nearly all of it in use.
 #[test]
 fn a_device_that_runs_out_of_memory() {
     let Some(client) = client() else { return };
     if !software_cuda(&client) {
-        println!("skipped: only the driver in software can be given little memory");
+        println!("skipped: only the memory of the software driver can be limited");
         return;
     }
     let test = "failures::a_device_that_runs_out_of_memory";
@@ -180,20 +180,20 @@ fn a_device_that_runs_out_of_memory() {
     }
     let wide = Case::new([4, 16, 16, 128, 128, 64, 64], Dtype::F32, AttentionOptions::default());
     let blocks = wide.clone().with_block_mask([1, 1, 1, 1], [128, 128], vec![1]);
-    let states = blocks.blocks_on(&client).expect("it has a block mask");
+    let states = blocks.blocks_on(&client).expect("the case has a block mask");
     let blocks = Case { shared_blocks: Some((states, BlockLists::default())), ..blocks };
     let mut taken = Vec::new();
     for bytes in [1 << 20, 1 << 12, 1 << 8] {
         loop {
             taken.push(client.empty(bytes));
-            assert!(taken.len() < 300_000, "a device of 48 MiB gave away more");
+            assert!(taken.len() < 300_000, "more was allocated than the device's 48 MiB");
             if client.check(taken.last()).is_err() {
                 break;
             }
         }
     }
-    // These calls are the process's first: what they keep for the next ones, the counters of work tiles and the lists of a block mask,
-    // finds no memory either.
+    // These are the first calls of the process, so they also allocate memory that outlives a call (work tile counters, tile lists of a
+    // block mask). These allocations fail as well.
     for case in [&wide, &blocks] {
         for handle in launched(&client, case, None).unwrap() {
             let error = read_error(&client, handle);
@@ -209,41 +209,41 @@ fn a_device_that_runs_out_of_memory() {
     assert_right(&client);
 }
 
-/// Writes far behind its tensor.
+/// Kernel that writes 1 GiB past its tensor.
 #[cube(launch_unchecked)]
 fn stray(out: &mut [f32]) {
     out[ABSOLUTE_POS + 268_435_456] = 1.0f32;
 }
 
-/// A fault that the driver keeps: everything says so until the process ends, and a fresh process is right.
+/// After a persistent fault, every read and sync of the process fails. A new process computes correctly.
 #[test]
 fn a_device_that_failed() {
     let Some(of_lane) = client() else { return };
     if !software_cuda(&of_lane) {
-        println!("skipped: only a driver of CUDA keeps faults, and that of a GPU is not to be broken here");
+        println!("skipped: only on the software driver can the device be made to fail");
         return;
     }
     let test = "failures::a_device_that_failed";
     if !alone(test, &[("SOFTWARE_CUDA_STICKY", "1")]) {
-        // This one.
+        // This process has a working device.
         assert_right(&of_lane);
         return;
     }
     let client = of_lane;
     assert_right(&client);
     let out = client.empty(4);
-    // SAFETY: none: it is the fault.
+    // SAFETY: none. The write out of bounds is the planted fault.
     unsafe {
         let arg = BufferArg::from_raw_parts(out.clone(), 1);
         stray::launch_unchecked(&client, CubeCount::Static(1, 1, 1), CubeDim::new_1d(1), arg);
     }
-    let error = client.read_one(out).expect_err("the device failed").to_string();
+    let error = client.read_one(out).expect_err("the kernel broke the device").to_string();
     assert!(error.contains("The device was poisoned during launch") && error.contains("status 700"), "{error}");
     let [o, dq] = launched(&client, &case(AttentionOptions::default()), None).unwrap();
     for handle in [o, dq] {
-        let error = client.read_one(handle).expect_err("the device failed before");
+        let error = client.read_one(handle).expect_err("the device has failed");
         assert!(error.is_device_poisoned(), "{error}");
     }
-    let error = cubecl::future::block_on(client.sync()).expect_err("the device failed before");
+    let error = cubecl::future::block_on(client.sync()).expect_err("the device has failed");
     assert!(error.is_device_poisoned(), "{error}");
 }

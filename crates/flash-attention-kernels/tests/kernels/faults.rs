@@ -1,4 +1,4 @@
-//! The known ways in which such kernels broke elsewhere.
+//! Faults that attention kernels of other projects have had.
 
 use crate::common::*;
 use cubecl::prelude::*;
@@ -11,7 +11,7 @@ fn causal() -> AttentionOptions {
     AttentionOptions { causal: true, ..Default::default() }
 }
 
-/// A case that touches every kernel: ragged tiles, grouped heads, a folded bias gradient.
+/// A case that runs every kernel: partial tiles, grouped heads, a bias whose gradient is summed.
 fn rich() -> Case {
     Case::new([2, 4, 2, 70, 90, 16, 16], Dtype::F32, causal()).with_bias([1, 4, 1, 90]).with_dlse()
 }
@@ -34,13 +34,14 @@ fn nothing_depends_on_what_outputs_and_scratch_held() {
 fn every_run_gives_the_same_bits() {
     let Some(client) = client() else { return };
     let first = rich().run(&client).unwrap();
-    let asked = std::env::var("FLASH_TEST_REPEATS").ok().map(|n| n.parse().expect("FLASH_TEST_REPEATS is a number"));
+    let asked =
+        std::env::var("FLASH_TEST_REPEATS").ok().map(|n| n.parse().expect("FLASH_TEST_REPEATS must be a number"));
     for _ in 0..asked.unwrap_or(if thorough() { 100 } else { 3 }) {
         assert_eq!(all_of(&rich().run(&client).unwrap()), all_of(&first));
     }
 }
 
-/// Twenty shapes: head dimensions of every kernel, full, causal and windowed, grouped heads, lengths that fit no tile.
+/// Twenty shapes: head dimensions of every kernel, full, causal and windowed, grouped heads, lengths that are no multiple of a tile.
 fn many_shapes() -> Vec<Case> {
     let window = AttentionOptions { window_left: Some(200), ..causal() };
     let options = [AttentionOptions::default(), causal(), window, AttentionOptions { softcap: Some(5.0), ..causal() }];
@@ -55,12 +56,12 @@ fn many_shapes() -> Vec<Case> {
     sizes.into_iter().flat_map(|sizes| options.map(|options| case(sizes, options))).collect()
 }
 
-/// The gradients alone, from one forward, as bytes: cheap enough to be repeated many times, also beside other work.
+/// Repeats the backward alone, from one forward, and compares bytes. This is fast enough for many repetitions, also beside other work.
 #[test]
 fn every_backward_gives_the_same_bits() {
     let Some(client) = client() else { return };
     let repeats: usize = std::env::var("FLASH_TEST_REPEATS")
-        .map_or(if thorough() { 50 } else { 2 }, |n| n.parse().expect("FLASH_TEST_REPEATS is a number"));
+        .map_or(if thorough() { 50 } else { 2 }, |n| n.parse().expect("FLASH_TEST_REPEATS must be a number"));
     let shapes = many_shapes();
     let shapes = if thorough() { &shapes[..] } else { &shapes[..2] };
     for case in shapes {
@@ -90,7 +91,7 @@ fn every_backward_gives_the_same_bits() {
     }
 }
 
-/// A kernel with a planted fault: it writes one element past its tensor.
+/// Kernel with a planted fault: it writes one element past its tensor.
 #[cube(launch_unchecked)]
 fn overrun(out: &mut Tensor<f32>, extra: usize) {
     if ABSOLUTE_POS < out.len() + extra {
@@ -104,7 +105,7 @@ fn the_guards_notice_a_planted_overrun() {
     for (extra, noticed) in [(0, false), (1, true)] {
         let out = Guarded::output(&client, Dtype::F32, [1, 1, 10, 10], Poison::Nan);
         let TensorView { handle, shape, strides } = out.view.clone();
-        // SAFETY: the overrun stays within the guards, and the stray write within the pool, or is what a sanitizer is to find.
+        // SAFETY: the overrun stays within the guards, and the stray write within the memory pool, or a sanitizer reports it.
         unsafe {
             let arg = TensorArg::from_raw_parts(handle, strides.into(), shape.into());
             overrun::launch_unchecked(&client, CubeCount::Static(1, 1, 1), CubeDim::new_1d(128), arg, extra);
@@ -114,7 +115,7 @@ fn the_guards_notice_a_planted_overrun() {
     }
 }
 
-/// A kernel with a planted fault that guards cannot see: it writes far behind its tensor.
+/// Kernel with a planted fault that guards do not detect: it writes far past its tensor.
 #[cube(launch_unchecked)]
 fn stray(out: &mut Tensor<f32>, at: usize) {
     if ABSOLUTE_POS == 0 {
@@ -122,15 +123,15 @@ fn stray(out: &mut Tensor<f32>, at: usize) {
     }
 }
 
-/// For `compute-sanitizer`, which must report it: pages that CubeCL shares out hide overruns from it unless the tests are
-/// built with `cubecl/exclusive-memory-only`, and even then a page is larger than its tensor.
+/// Planted fault for `compute-sanitizer`, which must report it. CubeCL's allocations are slices of pages, so the sanitizer does not see an
+/// overrun within a page unless the tests are built with `cubecl/exclusive-memory-only`, and even then a page is larger than its tensor.
 #[test]
-#[ignore = "it is a fault, for a sanitizer to find"]
+#[ignore = "planted fault; run it under compute-sanitizer, which must report it"]
 fn a_planted_stray_write() {
     let Some(client) = client() else { return };
     let out = Guarded::output(&client, Dtype::F32, [1, 1, 10, 10], Poison::Nan);
     let TensorView { handle, shape, strides } = out.view.clone();
-    // SAFETY: the overrun stays within the guards, and the stray write within the pool, or is what a sanitizer is to find.
+    // SAFETY: the overrun stays within the guards, and the stray write within the memory pool, or a sanitizer reports it.
     unsafe {
         let arg = TensorArg::from_raw_parts(handle, strides.into(), shape.into());
         stray::launch_unchecked(&client, CubeCount::Static(1, 1, 1), CubeDim::new_1d(32), arg, 1 << 28);
@@ -168,7 +169,7 @@ fn every_tile_shape() {
     assert!(ran >= 2, "only {ran} tile shapes ran");
 }
 
-/// Threads of one row and of several, more rows than there are, thread blocks of one thread and of many.
+/// Threads with one row and with several, more rows than the problem has, thread blocks of one thread and of many.
 #[test]
 fn every_number_of_rows() {
     let Some(client) = client() else { return };
@@ -181,13 +182,13 @@ fn every_number_of_rows() {
 #[test]
 fn grids_past_65535_cubes() {
     let Some(client) = client() else { return };
-    // The smallest tiles: it is the number of thread blocks that counts.
+    // The smallest tiles give the largest number of thread blocks.
     let tile = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
     let case = Case::new([260, 256, 256, 1, 2, 4, 4], Dtype::F32, AttentionOptions::default());
     case.with_tiles(tile).check(&client);
 }
 
-/// The gradient of sinks takes a thread block a head. Of scores and sinks of 0, one key and its value of 1, it is −1/4.
+/// The gradient of the sinks uses one thread block per head. With scores and sinks of 0 and one key whose value is 1, it is −1/4.
 #[test]
 fn more_than_65535_sinks() {
     let Some(client) = client() else { return };
@@ -207,7 +208,7 @@ fn more_than_65535_sinks() {
     close("dsinks", &dsinks.read(&client, "dsinks"), &[-0.25; HEADS], 1e-6);
 }
 
-/// Asserts that a tensor is refused because its elements lie too far apart.
+/// Asserts that a tensor is refused because its elements are further apart than the device addresses.
 fn refused<T: std::fmt::Debug>(name: &str, result: Result<T, AttentionError>) {
     let error = result.expect_err(name);
     let reaches =
@@ -215,8 +216,8 @@ fn refused<T: std::fmt::Debug>(name: &str, result: Result<T, AttentionError>) {
     assert!(reaches, "{name}: {error}");
 }
 
-/// Batches 2^31 elements apart: the last one of three begins at element 2^32. Where the lane has no such addresses, every tensor that
-/// needs them is refused by name, and nothing is launched.
+/// Batches 2^31 elements apart, so that the last of three begins at element 2^32. In lanes without 64-bit addresses every tensor that
+/// needs them is refused by name before anything is launched.
 #[test]
 fn offsets_past_32_bits() {
     let Some(client) = client() else { return };
@@ -255,11 +256,11 @@ fn offsets_past_32_bits() {
         return;
     }
     if !thorough() {
-        // A driver in software has to fill what is allocated.
+        // The software driver fills all memory that is allocated.
         println!("skipped: tensors of 2^33 bytes need a GPU");
         return;
     }
-    // Of a tensor's three batches, all that was written, wherever they lie.
+    // Elements of a tensor's three batches, for any distance between batches.
     let read = |view: &TensorView| -> Vec<f64> {
         let batch = view.shape[2] * view.shape[3];
         let of_batch = |n: usize| {
@@ -271,7 +272,7 @@ fn offsets_past_32_bits() {
         (0..3).flat_map(|n| from_bytes(&of_batch(n), dtype)).collect()
     };
     let empty = |shape: [usize; 4]| apart(client.empty(size * ((2 << 31) + shape[2] * shape[3])), shape);
-    // All there is, of inputs and results near and of results far.
+    // All results, in outputs that are contiguous or have batches 2^31 elements apart.
     let (inputs, lse, dout) =
         (inputs(), lse(), place(&client, dtype, p.o_shape(), Layout::Contiguous, &case.dout).view);
     let results = |view: &dyn Fn([usize; 4]) -> TensorView| {
@@ -279,7 +280,7 @@ fn offsets_past_32_bits() {
         forward(&client, &p, &inputs, &o, &lse).unwrap();
         let views = [view(p.q_shape()), view(p.k_shape()), view(p.v_shape())];
         let [dq, dk, dv] = views.clone().map(Some);
-        // What is read far as well: the output, and the queries from where they have been copied.
+        // The strided `o` is read too: by the backward, and as the queries of another forward.
         let saved = Saved { o: o.clone(), lse: lse.clone(), dout: dout.clone(), dlse: None };
         backward(&client, &p, &inputs, &saved, &Gradients { dq, dk, dv, ..Default::default() }).unwrap();
         let again = view(p.o_shape());
@@ -289,7 +290,7 @@ fn offsets_past_32_bits() {
         [o, dq, dk, dv, again].map(|view| read(&view))
     };
     let (far, near) = (results(&empty), results(&near));
-    assert!(far == near, "what lies far apart is not what lies side by side");
+    assert!(far == near, "results in strided memory differ from those in contiguous memory");
     let plan = case.plan(&client).unwrap();
     let expected = case.expected(plan.forward.kernel());
     let [o, dq, dk, dv, _] = far;
@@ -311,7 +312,7 @@ fn a_view_that_its_buffer_cannot_hold_is_refused() {
     let beyond = TensorView { strides: [1000, 1000, 1000, 1], ..good() };
     let error = forward(&client, &p, &inputs(beyond), &good(), &lse).unwrap_err();
     assert!(matches!(error, AttentionError::Buffer { argument: "q", reach: 7004, .. }), "{error}");
-    // Rows that 64 bits would count as nearby.
+    // A stride whose product with the row overflows 64 bits.
     let wrapped = TensorView { strides: [1, 1, usize::MAX / 7 + 1, 1], ..good() };
     let error = forward(&client, &p, &inputs(wrapped), &good(), &lse).unwrap_err();
     let far = |reach: &u64| *reach == u64::MAX;
@@ -320,11 +321,11 @@ fn a_view_that_its_buffer_cannot_hold_is_refused() {
         AttentionError::AddressSpace { argument: "q", reach, .. } if far(reach) => {}
         _ => panic!("{error}"),
     }
-    // An output whose rows are one.
+    // An output all of whose rows are the same memory.
     let overlapping = TensorView { strides: [0, 0, 0, 1], ..good() };
     let error = forward(&client, &p, &inputs(good()), &overlapping, &lse).unwrap_err();
     assert!(matches!(error, AttentionError::OutputOverlaps { argument: "o", .. }), "{error}");
-    // A shape that the problem does not state.
+    // A shape other than the problem's.
     let other = TensorView::contiguous(client.empty(4 * 32), [1, 1, 4, 8]);
     let error = forward(&client, &p, &inputs(other), &good(), &lse).unwrap_err();
     assert!(matches!(error, AttentionError::Dimension { argument: "q", value: 4, expected: 8, .. }), "{error}");

@@ -1,4 +1,4 @@
-//! Functions of scores and masks: those that say what an option says give what it gives.
+//! Score and mask functions that are equivalent to an option give the same results as the option.
 
 use crate::common::*;
 use cubecl::prelude::*;
@@ -10,7 +10,7 @@ use flash_attention_reference::mods::{Alibi, Softcap};
 
 const CAP: u32 = 3;
 
-/// Adds the second tensor.
+/// Score function: adds its second tensor.
 struct Bias;
 
 #[cube]
@@ -26,7 +26,7 @@ impl ScoreMod for Bias {
     }
 }
 
-/// Not before the last 20 keys.
+/// Mask function: shows keys less than 20 positions before the query, and all after it.
 struct Near;
 
 #[cube]
@@ -41,13 +41,13 @@ fn dtypes(client: &cubecl::client::Client) -> Vec<Dtype> {
     dtypes.iter().copied().filter(|dtype| supports(client, *dtype)).collect()
 }
 
-/// One size, and another where devices are fast.
+/// The first size, and on fast devices the second one too.
 fn sizes(one: Sizes, other: Sizes) -> Vec<Sizes> {
     if thorough() { vec![one, other] } else { vec![one] }
 }
 
 #[test]
-fn alibi_is_alibi_and_so_is_its_gradient() {
+fn an_alibi_function_equals_the_option() {
     let Some(client) = client() else { return };
     for dtype in dtypes(&client) {
         for sizes in sizes([2, 4, 2, 150, 150, 64, 64], [1, 2, 2, 70, 70, 128, 72]) {
@@ -68,7 +68,7 @@ fn alibi_is_alibi_and_so_is_its_gradient() {
 }
 
 #[test]
-fn a_cap_is_the_softcap_beside_all_else() {
+fn a_softcap_function_equals_the_option() {
     let Some(client) = client() else { return };
     for dtype in dtypes(&client) {
         for sizes in sizes([2, 4, 2, 150, 130, 64, 64], [1, 2, 2, 70, 90, 128, 72]) {
@@ -88,7 +88,7 @@ fn a_cap_is_the_softcap_beside_all_else() {
 }
 
 #[test]
-fn one_after_the_other_with_both_tensors() {
+fn composed_functions_with_two_tensors() {
     let Some(client) = client() else { return };
     for dtype in dtypes(&client) {
         let sizes = [1, 4, 2, 80, 80, 64, 64];
@@ -107,7 +107,7 @@ fn one_after_the_other_with_both_tensors() {
 }
 
 #[test]
-fn masks_are_what_they_say() {
+fn mask_functions_equal_options() {
     let Some(client) = client() else { return };
     for dtype in dtypes(&client) {
         let sizes = [2, 2, 1, 150, 150, 64, 64];
@@ -128,7 +128,7 @@ fn masks_are_what_they_say() {
 }
 
 #[test]
-fn documents_are_a_mask() {
+fn a_document_function_equals_its_mask() {
     let Some(client) = client() else { return };
     for dtype in dtypes(&client) {
         let sizes = [2, 2, 1, 100, 130, 64, 64];
@@ -140,7 +140,7 @@ fn documents_are_a_mask() {
         masked.mask = Some((0..2 * 100 * 130).map(pair).collect());
         let (a, b) = (case.run(&client).unwrap(), masked.run(&client).unwrap());
         same("documents", &case, &a, &b, 1.0);
-        // Values that nobody sees are no numbers, and must reach nothing.
+        // NaN in values that no query sees must not reach any result.
         assert!(of_keys.contains(&2.0));
         case.mask_tensors[0] = Some(of_queries.iter().map(|document| document.min(1.0)).collect());
         case.v
@@ -149,8 +149,8 @@ fn documents_are_a_mask() {
             .filter(|(_, document)| **document == 2.0)
             .for_each(|(v, _)| v.fill(f64::NAN));
         let results = case.run(&client).unwrap();
-        assert!(results.o.iter().all(|x| x.is_finite()), "what nobody sees has reached o");
+        assert!(results.o.iter().all(|x| x.is_finite()), "a hidden NaN has reached o");
         let dq = results.dq.unwrap();
-        assert!(dq.iter().all(|x| x.is_finite()), "what nobody sees has reached dq");
+        assert!(dq.iter().all(|x| x.is_finite()), "a hidden NaN has reached dq");
     }
 }

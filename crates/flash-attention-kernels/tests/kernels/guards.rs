@@ -1,4 +1,4 @@
-//! Tensors on the device: how they lie in memory, what is around them, and what they hold before a kernel runs.
+//! Tensors on the device: memory layouts, guards around buffers, and poison in outputs.
 
 use cubecl::client::Client;
 use cubecl::future::block_on;
@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 use flash_attention_kernels::{Dtype, MaskStorage, MaskView, TensorView};
 use half::{bf16, f16};
 
-/// How a tensor lies in memory.
+/// Memory layout of a tensor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Layout {
     /// Row-major.
@@ -18,9 +18,9 @@ pub enum Layout {
     Transposed,
     /// Rows padded by this many elements.
     Padded(usize),
-    /// One row for all: stride 0 along the sequence.
+    /// All rows are the same row: stride 0 along the sequence.
     RepeatedRows,
-    /// One number for all: stride 0 everywhere.
+    /// All elements are the same element: every stride is 0.
     Scalar,
 }
 
@@ -38,12 +38,12 @@ impl Layout {
     }
 }
 
-/// What buffers hold before a kernel runs.
+/// Content of output buffers before a kernel runs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Poison {
     /// NaN.
     Nan,
-    /// 1e30, or the largest power of ten that f16 holds.
+    /// 1e30, in f16 the largest power of ten that it holds.
     Huge,
 }
 
@@ -73,9 +73,9 @@ pub fn from_bytes(bytes: &[u8], dtype: Dtype) -> Vec<f64> {
     }
 }
 
-/// Elements of guard on either side of every buffer: a multiple of every device's offset alignment.
+/// Number of guard elements on either side of every buffer, a multiple of every device's offset alignment.
 const GUARD: usize = 1024;
-/// What guards hold; representable in every dtype.
+/// Value of guard elements, exact in every dtype.
 const GUARD_VALUE: f64 = 1536.0;
 
 /// A view into a buffer with guards around it.
@@ -100,7 +100,7 @@ impl<const RANK: usize> Guarded<RANK> {
         Self::new_at(client, dtype, 0, shape, strides, span, fill)
     }
 
-    /// The same, with the first element so many elements further behind the beginning of the buffer.
+    /// The same, with the first element `offset` elements after the start of the buffer.
     pub fn new_at(
         client: &Client,
         dtype: Dtype,
@@ -116,17 +116,17 @@ impl<const RANK: usize> Guarded<RANK> {
             .collect();
         let whole = client.create_from_slice(&to_bytes(&values, dtype));
         let bytes = (before * dtype.size()) as u64;
-        // The view may see the guard behind it: that is how a write past the end would land there and be noticed.
+        // The view's buffer includes the guard after it, so that a write past the end lands in the guard and is noticed.
         let handle = whole.clone().offset_start(bytes);
         Guarded { view: TensorView { handle, shape, strides }, whole, dtype, before, span }
     }
 
-    /// A contiguous output, poisoned.
+    /// A contiguous, poisoned output.
     pub fn output(client: &Client, dtype: Dtype, shape: [usize; RANK], poison: Poison) -> Self {
         Self::output_at(client, dtype, 0, shape, poison)
     }
 
-    /// The same, with the first element so many elements further behind the beginning of the buffer.
+    /// The same, with the first element `offset` elements after the start of the buffer.
     pub fn output_at(client: &Client, dtype: Dtype, offset: usize, shape: [usize; RANK], poison: Poison) -> Self {
         let len: usize = shape.iter().product();
         let mut strides = [1; RANK];
@@ -137,12 +137,12 @@ impl<const RANK: usize> Guarded<RANK> {
         Self::new_at(client, dtype, offset, shape, strides, len, |_| value)
     }
 
-    /// The values, guards checked.
+    /// Reads the values and checks the guards.
     pub fn read(&self, client: &Client, name: &str) -> Vec<f64> {
         block_on(self.read_async(client, name))
     }
 
-    /// The same, for a browser, where nothing may block.
+    /// [`read`](Self::read), for a browser, which cannot block.
     pub async fn read_async(&self, client: &Client, name: &str) -> Vec<f64> {
         let read = client.read_async(vec![self.whole.clone()]).await;
         let all = from_bytes(&read.unwrap().remove(0), self.dtype);
@@ -151,18 +151,18 @@ impl<const RANK: usize> Guarded<RANK> {
         let (values, after) = rest.split_at(self.span);
         for (place, guard) in [("before", before), ("after", after)] {
             let broken = guard.iter().position(|x| *x != GUARD_VALUE);
-            assert!(broken.is_none(), "{name}: the guard {place} it was overwritten at {broken:?}");
+            assert!(broken.is_none(), "{name}: the guard {place} the tensor was overwritten at {broken:?}");
         }
         values.to_vec()
     }
 }
 
-/// Places the elements of a tensor (row-major `values`) by strides into a guarded buffer; gaps hold NaN.
+/// Writes a tensor (row-major `values`) to a guarded buffer with this layout. Gaps are NaN.
 pub fn place(client: &Client, dtype: Dtype, shape: [usize; 4], layout: Layout, values: &[f64]) -> Guarded {
     place_at(client, dtype, 0, shape, layout, values)
 }
 
-/// The same, with the first element so many elements further behind the beginning of the buffer.
+/// The same, with the first element `offset` elements after the start of the buffer.
 pub fn place_at(
     client: &Client,
     dtype: Dtype,
@@ -176,7 +176,7 @@ pub fn place_at(
     Guarded::new_at(client, dtype, offset, shape, strides, buffer.len(), |n| buffer[n])
 }
 
-/// A boolean mask, placed by strides as [`place_at`] does; what is before it and in its gaps hides.
+/// Writes a boolean mask to a buffer as [`place_at`] does. Elements before it and in its gaps are `true`.
 pub fn place_mask(
     client: &Client,
     storage: MaskStorage,
@@ -191,14 +191,14 @@ pub fn place_mask(
     let (bytes, size) = match storage {
         MaskStorage::U8 => (buffer.iter().map(|hides| u8::from(*hides)).collect::<Vec<_>>(), 1),
         MaskStorage::U32 => (buffer.iter().flat_map(|hides| u32::from(*hides).to_le_bytes()).collect(), 4),
-        other => panic!("how {other:?} stores a mask is not known"),
+        other => panic!("the tests cannot store a mask as {other:?}"),
     };
     let whole = client.create_from_slice(&bytes);
     let handle = if offset == 0 { whole } else { whole.offset_start((offset * size) as u64) };
     MaskView { tensor: TensorView { handle, shape, strides }, storage }
 }
 
-/// Row-major values as they lie in memory by strides, with this in gaps.
+/// Row-major values in memory order by strides, with `gap` in gaps.
 fn strided<T: Copy>(shape: [usize; 4], strides: [usize; 4], values: &[T], gap: T) -> Vec<T> {
     let len: usize = shape.iter().product();
     let span = if len == 0 { 0 } else { 1 + (0..4).map(|d| (shape[d] - 1) * strides[d]).sum::<usize>() };
@@ -214,7 +214,7 @@ fn strided<T: Copy>(shape: [usize; 4], strides: [usize; 4], values: &[T], gap: T
     buffer
 }
 
-/// The row-major values that a tensor with this layout has if its buffer is filled from `values`.
+/// The row-major values that a tensor with this layout has after its buffer is filled from `values`.
 pub fn as_laid_out<T: Copy + Default>(shape: [usize; 4], layout: Layout, values: Vec<T>) -> Vec<T> {
     let [_, _, s, d] = shape;
     match layout {

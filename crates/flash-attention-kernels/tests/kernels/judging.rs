@@ -1,4 +1,4 @@
-//! Results beside what they should be.
+//! Comparison of results with the oracle.
 
 use super::{Case, Results};
 use cubecl::client::Client;
@@ -12,19 +12,19 @@ impl Case {
         block_on(self.check_async(client))
     }
 
-    /// The same, for a browser.
+    /// [`check`](Self::check), for a browser, which cannot block.
     pub async fn check_async(&self, client: &Client) -> Results {
         let results = self.run_async(client).await.unwrap_or_else(|error| panic!("{:?}: {error}", self.problem));
         self.judge(&results);
         results
     }
 
-    /// Holds results to the bounds, and the bounds to what they must notice.
+    /// Asserts that errors are within the bounds, and that the bounds are tight enough to notice faults.
     pub fn judge(&self, results: &Results) {
         self.judge_within(results, 1.0);
     }
 
-    /// The same where roundings count `slack` times as much.
+    /// [`judge`](Self::judge) with rounding errors multiplied by `slack` in the bounds.
     pub fn judge_within(&self, results: &Results, slack: f64) {
         let expected = self.expected(results.forward.kernel());
         let [exact, emulated] = [&expected.exact, &expected.emulated].map(|of| &of.output.lse);
@@ -39,7 +39,7 @@ impl Case {
         }
     }
 
-    /// What the oracle gives, and how far off roundings are of a kernel of this family.
+    /// The oracle's results, and the emulated roundings of a kernel of this family.
     pub fn expected(&self, kernel: Kernel) -> reference::Expected {
         let (dtype, precision) = (self.problem.dtype, self.problem.options.precision);
         let operands = match kernel {
@@ -47,14 +47,14 @@ impl Case {
             Kernel::Mma if dtype == Dtype::F32 && precision == Precision::Tf32 => Operands::Tf32,
             Kernel::Mma if dtype == Dtype::F32 => Operands::F32,
             Kernel::Hopper | Kernel::Mma | Kernel::Matrix => Operands::Inputs,
-            other => panic!("how {other:?} rounds is not known"),
+            other => panic!("the tests do not know the roundings of {other:?}"),
         };
         let emulation = Emulation { dtype, operands };
         let dlse = self.dlse.as_deref();
         reference::expected(&self.problem, &self.reference_inputs(), &self.dout, dlse, emulation)
     }
 
-    /// The output and each gradient that was asked for, beside what they should be.
+    /// The output and each requested gradient, with the oracle's and the emulated results.
     pub fn comparisons<'a>(&self, results: &'a Results, expected: &'a reference::Expected) -> Vec<Comparison<'a>> {
         let p = &self.problem;
         let [exact, emulated, spread] = [&expected.exact, &expected.emulated, &expected.spread];
@@ -71,7 +71,8 @@ impl Case {
             ("dscore_tensors[1]", &results.dscore_tensors[1], 1, |of| of.dscore_tensors[1].as_ref()),
         ];
         let compare = |name, judged, row_len, computed, [exact, emulated, spread]: [Option<&'a Vec<f64>>; 3]| {
-            let (exact, emulated) = (exact.expect("the oracle has it"), emulated.expect("the oracle has it"));
+            let (exact, emulated) =
+                (exact.expect("the oracle has this tensor"), emulated.expect("the emulation has this tensor"));
             let spread = spread.map(|spread| &spread[..]);
             Comparison { name, judged, dtype: p.dtype, row_len, computed, exact, emulated, spread }
         };
@@ -83,7 +84,7 @@ impl Case {
         std::iter::once(output).chain(gradients).collect()
     }
 
-    /// What an identity that holds up to rounding is tested to: in half precision several results are rounded.
+    /// Tolerance for identities that hold up to rounding: `in_f32`, or in half precision and tf32 eight roundings of a result.
     pub fn tolerance(&self, in_f32: f64) -> f64 {
         match (self.problem.dtype, self.problem.options.precision) {
             (Dtype::F32, Precision::Full) => in_f32,
@@ -91,8 +92,8 @@ impl Case {
         }
     }
 
-    /// Of each row what f32 may make of its products: `2 ε softmax_scale ‖q‖ max ‖k‖`, `ε = 2⁻²⁴`. Of sharp data it is more than lse, which
-    /// may be small where scores are large.
+    /// Rounding error of each row's scores in f32: `2 ε softmax_scale ‖q‖ max ‖k‖`, `ε = 2⁻²⁴`. For sharp data it can exceed the tolerance
+    /// for lse, which may be small where scores are large.
     fn product_rounding(&self) -> Vec<f64> {
         let p = &self.problem;
         let norms = |values: &[f64], dim: usize| {
@@ -105,24 +106,24 @@ impl Case {
     }
 
     fn name(&self, what: &str) -> String {
-        format!("{what} of {:?} laid out {:?} with tiles {:?}", self.problem, self.layouts, self.tiles)
+        format!("{what} of {:?} with layouts {:?} and tiles {:?}", self.problem, self.layouts, self.tiles)
     }
 }
 
-/// Rounding of one result, or of what it is made of: gradients get four times as much.
+/// Rounding error of one result, or of the factors that it is computed from.
 fn tolerance(dtype: Dtype, precision: Precision) -> f64 {
     match (dtype, precision) {
         (Dtype::F32, Precision::Full) => 5e-6,
-        // Scores are rounded that f16 gets as they are.
+        // The factors of scores are rounded, whereas f16 inputs are exact.
         (Dtype::F32, Precision::Tf32) => 4e-3,
         (Dtype::F16, _) => 1e-3,
         (Dtype::BF16, _) => 8e-3,
-        other => panic!("how {other:?} rounds is not known"),
+        other => panic!("the tests do not know the roundings of {other:?}"),
     }
 }
 
-/// lse is computed in f32 whatever the dtype is: `|got − want| ≤ 1e-5 · (1 + |want|)`, or what rounding makes of the products where that is
-/// more, and of products in TF32 twice what they make of it besides.
+/// Checks lse, which is f32 for every dtype: `|got − want| ≤ max(1e-5 · (1 + |want|), rounding error of the products)`. With products in
+/// tf32, twice the largest error of the emulation is added.
 fn judge_lse(
     precision: Precision,
     got: &[f64],
@@ -138,10 +139,10 @@ fn judge_lse(
         let fine = got == want || got.is_nan() && want.is_nan();
         !(fine || (*got - *want).abs() <= (1e-5 * (1.0 + want.abs())).max(products[*row]) + rounding)
     });
-    off.map_or(Ok(()), |(row, (got, want))| Err(format!("row {row} has {got}, the oracle {want}")))
+    off.map_or(Ok(()), |(row, (got, want))| Err(format!("row {row} is {got}, the oracle has {want}")))
 }
 
-/// Asserts `|got − want| ≤ tolerance · (1 + |want|)` everywhere, with infinities equal.
+/// Asserts `|got − want| ≤ tolerance · (1 + |want|)` for all elements. Infinities and NaN must be equal.
 pub fn close(name: &str, got: &[f64], want: &[f64], tolerance: f64) {
     assert_eq!(got.len(), want.len(), "{name}: length");
     for (n, (g, w)) in got.iter().zip(want).enumerate() {
@@ -150,10 +151,11 @@ pub fn close(name: &str, got: &[f64], want: &[f64], tolerance: f64) {
     }
 }
 
-/// Both agree in `o`, lse and the gradients of q, k, v and the bias, these to so many times what gradients may differ by.
+/// Asserts that two results agree in `o`, lse and the gradients of q, k, v and the bias. The tolerance of gradients is multiplied by
+/// `times`.
 pub fn same(name: &str, case: &Case, a: &Results, b: &Results, times: f64) {
     close(&format!("{name}: o"), &a.o, &b.o, case.tolerance(1e-5));
-    // Of the two kernels that may have run one may have rounded products to tf32.
+    // Two different kernels may have run, of which one has rounded products to tf32.
     let of_lse = if case.problem.options.precision == Precision::Tf32 { case.tolerance(1e-4) } else { 1e-4 };
     close(&format!("{name}: lse"), &a.lse, &b.lse, of_lse);
     let of = |results: &Results| [&results.dq, &results.dk, &results.dv, &results.dbias].map(|of| of.clone());

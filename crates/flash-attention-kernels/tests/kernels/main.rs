@@ -1,6 +1,6 @@
-//! The kernels straight on CubeCL: against the oracle, by their properties, and with everything around them poisoned.
+//! Tests of the kernels, called directly through CubeCL: comparison with the oracle, properties of attention, poisoned memory.
 //!
-//! See `common.rs` for how the device is chosen.
+//! `common.rs` says which environment variables choose the device.
 
 mod alone;
 mod blocks;

@@ -1,4 +1,4 @@
-//! Visibility, on the host: the functions that kernels and oracle share.
+//! Visibility of pairs, on the host: the functions of `Band` that kernels and oracle share.
 
 use flash_attention_kernels::mask::Band;
 use flash_attention_kernels::{Alignment, AttentionOptions};
@@ -13,7 +13,7 @@ fn options() -> impl Strategy<Value = AttentionOptions> {
     })
 }
 
-/// Whether query `i` sees key `j`, from the words of the contract and with numbers that cannot overflow.
+/// Whether query `i` sees key `j`: the contract, written out with integers that cannot overflow.
 fn sees(o: &AttentionOptions, seq_q: usize, seq_k: usize, i: usize, j: usize) -> bool {
     let diagonal = match o.alignment {
         Alignment::BottomRight => seq_k as i128 - seq_q as i128,
@@ -25,13 +25,13 @@ fn sees(o: &AttentionOptions, seq_q: usize, seq_k: usize, i: usize, j: usize) ->
     left && right && (!o.causal || distance <= 0)
 }
 
-/// Some of so many positions.
+/// A range of positions within a sequence.
 fn part(of: [prop::sample::Index; 2], seq: usize) -> Range<usize> {
     let [a, b] = of.map(|n| n.index(seq + 1));
     a.min(b)..a.max(b)
 }
 
-/// The band of a sequence of these queries and keys.
+/// The band of a packed sequence with these queries and keys.
 fn of(band: Band, q: &Range<usize>, k: &Range<usize>) -> Band {
     band.of(3, q.start as u32, q.end as u32, k.start as u32, k.end as u32)
 }
@@ -51,7 +51,7 @@ proptest! {
     }
 
     #[test]
-    fn of_a_sequence_a_pair_is_seen_as_were_there_nothing_else(
+    fn pairs_of_a_sequence_are_visible_as_if_it_were_alone(
         o in options(), seq_q in 0usize..20, seq_k in 0usize..20, q in any::<[prop::sample::Index; 2]>(),
         k in any::<[prop::sample::Index; 2]>(),
     ) {
@@ -65,14 +65,14 @@ proptest! {
                 prop_assert_eq!(band.sees(i as u32, j as u32), want, "i {} j {} {:?}", i, j, band);
                 prop_assert_eq!(band.transposed().sees(j as u32, i as u32), want, "j {} i {} {:?}", j, i, band);
                 let in_run = (!run.bounded_below || j as i32 >= run.start) && (j as i32) < run.end;
-                // Tiles begin where sequences do, and rows past their ends are dropped.
+                // Tiles start at the first key of a sequence, and rows past its end are not stored.
                 prop_assert!(in_run == want || !q.contains(&i) || j < k.start, "i {} j {} {:?}", i, j, band);
             }
         }
     }
 
     #[test]
-    fn a_skipped_block_holds_no_pair_and_a_whole_one_all(
+    fn skipped_blocks_hold_no_pair_and_fully_visible_blocks_all_pairs(
         o in options(), seq_q in 1usize..40, seq_k in 1usize..40, tile_q in 1u32..9, tile_k in 1u32..9,
         parts in proptest::option::of(any::<[prop::sample::Index; 4]>()),
     ) {
@@ -110,13 +110,13 @@ fn blocks_that_hold_no_pair_are_skipped() {
         assert_eq!((keys.start, keys.end), (0, block + 1));
         assert_eq!((queries.start, queries.end), (block, 4));
     }
-    // A window of 16 before: two blocks each.
+    // A window of 16 keys to the left: two blocks of keys for each block of queries.
     let window = AttentionOptions { causal: true, window_left: Some(16), ..Default::default() };
     let keys = Band::new(64, 64, &window).k_blocks(32, 16, 16);
     assert_eq!((keys.start, keys.end), (1, 3));
 }
 
-/// What kernels on registers ask: which walked blocks are at an edge, and which keys of a row are seen, by distance.
+/// Functions for kernels with fragments in registers: which blocks are at an edge of the band, and which keys of a block a row sees.
 #[test]
 fn edges_and_runs_are_the_band() {
     let windows = [None, Some(0), Some(5), Some(40)];
@@ -152,13 +152,13 @@ fn edges_and_runs_are_the_band() {
                         }
                     }
                 }
-                // A query begins to see in the first block or at an edge.
+                // The first block in which a query sees a key is the first of all or an edge.
                 for i in q_start..(q_start + 8).min(seq_q as u32) {
                     let sees = |step: &u32| (0..16).any(|d| band.sees(i, k_last - step * 16 + d));
                     let begins = (0..blocks.end - blocks.start).find(sees).unwrap_or(0);
                     assert!(begins == 0 || begins < edges.lead || begins >= edges.tail, "{band:?} {i} {edges:?}");
                 }
-                // Edges are not drawn wider than by a block: queries past the last may count, and nothing else.
+                // The leading edge is at most one block too wide, and only for queries past the last one.
                 if q_start + 8 <= seq_q as u32 && edges.lead > 0 {
                     let k_start = k_last - (edges.lead - 1).min(blocks.end - blocks.start - 1) * 16;
                     let hides = (q_start..q_start + 8).any(|i| (k_start..k_start + 16).any(|j| !band.sees(i, j)));

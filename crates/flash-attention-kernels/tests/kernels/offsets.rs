@@ -1,6 +1,6 @@
-//! Elements past the 2^32nd, of each tensor that attention may have beside queries, keys and values, and blocks of more than 2^32 pairs.
+//! Elements past the 2^32nd of optional tensors (`faults.rs` has those of q, k and v), and blocks of 2^32 pairs.
 //!
-//! Buffers are of 16 GiB, of which a few pages are ever touched: a device with 32-bit addresses is asked for nothing.
+//! Buffers have 16 GiB, of which only a few pages are touched. Devices with 32-bit addresses skip these tests.
 
 use crate::common::*;
 use cubecl::client::Client;
@@ -13,7 +13,7 @@ use flash_attention_kernels::{
 };
 use flash_attention_reference::mods::Sloped;
 
-/// Writes `value` to the first and twice as much to the second of two elements.
+/// Writes `value` to element 0 and `2 * value` to element `second`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn write_two(out: &mut Tensor<f32>, second: usize, value: f32) {
     if ABSOLUTE_POS < 2 {
@@ -21,10 +21,10 @@ fn write_two(out: &mut Tensor<f32>, second: usize, value: f32) {
     }
 }
 
-/// Elements between the two of a tensor that is far apart.
+/// Distance between the two elements of a tensor, in elements.
 const FAR: usize = 1 << 32;
 
-/// `[2, 1, 1, 1]` f32, `value` and twice that, so far apart.
+/// A tensor `[2, 1, 1, 1]` of f32 with the elements `value` and `2 * value`, `apart` elements apart.
 fn pair(client: &Client, apart: usize, value: f32) -> TensorView {
     let view =
         TensorView { handle: client.empty(4 * (apart + 1)), shape: [2, 1, 1, 1], strides: [apart, apart, apart, 1] };
@@ -88,7 +88,7 @@ fn tensors_of_functions_and_their_gradients() {
     assert!(near == far, "{:?}, {:?}", near.1, far.1);
 }
 
-/// The number of pairs of such a block is 0 in 32 bits.
+/// The number of pairs of a block of 2^16 × 2^16 wraps to 0 in 32 bits.
 #[test]
 fn states_of_blocks_of_2_to_the_32_pairs() {
     let Some(client) = client() else { return };
@@ -107,7 +107,8 @@ fn states_of_blocks_of_2_to_the_32_pairs() {
     }
 }
 
-/// Hopper's kernels number the words of lists with 32 bits, and leave longer ones to others; the plan says so, and how many bytes lists take.
+/// Hopper's kernels index tile lists with 32 bits. For longer lists the plan takes another kernel and says why; it reports the lists'
+/// bytes.
 #[test]
 fn lists_of_more_than_2_to_the_32_words() {
     let device = Device {
@@ -133,7 +134,7 @@ fn lists_of_more_than_2_to_the_32_words() {
         plan_on(&device, &problem.with_block_mask(&blocks, 128, 128).unwrap()).unwrap()
     };
     let small = plan(2, 1 << 12);
-    // Of queries and of keys, 32 blocks and as many tiles, with two words before each list.
+    // Lists for 32 blocks of queries and for 32 blocks of keys, each with 32 tiles and a header of two words.
     assert!(small.kept_bytes >= 2 * 4 * 2 * 32 * 34, "{small}");
     if cfg!(feature = "cuda") {
         assert_eq!(small.forward.kernel(), Kernel::Hopper);

@@ -10,7 +10,7 @@ fn causal() -> AttentionOptions {
     AttentionOptions { causal: true, ..Default::default() }
 }
 
-/// Runs each case on the device, where there is one, in the element types that the lane has.
+/// Checks each case on the device, if there is one and the lane has the case's element type.
 fn all(cases: impl IntoIterator<Item = Case>) {
     let Some(client) = client() else { return };
     for case in cases {
@@ -20,17 +20,17 @@ fn all(cases: impl IntoIterator<Item = Case>) {
     }
 }
 
-/// How many multiprocessors the driver tells of; 0 if it does not.
+/// Number of multiprocessors, or 0 if the driver does not report it.
 fn multiprocessors(client: &Client) -> usize {
     client.properties().hardware.num_streaming_multiprocessors.unwrap_or(0) as usize
 }
 
-/// Whether they are as few as a device in software has, which is busy with a tenth of what a GPU takes.
+/// Whether the device has as few multiprocessors as the software driver, so that a tenth of a GPU's problem occupies it.
 fn few_multiprocessors(client: &Client) -> bool {
     multiprocessors(client) < 16
 }
 
-/// Sequence lengths around the tiles' edges. The kernels do not depend on them, so that all share one compilation.
+/// Sequence lengths around the edges of tiles. Kernels are not specialised for them, so all lengths share one compilation.
 const LENGTHS: [usize; 15] = [0, 1, 3, 17, 63, 64, 65, 113, 127, 129, 203, 257, 799, 1023, 1025];
 
 #[test]
@@ -68,7 +68,7 @@ fn one_sided_windows() {
     all([left, right].map(|options| Case::new([1, 2, 1, 100, 140, 16, 16], Dtype::F32, options)));
 }
 
-/// Odd ones, those that fit no vector, and the largest.
+/// Head dimensions: odd ones, some that are no multiple of a vector, and the largest.
 const HEAD_DIMS: [usize; 14] = [1, 2, 8, 16, 32, 59, 64, 72, 80, 96, 111, 128, 192, 256];
 
 #[test]
@@ -153,11 +153,11 @@ fn slopes() {
 fn sinks() {
     let options = [AttentionOptions::default(), causal(), AttentionOptions { window_left: Some(9), ..causal() }];
     all(options.into_iter().flat_map(|options| {
-        // Of more queries than keys the first see nothing but their sinks.
+        // With more queries than keys, the first queries see only their sinks.
         [(70, 130), (130, 70), (1, 1), (5, 0)]
             .map(|(sq, sk)| Case::new([2, 4, 2, sq, sk, 16, 24], Dtype::F32, options).with_sinks().with_dlse())
     }));
-    // Few rows and many keys, which come in parts.
+    // Few rows and many keys, which are computed in splits.
     all([Case::new([1, 2, 1, 3, 2049, 64, 64], Dtype::F32, causal()).with_sinks()]);
 }
 
@@ -168,13 +168,13 @@ fn dropout() {
         [(70, 130), (130, 70), (255, 256)]
             .map(|(sq, sk)| Case::new([2, 4, 2, sq, sk, 16, 24], Dtype::F32, options).with_dropout(0.2).with_dlse())
     }));
-    // Nearly all, and hardly any.
+    // Nearly all pairs dropped, and hardly any.
     all([0.97, 1e-4].map(|rate| Case::new([1, 2, 1, 90, 120, 32, 32], Dtype::F32, causal()).with_dropout(rate)));
 }
 
-/// Of each batch the first queries and keys are a sequence: nothing, all, more than there are, and lengths at the edges of tiles.
+/// A sequence length for each batch: 0, all, more than there are, and lengths at the edges of tiles.
 #[test]
-fn sequences_of_their_own_lengths() {
+fn sequence_lengths() {
     let window = AttentionOptions { window_left: Some(40), window_right: Some(7), ..Default::default() };
     let top_left = AttentionOptions { alignment: Alignment::TopLeft, ..causal() };
     let lens: [[usize; 6]; 3] = [[130, 64, 1, 0, 129, 65], [200, 10, 33, 128, 0, 127], [140, 0, 210, 64, 63, 1]];
@@ -189,15 +189,15 @@ fn sequences_of_their_own_lengths() {
     }));
     let plain = Case::new([2, 2, 1, 140, 210, 16, 16], Dtype::F32, causal()).with_seq_lens_q(&[100, 3]);
     all([[1, 2, 140, 210], [1, 2, 1, 210], [2, 2, 140, 1]].map(|shape| plain.clone().with_bias(shape)));
-    // In splits of the keys, and by one kernel.
+    // With splits of the keys, and with the fused kernel for dq, dk and dv.
     all([Case::new([1, 2, 1, 70, 4200, 64, 64], Dtype::F32, causal()).with_seq_lens_k(&[3333])]);
     all([Case { fused: true, ..Case::new([2, 2, 1, 300, 300, 64, 64], Dtype::F32, causal()) }
         .with_seq_lens_q(&[170, 300])
         .with_seq_lens_k(&[200, 31])]);
 }
 
-/// Sequences packed one behind the other: of one key or none, of no query, with nothing of none before or behind; in one batch and in
-/// several; through what an end of a batch cuts.
+/// Packed sequences: with one key, without keys, without queries, with unused rows before and after them, in one batch and in several,
+/// and across the end of a batch.
 #[test]
 fn packed_sequences() {
     let window = AttentionOptions { window_left: Some(40), window_right: Some(7), ..Default::default() };
@@ -212,7 +212,7 @@ fn packed_sequences() {
             one.clone().with_cu_seqlens(&[0, 130, 131, 131, 333, 500], &[0, 1, 201, 300, 300, 470]).with_sinks(),
             one.with_cu_seqlens(&[7, 135, 263, 490], &[3, 131, 200, 460]).with_alibi_slopes([1, 4]),
             rows.clone().with_cu_seqlens(&ends, &ends).with_bias([1, 2, 150, 150]),
-            // The second sequence ends with the first batch, the third one's keys lie in another batch.
+            // The second sequence crosses the end of the first batch, and the third one's keys cross the end of the second.
             rows.with_cu_seqlens(&[0, 100, 200, 300, 450], &[0, 90, 250, 310, 420]),
         ]
     }));
@@ -220,7 +220,7 @@ fn packed_sequences() {
     let packed = plain.with_cu_seqlens(&[0, 40, 140, 200, 280], &[0, 100, 210, 211, 420]);
     all([[1, 2, 140, 210], [1, 2, 1, 210], [2, 2, 140, 1]]
         .map(|shape| packed.clone().with_bias(shape).with_mask([2, 1, 1, 210])));
-    // In splits of the keys, and by one kernel.
+    // With splits of the keys, and with the fused kernel for dq, dk and dv.
     all([Case::new([1, 2, 1, 70, 4200, 64, 64], Dtype::F32, causal()).with_cu_seqlens(&[0, 30, 70], &[0, 4000, 4200])]);
     all([Case { fused: true, ..Case::new([1, 2, 1, 600, 600, 64, 64], Dtype::F32, causal()) }
         .with_cu_seqlens(&[0, 170, 600], &[0, 201, 600])]);
@@ -228,9 +228,9 @@ fn packed_sequences() {
     all([Case::new([1, 2, 1, 60, 60, 64, 64], Dtype::F32, causal()).with_cu_seqlens(&[5], &[9])]);
 }
 
-/// Packed and padded, sequences give the same, dropout and all.
+/// Packed sequences give the same bits as padded ones, including dropout.
 #[test]
-fn packed_as_padded() {
+fn packed_equals_padded() {
     let Some(client) = client() else { return };
     let options = AttentionOptions { dropout: 0.25, ..causal() };
     let lens = [100usize, 37, 1];
@@ -257,9 +257,9 @@ fn packed_as_padded() {
     assert_eq!(packed.dv, padded.dv.map(|dv| whole(&dv)));
 }
 
-/// What lies behind a sequence leaks nowhere, and what is computed for it is nothing.
+/// NaN and infinity in the padding after a sequence reach no result. Results of the padding are 0.
 #[test]
-fn what_lies_behind_a_sequence_stays_there() {
+fn padding_does_not_leak() {
     let Some(client) = client() else { return };
     let case = Case::new([2, 2, 1, 140, 200, 16, 16], Dtype::F32, causal());
     let case = case.with_seq_lens_q(&[100, 140]).with_seq_lens_k(&[90, 130]);
@@ -285,12 +285,12 @@ fn what_lies_behind_a_sequence_stays_there() {
         ("dk", got.dk.as_ref().unwrap(), clean.dk.as_ref().unwrap()),
         ("dv", got.dv.as_ref().unwrap(), clean.dv.as_ref().unwrap()),
     ] {
-        // Rows that what lies behind has reached are computed once more, and round otherwise.
+        // Rows that a NaN has reached are recomputed one by one, with other rounding.
         close(name, got, want, case.tolerance(4e-5));
     }
 }
 
-/// Wherever they may meet, at head dimensions whose kernels differ.
+/// Slopes, sinks and dropout together, at head dimensions with different kernels.
 #[test]
 fn slopes_sinks_and_dropout() {
     let dims: &[usize] = if thorough() { &[64, 128, 192, 256] } else { &[40] };
@@ -309,9 +309,9 @@ fn slopes_sinks_and_dropout() {
     }));
 }
 
-/// What is not a number, where dropout, slopes and sinks are.
+/// NaN and infinity in hidden keys do not leak with slopes, sinks and dropout.
 #[test]
-fn what_is_hidden_stays_so_beside_slopes_sinks_and_dropout() {
+fn hidden_nans_do_not_leak_with_slopes_sinks_and_dropout() {
     let Some(client) = client() else { return };
     let case = Case::new([1, 2, 1, 140, 200, 16, 16], Dtype::F32, causal());
     let case = case.with_alibi_slopes([1, 2]).with_sinks().with_dropout(0.3);
@@ -320,7 +320,7 @@ fn what_is_hidden_stays_so_beside_slopes_sinks_and_dropout() {
     }
     let clean = case.check(&client);
     let mut poisoned = case.clone();
-    // The last ten keys are seen by the last ten queries alone.
+    // Only the last ten queries see the last ten keys.
     poisoned.v[190 * 16..].fill(f64::NAN);
     poisoned.k[190 * 16..].fill(f64::INFINITY);
     let got = poisoned.run(&client).unwrap();
@@ -333,11 +333,11 @@ fn what_is_hidden_stays_so_beside_slopes_sinks_and_dropout() {
     }
 }
 
-/// The same call drops the same pairs, another seed others, and what is dropped is what is written out.
+/// The same seed drops the same pairs, another seed drops others, and `dropout_kept` writes out the mask that is used.
 #[test]
 fn dropout_depends_on_its_seed_alone() {
     let Some(client) = client() else { return };
-    // Of keys that are all alike, o is the share that is kept, divided by the probability of keeping.
+    // With equal keys and values of 1, o is the fraction of kept pairs divided by the probability of keeping.
     let mut case = Case::new([2, 2, 1, 50, 70, 16, 16], Dtype::F32, causal()).with_dropout(0.5);
     if !supports(&client, case.problem.dtype) {
         return;
@@ -369,9 +369,9 @@ fn half_precision() {
     }));
 }
 
-/// More blocks than a device runs thread blocks at a time, and longer than what any ring holds: thread blocks go from block to block.
+/// More work tiles than thread blocks run at a time, and more tiles of keys than a pipeline has stages.
 #[test]
-fn more_blocks_than_cubes() {
+fn more_work_tiles_than_thread_blocks() {
     let Some(client) = client() else { return };
     let window = AttentionOptions { window_left: Some(300), ..causal() };
     let full = AttentionOptions::default();
@@ -388,7 +388,7 @@ fn more_blocks_than_cubes() {
         }
         for (small, large, options) in cases {
             let case = Case::new(if few { small } else { large }, dtype, options);
-            // Other kernels have a thread block for each block, and what is asserted of this one does not say anything of them.
+            // Other kernels launch a thread block for each work tile, so the assertions below do not apply to them.
             let Forward::Hopper(HopperForward { tile, num_splits, .. }) = case.check(&client).forward else { continue };
             let p = case.problem;
             let blocks = p.batch * p.num_heads_q * p.seq_q.div_ceil(tile.tile_q());
@@ -398,21 +398,21 @@ fn more_blocks_than_cubes() {
     }
 }
 
-/// Every tile shape that is planned for half precision on CUDA: what a sanitizer can watch in a minute.
+/// Every tile shape that is planned for half precision on CUDA, in a minute under a sanitizer.
 #[test]
 fn every_planned_tile() {
     let dims = if thorough() { vec![64, 128, 192, 256] } else { vec![64] };
     let case = |d: usize, sq: usize, sk: usize| Case::new([1, 4, 2, sq, sk, d, d], Dtype::F32, causal());
     all(dims.iter().map(|d| case(*d, 200, 300)));
     all(dims.iter().map(|d| case(*d, 200, 304).with_bias([1, 4, 200, 304])));
-    // With many keys others, and parts of them.
+    // Many keys have other tiles, and splits of the keys.
     all([case(64, 70, 4200), case(128, 70, 2100).with_mask([1, 1, 70, 2100])]);
-    // All three gradients by one kernel.
+    // The fused kernel for dq, dk and dv.
     all(dims.iter().filter(|d| **d <= 128).map(|d| Case { fused: true, ..case(*d, 300, 200) }));
 }
 
-/// Gradients by the one kernel that adds `dq` up in any order, where there is one: of few and many tiles, head dimensions that
-/// fill no panel, query heads that share keys, and what reaches rows that must not see it.
+/// The fused kernel, which sums `dq` in any order, where there is one: few and many tiles, head dimensions that do not fill a panel,
+/// grouped heads, and NaN or infinity in keys that some rows must not see.
 #[test]
 fn gradients_in_any_order() {
     let full = AttentionOptions::default();
@@ -440,14 +440,14 @@ fn gradients_in_any_order() {
     }
 }
 
-/// Biases with an element for each pair, shared by batches, heads, both or none, at lengths around the tiles' edges: rows of 304
-/// come and go as tiles and vectors, of 308 go as vectors, of 300 queries and 301 keys neither.
+/// Biases with an element for each pair, shared by batches, heads, both or none, at lengths around the edges of tiles. Rows of 304 elements
+/// are loaded by TMA and stored as vectors, rows of 308 are stored as vectors, rows of 301 neither.
 #[test]
 fn biases_of_each_pair() {
     let window = AttentionOptions { window_left: Some(70), window_right: Some(9), ..Default::default() };
     let options = [AttentionOptions::default(), causal(), window];
     let sizes = [(200, 304), (130, 308), (300, 301), (1, 72), (129, 1), (257, 64)];
-    // One head dimension, as each is kernels of its own to compile.
+    // One head dimension, because each one compiles its own kernels.
     let case = |sq, sk, [b, h]: [usize; 2], options| {
         Case::new([2, 4, 2, sq, sk, 16, 16], Dtype::F32, options).with_bias([b, h, sq, sk])
     };
@@ -457,7 +457,7 @@ fn biases_of_each_pair() {
     }
 }
 
-/// The same of every head dimension that has tiles of its own, and with all that there may be beside a bias.
+/// The same at every head dimension with its own tiles, and with other options beside the bias.
 #[test]
 fn biases_of_each_pair_and_head_dimension() {
     let dims: &[(usize, usize)] =
@@ -473,7 +473,7 @@ fn biases_of_each_pair_and_head_dimension() {
             .with_dlse()
     };
     all([[2, 1, 1, 208], [1, 4, 140, 208], [2, 4, 140, 1]].map(case));
-    // Of more blocks than there are thread blocks, and none of which the first queries see anything.
+    // More blocks than thread blocks, and blocks of queries that see no key.
     let Some(client) = client() else { return };
     let heads = if few_multiprocessors(&client) { [4, 3, 1] } else { [40, 12, 4] };
     let [many, some, fewer] = heads;
@@ -484,10 +484,10 @@ fn biases_of_each_pair_and_head_dimension() {
     ]);
 }
 
-/// What a row must not see makes nothing of its gradient of the bias, whatever it is; nor do rows that are no numbers make
-/// anything of what is hidden from them.
+/// The bias gradient of hidden pairs is 0, and NaN or infinity in hidden keys, or in the queries of other rows, does not reach any other
+/// element of it.
 #[test]
-fn what_is_hidden_has_no_gradient_of_its_bias() {
+fn hidden_pairs_have_no_bias_gradient() {
     let Some(client) = client() else { return };
     let case = Case::new([2, 2, 1, 140, 200, 16, 16], Dtype::F32, causal()).with_bias([2, 2, 140, 200]);
     if !supports(&client, case.problem.dtype) {
@@ -495,7 +495,7 @@ fn what_is_hidden_has_no_gradient_of_its_bias() {
     }
     let clean = case.run(&client).unwrap().dbias.unwrap();
     let band = case.problem.band();
-    // The last ten keys are seen by the last ten queries alone.
+    // Only the last ten queries see the last ten keys.
     let hidden = |n: usize| n / 200 % 140 < 130;
     for poison in [f64::NAN, f64::INFINITY] {
         let mut keys = case.clone();
@@ -511,16 +511,19 @@ fn what_is_hidden_has_no_gradient_of_its_bias() {
             let got = case.run(&client).unwrap().dbias.unwrap();
             for (n, (got, want)) in got.iter().zip(&clean).enumerate() {
                 let (i, j) = (n / 200 % 140, n % 200);
-                // Rows of `o` that the poison has reached are computed once more, and round otherwise.
+                // Rows of `o` that the poison has reached are recomputed one by one, with other rounding.
                 let close = (got - want).abs() <= case.tolerance(1e-5) * (1.0 + want.abs());
                 assert!(!hidden(n) || close, "({i}, {j}): {got} instead of {want} with {poison}");
-                assert!(band.sees(i as u32, j as u32) || *got == 0.0, "({i}, {j}) is hidden and {got} with {poison}");
+                assert!(
+                    band.sees(i as u32, j as u32) || *got == 0.0,
+                    "({i}, {j}) is hidden, but its gradient is {got} with {poison}"
+                );
             }
         }
     }
 }
 
-/// Few heads and blocks of queries: kernels that compute splits of the keys apart, and put them together.
+/// Few heads and blocks of queries: kernels compute splits of the keys and combine them.
 #[test]
 fn few_heads_and_many_keys() {
     let window = AttentionOptions { window_left: Some(700), ..causal() };
@@ -540,7 +543,7 @@ fn few_heads_and_many_keys() {
     ]);
 }
 
-/// Blocks of queries whose diagonals do not end with tiles of keys.
+/// Blocks of queries whose diagonal does not end at the edge of a tile of keys.
 #[test]
 fn one_query_fewer_than_keys() {
     let options = [causal(), AttentionOptions { window_right: Some(3), window_left: Some(90), ..Default::default() }];
@@ -550,8 +553,8 @@ fn one_query_fewer_than_keys() {
     }));
 }
 
-/// Scores that rise or fall by far more from one tile of keys to the next than exponentials have range: keys of each 64 are
-/// alike, and half of the queries see them the other way round.
+/// Scores that change from one tile of keys to the next by more than the range of exponentials. Keys are nearly equal within each 64, and
+/// every third query has scores of the opposite sign.
 #[test]
 fn scores_that_rise_and_fall_from_tile_to_tile() {
     let levels: [[f64; 7]; 3] = [
@@ -569,7 +572,7 @@ fn scores_that_rise_and_fall_from_tile_to_tile() {
                 case.k[row * 64] = levels[row / 64] + (row % 7) as f64 / 4.0;
             }
             flash_attention_reference::round_to(&mut case.k, case.problem.dtype);
-            // Gradients of scores this large are no better than the scores' own rounding.
+            // The rounding error of scores this large would dominate their gradients.
             case.wanted = [false; 7];
             case
         })
@@ -596,7 +599,7 @@ fn every_subset_of_gradients() {
     case.problem.options.score_mod = Some(ScoreFn::of::<Bent>());
     let case = case.with_score_tensors(&[[1, 2, 1, 1], [1, 1, 40, 1]]);
     let full = case.check(&client);
-    // Where devices are slow each by itself, all, none, and some others.
+    // On slow devices: each gradient by itself, all, none, and some other subsets.
     for bits in (0..128u32).filter(|bits| thorough() || bits.count_ones() < 2 || bits % 9 == 1 || *bits == 127) {
         let wanted = [0, 1, 2, 3, 4, 5, 6].map(|n| bits >> n & 1 == 1);
         let results = Case { wanted, ..case.clone() }.run(&client).unwrap();
@@ -630,15 +633,15 @@ fn empty_batch_heads_queries_keys() {
 }
 
 #[test]
-fn rows_that_see_nothing() {
-    // The first 60 queries see no key: more queries than keys, aligned at the bottom right.
+fn fully_masked_rows() {
+    // There are 60 more queries than keys, so with bottom-right alignment the first 60 see no key.
     let few_keys = Case::new([1, 2, 1, 100, 40, 16, 16], Dtype::F32, causal()).with_dlse();
-    // A mask that hides all keys of some rows, of one batch, and of one head.
+    // A mask that hides all keys of some rows and of one head.
     let mut masked = Case::new([2, 2, 2, 33, 40, 16, 16], Dtype::F32, causal()).with_mask([2, 2, 33, 1]);
     for (n, hides) in masked.mask.as_mut().unwrap().iter_mut().enumerate() {
         *hides = n % 33 % 3 == 0 || n < 33;
     }
-    // A bias of −∞ hides as well.
+    // A bias of −∞ hides pairs, too.
     let mut biased = Case::new([1, 2, 2, 33, 40, 16, 16], Dtype::F32, causal()).with_bias([1, 1, 33, 1]);
     for (n, bias) in biased.bias.as_mut().unwrap().iter_mut().enumerate() {
         if n % 4 == 0 {
@@ -648,10 +651,10 @@ fn rows_that_see_nothing() {
     all([few_keys, masked, biased]);
 }
 
-/// Scores around −1e6 and 1e6: a mask value of −1e5 or a maximum that starts at 0 would be found out. Rows are means of values,
-/// most of them of one.
+/// Scores around −1e6 and 1e6 reveal a finite mask value such as −1e5, or a maximum that starts at 0. Each row of `o` is a mean of values,
+/// most often of one.
 #[test]
-fn logits_far_below_any_finite_stand_in() {
+fn logits_below_any_finite_mask_value() {
     let Some(client) = client() else { return };
     for sign in [1.0, -1.0] {
         let mut case = Case::new([1, 1, 1, 40, 70, 16, 16], Dtype::F32, causal());
@@ -659,11 +662,11 @@ fn logits_far_below_any_finite_stand_in() {
         case.k.iter_mut().for_each(|x| *x = sign * 256.0 + x.round() / 4.0);
         flash_attention_reference::round_to(&mut case.q, case.problem.dtype);
         flash_attention_reference::round_to(&mut case.k, case.problem.dtype);
-        // Gradients of scores this large are no better than the scores' own rounding.
+        // The rounding error of scores this large would dominate their gradients.
         case.wanted = [false; 7];
         let results = case.check(&client);
         assert!(results.lse.iter().all(|x| x.is_finite() && x * sign > 1e5), "{:?}", &results.lse[..4]);
         let is_mean = |o: &[f64]| o.iter().all(|x| x.is_finite() && x.abs() < 5.0) && o.iter().any(|x| x.abs() > 0.1);
-        assert!(results.o.chunks(16).all(is_mean), "every output is a mean of values, and none is nothing");
+        assert!(results.o.chunks(16).all(is_mean), "every output must be a mean of values");
     }
 }

@@ -1,18 +1,21 @@
-//! Every two choices of any two options, against the oracle.
+//! Every pair of values of any two options, against the oracle.
 
 use crate::common::*;
 use flash_attention_kernels::BackwardOrder;
 use flash_attention_reference::{Pair, pairs};
 
-/// Of 500 problems all where devices are fast, or `FLASH_TEST_PAIRS=1/14` of them: the first of each 14. Each names the kernel that
-/// ran, which is the one that must: whatever else would have run is a failure.
+/// Checks all 500 problems on fast devices. `FLASH_TEST_PAIRS=1/14` checks the first of each 14. Fails if another kernel than the lane's
+/// runs, and prints the kernel of each problem.
 #[test]
-fn every_two_options_meet() {
+fn every_pair_of_options() {
     let Some(client) = client() else { return };
     let (first, step) = match std::env::var("FLASH_TEST_PAIRS") {
         Ok(part) => {
-            let (first, step) = part.split_once('/').expect("FLASH_TEST_PAIRS is like 1/14");
-            (first.parse::<usize>().expect("a number") - 1, step.parse::<usize>().expect("a number"))
+            let (first, step) = part.split_once('/').expect("FLASH_TEST_PAIRS must be like 1/14");
+            (
+                first.parse::<usize>().expect("a number before / in FLASH_TEST_PAIRS") - 1,
+                step.parse::<usize>().expect("a number after / in FLASH_TEST_PAIRS"),
+            )
         }
         Err(_) => (0, if thorough() { 1 } else { 60 }),
     };
@@ -59,7 +62,7 @@ fn case(pair: &Pair) -> Case {
     if pair.dlse {
         case = case.with_dlse();
     }
-    // The oracle is told the seed that the problem has.
+    // The oracle uses the problem's seed.
     case.seed = flash_attention_kernels::dropout::seed(p.options.dropout_seed.unwrap_or(0));
     case.fused = p.options.backward_order == BackwardOrder::Fast && case.problem.bias.is_none();
     use Layout::*;

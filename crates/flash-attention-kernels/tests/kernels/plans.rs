@@ -1,11 +1,11 @@
-//! What is chosen for devices that are not here.
+//! Plans for devices that the test machine does not have.
 
 use flash_attention_kernels::tiling::{Device, plan_on};
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, Dtype, Forward, Gradient, Kernel, Precision,
 };
 
-/// The least that WebGPU promises.
+/// A device with the limits that WebGPU guarantees.
 pub fn smallest() -> Device {
     Device {
         name: "smallest".into(),
@@ -39,7 +39,7 @@ fn tiles_follow_shared_memory() {
         let device = Device { shared_memory: kib << 10, ..smallest() };
         let plan = plan_on(&device, &problem([1, 1, 64, 256])).unwrap();
         let Forward::Portable(tile) = plan.forward else { panic!("{plan}") };
-        // Of the forward and of the backward, those of matrix products are six.
+        // Six of the entries are kernels of matrix products, for the forward and the backward.
         (tile.tile_q, tile.tile_k, tile.units_q, plan.passed_over.len() - 6)
     };
     assert_eq!(chosen(227), (64, 64, 8, 0));
@@ -50,7 +50,7 @@ fn tiles_follow_shared_memory() {
     assert!(matches!(none, AttentionError::NoTileFits { needed: 14848, available: 8192, .. }), "{none}");
 }
 
-/// Matrix products are chosen by what a device offers, and what it lacks is told.
+/// Kernels of matrix products are chosen by the shapes that the device offers. Otherwise the plan says what the device lacks.
 #[test]
 fn matrix_products_follow_what_is_offered() {
     let gpu = Device {
@@ -89,7 +89,7 @@ fn matrix_products_follow_what_is_offered() {
     assert!(single.contains("not forward matrix: it computes in f16 and bf16, not f32"), "{single}");
 }
 
-/// A processor holds rows in its threads: as many as its compiler bears, and fewer where there would be no work for its cores.
+/// On a processor each thread computes whole rows: as many as its compiler handles, and fewer if some cores would have no work.
 #[test]
 fn processors_hold_rows() {
     let processor = Device { card: false, plane: 8, ..smallest() };
@@ -105,7 +105,7 @@ fn processors_hold_rows() {
     assert_eq!(chosen(&processor, [1, 8, 512, 1]), (8, 8));
     assert_eq!(chosen(&processor, [1, 8, 70, 64]), (8, 2));
     assert_eq!(chosen(&processor, [1, 8, 1, 64]), (8, 1));
-    // Keys' and values' gradients bind a seventh buffer: with a mask and a bias the eighth and ninth.
+    // The kernel of dk and dv binds seven buffers, the mask is the eighth. With fewer bindings dv has a launch of its own.
     let masked = problem([1, 1, 8, 8]).with_mask(&[1, 1, 1, 8]).unwrap();
     let split = |bindings| plan_on(&Device { bindings, ..processor.clone() }, &masked).unwrap().backward.dv.is_some();
     assert_eq!([7, 8].map(split), [true, false]);
@@ -116,7 +116,7 @@ fn processors_hold_rows() {
     }
 }
 
-/// tf32 is a permission: where nothing multiplies it, f32 stays f32, and the plan tells.
+/// `Precision::Tf32` is a permission. Without a kernel for tf32, products stay f32 and the plan says so.
 #[test]
 fn tf32_is_planned_visibly() {
     let mut rounded = problem([1, 1, 64, 64]);

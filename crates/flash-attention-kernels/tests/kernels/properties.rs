@@ -1,4 +1,4 @@
-//! What must hold of attention whatever the data, with no reference.
+//! Properties of attention that hold for any data, checked without the oracle.
 
 use crate::common::*;
 use flash_attention_kernels::{AttentionOptions, BackwardOrder, Dtype, Kernel, Precision};
@@ -18,7 +18,7 @@ const CAUSAL: AttentionOptions = AttentionOptions {
     precision: Precision::Full,
 };
 
-/// `[batch, heads_q, heads_kv, seq_q, seq_k, head_dim, head_dim_v]` that most properties are tried at.
+/// `[batch, heads_q, heads_kv, seq_q, seq_k, head_dim, head_dim_v]` of most properties.
 const SIZES: Sizes = [2, 4, 2, 70, 90, 16, 16];
 
 fn plain() -> Case {
@@ -58,7 +58,7 @@ fn values_of_one_give_one() {
     let Some(client) = client() else { return };
     let mut case = Case::new(SIZES, Dtype::F32, CAUSAL);
     case.v.fill(1.0);
-    // Weights are added up as they are, and multiplied as they are rounded.
+    // The sum of the weights is exact, but their products with the values use rounded weights.
     let tolerance = if case.problem.options.precision == Precision::Tf32 { 5e-4 } else { 1e-6 };
     close("o", &case.run(&client).unwrap().o, &vec![1.0; case.problem.rows() * 16], tolerance);
 }
@@ -68,7 +68,7 @@ fn a_batch_or_head_alone_is_bitwise_the_one_among_others() {
     let Some(client) = client() else { return };
     let case = Case::new(SIZES, Dtype::F32, CAUSAL);
     let all = case.run(&client).unwrap();
-    // Batch 1, heads 2 and 3, which share key/value head 1.
+    // Heads 2 and 3 of batch 1, which share key/value head 1.
     let mut alone = Case::new([1, 2, 1, 70, 90, 16, 16], Dtype::F32, CAUSAL);
     let q = (4 + 2) * 70 * 16..(4 + 4) * 70 * 16;
     let k = (2 + 1) * 90 * 16..(2 + 2) * 90 * 16;
@@ -83,8 +83,8 @@ fn a_batch_or_head_alone_is_bitwise_the_one_among_others() {
     assert_eq!(*dv, av[k]);
 }
 
-/// Asserts that what must not be seen has not been: bitwise, but for kernels of matrix products, which compute rows once more where
-/// it is not finite, in another order.
+/// Asserts that hidden elements have not changed a result: bitwise for the portable kernel, else up to rounding, because other kernels
+/// recompute rows that a NaN has reached, in another order of summation.
 fn unseen(case: &Case, ran: Kernel, name: &str, got: &[f64], want: &[f64]) {
     match ran {
         Kernel::Portable => assert_eq!(got, want, "{name}"),
@@ -93,7 +93,7 @@ fn unseen(case: &Case, ran: Kernel, name: &str, got: &[f64], want: &[f64]) {
 }
 
 #[test]
-fn later_keys_leave_a_causal_prefix_alone() {
+fn later_keys_do_not_change_a_causal_prefix() {
     let Some(client) = client() else { return };
     let mut short = Case::new([1, 2, 2, 70, 70, 16, 16], Dtype::F32, CAUSAL);
     let mut long = Case::new([1, 2, 2, 150, 150, 16, 16], Dtype::F32, CAUSAL);
@@ -104,7 +104,7 @@ fn later_keys_leave_a_causal_prefix_alone() {
     }
     short.dout = rows(&long.dout, 150, 16, 0..70);
     let want = short.run(&client).unwrap();
-    // Whatever is later must not be seen, were it not a number.
+    // Later keys must not be seen, even if they are NaN.
     for poison in [1e4, f64::NAN] {
         let mut long = long.clone();
         for head in 0..2 {
@@ -130,7 +130,7 @@ fn later_keys_leave_a_causal_prefix_alone() {
 }
 
 #[test]
-fn halves_of_the_keys_merged_by_lse_give_the_whole() {
+fn splits_of_the_keys_combined_by_lse_equal_the_whole() {
     let Some(client) = client() else { return };
     let whole = Case::new([1, 2, 2, 70, 90, 16, 16], Dtype::F32, AttentionOptions::default());
     let half = |range: std::ops::Range<usize>| {
@@ -174,7 +174,7 @@ fn grouped_heads_are_repeated_heads() {
 #[test]
 fn masked_keys_have_zero_gradient_and_leak_nothing() {
     let Some(client) = client() else { return };
-    // Keys 20 to 39 are hidden from all, as padding is.
+    // Keys 20 to 39 are hidden from all queries, like padding.
     let hidden = 20..40;
     let mut clean = plain().with_mask([1, 1, 1, 90]);
     clean.mask = Some((0..90).map(|j| hidden.contains(&j)).collect());
@@ -200,7 +200,7 @@ fn masked_keys_have_zero_gradient_and_leak_nothing() {
 }
 
 #[test]
-fn values_that_are_not_finite_reach_whoever_sees_them_and_nobody_else() {
+fn non_finite_values_reach_only_rows_that_see_them() {
     let Some(client) = client() else { return };
     let window = AttentionOptions { window_left: Some(60), ..CAUSAL };
     for options in [CAUSAL, window] {
@@ -220,9 +220,9 @@ fn values_that_are_not_finite_reach_whoever_sees_them_and_nobody_else() {
 }
 
 #[test]
-fn queries_that_a_mask_hides_leak_nothing() {
+fn fully_masked_queries_do_not_leak() {
     let Some(client) = client() else { return };
-    // Queries 10 to 29 see no key: whatever they and their gradients hold, keys and values feel nothing of it.
+    // Queries 10 to 29 see no key, so NaN in them or in their dout must not reach dk and dv.
     let mut clean = plain().with_mask([1, 1, 70, 1]);
     clean.mask = Some((0..70).map(|i| (10..30).contains(&i)).collect());
     let want = clean.run(&client).unwrap();
@@ -255,7 +255,7 @@ fn a_visible_nan_is_not_swallowed() {
 fn adding_a_vector_to_every_key_shifts_lse_alone() {
     let Some(client) = client() else { return };
     let case = plain();
-    // In half precision the sum is rounded, and with it the products change.
+    // In half precision the shifted keys are rounded, which changes the products.
     let loose = case.tolerance(1e-5);
     let added: Vec<f64> = (0..16).map(|c| (c as f64 - 7.5) / 16.0).collect();
     let mut shifted = case.clone();

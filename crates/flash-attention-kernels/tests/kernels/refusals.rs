@@ -1,7 +1,7 @@
-//! Calls that are refused. The error names the argument and its value; a plan finds it first where it depends on no tensor; nothing is
-//! launched, no output changes, and the next call on the same client is right.
+//! Calls that are refused. The error names the argument and its value. `plan()` returns the same error if it depends on no tensor. Nothing
+//! is launched, no output changes, and the next call on the same client is correct.
 //!
-//! [`SITES`] lists every place of `src/launch` and `src/tiling` that makes an error, and the test that provokes it there.
+//! [`SITES`] lists every place in `src/launch` and `src/tiling` that makes an error, and the test that provokes it.
 
 mod call;
 mod limits;
@@ -10,10 +10,10 @@ mod tensors;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Not provoked: it takes more work tiles than 31 bits number, whose tensors no device holds.
+/// Not provoked: the error needs 2^31 work tiles, whose tensors no device holds.
 const OUT_OF_REACH: &str = "";
 
-/// Where errors are made: the file, the error, how often, and the test that provokes each.
+/// Places that make errors: the file, the error, the number of places, and the test that provokes them.
 const SITES: &[(&str, &str, usize, &str)] = &[
     ("launch/backward.rs", "Unsupported", 2, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/blocks.rs", "Unsupported", 1, "refusals::limits::tiles_kernels_and_scratch"),
@@ -42,7 +42,7 @@ const SITES: &[(&str, &str, usize, &str)] = &[
     ("tiling/portable.rs", "Unsupported", 1, "refusals::limits::tiles_kernels_and_scratch"),
 ];
 
-/// Adds to `found` how often each error is made in the sources at a path.
+/// Adds to `found` the number of places that make each error in the sources at a path.
 fn sites(source: &Path, path: &Path, found: &mut BTreeMap<(String, String), usize>) {
     if path.is_dir() {
         for entry in std::fs::read_dir(path).unwrap() {
@@ -74,7 +74,7 @@ fn every_place_that_makes_an_error_is_known() {
     assert_eq!(
         found,
         known.collect(),
-        "an error is made where `SITES` does not know: provoke it in a test (that plans find it if they can, and that nothing is launched) \
+        "an error is made in a place that is not in `SITES`: provoke it in a test (plans must find it if they can, and nothing is launched) \
          and add it to `SITES`"
     );
     for (file, error, _, test) in SITES.iter().filter(|site| site.3 != OUT_OF_REACH) {

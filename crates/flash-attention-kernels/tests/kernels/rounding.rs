@@ -1,4 +1,4 @@
-//! Conversions to the element type, whatever the device's own do.
+//! Conversions to the element type, which must not depend on the device's own.
 
 use crate::common::*;
 use cubecl::prelude::*;
@@ -12,7 +12,7 @@ fn round_all(bits: &[u32], out: &mut [u32]) {
     }
 }
 
-/// Halfway between two, next to that, at the ends of the range, and what is no number; all to nearest, ties to even.
+/// Round to nearest, ties to even: values halfway between two numbers and next to that, the ends of the range, and NaN.
 #[test]
 fn bf16_is_rounded_to_nearest() {
     let Some(client) = client() else { return };
@@ -24,7 +24,7 @@ fn bf16_is_rounded_to_nearest() {
     bits.extend([0x7fff_ffff, 0xffff_ffff, 0x7f80_0001]);
     let input = client.create_from_slice(&bits.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>());
     let output = client.empty(4 * bits.len());
-    // SAFETY: both have as many elements as are said.
+    // SAFETY: both buffers have as many elements as their arguments say.
     unsafe {
         let [input, output] = [&input, &output].map(|of| BufferArg::from_raw_parts(of.clone(), bits.len()));
         round_all::launch_unchecked(&client, CubeCount::Static(1, 1, 1), CubeDim::new_1d(64), input, output);
@@ -35,6 +35,9 @@ fn bf16_is_rounded_to_nearest() {
         let want = bf16::from_f32(f32::from_bits(*bits));
         assert_eq!(found & 0xffff, 0, "{bits:x}");
         let same = found >> 16 == u32::from(want.to_bits());
-        assert!(same || want.is_nan() && f32::from_bits(found).is_nan(), "{bits:x}: {found:x}, not {want:?}");
+        assert!(
+            same || want.is_nan() && f32::from_bits(found).is_nan(),
+            "{bits:x} is rounded to {found:x}, expected {want:?}"
+        );
     }
 }

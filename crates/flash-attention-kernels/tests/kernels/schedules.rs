@@ -1,7 +1,7 @@
-//! The order in which warps run and the time at which copies land change no bit of any result.
+//! Results do not depend, in any bit, on the order in which warps run and the time at which copies land.
 //!
-//! On the CUDA driver in software every launch has an order and times of its own; a GPU has them anyway. All twenty shapes are run as
-//! often as `FLASH_TEST_SCHEDULES` says, or 32 times where the whole matrix is asked for; else five of them, four times.
+//! The software CUDA driver uses another order and other times for every launch; on a GPU they vary by themselves. `FLASH_TEST_SCHEDULES`
+//! is the number of runs of each of twenty shapes, 32 by default. Without it, slow devices run five shapes, four times each.
 
 use crate::common::*;
 use flash_attention_kernels::tiling::Device;
@@ -11,8 +11,8 @@ fn causal() -> AttentionOptions {
     AttentionOptions { causal: true, ..Default::default() }
 }
 
-/// Twenty shapes, those first that have most in common with the others: several tiles of queries and keys each, of one head dimension
-/// after the other, with grouped heads, windows, biases, masks, dropout and sequences of their own lengths.
+/// Twenty shapes, the most typical ones first. Each has several tiles of queries and keys. They differ in head dimension, grouped heads,
+/// windows, biases, masks, dropout and sequence lengths.
 fn shapes() -> Vec<Case> {
     let full = AttentionOptions::default();
     let window = AttentionOptions { window_left: Some(70), ..causal() };
@@ -50,10 +50,10 @@ fn bits(results: &Results) -> Vec<Vec<u64>> {
     all
 }
 
-/// How many shapes, and how often each.
+/// Number of shapes, and of runs of each.
 fn asked() -> (usize, usize) {
     let given = std::env::var("FLASH_TEST_SCHEDULES").ok();
-    let given = given.map(|n| n.parse().expect("FLASH_TEST_SCHEDULES is a number"));
+    let given = given.map(|n| n.parse().expect("FLASH_TEST_SCHEDULES must be a number"));
     match (given, thorough()) {
         (Some(schedules), _) => (20, schedules),
         (None, true) => (20, 32),
@@ -61,7 +61,8 @@ fn asked() -> (usize, usize) {
     }
 }
 
-/// With each kernel whose warps wait for each other, or else the planned one: each shape once against the oracle, and then again.
+/// Runs each shape with each kernel whose warps synchronise, or else with the planned one. The first run is compared with the oracle, the
+/// others with the first.
 #[test]
 fn schedules_change_no_bit() {
     let Some(client) = client() else { return };
@@ -86,7 +87,7 @@ fn schedules_change_no_bit() {
                 let again = bits(&case.run(&client).unwrap());
                 for (result, (first, again)) in first.iter().zip(&again).enumerate() {
                     let differs = first.iter().zip(again).position(|(first, again)| first != again);
-                    assert_eq!(differs, None, "shape {nth}, {kernel:?}: result {result} of run {schedule}");
+                    assert_eq!(differs, None, "shape {nth}, {kernel:?}: result {result} of run {schedule} differs");
                 }
             }
         }

@@ -1,15 +1,15 @@
-//! Sharp distributions: a few keys, or one, have all of a row's probability, and scores are in the thousands.
+//! Sharp distributions: one or a few keys have all of a row's probability, and scores are in the thousands.
 //!
-//! Errors are those of rounding alone there, and large: scores of 10⁴ have a unit in the last place of 10⁻³ in f32, and the gradient
-//! of a row with one key consists of what `dP − delta` leaves. So results are held against the errors of FlashAttention-2's arithmetic.
+//! Rounding errors are large there: a score of 10⁴ has a unit in the last place of 10⁻³ in f32, and the gradient of a row with one key is
+//! only the rounding error of `dP − delta`. Errors are therefore compared with those of FlashAttention-2's arithmetic.
 
 use crate::common::*;
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, Precision};
 use flash_attention_reference as reference;
 
-/// What FlashAttention-2 computes with PyTorch's build of it (`UNFUSE_FMA`), for one head: `o, dq, dk, dv`. Arithmetic is f32, each
-/// sum taken in the order of its terms; probabilities, `dS` and results are rounded to the element type. With [`Precision::Tf32`] all that is
-/// multiplied is rounded to tf32.
+/// `o, dq, dk, dv` of one head in the arithmetic of FlashAttention-2 as PyTorch builds it (`UNFUSE_FMA`). Sums are f32, in the order of
+/// their terms. Probabilities, `dS` and results are rounded to the element type. With [`Precision::Tf32`] the factors of products are
+/// rounded to tf32.
 struct FlashAttention2 {
     o: Vec<f64>,
     dq: Vec<f64>,
@@ -24,7 +24,7 @@ impl FlashAttention2 {
             reference::round_to(&mut x, p.dtype);
             x[0] as f32
         };
-        // What a matrix product reads of a number.
+        // Rounding of a factor of a matrix product.
         let factor = |x: f32| if p.options.precision == Precision::Tf32 { tf32(x) } else { rounded(x) };
         let factors = |values: &[f64]| values.iter().map(|x| f64::from(factor(*x as f32))).collect::<Vec<_>>();
         let [q, k, v, of_dout] = [factors(q), factors(k), factors(v), factors(dout)];
@@ -64,12 +64,12 @@ impl FlashAttention2 {
     }
 }
 
-/// The nearest number with ten bits behind the point, ties away from zero, as `cvt.rna.tf32.f32`.
+/// Rounds to ten fraction bits, ties away from zero, like `cvt.rna.tf32.f32`.
 fn tf32(x: f32) -> f32 {
     f32::from_bits((x.to_bits() + 0x1000) & !0x1FFF)
 }
 
-/// Root mean square of the differences, and the largest one.
+/// Root mean square of the differences, and the largest difference.
 fn errors(got: &[f64], want: &[f64]) -> [f64; 2] {
     let differences = got.iter().zip(want).map(|(got, want)| (got - want).abs());
     let squares: f64 = differences.clone().map(|x| x * x).sum();
@@ -102,7 +102,7 @@ fn errors_are_those_of_flash_attention_2() {
         let inputs = case.reference_inputs();
         let want = reference::forward(&p, &inputs);
         let grads = reference::backward(&p, &inputs, &case.dout, None);
-        // Head after head, as they lie.
+        // Heads are contiguous in memory.
         let [_, _, _, sq, sk, d, d_v] = sizes;
         let heads = (0..p.batch * p.num_heads_q).map(|head| {
             let of = |values: &'_ [f64], len: usize| values[head * len..][..len].to_vec();
@@ -115,21 +115,21 @@ fn errors_are_those_of_flash_attention_2() {
             [all(|head| &head.o), all(|head| &head.dq), all(|head| &head.dk), all(|head| &head.dv)];
         let ours = [&got.o, got.dq.as_ref().unwrap(), got.dk.as_ref().unwrap(), got.dv.as_ref().unwrap()];
         let wanted = [&want.o, &grads.dq, &grads.dk, &grads.dv];
-        // Whoever has f32 multiplied as tf32, split or not, has other products in the backward than in the forward.
+        // Products of f32 as (split) tf32 differ between forward and backward.
         let products = if p.dtype == Dtype::F32 { 3.0 } else { 1.5 };
         for (n, name) in ["o", "dq", "dk", "dv"].into_iter().enumerate() {
             let (ours, theirs) = (errors(ours[n], wanted[n]), errors(&theirs[n], wanted[n]));
-            println!("{name} of {p:?}: {ours:?}; FlashAttention-2 {theirs:?}");
-            // What is left where all but one key have no probability at all.
+            println!("{name} of {p:?}: errors (rms, largest) {ours:?}, FlashAttention-2's {theirs:?}");
+            // Error that remains if one key has all of the probability.
             let floor = 5e-5 * factor / 60.0;
             assert!(
                 ours[0] <= products * theirs[0] + floor,
-                "{name} of {p:?}: {ours:?}, FlashAttention-2 has {theirs:?}"
+                "{name} of {p:?}: errors (rms, largest) are {ours:?}, FlashAttention-2's {theirs:?}"
             );
-            // A row with two keys of like probability may be unlucky in one of them.
+            // The largest error depends on single rows, so its bound is wider.
             assert!(
                 ours[1] <= 4.0 * theirs[1] + 20.0 * floor,
-                "{name} of {p:?}: {ours:?}, FlashAttention-2 has {theirs:?}"
+                "{name} of {p:?}: errors (rms, largest) are {ours:?}, FlashAttention-2's {theirs:?}"
             );
         }
     }

@@ -1,4 +1,4 @@
-//! Threads and streams: neither changes a bit of a result, and neither leaves anything behind that grows.
+//! Threads and streams do not change any bit of a result, and the state that they leave behind is bounded.
 
 use crate::alone::alone;
 use crate::common::*;
@@ -17,12 +17,12 @@ use std::thread;
 const THREADS: usize = 8;
 const STREAMS: usize = 4;
 
-/// The same device, on the stream of that number. Numbers that threads get by themselves count from 0.
+/// A client of the same device on stream `number`. The offset keeps it apart from the streams that CubeCL numbers from 0.
 fn on_stream(client: &Client, number: usize) -> Client {
     let mut id = client.empty(4).stream;
     id.value = (1 << 40) + number as u64;
     let mut client = client.clone();
-    // SAFETY: buffers carry the stream that made them, by which CubeCL orders the work of different streams on them.
+    // SAFETY: buffers record the stream that made them, and CubeCL orders work of different streams on the same buffer.
     unsafe { client.set_stream(id) };
     client
 }
@@ -31,14 +31,14 @@ fn causal() -> AttentionOptions {
     AttentionOptions { causal: true, ..Default::default() }
 }
 
-/// Cases that keep state between calls (work tiles' counters, lists of a block mask) or allocate scratch of several kinds. The lists of
-/// the block mask are one set for all runs.
+/// Cases that keep state between calls (work tile counters, tile lists of a block mask) or allocate several kinds of scratch. All runs
+/// share one set of tile lists.
 fn cases(client: &Client) -> [Case; STREAMS] {
     let window = AttentionOptions { window_left: Some(40), ..causal() };
     let plain = Case::new([1, 4, 2, 200, 300, 16, 16], Dtype::F32, AttentionOptions::default());
     let last = if lanes::takes_block_masks() {
         let blocks = plain.with_block_mask([1, 1, 2, 3], [128, 128], vec![2, 0, 1, 1, 2, 0]);
-        let states = blocks.blocks_on(client).expect("it has a block mask");
+        let states = blocks.blocks_on(client).expect("the case has a block mask");
         Case { shared_blocks: Some((states, BlockLists::default())), ..blocks }
     } else {
         plain
@@ -55,14 +55,14 @@ fn cases(client: &Client) -> [Case; STREAMS] {
     ]
 }
 
-/// Every number of a result, as it is stored.
+/// The bits of every number of a result.
 fn bits(results: &Results) -> Vec<Vec<u64>> {
     let Results { o, lse, dq, dk, dv, dbias, dalibi_slopes, dsinks, dscore_tensors: [da, db], .. } = results;
     let optional = [dq, dk, dv, dbias, dalibi_slopes, dsinks, da, db].map(|of| of.as_deref().unwrap_or_default());
     [&o[..], &lse[..]].into_iter().chain(optional).map(|of| of.iter().map(|x| x.to_bits()).collect()).collect()
 }
 
-/// Runs a case on each of these clients' streams from this thread: everything is launched before anything is waited for.
+/// Runs cases on their clients' streams from this thread. All are launched before the first is waited for.
 fn run_together(cases: &[(&Case, Client)]) -> Vec<Vec<Vec<u64>>> {
     type Run<'a> = Pin<Box<dyn Future<Output = Result<Results, AttentionError>> + 'a>>;
     let mut runs: Vec<Run> = cases.iter().map(|(case, client)| Box::pin(case.run_async(client)) as Run).collect();
@@ -83,7 +83,7 @@ fn eight_threads_with_four_streams_each_give_the_same_bits() {
     let Some(client) = client() else { return };
     let cases = cases(&client);
     let alone = cases.each_ref().map(|case| bits(&case.run(&client).unwrap()));
-    // What is compared tells cases apart, and inputs that differ in one number.
+    // The comparison must notice inputs that differ in one number.
     let mut other = cases[0].clone();
     other.q[5] = -other.q[5];
     assert_ne!(bits(&other.run(&client).unwrap()), alone[0]);
@@ -95,7 +95,7 @@ fn eight_threads_with_four_streams_each_give_the_same_bits() {
                 scope.spawn(move || {
                     let clients: Vec<_> = (0..STREAMS).map(|n| on_stream(client, STREAMS * thread + n)).collect();
                     for round in 0..rounds {
-                        // Each stream gets another case, in each thread and round in another order.
+                        // The streams of a thread run different cases, in another order in each thread and round.
                         let nth = |n: usize| (n + thread + round) % STREAMS;
                         let runs: Vec<_> = (0..STREAMS).map(|n| (&cases[nth(n)], clients[n].clone())).collect();
                         for (n, found) in run_together(&runs).into_iter().enumerate() {
@@ -107,15 +107,15 @@ fn eight_threads_with_four_streams_each_give_the_same_bits() {
                 })
             })
             .collect();
-        threads.into_iter().map(|thread| thread.join().expect("a thread saw other bits")).collect()
+        threads.into_iter().map(|thread| thread.join().expect("every thread must get the same bits")).collect()
     });
     let distinct: HashSet<_> = streams.iter().flatten().collect();
-    assert_eq!(distinct.len(), THREADS * STREAMS, "streams are each thread's own");
+    assert_eq!(distinct.len(), THREADS * STREAMS, "each thread must have streams of its own");
 }
 
-/// Attention of attention of …, each on another stream and thread than the one before, as on one.
+/// A chain of calls, each on another stream and thread than the one before, gives the same bits as on one stream.
 #[test]
-fn what_one_stream_has_computed_another_reads() {
+fn a_stream_reads_results_of_another_stream() {
     let Some(client) = client() else { return };
     let case = Case::new([1, 4, 4, 64, 64, 16, 16], Dtype::F32, causal());
     let p = &case.problem;
@@ -136,15 +136,15 @@ fn what_one_stream_has_computed_another_reads() {
         thread::scope(|scope| scope.spawn(|| next(&client, q)).join().unwrap())
     });
     let [one, many] = [on_one, on_many].map(|o| client.read_one_unchecked(o.handle).to_vec());
-    assert!(one == many, "a stream read before another one had written");
+    assert!(one == many, "a stream read a buffer before another stream had written it");
 }
 
-/// A stream may leave the counters of its work tiles behind, and 32 streams at most do.
+/// Each stream may keep its work tile counters, but at most 32 streams do.
 #[test]
-fn streams_that_come_and_go_leave_a_bounded_state() {
+fn short_lived_streams_leave_bounded_state() {
     let Some(client) = client() else { return };
-    // Elsewhere other tests allocate.
-    if !alone("streams::streams_that_come_and_go_leave_a_bounded_state", &[]) {
+    // Other tests of the process would allocate memory, too.
+    if !alone("streams::short_lived_streams_leave_bounded_state", &[]) {
         return;
     }
     let case = Case::new([1, 4, 4, 64, 64, 16, 16], Dtype::F32, causal());
@@ -162,7 +162,7 @@ fn streams_that_come_and_go_leave_a_bounded_state() {
             forward(&client, p, &Inputs::new(q, k, v), &o, &lse).unwrap();
             client.read_one_unchecked(o.handle);
         }
-        // A cleanup lets go of what was dropped.
+        // The cleanup frees buffers that were dropped.
         client.memory_cleanup().unwrap();
         client.memory_report(MemoryScope::Device).usage().bytes_in_use
     };
@@ -170,6 +170,6 @@ fn streams_that_come_and_go_leave_a_bounded_state() {
     let after_many = in_use_after(48..144);
     println!("{after_few} bytes in use after 48 streams, {after_many} after 144");
     assert!(after_many <= after_few, "{after_few} bytes in use after 48 streams, {after_many} after 144");
-    // Each of 32 has 256 counters of four bytes.
-    assert!(after_few <= 32 * 256 * 4, "{after_few} bytes are kept");
+    // Counters of 32 streams, 256 of four bytes each.
+    assert!(after_few <= 32 * 256 * 4, "{after_few} bytes are kept, more than the counters of 32 streams");
 }

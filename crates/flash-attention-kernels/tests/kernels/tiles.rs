@@ -1,5 +1,5 @@
-//! Tiles of the caller's choice that no kernel can run with: each is a typed error that names the field and its value, and nothing
-//! is launched.
+//! Tiles chosen by the caller that no kernel can run with. Each is a typed error that names the field and its value, and nothing is
+//! launched.
 
 use crate::common::*;
 use flash_attention_kernels::tiling::Device;
@@ -12,7 +12,7 @@ use flash_attention_kernels::{
 const TILE: HopperTile =
     HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 128, stages: 2, ping_pong: false, producer_warp: false };
 
-/// Tensors of a problem, and a call of the forward or of the backward with them.
+/// Tensors of a problem, to call the forward or the backward with.
 struct Call {
     client: cubecl::client::Client,
     problem: AttentionProblem,
@@ -58,7 +58,7 @@ impl Call {
         backward_with(&self.client, &self.problem, &self.inputs, &saved, &gradients, &scratch, Some(tiles))
     }
 
-    /// The tiles that are planned, with these for all gradients.
+    /// The planned tiles, with this tile for dq, dk and dv.
     fn with_gradients(&self, tile: HopperTile, head_group: usize) -> BackwardTiles {
         let mut tiles = flash_attention_kernels::plan(&self.client, &self.problem).unwrap().backward;
         let of = Gradient::Hopper(HopperGradient { tile, head_group });
@@ -97,7 +97,7 @@ fn hoppers_forward() {
     }
     refused(call.forward(HopperForward { head_group: 0, ..of(TILE) }), "head_group is 0");
     refused(call.forward(HopperForward { num_splits: 0, ..of(TILE) }), "num_splits is 0");
-    // What is next to each limit runs.
+    // Values at each limit run.
     for tile in [
         HopperTile { stages: 6, tile_k: 16, ..TILE },
         HopperTile { tile_k: 256, ..TILE },

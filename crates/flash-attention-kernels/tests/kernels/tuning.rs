@@ -1,4 +1,4 @@
-//! The tuner: what it runs is right, and what it chose is remembered and told.
+//! The tuner: its candidates are correct, and its choice is persisted and reported.
 
 use crate::common::*;
 use crate::plans::{problem, smallest};
@@ -15,16 +15,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Where the process of a test keeps what it remembers.
+/// Environment variable of a child process: the directory in which CubeCL persists the tuner's choices.
 const ROOT: &str = "FLASH_TEST_TUNING_ROOT";
 
-/// What a line starts with that a test tells the process that started it.
+/// Prefix of lines that a child process prints for its parent.
 const TOLD: &str = "told: ";
 
-/// Processes come one by one, as what takes too long beside others is not timed.
+/// Child processes run one at a time, because on a busy machine calls may be too slow to be timed.
 static ONE: Mutex<()> = Mutex::new(());
 
-/// Runs a test in a process of its own, which remembers in `root`; returns what it tells.
+/// Runs a test in a child process that persists choices in `root`. Returns the lines that it reports.
 fn process(test: &str, root: &Path) -> Vec<String> {
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -35,7 +35,7 @@ fn process(test: &str, root: &Path) -> Vec<String> {
     out.lines().filter_map(|line| Some(line.split_once(TOLD)?.1.to_string())).collect()
 }
 
-/// The client, in a process that nothing has been tuned or remembered in. `None` where such a process has done the test.
+/// In a child process without any persisted choice, returns the client. In the parent, runs the test in such a child and returns `None`.
 fn alone(test: &str) -> Option<Client> {
     let Ok(root) = std::env::var(ROOT) else {
         process(test, tempfile::tempdir().unwrap().path());
@@ -44,12 +44,12 @@ fn alone(test: &str) -> Option<Client> {
     log::set_logger(&COUNTER).unwrap();
     log::set_max_level(log::LevelFilter::Info);
     let client = client();
-    // The first to use CubeCL has read its configuration, which says otherwise.
+    // The first use of CubeCL has already read its configuration, which has another directory.
     cubecl::environment::set_root(root);
     client
 }
 
-/// Counts what is tuned.
+/// Counts how often the tuner runs, by its log messages.
 struct Counter(AtomicUsize);
 
 static COUNTER: Counter = Counter(AtomicUsize::new(0));
@@ -85,8 +85,8 @@ fn candidates(client: &Client, problem: &AttentionProblem) -> (usize, usize) {
 }
 
 #[test]
-fn what_was_chosen_is_right_told_and_kept() {
-    let Some(client) = alone("tuning::what_was_chosen_is_right_told_and_kept") else { return };
+fn the_choice_is_correct_reported_and_reused() {
+    let Some(client) = alone("tuning::the_choice_is_correct_reported_and_reused") else { return };
     let problem = case().problem;
     assert_eq!(tuned(&client, &problem).unwrap(), Tuned::default());
     let several = candidates(&client, &problem);
@@ -96,7 +96,7 @@ fn what_was_chosen_is_right_told_and_kept() {
     let took = start.elapsed();
     eprintln!("{several:?} candidates, forward and backward tuned and checked in {took:?}");
     assert!(took < Duration::from_secs(5), "{took:?}");
-    // On a machine busy with other things nothing may have been timed.
+    // On a busy machine the tuner may have timed nothing.
     let told = tuned(&client, &problem).unwrap();
     let times = usize::from(told.forward.is_some()) + usize::from(told.backward.is_some());
     assert_eq!(times_tuned(), times);
@@ -109,7 +109,7 @@ fn what_was_chosen_is_right_told_and_kept() {
     assert!(forward_candidates(&device, &problem, CANDIDATES).unwrap().contains(&first.forward));
     assert!(backward_candidates(&device, &problem, CANDIDATES).unwrap().contains(&first.backward));
 
-    // The same choice, and so the same bits; for problems of like sizes, too.
+    // The same choice gives the same bits. Problems of similar sizes reuse the choice.
     let again = case().run(&client).unwrap();
     assert_eq!((again.forward, again.backward), (first.forward, first.backward));
     assert_eq!([&again.o, &again.lse], [&first.o, &first.lse]);
@@ -119,9 +119,10 @@ fn what_was_chosen_is_right_told_and_kept() {
     assert_eq!(times_tuned(), times);
 }
 
-/// Tells what is known before a call, what after it, and how often was tuned. With a directory `forget` at the root it forgets first.
+/// The child process of [`known`]: reports the choice before a call and after it, and how often the tuner ran. If the root has a directory
+/// `forget`, the choice is forgotten first.
 #[test]
-fn in_a_process_of_its_own() {
+fn report_the_choice() {
     let Ok(root) = std::env::var(ROOT) else { return };
     let Some(client) = alone("") else { return };
     if Path::new(&root).join("forget").exists() {
@@ -135,16 +136,16 @@ fn in_a_process_of_its_own() {
     println!("{TOLD}{}", times_tuned());
 }
 
-/// Forward and backward as they were known before and after, and how often was tuned.
+/// Reported choices of forward and backward, each before and after a call, and how often the tuner ran.
 fn known(root: &Path) -> Option<([[serde_json::Value; 2]; 2], usize)> {
-    let told = process("tuning::in_a_process_of_its_own", root);
+    let told = process("tuning::report_the_choice", root);
     let [forward, backward, times] = &told[..] else { return None };
     let pair = |told: &str| serde_json::from_str(told).unwrap();
     Some(([pair(forward), pair(backward)], times.parse().unwrap()))
 }
 
 #[test]
-fn what_was_chosen_is_remembered_until_forgotten() {
+fn the_choice_persists_until_it_is_forgotten() {
     let root = tempfile::tempdir().unwrap();
     let Some((first, times)) = known(root.path()) else { return };
     assert!(first.iter().all(|[before, _]| before.is_null()));
@@ -164,9 +165,9 @@ fn what_was_chosen_is_remembered_until_forgotten() {
 }
 
 #[test]
-fn what_takes_too_long_is_not_timed() {
-    let Some(client) = alone("tuning::what_takes_too_long_is_not_timed") else { return };
-    // No deadline is known to a device this fast.
+fn slow_problems_are_not_timed() {
+    let Some(client) = alone("tuning::slow_problems_are_not_timed") else { return };
+    // A fast device times this problem.
     if thorough() {
         return;
     }
@@ -204,7 +205,7 @@ fn a_bad_call_is_a_typed_error_and_tunes_nothing() {
     assert_eq!(times_tuned(), usize::from(told.forward.is_some()));
 }
 
-/// Devices that are not here.
+/// Made-up devices.
 fn devices() -> Vec<Device> {
     let sizes = [16, 32, 48, 99, 163, 227].map(|kib| Device { shared_memory: kib << 10, units: 1024, ..smallest() });
     let half = |device: &Device| Device { dtypes: vec![Dtype::F32, Dtype::F16], ..device.clone() };
@@ -265,12 +266,12 @@ fn candidates_fit_the_device_and_start_with_the_planned_one() {
             }
         }
     }
-    assert!(several.iter().all(|several| *several > 0), "there is nothing to choose from");
+    assert!(several.iter().all(|several| *several > 0), "some problem must have several candidates");
 }
 
-/// No candidate adds up in any order unless that is asked for.
+/// No candidate sums in any order unless `BackwardOrder::Fast` is set.
 #[test]
-fn no_order_but_a_fixed_one_unasked() {
+fn candidates_have_a_fixed_order_by_default() {
     let fused = |order| {
         let pairs =
             devices().into_iter().flat_map(|device| problems(order).into_iter().map(move |p| (device.clone(), p)));
@@ -279,6 +280,6 @@ fn no_order_but_a_fixed_one_unasked() {
         all.filter(|candidate| candidate.fused.is_some()).count()
     };
     assert_eq!(fused(BackwardOrder::Deterministic), 0);
-    // Hopper alone has such a kernel.
+    // Only Hopper has such a kernel.
     assert_eq!(fused(BackwardOrder::Fast) > 0, cfg!(feature = "cuda"));
 }

@@ -1,9 +1,9 @@
-//! Functions of scores that no kernel can be made of.
+//! Score functions that cannot be compiled.
 
 use cubecl::prelude::*;
 use flash_attention_kernels::mods::{Pair, Partials, ScoreMod, Values};
 
-/// The compiler refuses the launch, forward or backward.
+/// Score function that the compiler refuses, in the forward or, if `BACKWARD`, only in the backward.
 pub struct Refused<const BACKWARD: bool>;
 
 #[cube]
@@ -25,7 +25,7 @@ impl<const BACKWARD: bool> ScoreMod for Refused<BACKWARD> {
     }
 }
 
-/// Panics: on a device when its kernel is made, on the CPU when it is called.
+/// Score function that panics: on a device when its kernel is expanded, on the CPU when it is called.
 pub struct Panics;
 
 fn unfinished() {

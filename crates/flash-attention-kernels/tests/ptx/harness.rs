@@ -1,6 +1,6 @@
-//! Kernels compiled to PTX on a machine with no GPU, as CubeCL compiles them on one, and assembled where `ptxas` is at hand (or
-//! named by `PTXAS`), as CubeCL's driver calls do: as relocatable code. With `nvdisasm` (or `NVDISASM`), too, the machine code is
-//! searched for guarded shuffles. `PTX_DIR` keeps the PTX there.
+//! Compiles kernels to PTX without a GPU, as CubeCL compiles them for a GPU. If `ptxas` is installed (or named by `PTXAS`), assembles them
+//! as relocatable code, as CubeCL's driver calls do. With `nvdisasm` (or `NVDISASM`), searches the machine code for guarded shuffles.
+//! `PTX_DIR` is a directory for the PTX.
 
 use cubecl::ir::features::{Features, MmaConfig};
 use cubecl::ir::{AddressType, DeviceIdentity, DeviceProperties, ElemType, FloatKind, HardwareProperties, UIntKind};
@@ -28,10 +28,10 @@ use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, HopperT
 use std::process::Command;
 use std::sync::Arc;
 
-/// Bytes of shared memory that a thread block has on Hopper.
+/// Bytes of shared memory of a thread block on Hopper.
 pub const HOPPER: usize = 227 << 10;
 
-/// An H200, as far as plans and compilation ask.
+/// A device like an H200, for plans and compilation.
 pub fn device() -> Device {
     Device {
         name: "offline".into(),
@@ -120,7 +120,7 @@ pub fn gradient_outputs() -> GradientOutputsCompilationArg {
     GradientOutputsCompilationArg { dqk: rows_out(), dv: rows_out() }
 }
 
-/// What comes by TMA, in the backward with rows of dO or V and with statistics.
+/// Operands loaded by TMA. The backward also loads rows of dO or V and the statistics.
 pub fn streams<E: Float>(blueprint: Blueprint, backward: bool) -> StreamsCompilationArg<E> {
     let map = |is: bool| if is { ComptimeOptionCompilationArg::Some(()) } else { ComptimeOptionCompilationArg::None };
     let stats =
@@ -242,25 +242,25 @@ pub fn compile(kernel: impl CubeKernel, arch: SmArch) -> String {
     let mut compiler = PlironCompiler { target: LlvmTarget::Nvptx };
     match compiler.compile(kernel.define(), &options).unwrap() {
         PlironArtifact::NvptxCode(module) => {
-            // SAFETY: the compiler ends it with a zero.
+            // SAFETY: the compiler terminates the PTX with a zero byte.
             unsafe { std::ffi::CStr::from_ptr(module.ptx.as_ptr()) }.to_string_lossy().into_owned()
         }
-        _ => unreachable!("PTX was asked for"),
+        _ => unreachable!("the compiler was asked for PTX"),
     }
 }
 
-/// What the assembler makes of a kernel.
+/// The assembler's report on a kernel.
 pub struct Assembled {
     pub registers: usize,
-    /// Bytes.
+    /// Bytes of spill stores and loads.
     pub spills: usize,
-    /// What it says.
+    /// The assembler's messages.
     pub said: String,
-    /// Guards of shuffles in a warp that may have come apart; `None` without a disassembler.
+    /// Number of guards around shuffles, for warps that may have diverged; `None` without a disassembler.
     pub guards: Option<usize>,
 }
 
-/// Assembles for this architecture, if there is an assembler.
+/// Assembles the PTX for this architecture, if there is an assembler.
 pub fn assemble(ptx: &str, arch: &str) -> Option<Assembled> {
     let ptxas = std::env::var("PTXAS").unwrap_or_else(|_| "ptxas".into());
     let directory = tempfile::tempdir().unwrap();
@@ -286,7 +286,7 @@ pub fn assemble(ptx: &str, arch: &str) -> Option<Assembled> {
     })
 }
 
-/// How the scores of a problem are computed, with a mask or bias read as it lies.
+/// The blueprint of a problem's scores, with mask and bias read as they are in memory.
 pub fn scores(problem: &AttentionProblem, role: Role, tile: HopperTile) -> Blueprint {
     let rows = |shape: Option<[usize; 4]>| shape.map(|shape| if shape[2] == 1 { Rows::Same } else { Rows::Each });
     Blueprint {
@@ -310,7 +310,7 @@ pub fn scores(problem: &AttentionProblem, role: Role, tile: HopperTile) -> Bluep
     }
 }
 
-/// Keeps the PTX, if `PTX_DIR` says where.
+/// Writes the PTX to `PTX_DIR`, if it is set.
 pub fn keep(name: &str, ptx: &str) {
     if let Ok(directory) = std::env::var("PTX_DIR") {
         std::fs::write(format!("{directory}/{name}.ptx"), ptx).unwrap();

@@ -1,5 +1,4 @@
-//! Every kernel for Hopper is what it is meant to be: warpgroup products and tensor-map loads, nothing in local memory, no guarded
-//! shuffles.
+//! The PTX of every kernel for Hopper has warpgroup products and TMA loads, no local memory and no guarded shuffles.
 
 use crate::harness::*;
 use cubecl_core::CubeKernel;
@@ -120,15 +119,15 @@ fn dbias_ptx(blueprint: BiasBlueprint, problem: &AttentionProblem) -> String {
     ))
 }
 
-/// The kernel that is planned for a problem, compiled and looked at.
+/// Compiles and checks the kernels that are planned for a problem.
 fn check(name: &str, problem: AttentionProblem) {
     let plan = plan_on(&device(), &problem).unwrap();
     let Forward::Hopper(mut tiles) = plan.forward else { panic!("{plan}") };
-    // Other tiles can be looked at, too: TEAMS/WARPGROUPS/KEYS/STAGES/TURNS/LOADER.
+    // HOPPER_TILE checks another tile: CONSUMER_GROUPS/WARPGROUPS/TILE_K/STAGES/PING_PONG/PRODUCER_WARP.
     if let Ok(tile) = std::env::var("HOPPER_TILE") {
         let n: Vec<usize> = tile.split('/').map(|n| n.parse().unwrap()).collect();
         let [consumer_groups, warpgroups, tile_k, stages, ping_pong, producer_warp] = n[..] else {
-            panic!("HOPPER_TILE={tile}")
+            panic!("HOPPER_TILE is {tile}; it must be CONSUMER_GROUPS/WARPGROUPS/TILE_K/STAGES/PING_PONG/PRODUCER_WARP")
         };
         tiles.tile = HopperTile {
             consumer_groups,
@@ -160,7 +159,7 @@ fn check(name: &str, problem: AttentionProblem) {
     gradients.extend(any_order.backward.fused.map(|fused| ("all", Role::All, fused.tile)));
     blueprint.split_keys = false;
     for (what, role, tile) in gradients {
-        // Other tiles can be looked at, too: DQ_KEYS/DQ_STAGES/DKDV_QUERIES/DKDV_STAGES.
+        // HOPPER_GRADIENT_TILE checks other tiles: DQ_TILE_K/DQ_STAGES/DKDV_TILE_K/DKDV_STAGES.
         let mut tile = tile;
         if let Ok(asked) = std::env::var("HOPPER_GRADIENT_TILE") {
             let n: Vec<usize> = asked.split('/').map(|n| n.parse().unwrap()).collect();
@@ -179,10 +178,10 @@ fn check(name: &str, problem: AttentionProblem) {
     }
 }
 
-/// The gradient of a bias that repeats no query and no key: read and written as TMA and vectors allow, and not.
+/// Checks the dbias kernel of a bias with an element for each pair: with TMA loads and vector stores, and without.
 fn check_dbias(name: &str, scores: Blueprint, planned: BiasGradient, problem: &AttentionProblem) {
     let BiasGradient::Hopper(mut tile) = planned else { panic!("{planned:?}") };
-    // Other tiles can be looked at, too: KEYS/TILES/STAGES/ROW_STAGES.
+    // HOPPER_DBIAS_TILE checks another tile: TILE_K/TILES/STAGES/ROW_STAGES.
     if let Ok(asked) = std::env::var("HOPPER_DBIAS_TILE") {
         let n: Vec<usize> = asked.split('/').map(|n| n.parse().unwrap()).collect();
         tile = BiasTile { tile_k: n[0], tiles: n[1], stages: n[2], row_stages: n[3] };
@@ -193,18 +192,25 @@ fn check_dbias(name: &str, scores: Blueprint, planned: BiasGradient, problem: &A
         let blueprint = BiasBlueprint { tile, scores, vectors };
         let bytes = blueprint.shared_memory();
         println!("{name}_{what}: {bytes} bytes of shared memory");
-        assert!(bytes <= device().shared_memory, "{name}_{what}: {bytes} bytes");
+        assert!(
+            bytes <= device().shared_memory,
+            "{name}_{what} takes {bytes} bytes of shared memory, more than a thread block has"
+        );
         look_at_ptx(&format!("{name}_{what}"), &scores, &[tile.tile_k], || dbias_ptx(blueprint, problem));
     }
 }
 
 fn look_at(name: &str, blueprint: Blueprint, problem: &AttentionProblem) {
-    assert!(blueprint.shared_memory() <= device().shared_memory, "{name}: {} bytes", blueprint.shared_memory());
+    assert!(
+        blueprint.shared_memory() <= device().shared_memory,
+        "{name} takes {} bytes of shared memory, more than a thread block has",
+        blueprint.shared_memory()
+    );
     let sums = if blueprint.differentiates() { blueprint.columns_dk() } else { blueprint.columns() };
     look_at_ptx(name, &blueprint, &[blueprint.tile.tile_k, sums], || ptx(blueprint, problem));
 }
 
-/// Compiles a kernel whose products have so many columns.
+/// Compiles a kernel, and checks that it has products with these numbers of columns.
 fn look_at_ptx(name: &str, blueprint: &Blueprint, columns: &[usize], ptx: impl FnOnce() -> String) {
     let start = Instant::now();
     let ptx = ptx();
@@ -213,16 +219,19 @@ fn look_at_ptx(name: &str, blueprint: &Blueprint, columns: &[usize], ptx: impl F
     let ty = if blueprint.dtype == Dtype::BF16 { "bf16" } else { "f16" };
     for n in columns {
         let product = format!("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ty}.{ty}");
-        assert!(ptx.contains(&product), "{name}: no {product}");
+        assert!(ptx.contains(&product), "{name}: its PTX lacks {product}");
     }
-    assert!(ptx.contains("cp.async.bulk.tensor.4d"), "{name}: no load through a tensor map");
-    assert!(!ptx.contains(".local"), "{name}: local memory");
-    assert!(!ptx.contains("call.uni"), "{name}: a call, which serialises products");
+    assert!(ptx.contains("cp.async.bulk.tensor.4d"), "{name}: its PTX lacks TMA loads");
+    assert!(!ptx.contains(".local"), "{name}: its PTX uses local memory");
+    assert!(!ptx.contains("call.uni"), "{name}: its PTX has a call, which serialises products");
     match assemble(&ptx) {
         Some(Assembled { registers, spills, said, guards }) => {
             println!("{name}: {registers} registers, {spills} bytes of spills, PTX in {compiled} ms");
             assert!(!said.contains("serialized"), "{name}: {said}");
-            assert!(guards.is_none_or(|guards| guards == 0), "{name}: {guards:?} guarded shuffles");
+            assert!(
+                guards.is_none_or(|guards| guards == 0),
+                "{name}: its machine code has {guards:?} guarded shuffles"
+            );
         }
         None => println!("{name}: compiled; no ptxas to assemble it"),
     }
@@ -240,7 +249,7 @@ fn every_head_dimension_is_warpgroup_products() {
     let long = [1, 32, 16384, 64];
     let causal = AttentionOptions { causal: true, ..Default::default() };
     check("d64_long", AttentionProblem::new(&long, &long, &long, Dtype::BF16, causal).unwrap());
-    // In splits of the keys.
+    // With splits of the keys.
     let few = [1, 1, 4096, 128];
     check("d128_few", AttentionProblem::new(&few, &few, &few, Dtype::BF16, causal).unwrap());
 }
@@ -280,7 +289,7 @@ fn slopes_sinks_and_dropout_are_warpgroup_products() {
     check("d128_biased", biased.with_alibi_slopes(&[1, 16]).unwrap());
 }
 
-/// Functions of scores and masks, alone and with what else there may be.
+/// Score and mask functions, alone and with other options.
 #[test]
 fn functions_are_warpgroup_products() {
     let causal = AttentionOptions { causal: true, ..Default::default() };
@@ -300,7 +309,7 @@ fn functions_are_warpgroup_products() {
     }
 }
 
-/// Block masks, alone, with what they make sparse, and with what else there may be.
+/// Block masks, alone and with other options.
 #[test]
 fn block_masks_are_warpgroup_products() {
     let causal = AttentionOptions { causal: true, ..Default::default() };
@@ -318,7 +327,7 @@ fn block_masks_are_warpgroup_products() {
     }
 }
 
-/// The gradient of a bias that has an element for each pair, with what else there may be.
+/// The gradient of a bias with an element for each pair, alone and with other options.
 #[test]
 fn gradients_of_biases_are_warpgroup_products() {
     let causal = AttentionOptions { causal: true, ..Default::default() };
@@ -348,9 +357,9 @@ fn gradients_of_biases_are_warpgroup_products() {
     }
 }
 
-/// The kernels around them: plain ones, with nothing in local memory.
+/// The kernels around them (copies, combine, delta, conversion of `dq_accum`) use no local memory.
 #[test]
-fn what_comes_before_and_after_compiles() {
+fn helper_kernels_compile() {
     for dtype in [Dtype::BF16, Dtype::F16] {
         let (properties, defaults) = (|| properties(), || Default::default());
         let ty = element_type(dtype);
@@ -438,16 +447,16 @@ fn odd_head_dimensions_are_warpgroup_products() {
 }
 
 #[test]
-fn what_hopper_cannot_do_is_planned_visibly() {
+fn plans_say_why_hopper_is_not_used() {
     let causal = AttentionOptions { causal: true, ..Default::default() };
     let half = plan_on(&device(), &problem(128, Dtype::F16, causal)).unwrap();
     assert!(half.passed_over.is_empty() && half.to_string().starts_with("forward hopper 128×128"), "{half}");
-    // 16 heads of 4,096 keys and values take 32 MiB; heads of full attention come one by one.
+    // Causal: keys and values of a head group of 16 heads take 32 MiB. Full attention takes one head at a time.
     assert!(matches!(half.forward, Forward::Hopper(HopperForward { head_group: 16, .. })), "{half:?}");
     let full = plan_on(&device(), &problem(128, Dtype::F16, AttentionOptions::default())).unwrap();
     assert!(matches!(full.forward, Forward::Hopper(HopperForward { head_group: 1, .. })), "{full:?}");
 
-    // Few heads, or a single query: every multiprocessor has something to do, and none much more than others.
+    // With few heads or a single query, splits of the keys give all multiprocessors about the same amount of work.
     for (heads, seq_q, seq_k, causal, num_splits) in
         [(1, 128, 65536, true, 64), (1, 16384, 16384, true, 2), (2, 4096, 4096, false, 2), (32, 1, 16384, true, 4)]
     {
@@ -466,9 +475,9 @@ fn what_hopper_cannot_do_is_planned_visibly() {
     assert_eq!(plan.forward.kernel(), Kernel::Mma, "{plan}");
 }
 
-/// The gradient of a bias that repeats queries or keys is told to be the portable kernel's.
+/// The gradient of a bias that repeats queries or keys is computed by the portable kernel, and the plan says why.
 #[test]
-fn which_bias_has_a_gradient_of_its_own_kernel_is_planned_visibly() {
+fn plans_say_why_dbias_is_not_hoppers() {
     let plain = problem(128, Dtype::BF16, AttentionOptions::default());
     let plan = |problem: AttentionProblem| plan_on(&device(), &problem).unwrap();
     let biased = plan(plain.with_bias(&[1, 16, 4096, 4096]).unwrap());
@@ -482,16 +491,16 @@ fn which_bias_has_a_gradient_of_its_own_kernel_is_planned_visibly() {
     assert!(none.passed_over.is_empty() && !none.to_string().contains("dbias"), "{none}");
 }
 
-/// Adding dq up in any order is planned where it is asked for, faster and possible, and told why not elsewhere.
+/// `BackwardOrder::Fast` plans the fused kernel where it is possible and faster. Otherwise the plan says why not.
 #[test]
-fn the_order_of_the_backward_is_planned_visibly() {
+fn plans_say_why_the_backward_is_not_fused() {
     let options = AttentionOptions { backward_order: BackwardOrder::Fast, ..Default::default() };
     let plan = |problem: AttentionProblem| plan_on(&device(), &problem).unwrap();
     let fast = plan(problem(128, Dtype::BF16, options));
     assert!(fast.to_string().contains(", all three hopper 64×128 in any order"), "{fast}");
     let fixed = plan(problem(128, Dtype::BF16, AttentionOptions::default()));
     assert!(fixed.backward.fused.is_none() && fixed.passed_over.is_empty(), "{fixed}");
-    // One dq in f32.
+    // `dq_accum` in f32.
     assert_eq!(fast.scratch_bytes - fixed.scratch_bytes, 4 * 4 * 16 * 4096 * 128);
     let short = [1, 16, 1024, 128];
     let short = AttentionProblem::new(&short, &short, &short, Dtype::BF16, options).unwrap();
@@ -505,9 +514,9 @@ fn the_order_of_the_backward_is_planned_visibly() {
     }
 }
 
-/// Of a bias's gradient, each block of which the band shows something comes once, in order, whatever was taken before.
+/// The dbias scheduler visits every block that the band does not hide entirely once, in order, for any stride and first block.
 #[test]
-fn blocks_of_a_bias_are_every_block_once() {
+fn dbias_scheduler_visits_every_block_once() {
     let options = [
         AttentionOptions::default(),
         AttentionOptions { causal: true, ..Default::default() },
@@ -566,10 +575,10 @@ fn plain(role: Role, tile: HopperTile, split_keys: bool) -> Blueprint {
     }
 }
 
-/// Of gradients of keys, each block of keys of each head comes once with each query head of its group, over the tiles of
-/// queries that see it, and none before a longer one.
+/// Work tiles of dk and dv: each block of keys of each head comes once for each query head of its group, with the tiles of queries that see
+/// it. Longer work tiles come first.
 #[test]
-fn work_items_of_keys_are_every_block_with_every_query_head() {
+fn dkdv_work_tiles_cover_every_block_for_every_query_head() {
     let options = [
         AttentionOptions { causal: true, ..Default::default() },
         AttentionOptions { causal: true, window_left: Some(99), ..Default::default() },
@@ -605,7 +614,10 @@ fn work_items_of_keys_are_every_block_with_every_query_head() {
                     assert!(work.steps <= longest, "{work:?}");
                     longest = work.steps;
                 }
-                assert!(found.insert((work.batch, work.head_kv, work.q_start), tiles).is_none(), "{work:?} once more");
+                assert!(
+                    found.insert((work.batch, work.head_kv, work.q_start), tiles).is_none(),
+                    "{work:?} comes twice"
+                );
             }
         }
         assert_eq!(found.len() as u32, 2 * 2 * group * blocks);
@@ -620,9 +632,9 @@ fn work_items_of_keys_are_every_block_with_every_query_head() {
     }
 }
 
-/// Each block of queries of each head comes once, and within a head group none before a longer one.
+/// Work tiles of the forward: each block of queries of each head comes once. Within a head group, longer work tiles come first.
 #[test]
-fn work_items_are_every_block_once() {
+fn work_tiles_cover_every_block_once() {
     let cases =
         [(1, 1, 1, 1), (6, 4, 700, 700), (6, 6, 300, 300), (5, 1, 129, 129), (4, 2, 383, 384), (4, 2, 300, 420)];
     for ((heads, head_group, seq_q, seq_k), num_splits) in cases.into_iter().flat_map(|case| [(case, 1), (case, 3)]) {
@@ -653,7 +665,7 @@ fn work_items_are_every_block_once() {
                 "{scheduler:?}"
             );
         }
-        // Tiles of each block, by all of its parts: every one once.
+        // The splits of a block together visit each of its tiles once.
         let mut tiles = HashMap::<_, Vec<_>>::new();
         for work in &work {
             assert_eq!(work.batch_out % batches, work.batch, "{work:?}");

@@ -1,5 +1,5 @@
-//! Every kernel made of `mma.sync`, for Ampere and for Hopper, is what it is meant to be: products of warps, `ldmatrix`, `cp.async`,
-//! nothing in local memory. `MMA_TILE` looks at other tiles: WARPGROUPS/GROUPS/KEYS; `MMA_ONLY` at one kernel.
+//! The PTX of every `mma.sync` kernel, for Ampere and for Hopper, has `mma.sync` products, `ldmatrix` and `cp.async`, and no local memory.
+//! `MMA_TILE` checks another tile, WARPGROUPS/GROUPS/TILE_K. `MMA_ONLY` checks one kernel.
 
 use crate::harness::*;
 use cubecl_core::ir::nvidia::SmArch;
@@ -13,19 +13,19 @@ use flash_attention_kernels::{
 use flash_attention_reference::mods::{Alibi, Softcap};
 use std::time::Instant;
 
-/// Bytes of shared memory that a thread block has on sm_80, and on other devices from Ampere on.
+/// Bytes of shared memory of a thread block on sm_80, and on other devices from Ampere on.
 const AMPERE: usize = 163 << 10;
 const SMALL: usize = 99 << 10;
 
-/// Bytes of spills that kernels may have on Hopper: a few registers, of those with most to do at once.
+/// Largest number of spilled bytes on Hopper: a few registers of the kernels with the most live values.
 const SPILLS: usize = 64;
 
-/// The same of f32, which has its weights and gradients of scores in registers twice: the fastest kernel of `dk` and `dv` has most.
+/// The limit for f32, whose weights and gradients of scores are in registers twice. The fastest kernel of `dk` and `dv` spills the most.
 const SPILLS_SPLIT: usize = 384;
-/// With a function that reads two tensors for each pair.
+/// The limit with a function that reads two tensors for each pair.
 const SPILLS_FUNCTION: usize = 640;
 
-/// A GPU with so much shared memory for a thread block, and no warpgroup products.
+/// A GPU with this much shared memory per thread block and no warpgroup products.
 fn before_hopper(shared_memory: usize) -> Device {
     Device { shared_memory, wgmma: false, ..device() }
 }
@@ -76,7 +76,7 @@ fn ptx(blueprint: MmaBlueprint, problem: &AttentionProblem, arch: SmArch) -> Str
     )
 }
 
-/// A kernel, compiled for both and looked at. Returns bytes of spills on Hopper.
+/// Compiles and checks a kernel for Ampere and for Hopper. Returns the spilled bytes on Hopper.
 fn look_at(name: &str, role: Role, tile: MmaTile, problem: &AttentionProblem, shared_memory: usize) -> usize {
     let mut tile = tile;
     if let Ok(asked) = std::env::var("MMA_TILE") {
@@ -95,7 +95,7 @@ fn look_at(name: &str, role: Role, tile: MmaTile, problem: &AttentionProblem, sh
         (Dtype::BF16, _) => {
             (Products::BF16, &["m16n8k16.row.col.f32.bf16.bf16.f32", "ldmatrix.sync.aligned.m8n8.x4.trans"])
         }
-        other => panic!("the products of {other:?} are not known"),
+        other => panic!("the test does not know the products of {other:?}"),
     };
     let blueprint = MmaBlueprint { tile, scores, products };
     let bytes = blueprint.shared_memory();
@@ -107,15 +107,18 @@ fn look_at(name: &str, role: Role, tile: MmaTile, problem: &AttentionProblem, sh
         let compiled = start.elapsed().as_millis();
         keep(&format!("{name}.{called}"), &ptx);
         for needed in needed.iter().chain(&["ldmatrix.sync.aligned.m8n8.x4.shared", "cp.async.cg.shared.global"]) {
-            assert!(ptx.contains(needed), "{name}: no {needed}");
+            assert!(ptx.contains(needed), "{name}: its PTX lacks {needed}");
         }
-        assert!(!ptx.contains(".local") && !ptx.contains("call.uni"), "{name}: local memory or a call");
+        assert!(
+            !ptx.contains(".local") && !ptx.contains("call.uni"),
+            "{name}: its PTX uses local memory or has a call"
+        );
         match assemble(&ptx, called) {
             Some(Assembled { registers, spills, .. }) => {
                 println!(
                     "{name} {called}: {registers} registers, {spills} bytes of spills, {bytes} of shared memory, PTX in {compiled} ms"
                 );
-                // Before Hopper, relocatable code guards shuffles behind votes by calls, beside which registers are few.
+                // Before Hopper, relocatable code guards shuffles by calls, which leave few registers.
                 most = most.max(if called == "sm_90a" { spills } else { 0 });
             }
             None => println!("{name} {called}: compiled in {compiled} ms; no ptxas to assemble it"),
@@ -124,7 +127,7 @@ fn look_at(name: &str, role: Role, tile: MmaTile, problem: &AttentionProblem, sh
     most
 }
 
-/// The kernels that are planned for a problem on such a device, compiled and looked at.
+/// Compiles and checks the kernels that are planned for a problem on a device with this much shared memory.
 fn check(name: &str, problem: AttentionProblem, shared_memory: usize, spills: usize) {
     let plan = plan_on(&before_hopper(shared_memory), &problem).unwrap();
     let Forward::Mma(forward) = plan.forward else { panic!("{plan}") };
@@ -143,7 +146,7 @@ fn check(name: &str, problem: AttentionProblem, shared_memory: usize, spills: us
     let only = std::env::var("MMA_ONLY").ok();
     for (what, role, tile) in all.into_iter().filter(|(what, ..)| only.as_ref().is_none_or(|only| only == what)) {
         let most = look_at(&format!("{name}_{what}"), role, tile, &problem, shared_memory);
-        assert!(most <= spills, "{name}_{what}: {most} bytes of spills");
+        assert!(most <= spills, "{name}_{what}: {most} bytes of spills, more than {spills}");
     }
 }
 
@@ -232,7 +235,7 @@ fn f32_is_products_of_tf32() {
 }
 
 #[test]
-fn what_mma_cannot_do_is_planned_visibly() {
+fn plans_say_why_mma_is_not_used() {
     let causal = AttentionOptions { causal: true, ..Default::default() };
     let plan = |device: &Device, dtype| plan_on(device, &problem(128, dtype, causal)).unwrap();
     let half = plan(&before_hopper(SMALL), Dtype::F16);
@@ -243,7 +246,7 @@ fn what_mma_cannot_do_is_planned_visibly() {
     let only = plan(&Device { mma: vec![Dtype::F16], ..before_hopper(HOPPER) }, Dtype::BF16);
     assert_eq!(only.forward.kernel(), Kernel::Matrix);
     assert!(only.to_string().contains("not forward mma: the device has no mma.sync of bf16"), "{only}");
-    // What is meant for wider heads fits less memory.
+    // With less shared memory, the tile of wider heads is planned.
     let less = plan(&before_hopper(64 << 10), Dtype::BF16);
     assert!(less.to_string().starts_with("forward mma 64×32"), "{less}");
     let little = plan(&before_hopper(32 << 10), Dtype::BF16);

@@ -1,4 +1,4 @@
-//! What the pieces of PTX compute, thread by thread, on a warp that is simulated: registers of 32 bits, shared memory in bytes.
+//! Runs the inline PTX of products on a simulated warp, thread by thread, with 32-bit registers and shared memory in bytes.
 
 use flash_attention_kernels::mma::Products;
 use flash_attention_kernels::mma::products::{ColumnsOf, RowsOf, registers_with_columns, rows_with_rows};
@@ -10,7 +10,7 @@ use std::collections::HashMap;
 /// Registers of a thread.
 type Registers = HashMap<String, u32>;
 
-/// A number as products see it in a register: of 32 bits what tf32 keeps, of 16 bits the low or the high half.
+/// The factors of a product in a register: a number of 32 bits truncated to tf32, or two of 16 bits, the low and the high half.
 fn factors(of: &str, register: u32) -> Vec<f64> {
     let [low, high] = [register as u16, (register >> 16) as u16];
     match of {
@@ -20,7 +20,7 @@ fn factors(of: &str, register: u32) -> Vec<f64> {
     }
 }
 
-/// Runs a piece for a warp, whose operands registers hold by their names.
+/// Runs inline PTX for a warp. `units` are the registers of its threads, by name.
 fn run(text: &str, shared: &[u8], units: &mut [Registers]) {
     let word = |at: usize| u32::from_le_bytes(shared[at..at + 4].try_into().unwrap());
     let half = |at: usize| u16::from_le_bytes(shared[at..at + 2].try_into().unwrap()) as u32;
@@ -34,7 +34,7 @@ fn run(text: &str, shared: &[u8], units: &mut [Registers]) {
             let (at, offset) = rest.split_once('[').unwrap().1.trim_end_matches(']').split_once('+').unwrap();
             (at, offset.parse::<u32>().unwrap())
         };
-        // What one thread does by itself.
+        // Instructions of a single thread.
         let alone: Option<&dyn Fn(&Registers) -> u32> = match name {
             "xor.b32" => Some(&|unit| unit[of[1]] ^ of[2].parse::<u32>().unwrap()),
             "and.b32" => Some(&|unit| unit[of[1]] & of[2].parse::<i32>().unwrap() as u32),
@@ -106,7 +106,7 @@ fn bytes(products: Products) -> usize {
     32 / products.depth()
 }
 
-/// Something that this can hold: of f32 all its bits count.
+/// A test value that the element type holds exactly. In f32 all bits are used.
 fn value(products: Products, seed: usize, row: usize, column: usize) -> f64 {
     let whole = (((row * 31 + column * 17 + seed * 7) * 2654435761 % 4294967296) / 65536 % 19) as f64 - 9.0;
     if products.depth() == 16 { whole } else { (whole + (row * 7 + column * 3 + seed) as f64 / 977.0) as f32 as f64 }
@@ -120,7 +120,7 @@ fn put(products: Products, to: &mut [u8], value: f64) {
     }
 }
 
-/// Puts rows where copies put them.
+/// Writes rows to shared memory, swizzled as the kernels' copies write them.
 fn rows(products: Products, shared: &mut [u8], lines: usize, wide: usize, of: impl Fn(usize, usize) -> f64) {
     let (size, panel) = (bytes(products), LINE / bytes(products));
     for column in 0..wide {
@@ -132,7 +132,7 @@ fn rows(products: Products, shared: &mut [u8], lines: usize, wide: usize, of: im
     }
 }
 
-/// How far a sum may be off that is made of numbers of this size.
+/// Tolerance of a sum whose terms have this total size.
 fn tolerance(products: Products, size: f64) -> f64 {
     match products {
         Products::F16 | Products::BF16 => 0.0,
@@ -141,7 +141,7 @@ fn tolerance(products: Products, size: f64) -> f64 {
     }
 }
 
-/// What shared memory holds where nothing was put: no number.
+/// Byte of uninitialised shared memory: such numbers are NaN.
 const NOTHING: u8 = 0xff;
 
 const ALL: [Products; 4] = [Products::F16, Products::BF16, Products::Tf32, Products::Split];
@@ -196,8 +196,8 @@ fn registers_are_multiplied_with_columns() {
         let panels = columns.div_ceil(LINE / bytes(products));
         let mut shared = vec![NOTHING; tile_k * panels * LINE];
         rows(products, &mut shared, tile_k, columns, |row, column| value(products, 2, row, column));
-        // As an accumulator's registers become fragments: 16-bit ones in pairs of columns, of each eight two rows; f32 column by
-        // column, of each two rows.
+        // Fragments as they are made from an accumulator's registers: 16-bit fragments hold pairs of columns, f32 fragments single
+        // columns, each of two rows that are eight apart.
         let (count, depth) = (groups * columns / 2, products.depth());
         let words = 4 * (tile_k / depth);
         let mut units: Vec<Registers> = (0..32usize)
@@ -240,9 +240,9 @@ fn registers_are_multiplied_with_columns() {
     }
 }
 
-/// What is not finite shows, however it is split.
+/// Splitting f32 into tf32 parts keeps NaN and infinity.
 #[test]
-fn nothing_that_is_not_finite_is_lost() {
+fn splitting_keeps_nan_and_infinity() {
     for products in [Products::Tf32, Products::Split] {
         let of = ColumnsOf { groups: 1, tile_k: 16, columns: 8, products };
         for lost in [f32::NAN.to_bits(), 0x7fff_ffff, 0xffff_ffff, f32::INFINITY.to_bits(), f32::NEG_INFINITY.to_bits()]

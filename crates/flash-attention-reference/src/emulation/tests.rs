@@ -92,7 +92,7 @@ fn rms(values: impl Iterator<Item = f64>, len: usize) -> f64 {
 }
 
 #[test]
-fn its_errors_are_what_the_spread_says() {
+fn errors_match_the_spread() {
     let half = [Dtype::F16, Dtype::BF16];
     let all = half.into_iter().flat_map(|dtype| [Operands::Inputs, Operands::F32].map(|operands| (dtype, operands)));
     for (dtype, operands) in all.chain([(Dtype::F32, Operands::Tf32)]) {
@@ -106,14 +106,17 @@ fn its_errors_are_what_the_spread_says() {
             // With few elements, as for heads, the error is one or two random draws.
             let (least, most) = if exact.len() > 10 { (0.6, 1.4) } else { (0.1, 3.0) };
             let ratio = error / spread;
-            assert!((least..most).contains(&ratio), "{dtype:?} {operands:?} {name}: {error} of {spread}");
+            assert!(
+                (least..most).contains(&ratio),
+                "{dtype:?} {operands:?} {name}: the error is {error}, the spread predicts {spread}"
+            );
         }
     }
 }
 
 /// A bias constant along rows does not change the output. Its gradient is pure rounding error, and the spread predicts its size.
 #[test]
-fn sums_that_are_nothing_have_a_spread() {
+fn sums_that_cancel_have_a_spread() {
     let shape = [1, 2, 64, 16];
     let options = AttentionOptions::default();
     let problem = AttentionProblem::new(&shape, &shape, &shape, Dtype::BF16, options).unwrap();
@@ -130,12 +133,15 @@ fn sums_that_are_nothing_have_a_spread() {
     let [exact, emulated, spread] = [&of.exact, &of.emulated, &of.spread].map(|of| of.gradients.dbias.clone().unwrap());
     assert!(exact.iter().all(|x| x.abs() < 1e-12));
     let (error, spread) = (rms(emulated.into_iter(), 128), rms(spread.into_iter(), 128));
-    assert!(error > 1e-4 && (0.8..1.2).contains(&(error / spread)), "{error} of {spread}");
+    assert!(
+        error > 1e-4 && (0.8..1.2).contains(&(error / spread)),
+        "the error is {error}, the spread predicts {spread}"
+    );
 }
 
 /// The emulated tensors pass the judge, and faulty versions of them do not.
 #[test]
-fn the_judge_takes_what_is_rounded_and_no_faults() {
+fn the_judge_accepts_rounding_and_rejects_faults() {
     let half = [Dtype::F16, Dtype::BF16].map(|dtype| (dtype, Operands::Inputs));
     for (dtype, operands) in half.into_iter().chain([(Dtype::F32, Operands::Tf32), (Dtype::F32, Operands::F32)]) {
         let all = Everything::new(dtype);
@@ -159,7 +165,7 @@ fn the_judge_takes_what_is_rounded_and_no_faults() {
             for times in [1.02, 0.98, -1.0, 0.0] {
                 let computed: Vec<f64> = emulated.iter().map(|x| times * x).collect();
                 let judged = Comparison { computed: &computed, ..comparison }.judge();
-                assert!(judged.is_err(), "{dtype:?} {operands:?} {name}: {times} times it passes");
+                assert!(judged.is_err(), "{dtype:?} {operands:?} {name}: {times} times the tensor passes");
             }
         }
     }

@@ -1,5 +1,5 @@
 //! A problem together with tensors for it.
-#![allow(dead_code)] // each test file takes what it needs
+#![allow(dead_code)] // each test file uses a part of it
 
 use flash_attention_kernels::mods::{MaskFn, ScoreFn};
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
@@ -31,7 +31,7 @@ pub struct Case {
 }
 
 impl Case {
-    /// Normal inputs and gradients, without mask, bias and `dlse`.
+    /// Standard normal inputs and `dout`, without mask, bias and `dlse`.
     pub fn new([b, hq, hkv, sq, sk, d, dv]: Sizes, options: AttentionOptions) -> Self {
         let problem =
             AttentionProblem::new(&[b, hq, sq, d], &[b, hkv, sk, d], &[b, hkv, sk, dv], Dtype::F32, options).unwrap();
@@ -57,7 +57,7 @@ impl Case {
         }
     }
 
-    /// With a mask of that shape that hides about a third.
+    /// Adds a random mask of this shape that hides about a third of the pairs.
     pub fn with_mask(mut self, shape: [usize; 4]) -> Self {
         self.problem = self.problem.with_mask(&shape).unwrap();
         self.mask = Some(normal(shape.iter().product(), 5).iter().map(|&x| x > 0.4).collect());
@@ -82,7 +82,7 @@ impl Case {
         self
     }
 
-    /// With sequences of these lengths.
+    /// Adds sequence lengths for each batch.
     pub fn with_seq_lens(mut self, q: &[usize], k: &[usize]) -> Self {
         let batch = [self.problem.batch];
         self.problem = self.problem.with_seq_lens_q(&batch).unwrap().with_seq_lens_k(&batch).unwrap();
@@ -90,14 +90,14 @@ impl Case {
         self
     }
 
-    /// With packed sequences that begin there.
+    /// Adds packed sequences with these cumulative lengths.
     pub fn with_cu_seqlens(mut self, q: &[usize], k: &[usize]) -> Self {
         self.problem = self.problem.with_cu_seqlens(&[q.len()], &[k.len()]).unwrap();
         self.cu_seqlens = Some([q.to_vec(), k.to_vec()]);
         self
     }
 
-    /// With a function of scores, and tensors of these shapes for it.
+    /// Adds a score function, and tensors of these shapes for it.
     pub fn with_score_mod(mut self, function: ScoreFn, shapes: &[[usize; 4]]) -> Self {
         self.problem.options.score_mod = Some(function);
         self.problem =
@@ -108,7 +108,7 @@ impl Case {
         self
     }
 
-    /// With a function that hides pairs, and tensors for it, of documents.
+    /// Adds a mask function, and tensors of document numbers of these shapes for it.
     pub fn with_mask_mod(mut self, function: MaskFn, shapes: &[[usize; 4]]) -> Self {
         self.problem.options.mask_mod = Some(function);
         self.problem =
@@ -119,7 +119,7 @@ impl Case {
         self
     }
 
-    /// With a block mask of so many batches and heads: of each state a third of the blocks.
+    /// Adds a block mask for this many batches and heads. A third of the blocks is in each state.
     pub fn with_block_mask(mut self, [batch, heads]: [usize; 2], [block_q, block_k]: [usize; 2]) -> Self {
         let shape = [batch, heads, self.problem.seq_q.div_ceil(block_q), self.problem.seq_k.div_ceil(block_k)];
         self.problem = self.problem.with_block_mask(&shape, block_q, block_k).unwrap();
@@ -167,10 +167,13 @@ impl Case {
 #[track_caller]
 pub fn assert_close(x: &[f64], y: &[f64]) {
     assert_eq!(x.len(), y.len());
-    assert!(x.iter().zip(y).all(|(x, y)| x == y || (x - y).abs() <= 1e-12 * (1.0 + y.abs())), "{x:?} is not {y:?}");
+    assert!(
+        x.iter().zip(y).all(|(x, y)| x == y || (x - y).abs() <= 1e-12 * (1.0 + y.abs())),
+        "{x:?} differs from {y:?}"
+    );
 }
 
-/// For each of the 16 ways to broadcast over dimensions of `shape`, the shape that does.
+/// The 16 shapes that broadcast to `shape`.
 pub fn broadcasts(shape: [usize; 4]) -> impl Iterator<Item = [usize; 4]> {
     (0..16usize).map(move |kept| std::array::from_fn(|n| if kept >> n & 1 == 1 { shape[n] } else { 1 }))
 }

@@ -1,4 +1,4 @@
-//! Runs programs, and tells what was wrong with them.
+//! Runs PTX programs and returns their faults.
 #![allow(dead_code)]
 
 use software_cuda::machine::written::Written;
@@ -8,12 +8,12 @@ use std::sync::Arc;
 
 pub const HEAD: &str = ".version 8.7\n.target sm_90a\n.address_size 64\n";
 
-/// Parameters of kernels: addresses, and tensor maps.
+/// Parameters of a kernel: addresses and tensor maps.
 #[derive(Default)]
 #[repr(align(128))]
 pub struct Parameters(pub Vec<u8>);
 
-/// Runs `body` with pointers to these buffers, of which it may access as much as there is.
+/// Runs `body` with pointers to these buffers. Accesses outside of them are faults.
 pub fn run(body: &str, blocks: u32, threads: u32, buffers: &mut [&mut [u32]], seed: u64) -> Result<(), Error> {
     let names: Vec<_> = (0..buffers.len()).map(|nth| format!(".param .u64 p{nth}")).collect();
     let text = format!(
@@ -49,15 +49,15 @@ pub fn launch(
     launch.run()
 }
 
-/// Loads the parameters and the number of the thread among all, `%i`, and `%at`, four times that.
+/// Loads the first parameter, the thread's global index `%i`, and `%at`, its byte offset `4 * %i`.
 pub const START: &str = ".reg .b32 %i, %a<8>; .reg .b64 %at, %p<4>, %q<4>; .reg .pred %c<4>; .reg .f32 %f<8>;
     mov.u32 %a0, %ctaid.x; mov.u32 %a1, %ntid.x; mov.u32 %a2, %tid.x; mad.lo.s32 %i, %a0, %a1, %a2; mul.wide.u32 %at, %i, 4;
     ld.param.u64 %p0, [p0];\n";
 
-/// The fault that a launch must have ended with: its kind, line and message.
+/// Kind, line and message of the fault that a launch must have ended with.
 pub fn fault(result: Result<(), Error>) -> (Kind, u32, String) {
     match result {
         Err(Error::Fault { kind, place, what }) => (kind, place.line, what),
-        other => panic!("a fault expected, not {other:?}"),
+        other => panic!("expected a fault, got {other:?}"),
     }
 }

@@ -82,7 +82,7 @@ impl burn::module::ModuleVisitor for Values<'_> {
 #[ignore = "a_kill_at_any_stage_leaves_a_whole_checkpoint starts it and kills it"]
 fn saves_until_it_is_killed() {
     let (Some(path), Ok(until)) = (env::var_os(PATH), env::var(STAGE)) else {
-        panic!("{PATH} and {STAGE} are to be set");
+        panic!("{PATH} and {STAGE} must be set");
     };
     save(path.as_ref(), 2, |stage| {
         if format!("{stage:?}") == until {
@@ -105,7 +105,7 @@ fn kill_at(stage: Stage, path: &Path) {
     let reached = lines.any(|line| line.unwrap() == "reached");
     child.kill().unwrap();
     assert_eq!(child.wait().unwrap().signal(), Some(SIGKILL), "{stage:?}");
-    assert!(reached, "{stage:?} was not reached");
+    assert!(reached, "the process did not reach {stage:?}");
 }
 
 #[test]
@@ -119,14 +119,14 @@ fn a_kill_at_any_stage_leaves_a_whole_checkpoint() {
         }
     });
     let old = fs::read(&path).unwrap();
-    assert!(chunks > KILLS, "{chunks} chunks are too few to be killed between");
+    assert!(chunks > KILLS, "{chunks} chunks are too few: there must be more than {KILLS}");
 
     for kill in 0..KILLS {
         let partly = Stage::Written(1 + kill * (chunks - 1) / KILLS);
         for stage in [Stage::Created, partly, Stage::Complete, Stage::Synced] {
             kill_at(stage, &path);
             assert!(fs::read(&path).unwrap() == old, "{stage:?}");
-            assert!(path.with_extension("partial").exists(), "{stage:?} leaves nothing behind: was it reached?");
+            assert!(path.with_extension("partial").exists(), "a process killed at {stage:?} must leave a partial file");
         }
         kill_at(Stage::Renamed, &path);
         assert!(!path.with_extension("partial").exists());
@@ -160,7 +160,7 @@ fn resume(path: &Path, bytes: &[u8]) -> Result<(), Error> {
 
 /// Error of a damaged file: a checkpoint error in one line that names the file.
 fn refused(path: &Path, bytes: &[u8], what: &str) -> CheckpointProblem {
-    let Err(error) = resume(path, bytes) else { panic!("{what} is taken for whole") };
+    let Err(error) = resume(path, bytes) else { panic!("{what} is accepted") };
     let text = error.to_string();
     assert!(text.starts_with(&format!("the checkpoint {} ", path.display())) && !text.contains('\n'), "{what}: {text}");
     let Error::Checkpoint { problem, .. } = error else { panic!("{what}: {text}") };
@@ -221,7 +221,7 @@ fn a_changed_checkpoint_is_one_sentence() {
             changed[at] ^= 0x80;
             match resume(&path, &with_checksum(&changed)) {
                 Err(Error::Checkpoint { .. }) | Ok(()) => {}
-                Err(error) => panic!("byte {at}: {error}"),
+                Err(error) => panic!("byte {at} gives another error: {error}"),
             }
         }
         let mut random = body.to_vec();

@@ -57,7 +57,7 @@ pub fn work() -> Result<(), Error> {
     let config = &job.config;
     let device = device::choose(&config.device)?.device.autodiff();
     let _at_rest = AtRest(vec![device.clone()]);
-    let path = config.data.as_ref().ok_or_else(|| wrong("it names no text".to_string()))?;
+    let path = config.data.as_ref().ok_or_else(|| wrong("its configuration names no text".to_string()))?;
     let text = Text::read(path, config.tokenizer, config.context)?;
     let answer = train(&job, &text, &device)?;
     let line = serde_json::to_string(&answer).expect("an answer is plain values");
@@ -114,7 +114,7 @@ fn median(times: &mut [f64]) -> f64 {
 
 /// Runs a job in another process. If there is no answer, returns a short reason, and writes all output of the process to `log`.
 pub fn measure(job: &Job, limit: Duration, log: &Path) -> Result<Answer, String> {
-    let mut child = start(job).map_err(|error| format!("no process for it: {error}"))?;
+    let mut child = start(job).map_err(|error| format!("its process cannot be started: {error}"))?;
     let (output, complaint) = (drain(child.stdout.take()), drain(child.stderr.take()));
     let (output, is_late) = match output.recv_timeout(limit) {
         Ok(output) => (output, false),

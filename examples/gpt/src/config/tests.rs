@@ -22,7 +22,7 @@ fn new(line: &str) -> Config {
 }
 
 #[test]
-fn what_is_not_given_follows_the_device_or_other_flags() {
+fn defaults_follow_the_device_and_other_flags() {
     assert_eq!(new(""), Config::suited_to(&cpu()));
     let config = new("--layers 3 --alibi --sinks=false --devices 0,1 --data a.txt --tokenizer gpt2");
     let expected = Config {
@@ -42,7 +42,7 @@ fn what_is_not_given_follows_the_device_or_other_flags() {
 }
 
 #[test]
-fn what_is_not_given_follows_the_weights() {
+fn defaults_follow_the_weights() {
     let shape = ModelShape { layers: 3, heads: 2, width: 16, context: 12, vocabulary: 60_000 };
     let of_weights = |line: &str| Config::new(&given(line), &cpu(), Some(shape)).map_err(|error| error.to_string());
     let config = of_weights("--weights a.safetensors --context 8").unwrap();
@@ -52,10 +52,10 @@ fn what_is_not_given_follows_the_weights() {
 }
 
 #[test]
-fn what_several_devices_cannot_do_is_said() {
+fn options_that_several_devices_cannot_use_are_refused() {
     let says = |line: &str, expected: &str| {
         let error = Config::new(&given(line), &cpu(), None).unwrap_err().to_string();
-        assert!(error.contains(expected), "{error} does not say: {expected}");
+        assert!(error.contains(expected), "the error {error:?} lacks {expected:?}");
     };
     assert_eq!(new("--devices 0,1 --batch 4").devices.len(), 2);
     says("--devices 0,1 --batch 3", "--batch is 3; it must be a multiple of the number of --devices");
@@ -67,7 +67,7 @@ fn what_several_devices_cannot_do_is_said() {
 }
 
 #[test]
-fn a_run_that_goes_on_is_the_same_run() {
+fn a_resumed_run_keeps_its_options() {
     let saved = new("--layers 3 --lr 0.01");
     let resume = |line: &str| {
         let asked = given(line).over(saved.clone());
@@ -85,7 +85,7 @@ fn a_run_that_goes_on_is_the_same_run() {
         ("--weights a", "--weights is a, but runs/a was started with none"),
     ] {
         let error = resume(line).unwrap_err();
-        assert!(error.starts_with(expected), "{error} does not say: {expected}");
+        assert!(error.starts_with(expected), "the error {error:?} lacks {expected:?}");
     }
 }
 
@@ -136,7 +136,7 @@ fn files_of_earlier_versions_load() {
     let config: Config = toml::from_str(&[first, later].concat()).unwrap();
     assert_eq!((config.devices.as_slice(), config.window, config.pack), ([0, 1].as_slice(), 128, true));
     assert_eq!(config.weights.as_deref(), Some(Path::new("model.safetensors")));
-    // What is written can be read again.
+    // A written file can be read again.
     assert_eq!(toml::from_str::<Config>(&toml::to_string(&config).unwrap()).unwrap(), config);
 }
 

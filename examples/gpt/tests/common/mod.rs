@@ -1,4 +1,4 @@
-//! The program in a directory of its own, as its users run it.
+//! Runs the program in a directory of its own, as its users do.
 #![allow(dead_code, reason = "each test uses a part of it")]
 
 use std::fs;
@@ -8,12 +8,12 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// A directory with a text, where runs go.
+/// A temporary directory with a text, in which runs are saved.
 pub struct Place {
     pub directory: TempDir,
 }
 
-/// A text of lines that end so.
+/// A text of 2,000 lines that end with `.` and `end`.
 pub fn lines(end: &str) -> String {
     (0..2000).map(|line| format!("{line} and {} make {}.{end}", line % 7, line + line % 7)).collect()
 }
@@ -65,24 +65,24 @@ pub fn succeeds(mut command: Command) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Exit code 2, and one sentence that holds `expected`.
+/// Asserts exit code 2 and one error line that contains `expected`.
 pub fn fails(mut command: Command, expected: &str) {
     let Output { status, stderr, .. } = command.output().unwrap();
     let stderr = String::from_utf8(stderr).unwrap();
-    // Drivers may have something to say as well, but what the program says is one line.
+    // Drivers may print lines of their own. The program's error is one line.
     let lines: Vec<_> = stderr.lines().filter(|line| line.starts_with("error: ") && !line.contains("XDG_")).collect();
     assert_eq!(status.code(), Some(2), "{stderr}");
     assert_eq!(lines.len(), 1, "{stderr}");
-    assert!(lines[0].contains(expected), "{} does not say: {expected}", lines[0]);
+    assert!(lines[0].contains(expected), "the error {:?} lacks {expected:?}", lines[0]);
     assert!(!stderr.contains("panicked"), "{stderr}");
 }
 
-/// Starts a run and returns when it has a checkpoint past its beginning.
+/// Starts a run and returns when its losses have 50 lines. By then it has saved a checkpoint.
 pub fn start_and_wait(mut command: Command, losses: &Path) -> Child {
     let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let begun = Instant::now();
     while fs::read_to_string(losses).map_or(0, |text| text.lines().count()) < 50 {
-        assert!(begun.elapsed() < Duration::from_secs(300), "the run does not get on");
+        assert!(begun.elapsed() < Duration::from_secs(300), "the losses have fewer than 50 lines after 300 s");
         sleep(Duration::from_millis(2));
     }
     child

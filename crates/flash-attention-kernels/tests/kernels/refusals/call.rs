@@ -1,4 +1,4 @@
-//! A call with all its arguments, and what must hold when it is refused.
+//! A call with all its arguments, and the checks for a refused call.
 
 use crate::common::*;
 use cubecl::client::Client;
@@ -15,7 +15,7 @@ use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
 
 thread_local! {
-    /// Kernels that this thread has launched.
+    /// Number of launches of this thread.
     static LAUNCHED: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -35,7 +35,7 @@ pub fn launched() -> usize {
     LAUNCHED.get()
 }
 
-/// An entry point, with kernels that it chooses, or that the caller does.
+/// An entry point. `With` means that the caller chooses the kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Entry {
     Forward,
@@ -63,7 +63,7 @@ pub struct Call {
     pub states: TensorView,
     pub seed: TensorView<1>,
     pub kept: TensorView,
-    /// The poisoned outputs, and what they held at first.
+    /// The poisoned outputs, with their initial contents.
     outputs: Rc<Vec<(Read, Vec<u64>)>>,
 }
 
@@ -74,13 +74,13 @@ pub const TILE: TileShape = TileShape { tile_q: 32, tile_k: 32, units_q: 8, unit
 pub const HOPPER: HopperTile =
     HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 64, stages: 2, ping_pong: false, producer_warp: false };
 
-/// Zeros of four bytes an element at most.
+/// A tensor of zeros, with a buffer for elements of up to four bytes.
 pub fn zeros<const RANK: usize>(client: &Client, shape: [usize; RANK]) -> TensorView<RANK> {
     TensorView::contiguous(client.create_from_slice(&vec![0; 4 * shape.iter().product::<usize>()]), shape)
 }
 
 impl Call {
-    /// Arguments as the problem states them.
+    /// Arguments that match the problem.
     pub fn new(client: &Client, problem: AttentionProblem) -> Self {
         fn output<const RANK: usize>(
             client: &Client,
@@ -152,7 +152,7 @@ impl Call {
         }
     }
 
-    /// Elements of half precision, if that is what the problem has, or of four bytes.
+    /// Element size of an argument: the problem's dtype, or four bytes.
     pub fn size_of(&self, argument: &str) -> usize {
         let of_problem = ["q", "k", "v", "bias", "o", "dout", "dq", "dk", "dv", "dbias"].contains(&argument);
         if of_problem { self.problem.dtype.size() } else { 4 }
@@ -170,7 +170,7 @@ impl Call {
         }
     }
 
-    /// Asserts that the call is refused with such an error, and that it leaves nothing behind. Returns the error.
+    /// Asserts that the call is refused with the expected error, launches nothing and writes nothing. Returns the error.
     pub fn refused(&self, entry: Entry, name: &str, expected: impl Fn(&AttentionError) -> bool) -> AttentionError {
         let before = launched();
         let error = self.run(entry).expect_err(name);
@@ -181,12 +181,12 @@ impl Call {
         }
         let options = AttentionOptions { causal: true, ..Default::default() };
         Case::new([1, 4, 4, 64, 64, 16, 16], Dtype::F32, options).check(&self.client);
-        assert!(launched() > before, "launches are counted");
+        assert!(launched() > before, "the launches of a correct call must be counted");
         error
     }
 }
 
-/// A problem with no option, of the lane's element type.
+/// A problem without options, in the lane's element type.
 pub fn plain() -> AttentionProblem {
     let [q, kv] = [[2, 4, 8, 4], [2, 2, 9, 4]];
     AttentionProblem::new(&q, &kv, &kv, chosen_dtype(), AttentionOptions::default()).unwrap()

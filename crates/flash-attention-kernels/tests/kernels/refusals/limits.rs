@@ -1,4 +1,4 @@
-//! Problems, tiles and kernels that are refused whatever the tensors are.
+//! Problems, tiles and kernels that are refused for any tensors.
 
 use super::call::*;
 use crate::common::*;
@@ -12,10 +12,10 @@ use flash_attention_kernels::{
 };
 use flash_attention_reference::mods::Bent;
 
-/// The error that is expected in words, a change that makes it, and whether an error is that one.
+/// The expected error as text, a change that causes it, and a predicate for it.
 type Row<T> = (&'static str, fn(&mut T), fn(&AttentionError) -> bool);
 
-/// Rows of calls of a problem, each refused by these entry points.
+/// A problem, entry points, and changes to its call that each of these entry points refuses.
 type Group<'a> = (AttentionProblem, &'a [Entry], &'a [Row<Call>]);
 
 macro_rules! rows {
@@ -29,7 +29,7 @@ macro_rules! rows {
     }};
 }
 
-/// What the problem alone decides is the same error everywhere, in plans as in calls.
+/// An invalid problem is the same error from every entry point and from `plan()`.
 #[test]
 fn problems_that_are_not_valid() {
     let Some(client) = client() else { return };
@@ -82,10 +82,10 @@ fn problems_that_are_not_valid() {
 const BLOCKS: Option<BlockMask> = Some(BlockMask { blocks: [1; 4], block_q: 128, block_k: 128 });
 
 const MMA: MmaTile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64 };
-/// A shape of products that no device has.
+/// A shape of matrix products that no device offers.
 const MATRIX: MatrixTile = MatrixTile { planes: 1, plane: 7, columns: 16, shape: [3, 5, 7] };
 
-/// Tiles that cannot be, kernels that this device or build has not, and scratch that is left out.
+/// Invalid tiles, kernels that this device or build lacks, and missing scratch.
 #[test]
 fn tiles_kernels_and_scratch() {
     let Some(client) = client() else { return };
@@ -111,7 +111,7 @@ fn tiles_kernels_and_scratch() {
             call.scratch.dq_accum = None
         } => Unsupported { option: "scratch.dq_accum", value } if value == "none";
     };
-    // Where they are compiled, `tiles` asks for what they cannot do.
+    // If these kernels are compiled in, `tiles.rs` tests their errors.
     let not_compiled = rows! { Call:
         |call| call.forward = HopperForward { tile: HOPPER, head_group: 1, num_splits: 1 }.into() => KernelUnavailable { kernel: "hopper" };
         |call| call.forward = MmaTiles { tile: MMA, head_group: 1 }.into() => KernelUnavailable { kernel: "mma" };
@@ -120,7 +120,7 @@ fn tiles_kernels_and_scratch() {
         |call| call.backward.dq = Gradient::Hopper(HopperGradient { tile: HOPPER, head_group: 1 }) => KernelUnavailable { kernel: "hopper" };
         |call| call.backward.dkdv = Gradient::Mma(MmaTiles { tile: MMA, head_group: 1 }) => KernelUnavailable { kernel: "mma" };
     };
-    // The bias repeats its queries.
+    // The bias repeats its queries, which Hopper's dbias kernel does not take.
     let of_bias = rows! { Call:
         |call| call.backward.dbias = BiasGradient::Hopper(BiasTile { tile_k: 64, tiles: 1, stages: 2, row_stages: 1 }) =>
             KernelUnavailable { kernel: "hopper" };
@@ -171,7 +171,7 @@ fn tiles_kernels_and_scratch() {
     }
 }
 
-/// What this device cannot do, and its plan says.
+/// Errors that depend on the limits of this device. `plan()` returns them too.
 #[test]
 fn what_this_device_lacks() {
     let Some(client) = client() else { return };
@@ -188,7 +188,7 @@ fn what_this_device_lacks() {
         let error = full.refused(Entry::Forward, "bindings", binds("forward", 11));
         assert_eq!(plan(&client, &full.problem), Err(error));
         full.refused(Entry::ForwardWith, "bindings", binds("forward", 11));
-        // Gradients need no sinks.
+        // The gradient kernels do not bind the sinks.
         full.refused(Entry::Backward, "bindings", binds("dq", 10));
         full.refused(Entry::BackwardWith, "bindings", binds("dq", 10));
     }
@@ -202,7 +202,7 @@ fn what_this_device_lacks() {
             assert_eq!(plan(&client, &half.problem), Err(error));
         }
     }
-    // Kernels by name, in an element type that they do not multiply.
+    // Kernels requested by name, in an element type that they do not multiply.
     let mut single = plain();
     single.dtype = Dtype::F32;
     for kernel in [Kernel::Hopper, Kernel::Matrix] {
@@ -214,7 +214,7 @@ fn what_this_device_lacks() {
     }
 }
 
-/// What no device here lacks: plans for devices that are made up.
+/// Errors that no device here gives: plans for made-up devices.
 #[test]
 fn what_other_devices_lack() {
     let few = Device { cubes: (4, 2, 1), ..smallest() };
@@ -232,7 +232,7 @@ fn what_other_devices_lack() {
         (&few, of(8, 1, 64), grid("dkdv", 16)),
         (&few, ends(9, 8), grid("schedule", 9)),
         (&few, ends(1, 577), grid("fill", 10)),
-        // Each sequence may begin and end within a block.
+        // Each sequence may begin and end within a block, which adds blocks.
         (&few, ends(8, 64), grid("forward", 10)),
         (&few, of(9, 8, 8).and_then(|p| p.with_block_mask(&[1, 9, 1, 1], 128, 128)), grid("block_lists", 9)),
         (&smallest(), of(1, long, long).and_then(|p| p.with_mask(&[1, 1, long, long])), far("mask", 1 << 34)),

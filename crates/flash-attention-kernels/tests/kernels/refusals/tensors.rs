@@ -1,4 +1,4 @@
-//! Tensors that are not as the problem states them.
+//! Tensors that do not match the problem.
 
 use super::call::*;
 use crate::common::*;
@@ -6,7 +6,7 @@ use cubecl::client::Client;
 use flash_attention_kernels::tiling::Device;
 use flash_attention_kernels::{AttentionError, Gradients, HopperGradient, Inputs, TensorView};
 
-/// What can be wrong with a tensor.
+/// A fault of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
     Shape,
@@ -15,7 +15,7 @@ enum Fault {
     Overlap,
 }
 
-/// Puts a fault into a tensor; returns the error that it makes.
+/// Puts a fault into a tensor and returns the expected error.
 fn spoil<const RANK: usize>(
     client: &Client,
     argument: &'static str,
@@ -44,7 +44,7 @@ fn spoil<const RANK: usize>(
     }
 }
 
-/// The name of a tensor, and what puts a fault into that of a call.
+/// The name of a tensor, and a function that puts a fault into this tensor of a call.
 type Tensor = (&'static str, fn(&mut Call, Fault) -> AttentionError);
 
 macro_rules! tensors {
@@ -57,8 +57,8 @@ macro_rules! tensors {
     }};
 }
 
-/// Every tensor of every entry point, of another shape than the problem's, in a buffer too small, or further apart than the device
-/// addresses; outputs also with elements that are one.
+/// Every tensor of every entry point with another shape than the problem's, in a buffer that is too small, or with elements further apart
+/// than the device addresses. Outputs also with overlapping elements.
 #[test]
 fn tensors_that_do_not_fit() {
     let Some(client) = client() else { return };
@@ -152,10 +152,10 @@ fn tensors_that_do_not_fit() {
     }
 }
 
-/// Gives a call a tensor that another one has, or has not.
+/// Copies one optional tensor from the second inputs to the first, where it may be `None`.
 type Move = fn(&mut Inputs, &Inputs);
 
-/// Tensors that the problem does not state, and those that it states and that are not there.
+/// Tensors that the problem does not have, and tensors of the problem that are missing.
 #[test]
 fn tensors_that_the_problem_does_not_state() {
     let Some(client) = client() else { return };
@@ -193,7 +193,7 @@ fn tensors_that_the_problem_does_not_state() {
             }
         }
     }
-    // Gradients of what there is none.
+    // Gradients of tensors that the problem does not have.
     let Gradients { dbias, dalibi_slopes, dsinks, dscore_tensors: [a, b], .. } = full.gradients;
     for (name, gradients) in [
         ("dbias", Gradients { dbias, ..Default::default() }),

@@ -1,4 +1,4 @@
-//! Rows that see nothing, empty tensors, and what is hidden.
+//! Fully masked rows, empty tensors, and hidden NaN.
 
 mod reference_common;
 
@@ -23,21 +23,21 @@ const CAUSAL: AttentionOptions = AttentionOptions {
 };
 
 #[test]
-fn a_dead_row_is_zero_with_lse_minus_infinity() {
+fn a_fully_masked_row_is_zero_with_lse_minus_infinity() {
     let case = Case::new(SIZES, CAUSAL).with_dlse();
     let (output, gradients) = (case.forward(), case.backward());
     for (row, &lse) in output.lse.iter().enumerate() {
         let dead = row % 5 < 3;
         assert_eq!(lse == f64::NEG_INFINITY, dead, "row {row}");
         assert_eq!(output.o[row * 4..][..4] == [0.0; 4], dead, "row {row}");
-        // Row 3 sees one key, to which it attends whatever the score: only lse moves its query.
+        // Row 3 sees one key, whose probability is 1 for any score, so only dlse contributes to its dq.
         assert_eq!(gradients.dq[row * 3..][..3] == [0.0; 3], dead, "row {row}");
     }
 }
 
-/// Whatever is in a dead row, be it NaN, changes no output and no gradient by a bit.
+/// NaN in a fully masked row changes no bit of any output or gradient.
 #[test]
-fn a_dead_row_takes_no_part() {
+fn a_fully_masked_row_changes_nothing() {
     let case = Case::new(SIZES, CAUSAL).with_bias([1, 1, 5, 2]).with_dlse();
     let mut poisoned = case.clone();
     let dead = |row: usize| row % 5 < 3;
@@ -53,7 +53,7 @@ fn a_dead_row_takes_no_part() {
 }
 
 #[test]
-fn masks_and_infinite_biases_make_dead_rows_too() {
+fn masks_and_infinite_biases_fully_mask_rows_too() {
     let live = Case::new([1, 1, 1, 2, 3, 2, 2], AttentionOptions::default()).with_dlse();
     let mut masked = live.clone().with_mask([1, 1, 2, 1]);
     masked.mask = Some(vec![true, false]);
@@ -65,7 +65,7 @@ fn masks_and_infinite_biases_make_dead_rows_too() {
         assert_eq!(output.lse, [f64::NEG_INFINITY, live.forward().lse[1]]);
         assert_eq!(output.o, [&[0.0; 2], &live.forward().o[2..]].concat());
         assert_eq!(gradients.dq, [&[0.0; 2], &live.backward().dq[2..]].concat());
-        // dk and dv are those of row 1 alone.
+        // Only row 1 contributes to dk and dv.
         let mut alone = live.clone();
         alone.dout[..2].fill(0.0);
         alone.dlse.as_mut().unwrap()[0] = 0.0;
@@ -75,7 +75,7 @@ fn masks_and_infinite_biases_make_dead_rows_too() {
     }
 }
 
-/// A NaN that is seen is a NaN, not a row that sees nothing.
+/// A visible NaN gives NaN, not a fully masked row.
 #[test]
 fn visible_nan_is_reported() {
     let mut case = Case::new([1, 1, 1, 1, 2, 1, 1], AttentionOptions::default());
@@ -114,7 +114,7 @@ fn a_causal_prefix_does_not_see_what_comes_later() {
     assert!(poisoned.o[6..].iter().all(|x| x.is_nan()));
 }
 
-/// Neither overflow nor a stand-in for −∞.
+/// Large scores do not overflow and are not taken for −∞.
 #[test]
 fn large_scores_are_taken_as_they_are() {
     let options = AttentionOptions { softmax_scale: Some(1.0), ..Default::default() };
@@ -127,7 +127,7 @@ fn large_scores_are_taken_as_they_are() {
 }
 
 #[test]
-fn without_keys_every_row_is_dead() {
+fn without_keys_every_row_is_fully_masked() {
     for options in [AttentionOptions::default(), CAUSAL] {
         let case =
             Case::new([1, 2, 1, 3, 0, 2, 2], options).with_bias([1, 1, 3, 1]).with_mask([1, 1, 1, 0]).with_dlse();
