@@ -57,6 +57,10 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let banded = comptime!(scores.band.bounded_above || scores.band.bounded_below);
     let hides = comptime!(varlen || blueprint.sparse || blueprint.hides_pairs() || banded);
     let drops = comptime!(extras.dropout.seed.is_some());
+    // A warp that loads waits until the other warpgroup has released the stage. At the end of a step it has, even if it is half a step
+    // behind, so that the warpgroups may compute in turn. With two stages the tile would arrive too late, and warpgroups that add to
+    // dQ meet in every step.
+    let refills_late = comptime!(differentiates && !reduces && stages > 2);
 
     // -- shared memory, barriers, descriptors
     let shared = Shared::<[E]>::new_aligned_slice(comptime!(blueprint.shared_memory() / dtype.size()), 1024usize);
@@ -130,7 +134,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 products(&mut ds, d_rows + d_at, v_tile + v_at, blueprint.head_dim_v, blueprint);
                 wgmma_commit();
             }
-            if nth + step != 0 {
+            if comptime!(!refills_late) && nth + step != 0 {
                 producer.refill(blueprint);
             }
             if comptime!(differentiates) {
@@ -231,6 +235,9 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 wgmma_fence();
                 mma_registers(&mut sum_k, &g, k_tile + comptime!(k_at + by_columns), adds, 128usize, columns_dk, dtype);
                 wgmma_commit();
+                if comptime!(refills_late) && nth + step != 0 {
+                    producer.refill(blueprint);
+                }
                 if comptime!(reduces) {
                     wgmma_wait(1usize);
                     pin(&mut dq, ADDENDS);
