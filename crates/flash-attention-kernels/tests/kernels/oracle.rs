@@ -377,7 +377,7 @@ fn more_work_tiles_than_thread_blocks() {
     let full = AttentionOptions::default();
     let (multiprocessors, few) = (multiprocessors(&client), few_multiprocessors(&client));
     let cases: [(Sizes, Sizes, AttentionOptions); 4] = [
-        ([3, 2, 1, 300, 500, 64, 64], [3, 20, 10, 300, 500, 64, 64], causal()),
+        ([3, 2, 1, 300, 500, 64, 64], [3, 40, 20, 300, 500, 64, 64], causal()),
         ([1, 8, 8, 200, 900, 16, 128], [1, 80, 80, 200, 900, 16, 128], full),
         ([2, 4, 2, 390, 1000, 16, 16], [2, 40, 8, 390, 1000, 16, 16], window),
         ([2, 4, 2, 260, 900, 32, 256], [2, 40, 8, 260, 900, 32, 256], causal()),
