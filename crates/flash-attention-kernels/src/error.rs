@@ -2,6 +2,9 @@
 
 use thiserror::Error;
 
+/// A result whose error is an [`AttentionError`].
+pub(crate) type Result<T, E = AttentionError> = std::result::Result<T, E>;
+
 /// Why an attention call was refused. Raised before anything is launched.
 ///
 /// ```

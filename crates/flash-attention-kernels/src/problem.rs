@@ -7,7 +7,7 @@ mod checks;
 
 use crate::blocks::BLOCK;
 use crate::dtype::Dtype;
-use crate::error::AttentionError;
+use crate::error::{AttentionError, Result};
 use crate::mask::Band;
 use crate::mods::TENSORS;
 use crate::score::Factor;
@@ -110,7 +110,7 @@ fn tensors(
     option: &'static str,
     names: [&'static str; TENSORS],
     shapes: &[&[usize]],
-) -> Result<[Option<[usize; 4]>; TENSORS], AttentionError> {
+) -> Result<[Option<[usize; 4]>; TENSORS]> {
     if shapes.len() > TENSORS {
         let value = format!("{} tensors", shapes.len());
         return Err(AttentionError::Unsupported { option, value, why: "a function reads two at most: a and b" });
@@ -236,7 +236,7 @@ impl AttentionProblem {
         self.validated()
     }
 
-    fn check_block_mask(&self, mask: BlockMask) -> Result<(), AttentionError> {
+    fn check_block_mask(&self, mask: BlockMask) -> Result<()> {
         for (option, value) in [("block_q", mask.block_q), ("block_k", mask.block_k)] {
             if value == 0 || !value.is_multiple_of(BLOCK) || value > MAX_SEQ {
                 let requirement = "a multiple of 128: tiles of kernels divide blocks";
@@ -261,11 +261,11 @@ impl AttentionProblem {
         Ok(())
     }
 
-    fn validated(self) -> Result<Self, AttentionError> {
+    fn validated(self) -> Result<Self> {
         self.validate().map(|()| self)
     }
 
-    fn check_lens(&self, argument: &'static str, shape: &[usize]) -> Result<(), AttentionError> {
+    fn check_lens(&self, argument: &'static str, shape: &[usize]) -> Result<()> {
         agree(argument, &ranked::<1>(argument, shape)?, 0, "batch", "q", self.batch)
     }
 

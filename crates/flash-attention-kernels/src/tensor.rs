@@ -1,5 +1,6 @@
 //! A device tensor as the kernels take it: a buffer with a shape and strides.
 
+use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -32,6 +33,11 @@ impl<const RANK: usize> TensorView<RANK> {
             strides[dim - 1] = strides[dim] * shape[dim];
         }
         TensorView { handle, shape, strides }
+    }
+
+    /// A new tensor of 32-bit elements.
+    pub(crate) fn empty_words(client: &Client, shape: [usize; RANK]) -> Self {
+        TensorView::contiguous(client.empty(4 * shape.iter().product::<usize>().max(1)), shape)
     }
 
     /// The same view in four dimensions; the added trailing dimensions have size 1.
@@ -68,13 +74,8 @@ impl<const RANK: usize> TensorView<RANK> {
 
     /// The launch argument of a mask or bias: dimensions of size 1 get stride 0, so that every index reads their only element.
     pub(crate) fn broadcast_arg(&self) -> TensorArg {
-        let mut view = self.clone();
-        for dim in 0..RANK {
-            if view.shape[dim] == 1 {
-                view.strides[dim] = 0;
-            }
-        }
-        view.arg()
+        let strides = std::array::from_fn(|dim| if self.shape[dim] == 1 { 0 } else { self.strides[dim] });
+        TensorView { strides, ..self.clone() }.arg()
     }
 }
 

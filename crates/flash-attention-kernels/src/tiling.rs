@@ -25,7 +25,7 @@ pub use portable::{Stage, shared_memory};
 pub(crate) use portable::{blueprint, blueprint_beside, check_tile};
 
 use crate::blocks::BLOCK;
-use crate::error::AttentionError;
+use crate::error::{AttentionError, Result};
 use crate::fragment::Role;
 use crate::hopper::dq_accum_columns;
 use crate::portable::dbias::Sums;
@@ -64,15 +64,9 @@ fn gradients(together: bool, of: impl Fn(Role) -> Result<Gradient, String>) -> R
 }
 
 /// Chooses the forward: the most preferred kernel that supports the problem, or the requested one.
-pub(crate) fn choose_forward(
-    case: Case,
-    asked: Option<Kernel>,
-    passed_over: &mut Vec<PassedOver>,
-) -> Result<Forward, AttentionError> {
-    for kernel in [Kernel::Hopper, Kernel::Mma, Kernel::Matrix] {
-        if asked.is_some_and(|asked| asked != kernel) {
-            continue;
-        }
+pub(crate) fn choose_forward(case: Case, asked: Option<Kernel>, passed_over: &mut Vec<PassedOver>) -> Result<Forward> {
+    let kernels = [Kernel::Hopper, Kernel::Mma, Kernel::Matrix];
+    for kernel in kernels.into_iter().filter(|kernel| asked.is_none_or(|asked| asked == *kernel)) {
         let found = match kernel {
             Kernel::Hopper => hopper::forward(case).map(Forward::Hopper),
             Kernel::Mma => mma::choose(case, Role::Forward).map(Forward::Mma),
@@ -80,7 +74,7 @@ pub(crate) fn choose_forward(
         };
         match found {
             Ok(forward) => return Ok(forward),
-            Err(why) if asked == Some(kernel) => return Err(kernel.unavailable(why)),
+            Err(why) if asked.is_some() => return Err(kernel.unavailable(why)),
             Err(why) => passed_over.push(PassedOver { what: format!("forward {}", kernel.name()), why }),
         }
     }
@@ -95,7 +89,7 @@ pub(crate) fn choose_backward(
     case: Case,
     asked: Option<Kernel>,
     passed_over: &mut Vec<PassedOver>,
-) -> Result<BackwardTiles, AttentionError> {
+) -> Result<BackwardTiles> {
     let problem = case.problem;
     let kernels = [Kernel::Hopper, Kernel::Mma, Kernel::Matrix, Kernel::Rows];
     let found = kernels.into_iter().filter(|kernel| asked.is_none_or(|asked| asked == *kernel)).find_map(|kernel| {
@@ -174,7 +168,7 @@ fn candidates<T: Copy + PartialEq>(
     planned: T,
     others: Vec<T>,
     limit: usize,
-    check: impl Fn(&T) -> Result<(), AttentionError>,
+    check: impl Fn(&T) -> Result<()>,
 ) -> Vec<T> {
     let others = others.into_iter().filter(|other| *other != planned && check(other).is_ok());
     std::iter::once(planned).chain(others).take(limit).collect()
@@ -203,11 +197,11 @@ pub fn backward_candidates(
     let case = Case { device, problem };
     let planned = choose_backward(case, None, &mut Vec::new())?;
     // The first tiles that fit each gradient, the second ones, and so on.
-    let zipped = |together, of: &dyn Fn(Role) -> Vec<Gradient>| {
+    let zipped = |of: &dyn Fn(Role) -> Vec<Gradient>| {
         let dkdv = |dk, dv| of(Role::DkDv { dk, dv }).into_iter();
         let dq = of(Role::Dq).into_iter();
         let tiles = |dq, dkdv, dv| BackwardTiles { dq, dkdv, dv, ..planned };
-        if together {
+        if planned.dv.is_none() {
             return dq.zip(dkdv(true, true)).map(|(dq, dkdv)| tiles(dq, dkdv, None)).collect();
         }
         dq.zip(dkdv(true, false)).zip(dkdv(false, true)).map(|((dq, dk), dv)| tiles(dq, dk, Some(dv))).collect()
@@ -215,12 +209,8 @@ pub fn backward_candidates(
     let others: Vec<BackwardTiles> = match planned.dq {
         // The tables have one row for each head dimension. If any order of summation is allowed, there are two alternatives.
         Gradient::Hopper(_) => planned.fused.map(|_| BackwardTiles { fused: None, ..planned }).into_iter().collect(),
-        Gradient::Mma(_) => {
-            zipped(mma::together(problem), &|role| mma::fitting(case, role).into_iter().map(Gradient::Mma).collect())
-        }
-        Gradient::Matrix(_) => zipped(matrix::together(problem), &|role| {
-            matrix::fitting(case, role).into_iter().map(Gradient::Matrix).collect()
-        }),
+        Gradient::Mma(_) => zipped(&|role| mma::fitting(case, role).into_iter().map(Gradient::Mma).collect()),
+        Gradient::Matrix(_) => zipped(&|role| matrix::fitting(case, role).into_iter().map(Gradient::Matrix).collect()),
         Gradient::Rows(tile) => {
             let others = rows::alternatives(tile).into_iter().map(Gradient::Rows);
             others.map(|of| BackwardTiles { dq: of, dkdv: of, dv: planned.dv.map(|_| of), ..planned }).collect()
@@ -254,9 +244,17 @@ pub fn fused_on(device: &Device, problem: &AttentionProblem) -> Option<HopperGra
 /// Number of f32 values of the backward's scratch: lse and delta of each row, partial sums for the gradients of bias, slopes and
 /// score tensors, and `dq_accum`.
 pub(crate) fn scratch_floats(case: Case) -> usize {
-    let problem = case.problem;
-    let columns = if adds_dq(case) { dq_accum_columns(problem.head_dim) } else { 0 };
-    (2 + columns) * stats_rows(problem) + bias_sums_len(problem)
+    2 * stats_rows(case.problem) + dq_accum_len(case) + bias_sums_len(case.problem)
+}
+
+/// Length of `dq_accum` in scratch; 0 if no kernel adds to it.
+fn dq_accum_len(case: Case) -> usize {
+    if adds_dq(case) { dq_accum_shape(case.problem).iter().product() } else { 0 }
+}
+
+/// Shape of `dq_accum` in scratch.
+pub(crate) fn dq_accum_shape(problem: &AttentionProblem) -> [usize; 2] {
+    [stats_rows(problem), dq_accum_columns(problem.head_dim)]
 }
 
 /// Whether blocks of keys add to `dq`, which is then accumulated in f32 scratch.
@@ -294,7 +292,7 @@ pub(crate) fn blocks(problem: &AttentionProblem, rows: usize, tile: usize) -> (u
 
 /// Checks that the device can launch the kernels for several sequences, if there are any: the schedule, and the fill of queries and
 /// of keys.
-pub(crate) fn check_sequences(Case { device, problem }: Case) -> Result<(), AttentionError> {
+pub(crate) fn check_sequences(Case { device, problem }: Case) -> Result<()> {
     let Some(number) = problem.num_sequences() else { return Ok(()) };
     cube_count(device, "schedule", number as u64)?;
     for (rows, heads) in [problem.side(false), problem.side(true)] {
@@ -310,7 +308,7 @@ pub(crate) fn fill_cubes([batches, heads, rows]: [usize; 3]) -> u64 {
 
 /// Checks that the blocks of a block mask, if there is one, consist of whole tiles, and that a kernel of this family can address
 /// its lists.
-pub(crate) fn check_blocks(case: Case, kernel: Kernel, list: ListShape) -> Result<(), AttentionError> {
+pub(crate) fn check_blocks(case: Case, kernel: Kernel, list: ListShape) -> Result<()> {
     let ListShape { rows, columns, .. } = list;
     if case.problem.block_mask.is_none() {
         return Ok(());
@@ -326,7 +324,7 @@ pub(crate) fn check_blocks(case: Case, kernel: Kernel, list: ListShape) -> Resul
 }
 
 /// [`check_blocks`] for every kernel of a backward.
-pub(crate) fn check_backward_blocks(case: Case, tiles: &BackwardTiles) -> Result<(), AttentionError> {
+pub(crate) fn check_backward_blocks(case: Case, tiles: &BackwardTiles) -> Result<()> {
     let fused = tiles.fused.map(Gradient::Hopper);
     let gradients = [(Some(tiles.dq), false), (Some(tiles.dkdv), true), (tiles.dv, true), (fused, true)];
     // The kernels for the gradients of bias, slopes and score tensors use lists of either side.
@@ -335,20 +333,25 @@ pub(crate) fn check_backward_blocks(case: Case, tiles: &BackwardTiles) -> Result
     gradients.chain(portables).try_for_each(|(of, keys)| check_blocks(case, of.kernel(), of.list(keys)))
 }
 
-/// Length of the buffer of these partial sums.
+/// Number of these partial sums of a head.
 pub(crate) fn sums_len(sums: Sums, problem: &AttentionProblem) -> usize {
     match sums {
         Sums::Tile => 0,
-        Sums::Columns => problem.batch * problem.num_heads_q * problem.seq_k,
-        Sums::Rows => problem.rows(),
+        Sums::Columns => problem.seq_k,
+        Sums::Rows => problem.seq_q,
     }
 }
 
-/// Length of the buffer of partial sums that the gradients of bias, slopes and score tensors are folded from, one after the other.
-pub(crate) fn bias_sums_len(problem: &AttentionProblem) -> usize {
-    let of_bias = problem.bias.map_or(0, |shape| sums_len(bias_sums(&shape, problem), problem));
-    let of_slopes = problem.alibi_slopes.map_or(0, |_| sums_len(Sums::Rows, problem));
-    let of_tensors = problem.score_tensors.into_iter().flatten();
-    let of_tensors = of_tensors.map(|shape| sums_len(bias_sums(&shape, problem), problem)).max();
-    of_bias.max(of_slopes).max(of_tensors.unwrap_or(0))
+/// Shape of the partial sums that the gradients of bias, slopes and score tensors are folded from, one after the other; `None` if
+/// there are none.
+pub(crate) fn bias_sums_shape(problem: &AttentionProblem) -> Option<[usize; 3]> {
+    let tensors = problem.score_tensors.into_iter().chain([problem.bias]).flatten();
+    let sums = tensors.map(|shape| bias_sums(&shape, problem)).chain(problem.alibi_slopes.map(|_| Sums::Rows));
+    let length = sums.map(|sums| sums_len(sums, problem)).max()?;
+    Some([problem.batch, problem.num_heads_q, length]).filter(|shape| !shape.contains(&0))
+}
+
+/// Number of these partial sums.
+fn bias_sums_len(problem: &AttentionProblem) -> usize {
+    bias_sums_shape(problem).map_or(0, |shape| shape.iter().product())
 }

@@ -6,7 +6,7 @@
 //!
 //! [`BackwardOrder::Fast`]: crate::BackwardOrder::Fast
 
-use crate::error::AttentionError;
+use crate::error::{AttentionError, Result};
 use crate::launch::{Gradients, Inputs, Saved, Scratch, backward_with, forward_with};
 use crate::problem::{AttentionOptions, AttentionProblem};
 use crate::tensor::TensorView;
@@ -199,8 +199,8 @@ impl Pass {
         problem: &AttentionProblem,
         candidates: Vec<T>,
         name: fn(T, T) -> String,
-        launch: impl Fn(&Client, &AttentionProblem, T) -> Result<(), AttentionError> + Send + Sync + 'static,
-    ) -> Result<T, AttentionError> {
+        launch: impl Fn(&Client, &AttentionProblem, T) -> Result<()> + Send + Sync + 'static,
+    ) -> Result<T> {
         let alone = problem.rows() == 0 || problem.seq_k == 0;
         let (of_call, problem, all) = (client.clone(), *problem, candidates.clone());
         let call = Call {
@@ -214,7 +214,7 @@ impl Pass {
     }
 
     /// Runs the fastest candidate, after timing the candidates if needed. Returns its index.
-    fn run(&'static self, client: &Client, call: Call) -> Result<usize, AttentionError> {
+    fn run(&'static self, client: &Client, call: Call) -> Result<usize> {
         let run = |rank: usize| (call.launch)(rank).map(|()| rank);
         if call.candidates == 1 || cfg!(target_family = "wasm") {
             return run(0);
@@ -319,7 +319,7 @@ struct Call {
     id: ServiceId,
     key: String,
     candidates: usize,
-    launch: Arc<dyn Fn(usize) -> Result<(), AttentionError> + Send + Sync>,
+    launch: Arc<dyn Fn(usize) -> Result<()> + Send + Sync>,
     deadline: Option<Instant>,
 }
 

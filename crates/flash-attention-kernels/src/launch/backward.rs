@@ -2,21 +2,18 @@
 
 mod portable_kernels;
 
-#[cfg(not(feature = "cuda"))]
-use super::not_compiled;
 use super::{Argument, Call, Inputs, Launch, elementwise};
-use crate::error::AttentionError;
+use crate::error::{AttentionError, Result};
 use crate::fragment::Role;
-#[cfg(not(feature = "cuda"))]
-use crate::hopper::BiasTile;
-use crate::hopper::dq_accum_columns;
 use crate::mods::TENSORS;
 use crate::portable::dbias::Sums;
 use crate::portable::nothing;
 use crate::problem::{AttentionProblem, BackwardOrder};
 use crate::score::Factor;
 use crate::tensor::TensorView;
-use crate::tiling::{self, BackwardTiles, BiasGradient, Case, Device, Gradient};
+#[cfg(not(feature = "cuda"))]
+use crate::tiling::NOT_COMPILED;
+use crate::tiling::{self, BackwardTiles, BiasGradient, Case, Device, Gradient, HopperGradient};
 use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -107,20 +104,14 @@ pub struct Scratch {
 impl Scratch {
     /// Allocates the scratch that the problem needs on this device.
     pub fn empty(client: &Client, problem: &AttentionProblem) -> Self {
-        let rows = tiling::stats_rows(problem);
-        let len = tiling::bias_sums_len(problem);
-        let heads = problem.batch * problem.num_heads_q;
-        let bias_sums = (len > 0).then(|| {
-            let shape = [problem.batch, problem.num_heads_q, len / heads];
-            TensorView::contiguous(client.empty(4 * len), shape)
-        });
         // Reading the device's properties takes time, too.
         let fast = problem.options.backward_order == BackwardOrder::Fast;
-        let dq_accum = (fast && tiling::adds_dq(Case { device: &Device::of(client), problem })).then(|| {
-            let columns = dq_accum_columns(problem.head_dim);
-            TensorView::contiguous(client.empty(4 * (rows * columns).max(1)), [rows, columns])
-        });
-        Scratch { stats: TensorView::contiguous(client.empty(8 * rows.max(1)), [2, rows]), bias_sums, dq_accum }
+        let adds_dq = fast && tiling::adds_dq(Case { device: &Device::of(client), problem });
+        Scratch {
+            stats: TensorView::empty_words(client, [2, tiling::stats_rows(problem)]),
+            bias_sums: tiling::bias_sums_shape(problem).map(|shape| TensorView::empty_words(client, shape)),
+            dq_accum: adds_dq.then(|| TensorView::empty_words(client, tiling::dq_accum_shape(problem))),
+        }
     }
 }
 
@@ -153,37 +144,6 @@ impl<'a> Results<'a> {
     }
 }
 
-/// A prepared launch of a kernel of the backward.
-pub(super) enum Prepared<'a> {
-    /// Of a kernel that reads tensors as they are, and `lse` and delta in the layout of [`Backward::delta`].
-    Direct(Launch<'a>),
-    /// Of a kernel of [tensor cores](super::tensor_core), which has its own layout of them.
-    #[cfg(feature = "cuda")]
-    TensorCore(super::tensor_core::GradientLaunch<'a>),
-}
-
-/// The tiles of a family's backward.
-pub(super) trait GradientKernel {
-    /// Prepares the launch that computes these results: finds everything that can fail.
-    fn prepare<'a>(self, backward: Backward<'a>, results: Results<'a>) -> Result<Prepared<'a>, AttentionError>;
-}
-
-impl GradientKernel for Gradient {
-    fn prepare<'a>(self, backward: Backward<'a>, results: Results<'a>) -> Result<Prepared<'a>, AttentionError> {
-        match self {
-            Gradient::Portable(tile) => tile.prepare(backward, results),
-            Gradient::Matrix(tile) => tile.prepare(backward, results),
-            Gradient::Rows(tile) => tile.prepare(backward, results),
-            #[cfg(feature = "cuda")]
-            Gradient::Hopper(tiles) => tiles.prepare(backward, results),
-            #[cfg(feature = "cuda")]
-            Gradient::Mma(tiles) => tiles.prepare(backward, results),
-            #[cfg(not(feature = "cuda"))]
-            Gradient::Hopper(_) | Gradient::Mma(_) => Err(not_compiled(self.kernel())),
-        }
-    }
-}
-
 /// Values that the launches of a backward share.
 #[derive(Clone, Copy)]
 pub(super) struct Backward<'a> {
@@ -195,9 +155,9 @@ pub(super) struct Backward<'a> {
 }
 
 impl Gradients {
-    /// Whether all gradients of `q`, `k` and `v` are requested.
-    fn all_inputs(&self) -> bool {
-        self.dq.is_some() && self.dk.is_some() && self.dv.is_some()
+    /// The kernel that computes all gradients of `q`, `k` and `v`, if there is one and all are requested.
+    fn fused(&self, tiles: &BackwardTiles) -> Option<HopperGradient> {
+        tiles.fused.filter(|_| self.dq.is_some() && self.dk.is_some() && self.dv.is_some())
     }
 
     /// Requested gradients of tensors of the inputs' dtype.
@@ -224,7 +184,7 @@ impl Gradients {
     /// The results of each launch, with its kernel.
     fn launches(&self, tiles: &BackwardTiles) -> Vec<(Results<'_>, Gradient)> {
         let (dq, dk, dv) = (self.dq.as_ref(), self.dk.as_ref(), self.dv.as_ref());
-        if let Some(fused) = tiles.fused.filter(|_| self.all_inputs()) {
+        if let Some(fused) = self.fused(tiles) {
             return vec![(Results { dq, dk, dv }, Gradient::Hopper(fused))];
         }
         let none = Results::default();
@@ -238,13 +198,7 @@ impl Gradients {
 }
 
 impl Call<'_> {
-    fn backward(
-        &self,
-        saved: &Saved,
-        gradients: &Gradients,
-        scratch: &Scratch,
-        tiles: BackwardTiles,
-    ) -> Result<(), AttentionError> {
+    fn backward(&self, saved: &Saved, gradients: &Gradients, scratch: &Scratch, tiles: BackwardTiles) -> Result<()> {
         let addresses = self.validate_backward(saved, gradients, scratch, &tiles)?;
         let backward = Backward { call: self, saved, scratch, addresses };
         let launches = if gradients.is_empty() {
@@ -265,13 +219,12 @@ impl Call<'_> {
         gradients: &Gradients,
         scratch: &Scratch,
         tiles: &BackwardTiles,
-    ) -> Result<AddressType, AttentionError> {
+    ) -> Result<AddressType> {
         let (p, size) = (self.problem, self.problem.dtype.size());
-        let fused = tiles.fused.is_some() && gradients.all_inputs();
-        let (sums, len) = (gradients.are_summed(), tiling::bias_sums_len(p));
-        let bias_sums = scratch.bias_sums.as_ref().filter(|_| sums && len > 0);
+        let fused = gradients.fused(tiles).is_some();
+        let sums = tiling::bias_sums_shape(p).filter(|_| gradients.are_summed());
+        let bias_sums = scratch.bias_sums.as_ref().filter(|_| sums.is_some());
         let dq_accum = scratch.dq_accum.as_ref().filter(|_| fused);
-        let (rows, columns) = (tiling::stats_rows(p), dq_accum_columns(p.head_dim));
         let [dscore_a, dscore_b] = &gradients.dscore_tensors;
         let saved = [
             Argument::new("o", &saved.o, Some(p.o_shape()), size),
@@ -287,20 +240,15 @@ impl Call<'_> {
             Argument::new("dbias", &gradients.dbias, p.bias, size),
             Argument::new("dscore_tensors[0]", dscore_a, p.score_tensors[0], 4),
             Argument::new("dscore_tensors[1]", dscore_b, p.score_tensors[1], 4),
-            Argument::new("stats", &scratch.stats, Some([2, rows]), 4),
+            Argument::new("stats", &scratch.stats, Some([2, tiling::stats_rows(p)]), 4),
             Argument::new("dalibi_slopes", &gradients.dalibi_slopes, p.alibi_slopes, 4),
             Argument::new("dsinks", &gradients.dsinks, p.sinks.then_some([p.num_heads_q]), 4),
-            Argument::new(
-                "bias_sums",
-                bias_sums,
-                Some([p.batch, p.num_heads_q, len / (p.batch * p.num_heads_q).max(1)]),
-                4,
-            ),
-            Argument::new("dq_accum", dq_accum, Some([rows, columns]), 4),
+            Argument::new("bias_sums", bias_sums, sums, 4),
+            Argument::new("dq_accum", dq_accum, Some(tiling::dq_accum_shape(p)), 4),
         ];
         written.iter().try_for_each(|argument| argument.check_output(self.device))?;
         let missing = |option, why| Err(AttentionError::Unsupported { option, value: "none".into(), why });
-        if sums && len > 0 && bias_sums.is_none() {
+        if sums.is_some() && bias_sums.is_none() {
             let why = "gradients of slopes and of what is broadcast are folded from sums; allocate with Scratch::empty";
             return missing("scratch.bias_sums", why);
         }
@@ -314,7 +262,7 @@ impl Call<'_> {
 
 impl<'a> Backward<'a> {
     /// Prepares the launches without queries or without keys. Gradients are zeros, except for sinks, which queries attend to.
-    fn of_nothing(self, gradients: &'a Gradients) -> Result<Vec<Launch<'a>>, AttentionError> {
+    fn of_nothing(self, gradients: &'a Gradients) -> Result<Vec<Launch<'a>>> {
         let Backward { call, addresses, .. } = self;
         let without_rows = call.problem.rows() == 0;
         let dsinks = gradients.dsinks.as_ref();
@@ -337,16 +285,33 @@ impl<'a> Backward<'a> {
     }
 
     /// Prepares all launches, in their order: finds everything that can fail, before anything is launched.
-    fn prepare(self, gradients: &'a Gradients, tiles: &BackwardTiles) -> Result<Vec<Launch<'a>>, AttentionError> {
+    fn prepare(self, gradients: &'a Gradients, tiles: &BackwardTiles) -> Result<Vec<Launch<'a>>> {
         let Backward { call, .. } = self;
         let p = call.problem;
         tiling::check_backward_blocks(call.case(), tiles)?;
-        let mut prepared = Vec::new();
+        // Kernels of tensor cores have their own layout of `lse` and delta, in the same scratch as the others. They come last.
+        let mut launches = Vec::new();
+        #[cfg(feature = "cuda")]
+        let mut tensor_core = Vec::new();
         for (results, kernel) in gradients.launches(tiles) {
-            prepared.push(kernel.prepare(self, results)?);
+            match kernel {
+                Gradient::Portable(tile) => launches.push(tile.gradient(self, results)?),
+                Gradient::Matrix(tile) => launches.push(tile.gradient(self, results)?),
+                Gradient::Rows(tile) => launches.push(tile.gradient(self, results)?),
+                #[cfg(feature = "cuda")]
+                Gradient::Hopper(tiles) => tensor_core.push(tiles.gradient(self, results)?),
+                #[cfg(feature = "cuda")]
+                Gradient::Mma(tiles) => tensor_core.push(tiles.gradient(self, results)?),
+                #[cfg(not(feature = "cuda"))]
+                Gradient::Hopper(_) | Gradient::Mma(_) => return Err(kernel.kernel().unavailable(NOT_COMPILED.into())),
+            }
         }
-        if let (Some(dbias), BiasGradient::Hopper(tile)) = (&gradients.dbias, tiles.dbias) {
-            prepared.push(self.dbias_hopper(dbias, tile)?);
+        match (&gradients.dbias, tiles.dbias) {
+            #[cfg(feature = "cuda")]
+            (Some(dbias), BiasGradient::Hopper(tile)) => tensor_core.push(self.dbias_hopper(dbias, tile)?),
+            #[cfg(not(feature = "cuda"))]
+            (Some(_), of @ BiasGradient::Hopper(_)) => return Err(of.kernel().unavailable(NOT_COMPILED.into())),
+            _ => {}
         }
         let of_bias_tile = tiles.dbias.portable();
         let [score_a, score_b] = &gradients.dscore_tensors;
@@ -363,12 +328,18 @@ impl<'a> Backward<'a> {
             let why = "a gradient is asked for that takes a kernel";
             let tile = tile.ok_or(AttentionError::Unsupported { option, value: "none".into(), why })?;
             let blueprint = tiling::blueprint_beside(tiles.dq.kernel(), p, tile, factor);
-            prepared.push(self.dbias(option.trim_start_matches("tiles."), view, sums, blueprint)?);
+            launches.push(self.dbias(option.trim_start_matches("tiles."), view, sums, blueprint)?);
         }
         if let Some(view) = &gradients.dsinks {
-            prepared.push(Prepared::Direct(self.dsinks(view)?));
+            launches.push(self.dsinks(view)?);
         }
-        let mut launches = self.in_order(prepared, tiles.fused.is_some() && gradients.all_inputs())?;
+        if !launches.is_empty() {
+            launches.insert(0, self.delta()?);
+        }
+        #[cfg(feature = "cuda")]
+        if !tensor_core.is_empty() {
+            launches.push(self.tensor_core(tensor_core, gradients.fused(tiles).is_some())?);
+        }
         launches.push(Box::new(move || {
             for (view, keys) in [(&gradients.dq, false), (&gradients.dk, true), (&gradients.dv, true)] {
                 if let Some(view) = view {
@@ -377,34 +348,5 @@ impl<'a> Backward<'a> {
             }
         }));
         Ok(launches)
-    }
-
-    /// The launches of kernels that read tensors as they are, after their delta, then those of tensor cores, after theirs: both
-    /// deltas are in the same scratch. With `fused`, a kernel adds to `dq_accum`.
-    #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "no kernel of tensor cores adds"))]
-    fn in_order(self, prepared: Vec<Prepared<'a>>, fused: bool) -> Result<Vec<Launch<'a>>, AttentionError> {
-        let mut direct = Vec::new();
-        #[cfg(feature = "cuda")]
-        let mut tensor_core = Vec::new();
-        for launch in prepared {
-            match launch {
-                Prepared::Direct(launch) => direct.push(launch),
-                #[cfg(feature = "cuda")]
-                Prepared::TensorCore(launch) => tensor_core.push(launch),
-            }
-        }
-        if !direct.is_empty() {
-            direct.insert(0, self.delta()?);
-        }
-        #[cfg(feature = "cuda")]
-        if !tensor_core.is_empty() {
-            direct.push(self.tensor_core(tensor_core, fused)?);
-        }
-        Ok(direct)
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    fn dbias_hopper(self, _: &TensorView, tile: BiasTile) -> Result<Prepared<'a>, AttentionError> {
-        Err(not_compiled(BiasGradient::Hopper(tile).kernel()))
     }
 }

@@ -40,16 +40,8 @@ pub fn dropout_kept(
     let (count, dim) = elementwise(&device, "dropout_kept", kept.len())?;
     let rate = problem.options.dropout;
     let launch = DropoutLaunch::new(Some(seed.arg()).into(), dropout::threshold(rate), dropout::factor(rate));
+    let addresses = AddressType::from_len(kept.span() as usize);
     // SAFETY: views have been checked against their buffers.
-    unsafe {
-        write_kept::launch_unchecked(
-            client,
-            count,
-            dim,
-            AddressType::from_len(kept.span() as usize),
-            kept.arg(),
-            launch,
-        )
-    };
+    unsafe { write_kept::launch_unchecked(client, count, dim, addresses, kept.arg(), launch) };
     Ok(())
 }

@@ -1,8 +1,6 @@
 //! Launch of the forward.
 
-#[cfg(not(feature = "cuda"))]
-use super::not_compiled;
-use super::{Argument, Call, Inputs, Launch, elementwise};
+use super::{Argument, Call, Inputs, elementwise};
 use crate::error::AttentionError;
 use crate::portable::nothing;
 use crate::problem::AttentionProblem;
@@ -62,15 +60,15 @@ pub fn forward_with(
     tiling::check_blocks(call.case(), kernel.kernel(), kernel.list(false))?;
     let outputs = Outputs { o, lse, addresses };
     let launch = match kernel {
-        Forward::Portable(tile) => tile.prepare_forward(&call, outputs),
-        Forward::Matrix(tile) => tile.prepare_forward(&call, outputs),
-        Forward::Rows(tile) => tile.prepare_forward(&call, outputs),
+        Forward::Portable(tile) => tile.forward(&call, outputs),
+        Forward::Matrix(tile) => tile.forward(&call, outputs),
+        Forward::Rows(tile) => tile.forward(&call, outputs),
         #[cfg(feature = "cuda")]
-        Forward::Hopper(tiles) => tiles.prepare_forward(&call, outputs),
+        Forward::Hopper(tiles) => tiles.forward(&call, outputs),
         #[cfg(feature = "cuda")]
-        Forward::Mma(tiles) => tiles.prepare_forward(&call, outputs),
+        Forward::Mma(tiles) => tiles.forward(&call, outputs),
         #[cfg(not(feature = "cuda"))]
-        Forward::Hopper(_) | Forward::Mma(_) => Err(not_compiled(kernel.kernel())),
+        Forward::Hopper(_) | Forward::Mma(_) => Err(kernel.kernel().unavailable(tiling::NOT_COMPILED.into())),
     }?;
     launch();
     call.fill(o, Some(lse), false);
@@ -86,10 +84,4 @@ pub(super) struct Outputs<'a> {
     pub lse: &'a TensorView<3>,
     /// The address type that reaches every element of inputs and outputs.
     pub addresses: AddressType,
-}
-
-/// The tiles of a family's forward.
-pub(super) trait ForwardKernel {
-    /// Prepares the launch that computes `o` and `lse`: finds everything that can fail.
-    fn prepare_forward<'a>(self, call: &'a Call<'a>, outputs: Outputs<'a>) -> Result<Launch<'a>, AttentionError>;
 }

@@ -1,49 +1,41 @@
 //! Launch of the kernels with `mma.sync`.
 
-use super::backward::{Backward, GradientKernel, Prepared, Results};
-use super::forward::{ForwardKernel, Outputs};
-use super::sequences::Blocks;
-use super::tensor_core::{self, VECTOR_BYTES, Work, rows_arg, rows_in, rows_out, sides, source_sides, stride};
+use super::backward::{Backward, Results};
+use super::forward::Outputs;
+use super::tensor_core::{
+    self, GradientLaunch, VECTOR_BYTES, Work, rows_arg, rows_in, rows_out, sides, source_sides, stride,
+};
 use super::{Call, Launch};
-use crate::error::AttentionError;
+use crate::error::Result;
 use crate::fragment::Role;
 use crate::mma::{MmaBlueprint, forward, gradient};
 use crate::tensor_core::{LseOutLaunch, OutputsLaunch, SourcesLaunch};
-use crate::tiling::{self, Kernel, MmaTiles};
+use crate::tiling::{self, Gradient, Kernel, MmaTiles};
 use cubecl::prelude::*;
 
 impl Call<'_> {
     /// Blueprint, work tiles and grid of a kernel, or an error if it cannot run with these tiles.
-    fn mma(
-        &self,
-        role: Role,
-        tiles: MmaTiles,
-        bindings: usize,
-    ) -> Result<(MmaBlueprint, Work, CubeCount), AttentionError> {
+    fn mma(&self, role: Role, tiles: MmaTiles, bindings: usize) -> Result<(MmaBlueprint, Work, CubeCount)> {
         tiling::mma::check(self.case(), role, tiles).map_err(|why| Kernel::Mma.unavailable(why))?;
         self.case().check_bindings(role.kernel(), bindings)?;
         let MmaTiles { tile, head_group } = tiles;
         let scores = self.plain_blueprint(role, tile.tile(), false);
         let blueprint = MmaBlueprint { tile, scores, products: tiling::mma::products(self.problem) };
-        let work = self.work(role, (tile.tile_q(), tile.tile_k), head_group, 1, 0)?;
+        let work = self.work(role, Gradient::Mma(tiles).list(role.is_transposed()), head_group, 1, 0)?;
         let count = tiling::cube_count(self.device, role.kernel(), work.scheduler.num_tiles as u64)?;
         Ok((blueprint, work, count))
     }
 }
 
-impl ForwardKernel for MmaTiles {
-    fn prepare_forward<'a>(
-        self,
-        call: &'a Call<'a>,
-        Outputs { o, lse, .. }: Outputs<'a>,
-    ) -> Result<Launch<'a>, AttentionError> {
-        let tile = self.tile;
+impl MmaTiles {
+    /// Prepares the launch that computes `o` and `lse`: finds everything that can fail.
+    pub(super) fn forward<'a>(self, call: &'a Call<'a>, Outputs { o, lse, .. }: Outputs<'a>) -> Result<Launch<'a>> {
         let (blueprint, work, count) = call.mma(Role::Forward, self, 5)?;
         let ([q, k, v], o) = (call.aligned_inputs()?, call.aligned(o)?);
         Ok(Box::new(move || {
             let [q, k, v] = [q, k, v].map(|source| source.read(call));
             let out = o.write(call, false);
-            let route = call.route(Blocks::Queries, tile.tile_q(), tile.tile_k);
+            let route = call.route_in_order(work.list);
             let size = call.problem.dtype.size();
             let (bias_width, mask_width) = call.pair_widths(false);
             // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
@@ -51,7 +43,7 @@ impl ForwardKernel for MmaTiles {
                 forward::forward::launch_unchecked(
                     call.client,
                     count,
-                    CubeDim::new_1d(tile.units() as u32),
+                    CubeDim::new_1d(self.tile.units() as u32),
                     call.addresses(&[&q, &k, &v, &out, lse]).max(route.addresses()),
                     VECTOR_BYTES / size,
                     bias_width,
@@ -67,18 +59,15 @@ impl ForwardKernel for MmaTiles {
             o.finish(call, &out);
         }))
     }
-}
 
-impl GradientKernel for MmaTiles {
-    fn prepare<'a>(self, backward: Backward<'a>, results: Results<'a>) -> Result<Prepared<'a>, AttentionError> {
+    /// Prepares the launch that computes these results: finds everything that can fail.
+    pub(super) fn gradient<'a>(self, backward: Backward<'a>, results: Results<'a>) -> Result<GradientLaunch<'a>> {
         let Backward { call, scratch, .. } = backward;
-        let (tile, role) = (self.tile, results.role());
-        let (blueprint, work, count) = call.mma(role, self, 7)?;
+        let (blueprint, work, count) = call.mma(results.role(), self, 7)?;
         let outputs = backward.outputs(&results)?;
-        Ok(Prepared::TensorCore(Box::new(move |sources| {
-            let keys = role.is_transposed();
-            let of = if keys { Blocks::KeysTurned } else { Blocks::Queries };
-            let route = call.route(of, tile.tile_q(), tile.tile_k);
+        Ok(Box::new(move |sources| {
+            let keys = work.list.keys;
+            let route = call.route_in_order(work.list);
             let (size, written) = (call.problem.dtype.size(), outputs.write(call));
             let (bias_width, mask_width) = call.pair_widths(keys);
             let ([q, k, v, dout], [dqk, dv]) = (sources, &written);
@@ -87,7 +76,7 @@ impl GradientKernel for MmaTiles {
                 gradient::gradient::launch_unchecked(
                     call.client,
                     count,
-                    CubeDim::new_1d(tile.units() as u32),
+                    CubeDim::new_1d(self.tile.units() as u32),
                     call.addresses(&[q, k, v, dout, dqk, dv, &scratch.stats]).max(route.addresses()),
                     VECTOR_BYTES / size,
                     bias_width,
@@ -102,6 +91,6 @@ impl GradientKernel for MmaTiles {
                 );
             }
             outputs.finish(call, &written);
-        })))
+        }))
     }
 }

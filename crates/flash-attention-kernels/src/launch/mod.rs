@@ -22,7 +22,7 @@ pub use forward::{forward, forward_with};
 pub use route::BlockLists;
 
 use crate::dropout::seed;
-use crate::error::AttentionError;
+use crate::error::{AttentionError, Result};
 use crate::fragment::GridLaunch;
 use crate::mods::TENSORS;
 use crate::problem::{AttentionProblem, MASK_TENSORS, SCORE_TENSORS, agree};
@@ -40,16 +40,6 @@ pub enum MaskStorage {
     U8,
     /// Four bytes per element, for devices without 8-bit storage.
     U32,
-}
-
-impl MaskStorage {
-    /// Bytes of an element.
-    fn size(self) -> usize {
-        match self {
-            MaskStorage::U8 => 1,
-            MaskStorage::U32 => 4,
-        }
-    }
 }
 
 /// A boolean mask: `[batch | 1, num_heads_q | 1, seq_q | 1, seq_k | 1]`, true hides.
@@ -164,7 +154,7 @@ impl Inputs {
     /// Those that hide pairs, except the block mask.
     fn masks(&self, p: &AttentionProblem) -> [Argument<'_>; 3] {
         let [mask_a, mask_b] = &self.mask_tensors;
-        let size = self.mask.as_ref().map_or(0, |mask| mask.storage.size());
+        let size = self.mask_type().size();
         [
             Argument::new("mask", self.mask.as_ref().map(|mask| &mask.tensor), p.mask, size),
             Argument::new(MASK_TENSORS[0], mask_a, p.mask_tensors[0], 4),
@@ -203,7 +193,7 @@ impl<'a> Argument<'a> {
     }
 
     /// Checks an input: that the tensor is given if and only if the problem states it, with the stated shape.
-    fn check(&self, device: &Device) -> Result<(), AttentionError> {
+    fn check(&self, device: &Device) -> Result<()> {
         match (self.view, self.stated) {
             (None, None) => Ok(()),
             (Some(view), Some(shape)) => self.check_view(device, view, shape),
@@ -217,7 +207,7 @@ impl<'a> Argument<'a> {
     }
 
     /// Checks an output, if it is given: also that no two indices reach the same element.
-    fn check_output(&self, device: &Device) -> Result<(), AttentionError> {
+    fn check_output(&self, device: &Device) -> Result<()> {
         let Some(view) = self.view else { return Ok(()) };
         self.check_view(device, view, self.stated.unwrap_or([0; 4]))?;
         if view.overlaps_itself() {
@@ -229,7 +219,7 @@ impl<'a> Argument<'a> {
     }
 
     /// Checks a tensor's shape, that the device can address every element, and that the buffer holds every element.
-    fn check_view(&self, device: &Device, view: &dyn AnyView, expected: [usize; 4]) -> Result<(), AttentionError> {
+    fn check_view(&self, device: &Device, view: &dyn AnyView, expected: [usize; 4]) -> Result<()> {
         const NAMES: [&str; 4] = ["dimension 0", "dimension 1", "dimension 2", "dimension 3"];
         let (argument, (shape, strides)) = (self.name, view.layout());
         for dim in 0..shape.len() {
@@ -266,12 +256,7 @@ struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
-    fn new(
-        client: &'a Client,
-        device: &'a Device,
-        problem: &'a AttentionProblem,
-        inputs: &'a Inputs,
-    ) -> Result<Self, AttentionError> {
+    fn new(client: &'a Client, device: &'a Device, problem: &'a AttentionProblem, inputs: &'a Inputs) -> Result<Self> {
         problem.validate()?;
         tiling::check_dtype(device, problem.dtype)?;
         inputs.arguments(problem).try_for_each(|argument| argument.check(device))?;
@@ -294,32 +279,21 @@ impl<'a> Call<'a> {
     }
 
     /// A grid with one thread block for each block of `rows` queries, or keys if `keys`.
-    fn rows_grid(
-        &self,
-        kernel: &'static str,
-        rows: usize,
-        keys: bool,
-    ) -> Result<(GridLaunch, CubeCount), AttentionError> {
+    fn rows_grid(&self, kernel: &'static str, rows: usize, keys: bool) -> Result<(GridLaunch, CubeCount)> {
         let (length, heads) = self.problem.side(keys);
         let (blocks, batches) = tiling::blocks(self.problem, length, rows);
         self.grid(kernel, [blocks, heads, batches])
     }
 
-    fn grid(&self, kernel: &'static str, sizes: [usize; 3]) -> Result<(GridLaunch, CubeCount), AttentionError> {
+    fn grid(&self, kernel: &'static str, sizes: [usize; 3]) -> Result<(GridLaunch, CubeCount)> {
         let count = tiling::cube_count(self.device, kernel, sizes.iter().map(|n| *n as u64).product())?;
         let [blocks, heads, batches] = sizes.map(|n| n as u32);
         Ok((GridLaunch::new(blocks, heads, batches, self.problem.group_size() as u32), count))
     }
 }
 
-/// The error for kernels that only the feature `cuda` compiles.
-#[cfg(not(feature = "cuda"))]
-fn not_compiled(kernel: tiling::Kernel) -> AttentionError {
-    kernel.unavailable(tiling::NOT_COMPILED.into())
-}
-
 /// A grid with one thread for each element, in thread blocks of 256 threads, or as many as the device allows.
-fn elementwise(device: &Device, kernel: &'static str, len: usize) -> Result<(CubeCount, CubeDim), AttentionError> {
+fn elementwise(device: &Device, kernel: &'static str, len: usize) -> Result<(CubeCount, CubeDim)> {
     let units = device.units.min(256);
     let count = tiling::cube_count(device, kernel, len.div_ceil(units) as u64)?;
     Ok((count, CubeDim::new_1d(units as u32)))

@@ -1,7 +1,6 @@
 //! Blocks and tiles that a kernel visits: launches the kernels that list the tiles of a block mask, and caches the lists.
 
 use super::Call;
-use super::sequences::Blocks;
 use crate::blocks::{BlockStatesLaunch, UNITS, list, order};
 use crate::mask::Band;
 use crate::problem::BlockMask;
@@ -114,24 +113,23 @@ impl BlockLists {
 }
 
 impl Call<'_> {
-    /// The route of a kernel with blocks of `rows` rows and tiles of `columns` columns.
-    pub(super) fn route(&self, of: Blocks, rows: usize, columns: usize) -> Route {
-        Route { schedule: self.schedule(of, rows), lists: self.lists(of, rows, columns, false) }
+    /// The route of a kernel with these blocks and tiles. `transposed`: its band is transposed if rows are keys.
+    pub(super) fn route(&self, list: ListShape, transposed: bool) -> Route {
+        Route { schedule: self.schedule(list.keys, transposed, list.rows), lists: self.lists(list, false) }
     }
 
-    /// The route of a kernel that takes blocks in the order of [`order()`], as Hopper kernels do. Several sequences have their
-    /// own order in the schedule.
+    /// The route of a kernel of tensor cores, whose band is transposed if rows are keys. It takes blocks in the order of
+    /// [`order()`], if there is a block mask. Several sequences have their own order in the schedule.
     #[cfg(feature = "cuda")]
-    pub(super) fn route_in_order(&self, of: Blocks, rows: usize, columns: usize) -> Route {
-        let schedule = self.schedule(of, rows);
-        let ordered = schedule.is_none();
-        Route { schedule, lists: self.lists(of, rows, columns, ordered) }
+    pub(super) fn route_in_order(&self, list: ListShape) -> Route {
+        let schedule = self.schedule(list.keys, true, list.rows);
+        let lists = self.lists(list, schedule.is_none());
+        Route { schedule, lists }
     }
 
     /// The lists of visited tiles, if there is a block mask.
-    pub(super) fn lists(&self, of: Blocks, rows: usize, columns: usize, ordered: bool) -> Option<TensorView> {
+    pub(super) fn lists(&self, list: ListShape, ordered: bool) -> Option<TensorView> {
         let p = self.problem;
-        let list = ListShape { keys: of != Blocks::Queries, rows, columns };
         let (states, mask, shape) = (self.inputs.block_mask.clone()?, p.block_mask?, list.shape(p)?);
         let of = Origin { states, mask, band: p.band(), list, ordered };
         Some(if p.is_varlen() {
@@ -146,7 +144,7 @@ impl Call<'_> {
         let [batch, heads, blocks, _] = shape;
         // The check of the tiles has shown that the device can launch as many.
         let cubes = |number: usize| tiling::grid(self.device, number as u64);
-        let lists = TensorView::contiguous(self.client.empty(4 * shape.iter().product::<usize>()), shape);
+        let lists = TensorView::empty_words(self.client, shape);
         let addresses = self.addresses(&[&lists]);
         let units = CubeDim::new_1d(UNITS as u32);
         // SAFETY: the states have been checked against their buffer. The lists have room for every tile and for the number of

@@ -6,26 +6,14 @@ use crate::tensor::{AnyView, TensorView};
 use crate::tiling;
 use cubecl::prelude::*;
 
-/// The blocks that a schedule lists.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Blocks {
-    /// Blocks of queries.
-    Queries,
-    /// Blocks of keys.
-    Keys,
-    /// Blocks of keys, for a kernel whose band is transposed.
-    KeysTurned,
-}
-
 impl Call<'_> {
-    /// The schedule of blocks of `tile` rows, if there are several sequences.
-    pub(super) fn schedule(&self, of: Blocks, tile: usize) -> Option<TensorView<1>> {
-        let p = self.problem;
-        let sequences = p.num_sequences()?;
-        let rows = if of == Blocks::Queries { p.seq_q } else { p.seq_k };
-        let (capacity, _) = tiling::blocks(p, rows, tile);
-        let len = HEADER + WORDS * capacity;
-        let list = TensorView::contiguous(self.client.empty(4 * len), [len]);
+    /// The schedule of blocks of `tile` queries, or of keys if `keys`, if there are several sequences. `transposed`: for a kernel of
+    /// keys whose band is transposed.
+    pub(super) fn schedule(&self, keys: bool, transposed: bool, tile: usize) -> Option<TensorView<1>> {
+        let sequences = self.problem.num_sequences()?;
+        let (rows, _) = self.problem.side(keys);
+        let (capacity, _) = tiling::blocks(self.problem, rows, tile);
+        let list = TensorView::empty_words(self.client, [HEADER + WORDS * capacity]);
         // SAFETY: bounds have been checked against their buffers. The kernel clips positions to the tensors, and the list to its
         // length.
         unsafe {
@@ -38,9 +26,9 @@ impl Call<'_> {
                 list.arg(),
                 tile as u32,
                 capacity as u32,
-                of != Blocks::Queries,
-                of == Blocks::Queries,
-                of == Blocks::Keys,
+                keys,
+                !keys,
+                keys && !transposed,
             );
         }
         Some(list)
@@ -93,16 +81,7 @@ impl Call<'_> {
         let (p, inputs) = (self.problem, self.inputs);
         let [cu_q, cu_k, lens_q, lens_k] =
             [&inputs.cu_seqlens_q, &inputs.cu_seqlens_k, &inputs.seq_lens_q, &inputs.seq_lens_k]
-                .map(|view| view.as_ref().map(|view| view.arg()));
-        BoundsLaunch::new(
-            cu_q.into(),
-            cu_k.into(),
-            lens_q.into(),
-            lens_k.into(),
-            sequences as u32,
-            p.batch as u32,
-            p.seq_q as u32,
-            p.seq_k as u32,
-        )
+                .map(|view| view.as_ref().map(|view| view.arg()).into());
+        BoundsLaunch::new(cu_q, cu_k, lens_q, lens_k, sequences as u32, p.batch as u32, p.seq_q as u32, p.seq_k as u32)
     }
 }

@@ -4,7 +4,7 @@
 use super::backward::{Backward, Results};
 use super::route::Route;
 use super::{Call, Inputs, Launch};
-use crate::error::AttentionError;
+use crate::error::{AttentionError, Result};
 use crate::fragment::{Role, ScoresLaunch};
 use crate::hopper;
 use crate::mask::Band;
@@ -13,7 +13,7 @@ use crate::tensor_core::{
     Blueprint, DeltaBlueprint, GradientOutputsLaunch, HopperTile, Rows, RowsInLaunch, RowsOutLaunch, SourceSideLaunch,
     SourceSidesLaunch, StrideLaunch, TileScheduler, delta,
 };
-use crate::tiling::{self, cube_count, stats_multiple, stats_rows};
+use crate::tiling::{self, ListShape, cube_count, stats_multiple, stats_rows};
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
 
@@ -108,6 +108,8 @@ pub(super) fn sides([q, k, v, dout]: &Sources, keys: bool) -> [[&TensorView; 2];
 
 /// Work tiles of a kernel.
 pub(super) struct Work {
+    /// Blocks of rows and tiles of columns.
+    pub list: ListShape,
     /// The band of the kernel's rows.
     pub band: Band,
     /// The numbering of the tiles.
@@ -116,18 +118,14 @@ pub(super) struct Work {
 
 impl<'a> Backward<'a> {
     /// Prepares the outputs of a gradient kernel.
-    pub(super) fn outputs(&self, results: &Results<'a>) -> Result<Outputs<'a>, AttentionError> {
+    pub(super) fn outputs(&self, results: &Results<'a>) -> Result<Outputs<'a>> {
         let aligned = |view: Option<&'a TensorView>| view.map(|view| self.call.aligned(view)).transpose();
         let keys = results.role().is_transposed();
         Ok(Outputs { dqk: aligned(results.dk.or(results.dq))?, dv: aligned(results.dv)?, keys })
     }
 
     /// Prepares copies of the inputs and delta, which these kernels follow. With `fused`, one of them adds to `dq_accum`.
-    pub(super) fn tensor_core(
-        self,
-        kernels: Vec<GradientLaunch<'a>>,
-        fused: bool,
-    ) -> Result<Launch<'a>, AttentionError> {
+    pub(super) fn tensor_core(self, kernels: Vec<GradientLaunch<'a>>, fused: bool) -> Result<Launch<'a>> {
         let Backward { call, saved, scratch, .. } = self;
         let [q, k, v] = call.aligned_inputs()?;
         let (o, dout) = (call.aligned(&saved.o)?, call.aligned(&saved.dout)?);
@@ -168,7 +166,7 @@ impl<'a> Backward<'a> {
 
 impl Call<'_> {
     /// Prepares access to a tensor in vectors of 16 bytes.
-    pub(super) fn aligned<'a>(&self, view: &'a TensorView) -> Result<Aligned<'a>, AttentionError> {
+    pub(super) fn aligned<'a>(&self, view: &'a TensorView) -> Result<Aligned<'a>> {
         if is_aligned(view, self.problem.dtype.size()) {
             return Ok(Aligned { view, copy: None });
         }
@@ -180,30 +178,30 @@ impl Call<'_> {
     }
 
     /// [`aligned`](Self::aligned) for `q`, `k` and `v`.
-    pub(super) fn aligned_inputs(&self) -> Result<[Aligned<'_>; 3], AttentionError> {
+    pub(super) fn aligned_inputs(&self) -> Result<[Aligned<'_>; 3]> {
         let Inputs { q, k, v, .. } = self.inputs;
         Ok([self.aligned(q)?, self.aligned(k)?, self.aligned(v)?])
     }
 
-    /// Work tiles of `tile_q` rows for a kernel of this role, in head groups of `head_group` heads and `num_splits` splits of the
-    /// keys. `spare` is how far thread blocks count past the last tile.
+    /// Work tiles of a kernel of this role, in head groups of `head_group` heads and `num_splits` splits of the keys. `spare` is how
+    /// far thread blocks count past the last tile.
     pub(super) fn work(
         &self,
         role: Role,
-        (tile_q, tile_k): (usize, usize),
+        list: ListShape,
         head_group: usize,
         num_splits: usize,
         spare: u64,
-    ) -> Result<Work, AttentionError> {
+    ) -> Result<Work> {
         let p = self.problem;
-        let keys = role.is_transposed();
+        let ListShape { keys, rows, columns } = list;
         let band = if keys { p.band().transposed() } else { p.band() };
         let (_, heads) = p.side(keys);
         // The first block starts before query 0 (`Band::ahead`), except with dropout, whose draws belong to blocks of 16; with several
         // sequences, which end at different positions; and with a block mask, whose blocks are fixed.
         let fixed = keys || self.seed.is_some() || p.is_varlen() || p.block_mask.is_some();
-        let ahead = if fixed { 0 } else { band.ahead(tile_q as u32, tile_k as u32) };
-        let (blocks, batches) = tiling::blocks(p, (band.seq_q + ahead) as usize, tile_q);
+        let ahead = if fixed { 0 } else { band.ahead(rows as u32, columns as u32) };
+        let (blocks, batches) = tiling::blocks(p, (band.seq_q + ahead) as usize, rows);
         let cubes = blocks as u64 * (batches * heads) as u64 * num_splits as u64;
         let max = i32::MAX as u64 - spare;
         if cubes > max {
@@ -212,7 +210,7 @@ impl Call<'_> {
         let (batch, heads, group) = (p.batch as u32, heads as u32, p.group_size() as u32);
         let scheduler =
             TileScheduler::new(blocks as u32, ahead, batch, heads, group, head_group as u32, num_splits as u32);
-        Ok(Work { band, scheduler })
+        Ok(Work { list, band, scheduler })
     }
 
     /// The blueprint of a kernel that reads the bias directly from global memory.
@@ -253,7 +251,7 @@ impl Call<'_> {
         let width =
             |view: &TensorView, size| if !alone && view.shape[3] > 1 && view.vectorizes(2, size) { 2 } else { 1 };
         let bias = self.inputs.bias.as_ref().map_or(1, |bias| width(bias, self.problem.dtype.size()));
-        (bias, self.inputs.mask.as_ref().map_or(1, |mask| width(&mask.tensor, mask.storage.size())))
+        (bias, self.inputs.mask.as_ref().map_or(1, |mask| width(&mask.tensor, self.inputs.mask_type().size())))
     }
 
     /// Copies a tensor, and sets the columns after its last one, up to `padded`, to 0.

@@ -1,10 +1,10 @@
 //! Validation of shapes.
 
 use super::MAX_SEQ;
-use crate::error::AttentionError;
+use crate::error::{AttentionError, Result};
 
 /// A shape of this rank.
-pub fn ranked<const RANK: usize>(argument: &'static str, shape: &[usize]) -> Result<[usize; RANK], AttentionError> {
+pub fn ranked<const RANK: usize>(argument: &'static str, shape: &[usize]) -> Result<[usize; RANK]> {
     let (rank, expected) = (shape.len(), RANK);
     shape.try_into().map_err(|_| AttentionError::Rank { argument, rank, shape: shape.to_vec(), expected })
 }
@@ -17,7 +17,7 @@ pub fn agree(
     dimension: &'static str,
     expected_by: &'static str,
     expected: usize,
-) -> Result<(), AttentionError> {
+) -> Result<()> {
     if shape[dim] == expected {
         return Ok(());
     }
@@ -52,7 +52,7 @@ pub fn check_broadcast(
 }
 
 /// Checks that a tensor has at most `max` elements. An empty dimension counts as 1, because scratch is padded.
-pub fn check_elements(argument: &'static str, shape: [usize; 4], max: u64) -> Result<(), AttentionError> {
+pub fn check_elements(argument: &'static str, shape: [usize; 4], max: u64) -> Result<()> {
     let elements = shape.into_iter().try_fold(1u64, |product, n| product.checked_mul(n.max(1) as u64));
     match elements {
         Some(elements) if elements <= max => Ok(()),
@@ -61,6 +61,6 @@ pub fn check_elements(argument: &'static str, shape: [usize; 4], max: u64) -> Re
 }
 
 /// Checks that a length is at most [`MAX_SEQ`].
-pub fn check_length(argument: &'static str, value: usize) -> Result<(), AttentionError> {
+pub fn check_length(argument: &'static str, value: usize) -> Result<()> {
     if value <= MAX_SEQ { Ok(()) } else { Err(AttentionError::SequenceTooLong { argument, value, max: MAX_SEQ }) }
 }

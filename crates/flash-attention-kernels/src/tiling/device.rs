@@ -2,7 +2,7 @@
 
 use super::require;
 use crate::dtype::Dtype;
-use crate::error::AttentionError;
+use crate::error::{AttentionError, Result};
 use crate::problem::{AttentionProblem, MASK_TENSORS, SCORE_TENSORS};
 use cubecl::client::Client;
 use cubecl::ir::features::TypeUsage;
@@ -118,7 +118,7 @@ pub fn element_type(dtype: Dtype) -> ElemType {
 }
 
 /// Checks that the device supports this element type.
-pub(crate) fn check_dtype(device: &Device, dtype: Dtype) -> Result<(), AttentionError> {
+pub(crate) fn check_dtype(device: &Device, dtype: Dtype) -> Result<()> {
     if device.dtypes.contains(&dtype) {
         return Ok(());
     }
@@ -127,7 +127,7 @@ pub(crate) fn check_dtype(device: &Device, dtype: Dtype) -> Result<(), Attention
 
 impl Case<'_> {
     /// Checks that the device can bind `needed` buffers and those of the problem's optional tensors at the same time.
-    pub fn check_bindings(self, kernel: &'static str, needed: usize) -> Result<(), AttentionError> {
+    pub fn check_bindings(self, kernel: &'static str, needed: usize) -> Result<()> {
         let Case { device, problem } = self;
         let [score_a, score_b] = problem.score_tensors.map(|shape| shape.is_some());
         let [mask_a, mask_b] = problem.mask_tensors.map(|shape| shape.is_some());
@@ -154,7 +154,7 @@ impl Case<'_> {
 
 /// A grid of at least `cubes` thread blocks within the device's limits. An empty grid cannot be launched, so that 0 thread blocks
 /// give a grid of one.
-pub(crate) fn cube_count(device: &Device, kernel: &'static str, cubes: u64) -> Result<CubeCount, AttentionError> {
+pub(crate) fn cube_count(device: &Device, kernel: &'static str, cubes: u64) -> Result<CubeCount> {
     let (x_max, y_max, z_max) = device.cubes;
     let (x, y, z) = sizes(device, cubes);
     // Thread blocks are numbered with the address type, which has 32 bits on most devices.

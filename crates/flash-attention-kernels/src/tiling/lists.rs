@@ -2,7 +2,7 @@
 
 use super::{Case, cube_count};
 use crate::blocks::{HEADER, TileSize};
-use crate::error::AttentionError;
+use crate::error::{AttentionError, Result};
 use crate::problem::AttentionProblem;
 
 /// Shape of the lists that a kernel uses: blocks of `rows` queries, or of keys if `keys`, and tiles of `columns` columns of the
@@ -39,7 +39,7 @@ impl ListShape {
 
     /// Checks that the device can address every word and launch a thread block for each block. `max` is the largest number of words
     /// that the kernel can address.
-    pub fn check(self, Case { device, problem }: Case, max: u64) -> Result<(), AttentionError> {
+    pub fn check(self, Case { device, problem }: Case, max: u64) -> Result<()> {
         let Some([batch, heads, blocks, _]) = self.shape(problem) else { return Ok(()) };
         let reach = self.len(problem);
         if reach > max || reach > u32::MAX as u64 && !device.wide_addresses {

@@ -2,11 +2,11 @@
 
 use super::{
     BackwardTiles, BiasGradient, COUNTER_BYTES, COUNTERS, Case, Device, Forward, Gradient, HopperForward,
-    HopperGradient, Kernel, ListShape, adds_dq, bias_sums_len, blocks, check_backward_blocks, check_blocks,
-    check_dtype, check_sequences, choose_backward, choose_forward, cube_count, scratch_floats, stats_rows,
+    HopperGradient, Kernel, ListShape, bias_sums_len, blocks, check_backward_blocks, check_blocks, check_dtype,
+    check_sequences, choose_backward, choose_forward, cube_count, dq_accum_len, scratch_floats, stats_rows,
 };
-use crate::error::AttentionError;
-use crate::hopper::{BiasTile, dq_accum_columns};
+use crate::error::{AttentionError, Result};
+use crate::hopper::BiasTile;
 use crate::problem::AttentionProblem;
 use cubecl::client::Client;
 use serde::Serialize;
@@ -107,7 +107,7 @@ pub fn plan_with(client: &Client, problem: &AttentionProblem, forward: Kernel) -
 
 /// The plan, after a check that the client's device can allocate buffers as large as those of the forward. If those of the backward
 /// are too large, only the forward can run, and the plan says so. A client reports a failed allocation only when a result is read.
-fn allocatable(client: &Client, problem: &AttentionProblem, asked: Option<Kernel>) -> Result<Plan, AttentionError> {
+fn allocatable(client: &Client, problem: &AttentionProblem, asked: Option<Kernel>) -> Result<Plan> {
     let case = Case { device: &Device::of(client), problem };
     let mut plan = plan_for(case, asked)?;
     let max = client.properties().memory.max_page_size;
@@ -121,16 +121,14 @@ fn allocatable(client: &Client, problem: &AttentionProblem, asked: Option<Kernel
     check("o", bytes(problem.o_shape()))?;
     check("lse", plan.saved_bytes)?;
     check("the output of each part of the keys", 4 * split_floats(problem, &plan.forward))?;
-    let rows = stats_rows(problem);
-    let dq_accum = if adds_dq(case) { rows * dq_accum_columns(problem.head_dim) } else { 0 };
     let largest = [
         ("dq", bytes(problem.q_shape())),
         ("dk", bytes(problem.k_shape())),
         ("dv", bytes(problem.v_shape())),
         ("dbias", problem.bias.map_or(0, bytes)),
-        ("stats", 8 * rows as u64),
+        ("stats", 8 * stats_rows(problem) as u64),
         ("bias_sums", 4 * bias_sums_len(problem) as u64),
-        ("dq_accum", 4 * dq_accum as u64),
+        ("dq_accum", 4 * dq_accum_len(case) as u64),
     ];
     if let Err(error) = largest.into_iter().try_for_each(|(tensor, bytes)| check(tensor, bytes)) {
         plan.passed_over.push(PassedOver { what: "any backward".into(), why: error.to_string() });
@@ -168,7 +166,7 @@ pub fn plan_on(device: &Device, problem: &AttentionProblem) -> Result<Plan, Atte
     plan_for(Case { device, problem }, None)
 }
 
-fn plan_for(case: Case, asked: Option<Kernel>) -> Result<Plan, AttentionError> {
+fn plan_for(case: Case, asked: Option<Kernel>) -> Result<Plan> {
     let Case { device, problem } = case;
     problem.validate()?;
     check_dtype(device, problem.dtype)?;
@@ -223,7 +221,7 @@ fn kept_bytes(problem: &AttentionProblem, forward: &Forward, backward: &Backward
 }
 
 /// Checks that the device can address every element, assuming contiguous tensors, and can launch every thread block.
-fn check_size(case: Case, forward: &Forward, backward: &BackwardTiles) -> Result<(), AttentionError> {
+fn check_size(case: Case, forward: &Forward, backward: &BackwardTiles) -> Result<()> {
     let Case { device, problem: p } = case;
     let [q, k, v, o] = [p.q_shape(), p.k_shape(), p.v_shape(), p.o_shape()].map(Some);
     for (argument, shape) in [("q", q), ("k", k), ("v", v), ("o", o), ("mask", p.mask), ("bias", p.bias)] {
@@ -240,23 +238,18 @@ fn check_size(case: Case, forward: &Forward, backward: &BackwardTiles) -> Result
 }
 
 /// Checks that the device can launch every thread block of the forward. Smaller tiles need more of them.
-pub(super) fn check_forward_cubes(case: Case, forward: &Forward) -> Result<(), AttentionError> {
+pub(super) fn check_forward_cubes(case: Case, forward: &Forward) -> Result<()> {
     check_cubes(case, "forward", forward.tile_q(), false)
 }
 
 /// Checks that the device can launch every thread block of the backward.
-pub(super) fn check_backward_cubes(case: Case, backward: &BackwardTiles) -> Result<(), AttentionError> {
+pub(super) fn check_backward_cubes(case: Case, backward: &BackwardTiles) -> Result<()> {
     check_cubes(case, "dq", backward.dq.list(false).rows, false)?;
     check_cubes(case, "dkdv", backward.dkdv.list(true).rows, true)
 }
 
 /// Checks that the device can launch a thread block for each block of `rows` queries, or keys if `keys`.
-fn check_cubes(
-    Case { device, problem }: Case,
-    kernel: &'static str,
-    rows: usize,
-    keys: bool,
-) -> Result<(), AttentionError> {
+fn check_cubes(Case { device, problem }: Case, kernel: &'static str, rows: usize, keys: bool) -> Result<()> {
     let (length, heads) = problem.side(keys);
     let (blocks, batches) = blocks(problem, length, rows);
     cube_count(device, kernel, blocks as u64 * batches as u64 * heads as u64).map(|_| ())

@@ -1,7 +1,7 @@
 //! Tiles of the portable kernels.
 
 use super::{Case, Device, Kernel, PassedOver};
-use crate::error::AttentionError;
+use crate::error::{AttentionError, Result};
 use crate::fragment::{Role, Vec4, WIDTH};
 use crate::mma::Products;
 use crate::portable::Blueprint;
@@ -82,7 +82,7 @@ fn check(device: &Device, tile: &TileShape, stage: Stage) -> Result<(), String> 
 }
 
 /// Checks tiles that the caller chose.
-pub(crate) fn check_tile(case: Case, tile: &TileShape, stage: Stage) -> Result<(), AttentionError> {
+pub(crate) fn check_tile(case: Case, tile: &TileShape, stage: Stage) -> Result<()> {
     if !tile.is_consistent() {
         return Err(AttentionError::Unsupported {
             option: "tile",
@@ -105,11 +105,8 @@ fn no_tile_fits(Case { device, problem }: Case, tile: &TileShape, stage: Stage) 
     }
 }
 
-pub(super) fn choose(case: Case, stage: Stage, passed_over: &mut Vec<PassedOver>) -> Result<TileShape, AttentionError> {
-    let name = match stage {
-        Stage::Forward => "forward",
-        Stage::Backward => "backward",
-    };
+pub(super) fn choose(case: Case, stage: Stage, passed_over: &mut Vec<PassedOver>) -> Result<TileShape> {
+    let name = if stage == Stage::Forward { "forward" } else { "backward" };
     for tile in PORTABLE {
         match check(case.device, &tile, stage) {
             Ok(()) => return Ok(tile),

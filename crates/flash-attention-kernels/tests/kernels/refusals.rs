@@ -15,9 +15,11 @@ const OUT_OF_REACH: &str = "";
 
 /// Places that make errors: the file, the error, the number of places, and the test that provokes them.
 const SITES: &[(&str, &str, usize, &str)] = &[
+    ("launch/backward.rs", "KernelUnavailable", 2, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/backward.rs", "Unsupported", 2, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/blocks.rs", "Unsupported", 1, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/direct.rs", "KernelUnavailable", 2, "refusals::limits::tiles_kernels_and_scratch"),
+    ("launch/forward.rs", "KernelUnavailable", 1, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/hopper/backward.rs", "KernelUnavailable", 1, "tiles::hoppers_gradients"),
     ("launch/hopper/dbias.rs", "Grid", 1, OUT_OF_REACH),
     ("launch/hopper/dbias.rs", "Unsupported", 2, "tiles::hoppers_gradient_of_a_bias"),
@@ -25,7 +27,6 @@ const SITES: &[(&str, &str, usize, &str)] = &[
     ("launch/mma.rs", "KernelUnavailable", 1, "tiles::warps_products"),
     ("launch/mod.rs", "AddressSpace", 1, "refusals::tensors::tensors_that_do_not_fit"),
     ("launch/mod.rs", "Buffer", 1, "refusals::tensors::tensors_that_do_not_fit"),
-    ("launch/mod.rs", "KernelUnavailable", 1, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/mod.rs", "OutputOverlaps", 1, "refusals::tensors::tensors_that_do_not_fit"),
     ("launch/mod.rs", "Unsupported", 1, "refusals::tensors::tensors_that_the_problem_does_not_state"),
     ("launch/tensor_core.rs", "Grid", 1, OUT_OF_REACH),

@@ -1,10 +1,9 @@
 //! Launch of the portable kernels of the backward.
 
 use super::super::route::Route;
-use super::super::sequences::Blocks;
 use super::super::{Call, Launch};
-use super::{Backward, Prepared};
-use crate::error::AttentionError;
+use super::Backward;
+use crate::error::Result;
 use crate::fragment::{GridLaunch, Role, WIDTH};
 use crate::portable::dbias::{SharersLaunch, Sums};
 use crate::portable::tile::TileShape;
@@ -12,13 +11,13 @@ use crate::portable::{self, dbias, delta, dsinks};
 use crate::problem::MAX_SEQ;
 use crate::score::Factor;
 use crate::tensor::TensorView;
-use crate::tiling::{self, Stage};
+use crate::tiling::{self, Gradient, Stage};
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
 impl<'a> Backward<'a> {
     /// The launch that computes `lse` and delta of each query.
-    pub(super) fn delta(&self) -> Result<Launch<'a>, AttentionError> {
+    pub(super) fn delta(&self) -> Result<Launch<'a>> {
         let Backward { call, saved, scratch, addresses } = *self;
         let p = call.problem;
         let cubes = p.rows().div_ceil(delta::ROWS) as u64;
@@ -47,7 +46,7 @@ impl<'a> Backward<'a> {
     }
 
     /// The launch that computes the gradient of the sinks.
-    pub(super) fn dsinks(&self, dsinks: &'a TensorView<1>) -> Result<Launch<'a>, AttentionError> {
+    pub(super) fn dsinks(&self, dsinks: &'a TensorView<1>) -> Result<Launch<'a>> {
         let Backward { call, scratch, addresses, .. } = *self;
         let count = tiling::cube_count(call.device, "dsinks", call.problem.num_heads_q as u64)?;
         let sinks = call.inputs.sinks.as_ref();
@@ -76,7 +75,7 @@ impl<'a> Backward<'a> {
         dbias: TensorView,
         sums: Sums,
         blueprint: portable::Blueprint,
-    ) -> Result<Prepared<'a>, AttentionError> {
+    ) -> Result<Launch<'a>> {
         let Backward { call, saved, scratch, addresses } = *self;
         let p = call.problem;
         let (tile, factor) = (blueprint.tile, blueprint.factor);
@@ -84,12 +83,11 @@ impl<'a> Backward<'a> {
         call.case().check_bindings(kernel, 6)?;
         let (grid, count, sharers) = sums_grid(call, kernel, &dbias, sums, tile)?;
         let fold = fold_grid(call, &dbias, sums)?;
-        Ok(Prepared::Direct(Box::new(move || {
+        Ok(Box::new(move || {
             // Partial sums that are folded afterwards are in scratch, which has been checked.
             let f32 = ElemType::Float(FloatKind::F32);
             let partial = scratch.bias_sums.as_ref().filter(|_| sums != Sums::Tile).map(|scratch| {
-                let length = tiling::sums_len(sums, p) / (p.batch * p.num_heads_q);
-                TensorView::contiguous(scratch.handle.clone(), [p.batch, p.num_heads_q, length])
+                TensorView::contiguous(scratch.handle.clone(), [p.batch, p.num_heads_q, tiling::sums_len(sums, p)])
             });
             let dtype = if factor == Factor::One { call.dtype() } else { f32 };
             let (out, out_type) = match &partial {
@@ -98,11 +96,8 @@ impl<'a> Backward<'a> {
             };
             // The schedule lists sequences instead of blocks: a thread block computes a part of the bias, which may belong to
             // several sequences.
-            let lists = match sums {
-                Sums::Columns => call.lists(Blocks::Keys, tile.tile_k, tile.tile_q, false),
-                Sums::Tile | Sums::Rows => call.lists(Blocks::Queries, tile.tile_q, tile.tile_k, false),
-            };
-            let route = Route { schedule: call.schedule(Blocks::Queries, MAX_SEQ), lists };
+            let lists = call.lists(Gradient::Portable(tile).list(sums == Sums::Columns), false);
+            let route = Route { schedule: call.schedule(false, false, MAX_SEQ), lists };
             // SAFETY: as above.
             unsafe {
                 dbias::dbias::launch_unchecked(
@@ -138,7 +133,7 @@ impl<'a> Backward<'a> {
                     );
                 }
             }
-        })))
+        }))
     }
 }
 
@@ -150,7 +145,7 @@ fn sums_grid(
     dbias: &TensorView,
     sums: Sums,
     tile: TileShape,
-) -> Result<(GridLaunch, CubeCount, SharersLaunch), AttentionError> {
+) -> Result<(GridLaunch, CubeCount, SharersLaunch)> {
     let p = call.problem;
     let (q_blocks, k_blocks) = (p.seq_q.div_ceil(tile.tile_q), p.seq_k.div_ceil(tile.tile_k));
     let (blocks, heads, batches) = match sums {
@@ -163,12 +158,13 @@ fn sums_grid(
 }
 
 /// Number of threads that share an element of the fold, and the grid of the fold, if there is one.
-fn fold_grid(call: &Call, dbias: &TensorView, sums: Sums) -> Result<Option<(usize, CubeCount)>, AttentionError> {
+fn fold_grid(call: &Call, dbias: &TensorView, sums: Sums) -> Result<Option<(usize, CubeCount)>> {
     if sums == Sums::Tile {
         return Ok(None);
     }
     // One thread for each element, or a thread block for each element with many terms.
-    let terms = tiling::sums_len(sums, call.problem) / dbias.len();
+    let p = call.problem;
+    let terms = p.batch * p.num_heads_q * tiling::sums_len(sums, p) / dbias.len();
     let lanes = if terms < dbias::FOLD_UNITS { 1 } else { dbias::FOLD_UNITS };
     let cubes = (dbias.len() * lanes).div_ceil(dbias::FOLD_UNITS);
     let count = tiling::cube_count(call.device, "fold", cubes as u64)?;

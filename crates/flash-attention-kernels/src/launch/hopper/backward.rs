@@ -1,34 +1,37 @@
 //! Launch of the gradient kernels for Hopper.
 
-use crate::error::AttentionError;
+use crate::error::Result;
 use crate::fragment::Role;
 use crate::hopper::operands::ScheduleLaunch;
 use crate::hopper::{self, reduce};
-use crate::launch::backward::{Backward, GradientKernel, Prepared, Results};
-use crate::launch::sequences::Blocks;
+use crate::launch::backward::{Backward, Results};
 use crate::launch::tensor_core::{GradientLaunch, Outputs, rows_arg, rows_out, sides, source_sides};
 use crate::tensor::TensorView;
-use crate::tensor_core::{GradientOutputsLaunch, HopperTile, TileScheduler, WARPGROUP_ROWS};
-use crate::tiling::{self, HopperGradient, Kernel, cube_count, stats_rows};
+use crate::tensor_core::{GradientOutputsLaunch, TileScheduler, WARPGROUP_ROWS};
+use crate::tiling::{self, Gradient, HopperGradient, Kernel, cube_count, stats_rows};
 use cubecl::prelude::*;
 
-impl GradientKernel for HopperGradient {
-    fn prepare<'a>(self, backward: Backward<'a>, results: Results<'a>) -> Result<Prepared<'a>, AttentionError> {
+impl HopperGradient {
+    /// Prepares the launch that computes these results: finds everything that can fail.
+    pub(in crate::launch) fn gradient<'a>(
+        self,
+        backward: Backward<'a>,
+        results: Results<'a>,
+    ) -> Result<GradientLaunch<'a>> {
         let Backward { call, scratch, .. } = backward;
         let HopperGradient { tile, head_group } = self;
-        let role = results.role();
+        let (role, multiprocessors) = (results.role(), call.device.multiprocessors);
+        let list = Gradient::Hopper(self).list(role.is_transposed());
         tiling::hopper::check(call.case(), role, tile, head_group, 1).map_err(|why| Kernel::Hopper.unavailable(why))?;
         let blueprint = call.hopper_blueprint(role, tile, false);
-        let multiprocessors = call.device.multiprocessors;
-        let work = call.work(role, (tile.tile_q(), tile.tile_k), head_group, 1, multiprocessors as u64)?;
+        let work = call.work(role, list, head_group, 1, multiprocessors as u64)?;
         let outputs = backward.outputs(&results)?;
         let dq = results.dq.filter(|_| role == Role::All);
-        let convert = dq.map(|dq| backward.convert_dq(dq, tile)).transpose()?;
-        Ok(Prepared::TensorCore(Box::new(move |sources| {
-            let keys = role.is_transposed();
+        let convert = dq.map(|dq| backward.convert_dq(dq, self)).transpose()?;
+        Ok(Box::new(move |sources| {
+            let keys = work.list.keys;
             let cubes = (multiprocessors as u32).clamp(1, work.scheduler.num_tiles);
-            let of = if keys { Blocks::KeysTurned } else { Blocks::Queries };
-            let route = call.route_in_order(of, tile.tile_q(), tile.tile_k);
+            let route = call.route_in_order(work.list);
             let (size, written, [rows, cols]) = (call.problem.dtype.size(), outputs.write(call), sides(sources, keys));
             let (bias_width, mask_width) = call.pair_widths(keys);
             let bias_map = call.bias_map(&blueprint, if keys { tile.tile_k } else { WARPGROUP_ROWS });
@@ -58,13 +61,13 @@ impl GradientKernel for HopperGradient {
             if let Some(convert) = convert {
                 convert(sources);
             }
-        })))
+        }))
     }
 }
 
 impl<'a> Backward<'a> {
     /// Prepares the conversion of `dq_accum`, to which the blocks of keys have added, to `dq`.
-    fn convert_dq(self, dq: &'a TensorView, tile: HopperTile) -> Result<GradientLaunch<'a>, AttentionError> {
+    fn convert_dq(self, dq: &'a TensorView, tiles: HopperGradient) -> Result<GradientLaunch<'a>> {
         let Backward { call, scratch, .. } = self;
         let p = call.problem;
         let cubes = stats_rows(p).div_ceil((reduce::UNITS / 32 * reduce::WARP_ROWS) as usize);
@@ -72,12 +75,12 @@ impl<'a> Backward<'a> {
         let dq = call.aligned(dq)?;
         Ok(Box::new(move |sources| {
             let Some(dq_accum) = &scratch.dq_accum else { return };
-            let blueprint = call.hopper_blueprint(Role::Dq, tile, false);
+            let blueprint = call.hopper_blueprint(Role::Dq, tiles.tile, false);
             let (size, band) = (p.dtype.size(), p.band());
             let scheduler = TileScheduler::new(1, 0, p.batch as u32, p.num_heads_q as u32, p.group_size() as u32, 1, 1);
             let written = dq.write(call, false);
             let (bias_width, mask_width) = call.pair_widths(false);
-            let route = call.route(Blocks::Queries, tile.tile_q(), tile.tile_k);
+            let route = call.route(Gradient::Hopper(tiles).list(false), false);
             let [q, k, v, dout] = sources;
             let addresses = call.addresses(&[q, k, v, dout, &written, &scratch.stats, dq_accum]);
             // SAFETY: views have been checked against their buffers. The kernel drops positions past the ends.

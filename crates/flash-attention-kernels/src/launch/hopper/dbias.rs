@@ -1,20 +1,20 @@
 //! Launch of the gradient of a bias for Hopper.
 
-use crate::error::AttentionError;
+use crate::error::{AttentionError, Result};
 use crate::fragment::Role;
 use crate::hopper::dbias::{BiasOutLaunch, DbiasScheduler};
 use crate::hopper::{self, BiasBlueprint, BiasTile};
 use crate::launch::Call;
-use crate::launch::backward::{Backward, Prepared};
+use crate::launch::backward::Backward;
 use crate::launch::route::Route;
-use crate::launch::tensor_core::{OUT_BYTES, rows_arg, stride};
+use crate::launch::tensor_core::{GradientLaunch, OUT_BYTES, rows_arg, stride};
 use crate::tensor::TensorView;
 use crate::tensor_core::{Blueprint, Rows, WARPGROUP_ROWS};
 use crate::tiling::varies_by_pair;
 use cubecl::prelude::*;
 
 impl Call<'_> {
-    fn check_dbias_hopper(&self, dbias: &TensorView, tile: BiasTile) -> Result<(), AttentionError> {
+    fn check_dbias_hopper(&self, dbias: &TensorView, tile: BiasTile) -> Result<()> {
         let p = self.problem;
         if !varies_by_pair(p) {
             return Err(AttentionError::Unsupported {
@@ -51,16 +51,12 @@ impl Call<'_> {
 
 impl<'a> Backward<'a> {
     /// Prepares the launch that computes the gradient of the bias, from lse and delta in scratch.
-    pub(in crate::launch) fn dbias_hopper(
-        self,
-        dbias: &'a TensorView,
-        tile: BiasTile,
-    ) -> Result<Prepared<'a>, AttentionError> {
+    pub(in crate::launch) fn dbias_hopper(self, dbias: &'a TensorView, tile: BiasTile) -> Result<GradientLaunch<'a>> {
         let Backward { call, scratch, .. } = self;
         let p = call.problem;
         call.check_dbias_hopper(dbias, tile)?;
         let blueprint = call.dbias_blueprint(dbias, tile);
-        Ok(Prepared::TensorCore(Box::new(move |sources| {
+        Ok(Box::new(move |sources| {
             let (size, band) = (p.dtype.size(), p.band());
             let [bias_batch, bias_heads, ..] = dbias.shape;
             let [q, k, v, dout] = sources;
@@ -93,6 +89,6 @@ impl<'a> Backward<'a> {
                     call.dtypes(),
                 );
             }
-        })))
+        }))
     }
 }

@@ -1,17 +1,16 @@
 //! Launch of the forward for Hopper.
 
-use crate::error::AttentionError;
+use crate::error::Result;
 use crate::fragment::Role;
 use crate::hopper;
 use crate::hopper::operands::ScheduleLaunch;
-use crate::launch::forward::{ForwardKernel, Outputs};
+use crate::launch::forward::Outputs;
 use crate::launch::route::Route;
-use crate::launch::sequences::Blocks;
 use crate::launch::tensor_core::{rows_arg, rows_in, rows_out, stride};
 use crate::launch::{Call, Launch};
 use crate::tensor::TensorView;
 use crate::tensor_core::{LseOutLaunch, OutputsLaunch, SourcesLaunch, WARPGROUP_ROWS};
-use crate::tiling::{self, HopperForward, Kernel};
+use crate::tiling::{self, Forward, HopperForward, Kernel};
 use cubecl::ir::FloatKind;
 use cubecl::prelude::*;
 
@@ -23,19 +22,20 @@ struct Splits {
     combine: CubeCount,
 }
 
-impl ForwardKernel for HopperForward {
-    fn prepare_forward<'a>(
+impl HopperForward {
+    /// Prepares the launch that computes `o` and `lse`: finds everything that can fail.
+    pub(in crate::launch) fn forward<'a>(
         self,
         call: &'a Call<'a>,
         Outputs { o, lse, .. }: Outputs<'a>,
-    ) -> Result<Launch<'a>, AttentionError> {
+    ) -> Result<Launch<'a>> {
         let HopperForward { tile, head_group, num_splits } = self;
         tiling::hopper::check(call.case(), Role::Forward, tile, head_group, num_splits)
             .map_err(|why| Kernel::Hopper.unavailable(why))?;
         let blueprint = call.hopper_blueprint(Role::Forward, tile, num_splits > 1);
         let (groups, multiprocessors) = (tile.consumer_groups as u64, call.device.multiprocessors as u64);
-        let size = (tile.tile_q(), tile.tile_k);
-        let work = call.work(Role::Forward, size, head_group, num_splits, multiprocessors * groups)?;
+        let list = Forward::Hopper(self).list(false);
+        let work = call.work(Role::Forward, list, head_group, num_splits, multiprocessors * groups)?;
         let ([q, k, v], aligned) = (call.aligned_inputs()?, call.aligned(o)?);
         let splits = if num_splits > 1 { Some(call.splits(num_splits, blueprint.columns())?) } else { None };
         Ok(Box::new(move || {
@@ -51,7 +51,7 @@ impl ForwardKernel for HopperForward {
                 }
             };
             let cubes = multiprocessors.clamp(1, (work.scheduler.num_tiles as u64).div_ceil(groups));
-            let route = call.route_in_order(Blocks::Queries, tile.tile_q(), tile.tile_k);
+            let route = call.route_in_order(work.list);
             let size = call.problem.dtype.size();
             let bias_map = call.bias_map(&blueprint, WARPGROUP_ROWS);
             let (bias_width, mask_width) = call.pair_widths(false);
@@ -86,21 +86,16 @@ impl ForwardKernel for HopperForward {
 
 impl Call<'_> {
     /// Checks the launches that splits of the keys take besides the forward, and allocates what the splits write.
-    fn splits(&self, num_splits: usize, columns: usize) -> Result<Splits, AttentionError> {
+    fn splits(&self, num_splits: usize, columns: usize) -> Result<Splits> {
         let p = self.problem;
         let lse = [num_splits * p.batch, p.num_heads_q, p.seq_q];
-        let rows: usize = lse.iter().product();
         if self.leaves_rows(false) {
             tiling::cube_count(self.device, "fill", tiling::fill_cubes(lse))?;
         }
         let combine = p.rows().div_ceil(hopper::combine::ROWS as usize);
         let combine = tiling::cube_count(self.device, "combine", combine as u64)?;
-        let empty = |len: usize| self.client.empty(size_of::<f32>() * len);
-        Ok(Splits {
-            o: TensorView::contiguous(empty(rows * columns), [lse[0], lse[1], lse[2], columns]),
-            lse: TensorView::contiguous(empty(rows), lse),
-            combine,
-        })
+        let o = TensorView::empty_words(self.client, [lse[0], lse[1], lse[2], columns]);
+        Ok(Splits { o, lse: TensorView::empty_words(self.client, lse), combine })
     }
 
     /// Launches the combination of splits of the keys.
