@@ -87,7 +87,7 @@ impl BlockMask {
                 return Err(AttentionError::Unsupported {
                     option: argument,
                     value: format!("a tensor {:?}", ends.dims()),
-                    why: "blocks are counted from the first position of a tensor, but packed sequences begin anywhere; use mask_mod",
+                    why: "blocks are counted from the first position of a tensor, but packed sequences start anywhere; use mask_mod",
                 });
             }
         }

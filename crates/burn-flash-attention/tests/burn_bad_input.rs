@@ -324,9 +324,9 @@ fn invalid_tensors_of_functions() {
         let good = || zeros([1, 4, 1, 6], d);
         // More tensors than a function reads.
         let error = with(&target, scored(vec![good(), good(), good()]));
-        refused!(error, Unsupported { .. }, "score_tensors = 3 tensors", "two at most");
+        refused!(error, Unsupported { .. }, "score_tensors = 3 tensors", "at most two tensors");
         let error = with(&target, masked(vec![good(), good(), good()]));
-        refused!(error, Unsupported { .. }, "mask_tensors = 3 tensors", "two at most");
+        refused!(error, Unsupported { .. }, "mask_tensors = 3 tensors", "at most two tensors");
         // Shapes.
         let scores = "[2, 4, 8, 6]";
         for (dimension, shape) in [[3, 1, 1, 1], [1, 2, 1, 1], [1, 1, 6, 1], [1, 1, 1, 8]].into_iter().enumerate() {
@@ -390,10 +390,10 @@ fn block_masks_that_do_not_fit() {
         // Packed sequences, through either entry point.
         let ends = || Tensor::<1, Int>::from_data([0, 8, 16], d);
         let packed = of([1, 1, 1, 1], 128, 128).with_cu_seqlens_q(ends()).with_cu_seqlens_k(ends());
-        refused!(with(&target, packed), Unsupported { .. }, "block_mask", "packed sequences begin anywhere");
+        refused!(with(&target, packed), Unsupported { .. }, "block_mask", "packed sequences start anywhere");
         let x = || Tensor::<3>::zeros([16, 4, 8], d);
         let error = try_flash_attention_varlen(x(), x(), x(), ends(), ends(), &of([1, 1, 1, 1], 128, 128)).unwrap_err();
-        refused!(error, Unsupported { .. }, "block_mask", "packed sequences begin anywhere");
+        refused!(error, Unsupported { .. }, "block_mask", "packed sequences start anywhere");
         // A block mask does not serialize.
         let error = serde_json::to_string(&of([1, 1, 2, 3], 128, 128)).unwrap_err().to_string();
         assert!(error.contains("block_mask is a tensor of shape [1, 1, 2, 3]"), "{error}");
@@ -413,7 +413,7 @@ fn block_masks_that_do_not_fit() {
         let error = of(&document([1, 2, 300, 1], [1, 1, 1, 200]), [1, 1]);
         refused!(error, Broadcast { .. }, "mask_tensors[0] has shape [1, 2, 300, 1]", "dimension 1 is 2", scores);
         let packed = new().with_cu_seqlens_q(ends()).with_cu_seqlens_k(ends());
-        refused!(of(&packed, [1, 1]), Unsupported { .. }, "cu_seqlens_q = a tensor [3]", "begin anywhere");
+        refused!(of(&packed, [1, 1]), Unsupported { .. }, "cu_seqlens_q = a tensor [3]", "start anywhere");
         let mut alone = new();
         alone.mask_tensors = vec![zeros([1, 1, 1, 1], d)];
         refused!(of(&alone, [1, 1]), Unsupported { .. }, "mask_tensors[0] = a tensor", "mask_mod");

@@ -47,7 +47,7 @@ pub enum AttentionError {
         expected: usize,
     },
     /// Query heads cannot be shared out evenly among key/value heads.
-    #[error("num_heads_q is {num_heads_q}, which is no multiple of num_heads_kv, {num_heads_kv}")]
+    #[error("num_heads_q is {num_heads_q}, which is not a multiple of num_heads_kv, {num_heads_kv}")]
     HeadsNotGrouped {
         /// Heads of `q`.
         num_heads_q: usize,
@@ -55,7 +55,7 @@ pub enum AttentionError {
         num_heads_kv: usize,
     },
     /// A head dimension outside the range that the kernels take.
-    #[error("{argument} is {value}; supported are {min} to {max}")]
+    #[error("{argument} is {value}; it must be between {min} and {max}")]
     HeadDim {
         /// `head_dim` or `head_dim_v`.
         argument: &'static str,
@@ -214,7 +214,7 @@ pub enum AttentionError {
         device: String,
     },
     /// The work needs more thread blocks than the device starts in one launch.
-    #[error("{kernel} needs {cubes} cubes, but this device starts at most {max} in one launch")]
+    #[error("{kernel} needs {cubes} thread blocks, but this device starts at most {max} in one launch")]
     Grid {
         /// The kernel.
         kernel: &'static str,
@@ -225,7 +225,7 @@ pub enum AttentionError {
     },
     /// Tiles too large for the device's shared memory or thread blocks: the smallest there are, or those asked for.
     #[error(
-        "tiles of {tile_q}×{tile_k} at head_dim {head_dim} need {needed} bytes of shared memory and {units} units a cube, but this device has {available} bytes and {max_units} units"
+        "tiles of {tile_q}×{tile_k} at head_dim {head_dim} need {needed} bytes of shared memory and {units} threads per thread block, but this device has {available} bytes and {max_units} threads"
     )]
     NoTileFits {
         /// The larger head dimension.
@@ -256,7 +256,7 @@ pub enum AttentionError {
         available: usize,
     },
     /// A kernel was asked for by name that cannot run this problem here.
-    #[error("kernel {kernel} was asked for, but {why}")]
+    #[error("kernel {kernel} was requested, but {why}")]
     KernelUnavailable {
         /// The kernel asked for.
         kernel: &'static str,

@@ -113,7 +113,11 @@ fn tensors(
 ) -> Result<[Option<[usize; 4]>; TENSORS]> {
     if shapes.len() > TENSORS {
         let value = format!("{} tensors", shapes.len());
-        return Err(AttentionError::Unsupported { option, value, why: "a function reads two at most: a and b" });
+        return Err(AttentionError::Unsupported {
+            option,
+            value,
+            why: "a function reads at most two tensors, a and b",
+        });
     }
     let mut tensors = [None; TENSORS];
     for (nth, shape) in shapes.iter().enumerate() {
@@ -210,7 +214,7 @@ impl AttentionProblem {
             return Err(AttentionError::Unsupported {
                 option: "cu_seqlens_q",
                 value: "[]".into(),
-                why: "it holds where each sequence begins and where the last one ends: a number more than there are sequences",
+                why: "it must have sequences + 1 elements: the start of each sequence, and the end of the last one",
             });
         };
         self.cu_seqlens = Some(sequences);
@@ -239,7 +243,7 @@ impl AttentionProblem {
     fn check_block_mask(&self, mask: BlockMask) -> Result<()> {
         for (option, value) in [("block_q", mask.block_q), ("block_k", mask.block_k)] {
             if value == 0 || !value.is_multiple_of(BLOCK) || value > MAX_SEQ {
-                let requirement = "a multiple of 128: tiles of kernels divide blocks";
+                let requirement = "a multiple of 128, so that the tiles of kernels divide blocks";
                 return Err(AttentionError::Option { option, value: value as f64, requirement });
             }
         }
@@ -247,8 +251,8 @@ impl AttentionProblem {
             return Err(AttentionError::Unsupported {
                 option: "block_mask",
                 value: format!("{:?}", mask.blocks),
-                why: "its blocks are counted from the first positions of tensors, where packed sequences begin anywhere; a mask function \
-                      counts from where they begin",
+                why: "its blocks count from the start of the tensors, but packed sequences start anywhere; use a mask function, which \
+                      counts from the start of each sequence",
             });
         }
         let (seq_q, seq_k) = (self.seq_q.div_ceil(mask.block_q), self.seq_k.div_ceil(mask.block_k));
@@ -318,7 +322,7 @@ impl AttentionProblem {
                 return Err(AttentionError::Unsupported {
                     option: argument,
                     value: format!("a tensor {shape:?}"),
-                    why: "there is no function that would read it: set score_mod or mask_mod",
+                    why: "no function reads it; set score_mod or mask_mod",
                 });
             }
             check_broadcast(argument, shape, self.scores_shape(), 4)?;
@@ -338,7 +342,7 @@ impl AttentionProblem {
                 return Err(AttentionError::Unsupported {
                     option: if self.seq_lens_q { "seq_lens_q" } else { "seq_lens_k" },
                     value: "a tensor".into(),
-                    why: "cu_seqlens_q and cu_seqlens_k say already where sequences end",
+                    why: "cu_seqlens_q and cu_seqlens_k already define the ends of sequences",
                 });
             }
             check_length("cu_seqlens_q", sequences)?;

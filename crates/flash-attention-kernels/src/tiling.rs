@@ -33,7 +33,7 @@ use crate::problem::{AttentionProblem, BackwardOrder};
 use crate::sequences;
 
 /// Why kernels that only the feature `cuda` compiles cannot run without it.
-pub(crate) const NOT_COMPILED: &str = "it was not compiled: that takes the feature cuda";
+pub(crate) const NOT_COMPILED: &str = "it was not compiled; enable the feature cuda";
 
 /// The reason `why`, unless the condition holds.
 fn require(holds: bool, why: impl FnOnce() -> String) -> Result<(), String> {

@@ -249,11 +249,11 @@ impl Call<'_> {
         written.iter().try_for_each(|argument| argument.check_output(self.device))?;
         let missing = |option, why| Err(AttentionError::Unsupported { option, value: "none".into(), why });
         if sums.is_some() && bias_sums.is_none() {
-            let why = "gradients of slopes and of what is broadcast are folded from sums; allocate with Scratch::empty";
+            let why = "gradients of slopes and of broadcast tensors need partial sums; allocate with Scratch::empty";
             return missing("scratch.bias_sums", why);
         }
         if fused && dq_accum.is_none() {
-            return missing("scratch.dq_accum", "blocks of keys add to dq there; allocate with Scratch::empty");
+            return missing("scratch.dq_accum", "blocks of keys accumulate dq there; allocate with Scratch::empty");
         }
         let views: Vec<_> = saved.iter().chain(&written).filter_map(|argument| argument.view).collect();
         Ok(self.addresses(&views))
@@ -325,7 +325,7 @@ impl<'a> Backward<'a> {
             ("tiles.dscore_tensors", of(score_b), tiles.dscore_tensors, Factor::B),
         ] {
             let Some((view, sums)) = view else { continue };
-            let why = "a gradient is asked for that takes a kernel";
+            let why = "the requested gradient needs this tile";
             let tile = tile.ok_or(AttentionError::Unsupported { option, value: "none".into(), why })?;
             let blueprint = tiling::blueprint_beside(tiles.dq.kernel(), p, tile, factor);
             launches.push(self.dbias(option.trim_start_matches("tiles."), view, sums, blueprint)?);

@@ -43,7 +43,7 @@ pub fn block_states(
         return Err(AttentionError::Unsupported {
             option: "block_mask",
             value: "none".into(),
-            why: "the problem has no blocks to tell the states of: build it with with_block_mask",
+            why: "the problem has no block mask; build it with with_block_mask",
         });
     };
     Argument::new("states", states, Some(blocks), 4).check_output(&device)?;

@@ -200,8 +200,8 @@ impl<'a> Argument<'a> {
             (view, _) => Err(AttentionError::Unsupported {
                 option: self.name,
                 value: if view.is_some() { "a tensor" } else { "no tensor" }.into(),
-                why: "the problem states otherwise: build it with with_mask and its like for what is given, and with a dropout above 0 \
-                      and no number for a seed",
+                why: "the problem states the opposite; build it with the with_… function of the tensor, or for dropout_seed with a \
+                      dropout above 0 and no dropout_seed",
             }),
         }
     }

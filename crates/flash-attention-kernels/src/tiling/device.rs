@@ -94,7 +94,7 @@ impl Device {
     pub(super) fn has_room(&self, bytes: usize, units: usize) -> Result<(), String> {
         require(bytes <= self.shared_memory && units <= self.units, || {
             format!(
-                "it takes {bytes} bytes of shared memory and {units} units, the device has {} and {}",
+                "it needs {bytes} bytes of shared memory and {units} threads per thread block, but the device has {} and {}",
                 self.shared_memory, self.units
             )
         })

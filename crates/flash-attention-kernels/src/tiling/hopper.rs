@@ -138,11 +138,11 @@ fn divides(tile: &HopperTile) -> bool {
 
 /// The gradient of the bias by Hopper's kernel, if the other gradients run on Hopper, or the reason why it cannot run.
 pub fn dbias(problem: &AttentionProblem) -> Result<BiasTile, String> {
-    let sums = || "it takes no sums over queries or keys, which the bias repeats".into();
+    let sums = || "it does not sum over queries or keys, over which the bias is broadcast".into();
     require(varies_by_pair(problem), sums)?;
-    let dense = || "it visits all blocks of the bias: a block mask is for other kernels".into();
+    let dense = || "it does not support block masks".into();
     require(problem.block_mask.is_none(), dense)?;
-    let equal = || "blocks of one tile's batches would differ: sequences have lengths of their own".into();
+    let equal = || "it does not support several sequences, because the lengths in one tile would differ".into();
     require(!problem.is_varlen(), equal)?;
     row(&HOPPER_DBIAS, problem)
 }
@@ -151,7 +151,9 @@ pub fn dbias(problem: &AttentionProblem) -> Result<BiasTile, String> {
 pub fn fused(case: Case) -> Result<HopperGradient, String> {
     let (least, fused) = fusible(case)?;
     let queries = case.problem.seq_q;
-    require(queries >= least, || format!("with {queries} queries a fixed order is as fast, {least} are the least"))?;
+    require(queries >= least, || {
+        format!("with {queries} queries a fixed order is as fast; at least {least} are needed")
+    })?;
     Ok(fused)
 }
 
@@ -160,12 +162,16 @@ pub fn fused(case: Case) -> Result<HopperGradient, String> {
 pub fn fusible(case: Case) -> Result<(usize, HopperGradient), String> {
     possible(case)?;
     let problem = case.problem;
-    require(!problem.is_varlen(), || "blocks of keys would add to sequences that are not theirs".into())?;
-    require(problem.bias.is_none(), || "a bias leaves no room for tiles of dS in shared memory".into())?;
+    require(!problem.is_varlen(), || {
+        "it does not support several sequences, because blocks of keys would add to queries of others".into()
+    })?;
+    require(problem.bias.is_none(), || "with a bias, tiles of dS do not fit in shared memory".into())?;
     let (head_dim, widest) = (problem.head_dim, problem.widest());
     let (least, tile) = row(&HOPPER_FUSED, problem)?;
     require(tile.tile_k * head_dim.div_ceil(PANEL) == tile.tile_q(), || {
-        format!("head_dim {head_dim} gives dQ no blocks of 64 × 64 for two warpgroups beside {widest}")
+        format!(
+            "head_dim is {head_dim}, where the larger head dimension is {widest}: dQ cannot be divided into blocks of 64 × 64 for two warpgroups"
+        )
     })?;
     Ok((least, HopperGradient { tile, head_group: head_group(case, &tile, true) }))
 }
@@ -187,7 +193,7 @@ pub(crate) fn check(
     let forward = role == Role::Forward;
     let words = ListShape { keys: role.is_transposed(), rows: tile.tile_q(), columns: tile_k }.len(problem);
     require(words <= MAX_LIST, || {
-        format!("the lists of the block mask take {words} words, and it numbers {MAX_LIST} at most")
+        format!("the lists of the block mask have {words} words; at most {MAX_LIST} are supported")
     })?;
     for (what, value, least) in [
         ("consumer_groups", consumer_groups, 1),
@@ -197,37 +203,40 @@ pub(crate) fn check(
         ("head_group", head_group, 1),
         ("num_splits", num_splits, 1),
     ] {
-        require(value >= least, || format!("{what} is {value}, and {least} is the least"))?;
+        require(value >= least, || format!("{what} is {value}; it must be at least {least}"))?;
     }
     require(stages <= MAX_STAGES, || {
-        format!("stages is {stages}: work items are known for {MAX_STAGES} loads ahead at most")
+        format!(
+            "stages is {stages}; it must be at most {MAX_STAGES}, the number of loads for which work tiles are known ahead"
+        )
     })?;
     require(tile_k.is_multiple_of(16) && (16..=256).contains(&tile_k), || {
-        format!("tile_k is {tile_k}: products take multiples of 16, at most 256")
+        format!("tile_k is {tile_k}; it must be a multiple of 16 and at most 256")
     })?;
     // One named barrier for each warpgroup's turn, and one for the whole thread block.
     require(consumer_groups * warpgroups <= 15, || {
-        format!("consumer_groups × warpgroups is {}: there are named barriers for 15", consumer_groups * warpgroups)
+        format!(
+            "consumer_groups × warpgroups is {}; there are named barriers for at most 15",
+            consumer_groups * warpgroups
+        )
     })?;
-    require(forward || !producer_warp, || {
-        "producer_warp is true: a warp of its own loads in the forward alone".into()
-    })?;
+    require(forward || !producer_warp, || "producer_warp is true; only the forward has a producer warp".into())?;
     require(forward || (consumer_groups, warpgroups) == (1, 2), || {
         format!(
-            "consumer_groups × warpgroups is {consumer_groups} × {warpgroups}: gradients are computed by one consumer group of two"
+            "consumer_groups × warpgroups is {consumer_groups} × {warpgroups}; gradients need one consumer group of two warpgroups"
         )
     })?;
     require(num_splits == 1 || forward && problem.block_mask.is_none(), || {
-        format!("num_splits is {num_splits}: only a forward without a block mask splits the keys")
+        format!("num_splits is {num_splits}; only a forward without a block mask can split the keys")
     })?;
     let multiple = stats_multiple(problem);
     require(!role.is_transposed() || multiple.is_multiple_of(tile_k), || {
-        format!("tile_k is {tile_k}: tiles of queries divide the {multiple} that scratch fills heads up to")
+        format!("tile_k is {tile_k}; it must divide {multiple}, to which the scratch pads the rows of a head")
     })?;
     if role == Role::All {
         fusible(case)?;
         require(tile_k * problem.head_dim.div_ceil(PANEL) == tile.tile_q(), || {
-            format!("tile_k is {tile_k}: tiles of dQ are 64 × 64 for each of two warpgroups")
+            format!("tile_k is {tile_k}; a tile of dQ must consist of one block of 64 × 64 for each of two warpgroups")
         })?;
     }
     let (bytes, units) = (blueprint(problem, role, tile, num_splits > 1).shared_memory(), tile.units());
@@ -266,7 +275,7 @@ pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: HopperTile
 fn possible(Case { device, problem }: Case) -> Result<(), String> {
     require(device.wgmma, || "the device has no warpgroup matrix products".into())?;
     require(cfg!(feature = "cuda"), || NOT_COMPILED.into())?;
-    require(problem.dtype != Dtype::F32, || "it computes in f16 and bf16, q is f32".into())
+    require(problem.dtype != Dtype::F32, || "it computes in f16 and bf16 only, and q is f32".into())
 }
 
 /// Number of splits of the keys that minimises the estimated time. Times are in tiles of keys; a consumer group computes a tile in

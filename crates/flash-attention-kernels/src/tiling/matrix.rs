@@ -54,8 +54,8 @@ pub fn blueprint(Case { device, problem }: Case, role: Role, tile: MatrixTile) -
 /// The first tiles that fit, or the reason why the kernel cannot run.
 pub fn choose(case: Case, role: Role) -> Result<MatrixTile, String> {
     let Case { device, problem } = case;
-    require(problem.dtype != Dtype::F32, || "it computes in f16 and bf16, not f32".into())?;
-    require(device.plane > 0, || "the device does not say how many units a plane has".into())?;
+    require(problem.dtype != Dtype::F32, || "it computes in f16 and bf16 only, and q is f32".into())?;
+    require(device.plane > 0, || "the device does not report the number of threads of a subgroup".into())?;
     let offered = device.matrices.iter().filter(|(dtype, _)| *dtype == problem.dtype);
     let Some((_, shape)) = offered.min_by_key(|(_, [m, n, k])| m.abs_diff(16) + n.abs_diff(16) + k.abs_diff(16)) else {
         return Err(format!("the device offers no matrix products of {} summed in f32", problem.dtype.name()));
@@ -72,10 +72,10 @@ pub fn check(case: Case, role: Role, tile: MatrixTile) -> Result<(), String> {
     let Case { device, problem } = case;
     let MatrixTile { plane, shape, .. } = tile;
     require(device.matrices.contains(&(problem.dtype, shape)) && plane == device.plane, || {
-        format!("the device offers no products of {shape:?} by planes of {plane}")
+        format!("the device offers no matrix products of shape {shape:?} for subgroups of {plane} threads")
     })?;
     require(tile.is_consistent(), || {
-        format!("planes of {plane} units cannot divide products of {shape:?} among them")
+        format!("subgroups of {plane} threads cannot distribute products of shape {shape:?}")
     })?;
     device.has_room(blueprint(case, role, tile).shared_memory(), tile.units())
 }

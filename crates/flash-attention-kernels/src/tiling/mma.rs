@@ -217,16 +217,21 @@ pub fn products(problem: &AttentionProblem) -> Products {
 /// Checks that these tiles can be used; else returns the reason.
 pub fn check(Case { device, problem }: Case, role: Role, tiles: MmaTiles) -> Result<(), String> {
     let MmaTiles { tile, head_group } = tiles;
-    require(head_group > 0, || "head_group is 0, and 1 is the least".into())?;
+    require(head_group > 0, || "head_group is 0; it must be at least 1".into())?;
     require(cfg!(feature = "cuda"), || NOT_COMPILED.into())?;
-    require(problem.block_mask.is_none(), || "it visits every tile: a block mask is for other kernels".into())?;
+    require(problem.block_mask.is_none(), || "it does not support block masks".into())?;
     require(device.mma.contains(&problem.dtype), || {
-        format!("the device has no mma.sync of {} that inline PTX reaches", problem.dtype.name())
+        format!("the device has no mma.sync for {} that inline PTX can use", problem.dtype.name())
     })?;
-    require(tile.is_consistent(), || format!("{tile:?}: rows that are copied at a time must divide tiles"))?;
+    require(tile.is_consistent(), || {
+        format!("{tile:?} is inconsistent: the rows that are copied at a time must divide a tile")
+    })?;
     let blueprint = blueprint(problem, role, tile);
     require(!role.is_transposed() || blueprint.scores.stats_multiple.is_multiple_of(tile.tile_k), || {
-        format!("tiles of {} queries do not divide what scratch fills heads up to", tile.tile_k)
+        format!(
+            "tiles of {} queries do not divide the multiple to which the scratch pads the rows of a head",
+            tile.tile_k
+        )
     })?;
     device.has_room(blueprint.shared_memory(), tile.units())
 }

@@ -120,7 +120,7 @@ fn allocatable(client: &Client, problem: &AttentionProblem, asked: Option<Kernel
     let bytes = |shape: [usize; 4]| shape.iter().map(|n| *n as u64).product::<u64>() * problem.dtype.size() as u64;
     check("o", bytes(problem.o_shape()))?;
     check("lse", plan.saved_bytes)?;
-    check("the output of each part of the keys", 4 * split_floats(problem, &plan.forward))?;
+    check("the output of each split of the keys", 4 * split_floats(problem, &plan.forward))?;
     let largest = [
         ("dq", bytes(problem.q_shape())),
         ("dk", bytes(problem.k_shape())),

@@ -87,7 +87,7 @@ pub(crate) fn check_tile(case: Case, tile: &TileShape, stage: Stage) -> Result<(
         return Err(AttentionError::Unsupported {
             option: "tile",
             value: format!("{tile:?}"),
-            why: "units must divide tiles into runs of a multiple of 4, and the chunk must be a multiple of 4",
+            why: "its threads must divide it into runs of a multiple of 4, and its chunk must be a multiple of 4",
         });
     }
     check(case.device, tile, stage).map_err(|_| no_tile_fits(case, tile, stage))

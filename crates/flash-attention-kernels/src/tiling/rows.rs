@@ -65,6 +65,8 @@ pub fn blueprint(problem: &AttentionProblem, role: Role, tile: RowsTile) -> Blue
 /// Checks that these tiles can be used; else returns the reason.
 pub fn check(device: &Device, tile: RowsTile) -> Result<(), String> {
     let RowsTile { units, rows } = tile;
-    require(units > 0 && rows > 0, || format!("it takes units and rows, not {units} and {rows}"))?;
-    require(units <= device.units, || format!("it takes {units} units, the device has {}", device.units))
+    require(units > 0 && rows > 0, || format!("units is {units} and rows is {rows}; both must be at least 1"))?;
+    require(units <= device.units, || {
+        format!("it needs {units} threads per thread block, but the device has {}", device.units)
+    })
 }

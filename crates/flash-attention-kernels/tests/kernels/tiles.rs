@@ -164,5 +164,5 @@ fn warps_products() {
     let Some(call) = Call::new(Dtype::BF16, 64) else { return };
     let tile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64 };
     refused(call.forward(MmaTiles { tile, head_group: 0 }), "head_group is 0");
-    refused(call.forward(MmaTiles { tile: MmaTile { tile_k: 24, ..tile }, head_group: 1 }), "must divide tiles");
+    refused(call.forward(MmaTiles { tile: MmaTile { tile_k: 24, ..tile }, head_group: 1 }), "must divide a tile");
 }

@@ -468,7 +468,10 @@ fn plans_say_why_hopper_is_not_used() {
 
     let single = plan_on(&device(), &problem(128, Dtype::F32, causal)).unwrap();
     assert_eq!(single.forward.kernel(), Kernel::Mma);
-    assert!(single.to_string().contains("not forward hopper: it computes in f16 and bf16, q is f32"), "{single}");
+    assert!(
+        single.to_string().contains("not forward hopper: it computes in f16 and bf16 only, and q is f32"),
+        "{single}"
+    );
     let older = Device { wgmma: false, ..device() };
     let plan = plan_on(&older, &problem(128, Dtype::BF16, causal)).unwrap();
     assert!(plan.to_string().contains("no warpgroup matrix products"), "{plan}");
@@ -485,7 +488,7 @@ fn plans_say_why_dbias_is_not_hoppers() {
     for shape in [[4, 16, 1, 4096], [1, 1, 4096, 1], [1, 16, 1, 1]] {
         let repeated = plan(plain.with_bias(&shape).unwrap());
         assert_eq!(repeated.backward.dbias.kernel(), Kernel::Portable, "{repeated}");
-        assert!(repeated.to_string().contains("; not dbias hopper: it takes no sums"), "{repeated}");
+        assert!(repeated.to_string().contains("; not dbias hopper: it does not sum"), "{repeated}");
     }
     let none = plan(plain);
     assert!(none.passed_over.is_empty() && !none.to_string().contains("dbias"), "{none}");
@@ -505,8 +508,11 @@ fn plans_say_why_the_backward_is_not_fused() {
     let short = [1, 16, 1024, 128];
     let short = AttentionProblem::new(&short, &short, &short, Dtype::BF16, options).unwrap();
     let biased = problem(64, Dtype::BF16, options).with_bias(&[1, 1, 4096, 4096]).unwrap();
-    let whys =
-        [(short, "2048 are the least"), (problem(256, Dtype::F16, options), "256 is above 128"), (biased, "a bias")];
+    let whys = [
+        (short, "at least 2048 are needed"),
+        (problem(256, Dtype::F16, options), "256 is above 128"),
+        (biased, "a bias"),
+    ];
     for (problem, why) in whys {
         let plan = plan(problem);
         let told = plan.to_string().contains("; not dq, dk and dv together: ") && plan.to_string().contains(why);

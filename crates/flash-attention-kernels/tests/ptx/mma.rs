@@ -242,13 +242,13 @@ fn plans_say_why_mma_is_not_used() {
     assert!(half.to_string().starts_with("forward mma 128×64, dq mma 128×32, dk and dv mma 64×64"), "{half}");
     let single = plan(&Device { mma: vec![Dtype::F16], ..before_hopper(HOPPER) }, Dtype::F32);
     assert_eq!(single.forward.kernel(), Kernel::Portable);
-    assert!(single.to_string().contains("not forward mma: the device has no mma.sync of f32"), "{single}");
+    assert!(single.to_string().contains("not forward mma: the device has no mma.sync for f32"), "{single}");
     let only = plan(&Device { mma: vec![Dtype::F16], ..before_hopper(HOPPER) }, Dtype::BF16);
     assert_eq!(only.forward.kernel(), Kernel::Matrix);
-    assert!(only.to_string().contains("not forward mma: the device has no mma.sync of bf16"), "{only}");
+    assert!(only.to_string().contains("not forward mma: the device has no mma.sync for bf16"), "{only}");
     // With less shared memory, the tile of wider heads is planned.
     let less = plan(&before_hopper(64 << 10), Dtype::BF16);
     assert!(less.to_string().starts_with("forward mma 64×32"), "{less}");
     let little = plan(&before_hopper(32 << 10), Dtype::BF16);
-    assert!(little.to_string().contains("not forward mma: it takes "), "{little}");
+    assert!(little.to_string().contains("not forward mma: it needs "), "{little}");
 }

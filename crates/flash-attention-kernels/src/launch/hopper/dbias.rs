@@ -20,7 +20,7 @@ impl Call<'_> {
             return Err(AttentionError::Unsupported {
                 option: "dbias",
                 value: format!("{:?}", dbias.shape),
-                why: "the kernel for Hopper computes that of a bias that repeats no query and no key",
+                why: "the Hopper kernel needs a bias that is not broadcast over queries or keys",
             });
         }
         let available = self.device.shared_memory;
@@ -28,7 +28,7 @@ impl Call<'_> {
             return Err(AttentionError::Unsupported {
                 option: "tile",
                 value: format!("{tile:?}"),
-                why: "tiles of 32, 64 or 128 keys make blocks of a multiple of 64; stages are 2 or more and fit the device",
+                why: "tile_k must be 32, 64 or 128, a block a multiple of 64 keys, and stages at least 2 and fit in shared memory",
             });
         }
         // Blocks, and groups of 8 rows of them, are numbered in 31 bits, including the numbers past the end that the thread blocks
