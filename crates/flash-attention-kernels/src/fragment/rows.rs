@@ -113,13 +113,19 @@ pub fn write_quad<E: Float, N: Size>(
     }
 }
 
+/// An array of `len` equal elements, in registers.
+#[cube]
+pub fn filled<T: CubePrimitive>(value: T, #[comptime] len: usize) -> Array<T> {
+    let mut all = Array::<T>::new(len);
+    #[unroll]
+    for n in 0..len {
+        all[n] = value;
+    }
+    all
+}
+
 /// An array of `len` zero vectors, in registers.
 #[cube]
 pub fn zeros(#[comptime] len: usize) -> Array<Vec4> {
-    let mut all = Array::<Vec4>::new(len);
-    #[unroll]
-    for n in 0..len {
-        all[n] = Vec4::new(0.0f32);
-    }
-    all
+    filled::<Vec4>(Vec4::new(0.0f32), len)
 }

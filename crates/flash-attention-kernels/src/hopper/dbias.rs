@@ -34,7 +34,7 @@ use super::pipeline::PipelineState;
 use super::products::products;
 use super::{BiasBlueprint, BiasTile};
 use crate::blocks::Visit;
-use crate::fragment::Scores;
+use crate::fragment::{Scores, filled};
 use crate::ptx::*;
 use crate::softmax::add_softmax_backward;
 use crate::tensor_core::{
@@ -118,9 +118,8 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
 
     let mut sums = Sequence::<Array<f32>>::new();
     #[unroll]
-    for nth in 0..tiles {
-        sums.push(Array::<f32>::new(s_len));
-        clear(sums.index_mut(nth), s_len);
+    for _ in 0..tiles {
+        sums.push(filled::<f32>(0.0f32, s_len));
     }
     let mut state = PipelineState::first();
     let mut turn = 0u32;

@@ -13,7 +13,7 @@ use super::tile::*;
 use super::{Blueprint, MatrixTile};
 use crate::blocks::{TileSize, visits};
 use crate::dropout::Dropout;
-use crate::fragment::{ForwardOutputs, Grid, Qkv, Rows, ScalarScores, TileAt, WIDTH};
+use crate::fragment::{ForwardOutputs, Grid, Qkv, Rows, ScalarScores, TileAt, WIDTH, filled};
 use crate::rounding::rounded_one;
 use crate::score::Factor;
 use crate::softmax::{HIDDEN, Rescale, lse_bits, normalizer, raised, rounded_sum, weight};
@@ -47,17 +47,11 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     let queries = panels.k.operands(&q);
     let mut acc = Accumulator::new(blueprint.head_dim_v, tile);
     let of_unit = comptime!(tile.rows_of_unit());
-    let mut m = Array::<f32>::new(of_unit);
-    let mut l = Array::<f32>::new(of_unit);
-    let mut top = Array::<f32>::new(of_unit);
+    let (first, sum) = scores.score.begin(head, me.is_first());
+    let mut m = filled::<f32>(first, of_unit);
+    let mut l = filled::<f32>(sum, of_unit);
+    let mut top = filled::<f32>(HIDDEN.runtime(), of_unit);
     let mut factors = Array::<f32>::new(of_unit);
-    #[unroll]
-    for nth in 0..of_unit {
-        let (first, sum) = scores.score.begin(head, me.is_first());
-        m[nth] = first;
-        l[nth] = sum;
-        top[nth] = HIDDEN.runtime();
-    }
 
     let of_head = scores.head(batch, head, head_kv, band, false);
     let visits = visits(&extras, &band, batch, head, work.start, size);

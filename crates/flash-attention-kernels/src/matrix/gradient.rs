@@ -16,7 +16,7 @@ use super::tile::*;
 use super::{Blueprint, MatrixTile};
 use crate::blocks::{TileSize, visits};
 use crate::dropout::Dropout;
-use crate::fragment::{Gradients, Grid, Rows, ScalarScores, Sides, Statistics, TileAt, WIDTH};
+use crate::fragment::{Gradients, Grid, Rows, ScalarScores, Sides, Statistics, TileAt, WIDTH, filled};
 use crate::score::Factor;
 use crate::softmax::{softmax_backward, weight};
 use cubecl::prelude::*;
@@ -106,22 +106,13 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
         }
     }
 
-    let mut factors = Array::<f32>::new(comptime!(tile.rows_of_unit()));
     #[comptime]
     if let ComptimeOption::Some(dqk) = gradients.dqk {
-        #[unroll]
-        for nth in 0..comptime!(tile.rows_of_unit()) {
-            factors[nth] = scores.score.scale;
-        }
-        acc.write(dqk, &block, &mut panels.board, &factors);
+        acc.write(dqk, &block, &mut panels.board, &filled::<f32>(scores.score.scale, tile.rows_of_unit()));
     }
     #[comptime]
     if let ComptimeOption::Some(dv) = gradients.dv {
-        #[unroll]
-        for nth in 0..comptime!(tile.rows_of_unit()) {
-            factors[nth] = extras.dropout.scale();
-        }
-        acc_v.write(dv, &block, &mut panels.board, &factors);
+        acc_v.write(dv, &block, &mut panels.board, &filled::<f32>(extras.dropout.scale(), tile.rows_of_unit()));
     }
 }
 

@@ -15,7 +15,7 @@ use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
 use super::tiles::{CopiedRows, copy_rows, lane_of_columns, lane_of_rows, lane_of_sums};
 use super::{MmaBlueprint, MmaTile, Products};
 use crate::blocks::Visit;
-use crate::fragment::Scores;
+use crate::fragment::{Scores, filled};
 use crate::ptx::{lg2, shared_address};
 use crate::softmax::lse_bits_log2;
 use crate::tensor_core::*;
@@ -222,12 +222,7 @@ pub fn registers(#[comptime] groups: usize, #[comptime] len: usize) -> Sequence<
     let mut all = Sequence::<Array<f32>>::new();
     #[unroll]
     for _ in 0..groups {
-        let mut of_group = Array::<f32>::new(len);
-        #[unroll]
-        for i in 0..len {
-            of_group[i] = 0.0f32.runtime();
-        }
-        all.push(of_group);
+        all.push(filled::<f32>(0.0f32.runtime(), len));
     }
     all
 }

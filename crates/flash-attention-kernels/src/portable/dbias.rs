@@ -17,7 +17,7 @@ use super::Blueprint;
 use super::recompute::*;
 use super::tile::*;
 use crate::blocks::{TileSize, visits};
-use crate::fragment::{Grid, ScalarScores, Sides};
+use crate::fragment::{Grid, ScalarScores, Sides, filled};
 use crate::rounding::rounded_one;
 use cubecl::prelude::*;
 use serde::Serialize;
@@ -76,11 +76,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
         Sums::Columns => micro_k,
         Sums::Rows => micro_q,
     });
-    let mut total = Array::<f32>::new(own);
-    #[unroll]
-    for n in 0..own {
-        total[n] = 0.0f32;
-    }
+    let mut total = filled::<f32>(0.0f32, own);
 
     // The first query and key of this thread block: it goes through one tile, all blocks of queries, or all blocks of keys.
     let (q_start, k_start) = match comptime!(sums) {

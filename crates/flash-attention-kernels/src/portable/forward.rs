@@ -15,7 +15,7 @@ use super::scores::apply_score_mod;
 use super::tile::*;
 use crate::blocks::{TileSize, visits};
 use crate::dropout::Dropout;
-use crate::fragment::{ForwardOutputs, Grid, Qkv, ScalarScores, TileAt, Vec4, WIDTH, zeros};
+use crate::fragment::{ForwardOutputs, Grid, Qkv, ScalarScores, TileAt, Vec4, WIDTH, filled, zeros};
 use crate::softmax::{HIDDEN, lse_bits, normalizer, weight};
 use cubecl::prelude::*;
 
@@ -46,14 +46,9 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     let mut s = Array::<f32>::new(comptime!(tile.micro()));
     let mut factors = Array::<f32>::new(comptime!(blueprint.factors()));
     let mut acc = zeros(comptime!(micro_q * groups));
-    let mut m = Array::<Vec4>::new(quads);
-    let mut l = Array::<Vec4>::new(quads);
-    #[unroll]
-    for n in 0..quads {
-        let (first, sum) = scores.score.begin(work.head, me.x == 0);
-        m[n] = Vec4::new(first);
-        l[n] = Vec4::new(sum);
-    }
+    let (first, sum) = scores.score.begin(work.head, me.x == 0);
+    let mut m = filled::<Vec4>(Vec4::new(first), quads);
+    let mut l = filled::<Vec4>(Vec4::new(sum), quads);
 
     let size = comptime!(TileSize { rows: tile_q, columns: tile_k, keys: false });
     let visits = visits(&scores.score.extras, &work.band, work.batch, work.head, work.start, size);

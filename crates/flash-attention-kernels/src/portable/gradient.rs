@@ -15,7 +15,7 @@ use super::Blueprint;
 use super::recompute::*;
 use super::tile::*;
 use crate::blocks::{TileSize, visits};
-use crate::fragment::{Gradients, Grid, ScalarScores, Sides, zeros};
+use crate::fragment::{Gradients, Grid, ScalarScores, Sides, Vec4, WIDTH, filled, zeros};
 use cubecl::prelude::*;
 
 /// Gradients of the rows: `dq`, or `dk` and `dv`.
@@ -82,12 +82,13 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
     }
 
     let block = work.rows(keys);
+    let quads = comptime!(micro.div_ceil(WIDTH));
     #[comptime]
     if let ComptimeOption::Some(dqk) = gradients.dqk {
-        panels.store(dqk, &block, &acc, &uniform(scores.score.scale, micro), head_dim);
+        panels.store(dqk, &block, &acc, &filled::<Vec4>(Vec4::new(scores.score.scale), quads), head_dim);
     }
     #[comptime]
     if let ComptimeOption::Some(dv) = gradients.dv {
-        panels.store(dv, &block, &acc_v, &uniform(extras.dropout.scale(), micro), head_dim_v);
+        panels.store(dv, &block, &acc_v, &filled::<Vec4>(Vec4::new(extras.dropout.scale()), quads), head_dim_v);
     }
 }

@@ -344,15 +344,3 @@ impl Panels {
         }
     }
 }
-
-/// Factors of a thread's rows, all the same.
-#[cube]
-pub fn uniform(factor: f32, #[comptime] micro: usize) -> Array<Vec4> {
-    let quads = comptime!(micro.div_ceil(WIDTH));
-    let mut factors = Array::<Vec4>::new(quads);
-    #[unroll]
-    for n in 0..quads {
-        factors[n] = Vec4::new(factor);
-    }
-    factors
-}

@@ -9,7 +9,7 @@
 use super::Blueprint;
 use super::row::*;
 use crate::blocks::{Visit, runs};
-use crate::fragment::{ForwardOutputs, Grid, Qkv, Rows, ScalarScores, TileAt, zeros};
+use crate::fragment::{ForwardOutputs, Grid, Qkv, Rows, ScalarScores, TileAt, filled, zeros};
 use crate::softmax::{Rescale, lse_bits, normalizer, raised, weight};
 use cubecl::prelude::*;
 
@@ -40,14 +40,9 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     let held = hold(&q, band.seq_q - 1, head_dim, tile);
     let mut acc = zeros(comptime!(rows * vectors(head_dim_v)));
     let mut s = Array::<f32>::new(rows);
-    let mut m = Array::<f32>::new(rows);
-    let mut l = Array::<f32>::new(rows);
-    #[unroll]
-    for nth in 0..rows {
-        let (first, sum) = scores.score.begin(head, true.runtime());
-        m[nth] = first;
-        l[nth] = sum;
-    }
+    let (first, sum) = scores.score.begin(head, true.runtime());
+    let mut m = filled::<f32>(first, rows);
+    let mut l = filled::<f32>(sum, rows);
 
     let of_head = scores.head(batch, head, head_kv, band, false);
     let runs = runs(&extras, &band, batch, head, start, comptime!(tile.block() as u32));

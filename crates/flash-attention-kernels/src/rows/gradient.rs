@@ -15,7 +15,7 @@ use super::Blueprint;
 use super::forward::apply_score_mod;
 use super::row::*;
 use crate::blocks::{Visit, runs};
-use crate::fragment::{Gradients, Grid, Rows, ScalarScores, Sides, zeros};
+use crate::fragment::{Gradients, Grid, Rows, ScalarScores, Sides, filled, zeros};
 use crate::score::Factor;
 use crate::softmax::{softmax_backward, weight};
 use cubecl::prelude::*;
@@ -114,21 +114,12 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
     }
 
     let block = work.rows(false);
-    let mut factors = Array::<f32>::new(rows);
     #[comptime]
     if let ComptimeOption::Some(dqk) = gradients.dqk {
-        #[unroll]
-        for nth in 0..rows {
-            factors[nth] = scores.score.scale;
-        }
-        write(dqk, &block, &acc, &factors, head_dim, tile);
+        write(dqk, &block, &acc, &filled::<f32>(scores.score.scale, rows), head_dim, tile);
     }
     #[comptime]
     if let ComptimeOption::Some(dv) = gradients.dv {
-        #[unroll]
-        for nth in 0..rows {
-            factors[nth] = extras.dropout.scale();
-        }
-        write(dv, &block, &acc_v, &factors, head_dim_v, tile);
+        write(dv, &block, &acc_v, &filled::<f32>(extras.dropout.scale(), rows), head_dim_v, tile);
     }
 }

@@ -18,7 +18,7 @@ use super::statistics::{RowStatistics, stats_all, stats_at};
 use crate::blocks::{TileSize, Visit, visits};
 use crate::dtype::Dtype;
 use crate::extras::Extras;
-use crate::fragment::Scores;
+use crate::fragment::{Scores, filled};
 use crate::mask::Band;
 use crate::mods::Place;
 use crate::ptx::{ex2, fma_packed, lg2, pack};
@@ -150,11 +150,7 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let (extras, band) = (scores.score.extras, of.band);
     let (batch, head, row) = (of.batch, of.head, of.row);
     // Each thread holds eight columns of O.
-    let mut o = Array::<f32>::new(8usize);
-    #[unroll]
-    for e in 0..8usize {
-        o[e] = 0.0f32;
-    }
+    let mut o = filled::<f32>(0.0f32, 8usize);
     // Warp-uniform branches are decided by votes. The assembler then knows that the warp does not diverge, and guards no
     // shuffle here or in the caller's loop.
     let lost = of.l == f32::INFINITY;
@@ -300,9 +296,7 @@ pub struct GradientRows {
 impl GradientRows {
     /// The rows from `first_row` on, of which nothing has been stored.
     pub fn new(batch: usize, head: usize, first_row: u32, band: Band) -> GradientRows {
-        let mut finite = Array::<bool>::new(2usize);
-        finite[0] = true.runtime();
-        finite[1] = true.runtime();
+        let finite = filled::<bool>(true.runtime(), 2usize);
         let none = 0u32.runtime();
         GradientRows { batch, head, first_kv: none, after_kv: none, first_row, band, finite }
     }
@@ -394,13 +388,8 @@ fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let (batch, head) = (of.batch, of.head);
     let (rows, cols) = (sources.rows, sources.cols);
     let lane = UNIT_POS % 32;
-    let mut sum_k = Array::<f32>::new(8usize);
-    let mut sum_v = Array::<f32>::new(8usize);
-    #[unroll]
-    for e in 0..8usize {
-        sum_k[e] = 0.0f32;
-        sum_v[e] = 0.0f32;
-    }
+    let mut sum_k = filled::<f32>(0.0f32, 8usize);
+    let mut sum_v = filled::<f32>(0.0f32, 8usize);
     let seen = band.k_blocks(row, 1u32, KEYS);
     let all = stats_all(&band, scheduler, blueprint);
     for head_kv in of.first_kv..of.after_kv {

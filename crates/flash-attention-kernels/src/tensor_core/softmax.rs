@@ -3,6 +3,7 @@
 use super::Blueprint;
 use crate::dtype::Dtype;
 use crate::extras::Extras;
+use crate::fragment::filled;
 use crate::ptx::*;
 use crate::softmax::{HIDDEN, Rescale, raised, rounded_sum, softmax_backward};
 use cubecl::prelude::*;
@@ -196,11 +197,7 @@ fn row_max(s: &Array<f32>, #[comptime] row: usize, #[comptime] every: usize, #[c
 #[cube]
 fn unit_max(s: &Array<f32>, #[comptime] row: usize, #[comptime] every: usize, #[comptime] tile_k: usize) -> f32 {
     // Four independent maxima, for even and odd groups and columns: a single one would be a chain of dependent instructions.
-    let mut m = Array::<f32>::new(4usize);
-    #[unroll]
-    for i in 0..4usize {
-        m[i] = HIDDEN.runtime();
-    }
+    let mut m = filled::<f32>(HIDDEN.runtime(), 4usize);
     #[unroll]
     for nth in 0..comptime!((tile_k / 8).div_ceil(every)) {
         #[unroll]

@@ -4,6 +4,7 @@ use super::super::Blueprint;
 use super::super::operands::Sources;
 use super::LostRow;
 use crate::dtype::Dtype;
+use crate::fragment::filled;
 use crate::ptx::{mma_step, pack};
 use crate::rounding::nearest_tf32;
 use cubecl::prelude::*;
@@ -92,11 +93,7 @@ pub fn products_with_eights<E: Float, N: Size>(
 ) -> Array<f32> {
     let (wide, dtype) = comptime!((blueprint.head_dim, blueprint.dtype));
     let (whole, rest) = comptime!((wide / 16, wide % 16));
-    let mut sums = Array::<f32>::new(4usize);
-    #[unroll]
-    for i in 0..4usize {
-        sums[i] = 0.0f32;
-    }
+    let mut sums = filled::<f32>(0.0f32, 4usize);
     for step in 0..whole {
         let (first, second) =
             (words_of(k, first_at + 2 * step, 16usize, dtype), words_of(k, second_at + 2 * step, 16usize, dtype));
