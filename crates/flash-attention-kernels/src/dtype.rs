@@ -24,7 +24,7 @@ impl Dtype {
         }
     }
 
-    /// The name used in messages and result files.
+    /// The name used in messages, result files and PTX.
     pub fn name(self) -> &'static str {
         match self {
             Dtype::F32 => "f32",

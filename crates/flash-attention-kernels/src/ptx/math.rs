@@ -59,11 +59,8 @@ pub fn pack(low: f32, high: f32, #[comptime] dtype: Dtype) -> u32 {
     intrinsic!(|scope| {
         let (low, high) = (low.read_value(scope), high.read_value(scope));
         let ty = u32::__expand_as_type(scope);
-        let template = match dtype {
-            Dtype::BF16 => "cvt.rn.bf16x2.f32 $0, $2, $1;",
-            _ => "cvt.rn.f16x2.f32 $0, $2, $1;",
-        };
-        ExpandValue::from(pure(scope, ty, template, "=r,f,f", vec![low, high])).into()
+        let template = format!("cvt.rn.{}x2.f32 $0, $2, $1;", dtype.name());
+        ExpandValue::from(pure(scope, ty, &template, "=r,f,f", vec![low, high])).into()
     })
 }
 
@@ -73,11 +70,8 @@ pub fn fma_packed(a: u32, b: u32, c: u32, #[comptime] dtype: Dtype) -> u32 {
     intrinsic!(|scope| {
         let args = vec![a.read_value(scope), b.read_value(scope), c.read_value(scope)];
         let ty = u32::__expand_as_type(scope);
-        let template = match dtype {
-            Dtype::BF16 => "fma.rn.bf16x2 $0, $1, $2, $3;",
-            _ => "fma.rn.f16x2 $0, $1, $2, $3;",
-        };
-        ExpandValue::from(pure(scope, ty, template, "=r,r,r,r", args)).into()
+        let template = format!("fma.rn.{}x2 $0, $1, $2, $3;", dtype.name());
+        ExpandValue::from(pure(scope, ty, &template, "=r,r,r,r", args)).into()
     })
 }
 

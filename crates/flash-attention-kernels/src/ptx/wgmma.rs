@@ -93,10 +93,7 @@ pub fn descriptor<E: CubePrimitive>(tile: &[E], #[comptime] leading: usize, #[co
 fn wgmma(n: usize, dtype: Dtype, adds: &str, columns: impl AsRef<[bool]>, steps: &[(String, String)]) -> String {
     let transposed: Vec<_> = columns.as_ref().iter().map(|is| u32::from(*is).to_string()).collect();
     let transposed = transposed.join(", ");
-    let ty = match dtype {
-        Dtype::BF16 => "bf16",
-        _ => "f16",
-    };
+    let ty = dtype.name();
     let registers = (0..n / 2).map(|i| format!("${i}")).collect::<Vec<_>>().join(", ");
     let product = format!("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ty}.{ty}");
     let steps = steps.iter().enumerate().map(|(nth, (before, operands))| {
@@ -230,7 +227,7 @@ fn product_of_step(held: &Sequence<f32>, words: &Sequence<u32>, #[comptime] dtyp
     intrinsic!(|scope| {
         let registers: Vec<_> = held.iter_cloned().map(|x| x.read_value(scope)).collect();
         let args: Vec<_> = words.iter_cloned().map(|x| x.read_value(scope)).collect();
-        let ty = if dtype == Dtype::BF16 { "bf16" } else { "f16" };
+        let ty = dtype.name();
         // Operands 4 to 7 are the old sums, tied to the registers of operands 0 to 3.
         let template = format!(
             "mma.sync.aligned.m16n8k16.row.col.f32.{ty}.{ty}.f32 {{$0, $1, $2, $3}}, {{$8, $9, $10, $11}}, {{$12, $13}}, \
