@@ -36,6 +36,12 @@ impl Layout {
     }
 }
 
+/// The start of a row of a tensor `[B, H, S, …]`, in elements. The strides are read from memory.
+#[cube]
+pub fn row_start<T: CubePrimitive>(tensor: &Tensor<T>, batch: usize, head: usize, row: u32) -> usize {
+    batch * tensor.stride(0) + head * tensor.stride(1) + row as usize * tensor.stride(2)
+}
+
 /// Rows of a head from `start` up to, not including, `end`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]

@@ -7,9 +7,9 @@
 //! A sink counts as one more split with `o = 0`. (Flash-Decoding, Dao et al. 2023.)
 
 use crate::extras::Extras;
+use crate::fragment::row_start;
 use crate::ptx::{ex2, lg2, reciprocal};
 use crate::softmax::{HIDDEN, lse_bits_log2, lse_of_split};
-use crate::tensor_core::row_start;
 use cubecl::prelude::*;
 
 /// Rows of a thread block, one for each warp.

@@ -1,7 +1,7 @@
 //! Packed copies of tensors whose rows do not start at multiples of 16 bytes, and which neither TMA nor 16-byte vectors can
 //! read.
 
-use crate::tensor_core::row_start;
+use crate::fragment::row_start;
 use cubecl::prelude::*;
 
 /// Copies `from` to `to`, both `[B, H, S, D]`, and sets the columns of `to` from `columns` up to `padded` to 0, because rows

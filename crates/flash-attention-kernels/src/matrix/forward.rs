@@ -13,7 +13,7 @@ use super::tile::*;
 use super::{Blueprint, MatrixTile};
 use crate::blocks::{TileSize, visits};
 use crate::dropout::Dropout;
-use crate::fragment::{ForwardOutputs, Grid, Qkv, Rows, ScalarScores, TileAt, WIDTH, filled};
+use crate::fragment::{ForwardOutputs, Grid, Qkv, Rows, ScalarScores, TileAt, WIDTH, filled, row_start};
 use crate::rounding::rounded_one;
 use crate::score::Factor;
 use crate::softmax::{HIDDEN, Rescale, lse_bits, normalizer, raised, rounded_sum, weight};
@@ -91,8 +91,6 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
 
     // -- l of whole rows, lse and O / l
     let lse = outputs.lse;
-    let lse_at = batch * lse.stride(0) + head * lse.stride(1);
-    let lse_step = lse.stride(2);
     #[unroll]
     for nth in 0..of_unit {
         let total = row_sum(l[nth], tile);
@@ -101,7 +99,8 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
         factors[nth] = normalizer(rounded) * extras.dropout.scale();
         let row = work.start + me.row(nth);
         if me.is_first() && band.is_query(row) {
-            lse[lse_at + row as usize * lse_step] = lse_bits(m[nth], total);
+            let at = row_start(&*lse, batch, head, row);
+            lse[at] = lse_bits(m[nth], total);
         }
     }
     acc.write(outputs.o, &work.rows(false), &mut panels.board, &factors);

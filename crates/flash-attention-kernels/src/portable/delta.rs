@@ -6,7 +6,7 @@
 //!
 //! Both are packed in one buffer, because the smallest devices bind few buffers.
 
-use crate::fragment::{Rows, Vec4, WIDTH};
+use crate::fragment::{Rows, Vec4, WIDTH, row_start};
 use crate::softmax::lse_of_bits;
 use cubecl::prelude::*;
 
@@ -68,10 +68,10 @@ pub fn delta<F: Float, N: Size>(
             total += board[UNIT_POS as usize + n];
         }
         #[comptime]
-        if let ComptimeOption::Some(dlse) = &dlse {
-            total -= dlse[batch * dlse.stride(0) + head * dlse.stride(1) + i * dlse.stride(2)];
+        if let ComptimeOption::Some(dlse) = dlse {
+            total -= dlse[row_start(dlse, batch, head, i as u32)];
         }
-        stats[row] = lse_of_bits(lse[batch * lse.stride(0) + head * lse.stride(1) + i * lse.stride(2)]);
+        stats[row] = lse_of_bits(lse[row_start(lse, batch, head, i as u32)]);
         stats[rows + row] = total;
     }
 }

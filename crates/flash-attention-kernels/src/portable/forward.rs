@@ -15,7 +15,7 @@ use super::scores::apply_score_mod;
 use super::tile::*;
 use crate::blocks::{TileSize, visits};
 use crate::dropout::Dropout;
-use crate::fragment::{ForwardOutputs, Grid, Qkv, ScalarScores, TileAt, Vec4, WIDTH, filled, zeros};
+use crate::fragment::{ForwardOutputs, Grid, Qkv, ScalarScores, TileAt, Vec4, WIDTH, filled, row_start, zeros};
 use crate::softmax::{HIDDEN, lse_bits, normalizer, weight};
 use cubecl::prelude::*;
 
@@ -97,8 +97,6 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     sync_cube();
     let mut factors = Array::<Vec4>::new(quads);
     let lse = outputs.lse;
-    let lse_at = work.batch * lse.stride(0) + work.head * lse.stride(1);
-    let lse_step = lse.stride(2);
     #[unroll]
     for n in 0..quads {
         let mut total = Vec4::new(0.0f32);
@@ -113,7 +111,8 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
             let sum = total.extract(lane);
             factor.insert(lane, normalizer(sum) * scores.score.extras.dropout.scale());
             if me.x == 0 && work.band.is_query(row) {
-                lse[lse_at + row as usize * lse_step] = lse_bits(m[n].extract(lane), sum);
+                let at = row_start(&*lse, work.batch, work.head, row);
+                lse[at] = lse_bits(m[n].extract(lane), sum);
             }
         }
         factors[n] = factor;

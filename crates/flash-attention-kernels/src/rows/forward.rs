@@ -9,7 +9,7 @@
 use super::Blueprint;
 use super::row::*;
 use crate::blocks::{Visit, runs};
-use crate::fragment::{ForwardOutputs, Grid, Qkv, Rows, ScalarScores, TileAt, filled, zeros};
+use crate::fragment::{ForwardOutputs, Grid, Qkv, Rows, ScalarScores, TileAt, filled, row_start, zeros};
 use crate::softmax::{Rescale, lse_bits, normalizer, raised, weight};
 use cubecl::prelude::*;
 
@@ -75,13 +75,12 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     }
 
     let lse = outputs.lse;
-    let lse_at = batch * lse.stride(0) + head * lse.stride(1);
-    let lse_step = lse.stride(2);
     #[unroll]
     for nth in 0..rows {
         let row = row_of(start, comptime!(nth as u32).runtime(), tile);
         if band.is_query(row) {
-            lse[lse_at + row as usize * lse_step] = lse_bits(m[nth], l[nth]);
+            let at = row_start(&*lse, batch, head, row);
+            lse[at] = lse_bits(m[nth], l[nth]);
         }
         l[nth] = normalizer(l[nth]) * extras.dropout.scale();
     }

@@ -3,8 +3,8 @@
 //! The formula is that [of the portable kernels](crate::portable::delta). The layout is the one that gradient kernels load in
 //! tiles of queries: the rows of a head are padded to whole tiles, with rows whose probabilities are 0.
 
-use super::operands::row_start;
 use super::statistics::stats_rows;
+use crate::fragment::row_start;
 use crate::softmax::{lse_log2, lse_of_bits};
 use cubecl::prelude::*;
 
@@ -97,9 +97,8 @@ pub fn delta<E: Float, N: Size>(
             of_lse = min(lse_log2(lse_of_bits(lse[row_start(lse, batch, of_batch, row)])), f32::MAX);
             of_delta = sum;
             #[comptime]
-            if let ComptimeOption::Some(dlse) = &dlse {
-                let from = batch * dlse.stride(0) + of_batch * dlse.stride(1) + row as usize * dlse.stride(2);
-                of_delta -= dlse[from];
+            if let ComptimeOption::Some(dlse) = dlse {
+                of_delta -= dlse[row_start(dlse, batch, of_batch, row)];
             }
             // A query that sees nothing has no gradient, whatever its output is.
             of_delta = select(of_lse == f32::MAX, 0.0f32, of_delta);

@@ -23,12 +23,6 @@ impl Stride {
     }
 }
 
-/// The start of a row of a tensor `[B, H, S, …]`, in elements. The strides are read from memory.
-#[cube]
-pub fn row_start<T: CubePrimitive>(tensor: &Tensor<T>, batch: usize, head: usize, row: u32) -> usize {
-    batch * tensor.stride(0) + head * tensor.stride(1) + row as usize * tensor.stride(2)
-}
-
 /// An input `[B, H, S, D]` in 16-byte vectors.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
