@@ -3,7 +3,7 @@
 
 use super::products::{ColumnsOf, RowsOf, registers_with_columns, rows_with_rows};
 use crate::ptx::asm::{effect, effect_values, in_place};
-use crate::ptx::{held, hold, sequence};
+use crate::ptx::sequence;
 use cubecl::prelude::*;
 
 // -- copies
@@ -64,12 +64,11 @@ pub fn multiply_rows(acc: &mut Sequence<Array<f32>>, a: u32, b: u32, #[comptime]
 fn set_sums(acc: &mut Sequence<Array<f32>>, values: &Sequence<f32>, #[comptime] groups: usize, #[comptime] len: usize) {
     #[unroll]
     for group in 0..groups {
-        let mut sums = Sequence::<f32>::new();
+        let sums = acc.index_mut(group);
         #[unroll]
         for i in 0..len {
-            sums.push(*values.index(comptime!(group * len + i)));
+            sums[i] = *values.index(comptime!(group * len + i));
         }
-        hold(acc.index_mut(group), &sums, len);
     }
 }
 
@@ -92,10 +91,9 @@ pub fn multiply_columns(acc: &mut Sequence<Array<f32>>, fragments: &Sequence<u32
     let mut before = Sequence::<f32>::new();
     #[unroll]
     for group in 0..comptime!(of.groups) {
-        let sums = held(acc.index(group), len);
         #[unroll]
         for i in 0..len {
-            before.push(*sums.index(i));
+            before.push(acc.index(group)[i]);
         }
     }
     set_sums(acc, &product_columns(&before, fragments, b, of), of.groups, len);

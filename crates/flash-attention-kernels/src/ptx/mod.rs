@@ -17,5 +17,5 @@ pub mod wgmma;
 pub use barriers::*;
 pub use copies::*;
 pub use math::*;
+pub(crate) use wgmma::sequence;
 pub use wgmma::*;
-pub(crate) use wgmma::{held, hold, sequence};

@@ -10,7 +10,7 @@ use cubecl_core::ir::dialect::matrix::*;
 
 /// Reads the values of registers.
 #[cube]
-pub(crate) fn held(registers: &Array<f32>, #[comptime] len: usize) -> Sequence<f32> {
+fn held(registers: &Array<f32>, #[comptime] len: usize) -> Sequence<f32> {
     let mut held = Sequence::<f32>::new();
     #[unroll]
     for i in 0..len {
@@ -21,7 +21,7 @@ pub(crate) fn held(registers: &Array<f32>, #[comptime] len: usize) -> Sequence<f
 
 /// Writes values to registers.
 #[cube]
-pub(crate) fn hold(registers: &mut Array<f32>, values: &Sequence<f32>, #[comptime] len: usize) {
+fn hold(registers: &mut Array<f32>, values: &Sequence<f32>, #[comptime] len: usize) {
     #[unroll]
     for i in 0..len {
         registers[i] = *values.index(i);
