@@ -7,10 +7,8 @@ use crate::tensor_core::{LINE, WARPGROUP_ROWS};
 /// Operands of a product `A · Bᵀ`, of rows with rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RowsOf {
-    /// Blocks of 16 rows of the first operand.
+    /// Blocks of 16 rows of the first operand, whose panels have [`WARPGROUP_ROWS`] lines.
     pub groups: usize,
-    /// Lines of each of its panels.
-    pub lines: usize,
     /// Bytes from one block to the next.
     pub group_bytes: usize,
     /// Rows of the second operand, and lines of its panels.
@@ -38,7 +36,7 @@ impl MmaBlueprint {
     /// Operands of the product of a thread's rows, whose groups have `group_bytes` bytes, with a tile; both have `wide` columns.
     pub fn rows_of(&self, group_bytes: usize, wide: usize) -> RowsOf {
         let MmaTile { groups, tile_k, .. } = self.tile;
-        RowsOf { groups, lines: WARPGROUP_ROWS, group_bytes, tile_k, wide, products: self.products }
+        RowsOf { groups, group_bytes, tile_k, wide, products: self.products }
     }
 
     /// Operands of the product of registers with a tile of this number of columns.
@@ -133,7 +131,7 @@ fn sums(products: Products, count: usize) -> String {
 
 /// PTX of [`multiply_rows`](crate::mma::ops::multiply_rows()). The operands `a` and `b` follow the sums.
 pub fn rows_with_rows(of: RowsOf) -> String {
-    let RowsOf { groups, lines, group_bytes, tile_k, wide, products } = of;
+    let RowsOf { groups, group_bytes, tile_k, wide, products } = of;
     let (steps, pairs) = (wide.div_ceil(products.depth()), tile_k / 16);
     let count = groups * tile_k / 2;
     let (mut reads, mut multiplied) = (Vec::new(), Vec::new());
@@ -148,7 +146,7 @@ pub fn rows_with_rows(of: RowsOf) -> String {
             let mut text = String::new();
             // The first operand is read in the first `pair` of each step.
             for group in 0..if pair == 0 { groups } else { 0 } {
-                let offset = panel * lines * LINE + group * group_bytes;
+                let offset = panel * WARPGROUP_ROWS * LINE + group * group_bytes;
                 read += &load("a", step * groups + group, &format!("q{part}"), offset, false);
                 text += &a(group).iter().map(|factor| products.ready(factor)).collect::<String>();
             }

@@ -152,7 +152,7 @@ fn rows_are_multiplied_with_rows() {
     for (products, (groups, tile_k, wide)) in ALL.into_iter().flat_map(|of| shapes.map(|shape| (of, shape))) {
         let panels = wide.div_ceil(LINE / bytes(products));
         let group_bytes = 64 * panels * LINE;
-        let of = RowsOf { groups, lines: 64, group_bytes, tile_k, wide, products };
+        let of = RowsOf { groups, group_bytes, tile_k, wide, products };
         let padded = wide.next_multiple_of(products.depth());
         let k_at = groups * group_bytes;
         let mut shared = vec![NOTHING; k_at + tile_k * panels * LINE];
