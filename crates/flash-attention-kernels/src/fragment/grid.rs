@@ -91,6 +91,17 @@ impl Grid {
         Work { start: block.start, head: at.head, batch: block.batch as usize, band: block.band, is_none }
     }
 
+    /// Heads of the columns of a head's rows, from the first one up to, not including, the second number: the query heads of a
+    /// key/value head if `keys`, else the key/value head of a query head.
+    pub fn streams(&self, head: usize, #[comptime] keys: bool) -> (usize, usize) {
+        let group_size = self.group_size as usize;
+        if comptime!(keys) {
+            (head * group_size, (head + 1) * group_size)
+        } else {
+            (head / group_size, head / group_size + 1)
+        }
+    }
+
     /// Coordinates of the thread block number `position`.
     pub fn at(&self, position: usize) -> Position {
         let of_batch = self.blocks as usize * self.heads as usize;

@@ -43,7 +43,6 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
     }
     let (batch, band, block) = (work.batch, work.band, work.rows(transposed));
     let columns_end = if comptime!(transposed) { band.after_queries() } else { band.after_keys() };
-    let group_size = grid.group_size as usize;
     let with_dv = comptime!(gradients.dv.is_some());
 
     let rows = Rows::of(sides.rows.qk, batch, work.head, block.start, block.end);
@@ -57,10 +56,8 @@ pub fn gradient<E: Float, M: Numeric, N: Size>(
     let mut acc = Accumulator::new(comptime!(if differentiates { blueprint.head_dim } else { 0 }), tile);
     let mut acc_v = Accumulator::new(comptime!(if with_dv { blueprint.head_dim_v } else { 0 }), tile);
 
-    // Heads of the columns: the query heads of a key/value head, or the key/value head of a query head.
-    let streams = if comptime!(transposed) { group_size } else { 1usize.runtime() };
-    for member in 0..streams {
-        let stream = if comptime!(transposed) { work.head * group_size + member } else { work.head / group_size };
+    let (first, after) = grid.streams(work.head, transposed);
+    for stream in first..after {
         let (head, head_kv) = if comptime!(transposed) { (stream, work.head) } else { (work.head, stream) };
         let cols = Rows::of(sides.cols.qk, batch, stream, 0u32, columns_end);
         let cols_v = Rows::of(sides.cols.dov, batch, stream, 0u32, columns_end);

@@ -41,18 +41,13 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
         terminate!();
     }
     let (queries, of_keys) = sides.queries_and_keys(keys);
-    let group_size = grid.group_size as usize;
     let mut tile_gradient = TileGradient::new(blueprint);
     let mut acc = zeros(comptime!(if differentiates { micro * tile.groups(head_dim) } else { 1 }));
     let mut acc_v = zeros(comptime!(if with_dv { micro * tile.groups(head_dim_v) } else { 1 }));
 
-    let members = if comptime!(keys) { group_size } else { 1usize.runtime() };
-    for member in 0..members {
-        let (head, head_kv) = if comptime!(keys) {
-            (work.head * group_size + member, work.head)
-        } else {
-            (work.head, work.head / group_size)
-        };
+    let (first, after) = grid.streams(work.head, keys);
+    for stream in first..after {
+        let (head, head_kv) = if comptime!(keys) { (stream, work.head) } else { (work.head, stream) };
         let of_head = scores.head(work.batch, head, head_kv, work.band, false);
         let visits = visits(&extras, &work.band, work.batch, head, work.start, size);
         tile_gradient.ask(&sides, &of_head.tile(work.start, &visits.tile(0u32), keys), &mut panels);

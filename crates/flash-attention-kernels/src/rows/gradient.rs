@@ -40,7 +40,6 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
         terminate!();
     }
     let (batch, start, band) = (work.batch, work.start, work.band);
-    let group_size = grid.group_size as usize;
 
     let last = band.seq_q - 1;
     let held = hold(&Rows::of(sides.rows.qk, batch, work.head, start, last), last, head_dim, tile);
@@ -65,10 +64,8 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
         }
     }
 
-    // Heads of the columns: the query heads of a key/value head, or the key/value head of a query head.
-    let streams = if transposed { group_size } else { 1usize.runtime() };
-    for member in 0..streams {
-        let stream = if transposed { work.head * group_size + member } else { work.head / group_size };
+    let (first, after) = grid.streams(work.head, transposed);
+    for stream in first..after {
         let head = if transposed { stream } else { work.head };
         let cols = Rows::of(sides.cols.qk, batch, stream, 0u32, band.after_keys());
         let cols_v = Rows::of(sides.cols.dov, batch, stream, 0u32, band.after_keys());
