@@ -151,16 +151,12 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             let mut ds = Array::<f32>::new(s_len);
             let k_tile = memory.descriptor(start, state.stage, Operand::K);
             let v_tile = memory.descriptor(start, state.stage, Operand::V);
-            wgmma_fence();
             products(&mut s, q_rows + q_stage, k_tile, scores.head_dim, scores);
-            wgmma_commit();
             if comptime!(of_turn == 0) {
                 mbarrier_wait(memory.full(Operand::D) + rows_at * 8, phase);
             }
             mbarrier_wait(memory.full(Operand::V) + state.stage * 8, state.phase);
-            wgmma_fence();
             products(&mut ds, d_rows + d_stage, v_tile, scores.head_dim_v, scores);
-            wgmma_commit();
 
             // -- loads into the stage of the tile before this one
             loader.tiles(&memory, turn, comptime!(of_turn + stages - 1), &before(&state, tile));

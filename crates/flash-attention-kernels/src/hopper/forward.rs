@@ -116,9 +116,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         mbarrier_wait(memory.full(Operand::K, 0u32), 0u32);
     }
     await_ping_pong(barrier, warpgroup, tile);
-    wgmma_fence();
     products(&mut s, q_tile, start + k_at, blueprint.head_dim, blueprint);
-    wgmma_commit();
     pass_ping_pong(barrier, warpgroup, tile);
 
     while steps != 0 {
@@ -166,26 +164,12 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             let visit = memory.visit(&k_state, k_start, step < edges.lead || step >= edges.tail, blueprint);
             await_ping_pong(barrier, warpgroup, tile);
             pin(&mut acc, o_len);
-            wgmma_fence();
-            products(
-                &mut s,
-                q_tile,
-                start + u64::cast_from(k_state.stage * k_stage) + k_at,
-                blueprint.head_dim,
-                blueprint,
-            );
-            wgmma_commit();
+            let k_tile = start + u64::cast_from(k_state.stage * k_stage) + k_at;
+            products(&mut s, q_tile, k_tile, blueprint.head_dim, blueprint);
             // V is waited for after S has been issued. The wait also ends a sequence of products for the assembler.
             mbarrier_wait(memory.full(Operand::V, v_state.stage), v_state.phase);
-            wgmma_fence();
-            pv(
-                &mut acc,
-                &p,
-                start + u64::cast_from(v_state.stage * v_stage) + v_at,
-                u32::cast_from(step > 1),
-                blueprint,
-            );
-            wgmma_commit();
+            let v_tile = start + u64::cast_from(v_state.stage * v_stage) + v_at;
+            mma_registers(&mut acc, &p, v_tile, u32::cast_from(step > 1), columns, dtype);
             pass_ping_pong(barrier, warpgroup, tile);
             producer.refill(blueprint);
             wgmma_wait(1usize);
@@ -238,13 +222,11 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         }
         await_ping_pong(barrier, warpgroup, tile);
         pin(&mut acc, o_len);
-        wgmma_fence();
-        pv(&mut acc, &p, start + u64::cast_from(v_state.stage * v_stage) + v_at, u32::cast_from(steps > 1), blueprint);
-        wgmma_commit();
+        let v_tile = start + u64::cast_from(v_state.stage * v_stage) + v_at;
+        mma_registers(&mut acc, &p, v_tile, u32::cast_from(steps > 1), columns, dtype);
         producer.refill(blueprint);
-        wgmma_fence();
-        products(&mut s, q_tile, start + u64::cast_from(k_state.stage * k_stage) + k_at, blueprint.head_dim, blueprint);
-        wgmma_commit();
+        let k_tile = start + u64::cast_from(k_state.stage * k_stage) + k_at;
+        products(&mut s, q_tile, k_tile, blueprint.head_dim, blueprint);
         pass_ping_pong(barrier, warpgroup, tile);
 
         // -- O / l and lse
@@ -344,11 +326,4 @@ fn pass_ping_pong(barrier: u32, warpgroup: u32, #[comptime] tile: HopperTile) {
         let next = (warpgroup + 1) % comptime!(tile.warpgroups as u32);
         named_arrive(barrier + next, comptime!(2 * WARPGROUP_UNITS as u32));
     }
-}
-
-/// Issues `O += P V`, or `O = P V` if not `adds`.
-#[cube]
-fn pv(o: &mut Array<f32>, p: &Sequence<Array<u32>>, v: u64, adds: u32, #[comptime] blueprint: Blueprint) {
-    // 16 keys are 16 lines of 128 bytes.
-    mma_registers(o, p, v, adds, 128usize, blueprint.columns(), blueprint.dtype);
 }

@@ -125,14 +125,10 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             let mut ds = Array::<f32>::new(comptime!(if differentiates { s_len } else { 0 }));
             let k_tile = start + u64::cast_from(state.stage * k_stage);
             let v_tile = start + u64::cast_from(state.stage * v_stage);
-            wgmma_fence();
             products(&mut s, q_rows, k_tile + k_at, blueprint.head_dim, blueprint);
-            wgmma_commit();
             mbarrier_wait(memory.full(Operand::V, state.stage), state.phase);
             if comptime!(differentiates) {
-                wgmma_fence();
                 products(&mut ds, d_rows + d_at, v_tile + v_at, blueprint.head_dim_v, blueprint);
-                wgmma_commit();
             }
             if comptime!(!refills_late) && nth + step != 0 {
                 producer.refill(blueprint);
@@ -178,9 +174,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                     to_fragments(&s, &mut p, blueprint);
                 }
                 pin(&mut sum_v, comptime!(columns_dv / 2));
-                wgmma_fence();
-                mma_registers(&mut sum_v, &p, v_tile + comptime!(v_at + by_columns), adds, 128usize, columns_dv, dtype);
-                wgmma_commit();
+                mma_registers(&mut sum_v, &p, v_tile + comptime!(v_at + by_columns), adds, columns_dv, dtype);
             }
             pin(&mut s, s_len);
             let next = state.next(stages);
@@ -232,9 +226,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                     reducer.multiply(&mut dq, blueprint);
                 }
                 pin(&mut sum_k, comptime!(columns_dk / 2));
-                wgmma_fence();
-                mma_registers(&mut sum_k, &g, k_tile + comptime!(k_at + by_columns), adds, 128usize, columns_dk, dtype);
-                wgmma_commit();
+                mma_registers(&mut sum_k, &g, k_tile + comptime!(k_at + by_columns), adds, columns_dk, dtype);
                 if comptime!(refills_late) && nth + step != 0 {
                     producer.refill(blueprint);
                 }

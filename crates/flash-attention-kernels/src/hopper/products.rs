@@ -4,7 +4,7 @@ use crate::ptx::mma_shared;
 use crate::tensor_core::{Blueprint, WARPGROUP_ROWS};
 use cubecl::prelude::*;
 
-/// Issues the product of a warpgroup's rows `q` with a tile `k`, both `wide` columns: `S = Q Kᵀ`.
+/// Issues the product of a warpgroup's rows `q` with a tile `k`, both `wide` columns: `S = Q Kᵀ`. It is a group of its own.
 #[cube]
 pub fn products(s: &mut Array<f32>, q: u64, k: u64, #[comptime] wide: usize, #[comptime] blueprint: Blueprint) {
     let tile_k = comptime!(blueprint.tile.tile_k);

@@ -101,9 +101,7 @@ impl Reducer {
         let steps = comptime!(
             (0..blueprint.tile.tile_q() / 16).map(|i| [i * 128, i / 4 * rows + i % 4 * 128]).collect::<Vec<_>>()
         );
-        wgmma_fence();
         mma_shared(dq, ds, self.k_columns, steps, [true, true], PANEL, blueprint.dtype);
-        wgmma_commit();
         self.turn ^= 1;
     }
 

@@ -106,8 +106,9 @@ fn wgmma(n: usize, dtype: Dtype, adds: &str, columns: impl AsRef<[bool]>, steps:
     )
 }
 
-/// `acc = A · B`, `m64 n`, with both operands in shared memory. `steps`: offsets in A and in B of each 16 of the inner
-/// dimension, relative to the descriptors `a` and `b`. `columns`: whether A and B are MN-major instead of K-major.
+/// `acc = A · B`, `m64 n`, with both operands in shared memory, issued as a group of its own. `steps`: offsets in A and in B of
+/// each 16 of the inner dimension, relative to the descriptors `a` and `b`. `columns`: whether A and B are MN-major instead of
+/// K-major.
 #[cube]
 pub fn mma_shared(
     acc: &mut Array<f32>,
@@ -118,8 +119,10 @@ pub fn mma_shared(
     #[comptime] n: usize,
     #[comptime] dtype: Dtype,
 ) {
+    wgmma_fence();
     let after = product_shared(a, b, steps, columns, n, dtype);
     hold(acc, &after, comptime!(n / 2));
+    wgmma_commit();
 }
 
 #[cube]
@@ -146,18 +149,18 @@ fn shared_steps(first: usize, steps: &[[usize; 2]]) -> Vec<(String, String)> {
     steps.iter().map(|step| (of(step), "a, b".into())).collect()
 }
 
-/// `acc += A · B`, or `acc = A · B` if not `adds`; `m64 n`, with A in registers and B in shared memory, MN-major. A has four
-/// packed registers for each step. `stride` is the offset from one step of B to the next.
+/// `acc += A · B`, or `acc = A · B` if not `adds`; `m64 n`, with A in registers and B in shared memory, MN-major, issued as a
+/// group of its own. A has four packed registers for each step.
 #[cube]
 pub fn mma_registers(
     acc: &mut Array<f32>,
     a: &Sequence<Array<u32>>,
     b: u64,
     adds: u32,
-    #[comptime] stride: usize,
     #[comptime] n: usize,
     #[comptime] dtype: Dtype,
 ) {
+    wgmma_fence();
     let before = held(&*acc, comptime!(n / 2));
     let mut fragments = Sequence::<u32>::new();
     #[unroll]
@@ -167,8 +170,9 @@ pub fn mma_registers(
             fragments.push(a.index(i)[e]);
         }
     }
-    let after = product_registers(&before, &fragments, b, adds, stride, n, dtype);
+    let after = product_registers(&before, &fragments, b, adds, n, dtype);
     hold(acc, &after, comptime!(n / 2));
+    wgmma_commit();
 }
 
 #[cube]
@@ -177,7 +181,6 @@ fn product_registers(
     fragments: &Sequence<u32>,
     b: u64,
     adds: u32,
-    #[comptime] stride: usize,
     #[comptime] n: usize,
     #[comptime] dtype: Dtype,
 ) -> Sequence<f32> {
@@ -188,7 +191,8 @@ fn product_registers(
         let steps: Vec<_> = (0..args.len() / 4)
             .map(|i| {
                 let a: Vec<_> = (0..4).map(|e| format!("${}", first + 4 * i + e)).collect();
-                (format!("add.s64 b, ${last}, {};", i * stride), format!("{{{}}}, b", a.join(", ")))
+                // A step of B is 16 lines of 128 bytes; descriptors count units of 16 bytes.
+                (format!("add.s64 b, ${last}, {};", 128 * i), format!("{{{}}}, b", a.join(", ")))
             })
             .collect();
         let template = wgmma(n, dtype, &format!("${}", last + 1), [true], &steps);
