@@ -123,6 +123,10 @@ impl Layout for BiasBlueprint {
         ]
     }
 
+    fn readers(&self, operand: Operand) -> usize {
+        if matches!(operand, Operand::K | Operand::V) { BiasTile::WARPGROUPS } else { 1 }
+    }
+
     fn gradients(&self) -> [usize; 3] {
         let stats = self.tile.row_stages * BiasTile::WARPGROUPS * self.stats_bytes();
         [0, stats, stats]

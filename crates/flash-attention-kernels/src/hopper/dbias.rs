@@ -29,6 +29,7 @@ mod stores;
 pub use scheduler::{Block, DbiasScheduler, DbiasSchedulerCompilationArg, DbiasSchedulerLaunch};
 
 use super::layout::{Operand, Region};
+use super::memory::Memory;
 use super::operands::Streams;
 use super::pipeline::PipelineState;
 use super::products::products;
@@ -42,7 +43,7 @@ use crate::tensor_core::{
 };
 use cubecl::prelude::*;
 use loads::{Loader, before, row_state};
-use memory::{LAST, Memory, WARP_K, WorkTileField};
+use memory::{LAST, WARP_K, WorkTileField};
 use stores::{fill_hidden, store_row};
 
 /// Output for the gradient of the bias, `[1 | B, 1 | H, Sq, Sk]`.
@@ -83,7 +84,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
     let (warpgroup, of_warpgroup) = (warp / 4, warp % 4);
     let lane = UNIT_POS % 32;
     let base = shared_address::<E>(&shared[0..1024]);
-    let memory = Memory::new(base, blueprint);
+    let memory = Memory::new(base, UNIT_POS == 0, blueprint);
     let start = descriptor::<E>(&shared[0..1024], 16usize, 1024usize);
     let q_rows = memory.descriptor(start, warpgroup, Operand::Q);
     let d_rows = memory.descriptor(start, warpgroup, Operand::D);
@@ -125,7 +126,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
     let mut turn = 0u32;
     // Number of blocks completed.
     let mut done = 0u32;
-    memory.await_turn(0u32.runtime());
+    memory.await_slot(0u32.runtime());
     while memory.word(turn, WorkTileField::Flags) != 0 {
         let memory = memory.opaque();
         let (stage, phase) = row_state(turn, tile);
@@ -133,11 +134,11 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
         let rows_at = of_stage + warpgroup;
         let q_stage = u64::cast_from(of_stage * comptime!((scores.q_bytes() / 16) as u32));
         let d_stage = u64::cast_from(of_stage * comptime!((scores.d_bytes() / 16) as u32));
-        mbarrier_wait(memory.full(Operand::Q) + rows_at * 8, phase);
-        mbarrier_wait(memory.full(Operand::K) + state.stage * 8, state.phase);
+        mbarrier_wait(memory.full(Operand::Q, rows_at), phase);
+        mbarrier_wait(memory.full(Operand::K, state.stage), state.phase);
         let of_row = rows_at * comptime!(blueprint.stats_bytes() as u32) + of_warpgroup * 64 + lane / 4 * 4;
-        let lse0 = f32::reinterpret(load_shared(memory.at(Region::Lse) + of_row));
-        let lse1 = f32::reinterpret(load_shared(memory.at(Region::Lse) + 32 + of_row));
+        let lse0 = f32::reinterpret(load_shared(memory.at(Region::Lse, of_row)));
+        let lse1 = f32::reinterpret(load_shared(memory.at(Region::Lse, of_row + 32)));
         // A non-finite lse must not make the probability of a hidden pair NaN. The score of a hidden pair is −∞: with any
         // finite lse its probability is 0.
         let lse0 = select(lse0 * 0.0f32 == 0.0f32, lse0, f32::MIN);
@@ -153,18 +154,18 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             let v_tile = memory.descriptor(start, state.stage, Operand::V);
             products(&mut s, q_rows + q_stage, k_tile, scores.head_dim, scores);
             if comptime!(of_turn == 0) {
-                mbarrier_wait(memory.full(Operand::D) + rows_at * 8, phase);
+                mbarrier_wait(memory.full(Operand::D, rows_at), phase);
             }
-            mbarrier_wait(memory.full(Operand::V) + state.stage * 8, state.phase);
+            mbarrier_wait(memory.full(Operand::V, state.stage), state.phase);
             products(&mut ds, d_rows + d_stage, v_tile, scores.head_dim_v, scores);
 
             // -- loads into the stage of the tile before this one
             loader.tiles(&memory, turn, comptime!(of_turn + stages - 1), &before(&state, tile));
             wgmma_wait(1usize);
             pin(&mut s, s_len);
-            mbarrier_release(memory.empty(Operand::K) + state.stage * 8);
+            mbarrier_release(memory.empty(Operand::K, state.stage));
             if comptime!(of_turn + 1 == tiles) {
-                mbarrier_release(memory.empty(Operand::Q) + rows_at * 8);
+                mbarrier_release(memory.empty(Operand::Q, rows_at));
                 loader.rows(&memory, turn + comptime!(row_stages as u32), Operand::Q);
             }
 
@@ -172,9 +173,9 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             let group = comptime!(of_turn * tile_k / blueprint.group_b());
             let group_at = warpgroup * comptime!(blueprint.groups_b() as u32) + comptime!(group as u32);
             if comptime!(scores.tiled_bias()) {
-                mbarrier_wait(memory.full(Operand::Bias) + group_at * 8, done % 2);
+                mbarrier_wait(memory.full(Operand::Bias, group_at), done % 2);
             }
-            let tile_b = memory.tiles(Operand::Bias) + group_at * comptime!(blueprint.group_bytes() as u32);
+            let tile_b = memory.tiles(Operand::Bias, group_at * comptime!(blueprint.group_bytes() as u32));
             let sixteenth = comptime!(of_turn * tile_k % blueprint.group_b() / 16);
             // Slots are read again when needed, because this kernel is short of registers.
             let first_row = memory.word(turn, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
@@ -201,28 +202,28 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
             if comptime!(leaves_group) && memory.word(turn, WorkTileField::Flags) & LAST != 0 {
                 // All threads of the warp must have read it.
                 sync_plane();
-                mbarrier_release(memory.empty(Operand::Bias) + group_at * 8);
+                mbarrier_release(memory.empty(Operand::Bias, group_at));
                 loader.bias(&memory, turn + 1, done + 1, group);
             }
 
             // -- dS
-            let empty_v = memory.empty(Operand::V) + state.stage * 8;
+            let empty_v = memory.empty(Operand::V, state.stage);
             state.advance(stages);
             // The branch of this wait keeps the assembler from moving the wait for dP above the exponentials.
             if comptime!(of_turn + 1 < tiles) {
-                mbarrier_wait(memory.full(Operand::K) + state.stage * 8, state.phase);
+                mbarrier_wait(memory.full(Operand::K, state.stage), state.phase);
             } else {
-                memory.await_turn(turn + 1);
+                memory.await_slot(turn + 1);
             }
             wgmma_wait(0usize);
             pin(&mut ds, s_len);
             mbarrier_release(empty_v);
-            let delta0 = f32::reinterpret(load_shared(memory.at(Region::Delta) + of_row));
-            let delta1 = f32::reinterpret(load_shared(memory.at(Region::Delta) + 32 + of_row));
+            let delta0 = f32::reinterpret(load_shared(memory.at(Region::Delta, of_row)));
+            let delta1 = f32::reinterpret(load_shared(memory.at(Region::Delta, of_row + 32)));
             if comptime!(of_turn + 1 == tiles) {
                 // All threads of the warp must have read delta.
                 sync_plane();
-                mbarrier_release(memory.empty(Operand::D) + rows_at * 8);
+                mbarrier_release(memory.empty(Operand::D, rows_at));
                 loader.rows(&memory, turn + comptime!(row_stages as u32), Operand::D);
             }
             dropout_backward(&mut ds, &words, &extras.dropout, tile_k);

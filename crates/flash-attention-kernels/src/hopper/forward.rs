@@ -75,7 +75,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         warp = select(loads, comptime!(4 * tile.warpgroups as u32).runtime(), warp);
     }
     let warpgroup = warp / 4;
-    let memory = Memory::new(shared_address::<E>(&shared[0..1024]) + consumer_group * group_bytes, blueprint);
+    let memory = Memory::of_group(shared_address::<E>(&shared[0..1024]) + consumer_group * group_bytes, blueprint);
     let lane = UNIT_POS % 32;
     let quarter = lane % 4;
     // Descriptors count units of 16 bytes, and all of them are sums of this one and a constant: uniform registers are scarce.
@@ -124,19 +124,19 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         let first_row = memory.work_tile(nth, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
         let mut k_start = memory.work_tile(nth, WorkTileField::KLast);
         let edges = band.edges(first_row, k_start, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32));
-        let visit = memory.visit(&k_state, k_start, edges.lead > 0 || edges.tail == 0, blueprint);
+        let visit = memory.visit(&k_state, k_start, edges.lead > 0 || edges.tail == 0);
 
         // -- the first tile
         wgmma_wait(0usize);
         pin(&mut s, s_len);
         mbarrier_release(memory.empty(Operand::K, k_state.stage));
         if steps == 1 {
-            load_next(&streams, &memory, nth, warp, Operand::Q, blueprint);
+            load_next(&streams, &memory, nth, warp, Operand::Q);
         }
-        let tile_b = memory.await_bias(&k_state, warpgroup, blueprint);
-        let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops, blueprint);
+        let tile_b = memory.await_bias(&k_state, warpgroup);
+        let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops);
         let _ = apply_score_mod(&mut s, &scores, &of_tile, blueprint);
-        memory.release_bias(&k_state, blueprint);
+        memory.release_bias(&k_state);
         k_state.advance(stages);
         let fully_masked = memory.work_tile(nth, WorkTileField::Flags) & FULLY_MASKED != 0;
         if !visit.fully_visible || fully_masked {
@@ -161,7 +161,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         // -- the other tiles: S of this tile and P V of the one before are in flight together
         for step in 1..steps {
             k_start -= comptime!(tile_k as u32);
-            let visit = memory.visit(&k_state, k_start, step < edges.lead || step >= edges.tail, blueprint);
+            let visit = memory.visit(&k_state, k_start, step < edges.lead || step >= edges.tail);
             await_ping_pong(barrier, warpgroup, tile);
             pin(&mut acc, o_len);
             let k_tile = start + u64::cast_from(k_state.stage * k_stage) + k_at;
@@ -176,13 +176,13 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             pin(&mut s, s_len);
             mbarrier_release(memory.empty(Operand::K, k_state.stage));
             if step + 1 == steps {
-                load_next(&streams, &memory, nth, warp, Operand::Q, blueprint);
+                load_next(&streams, &memory, nth, warp, Operand::Q);
             }
 
-            let tile_b = memory.await_bias(&k_state, warpgroup, blueprint);
-            let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops, blueprint);
+            let tile_b = memory.await_bias(&k_state, warpgroup);
+            let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops);
             let _ = apply_score_mod(&mut s, &scores, &of_tile, blueprint);
-            memory.release_bias(&k_state, blueprint);
+            memory.release_bias(&k_state);
             k_state.advance(stages);
             // Only with a band can a tile after the first one be at its edge. Without a mask, a row that begins to see keys
             // does so in such a tile.

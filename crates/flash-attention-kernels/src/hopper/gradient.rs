@@ -66,7 +66,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let shared = Shared::<[E]>::new_aligned_slice(comptime!(blueprint.shared_memory() / dtype.size()), 1024usize);
     let warp = plane_broadcast(UNIT_POS / 32, 0u32);
     let (warpgroup, of_warpgroup) = (warp / 4, warp % 4);
-    let memory = Memory::new(shared_address::<E>(&shared[0..1024]), blueprint);
+    let memory = Memory::of_group(shared_address::<E>(&shared[0..1024]), blueprint);
     let lane = UNIT_POS % 32;
     let quarter = lane % 4;
     // Descriptors count units of 16 bytes, and all of them are sums of this one and a constant: uniform registers are scarce.
@@ -100,7 +100,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
         let flags = memory.work_tile(nth, WorkTileField::Flags);
         let fully_masked = flags & FULLY_MASKED != 0;
         let continued = flags & CONTINUED != 0;
-        let of_rows = memory.row_statistics(stats, nth, row, &band, &scheduler, blueprint);
+        let of_rows = memory.row_statistics(stats, nth, row, &band, &scheduler);
         if comptime!(reduces) {
             #[unroll]
             for of_any in 0..comptime!(tile.warpgroups as u32) {
@@ -118,7 +118,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 mbarrier_wait(memory.full(Operand::K, state.stage), state.phase);
             }
             let edge = step < edges.lead || step >= edges.tail;
-            let visit = memory.visit(&state, k_start, edge, blueprint);
+            let visit = memory.visit(&state, k_start, edge);
 
             // -- S and dP
             let mut s = Array::<f32>::new(s_len);
@@ -141,12 +141,12 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             pin(&mut s, s_len);
             let last = step + 1 == steps;
             if comptime!(!reduces) && last {
-                load_next(&streams, &memory, nth, warp, Operand::Q, blueprint);
+                load_next(&streams, &memory, nth, warp, Operand::Q);
             }
 
             // -- P
-            let tile_b = memory.await_bias(&state, warpgroup, blueprint);
-            let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops, blueprint);
+            let tile_b = memory.await_bias(&state, warpgroup);
+            let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops);
             let derivatives = apply_score_mod(&mut s, &scores, &of_tile, blueprint);
             if !visit.fully_visible || fully_masked {
                 apply_mask(&mut s, &of_tile, fully_masked, tile_k);
@@ -162,7 +162,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
             let adds = u32::cast_from(step > 0 || continued);
             // Read again instead of kept, because registers are scarce.
-            let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops, blueprint);
+            let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops);
             let words = keep_mask(&extras.dropout, &of_tile, blueprint);
             if comptime!(sums_values) {
                 // dV runs under the computation of dS.
@@ -191,7 +191,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 }
                 pin(&mut ds, s_len);
                 if last {
-                    load_next(&streams, &memory, nth, warp, Operand::D, blueprint);
+                    load_next(&streams, &memory, nth, warp, Operand::D);
                 }
                 let delta_at = memory.at(Region::Delta, of_stats);
                 let delta = tile_statistics(delta_at, of_rows.delta0, of_rows.delta1, blueprint);
@@ -200,12 +200,12 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 if comptime!(blueprint.keeps_derivative) {
                     derivatives.multiply(&mut ds, &s, blueprint);
                 } else if comptime!(blueprint.capped) {
-                    let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops, blueprint);
+                    let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops);
                     softcap_backward(&mut ds, &s, &lse, &scores, &of_tile, blueprint);
                 }
                 pin(&mut ds, s_len);
             }
-            memory.release_bias(&state, blueprint);
+            memory.release_bias(&state);
             if comptime!(sums_values) {
                 // The branch keeps the wait for dV in its place, as above.
                 if step + 1 < steps {
@@ -233,8 +233,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 if comptime!(reduces) {
                     wgmma_wait(1usize);
                     pin(&mut dq, ADDENDS);
-                    let (batch, head) =
-                        (memory.work_tile(nth, WorkTileField::Batch), memory.query_head(nth, blueprint));
+                    let (batch, head) = (memory.work_tile(nth, WorkTileField::Batch), memory.query_head(nth));
                     let at = stats_at(&band, &scheduler, batch, head, visit.start, blueprint)
                         * comptime!(dq_accum_columns(blueprint.head_dim));
                     reducer.add(&dq, dq_accum, at);
@@ -246,7 +245,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 wgmma_wait(0usize);
                 pin(&mut sum_k, comptime!(columns_dk / 2));
                 if comptime!(reduces) && last {
-                    load_next(&streams, &memory, nth, warp, Operand::Q, blueprint);
+                    load_next(&streams, &memory, nth, warp, Operand::Q);
                 }
             }
             mbarrier_release(memory.empty(Operand::K, state.stage));

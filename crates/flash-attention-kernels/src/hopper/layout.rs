@@ -44,7 +44,7 @@ pub enum Region {
 }
 
 /// A blueprint that defines a layout of shared memory.
-pub trait Layout {
+pub trait Layout: Copy {
     /// Number and bytes of each operand's tiles, in the order of [`Operand`].
     fn tiles(&self) -> [(Operand, usize, usize); 5];
 
@@ -52,6 +52,9 @@ pub trait Layout {
     fn bytes(&self, operand: Operand) -> u32 {
         self.tiles()[operand as usize].2 as u32
     }
+
+    /// Number of warpgroups that read, and release, a tile of an operand.
+    fn readers(&self, operand: Operand) -> usize;
 
     /// Bytes of `dSᵀ`, lse and delta.
     fn gradients(&self) -> [usize; 3];

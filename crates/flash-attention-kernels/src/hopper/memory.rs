@@ -1,5 +1,5 @@
-//! Shared memory of a consumer group: addresses of the pipelines' stages, their barriers, the decoded work tiles and the
-//! producer's cursors.
+//! Shared memory: addresses of the pipelines' stages, their barriers, slots and cursors. The slots of a consumer group hold
+//! decoded work tiles, and each pipeline of its producer has a cursor.
 
 use super::layout::{Layout, Operand, Region};
 use super::pipeline::PipelineState;
@@ -70,62 +70,51 @@ pub enum CursorField {
 /// Value of [`CursorField::Left`] after the last work tile.
 pub const END: u32 = u32::MAX;
 
-/// Shared memory of a consumer group: its base address, and the blueprint that defines its layout.
+/// Shared memory: its base address, and the blueprint that defines its layout.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub struct Memory {
+pub struct Memory<B: Layout> {
     base: u32,
     #[cube(comptime)]
-    blueprint: Blueprint,
-}
-
-/// Initialises an array of `mbarrier`s with this number of arrivals.
-#[cube]
-pub fn init_barriers(at: u32, #[comptime] count: usize, #[comptime] arrivals: usize) {
-    #[unroll]
-    for i in 0..count {
-        mbarrier_init(at + comptime!(8 * i as u32), comptime!(arrivals as u32).runtime());
-    }
+    pub blueprint: B,
 }
 
 #[cube]
-impl Memory {
-    /// Initialises the barriers and cursors. All threads must call it.
-    pub fn new(base: u32, #[comptime] blueprint: Blueprint) -> Memory {
-        let memory = Memory { base, blueprint };
-        let tile = comptime!(blueprint.tile);
-        let (stages, warpgroups) = comptime!((tile.stages, tile.warpgroups));
-        let units = comptime!((warpgroups * WARPGROUP_UNITS) as u32);
-        let within = UNIT_POS % units;
-        let mut first = within == 0;
-        if comptime!(tile.producer_warp) {
-            first = first && UNIT_POS < comptime!(tile.consumer_groups as u32 * units);
-        }
+impl<B: Layout> Memory<B> {
+    /// Initialises the barriers, and the cursors to zeros. Of the threads that share the memory, one is `first`. All threads
+    /// must call it.
+    pub fn new(base: u32, first: bool, #[comptime] blueprint: B) -> Memory<B> {
+        let memory = Memory::<B> { base, blueprint };
         if first {
-            // Each warp arrives once.
-            let every = comptime!(4 * warpgroups);
-            init_barriers(memory.full(Operand::Q, 0u32), warpgroups, 1usize);
-            init_barriers(
-                memory.empty(Operand::Q, 0u32),
-                warpgroups,
-                comptime!(if blueprint.reduces() { every } else { 4 }),
-            );
-            init_barriers(memory.empty(Operand::D, 0u32), warpgroups, 4usize);
-            init_barriers(memory.full(Operand::K, 0u32), stages, 1usize);
-            init_barriers(memory.full(Operand::V, 0u32), stages, 1usize);
-            init_barriers(memory.full(Operand::Bias, 0u32), stages, 1usize);
-            init_barriers(memory.empty(Operand::K, 0u32), stages, every);
-            init_barriers(memory.empty(Operand::V, 0u32), stages, every);
-            init_barriers(memory.empty(Operand::Bias, 0u32), stages, every);
-            init_barriers(memory.at(Region::Known, 0u32), SLOTS, 1usize);
+            // Arrivals: one for the bytes of a load, and one of each warp for a release.
             #[unroll]
-            for i in 0..comptime!(3 * WORDS as u32) {
+            for nth in 0..5usize {
+                let (of, count) = comptime!((blueprint.tiles()[nth].0, blueprint.tiles()[nth].1));
+                memory.init_barriers(comptime!(Region::Full(of)), count, 1usize);
+                memory.init_barriers(comptime!(Region::Empty(of)), count, comptime!(4 * blueprint.readers(of)));
+            }
+            memory.init_barriers(Region::Known, SLOTS, 1usize);
+            #[unroll]
+            for i in 0..comptime!(blueprint.words()[0] as u32) {
                 store_shared(memory.at(Region::Cursors, 4 * i), 0u32);
             }
             sync_async_proxy_shared();
         }
         sync_cube();
         memory
+    }
+
+    /// Initialises an array of `mbarrier`s with this number of arrivals.
+    fn init_barriers(&self, #[comptime] region: Region, #[comptime] count: usize, #[comptime] arrivals: usize) {
+        #[unroll]
+        for i in 0..comptime!(count as u32) {
+            mbarrier_init(self.at(region, 8 * i), comptime!(arrivals as u32).runtime());
+        }
+    }
+
+    /// The same memory, whose addresses the compiler computes again instead of keeping them in registers.
+    pub fn opaque(&self) -> Memory<B> {
+        Memory::<B> { base: opaque(self.base), blueprint: self.blueprint }
     }
 
     /// Address of a byte of a region. The constant is added last. It is then part of the instruction that uses the address, and
@@ -149,22 +138,53 @@ impl Memory {
         self.at(comptime!(Region::Empty(of)), nth * 8)
     }
 
-    /// Waits until work tile `nth` of this consumer group has been decoded.
-    pub fn await_work_tile(&self, nth: u32) {
+    /// Address of a word of slot `nth`. Slots are numbered without end, and used in turn.
+    pub fn slot(&self, nth: u32, #[comptime] word: usize) -> u32 {
+        self.at(Region::Slots, nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32)) + comptime!(4 * word as u32)
+    }
+
+    /// Publishes slot `nth`, which the warp has written.
+    pub fn publish_slot(&self, nth: u32) {
+        mbarrier_release(self.at(Region::Known, nth % comptime!(SLOTS as u32) * 8));
+    }
+
+    /// Waits until slot `nth` has been published.
+    pub fn await_slot(&self, nth: u32) {
         mbarrier_wait(self.at(Region::Known, nth % comptime!(SLOTS as u32) * 8), (nth / comptime!(SLOTS as u32)) % 2);
+    }
+}
+
+/// Offset of a word of a producer's cursor.
+fn cursor_offset(of: Operand, word: CursorField) -> u32 {
+    4 * ((of as usize - Operand::K as usize) * WORDS + word as usize) as u32
+}
+
+#[cube]
+impl Memory<Blueprint> {
+    /// The memory of a consumer group. All threads must call it.
+    pub fn of_group(base: u32, #[comptime] blueprint: Blueprint) -> Memory<Blueprint> {
+        let tile = comptime!(blueprint.tile);
+        let units = comptime!((tile.warpgroups * WARPGROUP_UNITS) as u32);
+        let within = UNIT_POS % units;
+        let mut first = within == 0;
+        if comptime!(tile.producer_warp) {
+            first = first && UNIT_POS < comptime!(tile.consumer_groups as u32 * units);
+        }
+        Memory::new(base, first, blueprint)
     }
 
     /// A field of work tile `nth`, which must have been decoded. Fields are read when needed, because registers are scarce.
     pub fn work_tile(&self, nth: u32, #[comptime] word: WorkTileField) -> u32 {
-        load_shared(
-            self.at(Region::Slots, nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32))
-                + comptime!(4 * word as u32),
-        )
+        load_shared(self.slot(nth, comptime!(word as usize)))
+    }
+
+    pub fn set_work_tile(&self, nth: u32, #[comptime] word: WorkTileField, value: u32) {
+        store_shared(self.slot(nth, comptime!(word as usize)), value);
     }
 
     /// The query head of work tile `nth`.
-    pub fn query_head(&self, nth: u32, #[comptime] blueprint: Blueprint) -> u32 {
-        if comptime!(blueprint.transposed()) {
+    pub fn query_head(&self, nth: u32) -> u32 {
+        if comptime!(self.blueprint.transposed()) {
             self.work_tile(nth, WorkTileField::HeadKv)
         } else {
             self.work_tile(nth, WorkTileField::Head)
@@ -172,21 +192,20 @@ impl Memory {
     }
 
     pub fn write_work_tile(&self, nth: u32, work: &WorkTile, flags: u32) {
-        let at = self.at(Region::Slots, nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32));
-        store_shared(at + comptime!(4 * WorkTileField::KLast as u32), work.k_last);
-        store_shared(at + comptime!(4 * WorkTileField::Steps as u32), work.steps);
-        store_shared(at + comptime!(4 * WorkTileField::HeadKv as u32), work.head_kv);
-        store_shared(at + comptime!(4 * WorkTileField::Batch as u32), work.batch);
-        store_shared(at + comptime!(4 * WorkTileField::Head as u32), work.head);
-        store_shared(at + comptime!(4 * WorkTileField::QStart as u32), work.q_start);
-        store_shared(at + comptime!(4 * WorkTileField::Flags as u32), u32::cast_from(work.fully_masked) | flags);
-        store_shared(at + comptime!(4 * WorkTileField::BatchOut as u32), work.batch_out);
+        self.set_work_tile(nth, WorkTileField::KLast, work.k_last);
+        self.set_work_tile(nth, WorkTileField::Steps, work.steps);
+        self.set_work_tile(nth, WorkTileField::HeadKv, work.head_kv);
+        self.set_work_tile(nth, WorkTileField::Batch, work.batch);
+        self.set_work_tile(nth, WorkTileField::Head, work.head);
+        self.set_work_tile(nth, WorkTileField::QStart, work.q_start);
+        self.set_work_tile(nth, WorkTileField::Flags, u32::cast_from(work.fully_masked) | flags);
+        self.set_work_tile(nth, WorkTileField::BatchOut, work.batch_out);
         if comptime!(work.band.varlen) {
-            store_shared(at + comptime!(4 * WorkTileField::Sequence as u32), work.band.sequence);
-            store_shared(at + comptime!(4 * WorkTileField::RowsBegin as u32), work.band.begin_q);
-            store_shared(at + comptime!(4 * WorkTileField::RowsEnd as u32), work.band.end_q);
-            store_shared(at + comptime!(4 * WorkTileField::ColumnsBegin as u32), work.band.begin_k);
-            store_shared(at + comptime!(4 * WorkTileField::ColumnsEnd as u32), work.band.end_k);
+            self.set_work_tile(nth, WorkTileField::Sequence, work.band.sequence);
+            self.set_work_tile(nth, WorkTileField::RowsBegin, work.band.begin_q);
+            self.set_work_tile(nth, WorkTileField::RowsEnd, work.band.end_q);
+            self.set_work_tile(nth, WorkTileField::ColumnsBegin, work.band.begin_k);
+            self.set_work_tile(nth, WorkTileField::ColumnsEnd, work.band.end_k);
         }
     }
 
@@ -205,9 +224,10 @@ impl Memory {
 
     /// The tile at a position of K's pipeline, which must have been loaded. With a block mask it comes from its list entry,
     /// else from `start` and `edge`.
-    pub fn visit(&self, state: &PipelineState, start: u32, edge: bool, #[comptime] blueprint: Blueprint) -> Visit {
-        if comptime!(blueprint.sparse) {
-            visit_of(load_shared(self.at(Region::Entries, state.stage * 4)), comptime!(blueprint.tile.tile_k as u32))
+    pub fn visit(&self, state: &PipelineState, start: u32, edge: bool) -> Visit {
+        if comptime!(self.blueprint.sparse) {
+            let entry = load_shared(self.at(Region::Entries, state.stage * 4));
+            visit_of(entry, comptime!(self.blueprint.tile.tile_k as u32))
         } else {
             Visit { start, fully_visible: !edge, masked: true.runtime() }
         }
@@ -215,7 +235,8 @@ impl Memory {
 
     /// Waits for a tile of the tiled bias, which is in the same stage as the tile of K. Returns the address of the warpgroup's
     /// part.
-    pub fn await_bias(&self, state: &PipelineState, warpgroup: u32, #[comptime] blueprint: Blueprint) -> u32 {
+    pub fn await_bias(&self, state: &PipelineState, warpgroup: u32) -> u32 {
+        let blueprint = comptime!(self.blueprint);
         if comptime!(blueprint.tiled_bias()) {
             mbarrier_wait(self.full(Operand::Bias, state.stage), state.phase);
         }
@@ -224,8 +245,8 @@ impl Memory {
     }
 
     /// Releases a tile of a tiled bias.
-    pub fn release_bias(&self, state: &PipelineState, #[comptime] blueprint: Blueprint) {
-        if comptime!(blueprint.tiled_bias()) {
+    pub fn release_bias(&self, state: &PipelineState) {
+        if comptime!(self.blueprint.tiled_bias()) {
             // All threads of the warp must have read it.
             sync_plane();
             mbarrier_release(self.empty(Operand::Bias, state.stage));
@@ -242,14 +263,14 @@ impl Memory {
         visit: &Visit,
         bias_tile: u32,
         #[comptime] drops: bool,
-        #[comptime] blueprint: Blueprint,
     ) -> ScoreTile {
+        let blueprint = comptime!(self.blueprint);
         let of_mods = comptime!(blueprint.modified || blueprint.mask_mod || blueprint.alibi || drops);
         let of_pairs = comptime!(blueprint.mask.is_some() || (blueprint.bias.is_some() && !blueprint.tiled_bias()));
         let (mut batch, mut head) = (0u32.runtime(), 0u32.runtime());
         if comptime!(of_mods || of_pairs) {
             batch = self.work_tile(nth, WorkTileField::Batch);
-            head = self.query_head(nth, blueprint);
+            head = self.query_head(nth);
         }
         ScoreTile::new(batch, head, band, first_row, visit, bias_tile, 0usize)
     }
@@ -262,8 +283,8 @@ impl Memory {
         row: u32,
         band: &Band,
         scheduler: &TileScheduler,
-        #[comptime] blueprint: Blueprint,
     ) -> RowStatistics {
+        let blueprint = comptime!(self.blueprint);
         let (mut batch, mut head) = (0u32.runtime(), 0u32.runtime());
         if comptime!(blueprint.role == Role::Dq) {
             batch = self.work_tile(nth, WorkTileField::Batch);
@@ -273,17 +294,10 @@ impl Memory {
     }
 
     pub fn cursor(&self, #[comptime] of: Operand, #[comptime] word: CursorField) -> u32 {
-        load_shared(
-            self.at(Region::Cursors, 0u32)
-                + comptime!(4 * ((of as usize - Operand::K as usize) * WORDS + word as usize) as u32),
-        )
+        load_shared(self.at(Region::Cursors, comptime!(cursor_offset(of, word))))
     }
 
     pub fn set_cursor(&self, #[comptime] of: Operand, #[comptime] word: CursorField, value: u32) {
-        store_shared(
-            self.at(Region::Cursors, 0u32)
-                + comptime!(4 * ((of as usize - Operand::K as usize) * WORDS + word as usize) as u32),
-            value,
-        );
+        store_shared(self.at(Region::Cursors, comptime!(cursor_offset(of, word))), value);
     }
 }

@@ -95,6 +95,12 @@ impl Layout for Blueprint {
         ]
     }
 
+    fn readers(&self, operand: Operand) -> usize {
+        // If dQ is accumulated in memory, all warps multiply with the rows of Q of every warpgroup.
+        let of_one = operand == Operand::D || operand == Operand::Q && !self.reduces();
+        if of_one { 1 } else { self.tile.warpgroups }
+    }
+
     fn gradients(&self) -> [usize; 3] {
         let stats = self.tile.stages * self.stats_bytes();
         [2 * self.ds_bytes(), stats, stats]

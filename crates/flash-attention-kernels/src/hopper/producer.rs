@@ -7,7 +7,6 @@ use super::layout::{Layout, Operand, Region};
 use super::memory::{CONTINUED, CONTINUES, CursorField, END, Memory, WorkTileField};
 use super::operands::{Schedule, Streams};
 use super::pipeline::PipelineState;
-use super::{SLOTS, WORDS};
 use crate::blocks::{entry_at, visit_of};
 use crate::extras::Extras;
 use crate::fragment::Role;
@@ -31,7 +30,7 @@ pub struct Spread {
 /// anything else here.
 #[derive(CubeType)]
 pub struct Producer<E: Float> {
-    memory: Memory,
+    memory: Memory<Blueprint>,
     streams: Streams<E>,
     scheduler: TileScheduler,
     num_tiles: u32,
@@ -46,7 +45,7 @@ pub struct Producer<E: Float> {
 impl<E: Float> Producer<E> {
     /// The state before the first work tile, whose number is the consumer group's own.
     pub fn new(
-        memory: Memory,
+        memory: Memory<Blueprint>,
         streams: Streams<E>,
         schedule: Schedule,
         band: Band,
@@ -67,14 +66,14 @@ impl<E: Float> Producer<E> {
         // In the forward, V is needed one step after K.
         let of_v = comptime!(if blueprint.role == Role::Forward { stages } else { stages + 1 });
         self.load_times(comptime!(stages + 1), of_v, blueprint);
-        self.memory.await_work_tile(0u32);
+        self.memory.await_slot(0u32);
         // Q and dO are loaded by a warp that has issued no other loads. Behind other loads they would arrive last, after the
         // stages of all multiprocessors.
         let (warpgroup, of_warpgroup) = (self.warp / 4, self.warp % 4);
         if of_warpgroup == 2 && self.memory.work_tile(0u32, WorkTileField::Steps) != 0 {
-            load_resident(&self.streams, &self.memory, 0u32, warpgroup, Operand::Q, blueprint);
+            load_resident(&self.streams, &self.memory, 0u32, warpgroup, Operand::Q);
             if comptime!(blueprint.differentiates()) {
-                load_resident(&self.streams, &self.memory, 0u32, warpgroup, Operand::D, blueprint);
+                load_resident(&self.streams, &self.memory, 0u32, warpgroup, Operand::D);
             }
         }
     }
@@ -163,18 +162,17 @@ impl<E: Float> Producer<E> {
                     }
                 }
             } else {
-                let slot = self.memory.at(Region::Slots, nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32));
-                store_shared(slot + comptime!(4 * WorkTileField::Steps as u32), 0u32);
+                self.memory.set_work_tile(nth, WorkTileField::Steps, 0u32);
             }
-            mbarrier_release(self.memory.at(Region::Known, nth % comptime!(SLOTS as u32) * 8));
+            self.memory.publish_slot(nth);
         } else {
-            self.memory.await_work_tile(nth);
+            self.memory.await_slot(nth);
         }
         // Read together, because each read has a latency of about 30 cycles.
         let k_last = self.memory.work_tile(nth, WorkTileField::KLast);
         let steps = self.memory.work_tile(nth, WorkTileField::Steps);
         let head = if comptime!(operand == Operand::Bias) {
-            self.memory.query_head(nth, blueprint) * self.streams.spread.head
+            self.memory.query_head(nth) * self.streams.spread.head
         } else {
             self.memory.work_tile(nth, WorkTileField::HeadKv)
         };
@@ -299,25 +297,23 @@ impl<E: Float> Producer<E> {
 #[cube]
 pub fn load_resident<E: Float>(
     streams: &Streams<E>,
-    memory: &Memory,
+    memory: &Memory<Blueprint>,
     nth: u32,
     warpgroup: u32,
     #[comptime] operand: Operand,
-    #[comptime] blueprint: Blueprint,
 ) {
-    let (q_bytes, d_bytes) = comptime!((blueprint.q_bytes() as u32, blueprint.d_bytes() as u32));
+    let blueprint = comptime!(memory.blueprint);
+    let bytes = comptime!(blueprint.bytes(operand));
     let full = memory.full(Operand::Q, warpgroup);
     let (batch, head) = (memory.work_tile(nth, WorkTileField::Batch), memory.work_tile(nth, WorkTileField::Head));
     let row = memory.work_tile(nth, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
     if comptime!(operand == Operand::Q) {
         // Q and dO share one barrier.
-        mbarrier_expect(full, comptime!(q_bytes + d_bytes));
-        let to = memory.tiles(Operand::Q, warpgroup * q_bytes);
-        load_panels(streams.rows_qk, to, q_bytes, blueprint.panels() as u32, full, batch, head, row);
-    } else {
-        let to = memory.tiles(Operand::D, warpgroup * d_bytes);
-        load_panels(streams.rows_dov.unwrap(), to, d_bytes, blueprint.panels_v() as u32, full, batch, head, row);
+        mbarrier_expect(full, comptime!(bytes + blueprint.bytes(Operand::D)));
     }
+    let map = if comptime!(operand == Operand::Q) { streams.rows_qk } else { streams.rows_dov.unwrap() };
+    let to = memory.tiles(operand, warpgroup * bytes);
+    load_panels(map, to, bytes, operand.panels(&blueprint), full, batch, head, row);
 }
 
 /// Loads rows, panel by panel.
@@ -344,19 +340,18 @@ pub fn load_panels<E: CubePrimitive>(
 #[cube]
 pub fn load_next<E: Float>(
     streams: &Streams<E>,
-    memory: &Memory,
+    memory: &Memory<Blueprint>,
     nth: u32,
     warp: u32,
     #[comptime] operand: Operand,
-    #[comptime] blueprint: Blueprint,
 ) {
     let (lane, warpgroup, of_warpgroup) = (UNIT_POS % 32, warp / 4, warp % 4);
     let empty = memory.empty(operand, warpgroup);
     if lane == 0 {
         // If dQ is accumulated in memory, all warps multiply with the rows of Q of every warpgroup.
-        if comptime!(blueprint.reduces() && operand == Operand::Q) {
+        if comptime!(memory.blueprint.reduces() && operand == Operand::Q) {
             #[unroll]
-            for of_other in 0..comptime!(blueprint.tile.warpgroups as u32) {
+            for of_other in 0..comptime!(memory.blueprint.tile.warpgroups as u32) {
                 mbarrier_arrive(memory.empty(Operand::Q, of_other));
             }
         } else {
@@ -364,9 +359,9 @@ pub fn load_next<E: Float>(
         }
     }
     // The next work tile is decoded when the last tile of K of this one is loaded, which has happened.
-    memory.await_work_tile(nth + 1);
+    memory.await_slot(nth + 1);
     if of_warpgroup == 0 && memory.work_tile(nth + 1, WorkTileField::Steps) != 0 {
         mbarrier_wait(empty, nth % 2);
-        load_resident(streams, memory, nth + 1, warpgroup, operand, blueprint);
+        load_resident(streams, memory, nth + 1, warpgroup, operand);
     }
 }

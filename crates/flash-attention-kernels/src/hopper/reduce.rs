@@ -48,7 +48,7 @@ impl Reducer {
     pub fn new<E: CubePrimitive>(
         ds: &[E],
         k: &[E],
-        memory: &Memory,
+        memory: &Memory<Blueprint>,
         warp: u32,
         #[comptime] blueprint: Blueprint,
     ) -> Reducer {

@@ -1,11 +1,12 @@
 //! Loads of tiles and rows to shared memory.
 
-use super::super::BiasTile;
 use super::super::layout::{Layout, Operand, Region};
+use super::super::memory::Memory;
 use super::super::operands::Streams;
 use super::super::pipeline::PipelineState;
 use super::super::producer::load_panels;
-use super::memory::{Memory, WARP_BIAS, WARP_D, WARP_K, WARP_Q, WARP_V, WorkTileField};
+use super::super::{BiasBlueprint, BiasTile};
+use super::memory::{WARP_BIAS, WARP_D, WARP_K, WARP_Q, WARP_V, WorkTileField};
 use super::scheduler::DbiasScheduler;
 use crate::mask::Band;
 use crate::ptx::*;
@@ -43,7 +44,7 @@ pub struct Loader<E: Float> {
 #[cube]
 impl<E: Float> Loader<E> {
     /// Loads a tile of K and a tile of V: the `nth` after the first tile of turn `turn`, which may belong to a later turn.
-    pub fn tiles(&self, memory: &Memory, turn: u32, #[comptime] nth: usize, state: &PipelineState) {
+    pub fn tiles(&self, memory: &Memory<BiasBlueprint>, turn: u32, #[comptime] nth: usize, state: &PipelineState) {
         if self.warp == WARP_K {
             self.tile(memory, turn, nth, state, Operand::K);
         }
@@ -54,7 +55,7 @@ impl<E: Float> Loader<E> {
 
     fn tile(
         &self,
-        memory: &Memory,
+        memory: &Memory<BiasBlueprint>,
         turn: u32,
         #[comptime] nth: usize,
         state: &PipelineState,
@@ -64,7 +65,7 @@ impl<E: Float> Loader<E> {
         let (tile, bytes, panels) =
             comptime!((blueprint.tile, blueprint.bytes(operand), operand.panels(&blueprint.scores)));
         let turn = turn + comptime!((nth / tile.tiles) as u32);
-        memory.await_turn(turn);
+        memory.await_slot(turn);
         if memory.word(turn, WorkTileField::Flags) != 0 {
             let (batch, head) = (memory.word(turn, WorkTileField::Batch), memory.word(turn, WorkTileField::HeadKv));
             let key = memory.word(turn, WorkTileField::KStart) + comptime!((nth % tile.tiles * tile.tile_k) as u32);
@@ -75,21 +76,21 @@ impl<E: Float> Loader<E> {
     }
 
     /// Loads the warpgroup's rows of Q and their lse, or of dO and their delta, for a turn.
-    pub fn rows(&self, memory: &Memory, turn: u32, #[comptime] operand: Operand) {
+    pub fn rows(&self, memory: &Memory<BiasBlueprint>, turn: u32, #[comptime] operand: Operand) {
         let (warp, of_stats) =
             comptime!(if operand == Operand::D { (WARP_D, Region::Delta) } else { (WARP_Q, Region::Lse) });
         if self.warp % 4 == warp {
             let (blueprint, scores) = comptime!((memory.blueprint, memory.blueprint.scores));
             let (bytes, panels) = comptime!((blueprint.bytes(operand), operand.panels(&scores)));
             let stats_bytes = comptime!(blueprint.stats_bytes());
-            memory.await_turn(turn);
+            memory.await_slot(turn);
             if memory.word(turn, WorkTileField::Flags) != 0 {
                 let (stage, phase) = row_state(turn, blueprint.tile);
                 let warpgroup = self.warp / 4;
                 let nth = stage * comptime!(BiasTile::WARPGROUPS as u32) + warpgroup;
                 let (batch, head) = (memory.word(turn, WorkTileField::Batch), memory.word(turn, WorkTileField::Head));
                 let row = memory.word(turn, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
-                let stats_to = memory.at(of_stats) + nth * comptime!(stats_bytes as u32);
+                let stats_to = memory.at(of_stats, nth * comptime!(stats_bytes as u32));
                 // The rows of a head are padded to whole blocks in the statistics.
                 let of_head = stats_rows(opaque(self.band.seq_q), scores.stats_multiple, false) as usize;
                 let heads = opaque(self.scheduler.num_heads_q) as usize;
@@ -111,11 +112,11 @@ impl<E: Float> Loader<E> {
 
     /// Loads the warpgroup's rows of a group of the bias's columns. `turn` is the first turn of the block, and `nth` the number
     /// of the block.
-    pub fn bias(&self, memory: &Memory, turn: u32, nth: u32, #[comptime] group: usize) {
+    pub fn bias(&self, memory: &Memory<BiasBlueprint>, turn: u32, nth: u32, #[comptime] group: usize) {
         if self.warp % 4 == WARP_BIAS {
             let blueprint = comptime!(memory.blueprint);
             let (bytes, panels) = comptime!((blueprint.group_bytes() as u32, (blueprint.group_b() / PANEL) as u32));
-            memory.await_turn(turn);
+            memory.await_slot(turn);
             if memory.word(turn, WorkTileField::Flags) != 0 {
                 let warpgroup = self.warp / 4;
                 let of_cube = warpgroup * comptime!(blueprint.groups_b() as u32) + comptime!(group as u32);

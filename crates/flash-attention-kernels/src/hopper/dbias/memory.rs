@@ -1,8 +1,8 @@
-//! Words, barriers and cursor in shared memory.
+//! Slots and cursor in shared memory: the turns.
 
 use super::super::layout::{Layout, Operand, Region};
-use super::super::memory::init_barriers;
-use super::super::{BiasBlueprint, BiasTile, SLOTS, WORDS};
+use super::super::memory::{Memory, MemoryExpand};
+use super::super::{BiasBlueprint, BiasTile};
 use super::scheduler::{Block, DbiasScheduler};
 use crate::mask::Band;
 use crate::ptx::*;
@@ -61,71 +61,12 @@ pub enum CursorField {
     Row,
     /// [`Block::nth`].
     Nth,
-    /// The next batch and head among those that share the block.
-    Member,
-}
-
-/// Shared memory: its base address, and the blueprint that defines its layout.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub struct Memory {
-    base: u32,
-    #[cube(comptime)]
-    pub blueprint: BiasBlueprint,
+    /// Number of batches and heads that share the block and have not been posted yet; 0 before the first block.
+    Left,
 }
 
 #[cube]
-impl Memory {
-    /// Initialises the barriers, and puts the cursor before the first block. All threads must call it.
-    pub fn new(base: u32, #[comptime] blueprint: BiasBlueprint) -> Memory {
-        let memory = Memory { base, blueprint };
-        if UNIT_POS == 0 {
-            // Arrivals: one for the bytes of a load; one of each warp, of the warpgroup or of the thread block, for a release.
-            #[unroll]
-            for nth in 0..5usize {
-                let (of, count) = comptime!((blueprint.tiles()[nth].0, blueprint.tiles()[nth].1));
-                let warps = comptime!(if matches!(of, Operand::K | Operand::V) { 4 * BiasTile::WARPGROUPS } else { 4 });
-                init_barriers(memory.full(of), count, 1usize);
-                init_barriers(memory.empty(of), count, warps);
-            }
-            init_barriers(memory.at(Region::Known), SLOTS, 1usize);
-            #[unroll]
-            for i in 0..comptime!(WORDS as u32) {
-                // A member number beyond every block: the first turn enters a block.
-                let value = comptime!(if i == CursorField::Member as u32 { u32::MAX } else { 0 }).runtime();
-                store_shared(memory.at(Region::Cursors) + comptime!(4 * i), value);
-            }
-            sync_async_proxy_shared();
-        }
-        sync_cube();
-        memory
-    }
-
-    /// Address of a region.
-    pub fn at(&self, #[comptime] region: Region) -> u32 {
-        self.base + comptime!(self.blueprint.offset(region))
-    }
-
-    /// Address of an operand's tiles.
-    pub fn tiles(&self, #[comptime] of: Operand) -> u32 {
-        self.at(comptime!(Region::Tiles(of)))
-    }
-
-    /// Address of the barriers that complete when a tile has arrived.
-    pub fn full(&self, #[comptime] of: Operand) -> u32 {
-        self.at(comptime!(Region::Full(of)))
-    }
-
-    /// Address of the barriers that complete when a tile has been released.
-    pub fn empty(&self, #[comptime] of: Operand) -> u32 {
-        self.at(comptime!(Region::Empty(of)))
-    }
-
-    /// The same memory, whose addresses the compiler computes again instead of keeping them in registers.
-    pub fn opaque(&self) -> Memory {
-        Memory { base: opaque(self.base), blueprint: self.blueprint }
-    }
-
+impl Memory<BiasBlueprint> {
     /// Descriptor of tile `nth` of an operand, from that of the first region.
     pub fn descriptor(&self, start: u64, nth: u32, #[comptime] of: Operand) -> u64 {
         let blueprint = comptime!(self.blueprint);
@@ -138,37 +79,29 @@ impl Memory {
     /// barrier expect the tile, and `others` bytes besides. Returns the addresses of the tile and of the barrier.
     pub fn refill(&self, #[comptime] of: Operand, nth: u32, phase: u32, #[comptime] others: u32) -> (u32, u32) {
         let bytes = comptime!(self.blueprint.bytes(of));
-        let full = self.full(of) + nth * 8;
-        let to = self.tiles(of) + nth * bytes;
+        let full = self.full(of, nth);
+        let to = self.tiles(of, nth * bytes);
         // The first load waits for the phase before the first one, which counts as completed.
-        mbarrier_wait(self.empty(of) + nth * 8, phase ^ 1);
+        mbarrier_wait(self.empty(of, nth), phase ^ 1);
         mbarrier_expect(full, comptime!(bytes + others).runtime());
         (to, full)
     }
 
-    /// Waits until turn `turn` has been posted.
-    pub fn await_turn(&self, turn: u32) {
-        let (slot, parity) = (turn % comptime!(SLOTS as u32), turn / comptime!(SLOTS as u32) % 2);
-        mbarrier_wait(self.at(Region::Known) + slot * 8, parity);
-    }
-
     /// A field of turn `turn`, which must have been posted.
     pub fn word(&self, turn: u32, #[comptime] word: WorkTileField) -> u32 {
-        let at = self.at(Region::Slots) + comptime!(4 * word as u32);
-        load_shared(at + turn % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32))
+        load_shared(self.slot(turn, comptime!(word as usize)))
     }
 
     pub fn set_word(&self, turn: u32, #[comptime] word: WorkTileField, value: u32) {
-        let at = self.at(Region::Slots) + comptime!(4 * word as u32);
-        store_shared(at + turn % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32), value);
+        store_shared(self.slot(turn, comptime!(word as usize)), value);
     }
 
     pub fn cursor(&self, #[comptime] word: CursorField) -> u32 {
-        load_shared(self.at(Region::Cursors) + comptime!(4 * word as u32))
+        load_shared(self.at(Region::Cursors, comptime!(4 * word as u32)))
     }
 
     pub fn set_cursor(&self, #[comptime] word: CursorField, value: u32) {
-        store_shared(self.at(Region::Cursors) + comptime!(4 * word as u32), value);
+        store_shared(self.at(Region::Cursors, comptime!(4 * word as u32)), value);
     }
 
     /// Posts turn `turn`: the next head of the current block or, after its last one, the first head of block `next`. Returns
@@ -176,14 +109,14 @@ impl Memory {
     pub fn post(&self, turn: u32, next: u32, scheduler: &DbiasScheduler, band: &Band) -> bool {
         let tile = comptime!(self.blueprint.tile);
         let group = opaque(scheduler.group_batches) * scheduler.group_heads.divisor;
-        let mut member = self.cursor(CursorField::Member);
+        let mut left = self.cursor(CursorField::Left);
         let mut matrix = self.cursor(CursorField::Matrix);
         let mut row = self.cursor(CursorField::Row);
         let mut nth = self.cursor(CursorField::Nth);
         let number = self.cursor(CursorField::Number);
         // All threads must have read the cursor before one writes it.
         sync_plane();
-        let enters = member >= group;
+        let enters = left == 0;
         let ends = enters && next >= scheduler.num_tiles;
         if enters && !ends {
             let block = scheduler.after(&Block { matrix, row, nth }, next - number, band, tile);
@@ -194,9 +127,10 @@ impl Memory {
             self.set_cursor(CursorField::Matrix, matrix);
             self.set_cursor(CursorField::Row, row);
             self.set_cursor(CursorField::Nth, nth);
-            member = 0u32;
+            left = group;
         }
-        let last = member + 1 == group;
+        let member = group - left;
+        let last = left == 1;
         let of_batch = scheduler.group_heads.divide(member);
         let (bias_batch, bias_head) = (scheduler.heads.divide(matrix), scheduler.heads.modulo(matrix));
         let head = bias_head * scheduler.group_heads.divisor + scheduler.group_heads.modulo(member);
@@ -209,8 +143,8 @@ impl Memory {
         self.set_word(turn, WorkTileField::HeadKv, scheduler.group_size.divide(head));
         self.set_word(turn, WorkTileField::BiasBatch, bias_batch);
         self.set_word(turn, WorkTileField::BiasHead, bias_head);
-        self.set_cursor(CursorField::Member, select(ends, u32::MAX, member + 1));
-        mbarrier_release(self.at(Region::Known) + turn % comptime!(SLOTS as u32) * 8);
-        last && !ends
+        self.set_cursor(CursorField::Left, select(ends, 0u32, left - 1));
+        self.publish_slot(turn);
+        last
     }
 }
