@@ -46,7 +46,6 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
     let s_len = comptime!(tile_k / 2);
     let (columns, dtype) = comptime!((blueprint.columns(), blueprint.dtype));
     let o_len = comptime!(columns / 2);
-    let fragments = comptime!(tile_k / 16);
     // Whether anything is hidden besides the keys past the end.
     let varlen = comptime!(extras.is_varlen());
     let banded = comptime!(varlen || scores.band.bounded_above || scores.band.bounded_below);
@@ -144,11 +143,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         }
         let mut rows = OnlineSoftmax::uninitialised();
         rows.first(&mut s, exponent, hides, blueprint);
-        let mut p = Sequence::<Array<u32>>::new();
-        #[unroll]
-        for _ in 0..fragments {
-            p.push(Array::<u32>::new(4usize));
-        }
+        let mut p = fragments(blueprint);
         let words = keep_mask(&extras.dropout, &of_tile, blueprint);
         apply_dropout(&mut s, &words, tile_k);
         to_fragments(&s, &mut p, blueprint);

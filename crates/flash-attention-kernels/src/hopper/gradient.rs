@@ -290,14 +290,3 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
 fn stats_offset(k_start: u32, #[comptime] blueprint: Blueprint) -> u32 {
     if comptime!(blueprint.varlen && blueprint.transposed()) { k_start % 4 * 4 } else { 0u32.runtime() }
 }
-
-/// Registers for the operand that a tile's accumulator is packed into.
-#[cube]
-fn fragments(#[comptime] blueprint: Blueprint) -> Sequence<Array<u32>> {
-    let mut fragments = Sequence::<Array<u32>>::new();
-    #[unroll]
-    for _ in 0..comptime!(blueprint.tile.tile_k / 16) {
-        fragments.push(Array::<u32>::new(4usize));
-    }
-    fragments
-}

@@ -23,6 +23,17 @@ pub fn to_fragments(s: &Array<f32>, p: &mut Sequence<Array<u32>>, #[comptime] bl
     }
 }
 
+/// Registers for the operand that [`to_fragments()`] packs a tile's accumulator into.
+#[cube]
+pub fn fragments(#[comptime] blueprint: Blueprint) -> Sequence<Array<u32>> {
+    let mut fragments = Sequence::<Array<u32>>::new();
+    #[unroll]
+    for _ in 0..comptime!(blueprint.tile.tile_k / 16) {
+        fragments.push(Array::<u32>::new(4usize));
+    }
+    fragments
+}
+
 /// [`to_fragments()`] as one sequence of words. f32 is not packed, and a fragment then has eight keys, those in even columns
 /// first: the order of the keys within a product is free.
 #[cube]
