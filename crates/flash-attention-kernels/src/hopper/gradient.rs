@@ -167,12 +167,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             if comptime!(sums_values) {
                 // dV runs under the computation of dS.
                 let mut p = fragments(blueprint);
-                let drawn = comptime!(words.len());
-                if comptime!(drawn > 0) {
-                    to_fragments(&with_dropout(&s, &words, tile_k), &mut p, blueprint);
-                } else {
-                    to_fragments(&s, &mut p, blueprint);
-                }
+                to_fragments(&with_dropout(&s, &words, tile_k), &mut p, blueprint);
                 pin(&mut sum_v, comptime!(columns_dv / 2));
                 mma_registers(&mut sum_v, &p, v_tile + comptime!(v_at + by_columns), adds, columns_dv, dtype);
             }

@@ -155,12 +155,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             }
             let words = keep_mask(&extras.dropout, &of_tile, scores);
             if comptime!(sums_values) {
-                let drawn = comptime!(words.len());
-                if comptime!(drawn > 0) {
-                    fragments_of(&with_dropout(&*s, &words, tile_k), &mut p, tile_k, dtype);
-                } else {
-                    fragments_of(&*s, &mut p, tile_k, dtype);
-                }
+                fragments_of(&with_dropout(&*s, &words, tile_k), &mut p, tile_k, dtype);
             }
             if comptime!(differentiates) {
                 let ds = ds.index_mut(of_group);

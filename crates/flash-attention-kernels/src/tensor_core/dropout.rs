@@ -57,14 +57,15 @@ pub fn is_kept(words: &Sequence<u32>, #[comptime] n: usize) -> bool {
     *words.index(comptime!(n / 32)) & comptime!(1u32 << (n % 32)) != 0
 }
 
-/// A copy of a tile's weights with dropout applied. There must be dropout.
+/// A copy of a tile's weights, with dropout applied if there is dropout.
 #[cube]
 pub fn with_dropout(s: &Array<f32>, words: &Sequence<u32>, #[comptime] tile_k: usize) -> Array<f32> {
     let mut dropped = Array::<f32>::new(comptime!(tile_k / 2));
     #[unroll]
     for n in 0..comptime!(tile_k / 2) {
-        dropped[n] = select(is_kept(words, n), s[n], 0.0f32);
+        dropped[n] = s[n];
     }
+    apply_dropout(&mut dropped, words, tile_k);
     dropped
 }
 
