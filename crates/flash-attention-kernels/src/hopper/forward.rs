@@ -229,10 +229,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         let of_head = if comptime!(sinks) { memory.work_tile(nth, WorkTileField::Head) } else { 0u32.runtime() };
         let of_sink = sink_log2(&extras, of_head, sinks);
         let row = first_row + of_warpgroup * 16 + lane / 4;
-        let (out, head) = (
-            memory.work_tile(nth, WorkTileField::BatchOut) as usize,
-            memory.work_tile(nth, WorkTileField::Head) as usize,
-        );
+        let out = memory.work_tile(nth, WorkTileField::BatchOut) as usize;
+        let head = memory.work_tile(nth, WorkTileField::Head) as usize;
         let mut factors = Array::<f32>::new(2usize);
         let lse_at = outputs.lse.stride.at(out, head, row);
         #[unroll]
@@ -274,10 +272,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         if comptime!(hides || blueprint.uses_reference_max()) && plane_any(again[0] || again[1]) {
             // The stores of other threads to these rows must come first.
             sync_plane();
-            let (batch, head_kv) = (
-                memory.work_tile(nth, WorkTileField::Batch) as usize,
-                memory.work_tile(nth, WorkTileField::HeadKv) as usize,
-            );
+            let batch = memory.work_tile(nth, WorkTileField::Batch) as usize;
+            let head_kv = memory.work_tile(nth, WorkTileField::HeadKv) as usize;
             let (first_key, after) = if comptime!(sparse) {
                 (0u32.runtime(), band.after_keys())
             } else {

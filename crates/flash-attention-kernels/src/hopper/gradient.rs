@@ -250,10 +250,8 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
 
         // -- results
         if flags & CONTINUES == 0 {
-            let (batch, head) = (
-                memory.work_tile(nth, WorkTileField::Batch) as usize,
-                memory.work_tile(nth, WorkTileField::Head) as usize,
-            );
+            let batch = memory.work_tile(nth, WorkTileField::Batch) as usize;
+            let head = memory.work_tile(nth, WorkTileField::Head) as usize;
             let mut rows = GradientRows::new(batch, head, first_row + of_warpgroup * 16, band);
             if comptime!(differentiates) {
                 rows.store(&sum_k, &mut outputs.dqk, 0usize, scale, columns_dk, dtype);
