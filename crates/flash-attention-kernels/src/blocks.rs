@@ -95,7 +95,7 @@ pub fn visits(extras: &Extras, band: &Band, batch: usize, head: usize, row: u32,
     } else {
         let seen = seen(&band, row, size);
         let first = seen.origin + seen.start * size.columns;
-        Visits { count: seen.end - seen.start, lists, at: 0usize.runtime(), first, row, band, size }
+        Visits { count: seen.count(), lists, at: 0usize.runtime(), first, row, band, size }
     }
 }
 

@@ -126,6 +126,14 @@ pub struct Blocks {
     pub origin: u32,
 }
 
+#[cube]
+impl Blocks {
+    /// Number of blocks.
+    pub fn count(&self) -> u32 {
+        self.end - self.start
+    }
+}
+
 /// Range of positions of a sequence in its batch, of queries or of keys.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone))]
@@ -213,12 +221,7 @@ impl Band {
     /// assert_eq!(Band::new(3, 3, &options).pairs(), 1 + 2 + 2);
     /// ```
     pub fn pairs(&self) -> u64 {
-        (0..self.seq_q)
-            .map(|i| {
-                let keys = self.k_blocks(i, 1, 1);
-                u64::from(keys.end - keys.start)
-            })
-            .sum()
+        (0..self.seq_q).map(|i| u64::from(self.k_blocks(i, 1, 1).count())).sum()
     }
 
     /// The launch argument for this band.

@@ -291,10 +291,8 @@ fn num_splits(Case { device, problem }: Case, tile: &HopperTile) -> usize {
     if heads * blocks as usize >= 4 * consumer_groups || problem.block_mask.is_some() {
         return 1;
     }
-    let mut tiles: Vec<usize> = (0..blocks)
-        .map(|block| band.k_blocks(block * tile_q, tile_q, tile_k))
-        .map(|seen| (seen.end - seen.start) as usize)
-        .collect();
+    let mut tiles: Vec<usize> =
+        (0..blocks).map(|block| band.k_blocks(block * tile_q, tile_q, tile_k).count() as usize).collect();
     tiles.sort_unstable_by_key(|tiles| std::cmp::Reverse(*tiles));
     let longest = tiles.first().copied().unwrap_or(0);
     let time = |num_splits: usize| {

@@ -54,10 +54,7 @@ impl DbiasScheduler {
         let (tile_q, block_k) = (BiasTile::TILE_Q as u32, tile.block_k() as u32);
         let q_blocks = band.seq_q.div_ceil(tile_q);
         let matrices = (bias_batch * bias_heads) as u32;
-        let seen = |row: u32| {
-            let blocks = band.k_blocks(row * tile_q, tile_q, block_k);
-            blocks.end - blocks.start
-        };
+        let seen = |row| band.k_blocks(row * tile_q, tile_q, block_k).count();
         DbiasScheduler {
             num_tiles: matrices * (0..q_blocks).map(seen).sum::<u32>(),
             matrices,
@@ -104,8 +101,7 @@ impl DbiasScheduler {
         let mut nth = block.nth + by;
         if comptime!(band.bounded_above || band.bounded_below) {
             // The loop passes at most as many blocks as all thread blocks take at a time.
-            let first = self.seen(band, row, tile);
-            let mut count = first.end - first.start;
+            let mut count = self.seen(band, row, tile).count();
             while nth >= count {
                 nth -= count;
                 row += 1;
@@ -113,8 +109,7 @@ impl DbiasScheduler {
                     row = 0u32;
                     matrix += 1;
                 }
-                let seen = self.seen(band, row, tile);
-                count = seen.end - seen.start;
+                count = self.seen(band, row, tile).count();
             }
         } else {
             row += self.k_blocks.divide(nth);
