@@ -133,11 +133,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             if comptime!(!refills_late) && nth + step != 0 {
                 producer.refill(blueprint);
             }
-            if comptime!(differentiates) {
-                wgmma_wait(1usize);
-            } else {
-                wgmma_wait(0usize);
-            }
+            wgmma_wait(comptime!(usize::from(differentiates)));
             pin(&mut s, s_len);
             let last = step + 1 == steps;
             if comptime!(!reduces) && last {

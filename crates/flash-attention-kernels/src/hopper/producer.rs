@@ -224,21 +224,14 @@ impl<E: Float> Producer<E> {
                 mbarrier_expect(full, comptime!(bytes + stats_bytes));
                 if comptime!(with_stats) {
                     let region = comptime!(if operand == Operand::K { Region::Lse } else { Region::Delta });
-                    let of_lse = stats_at(&self.band, &self.scheduler, batch, head, k_start, blueprint);
-                    let from = if comptime!(operand == Operand::K) {
-                        of_lse
-                    } else {
-                        of_lse + stats_all(&self.band, &self.scheduler, blueprint)
-                    };
+                    let mut from = stats_at(&self.band, &self.scheduler, batch, head, k_start, blueprint);
+                    if comptime!(operand == Operand::V) {
+                        from += stats_all(&self.band, &self.scheduler, blueprint);
+                    }
                     // Copies start at multiples of 16 bytes.
                     let from = if comptime!(blueprint.varlen) { from / 4 * 4 } else { from };
-                    bulk_load(
-                        self.streams.stats.unwrap(),
-                        from,
-                        blueprint.stats_bytes(),
-                        self.memory.at(region, state.stage * stats_bytes),
-                        full,
-                    );
+                    let stats_to = self.memory.at(region, state.stage * stats_bytes);
+                    bulk_load(self.streams.stats.unwrap(), from, blueprint.stats_bytes(), stats_to, full);
                 }
                 if comptime!(operand == Operand::Bias && blueprint.transposed()) {
                     // One panel of keys for each warpgroup.
