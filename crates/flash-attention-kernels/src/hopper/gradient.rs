@@ -151,7 +151,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 + 8 * quarter
                 + stats_offset(visit.start, blueprint);
             let lse_at = memory.at(Region::Lse, of_stats);
-            let lse = tile_statistics(lse_at, of_rows.lse0, of_rows.lse1, blueprint);
+            let lse = tile_statistics(lse_at, &of_rows.lse, blueprint);
             #[unroll]
             for n in 0..s_len {
                 s[n] = probability_log2(s[n], exponent, *lse.index(n), blueprint.dtype);
@@ -185,7 +185,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                     load_next(&streams, &memory, nth, warp, Operand::D);
                 }
                 let delta_at = memory.at(Region::Delta, of_stats);
-                let delta = tile_statistics(delta_at, of_rows.delta0, of_rows.delta1, blueprint);
+                let delta = tile_statistics(delta_at, &of_rows.delta, blueprint);
                 dropout_backward(&mut ds, &words, &extras.dropout, tile_k);
                 tile_backward(&mut ds, &s, &delta, s_len);
                 if comptime!(blueprint.keeps_derivative) {

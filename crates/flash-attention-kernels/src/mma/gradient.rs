@@ -148,7 +148,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 apply_mask(s, &of_tile, fully_masked, tile_k);
             }
             let of_rows = of_rows.index(of_group);
-            let lse = tile_statistics(lse_at + of_stage, of_rows.lse0, of_rows.lse1, scores);
+            let lse = tile_statistics(lse_at + of_stage, &of_rows.lse, scores);
             #[unroll]
             for n in 0..s_len {
                 s[n] = probability_log2(s[n], exponent, *lse.index(n), scores.dtype);
@@ -159,7 +159,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             }
             if comptime!(differentiates) {
                 let ds = ds.index_mut(of_group);
-                let delta = tile_statistics(delta_at + of_stage, of_rows.delta0, of_rows.delta1, scores);
+                let delta = tile_statistics(delta_at + of_stage, &of_rows.delta, scores);
                 dropout_backward(ds, &words, &extras.dropout, tile_k);
                 tile_backward(ds, &*s, &delta, s_len);
                 if comptime!(scores.keeps_derivative) {

@@ -353,8 +353,7 @@ impl GradientRows {
         #[unroll]
         for r in 0..2usize {
             let live = self.band.is_query(self.first_row + lane / 4 + comptime!(8 * r as u32));
-            let (lse, delta) =
-                if comptime!(r == 0) { (of_rows.lse0, of_rows.delta0) } else { (of_rows.lse1, of_rows.delta1) };
+            let (lse, delta) = (of_rows.lse[r], of_rows.delta[r]);
             again[r] = live && !self.finite[r] && lse * delta * 0.0f32 == 0.0f32;
         }
         if plane_any(again[0] || again[1]) {

@@ -2,7 +2,7 @@
 
 use super::Blueprint;
 use super::schedule::TileScheduler;
-use crate::fragment::Role;
+use crate::fragment::{Role, filled};
 use crate::mask::Band;
 use crate::ptx::{load_shared, load_shared_pair};
 use cubecl::prelude::*;
@@ -52,10 +52,8 @@ pub fn stats_all(band: &Band, scheduler: &TileScheduler, #[comptime] blueprint: 
 /// lse and delta of a thread's two rows, if rows are queries.
 #[derive(CubeType)]
 pub struct RowStatistics {
-    pub lse0: f32,
-    pub lse1: f32,
-    pub delta0: f32,
-    pub delta1: f32,
+    pub lse: Array<f32>,
+    pub delta: Array<f32>,
 }
 
 #[cube]
@@ -70,27 +68,26 @@ impl RowStatistics {
         scheduler: &TileScheduler,
         #[comptime] blueprint: Blueprint,
     ) -> RowStatistics {
+        let mut lse = filled::<f32>(0.0f32, 2usize);
+        let mut delta = filled::<f32>(0.0f32, 2usize);
         if comptime!(blueprint.role == Role::Dq) {
             let all = stats_all(band, scheduler, blueprint);
-            let row0 = stats_at(band, scheduler, batch, head, band.query_within(row), blueprint);
-            let row1 = stats_at(band, scheduler, batch, head, band.query_within(row + 8), blueprint);
-            RowStatistics {
-                lse0: f32::reinterpret(stats[row0]),
-                lse1: f32::reinterpret(stats[row1]),
-                delta0: f32::reinterpret(stats[all + row0]),
-                delta1: f32::reinterpret(stats[all + row1]),
+            #[unroll]
+            for r in 0..2usize {
+                let query = band.query_within(row + comptime!(8 * r as u32));
+                let at = stats_at(band, scheduler, batch, head, query, blueprint);
+                lse[r] = f32::reinterpret(stats[at]);
+                delta[r] = f32::reinterpret(stats[all + at]);
             }
-        } else {
-            let none = 0.0f32.runtime();
-            RowStatistics { lse0: none, lse1: none, delta0: none, delta1: none }
         }
+        RowStatistics { lse, delta }
     }
 }
 
-/// lse or delta for each register of a tile's accumulator. It is `row0` or `row1` of the register's row or, if transposed, the
-/// value of its column, which is in shared memory from `at` on.
+/// lse or delta for each register of a tile's accumulator. It is that of the register's row in `rows` or, if transposed,
+/// that of its column, which is in shared memory from `at` on.
 #[cube]
-pub fn tile_statistics(at: u32, row0: f32, row1: f32, #[comptime] blueprint: Blueprint) -> Sequence<f32> {
+pub fn tile_statistics(at: u32, rows: &Array<f32>, #[comptime] blueprint: Blueprint) -> Sequence<f32> {
     let mut all = Sequence::<f32>::new();
     #[unroll]
     for i in 0..comptime!(blueprint.tile.tile_k / 8) {
@@ -109,7 +106,7 @@ pub fn tile_statistics(at: u32, row0: f32, row1: f32, #[comptime] blueprint: Blu
         } else {
             #[unroll]
             for n in 0..4usize {
-                all.push(if comptime!(n < 2) { row0 } else { row1 });
+                all.push(rows[comptime!(n / 2)]);
             }
         }
     }
