@@ -82,7 +82,7 @@ fn hoppers_forward() {
     let of = |tile| HopperForward { tile, head_group: 1, num_splits: 1 };
     for (tile, words) in [
         (HopperTile { consumer_groups: 0, ..TILE }, "consumer_groups is 0"),
-        (HopperTile { warpgroups: 1, ..TILE }, "warpgroups is 1, and 2"),
+        (HopperTile { warpgroups: 1, ..TILE }, "warpgroups is 1; it must be at least 2"),
         (HopperTile { warpgroups: 0, ..TILE }, "warpgroups is 0"),
         (HopperTile { tile_k: 24, ..TILE }, "tile_k is 24"),
         (HopperTile { tile_k: 0, ..TILE }, "tile_k is 0"),

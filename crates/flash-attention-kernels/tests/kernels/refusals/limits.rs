@@ -95,9 +95,9 @@ fn tiles_kernels_and_scratch() {
     let of_forward = rows! { Call:
         |call| call.forward = UNEVEN.into() => Unsupported { option: "tile", value } if value.contains("tile_q: 33");
         |call| call.forward = LARGE.into() => NoTileFits { head_dim: 4, tile_q: 512, tile_k: 512, units: 256 };
-        |call| call.forward = RowsTile { units: 0, rows: 1 }.into() => KernelUnavailable { kernel: "rows", why } if why.contains("not 0");
+        |call| call.forward = RowsTile { units: 0, rows: 1 }.into() => KernelUnavailable { kernel: "rows", why } if why.contains("units is 0");
         |call| call.forward = RowsTile { units: 1 << 20, rows: 1 }.into() => KernelUnavailable { kernel: "rows", why }
-            if why.contains("takes 1048576");
+            if why.contains("needs 1048576");
         |call| call.forward = MATRIX.into() => KernelUnavailable { kernel: "matrix", why } if why.contains("[3, 5, 7]");
     };
     let of_backward = rows! { Call:
