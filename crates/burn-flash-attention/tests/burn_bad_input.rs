@@ -78,10 +78,10 @@ fn shapes_that_do_not_fit() {
         refused!(shapes(t, q, none, none), HeadsNotGrouped { .. }, "num_heads_q is 4", "num_heads_kv, 0");
         // 9–12 head dimensions
         let d = |d| [1, 1, 4, d];
-        refused!(shapes(t, d(0), d(0), d(8)), HeadDim { .. }, "head_dim is 0", "1 to 256");
-        refused!(shapes(t, d(257), d(257), d(8)), HeadDim { .. }, "head_dim is 257", "1 to 256");
-        refused!(shapes(t, d(8), d(8), d(0)), HeadDim { .. }, "head_dim_v is 0", "1 to 256");
-        refused!(shapes(t, d(8), d(8), d(300)), HeadDim { .. }, "head_dim_v is 300", "1 to 256");
+        refused!(shapes(t, d(0), d(0), d(8)), HeadDim { .. }, "head_dim is 0", "between 1 and 256");
+        refused!(shapes(t, d(257), d(257), d(8)), HeadDim { .. }, "head_dim is 257", "between 1 and 256");
+        refused!(shapes(t, d(8), d(8), d(0)), HeadDim { .. }, "head_dim_v is 0", "between 1 and 256");
+        refused!(shapes(t, d(8), d(8), d(300)), HeadDim { .. }, "head_dim_v is 300", "between 1 and 256");
     }
 }
 
