@@ -1,4 +1,4 @@
-//! Checks of tensors' element types and devices.
+//! Checks of sizes, element types and devices of tensors.
 
 use burn::backend::DispatchDevice;
 use burn::tensor::{DType, Device, Tensor};
@@ -22,6 +22,26 @@ pub(crate) fn function_tensors(
         same_device(argument, &tensor.device(), device)?;
     }
     Ok(())
+}
+
+/// Checks one size of an argument.
+pub(crate) fn agree(
+    argument: &'static str,
+    shape: &[usize],
+    (dim, dimension): (usize, &'static str),
+    (expected_by, expected): (&'static str, usize),
+) -> Result<(), AttentionError> {
+    if shape[dim] == expected {
+        return Ok(());
+    }
+    Err(AttentionError::Dimension {
+        argument,
+        dimension,
+        value: shape[dim],
+        shape: shape.to_vec(),
+        expected_by,
+        expected,
+    })
 }
 
 pub(crate) fn same_dtype(argument: &'static str, dtype: DType, expected: DType) -> Result<(), AttentionError> {

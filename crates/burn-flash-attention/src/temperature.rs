@@ -1,6 +1,6 @@
 //! The temperature of each head: an option that a predefined score function computes.
 
-use crate::checks::same_device;
+use crate::checks::{agree, same_device};
 use crate::options::FlashAttentionOptions;
 use crate::problem::dtype;
 use burn::tensor::Tensor;
@@ -13,16 +13,7 @@ impl FlashAttentionOptions {
     pub(crate) fn with_temperature_as_function(&self, q: &Tensor<4>) -> Result<Cow<'_, Self>, AttentionError> {
         let Some(temperature) = &self.temperature else { return Ok(Cow::Borrowed(self)) };
         let (heads, shape) = (q.dims()[1], temperature.dims());
-        if shape[0] != heads {
-            return Err(AttentionError::Dimension {
-                argument: "temperature",
-                dimension: "num_heads_q",
-                value: shape[0],
-                shape: shape.to_vec(),
-                expected_by: "q",
-                expected: heads,
-            });
-        }
+        agree("temperature", &shape, (0, "num_heads_q"), ("q", heads))?;
         dtype("temperature", temperature.dtype())?;
         same_device("temperature", &temperature.device(), &q.device())?;
         if self.score_mod.is_some() || !self.score_tensors.is_empty() {

@@ -1,6 +1,6 @@
 //! Caches for decoding: keys and values of a layer, and the output so far.
 
-use super::agree;
+use crate::checks::agree;
 use burn::tensor::Tensor;
 use flash_attention_kernels::AttentionError;
 

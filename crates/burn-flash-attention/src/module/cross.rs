@@ -1,7 +1,8 @@
 //! Cross-attention between different widths, a replacement for burn-nn's.
 
 use super::cache::KeysValues;
-use super::{agree, attend, check_rate, combined, heads, joined, unwrapped};
+use super::{attend, check_rate, combined, heads, joined, unwrapped};
+use crate::checks::agree;
 use crate::options::FlashAttentionOptions;
 use burn::config::Config;
 use burn::module::{Initializer, Module};

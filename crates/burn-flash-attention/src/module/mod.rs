@@ -132,26 +132,6 @@ fn check_decodes(options: &FlashAttentionOptions, fixed: bool) -> Result<(), Att
     }
 }
 
-/// Checks one size of an argument.
-fn agree(
-    argument: &'static str,
-    shape: &[usize],
-    (dim, dimension): (usize, &'static str),
-    (expected_by, expected): (&'static str, usize),
-) -> Result<(), AttentionError> {
-    if shape[dim] == expected {
-        return Ok(());
-    }
-    Err(AttentionError::Dimension {
-        argument,
-        dimension,
-        value: shape[dim],
-        shape: shape.to_vec(),
-        expected_by,
-        expected,
-    })
-}
-
 /// Checks a dropout rate.
 fn check_rate(option: &'static str, rate: f64) -> Result<(), AttentionError> {
     if (0.0..1.0).contains(&rate) {

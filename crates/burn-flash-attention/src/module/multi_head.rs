@@ -5,7 +5,8 @@ mod input;
 pub use input::{FlashMhaInput, FlashMhaOutput};
 
 use super::cache::{FlashMhaCache, KeysValues};
-use super::{agree, attend, check_decodes, check_options, check_rate, combined, heads, joined, unwrapped};
+use super::{attend, check_decodes, check_options, check_rate, combined, heads, joined, unwrapped};
+use crate::checks::agree;
 use crate::options::FlashAttentionOptions;
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay};

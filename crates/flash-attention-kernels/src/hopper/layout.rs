@@ -91,8 +91,8 @@ pub trait Layout: Copy {
     }
 }
 
-/// Added to the descriptor of a tile that is read by rows, gives that of the same tile, of `lines` lines, read by columns: the
-/// distance between two of its panels replaces that of 16 bytes.
+/// Difference between the descriptors of a tile of `lines` lines when it is read by columns and by rows: the distance between two
+/// panels replaces that of 16 bytes.
 pub fn columns_offset(lines: usize) -> u64 {
     ((lines * LINE / 16 - 1) as u64) << 16
 }
