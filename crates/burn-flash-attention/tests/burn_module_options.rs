@@ -29,7 +29,7 @@ fn hidden(seq_q: usize, seq_k: usize, device: &Device, hides: impl Fn(usize, usi
 }
 
 /// Options, and the pairs of `[BATCH, seq, seq]` that they hide.
-struct Said {
+struct Hiding {
     what: &'static str,
     seq: usize,
     /// Whether key 1 may be padding, too: whether every query still sees another key.
@@ -38,7 +38,7 @@ struct Said {
     hides: Box<dyn Fn(usize, usize, usize) -> bool>,
 }
 
-fn said(device: &Device) -> Vec<Said> {
+fn hiding_options(device: &Device) -> Vec<Hiding> {
     let new = FlashAttentionOptions::new;
     let ints = |values: &[i32]| Tensor::<1, Int>::from_data(values, device);
     let floats = |values: &[f32], shape: [usize; 4]| Tensor::<1>::from_data(values, device).reshape(shape);
@@ -54,42 +54,42 @@ fn said(device: &Device) -> Vec<Said> {
     let own = hidden(6, 6, device, |_, i, j| (i + j) % 3 == 1).unsqueeze_dim(1);
     let begins = || ints(&[0, 4, 6, 12]);
     vec![
-        Said {
+        Hiding {
             what: "a window",
             seq: 6,
             padded: true,
             options: new().with_causal(true).with_window_left(2),
             hides: Box::new(|_, i, j| j > i || j + 2 < i),
         },
-        Said {
+        Hiding {
             what: "a mask",
             seq: 6,
             padded: true,
             options: new().with_mask(own),
             hides: Box::new(|_, i, j| (i + j) % 3 == 1),
         },
-        Said {
+        Hiding {
             what: "a mask function",
             seq: 6,
             padded: true,
             options: new().with_mask_mod(MaskFn::of::<PrefixLm>(), [prefix]),
             hides: Box::new(move |batch, i, j| j > i && j >= prefixes[batch]),
         },
-        Said {
+        Hiding {
             what: "a block mask",
             seq,
             padded: false,
             options: documents.with_block_mask(blocks),
             hides: Box::new(move |_, i, j| j > i || (i >= second) != (j >= second)),
         },
-        Said {
+        Hiding {
             what: "packed documents",
             seq: 6,
             padded: false,
             options: new().with_causal(true).with_cu_seqlens_q(begins()).with_cu_seqlens_k(begins()),
             hides: Box::new(|batch, i, j| j > i || batch == 0 && (i >= 4) != (j >= 4)),
         },
-        Said {
+        Hiding {
             what: "lengths of keys",
             seq: 6,
             padded: true,
@@ -103,7 +103,7 @@ fn said(device: &Device) -> Vec<Said> {
 fn options_that_hide_pairs_equal_burn_nns_masks() {
     for target in targets() {
         let device = target.device.clone().autodiff();
-        for Said { what, seq, padded, options, hides } in said(&device) {
+        for Hiding { what, seq, padded, options, hides } in hiding_options(&device) {
             let burns = TransformerEncoderConfig::new(D_MODEL, D_FF, HEADS, 2).with_dropout(0.0).init(&device);
             let ours = FlashTransformerEncoder::from(burns.clone());
             let x = random([BATCH, seq, D_MODEL], &device);

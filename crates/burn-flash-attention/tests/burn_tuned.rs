@@ -28,11 +28,11 @@ fn tuned_results_are_correct_and_reported() {
             first.assert_approx_eq::<f32>(&second, burns_own(&target));
         }
 
-        let told = tuned(&q, &k, &v, &options).unwrap();
-        eprintln!("{}: {told:?}", target.name);
+        let choice = tuned(&q, &k, &v, &options).unwrap();
+        eprintln!("{}: {choice:?}", target.name);
         if target.name == "flex" {
-            assert_eq!(told, Tuned::default());
-        } else if let Some(forward) = told.forward {
+            assert_eq!(choice, Tuned::default());
+        } else if let Some(forward) = choice.forward {
             assert!(plan(&q, &k, &v, &options).unwrap().to_string().contains(forward.kernel().name()));
         }
     }

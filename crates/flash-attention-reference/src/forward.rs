@@ -12,8 +12,8 @@ use rayon::prelude::*;
 /// use flash_attention_reference::Output;
 ///
 /// // A row that sees nothing.
-/// let dead = Output { o: vec![0.0; 64], lse: vec![f64::NEG_INFINITY] };
-/// # assert_eq!(dead.lse[0].exp(), 0.0);
+/// let fully_masked = Output { o: vec![0.0; 64], lse: vec![f64::NEG_INFINITY] };
+/// # assert_eq!(fully_masked.lse[0].exp(), 0.0);
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Output {

@@ -188,7 +188,7 @@ impl Fuzzer {
         let (abilities, precision) = (self.abilities.clone(), self.args.precision.clone());
         let source = Source { seed, abilities, precision, without: self.args.without.clone(), most, longest };
         let cases = self.args.cases.unwrap_or(if self.args.seconds.is_some() { usize::MAX } else { 300 });
-        let mut told = begun;
+        let mut last_report = begun;
         for number in 0.. {
             let mut combination = source.combination(number);
             for _ in 0..self.args.each {
@@ -210,8 +210,8 @@ impl Fuzzer {
                     // A kernel that does not take this case takes no case of the combination.
                     break;
                 }
-                if told.elapsed() > Duration::from_secs(60) {
-                    told = Instant::now();
+                if last_report.elapsed() > Duration::from_secs(60) {
+                    last_report = Instant::now();
                     println!("fuzz: {} cases in {} s, {} failed", run + 1, late.as_secs(), self.tally.failed);
                 }
             }

@@ -123,8 +123,8 @@ fn tf32_is_planned_visibly() {
     rounded.options.precision = Precision::Tf32;
     let plan = plan_on(&smallest(), &rounded).unwrap();
     assert_eq!([plan.forward.kernel(), plan.backward.dq.kernel()], [Kernel::Portable; 2], "{plan}");
-    let told = plan.to_string();
-    assert!(told.contains("not forward mma: ") && told.contains("not backward mma: "), "{told}");
+    let text = plan.to_string();
+    assert!(text.contains("not forward mma: ") && text.contains("not backward mma: "), "{text}");
 }
 
 #[test]

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 const ROOT: &str = "FLASH_TEST_TUNING_ROOT";
 
 /// Prefix of lines that a child process prints for its parent.
-const TOLD: &str = "told: ";
+const REPORTED: &str = "reported: ";
 
 /// Child processes run one at a time, because on a busy machine calls may be too slow to be timed.
 static ONE: Mutex<()> = Mutex::new(());
@@ -32,7 +32,7 @@ fn process(test: &str, root: &Path) -> Vec<String> {
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{test}: {out}{err}");
     eprint!("{err}");
-    out.lines().filter_map(|line| Some(line.split_once(TOLD)?.1.to_string())).collect()
+    out.lines().filter_map(|line| Some(line.split_once(REPORTED)?.1.to_string())).collect()
 }
 
 /// In a child process without any persisted choice, returns the client. In the parent, runs the test in such a child and returns `None`.
@@ -97,14 +97,14 @@ fn the_choice_is_correct_reported_and_reused() {
     eprintln!("{several:?} candidates, forward and backward tuned and checked in {took:?}");
     assert!(took < Duration::from_secs(5), "{took:?}");
     // On a busy machine the tuner may have timed nothing.
-    let told = tuned(&client, &problem).unwrap();
-    let times = usize::from(told.forward.is_some()) + usize::from(told.backward.is_some());
+    let choice = tuned(&client, &problem).unwrap();
+    let times = usize::from(choice.forward.is_some()) + usize::from(choice.backward.is_some());
     assert_eq!(times_tuned(), times);
-    assert!(told.forward.is_none() || several.0 > 1, "{told:?}");
-    assert!(told.backward.is_none() || several.1 > 1, "{told:?}");
+    assert!(choice.forward.is_none() || several.0 > 1, "{choice:?}");
+    assert!(choice.backward.is_none() || several.1 > 1, "{choice:?}");
     let planned = plan(&client, &problem).unwrap();
-    assert_eq!(told.forward.unwrap_or(planned.forward), first.forward);
-    assert_eq!(told.backward.unwrap_or(planned.backward), first.backward);
+    assert_eq!(choice.forward.unwrap_or(planned.forward), first.forward);
+    assert_eq!(choice.backward.unwrap_or(planned.backward), first.backward);
     let device = Device::of(&client);
     assert!(forward_candidates(&device, &problem, CANDIDATES).unwrap().contains(&first.forward));
     assert!(backward_candidates(&device, &problem, CANDIDATES).unwrap().contains(&first.backward));
@@ -131,16 +131,16 @@ fn report_the_choice() {
     let before = tuned(&client, &case().problem).unwrap();
     case().check(&client);
     let after = tuned(&client, &case().problem).unwrap();
-    println!("{TOLD}{}", serde_json::to_string(&[before.forward, after.forward]).unwrap());
-    println!("{TOLD}{}", serde_json::to_string(&[before.backward, after.backward]).unwrap());
-    println!("{TOLD}{}", times_tuned());
+    println!("{REPORTED}{}", serde_json::to_string(&[before.forward, after.forward]).unwrap());
+    println!("{REPORTED}{}", serde_json::to_string(&[before.backward, after.backward]).unwrap());
+    println!("{REPORTED}{}", times_tuned());
 }
 
 /// Reported choices of forward and backward, each before and after a call, and how often the tuner ran.
 fn known(root: &Path) -> Option<([[serde_json::Value; 2]; 2], usize)> {
-    let told = process("tuning::report_the_choice", root);
-    let [forward, backward, times] = &told[..] else { return None };
-    let pair = |told: &str| serde_json::from_str(told).unwrap();
+    let reported = process("tuning::report_the_choice", root);
+    let [forward, backward, times] = &reported[..] else { return None };
+    let pair = |line: &str| serde_json::from_str(line).unwrap();
     Some(([pair(forward), pair(backward)], times.parse().unwrap()))
 }
 
@@ -201,8 +201,8 @@ fn a_bad_call_is_a_typed_error_and_tunes_nothing() {
     }
     assert_eq!(times_tuned(), 0);
     forward_tuned(&client, &p, &inputs, &zeros(p.o_shape()), &lse).unwrap();
-    let told = tuned(&client, &p).unwrap();
-    assert_eq!(times_tuned(), usize::from(told.forward.is_some()));
+    let choice = tuned(&client, &p).unwrap();
+    assert_eq!(times_tuned(), usize::from(choice.forward.is_some()));
 }
 
 /// Made-up devices.

@@ -515,8 +515,8 @@ fn plans_say_why_the_backward_is_not_fused() {
     ];
     for (problem, why) in whys {
         let plan = plan(problem);
-        let told = plan.to_string().contains("; not dq, dk and dv together: ") && plan.to_string().contains(why);
-        assert!(plan.backward.fused.is_none() && told, "{plan}");
+        let reported = plan.to_string().contains("; not dq, dk and dv together: ") && plan.to_string().contains(why);
+        assert!(plan.backward.fused.is_none() && reported, "{plan}");
     }
 }
 
