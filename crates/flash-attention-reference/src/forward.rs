@@ -11,7 +11,7 @@ use rayon::prelude::*;
 /// ```
 /// use flash_attention_reference::Output;
 ///
-/// // A row that sees nothing.
+/// // A row that sees no key.
 /// let fully_masked = Output { o: vec![0.0; 64], lse: vec![f64::NEG_INFINITY] };
 /// # assert_eq!(fully_masked.lse[0].exp(), 0.0);
 /// ```

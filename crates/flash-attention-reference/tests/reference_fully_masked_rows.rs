@@ -22,12 +22,17 @@ const CAUSAL: AttentionOptions = AttentionOptions {
     precision: Precision::Full,
 };
 
+/// Whether a row of [`CAUSAL`] sees no key: the first three of each five.
+fn is_fully_masked(row: usize) -> bool {
+    row % 5 < 3
+}
+
 #[test]
 fn a_fully_masked_row_is_zero_with_lse_minus_infinity() {
     let case = Case::new(SIZES, CAUSAL).with_dlse();
     let (output, gradients) = (case.forward(), case.backward());
     for (row, &lse) in output.lse.iter().enumerate() {
-        let fully_masked = row % 5 < 3;
+        let fully_masked = is_fully_masked(row);
         assert_eq!(lse == f64::NEG_INFINITY, fully_masked, "row {row}");
         assert_eq!(output.o[row * 4..][..4] == [0.0; 4], fully_masked, "row {row}");
         // Row 3 sees one key, whose probability is 1 for any score, so only dlse contributes to its dq.
@@ -40,8 +45,7 @@ fn a_fully_masked_row_is_zero_with_lse_minus_infinity() {
 fn a_fully_masked_row_changes_nothing() {
     let case = Case::new(SIZES, CAUSAL).with_bias([1, 1, 5, 2]).with_dlse();
     let mut poisoned = case.clone();
-    let fully_masked = |row: usize| row % 5 < 3;
-    for row in (0..case.problem.rows()).filter(|&row| fully_masked(row)) {
+    for row in (0..case.problem.rows()).filter(|&row| is_fully_masked(row)) {
         poisoned.q[row * 3..][..3].fill(f64::NAN);
         poisoned.dout[row * 4..][..4].fill(f64::INFINITY);
         poisoned.dlse.as_mut().unwrap()[row] = f64::NAN;
