@@ -144,7 +144,8 @@ impl<E: Float, M: Numeric, NB: Size, NM: Size> Scores<E, M, NB, NM> {
         if at.band.sees(row, column) {
             let place = at.place(row, column);
             value = self.composed(t, at.slope, &place, &at.band);
-            if at.masked {
+            let hides = comptime!(self.mask.is_some() || self.score.extras.mods.mask.is_some());
+            if comptime!(hides) && at.masked {
                 value = select(self.show(&place, &at.band), value, HIDDEN);
             }
         }

@@ -32,6 +32,9 @@ use crate::ptx::*;
 use crate::tensor_core::*;
 use cubecl::prelude::*;
 
+/// Work of a step from which on it hides the load of a tile: columns of the tile times those of its operands.
+const LATE_REFILL: usize = 64 * (128 + 128);
+
 /// Computes the gradients of the rows. With `Role::All`, also adds dQ to `dq_accum`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
@@ -58,9 +61,10 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let hides = comptime!(varlen || blueprint.sparse || blueprint.hides_pairs() || banded);
     let drops = comptime!(extras.dropout.seed.is_some());
     // A warp that loads waits until the other warpgroup has released the stage. At the end of a step it has, even if it is half a step
-    // behind, so that the warpgroups may compute in turn. With two stages the tile would arrive too late, and warpgroups that add to
-    // dQ meet in every step.
-    let refills_late = comptime!(differentiates && !reduces && stages > 2);
+    // behind, so that the warpgroups may compute in turn. With two stages, or if a step is short, the tile would arrive too late.
+    // Warpgroups that add to dQ meet in every step.
+    let work = comptime!(tile_k * (blueprint.head_dim + blueprint.head_dim_v));
+    let refills_late = comptime!(differentiates && !reduces && stages > 2 && work >= LATE_REFILL);
 
     // -- shared memory, barriers, descriptors
     let shared = Shared::<[E]>::new_aligned_slice(comptime!(blueprint.shared_memory() / dtype.size()), 1024usize);

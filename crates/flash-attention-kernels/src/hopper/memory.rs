@@ -96,7 +96,7 @@ impl<B: Layout> Memory<B> {
             memory.init_barriers(Region::Known, SLOTS, 1usize);
             #[unroll]
             for i in 0..comptime!(blueprint.words()[0] as u32) {
-                store_shared(memory.at(Region::Cursors, 4 * i), 0u32);
+                store_shared(memory.at_constant(Region::Cursors, comptime!(4 * i)), 0u32);
             }
             sync_async_proxy_shared();
         }
@@ -108,7 +108,7 @@ impl<B: Layout> Memory<B> {
     fn init_barriers(&self, #[comptime] region: Region, #[comptime] count: usize, #[comptime] arrivals: usize) {
         #[unroll]
         for i in 0..comptime!(count as u32) {
-            mbarrier_init(self.at(region, 8 * i), comptime!(arrivals as u32).runtime());
+            mbarrier_init(self.at_constant(region, comptime!(8 * i)), comptime!(arrivals as u32).runtime());
         }
     }
 
@@ -121,6 +121,11 @@ impl<B: Layout> Memory<B> {
     /// needs no register.
     pub fn at(&self, #[comptime] region: Region, byte: u32) -> u32 {
         self.base + byte + comptime!(self.blueprint.offset(region))
+    }
+
+    /// Address of a constant byte of a region.
+    pub fn at_constant(&self, #[comptime] region: Region, #[comptime] byte: u32) -> u32 {
+        self.base + comptime!(self.blueprint.offset(region) + byte)
     }
 
     /// Address of a byte of an operand's tiles.
@@ -140,7 +145,8 @@ impl<B: Layout> Memory<B> {
 
     /// Address of a word of slot `nth`. Slots are numbered without end, and used in turn.
     pub fn slot(&self, nth: u32, #[comptime] word: usize) -> u32 {
-        self.at(Region::Slots, nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32)) + comptime!(4 * word as u32)
+        let slot = nth % comptime!(SLOTS as u32) * comptime!(4 * WORDS as u32);
+        self.base + slot + comptime!(self.blueprint.offset(Region::Slots) + 4 * word as u32)
     }
 
     /// Publishes slot `nth`, which the warp has written.
@@ -294,10 +300,10 @@ impl Memory<Blueprint> {
     }
 
     pub fn cursor(&self, #[comptime] of: Operand, #[comptime] word: CursorField) -> u32 {
-        load_shared(self.at(Region::Cursors, comptime!(cursor_offset(of, word))))
+        load_shared(self.at_constant(Region::Cursors, comptime!(cursor_offset(of, word))))
     }
 
     pub fn set_cursor(&self, #[comptime] of: Operand, #[comptime] word: CursorField, value: u32) {
-        store_shared(self.at(Region::Cursors, comptime!(cursor_offset(of, word))), value);
+        store_shared(self.at_constant(Region::Cursors, comptime!(cursor_offset(of, word))), value);
     }
 }

@@ -2,9 +2,10 @@
 //! become PTX.
 
 use super::products::{ColumnsOf, RowsOf, registers_with_columns, rows_with_rows};
-use crate::ptx::asm::{effect, effect_values, in_place};
-use crate::ptx::sequence;
+use crate::ptx::asm::{effect, in_place, pointers, set};
 use cubecl::prelude::*;
+use cubecl_core::ir::Scope;
+use pliron::value::Value;
 
 // -- copies
 
@@ -56,62 +57,26 @@ pub fn copies_wait(#[comptime] n: usize) {
 /// [`lane_of_rows`](crate::mma::tiles::lane_of_rows()) and [`lane_of_columns`](crate::mma::tiles::lane_of_columns()).
 #[cube]
 pub fn multiply_rows(acc: &mut Sequence<Array<f32>>, a: u32, b: u32, #[comptime] of: RowsOf) {
-    set_sums(acc, &product_rows(a, b, of), of.groups, comptime!(of.tile_k / 2));
-}
-
-/// Sets the `len` registers of each group.
-#[cube]
-fn set_sums(acc: &mut Sequence<Array<f32>>, values: &Sequence<f32>, #[comptime] groups: usize, #[comptime] len: usize) {
-    #[unroll]
-    for group in 0..groups {
-        let sums = acc.index_mut(group);
-        #[unroll]
-        for i in 0..len {
-            sums[i] = *values.index(comptime!(group * len + i));
-        }
-    }
-}
-
-#[cube]
-fn product_rows(a: u32, b: u32, #[comptime] of: RowsOf) -> Sequence<f32> {
     intrinsic!(|scope| {
-        let count = of.groups * of.tile_k / 2;
         let args = vec![a.read_value(scope), b.read_value(scope)];
-        let constraints = "=f,".repeat(count) + "r,r,~{memory}";
-        let ty = f32::__expand_as_type(scope);
-        sequence(scope, effect_values(scope, ty, count, &rows_with_rows(of), &constraints, args))
+        set(scope, &rows_with_rows(of), &["r", "r"], &pointers_of_groups(scope, acc, of.tile_k / 2), args)
     })
+}
+
+/// Pointers to the first `len` registers of each group.
+fn pointers_of_groups(scope: &Scope, acc: &SequenceExpand<Array<f32>>, len: usize) -> Vec<Value> {
+    acc.iter_cloned().flat_map(|sums| pointers(scope, &sums, len)).collect()
 }
 
 /// `acc += A · B`. `fragments` are those of A: for each group, those of all steps. `b` is the shared address from which this thread reads
 /// columns of B, at the offset [`lane_of_sums`](crate::mma::tiles::lane_of_sums()).
 #[cube]
 pub fn multiply_columns(acc: &mut Sequence<Array<f32>>, fragments: &Sequence<u32>, b: u32, #[comptime] of: ColumnsOf) {
-    let len = comptime!(of.columns / 2);
-    let mut before = Sequence::<f32>::new();
-    #[unroll]
-    for group in 0..comptime!(of.groups) {
-        #[unroll]
-        for i in 0..len {
-            before.push(acc.index(group)[i]);
-        }
-    }
-    set_sums(acc, &product_columns(&before, fragments, b, of), of.groups, len);
-}
-
-#[cube]
-fn product_columns(
-    held: &Sequence<f32>,
-    fragments: &Sequence<u32>,
-    b: u32,
-    #[comptime] of: ColumnsOf,
-) -> Sequence<f32> {
     intrinsic!(|scope| {
-        let registers: Vec<_> = held.iter_cloned().map(|x| x.read_value(scope)).collect();
         let mut args: Vec<_> = fragments.iter_cloned().map(|x| x.read_value(scope)).collect();
         args.push(b.read_value(scope));
         let others = vec!["r"; args.len()];
-        let ty = f32::__expand_as_type(scope);
-        sequence(scope, in_place(scope, ty, &registers_with_columns(of), &others, registers, args))
+        let registers = pointers_of_groups(scope, acc, of.columns / 2);
+        in_place(scope, &registers_with_columns(of), &others, &registers, args)
     })
 }

@@ -1,8 +1,10 @@
 //! Inline PTX as an operation of CubeCL's intermediate representation.
 
-use cubecl_core::ir::Scope;
+use cubecl::prelude::*;
+use cubecl_core::ir::dialect::memory::{IndexOp, StoreOp};
 use cubecl_core::ir::interfaces::side_effects::{MemoryEffect, MemoryEffectsOp};
 use cubecl_core::ir::prelude::*;
+use cubecl_core::ir::{Scope, read_value};
 use cubecl_llvm::shared::intrinsic::i32_ty;
 use cubecl_llvm::shared::to_llvm::{ToLLVMDialect, prelude as lp};
 use pliron::builtin::attributes::{BoolAttr, StringAttr};
@@ -139,23 +141,32 @@ pub fn effect_values(
     results(scope, PtxOp::new(scope.ctx_mut(), vec![ty; count], args, template, constraints, true), count)
 }
 
+/// Pointers to the first `len` registers of an accumulator. An index into an `Array` would be twice as many operations, which
+/// every pass of CubeCL's compiler visits.
+pub fn pointers(scope: &Scope, registers: &NativeExpand<Array<f32>>, len: usize) -> Vec<Value> {
+    let list = registers.__extract_list(scope);
+    let pointer = |i| {
+        let index = IndexOp::maybe_checked(scope.ctx_mut(), list, scope.const_usize(i), false);
+        scope.register_with_result(&index)
+    };
+    (0..len).map(pointer).collect()
+}
+
+/// PTX that sets f32 registers, which are its first operands.
+pub fn set(scope: &Scope, template: &str, others: &[&str], registers: &[Value], args: Vec<Value>) {
+    let outputs = vec!["=f"; registers.len()];
+    let constraints = [&outputs, others, &["~{memory}"]].concat().join(",");
+    let ty = f32::__expand_as_type(scope);
+    let values = effect_values(scope, ty, registers.len(), template, &constraints, args);
+    registers.iter().zip(values).for_each(|(to, value)| scope.register(&StoreOp::new(scope.ctx_mut(), *to, value)));
+}
+
 /// PTX that changes f32 registers in place. They are its first operands; `others` are the constraints of the remaining ones.
-/// Returns the new values of the registers.
-pub fn in_place(
-    scope: &Scope,
-    ty: TypeHandle,
-    template: &str,
-    others: &[&str],
-    registers: Vec<Value>,
-    args: Vec<Value>,
-) -> Vec<Value> {
-    let count = registers.len();
-    let tied = (0..count).map(|nth| nth.to_string());
-    let others = others.iter().copied().chain(["~{memory}"]).map(String::from);
-    let constraints: Vec<_> = vec!["=f".to_string(); count].into_iter().chain(tied).chain(others).collect();
-    let operands = registers.into_iter().chain(args).collect();
-    let constraints = constraints.join(",");
-    results(scope, PtxOp::new(scope.ctx_mut(), vec![ty; count], operands, template, &constraints, true), count)
+pub fn in_place(scope: &Scope, template: &str, others: &[&str], registers: &[Value], args: Vec<Value>) {
+    let tied: Vec<_> = (0..registers.len()).map(|nth| nth.to_string()).collect();
+    let constraints: Vec<_> = tied.iter().map(String::as_str).chain(others.iter().copied()).collect();
+    let before = registers.iter().map(|register| read_value(scope, *register));
+    set(scope, template, &constraints, registers, before.chain(args).collect());
 }
 
 /// PTX that acts on memory or on other threads.

@@ -2,7 +2,7 @@
 
 use super::asm::{effect, effect_value, effect_values};
 use super::barriers::elected;
-use super::wgmma::{descriptor, sequence};
+use super::wgmma::descriptor;
 use cubecl::prelude::*;
 use cubecl_core::ir::ExpandValue;
 
@@ -175,4 +175,11 @@ pub fn store_half<E: CubePrimitive>(to: &mut [E], packed: u32, #[comptime] high:
         let template = format!("{{\n.reg .b16 half;\nmov.b32 {{{halves}}}, $1;\n@$2 st.global.b16 [$0], half;\n}}");
         effect(scope, &template, "l,r,b,~{memory}", vec![to, packed.read_value(scope), live.read_value(scope)])
     })
+}
+
+/// Converts values to the result of a `#[cube]` function.
+fn sequence<T: CubePrimitive>(scope: &cubecl_core::ir::Scope, values: Vec<pliron::value::Value>) -> SequenceExpand<T> {
+    let mut all = Sequence::<T>::__expand_new(scope);
+    values.into_iter().for_each(|value| all.__expand_push_method(scope, ExpandValue::from(value).into()));
+    all
 }

@@ -17,5 +17,4 @@ pub mod wgmma;
 pub use barriers::*;
 pub use copies::*;
 pub use math::*;
-pub(crate) use wgmma::sequence;
 pub use wgmma::*;

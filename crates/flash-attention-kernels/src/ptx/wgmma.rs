@@ -1,57 +1,16 @@
-//! Warpgroup matrix products (`wgmma`), one `mma.sync` step, and accumulators as operands of inline PTX.
+//! Warpgroup matrix products (`wgmma`), and one `mma.sync` step.
 
-use super::asm::{effect_values, in_place};
+use super::asm::{in_place, pointers, set};
 use crate::dtype::Dtype;
 use cubecl::prelude::*;
-use cubecl_core::ir::ExpandValue;
 use cubecl_core::ir::dialect::matrix::*;
 
 // -- warpgroup products. An accumulator is an array of single registers; `len` and `n / 2` are their number.
 
-/// Reads the values of registers.
-#[cube]
-fn held(registers: &Array<f32>, #[comptime] len: usize) -> Sequence<f32> {
-    let mut held = Sequence::<f32>::new();
-    #[unroll]
-    for i in 0..len {
-        held.push(registers[i]);
-    }
-    held
-}
-
-/// Writes values to registers.
-#[cube]
-fn hold(registers: &mut Array<f32>, values: &Sequence<f32>, #[comptime] len: usize) {
-    #[unroll]
-    for i in 0..len {
-        registers[i] = *values.index(i);
-    }
-}
-
 /// Pins registers: the compiler moves no access to them across this point.
 #[cube]
 pub fn pin(registers: &mut Array<f32>, #[comptime] len: usize) {
-    let after = pinned(&held(&*registers, len));
-    hold(registers, &after, len);
-}
-
-#[cube]
-fn pinned(held: &Sequence<f32>) -> Sequence<f32> {
-    intrinsic!(|scope| {
-        let ty = f32::__expand_as_type(scope);
-        let registers = held.iter_cloned().map(|x| x.read_value(scope)).collect();
-        sequence(scope, in_place(scope, ty, "", &[], registers, vec![]))
-    })
-}
-
-/// Converts values to the result of a `#[cube]` function.
-pub(crate) fn sequence<T: CubePrimitive>(
-    scope: &cubecl_core::ir::Scope,
-    values: Vec<pliron::value::Value>,
-) -> SequenceExpand<T> {
-    let mut all = Sequence::<T>::__expand_new(scope);
-    values.into_iter().for_each(|value| all.__expand_push_method(scope, ExpandValue::from(value).into()));
-    all
+    intrinsic!(|scope| in_place(scope, "", &[], &pointers(scope, registers, len), vec![]))
 }
 
 /// `wgmma.fence`: needed before the first product, and after writes to registers that products read or add to.
@@ -120,26 +79,24 @@ pub fn mma_shared(
     #[comptime] dtype: Dtype,
 ) {
     wgmma_fence();
-    let after = product_shared(a, b, steps, columns, n, dtype);
-    hold(acc, &after, comptime!(n / 2));
+    product_shared(acc, a, b, steps, columns, n, dtype);
     wgmma_commit();
 }
 
 #[cube]
 fn product_shared(
+    acc: &mut Array<f32>,
     a: u64,
     b: u64,
     #[comptime] steps: Vec<[usize; 2]>,
     #[comptime] columns: [bool; 2],
     #[comptime] n: usize,
     #[comptime] dtype: Dtype,
-) -> Sequence<f32> {
+) {
     intrinsic!(|scope| {
-        let count = n / 2;
         let args = vec![a.read_value(scope), b.read_value(scope)];
-        let template = wgmma(n, dtype, "0", columns, &shared_steps(count, &steps));
-        let constraints = "=f,".repeat(count) + "l,l,~{memory}";
-        sequence(scope, effect_values(scope, f32::__expand_as_type(scope), count, &template, &constraints, args))
+        let template = wgmma(n, dtype, "0", columns, &shared_steps(n / 2, &steps));
+        set(scope, &template, &["l", "l"], &pointers(scope, acc, n / 2), args)
     })
 }
 
@@ -161,7 +118,6 @@ pub fn mma_registers(
     #[comptime] dtype: Dtype,
 ) {
     wgmma_fence();
-    let before = held(&*acc, comptime!(n / 2));
     let mut fragments = Sequence::<u32>::new();
     #[unroll]
     for i in 0..a.len() {
@@ -170,22 +126,20 @@ pub fn mma_registers(
             fragments.push(a.index(i)[e]);
         }
     }
-    let after = product_registers(&before, &fragments, b, adds, n, dtype);
-    hold(acc, &after, comptime!(n / 2));
+    product_registers(acc, &fragments, b, adds, n, dtype);
     wgmma_commit();
 }
 
 #[cube]
 fn product_registers(
-    held: &Sequence<f32>,
+    acc: &mut Array<f32>,
     fragments: &Sequence<u32>,
     b: u64,
     adds: u32,
     #[comptime] n: usize,
     #[comptime] dtype: Dtype,
-) -> Sequence<f32> {
+) {
     intrinsic!(|scope| {
-        let registers: Vec<_> = held.iter_cloned().map(|x| x.read_value(scope)).collect();
         let mut args: Vec<_> = fragments.iter_cloned().map(|x| x.read_value(scope)).collect();
         let (first, last) = (n, n + args.len());
         let steps: Vec<_> = (0..args.len() / 4)
@@ -199,7 +153,7 @@ fn product_registers(
         let mut others = vec!["r"; args.len()];
         others.extend(["l", "r"]);
         args.extend([b.read_value(scope), adds.read_value(scope)]);
-        sequence(scope, in_place(scope, f32::__expand_as_type(scope), &template, &others, registers, args))
+        in_place(scope, &template, &others, &pointers(scope, acc, n / 2), args)
     })
 }
 
@@ -214,7 +168,6 @@ pub fn mma_step(
     column: (u32, u32),
     #[comptime] dtype: Dtype,
 ) {
-    let before = held(&*sums, 4usize);
     let mut words = Sequence::<u32>::new();
     words.push(first.0);
     words.push(second.0);
@@ -222,14 +175,12 @@ pub fn mma_step(
     words.push(second.1);
     words.push(column.0);
     words.push(column.1);
-    let after = product_of_step(&before, &words, dtype);
-    hold(sums, &after, 4usize);
+    product_of_step(sums, &words, dtype);
 }
 
 #[cube]
-fn product_of_step(held: &Sequence<f32>, words: &Sequence<u32>, #[comptime] dtype: Dtype) -> Sequence<f32> {
+fn product_of_step(sums: &mut Array<f32>, words: &Sequence<u32>, #[comptime] dtype: Dtype) {
     intrinsic!(|scope| {
-        let registers: Vec<_> = held.iter_cloned().map(|x| x.read_value(scope)).collect();
         let args: Vec<_> = words.iter_cloned().map(|x| x.read_value(scope)).collect();
         let ty = dtype.name();
         // Operands 4 to 7 are the old sums, tied to the registers of operands 0 to 3.
@@ -237,7 +188,6 @@ fn product_of_step(held: &Sequence<f32>, words: &Sequence<u32>, #[comptime] dtyp
             "mma.sync.aligned.m16n8k16.row.col.f32.{ty}.{ty}.f32 {{$0, $1, $2, $3}}, {{$8, $9, $10, $11}}, {{$12, $13}}, \
              {{$0, $1, $2, $3}};"
         );
-        let others = ["r"; 6];
-        sequence(scope, in_place(scope, f32::__expand_as_type(scope), &template, &others, registers, args))
+        in_place(scope, &template, &["r"; 6], &pointers(scope, sums, 4), args)
     })
 }

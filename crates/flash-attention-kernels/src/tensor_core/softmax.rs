@@ -224,9 +224,11 @@ fn exponentials(s: &mut Array<f32>, #[comptime] row: usize, m: f32, exponent: f3
     #[unroll]
     for i in 0..comptime!(tile_k / 8) {
         let at = comptime!(4 * i + 2 * row);
-        s[at] = ex2(fma(s[at], exponent, offset));
-        s[at + 1] = ex2(fma(s[at + 1], exponent, offset));
-        sum += s[at] + s[at + 1];
+        let even = ex2(fma(s[at], exponent, offset));
+        let odd = ex2(fma(s[at + 1], exponent, offset));
+        s[at] = even;
+        s[at + 1] = odd;
+        sum += even + odd;
     }
     sum
 }
@@ -314,9 +316,10 @@ pub fn row_sum(part: f32) -> f32 {
 /// Multiplies a thread's two rows of an accumulator of `len` registers by their factors.
 #[cube]
 fn scale_rows(o: &mut Array<f32>, factors: &Array<f32>, #[comptime] len: usize) {
+    let (first, second) = (factors[0], factors[1]);
     #[unroll]
     for n in 0..len {
-        o[n] *= factors[comptime!(n / 2 % 2)];
+        o[n] *= if comptime!(n / 2 % 2 == 0) { first } else { second };
     }
 }
 

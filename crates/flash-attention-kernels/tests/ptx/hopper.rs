@@ -438,7 +438,7 @@ fn helper_kernels_compile() {
 /// Head dimensions that are no multiple of a panel, of 16 or of 8.
 #[test]
 fn odd_head_dimensions_are_warpgroup_products() {
-    for (head_dim, head_dim_v) in [(72, 40), (59, 111), (8, 8), (192, 128)] {
+    for (head_dim, head_dim_v) in [(96, 96), (72, 40), (59, 111), (8, 8), (192, 128)] {
         let (q, v) = ([1, 2, 300, head_dim], [1, 2, 300, head_dim_v]);
         let options = AttentionOptions { causal: true, ..Default::default() };
         let name = format!("d{head_dim}_{head_dim_v}");

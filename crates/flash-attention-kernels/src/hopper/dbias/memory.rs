@@ -97,11 +97,11 @@ impl Memory<BiasBlueprint> {
     }
 
     pub fn cursor(&self, #[comptime] word: CursorField) -> u32 {
-        load_shared(self.at(Region::Cursors, comptime!(4 * word as u32)))
+        load_shared(self.at_constant(Region::Cursors, comptime!(4 * word as u32)))
     }
 
     pub fn set_cursor(&self, #[comptime] word: CursorField, value: u32) {
-        store_shared(self.at(Region::Cursors, comptime!(4 * word as u32)), value);
+        store_shared(self.at_constant(Region::Cursors, comptime!(4 * word as u32)), value);
     }
 
     /// Posts turn `turn`: the next head of the current block or, after its last one, the first head of block `next`. Returns

@@ -82,9 +82,14 @@ fn fetch<F: Float, N: Size>(
         let slot = UNIT_POS as usize + comptime!(step * units);
         let row = slot / width;
         let column = comptime!(nth * columns) + slot % width * comptime!(WIDTH);
+        let at = from.start + row as u32;
+        let mut exists = at < from.end && column < head_dim;
+        if comptime!((step + 1) * units > vectors) {
+            exists = exists && row < rows;
+        }
         let mut value = Vec4::new(0.0f32);
-        if row < rows {
-            value = Vec4::cast_from(from.read(from.start + row as u32, column, head_dim));
+        if exists {
+            value = Vec4::cast_from(from.read_within(at, column, head_dim));
         }
         share[step] = value;
     }
