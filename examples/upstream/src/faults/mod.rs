@@ -60,6 +60,7 @@ faults! {
     repeated_bits, "repeated-bits", EVERYWHERE, &[], Burn, "operations do not repeat their bits";
     optimizer_device, "optimizer-device", &[Flex], NO_GPU, Burn, "an optimizer's state is loaded by way of a default device that is not there";
     lost_device, "lost-device", &[Vulkan, Wgpu], &[], Burn, "data of a lost device is read without an error";
+    wait_timeout, "wait-timeout", &[Vulkan, Wgpu], &[], CubeCl, "a wait for a device panics, and a read gets no answer";
     field_alias, "field-alias", GPU, &[], CubeCl, "let x = self.field is the field, not a copy of it";
     negative_infinity, "negative-infinity", GPU, &[], CubeCl, "the constant −∞ is no WGSL";
     inline_asm, "inline-asm", &[Cuda], &[], CubeCl, "gpu_asm! has no lowering in the LLVM compiler";
