@@ -105,9 +105,14 @@ impl<E: Float, M: Numeric, NB: Size, NM: Size> Scores<E, M, NB, NM> {
         }
     }
 
+    /// Whether there is a mask or a mask function.
+    fn have_mask(&self) -> comptime_type!(bool) {
+        comptime!(self.mask.is_some() || self.score.extras.mods.mask.is_some())
+    }
+
     /// Whether the tile may contain hidden pairs.
     pub fn hide(&self, at: &TileAt) -> bool {
-        let hides = comptime!(self.mask.is_some() || self.score.extras.mods.mask.is_some());
+        let hides = self.have_mask();
         !at.fully_visible || comptime!(hides) && at.masked
     }
 
@@ -144,7 +149,7 @@ impl<E: Float, M: Numeric, NB: Size, NM: Size> Scores<E, M, NB, NM> {
         if at.band.sees(row, column) {
             let place = at.place(row, column);
             value = self.composed(t, at.slope, &place, &at.band);
-            let hides = comptime!(self.mask.is_some() || self.score.extras.mods.mask.is_some());
+            let hides = self.have_mask();
             if comptime!(hides) && at.masked {
                 value = select(self.show(&place, &at.band), value, HIDDEN);
             }

@@ -32,7 +32,7 @@ use crate::ptx::*;
 use crate::tensor_core::*;
 use cubecl::prelude::*;
 
-/// Work of a step from which on it hides the load of a tile: columns of the tile times those of its operands.
+/// A step with at least this much work hides the load of a tile. Work is the tile's width times the sum of both head dimensions.
 const LATE_REFILL: usize = 64 * (128 + 128);
 
 /// Computes the gradients of the rows. With `Role::All`, also adds dQ to `dq_accum`.

@@ -82,6 +82,7 @@ fn fetch<F: Float, N: Size>(
         let slot = UNIT_POS as usize + comptime!(step * units);
         let row = slot / width;
         let column = comptime!(nth * columns) + slot % width * comptime!(WIDTH);
+        // As `Rows::read`, but with one branch for all conditions.
         let at = from.start + row as u32;
         let mut exists = at < from.end && column < head_dim;
         if comptime!((step + 1) * units > vectors) {
