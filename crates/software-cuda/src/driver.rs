@@ -7,7 +7,6 @@
 //! Results are written to distinct addresses. Handles come from this driver and have not been destroyed. No call frees or unloads anything
 //! that another call uses.
 #![allow(non_snake_case, missing_docs, clippy::missing_safety_doc)]
-#![allow(clippy::too_many_arguments, reason = "signatures are those of cuda.h")]
 
 mod device;
 mod launches;
