@@ -68,17 +68,19 @@ pub(super) const HOPPER_DQ: Table<[HopperTile; 2], 4> = [
 
 /// Tiles of `dk` and `dv` for Hopper, by the larger head dimension: without a tiled bias, and with one. The last column is the tile
 /// of `dv` without a tiled bias, for head dimensions at which the sums of `dk` and `dv` do not fit the registers together. Tiles
-/// divide [`stats_multiple`](super::stats_multiple).
+/// divide [`stats_multiple`](super::stats_multiple). At 96 a step is shorter than at 128, and a fourth stage hides the loads.
 ///
 /// ```text
 /// head_dim  queries, stages  with a bias  dv     registers: dK, dV, S, dP  of   shared memory
 /// 64        128, 3           128, 2              32 + 32 + 64 + 64         255  132 KiB, 162 KiB
+/// 96        64, 4            64, 3               48 + 48 + 32 + 32         255  194 KiB, 210 KiB
 /// 128       64, 3            64, 3               64 + 64 + 32 + 32         255  162 KiB, 210 KiB
 /// 192       64, 2            32, 2        64, 2  96, 96 + 32 + 32          255  193 KiB, 161 KiB, 145 KiB
 /// 256       48, 2            32, 2        64, 2  128, 128 + 24 + 24        255  225 KiB, 209 KiB, 193 KiB
 /// ```
-pub(super) const HOPPER_DKDV: Table<([HopperTile; 2], Option<HopperTile>), 4> = [
+pub(super) const HOPPER_DKDV: Table<([HopperTile; 2], Option<HopperTile>), 5> = [
     (64, ([tile(1, 2, 128, 3), tile(1, 2, 128, 2)], None)),
+    (96, ([tile(1, 2, 64, 4), tile(1, 2, 64, 3)], None)),
     (128, ([tile(1, 2, 64, 3), tile(1, 2, 64, 3)], None)),
     (192, ([tile(1, 2, 64, 2), tile(1, 2, 32, 2)], Some(tile(1, 2, 64, 2)))),
     (256, ([tile(1, 2, 48, 2), tile(1, 2, 32, 2)], Some(tile(1, 2, 64, 2)))),
