@@ -73,7 +73,7 @@ pub(super) const HOPPER_DQ: Table<[HopperTile; 2], 4> = [
 /// ```text
 /// head_dim  queries, stages  with a bias  dv     registers: dK, dV, S, dP  of   shared memory
 /// 64        128, 3           128, 2              32 + 32 + 64 + 64         255  132 KiB, 162 KiB
-/// 96        64, 4            64, 3               48 + 48 + 32 + 32         255  194 KiB, 210 KiB
+/// 96        64, 4            64, 3               48 + 48 + 32 + 32         255  195 KiB, 210 KiB
 /// 128       64, 3            64, 3               64 + 64 + 32 + 32         255  162 KiB, 210 KiB
 /// 192       64, 2            32, 2        64, 2  96, 96 + 32 + 32          255  193 KiB, 161 KiB, 145 KiB
 /// 256       48, 2            32, 2        64, 2  128, 128 + 24 + 24        255  225 KiB, 209 KiB, 193 KiB
