@@ -57,7 +57,6 @@ pub fn target(name: &str) -> Option<Target> {
 }
 
 fn device(name: &str) -> Option<Device> {
-    #[allow(unused_imports)]
     use burn::tensor::{DeviceKind, DeviceType};
     quick::compile_quickly();
     match name {

@@ -6,7 +6,7 @@
 //! - `FLASH_TEST_KERNEL`: the kernel that must run in f32; a case that runs another one fails. By default `mma` on CUDA, else `portable`,
 //!   or `rows` on a software adapter. Flex has its own.
 //! - `REQUIRE_WGPU=1`: fails if there is no adapter.
-#![allow(dead_code, unused_imports)]
+#![allow(dead_code, unused_imports, reason = "each test program uses a part of it")]
 
 mod cases;
 mod comparison;
