@@ -72,8 +72,8 @@ pub struct Args {
     /// Prints each case.
     #[arg(long)]
     verbose: bool,
-    /// Time limit of a case, in seconds.
-    #[arg(long, default_value_t = 300)]
+    /// Time limit of a case, in seconds. Software Vulkan may compile the kernels of one for more than five minutes.
+    #[arg(long, default_value_t = 900)]
     timeout: u64,
     /// Largest number of runs to simplify a failing case.
     #[arg(long, default_value_t = 150)]

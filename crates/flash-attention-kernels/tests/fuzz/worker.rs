@@ -47,10 +47,14 @@ const MARK: &str = "fuzz answers: ";
 /// Messages of panics on any thread, in order.
 static PANICS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
-/// Runs the check. A panic in it is a failure.
+/// Runs the check. A panic in it is a failure. A panic of another thread is printed at once, because a read may wait for it forever.
 pub fn caught(check: impl FnOnce() -> Outcome) -> Outcome {
     let panics = || PANICS.lock().unwrap_or_else(PoisonError::into_inner);
-    std::panic::set_hook(Box::new(|info| {
+    let checks = std::thread::current().id();
+    std::panic::set_hook(Box::new(move |info| {
+        if std::thread::current().id() != checks {
+            eprintln!("{info}");
+        }
         PANICS.lock().unwrap_or_else(PoisonError::into_inner).push(info.to_string());
     }));
     panics().clear();
