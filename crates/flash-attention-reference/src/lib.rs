@@ -50,6 +50,7 @@ mod random;
 mod rounding;
 mod row;
 mod sample;
+mod tensors;
 
 pub use backward::{Gradients, backward};
 pub use dropout::kept;
@@ -62,6 +63,7 @@ pub use pairs::{Pair, pairs};
 pub use random::normal;
 pub use rounding::{Emulation, Operands};
 pub use sample::{Sample, sample};
+pub use tensors::Tensors;
 
 use flash_attention_kernels::AttentionProblem;
 use flash_attention_kernels::mask::Band;

@@ -80,16 +80,16 @@ fn deviations_of_function(case: &Case, gradients: &Gradients) -> [f64; 5] {
         pairs.map(|(x, y)| if x.is_nan() { f64::INFINITY } else { (x - y).abs() }).fold(0.0, f64::max)
     };
     for nth in 0..2 {
-        assert_eq!(gradients.dscore_tensors[nth].is_some(), case.score_tensors[nth].is_some());
+        assert_eq!(gradients.dscore_tensors[nth].is_some(), case.tensors.score_tensors[nth].is_some());
     }
     let of =
         |gradient: &Option<Vec<f64>>, tensor| gradient.as_ref().map_or(0.0, |gradient| deviation(gradient, tensor));
     [
-        deviation(&gradients.dq, |case| &mut case.q),
-        deviation(&gradients.dk, |case| &mut case.k),
-        deviation(&gradients.dv, |case| &mut case.v),
-        of(&gradients.dscore_tensors[0], |case| case.score_tensors[0].as_mut().unwrap()),
-        of(&gradients.dscore_tensors[1], |case| case.score_tensors[1].as_mut().unwrap()),
+        deviation(&gradients.dq, |case| &mut case.tensors.q),
+        deviation(&gradients.dk, |case| &mut case.tensors.k),
+        deviation(&gradients.dv, |case| &mut case.tensors.v),
+        of(&gradients.dscore_tensors[0], |case| case.tensors.score_tensors[0].as_mut().unwrap()),
+        of(&gradients.dscore_tensors[1], |case| case.tensors.score_tensors[1].as_mut().unwrap()),
     ]
 }
 
@@ -114,18 +114,18 @@ fn deviations(case: &Case, gradients: &Gradients) -> [f64; 6] {
         let pairs = gradient.iter().zip(&differences);
         pairs.map(|(x, y)| if x.is_nan() { f64::INFINITY } else { (x - y).abs() }).fold(0.0, f64::max)
     };
-    assert_eq!(gradients.dbias.is_some(), case.bias.is_some());
-    assert_eq!(gradients.dalibi_slopes.is_some(), case.alibi_slopes.is_some());
-    assert_eq!(gradients.dsinks.is_some(), case.sinks.is_some());
+    assert_eq!(gradients.dbias.is_some(), case.tensors.bias.is_some());
+    assert_eq!(gradients.dalibi_slopes.is_some(), case.tensors.alibi_slopes.is_some());
+    assert_eq!(gradients.dsinks.is_some(), case.tensors.sinks.is_some());
     let of =
         |gradient: &Option<Vec<f64>>, tensor| gradient.as_ref().map_or(0.0, |gradient| deviation(gradient, tensor));
     [
-        deviation(&gradients.dq, |case| &mut case.q),
-        deviation(&gradients.dk, |case| &mut case.k),
-        deviation(&gradients.dv, |case| &mut case.v),
-        of(&gradients.dbias, |case| case.bias.as_mut().unwrap()),
-        of(&gradients.dalibi_slopes, |case| case.alibi_slopes.as_mut().unwrap()),
-        of(&gradients.dsinks, |case| case.sinks.as_mut().unwrap()),
+        deviation(&gradients.dq, |case| &mut case.tensors.q),
+        deviation(&gradients.dk, |case| &mut case.tensors.k),
+        deviation(&gradients.dv, |case| &mut case.tensors.v),
+        of(&gradients.dbias, |case| case.tensors.bias.as_mut().unwrap()),
+        of(&gradients.dalibi_slopes, |case| case.tensors.alibi_slopes.as_mut().unwrap()),
+        of(&gradients.dsinks, |case| case.tensors.sinks.as_mut().unwrap()),
     ]
 }
 
@@ -242,9 +242,9 @@ fn packed_sequences_equal_separate_ones() {
             let cut = |values: &[f64], of: &std::ops::Range<usize>, [all, dim]: [usize; 2]| -> Vec<f64> {
                 values.chunks(all * dim).flat_map(|head| head[of.start * dim..of.end * dim].to_vec()).collect()
             };
-            alone.q = cut(&packed.q, &q, [7, 3]);
-            alone.k = cut(&packed.k, &k, [9, 3]);
-            alone.v = cut(&packed.v, &k, [9, 2]);
+            alone.tensors.q = cut(&packed.tensors.q, &q, [7, 3]);
+            alone.tensors.k = cut(&packed.tensors.k, &k, [9, 3]);
+            alone.tensors.v = cut(&packed.tensors.v, &k, [9, 2]);
             alone.dout = cut(&packed.dout, &q, [7, 2]);
             assert_close(&cut(&o, &q, [7, 2]), &alone.forward().o);
             let of_one = alone.backward();
@@ -264,9 +264,9 @@ fn padded_sequences_equal_separate_ones() {
         let cut = |values: &[f64], [all, some, dim]: [usize; 3]| -> Vec<f64> {
             values.chunks(all * dim).flat_map(|head| head[..some * dim].to_vec()).collect()
         };
-        alone.q = cut(&case.q, [6, 4, 3]);
-        alone.k = cut(&case.k, [7, 5, 3]);
-        alone.v = cut(&case.v, [7, 5, 2]);
+        alone.tensors.q = cut(&case.tensors.q, [6, 4, 3]);
+        alone.tensors.k = cut(&case.tensors.k, [7, 5, 3]);
+        alone.tensors.v = cut(&case.tensors.v, [7, 5, 2]);
         alone.dout = cut(&case.dout, [6, 4, 2]);
         let (whole, part) = (case.forward(), alone.forward());
         assert_close(&cut(&whole.o, [6, 4, 2]), &part.o);
@@ -387,7 +387,7 @@ fn gradients_agree_with_everything_at_once() {
 #[test]
 fn gradients_agree_where_bias_is_minus_infinity() {
     let mut case = Case::new(GROUPED, PLAIN).with_bias([1, 1, 3, 5]).with_dlse();
-    let bias = case.bias.as_mut().unwrap();
+    let bias = case.tensors.bias.as_mut().unwrap();
     bias[1] = f64::NEG_INFINITY;
     bias[5..10].fill(f64::NEG_INFINITY); // all of row 1
     check(&case);
@@ -412,13 +412,13 @@ fn wrong_gradients_are_noticed() {
     assert_eq!(noticed(&no_dlse), [true, true, false, true, true, true]);
     let causal = wrong(|case| case.problem.options.causal = true);
     assert_eq!(noticed(&causal), [true; 6]);
-    let no_bias = wrong(|case| case.bias.as_mut().unwrap().fill(0.0));
+    let no_bias = wrong(|case| case.tensors.bias.as_mut().unwrap().fill(0.0));
     assert_eq!(noticed(&no_bias), [true; 6]);
-    let no_slopes = wrong(|case| case.alibi_slopes.as_mut().unwrap().fill(0.0));
+    let no_slopes = wrong(|case| case.tensors.alibi_slopes.as_mut().unwrap().fill(0.0));
     assert_eq!(noticed(&no_slopes), [true; 6]);
-    let no_sinks = wrong(|case| case.sinks.as_mut().unwrap().fill(-1e3));
+    let no_sinks = wrong(|case| case.tensors.sinks.as_mut().unwrap().fill(-1e3));
     assert_eq!(noticed(&no_sinks), [true; 6]);
-    let dropped_otherwise = wrong(|case| case.dropout.as_mut().unwrap().seed = [1, 2]);
+    let dropped_otherwise = wrong(|case| case.tensors.dropout.as_mut().unwrap().seed = [1, 2]);
     assert_eq!(noticed(&dropped_otherwise), [true; 6]);
     let scale = wrong(|case| case.problem.options.softmax_scale = Some(0.5));
     assert_eq!(noticed(&scale), [true; 6]);

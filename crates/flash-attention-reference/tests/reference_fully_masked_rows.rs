@@ -46,11 +46,11 @@ fn a_fully_masked_row_changes_nothing() {
     let case = Case::new(SIZES, CAUSAL).with_bias([1, 1, 5, 2]).with_dlse();
     let mut poisoned = case.clone();
     for row in (0..case.problem.rows()).filter(|&row| is_fully_masked(row)) {
-        poisoned.q[row * 3..][..3].fill(f64::NAN);
+        poisoned.tensors.q[row * 3..][..3].fill(f64::NAN);
         poisoned.dout[row * 4..][..4].fill(f64::INFINITY);
         poisoned.dlse.as_mut().unwrap()[row] = f64::NAN;
     }
-    poisoned.bias.as_mut().unwrap()[..6].fill(f64::NAN);
+    poisoned.tensors.bias.as_mut().unwrap()[..6].fill(f64::NAN);
     assert_eq!(poisoned.forward(), case.forward());
     assert_eq!(poisoned.backward(), case.backward());
     assert_eq!(case.backward().dbias.unwrap()[..6], [0.0; 6]);
@@ -60,9 +60,9 @@ fn a_fully_masked_row_changes_nothing() {
 fn masks_and_infinite_biases_fully_mask_rows_too() {
     let live = Case::new([1, 1, 1, 2, 3, 2, 2], AttentionOptions::default()).with_dlse();
     let mut masked = live.clone().with_mask([1, 1, 2, 1]);
-    masked.mask = Some(vec![true, false]);
+    masked.tensors.mask = Some(vec![true, false]);
     let mut biased = live.clone().with_bias([1, 1, 2, 1]);
-    biased.bias = Some(vec![f64::NEG_INFINITY, 0.0]);
+    biased.tensors.bias = Some(vec![f64::NEG_INFINITY, 0.0]);
 
     for case in [masked, biased] {
         let (output, gradients) = (case.forward(), case.backward());
@@ -83,7 +83,7 @@ fn masks_and_infinite_biases_fully_mask_rows_too() {
 #[test]
 fn visible_nan_is_reported() {
     let mut case = Case::new([1, 1, 1, 1, 2, 1, 1], AttentionOptions::default());
-    case.q = vec![f64::NAN];
+    case.tensors.q = vec![f64::NAN];
     let output = case.forward();
     assert!(output.o[0].is_nan() && output.lse[0].is_nan());
     assert!(case.backward().dq[0].is_nan());
@@ -95,10 +95,10 @@ fn nan_and_infinity_under_a_mask_do_not_leak() {
         // Key 1 is hidden from all queries.
         let mut clean =
             Case::new([1, 2, 1, 3, 3, 2, 2], AttentionOptions::default()).with_mask([1, 1, 1, 3]).with_dlse();
-        clean.mask = Some(vec![false, true, false]);
+        clean.tensors.mask = Some(vec![false, true, false]);
         let mut poisoned = clean.clone();
-        poisoned.k[2..4].fill(poison);
-        poisoned.v[2..4].fill(poison);
+        poisoned.tensors.k[2..4].fill(poison);
+        poisoned.tensors.v[2..4].fill(poison);
         assert_eq!(poisoned.forward(), clean.forward());
         let gradients = poisoned.backward();
         assert_eq!(gradients, clean.backward());
@@ -110,7 +110,7 @@ fn nan_and_infinity_under_a_mask_do_not_leak() {
 fn a_causal_prefix_does_not_see_what_comes_later() {
     let clean = Case::new([1, 1, 1, 4, 4, 2, 2], CAUSAL);
     let mut poisoned = clean.clone();
-    for tensor in [&mut poisoned.k, &mut poisoned.v] {
+    for tensor in [&mut poisoned.tensors.k, &mut poisoned.tensors.v] {
         tensor[6..].fill(f64::NAN); // key 3
     }
     let (clean, poisoned) = (clean.forward(), poisoned.forward());
@@ -124,7 +124,7 @@ fn large_scores_are_taken_as_they_are() {
     let options = AttentionOptions { softmax_scale: Some(1.0), ..Default::default() };
     for shift in [1e6, -1e6] {
         let mut case = Case::new([1, 1, 1, 1, 2, 1, 1], options);
-        (case.q, case.k, case.v) = (vec![1.0], vec![shift, shift], vec![2.0, 4.0]);
+        (case.tensors.q, case.tensors.k, case.tensors.v) = (vec![1.0], vec![shift, shift], vec![2.0, 4.0]);
         assert_close(&case.forward().o, &[3.0]);
         assert_close(&case.forward().lse, &[shift + 2f64.ln()]);
     }
@@ -161,7 +161,7 @@ fn without_queries_batch_or_heads_results_are_empty_or_zero() {
 #[should_panic(expected = "length of k")]
 fn a_tensor_of_another_length_is_refused() {
     let mut case = Case::new(SIZES, CAUSAL);
-    case.k.pop();
+    case.tensors.k.pop();
     case.forward();
 }
 
@@ -169,6 +169,6 @@ fn a_tensor_of_another_length_is_refused() {
 #[should_panic(expected = "length of mask")]
 fn a_missing_mask_is_refused() {
     let mut case = Case::new(SIZES, CAUSAL).with_mask([1, 1, 1, 2]);
-    case.mask = None;
+    case.tensors.mask = None;
     case.forward();
 }

@@ -9,9 +9,9 @@ use reference_common::{Case, assert_close};
 fn one_to_three() -> Case {
     let options = AttentionOptions { softmax_scale: Some(1.0), ..Default::default() };
     let mut case = Case::new([1, 1, 1, 1, 2, 1, 1], options);
-    case.q = vec![1.0];
-    case.k = vec![0.0, 3f64.ln()];
-    case.v = vec![4.0, 8.0];
+    case.tensors.q = vec![1.0];
+    case.tensors.k = vec![0.0, 3f64.ln()];
+    case.tensors.v = vec![4.0, 8.0];
     case.dout = vec![1.0];
     case
 }
@@ -45,7 +45,7 @@ fn the_gradient_of_lse_is_the_probability() {
 fn scale_multiplies_scores_and_their_gradients() {
     let mut case = one_to_three();
     case.problem.options.softmax_scale = Some(0.5);
-    case.k = vec![0.0, 2.0 * 3f64.ln()];
+    case.tensors.k = vec![0.0, 2.0 * 3f64.ln()];
     assert_close(&case.forward().o, &[7.0]);
     assert_close(&case.backward().dk, &[-0.375, 0.375]);
     assert_close(&case.backward().dq, &[0.75 * 3f64.ln()]);
@@ -54,9 +54,9 @@ fn scale_multiplies_scores_and_their_gradients() {
 #[test]
 fn the_default_scale_is_one_over_the_root_of_head_dim() {
     let mut case = Case::new([1, 1, 1, 1, 2, 4, 1], AttentionOptions::default());
-    case.q = vec![1.0; 4];
-    case.k = [[0.0; 4], [3f64.ln() / 2.0; 4]].concat(); // 4 · log 3 / 2 · 1/2
-    case.v = vec![4.0, 8.0];
+    case.tensors.q = vec![1.0; 4];
+    case.tensors.k = [[0.0; 4], [3f64.ln() / 2.0; 4]].concat(); // 4 · log 3 / 2 · 1/2
+    case.tensors.v = vec![4.0, 8.0];
     assert_close(&case.forward().o, &[7.0]);
 }
 
@@ -80,8 +80,8 @@ fn softcap_bends_scores_and_their_gradients() {
 fn bias_is_added_after_softcap() {
     let mut case = one_to_three().with_bias([1, 1, 1, 2]);
     case.problem.options.softcap = Some(2.0);
-    case.k = vec![0.0, 0.0];
-    case.bias = Some(vec![0.0, 3f64.ln()]);
+    case.tensors.k = vec![0.0, 0.0];
+    case.tensors.bias = Some(vec![0.0, 3f64.ln()]);
     assert_close(&case.forward().o, &[7.0]);
     let gradients = case.backward();
     assert_close(gradients.dbias.as_ref().unwrap(), &[-0.75, 0.75]);
@@ -93,9 +93,9 @@ fn bias_is_added_after_softcap() {
 #[test]
 fn bias_does_not_show_what_the_mask_hides() {
     let mut case = one_to_three().with_mask([1, 1, 1, 2]).with_bias([1, 1, 1, 2]);
-    case.mask = Some(vec![false, true]);
+    case.tensors.mask = Some(vec![false, true]);
     for bias in [1e30, f64::INFINITY, f64::NAN] {
-        case.bias = Some(vec![5.0, bias]);
+        case.tensors.bias = Some(vec![5.0, bias]);
         assert_eq!(case.forward().o, [4.0]);
         assert_eq!(case.forward().lse, [5.0]);
         assert_eq!(case.backward().dbias.unwrap(), [0.0, 0.0]);
@@ -106,7 +106,7 @@ fn bias_does_not_show_what_the_mask_hides() {
 #[test]
 fn query_heads_share_neighbouring_key_heads() {
     let mut case = Case::new([1, 4, 2, 1, 1, 1, 1], AttentionOptions::default());
-    case.v = vec![10.0, 20.0];
+    case.tensors.v = vec![10.0, 20.0];
     case.dout = vec![1.0, 2.0, 4.0, 8.0];
     assert_eq!(case.forward().o, [10.0, 10.0, 20.0, 20.0]);
     assert_eq!(case.backward().dv, [3.0, 12.0]);

@@ -10,7 +10,7 @@ use reference_common::{Case, broadcasts};
 /// Visible keys of each query as a string of `1` and `0`. V is the identity, so `o` is the attention matrix.
 fn drawn(seq_q: usize, seq_k: usize, options: AttentionOptions) -> Vec<String> {
     let mut case = Case::new([1, 1, 1, seq_q, seq_k, 1, seq_k], options);
-    case.v = (0..seq_k * seq_k).map(|n| f64::from(n / seq_k == n % seq_k)).collect();
+    case.tensors.v = (0..seq_k * seq_k).map(|n| f64::from(n / seq_k == n % seq_k)).collect();
     let o = case.forward().o;
     o.chunks(seq_k).map(|row| row.iter().map(|&p| if p > 0.0 { '1' } else { '0' }).collect()).collect()
 }
@@ -62,8 +62,8 @@ fn causal_hides_what_a_right_window_would_show() {
 fn a_mask_hides_where_it_is_true_in_addition_to_causality() {
     let case = |mask: Vec<bool>| {
         let mut case = Case::new([1, 1, 1, 2, 2, 1, 2], causal(Alignment::BottomRight)).with_mask([1, 1, 2, 2]);
-        case.v = vec![1.0, 0.0, 0.0, 1.0];
-        case.mask = Some(mask);
+        case.tensors.v = vec![1.0, 0.0, 0.0, 1.0];
+        case.tensors.mask = Some(mask);
         case.forward().o
     };
     assert_eq!(case(vec![false, false, true, false]), [1.0, 0.0, 0.0, 1.0]);
@@ -82,10 +82,10 @@ fn broadcast_masks_and_biases_are_those_written_out() {
         for [b, h, i, j] in indices(full) {
             let strides = [shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1];
             let index: usize = (0..4).map(|n| strides[n] * [b, h, i, j][n].min(shape[n] - 1)).sum();
-            mask.push(short.mask.as_ref().unwrap()[index]);
-            bias.push(short.bias.as_ref().unwrap()[index]);
+            mask.push(short.tensors.mask.as_ref().unwrap()[index]);
+            bias.push(short.tensors.bias.as_ref().unwrap()[index]);
         }
-        (long.mask, long.bias) = (Some(mask), Some(bias));
+        (long.tensors.mask, long.tensors.bias) = (Some(mask), Some(bias));
         assert_eq!(short.forward(), long.forward(), "{shape:?}");
         assert_eq!(short.backward().dk, long.backward().dk, "{shape:?}");
     }
@@ -129,10 +129,10 @@ fn a_document_function_equals_its_mask() {
     for (of_q, of_k) in [([2, 1, 6, 1], [1, 1, 1, 9]), ([1, 4, 6, 1], [2, 1, 1, 9]), ([2, 4, 6, 9], [1, 1, 1, 1])] {
         let function = Case::new(sizes, Default::default()).with_mask_mod(MaskFn::of::<Document>(), &[of_q, of_k]);
         let mut mask = Case::new(sizes, Default::default()).with_mask([2, 4, 6, 9]);
-        let [documents_q, documents_k] = function.mask_tensors.each_ref().map(|of| of.as_ref().unwrap());
+        let [documents_q, documents_k] = function.tensors.mask_tensors.each_ref().map(|of| of.as_ref().unwrap());
         let at = |shape: [usize; 4], at: [usize; 4]| (0..4).fold(0, |n, d| n * shape[d] + at[d].min(shape[d] - 1));
         let hidden = |index: [usize; 4]| documents_q[at(of_q, index)] != documents_k[at(of_k, index)];
-        mask.mask = Some(indices([2, 4, 6, 9]).map(hidden).collect());
+        mask.tensors.mask = Some(indices([2, 4, 6, 9]).map(hidden).collect());
         assert_eq!(function.forward(), mask.forward());
         assert_eq!(function.backward(), mask.backward());
     }
@@ -154,9 +154,9 @@ fn functions_of_packed_sequences_equal_those_of_padded_ones() {
         let part = |h: usize, s: usize| &values[(s * heads + h) * seq * dim..][..lens[s] * dim];
         (0..heads).flat_map(|h| (0..3).flat_map(move |s| part(h, s).to_vec()).collect::<Vec<_>>()).collect()
     };
-    packed.q = pack(&padded.q, 2, 14, 3, lens_q);
-    packed.k = pack(&padded.k, 1, 20, 3, lens_k);
-    packed.v = pack(&padded.v, 1, 20, 2, lens_k);
+    packed.tensors.q = pack(&padded.tensors.q, 2, 14, 3, lens_q);
+    packed.tensors.k = pack(&padded.tensors.k, 1, 20, 3, lens_k);
+    packed.tensors.v = pack(&padded.tensors.v, 1, 20, 2, lens_k);
     packed.dout = pack(&padded.dout, 2, 14, 2, lens_q);
     let (of_packed, of_padded) = (packed.forward(), padded.forward());
     assert_eq!(of_packed.o, pack(&of_padded.o, 2, 14, 2, lens_q));
@@ -175,7 +175,7 @@ fn a_block_mask_equals_the_boolean_mask() {
     ] {
         let masked = Case::new(sizes, options).with_dlse().with_mask([2, 1, 1, 290]);
         let blocks = masked.clone().with_block_mask(heads, [block_q, block_k]);
-        let states = blocks.block_states.clone().unwrap();
+        let states = blocks.tensors.block_mask.clone().unwrap();
         let [of_q, of_k] = [300usize.div_ceil(block_q), 290usize.div_ceil(block_k)];
         let state = |[b, h, i, j]: [usize; 4]| {
             let head = b.min(heads[0] - 1) * heads[1] + h.min(heads[1] - 1);
@@ -185,11 +185,11 @@ fn a_block_mask_equals_the_boolean_mask() {
         // In partial blocks the mask decides.
         let hidden = |at: [usize; 4]| match state(at) {
             0 => true,
-            1 => masked.mask.as_ref().unwrap()[at[0] * 290 + at[3]],
+            1 => masked.tensors.mask.as_ref().unwrap()[at[0] * 290 + at[3]],
             _ => false,
         };
         let mut written = Case::new(sizes, options).with_dlse().with_mask(scores);
-        written.mask = Some(indices(scores).map(hidden).collect());
+        written.tensors.mask = Some(indices(scores).map(hidden).collect());
         assert_eq!(blocks.forward(), written.forward());
         assert_eq!(blocks.backward(), written.backward());
         assert_ne!(blocks.forward(), masked.forward());
@@ -202,7 +202,7 @@ fn functions_decide_in_partial_blocks_only_and_options_in_all() {
     let sizes = [1, 1, 1, 140, 200, 3, 2];
     let blocks = |options, states: [u32; 4]| {
         let mut case = Case::new(sizes, options).with_dlse().with_block_mask([1, 1], [128, 128]);
-        case.block_states = Some(states.to_vec());
+        case.tensors.block_mask = Some(states.to_vec());
         case
     };
     let nothing = with_mask_mod(MaskFn::of::<And<Causal, Not<Causal>>>());

@@ -16,7 +16,7 @@ fn a_sample_is_part_of_the_whole() {
     let functions = case.clone().with_score_mod(ScoreFn::of::<Bent>(), &[[1, 4, 1, 7], [2, 1, 9, 1]]);
     let functions = functions.with_mask_mod(MaskFn::of::<Document>(), &[[2, 1, 9, 1], [1, 1, 1, 7]]);
     let mut blocks = functions.clone().with_block_mask([2, 4], [128, 128]);
-    blocks.block_states = Some(vec![2, 0, 1, 1, 0, 1, 2, 2]);
+    blocks.tensors.block_mask = Some(vec![2, 0, 1, 1, 0, 1, 2, 2]);
     for case in [case, functions, blocks] {
         a_sample_is_part_of(case);
     }
@@ -27,7 +27,7 @@ fn a_sample_is_part_of(case: Case) {
     let (whole, gradients) = (case.forward(), case.backward());
     let (queries, keys) = ([0, 4, 8], [1, 6]);
     for [b, h] in [[0, 0], [1, 3]] {
-        let found = sample(&case.problem, &case.inputs(), &case.dout, [b, h], &queries, &keys);
+        let found = sample(&case.problem, &case.tensors.inputs(), &case.dout, [b, h], &queries, &keys);
         let rows = |values: &[f64], head: usize, length: usize, of: &[usize], width: usize| -> Vec<f64> {
             of.iter().flat_map(|i| values[(head * length + i) * width..][..width].to_vec()).collect()
         };
@@ -44,5 +44,5 @@ fn a_sample_is_part_of(case: Case) {
 #[test]
 fn a_broadcast_bias_has_no_rows() {
     let case = Case::new([1, 2, 2, 4, 4, 3, 3], AttentionOptions::default()).with_bias([1, 1, 4, 4]);
-    assert!(sample(&case.problem, &case.inputs(), &case.dout, [0, 1], &[2], &[]).dbias.is_empty());
+    assert!(sample(&case.problem, &case.tensors.inputs(), &case.dout, [0, 1], &[2], &[]).dbias.is_empty());
 }

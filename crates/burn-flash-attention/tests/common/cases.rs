@@ -89,19 +89,7 @@ impl Default for How {
 #[derive(Clone, Debug)]
 pub struct Data {
     pub problem: AttentionProblem,
-    pub q: Vec<f64>,
-    pub k: Vec<f64>,
-    pub v: Vec<f64>,
-    pub mask: Option<Vec<bool>>,
-    pub bias: Option<Vec<f64>>,
-    pub slopes: Option<Vec<f64>>,
-    pub sinks: Option<Vec<f64>>,
-    pub seq_lens_q: Option<Vec<usize>>,
-    pub seq_lens_k: Option<Vec<usize>>,
-    pub cu_seqlens: Option<[Vec<usize>; 2]>,
-    pub score_tensors: [Option<Vec<f64>>; 2],
-    pub mask_tensors: [Option<Vec<f64>>; 2],
-    pub block_states: Option<Vec<u32>>,
+    pub tensors: reference::Tensors,
     pub dout: Vec<f64>,
     pub dlse: Vec<f64>,
 }
@@ -136,7 +124,7 @@ impl Data {
         let mut of_lens = StdRng::seed_from_u64(16 * seed + 9);
         let mut lens = |seq: usize| (0..problem.batch).map(|_| of_lens.random_range(0..=seq)).collect();
         // Sequences begin and end anywhere: within a batch, across its end, or are empty.
-        let cu_seqlens = problem.cu_seqlens.map(|sequences| {
+        let ends = problem.cu_seqlens.map(|sequences| {
             let mut of_ends = StdRng::seed_from_u64(16 * seed + 10);
             [problem.seq_q, problem.seq_k].map(|seq| {
                 let all = problem.batch * seq;
@@ -145,21 +133,26 @@ impl Data {
                 ends
             })
         });
-        let mut rng = StdRng::seed_from_u64(16 * seed + 8);
+        let [cu_seqlens_q, cu_seqlens_k] = ends.map_or([None, None], |ends| ends.map(Some));
+        let (options, mut rng) = (&problem.options, StdRng::seed_from_u64(16 * seed + 8));
         let mut dlse = reference::normal(problem.rows(), 16 * seed + 7);
         reference::round_to(&mut dlse, Dtype::F32);
-        Data {
-            problem,
+        let tensors = reference::Tensors {
             q: floats(&problem.q_shape(), 0),
             k: floats(&problem.k_shape(), 1),
             v: floats(&problem.v_shape(), 2),
             mask: problem.mask.map(|shape| (0..shape.iter().product()).map(|_| rng.random_bool(0.3)).collect()),
             bias: problem.bias.map(|shape| floats(&shape, 3)),
-            slopes: problem.alibi_slopes.map(|[batch, heads]| f32s(batch * heads, 5, 0.1)),
+            alibi_slopes: problem.alibi_slopes.map(|[batch, heads]| f32s(batch * heads, 5, 0.1)),
             sinks: problem.sinks.then(|| f32s(problem.num_heads_q, 6, 2.0)),
+            dropout: (options.dropout > 0.0).then(|| {
+                let seed = options.dropout_seed.expect("tests with dropout set its seed");
+                reference::Dropout { seed: dropout::seed(seed), first: [0, 0] }
+            }),
             seq_lens_q: problem.seq_lens_q.then(|| lens(problem.seq_q)),
             seq_lens_k: problem.seq_lens_k.then(|| lens(problem.seq_k)),
-            cu_seqlens,
+            cu_seqlens_q,
+            cu_seqlens_k,
             score_tensors: std::array::from_fn(|nth| {
                 problem.score_tensors[nth].map(|shape| f32s(shape.iter().product(), 11 + nth as u64, 0.5))
             }),
@@ -167,46 +160,19 @@ impl Data {
                 let len = problem.mask_tensors[nth]?.iter().product();
                 Some(reference::mods::documents(len, 16 * seed + 13 + nth as u64))
             }),
-            block_states: problem.block_mask.map(|mask| {
+            block_mask: problem.block_mask.map(|mask| {
                 let mut of_states = StdRng::seed_from_u64(16 * seed + 15);
                 (0..mask.blocks.iter().product::<usize>()).map(|_| of_states.random_range(0..3)).collect()
             }),
-            dout: floats(&problem.o_shape(), 4),
-            dlse,
-        }
-    }
-
-    pub fn inputs(&self) -> reference::Inputs<'_> {
-        reference::Inputs {
-            q: &self.q,
-            k: &self.k,
-            v: &self.v,
-            mask: self.mask.as_deref(),
-            bias: self.bias.as_deref(),
-            alibi_slopes: self.slopes.as_deref(),
-            sinks: self.sinks.as_deref(),
-            seq_lens_q: self.seq_lens_q.as_deref(),
-            seq_lens_k: self.seq_lens_k.as_deref(),
-            cu_seqlens_q: self.cu_seqlens.as_ref().map(|[q, _]| &q[..]),
-            cu_seqlens_k: self.cu_seqlens.as_ref().map(|[_, k]| &k[..]),
-            dropout: self.dropout_seed().map(|seed| reference::Dropout { seed, first: [0, 0] }),
-            score_tensors: self.score_tensors.each_ref().map(Option::as_deref),
-            mask_tensors: self.mask_tensors.each_ref().map(Option::as_deref),
-            block_mask: self.block_states.as_deref(),
-        }
-    }
-
-    /// The dropout seed, if there is dropout.
-    pub fn dropout_seed(&self) -> Option<[u32; 2]> {
-        let options = &self.problem.options;
-        (options.dropout > 0.0).then(|| dropout::seed(options.dropout_seed.expect("tests with dropout set its seed")))
+        };
+        Data { problem, tensors, dout: floats(&problem.o_shape(), 4), dlse }
     }
 
     /// The oracle's results.
     pub fn oracle(&self, how: How) -> Results {
-        let output = reference::forward(&self.problem, &self.inputs());
+        let output = reference::forward(&self.problem, &self.tensors.inputs());
         let (dout, dlse) = self.loss(how);
-        let gradients = reference::backward(&self.problem, &self.inputs(), &dout, dlse);
+        let gradients = reference::backward(&self.problem, &self.tensors.inputs(), &dout, dlse);
         Results::of(reference::Attention { output, gradients }, how.tracked)
     }
 
@@ -220,7 +186,7 @@ impl Data {
         };
         let emulation = Emulation { dtype: self.problem.dtype, operands };
         let (dout, dlse) = self.loss(how);
-        let of = reference::expected(&self.problem, &self.inputs(), &dout, dlse, emulation);
+        let of = reference::expected(&self.problem, &self.tensors.inputs(), &dout, dlse, emulation);
         [of.exact, of.emulated, of.spread].map(|of| Results::of(of, how.tracked))
     }
 

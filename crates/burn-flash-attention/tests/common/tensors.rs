@@ -65,11 +65,12 @@ impl Tensors {
             let tensor = laid_out(tensor(values, shape, problem.dtype, device), how.layout);
             if tracked { tensor.detach().require_grad() } else { tensor }
         };
-        let mask = problem.mask.zip(data.mask.as_ref()).map(|(shape, mask)| mask_tensor(mask, shape, device));
-        let bias = problem.bias.zip(data.bias.as_ref()).map(|(shape, bias)| leaf(bias, shape, how.tracked.bias));
+        let mask = problem.mask.zip(data.tensors.mask.as_ref()).map(|(shape, mask)| mask_tensor(mask, shape, device));
+        let bias =
+            problem.bias.zip(data.tensors.bias.as_ref()).map(|(shape, bias)| leaf(bias, shape, how.tracked.bias));
         let of_heads = |tensor: Tensor<1>, tracked: bool| if tracked { tensor.require_grad() } else { tensor };
         let f32s = |values: &Vec<f64>| tensor(values, [values.len()], Dtype::F32, device);
-        let slopes = problem.alibi_slopes.zip(data.slopes.as_ref()).map(|(shape, slopes)| {
+        let slopes = problem.alibi_slopes.zip(data.tensors.alibi_slopes.as_ref()).map(|(shape, slopes)| {
             let slopes = f32s(slopes).reshape(shape).detach();
             if how.tracked.slopes { slopes.require_grad() } else { slopes }
         });
@@ -83,10 +84,12 @@ impl Tensors {
             let tensor = laid_out(tensor, how.layout);
             Some(if tracked { tensor.detach().require_grad() } else { tensor })
         };
-        let score_tensors = (0..2)
-            .filter_map(|nth| table(&data.score_tensors[nth], problem.score_tensors[nth], how.tracked.tensors[nth]));
-        let mask_tensors = (0..2).filter_map(|nth| table(&data.mask_tensors[nth], problem.mask_tensors[nth], false));
-        let block_mask = problem.block_mask.zip(data.block_states.as_ref()).map(|(of, states)| {
+        let score_tensors = (0..2).filter_map(|nth| {
+            table(&data.tensors.score_tensors[nth], problem.score_tensors[nth], how.tracked.tensors[nth])
+        });
+        let mask_tensors =
+            (0..2).filter_map(|nth| table(&data.tensors.mask_tensors[nth], problem.mask_tensors[nth], false));
+        let block_mask = problem.block_mask.zip(data.tensors.block_mask.as_ref()).map(|(of, states)| {
             let states: Vec<i32> = states.iter().map(|state| *state as i32).collect();
             let states = Tensor::<4, Int>::from_data(TensorData::new(states, of.blocks), device);
             BlockMask::new(states, of.block_q, of.block_k)
@@ -97,17 +100,17 @@ impl Tensors {
         options.mask_tensors = mask_tensors.collect();
         options.mask = mask;
         options.bias = bias;
-        options.seq_lens_q = lens(data.seq_lens_q.as_ref());
-        options.seq_lens_k = lens(data.seq_lens_k.as_ref());
-        options.cu_seqlens_q = lens(data.cu_seqlens.as_ref().map(|[q, _]| q));
-        options.cu_seqlens_k = lens(data.cu_seqlens.as_ref().map(|[_, k]| k));
+        options.seq_lens_q = lens(data.tensors.seq_lens_q.as_ref());
+        options.seq_lens_k = lens(data.tensors.seq_lens_k.as_ref());
+        options.cu_seqlens_q = lens(data.tensors.cu_seqlens_q.as_ref());
+        options.cu_seqlens_k = lens(data.tensors.cu_seqlens_k.as_ref());
         options.alibi_slopes = slopes.clone().map(|slopes| slopes.into());
-        options.sinks = data.sinks.as_ref().map(|sinks| of_heads(f32s(sinks), how.tracked.sinks));
+        options.sinks = data.tensors.sinks.as_ref().map(|sinks| of_heads(f32s(sinks), how.tracked.sinks));
         Tensors {
             slopes,
-            q: leaf(&data.q, problem.q_shape(), how.tracked.q),
-            k: leaf(&data.k, problem.k_shape(), how.tracked.k),
-            v: leaf(&data.v, problem.v_shape(), how.tracked.v),
+            q: leaf(&data.tensors.q, problem.q_shape(), how.tracked.q),
+            k: leaf(&data.tensors.k, problem.k_shape(), how.tracked.k),
+            v: leaf(&data.tensors.v, problem.v_shape(), how.tracked.v),
             options,
         }
     }

@@ -7,7 +7,7 @@ use flash_attention_kernels::{
     Alignment, AttentionOptions, AttentionProblem, BackwardOrder, BlockMask, Dtype, MaskStorage, Precision, dropout,
 };
 use flash_attention_reference::mods::{Alibi, Bent, Relative, Sloped, Softcap, Strided};
-use flash_attention_reference::{normal, round_to};
+use flash_attention_reference::{Tensors, normal, round_to};
 
 impl Line {
     /// `[batch, heads_q, heads_kv, seq_q, seq_k, head_dim, head_dim_v]`.
@@ -154,31 +154,34 @@ impl Line {
         let [mask_a, mask_b] = p.mask_tensors.map(|shape| shape.map(len));
         let whole = |nth: u64, len: usize| drawn(len, nth).iter().map(|x| (x.abs() * 1.5).floor().min(2.0)).collect();
         let (total_q, total_k) = (p.batch * p.seq_q, p.batch * p.seq_k);
-        let cu_seqlens = self.cu_seqlens("cu_q", total_q)?.zip(self.cu_seqlens("cu_k", total_k)?);
+        let (cu_seqlens_q, cu_seqlens_k) = (self.cu_seqlens("cu_q", total_q)?, self.cu_seqlens("cu_k", total_k)?);
         let words = p.options.dropout_seed.unwrap_or(seed.wrapping_mul(0xD129_0EB7_25C3_AE35));
         let offsets: [usize; 7] = self.list("offsets", "0", |text| text.parse().ok())?;
         let grads = self.text("grads").unwrap_or("qkvbast");
         let [seq_lens_q, seq_lens_k] = lens;
-        Ok(Case {
+        let tensors = Tensors {
             q,
             k,
             v,
-            dout,
-            dlse: (self.number("dlse", 0)? > 0).then(|| rounded(drawn(p.rows(), 6), 1.0, Dtype::F32)),
             mask,
-            mask_storage: self.choice("mask_storage", &[("u32", MaskStorage::U32), ("u8", MaskStorage::U8)])?,
             bias: bias.transpose()?,
             alibi_slopes: p.alibi_slopes.map(|[batch, heads]| tenths(7, batch * heads)),
             sinks: p.sinks.then(|| rounded(drawn(p.num_heads_q, 8), 4.0, Dtype::F32)),
-            score_tensors: [score_a.map(|len| tenths(9, len)), score_b.map(|len| tenths(10, len))],
-            mask_tensors: [mask_a.map(|len| whole(11, len)), mask_b.map(|len| whole(12, len))],
-            block_states: p
-                .block_mask
-                .map(|mask| drawn(len(mask.blocks), 13).iter().map(|x| block_state(*x)).collect()),
-            seed: dropout::seed(words),
+            dropout: None,
             seq_lens_q,
             seq_lens_k,
-            cu_seqlens: cu_seqlens.map(|(q, k)| [q, k]),
+            cu_seqlens_q,
+            cu_seqlens_k,
+            score_tensors: [score_a.map(|len| tenths(9, len)), score_b.map(|len| tenths(10, len))],
+            mask_tensors: [mask_a.map(|len| whole(11, len)), mask_b.map(|len| whole(12, len))],
+            block_mask: p.block_mask.map(|mask| drawn(len(mask.blocks), 13).iter().map(|x| block_state(*x)).collect()),
+        };
+        Ok(Case {
+            tensors,
+            dout,
+            dlse: (self.number("dlse", 0)? > 0).then(|| rounded(drawn(p.rows(), 6), 1.0, Dtype::F32)),
+            mask_storage: self.choice("mask_storage", &[("u32", MaskStorage::U32), ("u8", MaskStorage::U8)])?,
+            seed: dropout::seed(words),
             layouts,
             extra_layouts: [mask_layout, bias_layout],
             offsets,

@@ -106,7 +106,7 @@ fn check(client: &Client, line: &str) -> Result<Outcome, String> {
     if !device.dtypes.contains(&case.problem.dtype) {
         return Ok(Outcome::Skipped("dtype".into()));
     }
-    if case.mask.is_some() && case.mask_storage == MaskStorage::U8 && !stores_bytes(client) {
+    if case.tensors.mask.is_some() && case.mask_storage == MaskStorage::U8 && !stores_bytes(client) {
         return Ok(Outcome::Skipped("the device has no 8-bit storage".into()));
     }
     if !case.offsets.iter().all(aligned) {

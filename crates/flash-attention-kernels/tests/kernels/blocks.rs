@@ -53,10 +53,10 @@ fn dense(case: &Case) -> Case {
         let [_, h, q, k] = shape;
         let at = [n / (h * q * k), n / (q * k) % h, n / k % q, n % k];
         let of_block = [at[0], at[1], at[2] / blocks.block_q, at[3] / blocks.block_k];
-        let masked = p.mask.is_some_and(|shape| case.mask.as_ref().unwrap()[index(shape, at)]);
+        let masked = p.mask.is_some_and(|shape| case.tensors.mask.as_ref().unwrap()[index(shape, at)]);
         let pair = Pair::of(at[0] as u32, at[1] as u32, at[2] as u32, at[3] as u32);
         let sees = p.options.mask_mod.is_none_or(|function| function.sees(pair, Values::default()));
-        match case.block_states.as_ref().unwrap()[index(blocks.blocks, of_block)] {
+        match case.tensors.block_mask.as_ref().unwrap()[index(blocks.blocks, of_block)] {
             EMPTY => true,
             PARTIAL => masked || !sees,
             _ => false,
@@ -65,9 +65,9 @@ fn dense(case: &Case) -> Case {
     let mut dense = case.clone();
     dense.problem.block_mask = None;
     dense.problem.options.mask_mod = None;
-    dense.block_states = None;
+    dense.tensors.block_mask = None;
     dense.problem = dense.problem.with_mask(&shape).unwrap();
-    dense.mask = Some((0..shape.iter().product()).map(hides).collect());
+    dense.tensors.mask = Some((0..shape.iter().product()).map(hides).collect());
     dense
 }
 
@@ -189,10 +189,10 @@ fn hidden_nans_do_not_leak() {
         // All blocks of keys 128 to 255 are empty.
         let unseen = |j: usize| (128..256).contains(&j) || mask[j];
         for j in (0..300).filter(|j| unseen(*j)) {
-            case.v[j * 64..(j + 1) * 64].fill(f64::NAN);
-            case.k[j * 64..(j + 1) * 64].fill(f64::NAN);
+            case.tensors.v[j * 64..(j + 1) * 64].fill(f64::NAN);
+            case.tensors.k[j * 64..(j + 1) * 64].fill(f64::NAN);
         }
-        case.mask = Some(mask.clone());
+        case.tensors.mask = Some(mask.clone());
         let results = case.run(&client).unwrap();
         assert!(results.o.iter().all(|x| x.is_finite()), "{dtype:?}: a hidden NaN has reached o");
         assert!(results.dq.unwrap().iter().all(|x| x.is_finite()), "{dtype:?}: a hidden NaN has reached dq");
@@ -215,10 +215,10 @@ fn states_of_functions_and_masks() {
         if masked {
             // The second batch has 300 keys.
             case = case.with_mask([2, 1, 1, 640]);
-            case.mask = Some((0..2 * 640).map(|n| n >= 640 + 300).collect());
+            case.tensors.mask = Some((0..2 * 640).map(|n| n >= 640 + 300).collect());
         }
         let shape = [2, 1, 700usize.div_ceil(256), 5];
-        let case = case.with_block_mask(shape, [256, 128], vec![FULL; shape.iter().product()]);
+        let mut case = case.with_block_mask(shape, [256, 128], vec![FULL; shape.iter().product()]);
         let sees = |b: usize, i: usize, j: usize| j <= i && i - j <= 150 && !(masked && b == 1 && j >= 300);
         let mut want = Vec::new();
         for (b, of_q, of_k) in (0..2).flat_map(|b| (0..3).flat_map(move |q| (0..5).map(move |k| (b, q, k)))) {
@@ -236,7 +236,7 @@ fn states_of_functions_and_masks() {
         };
         let p = case.problem;
         let mut inputs = Inputs::new(zeros(p.q_shape()), zeros(p.k_shape()), zeros(p.v_shape()));
-        inputs.mask = case.mask.as_ref().map(|mask| {
+        inputs.mask = case.tensors.mask.as_ref().map(|mask| {
             let bytes: Vec<u8> = mask.iter().flat_map(|hides| u32::from(*hides).to_le_bytes()).collect();
             let tensor = TensorView::contiguous(client.create_from_slice(&bytes), p.mask.unwrap());
             flash_attention_kernels::MaskView { tensor, storage: flash_attention_kernels::MaskStorage::U32 }
@@ -247,9 +247,10 @@ fn states_of_functions_and_masks() {
         let got: Vec<u32> = got.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect();
         assert_eq!(got, want, "masked: {masked}");
         // Attention with these states equals attention with the function alone.
-        let by_blocks = Case { block_states: Some(got), ..case.clone() };
-        let (a, b) =
-            (by_blocks.run(&client).unwrap(), dense(&Case { block_states: Some(vec![PARTIAL; want.len()]), ..case }));
+        let mut partial = case.clone();
+        partial.tensors.block_mask = Some(vec![PARTIAL; want.len()]);
+        case.tensors.block_mask = Some(got);
+        let (a, b) = (case.run(&client).unwrap(), dense(&partial));
         close("o", &a.o, &b.run(&client).unwrap().o, b.tolerance(1e-5));
     }
 }

@@ -33,7 +33,7 @@ use flash_attention_kernels::{
     dropout_kept, forward, forward_with, plan, plan_with,
     tiling::{Device, fused_on},
 };
-use flash_attention_reference as reference;
+use flash_attention_reference::{self as reference, Tensors};
 
 /// The client of the device under test. Without a device, prints a message and returns `None`.
 pub fn client() -> Option<Client> {
@@ -90,28 +90,15 @@ pub fn chosen_dtype() -> Dtype {
 #[derive(Clone, Debug)]
 pub struct Case {
     pub problem: AttentionProblem,
-    pub q: Vec<f64>,
-    pub k: Vec<f64>,
-    pub v: Vec<f64>,
+    /// Without dropout, which follows from `seed`.
+    pub tensors: Tensors,
     pub dout: Vec<f64>,
     pub dlse: Option<Vec<f64>>,
-    pub mask: Option<Vec<bool>>,
     pub mask_storage: MaskStorage,
-    pub bias: Option<Vec<f64>>,
-    pub alibi_slopes: Option<Vec<f64>>,
-    pub sinks: Option<Vec<f64>>,
-    /// Tensors that the options' score function reads.
-    pub score_tensors: [Option<Vec<f64>>; 2],
-    pub mask_tensors: [Option<Vec<f64>>; 2],
-    /// State of each block of the block mask, if there is one.
-    pub block_states: Option<Vec<u32>>,
     /// Block states on the device and the tile lists made from them, if several runs share both.
     pub shared_blocks: Option<(TensorView, BlockLists)>,
     /// Dropout seed, if the options have dropout.
     pub seed: [u32; 2],
-    pub seq_lens_q: Option<Vec<usize>>,
-    pub seq_lens_k: Option<Vec<usize>>,
-    pub cu_seqlens: Option<[Vec<usize>; 2]>,
     /// Layouts of q, k, v and dout.
     pub layouts: [Layout; 4],
     /// Layouts of the mask and the bias.
@@ -159,24 +146,17 @@ impl Case {
         };
         Case {
             problem,
-            q: data(problem.q_shape(), 1),
-            k: data(problem.k_shape(), 2),
-            v: data(problem.v_shape(), 3),
+            tensors: Tensors {
+                q: data(problem.q_shape(), 1),
+                k: data(problem.k_shape(), 2),
+                v: data(problem.v_shape(), 3),
+                ..Default::default()
+            },
             dout: data(problem.o_shape(), 4),
             dlse: None,
-            mask: None,
             mask_storage: MaskStorage::U32,
-            bias: None,
-            alibi_slopes: None,
-            sinks: None,
-            score_tensors: [None, None],
-            mask_tensors: [None, None],
-            block_states: None,
             shared_blocks: None,
             seed: [0x1234_5678, 9],
-            seq_lens_q: None,
-            seq_lens_k: None,
-            cu_seqlens: None,
             layouts: [Layout::Contiguous; 4],
             extra_layouts: [Layout::Contiguous; 2],
             offsets: [0; 7],
@@ -192,7 +172,7 @@ impl Case {
     pub fn with_mask(mut self, shape: [usize; 4]) -> Self {
         self.problem = self.problem.with_mask(&shape).unwrap();
         let draws = reference::normal(shape.iter().product(), 5);
-        self.mask = Some(draws.into_iter().map(|x| x > 0.43).collect());
+        self.tensors.mask = Some(draws.into_iter().map(|x| x > 0.43).collect());
         self
     }
 
@@ -201,7 +181,7 @@ impl Case {
         self.problem = self.problem.with_bias(&shape).unwrap();
         let mut bias = reference::normal(shape.iter().product(), 6);
         reference::round_to(&mut bias, self.problem.dtype);
-        self.bias = Some(bias);
+        self.tensors.bias = Some(bias);
         self
     }
 
@@ -211,7 +191,7 @@ impl Case {
         let mut slopes = reference::normal(shape.iter().product(), 8);
         slopes.iter_mut().for_each(|slope| *slope *= 0.1);
         reference::round_to(&mut slopes, Dtype::F32);
-        self.alibi_slopes = Some(slopes);
+        self.tensors.alibi_slopes = Some(slopes);
         self
     }
 
@@ -222,7 +202,7 @@ impl Case {
         let mut sinks = reference::normal(heads, 9);
         sinks.iter_mut().for_each(|sink| *sink *= 4.0);
         reference::round_to(&mut sinks, Dtype::F32);
-        self.sinks = Some(sinks);
+        self.tensors.sinks = Some(sinks);
         self
     }
 
@@ -234,7 +214,7 @@ impl Case {
             let mut values = reference::normal(shape.iter().product(), 10 + nth as u64);
             values.iter_mut().for_each(|value| *value *= 0.1);
             reference::round_to(&mut values, Dtype::F32);
-            self.score_tensors[nth] = Some(values);
+            self.tensors.score_tensors[nth] = Some(values);
         }
         self
     }
@@ -245,7 +225,8 @@ impl Case {
         self.problem = self.problem.with_mask_tensors(&all).unwrap();
         for (nth, shape) in shapes.iter().enumerate() {
             let draws = reference::normal(shape.iter().product(), 12 + nth as u64);
-            self.mask_tensors[nth] = Some(draws.into_iter().map(|x| (x.abs() * 1.5).floor().min(2.0)).collect());
+            self.tensors.mask_tensors[nth] =
+                Some(draws.into_iter().map(|x| (x.abs() * 1.5).floor().min(2.0)).collect());
         }
         self
     }
@@ -254,28 +235,28 @@ impl Case {
     pub fn with_block_mask(mut self, shape: [usize; 4], [block_q, block_k]: [usize; 2], states: Vec<u32>) -> Self {
         assert_eq!(states.len(), shape.iter().product::<usize>(), "one state for each block of {shape:?}");
         self.problem = self.problem.with_block_mask(&shape, block_q, block_k).unwrap();
-        self.block_states = Some(states);
+        self.tensors.block_mask = Some(states);
         self
     }
 
     /// Sets the number of queries of each batch's sequence.
     pub fn with_seq_lens_q(mut self, lens: &[usize]) -> Self {
         self.problem = self.problem.with_seq_lens_q(&[lens.len()]).unwrap();
-        self.seq_lens_q = Some(lens.to_vec());
+        self.tensors.seq_lens_q = Some(lens.to_vec());
         self
     }
 
     /// Sets the number of keys of each batch's sequence.
     pub fn with_seq_lens_k(mut self, lens: &[usize]) -> Self {
         self.problem = self.problem.with_seq_lens_k(&[lens.len()]).unwrap();
-        self.seq_lens_k = Some(lens.to_vec());
+        self.tensors.seq_lens_k = Some(lens.to_vec());
         self
     }
 
     /// Adds packed sequences with these cumulative lengths of queries and keys.
     pub fn with_cu_seqlens(mut self, q: &[usize], k: &[usize]) -> Self {
         self.problem = self.problem.with_cu_seqlens(&[q.len()], &[k.len()]).unwrap();
-        self.cu_seqlens = Some([q.to_vec(), k.to_vec()]);
+        (self.tensors.cu_seqlens_q, self.tensors.cu_seqlens_k) = (Some(q.to_vec()), Some(k.to_vec()));
         self
     }
 
@@ -308,10 +289,10 @@ impl Case {
         self.layouts = layouts;
         let p = &self.problem;
         let lay = |n: usize, shape, values: &Vec<f64>| as_laid_out(shape, layouts[n], values.clone());
-        (self.q, self.k, self.v, self.dout) = (
-            lay(0, p.q_shape(), &self.q),
-            lay(1, p.k_shape(), &self.k),
-            lay(2, p.v_shape(), &self.v),
+        (self.tensors.q, self.tensors.k, self.tensors.v, self.dout) = (
+            lay(0, p.q_shape(), &self.tensors.q),
+            lay(1, p.k_shape(), &self.tensors.k),
+            lay(2, p.v_shape(), &self.tensors.v),
             lay(3, p.o_shape(), &self.dout),
         );
         self
@@ -334,23 +315,8 @@ impl Case {
 
     pub fn reference_inputs(&self) -> reference::Inputs<'_> {
         let drops = self.problem.options.dropout > 0.0;
-        reference::Inputs {
-            q: &self.q,
-            k: &self.k,
-            v: &self.v,
-            mask: self.mask.as_deref(),
-            bias: self.bias.as_deref(),
-            alibi_slopes: self.alibi_slopes.as_deref(),
-            sinks: self.sinks.as_deref(),
-            dropout: drops.then_some(reference::Dropout { seed: self.seed, first: [0, 0] }),
-            seq_lens_q: self.seq_lens_q.as_deref(),
-            seq_lens_k: self.seq_lens_k.as_deref(),
-            cu_seqlens_q: self.cu_seqlens.as_ref().map(|[q, _]| &q[..]),
-            cu_seqlens_k: self.cu_seqlens.as_ref().map(|[_, k]| &k[..]),
-            score_tensors: self.score_tensors.each_ref().map(|values| values.as_deref()),
-            mask_tensors: self.mask_tensors.each_ref().map(|values| values.as_deref()),
-            block_mask: self.block_states.as_deref(),
-        }
+        let dropout = drops.then_some(reference::Dropout { seed: self.seed, first: [0, 0] });
+        reference::Inputs { dropout, ..self.tensors.inputs() }
     }
 
     /// The plan of the library, or that of the kernel named by `FLASH_TEST_KERNEL`.
@@ -363,7 +329,7 @@ impl Case {
 
     /// Block states copied to the device, if the case has a block mask.
     pub fn blocks_on(&self, client: &Client) -> Option<TensorView> {
-        let bytes: Vec<u8> = self.block_states.as_ref()?.iter().flat_map(|state| state.to_le_bytes()).collect();
+        let bytes: Vec<u8> = self.tensors.block_mask.as_ref()?.iter().flat_map(|state| state.to_le_bytes()).collect();
         Some(TensorView::contiguous(client.create_from_slice(&bytes), self.problem.block_mask.unwrap().blocks))
     }
 
@@ -385,13 +351,13 @@ impl Case {
             let bytes: Vec<u8> = lens.iter().flat_map(|len| (*len as u32).to_le_bytes()).collect();
             TensorView::contiguous(client.create_from_slice(&bytes), [lens.len()])
         }
-        let q = put(of_q, p.q_shape(), self.layouts[0], &self.q);
-        let k = put(of_k, p.k_shape(), self.layouts[1], &self.k);
-        let v = put(of_v, p.v_shape(), self.layouts[2], &self.v);
+        let q = put(of_q, p.q_shape(), self.layouts[0], &self.tensors.q);
+        let k = put(of_k, p.k_shape(), self.layouts[1], &self.tensors.k);
+        let v = put(of_v, p.v_shape(), self.layouts[2], &self.tensors.v);
         let dout = put(of_dout, p.o_shape(), self.layouts[3], &self.dout);
         let [mask_layout, bias_layout] = self.extra_layouts;
-        let bias = self.bias.as_ref().map(|bias| put(of_bias, p.bias.unwrap(), bias_layout, bias));
-        let mask = self.mask.as_ref();
+        let bias = self.tensors.bias.as_ref().map(|bias| put(of_bias, p.bias.unwrap(), bias_layout, bias));
+        let mask = self.tensors.mask.as_ref();
         let mask = mask.map(|mask| place_mask(client, self.mask_storage, of_mask, p.mask.unwrap(), mask_layout, mask));
         let tensors = |values: &[Option<Vec<f64>>; 2], shapes: [Option<[usize; 4]>; 2]| {
             [0, 1].map(|nth| values[nth].as_ref().map(|values| floats(client, values, shapes[nth].unwrap())))
@@ -406,14 +372,18 @@ impl Case {
             v: v.view.clone(),
             mask,
             bias: bias.as_ref().map(|bias| bias.view.clone()),
-            alibi_slopes: self.alibi_slopes.as_ref().map(|slopes| floats(client, slopes, p.alibi_slopes.unwrap())),
-            sinks: self.sinks.as_ref().map(|sinks| floats(client, sinks, [p.num_heads_q])),
-            seq_lens_q: self.seq_lens_q.as_ref().map(|lens| lengths(client, lens)),
-            seq_lens_k: self.seq_lens_k.as_ref().map(|lens| lengths(client, lens)),
-            cu_seqlens_q: self.cu_seqlens.as_ref().map(|[q, _]| lengths(client, q)),
-            cu_seqlens_k: self.cu_seqlens.as_ref().map(|[_, k]| lengths(client, k)),
-            score_tensors: tensors(&self.score_tensors, p.score_tensors),
-            mask_tensors: tensors(&self.mask_tensors, p.mask_tensors),
+            alibi_slopes: self
+                .tensors
+                .alibi_slopes
+                .as_ref()
+                .map(|slopes| floats(client, slopes, p.alibi_slopes.unwrap())),
+            sinks: self.tensors.sinks.as_ref().map(|sinks| floats(client, sinks, [p.num_heads_q])),
+            seq_lens_q: self.tensors.seq_lens_q.as_ref().map(|lens| lengths(client, lens)),
+            seq_lens_k: self.tensors.seq_lens_k.as_ref().map(|lens| lengths(client, lens)),
+            cu_seqlens_q: self.tensors.cu_seqlens_q.as_ref().map(|ends| lengths(client, ends)),
+            cu_seqlens_k: self.tensors.cu_seqlens_k.as_ref().map(|ends| lengths(client, ends)),
+            score_tensors: tensors(&self.tensors.score_tensors, p.score_tensors),
+            mask_tensors: tensors(&self.tensors.mask_tensors, p.mask_tensors),
             block_mask,
             block_lists,
             dropout_seed: (p.options.dropout > 0.0 && p.options.dropout_seed.is_none()).then(|| {
@@ -549,5 +519,19 @@ impl Case {
         let p = &self.problem;
         let plain = p.bias.is_none() && !p.is_varlen();
         plain && p.head_dim.max(p.head_dim_v) <= 128 && (p.head_dim > 64 || p.head_dim_v <= 64)
+    }
+}
+
+pub fn causal() -> AttentionOptions {
+    AttentionOptions { causal: true, ..Default::default() }
+}
+
+/// Checks each case on the device, if there is one and the lane has the case's element type.
+pub fn all(cases: impl IntoIterator<Item = Case>) {
+    let Some(client) = client() else { return };
+    for case in cases {
+        if supports(&client, case.problem.dtype) {
+            case.check(&client);
+        }
     }
 }

@@ -32,7 +32,11 @@ fn launched(client: &Client, case: &Case, k: Option<Handle>) -> Result<[Handle; 
     let empty = |shape: [usize; 4]| {
         TensorView::contiguous(client.empty(shape.iter().product::<usize>() * p.dtype.size()), shape)
     };
-    let mut inputs = Inputs::new(put(p.q_shape(), &case.q), put(p.k_shape(), &case.k), put(p.v_shape(), &case.v));
+    let mut inputs = Inputs::new(
+        put(p.q_shape(), &case.tensors.q),
+        put(p.k_shape(), &case.tensors.k),
+        put(p.v_shape(), &case.tensors.v),
+    );
     if let Some(handle) = k {
         inputs.k = TensorView::contiguous(handle, p.k_shape());
     }

@@ -7,10 +7,6 @@ use flash_attention_kernels::{
     backward_with, forward, forward_with,
 };
 
-fn causal() -> AttentionOptions {
-    AttentionOptions { causal: true, ..Default::default() }
-}
-
 /// A case that runs every kernel: partial tiles, grouped heads, a bias whose gradient is summed.
 fn rich() -> Case {
     Case::new([2, 4, 2, 70, 90, 16, 16], Dtype::F32, causal()).with_bias([1, 4, 1, 90]).with_dlse()
@@ -68,7 +64,8 @@ fn every_backward_gives_the_same_bits() {
         let p = &case.problem;
         let size = p.dtype.size();
         let put = |shape, values: &[f64]| place(&client, p.dtype, shape, Layout::Contiguous, values).view;
-        let (q, k, v) = (put(p.q_shape(), &case.q), put(p.k_shape(), &case.k), put(p.v_shape(), &case.v));
+        let (q, k, v) =
+            (put(p.q_shape(), &case.tensors.q), put(p.k_shape(), &case.tensors.k), put(p.v_shape(), &case.tensors.v));
         let inputs = flash_attention_kernels::Inputs::new(q, k, v);
         let empty =
             |shape: [usize; 4]| TensorView::contiguous(client.empty(size * shape.iter().product::<usize>()), shape);
@@ -227,7 +224,8 @@ fn offsets_past_32_bits() {
     let near = |shape: [usize; 4]| TensorView::contiguous(client.empty(size * shape.iter().product::<usize>()), shape);
     let inputs = || {
         let put = |shape, values: &[f64]| place(&client, dtype, shape, Layout::Contiguous, values).view;
-        let (q, k, v) = (put(p.q_shape(), &case.q), put(p.k_shape(), &case.k), put(p.v_shape(), &case.v));
+        let (q, k, v) =
+            (put(p.q_shape(), &case.tensors.q), put(p.k_shape(), &case.tensors.k), put(p.v_shape(), &case.tensors.v));
         flash_attention_kernels::Inputs::new(q, k, v)
     };
     let apart = |handle, shape: [usize; 4]| {

@@ -58,7 +58,7 @@ fn an_alibi_function_equals_the_option() {
             let options = AttentionOptions { score_mod: Some(ScoreFn::of::<Alibi>()), ..causal };
             let mut case = Case::new(sizes, dtype, options).with_bias([1, heads, 1, sizes[4]]);
             case = case.with_score_tensors(&[[batch, heads, 1, 1]]);
-            case.score_tensors[0] = built_in.alibi_slopes.clone();
+            case.tensors.score_tensors[0] = built_in.tensors.alibi_slopes.clone();
             let (a, b) = (case.run(&client).unwrap(), built_in.run(&client).unwrap());
             same("alibi", &case, &a, &b, 1.0);
             let (of_tensor, of_slopes) = (a.dscore_tensors[0].as_ref().unwrap(), b.dalibi_slopes.as_ref().unwrap());
@@ -96,7 +96,7 @@ fn composed_functions_with_two_tensors() {
         let built_in = Case::new(sizes, dtype, options).with_alibi_slopes([1, 4]).with_bias([1, 4, 80, 80]);
         let both = AttentionOptions { score_mod: Some(ScoreFn::of::<Then<Alibi, Bias>>()), ..options };
         let mut case = Case::new(sizes, dtype, both).with_score_tensors(&[[1, 4, 1, 1], [1, 4, 80, 80]]);
-        case.score_tensors = [built_in.alibi_slopes.clone(), built_in.bias.clone()];
+        case.tensors.score_tensors = [built_in.tensors.alibi_slopes.clone(), built_in.tensors.bias.clone()];
         let (a, mut b) = (case.run(&client).unwrap(), built_in.run(&client).unwrap());
         let dbias = b.dbias.take().unwrap();
         same("then", &case, &a, &b, 4.0);
@@ -134,16 +134,17 @@ fn a_document_function_equals_its_mask() {
         let sizes = [2, 2, 1, 100, 130, 64, 64];
         let options = AttentionOptions { mask_mod: Some(MaskFn::of::<Document>()), ..Default::default() };
         let mut case = Case::new(sizes, dtype, options).with_mask_tensors(&[[2, 1, 100, 1], [2, 1, 1, 130]]);
-        let [of_queries, of_keys] = case.mask_tensors.clone().map(|of| of.unwrap());
+        let [of_queries, of_keys] = case.tensors.mask_tensors.clone().map(|of| of.unwrap());
         let mut masked = Case::new(sizes, dtype, AttentionOptions::default()).with_mask([2, 1, 100, 130]);
         let pair = |n: usize| of_queries[n / 130] != of_keys[n / 13000 * 130 + n % 130];
-        masked.mask = Some((0..2 * 100 * 130).map(pair).collect());
+        masked.tensors.mask = Some((0..2 * 100 * 130).map(pair).collect());
         let (a, b) = (case.run(&client).unwrap(), masked.run(&client).unwrap());
         same("documents", &case, &a, &b, 1.0);
         // NaN in values that no query sees must not reach any result.
         assert!(of_keys.contains(&2.0));
-        case.mask_tensors[0] = Some(of_queries.iter().map(|document| document.min(1.0)).collect());
-        case.v
+        case.tensors.mask_tensors[0] = Some(of_queries.iter().map(|document| document.min(1.0)).collect());
+        case.tensors
+            .v
             .chunks_mut(64)
             .zip(&of_keys)
             .filter(|(_, document)| **document == 2.0)

@@ -100,9 +100,9 @@ impl Case {
             let norm = |row: &[f64]| row.iter().map(|x| x * x).sum::<f64>().sqrt();
             values.chunks(dim).map(norm).map(|norm| if norm.is_nan() { 0.0 } else { norm }).collect::<Vec<_>>()
         };
-        let largest = norms(&self.k, p.head_dim).into_iter().fold(0.0, f64::max);
+        let largest = norms(&self.tensors.k, p.head_dim).into_iter().fold(0.0, f64::max);
         let factor = 2.0 * 2f64.powi(-24) * f64::from(p.softmax_scale()) * largest;
-        norms(&self.q, p.head_dim).into_iter().map(|norm| norm * factor).collect()
+        norms(&self.tensors.q, p.head_dim).into_iter().map(|norm| norm * factor).collect()
     }
 
     fn name(&self, what: &str) -> String {

@@ -20,6 +20,7 @@ mod refusals;
 mod rounding;
 #[cfg(feature = "cuda")]
 mod schedules;
+mod sequences;
 mod sharp;
 mod streams;
 mod tiles;

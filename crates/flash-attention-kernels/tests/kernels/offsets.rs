@@ -72,7 +72,8 @@ fn tensors_of_functions_and_their_gradients() {
     let put = |shape, values: &[f64]| place(&client, dtype, shape, Layout::Contiguous, values).view;
     let run = |apart: usize| {
         let score_tensors = [Some(pair(&client, apart, 0.25)), Some(pair(&client, 1, 0.5))];
-        let (q, k, v) = (put(p.q_shape(), &case.q), put(p.k_shape(), &case.k), put(p.v_shape(), &case.v));
+        let (q, k, v) =
+            (put(p.q_shape(), &case.tensors.q), put(p.k_shape(), &case.tensors.k), put(p.v_shape(), &case.tensors.v));
         let inputs = Inputs { score_tensors, ..Inputs::new(q, k, v) };
         let o = TensorView::contiguous(client.empty(dtype.size() * p.rows() * 16), p.o_shape());
         let lse = TensorView::contiguous(client.empty(4 * p.rows()), p.lse_shape());

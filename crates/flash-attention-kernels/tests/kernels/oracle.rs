@@ -6,20 +6,6 @@ use flash_attention_kernels::mods::ScoreFn;
 use flash_attention_kernels::{Alignment, AttentionOptions, Dtype, Forward, HopperForward};
 use flash_attention_reference::mods::Bent;
 
-fn causal() -> AttentionOptions {
-    AttentionOptions { causal: true, ..Default::default() }
-}
-
-/// Checks each case on the device, if there is one and the lane has the case's element type.
-fn all(cases: impl IntoIterator<Item = Case>) {
-    let Some(client) = client() else { return };
-    for case in cases {
-        if supports(&client, case.problem.dtype) {
-            case.check(&client);
-        }
-    }
-}
-
 /// Number of multiprocessors, or 0 if the driver does not report it.
 fn multiprocessors(client: &Client) -> usize {
     client.properties().hardware.num_streaming_multiprocessors.unwrap_or(0) as usize
@@ -172,124 +158,6 @@ fn dropout() {
     all([0.97, 1e-4].map(|rate| Case::new([1, 2, 1, 90, 120, 32, 32], Dtype::F32, causal()).with_dropout(rate)));
 }
 
-/// A sequence length for each batch: 0, all, more than there are, and lengths at the edges of tiles.
-#[test]
-fn sequence_lengths() {
-    let window = AttentionOptions { window_left: Some(40), window_right: Some(7), ..Default::default() };
-    let top_left = AttentionOptions { alignment: Alignment::TopLeft, ..causal() };
-    let lens: [[usize; 6]; 3] = [[130, 64, 1, 0, 129, 65], [200, 10, 33, 128, 0, 127], [140, 0, 210, 64, 63, 1]];
-    let options = [causal(), AttentionOptions::default(), window, top_left];
-    all(options.into_iter().take(if thorough() { 4 } else { 1 }).flat_map(|options| {
-        let case = |q: usize, k: usize| {
-            let case = Case::new([6, 2, 1, 140, 210, 16, 24], Dtype::F32, options).with_dlse();
-            case.with_seq_lens_q(&lens[q].map(|n| n.min(140))).with_seq_lens_k(&lens[k])
-        };
-        let plain = Case::new([6, 2, 1, 140, 210, 16, 24], Dtype::F32, options);
-        [case(0, 1), case(1, 2), case(2, 0).with_sinks(), plain.with_seq_lens_k(&lens[1]).with_alibi_slopes([1, 2])]
-    }));
-    let plain = Case::new([2, 2, 1, 140, 210, 16, 16], Dtype::F32, causal()).with_seq_lens_q(&[100, 3]);
-    all([[1, 2, 140, 210], [1, 2, 1, 210], [2, 2, 140, 1]].map(|shape| plain.clone().with_bias(shape)));
-    // With splits of the keys, and with the fused kernel for dq, dk and dv.
-    all([Case::new([1, 2, 1, 70, 4200, 64, 64], Dtype::F32, causal()).with_seq_lens_k(&[3333])]);
-    all([Case { fused: true, ..Case::new([2, 2, 1, 300, 300, 64, 64], Dtype::F32, causal()) }
-        .with_seq_lens_q(&[170, 300])
-        .with_seq_lens_k(&[200, 31])]);
-}
-
-/// Packed sequences: with one key, without keys, without queries, with unused rows before and after them, in one batch and in several,
-/// and across the end of a batch.
-#[test]
-fn packed_sequences() {
-    let window = AttentionOptions { window_left: Some(40), window_right: Some(7), ..Default::default() };
-    let top_left = AttentionOptions { alignment: Alignment::TopLeft, ..causal() };
-    let drops = AttentionOptions { dropout: 0.25, ..causal() };
-    let options = [causal(), drops, AttentionOptions::default(), window, top_left];
-    all(options.into_iter().take(if thorough() { 5 } else { 2 }).flat_map(|options| {
-        let one = Case::new([1, 4, 2, 500, 470, 16, 24], Dtype::F32, options).with_dlse();
-        let rows = Case::new([3, 2, 1, 150, 150, 32, 32], Dtype::F32, options);
-        let ends = [0, 70, 150, 151, 290, 300, 333, 450];
-        [
-            one.clone().with_cu_seqlens(&[0, 130, 131, 131, 333, 500], &[0, 1, 201, 300, 300, 470]).with_sinks(),
-            one.with_cu_seqlens(&[7, 135, 263, 490], &[3, 131, 200, 460]).with_alibi_slopes([1, 4]),
-            rows.clone().with_cu_seqlens(&ends, &ends).with_bias([1, 2, 150, 150]),
-            // The second sequence crosses the end of the first batch, and the third one's keys cross the end of the second.
-            rows.with_cu_seqlens(&[0, 100, 200, 300, 450], &[0, 90, 250, 310, 420]),
-        ]
-    }));
-    let plain = Case::new([2, 2, 1, 140, 210, 16, 16], Dtype::F32, causal());
-    let packed = plain.with_cu_seqlens(&[0, 40, 140, 200, 280], &[0, 100, 210, 211, 420]);
-    all([[1, 2, 140, 210], [1, 2, 1, 210], [2, 2, 140, 1]]
-        .map(|shape| packed.clone().with_bias(shape).with_mask([2, 1, 1, 210])));
-    // With splits of the keys, and with the fused kernel for dq, dk and dv.
-    all([Case::new([1, 2, 1, 70, 4200, 64, 64], Dtype::F32, causal()).with_cu_seqlens(&[0, 30, 70], &[0, 4000, 4200])]);
-    all([Case { fused: true, ..Case::new([1, 2, 1, 600, 600, 64, 64], Dtype::F32, causal()) }
-        .with_cu_seqlens(&[0, 170, 600], &[0, 201, 600])]);
-    // No sequence at all.
-    all([Case::new([1, 2, 1, 60, 60, 64, 64], Dtype::F32, causal()).with_cu_seqlens(&[5], &[9])]);
-}
-
-/// Packed sequences give the same bits as padded ones, including dropout.
-#[test]
-fn packed_equals_padded() {
-    let Some(client) = client() else { return };
-    let options = AttentionOptions { dropout: 0.25, ..causal() };
-    let lens = [100usize, 37, 1];
-    let padded =
-        Case::new([3, 2, 2, 100, 100, 16, 16], Dtype::F32, options).with_seq_lens_q(&lens).with_seq_lens_k(&lens);
-    let mut packed = Case::new([1, 2, 2, 138, 138, 16, 16], Dtype::F32, options);
-    if !supports(&client, padded.problem.dtype) {
-        return;
-    }
-    let cut = |values: &[f64], head: usize| -> Vec<f64> {
-        let of = |(batch, len): (usize, &usize)| values[(batch * 2 + head) * 1600..][..len * 16].to_vec();
-        lens.iter().enumerate().flat_map(of).collect()
-    };
-    let whole = |values: &[f64]| [cut(values, 0), cut(values, 1)].concat();
-    for (from, to) in [(&padded.q, &mut packed.q), (&padded.k, &mut packed.k), (&padded.v, &mut packed.v)] {
-        *to = whole(from);
-    }
-    packed.dout = whole(&padded.dout);
-    let packed = packed.with_cu_seqlens(&[0, 100, 137, 138], &[0, 100, 137, 138]);
-    let (padded, packed) = (padded.check(&client), packed.check(&client));
-    assert_eq!(packed.o, whole(&padded.o));
-    assert_eq!(packed.dq, padded.dq.map(|dq| whole(&dq)));
-    assert_eq!(packed.dk, padded.dk.map(|dk| whole(&dk)));
-    assert_eq!(packed.dv, padded.dv.map(|dv| whole(&dv)));
-}
-
-/// NaN and infinity in the padding after a sequence reach no result. Results of the padding are 0.
-#[test]
-fn padding_does_not_leak() {
-    let Some(client) = client() else { return };
-    let case = Case::new([2, 2, 1, 140, 200, 16, 16], Dtype::F32, causal());
-    let case = case.with_seq_lens_q(&[100, 140]).with_seq_lens_k(&[90, 130]);
-    if !supports(&client, case.problem.dtype) {
-        return;
-    }
-    let clean = case.check(&client);
-    let mut poisoned = case.clone();
-    for (batch, (q, k)) in [(100, 90), (140, 130)].into_iter().enumerate() {
-        for head in 0..2 {
-            let first = (batch * 2 + head) * 140 * 16;
-            poisoned.q[first + q * 16..first + 140 * 16].fill(f64::NAN);
-            poisoned.dout[first + q * 16..first + 140 * 16].fill(f64::INFINITY);
-        }
-        poisoned.k[(batch * 200 + k) * 16..(batch + 1) * 200 * 16].fill(f64::NAN);
-        poisoned.v[(batch * 200 + k) * 16..(batch + 1) * 200 * 16].fill(f64::INFINITY);
-    }
-    let got = poisoned.run(&client).unwrap();
-    for (name, got, want) in [
-        ("o", &got.o, &clean.o),
-        ("lse", &got.lse, &clean.lse),
-        ("dq", got.dq.as_ref().unwrap(), clean.dq.as_ref().unwrap()),
-        ("dk", got.dk.as_ref().unwrap(), clean.dk.as_ref().unwrap()),
-        ("dv", got.dv.as_ref().unwrap(), clean.dv.as_ref().unwrap()),
-    ] {
-        // Rows that a NaN has reached are recomputed one by one, with other rounding.
-        close(name, got, want, case.tolerance(4e-5));
-    }
-}
-
 /// Slopes, sinks and dropout together, at head dimensions with different kernels.
 #[test]
 fn slopes_sinks_and_dropout() {
@@ -321,8 +189,8 @@ fn hidden_nans_do_not_leak_with_slopes_sinks_and_dropout() {
     let clean = case.check(&client);
     let mut poisoned = case.clone();
     // Only the last ten queries see the last ten keys.
-    poisoned.v[190 * 16..].fill(f64::NAN);
-    poisoned.k[190 * 16..].fill(f64::INFINITY);
+    poisoned.tensors.v[190 * 16..].fill(f64::NAN);
+    poisoned.tensors.k[190 * 16..].fill(f64::INFINITY);
     let got = poisoned.run(&client).unwrap();
     let (dq, clean_dq) = (got.dq.unwrap(), clean.dq.unwrap());
     for (name, got, want, limit) in [("o", &got.o, &clean.o, 1e-5), ("dq", &dq, &clean_dq, 4e-5)] {
@@ -342,8 +210,8 @@ fn dropout_depends_on_its_seed_alone() {
     if !supports(&client, case.problem.dtype) {
         return;
     }
-    case.k.fill(0.0);
-    case.v.fill(1.0);
+    case.tensors.k.fill(0.0);
+    case.tensors.v.fill(1.0);
     let first = case.run(&client).unwrap();
     assert_eq!(first.o, case.run(&client).unwrap().o);
     assert_ne!(first.o, Case { seed: [1, 2], ..case.clone() }.run(&client).unwrap().o);
@@ -419,8 +287,8 @@ fn gradients_in_any_order() {
     let window = AttentionOptions { window_left: Some(100), window_right: Some(20), ..full };
     let capped = AttentionOptions { softcap: Some(2.0), ..causal() };
     let mut leaky = Case::new([1, 2, 1, 200, 200, 64, 64], Dtype::F32, causal());
-    leaky.k[130 * 64] = f64::INFINITY;
-    leaky.v[150 * 64..][..64].fill(f64::NAN);
+    leaky.tensors.k[130 * 64] = f64::INFINITY;
+    leaky.tensors.v[150 * 64..][..64].fill(f64::NAN);
     let mut dims = vec![[1, 2, 1, 130, 70, 16, 24], [2, 1, 1, 257, 300, 64, 64]];
     if thorough() {
         dims.extend([[1, 4, 2, 200, 330, 72, 40], [1, 2, 2, 640, 640, 128, 128], [1, 1, 1, 1, 513, 128, 72]]);
@@ -501,10 +369,10 @@ fn hidden_pairs_have_no_bias_gradient() {
         let mut keys = case.clone();
         let mut queries = case.clone();
         for batch in 0..2 {
-            keys.v[(batch * 200 + 190) * 16..(batch + 1) * 200 * 16].fill(poison);
+            keys.tensors.v[(batch * 200 + 190) * 16..(batch + 1) * 200 * 16].fill(poison);
         }
         for head in 0..4 {
-            queries.q[(head * 140 + 130) * 16..(head + 1) * 140 * 16].fill(poison);
+            queries.tensors.q[(head * 140 + 130) * 16..(head + 1) * 140 * 16].fill(poison);
             queries.dout[(head * 140 + 130) * 16..(head + 1) * 140 * 16].fill(poison);
         }
         for case in [keys, queries] {
@@ -532,7 +400,7 @@ fn few_heads_and_many_keys() {
     let biased = Case::new([1, 2, 1, 70, 1200, 16, 16], Dtype::F32, causal()).with_bias([1, 2, 70, 1200]);
     let mut leaky = Case::new([1, 1, 1, 30, 1100, 16, 16], Dtype::F32, causal());
     leaky.wanted = [false; 7];
-    leaky.v[1090 * 16..].fill(f64::NAN);
+    leaky.tensors.v[1090 * 16..].fill(f64::NAN);
     all([
         Case::new([1, 1, 1, 100, 3000, 64, 64], Dtype::F32, causal()),
         Case::new([1, 2, 1, 1, 2049, 128, 128], Dtype::F32, full),
@@ -565,13 +433,13 @@ fn scores_that_rise_and_fall_from_tile_to_tile() {
     all(levels.into_iter().flat_map(|levels| {
         [AttentionOptions::default(), causal()].map(|options| {
             let mut case = Case::new([1, 1, 1, 448, 448, 64, 64], Dtype::F32, options);
-            case.q.fill(0.0);
-            case.k.fill(0.0);
+            case.tensors.q.fill(0.0);
+            case.tensors.k.fill(0.0);
             for row in 0..448 {
-                case.q[row * 64] = if row % 3 == 0 { -8.0 } else { 8.0 };
-                case.k[row * 64] = levels[row / 64] + (row % 7) as f64 / 4.0;
+                case.tensors.q[row * 64] = if row % 3 == 0 { -8.0 } else { 8.0 };
+                case.tensors.k[row * 64] = levels[row / 64] + (row % 7) as f64 / 4.0;
             }
-            flash_attention_reference::round_to(&mut case.k, case.problem.dtype);
+            flash_attention_reference::round_to(&mut case.tensors.k, case.problem.dtype);
             // The rounding error of scores this large would dominate their gradients.
             case.wanted = [false; 7];
             case
@@ -638,12 +506,12 @@ fn fully_masked_rows() {
     let few_keys = Case::new([1, 2, 1, 100, 40, 16, 16], Dtype::F32, causal()).with_dlse();
     // A mask that hides all keys of some rows and of one head.
     let mut masked = Case::new([2, 2, 2, 33, 40, 16, 16], Dtype::F32, causal()).with_mask([2, 2, 33, 1]);
-    for (n, hides) in masked.mask.as_mut().unwrap().iter_mut().enumerate() {
+    for (n, hides) in masked.tensors.mask.as_mut().unwrap().iter_mut().enumerate() {
         *hides = n % 33 % 3 == 0 || n < 33;
     }
     // A bias of −∞ hides pairs, too.
     let mut biased = Case::new([1, 2, 2, 33, 40, 16, 16], Dtype::F32, causal()).with_bias([1, 1, 33, 1]);
-    for (n, bias) in biased.bias.as_mut().unwrap().iter_mut().enumerate() {
+    for (n, bias) in biased.tensors.bias.as_mut().unwrap().iter_mut().enumerate() {
         if n % 4 == 0 {
             *bias = f64::NEG_INFINITY;
         }
@@ -658,10 +526,10 @@ fn logits_below_any_finite_mask_value() {
     let Some(client) = client() else { return };
     for sign in [1.0, -1.0] {
         let mut case = Case::new([1, 1, 1, 40, 70, 16, 16], Dtype::F32, causal());
-        case.q.iter_mut().for_each(|x| *x = 1000.0 + x.round());
-        case.k.iter_mut().for_each(|x| *x = sign * 256.0 + x.round() / 4.0);
-        flash_attention_reference::round_to(&mut case.q, case.problem.dtype);
-        flash_attention_reference::round_to(&mut case.k, case.problem.dtype);
+        case.tensors.q.iter_mut().for_each(|x| *x = 1000.0 + x.round());
+        case.tensors.k.iter_mut().for_each(|x| *x = sign * 256.0 + x.round() / 4.0);
+        flash_attention_reference::round_to(&mut case.tensors.q, case.problem.dtype);
+        flash_attention_reference::round_to(&mut case.tensors.k, case.problem.dtype);
         // The rounding error of scores this large would dominate their gradients.
         case.wanted = [false; 7];
         let results = case.check(&client);

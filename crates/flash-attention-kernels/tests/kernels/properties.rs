@@ -43,7 +43,8 @@ fn permuting_keys_changes_nothing_but_their_gradients() {
     let case = plain();
     let order: Vec<usize> = (0..90).map(|j| (j * 37 + 11) % 90).collect();
     let shuffle = |x: &[f64]| rows(x, 90, 16, order.clone());
-    let shuffled = Case { k: shuffle(&case.k), v: shuffle(&case.v), ..case.clone() };
+    let mut shuffled = case.clone();
+    (shuffled.tensors.k, shuffled.tensors.v) = (shuffle(&case.tensors.k), shuffle(&case.tensors.v));
     let (a, b) = (case.run(&client).unwrap(), shuffled.run(&client).unwrap());
     close("o", &b.o, &a.o, case.tolerance(5e-6));
     close("lse", &b.lse, &a.lse, 5e-6);
@@ -57,7 +58,7 @@ fn permuting_keys_changes_nothing_but_their_gradients() {
 fn values_of_one_give_one() {
     let Some(client) = client() else { return };
     let mut case = Case::new(SIZES, Dtype::F32, CAUSAL);
-    case.v.fill(1.0);
+    case.tensors.v.fill(1.0);
     // The sum of the weights is exact, but their products with the values use rounded weights.
     let tolerance = if case.problem.options.precision == Precision::Tf32 { 5e-4 } else { 1e-6 };
     close("o", &case.run(&client).unwrap().o, &vec![1.0; case.problem.rows() * 16], tolerance);
@@ -72,8 +73,8 @@ fn a_batch_or_head_alone_is_bitwise_the_one_among_others() {
     let mut alone = Case::new([1, 2, 1, 70, 90, 16, 16], Dtype::F32, CAUSAL);
     let q = (4 + 2) * 70 * 16..(4 + 4) * 70 * 16;
     let k = (2 + 1) * 90 * 16..(2 + 2) * 90 * 16;
-    (alone.q, alone.dout) = (case.q[q.clone()].to_vec(), case.dout[q.clone()].to_vec());
-    (alone.k, alone.v) = (case.k[k.clone()].to_vec(), case.v[k.clone()].to_vec());
+    (alone.tensors.q, alone.dout) = (case.tensors.q[q.clone()].to_vec(), case.dout[q.clone()].to_vec());
+    (alone.tensors.k, alone.tensors.v) = (case.tensors.k[k.clone()].to_vec(), case.tensors.v[k.clone()].to_vec());
     let one = alone.run(&client).unwrap();
     assert_eq!(one.o, all.o[q.clone()]);
     assert_eq!(one.lse, all.lse[(4 + 2) * 70..]);
@@ -98,7 +99,11 @@ fn later_keys_do_not_change_a_causal_prefix() {
     let mut short = Case::new([1, 2, 2, 70, 70, 16, 16], Dtype::F32, CAUSAL);
     let mut long = Case::new([1, 2, 2, 150, 150, 16, 16], Dtype::F32, CAUSAL);
     for head in 0..2 {
-        for (to, from) in [(&mut long.q, &short.q), (&mut long.k, &short.k), (&mut long.v, &short.v)] {
+        for (to, from) in [
+            (&mut long.tensors.q, &short.tensors.q),
+            (&mut long.tensors.k, &short.tensors.k),
+            (&mut long.tensors.v, &short.tensors.v),
+        ] {
             to[head * 150 * 16..][..70 * 16].copy_from_slice(&from[head * 70 * 16..][..70 * 16]);
         }
     }
@@ -108,7 +113,7 @@ fn later_keys_do_not_change_a_causal_prefix() {
     for poison in [1e4, f64::NAN] {
         let mut long = long.clone();
         for head in 0..2 {
-            for x in [&mut long.q, &mut long.k, &mut long.v] {
+            for x in [&mut long.tensors.q, &mut long.tensors.k, &mut long.tensors.v] {
                 x[head * 150 * 16..][70 * 16..150 * 16].fill(poison);
             }
         }
@@ -135,8 +140,9 @@ fn splits_of_the_keys_combined_by_lse_equal_the_whole() {
     let whole = Case::new([1, 2, 2, 70, 90, 16, 16], Dtype::F32, AttentionOptions::default());
     let half = |range: std::ops::Range<usize>| {
         let mut case = Case::new([1, 2, 2, 70, range.len(), 16, 16], Dtype::F32, AttentionOptions::default());
-        case.q.clone_from(&whole.q);
-        (case.k, case.v) = (rows(&whole.k, 90, 16, range.clone()), rows(&whole.v, 90, 16, range));
+        case.tensors.q.clone_from(&whole.tensors.q);
+        (case.tensors.k, case.tensors.v) =
+            (rows(&whole.tensors.k, 90, 16, range.clone()), rows(&whole.tensors.v, 90, 16, range));
         case.run(&client).unwrap()
     };
     let (a, b, all) = (half(0..33), half(33..90), whole.run(&client).unwrap());
@@ -157,8 +163,8 @@ fn grouped_heads_are_repeated_heads() {
     let grouped = Case::new([1, 4, 2, 70, 90, 16, 16], Dtype::F32, CAUSAL);
     let mut repeated = Case::new([1, 4, 4, 70, 90, 16, 16], Dtype::F32, CAUSAL);
     let repeat = |x: &[f64]| x.chunks(90 * 16).flat_map(|head| [head, head].concat()).collect::<Vec<_>>();
-    (repeated.q, repeated.dout) = (grouped.q.clone(), grouped.dout.clone());
-    (repeated.k, repeated.v) = (repeat(&grouped.k), repeat(&grouped.v));
+    (repeated.tensors.q, repeated.dout) = (grouped.tensors.q.clone(), grouped.dout.clone());
+    (repeated.tensors.k, repeated.tensors.v) = (repeat(&grouped.tensors.k), repeat(&grouped.tensors.v));
     let (a, b) = (grouped.run(&client).unwrap(), repeated.run(&client).unwrap());
     assert_eq!(a.o, b.o);
     assert_eq!(a.dq, b.dq);
@@ -177,13 +183,13 @@ fn masked_keys_have_zero_gradient_and_leak_nothing() {
     // Keys 20 to 39 are hidden from all queries, like padding.
     let hidden = 20..40;
     let mut clean = plain().with_mask([1, 1, 1, 90]);
-    clean.mask = Some((0..90).map(|j| hidden.contains(&j)).collect());
+    clean.tensors.mask = Some((0..90).map(|j| hidden.contains(&j)).collect());
     let want = clean.run(&client).unwrap();
     let ran = want.forward.kernel();
     for poison in [f64::NAN, f64::INFINITY] {
         let mut dirty = clean.clone();
         for head in 0..4 {
-            for x in [&mut dirty.k, &mut dirty.v] {
+            for x in [&mut dirty.tensors.k, &mut dirty.tensors.v] {
                 x[(head * 90 + 20) * 16..(head * 90 + 40) * 16].fill(poison);
             }
         }
@@ -205,12 +211,12 @@ fn non_finite_values_reach_only_rows_that_see_them() {
     let window = AttentionOptions { window_left: Some(60), ..CAUSAL };
     for options in [CAUSAL, window] {
         let mut case = Case::new([1, 2, 1, 200, 200, 16, 40], Dtype::F32, options).with_mask([1, 2, 1, 200]);
-        case.mask = Some((0..400).map(|n| n % 200 == 20 || n == 30).collect());
+        case.tensors.mask = Some((0..400).map(|n| n % 200 == 20 || n == 30).collect());
         // Key 20 is hidden from both heads, key 30 from the first.
         for (key, column, value) in
             [(150, 3, f64::NAN), (90, 39, f64::INFINITY), (20, 7, f64::NAN), (30, 8, f64::NEG_INFINITY)]
         {
-            case.v[key * 40 + column] = value;
+            case.tensors.v[key * 40 + column] = value;
         }
         let want = flash_attention_reference::forward(&case.problem, &case.reference_inputs()).o;
         assert!(want.iter().any(|x| x.is_nan()) && want.contains(&f64::INFINITY) && want.contains(&f64::NEG_INFINITY));
@@ -224,12 +230,12 @@ fn fully_masked_queries_do_not_leak() {
     let Some(client) = client() else { return };
     // Queries 10 to 29 see no key, so NaN in them or in their dout must not reach dk and dv.
     let mut clean = plain().with_mask([1, 1, 70, 1]);
-    clean.mask = Some((0..70).map(|i| (10..30).contains(&i)).collect());
+    clean.tensors.mask = Some((0..70).map(|i| (10..30).contains(&i)).collect());
     let want = clean.run(&client).unwrap();
     let ran = want.forward.kernel();
     let mut dirty = clean.clone();
     for head in 0..8 {
-        for x in [&mut dirty.q, &mut dirty.dout] {
+        for x in [&mut dirty.tensors.q, &mut dirty.dout] {
             x[(head * 70 + 10) * 16..(head * 70 + 30) * 16].fill(f64::NAN);
         }
     }
@@ -245,7 +251,7 @@ fn fully_masked_queries_do_not_leak() {
 fn a_visible_nan_is_not_swallowed() {
     let Some(client) = client() else { return };
     let mut case = Case::new([1, 1, 1, 70, 90, 16, 16], Dtype::F32, AttentionOptions::default());
-    case.q[5 * 16] = f64::NAN;
+    case.tensors.q[5 * 16] = f64::NAN;
     let results = case.run(&client).unwrap();
     assert!(results.o[5 * 16..6 * 16].iter().all(|x| x.is_nan()), "{:?}", &results.o[5 * 16..6 * 16]);
     assert!(results.o[..5 * 16].iter().all(|x| x.is_finite()));
@@ -259,11 +265,11 @@ fn adding_a_vector_to_every_key_shifts_lse_alone() {
     let loose = case.tolerance(1e-5);
     let added: Vec<f64> = (0..16).map(|c| (c as f64 - 7.5) / 16.0).collect();
     let mut shifted = case.clone();
-    shifted.k.iter_mut().enumerate().for_each(|(n, x)| *x = (*x + added[n % 16]) as f32 as f64);
+    shifted.tensors.k.iter_mut().enumerate().for_each(|(n, x)| *x = (*x + added[n % 16]) as f32 as f64);
     let (a, b) = (case.run(&client).unwrap(), shifted.run(&client).unwrap());
     close("o", &b.o, &a.o, loose);
     for row in 0..case.problem.rows() {
-        let product: f64 = (0..16).map(|c| case.q[row * 16 + c] * added[c]).sum();
+        let product: f64 = (0..16).map(|c| case.tensors.q[row * 16 + c] * added[c]).sum();
         assert!((b.lse[row] - a.lse[row] - product / 4.0).abs() < loose);
     }
     close("dv", grads(&b)[2], grads(&a)[2], 2.0 * loose);
@@ -306,9 +312,9 @@ fn options_that_hide_nothing_change_nothing() {
     let mut window = causal.clone();
     window.problem.options.window_left = Some(70);
     let mut mask = causal.clone().with_mask([1, 1, 70, 70]);
-    mask.mask.as_mut().unwrap().fill(false);
+    mask.tensors.mask.as_mut().unwrap().fill(false);
     let mut bias = causal.clone().with_bias([1, 1, 70, 70]);
-    bias.bias.as_mut().unwrap().fill(0.0);
+    bias.tensors.bias.as_mut().unwrap().fill(0.0);
     for same in [window, mask, bias] {
         let got = same.run(&client).unwrap();
         close("o", &got.o, &want.o, 1e-6);

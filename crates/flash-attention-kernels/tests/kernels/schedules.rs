@@ -7,10 +7,6 @@ use crate::common::*;
 use flash_attention_kernels::tiling::Device;
 use flash_attention_kernels::{AttentionOptions, Dtype, Kernel, plan_with};
 
-fn causal() -> AttentionOptions {
-    AttentionOptions { causal: true, ..Default::default() }
-}
-
 /// Twenty shapes, the most typical ones first. Each has several tiles of queries and keys. They differ in head dimension, grouped heads,
 /// windows, biases, masks, dropout and sequence lengths.
 fn shapes() -> Vec<Case> {

@@ -79,7 +79,7 @@ fn errors(got: &[f64], want: &[f64]) -> [f64; 2] {
 /// A case whose queries and keys are `factor` times as large as usual.
 fn case(sizes: Sizes, factor: f64, options: AttentionOptions) -> Case {
     let mut case = Case::new(sizes, Dtype::F32, options);
-    for values in [&mut case.q, &mut case.k] {
+    for values in [&mut case.tensors.q, &mut case.tensors.k] {
         values.iter_mut().for_each(|x| *x *= factor);
         reference::round_to(values, case.problem.dtype);
     }
@@ -106,8 +106,8 @@ fn errors_are_those_of_flash_attention_2() {
         let [_, _, _, sq, sk, d, d_v] = sizes;
         let heads = (0..p.batch * p.num_heads_q).map(|head| {
             let of = |values: &'_ [f64], len: usize| values[head * len..][..len].to_vec();
-            let (q, k) = (of(&case.q, sq * d), of(&case.k, sk * d));
-            FlashAttention2::of(&p, [&q, &k, &of(&case.v, sk * d_v), &of(&case.dout, sq * d_v)])
+            let (q, k) = (of(&case.tensors.q, sq * d), of(&case.tensors.k, sk * d));
+            FlashAttention2::of(&p, [&q, &k, &of(&case.tensors.v, sk * d_v), &of(&case.dout, sq * d_v)])
         });
         let heads: Vec<FlashAttention2> = heads.collect();
         let all = |of: fn(&FlashAttention2) -> &Vec<f64>| heads.iter().flat_map(|head| of(head).clone()).collect();

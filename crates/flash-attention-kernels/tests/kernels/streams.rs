@@ -27,10 +27,6 @@ fn on_stream(client: &Client, number: usize) -> Client {
     client
 }
 
-fn causal() -> AttentionOptions {
-    AttentionOptions { causal: true, ..Default::default() }
-}
-
 /// Cases that keep state between calls (work tile counters, tile lists of a block mask) or allocate several kinds of scratch. All runs
 /// share one set of tile lists.
 fn cases(client: &Client) -> [Case; STREAMS] {
@@ -85,7 +81,7 @@ fn eight_threads_with_four_streams_each_give_the_same_bits() {
     let alone = cases.each_ref().map(|case| bits(&case.run(&client).unwrap()));
     // The comparison must notice inputs that differ in one number.
     let mut other = cases[0].clone();
-    other.q[5] = -other.q[5];
+    other.tensors.q[5] = -other.tensors.q[5];
     assert_ne!(bits(&other.run(&client).unwrap()), alone[0]);
     let rounds = if thorough() { 20 } else { 1 };
     let streams: Vec<Vec<u64>> = thread::scope(|scope| {
@@ -120,7 +116,8 @@ fn a_stream_reads_results_of_another_stream() {
     let case = Case::new([1, 4, 4, 64, 64, 16, 16], Dtype::F32, causal());
     let p = &case.problem;
     let put = |shape, values: &[f64]| place(&client, p.dtype, shape, Layout::Contiguous, values).view;
-    let (q, k, v) = (put(p.q_shape(), &case.q), put(p.k_shape(), &case.k), put(p.v_shape(), &case.v));
+    let (q, k, v) =
+        (put(p.q_shape(), &case.tensors.q), put(p.k_shape(), &case.tensors.k), put(p.v_shape(), &case.tensors.v));
     let plan = case.plan(&client).unwrap();
     let next = |client: &Client, q: TensorView| {
         let o = TensorView::contiguous(client.empty(q.len() * p.dtype.size()), p.o_shape());
@@ -156,7 +153,11 @@ fn short_lived_streams_leave_bounded_state() {
         for stream in streams {
             let client = on_stream(&client, stream);
             let put = |shape, values: &[f64]| place(&client, p.dtype, shape, Layout::Contiguous, values).view;
-            let (q, k, v) = (put(p.q_shape(), &case.q), put(p.k_shape(), &case.k), put(p.v_shape(), &case.v));
+            let (q, k, v) = (
+                put(p.q_shape(), &case.tensors.q),
+                put(p.k_shape(), &case.tensors.k),
+                put(p.v_shape(), &case.tensors.v),
+            );
             let (o, lse) =
                 (empty(&client, p.o_shape()), TensorView::contiguous(client.empty(4 * p.rows()), p.lse_shape()));
             forward(&client, p, &Inputs::new(q, k, v), &o, &lse).unwrap();

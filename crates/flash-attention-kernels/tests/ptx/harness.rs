@@ -322,3 +322,29 @@ pub fn problem(head_dim: usize, dtype: Dtype, options: AttentionOptions) -> Atte
     let shape = [4, 16, 4096, head_dim];
     AttentionProblem::new(&shape, &shape, &shape, dtype, options).unwrap()
 }
+
+/// Specialisation of a kernel for Hopper in bf16 at head dimension 64, without options.
+pub fn plain(role: Role, tile: HopperTile, split_keys: bool) -> Blueprint {
+    let (head_dim, head_dim_v, stats_multiple) = (64, 64, 128);
+    let (capped, mask, bias, alibi) = (false, None, None, false);
+    let dtype = Dtype::BF16;
+    Blueprint {
+        role,
+        tile,
+        dtype,
+        tf32: false,
+        head_dim,
+        head_dim_v,
+        capped,
+        mask,
+        bias,
+        alibi,
+        modified: false,
+        keeps_derivative: false,
+        mask_mod: false,
+        varlen: false,
+        sparse: false,
+        split_keys,
+        stats_multiple,
+    }
+}

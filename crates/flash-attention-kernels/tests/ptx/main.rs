@@ -4,3 +4,5 @@ mod harness;
 mod hopper;
 mod mma;
 mod pieces;
+mod plans;
+mod schedules;

@@ -4,7 +4,7 @@
 use flash_attention_kernels::mods::{MaskFn, ScoreFn};
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
 use flash_attention_reference::mods::documents;
-use flash_attention_reference::{Dropout, Gradients, Inputs, Output, backward, forward, normal};
+use flash_attention_reference::{Dropout, Gradients, Output, Tensors, backward, forward, normal};
 
 /// `[batch, num_heads_q, num_heads_kv, seq_q, seq_k, head_dim, head_dim_v]`.
 pub type Sizes = [usize; 7];
@@ -12,20 +12,7 @@ pub type Sizes = [usize; 7];
 #[derive(Clone)]
 pub struct Case {
     pub problem: AttentionProblem,
-    pub q: Vec<f64>,
-    pub k: Vec<f64>,
-    pub v: Vec<f64>,
-    pub mask: Option<Vec<bool>>,
-    pub bias: Option<Vec<f64>>,
-    pub alibi_slopes: Option<Vec<f64>>,
-    pub sinks: Option<Vec<f64>>,
-    pub dropout: Option<Dropout>,
-    pub seq_lens_q: Option<Vec<usize>>,
-    pub seq_lens_k: Option<Vec<usize>>,
-    pub cu_seqlens: Option<[Vec<usize>; 2]>,
-    pub score_tensors: [Option<Vec<f64>>; 2],
-    pub mask_tensors: [Option<Vec<f64>>; 2],
-    pub block_states: Option<Vec<u32>>,
+    pub tensors: Tensors,
     pub dout: Vec<f64>,
     pub dlse: Option<Vec<f64>>,
 }
@@ -38,20 +25,13 @@ impl Case {
         let draw = |shape: [usize; 4], seed| normal(shape.iter().product(), seed);
         Case {
             problem,
-            q: draw(problem.q_shape(), 1),
-            k: draw(problem.k_shape(), 2),
-            v: draw(problem.v_shape(), 3),
-            mask: None,
-            bias: None,
-            alibi_slopes: None,
-            sinks: None,
-            seq_lens_q: None,
-            seq_lens_k: None,
-            cu_seqlens: None,
-            score_tensors: [None, None],
-            mask_tensors: [None, None],
-            block_states: None,
-            dropout: (options.dropout > 0.0).then_some(Dropout { seed: [8, 9], first: [0, 0] }),
+            tensors: Tensors {
+                q: draw(problem.q_shape(), 1),
+                k: draw(problem.k_shape(), 2),
+                v: draw(problem.v_shape(), 3),
+                dropout: (options.dropout > 0.0).then_some(Dropout { seed: [8, 9], first: [0, 0] }),
+                ..Default::default()
+            },
             dout: draw(problem.o_shape(), 4),
             dlse: None,
         }
@@ -60,25 +40,25 @@ impl Case {
     /// Adds a random mask of this shape that hides about a third of the pairs.
     pub fn with_mask(mut self, shape: [usize; 4]) -> Self {
         self.problem = self.problem.with_mask(&shape).unwrap();
-        self.mask = Some(normal(shape.iter().product(), 5).iter().map(|&x| x > 0.4).collect());
+        self.tensors.mask = Some(normal(shape.iter().product(), 5).iter().map(|&x| x > 0.4).collect());
         self
     }
 
     pub fn with_bias(mut self, shape: [usize; 4]) -> Self {
         self.problem = self.problem.with_bias(&shape).unwrap();
-        self.bias = Some(normal(shape.iter().product(), 6));
+        self.tensors.bias = Some(normal(shape.iter().product(), 6));
         self
     }
 
     pub fn with_alibi_slopes(mut self, shape: [usize; 2]) -> Self {
         self.problem = self.problem.with_alibi_slopes(&shape).unwrap();
-        self.alibi_slopes = Some(normal(shape.iter().product(), 10));
+        self.tensors.alibi_slopes = Some(normal(shape.iter().product(), 10));
         self
     }
 
     pub fn with_sinks(mut self) -> Self {
         self.problem = self.problem.with_sinks(&[self.problem.num_heads_q]).unwrap();
-        self.sinks = Some(normal(self.problem.num_heads_q, 11));
+        self.tensors.sinks = Some(normal(self.problem.num_heads_q, 11));
         self
     }
 
@@ -86,14 +66,14 @@ impl Case {
     pub fn with_seq_lens(mut self, q: &[usize], k: &[usize]) -> Self {
         let batch = [self.problem.batch];
         self.problem = self.problem.with_seq_lens_q(&batch).unwrap().with_seq_lens_k(&batch).unwrap();
-        (self.seq_lens_q, self.seq_lens_k) = (Some(q.to_vec()), Some(k.to_vec()));
+        (self.tensors.seq_lens_q, self.tensors.seq_lens_k) = (Some(q.to_vec()), Some(k.to_vec()));
         self
     }
 
     /// Adds packed sequences with these cumulative lengths.
     pub fn with_cu_seqlens(mut self, q: &[usize], k: &[usize]) -> Self {
         self.problem = self.problem.with_cu_seqlens(&[q.len()], &[k.len()]).unwrap();
-        self.cu_seqlens = Some([q.to_vec(), k.to_vec()]);
+        (self.tensors.cu_seqlens_q, self.tensors.cu_seqlens_k) = (Some(q.to_vec()), Some(k.to_vec()));
         self
     }
 
@@ -103,7 +83,7 @@ impl Case {
         self.problem =
             self.problem.with_score_tensors(&shapes.iter().map(|shape| &shape[..]).collect::<Vec<_>>()).unwrap();
         for (nth, shape) in shapes.iter().enumerate() {
-            self.score_tensors[nth] = Some(normal(shape.iter().product(), 12 + nth as u64));
+            self.tensors.score_tensors[nth] = Some(normal(shape.iter().product(), 12 + nth as u64));
         }
         self
     }
@@ -114,7 +94,7 @@ impl Case {
         self.problem =
             self.problem.with_mask_tensors(&shapes.iter().map(|shape| &shape[..]).collect::<Vec<_>>()).unwrap();
         for (nth, shape) in shapes.iter().enumerate() {
-            self.mask_tensors[nth] = Some(documents(shape.iter().product(), 14 + nth as u64));
+            self.tensors.mask_tensors[nth] = Some(documents(shape.iter().product(), 14 + nth as u64));
         }
         self
     }
@@ -124,7 +104,7 @@ impl Case {
         let shape = [batch, heads, self.problem.seq_q.div_ceil(block_q), self.problem.seq_k.div_ceil(block_k)];
         self.problem = self.problem.with_block_mask(&shape, block_q, block_k).unwrap();
         let drawn = normal(shape.iter().product(), 16);
-        self.block_states = Some(drawn.iter().map(|x| u32::from(*x > -0.43) + u32::from(*x > 0.43)).collect());
+        self.tensors.block_mask = Some(drawn.iter().map(|x| u32::from(*x > -0.43) + u32::from(*x > 0.43)).collect());
         self
     }
 
@@ -133,33 +113,12 @@ impl Case {
         self
     }
 
-    pub fn inputs(&self) -> Inputs<'_> {
-        let Case { q, k, v, mask, bias, alibi_slopes, sinks, dropout, seq_lens_q, seq_lens_k, cu_seqlens, .. } = self;
-        Inputs {
-            q,
-            k,
-            v,
-            mask: mask.as_deref(),
-            bias: bias.as_deref(),
-            alibi_slopes: alibi_slopes.as_deref(),
-            sinks: sinks.as_deref(),
-            dropout: *dropout,
-            seq_lens_q: seq_lens_q.as_deref(),
-            seq_lens_k: seq_lens_k.as_deref(),
-            cu_seqlens_q: cu_seqlens.as_ref().map(|[q, _]| &q[..]),
-            cu_seqlens_k: cu_seqlens.as_ref().map(|[_, k]| &k[..]),
-            score_tensors: self.score_tensors.each_ref().map(Option::as_deref),
-            mask_tensors: self.mask_tensors.each_ref().map(Option::as_deref),
-            block_mask: self.block_states.as_deref(),
-        }
-    }
-
     pub fn forward(&self) -> Output {
-        forward(&self.problem, &self.inputs())
+        forward(&self.problem, &self.tensors.inputs())
     }
 
     pub fn backward(&self) -> Gradients {
-        backward(&self.problem, &self.inputs(), &self.dout, self.dlse.as_deref())
+        backward(&self.problem, &self.tensors.inputs(), &self.dout, self.dlse.as_deref())
     }
 }
 

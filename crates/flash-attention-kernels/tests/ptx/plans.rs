@@ -1,0 +1,81 @@
+//! Plans name the kernels that they pass over, and why.
+
+use crate::harness::*;
+use flash_attention_kernels::tiling::{Device, plan_on};
+use flash_attention_kernels::{
+    AttentionOptions, AttentionProblem, BackwardOrder, Dtype, Forward, HopperForward, Kernel,
+};
+
+#[test]
+fn plans_say_why_hopper_is_not_used() {
+    let causal = AttentionOptions { causal: true, ..Default::default() };
+    let half = plan_on(&device(), &problem(128, Dtype::F16, causal)).unwrap();
+    assert!(half.passed_over.is_empty() && half.to_string().starts_with("forward hopper 128×128"), "{half}");
+    // Causal: keys and values of a head group of 16 heads take 32 MiB. Full attention takes one head at a time.
+    assert!(matches!(half.forward, Forward::Hopper(HopperForward { head_group: 16, .. })), "{half:?}");
+    let full = plan_on(&device(), &problem(128, Dtype::F16, AttentionOptions::default())).unwrap();
+    assert!(matches!(full.forward, Forward::Hopper(HopperForward { head_group: 1, .. })), "{full:?}");
+
+    // With few heads or a single query, splits of the keys give all multiprocessors about the same amount of work.
+    for (heads, seq_q, seq_k, causal, num_splits) in
+        [(1, 128, 65536, true, 64), (1, 16384, 16384, true, 2), (2, 4096, 4096, false, 2), (32, 1, 16384, true, 4)]
+    {
+        let (q, k) = ([1, heads, seq_q, 128], [1, heads, seq_k, 128]);
+        let options = AttentionOptions { causal, ..Default::default() };
+        let plan = plan_on(&device(), &AttentionProblem::new(&q, &k, &k, Dtype::BF16, options).unwrap()).unwrap();
+        assert!(plan.to_string().starts_with(&format!("forward hopper 128×128 in {num_splits} splits")), "{plan}");
+    }
+
+    let single = plan_on(&device(), &problem(128, Dtype::F32, causal)).unwrap();
+    assert_eq!(single.forward.kernel(), Kernel::Mma);
+    assert!(
+        single.to_string().contains("not forward hopper: it computes in f16 and bf16 only, and q is f32"),
+        "{single}"
+    );
+    let older = Device { wgmma: false, ..device() };
+    let plan = plan_on(&older, &problem(128, Dtype::BF16, causal)).unwrap();
+    assert!(plan.to_string().contains("no warpgroup matrix products"), "{plan}");
+    assert_eq!(plan.forward.kernel(), Kernel::Mma, "{plan}");
+}
+
+/// The gradient of a bias that repeats queries or keys is computed by the portable kernel, and the plan says why.
+#[test]
+fn plans_say_why_dbias_is_not_hoppers() {
+    let plain = problem(128, Dtype::BF16, AttentionOptions::default());
+    let plan = |problem: AttentionProblem| plan_on(&device(), &problem).unwrap();
+    let biased = plan(plain.with_bias(&[1, 16, 4096, 4096]).unwrap());
+    assert!(biased.passed_over.is_empty() && biased.to_string().contains(", dbias hopper 128×128"), "{biased}");
+    for shape in [[4, 16, 1, 4096], [1, 1, 4096, 1], [1, 16, 1, 1]] {
+        let repeated = plan(plain.with_bias(&shape).unwrap());
+        assert_eq!(repeated.backward.dbias.kernel(), Kernel::Portable, "{repeated}");
+        assert!(repeated.to_string().contains("; not dbias hopper: it does not sum"), "{repeated}");
+    }
+    let none = plan(plain);
+    assert!(none.passed_over.is_empty() && !none.to_string().contains("dbias"), "{none}");
+}
+
+/// `BackwardOrder::Fast` plans the fused kernel where it is possible and faster. Otherwise the plan says why not.
+#[test]
+fn plans_say_why_the_backward_is_not_fused() {
+    let options = AttentionOptions { backward_order: BackwardOrder::Fast, ..Default::default() };
+    let plan = |problem: AttentionProblem| plan_on(&device(), &problem).unwrap();
+    let fast = plan(problem(128, Dtype::BF16, options));
+    assert!(fast.to_string().contains(", all three hopper 64×128 in any order"), "{fast}");
+    let fixed = plan(problem(128, Dtype::BF16, AttentionOptions::default()));
+    assert!(fixed.backward.fused.is_none() && fixed.passed_over.is_empty(), "{fixed}");
+    // `dq_accum` in f32.
+    assert_eq!(fast.scratch_bytes - fixed.scratch_bytes, 4 * 4 * 16 * 4096 * 128);
+    let short = [1, 16, 1024, 128];
+    let short = AttentionProblem::new(&short, &short, &short, Dtype::BF16, options).unwrap();
+    let biased = problem(64, Dtype::BF16, options).with_bias(&[1, 1, 4096, 4096]).unwrap();
+    let whys = [
+        (short, "at least 2048 are needed"),
+        (problem(256, Dtype::F16, options), "256 is above 128"),
+        (biased, "a bias"),
+    ];
+    for (problem, why) in whys {
+        let plan = plan(problem);
+        let reported = plan.to_string().contains("; not dq, dk and dv together: ") && plan.to_string().contains(why);
+        assert!(plan.backward.fused.is_none() && reported, "{plan}");
+    }
+}
