@@ -12,8 +12,6 @@ use burn_flash_attention::{FlashAttentionOptions, plan};
 use common::*;
 use flash_attention_kernels::{Alignment, AttentionOptions, Dtype};
 
-const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
-
 /// Element types that a device computes in.
 fn dtypes(target: &Target) -> Vec<Dtype> {
     let supported = |dtype: &Dtype| {
@@ -21,7 +19,7 @@ fn dtypes(target: &Target) -> Vec<Dtype> {
         target.device.supports_dtype(burn_dtype(*dtype))
             && plan(&q(), &q(), &q(), &FlashAttentionOptions::new()).is_ok()
     };
-    DTYPES.into_iter().filter(supported).collect()
+    [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().filter(supported).collect()
 }
 
 /// Causality, windows, alignments, scale and softcap.

@@ -134,7 +134,8 @@ impl Data {
             })
         });
         let [cu_seqlens_q, cu_seqlens_k] = ends.map_or([None, None], |ends| ends.map(Some));
-        let (options, mut rng) = (&problem.options, StdRng::seed_from_u64(16 * seed + 8));
+        let options = &problem.options;
+        let mut rng = StdRng::seed_from_u64(16 * seed + 8);
         let mut dlse = reference::normal(problem.rows(), 16 * seed + 7);
         reference::round_to(&mut dlse, Dtype::F32);
         let tensors = reference::Tensors {

@@ -313,6 +313,13 @@ impl Case {
         self
     }
 
+    /// Contiguous `q`, `k` and `v` on the device.
+    pub fn qkv(&self, client: &Client) -> [TensorView; 3] {
+        let (p, Tensors { q, k, v, .. }) = (&self.problem, &self.tensors);
+        [(p.q_shape(), q), (p.k_shape(), k), (p.v_shape(), v)]
+            .map(|(shape, values)| place(client, p.dtype, shape, Layout::Contiguous, values).view)
+    }
+
     pub fn reference_inputs(&self) -> reference::Inputs<'_> {
         let drops = self.problem.options.dropout > 0.0;
         let dropout = drops.then_some(reference::Dropout { seed: self.seed, first: [0, 0] });

@@ -28,25 +28,24 @@ fn assert_right(client: &Client) {
 /// Runs forward and backward, with `k` in the caller's buffer if there is one. Returns the buffers of `o` and `dq`.
 fn launched(client: &Client, case: &Case, k: Option<Handle>) -> Result<[Handle; 2], AttentionError> {
     let p = &case.problem;
-    let put = |shape, values: &[f64]| place(client, p.dtype, shape, Layout::Contiguous, values).view;
     let empty = |shape: [usize; 4]| {
         TensorView::contiguous(client.empty(shape.iter().product::<usize>() * p.dtype.size()), shape)
     };
-    let mut inputs = Inputs::new(
-        put(p.q_shape(), &case.tensors.q),
-        put(p.k_shape(), &case.tensors.k),
-        put(p.v_shape(), &case.tensors.v),
-    );
-    if let Some(handle) = k {
-        inputs.k = TensorView::contiguous(handle, p.k_shape());
-    }
+    let [q, own_k, v] = case.qkv(client);
+    let k = k.map_or(own_k, |handle| TensorView::contiguous(handle, p.k_shape()));
+    let mut inputs = Inputs::new(q, k, v);
     if let Some((states, lists)) = &case.shared_blocks {
         (inputs.block_mask, inputs.block_lists) = (Some(states.clone()), lists.clone());
     }
     let (o, dq) = (empty(p.o_shape()), empty(p.q_shape()));
     let lse = TensorView::contiguous(client.empty(4 * p.rows()), p.lse_shape());
     forward(client, p, &inputs, &o, &lse)?;
-    let saved = Saved { o: o.clone(), lse, dout: put(p.o_shape(), &case.dout), dlse: None };
+    let saved = Saved {
+        o: o.clone(),
+        lse,
+        dout: place(client, p.dtype, p.o_shape(), Layout::Contiguous, &case.dout).view,
+        dlse: None,
+    };
     let gradients = Gradients { dq: Some(dq.clone()), ..Default::default() };
     backward(client, p, &inputs, &saved, &gradients)?;
     Ok([o, dq].map(|view| view.handle))

@@ -63,9 +63,7 @@ fn every_backward_gives_the_same_bits() {
     for case in shapes {
         let p = &case.problem;
         let size = p.dtype.size();
-        let put = |shape, values: &[f64]| place(&client, p.dtype, shape, Layout::Contiguous, values).view;
-        let (q, k, v) =
-            (put(p.q_shape(), &case.tensors.q), put(p.k_shape(), &case.tensors.k), put(p.v_shape(), &case.tensors.v));
+        let [q, k, v] = case.qkv(&client);
         let inputs = flash_attention_kernels::Inputs::new(q, k, v);
         let empty =
             |shape: [usize; 4]| TensorView::contiguous(client.empty(size * shape.iter().product::<usize>()), shape);
@@ -74,7 +72,12 @@ fn every_backward_gives_the_same_bits() {
         let plan = case.plan(&client).unwrap();
         forward_with(&client, p, &inputs, &o, &lse, plan.forward).unwrap();
         let scratch = Scratch::empty(&client, p);
-        let saved = Saved { o, lse, dout: put(p.o_shape(), &case.dout), dlse: None };
+        let saved = Saved {
+            o,
+            lse,
+            dout: place(&client, p.dtype, p.o_shape(), Layout::Contiguous, &case.dout).view,
+            dlse: None,
+        };
         let mut first = None;
         for _ in 0..=repeats {
             let views = [p.q_shape(), p.k_shape(), p.v_shape()].map(empty);
@@ -223,9 +226,7 @@ fn offsets_past_32_bits() {
     let (dtype, size) = (p.dtype, p.dtype.size());
     let near = |shape: [usize; 4]| TensorView::contiguous(client.empty(size * shape.iter().product::<usize>()), shape);
     let inputs = || {
-        let put = |shape, values: &[f64]| place(&client, dtype, shape, Layout::Contiguous, values).view;
-        let (q, k, v) =
-            (put(p.q_shape(), &case.tensors.q), put(p.k_shape(), &case.tensors.k), put(p.v_shape(), &case.tensors.v));
+        let [q, k, v] = case.qkv(&client);
         flash_attention_kernels::Inputs::new(q, k, v)
     };
     let apart = |handle, shape: [usize; 4]| {

@@ -69,16 +69,19 @@ fn tensors_of_functions_and_their_gradients() {
     let case = Case::new([2, 1, 1, 40, 50, 16, 16], Dtype::F32, options);
     let p = case.problem.with_score_tensors(&[&[2, 1, 1, 1], &[2, 1, 1, 1]]).unwrap();
     let dtype = p.dtype;
-    let put = |shape, values: &[f64]| place(&client, dtype, shape, Layout::Contiguous, values).view;
     let run = |apart: usize| {
         let score_tensors = [Some(pair(&client, apart, 0.25)), Some(pair(&client, 1, 0.5))];
-        let (q, k, v) =
-            (put(p.q_shape(), &case.tensors.q), put(p.k_shape(), &case.tensors.k), put(p.v_shape(), &case.tensors.v));
+        let [q, k, v] = case.qkv(&client);
         let inputs = Inputs { score_tensors, ..Inputs::new(q, k, v) };
         let o = TensorView::contiguous(client.empty(dtype.size() * p.rows() * 16), p.o_shape());
         let lse = TensorView::contiguous(client.empty(4 * p.rows()), p.lse_shape());
         forward(&client, &p, &inputs, &o, &lse).unwrap();
-        let saved = Saved { o: o.clone(), lse, dout: put(p.o_shape(), &case.dout), dlse: None };
+        let saved = Saved {
+            o: o.clone(),
+            lse,
+            dout: place(&client, dtype, p.o_shape(), Layout::Contiguous, &case.dout).view,
+            dlse: None,
+        };
         let dscore = [pair(&client, apart, f32::NAN), pair(&client, 1, f32::NAN)];
         let dscore_tensors = dscore.clone().map(Some);
         backward(&client, &p, &inputs, &saved, &Gradients { dscore_tensors, ..Default::default() }).unwrap();

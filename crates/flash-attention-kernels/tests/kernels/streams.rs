@@ -115,9 +115,7 @@ fn a_stream_reads_results_of_another_stream() {
     let Some(client) = client() else { return };
     let case = Case::new([1, 4, 4, 64, 64, 16, 16], Dtype::F32, causal());
     let p = &case.problem;
-    let put = |shape, values: &[f64]| place(&client, p.dtype, shape, Layout::Contiguous, values).view;
-    let (q, k, v) =
-        (put(p.q_shape(), &case.tensors.q), put(p.k_shape(), &case.tensors.k), put(p.v_shape(), &case.tensors.v));
+    let [q, k, v] = case.qkv(&client);
     let plan = case.plan(&client).unwrap();
     let next = |client: &Client, q: TensorView| {
         let o = TensorView::contiguous(client.empty(q.len() * p.dtype.size()), p.o_shape());
@@ -152,12 +150,7 @@ fn short_lived_streams_leave_bounded_state() {
     let in_use_after = |streams: std::ops::Range<usize>| {
         for stream in streams {
             let client = on_stream(&client, stream);
-            let put = |shape, values: &[f64]| place(&client, p.dtype, shape, Layout::Contiguous, values).view;
-            let (q, k, v) = (
-                put(p.q_shape(), &case.tensors.q),
-                put(p.k_shape(), &case.tensors.k),
-                put(p.v_shape(), &case.tensors.v),
-            );
+            let [q, k, v] = case.qkv(&client);
             let (o, lse) =
                 (empty(&client, p.o_shape()), TensorView::contiguous(client.empty(4 * p.rows()), p.lse_shape()));
             forward(&client, p, &Inputs::new(q, k, v), &o, &lse).unwrap();

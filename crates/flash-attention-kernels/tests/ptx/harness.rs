@@ -323,8 +323,10 @@ pub fn problem(head_dim: usize, dtype: Dtype, options: AttentionOptions) -> Atte
     AttentionProblem::new(&shape, &shape, &shape, dtype, options).unwrap()
 }
 
-/// Specialisation of a kernel for Hopper in bf16 at head dimension 64, without options.
-pub fn plain(role: Role, tile: HopperTile, split_keys: bool) -> Blueprint {
+/// Specialisation of a kernel for Hopper in bf16 at head dimension 64, without options. A tile has `tile_k` columns.
+pub fn plain(role: Role, tile_k: usize, split_keys: bool) -> Blueprint {
+    let tile =
+        HopperTile { consumer_groups: 1, warpgroups: 2, tile_k, stages: 3, ping_pong: false, producer_warp: false };
     let (head_dim, head_dim_v, stats_multiple) = (64, 64, 128);
     let (capped, mask, bias, alibi) = (false, None, None, false);
     let dtype = Dtype::BF16;

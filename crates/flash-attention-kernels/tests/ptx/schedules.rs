@@ -7,7 +7,7 @@ use flash_attention_kernels::hopper::BiasTile;
 use flash_attention_kernels::hopper::dbias::{Block, DbiasScheduler};
 use flash_attention_kernels::mask::Band;
 use flash_attention_kernels::tensor_core::{Divisor, TileScheduler};
-use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, HopperTile};
+use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
 use std::collections::HashMap;
 
 /// The dbias scheduler visits every block that the band does not hide entirely once, in order, for any stride and first block.
@@ -61,15 +61,7 @@ fn dkdv_work_tiles_cover_every_block_for_every_query_head() {
     {
         let (q, k) = ([2, 2 * group as usize, seq_q, 64], [2, 2, seq_k, 64]);
         let band = AttentionProblem::new(&q, &k, &k, Dtype::BF16, options).unwrap().band();
-        let tile = HopperTile {
-            consumer_groups: 1,
-            warpgroups: 2,
-            tile_k: 64,
-            stages: 3,
-            ping_pong: false,
-            producer_warp: false,
-        };
-        let blueprint = plain(Role::DkDv { dk: true, dv: true }, tile, false);
+        let blueprint = plain(Role::DkDv { dk: true, dv: true }, 64, false);
         let blocks = (seq_k as u32).div_ceil(128);
         let scheduler = TileScheduler::new(blocks, 0, 2, 2, group, 4, 1);
         assert_eq!(scheduler.num_tiles, 2 * 2 * blocks);
@@ -113,19 +105,11 @@ fn work_tiles_cover_every_block_once() {
         let q = [heads / heads.min(3), heads.min(3), seq_q, 64];
         let k = [q[0], q[1], seq_k, 64];
         let problem = AttentionProblem::new(&q, &k, &k, Dtype::BF16, causal).unwrap();
-        let tile = HopperTile {
-            consumer_groups: 1,
-            warpgroups: 2,
-            tile_k: 128,
-            stages: 3,
-            ping_pong: false,
-            producer_warp: false,
-        };
         let band = problem.band();
         let ahead = band.ahead(128, 128);
         let blocks = (seq_q as u32 + ahead).div_ceil(128);
         let scheduler = TileScheduler::new(blocks, ahead, q[0] as u32, q[1] as u32, 1, head_group, num_splits);
-        let blueprint = plain(Role::Forward, tile, num_splits > 1);
+        let blueprint = plain(Role::Forward, 128, num_splits > 1);
         let work: Vec<_> = (0..scheduler.num_tiles)
             .map(|number| scheduler.work_tile(number, 0, &band, &Extras::none(), blueprint))
             .collect();
