@@ -212,16 +212,26 @@ fn candidate(numbers: &[Option<usize>], part: Part, planned: Candidate) -> Resul
 pub fn run(options: &Options) -> Result<(), Error> {
     let device = DeviceName::best().open()?;
     let client = device.client();
+    let (mut timed_any, mut nothing_planned) = (false, None);
     for case in options.filters.apply(options.set)? {
         let order = if options.part == Part::Fused { BackwardOrder::Fast } else { BackwardOrder::Deterministic };
         let precision = if options.tf32 { Precision::Tf32 } else { Precision::Full };
         let data = Data::new(case, 0)?.with_backward_order(order).with_precision(precision);
         let problem = data.problem;
+        let plan = plan_with(&client, &problem, options.kernel)?;
+        let planned = match planned(&plan, options.part) {
+            Ok(planned) => planned,
+            // Other problems of the set may have such a kernel.
+            Err(error) => {
+                println!("{case:<40} {error}");
+                nothing_planned = Some(error);
+                continue;
+            }
+        };
+        timed_any = true;
         let pass = if options.part == Part::Forward { Pass::Forward } else { Pass::Both };
         let tensors = Tensors::new(&client, &data, pass)?;
         let oracle = Oracle::new(&data, options.part != Part::Forward);
-        let plan = plan_with(&client, &problem, options.kernel)?;
-        let planned = planned(&plan, options.part)?;
         // Gradients read the saved results of the forward.
         tensors.forward(&client, &problem, plan.forward)?;
         let wanted = options.part.wanted(&tensors);
@@ -260,5 +270,8 @@ pub fn run(options: &Options) -> Result<(), Error> {
             }
         }
     }
-    Ok(())
+    match nothing_planned {
+        Some(error) if !timed_any => Err(error),
+        _ => Ok(()),
+    }
 }

@@ -143,6 +143,10 @@ fn invalid_arguments_get_one_sentence() {
         assert_eq!(fs::read(&foreign).unwrap(), before);
     }
     let program = env!("CARGO_BIN_EXE_attention-bench");
+    if has_adapter() && !cfg!(feature = "cuda") {
+        let tune = Command::new(program).args(["tune", "--set", "tiny", "--kernel", "portable"]).output();
+        refused(&tune.unwrap(), &["no kernel with tiles"]);
+    }
     let report = Command::new(program).args(["report", "foreign", "--directory"]).arg(directory.path()).output();
     refused(&report.unwrap(), &["foreign.csv", "is not a file of results"]);
 }
