@@ -137,15 +137,15 @@ fn invalid_arguments_get_one_sentence() {
     let foreign = directory.path().join("foreign.csv");
     fs::write(&foreign, "date,temperature\n2026-01-01,3\n").unwrap();
     let before = fs::read(&foreign).unwrap();
+    let program = env!("CARGO_BIN_EXE_attention-bench");
     if has_adapter() {
+        if !cfg!(feature = "cuda") {
+            let tune = Command::new(program).args(["tune", "--set", "tiny", "--kernel", "portable"]).output();
+            refused(&tune.unwrap(), &["no kernel with tiles"]);
+        }
         let device = ["--device", "wgpu", "--set", "tiny", "--name", "foreign"];
         refused(&of(&device), &["foreign.csv", "is not a file of results"]);
         assert_eq!(fs::read(&foreign).unwrap(), before);
-    }
-    let program = env!("CARGO_BIN_EXE_attention-bench");
-    if has_adapter() && !cfg!(feature = "cuda") {
-        let tune = Command::new(program).args(["tune", "--set", "tiny", "--kernel", "portable"]).output();
-        refused(&tune.unwrap(), &["no kernel with tiles"]);
     }
     let report = Command::new(program).args(["report", "foreign", "--directory"]).arg(directory.path()).output();
     refused(&report.unwrap(), &["foreign.csv", "is not a file of results"]);
