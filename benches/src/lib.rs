@@ -13,7 +13,7 @@
 //! run              all of what a command line asks for, into a table and results/*.csv
 //! publish          everything that documents show, in pieces
 //! replace          what was published in place of older results
-//! memory           what each takes beyond its inputs, beside what it must hold
+//! memory           what each takes beyond its inputs, beside what it may hold
 //! sweep            every tile shape, and what the profiler sees
 //! tune             ways to plan Hopper's forward
 //! report           results as a page of charts, and as the tables and charts of documents

@@ -1,4 +1,4 @@
-//! Memory that attention takes in addition to its inputs, compared with what it must hold.
+//! Memory that attention takes in addition to its inputs, compared with what it may hold.
 
 use crate::case::{Case, Pass};
 use crate::device::DeviceName;
@@ -9,7 +9,7 @@ use crate::results::{self, Memory};
 use crate::run::Run;
 use crate::session::{Done, Session, Work, key};
 use crate::worker::{Answer, Job};
-use flash_attention_kernels::{AttentionProblem, BackwardOrder};
+use flash_attention_kernels::AttentionProblem;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -49,15 +49,14 @@ fn input_bytes(p: &AttentionProblem, pass: Pass) -> u64 {
     (elements * p.dtype.size() + 4 * tables.flatten().map(len).sum::<usize>()) as u64
 }
 
-/// Bytes that a pass must hold in addition: the output, one number for each row for `lse`, and, if there is a backward, the gradients and
-/// two more numbers for each row, which are `lse` and delta as its kernels read them. If the order of the backward is not fixed, `dq` may
-/// be accumulated in f32. All of them are linear in the sequence, except for the gradient of a bias.
+/// Bytes that a pass may hold in addition: the output, one number for each row for `lse`, and, if there is a backward, the gradients, `dq`
+/// in f32, which some kernels accumulate, and two more numbers for each row, which are `lse` and delta as its kernels read them. All of
+/// them are linear in the sequence, except for the gradient of a bias.
 fn linear_bytes(p: &AttentionProblem, pass: Pass) -> u64 {
     let len = |shape: [usize; 4]| shape.iter().product::<usize>();
     let forward = len(p.o_shape()) * p.dtype.size() + 4 * p.rows();
     let gradients = len(p.q_shape()) + len(p.k_shape()) + len(p.v_shape()) + p.bias.map_or(0, len);
-    let sums = if p.options.backward_order == BackwardOrder::Fast { 4 * len(p.q_shape()) } else { 0 };
-    let backward = gradients * p.dtype.size() + 8 * p.rows() + sums;
+    let backward = gradients * p.dtype.size() + 4 * len(p.q_shape()) + 8 * p.rows();
     (if pass == Pass::Forward { forward } else { forward + backward }) as u64
 }
 
@@ -85,7 +84,7 @@ pub(crate) fn measure(session: &mut Session, work: &Work, file: &Path, done: &Do
     session.next_step();
     println!(
         "{:<44} {:<9} {:<9} {:>12} {:>12} {:>12} {:>12} {:>7} {:>12}",
-        "problem", "impl", "pass", "inputs", "peak", "beyond", "must hold", "ratio", "reserved, MiB"
+        "problem", "impl", "pass", "inputs", "peak", "beyond", "may hold", "ratio", "reserved, MiB"
     );
     let mut left = 0;
     for case in &work.cases {
@@ -100,8 +99,7 @@ pub(crate) fn measure(session: &mut Session, work: &Work, file: &Path, done: &Do
                 left += 1;
                 continue;
             };
-            let mut problem = case.problem()?;
-            problem.options.backward_order = implementation.backward_order();
+            let problem = case.problem()?;
             let row = row(&session.run, implementation, case, &problem, pass, &answer);
             println!("{}", line(case, &row));
             results::append(file, &[row])?;
@@ -171,19 +169,17 @@ mod tests {
     use flash_attention_kernels::Dtype;
 
     #[test]
-    fn what_must_be_held_is_linear_but_for_a_bias() {
-        let bytes = |seq: usize, order: BackwardOrder| {
-            let mut p = Case::new(Dtype::BF16, [2, 4, seq, 64], true).problem().unwrap();
-            p.options.backward_order = order;
+    fn what_may_be_held_is_linear_but_for_a_bias() {
+        let bytes = |seq: usize| {
+            let p = Case::new(Dtype::BF16, [2, 4, seq, 64], true).problem().unwrap();
             [Pass::Forward, Pass::Both].map(|pass| (input_bytes(&p, pass), linear_bytes(&p, pass)))
         };
         let (rows, elements) = (2 * 4 * 100, 2 * 4 * 100 * 64);
-        let [forward, both] = bytes(100, BackwardOrder::Deterministic);
+        let [forward, both] = bytes(100);
         assert_eq!(forward, (3 * 2 * elements, 2 * elements + 4 * rows));
-        // The output and three gradients, and three numbers for each row.
-        assert_eq!(both, (4 * 2 * elements, 4 * 2 * elements + 12 * rows));
-        assert_eq!(bytes(100, BackwardOrder::Fast)[1].1, both.1 + 4 * elements);
-        assert_eq!(bytes(200, BackwardOrder::Deterministic)[1].1, 2 * both.1);
+        // The output and three gradients, one of them in f32, too, and three numbers for each row.
+        assert_eq!(both, (4 * 2 * elements, (4 * 2 + 4) * elements + 12 * rows));
+        assert_eq!(bytes(200)[1].1, 2 * both.1);
 
         let biased = Case::new(Dtype::BF16, [2, 4, 100, 64], true).with(Variant::Bias).problem().unwrap();
         assert_eq!(linear_bytes(&biased, Pass::Both), both.1 + 2 * 4 * 100 * 100);

@@ -12,7 +12,7 @@ pub enum Part {
     Dq,
     /// The gradients of keys and values.
     Dkdv,
-    /// All three gradients, with the fastest order of sums.
+    /// All three gradients.
     Fused,
     /// The gradient of the bias, by the kernel for Hopper.
     Dbias,

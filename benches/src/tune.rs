@@ -32,6 +32,9 @@ pub struct Options {
     /// Kernel family: hopper or mma.
     #[arg(long, value_parser = named(Kernel::ALL, Kernel::name), default_value = "hopper")]
     kernel: Kernel,
+    /// All three gradients (fused) add to dq in any order, not in a fixed one.
+    #[arg(long)]
+    any_order: bool,
     /// Precision of f32 products: factors are rounded to tf32.
     #[arg(long)]
     tf32: bool,
@@ -214,7 +217,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
     let client = device.client();
     let (mut timed_any, mut nothing_planned) = (false, None);
     for case in options.filters.apply(options.set)? {
-        let order = if options.part == Part::Fused { BackwardOrder::Fast } else { BackwardOrder::Deterministic };
+        let order = if options.any_order { BackwardOrder::Fast } else { BackwardOrder::Deterministic };
         let precision = if options.tf32 { Precision::Tf32 } else { Precision::Full };
         let data = Data::new(case, 0)?.with_backward_order(order).with_precision(precision);
         let problem = data.problem;

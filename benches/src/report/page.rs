@@ -285,7 +285,7 @@ fn beyond(rows: &[&Memory]) -> String {
         ("", cells)
     };
     let columns =
-        ["device", "runtime", "problem", "impl", "pass", "inputs", "beyond them", "must hold", "ratio", "reserved", ""];
+        ["device", "runtime", "problem", "impl", "pass", "inputs", "beyond them", "may hold", "ratio", "reserved", ""];
     format!("<h4>Memory beyond the inputs</h4><p>{BEYOND}</p>{}", table(&columns, rows.iter().map(row)))
 }
 

@@ -27,9 +27,9 @@ pub(crate) use portable::{blueprint, blueprint_beside, check_tile};
 use crate::blocks::BLOCK;
 use crate::error::{AttentionError, Result};
 use crate::fragment::Role;
-use crate::hopper::dq_accum_columns;
+use crate::hopper::{TURN_ROWS, TURN_WORDS, dq_accum_columns};
 use crate::portable::dbias::Sums;
-use crate::problem::{AttentionProblem, BackwardOrder};
+use crate::problem::AttentionProblem;
 use crate::sequences;
 
 /// Why kernels that only the feature `cuda` compiles cannot run without it.
@@ -120,10 +120,8 @@ pub(crate) fn choose_backward(
             }
             Err(_) => {}
         }
-        if problem.options.backward_order == BackwardOrder::Fast {
-            let pass_over = |why| passed_over.push(PassedOver { what: "dq, dk and dv together".into(), why });
-            tiles.fused = hopper::fused(case).map_err(pass_over).ok();
-        }
+        let pass_over = |why| passed_over.push(PassedOver { what: "dq, dk and dv together".into(), why });
+        tiles.fused = hopper::fused(case).map_err(pass_over).ok();
     }
     Ok(tiles)
 }
@@ -207,7 +205,7 @@ pub fn backward_candidates(
         dq.zip(dkdv(true, false)).zip(dkdv(false, true)).map(|((dq, dk), dv)| tiles(dq, dk, Some(dv))).collect()
     };
     let others: Vec<BackwardTiles> = match planned.dq {
-        // The tables have one row for each head dimension. If any order of summation is allowed, there are two alternatives.
+        // The tables have one row for each head dimension: there are two alternatives at most.
         Gradient::Hopper(_) => planned.fused.map(|_| BackwardTiles { fused: None, ..planned }).into_iter().collect(),
         Gradient::Mma(_) => zipped(&|role| mma::fitting(case, role).into_iter().map(Gradient::Mma).collect()),
         Gradient::Matrix(_) => zipped(&|role| matrix::fitting(case, role).into_iter().map(Gradient::Matrix).collect()),
@@ -242,9 +240,9 @@ pub fn fused_on(device: &Device, problem: &AttentionProblem) -> Option<HopperGra
 }
 
 /// Number of f32 values of the backward's scratch: lse and delta of each row, partial sums for the gradients of bias, slopes and
-/// score tensors, and `dq_accum`.
+/// score tensors, and `dq_accum` with its turns.
 pub(crate) fn scratch_floats(case: Case) -> usize {
-    2 * stats_rows(case.problem) + dq_accum_len(case) + bias_sums_len(case.problem)
+    2 * stats_rows(case.problem) + dq_accum_len(case) + dq_turns_len(case) + bias_sums_len(case.problem)
 }
 
 /// Length of `dq_accum` in scratch; 0 if no kernel adds to it.
@@ -257,9 +255,24 @@ pub(crate) fn dq_accum_shape(problem: &AttentionProblem) -> [usize; 2] {
     [stats_rows(problem), dq_accum_columns(problem.head_dim)]
 }
 
+/// Length of the turns of `dq_accum` in scratch; 0 if no kernel adds to it in a fixed order.
+fn dq_turns_len(case: Case) -> usize {
+    if adds_in_order(case) { dq_turns_shape(case.problem).iter().product() } else { 0 }
+}
+
+/// Shape of the turns of `dq_accum` in scratch.
+pub(crate) fn dq_turns_shape(problem: &AttentionProblem) -> [usize; 2] {
+    [stats_rows(problem) / TURN_ROWS, TURN_WORDS]
+}
+
 /// Whether blocks of keys add to `dq`, which is then accumulated in f32 scratch.
 pub(crate) fn adds_dq(case: Case) -> bool {
-    case.problem.options.backward_order == BackwardOrder::Fast && hopper::fused(case).is_ok()
+    hopper::fused(case).is_ok()
+}
+
+/// Whether they add in a fixed order.
+pub(crate) fn adds_in_order(case: Case) -> bool {
+    case.problem.options.backward_order.is_fixed() && adds_dq(case)
 }
 
 /// Number of rows of lse and delta in scratch. The rows of each head are padded, because some kernels load whole tiles, and tiles

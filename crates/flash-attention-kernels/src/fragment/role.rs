@@ -25,7 +25,7 @@ pub enum Role {
         /// Whether the gradient of the values is computed.
         dv: bool,
     },
-    /// All three gradients. Blocks of keys add to `dQ` in memory as they are computed, in no fixed order.
+    /// All three gradients. Blocks of keys add to `dQ` in memory.
     All,
 }
 

@@ -5,7 +5,7 @@
 //!             S = Q Kᵀ    dP = dO Vᵀ    P = 2^(c S − lse)    dS = P ∘ (dP − delta)    dQ += dS K
 //! DkDv    for each query head of the group and each tile of queries that see the keys, the last first:
 //!             Sᵀ = K Qᵀ   dPᵀ = V dOᵀ   Pᵀ = 2^(c Sᵀ − lse)  dSᵀ = Pᵀ ∘ (dPᵀ − delta) dV += Pᵀ dO    dK += dSᵀ Q
-//! All         as DkDv, and                                                                           dQ += dS K
+//! All         as DkDv, the first tile first if blocks add in order, and                              dQ += dS K
 //! ```
 //!
 //! lse is in base 2, `c = log2(e) · scale`, and the scale is applied at the end. (FlashAttention-2, arXiv:2307.08691, algorithm
@@ -14,15 +14,14 @@
 //! `Dq`, `DkDv` and `All` are one kernel: `DkDv` is `Dq` with queries and keys exchanged and one more product. `P` and `dS` are
 //! then operands as they are in registers, and every sum is taken by one consumer group in a fixed order.
 //! [`Role`](crate::fragment::Role) defines rows and columns. Computing all three gradients at once takes five products
-//! instead of seven, but every block of keys then adds to `dQ`, in no fixed order ([`reduce`](super::reduce)).
+//! instead of seven, but every block of keys then adds to `dQ` in memory ([`reduce`](super::reduce)).
 //!
 //! Within a warpgroup, `S` and `dP` are in flight together, and `dV` runs under the computation of `dS` from `dP`. Everything
 //! else overlaps with the products of the other warpgroup.
 
-use super::dq_accum_columns;
 use super::layout::{Layout, Operand, Region, columns_offset};
 use super::memory::{CONTINUED, CONTINUES, FULLY_MASKED, Memory, WorkTileField};
-use super::operands::{Schedule, Streams};
+use super::operands::{DqAccum, Schedule, Streams};
 use super::pipeline::PipelineState;
 use super::producer::{Producer, load_next};
 use super::products::products;
@@ -42,7 +41,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     sources: SourceSides<E, Const<8>>,
     scores: Scores<E, M, NB, NM>,
     outputs: &mut GradientOutputs,
-    dq_accum: &[f32],
+    dq_accum: DqAccum,
     schedule: Schedule,
     #[comptime] blueprint: Blueprint,
     #[define(E, M)] _types: [ElemType; 2],
@@ -84,7 +83,8 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let k_stage = comptime!((blueprint.k_bytes() / 16) as u32);
     let v_stage = comptime!((blueprint.v_bytes() / 16) as u32);
     let ds_at = comptime!(if blueprint.reduces() { blueprint.offset(Region::Ds) as usize / dtype.size() } else { 0 });
-    let mut reducer = Reducer::new::<E>(&shared[ds_at..ds_at + 1024], &shared[0..1024], &memory, warp, blueprint);
+    let (ds, k) = (&shared[ds_at..ds_at + 1024], &shared[0..1024]);
+    let mut reducer = Reducer::new::<E>(ds, k, dq_accum, scheduler, memory, warp, blueprint);
 
     // -- the first loads
     let mut producer = Producer::<E>::new(memory, streams, schedule, scores.band, extras, 0u32, warp, tile);
@@ -99,8 +99,10 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
         let band = memory.band(nth, &scores.band, varlen);
         let first_row = memory.work_tile(nth, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
         let row = first_row + of_warpgroup * 16 + lane / 4;
-        let mut k_start = memory.work_tile(nth, WorkTileField::KLast);
-        let edges = band.edges(first_row, k_start, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32));
+        let k_last = memory.work_tile(nth, WorkTileField::KLast);
+        let edges = band.edges(first_row, k_last, comptime!(WARPGROUP_ROWS as u32), comptime!(tile_k as u32));
+        let mut k_start =
+            if comptime!(blueprint.ordered) { k_last - (steps - 1) * comptime!(tile_k as u32) } else { k_last };
         let flags = memory.work_tile(nth, WorkTileField::Flags);
         let fully_masked = flags & FULLY_MASKED != 0;
         let continued = flags & CONTINUED != 0;
@@ -121,7 +123,8 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             if comptime!(!sums_values) {
                 mbarrier_wait(memory.full(Operand::K, state.stage), state.phase);
             }
-            let edge = step < edges.lead || step >= edges.tail;
+            let from_last = if comptime!(blueprint.ordered) { steps - 1 - step } else { step };
+            let edge = from_last < edges.lead || from_last >= edges.tail;
             let visit = memory.visit(&state, k_start, edge);
 
             // -- S and dP
@@ -136,6 +139,9 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
             if comptime!(!refills_late) && nth + step != 0 {
                 producer.refill(blueprint);
+            }
+            if comptime!(blueprint.ordered) && !fully_masked {
+                reducer.await_turn(nth, &band, visit.start);
             }
             wgmma_wait(comptime!(usize::from(differentiates)));
             pin(&mut s, s_len);
@@ -225,13 +231,16 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 if comptime!(refills_late) && nth + step != 0 {
                     producer.refill(blueprint);
                 }
+                if comptime!(blueprint.ordered) && step > 0 && !fully_masked {
+                    // By now the additions of the step before have been completed, and this warp does not wait for them.
+                    reducer.pass_turn(&state.previous(stages));
+                }
                 if comptime!(reduces) {
                     wgmma_wait(1usize);
                     pin(&mut dq, ADDENDS);
-                    let (batch, head) = (memory.work_tile(nth, WorkTileField::Batch), memory.query_head(nth));
-                    let at = stats_at(&band, &scheduler, batch, head, visit.start, blueprint)
-                        * comptime!(dq_accum_columns(blueprint.head_dim));
-                    reducer.add(&dq, dq_accum, at);
+                    if comptime!(!blueprint.ordered) || !fully_masked {
+                        reducer.add(&dq, nth, &band, visit.start);
+                    }
                     // As above, so that dK runs under the additions. This K has already arrived. The barrier must belong to a
                     // stage that this warp has not released: the barrier of V may be two phases ahead, and a wait by parity
                     // would never end.
@@ -245,7 +254,15 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
             mbarrier_release(memory.empty(Operand::K, state.stage));
             state.advance(stages);
-            k_start -= comptime!(tile_k as u32);
+            k_start = if comptime!(blueprint.ordered) {
+                k_start + comptime!(tile_k as u32)
+            } else {
+                k_start - comptime!(tile_k as u32)
+            };
+        }
+
+        if comptime!(blueprint.ordered) && !fully_masked {
+            reducer.pass_turn(&state.previous(stages));
         }
 
         // -- results

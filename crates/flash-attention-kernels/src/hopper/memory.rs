@@ -14,7 +14,7 @@ use cubecl::prelude::*;
 /// Fields of a work tile in shared memory. The producer reads the first four.
 #[derive(Clone, Copy)]
 pub enum WorkTileField {
-    /// First key of the last tile, which is processed first.
+    /// First key of the last tile. It is visited first, or last if blocks of keys add to dQ in order.
     KLast,
     /// Number of tiles; 0 after the last work tile.
     Steps,
@@ -49,7 +49,7 @@ pub const CONTINUES: u32 = 4;
 /// Fields of a producer's cursor in shared memory.
 #[derive(Clone, Copy)]
 pub enum CursorField {
-    /// First key of the next tile, or the position of its list entry. Tiles are loaded from the last to the first.
+    /// First key of the next tile, or the position of its list entry.
     KStart,
     /// Tiles left in the work tile, including the next one; 0 before the first work tile, [`END`] after the last.
     Left,

@@ -48,7 +48,7 @@ mod bias;
 pub mod layout;
 pub use bias::*;
 
-use crate::tensor_core::{Blueprint, PANEL};
+use crate::tensor_core::{Blueprint, PANEL, WARPGROUP_ROWS};
 use layout::{Layout, Operand};
 
 /// Number of decoded work tiles kept in shared memory. It exceeds the number of work tiles by which loads may run ahead of the
@@ -59,6 +59,10 @@ pub const SLOTS: usize = 8;
 pub const MAX_STAGES: usize = SLOTS - 2;
 /// Words of shared memory for a decoded work tile, and for each of the three cursors.
 pub const WORDS: usize = 13;
+
+/// Rows of `dq_accum` that share a counter of turns, and words of a counter: a vector of 16 bytes.
+pub const TURN_ROWS: usize = WARPGROUP_ROWS;
+pub const TURN_WORDS: usize = 4;
 
 /// f32 values of a query in `dq_accum`, where every block of keys adds to dQ: whole panels.
 pub fn dq_accum_columns(head_dim: usize) -> usize {
@@ -74,7 +78,7 @@ impl Blueprint {
     /// let blueprint = Blueprint {
     ///     role: Role::Forward, tile, dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,
     ///     capped: false, mask: None, bias: None, alibi: false, modified: false, keeps_derivative: false,
-    ///     mask_mod: false, varlen: false, sparse: false, split_keys: false, stats_multiple: 128,
+    ///     mask_mod: false, varlen: false, sparse: false, ordered: false, split_keys: false, stats_multiple: 128,
     /// };
     /// assert!(blueprint.shared_memory() <= 227 << 10);
     /// ```
@@ -106,7 +110,7 @@ impl Layout for Blueprint {
         [2 * self.ds_bytes(), stats, stats]
     }
 
-    fn words(&self) -> [usize; 2] {
-        [3 * WORDS, if self.sparse { self.tile.stages } else { 0 }]
+    fn words(&self) -> [usize; 3] {
+        [3 * WORDS, usize::from(self.ordered), if self.sparse { self.tile.stages } else { 0 }]
     }
 }

@@ -24,6 +24,18 @@ pub struct Streams<E: Float> {
     pub stats: ComptimeOption<&'static [u32]>,
 }
 
+/// `dQ` in f32, to which blocks of keys add.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct DqAccum {
+    /// The sums, in the layout of [`reduce`](super::reduce).
+    pub sums: &'static [Vector<f32, Const<4>>],
+    /// If blocks of keys add in order: for each tile of queries, the number of blocks that have added to it. Every
+    /// [`TURN_ROWS`](super::TURN_ROWS) rows of `sums` have [`TURN_WORDS`](super::TURN_WORDS) words, of which the
+    /// first one counts.
+    pub turns: &'static [u32],
+}
+
 /// The work tiles, and the counter that they are taken from.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]

@@ -43,7 +43,7 @@ pub struct Producer<E: Float> {
 
 #[cube]
 impl<E: Float> Producer<E> {
-    /// The state before the first work tile, whose number is the consumer group's own.
+    /// The state before the first work tile, whose number is the consumer group's own unless blocks of keys add in order.
     pub fn new(
         memory: Memory<Blueprint>,
         streams: Streams<E>,
@@ -57,7 +57,11 @@ impl<E: Float> Producer<E> {
         let number = CUBE_POS as u32 * comptime!(tile.consumer_groups as u32) + consumer_group;
         let (scheduler, counter) = (schedule.tiles, schedule.counter);
         let num_tiles = scheduler.len(&extras);
-        Producer::<E> { memory, streams, scheduler, num_tiles, counter, band, extras, warp, ahead: number }
+        let mut ahead = number;
+        if comptime!(memory.blueprint.ordered) && warp == comptime!(Operand::K.warp()) {
+            ahead = next_tile(num_tiles, counter, memory.blueprint);
+        }
+        Producer::<E> { memory, streams, scheduler, num_tiles, counter, band, extras, warp, ahead }
     }
 
     /// Fills all stages at the start, unless a producer warp does.
@@ -180,7 +184,12 @@ impl<E: Float> Producer<E> {
         if comptime!(operand == Operand::Bias) {
             batch *= self.streams.spread.batch;
         }
-        self.memory.set_cursor(operand, CursorField::KStart, k_last);
+        let k_start = if comptime!(blueprint.ordered) {
+            k_last - (max(steps, 1u32) - 1) * comptime!(blueprint.tile.tile_k as u32)
+        } else {
+            k_last
+        };
+        self.memory.set_cursor(operand, CursorField::KStart, k_start);
         self.memory.set_cursor(operand, CursorField::Head, head);
         self.memory.set_cursor(operand, CursorField::Batch, batch);
         self.memory.set_cursor(operand, CursorField::Nth, nth + 1);
@@ -263,7 +272,8 @@ impl<E: Float> Producer<E> {
                 self.memory.set_cursor(operand, CursorField::Stage, state.stage);
                 self.memory.set_cursor(operand, CursorField::Phase, state.phase);
                 let step = comptime!(if blueprint.sparse { 1 } else { blueprint.tile.tile_k as u32 });
-                self.memory.set_cursor(operand, CursorField::KStart, next - step);
+                let after = if comptime!(blueprint.ordered) { next + step } else { next - step };
+                self.memory.set_cursor(operand, CursorField::KStart, after);
                 left -= 1;
             }
             if left == 0 {
@@ -279,7 +289,7 @@ impl<E: Float> Producer<E> {
                     of_group = self.memory.cursor(operand, CursorField::OfGroup);
                 }
                 if of_group == 0 {
-                    self.ahead = next_tile(self.num_tiles, self.counter, blueprint.tile);
+                    self.ahead = next_tile(self.num_tiles, self.counter, blueprint);
                 }
             }
         }

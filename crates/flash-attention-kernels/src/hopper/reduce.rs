@@ -5,17 +5,27 @@
 //! both             dS K over all 128 keys, 64 queries × 64 columns each       → added to `dq_accum` from registers
 //! ```
 //!
+//! In a fixed order, blocks of keys add to a tile of queries in the order in which they are numbered as
+//! [work tiles](crate::tensor_core::TileScheduler); the first one writes instead. The turns of [`DqAccum`] count the blocks that
+//! have added. One warp of a thread block waits for its turn while the products of `S` and `dP` run, another one passes on the tile
+//! of the step before while those of `dK` run. (FlashAttention-3's code has a semaphore for each
+//! block of queries, too.) Without an order, blocks add as they come.
+//!
 //! `dq_accum` is f32 in the layout of the registers. The order is: head, tile of 64 queries, panel of 64 columns, 16 queries of
 //! the tile, group of four registers; the innermost elements are the four registers of each of a warp's 32 threads. Additions
 //! then read and write whole cache lines, and so does [`convert_dq()`], which converts `dq_accum` to `dq`.
 
-use super::layout::Region;
-use super::memory::Memory;
+use super::layout::{Operand, Region};
+use super::memory::{Memory, WorkTileField};
+use super::operands::DqAccum;
+use super::pipeline::PipelineState;
+use super::{TURN_ROWS, TURN_WORDS, dq_accum_columns};
 use crate::fragment::Scores;
+use crate::mask::Band;
 use crate::ptx::*;
 use crate::tensor_core::{
     Blueprint, GradientOutputs, GradientRows, PANEL, RowStatistics, SourceSides, TileScheduler, WARPGROUP_ROWS,
-    stats_all,
+    stats_all, stats_at,
 };
 use cubecl::prelude::*;
 
@@ -27,6 +37,9 @@ pub const WARP_ROWS: u32 = (WARPGROUP_ROWS / 4) as u32;
 pub const ADDENDS: usize = WARPGROUP_ROWS * PANEL / 128;
 /// Named barrier of all threads. Barrier 0 belongs to `sync_cube`.
 const WRITTEN: u32 = 1;
+/// Warp that waits for its thread block's turn, and warp that passes it on. Neither of them loads.
+const WAITING_WARP: u32 = 3;
+const PASSING_WARP: u32 = 7;
 
 /// State of a warpgroup that adds to dQ.
 #[derive(CubeType)]
@@ -38,8 +51,13 @@ pub struct Reducer {
     k_columns: u64,
     /// Address at which this thread writes its part of the first tile.
     ds: u32,
-    /// Offset of this thread's first element of `dq_accum` within a tile of queries.
+    /// Index of this thread's first vector of `dq_accum` within a tile of queries.
     addend: u32,
+    /// The number of the thread's warp.
+    warp: u32,
+    dq_accum: DqAccum,
+    scheduler: TileScheduler,
+    memory: Memory<Blueprint>,
 }
 
 #[cube]
@@ -48,7 +66,9 @@ impl Reducer {
     pub fn new<E: CubePrimitive>(
         ds: &[E],
         k: &[E],
-        memory: &Memory<Blueprint>,
+        dq_accum: DqAccum,
+        scheduler: TileScheduler,
+        memory: Memory<Blueprint>,
         warp: u32,
         #[comptime] blueprint: Blueprint,
     ) -> Reducer {
@@ -75,7 +95,11 @@ impl Reducer {
             ds_columns,
             k_columns,
             ds: memory.at(Region::Ds, key * comptime!((PANEL * size) as u32) + eight * 16),
-            addend: warp * (WARP_ROWS * PANEL as u32) + lane * 4,
+            addend: warp * (WARP_ROWS * PANEL as u32 / 4) + lane,
+            warp,
+            dq_accum,
+            scheduler,
+            memory,
         }
     }
 
@@ -105,23 +129,74 @@ impl Reducer {
         self.turn ^= 1;
     }
 
-    /// Adds the product `dq` to `dq_accum`. `tile` is the offset of the tile of queries.
-    pub fn add(&self, dq: &Array<f32>, dq_accum: &[f32], tile: usize) {
-        let to = tile + self.addend as usize;
-        let to = &dq_accum[to..to + 1];
-        #[unroll]
-        for i in 0..comptime!(ADDENDS / 4) {
-            let n = comptime!(4 * i);
-            add_quad(to, i, dq[n], dq[n + 1], dq[n + 2], dq[n + 3]);
+    /// Row of `dq_accum` of the first query of the tile from `start` on.
+    fn row(&self, nth: u32, band: &Band, start: u32) -> usize {
+        let blueprint = comptime!(self.memory.blueprint);
+        let (batch, head) = (self.memory.work_tile(nth, WorkTileField::Batch), self.memory.query_head(nth));
+        stats_at(band, &self.scheduler, batch, head, start, blueprint)
+    }
+
+    /// Number of blocks of keys before that of work tile `nth` that add to the tile of queries from `start` on.
+    fn blocks_before(&self, nth: u32, band: &Band, start: u32) -> u32 {
+        let tile = comptime!(self.memory.blueprint.tile);
+        let (rows, columns) = comptime!((tile.tile_q() as u32, tile.tile_k as u32));
+        // In the band, keys are queries.
+        let all = band.q_blocks(start, rows, columns);
+        let block = (self.memory.work_tile(nth, WorkTileField::QStart) - all.origin) / rows;
+        self.scheduler.blocks_before(block, &all)
+    }
+
+    /// Adds the product `dq` to the tile of queries from `start` on.
+    pub fn add(&self, dq: &Array<f32>, nth: u32, band: &Band, start: u32) {
+        let blueprint = comptime!(self.memory.blueprint);
+        let row = self.row(nth, band, start);
+        let to = row * comptime!(dq_accum_columns(blueprint.head_dim) / 4) + self.addend as usize;
+        let to = &self.dq_accum.sums[to..to + 1];
+        if comptime!(blueprint.ordered) {
+            let first = self.blocks_before(nth, band, start) == 0;
+            #[unroll]
+            for i in 0..comptime!(ADDENDS / 4) {
+                write_or_add_quad(to, dq, i, first);
+            }
+            if self.warp == PASSING_WARP {
+                store_shared(self.memory.at_constant(Region::Added, 0u32), row as u32 / comptime!(TURN_ROWS as u32));
+            }
+            // All additions of the warp come before it releases K.
+            sync_plane();
+        } else {
+            #[unroll]
+            for i in 0..comptime!(ADDENDS / 4) {
+                add_quad(to, dq, i);
+            }
+        }
+    }
+
+    /// Waits, in one warp, until the blocks of keys before this one have added to the tile of queries from `start` on. All warps
+    /// know of it after [`multiply()`](Reducer::multiply).
+    pub fn await_turn(&self, nth: u32, band: &Band, start: u32) {
+        if self.warp == WAITING_WARP {
+            let turn = self.row(nth, band, start) / TURN_ROWS * TURN_WORDS;
+            await_turn(&self.dq_accum.turns[turn..turn + 1], self.blocks_before(nth, band, start));
+        }
+    }
+
+    /// Passes the tile of queries at a position of K's pipeline on to the next block of keys, in one warp, once all warps have
+    /// added to it and released it.
+    pub fn pass_turn(&self, state: &PipelineState) {
+        if self.warp == PASSING_WARP {
+            mbarrier_wait(self.memory.empty(Operand::K, state.stage), state.phase);
+            let turn = load_shared(self.memory.at_constant(Region::Added, 0u32)) as usize * TURN_WORDS;
+            pass_turn(&self.dq_accum.turns[turn..turn + 1]);
         }
     }
 }
 
-/// Converts `dq_accum`, multiplied by the scale, to `dq`. Rows that a hidden NaN or infinity has reached are recomputed, as in
-/// [`gradient`](mod@crate::hopper::gradient). Each warp converts 16 queries.
+/// Converts `dq_accum`, multiplied by the scale, to `dq`. Queries that no block of keys has added to have no gradient. Rows that a
+/// hidden NaN or infinity has reached are recomputed, as in [`gradient`](mod@crate::hopper::gradient). Each warp converts 16
+/// queries.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn convert_dq<E: Float, M: Numeric, NB: Size, NM: Size>(
-    dq_accum: &[Vector<f32, Const<4>>],
+    dq_accum: DqAccum,
     sources: SourceSides<E, Const<8>>,
     scores: Scores<E, M, NB, NM>,
     outputs: &mut GradientOutputs,
@@ -147,18 +222,23 @@ pub fn convert_dq<E: Float, M: Numeric, NB: Size, NM: Size>(
     let panels = comptime!(blueprint.panels());
     // Number of vectors of a warp's rows of a panel, and of a panel of a tile of 64 queries.
     let (of_warp, of_panel) = comptime!((ADDENDS / 4 * 32, WARPGROUP_ROWS * PANEL / 4));
-    let tile = (of_all * of_head + first_row / 64 * 64) as usize * comptime!(panels * PANEL / 4);
-    let at = tile + (nth % 4) as usize * of_warp + lane as usize;
+    let row = (of_all * of_head + first_row / 64 * 64) as usize;
+    let at = row * comptime!(panels * PANEL / 4) + (nth % 4) as usize * of_warp + lane as usize;
+    let mut written = true.runtime();
+    if comptime!(blueprint.ordered) {
+        let of_tile = comptime!(blueprint.tile.tile_k);
+        written = dq_accum.turns[row / of_tile * of_tile / TURN_ROWS * TURN_WORDS] > 0;
+    }
     #[unroll]
     for panel in 0..panels {
         let columns = comptime!((blueprint.columns_dk() - panel * PANEL).min(PANEL));
         let mut sum = Array::<f32>::new(ADDENDS);
         #[unroll]
         for i in 0..comptime!(ADDENDS / 4) {
-            let four = dq_accum[at + comptime!(panel * of_panel + 32 * i)];
+            let four = dq_accum.sums[at + comptime!(panel * of_panel + 32 * i)];
             #[unroll]
             for e in 0..4usize {
-                sum[comptime!(4 * i + e)] = four.extract(e);
+                sum[comptime!(4 * i + e)] = select(written, four.extract(e), 0.0f32);
             }
         }
         rows.store(&sum, &mut outputs.dqk, comptime!(panel * PANEL / 4), scale, columns, blueprint.dtype);

@@ -8,7 +8,7 @@ use crate::fragment::Role;
 use crate::mods::TENSORS;
 use crate::portable::dbias::Sums;
 use crate::portable::nothing;
-use crate::problem::{AttentionProblem, BackwardOrder};
+use crate::problem::AttentionProblem;
 use crate::score::Factor;
 use crate::tensor::TensorView;
 #[cfg(not(feature = "cuda"))]
@@ -54,7 +54,7 @@ pub struct Gradients {
 ///
 /// Each gradient has the shape and dtype of its tensor. Sums are taken in a fixed order, so that the same call gives the same
 /// bits, unless the options ask for [`BackwardOrder::Fast`](crate::BackwardOrder::Fast). (FlashAttention-2, arXiv:2307.08691,
-/// algorithm 2, with one kernel for `dq` and one for `dk` and `dv` instead of atomic additions.)
+/// algorithm 2. Either one kernel computes `dq` and another one `dk` and `dv`, or one kernel computes all three.)
 ///
 /// Errors name the argument at fault; in that case nothing has been launched.
 pub fn backward(
@@ -68,7 +68,7 @@ pub fn backward(
     let call = Call::new(client, &device, problem, inputs)?;
     let tiles = tiling::choose_backward(call.case(), None, &mut Vec::new())?;
     // Allocates scratch only after the problem has been validated.
-    call.backward(saved, gradients, &Scratch::empty(client, problem), tiles)
+    call.backward(saved, gradients, &Scratch::of(client, call.case()), tiles)
 }
 
 /// [`backward`] with scratch allocated by the caller and, if given, tiles chosen by the caller.
@@ -99,18 +99,26 @@ pub struct Scratch {
     /// `dq` in f32, for kernels in which blocks of keys add to it: `[n, head_dim rounded up to a multiple of 64]`, with the `n`
     /// of `stats`.
     pub dq_accum: Option<TensorView<2>>,
+    /// Number of blocks of keys that have added to each tile of queries of `dq_accum`, if they add in a fixed order: `[n / 64, 4]`,
+    /// u32.
+    pub dq_turns: Option<TensorView<2>>,
 }
 
 impl Scratch {
     /// Allocates the scratch that the problem needs on this device.
     pub fn empty(client: &Client, problem: &AttentionProblem) -> Self {
-        // Reading the device's properties takes time, too.
-        let fast = problem.options.backward_order == BackwardOrder::Fast;
-        let adds_dq = fast && tiling::adds_dq(Case { device: &Device::of(client), problem });
+        Scratch::of(client, Case { device: &Device::of(client), problem })
+    }
+
+    /// [`Scratch::empty`] for a device whose properties have been read, which takes time.
+    fn of(client: &Client, case: Case) -> Self {
+        let problem = case.problem;
         Scratch {
             stats: TensorView::empty_words(client, [2, tiling::stats_rows(problem)]),
             bias_sums: tiling::bias_sums_shape(problem).map(|shape| TensorView::empty_words(client, shape)),
-            dq_accum: adds_dq.then(|| TensorView::empty_words(client, tiling::dq_accum_shape(problem))),
+            dq_accum: tiling::adds_dq(case).then(|| TensorView::empty_words(client, tiling::dq_accum_shape(problem))),
+            dq_turns: tiling::adds_in_order(case)
+                .then(|| TensorView::empty_words(client, tiling::dq_turns_shape(problem))),
         }
     }
 }
@@ -225,6 +233,8 @@ impl Call<'_> {
         let sums = tiling::bias_sums_shape(p).filter(|_| gradients.are_summed());
         let bias_sums = scratch.bias_sums.as_ref().filter(|_| sums.is_some());
         let dq_accum = scratch.dq_accum.as_ref().filter(|_| fused);
+        let in_order = p.options.backward_order.is_fixed();
+        let dq_turns = scratch.dq_turns.as_ref().filter(|_| fused && in_order);
         let [dscore_a, dscore_b] = &gradients.dscore_tensors;
         let saved = [
             Argument::new("o", &saved.o, Some(p.o_shape()), size),
@@ -245,6 +255,7 @@ impl Call<'_> {
             Argument::new("dsinks", &gradients.dsinks, p.sinks.then_some([p.num_heads_q]), 4),
             Argument::new("bias_sums", bias_sums, sums, 4),
             Argument::new("dq_accum", dq_accum, Some(tiling::dq_accum_shape(p)), 4),
+            Argument::new("dq_turns", dq_turns, Some(tiling::dq_turns_shape(p)), 4),
         ];
         written.iter().try_for_each(|argument| argument.check_output(self.device))?;
         let missing = |option, why| Err(AttentionError::Unsupported { option, value: "none".into(), why });
@@ -254,6 +265,9 @@ impl Call<'_> {
         }
         if fused && dq_accum.is_none() {
             return missing("scratch.dq_accum", "blocks of keys accumulate dq there; allocate with Scratch::empty");
+        }
+        if fused && in_order && dq_turns.is_none() {
+            return missing("scratch.dq_turns", "blocks of keys add to dq in turn; allocate with Scratch::empty");
         }
         let views: Vec<_> = saved.iter().chain(&written).filter_map(|argument| argument.view).collect();
         Ok(self.addresses(&views))

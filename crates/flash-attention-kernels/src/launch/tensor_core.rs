@@ -6,12 +6,12 @@ use super::route::Route;
 use super::{Call, Inputs, Launch};
 use crate::error::{AttentionError, Result};
 use crate::fragment::{Role, ScoresLaunch};
-use crate::hopper;
+use crate::hopper::{self, TURN_ROWS, TURN_WORDS};
 use crate::mask::Band;
 use crate::tensor::{AnyView, TensorView};
 use crate::tensor_core::{
     Blueprint, DeltaBlueprint, GradientOutputsLaunch, HopperTile, Rows, RowsInLaunch, RowsOutLaunch, SourceSideLaunch,
-    SourceSidesLaunch, StrideLaunch, TileScheduler, delta,
+    SourceSidesLaunch, StrideLaunch, TileScheduler, Zeros, delta,
 };
 use crate::tiling::{self, ListShape, cube_count, stats_multiple, stats_rows};
 use cubecl::ir::AddressType;
@@ -124,7 +124,8 @@ impl<'a> Backward<'a> {
         Ok(Outputs { dqk: aligned(results.dk.or(results.dq))?, dv: aligned(results.dv)?, keys })
     }
 
-    /// Prepares copies of the inputs and delta, which these kernels follow. With `fused`, one of them adds to `dq_accum`.
+    /// Prepares copies of the inputs and delta, which these kernels follow. With `fused`, one of them adds to `dq_accum`, whose turns, or
+    /// else itself, start at 0.
     pub(super) fn tensor_core(self, kernels: Vec<GradientLaunch<'a>>, fused: bool) -> Result<Launch<'a>> {
         let Backward { call, saved, scratch, .. } = self;
         let [q, k, v] = call.aligned_inputs()?;
@@ -134,8 +135,12 @@ impl<'a> Backward<'a> {
         Ok(Box::new(move || {
             let sources = [q, k, v, dout].map(|source| source.read(call));
             let (o, dout, dlse) = (o.read(call), &sources[3], saved.dlse.as_ref());
-            let dq_accum = scratch.dq_accum.as_ref().filter(|_| fused);
-            let zeroed = dq_accum.unwrap_or(&scratch.stats);
+            let in_order = call.problem.options.backward_order.is_fixed();
+            let (zeroed, zeros) = match (&scratch.dq_accum, &scratch.dq_turns) {
+                (_, Some(turns)) if fused && in_order => (turns, Zeros { words: TURN_WORDS, rows: TURN_ROWS }),
+                (Some(sums), _) if fused => (sums, Zeros { words: sums.shape[1], rows: 1 }),
+                _ => (&scratch.stats, Zeros { words: 0, rows: 1 }),
+            };
             // SAFETY: views have been checked against their buffers.
             unsafe {
                 delta::delta::launch_unchecked(
@@ -154,7 +159,7 @@ impl<'a> Backward<'a> {
                         head_dim_v: call.problem.head_dim_v,
                         stats_multiple: stats_multiple(call.problem),
                         varlen: call.problem.is_varlen(),
-                        zeros: dq_accum.map_or(0, |dq_accum| dq_accum.shape[1]),
+                        zeros,
                     },
                     call.dtype(),
                 );
@@ -202,14 +207,20 @@ impl Call<'_> {
         let fixed = keys || self.seed.is_some() || p.is_varlen() || p.block_mask.is_some();
         let ahead = if fixed { 0 } else { band.ahead(rows as u32, columns as u32) };
         let (blocks, batches) = tiling::blocks(p, (band.seq_q + ahead) as usize, rows);
-        let cubes = blocks as u64 * (batches * heads) as u64 * num_splits as u64;
+        // Chunks of blocks may have up to as many work tiles more.
+        let cubes = blocks as u64 * (batches * heads) as u64 * if role == Role::All { 2 } else { num_splits as u64 };
         let max = i32::MAX as u64 - spare;
         if cubes > max {
             return Err(AttentionError::Grid { kernel: role.kernel(), cubes, max });
         }
         let (batch, heads, group) = (p.batch as u32, heads as u32, p.group_size() as u32);
-        let scheduler =
+        let mut scheduler =
             TileScheduler::new(blocks as u32, ahead, batch, heads, group, head_group as u32, num_splits as u32);
+        if role == Role::All && p.options.backward_order.is_fixed() {
+            // As many blocks as run at a time are in the chunks of a head group.
+            let of_head = self.device.multiprocessors as u32 / scheduler.head_group.divisor;
+            scheduler = scheduler.in_chunks(of_head);
+        }
         Ok(Work { list, band, scheduler })
     }
 

@@ -49,7 +49,7 @@ impl MemoryEffectsOp for PtxOp {
         let holds = |instructions: &[&str]| instructions.iter().any(|instruction| template.contains(instruction));
         let operand = |nth| self.get_operation().deref(ctx).operands().nth(nth);
         // The destination is operand 0. A copy's source is operand 1.
-        let written = holds(&["st.global", "red.global"]).then(|| operand(0)).flatten();
+        let written = holds(&["st.global", "red.global", "red.release.gpu.global"]).then(|| operand(0)).flatten();
         let read =
             holds(&["cp.async.cg.shared.global", "cp.async.ca.shared.global", "cp.async.bulk.shared::cluster.global"]);
         let read = read.then(|| operand(1)).flatten();

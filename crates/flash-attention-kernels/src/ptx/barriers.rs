@@ -1,4 +1,4 @@
-//! Named barriers, `mbarrier`s and the counter of work tiles.
+//! Named barriers, `mbarrier`s, the counter of work tiles, and turns of thread blocks.
 
 use super::asm::{effect, effect_value};
 use cubecl::prelude::*;
@@ -91,5 +91,30 @@ pub fn take_ticket(counter: &[u32], last: u32) -> u32 {
              @p atom.global.inc.u32 $0, [$1], $2;\n}";
         let value = effect_value(scope, ty, template, "=&r,l,r,~{memory}", args);
         ExpandValue::from(value).into()
+    })
+}
+
+/// Waits until the first element of `turn` is at least `turns`. All that was written to global memory before [`pass_turn()`] then
+/// comes before all that this warp does next. The whole warp must call it.
+#[cube]
+pub fn await_turn(turn: &[u32], turns: u32) {
+    intrinsic!(|scope| {
+        // SAFETY: the reference belongs to a kernel that is being expanded. Its pointer is a value in the kernel's code and is not dereferenced here.
+        let turn = unsafe { *turn.__expand_as_ptr_method(scope) }.value(scope);
+        let args = vec![turn, turns.read_value(scope)];
+        let template = "{\n.reg .pred early;\n.reg .u32 now;\nwait:\nld.acquire.gpu.global.u32 now, [$0];\n\
+             setp.lo.u32 early, now, $1;\n@early bra wait;\n}";
+        effect(scope, template, "l,r,~{memory}", args)
+    })
+}
+
+/// One thread of the warp adds 1 to the first element of `turn`. All writes to global memory that the warp knows of come before it.
+/// The whole warp must call it.
+#[cube]
+pub fn pass_turn(turn: &[u32]) {
+    intrinsic!(|scope| {
+        // SAFETY: the reference belongs to a kernel that is being expanded. Its pointer is a value in the kernel's code and is not dereferenced here.
+        let turn = unsafe { *turn.__expand_as_ptr_method(scope) }.value(scope);
+        effect(scope, &elected("red.release.gpu.global.add.u32 [$0], 1;"), "l,~{memory}", vec![turn])
     })
 }

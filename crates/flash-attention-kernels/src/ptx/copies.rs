@@ -1,10 +1,11 @@
 //! Loads by the tensor memory accelerator (TMA), and reads and writes of shared and global memory.
 
-use super::asm::{effect, effect_value, effect_values};
+use super::asm::{effect, effect_value, effect_values, pointers};
 use super::barriers::elected;
 use super::wgmma::descriptor;
 use cubecl::prelude::*;
-use cubecl_core::ir::ExpandValue;
+use cubecl_core::ir::prelude::Value;
+use cubecl_core::ir::{ExpandValue, Scope, read_value};
 
 // -- memory
 
@@ -144,17 +145,38 @@ fn store_tiles_of(at: u32, a: u32, b: u32, c: u32, d: u32) {
     })
 }
 
-/// Atomically adds four f32 to `sums`, from element `128 nth` on, which is at a multiple of 16 bytes.
+/// Atomically adds registers `4 nth` to `4 nth + 3` to vector `32 nth` of `sums`.
 #[cube]
-pub fn add_quad(sums: &[f32], #[comptime] nth: usize, a: f32, b: f32, c: f32, d: f32) {
+pub fn add_quad(sums: &[Vector<f32, Const<4>>], values: &Array<f32>, #[comptime] nth: usize) {
     intrinsic!(|scope| {
-        // SAFETY: the reference belongs to a kernel that is being expanded. Its pointer is a value in the kernel's code and is not dereferenced here.
-        let sums = unsafe { *sums.__expand_as_ptr_method(scope) }.value(scope);
-        let mut args = vec![sums];
-        args.extend([a, b, c, d].map(|x| x.read_value(scope)));
         let template = format!("red.global.add.v4.f32 [$0+{}], {{$1, $2, $3, $4}};", 512 * nth);
-        effect(scope, &template, "l,f,f,f,f,~{memory}", args)
+        effect(scope, &template, "l,f,f,f,f,~{memory}", quad(scope, &sums, values, nth))
     })
+}
+
+/// [`add_quad()`], or a write if `first`. Both are predicated, like the writes of [`store_pair()`].
+#[cube]
+pub fn write_or_add_quad(sums: &[Vector<f32, Const<4>>], values: &Array<f32>, #[comptime] nth: usize, first: bool) {
+    intrinsic!(|scope| {
+        let to = format!("[$0+{}], {{$1, $2, $3, $4}};", 512 * nth);
+        let template = format!("@$5 st.global.v4.f32 {to}\n@!$5 red.global.add.v4.f32 {to}");
+        let mut args = quad(scope, &sums, values, nth);
+        args.push(first.read_value(scope));
+        effect(scope, &template, "l,f,f,f,f,b,~{memory}", args)
+    })
+}
+
+/// The address of `sums` and the values of registers `4 nth` to `4 nth + 3`.
+fn quad(
+    scope: &Scope,
+    sums: &NativeExpand<[Vector<f32, Const<4>>]>,
+    values: &NativeExpand<Array<f32>>,
+    nth: usize,
+) -> Vec<Value> {
+    // SAFETY: the reference belongs to a kernel that is being expanded. Its pointer is a value in the kernel's code and is not dereferenced here.
+    let sums = unsafe { *sums.__expand_as_ptr_method(scope) }.value(scope);
+    let registers = pointers(scope, values, 4 * nth + 4);
+    std::iter::once(sums).chain(registers[4 * nth..].iter().map(|register| read_value(scope, *register))).collect()
 }
 
 /// The address of the start of `tile`, a multiple of 16, in the shared window. The low bits of a descriptor hold it in units of
@@ -178,7 +200,7 @@ pub fn store_half<E: CubePrimitive>(to: &mut [E], packed: u32, #[comptime] high:
 }
 
 /// Converts values to the result of a `#[cube]` function.
-fn sequence<T: CubePrimitive>(scope: &cubecl_core::ir::Scope, values: Vec<pliron::value::Value>) -> SequenceExpand<T> {
+fn sequence<T: CubePrimitive>(scope: &Scope, values: Vec<Value>) -> SequenceExpand<T> {
     let mut all = Sequence::<T>::__expand_new(scope);
     values.into_iter().for_each(|value| all.__expand_push_method(scope, ExpandValue::from(value).into()));
     all

@@ -24,13 +24,22 @@ pub struct DeltaBlueprint {
     pub stats_multiple: usize,
     /// Whether there are several sequences, so that tiles may begin anywhere.
     pub varlen: bool,
-    /// Number of columns of `dq_accum` to set to 0.
-    pub zeros: usize,
+    /// What is set to 0.
+    pub zeros: Zeros,
+}
+
+/// Words that [`delta()`] sets to 0, in vectors of 4.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Zeros {
+    /// Number of words that come one after the other: a multiple of 4.
+    pub words: usize,
+    /// Number of padded rows that have as many.
+    pub rows: usize,
 }
 
 /// Computes lse and delta from `o, dout [B, H, Sq, Dv]` in 16-byte vectors, `lse` (bits) and `dlse [B, H, Sq]`. Writes them to
-/// `stats [2, B · H, padded Sq]` as bits: lse, then delta. Also sets `dq_accum [B · H, padded Sq, zeros]` in 16-byte vectors to
-/// 0.
+/// `stats [2, B · H, padded Sq]` as bits: lse, then delta. Also sets `zeroed [B · H · padded Sq / rows, words]` to 0, of which
+/// [`Zeros`] has the sizes.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn delta<E: Float, N: Size>(
     o: &Tensor<Vector<E, N>>,
@@ -38,7 +47,7 @@ pub fn delta<E: Float, N: Size>(
     lse: &Tensor<u32>,
     dlse: ComptimeOption<&Tensor<f32>>,
     stats: &mut [u32],
-    dq_accum: &mut [Vector<f32, Const<4>>],
+    zeroed: &mut [Vector<f32, Const<4>>],
     #[comptime] blueprint: DeltaBlueprint,
     #[define(E)] _type: ElemType,
 ) {
@@ -57,10 +66,13 @@ pub fn delta<E: Float, N: Size>(
     }
     let (batch, of_batch) = (head / heads as usize, head % heads as usize);
     let to = head * rows as usize + row as usize;
+    let vectors = comptime!(zeros.words / 4);
     #[unroll]
-    for step in 0..comptime!(zeros / (4 * UNITS_PER_ROW as usize)) {
+    for step in 0..comptime!(vectors.div_ceil(UNITS_PER_ROW as usize)) {
         let vector = comptime!(step * UNITS_PER_ROW as usize) + of_row as usize;
-        dq_accum[to * comptime!(zeros / 4) + vector] = Vector::new(0.0f32);
+        if to.is_multiple_of(zeros.rows) && vector < vectors {
+            zeroed[to / zeros.rows * vectors + vector] = Vector::new(0.0f32);
+        }
     }
 
     let mut sum = 0.0f32.runtime();

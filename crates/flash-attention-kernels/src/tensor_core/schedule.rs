@@ -15,11 +15,21 @@
 //! The number of a consumer group's first work tile is the group's own number. The others are taken from a global counter, so
 //! that the group that finishes first takes the next one. (FlashAttention-3, arXiv:2407.08608, section 3; longest first: Graham
 //! 1969.)
+//!
+//! # Blocks of keys that add to `dQ` in order
+//!
+//! They come in chunks of consecutive blocks. All heads' first chunks come first, and within a chunk the last block, which with
+//! causal attention sees the fewest queries. Each block visits tiles of queries in ascending order and adds to a tile after the
+//! blocks with smaller numbers. Causal blocks of a chunk then start at different tiles, each where the blocks before it have been
+//! already. As many blocks as run at a time are in the chunks of a head group.
+//!
+//! First work tiles are taken from the counter, too. A work tile waits only for work tiles with smaller numbers, which running
+//! thread blocks have taken before, and the smallest unfinished number waits for none.
 
-use super::{Blueprint, HopperTile};
+use super::Blueprint;
 use crate::blocks::{TileSize, block_in_order, visits};
 use crate::extras::Extras;
-use crate::mask::Band;
+use crate::mask::{Band, Blocks};
 use crate::ptx::take_ticket;
 use cubecl::prelude::*;
 
@@ -97,6 +107,10 @@ pub struct TileScheduler {
     pub num_splits: Divisor,
     /// Batch size.
     pub batches: u32,
+    /// Number of blocks of a chunk.
+    pub chunk: Divisor,
+    /// Number of work tiles of the chunks of all heads.
+    pub chunk_tiles: Divisor,
 }
 
 /// Coordinate of a work tile: batch, head, block and split.
@@ -127,7 +141,7 @@ pub struct WorkTile {
     pub head_kv: u32,
     /// First query. In the first block it may be before query 0: a negative number in 32 bits.
     pub q_start: u32,
-    /// First key of the last tile, which is processed first. With a block mask, the position of that tile's list entry.
+    /// First key of the last tile. With a block mask, the position of that tile's list entry.
     pub k_last: u32,
     /// Number of tiles; at least 1.
     pub steps: u32,
@@ -164,6 +178,21 @@ impl TileScheduler {
             group_size: Divisor::new(group_size),
             num_splits: Divisor::new(num_splits),
             batches: batch,
+            chunk: Divisor::new(blocks),
+            chunk_tiles: Divisor::new(blocks * heads),
+        }
+    }
+
+    /// The numbering in chunks of at most `chunk` blocks, without splits. The last chunk has as many work tiles as the others: those
+    /// past the last block see nothing.
+    pub fn in_chunks(self, chunk: u32) -> Self {
+        let chunk = chunk.clamp(1, self.blocks);
+        TileScheduler {
+            num_tiles: self.blocks.next_multiple_of(chunk) * self.heads,
+            head_group_tiles: Divisor::new(self.head_group.divisor * chunk),
+            chunk: Divisor::new(chunk),
+            chunk_tiles: Divisor::new(chunk * self.heads),
+            ..self
         }
     }
 
@@ -181,16 +210,24 @@ impl TileScheduler {
             self.group_size.into_launch(),
             self.num_splits.into_launch(),
             self.batches,
+            self.chunk.into_launch(),
+            self.chunk_tiles.into_launch(),
         )
     }
 }
 
 /// Takes the number of this consumer group's next work tile; at least `num_tiles` if none is left.
 #[cube]
-pub fn next_tile(num_tiles: u32, counter: &[u32], #[comptime] tile: HopperTile) -> u32 {
+pub fn next_tile(num_tiles: u32, counter: &[u32], #[comptime] blueprint: Blueprint) -> u32 {
+    let groups = CUBE_COUNT as u32 * comptime!(blueprint.tile.consumer_groups as u32);
     // Every work tile is taken once, except the first one of each consumer group, and each group with a first work tile takes one
     // ticket in vain. After `num_tiles` tickets the counter is 0 again, ready for the next launch.
-    CUBE_COUNT as u32 * comptime!(tile.consumer_groups as u32) + take_ticket(counter, num_tiles - 1)
+    if comptime!(blueprint.ordered) {
+        // The first ones are taken, too, and every group takes one ticket in vain.
+        take_ticket(counter, num_tiles + groups - 1)
+    } else {
+        groups + take_ticket(counter, num_tiles - 1)
+    }
 }
 
 #[cube]
@@ -205,13 +242,20 @@ impl TileScheduler {
     }
 
     /// The coordinate of work tile `number`.
-    fn coordinate(&self, number: u32, #[comptime] split_keys: bool, #[comptime] varlen: bool) -> TileCoordinate {
-        if comptime!(varlen) {
+    fn coordinate(&self, number: u32, #[comptime] blueprint: Blueprint) -> TileCoordinate {
+        let split_keys = comptime!(blueprint.split_keys);
+        if comptime!(blueprint.varlen) {
             let nth = self.num_heads_q.divide(number);
             let head = self.num_heads_q.modulo(number);
             let (nth, split) = self.split_of(nth, split_keys);
             TileCoordinate { batch: 0u32.runtime(), head, nth, split }
         } else {
+            let mut number = number;
+            let mut after = 0u32;
+            if comptime!(blueprint.ordered) {
+                after = (self.chunk_tiles.divide(number) + 1) * self.chunk.divisor;
+                number = self.chunk_tiles.modulo(number);
+            }
             let first_head = self.head_group_tiles.divide(number) * self.head_group.divisor;
             let within = self.head_group_tiles.modulo(number);
             let mut nth = self.head_group.divide(within);
@@ -220,9 +264,19 @@ impl TileScheduler {
                 nth = self.last_head_group.divide(within);
                 head = first_head + self.last_head_group.modulo(within);
             }
+            if comptime!(blueprint.ordered) {
+                nth = after - 1 - nth;
+            }
             let (nth, split) = self.split_of(nth, split_keys);
             TileCoordinate { batch: self.num_heads_q.divide(head), head: self.num_heads_q.modulo(head), nth, split }
         }
+    }
+
+    /// Number of the blocks `all` of a head that come before `block`, which is one of them, where blocks come in chunks.
+    pub fn blocks_before(&self, block: u32, all: &Blocks) -> u32 {
+        let chunk = self.chunk.divide(block) * self.chunk.divisor;
+        let of_chunk = min(all.end, chunk + self.chunk.divisor) - 1 - block;
+        max(chunk, all.start) - all.start + of_chunk
     }
 
     /// Numbers of block and split, from the number of a split among all splits of all blocks.
@@ -246,7 +300,7 @@ impl TileScheduler {
     ) -> WorkTile {
         let (split_keys, transposed, tile) = comptime!((blueprint.split_keys, blueprint.transposed(), blueprint.tile));
         let (tile_q, tile_k) = comptime!((tile.tile_q() as u32, tile.tile_k as u32));
-        let coordinate = self.coordinate(number, split_keys, blueprint.varlen);
+        let coordinate = self.coordinate(number, blueprint);
         let (head, split) = (coordinate.head, coordinate.split);
         let nth = if comptime!(extras.is_sparse() && !blueprint.varlen) {
             // All query heads of a group use the order of the first one.
@@ -273,6 +327,9 @@ impl TileScheduler {
         } else {
             self.group_size.divide(head)
         };
+        if comptime!(blueprint.ordered) {
+            end = select(nth < self.blocks, end, start);
+        }
         let mut k_last = seen.origin + (max(end, 1u32) - 1) * tile_k;
         let mut tiles = end - start;
         if comptime!(extras.is_sparse()) {

@@ -191,7 +191,7 @@ pub struct BackwardTiles {
     pub dkdv: Gradient,
     /// Kernel of `dv`, if `dv` takes a separate launch even if both are requested.
     pub dv: Option<Gradient>,
-    /// Kernel that computes `dq`, `dk` and `dv` in one launch and sums `dq` in any order. It replaces the others if all three are
+    /// Kernel that computes `dq`, `dk` and `dv` in one launch, where blocks of keys add to `dq`. It replaces the others if all three are
     /// requested.
     pub fused: Option<HopperGradient>,
     /// Kernel of the gradient of the bias.

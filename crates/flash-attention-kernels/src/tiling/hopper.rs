@@ -8,7 +8,7 @@ use super::{
 use crate::blocks::BLOCK;
 use crate::dtype::Dtype;
 use crate::fragment::Role;
-use crate::hopper::{BiasTile, MAX_STAGES};
+use crate::hopper::{BiasTile, MAX_STAGES, dq_accum_columns};
 use crate::mma::Products;
 use crate::problem::AttentionProblem;
 use crate::tensor_core::{Blueprint, HopperTile, PANEL, Rows};
@@ -75,39 +75,52 @@ pub fn forward(case: Case) -> Result<HopperForward, String> {
 
 /// The forward with this tile.
 fn with_tile(case: Case, tile: HopperTile) -> HopperForward {
-    HopperForward { tile, head_group: head_group(case, &tile, false), num_splits: num_splits(case, &tile) }
+    HopperForward { tile, head_group: head_group(case, &tile, Role::Forward), num_splits: num_splits(case, &tile) }
 }
 
-/// Number of heads in a head group. If `transposed`, the heads are key/value heads, and queries are streamed.
-pub(super) fn head_group(Case { device, problem }: Case, tile: &HopperTile, transposed: bool) -> usize {
+/// Whether there is a causal mask or a window, so that blocks differ in length.
+fn is_bounded(problem: &AttentionProblem) -> bool {
     let band = problem.band();
-    let bounded = band.bounded_above || band.bounded_below;
+    band.bounded_above || band.bounded_below
+}
+
+/// Number of heads in a head group. If queries are streamed, the heads are key/value heads.
+pub(super) fn head_group(Case { device, problem }: Case, tile: &HopperTile, role: Role) -> usize {
+    let bounded = is_bounded(problem);
     let consumer_groups = device.multiprocessors * tile.consumer_groups;
+    let waits = role == Role::All && problem.options.backward_order.is_fixed();
     // If all blocks have the same length, heads are processed one by one: their keys and values are then read by all consumer
     // groups at the same time. With a block mask, lengths differ. This matters more if several consumer groups share the blocks of
-    // a head.
-    if !bounded && (problem.block_mask.is_none() || tile.consumer_groups == 1) {
+    // a head. Blocks of one head that wait for each other would start one after the other.
+    if !bounded && !waits && (problem.block_mask.is_none() || tile.consumer_groups == 1) {
         return 1;
     }
     let of_position = (problem.head_dim + problem.head_dim_v) * problem.dtype.size();
-    let (of_cache, heads, rows) = if transposed {
-        let heads = SECTION_BYTES / (problem.seq_q * of_position * problem.group_size()).max(1);
+    let (of_cache, heads, rows) = if role.is_transposed() {
+        let of_sums = if role == Role::All { dq_accum_columns(problem.head_dim) * size_of::<f32>() } else { 0 };
+        // Blocks of the same length visit the query heads of a group together.
+        let visited = if bounded { problem.group_size() } else { 1 };
+        let heads = SECTION_BYTES / (problem.seq_q * (of_position + of_sums) * visited).max(1);
         (heads, problem.num_heads_kv, problem.seq_k)
     } else {
         let heads = SECTION_BYTES / (problem.seq_k * of_position).max(1) * problem.group_size();
         (heads, problem.num_heads_q, problem.seq_q)
     };
-    let most = if bounded {
+    let blocks = rows.div_ceil(tile.tile_q()).max(1);
+    let most = if bounded || waits {
         // At least two blocks of each head are processed at a time. Otherwise every load would come from memory first and from the
         // cache later.
         consumer_groups / 2
     } else {
         // About two blocks of a head group for each consumer group, so that the last blocks to run are short.
-        2 * consumer_groups / rows.div_ceil(tile.tile_q()).max(1)
+        2 * consumer_groups / blocks
     };
+    // Blocks of keys visit the same tiles of queries at the same time. As many of them are in a head group as run at a time, even if
+    // the cache holds fewer heads.
+    let least = if role.is_transposed() { consumer_groups / blocks } else { 1 };
     // A power of two, as numbers of heads usually are: a last head group with few heads would keep few consumer groups busy.
-    let most = 1 << most.max(1).ilog2();
-    of_cache.min(most).clamp(1, (problem.batch * heads).max(1))
+    let head_group = of_cache.max(least).min(most).max(1);
+    (1 << head_group.ilog2()).min((problem.batch * heads).max(1))
 }
 
 /// The gradients by Hopper's kernels, or the reason why they cannot run.
@@ -125,7 +138,7 @@ pub fn backward(case: Case) -> Result<Gradients, String> {
         let tile = if varies_by_pair(problem) || !divided(&plain) { with_bias } else { plain };
         // Tiles of 32 divide any block.
         let tile = if divided(&tile) { tile } else { HopperTile { tile_k: 32, ..tile } };
-        let head_group = head_group(case, &tile, role.is_transposed());
+        let head_group = head_group(case, &tile, role);
         check(case, role, tile, head_group, 1)?;
         Ok(Gradient::Hopper(HopperGradient { tile, head_group }))
     })
@@ -147,12 +160,26 @@ pub fn dbias(problem: &AttentionProblem) -> Result<BiasTile, String> {
     row(&HOPPER_DBIAS, problem)
 }
 
+/// Work tiles for each multiprocessor from which on blocks of different lengths may add to dQ in order. The shortest blocks of a
+/// chunk come first, and the last of fewer, longer work tiles would end late.
+const MANY: usize = 12;
+
 /// All three gradients by one kernel if that is faster than two kernels, or the reason why it is not used.
 pub fn fused(case: Case) -> Result<HopperGradient, String> {
     let (least, fused) = fusible(case)?;
-    let queries = case.problem.seq_q;
+    let Case { device, problem } = case;
+    let queries = problem.seq_q;
     require(queries >= least, || {
-        format!("with {queries} queries a fixed order is as fast; at least {least} are needed")
+        format!("with {queries} queries two kernels are as fast; at least {least} are needed")
+    })?;
+    let in_order = problem.options.backward_order.is_fixed();
+    require(!in_order || problem.options.window_left.is_none(), || {
+        "with a window, two kernels with a fixed order are as fast".into()
+    })?;
+    let blocks = problem.batch * problem.num_heads_kv * problem.seq_k.div_ceil(fused.tile.tile_q());
+    let many = MANY * device.multiprocessors;
+    require(!in_order || !is_bounded(problem) || blocks >= many, || {
+        format!("the longest of {blocks} blocks of keys would add to dq last; at least {many} are needed")
     })?;
     Ok(fused)
 }
@@ -165,15 +192,19 @@ pub fn fusible(case: Case) -> Result<(usize, HopperGradient), String> {
     require(!problem.is_varlen(), || {
         "it does not support several sequences, because blocks of keys would add to queries of others".into()
     })?;
+    require(!problem.options.backward_order.is_fixed() || problem.block_mask.is_none(), || {
+        "with a block mask, the order of the blocks of keys that add to a query is not known".into()
+    })?;
     require(problem.bias.is_none(), || "with a bias, tiles of dS do not fit in shared memory".into())?;
     let (head_dim, widest) = (problem.head_dim, problem.widest());
-    let (least, tile) = row(&HOPPER_FUSED, problem)?;
+    let ([any_order, in_order], tile) = row(&HOPPER_FUSED, problem)?;
+    let least = if problem.options.backward_order.is_fixed() { in_order } else { any_order };
     require(tile.tile_k * head_dim.div_ceil(PANEL) == tile.tile_q(), || {
         format!(
             "head_dim is {head_dim}, where the larger head dimension is {widest}: dQ cannot be divided into blocks of 64 × 64 for two warpgroups"
         )
     })?;
-    Ok((least, HopperGradient { tile, head_group: head_group(case, &tile, true) }))
+    Ok((least, HopperGradient { tile, head_group: head_group(case, &tile, Role::All) }))
 }
 
 /// Largest number of words of a block mask's lists that Hopper's kernels can address with 32 bits.
@@ -266,6 +297,7 @@ pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: HopperTile
         mask_mod: problem.options.mask_mod.is_some(),
         varlen: problem.is_varlen(),
         sparse: problem.block_mask.is_some(),
+        ordered: role == Role::All && problem.options.backward_order.is_fixed(),
         split_keys,
         stats_multiple: stats_multiple(problem),
     }

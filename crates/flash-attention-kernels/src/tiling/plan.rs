@@ -73,7 +73,7 @@ impl fmt::Display for Plan {
             write!(f, ", dv {}", of(&dv, true))?;
         }
         if let Some(HopperGradient { tile, .. }) = fused {
-            write!(f, ", all three {} {}×{} in any order", Kernel::Hopper.name(), tile.tile_k, tile.tile_q())?;
+            write!(f, ", all three {} {}×{}", Kernel::Hopper.name(), tile.tile_k, tile.tile_q())?;
         }
         if let BiasGradient::Hopper(tile) = dbias {
             write!(f, ", dbias {} {}×{}", dbias.kernel().name(), BiasTile::TILE_Q, tile.block_k())?;

@@ -29,7 +29,11 @@ impl Line {
     }
 
     fn options(&self) -> Result<AttentionOptions, String> {
-        let fast = [("fixed", BackwardOrder::Deterministic), ("fast", BackwardOrder::Fast)];
+        let orders = [
+            ("fixed", BackwardOrder::Deterministic),
+            ("turns", BackwardOrder::Deterministic),
+            ("fast", BackwardOrder::Fast),
+        ];
         let by_number = self.choice("dropout_seed", &[("tensor", false), ("number", true)])?;
         let dropout = self.parsed("dropout")?.unwrap_or(0.0);
         Ok(AttentionOptions {
@@ -43,7 +47,7 @@ impl Line {
             dropout_seed: (by_number && dropout > 0.0).then_some(self.seed()?.wrapping_mul(0x9E37_79B9_7F4A_7C15)),
             score_mod: self.choice("score_mod", &score_mods())?,
             mask_mod: self.choice("mask_mod", &mask_mods())?,
-            backward_order: self.choice("order", &fast)?,
+            backward_order: self.choice("order", &orders)?,
             precision: self.choice("precision", &[("full", Precision::Full), ("tf32", Precision::Tf32)])?,
         })
     }
@@ -187,7 +191,7 @@ impl Line {
             offsets,
             poison: self.choice("poison", &[("nan", Poison::Nan), ("huge", Poison::Huge)])?,
             wanted: ["q", "k", "v", "b", "a", "s", "t"].map(|letter| grads.contains(letter)),
-            fused: p.options.backward_order == BackwardOrder::Fast,
+            fused: self.text("order").is_some_and(|order| order != "fixed"),
             tuned: false,
             problem: p,
             ..Case::new([0, 0, 0, 0, 0, 1, 1], Dtype::F32, AttentionOptions::default())

@@ -122,8 +122,8 @@ impl Source {
             line.set("blocks", pick(random, &["11", "1h", "b1", "bh"]));
             line.set("block_size", pick(random, &["128,128", "128,128", "256,128", "128,256"]));
         }
-        if random.random_bool(0.2) {
-            line.set("order", "fast");
+        if random.random_bool(0.4) {
+            line.set("order", pick(random, &["turns", "fast"]));
         }
         if random.random_bool(0.25) {
             let some: String = "qkvbast".chars().filter(|_| random.random_bool(0.5)).collect();

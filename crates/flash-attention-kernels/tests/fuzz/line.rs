@@ -47,7 +47,7 @@ pub const KEYS: [(&str, &str); 47] = [
     ("padding", "normal, or nan: values after the lengths"),
     ("blocks", "block mask: pattern of its batch and heads, like 1h"),
     ("block_size", "128,128: queries and keys of a block"),
-    ("order", "fixed, or fast"),
+    ("order", "fixed; turns: additions to dq in order; or fast"),
     ("grads", "qkvbast: requested gradients"),
     ("layouts", "of q, k, v, dout: contiguous, heads, transposed, padded:N, rows, scalar"),
     ("offsets", "of q, k, v, dout, mask, bias, results, in elements"),

@@ -28,9 +28,9 @@ use cubecl::future::block_on;
 #[cfg(feature = "autotune")]
 use flash_attention_kernels::tuning;
 use flash_attention_kernels::{
-    AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, BlockLists, Dtype, Forward, Gradient, Gradients,
-    Inputs, Kernel, MaskStorage, Plan, Precision, RowsTile, Saved, Scratch, TensorView, TileShape, backward_with,
-    dropout_kept, forward, forward_with, plan, plan_with,
+    AttentionError, AttentionOptions, AttentionProblem, BackwardOrder, BackwardTiles, BlockLists, Dtype, Forward,
+    Gradient, Gradients, Inputs, Kernel, MaskStorage, Plan, Precision, RowsTile, Saved, Scratch, TensorView, TileShape,
+    backward_with, dropout_kept, forward, forward_with, plan, plan_with,
     tiling::{Device, fused_on},
 };
 use flash_attention_reference::{self as reference, Tensors};
@@ -109,7 +109,8 @@ pub struct Case {
     pub tiles: Option<(Forward, BackwardTiles)>,
     /// Which of dq, dk, dv, dbias, dalibi_slopes, dsinks, dscore_tensors are requested.
     pub wanted: [bool; 7],
-    /// Whether the fused kernel computes dq, dk and dv, summed in any order, where it can. `FLASH_TEST_ORDER=fast` sets this for all cases.
+    /// Whether the fused kernel computes dq, dk and dv where it can. `FLASH_TEST_ORDER=fixed` and `FLASH_TEST_ORDER=fast` set this and the
+    /// order of its additions for all cases.
     pub fused: bool,
     /// Whether the tuner chooses the kernels, if it is compiled in. `FLASH_TEST_TUNED=1` sets this for all cases.
     pub tuned: bool,
@@ -136,7 +137,12 @@ impl Case {
     pub fn new(sizes: Sizes, dtype: Dtype, options: AttentionOptions) -> Self {
         let [b, hq, hk, sq, sk, d, dv] = sizes;
         let dtype = if dtype == Dtype::F32 { chosen_dtype() } else { dtype };
-        let options = AttentionOptions { precision: chosen_precision(), ..options };
+        let order = std::env::var("FLASH_TEST_ORDER").ok();
+        let backward_order = match order.as_deref() {
+            Some("fast") => BackwardOrder::Fast,
+            _ => options.backward_order,
+        };
+        let options = AttentionOptions { precision: chosen_precision(), backward_order, ..options };
         let problem =
             AttentionProblem::new(&[b, hq, sq, d], &[b, hk, sk, d], &[b, hk, sk, dv], dtype, options).unwrap();
         let data = |shape: [usize; 4], seed| {
@@ -163,9 +169,16 @@ impl Case {
             poison: Poison::Nan,
             tiles: None,
             wanted: [true; 7],
-            fused: std::env::var("FLASH_TEST_ORDER").is_ok_and(|order| order == "fast"),
+            fused: order.is_some(),
             tuned: std::env::var("FLASH_TEST_TUNED").is_ok_and(|tuned| tuned == "1"),
         }
+    }
+
+    /// The case by itself or, for the fused kernel, with a fixed order of its additions and with none.
+    pub fn in_orders(self) -> Vec<Self> {
+        let mut any_order = self.clone();
+        any_order.problem.options.backward_order = BackwardOrder::Fast;
+        if self.fused { vec![self, any_order] } else { vec![self] }
     }
 
     /// Adds a random mask of this shape that hides about a third of the pairs.
@@ -464,10 +477,15 @@ impl Case {
             let shape = [plain.stats.shape[1], p.head_dim.next_multiple_of(64)];
             Guarded::output(client, Dtype::F32, shape, self.poison)
         });
+        let dq_turns = planned.fused.filter(|_| p.options.backward_order == BackwardOrder::Deterministic).map(|_| {
+            let shape = [plain.stats.shape[1] / 64, 4];
+            Guarded::output(client, Dtype::F32, shape, self.poison)
+        });
         let scratch = Scratch {
             stats: stats.view.clone(),
             bias_sums: sums.as_ref().map(|s| s.view.clone()),
             dq_accum: dq_accum.as_ref().map(|s| s.view.clone()),
+            dq_turns: dq_turns.as_ref().map(|s| s.view.clone()),
         };
         match forced {
             #[cfg(feature = "autotune")]
@@ -496,6 +514,9 @@ impl Case {
         if let Some(sums) = dq_accum {
             sums.read_async(client, "dq_accum").await;
         }
+        if let Some(turns) = dq_turns {
+            turns.read_async(client, "dq_turns").await;
+        }
         Ok(Results {
             o: o.read_async(client, "o").await,
             lse: lse.read_async(client, "lse").await,
@@ -520,11 +541,12 @@ impl Case {
         })
     }
 
-    /// Whether the fused kernel for dq, dk and dv takes this case: no bias, one sequence per batch, both head dimensions at most 128, and
-    /// `head_dim_v` at most 64 if `head_dim` is.
+    /// Whether the fused kernel for dq, dk and dv takes this case: no bias, one sequence per batch, no block mask in a fixed order, both head
+    /// dimensions at most 128, and `head_dim_v` at most 64 if `head_dim` is.
     fn fusible(&self) -> bool {
         let p = &self.problem;
-        let plain = p.bias.is_none() && !p.is_varlen();
+        let any_order = p.options.backward_order == BackwardOrder::Fast;
+        let plain = p.bias.is_none() && !p.is_varlen() && (any_order || p.block_mask.is_none());
         plain && p.head_dim.max(p.head_dim_v) <= 128 && (p.head_dim > 64 || p.head_dim_v <= 64)
     }
 }
@@ -536,7 +558,7 @@ pub fn causal() -> AttentionOptions {
 /// Checks each case on the device, if there is one and the lane has the case's element type.
 pub fn all(cases: impl IntoIterator<Item = Case>) {
     let Some(client) = client() else { return };
-    for case in cases {
+    for case in cases.into_iter().flat_map(Case::in_orders) {
         if supports(&client, case.problem.dtype) {
             case.check(&client);
         }

@@ -4,8 +4,9 @@
 //! is the number of runs of each of twenty shapes, 32 by default. Without it, slow devices run five shapes, four times each.
 
 use crate::common::*;
+use cubecl::client::Client;
 use flash_attention_kernels::tiling::Device;
-use flash_attention_kernels::{AttentionOptions, Dtype, Kernel, plan_with};
+use flash_attention_kernels::{Alignment, AttentionOptions, Dtype, Kernel, plan_with};
 
 /// Twenty shapes, the most typical ones first. Each has several tiles of queries and keys. They differ in head dimension, grouped heads,
 /// windows, biases, masks, dropout and sequence lengths.
@@ -78,14 +79,46 @@ fn schedules_change_no_bit() {
         for kernel in kernels {
             let plan = plan_with(&client, &case.problem, kernel).unwrap();
             let case = Case { tiles: Some((plan.forward, plan.backward)), ..case.clone() };
-            let first = bits(&case.check(&client));
-            for schedule in 1..schedules {
-                let again = bits(&case.run(&client).unwrap());
-                for (result, (first, again)) in first.iter().zip(&again).enumerate() {
-                    let differs = first.iter().zip(again).position(|(first, again)| first != again);
-                    assert_eq!(differs, None, "shape {nth}, {kernel:?}: result {result} of run {schedule} differs");
-                }
-            }
+            repeat(&client, &case, schedules, &format!("shape {nth}, {kernel:?}"));
         }
+    }
+}
+
+/// Runs a case: compares the first run with the oracle, the others with the first.
+fn repeat(client: &Client, case: &Case, schedules: usize, name: &str) {
+    let first = bits(&case.check(client));
+    for schedule in 1..schedules {
+        let again = bits(&case.run(client).unwrap());
+        for (result, (first, again)) in first.iter().zip(&again).enumerate() {
+            let differs = first.iter().zip(again).position(|(first, again)| first != again);
+            assert_eq!(differs, None, "{name}: result {result} of run {schedule} differs");
+        }
+    }
+}
+
+/// Blocks of keys add to `dq` in the order of the keys, whichever of them is ahead: many blocks for few tiles of queries, grouped heads, a
+/// window whose first block differs between tiles, keys that no query sees, and queries that see no key.
+#[test]
+fn additions_in_order_change_no_bit() {
+    let Some(client) = client() else { return };
+    let dtype = chosen_dtype();
+    if !Device::of(&client).wgmma || dtype == Dtype::F32 {
+        return;
+    }
+    let (_, schedules) = asked();
+    let full = AttentionOptions::default();
+    let window = AttentionOptions { window_left: Some(150), window_right: Some(40), ..full };
+    for (nth, (sizes, options)) in [
+        ([1, 2, 2, 130, 1100, 64, 64], full),
+        ([2, 4, 2, 700, 700, 128, 128], causal()),
+        ([1, 2, 1, 650, 600, 64, 64], window),
+        ([1, 1, 1, 128, 800, 96, 96], AttentionOptions { alignment: Alignment::TopLeft, ..causal() }),
+        ([1, 3, 1, 500, 260, 128, 64], causal()),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let case = Case { fused: true, ..Case::new(sizes, Dtype::F32, options).with_dlse() };
+        repeat(&client, &case, schedules, &format!("shape {nth}"));
     }
 }

@@ -54,7 +54,9 @@ impl Call {
         let plain = Scratch::empty(&self.client, &self.problem);
         let shape = [plain.stats.shape[1], self.problem.head_dim.next_multiple_of(64)];
         let dq_accum = Some(TensorView::contiguous(self.client.empty(4 * shape[0] * shape[1]), shape));
-        let scratch = Scratch { dq_accum, ..plain };
+        let shape = [plain.stats.shape[1] / 64, 4];
+        let dq_turns = Some(TensorView::contiguous(self.client.empty(4 * shape[0] * shape[1]), shape));
+        let scratch = Scratch { dq_accum, dq_turns, ..plain };
         backward_with(&self.client, &self.problem, &self.inputs, &saved, &gradients, &scratch, Some(tiles))
     }
 

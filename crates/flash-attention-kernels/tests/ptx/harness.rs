@@ -13,7 +13,7 @@ use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
 use flash_attention_kernels::dropout::DropoutCompilationArg;
 use flash_attention_kernels::extras::ExtrasCompilationArg;
 use flash_attention_kernels::fragment::{Role, ScoresCompilationArg};
-use flash_attention_kernels::hopper::operands::{ScheduleCompilationArg, StreamsCompilationArg};
+use flash_attention_kernels::hopper::operands::{DqAccumCompilationArg, ScheduleCompilationArg, StreamsCompilationArg};
 use flash_attention_kernels::hopper::producer::SpreadCompilationArg;
 use flash_attention_kernels::mask::{Band, BandCompilationArg};
 use flash_attention_kernels::mods::{ModsCompilationArg, TableCompilationArg, TablesCompilationArg};
@@ -136,6 +136,10 @@ pub fn streams<E: Float>(blueprint: Blueprint, backward: bool) -> StreamsCompila
     }
 }
 
+pub fn dq_accum() -> DqAccumCompilationArg {
+    DqAccumCompilationArg { sums: buffer(), turns: buffer() }
+}
+
 pub fn schedule() -> ScheduleCompilationArg {
     ScheduleCompilationArg { tiles: scheduler(), counter: buffer() }
 }
@@ -223,6 +227,8 @@ pub fn scheduler() -> TileSchedulerCompilationArg {
         group_size: divisor(),
         num_splits: divisor(),
         batches: (),
+        chunk: divisor(),
+        chunk_tiles: divisor(),
     }
 }
 
@@ -305,6 +311,8 @@ pub fn scores(problem: &AttentionProblem, role: Role, tile: HopperTile) -> Bluep
         modified: problem.options.score_mod.is_some(),
         keeps_derivative: role.keeps_derivative(problem),
         mask_mod: problem.options.mask_mod.is_some(),
+        ordered: role == Role::All
+            && problem.options.backward_order == flash_attention_kernels::BackwardOrder::Deterministic,
         split_keys: false,
         stats_multiple: 384,
     }
@@ -346,6 +354,7 @@ pub fn plain(role: Role, tile_k: usize, split_keys: bool) -> Blueprint {
         mask_mod: false,
         varlen: false,
         sparse: false,
+        ordered: false,
         split_keys,
         stats_multiple,
     }

@@ -7,7 +7,7 @@ use flash_attention_kernels::fragment::Role;
 use flash_attention_kernels::hopper::dbias::{BiasOutCompilationArg, DbiasSchedulerCompilationArg};
 use flash_attention_kernels::hopper::{BiasBlueprint, BiasTile, combine, copy, dbias, forward, gradient, reduce};
 use flash_attention_kernels::mods::{Document, MaskFn, ScoreFn};
-use flash_attention_kernels::tensor_core::{Blueprint, DeltaBlueprint, Rows, delta};
+use flash_attention_kernels::tensor_core::{Blueprint, DeltaBlueprint, Rows, Zeros, delta};
 use flash_attention_kernels::tiling::{element_type, plan_on};
 use flash_attention_kernels::{
     AttentionOptions, AttentionProblem, BackwardOrder, BackwardTiles, BiasGradient, Dtype, Forward, Gradient,
@@ -42,7 +42,7 @@ fn gradient_ptx(blueprint: Blueprint, problem: &AttentionProblem) -> String {
         source_sides(),
         score_args(problem, blueprint, band),
         gradient_outputs(),
-        buffer(),
+        dq_accum(),
         schedule(),
         width,
         width,
@@ -56,7 +56,7 @@ fn round_ptx(blueprint: Blueprint, problem: &AttentionProblem) -> String {
         settings(reduce::UNITS as usize),
         properties(),
         Default::default(),
-        buffer(),
+        dq_accum(),
         source_sides(),
         score_args(problem, blueprint, problem.band()),
         gradient_outputs(),
@@ -152,6 +152,7 @@ fn check(name: &str, problem: AttentionProblem) {
     fast.options.backward_order = BackwardOrder::Fast;
     let any_order = plan_on(&device(), &fast).unwrap();
     gradients.extend(any_order.backward.fused.map(|fused| ("all", Role::All, fused.tile)));
+    gradients.extend(plan.backward.fused.map(|fused| ("all_in_order", Role::All, fused.tile)));
     blueprint.split_keys = false;
     for (what, role, tile) in gradients {
         // HOPPER_GRADIENT_TILE checks other tiles: DQ_TILE_K/DQ_STAGES/DKDV_TILE_K/DKDV_STAGES.
@@ -161,7 +162,8 @@ fn check(name: &str, problem: AttentionProblem) {
             let n = if role == Role::Dq { &n[..2] } else { &n[2..] };
             (tile.tile_k, tile.stages) = (n[0], n[1]);
         }
-        look_at(&format!("{name}_{what}"), Blueprint { role, tile, ..blueprint }, &problem);
+        let ordered = what == "all_in_order";
+        look_at(&format!("{name}_{what}"), Blueprint { role, tile, ordered, ..blueprint }, &problem);
         if blueprint.bias == Some(Rows::Each) {
             let tiled = Blueprint { role, tile, bias: Some(Rows::Tiled), ..blueprint };
             look_at(&format!("{name}_{what}_tiled"), tiled, &problem);
@@ -403,13 +405,21 @@ fn helper_kernels_compile() {
                     buffer(),
                     buffer(),
                     8,
-                    DeltaBlueprint { head_dim_v: 72, stats_multiple: 128, varlen: false, zeros: 128 },
+                    DeltaBlueprint {
+                        head_dim_v: 72,
+                        stats_multiple: 128,
+                        varlen: false,
+                        zeros: Zeros { words: 128, rows: 1 },
+                    },
                     ty,
                 )),
             ),
             (
                 "convert_dq",
-                round_ptx(Blueprint { head_dim: 128, head_dim_v: 128, ..plain(Role::Dq, 64, false) }, &causal),
+                round_ptx(
+                    Blueprint { head_dim: 128, head_dim_v: 128, ordered: true, ..plain(Role::Dq, 64, false) },
+                    &causal,
+                ),
             ),
         ];
         for (name, ptx) in kernels {

@@ -6,9 +6,9 @@ use flash_attention_kernels::fragment::Role;
 use flash_attention_kernels::hopper::BiasTile;
 use flash_attention_kernels::hopper::dbias::{Block, DbiasScheduler};
 use flash_attention_kernels::mask::Band;
-use flash_attention_kernels::tensor_core::{Divisor, TileScheduler};
+use flash_attention_kernels::tensor_core::{Blueprint, Divisor, TileScheduler};
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 /// The dbias scheduler visits every block that the band does not hide entirely once, in order, for any stride and first block.
 #[test]
@@ -92,6 +92,52 @@ fn dkdv_work_tiles_cover_every_block_for_every_query_head() {
             let all = 0..(seq_q as u32).div_ceil(64);
             assert!(all.filter(seen).eq(tiles.clone()), "{band:?} {start}: {tiles:?}");
         }
+    }
+}
+
+/// Where blocks of keys add to dQ in order, those that add to a tile of queries are numbered from 0, in the order of their work tiles: each
+/// waits only for work tiles with smaller numbers.
+#[test]
+fn blocks_wait_for_smaller_numbers() {
+    let causal = AttentionOptions { causal: true, ..Default::default() };
+    let windows = [(150, 40), (0, 0), (700, 0)];
+    let options = windows.map(|(left, right)| AttentionOptions {
+        window_left: Some(left),
+        window_right: Some(right),
+        ..Default::default()
+    });
+    let options = [AttentionOptions::default(), causal].into_iter().chain(options);
+    let shapes = [(700, 700, 1, 2), (300, 1420, 2, 3), (1420, 300, 1, 1), (900, 899, 4, 4), (128, 1300, 2, 64)];
+    for (options, (seq_q, seq_k, head_group, chunk)) in
+        options.flat_map(|options| shapes.map(move |shape| (options, shape)))
+    {
+        let shape = |seq| [2, 2, seq, 128];
+        let problem = AttentionProblem::new(&shape(seq_q), &shape(seq_k), &shape(seq_k), Dtype::BF16, options).unwrap();
+        let band = problem.band().transposed();
+        let blueprint = Blueprint { ordered: true, ..plain(Role::All, 64, false) };
+        let blocks = (seq_k as u32).div_ceil(128);
+        let scheduler = TileScheduler::new(blocks, 0, 2, 2, 1, head_group, 1).in_chunks(chunk);
+        let mut added = HashMap::new();
+        let mut found = HashSet::new();
+        for number in 0..scheduler.num_tiles {
+            let work = scheduler.work_tile(number, 0, &band, &Extras::none(), blueprint);
+            if work.q_start < seq_k as u32 {
+                assert!(found.insert((work.batch, work.head, work.q_start)), "{work:?} comes twice");
+            } else {
+                assert!(work.fully_masked, "{work:?}");
+            }
+            if work.fully_masked {
+                continue;
+            }
+            for step in 0..work.steps {
+                let start = work.k_last - step * 64;
+                let all = band.q_blocks(start, 128, 64);
+                let before: &mut u32 = added.entry((work.batch, work.head, start)).or_default();
+                assert_eq!(scheduler.blocks_before(work.q_start / 128, &all), *before, "{options:?} {work:?} {start}");
+                *before += 1;
+            }
+        }
+        assert_eq!(found.len() as u32, 4 * blocks);
     }
 }
 

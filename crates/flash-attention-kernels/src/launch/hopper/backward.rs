@@ -2,12 +2,12 @@
 
 use crate::error::Result;
 use crate::fragment::Role;
-use crate::hopper::operands::ScheduleLaunch;
+use crate::hopper::operands::{DqAccumLaunch, ScheduleLaunch};
 use crate::hopper::{self, reduce};
-use crate::launch::backward::{Backward, Results};
+use crate::launch::backward::{Backward, Results, Scratch};
 use crate::launch::tensor_core::{GradientLaunch, Outputs, rows_arg, rows_out, sides, source_sides};
 use crate::tensor::TensorView;
-use crate::tensor_core::{GradientOutputsLaunch, TileScheduler, WARPGROUP_ROWS};
+use crate::tensor_core::{Blueprint, GradientOutputsLaunch, TileScheduler, WARPGROUP_ROWS};
 use crate::tiling::{self, Gradient, HopperGradient, Kernel, cube_count, stats_rows};
 use cubecl::prelude::*;
 
@@ -35,9 +35,8 @@ impl HopperGradient {
             let (size, written, [rows, cols]) = (call.problem.dtype.size(), outputs.write(call), sides(sources, keys));
             let (bias_width, mask_width) = call.pair_widths(keys);
             let bias_map = call.bias_map(&blueprint, if keys { tile.tile_k } else { WARPGROUP_ROWS });
-            let dq_accum = scratch.dq_accum.as_ref().unwrap_or(&scratch.stats);
             let ([q, k, v, dout], [dqk, dv]) = (sources, &written);
-            let addresses = call.addresses(&[q, k, v, dout, dqk, dv, &scratch.stats, dq_accum]);
+            let addresses = call.addresses(&[q, k, v, dout, dqk, dv, scratch.sums()]);
             // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
             unsafe {
                 hopper::gradient::gradient::launch_unchecked(
@@ -51,7 +50,7 @@ impl HopperGradient {
                     source_sides([rows, cols], size),
                     call.score_args(&blueprint, &work.band, &route),
                     Outputs::arg(&written, size),
-                    rows_arg(dq_accum, 1),
+                    scratch.dq_arg(),
                     ScheduleLaunch::new(work.scheduler.into_launch(), BufferArg::from_raw_parts(call.counter(), 1)),
                     blueprint,
                     call.dtypes(),
@@ -65,6 +64,24 @@ impl HopperGradient {
     }
 }
 
+impl Scratch {
+    /// `dq_accum`, or the statistics where no kernel adds to it. Those have fewer elements.
+    fn sums(&self) -> &TensorView<2> {
+        self.dq_accum.as_ref().unwrap_or(&self.stats)
+    }
+
+    /// The launch argument of `dq_accum` and its turns.
+    ///
+    /// # Safety
+    ///
+    /// As `launch_unchecked`: the views have been checked against their buffers.
+    unsafe fn dq_arg(&self) -> DqAccumLaunch {
+        let turns = self.dq_turns.as_ref().unwrap_or(&self.stats);
+        // SAFETY: the caller guarantees it.
+        unsafe { DqAccumLaunch::new(rows_arg(self.sums(), 4), rows_arg(turns, 1)) }
+    }
+}
+
 impl<'a> Backward<'a> {
     /// Prepares the conversion of `dq_accum`, to which the blocks of keys have added, to `dq`.
     fn convert_dq(self, dq: &'a TensorView, tiles: HopperGradient) -> Result<GradientLaunch<'a>> {
@@ -74,15 +91,15 @@ impl<'a> Backward<'a> {
         let count = cube_count(call.device, "convert_dq", cubes as u64)?;
         let dq = call.aligned(dq)?;
         Ok(Box::new(move |sources| {
-            let Some(dq_accum) = &scratch.dq_accum else { return };
-            let blueprint = call.hopper_blueprint(Role::Dq, tiles.tile, false);
+            let ordered = p.options.backward_order.is_fixed();
+            let blueprint = Blueprint { ordered, ..call.hopper_blueprint(Role::Dq, tiles.tile, false) };
             let (size, band) = (p.dtype.size(), p.band());
             let scheduler = TileScheduler::new(1, 0, p.batch as u32, p.num_heads_q as u32, p.group_size() as u32, 1, 1);
             let written = dq.write(call, false);
             let (bias_width, mask_width) = call.pair_widths(false);
             let route = call.route(Gradient::Hopper(tiles).list(false), false);
             let [q, k, v, dout] = sources;
-            let addresses = call.addresses(&[q, k, v, dout, &written, &scratch.stats, dq_accum]);
+            let addresses = call.addresses(&[q, k, v, dout, &written, scratch.sums()]);
             // SAFETY: views have been checked against their buffers. The kernel drops positions past the ends.
             unsafe {
                 reduce::convert_dq::launch_unchecked(
@@ -92,7 +109,7 @@ impl<'a> Backward<'a> {
                     addresses.max(route.addresses()),
                     bias_width,
                     mask_width,
-                    rows_arg(dq_accum, 4),
+                    scratch.dq_arg(),
                     source_sides(sides(sources, false), size),
                     call.score_args(&blueprint, &band, &route),
                     GradientOutputsLaunch::new(rows_out(&written, size), rows_out(&written, size)),

@@ -135,6 +135,7 @@ impl Call {
             stats: output(client, all, f32, stats.shape),
             bias_sums: bias_sums.map(|sums| output(client, all, f32, sums.shape)),
             dq_accum: Some(output(client, all, f32, [stats.shape[1], p.head_dim.next_multiple_of(64)])),
+            dq_turns: Some(output(client, all, f32, [stats.shape[1] / 64, 4])),
         };
         Call {
             states: output(client, all, f32, p.block_mask.map_or([1; 4], |mask| mask.blocks)),

@@ -110,6 +110,10 @@ fn tiles_kernels_and_scratch() {
             call.backward.fused = Some(HopperGradient { tile: HOPPER, head_group: 1 });
             call.scratch.dq_accum = None
         } => Unsupported { option: "scratch.dq_accum", value } if value == "none";
+        |call| {
+            call.backward.fused = Some(HopperGradient { tile: HOPPER, head_group: 1 });
+            call.scratch.dq_turns = None
+        } => Unsupported { option: "scratch.dq_turns", value } if value == "none";
     };
     // If these kernels are compiled in, `tiles.rs` tests their errors.
     let not_compiled = rows! { Call:

@@ -108,6 +108,7 @@ fn tensors_that_do_not_fit() {
         "stats": call => &mut call.scratch.stats;
         "bias_sums": call => call.scratch.bias_sums.as_mut().unwrap();
         "dq_accum": call => { call.backward.fused = Some(FUSED); call.scratch.dq_accum.as_mut().unwrap() };
+        "dq_turns": call => { call.backward.fused = Some(FUSED); call.scratch.dq_turns.as_mut().unwrap() };
     };
     let of_states = tensors! {
         "mask": call => &mut call.inputs.mask.as_mut().unwrap().tensor;
