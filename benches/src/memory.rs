@@ -9,7 +9,7 @@ use crate::results::{self, Memory};
 use crate::run::Run;
 use crate::session::{Done, Session, Work, key};
 use crate::worker::{Answer, Job};
-use flash_attention_kernels::AttentionProblem;
+use flash_attention_kernels::{AttentionProblem, Dtype};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -49,14 +49,15 @@ fn input_bytes(p: &AttentionProblem, pass: Pass) -> u64 {
     (elements * p.dtype.size() + 4 * tables.flatten().map(len).sum::<usize>()) as u64
 }
 
-/// Bytes that a pass may hold in addition: the output, one number for each row for `lse`, and, if there is a backward, the gradients, `dq`
-/// in f32, which some kernels accumulate, and two more numbers for each row, which are `lse` and delta as its kernels read them. All of
-/// them are linear in the sequence, except for the gradient of a bias.
-fn linear_bytes(p: &AttentionProblem, pass: Pass) -> u64 {
+/// Bytes that a pass may hold in addition: the output, one number for each row for `lse`, and, if there is a backward, the gradients and
+/// two more numbers for each row, which are `lse` and delta as its kernels read them. Through CUDA, kernels in half precision may
+/// accumulate `dq` in f32. All of them are linear in the sequence, except for the gradient of a bias.
+fn linear_bytes(p: &AttentionProblem, pass: Pass, cuda: bool) -> u64 {
     let len = |shape: [usize; 4]| shape.iter().product::<usize>();
     let forward = len(p.o_shape()) * p.dtype.size() + 4 * p.rows();
     let gradients = len(p.q_shape()) + len(p.k_shape()) + len(p.v_shape()) + p.bias.map_or(0, len);
-    let backward = gradients * p.dtype.size() + 4 * len(p.q_shape()) + 8 * p.rows();
+    let sums = if cuda && p.dtype != Dtype::F32 { 4 * len(p.q_shape()) } else { 0 };
+    let backward = gradients * p.dtype.size() + 8 * p.rows() + sums;
     (if pass == Pass::Forward { forward } else { forward + backward }) as u64
 }
 
@@ -136,7 +137,7 @@ fn row(
         causal: case.causal,
         variant: case.variant_name(),
         input_bytes: input_bytes(problem, pass),
-        linear_bytes: linear_bytes(problem, pass),
+        linear_bytes: linear_bytes(problem, pass, run.runtime == DeviceName::Cuda.name()),
         peak_bytes: answer.peak_bytes,
         reserved_bytes: answer.reserved_bytes,
         note: answer.note.clone(),
@@ -166,22 +167,22 @@ fn line(case: &Case, row: &Memory) -> String {
 mod tests {
     use super::*;
     use crate::case::Variant;
-    use flash_attention_kernels::Dtype;
 
     #[test]
     fn what_may_be_held_is_linear_but_for_a_bias() {
-        let bytes = |seq: usize| {
+        let bytes = |seq: usize, cuda: bool| {
             let p = Case::new(Dtype::BF16, [2, 4, seq, 64], true).problem().unwrap();
-            [Pass::Forward, Pass::Both].map(|pass| (input_bytes(&p, pass), linear_bytes(&p, pass)))
+            [Pass::Forward, Pass::Both].map(|pass| (input_bytes(&p, pass), linear_bytes(&p, pass, cuda)))
         };
         let (rows, elements) = (2 * 4 * 100, 2 * 4 * 100 * 64);
-        let [forward, both] = bytes(100);
+        let [forward, both] = bytes(100, false);
         assert_eq!(forward, (3 * 2 * elements, 2 * elements + 4 * rows));
-        // The output and three gradients, one of them in f32, too, and three numbers for each row.
-        assert_eq!(both, (4 * 2 * elements, (4 * 2 + 4) * elements + 12 * rows));
-        assert_eq!(bytes(200)[1].1, 2 * both.1);
+        // The output and three gradients, and three numbers for each row.
+        assert_eq!(both, (4 * 2 * elements, 4 * 2 * elements + 12 * rows));
+        assert_eq!(bytes(100, true)[1].1, both.1 + 4 * elements);
+        assert_eq!(bytes(200, false)[1].1, 2 * both.1);
 
         let biased = Case::new(Dtype::BF16, [2, 4, 100, 64], true).with(Variant::Bias).problem().unwrap();
-        assert_eq!(linear_bytes(&biased, Pass::Both), both.1 + 2 * 4 * 100 * 100);
+        assert_eq!(linear_bytes(&biased, Pass::Both, false), both.1 + 2 * 4 * 100 * 100);
     }
 }

@@ -222,8 +222,8 @@ record! {
         variant: String,
         /// Bytes that the pass reads: `q`, `k`, `v`, mask and bias, and the gradient of the output if there is a backward.
         input_bytes: u64,
-        /// Bytes that the pass may hold in addition: output, `lse`, and, if there is a backward, gradients, `dq` in f32 and two f32 for each
-        /// row.
+        /// Bytes that the pass may hold in addition: output, `lse`, and, if there is a backward, gradients and two f32 for each row, and
+        /// `dq` in f32 in half precision through CUDA.
         linear_bytes: u64,
         /// As in [`Timing`].
         peak_bytes: Option<u64>,
