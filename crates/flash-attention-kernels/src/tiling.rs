@@ -257,7 +257,11 @@ pub(crate) fn dq_accum_shape(problem: &AttentionProblem) -> [usize; 2] {
 
 /// Length of the turns of `dq_accum` in scratch; 0 if no kernel adds to it in a fixed order.
 fn dq_turns_len(case: Case) -> usize {
-    if adds_in_order(case) { dq_turns_shape(case.problem).iter().product() } else { 0 }
+    if adds_dq(case) && Role::All.adds_in_order(case.problem) {
+        dq_turns_shape(case.problem).iter().product()
+    } else {
+        0
+    }
 }
 
 /// Shape of the turns of `dq_accum` in scratch.
@@ -268,11 +272,6 @@ pub(crate) fn dq_turns_shape(problem: &AttentionProblem) -> [usize; 2] {
 /// Whether blocks of keys add to `dq`, which is then accumulated in f32 scratch.
 pub(crate) fn adds_dq(case: Case) -> bool {
     hopper::fused(case).is_ok()
-}
-
-/// Whether they add in a fixed order.
-pub(crate) fn adds_in_order(case: Case) -> bool {
-    case.problem.options.backward_order.is_fixed() && adds_dq(case)
 }
 
 /// Number of rows of lse and delta in scratch. The rows of each head are padded, because some kernels load whole tiles, and tiles

@@ -1,6 +1,6 @@
 //! Roles of kernels: the forward, or the gradients that a kernel computes.
 
-use crate::problem::AttentionProblem;
+use crate::problem::{AttentionProblem, BackwardOrder};
 use serde::Serialize;
 
 /// What a kernel computes. A thread block keeps a block of rows, and tiles of columns stream by.
@@ -47,6 +47,11 @@ impl Role {
     /// Whether `dS` is computed, and dQ or dK accumulated from it.
     pub fn differentiates(self) -> bool {
         matches!(self, Role::Dq | Role::DkDv { dk: true, .. } | Role::All)
+    }
+
+    /// Whether blocks of keys add to `dQ` in a fixed order, and wait for each other.
+    pub fn adds_in_order(self, problem: &AttentionProblem) -> bool {
+        self == Role::All && problem.options.backward_order == BackwardOrder::Deterministic
     }
 
     /// Whether the kernel keeps derivatives of the problem's score function: if they are not 1 everywhere, or if there is also a softcap,

@@ -232,7 +232,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                     producer.refill(blueprint);
                 }
                 if comptime!(blueprint.ordered) && step > 0 && !fully_masked {
-                    // By now the additions of the step before have been completed, and this warp does not wait for them.
+                    // As late as here, because passing on waits for the additions of the step before.
                     reducer.pass_turn(&state.previous(stages));
                 }
                 if comptime!(reduces) {

@@ -68,7 +68,7 @@ pub fn backward(
     let call = Call::new(client, &device, problem, inputs)?;
     let tiles = tiling::choose_backward(call.case(), None, &mut Vec::new())?;
     // Allocates scratch only after the problem has been validated.
-    call.backward(saved, gradients, &Scratch::of(client, call.case()), tiles)
+    call.backward(saved, gradients, &Scratch::of(client, problem, tiles.fused.is_some()), tiles)
 }
 
 /// [`backward`] with scratch allocated by the caller and, if given, tiles chosen by the caller.
@@ -107,18 +107,17 @@ pub struct Scratch {
 impl Scratch {
     /// Allocates the scratch that the problem needs on this device.
     pub fn empty(client: &Client, problem: &AttentionProblem) -> Self {
-        Scratch::of(client, Case { device: &Device::of(client), problem })
+        Scratch::of(client, problem, tiling::adds_dq(Case { device: &Device::of(client), problem }))
     }
 
-    /// [`Scratch::empty`] for a device whose properties have been read, which takes time.
-    fn of(client: &Client, case: Case) -> Self {
-        let problem = case.problem;
+    /// [`Scratch::empty`] where it is known whether blocks of keys add to `dq`.
+    fn of(client: &Client, problem: &AttentionProblem, adds_dq: bool) -> Self {
+        let in_order = adds_dq && Role::All.adds_in_order(problem);
         Scratch {
             stats: TensorView::empty_words(client, [2, tiling::stats_rows(problem)]),
             bias_sums: tiling::bias_sums_shape(problem).map(|shape| TensorView::empty_words(client, shape)),
-            dq_accum: tiling::adds_dq(case).then(|| TensorView::empty_words(client, tiling::dq_accum_shape(problem))),
-            dq_turns: tiling::adds_in_order(case)
-                .then(|| TensorView::empty_words(client, tiling::dq_turns_shape(problem))),
+            dq_accum: adds_dq.then(|| TensorView::empty_words(client, tiling::dq_accum_shape(problem))),
+            dq_turns: in_order.then(|| TensorView::empty_words(client, tiling::dq_turns_shape(problem))),
         }
     }
 }
@@ -233,7 +232,7 @@ impl Call<'_> {
         let sums = tiling::bias_sums_shape(p).filter(|_| gradients.are_summed());
         let bias_sums = scratch.bias_sums.as_ref().filter(|_| sums.is_some());
         let dq_accum = scratch.dq_accum.as_ref().filter(|_| fused);
-        let in_order = p.options.backward_order.is_fixed();
+        let in_order = Role::All.adds_in_order(p);
         let dq_turns = scratch.dq_turns.as_ref().filter(|_| fused && in_order);
         let [dscore_a, dscore_b] = &gradients.dscore_tensors;
         let saved = [

@@ -135,7 +135,7 @@ impl<'a> Backward<'a> {
         Ok(Box::new(move || {
             let sources = [q, k, v, dout].map(|source| source.read(call));
             let (o, dout, dlse) = (o.read(call), &sources[3], saved.dlse.as_ref());
-            let in_order = call.problem.options.backward_order.is_fixed();
+            let in_order = Role::All.adds_in_order(call.problem);
             let (zeroed, zeros) = match (&scratch.dq_accum, &scratch.dq_turns) {
                 (_, Some(turns)) if fused && in_order => (turns, Zeros { words: TURN_WORDS, rows: TURN_ROWS }),
                 (Some(sums), _) if fused => (sums, Zeros { words: sums.shape[1], rows: 1 }),
@@ -216,7 +216,7 @@ impl Call<'_> {
         let (batch, heads, group) = (p.batch as u32, heads as u32, p.group_size() as u32);
         let mut scheduler =
             TileScheduler::new(blocks as u32, ahead, batch, heads, group, head_group as u32, num_splits as u32);
-        if role == Role::All && p.options.backward_order.is_fixed() {
+        if role.adds_in_order(p) {
             // As many blocks as run at a time are in the chunks of a head group.
             let of_head = self.device.multiprocessors as u32 / scheduler.head_group.divisor;
             scheduler = scheduler.in_chunks(of_head);

@@ -18,13 +18,6 @@ pub enum BackwardOrder {
     Fast,
 }
 
-impl BackwardOrder {
-    /// Whether the same call gives the same bits.
-    pub(crate) fn is_fixed(self) -> bool {
-        self == BackwardOrder::Deterministic
-    }
-}
-
 /// Precision of products of f32 operands. Products of f16 and bf16 are not affected. Sums are always f32.
 ///
 /// ```

@@ -69,7 +69,7 @@ pub struct Blueprint {
     pub varlen: bool,
     /// Whether there is a block mask, and lists select the visited tiles.
     pub sparse: bool,
-    /// Whether blocks of keys add to `dQ` in the order of the keys, where it is accumulated in global memory.
+    /// Whether blocks of keys add to `dQ` in a fixed order, that of their work tiles.
     pub ordered: bool,
     /// Whether a work tile is a split of the keys. The results are then combined by another kernel.
     pub split_keys: bool,

@@ -220,12 +220,12 @@ impl TileScheduler {
 #[cube]
 pub fn next_tile(num_tiles: u32, counter: &[u32], #[comptime] blueprint: Blueprint) -> u32 {
     let groups = CUBE_COUNT as u32 * comptime!(blueprint.tile.consumer_groups as u32);
-    // Every work tile is taken once, except the first one of each consumer group, and each group with a first work tile takes one
-    // ticket in vain. After `num_tiles` tickets the counter is 0 again, ready for the next launch.
     if comptime!(blueprint.ordered) {
-        // The first ones are taken, too, and every group takes one ticket in vain.
+        // Every work tile is taken once, and each consumer group takes one ticket in vain. After these tickets the counter is 0
+        // again, ready for the next launch.
         take_ticket(counter, num_tiles + groups - 1)
     } else {
+        // Here the first work tile of each consumer group is not taken, so that there are `num_tiles` tickets.
         groups + take_ticket(counter, num_tiles - 1)
     }
 }

@@ -88,7 +88,7 @@ fn is_bounded(problem: &AttentionProblem) -> bool {
 pub(super) fn head_group(Case { device, problem }: Case, tile: &HopperTile, role: Role) -> usize {
     let bounded = is_bounded(problem);
     let consumer_groups = device.multiprocessors * tile.consumer_groups;
-    let waits = role == Role::All && problem.options.backward_order.is_fixed();
+    let waits = role.adds_in_order(problem);
     // If all blocks have the same length, heads are processed one by one: their keys and values are then read by all consumer
     // groups at the same time. With a block mask, lengths differ. This matters more if several consumer groups share the blocks of
     // a head. Blocks of one head that wait for each other would start one after the other.
@@ -172,7 +172,7 @@ pub fn fused(case: Case) -> Result<HopperGradient, String> {
     require(queries >= least, || {
         format!("with {queries} queries two kernels are as fast; at least {least} are needed")
     })?;
-    let in_order = problem.options.backward_order.is_fixed();
+    let in_order = Role::All.adds_in_order(problem);
     require(!in_order || problem.options.window_left.is_none(), || {
         "with a window, two kernels with a fixed order are as fast".into()
     })?;
@@ -192,13 +192,14 @@ pub fn fusible(case: Case) -> Result<(usize, HopperGradient), String> {
     require(!problem.is_varlen(), || {
         "it does not support several sequences, because blocks of keys would add to queries of others".into()
     })?;
-    require(!problem.options.backward_order.is_fixed() || problem.block_mask.is_none(), || {
+    let fixed = Role::All.adds_in_order(problem);
+    require(!fixed || problem.block_mask.is_none(), || {
         "with a block mask, the order of the blocks of keys that add to a query is not known".into()
     })?;
     require(problem.bias.is_none(), || "with a bias, tiles of dS do not fit in shared memory".into())?;
     let (head_dim, widest) = (problem.head_dim, problem.widest());
     let ([any_order, in_order], tile) = row(&HOPPER_FUSED, problem)?;
-    let least = if problem.options.backward_order.is_fixed() { in_order } else { any_order };
+    let least = if fixed { in_order } else { any_order };
     require(tile.tile_k * head_dim.div_ceil(PANEL) == tile.tile_q(), || {
         format!(
             "head_dim is {head_dim}, where the larger head dimension is {widest}: dQ cannot be divided into blocks of 64 × 64 for two warpgroups"
@@ -297,7 +298,7 @@ pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: HopperTile
         mask_mod: problem.options.mask_mod.is_some(),
         varlen: problem.is_varlen(),
         sparse: problem.block_mask.is_some(),
-        ordered: role == Role::All && problem.options.backward_order.is_fixed(),
+        ordered: role.adds_in_order(problem),
         split_keys,
         stats_multiple: stats_multiple(problem),
     }

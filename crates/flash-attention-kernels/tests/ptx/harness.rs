@@ -311,8 +311,7 @@ pub fn scores(problem: &AttentionProblem, role: Role, tile: HopperTile) -> Bluep
         modified: problem.options.score_mod.is_some(),
         keeps_derivative: role.keeps_derivative(problem),
         mask_mod: problem.options.mask_mod.is_some(),
-        ordered: role == Role::All
-            && problem.options.backward_order == flash_attention_kernels::BackwardOrder::Deterministic,
+        ordered: role.adds_in_order(problem),
         split_keys: false,
         stats_multiple: 384,
     }

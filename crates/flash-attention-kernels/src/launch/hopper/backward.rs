@@ -91,7 +91,7 @@ impl<'a> Backward<'a> {
         let count = cube_count(call.device, "convert_dq", cubes as u64)?;
         let dq = call.aligned(dq)?;
         Ok(Box::new(move |sources| {
-            let ordered = p.options.backward_order.is_fixed();
+            let ordered = Role::All.adds_in_order(p);
             let blueprint = Blueprint { ordered, ..call.hopper_blueprint(Role::Dq, tiles.tile, false) };
             let (size, band) = (p.dtype.size(), p.band());
             let scheduler = TileScheduler::new(1, 0, p.batch as u32, p.num_heads_q as u32, p.group_size() as u32, 1, 1);
