@@ -40,7 +40,8 @@ pub struct Options {
     tf32: bool,
     /// Plans to time next to the default plan, where `-` is the default plan's value. For hopper, each is
     /// CONSUMER_GROUPS/WARPGROUPS/TILE_K/STAGES/PING_PONG/PRODUCER_WARP/HEAD_GROUP/NUM_SPLITS; PING_PONG and PRODUCER_WARP are 0 or 1, and
-    /// HEAD_GROUP is the number of heads in a head group. TILE_K is the number of queries for dkdv and fused. For dbias, CONSUMER_GROUPS is
+    /// HEAD_GROUP is the number of heads in a head group. TILE_K is the number of queries for dkdv and fused, and NUM_SPLITS for
+    /// fused that of a group's query heads. For dbias, CONSUMER_GROUPS is
     /// the number of stages of Q and dO, and NUM_SPLITS the number of tiles of a block. For mma: WARPGROUPS/GROUPS/TILE_K/HEAD_GROUP.
     #[arg(long = "try", value_delimiter = ',', value_parser = numbers)]
     candidates: Vec<Numbers>,
@@ -115,7 +116,7 @@ impl Work for Launches<'_> {
             tiles.dbias = BiasGradient::Hopper(BiasTile { tile_k, tiles: num_splits, stages, row_stages });
             return self.tensors.backward(self.client, &self.problem, &self.part.wanted(self.tensors), tiles);
         }
-        let gradient = HopperGradient { tile, head_group };
+        let gradient = HopperGradient { tile, head_group, num_splits };
         match self.part {
             // The fused kernel has the tiles of dkdv; it replaces the kernel for dq.
             Part::Fused => tiles.fused = Some(gradient),
@@ -136,7 +137,9 @@ impl Work for Launches<'_> {
 /// The default plan of the kernel.
 fn planned(plan: &Plan, part: Part) -> Result<Candidate, Error> {
     let gradient = |gradient| match gradient {
-        Gradient::Hopper(HopperGradient { tile, head_group }) => Some(Candidate::Hopper(tile, head_group, 1)),
+        Gradient::Hopper(HopperGradient { tile, head_group, num_splits }) => {
+            Some(Candidate::Hopper(tile, head_group, num_splits))
+        }
         Gradient::Mma(MmaTiles { tile, head_group }) => Some(Candidate::Mma(tile, head_group)),
         _ => None,
     };

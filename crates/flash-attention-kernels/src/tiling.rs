@@ -240,9 +240,10 @@ pub fn fused_on(device: &Device, problem: &AttentionProblem) -> Option<HopperGra
 }
 
 /// Number of f32 values of the backward's scratch: lse and delta of each row, partial sums for the gradients of bias, slopes and
-/// score tensors, and `dq_accum` with its turns.
+/// score tensors, `dq_accum` with its turns, and `dk` and `dv` of splits of a group's query heads.
 pub(crate) fn scratch_floats(case: Case) -> usize {
-    2 * stats_rows(case.problem) + dq_accum_len(case) + dq_turns_len(case) + bias_sums_len(case.problem)
+    let of_hopper = dq_accum_len(case) + dq_turns_len(case) + split_sums_len(case);
+    2 * stats_rows(case.problem) + of_hopper + bias_sums_len(case.problem)
 }
 
 /// Length of `dq_accum` in scratch; 0 if no kernel adds to it.
@@ -262,6 +263,13 @@ fn dq_turns_len(case: Case) -> usize {
     } else {
         0
     }
+}
+
+/// Number of f32 values that splits of a group's query heads write; 0 if there are none.
+fn split_sums_len(case: Case) -> usize {
+    let splits = hopper::fused(case).map_or(1, |fused| fused.num_splits);
+    let shapes = hopper::split_sums_shapes(case.problem, splits);
+    if splits > 1 { shapes.iter().map(|shape| shape.iter().product::<usize>()).sum() } else { 0 }
 }
 
 /// Shape of the turns of `dq_accum` in scratch.

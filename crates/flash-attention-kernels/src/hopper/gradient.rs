@@ -14,7 +14,8 @@
 //! `Dq`, `DkDv` and `All` are one kernel: `DkDv` is `Dq` with queries and keys exchanged and one more product. `P` and `dS` are
 //! then operands as they are in registers, and every sum is taken by one consumer group in a fixed order.
 //! [`Role`](crate::fragment::Role) defines rows and columns. Computing all three gradients at once takes five products
-//! instead of seven, but every block of keys then adds to `dQ` in memory ([`reduce`](super::reduce)).
+//! instead of seven, but every block of keys then adds to `dQ` in memory ([`reduce`](super::reduce)). If work tiles share the query
+//! heads of a group, their `dK` and `dV` are added up afterwards ([`splits`](super::splits)).
 //!
 //! Within a warpgroup, `S` and `dP` are in flight together, and `dV` runs under the computation of `dS` from `dP`. Everything
 //! else overlaps with the products of the other warpgroup.
@@ -26,6 +27,7 @@ use super::pipeline::PipelineState;
 use super::producer::{Producer, load_next};
 use super::products::products;
 use super::reduce::{ADDENDS, Reducer};
+use crate::dtype::Dtype;
 use crate::fragment::Scores;
 use crate::ptx::*;
 use crate::tensor_core::*;
@@ -267,16 +269,20 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
 
         // -- results
         if flags & CONTINUES == 0 {
-            let batch = memory.work_tile(nth, WorkTileField::Batch) as usize;
+            let split = comptime!(blueprint.split_group);
+            let of_batch = comptime!(if split { WorkTileField::BatchOut } else { WorkTileField::Batch });
+            let written = comptime!(if split { Dtype::F32 } else { dtype });
+            let batch = memory.work_tile(nth, of_batch) as usize;
             let head = memory.work_tile(nth, WorkTileField::Head) as usize;
             let mut rows = GradientRows::new(batch, head, first_row + of_warpgroup * 16, band);
             if comptime!(differentiates) {
-                rows.store(&sum_k, &mut outputs.dqk, 0usize, scale, columns_dk, dtype);
+                rows.store(&sum_k, &mut outputs.dqk, 0usize, scale, columns_dk, written);
             }
             if comptime!(sums_values) {
-                rows.store(&sum_v, &mut outputs.dv, 0usize, extras.dropout.scale(), columns_dv, dtype);
+                rows.store(&sum_v, &mut outputs.dv, 0usize, extras.dropout.scale(), columns_dv, written);
             }
-            if comptime!(hides) {
+            // Splits are checked after they have been added up.
+            if comptime!(hides && !split) {
                 if comptime!(differentiates) {
                     rows.check(&sum_k, columns_dk);
                 }

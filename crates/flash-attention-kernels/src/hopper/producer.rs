@@ -143,7 +143,7 @@ impl<E: Float> Producer<E> {
                 let mut flags = 0u32;
                 if comptime!(blueprint.transposed()) {
                     of_group = self.memory.cursor(operand, CursorField::OfGroup);
-                    let last = of_group + 1 == self.scheduler.group_size.divisor;
+                    let last = of_group + 1 == self.scheduler.heads_of_block(blueprint);
                     flags = select(of_group == 0, 0u32, CONTINUED) | select(last, 0u32, CONTINUES);
                     self.memory.set_cursor(operand, CursorField::OfGroup, select(last, 0u32, of_group + 1));
                 }

@@ -188,8 +188,8 @@ impl Call<'_> {
         Ok([self.aligned(q)?, self.aligned(k)?, self.aligned(v)?])
     }
 
-    /// Work tiles of a kernel of this role, in head groups of `head_group` heads and `num_splits` splits of the keys. `spare` is how
-    /// far thread blocks count past the last tile.
+    /// Work tiles of a kernel of this role, in head groups of `head_group` heads and `num_splits` splits of the keys or of a
+    /// group's query heads. `spare` is how far thread blocks count past the last tile.
     pub(super) fn work(
         &self,
         role: Role,
@@ -208,7 +208,8 @@ impl Call<'_> {
         let ahead = if fixed { 0 } else { band.ahead(rows as u32, columns as u32) };
         let (blocks, batches) = tiling::blocks(p, (band.seq_q + ahead) as usize, rows);
         // Chunks of blocks may have up to as many work tiles more.
-        let cubes = blocks as u64 * (batches * heads) as u64 * if role == Role::All { 2 } else { num_splits as u64 };
+        let chunks = if role == Role::All { 2 } else { 1 };
+        let cubes = blocks as u64 * (batches * heads * num_splits) as u64 * chunks;
         let max = i32::MAX as u64 - spare;
         if cubes > max {
             return Err(AttentionError::Grid { kernel: role.kernel(), cubes, max });
@@ -218,18 +219,18 @@ impl Call<'_> {
             TileScheduler::new(blocks as u32, ahead, batch, heads, group, head_group as u32, num_splits as u32);
         if role.adds_in_order(p) {
             // As many blocks as run at a time are in the chunks of a head group.
-            let of_head = self.device.multiprocessors as u32 / scheduler.head_group.divisor;
+            let of_head = self.device.multiprocessors as u32 / (scheduler.head_group.divisor * num_splits as u32);
             scheduler = scheduler.in_chunks(of_head);
         }
         Ok(Work { list, band, scheduler })
     }
 
     /// The blueprint of a kernel that reads the bias directly from global memory.
-    pub(super) fn plain_blueprint(&self, role: Role, tile: HopperTile, split_keys: bool) -> Blueprint {
+    pub(super) fn plain_blueprint(&self, role: Role, tile: HopperTile, is_split: bool) -> Blueprint {
         Blueprint {
             mask: rows_of(self.inputs.mask.as_ref().map(|mask| &mask.tensor)),
             bias: rows_of(self.inputs.bias.as_ref()),
-            ..tiling::hopper::blueprint(self.problem, role, tile, split_keys)
+            ..tiling::hopper::blueprint(self.problem, role, tile, is_split)
         }
     }
 

@@ -73,6 +73,9 @@ pub struct Blueprint {
     pub ordered: bool,
     /// Whether a work tile is a split of the keys. The results are then combined by another kernel.
     pub split_keys: bool,
+    /// Whether a work tile of `dk` and `dv` is a split of the group's query heads. The sums of the splits are then added up by another
+    /// kernel.
+    pub split_group: bool,
     /// In scratch, each head's rows of lse and delta are padded to a multiple of this. The number of queries of a tile divides
     /// it.
     pub stats_multiple: usize,
@@ -110,9 +113,14 @@ impl Blueprint {
         self.head_dim_v.div_ceil(self.panel())
     }
 
+    /// Whether a work tile is a split of what streams by.
+    pub fn is_split(&self) -> bool {
+        self.split_keys || self.split_group
+    }
+
     /// Whether results are written in f32.
     pub fn writes_f32(&self) -> bool {
-        self.split_keys || self.dtype == Dtype::F32
+        self.is_split() || self.dtype == Dtype::F32
     }
 
     /// Columns of the accumulator of O or dV: `n` of the product, a multiple of 8.

@@ -4,7 +4,8 @@
 //! and each consumer group computes one work tile after another.
 //!
 //! A work tile is a block of queries of a head. If there are too few blocks, it is such a block with one split of its keys. If
-//! transposed, it is a block of keys, and queries and keys exchange their roles in this file. Work tiles are numbered such that
+//! transposed, it is a block of keys, and queries and keys exchange their roles in this file; a split is then one of the query heads of
+//! a group. Work tiles are numbered such that
 //! - head groups come one after the other, where the keys and values of a head group fit the L2 cache together, and
 //! - within a head group the longest work tiles come first (with causal attention, the last block of queries or the first block
 //!   of keys), alternating between the heads.
@@ -103,7 +104,7 @@ pub struct TileScheduler {
     pub num_heads_q: Divisor,
     /// Number of query heads that share a key/value head.
     pub group_size: Divisor,
-    /// Number of splits of the keys.
+    /// Number of splits of the keys, or of a group's query heads.
     pub num_splits: Divisor,
     /// Batch size.
     pub batches: u32,
@@ -154,7 +155,7 @@ pub struct WorkTile {
 impl TileScheduler {
     /// The scheduler of `blocks` blocks of queries for each head of `[batch, num_heads_q]`. The first block starts `ahead`
     /// queries before query 0. `head_group` is the number of heads in a head group, and `num_splits` the number of splits of
-    /// the keys.
+    /// the keys or of a group's query heads.
     pub fn new(
         blocks: u32,
         ahead: u32,
@@ -183,15 +184,16 @@ impl TileScheduler {
         }
     }
 
-    /// The numbering in chunks of at most `chunk` blocks, without splits. The last chunk has as many work tiles as the others: those
-    /// past the last block see nothing.
+    /// The numbering in chunks of at most `chunk` blocks. The last chunk has as many work tiles as the others: those past the last
+    /// block see nothing.
     pub fn in_chunks(self, chunk: u32) -> Self {
         let chunk = chunk.clamp(1, self.blocks);
+        let tiles = chunk * self.num_splits.divisor;
         TileScheduler {
-            num_tiles: self.blocks.next_multiple_of(chunk) * self.heads,
-            head_group_tiles: Divisor::new(self.head_group.divisor * chunk),
+            num_tiles: self.blocks.next_multiple_of(chunk) * self.num_splits.divisor * self.heads,
+            head_group_tiles: Divisor::new(self.head_group.divisor * tiles),
             chunk: Divisor::new(chunk),
-            chunk_tiles: Divisor::new(chunk * self.heads),
+            chunk_tiles: Divisor::new(tiles * self.heads),
             ..self
         }
     }
@@ -243,11 +245,11 @@ impl TileScheduler {
 
     /// The coordinate of work tile `number`.
     fn coordinate(&self, number: u32, #[comptime] blueprint: Blueprint) -> TileCoordinate {
-        let split_keys = comptime!(blueprint.split_keys);
+        let is_split = comptime!(blueprint.is_split());
         if comptime!(blueprint.varlen) {
             let nth = self.num_heads_q.divide(number);
             let head = self.num_heads_q.modulo(number);
-            let (nth, split) = self.split_of(nth, split_keys);
+            let (nth, split) = self.split_of(nth, is_split);
             TileCoordinate { batch: 0u32.runtime(), head, nth, split }
         } else {
             let mut number = number;
@@ -264,10 +266,8 @@ impl TileScheduler {
                 nth = self.last_head_group.divide(within);
                 head = first_head + self.last_head_group.modulo(within);
             }
-            if comptime!(blueprint.ordered) {
-                nth = after - 1 - nth;
-            }
-            let (nth, split) = self.split_of(nth, split_keys);
+            let (of_block, split) = self.split_of(nth, is_split);
+            nth = if comptime!(blueprint.ordered) { after - 1 - of_block } else { of_block };
             TileCoordinate { batch: self.num_heads_q.divide(head), head: self.num_heads_q.modulo(head), nth, split }
         }
     }
@@ -280,16 +280,25 @@ impl TileScheduler {
     }
 
     /// Numbers of block and split, from the number of a split among all splits of all blocks.
-    fn split_of(&self, nth: u32, #[comptime] split_keys: bool) -> (u32, u32) {
-        if comptime!(split_keys) {
+    fn split_of(&self, nth: u32, #[comptime] is_split: bool) -> (u32, u32) {
+        if comptime!(is_split) {
             (self.num_splits.divide(nth), self.num_splits.modulo(nth))
         } else {
             (nth, 0u32.runtime())
         }
     }
 
+    /// Number of query heads of a group that a thread block goes through for one block of keys, if transposed.
+    pub fn heads_of_block(&self, #[comptime] blueprint: Blueprint) -> u32 {
+        if comptime!(blueprint.split_group) {
+            self.num_splits.divide(self.group_size.divisor)
+        } else {
+            self.group_size.divisor
+        }
+    }
+
     /// The work tile of this number. If transposed, the heads are key/value heads, and there is one work tile for each query
-    /// head of the group: `of_group` is the number of that query head in the group.
+    /// head of the group, or of its split: `of_group` is the number of that query head in the group or split.
     pub fn work_tile(
         &self,
         number: u32,
@@ -323,7 +332,7 @@ impl TileScheduler {
             end = min(start + of_split, seen.end);
         }
         let head_kv = if comptime!(transposed) {
-            head * self.group_size.divisor + of_group
+            head * self.group_size.divisor + split * self.heads_of_block(blueprint) + of_group
         } else {
             self.group_size.divide(head)
         };

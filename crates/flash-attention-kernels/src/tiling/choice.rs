@@ -104,6 +104,9 @@ pub struct HopperGradient {
     pub tile: HopperTile,
     /// Number of heads in a head group, whose streamed operands stay in the L2 cache together.
     pub head_group: usize,
+    /// Number of splits of a group's query heads, for [`Role::All`](crate::fragment::Role::All). With more than one, the sums of `dk`
+    /// and `dv` of each split are in f32, and added up afterwards.
+    pub num_splits: usize,
 }
 
 /// Parameters of [`Kernel::Mma`].

@@ -75,7 +75,7 @@ pub fn forward(case: Case) -> Result<HopperForward, String> {
 
 /// The forward with this tile.
 fn with_tile(case: Case, tile: HopperTile) -> HopperForward {
-    HopperForward { tile, head_group: head_group(case, &tile, Role::Forward), num_splits: num_splits(case, &tile) }
+    HopperForward { tile, head_group: head_group(case, &tile, Role::Forward, 1), num_splits: num_splits(case, &tile) }
 }
 
 /// Whether there is a causal mask or a window, so that blocks differ in length.
@@ -84,8 +84,8 @@ fn is_bounded(problem: &AttentionProblem) -> bool {
     band.bounded_above || band.bounded_below
 }
 
-/// Number of heads in a head group. If queries are streamed, the heads are key/value heads.
-pub(super) fn head_group(Case { device, problem }: Case, tile: &HopperTile, role: Role) -> usize {
+/// Number of heads in a head group. If queries are streamed, the heads are key/value heads, whose query heads are in `num_splits` splits.
+pub(super) fn head_group(Case { device, problem }: Case, tile: &HopperTile, role: Role, num_splits: usize) -> usize {
     let bounded = is_bounded(problem);
     let consumer_groups = device.multiprocessors * tile.consumer_groups;
     let waits = role.adds_in_order(problem);
@@ -95,14 +95,13 @@ pub(super) fn head_group(Case { device, problem }: Case, tile: &HopperTile, role
     if !bounded && !waits && (problem.block_mask.is_none() || tile.consumer_groups == 1) {
         return 1;
     }
-    let of_position = (problem.head_dim + problem.head_dim_v) * problem.dtype.size();
     let (of_cache, heads, rows) = if role.is_transposed() {
-        let of_sums = if role == Role::All { dq_accum_columns(problem.head_dim) * size_of::<f32>() } else { 0 };
         // Blocks of the same length visit the query heads of a group together.
         let visited = if bounded { problem.group_size() } else { 1 };
-        let heads = SECTION_BYTES / (problem.seq_q * (of_position + of_sums) * visited).max(1);
+        let heads = SECTION_BYTES / (of_query_head(problem, role) * visited).max(1);
         (heads, problem.num_heads_kv, problem.seq_k)
     } else {
+        let of_position = (problem.head_dim + problem.head_dim_v) * problem.dtype.size();
         let heads = SECTION_BYTES / (problem.seq_k * of_position).max(1) * problem.group_size();
         (heads, problem.num_heads_q, problem.seq_q)
     };
@@ -117,7 +116,7 @@ pub(super) fn head_group(Case { device, problem }: Case, tile: &HopperTile, role
     };
     // Blocks of keys visit the same tiles of queries at the same time. As many of them are in a head group as run at a time, even if
     // the cache holds fewer heads.
-    let least = if role.is_transposed() { consumer_groups / blocks } else { 1 };
+    let least = if role.is_transposed() { consumer_groups / (blocks * num_splits) } else { 1 };
     // A power of two, as numbers of heads usually are: a last head group with few heads would keep few consumer groups busy.
     let head_group = of_cache.max(least).min(most).max(1);
     (1 << head_group.ilog2()).min((problem.batch * heads).max(1))
@@ -138,9 +137,9 @@ pub fn backward(case: Case) -> Result<Gradients, String> {
         let tile = if varies_by_pair(problem) || !divided(&plain) { with_bias } else { plain };
         // Tiles of 32 divide any block.
         let tile = if divided(&tile) { tile } else { HopperTile { tile_k: 32, ..tile } };
-        let head_group = head_group(case, &tile, role);
+        let head_group = head_group(case, &tile, role, 1);
         check(case, role, tile, head_group, 1)?;
-        Ok(Gradient::Hopper(HopperGradient { tile, head_group }))
+        Ok(Gradient::Hopper(HopperGradient { tile, head_group, num_splits: 1 }))
     })
 }
 
@@ -205,7 +204,35 @@ pub fn fusible(case: Case) -> Result<(usize, HopperGradient), String> {
             "head_dim is {head_dim}, where the larger head dimension is {widest}: dQ cannot be divided into blocks of 64 × 64 for two warpgroups"
         )
     })?;
-    Ok((least, HopperGradient { tile, head_group: head_group(case, &tile, Role::All) }))
+    let num_splits = group_splits(problem);
+    let head_group = head_group(case, &tile, Role::All, num_splits);
+    Ok((least, HopperGradient { tile, head_group, num_splits }))
+}
+
+/// Number of splits of a group's query heads. With causal attention blocks of keys differ in length and drift apart as they go through
+/// query heads. If those of a group do not fit the cache together, splits have at most two. Blocks that wait for each other would wait
+/// longer.
+fn group_splits(problem: &AttentionProblem) -> usize {
+    let (group, band) = (problem.group_size(), problem.band());
+    let drifts = band.bounded_above && !band.bounded_below && problem.block_mask.is_none();
+    let fits = group * of_query_head(problem, Role::All) <= SECTION_BYTES;
+    if !drifts || fits || Role::All.adds_in_order(problem) {
+        return 1;
+    }
+    (1..=group).find(|splits| group.is_multiple_of(*splits) && group / splits <= 2).unwrap_or(1)
+}
+
+/// Bytes of a query head that blocks of keys load and, in this role, add to.
+fn of_query_head(problem: &AttentionProblem, role: Role) -> usize {
+    let loaded = (problem.head_dim + problem.head_dim_v) * problem.dtype.size();
+    let added = if role == Role::All { dq_accum_columns(problem.head_dim) * size_of::<f32>() } else { 0 };
+    problem.seq_q * (loaded + added)
+}
+
+/// Shapes of what the splits of a group's query heads write: the sums of `dk` and `dv`.
+pub(crate) fn split_sums_shapes(problem: &AttentionProblem, num_splits: usize) -> [[usize; 4]; 2] {
+    let [batch, heads, rows, _] = problem.k_shape();
+    [problem.head_dim, problem.head_dim_v].map(|columns| [num_splits * batch, heads, rows, columns.next_multiple_of(8)])
 }
 
 /// Largest number of words of a block mask's lists that Hopper's kernels can address with 32 bits.
@@ -258,8 +285,14 @@ pub(crate) fn check(
             "consumer_groups × warpgroups is {consumer_groups} × {warpgroups}; gradients need one consumer group of two warpgroups"
         )
     })?;
-    require(num_splits == 1 || forward && problem.block_mask.is_none(), || {
-        format!("num_splits is {num_splits}; only a forward without a block mask can split the keys")
+    let group = problem.group_size();
+    require(num_splits == 1 || forward && problem.block_mask.is_none() || role == Role::All, || {
+        format!(
+            "num_splits is {num_splits}; only a forward without a block mask can split the keys, and only dq, dk and dv together a group of heads"
+        )
+    })?;
+    require(role != Role::All || group.is_multiple_of(num_splits), || {
+        format!("num_splits is {num_splits}; it must divide {group}, the number of query heads in a group")
     })?;
     let multiple = stats_multiple(problem);
     require(!role.is_transposed() || multiple.is_multiple_of(tile_k), || {
@@ -281,7 +314,7 @@ pub(crate) fn check(
 }
 
 /// The blueprint of a kernel, assuming that a mask or bias is read directly from memory and its rows differ.
-pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: HopperTile, split_keys: bool) -> Blueprint {
+pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: HopperTile, is_split: bool) -> Blueprint {
     Blueprint {
         role,
         tile,
@@ -299,7 +332,8 @@ pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: HopperTile
         varlen: problem.is_varlen(),
         sparse: problem.block_mask.is_some(),
         ordered: role.adds_in_order(problem),
-        split_keys,
+        split_keys: is_split && role == Role::Forward,
+        split_group: is_split && role != Role::Forward,
         stats_multiple: stats_multiple(problem),
     }
 }

@@ -192,7 +192,7 @@ pub fn fitting(case: Case, role: Role) -> Vec<MmaTiles> {
 fn candidates(case: Case, role: Role) -> impl Iterator<Item = Result<MmaTiles, String>> {
     let rows = rows(case.problem, role).iter().filter(move |(head_dim, _)| case.problem.widest() <= *head_dim);
     rows.map(move |(_, tile)| {
-        let head_group = head_group(case, &tile.tile(), role);
+        let head_group = head_group(case, &tile.tile(), role, 1);
         let tiles = MmaTiles { tile: *tile, head_group };
         check(case, role, tiles).map(|()| tiles)
     })

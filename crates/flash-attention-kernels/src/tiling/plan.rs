@@ -3,7 +3,8 @@
 use super::{
     BackwardTiles, BiasGradient, COUNTER_BYTES, COUNTERS, Case, Device, Forward, Gradient, HopperForward,
     HopperGradient, Kernel, ListShape, bias_sums_len, blocks, check_backward_blocks, check_blocks, check_dtype,
-    check_sequences, choose_backward, choose_forward, cube_count, dq_accum_len, scratch_floats, stats_rows,
+    check_sequences, choose_backward, choose_forward, cube_count, dq_accum_len, scratch_floats, split_sums_len,
+    stats_rows,
 };
 use crate::error::{AttentionError, Result};
 use crate::hopper::BiasTile;
@@ -72,8 +73,11 @@ impl fmt::Display for Plan {
         if let Some(dv) = dv {
             write!(f, ", dv {}", of(&dv, true))?;
         }
-        if let Some(HopperGradient { tile, .. }) = fused {
+        if let Some(HopperGradient { tile, num_splits, .. }) = fused {
             write!(f, ", all three {} {}×{}", Kernel::Hopper.name(), tile.tile_k, tile.tile_q())?;
+            if num_splits > 1 {
+                write!(f, " in {num_splits} splits")?;
+            }
         }
         if let BiasGradient::Hopper(tile) = dbias {
             write!(f, ", dbias {} {}×{}", dbias.kernel().name(), BiasTile::TILE_Q, tile.block_k())?;
@@ -129,6 +133,7 @@ fn allocatable(client: &Client, problem: &AttentionProblem, asked: Option<Kernel
         ("stats", 8 * stats_rows(problem) as u64),
         ("bias_sums", 4 * bias_sums_len(problem) as u64),
         ("dq_accum", 4 * dq_accum_len(case) as u64),
+        ("dk and dv of each split of a group's query heads", 4 * split_sums_len(case) as u64),
     ];
     if let Err(error) = largest.into_iter().try_for_each(|(tensor, bytes)| check(tensor, bytes)) {
         plan.passed_over.push(PassedOver { what: "any backward".into(), why: error.to_string() });

@@ -192,6 +192,7 @@ impl Line {
             poison: self.choice("poison", &[("nan", Poison::Nan), ("huge", Poison::Huge)])?,
             wanted: ["q", "k", "v", "b", "a", "s", "t"].map(|letter| grads.contains(letter)),
             fused: self.text("order").is_some_and(|order| order != "fixed"),
+            splits: self.number("splits", 1)?,
             tuned: false,
             problem: p,
             ..Case::new([0, 0, 0, 0, 0, 1, 1], Dtype::F32, AttentionOptions::default())

@@ -124,6 +124,9 @@ impl Source {
         }
         if random.random_bool(0.4) {
             line.set("order", pick(random, &["turns", "fast"]));
+            if random.random_bool(0.5) {
+                line.set("splits", pick(random, &["2", "3", "4"]));
+            }
         }
         if random.random_bool(0.25) {
             let some: String = "qkvbast".chars().filter(|_| random.random_bool(0.5)).collect();

@@ -29,8 +29,8 @@ use cubecl::future::block_on;
 use flash_attention_kernels::tuning;
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, BackwardOrder, BackwardTiles, BlockLists, Dtype, Forward,
-    Gradient, Gradients, Inputs, Kernel, MaskStorage, Plan, Precision, RowsTile, Saved, Scratch, TensorView, TileShape,
-    backward_with, dropout_kept, forward, forward_with, plan, plan_with,
+    Gradient, Gradients, HopperGradient, Inputs, Kernel, MaskStorage, Plan, Precision, RowsTile, Saved, Scratch,
+    TensorView, TileShape, backward_with, dropout_kept, forward, forward_with, plan, plan_with,
     tiling::{Device, fused_on},
 };
 use flash_attention_reference::{self as reference, Tensors};
@@ -112,6 +112,8 @@ pub struct Case {
     /// Whether the fused kernel computes dq, dk and dv where it can. `FLASH_TEST_ORDER=fixed` and `FLASH_TEST_ORDER=fast` set this and the
     /// order of its additions for all cases.
     pub fused: bool,
+    /// Number of splits of a group's query heads in the fused kernel, if it divides the group.
+    pub splits: usize,
     /// Whether the tuner chooses the kernels, if it is compiled in. `FLASH_TEST_TUNED=1` sets this for all cases.
     pub tuned: bool,
 }
@@ -170,6 +172,7 @@ impl Case {
             tiles: None,
             wanted: [true; 7],
             fused: order.is_some(),
+            splits: 1,
             tuned: std::env::var("FLASH_TEST_TUNED").is_ok_and(|tuned| tuned == "1"),
         }
     }
@@ -471,6 +474,8 @@ impl Case {
         let can = kernel == Kernel::Hopper;
         if self.fused && can {
             planned.fused = fused_on(&Device::of(client), p);
+            let splits = if p.group_size().is_multiple_of(self.splits) { self.splits } else { 1 };
+            planned.fused = planned.fused.map(|fused| HopperGradient { num_splits: splits, ..fused });
             assert_eq!(planned.fused.is_some(), self.fusible(), "{p:?}");
         }
         let dq_accum = planned.fused.map(|_| {

@@ -286,9 +286,12 @@ fn gradients_in_one_kernel() {
     let full = AttentionOptions::default();
     let window = AttentionOptions { window_left: Some(100), window_right: Some(20), ..full };
     let capped = AttentionOptions { softcap: Some(2.0), ..causal() };
-    let mut leaky = Case::new([1, 2, 1, 200, 200, 64, 64], Dtype::F32, causal());
-    leaky.tensors.k[130 * 64] = f64::INFINITY;
-    leaky.tensors.v[150 * 64..][..64].fill(f64::NAN);
+    // Keys that some queries do not see, and a query that some keys do not.
+    let plain = Case::new([1, 2, 1, 200, 200, 64, 64], Dtype::F32, causal());
+    let (mut of_keys, mut of_query) = (plain.clone(), plain);
+    of_keys.tensors.k[130 * 64] = f64::INFINITY;
+    of_keys.tensors.v[150 * 64..][..64].fill(f64::NAN);
+    of_query.dout[70 * 64] = f64::NAN;
     let mut dims = vec![[1, 2, 1, 130, 70, 16, 24], [2, 1, 1, 257, 300, 64, 64]];
     if thorough() {
         dims.extend([[1, 4, 2, 200, 330, 72, 40], [1, 2, 2, 640, 640, 128, 128], [1, 1, 1, 1, 513, 128, 72]]);
@@ -299,13 +302,32 @@ fn gradients_in_one_kernel() {
         [case(full), case(causal()), case(window), case(capped), case(full).with_mask([b, 1, sq, sk])]
     });
     all(cases.map(|case| Case { fused: true, ..case }));
+    // Work tiles that share a group's query heads, one or two each.
+    let grouped = |[heads, heads_kv, splits]: [usize; 3], options| {
+        let case = Case::new([2, heads, heads_kv, 300, 200, 64, 40], Dtype::F32, options).with_dlse();
+        Case { fused: true, splits, ..case }
+    };
+    all([[4, 2, 2], [4, 1, 2]]
+        .into_iter()
+        .flat_map(|splits| [full, causal(), window].map(|options| grouped(splits, options))));
     let Some(client) = client() else { return };
-    let apart = leaky.run(&client).unwrap().dq.unwrap();
-    assert!(apart.iter().any(|x| x.is_nan()) && apart.iter().any(|x| x.is_finite()));
-    for case in (Case { fused: true, ..leaky }).in_orders() {
-        for (n, (apart, fused)) in apart.iter().zip(&case.run(&client).unwrap().dq.unwrap()).enumerate() {
-            let agree = apart.is_finite() == fused.is_finite();
-            assert!(agree && (!apart.is_finite() || (apart - fused).abs() <= 0.05 * apart.abs().max(1.0)), "dq {n}");
+    let gradients = |case: &Case| {
+        let results = case.run(&client).unwrap();
+        [results.dq, results.dk, results.dv].map(Option::unwrap)
+    };
+    for (leaky, lost) in [(of_keys, 0..1), (of_query, 0..3)] {
+        let apart = gradients(&leaky);
+        for one in &apart[lost] {
+            assert!(one.iter().any(|x| x.is_nan()) && one.iter().any(|x| x.is_finite()));
+        }
+        for case in [1, 2].into_iter().flat_map(|splits| Case { fused: true, splits, ..leaky.clone() }.in_orders()) {
+            for (of, (apart, fused)) in apart.iter().zip(&gradients(&case)).enumerate() {
+                for (n, (apart, fused)) in apart.iter().zip(fused).enumerate() {
+                    let agree = apart.is_finite() == fused.is_finite();
+                    let close = !apart.is_finite() || (apart - fused).abs() <= 0.05 * apart.abs().max(1.0);
+                    assert!(agree && close, "element {n} of {}", ["dq", "dk", "dv"][of]);
+                }
+            }
         }
     }
 }

@@ -63,7 +63,7 @@ impl Call {
     /// The planned tiles, with this tile for dq, dk and dv.
     fn with_gradients(&self, tile: HopperTile, head_group: usize) -> BackwardTiles {
         let mut tiles = flash_attention_kernels::plan(&self.client, &self.problem).unwrap().backward;
-        let of = Gradient::Hopper(HopperGradient { tile, head_group });
+        let of = Gradient::Hopper(HopperGradient { tile, head_group, num_splits: 1 });
         (tiles.dq, tiles.dkdv) = (of, of);
         tiles
     }
@@ -130,7 +130,7 @@ fn hoppers_gradients() {
     }
     refused(call.backward(call.with_gradients(TILE, 0)), "head_group is 0");
     let mut fused = call.with_gradients(TILE, 1);
-    fused.fused = Some(HopperGradient { tile: HopperTile { tile_k: 64, ..TILE }, head_group: 1 });
+    fused.fused = Some(HopperGradient { tile: HopperTile { tile_k: 64, ..TILE }, head_group: 1, num_splits: 1 });
     refused(call.backward(fused), "64 × 64");
     let single = Call::new(Dtype::F32, 64).unwrap();
     refused(single.backward(single.with_gradients(TILE, 1)), "q is f32");

@@ -95,7 +95,7 @@ pub fn stride() -> StrideCompilationArg {
     StrideCompilationArg { batch: (), head: (), row: () }
 }
 
-fn rows_in<E: Float, N: Size>() -> RowsInCompilationArg<E, N> {
+pub fn rows_in<E: Float, N: Size>() -> RowsInCompilationArg<E, N> {
     RowsInCompilationArg { data: buffer(), stride: stride() }
 }
 
@@ -313,6 +313,7 @@ pub fn scores(problem: &AttentionProblem, role: Role, tile: HopperTile) -> Bluep
         mask_mod: problem.options.mask_mod.is_some(),
         ordered: role.adds_in_order(problem),
         split_keys: false,
+        split_group: false,
         stats_multiple: 384,
     }
 }
@@ -355,6 +356,7 @@ pub fn plain(role: Role, tile_k: usize, split_keys: bool) -> Blueprint {
         sparse: false,
         ordered: false,
         split_keys,
+        split_group: false,
         stats_multiple,
     }
 }

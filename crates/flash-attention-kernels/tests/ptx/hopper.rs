@@ -5,6 +5,7 @@ use cubecl_core::CubeKernel;
 use cubecl_core::ir::nvidia::SmArch;
 use flash_attention_kernels::fragment::Role;
 use flash_attention_kernels::hopper::dbias::{BiasOutCompilationArg, DbiasSchedulerCompilationArg};
+use flash_attention_kernels::hopper::splits::{self, SplitSumsCompilationArg};
 use flash_attention_kernels::hopper::{BiasBlueprint, BiasTile, combine, copy, dbias, forward, gradient, reduce};
 use flash_attention_kernels::mods::{Document, MaskFn, ScoreFn};
 use flash_attention_kernels::tensor_core::{Blueprint, DeltaBlueprint, Rows, Zeros, delta};
@@ -64,6 +65,24 @@ fn round_ptx(blueprint: Blueprint, problem: &AttentionProblem) -> String {
         scheduler(),
         2,
         2,
+        blueprint,
+        types(blueprint),
+    ))
+}
+
+fn sum_splits_ptx(blueprint: Blueprint, problem: &AttentionProblem) -> String {
+    compile(splits::sum_splits::SumSplits::new(
+        settings(splits::UNITS as usize),
+        properties(),
+        Default::default(),
+        SplitSumsCompilationArg { dk: rows_in(), dv: rows_in(), count: (), batches: () },
+        source_sides(),
+        score_args(problem, blueprint, problem.band().transposed()),
+        gradient_outputs(),
+        buffer(),
+        scheduler(),
+        1,
+        1,
         blueprint,
         types(blueprint),
     ))
@@ -152,6 +171,7 @@ fn check(name: &str, problem: AttentionProblem) {
     fast.options.backward_order = BackwardOrder::Fast;
     let any_order = plan_on(&device(), &fast).unwrap();
     gradients.extend(any_order.backward.fused.map(|fused| ("all", Role::All, fused.tile)));
+    gradients.extend(any_order.backward.fused.map(|fused| ("all_in_splits", Role::All, fused.tile)));
     gradients.extend(plan.backward.fused.map(|fused| ("all_in_order", Role::All, fused.tile)));
     blueprint.split_keys = false;
     for (what, role, tile) in gradients {
@@ -162,8 +182,8 @@ fn check(name: &str, problem: AttentionProblem) {
             let n = if role == Role::Dq { &n[..2] } else { &n[2..] };
             (tile.tile_k, tile.stages) = (n[0], n[1]);
         }
-        let ordered = what == "all_in_order";
-        look_at(&format!("{name}_{what}"), Blueprint { role, tile, ordered, ..blueprint }, &problem);
+        let (ordered, split_group) = (what == "all_in_order", what == "all_in_splits");
+        look_at(&format!("{name}_{what}"), Blueprint { role, tile, ordered, split_group, ..blueprint }, &problem);
         if blueprint.bias == Some(Rows::Each) {
             let tiled = Blueprint { role, tile, bias: Some(Rows::Tiled), ..blueprint };
             look_at(&format!("{name}_{what}_tiled"), tiled, &problem);
@@ -421,6 +441,7 @@ fn helper_kernels_compile() {
                     &causal,
                 ),
             ),
+            ("sum_splits", sum_splits_ptx(plain(Role::All, 64, false), &causal)),
         ];
         for (name, ptx) in kernels {
             assert!(!ptx.contains(".local") && !ptx.contains("call.uni"), "{name}: {ptx}");

@@ -67,6 +67,17 @@ fn plans_say_why_the_backward_is_not_fused() {
     // And four words for each 64 queries.
     let fixed = plan(problem(128, Dtype::BF16, AttentionOptions::default()));
     assert_eq!(fixed.scratch_bytes - fast.scratch_bytes, 4 * 4 * 16 * 4096 / 64 * 4);
+    // The query heads of a group are split where those of a group do not fit the cache: four splits of dk and dv of 8 heads.
+    let grouped = |seq: usize, causal| {
+        let (q, k) = ([1, 64, seq, 128], [1, 8, seq, 128]);
+        plan(AttentionProblem::new(&q, &k, &k, Dtype::BF16, AttentionOptions { causal, ..options }).unwrap())
+    };
+    let long = grouped(8192, true);
+    assert!(long.to_string().contains(", all three hopper 64×128 in 4 splits"), "{long}");
+    assert_eq!(long.scratch_bytes, 4 * (64 * 8192 * (128 + 2) + 4 * 2 * 8 * 8192 * 128));
+    for plan in [grouped(8192, false), grouped(2048, true)] {
+        assert_eq!(plan.backward.fused.map(|fused| fused.num_splits), Some(1), "{plan}");
+    }
     let tile = |plan: &Plan| plan.backward.fused.map(|fused| fused.tile);
     assert_eq!(tile(&fixed), tile(&fast));
     let short = [1, 16, 1024, 128];

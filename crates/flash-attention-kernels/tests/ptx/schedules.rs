@@ -47,7 +47,7 @@ fn dbias_scheduler_visits_every_block_once() {
 }
 
 /// Work tiles of dk and dv: each block of keys of each head comes once for each query head of its group, with the tiles of queries that see
-/// it. Longer work tiles come first.
+/// it. Longer work tiles come first. The query heads of a group may be in splits.
 #[test]
 fn dkdv_work_tiles_cover_every_block_for_every_query_head() {
     let options = [
@@ -55,22 +55,24 @@ fn dkdv_work_tiles_cover_every_block_for_every_query_head() {
         AttentionOptions { causal: true, window_left: Some(99), ..Default::default() },
         AttentionOptions::default(),
     ];
-    for ((seq_q, seq_k, group), options) in [(700, 700, 1), (300, 420, 3), (420, 300, 2)]
-        .into_iter()
-        .flat_map(|case| options.map(|options| (case, options)))
+    for ((seq_q, seq_k, group, splits), options) in
+        [(700, 700, 1, 1), (300, 420, 3, 1), (420, 300, 2, 1), (700, 700, 4, 2), (300, 420, 3, 3)]
+            .into_iter()
+            .flat_map(|case| options.map(|options| (case, options)))
     {
         let (q, k) = ([2, 2 * group as usize, seq_q, 64], [2, 2, seq_k, 64]);
         let band = AttentionProblem::new(&q, &k, &k, Dtype::BF16, options).unwrap().band();
-        let blueprint = plain(Role::DkDv { dk: true, dv: true }, 64, false);
+        let blueprint = Blueprint { split_group: splits > 1, ..plain(Role::DkDv { dk: true, dv: true }, 64, false) };
         let blocks = (seq_k as u32).div_ceil(128);
-        let scheduler = TileScheduler::new(blocks, 0, 2, 2, group, 4, 1);
-        assert_eq!(scheduler.num_tiles, 2 * 2 * blocks);
+        let scheduler = TileScheduler::new(blocks, 0, 2, 2, group, 4, splits);
+        assert_eq!(scheduler.num_tiles, 2 * 2 * blocks * splits);
         let mut found = HashMap::new();
         let mut longest = u32::MAX;
         for number in 0..scheduler.num_tiles {
-            for of_group in 0..group {
-                let work = scheduler.work_tile(number, of_group, &band.transposed(), &Extras::none(), blueprint);
-                assert_eq!(work.head_kv, work.head * group + of_group);
+            for of_split in 0..group / splits {
+                let work = scheduler.work_tile(number, of_split, &band.transposed(), &Extras::none(), blueprint);
+                let split = (work.batch_out - work.batch) / 2;
+                assert_eq!(work.head_kv, work.head * group + split * (group / splits) + of_split);
                 let last = work.k_last / 64;
                 let tiles = if work.fully_masked { 0..0 } else { last + 1 - work.steps..last + 1 };
                 if options.window_left.is_none() && seq_q == seq_k {
@@ -107,22 +109,25 @@ fn blocks_wait_for_smaller_numbers() {
         ..Default::default()
     });
     let options = [AttentionOptions::default(), causal].into_iter().chain(options);
-    let shapes = [(700, 700, 1, 2), (300, 1420, 2, 3), (1420, 300, 1, 1), (900, 899, 4, 4), (128, 1300, 2, 64)];
-    for (options, (seq_q, seq_k, head_group, chunk)) in
+    let shapes =
+        [(700, 700, 1, 2, 1), (300, 1420, 2, 3, 2), (1420, 300, 1, 1, 1), (900, 899, 4, 4, 4), (128, 1300, 2, 64, 1)];
+    for (options, (seq_q, seq_k, head_group, chunk, splits)) in
         options.flat_map(|options| shapes.map(move |shape| (options, shape)))
     {
-        let shape = |seq| [2, 2, seq, 128];
-        let problem = AttentionProblem::new(&shape(seq_q), &shape(seq_k), &shape(seq_k), Dtype::BF16, options).unwrap();
+        let shape = |heads, seq| [2, heads, seq, 128];
+        let (q, k) = (shape(8, seq_q), shape(2, seq_k));
+        let problem = AttentionProblem::new(&q, &k, &k, Dtype::BF16, options).unwrap();
         let band = problem.band().transposed();
-        let blueprint = Blueprint { ordered: true, ..plain(Role::All, 64, false) };
+        let blueprint = Blueprint { ordered: true, split_group: splits > 1, ..plain(Role::All, 64, false) };
         let blocks = (seq_k as u32).div_ceil(128);
-        let scheduler = TileScheduler::new(blocks, 0, 2, 2, 1, head_group, 1).in_chunks(chunk);
+        let scheduler = TileScheduler::new(blocks, 0, 2, 2, 4, head_group, splits).in_chunks(chunk);
         let mut added = HashMap::new();
         let mut found = HashSet::new();
-        for number in 0..scheduler.num_tiles {
-            let work = scheduler.work_tile(number, 0, &band, &Extras::none(), blueprint);
+        let tiles = (0..scheduler.num_tiles).flat_map(|number| (0..4 / splits).map(move |of_split| (number, of_split)));
+        for (number, of_split) in tiles {
+            let work = scheduler.work_tile(number, of_split, &band, &Extras::none(), blueprint);
             if work.q_start < seq_k as u32 {
-                assert!(found.insert((work.batch, work.head, work.q_start)), "{work:?} comes twice");
+                assert!(found.insert((work.batch, work.head_kv, work.q_start)), "{work:?} comes twice");
             } else {
                 assert!(work.fully_masked, "{work:?}");
             }
@@ -132,12 +137,12 @@ fn blocks_wait_for_smaller_numbers() {
             for step in 0..work.steps {
                 let start = work.k_last - step * 64;
                 let all = band.q_blocks(start, 128, 64);
-                let before: &mut u32 = added.entry((work.batch, work.head, start)).or_default();
+                let before: &mut u32 = added.entry((work.batch, work.head_kv, start)).or_default();
                 assert_eq!(scheduler.blocks_before(work.q_start / 128, &all), *before, "{options:?} {work:?} {start}");
                 *before += 1;
             }
         }
-        assert_eq!(found.len() as u32, 4 * blocks);
+        assert_eq!(found.len() as u32, 16 * blocks);
     }
 }
 

@@ -1,5 +1,6 @@
 //! Launch of the gradient kernels for Hopper.
 
+use super::splits::Splits;
 use crate::error::Result;
 use crate::fragment::Role;
 use crate::hopper::operands::{DqAccumLaunch, ScheduleLaunch};
@@ -19,13 +20,15 @@ impl HopperGradient {
         results: Results<'a>,
     ) -> Result<GradientLaunch<'a>> {
         let Backward { call, scratch, .. } = backward;
-        let HopperGradient { tile, head_group } = self;
+        let HopperGradient { tile, head_group, num_splits } = self;
         let (role, multiprocessors) = (results.role(), call.device.multiprocessors);
         let list = Gradient::Hopper(self).list(role.is_transposed());
-        tiling::hopper::check(call.case(), role, tile, head_group, 1).map_err(|why| Kernel::Hopper.unavailable(why))?;
-        let blueprint = call.hopper_blueprint(role, tile, false);
-        let work = call.work(role, list, head_group, 1, multiprocessors as u64)?;
+        tiling::hopper::check(call.case(), role, tile, head_group, num_splits)
+            .map_err(|why| Kernel::Hopper.unavailable(why))?;
+        let blueprint = call.hopper_blueprint(role, tile, num_splits > 1);
+        let work = call.work(role, list, head_group, num_splits, multiprocessors as u64)?;
         let outputs = backward.outputs(&results)?;
+        let splits = if num_splits > 1 { Some(Splits::new(backward, self)?) } else { None };
         let dq = results.dq.filter(|_| role == Role::All);
         let convert = dq.map(|dq| backward.convert_dq(dq, self)).transpose()?;
         Ok(Box::new(move |sources| {
@@ -35,7 +38,8 @@ impl HopperGradient {
             let (size, written, [rows, cols]) = (call.problem.dtype.size(), outputs.write(call), sides(sources, keys));
             let (bias_width, mask_width) = call.pair_widths(keys);
             let bias_map = call.bias_map(&blueprint, if keys { tile.tile_k } else { WARPGROUP_ROWS });
-            let ([q, k, v, dout], [dqk, dv]) = (sources, &written);
+            let (sums, sum_size) = splits.as_ref().map_or((&written, size), |splits| (&splits.sums, size_of::<f32>()));
+            let ([q, k, v, dout], [dqk, dv]) = (sources, sums);
             let addresses = call.addresses(&[q, k, v, dout, dqk, dv, scratch.sums()]);
             // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
             unsafe {
@@ -49,12 +53,15 @@ impl HopperGradient {
                     call.streams((rows[0], Some(rows[1])), cols, tile.tile_k, bias_map, Some(&scratch.stats)),
                     source_sides([rows, cols], size),
                     call.score_args(&blueprint, &work.band, &route),
-                    Outputs::arg(&written, size),
+                    Outputs::arg(sums, sum_size),
                     scratch.dq_arg(),
                     ScheduleLaunch::new(work.scheduler.into_launch(), BufferArg::from_raw_parts(call.counter(), 1)),
                     blueprint,
                     call.dtypes(),
                 );
+            }
+            if let Some(splits) = splits {
+                splits.add(backward, &written, sources);
             }
             outputs.finish(call, &written);
             if let Some(convert) = convert {

@@ -4,6 +4,7 @@ mod backward;
 mod counters;
 mod dbias;
 mod forward;
+mod splits;
 
 use super::Call;
 use super::tensor_core::{rows_arg, starts_aligned};
@@ -18,8 +19,8 @@ use cubecl::prelude::*;
 
 impl Call<'_> {
     /// The blueprint of a kernel. The bias is tiled if TMA can read it and its tiles fit shared memory.
-    fn hopper_blueprint(&self, role: Role, tile: HopperTile, split_keys: bool) -> Blueprint {
-        let plain = self.plain_blueprint(role, tile, split_keys);
+    fn hopper_blueprint(&self, role: Role, tile: HopperTile, is_split: bool) -> Blueprint {
+        let plain = self.plain_blueprint(role, tile, is_split);
         let tiled = Blueprint { bias: Some(Rows::Tiled), ..plain };
         if self.takes_tiles(tiled.shared_memory()) { tiled } else { plain }
     }

@@ -107,11 +107,11 @@ fn tiles_kernels_and_scratch() {
         |call| call.backward.dq = Gradient::Rows(RowsTile { units: 0, rows: 1 }) => KernelUnavailable { kernel: "rows" };
         |call| call.backward.dkdv = Gradient::Matrix(MATRIX) => KernelUnavailable { kernel: "matrix", why } if why.contains("[3, 5, 7]");
         |call| {
-            call.backward.fused = Some(HopperGradient { tile: HOPPER, head_group: 1 });
+            call.backward.fused = Some(HopperGradient { tile: HOPPER, head_group: 1, num_splits: 1 });
             call.scratch.dq_accum = None
         } => Unsupported { option: "scratch.dq_accum", value } if value == "none";
         |call| {
-            call.backward.fused = Some(HopperGradient { tile: HOPPER, head_group: 1 });
+            call.backward.fused = Some(HopperGradient { tile: HOPPER, head_group: 1, num_splits: 1 });
             call.scratch.dq_turns = None
         } => Unsupported { option: "scratch.dq_turns", value } if value == "none";
     };
@@ -121,7 +121,7 @@ fn tiles_kernels_and_scratch() {
         |call| call.forward = MmaTiles { tile: MMA, head_group: 1 }.into() => KernelUnavailable { kernel: "mma" };
     };
     let gradients_not_compiled = rows! { Call:
-        |call| call.backward.dq = Gradient::Hopper(HopperGradient { tile: HOPPER, head_group: 1 }) => KernelUnavailable { kernel: "hopper" };
+        |call| call.backward.dq = Gradient::Hopper(HopperGradient { tile: HOPPER, head_group: 1, num_splits: 1 }) => KernelUnavailable { kernel: "hopper" };
         |call| call.backward.dkdv = Gradient::Mma(MmaTiles { tile: MMA, head_group: 1 }) => KernelUnavailable { kernel: "mma" };
     };
     // The bias repeats its queries, which Hopper's dbias kernel does not take.

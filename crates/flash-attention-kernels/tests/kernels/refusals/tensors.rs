@@ -62,7 +62,7 @@ macro_rules! tensors {
 #[test]
 fn tensors_that_do_not_fit() {
     let Some(client) = client() else { return };
-    const FUSED: HopperGradient = HopperGradient { tile: HOPPER, head_group: 1 };
+    const FUSED: HopperGradient = HopperGradient { tile: HOPPER, head_group: 1, num_splits: 1 };
     let inputs = tensors! {
         "q": call => &mut call.inputs.q;
         "k": call => &mut call.inputs.k;
