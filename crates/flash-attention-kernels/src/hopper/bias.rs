@@ -132,7 +132,7 @@ impl Layout for BiasBlueprint {
         [0, stats, stats]
     }
 
-    fn words(&self) -> [usize; 3] {
-        [WORDS, 0, 0]
+    fn words(&self) -> [usize; 2] {
+        [WORDS, 0]
     }
 }

@@ -234,8 +234,8 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                     producer.refill(blueprint);
                 }
                 if comptime!(blueprint.ordered) && step > 0 && !fully_masked {
-                    // As late as here, because passing on waits for the additions of the step before.
-                    reducer.pass_turn(&state.previous(stages));
+                    // As late as here, where products are in flight while this warp waits for its fence.
+                    reducer.pass_turn(nth, &band, visit.start - comptime!(tile_k as u32));
                 }
                 if comptime!(reduces) {
                     wgmma_wait(1usize);
@@ -264,7 +264,8 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
         }
 
         if comptime!(blueprint.ordered) && !fully_masked {
-            reducer.pass_turn(&state.previous(stages));
+            reducer.meet();
+            reducer.pass_turn(nth, &band, k_last);
         }
 
         // -- results

@@ -39,8 +39,6 @@ pub enum Region {
     Slots,
     /// Cursors of the pipelines.
     Cursors,
-    /// Where blocks of keys add in order, the tile of queries that this one has added to, and not passed on yet.
-    Added,
     /// With a block mask, the list entry of the tile in each stage of K.
     Entries,
 }
@@ -61,19 +59,19 @@ pub trait Layout: Copy {
     /// Bytes of `dSᵀ`, lse and delta.
     fn gradients(&self) -> [usize; 3];
 
-    /// Words of cursors, of [`Region::Added`] and of list entries.
-    fn words(&self) -> [usize; 3];
+    /// Words of cursors and of list entries.
+    fn words(&self) -> [usize; 2];
 
     /// All regions with their bytes, in their order: bulk copies and barriers have alignments of 16 and 8 bytes, words of 4.
     fn regions(&self) -> Vec<(Region, usize)> {
-        let ([ds, lse, delta], [cursors, added, entries]) = (self.gradients(), self.words());
+        let ([ds, lse, delta], [cursors, entries]) = (self.gradients(), self.words());
         let mut regions: Vec<_> = self.tiles().map(|(of, number, bytes)| (Region::Tiles(of), number * bytes)).into();
         regions.extend([(Region::Ds, ds), (Region::Lse, lse), (Region::Delta, delta)]);
         for (of, number, _) in self.tiles() {
             regions.extend([(Region::Full(of), 8 * number), (Region::Empty(of), 8 * number)]);
         }
         regions.extend([(Region::Known, 8 * SLOTS), (Region::Slots, 4 * WORDS * SLOTS)]);
-        regions.extend([(Region::Cursors, 4 * cursors), (Region::Added, 4 * added), (Region::Entries, 4 * entries)]);
+        regions.extend([(Region::Cursors, 4 * cursors), (Region::Entries, 4 * entries)]);
         regions
     }
 

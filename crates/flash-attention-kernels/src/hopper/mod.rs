@@ -112,7 +112,7 @@ impl Layout for Blueprint {
         [2 * self.ds_bytes(), stats, stats]
     }
 
-    fn words(&self) -> [usize; 3] {
-        [3 * WORDS, usize::from(self.ordered), if self.sparse { self.tile.stages } else { 0 }]
+    fn words(&self) -> [usize; 2] {
+        [3 * WORDS, if self.sparse { self.tile.stages } else { 0 }]
     }
 }

@@ -15,10 +15,9 @@
 //! the tile, group of four registers; the innermost elements are the four registers of each of a warp's 32 threads. Additions
 //! then read and write whole cache lines, and so does [`convert_dq()`], which converts `dq_accum` to `dq`.
 
-use super::layout::{Operand, Region};
+use super::layout::Region;
 use super::memory::{Memory, WorkTileField};
 use super::operands::DqAccum;
-use super::pipeline::PipelineState;
 use super::{TURN_ROWS, TURN_WORDS, dq_accum_columns};
 use crate::fragment::Scores;
 use crate::mask::Band;
@@ -118,7 +117,7 @@ impl Reducer {
     /// Issues `dS K` once both warpgroups have written their `dSᵀ`, and switches to the other tile.
     pub fn multiply(&mut self, dq: &mut Array<f32>, #[comptime] blueprint: Blueprint) {
         // With two tiles this one barrier suffices: a warp that arrives here has finished reading the tile before last.
-        named_sync(WRITTEN, comptime!(blueprint.tile.units() as u32));
+        self.meet();
         let ds = self.ds_columns + u64::cast_from(self.turn * comptime!((blueprint.ds_bytes() / 16) as u32));
         // 16 keys are 16 lines.
         let rows = comptime!(blueprint.q_bytes() / 16);
@@ -158,11 +157,6 @@ impl Reducer {
             for i in 0..comptime!(ADDENDS / 4) {
                 write_or_add_quad(to, dq, i, first);
             }
-            if self.warp == PASSING_WARP {
-                store_shared(self.memory.at_constant(Region::Added, 0u32), row as u32 / comptime!(TURN_ROWS as u32));
-            }
-            // All additions of the warp come before it releases K.
-            sync_plane();
         } else {
             #[unroll]
             for i in 0..comptime!(ADDENDS / 4) {
@@ -180,12 +174,16 @@ impl Reducer {
         }
     }
 
-    /// Passes the tile of queries at a position of K's pipeline on to the next block of keys, in one warp, once all warps have
-    /// added to it and released it.
-    pub fn pass_turn(&self, state: &PipelineState) {
+    /// Waits until all warps have come here. The additions of all steps before then come before what any of them does next.
+    pub fn meet(&self) {
+        named_sync(WRITTEN, comptime!(self.memory.blueprint.tile.units() as u32));
+    }
+
+    /// Passes the tile of queries from `start` on to the next block of keys, in one warp. The warps must have met since they
+    /// added to it.
+    pub fn pass_turn(&self, nth: u32, band: &Band, start: u32) {
         if self.warp == PASSING_WARP {
-            mbarrier_wait(self.memory.empty(Operand::K, state.stage), state.phase);
-            let turn = load_shared(self.memory.at_constant(Region::Added, 0u32)) as usize * TURN_WORDS;
+            let turn = self.row(nth, band, start) / TURN_ROWS * TURN_WORDS;
             pass_turn(&self.dq_accum.turns[turn..turn + 1]);
         }
     }

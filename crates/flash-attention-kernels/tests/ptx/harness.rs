@@ -229,6 +229,7 @@ pub fn scheduler() -> TileSchedulerCompilationArg {
         batches: (),
         chunk: divisor(),
         chunk_tiles: divisor(),
+        halved: (),
     }
 }
 
