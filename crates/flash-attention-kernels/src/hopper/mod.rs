@@ -46,6 +46,7 @@ pub mod reduce;
 
 mod bias;
 pub mod layout;
+pub mod wide;
 pub use bias::*;
 
 use crate::tensor_core::{Blueprint, PANEL, WARPGROUP_ROWS};

@@ -242,7 +242,7 @@ impl TileScheduler {
     }
 
     /// The coordinate of work tile `number`.
-    fn coordinate(&self, number: u32, #[comptime] blueprint: Blueprint) -> TileCoordinate {
+    pub fn coordinate(&self, number: u32, #[comptime] blueprint: Blueprint) -> TileCoordinate {
         let split_keys = comptime!(blueprint.split_keys);
         if comptime!(blueprint.varlen) {
             let nth = self.num_heads_q.divide(number);

@@ -310,6 +310,17 @@ fn gradients_in_one_kernel() {
     }
 }
 
+/// The fused kernel for wide heads: few and many tiles, head dimensions that do not fill a panel, grouped heads, and NaN or infinity in
+/// keys and queries that some rows must not see.
+#[test]
+fn gradients_of_wide_heads_in_one_kernel() {
+    let full = AttentionOptions { backward_order: flash_attention_kernels::BackwardOrder::Fast, ..Default::default() };
+    let causal = AttentionOptions { causal: true, ..full };
+    let case = |sizes, options| Case { fused: true, ..Case::new(sizes, Dtype::F32, options).with_dlse() };
+    all([case([1, 1, 1, 64, 80, 256, 256], full)]);
+    all([case([1, 2, 1, 130, 170, 256, 256], full), case([1, 2, 1, 130, 170, 256, 256], causal)]);
+}
+
 /// Biases with an element for each pair, shared by batches, heads, both or none, at lengths around the edges of tiles. Rows of 304 elements
 /// are loaded by TMA and stored as vectors, rows of 308 are stored as vectors, rows of 301 neither.
 #[test]

@@ -4,6 +4,7 @@ mod backward;
 mod counters;
 mod dbias;
 mod forward;
+mod wide;
 
 use super::Call;
 use super::tensor_core::{rows_arg, starts_aligned};

@@ -112,8 +112,11 @@ pub(super) const HOPPER_DBIAS: Table<BiasTile, 4> = [
 /// 64        1,024, 2,048  128, 3           64 + 64 + 64 + 32              255  196 KiB
 /// 128       2,048, 2,048  64, 3            128 + 32 + 32 + 32             255  195 KiB
 /// ```
-pub(super) const HOPPER_FUSED: Table<([usize; 2], HopperTile), 2> =
-    [(64, ([1024, 2048], tile(1, 2, 128, 3))), (128, ([2048, 2048], tile(1, 2, 64, 3)))];
+pub(super) const HOPPER_FUSED: Table<([usize; 2], HopperTile), 3> = [
+    (64, ([1024, 2048], tile(1, 2, 128, 3))),
+    (128, ([2048, 2048], tile(1, 2, 64, 3))),
+    (256, ([2048, usize::MAX], tile(1, 2, 80, 2))),
+];
 
 /// A tile whose warpgroups neither take turns nor have a producer warp.
 const fn tile(consumer_groups: usize, warpgroups: usize, tile_k: usize, stages: usize) -> HopperTile {

@@ -1,0 +1,259 @@
+//! The kernel. One step computes all gradients of a tile of 64 queries and the block of keys.
+//!
+//! Within a step, tensor cores are busy while the other units compute: `dP` runs under the exponentials, `dV` under the
+//! computation of `dS`, `dK` under the additions of the first half of `dQ`, and `S` of the next tile under those of the second half.
+
+use super::super::layout::{Operand, Region};
+use super::super::memory::Memory;
+use super::super::operands::{DqAccum, Schedule, Streams};
+use super::super::pipeline::PipelineState;
+use super::loads::Loader;
+use super::memory::{EntryField, WorkTileField};
+use super::products::Products;
+use super::stores::{lane_offset, store_keys, write_sums, write_transposed};
+use super::{WARPGROUPS, WideBlueprint};
+use crate::blocks::Visit;
+use crate::fragment::Scores;
+use crate::hopper::dq_accum_columns;
+use crate::hopper::reduce::ADDENDS;
+use crate::mask::Band;
+use crate::ptx::*;
+use crate::tensor_core::*;
+use cubecl::prelude::*;
+
+/// Named barrier of all threads. Barrier 0 belongs to `sync_cube`.
+const MEET: u32 = 1;
+
+/// Waits until all threads of the thread block have arrived.
+#[cube]
+fn meet() {
+    named_sync(MEET, comptime!((WARPGROUPS * WARPGROUP_UNITS) as u32));
+}
+
+/// Computes dK and dV, and adds dQ to `dq_accum`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn gradients<E: Float, M: Numeric, NB: Size, NM: Size>(
+    streams: Streams<E>,
+    sources: SourceSides<E, Const<8>>,
+    inputs: Scores<E, M, NB, NM>,
+    outputs: &mut GradientOutputs,
+    dq_accum: DqAccum,
+    schedule: Schedule,
+    #[comptime] blueprint: WideBlueprint,
+    #[define(E, M)] _types: [ElemType; 2],
+) {
+    let (band, extras, exponent) = (inputs.band, inputs.score.extras, inputs.score.exponent);
+    let (scheduler, stats) = (schedule.tiles, streams.stats.unwrap());
+    let (scores, stages, keys) = comptime!((blueprint.scores, blueprint.stages, blueprint.keys));
+    let dtype = comptime!(scores.dtype);
+    // Keys and registers of a warpgroup's scores, and registers of a panel of its sums.
+    let (half, s_len, sum_len) = comptime!((keys / 2, keys / 4, keys / 2));
+    let hides = comptime!(scores.hides_pairs() || band.bounded_above || band.bounded_below);
+    let drops = comptime!(extras.dropout.seed.is_some());
+
+    // -- shared memory, barriers, descriptors
+    let shared = Shared::<[E]>::new_aligned_slice(comptime!(blueprint.shared_memory() / dtype.size()), 1024usize);
+    let warp = plane_broadcast(UNIT_POS / 32, 0u32);
+    let (warpgroup, of_warpgroup) = (warp / 4, warp % 4);
+    let lane = UNIT_POS % 32;
+    let memory = Memory::new(shared_address::<E>(&shared[0..1024]), UNIT_POS == 0, blueprint);
+    let start = descriptor::<E>(&shared[0..1024], 16usize, 1024usize);
+    let products = Products { start, warpgroup, memory };
+    // Address at which this thread writes its part of Pᵀ and dSᵀ.
+    let tile_at = memory.at(Region::Ds, warpgroup * comptime!((half * LINE) as u32) + lane_offset(of_warpgroup));
+    // This thread's first query of a tile, and its first vector of `dq_accum` in the warpgroup's first panel.
+    let lane_row = of_warpgroup * 16 + lane / 4;
+    let addend =
+        (warpgroup * comptime!(2 * WARPGROUP_ROWS as u32) + of_warpgroup * 16) * comptime!(PANEL as u32 / 4) + lane;
+
+    // -- the first loads
+    let mut loader = Loader::<E>::new(memory, streams, schedule, band, warp);
+    loader.fill(blueprint);
+    let mut state = PipelineState::first();
+    let mut nth = 0u32;
+    memory.await_slot(nth);
+    let mut steps = memory.word(nth, WorkTileField::Steps);
+
+    let mut sum_k = Sequence::<Array<f32>>::new();
+    let mut sum_v = Sequence::<Array<f32>>::new();
+    #[unroll]
+    for _ in 0..2usize {
+        sum_k.push(Array::<f32>::new(sum_len));
+        sum_v.push(Array::<f32>::new(sum_len));
+    }
+    if steps != 0 {
+        loader.keys(nth);
+    }
+    while steps != 0 {
+        let first_key = memory.word(nth, WorkTileField::KStart) + warpgroup * comptime!(half as u32);
+        let mut s = Array::<f32>::new(s_len);
+        mbarrier_wait(memory.full(Operand::K, 0u32), nth % 2);
+        memory.await_tile(Operand::Q, &state);
+        products.scores(&mut s, state.stage, Operand::Q);
+        mbarrier_wait(memory.full(Operand::V, 0u32), nth % 2);
+
+        for step in 0..steps {
+            // -- dP
+            let mut ds = Array::<f32>::new(s_len);
+            memory.await_tile(Operand::D, &state);
+            products.scores(&mut ds, state.stage, Operand::D);
+            wgmma_wait(1usize);
+            pin(&mut s, s_len);
+
+            // -- P
+            let of_tile = score_tile(&memory, nth, &state, band, first_key, drops);
+            let derivatives = apply_score_mod(&mut s, &inputs, &of_tile, scores);
+            let fully_masked = memory.word(nth, WorkTileField::FullyMasked) != 0;
+            let visible = band.fully_visible(
+                of_tile.first_row,
+                first_key,
+                comptime!(WARPGROUP_ROWS as u32),
+                comptime!(half as u32),
+            );
+            if !visible || fully_masked {
+                apply_mask(&mut s, &of_tile, fully_masked, half);
+            }
+            let lse = statistics(&memory, Region::Lse, &state, lane_row);
+            let lse = tile_statistics(0u32, &lse, scores);
+            #[unroll]
+            for n in 0..s_len {
+                s[n] = probability_log2(s[n], exponent, *lse.index(n), dtype);
+            }
+            let words = keep_mask(&extras.dropout, &of_tile, scores);
+            // All warps have multiplied with dS of the step before: they have released its Q.
+            let before = state.previous(stages);
+            mbarrier_wait(memory.empty(Operand::Q, before.stage), before.phase);
+            write_transposed(tile_at, 0usize, &with_dropout(&s, &words, half), half, dtype);
+            sync_async_proxy_shared();
+            meet();
+
+            // -- dV, which runs under the computation of dS
+            let adds = u32::cast_from(step > 0);
+            pin_all(&mut sum_v, sum_len);
+            products.sums(&mut sum_v, state.stage, adds, Operand::D);
+
+            // -- dS
+            pin(&mut s, s_len);
+            wgmma_wait(1usize);
+            pin(&mut ds, s_len);
+            let delta = statistics(&memory, Region::Delta, &state, lane_row);
+            let delta = tile_statistics(0u32, &delta, scores);
+            dropout_backward(&mut ds, &words, &extras.dropout, half);
+            tile_backward(&mut ds, &s, &delta, s_len);
+            if comptime!(scores.keeps_derivative) {
+                derivatives.multiply(&mut ds, &s, scores);
+            } else if comptime!(scores.capped) {
+                let of_tile = score_tile(&memory, nth, &state, band, first_key, drops);
+                softcap_backward(&mut ds, &s, &lse, &inputs, &of_tile, scores);
+            }
+            pin(&mut ds, s_len);
+            // The branch of this wait keeps the assembler from moving the wait for dV above the computation of dS. This Q has
+            // already arrived.
+            memory.await_tile(Operand::Q, &state);
+            wgmma_wait(0usize);
+            pin_all(&mut sum_v, sum_len);
+            mbarrier_release(memory.empty(Operand::D, state.stage));
+            // All warps have multiplied with P.
+            meet();
+            write_transposed(tile_at, 0usize, &ds, half, dtype);
+            sync_async_proxy_shared();
+            meet();
+
+            // -- the first half of dQ, and dK
+            let mut dq = Array::<f32>::new(ADDENDS);
+            products.dq(&mut dq, 0usize);
+            pin_all(&mut sum_k, sum_len);
+            products.sums(&mut sum_k, state.stage, adds, Operand::Q);
+            loader.refill(Operand::D, blueprint);
+            let to = memory.entry(state.stage, EntryField::Row) as usize
+                * comptime!(dq_accum_columns(scores.head_dim) / 4)
+                + addend as usize;
+            wgmma_wait(1usize);
+            add(&dq_accum, to, &mut dq);
+
+            // -- the second half of dQ, and S of the next tile
+            let mut dq = Array::<f32>::new(ADDENDS);
+            products.dq(&mut dq, 1usize);
+            let stage = state.stage;
+            state.advance(stages);
+            if step + 1 < steps {
+                memory.await_tile(Operand::Q, &state);
+                products.scores(&mut s, state.stage, Operand::Q);
+                wgmma_wait(1usize);
+            } else {
+                wgmma_wait(0usize);
+            }
+            pin_all(&mut sum_k, sum_len);
+            mbarrier_release(memory.empty(Operand::Q, stage));
+            add(&dq_accum, to + comptime!(WARPGROUP_ROWS * PANEL / 4), &mut dq);
+            loader.refill(Operand::Q, blueprint);
+        }
+
+        // -- results
+        // All warps have multiplied with K and V, which the results replace.
+        meet();
+        write_sums(&memory, &mut sum_k, inputs.score.scale, warp, Operand::K);
+        write_sums(&memory, &mut sum_v, extras.dropout.scale(), warp, Operand::V);
+        meet();
+        store_keys(&memory, nth, warp, &sources, &inputs, outputs, stats, &scheduler, hides);
+        sync_async_proxy_shared();
+        meet();
+        nth += 1;
+        memory.await_slot(nth);
+        steps = memory.word(nth, WorkTileField::Steps);
+        if steps != 0 {
+            loader.keys(nth);
+        }
+    }
+}
+
+/// The location of a warpgroup's scores. Batch and head are only read if the scores depend on them.
+#[cube]
+fn score_tile(
+    memory: &Memory<WideBlueprint>,
+    nth: u32,
+    state: &PipelineState,
+    band: Band,
+    first_key: u32,
+    #[comptime] drops: bool,
+) -> ScoreTile {
+    let scores = comptime!(memory.blueprint.scores);
+    let (mut batch, mut head) = (0u32.runtime(), 0u32.runtime());
+    if comptime!(scores.modified || scores.alibi || drops || scores.hides_pairs()) {
+        batch = memory.word(nth, WorkTileField::Batch);
+        head = memory.entry(state.stage, EntryField::Head);
+    }
+    let visit = Visit { start: first_key, fully_visible: true.runtime(), masked: true.runtime() };
+    ScoreTile::new(batch, head, band, memory.entry(state.stage, EntryField::QStart), &visit, 0u32.runtime(), 0usize)
+}
+
+/// lse or delta of a thread's two rows of a tile.
+#[cube]
+fn statistics(memory: &Memory<WideBlueprint>, #[comptime] of: Region, state: &PipelineState, row: u32) -> Array<f32> {
+    let mut both = Array::<f32>::new(2usize);
+    #[unroll]
+    for r in 0..2usize {
+        both[r] = memory.statistic(of, state.stage, row + comptime!(8 * r as u32));
+    }
+    both
+}
+
+/// Adds 64 columns of dQ, whose product is complete, to `dq_accum` from vector `at` on.
+#[cube]
+fn add(dq_accum: &DqAccum, at: usize, dq: &mut Array<f32>) {
+    pin(dq, ADDENDS);
+    let to = &dq_accum.sums[at..at + 1];
+    #[unroll]
+    for i in 0..comptime!(ADDENDS / 4) {
+        add_quad(to, &*dq, i);
+    }
+}
+
+/// Pins a warpgroup's two panels of sums.
+#[cube]
+fn pin_all(sums: &mut Sequence<Array<f32>>, #[comptime] len: usize) {
+    #[unroll]
+    for nth in 0..2usize {
+        pin(sums.index_mut(nth), len);
+    }
+}
