@@ -42,17 +42,16 @@ pub fn gradients<E: Float, M: Numeric, NB: Size, NM: Size>(
     #[comptime] blueprint: WideBlueprint,
     #[define(E, M)] _types: [ElemType; 2],
 ) {
-    let (band, extras, exponent) = (inputs.band, inputs.score.extras, inputs.score.exponent);
+    let (band, extras) = (inputs.band, inputs.score.extras);
     let (scheduler, stats) = (schedule.tiles, streams.stats.unwrap());
     let (scores, stages, keys) = comptime!((blueprint.scores, blueprint.stages, blueprint.keys));
-    let dtype = comptime!(scores.dtype);
     // Keys and registers of a warpgroup's scores, and registers of a panel of its sums.
     let (half, s_len, sum_len) = comptime!((keys / 2, keys / 4, keys / 2));
     let hides = comptime!(scores.hides_pairs() || band.bounded_above || band.bounded_below);
-    let drops = comptime!(extras.dropout.seed.is_some());
 
     // -- shared memory, barriers, descriptors
-    let shared = Shared::<[E]>::new_aligned_slice(comptime!(blueprint.shared_memory() / dtype.size()), 1024usize);
+    let shared =
+        Shared::<[E]>::new_aligned_slice(comptime!(blueprint.shared_memory() / scores.dtype.size()), 1024usize);
     let warp = plane_broadcast(UNIT_POS / 32, 0u32);
     let (warpgroup, of_warpgroup) = (warp / 4, warp % 4);
     let lane = UNIT_POS % 32;
@@ -86,84 +85,21 @@ pub fn gradients<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
     while steps != 0 {
         let first_key = memory.word(nth, WorkTileField::KStart) + warpgroup * comptime!(half as u32);
+        let block = Block { memory, products, nth, first_key, band, tile_at, lane_row };
         let mut s = Array::<f32>::new(s_len);
         mbarrier_wait(memory.full(Operand::K, 0u32), nth % 2);
         memory.await_tile(Operand::Q, &state);
         products.scores(&mut s, state.stage, Operand::Q);
         mbarrier_wait(memory.full(Operand::V, 0u32), nth % 2);
+        block.scores(&mut s, &mut sum_v, &state, &inputs, true);
 
         for step in 0..steps {
-            // -- dP
-            let mut ds = Array::<f32>::new(s_len);
-            memory.await_tile(Operand::D, &state);
-            products.scores(&mut ds, state.stage, Operand::D);
-            wgmma_wait(1usize);
-            pin(&mut s, s_len);
-
-            // -- P
-            let of_tile = score_tile(&memory, nth, &state, band, first_key, drops);
-            let derivatives = apply_score_mod(&mut s, &inputs, &of_tile, scores);
-            let fully_masked = memory.word(nth, WorkTileField::FullyMasked) != 0;
-            let visible = band.fully_visible(
-                of_tile.first_row,
-                first_key,
-                comptime!(WARPGROUP_ROWS as u32),
-                comptime!(half as u32),
-            );
-            if !visible || fully_masked {
-                apply_mask(&mut s, &of_tile, fully_masked, half);
-            }
-            let lse = statistics(&memory, Region::Lse, &state, lane_row);
-            let lse = tile_statistics(0u32, &lse, scores);
-            #[unroll]
-            for n in 0..s_len {
-                s[n] = probability_log2(s[n], exponent, *lse.index(n), dtype);
-            }
-            let words = keep_mask(&extras.dropout, &of_tile, scores);
-            // All warps have multiplied with dS of the step before: they have released its Q.
-            let before = state.previous(stages);
-            mbarrier_wait(memory.empty(Operand::Q, before.stage), before.phase);
-            write_transposed(tile_at, 0usize, &with_dropout(&s, &words, half), half, dtype);
-            sync_async_proxy_shared();
-            meet();
-
-            // -- dV, which runs under the computation of dS
-            let adds = u32::cast_from(step > 0);
-            pin_all(&mut sum_v, sum_len);
-            products.sums(&mut sum_v, state.stage, adds, Operand::D);
-
-            // -- dS
-            pin(&mut s, s_len);
-            wgmma_wait(1usize);
-            pin(&mut ds, s_len);
-            let delta = statistics(&memory, Region::Delta, &state, lane_row);
-            let delta = tile_statistics(0u32, &delta, scores);
-            dropout_backward(&mut ds, &words, &extras.dropout, half);
-            tile_backward(&mut ds, &s, &delta, s_len);
-            if comptime!(scores.keeps_derivative) {
-                derivatives.multiply(&mut ds, &s, scores);
-            } else if comptime!(scores.capped) {
-                let of_tile = score_tile(&memory, nth, &state, band, first_key, drops);
-                softcap_backward(&mut ds, &s, &lse, &inputs, &of_tile, scores);
-            }
-            pin(&mut ds, s_len);
-            // The branch of this wait keeps the assembler from moving the wait for dV above the computation of dS. This Q has
-            // already arrived.
-            memory.await_tile(Operand::Q, &state);
-            wgmma_wait(0usize);
-            pin_all(&mut sum_v, sum_len);
-            mbarrier_release(memory.empty(Operand::D, state.stage));
-            // All warps have multiplied with P.
-            meet();
-            write_transposed(tile_at, 0usize, &ds, half, dtype);
-            sync_async_proxy_shared();
-            meet();
-
+            let memory = memory.opaque();
             // -- the first half of dQ, and dK
             let mut dq = Array::<f32>::new(ADDENDS);
             products.dq(&mut dq, 0usize);
             pin_all(&mut sum_k, sum_len);
-            products.sums(&mut sum_k, state.stage, adds, Operand::Q);
+            products.sums(&mut sum_k, state.stage, u32::cast_from(step > 0), Operand::Q);
             loader.refill(Operand::D, blueprint);
             let to = memory.entry(state.stage, EntryField::Row) as usize
                 * comptime!(dq_accum_columns(scores.head_dim) / 4)
@@ -171,22 +107,33 @@ pub fn gradients<E: Float, M: Numeric, NB: Size, NM: Size>(
             wgmma_wait(1usize);
             add(&dq_accum, to, &mut dq);
 
-            // -- the second half of dQ, and S of the next tile
+            // -- the second half of dQ
+            let next = state.next(stages);
+            let more = step + 1 < steps;
+            // The branch of this wait keeps the assembler from moving the product above the additions, whose registers it uses.
+            if more {
+                memory.await_tile(Operand::Q, &next);
+            }
             let mut dq = Array::<f32>::new(ADDENDS);
             products.dq(&mut dq, 1usize);
-            let stage = state.stage;
-            state.advance(stages);
-            if step + 1 < steps {
-                memory.await_tile(Operand::Q, &state);
-                products.scores(&mut s, state.stage, Operand::Q);
+            if more {
+                // -- S, P and dS of the next tile
+                let mut s = Array::<f32>::new(s_len);
+                products.scores(&mut s, next.stage, Operand::Q);
                 wgmma_wait(1usize);
+                pin_all(&mut sum_k, sum_len);
+                mbarrier_release(memory.empty(Operand::Q, state.stage));
+                add(&dq_accum, to + comptime!(WARPGROUP_ROWS * PANEL / 4), &mut dq);
+                loader.refill(Operand::Q, blueprint);
+                block.scores(&mut s, &mut sum_v, &next, &inputs, false);
             } else {
                 wgmma_wait(0usize);
+                pin_all(&mut sum_k, sum_len);
+                mbarrier_release(memory.empty(Operand::Q, state.stage));
+                add(&dq_accum, to + comptime!(WARPGROUP_ROWS * PANEL / 4), &mut dq);
+                loader.refill(Operand::Q, blueprint);
             }
-            pin_all(&mut sum_k, sum_len);
-            mbarrier_release(memory.empty(Operand::Q, stage));
-            add(&dq_accum, to + comptime!(WARPGROUP_ROWS * PANEL / 4), &mut dq);
-            loader.refill(Operand::Q, blueprint);
+            state.advance(stages);
         }
 
         // -- results
@@ -207,24 +154,122 @@ pub fn gradients<E: Float, M: Numeric, NB: Size, NM: Size>(
     }
 }
 
-/// The location of a warpgroup's scores. Batch and head are only read if the scores depend on them.
-#[cube]
-fn score_tile(
-    memory: &Memory<WideBlueprint>,
+/// A warpgroup's half of a block of keys.
+#[derive(CubeType)]
+struct Block {
+    memory: Memory<WideBlueprint>,
+    products: Products,
+    /// The number of the work tile.
     nth: u32,
-    state: &PipelineState,
-    band: Band,
+    /// First key of the half.
     first_key: u32,
-    #[comptime] drops: bool,
-) -> ScoreTile {
-    let scores = comptime!(memory.blueprint.scores);
-    let (mut batch, mut head) = (0u32.runtime(), 0u32.runtime());
-    if comptime!(scores.modified || scores.alibi || drops || scores.hides_pairs()) {
-        batch = memory.word(nth, WorkTileField::Batch);
-        head = memory.entry(state.stage, EntryField::Head);
+    band: Band,
+    /// Address at which this thread writes its part of `Pᵀ` and `dSᵀ`.
+    tile_at: u32,
+    /// This thread's first query of a tile.
+    lane_row: u32,
+}
+
+#[cube]
+impl Block {
+    /// Computes `dS` of a tile of queries, whose S is being computed, and writes it to shared memory. Adds to dV, of which the tile
+    /// may be the `first` one.
+    fn scores<E: Float, M: Numeric, NB: Size, NM: Size>(
+        &self,
+        s: &mut Array<f32>,
+        sum_v: &mut Sequence<Array<f32>>,
+        state: &PipelineState,
+        inputs: &Scores<E, M, NB, NM>,
+        #[comptime] first: bool,
+    ) {
+        let memory = self.memory.opaque();
+        let (blueprint, scores) = comptime!((self.memory.blueprint, self.memory.blueprint.scores));
+        let dtype = comptime!(scores.dtype);
+        let (half, s_len, sum_len) = comptime!((blueprint.keys / 2, blueprint.keys / 4, blueprint.keys / 2));
+        let (extras, exponent) = (inputs.score.extras, inputs.score.exponent);
+
+        // -- dP
+        let mut ds = Array::<f32>::new(s_len);
+        memory.await_tile(Operand::D, state);
+        self.products.scores(&mut ds, state.stage, Operand::D);
+        wgmma_wait(1usize);
+        pin(s, s_len);
+
+        // -- P
+        let of_tile = self.score_tile(&memory, state, inputs);
+        let derivatives = apply_score_mod(s, inputs, &of_tile, scores);
+        let fully_masked = memory.word(self.nth, WorkTileField::FullyMasked) != 0;
+        let rows = comptime!(WARPGROUP_ROWS as u32);
+        let visible = self.band.fully_visible(of_tile.first_row, self.first_key, rows, comptime!(half as u32));
+        if !visible || fully_masked {
+            apply_mask(s, &of_tile, fully_masked, half);
+        }
+        let lse = statistics(&memory, Region::Lse, state, self.lane_row);
+        let lse = tile_statistics(0u32, &lse, scores);
+        #[unroll]
+        for n in 0..s_len {
+            s[n] = probability_log2(s[n], exponent, *lse.index(n), dtype);
+        }
+        let words = keep_mask(&extras.dropout, &of_tile, scores);
+        if comptime!(!first) {
+            // All warps have multiplied with dS of the step before: they have released its Q.
+            let before = state.previous(blueprint.stages);
+            mbarrier_wait(memory.empty(Operand::Q, before.stage), before.phase);
+        }
+        write_transposed(self.tile_at, 0usize, &with_dropout(&*s, &words, half), half, dtype);
+        sync_async_proxy_shared();
+        meet();
+
+        // -- dV, which runs under the computation of dS
+        pin_all(sum_v, sum_len);
+        self.products.sums(sum_v, state.stage, comptime!(u32::from(!first)).runtime(), Operand::D);
+
+        // -- dS
+        pin(s, s_len);
+        wgmma_wait(1usize);
+        pin(&mut ds, s_len);
+        let delta = statistics(&memory, Region::Delta, state, self.lane_row);
+        let delta = tile_statistics(0u32, &delta, scores);
+        dropout_backward(&mut ds, &words, &extras.dropout, half);
+        tile_backward(&mut ds, &*s, &delta, s_len);
+        if comptime!(scores.keeps_derivative) {
+            derivatives.multiply(&mut ds, &*s, scores);
+        } else if comptime!(scores.capped) {
+            let of_tile = self.score_tile(&memory, state, inputs);
+            softcap_backward(&mut ds, &*s, &lse, inputs, &of_tile, scores);
+        }
+        pin(&mut ds, s_len);
+        // The branch of this wait keeps the assembler from moving the wait for dV above the computation of dS. This Q has already
+        // arrived.
+        memory.await_tile(Operand::Q, state);
+        wgmma_wait(0usize);
+        pin_all(sum_v, sum_len);
+        mbarrier_release(memory.empty(Operand::D, state.stage));
+        // All warps have multiplied with P.
+        meet();
+        write_transposed(self.tile_at, 0usize, &ds, half, dtype);
+        sync_async_proxy_shared();
+        meet();
     }
-    let visit = Visit { start: first_key, fully_visible: true.runtime(), masked: true.runtime() };
-    ScoreTile::new(batch, head, band, memory.entry(state.stage, EntryField::QStart), &visit, 0u32.runtime(), 0usize)
+
+    /// The location of the scores. Batch and head are only read if the scores depend on them.
+    fn score_tile<E: Float, M: Numeric, NB: Size, NM: Size>(
+        &self,
+        memory: &Memory<WideBlueprint>,
+        state: &PipelineState,
+        inputs: &Scores<E, M, NB, NM>,
+    ) -> ScoreTile {
+        let scores = comptime!(self.memory.blueprint.scores);
+        let drops = comptime!(inputs.score.extras.dropout.seed.is_some());
+        let (mut batch, mut head) = (0u32.runtime(), 0u32.runtime());
+        if comptime!(scores.modified || scores.alibi || drops || scores.hides_pairs()) {
+            batch = memory.word(self.nth, WorkTileField::Batch);
+            head = memory.entry(state.stage, EntryField::Head);
+        }
+        let visit = Visit { start: self.first_key, fully_visible: true.runtime(), masked: true.runtime() };
+        let first_row = memory.entry(state.stage, EntryField::QStart);
+        ScoreTile::new(batch, head, self.band, first_row, &visit, 0u32.runtime(), 0usize)
+    }
 }
 
 /// lse or delta of a thread's two rows of a tile.

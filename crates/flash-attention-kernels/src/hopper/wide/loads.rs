@@ -79,7 +79,7 @@ impl<E: Float> Loader<E> {
     }
 
     fn resident(&self, nth: u32, #[comptime] of: Operand) {
-        let memory = self.memory;
+        let memory = self.memory.opaque();
         let bytes = comptime!(memory.blueprint.bytes(of));
         let full = memory.full(of, 0u32);
         let map = if comptime!(of == Operand::K) { self.streams.cols_qk } else { self.streams.cols_dov };
@@ -92,7 +92,7 @@ impl<E: Float> Loader<E> {
     /// Decodes the next work tile and publishes it in slot `nth`.
     fn decode(&mut self, nth: u32, #[comptime] blueprint: WideBlueprint) {
         let (keys, tile_q) = comptime!((blueprint.keys as u32, WARPGROUP_ROWS as u32));
-        let memory = self.memory;
+        let memory = self.memory.opaque();
         let number = plane_broadcast(self.ahead, 0u32);
         if number < self.scheduler.num_tiles {
             let of = self.scheduler.coordinate(number, blueprint.scores);
@@ -127,7 +127,7 @@ impl<E: Float> Loader<E> {
         } else {
             self.memory.await_slot(nth);
         }
-        let memory = self.memory;
+        let memory = self.memory.opaque();
         let group = self.scheduler.group_size.divisor;
         let steps = memory.word(nth, WorkTileField::Steps);
         let tiles = memory.word(nth, WorkTileField::Tiles);
@@ -144,7 +144,7 @@ impl<E: Float> Loader<E> {
     /// The cursor of Q enters the next work tile early, right after its last load in the one before; in no work tile yet, it only enters
     /// the first one. That of dO enters late: its loads come earlier in a step, where the decoded work tile is not published yet.
     fn load(&mut self, #[comptime] of: Operand, #[comptime] blueprint: WideBlueprint) {
-        let memory = self.memory;
+        let memory = self.memory.opaque();
         let mut left = memory.cursor(of, CursorField::Left);
         if comptime!(of == Operand::D) && left == 0 {
             left = self.enter(of, blueprint);
