@@ -45,8 +45,8 @@ pub fn gradients<E: Float, M: Numeric, NB: Size, NM: Size>(
     let (band, extras) = (inputs.band, inputs.score.extras);
     let (scheduler, stats) = (schedule.tiles, streams.stats.unwrap());
     let (scores, stages, keys) = comptime!((blueprint.scores, blueprint.stages, blueprint.keys));
-    // Keys and registers of a warpgroup's scores, and registers of a panel of its sums.
-    let (half, s_len, sum_len) = comptime!((keys / 2, keys / 4, keys / 2));
+    // Registers of a warpgroup's scores, and of a panel of its sums.
+    let (s_len, sum_len) = comptime!((keys / 4, keys / 2));
     let hides = comptime!(scores.hides_pairs() || band.bounded_above || band.bounded_below);
 
     // -- shared memory, barriers, descriptors
@@ -58,10 +58,7 @@ pub fn gradients<E: Float, M: Numeric, NB: Size, NM: Size>(
     let memory = Memory::new(shared_address::<E>(&shared[0..1024]), UNIT_POS == 0, blueprint);
     let start = descriptor::<E>(&shared[0..1024], 16usize, 1024usize);
     let products = Products { start, warpgroup, memory };
-    // Address at which this thread writes its part of Pᵀ and dSᵀ.
-    let tile_at = memory.at(Region::Ds, warpgroup * comptime!((half * LINE) as u32) + lane_offset(of_warpgroup));
-    // This thread's first query of a tile, and its first vector of `dq_accum` in the warpgroup's first panel.
-    let lane_row = of_warpgroup * 16 + lane / 4;
+    // This thread's first vector of a tile of `dq_accum` in the warpgroup's first panel.
     let addend =
         (warpgroup * comptime!(2 * WARPGROUP_ROWS as u32) + of_warpgroup * 16) * comptime!(PANEL as u32 / 4) + lane;
 
@@ -84,8 +81,7 @@ pub fn gradients<E: Float, M: Numeric, NB: Size, NM: Size>(
         loader.keys(nth);
     }
     while steps != 0 {
-        let first_key = memory.word(nth, WorkTileField::KStart) + warpgroup * comptime!(half as u32);
-        let block = Block { memory, products, nth, first_key, band, tile_at, lane_row };
+        let block = Block { memory, products, nth, band };
         let mut s = Array::<f32>::new(s_len);
         mbarrier_wait(memory.full(Operand::K, 0u32), nth % 2);
         memory.await_tile(Operand::Q, &state);
@@ -161,13 +157,7 @@ struct Block {
     products: Products,
     /// The number of the work tile.
     nth: u32,
-    /// First key of the half.
-    first_key: u32,
     band: Band,
-    /// Address at which this thread writes its part of `Pᵀ` and `dSᵀ`.
-    tile_at: u32,
-    /// This thread's first query of a tile.
-    lane_row: u32,
 }
 
 #[cube]
@@ -187,6 +177,12 @@ impl Block {
         let dtype = comptime!(scores.dtype);
         let (half, s_len, sum_len) = comptime!((blueprint.keys / 2, blueprint.keys / 4, blueprint.keys / 2));
         let (extras, exponent) = (inputs.score.extras, inputs.score.exponent);
+        // This thread's first query of the tile, and the address at which it writes its part of Pᵀ and dSᵀ. They are computed for each
+        // tile, because registers are scarce.
+        let unit = opaque(UNIT_POS);
+        let lane_row = unit / 32 % 4 * 16 + unit % 32 / 4;
+        let of_half = self.products.warpgroup * comptime!((half * LINE) as u32);
+        let tile_at = memory.at(Region::Ds, of_half + lane_offset(unit));
 
         // -- dP
         let mut ds = Array::<f32>::new(s_len);
@@ -200,11 +196,11 @@ impl Block {
         let derivatives = apply_score_mod(s, inputs, &of_tile, scores);
         let fully_masked = memory.word(self.nth, WorkTileField::FullyMasked) != 0;
         let rows = comptime!(WARPGROUP_ROWS as u32);
-        let visible = self.band.fully_visible(of_tile.first_row, self.first_key, rows, comptime!(half as u32));
+        let visible = self.band.fully_visible(of_tile.first_row, of_tile.k_start, rows, comptime!(half as u32));
         if !visible || fully_masked {
             apply_mask(s, &of_tile, fully_masked, half);
         }
-        let lse = statistics(&memory, Region::Lse, state, self.lane_row);
+        let lse = statistics(&memory, Region::Lse, state, lane_row);
         let lse = tile_statistics(0u32, &lse, scores);
         #[unroll]
         for n in 0..s_len {
@@ -216,7 +212,7 @@ impl Block {
             let before = state.previous(blueprint.stages);
             mbarrier_wait(memory.empty(Operand::Q, before.stage), before.phase);
         }
-        write_transposed(self.tile_at, 0usize, &with_dropout(&*s, &words, half), half, dtype);
+        write_transposed(tile_at, 0usize, &with_dropout(&*s, &words, half), half, dtype);
         sync_async_proxy_shared();
         meet();
 
@@ -228,7 +224,7 @@ impl Block {
         pin(s, s_len);
         wgmma_wait(1usize);
         pin(&mut ds, s_len);
-        let delta = statistics(&memory, Region::Delta, state, self.lane_row);
+        let delta = statistics(&memory, Region::Delta, state, lane_row);
         let delta = tile_statistics(0u32, &delta, scores);
         dropout_backward(&mut ds, &words, &extras.dropout, half);
         tile_backward(&mut ds, &*s, &delta, s_len);
@@ -247,7 +243,7 @@ impl Block {
         mbarrier_release(memory.empty(Operand::D, state.stage));
         // All warps have multiplied with P.
         meet();
-        write_transposed(self.tile_at, 0usize, &ds, half, dtype);
+        write_transposed(tile_at, 0usize, &ds, half, dtype);
         sync_async_proxy_shared();
         meet();
     }
@@ -266,7 +262,10 @@ impl Block {
             batch = memory.word(self.nth, WorkTileField::Batch);
             head = memory.entry(state.stage, EntryField::Head);
         }
-        let visit = Visit { start: self.first_key, fully_visible: true.runtime(), masked: true.runtime() };
+        // Read again instead of kept, because registers are scarce.
+        let half = comptime!(self.memory.blueprint.keys as u32 / 2);
+        let start = memory.word(self.nth, WorkTileField::KStart) + self.products.warpgroup * half;
+        let visit = Visit { start, fully_visible: true.runtime(), masked: true.runtime() };
         let first_row = memory.entry(state.stage, EntryField::QStart);
         ScoreTile::new(batch, head, self.band, first_row, &visit, 0u32.runtime(), 0usize)
     }

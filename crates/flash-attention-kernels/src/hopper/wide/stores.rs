@@ -16,13 +16,13 @@ use cubecl::prelude::*;
 /// Bytes of eight lines.
 const EIGHT: usize = 8 * LINE;
 
-/// Offset at which a thread writes accumulators with [`write_transposed()`]. Each thread addresses one of eight columns of the
+/// Offset at which thread `unit` writes accumulators with [`write_transposed()`]. Each thread addresses one of eight columns of the
 /// accumulator, in the first or second eight columns, and the first or second eight of its warp's 16 rows. The swizzle permutes the
 /// groups of eight rows by the column's number modulo 8.
 #[cube]
-pub fn lane_offset(of_warpgroup: u32) -> u32 {
-    let lane = UNIT_POS % 32;
-    let rows = (of_warpgroup * 2 + lane / 8 % 2) ^ (lane % 8);
+pub fn lane_offset(unit: u32) -> u32 {
+    let lane = unit % 32;
+    let rows = (unit / 32 % 4 * 2 + lane / 8 % 2) ^ (lane % 8);
     lane / 16 * comptime!(EIGHT as u32) + lane % 8 * comptime!(LINE as u32) + rows * 16
 }
 
@@ -68,7 +68,7 @@ pub fn write_sums(
 ) {
     let blueprint = comptime!(memory.blueprint);
     let panel = comptime!(blueprint.k_panel());
-    let at = memory.tiles(of, warp / 4 * comptime!(2 * panel as u32) + lane_offset(warp % 4));
+    let at = memory.tiles(of, warp / 4 * comptime!(2 * panel as u32) + lane_offset(UNIT_POS));
     #[unroll]
     for nth in 0..2usize {
         scale(sums.index_mut(nth), factor, comptime!(blueprint.keys / 2));
