@@ -217,7 +217,7 @@ pub fn fusible(case: Case) -> Result<(usize, HopperGradient), String> {
     Ok((least, HopperGradient { tile, head_group: head_group(case, &tile, Role::All) }))
 }
 
-/// Whether all three gradients are computed by the [kernel for wide heads](crate::hopper::wide).
+/// Whether the kernel of this role is the one that computes all three gradients of [wide heads](crate::hopper::wide).
 pub(crate) fn is_wide(problem: &AttentionProblem, role: Role) -> bool {
     role == Role::All && problem.widest() > NARROW
 }
@@ -235,11 +235,9 @@ fn wide_blueprint(problem: &AttentionProblem, tile: HopperTile) -> WideBlueprint
 /// Checks that there is a kernel for wide heads with this tile.
 fn check_wide(problem: &AttentionProblem, tile: HopperTile) -> Result<(), String> {
     let (head_dim, head_dim_v) = (problem.head_dim, problem.head_dim_v);
-    require(problem.block_mask.is_none(), || {
-        format!("with a block mask, blocks of 80 keys do not consist of whole tiles of the mask")
-    })?;
+    require(problem.block_mask.is_none(), || "with a block mask, tiles do not divide its blocks".into())?;
     require(!Role::All.adds_in_order(problem), || {
-        format!("blocks of keys add to dq in any order where head_dim is above {NARROW}")
+        format!("head_dim {} is above {NARROW}, where blocks of keys add to dq in any order only", problem.widest())
     })?;
     require(wide_blueprint(problem, tile).is_consistent(), || {
         format!(

@@ -8,6 +8,7 @@ use super::{
 use crate::error::{AttentionError, Result};
 use crate::hopper::BiasTile;
 use crate::problem::AttentionProblem;
+use crate::tensor_core::WARPGROUP_ROWS;
 use cubecl::client::Client;
 use serde::Serialize;
 use std::fmt;
@@ -73,7 +74,10 @@ impl fmt::Display for Plan {
             write!(f, ", dv {}", of(&dv, true))?;
         }
         if let Some(HopperGradient { tile, .. }) = fused {
-            write!(f, ", all three {} {}×{}", Kernel::Hopper.name(), tile.tile_k, tile.tile_q())?;
+            // Where the sums of dk and dv do not fit in registers together, this kernel has tiles of 64 queries and `tile_k` keys.
+            let (tile_q, tile_k) =
+                if dv.is_some() { (WARPGROUP_ROWS, tile.tile_k) } else { (tile.tile_k, tile.tile_q()) };
+            write!(f, ", all three {} {tile_q}×{tile_k}", Kernel::Hopper.name())?;
         }
         if let BiasGradient::Hopper(tile) = dbias {
             write!(f, ", dbias {} {}×{}", dbias.kernel().name(), BiasTile::TILE_Q, tile.block_k())?;

@@ -67,6 +67,8 @@ fn plans_say_why_the_backward_is_not_fused() {
     // And four words for each 64 queries.
     let fixed = plan(problem(128, Dtype::BF16, AttentionOptions::default()));
     assert_eq!(fixed.scratch_bytes - fast.scratch_bytes, 4 * 4 * 16 * 4096 / 64 * 4);
+    let wide = plan(problem(256, Dtype::BF16, options));
+    assert!(wide.to_string().contains(", all three hopper 64×80"), "{wide}");
     let tile = |plan: &Plan| plan.backward.fused.map(|fused| fused.tile);
     assert_eq!(tile(&fixed), tile(&fast));
     let short = [1, 16, 1024, 128];
@@ -78,7 +80,8 @@ fn plans_say_why_the_backward_is_not_fused() {
     let few = AttentionProblem::new(&few, &few, &few, Dtype::BF16, causal).unwrap();
     let whys = [
         (short, "at least 2048 are needed"),
-        (problem(256, Dtype::F16, options), "256 is above 128"),
+        (problem(256, Dtype::F16, AttentionOptions::default()), "256 is above 128"),
+        (problem(192, Dtype::F16, options), "both from 193 to 256"),
         (biased, "a bias"),
         (fixed_with(AttentionOptions { window_left: Some(99), ..Default::default() }), "a window"),
         (few, "at least 1584 are needed"),
