@@ -133,6 +133,14 @@ impl<B: Layout> Memory<B> {
         self.at(comptime!(Region::Tiles(of)), byte)
     }
 
+    /// Descriptor of tile `nth` of an operand, from that of the first region.
+    pub fn descriptor(&self, start: u64, nth: u32, #[comptime] of: Operand) -> u64 {
+        let blueprint = comptime!(self.blueprint);
+        // Descriptors count in units of 16 bytes.
+        let (bytes, offset) = comptime!((blueprint.bytes(of) / 16, blueprint.offset(Region::Tiles(of)) / 16));
+        start + u64::cast_from(nth * bytes + offset)
+    }
+
     /// Address of the `nth` barrier that completes when a tile has arrived.
     pub fn full(&self, #[comptime] of: Operand, nth: u32) -> u32 {
         self.at(comptime!(Region::Full(of)), nth * 8)

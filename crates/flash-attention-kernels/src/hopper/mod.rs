@@ -5,6 +5,7 @@
 //! forward    O and lse                                 memory     layout of shared memory
 //! gradient   dq; dk and dv                             pipeline   stages of shared memory, their barriers
 //! reduce     dq, accumulated by the blocks of keys     producer   loads that fill the pipelines
+//! wide       dq, dk and dv of wide heads
 //! dbias      gradient of a bias with one element       products   products of a warpgroup's rows with a tile
 //!            for each pair                             operands   TMA operands and work tiles, as arguments
 //! combine    combines splits of the keys               copy       packed copies of tensors that TMA cannot read
@@ -48,6 +49,7 @@ pub mod splits;
 
 mod bias;
 pub mod layout;
+pub mod wide;
 pub use bias::*;
 
 use crate::tensor_core::{Blueprint, PANEL, WARPGROUP_ROWS};

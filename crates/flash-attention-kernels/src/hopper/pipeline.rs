@@ -48,6 +48,13 @@ impl PipelineState {
         }
     }
 
+    /// The position before this one.
+    pub fn previous(&self, #[comptime] stages: usize) -> PipelineState {
+        let wraps = self.stage == 0;
+        let stage = select(wraps, comptime!(stages as u32).runtime(), self.stage) - 1;
+        PipelineState { stage, phase: self.phase ^ u32::cast_from(wraps) }
+    }
+
     /// The position after this one.
     pub fn next(&self, #[comptime] stages: usize) -> PipelineState {
         let wraps = self.stage + 1 == comptime!(stages as u32);

@@ -145,6 +145,45 @@ fn store_tiles_of(at: u32, a: u32, b: u32, c: u32, d: u32) {
     })
 }
 
+/// Writes 8 × 8 tiles of 16 bits to shared memory with rows and columns exchanged, `offset` bytes after `at`: the inverse of
+/// [`load_tiles()`] for four tiles. For two tiles, threads from 16 on give no address.
+#[cube]
+pub fn store_transposed(at: u32, #[comptime] offset: usize, tiles: &Sequence<u32>) {
+    intrinsic!(|scope| {
+        let count = tiles.len();
+        let mut args = vec![at.read_value(scope)];
+        args.extend(tiles.iter_cloned().map(|x| x.read_value(scope)));
+        let words: Vec<_> = (1..=count).map(|nth| format!("${nth}")).collect();
+        let words = words.join(", ");
+        let template = format!("stmatrix.sync.aligned.m8n8.x{count}.trans.shared.b16 [$0+{offset}], {{{words}}};");
+        let constraints = format!("{}~{{memory}}", "r,".repeat(count + 1));
+        effect(scope, &template, &constraints, args)
+    })
+}
+
+/// Reads four words of shared memory.
+#[cube]
+pub fn load_shared_quad(at: u32) -> Sequence<u32> {
+    intrinsic!(|scope| {
+        let (ty, at) = (u32::__expand_as_type(scope), at.read_value(scope));
+        let template = "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];";
+        sequence(scope, effect_values(scope, ty, 4, template, "=r,=r,=r,=r,r,~{memory}", vec![at]))
+    })
+}
+
+/// Writes four words to the first two vectors of `to`, which starts at a multiple of 16 bytes, if `live`. Predicated, like
+/// [`store_pair()`].
+#[cube]
+pub fn store_quad(to: &mut [Vector<u32, Const<2>>], words: &Sequence<u32>, live: bool) {
+    intrinsic!(|scope| {
+        // SAFETY: the reference belongs to a kernel that is being expanded. Its pointer is a value in the kernel's code and is not dereferenced here.
+        let mut args = vec![unsafe { *to.__expand_as_ptr_method(scope) }.value(scope)];
+        args.extend(words.iter_cloned().map(|x| x.read_value(scope)));
+        args.push(live.read_value(scope));
+        effect(scope, "@$5 st.global.v4.u32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r,b,~{memory}", args)
+    })
+}
+
 /// Atomically adds registers `4 nth` to `4 nth + 3` to vector `32 nth` of `sums`.
 #[cube]
 pub fn add_quad(sums: &[Vector<f32, Const<4>>], values: &Array<f32>, #[comptime] nth: usize) {

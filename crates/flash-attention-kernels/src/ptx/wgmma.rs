@@ -100,6 +100,27 @@ fn product_shared(
     })
 }
 
+/// `acc += A · B`, or `acc = A · B` if not `adds`, with both operands in shared memory as in [`mma_shared()`]. It needs a fence before
+/// it, and a commit after it.
+#[cube]
+pub fn product_onto(
+    acc: &mut Array<f32>,
+    a: u64,
+    b: u64,
+    adds: u32,
+    #[comptime] steps: Vec<[usize; 2]>,
+    #[comptime] columns: [bool; 2],
+    #[comptime] n: usize,
+    #[comptime] dtype: Dtype,
+) {
+    intrinsic!(|scope| {
+        let args = vec![a.read_value(scope), b.read_value(scope), adds.read_value(scope)];
+        // The registers are operands twice, as results and as what they were before.
+        let template = wgmma(n, dtype, &format!("${}", n + 2), columns, &shared_steps(n, &steps));
+        in_place(scope, &template, &["l", "l", "r"], &pointers(scope, acc, n / 2), args)
+    })
+}
+
 /// Steps of a product of two operands in shared memory. Their descriptors are operands `first` and `first + 1`.
 fn shared_steps(first: usize, steps: &[[usize; 2]]) -> Vec<(String, String)> {
     let of = |[a, b]: &[usize; 2]| format!("add.s64 a, ${first}, {a};\nadd.s64 b, ${}, {b};", first + 1);

@@ -9,11 +9,13 @@ use cubecl::prelude::*;
 /// Keep mask of a thread's registers of a tile. Bit `n % 32` of word `n / 32` belongs to register `n`. Without dropout there
 /// are no words. All threads of the warp must call it.
 ///
-/// A thread holds one [cell](crate::dropout) of each 16 × 16 block. If transposed, it holds parts of two cells, which two other
+/// A thread holds one [cell](crate::dropout) of each 16 × 16 block, or a half of the first or the last one, if tiles are no whole
+/// blocks of keys. If transposed, it holds parts of two cells, which two other
 /// threads have drawn.
 #[cube]
 pub fn keep_mask(dropout: &Dropout, tile: &ScoreTile, #[comptime] blueprint: Blueprint) -> Sequence<u32> {
-    let blocks = comptime!(if dropout.seed.is_some() { blueprint.tile.tile_k / 16 } else { 0 });
+    let tile_k = comptime!(blueprint.tile.tile_k);
+    let blocks = comptime!(if dropout.seed.is_some() { tile_k.div_ceil(16) } else { 0 });
     let (band, head) = (&tile.band, tile.head);
     let (first_row, k_start) = (tile.first_row - band.first_query(), tile.k_start - band.first_key());
     let sequence = band.number(tile.batch);
@@ -32,6 +34,10 @@ pub fn keep_mask(dropout: &Dropout, tile: &ScoreTile, #[comptime] blueprint: Blu
                 dropout.cell(sequence, head, row_block, column_block, lane)
             };
             bits |= cell << comptime!(8 * block as u32);
+        }
+        if comptime!(tile_k % 16 != 0) {
+            // A tile of few keys may start in the middle of a block, of which the last four bits are left.
+            bits >>= k_start % 16 / 2;
         }
         if comptime!(blueprint.transposed()) {
             let drawn = bits;

@@ -372,7 +372,7 @@ impl GradientRows {
 
 /// Computes one row of the gradients. The whole warp must call it.
 #[cube]
-fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
+pub fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     sources: &SourceSides<E, N>,
     scores: &Scores<E, M, NB, NM>,
     out: &mut GradientOutputs,

@@ -252,7 +252,7 @@ impl TileScheduler {
     }
 
     /// The coordinate of work tile `number`.
-    fn coordinate(&self, number: u32, #[comptime] blueprint: Blueprint) -> TileCoordinate {
+    pub fn coordinate(&self, number: u32, #[comptime] blueprint: Blueprint) -> TileCoordinate {
         let is_split = comptime!(blueprint.is_split());
         if comptime!(blueprint.varlen) {
             let nth = self.num_heads_q.divide(number);

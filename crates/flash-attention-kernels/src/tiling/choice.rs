@@ -100,7 +100,8 @@ pub struct HopperForward {
 /// Parameters of a gradient by [`Kernel::Hopper`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct HopperGradient {
-    /// Tiles. The streamed tiles are keys for `dq`, and queries for `dk` and `dv`.
+    /// Tiles. The streamed tiles are keys for `dq`, and queries for `dk` and `dv`. The kernel that computes all three above head
+    /// dimension 128 streams tiles of 64 queries, and `tile_k` is the number of keys of a block.
     pub tile: HopperTile,
     /// Number of heads in a head group, whose streamed operands stay in the L2 cache together.
     pub head_group: usize,

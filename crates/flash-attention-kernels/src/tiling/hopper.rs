@@ -8,6 +8,7 @@ use super::{
 use crate::blocks::BLOCK;
 use crate::dtype::Dtype;
 use crate::fragment::Role;
+use crate::hopper::wide::WideBlueprint;
 use crate::hopper::{BiasTile, MAX_STAGES, dq_accum_columns};
 use crate::mma::Products;
 use crate::problem::AttentionProblem;
@@ -21,6 +22,9 @@ const SECTION_BYTES: usize = 32 << 20;
 /// Number of counters of a stream, which launches use one after the other, and bytes of each counter.
 pub const COUNTERS: usize = 256;
 pub const COUNTER_BYTES: usize = 4;
+
+/// Largest head dimension at which a thread holds the sums of dK and dV of a warpgroup's 64 keys.
+const NARROW: usize = 128;
 
 /// Fixed cost of a work tile, in units of the time of one tile of keys.
 const ITEM: usize = 3;
@@ -105,7 +109,7 @@ pub(super) fn head_group(Case { device, problem }: Case, tile: &HopperTile, role
         let heads = SECTION_BYTES / (problem.seq_k * of_position).max(1) * problem.group_size();
         (heads, problem.num_heads_q, problem.seq_q)
     };
-    let blocks = rows.div_ceil(tile.tile_q()).max(1);
+    let blocks = rows.div_ceil(rows_of_block(problem, tile, role)).max(1);
     let most = if bounded || waits {
         // At least two blocks of each head are processed at a time. Otherwise every load would come from memory first and from the
         // cache later.
@@ -175,7 +179,8 @@ pub fn fused(case: Case) -> Result<HopperGradient, String> {
     require(!in_order || problem.options.window_left.is_none(), || {
         "with a window, two kernels with a fixed order are as fast".into()
     })?;
-    let blocks = problem.batch * problem.num_heads_kv * problem.seq_k.div_ceil(fused.tile.tile_q());
+    let keys = rows_of_block(problem, &fused.tile, Role::All);
+    let blocks = problem.batch * problem.num_heads_kv * problem.seq_k.div_ceil(keys);
     let many = MANY * device.multiprocessors;
     require(!in_order || !is_bounded(problem) || blocks >= many, || {
         format!("the longest of {blocks} blocks of keys would add to dq last; at least {many} are needed")
@@ -199,11 +204,15 @@ pub fn fusible(case: Case) -> Result<(usize, HopperGradient), String> {
     let (head_dim, widest) = (problem.head_dim, problem.widest());
     let ([any_order, in_order], tile) = row(&HOPPER_FUSED, problem)?;
     let least = if fixed { in_order } else { any_order };
-    require(tile.tile_k * head_dim.div_ceil(PANEL) == tile.tile_q(), || {
-        format!(
-            "head_dim is {head_dim}, where the larger head dimension is {widest}: dQ cannot be divided into blocks of 64 × 64 for two warpgroups"
-        )
-    })?;
+    if is_wide(problem, Role::All) {
+        check_wide(problem, tile)?;
+    } else {
+        require(tile.tile_k * head_dim.div_ceil(PANEL) == tile.tile_q(), || {
+            format!(
+                "head_dim is {head_dim}, where the larger head dimension is {widest}: dQ cannot be divided into blocks of 64 × 64 for two warpgroups"
+            )
+        })?;
+    }
     let num_splits = group_splits(problem);
     let head_group = head_group(case, &tile, Role::All, num_splits);
     Ok((least, HopperGradient { tile, head_group, num_splits }))
@@ -216,7 +225,7 @@ fn group_splits(problem: &AttentionProblem) -> usize {
     let (group, band) = (problem.group_size(), problem.band());
     let drifts = band.bounded_above && !band.bounded_below && problem.block_mask.is_none();
     let fits = group * of_query_head(problem, Role::All) <= SECTION_BYTES;
-    if !drifts || fits || Role::All.adds_in_order(problem) {
+    if !drifts || fits || is_wide(problem, Role::All) || Role::All.adds_in_order(problem) {
         return 1;
     }
     (1..=group).find(|splits| group.is_multiple_of(*splits) && group / splits <= 2).unwrap_or(1)
@@ -233,6 +242,35 @@ fn of_query_head(problem: &AttentionProblem, role: Role) -> usize {
 pub(crate) fn split_sums_shapes(problem: &AttentionProblem, num_splits: usize) -> [[usize; 4]; 2] {
     let [batch, heads, rows, _] = problem.k_shape();
     [problem.head_dim, problem.head_dim_v].map(|columns| [num_splits * batch, heads, rows, columns.next_multiple_of(8)])
+}
+
+/// Whether the kernel of this role is the one that computes all three gradients of [wide heads](crate::hopper::wide).
+pub(crate) fn is_wide(problem: &AttentionProblem, role: Role) -> bool {
+    role == Role::All && problem.widest() > NARROW
+}
+
+/// Rows of a work tile: queries, or keys if transposed.
+fn rows_of_block(problem: &AttentionProblem, tile: &HopperTile, role: Role) -> usize {
+    if is_wide(problem, role) { tile.tile_k } else { tile.tile_q() }
+}
+
+/// The blueprint of the kernel for wide heads, with the assumptions of [`blueprint()`].
+fn wide_blueprint(problem: &AttentionProblem, tile: HopperTile) -> WideBlueprint {
+    WideBlueprint::new(tile, blueprint(problem, Role::Dq, tile, false))
+}
+
+/// Checks that there is a kernel for wide heads with this tile.
+fn check_wide(problem: &AttentionProblem, tile: HopperTile) -> Result<(), String> {
+    let (head_dim, head_dim_v) = (problem.head_dim, problem.head_dim_v);
+    require(problem.block_mask.is_none(), || "with a block mask, tiles do not divide its blocks".into())?;
+    require(!Role::All.adds_in_order(problem), || {
+        format!("head_dim {} is above {NARROW}, where blocks of keys add to dq in any order only", problem.widest())
+    })?;
+    require(wide_blueprint(problem, tile).is_consistent(), || {
+        format!(
+            "head_dim and head_dim_v are {head_dim} and {head_dim_v}, and both must be at most {NARROW}, or both from 193 to 256"
+        )
+    })
 }
 
 /// Largest number of words of a block mask's lists that Hopper's kernels can address with 32 bits.
@@ -286,7 +324,8 @@ pub(crate) fn check(
         )
     })?;
     let group = problem.group_size();
-    require(num_splits == 1 || forward && problem.block_mask.is_none() || role == Role::All, || {
+    let splits_group = role == Role::All && !is_wide(problem, role);
+    require(num_splits == 1 || forward && problem.block_mask.is_none() || splits_group, || {
         format!(
             "num_splits is {num_splits}; only a forward without a block mask can split the keys, and only dq, dk and dv together a group of heads"
         )
@@ -294,17 +333,25 @@ pub(crate) fn check(
     require(role != Role::All || group.is_multiple_of(num_splits), || {
         format!("num_splits is {num_splits}; it must divide {group}, the number of query heads in a group")
     })?;
-    let multiple = stats_multiple(problem);
-    require(!role.is_transposed() || multiple.is_multiple_of(tile_k), || {
+    let (multiple, wide) = (stats_multiple(problem), is_wide(problem, role));
+    require(wide || !role.is_transposed() || multiple.is_multiple_of(tile_k), || {
         format!("tile_k is {tile_k}; it must divide {multiple}, to which the scratch pads the rows of a head")
     })?;
     if role == Role::All {
         fusible(case)?;
-        require(tile_k * problem.head_dim.div_ceil(PANEL) == tile.tile_q(), || {
+        if wide {
+            check_wide(problem, tile)?;
+        }
+        require(wide || tile_k * problem.head_dim.div_ceil(PANEL) == tile.tile_q(), || {
             format!("tile_k is {tile_k}; a tile of dQ must consist of one block of 64 × 64 for each of two warpgroups")
         })?;
     }
-    let (bytes, units) = (blueprint(problem, role, tile, num_splits > 1).shared_memory(), tile.units());
+    let bytes = if wide {
+        wide_blueprint(problem, tile).shared_memory()
+    } else {
+        blueprint(problem, role, tile, num_splits > 1).shared_memory()
+    };
+    let units = tile.units();
     let (available, most) = (device.shared_memory, device.units);
     require(bytes <= available && units <= most, || {
         format!(

@@ -9,6 +9,7 @@ use super::{
 use crate::error::{AttentionError, Result};
 use crate::hopper::BiasTile;
 use crate::problem::AttentionProblem;
+use crate::tensor_core::WARPGROUP_ROWS;
 use cubecl::client::Client;
 use serde::Serialize;
 use std::fmt;
@@ -74,7 +75,10 @@ impl fmt::Display for Plan {
             write!(f, ", dv {}", of(&dv, true))?;
         }
         if let Some(HopperGradient { tile, num_splits, .. }) = fused {
-            write!(f, ", all three {} {}×{}", Kernel::Hopper.name(), tile.tile_k, tile.tile_q())?;
+            // Where the sums of dk and dv do not fit in registers together, this kernel has tiles of 64 queries and `tile_k` keys.
+            let (tile_q, tile_k) =
+                if dv.is_some() { (WARPGROUP_ROWS, tile.tile_k) } else { (tile.tile_k, tile.tile_q()) };
+            write!(f, ", all three {} {tile_q}×{tile_k}", Kernel::Hopper.name())?;
             if num_splits > 1 {
                 write!(f, " in {num_splits} splits")?;
             }

@@ -547,11 +547,15 @@ impl Case {
     }
 
     /// Whether the fused kernel for dq, dk and dv takes this case: no bias, one sequence per batch, no block mask in a fixed order, both head
-    /// dimensions at most 128, and `head_dim_v` at most 64 if `head_dim` is.
+    /// dimensions at most 128, and `head_dim_v` at most 64 if `head_dim` is; or both above 192, in any order and without a block mask.
     fn fusible(&self) -> bool {
         let p = &self.problem;
         let any_order = p.options.backward_order == BackwardOrder::Fast;
         let plain = p.bias.is_none() && !p.is_varlen() && (any_order || p.block_mask.is_none());
+        let wide = p.head_dim.min(p.head_dim_v) > 192;
+        if wide {
+            return plain && any_order && p.block_mask.is_none();
+        }
         plain && p.head_dim.max(p.head_dim_v) <= 128 && (p.head_dim > 64 || p.head_dim_v <= 64)
     }
 }

@@ -4,8 +4,8 @@
 use crate::common::*;
 use flash_attention_kernels::tiling::Device;
 use flash_attention_kernels::{
-    AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, BiasGradient, BiasTile, Dtype, Forward,
-    Gradient, Gradients, HopperForward, HopperGradient, HopperTile, Inputs, MmaTile, MmaTiles, Saved, Scratch,
+    AttentionError, AttentionOptions, AttentionProblem, BackwardOrder, BackwardTiles, BiasGradient, BiasTile, Dtype,
+    Forward, Gradient, Gradients, HopperForward, HopperGradient, HopperTile, Inputs, MmaTile, MmaTiles, Saved, Scratch,
     TensorView, backward_with, forward_with,
 };
 
@@ -132,6 +132,19 @@ fn hoppers_gradients() {
     let mut fused = call.with_gradients(TILE, 1);
     fused.fused = Some(HopperGradient { tile: HopperTile { tile_k: 64, ..TILE }, head_group: 1, num_splits: 1 });
     refused(call.backward(fused), "64 × 64");
+    let mut wide = Call::new(Dtype::BF16, 256).unwrap();
+    wide.problem.options.backward_order = BackwardOrder::Fast;
+    let keys = HopperTile { tile_k: 80, ..TILE };
+    for (tile, words) in [
+        (HopperTile { warpgroups: 3, ..keys }, "1 × 3"),
+        (HopperTile { tile_k: 72, ..keys }, "tile_k is 72"),
+        (HopperTile { tile_k: 96, ..keys }, "bytes of shared memory"),
+        (HopperTile { stages: 3, ..keys }, "bytes of shared memory"),
+    ] {
+        let mut fused = wide.with_gradients(HopperTile { tile_k: 32, ..TILE }, 1);
+        fused.fused = Some(HopperGradient { tile, head_group: 1 });
+        refused(wide.backward(fused), words);
+    }
     let single = Call::new(Dtype::F32, 64).unwrap();
     refused(single.backward(single.with_gradients(TILE, 1)), "q is f32");
 }

@@ -6,6 +6,7 @@ use cubecl_core::ir::nvidia::SmArch;
 use flash_attention_kernels::fragment::Role;
 use flash_attention_kernels::hopper::dbias::{BiasOutCompilationArg, DbiasSchedulerCompilationArg};
 use flash_attention_kernels::hopper::splits::{self, SplitSumsCompilationArg};
+use flash_attention_kernels::hopper::wide::{WideBlueprint, gradients};
 use flash_attention_kernels::hopper::{BiasBlueprint, BiasTile, combine, copy, dbias, forward, gradient, reduce};
 use flash_attention_kernels::mods::{Document, MaskFn, ScoreFn};
 use flash_attention_kernels::tensor_core::{Blueprint, DeltaBlueprint, Rows, Zeros, delta};
@@ -50,6 +51,36 @@ fn gradient_ptx(blueprint: Blueprint, problem: &AttentionProblem) -> String {
         blueprint,
         types(blueprint),
     ))
+}
+
+fn wide_ptx(blueprint: WideBlueprint, problem: &AttentionProblem) -> String {
+    compile(gradients::gradients::Gradients::new(
+        settings(blueprint.scores.tile.units()),
+        properties(),
+        Default::default(),
+        streams(blueprint.scores, true),
+        source_sides(),
+        score_args(problem, blueprint.scores, problem.band()),
+        gradient_outputs(),
+        dq_accum(),
+        schedule(),
+        2,
+        2,
+        blueprint,
+        types(blueprint.scores),
+    ))
+}
+
+/// Checks the kernel that computes all gradients of wide heads.
+fn check_wide(name: &str, tile: HopperTile, scores: Blueprint, problem: &AttentionProblem) {
+    let blueprint = WideBlueprint::new(tile, scores);
+    let bytes = blueprint.shared_memory();
+    assert!(blueprint.is_consistent(), "{blueprint:?}");
+    assert!(
+        bytes <= device().shared_memory,
+        "{name} takes {bytes} bytes of shared memory, more than a thread block has"
+    );
+    look_at_ptx(name, &blueprint.scores, &[tile.tile_k / 2, tile.tile_k, 64], || wide_ptx(blueprint, problem));
 }
 
 fn round_ptx(blueprint: Blueprint, problem: &AttentionProblem) -> String {
@@ -183,6 +214,15 @@ fn check(name: &str, problem: AttentionProblem) {
             (tile.tile_k, tile.stages) = (n[0], n[1]);
         }
         let (ordered, split_group) = (what == "all_in_order", what == "all_in_splits");
+        if role == Role::All && problem.head_dim > 128 {
+            check_wide(
+                &format!("{name}_{what}"),
+                tile,
+                Blueprint { role: Role::Dq, ..scores(&problem, Role::Dq, tile) },
+                &problem,
+            );
+            continue;
+        }
         look_at(&format!("{name}_{what}"), Blueprint { role, tile, ordered, split_group, ..blueprint }, &problem);
         if blueprint.bias == Some(Rows::Each) {
             let tiled = Blueprint { role, tile, bias: Some(Rows::Tiled), ..blueprint };
@@ -269,6 +309,39 @@ fn every_head_dimension_is_warpgroup_products() {
     // With splits of the keys.
     let few = [1, 1, 4096, 128];
     check("d128_few", AttentionProblem::new(&few, &few, &few, Dtype::BF16, causal).unwrap());
+}
+
+/// The kernel that computes all gradients of wide heads, alone and with every option that it takes.
+#[test]
+fn all_gradients_of_wide_heads_are_warpgroup_products() {
+    let causal = AttentionOptions { causal: true, backward_order: BackwardOrder::Fast, ..Default::default() };
+    let full = AttentionOptions { causal: false, ..causal };
+    let of = |dtype, options| problem(256, dtype, options);
+    let bf16 = |options| of(Dtype::BF16, options);
+    let capped = AttentionOptions { softcap: Some(50.0), ..causal };
+    let dropout = AttentionOptions { dropout: 0.1, ..causal };
+    let alibi = AttentionOptions { score_mod: Some(ScoreFn::of::<Alibi>()), ..causal };
+    let document = AttentionOptions { mask_mod: Some(MaskFn::of::<Document>()), ..causal };
+    let cases = [
+        ("full", bf16(full)),
+        ("causal", bf16(causal)),
+        ("causal_f16", of(Dtype::F16, causal)),
+        ("window", bf16(AttentionOptions { window_left: Some(1023), ..causal })),
+        ("softcap", bf16(capped)),
+        ("dropout", bf16(dropout)),
+        ("slopes", bf16(causal).with_alibi_slopes(&[1, 16]).unwrap()),
+        ("padding_mask", bf16(full).with_mask(&[4, 1, 1, 4096]).unwrap()),
+        ("mask", bf16(full).with_mask(&[1, 1, 4096, 4096]).unwrap()),
+        ("function_alibi", bf16(alibi).with_score_tensors(&[&[1, 16, 1, 1]]).unwrap()),
+        ("function_softcap", bf16(AttentionOptions { score_mod: Some(ScoreFn::of::<Softcap<50>>()), ..causal })),
+        ("function_document", bf16(document).with_mask_tensors(&[&[4, 1, 4096, 1], &[4, 1, 1, 4096]]).unwrap()),
+    ];
+    let only = std::env::var("HOPPER_WIDE").ok();
+    for (name, problem) in cases.into_iter().filter(|(name, _)| only.as_deref().is_none_or(|only| only == *name)) {
+        let tile = plan_on(&device(), &problem).unwrap().backward.fused.unwrap().tile;
+        let scores = Blueprint { split_keys: false, ..scores(&problem, Role::Dq, tile) };
+        check_wide(&format!("d256_all_{name}"), tile, scores, &problem);
+    }
 }
 
 #[test]

@@ -78,6 +78,8 @@ fn plans_say_why_the_backward_is_not_fused() {
     for plan in [grouped(8192, false), grouped(2048, true)] {
         assert_eq!(plan.backward.fused.map(|fused| fused.num_splits), Some(1), "{plan}");
     }
+    let wide = plan(problem(256, Dtype::BF16, options));
+    assert!(wide.to_string().contains(", all three hopper 64×80"), "{wide}");
     let tile = |plan: &Plan| plan.backward.fused.map(|fused| fused.tile);
     assert_eq!(tile(&fixed), tile(&fast));
     let short = [1, 16, 1024, 128];
@@ -89,7 +91,8 @@ fn plans_say_why_the_backward_is_not_fused() {
     let few = AttentionProblem::new(&few, &few, &few, Dtype::BF16, causal).unwrap();
     let whys = [
         (short, "at least 2048 are needed"),
-        (problem(256, Dtype::F16, options), "256 is above 128"),
+        (problem(256, Dtype::F16, AttentionOptions::default()), "256 is above 128"),
+        (problem(192, Dtype::F16, options), "both from 193 to 256"),
         (biased, "a bias"),
         (fixed_with(AttentionOptions { window_left: Some(99), ..Default::default() }), "a window"),
         (few, "at least 1584 are needed"),

@@ -67,14 +67,6 @@ pub enum CursorField {
 
 #[cube]
 impl Memory<BiasBlueprint> {
-    /// Descriptor of tile `nth` of an operand, from that of the first region.
-    pub fn descriptor(&self, start: u64, nth: u32, #[comptime] of: Operand) -> u64 {
-        let blueprint = comptime!(self.blueprint);
-        // Descriptors count in units of 16 bytes.
-        let (bytes, offset) = comptime!((blueprint.bytes(of) / 16, blueprint.offset(Region::Tiles(of)) / 16));
-        start + u64::cast_from(nth * bytes + offset)
-    }
-
     /// Waits until tile `nth` of an operand has been released in the phase before the one of parity `phase`. Then makes its
     /// barrier expect the tile, and `others` bytes besides. Returns the addresses of the tile and of the barrier.
     pub fn refill(&self, #[comptime] of: Operand, nth: u32, phase: u32, #[comptime] others: u32) -> (u32, u32) {

@@ -25,6 +25,9 @@ impl HopperGradient {
         let list = Gradient::Hopper(self).list(role.is_transposed());
         tiling::hopper::check(call.case(), role, tile, head_group, num_splits)
             .map_err(|why| Kernel::Hopper.unavailable(why))?;
+        if tiling::hopper::is_wide(call.problem, role) {
+            return self.wide_gradients(backward, results);
+        }
         let blueprint = call.hopper_blueprint(role, tile, num_splits > 1);
         let work = call.work(role, list, head_group, num_splits, multiprocessors as u64)?;
         let outputs = backward.outputs(&results)?;
@@ -73,7 +76,7 @@ impl HopperGradient {
 
 impl Scratch {
     /// `dq_accum`, or the statistics where no kernel adds to it. Those have fewer elements.
-    fn sums(&self) -> &TensorView<2> {
+    pub(super) fn sums(&self) -> &TensorView<2> {
         self.dq_accum.as_ref().unwrap_or(&self.stats)
     }
 
@@ -82,7 +85,7 @@ impl Scratch {
     /// # Safety
     ///
     /// As `launch_unchecked`: the views have been checked against their buffers.
-    unsafe fn dq_arg(&self) -> DqAccumLaunch {
+    pub(super) unsafe fn dq_arg(&self) -> DqAccumLaunch {
         let turns = self.dq_turns.as_ref().unwrap_or(&self.stats);
         // SAFETY: the caller guarantees it.
         unsafe { DqAccumLaunch::new(rows_arg(self.sums(), 4), rows_arg(turns, 1)) }
@@ -91,7 +94,7 @@ impl Scratch {
 
 impl<'a> Backward<'a> {
     /// Prepares the conversion of `dq_accum`, to which the blocks of keys have added, to `dq`.
-    fn convert_dq(self, dq: &'a TensorView, tiles: HopperGradient) -> Result<GradientLaunch<'a>> {
+    pub(super) fn convert_dq(self, dq: &'a TensorView, tiles: HopperGradient) -> Result<GradientLaunch<'a>> {
         let Backward { call, scratch, .. } = self;
         let p = call.problem;
         let cubes = stats_rows(p).div_ceil((reduce::UNITS / 32 * reduce::WARP_ROWS) as usize);

@@ -5,6 +5,7 @@ mod counters;
 mod dbias;
 mod forward;
 mod splits;
+mod wide;
 
 use super::Call;
 use super::tensor_core::{rows_arg, starts_aligned};
