@@ -1,6 +1,7 @@
 //! Tiles, head groups and splits of the keys for the kernels of NVIDIA Hopper.
 
 mod tables;
+mod wide;
 
 use super::{
     Case, Gradient, Gradients, HopperForward, HopperGradient, ListShape, NOT_COMPILED, gradients, require, row,
@@ -8,12 +9,12 @@ use super::{
 use crate::blocks::BLOCK;
 use crate::dtype::Dtype;
 use crate::fragment::Role;
-use crate::hopper::wide::WideBlueprint;
 use crate::hopper::{BiasTile, MAX_STAGES, dq_accum_columns};
 use crate::mma::Products;
 use crate::problem::AttentionProblem;
 use crate::tensor_core::{Blueprint, HopperTile, PANEL, Rows};
 use tables::{HOPPER, HOPPER_BIAS, HOPPER_BLOCKS, HOPPER_DBIAS, HOPPER_DKDV, HOPPER_DQ, HOPPER_FUSED};
+pub(crate) use wide::is_wide;
 
 /// Largest size in bytes of the keys and values of a head group: what one half of Hopper's L2 cache (50 to 60 MB) can hold besides
 /// other data.
@@ -22,9 +23,6 @@ const SECTION_BYTES: usize = 32 << 20;
 /// Number of counters of a stream, which launches use one after the other, and bytes of each counter.
 pub const COUNTERS: usize = 256;
 pub const COUNTER_BYTES: usize = 4;
-
-/// Largest head dimension at which a thread holds the sums of dK and dV of a warpgroup's 64 keys.
-const NARROW: usize = 128;
 
 /// Fixed cost of a work tile, in units of the time of one tile of keys.
 const ITEM: usize = 3;
@@ -109,7 +107,7 @@ pub(super) fn head_group(Case { device, problem }: Case, tile: &HopperTile, role
         let heads = SECTION_BYTES / (problem.seq_k * of_position).max(1) * problem.group_size();
         (heads, problem.num_heads_q, problem.seq_q)
     };
-    let blocks = rows.div_ceil(rows_of_block(problem, tile, role)).max(1);
+    let blocks = rows.div_ceil(wide::rows_of_block(problem, tile, role)).max(1);
     let most = if bounded || waits {
         // At least two blocks of each head are processed at a time. Otherwise every load would come from memory first and from the
         // cache later.
@@ -179,7 +177,7 @@ pub fn fused(case: Case) -> Result<HopperGradient, String> {
     require(!in_order || problem.options.window_left.is_none(), || {
         "with a window, two kernels with a fixed order are as fast".into()
     })?;
-    let keys = rows_of_block(problem, &fused.tile, Role::All);
+    let keys = wide::rows_of_block(problem, &fused.tile, Role::All);
     let blocks = problem.batch * problem.num_heads_kv * problem.seq_k.div_ceil(keys);
     let many = MANY * device.multiprocessors;
     require(!in_order || !is_bounded(problem) || blocks >= many, || {
@@ -205,7 +203,7 @@ pub fn fusible(case: Case) -> Result<(usize, HopperGradient), String> {
     let ([any_order, in_order], tile) = row(&HOPPER_FUSED, problem)?;
     let least = if fixed { in_order } else { any_order };
     if is_wide(problem, Role::All) {
-        check_wide(problem, tile)?;
+        wide::check(problem, tile)?;
     } else {
         require(tile.tile_k * head_dim.div_ceil(PANEL) == tile.tile_q(), || {
             format!(
@@ -242,35 +240,6 @@ fn of_query_head(problem: &AttentionProblem, role: Role) -> usize {
 pub(crate) fn split_sums_shapes(problem: &AttentionProblem, num_splits: usize) -> [[usize; 4]; 2] {
     let [batch, heads, rows, _] = problem.k_shape();
     [problem.head_dim, problem.head_dim_v].map(|columns| [num_splits * batch, heads, rows, columns.next_multiple_of(8)])
-}
-
-/// Whether the kernel of this role is the one that computes all three gradients of [wide heads](crate::hopper::wide).
-pub(crate) fn is_wide(problem: &AttentionProblem, role: Role) -> bool {
-    role == Role::All && problem.widest() > NARROW
-}
-
-/// Rows of a work tile: queries, or keys if transposed.
-fn rows_of_block(problem: &AttentionProblem, tile: &HopperTile, role: Role) -> usize {
-    if is_wide(problem, role) { tile.tile_k } else { tile.tile_q() }
-}
-
-/// The blueprint of the kernel for wide heads, with the assumptions of [`blueprint()`].
-fn wide_blueprint(problem: &AttentionProblem, tile: HopperTile) -> WideBlueprint {
-    WideBlueprint::new(tile, blueprint(problem, Role::Dq, tile, false))
-}
-
-/// Checks that there is a kernel for wide heads with this tile.
-fn check_wide(problem: &AttentionProblem, tile: HopperTile) -> Result<(), String> {
-    let (head_dim, head_dim_v) = (problem.head_dim, problem.head_dim_v);
-    require(problem.block_mask.is_none(), || "with a block mask, tiles do not divide its blocks".into())?;
-    require(!Role::All.adds_in_order(problem), || {
-        format!("head_dim {} is above {NARROW}, where blocks of keys add to dq in any order only", problem.widest())
-    })?;
-    require(wide_blueprint(problem, tile).is_consistent(), || {
-        format!(
-            "head_dim and head_dim_v are {head_dim} and {head_dim_v}, and both must be at most {NARROW}, or both from 193 to 256"
-        )
-    })
 }
 
 /// Largest number of words of a block mask's lists that Hopper's kernels can address with 32 bits.
@@ -340,14 +309,14 @@ pub(crate) fn check(
     if role == Role::All {
         fusible(case)?;
         if wide {
-            check_wide(problem, tile)?;
+            wide::check(problem, tile)?;
         }
         require(wide || tile_k * problem.head_dim.div_ceil(PANEL) == tile.tile_q(), || {
             format!("tile_k is {tile_k}; a tile of dQ must consist of one block of 64 × 64 for each of two warpgroups")
         })?;
     }
     let bytes = if wide {
-        wide_blueprint(problem, tile).shared_memory()
+        wide::blueprint(problem, tile).shared_memory()
     } else {
         blueprint(problem, role, tile, num_splits > 1).shared_memory()
     };
