@@ -11,7 +11,8 @@ use burn::tensor::{DType, Device, Distribution, Tensor};
 use burn_flash_attention::{FlashAttentionOptions, flash_attention};
 use cubecl::prelude::{CubeCount, CubeDim};
 use cubecl_runtime::execution::{ProcessMode, ProcessModeOverride, StatisticsCollector};
-use flash_attention_kernels::{AttentionProblem, BackwardTiles, Dtype, Forward, TensorView, forward, plan};
+use flash_attention_kernels::tiling::{Device as Properties, plan_on};
+use flash_attention_kernels::{AttentionProblem, BackwardTiles, Dtype, Forward, TensorView, check, forward, plan};
 use serde_json::json;
 use std::process::{Command, Stdio};
 use std::time::Instant;
@@ -69,52 +70,64 @@ struct Calls {
     plain: [Tensor<4>; 3],
     /// And those that it tracks.
     tracked: [Tensor<4>; 3],
+    /// The device as the planner sees it.
+    planner: Properties,
     /// Views for the kernel that does nothing.
     views: [TensorView<1>; 5],
 }
 
-/// A call, and its name in the table.
-type Row = (&'static str, fn(&Calls) -> Result<(), Error>);
+/// A call in the table.
+struct Row {
+    name: &'static str,
+    call: fn(&Calls) -> Result<(), Error>,
+    /// Whether it leaves a graph of autodiff behind, which must be freed after each call.
+    leaves_graph: bool,
+}
 
-const ROWS: [Row; 12] = [
-    ("plan", |of| Ok(plan(&of.client, &of.problem).map(drop)?)),
-    ("kernels: forward, planned", |of| {
+const fn row(name: &'static str, call: fn(&Calls) -> Result<(), Error>) -> Row {
+    Row { name, call, leaves_graph: false }
+}
+
+const ROWS: [Row; 13] = [
+    row("check", |of| Ok(check(&of.client, &of.problem)?)),
+    row("plan", |of| Ok(plan(&of.client, &of.problem).map(drop)?)),
+    row("plan, without memory of earlier calls", |of| Ok(plan_on(&of.planner, &of.problem).map(drop)?)),
+    row("kernels: forward, planned", |of| {
         let Kernels { inputs, saved, .. } = &of.kernels;
         Ok(forward(&of.client, &of.problem, inputs, &saved.o, &saved.lse).map(drop)?)
     }),
-    ("kernels: forward, tiles given", |of| of.kernels.forward(&of.client, &of.problem, of.tiles.0)),
-    ("kernels: backward, tiles and scratch given", |of| {
+    row("kernels: forward, tiles given", |of| of.kernels.forward(&of.client, &of.problem, of.tiles.0)),
+    row("kernels: backward, tiles and scratch given", |of| {
         of.kernels.backward(&of.client, &of.problem, &of.kernels.gradients, of.tiles.1)
     }),
-    ("Burn: forward", |of| {
+    row("Burn: forward", |of| {
         of.attention(&of.plain);
         Ok(())
     }),
-    ("Burn: forward, tracked", |of| {
-        of.attention(&of.tracked);
-        Ok(())
-    }),
-    ("Burn: forward and backward", |of| {
+    Row {
+        leaves_graph: true,
+        ..row("Burn: forward, tracked", |of| {
+            of.attention(&of.tracked);
+            Ok(())
+        })
+    },
+    row("Burn: forward and backward", |of| {
         of.attention(&of.tracked).sum().backward();
         Ok(())
     }),
-    ("CubeCL's own: a launch with five tensors", |of| {
+    row("CubeCL's own: a launch with five tensors", |of| {
         of.launch();
         Ok(())
     }),
-    ("CubeCL's own: an allocation", |of| {
+    row("CubeCL's own: an allocation", |of| {
         of.client.empty(1 << 12);
         Ok(())
     }),
-    ("Burn's own: q + q", |of| {
+    row("Burn's own: q + q", |of| {
         let _ = of.plain[0].clone() + of.plain[0].clone();
         Ok(())
     }),
-    ("Burn's own: q + q, tracked", |of| {
-        let _ = of.tracked[0].clone() + of.tracked[0].clone();
-        Ok(())
-    }),
-    ("Burn's own: q + q, forward and backward", |of| {
+    row("Burn's own: q + q, forward and backward", |of| {
         (of.tracked[0].clone() + of.tracked[0].clone()).sum().backward();
         Ok(())
     }),
@@ -142,6 +155,7 @@ impl Calls {
             plain: random(&device),
             tracked: random(&device.clone().autodiff()).map(Tensor::require_grad),
             views: std::array::from_fn(|_| TensorView::contiguous(client.empty(4), [1])),
+            planner: Properties::of(&client),
             device,
             client,
             problem,
@@ -169,27 +183,35 @@ impl Calls {
 
     /// Median time until a call returns, and time of each of many calls in a row until all are done, in microseconds. The latter is what
     /// the slowest thread of the host takes for a call, or the device if it is slower.
-    fn times(&self, calls: usize, call: fn(&Self) -> Result<(), Error>) -> Result<[f64; 2], Error> {
+    fn times(&self, calls: usize, row: &Row) -> Result<(f64, Option<f64>), Error> {
         let mut alone = Vec::with_capacity(calls);
         for turn in 0..calls {
             if turn % TURNS == 0 {
                 self.finish()?;
             }
             let start = Instant::now();
-            call(self)?;
+            (row.call)(self)?;
             alone.push(start.elapsed().as_secs_f64() * 1e6);
+            if row.leaves_graph && turn % TURNS == TURNS - 1 {
+                // The backward of any node frees the graphs that nothing refers to.
+                (self.tracked[0].clone() + self.tracked[0].clone()).sum().backward();
+            }
         }
         self.finish()?;
         alone.sort_by(f64::total_cmp);
+        let alone = alone[calls / 2];
+        if row.leaves_graph {
+            return Ok((alone, None));
+        }
         let start = Instant::now();
-        (0..calls).try_for_each(|_| call(self))?;
+        (0..calls).try_for_each(|_| (row.call)(self))?;
         self.finish()?;
-        Ok([alone[calls / 2], start.elapsed().as_secs_f64() * 1e6 / calls as f64])
+        Ok((alone, Some(start.elapsed().as_secs_f64() * 1e6 / calls as f64)))
     }
 }
 
-fn line(name: &str, [alone, each]: [f64; 2]) {
-    println!("{name:<46} {alone:>12.1} {each:>14.1}");
+fn line(name: &str, alone: f64, each: Option<f64>) {
+    println!("{name:<46} {alone:>12.2} {:>14}", each.map_or("–".into(), |each| format!("{each:.2}")));
 }
 
 /// Prints a table for each problem.
@@ -200,16 +222,17 @@ pub fn run(options: &Options) -> Result<(), Error> {
     for case in cases {
         let of = Calls::new(&device, case)?;
         println!("\n{case}\n{:<46} {:>12} {:>14}", "µs", "to return", "each of many");
-        let rows = ROWS.iter().filter(|(name, _)| name.contains(&options.only));
+        let rows = ROWS.iter().filter(|row| row.name.contains(&options.only));
         // Kernels are compiled, and caches filled, by launches that run.
-        for (_, call) in rows.clone() {
-            (0..TURNS).try_for_each(|_| call(&of))?;
+        for row in rows.clone() {
+            (0..TURNS).try_for_each(|_| (row.call)(&of))?;
             of.finish()?;
         }
         let statistics = StatisticsCollector::new();
         let discard = options.discard.then(|| ProcessModeOverride::new(ProcessMode::CompileAndAutotune, &statistics));
-        for (name, call) in rows {
-            line(name, of.times(options.calls, *call)?);
+        for row in rows {
+            let (alone, each) = of.times(options.calls, row)?;
+            line(row.name, alone, each);
         }
         drop(discard);
         if options.peers {
@@ -234,7 +257,7 @@ fn peers(case: Case, calls: usize) -> Result<(), Error> {
     for said in String::from_utf8_lossy(&output.stdout).lines() {
         let (name, alone, each): (String, f64, f64) =
             serde_json::from_str(said).map_err(|error| Error::Other(format!("PyTorch's answer {said:?}: {error}")))?;
-        line(&name, [alone, each]);
+        line(&name, alone, Some(each));
     }
     Ok(())
 }
