@@ -16,6 +16,7 @@
 //! memory           what each takes beyond its inputs, beside what it may hold
 //! sweep            every tile shape, and what the profiler sees
 //! tune             ways to plan Hopper's forward
+//! host             host time of small calls; host_peer.py: PyTorch's
 //! report           results as a page of charts, and as the tables and charts of documents
 //! ```
 
@@ -25,6 +26,7 @@ mod data;
 mod device;
 pub mod error;
 mod functions;
+mod host;
 mod implementations;
 pub mod judge;
 mod memory;
@@ -69,6 +71,8 @@ enum Command {
     Tune(tune::Options),
     /// Measures memory in addition to the inputs, for kernels called directly and through autodiff, without timing.
     Memory(memory::Options),
+    /// Measures the host time of small calls, through the kernels crate and through Burn.
+    Host(host::Options),
     /// Draws results as a page with charts.
     Report {
         /// Names of results; by default all.
@@ -130,6 +134,7 @@ pub fn main() {
         Some(Command::Sweep(options)) => sweep::run(&options),
         Some(Command::Tune(options)) => tune::run(&options),
         Some(Command::Memory(options)) => memory::run(&options),
+        Some(Command::Host(options)) => host::run(&options),
         Some(Command::Report { names, directory, out, pictures, mixed }) => {
             let allow = if mixed { report::Allow::Any } else { report::Allow::OneCommit };
             report::write(&directory, &names, &out, pictures.as_deref(), allow).map(say)

@@ -23,8 +23,8 @@ pub(super) struct Kernels {
 
 /// One set of inputs, with memory for its results.
 pub(crate) struct Tensors {
-    inputs: Inputs,
-    saved: Saved,
+    pub inputs: Inputs,
+    pub saved: Saved,
     /// Empty, and without scratch, if only the forward runs.
     pub gradients: Gradients,
     scratch: Option<Scratch>,

@@ -1,6 +1,6 @@
 //! Public functions. All errors are found here, before anything runs.
 
-use crate::backend::FlashAttentionOps;
+use crate::backend::{FlashAttentionOps, Lse};
 use crate::checks::{function_tensors, same_device, same_dtype, unsupported, unwrapped};
 use crate::options::{FlashAttentionOptions, OfTensor};
 use crate::plan::AttentionPlan;
@@ -76,7 +76,7 @@ pub fn try_flash_attention(
     v: Tensor<4>,
     options: &FlashAttentionOptions,
 ) -> Result<Tensor<4>, AttentionError> {
-    try_flash_attention_with_lse(q, k, v, options).map(|(out, _)| out)
+    attend(q, k, v, options, Lse::Constant).map(|(out, _)| out)
 }
 
 /// [`flash_attention`] that also returns the log-sum-exp of each row of scores: `lse [batch, num_heads_q, seq_q]`, natural logarithm, f32,
@@ -141,22 +141,7 @@ pub fn try_flash_attention_with_lse(
     v: Tensor<4>,
     options: &FlashAttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
-    plan(&q, &k, &v, options)?;
-    let seed = (options.dropout > 0.0 && options.dropout_seed.is_none()).then(|| drawn_seed(&q.device()));
-    let options = options.with_temperature_as_function(&q)?;
-    let read = FlashAttentionOptions {
-        alibi_slopes: options.alibi_slopes.clone().map(|slopes| slopes.into_tensor().cast(DType::F32).into()),
-        sinks: options.sinks.clone().map(|sinks| sinks.cast(DType::F32)),
-        score_tensors: options.score_tensors.iter().map(|tensor| tensor.clone().cast(DType::F32)).collect(),
-        ..options.as_ref().clone()
-    };
-    let mut tensors = read.tensors(&IntoDispatch);
-    tensors.dropout_seed = seed.map(Tensor::into_dispatch);
-    let lists = options.block_mask.as_ref().map(|mask| mask.lists.clone()).unwrap_or_default();
-    let extras = Extras::new(tensors, options.block_sizes(), lists);
-    let (q, k, v) = (q.into_dispatch(), k.into_dispatch(), v.into_dispatch());
-    let output = Dispatch::flash_attention(q, k, v, extras, options.numbers());
-    Ok((Tensor::from_dispatch(output.out), Tensor::from_dispatch(output.lse)))
+    attend(q, k, v, options, Lse::Tracked)
 }
 
 /// [`flash_attention`] on packed sequences, each of which sees its own keys only. The device lists the blocks that exist; the longest sequences
@@ -328,13 +313,40 @@ pub fn tuned(
     options: &FlashAttentionOptions,
 ) -> Result<Tuned, AttentionError> {
     let (device, problem) = posed(q, k, v, options)?;
-    on_device(device.as_dispatch(), &problem)?;
+    check_on_device(device.as_dispatch(), &problem)?;
     match device.as_dispatch() {
         #[cfg(feature = "cube")]
         DispatchDevice::Cube(device) => flash_attention_kernels::tuning::tuned(&device.client(), &problem),
         #[allow(unreachable_patterns)]
         _ => Ok(Tuned::default()),
     }
+}
+
+/// Output and log-sum-exp.
+fn attend(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    options: &FlashAttentionOptions,
+    lse: Lse,
+) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
+    let (device, problem) = posed(&q, &k, &v, options)?;
+    check_on_device(device.as_dispatch(), &problem)?;
+    let seed = (options.dropout > 0.0 && options.dropout_seed.is_none()).then(|| drawn_seed(&q.device()));
+    let options = options.with_temperature_as_function(&q)?;
+    let read = FlashAttentionOptions {
+        alibi_slopes: options.alibi_slopes.clone().map(|slopes| slopes.into_tensor().cast(DType::F32).into()),
+        sinks: options.sinks.clone().map(|sinks| sinks.cast(DType::F32)),
+        score_tensors: options.score_tensors.iter().map(|tensor| tensor.clone().cast(DType::F32)).collect(),
+        ..options.as_ref().clone()
+    };
+    let mut tensors = read.tensors(&IntoDispatch);
+    tensors.dropout_seed = seed.map(Tensor::into_dispatch);
+    let lists = options.block_mask.as_ref().map(|mask| mask.lists.clone()).unwrap_or_default();
+    let extras = Extras::new(tensors, options.block_sizes(), lists);
+    let (q, k, v) = (q.into_dispatch(), k.into_dispatch(), v.into_dispatch());
+    let output = Dispatch::flash_attention(q, k, v, extras, options.numbers(), lse);
+    Ok((Tensor::from_dispatch(output.out), Tensor::from_dispatch(output.lse)))
 }
 
 /// A seed of two 32-bit numbers from Burn's generator, drawn on the device without synchronising.
@@ -420,5 +432,14 @@ fn on_device(device: &DispatchDevice, problem: &AttentionProblem) -> Result<Atte
         DispatchDevice::Flex(_) => crate::fallback::plan(problem).map(AttentionPlan::Host),
         #[allow(unreachable_patterns)]
         other => Err(unsupported(other)),
+    }
+}
+
+/// Checks that [`on_device`] finds no error.
+fn check_on_device(device: &DispatchDevice, problem: &AttentionProblem) -> Result<(), AttentionError> {
+    match device {
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(device) => flash_attention_kernels::check(&device.client(), problem),
+        other => on_device(other, problem).map(drop),
     }
 }

@@ -11,8 +11,10 @@
 //! `out` and `lse` lay their gradients into a [`Mailbox`] that they share with `core`. Burn runs nodes from the loss
 //! towards the leaves, so `core` runs once, after whichever of the two the loss depends on, and empties the mailbox.
 //! It launches the kernels of the inputs that are tracked and no others.
+//!
+//! Where nobody asked for `lse`, there is one node: `core`, whose output is `out`.
 
-use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, Saved, Wanted};
+use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, Lse, Saved, Wanted};
 use crate::tensors::{Extras, OptionalFloat, TRACKED};
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
@@ -30,6 +32,7 @@ impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff
         v: FloatTensor<Self>,
         extras: Extras<Self>,
         options: AttentionOptions,
+        lse: Lse,
     ) -> AttentionOutput<Self> {
         // Burn wants to know at compile time how many inputs a node has.
         let record = match extras.tracked().iter().flatten().count() {
@@ -40,7 +43,7 @@ impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff
             4 => record::<B, C, 7>,
             _ => record::<B, C, 8>,
         };
-        record([q, k, v], extras, options)
+        record([q, k, v], extras, options, lse)
     }
 
     fn flash_attention_backward(
@@ -70,6 +73,7 @@ fn record<B: FlashAttentionOps, C: CheckpointStrategy, const N: usize>(
     [q, k, v]: [FloatTensor<Autodiff<B, C>>; 3],
     extras: Extras<Autodiff<B, C>>,
     options: AttentionOptions,
+    lse: Lse,
 ) -> AttentionOutput<Autodiff<B, C>> {
     let optional = extras.tracked();
     let guards = [&q, &k, &v].into_iter().chain(optional.iter().flatten()).map(|tensor| tensor.node());
@@ -80,7 +84,7 @@ fn record<B: FlashAttentionOps, C: CheckpointStrategy, const N: usize>(
         OpsKind::UnTracked(_) => {
             let extras = extras.map_floats(|tensor| tensor.into_primitive());
             let output =
-                B::flash_attention(q.into_primitive(), k.into_primitive(), v.into_primitive(), extras, options);
+                B::flash_attention(q.into_primitive(), k.into_primitive(), v.into_primitive(), extras, options, lse);
             AttentionOutput {
                 out: <Autodiff<B, C> as AutodiffBackend>::from_inner(output.out),
                 lse: <Autodiff<B, C> as AutodiffBackend>::from_inner(output.lse),
@@ -92,8 +96,8 @@ fn record<B: FlashAttentionOps, C: CheckpointStrategy, const N: usize>(
             let extras = extras.map_floats(|tensor| tensor.into_primitive());
             let untracked = extras.clone().with_tracked([const { None }; TRACKED]);
             let output =
-                B::flash_attention(q.into_primitive(), k.into_primitive(), v.into_primitive(), extras, options);
-            let mailbox = Mailbox::<B>::default();
+                B::flash_attention(q.into_primitive(), k.into_primitive(), v.into_primitive(), extras, options, lse);
+            let mailbox = (lse == Lse::Tracked).then(Mailbox::<B>::default);
             let state = CoreState {
                 ids,
                 optional_ids,
@@ -102,6 +106,10 @@ fn record<B: FlashAttentionOps, C: CheckpointStrategy, const N: usize>(
                 lse: output.lse.clone(),
                 mailbox: mailbox.clone(),
                 options,
+            };
+            let Some(mailbox) = mailbox else {
+                let lse = <Autodiff<B, C> as AutodiffBackend>::from_inner(output.lse);
+                return AttentionOutput { out: prep.finish(state, output.out), lse };
             };
             let core = prep.finish(state, output.lse.clone());
             AttentionOutput {
@@ -202,7 +210,8 @@ struct CoreState<B: Backend> {
     untracked: Extras<B>,
     out: FloatTensor<B>,
     lse: FloatTensor<B>,
-    mailbox: Mailbox<B>,
+    /// Where the gradients of `out` and `lse` are, if both have nodes of their own.
+    mailbox: Option<Mailbox<B>>,
     options: AttentionOptions,
 }
 
@@ -210,12 +219,13 @@ impl<B: FlashAttentionOps, const N: usize> Backward<B, N> for Core {
     type State = CoreState<B>;
 
     fn backward(self, ops: Ops<CoreState<B>, N>, grads: &mut Gradients, checkpointer: &mut Checkpointer) {
-        let _token = grads.consume::<B>(&ops.node);
+        let gradient = grads.consume::<B>(&ops.node);
         let state = ops.state;
         let [q, k, v] = state.ids.map(|id| checkpointer.retrieve_node_output::<FloatTensor<B>>(id));
         let optional =
             state.optional_ids.map(|id| id.map(|id| checkpointer.retrieve_node_output::<FloatTensor<B>>(id)));
-        let Letters { dout, dlse } = state.mailbox.take();
+        let Letters { dout, dlse } =
+            state.mailbox.map_or(Letters { dout: Some(gradient), dlse: None }, |mailbox| mailbox.take());
         // Where the loss depends on lse alone.
         let dout =
             dout.unwrap_or_else(|| B::float_zeros(state.out.shape(), &state.out.device(), state.out.dtype().into()));

@@ -76,6 +76,15 @@ pub struct Wanted {
     pub dscore_tensors: [bool; TENSORS],
 }
 
+/// What autodiff makes of the log-sum-exp.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lse {
+    /// A tensor that gradients flow back from.
+    Tracked,
+    /// A tensor without gradient. Recording it would cost two nodes more.
+    Constant,
+}
+
 /// Attention as one operation of a backend.
 #[backend_extension(
     Cube: cfg(feature = "cube"),
@@ -86,7 +95,7 @@ pub struct Wanted {
 pub trait FlashAttentionOps: Backend {
     /// The output and the log-sum-exp of each row of scores.
     #[cfg_attr(not(any(feature = "cube", feature = "flex")), allow(unused_variables))]
-    #[fusion(meta = |q, _k, v, _extras, _options| AttentionOutputMetadata {
+    #[fusion(meta = |q, _k, v, _extras, _options, _lse| AttentionOutputMetadata {
         out: TensorSpec::new(with_last(&q.shape, v.shape[3]), q.dtype),
         lse: TensorSpec::new(Shape::new([q.shape[0], q.shape[1], q.shape[2]]), DType::F32),
     })]
@@ -96,6 +105,7 @@ pub trait FlashAttentionOps: Backend {
         v: FloatTensor<Self>,
         #[extension_type] extras: Extras<Self>,
         options: AttentionOptions,
+        lse: Lse,
     ) -> AttentionOutput<Self>;
 
     /// The gradients of `Σ dout∘out + Σ dlse∘lse`.

@@ -1,6 +1,6 @@
 //! Attention on the tensors of Burn's CubeCL backend: views of them, outputs for them, and the kernels in between.
 
-use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, Saved, Wanted};
+use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, Lse, Saved, Wanted};
 use crate::problem::{dtype, problem};
 use crate::tensors::Extras;
 use burn::backend::tensor::{FloatTensor, IntTensor};
@@ -26,6 +26,7 @@ impl FlashAttentionOps for CubeBackend {
         v: FloatTensor<Self>,
         extras: Extras<Self>,
         options: AttentionOptions,
+        _lse: Lse,
     ) -> AttentionOutput<Self> {
         launched(try_forward(q, k, v, extras, options))
     }

@@ -81,5 +81,5 @@ pub use tensor::TensorView;
 pub use tensor_core::HopperTile;
 pub use tiling::{
     BackwardTiles, BiasGradient, FamilyTiles, Forward, Gradient, HopperForward, HopperGradient, Kernel, MmaTiles, Plan,
-    plan, plan_with,
+    check, plan, plan_with,
 };

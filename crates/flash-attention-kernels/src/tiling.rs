@@ -9,6 +9,7 @@ pub(crate) mod matrix;
 pub(crate) mod mma;
 mod plan;
 mod portable;
+pub(crate) mod recent;
 pub(crate) mod rows;
 
 pub use choice::{
@@ -20,7 +21,7 @@ pub use device::{Device, element_type};
 pub(crate) use hopper::varies_by_pair;
 pub(crate) use hopper::{COUNTER_BYTES, COUNTERS, stats_multiple};
 pub(crate) use lists::ListShape;
-pub use plan::{PassedOver, Plan, plan, plan_on, plan_with};
+pub use plan::{PassedOver, Plan, check, plan, plan_on, plan_with};
 pub use portable::{Stage, shared_memory};
 pub(crate) use portable::{blueprint, blueprint_beside, check_tile};
 

@@ -12,7 +12,7 @@ mod matrix;
 mod sequences;
 mod tile;
 
-use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, Saved, Wanted};
+use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, Lse, Saved, Wanted};
 use crate::plan::HostPlan;
 use crate::problem::{dtype, problem};
 use crate::tensors::{Extras, Tensors};
@@ -35,6 +35,7 @@ impl FlashAttentionOps for Flex {
         v: FloatTensor<Self>,
         extras: Extras<Self>,
         options: AttentionOptions,
+        _lse: Lse,
     ) -> AttentionOutput<Self> {
         let call = Call::new(q, k, v, extras, options);
         let (out, lse) = forward::forward(&call.attention());

@@ -63,21 +63,24 @@ pub trait Layout: Copy {
     fn words(&self) -> [usize; 2];
 
     /// All regions with their bytes, in their order: bulk copies and barriers have alignments of 16 and 8 bytes, words of 4.
-    fn regions(&self) -> Vec<(Region, usize)> {
+    fn regions(&self) -> impl Iterator<Item = (Region, usize)> {
         let ([ds, lse, delta], [cursors, entries]) = (self.gradients(), self.words());
-        let mut regions: Vec<_> = self.tiles().map(|(of, number, bytes)| (Region::Tiles(of), number * bytes)).into();
-        regions.extend([(Region::Ds, ds), (Region::Lse, lse), (Region::Delta, delta)]);
-        for (of, number, _) in self.tiles() {
-            regions.extend([(Region::Full(of), 8 * number), (Region::Empty(of), 8 * number)]);
-        }
-        regions.extend([(Region::Known, 8 * SLOTS), (Region::Slots, 4 * WORDS * SLOTS)]);
-        regions.extend([(Region::Cursors, 4 * cursors), (Region::Entries, 4 * entries)]);
-        regions
+        let tiles = self.tiles();
+        let barriers = |(of, number, _)| [(Region::Full(of), 8 * number), (Region::Empty(of), 8 * number)];
+        let gradients = [(Region::Ds, ds), (Region::Lse, lse), (Region::Delta, delta)];
+        let words = [
+            (Region::Known, 8 * SLOTS),
+            (Region::Slots, 4 * WORDS * SLOTS),
+            (Region::Cursors, 4 * cursors),
+            (Region::Entries, 4 * entries),
+        ];
+        let of_tiles = tiles.map(|(of, number, bytes)| (Region::Tiles(of), number * bytes));
+        of_tiles.into_iter().chain(gradients).chain(tiles.into_iter().flat_map(barriers)).chain(words)
     }
 
     /// Offset of a region in bytes.
     fn offset(&self, region: Region) -> u32 {
-        self.regions().iter().take_while(|(of, _)| *of != region).map(|(_, bytes)| *bytes as u32).sum()
+        self.regions().take_while(|(of, _)| *of != region).map(|(_, bytes)| bytes as u32).sum()
     }
 
     /// Offset of an operand's tiles in a descriptor, in units of 16 bytes.
@@ -87,7 +90,7 @@ pub trait Layout: Copy {
 
     /// Bytes of all regions: a multiple of 1,024, to which swizzled tiles are aligned.
     fn total(&self) -> usize {
-        self.regions().iter().map(|(_, bytes)| bytes).sum::<usize>().next_multiple_of(1024)
+        self.regions().map(|(_, bytes)| bytes).sum::<usize>().next_multiple_of(1024)
     }
 }
 

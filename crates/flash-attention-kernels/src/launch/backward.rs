@@ -13,7 +13,7 @@ use crate::score::Factor;
 use crate::tensor::TensorView;
 #[cfg(not(feature = "cuda"))]
 use crate::tiling::NOT_COMPILED;
-use crate::tiling::{self, BackwardTiles, BiasGradient, Case, Device, Gradient, HopperGradient};
+use crate::tiling::{self, BackwardTiles, BiasGradient, Case, Gradient, HopperGradient, recent};
 use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -64,9 +64,9 @@ pub fn backward(
     saved: &Saved,
     gradients: &Gradients,
 ) -> Result<(), AttentionError> {
-    let device = Device::of(client);
+    let device = recent::device(client);
     let call = Call::new(client, &device, problem, inputs)?;
-    let tiles = tiling::choose_backward(call.case(), None, &mut Vec::new())?;
+    let tiles = recent::backward(&device, problem)?;
     // Allocates scratch only after the problem has been validated.
     call.backward(saved, gradients, &Scratch::of(client, problem, tiles.fused.is_some()), tiles)
 }
@@ -81,9 +81,9 @@ pub fn backward_with(
     scratch: &Scratch,
     tiles: Option<BackwardTiles>,
 ) -> Result<(), AttentionError> {
-    let device = Device::of(client);
+    let device = recent::device(client);
     let call = Call::new(client, &device, problem, inputs)?;
-    let tiles = tiles.map_or_else(|| tiling::choose_backward(call.case(), None, &mut Vec::new()), Ok)?;
+    let tiles = tiles.map_or_else(|| recent::backward(&device, problem), Ok)?;
     call.backward(saved, gradients, scratch, tiles)
 }
 
@@ -107,7 +107,7 @@ pub struct Scratch {
 impl Scratch {
     /// Allocates the scratch that the problem needs on this device.
     pub fn empty(client: &Client, problem: &AttentionProblem) -> Self {
-        Scratch::of(client, problem, tiling::adds_dq(Case { device: &Device::of(client), problem }))
+        Scratch::of(client, problem, tiling::adds_dq(Case { device: &recent::device(client), problem }))
     }
 
     /// [`Scratch::empty`] where it is known whether blocks of keys add to `dq`.

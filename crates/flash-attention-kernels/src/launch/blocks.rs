@@ -6,7 +6,7 @@ use crate::blocks::{CLASSIFIERS, classify};
 use crate::error::AttentionError;
 use crate::problem::{AttentionProblem, BlockMask, check_broadcast};
 use crate::tensor::{AnyView, TensorView};
-use crate::tiling::{self, Device};
+use crate::tiling::{self, recent};
 use cubecl::client::Client;
 use cubecl::prelude::*;
 
@@ -38,7 +38,7 @@ pub fn block_states(
     states: &TensorView,
 ) -> Result<(), AttentionError> {
     problem.validate()?;
-    let device = Device::of(client);
+    let device = recent::device(client);
     let Some(BlockMask { blocks, block_q, block_k }) = problem.block_mask else {
         return Err(AttentionError::Unsupported {
             option: "block_mask",

@@ -5,7 +5,7 @@ use crate::dropout::{self, DropoutLaunch, write_kept};
 use crate::error::AttentionError;
 use crate::problem::AttentionProblem;
 use crate::tensor::{AnyView, TensorView};
-use crate::tiling::Device;
+use crate::tiling::recent;
 use cubecl::client::Client;
 use cubecl::ir::AddressType;
 
@@ -30,7 +30,7 @@ pub fn dropout_kept(
     seed: &TensorView<1>,
     kept: &TensorView,
 ) -> Result<(), AttentionError> {
-    let device = Device::of(client);
+    let device = recent::device(client);
     problem.validate()?;
     Argument::new("dropout_seed", seed, Some([2]), 4).check(&device)?;
     Argument::new("kept", kept, Some(problem.scores_shape()), 4).check_output(&device)?;

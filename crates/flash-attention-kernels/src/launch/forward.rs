@@ -5,7 +5,7 @@ use crate::error::AttentionError;
 use crate::portable::nothing;
 use crate::problem::AttentionProblem;
 use crate::tensor::TensorView;
-use crate::tiling::{self, Case, Device, Forward};
+use crate::tiling::{self, Forward, recent};
 use cubecl::client::Client;
 use cubecl::ir::AddressType;
 
@@ -25,7 +25,7 @@ pub fn forward(
     lse: &TensorView<3>,
 ) -> Result<Forward, AttentionError> {
     problem.validate()?;
-    let kernel = tiling::choose_forward(Case { device: &Device::of(client), problem }, None, &mut Vec::new())?;
+    let kernel = recent::forward(&recent::device(client), problem)?;
     forward_with(client, problem, inputs, o, lse, kernel)?;
     Ok(kernel)
 }
@@ -39,7 +39,7 @@ pub fn forward_with(
     lse: &TensorView<3>,
     kernel: impl Into<Forward>,
 ) -> Result<(), AttentionError> {
-    let device = Device::of(client);
+    let device = recent::device(client);
     let call = Call::new(client, &device, problem, inputs)?;
     Argument::new("o", o, Some(problem.o_shape()), problem.dtype.size()).check_output(&device)?;
     Argument::new("lse", lse, Some(problem.lse_shape()), 4).check_output(&device)?;

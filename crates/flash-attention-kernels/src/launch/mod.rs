@@ -31,6 +31,10 @@ use crate::tiling::{self, Case, Device};
 use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType, UIntKind};
 use cubecl::prelude::*;
+#[cfg(feature = "cuda")]
+use cubecl::server::Handle;
+#[cfg(feature = "cuda")]
+use std::cell::OnceCell;
 
 /// How a boolean mask is stored. True (nonzero) hides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -253,6 +257,9 @@ struct Call<'a> {
     inputs: &'a Inputs,
     /// Seed of dropout, if there is dropout.
     seed: Option<TensorView<1>>,
+    /// A buffer of this client, from which its stream is known, once a launch has asked for it.
+    #[cfg(feature = "cuda")]
+    buffer: OnceCell<Handle>,
 }
 
 impl<'a> Call<'a> {
@@ -264,7 +271,15 @@ impl<'a> Call<'a> {
         let words = problem.options.dropout_seed.filter(|_| problem.options.dropout > 0.0).map(seed);
         let bytes = words.map(|words| words.map(u32::to_le_bytes).concat());
         let seed = bytes.map(|bytes| TensorView::contiguous(client.create_from_slice(&bytes), [2]));
-        Ok(Call { client, device, problem, inputs, seed: seed.or_else(|| inputs.dropout_seed.clone()) })
+        Ok(Call {
+            client,
+            device,
+            problem,
+            inputs,
+            seed: seed.or_else(|| inputs.dropout_seed.clone()),
+            #[cfg(feature = "cuda")]
+            buffer: OnceCell::new(),
+        })
     }
 
     /// The problem on the device.

@@ -3,7 +3,7 @@
 use super::{
     BackwardTiles, BiasGradient, COUNTER_BYTES, COUNTERS, Case, Device, Forward, Gradient, HopperForward,
     HopperGradient, Kernel, ListShape, bias_sums_len, blocks, check_backward_blocks, check_blocks, check_dtype,
-    check_sequences, choose_backward, choose_forward, cube_count, dq_accum_len, scratch_floats, split_sums_len,
+    check_sequences, choose_backward, choose_forward, cube_count, dq_accum_len, recent, scratch_floats, split_sums_len,
     stats_rows,
 };
 use crate::error::{AttentionError, Result};
@@ -13,6 +13,7 @@ use crate::tensor_core::WARPGROUP_ROWS;
 use cubecl::client::Client;
 use serde::Serialize;
 use std::fmt;
+use std::rc::Rc;
 
 /// An alternative that was passed over, and the reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -105,18 +106,38 @@ impl fmt::Display for Plan {
 
 /// The plan for this problem on this client's device.
 pub fn plan(client: &Client, problem: &AttentionProblem) -> Result<Plan, AttentionError> {
-    allocatable(client, problem, None)
+    planned(client, problem, None).map(Rc::unwrap_or_clone)
+}
+
+/// Checks that there is a plan for this problem on this client's device: the errors of [`plan()`], without the plan. If the thread has
+/// planned the problem recently, this allocates nothing.
+///
+/// ```no_run
+/// use flash_attention_kernels::{AttentionProblem, check};
+///
+/// # fn f(client: &cubecl::client::Client, problem: &AttentionProblem) {
+/// assert!(check(client, problem).is_ok());
+/// # }
+/// ```
+pub fn check(client: &Client, problem: &AttentionProblem) -> Result<(), AttentionError> {
+    planned(client, problem, None).map(drop)
 }
 
 /// The plan for this problem with the requested kernel family, as far as the family has the kernels.
 pub fn plan_with(client: &Client, problem: &AttentionProblem, forward: Kernel) -> Result<Plan, AttentionError> {
-    allocatable(client, problem, Some(forward))
+    planned(client, problem, Some(forward)).map(Rc::unwrap_or_clone)
+}
+
+/// The plan that the thread remembers, or else a new one.
+fn planned(client: &Client, problem: &AttentionProblem, asked: Option<Kernel>) -> Result<Rc<Plan>> {
+    let device = &recent::device(client);
+    recent::plan(device, problem, asked, || allocatable(client, Case { device, problem }, asked))
 }
 
 /// The plan, after a check that the client's device can allocate buffers as large as those of the forward. If those of the backward
 /// are too large, only the forward can run, and the plan says so. A client reports a failed allocation only when a result is read.
-fn allocatable(client: &Client, problem: &AttentionProblem, asked: Option<Kernel>) -> Result<Plan> {
-    let case = Case { device: &Device::of(client), problem };
+fn allocatable(client: &Client, case: Case, asked: Option<Kernel>) -> Result<Plan> {
+    let problem = case.problem;
     let mut plan = plan_for(case, asked)?;
     let max = client.properties().memory.max_page_size;
     let check = |tensor: &'static str, bytes: u64| {

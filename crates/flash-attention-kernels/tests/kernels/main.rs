@@ -16,6 +16,7 @@ mod oracle;
 mod pairs;
 mod plans;
 mod properties;
+mod recent;
 mod refusals;
 mod rounding;
 #[cfg(feature = "cuda")]

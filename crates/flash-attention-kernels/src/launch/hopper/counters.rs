@@ -34,7 +34,7 @@ impl Call<'_> {
     pub(super) fn counter(&self) -> Handle {
         let client = self.client;
         // A handle records the stream of its client.
-        let (service, stream) = (client.service_id(), client.empty(COUNTER_BYTES).stream);
+        let (service, stream) = (client.service_id(), self.buffer.get_or_init(|| client.empty(COUNTER_BYTES)).stream);
         let mut pools = POOLS_IN_USE.lock().unwrap_or_else(PoisonError::into_inner);
         let found = pools.iter().rposition(|pool| pool.service == service && pool.handle.stream == stream);
         let mut pool = match found.and_then(|found| pools.remove(found)) {
