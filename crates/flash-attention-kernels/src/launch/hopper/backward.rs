@@ -5,7 +5,7 @@ use crate::fragment::Role;
 use crate::hopper::operands::{DqAccumLaunch, ScheduleLaunch};
 use crate::hopper::{self, reduce};
 use crate::launch::backward::{Backward, Results, Scratch};
-use crate::launch::tensor_core::{GradientLaunch, Outputs, rows_arg, rows_out, sides, source_sides};
+use crate::launch::tensor_core::{GradientLaunch, Outputs, rows_arg, rows_out, sides, source_sides, sums_out};
 use crate::tensor::TensorView;
 use crate::tensor_core::{Blueprint, GradientOutputsLaunch, TileScheduler, WARPGROUP_ROWS};
 use crate::tiling::{self, Gradient, HopperGradient, Kernel, cube_count, stats_rows};
@@ -23,7 +23,7 @@ impl HopperGradient {
         let (role, multiprocessors) = (results.role(), call.device.multiprocessors);
         let list = Gradient::Hopper(self).list(role.is_transposed());
         tiling::hopper::check(call.case(), role, tile, head_group, 1).map_err(|why| Kernel::Hopper.unavailable(why))?;
-        let blueprint = call.hopper_blueprint(role, tile, false);
+        let blueprint = Blueprint { sums: results.sums, ..call.hopper_blueprint(role, tile, false) };
         let work = call.work(role, list, head_group, 1, multiprocessors as u64)?;
         let outputs = backward.outputs(&results)?;
         let dq = results.dq.filter(|_| role == Role::All);
@@ -35,7 +35,7 @@ impl HopperGradient {
             let (size, written, [rows, cols]) = (call.problem.dtype.size(), outputs.write(call), sides(sources, keys));
             let (bias_width, mask_width) = call.pair_widths(keys);
             let bias_map = call.bias_map(&blueprint, if keys { tile.tile_k } else { WARPGROUP_ROWS });
-            let ([q, k, v, dout], [dqk, dv]) = (sources, &written);
+            let ([q, k, v, dout], [dqk, dv]) = (sources, &written.gradients);
             let addresses = call.addresses(&[q, k, v, dout, dqk, dv, scratch.sums()]);
             // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
             unsafe {
@@ -49,7 +49,7 @@ impl HopperGradient {
                     call.streams((rows[0], Some(rows[1])), cols, tile.tile_k, bias_map, Some(&scratch.stats)),
                     source_sides([rows, cols], size),
                     call.score_args(&blueprint, &work.band, &route),
-                    Outputs::arg(&written, size),
+                    Outputs::arg(&written, call),
                     scratch.dq_arg(),
                     ScheduleLaunch::new(work.scheduler.into_launch(), BufferArg::from_raw_parts(call.counter(), 1)),
                     blueprint,
@@ -112,7 +112,11 @@ impl<'a> Backward<'a> {
                     scratch.dq_arg(),
                     source_sides(sides(sources, false), size),
                     call.score_args(&blueprint, &band, &route),
-                    GradientOutputsLaunch::new(rows_out(&written, size), rows_out(&written, size)),
+                    GradientOutputsLaunch::new(
+                        rows_out(&written, size),
+                        rows_out(&written, size),
+                        sums_out(&written, p.batch),
+                    ),
                     rows_arg(&scratch.stats, 1),
                     scheduler.into_launch(),
                     blueprint,
