@@ -132,9 +132,7 @@ impl<'a> Backward<'a> {
         dtype: ElemType,
     ) -> Result<Launch<'a>> {
         let Backward { call, addresses, .. } = *self;
-        // One thread for each element, or a thread block for each element with many terms.
-        let terms = sums.len() / dbias.len();
-        let lanes = if terms < dbias::FOLD_UNITS { 1 } else { dbias::FOLD_UNITS };
+        let lanes = dbias::fold_lanes(sums.len() / dbias.len());
         let cubes = (dbias.len() * lanes).div_ceil(dbias::FOLD_UNITS);
         let count = tiling::cube_count(call.device, "fold", cubes as u64)?;
         Ok(Box::new(move || {
