@@ -4,7 +4,7 @@ use crate::data::step;
 use crate::functions::{self, Document};
 use clap::ValueEnum;
 use flash_attention_kernels::blocks::{BLOCK, EMPTY, FULL};
-use flash_attention_kernels::mods::{MaskFn, ScoreFn};
+use flash_attention_kernels::mods::{MaskFn, ScoreFn, Temperature};
 use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype};
 use flash_attention_reference::mods::{Alibi, Softcap};
 use serde::{Deserialize, Serialize};
@@ -69,6 +69,18 @@ pub enum Variant {
     WindowFunction(usize),
     /// [`Documents`](Variant::Documents), where causal, as a mask function, with a block mask computed from it.
     DocumentsFunction,
+    /// [`Alibi`](Variant::Alibi) with the gradient of the slopes.
+    AlibiGradient,
+    /// [`AlibiFunction`](Variant::AlibiFunction) with the gradient of its tensor.
+    AlibiFunctionGradient,
+    /// Scores divided by a temperature for each head, as a score function, without the gradient of the temperatures.
+    Temperature,
+    /// [`Temperature`](Variant::Temperature) with the gradient of the temperatures.
+    TemperatureGradient,
+    /// A bias `[1, 1, 1, seq_k]`, without its gradient.
+    KeyBias,
+    /// [`KeyBias`](Variant::KeyBias) with its gradient.
+    KeyBiasGradient,
     /// A block mask for all heads, in which this percentage of the blocks is full and the others are empty.
     Sparse(usize),
 }
@@ -101,6 +113,12 @@ impl fmt::Display for Variant {
             }
             Variant::WindowFunction(keys) => write!(f, "window function {keys}"),
             Variant::Sparse(percent) => write!(f, "sparse {percent}"),
+            Variant::Temperature => f.write_str("temperature"),
+            Variant::KeyBias => f.write_str("key bias"),
+            Variant::AlibiGradient
+            | Variant::AlibiFunctionGradient
+            | Variant::TemperatureGradient
+            | Variant::KeyBiasGradient => write!(f, "{} gradient", self.without_gradient()),
         }
     }
 }
@@ -110,6 +128,7 @@ impl Variant {
     pub fn option(self) -> Variant {
         match self {
             Variant::AlibiFunction => Variant::Alibi,
+            Variant::AlibiFunctionGradient => Variant::AlibiGradient,
             Variant::SoftcapFunction => Variant::Softcap,
             Variant::WindowFunction(keys) => Variant::Window(keys),
             Variant::DocumentsFunction => Variant::Documents,
@@ -119,7 +138,24 @@ impl Variant {
 
     /// Whether the variant uses a function or a block mask.
     pub fn is_function(self) -> bool {
-        self.option() != self || matches!(self, Variant::Sparse(_))
+        let alone = matches!(self, Variant::Sparse(_) | Variant::Temperature | Variant::TemperatureGradient);
+        self.option() != self || alone
+    }
+
+    /// The variant without the gradient that it adds to those of `q`, `k` and `v`.
+    pub fn without_gradient(self) -> Variant {
+        match self {
+            Variant::AlibiGradient => Variant::Alibi,
+            Variant::AlibiFunctionGradient => Variant::AlibiFunction,
+            Variant::TemperatureGradient => Variant::Temperature,
+            Variant::KeyBiasGradient => Variant::KeyBias,
+            variant => variant,
+        }
+    }
+
+    /// Whether the variant is timed with this repository's kernels only, called directly.
+    pub fn is_direct(self) -> bool {
+        self.without_gradient() != self || matches!(self, Variant::Temperature | Variant::KeyBias)
     }
 }
 
@@ -148,11 +184,12 @@ impl Case {
     /// The problem that the kernels compute.
     pub fn problem(&self) -> Result<AttentionProblem, AttentionError> {
         let mut options = AttentionOptions { causal: self.causal, ..Default::default() };
-        match self.variant {
+        match self.variant.without_gradient() {
             Variant::Softcap => options.softcap = Some(SOFTCAP),
             Variant::Window(keys) => options.window_left = Some(keys.saturating_sub(1)),
             Variant::Dropout => (options.dropout, options.dropout_seed) = (DROPOUT, Some(1)),
             Variant::AlibiFunction => options.score_mod = Some(ScoreFn::of::<Alibi>()),
+            Variant::Temperature => options.score_mod = Some(ScoreFn::of::<Temperature>()),
             Variant::SoftcapFunction => options.score_mod = Some(ScoreFn::of::<Softcap<{ SOFTCAP as u32 }>>()),
             // These functions include causality, as the peer's functions do.
             Variant::WindowFunction(keys) => {
@@ -174,9 +211,10 @@ impl Case {
         let k = [self.batch, self.heads_kv, self.seq_k, self.head_dim];
         let v = [self.batch, self.heads_kv, self.seq_k, self.head_dim_v];
         let problem = AttentionProblem::new(&q, &k, &v, self.dtype, options)?;
-        match self.variant {
+        match self.variant.without_gradient() {
             Variant::Mask => problem.with_mask(&[self.batch, 1, 1, self.seq_k]),
             Variant::Bias => problem.with_bias(&[1, self.heads_q, self.seq_q, self.seq_k]),
+            Variant::KeyBias => problem.with_bias(&[1, 1, 1, self.seq_k]),
             Variant::Alibi => problem.with_alibi_slopes(&[1, self.heads_q]),
             Variant::Sinks => problem.with_sinks(&[self.heads_q]),
             Variant::Packed(_) | Variant::Documents => {
@@ -184,7 +222,7 @@ impl Case {
                 problem.with_cu_seqlens(&ends, &ends)
             }
             Variant::Lengths => problem.with_seq_lens_q(&[self.batch])?.with_seq_lens_k(&[self.batch]),
-            Variant::AlibiFunction => problem.with_score_tensors(&[&[1, self.heads_q, 1, 1]]),
+            Variant::AlibiFunction | Variant::Temperature => problem.with_score_tensors(&[&[1, self.heads_q, 1, 1]]),
             Variant::DocumentsFunction => {
                 let problem = problem.with_mask_tensors(&[&[1, 1, self.seq_q, 1], &[1, 1, 1, self.seq_k]])?;
                 problem.with_block_mask(&self.blocks_shape(), BLOCK, BLOCK)
@@ -192,9 +230,7 @@ impl Case {
             Variant::WindowFunction(_) | Variant::Sparse(_) => {
                 problem.with_block_mask(&self.blocks_shape(), BLOCK, BLOCK)
             }
-            Variant::None | Variant::Softcap | Variant::Window(_) | Variant::Dropout | Variant::SoftcapFunction => {
-                Ok(problem)
-            }
+            _ => Ok(problem),
         }
     }
 
@@ -393,6 +429,24 @@ mod tests {
         assert_eq!([Variant::Sinks, Variant::Packed(4)].map(json), [r#""sinks""#, r#"{"packed":4}"#]);
         let unknown = case.with(Variant::WindowFunction(300)).problem().unwrap_err().to_string();
         assert!(unknown.contains("300") && unknown.contains("256"), "{unknown}");
+    }
+
+    #[test]
+    fn gradients_have_names_and_the_same_problem() {
+        let case = Case::new(Dtype::BF16, [1, 2, 2048, 64], true);
+        for (with, name) in [
+            (Variant::AlibiGradient, "alibi gradient"),
+            (Variant::AlibiFunctionGradient, "alibi function gradient"),
+            (Variant::TemperatureGradient, "temperature gradient"),
+            (Variant::KeyBiasGradient, "key bias gradient"),
+        ] {
+            let without = with.without_gradient();
+            assert_eq!((with.to_string().as_str(), format!("{without} gradient").as_str()), (name, name));
+            assert_eq!(case.with(with).problem().unwrap(), case.with(without).problem().unwrap(), "{name}");
+            let count = |variant| case.with(variant).flops(Pass::Backward).unwrap();
+            assert_eq!(count(with), count(without), "{name}");
+            assert_eq!((with.is_function(), with.is_direct()), (without.is_function(), true));
+        }
     }
 
     #[test]

@@ -118,7 +118,7 @@ impl Data {
             let hides = |b: usize, j: usize| b.is_multiple_of(2) && j >= case.seq_k - case.seq_k / 8;
             (0..case.batch).flat_map(|b| (0..case.seq_k).map(move |j| hides(b, j))).collect()
         });
-        let lens = case.sequences();
+        let (lens, heads) = (case.sequences(), case.heads_q);
         let sequences = problem.is_varlen().then(|| match problem.cu_seqlens {
             Some(_) => (0..lens.len() + 1).map(|n| lens[..n].iter().sum::<usize>() as u32).collect(),
             None => lens.iter().map(|len| *len as u32).collect(),
@@ -132,10 +132,12 @@ impl Data {
             dout: normal(problem.o_shape(), 3),
             bias: problem.bias.map(|shape| normal(shape, 4)),
             mask,
-            slopes: (case.variant.option() == Variant::Alibi).then(|| {
-                let heads = case.heads_q;
-                (1..=heads).map(|h| 2f64.powf(-8.0 * h as f64 / heads as f64) as f32).collect()
-            }),
+            slopes: match case.variant.option().without_gradient() {
+                Variant::Alibi => Some((1..=heads).map(|h| 2f64.powf(-8.0 * h as f64 / heads as f64) as f32).collect()),
+                // Temperatures up to 1.5, which a function reads in place of slopes.
+                Variant::Temperature => Some((1..=heads).map(|h| 0.5 + h as f32 / heads as f32).collect()),
+                _ => None,
+            },
             sequences,
             documents: (case.variant == Variant::DocumentsFunction).then(|| {
                 let lens = case.with(case.variant.option()).sequences();

@@ -83,6 +83,7 @@ impl Peers {
             Pass::Autodiff => false,
         };
         let has_variant = match case.variant.option() {
+            _ if case.variant.is_direct() => false,
             Dropout | Lengths if name == "flex" => false,
             _ if name == "flex" => true,
             Softcap | Window(_) | Alibi | Sinks | Packed(_) | Documents | Lengths | Sparse(_) => false,

@@ -18,6 +18,9 @@ pub enum Set {
     /// Mask, bias, softcap, windows, slopes, sinks, dropout and several sequences at (4, 16, 4096, 128), in bf16; some of them also as
     /// functions; and sparse block masks at (1, 16, 16384, 64 and 128).
     Variants,
+    /// Gradients of slopes, of tensors of functions and of a broadcast bias at (4, 16, 4096, 128) and (4, 32, 4096, 64), causal, in bf16,
+    /// each next to the same problem without that gradient.
+    Gradients,
     /// Lengths that no tile divides, each with the next length that tiles divide; grouped heads; few heads; in bf16.
     Ragged,
     /// Decoding steps in bf16: up to 16 queries of grouped heads, and 4k to 128k keys.
@@ -43,6 +46,7 @@ impl Set {
             Set::Paper => "paper",
             Set::H200 => "h200",
             Set::Variants => "variants",
+            Set::Gradients => "gradients",
             Set::Ragged => "ragged",
             Set::Decode => "decode",
             Set::Lengths => "lengths",
@@ -129,6 +133,20 @@ impl Set {
                 // Sparse problems, each next to the dense one.
                 let sparse = long.into_iter().flat_map(|case| [case, case.with(Variant::Sparse(10))]);
                 options.into_iter().chain(functions).chain(sparse).collect()
+            }
+            Set::Gradients => {
+                let with = [
+                    Variant::AlibiGradient,
+                    Variant::AlibiFunctionGradient,
+                    Variant::TemperatureGradient,
+                    Variant::KeyBiasGradient,
+                ];
+                let shapes = [[4, 16, 4096, 128], [4, 32, 4096, 64]];
+                let of = |shape| {
+                    let case = Case::new(BF16, shape, true);
+                    with.into_iter().flat_map(move |with| [case.with(with.without_gradient()), case.with(with)])
+                };
+                shapes.into_iter().flat_map(of).collect()
             }
             Set::Ragged => {
                 let of = |seq_q: usize, seq_k: usize, batch: usize| Case {

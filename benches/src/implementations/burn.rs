@@ -50,7 +50,7 @@ impl Tensors {
         let inner = Device::new(device.clone());
         let device = if pass == Pass::Autodiff { inner.autodiff() } else { inner };
         let (problem, variant) = (data[0].problem, data[0].case.variant);
-        if variant.is_function() {
+        if variant.is_function() || variant.is_direct() {
             return Err(Error::Other(format!("not supported: {variant} is timed with kernels called directly")));
         }
         let inputs = data.iter().map(|data| Inputs::new(data, implementation, &device)).collect();

@@ -76,7 +76,7 @@ impl Implementation {
             Implementation::OursFast => pass != Pass::Forward,
             Implementation::OursTf32 => case.dtype == Dtype::F32,
             // They have neither functions nor block masks, their dropout differs, and Burn's has no sinks.
-            _ if case.variant.is_function() => false,
+            _ if case.variant.is_function() || case.variant.is_direct() => false,
             _ if matches!(
                 case.variant,
                 Variant::Dropout | Variant::Packed(_) | Variant::Documents | Variant::Lengths

@@ -1,7 +1,7 @@
 //! Kernels of this repository, called directly.
 
 use super::Prepared;
-use crate::case::Pass;
+use crate::case::{Pass, Variant};
 use crate::data::{Data, Results, Values};
 use crate::error::Error;
 use crate::timing::{Work, sync};
@@ -113,15 +113,18 @@ impl Tensors {
             inputs.block_mask = Some(states);
         }
         let with_backward = pass != Pass::Forward;
+        let variant = data.case.variant;
+        let with_function = matches!(variant, Variant::AlibiFunctionGradient | Variant::TemperatureGradient);
+        let of_function = p.score_tensors[0].filter(|_| with_function);
         let gradients = if with_backward {
             Gradients {
                 dq: Some(empty(p.q_shape())),
                 dk: Some(empty(p.k_shape())),
                 dv: Some(empty(p.v_shape())),
-                dbias: p.bias.map(empty),
-                dalibi_slopes: None,
+                dbias: p.bias.filter(|_| variant != Variant::KeyBias).map(empty),
+                dalibi_slopes: (variant == Variant::AlibiGradient).then(|| floats_of(client, [1, p.num_heads_q])),
                 dsinks: p.sinks.then(|| TensorView::contiguous(client.empty(4 * p.num_heads_q), [p.num_heads_q])),
-                dscore_tensors: [None, None],
+                dscore_tensors: [of_function.map(|shape| floats_of(client, shape)), None],
             }
         } else {
             Gradients::default()
@@ -165,9 +168,15 @@ impl Tensors {
             dq: gradient(&wanted.dq),
             dk: gradient(&wanted.dk),
             dv: gradient(&wanted.dv),
-            dbias: gradient(&wanted.dbias),
+            // The oracle samples rows.
+            dbias: gradient(&wanted.dbias.clone().filter(|dbias| dbias.shape[2] > 1)),
         }
     }
+}
+
+/// A new tensor of f32.
+fn floats_of<const RANK: usize>(client: &Client, shape: [usize; RANK]) -> TensorView<RANK> {
+    TensorView::contiguous(client.empty(4 * shape.iter().product::<usize>()), shape)
 }
 
 impl Work for Kernels {

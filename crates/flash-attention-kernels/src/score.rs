@@ -113,6 +113,61 @@ pub enum Factor {
     B,
 }
 
+/// Set of factors whose products with the gradients of scores a kernel sums. In the order of [`Factors::nth`].
+///
+/// ```
+/// use flash_attention_kernels::score::{Factor, Factors};
+///
+/// let both = Factors::default().with(Factor::Slope).with(Factor::One);
+/// assert_eq!(both.all().collect::<Vec<_>>(), [Factor::One, Factor::Slope]);
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+pub struct Factors {
+    bits: u8,
+}
+
+impl Factors {
+    /// Factors of sums, in their order.
+    const ORDER: [Factor; 4] = [Factor::One, Factor::Slope, Factor::A, Factor::B];
+
+    /// The set with this factor, which is not [`Factor::Product`].
+    pub fn with(self, factor: Factor) -> Self {
+        let bit = Self::ORDER.iter().position(|of| *of == factor).expect("products have an accumulator instead");
+        Factors { bits: self.bits | 1 << bit }
+    }
+
+    /// The factors of either set.
+    pub fn and(self, other: Self) -> Self {
+        Factors { bits: self.bits | other.bits }
+    }
+
+    /// The factors, in their order.
+    pub fn all(self) -> impl Iterator<Item = Factor> {
+        let bits = self.bits;
+        Self::ORDER.into_iter().enumerate().filter(move |(bit, _)| bits & 1 << bit != 0).map(|(_, factor)| factor)
+    }
+
+    /// The factor with this number, which is below [`Factors::len`].
+    pub fn nth(self, nth: usize) -> Factor {
+        self.all().nth(nth).expect("there are fewer factors")
+    }
+
+    /// Number of factors.
+    pub fn len(self) -> usize {
+        self.bits.count_ones() as usize
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(self) -> bool {
+        self.bits == 0
+    }
+
+    /// Whether there is a derivative of `score_mod`.
+    pub fn of_function(self) -> bool {
+        self.all().any(|factor| matches!(factor, Factor::A | Factor::B))
+    }
+}
+
 #[cube]
 impl Score {
     /// The factor of a pair. `t` is the result of [`Score::of`].

@@ -111,11 +111,17 @@ pub(crate) fn choose_backward(
         Some((dq, dkdv, dv)) => BackwardTiles { dq, dkdv, dv, ..BackwardTiles::portable(tile, true) },
         None => BackwardTiles::portable(tile, portable::together(case, &tile)),
     };
-    tiles.dalibi_slopes = problem.alibi_slopes.map(|_| tile);
-    tiles.dscore_tensors = problem.score_tensors.iter().any(Option::is_some).then_some(tile);
-    if let Gradient::Hopper(_) = tiles.dq {
+    let on_hopper = matches!((tiles.dq, tiles.dkdv), (Gradient::Hopper(_), Gradient::Hopper(_)));
+    let [dbias, dalibi_slopes, score_a, score_b] =
+        if on_hopper { hopper::sums(problem, &tiles) } else { Default::default() };
+    let or_portable = |of: Option<BiasGradient>| of.unwrap_or(BiasGradient::Portable(tile));
+    tiles.dalibi_slopes = problem.alibi_slopes.map(|_| or_portable(dalibi_slopes));
+    let [shape_a, shape_b] = problem.score_tensors;
+    tiles.dscore_tensors = [shape_a.map(|_| or_portable(score_a)), shape_b.map(|_| or_portable(score_b))];
+    if on_hopper {
         match hopper::dbias(problem) {
             Ok(tile) => tiles.dbias = BiasGradient::Hopper(tile),
+            Err(_) if dbias.is_some() => tiles.dbias = or_portable(dbias),
             Err(why) if problem.bias.is_some() => {
                 passed_over.push(PassedOver { what: format!("dbias {}", Kernel::Hopper.name()), why });
             }
@@ -302,6 +308,16 @@ pub(crate) fn bias_sums(shape: &[usize; 4], problem: &AttentionProblem) -> Sums 
     }
 }
 
+/// Whether the gradient of a tensor of this shape, which consists of these sums, can be folded from sums of queries or of `keys`.
+pub(crate) fn takes_sums(sums: Sums, shape: &[usize; 4], keys: bool) -> bool {
+    match sums {
+        Sums::Tile => false,
+        Sums::Columns => keys,
+        // Without a dimension of queries, either will do.
+        Sums::Rows => !keys || shape[2] == 1,
+    }
+}
+
 /// Number of blocks of `tile` rows, and the number of batches that each have as many blocks. With several sequences, an upper bound
 /// for all sequences together, and 1.
 pub(crate) fn blocks(problem: &AttentionProblem, rows: usize, tile: usize) -> (usize, usize) {
@@ -363,13 +379,14 @@ pub(crate) fn sums_len(sums: Sums, problem: &AttentionProblem) -> usize {
     }
 }
 
-/// Shape of the partial sums that the gradients of bias, slopes and score tensors are folded from, one after the other; `None` if
-/// there are none.
+/// Shape of the partial sums that the gradients of bias, slopes and score tensors are folded from; `None` if there are none.
 pub(crate) fn bias_sums_shape(problem: &AttentionProblem) -> Option<[usize; 3]> {
     let tensors = problem.score_tensors.into_iter().chain([problem.bias]).flatten();
     let sums = tensors.map(|shape| bias_sums(&shape, problem)).chain(problem.alibi_slopes.map(|_| Sums::Rows));
-    let length = sums.map(|sums| sums_len(sums, problem)).max()?;
-    Some([problem.batch, problem.num_heads_q, length]).filter(|shape| !shape.contains(&0))
+    let number = sums.filter(|sums| *sums != Sums::Tile).count();
+    // The sums of a tensor that is broadcast over queries and keys may be those of either.
+    let length = problem.seq_q.max(problem.seq_k);
+    Some([number * problem.batch, problem.num_heads_q, length]).filter(|shape| !shape.contains(&0))
 }
 
 /// Number of these partial sums.

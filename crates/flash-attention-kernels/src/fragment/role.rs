@@ -11,6 +11,7 @@ use serde::Serialize;
 /// Dq       queries: Q, dO           keys: K, V                         dQ = dS K
 /// DkDv     keys: K, V               queries: Q, dO, lse, delta         dK = dSᵀ Q, dV = Pᵀ dO
 /// All      keys: K, V               queries: Q, dO, lse, delta         dK and dV as above, and dQ += dS K
+/// Sums     as Dq, or as DkDv                                           sums of dT ∘ factor over the columns
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub enum Role {
@@ -27,6 +28,12 @@ pub enum Role {
     },
     /// All three gradients. Blocks of keys add to `dQ` in memory.
     All,
+    /// No gradient of Q, K or V: only sums that `Dq` and `DkDv` may compute as well, for the gradients of slopes, of tensors of
+    /// `score_mod` and of broadcast biases.
+    Sums {
+        /// Whether rows are keys.
+        keys: bool,
+    },
 }
 
 impl Role {
@@ -36,16 +43,22 @@ impl Role {
             Role::Forward => "forward",
             Role::Dq => "dq",
             Role::DkDv { .. } | Role::All => "dkdv",
+            Role::Sums { .. } => "sums",
         }
     }
 
     /// Whether keys are rows and queries columns.
     pub fn is_transposed(self) -> bool {
-        matches!(self, Role::DkDv { .. } | Role::All)
+        matches!(self, Role::DkDv { .. } | Role::All | Role::Sums { keys: true })
     }
 
-    /// Whether `dS` is computed, and dQ or dK accumulated from it.
+    /// Whether `dS` is computed.
     pub fn differentiates(self) -> bool {
+        self.accumulates() || matches!(self, Role::Sums { .. })
+    }
+
+    /// Whether dQ or dK is accumulated from `dS`.
+    pub fn accumulates(self) -> bool {
         matches!(self, Role::Dq | Role::DkDv { dk: true, .. } | Role::All)
     }
 
@@ -58,6 +71,6 @@ impl Role {
     /// whose derivative cannot be recovered from the function's result.
     pub fn keeps_derivative(self, problem: &AttentionProblem) -> bool {
         let capped = problem.options.softcap.is_some();
-        self.differentiates() && problem.options.score_mod.is_some_and(|function| !function.additive() || capped)
+        self.accumulates() && problem.options.score_mod.is_some_and(|function| !function.additive() || capped)
     }
 }

@@ -6,6 +6,7 @@
 //! DkDv    for each query head of the group and each tile of queries that see the keys, the last first:
 //!             Sᵀ = K Qᵀ   dPᵀ = V dOᵀ   Pᵀ = 2^(c Sᵀ − lse)  dSᵀ = Pᵀ ∘ (dPᵀ − delta) dV += Pᵀ dO    dK += dSᵀ Q
 //! All         as DkDv, the first tile first if blocks add in order, and                              dQ += dS K
+//! Sums    as Dq or as DkDv, without dQ, dK and dV: only the sums of dT ∘ factor over the columns
 //! ```
 //!
 //! lse is in base 2, `c = log2(e) · scale`, and the scale is applied at the end. (FlashAttention-2, arXiv:2307.08691, algorithm
@@ -16,6 +17,8 @@
 //! [`Role`](crate::fragment::Role) defines rows and columns. Computing all three gradients at once takes five products
 //! instead of seven, but every block of keys then adds to `dQ` in memory ([`reduce`](super::reduce)). If work tiles share the query
 //! heads of a group, their `dK` and `dV` are added up afterwards ([`splits`](super::splits)).
+//!
+//! `Dq` and `DkDv` may compute the [sums](crate::tensor_core::RowSums) as well.
 //!
 //! Within a warpgroup, `S` and `dP` are in flight together, and `dV` runs under the computation of `dS` from `dP`. Everything
 //! else overlaps with the products of the other warpgroup.
@@ -56,6 +59,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let s_len = comptime!(tile_k / 2);
     let (columns_dk, columns_dv) = comptime!((blueprint.columns_dk(), blueprint.columns()));
     let (differentiates, sums_values) = comptime!((blueprint.differentiates(), blueprint.sums_values()));
+    let (accumulates, sums) = comptime!((blueprint.accumulates(), !blueprint.sums.is_empty()));
     let (transposed, reduces) = comptime!((blueprint.transposed(), blueprint.reduces()));
     let varlen = comptime!(extras.is_varlen());
     let banded = comptime!(scores.band.bounded_above || scores.band.bounded_below);
@@ -65,7 +69,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     // behind, so that the warpgroups may compute in turn. With two stages, or if a step is short, the tile would arrive too late.
     // Warpgroups that add to dQ meet in every step.
     let work = comptime!(tile_k * (blueprint.head_dim + blueprint.head_dim_v));
-    let refills_late = comptime!(differentiates && !reduces && stages > 2 && work >= LATE_REFILL);
+    let refills_late = comptime!(accumulates && !reduces && stages > 2 && work >= LATE_REFILL);
 
     // -- shared memory, barriers, descriptors
     let shared = Shared::<[E]>::new_aligned_slice(comptime!(blueprint.shared_memory() / dtype.size()), 1024usize);
@@ -95,8 +99,9 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let mut nth = 0u32;
     let mut steps = memory.work_tile(0u32, WorkTileField::Steps);
 
-    let mut sum_k = Array::<f32>::new(comptime!(if differentiates { columns_dk / 2 } else { 0 }));
+    let mut sum_k = Array::<f32>::new(comptime!(if accumulates { columns_dk / 2 } else { 0 }));
     let mut sum_v = Array::<f32>::new(comptime!(if sums_values { columns_dv / 2 } else { 0 }));
+    let mut row_sums = RowSums::new(blueprint);
     while steps != 0 {
         let band = memory.band(nth, &scores.band, varlen);
         let first_row = memory.work_tile(nth, WorkTileField::QStart) + warpgroup * comptime!(WARPGROUP_ROWS as u32);
@@ -200,9 +205,13 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 let delta = tile_statistics(delta_at, &of_rows.delta, blueprint);
                 dropout_backward(&mut ds, &words, &extras.dropout, tile_k);
                 tile_backward(&mut ds, &s, &delta, s_len);
+                if comptime!(sums) {
+                    let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops);
+                    row_sums.add(&ds, &derivatives.arguments, &scores, &of_tile, blueprint);
+                }
                 if comptime!(blueprint.keeps_derivative) {
                     derivatives.multiply(&mut ds, &s, blueprint);
-                } else if comptime!(blueprint.capped) {
+                } else if comptime!(blueprint.capped && accumulates) {
                     let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops);
                     softcap_backward(&mut ds, &s, &lse, &scores, &of_tile, blueprint);
                 }
@@ -220,7 +229,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             mbarrier_release(memory.empty(Operand::V, state.stage));
 
             // -- dQ or dK, or both
-            if comptime!(differentiates) {
+            if comptime!(accumulates) {
                 let mut g = fragments(blueprint);
                 to_fragments(&ds, &mut g, blueprint);
                 let mut dq = Array::<f32>::new(comptime!(if reduces { ADDENDS } else { 0 }));
@@ -269,14 +278,22 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
         }
 
         // -- results
-        if flags & CONTINUES == 0 {
+        if comptime!(sums) {
+            let batch = memory.work_tile(nth, WorkTileField::Batch) as usize;
+            let head = memory.work_tile(nth, WorkTileField::Head) as usize;
+            let rows = GradientRows::new(batch, head, first_row + of_warpgroup * 16, band);
+            let stream = memory.work_tile(nth, WorkTileField::HeadKv);
+            let out = &mut outputs.sums;
+            row_sums.write(out, &rows, stream, &sources, &scores, stats, &scheduler, hides, blueprint);
+        }
+        if comptime!(accumulates || sums_values) && flags & CONTINUES == 0 {
             let split = comptime!(blueprint.split_group);
             let of_batch = comptime!(if split { WorkTileField::BatchOut } else { WorkTileField::Batch });
             let written = comptime!(if split { Dtype::F32 } else { dtype });
             let batch = memory.work_tile(nth, of_batch) as usize;
             let head = memory.work_tile(nth, WorkTileField::Head) as usize;
             let mut rows = GradientRows::new(batch, head, first_row + of_warpgroup * 16, band);
-            if comptime!(differentiates) {
+            if comptime!(accumulates) {
                 rows.store(&sum_k, &mut outputs.dqk, 0usize, scale, columns_dk, written);
             }
             if comptime!(sums_values) {
@@ -284,7 +301,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             }
             // Splits are checked after they have been added up.
             if comptime!(hides && !split) {
-                if comptime!(differentiates) {
+                if comptime!(accumulates) {
                     rows.check(&sum_k, columns_dk);
                 }
                 if comptime!(sums_values) {

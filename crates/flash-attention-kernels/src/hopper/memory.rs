@@ -300,7 +300,7 @@ impl Memory<Blueprint> {
     ) -> RowStatistics {
         let blueprint = comptime!(self.blueprint);
         let (mut batch, mut head) = (0u32.runtime(), 0u32.runtime());
-        if comptime!(blueprint.role == Role::Dq) {
+        if comptime!(!blueprint.transposed() && blueprint.role != Role::Forward) {
             batch = self.work_tile(nth, WorkTileField::Batch);
             head = self.work_tile(nth, WorkTileField::Head);
         }

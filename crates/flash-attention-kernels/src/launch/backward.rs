@@ -1,19 +1,19 @@
 //! Launch of the backward: delta, then one kernel for each requested gradient, or for several of them.
 
 mod portable_kernels;
+mod sums;
 
 use super::{Argument, Call, Inputs, Launch, elementwise};
 use crate::error::{AttentionError, Result};
 use crate::fragment::Role;
 use crate::mods::TENSORS;
-use crate::portable::dbias::Sums;
 use crate::portable::nothing;
 use crate::problem::AttentionProblem;
-use crate::score::Factor;
+use crate::score::Factors;
 use crate::tensor::TensorView;
 #[cfg(not(feature = "cuda"))]
 use crate::tiling::NOT_COMPILED;
-use crate::tiling::{self, BackwardTiles, BiasGradient, Case, Gradient, HopperGradient, recent};
+use crate::tiling::{self, BackwardTiles, BiasGradient, Case, Gradient, recent};
 use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -93,8 +93,8 @@ pub struct Scratch {
     /// `lse` and delta of each row, `[2, n]`, f32. `n` is `batch · num_heads_q · seq_q`, with `seq_q` rounded up to a multiple
     /// of 128, or of 384 for a head dimension above 192.
     pub stats: TensorView<2>,
-    /// Partial sums for the gradients of a broadcast bias, of slopes and of tensors of `score_mod`, `[batch, num_heads_q, seq_q
-    /// or seq_k]`, f32.
+    /// Partial sums for the gradients of a broadcast bias, of slopes and of tensors of `score_mod`, `[n · batch, num_heads_q, seq_q
+    /// or seq_k]`, f32. `n` is the number of these tensors.
     pub bias_sums: Option<TensorView<3>>,
     /// `dq` in f32, for kernels in which blocks of keys add to it: `[n, head_dim rounded up to a multiple of 64]`, with the `n`
     /// of `stats`.
@@ -122,12 +122,16 @@ impl Scratch {
     }
 }
 
-/// Outputs of one launch: `dq`, or one or both of `dk` and `dv`, or, for Hopper, all three.
+/// Outputs of one launch: `dq`, or one or both of `dk` and `dv`, or, for Hopper, all three; and sums, for Hopper.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Results<'a> {
     pub dq: Option<&'a TensorView>,
     pub dk: Option<&'a TensorView>,
     pub dv: Option<&'a TensorView>,
+    /// Factors of sums over the columns of the kernel.
+    pub sums: Factors,
+    /// Whether rows are keys if there are only sums.
+    pub sums_of_keys: bool,
 }
 
 impl<'a> Results<'a> {
@@ -136,6 +140,7 @@ impl<'a> Results<'a> {
         match (self.dq, self.dk, self.dv) {
             (Some(_), None, None) => Role::Dq,
             (Some(_), ..) => Role::All,
+            (None, None, None) => Role::Sums { keys: self.sums_of_keys },
             (None, dk, dv) => Role::DkDv { dk: dk.is_some(), dv: dv.is_some() },
         }
     }
@@ -162,9 +167,11 @@ pub(super) struct Backward<'a> {
 }
 
 impl Gradients {
-    /// The kernel that computes all gradients of `q`, `k` and `v`, if there is one and all are requested.
-    fn fused(&self, tiles: &BackwardTiles) -> Option<HopperGradient> {
-        tiles.fused.filter(|_| self.dq.is_some() && self.dk.is_some() && self.dv.is_some())
+    /// The launch that computes all gradients of `q`, `k` and `v`, if there is one and all are requested.
+    fn fused(&self, tiles: &BackwardTiles) -> Option<(Results<'_>, Gradient)> {
+        let (dq, dk, dv) = (self.dq.as_ref(), self.dk.as_ref(), self.dv.as_ref());
+        let kernel = tiles.fused.filter(|_| dq.is_some() && dk.is_some() && dv.is_some())?;
+        Some((Results { dq, dk, dv, ..Default::default() }, Gradient::Hopper(kernel)))
     }
 
     /// Requested gradients of tensors of the inputs' dtype.
@@ -188,12 +195,9 @@ impl Gradients {
         self.dbias.is_some() || self.of_scores().count() > 0
     }
 
-    /// The results of each launch, with its kernel.
-    fn launches(&self, tiles: &BackwardTiles) -> Vec<(Results<'_>, Gradient)> {
+    /// The results of the launches for `dq`, and for `dk` and `dv`, with their kernels.
+    fn several(&self, tiles: &BackwardTiles) -> Vec<(Results<'_>, Gradient)> {
         let (dq, dk, dv) = (self.dq.as_ref(), self.dk.as_ref(), self.dv.as_ref());
-        if let Some(fused) = self.fused(tiles) {
-            return vec![(Results { dq, dk, dv }, Gradient::Hopper(fused))];
-        }
         let none = Results::default();
         let of_dq = (Results { dq, ..none }, tiles.dq);
         let launches = match tiles.dv {
@@ -228,7 +232,7 @@ impl Call<'_> {
         tiles: &BackwardTiles,
     ) -> Result<AddressType> {
         let (p, size) = (self.problem, self.problem.dtype.size());
-        let fused = gradients.fused(tiles).is_some();
+        let fused = gradients.launches(tiles, p).iter().any(|(results, _)| results.role() == Role::All);
         let sums = tiling::bias_sums_shape(p).filter(|_| gradients.are_summed());
         let bias_sums = scratch.bias_sums.as_ref().filter(|_| sums.is_some());
         let dq_accum = scratch.dq_accum.as_ref().filter(|_| fused);
@@ -306,13 +310,21 @@ impl<'a> Backward<'a> {
         let mut launches = Vec::new();
         #[cfg(feature = "cuda")]
         let mut tensor_core = Vec::new();
-        for (results, kernel) in gradients.launches(tiles) {
+        let of_pairs = gradients.of_pairs(tiles, p);
+        of_pairs.iter().try_for_each(|of| of.check(tiles, p))?;
+        let all = gradients.launches(tiles, p);
+        let fused = all.iter().any(|(results, _)| results.role() == Role::All);
+        for (results, kernel) in all {
             match kernel {
                 Gradient::Portable(tile) => launches.push(tile.gradient(self, results)?),
                 Gradient::Matrix(tile) => launches.push(tile.gradient(self, results)?),
                 Gradient::Rows(tile) => launches.push(tile.gradient(self, results)?),
                 #[cfg(feature = "cuda")]
-                Gradient::Hopper(tiles) => tensor_core.push(tiles.gradient(self, results)?),
+                Gradient::Hopper(tiles) => {
+                    let folds = self.folds(&results, &of_pairs)?;
+                    tensor_core.push(tiles.gradient(self, results)?);
+                    tensor_core.push(Box::new(|_| folds.into_iter().for_each(|fold| fold())));
+                }
                 #[cfg(feature = "cuda")]
                 Gradient::Mma(tiles) => tensor_core.push(tiles.gradient(self, results)?),
                 #[cfg(not(feature = "cuda"))]
@@ -326,22 +338,11 @@ impl<'a> Backward<'a> {
             (Some(_), of @ BiasGradient::Hopper(_)) => return Err(of.kernel().unavailable(NOT_COMPILED.into())),
             _ => {}
         }
-        let of_bias_tile = tiles.dbias.portable();
-        let [score_a, score_b] = &gradients.dscore_tensors;
-        let slopes = gradients.dalibi_slopes.as_ref().map(|view| (view.widened(), Sums::Rows));
-        let of =
-            |view: &Option<TensorView>| view.as_ref().map(|view| (view.clone(), tiling::bias_sums(&view.shape, p)));
-        for (option, view, tile, factor) in [
-            ("tiles.dbias", of(&gradients.dbias).filter(|_| of_bias_tile.is_some()), of_bias_tile, Factor::One),
-            ("tiles.dalibi_slopes", slopes, tiles.dalibi_slopes, Factor::Slope),
-            ("tiles.dscore_tensors", of(score_a), tiles.dscore_tensors, Factor::A),
-            ("tiles.dscore_tensors", of(score_b), tiles.dscore_tensors, Factor::B),
-        ] {
-            let Some((view, sums)) = view else { continue };
-            let why = "the requested gradient needs this tile";
-            let tile = tile.ok_or(AttentionError::Unsupported { option, value: "none".into(), why })?;
-            let blueprint = tiling::blueprint_beside(tiles.dq.kernel(), p, tile, factor);
-            launches.push(self.dbias(option.trim_start_matches("tiles."), view, sums, blueprint)?);
+        for of in of_pairs {
+            if let Some(BiasGradient::Portable(tile)) = of.kernel {
+                let blueprint = tiling::blueprint_beside(tiles.dq.kernel(), p, tile, of.factor);
+                launches.push(self.dbias(of.option.trim_start_matches("tiles."), of.view, of.sums, blueprint)?);
+            }
         }
         if let Some(view) = &gradients.dsinks {
             launches.push(self.dsinks(view)?);
@@ -351,7 +352,7 @@ impl<'a> Backward<'a> {
         }
         #[cfg(feature = "cuda")]
         if !tensor_core.is_empty() {
-            launches.push(self.tensor_core(tensor_core, gradients.fused(tiles).is_some())?);
+            launches.push(self.tensor_core(tensor_core, fused)?);
         }
         launches.push(Box::new(move || {
             for (view, keys) in [(&gradients.dq, false), (&gradients.dk, true), (&gradients.dv, true)] {

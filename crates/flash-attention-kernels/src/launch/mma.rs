@@ -70,7 +70,7 @@ impl MmaTiles {
             let route = call.route_in_order(work.list);
             let (size, written) = (call.problem.dtype.size(), outputs.write(call));
             let (bias_width, mask_width) = call.pair_widths(keys);
-            let ([q, k, v, dout], [dqk, dv]) = (sources, &written);
+            let ([q, k, v, dout], [dqk, dv]) = (sources, &written.gradients);
             // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
             unsafe {
                 gradient::gradient::launch_unchecked(
@@ -83,7 +83,7 @@ impl MmaTiles {
                     mask_width,
                     source_sides(sides(sources, keys), size),
                     call.score_args(&blueprint.scores, &work.band, &route),
-                    tensor_core::Outputs::arg(&written, size),
+                    tensor_core::Outputs::arg(&written, call.problem.dtype.size(), call),
                     rows_arg(&scratch.stats, 1),
                     work.scheduler.into_launch(),
                     blueprint,

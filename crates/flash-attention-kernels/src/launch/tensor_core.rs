@@ -11,10 +11,10 @@ use crate::mask::Band;
 use crate::tensor::{AnyView, TensorView};
 use crate::tensor_core::{
     Blueprint, DeltaBlueprint, GradientOutputsLaunch, HopperTile, Rows, RowsInLaunch, RowsOutLaunch, SourceSideLaunch,
-    SourceSidesLaunch, StrideLaunch, TileScheduler, Zeros, delta,
+    SourceSidesLaunch, StrideLaunch, SumsOutLaunch, TileScheduler, Zeros, delta,
 };
 use crate::tiling::{self, ListShape, cube_count, stats_multiple, stats_rows};
-use cubecl::ir::AddressType;
+use cubecl::ir::{AddressType, ElemType, FloatKind};
 use cubecl::prelude::*;
 
 /// Alignment of rows in bytes that TMA and 16-byte vectors require.
@@ -69,31 +69,49 @@ pub(super) struct Outputs<'a> {
     /// Gradient of K, or of Q if rows are queries. Where one kernel computes all three, it adds that of Q to `dq_accum`.
     dqk: Option<Aligned<'a>>,
     dv: Option<Aligned<'a>>,
+    /// Sums that are folded afterwards.
+    sums: Option<TensorView>,
     /// Whether rows are keys.
     keys: bool,
 }
 
+/// The tensors that a gradient kernel writes.
+pub(super) struct Written {
+    /// Gradients of Q or K, and of V. The tensor of one that is not requested is any valid one.
+    pub gradients: [TensorView; 2],
+    /// The sums, or any valid tensor.
+    pub sums: TensorView,
+}
+
 impl Outputs<'_> {
-    /// The tensors that the kernel writes. A gradient that is not requested is not written: its tensor is any valid one.
-    pub(super) fn write(&self, call: &Call) -> [TensorView; 2] {
+    /// The tensors that the kernel writes.
+    pub(super) fn write(&self, call: &Call) -> Written {
         let [dqk, dv] = [&self.dqk, &self.dv].map(|out| out.as_ref().map(|out| out.write(call, self.keys)));
-        let any = dqk.as_ref().or(dv.as_ref()).expect("a launch has a result").clone();
-        [dqk.unwrap_or_else(|| any.clone()), dv.unwrap_or(any)]
+        if let Some(sums) = &self.sums {
+            // Rows that belong to no sequence are added up with the others.
+            call.fill_with(sums, None, None, self.keys, ElemType::Float(FloatKind::F32));
+        }
+        let any = dqk.as_ref().or(dv.as_ref()).or(self.sums.as_ref()).expect("a launch has a result").clone();
+        let sums = self.sums.clone().unwrap_or_else(|| any.clone());
+        Written { gradients: [dqk.unwrap_or_else(|| any.clone()), dv.unwrap_or(any)], sums }
     }
 
-    /// The launch argument of the tensors.
+    /// The launch argument of the tensors, whose gradients have elements of `size` bytes.
     ///
     /// # Safety
     ///
     /// As `launch_unchecked`: the views have been checked against their buffers.
-    pub(super) unsafe fn arg([dqk, dv]: &[TensorView; 2], size: usize) -> GradientOutputsLaunch {
+    pub(super) unsafe fn arg(written: &Written, size: usize, call: &Call) -> GradientOutputsLaunch {
+        let Written { gradients: [dqk, dv], sums } = written;
         // SAFETY: the caller guarantees it.
-        unsafe { GradientOutputsLaunch::new(rows_out(dqk, size), rows_out(dv, size)) }
+        unsafe {
+            GradientOutputsLaunch::new(rows_out(dqk, size), rows_out(dv, size), sums_out(sums, call.problem.batch))
+        }
     }
 
     /// Copies what has been written to the outputs, where they are other tensors.
-    pub(super) fn finish(&self, call: &Call, written: &[TensorView; 2]) {
-        for (out, written) in [&self.dqk, &self.dv].into_iter().zip(written) {
+    pub(super) fn finish(&self, call: &Call, written: &Written) {
+        for (out, written) in [&self.dqk, &self.dv].into_iter().zip(&written.gradients) {
             if let Some(out) = out {
                 out.finish(call, written);
             }
@@ -121,7 +139,8 @@ impl<'a> Backward<'a> {
     pub(super) fn outputs(&self, results: &Results<'a>) -> Result<Outputs<'a>> {
         let aligned = |view: Option<&'a TensorView>| view.map(|view| self.call.aligned(view)).transpose();
         let keys = results.role().is_transposed();
-        Ok(Outputs { dqk: aligned(results.dk.or(results.dq))?, dv: aligned(results.dv)?, keys })
+        let (dqk, dv) = (aligned(results.dk.or(results.dq))?, aligned(results.dv)?);
+        Ok(Outputs { dqk, dv, sums: self.sums(results.sums, keys), keys })
     }
 
     /// Prepares copies of the inputs and delta, which these kernels follow. With `fused`, one of them adds to `dq_accum`, whose turns, or
@@ -320,6 +339,16 @@ pub(super) unsafe fn rows_out(view: &TensorView, size: usize) -> RowsOutLaunch {
     let vector = OUT_BYTES / size;
     // SAFETY: the caller guarantees it.
     RowsOutLaunch::new(unsafe { rows_arg(view, vector) }, stride(view, vector))
+}
+
+/// The launch argument of sums of so many batches each.
+///
+/// # Safety
+///
+/// As `launch_unchecked`: the view has been checked against its buffer.
+pub(super) unsafe fn sums_out(view: &TensorView, batches: usize) -> SumsOutLaunch {
+    // SAFETY: the caller guarantees it.
+    SumsOutLaunch::new(unsafe { rows_arg(view, 1) }, stride(view, 1), batches * view.strides[0])
 }
 
 /// The launch arguments of rows and columns of a backward: Q or K, and dO or V, of each.

@@ -184,7 +184,15 @@ impl TileShape {
 }
 
 /// Threads of a thread block of [`fold()`].
-pub const FOLD_UNITS: usize = 64;
+pub const FOLD_UNITS: usize = 256;
+
+/// Terms that a thread of [`fold()`] adds up at a time, so that it waits for several loads together.
+const FOLDED: usize = 4;
+
+/// Number of threads that share an element of [`fold()`] with so many terms: a power of two, at most [`FOLD_UNITS`].
+pub fn fold_lanes(terms: usize) -> usize {
+    (terms / (4 * FOLDED)).max(1).next_power_of_two().min(FOLD_UNITS)
+}
 
 /// Adds up `sums [B, H, L]`, contiguous, to `dbias`: an element is the sum over the batches, heads and positions that share it.
 /// `lanes` threads share an element. `along` is the dimension of `dbias` that `L` belongs to, 2 or 3.
@@ -211,26 +219,35 @@ pub fn fold<O: Float>(
     let head = element / of_position % of_head;
     let batch = element / of_position / of_head;
 
-    let mut sum = 0.0f32;
+    let mut parts = filled::<f32>(0.0f32, FOLDED);
     if exists {
         let terms = batches_each * heads_each * positions_each;
-        let mut term = lane;
-        while term < terms {
-            let p = position * positions_each + term % positions_each;
-            let h = head * heads_each + term / positions_each % heads_each;
-            let b = batch * batches_each + term / positions_each / heads_each;
-            sum += sums[(b * heads + h) * length + p];
-            term += lanes;
+        let mut first = lane;
+        while first < terms {
+            #[unroll]
+            for n in 0..FOLDED {
+                let term = min(first + comptime!(n * lanes), terms - 1);
+                let p = position * positions_each + term % positions_each;
+                let h = head * heads_each + term / positions_each % heads_each;
+                let b = batch * batches_each + term / positions_each / heads_each;
+                let sum = sums[(b * heads + h) * length + p];
+                parts[n] += select(first + comptime!(n * lanes) < terms, sum, 0.0f32);
+            }
+            first += comptime!(FOLDED * lanes);
         }
     }
-    board[UNIT_POS as usize] = sum;
-    sync_cube();
-    if exists && lane == 0 {
-        let mut total = 0.0f32;
-        for n in 0..lanes {
-            total += board[UNIT_POS as usize + n];
+    let unit = UNIT_POS as usize;
+    board[unit] = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    #[unroll]
+    for halving in 0..comptime!(lanes.ilog2()) {
+        let half = comptime!(lanes >> (halving + 1));
+        sync_cube();
+        if lane < half {
+            board[unit] += board[unit + half];
         }
+    }
+    if exists && lane == 0 {
         let offset = batch * dbias.stride(0) + head * dbias.stride(1) + position * dbias.stride(along);
-        dbias[offset] = rounded_one::<O>(total);
+        dbias[offset] = rounded_one::<O>(board[unit]);
     }
 }

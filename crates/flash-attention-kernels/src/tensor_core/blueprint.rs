@@ -3,6 +3,7 @@
 use super::{LINE, PANEL, WARP_UNITS, WARPGROUP_ROWS, WARPGROUP_UNITS};
 use crate::dtype::Dtype;
 use crate::fragment::Role;
+use crate::score::Factors;
 use serde::Serialize;
 
 /// Tile sizes. In the kernel of `dk` and `dv`, queries and keys exchange their roles.
@@ -63,6 +64,8 @@ pub struct Blueprint {
     pub modified: bool,
     /// Whether the derivatives of softcap and `score_mod` are kept until the gradient of the score is known.
     pub keeps_derivative: bool,
+    /// Factors whose products with `dT` are summed over the columns.
+    pub sums: Factors,
     /// Whether there is a `mask_mod`.
     pub mask_mod: bool,
     /// Whether there are several sequences.
@@ -138,9 +141,20 @@ impl Blueprint {
         self.role.is_transposed()
     }
 
-    /// Whether `dS` and an accumulator of dQ or dK are computed.
+    /// Whether `dS` is computed.
     pub fn differentiates(&self) -> bool {
         self.role.differentiates()
+    }
+
+    /// Whether an accumulator of dQ or dK is computed from `dS`.
+    pub fn accumulates(&self) -> bool {
+        self.role.accumulates()
+    }
+
+    /// Whether the arguments of `score_mod` are kept until the gradient of the score is known, because factors of sums are derivatives
+    /// that depend on them. Kernels with an accumulator have no registers for them.
+    pub fn keeps_arguments(&self) -> bool {
+        !self.accumulates() && self.sums.of_function()
     }
 
     /// Whether an accumulator of dV is computed from `P`.

@@ -6,6 +6,7 @@
 //! schedule    the tile scheduler                       scores      softcap, score_mod, bias, mask, band
 //! delta       lse and delta of each query              dropout     keep mask in registers
 //! statistics  reads lse and delta in gradients         recompute   rows that the tiled products cannot compute
+//! sums        sums of `dT ∘ factor` over columns
 //! ```
 //!
 //! Kernels of [`hopper`](crate::hopper) multiply by `wgmma`, kernels of [`mma`](crate::mma) by `mma.sync`. Both leave an
@@ -32,10 +33,15 @@ mod scores;
 mod softmax;
 #[cfg(feature = "cuda")]
 mod statistics;
+#[cfg(feature = "cuda")]
+mod sums;
 
 pub use blueprint::{Blueprint, HopperTile, Rows};
 #[cfg(feature = "cuda")]
-pub use {delta::*, dropout::*, operands::*, recompute::*, rows::*, schedule::*, scores::*, softmax::*, statistics::*};
+pub use {
+    delta::*, dropout::*, operands::*, recompute::*, rows::*, schedule::*, scores::*, softmax::*, statistics::*,
+    sums::*,
+};
 
 /// Rows of a warpgroup's matrix product.
 pub const WARPGROUP_ROWS: usize = 64;

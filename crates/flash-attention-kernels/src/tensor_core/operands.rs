@@ -92,6 +92,25 @@ pub struct SourceSides<E: Float, N: Size> {
     pub cols: SourceSide<E, N>,
 }
 
+/// Output for [sums](super::RowSums) of rows, `[number of sums, B, H, S]`, where heads are query heads.
+#[derive(CubeType, CubeLaunch)]
+pub struct SumsOut {
+    /// The sums.
+    pub data: &'static mut [f32],
+    /// Strides of rows.
+    pub stride: Stride,
+    /// Distance from one sum of a row to the next.
+    pub next: usize,
+}
+
+#[cube]
+impl SumsOut {
+    /// The place of the `nth` sum of a row.
+    pub fn at(&self, #[comptime] nth: usize, batch: usize, head: usize, row: u32) -> usize {
+        nth * self.next + self.stride.at(batch, head, row)
+    }
+}
+
 /// Gradients of the rows. A gradient that is not requested is not written.
 #[derive(CubeType, CubeLaunch)]
 pub struct GradientOutputs {
@@ -99,4 +118,6 @@ pub struct GradientOutputs {
     pub dqk: RowsOut,
     /// Gradient of V.
     pub dv: RowsOut,
+    /// Sums, if there are any.
+    pub sums: SumsOut,
 }

@@ -6,7 +6,10 @@
 //! - Exponentials relative to a reference maximum overflow f32 if a score is more than 72 above all scores of the tiles before,
 //!   which is far beyond the range in which a softmax distinguishes scores. These rows are found by a sum of +∞.
 
+mod pairs;
 mod products;
+
+pub use pairs::{RecomputedPair, recompute_sum};
 
 use super::Blueprint;
 use super::operands::{GradientOutputs, LseOut, RowsOut, SourceSides, Sources};
@@ -14,7 +17,7 @@ use super::rows::store_row_of;
 use super::schedule::TileScheduler;
 use super::scores::{Exponent, score_of_pair};
 use super::softmax::sink_log2;
-use super::statistics::{RowStatistics, stats_all, stats_at};
+use super::statistics::RowStatistics;
 use crate::blocks::{TileSize, Visit, visits};
 use crate::dtype::Dtype;
 use crate::extras::Extras;
@@ -22,8 +25,9 @@ use crate::fragment::{Scores, filled};
 use crate::mask::Band;
 use crate::mods::Place;
 use crate::ptx::{ex2, fma_packed, lg2, pack};
-use crate::softmax::{HIDDEN, Rescale, lse_bits_log2, raised, softmax_backward};
+use crate::softmax::{HIDDEN, Rescale, lse_bits_log2, raised};
 use cubecl::prelude::*;
+use pairs::recomputed_pair;
 use products::{dot, products_with_keys};
 
 /// Number of keys processed at a time: one for each thread of a warp.
@@ -133,7 +137,7 @@ fn exponents<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         value = exponent.value;
         visible = exponent.visible;
     }
-    Exponent { value, visible, derivative }
+    Exponent { value, visible, derivative, argument: 0.0f32.runtime() }
 }
 
 /// Computes one row of `o`, and the bits of its `lse` if its sum was lost. The whole warp must call it.
@@ -382,53 +386,23 @@ pub fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     row: u32,
     #[comptime] blueprint: Blueprint,
 ) {
-    let (differentiates, sums_values) = comptime!((blueprint.differentiates(), blueprint.sums_values()));
-    let (extras, band) = (scores.score.extras, of.band);
+    let (accumulates, sums_values) = comptime!((blueprint.accumulates(), blueprint.sums_values()));
+    let (extras, band, cols) = (scores.score.extras, of.band, sources.cols);
     let (batch, head) = (of.batch, of.head);
-    let (rows, cols) = (sources.rows, sources.cols);
     let lane = UNIT_POS % 32;
     let mut sum_k = filled::<f32>(0.0f32, 8usize);
     let mut sum_v = filled::<f32>(0.0f32, 8usize);
     let seen = band.k_blocks(row, 1u32, KEYS);
-    let all = stats_all(&band, scheduler, blueprint);
     for head_kv in of.first_kv..of.after_kv {
         let after = seen.origin + seen.end * KEYS;
         let mut start = seen.origin + seen.start * KEYS;
         while plane_any(start < after) {
-            let key = start + lane;
-            let mut p = 0.0f32.runtime();
-            let mut ds = 0.0f32.runtime();
-            let mut visible = false.runtime();
-            let head_q = if comptime!(blueprint.transposed()) { head_kv as usize } else { head };
-            let visit = visit_of_run(&extras, &band, batch, head_q, row, start, blueprint);
-            let sees = visit.fully_visible && band.sees(row, key);
-            if key < after && sees {
-                let query = if comptime!(blueprint.transposed()) { key } else { row };
-                let at = stats_at(&band, scheduler, batch as u32, head_q as u32, query, blueprint);
-                let row_at = rows.qk.stride.at(batch, head, row);
-                let col_at = cols.qk.stride.at(batch, head_kv as usize, key);
-                let product = dot(rows.qk.data, row_at, cols.qk.data, col_at, blueprint.head_dim, blueprint);
-                let place = Place::new(batch as u32, head_q as u32, &band, row, key, blueprint.transposed());
-                let exponent = score_of_pair(product, scores, &place, visit.masked, &band, blueprint);
-                visible = exponent.visible;
-                let kept =
-                    extras.dropout.keeps_of(&band, batch as u32, head_q as u32, row, key, blueprint.transposed());
-                let probability = select(visible, ex2(exponent.value - f32::reinterpret(stats[at])), 0.0f32);
-                p = extras.dropout.apply(probability, kept);
-                if comptime!(differentiates) {
-                    let row_at = rows.dov.stride.at(batch, head, row);
-                    let col_at = cols.dov.stride.at(batch, head_kv as usize, key);
-                    let dp = dot(rows.dov.data, row_at, cols.dov.data, col_at, blueprint.head_dim_v, blueprint);
-                    let dp = extras.dropout.backward(dp, kept);
-                    let delta = f32::reinterpret(stats[all + at]);
-                    let of_score = softmax_backward(probability, dp, delta, false);
-                    ds = select(visible, of_score * exponent.derivative, 0.0f32);
-                }
-            }
+            let pair = recomputed_pair(sources, scores, stats, scheduler, of, head_kv, row, start, after, blueprint);
+            let ds = select(pair.visible, pair.dt * pair.derivative, 0.0f32);
             for n in 0..KEYS {
-                let (p, ds) = (plane_shuffle(p, n), plane_shuffle(ds, n));
-                if plane_any(lane == n && visible) {
-                    if comptime!(differentiates) {
+                let (p, ds) = (plane_shuffle(pair.p, n), plane_shuffle(ds, n));
+                if plane_any(lane == n && pair.visible) {
+                    if comptime!(accumulates) {
                         let at = cols.qk.stride.at(batch, head_kv as usize, start + n);
                         add_row(&mut sum_k, ds, cols.qk.data, at, blueprint.head_dim, blueprint.vector());
                     }
@@ -441,14 +415,14 @@ pub fn recompute_gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             start += KEYS;
             // If every element is NaN, the result is final. Without this exit, every row of an all-NaN tensor would be
             // recomputed in full.
-            let lost = (comptime!(!differentiates) || is_lost(&sum_k, blueprint.head_dim))
+            let lost = (comptime!(!accumulates) || is_lost(&sum_k, blueprint.head_dim))
                 && (comptime!(!sums_values) || is_lost(&sum_v, blueprint.head_dim_v));
             if plane_all(lost) {
                 start = after;
             }
         }
     }
-    if comptime!(differentiates) {
+    if comptime!(accumulates) {
         let at = out.dqk.stride.at(batch, head, row);
         write_row(&sum_k, &mut out.dqk, at, scores.score.scale, blueprint.head_dim, blueprint);
     }

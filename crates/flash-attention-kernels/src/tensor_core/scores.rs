@@ -9,7 +9,7 @@ use crate::dtype::Dtype;
 use crate::fragment::Scores;
 use crate::mask::Band;
 use crate::mods::Place;
-use crate::ptx::{ex2, lg2, multiply_rounded, pack, reciprocal, unpack};
+use crate::ptx::{ex2, lg2, multiply_rounded, opaque, pack, reciprocal, unpack};
 use crate::score::Score;
 use crate::softmax::UNSEEN;
 use cubecl::prelude::*;
@@ -70,9 +70,35 @@ impl ScoreTile {
         }
     }
 
+    /// The same tile, whose distances the compiler computes again instead of keeping them in registers.
+    pub(super) fn opaque(&self) -> ScoreTile {
+        ScoreTile {
+            batch: self.batch,
+            head: self.head,
+            first_row: self.first_row,
+            k_start: self.k_start,
+            masked: self.masked,
+            bias_tile: self.bias_tile,
+            band: self.band,
+            lane_row: opaque(self.lane_row),
+            lane_column: self.lane_column,
+            sixteenth: comptime!(self.sixteenth),
+        }
+    }
+
+    /// Distance from the position of row `r` among the columns to the thread's first column, which slopes multiply.
+    pub(super) fn distances(&self, #[comptime] r: usize) -> f32 {
+        f32::cast_from(self.band.offset(self.lane_row + comptime!(8 * r as u32), self.lane_column))
+    }
+
+    /// Distance from row `r` to the thread's first column, as functions see it.
+    pub(super) fn between(&self, #[comptime] r: usize) -> f32 {
+        Place::between(&self.band, self.lane_row + comptime!(8 * r as u32), self.lane_column)
+    }
+
     /// The pair of the thread's row `r`, group of eight columns `i` and column `e` (0 or 1). `distance` is the distance from the
     /// row to the thread's first column.
-    fn place(
+    pub(super) fn place(
         &self,
         distance: f32,
         #[comptime] r: usize,
@@ -96,6 +122,8 @@ impl ScoreTile {
 #[derive(CubeType)]
 pub struct ScoreDerivatives {
     words: Array<u32>,
+    /// Arguments of `score_mod`, if they are [kept](Blueprint::keeps_arguments).
+    pub arguments: Array<f32>,
 }
 
 /// Number of words for this number of registers.
@@ -162,6 +190,7 @@ pub fn apply_score_mod<E: Float, M: Numeric, NB: Size, NM: Size>(
 fn modify(s: &mut Array<f32>, score: &Score, tile: &ScoreTile, #[comptime] blueprint: Blueprint) -> ScoreDerivatives {
     let tile_k = comptime!(blueprint.tile.tile_k);
     let mut words = Array::<u32>::new(comptime!(derivative_words(blueprint, tile_k / 2)));
+    let mut arguments = Array::<f32>::new(comptime!(if blueprint.keeps_arguments() { tile_k / 2 } else { 0 }));
     if comptime!(blueprint.modified) {
         let band = &tile.band;
         let transposed = comptime!(blueprint.transposed());
@@ -188,12 +217,15 @@ fn modify(s: &mut Array<f32>, score: &Score, tile: &ScoreTile, #[comptime] bluep
                 #[unroll]
                 for e in 0..2usize {
                     let place = tile.place(distance, r, i, e, transposed);
+                    if comptime!(blueprint.keeps_arguments()) {
+                        arguments[comptime!(first + e)] = s[comptime!(first + e)];
+                    }
                     s[comptime!(first + e)] = score.modified(s[comptime!(first + e)], &place, band);
                 }
             }
         }
     }
-    ScoreDerivatives { words }
+    ScoreDerivatives { words, arguments }
 }
 
 /// The probability `2^(exponent · score − lse)`, with lse in base 2.
@@ -274,6 +306,8 @@ pub struct Exponent {
     pub visible: bool,
     /// Derivative of softcap and `score_mod`, in kernels that compute `dS`.
     pub derivative: f32,
+    /// The argument of `score_mod`.
+    pub argument: f32,
 }
 
 /// The score of one pair from its product, computed as [`apply_score_mod()`] does for a tile. The band is not applied. Mask and
@@ -296,12 +330,12 @@ pub fn score_of_pair<E: Float, M: Numeric, NB: Size, NM: Size>(
         product
     };
     let derivative =
-        if comptime!(blueprint.differentiates()) { score.derivative(t, place, band) } else { 1.0f32.runtime() };
+        if comptime!(blueprint.accumulates()) { score.derivative(t, place, band) } else { 1.0f32.runtime() };
     let slope = score.extras.slope(place.batch as usize, place.head as usize);
     let value = scores.composed(t, slope, place, band) * score.exponent;
     // Evaluated before the `||`: CubeCL would turn a call after it into a branch.
     let shown = scores.show(place, band);
-    Exponent { value, visible: shown || !masked, derivative }
+    Exponent { value, visible: shown || !masked, derivative, argument: t }
 }
 
 /// The score of a product with softcap: `softcap · tanh x`, with `tanh x = 1 − 2 / (1 + e^(2x))`.

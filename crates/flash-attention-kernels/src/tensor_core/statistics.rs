@@ -70,7 +70,7 @@ impl RowStatistics {
     ) -> RowStatistics {
         let mut lse = filled::<f32>(0.0f32, 2usize);
         let mut delta = filled::<f32>(0.0f32, 2usize);
-        if comptime!(blueprint.role == Role::Dq) {
+        if comptime!(!blueprint.transposed() && blueprint.role != Role::Forward) {
             let all = stats_all(band, scheduler, blueprint);
             #[unroll]
             for r in 0..2usize {

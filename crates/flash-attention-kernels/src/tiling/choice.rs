@@ -6,6 +6,7 @@ use crate::error::AttentionError;
 use crate::hopper::BiasTile;
 use crate::matrix::MatrixTile;
 use crate::mma::MmaTile;
+use crate::mods::TENSORS;
 use crate::portable::tile::TileShape;
 use crate::rows::RowsTile;
 use crate::tensor_core::HopperTile;
@@ -145,7 +146,7 @@ impl<H: Copy + Into<HopperTile>> FamilyTiles<H> {
     }
 }
 
-/// A kernel for the gradient of the bias, with its tiles.
+/// A kernel for the gradient of the bias, of slopes or of a tensor that `score_mod` reads, with its tiles.
 ///
 /// ```
 /// use flash_attention_kernels::{BiasGradient, Kernel, TileShape};
@@ -159,6 +160,15 @@ impl<H: Copy + Into<HopperTile>> FamilyTiles<H> {
 pub enum BiasGradient {
     /// [`Kernel::Hopper`], for a bias with an element for each pair of query and key.
     Hopper(BiasTile),
+    /// [`Kernel::Hopper`], for a tensor that is broadcast over queries or keys: the kernel of `dq`, or of `dk`, computes sums as well,
+    /// or a kernel with the same tiles computes them alone. If all of `dq`, `dk` and `dv` are requested, the kernel of all three may
+    /// replace that of `dq`.
+    Sums {
+        /// Whether it is the kernel of `dk`, whose rows are keys.
+        keys: bool,
+        /// Whether a kernel computes the sums alone even if `dq` or `dk` is requested.
+        alone: bool,
+    },
     /// [`Kernel::Portable`].
     Portable(TileShape),
 }
@@ -167,7 +177,7 @@ impl BiasGradient {
     /// The kernel family.
     pub fn kernel(&self) -> Kernel {
         match self {
-            BiasGradient::Hopper(_) => Kernel::Hopper,
+            BiasGradient::Hopper(_) | BiasGradient::Sums { .. } => Kernel::Hopper,
             BiasGradient::Portable(_) => Kernel::Portable,
         }
     }
@@ -200,10 +210,10 @@ pub struct BackwardTiles {
     pub fused: Option<HopperGradient>,
     /// Kernel of the gradient of the bias.
     pub dbias: BiasGradient,
-    /// Portable kernel of the gradient of the slopes, if there are any.
-    pub dalibi_slopes: Option<TileShape>,
-    /// Portable kernel of the gradients of the tensors that `score_mod` reads, if there are any.
-    pub dscore_tensors: Option<TileShape>,
+    /// Kernel of the gradient of the slopes, if there are any.
+    pub dalibi_slopes: Option<BiasGradient>,
+    /// Kernels of the gradients of the tensors that `score_mod` reads, if there are any.
+    pub dscore_tensors: [Option<BiasGradient>; TENSORS],
 }
 
 impl BackwardTiles {
@@ -216,8 +226,8 @@ impl BackwardTiles {
             dv: (!dkdv_together).then_some(of),
             fused: None,
             dbias: BiasGradient::Portable(tile),
-            dalibi_slopes: Some(tile),
-            dscore_tensors: Some(tile),
+            dalibi_slopes: Some(BiasGradient::Portable(tile)),
+            dscore_tensors: [Some(BiasGradient::Portable(tile)); TENSORS],
         }
     }
 
@@ -225,7 +235,9 @@ impl BackwardTiles {
     pub(crate) fn portables(&self) -> impl Iterator<Item = TileShape> {
         let of = |gradient| if let Gradient::Portable(tile) = gradient { Some(tile) } else { None };
         let gradients = [of(self.dq), of(self.dkdv), self.dv.and_then(of)].into_iter();
-        gradients.chain([self.dbias.portable(), self.dalibi_slopes, self.dscore_tensors]).flatten()
+        let of_scores = [self.dalibi_slopes].into_iter().chain(self.dscore_tensors).flatten();
+        let of_scores = [self.dbias].into_iter().chain(of_scores).map(|of| of.portable());
+        gradients.chain(of_scores).flatten()
     }
 }
 

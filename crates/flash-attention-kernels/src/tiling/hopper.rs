@@ -4,7 +4,8 @@ mod tables;
 mod wide;
 
 use super::{
-    Case, Gradient, Gradients, HopperForward, HopperGradient, ListShape, NOT_COMPILED, gradients, require, row,
+    BackwardTiles, BiasGradient, Case, Gradient, Gradients, HopperForward, HopperGradient, ListShape, NOT_COMPILED,
+    bias_sums, gradients, require, row, takes_sums,
 };
 use crate::blocks::BLOCK;
 use crate::dtype::Dtype;
@@ -12,6 +13,7 @@ use crate::fragment::Role;
 use crate::hopper::{BiasTile, MAX_STAGES, dq_accum_columns};
 use crate::mma::Products;
 use crate::problem::AttentionProblem;
+use crate::score::{Factor, Factors};
 use crate::tensor_core::{Blueprint, HopperTile, PANEL, Rows};
 use tables::{HOPPER, HOPPER_BIAS, HOPPER_BLOCKS, HOPPER_DBIAS, HOPPER_DKDV, HOPPER_DQ, HOPPER_FUSED};
 pub(crate) use wide::is_wide;
@@ -132,7 +134,7 @@ pub fn backward(case: Case) -> Result<Gradients, String> {
     let divided = |tile: &HopperTile| problem.block_mask.is_none() || divides(tile);
     gradients(dv.is_none(), |role| {
         let [plain, with_bias] = match role {
-            Role::Dq => dq,
+            Role::Dq | Role::Sums { keys: false } => dq,
             Role::DkDv { dk: false, .. } => [dv.unwrap_or(dkdv[0]), dkdv[1]],
             _ => dkdv,
         };
@@ -159,6 +161,45 @@ pub fn dbias(problem: &AttentionProblem) -> Result<BiasTile, String> {
     let equal = || "it does not support several sequences, because the lengths in one tile would differ".into();
     require(!problem.is_varlen(), equal)?;
     row(&HOPPER_DBIAS, problem)
+}
+
+/// Whether a kernel of this role has registers for these sums.
+pub fn carries(problem: &AttentionProblem, role: Role, sums: Factors) -> bool {
+    // A derivative that depends on its argument needs a register for each pair.
+    let additive = problem.options.score_mod.is_none_or(|function| function.additive());
+    match role {
+        Role::Sums { .. } => true,
+        _ => role.accumulates() && sums.len() <= 1 && (additive || !sums.of_function()),
+    }
+}
+
+/// The kernel of `dq`, or of `dk` if rows are `keys`, and its role where it computes sums as well.
+pub fn of_sums(tiles: &BackwardTiles, keys: bool) -> (Gradient, Role) {
+    if keys { (tiles.dkdv, Role::DkDv { dk: true, dv: tiles.dv.is_none() }) } else { (tiles.dq, Role::Dq) }
+}
+
+/// The kernels that sum the gradients of bias, slopes and the tensors of `score_mod`, if they exist and are broadcast over queries or
+/// keys. They depend on the problem alone, so that no gradient depends on which others are requested.
+pub fn sums(problem: &AttentionProblem, tiles: &BackwardTiles) -> [Option<BiasGradient>; 4] {
+    let [score_a, score_b] = problem.score_tensors;
+    let slopes = problem.alibi_slopes.map(|[batch, heads]| [batch, heads, 1, 1]);
+    let mut carried = [Factors::default(); 2];
+    [(problem.bias, Factor::One), (slopes, Factor::Slope), (score_a, Factor::A), (score_b, Factor::B)].map(
+        |(shape, factor)| {
+            let shape = shape?;
+            let kind = bias_sums(&shape, problem);
+            let sides = || [false, true].into_iter().filter(|keys| takes_sums(kind, &shape, *keys));
+            let carries = |keys: &bool| {
+                let (_, role) = of_sums(tiles, *keys);
+                carries(problem, role, carried[usize::from(*keys)].with(factor))
+            };
+            if let Some(keys) = sides().find(carries) {
+                carried[usize::from(keys)] = carried[usize::from(keys)].with(factor);
+                return Some(BiasGradient::Sums { keys, alone: false });
+            }
+            sides().next().map(|keys| BiasGradient::Sums { keys, alone: true })
+        },
+    )
 }
 
 /// Work tiles for each multiprocessor from which on blocks of different lengths may add to dQ in order. The shortest blocks of a
@@ -344,6 +385,7 @@ pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: HopperTile
         alibi: problem.alibi_slopes.is_some(),
         modified: problem.options.score_mod.is_some(),
         keeps_derivative: role.keeps_derivative(problem),
+        sums: Factors::default(),
         mask_mod: problem.options.mask_mod.is_some(),
         varlen: problem.is_varlen(),
         sparse: problem.block_mask.is_some(),

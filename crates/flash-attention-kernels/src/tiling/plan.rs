@@ -8,6 +8,7 @@ use super::{
 };
 use crate::error::{AttentionError, Result};
 use crate::hopper::BiasTile;
+use crate::portable::tile::TileShape;
 use crate::problem::AttentionProblem;
 use crate::tensor_core::WARPGROUP_ROWS;
 use cubecl::client::Client;
@@ -87,9 +88,23 @@ impl fmt::Display for Plan {
         if let BiasGradient::Hopper(tile) = dbias {
             write!(f, ", dbias {} {}×{}", dbias.kernel().name(), BiasTile::TILE_Q, tile.block_k())?;
         }
-        for (name, tile) in [("dalibi_slopes", dalibi_slopes), ("dscore_tensors", dscore_tensors)] {
-            if let Some(tile) = tile {
-                write!(f, ", {name} {} {}×{}", Kernel::Portable.name(), tile.tile_q, tile.tile_k)?;
+        let [of_a, of_b] = dscore_tensors;
+        let dbias = Some(dbias).filter(|dbias| matches!(dbias, BiasGradient::Sums { .. }));
+        let of_scores = [("dalibi_slopes", dalibi_slopes), ("dscore_tensors[0]", of_a), ("dscore_tensors[1]", of_b)];
+        for (name, of) in [("dbias", dbias)].into_iter().chain(of_scores) {
+            match of {
+                Some(BiasGradient::Portable(TileShape { tile_q, tile_k, .. })) => {
+                    write!(f, ", {name} {} {tile_q}×{tile_k}", Kernel::Portable.name())?;
+                }
+                Some(BiasGradient::Sums { keys, alone }) => {
+                    let with = match (alone, keys) {
+                        (true, _) => "alone",
+                        (false, false) => "with dq",
+                        (false, true) => "with dk",
+                    };
+                    write!(f, ", {name} {} {with}", Kernel::Hopper.name())?;
+                }
+                Some(BiasGradient::Hopper(_)) | None => {}
             }
         }
         let scratch = self.forward_scratch_bytes.max(self.scratch_bytes);

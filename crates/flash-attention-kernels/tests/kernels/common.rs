@@ -500,13 +500,19 @@ impl Case {
             _ => backward_with(client, p, &inputs, &saved, &gradients, &scratch, Some(planned))?,
         }
         assert_eq!([planned.dq.kernel(), planned.dkdv.kernel()], [kernel; 2], "{p:?}");
-        let each_pair = p.bias.is_some_and(|[.., sq, sk]| [sq, sk] == [p.seq_q, p.seq_k] && sq * sk > 1);
-        let of_bias = if can && each_pair && !p.is_varlen() && p.block_mask.is_none() {
-            Kernel::Hopper
-        } else {
-            Kernel::Portable
-        };
-        assert_eq!(planned.dbias.kernel(), of_bias, "{p:?}");
+        let hopper = |is: bool| if can && is { Kernel::Hopper } else { Kernel::Portable };
+        // Hopper's kernels of dq and dk also sum the gradients of tensors that are broadcast over queries or keys.
+        let summed = |[.., sq, sk]: [usize; 4]| [sq, sk] != [p.seq_q, p.seq_k];
+        let each_pair = p.bias.is_some_and(|[.., sq, sk]| !summed([1, 1, sq, sk]) && sq * sk > 1);
+        let of_bias = each_pair && !p.is_varlen() && p.block_mask.is_none() || p.bias.is_some_and(summed);
+        assert_eq!(planned.dbias.kernel(), hopper(of_bias), "{p:?}");
+        let of_slopes = (planned.dalibi_slopes, p.alibi_slopes.map(|_| true));
+        let of_tensors = planned.dscore_tensors.into_iter().zip(p.score_tensors.map(|shape| shape.map(summed)));
+        for (of, summed) in of_tensors.chain([of_slopes]) {
+            if let Some(summed) = summed {
+                assert_eq!(of.map(|of| of.kernel()), Some(hopper(summed)), "{p:?}");
+            }
+        }
 
         let read = async |out: &Option<Guarded>, name| match out {
             Some(out) => Some(out.read_async(client, name).await),

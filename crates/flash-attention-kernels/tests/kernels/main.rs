@@ -24,6 +24,7 @@ mod schedules;
 mod sequences;
 mod sharp;
 mod streams;
+mod sums;
 mod tiles;
 #[cfg(feature = "autotune")]
 mod tuning;

@@ -16,7 +16,8 @@ const OUT_OF_REACH: &str = "";
 /// Places that make errors: the file, the error, the number of places, and the test that provokes them.
 const SITES: &[(&str, &str, usize, &str)] = &[
     ("launch/backward.rs", "KernelUnavailable", 2, "refusals::limits::tiles_kernels_and_scratch"),
-    ("launch/backward.rs", "Unsupported", 2, "refusals::limits::tiles_kernels_and_scratch"),
+    ("launch/backward.rs", "Unsupported", 1, "refusals::limits::tiles_kernels_and_scratch"),
+    ("launch/backward/sums.rs", "Unsupported", 1, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/blocks.rs", "Unsupported", 1, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/direct.rs", "KernelUnavailable", 2, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/forward.rs", "KernelUnavailable", 1, "refusals::limits::tiles_kernels_and_scratch"),

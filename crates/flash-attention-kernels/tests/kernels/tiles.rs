@@ -142,7 +142,7 @@ fn hoppers_gradients() {
         (HopperTile { stages: 3, ..keys }, "bytes of shared memory"),
     ] {
         let mut fused = wide.with_gradients(HopperTile { tile_k: 32, ..TILE }, 1);
-        fused.fused = Some(HopperGradient { tile, head_group: 1 });
+        fused.fused = Some(HopperGradient { tile, head_group: 1, num_splits: 1 });
         refused(wide.backward(fused), words);
     }
     let single = Call::new(Dtype::F32, 64).unwrap();

@@ -17,11 +17,11 @@ use flash_attention_kernels::hopper::operands::{DqAccumCompilationArg, ScheduleC
 use flash_attention_kernels::hopper::producer::SpreadCompilationArg;
 use flash_attention_kernels::mask::{Band, BandCompilationArg};
 use flash_attention_kernels::mods::{ModsCompilationArg, TableCompilationArg, TablesCompilationArg};
-use flash_attention_kernels::score::ScoreCompilationArg;
+use flash_attention_kernels::score::{Factors, ScoreCompilationArg};
 use flash_attention_kernels::tensor_core::{
     Blueprint, DivisorCompilationArg, GradientOutputsCompilationArg, LseOutCompilationArg, OutputsCompilationArg, Rows,
     RowsInCompilationArg, RowsOutCompilationArg, SourceSideCompilationArg, SourceSidesCompilationArg,
-    SourcesCompilationArg, StrideCompilationArg, TileSchedulerCompilationArg,
+    SourcesCompilationArg, StrideCompilationArg, SumsOutCompilationArg, TileSchedulerCompilationArg,
 };
 use flash_attention_kernels::tiling::{Device, element_type};
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype, HopperTile};
@@ -117,7 +117,8 @@ pub fn source_sides<E: Float, N: Size>() -> SourceSidesCompilationArg<E, N> {
 }
 
 pub fn gradient_outputs() -> GradientOutputsCompilationArg {
-    GradientOutputsCompilationArg { dqk: rows_out(), dv: rows_out() }
+    let sums = SumsOutCompilationArg { data: buffer(), stride: stride(), next: () };
+    GradientOutputsCompilationArg { dqk: rows_out(), dv: rows_out(), sums }
 }
 
 /// Operands loaded by TMA. The backward also loads rows of dO or V and the statistics.
@@ -311,6 +312,7 @@ pub fn scores(problem: &AttentionProblem, role: Role, tile: HopperTile) -> Bluep
         alibi: problem.alibi_slopes.is_some(),
         modified: problem.options.score_mod.is_some(),
         keeps_derivative: role.keeps_derivative(problem),
+        sums: Factors::default(),
         mask_mod: problem.options.mask_mod.is_some(),
         ordered: role.adds_in_order(problem),
         split_keys: false,
@@ -352,6 +354,7 @@ pub fn plain(role: Role, tile_k: usize, split_keys: bool) -> Blueprint {
         alibi,
         modified: false,
         keeps_derivative: false,
+        sums: Factors::default(),
         mask_mod: false,
         varlen: false,
         sparse: false,

@@ -8,7 +8,8 @@ use flash_attention_kernels::hopper::dbias::{BiasOutCompilationArg, DbiasSchedul
 use flash_attention_kernels::hopper::splits::{self, SplitSumsCompilationArg};
 use flash_attention_kernels::hopper::wide::{WideBlueprint, gradients};
 use flash_attention_kernels::hopper::{BiasBlueprint, BiasTile, combine, copy, dbias, forward, gradient, reduce};
-use flash_attention_kernels::mods::{Document, MaskFn, ScoreFn};
+use flash_attention_kernels::mods::{Document, MaskFn, ScoreFn, Temperature};
+use flash_attention_kernels::score::{Factor, Factors};
 use flash_attention_kernels::tensor_core::{Blueprint, DeltaBlueprint, Rows, Zeros, delta};
 use flash_attention_kernels::tiling::{element_type, plan_on};
 use flash_attention_kernels::{
@@ -263,8 +264,10 @@ fn look_at(name: &str, blueprint: Blueprint, problem: &AttentionProblem) {
         "{name} takes {} bytes of shared memory, more than a thread block has",
         blueprint.shared_memory()
     );
-    let sums = if blueprint.differentiates() { blueprint.columns_dk() } else { blueprint.columns() };
-    look_at_ptx(name, &blueprint, &[blueprint.tile.tile_k, sums], || ptx(blueprint, problem));
+    let sums = if blueprint.accumulates() { blueprint.columns_dk() } else { blueprint.columns() };
+    let columns = [blueprint.tile.tile_k, sums];
+    let columns = if let Role::Sums { .. } = blueprint.role { &columns[..1] } else { &columns };
+    look_at_ptx(name, &blueprint, columns, || ptx(blueprint, problem));
 }
 
 /// Compiles a kernel, and checks that it has products with these numbers of columns.
@@ -417,6 +420,12 @@ fn block_masks_are_warpgroup_products() {
     }
 }
 
+/// Head dimensions: those of `HOPPER_DIMS`, or else all.
+fn dims(all: &[usize]) -> Vec<usize> {
+    let chosen = std::env::var("HOPPER_DIMS").ok();
+    chosen.map_or(all.to_vec(), |dims| dims.split(',').map(|n| n.parse().unwrap()).collect())
+}
+
 /// The gradient of a bias with an element for each pair, alone and with other options.
 #[test]
 fn gradients_of_biases_are_warpgroup_products() {
@@ -434,16 +443,57 @@ fn gradients_of_biases_are_warpgroup_products() {
         let scores = Blueprint { keeps_derivative: false, ..scores(&problem, Role::Dq, tile) };
         check_dbias(name, scores, plan.backward.dbias, &problem);
     };
-    let dims: Vec<usize> = match std::env::var("HOPPER_DIMS") {
-        Ok(dims) => dims.split(',').map(|n| n.parse().unwrap()).collect(),
-        Err(_) => vec![64, 128, 192, 256],
-    };
-    for head_dim in dims {
+    for head_dim in dims(&[64, 128, 192, 256]) {
         let biased = |dtype, options| problem(head_dim, dtype, options).with_bias(&[1, 16, 4096, 4096]).unwrap();
         check(&format!("d{head_dim}_full"), biased(Dtype::BF16, AttentionOptions::default()));
         check(&format!("d{head_dim}_causal_f16"), biased(Dtype::F16, causal));
         let everything = AttentionOptions { window_left: Some(1023), softcap: Some(50.0), ..causal };
         check(&format!("d{head_dim}_all"), biased(Dtype::BF16, everything).with_mask(&[4, 1, 4096, 4096]).unwrap());
+    }
+}
+
+/// Gradients of slopes, of tensors of functions and of broadcast biases: kernels of `dq` and `dk` that compute sums as well, and kernels
+/// of sums alone.
+#[test]
+fn sums_are_warpgroup_products() {
+    let causal = AttentionOptions { causal: true, ..Default::default() };
+    let alibi = AttentionOptions { score_mod: Some(ScoreFn::of::<Alibi>()), ..causal };
+    let temperature = AttentionOptions { score_mod: Some(ScoreFn::of::<Temperature>()), ..causal };
+    let of = |factors: &[Factor]| factors.iter().fold(Factors::default(), |all, factor| all.with(*factor));
+    for head_dim in dims(&[64, 96, 128, 192, 256]) {
+        let plain = |options| problem(head_dim, Dtype::BF16, options);
+        let cases = [
+            ("slopes", plain(causal).with_alibi_slopes(&[1, 16]).unwrap(), of(&[Factor::Slope])),
+            ("key_bias", plain(AttentionOptions::default()).with_bias(&[1, 1, 1, 4096]).unwrap(), of(&[Factor::One])),
+            ("alibi", plain(alibi).with_score_tensors(&[&[1, 16, 1, 1]]).unwrap(), of(&[Factor::A])),
+            ("temperature", plain(temperature).with_score_tensors(&[&[1, 16, 1, 1]]).unwrap(), of(&[Factor::A])),
+            (
+                "both",
+                plain(causal).with_alibi_slopes(&[1, 16]).unwrap().with_bias(&[1, 1, 1, 4096]).unwrap(),
+                of(&[Factor::One, Factor::Slope]),
+            ),
+        ];
+        for (what, problem, sums) in cases {
+            let BackwardTiles { dq: Gradient::Hopper(dq), dkdv: Gradient::Hopper(dkdv), dv, fused, .. } =
+                plan_on(&device(), &problem).unwrap().backward
+            else {
+                panic!("no kernels for Hopper")
+            };
+            let mut roles = vec![
+                ("of_queries", Role::Sums { keys: false }, dq.tile),
+                ("of_keys", Role::Sums { keys: true }, dkdv.tile),
+            ];
+            // Kernels with an accumulator have registers for one sum, whose factor does not depend on the score.
+            if sums.len() == 1 && problem.options.score_mod.is_none_or(|function| function.additive()) {
+                roles.push(("dq", Role::Dq, dq.tile));
+                roles.push(("dkdv", Role::DkDv { dk: true, dv: dv.is_none() }, dkdv.tile));
+                roles.extend(fused.map(|fused| ("all", Role::All, fused.tile)));
+            }
+            for (of_role, role, tile) in roles {
+                let blueprint = Blueprint { sums, ..scores(&problem, role, tile) };
+                look_at(&format!("d{head_dim}_{what}_sums_{of_role}"), blueprint, &problem);
+            }
+        }
     }
 }
 

@@ -1,10 +1,12 @@
 //! Plans name the kernels that they pass over, and why.
 
 use crate::harness::*;
+use flash_attention_kernels::mods::{ScoreFn, Temperature};
 use flash_attention_kernels::tiling::{Device, plan_on};
 use flash_attention_kernels::{
     AttentionOptions, AttentionProblem, BackwardOrder, Dtype, Forward, HopperForward, Kernel, Plan,
 };
+use flash_attention_reference::mods::Alibi;
 
 #[test]
 fn plans_say_why_hopper_is_not_used() {
@@ -38,21 +40,47 @@ fn plans_say_why_hopper_is_not_used() {
     assert_eq!(plan.forward.kernel(), Kernel::Mma, "{plan}");
 }
 
-/// The gradient of a bias that repeats queries or keys is computed by the portable kernel, and the plan says why.
+/// The gradient of a bias that repeats queries or keys is summed by the kernel of `dq` or of `dk`. Other gradients that Hopper's kernels do
+/// not compute are computed by the portable kernel, and the plan says why.
 #[test]
-fn plans_say_why_dbias_is_not_hoppers() {
+fn plans_say_which_kernel_computes_dbias() {
     let plain = problem(128, Dtype::BF16, AttentionOptions::default());
     let plan = |problem: AttentionProblem| plan_on(&device(), &problem).unwrap();
     let biased = plan(plain.with_bias(&[1, 16, 4096, 4096]).unwrap());
     assert!(biased.to_string().contains(", dbias hopper 128×128"), "{biased}");
     assert!(biased.passed_over.iter().all(|passed| passed.what == "dq, dk and dv together"), "{biased}");
-    for shape in [[4, 16, 1, 4096], [1, 1, 4096, 1], [1, 16, 1, 1]] {
+    for (shape, with) in [([4, 16, 1, 4096], "dk"), ([1, 1, 4096, 1], "dq"), ([1, 16, 1, 1], "dq")] {
         let repeated = plan(plain.with_bias(&shape).unwrap());
-        assert_eq!(repeated.backward.dbias.kernel(), Kernel::Portable, "{repeated}");
-        assert!(repeated.to_string().contains("; not dbias hopper: it does not sum"), "{repeated}");
+        assert_eq!(repeated.backward.dbias.kernel(), Kernel::Hopper, "{repeated}");
+        assert!(repeated.to_string().contains(&format!(", dbias hopper with {with}")), "{repeated}");
     }
+    let packed = plain.with_cu_seqlens(&[3], &[3]).unwrap().with_bias(&[1, 16, 4096, 4096]).unwrap();
+    assert_eq!(plan(packed).backward.dbias.kernel(), Kernel::Portable);
+    assert!(plan(packed).to_string().contains("; not dbias hopper: it does not support several sequences"));
     let none = plan(plain);
     assert!(none.passed_over.is_empty() && !none.to_string().contains("dbias"), "{none}");
+}
+
+/// Gradients of slopes and of tensors of functions: one sum for each kernel that accumulates `dq` or `dk`. Derivatives that depend on the
+/// score have a kernel of their own.
+#[test]
+fn plans_say_which_kernels_sum() {
+    let plan = |problem: AttentionProblem| plan_on(&device(), &problem).unwrap().to_string();
+    let with = |function| AttentionOptions { score_mod: Some(function), ..Default::default() };
+    let sloped = problem(128, Dtype::BF16, AttentionOptions::default()).with_alibi_slopes(&[1, 16]).unwrap();
+    assert!(plan(sloped).contains(", dalibi_slopes hopper with dq"), "{}", plan(sloped));
+    let both = sloped.with_bias(&[1, 16, 1, 1]).unwrap();
+    assert!(plan(both).contains(", dbias hopper with dq, dalibi_slopes hopper with dk"), "{}", plan(both));
+    let alibi =
+        problem(128, Dtype::BF16, with(ScoreFn::of::<Alibi>())).with_score_tensors(&[&[1, 16, 1, 4096]]).unwrap();
+    assert!(plan(alibi).contains(", dscore_tensors[0] hopper with dk"), "{}", plan(alibi));
+    let third = alibi.with_alibi_slopes(&[1, 16]).unwrap().with_bias(&[1, 16, 1, 1]).unwrap();
+    assert!(plan(third).contains(", dscore_tensors[0] hopper alone"), "{}", plan(third));
+    let temperature = problem(128, Dtype::BF16, with(ScoreFn::of::<Temperature>()));
+    let temperature = temperature.with_score_tensors(&[&[1, 16, 1, 1]]).unwrap();
+    assert!(plan(temperature).contains(", dscore_tensors[0] hopper alone"), "{}", plan(temperature));
+    let each_pair = problem(128, Dtype::BF16, alibi.options).with_score_tensors(&[&[1, 1, 4096, 4096]]).unwrap();
+    assert!(plan(each_pair).contains(", dscore_tensors[0] portable 64×64"), "{}", plan(each_pair));
 }
 
 /// The fused kernel is planned where it is possible and faster. Otherwise the plan says why not.

@@ -82,14 +82,15 @@ impl<'a> Backward<'a> {
         tiling::check_tile(call.case(), &tile, Stage::Backward)?;
         call.case().check_bindings(kernel, 6)?;
         let (grid, count, sharers) = sums_grid(call, kernel, &dbias, sums, tile)?;
-        let fold = fold_grid(call, &dbias, sums)?;
+        // Partial sums that are folded afterwards are in scratch, which has been checked.
+        let partial = scratch.bias_sums.as_ref().filter(|_| sums != Sums::Tile).map(|scratch| {
+            TensorView::contiguous(scratch.handle.clone(), [p.batch, p.num_heads_q, tiling::sums_len(sums, p)])
+        });
+        let f32 = ElemType::Float(FloatKind::F32);
+        let dtype = if factor == Factor::One { call.dtype() } else { f32 };
+        let along = if sums == Sums::Columns { 3 } else { 2 };
+        let fold = partial.clone().map(|partial| self.fold(partial, dbias.clone(), along, dtype)).transpose()?;
         Ok(Box::new(move || {
-            // Partial sums that are folded afterwards are in scratch, which has been checked.
-            let f32 = ElemType::Float(FloatKind::F32);
-            let partial = scratch.bias_sums.as_ref().filter(|_| sums != Sums::Tile).map(|scratch| {
-                TensorView::contiguous(scratch.handle.clone(), [p.batch, p.num_heads_q, tiling::sums_len(sums, p)])
-            });
-            let dtype = if factor == Factor::One { call.dtype() } else { f32 };
             let (out, out_type) = match &partial {
                 Some(partial) => (partial.arg(), f32),
                 None => (dbias.arg(), dtype),
@@ -116,22 +117,38 @@ impl<'a> Backward<'a> {
                     [call.dtype(), call.inputs.mask_type(), out_type],
                 );
             }
-            if let (Some(partial), Some((lanes, count))) = (&partial, fold) {
-                let along = if sums == Sums::Columns { 3 } else { 2 };
-                // SAFETY: as above.
-                unsafe {
-                    dbias::fold::launch_unchecked(
-                        call.client,
-                        count,
-                        CubeDim::new_1d(dbias::FOLD_UNITS as u32),
-                        addresses,
-                        partial.arg(),
-                        dbias.arg(),
-                        along,
-                        lanes,
-                        dtype,
-                    );
-                }
+            if let Some(fold) = fold {
+                fold();
+            }
+        }))
+    }
+
+    /// The launch that adds up sums `[B, H, S]` to the gradient of a tensor of rank 4. `along` is the dimension that `S` belongs to.
+    pub(super) fn fold(
+        &self,
+        sums: TensorView<3>,
+        dbias: TensorView,
+        along: usize,
+        dtype: ElemType,
+    ) -> Result<Launch<'a>> {
+        let Backward { call, addresses, .. } = *self;
+        let lanes = dbias::fold_lanes(sums.len() / dbias.len());
+        let cubes = (dbias.len() * lanes).div_ceil(dbias::FOLD_UNITS);
+        let count = tiling::cube_count(call.device, "fold", cubes as u64)?;
+        Ok(Box::new(move || {
+            // SAFETY: as above.
+            unsafe {
+                dbias::fold::launch_unchecked(
+                    call.client,
+                    count,
+                    CubeDim::new_1d(dbias::FOLD_UNITS as u32),
+                    addresses,
+                    sums.arg(),
+                    dbias.arg(),
+                    along,
+                    lanes,
+                    dtype,
+                );
             }
         }))
     }
@@ -155,18 +172,4 @@ fn sums_grid(
     };
     let (grid, count) = call.grid(kernel, [blocks, heads, batches])?;
     Ok((grid, count, SharersLaunch::new((p.batch / batches) as u32, (p.num_heads_q / heads) as u32)))
-}
-
-/// Number of threads that share an element of the fold, and the grid of the fold, if there is one.
-fn fold_grid(call: &Call, dbias: &TensorView, sums: Sums) -> Result<Option<(usize, CubeCount)>> {
-    if sums == Sums::Tile {
-        return Ok(None);
-    }
-    // One thread for each element, or a thread block for each element with many terms.
-    let p = call.problem;
-    let terms = p.batch * p.num_heads_q * tiling::sums_len(sums, p) / dbias.len();
-    let lanes = if terms < dbias::FOLD_UNITS { 1 } else { dbias::FOLD_UNITS };
-    let cubes = (dbias.len() * lanes).div_ceil(dbias::FOLD_UNITS);
-    let count = tiling::cube_count(call.device, "fold", cubes as u64)?;
-    Ok(Some((lanes, count)))
 }

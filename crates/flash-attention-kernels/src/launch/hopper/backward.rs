@@ -6,7 +6,7 @@ use crate::fragment::Role;
 use crate::hopper::operands::{DqAccumLaunch, ScheduleLaunch};
 use crate::hopper::{self, reduce};
 use crate::launch::backward::{Backward, Results, Scratch};
-use crate::launch::tensor_core::{GradientLaunch, Outputs, rows_arg, rows_out, sides, source_sides};
+use crate::launch::tensor_core::{GradientLaunch, Outputs, rows_arg, rows_out, sides, source_sides, sums_out};
 use crate::tensor::TensorView;
 use crate::tensor_core::{Blueprint, GradientOutputsLaunch, TileScheduler, WARPGROUP_ROWS};
 use crate::tiling::{self, Gradient, HopperGradient, Kernel, cube_count, stats_rows};
@@ -28,7 +28,7 @@ impl HopperGradient {
         if tiling::hopper::is_wide(call.problem, role) {
             return self.wide_gradients(backward, results);
         }
-        let blueprint = call.hopper_blueprint(role, tile, num_splits > 1);
+        let blueprint = Blueprint { sums: results.sums, ..call.hopper_blueprint(role, tile, num_splits > 1) };
         let work = call.work(role, list, head_group, num_splits, multiprocessors as u64)?;
         let outputs = backward.outputs(&results)?;
         let splits = if num_splits > 1 { Some(Splits::new(backward, self)?) } else { None };
@@ -42,7 +42,7 @@ impl HopperGradient {
             let (bias_width, mask_width) = call.pair_widths(keys);
             let bias_map = call.bias_map(&blueprint, if keys { tile.tile_k } else { WARPGROUP_ROWS });
             let (sums, sum_size) = splits.as_ref().map_or((&written, size), |splits| (&splits.sums, size_of::<f32>()));
-            let ([q, k, v, dout], [dqk, dv]) = (sources, sums);
+            let ([q, k, v, dout], [dqk, dv]) = (sources, &sums.gradients);
             let addresses = call.addresses(&[q, k, v, dout, dqk, dv, scratch.sums()]);
             // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
             unsafe {
@@ -56,7 +56,7 @@ impl HopperGradient {
                     call.streams((rows[0], Some(rows[1])), cols, tile.tile_k, bias_map, Some(&scratch.stats)),
                     source_sides([rows, cols], size),
                     call.score_args(&blueprint, &work.band, &route),
-                    Outputs::arg(sums, sum_size),
+                    Outputs::arg(sums, sum_size, call),
                     scratch.dq_arg(),
                     ScheduleLaunch::new(work.scheduler.into_launch(), BufferArg::from_raw_parts(call.counter(), 1)),
                     blueprint,
@@ -122,7 +122,11 @@ impl<'a> Backward<'a> {
                     scratch.dq_arg(),
                     source_sides(sides(sources, false), size),
                     call.score_args(&blueprint, &band, &route),
-                    GradientOutputsLaunch::new(rows_out(&written, size), rows_out(&written, size)),
+                    GradientOutputsLaunch::new(
+                        rows_out(&written, size),
+                        rows_out(&written, size),
+                        sums_out(&written, p.batch),
+                    ),
                     rows_arg(&scratch.stats, 1),
                     scheduler.into_launch(),
                     blueprint,

@@ -3,7 +3,7 @@
 use crate::error::Result;
 use crate::hopper::splits::{self, SplitSumsLaunch};
 use crate::launch::backward::Backward;
-use crate::launch::tensor_core::{Outputs, Sources, rows_arg, sides, source_sides, stride};
+use crate::launch::tensor_core::{Outputs, Sources, Written, rows_arg, sides, source_sides, stride};
 use crate::tensor::TensorView;
 use crate::tensor_core::{RowsInLaunch, TileScheduler};
 use crate::tiling::{self, Gradient, HopperGradient, cube_count};
@@ -12,7 +12,7 @@ use cubecl::prelude::*;
 /// What the splits write, and the grid of the kernel that adds it up.
 pub(super) struct Splits {
     /// Sums of dk and dv, `[P · B, Hkv, Sk, D or Dv]` in f32 for `P` splits.
-    pub sums: [TensorView; 2],
+    pub sums: Written,
     tiles: HopperGradient,
     count: CubeCount,
 }
@@ -24,11 +24,13 @@ impl Splits {
         let warps = p.batch * p.num_heads_kv * p.seq_k.div_ceil(splits::WARP_ROWS as usize);
         let count = cube_count(call.device, "sum_splits", warps.div_ceil(splits::UNITS as usize / 32) as u64)?;
         let shapes = tiling::hopper::split_sums_shapes(p, tiles.num_splits);
-        Ok(Splits { sums: shapes.map(|shape| TensorView::empty_words(call.client, shape)), tiles, count })
+        let gradients = shapes.map(|shape| TensorView::empty_words(call.client, shape));
+        // These splits have no sums of rows.
+        Ok(Splits { sums: Written { sums: gradients[0].clone(), gradients }, tiles, count })
     }
 
     /// Launches the sum.
-    pub fn add(self, backward: Backward, written: &[TensorView; 2], sources: &Sources) {
+    pub fn add(self, backward: Backward, written: &Written, sources: &Sources) {
         let (call, scratch) = (backward.call, backward.scratch);
         let p = call.problem;
         let role = crate::fragment::Role::All;
@@ -39,8 +41,8 @@ impl Splits {
         let (bias_width, mask_width) = call.pair_widths(true);
         let route = call.route(Gradient::Hopper(self.tiles).list(true), true);
         let [q, k, v, dout] = sources;
-        let [dk, dv] = &self.sums;
-        let addresses = call.addresses(&[q, k, v, dout, &written[0], &written[1], dk, dv, &scratch.stats]);
+        let ([dk, dv], [to_dk, to_dv]) = (&self.sums.gradients, &written.gradients);
+        let addresses = call.addresses(&[q, k, v, dout, to_dk, to_dv, dk, dv, &scratch.stats]);
         // SAFETY: views have been checked against their buffers, and those of the splits were allocated with their full length. The kernel
         // clamps or drops positions past the ends.
         unsafe {
@@ -55,7 +57,7 @@ impl Splits {
                 SplitSumsLaunch::new(of(dk), of(dv), self.tiles.num_splits as u32, batch),
                 source_sides(sides(sources, true), size),
                 call.score_args(&blueprint, &band, &route),
-                Outputs::arg(written, size),
+                Outputs::arg(written, size, call),
                 rows_arg(&scratch.stats, 1),
                 scheduler.into_launch(),
                 blueprint,

@@ -26,7 +26,7 @@ impl HopperGradient {
             let cubes = (multiprocessors as u32).clamp(1, work.scheduler.num_tiles);
             let (size, written, sides) = (call.problem.dtype.size(), outputs.write(call), sides(sources, true));
             let (bias_width, mask_width) = call.pair_widths(false);
-            let ([q, k, v, dout], [dk, dv]) = (sources, &written);
+            let ([q, k, v, dout], [dk, dv]) = (sources, &written.gradients);
             let addresses = call.addresses(&[q, k, v, dout, dk, dv, scratch.sums()]);
             // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
             unsafe {
@@ -40,7 +40,7 @@ impl HopperGradient {
                     call.streams((q, Some(dout)), [k, v], tile.tile_k, None, Some(&scratch.stats)),
                     source_sides(sides, size),
                     call.score_args(&blueprint.scores, &call.problem.band(), &Route::default()),
-                    Outputs::arg(&written, size),
+                    Outputs::arg(&written, size, call),
                     scratch.dq_arg(),
                     ScheduleLaunch::new(work.scheduler.into_launch(), BufferArg::from_raw_parts(call.counter(), 1)),
                     blueprint,

@@ -130,11 +130,16 @@ fn tiles_kernels_and_scratch() {
             KernelUnavailable { kernel: "hopper" };
     };
     let of_slopes = rows! { Call:
+        |call| {
+            let of = Gradient::Portable(UNEVEN);
+            (call.backward.dq, call.backward.dkdv) = (of, of);
+            call.backward.dalibi_slopes = Some(BiasGradient::Sums { keys: false, alone: true })
+        } => Unsupported { option: "tiles.dalibi_slopes", value } if value.contains("alone: true");
         |call| call.backward.dalibi_slopes = None => Unsupported { option: "tiles.dalibi_slopes", value } if value == "none";
         |call| call.scratch.bias_sums = None => Unsupported { option: "scratch.bias_sums", value } if value == "none";
     };
     let of_functions = rows! { Call:
-        |call| call.backward.dscore_tensors = None => Unsupported { option: "tiles.dscore_tensors", value } if value == "none";
+        |call| call.backward.dscore_tensors = [None; 2] => Unsupported { option: "tiles.dscore_tensors", value } if value == "none";
     };
     let of_blocks = rows! { Call:
         |call| (call.forward, call.backward) = (LONG.into(), BackwardTiles::portable(LONG, true)) =>
