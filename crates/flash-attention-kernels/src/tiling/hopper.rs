@@ -169,6 +169,7 @@ pub fn carries(problem: &AttentionProblem, role: Role, sums: Factors) -> bool {
     let additive = problem.options.score_mod.is_none_or(|function| function.additive());
     match role {
         Role::Sums { .. } => true,
+        _ if is_wide(problem, role) => sums.is_empty(),
         _ => role.accumulates() && sums.len() <= 1 && (additive || !sums.of_function()),
     }
 }

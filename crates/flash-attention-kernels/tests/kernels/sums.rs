@@ -43,6 +43,7 @@ fn sums_of_the_kernel_of_all_gradients() {
     let of = |options| Case { fused: true, ..Case::new([1, 4, 2, 150, 300, 64, 64], Dtype::F32, options) };
     all([
         of(causal()).with_alibi_slopes([1, 4]),
+        Case { splits: 2, ..of(causal()).with_alibi_slopes([1, 4]) },
         of(AttentionOptions { dropout: 0.25, ..causal() }).with_alibi_slopes([1, 4]),
         of(alibi).with_score_tensors(&[[1, 4, 1, 300]]),
         of(alibi).with_score_tensors(&[[1, 4, 150, 1]]),

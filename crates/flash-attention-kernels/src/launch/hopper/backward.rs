@@ -6,7 +6,7 @@ use crate::fragment::Role;
 use crate::hopper::operands::{DqAccumLaunch, ScheduleLaunch};
 use crate::hopper::{self, reduce};
 use crate::launch::backward::{Backward, Results, Scratch};
-use crate::launch::tensor_core::{GradientLaunch, Outputs, rows_arg, rows_out, sides, source_sides, sums_out};
+use crate::launch::tensor_core::{GradientLaunch, Outputs, Written, rows_arg, rows_out, sides, source_sides, sums_out};
 use crate::tensor::TensorView;
 use crate::tensor_core::{Blueprint, GradientOutputsLaunch, TileScheduler, WARPGROUP_ROWS};
 use crate::tiling::{self, Gradient, HopperGradient, Kernel, cube_count, stats_rows};
@@ -41,7 +41,9 @@ impl HopperGradient {
             let (size, written, [rows, cols]) = (call.problem.dtype.size(), outputs.write(call), sides(sources, keys));
             let (bias_width, mask_width) = call.pair_widths(keys);
             let bias_map = call.bias_map(&blueprint, if keys { tile.tile_k } else { WARPGROUP_ROWS });
-            let (sums, sum_size) = splits.as_ref().map_or((&written, size), |splits| (&splits.sums, size_of::<f32>()));
+            let of_splits =
+                splits.as_ref().map(|splits| Written { gradients: splits.sums.clone(), sums: written.sums.clone() });
+            let (sums, sum_size) = of_splits.as_ref().map_or((&written, size), |splits| (splits, size_of::<f32>()));
             let ([q, k, v, dout], [dqk, dv]) = (sources, &sums.gradients);
             let addresses = call.addresses(&[q, k, v, dout, dqk, dv, scratch.sums()]);
             // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.

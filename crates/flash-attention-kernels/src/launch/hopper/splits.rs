@@ -12,7 +12,7 @@ use cubecl::prelude::*;
 /// What the splits write, and the grid of the kernel that adds it up.
 pub(super) struct Splits {
     /// Sums of dk and dv, `[P · B, Hkv, Sk, D or Dv]` in f32 for `P` splits.
-    pub sums: Written,
+    pub sums: [TensorView; 2],
     tiles: HopperGradient,
     count: CubeCount,
 }
@@ -24,9 +24,7 @@ impl Splits {
         let warps = p.batch * p.num_heads_kv * p.seq_k.div_ceil(splits::WARP_ROWS as usize);
         let count = cube_count(call.device, "sum_splits", warps.div_ceil(splits::UNITS as usize / 32) as u64)?;
         let shapes = tiling::hopper::split_sums_shapes(p, tiles.num_splits);
-        let gradients = shapes.map(|shape| TensorView::empty_words(call.client, shape));
-        // These splits have no sums of rows.
-        Ok(Splits { sums: Written { sums: gradients[0].clone(), gradients }, tiles, count })
+        Ok(Splits { sums: shapes.map(|shape| TensorView::empty_words(call.client, shape)), tiles, count })
     }
 
     /// Launches the sum.
@@ -41,7 +39,7 @@ impl Splits {
         let (bias_width, mask_width) = call.pair_widths(true);
         let route = call.route(Gradient::Hopper(self.tiles).list(true), true);
         let [q, k, v, dout] = sources;
-        let ([dk, dv], [to_dk, to_dv]) = (&self.sums.gradients, &written.gradients);
+        let ([dk, dv], [to_dk, to_dv]) = (&self.sums, &written.gradients);
         let addresses = call.addresses(&[q, k, v, dout, to_dk, to_dv, dk, dv, &scratch.stats]);
         // SAFETY: views have been checked against their buffers, and those of the splits were allocated with their full length. The kernel
         // clamps or drops positions past the ends.
