@@ -281,10 +281,10 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
         if comptime!(sums) {
             let batch = memory.work_tile(nth, WorkTileField::Batch) as usize;
             let head = memory.work_tile(nth, WorkTileField::Head) as usize;
-            let rows = GradientRows::new(batch, head, first_row + of_warpgroup * 16, band);
+            let mut rows = GradientRows::new(batch, head, first_row + of_warpgroup * 16, band);
             let stream = memory.work_tile(nth, WorkTileField::HeadKv);
-            let out = &mut outputs.sums;
-            row_sums.write(out, &rows, stream, &sources, &scores, stats, &scheduler, hides, blueprint);
+            rows.set_columns(stream, stream + 1);
+            row_sums.write(&mut outputs.sums, &rows, &sources, &scores, stats, &scheduler, blueprint);
         }
         if comptime!(accumulates || sums_values) && flags & CONTINUES == 0 {
             let split = comptime!(blueprint.split_group);

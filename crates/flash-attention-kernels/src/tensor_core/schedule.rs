@@ -283,7 +283,7 @@ impl TileScheduler {
             let mut nth = self.head_group.divide(within);
             let mut head = first_head + self.head_group.modulo(within);
             if comptime!(blueprint.ordered) {
-                nth = nth >> halvings;
+                nth >>= halvings;
                 head = first_head + within - nth * head_group;
             }
             if self.heads - first_head < head_group {

@@ -75,21 +75,21 @@ impl RowSums {
         pin(&mut self.sums, comptime!(2 * blueprint.sums.len()));
     }
 
-    /// Writes the sums of the warp's rows, whose columns belong to head `head_kv`, and starts again at 0. Rows that a hidden NaN or
-    /// infinity may have reached are recomputed if the kernel `hides` pairs. The whole warp must call it.
+    /// Writes the sums of the warp's rows, whose columns belong to one head, and starts again at 0. Rows that a hidden NaN or infinity
+    /// may have reached are recomputed if the kernel hides pairs. The whole warp must call it.
     pub fn write<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         &mut self,
         out: &mut SumsOut,
         rows: &GradientRows,
-        head_kv: u32,
         sources: &SourceSides<E, N>,
         scores: &Scores<E, M, NB, NM>,
         stats: &[u32],
         scheduler: &TileScheduler,
-        #[comptime] hides: bool,
         #[comptime] blueprint: Blueprint,
     ) {
-        let lane = UNIT_POS % 32;
+        let (lane, extras, head_kv) = (UNIT_POS % 32, scores.score.extras, rows.first_kv);
+        let banded = comptime!(scores.band.bounded_above || scores.band.bounded_below);
+        let hides = comptime!(extras.is_varlen() || blueprint.sparse || blueprint.hides_pairs() || banded);
         let head = if comptime!(blueprint.transposed()) { head_kv as usize } else { rows.head };
         let mut again = filled::<bool>(false.runtime(), 2usize);
         #[unroll]
@@ -101,20 +101,17 @@ impl RowSums {
                 let sum = row_sum(self.sums[comptime!(2 * nth + r)]);
                 self.sums[comptime!(2 * nth + r)] = 0.0f32;
                 again[r] = again[r] || live && sum * 0.0f32 != 0.0f32;
-                if live && lane % 4 == 0 {
+                if live && lane.is_multiple_of(4) {
                     let at = out.at(nth, rows.batch, head, row);
                     out.data[at] = sum;
                 }
             }
         }
-        if comptime!(hides) {
-            if plane_any(again[0] || again[1]) {
-                for of_warp in 0..16u32 {
-                    let again = select(of_warp >= 8, again[1], again[0]);
-                    if plane_any(lane / 4 == of_warp % 8 && again) {
-                        let row = rows.first_row + of_warp;
-                        recompute_sum(sources, scores, out, stats, scheduler, rows, head_kv, row, blueprint);
-                    }
+        if comptime!(hides) && plane_any(again[0] || again[1]) {
+            for of_warp in 0..16u32 {
+                let again = select(of_warp >= 8, again[1], again[0]);
+                if plane_any(lane / 4 == of_warp % 8 && again) {
+                    recompute_sum(sources, scores, out, stats, scheduler, rows, rows.first_row + of_warp, blueprint);
                 }
             }
         }

@@ -18,7 +18,7 @@ const PROBLEMS: usize = 32;
 const DEVICES: usize = 8;
 
 thread_local! {
-    static PROBLEMS_OF_THREAD: RefCell<Vec<Box<Choices>>> = const { RefCell::new(Vec::new()) };
+    static PROBLEMS_OF_THREAD: RefCell<Vec<Choices>> = const { RefCell::new(Vec::new()) };
     /// With the properties that they were made from, which a client holds as long as the device is open.
     static DEVICES_OF_THREAD: RefCell<Vec<(Arc<DeviceProperties>, Rc<Device>)>> = const { RefCell::new(Vec::new()) };
 }
@@ -83,10 +83,9 @@ fn chosen<T: Clone>(
     let of = AttentionProblem { options: AttentionOptions { dropout_seed: None, ..problem.options }, ..*problem };
     let is_same = |known: &Choices| known.problem == of && known.asked == asked && Rc::ptr_eq(&known.device, device);
     // The problem found last is the first one, and the last one is forgotten.
-    let find = |known: &mut Vec<Box<Choices>>| {
-        known.iter().position(|known| is_same(known)).inspect(|found| known.swap(0, *found)).is_some()
-    };
-    let remembered = |known: &mut Vec<Box<Choices>>| if find(known) { choice(&mut known[0]).clone() } else { None };
+    let find =
+        |known: &mut Vec<Choices>| known.iter().position(&is_same).inspect(|found| known.swap(0, *found)).is_some();
+    let remembered = |known: &mut Vec<Choices>| if find(known) { choice(&mut known[0]).clone() } else { None };
     if let Some(found) = PROBLEMS_OF_THREAD.with_borrow_mut(remembered) {
         return Ok(found);
     }
@@ -96,7 +95,7 @@ fn chosen<T: Clone>(
             known.truncate(PROBLEMS - 1);
             let device = device.clone();
             let none = Choices { device, problem: of, asked, forward: None, backward: None, plan: None };
-            known.insert(0, Box::new(none));
+            known.insert(0, none);
         }
         *choice(&mut known[0]) = Some(made.clone());
     });

@@ -90,7 +90,7 @@ fn copy_row(
     let blueprint = comptime!(memory.blueprint);
     let lane = UNIT_POS % 32;
     let (panel, eight) = (lane / comptime!(32 / PANELS as u32), lane % comptime!(32 / PANELS as u32));
-    let within = row * comptime!(LINE as u32) + (eight ^ row % 8) * 16;
+    let within = row * comptime!(LINE as u32) + (eight ^ (row % 8)) * 16;
     let words = load_shared_quad(memory.tiles(of, panel * comptime!(blueprint.k_panel() as u32) + within));
     let at = at + 2 * lane as usize;
     store_quad(&mut out.data[at..at + 1], &words, live && 8 * lane < comptime!(columns as u32));

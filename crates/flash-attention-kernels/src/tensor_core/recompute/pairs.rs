@@ -80,7 +80,7 @@ pub fn recomputed_pair<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     RecomputedPair { visible, p, dt, derivative, argument }
 }
 
-/// Computes one row's [sums](super::super::RowSums) over the columns of head `head_kv`. The whole warp must call it.
+/// Computes one row's [sums](super::super::RowSums) over the columns of the head that `of` has been set to. The whole warp must call it.
 #[cube]
 pub fn recompute_sum<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     sources: &SourceSides<E, N>,
@@ -89,11 +89,10 @@ pub fn recompute_sum<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     stats: &[u32],
     scheduler: &TileScheduler,
     of: &GradientRows,
-    head_kv: u32,
     row: u32,
     #[comptime] blueprint: Blueprint,
 ) {
-    let lane = UNIT_POS % 32;
+    let (lane, head_kv) = (UNIT_POS % 32, of.first_kv);
     let (band, count) = (of.band, comptime!(blueprint.sums.len()));
     let head = if comptime!(blueprint.transposed()) { head_kv as usize } else { of.head };
     let mut sums = filled::<f32>(0.0f32, count);
