@@ -239,7 +239,7 @@ impl Call<'_> {
         if role.adds_in_order(p) {
             // As many blocks as run at a time are in the chunks of a head group.
             let of_head = self.device.multiprocessors as u32 / (scheduler.head_group.divisor * num_splits as u32);
-            scheduler = scheduler.in_chunks(of_head, band.bounded_above || band.bounded_below);
+            scheduler = scheduler.in_chunks(of_head);
         }
         Ok(Work { list, band, scheduler })
     }

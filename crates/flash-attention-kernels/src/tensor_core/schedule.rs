@@ -22,8 +22,7 @@
 //! They come in chunks of consecutive blocks. All heads' first chunks come first, and within a chunk the last block, which with
 //! causal attention sees the fewest queries. Each block visits tiles of queries in ascending order and adds to a tile after the
 //! blocks with smaller numbers. Causal blocks of a chunk then start at different tiles, each where the blocks before it have been
-//! already. As many blocks as run at a time are in the chunks of a head group. The last chunk is halved, with head groups of twice as
-//! many heads, so that the work tiles that end last are half as long.
+//! already. As many blocks as run at a time are in the chunks of a head group.
 //!
 //! First work tiles are taken from the counter, too. A work tile waits only for work tiles with smaller numbers, which running
 //! thread blocks have taken before, and the smallest unfinished number waits for none.
@@ -113,8 +112,6 @@ pub struct TileScheduler {
     pub chunk: Divisor,
     /// Number of work tiles of the chunks of all heads.
     pub chunk_tiles: Divisor,
-    /// First block of the chunk that is halved, at least `blocks` if none is.
-    pub halved: u32,
 }
 
 /// Coordinate of a work tile: batch, head, block and split.
@@ -184,23 +181,19 @@ impl TileScheduler {
             batches: batch,
             chunk: Divisor::new(blocks),
             chunk_tiles: Divisor::new(blocks * heads),
-            halved: u32::MAX,
         }
     }
 
     /// The numbering in chunks of at most `chunk` blocks. The last chunk has as many work tiles as the others: those past the last
-    /// block see nothing. If `halves`, it is halved where chunk and head groups allow it.
-    pub fn in_chunks(self, chunk: u32, halves: bool) -> Self {
+    /// block see nothing.
+    pub fn in_chunks(self, chunk: u32) -> Self {
         let chunk = chunk.clamp(1, self.blocks);
-        let halves = halves && chunk > 1 && self.heads.is_multiple_of(2 * self.head_group.divisor);
-        let chunk = if halves { chunk / 2 * 2 } else { chunk };
         let tiles = chunk * self.num_splits.divisor;
         TileScheduler {
             num_tiles: self.blocks.next_multiple_of(chunk) * self.num_splits.divisor * self.heads,
             head_group_tiles: Divisor::new(self.head_group.divisor * tiles),
             chunk: Divisor::new(chunk),
             chunk_tiles: Divisor::new(tiles * self.heads),
-            halved: if halves { (self.blocks - 1) / chunk * chunk } else { u32::MAX },
             ..self
         }
     }
@@ -221,7 +214,6 @@ impl TileScheduler {
             self.batches,
             self.chunk.into_launch(),
             self.chunk_tiles.into_launch(),
-            self.halved,
         )
     }
 }
@@ -262,31 +254,15 @@ impl TileScheduler {
         } else {
             let mut number = number;
             let mut after = 0u32;
-            let mut halvings = 0u32;
             if comptime!(blueprint.ordered) {
-                let chunk = self.chunk_tiles.divide(number) * self.chunk.divisor;
+                after = (self.chunk_tiles.divide(number) + 1) * self.chunk.divisor;
                 number = self.chunk_tiles.modulo(number);
-                halvings = select(chunk >= self.halved, 1u32, 0u32);
-                let (blocks, tiles) = (self.chunk.divisor >> halvings, self.chunk_tiles.divisor >> halvings);
-                let second = select(number >= tiles, 1u32, 0u32);
-                number -= second * tiles;
-                after = chunk + (second + 1) * blocks;
             }
-            // A halved chunk has twice the heads in a head group, and therefore as many work tiles of a head group.
-            let head_group = if comptime!(blueprint.ordered) {
-                self.head_group.divisor << halvings
-            } else {
-                self.head_group.divisor
-            };
-            let first_head = self.head_group_tiles.divide(number) * head_group;
+            let first_head = self.head_group_tiles.divide(number) * self.head_group.divisor;
             let within = self.head_group_tiles.modulo(number);
             let mut nth = self.head_group.divide(within);
             let mut head = first_head + self.head_group.modulo(within);
-            if comptime!(blueprint.ordered) {
-                nth >>= halvings;
-                head = first_head + within - nth * head_group;
-            }
-            if self.heads - first_head < head_group {
+            if self.heads - first_head < self.head_group.divisor {
                 nth = self.last_head_group.divide(within);
                 head = first_head + self.last_head_group.modulo(within);
             }
@@ -298,10 +274,8 @@ impl TileScheduler {
 
     /// Number of the blocks `all` of a head that come before `block`, which is one of them, where blocks come in chunks.
     pub fn blocks_before(&self, block: u32, all: &Blocks) -> u32 {
-        let mut chunk = self.chunk.divide(block) * self.chunk.divisor;
-        let size = select(chunk >= self.halved, self.chunk.divisor / 2, self.chunk.divisor);
-        chunk += select(block >= chunk + size, size, 0u32);
-        let of_chunk = min(all.end, chunk + size) - 1 - block;
+        let chunk = self.chunk.divide(block) * self.chunk.divisor;
+        let of_chunk = min(all.end, chunk + self.chunk.divisor) - 1 - block;
         max(chunk, all.start) - all.start + of_chunk
     }
 

@@ -230,7 +230,6 @@ pub fn scheduler() -> TileSchedulerCompilationArg {
         batches: (),
         chunk: divisor(),
         chunk_tiles: divisor(),
-        halved: (),
     }
 }
 

@@ -120,7 +120,7 @@ fn blocks_wait_for_smaller_numbers() {
         let band = problem.band().transposed();
         let blueprint = Blueprint { ordered: true, split_group: splits > 1, ..plain(Role::All, 64, false) };
         let blocks = (seq_k as u32).div_ceil(128);
-        let scheduler = TileScheduler::new(blocks, 0, 2, 2, 4, head_group, splits).in_chunks(chunk, options.causal);
+        let scheduler = TileScheduler::new(blocks, 0, 2, 2, 4, head_group, splits).in_chunks(chunk);
         let mut added = HashMap::new();
         let mut found = HashSet::new();
         let tiles = (0..scheduler.num_tiles).flat_map(|number| (0..4 / splits).map(move |of_split| (number, of_split)));
