@@ -313,6 +313,7 @@ impl<'a> Backward<'a> {
         let of_pairs = gradients.of_pairs(tiles, p);
         of_pairs.iter().try_for_each(|of| of.check(tiles, p))?;
         let all = gradients.launches(tiles, p);
+        #[cfg(feature = "cuda")]
         let fused = all.iter().any(|(results, _)| results.role() == Role::All);
         for (results, kernel) in all {
             match kernel {

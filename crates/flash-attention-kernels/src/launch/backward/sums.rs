@@ -1,14 +1,18 @@
 //! Gradients that Hopper's kernels sum next to `dq` or `dk`: which launch computes which sums, and the launches that fold them.
 
-use super::{Backward, Gradients, Results};
+#[cfg(feature = "cuda")]
+use super::Backward;
+use super::{Gradients, Results};
 use crate::error::{AttentionError, Result};
 use crate::fragment::Role;
+#[cfg(feature = "cuda")]
 use crate::launch::Launch;
 use crate::portable::dbias::Sums;
 use crate::problem::AttentionProblem;
 use crate::score::{Factor, Factors};
 use crate::tensor::TensorView;
 use crate::tiling::{self, BackwardTiles, BiasGradient, Gradient};
+#[cfg(feature = "cuda")]
 use cubecl::ir::{ElemType, FloatKind};
 
 /// A requested gradient of a tensor that is added to scores or that `score_mod` reads, in four dimensions.
@@ -111,6 +115,7 @@ impl ScoreGradient {
     }
 }
 
+#[cfg(feature = "cuda")]
 impl<'a> Backward<'a> {
     /// The sums of a launch, `[number of sums · B, H, S, 1]`, of queries or of `keys`.
     pub(in crate::launch) fn sums(&self, sums: Factors, keys: bool) -> Option<TensorView> {

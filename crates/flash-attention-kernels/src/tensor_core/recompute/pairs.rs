@@ -80,7 +80,7 @@ pub fn recomputed_pair<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     RecomputedPair { visible, p, dt, derivative, argument }
 }
 
-/// Computes one row's [sums](super::super::RowSums) over the columns of the head that `of` has been set to. The whole warp must call it.
+/// Computes one row's [sums](crate::tensor_core::RowSums) over the columns of the head that `of` has been set to. The whole warp must call it.
 #[cube]
 pub fn recompute_sum<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     sources: &SourceSides<E, N>,
