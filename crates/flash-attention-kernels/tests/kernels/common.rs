@@ -506,7 +506,7 @@ impl Case {
         let each_pair = p.bias.is_some_and(|[.., sq, sk]| !summed([1, 1, sq, sk]) && sq * sk > 1);
         let of_bias = each_pair && !p.is_varlen() && p.block_mask.is_none() || p.bias.is_some_and(summed);
         assert_eq!(planned.dbias.kernel(), hopper(of_bias), "{p:?}");
-        let of_slopes = (planned.dalibi_slopes, p.alibi_slopes.map(|_| true));
+        let of_slopes = (planned.dalibi_slopes, p.alibi_slopes.map(|_| summed([1; 4])));
         let of_tensors = planned.dscore_tensors.into_iter().zip(p.score_tensors.map(|shape| shape.map(summed)));
         for (of, summed) in of_tensors.chain([of_slopes]) {
             if let Some(summed) = summed {
