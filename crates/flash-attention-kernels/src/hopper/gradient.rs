@@ -18,7 +18,7 @@
 //! instead of seven, but every block of keys then adds to `dQ` in memory ([`reduce`](super::reduce)). If work tiles share the query
 //! heads of a group, their `dK` and `dV` are added up afterwards ([`splits`](super::splits)).
 //!
-//! `Dq` and `DkDv` may compute the [sums](crate::tensor_core::RowSums) as well.
+//! `Dq`, `DkDv` and `All` may compute the [sums](crate::tensor_core::RowSums) as well.
 //!
 //! Within a warpgroup, `S` and `dP` are in flight together, and `dV` runs under the computation of `dS` from `dP`. Everything
 //! else overlaps with the products of the other warpgroup.
@@ -62,8 +62,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
     let (accumulates, sums) = comptime!((blueprint.accumulates(), !blueprint.sums.is_empty()));
     let (transposed, reduces) = comptime!((blueprint.transposed(), blueprint.reduces()));
     let varlen = comptime!(extras.is_varlen());
-    let banded = comptime!(scores.band.bounded_above || scores.band.bounded_below);
-    let hides = comptime!(varlen || blueprint.sparse || blueprint.hides_pairs() || banded);
+    let hides = comptime!(blueprint.hides(scores.band.bounded_above || scores.band.bounded_below));
     let drops = comptime!(extras.dropout.seed.is_some());
     // A warp that loads waits until the other warpgroup has released the stage. At the end of a step it has, even if it is half a step
     // behind, so that the warpgroups may compute in turn. With two stages, or if a step is short, the tile would arrive too late.

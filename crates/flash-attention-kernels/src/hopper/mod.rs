@@ -6,6 +6,7 @@
 //! gradient   dq; dk and dv                             pipeline   stages of shared memory, their barriers
 //! reduce     dq, accumulated by the blocks of keys     producer   loads that fill the pipelines
 //! wide       dq, dk and dv of wide heads
+//! splits     dk and dv, added up over splits of a group's query heads
 //! dbias      gradient of a bias with one element       products   products of a warpgroup's rows with a tile
 //!            for each pair                             operands   TMA operands and work tiles, as arguments
 //! combine    combines splits of the keys               copy       packed copies of tensors that TMA cannot read

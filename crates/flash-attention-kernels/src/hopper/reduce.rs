@@ -28,9 +28,9 @@ use crate::tensor_core::{
 };
 use cubecl::prelude::*;
 
-/// Threads of a thread block of [`convert_dq()`].
+/// Threads of a thread block of [`convert_dq()`] and [`sum_splits()`](fn@super::splits::sum_splits).
 pub const UNITS: u32 = 256;
-/// Queries of a warp of [`convert_dq()`].
+/// Rows of a warp of these kernels.
 pub const WARP_ROWS: u32 = (WARPGROUP_ROWS / 4) as u32;
 /// Registers of a panel that each thread adds.
 pub const ADDENDS: usize = WARPGROUP_ROWS * PANEL / 128;
@@ -189,6 +189,31 @@ impl Reducer {
     }
 }
 
+/// The rows of a head that a warp of [`convert_dq()`] or [`sum_splits()`](fn@super::splits::sum_splits) goes through.
+#[derive(CubeType)]
+pub struct WarpRows {
+    /// Number of the head among those of all batches. If it is at least their number, the warp has no rows.
+    pub of_all: u32,
+    /// Batch.
+    pub batch: u32,
+    /// Head.
+    pub head: u32,
+    /// First row.
+    pub first: u32,
+}
+
+#[cube]
+impl WarpRows {
+    /// The rows of this warp, where each head has `rows` rows, a multiple of [`WARP_ROWS`].
+    pub fn of(rows: u32, scheduler: &TileScheduler) -> WarpRows {
+        let warps = rows / WARP_ROWS;
+        let number = CUBE_POS as u32 * comptime!(UNITS / 32) + plane_broadcast(UNIT_POS / 32, 0u32);
+        let of_all = number / warps;
+        let (batch, head) = (scheduler.num_heads_q.divide(of_all), scheduler.num_heads_q.modulo(of_all));
+        WarpRows { of_all, batch, head, first: number % warps * WARP_ROWS }
+    }
+}
+
 /// Converts `dq_accum`, multiplied by the scale, to `dq`. Queries that no block of keys has added to have no gradient. Rows that a
 /// hidden NaN or infinity has reached are recomputed, as in [`gradient`](mod@crate::hopper::gradient). Each warp converts 16
 /// queries.
@@ -207,21 +232,18 @@ pub fn convert_dq<E: Float, M: Numeric, NB: Size, NM: Size>(
     let lane = UNIT_POS % 32;
     // Rows of a head, padded to whole tiles.
     let of_head = (stats_all(&band, &scheduler, blueprint) / scheduler.heads as usize) as u32;
-    let warps = of_head / WARP_ROWS;
-    let number = CUBE_POS as u32 * comptime!(UNITS / 32) + plane_broadcast(UNIT_POS / 32, 0u32);
-    let (of_all, nth) = (number / warps, number % warps);
-    if of_all >= scheduler.heads {
+    let of_warp = WarpRows::of(of_head, &scheduler);
+    if of_warp.of_all >= scheduler.heads {
         terminate!();
     }
-    let (batch, head) = (scheduler.num_heads_q.divide(of_all), scheduler.num_heads_q.modulo(of_all));
-    let first_row = nth * WARP_ROWS;
+    let (batch, head, first_row) = (of_warp.batch, of_warp.head, of_warp.first);
     let mut rows = GradientRows::new(batch as usize, head as usize, first_row, band);
 
     let panels = comptime!(blueprint.panels());
     // Number of vectors of a warp's rows of a panel, and of a panel of a tile of 64 queries.
-    let (of_warp, of_panel) = comptime!((ADDENDS / 4 * 32, WARPGROUP_ROWS * PANEL / 4));
-    let row = (of_all * of_head + first_row / 64 * 64) as usize;
-    let at = row * comptime!(panels * PANEL / 4) + (nth % 4) as usize * of_warp + lane as usize;
+    let (vectors, of_panel) = comptime!((ADDENDS / 4 * 32, WARPGROUP_ROWS * PANEL / 4));
+    let row = (of_warp.of_all * of_head + first_row / 64 * 64) as usize;
+    let at = row * comptime!(panels * PANEL / 4) + (first_row / WARP_ROWS % 4) as usize * vectors + lane as usize;
     let mut written = true.runtime();
     if comptime!(blueprint.ordered) {
         let of_tile = comptime!(blueprint.tile.tile_k);

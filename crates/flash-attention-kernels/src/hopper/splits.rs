@@ -6,15 +6,11 @@
 //!
 //! Splits are added in their order, so that results do not depend on which one ends first.
 
-use crate::fragment::Scores;
+use super::reduce::{WARP_ROWS, WarpRows};
+use crate::fragment::{Scores, filled};
 use crate::mask::Band;
 use crate::tensor_core::{Blueprint, GradientOutputs, GradientRows, RowStatistics, RowsIn, SourceSides, TileScheduler};
 use cubecl::prelude::*;
-
-/// Threads of a thread block of [`sum_splits()`].
-pub const UNITS: u32 = 256;
-/// Keys of a warp of [`sum_splits()`].
-pub const WARP_ROWS: u32 = 16;
 
 /// What the splits have written, `[P · B, Hkv, Sk, D or Dv]` for `P` splits.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -42,11 +38,7 @@ impl SplitSums {
         #[comptime] columns: usize,
     ) -> Array<f32> {
         let (lane, eights) = (UNIT_POS % 32, comptime!(columns / 8));
-        let mut sums = Array::<f32>::new(comptime!(columns / 2));
-        #[unroll]
-        for n in 0..comptime!(columns / 2) {
-            sums[n] = 0.0f32;
-        }
+        let mut sums = filled::<f32>(0.0f32, comptime!(columns / 2));
         for split in 0..self.count {
             let batch = (split * self.batches) as usize + rows.batch;
             #[unroll]
@@ -82,14 +74,12 @@ pub fn sum_splits<E: Float, M: Numeric, NB: Size, NM: Size>(
 ) {
     let band = scores.band;
     let (columns_dk, columns_dv) = comptime!((blueprint.columns_dk(), blueprint.columns()));
-    let warps = band.seq_q.div_ceil(WARP_ROWS);
-    let number = CUBE_POS as u32 * comptime!(UNITS / 32) + plane_broadcast(UNIT_POS / 32, 0u32);
-    let (of_all, nth) = (number / warps, number % warps);
-    if of_all >= scheduler.heads {
+    let of_warp = WarpRows::of(band.seq_q.div_ceil(WARP_ROWS) * WARP_ROWS, &scheduler);
+    if of_warp.of_all >= scheduler.heads {
         terminate!();
     }
-    let (batch, head) = (scheduler.num_heads_q.divide(of_all), scheduler.num_heads_q.modulo(of_all));
-    let mut rows = GradientRows::new(batch as usize, head as usize, nth * WARP_ROWS, band);
+    let (batch, head) = (of_warp.batch, of_warp.head);
+    let mut rows = GradientRows::new(batch as usize, head as usize, of_warp.first, band);
     let dk = splits.of(&splits.dk, &rows, &band, columns_dk);
     rows.store(&dk, &mut outputs.dqk, 0usize, 1.0f32, columns_dk, blueprint.dtype);
     rows.check(&dk, columns_dk);

@@ -17,6 +17,7 @@ use crate::tiling::{self, BackwardTiles, BiasGradient, Case, Gradient, recent};
 use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
 use cubecl::prelude::*;
+use sums::ScoreGradient;
 
 /// Tensors that the backward reads besides the inputs.
 #[derive(Clone, Debug)]
@@ -210,29 +211,32 @@ impl Gradients {
 
 impl Call<'_> {
     fn backward(&self, saved: &Saved, gradients: &Gradients, scratch: &Scratch, tiles: BackwardTiles) -> Result<()> {
-        let addresses = self.validate_backward(saved, gradients, scratch, &tiles)?;
+        let of_scores = gradients.of_pairs(&tiles, self.problem);
+        let kernels = gradients.launches(&tiles, self.problem, &of_scores);
+        let fused = kernels.iter().any(|(results, _)| results.role() == Role::All);
+        let addresses = self.validate_backward(saved, gradients, scratch, fused)?;
         let backward = Backward { call: self, saved, scratch, addresses };
         let launches = if gradients.is_empty() {
             Vec::new()
         } else if self.problem.rows() == 0 || self.problem.seq_k == 0 {
             backward.of_nothing(gradients)?
         } else {
-            backward.prepare(gradients, &tiles)?
+            backward.prepare(gradients, &tiles, of_scores, kernels)?
         };
         launches.into_iter().for_each(|launch| launch());
         Ok(())
     }
 
-    /// Checks all tensors, and returns the address type that reaches every element.
+    /// Checks all tensors, and returns the address type that reaches every element. `fused` is whether one kernel computes `dq`, `dk` and
+    /// `dv`.
     fn validate_backward(
         &self,
         saved: &Saved,
         gradients: &Gradients,
         scratch: &Scratch,
-        tiles: &BackwardTiles,
+        fused: bool,
     ) -> Result<AddressType> {
         let (p, size) = (self.problem, self.problem.dtype.size());
-        let fused = gradients.launches(tiles, p).iter().any(|(results, _)| results.role() == Role::All);
         let sums = tiling::bias_sums_shape(p).filter(|_| gradients.are_summed());
         let bias_sums = scratch.bias_sums.as_ref().filter(|_| sums.is_some());
         let dq_accum = scratch.dq_accum.as_ref().filter(|_| fused);
@@ -301,8 +305,15 @@ impl<'a> Backward<'a> {
         Ok(launches)
     }
 
-    /// Prepares all launches, in their order: finds everything that can fail, before anything is launched.
-    fn prepare(self, gradients: &'a Gradients, tiles: &BackwardTiles) -> Result<Vec<Launch<'a>>> {
+    /// Prepares all launches, in their order: finds everything that can fail, before anything is launched. `of_scores` and `kernels` are
+    /// those of the requested gradients.
+    fn prepare(
+        self,
+        gradients: &'a Gradients,
+        tiles: &BackwardTiles,
+        of_scores: Vec<ScoreGradient>,
+        kernels: Vec<(Results<'a>, Gradient)>,
+    ) -> Result<Vec<Launch<'a>>> {
         let Backward { call, .. } = self;
         let p = call.problem;
         tiling::check_backward_blocks(call.case(), tiles)?;
@@ -310,19 +321,17 @@ impl<'a> Backward<'a> {
         let mut launches = Vec::new();
         #[cfg(feature = "cuda")]
         let mut tensor_core = Vec::new();
-        let of_pairs = gradients.of_pairs(tiles, p);
-        of_pairs.iter().try_for_each(|of| of.check(tiles, p))?;
-        let all = gradients.launches(tiles, p);
+        of_scores.iter().try_for_each(|of| of.check(tiles, p))?;
         #[cfg(feature = "cuda")]
-        let fused = all.iter().any(|(results, _)| results.role() == Role::All);
-        for (results, kernel) in all {
+        let fused = kernels.iter().any(|(results, _)| results.role() == Role::All);
+        for (results, kernel) in kernels {
             match kernel {
                 Gradient::Portable(tile) => launches.push(tile.gradient(self, results)?),
                 Gradient::Matrix(tile) => launches.push(tile.gradient(self, results)?),
                 Gradient::Rows(tile) => launches.push(tile.gradient(self, results)?),
                 #[cfg(feature = "cuda")]
                 Gradient::Hopper(tiles) => {
-                    let folds = self.folds(&results, &of_pairs)?;
+                    let folds = self.folds(&results, &of_scores)?;
                     tensor_core.push(tiles.gradient(self, results)?);
                     tensor_core.push(Box::new(|_| folds.into_iter().for_each(|fold| fold())));
                 }
@@ -339,7 +348,7 @@ impl<'a> Backward<'a> {
             (Some(_), of @ BiasGradient::Hopper(_)) => return Err(of.kernel().unavailable(NOT_COMPILED.into())),
             _ => {}
         }
-        for of in of_pairs {
+        for of in of_scores {
             if let Some(BiasGradient::Portable(tile)) = of.kernel {
                 let blueprint = tiling::blueprint_beside(tiles.dq.kernel(), p, tile, of.factor);
                 launches.push(self.dbias(of.option.trim_start_matches("tiles."), of.view, of.sums, blueprint)?);

@@ -83,7 +83,7 @@ impl MmaTiles {
                     mask_width,
                     source_sides(sides(sources, keys), size),
                     call.score_args(&blueprint.scores, &work.band, &route),
-                    tensor_core::Outputs::arg(&written, call.problem.dtype.size(), call),
+                    tensor_core::Outputs::arg(&written, size, call),
                     rows_arg(&scratch.stats, 1),
                     work.scheduler.into_launch(),
                     blueprint,

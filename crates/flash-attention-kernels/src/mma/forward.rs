@@ -39,7 +39,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let columns = comptime!(scores.columns());
     let (k_bytes, v_bytes) = comptime!((scores.k_bytes() as u32, scores.v_bytes() as u32));
     // Whether anything is hidden besides keys past the last one.
-    let hides = comptime!(extras.is_varlen() || scores.hides_pairs() || bounded);
+    let hides = comptime!(scores.hides(bounded));
     if CUBE_POS as u32 >= scheduler.len(&extras) {
         terminate!();
     }

@@ -45,7 +45,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let transposed = comptime!(scores.transposed());
     let (k_bytes, v_bytes) = comptime!((scores.k_bytes() as u32, scores.v_bytes() as u32));
     let stats_bytes = comptime!(scores.stats_bytes() as u32);
-    let hides = comptime!(extras.is_varlen() || scores.hides_pairs() || bounded);
+    let hides = comptime!(scores.hides(bounded));
     if CUBE_POS as u32 >= scheduler.len(&extras) {
         terminate!();
     }

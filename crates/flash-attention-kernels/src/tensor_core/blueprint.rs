@@ -228,6 +228,11 @@ impl Blueprint {
         self.mask.is_some() || self.mask_mod
     }
 
+    /// Whether anything is hidden besides positions past the last one. `bounded` is whether the band has a bound.
+    pub fn hides(&self, bounded: bool) -> bool {
+        self.varlen || self.sparse || self.hides_pairs() || bounded
+    }
+
     /// Whether scores are scaled to natural units before the softmax. Otherwise the softmax's exponent factor includes the
     /// scale.
     pub fn scores_are_scaled(&self) -> bool {

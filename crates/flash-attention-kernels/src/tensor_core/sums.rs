@@ -87,9 +87,8 @@ impl RowSums {
         scheduler: &TileScheduler,
         #[comptime] blueprint: Blueprint,
     ) {
-        let (lane, extras, head_kv) = (UNIT_POS % 32, scores.score.extras, rows.first_kv);
-        let banded = comptime!(scores.band.bounded_above || scores.band.bounded_below);
-        let hides = comptime!(extras.is_varlen() || blueprint.sparse || blueprint.hides_pairs() || banded);
+        let (lane, head_kv) = (UNIT_POS % 32, rows.first_kv);
+        let hides = comptime!(blueprint.hides(scores.band.bounded_above || scores.band.bounded_below));
         let head = if comptime!(blueprint.transposed()) { head_kv as usize } else { rows.head };
         let mut again = filled::<bool>(false.runtime(), 2usize);
         #[unroll]

@@ -12,6 +12,7 @@ mod faults;
 mod functions;
 mod masks;
 mod offsets;
+mod one_kernel;
 mod oracle;
 mod pairs;
 mod plans;

@@ -104,7 +104,7 @@ fn round_ptx(blueprint: Blueprint, problem: &AttentionProblem) -> String {
 
 fn sum_splits_ptx(blueprint: Blueprint, problem: &AttentionProblem) -> String {
     compile(splits::sum_splits::SumSplits::new(
-        settings(splits::UNITS as usize),
+        settings(reduce::UNITS as usize),
         properties(),
         Default::default(),
         SplitSumsCompilationArg { dk: rows_in(), dv: rows_in(), count: (), batches: () },

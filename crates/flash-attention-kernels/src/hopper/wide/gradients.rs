@@ -47,7 +47,7 @@ pub fn gradients<E: Float, M: Numeric, NB: Size, NM: Size>(
     let (scores, stages, keys) = comptime!((blueprint.scores, blueprint.stages, blueprint.keys));
     // Registers of a warpgroup's scores, and of a panel of its sums.
     let (s_len, sum_len) = comptime!((keys / 4, keys / 2));
-    let hides = comptime!(scores.hides_pairs() || band.bounded_above || band.bounded_below);
+    let hides = comptime!(scores.hides(band.bounded_above || band.bounded_below));
 
     // -- shared memory, barriers, descriptors
     let shared =

@@ -49,11 +49,15 @@ impl Gradients {
 
     /// The results of each launch, with its kernel. One kernel computes `dq`, `dk` and `dv`, if there is one, and if it can compute the
     /// sums that two kernels would.
-    pub(super) fn launches(&self, tiles: &BackwardTiles, problem: &AttentionProblem) -> Vec<(Results<'_>, Gradient)> {
-        let of_pairs = self.of_pairs(tiles, problem);
+    pub(super) fn launches(
+        &self,
+        tiles: &BackwardTiles,
+        problem: &AttentionProblem,
+        of_scores: &[ScoreGradient],
+    ) -> Vec<(Results<'_>, Gradient)> {
         let mut alone = Vec::new();
         let mut carried = Vec::new();
-        for of in &of_pairs {
+        for of in of_scores {
             match of.kernel {
                 Some(BiasGradient::Sums { keys, alone: true }) => alone.push((of, keys)),
                 Some(BiasGradient::Sums { keys, alone: false }) => carried.push((of, keys)),

@@ -1,6 +1,8 @@
 //! Launch of the sum of `dk` and `dv` over splits of a group's query heads.
 
 use crate::error::Result;
+use crate::fragment::Role;
+use crate::hopper::reduce::{UNITS, WARP_ROWS};
 use crate::hopper::splits::{self, SplitSumsLaunch};
 use crate::launch::backward::Backward;
 use crate::launch::tensor_core::{Outputs, Sources, Written, rows_arg, sides, source_sides, stride};
@@ -21,8 +23,8 @@ impl Splits {
     /// Checks the launch, and allocates what the splits write.
     pub fn new(backward: Backward, tiles: HopperGradient) -> Result<Splits> {
         let (call, p) = (backward.call, backward.call.problem);
-        let warps = p.batch * p.num_heads_kv * p.seq_k.div_ceil(splits::WARP_ROWS as usize);
-        let count = cube_count(call.device, "sum_splits", warps.div_ceil(splits::UNITS as usize / 32) as u64)?;
+        let warps = p.batch * p.num_heads_kv * p.seq_k.div_ceil(WARP_ROWS as usize);
+        let count = cube_count(call.device, "sum_splits", warps.div_ceil(UNITS as usize / 32) as u64)?;
         let shapes = tiling::hopper::split_sums_shapes(p, tiles.num_splits);
         Ok(Splits { sums: shapes.map(|shape| TensorView::empty_words(call.client, shape)), tiles, count })
     }
@@ -31,8 +33,7 @@ impl Splits {
     pub fn add(self, backward: Backward, written: &Written, sources: &Sources) {
         let (call, scratch) = (backward.call, backward.scratch);
         let p = call.problem;
-        let role = crate::fragment::Role::All;
-        let blueprint = call.hopper_blueprint(role, self.tiles.tile, false);
+        let blueprint = call.hopper_blueprint(Role::All, self.tiles.tile, false);
         let (size, band) = (p.dtype.size(), p.band().transposed());
         let (batch, heads, group) = (p.batch as u32, p.num_heads_kv as u32, p.group_size() as u32);
         let scheduler = TileScheduler::new(1, 0, batch, heads, group, 1, 1);
@@ -48,7 +49,7 @@ impl Splits {
             splits::sum_splits::launch_unchecked(
                 call.client,
                 self.count,
-                CubeDim::new_1d(splits::UNITS),
+                CubeDim::new_1d(UNITS),
                 addresses.max(route.addresses()),
                 bias_width,
                 mask_width,
