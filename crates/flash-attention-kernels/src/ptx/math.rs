@@ -23,6 +23,17 @@ pub fn multiply_rounded(a: f32, b: f32) -> f32 {
     })
 }
 
+/// `a · b − c`, rounded once. CubeCL's `fma(a, b, -c)` would change the sign of `c` by an instruction of its own.
+#[cube]
+pub fn multiply_subtract(a: f32, b: f32, c: f32) -> f32 {
+    intrinsic!(|scope| {
+        let args = vec![a.read_value(scope), b.read_value(scope), c.read_value(scope)];
+        let ty = f32::__expand_as_type(scope);
+        let template = "{\n.reg .f32 negative;\nneg.f32 negative, $3;\nfma.rn.f32 $0, $1, $2, negative;\n}";
+        ExpandValue::from(pure(scope, ty, template, "=f,f,f,f", args)).into()
+    })
+}
+
 /// `2^x`, by the hardware's approximation (relative error 2^-22). CubeCL's own function needs libdevice, which only an installed
 /// CUDA toolkit provides. The same holds for `log2` and `tanh`.
 #[cube]

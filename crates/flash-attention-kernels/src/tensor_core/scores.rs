@@ -9,7 +9,7 @@ use crate::dtype::Dtype;
 use crate::fragment::Scores;
 use crate::mask::Band;
 use crate::mods::Place;
-use crate::ptx::{ex2, lg2, multiply_rounded, opaque, pack, reciprocal, unpack};
+use crate::ptx::{ex2, lg2, multiply_rounded, multiply_subtract, opaque, pack, reciprocal, unpack};
 use crate::score::Score;
 use crate::softmax::UNSEEN;
 use cubecl::prelude::*;
@@ -238,7 +238,7 @@ pub fn probability_log2(score: f32, exponent: f32, lse: f32, #[comptime] dtype: 
     if comptime!(dtype != Dtype::BF16) {
         ex2(multiply_rounded(score, exponent) - lse)
     } else {
-        ex2(fma(score, exponent, -lse))
+        ex2(multiply_subtract(score, exponent, lse))
     }
 }
 
