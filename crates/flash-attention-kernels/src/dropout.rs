@@ -100,8 +100,16 @@ pub struct Dropout {
 
 #[cube]
 impl Dropout {
-    /// The four random words of a cell.
-    fn words(&self, batch: u32, head: u32, i_block: u32, j_block: u32, cell: u32) -> (u32, u32, u32, u32) {
+    /// The four random words of a cell. With `wide`, products of 32-bit numbers are single ones of 64 bits, which WGSL lacks.
+    pub fn words(
+        &self,
+        batch: u32,
+        head: u32,
+        i_block: u32,
+        j_block: u32,
+        cell: u32,
+        #[comptime] wide: bool,
+    ) -> (u32, u32, u32, u32) {
         let mut c0 = j_block * 32 + cell;
         let mut c1 = i_block;
         let mut c2 = head;
@@ -112,10 +120,8 @@ impl Dropout {
             let mut k1 = seed[1];
             #[unroll]
             for _ in 0..ROUNDS {
-                let high0 = u32::mul_hi(MULTIPLIERS[0].runtime(), c0);
-                let high1 = u32::mul_hi(MULTIPLIERS[1].runtime(), c2);
-                let low0 = c0 * comptime!(MULTIPLIERS[0]);
-                let low1 = c2 * comptime!(MULTIPLIERS[1]);
+                let (high0, low0) = product(c0, comptime!(MULTIPLIERS[0]), wide);
+                let (high1, low1) = product(c2, comptime!(MULTIPLIERS[1]), wide);
                 c0 = high1 ^ c1 ^ k0;
                 c1 = low1;
                 c2 = high0 ^ c3 ^ k1;
@@ -131,7 +137,7 @@ impl Dropout {
     pub fn keeps(&self, batch: u32, head: u32, i: u32, j: u32) -> bool {
         let mut kept = true.runtime();
         if comptime!(self.seed.is_some()) {
-            let (w0, w1, w2, w3) = self.words(batch, head, i / 16, j / 16, i % 8 * 4 + j % 8 / 2);
+            let (w0, w1, w2, w3) = self.words(batch, head, i / 16, j / 16, i % 8 * 4 + j % 8 / 2, false);
             let word = select(j / 8 % 2 == 1, select(i / 8 % 2 == 1, w3, w2), select(i / 8 % 2 == 1, w1, w0));
             kept = (word >> (j % 2 * 16)) & 0xffff >= self.threshold;
         }
@@ -145,7 +151,8 @@ impl Dropout {
             kept = 0u32.runtime();
             #[unroll]
             for nth in 0..2u32 {
-                let (w0, w1, w2, w3) = self.words(batch, head, i / 16, j / 16, i % 8 * 4 + j % 8 / 2 + nth);
+                let cell = i % 8 * 4 + j % 8 / 2 + nth;
+                let (w0, w1, w2, w3) = self.words(batch, head, i / 16, j / 16, cell, false);
                 let word = select(j / 8 % 2 == 1, select(i / 8 % 2 == 1, w3, w2), select(i / 8 % 2 == 1, w1, w0));
                 kept |= self.pair(word) << comptime!(2 * nth);
             }
@@ -194,15 +201,20 @@ impl Dropout {
         if comptime!(self.seed.is_some()) { select(kept, gradient * self.factor, 0.0f32) } else { gradient }
     }
 
-    /// Keep mask of a cell: one bit for each of its 8 draws.
-    pub fn cell(&self, batch: u32, head: u32, i_block: u32, j_block: u32, cell: u32) -> u32 {
-        let (w0, w1, w2, w3) = self.words(batch, head, i_block, j_block, cell);
-        self.pair(w0) | (self.pair(w1) << 2) | (self.pair(w2) << 4) | (self.pair(w3) << 6)
-    }
-
     /// Keep mask of the two draws of a word.
     fn pair(&self, word: u32) -> u32 {
         u32::cast_from(word & 0xffff >= self.threshold) | (u32::cast_from(word >> 16 >= self.threshold) << 1)
+    }
+}
+
+/// High and low word of the product of two 32-bit numbers.
+#[cube]
+fn product(a: u32, #[comptime] b: u32, #[comptime] wide: bool) -> (u32, u32) {
+    if comptime!(wide) {
+        let product = u64::cast_from(a) * comptime!(u64::from(b));
+        (u32::cast_from(product >> 32), u32::cast_from(product))
+    } else {
+        (u32::mul_hi(b.runtime(), a), a * b)
     }
 }
 

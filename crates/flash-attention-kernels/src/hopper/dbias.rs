@@ -39,7 +39,7 @@ use crate::fragment::{Scores, filled};
 use crate::ptx::*;
 use crate::softmax::add_softmax_backward;
 use crate::tensor_core::{
-    ScoreTile, Stride, WARPGROUP_ROWS, apply_mask, apply_score_mod, dropout_backward, keep_mask, probability_log2,
+    KeepMask, ScoreTile, Stride, WARPGROUP_ROWS, apply_mask, apply_score_mod, dropout_backward, probability_log2,
 };
 use cubecl::prelude::*;
 use loads::{Loader, before, row_state};
@@ -197,7 +197,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                 s[n] = probability_log2(s[n], exponent, lse, scores.dtype);
             }
             pin(&mut s, s_len);
-            let words = keep_mask(&extras.dropout, &of_tile, scores);
+            let kept = KeepMask::of(&extras.dropout, &of_tile, scores);
             let leaves_group = comptime!(scores.tiled_bias() && (of_turn + 1) * tile_k % blueprint.group_b() == 0);
             if comptime!(leaves_group) && memory.word(turn, WorkTileField::Flags) & LAST != 0 {
                 // All threads of the warp must have read it.
@@ -226,7 +226,7 @@ pub fn dbias<E: Float, M: Numeric, NB: Size, NM: Size>(
                 mbarrier_release(memory.empty(Operand::D, rows_at));
                 loader.rows(&memory, turn + comptime!(row_stages as u32), Operand::D);
             }
-            dropout_backward(&mut ds, &words, &extras.dropout, tile_k);
+            dropout_backward(&mut ds, &kept, &extras.dropout, s_len);
             let sum = sums.index_mut(of_turn);
             #[unroll]
             for n in 0..s_len {

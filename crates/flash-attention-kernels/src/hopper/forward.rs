@@ -144,9 +144,8 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
         let mut rows = OnlineSoftmax::uninitialised();
         rows.first(&mut s, exponent, hides, blueprint);
         let mut p = fragments(blueprint);
-        let words = keep_mask(&extras.dropout, &of_tile, blueprint);
-        apply_dropout(&mut s, &words, tile_k);
-        to_fragments(&s, &mut p, blueprint);
+        let kept = KeepMask::of(&extras.dropout, &of_tile, blueprint);
+        to_fragments(&s, &kept, &mut p, blueprint);
         // Uninitialised: the first product overwrites it.
         let mut acc = Array::<f32>::new(o_len);
         if steps > 1 {
@@ -192,7 +191,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                 rows.set_reference_max(&mut s, exponent, blueprint);
             }
             let taken = rows.update(&mut s, exponent, blueprint);
-            let words = keep_mask(&extras.dropout, &of_tile, blueprint);
+            let kept = KeepMask::of(&extras.dropout, &of_tile, blueprint);
             pin(&mut s, s_len);
             // The branch of this wait keeps the assembler from moving the wait for P V above the softmax.
             if step + 1 < steps {
@@ -203,8 +202,7 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             mbarrier_release(memory.empty(Operand::V, v_state.stage));
             v_state.advance(stages);
             rows.rescale_o(&taken, &mut s, &mut acc, blueprint);
-            apply_dropout(&mut s, &words, tile_k);
-            to_fragments(&s, &mut p, blueprint);
+            to_fragments(&s, &kept, &mut p, blueprint);
         }
 
         // -- the last P V. The first S of the next work tile runs under it and under the stores. After the last work tile, that

@@ -175,11 +175,11 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             let adds = u32::cast_from(step > 0 || continued);
             // Read again instead of kept, because registers are scarce.
             let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops);
-            let words = keep_mask(&extras.dropout, &of_tile, blueprint);
+            let kept = KeepMask::of(&extras.dropout, &of_tile, blueprint);
             if comptime!(sums_values) {
                 // dV runs under the computation of dS.
                 let mut p = fragments(blueprint);
-                to_fragments(&with_dropout(&s, &words, tile_k), &mut p, blueprint);
+                to_fragments(&s, &kept, &mut p, blueprint);
                 pin(&mut sum_v, comptime!(columns_dv / 2));
                 mma_registers(&mut sum_v, &p, v_tile + comptime!(v_at + by_columns), adds, columns_dv, dtype);
             }
@@ -202,8 +202,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 }
                 let delta_at = memory.at(Region::Delta, of_stats);
                 let delta = tile_statistics(delta_at, &of_rows.delta, blueprint);
-                dropout_backward(&mut ds, &words, &extras.dropout, tile_k);
-                tile_backward(&mut ds, &s, &delta, s_len);
+                tile_backward(&mut ds, &s, &delta, &kept, &extras.dropout, s_len);
                 if comptime!(sums) {
                     let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops);
                     row_sums.add(&ds, &derivatives.arguments, &scores, &of_tile, blueprint);
@@ -230,7 +229,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             // -- dQ or dK, or both
             if comptime!(accumulates) {
                 let mut g = fragments(blueprint);
-                to_fragments(&ds, &mut g, blueprint);
+                to_fragments(&ds, &KeepMask::none(), &mut g, blueprint);
                 let mut dq = Array::<f32>::new(comptime!(if reduces { ADDENDS } else { 0 }));
                 if comptime!(reduces) {
                     reducer.write(&g, blueprint);

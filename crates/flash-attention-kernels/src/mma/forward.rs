@@ -136,9 +136,8 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 let taken = rows.update(of_group, exponent, scores);
                 rows.rescale_o(&taken, of_group, acc.index_mut(group), scores);
             }
-            let words = keep_mask(&extras.dropout, &of_tile, scores);
-            apply_dropout(s.index_mut(group), &words, tile_k);
-            fragments_of(s.index(group), &mut p, tile_k, dtype);
+            let kept = KeepMask::of(&extras.dropout, &of_tile, scores);
+            fragments_of(s.index(group), &kept, &mut p, tile_k, dtype);
         }
 
         // -- O

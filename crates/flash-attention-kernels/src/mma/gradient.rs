@@ -153,21 +153,20 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             for n in 0..s_len {
                 s[n] = probability_log2(s[n], exponent, *lse.index(n), scores.dtype);
             }
-            let words = keep_mask(&extras.dropout, &of_tile, scores);
+            let kept = KeepMask::of(&extras.dropout, &of_tile, scores);
             if comptime!(sums_values) {
-                fragments_of(&with_dropout(&*s, &words, tile_k), &mut p, tile_k, dtype);
+                fragments_of(&*s, &kept, &mut p, tile_k, dtype);
             }
             if comptime!(differentiates) {
                 let ds = ds.index_mut(of_group);
                 let delta = tile_statistics(delta_at + of_stage, &of_rows.delta, scores);
-                dropout_backward(ds, &words, &extras.dropout, tile_k);
-                tile_backward(ds, &*s, &delta, s_len);
+                tile_backward(ds, &*s, &delta, &kept, &extras.dropout, s_len);
                 if comptime!(scores.keeps_derivative) {
                     derivatives.multiply(ds, &*s, scores);
                 } else if comptime!(scores.capped) {
                     softcap_backward(ds, &*s, &lse, &inputs, &of_tile, scores);
                 }
-                fragments_of(&*ds, &mut g, tile_k, dtype);
+                fragments_of(&*ds, &KeepMask::none(), &mut g, tile_k, dtype);
             }
         }
 

@@ -107,6 +107,25 @@ fn half_to_f32(packed: u32, #[comptime] high: bool) -> f32 {
     })
 }
 
+/// Four bytes of `a` and `b`, which the nibbles of `selector` select: the numbers of bytes of `a` are 0 to 3, those of `b` are 4 to 7.
+#[cube]
+pub fn bytes_of(a: u32, b: u32, selector: u32) -> u32 {
+    intrinsic!(|scope| {
+        let args = vec![a.read_value(scope), b.read_value(scope), selector.read_value(scope)];
+        let ty = u32::__expand_as_type(scope);
+        ExpandValue::from(pure(scope, ty, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", args)).into()
+    })
+}
+
+/// Four bytes of the highest bits of bytes of `x`, 0xff or 0: the number of such a byte is a nibble of `selector`, minus 8.
+#[cube]
+pub fn byte_signs(x: u32, #[comptime] selector: u32) -> u32 {
+    intrinsic!(|scope| {
+        let (ty, x) = (u32::__expand_as_type(scope), x.read_value(scope));
+        ExpandValue::from(pure(scope, ty, &format!("prmt.b32 $0, $1, 0, {selector};"), "=r,r", vec![x])).into()
+    })
+}
+
 /// The same number, opaque to the compiler. Values that are computed from it are computed where they are needed, and not
 /// hoisted out of a loop, where each would occupy a register.
 #[cube]

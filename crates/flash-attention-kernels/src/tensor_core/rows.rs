@@ -5,20 +5,23 @@
 //! rows. Element `4 i + 2 r + e` of its registers is row `r`, group `i`, column `e`. Four threads share a row.
 
 use super::Blueprint;
+use super::dropout::KeepMask;
 use super::operands::RowsOut;
 use crate::dtype::Dtype;
 use crate::ptx::*;
 use cubecl::prelude::*;
 
-/// Rounds and packs an accumulator. The result is the A operand of the next product, in the same registers.
+/// Rounds and packs an accumulator, and drops what is not `kept`. The result is the A operand of the next product, in the same
+/// registers.
 #[cube]
-pub fn to_fragments(s: &Array<f32>, p: &mut Sequence<Array<u32>>, #[comptime] blueprint: Blueprint) {
+pub fn to_fragments(s: &Array<f32>, kept: &KeepMask, p: &mut Sequence<Array<u32>>, #[comptime] blueprint: Blueprint) {
     #[unroll]
     for i in 0..comptime!(blueprint.tile.tile_k / 16) {
         let fragment = p.index_mut(i);
         #[unroll]
         for e in 0..4usize {
-            fragment[e] = pack(s[comptime!(8 * i + 2 * e)], s[comptime!(8 * i + 2 * e + 1)], blueprint.dtype);
+            let n = comptime!(8 * i + 2 * e);
+            fragment[e] = kept.apply_packed(pack(s[n], s[n + 1], blueprint.dtype), comptime!(n / 2));
         }
     }
 }
@@ -37,7 +40,13 @@ pub fn fragments(#[comptime] blueprint: Blueprint) -> Sequence<Array<u32>> {
 /// [`to_fragments()`] as one sequence of words. f32 is not packed, and a fragment then has eight keys, those in even columns
 /// first: the order of the keys within a product is free.
 #[cube]
-pub fn fragments_of(s: &Array<f32>, p: &mut Sequence<u32>, #[comptime] tile_k: usize, #[comptime] dtype: Dtype) {
+pub fn fragments_of(
+    s: &Array<f32>,
+    kept: &KeepMask,
+    p: &mut Sequence<u32>,
+    #[comptime] tile_k: usize,
+    #[comptime] dtype: Dtype,
+) {
     if comptime!(dtype == Dtype::F32) {
         #[unroll]
         for i in 0..comptime!(tile_k / 8) {
@@ -45,14 +54,15 @@ pub fn fragments_of(s: &Array<f32>, p: &mut Sequence<u32>, #[comptime] tile_k: u
             for e in 0..2usize {
                 #[unroll]
                 for row in 0..2usize {
-                    p.push(u32::reinterpret(s[comptime!(4 * i + 2 * row + e)]));
+                    let n = comptime!(4 * i + 2 * row + e);
+                    p.push(u32::reinterpret(kept.apply(s[n], n)));
                 }
             }
         }
     } else {
         #[unroll]
         for e in 0..comptime!(tile_k / 4) {
-            p.push(pack(s[comptime!(2 * e)], s[comptime!(2 * e + 1)], dtype));
+            p.push(kept.apply_packed(pack(s[comptime!(2 * e)], s[comptime!(2 * e + 1)], dtype), e));
         }
     }
 }

@@ -1,6 +1,8 @@
 //! The online softmax on the rows of an accumulator, whose layout [`rows`](super::rows) describes.
 
 use super::Blueprint;
+use super::dropout::KeepMask;
+use crate::dropout::Dropout;
 use crate::dtype::Dtype;
 use crate::extras::Extras;
 use crate::fragment::filled;
@@ -323,11 +325,25 @@ fn scale_rows(o: &mut Array<f32>, factors: &Array<f32>, #[comptime] len: usize) 
     }
 }
 
-/// Turns `dP` into gradients of scores by [`softmax_backward()`]. `delta` has one element for each register.
+/// Turns `dP`, the gradient after dropout, into gradients of scores by [`softmax_backward()`]. `delta` has one element for each
+/// register.
 #[cube]
-pub fn tile_backward(dp: &mut Array<f32>, p: &Array<f32>, delta: &Sequence<f32>, #[comptime] len: usize) {
+pub fn tile_backward(
+    dp: &mut Array<f32>,
+    p: &Array<f32>,
+    delta: &Sequence<f32>,
+    kept: &KeepMask,
+    dropout: &Dropout,
+    #[comptime] len: usize,
+) {
+    kept.apply_all(dp, len);
     #[unroll]
     for n in 0..len {
-        dp[n] = softmax_backward(p[n], dp[n], *delta.index(n), false);
+        dp[n] = if comptime!(kept.drops) {
+            // Scaled by the instruction that subtracts.
+            p[n] * multiply_subtract(dp[n], dropout.factor, *delta.index(n))
+        } else {
+            softmax_backward(p[n], dp[n], *delta.index(n), false)
+        };
     }
 }

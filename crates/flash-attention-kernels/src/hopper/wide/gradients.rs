@@ -206,13 +206,13 @@ impl Block {
         for n in 0..s_len {
             s[n] = probability_log2(s[n], exponent, *lse.index(n), dtype);
         }
-        let words = keep_mask(&extras.dropout, &of_tile, scores);
+        let kept = KeepMask::of(&extras.dropout, &of_tile, scores);
         if comptime!(!first) {
             // All warps have multiplied with dS of the step before: they have released its Q.
             let before = state.previous(blueprint.stages);
             mbarrier_wait(memory.empty(Operand::Q, before.stage), before.phase);
         }
-        write_transposed(tile_at, 0usize, &with_dropout(&*s, &words, half), half, dtype);
+        write_transposed(tile_at, 0usize, &*s, &kept, half, dtype);
         sync_async_proxy_shared();
         meet();
 
@@ -226,8 +226,7 @@ impl Block {
         pin(&mut ds, s_len);
         let delta = statistics(&memory, Region::Delta, state, lane_row);
         let delta = tile_statistics(0u32, &delta, scores);
-        dropout_backward(&mut ds, &words, &extras.dropout, half);
-        tile_backward(&mut ds, &*s, &delta, s_len);
+        tile_backward(&mut ds, &*s, &delta, &kept, &extras.dropout, s_len);
         if comptime!(scores.keeps_derivative) {
             derivatives.multiply(&mut ds, &*s, scores);
         } else if comptime!(scores.capped) {
@@ -243,7 +242,7 @@ impl Block {
         mbarrier_release(memory.empty(Operand::D, state.stage));
         // All warps have multiplied with P.
         meet();
-        write_transposed(tile_at, 0usize, &ds, half, dtype);
+        write_transposed(tile_at, 0usize, &ds, &KeepMask::none(), half, dtype);
         sync_async_proxy_shared();
         meet();
     }

@@ -8,7 +8,7 @@ use crate::dtype::Dtype;
 use crate::fragment::Scores;
 use crate::ptx::*;
 use crate::tensor_core::{
-    GradientOutputs, GradientRows, LINE, RowsOut, SourceSides, TileScheduler, WARP_UNITS, WARPGROUP_UNITS,
+    GradientOutputs, GradientRows, KeepMask, LINE, RowsOut, SourceSides, TileScheduler, WARP_UNITS, WARPGROUP_UNITS,
     recompute_gradient,
 };
 use cubecl::prelude::*;
@@ -26,13 +26,14 @@ pub fn lane_offset(unit: u32) -> u32 {
     lane / 16 * comptime!(EIGHT as u32) + lane % 8 * comptime!(LINE as u32) + rows * 16
 }
 
-/// Rounds an accumulator of 64 rows and `columns` columns, a multiple of 8, and writes it to shared memory with a line of 64 rows
-/// for each column. `at` is the thread's own address, and `offset` is added to it.
+/// Rounds an accumulator of 64 rows and `columns` columns, a multiple of 8, drops what is not `kept`, and writes it to shared memory
+/// with a line of 64 rows for each column. `at` is the thread's own address, and `offset` is added to it.
 #[cube]
 pub fn write_transposed(
     at: u32,
     #[comptime] offset: usize,
     s: &Array<f32>,
+    kept: &KeepMask,
     #[comptime] columns: usize,
     #[comptime] dtype: Dtype,
 ) {
@@ -42,7 +43,7 @@ pub fn write_transposed(
         #[unroll]
         for word in 0..comptime!((columns / 4 - 4 * i).min(4)) {
             let n = comptime!(8 * i + 2 * word);
-            words.push(pack(s[n], s[n + 1], dtype));
+            words.push(kept.apply_packed(pack(s[n], s[n + 1], dtype), comptime!(n / 2)));
         }
         store_transposed(at, comptime!(offset + 2 * EIGHT * i), &words);
     }
@@ -72,7 +73,14 @@ pub fn write_sums(
     #[unroll]
     for nth in 0..2usize {
         scale(sums.index_mut(nth), factor, comptime!(blueprint.keys / 2));
-        write_transposed(at, comptime!(nth * panel), sums.index(nth), blueprint.keys, blueprint.scores.dtype);
+        write_transposed(
+            at,
+            comptime!(nth * panel),
+            sums.index(nth),
+            &KeepMask::none(),
+            blueprint.keys,
+            blueprint.scores.dtype,
+        );
     }
 }
 
