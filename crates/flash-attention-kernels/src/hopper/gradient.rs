@@ -143,6 +143,9 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             if comptime!(differentiates) {
                 products(&mut ds, d_rows + d_at, v_tile + v_at, blueprint.head_dim_v, blueprint);
             }
+            // Drawn while the products run.
+            let of_tile = memory.score_tile(nth, band, first_row, &visit, 0u32.runtime(), drops);
+            let kept = KeepMask::of(&extras.dropout, &of_tile, blueprint);
             if comptime!(!refills_late) && nth + step != 0 {
                 producer.refill(blueprint);
             }
@@ -173,9 +176,6 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 s[n] = probability_log2(s[n], exponent, *lse.index(n), blueprint.dtype);
             }
             let adds = u32::cast_from(step > 0 || continued);
-            // Read again instead of kept, because registers are scarce.
-            let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops);
-            let kept = KeepMask::of(&extras.dropout, &of_tile, blueprint);
             if comptime!(sums_values) {
                 // dV runs under the computation of dS.
                 let mut p = fragments(blueprint);
