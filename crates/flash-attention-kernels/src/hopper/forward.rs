@@ -165,6 +165,9 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
             let v_tile = start + u64::cast_from(v_state.stage * v_stage) + v_at;
             mma_registers(&mut acc, &p, v_tile, u32::cast_from(step > 1), columns, dtype);
             pass_ping_pong(barrier, warpgroup, tile);
+            // Drawn while the products run.
+            let of_tile = memory.score_tile(nth, band, first_row, &visit, 0u32.runtime(), drops);
+            let kept = KeepMask::of(&extras.dropout, &of_tile, blueprint);
             producer.refill(blueprint);
             wgmma_wait(1usize);
             pin(&mut s, s_len);
@@ -191,7 +194,6 @@ pub fn forward<E: Float, M: Numeric, NB: Size, NM: Size>(
                 rows.set_reference_max(&mut s, exponent, blueprint);
             }
             let taken = rows.update(&mut s, exponent, blueprint);
-            let kept = KeepMask::of(&extras.dropout, &of_tile, blueprint);
             pin(&mut s, s_len);
             // The branch of this wait keeps the assembler from moving the wait for P V above the softmax.
             if step + 1 < steps {

@@ -4,7 +4,7 @@
 use super::Blueprint;
 use super::scores::ScoreTile;
 use crate::dropout::Dropout;
-use crate::ptx::{byte_signs, bytes_of};
+use crate::ptx::{byte_signs, bytes_of, opaque};
 use cubecl::prelude::*;
 
 /// The highest bits of the halves of a word, and those of its bytes.
@@ -74,12 +74,14 @@ impl KeepMask {
                 // A tile of few columns may start in the middle of a block, whose left group is not part of it.
                 bits <<= k_start % 16 / 8;
             }
-            if comptime!(transposed) {
+            words.push(if comptime!(transposed) {
                 // Bytes alternate between even and odd keys, and are to alternate between the two queries.
                 let others = plane_shuffle_xor(bits, 4u32);
-                bits = bytes_of(bits, others, select(lane / 4 % 2 == 0, 0x6240u32, 0x3715u32));
-            }
-            words.push(bits);
+                bytes_of(bits, others, select(lane / 4 % 2 == 0, 0x6240u32, 0x3715u32))
+            } else {
+                // Otherwise the compiler would keep what the bits were compared from instead.
+                opaque(bits)
+            });
         }
         KeepMask { words, drops: comptime!(groups > 0) }
     }

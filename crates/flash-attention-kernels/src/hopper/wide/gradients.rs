@@ -188,6 +188,12 @@ impl Block {
         let mut ds = Array::<f32>::new(s_len);
         memory.await_tile(Operand::D, state);
         self.products.scores(&mut ds, state.stage, Operand::D);
+        // Drawn while the products run. The branch of this wait keeps the assembler from drawing after it. This Q has already arrived.
+        let of_tile = self.score_tile(&memory, state, inputs);
+        let kept = KeepMask::of(&extras.dropout, &of_tile, scores);
+        if comptime!(kept.drops) {
+            memory.await_tile(Operand::Q, state);
+        }
         wgmma_wait(1usize);
         pin(s, s_len);
 
@@ -206,7 +212,6 @@ impl Block {
         for n in 0..s_len {
             s[n] = probability_log2(s[n], exponent, *lse.index(n), dtype);
         }
-        let kept = KeepMask::of(&extras.dropout, &of_tile, scores);
         if comptime!(!first) {
             // All warps have multiplied with dS of the step before: they have released its Q.
             let before = state.previous(blueprint.stages);
