@@ -163,6 +163,7 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
             let tile_b = memory.await_bias(&state, warpgroup);
             let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops);
             let derivatives = apply_score_mod(&mut s, &scores, &of_tile, blueprint);
+            memory.keep_arguments(&derivatives.arguments);
             if !visit.fully_visible || fully_masked {
                 apply_mask(&mut s, &of_tile, fully_masked, tile_k);
             }
@@ -205,7 +206,8 @@ pub fn gradient<E: Float, M: Numeric, NB: Size, NM: Size>(
                 tile_backward(&mut ds, &s, &delta, &kept, &extras.dropout, s_len);
                 if comptime!(sums) {
                     let of_tile = memory.score_tile(nth, band, first_row, &visit, tile_b, drops);
-                    row_sums.add(&ds, &derivatives.arguments, &scores, &of_tile, blueprint);
+                    let arguments = memory.kept_arguments(&derivatives.arguments);
+                    row_sums.add(&ds, &arguments, &scores, &of_tile, blueprint);
                 }
                 if comptime!(blueprint.keeps_derivative) {
                     derivatives.multiply(&mut ds, &s, blueprint);

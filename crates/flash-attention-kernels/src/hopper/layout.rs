@@ -25,6 +25,8 @@ pub enum Region {
     Tiles(Operand),
     /// Tiles of `dSᵀ`.
     Ds,
+    /// Arguments of `score_mod`, which each thread keeps here for itself.
+    Arguments,
     /// lse of the tiles' queries.
     Lse,
     /// Delta of the tiles' queries.
@@ -59,6 +61,11 @@ pub trait Layout: Copy {
     /// Bytes of `dSᵀ`, lse and delta.
     fn gradients(&self) -> [usize; 3];
 
+    /// Bytes of arguments of `score_mod`.
+    fn arguments(&self) -> usize {
+        0
+    }
+
     /// Words of cursors and of list entries.
     fn words(&self) -> [usize; 2];
 
@@ -67,7 +74,8 @@ pub trait Layout: Copy {
         let ([ds, lse, delta], [cursors, entries]) = (self.gradients(), self.words());
         let tiles = self.tiles();
         let barriers = |(of, number, _)| [(Region::Full(of), 8 * number), (Region::Empty(of), 8 * number)];
-        let gradients = [(Region::Ds, ds), (Region::Lse, lse), (Region::Delta, delta)];
+        let gradients =
+            [(Region::Ds, ds), (Region::Arguments, self.arguments()), (Region::Lse, lse), (Region::Delta, delta)];
         let words = [
             (Region::Known, 8 * SLOTS),
             (Region::Slots, 4 * WORDS * SLOTS),

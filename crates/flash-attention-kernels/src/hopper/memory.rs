@@ -173,6 +173,11 @@ fn cursor_offset(of: Operand, word: CursorField) -> u32 {
     4 * ((of as usize - Operand::K as usize) * WORDS + word as usize) as u32
 }
 
+/// Bytes of a vector of 16 bytes of each thread.
+fn vectors(blueprint: Blueprint) -> usize {
+    blueprint.tile.warpgroups * WARPGROUP_UNITS * 16
+}
+
 #[cube]
 impl Memory<Blueprint> {
     /// The memory of a consumer group. All threads must call it.
@@ -305,6 +310,42 @@ impl Memory<Blueprint> {
             head = self.work_tile(nth, WorkTileField::Head);
         }
         RowStatistics::of(stats, batch, head, row, band, scheduler, blueprint)
+    }
+
+    /// Keeps the thread's arguments of `score_mod` in shared memory, if the blueprint has memory for them.
+    pub fn keep_arguments(&self, arguments: &Array<f32>) {
+        let blueprint = comptime!(self.blueprint);
+        if comptime!(blueprint.argument_bytes() > 0) {
+            #[unroll]
+            for nth in 0..comptime!(blueprint.tile.tile_k / 8) {
+                let offset = comptime!(blueprint.offset(Region::Arguments) as usize + nth * vectors(blueprint));
+                store_shared_floats(self.base + UNIT_POS * 16, offset, arguments, nth);
+            }
+        }
+    }
+
+    /// The arguments of `score_mod`, which are `in_registers` unless they have been [kept](Memory::keep_arguments) in shared memory.
+    pub fn kept_arguments(&self, in_registers: &Array<f32>) -> Array<f32> {
+        let blueprint = comptime!(self.blueprint);
+        let mut arguments =
+            Array::<f32>::new(comptime!(if blueprint.keeps_arguments() { blueprint.tile.tile_k / 2 } else { 0 }));
+        if comptime!(blueprint.argument_bytes() > 0) {
+            #[unroll]
+            for nth in 0..comptime!(blueprint.tile.tile_k / 8) {
+                let offset = comptime!(blueprint.offset(Region::Arguments) as usize + nth * vectors(blueprint));
+                let four = load_shared_floats(self.base + UNIT_POS * 16, offset);
+                #[unroll]
+                for n in 0..4usize {
+                    arguments[comptime!(4 * nth + n)] = *four.index(n);
+                }
+            }
+        } else if comptime!(blueprint.keeps_arguments()) {
+            #[unroll]
+            for n in 0..comptime!(blueprint.tile.tile_k / 2) {
+                arguments[n] = in_registers[n];
+            }
+        }
+        arguments
     }
 
     pub fn cursor(&self, #[comptime] of: Operand, #[comptime] word: CursorField) -> u32 {

@@ -116,6 +116,10 @@ impl Layout for Blueprint {
         [2 * self.ds_bytes(), stats, stats]
     }
 
+    fn arguments(&self) -> usize {
+        self.argument_bytes()
+    }
+
     fn words(&self) -> [usize; 2] {
         [3 * WORDS, if self.sparse { self.tile.stages } else { 0 }]
     }

@@ -117,6 +117,27 @@ pub fn load_shared_pair(at: u32, #[comptime] offset: usize) -> Sequence<f32> {
     })
 }
 
+/// Writes the f32 registers `4 nth` to `4 nth + 3` to shared memory, `offset` bytes after `at`.
+#[cube]
+pub fn store_shared_floats(at: u32, #[comptime] offset: usize, values: &Array<f32>, #[comptime] nth: usize) {
+    intrinsic!(|scope| {
+        let mut args = vec![at.read_value(scope)];
+        args.extend(pointers(scope, values, 4 * nth + 4)[4 * nth..].iter().map(|value| read_value(scope, *value)));
+        let template = format!("st.shared.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};");
+        effect(scope, &template, "r,f,f,f,f,~{memory}", args)
+    })
+}
+
+/// Reads what [`store_shared_floats()`] has written.
+#[cube]
+pub fn load_shared_floats(at: u32, #[comptime] offset: usize) -> Sequence<f32> {
+    intrinsic!(|scope| {
+        let (ty, at) = (f32::__expand_as_type(scope), at.read_value(scope));
+        let template = format!("ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];");
+        sequence(scope, effect_values(scope, ty, 4, &template, "=f,=f,=f,=f,r,~{memory}", vec![at]))
+    })
+}
+
 /// Reads four 8 × 8 tiles of 16 bits from shared memory (`ldmatrix`). For tile `n`, thread `8 n + i` gives the address of row
 /// `i`, 16 bytes. Thread `u` gets columns `2 (u % 4)` and `2 (u % 4) + 1` of row `u / 4` of each tile, which is the layout of
 /// an accumulator. If `transposed`, rows and columns are exchanged.

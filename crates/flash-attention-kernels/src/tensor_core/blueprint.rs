@@ -152,9 +152,16 @@ impl Blueprint {
     }
 
     /// Whether the arguments of `score_mod` are kept until the gradient of the score is known, because factors of sums are derivatives
-    /// that depend on them. Kernels with an accumulator have no registers for them.
+    /// that depend on them.
     pub fn keeps_arguments(&self) -> bool {
-        !self.accumulates() && self.sums.of_function()
+        self.sums.of_function() && (!self.accumulates() || self.keeps_derivative)
+    }
+
+    /// Bytes of shared memory for these arguments. Kernels with an accumulator have no registers for them.
+    pub fn argument_bytes(&self) -> usize {
+        let of_thread =
+            if self.accumulates() && self.keeps_arguments() { self.tile.tile_k / 2 * size_of::<f32>() } else { 0 };
+        self.tile.warpgroups * WARPGROUP_UNITS * of_thread
     }
 
     /// Whether an accumulator of dV is computed from `P`.

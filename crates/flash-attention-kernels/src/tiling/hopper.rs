@@ -163,14 +163,21 @@ pub fn dbias(problem: &AttentionProblem) -> Result<BiasTile, String> {
     row(&HOPPER_DBIAS, problem)
 }
 
-/// Whether a kernel of this role has registers for these sums.
-pub fn carries(problem: &AttentionProblem, role: Role, sums: Factors) -> bool {
-    // A derivative that depends on its argument needs a register for each pair.
-    let additive = problem.options.score_mod.is_none_or(|function| function.additive());
+/// Bytes of shared memory of a thread block on every GPU with warpgroup products.
+const SHARED_MEMORY: usize = 227 << 10;
+
+/// Whether a kernel of this role has registers, and shared memory, for these sums.
+pub fn carries(problem: &AttentionProblem, kernel: Gradient, role: Role, sums: Factors) -> bool {
+    let Gradient::Hopper(HopperGradient { tile, .. }) = kernel else { return false };
     match role {
         Role::Sums { .. } => true,
         _ if is_wide(problem, role) => sums.is_empty(),
-        _ => role.accumulates() && sums.len() <= 1 && (additive || !sums.of_function()),
+        _ => {
+            // The call may load the bias in tiles.
+            let bias = problem.bias.map(|_| if varies_by_pair(problem) { Rows::Tiled } else { Rows::Each });
+            let blueprint = Blueprint { sums, bias, ..blueprint(problem, role, tile, false) };
+            role.accumulates() && sums.len() <= 1 && blueprint.shared_memory() <= SHARED_MEMORY
+        }
     }
 }
 
@@ -191,8 +198,8 @@ pub fn sums(problem: &AttentionProblem, tiles: &BackwardTiles) -> [Option<BiasGr
             let kind = bias_sums(&shape, problem);
             let sides = || [false, true].into_iter().filter(|keys| takes_sums(kind, &shape, *keys));
             let carries = |keys: &bool| {
-                let (_, role) = of_sums(tiles, *keys);
-                carries(problem, role, carried[usize::from(*keys)].with(factor))
+                let (kernel, role) = of_sums(tiles, *keys);
+                carries(problem, kernel, role, carried[usize::from(*keys)].with(factor))
             };
             if let Some(keys) = sides().find(carries) {
                 carried[usize::from(keys)] = carried[usize::from(keys)].with(factor);

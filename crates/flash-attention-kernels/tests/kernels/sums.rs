@@ -40,7 +40,8 @@ fn several_sums_at_a_time() {
 fn sums_of_the_kernel_of_all_gradients() {
     let alibi = AttentionOptions { score_mod: Some(ScoreFn::of::<Alibi>()), ..causal() };
     let temperature = AttentionOptions { score_mod: Some(ScoreFn::of::<Temperature>()), ..causal() };
-    let of = |options| Case { fused: true, ..Case::new([1, 4, 2, 150, 300, 64, 64], Dtype::F32, options) };
+    let of_dims = |d, options| Case { fused: true, ..Case::new([1, 4, 2, 150, 300, d, d], Dtype::F32, options) };
+    let of = |options| of_dims(64, options);
     all([
         of(causal()).with_alibi_slopes([1, 4]),
         Case { splits: 2, ..of(causal()).with_alibi_slopes([1, 4]) },
@@ -48,6 +49,7 @@ fn sums_of_the_kernel_of_all_gradients() {
         of(alibi).with_score_tensors(&[[1, 4, 1, 300]]),
         of(alibi).with_score_tensors(&[[1, 4, 150, 1]]),
         with_temperatures(of(temperature)),
+        with_temperatures(of_dims(128, temperature)),
     ]);
 }
 

@@ -483,14 +483,19 @@ fn sums_are_warpgroup_products() {
                 ("of_queries", Role::Sums { keys: false }, dq.tile),
                 ("of_keys", Role::Sums { keys: true }, dkdv.tile),
             ];
-            // Kernels with an accumulator have registers for one sum, whose factor does not depend on the score.
-            if sums.len() == 1 && problem.options.score_mod.is_none_or(|function| function.additive()) {
+            // Kernels with an accumulator have registers for one sum. Arguments of a factor that depends on the score are kept in shared
+            // memory.
+            if sums.len() == 1 {
                 roles.push(("dq", Role::Dq, dq.tile));
                 roles.push(("dkdv", Role::DkDv { dk: true, dv: dv.is_none() }, dkdv.tile));
                 roles.extend(fused.map(|fused| ("all", Role::All, fused.tile)));
             }
             for (of_role, role, tile) in roles {
                 let blueprint = Blueprint { sums, ..scores(&problem, role, tile) };
+                if blueprint.argument_bytes() > 0 && blueprint.shared_memory() > device().shared_memory {
+                    println!("d{head_dim}_{what}_sums_{of_role}: no shared memory for arguments");
+                    continue;
+                }
                 look_at(&format!("d{head_dim}_{what}_sums_{of_role}"), blueprint, &problem);
             }
         }

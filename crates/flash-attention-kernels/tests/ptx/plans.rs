@@ -76,9 +76,13 @@ fn plans_say_which_kernels_sum() {
     assert!(plan(alibi).contains(", dscore_tensors[0] hopper with dk"), "{}", plan(alibi));
     let third = alibi.with_alibi_slopes(&[1, 16]).unwrap().with_bias(&[1, 16, 1, 1]).unwrap();
     assert!(plan(third).contains(", dscore_tensors[0] hopper alone"), "{}", plan(third));
-    let temperature = problem(128, Dtype::BF16, with(ScoreFn::of::<Temperature>()));
-    let temperature = temperature.with_score_tensors(&[&[1, 16, 1, 1]]).unwrap();
-    assert!(plan(temperature).contains(", dscore_tensors[0] hopper alone"), "{}", plan(temperature));
+    // Arguments of the function are kept in shared memory, if it has room for them.
+    for (head_dim, kernel) in [(64, "with dq"), (128, "with dk"), (256, "alone")] {
+        let temperature = problem(head_dim, Dtype::BF16, with(ScoreFn::of::<Temperature>()));
+        let temperature = temperature.with_score_tensors(&[&[1, 16, 1, 1]]).unwrap();
+        let expected = format!(", dscore_tensors[0] hopper {kernel}");
+        assert!(plan(temperature).contains(&expected), "{}", plan(temperature));
+    }
     let each_pair = problem(128, Dtype::BF16, alibi.options).with_score_tensors(&[&[1, 1, 4096, 4096]]).unwrap();
     assert!(plan(each_pair).contains(", dscore_tensors[0] portable 64×64"), "{}", plan(each_pair));
 }

@@ -67,7 +67,8 @@ impl Gradients {
         let mut launches = self.several(tiles);
         if let Some((mut results, kernel)) = self.fused(tiles) {
             results.sums = carried.iter().fold(results.sums, |sums, (of, _)| sums.with(of.factor));
-            if carried.iter().all(|(of, _)| of.takes(true)) && tiling::hopper::carries(problem, Role::All, results.sums)
+            if carried.iter().all(|(of, _)| of.takes(true))
+                && tiling::hopper::carries(problem, kernel, Role::All, results.sums)
             {
                 carried.clear();
                 launches = vec![(results, kernel)];
@@ -107,9 +108,9 @@ impl ScoreGradient {
                 let (of, role) = tiling::hopper::of_sums(tiles, keys);
                 let sums = Factors::default().with(self.factor);
                 let possible = matches!(of, Gradient::Hopper(_)) && self.takes(keys);
-                if !possible || !alone && !tiling::hopper::carries(problem, role, sums) {
+                if !possible || !alone && !tiling::hopper::carries(problem, of, role, sums) {
                     let why = "only Hopper's kernels sum gradients, only over a dimension that the tensor is broadcast over, \
-                               and a kernel alone those of functions that do more than add";
+                               and those of functions that do more than add only with shared memory for their arguments";
                     return Err(refused(format!("{kernel:?}"), why));
                 }
             }
