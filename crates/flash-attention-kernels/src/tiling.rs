@@ -25,7 +25,6 @@ pub use plan::{PassedOver, Plan, check, plan, plan_on, plan_with};
 pub use portable::{Stage, shared_memory};
 pub(crate) use portable::{blueprint, blueprint_beside, check_tile};
 
-use crate::blocks::BLOCK;
 use crate::error::{AttentionError, Result};
 use crate::fragment::Role;
 use crate::hopper::{TURN_ROWS, TURN_WORDS, dq_accum_columns};
@@ -350,14 +349,14 @@ pub(crate) fn check_blocks(case: Case, kernel: Kernel, list: ListShape) -> Resul
     if case.problem.block_mask.is_none() {
         return Ok(());
     }
-    if rows == 0 || columns == 0 || !BLOCK.is_multiple_of(rows) || !BLOCK.is_multiple_of(columns) {
+    if !list.divides_blocks() {
         return Err(AttentionError::Unsupported {
             option: "tile",
             value: format!("{rows}×{columns}"),
             why: "where there is a block mask, tiles divide 128 queries and keys",
         });
     }
-    list.check(case, if kernel == Kernel::Hopper { hopper::MAX_LIST } else { u64::MAX })
+    list.check(case, kernel)
 }
 
 /// [`check_blocks`] for every kernel of a backward.

@@ -13,8 +13,8 @@
 
 use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
 use super::tiles::{CopiedRows, copy_rows, lane_of_columns, lane_of_rows, lane_of_sums};
+use super::visits::VisitedTile;
 use super::{MmaBlueprint, MmaTile, Products};
-use crate::blocks::Visit;
 use crate::fragment::{Scores, filled};
 use crate::ptx::{lg2, shared_address};
 use crate::softmax::lse_bits_log2;
@@ -40,6 +40,8 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let (k_bytes, v_bytes) = comptime!((scores.k_bytes() as u32, scores.v_bytes() as u32));
     // Whether anything is hidden besides keys past the last one.
     let hides = comptime!(scores.hides(bounded));
+    // Whether a row may see its first key in any tile.
+    let anywhere = comptime!(scores.hides_pairs() || scores.sparse && (bounded || scores.varlen));
     if CUBE_POS as u32 >= scheduler.len(&extras) {
         terminate!();
     }
@@ -60,8 +62,8 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let (warpgroup, of_warpgroup) = (warp / 4, warp % 4);
     let first_row = work.q_start + warpgroup * comptime!((groups * WARPGROUP_ROWS) as u32);
     let (fully_masked, steps) = (work.fully_masked, work.steps);
-    let mut k_start = work.k_last;
-    let edges = band.edges(work.q_start, k_start, comptime!(tile.tile_q() as u32), comptime!(tile_k as u32));
+    let mut visited = VisitedTile::new(work.k_last, &extras, scores);
+    let edges = band.edges(work.q_start, work.k_last, comptime!(tile.tile_q() as u32), comptime!(tile_k as u32));
 
     // -- the first copies
     let (head_dim, head_dim_v) = comptime!((scores.head_dim, scores.head_dim_v));
@@ -71,9 +73,10 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         let to = q_at + comptime!(group * scores.q_bytes() as u32);
         copy_rows(&sources.q, &CopiedRows { batch, head, first, to }, &band, false, head_dim, blueprint);
     }
-    let rows = CopiedRows { batch, head: head_kv, first: k_start, to: k_at };
+    let first = visited.start(scores);
+    let rows = CopiedRows { batch, head: head_kv, first, to: k_at };
     copy_rows(&sources.k, &rows, &band, true, head_dim, blueprint);
-    let rows = CopiedRows { batch, head: head_kv, first: k_start, to: v_at };
+    let rows = CopiedRows { batch, head: head_kv, first, to: v_at };
     copy_rows(&sources.v, &rows, &band, true, head_dim_v, blueprint);
     copies_commit();
 
@@ -99,9 +102,10 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         // This tile has been copied, and all warps have finished the previous one.
         copies_wait(0usize);
         sync_cube();
+        let entry_ahead = visited.entry_ahead(&extras, scores);
         let next = stage ^ 1;
         if step + 1 < steps {
-            let first = k_start - comptime!(tile_k as u32);
+            let first = visited.start_ahead(entry_ahead, scores);
             let rows = CopiedRows { batch, head: head_kv, first, to: k_at + next * k_bytes };
             copy_rows(&sources.k, &rows, &band, true, head_dim, blueprint);
             let rows = CopiedRows { batch, head: head_kv, first, to: v_at + next * v_bytes };
@@ -113,24 +117,23 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         multiply_rows(&mut s, q_lane, k_lane + stage * k_bytes, of_rows);
 
         // -- P
-        let edge = step < edges.lead || step >= edges.tail;
+        let visit = visited.visit(step < edges.lead || step >= edges.tail, scores);
         let mut p = Sequence::<u32>::new();
         #[unroll]
         for group in 0..groups {
             let row = first_row + comptime!((group * WARPGROUP_ROWS) as u32);
             let of_group = s.index_mut(group);
-            let visit = Visit { start: k_start, fully_visible: !edge, masked: true.runtime() };
             let of_tile = ScoreTile::new(work.batch, work.head, band, row, &visit, 0u32.runtime(), 0usize);
             let _ = apply_score_mod(of_group, &inputs, &of_tile, scores);
-            if edge || fully_masked {
+            if !visit.fully_visible || fully_masked {
                 apply_mask(of_group, &of_tile, fully_masked, tile_k);
             }
             let rows = softmax.index_mut(group);
             if step == 0 {
                 rows.first(of_group, exponent, hides, scores);
             } else {
-                // Without a mask, a row sees its first key in an edge tile.
-                if comptime!(scores.hides_pairs()) || comptime!(hides) && (edge || fully_masked) {
+                // Without a mask, a row sees its first key in an edge tile. A block mask may skip that tile.
+                if comptime!(anywhere) || comptime!(hides) && (!visit.fully_visible || fully_masked) {
                     rows.set_reference_max(of_group, exponent, scores);
                 }
                 let taken = rows.update(of_group, exponent, scores);
@@ -143,7 +146,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         // -- O
         multiply_columns(&mut acc, &p, v_lane + stage * v_bytes, of_columns);
         stage = next;
-        k_start -= comptime!(tile_k as u32);
+        visited.advance(entry_ahead, scores);
     }
 
     // -- O / l and lse
@@ -191,8 +194,12 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     if comptime!(hides || split || scores.uses_reference_max()) && plane_any(again != 0) {
         // Other threads' stores to these rows must come before those of the recomputation.
         sync_plane();
-        let after = work.k_last + comptime!(tile_k as u32);
-        let first = after - steps * comptime!(tile_k as u32);
+        let (first, after) = if comptime!(scores.sparse) {
+            (0u32.runtime(), band.after_keys())
+        } else {
+            let after = work.k_last + comptime!(tile_k as u32);
+            (after - steps * comptime!(tile_k as u32), after)
+        };
         for nth in 0..comptime!(16 * groups as u32) {
             let (of_row, from) = (nth / 8, nth % 8);
             let mut of_m = m[0];

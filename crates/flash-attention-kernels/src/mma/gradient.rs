@@ -14,8 +14,8 @@
 use super::forward::registers;
 use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
 use super::tiles::{CopiedRows, copy_rows, copy_words, lane_of_columns, lane_of_rows, lane_of_sums};
+use super::visits::{Cursor, VisitedTile, steps_of_heads};
 use super::{MmaBlueprint, MmaTile, Products};
-use crate::blocks::Visit;
 use crate::fragment::Scores;
 use crate::mask::Band;
 use crate::ptx::shared_address;
@@ -67,8 +67,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let warp = plane_broadcast(UNIT_POS / 32, 0u32);
     let (warpgroup, of_warpgroup) = (warp / 4, warp % 4);
     let first_row = work.q_start + warpgroup * comptime!((groups * WARPGROUP_ROWS) as u32);
-    let (fully_masked, steps, k_last) = (work.fully_masked, work.steps, work.k_last);
-    let edges = band.edges(work.q_start, k_last, comptime!(tile.tile_q() as u32), comptime!(tile_k as u32));
+    let edges = band.edges(work.q_start, work.k_last, comptime!(tile.tile_q() as u32), comptime!(tile_k as u32));
     let group = if comptime!(transposed) { scheduler.group_size.divisor } else { 1u32.runtime() };
 
     // -- the first copies
@@ -83,7 +82,8 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         }
     }
     let copies = Copies { k_at, v_at, lse_at, delta_at, batch: work.batch, band, scheduler };
-    copies.tile(&sources.cols, stats, work.head_kv, k_last, 0u32, blueprint);
+    let first = VisitedTile::new(work.k_last, &extras, scores);
+    copies.tile(&sources.cols, stats, work.head_kv, first.start(scores), 0u32, blueprint);
 
     // -- addresses from which this thread reads operands
     let of_s = comptime!(blueprint.rows_of(scores.q_bytes(), head_dim));
@@ -108,19 +108,15 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let mut sum_k = registers(groups, comptime!(if differentiates { columns_dk / 2 } else { 0 }));
     let mut sum_v = registers(groups, comptime!(if sums_values { columns_dv / 2 } else { 0 }));
     let mut stage = 0u32;
-    let mut step = 0u32;
-    let mut head_kv = work.head_kv;
-    let mut k_start = work.k_last;
-    let all = steps * group;
+    let mut cursor = Cursor::new(&work, first);
+    let all = steps_of_heads(&work, group, &extras, scores);
     for nth in 0..all {
         // This tile has been copied, and all warps have finished the previous one.
         copies_wait(0usize);
         sync_cube();
-        let ends = step + 1 == steps;
-        let next_head = select(ends, head_kv + 1, head_kv);
-        let next_start = select(ends, k_last, k_start - comptime!(tile_k as u32));
+        let next = cursor.next(&work, group, &extras, scores);
         if nth + 1 < all {
-            copies.tile(&sources.cols, stats, next_head, next_start, stage ^ 1, blueprint);
+            copies.tile(&sources.cols, stats, next.head, next.tile.start(scores), stage ^ 1, blueprint);
         }
         let k_tile = k_at + stage * k_bytes;
         let v_tile = v_at + stage * v_bytes;
@@ -134,18 +130,17 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         // -- P and dS
         let mut p = Sequence::<u32>::new();
         let mut g = Sequence::<u32>::new();
-        let edge = step < edges.lead || step >= edges.tail;
-        let head_q = if comptime!(transposed) { head_kv } else { work.head };
+        let visit = cursor.tile.visit(cursor.step < edges.lead || cursor.step >= edges.tail, scores);
+        let head_q = if comptime!(transposed) { cursor.head } else { work.head };
         let of_stage = stage * stats_bytes + lane % 4 * 8;
         #[unroll]
         for of_group in 0..groups {
             let row = first_row + comptime!((of_group * WARPGROUP_ROWS) as u32);
             let s = s.index_mut(of_group);
-            let visit = Visit { start: k_start, fully_visible: !edge, masked: true.runtime() };
             let of_tile = ScoreTile::new(work.batch, head_q, band, row, &visit, 0u32.runtime(), 0usize);
             let derivatives = apply_score_mod(s, &inputs, &of_tile, scores);
-            if edge || fully_masked {
-                apply_mask(s, &of_tile, fully_masked, tile_k);
+            if !visit.fully_visible || cursor.fully_masked {
+                apply_mask(s, &of_tile, cursor.fully_masked, tile_k);
             }
             let of_rows = of_rows.index(of_group);
             let lse = tile_statistics(lse_at + of_stage, &of_rows.lse, scores);
@@ -178,9 +173,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             multiply_columns(&mut sum_k, &g, k_tile + summed, of_dk);
         }
         stage ^= 1;
-        step = select(ends, 0u32, step + 1);
-        head_kv = next_head;
-        k_start = next_start;
+        cursor.move_to(&next, scores);
     }
 
     // -- results

@@ -2,9 +2,9 @@
 //! shared memory, from which `ldmatrix` reads the operands.
 //!
 //! ```text
-//! forward   O and the log-sum-exp           tiles     copies of tiles to shared memory, addresses of operands in them
-//! gradient  dq; dk and dv                   products  PTX of products
-//!                                           ops       operations that CubeCL does not offer
+//! forward   O and the log-sum-exp               tiles     copies of tiles to shared memory, addresses of operands in them
+//! gradient  dq; dk and dv                       products  PTX of products
+//! visits    tiles that a thread block visits    ops       operations that CubeCL does not offer
 //! ```
 //!
 //! f32 is multiplied as tf32. Each value is split into two tf32, which keeps its precision, or rounded to one, where the user
@@ -26,6 +26,8 @@ pub mod ops;
 pub mod products;
 #[cfg(feature = "cuda")]
 pub mod tiles;
+#[cfg(feature = "cuda")]
+pub mod visits;
 
 use crate::tensor_core::{Blueprint, HopperTile, WARPGROUP_ROWS, WARPGROUP_UNITS};
 use serde::Serialize;

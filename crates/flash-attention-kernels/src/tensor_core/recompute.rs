@@ -14,11 +14,11 @@ pub use pairs::{RecomputedPair, recompute_sum};
 use super::Blueprint;
 use super::operands::{GradientOutputs, LseOut, RowsOut, SourceSides, Sources};
 use super::rows::store_row_of;
-use super::schedule::TileScheduler;
+use super::schedule::{TileScheduler, visits_of_block};
 use super::scores::{Exponent, score_of_pair};
 use super::softmax::sink_log2;
 use super::statistics::RowStatistics;
-use crate::blocks::{TileSize, Visit, visits};
+use crate::blocks::Visit;
 use crate::dtype::Dtype;
 use crate::extras::Extras;
 use crate::fragment::{Scores, filled};
@@ -45,8 +45,8 @@ pub fn is_finite_row(sums: &Array<f32>, #[comptime] row: usize, #[comptime] colu
     trace == 0.0f32
 }
 
-/// Looks up a group of keys from `start` on in the list of the row's block. In the result, `fully_visible` tells whether the
-/// keys are visited at all, and `masked` whether mask and `mask_mod` must be applied.
+/// Looks up a group of keys from `start` on, and among them this thread's, in the list of the row's block. In the result,
+/// `fully_visible` tells whether the key is visited at all, and `masked` whether mask and `mask_mod` must be applied.
 #[cube]
 fn visit_of_run(
     extras: &Extras,
@@ -58,10 +58,11 @@ fn visit_of_run(
     #[comptime] blueprint: Blueprint,
 ) -> Visit {
     if comptime!(blueprint.sparse) {
-        let (rows, columns) = comptime!((blueprint.tile.tile_q() as u32, blueprint.tile.tile_k as u32));
-        let size = comptime!(TileSize { rows, columns, keys: false });
-        let visits = visits(extras, band, batch, head, row, size);
-        let nth = visits.find(start / columns);
+        let columns = comptime!(blueprint.tile.tile_k as u32);
+        let visits = visits_of_block(extras, band, batch, head, row, blueprint);
+        // Keys of a run may belong to several small tiles.
+        let key = if comptime!(columns < KEYS) { start + UNIT_POS % 32 } else { start };
+        let nth = visits.find(key / columns);
         let visit = visits.tile(nth);
         Visit { start, fully_visible: nth < visits.count, masked: visit.masked }
     } else {

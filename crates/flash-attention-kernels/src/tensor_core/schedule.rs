@@ -28,7 +28,7 @@
 //! thread blocks have taken before, and the smallest unfinished number waits for none.
 
 use super::Blueprint;
-use crate::blocks::{TileSize, block_in_order, visits};
+use crate::blocks::{TileSize, Visits, block_in_order, visits};
 use crate::extras::Extras;
 use crate::mask::{Band, Blocks};
 use crate::ptx::take_ticket;
@@ -343,8 +343,7 @@ impl TileScheduler {
         let mut tiles = end - start;
         if comptime!(extras.is_sparse()) {
             let head_q = if comptime!(transposed) { head_kv } else { head };
-            let size = comptime!(TileSize { rows: tile_q, columns: tile_k, keys: false });
-            let visits = visits(extras, &band, block.batch as usize, head_q as usize, q_start, size);
+            let visits = visits_of_block(extras, &band, block.batch as usize, head_q as usize, q_start, blueprint);
             k_last = visits.last();
             tiles = visits.count;
         }
@@ -360,4 +359,19 @@ impl TileScheduler {
             band,
         }
     }
+}
+
+/// The list of tiles that a block of rows visits, which contains `row`, in this batch and query head. There must be a block mask.
+#[cube]
+pub fn visits_of_block(
+    extras: &Extras,
+    band: &Band,
+    batch: usize,
+    head: usize,
+    row: u32,
+    #[comptime] blueprint: Blueprint,
+) -> Visits {
+    let (rows, columns) = comptime!((blueprint.tile.tile_q() as u32, blueprint.tile.tile_k as u32));
+    // Nothing in a list tells whether its rows are keys.
+    visits(extras, band, batch, head, row, comptime!(TileSize { rows, columns, keys: false }))
 }

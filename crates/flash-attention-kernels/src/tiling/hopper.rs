@@ -7,7 +7,6 @@ use super::{
     BackwardTiles, BiasGradient, Case, Gradient, Gradients, HopperForward, HopperGradient, ListShape, NOT_COMPILED,
     bias_sums, gradients, require, row, takes_sums,
 };
-use crate::blocks::BLOCK;
 use crate::dtype::Dtype;
 use crate::fragment::Role;
 use crate::hopper::{BiasTile, MAX_STAGES, dq_accum_columns};
@@ -149,7 +148,12 @@ pub fn backward(case: Case) -> Result<Gradients, String> {
 
 /// Whether the blocks of a block mask consist of whole tiles.
 fn divides(tile: &HopperTile) -> bool {
-    BLOCK.is_multiple_of(tile.tile_q()) && BLOCK.is_multiple_of(tile.tile_k)
+    list(tile, Role::Forward).divides_blocks()
+}
+
+/// Shape of the lists that a kernel of this role uses.
+pub(super) fn list(tile: &HopperTile, role: Role) -> ListShape {
+    ListShape { keys: role.is_transposed(), rows: tile.tile_q(), columns: tile.tile_k }
 }
 
 /// The gradient of the bias by Hopper's kernel, if the other gradients run on Hopper, or the reason why it cannot run.
@@ -291,9 +295,6 @@ pub(crate) fn split_sums_shapes(problem: &AttentionProblem, num_splits: usize) -
     [problem.head_dim, problem.head_dim_v].map(|columns| [num_splits * batch, heads, rows, columns.next_multiple_of(8)])
 }
 
-/// Largest number of words of a block mask's lists that Hopper's kernels can address with 32 bits.
-pub(super) const MAX_LIST: u64 = u32::MAX as u64;
-
 /// Checks that a kernel of this role can run with these tiles; else returns the reason, which names the field and its value.
 pub(crate) fn check(
     case: Case,
@@ -306,10 +307,7 @@ pub(crate) fn check(
     let Case { device, problem } = case;
     let HopperTile { consumer_groups, warpgroups, tile_k, stages, ping_pong: _, producer_warp } = tile;
     let forward = role == Role::Forward;
-    let words = ListShape { keys: role.is_transposed(), rows: tile.tile_q(), columns: tile_k }.len(problem);
-    require(words <= MAX_LIST, || {
-        format!("the lists of the block mask have {words} words; at most {MAX_LIST} are supported")
-    })?;
+    list(&tile, role).check_words(problem)?;
     for (what, value, least) in [
         ("consumer_groups", consumer_groups, 1),
         // The second warpgroup loads V.

@@ -1,9 +1,12 @@
 //! Sizes of the lists of a block mask, and checks that kernels can address every entry.
 
-use super::{Case, cube_count};
-use crate::blocks::{HEADER, TileSize};
+use super::{Case, Kernel, cube_count, require};
+use crate::blocks::{BLOCK, HEADER, TileSize};
 use crate::error::{AttentionError, Result};
 use crate::problem::AttentionProblem;
+
+/// Largest number of words that the kernels of Hopper and of `mma.sync` can address, which is with 32 bits.
+const MAX_WORDS: u64 = u32::MAX as u64;
 
 /// Shape of the lists that a kernel uses: blocks of `rows` queries, or of keys if `keys`, and tiles of `columns` columns of the
 /// other side.
@@ -37,9 +40,23 @@ impl ListShape {
         self.shape(problem).map_or(0, |shape| shape.iter().map(|n| *n as u64).product())
     }
 
-    /// Checks that the device can address every word and launch a thread block for each block. `max` is the largest number of words
-    /// that the kernel can address.
-    pub fn check(self, Case { device, problem }: Case, max: u64) -> Result<()> {
+    /// Whether the blocks of any block mask consist of whole tiles.
+    pub fn divides_blocks(self) -> bool {
+        BLOCK.is_multiple_of(self.rows) && BLOCK.is_multiple_of(self.columns)
+    }
+
+    /// Checks that a kernel of Hopper or of `mma.sync` can address every word; else returns the reason.
+    pub fn check_words(self, problem: &AttentionProblem) -> Result<(), String> {
+        let words = self.len(problem);
+        require(words <= MAX_WORDS, || {
+            format!("the lists of the block mask have {words} words; at most {MAX_WORDS} are supported")
+        })
+    }
+
+    /// Checks that the device can address every word and launch a thread block for each block, and that a kernel of this family can
+    /// address every word.
+    pub fn check(self, Case { device, problem }: Case, kernel: Kernel) -> Result<()> {
+        let max = if matches!(kernel, Kernel::Hopper | Kernel::Mma) { MAX_WORDS } else { u64::MAX };
         let Some([batch, heads, blocks, _]) = self.shape(problem) else { return Ok(()) };
         let reach = self.len(problem);
         if reach > max || reach > u32::MAX as u64 && !device.wide_addresses {

@@ -219,13 +219,17 @@ pub fn check(Case { device, problem }: Case, role: Role, tiles: MmaTiles) -> Res
     let MmaTiles { tile, head_group } = tiles;
     require(head_group > 0, || "head_group is 0; it must be at least 1".into())?;
     require(cfg!(feature = "cuda"), || NOT_COMPILED.into())?;
-    require(problem.block_mask.is_none(), || "it does not support block masks".into())?;
     require(device.mma.contains(&problem.dtype), || {
         format!("the device has no mma.sync for {} that inline PTX can use", problem.dtype.name())
     })?;
     require(tile.is_consistent(), || {
         format!("{tile:?} is inconsistent: the rows that are copied at a time must divide a tile")
     })?;
+    let list = hopper::list(&tile.tile(), role);
+    require(problem.block_mask.is_none() || list.divides_blocks(), || {
+        format!("tiles of {}×{} do not divide the blocks of a block mask", list.rows, list.columns)
+    })?;
+    list.check_words(problem)?;
     let blueprint = blueprint(problem, role, tile);
     require(!role.is_transposed() || blueprint.scores.stats_multiple.is_multiple_of(tile.tile_k), || {
         format!(

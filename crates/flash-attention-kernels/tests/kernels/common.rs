@@ -430,7 +430,7 @@ impl Case {
         let kernel = ran.kernel();
         match self.tiles {
             Some((forced, _)) => assert_eq!(kernel, forced.kernel(), "{p:?}"),
-            None => lanes::assert_kernel(kernel, dtype, p.block_mask.is_some()),
+            None => lanes::assert_kernel(kernel, dtype),
         }
 
         let dlse = self

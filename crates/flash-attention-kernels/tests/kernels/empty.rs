@@ -64,18 +64,15 @@ fn with_every_option(sizes: Sizes) -> Vec<(&'static str, Case)> {
 #[test]
 fn every_option() {
     let Some(client) = client() else { return };
-    let of_blocks = lanes::takes_block_masks();
     let mut checked = 0;
     for sizes in SIZES {
         for (name, case) in with_every_option(sizes) {
-            if case.problem.block_mask.is_none() || of_blocks {
-                eprintln!("{name} with {sizes:?}");
-                case.check(&client);
-                checked += 1;
-            }
+            eprintln!("{name} with {sizes:?}");
+            case.check(&client);
+            checked += 1;
         }
     }
-    assert_eq!(checked, SIZES.len() * if of_blocks { 17 } else { 15 });
+    assert_eq!(checked, SIZES.len() * 17);
 }
 
 /// Empty sequences among others, and tensors in which all sequences are empty.

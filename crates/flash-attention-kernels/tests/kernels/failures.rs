@@ -146,8 +146,7 @@ fn a_call_that_panics_between_launches() {
         let states = case.blocks_on(&client).expect("the case has a block mask");
         Case { shared_blocks: Some((states, BlockLists::default())), ..case }
     };
-    let with_blocks = lanes::takes_block_masks().then_some(&blocks as &dyn Fn() -> Case);
-    for of in [&plain as &dyn Fn() -> Case].into_iter().chain(with_blocks) {
+    for of in [&plain as &dyn Fn() -> Case, &blocks] {
         let mut panics = 0;
         for launch in 0.. {
             let case = of();

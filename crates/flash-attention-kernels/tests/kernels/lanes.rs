@@ -18,8 +18,8 @@ struct Lane {
     adapter: &'static str,
     /// Element types that the device computes with. Only cases of other types are skipped. `None`: the types that the driver offers.
     dtypes: Option<&'static [Dtype]>,
-    /// The kernel that runs in f32, without and with a block mask.
-    single: [Kernel; 2],
+    /// The kernel that runs in f32.
+    single: Kernel,
     /// The kernel that runs in half precision.
     half: Kernel,
     /// Whether elements may be further apart than 32 bits address. `None`: if the driver offers it.
@@ -34,7 +34,7 @@ const LANES: [Lane; 5] = [
         device: "cuda",
         adapter: "card",
         dtypes: Some(ALL),
-        single: [Kernel::Mma, Kernel::Portable],
+        single: Kernel::Mma,
         half: Kernel::Hopper,
         wide_addresses: Some(true),
     },
@@ -42,7 +42,7 @@ const LANES: [Lane; 5] = [
         device: "vulkan",
         adapter: "card",
         dtypes: None,
-        single: [Kernel::Portable; 2],
+        single: Kernel::Portable,
         half: Kernel::Matrix,
         wide_addresses: None,
     },
@@ -50,7 +50,7 @@ const LANES: [Lane; 5] = [
         device: "vulkan",
         adapter: "processor",
         dtypes: None,
-        single: [Kernel::Rows; 2],
+        single: Kernel::Rows,
         half: Kernel::Matrix,
         wide_addresses: None,
     },
@@ -58,7 +58,7 @@ const LANES: [Lane; 5] = [
         device: "wgpu",
         adapter: "card",
         dtypes: Some(&[Dtype::F32, Dtype::F16]),
-        single: [Kernel::Portable; 2],
+        single: Kernel::Portable,
         half: Kernel::Portable,
         wide_addresses: Some(false),
     },
@@ -66,7 +66,7 @@ const LANES: [Lane; 5] = [
         device: "wgpu",
         adapter: "processor",
         dtypes: Some(&[Dtype::F32, Dtype::F16]),
-        single: [Kernel::Rows; 2],
+        single: Kernel::Rows,
         half: Kernel::Rows,
         wide_addresses: Some(false),
     },
@@ -119,16 +119,11 @@ pub fn forced_kernel(dtype: Dtype) -> Option<Kernel> {
     multiplies.then_some(found)
 }
 
-/// Whether the lane's kernel takes block masks. `FLASH_TEST_KERNEL=mma` does not.
-pub fn takes_block_masks() -> bool {
-    forced_kernel(Dtype::F16) != Some(Kernel::Mma)
-}
-
 /// Asserts that the kernel that ran is the lane's.
-pub fn assert_kernel(ran: Kernel, dtype: Dtype, block_mask: bool) {
+pub fn assert_kernel(ran: Kernel, dtype: Dtype) {
     let expected: Vec<Kernel> = match forced_kernel(dtype) {
         Some(kernel) => vec![kernel],
-        None if dtype == Dtype::F32 => lanes().map(|lane| lane.single[usize::from(block_mask)]).collect(),
+        None if dtype == Dtype::F32 => lanes().map(|lane| lane.single).collect(),
         None => lanes().map(|lane| lane.half).collect(),
     };
     assert!(expected.contains(&ran), "the kernel {} ran in {}; expected one of {expected:?}", ran.name(), dtype.name());

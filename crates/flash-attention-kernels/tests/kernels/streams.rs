@@ -32,13 +32,8 @@ fn on_stream(client: &Client, number: usize) -> Client {
 fn cases(client: &Client) -> [Case; STREAMS] {
     let window = AttentionOptions { window_left: Some(40), ..causal() };
     let plain = Case::new([1, 4, 2, 200, 300, 16, 16], Dtype::F32, AttentionOptions::default());
-    let last = if lanes::takes_block_masks() {
-        let blocks = plain.with_block_mask([1, 1, 2, 3], [128, 128], vec![2, 0, 1, 1, 2, 0]);
-        let states = blocks.blocks_on(client).expect("the case has a block mask");
-        Case { shared_blocks: Some((states, BlockLists::default())), ..blocks }
-    } else {
-        plain
-    };
+    let blocks = plain.with_block_mask([1, 1, 2, 3], [128, 128], vec![2, 0, 1, 1, 2, 0]);
+    let states = blocks.blocks_on(client).expect("the case has a block mask");
     [
         Case::new([2, 4, 2, 70, 90, 16, 16], Dtype::F32, causal()).with_bias([1, 4, 1, 90]).with_dlse(),
         Case::new([1, 4, 4, 65, 130, 16, 16], Dtype::F32, window)
@@ -47,7 +42,7 @@ fn cases(client: &Client) -> [Case; STREAMS] {
             .with_dropout(0.25),
         Case::new([1, 4, 2, 150, 150, 16, 16], Dtype::F32, causal())
             .with_cu_seqlens(&[0, 40, 40, 150], &[0, 60, 90, 150]),
-        last,
+        Case { shared_blocks: Some((states, BlockLists::default())), ..blocks },
     ]
 }
 

@@ -180,4 +180,13 @@ fn warps_products() {
     let tile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64 };
     refused(call.forward(MmaTiles { tile, head_group: 0 }), "head_group is 0");
     refused(call.forward(MmaTiles { tile: MmaTile { tile_k: 24, ..tile }, head_group: 1 }), "must divide a tile");
+    // No block mask may have blocks of 256 queries.
+    let mut call = call;
+    call.problem = call.problem.with_block_mask(&[1, 1, 2, 2], 128, 128).unwrap();
+    call.inputs.block_mask = Some(TensorView::contiguous(call.client.empty(4 * 4), [1, 1, 2, 2]));
+    let wide = MmaTile { warpgroups: 2, ..tile };
+    match call.forward(MmaTiles { tile: wide, head_group: 1 }) {
+        Err(AttentionError::Unsupported { option: "tile", value, .. }) if value == "256×64" => {}
+        other => panic!("{other:?}"),
+    }
 }
