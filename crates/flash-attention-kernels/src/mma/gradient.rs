@@ -130,6 +130,7 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         // -- P and dS
         let mut p = Sequence::<u32>::new();
         let mut g = Sequence::<u32>::new();
+        let fully_masked = cursor.fully_masked(&work, scores);
         let visit = cursor.tile.visit(cursor.step < edges.lead || cursor.step >= edges.tail, scores);
         let head_q = if comptime!(transposed) { cursor.head } else { work.head };
         let of_stage = stage * stats_bytes + lane % 4 * 8;
@@ -139,8 +140,8 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             let s = s.index_mut(of_group);
             let of_tile = ScoreTile::new(work.batch, head_q, band, row, &visit, 0u32.runtime(), 0usize);
             let derivatives = apply_score_mod(s, &inputs, &of_tile, scores);
-            if !visit.fully_visible || cursor.fully_masked {
-                apply_mask(s, &of_tile, cursor.fully_masked, tile_k);
+            if !visit.fully_visible || fully_masked {
+                apply_mask(s, &of_tile, fully_masked, tile_k);
             }
             let of_rows = of_rows.index(of_group);
             let lse = tile_statistics(lse_at + of_stage, &of_rows.lse, scores);

@@ -68,14 +68,12 @@ fn step(scores: &Blueprint) -> u32 {
 /// A tile of columns of a head.
 #[derive(CubeType)]
 pub struct Cursor {
-    /// Number of the tile among those of the head.
+    /// Number of the tile among those of the head. Unused with a block mask.
     pub step: u32,
     /// Head of the columns.
     pub head: u32,
-    /// Number of tiles of the head; at least 1.
-    steps: u32,
-    /// Whether the rows see nothing of this head, so that the single tile must be hidden.
-    pub fully_masked: bool,
+    /// With a block mask, number of list entries left in the head, with that of this tile; 0 if the head has none.
+    left: u32,
     /// The tile.
     pub tile: VisitedTile,
 }
@@ -89,46 +87,55 @@ pub struct NextTile {
     pub tile: VisitedTile,
     /// Whether it is the first one of its head.
     first: bool,
-    /// Number of tiles of its head; at least 1.
-    steps: u32,
-    /// Whether the rows see nothing of its head.
-    fully_masked: bool,
+    /// List entries left.
+    left: u32,
 }
 
 #[cube]
 impl Cursor {
     /// At the first tile that a work tile visits.
     pub fn new(work: &WorkTile, tile: VisitedTile) -> Cursor {
-        let (head, steps, fully_masked) = (work.head_kv, work.steps, work.fully_masked);
-        Cursor { step: 0u32.runtime(), head, steps, fully_masked, tile }
+        let left = select(work.fully_masked, 0u32, work.steps);
+        Cursor { step: 0u32.runtime(), head: work.head_kv, left, tile }
+    }
+
+    /// Whether the rows see nothing of the head, so that its single tile must be hidden.
+    pub fn fully_masked(&self, work: &WorkTile, #[comptime] scores: Blueprint) -> bool {
+        if comptime!(scores.sparse) { self.left == 0 } else { work.fully_masked }
     }
 
     /// The next tile: if this is the last one of its head, the first one of the next head. After the last one of the `group` heads, the
     /// tile is arbitrary.
     pub fn next(&self, work: &WorkTile, group: u32, extras: &Extras, #[comptime] scores: Blueprint) -> NextTile {
-        let ends = self.step + 1 == self.steps;
-        let head = select(ends, self.head + 1, self.head);
         let before = self.tile.at - comptime!(step(&scores));
-        let (mut steps, mut fully_masked) = (self.steps, self.fully_masked);
-        let mut at = if comptime!(scores.sparse) { before } else { select(ends, work.k_last, before) };
-        if comptime!(scores.sparse && scores.transposed()) && ends {
-            let existing = min(head, work.head_kv + group - 1) as usize;
-            let visits = visits_of_block(extras, &work.band, work.batch as usize, existing, work.q_start, scores);
-            at = visits.last();
-            steps = max(visits.count, 1u32);
-            fully_masked = visits.count == 0;
+        if comptime!(scores.sparse) {
+            let first = self.left <= 1;
+            let head = select(first, self.head + 1, self.head);
+            let mut left = self.left - 1;
+            let mut at = before;
+            if comptime!(scores.transposed()) && first {
+                let existing = min(head, work.head_kv + group - 1) as usize;
+                let visits = visits_of_block(extras, &work.band, work.batch as usize, existing, work.q_start, scores);
+                left = visits.count;
+                at = visits.last();
+            }
+            NextTile { head, tile: VisitedTile::new(at, extras, scores), first, left }
+        } else {
+            let first = self.step + 1 == work.steps;
+            let head = select(first, self.head + 1, self.head);
+            let at = select(first, work.k_last, before);
+            NextTile { head, tile: VisitedTile::new(at, extras, scores), first, left: 0u32.runtime() }
         }
-        NextTile { head, tile: VisitedTile::new(at, extras, scores), first: ends, steps, fully_masked }
     }
 
     /// Moves on to the next tile.
     pub fn move_to(&mut self, next: &NextTile, #[comptime] scores: Blueprint) {
-        self.step = select(next.first, 0u32, self.step + 1);
-        self.head = next.head;
-        if comptime!(scores.sparse && scores.transposed()) {
-            self.steps = next.steps;
-            self.fully_masked = next.fully_masked;
+        if comptime!(scores.sparse) {
+            self.left = next.left;
+        } else {
+            self.step = select(next.first, 0u32, self.step + 1);
         }
+        self.head = next.head;
         self.tile.at = next.tile.at;
         self.tile.entry = next.tile.entry;
     }

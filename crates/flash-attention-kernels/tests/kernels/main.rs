@@ -3,6 +3,7 @@
 //! `common.rs` says which environment variables choose the device.
 
 mod alone;
+mod block_lists;
 mod blocks;
 mod bounds;
 mod common;

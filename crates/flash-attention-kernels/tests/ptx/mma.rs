@@ -22,6 +22,8 @@ const SPILLS: usize = 64;
 
 /// The limit for f32, whose weights and gradients of scores are in registers twice. The fastest kernel of `dk` and `dv` spills the most.
 const SPILLS_SPLIT: usize = 384;
+/// The limit with a block mask, whose list entries and their positions are in registers, too.
+const SPILLS_BLOCKS: usize = 416;
 /// The limit with a function that reads two tensors for each pair.
 const SPILLS_FUNCTION: usize = 640;
 
@@ -232,6 +234,27 @@ fn f32_is_products_of_tf32() {
             check(&name, problem(head_dim, Dtype::F32, options), memory, SPILLS_SPLIT);
         }
     }
+}
+
+/// Block masks, alone and with other options. The kernels of `dk` and `dv` look up the list of each query head.
+#[test]
+fn block_masks_are_products_of_warps() {
+    let full = AttentionOptions::default();
+    let causal = AttentionOptions { causal: true, ..full };
+    let rounded = AttentionOptions { precision: Precision::Tf32, ..causal };
+    for head_dim in [64, 128] {
+        let check = |what: &str, dtype, options, spills| {
+            let problem = problem(head_dim, dtype, options).with_block_mask(&[1, 16, 32, 32], 128, 128).unwrap();
+            check(&format!("d{head_dim}_{}_blocks_{what}", dtype.name()), problem, HOPPER, spills);
+        };
+        check("full", Dtype::BF16, full, SPILLS);
+        check("causal", Dtype::BF16, causal, SPILLS);
+        check("causal", Dtype::F32, causal, SPILLS_BLOCKS);
+        check("tf32", Dtype::F32, rounded, SPILLS_BLOCKS);
+    }
+    // Tiles of 16, smaller than the run of keys that a warp recomputes together.
+    let wide = problem(256, Dtype::F32, causal).with_block_mask(&[1, 16, 32, 32], 128, 128).unwrap();
+    check("d256_f32_blocks", wide, HOPPER, SPILLS_BLOCKS);
 }
 
 #[test]
