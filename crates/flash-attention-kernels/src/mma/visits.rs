@@ -107,12 +107,11 @@ impl Cursor {
     /// The next tile: if this is the last one of its head, the first one of the next head. After the last one of the `group` heads, the
     /// tile is arbitrary.
     pub fn next(&self, work: &WorkTile, group: u32, extras: &Extras, #[comptime] scores: Blueprint) -> NextTile {
-        let before = self.tile.at - comptime!(step(&scores));
         if comptime!(scores.sparse) {
             let first = self.left <= 1;
             let head = select(first, self.head + 1, self.head);
             let mut left = self.left - 1;
-            let mut at = before;
+            let mut at = self.tile.at - comptime!(step(&scores));
             if comptime!(scores.transposed()) && first {
                 let existing = min(head, work.head_kv + group - 1) as usize;
                 let visits = visits_of_block(extras, &work.band, work.batch as usize, existing, work.q_start, scores);
@@ -123,7 +122,7 @@ impl Cursor {
         } else {
             let first = self.step + 1 == work.steps;
             let head = select(first, self.head + 1, self.head);
-            let at = select(first, work.k_last, before);
+            let at = select(first, work.k_last, self.tile.at - comptime!(step(&scores)));
             NextTile { head, tile: VisitedTile::new(at, extras, scores), first, left: 0u32.runtime() }
         }
     }
