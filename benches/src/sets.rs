@@ -33,6 +33,8 @@ pub enum Set {
     Modest,
     /// (4, 16, 4096, 64) and (4, 16, 4096, 128), causal, in f32.
     Single,
+    /// (1, 16, 8192, 64) and (1, 16, 8192, 128), full, in f32, each without a block mask and with a sparse one.
+    SingleBlocks,
     /// One sequence of 2²⁰ tokens, causal, in bf16; a call takes seconds.
     Million,
 }
@@ -53,6 +55,7 @@ impl Set {
             Set::Autodiff => "autodiff",
             Set::Modest => "modest",
             Set::Single => "single",
+            Set::SingleBlocks => "single-blocks",
             Set::Million => "million",
         }
     }
@@ -184,6 +187,11 @@ impl Set {
                 .flat_map(|shape| [false, true].map(|causal| Case::new(F16, shape, causal)))
                 .collect(),
             Set::Single => [64, 128].map(|head_dim| Case::new(F32, [4, 16, 4096, head_dim], true)).to_vec(),
+            Set::SingleBlocks => [64, 128]
+                .map(|head_dim| Case::new(F32, [1, 16, 8192, head_dim], false))
+                .into_iter()
+                .flat_map(|case| [case, case.with(Variant::Sparse(10))])
+                .collect(),
             Set::Million => vec![Case::new(BF16, [1, 8, 1 << 20, 128], true)],
         }
     }
