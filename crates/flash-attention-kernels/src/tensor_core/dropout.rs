@@ -77,7 +77,7 @@ impl KeepMask {
             words.push(if comptime!(transposed) {
                 // Bytes alternate between even and odd keys, and are to alternate between the two queries.
                 let others = plane_shuffle_xor(bits, 4u32);
-                bytes_of(bits, others, select(lane / 4 % 2 == 0, 0x6240u32, 0x3715u32))
+                bytes_of(bits, others, select((lane / 4).is_multiple_of(2), 0x6240u32, 0x3715u32))
             } else {
                 // Otherwise the compiler would keep what the bits were compared from instead.
                 opaque(bits)
@@ -115,7 +115,7 @@ impl KeepMask {
     pub fn apply_packed(&self, packed: u32, #[comptime] pair: usize) -> u32 {
         if comptime!(self.drops) {
             let group = *self.words.index(comptime!(pair / 16)) << comptime!((pair / 2 % GROUPS) as u32);
-            packed & byte_signs(group, comptime!(if pair % 2 == 0 { 0x9988u32 } else { 0xBBAAu32 }))
+            packed & byte_signs(group, comptime!(if pair.is_multiple_of(2) { 0x9988u32 } else { 0xBBAAu32 }))
         } else {
             packed
         }
