@@ -25,7 +25,7 @@ impl VisitedTile {
         VisitedTile { at, entry }
     }
 
-    /// Moves on to the next tile of the head, whose [`entry_ahead`](Self::entry_ahead) has been read.
+    /// Moves on to the next tile of the head, whose `entry_ahead` has been read.
     pub fn advance(&mut self, entry_ahead: u32, #[comptime] scores: Blueprint) {
         self.at -= comptime!(step(&scores));
         self.entry = entry_ahead;
