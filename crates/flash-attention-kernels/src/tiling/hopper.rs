@@ -4,7 +4,7 @@ mod tables;
 mod wide;
 
 use super::{
-    BackwardTiles, BiasGradient, Case, Gradient, Gradients, HopperForward, HopperGradient, ListShape, NOT_COMPILED,
+    BackwardTiles, BiasGradient, Case, FamilyTiles, Gradient, Gradients, HopperForward, HopperGradient, NOT_COMPILED,
     bias_sums, gradients, require, row, takes_sums,
 };
 use crate::dtype::Dtype;
@@ -148,12 +148,7 @@ pub fn backward(case: Case) -> Result<Gradients, String> {
 
 /// Whether the blocks of a block mask consist of whole tiles.
 fn divides(tile: &HopperTile) -> bool {
-    list(tile, Role::Forward).divides_blocks()
-}
-
-/// Shape of the lists that a kernel of this role uses.
-pub(super) fn list(tile: &HopperTile, role: Role) -> ListShape {
-    ListShape { keys: role.is_transposed(), rows: tile.tile_q(), columns: tile.tile_k }
+    FamilyTiles::Hopper(*tile).list(false).divides_blocks()
 }
 
 /// The gradient of the bias by Hopper's kernel, if the other gradients run on Hopper, or the reason why it cannot run.
@@ -307,7 +302,7 @@ pub(crate) fn check(
     let Case { device, problem } = case;
     let HopperTile { consumer_groups, warpgroups, tile_k, stages, ping_pong: _, producer_warp } = tile;
     let forward = role == Role::Forward;
-    list(&tile, role).check_words(problem)?;
+    FamilyTiles::Hopper(tile).list(role.is_transposed()).check_words(problem)?;
     for (what, value, least) in [
         ("consumer_groups", consumer_groups, 1),
         // The second warpgroup loads V.

@@ -2,7 +2,7 @@
 //! 99 KiB on other GPUs from Ampere on.
 
 use super::hopper::{self, head_group};
-use super::{Case, MmaTiles, NOT_COMPILED, first, require, row};
+use super::{Case, Gradient, MmaTiles, NOT_COMPILED, first, require, row};
 use crate::dtype::Dtype;
 use crate::fragment::Role;
 use crate::mma::{MmaBlueprint, MmaTile, Products};
@@ -225,7 +225,7 @@ pub fn check(Case { device, problem }: Case, role: Role, tiles: MmaTiles) -> Res
     require(tile.is_consistent(), || {
         format!("{tile:?} is inconsistent: the rows that are copied at a time must divide a tile")
     })?;
-    let list = hopper::list(&tile.tile(), role);
+    let list = Gradient::Mma(tiles).list(role.is_transposed());
     require(problem.block_mask.is_none() || list.divides_blocks(), || {
         format!("tiles of {}×{} do not divide the blocks of a block mask", list.rows, list.columns)
     })?;
