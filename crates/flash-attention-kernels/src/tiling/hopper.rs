@@ -92,24 +92,27 @@ pub(super) fn head_group(Case { device, problem }: Case, tile: &HopperTile, role
     let bounded = is_bounded(problem);
     let consumer_groups = device.multiprocessors * tile.consumer_groups;
     let waits = role.adds_in_order(problem);
+    let rows = if role.is_transposed() { problem.seq_k } else { problem.seq_q };
+    let blocks = rows.div_ceil(wide::rows_of_block(problem, tile, role)).max(1);
+    let heads = problem.batch * if role.is_transposed() { problem.num_heads_kv } else { problem.num_heads_q };
+    if waits {
+        return waiting_heads(consumer_groups, blocks, tile).min(heads.max(1));
+    }
     // If all blocks have the same length, heads are processed one by one: their keys and values are then read by all consumer
     // groups at the same time. With a block mask, lengths differ. This matters more if several consumer groups share the blocks of
-    // a head. Blocks of one head that wait for each other would start one after the other.
-    if !bounded && !waits && (problem.block_mask.is_none() || tile.consumer_groups == 1) {
+    // a head.
+    if !bounded && (problem.block_mask.is_none() || tile.consumer_groups == 1) {
         return 1;
     }
-    let (of_cache, heads, rows) = if role.is_transposed() {
+    let of_cache = if role.is_transposed() {
         // Blocks of the same length visit the query heads of a group together.
         let visited = if bounded { problem.group_size() } else { 1 };
-        let heads = SECTION_BYTES / (of_query_head(problem, role) * visited).max(1);
-        (heads, problem.num_heads_kv, problem.seq_k)
+        SECTION_BYTES / (of_query_head(problem, role) * visited).max(1)
     } else {
         let of_position = (problem.head_dim + problem.head_dim_v) * problem.dtype.size();
-        let heads = SECTION_BYTES / (problem.seq_k * of_position).max(1) * problem.group_size();
-        (heads, problem.num_heads_q, problem.seq_q)
+        SECTION_BYTES / (problem.seq_k * of_position).max(1) * problem.group_size()
     };
-    let blocks = rows.div_ceil(wide::rows_of_block(problem, tile, role)).max(1);
-    let most = if bounded || waits {
+    let most = if bounded {
         // At least two blocks of each head are processed at a time. Otherwise every load would come from memory first and from the
         // cache later.
         consumer_groups / 2
@@ -122,7 +125,15 @@ pub(super) fn head_group(Case { device, problem }: Case, tile: &HopperTile, role
     let least = if role.is_transposed() { consumer_groups / (blocks * num_splits) } else { 1 };
     // A power of two, as numbers of heads usually are: a last head group with few heads would keep few consumer groups busy.
     let head_group = of_cache.max(least).min(most).max(1);
-    (1 << head_group.ilog2()).min((problem.batch * heads).max(1))
+    (1 << head_group.ilog2()).min(heads.max(1))
+}
+
+/// Number of heads in a head group whose blocks wait for each other: those whose blocks run at a time, but at least 2. Most blocks that
+/// a block waits for have then started together with it, and what they share is in the cache. Tiles of 128 queries have half as many
+/// turns for the same work, so that a block that is late holds up the others for longer: twice as many heads are faster.
+fn waiting_heads(consumer_groups: usize, blocks: usize, tile: &HopperTile) -> usize {
+    let heads = (consumer_groups / blocks).max(2) * tile.tile_k / PANEL;
+    1 << heads.max(1).ilog2()
 }
 
 /// The gradients by Hopper's kernels, or the reason why they cannot run.
@@ -209,8 +220,9 @@ pub fn sums(problem: &AttentionProblem, tiles: &BackwardTiles) -> [Option<BiasGr
     )
 }
 
-/// Work tiles for each multiprocessor from which on blocks of different lengths may add to dQ in order. The shortest blocks of a
-/// chunk come first, and the last of fewer, longer work tiles would end late.
+/// Work for each multiprocessor from which on blocks of keys add to dQ in order. Blocks of different lengths are counted: the shortest
+/// blocks of a head group come first, and the last of fewer, longer ones would end late. Of blocks of the same length, tiles of queries
+/// are counted: the first blocks of a head start one after the other, one tile apart.
 const MANY: usize = 12;
 
 /// All three gradients by one kernel if that is faster than two kernels, or the reason why it is not used.
@@ -226,11 +238,21 @@ pub fn fused(case: Case) -> Result<HopperGradient, String> {
         "with a window, two kernels with a fixed order are as fast".into()
     })?;
     let keys = wide::rows_of_block(problem, &fused.tile, Role::All);
-    let blocks = problem.batch * problem.num_heads_kv * problem.seq_k.div_ceil(keys);
+    let blocks = problem.seq_k.div_ceil(keys);
     let many = MANY * device.multiprocessors;
-    require(!in_order || !is_bounded(problem) || blocks >= many, || {
-        format!("the longest of {blocks} blocks of keys would add to dq last; at least {many} are needed")
-    })?;
+    if in_order && is_bounded(problem) {
+        let blocks = problem.batch * problem.num_heads_kv * blocks;
+        require(blocks >= many, || {
+            format!("the longest of {blocks} blocks of keys would add to dq last; at least {many} are needed")
+        })?;
+    } else if in_order && blocks > 1 {
+        let tiles = problem.batch * problem.num_heads_q * queries.div_ceil(fused.tile.tile_k);
+        require(tiles >= many, || {
+            format!(
+                "blocks of keys would start one after the other, with {tiles} tiles of queries; at least {many} are needed"
+            )
+        })?;
+    }
     Ok(fused)
 }
 
@@ -248,8 +270,7 @@ pub fn fusible(case: Case) -> Result<(usize, HopperGradient), String> {
     })?;
     require(problem.bias.is_none(), || "with a bias, tiles of dS do not fit in shared memory".into())?;
     let (head_dim, widest) = (problem.head_dim, problem.widest());
-    let ([any_order, in_order], tile) = row(&HOPPER_FUSED, problem)?;
-    let least = if fixed { in_order } else { any_order };
+    let (least, tile) = row(&HOPPER_FUSED, problem)?;
     if is_wide(problem, Role::All) {
         wide::check(problem, tile)?;
     } else {

@@ -110,24 +110,34 @@ fn plans_say_why_the_backward_is_not_fused() {
     for plan in [grouped(8192, false), grouped(2048, true)] {
         assert_eq!(plan.backward.fused.map(|fused| fused.num_splits), Some(1), "{plan}");
     }
+    let of = |[batch, heads, seq]: [usize; 3], options| {
+        let shape = [batch, heads, seq, 128];
+        AttentionProblem::new(&shape, &shape, &shape, Dtype::BF16, options).unwrap()
+    };
     let wide = plan(problem(256, Dtype::BF16, options));
     assert!(wide.to_string().contains(", all three hopper 64×80"), "{wide}");
     let tile = |plan: &Plan| plan.backward.fused.map(|fused| fused.tile);
     assert_eq!(tile(&fixed), tile(&fast));
-    let short = [1, 16, 1024, 128];
-    let short = AttentionProblem::new(&short, &short, &short, Dtype::BF16, options).unwrap();
+    // Heads whose blocks wait for each other run at a time: 16 of 8 blocks, 2 of 128. With tiles of 128 queries, twice as many.
+    let head_group = |plan: &Plan| plan.backward.fused.map(|fused| fused.head_group);
+    for (shape, heads) in [([16, 16, 1024], 16), ([4, 16, 4096], 4), ([1, 16, 16384], 2)] {
+        let plan = plan(of(shape, AttentionOptions::default()));
+        assert_eq!(head_group(&plan), Some(heads), "{plan}");
+    }
+    let narrow = plan(problem(64, Dtype::BF16, AttentionOptions::default()));
+    assert_eq!(head_group(&narrow), Some(8), "{narrow}");
+    let short = of([1, 16, 512], options);
     let biased = problem(64, Dtype::BF16, options).with_bias(&[1, 1, 4096, 4096]).unwrap();
     let fixed_with = |options| problem(128, Dtype::BF16, options);
-    let few = [1, 16, 4096, 128];
     let causal = AttentionOptions { causal: true, ..Default::default() };
-    let few = AttentionProblem::new(&few, &few, &few, Dtype::BF16, causal).unwrap();
     let whys = [
-        (short, "at least 2048 are needed"),
+        (short, "at least 1024 are needed"),
         (problem(256, Dtype::F16, AttentionOptions::default()), "256 is above 128"),
         (problem(192, Dtype::F16, options), "both from 193 to 256"),
         (biased, "a bias"),
         (fixed_with(AttentionOptions { window_left: Some(99), ..Default::default() }), "a window"),
-        (few, "at least 1584 are needed"),
+        (of([1, 16, 4096], causal), "the longest of 512 blocks of keys"),
+        (of([1, 16, 4096], AttentionOptions::default()), "1024 tiles of queries; at least 1584 are needed"),
         (
             problem(64, Dtype::BF16, AttentionOptions::default()).with_block_mask(&[1, 1, 32, 32], 128, 128).unwrap(),
             "a block mask",

@@ -103,25 +103,22 @@ pub(super) const HOPPER_DBIAS: Table<BiasTile, 4> = [
     (256, BiasTile { tile_k: 32, tiles: 4, stages: 2, row_stages: 1 }),
 ];
 
-/// Tiles of the kernel that computes all three gradients, by the larger head dimension, with the numbers of queries from which on it
-/// is faster, where blocks of keys add to dQ in any order and in a fixed one. A tile has 128 queries, or 64 with two panels of columns,
-/// so that dQ of a tile is one block of 64 × 64 for each of two warpgroups.
+/// Tiles of the kernel that computes all three gradients, by the larger head dimension, with the number of queries from which on it is
+/// faster. A tile has 128 queries, or 64 with two panels of columns, so that dQ of a tile is one block of 64 × 64 for each of two
+/// warpgroups.
 ///
-/// The last row belongs to the [kernel for wide heads](crate::hopper::wide), which has no fixed order. It has tiles of 64 queries, and
-/// the number of the row is that of keys.
+/// The last row belongs to the [kernel for wide heads](crate::hopper::wide). It has tiles of 64 queries, and the number of the row is
+/// that of keys.
 ///
 /// ```text
-/// head_dim  seq_q         queries, stages  registers: dK + dV, S, dP, dQ  of   shared memory
-/// 64        1,024, 2,048  128, 3           64 + 64 + 64 + 32              255  196 KiB
-/// 128       2,048, 2,048  64, 3            128 + 32 + 32 + 32             255  195 KiB
-/// head_dim  seq_q         keys, stages     registers: dK + dV, S, dP, dQ  of   shared memory
-/// 256       2,048         80, 2            160 + 20 + 20 + 32             255  220 KiB
+/// head_dim  seq_q  queries, stages  registers: dK + dV, S, dP, dQ  of   shared memory
+/// 64        1,024  128, 3           64 + 64 + 64 + 32              255  196 KiB
+/// 128       1,024  64, 3            128 + 32 + 32 + 32             255  195 KiB
+/// head_dim  seq_q  keys, stages     registers: dK + dV, S, dP, dQ  of   shared memory
+/// 256       2,048  80, 2            160 + 20 + 20 + 32             255  220 KiB
 /// ```
-pub(super) const HOPPER_FUSED: Table<([usize; 2], HopperTile), 3> = [
-    (64, ([1024, 2048], tile(1, 2, 128, 3))),
-    (128, ([2048, 2048], tile(1, 2, 64, 3))),
-    (256, ([2048, usize::MAX], tile(1, 2, 80, 2))),
-];
+pub(super) const HOPPER_FUSED: Table<(usize, HopperTile), 3> =
+    [(64, (1024, tile(1, 2, 128, 3))), (128, (1024, tile(1, 2, 64, 3))), (256, (2048, tile(1, 2, 80, 2)))];
 
 /// A tile whose warpgroups neither take turns nor have a producer warp.
 const fn tile(consumer_groups: usize, warpgroups: usize, tile_k: usize, stages: usize) -> HopperTile {
