@@ -92,11 +92,11 @@ pub(super) fn head_group(Case { device, problem }: Case, tile: &HopperTile, role
     let bounded = is_bounded(problem);
     let consumer_groups = device.multiprocessors * tile.consumer_groups;
     let waits = role.adds_in_order(problem);
-    let rows = if role.is_transposed() { problem.seq_k } else { problem.seq_q };
+    let (rows, heads) = problem.side(role.is_transposed());
     let blocks = rows.div_ceil(wide::rows_of_block(problem, tile, role)).max(1);
-    let heads = problem.batch * if role.is_transposed() { problem.num_heads_kv } else { problem.num_heads_q };
+    let heads = (problem.batch * heads).max(1);
     if waits {
-        return waiting_heads(consumer_groups, blocks, tile).min(heads.max(1));
+        return waiting_heads(consumer_groups, blocks, tile).min(heads);
     }
     // If all blocks have the same length, heads are processed one by one: their keys and values are then read by all consumer
     // groups at the same time. With a block mask, lengths differ. This matters more if several consumer groups share the blocks of
@@ -125,7 +125,7 @@ pub(super) fn head_group(Case { device, problem }: Case, tile: &HopperTile, role
     let least = if role.is_transposed() { consumer_groups / (blocks * num_splits) } else { 1 };
     // A power of two, as numbers of heads usually are: a last head group with few heads would keep few consumer groups busy.
     let head_group = of_cache.max(least).min(most).max(1);
-    (1 << head_group.ilog2()).min(heads.max(1))
+    (1 << head_group.ilog2()).min(heads)
 }
 
 /// Number of heads in a head group whose blocks wait for each other: those whose blocks run at a time, but at least 2. Most blocks that
