@@ -60,15 +60,20 @@ impl Case {
         let [exact, emulated, spread] = [&expected.exact, &expected.emulated, &expected.spread];
         let o = |of: &'a reference::Attention| Some(&of.output.o);
         type Tensor<'a> = fn(&'a reference::Gradients) -> Option<&'a Vec<f64>>;
+        let columns = |shape: Option<[usize; 4]>| shape.map_or(1, |shape| shape[3]);
         let gradients: [(&str, &Option<Vec<f64>>, usize, Tensor); 8] = [
             ("dq", &results.dq, p.head_dim, |of| Some(&of.dq)),
             ("dk", &results.dk, p.head_dim, |of| Some(&of.dk)),
             ("dv", &results.dv, p.head_dim_v, |of| Some(&of.dv)),
-            ("dbias", &results.dbias, p.bias.map_or(1, |shape| shape[3]), |of| of.dbias.as_ref()),
+            ("dbias", &results.dbias, columns(p.bias), |of| of.dbias.as_ref()),
             ("dalibi_slopes", &results.dalibi_slopes, 1, |of| of.dalibi_slopes.as_ref()),
             ("dsinks", &results.dsinks, 1, |of| of.dsinks.as_ref()),
-            ("dscore_tensors[0]", &results.dscore_tensors[0], 1, |of| of.dscore_tensors[0].as_ref()),
-            ("dscore_tensors[1]", &results.dscore_tensors[1], 1, |of| of.dscore_tensors[1].as_ref()),
+            ("dscore_tensors[0]", &results.dscore_tensors[0], columns(p.score_tensors[0]), |of| {
+                of.dscore_tensors[0].as_ref()
+            }),
+            ("dscore_tensors[1]", &results.dscore_tensors[1], columns(p.score_tensors[1]), |of| {
+                of.dscore_tensors[1].as_ref()
+            }),
         ];
         let compare = |name, judged, row_len, computed, [exact, emulated, spread]: [Option<&'a Vec<f64>>; 3]| {
             let (exact, emulated) =
