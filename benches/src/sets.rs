@@ -173,13 +173,25 @@ impl Set {
                 ]
             }
             // None is causal: all queries at the last position see all keys, but PyTorch aligns causality to the first key.
-            Set::Decode => [(1, 1, 16384), (1, 1, 131072), (16, 1, 8192), (64, 1, 4096), (16, 4, 8192), (16, 16, 8192)]
-                .map(|(batch, seq_q, seq_k)| Case {
-                    heads_kv: 8,
-                    seq_k,
-                    ..Case::new(BF16, [batch, 32, seq_q, 128], false)
-                })
-                .to_vec(),
+            Set::Decode => [
+                (1, [32, 8], 1, 128),
+                (1, [32, 8], 1, 4096),
+                (1, [32, 8], 1, 32768),
+                (1, [32, 8], 1, 131072),
+                (16, [32, 8], 1, 4096),
+                (64, [32, 8], 1, 4096),
+                (64, [32, 8], 1, 16384),
+                (16, [64, 8], 1, 4096),
+                (16, [32, 32], 1, 4096),
+                (16, [32, 8], 4, 8192),
+                (16, [32, 8], 16, 8192),
+            ]
+            .map(|(batch, [heads_q, heads_kv], seq_q, seq_k)| Case {
+                heads_kv,
+                seq_k,
+                ..Case::new(BF16, [batch, heads_q, seq_q, 128], false)
+            })
+            .to_vec(),
             Set::Lengths => [4096, 8192, 16384, 32768, 65536].map(|seq| Case::new(F32, [1, 8, seq, 64], true)).to_vec(),
             Set::Autodiff => [false, true].map(|causal| Case::new(BF16, [4, 16, 4096, 128], causal)).to_vec(),
             Set::Modest => [[4, 16, 1024, 64], [2, 16, 2048, 128]]

@@ -13,7 +13,7 @@ use crate::timing::{Work, device_time, once, sync};
 use cubecl::client::Client;
 use flash_attention_kernels::{
     AttentionProblem, BackwardOrder, BackwardTiles, BiasGradient, BiasTile, Forward, Gradient, HopperForward,
-    HopperGradient, HopperTile, Kernel, MmaTile, MmaTiles, Plan, Precision, plan_with,
+    HopperGradient, HopperTile, Kernel, MmaForward, MmaTile, MmaTiles, Plan, Precision, plan_with,
 };
 use std::fmt;
 use std::num::ParseIntError;
@@ -42,7 +42,9 @@ pub struct Options {
     /// CONSUMER_GROUPS/WARPGROUPS/TILE_K/STAGES/PING_PONG/PRODUCER_WARP/HEAD_GROUP/NUM_SPLITS; PING_PONG and PRODUCER_WARP are 0 or 1, and
     /// HEAD_GROUP is the number of heads in a head group. TILE_K is the number of queries for dkdv and fused, and NUM_SPLITS for
     /// fused that of a group's query heads. For dbias, CONSUMER_GROUPS is
-    /// the number of stages of Q and dO, and NUM_SPLITS the number of tiles of a block. For mma: WARPGROUPS/GROUPS/TILE_K/HEAD_GROUP.
+    /// the number of stages of Q and dO, and NUM_SPLITS the number of tiles of a block. For mma:
+    /// WARPGROUPS/GROUPS/TILE_K/WARPS_K/STAGES/HEAD_GROUP/NUM_SPLITS/PACK_GQA, where WARPS_K is 1 or 4 and PACK_GQA 0 or 1; these, STAGES and NUM_SPLITS
+    /// are for the forward.
     #[arg(long = "try", value_delimiter = ',', value_parser = numbers)]
     candidates: Vec<Numbers>,
 }
@@ -58,7 +60,7 @@ fn numbers(text: &str) -> Result<Numbers, ParseIntError> {
 #[derive(Clone, Copy, Debug)]
 enum Candidate {
     Hopper(HopperTile, usize, usize),
-    Mma(MmaTile, usize),
+    Mma(MmaForward),
 }
 
 impl fmt::Display for Candidate {
@@ -75,8 +77,9 @@ impl fmt::Display for Candidate {
                     "{consumer_groups}/{warpgroups}/{tile_k}/{stages}/{ping_pong}/{producer_warp}/{head_group}/{num_splits}"
                 )
             }
-            Candidate::Mma(MmaTile { warpgroups, groups, tile_k }, head_group) => {
-                write!(f, "{warpgroups}/{groups}/{tile_k}/{head_group}")
+            Candidate::Mma(MmaForward { tiles: MmaTiles { tile, head_group }, num_splits, pack_gqa }) => {
+                let (MmaTile { warpgroups, groups, tile_k, warps_k, stages }, pack_gqa) = (tile, pack_gqa as u8);
+                write!(f, "{warpgroups}/{groups}/{tile_k}/{warps_k}/{stages}/{head_group}/{num_splits}/{pack_gqa}")
             }
         }
     }
@@ -97,11 +100,11 @@ impl Work for Launches<'_> {
     fn call(&mut self, _: usize) -> Result<(), Error> {
         let (tile, head_group, num_splits) = match self.candidate {
             Candidate::Hopper(tile, head_group, num_splits) => (tile, head_group, num_splits),
-            Candidate::Mma(tile, head_group) if self.part == Part::Forward => {
-                return self.tensors.forward(self.client, &self.problem, MmaTiles { tile, head_group });
+            Candidate::Mma(plan) if self.part == Part::Forward => {
+                return self.tensors.forward(self.client, &self.problem, plan);
             }
-            Candidate::Mma(tile, head_group) => {
-                let gradient = Gradient::Mma(MmaTiles { tile, head_group });
+            Candidate::Mma(MmaForward { tiles, .. }) => {
+                let gradient = Gradient::Mma(tiles);
                 let mut tiles = self.backward;
                 (tiles.dq, tiles.dkdv, tiles.dv) = (gradient, gradient, tiles.dv.map(|_| gradient));
                 return self.tensors.backward(self.client, &self.problem, &self.part.wanted(self.tensors), tiles);
@@ -140,14 +143,14 @@ fn planned(plan: &Plan, part: Part) -> Result<Candidate, Error> {
         Gradient::Hopper(HopperGradient { tile, head_group, num_splits }) => {
             Some(Candidate::Hopper(tile, head_group, num_splits))
         }
-        Gradient::Mma(MmaTiles { tile, head_group }) => Some(Candidate::Mma(tile, head_group)),
+        Gradient::Mma(tiles) => Some(Candidate::Mma(tiles.into())),
         _ => None,
     };
     let candidate = match (part, plan.forward) {
         (Part::Forward, Forward::Hopper(HopperForward { tile, head_group, num_splits })) => {
             Some(Candidate::Hopper(tile, head_group, num_splits))
         }
-        (Part::Forward, Forward::Mma(MmaTiles { tile, head_group })) => Some(Candidate::Mma(tile, head_group)),
+        (Part::Forward, Forward::Mma(plan)) => Some(Candidate::Mma(plan)),
         (Part::Forward, _) => None,
         (Part::Dq, _) => gradient(plan.backward.dq),
         (Part::Dkdv, _) => gradient(plan.backward.dkdv),
@@ -200,16 +203,23 @@ fn candidate(numbers: &[Option<usize>], part: Part, planned: Candidate) -> Resul
             let num_splits = num_splits.unwrap_or(planned_splits).max(1);
             Ok(Candidate::Hopper(tile, head_group.unwrap_or(planned_head_group), num_splits))
         }
-        Candidate::Mma(tile, planned_head_group) => {
-            let [warpgroups, groups, keys, head_group] = *numbers else {
-                return Err(wrong("it must be WARPGROUPS/GROUPS/TILE_K/HEAD_GROUP"));
+        Candidate::Mma(planned) => {
+            let [warpgroups, groups, keys, warps_k, stages, head_group, num_splits, pack_gqa] = *numbers else {
+                return Err(wrong("it must be WARPGROUPS/GROUPS/TILE_K/WARPS_K/STAGES/HEAD_GROUP/NUM_SPLITS/PACK_GQA"));
             };
+            let MmaTiles { tile, head_group: planned_head_group } = planned.tiles;
             let tile = MmaTile {
                 warpgroups: warpgroups.unwrap_or(tile.warpgroups),
                 groups: groups.unwrap_or(tile.groups),
                 tile_k: keys.unwrap_or(tile.tile_k),
+                warps_k: warps_k.unwrap_or(tile.warps_k),
+                stages: stages.unwrap_or(tile.stages),
             };
-            Ok(Candidate::Mma(tile, head_group.unwrap_or(planned_head_group)))
+            Ok(Candidate::Mma(MmaForward {
+                tiles: MmaTiles { tile, head_group: head_group.unwrap_or(planned_head_group) },
+                num_splits: num_splits.unwrap_or(planned.num_splits).max(1),
+                pack_gqa: pack_gqa.map_or(planned.pack_gqa, |pack_gqa| pack_gqa != 0),
+            }))
         }
     }
 }

@@ -80,6 +80,6 @@ pub use rows::RowsTile;
 pub use tensor::TensorView;
 pub use tensor_core::HopperTile;
 pub use tiling::{
-    BackwardTiles, BiasGradient, FamilyTiles, Forward, Gradient, HopperForward, HopperGradient, Kernel, MmaTiles, Plan,
-    check, plan, plan_with,
+    BackwardTiles, BiasGradient, FamilyTiles, Forward, Gradient, HopperForward, HopperGradient, Kernel, MmaForward,
+    MmaTiles, Plan, check, plan, plan_with,
 };

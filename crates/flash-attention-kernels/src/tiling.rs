@@ -11,19 +11,22 @@ mod plan;
 mod portable;
 pub(crate) mod recent;
 pub(crate) mod rows;
+mod splits;
 
 pub use choice::{
-    BackwardTiles, BiasGradient, FamilyTiles, Forward, Gradient, HopperForward, HopperGradient, Kernel, MmaTiles,
+    BackwardTiles, BiasGradient, FamilyTiles, Forward, Gradient, HopperForward, HopperGradient, Kernel, MmaForward,
+    MmaTiles,
 };
 pub(crate) use device::{Case, check_dtype, cube_count, grid};
 pub use device::{Device, element_type};
+pub(crate) use hopper::stats_multiple;
 #[cfg(feature = "cuda")]
 pub(crate) use hopper::varies_by_pair;
-pub(crate) use hopper::{COUNTER_BYTES, COUNTERS, stats_multiple};
 pub(crate) use lists::ListShape;
 pub use plan::{PassedOver, Plan, check, plan, plan_on, plan_with};
 pub use portable::{Stage, shared_memory};
 pub(crate) use portable::{blueprint, blueprint_beside, check_tile};
+pub(crate) use splits::{COUNTER_BYTES, COUNTERS};
 
 use crate::error::{AttentionError, Result};
 use crate::fragment::Role;
@@ -65,11 +68,15 @@ fn gradients(together: bool, of: impl Fn(Role) -> Result<Gradient, String>) -> R
 
 /// Chooses the forward: the most preferred kernel that supports the problem, or the requested one.
 pub(crate) fn choose_forward(case: Case, asked: Option<Kernel>, passed_over: &mut Vec<PassedOver>) -> Result<Forward> {
-    let kernels = [Kernel::Hopper, Kernel::Mma, Kernel::Matrix];
+    let kernels = if mma::decodes(case) {
+        [Kernel::Mma, Kernel::Hopper, Kernel::Matrix]
+    } else {
+        [Kernel::Hopper, Kernel::Mma, Kernel::Matrix]
+    };
     for kernel in kernels.into_iter().filter(|kernel| asked.is_none_or(|asked| asked == *kernel)) {
         let found = match kernel {
             Kernel::Hopper => hopper::forward(case).map(Forward::Hopper),
-            Kernel::Mma => mma::choose(case, Role::Forward).map(Forward::Mma),
+            Kernel::Mma => mma::forward(case).map(Forward::Mma),
             _ => matrix::choose(case, Role::Forward).map(Forward::Matrix),
         };
         match found {
@@ -158,7 +165,7 @@ pub fn forward_candidates(
     let planned = choose_forward(case, None, &mut Vec::new())?;
     let others: Vec<Forward> = match planned {
         Forward::Hopper(planned) => hopper::alternatives(case, planned).into_iter().map(Forward::Hopper).collect(),
-        Forward::Mma(_) => mma::fitting(case, Role::Forward).into_iter().map(Forward::Mma).collect(),
+        Forward::Mma(planned) => mma::alternatives(case, planned).into_iter().map(Forward::Mma).collect(),
         Forward::Matrix(_) => matrix::fitting(case, Role::Forward).into_iter().map(Forward::Matrix).collect(),
         Forward::Rows(tile) => rows::alternatives(tile).into_iter().map(Forward::Rows).collect(),
         Forward::Portable(_) => portable::fitting(device, Stage::Forward).map(Forward::Portable).collect(),

@@ -9,7 +9,7 @@
 //! splits     dk and dv, added up over splits of a group's query heads
 //! dbias      gradient of a bias with one element       products   products of a warpgroup's rows with a tile
 //!            for each pair                             operands   TMA operands and work tiles, as arguments
-//! combine    combines splits of the keys               copy       packed copies of tensors that TMA cannot read
+//! copy       packed copies of tensors that TMA cannot read
 //! ```
 //!
 //! Computations on accumulators in registers are shared with [`mma`](crate::mma): see [`tensor_core`](crate::tensor_core).
@@ -23,8 +23,6 @@
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
-#[cfg(feature = "cuda")]
-pub mod combine;
 #[cfg(feature = "cuda")]
 pub mod copy;
 #[cfg(feature = "cuda")]
@@ -84,7 +82,7 @@ impl Blueprint {
     ///     role: Role::Forward, tile, dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,
     ///     capped: false, mask: None, bias: None, alibi: false, modified: false, keeps_derivative: false,
     ///     sums: Default::default(), mask_mod: false, varlen: false, sparse: false, ordered: false, split_keys: false,
-    ///     split_group: false, stats_multiple: 128,
+    ///     split_group: false, pack_gqa: false, warps_k: 1, stats_multiple: 128,
     /// };
     /// assert!(blueprint.shared_memory() <= 227 << 10);
     /// ```

@@ -2,68 +2,96 @@
 
 use super::backward::{Backward, Results};
 use super::forward::Outputs;
-use super::tensor_core::{
-    self, GradientLaunch, VECTOR_BYTES, Work, rows_arg, rows_in, rows_out, sides, source_sides, stride,
-};
+use super::key_splits::outputs;
+use super::tensor_core::{self, GradientLaunch, VECTOR_BYTES, Work, rows_arg, rows_in, sides, source_sides};
 use super::{Call, Launch};
 use crate::error::Result;
 use crate::fragment::Role;
 use crate::mma::{MmaBlueprint, forward, gradient};
-use crate::tensor_core::{LseOutLaunch, OutputsLaunch, SourcesLaunch};
-use crate::tiling::{self, Gradient, Kernel, MmaTiles};
+use crate::tensor_core::combine::CombinationLaunch;
+use crate::tensor_core::{Blueprint, SourcesLaunch};
+use crate::tiling::{self, Gradient, Kernel, MmaForward, MmaTiles};
 use cubecl::prelude::*;
 
 impl Call<'_> {
     /// Blueprint, work tiles and grid of a kernel, or an error if it cannot run with these tiles.
-    fn mma(&self, role: Role, tiles: MmaTiles, bindings: usize) -> Result<(MmaBlueprint, Work, CubeCount)> {
-        tiling::mma::check(self.case(), role, tiles).map_err(|why| Kernel::Mma.unavailable(why))?;
+    fn mma(&self, role: Role, plan: MmaForward, bindings: usize) -> Result<(MmaBlueprint, Work, CubeCount)> {
+        tiling::mma::check(self.case(), role, plan).map_err(|why| Kernel::Mma.unavailable(why))?;
         self.case().check_bindings(role.kernel(), bindings)?;
+        let MmaForward { tiles, num_splits, pack_gqa } = plan;
         let MmaTiles { tile, head_group } = tiles;
-        let scores = self.plain_blueprint(role, tile.tile(), false);
+        let warps_k = tile.warps_k;
+        let scores = Blueprint { pack_gqa, warps_k, ..self.plain_blueprint(role, tile.tile(), num_splits > 1) };
         let blueprint = MmaBlueprint { tile, scores, products: tiling::mma::products(self.problem) };
-        let work = self.work(role, Gradient::Mma(tiles).list(role.is_transposed()), head_group, 1, 0)?;
+        let list = Gradient::Mma(tiles).list(role.is_transposed());
+        let work = if pack_gqa {
+            self.packed_work(list, head_group, num_splits)?
+        } else {
+            self.work(role, list, head_group, num_splits, 0)?
+        };
         let count = tiling::cube_count(self.device, role.kernel(), work.scheduler.num_tiles as u64)?;
         Ok((blueprint, work, count))
     }
 }
 
-impl MmaTiles {
+impl MmaForward {
     /// Prepares the launch that computes `o` and `lse`: finds everything that can fail.
     pub(super) fn forward<'a>(self, call: &'a Call<'a>, Outputs { o, lse, .. }: Outputs<'a>) -> Result<Launch<'a>> {
-        let (blueprint, work, count) = call.mma(Role::Forward, self, 5)?;
-        let ([q, k, v], o) = (call.aligned_inputs()?, call.aligned(o)?);
+        let (blueprint, work, count) = call.mma(Role::Forward, self, 8)?;
+        let ([q, k, v], aligned) = (call.aligned_inputs()?, call.aligned(o)?);
+        let (combination, combines) = (call.combination(self.num_splits)?, blueprint.combines());
         Ok(Box::new(move || {
             let [q, k, v] = [q, k, v].map(|source| source.read(call));
-            let out = o.write(call, false);
+            let (out, dtype) = (aligned.write(call, false), call.problem.dtype);
+            let splits = call.key_splits(self.num_splits, blueprint.scores.columns());
+            let (of_splits, lse_of_splits, size_of_splits) = match &splits {
+                None => (&out, lse, dtype.size()),
+                Some(splits) => (&splits.o, &splits.lse, size_of::<f32>()),
+            };
+            let counted = if combines { work.scheduler.num_tiles as usize / self.num_splits } else { 1 };
+            // Without a combination, nothing is counted.
+            let tickets = if combines { call.counters(counted) } else { lse.handle.clone() };
+            if let Some(splits) = splits.as_ref().filter(|_| !combines) {
+                call.fill_splits(splits);
+            }
             let route = call.route_in_order(work.list);
-            let size = call.problem.dtype.size();
+            let size = dtype.size();
             let (bias_width, mask_width) = call.pair_widths(false);
             // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
             unsafe {
                 forward::forward::launch_unchecked(
                     call.client,
                     count,
-                    CubeDim::new_1d(self.tile.units() as u32),
-                    call.addresses(&[&q, &k, &v, &out, lse]).max(route.addresses()),
+                    CubeDim::new_1d(self.tiles.tile.units() as u32),
+                    call.addresses(&[&q, &k, &v, &out, lse, of_splits, lse_of_splits]).max(route.addresses()),
                     VECTOR_BYTES / size,
                     bias_width,
                     mask_width,
                     SourcesLaunch::new(rows_in(&q, size), rows_in(&k, size), rows_in(&v, size)),
                     call.score_args(&blueprint.scores, &work.band, &route),
-                    OutputsLaunch::new(rows_out(&out, size), LseOutLaunch::new(rows_arg(lse, 1), stride(lse, 1))),
+                    outputs(of_splits, lse_of_splits, size_of_splits),
+                    CombinationLaunch::new(
+                        outputs(&out, lse, dtype.size()),
+                        BufferArg::from_raw_parts(tickets, counted),
+                    ),
                     work.scheduler.into_launch(),
                     blueprint,
                     call.dtypes(),
                 );
             }
-            o.finish(call, &out);
+            match splits.filter(|_| !combines) {
+                None => aligned.finish(call, &out),
+                Some(splits) => call.combine(splits, combination, &aligned, lse),
+            }
         }))
     }
+}
 
+impl MmaTiles {
     /// Prepares the launch that computes these results: finds everything that can fail.
     pub(super) fn gradient<'a>(self, backward: Backward<'a>, results: Results<'a>) -> Result<GradientLaunch<'a>> {
         let Backward { call, scratch, .. } = backward;
-        let (blueprint, work, count) = call.mma(results.role(), self, 7)?;
+        let (blueprint, work, count) = call.mma(results.role(), self.into(), 7)?;
         let outputs = backward.outputs(&results)?;
         Ok(Box::new(move |sources| {
             let keys = work.list.keys;

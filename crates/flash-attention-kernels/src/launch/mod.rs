@@ -3,11 +3,15 @@
 mod arguments;
 mod backward;
 mod blocks;
+#[cfg(feature = "cuda")]
+mod counters;
 mod direct;
 mod dropout;
 mod forward;
 #[cfg(feature = "cuda")]
 mod hopper;
+#[cfg(feature = "cuda")]
+mod key_splits;
 #[cfg(feature = "cuda")]
 mod mma;
 mod route;

@@ -228,11 +228,7 @@ impl Call<'_> {
         let (blocks, batches) = tiling::blocks(p, (band.seq_q + ahead) as usize, rows);
         // Chunks of blocks may have up to as many work tiles more.
         let chunks = if role == Role::All { 2 } else { 1 };
-        let cubes = blocks as u64 * (batches * heads * num_splits) as u64 * chunks;
-        let max = i32::MAX as u64 - spare;
-        if cubes > max {
-            return Err(AttentionError::Grid { kernel: role.kernel(), cubes, max });
-        }
+        check_count(role, blocks as u64 * (batches * heads * num_splits) as u64 * chunks, spare)?;
         let (batch, heads, group) = (p.batch as u32, heads as u32, p.group_size() as u32);
         let mut scheduler =
             TileScheduler::new(blocks as u32, ahead, batch, heads, group, head_group as u32, num_splits as u32);
@@ -241,6 +237,17 @@ impl Call<'_> {
             let of_head = self.device.multiprocessors as u32 / (scheduler.head_group.divisor * num_splits as u32);
             scheduler = scheduler.in_chunks(of_head);
         }
+        Ok(Work { list, band, scheduler })
+    }
+
+    /// Work tiles of a forward whose query heads are packed: blocks of as many queries as fit a tile with all heads of their group.
+    pub(super) fn packed_work(&self, list: ListShape, head_group: usize, num_splits: usize) -> Result<Work> {
+        let (p, band) = (self.problem, self.problem.band());
+        let list = ListShape { rows: list.rows / p.group_size(), ..list };
+        let (blocks, batches) = tiling::blocks(p, p.seq_q, list.rows);
+        check_count(Role::Forward, blocks as u64 * (batches * p.num_heads_kv * num_splits) as u64, 0)?;
+        let [batch, heads, group] = [p.batch, p.num_heads_kv, p.group_size()].map(|n| n as u32);
+        let scheduler = TileScheduler::new(blocks as u32, 0, batch, heads, group, head_group as u32, num_splits as u32);
         Ok(Work { list, band, scheduler })
     }
 
@@ -307,6 +314,15 @@ impl Call<'_> {
             );
         }
     }
+}
+
+/// Checks that a launch can count this many work tiles, `spare` of them past the last one.
+fn check_count(role: Role, cubes: u64, spare: u64) -> Result<()> {
+    let max = i32::MAX as u64 - spare;
+    if cubes > max {
+        return Err(AttentionError::Grid { kernel: role.kernel(), cubes, max });
+    }
+    Ok(())
 }
 
 /// The launch argument of a tensor in vectors of `vector` elements, up to the end of its last row. [`stride()`] gives its strides.

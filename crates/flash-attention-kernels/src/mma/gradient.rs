@@ -15,7 +15,7 @@ use super::forward::registers;
 use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
 use super::tiles::{CopiedRows, copy_rows, copy_words, lane_of_columns, lane_of_rows, lane_of_sums};
 use super::visits::{Cursor, VisitedTile, steps_of_heads};
-use super::{MmaBlueprint, MmaTile, Products};
+use super::{MmaBlueprint, Products};
 use crate::fragment::Scores;
 use crate::mask::Band;
 use crate::ptx::shared_address;
@@ -55,9 +55,9 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let q_at = shared_address::<E>(&shared[0..1024]);
     let d_at = q_at + comptime!((scores.tile.warpgroups * scores.q_bytes()) as u32);
     let k_at = d_at + comptime!((scores.tile.warpgroups * scores.d_bytes()) as u32);
-    let v_at = k_at + comptime!(MmaTile::STAGES as u32 * k_bytes);
-    let lse_at = v_at + comptime!(MmaTile::STAGES as u32 * v_bytes);
-    let delta_at = lse_at + comptime!(MmaTile::STAGES as u32 * stats_bytes);
+    let v_at = k_at + comptime!(tile.stages as u32 * k_bytes);
+    let lse_at = v_at + comptime!(tile.stages as u32 * v_bytes);
+    let delta_at = lse_at + comptime!(tile.stages as u32 * stats_bytes);
 
     // -- the work tile
     let work = scheduler.work_tile(CUBE_POS as u32, 0u32, &inputs.band, &extras, scores);

@@ -5,6 +5,8 @@
 //! forward   O and the log-sum-exp               tiles     copies of tiles to shared memory, addresses of operands in them
 //! gradient  dq; dk and dv                       products  PTX of products
 //! visits    tiles that a thread block visits    ops       operations that CubeCL does not offer
+//! merge     attentions of warps with keys of    output    the end of a forward
+//!           their own
 //! ```
 //!
 //! f32 is multiplied as tf32. Each value is split into two tf32, which keeps its precision, or rounded to one, where the user
@@ -21,7 +23,11 @@ pub mod forward;
 #[cfg(feature = "cuda")]
 pub mod gradient;
 #[cfg(feature = "cuda")]
+pub mod merge;
+#[cfg(feature = "cuda")]
 pub mod ops;
+#[cfg(feature = "cuda")]
+pub mod output;
 #[cfg(feature = "cuda")]
 pub mod products;
 #[cfg(feature = "cuda")]
@@ -39,23 +45,31 @@ pub struct MmaTile {
     pub warpgroups: usize,
     /// Blocks of 16 queries of a warp. Each read of K and V serves all of them.
     pub groups: usize,
-    /// Keys of a tile. A multiple of 16, and of the rows that a thread block copies at a time, which are an eighth of its threads.
+    /// Keys of a tile. A multiple of 16 for each of `warps_k` warps, and of the rows that a thread block copies at a time, which are an
+    /// eighth of its threads.
     pub tile_k: usize,
+    /// Warps that share rows and divide the keys of a tile among them, in the forward: 1, or the four of a warpgroup, whose rows are then a
+    /// quarter as many. A decoding step fills few rows.
+    pub warps_k: usize,
+    /// Tiles of K, and of V, in shared memory at a time: 2, or up to 4 if warps divide the keys of a tile.
+    pub stages: usize,
 }
 
 impl MmaTile {
-    /// Tiles of K, and of V, in shared memory at a time.
-    pub const STAGES: usize = 2;
-
     /// Queries of a thread block.
     ///
     /// ```
     /// use flash_attention_kernels::MmaTile;
     ///
-    /// assert_eq!(MmaTile { warpgroups: 1, groups: 2, tile_k: 64 }.tile_q(), 128);
+    /// assert_eq!(MmaTile { warpgroups: 1, groups: 2, tile_k: 64, warps_k: 1, stages: 2 }.tile_q(), 128);
     /// ```
     pub fn tile_q(&self) -> usize {
-        self.warpgroups * self.groups * WARPGROUP_ROWS
+        self.warpgroups * self.groups * self.warpgroup_rows()
+    }
+
+    /// Rows of a warpgroup, in each group.
+    pub fn warpgroup_rows(&self) -> usize {
+        WARPGROUP_ROWS / self.warps_k
     }
 
     /// Threads of a thread block.
@@ -65,7 +79,7 @@ impl MmaTile {
 
     /// This tile as a [`HopperTile`], in which each group counts as a warpgroup.
     pub fn tile(&self) -> HopperTile {
-        let (warpgroups, tile_k, stages) = (self.warpgroups * self.groups, self.tile_k, Self::STAGES);
+        let (warpgroups, tile_k, stages) = (self.warpgroups * self.groups, self.tile_k, self.stages);
         HopperTile { consumer_groups: 1, warpgroups, tile_k, stages, ping_pong: false, producer_warp: false }
     }
 
@@ -74,13 +88,16 @@ impl MmaTile {
     /// ```
     /// use flash_attention_kernels::MmaTile;
     ///
-    /// assert!(MmaTile { warpgroups: 2, groups: 1, tile_k: 64 }.is_consistent());
-    /// assert!(!MmaTile { warpgroups: 2, groups: 1, tile_k: 48 }.is_consistent());
+    /// assert!(MmaTile { warpgroups: 2, groups: 1, tile_k: 64, warps_k: 1, stages: 2 }.is_consistent());
+    /// assert!(!MmaTile { warpgroups: 2, groups: 1, tile_k: 48, warps_k: 1, stages: 2 }.is_consistent());
     /// ```
     pub fn is_consistent(&self) -> bool {
-        let MmaTile { warpgroups, groups, tile_k } = *self;
+        let MmaTile { warpgroups, groups, tile_k, warps_k, stages } = *self;
         matches!(warpgroups, 1 | 2 | 4)
             && matches!(groups, 1 | 2)
+            && (warps_k == 1 || warps_k == 4 && warpgroups == 1)
+            && tile_k.is_multiple_of(16 * warps_k)
+            && (stages == 2 || matches!(stages, 3 | 4) && warps_k > 1)
             && tile_k > 0
             && tile_k.is_multiple_of(self.units() / 8)
             && tile_k <= 256
@@ -123,23 +140,45 @@ impl Products {
     }
 }
 
+/// Bytes that a warp writes at a time when the attentions of warps are combined: 16 of each thread.
+const CHUNK: usize = 512;
+
+/// Chunks of the state of a group's rows, before those of its accumulator.
+const OF_STATE: usize = 2;
+
 impl MmaBlueprint {
-    /// Bytes of shared memory: rows of Q and of dO, two tiles of K and of V, and two of lse and of delta where queries stream by.
+    /// Whether the last split of a block of queries combines all of them, without another launch. A warp combines one row after the other,
+    /// which takes longer than a launch if there are many.
+    pub fn combines(&self) -> bool {
+        self.scores.split_keys && self.tile.warps_k > 1
+    }
+
+    /// Chunks of a group.
+    fn chunks(&self) -> usize {
+        OF_STATE + self.scores.columns() / 8
+    }
+
+    /// Bytes of shared memory for the attentions of all warps but the first one. They replace tiles of K and V.
+    pub fn merge_bytes(&self) -> usize {
+        (self.tile.warps_k - 1) * self.tile.groups * self.chunks() * CHUNK
+    }
+
+    /// Bytes of shared memory: rows of Q and of dO, tiles of K and of V, and as many of lse and of delta where queries stream by.
     ///
     /// ```
     /// # use flash_attention_kernels::{Dtype, MmaTile, fragment::Role, mma::{MmaBlueprint, Products}, tensor_core::Blueprint};
-    /// let tile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64 };
+    /// let tile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64, warps_k: 1, stages: 2 };
     /// let scores = Blueprint {
     ///     role: Role::Forward, tile: tile.tile(), dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,
     ///     capped: false, mask: None, bias: None, alibi: false, modified: false, keeps_derivative: false,
     ///     sums: Default::default(), mask_mod: false, varlen: false, sparse: false, ordered: false, split_keys: false,
-    ///     split_group: false, stats_multiple: 128,
+    ///     split_group: false, pack_gqa: false, warps_k: 1, stats_multiple: 128,
     /// };
     /// assert_eq!(MmaBlueprint { tile, scores, products: Products::BF16 }.shared_memory(), 96 << 10);
     /// ```
     pub fn shared_memory(&self) -> usize {
         let scores = &self.scores;
         let rows = scores.tile.warpgroups * (scores.q_bytes() + scores.d_bytes());
-        rows + MmaTile::STAGES * (scores.k_bytes() + scores.v_bytes() + 2 * scores.stats_bytes())
+        rows + self.tile.stages * (scores.k_bytes() + scores.v_bytes() + 2 * scores.stats_bytes())
     }
 }

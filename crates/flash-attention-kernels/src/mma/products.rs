@@ -2,17 +2,21 @@
 //! the layout of fragments in registers, in sections 9.7.14.5.8 (16-bit) and 9.7.14.5.7 (tf32).
 
 use super::{MmaBlueprint, MmaTile, Products};
-use crate::tensor_core::{LINE, WARPGROUP_ROWS};
+use crate::tensor_core::LINE;
 
 /// Operands of a product `A · Bᵀ`, of rows with rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RowsOf {
-    /// Blocks of 16 rows of the first operand, whose panels have [`WARPGROUP_ROWS`] lines.
+    /// Blocks of 16 rows of the first operand.
     pub groups: usize,
     /// Bytes from one block to the next.
     pub group_bytes: usize,
-    /// Rows of the second operand, and lines of its panels.
+    /// Lines of the first operand's panels.
+    pub row_lines: usize,
+    /// Rows of the second operand.
     pub tile_k: usize,
+    /// Lines of the second operand's panels.
+    pub lines: usize,
     /// Columns of both operands. The columns that pad them to whole products are 0.
     pub wide: usize,
     /// Type of the operands.
@@ -24,8 +28,10 @@ pub struct RowsOf {
 pub struct ColumnsOf {
     /// Blocks of 16 rows of the first operand.
     pub groups: usize,
-    /// Rows of the second operand, which are summed over, and lines of its panels.
+    /// Rows of the second operand, which are summed over.
     pub tile_k: usize,
+    /// Lines of the second operand's panels.
+    pub lines: usize,
     /// Columns of the second operand: a multiple of 8.
     pub columns: usize,
     /// Type of the operands.
@@ -35,14 +41,15 @@ pub struct ColumnsOf {
 impl MmaBlueprint {
     /// Operands of the product of a thread's rows, whose groups have `group_bytes` bytes, with a tile; both have `wide` columns.
     pub fn rows_of(&self, group_bytes: usize, wide: usize) -> RowsOf {
-        let MmaTile { groups, tile_k, .. } = self.tile;
-        RowsOf { groups, group_bytes, tile_k, wide, products: self.products }
+        let MmaTile { groups, tile_k: lines, warps_k, .. } = self.tile;
+        let (row_lines, tile_k) = (self.tile.warpgroup_rows(), lines / warps_k);
+        RowsOf { groups, group_bytes, row_lines, tile_k, lines, wide, products: self.products }
     }
 
     /// Operands of the product of registers with a tile of this number of columns.
     pub fn columns_of(&self, columns: usize) -> ColumnsOf {
-        let MmaTile { groups, tile_k, .. } = self.tile;
-        ColumnsOf { groups, tile_k, columns, products: self.products }
+        let MmaTile { groups, tile_k: lines, warps_k, .. } = self.tile;
+        ColumnsOf { groups, tile_k: lines / warps_k, lines, columns, products: self.products }
     }
 }
 
@@ -131,7 +138,7 @@ fn sums(products: Products, count: usize) -> String {
 
 /// PTX of [`multiply_rows`](crate::mma::ops::multiply_rows()). The operands `a` and `b` follow the sums.
 pub fn rows_with_rows(of: RowsOf) -> String {
-    let RowsOf { groups, group_bytes, tile_k, wide, products } = of;
+    let RowsOf { groups, group_bytes, row_lines, tile_k, lines, wide, products } = of;
     let (steps, pairs) = (wide.div_ceil(products.depth()), tile_k / 16);
     let count = groups * tile_k / 2;
     let (mut reads, mut multiplied) = (Vec::new(), Vec::new());
@@ -146,11 +153,11 @@ pub fn rows_with_rows(of: RowsOf) -> String {
             let mut text = String::new();
             // The first operand is read in the first `pair` of each step.
             for group in 0..if pair == 0 { groups } else { 0 } {
-                let offset = panel * WARPGROUP_ROWS * LINE + group * group_bytes;
+                let offset = panel * row_lines * LINE + group * group_bytes;
                 read += &load("a", step * groups + group, &format!("q{part}"), offset, false);
                 text += &a(group).iter().map(|factor| products.ready(factor)).collect::<String>();
             }
-            read += &load("b", nth, &format!("k{part}"), (panel * tile_k + 16 * pair) * LINE, false);
+            read += &load("b", nth, &format!("k{part}"), (panel * lines + 16 * pair) * LINE, false);
             reads.push(read);
             text += &names("b", 4 * nth, 4).iter().map(|factor| products.ready(factor)).collect::<String>();
             for eight in 0..2 {
@@ -183,7 +190,7 @@ pub fn registers_with_columns(of: ColumnsOf) -> String {
 }
 
 fn halves_with_columns(of: ColumnsOf) -> String {
-    let ColumnsOf { groups, tile_k, columns, products } = of;
+    let ColumnsOf { groups, tile_k, lines, columns, products } = of;
     let (steps, pairs) = (tile_k / 16, columns.div_ceil(16));
     let fragments = groups * columns;
     let last = fragments + groups * 4 * steps;
@@ -191,7 +198,7 @@ fn halves_with_columns(of: ColumnsOf) -> String {
     for step in 0..steps {
         for pair in 0..pairs {
             let nth = step * pairs + pair;
-            let offset = (pair / 4 * tile_k + 16 * step) * LINE;
+            let offset = (pair / 4 * lines + 16 * step) * LINE;
             reads.push(load("b", nth, &format!("v{}", pair % 4), offset, true));
             let mut text = String::new();
             for eight in (0..2).filter(|eight| 2 * pair + eight < columns / 8) {
@@ -212,7 +219,7 @@ fn halves_with_columns(of: ColumnsOf) -> String {
 /// PTX for 32-bit elements, which `ldmatrix` cannot transpose. The order of a sum is free, however. If the even lines are a fragment's
 /// first four rows, threads already hold their part of the first operand, and their reads of the second one are in different banks.
 fn words_with_columns(of: ColumnsOf) -> String {
-    let ColumnsOf { groups, tile_k, columns, products } = of;
+    let ColumnsOf { groups, tile_k, lines, columns, products } = of;
     let (steps, eights) = (tile_k / 8, columns / 8);
     let (fragments, count) = (groups * columns, groups * 4 * steps);
     let apart = products == Products::Split;
@@ -228,7 +235,7 @@ fn words_with_columns(of: ColumnsOf) -> String {
             let (mut read, mut text) = (String::new(), String::new());
             for eight in some.clone() {
                 let b = names("b", 2 * (step * eights + eight), 2);
-                let offset = (eight / 4 * tile_k + 8 * step) * LINE;
+                let offset = (eight / 4 * lines + 8 * step) * LINE;
                 read += &format!("ld.shared.b32 {}, [v{}+{offset}];\n", b[0], eight % 4);
                 read += &format!("ld.shared.b32 {}, [w{}+{}];\n", b[1], eight % 4, offset + LINE);
                 text += &(products.ready(&b[0]) + &products.ready(&b[1]));

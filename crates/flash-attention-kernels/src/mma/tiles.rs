@@ -6,7 +6,7 @@
 use super::ops::{copy_vector, copy_word};
 use super::{MmaBlueprint, Products};
 use crate::mask::Band;
-use crate::tensor_core::{LINE, RowsIn, WARPGROUP_ROWS};
+use crate::tensor_core::{BlockRows, LINE, RowsIn};
 use cubecl::prelude::*;
 
 /// Threads that copy a line of a panel, a vector of 16 bytes each.
@@ -74,7 +74,34 @@ pub fn copy_rows<E: Float, N: Size>(
     #[comptime] wide: usize,
     #[comptime] blueprint: MmaBlueprint,
 ) {
-    let lines = comptime!(if keys { blueprint.tile.tile_k } else { WARPGROUP_ROWS });
+    copy_lines(from, rows, band, ComptimeOption::new_None(), keys, wide, blueprint);
+}
+
+/// [`copy_rows()`] for the rows of a warpgroup in a block of queries, from its row `rows.first` on, whose query heads may be packed.
+#[cube]
+pub fn copy_block_rows<E: Float, N: Size>(
+    from: &RowsIn<E, N>,
+    rows: &CopiedRows,
+    block: BlockRows,
+    band: &Band,
+    #[comptime] wide: usize,
+    #[comptime] blueprint: MmaBlueprint,
+) {
+    copy_lines(from, rows, band, ComptimeOption::new_Some(block), false, wide, blueprint);
+}
+
+/// Starts the copy of rows: of a head, or of a block of queries.
+#[cube]
+fn copy_lines<E: Float, N: Size>(
+    from: &RowsIn<E, N>,
+    rows: &CopiedRows,
+    band: &Band,
+    block: ComptimeOption<BlockRows>,
+    #[comptime] keys: bool,
+    #[comptime] wide: usize,
+    #[comptime] blueprint: MmaBlueprint,
+) {
+    let lines = comptime!(if keys { blueprint.tile.tile_k } else { blueprint.tile.warpgroup_rows() });
     let (tile, panel_columns, size) =
         comptime!((blueprint.tile, blueprint.scores.panel(), blueprint.scores.dtype.size()));
     let (line, vector) = (UNIT_POS / OF_LINE, UNIT_POS % OF_LINE);
@@ -82,13 +109,20 @@ pub fn copy_rows<E: Float, N: Size>(
     let of_pass = comptime!(tile.units() / OF_LINE as usize);
     #[unroll]
     for pass in 0..comptime!(lines / of_pass) {
-        let row = rows.first + line + comptime!((pass * of_pass) as u32);
+        let mut row = rows.first + line + comptime!((pass * of_pass) as u32);
+        let mut head = rows.head;
+        #[comptime]
+        if let ComptimeOption::Some(block) = &block {
+            let of_block = block.at(row);
+            row = of_block.query;
+            head = of_block.head as usize;
+        }
         let (is_row, within) = if comptime!(keys) {
             (band.is_key(row), band.key_within(row, 1u32))
         } else {
             (band.is_query(row), band.query_within(row))
         };
-        let start = from.stride.at(rows.batch, rows.head, within) + vector as usize;
+        let start = from.stride.at(rows.batch, head, within) + vector as usize;
         let row = &from.data[start..start + 1];
         #[unroll]
         for panel in 0..comptime!(wide.div_ceil(panel_columns)) {

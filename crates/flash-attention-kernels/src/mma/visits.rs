@@ -41,6 +41,11 @@ impl VisitedTile {
         VisitedTile { at: self.at - comptime!(step(&scores)), entry: entry_ahead }.start(scores)
     }
 
+    /// First column of the `nth` tile of the head after this one. There must be no block mask.
+    pub fn start_after(&self, #[comptime] nth: u32, #[comptime] scores: Blueprint) -> u32 {
+        self.at - comptime!(nth * scores.tile.tile_k as u32)
+    }
+
     /// First column.
     pub fn start(&self, #[comptime] scores: Blueprint) -> u32 {
         if comptime!(scores.sparse) {

@@ -94,6 +94,12 @@ pub fn take_ticket(counter: &[u32], last: u32) -> u32 {
     })
 }
 
+/// Orders this warp's accesses to memory before and after it, as seen by other thread blocks.
+#[cube]
+pub fn fence_gpu() {
+    intrinsic!(|scope| effect(scope, "fence.acq_rel.gpu;", "~{memory}", vec![]))
+}
+
 /// Waits until the first element of `turn` is at least `turns`. All that was written to global memory before [`pass_turn()`] then
 /// comes before all that this warp does next. The whole warp must call it.
 #[cube]

@@ -138,6 +138,29 @@ pub fn load_shared_floats(at: u32, #[comptime] offset: usize) -> Sequence<f32> {
     })
 }
 
+/// Reads four f32 of global memory, two vectors from the first of `from` on, which other thread blocks may have written before this warp
+/// learned of it.
+#[cube]
+pub fn load_floats_of_others(from: &[Vector<u32, Const<2>>]) -> Sequence<f32> {
+    intrinsic!(|scope| {
+        // SAFETY: the reference belongs to a kernel that is being expanded. Its pointer is a value in the kernel's code and is not dereferenced here.
+        let from = unsafe { *from.__expand_as_ptr_method(scope) }.value(scope);
+        let (ty, template) = (f32::__expand_as_type(scope), "ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];");
+        sequence(scope, effect_values(scope, ty, 4, template, "=f,=f,=f,=f,l,~{memory}", vec![from]))
+    })
+}
+
+/// Reads the first word of `from`, like [`load_floats_of_others()`].
+#[cube]
+pub fn load_word_of_others(from: &[u32]) -> u32 {
+    intrinsic!(|scope| {
+        // SAFETY: the reference belongs to a kernel that is being expanded. Its pointer is a value in the kernel's code and is not dereferenced here.
+        let from = unsafe { *from.__expand_as_ptr_method(scope) }.value(scope);
+        let (ty, template) = (u32::__expand_as_type(scope), "ld.relaxed.gpu.global.u32 $0, [$1];");
+        ExpandValue::from(effect_value(scope, ty, template, "=r,l,~{memory}", vec![from])).into()
+    })
+}
+
 /// Reads four 8 × 8 tiles of 16 bits from shared memory (`ldmatrix`). For tile `n`, thread `8 n + i` gives the address of row
 /// `i`, 16 bytes. Thread `u` gets columns `2 (u % 4)` and `2 (u % 4) + 1` of row `u / 4` of each tile, which is the layout of
 /// an accumulator. If `transposed`, rows and columns are exchanged.

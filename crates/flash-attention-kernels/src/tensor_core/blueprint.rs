@@ -76,6 +76,11 @@ pub struct Blueprint {
     pub ordered: bool,
     /// Whether a work tile is a split of the keys. The results are then combined by another kernel.
     pub split_keys: bool,
+    /// Whether the query heads of a group are rows of the same tile.
+    pub pack_gqa: bool,
+    /// Warps that share 16 rows and divide the keys of a tile among them: 1, or the four of a warpgroup. Each computes an attention of its
+    /// own, and these are combined in the end.
+    pub warps_k: usize,
     /// Whether a work tile of `dk` and `dv` is a split of the group's query heads. The sums of the splits are then added up by another
     /// kernel.
     pub split_group: bool,
@@ -214,9 +219,25 @@ impl Blueprint {
         if self.reduces() { self.tile.tile_q() * self.tile.tile_k * self.dtype.size() } else { 0 }
     }
 
+    /// Rows of a warpgroup.
+    pub fn warpgroup_rows(&self) -> usize {
+        WARPGROUP_ROWS / self.warps_k
+    }
+
+    /// Rows of a consumer group's tile.
+    pub fn rows(&self) -> usize {
+        self.tile.warpgroups * self.warpgroup_rows()
+    }
+
+    /// This blueprint with the columns of a tile that a warp computes.
+    pub fn of_warp(&self) -> Blueprint {
+        let tile = HopperTile { tile_k: self.tile.tile_k / self.warps_k, ..self.tile };
+        Blueprint { tile, ..*self }
+    }
+
     /// Bytes of a warpgroup's rows of Q.
     pub fn q_bytes(&self) -> usize {
-        WARPGROUP_ROWS * self.panels() * LINE
+        self.warpgroup_rows() * self.panels() * LINE
     }
 
     /// Bytes of a warpgroup's rows of dO.

@@ -6,7 +6,8 @@
 //! schedule    the tile scheduler                       scores      softcap, score_mod, bias, mask, band
 //! delta       lse and delta of each query              dropout     keep mask in registers
 //! statistics  reads lse and delta in gradients         recompute   rows that the tiled products cannot compute
-//! sums        sums of `dT ∘ factor` over columns
+//! sums        sums of `dT ∘ factor` over columns       packed      query heads of a group as rows of a tile
+//! combine     combines splits of the keys
 //! ```
 //!
 //! Kernels of [`hopper`](crate::hopper) multiply by `wgmma`, kernels of [`mma`](crate::mma) by `mma.sync`. Both leave an
@@ -16,11 +17,15 @@
 
 mod blueprint;
 #[cfg(feature = "cuda")]
+pub mod combine;
+#[cfg(feature = "cuda")]
 pub mod delta;
 #[cfg(feature = "cuda")]
 mod dropout;
 #[cfg(feature = "cuda")]
 mod operands;
+#[cfg(feature = "cuda")]
+mod packed;
 #[cfg(feature = "cuda")]
 mod recompute;
 #[cfg(feature = "cuda")]
@@ -39,8 +44,8 @@ mod sums;
 pub use blueprint::{Blueprint, HopperTile, Rows};
 #[cfg(feature = "cuda")]
 pub use {
-    delta::*, dropout::*, operands::*, recompute::*, rows::*, schedule::*, scores::*, softmax::*, statistics::*,
-    sums::*,
+    delta::*, dropout::*, operands::*, packed::*, recompute::*, rows::*, schedule::*, scores::*, softmax::*,
+    statistics::*, sums::*,
 };
 
 /// Rows of a warpgroup's matrix product.

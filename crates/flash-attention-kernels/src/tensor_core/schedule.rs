@@ -136,6 +136,12 @@ pub struct WorkTile {
     pub batch: u32,
     /// Batch of the outputs, in which splits are stored one after the other.
     pub batch_out: u32,
+    /// Number of the block among those of all heads and batches.
+    pub block: u32,
+    /// Number of splits.
+    pub num_splits: u32,
+    /// Number of batches.
+    pub batches: u32,
     /// Query head.
     pub head: u32,
     /// Key/value head of the streamed tiles.
@@ -297,8 +303,10 @@ impl TileScheduler {
         }
     }
 
-    /// The work tile of this number. If transposed, the heads are key/value heads, and there is one work tile for each query
-    /// head of the group, or of its split: `of_group` is the number of that query head in the group or split.
+    /// The work tile of this number. If transposed, the heads are key/value heads, and there is one work tile for each query head of the
+    /// group, or of its split: `of_group` is the number of that query head in the group or split. If the query heads of a group are
+    /// packed, the heads are key/value heads as well, a block has as many queries as fit a tile with all heads of the group, and the
+    /// work tile's query head is the first of them.
     pub fn work_tile(
         &self,
         number: u32,
@@ -308,7 +316,7 @@ impl TileScheduler {
         #[comptime] blueprint: Blueprint,
     ) -> WorkTile {
         let (split_keys, transposed, tile) = comptime!((blueprint.split_keys, blueprint.transposed(), blueprint.tile));
-        let (tile_q, tile_k) = comptime!((tile.tile_q() as u32, tile.tile_k as u32));
+        let (tile_q, tile_k) = comptime!((blueprint.rows() as u32, tile.tile_k as u32));
         let coordinate = self.coordinate(number, blueprint);
         let (head, split) = (coordinate.head, coordinate.split);
         let nth = if comptime!(extras.is_sparse() && !blueprint.varlen) {
@@ -320,7 +328,8 @@ impl TileScheduler {
         } else {
             self.blocks - 1 - coordinate.nth
         };
-        let start = ((nth * tile_q) as i32 - self.ahead as i32) as u32;
+        let queries = if comptime!(blueprint.pack_gqa) { tile_q / self.group_size.divisor } else { tile_q.runtime() };
+        let start = ((nth * queries) as i32 - self.ahead as i32) as u32;
         let block = extras.block(coordinate.nth, band, coordinate.batch, start);
         let (q_start, band) = (block.start, block.band);
 
@@ -333,9 +342,12 @@ impl TileScheduler {
         }
         let head_kv = if comptime!(transposed) {
             head * self.group_size.divisor + split * self.heads_of_block(blueprint) + of_group
+        } else if comptime!(blueprint.pack_gqa) {
+            head
         } else {
             self.group_size.divide(head)
         };
+        let head = if comptime!(blueprint.pack_gqa) { head * self.group_size.divisor } else { head };
         if comptime!(blueprint.ordered) {
             end = select(nth < self.blocks, end, start);
         }
@@ -350,6 +362,9 @@ impl TileScheduler {
         WorkTile {
             batch: block.batch,
             batch_out: split * self.batches + block.batch,
+            block: (coordinate.batch * self.num_heads_q.divisor + coordinate.head) * self.blocks + coordinate.nth,
+            num_splits: self.num_splits.divisor,
+            batches: self.batches,
             head,
             head_kv,
             q_start,

@@ -3,7 +3,7 @@
 
 mod pairs;
 
-use super::{Blueprint, Rows};
+use super::{BlockRows, Blueprint, RowOf, Rows};
 use crate::blocks::Visit;
 use crate::dtype::Dtype;
 use crate::fragment::Scores;
@@ -21,7 +21,7 @@ use pairs::{add_bias, hide_pairs};
 pub struct ScoreTile {
     /// Batch.
     pub batch: u32,
-    /// Query head.
+    /// Query head: if heads are packed, that of the first of this thread's two rows.
     pub head: u32,
     /// The warpgroup's first row.
     pub first_row: u32,
@@ -35,6 +35,11 @@ pub struct ScoreTile {
     pub band: Band,
     /// First of this thread's two rows.
     lane_row: u32,
+    /// Row and head of the second one, if heads are packed.
+    second: RowOf,
+    /// Whether the query heads of a group are packed.
+    #[cube(comptime)]
+    packs: bool,
     /// First of this thread's columns.
     lane_column: u32,
     /// First 16 columns of the tile within the first panel of the bias, in units of 16 columns.
@@ -65,9 +70,40 @@ impl ScoreTile {
             bias_tile,
             band,
             lane_row,
+            second: RowOf { query: lane_row, head },
+            packs: false,
             lane_column,
             sixteenth,
         }
+    }
+
+    /// The tile of `visit` for 16 rows of a block, of which `lane` is the first one of this thread, in this batch.
+    pub fn of_block(batch: u32, rows: &BlockRows, lane: u32, band: Band, visit: &Visit) -> ScoreTile {
+        let (row, second) = (rows.at(lane), rows.at(lane + 8));
+        ScoreTile {
+            batch,
+            head: row.head,
+            first_row: row.query,
+            k_start: visit.start,
+            masked: visit.masked,
+            bias_tile: 0u32.runtime(),
+            band,
+            lane_row: row.query,
+            second,
+            packs: comptime!(rows.packs),
+            lane_column: visit.start + UNIT_POS % 4 * 2,
+            sixteenth: 0usize,
+        }
+    }
+
+    /// This thread's row `r`, 0 or 1.
+    pub(super) fn row(&self, #[comptime] r: usize) -> u32 {
+        if comptime!(self.packs && r == 1) { self.second.query } else { self.lane_row + comptime!(8 * r as u32) }
+    }
+
+    /// The query head of row `r`.
+    pub(super) fn head_of(&self, #[comptime] r: usize) -> u32 {
+        if comptime!(self.packs && r == 1) { self.second.head } else { self.head }
     }
 
     /// The same tile, whose distances the compiler computes again instead of keeping them in registers.
@@ -81,6 +117,8 @@ impl ScoreTile {
             bias_tile: self.bias_tile,
             band: self.band,
             lane_row: opaque(self.lane_row),
+            second: self.second,
+            packs: comptime!(self.packs),
             lane_column: self.lane_column,
             sixteenth: comptime!(self.sixteenth),
         }
@@ -88,12 +126,12 @@ impl ScoreTile {
 
     /// Distance from the position of row `r` among the columns to the thread's first column, which slopes multiply.
     pub(super) fn distances(&self, #[comptime] r: usize) -> f32 {
-        f32::cast_from(self.band.offset(self.lane_row + comptime!(8 * r as u32), self.lane_column))
+        f32::cast_from(self.band.offset(self.row(r), self.lane_column))
     }
 
     /// Distance from row `r` to the thread's first column, as functions see it.
     pub(super) fn between(&self, #[comptime] r: usize) -> f32 {
-        Place::between(&self.band, self.lane_row + comptime!(8 * r as u32), self.lane_column)
+        Place::between(&self.band, self.row(r), self.lane_column)
     }
 
     /// The pair of the thread's row `r`, group of eight columns `i` and column `e` (0 or 1). `distance` is the distance from the
@@ -108,8 +146,8 @@ impl ScoreTile {
     ) -> Place {
         Place {
             batch: self.batch,
-            head: self.head,
-            row: self.lane_row + comptime!(8 * r as u32),
+            head: self.head_of(r),
+            row: self.row(r),
             column: self.lane_column + comptime!((8 * i + e) as u32),
             distance: distance - comptime!((8 * i + e) as f32),
             transposed,
@@ -196,7 +234,7 @@ fn modify(s: &mut Array<f32>, score: &Score, tile: &ScoreTile, #[comptime] bluep
         let transposed = comptime!(blueprint.transposed());
         #[unroll]
         for r in 0..2usize {
-            let distance = Place::between(band, tile.lane_row + comptime!(8 * r as u32), tile.lane_column);
+            let distance = tile.between(r);
             #[unroll]
             for i in 0..comptime!(tile_k / 8) {
                 let first = comptime!(4 * i + 2 * r);
@@ -280,7 +318,7 @@ fn negative_capped(p: &Array<f32>, lse: &Sequence<f32>, #[comptime] len: usize) 
 pub fn apply_mask(s: &mut Array<f32>, tile: &ScoreTile, fully_masked: bool, #[comptime] tile_k: usize) {
     #[unroll]
     for r in 0..2usize {
-        let run = tile.band.run(tile.lane_row + comptime!(8 * r as u32), tile.lane_column, fully_masked);
+        let run = tile.band.run(tile.row(r), tile.lane_column, fully_masked);
         #[unroll]
         for word in 0..comptime!((tile_k / 8).div_ceil(16)) {
             // Bits are converted to predicates several at a time.

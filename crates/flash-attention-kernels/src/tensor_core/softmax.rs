@@ -139,6 +139,44 @@ impl OnlineSoftmax {
         }
     }
 
+    /// The state, which `merge` adds to another one: `m`, `l` and `top` of both rows, and two zeros.
+    pub fn state(&self) -> Array<f32> {
+        let mut state = filled::<f32>(0.0f32.runtime(), 8usize);
+        #[unroll]
+        for r in 0..2usize {
+            state[r] = self.m[r];
+            state[2 + r] = self.l[r];
+            state[4 + r] = self.top[r];
+        }
+        state
+    }
+
+    /// Adds the `state` of the same rows over other keys, in two parts. Returns the factors of both accumulators: of this
+    /// state's rows, then of the other's.
+    pub fn merge(&mut self, low: &Sequence<f32>, high: &Sequence<f32>, #[comptime] blueprint: Blueprint) -> Array<f32> {
+        let mut factors = Array::<f32>::new(4usize);
+        #[unroll]
+        for r in 0..2usize {
+            let (m, l, top) = (*low.index(r), *low.index(comptime!(2 + r)), *high.index(r));
+            let highest = max(self.m[r], m);
+            // A row that has seen nothing has a sum of 0, and rows of neither state keep it.
+            let of_self = select(self.m[r] == HIDDEN, 0.0f32, ex2(self.m[r] - highest));
+            let of_other = select(m == HIDDEN, 0.0f32, ex2(m - highest));
+            // A row that left the range of f32 keeps the sum +∞.
+            let lost = self.l[r] == f32::INFINITY || l == f32::INFINITY;
+            self.l[r] = select(lost, f32::INFINITY, fma(self.l[r], of_self, l * of_other));
+            self.top[r] = if comptime!(blueprint.uses_reference_max()) {
+                max(self.top[r] * of_self, top * of_other)
+            } else {
+                max(self.top[r], top)
+            };
+            self.m[r] = highest;
+            factors[r] = of_self;
+            factors[comptime!(2 + r)] = of_other;
+        }
+        factors
+    }
+
     /// Turns scores into exponentials relative to the current `m`, and adds them to `l`.
     fn take(&mut self, s: &mut Array<f32>, exponent: f32, #[comptime] blueprint: Blueprint) -> Taken {
         let mut x = Array::<f32>::new(2usize);

@@ -50,15 +50,15 @@ impl Kernel {
     }
 }
 
-/// A kernel family with the tiles and parameters of a kernel. `H` are those of Hopper's kernel.
+/// A kernel family with the tiles and parameters of a kernel. `H` are those of Hopper's kernel, `M` those of `mma.sync`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
-pub enum FamilyTiles<H> {
+pub enum FamilyTiles<H, M> {
     /// [`Kernel::Hopper`].
     Hopper(H),
     /// [`Kernel::Mma`].
-    Mma(MmaTiles),
+    Mma(M),
     /// [`Kernel::Matrix`].
     Matrix(MatrixTile),
     /// [`Kernel::Rows`].
@@ -75,7 +75,7 @@ pub enum FamilyTiles<H> {
 /// let tile = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
 /// assert_eq!(Forward::from(tile).kernel(), Kernel::Portable);
 /// ```
-pub type Forward = FamilyTiles<HopperForward>;
+pub type Forward = FamilyTiles<HopperForward, MmaForward>;
 
 /// A gradient kernel with its tiles.
 ///
@@ -85,7 +85,7 @@ pub type Forward = FamilyTiles<HopperForward>;
 /// let tile = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
 /// assert_eq!(Gradient::Portable(tile).kernel(), Kernel::Portable);
 /// ```
-pub type Gradient = FamilyTiles<HopperGradient>;
+pub type Gradient = FamilyTiles<HopperGradient, MmaTiles>;
 
 /// Parameters of a forward by [`Kernel::Hopper`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -120,7 +120,19 @@ pub struct MmaTiles {
     pub head_group: usize,
 }
 
-impl<H: Copy + Into<HopperTile>> FamilyTiles<H> {
+/// Parameters of a forward by [`Kernel::Mma`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct MmaForward {
+    /// Tiles and head groups. If heads are packed, the heads of a head group are key/value heads.
+    #[serde(flatten)]
+    pub tiles: MmaTiles,
+    /// Number of splits of the keys. More than one is used if heads and blocks of queries are too few to keep the device busy.
+    pub num_splits: usize,
+    /// Whether the query heads of a group are rows of the same tile, so that each key is read once for all of them.
+    pub pack_gqa: bool,
+}
+
+impl<H: Copy + Into<HopperTile>, M: Copy + Into<MmaTile>> FamilyTiles<H, M> {
     /// The kernel family.
     pub fn kernel(&self) -> Kernel {
         match self {
@@ -136,7 +148,7 @@ impl<H: Copy + Into<HopperTile>> FamilyTiles<H> {
     pub(crate) fn list(&self, keys: bool) -> ListShape {
         let (rows, columns) = match *self {
             FamilyTiles::Hopper(tiles) => (tiles.into().tile_q(), tiles.into().tile_k),
-            FamilyTiles::Mma(MmaTiles { tile, .. }) => (tile.tile_q(), tile.tile_k),
+            FamilyTiles::Mma(tiles) => (tiles.into().tile_q(), tiles.into().tile_k),
             FamilyTiles::Matrix(tile) => (tile.rows(), tile.columns),
             FamilyTiles::Rows(tile) => (tile.block(), RUN),
             FamilyTiles::Portable(tile) if keys => (tile.tile_k, tile.tile_q),
@@ -242,7 +254,7 @@ impl BackwardTiles {
 }
 
 impl Forward {
-    /// Queries of a block.
+    /// Queries of a block, or rows if query heads are packed.
     pub fn tile_q(&self) -> usize {
         self.list(false).rows
     }
@@ -266,7 +278,11 @@ macro_rules! from {
 from!(HopperForward, HopperTile, tiles => tiles.tile);
 from!(HopperGradient, HopperTile, tiles => tiles.tile);
 from!(HopperForward, Forward, tiles => Forward::Hopper(tiles));
-from!(MmaTiles, Forward, tiles => Forward::Mma(tiles));
+from!(MmaTiles, MmaTile, tiles => tiles.tile);
+from!(MmaForward, MmaTile, plan => plan.tiles.tile);
+from!(MmaTiles, MmaForward, tiles => MmaForward { tiles, num_splits: 1, pack_gqa: false });
+from!(MmaForward, Forward, plan => Forward::Mma(plan));
+from!(MmaTiles, Forward, tiles => Forward::Mma(tiles.into()));
 from!(MatrixTile, Forward, tile => Forward::Matrix(tile));
 from!(RowsTile, Forward, tile => Forward::Rows(tile));
 from!(TileShape, Forward, tile => Forward::Portable(tile));

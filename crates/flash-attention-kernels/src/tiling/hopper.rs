@@ -3,6 +3,7 @@
 mod tables;
 mod wide;
 
+use super::splits::{self, SplitWork};
 use super::{
     BackwardTiles, BiasGradient, Case, FamilyTiles, Gradient, Gradients, HopperForward, HopperGradient, NOT_COMPILED,
     bias_sums, gradients, require, row, takes_sums,
@@ -10,7 +11,7 @@ use super::{
 use crate::dtype::Dtype;
 use crate::fragment::Role;
 use crate::hopper::{BiasTile, MAX_STAGES, dq_accum_columns};
-use crate::mma::Products;
+use crate::mma::{MmaTile, Products};
 use crate::problem::AttentionProblem;
 use crate::score::{Factor, Factors};
 use crate::tensor_core::{Blueprint, HopperTile, PANEL, Rows};
@@ -20,19 +21,6 @@ pub(crate) use wide::is_wide;
 /// Largest size in bytes of the keys and values of a head group: what one half of Hopper's L2 cache (50 to 60 MB) can hold besides
 /// other data.
 const SECTION_BYTES: usize = 32 << 20;
-
-/// Number of counters of a stream, which launches use one after the other, and bytes of each counter.
-pub const COUNTERS: usize = 256;
-pub const COUNTER_BYTES: usize = 4;
-
-/// Fixed cost of a work tile, in units of the time of one tile of keys.
-const ITEM: usize = 3;
-/// Cost of combining splits of the keys: a fixed cost in tiles, and the number of bytes written and read again in the time of one
-/// tile.
-const COMBINE: usize = 4;
-const COMBINED: usize = 4 << 20;
-/// Numbers of splits that are considered.
-const SPLITS: [usize; 12] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64];
 
 /// Whether there is a bias that repeats neither queries nor keys. Such a bias may be loaded in tiles, if TMA can read its strides,
 /// which are known only at the call.
@@ -74,6 +62,13 @@ pub fn forward(case: Case) -> Result<HopperForward, String> {
     let found = with_tile(case, tile);
     check(case, Role::Forward, tile, found.head_group, found.num_splits)?;
     Ok(found)
+}
+
+/// Number of splits of the keys for this tile.
+fn num_splits(Case { device, problem }: Case, tile: &HopperTile) -> usize {
+    let heads = problem.batch * problem.num_heads_q;
+    let workers = device.multiprocessors * tile.consumer_groups;
+    splits::choose(problem, &SplitWork { workers, heads, tile_q: tile.tile_q(), tile_k: tile.tile_k })
 }
 
 /// The forward with this tile.
@@ -159,7 +154,7 @@ pub fn backward(case: Case) -> Result<Gradients, String> {
 
 /// Whether the blocks of a block mask consist of whole tiles.
 fn divides(tile: &HopperTile) -> bool {
-    FamilyTiles::Hopper(*tile).list(false).divides_blocks()
+    FamilyTiles::<_, MmaTile>::Hopper(*tile).list(false).divides_blocks()
 }
 
 /// The gradient of the bias by Hopper's kernel, if the other gradients run on Hopper, or the reason why it cannot run.
@@ -323,7 +318,7 @@ pub(crate) fn check(
     let Case { device, problem } = case;
     let HopperTile { consumer_groups, warpgroups, tile_k, stages, ping_pong: _, producer_warp } = tile;
     let forward = role == Role::Forward;
-    FamilyTiles::Hopper(tile).list(role.is_transposed()).check_words(problem)?;
+    FamilyTiles::<_, MmaTile>::Hopper(tile).list(role.is_transposed()).check_words(problem)?;
     for (what, value, least) in [
         ("consumer_groups", consumer_groups, 1),
         // The second warpgroup loads V.
@@ -414,6 +409,8 @@ pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: HopperTile
         ordered: role.adds_in_order(problem),
         split_keys: is_split && role == Role::Forward,
         split_group: is_split && role != Role::Forward,
+        pack_gqa: false,
+        warps_k: 1,
         stats_multiple: stats_multiple(problem),
     }
 }
@@ -423,42 +420,6 @@ fn possible(Case { device, problem }: Case) -> Result<(), String> {
     require(device.wgmma, || "the device has no warpgroup matrix products".into())?;
     require(cfg!(feature = "cuda"), || NOT_COMPILED.into())?;
     require(problem.dtype != Dtype::F32, || "it computes in f16 and bf16 only, and q is f32".into())
-}
-
-/// Number of splits of the keys that minimises the estimated time. Times are in tiles of keys; a consumer group computes a tile in
-/// about 1.4 µs.
-fn num_splits(Case { device, problem }: Case, tile: &HopperTile) -> usize {
-    let consumer_groups = device.multiprocessors * tile.consumer_groups;
-    let heads = problem.batch * problem.num_heads_q;
-    let (tile_q, tile_k) = (tile.tile_q() as u32, tile.tile_k as u32);
-    let band = problem.band();
-    let blocks = (problem.seq_q as u32).div_ceil(tile_q);
-    // With this many blocks, a group that finishes early finds more work. With a block mask, only the device knows the length of a
-    // block.
-    if heads * blocks as usize >= 4 * consumer_groups || problem.block_mask.is_some() {
-        return 1;
-    }
-    let mut tiles: Vec<usize> =
-        (0..blocks).map(|block| band.k_blocks(block * tile_q, tile_q, tile_k).count() as usize).collect();
-    tiles.sort_unstable_by_key(|tiles| std::cmp::Reverse(*tiles));
-    let longest = tiles.first().copied().unwrap_or(0);
-    let time = |num_splits: usize| {
-        let of_item = |tiles: usize| tiles.div_ceil(num_splits) + ITEM;
-        let each =
-            tiles.iter().map(|tiles| heads * num_splits * of_item(*tiles)).sum::<usize>().div_ceil(consumer_groups);
-        // If n · `consumer_groups` + 1 work tiles are at least this long, one of the consumer groups computes n + 1 of them.
-        let items = blocks as usize * heads * num_splits;
-        let rounds = (0..items).step_by(consumer_groups).enumerate();
-        let most = rounds.map(|(n, nth)| (n + 1) * of_item(tiles[nth / (heads * num_splits)])).max();
-        let bytes = 2 * size_of::<f32>() * num_splits * problem.rows() * problem.head_dim_v;
-        let combine = if num_splits == 1 { 0 } else { COMBINE + bytes / COMBINED };
-        each.max(most.unwrap_or(0)) + combine
-    };
-    SPLITS
-        .into_iter()
-        .filter(|num_splits| *num_splits == 1 || 2 * num_splits <= longest)
-        .min_by_key(|num_splits| time(*num_splits))
-        .unwrap_or(1)
 }
 
 /// Rows of lse and delta of a head are padded to a multiple of this, because whole tiles of them are loaded.

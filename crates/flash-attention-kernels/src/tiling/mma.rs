@@ -2,11 +2,13 @@
 //! 99 KiB on other GPUs from Ampere on.
 
 use super::hopper::{self, head_group};
-use super::{Case, Gradient, MmaTiles, NOT_COMPILED, first, require, row};
+use super::splits::{self, SplitWork};
+use super::{COUNTERS, Case, Gradient, MmaForward, MmaTiles, NOT_COMPILED, first, require, row};
 use crate::dtype::Dtype;
 use crate::fragment::Role;
 use crate::mma::{MmaBlueprint, MmaTile, Products};
 use crate::problem::{AttentionProblem, Precision};
+use crate::tensor_core::Blueprint;
 
 /// Tiles of the forward. The first row is chosen that fits the larger head dimension and the shared memory.
 ///
@@ -149,8 +151,74 @@ const GRADIENTS_F32: [(usize, MmaTile); 6] = [
 /// Largest head dimension for which `dk` and `dv` are computed together.
 const TOGETHER: usize = 128;
 
+/// Tiles of the forward where the queries of all query heads of a group are few, by the head dimension and their number. The first row
+/// is chosen that fits them and the shared memory. Four warps that divide the keys of a tile leave no row of a product of 16 rows to
+/// another one: the products and the reads of K and V are a quarter of those of a tile of 64 rows. What limits decoding is memory: two
+/// tiles of keys are on the way while one is multiplied, 64 KiB or more in each thread block.
+///
+/// ```text
+/// head_dim  rows  keys × stages, 16 bits   shared memory     keys × stages, f32      shared memory
+/// 64        16    128 × 3 by 4 warps       98 KiB            64 × 3 by 4 warps       100 KiB
+/// 64        16                                               64 × 2 by 4 warps       68 KiB
+/// 64        32    128 × 3 by 4 warps       100 KiB           64 × 3 by 4 warps       104 KiB
+/// 64        64    64 × 2                   40 KiB            64 × 2                  80 KiB
+/// 128       16    64 × 3 by 4 warps        100 KiB           64 × 3 by 4 warps       200 KiB
+/// 128       16    64 × 2 by 4 warps        68 KiB            64 × 2 by 4 warps       136 KiB
+/// 128       32    64 × 3 by 4 warps        104 KiB
+/// 128       32    64 × 2 by 4 warps        72 KiB
+/// 128       64    64 × 2                   80 KiB            32 × 2                  96 KiB
+/// 192       16    64 × 3 by 4 warps        150 KiB           64 × 2 by 4 warps       204 KiB
+/// 192       64    32 × 2                   72 KiB            16 × 2                  96 KiB
+/// 256       16    64 × 3 by 4 warps        200 KiB
+/// 256       16    64 × 2 by 4 warps        136 KiB
+/// 256       64    32 × 2                   96 KiB            16 × 2                  128 KiB
+/// ```
+const FEW: [(usize, MmaTile); 13] = [
+    (64, few(1, 128, 3)),
+    (64, few(2, 128, 3)),
+    (64, shape(1, 1, 64)),
+    (128, few(1, 64, 3)),
+    (128, few(1, 64, 2)),
+    (128, few(2, 64, 3)),
+    (128, few(2, 64, 2)),
+    (128, shape(1, 1, 64)),
+    (192, few(1, 64, 3)),
+    (192, shape(1, 1, 32)),
+    (256, few(1, 64, 3)),
+    (256, few(1, 64, 2)),
+    (256, shape(1, 1, 32)),
+];
+
+/// The rows of f32.
+const FEW_F32: [(usize, MmaTile); 10] = [
+    (64, few(1, 64, 3)),
+    (64, few(1, 64, 2)),
+    (64, few(2, 64, 3)),
+    (64, shape(1, 1, 64)),
+    (128, few(1, 64, 3)),
+    (128, few(1, 64, 2)),
+    (128, shape(1, 1, 32)),
+    (192, few(1, 64, 2)),
+    (192, shape(1, 1, 16)),
+    (256, shape(1, 1, 16)),
+];
+
+/// Largest number of rows of all query heads of a group that count as few.
+const FEW_ROWS: usize = 64;
+
+/// Why a step of decoding has the tiles of any forward.
+const NO_FEW_ROWS: &str = "query heads are not packed, and warps divide no keys, with dropout or a block mask";
+
+/// Smallest number of keys for which the kernel of few rows is preferred to the one for Hopper.
+const MANY_KEYS: usize = 256;
+
 const fn shape(warpgroups: usize, groups: usize, tile_k: usize) -> MmaTile {
-    MmaTile { warpgroups, groups, tile_k }
+    MmaTile { warpgroups, groups, tile_k, warps_k: 1, stages: 2 }
+}
+
+/// A tile of 16 rows in each group, whose keys four warps divide among them.
+const fn few(groups: usize, tile_k: usize, stages: usize) -> MmaTile {
+    MmaTile { warpgroups: 1, groups, tile_k, warps_k: 4, stages }
 }
 
 /// Whether `dk` and `dv` are computed together.
@@ -168,6 +236,53 @@ fn rows(problem: &AttentionProblem, role: Role) -> &'static [(usize, MmaTile)] {
         (Products::Tf32, Role::Forward) => &FORWARD_TF32,
         (Products::Split | Products::Tf32, _) => &GRADIENTS_F32,
     }
+}
+
+/// The forward where the queries of all query heads of a group are few, or the reason why it cannot run.
+fn few_rows(case: Case) -> Result<MmaForward, String> {
+    let Case { device, problem } = case;
+    let (group, heads) = (problem.group_size(), problem.batch * problem.num_heads_kv);
+    let rows = group * problem.seq_q;
+    require(rows <= FEW_ROWS, || format!("{rows} rows of the query heads of a group are above {FEW_ROWS}"))?;
+    require(problem.options.dropout == 0.0 && problem.block_mask.is_none(), || NO_FEW_ROWS.into())?;
+    let table: &[(usize, MmaTile)] = if problem.dtype == Dtype::F32 { &FEW_F32 } else { &FEW };
+    row(table, problem)?;
+    let fits = table.iter().filter(|(head_dim, tile)| problem.widest() <= *head_dim && rows <= tile.tile_q());
+    first(fits.map(|(_, tile)| {
+        // Where memory is the limit, one thread block of each multiprocessor has enough on the way.
+        let of_each = if tile.warps_k > 1 { 1 } else { 2 };
+        let work = SplitWork {
+            workers: of_each * device.multiprocessors,
+            heads,
+            tile_q: (tile.tile_q() / group).max(1),
+            tile_k: tile.tile_k,
+        };
+        let tiles = MmaTiles { tile: *tile, head_group: heads.max(1) };
+        let plan = MmaForward { tiles, num_splits: splits::choose(problem, &work), pack_gqa: group > 1 };
+        check(case, Role::Forward, plan).map(|()| plan)
+    }))
+}
+
+/// Whether a step of decoding is faster by this family's forward than by Hopper's, whose tiles have at least 128 queries of one head.
+pub fn decodes(case: Case) -> bool {
+    case.problem.seq_k >= MANY_KEYS && few_rows(case).is_ok()
+}
+
+/// The forward, or the reason why the kernel cannot run.
+pub fn forward(case: Case) -> Result<MmaForward, String> {
+    few_rows(case).or_else(|_| choose(case, Role::Forward).map(MmaForward::from))
+}
+
+/// Other forwards: those of the tiles that fit or, with few rows, half and twice as many splits of the keys.
+#[cfg(feature = "autotune")]
+pub fn alternatives(case: Case, planned: MmaForward) -> Vec<MmaForward> {
+    if few_rows(case) != Ok(planned) {
+        return fitting(case, Role::Forward).into_iter().map(MmaForward::from).collect();
+    }
+    let most = (case.problem.seq_k / planned.tiles.tile.tile_k).max(1);
+    let counts = [planned.num_splits / 2, planned.num_splits * 2].into_iter();
+    let counts = counts.filter(|num_splits| (1..=most).contains(num_splits));
+    counts.map(|num_splits| MmaForward { num_splits, ..planned }).collect()
 }
 
 /// The first tiles that fit, or the reason why the kernel cannot run.
@@ -194,13 +309,13 @@ fn candidates(case: Case, role: Role) -> impl Iterator<Item = Result<MmaTiles, S
     rows.map(move |(_, tile)| {
         let head_group = head_group(case, &tile.tile(), role, 1);
         let tiles = MmaTiles { tile: *tile, head_group };
-        check(case, role, tiles).map(|()| tiles)
+        check(case, role, tiles.into()).map(|()| tiles)
     })
 }
 
 /// The blueprint of a kernel, assuming that the rows of a mask or bias differ.
 pub fn blueprint(problem: &AttentionProblem, role: Role, tile: MmaTile) -> MmaBlueprint {
-    let scores = hopper::blueprint(problem, role, tile.tile(), false);
+    let scores = Blueprint { warps_k: tile.warps_k, ..hopper::blueprint(problem, role, tile.tile(), false) };
     MmaBlueprint { tile, scores, products: products(problem) }
 }
 
@@ -215,9 +330,28 @@ pub fn products(problem: &AttentionProblem) -> Products {
 }
 
 /// Checks that these tiles can be used; else returns the reason.
-pub fn check(Case { device, problem }: Case, role: Role, tiles: MmaTiles) -> Result<(), String> {
+pub fn check(Case { device, problem }: Case, role: Role, plan: MmaForward) -> Result<(), String> {
+    let MmaForward { tiles, num_splits, pack_gqa } = plan;
     let MmaTiles { tile, head_group } = tiles;
     require(head_group > 0, || "head_group is 0; it must be at least 1".into())?;
+    require(num_splits > 0, || "num_splits is 0; it must be at least 1".into())?;
+    require(num_splits == 1 || problem.block_mask.is_none(), || {
+        format!("num_splits is {num_splits}, and with a block mask keys are not split")
+    })?;
+    let (group, rows) = (problem.group_size(), tile.tile_q());
+    let (heads, rows_of_head) =
+        if pack_gqa { (problem.num_heads_kv, (rows / group).max(1)) } else { (problem.num_heads_q, rows) };
+    let (blocks, batches) = super::blocks(problem, problem.seq_q, rows_of_head);
+    let counted = batches * heads * blocks;
+    require(num_splits == 1 || tile.warps_k == 1 || counted <= COUNTERS, || {
+        format!("num_splits is {num_splits} for {counted} blocks of queries of all heads, more than {COUNTERS}")
+    })?;
+    require(!pack_gqa || group <= rows, || format!("a group has {group} query heads, and a tile {rows} rows"))?;
+    let of_heads = pack_gqa || tile.warps_k > 1;
+    require(!of_heads || problem.options.dropout == 0.0 && problem.block_mask.is_none(), || NO_FEW_ROWS.into())?;
+    require(tile.warps_k == 1 || role == Role::Forward, || {
+        format!("warps_k is {}; only the forward divides keys among warps", tile.warps_k)
+    })?;
     require(cfg!(feature = "cuda"), || NOT_COMPILED.into())?;
     require(device.mma.contains(&problem.dtype), || {
         format!("the device has no mma.sync for {} that inline PTX can use", problem.dtype.name())
@@ -231,11 +365,14 @@ pub fn check(Case { device, problem }: Case, role: Role, tiles: MmaTiles) -> Res
     })?;
     list.check_words(problem)?;
     let blueprint = blueprint(problem, role, tile);
-    require(!role.is_transposed() || blueprint.scores.stats_multiple.is_multiple_of(tile.tile_k), || {
+    let scores = &blueprint.scores;
+    require(!role.is_transposed() || scores.stats_multiple.is_multiple_of(tile.tile_k), || {
         format!(
             "tiles of {} queries do not divide the multiple to which the scratch pads the rows of a head",
             tile.tile_k
         )
     })?;
+    let (merged, streamed) = (blueprint.merge_bytes(), tile.stages * (scores.k_bytes() + scores.v_bytes()));
+    require(merged <= streamed, || format!("{merged} bytes of attentions of warps do not fit {streamed} of K and V"))?;
     device.has_room(blueprint.shared_memory(), tile.units())
 }

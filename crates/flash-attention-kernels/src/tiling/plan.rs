@@ -2,9 +2,9 @@
 
 use super::{
     BackwardTiles, BiasGradient, COUNTER_BYTES, COUNTERS, Case, Device, Forward, Gradient, HopperForward,
-    HopperGradient, Kernel, ListShape, bias_sums_len, blocks, check_backward_blocks, check_blocks, check_dtype,
-    check_sequences, choose_backward, choose_forward, cube_count, dq_accum_len, recent, scratch_floats, split_sums_len,
-    stats_rows,
+    HopperGradient, Kernel, ListShape, MmaForward, bias_sums_len, blocks, check_backward_blocks, check_blocks,
+    check_dtype, check_sequences, choose_backward, choose_forward, cube_count, dq_accum_len, recent, scratch_floats,
+    split_sums_len, stats_rows,
 };
 use crate::error::{AttentionError, Result};
 use crate::hopper::BiasTile;
@@ -51,7 +51,7 @@ pub struct Plan {
     pub forward_scratch_bytes: u64,
     /// Bytes of scratch that the backward allocates.
     pub scratch_bytes: u64,
-    /// Bytes that stay allocated between calls: the counters of a stream, from which Hopper thread blocks take work tiles, and the
+    /// Bytes that stay allocated between calls: the counters of a stream, from which Hopper thread blocks take work tiles and by which splits of the keys know the last one, and the
     /// lists that a block mask caches for this problem.
     pub kept_bytes: u64,
     /// More preferred alternatives, and the reasons why they cannot run.
@@ -62,7 +62,10 @@ impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (tile_q, tile_k) = (self.forward.tile_q(), self.forward.tile_k());
         write!(f, "forward {} {tile_q}×{tile_k}", self.forward.kernel().name())?;
-        if let Forward::Hopper(HopperForward { num_splits: num_splits @ 2.., .. }) = self.forward {
+        if let Forward::Mma(MmaForward { pack_gqa: true, .. }) = self.forward {
+            write!(f, " of packed heads")?;
+        }
+        if let num_splits @ 2.. = num_splits(&self.forward) {
             write!(f, " in {num_splits} splits")?;
         }
         let BackwardTiles { dq, dkdv, dv, fused, dbias, dalibi_slopes, dscore_tensors } = self.backward;
@@ -243,11 +246,17 @@ fn forward_scratch_floats(problem: &AttentionProblem, forward: &Forward) -> u64 
 
 /// Number of f32 values of the outputs of splits.
 fn split_floats(problem: &AttentionProblem, forward: &Forward) -> u64 {
+    match num_splits(forward) {
+        1 => 0,
+        num_splits => (num_splits * problem.rows() * problem.head_dim_v.next_multiple_of(8)) as u64,
+    }
+}
+
+/// Number of splits of the keys.
+fn num_splits(forward: &Forward) -> usize {
     match forward {
-        Forward::Hopper(HopperForward { num_splits: num_splits @ 2.., .. }) => {
-            (num_splits * problem.rows() * problem.head_dim_v.next_multiple_of(8)) as u64
-        }
-        _ => 0,
+        Forward::Hopper(HopperForward { num_splits, .. }) | Forward::Mma(MmaForward { num_splits, .. }) => *num_splits,
+        _ => 1,
     }
 }
 
@@ -255,7 +264,9 @@ fn split_floats(problem: &AttentionProblem, forward: &Forward) -> u64 {
 /// lengths.
 fn kept_bytes(problem: &AttentionProblem, forward: &Forward, backward: &BackwardTiles) -> u64 {
     let hopper = [forward.kernel(), backward.dq.kernel(), backward.dkdv.kernel()].contains(&Kernel::Hopper);
-    let counters = if hopper { COUNTERS * COUNTER_BYTES } else { 0 };
+    let combines = |plan: &MmaForward| plan.num_splits > 1 && plan.tiles.tile.warps_k > 1;
+    let counts = hopper || matches!(forward, Forward::Mma(plan) if combines(plan));
+    let counters = if counts { COUNTERS * COUNTER_BYTES } else { 0 };
     let mut lists = vec![forward.list(false), backward.dq.list(false), backward.dkdv.list(true)];
     lists.extend(backward.dv.map(|dv| dv.list(true)));
     lists.sort_unstable();

@@ -428,10 +428,13 @@ impl Case {
             None => forward(client, p, &inputs, &o.view, &lse.view)?,
         };
         let kernel = ran.kernel();
+        let few = self.tiles.is_none() && p.group_size() * p.seq_q <= 64 && p.seq_k >= 256;
+        let decoding = few && p.options.dropout == 0.0 && p.block_mask.is_none();
         match self.tiles {
             Some((forced, _)) => assert_eq!(kernel, forced.kernel(), "{p:?}"),
-            None => lanes::assert_kernel(kernel, dtype),
+            None => lanes::assert_kernel(kernel, dtype, decoding),
         }
+        let of_gradients = lanes::kernel_of_gradients(kernel, dtype, decoding);
 
         let dlse = self
             .dlse
@@ -471,7 +474,7 @@ impl Case {
             Some((_, backward)) => backward,
             None => self.plan(client)?.backward,
         };
-        let can = kernel == Kernel::Hopper;
+        let can = of_gradients == Kernel::Hopper;
         if self.fused && can {
             planned.fused = fused_on(&Device::of(client), p);
             let splits = if p.group_size().is_multiple_of(self.splits) { self.splits } else { 1 };
@@ -499,7 +502,7 @@ impl Case {
             }
             _ => backward_with(client, p, &inputs, &saved, &gradients, &scratch, Some(planned))?,
         }
-        assert_eq!([planned.dq.kernel(), planned.dkdv.kernel()], [kernel; 2], "{p:?}");
+        assert_eq!([planned.dq.kernel(), planned.dkdv.kernel()], [of_gradients; 2], "{p:?}");
         let hopper = |is: bool| if can && is { Kernel::Hopper } else { Kernel::Portable };
         // Hopper's kernels of dq and dk also sum the gradients of tensors that are broadcast over queries or keys.
         let summed = |[.., sq, sk]: [usize; 4]| [sq, sk] != [p.seq_q, p.seq_k];

@@ -119,14 +119,23 @@ pub fn forced_kernel(dtype: Dtype) -> Option<Kernel> {
     multiplies.then_some(found)
 }
 
-/// Asserts that the kernel that ran is the lane's.
-pub fn assert_kernel(ran: Kernel, dtype: Dtype) {
+/// Asserts that the kernel that ran a forward is the lane's or, on CUDA, that of few rows for a step of `decoding`.
+pub fn assert_kernel(ran: Kernel, dtype: Dtype, decoding: bool) {
+    if decoding && device() == "cuda" && forced_kernel(dtype).is_none() {
+        return assert_eq!(ran, Kernel::Mma, "the kernel of a step of decoding");
+    }
     let expected: Vec<Kernel> = match forced_kernel(dtype) {
         Some(kernel) => vec![kernel],
         None if dtype == Dtype::F32 => lanes().map(|lane| lane.single).collect(),
         None => lanes().map(|lane| lane.half).collect(),
     };
     assert!(expected.contains(&ran), "the kernel {} ran in {}; expected one of {expected:?}", ran.name(), dtype.name());
+}
+
+/// The kernel of the gradients, where `forward` is that of the forward of a step of `decoding` or of any other problem.
+pub fn kernel_of_gradients(forward: Kernel, dtype: Dtype, decoding: bool) -> Kernel {
+    let planned = decoding && device() == "cuda" && forced_kernel(dtype).is_none() && dtype != Dtype::F32;
+    if planned { agreed(|lane| lane.half).expect("CUDA has one lane") } else { forward }
 }
 
 /// Whether the lane's device addresses elements further apart than 32 bits.

@@ -15,6 +15,7 @@ mod masks;
 mod offsets;
 mod one_kernel;
 mod oracle;
+mod packed;
 mod pairs;
 mod plans;
 mod properties;

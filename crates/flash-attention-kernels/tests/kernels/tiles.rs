@@ -177,9 +177,14 @@ fn hoppers_gradient_of_a_bias() {
 #[test]
 fn warps_products() {
     let Some(call) = Call::new(Dtype::BF16, 64) else { return };
-    let tile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64 };
+    let tile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64, warps_k: 1, stages: 2 };
     refused(call.forward(MmaTiles { tile, head_group: 0 }), "head_group is 0");
     refused(call.forward(MmaTiles { tile: MmaTile { tile_k: 24, ..tile }, head_group: 1 }), "must divide a tile");
+    let few = MmaTile { warps_k: 4, ..tile };
+    for inconsistent in [MmaTile { warpgroups: 2, ..few }, MmaTile { warps_k: 2, ..few }, MmaTile { tile_k: 32, ..few }]
+    {
+        refused(call.forward(MmaTiles { tile: inconsistent, head_group: 1 }), "inconsistent");
+    }
     // No block mask may have blocks of 256 queries.
     let mut call = call;
     call.problem = call.problem.with_block_mask(&[1, 1, 2, 2], 128, 128).unwrap();

@@ -316,6 +316,8 @@ pub fn scores(problem: &AttentionProblem, role: Role, tile: HopperTile) -> Bluep
         ordered: role.adds_in_order(problem),
         split_keys: false,
         split_group: false,
+        pack_gqa: false,
+        warps_k: 1,
         stats_multiple: 384,
     }
 }
@@ -360,6 +362,8 @@ pub fn plain(role: Role, tile_k: usize, split_keys: bool) -> Blueprint {
         ordered: false,
         split_keys,
         split_group: false,
+        pack_gqa: false,
+        warps_k: 1,
         stats_multiple,
     }
 }

@@ -7,10 +7,10 @@ use flash_attention_kernels::fragment::Role;
 use flash_attention_kernels::hopper::dbias::{BiasOutCompilationArg, DbiasSchedulerCompilationArg};
 use flash_attention_kernels::hopper::splits::{self, SplitSumsCompilationArg};
 use flash_attention_kernels::hopper::wide::{WideBlueprint, gradients};
-use flash_attention_kernels::hopper::{BiasBlueprint, BiasTile, combine, copy, dbias, forward, gradient, reduce};
+use flash_attention_kernels::hopper::{BiasBlueprint, BiasTile, copy, dbias, forward, gradient, reduce};
 use flash_attention_kernels::mods::{Document, MaskFn, ScoreFn, Temperature};
 use flash_attention_kernels::score::{Factor, Factors};
-use flash_attention_kernels::tensor_core::{Blueprint, DeltaBlueprint, Rows, Zeros, delta};
+use flash_attention_kernels::tensor_core::{Blueprint, DeltaBlueprint, Rows, Zeros, combine, delta};
 use flash_attention_kernels::tiling::{element_type, plan_on};
 use flash_attention_kernels::{
     AttentionOptions, AttentionProblem, BackwardOrder, BackwardTiles, BiasGradient, Dtype, Forward, Gradient,
@@ -532,12 +532,15 @@ fn helper_kernels_compile() {
                     settings(128),
                     properties(),
                     defaults(),
-                    tensor(),
-                    tensor(),
-                    tensor(),
-                    tensor(),
+                    outputs(),
+                    outputs(),
                     extras(&causal),
-                    ty,
+                    (),
+                    (),
+                    (),
+                    (),
+                    causal.head_dim_v,
+                    causal.dtype,
                 )),
             ),
             (

@@ -1,7 +1,6 @@
 //! Launch of the kernels for Hopper.
 
 mod backward;
-mod counters;
 mod dbias;
 mod forward;
 mod splits;

@@ -3,7 +3,6 @@
 use super::super::{Blueprint, Rows, WARPGROUP_ROWS};
 use super::{ScoreTile, pair_of};
 use crate::fragment::Scores;
-use crate::mods::Place;
 use crate::ptx::{load_tiles, unpack};
 use crate::softmax::UNSEEN;
 use cubecl::prelude::*;
@@ -21,7 +20,7 @@ pub fn hide_pairs<E: Float, M: Numeric, NB: Size, NM: Size>(
         let transposed = comptime!(blueprint.transposed());
         #[unroll]
         for r in 0..2usize {
-            let distance = Place::between(band, tile.lane_row + comptime!(8 * r as u32), tile.lane_column);
+            let distance = tile.between(r);
             #[unroll]
             for i in 0..comptime!(tile_k / 8) {
                 #[unroll]
@@ -56,11 +55,15 @@ pub fn add_bias<E: Float, M: Numeric, NB: Size, NM: Size>(
         }
     }
     if comptime!(blueprint.alibi) {
-        let slope = scores.score.extras.slope(tile.batch as usize, tile.head as usize);
+        let first = scores.score.extras.slope(tile.batch as usize, tile.head as usize);
         #[unroll]
         for r in 0..2usize {
-            let row = tile.lane_row + comptime!(8 * r as u32);
-            let offset = f32::cast_from(tile.band.offset(row, tile.lane_column));
+            let slope = if comptime!(tile.packs && r == 1) {
+                scores.score.extras.slope(tile.batch as usize, tile.head_of(r) as usize)
+            } else {
+                first
+            };
+            let offset = tile.distances(r);
             #[unroll]
             for i in 0..comptime!(blueprint.tile.tile_k / 8) {
                 #[unroll]
@@ -86,11 +89,16 @@ fn each_pair<T: Numeric, N: Size>(
     #[comptime] blueprint: Blueprint,
 ) {
     let (band, transposed) = (&tile.band, comptime!(blueprint.transposed()));
-    let once = comptime!(rows == Some(Rows::Same) && !transposed);
-    let at = tile.batch as usize * tensor.stride(0) + tile.head as usize * tensor.stride(1);
+    let once = comptime!(rows == Some(Rows::Same) && !transposed && !tile.packs);
+    let first = tile.batch as usize * tensor.stride(0) + tile.head as usize * tensor.stride(1);
     #[unroll]
     for r in 0..comptime!(if once { 1usize } else { 2usize }) {
-        let row = band.query_within(tile.lane_row + comptime!(8 * r as u32));
+        let at = if comptime!(tile.packs && r == 1) {
+            tile.batch as usize * tensor.stride(0) + tile.head_of(r) as usize * tensor.stride(1)
+        } else {
+            first
+        };
+        let row = band.query_within(tile.row(r));
         let at = at + row as usize * tensor.stride(comptime!(if transposed { 3 } else { 2 }));
         #[unroll]
         for i in 0..comptime!(blueprint.tile.tile_k / 8) {

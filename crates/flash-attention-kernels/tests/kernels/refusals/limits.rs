@@ -81,7 +81,7 @@ fn problems_that_are_not_valid() {
 /// A block mask of one block.
 const BLOCKS: Option<BlockMask> = Some(BlockMask { blocks: [1; 4], block_q: 128, block_k: 128 });
 
-const MMA: MmaTile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64 };
+const MMA: MmaTile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64, warps_k: 1, stages: 2 };
 /// A shape of matrix products that no device offers.
 const MATRIX: MatrixTile = MatrixTile { planes: 1, plane: 7, columns: 16, shape: [3, 5, 7] };
 

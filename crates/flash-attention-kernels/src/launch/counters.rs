@@ -1,10 +1,10 @@
-//! Counters from which thread blocks take work tiles.
+//! Counters from which thread blocks take work tiles, or by which the last split of a block knows that it is the last.
 //!
-//! A launch needs a counter that is 0. A kernel leaves its counter at 0, but an aborted launch does not. Each launch therefore
-//! takes the next counter of a pool. When all have been taken, one small launch sets all of them to 0 again, so that a later launch
+//! A launch needs counters that are 0. A kernel leaves its counters at 0, but an aborted launch does not. Each launch therefore
+//! takes the next counters of a pool. When all have been taken, one small launch sets all of them to 0 again, so that a later launch
 //! never meets a value that an aborted one has left. Launches on a stream run one after the other; each stream has its own pool.
 
-use crate::launch::Call;
+use super::Call;
 use crate::portable::nothing;
 use crate::tensor::TensorView;
 use crate::tiling::{self, COUNTER_BYTES, COUNTERS};
@@ -32,6 +32,11 @@ static POOLS_IN_USE: Mutex<VecDeque<Pool>> = Mutex::new(VecDeque::new());
 impl Call<'_> {
     /// A counter of this client's stream that is 0 when the next launch begins.
     pub(super) fn counter(&self) -> Handle {
+        self.counters(1)
+    }
+
+    /// Like [`counter`](Self::counter), `count` counters, at most [`COUNTERS`].
+    pub(super) fn counters(&self, count: usize) -> Handle {
         let client = self.client;
         // A handle records the stream of its client.
         let (service, stream) = (client.service_id(), self.buffer.get_or_init(|| client.empty(COUNTER_BYTES)).stream);
@@ -46,17 +51,17 @@ impl Call<'_> {
                 Pool { service, handle: client.create_from_slice(&[0; COUNTERS * COUNTER_BYTES]), taken: 0 }
             }
         };
-        if pool.taken == COUNTERS {
+        if pool.taken + count > COUNTERS {
             self.clear(&pool.handle);
             pool.taken = 0;
         }
-        let counter = pool.handle.clone().offset_start((pool.taken * COUNTER_BYTES) as u64);
-        pool.taken += 1;
+        let counters = pool.handle.clone().offset_start((pool.taken * COUNTER_BYTES) as u64);
+        pool.taken += count;
         // A new pool whose allocation failed is not kept: it would make every later launch fail.
         if found.is_some() || client.check([&pool.handle]).is_ok() {
             pools.push_back(pool);
         }
-        counter
+        counters
     }
 
     /// Sets all counters of a pool to 0.
