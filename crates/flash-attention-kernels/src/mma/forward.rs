@@ -55,7 +55,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         terminate!();
     }
 
-    // -- shared memory: Q of each group, two tiles of K, two of V
+    // -- shared memory: Q of each group, tiles of K, tiles of V
     let shared = Shared::<[E]>::new_aligned_slice(comptime!(blueprint.shared_memory() / dtype.size()), 1024usize);
     let q_at = shared_address::<E>(&shared[0..1024]);
     let k_at = q_at + comptime!((scores.tile.warpgroups * scores.q_bytes()) as u32);
