@@ -2,7 +2,7 @@
 
 use super::Call;
 use super::route::Route;
-use super::tensor_core::{Aligned, rows_arg, rows_out, stride};
+use super::tensor_core::{rows_arg, rows_out, stride};
 use crate::error::Result;
 use crate::fragment::Role;
 use crate::tensor::TensorView;
@@ -40,10 +40,10 @@ impl Call<'_> {
         })
     }
 
-    /// Checks the launches that combine splits of the keys: the grid of the combination, if there is more than one.
+    /// Checks the launches that combine splits of the keys besides the forward, and returns the grid of the combination.
     pub(super) fn combination(&self, num_splits: usize) -> Result<CubeCount> {
         let p = self.problem;
-        if num_splits > 1 && self.leaves_rows(false) {
+        if self.leaves_rows(false) {
             cube_count(self.device, "fill", tiling::fill_cubes([num_splits * p.batch, p.num_heads_q, p.seq_q]))?;
         }
         cube_count(self.device, "combine", p.rows().div_ceil(combine::ROWS as usize) as u64)
@@ -55,11 +55,10 @@ impl Call<'_> {
         self.fill_with(&splits.o, Some(&splits.lse), None, false, ElemType::Float(FloatKind::F32));
     }
 
-    /// Launches the combination.
-    pub(super) fn combine(&self, splits: KeySplits, count: CubeCount, o: &Aligned, lse: &TensorView<3>) {
+    /// Launches the combination into `o`, whose rows are aligned.
+    pub(super) fn combine(&self, splits: &KeySplits, count: CubeCount, o: &TensorView, lse: &TensorView<3>) {
         let p = self.problem;
-        let out = o.write(self, false);
-        let addresses = self.addresses(&[&splits.o, &splits.lse, &out, lse]);
+        let addresses = self.addresses(&[&splits.o, &splits.lse, o, lse]);
         // SAFETY: views have been checked against their buffers. The views of the splits were allocated with their full length.
         unsafe {
             combine::combine::launch_unchecked(
@@ -68,7 +67,7 @@ impl Call<'_> {
                 CubeDim::new_1d(32 * combine::ROWS),
                 addresses,
                 outputs(&splits.o, &splits.lse, size_of::<f32>()),
-                outputs(&out, lse, p.dtype.size()),
+                outputs(o, lse, p.dtype.size()),
                 self.extras(Role::Forward, &Route::default()),
                 (splits.lse.shape[0] / p.batch) as u32,
                 p.batch as u32,
@@ -78,6 +77,5 @@ impl Call<'_> {
                 p.dtype,
             );
         }
-        o.finish(self, &out);
     }
 }

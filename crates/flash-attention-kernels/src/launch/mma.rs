@@ -39,7 +39,9 @@ impl MmaForward {
     pub(super) fn forward<'a>(self, call: &'a Call<'a>, Outputs { o, lse, .. }: Outputs<'a>) -> Result<Launch<'a>> {
         let (blueprint, work, count) = call.mma(Role::Forward, self, 8)?;
         let ([q, k, v], aligned) = (call.aligned_inputs()?, call.aligned(o)?);
-        let (combination, combines) = (call.combination(self.num_splits)?, blueprint.combines());
+        let combines = self.combines();
+        let launches = self.num_splits > 1 && !combines;
+        let combination = launches.then(|| call.combination(self.num_splits)).transpose()?;
         Ok(Box::new(move || {
             let [q, k, v] = [q, k, v].map(|source| source.read(call));
             let (out, dtype) = (aligned.write(call, false), call.problem.dtype);
@@ -51,7 +53,7 @@ impl MmaForward {
             let counted = if combines { work.scheduler.num_tiles as usize / self.num_splits } else { 1 };
             // Without a combination, nothing is counted.
             let tickets = if combines { call.counters(counted) } else { lse.handle.clone() };
-            if let Some(splits) = splits.as_ref().filter(|_| !combines) {
+            if let Some(splits) = splits.as_ref().filter(|_| launches) {
                 call.fill_splits(splits);
             }
             let route = call.route_in_order(work.list);
@@ -79,10 +81,10 @@ impl MmaForward {
                     call.dtypes(),
                 );
             }
-            match splits.filter(|_| !combines) {
-                None => aligned.finish(call, &out),
-                Some(splits) => call.combine(splits, combination, &aligned, lse),
+            if let (Some(splits), Some(count)) = (&splits, combination) {
+                call.combine(splits, count, &out, lse);
             }
+            aligned.finish(call, &out);
         }))
     }
 }

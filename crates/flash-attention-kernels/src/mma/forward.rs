@@ -188,7 +188,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             write_rows(&sources, &inputs, outputs, &softmax, &acc, &work, &block, first, blueprint);
         }
         if comptime!(blueprint.combines()) {
-            combine_last(&*outputs, combination, &extras, &work, &block, q_at, scores);
+            combine_last(&*outputs, combination, &extras, &scheduler, &work, &block, q_at, scores);
         }
     } else {
         write_rows(&sources, &inputs, outputs, &softmax, &acc, &work, &block, first, blueprint);

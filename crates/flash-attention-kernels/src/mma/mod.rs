@@ -147,8 +147,7 @@ const CHUNK: usize = 512;
 const OF_STATE: usize = 2;
 
 impl MmaBlueprint {
-    /// Whether the last split of a block of queries combines all of them, without another launch. A warp combines one row after the other,
-    /// which takes longer than a launch if there are many.
+    /// Whether the last split of a block of queries combines all of them, without another launch.
     pub fn combines(&self) -> bool {
         self.scores.split_keys && self.tile.warps_k > 1
     }

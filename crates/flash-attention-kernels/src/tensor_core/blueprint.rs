@@ -74,7 +74,7 @@ pub struct Blueprint {
     pub sparse: bool,
     /// Whether blocks of keys add to `dQ` in a fixed order, that of their work tiles.
     pub ordered: bool,
-    /// Whether a work tile is a split of the keys. The results are then combined by another kernel.
+    /// Whether a work tile is a split of the keys. The results are then combined.
     pub split_keys: bool,
     /// Whether the query heads of a group are rows of the same tile.
     pub pack_gqa: bool,

@@ -8,7 +8,7 @@
 //! alone.
 
 use super::operands::Outputs;
-use super::{BlockRows, Blueprint, RowOf, WorkTile};
+use super::{BlockRows, Blueprint, RowOf, TileScheduler, WorkTile};
 use crate::dtype::Dtype;
 use crate::extras::Extras;
 use crate::ptx::*;
@@ -79,12 +79,13 @@ pub fn combine_last(
     splits: &Outputs,
     combination: &mut Combination,
     extras: &Extras,
+    scheduler: &TileScheduler,
     work: &WorkTile,
     rows: &BlockRows,
     slot: u32,
     #[comptime] blueprint: Blueprint,
 ) {
-    let count = work.num_splits;
+    let (count, batches) = (scheduler.num_splits.divisor, scheduler.batches as usize);
     let warp = UNIT_POS / 32;
     // All warps have written their rows.
     sync_cube();
@@ -102,7 +103,7 @@ pub fn combine_last(
         for nth in 0..comptime!(blueprint.rows() as u32 / ROWS) {
             let RowOf { query, head } = rows.at(warp + nth * ROWS);
             if work.band.is_query(query) {
-                let (batch, head, batches) = (work.batch as usize, head as usize, work.batches as usize);
+                let (batch, head) = (work.batch as usize, head as usize);
                 let row = SplitRow { batch, head, query, count, batches };
                 let (wide, dtype) = comptime!((blueprint.head_dim_v, blueprint.dtype));
                 combine_row(splits, &mut combination.to, extras, &row, wide, dtype);

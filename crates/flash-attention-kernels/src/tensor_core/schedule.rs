@@ -138,10 +138,6 @@ pub struct WorkTile {
     pub batch_out: u32,
     /// Number of the block among those of all heads and batches.
     pub block: u32,
-    /// Number of splits.
-    pub num_splits: u32,
-    /// Number of batches.
-    pub batches: u32,
     /// Query head.
     pub head: u32,
     /// Key/value head of the streamed tiles.
@@ -363,8 +359,6 @@ impl TileScheduler {
             batch: block.batch,
             batch_out: split * self.batches + block.batch,
             block: (coordinate.batch * self.num_heads_q.divisor + coordinate.head) * self.blocks + coordinate.nth,
-            num_splits: self.num_splits.divisor,
-            batches: self.batches,
             head,
             head_kv,
             q_start,

@@ -132,6 +132,14 @@ pub struct MmaForward {
     pub pack_gqa: bool,
 }
 
+impl MmaForward {
+    /// Whether the last split of a block of queries combines all of them, without another launch. A warp combines one row after the other,
+    /// which takes longer than a launch if there are many.
+    pub(crate) fn combines(&self) -> bool {
+        self.num_splits > 1 && self.tiles.tile.warps_k > 1
+    }
+}
+
 impl<H: Copy + Into<HopperTile>, M: Copy + Into<MmaTile>> FamilyTiles<H, M> {
     /// The kernel family.
     pub fn kernel(&self) -> Kernel {

@@ -339,14 +339,13 @@ pub fn check(Case { device, problem }: Case, role: Role, plan: MmaForward) -> Re
         format!("num_splits is {num_splits}, and with a block mask keys are not split")
     })?;
     let (group, rows) = (problem.group_size(), tile.tile_q());
-    let (heads, rows_of_head) =
-        if pack_gqa { (problem.num_heads_kv, (rows / group).max(1)) } else { (problem.num_heads_q, rows) };
-    let (blocks, batches) = super::blocks(problem, problem.seq_q, rows_of_head);
+    require(!pack_gqa || group <= rows, || format!("a group has {group} query heads, and a tile {rows} rows"))?;
+    let (heads, queries) = if pack_gqa { (problem.num_heads_kv, rows / group) } else { (problem.num_heads_q, rows) };
+    let (blocks, batches) = super::blocks(problem, problem.seq_q, queries);
     let counted = batches * heads * blocks;
-    require(num_splits == 1 || tile.warps_k == 1 || counted <= COUNTERS, || {
+    require(!plan.combines() || counted <= COUNTERS, || {
         format!("num_splits is {num_splits} for {counted} blocks of queries of all heads, more than {COUNTERS}")
     })?;
-    require(!pack_gqa || group <= rows, || format!("a group has {group} query heads, and a tile {rows} rows"))?;
     let of_heads = pack_gqa || tile.warps_k > 1;
     require(!of_heads || problem.options.dropout == 0.0 && problem.block_mask.is_none(), || NO_FEW_ROWS.into())?;
     require(tile.warps_k == 1 || role == Role::Forward, || {

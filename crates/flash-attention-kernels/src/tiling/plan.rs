@@ -264,8 +264,7 @@ fn num_splits(forward: &Forward) -> usize {
 /// lengths.
 fn kept_bytes(problem: &AttentionProblem, forward: &Forward, backward: &BackwardTiles) -> u64 {
     let hopper = [forward.kernel(), backward.dq.kernel(), backward.dkdv.kernel()].contains(&Kernel::Hopper);
-    let combines = |plan: &MmaForward| plan.num_splits > 1 && plan.tiles.tile.warps_k > 1;
-    let counts = hopper || matches!(forward, Forward::Mma(plan) if combines(plan));
+    let counts = hopper || matches!(forward, Forward::Mma(plan) if plan.combines());
     let counters = if counts { COUNTERS * COUNTER_BYTES } else { 0 };
     let mut lists = vec![forward.list(false), backward.dq.list(false), backward.dkdv.list(true)];
     lists.extend(backward.dv.map(|dv| dv.list(true)));

@@ -27,15 +27,16 @@ impl HopperForward {
         let list = Forward::Hopper(self).list(false);
         let work = call.work(Role::Forward, list, head_group, num_splits, multiprocessors * groups)?;
         let ([q, k, v], aligned) = (call.aligned_inputs()?, call.aligned(o)?);
-        let combination = call.combination(num_splits)?;
+        let combination = (num_splits > 1).then(|| call.combination(num_splits)).transpose()?;
         Ok(Box::new(move || {
             let splits = call.key_splits(num_splits, blueprint.columns());
             let [q, k, v] = [q, k, v].map(|source| source.read(call));
-            let (out, out_lse, out_size) = match &splits {
-                None => (aligned.write(call, false), lse, call.problem.dtype.size()),
+            let out = aligned.write(call, false);
+            let (written, written_lse, written_size) = match &splits {
+                None => (&out, lse, call.problem.dtype.size()),
                 Some(splits) => {
                     call.fill_splits(splits);
-                    (splits.o.clone(), &splits.lse, size_of::<f32>())
+                    (&splits.o, &splits.lse, size_of::<f32>())
                 }
             };
             let cubes = multiprocessors.clamp(1, (work.scheduler.num_tiles as u64).div_ceil(groups));
@@ -49,22 +50,22 @@ impl HopperForward {
                     call.client,
                     CubeCount::Static(cubes as u32, 1, 1),
                     CubeDim::new_1d(tile.units() as u32),
-                    call.addresses(&[&q, &k, &v, &out, out_lse]).max(route.addresses()),
+                    call.addresses(&[&q, &k, &v, written, written_lse]).max(route.addresses()),
                     bias_width,
                     mask_width,
                     call.streams((&q, None), [&k, &v], tile.tile_k, bias_map, None),
                     SourcesLaunch::new(rows_in(&q, size), rows_in(&k, size), rows_in(&v, size)),
                     call.score_args(&blueprint, &work.band, &route),
-                    outputs(&out, out_lse, out_size),
+                    outputs(written, written_lse, written_size),
                     ScheduleLaunch::new(work.scheduler.into_launch(), BufferArg::from_raw_parts(call.counter(), 1)),
                     blueprint,
                     call.dtypes(),
                 );
             }
-            match splits {
-                None => aligned.finish(call, &out),
-                Some(splits) => call.combine(splits, combination, &aligned, lse),
+            if let (Some(splits), Some(count)) = (&splits, combination) {
+                call.combine(splits, count, &out, lse);
             }
+            aligned.finish(call, &out);
         }))
     }
 }
