@@ -6,7 +6,7 @@
 use crate::dropout::Dropout;
 use crate::mask::Band;
 use crate::mods::Mods;
-use crate::sequences::{Block, block_of};
+use crate::sequences::{Block, Bounds, block_of};
 use cubecl::prelude::*;
 
 /// Optional operands of a kernel. They are documented in [`score`](crate::score), [`sequences`](crate::sequences),
@@ -22,6 +22,8 @@ pub struct Extras {
     pub dropout: Dropout,
     /// The [schedule](mod@crate::sequences) of the kernel's blocks, if there are several sequences.
     pub schedule: ComptimeOption<&'static Tensor<u32>>,
+    /// Lengths of the sequences, in place of a schedule, if each of them has one block.
+    pub lengths: ComptimeOption<Bounds>,
     /// The user's `score_mod` and `mask_mod`.
     pub mods: Mods,
     /// The [lists](mod@crate::blocks) of visited tiles, if there is a block mask.
@@ -37,12 +39,13 @@ impl Extras {
     pub fn none() -> Self {
         let dropout = Dropout { seed: ComptimeOption::None, threshold: 0, factor: 1.0 };
         let (slopes, sinks, schedule) = (ComptimeOption::None, ComptimeOption::None, ComptimeOption::None);
-        Extras { slopes, sinks, dropout, schedule, mods: Mods::none(), lists: ComptimeOption::None }
+        let (lengths, lists) = (ComptimeOption::None, ComptimeOption::None);
+        Extras { slopes, sinks, dropout, schedule, lengths, mods: Mods::none(), lists }
     }
 
     /// Whether there are several sequences.
     pub fn is_varlen(&self) -> bool {
-        self.schedule.is_some()
+        self.schedule.is_some() || self.lengths.is_some()
     }
 
     /// Whether there is a block mask.
@@ -54,7 +57,7 @@ impl Extras {
 impl ExtrasExpand {
     /// [`Extras::is_varlen`] while a kernel is compiled.
     pub fn is_varlen(&self) -> bool {
-        self.schedule.is_some()
+        self.schedule.is_some() || self.lengths.is_some()
     }
 
     /// [`Extras::is_sparse`] while a kernel is compiled.
@@ -72,13 +75,19 @@ impl Extras {
         if let ComptimeOption::Some(list) = &self.schedule {
             blocks = list[0];
         }
+        #[comptime]
+        if let ComptimeOption::Some(lengths) = &self.lengths {
+            blocks = lengths.sequences;
+        }
         blocks
     }
 
-    /// The `nth` block of the schedule. Without a schedule, the block that begins at `start` in this batch.
+    /// The `nth` block of the schedule, or the block of the `nth` sequence. Without sequences, the block that begins at `start` in this batch.
     pub fn block(&self, nth: u32, band: &Band, batch: u32, start: u32) -> Block {
-        if comptime!(self.is_varlen()) {
+        if comptime!(self.schedule.is_some()) {
             block_of(self.schedule.unwrap(), band, nth)
+        } else if comptime!(self.lengths.is_some()) {
+            self.lengths.unwrap().block(nth, band)
         } else {
             Block { batch, start, band: *band }
         }

@@ -1,7 +1,7 @@
 //! Several sequences in one call, which do not see each other: packed one after the other, or one per batch with padding.
 //!
 //! The lengths stay on the device and are never read back. A small kernel writes a *schedule*, the list of the existing blocks
-//! of rows, which the attention kernels read. Blocks of the sequences with the most columns come first, so that the last blocks
+//! of rows, which the attention kernels read. (Where each sequence has one block, as in decoding, they read the lengths.) Blocks of the sequences with the most columns come first, so that the last blocks
 //! to run are short (Graham 1969). Positions are those of the tensors; blocks and tiles begin at the beginning of a sequence.
 //! The attention kernels do not write rows that belong to no sequence: [`fill()`] sets them to 0.
 
@@ -75,6 +75,13 @@ impl Bounds {
         let columns = self.span(sequence, comptime!(!keys));
         let end = select(columns.batch == rows.batch, columns.end, columns.begin);
         (rows, Span { batch: columns.batch, begin: columns.begin, end })
+    }
+
+    /// The queries of a sequence as one block. `band` is the band of the options, without sequences.
+    pub fn block(&self, sequence: u32, band: &Band) -> Block {
+        let (queries, keys) = self.sides(sequence, false);
+        let band = band.of(sequence, queries.begin, queries.end, keys.begin, keys.end);
+        Block { batch: queries.batch, start: queries.begin, band }
     }
 
     /// Whether this position of a batch, a query or a key, belongs to a sequence.

@@ -41,9 +41,10 @@ impl Call<'_> {
         let seed = self.seed.as_ref().map(|seed| seed.arg());
         let dropout = DropoutLaunch::new(seed.into(), threshold(rate), factor(rate));
         let schedule = route.schedule.as_ref().map(|schedule| schedule.arg());
+        let lengths = route.lengths.then(|| self.bounds(self.problem.batch));
         let lists = route.lists.as_ref().map(|lists| lists.broadcast_arg());
         let mods = mods(self.problem, self.inputs);
-        ExtrasLaunch::new(slopes.into(), sinks.into(), dropout, schedule.into(), mods, lists.into())
+        ExtrasLaunch::new(slopes.into(), sinks.into(), dropout, schedule.into(), lengths.into(), mods, lists.into())
     }
 
     pub(super) fn sinks(&self) -> Option<TensorArg> {

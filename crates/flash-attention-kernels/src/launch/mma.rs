@@ -56,7 +56,7 @@ impl MmaForward {
             if let Some(splits) = splits.as_ref().filter(|_| launches) {
                 call.fill_splits(splits);
             }
-            let route = call.route_in_order(work.list);
+            let route = call.route_of_few(work.list);
             let size = dtype.size();
             let (bias_width, mask_width) = call.pair_widths(false);
             // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.

@@ -16,6 +16,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(super) struct Route {
     /// The schedule, if there are several sequences.
     pub schedule: Option<TensorView<1>>,
+    /// Whether kernels read the lengths of sequences, each of which has one block, and there is no schedule.
+    pub lengths: bool,
     /// The lists of visited tiles, if there is a block mask.
     pub lists: Option<TensorView>,
 }
@@ -115,7 +117,11 @@ impl BlockLists {
 impl Call<'_> {
     /// The route of a kernel with these blocks and tiles. `transposed`: its band is transposed if rows are keys.
     pub(super) fn route(&self, list: ListShape, transposed: bool) -> Route {
-        Route { schedule: self.schedule(list.keys, transposed, list.rows), lists: self.lists(list, false) }
+        Route {
+            schedule: self.schedule(list.keys, transposed, list.rows),
+            lists: self.lists(list, false),
+            lengths: false,
+        }
     }
 
     /// The route of a kernel of tensor cores, whose band is transposed if rows are keys. It takes blocks in the order of
@@ -124,7 +130,19 @@ impl Call<'_> {
     pub(super) fn route_in_order(&self, list: ListShape) -> Route {
         let schedule = self.schedule(list.keys, true, list.rows);
         let lists = self.lists(list, schedule.is_none());
-        Route { schedule, lists }
+        Route { schedule, lists, lengths: false }
+    }
+
+    /// [`route_in_order`](Self::route_in_order) of a forward whose blocks have `list.rows` queries. If that is all queries of a padded
+    /// batch, there is no schedule, and no launch that makes one.
+    #[cfg(feature = "cuda")]
+    pub(super) fn route_of_few(&self, list: ListShape) -> Route {
+        let p = self.problem;
+        let padded = p.is_varlen() && p.cu_seqlens.is_none() && p.block_mask.is_none();
+        if padded && p.seq_q <= list.rows {
+            return Route { lengths: true, ..Route::default() };
+        }
+        self.route_in_order(list)
     }
 
     /// The lists of visited tiles, if there is a block mask.

@@ -172,6 +172,7 @@ pub fn extras(problem: &AttentionProblem) -> ExtrasCompilationArg {
         sinks: optional(problem.sinks),
         dropout: DropoutCompilationArg { seed: optional(problem.options.dropout > 0.0), threshold: (), factor: () },
         schedule: optional(problem.is_varlen()),
+        lengths: ComptimeOptionCompilationArg::None,
         mods: ModsCompilationArg {
             score: problem.options.score_mod,
             of_score: tables(problem.score_tensors),

@@ -98,7 +98,7 @@ impl<'a> Backward<'a> {
             // The schedule lists sequences instead of blocks: a thread block computes a part of the bias, which may belong to
             // several sequences.
             let lists = call.lists(Gradient::Portable(tile).list(sums == Sums::Columns), false);
-            let route = Route { schedule: call.schedule(false, false, MAX_SEQ), lists };
+            let route = Route { schedule: call.schedule(false, false, MAX_SEQ), lists, lengths: false };
             // SAFETY: as above.
             unsafe {
                 dbias::dbias::launch_unchecked(
