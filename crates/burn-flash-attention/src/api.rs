@@ -334,19 +334,24 @@ fn attend(
     check_on_device(device.as_dispatch(), &problem)?;
     let seed = (options.dropout > 0.0 && options.dropout_seed.is_none()).then(|| drawn_seed(&q.device()));
     let options = options.with_temperature_as_function(&q)?;
+    let extras = extras(&options, seed);
+    let (q, k, v) = (q.into_dispatch(), k.into_dispatch(), v.into_dispatch());
+    let output = Dispatch::flash_attention(q, k, v, extras, options.numbers(), lse);
+    Ok((Tensor::from_dispatch(output.out), Tensor::from_dispatch(output.lse)))
+}
+
+/// The tensors of the options, as kernels read them: those of heads and of functions in f32.
+pub(crate) fn extras(options: &FlashAttentionOptions, seed: Option<Tensor<1, Int>>) -> Extras<Dispatch> {
     let read = FlashAttentionOptions {
         alibi_slopes: options.alibi_slopes.clone().map(|slopes| slopes.into_tensor().cast(DType::F32).into()),
         sinks: options.sinks.clone().map(|sinks| sinks.cast(DType::F32)),
         score_tensors: options.score_tensors.iter().map(|tensor| tensor.clone().cast(DType::F32)).collect(),
-        ..options.as_ref().clone()
+        ..options.clone()
     };
     let mut tensors = read.tensors(&IntoDispatch);
     tensors.dropout_seed = seed.map(Tensor::into_dispatch);
     let lists = options.block_mask.as_ref().map(|mask| mask.lists.clone()).unwrap_or_default();
-    let extras = Extras::new(tensors, options.block_sizes(), lists);
-    let (q, k, v) = (q.into_dispatch(), k.into_dispatch(), v.into_dispatch());
-    let output = Dispatch::flash_attention(q, k, v, extras, options.numbers(), lse);
-    Ok((Tensor::from_dispatch(output.out), Tensor::from_dispatch(output.lse)))
+    Extras::new(tensors, options.block_sizes(), lists)
 }
 
 /// A seed of two 32-bit numbers from Burn's generator, drawn on the device without synchronising.
@@ -360,6 +365,17 @@ fn posed(
     q: &Tensor<4>,
     k: &Tensor<4>,
     v: &Tensor<4>,
+    options: &FlashAttentionOptions,
+) -> Result<(Device, AttentionProblem), AttentionError> {
+    posed_over(q, k, v, [k.dims(), v.dims()], options)
+}
+
+/// The problem of these queries over keys and values of these shapes, to which `k` and `v` belong.
+pub(crate) fn posed_over(
+    q: &Tensor<4>,
+    k: &Tensor<4>,
+    v: &Tensor<4>,
+    [k_shape, v_shape]: [[usize; 4]; 2],
     options: &FlashAttentionOptions,
 ) -> Result<(Device, AttentionProblem), AttentionError> {
     let q_dtype = dtype("q", q.dtype())?;
@@ -379,7 +395,7 @@ fn posed(
         same_device(argument, &other.device, &device)?;
     }
     let shapes = found.map(|found| found.shape);
-    let qkv = [&*of_q.shape, &*of_k.shape, &*of_v.shape];
+    let qkv = [&*of_q.shape, &k_shape, &v_shape];
     let problem = problem(qkv, &shapes, options.block_sizes(), q_dtype, options.numbers())?;
     // The problem names two tensors of a function. It refuses more, which must not be lost here.
     if options.score_tensors.len() > TENSORS {
@@ -422,7 +438,7 @@ impl OfTensor<DispatchTensor> for IntoDispatch {
 
 /// What that device would run.
 #[allow(unused_variables)]
-fn on_device(device: &DispatchDevice, problem: &AttentionProblem) -> Result<AttentionPlan, AttentionError> {
+pub(crate) fn on_device(device: &DispatchDevice, problem: &AttentionProblem) -> Result<AttentionPlan, AttentionError> {
     match device {
         #[cfg(feature = "cube")]
         DispatchDevice::Cube(device) => {
@@ -436,7 +452,7 @@ fn on_device(device: &DispatchDevice, problem: &AttentionProblem) -> Result<Atte
 }
 
 /// Checks that [`on_device`] finds no error.
-fn check_on_device(device: &DispatchDevice, problem: &AttentionProblem) -> Result<(), AttentionError> {
+pub(crate) fn check_on_device(device: &DispatchDevice, problem: &AttentionProblem) -> Result<(), AttentionError> {
     match device {
         #[cfg(feature = "cube")]
         DispatchDevice::Cube(device) => flash_attention_kernels::check(&device.client(), problem),

@@ -14,7 +14,9 @@
 //!
 //! Where nobody asked for `lse`, there is one node: `core`, whose output is `out`.
 
-use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, Lse, Saved, Wanted};
+use crate::backend::{
+    AttentionGradients, AttentionOutput, CacheTensors, CachedAttentionOutput, FlashAttentionOps, Lse, Saved, Wanted,
+};
 use crate::tensors::{Extras, OptionalFloat, TRACKED};
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
@@ -56,6 +58,18 @@ impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff
         _options: AttentionOptions,
     ) -> AttentionGradients<Self> {
         unreachable!("the backward runs on the inner backend, not on Autodiff")
+    }
+
+    fn flash_attention_with_kvcache(
+        _q: FloatTensor<Self>,
+        _k: FloatTensor<Self>,
+        _v: FloatTensor<Self>,
+        _cache: CacheTensors<Self>,
+        _extras: Extras<Self>,
+        _options: AttentionOptions,
+        _len: usize,
+    ) -> CachedAttentionOutput<Self> {
+        unreachable!("a cache is on the inner backend, not on Autodiff")
     }
 
     fn flash_attention_block_states(

@@ -3,14 +3,14 @@
 //! From here a call goes to `cube` (through Burn's fusion, if that is on), to `fallback` on Flex, or first through
 //! `autodiff`. Arguments have been validated by `api` before they come here.
 
-use crate::tensors::{Extras, OptionalFloat};
+use crate::tensors::{Extras, OptionalFloat, OptionalInt};
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
 use flash_attention_kernels::mods::TENSORS;
 use flash_attention_kernels::{AttentionOptions, AttentionProblem};
 
 #[cfg(feature = "fusion")]
-use crate::tensors::OptionalFloatMetadata;
+use crate::tensors::{OptionalFloatMetadata, OptionalIntMetadata};
 #[cfg(feature = "fusion")]
 use burn::backend::fusion::custom::TensorSpec;
 #[cfg(feature = "fusion")]
@@ -24,6 +24,30 @@ pub struct AttentionOutput<B: Backend> {
     pub out: FloatTensor<B>,
     /// `[batch, num_heads_q, seq_q]`, f32.
     pub lse: FloatTensor<B>,
+}
+
+/// Tensors of a key/value cache.
+#[derive(Debug, ExtensionType)]
+#[cfg_attr(feature = "fusion", extension_type(fusion))]
+pub struct CacheTensors<B: Backend> {
+    /// `[batch, num_heads_kv, capacity, head_dim]`.
+    pub k: FloatTensor<B>,
+    /// `[batch, num_heads_kv, capacity, head_dim_v]`.
+    pub v: FloatTensor<B>,
+    /// `[batch]`, 32 bits each: the length of each sequence, if they may differ.
+    #[extension_type]
+    pub seq_lens: OptionalInt<B>,
+}
+
+/// What attention with a cache returns.
+#[derive(Debug, ExtensionType)]
+#[cfg_attr(feature = "fusion", extension_type(fusion))]
+pub struct CachedAttentionOutput<B: Backend> {
+    #[extension_type]
+    pub attention: AttentionOutput<B>,
+    /// The cache that was taken, in the same memory.
+    #[extension_type]
+    pub cache: CacheTensors<B>,
 }
 
 /// What the backward reads beside the inputs: outputs of the forward, and their gradients.
@@ -95,10 +119,7 @@ pub enum Lse {
 pub trait FlashAttentionOps: Backend {
     /// The output and the log-sum-exp of each row of scores.
     #[cfg_attr(not(any(feature = "cube", feature = "flex")), allow(unused_variables))]
-    #[fusion(meta = |q, _k, v, _extras, _options, _lse| AttentionOutputMetadata {
-        out: TensorSpec::new(with_last(&q.shape, v.shape[3]), q.dtype),
-        lse: TensorSpec::new(Shape::new([q.shape[0], q.shape[1], q.shape[2]]), DType::F32),
-    })]
+    #[fusion(meta = |q, _k, v, _extras, _options, _lse| output(q, v))]
     fn flash_attention(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
@@ -130,6 +151,26 @@ pub trait FlashAttentionOps: Backend {
         options: AttentionOptions,
     ) -> AttentionGradients<Self>;
 
+    /// Appends `k` and `v` to a cache, in place, and computes attention over it. `len`: the length of its longest sequence, or more.
+    #[cfg_attr(not(any(feature = "cube", feature = "flex")), allow(unused_variables))]
+    #[fusion(meta = |q, _k, v, cache, extras, _options, _len| CachedAttentionOutputMetadata {
+        attention: output(q, v),
+        cache: CacheTensorsMetadata {
+            k: cache.k.clone(),
+            v: cache.v.clone(),
+            seq_lens: lens(q.shape[0], [&cache.seq_lens, &extras.seq_lens_q]),
+        },
+    })]
+    fn flash_attention_with_kvcache(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        #[extension_type] cache: CacheTensors<Self>,
+        #[extension_type] extras: Extras<Self>,
+        options: AttentionOptions,
+        len: usize,
+    ) -> CachedAttentionOutput<Self>;
+
     /// The states of the problem's blocks, from mask and mask function: a tensor like `empty`, whose elements are not read.
     #[cfg_attr(not(any(feature = "cube", feature = "flex")), allow(unused_variables))]
     #[fusion(meta = |empty, _extras, _problem| empty.clone())]
@@ -140,9 +181,23 @@ pub trait FlashAttentionOps: Backend {
     ) -> IntTensor<Self>;
 }
 
+/// Of the forward over `v`.
 #[cfg(feature = "fusion")]
-fn with_last(shape: &Shape, last: usize) -> Shape {
-    Shape::new([shape[0], shape[1], shape[2], last])
+fn output(q: &TensorSpec, v: &TensorSpec) -> AttentionOutputMetadata {
+    let [batch, heads, seq_q] = [q.shape[0], q.shape[1], q.shape[2]];
+    AttentionOutputMetadata {
+        out: TensorSpec::new(Shape::new([batch, heads, seq_q, v.shape[3]]), q.dtype),
+        lse: TensorSpec::new(Shape::new([batch, heads, seq_q]), DType::F32),
+    }
+}
+
+/// Of the lengths of sequences, which may differ if there are any of these.
+#[cfg(feature = "fusion")]
+fn lens(batch: usize, found: [&OptionalIntMetadata; 2]) -> OptionalIntMetadata {
+    if found.iter().all(|lens| matches!(lens, OptionalIntMetadata::None)) {
+        return OptionalIntMetadata::None;
+    }
+    OptionalIntMetadata::Some(TensorSpec::new(Shape::new([batch]), DType::I32))
 }
 
 #[cfg(feature = "fusion")]

@@ -1,8 +1,10 @@
 //! Attention on the tensors of Burn's CubeCL backend: views of them, outputs for them, and the kernels in between.
 
-use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, Lse, Saved, Wanted};
+use crate::backend::{
+    AttentionGradients, AttentionOutput, CacheTensors, CachedAttentionOutput, FlashAttentionOps, Lse, Saved, Wanted,
+};
 use crate::problem::{dtype, problem};
-use crate::tensors::Extras;
+use crate::tensors::{Extras, OptionalInt};
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::tensor::{BoolStore, DType, Shape};
 use burn_cubecl::CubeBackend;
@@ -13,8 +15,8 @@ use flash_attention_kernels::mods::TENSORS;
 #[cfg(feature = "autotune")]
 use flash_attention_kernels::tuning::{backward_tuned as backward, forward_tuned as forward};
 use flash_attention_kernels::{
-    AttentionError, AttentionOptions, AttentionProblem, Gradients, Inputs, MaskStorage, MaskView, TensorView,
-    block_states,
+    AttentionError, AttentionOptions, AttentionProblem, CacheAppend, Gradients, Inputs, MaskStorage, MaskView,
+    TensorView, append_to_cache, block_states,
 };
 #[cfg(not(feature = "autotune"))]
 use flash_attention_kernels::{backward, forward};
@@ -41,6 +43,18 @@ impl FlashAttentionOps for CubeBackend {
         options: AttentionOptions,
     ) -> AttentionGradients<Self> {
         launched(try_backward(q, k, v, extras, saved, wanted, options))
+    }
+
+    fn flash_attention_with_kvcache(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        cache: CacheTensors<Self>,
+        extras: Extras<Self>,
+        options: AttentionOptions,
+        len: usize,
+    ) -> CachedAttentionOutput<Self> {
+        launched(try_with_kvcache([q, k, v], cache, extras, options, len))
     }
 
     fn flash_attention_block_states(
@@ -86,6 +100,43 @@ pub fn try_forward(
     let lse = call.empty(call.problem.lse_shape(), DType::F32);
     forward(&call.q.client, &call.problem, &call.inputs, &view(&out), &view(&lse))?;
     Ok(AttentionOutput { out, lse })
+}
+
+/// Appends to the cache and computes the forward over it, or says why that cannot be done. The cache's memory is written whoever else
+/// refers to it: `kv_cache` hands it to nobody.
+fn try_with_kvcache(
+    [q, k, v]: [CubeTensor; 3],
+    cache: CacheTensors<CubeBackend>,
+    extras: Extras<CubeBackend>,
+    options: AttentionOptions,
+    len: usize,
+) -> Result<CachedAttentionOutput<CubeBackend>, AttentionError> {
+    let [k, v] = [k, v].map(untile);
+    let [batch, _, new, _] = k.meta.shape().dims();
+    let (seq_lens, new_lens) = (cache.seq_lens.into_option(), extras.seq_lens_q.clone().into_option());
+    let varies = seq_lens.is_some() || new_lens.is_some();
+    let empty = |dtype| empty_device_contiguous_dtype(q.client.clone(), q.device.clone(), Shape::new([batch]), dtype);
+    let seq_lens_after = varies.then(|| empty(DType::I32));
+    let append = CacheAppend {
+        k: view(&k),
+        v: view(&v),
+        k_cache: view(&cache.k),
+        v_cache: view(&cache.v),
+        start: len,
+        seq_lens: seq_lens.as_ref().map(view),
+        new_lens: new_lens.as_ref().map(view),
+        seq_lens_after: seq_lens_after.as_ref().map(view),
+    };
+    append_to_cache(&q.client, dtype("q", q.dtype)?, &append)?;
+    let used = |cache: &CubeTensor| {
+        let mut used = cache.clone();
+        used.meta.shape[2] = len + new;
+        used
+    };
+    let extras = Extras { seq_lens_k: OptionalInt::from_option(seq_lens_after.clone()), ..extras };
+    let attention = try_forward(q, used(&cache.k), used(&cache.v), extras, options)?;
+    let cache = CacheTensors { seq_lens: OptionalInt::from_option(seq_lens_after), ..cache };
+    Ok(CachedAttentionOutput { attention, cache })
 }
 
 /// The backward, or why it cannot be done.

@@ -35,6 +35,7 @@ mod cube;
 mod fallback;
 #[cfg(all(feature = "cube", feature = "fusion"))]
 mod intercept;
+mod kv_cache;
 mod module;
 mod options;
 mod plan;
@@ -55,6 +56,10 @@ pub use flash_attention_kernels::tuning::Tuned;
 pub use flash_attention_kernels::{Alignment, AttentionError, BackwardOrder, Dtype, Kernel, Plan, Precision, mods};
 #[cfg(all(feature = "cube", feature = "fusion"))]
 pub use intercept::{Counts, InstallError, Interception, install};
+pub use kv_cache::{
+    KvCache, KvCacheConfig, flash_attention_with_kvcache, flash_attention_with_kvcache_and_lse,
+    try_flash_attention_with_kvcache, try_flash_attention_with_kvcache_and_lse,
+};
 pub use module::{
     FlashCrossAttention, FlashCrossAttentionCache, FlashCrossAttentionConfig, FlashMhaCache, FlashMhaInput,
     FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, FlashTransformerDecoder,

@@ -40,6 +40,8 @@ pub struct FlashAttentionOptions {
     /// Position of the queries among the keys, for `causal` and windows. Default: bottom-right, the last query is aligned with the
     /// last key.
     pub alignment: Alignment,
+    /// Whether queries continue the sequence of the keys, so that functions receive their position among the keys: with a cache.
+    pub(crate) continued: bool,
     /// Keys seen before the query's own position. `None`: all.
     pub window_left: Option<usize>,
     /// Keys seen after the query's own position. `None`: all (none where `causal`).
@@ -423,6 +425,25 @@ impl FlashAttentionOptions {
         }
     }
 
+    /// The options without autodiff.
+    pub(crate) fn inner(self) -> Self {
+        let all = |tensors: Vec<Tensor<4>>| tensors.into_iter().map(Tensor::inner).collect();
+        FlashAttentionOptions {
+            mask: self.mask.map(Tensor::inner),
+            bias: self.bias.map(Tensor::inner),
+            alibi_slopes: self.alibi_slopes.map(|slopes| slopes.into_tensor().inner().into()),
+            seq_lens_q: self.seq_lens_q.map(Tensor::inner),
+            seq_lens_k: self.seq_lens_k.map(Tensor::inner),
+            cu_seqlens_q: self.cu_seqlens_q.map(Tensor::inner),
+            cu_seqlens_k: self.cu_seqlens_k.map(Tensor::inner),
+            sinks: self.sinks.map(Tensor::inner),
+            temperature: self.temperature.map(Tensor::inner),
+            score_tensors: all(self.score_tensors),
+            mask_tensors: all(self.mask_tensors),
+            ..self
+        }
+    }
+
     /// Queries and keys of a block of the block mask; 0 without one.
     pub(crate) fn block_sizes(&self) -> [usize; 2] {
         self.block_mask.as_ref().map_or([0; 2], |mask| [mask.block_q, mask.block_k])
@@ -434,6 +455,7 @@ impl FlashAttentionOptions {
             softmax_scale: self.softmax_scale,
             causal: self.causal,
             alignment: self.alignment,
+            continued: self.continued,
             window_left: self.window_left,
             window_right: self.window_right,
             softcap: self.softcap,
@@ -463,6 +485,7 @@ impl From<AttentionOptions> for FlashAttentionOptions {
             softmax_scale: options.softmax_scale,
             causal: options.causal,
             alignment: options.alignment,
+            continued: options.continued,
             window_left: options.window_left,
             window_right: options.window_right,
             softcap: options.softcap,

@@ -106,6 +106,24 @@ pub enum AttentionError {
         /// The element type of `q`.
         expected: String,
     },
+    /// New positions that a key/value cache has no room for.
+    #[error("the cache has room for {capacity} positions and holds up to {len}, so that {new} new ones do not fit")]
+    CacheFull {
+        /// Positions that the cache has room for.
+        capacity: usize,
+        /// Length of its longest sequence.
+        len: usize,
+        /// New positions.
+        new: usize,
+    },
+    /// An argument that autodiff tracks, in a call that has no gradient.
+    #[error(
+        "{argument} is tracked by autodiff, but attention with a key/value cache has no gradient; call it on a model without autodiff (AutodiffModule::valid) or on a detached tensor"
+    )]
+    Tracked {
+        /// The argument at fault.
+        argument: &'static str,
+    },
     /// An element type that attention is not defined for.
     #[error("{argument} is {dtype}; supported are f32, f16 and bf16")]
     Dtype {

@@ -30,11 +30,12 @@
 //! mods      the user's score_mod and mask_mod          matrix      kernels for devices with cooperative matrix products
 //! sequences several sequences in one call              rows        kernels for CPUs
 //! blocks    block masks: which tiles are visited       portable    kernels for any device
-//! extras    optional operands, as one argument         tuning      times candidate kernels, with the feature autotune
-//! fragment  shared by all kernel families
+//! cache     key/value caches: appends in place         tuning      times candidate kernels, with the feature autotune
+//! extras    optional operands, as one argument         fragment    shared by all kernel families
 //! ```
 
 pub mod blocks;
+pub mod cache;
 pub mod dropout;
 pub mod dtype;
 pub mod error;
@@ -65,8 +66,8 @@ pub use dtype::Dtype;
 pub use error::AttentionError;
 pub use hopper::BiasTile;
 pub use launch::{
-    BlockLists, Gradients, Inputs, MaskStorage, MaskView, Saved, Scratch, backward, backward_with, block_states,
-    dropout_kept, forward, forward_with,
+    BlockLists, CacheAppend, Gradients, Inputs, MaskStorage, MaskView, Saved, Scratch, append_to_cache, backward,
+    backward_with, block_states, dropout_kept, forward, forward_with,
 };
 pub use mask::Alignment;
 pub use matrix::MatrixTile;

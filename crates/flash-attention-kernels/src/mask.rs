@@ -66,6 +66,9 @@ pub struct Band {
     /// Whether the band belongs to one of several sequences.
     #[cube(comptime)]
     pub varlen: bool,
+    /// Whether functions receive a query's position among the keys.
+    #[cube(comptime)]
+    pub continued: bool,
 }
 
 /// Range of keys that one query sees, relative to an origin.
@@ -188,6 +191,7 @@ impl Band {
             bounded_above: right.is_some(),
             bottom_right: alignment == Alignment::BottomRight,
             varlen: false,
+            continued: false,
         }
     }
 
@@ -241,6 +245,7 @@ impl Band {
             self.bounded_above,
             self.bottom_right,
             self.varlen,
+            self.continued,
         )
     }
 }
@@ -271,6 +276,7 @@ impl Band {
             bounded_above: comptime!(self.bounded_below),
             bottom_right: comptime!(self.bottom_right),
             varlen: comptime!(self.varlen),
+            continued: comptime!(self.continued),
         }
     }
 
@@ -307,6 +313,7 @@ impl Band {
             bounded_above: comptime!(self.bounded_above),
             bottom_right: comptime!(self.bottom_right),
             varlen: comptime!(true),
+            continued: comptime!(self.continued),
         }
     }
 
@@ -356,6 +363,33 @@ impl Band {
     /// Distance from key `j` to query `i`: negative if the query's position is before the key.
     pub fn offset(&self, i: u32, j: u32) -> i32 {
         i as i32 + self.diagonal - j as i32
+    }
+
+    /// Position of a row as functions receive it: counted from the beginning of its sequence. Rows are queries, or keys if `transposed`.
+    ///
+    /// ```
+    /// use flash_attention_kernels::{AttentionOptions, mask::Band};
+    ///
+    /// // Two new queries after three keys, over these and their own.
+    /// let continued = Band::new(2, 5, &AttentionOptions { continued: true, ..Default::default() });
+    /// assert_eq!([0, 1].map(|i| continued.row_position(i, false)), [3, 4]);
+    /// assert_eq!(Band::new(2, 5, &AttentionOptions::default()).row_position(1, false), 1);
+    /// ```
+    pub fn row_position(&self, row: u32, #[comptime] transposed: bool) -> u32 {
+        if comptime!(self.continued && !transposed) {
+            (row as i32 + self.diagonal - self.first_key() as i32) as u32
+        } else {
+            row - self.first_query()
+        }
+    }
+
+    /// Position of a column as functions receive it. Columns are keys, or queries if `transposed`.
+    pub fn column_position(&self, column: u32, #[comptime] transposed: bool) -> u32 {
+        if comptime!(self.continued && transposed) {
+            (column as i32 - self.diagonal - self.first_query() as i32) as u32
+        } else {
+            column - self.first_key()
+        }
     }
 
     /// The blocks of `tile_k` keys, counted from the first key of the sequence, in which queries `q_start .. q_start + tile_q`

@@ -142,7 +142,8 @@ pub(crate) fn block_state(problem: &AttentionProblem, inputs: &Inputs, [b, h, i,
 
 /// A pair of one band, as functions see it.
 fn pair(band: &Band, [b, h, i, j]: [usize; 4]) -> Pair {
-    Pair::of(band.number(b as u32), h as u32, i as u32 - band.first_query(), j as u32 - band.first_key())
+    let (i, j) = (band.row_position(i as u32, false), band.column_position(j as u32, false));
+    Pair::of(band.number(b as u32), h as u32, i, j)
 }
 
 /// Elements of a function's tensors that belong to a pair.

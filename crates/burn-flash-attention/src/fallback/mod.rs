@@ -6,13 +6,16 @@
 
 mod backward;
 mod blocks;
+mod cache;
 mod forward;
 mod math;
 mod matrix;
 mod sequences;
 mod tile;
 
-use crate::backend::{AttentionGradients, AttentionOutput, FlashAttentionOps, Lse, Saved, Wanted};
+use crate::backend::{
+    AttentionGradients, AttentionOutput, CacheTensors, CachedAttentionOutput, FlashAttentionOps, Lse, Saved, Wanted,
+};
 use crate::plan::HostPlan;
 use crate::problem::{dtype, problem};
 use crate::tensors::{Extras, Tensors};
@@ -80,6 +83,22 @@ impl FlashAttentionOps for Flex {
             dscore_a: dscore_a.into(),
             dscore_b: dscore_b.into(),
         }
+    }
+
+    fn flash_attention_with_kvcache(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        cache: CacheTensors<Self>,
+        extras: Extras<Self>,
+        options: AttentionOptions,
+        len: usize,
+    ) -> CachedAttentionOutput<Self> {
+        let new = k.layout().shape()[2];
+        let (cache, extras) = cache::append([k, v], cache, extras, len);
+        let [keys, values] = [&cache.k, &cache.v].map(|tensor| tensor.narrow(2, 0, len + new));
+        let attention = Self::flash_attention(q, keys, values, extras, options, Lse::Constant);
+        CachedAttentionOutput { attention, cache }
     }
 
     fn flash_attention_block_states(

@@ -1,6 +1,6 @@
 //! Comparison of results with those of composed operations and of the oracle.
 
-use super::{Data, How, Results, Target, composed, flash};
+use super::{Data, How, Results, Target, Tracked, composed, flash};
 use burn::tensor::{Tensor, Tolerance};
 use flash_attention_kernels::Dtype;
 use flash_attention_reference::{self as reference, Comparison, Judged};
@@ -27,23 +27,34 @@ pub fn close<const D: usize>(target: &Target, what: &str, ours: Tensor<D>, burns
 /// outputs at most twice, gradients at most three times as large (plus a floor), mean errors 1.5 times, each block of 64 rows three times.
 /// In half precision composed operations round intermediate results, so [`check_near`] is used instead.
 pub fn check(data: &Data, target: &Target, how: How) {
+    check_results(data, target, how, &flash(data, target, how));
+}
+
+/// [`check`] of outputs that were found in another way.
+pub fn check_found(data: &Data, target: &Target, found: &Results) {
+    check_results(data, target, How { tracked: Tracked::NONE, ..How::default() }, found);
+}
+
+fn check_results(data: &Data, target: &Target, how: How, found: &Results) {
     if data.problem.dtype != Dtype::F32 {
-        return check_near(data, target, how);
+        return near(data, target, how, found);
     }
     let name = format!("{:?} {how:?} on {}", data.problem, target.name);
-    let (flash, composed, oracle) = (flash(data, target, how), composed(data, target, how), data.oracle(how));
-    compare(&name, data, &flash, &composed, &oracle);
+    compare(&name, data, found, &composed(data, target, how), &data.oracle(how));
 }
 
 /// Runs a case and asserts that its errors are within the bounds for a kernel's roundings, and that a gradient scaled by 1.02 would not be.
 /// Also used for small problems, whose composed operations may happen to be exact.
 pub fn check_near(data: &Data, target: &Target, how: How) {
+    near(data, target, how, &flash(data, target, how));
+}
+
+fn near(data: &Data, target: &Target, how: How, found: &Results) {
     let problem = &data.problem;
-    let found = flash(data, target, how);
     let kernel = target.expected_kernel(problem);
     let [exact, emulated, spread] = data.expected(how, kernel);
     let name = |what: &str| format!("{what} of {problem:?} {how:?} on {}", target.name);
-    let all = [&found, &exact, &emulated, &spread].map(|of| of.tensors(problem));
+    let all = [found, &exact, &emulated, &spread].map(|of| of.tensors(problem));
     for nth in 0..all[0].len() {
         let [(what, row_len, found), (_, _, exact), (_, _, emulated), (_, _, spread)] =
             all.each_ref().map(|of| of[nth]);

@@ -3,6 +3,7 @@
 mod arguments;
 mod backward;
 mod blocks;
+mod cache;
 #[cfg(feature = "cuda")]
 mod counters;
 mod direct;
@@ -21,6 +22,7 @@ mod tensor_core;
 
 pub use backward::{Gradients, Saved, Scratch, backward, backward_with};
 pub use blocks::block_states;
+pub use cache::{CacheAppend, append_to_cache};
 pub use dropout::dropout_kept;
 pub use forward::{forward, forward_with};
 pub use route::BlockLists;

@@ -116,18 +116,19 @@ pub struct Place {
 impl Place {
     /// The pair of this row and column.
     pub fn new(batch: u32, head: u32, band: &Band, row: u32, column: u32, #[comptime] transposed: bool) -> Place {
-        Place { batch, head, row, column, distance: Place::between(band, row, column), transposed }
+        Place { batch, head, row, column, distance: Place::between(band, row, column, transposed), transposed }
     }
 
     /// Distance from a column to a row, each counted from the beginning of its sequence.
-    pub fn between(band: &Band, row: u32, column: u32) -> f32 {
-        f32::cast_from((row - band.first_query()) as i32 - (column - band.first_key()) as i32)
+    pub fn between(band: &Band, row: u32, column: u32, #[comptime] transposed: bool) -> f32 {
+        f32::cast_from(band.row_position(row, transposed) as i32 - band.column_position(column, transposed) as i32)
     }
 
     /// The pair as the user's functions see it. `band` is the band of rows and columns.
     pub fn pair(&self, band: &Band) -> Pair {
         let batch = band.number(self.batch);
-        let (row, column) = (self.row - band.first_query(), self.column - band.first_key());
+        let row = band.row_position(self.row, self.transposed);
+        let column = band.column_position(self.column, self.transposed);
         if comptime!(self.transposed) {
             Pair { batch, head: self.head, i: column, j: row, distance: -self.distance }
         } else {

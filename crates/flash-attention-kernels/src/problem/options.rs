@@ -61,6 +61,9 @@ pub struct AttentionOptions {
     pub causal: bool,
     /// Alignment of queries and keys, for `causal` and windows.
     pub alignment: Alignment,
+    /// Whether queries continue the sequence of the keys, as in decoding: functions then receive a query's position among the keys,
+    /// which `alignment` gives, in place of its position among the queries.
+    pub continued: bool,
     /// Number of keys visible before the query's own position. `None`: all.
     pub window_left: Option<usize>,
     /// Number of keys visible after the query's own position. `None`: all (none if `causal`).
@@ -104,6 +107,7 @@ impl Band {
     /// The band of `seq_q` queries over `seq_k` keys under these options. Both lengths are at most [`MAX_SEQ`](super::MAX_SEQ).
     pub fn new(seq_q: usize, seq_k: usize, options: &AttentionOptions) -> Self {
         let right = if options.causal { Some(0) } else { options.window_right };
-        Band::of_window(seq_q, seq_k, options.window_left, right, options.alignment)
+        let band = Band::of_window(seq_q, seq_k, options.window_left, right, options.alignment);
+        Band { continued: options.continued, ..band }
     }
 }

@@ -130,8 +130,8 @@ impl ScoreTile {
     }
 
     /// Distance from row `r` to the thread's first column, as functions see it.
-    pub(super) fn between(&self, #[comptime] r: usize) -> f32 {
-        Place::between(&self.band, self.row(r), self.lane_column)
+    pub(super) fn between(&self, #[comptime] r: usize, #[comptime] transposed: bool) -> f32 {
+        Place::between(&self.band, self.row(r), self.lane_column, transposed)
     }
 
     /// The pair of the thread's row `r`, group of eight columns `i` and column `e` (0 or 1). `distance` is the distance from the
@@ -234,7 +234,7 @@ fn modify(s: &mut Array<f32>, score: &Score, tile: &ScoreTile, #[comptime] bluep
         let transposed = comptime!(blueprint.transposed());
         #[unroll]
         for r in 0..2usize {
-            let distance = tile.between(r);
+            let distance = tile.between(r, transposed);
             #[unroll]
             for i in 0..comptime!(tile_k / 8) {
                 let first = comptime!(4 * i + 2 * r);

@@ -46,7 +46,7 @@ impl RowSums {
                 // Even and odd columns apart: a single sum would be a long chain of dependent additions.
                 let mut parts = filled::<f32>(0.0f32, 2usize);
                 let distances = tile.distances(r);
-                let between = tile.between(r);
+                let between = tile.between(r, comptime!(blueprint.transposed()));
                 #[unroll]
                 for i in 0..comptime!(blueprint.tile.tile_k / 8) {
                     #[unroll]

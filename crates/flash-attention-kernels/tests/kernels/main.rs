@@ -6,6 +6,7 @@ mod alone;
 mod block_lists;
 mod blocks;
 mod bounds;
+mod caches;
 mod common;
 mod empty;
 mod failures;

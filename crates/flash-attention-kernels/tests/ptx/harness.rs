@@ -213,6 +213,7 @@ pub fn band_arg(band: Band) -> BandCompilationArg {
         bounded_above: band.bounded_above,
         bottom_right: band.bottom_right,
         varlen: band.varlen,
+        continued: band.continued,
     }
 }
 

@@ -387,7 +387,9 @@ impl<'a> Block<'a> {
             Space::Local => Ok((Self::local(at, size, local)?, Lies::Elsewhere)),
             Space::Parameter => {
                 let bytes = self.launch.parameters;
-                match bytes.get(at as usize..at as usize + size) {
+                // A register that was given a parameter's name holds the host's address; an operand is the offset.
+                let offset = at.checked_sub(bytes.as_ptr() as u64).unwrap_or(at) as usize;
+                match bytes.get(offset..offset.saturating_add(size)) {
                     Some(bytes) => Ok((bytes.as_ptr().cast_mut(), Lies::Elsewhere)),
                     None => Err((Kind::Address, format!("{size} bytes at {at:#x} of parameters"))),
                 }

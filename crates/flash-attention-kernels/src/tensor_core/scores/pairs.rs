@@ -20,7 +20,7 @@ pub fn hide_pairs<E: Float, M: Numeric, NB: Size, NM: Size>(
         let transposed = comptime!(blueprint.transposed());
         #[unroll]
         for r in 0..2usize {
-            let distance = tile.between(r);
+            let distance = tile.between(r, transposed);
             #[unroll]
             for i in 0..comptime!(tile_k / 8) {
                 #[unroll]

@@ -1,0 +1,386 @@
+//! Key/value caches for decoding.
+
+mod call;
+
+pub use call::{
+    flash_attention_with_kvcache, flash_attention_with_kvcache_and_lse, try_flash_attention_with_kvcache,
+    try_flash_attention_with_kvcache_and_lse,
+};
+
+use crate::checks::{agree, same_device, unwrapped};
+use crate::problem::dtype;
+use burn::config::Config;
+use burn::tensor::{DType, Device, FloatDType, Int, IntDType, Tensor};
+use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, MAX_SEQ};
+
+/// Configuration of a [`KvCache`].
+///
+/// ```
+/// use burn::config::Config;
+/// use burn::tensor::FloatDType;
+/// use burn_flash_attention::KvCacheConfig;
+///
+/// // 8 heads of 128 elements, for 16 sequences of up to 4,096 positions: 256 MiB of keys and values in bf16.
+/// let config = KvCacheConfig::new(16, 8, 128, 4096).with_dtype(Some(FloatDType::BF16));
+/// assert_eq!(config.bytes_per_position() * 4096, 256 << 20);
+/// let text = serde_json::to_string(&config)?;
+/// assert_eq!(serde_json::from_str::<KvCacheConfig>(&text)?.capacity, 4096);
+/// # Ok::<(), serde_json::Error>(())
+/// ```
+#[derive(Config, Debug)]
+#[non_exhaustive]
+pub struct KvCacheConfig {
+    /// Number of sequences.
+    pub batch: usize,
+    /// Number of key/value heads.
+    pub num_heads_kv: usize,
+    /// Dimension of a key: 1 to 256.
+    pub head_dim: usize,
+    /// Positions of each sequence that memory is allocated for.
+    pub capacity: usize,
+    /// Dimension of a value: 1 to 256. Default: `head_dim`
+    #[config(default = "None")]
+    pub head_dim_v: Option<usize>,
+    /// Element type: f32, f16 or bf16. Default: the device's default for floats
+    #[config(default = "None")]
+    pub dtype: Option<FloatDType>,
+    /// Whether a cache that is full doubles its capacity, which copies it, in place of an error. Default: false
+    #[config(default = false)]
+    pub grows: bool,
+}
+
+impl KvCacheConfig {
+    /// Creates an empty cache, whose memory is allocated at once.
+    ///
+    /// # Panics
+    ///
+    /// With the message of the error that [`try_init`](Self::try_init) returns.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::Device;
+    /// use burn_flash_attention::KvCacheConfig;
+    ///
+    /// let cache = KvCacheConfig::new(1, 8, 64, 1024).init(&Device::flex());
+    /// assert_eq!((cache.max_len(), cache.capacity()), (0, 1024));
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> KvCache {
+        unwrapped(self.try_init(device))
+    }
+
+    /// [`init`](Self::init) with a typed error instead of a panic.
+    ///
+    /// # Errors
+    ///
+    /// An [`AttentionError`] that names the setting and its value.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::Device;
+    /// use burn_flash_attention::KvCacheConfig;
+    ///
+    /// let error = KvCacheConfig::new(1, 8, 512, 1024).try_init(&Device::flex()).unwrap_err();
+    /// assert_eq!(error.to_string(), "head_dim is 512; it must be between 1 and 256");
+    /// # }
+    /// ```
+    pub fn try_init(&self, device: &Device) -> Result<KvCache, AttentionError> {
+        // A cache holds no graph.
+        let device = device.clone().inner();
+        let element = self.dtype.map_or_else(|| DType::from(device.settings().float_dtype), DType::from);
+        let of_kernels = dtype("dtype", element)?;
+        if self.num_heads_kv == 0 {
+            return Err(AttentionError::Unsupported {
+                option: "num_heads_kv",
+                value: "0".into(),
+                why: "a cache must have key/value heads",
+            });
+        }
+        let [k, v] = self.shapes(self.capacity);
+        let q = [k[0], k[1], 1, k[3]];
+        AttentionProblem::new(&q, &k, &v, of_kernels, AttentionOptions::default())?;
+        let zeros = |shape: [usize; 4]| Tensor::<4>::zeros(shape, (&device, element));
+        let tensors = Tensors { k: zeros(k), v: zeros(v), seq_lens: None };
+        Ok(KvCache { tensors: Some(tensors), config: self.clone(), len: 0 })
+    }
+
+    /// Bytes that one position of all sequences takes, keys and values, with `dtype` or else in f32.
+    ///
+    /// ```
+    /// assert_eq!(burn_flash_attention::KvCacheConfig::new(2, 8, 64, 1024).bytes_per_position(), 2 * 8 * (64 + 64) * 4);
+    /// ```
+    pub fn bytes_per_position(&self) -> usize {
+        let size = DType::from(self.dtype.unwrap_or(FloatDType::F32)).size();
+        self.batch * self.num_heads_kv * (self.head_dim + self.head_dim_v.unwrap_or(self.head_dim)) * size
+    }
+
+    /// Shapes of keys and values for this capacity.
+    fn shapes(&self, capacity: usize) -> [[usize; 4]; 2] {
+        [self.head_dim, self.head_dim_v.unwrap_or(self.head_dim)]
+            .map(|head_dim| [self.batch, self.num_heads_kv, capacity, head_dim])
+    }
+}
+
+/// Keys and values of the positions so far, in memory that is allocated once and written in place by
+/// [`flash_attention_with_kvcache`].
+///
+/// The memory belongs to the cache alone: a cache cannot be cloned, and gives its tensors to nobody. [`duplicate`](KvCache::duplicate)
+/// makes a copy. A cache has no gradient and lives on the device without autodiff.
+///
+/// Sequences of one cache may have different lengths. Lengths are then known to the device alone; the host knows a bound
+/// ([`max_len`](KvCache::max_len)).
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_flash_attention::{FlashAttentionOptions, KvCacheConfig, flash_attention_with_kvcache};
+///
+/// let device = Device::flex();
+/// let mut cache = KvCacheConfig::new(2, 2, 16, 32).init(&device);
+/// let options = FlashAttentionOptions::new().with_causal(true);
+/// // A prompt of 5 tokens, then one token at a time.
+/// for new in [5, 1, 1] {
+///     let random = |heads| Tensor::<4>::random([2, heads, new, 16], Distribution::Default, &device);
+///     let out = flash_attention_with_kvcache(random(4), random(2), random(2), &mut cache, &options);
+///     assert_eq!(out.dims(), [2, 4, new, 16]);
+/// }
+/// assert_eq!(cache.max_len(), 7);
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct KvCache {
+    /// Absent while a call has them.
+    tensors: Option<Tensors>,
+    /// As it was created, with the capacity that there is now.
+    config: KvCacheConfig,
+    /// Length of the longest sequence, or more.
+    len: usize,
+}
+
+/// The tensors of a cache.
+#[derive(Debug)]
+struct Tensors {
+    /// `[batch, num_heads_kv, capacity, head_dim]`.
+    k: Tensor<4>,
+    /// `[batch, num_heads_kv, capacity, head_dim_v]`.
+    v: Tensor<4>,
+    /// `[batch]`, if the sequences may have different lengths.
+    seq_lens: Option<Tensor<1, Int>>,
+}
+
+impl KvCache {
+    fn tensors(&self) -> &Tensors {
+        self.tensors.as_ref().unwrap_or_else(|| panic!("{LOST}"))
+    }
+
+    fn tensors_mut(&mut self) -> &mut Tensors {
+        self.tensors.as_mut().unwrap_or_else(|| panic!("{LOST}"))
+    }
+
+    /// The configuration, with the capacity that there is now.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// let cache = burn_flash_attention::KvCacheConfig::new(1, 8, 64, 1024).init(&burn::tensor::Device::flex());
+    /// assert_eq!(cache.config().num_heads_kv, 8);
+    /// # }
+    /// ```
+    pub fn config(&self) -> &KvCacheConfig {
+        &self.config
+    }
+
+    /// Positions of each sequence that there is memory for.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// let cache = burn_flash_attention::KvCacheConfig::new(1, 8, 64, 1024).init(&burn::tensor::Device::flex());
+    /// assert_eq!(cache.capacity(), 1024);
+    /// # }
+    /// ```
+    pub fn capacity(&self) -> usize {
+        self.config.capacity
+    }
+
+    /// Length of the longest sequence as far as the host knows it: exact if all sequences have got the same number of positions, else the
+    /// sum of the largest numbers, which no sequence exceeds.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// let cache = burn_flash_attention::KvCacheConfig::new(1, 8, 64, 1024).init(&burn::tensor::Device::flex());
+    /// assert_eq!(cache.max_len(), 0);
+    /// # }
+    /// ```
+    pub fn max_len(&self) -> usize {
+        self.len
+    }
+
+    /// Length of each sequence, `[batch]`, on the device of the cache.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// let cache = burn_flash_attention::KvCacheConfig::new(2, 8, 64, 1024).init(&burn::tensor::Device::flex());
+    /// assert_eq!(cache.seq_lens().into_data().iter::<i32>().collect::<Vec<_>>(), [0, 0]);
+    /// # }
+    /// ```
+    pub fn seq_lens(&self) -> Tensor<1, Int> {
+        let Tensors { k, seq_lens, .. } = self.tensors();
+        let all = || Tensor::full([self.config.batch], self.len as i32, (&k.device(), DType::I32));
+        seq_lens.clone().unwrap_or_else(all)
+    }
+
+    /// The device of the cache.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// let cache = burn_flash_attention::KvCacheConfig::new(1, 8, 64, 1024).init(&burn::tensor::Device::flex().autodiff());
+    /// assert!(!cache.device().is_autodiff());
+    /// # }
+    /// ```
+    pub fn device(&self) -> Device {
+        self.tensors().k.device()
+    }
+
+    /// Bytes of keys and values, used or not.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// let cache = burn_flash_attention::KvCacheConfig::new(2, 8, 64, 1024).init(&burn::tensor::Device::flex());
+    /// assert_eq!(cache.bytes(), 2 * 8 * 1024 * (64 + 64) * 4);
+    /// # }
+    /// ```
+    pub fn bytes(&self) -> usize {
+        let Tensors { k, v, .. } = self.tensors();
+        [k, v].map(|tensor| tensor.shape().num_elements() * tensor.dtype().size()).iter().sum()
+    }
+
+    /// Forgets all positions. The memory stays.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// let mut cache = burn_flash_attention::KvCacheConfig::new(1, 8, 64, 1024).init(&burn::tensor::Device::flex());
+    /// cache.clear();
+    /// assert_eq!(cache.max_len(), 0);
+    /// # }
+    /// ```
+    pub fn clear(&mut self) {
+        self.tensors_mut().seq_lens = None;
+        self.len = 0;
+    }
+
+    /// Forgets the positions from `len` on, of every sequence that has more.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// let mut cache = burn_flash_attention::KvCacheConfig::new(1, 8, 64, 1024).init(&burn::tensor::Device::flex());
+    /// cache.truncate(100); // There is nothing to forget.
+    /// assert_eq!(cache.max_len(), 0);
+    /// # }
+    /// ```
+    pub fn truncate(&mut self, len: usize) {
+        if len < self.len {
+            let tensors = self.tensors_mut();
+            tensors.seq_lens = tensors.seq_lens.take().map(|lens| lens.clamp_max(len as i32));
+            self.len = len;
+        }
+    }
+
+    /// Sets the length of each sequence, `[batch]`, of which none is above `max_len`: what is left of the positions of a call, where tokens
+    /// that were proposed have not been accepted. Only the device knows the lengths, which are clamped to `0..=max_len`.
+    ///
+    /// # Errors
+    ///
+    /// For another number of lengths than sequences, another device, and a `max_len` above [`max_len`](KvCache::max_len), since a sequence
+    /// has no positions that were never appended.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Int, Tensor};
+    /// use burn_flash_attention::KvCacheConfig;
+    ///
+    /// let device = Device::flex();
+    /// let mut cache = KvCacheConfig::new(2, 8, 64, 1024).init(&device);
+    /// let error = cache.set_seq_lens(Tensor::<1, Int>::from_data([3, 5], &device), 5).unwrap_err();
+    /// assert!(error.to_string().starts_with("max_len = 5 is not supported"));
+    /// # }
+    /// ```
+    pub fn set_seq_lens(&mut self, seq_lens: Tensor<1, Int>, max_len: usize) -> Result<(), AttentionError> {
+        agree("seq_lens", &seq_lens.dims(), (0, "batch"), ("the cache", self.config.batch))?;
+        same_device("seq_lens", &seq_lens.device(), &self.device())?;
+        if max_len > self.len {
+            return Err(AttentionError::Unsupported {
+                option: "max_len",
+                value: max_len.to_string(),
+                why: "sequences have no positions that were never appended; max_len() is how many they may have",
+            });
+        }
+        self.tensors_mut().seq_lens = Some(seq_lens.inner().cast(IntDType::I32).clamp(0, max_len as i32));
+        self.len = max_len;
+        Ok(())
+    }
+
+    /// Makes room for `capacity` positions of each sequence, if there is less. This allocates new memory and copies the cache.
+    ///
+    /// # Errors
+    ///
+    /// For more positions or elements than attention takes.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// let mut cache = burn_flash_attention::KvCacheConfig::new(1, 8, 64, 1024).init(&burn::tensor::Device::flex());
+    /// cache.reserve(2048)?;
+    /// assert_eq!(cache.capacity(), 2048);
+    /// # }
+    /// # Ok::<(), burn_flash_attention::AttentionError>(())
+    /// ```
+    pub fn reserve(&mut self, capacity: usize) -> Result<(), AttentionError> {
+        if capacity <= self.config.capacity {
+            return Ok(());
+        }
+        let larger = KvCacheConfig { capacity, ..self.config.clone() };
+        self.tensors = Some(self.copied(larger.clone())?);
+        self.config = larger;
+        Ok(())
+    }
+
+    /// A copy of the cache, with memory of its own.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// let cache = burn_flash_attention::KvCacheConfig::new(1, 8, 64, 1024).init(&burn::tensor::Device::flex());
+    /// assert_eq!(cache.duplicate().bytes(), cache.bytes());
+    /// # }
+    /// ```
+    pub fn duplicate(&self) -> Self {
+        let tensors = unwrapped(self.copied(self.config.clone()));
+        KvCache { tensors: Some(tensors), config: self.config.clone(), len: self.len }
+    }
+
+    /// Copies of the tensors in this configuration, which has as much capacity or more.
+    fn copied(&self, config: KvCacheConfig) -> Result<Tensors, AttentionError> {
+        let Tensors { k, v, seq_lens } = self.tensors();
+        let config = KvCacheConfig { dtype: Some(k.dtype().into()), ..config };
+        let mut copies = config.try_init(&k.device())?.tensors.unwrap_or_else(|| panic!("{LOST}"));
+        let copied = |to: Tensor<4>, from: &Tensor<4>| {
+            let [batch, heads, capacity, head_dim] = from.dims();
+            to.slice_assign([0..batch, 0..heads, 0..capacity, 0..head_dim], from.clone())
+        };
+        (copies.k, copies.v) = (copied(copies.k, k), copied(copies.v, v));
+        Ok(Tensors { seq_lens: seq_lens.clone(), ..copies })
+    }
+
+    /// Makes room for `new` positions, by doubling the capacity where the cache may.
+    fn make_room(&mut self, new: usize) -> Result<(), AttentionError> {
+        let KvCacheConfig { capacity, grows, .. } = self.config;
+        let needed = self.len.saturating_add(new);
+        if needed <= capacity {
+            return Ok(());
+        }
+        if grows {
+            return self.reserve(needed.max(capacity.saturating_mul(2).min(MAX_SEQ)));
+        }
+        Err(AttentionError::CacheFull { capacity, len: self.len, new })
+    }
+}
+
+const LOST: &str = "an earlier call on this cache panicked, and took its memory with it";

@@ -1,0 +1,224 @@
+//! Random walks: caches are appended to, cut, duplicated, emptied and enlarged in any order, and every output is compared with the oracle of
+//! what the sequences hold.
+//!
+//! `FLASH_WALK_STEPS` is the number of steps of all walks on a device, `FLASH_WALK_SEED` the seed of the first walk.
+
+use crate::common::*;
+use crate::lens_of;
+use burn::tensor::{Device, Int, Tensor};
+use burn_flash_attention::{FlashAttentionOptions, KvCache, KvCacheConfig, flash_attention_with_kvcache_and_lse};
+use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
+use flash_attention_reference as reference;
+use rand::{Rng, SeedableRng, rngs::StdRng};
+
+/// A cache, and what its sequences hold.
+struct Held {
+    cache: KvCache,
+    /// Keys and values of each position of each sequence: those of all heads, one after the other.
+    sequences: Vec<Vec<[Vec<f64>; 2]>>,
+    /// The bound of lengths that the host knows.
+    bound: usize,
+}
+
+impl Held {
+    fn duplicate(&self) -> Self {
+        Held { cache: self.cache.duplicate(), sequences: self.sequences.clone(), bound: self.bound }
+    }
+}
+
+/// A walk's sizes and options.
+struct Walk {
+    rng: StdRng,
+    device: Device,
+    sizes: [usize; 5],
+    options: AttentionOptions,
+    sinks: Option<Vec<f64>>,
+}
+
+impl Walk {
+    fn new(seed: u64, device: &Device) -> Self {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let heads_kv = rng.random_range(1..3);
+        let heads_q = heads_kv * rng.random_range(1..5);
+        let sizes = [rng.random_range(1..4), heads_q, heads_kv, rng.random_range(1..34), rng.random_range(1..34)];
+        let options = AttentionOptions {
+            causal: rng.random_bool(0.8),
+            window_left: rng.random_bool(0.3).then(|| rng.random_range(0..20)),
+            softcap: rng.random_bool(0.3).then_some(3.0),
+            ..Default::default()
+        };
+        let sinks = rng.random_bool(0.3).then(|| {
+            let mut sinks = reference::normal(heads_q, seed);
+            reference::round_to(&mut sinks, Dtype::F32);
+            sinks
+        });
+        Walk { rng, device: device.clone(), sizes, options, sinks }
+    }
+
+    fn empty(&mut self) -> Held {
+        let [batch, _, heads_kv, dim, dim_v] = self.sizes;
+        let config = KvCacheConfig::new(batch, heads_kv, dim, self.rng.random_range(1..40));
+        let cache = config.with_head_dim_v(Some(dim_v)).with_grows(true).init(&self.device);
+        Held { cache, sequences: vec![Vec::new(); batch], bound: 0 }
+    }
+
+    fn normal(&mut self, len: usize) -> Vec<f64> {
+        let mut values = reference::normal(len, self.rng.random());
+        reference::round_to(&mut values, Dtype::F32);
+        values
+    }
+
+    /// Appends positions, and compares the output with the oracle's.
+    fn append(&mut self, held: &mut Held) {
+        let [batch, heads_q, heads_kv, dim, dim_v] = self.sizes;
+        let new = if self.rng.random_bool(0.7) { 1 } else { self.rng.random_range(1..9) };
+        let counts: Option<Vec<usize>> =
+            self.rng.random_bool(0.4).then(|| (0..batch).map(|_| self.rng.random_range(0..=new)).collect());
+        let count = |b: usize| counts.as_ref().map_or(new, |counts| counts[b]);
+        let q = self.normal(batch * heads_q * new * dim);
+        let [k, v] = [dim, dim_v].map(|dim| self.normal(batch * heads_kv * new * dim));
+        for (b, i) in (0..batch).flat_map(|b| (0..count(b)).map(move |i| (b, i))) {
+            let row = |values: &[f64], dim: usize| {
+                let of_head = |h| ((b * heads_kv + h) * new + i) * dim;
+                (0..heads_kv).flat_map(|h| values[of_head(h)..of_head(h) + dim].to_vec()).collect::<Vec<_>>()
+            };
+            held.sequences[b].push([row(&k, dim), row(&v, dim_v)]);
+        }
+        held.bound += new;
+
+        let mut options = FlashAttentionOptions::from(self.options);
+        options.sinks = self.sinks.as_ref().map(|sinks| tensor(sinks, [heads_q], Dtype::F32, &self.device));
+        options.seq_lens_q = counts.as_ref().map(|counts| {
+            let counts: Vec<i32> = counts.iter().map(|count| *count as i32).collect();
+            Tensor::<1, Int>::from_data(counts.as_slice(), &self.device)
+        });
+        let floats = |values: &[f64], shape| tensor::<4>(values, shape, Dtype::F32, &self.device);
+        let (out, lse) = flash_attention_with_kvcache_and_lse(
+            floats(&q, [batch, heads_q, new, dim]),
+            floats(&k, [batch, heads_kv, new, dim]),
+            floats(&v, [batch, heads_kv, new, dim_v]),
+            &mut held.cache,
+            &options,
+        );
+        let (out, lse) = (read(out), read(lse));
+
+        // Each sequence by itself, over as many keys as it has.
+        for b in 0..batch {
+            let (rows, keys) = (count(b), &held.sequences[b]);
+            let [shape_q, shape_k, shape_v] =
+                [[1, heads_q, rows, dim], [1, heads_kv, keys.len(), dim], [1, heads_kv, keys.len(), dim_v]];
+            let problem = AttentionProblem::new(&shape_q, &shape_k, &shape_v, Dtype::F32, self.options).unwrap();
+            let problem = if self.sinks.is_some() { problem.with_sinks(&[heads_q]).unwrap() } else { problem };
+            let of_heads = |nth: usize, dim: usize| -> Vec<f64> {
+                (0..heads_kv)
+                    .flat_map(|h| keys.iter().flat_map(move |row| row[nth][h * dim..(h + 1) * dim].to_vec()))
+                    .collect()
+            };
+            let at = |h: usize, i: usize, dim: usize| ((b * heads_q + h) * new + i) * dim;
+            let all = || (0..heads_q).flat_map(|h| (0..rows).map(move |i| (h, i)));
+            let tensors = reference::Tensors {
+                q: all().flat_map(|(h, i)| q[at(h, i, dim)..at(h, i, dim) + dim].to_vec()).collect(),
+                k: of_heads(0, dim),
+                v: of_heads(1, dim_v),
+                sinks: self.sinks.clone(),
+                ..Default::default()
+            };
+            let exact = reference::forward(&problem, &tensors.inputs());
+            for (n, (h, i)) in all().enumerate() {
+                let found = &out[at(h, i, dim_v)..at(h, i, dim_v) + dim_v];
+                let wanted = &exact.o[n * dim_v..(n + 1) * dim_v];
+                let near = |(found, wanted): (&f64, &f64)| (found - wanted).abs() <= 1e-5 * (1.0 + wanted.abs());
+                assert!(found.iter().zip(wanted).all(near), "{found:?}, the oracle has {wanted:?}");
+                let (found, wanted) = (lse[at(h, i, 1)], exact.lse[n]);
+                assert!(found == wanted || near((&found, &wanted)), "lse {found}, the oracle has {wanted}");
+            }
+        }
+    }
+
+    /// Appends NaN, as tokens that are then all rejected.
+    fn reject(&mut self, held: &mut Held) {
+        let [batch, heads_q, heads_kv, dim, dim_v] = self.sizes;
+        let new = self.rng.random_range(1..6);
+        let nan = |heads, dim| Tensor::<4>::full([batch, heads, new, dim], f32::NAN, &self.device);
+        let options = FlashAttentionOptions::from(self.options);
+        let (q, k, v) = (nan(heads_q, dim), nan(heads_kv, dim), nan(heads_kv, dim_v));
+        flash_attention_with_kvcache_and_lse(q, k, v, &mut held.cache, &options);
+        self.set_lens(held, held.bound);
+    }
+
+    fn set_lens(&self, held: &mut Held, bound: usize) {
+        let lens: Vec<i32> = held.sequences.iter().map(|sequence| sequence.len() as i32).collect();
+        let lens = Tensor::<1, Int>::from_data(lens.as_slice(), &self.device);
+        held.cache.set_seq_lens(lens, bound).unwrap();
+        held.bound = bound;
+    }
+
+    /// Shortens each sequence by itself.
+    fn accept_some(&mut self, held: &mut Held) {
+        for sequence in &mut held.sequences {
+            let kept = self.rng.random_range(0..=sequence.len());
+            sequence.truncate(kept);
+        }
+        // As low as the longest sequence, or as it was.
+        let longest = held.sequences.iter().map(Vec::len).max().unwrap_or(0);
+        let bound = if self.rng.random_bool(0.5) { longest } else { held.bound };
+        self.set_lens(held, bound);
+    }
+
+    fn truncate(&mut self, held: &mut Held) {
+        let len = self.rng.random_range(0..=held.bound);
+        held.cache.truncate(len);
+        held.sequences.iter_mut().for_each(|sequence| sequence.truncate(len));
+        held.bound = held.bound.min(len);
+    }
+
+    fn walk(&mut self, steps: usize) {
+        let mut all = vec![self.empty()];
+        for _ in 0..steps {
+            let nth = self.rng.random_range(0..all.len());
+            match self.rng.random_range(0..20) {
+                0 => self.truncate(&mut all[nth]),
+                1 => self.accept_some(&mut all[nth]),
+                2 => self.reject(&mut all[nth]),
+                3 if all.len() < 4 => {
+                    let duplicate = all[nth].duplicate();
+                    all.push(duplicate);
+                }
+                4 if all.len() > 1 => drop(all.swap_remove(nth)),
+                5 => {
+                    let capacity = all[nth].cache.capacity() + self.rng.random_range(0..9);
+                    all[nth].cache.reserve(capacity).unwrap();
+                }
+                6 if self.rng.random_bool(0.3) => {
+                    all[nth].cache.clear();
+                    all[nth].sequences.iter_mut().for_each(Vec::clear);
+                    all[nth].bound = 0;
+                }
+                _ => self.append(&mut all[nth]),
+            }
+            let found = &all[nth.min(all.len() - 1)];
+            assert_eq!(found.cache.max_len(), found.bound);
+        }
+        for held in &all {
+            assert_eq!(lens_of(&held.cache), held.sequences.iter().map(Vec::len).collect::<Vec<_>>());
+        }
+    }
+}
+
+fn number(variable: &str, default: u64) -> u64 {
+    let value = std::env::var(variable).ok();
+    value.map_or(default, |value| value.parse().unwrap_or_else(|_| panic!("{variable} is {value}, which is no number")))
+}
+
+#[test]
+fn random_walks() {
+    const STEPS_OF_WALK: u64 = 50;
+    for target in targets() {
+        let steps = number("FLASH_WALK_STEPS", if target.name == "flex" { 1000 } else { 150 });
+        let first = number("FLASH_WALK_SEED", 1);
+        for seed in first..first + steps.div_ceil(STEPS_OF_WALK) {
+            println!("a walk on {} with FLASH_WALK_SEED={seed} FLASH_WALK_STEPS={STEPS_OF_WALK}", target.name);
+            Walk::new(seed, &target.device).walk(STEPS_OF_WALK as usize);
+        }
+    }
+}

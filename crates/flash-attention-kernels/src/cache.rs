@@ -1,0 +1,87 @@
+//! Key/value caches: keys and values of new positions are written after those of earlier calls, in place.
+//!
+//! A cache is `k [B, Hkv, C, D]` and `v [B, Hkv, C, Dv]`, of which a sequence has used the first positions. Attention reads it like any
+//! other keys and values, with strides of the whole cache and the lengths of the [sequences](mod@crate::sequences).
+
+#![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
+
+use crate::fragment::row_start;
+use cubecl::prelude::*;
+
+/// Keys and values, of new positions or of a cache: `[B, Hkv, S, D]` and `[B, Hkv, S, Dv]`.
+#[derive(CubeType, CubeLaunch)]
+pub struct KeysValues<E: Float, N: Size> {
+    pub k: &'static Tensor<Vector<E, N>>,
+    pub v: &'static Tensor<Vector<E, N>>,
+}
+
+/// The same, written to.
+#[derive(CubeType, CubeLaunch)]
+pub struct CachedKeysValues<E: Float, N: Size> {
+    pub k: &'static mut Tensor<Vector<E, N>>,
+    pub v: &'static mut Tensor<Vector<E, N>>,
+}
+
+/// Lengths of sequences, before and after new positions are appended.
+#[derive(CubeType, CubeLaunch)]
+pub struct AppendedLengths {
+    /// Length of every sequence before, unless `before` gives one for each.
+    pub start: u32,
+    /// Lengths before, `[B]`.
+    pub before: ComptimeOption<&'static Tensor<u32>>,
+    /// Number of new positions of each sequence, `[B]`; absent if all are appended.
+    pub new: ComptimeOption<&'static Tensor<u32>>,
+    /// Lengths after, `[B]`, written if they are not the same for all sequences.
+    pub after: ComptimeOption<&'static mut Tensor<u32>>,
+}
+
+/// Copies new keys and values to the cache, after the positions that each sequence has, and writes the new lengths. Positions past the end
+/// of the cache are dropped. A thread copies a vector of K or of V.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn append<E: Float, N: Size>(
+    new: KeysValues<E, N>,
+    cache: CachedKeysValues<E, N>,
+    lengths: AppendedLengths,
+    #[define(E)] _type: ElemType,
+) {
+    let width = N::value();
+    let (heads, rows, capacity) = (new.k.shape(1), new.k.shape(2), cache.k.shape(2));
+    let (of_k, of_v) = (new.k.shape(3) / width, new.v.shape(3) / width);
+    let row = ABSOLUTE_POS / (of_k + of_v);
+    let column = ABSOLUTE_POS % (of_k + of_v);
+    let (head, row) = (row / rows, row % rows);
+    let (batch, head) = (head / heads, head % heads);
+    if batch >= new.k.shape(0) {
+        terminate!();
+    }
+    let mut begin = lengths.start;
+    #[comptime]
+    if let ComptimeOption::Some(before) = &lengths.before {
+        begin = min(before[batch * before.stride(0)], capacity as u32);
+    }
+    let mut count = rows as u32;
+    #[comptime]
+    if let ComptimeOption::Some(new) = &lengths.new {
+        count = min(new[batch * new.stride(0)], count);
+    }
+    let to = begin + row as u32;
+    if (row as u32) < count && to < capacity as u32 {
+        if column < of_k {
+            let from = row_start(new.k, batch, head, row as u32) + column * width * new.k.stride(3);
+            let at = row_start(&*cache.k, batch, head, to) + column * width * cache.k.stride(3);
+            cache.k[at / width] = new.k[from / width];
+        } else {
+            let column = column - of_k;
+            let from = row_start(new.v, batch, head, row as u32) + column * width * new.v.stride(3);
+            let at = row_start(&*cache.v, batch, head, to) + column * width * cache.v.stride(3);
+            cache.v[at / width] = new.v[from / width];
+        }
+    }
+    if head == 0 && row == 0 && column == 0 {
+        #[comptime]
+        if let ComptimeOption::Some(after) = lengths.after {
+            let at = batch * after.stride(0);
+            after[at] = min(begin + count, capacity as u32);
+        }
+    }
+}

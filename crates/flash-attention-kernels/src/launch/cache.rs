@@ -1,0 +1,103 @@
+//! Launch of the kernel that appends to a key/value cache.
+
+use super::{Argument, addresses, elementwise};
+use crate::cache::{AppendedLengthsLaunch, CachedKeysValuesLaunch, KeysValuesLaunch, append};
+use crate::dtype::Dtype;
+use crate::error::AttentionError;
+use crate::fragment::WIDTH;
+use crate::problem::agree;
+use crate::tensor::{AnyView, TensorView};
+use crate::tiling::{self, recent};
+use cubecl::client::Client;
+
+/// New positions of sequences, and the key/value cache that [`append_to_cache`] writes them to.
+#[derive(Clone, Debug)]
+pub struct CacheAppend {
+    /// Keys of the new positions, `[batch, num_heads_kv, new, head_dim]`.
+    pub k: TensorView,
+    /// Values of the new positions, `[batch, num_heads_kv, new, head_dim_v]`.
+    pub v: TensorView,
+    /// The cache of keys, `[batch, num_heads_kv, capacity, head_dim]`.
+    pub k_cache: TensorView,
+    /// The cache of values, `[batch, num_heads_kv, capacity, head_dim_v]`.
+    pub v_cache: TensorView,
+    /// Length of every sequence, if `seq_lens` gives none.
+    pub start: usize,
+    /// Length of each sequence, `[batch]`, 32 bits each. Larger numbers count as the capacity.
+    pub seq_lens: Option<TensorView<1>>,
+    /// Number of new positions of each sequence, the first ones, in the same format. `None`: all.
+    pub new_lens: Option<TensorView<1>>,
+    /// Written: the length of each sequence afterwards, in the same format. There must be one if there are `seq_lens` or `new_lens`.
+    pub seq_lens_after: Option<TensorView<1>>,
+}
+
+/// Writes keys and values of new positions to a cache, in place: those of sequence `b` go to positions `seq_lens[b]` and after. What does
+/// not fit into the capacity is dropped.
+///
+/// Errors name the argument at fault; in that case nothing has been launched.
+///
+/// ```no_run
+/// use flash_attention_kernels::{CacheAppend, Dtype, TensorView, append_to_cache};
+///
+/// # fn f(client: cubecl::client::Client, k: TensorView, v: TensorView) -> Result<(), flash_attention_kernels::AttentionError> {
+/// // A cache of 4,096 positions of 8 heads of 128 elements in bf16; `k` and `v` are `[1, 8, new, 128]`.
+/// let empty = || TensorView::contiguous(client.empty(2 * 8 * 4096 * 128), [1, 8, 4096, 128]);
+/// let (k_cache, v_cache) = (empty(), empty());
+/// let append = CacheAppend { k, v, k_cache, v_cache, start: 0, seq_lens: None, new_lens: None, seq_lens_after: None };
+/// append_to_cache(&client, Dtype::BF16, &append)
+/// # }
+/// ```
+pub fn append_to_cache(client: &Client, dtype: Dtype, call: &CacheAppend) -> Result<(), AttentionError> {
+    let device = recent::device(client);
+    tiling::check_dtype(&device, dtype)?;
+    let CacheAppend { k, v, k_cache, v_cache, start, seq_lens, new_lens, seq_lens_after } = call;
+    let [batch, heads, new, head_dim] = k.shape;
+    let (capacity, head_dim_v) = (k_cache.shape[2], v.shape[3]);
+    agree("v_cache", &v_cache.shape, 2, "capacity", "k_cache", capacity)?;
+    let lens = Some([batch]);
+    let size = dtype.size();
+    for argument in [
+        Argument::new("k", k, Some(k.shape), size),
+        Argument::new("v", v, Some([batch, heads, new, head_dim_v]), size),
+        Argument::new("seq_lens", seq_lens, lens.filter(|_| seq_lens.is_some()), 4),
+        Argument::new("new_lens", new_lens, lens.filter(|_| new_lens.is_some()), 4),
+    ] {
+        argument.check(&device)?;
+    }
+    let varies = seq_lens.is_some() || new_lens.is_some();
+    let after = Argument::new("seq_lens_after", seq_lens_after, lens.filter(|_| varies), 4);
+    for argument in [
+        Argument::new("k_cache", k_cache, Some([batch, heads, capacity, head_dim]), size),
+        Argument::new("v_cache", v_cache, Some([batch, heads, capacity, head_dim_v]), size),
+    ] {
+        argument.check_output(&device)?;
+    }
+    after.check(&device)?;
+    after.check_output(&device)?;
+    if seq_lens.is_none() && start + new > capacity {
+        return Err(AttentionError::CacheFull { capacity, len: *start, new });
+    }
+    if k.is_empty() && v.is_empty() {
+        return Ok(());
+    }
+    let views = [k, v, k_cache, v_cache];
+    let width = (views.iter().all(|view| view.vectorizes(WIDTH, size))).then_some(WIDTH).unwrap_or(1);
+    let vectors = batch * heads * new * (head_dim + head_dim_v) / width;
+    let (count, dim) = elementwise(&device, "append", vectors)?;
+    let [before, of_new, after] = [seq_lens, new_lens, seq_lens_after].map(|lens| lens.as_ref().map(|lens| lens.arg()));
+    // SAFETY: views have been checked against their buffers. The kernel drops positions past the end of the cache.
+    unsafe {
+        append::launch_unchecked(
+            client,
+            count,
+            dim,
+            addresses(views.map(|view| view as &dyn AnyView)),
+            width,
+            KeysValuesLaunch::new(k.arg(), v.arg()),
+            CachedKeysValuesLaunch::new(k_cache.arg(), v_cache.arg()),
+            AppendedLengthsLaunch::new(*start as u32, before.into(), of_new.into(), after.into()),
+            tiling::element_type(dtype),
+        );
+    }
+    Ok(())
+}
