@@ -8,12 +8,17 @@ use crate::implementations::Tensors as Kernels;
 use crate::problems::Problems;
 use crate::timing::sync;
 use burn::tensor::{DType, Device, Distribution, Tensor};
-use burn_flash_attention::{FlashAttentionOptions, flash_attention};
+use burn_flash_attention::{
+    FlashAttentionOptions, KvCache, KvCacheConfig, flash_attention, flash_attention_with_kvcache,
+};
 use cubecl::prelude::{CubeCount, CubeDim};
 use cubecl_runtime::execution::{ProcessMode, ProcessModeOverride, StatisticsCollector};
 use flash_attention_kernels::tiling::{Device as Properties, plan_on};
-use flash_attention_kernels::{AttentionProblem, BackwardTiles, Dtype, Forward, TensorView, check, forward, plan};
+use flash_attention_kernels::{
+    AttentionProblem, BackwardTiles, CacheAppend, Dtype, Forward, TensorView, append_to_cache, check, forward, plan,
+};
 use serde_json::json;
+use std::cell::RefCell;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
@@ -70,6 +75,13 @@ struct Calls {
     plain: [Tensor<4>; 3],
     /// And those that it tracks.
     tracked: [Tensor<4>; 3],
+    /// Queries of the `seq_q` newest positions, and their keys and values.
+    queries: Tensor<4>,
+    newest: [Tensor<4>; 2],
+    /// A cache of the positions before them, which each call appends them to.
+    cache: RefCell<KvCache>,
+    /// The same for the kernels.
+    append: CacheAppend,
     /// The device as the planner sees it.
     planner: Properties,
     /// Views for the kernel that does nothing.
@@ -88,7 +100,7 @@ const fn row(name: &'static str, call: fn(&Calls) -> Result<(), Error>) -> Row {
     Row { name, call, leaves_graph: false }
 }
 
-const ROWS: [Row; 13] = [
+const ROWS: [Row; 15] = [
     row("check", |of| Ok(check(&of.client, &of.problem)?)),
     row("plan", |of| Ok(plan(&of.client, &of.problem).map(drop)?)),
     row("plan, without memory of earlier calls", |of| Ok(plan_on(&of.planner, &of.problem).map(drop)?)),
@@ -97,11 +109,16 @@ const ROWS: [Row; 13] = [
         Ok(forward(&of.client, &of.problem, inputs, &saved.o, &saved.lse).map(drop)?)
     }),
     row("kernels: forward, tiles given", |of| of.kernels.forward(&of.client, &of.problem, of.tiles.0)),
+    row("kernels: append to a cache", |of| Ok(append_to_cache(&of.client, of.problem.dtype, &of.append)?)),
     row("kernels: backward, tiles and scratch given", |of| {
         of.kernels.backward(&of.client, &of.problem, &of.kernels.gradients, of.tiles.1)
     }),
     row("Burn: forward", |of| {
         of.attention(&of.plain);
+        Ok(())
+    }),
+    row("Burn: forward with a key/value cache", |of| {
+        of.step();
         Ok(())
     }),
     Row {
@@ -148,11 +165,46 @@ impl Calls {
             let of = |shape: [usize; 4]| Tensor::random(shape, Distribution::Default, (device, dtype));
             [problem.q_shape(), problem.k_shape(), problem.v_shape()].map(of)
         };
+        let plain = random(&device);
+        let options = FlashAttentionOptions::new().with_causal(problem.options.causal);
+        // The newest positions follow after all others. As many as there are keys, at most.
+        let AttentionProblem { batch, num_heads_kv, seq_q, seq_k, head_dim, head_dim_v, .. } = problem;
+        let new = seq_q.min(seq_k);
+        let config = KvCacheConfig::new(batch, num_heads_kv, head_dim, seq_k).with_dtype(Some(dtype.into()));
+        let mut cache = config.with_head_dim_v(Some(head_dim_v)).init(&device);
+        let [q, k, v] = &plain;
+        let first = |x: &Tensor<4>, from, len| x.clone().narrow(2, from, len);
+        if seq_k > new {
+            let before = seq_k - new;
+            let shape = [batch, problem.num_heads_q, before, head_dim];
+            let q = Tensor::random(shape, Distribution::Default, (&device, dtype));
+            flash_attention_with_kvcache(q, first(k, 0, before), first(v, 0, before), &mut cache, &options);
+        }
+        let newest = [first(k, seq_k - new, new), first(v, seq_k - new, new)];
+        let queries = first(q, 0, new);
+        let empty = |length, head_dim| {
+            let bytes = problem.dtype.size() * batch * num_heads_kv * length * head_dim;
+            TensorView::contiguous(client.empty(bytes), [batch, num_heads_kv, length, head_dim])
+        };
+        let append = CacheAppend {
+            k: empty(new, head_dim),
+            v: empty(new, head_dim_v),
+            k_cache: empty(seq_k, head_dim),
+            v_cache: empty(seq_k, head_dim_v),
+            start: seq_k - new,
+            seq_lens: None,
+            new_lens: None,
+            seq_lens_after: None,
+        };
         Ok(Calls {
+            newest,
+            queries,
+            cache: RefCell::new(cache),
+            append,
             kernels: Kernels::new(&client, &data, Pass::Both)?,
             tiles: (plan.forward, plan.backward),
-            options: FlashAttentionOptions::new().with_causal(problem.options.causal),
-            plain: random(&device),
+            options,
+            plain,
             tracked: random(&device.clone().autodiff()).map(Tensor::require_grad),
             views: std::array::from_fn(|_| TensorView::contiguous(client.empty(4), [1])),
             planner: Properties::of(&client),
@@ -164,6 +216,16 @@ impl Calls {
 
     fn attention(&self, [q, k, v]: &[Tensor<4>; 3]) -> Tensor<4> {
         flash_attention(q.clone(), k.clone(), v.clone(), &self.options)
+    }
+
+    /// Attention of the newest positions over the cache, which then forgets them.
+    fn step(&self) -> Tensor<4> {
+        let [k, v] = self.newest.clone();
+        let mut cache = self.cache.borrow_mut();
+        let before = cache.max_len();
+        let out = flash_attention_with_kvcache(self.queries.clone(), k, v, &mut cache, &self.options);
+        cache.truncate(before);
+        out
     }
 
     fn launch(&self) {

@@ -1,6 +1,7 @@
 //! FlashAttention for [Burn](https://burn.dev): exact attention, forward and backward, in memory linear in the sequence.
 //!
-//! [`flash_attention`] is the operation, and [`FlashAttentionOptions`] are its options. [`attention`] has the signature of Burn's own
+//! [`flash_attention`] is the operation, and [`FlashAttentionOptions`] are its options. [`flash_attention_with_kvcache`] is the operation
+//! for decoding, over a [`KvCache`]. [`attention`] has the signature of Burn's own
 //! attention, and `install` intercepts calls of Burn's own. [`FlashMultiHeadAttention`], [`FlashCrossAttention`],
 //! [`FlashTransformerEncoder`] and [`FlashTransformerDecoder`] load the records of burn-nn's modules. [`plan()`] tells which kernel runs.
 //! Kernels come from [`flash_attention_kernels`] and run on any device that CubeCL compiles for. Tensors on Flex are computed on the host.
@@ -75,6 +76,11 @@ pub use slopes::AlibiSlopes;
 #[cfg(all(doctest, feature = "flex"))]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// Runs the examples of the page about decoding as doc tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/decoding.md")]
+struct Decoding;
 
 /// Runs the examples of the page for users of PyTorch as doc tests.
 #[cfg(doctest)]

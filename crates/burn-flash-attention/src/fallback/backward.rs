@@ -36,7 +36,7 @@ impl<'a> Saved<'a> {
         let rows = out.chunks_exact(dim).zip(dout.chunks_exact(dim)).enumerate();
         let delta = rows.map(|(row, (out, dout))| math::dot(out, dout) - dlse.map_or(0.0, |dlse| dlse[row])).collect();
         let lse = lse.iter().map(|&lse| if lse == f32::NEG_INFINITY { f32::INFINITY } else { lse }).collect();
-        Saved { lse, delta, dout: Rows::new(dout, problem.o_shape()) }
+        Saved { lse, delta, dout: Rows::contiguous(dout, problem.o_shape()) }
     }
 }
 

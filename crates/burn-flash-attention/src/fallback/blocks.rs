@@ -79,7 +79,7 @@ mod tests {
         let states = [[[1, 0, 2, 0], [0, 1, 0, 0]], [[0, 0, 0, 0], [2, 9, 2, 1]]];
         let states = States::new(problem.block_mask.unwrap(), states.as_flattened().as_flattened().to_vec());
         let options = Optional { states: Some(&states), ..Optional::default() };
-        let attention = Attention::new(&problem, [&[], &[], &[]], options);
+        let attention = Attention::new(&problem, [(); 3].map(|()| Rows::contiguous(&[], [0; 4])), options);
         let keys = |h, q_block| attention.k_blocks(0, h, q_block).collect::<Vec<_>>();
         // A tile has 64 queries: the first block has four tiles, the last one has one.
         for q_block in 0..4 {

@@ -77,15 +77,11 @@ pub fn max(row: &[f32]) -> f32 {
 
 /// Sum of the lanes by halves, so that additions do not wait for each other.
 #[inline(always)]
-fn sum(mut lanes: [f32; LANES]) -> f32 {
-    let mut half = LANES / 2;
-    while half > 0 {
-        for n in 0..half {
-            lanes[n] += lanes[n + half];
-        }
-        half /= 2;
-    }
-    lanes[0]
+fn sum(lanes: [f32; LANES]) -> f32 {
+    // Written out: compilers turn a loop over halves into scalar additions.
+    let eight: [f32; 8] = std::array::from_fn(|n| lanes[n] + lanes[n + 8]);
+    let four: [f32; 4] = std::array::from_fn(|n| eight[n] + eight[n + 4]);
+    (four[0] + four[2]) + (four[1] + four[3])
 }
 
 /// Replaces each `x` by `exp(x − shift)` and returns the sum.

@@ -1,12 +1,12 @@
 //! Rows of tensors, and matrix products.
 
-use super::math::{self, vectorized};
+use super::math::vectorized;
 
-/// `[batch, heads, seq, dim]`, contiguous.
+/// `[batch, heads, seq, dim]`. The rows of a head lie one after the other, and heads anywhere.
 pub struct Rows<'a> {
     data: &'a [f32],
-    heads: usize,
-    seq: usize,
+    /// Distance between neighbours along the batch and the heads.
+    strides: [usize; 2],
     dim: usize,
 }
 
@@ -18,14 +18,20 @@ pub struct Block<'a> {
 }
 
 impl<'a> Rows<'a> {
-    pub fn new(data: &'a [f32], [_, heads, seq, dim]: [usize; 4]) -> Self {
-        Rows { data, heads, seq, dim }
+    /// Rows of a contiguous tensor of this shape.
+    pub fn contiguous(data: &'a [f32], [_, heads, seq, dim]: [usize; 4]) -> Self {
+        Rows::new(data, [heads * seq * dim, seq * dim], dim)
+    }
+
+    /// Rows of `dim` elements, from the start of `data`.
+    pub fn new(data: &'a [f32], strides: [usize; 2], dim: usize) -> Self {
+        Rows { data, strides, dim }
     }
 
     /// `rows` rows of a head, from row `start` on.
     pub fn block(&self, b: usize, h: usize, start: usize, rows: usize) -> Block<'a> {
-        let first = (b * self.heads + h) * self.seq + start;
-        Block { data: &self.data[first * self.dim..][..rows * self.dim], dim: self.dim }
+        let first = b * self.strides[0] + h * self.strides[1] + start * self.dim;
+        Block { data: &self.data[first..][..rows * self.dim], dim: self.dim }
     }
 }
 
@@ -67,11 +73,11 @@ impl<'a> Block<'a> {
 
 /// `c = scale · a · b`, or `c += scale · a · b` if `add`. `c` is row-major.
 pub fn multiply(c: &mut [f32], add: bool, scale: f32, a: Matrix, b: Matrix) {
-    // For so few rows, as in decoding, packing `b` for the matrix routine costs more than it saves.
+    // For so few rows, as in decoding, packing a row-major `b` for the matrix routine costs more than it saves.
     const FEW: usize = 4;
     let (m, n) = (a.rows, b.cols);
     assert!(a.cols == b.rows && c.len() >= m * n, "the shapes of a matrix product must match");
-    if m <= FEW && a.col_stride == 1 {
+    if m <= FEW && a.col_stride == 1 && b.col_stride == 1 {
         return vectorized(
             #[inline(always)]
             || multiply_rows(c, add, scale, a, b),
@@ -104,39 +110,28 @@ pub fn multiply(c: &mut [f32], add: bool, scale: f32, a: Matrix, b: Matrix) {
     }
 }
 
-/// `multiply` for few rows, one row of `a` at a time.
+/// `multiply` for few rows, one row of `a` at a time. `b` is row-major.
 #[inline(always)]
 fn multiply_rows(c: &mut [f32], add: bool, scale: f32, a: Matrix, b: Matrix) {
+    /// Rows of `b` at a time, so that `c` is loaded and stored once for all of them.
+    const ROWS: usize = 8;
     for (c, a) in c.chunks_exact_mut(b.cols).zip(a.data.chunks_exact(a.cols)) {
         if !add {
             c.fill(0.0);
         }
-        if b.col_stride == 1 {
-            // Four rows of `b` at a time, so that `c` is loaded and stored once for all four.
-            let weights = a.chunks(4).map(|a| std::array::from_fn(|n| a.get(n).map_or(0.0, |a| scale * a)));
-            for (weights, rows) in weights.zip(b.data.chunks(4 * b.cols)) {
-                add_rows(c, weights, rows);
-            }
-        } else {
-            for (c, b) in c.iter_mut().zip(b.data.chunks_exact(b.rows)) {
-                *c += scale * math::dot(a, b);
+        let weights = a.chunks_exact(ROWS);
+        let (last, rows) = (weights.remainder(), b.data.chunks(ROWS * b.cols));
+        for (weights, rows) in weights.zip(rows) {
+            let weights: [f32; ROWS] = std::array::from_fn(|n| scale * weights[n]);
+            let rows: [&[f32]; ROWS] = std::array::from_fn(|n| &rows[n * b.cols..][..b.cols]);
+            let product = |n: usize, i: usize| weights[n] * rows[n][i];
+            let two = |n: usize, i: usize| product(n, i) + product(n + 1, i);
+            for (i, c) in c.iter_mut().enumerate() {
+                *c += (two(0, i) + two(2, i)) + (two(4, i) + two(6, i));
             }
         }
-    }
-}
-
-/// `c += Σ weight · row`, over at most four rows.
-#[inline(always)]
-fn add_rows(c: &mut [f32], weights: [f32; 4], rows: &[f32]) {
-    let n = c.len();
-    if rows.len() == 4 * n {
-        let ([r0, r1], [r2, r3]) = ([0, 1].map(|r| &rows[r * n..][..n]), [2, 3].map(|r| &rows[r * n..][..n]));
-        for i in 0..n {
-            c[i] += (weights[0] * r0[i] + weights[1] * r1[i]) + (weights[2] * r2[i] + weights[3] * r3[i]);
-        }
-    } else {
-        for (weight, row) in weights.iter().zip(rows.chunks_exact(n)) {
-            c.iter_mut().zip(row).for_each(|(c, x)| *c += weight * x);
+        for (weight, row) in last.iter().zip(b.data[(a.len() - last.len()) * b.cols..].chunks_exact(b.cols)) {
+            c.iter_mut().zip(row).for_each(|(c, x)| *c += scale * weight * x);
         }
     }
 }

@@ -27,6 +27,7 @@ use flash_attention_kernels::mods::TENSORS;
 use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype, dropout};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use matrix::Rows;
 use sequences::Sequences;
 use std::ops::Range;
 use tile::{Attention, Broadcast, Functions, Heads, TILE_K, TILE_Q, Tables};
@@ -144,8 +145,8 @@ pub(crate) fn plan(problem: &AttentionProblem) -> Result<HostPlan, AttentionErro
     Ok(HostPlan { tile_q: TILE_Q, tile_k: TILE_K, threads, scratch_bytes })
 }
 
-/// The arguments of a call. `q`, `k`, `v`, slopes and sinks are contiguous and in f32; the other tensors are as they come. The seed of
-/// dropout is two words.
+/// The arguments of a call. `q`, `k` and `v` have contiguous rows in f32; slopes and sinks are contiguous and in f32; the other tensors
+/// are as they come. The seed of dropout is two words.
 struct Call {
     problem: AttentionProblem,
     qkv: [FlexTensor; 3],
@@ -179,7 +180,7 @@ impl Call {
         let states = problem.block_mask.zip(read(&tensors.block_mask)).map(|(of, states)| States::new(of, states));
         tensors.alibi_slopes = tensors.alibi_slopes.map(floats);
         tensors.sinks = tensors.sinks.map(floats);
-        Call { problem, qkv: [q, k, v].map(floats), tensors, seed, sequences, states }
+        Call { problem, qkv: [q, k, v].map(with_rows), tensors, seed, sequences, states }
     }
 
     fn attention(&self) -> Attention<'_> {
@@ -192,7 +193,7 @@ impl Call {
         });
         let heads =
             Heads { slopes: tensors.alibi_slopes.as_ref().map(slice), sinks: tensors.sinks.as_ref().map(slice) };
-        let inputs = self.qkv.each_ref().map(slice);
+        let inputs = self.qkv.each_ref().map(rows);
         let functions =
             Functions { of_score: tables(tensors.score_tensors()), of_mask: tables(tensors.mask_tensors()) };
         let (sequences, states) = (self.sequences.as_ref(), self.states.as_ref());
@@ -204,6 +205,35 @@ impl Call {
 /// What a function reads, where it lies.
 fn tables(tensors: [Option<&FlexTensor>; TENSORS]) -> Tables<'_> {
     tensors.map(|tensor| tensor.map(|tensor| Broadcast::new(tensor.storage(), tensor.layout())))
+}
+
+/// The tensor in f32, where the rows of a head lie one after the other: a copy only where it is not like that already. The part of a
+/// cache that is used is read where it lies.
+fn with_rows(tensor: FlexTensor) -> FlexTensor {
+    let [batch, heads, seq, dim] = tensor.layout().shape().dims();
+    let strides: [isize; 4] = std::array::from_fn(|n| tensor.layout().strides()[n]);
+    let follow = (dim == 1 || strides[3] == 1) && (seq == 1 || strides[2] == dim as isize);
+    if !follow || strides[..2].iter().any(|stride| *stride < 0) || tensor.layout().num_elements() == 0 {
+        return floats(tensor);
+    }
+    let starts = (0..batch).flat_map(|b| (0..heads).map(move |h| b * strides[0] as usize + h * strides[1] as usize));
+    let start = tensor.layout().start_offset();
+    let mut data = vec![0.0; if tensor.dtype() == DType::F32 { 0 } else { batch * heads * seq * dim }];
+    let to =
+        data.chunks_exact_mut(seq * dim).zip(starts).map(|(to, from)| (to, start + from..start + from + seq * dim));
+    match tensor.dtype() {
+        DType::F16 => to.for_each(|(to, from)| tensor.storage::<f16>()[from].convert_to_f32_slice(to)),
+        DType::BF16 => to.for_each(|(to, from)| tensor.storage::<bf16>()[from].convert_to_f32_slice(to)),
+        _ => return tensor,
+    }
+    FlexTensor::new(Bytes::from_elems(data), Layout::contiguous(tensor.layout().shape().clone()), DType::F32)
+}
+
+/// The rows of a tensor of [`with_rows`].
+fn rows(tensor: &FlexTensor) -> Rows<'_> {
+    let layout = tensor.layout();
+    let strides = [0, 1].map(|dim| layout.strides()[dim].unsigned_abs());
+    Rows::new(&tensor.storage()[layout.start_offset()..], strides, layout.shape()[3])
 }
 
 /// The tensor, contiguous and in f32: a copy only where it is not already.

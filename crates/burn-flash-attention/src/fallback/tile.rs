@@ -162,16 +162,8 @@ pub struct Heads<'a> {
 }
 
 impl<'a> Attention<'a> {
-    pub fn new(problem: &'a AttentionProblem, [q, k, v]: [&'a [f32]; 3], optional: Optional<'a>) -> Self {
-        Attention {
-            problem,
-            band: problem.band(),
-            scale: problem.softmax_scale(),
-            q: Rows::new(q, problem.q_shape()),
-            k: Rows::new(k, problem.k_shape()),
-            v: Rows::new(v, problem.v_shape()),
-            optional,
-        }
+    pub fn new(problem: &'a AttentionProblem, [q, k, v]: [Rows<'a>; 3], optional: Optional<'a>) -> Self {
+        Attention { problem, band: problem.band(), scale: problem.softmax_scale(), q, k, v, optional }
     }
 
     /// Sink of a head; −∞ if there is none.

@@ -40,7 +40,9 @@ impl Walk {
         let mut rng = StdRng::seed_from_u64(seed);
         let heads_kv = rng.random_range(1..3);
         let heads_q = heads_kv * rng.random_range(1..5);
-        let sizes = [rng.random_range(1..4), heads_q, heads_kv, rng.random_range(1..34), rng.random_range(1..34)];
+        // Few head dimensions, each of which compiles kernels of its own.
+        let [dim, dim_v] = [[16, 16], [33, 24], [8, 40]][rng.random_range(0..3)];
+        let sizes = [rng.random_range(1..4), heads_q, heads_kv, dim, dim_v];
         let options = AttentionOptions {
             causal: rng.random_bool(0.8),
             window_left: rng.random_bool(0.3).then(|| rng.random_range(0..20)),
