@@ -8,13 +8,14 @@ use burn::nn::transformer::{
     TransformerDecoderConfig, TransformerDecoderInput, TransformerEncoderConfig, TransformerEncoderInput,
 };
 use burn::tensor::{Bool, Device, Int, Tensor, activation};
-use burn_flash_attention::mods::{CausalDocument, MaskFn, PrefixLm};
+use burn_flash_attention::mods::{CausalDocument, MaskFn, PrefixLm, ScoreFn};
 use burn_flash_attention::{
     Alignment, BlockMask, FlashAttentionOptions, FlashMhaCache, FlashMhaInput, FlashMultiHeadAttention,
     FlashTransformerDecoder, FlashTransformerDecoderInput, FlashTransformerEncoder, FlashTransformerEncoderInput,
     flash_attention,
 };
 use common::{close, random, targets};
+use flash_attention_reference::mods::Relative;
 
 const D_MODEL: usize = 24;
 const D_FF: usize = 40;
@@ -245,20 +246,15 @@ fn unsupported_options_are_refused_by_name() {
         let slopes = Tensor::<1>::zeros([HEADS + 1], device);
         refused(&module, new().with_alibi_slopes(slopes), "alibi_slopes has");
 
-        // These options count from the first position, so a single query would have another position.
+        // With a cache, these options have no meaning, or not one that a whole prefix could express.
         let ints = || Tensor::<1, Int>::from_data([0, 6, 12], device);
         let lens = || Tensor::<1, Int>::from_data([6, 6], device);
-        let mask_fn = MaskFn::of::<PrefixLm>();
-        let prefix = Tensor::<4>::zeros([1, 1, 1, 1], device);
         let blocks = BlockMask::new(Tensor::zeros([1, 1, 1, 1], device), 128, 128);
         for (option, options) in [
             ("alignment", new().with_alignment(Alignment::TopLeft)),
-            ("mask", new().with_mask(Tensor::<4, Bool>::empty([1, 1, 1, 1], device))),
-            ("bias", new().with_bias(Tensor::zeros([1, 1, 1, 1], device))),
             ("seq_lens_q", new().with_seq_lens_q(lens())),
             ("seq_lens_k", new().with_seq_lens_k(lens())),
             ("cu_seqlens_q", new().with_cu_seqlens_q(ints()).with_cu_seqlens_k(ints())),
-            ("mask_mod", new().with_mask_mod(mask_fn, [prefix])),
             ("block_mask", new().with_block_mask(blocks)),
         ] {
             let mut cache = FlashMhaCache::autoregressive();
@@ -270,12 +266,15 @@ fn unsupported_options_are_refused_by_name() {
         let mut causal = module.clone();
         causal.causal = true;
         let slopes = Tensor::<1>::zeros([HEADS], device);
+        let prefix = Tensor::<4>::zeros([1, 1, 1, 1], device);
         for (option, module, options) in [
             ("causal", &causal, new()),
             ("causal", &module, new().with_causal(true)),
             ("window_left", &module, new().with_window_left(2)),
             ("window_right", &module, new().with_window_right(2)),
             ("alibi_slopes", &module, new().with_alibi_slopes(slopes)),
+            ("score_mod", &module, new().with_score_mod(ScoreFn::of::<Relative>(), [])),
+            ("mask_mod", &module, new().with_mask_mod(MaskFn::of::<PrefixLm>(), [prefix])),
         ] {
             let mut cache = FlashMhaCache::autoregressive_cross_attention();
             let message = module.try_forward_cache(input(options.clone()), &mut cache).unwrap_err().to_string();

@@ -169,6 +169,13 @@ struct Tensors {
     seq_lens: Option<Tensor<1, Int>>,
 }
 
+/// Lengths of a cache's sequences at one time. A call makes a new tensor of lengths, so that this one stays as it is.
+#[derive(Debug)]
+pub(crate) struct Lengths {
+    seq_lens: Option<Tensor<1, Int>>,
+    max_len: usize,
+}
+
 impl KvCache {
     fn tensors(&self) -> &Tensors {
         self.tensors.as_ref().unwrap_or_else(|| panic!("{LOST}"))
@@ -367,6 +374,17 @@ impl KvCache {
         };
         (copies.k, copies.v) = (copied(copies.k, k), copied(copies.v, v));
         Ok(Tensors { seq_lens: seq_lens.clone(), ..copies })
+    }
+
+    /// The lengths of the sequences, for [`restore_lengths`](Self::restore_lengths).
+    pub(crate) fn lengths(&self) -> Lengths {
+        Lengths { seq_lens: self.tensors().seq_lens.clone(), max_len: self.len }
+    }
+
+    /// Forgets the positions that were appended since these lengths were taken.
+    pub(crate) fn restore_lengths(&mut self, lengths: Lengths) {
+        self.tensors_mut().seq_lens = lengths.seq_lens;
+        self.len = lengths.max_len;
     }
 
     /// Makes room for `new` positions, by doubling the capacity where the cache may.

@@ -1,35 +1,140 @@
-//! Caches for decoding: keys and values of a layer, and the output so far.
+//! Caches for decoding: keys and values of a layer, and the outputs so far.
 
-use crate::checks::agree;
+use crate::kv_cache::{KvCache, KvCacheConfig, Lengths, try_flash_attention_with_kvcache};
+use crate::options::FlashAttentionOptions;
 use burn::tensor::Tensor;
 use flash_attention_kernels::AttentionError;
 
-/// Keys and values `[batch, heads, seq, d]` of the positions so far.
-#[derive(Clone, Debug, Default)]
-pub(super) struct KeysValues(Option<(Tensor<4>, Tensor<4>)>);
+/// Positions that memory is allocated for at the first step, if the user gave no capacity.
+const CAPACITY: usize = 64;
 
-impl KeysValues {
-    /// Appends keys and values of new positions, and returns all.
-    pub fn grown(&mut self, key: Tensor<4>, value: Tensor<4>) -> (Tensor<4>, Tensor<4>) {
-        let all = match self.0.take() {
-            Some((keys, values)) => (Tensor::cat(vec![keys, key], 2), Tensor::cat(vec![values, value], 2)),
-            None => (key, value),
-        };
-        self.0.insert(all).clone()
+/// Keys and values of a layer of self-attention: a [`KvCache`], which is created at the first step, because its sizes are those of the
+/// keys.
+#[derive(Debug)]
+pub(super) struct LayerKvCache {
+    cache: Option<KvCache>,
+    /// Positions that memory is allocated for at the first step.
+    capacity: usize,
+}
+
+impl LayerKvCache {
+    /// Without memory until the first step.
+    pub fn with_capacity(capacity: usize) -> Self {
+        LayerKvCache { cache: None, capacity }
     }
 
-    /// Keys and values of a constant memory, computed at the first call.
-    pub fn fixed(&mut self, compute: impl FnOnce() -> (Tensor<4>, Tensor<4>)) -> (Tensor<4>, Tensor<4>) {
-        self.0.get_or_insert_with(compute).clone()
+    /// Appends keys and values of new positions, and computes their queries' attention over all positions so far. An error leaves the cache
+    /// as it was.
+    pub fn attend(
+        &mut self,
+        q: Tensor<4>,
+        k: Tensor<4>,
+        v: Tensor<4>,
+        options: &FlashAttentionOptions,
+    ) -> Result<Tensor<4>, AttentionError> {
+        if let Some(cache) = &mut self.cache {
+            return try_flash_attention_with_kvcache(q, k, v, cache, options);
+        }
+        let [batch, heads, new, head_dim] = k.dims();
+        let config = KvCacheConfig::new(batch, heads, head_dim, self.capacity.max(new))
+            .with_dtype(Some(k.dtype().into()))
+            .with_grows(true);
+        let mut cache = config.try_init(&k.device())?;
+        let out = try_flash_attention_with_kvcache(q, k, v, &mut cache, options)?;
+        self.cache = Some(cache);
+        Ok(out)
     }
 
-    /// Number of positions.
-    pub fn len(&self) -> usize {
-        self.0.as_ref().map_or(0, |(keys, _)| keys.dims()[2])
+    /// Number of positions; of the longest sequence, if lengths differ.
+    pub fn max_len(&self) -> usize {
+        self.cache.as_ref().map_or(0, KvCache::max_len)
+    }
+
+    /// Forgets the positions from `len` on.
+    pub fn truncate(&mut self, len: usize) {
+        if let Some(cache) = &mut self.cache {
+            cache.truncate(len);
+        }
     }
 }
 
-/// Output `[batch, seq, d_model]` of the positions so far.
+impl Default for LayerKvCache {
+    fn default() -> Self {
+        Self::with_capacity(CAPACITY)
+    }
+}
+
+/// A deep copy: keys and values are written in place, so that two caches cannot share them.
+impl Clone for LayerKvCache {
+    fn clone(&self) -> Self {
+        LayerKvCache { cache: self.cache.as_ref().map(KvCache::duplicate), capacity: self.capacity }
+    }
+}
+
+/// Keys and values `[batch, heads, seq_k, d]` of a memory, as at the first step.
+#[derive(Clone, Debug, Default)]
+pub(super) struct MemoryKeysValues(Option<(Tensor<4>, Tensor<4>)>);
+
+impl MemoryKeysValues {
+    /// Computes attention over the memory, whose keys and values are computed at the first call. An error at the first call leaves none.
+    pub fn attend(
+        &mut self,
+        compute: impl FnOnce() -> (Tensor<4>, Tensor<4>),
+        attend: impl FnOnce(Tensor<4>, Tensor<4>) -> Result<Tensor<3>, AttentionError>,
+    ) -> Result<Tensor<3>, AttentionError> {
+        let (keys, values) = self.0.clone().unwrap_or_else(compute);
+        let out = attend(keys.clone(), values.clone())?;
+        self.0 = Some((keys, values));
+        Ok(out)
+    }
+
+    /// Number of positions, if there has been a call.
+    pub fn len(&self) -> Option<usize> {
+        self.0.as_ref().map(|(keys, _)| keys.dims()[2])
+    }
+}
+
+/// Part of a cache that can return to an earlier state.
+pub(super) trait Restore {
+    /// What tells an earlier state from a later one.
+    type State;
+
+    /// The state now.
+    fn state(&self) -> Self::State;
+
+    /// Returns to an earlier state.
+    fn restore(&mut self, state: Self::State);
+}
+
+impl Restore for LayerKvCache {
+    type State = Option<Lengths>;
+
+    fn state(&self) -> Option<Lengths> {
+        self.cache.as_ref().map(KvCache::lengths)
+    }
+
+    fn restore(&mut self, state: Option<Lengths>) {
+        match (state, &mut self.cache) {
+            (Some(lengths), Some(cache)) => cache.restore_lengths(lengths),
+            (_, cache) => *cache = None,
+        }
+    }
+}
+
+/// Takes a step through the caches of all layers. If a layer refuses it, the layers before it forget it.
+pub(super) fn all_or_none<C: Restore, T>(
+    caches: &mut [C],
+    step: impl FnOnce(&mut [C]) -> Result<T, AttentionError>,
+) -> Result<T, AttentionError> {
+    let states: Vec<C::State> = caches.iter().map(C::state).collect();
+    let result = step(caches);
+    if result.is_err() {
+        caches.iter_mut().zip(states).for_each(|(cache, state)| cache.restore(state));
+    }
+    result
+}
+
+/// Outputs `[batch, seq, d_model]` of the positions so far, which burn-nn's contract returns at each call.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Outputs(Option<Tensor<3>>);
 
@@ -39,22 +144,31 @@ impl Outputs {
         self.0.as_ref().map_or(0, |outputs| outputs.dims()[1])
     }
 
-    /// The new part of a prefix: the whole prefix at the first call, its last position afterwards.
+    /// How many positions of a prefix of `seq` have been computed. `cached`: positions whose keys are cached, in self-attention.
     ///
     /// # Errors
     ///
-    /// If the prefix is not one position longer than the cached one.
-    pub fn news(&self, argument: &'static str, prefix: Tensor<3>) -> Result<Tensor<3>, AttentionError> {
-        match self.len() {
-            0 => Ok(prefix),
-            len => {
-                agree(argument, &prefix.dims(), (1, "seq_q"), ("the cache", len + 1))?;
-                Ok(prefix.narrow(1, len, 1))
-            }
+    /// If the prefix has no new positions, or if the cache has positions without outputs.
+    pub fn decoded(&self, seq: usize, cached: Option<usize>) -> Result<usize, AttentionError> {
+        let len = self.len();
+        if cached.is_some_and(|cached| cached != len) {
+            return Err(AttentionError::Unsupported {
+                option: "cache",
+                value: format!("{} positions, {len} of them with outputs", cached.unwrap_or_default()),
+                why: "steps keep no outputs, so that those of a whole prefix cannot be returned; use one interface with a cache",
+            });
         }
+        if len > 0 && seq <= len {
+            return Err(AttentionError::Unsupported {
+                option: "prefix",
+                value: format!("{seq} positions"),
+                why: "the cache has as many or more; a prefix ends with new ones",
+            });
+        }
+        Ok(len)
     }
 
-    /// Appends the output of the new positions, and returns the output of the whole prefix.
+    /// Appends the outputs of new positions, and returns those of the whole prefix.
     pub fn grown(&mut self, new: Tensor<3>) -> Tensor<3> {
         let all = match self.0.take() {
             Some(outputs) => Tensor::cat(vec![outputs, new], 1),
@@ -62,9 +176,20 @@ impl Outputs {
         };
         self.0.insert(all).clone()
     }
+
+    /// Forgets the positions from `len` on.
+    pub fn truncate(&mut self, len: usize) {
+        if len < self.len() {
+            self.0 = self.0.take().filter(|_| len > 0).map(|outputs| outputs.narrow(1, 0, len));
+        }
+    }
 }
 
 /// Cache of a [`FlashMultiHeadAttention`](crate::FlashMultiHeadAttention) for decoding; burn-nn's is `MhaCache`.
+///
+/// Keys and values of self-attention are written in place, into a [`KvCache`] that doubles its capacity when it is full. It has no gradient.
+///
+/// A clone is a deep copy of the keys and values of self-attention, with memory of its own.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -73,20 +198,28 @@ impl Outputs {
 ///
 /// let device = Device::flex();
 /// let attention = FlashMultiHeadAttentionConfig::new(8, 2).with_causal(true).init(&device);
-/// let x = Tensor::<3>::random([1, 5, 8], Distribution::Default, &device);
 /// let mut cache = FlashMhaCache::autoregressive();
-/// // Three positions at first, then one at a time; each call is given the whole prefix.
-/// for len in 3..=5 {
-///     let output = attention.forward_cache(FlashMhaInput::self_attn(x.clone().narrow(1, 0, len)), &mut cache);
-///     assert_eq!(output.context.dims(), [1, len, 8]);
+/// // A prompt of three positions, then one at a time.
+/// for new in [3, 1, 1] {
+///     let x = Tensor::<3>::random([1, new, 8], Distribution::Default, &device);
+///     assert_eq!(attention.forward_step(FlashMhaInput::self_attn(x), &mut cache).context.dims(), [1, new, 8]);
 /// }
+/// assert_eq!(cache.max_len(), 5);
 /// # }
 /// ```
 #[derive(Clone, Debug)]
 pub struct FlashMhaCache {
-    pub(super) memory: KeysValues,
+    pub(super) keys_values: MhaKeysValues,
     pub(super) outputs: Outputs,
-    pub(super) fixed: bool,
+}
+
+/// Keys and values of self-attention or of cross-attention.
+#[derive(Clone, Debug)]
+pub(super) enum MhaKeysValues {
+    /// Of the positions so far.
+    OfTarget(LayerKvCache),
+    /// Of a memory.
+    OfMemory(MemoryKeysValues),
 }
 
 impl FlashMhaCache {
@@ -94,9 +227,20 @@ impl FlashMhaCache {
     ///
     /// ```
     /// let cache = burn_flash_attention::FlashMhaCache::autoregressive();
+    /// assert_eq!(cache.max_len(), 0);
     /// ```
     pub fn autoregressive() -> Self {
-        FlashMhaCache { memory: KeysValues::default(), outputs: Outputs::default(), fixed: false }
+        Self::of(MhaKeysValues::OfTarget(LayerKvCache::default()))
+    }
+
+    /// A cache for self-attention whose first call allocates memory for `capacity` positions. More positions double it, which copies it.
+    ///
+    /// ```
+    /// // As many positions as the model has: nothing is copied.
+    /// let cache = burn_flash_attention::FlashMhaCache::with_capacity(4096);
+    /// ```
+    pub fn with_capacity(capacity: usize) -> Self {
+        Self::of(MhaKeysValues::OfTarget(LayerKvCache::with_capacity(capacity)))
     }
 
     /// A cache for cross-attention: keys and values of the first call are kept.
@@ -105,6 +249,43 @@ impl FlashMhaCache {
     /// let cache = burn_flash_attention::FlashMhaCache::autoregressive_cross_attention();
     /// ```
     pub fn autoregressive_cross_attention() -> Self {
-        FlashMhaCache { fixed: true, ..Self::autoregressive() }
+        Self::of(MhaKeysValues::OfMemory(MemoryKeysValues::default()))
+    }
+
+    fn of(keys_values: MhaKeysValues) -> Self {
+        FlashMhaCache { keys_values, outputs: Outputs::default() }
+    }
+
+    /// Number of keys in the cache: of positions so far (of the longest sequence, if lengths differ), or of the memory.
+    ///
+    /// ```
+    /// assert_eq!(burn_flash_attention::FlashMhaCache::with_capacity(64).max_len(), 0);
+    /// ```
+    pub fn max_len(&self) -> usize {
+        match &self.keys_values {
+            MhaKeysValues::OfTarget(cache) => cache.max_len(),
+            MhaKeysValues::OfMemory(memory) => memory.len().unwrap_or(0),
+        }
+    }
+
+    /// Forgets the positions from `len` on, such as proposed tokens that were not accepted. A memory stays.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_flash_attention::{FlashMhaCache, FlashMhaInput, FlashMultiHeadAttentionConfig};
+    ///
+    /// let attention = FlashMultiHeadAttentionConfig::new(8, 2).with_causal(true).init(&Device::flex());
+    /// let mut cache = FlashMhaCache::autoregressive();
+    /// attention.forward_step(FlashMhaInput::self_attn(Tensor::zeros([1, 4, 8], &Device::flex())), &mut cache);
+    /// cache.truncate(2);
+    /// assert_eq!(cache.max_len(), 2);
+    /// # }
+    /// ```
+    pub fn truncate(&mut self, len: usize) {
+        if let MhaKeysValues::OfTarget(cache) = &mut self.keys_values {
+            cache.truncate(len);
+        }
+        self.outputs.truncate(len);
     }
 }

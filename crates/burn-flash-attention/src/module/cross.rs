@@ -1,7 +1,8 @@
 //! Cross-attention between different widths, a replacement for burn-nn's.
 
-use super::cache::KeysValues;
-use super::{attend, check_rate, combined, heads, joined, unwrapped};
+use super::cache::MemoryKeysValues;
+use super::{check_rate, combined, effective, heads, joined, unwrapped};
+use crate::api::try_flash_attention;
 use crate::checks::agree;
 use crate::options::FlashAttentionOptions;
 use burn::config::Config;
@@ -85,7 +86,7 @@ pub struct FlashCrossAttention {
     pub quiet_softmax: bool,
 }
 
-/// Cache of a [`FlashCrossAttention`] for a constant context: its keys and values.
+/// Cache of a [`FlashCrossAttention`] for a constant context: its keys and values. Clones share them, since they are never written.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -103,7 +104,7 @@ pub struct FlashCrossAttention {
 /// # }
 /// ```
 #[derive(Clone, Debug, Default)]
-pub struct FlashCrossAttentionCache(KeysValues);
+pub struct FlashCrossAttentionCache(MemoryKeysValues);
 
 impl FlashCrossAttentionCache {
     /// An empty cache.
@@ -263,7 +264,7 @@ impl FlashCrossAttention {
         unwrapped(self.try_forward_cache(query, context, mask, cache))
     }
 
-    /// [`forward_cache`](Self::forward_cache) that returns an error instead of panicking.
+    /// [`forward_cache`](Self::forward_cache) that returns an error instead of panicking. The cache is then unchanged.
     ///
     /// # Errors
     ///
@@ -299,15 +300,16 @@ impl FlashCrossAttention {
             agree("mask", &mask, (0, "batch"), ("query", q[0]))?;
             agree("mask", &mask, (1, "seq_k"), ("context", c[1]))?;
         }
-        if cache.0.len() > 0 {
-            agree("context", &c, (1, "seq_k"), ("the cache", cache.0.len()))?;
+        if let Some(len) = cache.0.len() {
+            agree("context", &c, (1, "seq_k"), ("the cache", len))?;
         }
         let query = heads(query, &self.query, self.n_heads);
-        let (key, value) = cache.0.fixed(|| {
-            (heads(context.clone(), &self.key, self.n_heads_kv), heads(context, &self.value, self.n_heads_kv))
-        });
         let options = combined(FlashAttentionOptions::new(), mask, None);
-        let out = attend(query, key, value, options, self.quiet_softmax, &self.dropout)?;
-        Ok(joined(out, &self.output))
+        let options = effective(options, &query, self.quiet_softmax, &self.dropout);
+        let keys_values =
+            || (heads(context.clone(), &self.key, self.n_heads_kv), heads(context, &self.value, self.n_heads_kv));
+        cache.0.attend(keys_values, |key, value| {
+            Ok(joined(try_flash_attention(query, key, value, &options)?, &self.output))
+        })
     }
 }

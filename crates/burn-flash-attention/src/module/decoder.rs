@@ -1,15 +1,12 @@
 //! Transformer decoder, a replacement for burn-nn's.
 
+mod decoding;
 mod input;
 
+pub use decoding::FlashTransformerDecoderAutoregressiveCache;
 pub use input::FlashTransformerDecoderInput;
 
-use super::cache::{KeysValues, Outputs};
-use super::multi_head::newest;
-use super::{
-    FlashMhaInput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, check_decodes, check_rate, combined, parted,
-    unwrapped,
-};
+use super::{FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, check_rate, parted, unwrapped};
 use crate::options::FlashAttentionOptions;
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay};
@@ -151,28 +148,7 @@ pub struct FlashTransformerDecoderLayer {
     pub norm_first: bool,
 }
 
-/// Cache of a [`FlashTransformerDecoder`] for decoding.
-///
-/// ```
-/// # #[cfg(feature = "flex")] {
-/// let decoder = burn_flash_attention::FlashTransformerDecoderConfig::new(8, 16, 2, 2).init(&burn::tensor::Device::flex());
-/// let cache = decoder.new_autoregressive_cache();
-/// # }
-/// ```
-#[derive(Clone, Debug)]
-pub struct FlashTransformerDecoderAutoregressiveCache {
-    layers: Vec<LayerCache>,
-    outputs: Outputs,
-}
-
-/// Keys and values of one layer: of the target so far, and of the memory.
-#[derive(Clone, Debug, Default)]
-struct LayerCache {
-    target: KeysValues,
-    memory: KeysValues,
-}
-
-/// Attention options for the positions of a step. Masks have a row for each of these positions.
+/// Attention options of a layer, masks included.
 #[derive(Clone)]
 struct Options {
     target: FlashAttentionOptions,
@@ -291,140 +267,39 @@ impl FlashTransformerDecoder {
     /// # }
     /// ```
     pub fn try_forward(&self, input: FlashTransformerDecoderInput) -> Result<Tensor<3>, AttentionError> {
-        self.check(&input)?;
-        let options = options(&input, 0);
-        let step = |x, layer: &FlashTransformerDecoderLayer| {
-            layer.step(x, &input.memory, options.clone(), &mut LayerCache::default())
-        };
-        self.layers.iter().try_fold(input.target, step)
-    }
-
-    /// Decodes step by step. Each call receives the whole target so far and returns the output for all of it. The first call computes the
-    /// whole target, later calls its last position only. The memory of the first call is kept. The result equals
-    /// [`forward`](Self::forward)'s if later positions of the target are hidden from earlier ones, by
-    /// [`causal`](FlashTransformerDecoderConfig::causal) or by a mask.
-    ///
-    /// # Panics
-    ///
-    /// With the message of the error that
-    /// [`try_forward_autoregressive_inference`](Self::try_forward_autoregressive_inference) returns.
-    ///
-    /// ```
-    /// # #[cfg(feature = "flex")] {
-    /// use burn::tensor::{Device, Tensor};
-    /// use burn_flash_attention::{FlashTransformerDecoderConfig, FlashTransformerDecoderInput};
-    ///
-    /// let decoder = FlashTransformerDecoderConfig::new(8, 16, 2, 2).with_causal(true).init(&Device::flex());
-    /// let zeros = |seq| Tensor::<3>::zeros([1, seq, 8], &Device::flex());
-    /// let mut cache = decoder.new_autoregressive_cache();
-    /// for len in 1..4 {
-    ///     let input = FlashTransformerDecoderInput::new(zeros(len), zeros(7));
-    ///     assert_eq!(decoder.forward_autoregressive_inference(input, &mut cache).dims(), [1, len, 8]);
-    /// }
-    /// # }
-    /// ```
-    #[track_caller]
-    pub fn forward_autoregressive_inference(
-        &self,
-        input: FlashTransformerDecoderInput,
-        cache: &mut FlashTransformerDecoderAutoregressiveCache,
-    ) -> Tensor<3> {
-        unwrapped(self.try_forward_autoregressive_inference(input, cache))
-    }
-
-    /// [`forward_autoregressive_inference`](Self::forward_autoregressive_inference) that returns an error instead of panicking.
-    ///
-    /// # Errors
-    ///
-    /// The errors of [`try_forward`](Self::try_forward); targets that are not one position longer than in the previous call; options that
-    /// count positions from the first one; and options of the memory that count positions from the last one.
-    ///
-    /// ```
-    /// # #[cfg(feature = "flex")] {
-    /// use burn::tensor::{Device, Tensor};
-    /// use burn_flash_attention::{FlashTransformerDecoderConfig, FlashTransformerDecoderInput};
-    ///
-    /// let decoder = FlashTransformerDecoderConfig::new(8, 16, 2, 2).init(&Device::flex());
-    /// let zeros = |seq| Tensor::<3>::zeros([1, seq, 8], &Device::flex());
-    /// let mut cache = decoder.new_autoregressive_cache();
-    /// decoder.forward_autoregressive_inference(FlashTransformerDecoderInput::new(zeros(2), zeros(7)), &mut cache);
-    /// let skipped = FlashTransformerDecoderInput::new(zeros(4), zeros(7));
-    /// assert!(decoder.try_forward_autoregressive_inference(skipped, &mut cache).is_err());
-    /// # }
-    /// ```
-    pub fn try_forward_autoregressive_inference(
-        &self,
-        input: FlashTransformerDecoderInput,
-        cache: &mut FlashTransformerDecoderAutoregressiveCache,
-    ) -> Result<Tensor<3>, AttentionError> {
-        self.check(&input)?;
-        check_decodes(&input.target_options, false)?;
-        check_decodes(&input.memory_options, true)?;
-        let options = options(&input, cache.outputs.len());
-        let mut x = cache.outputs.news("query", input.target)?;
-        for (layer, cache) in self.layers.iter().zip(&mut cache.layers) {
-            x = layer.step(x, &input.memory, options.clone(), cache)?;
+        // Every layer is checked before any layer runs.
+        let [of_target, of_memory] = input.of_attention();
+        for layer in &self.layers {
+            layer.self_attn.check(&of_target, 0)?;
+            layer.cross_attn.check(&of_memory, 0)?;
         }
-        Ok(cache.outputs.grown(x))
-    }
-
-    /// Creates an empty cache.
-    ///
-    /// ```
-    /// # #[cfg(feature = "flex")] {
-    /// let decoder = burn_flash_attention::FlashTransformerDecoderConfig::new(8, 16, 2, 2).init(&burn::tensor::Device::flex());
-    /// let cache = decoder.new_autoregressive_cache();
-    /// # }
-    /// ```
-    pub fn new_autoregressive_cache(&self) -> FlashTransformerDecoderAutoregressiveCache {
-        let layers = vec![LayerCache::default(); self.layers.len()];
-        FlashTransformerDecoderAutoregressiveCache { layers, outputs: Outputs::default() }
-    }
-
-    /// Checks the input against every layer before any layer runs.
-    fn check(&self, input: &FlashTransformerDecoderInput) -> Result<(), AttentionError> {
-        let (target, memory) = (input.target.clone(), input.memory.clone());
-        let of_target = FlashMhaInput::self_attn(target.clone());
-        let of_memory = FlashMhaInput::new(target, memory.clone(), memory);
-        let of_target =
-            of_target.with(input.target_mask_pad.clone(), input.target_mask_attn.clone(), input.target_options.clone());
-        let of_memory =
-            of_memory.with(input.memory_mask_pad.clone(), input.memory_mask_attn.clone(), input.memory_options.clone());
-        self.layers.iter().try_for_each(|layer| {
-            layer.self_attn.check(&of_target)?;
-            layer.cross_attn.check(&of_memory)
-        })
-    }
-}
-
-/// Attention options for the positions after the first `decoded`.
-fn options(input: &FlashTransformerDecoderInput, decoded: usize) -> Options {
-    let (target, memory) = (input.target_options.clone(), input.memory_options.clone());
-    Options {
-        target: combined(target, input.target_mask_pad.clone(), newest(input.target_mask_attn.clone(), decoded)),
-        memory: combined(memory, input.memory_mask_pad.clone(), newest(input.memory_mask_attn.clone(), decoded)),
+        let (options, memory) = (input.combined(), input.memory);
+        let decode = |x, layer: &FlashTransformerDecoderLayer| {
+            let Options { target: of_target, memory: of_memory } = options.clone();
+            layer.sublayers(
+                x,
+                |x| layer.self_attn.attended(x.clone(), x.clone(), x, of_target),
+                |x| layer.cross_attn.attended(x, memory.clone(), memory.clone(), of_memory),
+            )
+        };
+        self.layers.iter().try_fold(input.target, decode)
     }
 }
 
 impl FlashTransformerDecoderLayer {
-    /// Computes the layer for new positions, which attend to all positions so far and to the memory.
-    fn step(
+    /// Computes the layer, whose attention within the target and to the memory these functions compute from its normalized inputs.
+    fn sublayers(
         &self,
         x: Tensor<3>,
-        memory: &Tensor<3>,
-        options: Options,
-        cache: &mut LayerCache,
+        attend_target: impl FnOnce(Tensor<3>) -> Result<Tensor<3>, AttentionError>,
+        attend_memory: impl FnOnce(Tensor<3>) -> Result<Tensor<3>, AttentionError>,
     ) -> Result<Tensor<3>, AttentionError> {
         let first = self.norm_first;
         let normed = if first { self.norm_3.forward(x.clone()) } else { x.clone() };
-        let (key, value) = (normed.clone(), normed.clone());
-        let attended = self.self_attn.attended_grown(normed, key, value, options.target, &mut cache.target)?;
-        let x = x + self.dropout.forward(attended);
+        let x = x + self.dropout.forward(attend_target(normed)?);
 
         let (normed, x) = parted(x, &self.norm_1, first);
-        let (key, value) = (memory.clone(), memory.clone());
-        let attended = self.cross_attn.attended_fixed(normed, key, value, options.memory, &mut cache.memory)?;
-        let x = x + self.dropout.forward(attended);
+        let x = x + self.dropout.forward(attend_memory(normed)?);
 
         let (normed, x) = parted(x, &self.norm_2, first);
         let x = x + self.dropout.forward(self.pwff.forward(normed));

@@ -1,12 +1,12 @@
 //! Transformer encoder, a replacement for burn-nn's.
 
-use super::cache::{KeysValues, Outputs};
-use super::multi_head::newest;
-use super::{
-    FlashMhaInput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, check_decodes, check_rate, combined, parted,
-    unwrapped,
-};
-use crate::options::FlashAttentionOptions;
+mod decoding;
+mod input;
+
+pub use decoding::FlashTransformerEncoderAutoregressiveCache;
+pub use input::FlashTransformerEncoderInput;
+
+use super::{FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, check_rate, combined, parted, unwrapped};
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay};
 use burn::nn::activation::ActivationConfig;
@@ -14,7 +14,7 @@ use burn::nn::transformer::{
     PositionWiseFeedForward, PositionWiseFeedForwardConfig, TransformerEncoder, TransformerEncoderLayer,
 };
 use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig};
-use burn::tensor::{Bool, Device, Tensor};
+use burn::tensor::{Device, Tensor};
 use flash_attention_kernels::AttentionError;
 
 /// Configuration of a [`FlashTransformerEncoder`].
@@ -143,103 +143,6 @@ pub struct FlashTransformerEncoderLayer {
     pub norm_first: bool,
 }
 
-/// Input of a [`FlashTransformerEncoder`].
-///
-/// ```no_run
-/// use burn::tensor::{Bool, Device, Tensor};
-/// use burn_flash_attention::FlashTransformerEncoderInput;
-///
-/// let device = Device::default();
-/// let padding = Tensor::<2, Bool>::from_data([[false, false, true]], &device);
-/// let input = FlashTransformerEncoderInput::new(Tensor::zeros([1, 3, 64], &device)).mask_pad(padding);
-/// ```
-#[derive(Clone, Debug)]
-pub struct FlashTransformerEncoderInput {
-    tensor: Tensor<3>,
-    mask_pad: Option<Tensor<2, Bool>>,
-    mask_attn: Option<Tensor<3, Bool>>,
-    options: FlashAttentionOptions,
-}
-
-impl FlashTransformerEncoderInput {
-    /// Input `[batch, seq, d_model]`.
-    ///
-    /// ```no_run
-    /// use burn::tensor::{Device, Tensor};
-    ///
-    /// let input = burn_flash_attention::FlashTransformerEncoderInput::new(Tensor::zeros([1, 3, 64], &Device::default()));
-    /// ```
-    pub fn new(tensor: Tensor<3>) -> Self {
-        FlashTransformerEncoderInput { tensor, mask_pad: None, mask_attn: None, options: FlashAttentionOptions::new() }
-    }
-
-    /// Hides padding: `[batch, seq]`, `true` hides a position from all.
-    ///
-    /// ```no_run
-    /// use burn::tensor::{Bool, Device, Tensor};
-    /// use burn_flash_attention::FlashTransformerEncoderInput;
-    ///
-    /// let device = Device::default();
-    /// let padding = Tensor::<2, Bool>::from_data([[false, true]], &device);
-    /// let input = FlashTransformerEncoderInput::new(Tensor::zeros([1, 2, 64], &device)).mask_pad(padding);
-    /// ```
-    pub fn mask_pad(mut self, mask_pad: Tensor<2, Bool>) -> Self {
-        self.mask_pad = Some(mask_pad);
-        self
-    }
-
-    /// Hides pairs: `[batch, seq, seq]`, `true` hides the second position from the first.
-    ///
-    /// ```no_run
-    /// use burn::nn::attention::generate_autoregressive_mask;
-    /// use burn::tensor::{Device, Tensor};
-    /// use burn_flash_attention::FlashTransformerEncoderInput;
-    ///
-    /// let device = Device::default();
-    /// let mask = generate_autoregressive_mask(1, 8, &device);
-    /// let input = FlashTransformerEncoderInput::new(Tensor::zeros([1, 8, 64], &device)).mask_attn(mask);
-    /// ```
-    pub fn mask_attn(mut self, mask_attn: Tensor<3, Bool>) -> Self {
-        self.mask_attn = Some(mask_attn);
-        self
-    }
-
-    /// Sets the attention options of every layer; see [`FlashMhaInput::options`](crate::FlashMhaInput::options).
-    ///
-    /// ```
-    /// # #[cfg(feature = "flex")] {
-    /// use burn::tensor::{Device, Int, Tensor};
-    /// use burn_flash_attention::{FlashAttentionOptions, FlashTransformerEncoderConfig, FlashTransformerEncoderInput};
-    ///
-    /// // Two documents in one row, of four and of six tokens.
-    /// let device = Device::flex();
-    /// let begins = Tensor::<1, Int>::from_data([0, 4, 10], &device);
-    /// let options = FlashAttentionOptions::new().with_cu_seqlens_q(begins.clone()).with_cu_seqlens_k(begins);
-    /// let encoder = FlashTransformerEncoderConfig::new(8, 16, 2, 3).with_causal(true).init(&device);
-    /// let input = FlashTransformerEncoderInput::new(Tensor::zeros([1, 10, 8], &device)).options(options);
-    /// assert_eq!(encoder.forward(input).dims(), [1, 10, 8]);
-    /// # }
-    /// ```
-    pub fn options(mut self, options: FlashAttentionOptions) -> Self {
-        self.options = options;
-        self
-    }
-}
-
-/// Cache of a [`FlashTransformerEncoder`] for decoding.
-///
-/// ```
-/// # #[cfg(feature = "flex")] {
-/// let encoder = burn_flash_attention::FlashTransformerEncoderConfig::new(8, 16, 2, 2).init(&burn::tensor::Device::flex());
-/// let cache = encoder.new_autoregressive_cache();
-/// # }
-/// ```
-#[derive(Clone, Debug)]
-pub struct FlashTransformerEncoderAutoregressiveCache {
-    layers: Vec<KeysValues>,
-    outputs: Outputs,
-}
-
 impl FlashTransformerEncoderConfig {
     /// Creates a module with new parameters.
     ///
@@ -345,109 +248,26 @@ impl FlashTransformerEncoder {
     /// # }
     /// ```
     pub fn try_forward(&self, input: FlashTransformerEncoderInput) -> Result<Tensor<3>, AttentionError> {
-        self.check(&input)?;
+        // Every layer is checked before any layer runs.
+        let of_attention = input.of_attention();
+        self.layers.iter().try_for_each(|layer| layer.mha.check(&of_attention, 0))?;
         let options = combined(input.options, input.mask_pad, input.mask_attn);
-        let step = |x, layer: &FlashTransformerEncoderLayer| layer.step(x, options.clone(), &mut KeysValues::default());
-        self.layers.iter().try_fold(input.tensor, step)
-    }
-
-    /// Encodes step by step. Each call receives the whole prefix and returns the output for all of it. The first call computes the whole
-    /// prefix, later calls its last position only. The result equals [`forward`](Self::forward)'s if later positions are hidden from
-    /// earlier ones, by [`causal`](FlashTransformerEncoderConfig::causal) or by a mask.
-    ///
-    /// # Panics
-    ///
-    /// With the message of the error that
-    /// [`try_forward_autoregressive_inference`](Self::try_forward_autoregressive_inference) returns.
-    ///
-    /// ```
-    /// # #[cfg(feature = "flex")] {
-    /// use burn::tensor::{Device, Tensor};
-    /// use burn_flash_attention::{FlashTransformerEncoderConfig, FlashTransformerEncoderInput};
-    ///
-    /// let encoder = FlashTransformerEncoderConfig::new(8, 16, 2, 2).with_causal(true).init(&Device::flex());
-    /// let mut cache = encoder.new_autoregressive_cache();
-    /// for len in 1..4 {
-    ///     let prefix = FlashTransformerEncoderInput::new(Tensor::zeros([1, len, 8], &Device::flex()));
-    ///     assert_eq!(encoder.forward_autoregressive_inference(prefix, &mut cache).dims(), [1, len, 8]);
-    /// }
-    /// # }
-    /// ```
-    #[track_caller]
-    pub fn forward_autoregressive_inference(
-        &self,
-        input: FlashTransformerEncoderInput,
-        cache: &mut FlashTransformerEncoderAutoregressiveCache,
-    ) -> Tensor<3> {
-        unwrapped(self.try_forward_autoregressive_inference(input, cache))
-    }
-
-    /// [`forward_autoregressive_inference`](Self::forward_autoregressive_inference) that returns an error instead of panicking.
-    ///
-    /// # Errors
-    ///
-    /// The errors of [`try_forward`](Self::try_forward); prefixes that are not one position longer than in the previous call; and options
-    /// that count positions from the first one.
-    ///
-    /// ```
-    /// # #[cfg(feature = "flex")] {
-    /// use burn::tensor::{Device, Tensor};
-    /// use burn_flash_attention::{FlashTransformerEncoderConfig, FlashTransformerEncoderInput};
-    ///
-    /// let encoder = FlashTransformerEncoderConfig::new(8, 16, 2, 2).init(&Device::flex());
-    /// let prefix = |len| FlashTransformerEncoderInput::new(Tensor::zeros([1, len, 8], &Device::flex()));
-    /// let mut cache = encoder.new_autoregressive_cache();
-    /// encoder.forward_autoregressive_inference(prefix(4), &mut cache);
-    /// assert!(encoder.try_forward_autoregressive_inference(prefix(4), &mut cache).is_err());
-    /// # }
-    /// ```
-    pub fn try_forward_autoregressive_inference(
-        &self,
-        input: FlashTransformerEncoderInput,
-        cache: &mut FlashTransformerEncoderAutoregressiveCache,
-    ) -> Result<Tensor<3>, AttentionError> {
-        self.check(&input)?;
-        check_decodes(&input.options, false)?;
-        let options = combined(input.options, input.mask_pad, newest(input.mask_attn, cache.outputs.len()));
-        let mut x = cache.outputs.news("query", input.tensor)?;
-        for (layer, memory) in self.layers.iter().zip(&mut cache.layers) {
-            x = layer.step(x, options.clone(), memory)?;
-        }
-        Ok(cache.outputs.grown(x))
-    }
-
-    /// Creates an empty cache.
-    ///
-    /// ```
-    /// # #[cfg(feature = "flex")] {
-    /// let encoder = burn_flash_attention::FlashTransformerEncoderConfig::new(8, 16, 2, 2).init(&burn::tensor::Device::flex());
-    /// let cache = encoder.new_autoregressive_cache();
-    /// # }
-    /// ```
-    pub fn new_autoregressive_cache(&self) -> FlashTransformerEncoderAutoregressiveCache {
-        let layers = vec![KeysValues::default(); self.layers.len()];
-        FlashTransformerEncoderAutoregressiveCache { layers, outputs: Outputs::default() }
-    }
-
-    /// Checks the input against every layer before any layer runs.
-    fn check(&self, input: &FlashTransformerEncoderInput) -> Result<(), AttentionError> {
-        let FlashTransformerEncoderInput { tensor, mask_pad, mask_attn, options } = input.clone();
-        let input = FlashMhaInput::self_attn(tensor).with(mask_pad, mask_attn, options);
-        self.layers.iter().try_for_each(|layer| layer.mha.check(&input))
+        let encode = |x, layer: &FlashTransformerEncoderLayer| {
+            layer.sublayers(x, |x| layer.mha.attended(x.clone(), x.clone(), x, options.clone()))
+        };
+        self.layers.iter().try_fold(input.tensor, encode)
     }
 }
 
 impl FlashTransformerEncoderLayer {
-    /// Computes the layer for new positions, which attend to all positions so far.
-    fn step(
+    /// Computes the layer, whose attention `attend` computes from its normalized input.
+    fn sublayers(
         &self,
         x: Tensor<3>,
-        options: FlashAttentionOptions,
-        memory: &mut KeysValues,
+        attend: impl FnOnce(Tensor<3>) -> Result<Tensor<3>, AttentionError>,
     ) -> Result<Tensor<3>, AttentionError> {
         let normed = if self.norm_first { self.norm_2.forward(x.clone()) } else { x.clone() };
-        let attended = self.mha.attended_grown(normed.clone(), normed.clone(), normed, options, memory)?;
-        let x = x + self.dropout.forward(attended);
+        let x = x + self.dropout.forward(attend(normed)?);
 
         let (normed, x) = parted(x, &self.norm_1, self.norm_first);
         let x = x + self.dropout.forward(self.pwff.forward(normed));

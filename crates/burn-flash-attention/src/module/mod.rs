@@ -3,7 +3,7 @@
 //! ```text
 //! multi_head   self- and cross-attention over one width        encoder   layers of self-attention and feed-forward
 //! cross        cross-attention over two widths                 decoder   the same with cross-attention between them
-//! cache        keys and values so far, for decoding
+//! cache        keys and values so far, for decoding        steps     what options mean for new positions alone
 //! ```
 
 mod cache;
@@ -11,6 +11,7 @@ mod cross;
 mod decoder;
 mod encoder;
 mod multi_head;
+mod steps;
 
 pub use cache::FlashMhaCache;
 pub use cross::{FlashCrossAttention, FlashCrossAttentionCache, FlashCrossAttentionConfig};
@@ -24,13 +25,12 @@ pub use encoder::{
 };
 pub use multi_head::{FlashMhaInput, FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig};
 
-use crate::api::try_flash_attention;
 use crate::checks::unwrapped;
 use crate::options::FlashAttentionOptions;
 use burn::nn::{Dropout, LayerNorm, Linear};
 use burn::tensor::{Bool, DType, Tensor};
+use flash_attention_kernels::AttentionError;
 use flash_attention_kernels::problem::check_broadcast;
-use flash_attention_kernels::{Alignment, AttentionError};
 
 /// Applies a layer to `[batch, seq, d_in]` and splits the result into heads: `[batch, heads, seq, d]`.
 fn heads(x: Tensor<3>, linear: &Linear, n_heads: usize) -> Tensor<4> {
@@ -45,16 +45,14 @@ fn joined(x: Tensor<4>, linear: &Linear) -> Tensor<3> {
     linear.forward(x.swap_dims(1, 2).reshape([batch, seq, heads * d]))
 }
 
-/// Computes attention. `quiet` adds a logit of 0 without a value to the softmax, as a sink. Dropout applies on devices that record
-/// gradients, unless the module is frozen.
-fn attend(
-    q: Tensor<4>,
-    k: Tensor<4>,
-    v: Tensor<4>,
+/// Options of a call with this query. `quiet` adds a logit of 0 without a value to the softmax, as a sink. Dropout applies on devices that
+/// record gradients, unless the module is frozen.
+fn effective(
     mut options: FlashAttentionOptions,
+    q: &Tensor<4>,
     quiet: bool,
     dropout: &Dropout,
-) -> Result<Tensor<4>, AttentionError> {
+) -> FlashAttentionOptions {
     if quiet {
         // `check_options` has refused other sinks.
         options.sinks = Some(Tensor::zeros([q.dims()[1]], (&q.device(), DType::F32)));
@@ -62,7 +60,7 @@ fn attend(
     if dropout.training.is_enabled() && q.device().is_autodiff() {
         options.dropout = dropout.prob as f32;
     }
-    try_flash_attention(q, k, v, &options)
+    options
 }
 
 /// Combines the options' mask with burn-nn's masks `[batch, seq_k]` and `[batch, seq_q, seq_k]` into one over heads, queries and keys: a
@@ -101,35 +99,6 @@ fn check_options(
         );
     }
     options.mask.as_ref().map_or(Ok(()), |mask| check_broadcast("mask", mask.dims(), scores, 4))
-}
-
-/// Checks that options mean the same for one new query as for the whole prefix. Refused are options that hold a row for each query or count
-/// positions from the first one. With a fixed memory, options that count from the last key are refused as well, because every new query
-/// would be aligned with it.
-fn check_decodes(options: &FlashAttentionOptions, fixed: bool) -> Result<(), AttentionError> {
-    let first =
-        "it counts positions from the first query, but with a cache a call has only the last one; call without a cache";
-    let last = "it counts positions from the last key, but a fixed memory has the same last key for each new query; leave it out";
-    let found = [
-        ("alignment", options.alignment != Alignment::BottomRight, first),
-        ("mask", options.mask.is_some(), first),
-        ("bias", options.bias.is_some(), first),
-        ("seq_lens_q", options.seq_lens_q.is_some(), first),
-        ("seq_lens_k", options.seq_lens_k.is_some(), first),
-        ("cu_seqlens_q", options.cu_seqlens_q.is_some(), first),
-        ("cu_seqlens_k", options.cu_seqlens_k.is_some(), first),
-        ("score_mod", options.score_mod.is_some(), first),
-        ("mask_mod", options.mask_mod.is_some(), first),
-        ("block_mask", options.block_mask.is_some(), first),
-        ("causal", fixed && options.causal, last),
-        ("window_left", fixed && options.window_left.is_some(), last),
-        ("window_right", fixed && options.window_right.is_some(), last),
-        ("alibi_slopes", fixed && options.alibi_slopes.is_some(), last),
-    ];
-    match found.into_iter().find(|(_, set, _)| *set) {
-        None => Ok(()),
-        Some((option, _, why)) => Err(AttentionError::Unsupported { option, value: "set".to_string(), why }),
-    }
 }
 
 /// Checks a dropout rate.

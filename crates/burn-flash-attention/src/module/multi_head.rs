@@ -1,18 +1,19 @@
 //! Multi-head attention, a replacement for burn-nn's.
 
+mod decoding;
 mod input;
 
 pub use input::{FlashMhaInput, FlashMhaOutput};
 
-use super::cache::{FlashMhaCache, KeysValues};
-use super::{attend, check_decodes, check_options, check_rate, combined, heads, joined, unwrapped};
+use super::{check_options, check_rate, combined, effective, heads, joined, unwrapped};
+use crate::api::try_flash_attention;
 use crate::checks::agree;
 use crate::options::FlashAttentionOptions;
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay};
 use burn::nn::attention::MultiHeadAttention;
 use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
-use burn::tensor::{Bool, Device, Tensor};
+use burn::tensor::{Device, Tensor};
 use flash_attention_kernels::AttentionError;
 
 /// Configuration of a [`FlashMultiHeadAttention`].
@@ -228,89 +229,9 @@ impl FlashMultiHeadAttention {
     /// # }
     /// ```
     pub fn try_forward(&self, input: FlashMhaInput) -> Result<FlashMhaOutput, AttentionError> {
-        self.check(&input)?;
+        self.check(&input, 0)?;
         let options = combined(input.options, input.mask_pad, input.mask_attn);
-        let (key, value) = self.keys_values(input.key, input.value);
-        Ok(FlashMhaOutput { context: self.attended(input.query, key, value, options)? })
-    }
-
-    /// Computes attention step by step, as in decoding. Each call receives the whole prefix and returns the output for all of it. The first
-    /// call computes the whole prefix, later calls its last position only, over the keys and values in the cache. Masks have the prefix's
-    /// shape; in later calls only their last row of queries is read. Cached values stay, even if earlier positions of the input change.
-    ///
-    /// # Panics
-    ///
-    /// With the message of the error that [`try_forward_cache`](Self::try_forward_cache) returns.
-    ///
-    /// ```
-    /// # #[cfg(feature = "flex")] {
-    /// use burn::tensor::{Device, Tensor};
-    /// use burn_flash_attention::{FlashMhaCache, FlashMhaInput, FlashMultiHeadAttentionConfig};
-    ///
-    /// let attention = FlashMultiHeadAttentionConfig::new(8, 2).init(&Device::flex());
-    /// let zeros = |seq| Tensor::<3>::zeros([1, seq, 8], &Device::flex());
-    /// // A decoder's positions over an encoder's seven.
-    /// let mut cache = FlashMhaCache::autoregressive_cross_attention();
-    /// for len in 1..4 {
-    ///     let output = attention.forward_cache(FlashMhaInput::new(zeros(len), zeros(7), zeros(7)), &mut cache);
-    ///     assert_eq!(output.context.dims(), [1, len, 8]);
-    /// }
-    /// # }
-    /// ```
-    #[track_caller]
-    pub fn forward_cache(&self, input: FlashMhaInput, cache: &mut FlashMhaCache) -> FlashMhaOutput {
-        unwrapped(self.try_forward_cache(input, cache))
-    }
-
-    /// [`forward_cache`](Self::forward_cache) that returns an error instead of panicking. The cache is then unchanged.
-    ///
-    /// # Errors
-    ///
-    /// An [`AttentionError`] that names the argument at fault and its value: the errors of [`try_forward`](Self::try_forward); prefixes
-    /// that are not one position longer than in the previous call; options that count positions from the first one; and, with a cache for
-    /// cross-attention, a causal module and options that count positions from the last one.
-    ///
-    /// ```
-    /// # #[cfg(feature = "flex")] {
-    /// use burn::tensor::{Device, Tensor};
-    /// use burn_flash_attention::{FlashMhaCache, FlashMhaInput, FlashMultiHeadAttentionConfig};
-    ///
-    /// let attention = FlashMultiHeadAttentionConfig::new(8, 2).init(&Device::flex());
-    /// let prefix = |len| FlashMhaInput::self_attn(Tensor::zeros([1, len, 8], &Device::flex()));
-    /// let mut cache = FlashMhaCache::autoregressive();
-    /// attention.forward_cache(prefix(3), &mut cache);
-    /// let error = attention.try_forward_cache(prefix(5), &mut cache).unwrap_err();
-    /// assert!(error.to_string().starts_with("query has seq_q 5"));
-    /// # }
-    /// ```
-    pub fn try_forward_cache(
-        &self,
-        input: FlashMhaInput,
-        cache: &mut FlashMhaCache,
-    ) -> Result<FlashMhaOutput, AttentionError> {
-        self.check(&input)?;
-        let mut options = input.options;
-        options.causal |= self.causal;
-        check_decodes(&options, cache.fixed)?;
-        let decoded = cache.outputs.len();
-        let query = cache.outputs.news("query", input.query)?;
-        let options = combined(options, input.mask_pad, newest(input.mask_attn, decoded));
-        let new = if cache.fixed {
-            let known = cache.memory.len();
-            if known > 0 {
-                agree("key", &input.key.dims(), (1, "seq_k"), ("the cache", known))?;
-            }
-            self.attended_fixed(query, input.key, input.value, options, &mut cache.memory)?
-        } else {
-            let (mut key, mut value) = (input.key, input.value);
-            if decoded > 0 {
-                let known = cache.memory.len();
-                agree("key", &key.dims(), (1, "seq_k"), ("the cache", known + 1))?;
-                (key, value) = (key.narrow(1, known, 1), value.narrow(1, known, 1));
-            }
-            self.attended_grown(query, key, value, options, &mut cache.memory)?
-        };
-        Ok(FlashMhaOutput { context: cache.outputs.grown(new) })
+        Ok(FlashMhaOutput { context: self.attended(input.query, input.key, input.value, options)? })
     }
 
     /// Keys and values `[batch, n_kv_heads, seq_k, d_k]` of the inputs.
@@ -318,52 +239,39 @@ impl FlashMultiHeadAttention {
         (heads(key, &self.key, self.n_kv_heads), heads(value, &self.value, self.n_kv_heads))
     }
 
-    /// Output of queries over keys and values.
-    fn attended(
-        &self,
-        query: Tensor<3>,
-        key: Tensor<4>,
-        value: Tensor<4>,
-        mut options: FlashAttentionOptions,
-    ) -> Result<Tensor<3>, AttentionError> {
+    /// Queries `[batch, n_heads, seq_q, d_k]` of the input, and the options of attention with them.
+    fn queries(&self, query: Tensor<3>, mut options: FlashAttentionOptions) -> (Tensor<4>, FlashAttentionOptions) {
         options.causal |= self.causal;
         let query = heads(query, &self.query, self.n_heads);
-        let out = attend(query, key, value, options, self.quiet_softmax, &self.dropout)?;
-        Ok(joined(out, &self.output))
+        let options = effective(options, &query, self.quiet_softmax, &self.dropout);
+        (query, options)
     }
 
-    /// Output of new positions over all positions so far. A mask has a row for each new position.
-    pub(super) fn attended_grown(
+    /// Output of queries over keys and values.
+    fn attended_over(
+        &self,
+        query: Tensor<3>,
+        (key, value): (Tensor<4>, Tensor<4>),
+        options: FlashAttentionOptions,
+    ) -> Result<Tensor<3>, AttentionError> {
+        let (query, options) = self.queries(query, options);
+        Ok(joined(try_flash_attention(query, key, value, &options)?, &self.output))
+    }
+
+    /// Output without a cache.
+    pub(super) fn attended(
         &self,
         query: Tensor<3>,
         key: Tensor<3>,
         value: Tensor<3>,
         options: FlashAttentionOptions,
-        memory: &mut KeysValues,
     ) -> Result<Tensor<3>, AttentionError> {
-        let mut grown = memory.clone();
-        let (new_keys, new_values) = self.keys_values(key, value);
-        let (keys, values) = grown.grown(new_keys, new_values);
-        let out = self.attended(query, keys, values, options)?;
-        *memory = grown;
-        Ok(out)
+        self.attended_over(query, self.keys_values(key, value), options)
     }
 
-    /// Output of new positions over a memory that stays as in the first call.
-    pub(super) fn attended_fixed(
-        &self,
-        query: Tensor<3>,
-        key: Tensor<3>,
-        value: Tensor<3>,
-        options: FlashAttentionOptions,
-        memory: &mut KeysValues,
-    ) -> Result<Tensor<3>, AttentionError> {
-        let (keys, values) = memory.fixed(|| self.keys_values(key, value));
-        self.attended(query, keys, values, options)
-    }
-
-    /// Checks shapes and options, so that errors name the argument instead of panicking in a layer or mask.
-    pub(super) fn check(&self, input: &FlashMhaInput) -> Result<(), AttentionError> {
+    /// Checks shapes and options, so that errors name the argument instead of panicking in a layer or mask. `cached`: keys in a cache, to
+    /// which those of the input are appended.
+    pub(super) fn check(&self, input: &FlashMhaInput, cached: usize) -> Result<(), AttentionError> {
         let [query, key, value] = [&input.query, &input.key, &input.value].map(|tensor| tensor.dims());
         let [batch, seq_q, _] = query;
         let seq_k = key[1];
@@ -372,25 +280,19 @@ impl FlashMultiHeadAttention {
             agree(argument, &shape, (0, "batch"), ("query", batch))?;
         }
         agree("value", &value, (1, "seq_k"), ("key", seq_k))?;
+        let expected_by = if cached == 0 { "key" } else { "the cache with the new positions" };
+        let seq_k = cached + seq_k;
         if let Some(mask) = input.mask_pad.as_ref().map(|mask| mask.dims()) {
             agree("mask_pad", &mask, (0, "batch"), ("query", batch))?;
-            agree("mask_pad", &mask, (1, "seq_k"), ("key", seq_k))?;
+            agree("mask_pad", &mask, (1, "seq_k"), (expected_by, seq_k))?;
         }
         if let Some(mask) = input.mask_attn.as_ref().map(|mask| mask.dims()) {
             agree("mask_attn", &mask, (0, "batch"), ("query", batch))?;
             agree("mask_attn", &mask, (1, "seq_q"), ("query", seq_q))?;
-            agree("mask_attn", &mask, (2, "seq_k"), ("key", seq_k))?;
+            agree("mask_attn", &mask, (2, "seq_k"), (expected_by, seq_k))?;
         }
         check_options(&input.options, [batch, self.n_heads, seq_q, seq_k], self.quiet_softmax, &self.dropout)
     }
-}
-
-/// Rows of a mask for the positions after the first `decoded`.
-pub(super) fn newest(mask: Option<Tensor<3, Bool>>, decoded: usize) -> Option<Tensor<3, Bool>> {
-    mask.map(|mask| {
-        let seq_q = mask.dims()[1];
-        mask.narrow(1, decoded, seq_q - decoded)
-    })
 }
 
 /// Takes over the parameters of burn-nn's module.

@@ -1,5 +1,7 @@
 //! Input of the decoder.
 
+use super::Options;
+use crate::module::{FlashMhaInput, combined};
 use crate::options::FlashAttentionOptions;
 use burn::tensor::{Bool, Tensor};
 
@@ -130,5 +132,25 @@ impl FlashTransformerDecoderInput {
     pub fn memory_options(mut self, options: FlashAttentionOptions) -> Self {
         self.memory_options = options;
         self
+    }
+
+    /// The same as the inputs of a layer's attention, within the target and to the memory.
+    pub(super) fn of_attention(&self) -> [FlashMhaInput; 2] {
+        let (target, memory) = (self.target.clone(), self.memory.clone());
+        let of_target = FlashMhaInput::self_attn(target.clone());
+        let of_memory = FlashMhaInput::new(target, memory.clone(), memory);
+        [
+            of_target.with(self.target_mask_pad.clone(), self.target_mask_attn.clone(), self.target_options.clone()),
+            of_memory.with(self.memory_mask_pad.clone(), self.memory_mask_attn.clone(), self.memory_options.clone()),
+        ]
+    }
+
+    /// Options and masks together.
+    pub(super) fn combined(&self) -> Options {
+        let (target, memory) = (self.target_options.clone(), self.memory_options.clone());
+        Options {
+            target: combined(target, self.target_mask_pad.clone(), self.target_mask_attn.clone()),
+            memory: combined(memory, self.memory_mask_pad.clone(), self.memory_mask_attn.clone()),
+        }
     }
 }

@@ -100,8 +100,8 @@ impl FlashMhaInput {
     }
 
     /// Sets further options of attention: windows, slopes, sinks, functions, a bias, block masks, packed sequences. Attention is causal if
-    /// the module or the options say so, and a pair is hidden if any mask hides it. The dropout rate stays the module's. With a cache,
-    /// options that count positions from the first one are refused.
+    /// the module or the options say so, and a pair is hidden if any mask hides it. The dropout rate stays the module's.
+    /// [`forward_step`](super::FlashMultiHeadAttention::forward_step) tells which options have a meaning with a cache.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
