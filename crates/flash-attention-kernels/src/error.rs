@@ -118,7 +118,7 @@ pub enum AttentionError {
     },
     /// An argument that autodiff tracks, in a call that has no gradient.
     #[error(
-        "{argument} is tracked by autodiff, but attention with a key/value cache has no gradient; call it on a model without autodiff (AutodiffModule::valid) or on a detached tensor"
+        "{argument} is tracked by autodiff, but attention with a key/value cache has no gradient; call it on a model without autodiff (Module::valid) or on a detached tensor"
     )]
     Tracked {
         /// The argument at fault.

@@ -16,6 +16,7 @@ const LONG_Q: Sizes = [1, 2, 1, 6, 3, 2, 3];
 const PLAIN: AttentionOptions = AttentionOptions {
     softmax_scale: None,
     causal: false,
+    continued: false,
     alignment: Alignment::BottomRight,
     window_left: None,
     window_right: None,

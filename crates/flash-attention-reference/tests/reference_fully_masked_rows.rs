@@ -9,6 +9,7 @@ use reference_common::{Case, assert_close};
 const SIZES: [usize; 7] = [2, 4, 2, 5, 2, 3, 4];
 const CAUSAL: AttentionOptions = AttentionOptions {
     causal: true,
+    continued: false,
     alignment: flash_attention_kernels::Alignment::BottomRight,
     softmax_scale: None,
     window_left: None,

@@ -215,6 +215,7 @@ pub struct FlashMhaCache {
 
 /// Keys and values of self-attention or of cross-attention.
 #[derive(Clone, Debug)]
+#[expect(clippy::large_enum_variant, reason = "there are few caches, and both variants are mostly handles of tensors")]
 pub(super) enum MhaKeysValues {
     /// Of the positions so far.
     OfTarget(LayerKvCache),

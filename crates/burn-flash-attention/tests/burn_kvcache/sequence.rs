@@ -17,7 +17,7 @@ pub enum Step {
 
 impl Step {
     /// Positions that the tensors hold.
-    pub fn new(&self) -> usize {
+    pub fn positions(&self) -> usize {
         match self {
             Step::Of(new) => *new,
             Step::Ragged(counts) => counts.iter().copied().max().unwrap_or(0),
@@ -57,7 +57,7 @@ impl<'a> Run<'a> {
 
     /// Appends the next positions of each sequence. Padding is NaN.
     pub fn step(&mut self, step: &Step) {
-        let (p, new) = (&self.data.problem, step.new());
+        let (p, new) = (&self.data.problem, step.positions());
         let tensors = &self.data.tensors;
         let row = |b: usize, i: usize| (i < step.count(b)).then_some(self.lens[b] + i);
         let rows = |values: &[f64], [batch, heads, seq, dim]: [usize; 4]| {
@@ -95,7 +95,7 @@ impl<'a> Run<'a> {
         let (p, tensors) = (&self.data.problem, &self.data.tensors);
         let how = How { tracked: Tracked::NONE, ..How::default() };
         let whole = Tensors::new(self.data, &self.device, how).options;
-        let seq_k = self.cache.max_len() + step.new();
+        let seq_k = self.cache.max_len() + step.positions();
         let floats = |shape: Option<[usize; 4]>, values: Option<&Vec<f64>>, dtype| {
             let (shape, values) = self.rows_of(step, seq_k, shape?, values?);
             Some(tensor::<4>(&values, shape, dtype, &self.device))
@@ -125,7 +125,7 @@ impl<'a> Run<'a> {
         let many = |dim: usize, size: usize| if shape[dim] > 1 { size } else { 1 };
         // Rows differ between sequences of different lengths.
         let batches = if shape[2] > 1 { p.batch } else { shape[0] };
-        let part = [batches, shape[1], many(2, step.new()), many(3, seq_k)];
+        let part = [batches, shape[1], many(2, step.positions()), many(3, seq_k)];
         let mut found = Vec::with_capacity(part.iter().product());
         for (b, h) in (0..part[0]).flat_map(|b| (0..part[1]).map(move |h| (b, h))) {
             for (i, j) in (0..part[2]).flat_map(|i| (0..part[3]).map(move |j| (i, j))) {

@@ -81,7 +81,7 @@ pub fn append_to_cache(client: &Client, dtype: Dtype, call: &CacheAppend) -> Res
         return Ok(());
     }
     let views = [k, v, k_cache, v_cache];
-    let width = (views.iter().all(|view| view.vectorizes(WIDTH, size))).then_some(WIDTH).unwrap_or(1);
+    let width = if views.iter().all(|view| view.vectorizes(WIDTH, size)) { WIDTH } else { 1 };
     let vectors = batch * heads * new * (head_dim + head_dim_v) / width;
     let (count, dim) = elementwise(&device, "append", vectors)?;
     let [before, of_new, after] = [seq_lens, new_lens, seq_lens_after].map(|lens| lens.as_ref().map(|lens| lens.arg()));

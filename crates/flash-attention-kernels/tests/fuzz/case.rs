@@ -39,6 +39,7 @@ impl Line {
         Ok(AttentionOptions {
             softmax_scale: self.parsed("scale")?,
             causal: self.number("causal", 0)? > 0,
+            continued: false,
             alignment: self.choice("align", &[("bottom", Alignment::BottomRight), ("top", Alignment::TopLeft)])?,
             window_left: self.parsed("left")?,
             window_right: self.parsed("right")?,

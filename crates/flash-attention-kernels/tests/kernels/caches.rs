@@ -2,7 +2,7 @@
 
 use crate::common::*;
 use cubecl::client::Client;
-use flash_attention_kernels::{AttentionError, CacheAppend, Dtype, TensorView, append_to_cache};
+use flash_attention_kernels::{AttentionError, CacheAppend, TensorView, append_to_cache};
 
 /// Sizes of a cache: batch, heads, capacity, head_dim, head_dim_v.
 type Cache = [usize; 5];

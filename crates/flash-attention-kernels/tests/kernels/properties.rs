@@ -6,6 +6,7 @@ use flash_attention_kernels::{AttentionOptions, BackwardOrder, Dtype, Kernel, Pr
 const CAUSAL: AttentionOptions = AttentionOptions {
     softmax_scale: None,
     causal: true,
+    continued: false,
     alignment: flash_attention_kernels::Alignment::BottomRight,
     window_left: None,
     window_right: None,
