@@ -19,11 +19,11 @@ use clap::Parser;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use std::io::Write;
+use std::iter::repeat_n;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
 
 /// Trains a GPT with flash attention, shows that it learns, and lets it generate text.
 ///
@@ -163,9 +163,9 @@ fn train(args: &TrainArgs) -> Result<ExitCode, Error> {
     println!("see {} and {}", run.picture().display(), run.losses().display());
     if config.sample_tokens > 0 {
         println!("\nit writes:");
-        let writer = Writer { model: &model, tokenizer: config.tokenizer, context: config.context, device: &device };
-        let rng = &mut rng(config.seed, Stream::Sample, 0);
-        writer.write("", config.sample_tokens, &Sampling::default(), rng, show)?;
+        let writer = Writer { model: &model, tokenizer: config.tokenizer, context: config.context };
+        let prompt = ("", rng(config.seed, Stream::Sample, 0));
+        writer.write(vec![prompt], config.sample_tokens, &Sampling::default(), |_, text| show(text))?;
         println!();
     }
     Ok(ExitCode::SUCCESS)
@@ -194,17 +194,27 @@ fn generate(args: &generate::Args) -> Result<ExitCode, Error> {
             (best.model(Gpt::zeros(&config, &device))?, config)
         }
     };
-    eprintln!("attention  {}", model::attention_plan(&Config { batch: 1, ..config.clone() }, &device)?);
+    let prompts = args.prompt.iter().flat_map(|prompt| repeat_n(prompt.as_str(), args.batch));
+    let prompts: Vec<_> = prompts.zip((0..).map(|index| args.seed.wrapping_add(index))).collect();
+    eprintln!("attention  {}", model::attention_plan(&Config { batch: prompts.len(), ..config.clone() }, &device)?);
     eprintln!("model      {}", model_in_words(&config));
 
-    let writer = Writer { model: &model, tokenizer: config.tokenizer, context: config.context, device: &device };
-    show(&args.prompt);
-    let begun = Instant::now();
-    let rng = &mut StdRng::seed_from_u64(args.seed);
-    let written = writer.write(&args.prompt, args.tokens, &args.sampling, rng, show)?;
-    println!();
-    let seconds = begun.elapsed().as_secs_f64();
-    eprintln!("{written} {}s in {seconds:.1} s, {:.1} a second", config.tokenizer.unit(), written as f64 / seconds);
+    let writer = Writer { model: &model, tokenizer: config.tokenizer, context: config.context };
+    let seeded = prompts.iter().map(|(prompt, seed)| (*prompt, StdRng::seed_from_u64(*seed))).collect();
+    let written = if let [(prompt, _)] = prompts[..] {
+        show(prompt);
+        let written = writer.write(seeded, args.tokens, &args.sampling, |_, text| show(text))?;
+        show("\n");
+        written
+    } else {
+        let mut texts: Vec<_> = prompts.iter().map(|(prompt, _)| prompt.to_string()).collect();
+        let written = writer.write(seeded, args.tokens, &args.sampling, |index, text| texts[index].push_str(text))?;
+        for (index, (text, (_, seed))) in texts.iter().zip(&prompts).enumerate() {
+            show(&format!("--- text {} of {}, seed {seed} ---\n{text}\n", index + 1, texts.len()));
+        }
+        written
+    };
+    eprintln!("{written}");
     Ok(ExitCode::SUCCESS)
 }
 

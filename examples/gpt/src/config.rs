@@ -24,6 +24,17 @@ pub enum AttentionKind {
     Composed,
 }
 
+impl AttentionKind {
+    /// The name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            AttentionKind::Flash => "flash",
+            AttentionKind::Burn => "burn",
+            AttentionKind::Composed => "composed",
+        }
+    }
+}
+
 /// Element type of matrix products and attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]

@@ -3,21 +3,25 @@
 use crate::config::{AttentionKind, Dtype};
 use crate::error::Error;
 use crate::flags::{count, non_negative, probability};
-use crate::model::{Cache, Gpt};
+use crate::model::Gpt;
 use crate::tokenizer::{Decoder, Tokenizer};
-use burn::tensor::{Device, Int, Tensor, TensorData};
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand_distr::Distribution;
 use rand_distr::weighted::WeightedIndex;
+use std::fmt::{Display, Formatter, Result as FmtResult};
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
-/// Continues a text.
+/// Continues a text, or several at once.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Args {
-    /// The text to continue.
+    /// The text to continue. Several are continued at once, and printed at the end.
     #[arg(long, default_value = "")]
-    pub prompt: String,
+    pub prompt: Vec<String>,
+    /// Number of continuations of each prompt, all generated at once, with seeds that count up from --seed.
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = count())]
+    pub batch: usize,
     /// GPT-2's weights, a safetensors file in Hugging Face's layout [default: the best model of a run].
     #[arg(long, value_name = "FILE", conflicts_with = "name")]
     pub weights: Option<PathBuf>,
@@ -30,7 +34,7 @@ pub struct Args {
     /// Number of attention heads, if heads do not have 64 channels and no config.json next to the weights gives it.
     #[arg(long, requires = "weights", value_parser = count())]
     pub heads: Option<usize>,
-    /// Number of tokens to generate, if the text does not end before.
+    /// Number of tokens to generate for each text, if it does not end before.
     #[arg(long, default_value_t = 200)]
     pub tokens: usize,
     #[command(flatten)]
@@ -95,7 +99,7 @@ impl Sampling {
     }
 }
 
-/// Generates text with a model.
+/// Generates texts with a model.
 pub struct Writer<'a> {
     /// The model, without autodiff.
     pub model: &'a Gpt,
@@ -103,62 +107,142 @@ pub struct Writer<'a> {
     pub tokenizer: Tokenizer,
     /// The model's context length in tokens.
     pub context: usize,
-    /// The model's device.
-    pub device: &'a Device,
 }
 
 impl Writer<'_> {
-    /// Continues `prompt` by up to `count` tokens and passes the text to `show` as it is generated. Returns the number of tokens generated.
+    /// Continues each prompt by up to `count` tokens, drawn with the generator beside it, all prompts in one batch. Passes each text to `show`
+    /// as it is generated, with the number of its prompt.
     ///
     /// The keys and values of all tokens read are cached, so that a new token costs one position. Positions are learned, so when the
-    /// context is full, the model reads the later half of it again as if it were the beginning.
+    /// context of a text is full, the model reads the later half of it again as if it were the beginning. The cache then begins anew for
+    /// all texts, and those with room read the same tokens as before: no text depends on the others.
     ///
     /// # Errors
     ///
-    /// If the device failed.
+    /// If the device failed, or if attention is not flash attention and the prompts have different lengths.
     pub fn write(
         &self,
-        prompt: &str,
+        prompts: Vec<(&str, StdRng)>,
         count: usize,
         sampling: &Sampling,
-        rng: &mut StdRng,
-        mut show: impl FnMut(&str),
-    ) -> Result<usize, Error> {
-        let mut text = self.tokenizer.encode(prompt);
-        if text.is_empty() {
-            text.push(self.tokenizer.start());
-        }
-        let mut decoder = Decoder::new(self.tokenizer);
-        let mut cache = Cache::default();
-        for written in 0..count {
-            let new = if cache.len() == self.context || cache.is_empty() {
-                cache = Cache::default();
-                let room = if written == 0 { self.context } else { self.context.div_ceil(2) };
-                &text[text.len().saturating_sub(room)..]
-            } else {
-                &text[text.len() - 1..]
-            };
-            let data = TensorData::new(new.iter().map(|token| *token as i32).collect(), [1, new.len()]);
-            let logits = self.model.next(Tensor::<2, Int>::from_data(data, self.device), &mut cache);
-            let logits = logits.try_into_data().map_err(|error| Error::device(&error))?;
-            // The weights may have more tokens than the tokenizer.
-            let logits: Vec<f32> = logits.iter::<f32>().take(self.tokenizer.vocabulary()).collect();
-            let token = sampling.draw(&logits, rng);
-            if self.tokenizer.ends(token) {
-                show(&decoder.finish());
-                return Ok(written);
+        mut show: impl FnMut(usize, &str),
+    ) -> Result<Written, Error> {
+        let begun = Instant::now();
+        let new = |(prompt, rng)| Continuation::new(prompt, rng, self.tokenizer, self.context);
+        let mut texts: Vec<_> = prompts.into_iter().map(new).collect();
+        let mut cache = self.model.cache(texts.len(), self.context)?;
+        let mut written = Written::default();
+        for step in 0..count {
+            if cache.is_full() {
+                cache.clear();
+                texts.iter_mut().for_each(|text| text.begin_anew(self.context));
             }
-            text.push(token);
-            show(&decoder.push(token));
+            let unread: Vec<_> = texts.iter().map(Continuation::unread).collect();
+            let logits = self.model.next(&unread, &mut cache)?;
+            let [_, vocabulary] = logits.dims();
+            let logits = logits.try_into_data().map_err(|error| Error::device(&error))?;
+            let logits: Vec<f32> = logits.iter().collect();
+            for (index, (text, logits)) in texts.iter_mut().zip(logits.chunks(vocabulary)).enumerate() {
+                // The weights may have more tokens than the tokenizer.
+                if let Some(shown) = text.push(&logits[..self.tokenizer.vocabulary()], sampling) {
+                    written.tokens += 1;
+                    show(index, &shown);
+                }
+            }
+            if step == 0 {
+                (written.first_tokens, written.first) = (written.tokens, begun.elapsed());
+            }
+            if texts.iter().all(|text| text.has_ended) {
+                break;
+            }
         }
-        show(&decoder.finish());
-        Ok(count)
+        written.decoding = begun.elapsed().saturating_sub(written.first);
+        written.cache_bytes = cache.bytes();
+        texts.into_iter().enumerate().for_each(|(index, text)| show(index, &text.decoder.finish()));
+        Ok(written)
+    }
+}
+
+/// A text that is generated.
+struct Continuation {
+    tokens: Vec<u32>,
+    /// First token of the context.
+    first: usize,
+    /// First token that the model has not read.
+    unread: usize,
+    tokenizer: Tokenizer,
+    decoder: Decoder,
+    rng: StdRng,
+    has_ended: bool,
+}
+
+impl Continuation {
+    fn new(prompt: &str, rng: StdRng, tokenizer: Tokenizer, context: usize) -> Self {
+        let mut tokens = tokenizer.encode(prompt);
+        if tokens.is_empty() {
+            tokens.push(tokenizer.start());
+        }
+        let first = tokens.len().saturating_sub(context);
+        let decoder = Decoder::new(tokenizer);
+        Self { tokens, first, unread: first, tokenizer, decoder, rng, has_ended: false }
+    }
+
+    fn unread(&self) -> &[u32] {
+        &self.tokens[self.unread..]
+    }
+
+    /// Has the context read again, or the later half of it if it is full.
+    fn begin_anew(&mut self, context: usize) {
+        if self.tokens.len() - self.first > context {
+            self.first = self.tokens.len() - context.div_ceil(2);
+        }
+        self.unread = self.first;
+    }
+
+    /// Draws the next token, given the logits after the last one. Returns the characters that it completes, or `None` if the text has ended.
+    fn push(&mut self, logits: &[f32], sampling: &Sampling) -> Option<String> {
+        self.unread = self.tokens.len();
+        // A text that has ended repeats its last token unseen, while the rest of the batch goes on.
+        let token = if self.has_ended { self.tokens[self.unread - 1] } else { sampling.draw(logits, &mut self.rng) };
+        self.tokens.push(token);
+        self.has_ended |= self.tokenizer.ends(token);
+        (!self.has_ended).then(|| self.decoder.push(token))
+    }
+}
+
+/// Measurements of a generation.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Written {
+    /// Number of tokens generated, of all texts.
+    pub tokens: usize,
+    /// Number of them that the reading of the prompts gave.
+    pub first_tokens: usize,
+    /// Time until the first token of every text.
+    pub first: Duration,
+    /// Time for the tokens after the first ones.
+    pub decoding: Duration,
+    /// Bytes of the keys and values.
+    pub cache_bytes: usize,
+}
+
+impl Display for Written {
+    fn fmt(&self, f: &mut Formatter<'_>) -> FmtResult {
+        let decoded = self.tokens - self.first_tokens;
+        write!(f, "{} tokens", self.tokens)?;
+        if self.first_tokens > 0 {
+            write!(f, ", the first after {:.3} s", self.first.as_secs_f64())?;
+        }
+        if decoded > 0 {
+            write!(f, ", then {:.1} tokens/s", decoded as f64 / self.decoding.as_secs_f64())?;
+        }
+        write!(f, ", cache {:.2} MiB", self.cache_bytes as f64 / f64::from(1 << 20))
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::Sampling;
+    use super::{Continuation, Sampling};
+    use crate::tokenizer::Tokenizer;
     use rand::SeedableRng;
     use rand::rngs::StdRng;
 
@@ -190,5 +274,24 @@ mod tests {
         close(drawn(Sampling { top_p: Some(0.75), ..plain }), [0.0, 4.0 / 9.0, 2.0 / 9.0, 3.0 / 9.0]);
         close(drawn(Sampling { top_p: Some(1.0), ..plain }), [0.1, 0.4, 0.2, 0.3]);
         close(drawn(Sampling { top_k: Some(3), top_p: Some(0.4), ..plain }), [0.0, 1.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn a_text_that_has_ended_repeats_its_end_unseen() {
+        let likeliest = |token: u32| {
+            let mut logits = vec![0.0; Tokenizer::Gpt2.vocabulary()];
+            logits[token as usize] = 1.0;
+            logits
+        };
+        let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
+        let mut text = Continuation::new("Hello", StdRng::seed_from_u64(1), Tokenizer::Gpt2, 3);
+        let (comma, end) = (11, Tokenizer::Gpt2.start());
+        assert_eq!(text.unread(), [15496]);
+        let shown: Vec<_> = [comma, end, comma, comma].map(|token| text.push(&likeliest(token), &greedy)).into();
+        assert_eq!(shown, [Some(",".to_string()), None, None, None]);
+        assert_eq!((text.has_ended, text.unread()), (true, &[end][..]));
+        // Five tokens do not fit the context of three: its later half, two tokens, is read again.
+        text.begin_anew(3);
+        assert_eq!(text.unread(), [end, end]);
     }
 }

@@ -32,8 +32,8 @@ pub fn block_by_block(
     let part = |index: usize, x: Tensor<3>| {
         device.seed(seed(index));
         match index {
-            0 => model.embed(tokens.clone(), 0, documents.as_ref()),
-            index => model.blocks()[index - 1].forward(x, None, documents.as_ref()),
+            0 => model.embed(tokens.clone(), documents.as_ref().map(|documents| documents.positions.clone())),
+            index => model.blocks()[index - 1].forward(x, documents.as_ref()),
         }
     };
 

@@ -3,6 +3,7 @@
 //! [`model`] is the model and `train` the training loop. `compare` compares implementations of attention, and `cli` is the program. The
 //! other modules support a run.
 
+mod cache;
 mod checkpoint;
 mod cli;
 mod compare;

@@ -4,15 +4,22 @@
 //! Master weights, the residual stream, norms and the loss are f32. With a half-precision dtype, matrix products and attention are computed
 //! in that dtype, and their operands are cast to it.
 
+pub use crate::cache::Cache;
+
+use crate::cache::BlockCache;
 use crate::config::{AttentionKind, Config};
 use crate::data::{Batch, Documents, Stream, rng};
+use crate::error::Error;
 use crate::layers::{cross_entropy, gelu, layer_norm, linear};
 use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig, Embedding, LayerNorm, LayerNormConfig, Linear};
 use burn::tensor::activation::softmax;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, DType, Device, FloatDType, Int, Tensor, TensorData, module};
-use burn_flash_attention::{AlibiSlopes, AttentionError, FlashAttentionOptions, flash_attention, plan};
+use burn_flash_attention::{
+    AlibiSlopes, AttentionError, FlashAttentionOptions, KvCacheConfig, flash_attention, flash_attention_with_kvcache,
+    plan,
+};
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, Normal};
 
@@ -56,13 +63,13 @@ impl Gpt {
     /// `tokens [batch, context]` → `logits [batch, context, vocabulary]`, f32.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let vocabulary = self.token_embedding.weight.dims()[0];
-        let x = layer_norm(&self.norm, self.read(tokens, None, None)).cast(self.dtype);
+        let x = layer_norm(&self.norm, self.read(tokens, None)).cast(self.dtype);
         self.logits(x).narrow(2, 0, vocabulary)
     }
 
     /// Mean cross-entropy of a batch's targets, in nats per token.
     pub fn loss(&self, batch: &Batch) -> Tensor<1> {
-        let x = self.read(batch.tokens.clone(), None, batch.documents.as_ref());
+        let x = self.read(batch.tokens.clone(), batch.documents.as_ref());
         self.head_loss(x, batch.targets.clone())
     }
 
@@ -77,40 +84,53 @@ impl Gpt {
         &self.blocks
     }
 
-    /// Continues after the tokens in the cache: `tokens [batch, new]`, which are added to the cache → logits after the last token, `[batch,
-    /// vocabulary]`. There must be one new token, or no tokens in the cache.
-    pub fn next(&self, tokens: Tensor<2, Int>, cache: &mut Cache) -> Tensor<2> {
-        let vocabulary = self.token_embedding.weight.dims()[0];
-        let [_, new] = tokens.dims();
-        let last = self.read(tokens, Some(cache), None).narrow(1, new - 1, 1);
-        self.logits(layer_norm(&self.norm, last).cast(self.dtype)).narrow(2, 0, vocabulary).squeeze_dim(1)
+    /// An empty cache for `batch` sequences of up to `capacity` tokens, on the model's device.
+    ///
+    /// # Errors
+    ///
+    /// If flash attention cannot have a cache of this size.
+    pub fn cache(&self, batch: usize, capacity: usize) -> Result<Cache, AttentionError> {
+        let blocks =
+            self.blocks.iter().map(|block| block.attention.cache(batch, capacity)).collect::<Result<_, _>>()?;
+        let kind = self.blocks.first().map_or(AttentionKind::Flash, |block| block.attention.kind);
+        Ok(Cache::new(blocks, kind, batch, capacity))
     }
 
-    /// `tokens [batch, new]` → output of the last block, `[batch, new, width]`.
-    fn read(&self, tokens: Tensor<2, Int>, cache: Option<&mut Cache>, documents: Option<&Documents>) -> Tensor<3> {
-        let new = tokens.dims()[1];
-        let x = self.embed(tokens, cache.as_ref().map_or(0, |cache| cache.len), documents);
-        match cache {
-            None => self.blocks.iter().fold(x, |x, block| block.forward(x, None, documents)),
-            Some(cache) => {
-                cache.len += new;
-                cache.layers.resize(self.blocks.len(), None);
-                let mut layers = cache.layers.iter_mut();
-                self.blocks.iter().fold(x, |x, block| block.forward(x, layers.next(), documents))
-            }
+    /// Reads new tokens of each sequence, at least one, after those in the cache, and adds them to the cache → logits after the last token of
+    /// each sequence, `[batch, vocabulary]`.
+    ///
+    /// # Errors
+    ///
+    /// If the cache has no room for the tokens, or if their numbers differ and attention is not flash attention.
+    ///
+    /// # Panics
+    ///
+    /// If a sequence has no new token, or for another number of sequences than the cache's.
+    pub fn next(&self, new: &[&[u32]], cache: &mut Cache) -> Result<Tensor<2>, Error> {
+        let [vocabulary, _] = self.token_embedding.weight.dims();
+        let new = cache.append(new, &self.token_embedding.weight.device())?;
+        let mut x = self.embed(new.tokens.clone(), Some(new.positions.clone()));
+        for (block, cache) in self.blocks.iter().zip(&mut cache.blocks) {
+            x = block.continued(x, cache, new.seq_lens.as_ref());
         }
+        let last = layer_norm(&self.norm, new.last(x)).cast(self.dtype);
+        Ok(self.logits(last).narrow(2, 0, vocabulary).squeeze_dim(1))
     }
 
-    /// `tokens [batch, new]` → input of the first block, `[batch, new, width]`. Positions count from `first`, or within the documents.
-    pub(crate) fn embed(&self, tokens: Tensor<2, Int>, first: usize, documents: Option<&Documents>) -> Tensor<3> {
-        let positions = first as i64..(first + tokens.dims()[1]) as i64;
-        let positions = match documents {
-            Some(documents) => documents.positions.clone(),
-            None => Tensor::arange(positions, &tokens.device()).unsqueeze::<2>(),
-        };
+    /// `tokens [batch, context]` → output of the last block, `[batch, context, width]`.
+    fn read(&self, tokens: Tensor<2, Int>, documents: Option<&Documents>) -> Tensor<3> {
+        let x = self.embed(tokens, documents.map(|documents| documents.positions.clone()));
+        self.blocks.iter().fold(x, |x, block| block.forward(x, documents))
+    }
+
+    /// `tokens [batch, context]` → input of the first block, `[batch, context, width]`. Without `positions [batch, context]`, they count from
+    /// 0.
+    pub(crate) fn embed(&self, tokens: Tensor<2, Int>, positions: Option<Tensor<2, Int>>) -> Tensor<3> {
+        let ([_, context], device) = (tokens.dims(), tokens.device());
         let x = self.token_embedding.forward(tokens);
+        let counted = || Tensor::arange(0..context as i64, &device).unsqueeze::<2>();
         self.dropout.forward(match &self.position_embedding {
-            Some(embedding) => x + embedding.forward(positions),
+            Some(embedding) => x + embedding.forward(positions.unwrap_or_else(counted)),
             None => x,
         })
     }
@@ -139,25 +159,6 @@ impl Gpt {
 /// Matrix products whose width is not a multiple of a tile are several times slower, and GPT-2 has 50,257 tokens.
 const VOCABULARY_TILE: usize = 128;
 
-/// Cache of the tokens that a model has read: their keys and values, `[batch, heads, tokens, head_dim]` in each layer.
-#[derive(Default)]
-pub struct Cache {
-    layers: Vec<Option<[Tensor<4>; 2]>>,
-    len: usize,
-}
-
-impl Cache {
-    /// Number of tokens read.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether no token has been read.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-}
-
 /// `x + attention(norm(x))`, then `x + mlp(norm(x))`.
 #[derive(Module, Debug)]
 pub(crate) struct Block {
@@ -177,13 +178,17 @@ impl Block {
         }
     }
 
-    pub(crate) fn forward(
-        &self,
-        x: Tensor<3>,
-        cache: Option<&mut Option<[Tensor<4>; 2]>>,
-        documents: Option<&Documents>,
-    ) -> Tensor<3> {
-        let x = x.clone() + self.attention.forward(layer_norm(&self.attention_norm, x), cache, documents);
+    pub(crate) fn forward(&self, x: Tensor<3>, documents: Option<&Documents>) -> Tensor<3> {
+        self.around(x, |q, k, v| self.attention.attend(q, k, v, documents))
+    }
+
+    /// For new tokens after those in the cache; see [`CausalSelfAttention::attend_cached`].
+    fn continued(&self, x: Tensor<3>, cache: &mut BlockCache, seq_lens: Option<&Tensor<1, Int>>) -> Tensor<3> {
+        self.around(x, |q, k, v| self.attention.attend_cached(q, k, v, cache, seq_lens))
+    }
+
+    fn around(&self, x: Tensor<3>, attend: impl FnOnce(Tensor<4>, Tensor<4>, Tensor<4>) -> Tensor<4>) -> Tensor<3> {
+        let x = x.clone() + self.attention.forward(layer_norm(&self.attention_norm, x), attend);
         x.clone() + self.mlp.forward(layer_norm(&self.mlp_norm, x))
     }
 }
@@ -224,12 +229,8 @@ impl CausalSelfAttention {
         }
     }
 
-    fn forward(
-        &self,
-        x: Tensor<3>,
-        cache: Option<&mut Option<[Tensor<4>; 2]>>,
-        documents: Option<&Documents>,
-    ) -> Tensor<3> {
+    /// `attend` computes attention of queries, keys and values, `[batch, heads, context, head_dim]`.
+    fn forward(&self, x: Tensor<3>, attend: impl FnOnce(Tensor<4>, Tensor<4>, Tensor<4>) -> Tensor<4>) -> Tensor<3> {
         let [batch, context, width] = x.dims();
         let qkv = linear(&self.qkv, x, self.dtype);
         // [batch, heads, context, head_dim], as views: attention takes any strides.
@@ -237,16 +238,46 @@ impl CausalSelfAttention {
             let part = qkv.clone().narrow(2, index * width, width);
             part.reshape([batch, context, self.heads, width / self.heads]).swap_dims(1, 2)
         };
-        let (mut k, mut v) = (part(1), part(2));
-        if let Some(cache) = cache {
-            if let Some([before_k, before_v]) = cache.take() {
-                (k, v) = (Tensor::cat(vec![before_k, k], 2), Tensor::cat(vec![before_v, v], 2));
-            }
-            *cache = Some([k.clone(), v.clone()]);
-        }
-        let y = self.attend(part(0), k, v, documents);
-        let y = y.swap_dims(1, 2).reshape([batch, context, width]);
+        let y = attend(part(0), part(1), part(2)).swap_dims(1, 2).reshape([batch, context, width]);
         self.dropout.forward(linear(&self.projection, y, self.dtype).cast(FloatDType::F32))
+    }
+
+    /// An empty cache for `batch` sequences of up to `capacity` tokens.
+    fn cache(&self, batch: usize, capacity: usize) -> Result<BlockCache, AttentionError> {
+        if self.kind != AttentionKind::Flash {
+            return Ok(BlockCache::Concatenated(None));
+        }
+        let [width, _] = self.projection.weight.dims();
+        let config = KvCacheConfig::new(batch, self.heads, width / self.heads, capacity).with_dtype(Some(self.dtype));
+        config.try_init(&self.projection.weight.device()).map(BlockCache::Preallocated)
+    }
+
+    /// Causal attention of new tokens over all tokens so far. Keys and values are added to the cache. `seq_lens [batch]` is the number of new
+    /// tokens of each sequence, if not all are.
+    fn attend_cached(
+        &self,
+        q: Tensor<4>,
+        k: Tensor<4>,
+        v: Tensor<4>,
+        cache: &mut BlockCache,
+        seq_lens: Option<&Tensor<1, Int>>,
+    ) -> Tensor<4> {
+        match cache {
+            BlockCache::Preallocated(cache) => {
+                let options = self.flash_options(&q.device()).with_seq_lens_q(seq_lens.cloned());
+                flash_attention_with_kvcache(q, k, v, cache, &options)
+            }
+            BlockCache::Concatenated(cache) => {
+                let (k, v) = match cache.take() {
+                    Some([before_k, before_v]) => {
+                        (Tensor::cat(vec![before_k, k], 2), Tensor::cat(vec![before_v, v], 2))
+                    }
+                    None => (k, v),
+                };
+                *cache = Some([k.clone(), v.clone()]);
+                self.attend(q, k, v, None)
+            }
+        }
     }
 
     /// Causal attention over `[batch, heads, context, head_dim]`, by the selected implementation. The last query sees every key, or those
@@ -264,9 +295,11 @@ impl CausalSelfAttention {
                 module::attention(q, k, v, None, None, AttentionModuleOptions { is_causal, ..Default::default() })
             }
             AttentionKind::Composed => {
+                let keys = k.dims()[2];
                 let mut scores = q.matmul(k.transpose()) / (head_dim as f64).sqrt();
                 if is_causal {
-                    let hidden = Tensor::<2, Bool>::tril_mask([context, context], 0, &scores.device()).unsqueeze::<4>();
+                    let (shape, before) = ([context, keys], (keys - context) as i64);
+                    let hidden = Tensor::<2, Bool>::tril_mask(shape, before, &scores.device()).unsqueeze::<4>();
                     scores = scores.mask_fill(hidden, f32::NEG_INFINITY);
                 }
                 self.dropout.forward(softmax(scores, 3)).matmul(v)

@@ -4,7 +4,6 @@ use super::measure::Answer;
 use crate::config::{AttentionKind, Config};
 use crate::error::Error;
 use crate::files::write_atomically;
-use clap::ValueEnum;
 use serde::Serialize;
 use std::io;
 use std::path::Path;
@@ -87,10 +86,10 @@ fn row(
         context: config.context,
         batch: config.batch,
         checkpointing: config.checkpointing,
-        attention: name(config.attention),
+        attention: config.attention.name().to_string(),
         plan: plan.to_string(),
         loss: measured.and_then(|answer| answer.losses.last().copied()),
-        reference: reference.map(|(kind, _)| name(kind)),
+        reference: reference.map(|(kind, _)| kind.name().to_string()),
         loss_difference: measured.zip(reference).map(|(answer, (_, reference))| difference(answer, reference)),
         first_step_ms: measured.map(|answer| rounded(answer.first_step * 1e3)),
         step_ms: measured.map(|answer| rounded(answer.step * 1e3)),
@@ -104,11 +103,6 @@ fn row(
 /// Rounds to thousandths, which is more precise than a measurement.
 fn rounded(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
-}
-
-/// The name on the command line.
-fn name(kind: AttentionKind) -> String {
-    kind.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string())
 }
 
 /// Largest absolute difference of the losses over all steps.
